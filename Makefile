@@ -1,0 +1,54 @@
+# Nothing here needs an activated environment: `make test` on a fresh machine is enough.
+#
+#   make test PYTHON=python3.12       another interpreter for a new environment
+#   make test VENV=/tmp/nm-env        another place for the environment
+#   make test ARGS="-k masks"         more arguments for pytest
+
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKERS ?= 2
+ARGS    ?=
+
+PY      := $(VENV)/bin/python
+STAMP   := $(VENV)/.installed-dev
+PYTEST  := $(PY) -m pytest -n $(WORKERS)
+SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks examples setup.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test test-slow style check clean
+
+help:  ## say what each target does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+venv: $(STAMP)  ## create the environment, or bring it up to date with setup.py
+
+test: $(STAMP)  ## every test that is not slow
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)  ## the slow tests
+	$(PYTEST) -m slow $(ARGS)
+
+style: $(STAMP)  ## format the code and fix what ruff can fix
+	$(PY) -m ruff check --fix $(SOURCES)
+	$(PY) -m ruff format $(SOURCES)
+
+check: $(STAMP)  ## style and types, changing nothing
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+	$(PY) -m pyright --pythonpath $(PY)
+
+clean:  ## remove caches and build output; the environment stays
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an installation that was cut short is tried again.
+$(STAMP): setup.py
+	@py=$(PY); [ -x $$py ] || py=$(PYTHON); \
+	command -v $$py >/dev/null || { \
+	  echo "error: no '$$py' here. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \
+	$$py -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: '$$py' is $$($$py --version 2>&1); Python 3.11 or newer is needed. Name one and a new place: make VENV=.venv-new PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): once, and again when setup.py changes. This can take minutes."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

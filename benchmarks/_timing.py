@@ -1,0 +1,93 @@
+"""How the benchmarks here measure: one pinned core, candidates in turn, medians and intervals.
+
+Absolute times of a shared machine drift by half; ratios of candidates that took turns in one
+process do not. So every table gives ratios from one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+
+def pin(core: int) -> None:
+  """Runs this process on one core. Call it before jax is imported."""
+  if "jax" in sys.modules:
+    raise RuntimeError(
+      "pin the process before importing jax: its thread pools are sized at import."
+    )
+  if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {core})
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  flags = os.environ.get("XLA_FLAGS", "")
+  os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+
+
+def interleave(
+  candidates: Mapping[str, Callable[[], object]], blocks: int = 9, seconds: float = 0.01
+) -> dict[str, list[float]]:
+  """Seconds per call of each candidate, one figure a block, candidates taking turns.
+
+  Args:
+    candidates: name -> a call that returns when its work is done.
+    blocks: how many turns each one gets, at least 7.
+    seconds: calls are repeated within a turn until they last about this long.
+  """
+  if blocks < 7:
+    raise ValueError(f"blocks={blocks}: an interval needs at least 7.")
+  repeats = {}
+  for name, call in candidates.items():
+    call()  # compile and warm up
+    start = time.perf_counter()
+    call()
+    repeats[name] = max(1, round(seconds / (time.perf_counter() - start)))
+  times: dict[str, list[float]] = {name: [] for name in candidates}
+  names = list(candidates)
+  for block in range(blocks):
+    for name in names[block % len(names) :] + names[: block % len(names)]:
+      start = time.perf_counter()
+      for _ in range(repeats[name]):
+        candidates[name]()
+      times[name].append((time.perf_counter() - start) / repeats[name])
+  return times
+
+
+def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
+  """Median of the block-by-block ratio, with its middle half."""
+  ratios = sorted(t / b for t, b in zip(times, base, strict=True))
+  low, _, high = statistics.quantiles(ratios, n=4)
+  return statistics.median(ratios), low, high
+
+
+def machine() -> dict[str, str]:
+  """What the figures were measured on."""
+  import jax
+  import jaxlib
+
+  cpu = platform.processor() or platform.machine()
+  try:
+    with open("/proc/cpuinfo", encoding="utf8") as f:
+      cpu = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+  except (OSError, StopIteration):
+    pass
+  device = jax.devices()[0]
+  return {
+    "processor": cpu,
+    "device": f"{device.platform} {device.device_kind}",
+    "python": platform.python_version(),
+    "jax": jax.__version__,
+    "jaxlib": jaxlib.__version__,
+  }
+
+
+def save(path: str | None, rows: list[dict], command: str) -> None:
+  """Writes rows as JSON, with the machine and the command that made them."""
+  if path:
+    with open(path, "w", encoding="utf8") as f:
+      json.dump({"command": command, "machine": machine(), "rows": rows}, f, indent=1)
+      f.write("\n")

@@ -1,0 +1,85 @@
+"""What flows back through an effective weight.
+
+mask, D -> [blend: forward and backward of W~] -> layer
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+MODES = ("masked", "straight_through")
+
+
+def check_mode(mode: str | None) -> None:
+  """Refuses what is neither None nor one of `MODES`."""
+  if mode is not None and mode not in MODES:
+    raise ValueError(
+      f"gradient={mode!r}: choose 'masked' (autodiff: a pruned weight gets D times the "
+      "gradient), 'straight_through' (every weight gets the whole gradient), or None for the "
+      "recipe's own."
+    )
+
+
+def blend(w: jax.Array, mask: jax.Array, decay: jax.Array, mode: str) -> jax.Array:
+  """The effective weight W~ = W * (mask + D * (1 - mask)).
+
+  Gradient, with g = dL/dW~:
+
+      masked            dL/dW = g * (mask + D * (1 - mask))     the paper's equation
+      straight_through  dL/dW = g                               the authors' PyTorch code
+
+  Where D = 1 every weight keeps its bits; where D = 0 a pruned one is exactly 0, even when it was
+  inf or NaN. The product is computed in float32 (float64 for such weights) and rounded once to W's
+  dtype.
+
+  The mask is named "nm_mask": under remat, the policy `save_only_these_names("nm_mask")` of
+  `jax.checkpoint_policies` keeps it instead of computing it again in the backward pass.
+
+  Args:
+    w: float array, the stored parameter.
+    mask: bool, shape of `w`, True = kept.
+    decay: D, float32 scalar.
+    mode: one of `MODES`.
+
+  Returns:
+    Shape and dtype of `w`.
+  """
+  mask = checkpoint_name(mask, "nm_mask")
+  if mode == "straight_through":
+    return _identity_gradient(w, mask, decay)
+  return _blend(w, mask, decay)
+
+
+def _blend(w, mask, decay):
+  faded = _round(w.astype(_wide(w)) * decay.astype(_wide(w)), w.dtype)
+  # D = 1 is a choice too, no product: XLA on a CPU makes 1.0 * 1e-40 zero.
+  return jnp.where(mask | (decay == 1), w, jnp.where(decay == 0, jnp.zeros_like(w), faded))
+
+
+@jax.custom_jvp
+def _identity_gradient(w, mask, decay):
+  return _blend(w, mask, decay)
+
+
+@_identity_gradient.defjvp
+def _identity_gradient_jvp(primals, tangents):
+  return _identity_gradient(*primals), tangents[0]
+
+
+def _wide(w):
+  return w.dtype if w.dtype.itemsize >= 4 else jnp.float32
+
+
+def _round(x, dtype):
+  """x in `dtype`, really rounded: XLA may skip a cast to 16 bits that a cast back follows."""
+  if x.dtype == dtype:
+    return x
+  kind = jnp.finfo(dtype)
+  rounded = lax.reduce_precision(x, kind.nexp, kind.nmant).astype(dtype)
+  if kind.tiny <= jnp.finfo(x.dtype).tiny:
+    return rounded
+  # float16: reduce_precision makes its subnormals, up to 6e-5, zero; a cast does not.
+  return jnp.where(jnp.abs(x) < x.dtype.type(kind.tiny), x.astype(dtype), rounded)

@@ -1,0 +1,229 @@
+"""Flax linen layers that mask their own kernel.
+
+    params, step, stored masks -> rules -> recipe -> W~ -> [layer] -> loss
+
+A layer is the plain one of T5X or flax, and one field more: `rules`. It looks itself up by the path
+of its kernel and knows its own contraction axis. Where a recipe owns the kernel, the layer reads
+
+    nm_sparsity/<path>/step           int32 scalar, updates applied so far; scans broadcast it
+    nm_sparsity_state/<path>/kernel   bool mask (True = kept) of a stateful recipe; nested and
+                                      scanned as params
+
+which `init` creates (the step as -1, "none given") and `with_step` fills in. Everywhere else it is
+the plain layer, with no variable beside its parameters.
+
+The recipe sees the parameter in its stored dtype, before any cast to the compute dtype, so a
+network of these layers equals its dense twin (`rules=None`) on `apply.sparsify(params, ...)`, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import flax
+import jax
+import jax.core
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import partitioning
+from flax.typing import Dtype, Initializer
+from jax import lax
+
+from nm_sparsity_jax import masks
+from nm_sparsity_jax.apply import State
+from nm_sparsity_jax.recipes import OneShot
+from nm_sparsity_jax.rules import Place, Rules
+from nm_sparsity_jax.schedules import as_step
+
+_log = logging.getLogger(__name__)
+
+COLLECTION = "nm_sparsity"  # holds the step
+STATE_COLLECTION = "nm_sparsity_state"  # holds the masks of stateful recipes
+
+Variables = TypeVar("Variables", bound=Mapping[str, Any])
+
+
+class DenseGeneral(nn.Module):
+  """T5X's linear layer over any axes, without a bias: y = x . W~.
+
+  With the contracted axes of lengths (c, ...) and `features` (f, ...), the kernel is stored 2-D,
+  (prod c, prod f), and read as (c, ..., f, ...). Groups of m lie along the stored axis 0, the
+  contracted one.
+
+  Parameter tree: `params/kernel`, and `params_axes/kernel_axes` with its logical axis names.
+
+  >>> layer = DenseGeneral(features=(2, 3), kernel_axes=("embed", "joined_kv"))
+  >>> variables = layer.init(jax.random.key(0), jnp.ones((5, 4)))
+  >>> variables["params"]["kernel"].shape, layer.apply(variables, jnp.ones((5, 4))).shape
+  ((4, 6), (5, 2, 3))
+
+  Attributes:
+    features: output features, an int or several.
+    axis: input axes to contract, an int or several.
+    dtype: of the computation.
+    kernel_init: initializer of the stored, 2-D kernel.
+    kernel_axes: logical names of its two axes.
+    param_dtype: of the stored kernel.
+    rules: what is sparse, and how; None = the plain layer.
+  """
+
+  features: Iterable[int] | int
+  axis: Iterable[int] | int = -1
+  dtype: Dtype = jnp.float32
+  kernel_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+  kernel_axes: tuple[str, ...] = ()
+  param_dtype: Dtype = jnp.float32
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Contracts `axis` of `inputs`; the features come last."""
+    features = _as_tuple(self.features)
+    inputs = jnp.asarray(inputs, self.dtype)
+    axes = tuple(a if a >= 0 else inputs.ndim + a for a in _as_tuple(self.axis))
+    contracted = tuple(inputs.shape[a] for a in axes)
+    kernel = partitioning.param_with_axes(
+      "kernel",
+      self.kernel_init,
+      (math.prod(contracted), math.prod(features)),
+      self.param_dtype,
+      axes=self.kernel_axes,
+    )
+    kernel = jnp.asarray(_effective(self, kernel, axis=0), self.dtype)
+    kernel = kernel.reshape(*contracted, *features)
+    return lax.dot_general(inputs, kernel, ((axes, tuple(range(len(axes)))), ((), ())))
+
+
+class Dense(nn.Dense):
+  """`flax.linen.Dense` with a kernel that can be sparse: y = x . W~ + b.
+
+  x (..., in), kernel (in, features), bias (features,). Groups of m lie along axis 0 of the kernel.
+  Attributes and parameter tree are flax's, and `rules`; None = the plain layer.
+  """
+
+  rules: Rules | None = None
+
+  @nn.nowrap
+  def param(self, name, init_fn, *init_args, **init_kwargs):
+    """flax's, but the kernel comes back effective: whatever reads it then sees W~."""
+    value = super().param(name, init_fn, *init_args, **init_kwargs)
+    return _effective(self, value, axis=0) if name == "kernel" else value
+
+
+class Conv(nn.Conv):
+  """`flax.linen.Conv` with a kernel that can be sparse: y = x * W~ + b.
+
+  x (batch, ..., in), kernel (..., in / feature_group_count, features), bias (features,). Groups of
+  m lie along axis -2 of the kernel: input channels at one spatial offset, for one output.
+  Attributes and parameter tree are flax's, and `rules`; None = the plain layer.
+  """
+
+  rules: Rules | None = None
+
+  @nn.nowrap
+  def param(self, name, init_fn, *init_args, **init_kwargs):
+    """flax's, but the kernel comes back effective: whatever reads it then sees W~."""
+    value = super().param(name, init_fn, *init_args, **init_kwargs)
+    return _effective(self, value, axis=-2) if name == "kernel" else value
+
+
+def with_step(variables: Variables, step: jax.Array | int, state: State | None = None) -> Variables:
+  """`variables` with every sparse layer told the step, and its stored mask.
+
+      model.apply(with_step({**variables, "params": params}, step, state), x)
+
+  Args:
+    variables: what `model.init` returned, parameters exchanged or not (they are not looked at). The
+      leaves of the collection `nm_sparsity` may be shapes, as of `jax.eval_shape(model.init, ...)`.
+    step: updates applied so far, `nms.step_count(opt_state)`.
+    state: what `nms.init_state` or `nms.update_state` returned; its masks become the collection
+      `nm_sparsity_state`. None keeps the masks that `variables` hold.
+
+  Returns:
+    A new mapping of the same type.
+  """
+  step = as_step(step)
+  if not jax.tree_util.tree_leaves(variables.get(COLLECTION, {})):
+    raise ValueError(
+      f"with_step found no sparse layer: variables hold {sorted(variables)}, and no step under "
+      f"{COLLECTION!r}. Pass all that model.init returned, not its parameters alone; if that "
+      "has none either, no rule names a layer of this model, or the layers got no rules=."
+    )
+  fill = lambda leaf: jnp.broadcast_to(step, leaf.shape)
+  new = {COLLECTION: jax.tree_util.tree_map(fill, variables[COLLECTION])}
+  if state:
+    new[STATE_COLLECTION] = state["mask"]
+  return flax.core.copy(variables, new)  # type: ignore
+
+
+def _effective(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Array:
+  """What `layer` multiplies by: W~ of its stored kernel `w`, in the shape and dtype of `w`."""
+  rules: Rules | None = layer.rules  # type: ignore
+  if rules is None:
+    return w
+  path = "/".join((*layer.path, "kernel"))
+  place = rules.place(path, w.shape, axis)
+  if isinstance(place, str) and layer.is_initializing():
+    _log.warning("%s stays dense: %s", path, place)
+  if not isinstance(place, Place):
+    return w
+  if layer.is_initializing():
+    _create_variables(layer, place, w)
+    return w
+  return place.effective(w, _read_step(layer, place), _read_mask(layer, place))
+
+
+def _create_variables(layer: nn.Module, place: Place, w: jax.Array) -> None:
+  """The step as -1, none given; the mask as `apply.init_state` starts it."""
+
+  def first_mask():
+    if isinstance(place.recipe, OneShot) and place.recipe.phases.dense == 0:
+      return place.magnitude_mask(w)
+    return jnp.ones(w.shape, bool)
+
+  if layer.is_mutable_collection(COLLECTION):
+    layer.variable(COLLECTION, "step", lambda: jnp.int32(-1))
+  if place.recipe.stateful and layer.is_mutable_collection(STATE_COLLECTION):
+    layer.variable(STATE_COLLECTION, "kernel", first_mask)
+
+
+def _read_step(layer: nn.Module, place: Place) -> jax.Array:
+  if not layer.has_variable(COLLECTION, "step"):
+    raise ValueError(
+      f"{_claim(place)}, and a sparse layer needs the step, but collection {COLLECTION!r} has no "
+      "'step' here. Keep all that init returned and call model.apply(nms.layers.with_step("
+      f"variables, step), ...); where a scan hides it: nn.scan(..., variable_broadcast="
+      f"{COLLECTION!r})."
+    )
+  step = layer.get_variable(COLLECTION, "step")
+  if not isinstance(step, jax.core.Tracer) and jnp.ndim(step) == 0 and int(step) < 0:
+    raise ValueError(
+      f"{_claim(place)}, and its step is {int(step)}: none was given since init. Call "
+      "model.apply(nms.layers.with_step(variables, step), ...); the first step is 0."
+    )
+  return step
+
+
+def _read_mask(layer: nn.Module, place: Place) -> jax.Array | None:
+  if not place.recipe.stateful:
+    return None
+  if not layer.has_variable(STATE_COLLECTION, "kernel"):
+    raise ValueError(
+      f"{_claim(place)}, which keeps its mask as state, but collection {STATE_COLLECTION!r} has "
+      "no 'kernel' here. Call model.apply(nms.layers.with_step(variables, step, state), ...) "
+      "with the state of nms.init_state(params, rules); a scan must stack it as it does the "
+      f"parameters: nn.scan(..., variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}})."
+    )
+  return layer.get_variable(STATE_COLLECTION, "kernel")
+
+
+def _claim(place: Place) -> str:
+  return f"rule {place.key!r} gives {place.path!r} the recipe {place.recipe.name}"
+
+
+def _as_tuple(x: Iterable[int] | int) -> tuple[int, ...]:
+  return tuple(x) if isinstance(x, Iterable) else (x,)

@@ -1,0 +1,143 @@
+"""The optax side: where the step comes from, and SR-STE's term.
+
+gradients -> [sr_ste: + lambda * (1 - mask) * W] -> any optax optimizer -> updates
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from nm_sparsity_jax.apply import State, stored_masks
+from nm_sparsity_jax.rules import Rules, flatten, map_with_names
+
+
+class SrSteState(NamedTuple):
+  """Updates applied so far."""
+
+  count: jax.Array
+
+
+class CountStepsState(NamedTuple):
+  """Updates applied so far."""
+
+  count: jax.Array
+
+
+def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
+  """Adds lambda * (1 - mask) * W to the gradient of every weight whose recipe asks for it.
+
+  Put it first in the chain, before anything that scales or accumulates the gradient's moments,
+  and inside `optax.MultiSteps`, so that it acts once per optimizer step:
+
+      optax.MultiSteps(optax.chain(nms.sr_ste(rules), optax.adamw(1e-3)), every_k_schedule=4)
+
+  The mask is the one that the forward pass of this step applied: it is taken from the same
+  weights at the same step (the count of this transformation). Without an SR-STE rule it changes
+  nothing but still counts. Stored masks (idp) come as an extra argument:
+
+      tx.update(grads, opt_state, params, nm_state=state)
+
+  Reference: Zhou et al., ICLR 2021, arXiv:2102.04010, equation 8.
+  """
+
+  def init(params):
+    rules.assign(params, partial=True)
+    return SrSteState(jnp.zeros((), jnp.int32))
+
+  def update(updates, state, params=None, *, nm_state: State | None = None, **extra):
+    del extra
+    if params is None:
+      raise ValueError("nms.sr_ste needs the parameters: tx.update(grads, opt_state, params).")
+    places = rules.assign(params, partial=True).places
+    wanted = {path: p for path, p in places.items() if p.recipe.lam}
+    stored, arrays = stored_masks(nm_state), dict(flatten(params))
+    for path, place in wanted.items():
+      if place.recipe.stateful and path not in stored:
+        raise ValueError(
+          f"{place.recipe.name} at {path!r} keeps its mask as state, and nms.sr_ste got none: "
+          "tx.update(grads, opt_state, params, nm_state=state)."
+        )
+
+    def add(path, g):
+      if path not in wanted:
+        return g
+      w, place = arrays[path], wanted[path]
+      pruned = jnp.where(place.mask(w, state.count, stored.get(path)), jnp.zeros_like(w), w)
+      return g + (place.recipe.lam * pruned.astype(jnp.float32)).astype(g.dtype)
+
+    updates = map_with_names(add, updates) if wanted else updates
+    return updates, SrSteState(state.count + 1)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def count_steps() -> optax.GradientTransformation:
+  """Counts updates and changes nothing: for optimizers that keep no count, such as plain SGD."""
+
+  def init(params):
+    del params
+    return CountStepsState(jnp.zeros((), jnp.int32))
+
+  def update(updates, state, params=None):
+    del params
+    return updates, CountStepsState(state.count + 1)
+
+  return optax.GradientTransformation(init, update)
+
+
+def step_count(opt_state: Any) -> jax.Array:
+  """The number of optimizer updates applied, an int32 scalar: the `step` of everything here.
+
+  Under `optax.MultiSteps` its `gradient_step`; else the count of `sr_ste` or `count_steps`; else
+  the first `count` in the chain.
+  """
+  found = list(_named_states(opt_state))
+  multi = [s for s in found if isinstance(s, optax.MultiStepsState)]
+  ours = [s for s in found if isinstance(s, SrSteState | CountStepsState)]
+  if multi:
+    inside = list(_named_states(multi[0]))
+    outside = [s for s in ours if not any(s is t for t in inside)]
+    if any(isinstance(s, SrSteState) for s in outside):
+      raise ValueError(
+        "nms.sr_ste stands outside optax.MultiSteps, where it counts and acts on every "
+        "mini-step. Write optax.MultiSteps(optax.chain(nms.sr_ste(rules), ...), k)."
+      )
+    return _scalar(multi[0].gradient_step)
+  for state in (*ours, *found):
+    # Only a field: every tuple has a method of that name.
+    count = jax.tree.leaves(state.count) if "count" in _names(state) else []
+    if count and jnp.shape(count[0]) == ():
+      return _scalar(count)
+  raise ValueError(
+    "the optimizer state has no step count: add one, "
+    "optax.chain(nms.count_steps(), your_optimizer)."
+  )
+
+
+def _named_states(node: Any):
+  """All NamedTuples and dataclasses in a state, outer ones first, in order."""
+  if names := _names(node):
+    yield node
+    children = [getattr(node, name) for name in names]
+  elif isinstance(node, dict) or hasattr(node, "items"):
+    children = [node[k] for k in node]
+  elif isinstance(node, (tuple, list)):
+    children = list(node)
+  else:
+    children = []
+  for child in children:
+    yield from _named_states(child)
+
+
+def _names(node: Any) -> tuple[str, ...]:
+  """The fields of a NamedTuple or dataclass; none for anything else."""
+  return tuple(getattr(node, "_fields", None) or getattr(node, "__dataclass_fields__", ()))
+
+
+def _scalar(count: Any) -> jax.Array:
+  """A count as int32, out of the box that nnx.Optimizer keeps it in."""
+  return jnp.asarray(jax.tree.leaves(count)[0], jnp.int32)

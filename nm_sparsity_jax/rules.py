@@ -1,0 +1,427 @@
+"""Which parameter gets which recipe, and along which axis its groups lie.
+
+    params[path] -> [rules: recipe, axis, what to do when the axis does not divide] -> recipe
+
+One table, read by the layers, by `sparsify`, by the optimizer term, by verification and by the
+plan, so that none of them can disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from nm_sparsity_jax import masks
+from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.recipes import Dense, Recipe
+
+_log = logging.getLogger(__name__)
+
+_ATTENTION = r"(.*/)?(\w*[aA]ttention(_\d+)?)/"
+
+# Roles of T5 (T5X's names, also scanned) and of flax's ViT. Values are regexes for the whole path.
+ROLES: Mapping[str, str] = {
+  "ff": r"(.*/)?(mlp|MlpBlock(_\d+)?)/(wi|wi_\d+|wo|Dense_\d+)/kernel",
+  "q": _ATTENTION + r"query/kernel",
+  "k": _ATTENTION + r"key/kernel",
+  "v": _ATTENTION + r"value/kernel",
+  "o": _ATTENTION + r"out/kernel",
+  "qk": _ATTENTION + r"(query|key)/kernel",
+  "qkv": _ATTENTION + r"(query|key|value)/kernel",
+}
+
+# Words that narrow a role: "decoder/cross/qkv". Values are regexes for the whole path.
+QUALIFIERS: Mapping[str, str] = {
+  "encoder": r"(.*/)?(encoder|encoderblock_\d+)/.*",
+  "decoder": r"(.*/)?decoder/.*",
+  "self": r"(?!.*encoder_decoder_attention/).*[aA]ttention.*",
+  "cross": r"(.*/)?encoder_decoder_attention/.*",
+}
+
+# Axes that need no naming: (path, rank, contraction axis). A kernel of another rank, such as one
+# stacked by a scan, is ambiguous: (embed, layers, mlp) and (embed, heads, head_dim) look alike.
+_AXES: Sequence[tuple[str, int | None, masks.Axis]] = (
+  (r"(.*/)?[cC]onv\w*/kernel", None, -2),  # (..., in, out): groups of inputs at one offset
+  (r"(.*/)?MultiHeadDotProductAttention(_\d+)?/(query|key|value)/kernel", 3, 0),
+  (r"(.*/)?MultiHeadDotProductAttention(_\d+)?/out/kernel", 3, (0, 1)),
+  (r"(.*/)?kernel", 2, 0),
+)
+
+_POLICIES = ("error", "skip", "pad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """One parameter that a recipe owns.
+
+  Attributes:
+    path: '/'-joined path in the parameter tree.
+    shape: shape of the parameter.
+    recipe: what is applied to it.
+    axis: the axis of the groups, or adjacent axes that count as one.
+    pad: entries added to the end of the axis to complete the last group ('pad' policy).
+    key: the rule that chose it.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  recipe: Recipe
+  axis: masks.Axis
+  pad: int = 0
+  key: str = ""
+
+  @property
+  def pattern(self) -> NM:
+    """The target pattern."""
+    assert self.recipe.pattern is not None  # Dense makes no Place
+    return self.recipe.pattern
+
+  @property
+  def axis_size(self) -> int:
+    """Length of the grouped axis, padding included."""
+    return math.prod(self.shape[a] for a in masks.check_axis(self.shape, self.axis)) + self.pad
+
+  @property
+  def groups(self) -> int:
+    """The number of groups of the target pattern."""
+    if self.recipe.pattern is None:
+      return 0
+    rest = math.prod(self.shape) // max(self.axis_size - self.pad, 1)
+    return self.axis_size // self.recipe.pattern.m * rest
+
+  @property
+  def dropped(self) -> tuple[str, ...]:
+    """Levels of the recipe that do not fit this axis."""
+    kept = {p for _, p in self.recipe.levels(self.axis_size)}
+    return tuple(str(p) for _, p in self.recipe.levels() if p not in kept)
+
+  def on_whole_groups(self, function, *arrays: jax.Array) -> jax.Array:
+    """function(*arrays, axis=axis), with the axis filled up with zeros where the policy pads."""
+    if not self.pad:
+      return function(*arrays, axis=self.axis)
+    axes = masks.check_axis(self.shape, self.axis)
+    merged = (*self.shape[: axes[0]], self.axis_size - self.pad, *self.shape[axes[-1] + 1 :])
+    widths = [(0, self.pad * (a == axes[0]), 0) for a in range(len(merged))]
+    full = [jax.lax.pad(x.reshape(merged), x.dtype.type(0), widths) for x in arrays]
+    out = function(*full, axis=axes[0])
+    return jax.lax.slice_in_dim(out, 0, merged[axes[0]], axis=axes[0]).reshape(self.shape)
+
+  def effective(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
+    """`Recipe.effective` at this place."""
+    stored = () if mask is None else (mask,)
+    return self.on_whole_groups(
+      lambda w, *m, axis: self.recipe.effective(w, step, axis, *m), w, *stored
+    )
+
+  def mask(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
+    """`Recipe.mask` at this place."""
+    stored = () if mask is None else (mask,)
+    return self.on_whole_groups(lambda w, *m, axis: self.recipe.mask(w, step, axis, *m), w, *stored)
+
+  def magnitude_mask(
+    self,
+    w: jax.Array,
+    n: jax.Array | int | None = None,
+    parent: jax.Array | None = None,
+  ) -> jax.Array:
+    """`masks.magnitude_mask` of the target pattern at this place."""
+
+    pattern = self.pattern
+
+    def take(w, *parent, axis):
+      return masks.magnitude_mask(w, pattern, axis, n=n, parent=parent[0] if parent else None)
+
+    return self.on_whole_groups(take, w, *(() if parent is None else (parent,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+  """What rules mean for one parameter tree. `print` it before a run.
+
+  Attributes:
+    places: path -> Place, the sparse parameters.
+    skipped: path -> why a rule did not apply ('skip' policy).
+    dense: paths that no rule names.
+  """
+
+  places: Mapping[str, Place]
+  skipped: Mapping[str, str]
+  dense: tuple[str, ...]
+
+  def __str__(self) -> str:
+    rows: list[tuple[str, ...]] = [
+      ("parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks")
+    ]
+    for p in self.places.values():
+      remarks = [f"axis padded by {p.pad}"] if p.pad else []
+      if p.dropped:
+        remarks.append(f"levels {', '.join(p.dropped)} do not divide {p.axis_size}: dropped")
+      cells = p.path, p.shape, p.axis, p.recipe.pattern, p.groups, p.recipe.name, "; ".join(remarks)
+      rows.append(tuple(map(str, cells)))
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
+    if self.dense:
+      lines.append(f"dense    {', '.join(self.dense)}")
+    return "\n".join(lines)
+
+
+class Rules:
+  """Places to recipes: what is sparse, how, and along which axis.
+
+  A place is a role (`ff`, `q`, `k`, `v`, `o`, `qk`, `qkv`; narrowed as in `encoder/ff` or
+  `decoder/cross/qkv`) or a regex that must match a whole '/'-joined parameter path. Parameters
+  that no place names stay dense. Two places on one parameter, and a place that names none, are
+  errors.
+
+  >>> from nm_sparsity_jax import Phases, recipe
+  >>> r = recipe("mdgf_linear", pattern="1:8", phases=Phases(total=100))
+  >>> Rules({"ff": r}).find("encoder/layers_0/mlp/wi_0/kernel") is r
+  True
+
+  Immutable and hashable by value, so it can be a field of a flax module.
+
+  Args:
+    places: place -> recipe.
+    axes: regex -> axis (or adjacent axes), for stored parameters whose contraction axis does
+      not follow from path and rank; see `with_logical_axes`. Layers of this package know their
+      own axis and do not ask.
+    indivisible: what to do when m does not divide the axis: 'error', 'skip' (leave that
+      parameter dense) or 'pad' (the last group is short and keeps at most n of what it has).
+    roles: more roles, name -> regex, beside `ROLES`.
+  """
+
+  def __init__(
+    self,
+    places: Mapping[str, Recipe],
+    axes: Mapping[str, masks.Axis] | None = None,
+    indivisible: str = "error",
+    roles: Mapping[str, str] | None = None,
+  ):
+    if not places:
+      raise ValueError(
+        "Rules({}) would leave everything dense. Name a place, for example "
+        "Rules({'ff': recipe}); for a dense run use the recipe 'dense'."
+      )
+    for key, value in places.items():
+      if not isinstance(value, Recipe):
+        raise ValueError(
+          f"Rules: {key!r} has {value!r}, which is no recipe. Make one by nms.recipe(name, "
+          "pattern='1:8', phases=nms.Phases(total=...))."
+        )
+    if indivisible not in _POLICIES:
+      raise ValueError(f"indivisible={indivisible!r}: choose one of {', '.join(_POLICIES)}.")
+    self._places = tuple(places.items())
+    self._axes = tuple(
+      (k, tuple(v) if isinstance(v, Sequence) else v) for k, v in (axes or {}).items()
+    )
+    self._roles = tuple((roles or {}).items())
+    self.indivisible = indivisible
+    known = {**ROLES, **dict(self._roles)}
+    self._tests = tuple(_path_test(key, known) for key, _ in self._places)
+    for regex, _ in self._axes:
+      _compile(regex, "axes")
+    for _, regex in self._roles:
+      _compile(regex, "roles")
+
+  @property
+  def places(self) -> dict[str, Recipe]:
+    """The table as given."""
+    return dict(self._places)
+
+  def _key(self):
+    # In `axes` the first regex wins, so there the order counts.
+    return frozenset(self._places), self._axes, frozenset(self._roles), self.indivisible
+
+  def __eq__(self, other):
+    return isinstance(other, Rules) and self._key() == other._key()
+
+  def __hash__(self):
+    return hash(self._key())
+
+  def __repr__(self):
+    given = f"axes={dict(self._axes)!r}, indivisible={self.indivisible!r}"
+    return f"Rules({dict(self._places)!r}, {given}, roles={dict(self._roles)!r})"
+
+  def with_logical_axes(
+    self, logical_axes: Any, stacked: Sequence[str] = ("layers", "stack")
+  ) -> Rules:
+    """The same rules, the contraction axes of stacked kernels read off their logical axis names.
+
+    Args:
+      logical_axes: a tree that mirrors the parameters; leaves are tuples of axis names, flax's
+        `AxisMetadata` or `PartitionSpec`. Paths may end in `_axes`, as in flax's `params_axes`.
+      stacked: names of axes that a scan over layers adds. The contraction axis is the first of
+        the others for kernels of one contraction axis.
+
+    Returns:
+      New rules. Axes given by hand come first.
+    """
+    found: dict[str, masks.Axis] = dict(self._axes)
+    is_names = lambda x: (
+      hasattr(x, "names")
+      or (isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x))
+    )
+    leaves, _ = jax.tree_util.tree_flatten_with_path(logical_axes, is_leaf=is_names)
+    for keys, names in leaves:
+      path = re.sub(r"_axes$", "", path_name(keys))
+      names = tuple(getattr(names, "names", names))
+      own = [i for i, name in enumerate(names) if name not in stacked]
+      if path.endswith("kernel") and len(own) < len(names) and len(own) == 2:
+        found.setdefault(re.escape(path), own[0])
+    return Rules(self.places, found, self.indivisible, dict(self._roles))
+
+  def find(self, path: str) -> Recipe | None:
+    """The recipe of a path, None where no place names it."""
+    found = self._match(path)
+    return found[1] if found else None
+
+  def _match(self, path: str) -> tuple[str, Recipe] | None:
+    hits = [place for place, test in zip(self._places, self._tests, strict=True) if test(path)]
+    if len(hits) > 1:
+      raise ValueError(
+        f"two rules claim {path!r}: {' and '.join(repr(k) for k, _ in hits)}. Narrow one of "
+        "them, so that every parameter has one recipe."
+      )
+    return hits[0] if hits else None
+
+  def place(
+    self, path: str, shape: Sequence[int], axis: masks.Axis | None = None
+  ) -> Place | str | None:
+    """The place of one parameter: a `Place`, why it is skipped, or None where no rule names it.
+
+    Args:
+      path: '/'-joined path.
+      shape: shape of the parameter.
+      axis: its contraction axis where the caller knows it (a layer does).
+    """
+    found = self._match(path)
+    if not found or isinstance(found[1], Dense):
+      return None
+    key, recipe = found
+    shape = tuple(shape)
+    if axis is None:
+      axis = self._axis(path, shape)
+    place = Place(path, shape, recipe, axis, 0, key)
+    m = recipe.pattern.m  # type: ignore[union-attr]
+    if place.axis_size % m:
+      problem = f"axis {axis} has length {place.axis_size} (shape {shape}), no multiple of {m}"
+      if self.indivisible == "error":
+        raise ValueError(
+          f"{path!r}: {problem}, so {recipe.pattern} cannot be applied. Choose another pattern "
+          "for it, or Rules(..., indivisible='skip') to leave it dense, or 'pad'."
+        )
+      if self.indivisible == "skip":
+        return problem
+      place = dataclasses.replace(place, pad=-place.axis_size % m)
+    recipe.levels(place.axis_size)  # raises where a schedule does not fit
+    return place
+
+  def _axis(self, path: str, shape: tuple[int, ...]) -> masks.Axis:
+    for regex, axis in self._axes:
+      if _compile(regex, "axes").fullmatch(path):
+        masks.check_axis(shape, axis)
+        return axis
+    for regex, rank, axis in _AXES:
+      if re.fullmatch(regex, path) and len(shape) == (rank or max(len(shape), 3)):
+        return axis
+    raise ValueError(
+      f"{path!r} has shape {shape}, and which axis is contracted does not follow from that. Name "
+      f"it: Rules(..., axes={{{path!r}: 0}}), an int or adjacent axes such as (0, 1); for "
+      "layers stacked by a scan, rules.with_logical_axes(params_axes)."
+    )
+
+  def assign(self, params: Any, *, partial: bool = False) -> Assignment:
+    """Applies the table to a whole tree and checks it.
+
+    Args:
+      params: arrays or shapes, in any nesting that jax knows (dicts, nnx.State, boxes).
+      partial: allow places that name no parameter (a part of the tree was masked out).
+
+    Returns:
+      An `Assignment`; its `str` is a table.
+    """
+    shapes = [(name, tuple(x.shape)) for name, x in flatten(params) if hasattr(x, "shape")]
+    assignment, idle = _assign(self, tuple(shapes))
+    if idle and not partial:
+      some = ", ".join(name for name, _ in shapes[:4])
+      raise ValueError(
+        f"rules that match no parameter and so would change nothing: {', '.join(idle)}. "
+        f"The {len(shapes)} parameters begin: {some}. A place is a role "
+        f"({', '.join(ROLES)}) or a regex for the whole path."
+      )
+    return assignment
+
+
+@functools.lru_cache(maxsize=256)
+def _assign(rules: Rules, shapes) -> tuple[Assignment, list[str]]:
+  places: dict[str, Place] = {}
+  skipped: dict[str, str] = {}
+  dense: list[str] = []
+  used: set[str] = set()
+  for path, shape in shapes:
+    found = rules._match(path)
+    used |= {found[0]} if found else set()
+    place = rules.place(path, shape)
+    if isinstance(place, Place):
+      places[path] = place
+      if place.pad or place.dropped:
+        _log.warning("%s: axis padded by %d, levels dropped: %s", path, place.pad, place.dropped)
+    elif place is None:
+      dense.append(path)
+    else:
+      skipped[path] = place
+      _log.warning("%s stays dense: %s", path, place)
+  idle = [repr(key) for key in rules.places if key not in used]
+  for regex, axis in rules._axes:
+    if not any(_compile(regex, "axes").fullmatch(path) for path, _ in shapes):
+      idle.append(f"axes={{{regex!r}: {axis!r}}}")
+  return Assignment(places, skipped, tuple(dense)), idle
+
+
+def path_name(keys: Sequence[Any]) -> str:
+  """'a/b/0/kernel' of a jax key path; a trailing `.value` (of flax boxes) is left out."""
+  if keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
+    keys = keys[:-1]
+  words = []
+  for k in keys:
+    for field in ("key", "name", "idx"):
+      if hasattr(k, field):
+        words.append(str(getattr(k, field)))
+        break
+  return "/".join(words)
+
+
+def flatten(tree: Any) -> list[tuple[str, Any]]:
+  """(path, leaf) of a tree, in jax's order."""
+  return [(path_name(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def map_with_names(function, tree: Any) -> Any:
+  """The tree with every leaf replaced by function(path, leaf)."""
+  return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
+
+
+def _compile(regex: str, where: str) -> re.Pattern:
+  try:
+    return re.compile(regex)
+  except re.error as e:
+    raise ValueError(f"Rules: {where} has {regex!r}, which is no regular expression: {e}.") from e
+
+
+def _path_test(key: str, roles: Mapping[str, str]):
+  """A test of whole paths for a place: a role, narrowed by qualifiers, or a regex."""
+  *narrow, role = key.split("/")
+  if role in roles and all(word in QUALIFIERS for word in narrow):
+    regexes = [roles[role], *(QUALIFIERS[word] for word in narrow)]
+  else:
+    regexes = [key]
+  compiled = [_compile(regex, "a place") for regex in regexes]
+  return lambda path: all(r.fullmatch(path) for r in compiled)

@@ -1,0 +1,101 @@
+"""Package metadata: what nm-sparsity-jax is and what it needs.
+
+The version lives in nm_sparsity_jax/_version.py, tool settings in pyproject.toml.
+A floor is a version that was run, and it is stated here and nowhere else; a name
+without a floor has no version known to fail.
+"""
+
+import pathlib
+import re
+
+import setuptools
+
+_ROOT = pathlib.Path(__file__).resolve().parent
+_VERSION_FILE = _ROOT / "nm_sparsity_jax" / "_version.py"
+
+
+def _version() -> str:
+  """Reads `__version__` as text: importing the package here would need jax."""
+  found = re.search(r'^__version__ = "([^"]+)"$', _VERSION_FILE.read_text("utf-8"), re.MULTILINE)
+  if found is None:
+    raise ValueError(f'{_VERSION_FILE} has no line of the form __version__ = "1.2.3"')
+  return found[1]
+
+
+_ORBAX = "orbax-checkpoint>=0.12.8"
+_CLU = "clu>=0.0.12"
+
+CORE = [
+  "jax>=0.10.2",
+  "flax>=0.12.8",
+  "optax>=0.2.8",
+  "numpy>=2.0",
+]
+
+# SeqIO tasks and their metrics. SeqIO brings tensorflow-text, which needs `tensorflow`
+# itself: do not put tensorflow-cpu beside it.
+TASKS = [
+  "seqio>=0.0.20",
+  "tensorflow>=2.21",
+  "tensorflow-datasets>=4.9.10",
+  "importlib_resources",  # tensorflow-datasets imports it and does not declare it
+  "gin-config>=0.5.0",
+  "scikit-learn",
+  "scipy",
+  "sacrebleu",
+]
+
+# The runner that needs nothing but the Python package index.
+LOCAL = [*TASKS, _CLU, _ORBAX, "rich", "matplotlib"]
+
+# What T5X needs from the Python package index. T5X itself, airio and jestimator are not
+# there. Install those three afterwards, each from its source at a pinned commit with
+# `pip install --no-deps`: T5X's own requirements are git heads that fight any pin.
+T5X = [
+  *TASKS,
+  _CLU,
+  _ORBAX,
+  "fiddle",
+  "cached-property",
+  "tensorstore",
+  "grain",
+  "tensorboard",
+  "tensorflow-serving-api",
+]
+
+# T5X checkpoints to Hugging Face and back.
+HF = ["transformers", "safetensors"]
+
+# ruff and pyright are pinned: their verdict changes with their version.
+DEV = [
+  "pytest>=9.2",
+  "pytest-xdist>=3.8",
+  "hypothesis>=6.170",
+  "ruff==0.17.*",
+  "pyright[nodejs]==1.1.414",
+  "qwix>=0.1.8",  # the peer that benchmarks/ measures against
+  _ORBAX,
+]
+
+setuptools.setup(
+  name="nm-sparsity-jax",
+  version=_version(),
+  description="N:M sparsity training for JAX, Flax and T5X, by progressive gradient flow.",
+  long_description=(_ROOT / "README.md").read_text("utf-8"),
+  long_description_content_type="text/markdown",
+  license="Apache-2.0",
+  license_files=["LICENSE"],
+  python_requires=">=3.11",
+  packages=setuptools.find_packages(include=["nm_sparsity_jax*", "t5x_tasks*"]),
+  package_data={"nm_sparsity_jax": ["py.typed"]},
+  install_requires=CORE,
+  extras_require={"tasks": TASKS, "local": LOCAL, "t5x": T5X, "hf": HF, "dev": DEV},
+  classifiers=[
+    "Development Status :: 2 - Pre-Alpha",
+    "Intended Audience :: Science/Research",
+    "Programming Language :: Python :: 3",
+    "Programming Language :: Python :: 3 :: Only",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+  ],
+)

@@ -1,0 +1,26 @@
+"""Eight virtual CPU devices, strict promotion, and how hard hypothesis works."""
+
+import os
+
+# Before jax is imported: it reads these once.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+
+import hypothesis
+import jax
+
+# Silent dtype and broadcasting mistakes fail. Code that is not ours relaxes this at that call:
+#   with jax.numpy_dtype_promotion("standard"): ...
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# More: HYPOTHESIS_MAX_EXAMPLES=1000 make test. In CI the same examples come every time.
+hypothesis.settings.register_profile(
+  "nm",
+  deadline=None,  # the first example of a shape compiles
+  derandomize="CI" in os.environ,
+  max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "12")),
+)
+hypothesis.settings.load_profile("nm")

@@ -1,0 +1,610 @@
+"""What every recipe promises. A new one joins by a line in CASES, each of its fields in CHANGES."""
+
+import collections
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import recipes
+from nm_sparsity_jax.recipes import RECIPES
+
+PHASES = nms.Phases(total=24, dense=3, finetune=5)  # 16 sparsify steps; j* = 16.8 - 3
+STEPS = range(PHASES.total + 2)
+FINETUNE = 19
+SHAPE = (16, 3)
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+ULP = {"f32": 2**-21, "bf16": 2**-8, "f16": 2**-11}  # of a float32 D, or of one rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A recipe, and by hand what it must do: the first step of each pattern, D(j), the gradient."""
+
+  recipe: nms.Recipe
+  levels: tuple[tuple[int, str], ...]
+  decay: object = lambda j: 0.0
+  mode: str = "masked"
+
+  @property
+  def name(self):
+    return self.recipe.name
+
+  def pattern_at(self, step):
+    """(n, m) that holds, None = dense."""
+    held = [pattern for start, pattern in self.levels if start <= step]
+    return tuple(map(int, held[-1].split(":"))) if held else None
+
+  def decay_at(self, step):
+    if self.pattern_at(step) is None:
+      return 1.0
+    return 0.0 if step >= FINETUNE else self.decay(step - 3)
+
+
+def make(name, pattern="1:4", **fields):
+  return nms.recipe(name, pattern=pattern, phases=PHASES, **fields)
+
+
+def linear(j):
+  return max(1 - j / 13.8, 0.0)
+
+
+def tenth(j):
+  return math.exp(-j / 10)
+
+
+def exponential(j):
+  return math.exp(-math.log(1000) / 13.8 * j)
+
+
+def along_path(j):
+  return float(np.interp(j + 3, [5, 9, 13, 16, 19], [1.0, 0.5, 0.0, 0.25, 0.0]))
+
+
+PATH = ((5, "8:16", 1.0), (9, "2:8", 0.5), (13, "3:4", 0.0), (16, "1:2", 0.25))
+PATH_LEVELS = ((5, "8:16"), (9, "2:8"), (13, "3:4"), (16, "1:2"), (19, "1:4"))
+THIRDS = ((3, "3:4"), (8, "2:4"), (13, "1:4"))
+EIGHTHS = ((3, "7:8"), (8, "4:8"), (13, "3:8"))
+GEOMETRIC = ((3, "4:16"), (8, "2:8"), (13, "1:4"))
+ST = "straight_through"
+
+CASES = {
+  "dense": Case(make("dense"), ()),
+  "one_shot": Case(make("one_shot"), ((3, "1:4"),)),
+  "one_shot st": Case(make("one_shot", gradient=ST), ((3, "1:4"),), mode=ST),
+  "sr_ste": Case(make("sr_ste", "2:4"), ((3, "2:4"),), mode=ST),
+  "mdgf_linear": Case(make("mdgf_linear"), ((3, "1:4"),), linear),
+  "mdgf_linear slow": Case(
+    make("mdgf_linear", "2:8", beta=0.04), ((3, "2:8"),), lambda j: 1 - 0.04 * j
+  ),
+  "mdgf_linear st": Case(make("mdgf_linear", gradient=ST), ((3, "1:4"),), linear, ST),
+  "mdgf_exponential": Case(make("mdgf_exponential"), ((3, "1:4"),), exponential),
+  "mdgf_exponential st": Case(
+    make("mdgf_exponential", beta=0.1, gradient=ST), ((3, "1:4"),), tenth, ST
+  ),
+  "sdgf_stepwise": Case(make("sdgf_stepwise"), THIRDS),
+  "sdgf_stepwise linear": Case(make("sdgf_stepwise", "3:8", decay_kind="linear"), EIGHTHS, linear),
+  "sdgf_geometric": Case(make("sdgf_geometric", k=4), GEOMETRIC),
+  "sdgf_geometric exp st": Case(
+    make("sdgf_geometric", k=4, decay_kind="exponential", gradient=ST),
+    GEOMETRIC,
+    exponential,
+    ST,
+  ),
+  "custom": Case(make("custom", path=PATH), PATH_LEVELS, along_path),
+  "custom st": Case(make("custom", path=PATH, gradient=ST), PATH_LEVELS, along_path, ST),
+  "snip": Case(make("snip", batches=2), ((5, "1:4"),)),
+  "idp": Case(make("idp", "3:8"), EIGHTHS, mode=ST),
+}
+every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def weights(seed=0, shape=SHAPE, dtype="f32"):
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), DTYPES[dtype])
+
+
+def top(scores, n, m, allowed=None):
+  """The mask of the n largest of each m along axis 0, by sorting: larger, then lower index."""
+  s = np.asarray(scores).astype(np.float64)
+  s = np.where(np.isnan(s), -np.inf, s)
+  if allowed is not None:
+    s = np.where(allowed, s, -np.inf)
+  groups = s.reshape(-1, m, *s.shape[1:])
+  order = np.argsort(-groups, axis=1, kind="stable")
+  return (np.argsort(order, axis=1) < n).reshape(s.shape)
+
+
+def magnitude(w):
+  return np.abs(np.asarray(w).astype(np.float64))
+
+
+def stored(case, w, step):
+  """The state a training loop carries at `step`; None = keeps none.
+
+  The weights of earlier steps were others, |g| times these, so that today's largest weights
+  are not all among the survivors; snip's scores are |g * w| as well.
+  """
+  if not case.recipe.stateful:
+    return None
+  keep = np.ones(w.shape, bool)
+  scores = magnitude(w) * np.abs(np.random.default_rng(7).normal(size=w.shape))
+  held = [p for start, p in case.levels if start <= step]
+  if case.name == "idp":
+    for pattern in held[:-1]:  # the masks of the levels that are over
+      keep = top(scores, *map(int, pattern.split(":")), allowed=keep)
+  elif held:
+    keep = top(scores, *case.pattern_at(step))
+  return jnp.asarray(keep)
+
+
+def expected_mask(case, w, step):
+  if case.pattern_at(step) is None:
+    return np.ones(w.shape, bool)
+  keep = stored(case, w, step)
+  if case.recipe.stateful and case.name != "idp":
+    return np.asarray(keep)
+  return top(magnitude(w), *case.pattern_at(step), allowed=keep)
+
+
+def forward_and_backward(recipe, w, step, keep, ct, axis=0):
+  """W~, the gradient of sum(ct * W~), the mask, D."""
+  out, pull = jax.vjp(lambda w: recipe.effective(w, step, axis, keep), w)
+  return out, pull(ct)[0], recipe.mask(w, step, axis, keep), recipe.decay(step)
+
+
+traces = collections.Counter()
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "axis"))
+def jitted(recipe, w, step, keep, ct, axis=0):
+  traces[recipe, w.dtype, w.shape, axis] += 1
+  return forward_and_backward(recipe, w, step, keep, ct, axis)
+
+
+def run(case, w, step, ct=None, keep=None):
+  ct = jnp.ones_like(w) if ct is None else ct
+  keep = stored(case, w, step) if keep is None else keep
+  return jitted(case.recipe, w, jnp.int32(step), keep, ct)
+
+
+def bits(x):
+  x = np.asarray(x)
+  return x if x.dtype == bool else x.view(f"u{x.dtype.itemsize}")
+
+
+def assert_same_bits(got, want):
+  assert got.dtype == want.dtype and got.shape == want.shape
+  np.testing.assert_array_equal(bits(got), bits(want))
+
+
+def a_step_of_each_level(case):
+  """0, the last step before and the first of each level, and one within."""
+  starts = [start for start, _ in case.levels] + [FINETUNE]
+  return sorted({0, *(s - 1 for s in starts), *starts, *(s + 1 for s in starts)})
+
+
+def test_every_recipe_has_a_case():
+  assert {case.name for case in CASES.values()} == set(RECIPES)
+
+
+@every_dtype
+@every
+def test_keeps_shape_and_dtype_and_one_compilation_serves_every_step(case, dtype):
+  w = weights(1, dtype=dtype)
+  for step in STEPS:
+    out, grad, mask, decay = run(case, w, step)
+    assert (out.shape, out.dtype) == (grad.shape, grad.dtype) == (w.shape, w.dtype)
+    assert (mask.shape, mask.dtype) == (w.shape, jnp.bool_)
+    assert (decay.shape, decay.dtype) == ((), jnp.float32)
+  assert traces[case.recipe, w.dtype, w.shape, 0] == 1
+
+
+@every
+def test_one_lowering_serves_every_step(case):
+  w, f = weights(2), jax.jit(lambda w, step, keep: case.recipe.effective(w, step, 0, keep))
+  some = a_step_of_each_level(case)
+  texts = {f.lower(w, jnp.int32(t), stored(case, w, t)).as_text() for t in some}
+  assert len(texts) == 1
+  for step in STEPS:
+    f(w, jnp.int32(step), stored(case, w, step))
+  assert f._cache_size() == 1
+
+
+@every_dtype
+@every
+def test_equals_dense_bit_for_bit_before_dense_steps(case, dtype):
+  w = np.asarray(weights(3, dtype=dtype)).copy()
+  w[:8, 0] = np.array([np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 1e-40, -1e-6])
+  w[:4, 1] = np.array([1e-7, -6e-8, 1e-39, -1e-41])
+  w, ct = jnp.asarray(w), weights(4, dtype=dtype)
+  first = min([start for start, _ in case.levels], default=PHASES.total)
+  assert first >= PHASES.dense
+  for step in range(first):
+    out, grad, mask, decay = run(case, w, step, ct)
+    assert_same_bits(out, w)
+    assert_same_bits(grad, ct)
+    assert mask.all() and decay == 1
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("mdgf")])
+def test_mask_decay_starts_from_exactly_one(name):
+  case, w, ct = CASES[name], weights(5), weights(6)
+  out, grad, mask, decay = run(case, w, PHASES.dense, ct)
+  assert float(decay) == 1.0
+  assert not mask.all()
+  assert_same_bits(out, w)
+  assert_same_bits(grad, ct)
+  assert 0 < float(run(case, w, PHASES.dense + 1)[3]) < 1
+
+
+@every_dtype
+@every
+def test_is_binary_from_the_fine_tune_phase_on(case, dtype):
+  w = weights(7, dtype=dtype)
+  if case.name == "dense":
+    assert_same_bits(run(case, w, FINETUNE)[0], w)
+    return
+  pattern = case.recipe.pattern
+  for step in (PHASES.finetune_start, 20, PHASES.total, 10**6):
+    out, _, mask, decay = run(case, w, step)
+    assert decay == 0
+    groups = np.asarray(out).reshape(-1, pattern.m, SHAPE[1])
+    np.testing.assert_array_equal((groups != 0).sum(1), pattern.n)
+    np.testing.assert_array_equal(np.asarray(out), np.where(mask, np.asarray(w), 0))
+
+
+@every_dtype
+@every
+def test_forward_and_gradient_are_the_equation_in_float64(case, dtype):
+  w, ct = weights(8, dtype=dtype), weights(9, dtype=dtype)
+  w64, ct64 = (np.asarray(x).astype(np.float64) for x in (w, ct))
+  for step in STEPS:
+    out, grad, mask, decay = run(case, w, step, ct)
+    want_mask, d = expected_mask(case, w, step), case.decay_at(step)
+    np.testing.assert_array_equal(mask, want_mask, err_msg=f"step {step}")
+    np.testing.assert_allclose(decay, d, rtol=3e-6, atol=2e-7, err_msg=f"step {step}")
+    scale = want_mask + d * (1 - want_mask)
+    close = functools.partial(np.testing.assert_allclose, rtol=ULP[dtype] * 4, atol=4e-7)
+    close(np.asarray(out).astype(np.float64), w64 * scale, err_msg=f"W~ at step {step}")
+    want = ct64 * scale if case.mode == "masked" else ct64
+    close(np.asarray(grad).astype(np.float64), want, err_msg=f"gradient at step {step}")
+    assert_same_bits(np.asarray(out)[want_mask], np.asarray(w)[want_mask])
+    if case.mode == ST:
+      assert_same_bits(grad, ct)
+
+
+@every
+def test_any_axis_equals_transposing(case):
+  w, ct = weights(10), weights(11)
+  deep = weights(12, (2, *SHAPE))
+  split = weights(13, (2, 8, 3))
+  for step in a_step_of_each_level(case):
+    keep, t = stored(case, w, step), jnp.int32(step)
+    want = run(case, w, step, ct)
+    got = jitted(case.recipe, w.T, t, None if keep is None else keep.T, ct.T, -1)
+    for a, b in zip(got[:3], want[:3], strict=True):
+      assert_same_bits(a.T, b)
+    keeps = None if keep is None else jnp.stack([stored(case, x, step) for x in deep])
+    got = jitted(case.recipe, deep, t, keeps, jnp.ones_like(deep), 1)
+    for i in (0, 1):
+      for a, b in zip(got[:3], run(case, deep[i], step)[:3], strict=True):
+        assert_same_bits(a[i], b)
+    whole = split.reshape(SHAPE)
+    keep = stored(case, whole, step)
+    keep = None if keep is None else keep.reshape(split.shape)
+    got = jitted(case.recipe, split, t, keep, jnp.ones_like(split), (0, 1))
+    assert_same_bits(got[0].reshape(SHAPE), run(case, whole, step)[0])
+
+
+@every
+def test_vmap_over_weights_and_over_steps(case):
+  ws, steps = weights(14, (2, *SHAPE)), jnp.arange(PHASES.total, dtype=jnp.int32)
+  f = lambda w, t, keep: case.recipe.effective(w, t, 0, keep)
+  in_keep = 0 if case.recipe.stateful else None
+  over_w = jax.jit(jax.vmap(f, (0, None, in_keep)))
+  for step in a_step_of_each_level(case):
+    keeps = jnp.stack([stored(case, w, step) for w in ws]) if case.recipe.stateful else None
+    got = over_w(ws, jnp.int32(step), keeps)
+    for i in (0, 1):
+      assert_same_bits(got[i], run(case, ws[i], step)[0])
+  keeps = jnp.stack([stored(case, ws[0], t) for t in steps]) if case.recipe.stateful else None
+  got = jax.jit(jax.vmap(f, (None, 0, in_keep)))(ws[0], steps, keeps)
+  for step in steps:
+    assert_same_bits(got[step], run(case, ws[0], int(step))[0])
+
+
+@every
+def test_scan_and_checkpoint(case):
+  w, ct = weights(15), weights(16)
+  steps = jnp.arange(PHASES.total, dtype=jnp.int32)
+  keeps = jnp.stack([stored(case, w, t) for t in steps]) if case.recipe.stateful else None
+
+  @jax.jit
+  def scanned(w):
+    @jax.checkpoint
+    def loss(w, t, keep):
+      return jnp.sum(ct * case.recipe.effective(w, t, 0, keep))
+
+    def body(w, x):
+      t, keep = x
+      return w, (case.recipe.effective(w, t, 0, keep), jax.grad(loss)(w, t, keep))
+
+    return lax.scan(body, w, (steps, keeps))[1]
+
+  outs, grads = scanned(w)
+  for t in range(PHASES.total):
+    out, grad, _, _ = run(case, w, t, ct)
+    assert_same_bits(outs[t], out)
+    np.testing.assert_allclose(grads[t], grad, rtol=1e-6)
+
+
+@every
+def test_jvp_agrees_with_vjp(case):
+  w, tangent = weights(17), weights(18)
+  f = jax.jit(
+    lambda w, dw, t, keep: jax.jvp(lambda w: case.recipe.effective(w, t, 0, keep), (w,), (dw,))
+  )
+  for step in a_step_of_each_level(case):
+    out, moved = f(w, tangent, jnp.int32(step), stored(case, w, step))
+    # W~ is elementwise, so what it does to a tangent it does to a cotangent.
+    want, grad, _, _ = run(case, w, step, tangent)
+    assert_same_bits(out, want)
+    np.testing.assert_allclose(moved, grad, rtol=1e-6)
+
+
+@every
+def test_eager_equals_jit_bit_for_bit(case):
+  w, ct = weights(19), weights(20)
+  for step in STEPS:
+    want = run(case, w, step, ct)
+    assert_same_bits(case.recipe.decay(jnp.int32(step)), want[3])
+    keep = stored(case, w, step)
+    if step in (2, 4, 10, 17, 19):  # the others only repeat: eager branches compile at every call
+      assert_same_bits(case.recipe.effective(w, jnp.int32(step), 0, keep), want[0])
+    if step == 10:  # a Python int is a step too
+      for a, b in zip(forward_and_backward(case.recipe, w, 10, keep, ct), want, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("name", ["mdgf_linear", "mdgf_exponential", "custom"])
+def test_decay_of_a_long_run_is_the_same_eager_jitted_and_scanned(name):
+  phases = nms.Phases(total=100_003, dense=10_001, finetune=20_000)
+  fields = {"path": ((10_001, "7:8", 1.0), (33_333, "1:8", 0.3))} if name == "custom" else {}
+  decay = nms.recipe(name, pattern="1:8", phases=phases, **fields).decay
+  fast = jax.jit(decay)
+  steps = np.random.default_rng(0).integers(10_000, 81_000, 60).astype(np.int32)
+  _, scanned = jax.jit(lambda ts: lax.scan(lambda c, t: (c, decay(t)), 0, ts))(jnp.asarray(steps))
+  for t, d in zip(steps, scanned, strict=True):
+    assert_same_bits(decay(jnp.int32(t)), fast(jnp.int32(t)))
+    assert_same_bits(d, fast(jnp.int32(t)))
+
+
+@every
+def test_is_a_hashable_value(case):
+  recipe = case.recipe
+  twin = dataclasses.replace(recipe)
+  assert twin == recipe and twin is not recipe and hash(twin) == hash(recipe)
+  assert {recipe: 1}[twin] == 1
+  assert eval(repr(recipe), {**vars(recipes), "Phases": nms.Phases, "NM": nms.NM}) == recipe
+  assert not any(recipe == other.recipe for other in CASES.values() if other is not case)
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    recipe.pattern = nms.NM(2, 8)
+  w = weights(21)
+  before = traces[recipe, w.dtype, w.shape, 0]
+  want = run(case, w, 9)[0]
+  compiled = jitted._cache_size()
+  got = run(dataclasses.replace(case, recipe=twin), w, 9)[0]  # static under jit: no new trace
+  assert_same_bits(got, want)
+  assert jitted._cache_size() == compiled and traces[recipe, w.dtype, w.shape, 0] == max(before, 1)
+
+
+@every
+def test_timeline_is_what_happens_at_every_step(case):
+  w, segments = weights(22), case.recipe.timeline(SHAPE[0])
+  assert segments[0].start == 0 and segments[-1].stop == PHASES.total
+  for a, b in zip(segments, segments[1:], strict=False):
+    assert a.start < a.stop == b.start
+  for s in segments:
+    assert s.stop > s.start
+    for step in range(s.start, s.stop):
+      out, _, _, d = run(case, w, step)
+      pattern = case.pattern_at(step)
+      assert s.pattern == (pattern and nms.NM(*pattern)), f"step {step}"
+      assert np.mean(np.asarray(out) != 0) == s.density, f"step {step}"
+      if step == s.start:
+        np.testing.assert_allclose(d, s.decay_start, rtol=1e-6)
+      if s.decay_start > 0:
+        assert d > 0, f"step {step}"
+      else:  # D may leave 0 only for the segment that follows
+        assert d == 0, f"step {step}"
+      low, high = sorted((s.decay_start, s.decay_stop))
+      assert low - 1e-6 <= d <= high + 1e-6
+
+
+@every
+def test_a_pruned_inf_or_nan_is_exactly_zero(case):
+  if case.name == "dense":
+    return
+  w = np.asarray(weights(23)).copy()
+  w[:, 0] = np.inf
+  w[:, 1] = -np.inf
+  w[3::4, 2] = np.nan
+  w = jnp.asarray(w)
+  for step in (step for step in STEPS if case.decay_at(step) == 0):
+    keep = stored(case, w, step)
+    out, grad, mask, _ = run(case, w, step, keep=keep)
+    np.testing.assert_array_equal(bits(out)[~np.asarray(mask)], 0)
+    assert_same_bits(np.asarray(out)[mask], np.asarray(w)[mask])
+    assert np.isfinite(grad).all()
+    assert not mask.all()
+
+
+@every_dtype
+@every
+def test_nan_never_survives_a_finite_weight(case, dtype):
+  w = np.asarray(weights(24, dtype=dtype)).copy()
+  w[::8] = np.nan  # few enough for 7:8
+  w[1, 0] = 0.0
+  w[5, 1] = np.finfo(w.dtype).smallest_subnormal if dtype == "f32" else 1e-7
+  for step in (step for step in STEPS if case.decay_at(step) == 0):
+    out = np.asarray(run(case, jnp.asarray(w), step)[0])
+    assert np.isfinite(out).all()
+
+
+@every
+def test_a_step_that_was_never_given_is_loudly_wrong(case):
+  if case.name == "dense":
+    return
+  w = weights(25)
+  keep = jnp.ones(SHAPE, bool) if case.recipe.stateful else None
+  out, _, _, decay = jitted(case.recipe, w, jnp.int32(-1), keep, jnp.ones_like(w))
+  assert np.isnan(decay) and np.isnan(out).any()
+  with pytest.raises(ValueError, match="step=-1 is negative"):
+    case.recipe.effective(w, -1, 0, keep)
+
+
+@every
+def test_resuming_in_the_middle_of_a_level_uses_its_pattern(case):
+  """The authors' code changes the pattern only in an epoch that is a key of its table."""
+  for step in STEPS:
+    w = weights(26)
+    resumed = nms.recipe(
+      case.name, **{f.name: getattr(case.recipe, f.name) for f in dataclasses.fields(case.recipe)}
+    )
+    keep = stored(case, w, step)
+    _, _, mask, _ = jitted(resumed, w, jnp.int32(step), keep, w)  # nothing else ran before
+    n, m = case.pattern_at(step) or (1, 1)
+    kept = np.asarray(mask).reshape(-1, m, SHAPE[1]).sum(1)
+    np.testing.assert_array_equal(kept, n, err_msg=f"step {step}")
+
+
+# --- every field ------------------------------------------------------------------------------
+
+SHORTER = nms.Phases(total=24, dense=1, finetune=5)
+FULL = {
+  "sdgf_stepwise": make("sdgf_stepwise", decay_kind="linear"),
+  "sdgf_geometric": make("sdgf_geometric", k=4, decay_kind="linear"),
+}
+# (recipe, field): another value that must change something one can see.
+CHANGES = {
+  ("one_shot", "pattern"): "2:4",
+  ("one_shot", "phases"): SHORTER,
+  ("one_shot", "gradient"): ST,
+  ("sr_ste", "pattern"): "1:4",
+  ("sr_ste", "phases"): SHORTER,
+  ("sr_ste", "lam"): 0.5,
+  ("mdgf_linear", "pattern"): "2:4",
+  ("mdgf_linear", "phases"): SHORTER,
+  ("mdgf_linear", "beta"): 0.05,
+  ("mdgf_linear", "gradient"): ST,
+  ("mdgf_exponential", "pattern"): "2:4",
+  ("mdgf_exponential", "phases"): SHORTER,
+  ("mdgf_exponential", "beta"): 0.05,
+  ("mdgf_exponential", "gradient"): ST,
+  ("sdgf_stepwise", "pattern"): "2:4",
+  ("sdgf_stepwise", "phases"): SHORTER,
+  ("sdgf_stepwise", "decay_kind"): "exponential",
+  ("sdgf_stepwise", "beta"): 0.05,
+  ("sdgf_stepwise", "gradient"): ST,
+  ("sdgf_geometric", "pattern"): "2:4",
+  ("sdgf_geometric", "phases"): SHORTER,
+  ("sdgf_geometric", "k"): 2,
+  ("sdgf_geometric", "decay_kind"): "exponential",
+  ("sdgf_geometric", "beta"): 0.05,
+  ("sdgf_geometric", "gradient"): ST,
+  ("custom", "pattern"): "2:4",
+  ("custom", "phases"): nms.Phases(total=24, dense=3, finetune=4),
+  ("custom", "path"): PATH[:-1],
+  ("custom", "gradient"): ST,
+  ("snip", "pattern"): "2:4",
+  ("snip", "phases"): SHORTER,
+  ("snip", "batches"): 5,
+  ("snip", "gradient"): ST,
+  ("idp", "pattern"): "1:8",
+  ("idp", "phases"): SHORTER,
+  ("idp", "lam"): 0.5,
+}
+# Accepted so that recipes can be swapped by name; Dense promises that they change no weight.
+WITHOUT_EFFECT = {("dense", "pattern"), ("dense", "phases")}
+
+
+def test_every_field_of_every_recipe_is_tested():
+  fields = {(name, f.name) for name, cls in RECIPES.items() for f in dataclasses.fields(cls)}
+  assert fields == set(CHANGES) | WITHOUT_EFFECT
+
+
+def observed(recipe, keep):
+  """All that a run can see of a recipe: weights, gradients, masks, D and lambda at every step."""
+  w, ct = weights(27), weights(28)
+  keep = keep if recipe.stateful else None
+  steps = [jitted(recipe, w, jnp.int32(t), keep, ct) for t in range(PHASES.total)]
+  return [np.asarray(x).tobytes() for parts in steps for x in parts], recipe.lam
+
+
+@pytest.mark.parametrize("name, field", CHANGES, ids=map("-".join, CHANGES))
+def test_every_field_changes_something(name, field):
+  base = FULL.get(name, CASES[name].recipe)
+  changed = dataclasses.replace(base, **{field: CHANGES[name, field]})
+  # A stored mask is made for the pattern it serves; idp chooses among all.
+  masks = {
+    r: jnp.asarray(top(magnitude(weights(27)), r.pattern.n, r.pattern.m))
+    if name in ("one_shot", "snip")
+    else jnp.ones(SHAPE, bool)
+    for r in (base, changed)
+  }
+  (arrays, lam), (other_arrays, other_lam) = (observed(r, masks[r]) for r in (base, changed))
+  if field == "lam":
+    assert (lam, other_lam) == (2e-4, 0.5)
+    assert arrays == other_arrays  # the optimizer's term: what the layer sees stays
+  else:
+    assert arrays != other_arrays
+    assert lam == other_lam
+
+
+@every
+def test_every_phase_shows_in_the_timeline(case):
+  finetune = 4 if case.name == "custom" else 9  # early enough to cut a linear decay short
+  for field, value in {"total": 25, "dense": 2, "finetune": finetune}.items():
+    if case.name == "dense" and field != "total":
+      continue
+    if case.name == "custom" and field == "dense":
+      continue  # its path says from which step on it is not dense
+    phases = dataclasses.replace(PHASES, **{field: value})
+    changed = dataclasses.replace(case.recipe, phases=phases)
+    if case.recipe.timeline(16) == changed.timeline(16):
+      # A hard mask is the same before and in the fine-tune phase.
+      assert field == "finetune" and case.name in ("one_shot", "sr_ste", "snip")
+
+
+# --- regressions of the authors' code ---------------------------------------------------------
+
+
+def test_recipes_made_from_one_base_share_nothing():
+  """There, sparse QKV overwrote the shared configuration and the FF layer got its pattern."""
+  ff = nms.recipe("sdgf_stepwise", pattern="1:8", phases=PHASES)
+  qkv = dataclasses.replace(ff, pattern="1:4")
+  assert (str(ff.pattern), str(qkv.pattern)) == ("1:8", "1:4")
+  for recipe, kept in ((qkv, 4), (ff, 2), (qkv, 4)):
+    out = recipe.effective(weights(29), jnp.int32(FINETUNE))
+    np.testing.assert_array_equal((np.asarray(out) != 0).sum(0), kept)
+  path = [[3, "4:8", 1.0], [9, "1:8", 0.5]]
+  custom = nms.recipe("custom", pattern="1:8", phases=PHASES, path=path)
+  path[0][1] = "1:2"
+  path.clear()
+  assert custom.path == ((3, nms.NM(4, 8), 1.0), (9, nms.NM(1, 8), 0.5))
+
+
+def test_a_resume_within_a_level_of_the_paper_example():
+  recipe = nms.recipe("sdgf_stepwise", pattern="1:8", phases=nms.Phases(total=100, finetune=20))
+  kept = {}
+  for step in (30, 79, 10, 59, 40, 99):  # in any order, each as if the run had just been restored
+    out = recipe.effective(weights(30), jnp.int32(step))
+    kept[step] = int((np.asarray(out) != 0).sum()) * 8 // out.size
+  assert kept == {10: 7, 30: 4, 40: 2, 59: 2, 79: 1, 99: 1}

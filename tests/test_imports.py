@@ -1,0 +1,87 @@
+"""What an import pulls in: nothing for the package itself, jax and its like for the core."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import nm_sparsity_jax
+
+HEAVY = ("tensorflow", "tensorflow_text", "seqio", "t5x", "t5", "gin", "tensorflow_datasets")
+CORE = [
+    "patterns", "masks", "schedules", "gradients", "recipes", "rules", "apply", "optim", "layers",
+    "metrics", "flops",
+]  # fmt: skip
+
+
+def after(code):
+  """Runs code in a new interpreter: modules that it loaded, heavy ones that it looked for."""
+  program = """
+      import sys
+      looked_for = []
+      class Spy:
+        def find_spec(self, name, path=None, target=None):
+          if name.split(".")[0] in HEAVY:
+            looked_for.append(name)
+      sys.meta_path.insert(0, Spy())
+      before = set(sys.modules)
+      CODE
+      import json
+      print(json.dumps([sorted(set(sys.modules) - before), looked_for]))
+  """
+  program = textwrap.dedent(program).replace("HEAVY", repr(HEAVY)).replace("CODE", code)
+  done = subprocess.run(
+    [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+  )
+  assert not done.returncode, done.stderr
+  loaded, looked_for = json.loads(done.stdout.splitlines()[-1])
+  return {name.split(".")[0] for name in loaded}, loaded, looked_for
+
+
+def test_the_package_alone_imports_no_jax():
+  roots, loaded, _ = after("import nm_sparsity_jax; nm_sparsity_jax.__version__")
+  for name in ("jax", "jaxlib", "flax", "optax", "numpy", "orbax", *HEAVY):
+    assert name not in roots
+  # A handful of the standard library, and ours: this takes milliseconds.
+  assert [m for m in loaded if m.startswith("nm_sparsity_jax.")] == ["nm_sparsity_jax._version"]
+  assert len(loaded) < 60
+
+
+def test_the_core_looks_for_nothing_heavy():
+  """Every module and every name; heavy packages are not even tried, installed or not."""
+  code = "import importlib; import nm_sparsity_jax as nms; " + "; ".join(
+    [
+      *(f"importlib.import_module('nm_sparsity_jax.{name}')" for name in CORE),
+      "[getattr(nms, name) for name in nms.__all__]",
+    ]
+  )
+  roots, _, looked_for = after(code)
+  assert "jax" in roots and "optax" in roots
+  assert not roots & set(HEAVY)
+  assert not looked_for
+
+
+@pytest.mark.parametrize("name", ["patterns", "flops"])
+def test_values_need_no_flax(name):
+  roots, _, _ = after(f"import nm_sparsity_jax.{name}")
+  assert "flax" not in roots
+
+
+def test_the_spy_sees():
+  roots, _, looked_for = after("try:\n  import t5x.train\nexcept ImportError: pass")
+  assert looked_for and looked_for[0] == "t5x"
+  assert "decimal" in after("import decimal")[0]
+
+
+def test_names_are_there_and_listed():
+  for name in nm_sparsity_jax.__all__:
+    assert getattr(nm_sparsity_jax, name) is not None
+  assert dir(nm_sparsity_jax) == sorted(nm_sparsity_jax.__all__)
+  for name in CORE:
+    assert name in nm_sparsity_jax.__all__
+  # A second look finds the same object.
+  assert nm_sparsity_jax.Rules is nm_sparsity_jax.rules.Rules is nm_sparsity_jax.Rules
+  with pytest.raises(AttributeError, match="has no attribute 'recipee'"):
+    nm_sparsity_jax.recipee  # noqa: B018

@@ -1,0 +1,612 @@
+"""Layers: the plain ones when dense, `sparsify` bit for bit when not, loud when misused."""
+
+import dataclasses
+import doctest
+import functools
+import importlib.util
+import logging
+import pathlib
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import layers
+from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.rules import flatten
+
+T5X_LAYERS = pathlib.Path.home() / ".cache/nm-sparsity/t5x/t5x/t5x/examples/t5/layers.py"
+
+# --- the dense twin ---------------------------------------------------------------------------
+
+
+def bits(x):
+  x = np.asarray(x)
+  return x.view(f"u{x.dtype.itemsize}") if x.dtype != bool else x
+
+
+def assert_same_bits(got, want, note=""):
+  got, want = dict(flatten(got)), dict(flatten(want))
+  assert list(got) == list(want)
+  for path in want:
+    assert got[path].dtype == want[path].dtype, path
+    np.testing.assert_array_equal(bits(got[path]), bits(want[path]), err_msg=f"{note} {path}")
+
+
+def assert_twins(ours, plain, x):
+  """Same variables after init, same output, same gradients of parameters and input."""
+  a, b = (m.init(jax.random.key(1), x) for m in (ours, plain))
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  assert_same_bits(a, b)
+
+  def loss(module):
+    def f(params, x):
+      y = module.apply({"params": params}, x)
+      return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+    return jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(b["params"], x)
+
+  assert_same_bits(loss(ours), loss(plain))
+
+
+X = jax.random.normal(jax.random.key(0), (2, 6, 4, 4))
+SR_STE = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=9))
+NOWHERE = nms.Rules({"elsewhere/kernel": SR_STE})
+DENSE = nms.Rules({"kernel": nms.recipe("dense")})
+
+
+@pytest.mark.parametrize("rules", [None, NOWHERE, DENSE], ids=["none", "no_match", "dense"])
+@pytest.mark.parametrize(
+  "kwargs",
+  [
+    dict(),
+    dict(use_bias=False, dtype=jnp.bfloat16),
+    dict(param_dtype=jnp.bfloat16, dtype=jnp.float32),
+  ],
+)
+def test_dense_is_flax_dense_where_no_recipe_acts(rules, kwargs):
+  assert_twins(layers.Dense(3, **kwargs, rules=rules), nn.Dense(3, **kwargs), X)
+
+
+@pytest.mark.parametrize(
+  "kwargs",
+  [
+    dict(kernel_size=(3, 2), feature_group_count=2, strides=2, padding="VALID"),
+    dict(kernel_size=(2, 1), kernel_dilation=2, padding="CIRCULAR", dtype=jnp.bfloat16),
+    dict(kernel_size=(1, 1), mask=jnp.tril(jnp.ones((1, 1, 4, 6))), use_bias=False),
+  ],
+)
+def test_conv_is_flax_conv_where_no_recipe_acts(kwargs):
+  assert_twins(layers.Conv(6, **kwargs, rules=NOWHERE), nn.Conv(6, **kwargs), X)
+
+
+def test_partitioned_kernels_keep_their_boxes():
+  boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+  assert_twins(layers.Dense(3, kernel_init=boxed), nn.Dense(3, kernel_init=boxed), X)
+
+
+def test_fields_are_those_of_the_plain_layers_and_rules_comes_last():
+  for ours, plain in [(layers.Dense, nn.Dense), (layers.Conv, nn.Conv)]:
+    names = [[f.name for f in dataclasses.fields(c)] for c in (ours, plain)]
+    assert [n for n in names[0] if n != "rules"] == names[1]
+    assert names[0].index("rules") > names[0].index("promote_dtype")
+
+
+class _Reference(nn.Module):
+  """DenseGeneral from its definition: an einsum over a stored 2-D kernel."""
+
+  features: tuple[int, ...]
+  spec: str
+  shape: tuple[int, ...]
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    n = len(self.features)
+    stored = int(np.prod(self.shape[:-n])), int(np.prod(self.shape[-n:]))
+    init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+    kernel = self.param("kernel", init, stored, jnp.float32)
+    kernel = kernel.astype(self.dtype).reshape(self.shape)
+    return jnp.einsum(self.spec, x.astype(self.dtype), kernel)
+
+
+GENERAL = [
+  (dict(features=5), "abcd,de->abce", (4, 5)),
+  (dict(features=(5, 2), axis=-1), "abcd,def->abcef", (4, 5, 2)),
+  (dict(features=3, axis=(-2, -1)), "abcd,cde->abe", (4, 4, 3)),
+  (dict(features=(3, 2), axis=(1, -1)), "abcd,bdef->acef", (6, 4, 3, 2)),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kwargs, spec, shape", GENERAL)
+def test_dense_general_is_the_einsum_over_a_two_dimensional_kernel(kwargs, spec, shape, dtype):
+  ours = layers.DenseGeneral(**kwargs, dtype=dtype)
+  features = kwargs["features"]
+  features = features if isinstance(features, tuple) else (features,)
+  reference = _Reference(features, spec, shape, dtype)
+  variables = ours.init(jax.random.key(1), X)
+  want = reference.init(jax.random.key(1), X)
+  assert_same_bits(variables["params"], want["params"])
+  y, z = ours.apply(variables, X), reference.apply(want, X)
+  assert y.shape == z.shape and y.dtype == z.dtype == dtype
+  tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
+  np.testing.assert_allclose(y.astype(jnp.float32), z.astype(jnp.float32), tolerance, tolerance)
+
+
+@functools.cache
+def _t5x_layers():
+  if not T5X_LAYERS.exists():
+    pytest.skip(f"no T5X checkout here: {T5X_LAYERS} does not exist")
+  spec = importlib.util.spec_from_file_location("t5x_example_layers", T5X_LAYERS)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.mark.t5x
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+  "axes, kwargs",
+  [((), GENERAL[0][0]), *((("embed", "joined_kv"), kwargs) for kwargs, *_ in GENERAL)],
+)
+def test_dense_general_is_t5x_dense_general(kwargs, dtype, axes):
+  t5x = _t5x_layers()
+  kwargs = kwargs | dict(dtype=dtype, kernel_axes=axes)
+  assert_twins(layers.DenseGeneral(**kwargs, rules=NOWHERE), t5x.DenseGeneral(**kwargs), X)
+
+
+@pytest.mark.t5x
+def test_dense_general_has_the_attributes_of_t5x():
+  classes = layers.DenseGeneral, _t5x_layers().DenseGeneral
+  names = [[f.name for f in dataclasses.fields(c)] for c in classes]
+  own = ("param_dtype", "rules")
+  assert [n for n in names[0] if n not in own] == names[1]
+
+
+def test_dense_general_records_the_logical_axes():
+  layer = layers.DenseGeneral((2, 3), kernel_axes=("embed", "joined_kv"))
+  variables = layer.init(jax.random.key(0), X)
+  axes = nn.partitioning.AxisMetadata(("embed", "joined_kv"))
+  assert variables["params_axes"] == {"kernel_axes": axes}
+
+
+# --- every recipe, every phase: the network is the dense twin on sparsify's parameters ------------
+
+PHASES = nms.Phases(total=24, dense=4, finetune=6)
+STEPS = range(PHASES.total + 2)
+WIDTH, DEPTH = 16, 2
+
+
+def make(name, pattern="1:4", **fields):
+  return nms.recipe(name, pattern=pattern, phases=PHASES, **fields)
+
+
+# A new recipe joins by one line; each owns one layer of the block.
+EACH = {
+  "dense": make("dense"),
+  "one_shot": make("one_shot"),
+  "sr_ste": make("sr_ste"),
+  "mdgf_linear": make("mdgf_linear"),
+  "mdgf_exponential": make("mdgf_exponential", pattern="2:4"),
+  "mdgf_identity": make("mdgf_exponential", gradient="straight_through"),
+  "sdgf_stepwise": make("sdgf_stepwise", pattern="1:8"),
+  "sdgf_both": make("sdgf_stepwise", decay_kind="linear"),
+  "sdgf_geometric": make("sdgf_geometric", k=4),
+  "custom": make("custom", path=((5, "4:8", 1.0), (11, "1:4", 0.5), (14, "1:4", 0.0))),
+  "snip": make("snip", batches=2),
+  "idp": make("idp"),
+}
+SOME = ("mdgf_linear", "sdgf_geometric", "sr_ste", "snip", "idp")  # where compiling takes long
+
+
+def test_every_recipe_takes_part():
+  assert {r.name for r in EACH.values()} == set(RECIPES)
+
+
+def make_layer(kind, name, dtype, rules):
+  if kind == "DenseGeneral":  # 4 x 4 features contracted, 4 x 4 made: (16, 16) stored
+    return layers.DenseGeneral((4, 4), (-2, -1), dtype=dtype, rules=rules, name=name)
+  if kind == "Dense":
+    return layers.Dense(WIDTH, dtype=dtype, rules=rules, name=name)
+  return layers.Conv(WIDTH, (2,), dtype=dtype, rules=rules, name=name)
+
+
+class Block(nn.Module):
+  """x + tanh of the sum of one layer a recipe, so that no recipe's gradient hides another's."""
+
+  kind: str
+  names: tuple[str, ...]
+  dtype: jnp.dtype
+  rules: nms.Rules | None
+
+  @nn.compact
+  def __call__(self, x):
+    shape = (*x.shape[:-1], 4, 4) if self.kind == "DenseGeneral" else x.shape
+    total = jnp.zeros(shape, self.dtype)
+    for name in self.names:
+      total += make_layer(self.kind, name, self.dtype, self.rules)(x.reshape(shape))
+    return x + jnp.tanh(total).reshape(x.shape)
+
+
+class Net(nn.Module):
+  """One block, or DEPTH of them scanned; `how` is words out of plain, remat, scan0, scan1.
+
+  scan0 and scan1 stack the parameters along that axis.
+  """
+
+  how: str
+  kind: str = "DenseGeneral"
+  names: tuple[str, ...] = tuple(EACH)
+  dtype: jnp.dtype = jnp.float32
+  rules: nms.Rules | None = None
+
+  @nn.compact
+  def __call__(self, x):
+    block = nn.remat(Block, prevent_cse="scan" not in self.how) if "remat" in self.how else Block
+    block = block(self.kind, self.names, self.dtype, self.rules, name="blocks")
+    if "scan" not in self.how:
+      return block(x)
+    axis = int("scan1" in self.how)
+    scan = nn.scan(
+      lambda block, x, _: (block(x), None),
+      variable_axes={"params": axis, layers.STATE_COLLECTION: axis, "params_axes": axis},
+      variable_broadcast=layers.COLLECTION,
+      split_rngs={"params": True},
+      length=DEPTH,
+    )
+    return scan(block, x, None)[0]
+
+
+def rules_for(how, kind, names):
+  """The axes are for the tree functions: layers know their own, and see no stacked axis."""
+  axis = 1 if kind == "Conv" else 0
+  if "scan" in how:
+    axis += int("scan1" in how) <= axis
+  places = {rf"(.*/)?{name}/kernel": EACH[name] for name in names}
+  return nms.Rules(places, axes={r".*/kernel": axis})
+
+
+def stored(blocks, how):
+  """The trees of single blocks as the net `how` stores them."""
+  if "scan" not in how:
+    return blocks[0]
+  return jax.tree.map(lambda *x: jnp.stack(x, int("scan1" in how)), *blocks)
+
+
+def with_near_ties(shapes, seed):
+  """Kernels in which most groups hold weights that bfloat16 cannot tell apart."""
+  rng = np.random.default_rng(seed)
+  draw = lambda x: (np.round(rng.normal(size=x.shape)) + 1e-3 * rng.normal(size=x.shape)) / 8
+  return jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+
+
+BATCH = jax.random.normal(jax.random.key(2), (2, 3, WIDTH))
+
+
+@functools.cache
+def trajectory(kind, names):
+  """[step][block] -> (parameters, state). The parameters wander, so that parent masks matter."""
+  rules = rules_for("plain", kind, names)
+  shapes = jax.eval_shape(Net("plain", kind, names).init, jax.random.key(0), BATCH)["params"]
+  blocks = [with_near_ties(shapes, seed) for seed in range(DEPTH)]
+  blocks = [(params, nms.init_state(params, rules)) for params in blocks]
+
+  @jax.jit
+  def update(params, state, step):
+    grads = jax.tree.map(lambda w: jnp.cos(w * 1000 + step.astype(jnp.float32)) / 16, params)
+    params = jax.tree.map(jnp.subtract, params, grads)
+    return params, nms.update_state(state, params, rules, step + 1, grads)
+
+  found = []
+  for step in STEPS:
+    found.append(blocks)
+    blocks = [update(params, state, jnp.int32(step)) for params, state in blocks]
+  return found
+
+
+@functools.cache
+def sparsify_with_vjp(how, kind, names):
+  """(params, step, state, dL/dW~) -> (W~, dL/dW) by `sparsify`, params as `how` stores them."""
+  rules = rules_for(how, kind, names)
+
+  @jax.jit
+  def run(params, step, state, grads):
+    effective, back = jax.vjp(lambda p: nms.sparsify(p, rules, step, state), params)
+    return effective, back(grads)[0]
+
+  return run
+
+
+def outputs_and_grads(model):
+  def loss(params, rest):
+    y = model.apply({**rest, "params": params}, BATCH.astype(model.dtype))
+    return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+  return jax.value_and_grad(loss, has_aux=True)
+
+
+ALL = tuple(EACH)
+STRUCTURES = ["plain", "remat", "scan0", "scan1", "remat scan0", "remat scan1"]
+CASES = [(how, "DenseGeneral", ALL, "float32", "float32") for how in STRUCTURES]
+CASES += [(how, "DenseGeneral", ALL, "float32", "bfloat16") for how in ("plain", "remat scan1")]
+CASES += [(how, "DenseGeneral", ALL, "bfloat16", "bfloat16") for how in ("plain", "remat scan1")]
+CASES += [("remat scan1", "Dense", SOME, "float32", "bfloat16")]
+CASES += [("remat scan1", "Conv", SOME, "float32", "bfloat16")]
+
+
+def case_id(x):
+  return x if isinstance(x, str) else "all" if x == ALL else "some"
+
+
+@pytest.mark.parametrize("how, kind, names, store, compute", CASES, ids=case_id)
+def test_sparse_net_is_the_dense_net_on_sparsified_parameters(how, kind, names, store, compute):
+  rules = rules_for(how, kind, names)
+  dtype = jnp.dtype(compute)
+  sparse, dense = (Net(how, kind, names, dtype, r) for r in (rules, None))
+  rest = jax.eval_shape(sparse.init, jax.random.key(0), BATCH.astype(dtype))
+
+  @jax.jit
+  def run_sparse(params, step, state):
+    return outputs_and_grads(sparse)(params, layers.with_step(rest, step, state))
+
+  run_dense = jax.jit(lambda params: outputs_and_grads(dense)(params, {}))
+  reference = sparsify_with_vjp(how, kind, names)
+  for step, blocks in zip(STEPS, trajectory(kind, names), strict=True):
+    params = stored([jax.tree.map(lambda w: w.astype(store), params) for params, _ in blocks], how)
+    state = blocks[0][1] | {"mask": stored([state["mask"] for _, state in blocks], how)}
+    step = jnp.int32(step)
+    got, got_grads = run_sparse(params, step, state)
+    effective, _ = reference(params, step, state, params)
+    want, grads = run_dense(effective)
+    assert_same_bits(got, want, f"step {step}")
+    _, want_grads = reference(params, step, state, grads)
+    assert_same_bits(got_grads, want_grads, f"step {step}")
+  assert run_sparse._cache_size() == 1  # one compilation serves all steps
+
+
+# --- the same, from the equation ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient", ["masked", "straight_through"])
+def test_an_identity_input_shows_the_effective_weight_and_its_gradient(gradient):
+  phases = nms.Phases(total=20, dense=4, finetune=4)
+  recipe = nms.recipe("mdgf_linear", pattern="1:4", phases=phases, beta=0.125, gradient=gradient)
+  layer = layers.DenseGeneral(3, rules=nms.Rules({"kernel": recipe}))
+  eye, g = jnp.eye(8), jax.random.normal(jax.random.key(1), (8, 3))
+  variables = layer.init(jax.random.key(0), eye)
+  w = np.asarray(variables["params"]["kernel"])
+  groups = np.abs(w).reshape(2, 4, 3)
+  mask = (groups == groups.max(1, keepdims=True)).reshape(8, 3)
+
+  @jax.jit
+  def run(params, step):
+    told = layers.with_step(variables, step)
+    y, back = jax.vjp(lambda p: layer.apply({**told, "params": p}, eye), params)
+    return y, back(g)[0]["kernel"]
+
+  for step, decay in [(0, 1), (4, 1), (5, 0.875), (8, 0.5), (12, 0), (16, 0), (30, 0)]:
+    y, dw = run(variables["params"], jnp.int32(step))
+    factor = np.where(mask, 1, decay).astype(np.float32)
+    np.testing.assert_array_equal(y, w * factor)
+    np.testing.assert_array_equal(dw, g * factor if gradient == "masked" else g)
+
+
+def test_the_mask_comes_from_the_stored_dtype():
+  layer = layers.Dense(1, use_bias=False, dtype=jnp.bfloat16, rules=nms.Rules({"kernel": SR_STE}))
+  w = jnp.array([1.0, 1.001, 0.5, 0.25])[:, None]  # the first two are one number in bfloat16
+  variables = {"params": {"kernel": w}, layers.COLLECTION: {"step": jnp.int32(0)}}
+  np.testing.assert_array_equal(layer.apply(variables, jnp.eye(4))[:, 0], [0, 1, 0, 0])
+
+
+def test_conv_groups_inputs_at_one_offset_within_its_feature_group_and_masks_before_flax_does():
+  rules = nms.Rules({"kernel": SR_STE}, axes={"kernel": -2})
+  keep = jax.random.bernoulli(jax.random.key(5), 0.5, (2, 3, 4, 6)).astype(jnp.float32)
+  fields = dict(features=6, kernel_size=(2, 3), feature_group_count=2, mask=keep)
+  x = jax.random.normal(jax.random.key(0), (1, 4, 4, 8))
+  ours = layers.Conv(**fields, rules=rules)
+  variables = layers.with_step(jax.jit(ours.init)(jax.random.key(0), x), 0)
+  effective = nms.sparsify(variables["params"], rules, 0)
+  np.testing.assert_array_equal((effective["kernel"] != 0).sum(2), 1)
+  want = jax.jit(nn.Conv(**fields).apply)({"params": effective}, x)
+  np.testing.assert_array_equal(jax.jit(ours.apply)(variables, x), want)
+
+
+def test_short_last_group_under_the_pad_policy():
+  rules = nms.Rules({"kernel": SR_STE}, indivisible="pad")
+  layer = layers.Dense(3, rules=rules)
+  variables = layers.with_step(layer.init(jax.random.key(0), jnp.ones((1, 6))), 0)
+  effective = nms.sparsify(variables["params"], rules, 0)
+  assert nms.verify(effective, rules).ok
+  want = nn.Dense(3).apply({"params": effective}, jnp.eye(6))
+  np.testing.assert_array_equal(layer.apply(variables, jnp.eye(6)), want)
+
+
+def test_one_layer_may_be_called_twice():
+  class Twice(nn.Module):
+    def setup(self):
+      self.inner = layers.Dense(4, rules=nms.Rules({"inner/kernel": make("idp")}))
+
+    def __call__(self, x):
+      return self.inner(self.inner(x))
+
+  variables = Twice().init(jax.random.key(0), jnp.eye(4))
+  y = Twice().apply(layers.with_step(variables, PHASES.total), jnp.eye(4))
+  w = nms.finalize(variables["params"], nms.Rules({"inner/kernel": make("sr_ste")}))
+  w = w["inner"]["kernel"]
+  np.testing.assert_array_equal(y, w @ w)
+
+
+# --- variables ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["plain", "scan1"])
+def test_init_creates_a_step_for_sparse_layers_and_masks_that_mirror_params(how):
+  net = Net(how, rules=rules_for(how, "Dense", ALL))
+  variables = jax.eval_shape(net.init, jax.random.key(0), BATCH)
+  dense = jax.eval_shape(Net(how).init, jax.random.key(0), BATCH)
+  assert set(dense) == {"params", "params_axes"}
+  assert {k: variables[k] for k in dense} == dense
+  steps = dict(flatten(variables[layers.COLLECTION]))
+  owned = [p for p, _ in flatten(dense["params"]) if p.split("/")[-2] != "dense"]
+  assert list(steps) == [p.replace("/kernel", "/step") for p in owned]
+  assert {(x.shape, x.dtype.name) for x in steps.values()} == {((), "int32")}
+  masks = dict(flatten(variables[layers.STATE_COLLECTION]))
+  params = dict(flatten(variables["params"]))
+  assert list(masks) == [p for p in owned if EACH[p.split("/")[-2]].stateful]
+  assert all(m.shape == params[p].shape and m.dtype == bool for p, m in masks.items())
+
+
+@pytest.mark.parametrize("dense", [0, 2])
+def test_init_runs_dense_and_makes_the_first_masks_as_init_state_does(dense):
+  phases = nms.Phases(total=9, dense=dense)
+  rules = nms.Rules({"kernel": nms.recipe("one_shot", pattern="1:4", phases=phases)})
+  y, variables = layers.Dense(3, rules=rules).init_with_output(jax.random.key(0), jnp.eye(8))
+  np.testing.assert_array_equal(y, variables["params"]["kernel"])
+  assert variables[layers.COLLECTION] == {"step": -1}
+  mask = nms.init_state(variables["params"], rules)["mask"]
+  assert_same_bits(variables[layers.STATE_COLLECTION], mask)
+  assert mask["kernel"].all() == bool(dense)
+
+
+def test_init_may_leave_our_collections_out():
+  layer = layers.Dense(3, rules=nms.Rules({"kernel": make("snip")}))
+  assert set(layer.init(jax.random.key(0), jnp.eye(8), mutable=["params"])) == {"params"}
+
+
+@pytest.mark.parametrize("how", ["plain", "remat scan1"])
+def test_apply_leaves_the_collections_alone_when_they_are_mutable(how):
+  net = Net(how, "Dense", ("snip",), rules=rules_for(how, "Dense", ("snip",)))
+  variables = layers.with_step(jax.jit(net.init)(jax.random.key(0), BATCH), 7)
+  ours = [layers.COLLECTION, layers.STATE_COLLECTION]
+  _, new = jax.jit(functools.partial(net.apply, mutable=ours))(variables, BATCH)
+  assert_same_bits({**new}, {k: variables[k] for k in ours})
+
+
+@pytest.mark.parametrize("freeze", [lambda x: x, flax.core.freeze])
+def test_with_step_fills_every_step_and_the_masks(freeze):
+  variables = freeze(
+    {
+      "params": {"a": {"kernel": jnp.ones((4, 1))}},
+      layers.COLLECTION: {"a": {"step": jnp.int32(-1)}, "b": {"step": jnp.full(3, -1, jnp.int32)}},
+      layers.STATE_COLLECTION: {"a": {"kernel": jnp.ones((4, 1), bool)}},
+    }
+  )
+  new = layers.with_step(variables, 5)
+  assert type(new) is type(variables)
+  assert new["params"] == variables["params"]
+  assert new[layers.STATE_COLLECTION] == variables[layers.STATE_COLLECTION]
+  want = {"a": {"step": jnp.int32(5)}, "b": {"step": jnp.full(3, 5, jnp.int32)}}
+  assert_same_bits({**new[layers.COLLECTION]}, want)
+  assert variables[layers.COLLECTION]["a"]["step"] == -1
+  masks = {"a": {"kernel": jnp.zeros((4, 1), bool)}}
+  told = layers.with_step(variables, jnp.int32(5), {"step": jnp.int32(5), "mask": masks})
+  assert_same_bits({**told[layers.STATE_COLLECTION]}, masks)
+  assert_same_bits({**layers.with_step(variables, 5, {})}, {**new})
+
+
+# --- misuse -------------------------------------------------------------------------------------
+
+
+def misused(name):
+  layer = layers.Dense(3, rules=nms.Rules({"kernel": make(name)}))
+  return layer, layer.init(jax.random.key(0), jnp.eye(8))
+
+
+@pytest.mark.parametrize("without", ["collection", "variable"])
+def test_a_sparse_layer_without_a_step_says_what_to_do(without):
+  layer, variables = misused("sr_ste")
+  rest = {layers.COLLECTION: {"other": 0}} if without == "variable" else {}
+  with pytest.raises(ValueError) as error:
+    layer.apply({"params": variables["params"], **rest}, jnp.eye(8))
+  for part in ("'kernel'", "sr_ste", "'step'", "with_step(", "variable_broadcast='nm_sparsity'"):
+    assert part in str(error.value)
+
+
+def test_the_step_of_init_is_no_step():
+  layer, variables = misused("sr_ste")
+  with pytest.raises(ValueError, match=r"'kernel' the recipe sr_ste.* step is -1.*with_step\("):
+    layer.apply(variables, jnp.eye(8))
+
+
+@pytest.mark.parametrize("name", [n for n in EACH if n != "dense"])
+def test_a_traced_step_of_init_is_loudly_wrong(name):
+  layer = layers.Dense(3, rules=nms.Rules({"kernel": EACH[name]}))
+  variables = layer.init(jax.random.key(0), jnp.eye(8))
+  assert np.isnan(jax.jit(layer.apply)(variables, jnp.eye(8))).any()
+
+
+def test_a_scan_that_hides_the_step_or_the_mask_is_named():
+  def net(**kwargs):
+    scan = nn.scan(
+      lambda layer, x, _: (layer(x), None), split_rngs={"params": True}, length=2, **kwargs
+    )
+
+    class Scanned(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        rules = nms.Rules({"layer/kernel": make("idp")})
+        return scan(layers.Dense(8, rules=rules, name="layer"), x, None)[0]
+
+    return Scanned()
+
+  axes = {"params": 0, layers.STATE_COLLECTION: 0}
+  whole = net(variable_axes=axes, variable_broadcast=layers.COLLECTION)
+  variables = layers.with_step(whole.init(jax.random.key(0), jnp.eye(8)), 3)
+  whole.apply(variables, jnp.eye(8))
+  with pytest.raises(ValueError, match="'layer/kernel'.*'step'.*variable_broadcast='nm_sparsity'"):
+    net(variable_axes=axes).apply(variables, jnp.eye(8))
+  no_mask = net(variable_axes={"params": 0}, variable_broadcast=layers.COLLECTION)
+  with pytest.raises(ValueError, match="'layer/kernel'.*idp.*nn.scan.*'nm_sparsity_state': 0"):
+    no_mask.apply(variables, jnp.eye(8))
+
+
+def test_a_stateful_recipe_without_its_mask_says_what_to_do():
+  layer, variables = misused("snip")
+  variables = layers.with_step(variables, 3)
+  del variables[layers.STATE_COLLECTION]
+  with pytest.raises(ValueError, match=r"'kernel'.*snip.*with_step\(variables, step, state\)"):
+    layer.apply(variables, jnp.eye(8))
+
+
+def test_a_mask_of_other_parameters_is_refused():
+  layer, variables = misused("snip")
+  state = {"mask": {"kernel": jnp.ones((4, 3), bool)}}
+  with pytest.raises(ValueError, match=r"shape \(4, 3\).*needs \(8, 3\)"):
+    layer.apply(layers.with_step(variables, 3, state), jnp.eye(8))
+
+
+@pytest.mark.parametrize("variables", [{"params": {}}, {"params": {}, layers.COLLECTION: {}}])
+def test_with_step_finds_no_sparse_layer(variables):
+  with pytest.raises(ValueError, match="no sparse layer: variables hold .*'params'.*model.init"):
+    layers.with_step(variables, 3)
+
+
+@pytest.mark.parametrize(
+  "step, message", [(0.5, "whole"), (-1, "negative"), (np.arange(2), "scalar")]
+)
+def test_with_step_refuses_what_is_no_step(step, message):
+  _, variables = misused("sr_ste")
+  with pytest.raises(ValueError, match=message):
+    layers.with_step(variables, step)
+
+
+def test_an_axis_that_is_not_divisible():
+  with pytest.raises(ValueError, match="'kernel'.*length 6.*no multiple of 4"):
+    layers.Dense(3, rules=nms.Rules({"kernel": SR_STE})).init(jax.random.key(0), jnp.ones((1, 6)))
+
+
+def test_a_skipped_layer_is_dense_and_reported(caplog):
+  rules = nms.Rules({"kernel": SR_STE}, indivisible="skip")
+  with caplog.at_level(logging.WARNING):
+    assert_twins(layers.Dense(3, rules=rules), nn.Dense(3), jnp.ones((1, 6)))
+  assert "kernel stays dense" in caplog.text and "no multiple of 4" in caplog.text
+
+
+def test_docstrings():
+  result = doctest.testmod(layers)
+  assert result.attempted and not result.failed

@@ -1,0 +1,125 @@
+"""On 8 virtual devices: the bits of one device, and no communication for whole groups."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, nm_mask
+from nm_sparsity_jax.patterns import NM
+
+COLLECTIVES = (
+  "all-gather",
+  "all-reduce",
+  "all-to-all",
+  "collective-broadcast",
+  "collective-permute",
+  "reduce-scatter",
+)
+SHAPE = (512, 8)  # rows split by 4: 128 a shard, one whole group of the longest pattern
+SPECS = {
+  "groups": PartitionSpec("rows", None),
+  "features": PartitionSpec(None, "columns"),
+  "both": PartitionSpec("rows", "columns"),
+}
+
+
+def mesh(kind=AxisType.Auto):
+  return jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(kind, kind))
+
+
+def scores():
+  """Few values, so ties are common, and the awkward ones."""
+  values = [0, -0.0, 1e-40, -1e-40, 1, -1, 2, np.inf, -np.inf, np.nan]
+  return np.random.default_rng(0).choice(np.array(values, np.float32), size=SHAPE)
+
+
+def collectives(compiled):
+  """The kinds of communication in a compiled program."""
+  text = compiled.as_text()
+  assert "ENTRY" in text
+  return [kind for kind in COLLECTIVES if kind in text]
+
+
+@functools.cache
+def static(pattern):
+  return jax.jit(lambda x, n: nm_mask(x, pattern))
+
+
+@functools.cache
+def ladder(pattern):
+  """Here n is the number of doublings."""
+  return jax.jit(lambda x, n: ladder_mask(x, pattern, doublings=n, most=4))
+
+
+@functools.cache
+def traced(pattern):
+  return jax.jit(lambda x, n: magnitude_mask(x, NM(1, pattern.m), n=n))
+
+
+def on_mesh(function, n, where, spec):
+  """Runs on the mesh; checks bits, sharding and silence."""
+  x, n = scores(), jnp.int32(n)
+  expected = function(x, n)
+  sharding = NamedSharding(where, spec)
+  program = function.lower(jax.device_put(x, sharding), n).compile()
+  mask = program(jax.device_put(x, sharding), n)
+  np.testing.assert_array_equal(np.asarray(mask), np.asarray(expected))
+  assert mask.sharding.is_equivalent_to(sharding, mask.ndim)
+  assert collectives(program) == []
+
+
+@pytest.mark.parametrize("how", [static, traced])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("text", ["1:8", "2:4", "4:32", "16:128", "64:128"])
+def test_same_bits_and_no_collective(text, spec, how):
+  pattern = NM.parse(text)
+  on_mesh(how(pattern), pattern.n, mesh(), SPECS[spec])
+
+
+@pytest.mark.parametrize("how", [static, traced])
+@pytest.mark.parametrize("text", ["2:4", "64:128"])
+def test_explicit_sharding(text, how):
+  """The mode that `jax.make_mesh` gives by default: shardings are part of the types."""
+  pattern, where = NM.parse(text), mesh(AxisType.Explicit)
+  with jax.set_mesh(where):
+    on_mesh(how(pattern), pattern.n, where, SPECS["both"])
+
+
+@pytest.mark.parametrize("how", [static, traced])
+@pytest.mark.parametrize("text", ["2:4", "64:128"])
+def test_shard_map(text, how):
+  pattern, both = NM.parse(text), SPECS["both"]
+  function = how(pattern)
+  n = jnp.int32(pattern.n)
+  mapped = jax.shard_map(function, mesh=mesh(), in_specs=(both, PartitionSpec()), out_specs=both)
+  np.testing.assert_array_equal(
+    np.asarray(jax.jit(mapped)(scores(), n)), np.asarray(function(scores(), n))
+  )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_ladder(kind):
+  where = mesh(kind)
+  with jax.set_mesh(where):
+    on_mesh(ladder(NM(1, 8)), 3, where, SPECS["both"])
+
+
+def test_the_search_finds_a_collective_where_there_is_one():
+  x = jax.device_put(scores(), NamedSharding(mesh(), SPECS["groups"]))
+  total = jax.jit(lambda x: x.sum(0)).lower(x).compile()
+  assert "all-reduce" in collectives(total)
+  whole = NamedSharding(mesh(), PartitionSpec())
+  gather = jax.jit(lambda x: x + 1, out_shardings=whole).lower(x).compile()
+  assert "all-gather" in collectives(gather)
+
+
+def test_a_group_across_shards_communicates():
+  """The same function, so the silence above is owed to whole groups and to nothing else."""
+  x = jax.device_put(scores(), NamedSharding(mesh(), SPECS["groups"]))
+  program = jax.jit(lambda x: nm_mask(x, "64:256")).lower(x).compile()
+  assert collectives(program)
+  np.testing.assert_array_equal(np.asarray(program(x)), np.asarray(nm_mask(scores(), "64:256")))

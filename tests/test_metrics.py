@@ -1,0 +1,549 @@
+"""What metrics report, against numpy in float64 and against what `sparsify` really does."""
+
+import doctest
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import metrics
+from nm_sparsity_jax.recipes import RECIPES
+
+PHASES = nms.Phases(total=20, dense=3, finetune=5)
+WI, WO = "mlp/wi/kernel", "mlp/wo/kernel"
+
+# A new recipe joins by one line, if it needs fields.
+FIELDS = {
+  "custom": {"path": ((4, "4:8", 1.0), (8, "2:4", 0.5), (11, "1:4", 0.0))},
+  "sdgf_geometric": {"k": 4, "decay_kind": "linear", "beta": 0.2},
+  "snip": {"batches": 2},
+}
+
+
+def make(name, pattern="1:4", **fields):
+  return nms.recipe(name, pattern=pattern, phases=PHASES, **{**FIELDS.get(name, {}), **fields})
+
+
+def draw(seed, dtype=jnp.float32, wi=(16, 6), wo=(32, 5), scale=1.0):
+  rng = np.random.default_rng(seed)
+  array = lambda shape: jnp.asarray((rng.standard_normal(shape) * scale).astype(dtype))
+  return {
+    "mlp": {"wi": {"kernel": array(wi)}, "wo": {"kernel": array(wo)}},
+    "norm": {"scale": array(wi[:1])},
+  }
+
+
+def leaf(tree, path):
+  for word in path.split("/"):
+    tree = tree[word]
+  return np.asarray(tree)
+
+
+def close(x, y):
+  """Equal up to the roundings of one division."""
+  return np.allclose(x, y, rtol=2.5e-7, atol=0)
+
+
+def wide(x):
+  return np.asarray(x, np.float64)
+
+
+def adam_state(tx, params, grads=()):
+  """The state of `tx` after some updates; optax promotes dtypes."""
+  with jax.numpy_dtype_promotion("standard"):
+    state, update = tx.init(params), jax.jit(tx.update)
+    for g in grads:
+      _, state = update(g, state, params)
+  return state
+
+
+# --- a whole run of every recipe, one compilation ---------------------------------------------
+
+
+NAMES = [name for name in RECIPES if name != "dense"]
+PAIRS = list(zip(NAMES[::2], [*NAMES[1::2], NAMES[0]], strict=False))
+
+
+@pytest.mark.parametrize("first, second", PAIRS)
+def test_summary_follows_every_recipe_through_a_run_in_one_compilation(first, second):
+  recipes, sizes = {WI: make(first), WO: make(second, "2:8")}, {WI: 96, WO: 160}
+  rules = nms.Rules(recipes)
+  traces = []
+
+  @jax.jit
+  def observe(params, step, state, grads, nu, before):
+    traces.append(step)
+    opt_state = optax.ScaleByAdamState(count=step, mu=nu, nu=nu)
+    out = metrics.summary(params, rules, step, state, grads, opt_state, before)
+    return out, metrics.masks_of(params, rules, step, state)
+
+  sparsify = jax.jit(lambda p, t, s: nms.sparsify(p, rules, t, s))
+  refresh = jax.jit(lambda s, p, t, g: nms.update_state(s, p, rules, t, grads=g))
+  params = draw(0)
+  state = nms.init_state(params, rules)
+  before = {path: jnp.ones(leaf(params, path).shape, bool) for path in (WI, WO)}
+  for step in range(PHASES.total):
+    grads, nu = draw(100 + step), jax.tree.map(jnp.square, draw(200 + step))
+    seen, masks = observe(params, jnp.int32(step), state, grads, nu, before)
+    seen = jax.device_get(seen)
+    applied = sparsify(params, jnp.int32(step), state)
+    samples = {"g": {"all": [], "kept": []}, "v": {"all": [], "kept": []}}
+    used, factor, changed, lost, kept_before = 0, 0.0, 0, 0, 0
+    for path, rule in recipes.items():
+      w, effective, mask = leaf(params, path), leaf(applied, path), np.asarray(masks[path])
+      # D is what became of the pruned weights. A mask that prunes nothing says nothing of D.
+      d = wide(effective)[~mask] / wide(w)[~mask] if not mask.all() else rule.decay(step)
+      np.testing.assert_allclose(seen[f"nm/D/{path}"], np.broadcast_to(d, np.shape(d)), rtol=1e-5)
+      np.testing.assert_array_equal(effective[mask], w[mask])
+      assert close(seen[f"nm/density/{path}"], (effective != 0).sum() / w.size)
+      segment = next(s for s in rule.timeline(w.shape[0]) if s.start <= step < s.stop)
+      now = segment.pattern or nms.NM(1, 1)
+      assert (seen[f"nm/n/{path}"], seen[f"nm/m/{path}"]) == (now.n, now.m), step
+      assert seen[f"nm/density_target/{path}"] == rule.pattern.density
+      old = np.asarray(before[path])
+      assert close(seen[f"nm/flip_rate/all/{path}"], (old != mask).sum() / w.size)
+      assert close(seen[f"nm/flip_rate/kept/{path}"], (old & ~mask).sum() / old.sum())
+      for kind, x in (("g", np.abs(wide(leaf(grads, path)))), ("v", wide(leaf(nu, path)))):
+        long = {"g": "grad_abs_var", "v": "second_moment_var"}[kind]
+        for which, values in (("all", x.ravel()), ("kept", x[mask])):
+          samples[kind][which].append(values)
+          np.testing.assert_allclose(seen[f"nm/{long}/{which}/{path}"], values.var(), rtol=2e-6)
+          whole = np.concatenate(samples[kind][which])
+          if path == WO:
+            np.testing.assert_allclose(seen[f"nm/{long}/{which}"], whole.var(), rtol=2e-6)
+      used += (effective != 0).sum()
+      factor += float(seen[f"nm/D/{path}"]) * sizes[path] / 256
+      changed, lost = changed + (old != mask).sum(), lost + (old & ~mask).sum()
+      kept_before += old.sum()
+    assert close(seen["nm/density"], used / 256)
+    np.testing.assert_allclose(seen["nm/D"], factor, rtol=1e-6)
+    assert close(seen["nm/flip_rate/all"], changed / 256)
+    assert close(seen["nm/flip_rate/kept"], lost / kept_before)
+    if step < PHASES.dense:
+      assert seen["nm/density"] == seen["nm/D"] == 1
+    if step >= PHASES.finetune_start:
+      assert close(seen["nm/density"], 0.25) and seen["nm/density_target"] == 0.25
+    params = jax.tree.map(
+      lambda w, g: np.asarray(w) - np.float32(0.3) * np.asarray(g), params, grads
+    )
+    state = refresh(state, params, jnp.int32(step + 1), grads)
+    before = masks
+  assert len(traces) == 1
+
+
+def test_functions_say_the_same_as_the_summary_and_jit_the_same_as_eager():
+  rules = nms.Rules({"ff": make("sdgf_stepwise", "1:8")})
+  params, grads = draw(1), draw(2)
+  opt_state = adam_state(optax.adamw(1e-3), params, [grads])
+  step = 9
+
+  def separate(params, step):
+    share = metrics.density(params, rules, step)
+    g = metrics.grad_abs_variance(grads, params, rules, step)
+    v = metrics.second_moment_variance(opt_state, params, rules, step)
+    now = metrics.pattern_now(params, rules, step)
+    factors = metrics.decay(params, rules, step)
+    return {
+      "nm/density": share.overall,
+      "nm/density_target": share.target,
+      f"nm/density/{WI}": share.places[WI],
+      f"nm/density_target/{WO}": share.targets[WO],
+      "nm/grad_abs_var/kept": g.overall.kept,
+      f"nm/grad_abs_var/all/{WO}": g.places[WO].all,
+      "nm/second_moment_var/all": v.overall.all,
+      f"nm/second_moment_var/kept/{WI}": v.places[WI].kept,
+      f"nm/D/{WI}": factors[WI],
+      f"nm/n/{WI}": now[WI].n.astype(jnp.float32),
+    }
+
+  jitted = jax.jit(separate)(params, jnp.int32(step))
+  seen = metrics.summary(params, rules, step, None, grads, opt_state)  # op by op
+  for name, value in jitted.items():
+    np.testing.assert_allclose(value, seen[name], rtol=1e-6, err_msg=name)
+  now = metrics.pattern_now(params, rules, step)[WI]
+  assert now.n.dtype == now.m.dtype == jnp.int32
+
+
+# --- names and kinds --------------------------------------------------------------------------
+
+BASE = {"density", "density_target", "D"}
+SPLIT = {"flip_rate": "masks_before", "grad_abs_var": "grads", "second_moment_var": "opt_state"}
+
+
+def _all_names(given, paths):
+  overall = BASE | {f"{k}/{w}" for k, arg in SPLIT.items() if arg in given for w in ("all", "kept")}
+  each = {f"{k}/{p}" for k in overall | {"n", "m"} for p in paths}
+  return {f"nm/{k}" for k in overall}, {f"nm/{k}" for k in each}
+
+
+@pytest.mark.parametrize("names", [(), ("grads",), ("opt_state",), tuple(SPLIT.values())])
+@pytest.mark.parametrize("per_place", [True, False])
+def test_names_depend_only_on_the_arguments_and_values_are_float32_scalars(names, per_place):
+  rules = nms.Rules({"ff": make("mdgf_exponential")})
+  params = draw(3)
+  masks = {WI: jnp.ones((16, 6), bool), WO: jnp.ones((32, 5), bool)}
+  given = {"grads": params, "masks_before": masks}
+  given["opt_state"] = adam_state(optax.adam(1e-3), params)
+  given = {k: given[k] for k in names}
+  seen = jax.eval_shape(
+    lambda t: metrics.summary(params, rules, t, per_place=per_place, **given), jnp.int32(8)
+  )
+  overall, each = _all_names(names, (WI, WO))
+  assert set(seen) == (overall | each if per_place else overall)
+  for name, value in seen.items():
+    assert value.shape == () and value.dtype == jnp.float32, name
+
+
+def test_pruned_but_fading_weights_count_as_used_and_stored_zeros_too():
+  rules = nms.Rules({WI: make("mdgf_linear"), WO: make("sr_ste")})
+  params = jax.tree.map(jnp.zeros_like, draw(0))
+  share = metrics.density(params, rules, 5)
+  assert (share.places[WI], share.places[WO]) == (1, 0.25)
+  np.testing.assert_allclose(share.overall, (96 + 40) / 256, rtol=1e-7)
+  assert share.target == 0.25
+  assert float(metrics.decay(params, rules, 5)[WI]) > 0
+  # The mask is the one that will remain, all the same.
+  assert metrics.masks_of(params, rules, 5)[WI].sum() == 24
+
+
+def test_overall_is_weighted_by_size():
+  rules = nms.Rules({WI: make("sr_ste", "1:8"), WO: make("sr_ste", "2:4")})
+  share = metrics.density(draw(0), rules, 19)
+  np.testing.assert_allclose(share.overall, (12 + 80) / 256, rtol=1e-7)
+  np.testing.assert_allclose(share.target, (12 + 80) / 256, rtol=1e-7)
+
+
+def test_padded_places_count_real_weights_only():
+  # 10 rows in groups of 4: the last group has 2 and keeps both of them for n = 3.
+  rules = nms.Rules({WI: make("sr_ste", "3:4"), WO: make("sr_ste", "1:4")}, indivisible="pad")
+  params = draw(0, wi=(10, 3), wo=(7, 4))
+  grads = draw(1, wi=(10, 3), wo=(7, 4))
+  masks = metrics.masks_of(params, rules, 19)
+  assert masks[WI].shape == (10, 3) and masks[WO].shape == (7, 4)
+  seen = jax.jit(lambda t: metrics.summary(params, rules, t, grads=grads))(19)
+  assert close(seen[f"nm/density/{WI}"], 8 / 10) and close(seen[f"nm/density/{WO}"], 2 / 7)
+  assert seen[f"nm/density_target/{WI}"] == 0.75
+  assert seen[f"nm/m/{WI}"] == 4
+  x, mask = np.abs(wide(leaf(grads, WI))), np.asarray(masks[WI])
+  np.testing.assert_allclose(seen[f"nm/grad_abs_var/kept/{WI}"], x[mask].var(), rtol=1e-6)
+
+
+def test_levels_that_do_not_fit_an_axis_are_not_reported():
+  rules = nms.Rules({"ff": make("sdgf_geometric", k=8)})  # 8:32 fits 32 rows, not 16
+  params = draw(0)
+  at = metrics.pattern_now(params, rules, PHASES.dense)
+  assert [int(x) for x in (*at[WI], *at[WO])] == [4, 16, 8, 32]
+
+
+def test_nothing_sparse_gives_finite_numbers_under_the_same_names():
+  rules = nms.Rules({"ff": make("sr_ste", "1:64")}, indivisible="skip")
+  params = draw(0)
+  _check_nothing_sparse(rules, params)
+  _check_nothing_sparse(nms.Rules({"ff": make("dense")}), params)
+
+
+def _check_nothing_sparse(rules, params):
+  given = {"grads": params, "opt_state": adam_state(optax.adam(1e-3), params), "masks_before": {}}
+  seen = jax.jit(lambda t: metrics.summary(params, rules, t, **given))(jnp.int32(7))
+  assert set(seen) == _all_names(given, ())[0]
+  ones = {"nm/density", "nm/density_target", "nm/D"}
+  assert {k for k, v in seen.items() if v == 1} == ones
+  assert all(v == 0 for k, v in seen.items() if k not in ones)
+  assert metrics.masks_of(params, rules, 7) == {}
+
+
+def test_a_traced_negative_step_is_loud():
+  rules = nms.Rules({"ff": make("mdgf_linear")})
+  seen = jax.jit(lambda t: metrics.summary(draw(0), rules, t))(jnp.int32(-1))
+  for name in ("density", f"density/{WI}", "D", f"D/{WI}"):
+    assert np.isnan(seen[f"nm/{name}"]), name
+  assert seen[f"nm/n/{WI}"] == seen[f"nm/m/{WI}"] == 0
+  for bad in (-1, 1.0, True):
+    for function in (metrics.density, metrics.decay, metrics.pattern_now, metrics.masks_of):
+      with pytest.raises(ValueError, match="step"):
+        function(draw(0), rules, bad)
+
+
+# --- masks and flips --------------------------------------------------------------------------
+
+
+def test_masks_are_those_that_sparsify_applies_and_need_the_state():
+  rules = nms.Rules({WI: make("one_shot"), WO: make("sr_ste")})
+  params = draw(4)
+  with pytest.raises(ValueError, match=f"one_shot at '{WI}'.*state=None.*nms.init_state"):
+    metrics.masks_of(params, rules, 7)
+  with pytest.raises(ValueError, match="the one given has none.*update_state"):
+    metrics.density(params, rules, 7, {"mask": {}})
+  state = nms.init_state(params, rules)
+  assert metrics.density(params, rules, 7, state).places[WI] == 1  # not taken yet, and D = 0
+  state = nms.update_state(state, params, rules, 3)
+  masks = metrics.masks_of(params, rules, 7, state)
+  np.testing.assert_array_equal(masks[WI], leaf(state["mask"], WI))
+  applied = nms.sparsify(params, rules, 7, state)
+  for path, mask in masks.items():
+    np.testing.assert_array_equal(mask, leaf(applied, path) != 0)
+  assert set(masks) == {WI, WO}
+
+
+JITTED_FLIP_RATE = jax.jit(metrics.flip_rate)
+BITS = st.tuples(st.booleans(), st.booleans())
+
+
+@given(st.sampled_from([0, 1, 13]).flatmap(lambda k: st.lists(BITS, min_size=k, max_size=k)))
+def test_flip_rate_is_its_definition(pairs):
+  before = np.array([a for a, _ in pairs], bool)
+  after = np.array([b for _, b in pairs], bool)
+  rate = metrics.flip_rate(before, after)
+  changed = sum(a != b for a, b in pairs) / max(len(pairs), 1)
+  lost = sum(a and not b for a, b in pairs) / max(sum(before), 1)
+  assert close(rate.all, changed) and close(rate.kept, lost)
+  assert rate.all.dtype == rate.kept.dtype == jnp.float32
+  # A tree is one long mask, however it is cut.
+  i = len(pairs) // 3
+  cut = lambda x: {"a": {"b": jnp.asarray(x[:i])}, "c": [jnp.asarray(x[i:])]}
+  assert close(JITTED_FLIP_RATE(cut(before), cut(after)), rate)
+
+
+def test_flip_rate_pairs_trees_by_path_and_equal_patterns_lose_half_of_what_changes():
+  rules = nms.Rules({"ff": make("sr_ste")})
+  a, b = (metrics.masks_of(draw(seed), rules, 9) for seed in (0, 1))
+  rate = metrics.flip_rate(a, b)
+  np.testing.assert_allclose(rate.all, 2 * 0.25 * rate.kept, rtol=1e-6)
+  nested = {"mlp": {"wo": {"kernel": a[WO]}, "wi": {"kernel": a[WI]}}}
+  assert metrics.flip_rate(nested, b) == rate
+  assert metrics.flip_rate(a, a) == (0, 0)
+  assert metrics.flip_rate({}, {}) == (0, 0)
+
+
+def test_masks_that_do_not_pair_up_are_refused():
+  mask = jnp.ones((4, 2), bool)
+  with pytest.raises(ValueError, match=r"only the one before has 'b' \(1 such\).*masks_of"):
+    metrics.flip_rate({"a": mask, "b": mask}, {"a": mask})
+  with pytest.raises(ValueError, match="only the one after has 'b'"):
+    metrics.flip_rate({"a": mask}, {"a": mask, "b": mask})
+  with pytest.raises(ValueError, match=r"'a' are bool \(4, 2\) before and bool \(2, 4\) after"):
+    metrics.flip_rate({"a": mask}, {"a": mask.T})
+  for x, y in ((mask, jnp.ones((4, 2))), (jnp.ones((4, 2)), mask)):
+    with pytest.raises(ValueError, match=r"float32 \(4, 2\).*must be bool \(True = kept\).*!= 0"):
+      metrics.flip_rate(x, y)
+  rules = nms.Rules({"ff": make("sr_ste")})
+  with pytest.raises(ValueError, match=f"only the one after has '{WO}'"):
+    metrics.summary(draw(0), rules, 0, masks_before={WI: jnp.ones((16, 6), bool)})
+
+
+# --- variances --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _stable():
+  """One compilation for all cases below."""
+  params, rules = draw(0, wi=(512, 64), wo=(256, 96)), nms.Rules({"ff": make("sr_ste", "1:16")})
+  found = jax.jit(lambda g, t: metrics.grad_abs_variance(g, params, rules, t))
+  return params, metrics.masks_of(params, rules, 9), found
+
+
+@pytest.mark.parametrize(
+  "offset, scale", [(0, 1), (0, 1e-7), (0, 1e12), (1000, 0.1), (1, 1e-4), (3, 0)]
+)
+def test_variance_is_stable(offset, scale):
+  rng = np.random.default_rng(0)
+  params, masks, variances = _stable()
+  x = {p: (offset + scale * rng.random(leaf(params, p).shape)).astype(np.float32) for p in (WI, WO)}
+  grads = {"mlp": {"wi": {"kernel": jnp.asarray(-x[WI])}, "wo": {"kernel": jnp.asarray(x[WO])}}}
+  found = variances(grads, jnp.int32(9))
+  pairs = [(wide(x[p]), np.asarray(masks[p])) for p in (WI, WO)]
+  whole = np.concatenate([a.ravel() for a, _ in pairs])
+  kept = np.concatenate([a[m] for a, m in pairs])
+  tolerance = 1e-6 if not offset else 1e-3
+  np.testing.assert_allclose(found.overall.all, whole.var(), rtol=tolerance)
+  np.testing.assert_allclose(found.overall.kept, kept.var(), rtol=tolerance)
+  for path, (a, m) in zip((WI, WO), pairs, strict=True):  # one place: the correction at work
+    np.testing.assert_allclose(found.places[path].all, a.var(), rtol=3e-6)
+    np.testing.assert_allclose(found.places[path].kept, a[m].var(), rtol=3e-6)
+
+
+def test_pooling_sees_the_distance_between_places():
+  rules = nms.Rules({"ff": make("sr_ste")})
+  grads = {"mlp": {"wi": {"kernel": jnp.full((16, 6), 2.0)}, "wo": {"kernel": jnp.ones((32, 5))}}}
+  found = metrics.grad_abs_variance(grads, draw(0), rules, 9)
+  assert found.places[WI].all == found.places[WO].kept == 0
+  np.testing.assert_allclose(found.overall.all, 96 * 160 / 256**2, rtol=1e-6)
+  np.testing.assert_allclose(found.overall.kept, 96 * 160 / 256**2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_inputs_are_summed_in_float32(dtype):
+  rules = nms.Rules({WI: make("mdgf_linear")})
+  params, grads = (draw(seed, dtype, wi=(256, 64)) for seed in (0, 1))
+  nu = jax.tree.map(jnp.square, grads)
+  opt_state = optax.ScaleByAdamState(count=jnp.int32(0), mu=nu, nu=nu)
+  seen = jax.jit(lambda t: metrics.summary(params, rules, t, None, grads, opt_state))(9)
+  masks = metrics.masks_of(params, rules, 9)
+  for path, mask in masks.items():
+    for name, x in (("grad_abs_var", np.abs(leaf(grads, path))), ("second_moment_var", None)):
+      x = wide(leaf(nu, path) if x is None else x)
+      np.testing.assert_allclose(seen[f"nm/{name}/all/{path}"], x.var(), rtol=1e-5)
+      np.testing.assert_allclose(seen[f"nm/{name}/kept/{path}"], x[mask].var(), rtol=1e-5)
+
+
+def test_what_was_pruned_does_not_reach_the_kept_variance():
+  rules = nms.Rules({WI: make("sr_ste")})
+  params = draw(0)
+  mask = metrics.masks_of(params, rules, 9)[WI]
+  clean = draw(1)
+  dirty = draw(1)
+  dirty["mlp"]["wi"]["kernel"] = jnp.where(mask, clean["mlp"]["wi"]["kernel"], jnp.nan)
+  a, b = (metrics.grad_abs_variance(g, params, rules, 9).overall for g in (clean, dirty))
+  assert a.kept == b.kept and np.isnan(b.all) and a.all != a.kept
+
+
+def test_masked_gradients_confound_the_variance_over_all_weights():
+  """Why there are two statistics: with the same noise `all` falls with D and `kept` does not."""
+  rules = nms.Rules({WI: make("mdgf_linear")})
+  params, noise = draw(0), draw(1)
+
+  def variance(step):
+    loss = lambda p: sum(
+      jnp.sum(a * b)
+      for a, b in zip(
+        jax.tree.leaves(nms.sparsify(p, rules, step)), jax.tree.leaves(noise), strict=True
+      )
+    )
+    return metrics.grad_abs_variance(jax.grad(loss)(params), params, rules, step).overall
+
+  early, late = variance(4), variance(19)
+  assert late.all < 0.8 * early.all and late.kept == early.kept
+
+
+# --- where the second moment is ---------------------------------------------------------------
+
+
+KERNELS = lambda p: jax.tree.map(lambda x: x.ndim == 2, p)
+LABELS = lambda p: {"mlp": {"wi": "a", "wo": "b"}, "norm": "c"}
+OPTIMIZERS = {
+  "adam": optax.adam(1e-3, b2=0.9),
+  "adamw": optax.adamw(1e-3, b2=0.9),
+  "bf16 mu": optax.adam(1e-3, b2=0.9, mu_dtype=jnp.bfloat16),
+  "chain": optax.chain(optax.clip(1e9), nms.count_steps(), optax.adamw(1e-3, b2=0.9)),
+  "multi": optax.MultiSteps(optax.adam(1e-3, b2=0.9), every_k_schedule=1),
+  "inject": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3, b2=0.9),
+  "masked": optax.masked(optax.adam(1e-3, b2=0.9), KERNELS),
+  "parts": optax.multi_transform(
+    {"a": optax.adam(1.0, b2=0.9), "b": optax.adamw(1.0, b2=0.9), "c": optax.sgd(1.0)}, LABELS
+  ),
+  "rms": optax.scale_by_rms(decay=0.9),
+  "deep": optax.MultiSteps(
+    optax.chain(
+      optax.masked(optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=0.9), KERNELS)
+    ),
+    every_k_schedule=1,
+  ),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_second_moment_is_found_wherever_it_is(kind):
+  rules = nms.Rules({WI: make("sr_ste")})
+  params, steps = draw(0), [draw(1), draw(2), draw(3)]
+  opt_state = adam_state(OPTIMIZERS[kind], params, steps)
+  found = jax.jit(lambda s, t: metrics.second_moment_variance(s, params, rules, t))(
+    opt_state, jnp.int32(9)
+  )
+  moments = metrics.second_moments(opt_state)
+  for path in (WI, WO):
+    v = np.zeros(leaf(params, path).shape)
+    for g in steps:
+      v = 0.9 * v + 0.1 * wide(leaf(g, path)) ** 2
+    np.testing.assert_allclose(moments[path], v, rtol=1e-5)
+  for path, mask in metrics.masks_of(params, rules, 9).items():
+    v = wide(moments[path])
+    np.testing.assert_allclose(found.places[path].all, v.var(), rtol=1e-5)
+    np.testing.assert_allclose(found.places[path].kept, v[mask].var(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(1e-3), optax.adafactor(1e-3), optax.lion(1e-3)])
+def test_an_optimizer_without_a_second_moment_is_an_error_that_says_so(tx):
+  params, rules = draw(0), nms.Rules({"ff": make("sr_ste")})
+  opt_state = adam_state(tx, params)
+  with pytest.raises(ValueError, match="holds no second moment.*`nu`.*leave opt_state out"):
+    metrics.summary(params, rules, 0, opt_state=opt_state)
+  with pytest.raises(ValueError, match="holds no second moment"):
+    metrics.second_moments(())
+
+
+def test_two_second_moments_of_one_weight_are_an_error_and_a_part_can_be_given():
+  params, rules = draw(0), nms.Rules({"ff": make("sr_ste")})
+  opt_state = adam_state(optax.chain(optax.adam(1e-3), optax.adam(1e-3)), params)
+  with pytest.raises(ValueError, match=r"two second moments \(`nu`\) of 'mlp/wi/kernel'.*\[1\]"):
+    metrics.second_moment_variance(opt_state, params, rules, 0)
+  assert metrics.second_moment_variance(opt_state[1], params, rules, 0).overall.all == 0
+
+
+def test_values_that_do_not_fit_the_parameters_are_refused():
+  params, rules = draw(0), nms.Rules({"ff": make("sr_ste")})
+  with pytest.raises(ValueError, match=rf"no gradient \(grads\).*'{WI}', only of: {WO}.*nested"):
+    metrics.summary(params, rules, 0, grads={"mlp": {"wo": params["mlp"]["wo"]}})
+  with pytest.raises(ValueError, match="only of: nothing"):
+    metrics.grad_abs_variance({}, params, rules, 0)
+  with pytest.raises(ValueError, match=rf"'{WI}' has shape \(8, 6\).*parameter has \(16, 6\)"):
+    metrics.grad_abs_variance(draw(0, wi=(8, 6)), params, rules, 0)
+  only_norm = adam_state(
+    optax.masked(optax.adam(1e-3), lambda p: {"mlp": False, "norm": True}), params
+  )
+  with pytest.raises(ValueError, match=r"no second moment \(opt_state\) of the sparse kernel"):
+    metrics.second_moment_variance(only_norm, params, rules, 0)
+  with pytest.raises(ValueError, match="match no parameter"):
+    metrics.density({"norm": params["norm"]}, rules, 0)
+
+
+# --- odds and ends ----------------------------------------------------------------------------
+
+
+def test_counts_beyond_one_uint32_are_summed_by_rows(monkeypatch):
+  mask = np.random.default_rng(0).random((5, 6, 7)) < 0.4
+  flat = mask.reshape(-1)
+  assert int(metrics._count(jnp.asarray(mask))) == mask.sum()
+  monkeypatch.setattr(metrics, "_MAX_COUNT", 10)
+  assert int(metrics._count(jnp.asarray(mask))) == mask.sum()
+  assert int(metrics._count(jnp.asarray(flat))) == mask.sum()
+  assert metrics._count(jnp.asarray(mask)).dtype == jnp.float32
+
+
+def test_counts_are_exact_where_float32_sums_would_stall():
+  mask = np.ones(2**24 + 10, bool)
+  assert int(metrics._count(mask)) == 2**24 + 10
+  assert metrics.flip_rate(mask, mask) == (0, 0)
+
+
+def test_the_share_of_all_is_one_and_of_nothing_zero():
+  # In float32 41 * (1 / 41) is not 1, and XLA may divide by a constant like that.
+  shares = jax.jit(lambda part: metrics._ratio(part, 41))(np.arange(42, dtype=np.float32))
+  assert shares[41] == 1 and close(shares, np.arange(42) / 41)
+  assert metrics._ratio(jnp.float32(0), 0) == metrics._ratio(jnp.float32(0), jnp.float32(0)) == 0
+
+
+def test_under_cond_scan_and_vmap():
+  rules = nms.Rules({"ff": make("mdgf_exponential")})
+  params = draw(0)
+  observe = lambda t: metrics.summary(params, rules, t, grads=params, per_place=False)
+  shapes = jax.eval_shape(observe, jnp.int32(0))
+  skip = lambda t: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  steps = jnp.arange(PHASES.total, dtype=jnp.int32)
+  _, rows = jax.lax.scan(
+    lambda c, t: (c, jax.lax.cond(t % 5 == 0, observe, skip, t)), jnp.int32(0), steps
+  )
+  every = jax.jit(jax.vmap(observe))(steps)
+  for name in shapes:
+    np.testing.assert_allclose(rows[name][::5], every[name][::5], rtol=1e-6, err_msg=name)
+  assert not rows["nm/density"][1] and rows["nm/density"][15] == 0.25
+
+
+def test_the_examples_in_the_docstrings_run():
+  found = doctest.testmod(metrics)
+  assert found.attempted and not found.failed

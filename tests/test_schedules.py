@@ -1,0 +1,345 @@
+"""Phases, levels of a pattern, decay factors, and the timeline that is told to people."""
+
+import doctest
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import schedules
+from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.schedules import Phases
+
+STEPWISE = {
+  "1:2": "1:2",
+  "1:4": "3:4 2:4 1:4",
+  "1:8": "7:8 4:8 2:8 1:8",
+  "1:12": "11:12 6:12 3:12 1:12",
+  "1:16": "15:16 8:16 4:16 2:16 1:16",
+  "1:32": "31:32 16:32 8:32 4:32 2:32 1:32",
+  "1:128": "127:128 64:128 32:128 16:128 8:128 4:128 2:128 1:128",
+  "2:4": "3:4 2:4",
+  "3:8": "7:8 4:8 3:8",
+  "6:8": "7:8 6:8",
+  "7:8": "7:8",
+  "2:6": "5:6 3:6 2:6",
+  "8:8": "8:8",
+}
+GEOMETRIC = {
+  "1:2": "16:32 8:16 4:8 2:4 1:2",
+  "1:4": "16:64 8:32 4:16 2:8 1:4",
+  "1:8": "16:128 8:64 4:32 2:16 1:8",
+  "1:12": "16:192 8:96 4:48 2:24 1:12",
+  "1:16": "16:256 8:128 4:64 2:32 1:16",
+  "1:32": "16:512 8:256 4:128 2:64 1:32",
+  "1:128": "16:2048 8:1024 4:512 2:256 1:128",
+  "2:4": "32:64 16:32 8:16 4:8 2:4",
+  "3:8": "48:128 24:64 12:32 6:16 3:8",
+  "6:8": "96:128 48:64 24:32 12:16 6:8",
+}
+# How many of the five levels an axis of that length holds; the others are dropped from the top.
+FITTING = {
+  "1:2": {512: 5, 768: 5, 2048: 5, 3072: 5},
+  "1:4": {512: 5, 768: 5, 2048: 5, 3072: 5},
+  "1:8": {512: 5, 768: 5, 2048: 5, 3072: 5},
+  "1:12": {768: 5, 3072: 5},  # 12 divides neither 512 nor 2048
+  "1:16": {512: 5, 768: 5, 2048: 5, 3072: 5},
+  "1:32": {512: 5, 768: 4, 2048: 5, 3072: 5},  # 768 % 512 = 256
+  "1:128": {512: 3, 768: 2, 2048: 5, 3072: 4},
+  "2:4": {512: 5, 768: 5, 2048: 5, 3072: 5},
+  "3:8": {512: 5, 768: 5, 2048: 5, 3072: 5},
+  "6:8": {512: 5, 768: 5, 2048: 5, 3072: 5},
+}
+
+
+def text(levels):
+  return " ".join(map(str, levels))
+
+
+# --- levels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", STEPWISE)
+def test_stepwise_levels(target):
+  assert text(schedules.stepwise_levels(NM.parse(target))) == STEPWISE[target]
+
+
+@pytest.mark.parametrize("target", GEOMETRIC)
+def test_geometric_levels(target):
+  assert text(schedules.geometric_levels(NM.parse(target))) == GEOMETRIC[target]
+  for axis_size, count in FITTING[target].items():
+    levels = schedules.geometric_levels(NM.parse(target), axis_size=axis_size)
+    assert text(levels) == " ".join(GEOMETRIC[target].split()[5 - count :])
+
+
+def test_geometric_levels_of_the_released_code():
+  assert text(schedules.geometric_levels(NM(1, 32), k=8)) == "8:256 4:128 2:64 1:32"
+  assert text(schedules.geometric_levels(NM(1, 8), k=1)) == "1:8"
+
+
+@given(st.integers(1, 300).flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m))))
+def test_levels_fall_to_the_target(pair):
+  target = NM(*pair)
+  levels = schedules.stepwise_levels(target)
+  kept = [p.n for p in levels]
+  assert levels[-1] == target and {p.m for p in levels} == {target.m}
+  assert kept == sorted(set(kept), reverse=True)
+  assert len(levels) == 1 or kept[0] == target.m - 1
+
+
+@given(
+  st.integers(1, 64).flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m))),
+  st.sampled_from([1, 2, 4, 8, 16]),
+  st.integers(1, 64),
+)
+def test_geometric_levels_keep_the_density_and_never_straddle(pair, k, groups):
+  target = NM(*pair)
+  axis_size = groups * target.m
+  levels = schedules.geometric_levels(target, k, axis_size)
+  assert levels[-1] == target
+  for p in levels:
+    assert p.n * target.m == p.m * target.n and axis_size % p.m == 0
+  assert [p.m for p in levels] == [target.m << i for i in reversed(range(len(levels)))]
+  if len(levels) <= k.bit_length() - 1:
+    assert axis_size % (2 * levels[0].m)
+
+
+@pytest.mark.parametrize("k", [0, -1, 3, 12, 16.0, True, "16"])
+def test_k_is_a_power_of_two(k):
+  with pytest.raises(ValueError, match="must be a power of two") as error:
+    schedules.geometric_levels(NM(1, 8), k)
+  assert f"k={k!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "target, phases, starts",
+  [
+    # S = 16, L = 3: floor(16/3), floor(32/3)
+    ("1:4", Phases(total=24, dense=3, finetune=5), [3, 8, 13]),
+    ("1:8", Phases(total=100, dense=10, finetune=20), [10, 27, 45, 62]),
+    # S = 11, L = 6
+    ("1:32", Phases(total=12, dense=0, finetune=1), [0, 1, 3, 5, 7, 9]),
+    ("1:2", Phases(total=10, dense=4, finetune=4), [4]),
+    ("2:4", Phases(total=2), [0, 1]),
+  ],
+)
+def test_levels_share_the_sparsify_phase(target, phases, starts):
+  recipe = nms.recipe("sdgf_stepwise", pattern=target, phases=phases)
+  assert [start for start, _ in recipe.levels()] == starts
+  assert text(p for _, p in recipe.levels()) == STEPWISE[target]
+
+
+def test_dropped_geometric_levels_leave_the_phase_to_the_others():
+  recipe = nms.recipe(
+    "sdgf_geometric", pattern="1:32", phases=Phases(total=100_000, dense=10_000, finetune=20_000)
+  )
+  starts = {None: [10_000, 24_000, 38_000, 52_000, 66_000], 768: [10_000, 27_500, 45_000, 62_500]}
+  for axis_size, want in starts.items():
+    assert [start for start, _ in recipe.levels(axis_size)] == want
+  assert str(recipe.timeline(768)[1].pattern) == "8:256"
+  assert str(recipe.timeline(512)[1].pattern) == "16:512"
+
+
+@given(st.integers(1, 8), st.integers(0, 50), st.integers(0, 50), st.integers(0, 200))
+def test_levels_get_equal_shares(log_m, dense, finetune, sparsify):
+  target = NM(1, 2**log_m)
+  levels = schedules.stepwise_levels(target)
+  assume(sparsify >= len(levels))
+  phases = Phases(total=dense + sparsify + finetune, dense=dense, finetune=finetune)
+  starts = [start for start, _ in schedules.share_phase(levels, phases)]
+  assert starts[0] == dense
+  lengths = np.diff([*starts, phases.finetune_start])
+  assert lengths.min() >= 1 and lengths.max() - lengths.min() <= 1
+
+
+# --- phases and steps -------------------------------------------------------------------------
+
+
+def test_phases_add_up():
+  p = Phases(total=100_000, dense=10_000, finetune=20_000)
+  assert (p.sparsify, p.finetune_start) == (70_000, 80_000)
+  assert Phases(total=np.int64(5)) == Phases(total=5)
+  assert Phases(total=30, dense=10, finetune=20).sparsify == 0
+
+
+@pytest.mark.parametrize(
+  "fields, words",
+  [
+    ({"total": 10, "dense": 6, "finetune": 5}, ["10 < 6 + 5", "Raise total", "SPARSE_STEPS"]),
+    ({"total": 0}, ["total=0", "at least 1"]),
+    ({"total": -5}, ["total=-5", "at least 1"]),
+    ({"total": 10, "dense": -1}, ["dense=-1", "at least 0"]),
+    ({"total": 10, "finetune": -1}, ["finetune=-1", "at least 0"]),
+    ({"total": 10, "dense": 0.1}, ["dense=0.1", "whole number of steps"]),
+    ({"total": 1e5}, ["total=100000.0", "whole number of steps"]),
+    ({"total": "100"}, ["total='100'", "whole number of steps"]),
+    ({"total": True}, ["total=True", "whole number of steps"]),
+    ({"total": None}, ["total=None", "whole number of steps"]),
+  ],
+)
+def test_bad_phases_say_what_holds(fields, words):
+  with pytest.raises(ValueError) as error:
+    Phases(**fields)
+  for word in words:
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize("step", [3, np.int32(3), np.uint8(3), jnp.int32(3), jnp.uint32(3)])
+def test_whole_numbers_are_steps(step):
+  got = schedules.as_step(step)
+  assert (got.dtype, got.shape, int(got)) == (jnp.int32, (), 3)
+
+
+@pytest.mark.parametrize(
+  "step",
+  [3.0, np.float32(3), jnp.float32(3), True, np.bool_(True), jnp.bool_(True), None, "3", [1, 2]],
+)
+def test_what_is_no_step_is_refused(step):
+  with pytest.raises(ValueError, match="no whole number") as error:
+    schedules.as_step(step)
+  assert f"step={step!r}" in str(error.value) and "nms.step_count" in str(error.value)
+
+
+# --- decay factors ----------------------------------------------------------------------------
+
+
+def test_linear_decay_by_hand():
+  p = Phases(total=100, dense=10, finetune=20)  # j* = min(70, 80) - 10 = 60
+  r = nms.recipe("mdgf_linear", pattern="1:8", phases=p)
+  assert r.rate == 1 / 60
+  for step, d in {0: 1, 9: 1, 10: 1, 25: 0.75, 40: 0.5, 55: 0.25, 69: 1 / 60, 70: 0, 90: 0}.items():
+    np.testing.assert_allclose(r.decay(step), d, rtol=1e-6, atol=0)
+  r = nms.recipe("mdgf_linear", pattern="1:8", phases=p, beta=0.01)  # 0.3 is left at step 80
+  for step, d in {10: 1, 60: 0.5, 79: 0.31, 80: 0}.items():
+    np.testing.assert_allclose(r.decay(step), d, rtol=1e-6, atol=0)
+  assert [(s.start, s.stop) for s in r.timeline()] == [(0, 10), (10, 80), (80, 100)]
+  np.testing.assert_allclose(r.timeline()[1].decay_stop, 0.3, rtol=1e-6)  # the plan shows the jump
+
+
+def test_exponential_decay_by_hand():
+  p = Phases(total=100, dense=10, finetune=20)
+  r = nms.recipe("mdgf_exponential", pattern="1:8", phases=p)
+  assert r.rate == math.log(1000) / 60
+  for step, d in {0: 1, 10: 1, 30: 0.1, 50: 0.01, 70: 0.001, 79: 1000 ** -(69 / 60), 80: 0}.items():
+    np.testing.assert_allclose(r.decay(step), d, rtol=1e-5, atol=0)
+  r = nms.recipe("mdgf_exponential", pattern="1:8", phases=p, beta=math.log(2) / 5)
+  for step, d in {10: 1, 15: 0.5, 20: 0.25, 60: 2**-10}.items():
+    np.testing.assert_allclose(r.decay(step), d, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+  "phases, horizon",
+  [
+    (Phases(total=100_000, dense=10_000, finetune=20_000), 60_000),  # 0.7 * total comes first
+    (Phases(total=100_000, dense=10_000, finetune=40_000), 50_000),  # the fine-tune phase does
+    (Phases(total=100_000), 70_000),
+    (Phases(total=10, dense=6), 1),
+  ],
+)
+def test_default_horizon(phases, horizon):
+  np.testing.assert_allclose(schedules.default_horizon(phases), horizon, rtol=1e-12)
+  for name, top in {"mdgf_linear": 1, "mdgf_exponential": math.log(1000)}.items():
+    rate = nms.recipe(name, pattern="1:8", phases=phases).rate
+    np.testing.assert_allclose(rate, top / horizon, rtol=1e-12)
+  for kind, top in {"linear": 1, "exponential": math.log(1000)}.items():
+    if phases.sparsify >= 4:
+      r = nms.recipe("sdgf_stepwise", pattern="1:8", phases=phases, decay_kind=kind)
+      np.testing.assert_allclose(r.rate, top / horizon, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+  "phases", [Phases(total=100, dense=70), Phases(total=100, dense=80, finetune=20)]
+)
+def test_no_room_for_a_default_decay(phases):
+  horizon = min(70, phases.finetune_start) - phases.dense
+  for name in ("mdgf_linear", "mdgf_exponential"):
+    with pytest.raises(ValueError, match="give beta") as error:
+      nms.recipe(name, pattern="1:8", phases=phases)
+    assert f"= {horizon} steps" in str(error.value) and str(phases) in str(error.value)
+    nms.recipe(name, pattern="1:8", phases=phases, beta=0.1)
+
+
+STEPS = jnp.arange(66, dtype=jnp.int32)
+
+
+def all_decays(recipe):
+  """D at steps 0 ... 65."""
+  return np.asarray(jax.vmap(recipe.decay)(STEPS))
+
+
+@st.composite
+def phase_lengths(draw):
+  dense, sparsify, finetune = (draw(st.integers(0, 20)) for _ in range(3))
+  return Phases(total=dense + sparsify + finetune + 1, dense=dense, finetune=finetune)
+
+
+@st.composite
+def betas(draw):
+  """Rates that end on a whole step, or miss it by less than float32 shows, and any others."""
+  near = draw(st.sampled_from([0.0, 1e-9, -1e-9, 3e-8, -3e-8, 2e-7, -2e-7, 1e-6, -1e-6]))
+  whole = st.integers(1, 30).map(lambda j: 1 / (j * (1 + near)))
+  return draw(st.one_of(whole, st.floats(1e-9, 300, allow_nan=False)))
+
+
+@given(phase_lengths(), betas(), st.sampled_from(["mdgf_linear", "mdgf_exponential"]))
+def test_decay_falls_from_one_to_zero_as_the_timeline_says(phases, beta, name):
+  recipe = nms.recipe(name, pattern="1:4", phases=phases, beta=beta)
+  d = all_decays(recipe)
+  assert ((0 <= d) & (d <= 1)).all()
+  assert (np.diff(d) <= 0).all()
+  assert (d[: phases.dense] == 1).all() and (d[phases.finetune_start :] == 0).all()
+  if phases.sparsify:
+    assert d[phases.dense] == 1
+  check_timeline(recipe, d)
+
+
+def check_timeline(recipe, d):
+  segments = recipe.timeline()
+  assert segments[0].start == 0 and segments[-1].stop == recipe.phases.total
+  for a, b in zip(segments, segments[1:], strict=False):
+    assert a.stop == b.start
+  for s in segments:
+    assert s.start < s.stop
+    inside = d[s.start : s.stop]
+    assert ((inside > 0) == (s.decay_start > 0)).all(), s
+    np.testing.assert_allclose(inside[0], s.decay_start, rtol=1e-5)
+    low, high = sorted((s.decay_start, s.decay_stop))
+    assert ((low - 1e-6 <= inside) & (inside <= high + 1e-6)).all(), s
+    assert s.density == (1.0 if s.pattern is None or (inside > 0).any() else s.pattern.density)
+
+
+@given(phase_lengths(), st.data())
+def test_a_custom_path_is_what_its_timeline_says(phases, data):
+  assume(phases.sparsify)
+  within = st.integers(phases.dense, phases.finetune_start - 1)
+  starts = data.draw(st.lists(within, min_size=1, max_size=4, unique=True).map(sorted))
+  patterns, values = ["3:4", "2:8", "1:4"], [0.0, 0.0, 0.3, 0.5, 1.0]
+  entry = st.tuples(st.sampled_from(patterns), st.sampled_from(values))
+  path = tuple((start, *data.draw(entry)) for start in starts)
+  recipe = nms.recipe("custom", pattern="1:4", phases=phases, path=path)
+  d = all_decays(recipe)
+  knots = [(start, value) for start, _, value in path] + [(phases.finetune_start, 0.0)]
+  want = np.interp(np.arange(66), *zip(*knots, strict=True))
+  want[: starts[0]] = 1
+  np.testing.assert_allclose(d, want, atol=1e-6)
+  for start, value in knots:
+    assert d[start] == np.float32(value)
+  check_timeline(recipe, d)
+
+
+def test_a_decay_that_float32_ends_early_is_told():
+  phases = Phases(total=64, finetune=4)
+  recipe = nms.recipe("mdgf_exponential", pattern="1:4", phases=phases, beta=8.0)
+  d = all_decays(recipe)
+  assert d[10] > 0 and d[11] == 0  # e^-88 is below the last normal float32
+  assert [s.start for s in recipe.timeline()] == [0, 11]
+
+
+def test_docstring_examples():
+  failed, tried = doctest.testmod(schedules, extraglobs={"jnp": jnp})
+  assert tried and not failed
