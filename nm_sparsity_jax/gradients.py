@@ -5,10 +5,14 @@ mask, D -> [blend: forward and backward of W~] -> layer
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from nm_sparsity_jax import masks
 
 MODES = ("masked", "straight_through")
 
@@ -47,30 +51,39 @@ def blend(w: jax.Array, mask: jax.Array, decay: jax.Array, mode: str) -> jax.Arr
   Returns:
     Shape and dtype of `w`.
   """
-  mask = checkpoint_name(mask, "nm_mask")
-  if mode == "straight_through":
-    return _identity_gradient(w, mask, decay)
-  return _blend(w, mask, decay)
+  decay = _pinned(lax.stop_gradient(decay))
+  return _blend(w, checkpoint_name(mask, "nm_mask"), decay, mode)
 
 
-def _blend(w, mask, decay):
-  faded = _round(w.astype(_wide(w)) * decay.astype(_wide(w)), w.dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _blend(w, mask, decay, mode):
+  del mode  # of the gradient
+  wide = _wide(w.dtype)
+  faded = _round(w.astype(wide) * decay.astype(wide), w.dtype)
   # D = 1 is a choice too, no product: XLA on a CPU makes 1.0 * 1e-40 zero.
   return jnp.where(mask | (decay == 1), w, jnp.where(decay == 0, jnp.zeros_like(w), faded))
 
 
-@jax.custom_jvp
-def _identity_gradient(w, mask, decay):
-  return _blend(w, mask, decay)
+@_blend.defjvp
+def _blend_jvp(mode, primals, tangents):
+  w, mask, decay = primals
+  out, change = _blend(w, mask, decay, mode), tangents[0]
+  if mode == "masked":
+    # One product, so that its transpose, the backward pass, is one product too.
+    wide = _wide(w.dtype)
+    scale = jnp.where(mask, jnp.ones((), wide), decay.astype(wide))
+    change = (change.astype(wide) * scale).astype(w.dtype)
+  return out, change
 
 
-@_identity_gradient.defjvp
-def _identity_gradient_jvp(primals, tangents):
-  return _identity_gradient(*primals), tangents[0]
+def _pinned(decay):
+  """D, computed once: XLA would repeat its arithmetic in every kernel of the network."""
+  bits = masks.pinned(lax.bitcast_convert_type(decay, jnp.uint32))
+  return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _wide(w):
-  return w.dtype if w.dtype.itemsize >= 4 else jnp.float32
+def _wide(dtype):
+  return dtype if dtype.itemsize >= 4 else jnp.float32
 
 
 def _round(x, dtype):

@@ -86,7 +86,14 @@ def magnitude_mask(
   [True, False, True, True]
   """
   pattern = NM.parse(pattern)
-  select = functools.partial(_select, n=pattern.n if n is None else n)
+  if n is None or isinstance(n, int):
+    n = pattern.n if n is None else NM(n, pattern.m).n
+  if parent is not None and (parent.shape != w.shape or parent.dtype != jnp.bool_):
+    raise ValueError(
+      f"parent has shape {parent.shape} and dtype {parent.dtype}, but a mask of this weight has "
+      f"shape {w.shape} and dtype bool. Pass a mask of the same weight."
+    )
+  select = functools.partial(_select, n=n)
   return _on_groups(w, pattern.m, axis, _magnitude_keys, select, parent)
 
 
@@ -229,7 +236,7 @@ def _one_extreme(keys: jax.Array, axis: int, *, largest: bool) -> jax.Array:
 
 def _ranks(keys: jax.Array, axis: int) -> jax.Array:
   """How many of its group come before each key: larger, or equal with a lower index."""
-  keys = _alone(keys)
+  keys = pinned(keys)
   index = _iota(keys.shape, axis, keys.dtype)
   rank = jnp.zeros(keys.shape, jnp.uint8)
   for j in range(keys.shape[axis]):
@@ -248,8 +255,8 @@ def _cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
   small = from_end.dtype.type
   threshold = kth(keys)
   place = jnp.where(keys == threshold, from_end, small(0))
-  top = small(np.iinfo(small).max - 1)  # the very last one is `_alone`'s
-  place = _alone(jnp.where(keys > threshold, top, place))
+  top = small(np.iinfo(small).max - 1)  # the very last one is `pinned`'s
+  place = pinned(jnp.where(keys > threshold, top, place))
   return place >= kth(place)
 
 
@@ -283,7 +290,7 @@ def _kth_by_network(keys: jax.Array, n: int, axis: int) -> jax.Array:
       rows[a] = jnp.minimum(x, y)
     if high:
       rows[b] = jnp.maximum(x, y)
-  return _alone(rows[target])
+  return pinned(rows[target])
 
 
 def _batcher(m: int) -> list[tuple[int, int]]:
@@ -327,30 +334,31 @@ def _kth_by_bisection(
   # Zeros made from the keys, so that they are sharded (or vary by device) as the keys are.
   zeros = functools.partial(jnp.zeros_like, lax.slice_in_dim(keys, 0, 1, axis=axis))
   need = zeros(count) + jnp.asarray(n).astype(count)
-  digits = keys.dtype.itemsize
 
   def bisect(digit, need):
-    def next_bit(j, found):
-      low, above = found
-      candidate = low | (jnp.uint8(128) >> j.astype(jnp.uint8))
+    def next_bit(found):
+      bit, low, above = found
+      candidate = low | bit
       hits = count_in((digit >= candidate).astype(count))
       enough = hits >= need
-      return jnp.where(enough, candidate, low), jnp.where(enough, above, hits)
+      low, above = jnp.where(enough, candidate, low), jnp.where(enough, above, hits)
+      return bit >> jnp.uint8(1), low, above
 
-    start = zeros(jnp.uint8), zeros(count)
-    return lax.fori_loop(0, 8, next_bit, start)
+    start = jnp.uint8(128), zeros(jnp.uint8), zeros(count)
+    return lax.while_loop(lambda found: found[0] > 0, next_bit, start)[1:]
 
-  def next_digit(i, found):
-    prefix, need = found
-    shift = (8 * (digits - 1 - i)).astype(keys.dtype)
-    rest = (keys ^ prefix) >> shift  # below 256 just where all earlier digits agree
+  def next_digit(found):
+    shift, prefix, need = found
+    at = shift.astype(keys.dtype)
+    rest = (keys ^ prefix) >> at  # below 256 just where all earlier digits agree
     digit = jnp.where(rest < unsigned(256), rest, unsigned(0)).astype(jnp.uint8)
     low, above = bisect(digit, need)
-    return prefix | (low.astype(keys.dtype) << shift), need - above
+    return shift - 8, prefix | (low.astype(keys.dtype) << at), need - above
 
-  if digits == 1:
+  if keys.dtype.itemsize == 1:
     return bisect(keys, need)[0]
-  return lax.fori_loop(0, digits, next_digit, (zeros(keys.dtype), need))[0]
+  start = jnp.int32(8 * (keys.dtype.itemsize - 1)), zeros(keys.dtype), need
+  return lax.while_loop(lambda found: found[0] >= 0, next_digit, start)[1]
 
 
 def _count_in_ladder(hits: jax.Array, axis: int, doublings: jax.Array) -> jax.Array:
@@ -360,7 +368,7 @@ def _count_in_ladder(hits: jax.Array, axis: int, doublings: jax.Array) -> jax.Ar
   for d in range(1, parts.bit_length()):
     pairs = sums.reshape(*sums.shape[: axis - 1], parts >> d, 2, *sums.shape[axis:])
     first, second = (lax.index_in_dim(pairs, i, axis, keepdims=False) for i in (0, 1))
-    sums = _alone(first + second)
+    sums = pinned(first + second)
     spread = (*sums.shape[:axis], 1 << d, *sums.shape[axis:])
     others = tuple(a for a in range(len(spread)) if a != axis)
     total = lax.broadcast_in_dim(sums, spread, others).reshape(counts.shape)
@@ -387,7 +395,7 @@ def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:
   return combine(*(whole(x, axis=axis, keepdims=True) for x in halves))
 
 
-def _alone(x: jax.Array) -> jax.Array:
+def pinned(x: jax.Array) -> jax.Array:
   """x itself, but XLA on a CPU computes it once instead of once for every use.
 
   Elementwise work is fused into each consumer and computed again there, m times where the

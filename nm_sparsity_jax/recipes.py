@@ -185,11 +185,13 @@ class _Sparse(Recipe):
 
   def mask(self, w, step, axis=0, mask=None):
     step = as_step(step)
-    return self._mask(w, step, axis, mask) | (step < self.sparse_from)
+    dense = (step >= 0) & (step < self.sparse_from)
+    keep = self._mask(w, step, axis, mask) | dense
+    # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.
+    return masks.pinned(keep.astype(jnp.uint8)) > 0
 
   def effective(self, w, step, axis=0, mask=None):
-    step = as_step(step)
-    keep = self._mask(w, step, axis, mask)
+    keep = self.mask(w, step, axis, mask)
     return gradients.blend(w, keep, self.decay(step), self.gradient_mode)
 
   def timeline(self, axis_size=None):

@@ -131,7 +131,7 @@ def test_mask_is_its_equation(i, m, data):
   dtype, (shape, axis) = FLOATS[i % 3], layouts(m)[i % 7]
   x = data.draw(scores(shape, dtype))
   n = data.draw(st.integers(1, m))
-  static, traced = every_n(m, axis, traced=m <= 16 or i % 2 == 0)(x, n)  # compiling is slow
+  static, traced = every_n(m, axis, traced=m <= 16 or i % 4 == 0)(x, n)  # compiling is slow
   rank = ranks(x, m, axis)
   for k, mask in static.items():
     same(mask, rank < k)
@@ -228,9 +228,7 @@ def test_n_may_be_any_integer_scalar(kind):
   same(magnitude_mask(x, "1:8", n=kind(5)), ranks(abs(x), 8) < 5)
 
 
-@pytest.mark.parametrize(
-  "m, axis", [(4, 0), (4, 1), (4, 2), (4, -1), (4, -2), (4, -3), (20, 1), (20, -1)]
-)
+@pytest.mark.parametrize("m, axis", [(4, 1), (4, 2), (4, -1), (4, -2), (4, -3), (20, -1)])
 @given(data=st.data())
 def test_any_axis_equals_transposing(m, axis, data):
   x = data.draw(scores((20, 20, 20), jnp.float32))
@@ -242,7 +240,7 @@ def test_any_axis_equals_transposing(m, axis, data):
     same(static[k], np.moveaxis(moved[k], 0, axis))
 
 
-@pytest.mark.parametrize("m", [65534, 65535, 65536])
+@pytest.mark.parametrize("m", [65534, 65535])
 def test_groups_longer_than_16_bits_count(m):
   x = np.random.default_rng(m).integers(0, 4, (m, 1)).astype(jnp.bfloat16)
   n = m // 2
@@ -292,7 +290,7 @@ def paths(m, bits, name):
   keys = jax.ShapeDtypeStruct((2, m, 3), jnp.uint16 if bits <= 16 else jnp.uint32)
   with platform(name):
     lowered = jax.jit(run).lower(keys, jax.ShapeDtypeStruct((), jnp.int32))
-  # `_alone` is a remainder on a CPU and nothing elsewhere.
+  # `pinned` is a remainder on a CPU and nothing elsewhere.
   assert ("stablehlo.remainder" in lowered.as_text()) == (name == "cpu")
   return labels, lowered.compile()
 
@@ -556,3 +554,15 @@ def test_check_axis_normalises():
 def test_doctests():
   failed, tried = doctest.testmod(masks, extraglobs={"jnp": jnp, "np": np})
   assert tried and not failed
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_a_static_n_outside_the_group_is_refused(n):
+  with pytest.raises(ValueError, match=f"NM\\({n}, 4\\)"):
+    masks.magnitude_mask(jnp.ones(8), "1:4", n=n)
+
+
+@pytest.mark.parametrize("parent", [jnp.ones((4, 2), bool), jnp.ones(8)])
+def test_a_parent_of_another_shape_or_dtype_is_refused(parent):
+  with pytest.raises(ValueError, match="Pass a mask of the same weight"):
+    masks.magnitude_mask(jnp.ones(8), "1:4", parent=parent)

@@ -340,6 +340,22 @@ def test_a_decay_that_float32_ends_early_is_told():
   assert [s.start for s in recipe.timeline()] == [0, 11]
 
 
+@pytest.mark.parametrize("beta", [8.0, 87.2, 86.9, 1.0, 1.37, 29.0, 43.6])
+def test_an_exponential_decay_ends_where_the_timeline_says(beta):
+  phases = Phases(total=66)
+  recipe = nms.recipe("mdgf_exponential", pattern="1:4", phases=phases, beta=beta)
+  check_timeline(recipe, all_decays(recipe))
+
+
+@pytest.mark.parametrize("miss", [0, 1e-8, -1e-8, 4e-8, 1e-7, -1e-7, 3e-6, -3e-6])
+@pytest.mark.parametrize("whole", [3, 7, 30, 49])
+def test_a_linear_decay_ends_where_the_timeline_says(whole, miss):
+  """D knows its end in float32, which may round it to a whole step: so must the timeline."""
+  phases = Phases(total=66)
+  recipe = nms.recipe("mdgf_linear", pattern="1:4", phases=phases, beta=1 / (whole + whole * miss))
+  check_timeline(recipe, all_decays(recipe))
+
+
 def test_docstring_examples():
   failed, tried = doctest.testmod(schedules, extraglobs={"jnp": jnp})
   assert tried and not failed
