@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def as_step(step: jax.Array | int) -> jax.Array:
   return jnp.asarray(step, jnp.int32)
 
 
-def _dtype(x):
+def _dtype(x) -> Any:
   try:
     return jnp.result_type(x)
   except TypeError:  # a text, a list
