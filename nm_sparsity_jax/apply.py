@@ -6,6 +6,7 @@ params, rules, step, state -> [sparsify] -> dense model;  at the end [finalize] 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -199,9 +200,15 @@ class Verified:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What `verify` found; `str` is a table, `ok` the verdict."""
+  """What `verify` found; `str` is a table, `ok` the verdict on `places`.
+
+  Attributes:
+    places: the parameters that must be n:m.
+    skipped: path -> why a rule left it dense ('skip' policy); not part of the verdict.
+  """
 
   places: tuple[Verified, ...]
+  skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def ok(self) -> bool:
@@ -216,6 +223,7 @@ class Report:
       rows.append(tuple(map(str, cells)))
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
     return "\n".join([*lines, "ok" if self.ok else "NOT n:m"])
 
 
@@ -223,9 +231,10 @@ def verify(params: Any, rules: Rules) -> Report:
   """Counts, group by group, that at most n weights are not zero (-0.0 is zero, 1e-40 is not)."""
   arrays = dict(flatten(params))
   found = []
-  for path, place in rules.assign(params).places.items():
+  assignment = rules.assign(params)
+  for path, place in assignment.places.items():
     found.append(_verify(place, np.asarray(arrays[path])))
-  return Report(tuple(found))
+  return Report(tuple(found), assignment.skipped)
 
 
 def _verify(place: Place, w: np.ndarray) -> Verified:

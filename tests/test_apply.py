@@ -504,3 +504,16 @@ def test_finalize_and_verify_under_pad():
   assert nms.verify(done, rules).ok and not nms.verify(tree(np.ones((21, 4))), rules).ok
   padded = np.concatenate([w, np.zeros((3, 4))])
   np.testing.assert_array_equal(kernel(done), np.where(top(np.abs(padded), 2, 8)[:21], w, 0))
+
+
+def test_verify_names_what_was_skipped():
+  params = {
+    "mlp": {
+      "wi": {"kernel": np.eye(8, dtype=np.float32)},
+      "wo": {"kernel": np.ones((6, 8), np.float32)},
+    }
+  }
+  rules = nms.Rules({"ff": make("sr_ste", "1:8")}, indivisible="skip")
+  report = nms.verify(params, rules)
+  assert report.ok and list(report.skipped) == ["mlp/wo/kernel"]
+  assert "skipped  mlp/wo/kernel" in str(report) and "no multiple of 8" in str(report)
