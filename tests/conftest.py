@@ -21,6 +21,6 @@ hypothesis.settings.register_profile(
   "nm",
   deadline=None,  # the first example of a shape compiles
   derandomize="CI" in os.environ,
-  max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "10")),
+  max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "12")),
 )
 hypothesis.settings.load_profile("nm")

@@ -83,6 +83,7 @@ CASES = {
   "mdgf_linear slow": Case(
     make("mdgf_linear", "2:8", beta=0.04), ((3, "2:8"),), lambda j: 1 - 0.04 * j
   ),
+  "mdgf_linear st": Case(make("mdgf_linear", gradient=ST), ((3, "1:4"),), linear, ST),
   "mdgf_exponential": Case(make("mdgf_exponential"), ((3, "1:4"),), exponential),
   "mdgf_exponential st": Case(
     make("mdgf_exponential", beta=0.1, gradient=ST), ((3, "1:4"),), tenth, ST
@@ -97,6 +98,7 @@ CASES = {
     ST,
   ),
   "custom": Case(make("custom", path=PATH), PATH_LEVELS, along_path),
+  "custom st": Case(make("custom", path=PATH, gradient=ST), PATH_LEVELS, along_path, ST),
   "snip": Case(make("snip", batches=2), ((5, "1:4"),)),
   "idp": Case(make("idp", "3:8"), EIGHTHS, mode=ST),
 }
