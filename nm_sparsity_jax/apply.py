@@ -98,42 +98,40 @@ def update_state(
   gradients = dict(flatten(grads)) if grads is not None else {}
   taken_at = dict(flatten(grads_at)) if grads_at is not None else arrays
   new: State = {"step": jnp.maximum(last, step), "mask": {}, "score": {}, "seen": {}}
-  stored = stored_masks(state)
-  scores: dict[str, jax.Array] = {}
-  for path, place in places.items():
-    if isinstance(place.recipe, Snip):
+  for path, mask in flatten(state["mask"]):
+    place = places[path]
+    recipe, w = place.recipe, arrays[path]
+    if isinstance(recipe, OneShot):
+      due = (last < recipe.phases.dense) & (step >= recipe.phases.dense)
+      take = lambda place=place, w=w: place.magnitude_mask(w)
+    elif isinstance(recipe, Snip):
       if path not in gradients:
         raise ValueError(
           f"snip needs the gradient of {path!r}: pass update_state(..., grads=grads), the "
           "gradients of the step just taken."
         )
-      seen, score = _get(state["seen"], path), _get(state["score"], path)
-      add = (step > last) & (step > place.recipe.phases.dense) & (seen < place.recipe.batches)
+      add = (step > last) & (step > recipe.phases.dense)
+      seen = _get(state["seen"], path)
+      add &= seen < recipe.batches
       sensitivity = jnp.abs(
         gradients[path].astype(jnp.float32) * taken_at[path].astype(jnp.float32)
       )
-      scores[path] = jnp.where(add, score + sensitivity, score)
-      _put(new["score"], path, scores[path])
-      _put(new["seen"], path, seen + add.astype(jnp.int32))
-  for path, mask in stored.items():
-    place, w = places[path], arrays[path]
-    recipe = place.recipe
-    if isinstance(recipe, OneShot):
-      due = (last < recipe.phases.dense) & (step >= recipe.phases.dense)
-      take = lambda w, mask, place=place: place.magnitude_mask(w)
-    elif isinstance(recipe, Snip):
-      seen, w = _get(new["seen"], path), scores[path]
-      due = (seen == recipe.batches) & (_get(state["seen"], path) < seen)
-      take = lambda score, mask, place=place: _top(place, score)
+      score = _get(state["score"], path)
+      score = jnp.where(add, score + sensitivity, score)
+      seen = seen + add.astype(jnp.int32)
+      _put(new["score"], path, score)
+      _put(new["seen"], path, seen)
+      due = add & (seen == recipe.batches)
+      take = lambda place=place, score=score: _top(place, score)
     elif isinstance(recipe, Idp):
       level = recipe.level(step)
       due = (step > last) & (level > recipe.level(last))
       # One choice replays all levels crossed: the best of the best is the best.
-      n = recipe.level_before(step)
-      take = lambda w, mask, place=place, n=n: place.magnitude_mask(w, n, mask)
+      before = recipe.level_before(step)
+      take = lambda place=place, w=w, n=before, m=mask: place.magnitude_mask(w, n, m)
     else:
       raise TypeError(f"{type(recipe).__name__} is stateful, but update_state does not know it.")
-    _put(new["mask"], path, lax.cond(due, take, lambda w, mask: mask, w, mask))
+    _put(new["mask"], path, lax.cond(due, take, lambda mask=mask: mask))
   return new
 
 
