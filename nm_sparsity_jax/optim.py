@@ -45,14 +45,14 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
   """
 
   def init(params):
-    rules.assign(params, partial=True)
+    rules.assign(params, partial=_is_part(params))
     return SrSteState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None, *, nm_state: State | None = None, **extra):
     del extra
     if params is None:
       raise ValueError("nms.sr_ste needs the parameters: tx.update(grads, opt_state, params).")
-    places = rules.assign(params, partial=True).places
+    places = rules.assign(params, partial=_is_part(params)).places
     wanted = {path: p for path, p in places.items() if p.recipe.lam}
     stored, arrays = stored_masks(nm_state), dict(flatten(params))
     for path, place in wanted.items():
@@ -73,6 +73,12 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
     return updates, SrSteState(state.count + 1)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_part(params: Any) -> bool:
+  """Whether optax.masked (or multi_transform) has left parameters out."""
+  masked = lambda x: isinstance(x, optax.MaskedNode)
+  return any(map(masked, jax.tree.leaves(params, is_leaf=masked)))
 
 
 def count_steps() -> optax.GradientTransformation:

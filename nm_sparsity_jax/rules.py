@@ -17,10 +17,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Dense, Recipe
+from nm_sparsity_jax.schedules import as_step
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +105,36 @@ class Place:
     kept = {p for _, p in self.recipe.levels(self.axis_size)}
     return tuple(str(p) for _, p in self.recipe.levels() if p not in kept)
 
+  @property
+  def remarks(self) -> tuple[str, ...]:
+    """What is unusual about this place, in words; empty where nothing is."""
+    remarks = []
+    if self.pad:
+      remarks.append(f"axis padded by {self.pad}")
+    if self.dropped:
+      remarks.append(f"levels {', '.join(self.dropped)} do not divide {self.axis_size}: dropped")
+    segments = self.recipe.timeline(self.axis_size)
+    after = [*(later.decay_start for later in segments[1:]), 0.0]
+    for a, d in zip(segments, after, strict=False):
+      if a.pattern is not None and a.decay_stop > 0.002 and d == 0:
+        remarks.append(f"D jumps from {a.decay_stop:.3g} to 0 at step {a.stop}")
+    return tuple(remarks)
+
+  def in_time(self, step: jax.Array | int, last: jax.Array | int) -> jax.Array:
+    """`step`, or -1 where the stored mask, as of step `last`, should have been renewed since.
+
+    At step -1 D is NaN: what is traced cannot raise, but it can be loud. What is not traced raises.
+    """
+    step = as_step(step)
+    late = self.recipe.renewals(step) > self.recipe.renewals(last)
+    if not isinstance(late, jax.core.Tracer) and bool(late):
+      raise ValueError(
+        f"{self.path!r}: at step {int(step)} the mask of {self.recipe.name} is out of date, it is "
+        f"of step {int(last)}. Call nms.update_state(state, params, rules, step) after each "
+        "optimizer update and carry its result."
+      )
+    return jnp.where(late, jnp.int32(-1), step)
+
   def on_whole_groups(self, function, *arrays: jax.Array) -> jax.Array:
     """function(*arrays, axis=axis), with the axis filled up with zeros where the policy pads."""
     if not self.pad:
@@ -140,6 +173,10 @@ class Place:
 
     return self.on_whole_groups(take, w, *(() if parent is None else (parent,)))
 
+  def score_mask(self, scores: jax.Array) -> jax.Array:
+    """`masks.nm_mask` of the target pattern at this place."""
+    return self.on_whole_groups(lambda s, axis: masks.nm_mask(s, self.pattern, axis), scores)
+
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
@@ -156,17 +193,12 @@ class Assignment:
   dense: tuple[str, ...]
 
   def __str__(self) -> str:
-    rows: list[tuple[str, ...]] = [
-      ("parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks")
+    head = "parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"
+    rows = [
+      (p.path, p.shape, p.axis, p.recipe.pattern, p.groups, p.recipe.name, "; ".join(p.remarks))
+      for p in self.places.values()
     ]
-    for p in self.places.values():
-      remarks = [f"axis padded by {p.pad}"] if p.pad else []
-      if p.dropped:
-        remarks.append(f"levels {', '.join(p.dropped)} do not divide {p.axis_size}: dropped")
-      cells = p.path, p.shape, p.axis, p.recipe.pattern, p.groups, p.recipe.name, "; ".join(remarks)
-      rows.append(tuple(map(str, cells)))
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    lines = table(head, rows)
     lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
     if self.dense:
       lines.append(f"dense    {', '.join(self.dense)}")
@@ -372,8 +404,8 @@ def _assign(rules: Rules, shapes) -> tuple[Assignment, list[str]]:
     place = rules.place(path, shape)
     if isinstance(place, Place):
       places[path] = place
-      if place.pad or place.dropped:
-        _log.warning("%s: axis padded by %d, levels dropped: %s", path, place.pad, place.dropped)
+      if place.remarks:
+        _log.warning("%s: %s", path, "; ".join(place.remarks))
     elif place is None:
       dense.append(path)
     else:
@@ -384,6 +416,13 @@ def _assign(rules: Rules, shapes) -> tuple[Assignment, list[str]]:
     if not any(_compile(regex, "axes").fullmatch(path) for path, _ in shapes):
       idle.append(f"axes={{{regex!r}: {axis!r}}}")
   return Assignment(places, skipped, tuple(dense)), idle
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+  """Lines of aligned columns, the header first."""
+  cells = [tuple(map(str, row)) for row in (head, *rows)]
+  widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+  return ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in cells]
 
 
 def path_name(keys: Sequence[Any]) -> str:

@@ -331,6 +331,27 @@ def test_the_printed_assignment_names_everything():
   assert dense == "dense    mlp/wi/kernel"
 
 
+@pytest.mark.parametrize(
+  "fields, phases, remark",
+  [
+    ({"beta": 0.01}, {"dense": 20, "finetune": 40}, "D jumps from 0.6 to 0 at step 60"),
+    ({"beta": 0.01}, {"finetune": 40}, "D jumps from 0.4 to 0 at step 60"),
+    ({"beta": 0.005}, {}, "D jumps from 0.5 to 0 at step 100"),
+    ({}, {"dense": 20, "finetune": 40}, ""),
+    ({}, {"finetune": 0}, ""),
+    ({"beta": 0.5}, {"dense": 20}, ""),
+  ],
+)
+def test_a_decay_that_does_not_arrive_is_said(fields, phases, remark, caplog):
+  recipe = nms.recipe(
+    "mdgf_linear", pattern="1:8", phases=nms.Phases(total=100, **phases), **fields
+  )
+  assignment = nms.Rules({"mlp/wo/kernel": recipe}).assign(tree({"mlp/wo/kernel": (16, 4)}))
+  assert remark in str(assignment) and remark in caplog.text
+  assert ("jumps" in str(assignment)) == bool(remark)
+  assert assignment.places["mlp/wo/kernel"].remarks == ((remark,) if remark else ())
+
+
 def test_a_schedule_that_does_not_fit_is_found_before_the_run():
   with pytest.raises(ValueError, match="4 levels"):
     nms.recipe("sdgf_stepwise", pattern="1:8", phases=nms.Phases(total=3))
