@@ -13,6 +13,9 @@ checkpoint knows itself:
 The one module that imports T5X. It needs no change there.
 """
 
+# T5X is not on PyPI: where types are checked without it, it is unknown.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import copy
@@ -22,7 +25,6 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import flax
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -31,6 +33,7 @@ import tensorflow as tf
 from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
+from flax.core import freeze, unfreeze
 from flax.linen import partitioning
 from t5x import losses, models, optimizers, state_utils, trainer, utils
 
@@ -49,7 +52,7 @@ optimizers.OptaxStatePartitionRules._RULES.update(
 )
 
 
-class _SparseModel:
+class _SparseModel(models.BaseTransformerModel):
   """What both models share; stands before T5X's class in the bases.
 
   `module` is always the dense network. Where it can have sparse layers (its config has a field
@@ -60,7 +63,7 @@ class _SparseModel:
 
   def __init__(self, *args, rules: Rules | None = None, **kwargs):
     super().__init__(*args, **kwargs)
-    config = getattr(self.module, "config", None)
+    config: Any = getattr(self.module, "config", None)
     self._sparse_layers = hasattr(config, "rules")
     inner = config.rules if self._sparse_layers else None
     if rules is not None and inner is not None and rules != inner:
@@ -85,7 +88,7 @@ class _SparseModel:
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """T5X's, and the collection `nm_sparsity` at step 0."""
     variables = super().get_initial_variables(rng, input_shapes, input_types)
-    variables = flax.core.unfreeze(variables)
+    variables = unfreeze(variables)
     params, axes = variables["params"], variables.get("params_axes")
     self.stored_rules = self.rules.with_logical_axes(axes) if axes else self.rules
     self._dtypes = {path: x.dtype for path, x in flatten(params)}
@@ -93,7 +96,7 @@ class _SparseModel:
     variables[COLLECTION] = mine
     if axes:
       variables[f"{COLLECTION}_axes"] = _axes_like(mine, axes)
-    return flax.core.freeze(variables)
+    return freeze(variables)
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
     """The loss at the step that `flax_mutables` holds."""
@@ -159,7 +162,7 @@ class _SparseModel:
 
   def write(self, flax_mutables, step, state):
     """`flax_mutables` with a new step and new masks."""
-    return flax_mutables.copy({COLLECTION: flax.core.freeze(self._collect(step, state))})
+    return flax_mutables.copy({COLLECTION: freeze(self._collect(step, state))})
 
   def check(self, train_state) -> None:
     """Refuses a restored train state that this model did not make, and names both."""
@@ -167,7 +170,7 @@ class _SparseModel:
 
   def _collect(self, step, state):
     kept = {k: v for k, v in state.items() if k != "step" and v}
-    return {"step": step, "rules": jnp.asarray(self._text), **flax.core.unfreeze(kept)}
+    return {"step": step, "rules": jnp.asarray(self._text), **unfreeze(kept)}
 
   def _refuse_other_rules(self, stored):
     stored = np.asarray(utils.get_local_data(stored))
@@ -333,7 +336,7 @@ def loss_scale(loss_normalizing_factor, batch, num_microbatches: int | None = No
     return jnp.float32(targets) / jnp.float32(1 if factor is None else factor)
 
   slices = [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(parts)]
-  return sum((one(part) for part in slices), jnp.float32(0))
+  return jnp.sum(jnp.stack([one(part) for part in slices]))
 
 
 def require_sparse(checkpoint, model_state):
