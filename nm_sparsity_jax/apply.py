@@ -13,11 +13,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from nm_sparsity_jax import masks
-from nm_sparsity_jax.recipes import Idp, OneShot, Snip
-from nm_sparsity_jax.rules import Place, Rules, flatten, map_with_names
+from nm_sparsity_jax.rules import Place, Rules, flatten, map_with_names, table
 from nm_sparsity_jax.schedules import as_step
 
 State = dict[str, Any]
@@ -31,27 +29,19 @@ def init_state(params: Any, rules: Rules) -> State:
 
       step   int32 scalar, the last step that `update_state` saw
       mask   bool masks (True = kept), nested as `params`, stateful places only
-      score  sums of |g * W|, float32, snip places only
-      seen   how many gradients are in them, int32 scalars
+      score  sums of |g * W|, float32, where there are snip places
+      seen   how many gradients are in them, int32 scalars, likewise
 
     Masks are all True until their step comes; one_shot with `dense = 0` takes it here, from the
     initial (or restored) weights.
   """
-  places = rules.assign(params).places
   arrays = dict(flatten(params))
-  state: State = {"step": jnp.int32(0), "mask": {}, "score": {}, "seen": {}}
-  for path, place in places.items():
-    if not place.recipe.stateful:
-      continue
-    w = arrays[path]
-    mask = jnp.ones_like(w, bool)
-    if isinstance(place.recipe, OneShot) and place.recipe.phases.dense == 0:
-      mask = place.magnitude_mask(w)
-    _put(state["mask"], path, mask)
-    if isinstance(place.recipe, Snip):
-      _put(state["score"], path, jnp.zeros_like(w, jnp.float32))
-      _put(state["seen"], path, jnp.int32(0))
-  return state if state["mask"] else {}
+  state: State = {}
+  for path, place in rules.assign(params).places.items():
+    if place.recipe.stateful:
+      state.setdefault("step", jnp.int32(0))
+      _put(state, path, place.recipe.first_state(place, arrays[path]))
+  return state
 
 
 def update_state(
@@ -83,55 +73,24 @@ def update_state(
   Returns:
     The new state, same structure.
   """
-  places = rules.assign(params).places
-  needed = sorted(path for path, place in places.items() if place.recipe.stateful)
-  if needed != (kept := sorted(stored_masks(state))):
+  places = {p: x for p, x in rules.assign(params).places.items() if x.recipe.stateful}
+  if sorted(places) != (kept := sorted(stored_masks(state))):
     raise ValueError(
-      f"the state keeps masks for {kept}, but the rules want them for {needed}: it was made by "
-      "other rules or for other parameters. Make it by nms.init_state(params, rules)."
+      f"the state keeps masks for {kept}, but the rules want them for {sorted(places)}: it was "
+      "made by other rules or for other parameters. Make it by nms.init_state(params, rules)."
     )
   if not state:
     return state
-  step = as_step(step)
-  last = state["step"]
+  step, last = as_step(step), state["step"]
   arrays = dict(flatten(params))
   gradients = dict(flatten(grads)) if grads is not None else {}
   taken_at = dict(flatten(grads_at)) if grads_at is not None else arrays
-  new: State = {"step": jnp.maximum(last, step), "mask": {}, "score": {}, "seen": {}}
-  for path, mask in flatten(state["mask"]):
-    place = places[path]
-    recipe, w = place.recipe, arrays[path]
-    if isinstance(recipe, OneShot):
-      due = (last < recipe.phases.dense) & (step >= recipe.phases.dense)
-      take = lambda place=place, w=w: place.magnitude_mask(w)
-    elif isinstance(recipe, Snip):
-      if path not in gradients:
-        raise ValueError(
-          f"snip needs the gradient of {path!r}: pass update_state(..., grads=grads), the "
-          "gradients of the step just taken."
-        )
-      add = (step > last) & (step > recipe.phases.dense)
-      seen = _get(state["seen"], path)
-      add &= seen < recipe.batches
-      sensitivity = jnp.abs(
-        gradients[path].astype(jnp.float32) * taken_at[path].astype(jnp.float32)
-      )
-      score = _get(state["score"], path)
-      score = jnp.where(add, score + sensitivity, score)
-      seen = seen + add.astype(jnp.int32)
-      _put(new["score"], path, score)
-      _put(new["seen"], path, seen)
-      due = add & (seen == recipe.batches)
-      take = lambda place=place, score=score: _top(place, score)
-    elif isinstance(recipe, Idp):
-      level = recipe.level(step)
-      due = (step > last) & (level > recipe.level(last))
-      # One choice replays all levels crossed: the best of the best is the best.
-      before = recipe.level_before(step)
-      take = lambda place=place, w=w, n=before, m=mask: place.magnitude_mask(w, n, m)
-    else:
-      raise TypeError(f"{type(recipe).__name__} is stateful, but update_state does not know it.")
-    _put(new["mask"], path, lax.cond(due, take, lambda mask=mask: mask))
+  new: State = {"step": jnp.maximum(last, step)}
+  for path, place in places.items():
+    gradient, at = gradients.get(path), taken_at[path]
+    stored = _take(state, path)
+    w = arrays[path]
+    _put(new, path, place.recipe.next_state(place, stored, w, step, last, gradient, at))
   return new
 
 
@@ -145,13 +104,20 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
 
   Differentiable, in the gradient mode of each recipe. Same structure, shapes and dtypes; what no
   rule names is passed through.
+
+  A stored mask that should have been renewed by `step` and was not (a forgotten `update_state`) is
+  an error; where the steps are traced it makes the weight NaN, so that it cannot pass unseen.
   """
   places = rules.assign(params).places
   stored = stored_masks(state)
 
   def apply(path, w):
     place = places.get(path)
-    return w if place is None else place.effective(w, step, stored.get(path))
+    if place is None:
+      return w
+    mask = stored.get(path)
+    at = step if mask is None or not state else place.in_time(step, state["step"])
+    return place.effective(w, at, mask)
 
   return map_with_names(apply, params)
 
@@ -169,13 +135,13 @@ def finalize(params: Any, rules: Rules, state: State | None = None) -> Any:
     if place is None:
       return w
     mask = stored.get(path)
-    if place.recipe.stateful and mask is None:
-      raise ValueError(
-        f"{place.recipe.name} at {path!r} keeps its mask as state: "
-        "nms.finalize(params, rules, state)."
-      )
-    if place.recipe.stateful and not isinstance(place.recipe, Idp):
-      _refuse_untaken(place, mask)
+    if place.recipe.stateful:
+      if mask is None or not state:
+        raise ValueError(
+          f"{place.recipe.name} at {path!r} keeps its mask as state: "
+          "nms.finalize(params, rules, state)."
+        )
+      _refuse_untaken(place, state["step"])
     return jnp.where(place.magnitude_mask(w, None, mask), w, jnp.zeros_like(w))
 
   return map_with_names(apply, params)
@@ -213,14 +179,12 @@ class Report:
     return bool(self.places) and all(not p.bad_groups for p in self.places)
 
   def __str__(self) -> str:
-    rows: list[tuple[str, ...]] = [
-      ("parameter", "pattern", "axis", "groups", "bad", "density", "first bad group at")
+    head = "parameter", "pattern", "axis", "groups", "bad", "density", "first bad group at"
+    rows = [
+      (p.path, p.pattern, p.axis, p.groups, p.bad_groups, f"{p.density:.4f}", p.first or "")
+      for p in self.places
     ]
-    for p in self.places:
-      cells = p.path, p.pattern, p.axis, p.groups, p.bad_groups, f"{p.density:.4f}", p.first or ""
-      rows.append(tuple(map(str, cells)))
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    lines = table(head, rows)
     lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
     return "\n".join([*lines, "ok" if self.ok else "NOT n:m"])
 
@@ -236,8 +200,9 @@ def verify(params: Any, rules: Rules) -> Report:
 
 
 def _verify(place: Place, w: np.ndarray) -> Verified:
-  pattern = place.pattern
-  axes = masks.check_axis(w.shape, place.axis)
+  pattern, order, given = place.pattern, place.order, place
+  place, w = place.transposed(), w.transpose(order)
+  axes = place.axes
   length = place.axis_size - place.pad
   # On the host and by the bits, so that no backend can flush a subnormal to zero.
   bits = w.view(f"u{w.dtype.itemsize}")
@@ -254,35 +219,35 @@ def _verify(place: Place, w: np.ndarray) -> Verified:
     index = [int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)]
     at = np.unravel_index(index[axes[0]] * pattern.m, [w.shape[a] for a in axes])
     first = (*index[: axes[0]], *(int(i) for i in at), *index[axes[0] + 1 :])
+    first = tuple(first[order.index(a)] for a in range(w.ndim))
   return Verified(
-      place.path, tuple(w.shape), place.axis, str(pattern), counts.size, int(bad.sum()),
+      given.path, given.shape, given.axis, str(pattern), counts.size, int(bad.sum()),
       int(counts.max(initial=0)), float(used.sum() / max(w.size, 1)), first,
   )  # fmt: skip
 
 
-def _top(place: Place, score):
-  return place.on_whole_groups(lambda s, axis: masks.nm_mask(s, place.pattern, axis), score)
-
-
-def _refuse_untaken(place: Place, mask):
-  if isinstance(mask, jax.core.Tracer) or place.pattern.n == place.pattern.m:
-    return
-  if bool(jnp.all(mask)):
+def _refuse_untaken(place: Place, last: jax.Array):
+  recipe = place.recipe
+  assert recipe.phases is not None
+  fine = (recipe.renewals(last) > 0) | (recipe.renewals(recipe.phases.total) == 0)
+  if not isinstance(fine, jax.core.Tracer) and not fine:
     raise ValueError(
-      f"{place.path!r}: the stored mask of {place.recipe.name} keeps everything, so it was never "
-      f"taken (its time is step {place.recipe.sparse_from}). Call nms.update_state after each "
-      "update and carry its result, or train on."
+      f"{place.path!r}: the mask of {recipe.name} was never taken: the state is of step "
+      f"{int(last)}. Call nms.update_state after each update and carry its result, or train on."
     )
 
 
-def _put(tree: dict, path: str, value) -> None:
-  *parents, leaf = path.split("/")
-  for word in parents:
-    tree = tree.setdefault(word, {})
-  tree[leaf] = value
+def _put(state: State, path: str, values: Mapping[str, jax.Array]) -> None:
+  """Sets state[key][<path>] for every key of `values`; the path is nested, as in params."""
+  for key, value in values.items():
+    tree = state.setdefault(key, {})
+    *parents, leaf = path.split("/")
+    for word in parents:
+      tree = tree.setdefault(word, {})
+    tree[leaf] = value
 
 
-def _get(tree: Any, path: str) -> Any:
-  for word in path.split("/"):
-    tree = tree[word]
-  return tree
+def _take(state: State, path: str) -> dict[str, jax.Array]:
+  """What `_put` set for one path."""
+  trees = {key: dict(flatten(tree)) for key, tree in state.items() if key != "step"}
+  return {key: leaves[path] for key, leaves in trees.items() if path in leaves}

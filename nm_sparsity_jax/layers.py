@@ -6,10 +6,11 @@ A layer is the plain one of T5X or flax, and one field more: `rules`. It looks i
 of its kernel and knows its own contraction axis. Where a recipe owns the kernel, the layer reads
 
     nm_sparsity/<path>/step           int32 scalar, updates applied so far; scans broadcast it
+    nm_sparsity/<path>/state_step     the same of a stateful recipe's state: its last update
     nm_sparsity_state/<path>/kernel   bool mask (True = kept) of a stateful recipe; nested and
                                       scanned as params
 
-which `init` creates (the step as -1, "none given") and `with_step` fills in. Everywhere else it is
+which `init` creates (steps as -1, "none given") and `with_step` fills in. Everywhere else it is
 the plain layer, with no variable beside its parameters.
 
 The recipe sees the parameter in its stored dtype, before any cast to the compute dtype, so a
@@ -35,13 +36,12 @@ from jax import lax
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax.apply import State
-from nm_sparsity_jax.recipes import OneShot
-from nm_sparsity_jax.rules import Place, Rules
+from nm_sparsity_jax.rules import Place, Rules, map_with_names
 from nm_sparsity_jax.schedules import as_step
 
 _log = logging.getLogger(__name__)
 
-COLLECTION = "nm_sparsity"  # holds the step
+COLLECTION = "nm_sparsity"  # holds steps
 STATE_COLLECTION = "nm_sparsity_state"  # holds the masks of stateful recipes
 
 Variables = TypeVar("Variables", bound=Mapping[str, Any])
@@ -141,7 +141,8 @@ def with_step(variables: Variables, step: jax.Array | int, state: State | None =
       leaves of the collection `nm_sparsity` may be shapes, as of `jax.eval_shape(model.init, ...)`.
     step: updates applied so far, `nms.step_count(opt_state)`.
     state: what `nms.init_state` or `nms.update_state` returned; its masks become the collection
-      `nm_sparsity_state`. None keeps the masks that `variables` hold.
+      `nm_sparsity_state`. None keeps the masks that `variables` got by an earlier call; those of
+      `init` stand for nothing, and a stateful recipe refuses them.
 
   Returns:
     A new mapping of the same type.
@@ -153,8 +154,15 @@ def with_step(variables: Variables, step: jax.Array | int, state: State | None =
       f"{COLLECTION!r}. Pass all that model.init returned, not its parameters alone; if that "
       "has none either, no rule names a layer of this model, or the layers got no rules=."
     )
-  fill = lambda leaf: jnp.broadcast_to(step, leaf.shape)
-  new = {COLLECTION: jax.tree_util.tree_map(fill, variables[COLLECTION])}
+
+  def fill(path, leaf):
+    if path.rpartition("/")[2] == "step":
+      return jnp.broadcast_to(step, leaf.shape)
+    if state:
+      return jnp.broadcast_to(as_step(state["step"]), leaf.shape)
+    return jnp.full(leaf.shape, -1, jnp.int32) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+  new = {COLLECTION: map_with_names(fill, variables[COLLECTION])}
   if state:
     new[STATE_COLLECTION] = state["mask"]
   return flax.core.copy(variables, new)  # type: ignore
@@ -167,28 +175,34 @@ def _effective(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Array:
     return w
   path = "/".join((*layer.path, "kernel"))
   place = rules.place(path, w.shape, axis)
-  if isinstance(place, str) and layer.is_initializing():
-    _log.warning("%s stays dense: %s", path, place)
   if not isinstance(place, Place):
+    if place and layer.is_initializing():
+      _log.warning("%s stays dense: %s", path, place)
     return w
   if layer.is_initializing():
+    if place.remarks:
+      _log.warning("%s: %s", path, "; ".join(place.remarks))
     _create_variables(layer, place, w)
     return w
-  return place.effective(w, _read_step(layer, place), _read_mask(layer, place))
+  step = _read_step(layer, place)
+  if not place.recipe.stateful:
+    return place.effective(w, step)
+  mask = _read_mask(layer, place)
+  return place.effective(w, place.in_time(step, _read_state_step(layer, place)), mask)
 
 
 def _create_variables(layer: nn.Module, place: Place, w: jax.Array) -> None:
-  """The step as -1, none given; the mask as `apply.init_state` starts it."""
-
-  def first_mask():
-    if isinstance(place.recipe, OneShot) and place.recipe.phases.dense == 0:
-      return place.magnitude_mask(w)
-    return jnp.ones(w.shape, bool)
-
+  """The steps as -1, none given; the mask as `apply.init_state` starts it."""
+  none = lambda: jnp.int32(-1)
   if layer.is_mutable_collection(COLLECTION):
-    layer.variable(COLLECTION, "step", lambda: jnp.int32(-1))
-  if place.recipe.stateful and layer.is_mutable_collection(STATE_COLLECTION):
-    layer.variable(STATE_COLLECTION, "kernel", first_mask)
+    layer.variable(COLLECTION, "step", none)
+  if not place.recipe.stateful:
+    return
+  if layer.is_mutable_collection(COLLECTION):
+    layer.variable(COLLECTION, "state_step", none)
+  if layer.is_mutable_collection(STATE_COLLECTION):
+    first = lambda: place.recipe.first_state(place, w)["mask"]
+    layer.variable(STATE_COLLECTION, "kernel", first)
 
 
 def _read_step(layer: nn.Module, place: Place) -> jax.Array:
@@ -208,17 +222,28 @@ def _read_step(layer: nn.Module, place: Place) -> jax.Array:
   return step
 
 
-def _read_mask(layer: nn.Module, place: Place) -> jax.Array | None:
-  if not place.recipe.stateful:
-    return None
+def _read_state_step(layer: nn.Module, place: Place) -> jax.Array:
+  """The step of the stored mask; -1 where none was given, which comes before every renewal."""
+  step = layer.get_variable(COLLECTION, "state_step", jnp.int32(-1))
+  if not isinstance(step, jax.core.Tracer) and jnp.ndim(step) == 0 and int(step) < 0:
+    raise ValueError(f"{_claim(place)}, which keeps its mask as state, and none was given. {_GIVE}")
+  return step
+
+
+def _read_mask(layer: nn.Module, place: Place) -> jax.Array:
   if not layer.has_variable(STATE_COLLECTION, "kernel"):
     raise ValueError(
       f"{_claim(place)}, which keeps its mask as state, but collection {STATE_COLLECTION!r} has "
-      "no 'kernel' here. Call model.apply(nms.layers.with_step(variables, step, state), ...) "
-      "with the state of nms.init_state(params, rules); a scan must stack it as it does the "
-      f"parameters: nn.scan(..., variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}})."
+      f"no 'kernel' here. {_GIVE} A scan must stack it as it does the parameters: "
+      f"nn.scan(..., variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}})."
     )
   return layer.get_variable(STATE_COLLECTION, "kernel")
+
+
+_GIVE = (
+  "Call model.apply(nms.layers.with_step(variables, step, state), ...) with the state of "
+  "nms.init_state(params, rules), refreshed by nms.update_state."
+)
 
 
 def _claim(place: Place) -> str:

@@ -45,7 +45,7 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
   """
 
   def init(params):
-    rules.assign(params, partial=True)
+    rules.assign(params, partial=_is_part(params))
     return SrSteState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None, *, nm_state: State | None = None, **extra):
@@ -77,7 +77,7 @@ def add_sr_ste(
     scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
       mean times a factor, the factor.
   """
-  places = rules.assign(params, partial=True).places
+  places = rules.assign(params, partial=_is_part(params)).places
   wanted = {path: p for path, p in places.items() if p.recipe.lam}
   stored, arrays = stored_masks(state), dict(flatten(params))
   for path, place in wanted.items():
@@ -96,6 +96,12 @@ def add_sr_ste(
     return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
 
   return map_with_names(add, grads) if wanted else grads
+
+
+def _is_part(params: Any) -> bool:
+  """Whether optax.masked (or multi_transform) has left parameters out."""
+  masked = lambda x: isinstance(x, optax.MaskedNode)
+  return any(map(masked, jax.tree.leaves(params, is_leaf=masked)))
 
 
 def count_steps() -> optax.GradientTransformation:

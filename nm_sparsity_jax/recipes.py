@@ -21,7 +21,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,20 @@ from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.schedules import Phases, Segment, as_step
 
 
+class Groups(Protocol):
+  """What a stateful recipe asks of the place it owns: masks along its axis, padding included."""
+
+  path: str
+
+  def magnitude_mask(self, w, n=None, parent=None) -> jax.Array: ...
+
+  def score_mask(self, scores) -> jax.Array: ...
+
+
 class Recipe(abc.ABC):
   """What a rule applies to a weight. Subclasses here are final; to vary one, write your own.
+
+  A stateful one also writes `renewals`, `first_state` and `next_state`; `OneShot` is the shortest.
 
   Attributes:
     name: the name that `recipe` knows it by.
@@ -102,6 +114,38 @@ class Recipe(abc.ABC):
   @abc.abstractmethod
   def timeline(self, axis_size: int | None = None) -> tuple[Segment, ...]:
     """What happens when, as segments that cover [0, total)."""
+
+  def renewals(self, step: jax.Array | int) -> jax.Array | int:
+    """How many times the stored mask was to be renewed by `step`; 0 where there is none."""
+    del step
+    return 0
+
+  def first_state(self, place: Groups, w: jax.Array) -> dict[str, jax.Array]:
+    """What `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
+    raise NotImplementedError(f"{self.name} is stateful, so it must define first_state.")
+
+  def next_state(
+    self,
+    place: Groups,
+    state: dict[str, jax.Array],
+    w: jax.Array,
+    step: jax.Array,
+    last: jax.Array,
+    grad: jax.Array | None,
+    grad_at: jax.Array,
+  ) -> dict[str, jax.Array]:
+    """What `update_state` stores for one weight: `state` at `last` brought to `step`.
+
+    Args:
+      place: makes masks of this weight.
+      state: what `first_state` or the last call returned.
+      w: the weight after `step` updates.
+      step: updates applied so far.
+      last: the step of the call before.
+      grad: gradient of the update just applied, None where the caller gave none.
+      grad_at: the weight that `grad` was taken at.
+    """
+    raise NotImplementedError(f"{self.name} is stateful, so it must define next_state.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,14 +319,35 @@ def _ladder_mask(levels, w, step, axis, parent):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Stored(_Sparse):
-  """A recipe whose mask is state: it acts on what `update_state` stored."""
+class _Stateful(_Sparse):
+  """A recipe that keeps a mask. It keeps everything at first and is renewed now and then."""
 
   stateful: ClassVar[bool] = True
+
+  def first_state(self, place, w):
+    del place
+    return {"mask": jnp.ones_like(w, bool)}
+
+  def next_state(self, place, state, w, step, last, grad, grad_at):
+    del grad, grad_at
+    due = self.renewals(step) > self.renewals(last)
+    mask = state["mask"]
+    return {"mask": lax.cond(due, lambda: self._renewed(place, mask, w, step), lambda: mask)}
+
+  def _renewed(self, place: Groups, mask, w, step) -> jax.Array:
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Frozen(_Stateful):
+  """A recipe whose mask is taken once: it acts on what `update_state` stored."""
 
   def _mask(self, w, step, axis, stored):
     del axis
     return _require(self, w, stored) & (step >= 0)  # else D = NaN would meet no pruned weight
+
+  def renewals(self, step):
+    return (as_step(step) >= self.sparse_from).astype(jnp.int32)
 
 
 def _require(recipe: Recipe, w: jax.Array, stored: jax.Array | None) -> jax.Array:
@@ -301,7 +366,7 @@ def _require(recipe: Recipe, w: jax.Array, stored: jax.Array | None) -> jax.Arra
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OneShot(_Stored):
+class OneShot(_Frozen):
   """Magnitude pruning once, then fine-tuning: Phi is taken at the end of the dense phase.
 
       W~ = W for t < dense, then W * Phi(W_dense).
@@ -316,6 +381,15 @@ class OneShot(_Stored):
 
   name: ClassVar[str] = "one_shot"
   gradient: str | None = None
+
+  def first_state(self, place, w):
+    if self.phases.dense == 0:
+      return {"mask": place.magnitude_mask(w)}
+    return super().first_state(place, w)
+
+  def _renewed(self, place, mask, w, step):
+    del mask, step
+    return place.magnitude_mask(w)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -347,7 +421,7 @@ class SrSte(_Sparse):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Snip(_Stored):
+class Snip(_Frozen):
   """Connection sensitivity, once: dense for `batches` steps, then a frozen mask.
 
       c = sum over the first batches of |g * W|,   W~ = W * top-n-of-m(c).
@@ -380,9 +454,27 @@ class Snip(_Stored):
   def sparse_from(self):
     return self.phases.dense + self.batches
 
+  def first_state(self, place, w):
+    more = {"score": jnp.zeros_like(w, jnp.float32), "seen": jnp.int32(0)}
+    return super().first_state(place, w) | more
+
+  def next_state(self, place, state, w, step, last, grad, grad_at):
+    if grad is None:
+      raise ValueError(
+        f"snip needs the gradient of {place.path!r}: pass update_state(..., grads=grads), the "
+        "gradients of the step just taken."
+      )
+    add = (step > last) & (step > self.phases.dense) & (state["seen"] < self.batches)
+    sensitivity = jnp.abs(grad.astype(jnp.float32) * grad_at.astype(jnp.float32))
+    score = jnp.where(add, state["score"] + sensitivity, state["score"])
+    seen = state["seen"] + add.astype(jnp.int32)
+    due = add & (seen == self.batches)
+    mask = lax.cond(due, lambda: place.score_mask(score), lambda: state["mask"])
+    return {"mask": mask, "score": score, "seen": seen}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Idp(_Sparse):
+class Idp(_Stateful):
   """Inherited dynamic pruning: stepwise levels, each choosing among the survivors of the last.
 
       Phi_i = top-n_i-of-m of |W| among Phi_{i-1} as it was when level i began,
@@ -399,7 +491,6 @@ class Idp(_Sparse):
   """
 
   name: ClassVar[str] = "idp"
-  stateful: ClassVar[bool] = True
   default_gradient: ClassVar[str] = "straight_through"
   lam: float = 2e-4
 
@@ -412,16 +503,15 @@ class Idp(_Sparse):
     del axis_size
     return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
 
-  def level(self, step: jax.Array) -> jax.Array:
-    """The index of the level that holds at `step`."""
+  def renewals(self, step):
     levels = self.levels()
-    return _current(levels, step, range(len(levels)))
+    return _current(levels, as_step(step), range(len(levels)))
 
-  def level_before(self, step: jax.Array) -> jax.Array:
-    """n of the level before the one that holds at `step` (of the first one at the first)."""
+  def _renewed(self, place, mask, w, step):
+    # One choice replays all levels crossed: the best of the best is the best.
     levels = self.levels()
     kept = [p.n for _, p in levels]
-    return _current(levels, step, [kept[0], *kept[:-1]])
+    return place.magnitude_mask(w, _current(levels, step, [kept[0], *kept[:-1]]), mask)
 
   def _mask(self, w, step, axis, stored):
     return _leveled_mask(self.levels(), w, step, axis, parent=_require(self, w, stored))

@@ -17,10 +17,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Dense, Recipe
+from nm_sparsity_jax.schedules import as_step
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +68,8 @@ class Place:
     path: '/'-joined path in the parameter tree.
     shape: shape of the parameter.
     recipe: what is applied to it.
-    axis: the axis of the groups, or adjacent axes that count as one.
+    axis: the axis of the groups, or ascending axes that count as one; the axis of a scan may lie
+      between them, as in (heads, layers, kv, embed).
     pad: entries added to the end of the axis to complete the last group ('pad' policy).
     key: the rule that chose it.
   """
@@ -86,7 +90,27 @@ class Place:
   @property
   def axis_size(self) -> int:
     """Length of the grouped axis, padding included."""
-    return math.prod(self.shape[a] for a in masks.check_axis(self.shape, self.axis)) + self.pad
+    return math.prod(self.shape[a] for a in self.axes) + self.pad
+
+  @property
+  def axes(self) -> tuple[int, ...]:
+    """`axis` as a tuple of ascending, non-negative ints."""
+    return masks.check_axis(self.shape, self.axis, gaps=True)
+
+  @property
+  def order(self) -> tuple[int, ...]:
+    """A transposition after which the axes of the groups are adjacent: what is between comes first.
+
+    The identity unless a scan put its axis between them.
+    """
+    between = tuple(a for a in range(self.axes[0], self.axes[-1]) if a not in self.axes)
+    return (*between, *(a for a in range(len(self.shape)) if a not in between))
+
+  def transposed(self) -> Place:
+    """This place after `order`."""
+    shape = tuple(self.shape[a] for a in self.order)
+    axes = tuple(self.order.index(a) for a in self.axes)
+    return dataclasses.replace(self, shape=shape, axis=axes)
 
   @property
   def groups(self) -> int:
@@ -102,11 +126,45 @@ class Place:
     kept = {p for _, p in self.recipe.levels(self.axis_size)}
     return tuple(str(p) for _, p in self.recipe.levels() if p not in kept)
 
+  @property
+  def remarks(self) -> tuple[str, ...]:
+    """What is unusual about this place, in words; empty where nothing is."""
+    remarks = []
+    if self.pad:
+      remarks.append(f"axis padded by {self.pad}")
+    if self.dropped:
+      remarks.append(f"levels {', '.join(self.dropped)} do not divide {self.axis_size}: dropped")
+    segments = self.recipe.timeline(self.axis_size)
+    after = [*(later.decay_start for later in segments[1:]), 0.0]
+    for a, d in zip(segments, after, strict=False):
+      if a.pattern is not None and a.decay_stop > 0.002 and d == 0:
+        remarks.append(f"D jumps from {a.decay_stop:.3g} to 0 at step {a.stop}")
+    return tuple(remarks)
+
+  def in_time(self, step: jax.Array | int, last: jax.Array | int) -> jax.Array:
+    """`step`, or -1 where the stored mask, as of step `last`, should have been renewed since.
+
+    At step -1 D is NaN: what is traced cannot raise, but it can be loud. What is not traced raises.
+    """
+    step = as_step(step)
+    late = self.recipe.renewals(step) > self.recipe.renewals(last)
+    if not isinstance(late, jax.core.Tracer) and bool(late):
+      raise ValueError(
+        f"{self.path!r}: at step {int(step)} the mask of {self.recipe.name} is out of date, it is "
+        f"of step {int(last)}. Call nms.update_state(state, params, rules, step) after each "
+        "optimizer update and carry its result."
+      )
+    return jnp.where(late, jnp.int32(-1), step)
+
   def on_whole_groups(self, function, *arrays: jax.Array) -> jax.Array:
     """function(*arrays, axis=axis), with the axis filled up with zeros where the policy pads."""
+    if self.order != tuple(range(len(self.shape))):
+      arrays = tuple(x.transpose(self.order) for x in arrays)
+      out = self.transposed().on_whole_groups(function, *arrays)
+      return out.transpose(sorted(range(out.ndim), key=self.order.__getitem__))
     if not self.pad:
       return function(*arrays, axis=self.axis)
-    axes = masks.check_axis(self.shape, self.axis)
+    axes = self.axes
     merged = (*self.shape[: axes[0]], self.axis_size - self.pad, *self.shape[axes[-1] + 1 :])
     widths = [(0, self.pad * (a == axes[0]), 0) for a in range(len(merged))]
     full = [jax.lax.pad(x.reshape(merged), x.dtype.type(0), widths) for x in arrays]
@@ -140,6 +198,10 @@ class Place:
 
     return self.on_whole_groups(take, w, *(() if parent is None else (parent,)))
 
+  def score_mask(self, scores: jax.Array) -> jax.Array:
+    """`masks.nm_mask` of the target pattern at this place."""
+    return self.on_whole_groups(lambda s, axis: masks.nm_mask(s, self.pattern, axis), scores)
+
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
@@ -156,17 +218,12 @@ class Assignment:
   dense: tuple[str, ...]
 
   def __str__(self) -> str:
-    rows: list[tuple[str, ...]] = [
-      ("parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks")
+    head = "parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"
+    rows = [
+      (p.path, p.shape, p.axis, p.recipe.pattern, p.groups, p.recipe.name, "; ".join(p.remarks))
+      for p in self.places.values()
     ]
-    for p in self.places.values():
-      remarks = [f"axis padded by {p.pad}"] if p.pad else []
-      if p.dropped:
-        remarks.append(f"levels {', '.join(p.dropped)} do not divide {p.axis_size}: dropped")
-      cells = p.path, p.shape, p.axis, p.recipe.pattern, p.groups, p.recipe.name, "; ".join(remarks)
-      rows.append(tuple(map(str, cells)))
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    lines = table(head, rows)
     lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
     if self.dense:
       lines.append(f"dense    {', '.join(self.dense)}")
@@ -190,7 +247,7 @@ class Rules:
 
   Args:
     places: place -> recipe.
-    axes: regex -> axis (or adjacent axes), for stored parameters whose contraction axis does
+    axes: regex -> axis (or ascending axes), for stored parameters whose contraction axis does
       not follow from path and rank; see `with_logical_axes`. Layers of this package know their
       own axis and do not ask.
     indivisible: what to do when m does not divide the axis: 'error', 'skip' (leave that
@@ -258,8 +315,9 @@ class Rules:
     Args:
       logical_axes: a tree that mirrors the parameters; leaves are tuples of axis names, flax's
         `AxisMetadata` or `PartitionSpec`. Paths may end in `_axes`, as in flax's `params_axes`.
-      stacked: names of axes that a scan over layers adds. The contraction axis is the first of
-        the others for kernels of one contraction axis.
+      stacked: names of axes that a scan over layers adds. Of the others, the contraction axis of
+        a kernel is the first; of an attention kernel with heads as an axis of their own, all but
+        the last for `out`.
 
     Returns:
       New rules. Axes given by hand come first.
@@ -274,8 +332,12 @@ class Rules:
       path = re.sub(r"_axes$", "", path_name(keys))
       names = tuple(getattr(names, "names", names))
       own = [i for i, name in enumerate(names) if name not in stacked]
-      if path.endswith("kernel") and len(own) < len(names) and len(own) == 2:
+      if not path.endswith("kernel") or len(own) == len(names):
+        continue
+      if len(own) == 2 or (len(own) == 3 and re.fullmatch(ROLES["qkv"], path)):
         found.setdefault(re.escape(path), own[0])
+      elif len(own) == 3 and re.fullmatch(ROLES["o"], path):
+        found.setdefault(re.escape(path), (own[0], own[1]))
     return Rules(self.places, found, self.indivisible, dict(self._roles))
 
   def find(self, path: str) -> Recipe | None:
@@ -327,14 +389,14 @@ class Rules:
   def _axis(self, path: str, shape: tuple[int, ...]) -> masks.Axis:
     for regex, axis in self._axes:
       if _compile(regex, "axes").fullmatch(path):
-        masks.check_axis(shape, axis)
+        masks.check_axis(shape, axis, gaps=True)
         return axis
     for regex, rank, axis in _AXES:
       if re.fullmatch(regex, path) and len(shape) == (rank or max(len(shape), 3)):
         return axis
     raise ValueError(
       f"{path!r} has shape {shape}, and which axis is contracted does not follow from that. Name "
-      f"it: Rules(..., axes={{{path!r}: 0}}), an int or adjacent axes such as (0, 1); for "
+      f"it: Rules(..., axes={{{path!r}: 0}}), an int or ascending axes such as (0, 1); for "
       "layers stacked by a scan, rules.with_logical_axes(params_axes)."
     )
 
@@ -372,8 +434,8 @@ def _assign(rules: Rules, shapes) -> tuple[Assignment, list[str]]:
     place = rules.place(path, shape)
     if isinstance(place, Place):
       places[path] = place
-      if place.pad or place.dropped:
-        _log.warning("%s: axis padded by %d, levels dropped: %s", path, place.pad, place.dropped)
+      if place.remarks:
+        _log.warning("%s: %s", path, "; ".join(place.remarks))
     elif place is None:
       dense.append(path)
     else:
@@ -384,6 +446,13 @@ def _assign(rules: Rules, shapes) -> tuple[Assignment, list[str]]:
     if not any(_compile(regex, "axes").fullmatch(path) for path, _ in shapes):
       idle.append(f"axes={{{regex!r}: {axis!r}}}")
   return Assignment(places, skipped, tuple(dense)), idle
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+  """Lines of aligned columns, the header first."""
+  cells = [tuple(map(str, row)) for row in (head, *rows)]
+  widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+  return ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in cells]
 
 
 def path_name(keys: Sequence[Any]) -> str:

@@ -33,6 +33,7 @@ import tensorflow as tf
 from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
+from flax import traverse_util
 from flax.core import freeze, unfreeze
 from flax.linen import partitioning
 from t5x import losses, models, optimizers, state_utils, trainer, utils
@@ -82,8 +83,10 @@ class _SparseModel(models.BaseTransformerModel):
     self.rules = rules
     self._text = _pack(configure.describe(rules))
     self._dtypes: Mapping[str, Any] = {}
-    # With the axes of stacked kernels, once they are known.
+    # Known from get_initial_variables on, which T5X calls first: the axes of stacked kernels, and
+    # the variables that sparse layers read.
     self.stored_rules = rules
+    self._layer_variables: Mapping[str, Any] = {}
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """T5X's, and the collection `nm_sparsity` at step 0."""
@@ -92,6 +95,12 @@ class _SparseModel(models.BaseTransformerModel):
     params, axes = variables["params"], variables.get("params_axes")
     self.stored_rules = self.rules.with_logical_axes(axes) if axes else self.rules
     self._dtypes = {path: x.dtype for path, x in flatten(params)}
+    if self._sparse_layers:
+      told = copy.copy(self)
+      told.module = self._with_layers()
+      init = super(_SparseModel, told).get_initial_variables
+      shapes = jax.eval_shape(lambda: init(jax.random.PRNGKey(0), input_shapes, input_types))
+      self._layer_variables = {k: v for k, v in shapes.items() if k == COLLECTION}
     mine = self._collect(jnp.int32(0), apply.init_state(params, self.stored_rules))
     variables[COLLECTION] = mine
     if axes:
@@ -106,7 +115,8 @@ class _SparseModel(models.BaseTransformerModel):
       loss, metrics = super().loss_fn(params, batch, dropout_rng)
     else:
       told = copy.copy(self)
-      told.module = self._sparse_module(params, step, state)
+      known = layers.with_step(self._layer_variables, step, state) if self._layer_variables else {}
+      told.module = _Told(self._with_layers(), known)
       loss, metrics = super(_SparseModel, told).loss_fn(params, batch, dropout_rng)
     return loss, (metrics, flax_mutables)
 
@@ -155,10 +165,8 @@ class _SparseModel(models.BaseTransformerModel):
     if not isinstance(stored, jax.core.Tracer):
       self._refuse_other_rules(stored)
     step = jnp.where(jnp.all(stored == jnp.asarray(self._text)), mine["step"], jnp.int32(-1))
-    if "mask" not in mine:
-      return step, {}
-    # Empty dicts do not survive T5X's checkpoints.
-    return step, {"step": step, **{k: mine.get(k, {}) for k in ("mask", "score", "seen")}}
+    kept = {k: v for k, v in mine.items() if k not in ("step", "rules")}
+    return step, {"step": mine["step"], **kept} if kept else {}
 
   def write(self, flax_mutables, step, state):
     """`flax_mutables` with a new step and new masks."""
@@ -169,7 +177,7 @@ class _SparseModel(models.BaseTransformerModel):
     self.read(train_state.params, train_state.flax_mutables)
 
   def _collect(self, step, state):
-    kept = {k: v for k, v in state.items() if k != "step" and v}
+    kept = {k: v for k, v in state.items() if k != "step"}
     return {"step": step, "rules": jnp.asarray(self._text), **unfreeze(kept)}
 
   def _refuse_other_rules(self, stored):
@@ -181,13 +189,9 @@ class _SparseModel(models.BaseTransformerModel):
         "another MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
       )
 
-  def _sparse_module(self, params, step, state):
-    config = dataclasses.replace(self.module.config, rules=self.rules)
-    steps = {}
-    for path in self.stored_rules.assign(params).places:
-      apply._put(steps, path.removesuffix("kernel") + "step", jnp.int32(0))
-    told = layers.with_step({COLLECTION: steps}, step, state) if steps else {}
-    return _Told(self.module.clone(config=config), told)
+  def _with_layers(self):
+    """The network with its own sparse layers."""
+    return self.module.clone(config=dataclasses.replace(self.module.config, rules=self.rules))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -475,12 +479,12 @@ def _applied(optimizer_def, before, after):
 def _axes_like(mine, params_axes):
   """Logical axes of the collection: masks and scores as their parameters, the rest replicated."""
   names = dict(flatten_axes(params_axes))
-  axes: dict[str, Any] = {}
+  axes = {}
   for path, leaf in flatten(mine):
     kind, _, rest = path.partition("/")
     found = names[f"{rest}_axes"] if kind in ("mask", "score") else (None,) * leaf.ndim
-    apply._put(axes, f"{path}_axes", partitioning.AxisMetadata(names=found))
-  return axes
+    axes[f"{path}_axes"] = partitioning.AxisMetadata(names=found)
+  return traverse_util.unflatten_dict(axes, sep="/")
 
 
 def flatten_axes(params_axes):

@@ -21,6 +21,6 @@ def why_not() -> str:
   """Why T5X cannot be imported here; empty where it can. Puts it on `sys.path`."""
   sys.path.extend(p for p in paths() if p not in sys.path)
   if importlib.util.find_spec("t5x") is None:
-    return "T5X is not here: install it, or set T5X_PATH to a folder that holds t5x, airio and jestimator"
+    return "T5X is not here: install it, or set T5X_PATH to a folder with t5x, airio and jestimator"
   missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
   return f"T5X needs {', '.join(missing)}: pip install -e '.[t5x]'" if missing else ""

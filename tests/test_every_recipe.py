@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import recipes
+from nm_sparsity_jax import gradients, recipes
 from nm_sparsity_jax.recipes import RECIPES
 
 PHASES = nms.Phases(total=24, dense=3, finetune=5)  # 16 sparsify steps; j* = 16.8 - 3
@@ -456,6 +456,18 @@ def test_nan_never_survives_a_finite_weight(case, dtype):
   for step in (step for step in STEPS if case.decay_at(step) == 0):
     out = np.asarray(run(case, jnp.asarray(w), step)[0])
     assert np.isfinite(out).all()
+
+
+def test_gradients_below_the_normal_float16_pass():
+  """0.5 * 6e-8 rounds to a float16 subnormal or zero as a cast does; kept weights pass it whole."""
+  w = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float16)
+  tiny = np.float16(6e-8)
+  g = jnp.asarray([tiny, 4 * tiny, tiny, 4 * tiny])
+  for mode, want in (("masked", [0.0, 2 * tiny, tiny, 4 * tiny]), ("straight_through", g)):
+    mask = jnp.asarray([False, False, True, True])
+    f = lambda w, m=mask, mode=mode: gradients.blend(w, m, jnp.float32(0.5), mode)
+    (got,) = jax.jit(lambda g, f=f: jax.vjp(f, w)[1](g))(g)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want, np.float16))
 
 
 @every

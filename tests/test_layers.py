@@ -427,15 +427,18 @@ def test_short_last_group_under_the_pad_policy():
 
 
 def test_one_layer_may_be_called_twice():
+  rules = nms.Rules({"inner/kernel": make("idp")})
+
   class Twice(nn.Module):
     def setup(self):
-      self.inner = layers.Dense(4, rules=nms.Rules({"inner/kernel": make("idp")}))
+      self.inner = layers.Dense(4, rules=rules)
 
     def __call__(self, x):
       return self.inner(self.inner(x))
 
   variables = Twice().init(jax.random.key(0), jnp.eye(4))
-  y = Twice().apply(layers.with_step(variables, PHASES.total), jnp.eye(4))
+  state = nms.init_state(variables["params"], rules) | {"step": jnp.int32(PHASES.total)}
+  y = Twice().apply(layers.with_step(variables, PHASES.total, state), jnp.eye(4))
   w = nms.finalize(variables["params"], nms.Rules({"inner/kernel": make("sr_ste")}))
   w = w["inner"]["kernel"]
   np.testing.assert_array_equal(y, w @ w)
@@ -453,11 +456,13 @@ def test_init_creates_a_step_for_sparse_layers_and_masks_that_mirror_params(how)
   assert {k: variables[k] for k in dense} == dense
   steps = dict(flatten(variables[layers.COLLECTION]))
   owned = [p for p, _ in flatten(dense["params"]) if p.split("/")[-2] != "dense"]
-  assert list(steps) == [p.replace("/kernel", "/step") for p in owned]
+  stateful = [p for p in owned if EACH[p.split("/")[-2]].stateful]
+  want = [p.replace("/kernel", "/step") for p in owned]
+  assert sorted(steps) == sorted(want + [p.replace("/kernel", "/state_step") for p in stateful])
   assert {(x.shape, x.dtype.name) for x in steps.values()} == {((), "int32")}
   masks = dict(flatten(variables[layers.STATE_COLLECTION]))
   params = dict(flatten(variables["params"]))
-  assert list(masks) == [p for p in owned if EACH[p.split("/")[-2]].stateful]
+  assert list(masks) == stateful
   assert all(m.shape == params[p].shape and m.dtype == bool for p, m in masks.items())
 
 
@@ -467,7 +472,7 @@ def test_init_runs_dense_and_makes_the_first_masks_as_init_state_does(dense):
   rules = nms.Rules({"kernel": nms.recipe("one_shot", pattern="1:4", phases=phases)})
   y, variables = layers.Dense(3, rules=rules).init_with_output(jax.random.key(0), jnp.eye(8))
   np.testing.assert_array_equal(y, variables["params"]["kernel"])
-  assert variables[layers.COLLECTION] == {"step": -1}
+  assert variables[layers.COLLECTION] == {"step": -1, "state_step": -1}
   mask = nms.init_state(variables["params"], rules)["mask"]
   assert_same_bits(variables[layers.STATE_COLLECTION], mask)
   assert mask["kernel"].all() == bool(dense)
@@ -492,7 +497,10 @@ def test_with_step_fills_every_step_and_the_masks(freeze):
   variables = freeze(
     {
       "params": {"a": {"kernel": jnp.ones((4, 1))}},
-      layers.COLLECTION: {"a": {"step": jnp.int32(-1)}, "b": {"step": jnp.full(3, -1, jnp.int32)}},
+      layers.COLLECTION: {
+        "a": {"step": jnp.int32(-1), "state_step": jnp.int32(-1)},
+        "b": {"step": jnp.full(3, -1, jnp.int32)},
+      },
       layers.STATE_COLLECTION: {"a": {"kernel": jnp.ones((4, 1), bool)}},
     }
   )
@@ -500,11 +508,17 @@ def test_with_step_fills_every_step_and_the_masks(freeze):
   assert type(new) is type(variables)
   assert new["params"] == variables["params"]
   assert new[layers.STATE_COLLECTION] == variables[layers.STATE_COLLECTION]
-  want = {"a": {"step": jnp.int32(5)}, "b": {"step": jnp.full(3, 5, jnp.int32)}}
+  want = {
+    "a": {"step": jnp.int32(5), "state_step": jnp.int32(-1)},
+    "b": {"step": jnp.full(3, 5, jnp.int32)},
+  }
   assert_same_bits({**new[layers.COLLECTION]}, want)
   assert variables[layers.COLLECTION]["a"]["step"] == -1
   masks = {"a": {"kernel": jnp.zeros((4, 1), bool)}}
-  told = layers.with_step(variables, jnp.int32(5), {"step": jnp.int32(5), "mask": masks})
+  told = layers.with_step(variables, jnp.int32(5), {"step": jnp.int32(4), "mask": masks})
+  assert told[layers.COLLECTION]["a"]["state_step"] == 4
+  later = layers.with_step(told, 6)  # keeps what an earlier call gave
+  assert later[layers.COLLECTION]["a"] == {"step": 6, "state_step": 4}
   assert_same_bits({**told[layers.STATE_COLLECTION]}, masks)
   assert_same_bits({**layers.with_step(variables, 5, {})}, {**new})
 
@@ -556,7 +570,9 @@ def test_a_scan_that_hides_the_step_or_the_mask_is_named():
 
   axes = {"params": 0, layers.STATE_COLLECTION: 0}
   whole = net(variable_axes=axes, variable_broadcast=layers.COLLECTION)
-  variables = layers.with_step(whole.init(jax.random.key(0), jnp.eye(8)), 3)
+  variables = whole.init(jax.random.key(0), jnp.eye(8))
+  state = {"step": jnp.int32(3), "mask": variables[layers.STATE_COLLECTION]}
+  variables = layers.with_step(variables, 3, state)
   whole.apply(variables, jnp.eye(8))
   with pytest.raises(ValueError, match="'layer/kernel'.*'step'.*variable_broadcast='nm_sparsity'"):
     net(variable_axes=axes).apply(variables, jnp.eye(8))
@@ -573,9 +589,40 @@ def test_a_stateful_recipe_without_its_mask_says_what_to_do():
     layer.apply(variables, jnp.eye(8))
 
 
+@pytest.mark.parametrize("name", ["one_shot", "snip", "idp"])
+def test_the_masks_of_init_are_refused(name):
+  """Without `state` a stateful recipe would quietly stay dense."""
+  layer, variables = misused(name)
+  with pytest.raises(ValueError, match=f"'kernel'.*{name}.*none was given.*with_step"):
+    layer.apply(layers.with_step(variables, PHASES.total), jnp.eye(8))
+  y = jax.jit(layer.apply)(layers.with_step(variables, PHASES.total), jnp.eye(8))
+  assert np.isnan(y).any()
+  shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.eye(8))[layers.COLLECTION]
+  told = layers.with_step({layers.COLLECTION: shapes}, 3)
+  assert told[layers.COLLECTION] == {"step": 3, "state_step": -1}
+
+
+@pytest.mark.parametrize("name", ["one_shot", "snip", "idp"])
+def test_a_mask_that_was_not_renewed_in_time(name):
+  layer, variables = misused(name)
+  state = nms.init_state(variables["params"], layer.rules)
+  old = layers.with_step(variables, PHASES.finetune_start, state)
+  with pytest.raises(ValueError, match=f"'kernel'.*step 18.*{name} is out of date.*of step 0"):
+    layer.apply(old, jnp.eye(8))
+  assert np.isnan(jax.jit(layer.apply)(old, jnp.eye(8))).any()
+  fresh = layers.with_step(variables, PHASES.finetune_start, state | {"step": jnp.int32(18)})
+  assert np.isfinite(jax.jit(layer.apply)(fresh, jnp.eye(8))).all()
+
+
+def test_padding_is_said_at_init(caplog):
+  rules = nms.Rules({"kernel": SR_STE}, indivisible="pad")
+  layers.Dense(3, rules=rules).init(jax.random.key(0), jnp.ones((1, 6)))
+  assert "kernel: axis padded by 2" in caplog.text
+
+
 def test_a_mask_of_other_parameters_is_refused():
   layer, variables = misused("snip")
-  state = {"mask": {"kernel": jnp.ones((4, 3), bool)}}
+  state = {"step": jnp.int32(3), "mask": {"kernel": jnp.ones((4, 3), bool)}}
   with pytest.raises(ValueError, match=r"shape \(4, 3\).*needs \(8, 3\)"):
     layer.apply(layers.with_step(variables, 3, state), jnp.eye(8))
 

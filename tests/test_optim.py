@@ -321,6 +321,13 @@ def test_partial_trees():
   assert not np.asarray(updates["other"]["kernel"]).any()
 
 
+def test_a_rule_for_nothing_is_an_error_in_a_whole_tree():
+  rules = nms.Rules({**RULES.places, "qvk": nms.recipe("dense")})
+  with pytest.raises(ValueError, match="match no parameter.*'qvk'"):
+    nms.sr_ste(rules).init(params_of())
+  optax.masked(nms.sr_ste(rules), {"mlp": True, "other": False}).init(params_of())
+
+
 def test_sr_ste_needs_the_parameters():
   tx = nms.sr_ste(RULES)
   with pytest.raises(ValueError, match=r"tx\.update\(grads, opt_state, params\)"):

@@ -8,9 +8,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+import nm_sparsity_jax as nms
+
 README = pathlib.Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"^```(?:python|py)\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-TRAIN = next(code for code in BLOCKS if "train_step" in code)
+TRAIN = next(code for code in BLOCKS if "CheckpointManager" in code)
+FLAX = next(code for code in BLOCKS if "nms.layers" in code)
 
 
 def execute(code):
@@ -24,8 +27,17 @@ def execute(code):
 def test_the_other_blocks_run(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   for code in BLOCKS:
-    if code != TRAIN:
+    if code not in (TRAIN, FLAX):
       execute(code)
+
+
+def test_the_flax_model_trains(capsys):
+  names = execute(FLAX)
+  out = capsys.readouterr().out.splitlines()
+  assert out[-1] == "ok" and "sdgf_stepwise" in out[1]
+  done = nms.finalize(names["params"], names["rules"])
+  y = names["Mlp"]().apply({"params": done}, names["x"])  # the dense twin
+  assert np.mean((y - np.sort(names["x"])) ** 2) < 0.5
 
 
 def test_the_run_trains_and_goes_on_from_a_checkpoint(tmp_path, monkeypatch, capsys):

@@ -331,6 +331,27 @@ def test_the_printed_assignment_names_everything():
   assert dense == "dense    mlp/wi/kernel"
 
 
+@pytest.mark.parametrize(
+  "fields, phases, remark",
+  [
+    ({"beta": 0.01}, {"dense": 20, "finetune": 40}, "D jumps from 0.6 to 0 at step 60"),
+    ({"beta": 0.01}, {"finetune": 40}, "D jumps from 0.4 to 0 at step 60"),
+    ({"beta": 0.005}, {}, "D jumps from 0.5 to 0 at step 100"),
+    ({}, {"dense": 20, "finetune": 40}, ""),
+    ({}, {"finetune": 0}, ""),
+    ({"beta": 0.5}, {"dense": 20}, ""),
+  ],
+)
+def test_a_decay_that_does_not_arrive_is_said(fields, phases, remark, caplog):
+  recipe = nms.recipe(
+    "mdgf_linear", pattern="1:8", phases=nms.Phases(total=100, **phases), **fields
+  )
+  assignment = nms.Rules({"mlp/wo/kernel": recipe}).assign(tree({"mlp/wo/kernel": (16, 4)}))
+  assert remark in str(assignment) and remark in caplog.text
+  assert ("jumps" in str(assignment)) == bool(remark)
+  assert assignment.places["mlp/wo/kernel"].remarks == ((remark,) if remark else ())
+
+
 def test_a_schedule_that_does_not_fit_is_found_before_the_run():
   with pytest.raises(ValueError, match="4 levels"):
     nms.recipe("sdgf_stepwise", pattern="1:8", phases=nms.Phases(total=3))
@@ -407,8 +428,8 @@ def test_named_axes_come_first_and_are_checked():
   assert rules.place("b/kernel", (2, 8, 3)).axis == (0, 1)
   with pytest.raises(ValueError, match="axis=5"):
     nms.Rules({".*": LINEAR}, axes={".*": 5}).place("a/kernel", (16, 16))
-  with pytest.raises(ValueError, match="adjacent"):
-    nms.Rules({".*": LINEAR}, axes={".*": (0, 2)}).place("a/kernel", (16, 2, 16))
+  with pytest.raises(ValueError, match="ascending"):
+    nms.Rules({".*": LINEAR}, axes={".*": (2, 0)}).place("a/kernel", (16, 2, 16))
 
 
 def test_a_layer_that_knows_its_axis_is_not_asked():
@@ -478,10 +499,44 @@ def test_flax_writes_these_logical_names():
 
 
 def test_stacked_kernels_of_more_axes_stay_ambiguous():
-  names = {"attention": {"out": {"kernel": ("layers", "heads", "kv", "embed")}}}
-  rules = nms.Rules({"o": LINEAR}).with_logical_axes(names)
+  names = {"experts": {"out": {"kernel": ("layers", "expert", "mlp", "embed")}}}
+  rules = nms.Rules({"experts/out/kernel": LINEAR}).with_logical_axes(names)
   with pytest.raises(ValueError, match="axes="):
-    rules.place("attention/out/kernel", (3, 2, 8, 16))
+    rules.place("experts/out/kernel", (3, 2, 8, 16))
+
+
+@pytest.mark.parametrize("indivisible, kv, size", [("error", 12, 24), ("pad", 3, 8)])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_the_axis_of_a_scan_may_lie_between_the_axes_of_a_group(at, indivisible, kv, size):
+  """Functions of the tree do to a stack what they do to each layer's own kernel."""
+  names = ["heads", "kv", "embed"]
+  names.insert(at, "layers")
+  recipe = nms.recipe("idp", pattern="2:8", phases=nms.Phases(total=30))
+  nest = lambda leaf: {"attention": {"out": {"kernel": leaf}}}
+  own = lambda tree: tree["attention"]["out"]["kernel"]
+  single = nms.Rules({"o": recipe}, {".*": (0, 1)}, indivisible)
+  stacked = nms.Rules({"o": recipe}, None, indivisible).with_logical_axes(nest(tuple(names)))
+  layers = jax.random.normal(jax.random.key(0), (3, 2, kv, 5))
+  params = nest(jnp.moveaxis(layers, 0, at))
+  place = stacked.assign(params).places["attention/out/kernel"]
+  assert place.axes == (names.index("heads"), names.index("kv")) and place.axis_size == size
+
+  def run(params, rules):
+    state = nms.init_state(params, rules)
+    for step in (12, 24):
+      state = nms.update_state(state, params, rules, step)
+    return nms.sparsify(params, rules, 24, state), nms.finalize(params, rules, state)
+
+  got, want = run(params, stacked), [run(nest(x), single) for x in layers]
+  for i in range(2):
+    expected = jnp.stack([own(x[i]) for x in want], at)
+    np.testing.assert_array_equal(own(got[i]), expected)
+  assert nms.verify(got[1], stacked).ok
+  one_bad = jnp.moveaxis(own(got[1]), at, 0).at[1, ..., 3].set(1.0)
+  found = nms.verify(nest(jnp.moveaxis(one_bad, 0, at)), stacked).places[0]
+  first = list(found.first)
+  assert first.pop(at) == 1 and first == [0, 0, 3]
+  assert found.bad_groups == size // 8 and found.groups == 3 * 5 * size // 8
 
 
 # --- a value --------------------------------------------------------------------------------------

@@ -3,9 +3,8 @@
 import contextlib
 import functools
 import os
-import pathlib
+import re
 import shutil
-import sys
 import warnings
 
 import flax
@@ -17,7 +16,6 @@ import pytest
 import t5x_found
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import configure, layers
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.rules import flatten
 
@@ -32,24 +30,34 @@ if reason := t5x_found.why_not():
 
 with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   warnings.simplefilter("ignore")
-  import seqio
   import t5x_task
-  from t5x import adafactor, losses, models, optimizers, partitioning, trainer, utils
+  from t5x import adafactor, models, optimizers, partitioning, trainer, utils
   from t5x import train as t5x_train
   from t5x.examples.decoder_only import network as decoder_network
   from t5x.examples.scalable_t5 import network as scalable_network
   from t5x.examples.t5 import network as t5_network
 
   from nm_sparsity_jax import t5x_adapter
+  from nm_sparsity_jax.t5 import network
 
 
-@pytest.fixture(autouse=True)
-def t5x_promotes():
-  """T5X does not run under strict promotion. Compiling for speed takes longer than these runs."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+T5X_WANTS = {
+  # It does not run under strict promotion; its threads neither, so no context manager helps.
+  "jax_numpy_dtype_promotion": "standard",
+  "jax_numpy_rank_promotion": "allow",
+  # Compiling for speed takes longer than these runs.
+  "jax_disable_most_optimizations": True,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_t5x_wants():
+  before = {name: jax.config.values[name] for name in T5X_WANTS}
+  for name, value in T5X_WANTS.items():
+    jax.config.update(name, value)
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +81,7 @@ def one_initialization(monkeypatch):
 INITIAL = {}
 
 
-# --- a tiny world -----------------------------------------------------------------------------
+# --- a tiny world -------------------------------------------------------------------------------
 
 PHASES = nms.Phases(total=12, dense=3, finetune=3)
 BOUNDARIES = {"dense ends": 3, "level 2": 5, "fine-tune": 9}
@@ -100,6 +108,13 @@ NETWORKS = {
   "t5": lambda: t5_network.Transformer(t5_network.T5Config(**SIZES, **ENC_DEC)),
   "scanned": lambda: scalable_network.Transformer(
     scalable_network.T5Config(
+      **{**SIZES, "num_encoder_layers": 2, "num_decoder_layers": 2}, scan_layers=True,
+      remat_policy="full",
+    )
+  ),
+  "ours": lambda: network.Transformer(network.T5Config(**SIZES, **ENC_DEC)),
+  "ours_scanned": lambda: network.Transformer(
+    network.T5Config(
       **{**SIZES, "num_encoder_layers": 2, "num_decoder_layers": 2}, scan_layers=True,
       remat_policy="full",
     )
@@ -241,19 +256,19 @@ def test_a_run_ends_sparse(name, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["t5", "scanned", "decoder"])
+@pytest.mark.parametrize("network", list(NETWORKS))
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_ends_sparse_everywhere(name, optimizer, network):
   finish(name, optimizer, network)
 
 
-@pytest.mark.parametrize("network", ["scanned", "decoder"])
+@pytest.mark.parametrize("network", ["scanned", "ours"])
 def test_a_run_ends_sparse_in_other_networks(network):
   finish("idp", "adamw", network)
 
 
-# --- the loss, the term, the counter --------------------------------------------------------------
+# --- the loss, the term, the counter ------------------------------------------------------------
 
 
 def one_step(model, state, batch, num_microbatches=None):
@@ -373,7 +388,7 @@ def test_a_count_that_came_with_the_optimizer_state_does_not_matter():
 # --- what the model sees ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("network", ["t5", "scanned", "decoder"])
+@pytest.mark.parametrize("network", ["t5", "scanned", "decoder", "ours", "ours_scanned"])
 @pytest.mark.parametrize("name", ["mdgf_linear", "snip"])
 def test_loss_scores_and_predictions_are_those_of_the_effective_weights(name, network):
   rules = nms.Rules({"ff": recipe(name)})
@@ -423,3 +438,228 @@ def test_one_shot_without_a_dense_phase_takes_its_mask_from_restored_weights():
   for path, mask in flatten(mine(state)["mask"]):
     w = dict(flatten(restored.params))[path]
     np.testing.assert_array_equal(mask, nms.nm_mask(jnp.abs(w), nms.NM.parse(PATTERN)))
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_what_cannot_go_on_is_refused():
+  model = make(rules_of("sr_ste"))
+  state = begin(model).train_state
+  half = state.replace_params(jax.tree.map(lambda w: w.astype(jnp.bfloat16), state.params))
+  with pytest.raises(ValueError, match="restored as bfloat16.*dtype = 'float32'"):
+    model.predict_batch(half.params, batch_of(), flax_mutables=state.flax_mutables)
+  with pytest.raises(ValueError, match="no 'nm_sparsity' in flax_mutables"):
+    model.score_batch(state.params, batch_of())
+  other = make(rules_of("sr_ste", lam=0.5))
+  for refuse in (lambda: begin(other, state=state), lambda: other.check(state)):
+    with pytest.raises(
+      ValueError, match="(?s)trained with.*ff: sr_ste 1:4, total=12.*has\n.*lam=0.5"
+    ):
+      refuse()
+  with pytest.raises(ValueError, match="PRETRAINED_STEPS=7, but .* global step 0.*STEPS=0"):
+    begin(model, pretrained_steps=7)
+  chain = optimizers.chain([nms.sr_ste(rules_of("sr_ste")), optax.adam(0.1)])
+  with pytest.raises(ValueError, match="holds nms.sr_ste.*act twice"):
+    begin(make(rules_of("sr_ste"), optimizer_def=chain))
+  with pytest.raises(ValueError, match="has no rules"):
+    begin(make(None, dense=True), state=state)
+  with pytest.raises(ValueError, match="needs rules="):
+    make(None)
+  many = {
+    f"decoder/layers_{i}/mlp/wo/kernel_{os.urandom(9).hex()}": recipe("idp") for i in range(300)
+  }
+  with pytest.raises(ValueError, match="bytes, and a checkpoint keeps 4096"):
+    make(nms.Rules(many))
+
+
+def test_other_rules_that_nothing_checked_give_no_number():
+  model, other = make(rules_of("mdgf_linear")), make(rules_of("mdgf_linear", beta=0.1))
+  state = begin(model).train_state
+  initializer_of(other, Devices())
+  loss = lambda m: jax.jit(lambda s: m.eval_fn(s.params, batch_of(), s.flax_mutables)[0])(state)
+  assert np.isfinite(loss(model)) and np.isnan(loss(other))
+
+
+def test_a_network_and_a_model_agree_on_rules():
+  ours = lambda rules: network.Transformer(network.T5Config(**SIZES, **ENC_DEC, rules=rules))
+  model = make(None, module=ours(rules_of("idp")))
+  assert model.rules == rules_of("idp") and model.module.config.rules is None
+  assert make(rules_of("idp"), module=ours(rules_of("idp"))).rules == rules_of("idp")
+  with pytest.raises(ValueError, match="model and its network have different rules"):
+    make(rules_of("snip"), module=ours(rules_of("idp")))
+
+
+def test_a_train_state_is_checked_when_it_is_restored():
+  model, other = make(rules_of("sr_ste")), make(rules_of("sr_ste", lam=0.5))
+  state = begin(model).train_state
+  checked = lambda m: (
+    initializer_of(
+      m, Devices(), cls=t5x_adapter.SparseTrainStateInitializer
+    ).global_train_state_shape
+  )
+  assert_equal(checked(model).restore_state(state.state_dict()).params, state.params)
+  with pytest.raises(ValueError, match="trained with the rules"):
+    checked(other).restore_state(state.state_dict())
+
+
+def test_structures_of_checkpoints():
+  sparse = {"target": {"w": 0}, "flax_mutables": {"nm_sparsity": {"step": 0, "rules": 0}}}
+  stored = {
+    "target": {"w": 0},
+    "flax_mutables": {"nm_sparsity": {"step": 0, "rules": 0, "mask": {"w": 0}}},
+  }
+  dense = {"target": {"w": 0}}
+  assert t5x_adapter.require_sparse(sparse, sparse) is sparse
+  assert t5x_adapter.resume_sparse(dense, stored) is dense  # starts from it
+  with pytest.raises(ValueError, match="checkpoint is dense"):
+    t5x_adapter.require_sparse(dense, sparse)
+  with pytest.raises(ValueError, match="MODEL_DIR holds checkpoints of a dense run"):
+    t5x_adapter.resume_sparse(dense, sparse, is_resuming=True)
+  for refuse in (
+    t5x_adapter.require_sparse,
+    functools.partial(t5x_adapter.resume_sparse, is_resuming=True),
+  ):
+    with pytest.raises(ValueError, match="other rules: this run keeps nm_sparsity/mask/w"):
+      refuse(sparse, stored)
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+def collectives(compiled):
+  kinds = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
+  text = compiled.as_text()
+  return {kind: len(re.findall(rf" {kind}(-start)?\(", text)) for kind in kinds}
+
+
+@pytest.mark.parametrize("network", ["t5", "ours"])
+@pytest.mark.parametrize("name", ["sr_ste", "idp"])
+def test_model_parallel(name, network):
+  rules = nms.Rules({place: recipe(name) for place in ("ff", "qkv", "o")})
+  make_model = lambda: make(rules, network, optimizer="sgd", loss_normalizing_factor=100.0)
+  got = {}
+  for count, parts in ((1, 1), (8, 2)):
+    model = make_model()
+    run = begin(model, Devices(count, parts), network)
+    state = at_step(model, run.train_state, PHASES.dense + 3)
+    weights = jax.tree.map(np.asarray, state.params)
+    sparse = jax.jit(model.effective)(state.params, state.flax_mutables)
+    if parts == 2:
+      wi = dict(flatten(state.params))["encoder/layers_0/mlp/wi_0/kernel"]
+      assert wi.sharding.spec[-1] == "model"
+      for path, mask in flatten(mine(state).get("mask", {})):
+        assert mask.sharding == dict(flatten(state.params))[path].sharding
+    new = run._partitioned_train_step(state, batch_of())[0]
+    grads = jax.tree.map(lambda a, b: a - np.asarray(b), weights, new.params)
+    got[count] = jax.tree.map(np.asarray, (sparse, mine(new).get("mask", {}))), grads
+  assert_equal(*(jax.tree.map(lambda w: w != 0, got[c][0]) for c in (8, 1)))
+  assert_equal(got[8][1], got[1][1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sr_ste", "sdgf_stepwise"])
+def test_masks_add_no_communication(name, request):
+  """The compiled train step has the collectives of T5X's own dense one."""
+  jax.config.update("jax_disable_most_optimizations", False)
+  request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", True))
+  counts = {}
+  for dense in (True, False):
+    rules = nms.Rules({place: recipe(name) for place in ("ff", "qkv", "o")})
+    model, partitioner = make(rules, dense=dense), Devices(8, 2)
+    cls = trainer.Trainer if dense else t5x_adapter.SparseTrainer
+    run = begin(model, partitioner, cls=cls)
+    compiled = partitioner.compile(run._partitioned_train_step, run.train_state, batch_of())
+    counts[dense] = collectives(compiled)
+  assert sum(counts[True].values()) and counts[False] == counts[True]
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def train(model, model_dir, steps, restore=None, cls=None, **kw):
+  """t5x.train.train, configured as gin_configs/runs/t5x_finetune.gin does it."""
+  data = utils.DatasetConfig(
+    mixture_or_task_name="nm_test_sort", task_feature_lengths={"inputs": 8, "targets": 8},
+    split="train", batch_size=16, shuffle=True, seed=0, pack=True,
+  )  # fmt: skip
+  if restore is not None:
+    restore = utils.RestoreCheckpointConfig(
+      path=str(restore), mode="specific", dtype="float32", fallback_to_scratch=True,
+      assignment_map=((r"flax_mutables.*|state/param_states.*", None),),
+      state_transformation_fns=[t5x_adapter.resume_sparse],
+    )  # fmt: skip
+  with contextlib.suppress(FileExistsError):
+    os.makedirs(model_dir)
+  return t5x_train.train(
+    model=model, train_dataset_cfg=data, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None,
+    checkpoint_cfg=utils.CheckpointConfig(
+      save=utils.SaveCheckpointConfig(
+        period=kw.pop("period", 100), save_dataset=True, checkpoint_steps=[]
+      ),
+      restore=restore,
+    ),
+    partitioner=Devices(),
+    trainer_cls=functools.partial(
+      cls or t5x_adapter.SparseTrainer, num_microbatches=None,
+      learning_rate_fn=lambda step: jnp.float32(0.01), **kw,
+    ),
+    model_dir=str(model_dir), total_steps=steps, eval_steps=0, eval_period=0, random_seed=0,
+    summarize_config_fn=lambda *args: None,
+    get_dataset_fn=functools.partial(t5x_adapter.get_dataset, model_dir=str(model_dir)),
+  )[1]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dense_checkpoints(tmp_path_factory):
+  """Of T5X's own model and trainer: after two steps, and the same with its step rewritten."""
+  root = tmp_path_factory.mktemp("dense")
+  state = train(make(None, dense=True), root / "two", 2, cls=trainer.Trainer)
+  old = state.replace_step(jnp.int32(1_000_000))
+  saved = utils.SaveCheckpointConfig(save_dataset=False)
+  shapes = initializer_of(make(None, dense=True), Devices()).global_train_state_shape
+  manager = utils.create_orbax_checkpoint_manager(
+    save_cfg=saved, train_state=shapes, partitioner=Devices(), model_dir=str(root)
+  )
+  manager.save(old)
+  manager.wait_until_finished()
+  return {2: root / "two/checkpoint_2", 1_000_000: root / "checkpoint_1000000"}, state.params
+
+
+def assert_same_state(got, want):
+  assert_equal(got.state_dict(), want.state_dict())
+
+
+@pytest.mark.parametrize("name", ["idp"])
+def test_a_run_from_a_dense_checkpoint_and_its_resumption(name, dense_checkpoints, tmp_path):
+  paths, params = dense_checkpoints
+  finals = {}
+  for pretrained, path in paths.items():
+    model = make(rules_of(name))
+    seen = []
+    read = model.read
+
+    def spy(params, flax_mutables, read=read, seen=seen):
+      step, state = read(params, flax_mutables)
+      if not isinstance(step, jax.core.Tracer):
+        seen.append((int(step), params))
+      return step, state
+
+    model.read = spy
+    final = train(
+      model, tmp_path / str(pretrained), pretrained + PHASES.total, path,
+      period=1, pretrained_steps=pretrained,
+    )  # fmt: skip
+    assert seen[0][0] == 0  # before the first step
+    assert_equal(seen[0][1], params)  # of the dense checkpoint
+    assert int(final.step) == pretrained + PHASES.total and the_step(final) == PHASES.total
+    finals[pretrained] = final
+    _, last = read(final.params, final.flax_mutables)
+    report = nms.verify(nms.finalize(final.params, model.stored_rules, last), rules_of(name))
+    assert report.ok and {p.density for p in report.places} == {0.25}
+  assert_equal(finals[2].params, finals[1_000_000].params)
+  for boundary in BOUNDARIES.values():  # killed there; the restore settings stay as they were
+    again = tmp_path / f"again_{boundary}"
+    for step in (boundary - 1, boundary):
+      shutil.copytree(tmp_path / f"2/checkpoint_{2 + step}", again / f"checkpoint_{2 + step}")
+    resumed = train(make(rules_of(name)), again, 2 + PHASES.total, paths[2], pretrained_steps=2)
+    assert_same_state(resumed, finals[2])
