@@ -200,8 +200,9 @@ def verify(params: Any, rules: Rules) -> Report:
 
 
 def _verify(place: Place, w: np.ndarray) -> Verified:
-  pattern = place.pattern
-  axes = masks.check_axis(w.shape, place.axis)
+  pattern, order, given = place.pattern, place.order, place
+  place, w = place.transposed(), w.transpose(order)
+  axes = place.axes
   length = place.axis_size - place.pad
   # On the host and by the bits, so that no backend can flush a subnormal to zero.
   bits = w.view(f"u{w.dtype.itemsize}")
@@ -218,8 +219,9 @@ def _verify(place: Place, w: np.ndarray) -> Verified:
     index = [int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)]
     at = np.unravel_index(index[axes[0]] * pattern.m, [w.shape[a] for a in axes])
     first = (*index[: axes[0]], *(int(i) for i in at), *index[axes[0] + 1 :])
+    first = tuple(first[order.index(a)] for a in range(w.ndim))
   return Verified(
-      place.path, tuple(w.shape), place.axis, str(pattern), counts.size, int(bad.sum()),
+      given.path, given.shape, given.axis, str(pattern), counts.size, int(bad.sum()),
       int(counts.max(initial=0)), float(used.sum() / max(w.size, 1)), first,
   )  # fmt: skip
 

@@ -132,8 +132,8 @@ def ladder_mask(
   return _on_groups(w, pattern.m << most, axis, _magnitude_keys, select)
 
 
-def check_axis(shape: Sequence[int], axis: Axis) -> tuple[int, ...]:
-  """Normalises `axis` to a tuple of adjacent, ascending, non-negative ints."""
+def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[int, ...]:
+  """Normalises `axis` to a tuple of ascending, non-negative ints, adjacent unless `gaps`."""
   rank = len(shape)
   axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
   bad = [a for a in axes if isinstance(a, bool) or not isinstance(a, (int, np.integer))]
@@ -143,7 +143,7 @@ def check_axis(shape: Sequence[int], axis: Axis) -> tuple[int, ...]:
       f"int in [{-rank}, {rank - 1}] or several adjacent ones, such as (0, 1)."
     )
   axes = tuple(int(a) % rank for a in axes)
-  if any(b != a + 1 for a, b in zip(axes, axes[1:], strict=False)):
+  if any(b <= a or (b > a + 1 and not gaps) for a, b in zip(axes, axes[1:], strict=False)):
     raise ValueError(
       f"axis={axis!r}: several axes must be adjacent and ascending, such as (0, 1); they are "
       "read as one axis of their joint length. Transpose the weight first."

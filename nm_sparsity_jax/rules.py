@@ -68,7 +68,8 @@ class Place:
     path: '/'-joined path in the parameter tree.
     shape: shape of the parameter.
     recipe: what is applied to it.
-    axis: the axis of the groups, or adjacent axes that count as one.
+    axis: the axis of the groups, or ascending axes that count as one; the axis of a scan may lie
+      between them, as in (heads, layers, kv, embed).
     pad: entries added to the end of the axis to complete the last group ('pad' policy).
     key: the rule that chose it.
   """
@@ -89,7 +90,27 @@ class Place:
   @property
   def axis_size(self) -> int:
     """Length of the grouped axis, padding included."""
-    return math.prod(self.shape[a] for a in masks.check_axis(self.shape, self.axis)) + self.pad
+    return math.prod(self.shape[a] for a in self.axes) + self.pad
+
+  @property
+  def axes(self) -> tuple[int, ...]:
+    """`axis` as a tuple of ascending, non-negative ints."""
+    return masks.check_axis(self.shape, self.axis, gaps=True)
+
+  @property
+  def order(self) -> tuple[int, ...]:
+    """A transposition after which the axes of the groups are adjacent: what is between comes first.
+
+    The identity unless a scan put its axis between them.
+    """
+    between = tuple(a for a in range(self.axes[0], self.axes[-1]) if a not in self.axes)
+    return (*between, *(a for a in range(len(self.shape)) if a not in between))
+
+  def transposed(self) -> Place:
+    """This place after `order`."""
+    shape = tuple(self.shape[a] for a in self.order)
+    axes = tuple(self.order.index(a) for a in self.axes)
+    return dataclasses.replace(self, shape=shape, axis=axes)
 
   @property
   def groups(self) -> int:
@@ -137,9 +158,13 @@ class Place:
 
   def on_whole_groups(self, function, *arrays: jax.Array) -> jax.Array:
     """function(*arrays, axis=axis), with the axis filled up with zeros where the policy pads."""
+    if self.order != tuple(range(len(self.shape))):
+      arrays = tuple(x.transpose(self.order) for x in arrays)
+      out = self.transposed().on_whole_groups(function, *arrays)
+      return out.transpose(sorted(range(out.ndim), key=self.order.__getitem__))
     if not self.pad:
       return function(*arrays, axis=self.axis)
-    axes = masks.check_axis(self.shape, self.axis)
+    axes = self.axes
     merged = (*self.shape[: axes[0]], self.axis_size - self.pad, *self.shape[axes[-1] + 1 :])
     widths = [(0, self.pad * (a == axes[0]), 0) for a in range(len(merged))]
     full = [jax.lax.pad(x.reshape(merged), x.dtype.type(0), widths) for x in arrays]
@@ -222,7 +247,7 @@ class Rules:
 
   Args:
     places: place -> recipe.
-    axes: regex -> axis (or adjacent axes), for stored parameters whose contraction axis does
+    axes: regex -> axis (or ascending axes), for stored parameters whose contraction axis does
       not follow from path and rank; see `with_logical_axes`. Layers of this package know their
       own axis and do not ask.
     indivisible: what to do when m does not divide the axis: 'error', 'skip' (leave that
@@ -290,8 +315,9 @@ class Rules:
     Args:
       logical_axes: a tree that mirrors the parameters; leaves are tuples of axis names, flax's
         `AxisMetadata` or `PartitionSpec`. Paths may end in `_axes`, as in flax's `params_axes`.
-      stacked: names of axes that a scan over layers adds. The contraction axis is the first of
-        the others for kernels of one contraction axis.
+      stacked: names of axes that a scan over layers adds. Of the others, the contraction axis of
+        a kernel is the first; of an attention kernel with heads as an axis of their own, all but
+        the last for `out`.
 
     Returns:
       New rules. Axes given by hand come first.
@@ -306,8 +332,12 @@ class Rules:
       path = re.sub(r"_axes$", "", path_name(keys))
       names = tuple(getattr(names, "names", names))
       own = [i for i, name in enumerate(names) if name not in stacked]
-      if path.endswith("kernel") and len(own) < len(names) and len(own) == 2:
+      if not path.endswith("kernel") or len(own) == len(names):
+        continue
+      if len(own) == 2 or (len(own) == 3 and re.fullmatch(ROLES["qkv"], path)):
         found.setdefault(re.escape(path), own[0])
+      elif len(own) == 3 and re.fullmatch(ROLES["o"], path):
+        found.setdefault(re.escape(path), (own[0], own[1]))
     return Rules(self.places, found, self.indivisible, dict(self._roles))
 
   def find(self, path: str) -> Recipe | None:
@@ -359,14 +389,14 @@ class Rules:
   def _axis(self, path: str, shape: tuple[int, ...]) -> masks.Axis:
     for regex, axis in self._axes:
       if _compile(regex, "axes").fullmatch(path):
-        masks.check_axis(shape, axis)
+        masks.check_axis(shape, axis, gaps=True)
         return axis
     for regex, rank, axis in _AXES:
       if re.fullmatch(regex, path) and len(shape) == (rank or max(len(shape), 3)):
         return axis
     raise ValueError(
       f"{path!r} has shape {shape}, and which axis is contracted does not follow from that. Name "
-      f"it: Rules(..., axes={{{path!r}: 0}}), an int or adjacent axes such as (0, 1); for "
+      f"it: Rules(..., axes={{{path!r}: 0}}), an int or ascending axes such as (0, 1); for "
       "layers stacked by a scan, rules.with_logical_axes(params_axes)."
     )
 

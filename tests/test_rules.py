@@ -428,8 +428,8 @@ def test_named_axes_come_first_and_are_checked():
   assert rules.place("b/kernel", (2, 8, 3)).axis == (0, 1)
   with pytest.raises(ValueError, match="axis=5"):
     nms.Rules({".*": LINEAR}, axes={".*": 5}).place("a/kernel", (16, 16))
-  with pytest.raises(ValueError, match="adjacent"):
-    nms.Rules({".*": LINEAR}, axes={".*": (0, 2)}).place("a/kernel", (16, 2, 16))
+  with pytest.raises(ValueError, match="ascending"):
+    nms.Rules({".*": LINEAR}, axes={".*": (2, 0)}).place("a/kernel", (16, 2, 16))
 
 
 def test_a_layer_that_knows_its_axis_is_not_asked():
@@ -499,10 +499,44 @@ def test_flax_writes_these_logical_names():
 
 
 def test_stacked_kernels_of_more_axes_stay_ambiguous():
-  names = {"attention": {"out": {"kernel": ("layers", "heads", "kv", "embed")}}}
-  rules = nms.Rules({"o": LINEAR}).with_logical_axes(names)
+  names = {"experts": {"out": {"kernel": ("layers", "expert", "mlp", "embed")}}}
+  rules = nms.Rules({"experts/out/kernel": LINEAR}).with_logical_axes(names)
   with pytest.raises(ValueError, match="axes="):
-    rules.place("attention/out/kernel", (3, 2, 8, 16))
+    rules.place("experts/out/kernel", (3, 2, 8, 16))
+
+
+@pytest.mark.parametrize("indivisible, kv, size", [("error", 12, 24), ("pad", 3, 8)])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_the_axis_of_a_scan_may_lie_between_the_axes_of_a_group(at, indivisible, kv, size):
+  """Functions of the tree do to a stack what they do to each layer's own kernel."""
+  names = ["heads", "kv", "embed"]
+  names.insert(at, "layers")
+  recipe = nms.recipe("idp", pattern="2:8", phases=nms.Phases(total=30))
+  nest = lambda leaf: {"attention": {"out": {"kernel": leaf}}}
+  own = lambda tree: tree["attention"]["out"]["kernel"]
+  single = nms.Rules({"o": recipe}, {".*": (0, 1)}, indivisible)
+  stacked = nms.Rules({"o": recipe}, None, indivisible).with_logical_axes(nest(tuple(names)))
+  layers = jax.random.normal(jax.random.key(0), (3, 2, kv, 5))
+  params = nest(jnp.moveaxis(layers, 0, at))
+  place = stacked.assign(params).places["attention/out/kernel"]
+  assert place.axes == (names.index("heads"), names.index("kv")) and place.axis_size == size
+
+  def run(params, rules):
+    state = nms.init_state(params, rules)
+    for step in (12, 24):
+      state = nms.update_state(state, params, rules, step)
+    return nms.sparsify(params, rules, 24, state), nms.finalize(params, rules, state)
+
+  got, want = run(params, stacked), [run(nest(x), single) for x in layers]
+  for i in range(2):
+    expected = jnp.stack([own(x[i]) for x in want], at)
+    np.testing.assert_array_equal(own(got[i]), expected)
+  assert nms.verify(got[1], stacked).ok
+  one_bad = jnp.moveaxis(own(got[1]), at, 0).at[1, ..., 3].set(1.0)
+  found = nms.verify(nest(jnp.moveaxis(one_bad, 0, at)), stacked).places[0]
+  first = list(found.first)
+  assert first.pop(at) == 1 and first == [0, 0, 3]
+  assert found.bad_groups == size // 8 and found.groups == 3 * 5 * size // 8
 
 
 # --- a value --------------------------------------------------------------------------------------
