@@ -4,7 +4,7 @@ The public names; everything is imported when it is first used.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nm_sparsity_jax._version import __version__
 
@@ -29,7 +29,35 @@ _MODULES = (
     "recipes", "rules", "schedules",
 )  # fmt: skip
 
-__all__ = ["__version__", *_HOME, *_MODULES]
+if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
+  from nm_sparsity_jax import (
+    apply,
+    configure,
+    flops,
+    gradients,
+    layers,
+    masks,
+    metrics,
+    optim,
+    patterns,
+    recipes,
+    rules,
+    schedules,
+  )
+  from nm_sparsity_jax.apply import finalize, init_state, sparsify, update_state, verify
+  from nm_sparsity_jax.masks import nm_mask
+  from nm_sparsity_jax.optim import count_steps, sr_ste, step_count
+  from nm_sparsity_jax.patterns import NM
+  from nm_sparsity_jax.recipes import Recipe, recipe
+  from nm_sparsity_jax.rules import Rules
+  from nm_sparsity_jax.schedules import Phases
+
+__all__ = [
+    "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
+    "finalize", "flops", "gradients", "init_state", "layers", "masks", "metrics", "nm_mask", "optim",
+    "patterns", "recipe", "recipes", "rules", "schedules", "sparsify", "sr_ste", "step_count",
+    "update_state", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax import masks
-from nm_sparsity_jax.rules import Place, Rules, flatten, map_with_names, table
+from nm_sparsity_jax.rules import Place, Rules, Stored, flatten, map_with_names, table
 from nm_sparsity_jax.schedules import as_step
 
 State = dict[str, Any]
@@ -27,10 +27,12 @@ def init_state(params: Any, rules: Rules) -> State:
   Returns:
     `{}`, or a dict to carry and checkpoint with the optimizer state:
 
-      step   int32 scalar, the last step that `update_state` saw
-      mask   bool masks (True = kept), nested as `params`, stateful places only
-      score  sums of |g * W|, float32, where there are snip places
-      seen   how many gradients are in them, int32 scalars, likewise
+      step     int32 scalar, the last step that `update_state` saw
+      mask     bool masks (True = kept), nested as `params`, stateful places only
+      made     int32 scalars, likewise: what recipe and axis the mask is for
+      renewed  int32 scalars, likewise: how many times it was renewed
+      score    sums of |g * W|, float32, where there are snip places
+      seen     how many gradients are in them, int32 scalars, likewise
 
     Masks are all True until their step comes; one_shot with `dense = 0` takes it here, from the
     initial (or restored) weights.
@@ -40,7 +42,8 @@ def init_state(params: Any, rules: Rules) -> State:
   for path, place in rules.assign(params).places.items():
     if place.recipe.stateful:
       state.setdefault("step", jnp.int32(0))
-      _put(state, path, place.recipe.first_state(place, arrays[path]))
+      kept = place.recipe.first_state(place, arrays[path])
+      _put(state, path, kept | _stamp(place, kept, 0))
   return state
 
 
@@ -67,7 +70,8 @@ def update_state(
     params: the parameters after the update.
     rules: the rules.
     step: the number of updates applied, after this one: `nms.step_count(opt_state)`.
-    grads: gradients of the step just taken (of its whole batch); only snip needs them.
+    grads: gradients of the step just taken, of its whole batch (under `optax.MultiSteps` the mean
+      over the mini-steps); only snip needs them.
     grads_at: the parameters that `grads` were taken at, for snip's exact |g * W|; None = `params`.
 
   Returns:
@@ -87,11 +91,32 @@ def update_state(
   taken_at = dict(flatten(grads_at)) if grads_at is not None else arrays
   new: State = {"step": jnp.maximum(last, step)}
   for path, place in places.items():
-    gradient, at = gradients.get(path), taken_at[path]
-    stored = _take(state, path)
-    w = arrays[path]
-    _put(new, path, place.recipe.next_state(place, stored, w, step, last, gradient, at))
+    old, w, at = _take(state, path), arrays[path], taken_at.get(path, arrays[path])
+    kept = place.recipe.next_state(place, old, w, step, last, gradients.get(path), at)
+    _put(new, path, kept | _stamp(place, kept, new["step"]) | {"made": old["made"]})
   return new
+
+
+def current(
+  place: Place, step: jax.Array | int, state: State | None
+) -> tuple[jax.Array | int, jax.Array | None]:
+  """The step to act at and the stored mask of a place, None where there is none.
+
+  Raises where a mask is missing, or known to be of other rules or of another time; where that is
+  traced the step is -1, which makes D and so the weights NaN.
+  """
+  found = _take(state, place.path) if state else {}
+  if not place.recipe.stateful:
+    return step, found.get("mask")
+  if not found:
+    raise ValueError(
+      f"{place.recipe.name} at {place.path!r} keeps its mask as state, and state="
+      f"{'None' if state is None else 'the one given'} has none for it: carry state = "
+      "nms.init_state(params, rules), refresh it by nms.update_state, and pass it (to an optimizer "
+      "as tx.update(..., nm_state=state))."
+    )
+  stored = Stored(state["step"], found["made"], found["renewed"])  # type: ignore[index]
+  return place.in_time(step, stored), found["mask"]
 
 
 def stored_masks(state: State | None) -> dict[str, jax.Array]:
@@ -109,15 +134,10 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
   an error; where the steps are traced it makes the weight NaN, so that it cannot pass unseen.
   """
   places = rules.assign(params).places
-  stored = stored_masks(state)
 
   def apply(path, w):
     place = places.get(path)
-    if place is None:
-      return w
-    mask = stored.get(path)
-    at = step if mask is None or not state else place.in_time(step, state["step"])
-    return place.effective(w, at, mask)
+    return w if place is None else place.effective(w, *current(place, step, state))
 
   return map_with_names(apply, params)
 
@@ -141,7 +161,7 @@ def finalize(params: Any, rules: Rules, state: State | None = None) -> Any:
           f"{place.recipe.name} at {path!r} keeps its mask as state: "
           "nms.finalize(params, rules, state)."
         )
-      _refuse_untaken(place, state["step"])
+      _refuse_untaken(place, state["step"], _take(state, path))
     return jnp.where(place.magnitude_mask(w, None, mask), w, jnp.zeros_like(w))
 
   return map_with_names(apply, params)
@@ -204,9 +224,14 @@ def _verify(place: Place, w: np.ndarray) -> Verified:
   place, w = place.transposed(), w.transpose(order)
   axes = place.axes
   length = place.axis_size - place.pad
-  # On the host and by the bits, so that no backend can flush a subnormal to zero.
-  bits = w.view(f"u{w.dtype.itemsize}")
-  used = (bits << np.asarray(1, bits.dtype)) != 0
+  if jnp.issubdtype(w.dtype, jnp.floating):
+    # On the host and by the bits, so that no backend can flush a subnormal to zero.
+    bits = w.view(f"u{w.dtype.itemsize}")
+    used = (bits << np.asarray(1, bits.dtype)) != 0
+  elif jnp.issubdtype(w.dtype, jnp.integer):
+    used = w != 0
+  else:
+    raise ValueError(f"{given.path!r} has dtype {w.dtype}: verify takes real floats and integers.")
   used = used.reshape(*w.shape[: axes[0]], length, *w.shape[axes[-1] + 1 :])
   widths = [(0, place.pad if a == axes[0] else 0) for a in range(used.ndim)]
   used = np.pad(used, widths)
@@ -226,10 +251,19 @@ def _verify(place: Place, w: np.ndarray) -> Verified:
   )  # fmt: skip
 
 
-def _refuse_untaken(place: Place, last: jax.Array):
+def _stamp(place: Place, kept: State, step: jax.Array | int) -> dict[str, jax.Array]:
+  """What `current` looks at."""
+  renewed = jnp.asarray(place.recipe.renewed(kept, step), jnp.int32)
+  return {"made": jnp.int32(place.fingerprint), "renewed": renewed}
+
+
+def _refuse_untaken(place: Place, last: jax.Array, kept: State):
   recipe = place.recipe
   assert recipe.phases is not None
-  fine = (recipe.renewals(last) > 0) | (recipe.renewals(recipe.phases.total) == 0)
+  foreign = jnp.asarray(kept["made"]) != place.fingerprint
+  if not isinstance(foreign, jax.core.Tracer) and foreign:
+    place.in_time(last, Stored(last, kept["made"], kept["renewed"]))
+  fine = (jnp.asarray(kept["renewed"]) > 0) | (recipe.renewals(recipe.phases.total) == 0)
   if not isinstance(fine, jax.core.Tracer) and not fine:
     raise ValueError(
       f"{place.path!r}: the mask of {recipe.name} was never taken: the state is of step "

@@ -6,7 +6,8 @@ A layer is the plain one of T5X or flax, and one field more: `rules`. It looks i
 of its kernel and knows its own contraction axis. Where a recipe owns the kernel, the layer reads
 
     nm_sparsity/<path>/step           int32 scalar, updates applied so far; scans broadcast it
-    nm_sparsity/<path>/state_step     the same of a stateful recipe's state: its last update
+    nm_sparsity/<path>/state_step,    of a stateful recipe: the step, recipe and renewals of its
+      state_made, state_renewed       mask, by which one that is out of date is found out
     nm_sparsity_state/<path>/kernel   bool mask (True = kept) of a stateful recipe; nested and
                                       scanned as params
 
@@ -36,7 +37,7 @@ from jax import lax
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax.apply import State
-from nm_sparsity_jax.rules import Place, Rules, map_with_names
+from nm_sparsity_jax.rules import Place, Rules, Stored, flatten, map_with_names
 from nm_sparsity_jax.schedules import as_step
 
 _log = logging.getLogger(__name__)
@@ -155,11 +156,16 @@ def with_step(variables: Variables, step: jax.Array | int, state: State | None =
       "has none either, no rule names a layer of this model, or the layers got no rules=."
     )
 
+  stamps = dict(flatten({key: state[key] for key in ("made", "renewed")})) if state else {}
+
   def fill(path, leaf):
-    if path.rpartition("/")[2] == "step":
+    layer, _, name = path.rpartition("/")
+    if name == "step":
       return jnp.broadcast_to(step, leaf.shape)
     if state:
-      return jnp.broadcast_to(as_step(state["step"]), leaf.shape)
+      key = "/".join(filter(None, (name.removeprefix("state_"), layer, "kernel")))
+      told = state["step"] if name == "state_step" else stamps.get(key, -1)
+      return jnp.broadcast_to(jnp.asarray(told, jnp.int32), leaf.shape)
     return jnp.full(leaf.shape, -1, jnp.int32) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
   new = {COLLECTION: map_with_names(fill, variables[COLLECTION])}
@@ -178,6 +184,12 @@ def _effective(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Array:
   if not isinstance(place, Place):
     if place and layer.is_initializing():
       _log.warning("%s stays dense: %s", path, place)
+    if layer.has_variable(COLLECTION, "step"):
+      raise ValueError(
+        f"{path!r} was sparse when it was initialized, but no rule names it now. A layer finds its "
+        "rule by its path from the module that is applied: apply the whole model, or give its part "
+        "rules of its own."
+      )
     return w
   if layer.is_initializing():
     if place.remarks:
@@ -188,7 +200,7 @@ def _effective(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Array:
   if not place.recipe.stateful:
     return place.effective(w, step)
   mask = _read_mask(layer, place)
-  return place.effective(w, place.in_time(step, _read_state_step(layer, place)), mask)
+  return place.effective(w, place.in_time(step, _read_stored(layer, place)), mask)
 
 
 def _create_variables(layer: nn.Module, place: Place, w: jax.Array) -> None:
@@ -199,7 +211,8 @@ def _create_variables(layer: nn.Module, place: Place, w: jax.Array) -> None:
   if not place.recipe.stateful:
     return
   if layer.is_mutable_collection(COLLECTION):
-    layer.variable(COLLECTION, "state_step", none)
+    for name in _STORED:
+      layer.variable(COLLECTION, name, none)
   if layer.is_mutable_collection(STATE_COLLECTION):
     first = lambda: place.recipe.first_state(place, w)["mask"]
     layer.variable(STATE_COLLECTION, "kernel", first)
@@ -222,12 +235,12 @@ def _read_step(layer: nn.Module, place: Place) -> jax.Array:
   return step
 
 
-def _read_state_step(layer: nn.Module, place: Place) -> jax.Array:
-  """The step of the stored mask; -1 where none was given, which comes before every renewal."""
-  step = layer.get_variable(COLLECTION, "state_step", jnp.int32(-1))
-  if not isinstance(step, jax.core.Tracer) and jnp.ndim(step) == 0 and int(step) < 0:
+def _read_stored(layer: nn.Module, place: Place) -> Stored:
+  """What the stored mask is; -1 where none was given, which matches no place."""
+  found = Stored(*(layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STORED))
+  if not isinstance(found.last, jax.core.Tracer) and jnp.all(found.last < 0):
     raise ValueError(f"{_claim(place)}, which keeps its mask as state, and none was given. {_GIVE}")
-  return step
+  return found
 
 
 def _read_mask(layer: nn.Module, place: Place) -> jax.Array:
@@ -240,6 +253,7 @@ def _read_mask(layer: nn.Module, place: Place) -> jax.Array:
   return layer.get_variable(STATE_COLLECTION, "kernel")
 
 
+_STORED = ("state_step", "state_made", "state_renewed")  # as in `rules.Stored`
 _GIVE = (
   "Call model.apply(nms.layers.with_step(variables, step, state), ...) with the state of "
   "nms.init_state(params, rules), refreshed by nms.update_state."

@@ -55,7 +55,15 @@ def nm_mask(scores: jax.Array, pattern: NM | str, axis: Axis = 0) -> jax.Array:
   >>> nm_mask(jnp.array([3., 1., 2., 2.]), NM(2, 4)).tolist()
   [True, False, True, False]
   """
-  pattern = NM.parse(pattern)
+  return _nm_mask(_floating(scores), NM.parse(pattern), _hashable(axis))
+
+
+# Compiled once for each pattern, axis and shape, also outside jit; inlined inside.
+_compiled = functools.partial(jax.jit, inline=True)
+
+
+@functools.partial(_compiled, static_argnums=(1, 2))
+def _nm_mask(scores, pattern, axis):
   select = functools.partial(_select, n=pattern.n)
   return _on_groups(scores, pattern.m, axis, _score_keys, select)
 
@@ -87,13 +95,19 @@ def magnitude_mask(
   """
   pattern = NM.parse(pattern)
   if n is None or isinstance(n, int):
-    n = pattern.n if n is None else NM(n, pattern.m).n
+    pattern, n = pattern if n is None else NM(n, pattern.m), None
+  w = _floating(w)
   if parent is not None and (parent.shape != w.shape or parent.dtype != jnp.bool_):
     raise ValueError(
       f"parent has shape {parent.shape} and dtype {parent.dtype}, but a mask of this weight has "
       f"shape {w.shape} and dtype bool. Pass a mask of the same weight."
     )
-  select = functools.partial(_select, n=n)
+  return _magnitude_mask(w, n, parent, pattern, _hashable(axis))
+
+
+@functools.partial(_compiled, static_argnums=(3, 4))
+def _magnitude_mask(w, n, parent, pattern, axis):
+  select = functools.partial(_select, n=pattern.n if n is None else n)
   return _on_groups(w, pattern.m, axis, _magnitude_keys, select, parent)
 
 
@@ -118,8 +132,13 @@ def ladder_mask(
   >>> [ladder_mask(w, "1:2", doublings=jnp.int32(d), most=1).tolist() for d in (0, 1)]
   [[True, False, True, False], [True, True, False, False]]
   """
-  pattern = NM.parse(pattern)
-  n = jnp.int32(pattern.n) << doublings.astype(jnp.int32)
+  doublings = jnp.asarray(doublings, jnp.int32)
+  return _ladder_mask(_floating(w), doublings, NM.parse(pattern), _hashable(axis), most)
+
+
+@functools.partial(_compiled, static_argnums=(2, 3, 4))
+def _ladder_mask(w, doublings, pattern, axis, most):
+  n = jnp.int32(pattern.n) << doublings
 
   def select(keys, axis):
     long = keys.shape[axis]
@@ -151,8 +170,8 @@ def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[in
   return axes
 
 
-def _on_groups(x, m, axis, to_keys, select, parent=None):
-  """Checks the arguments, views `axis` as (groups, m), selects, and restores the shape."""
+def _floating(x):
+  """x as an array, refused where it has no order of real numbers."""
   if not hasattr(x, "dtype"):
     x = jnp.asarray(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -160,6 +179,15 @@ def _on_groups(x, m, axis, to_keys, select, parent=None):
       f"a mask needs real floating-point scores, got dtype {x.dtype} and shape {x.shape}. "
       "Integers: convert with .astype(jnp.float32). Complex numbers: pass jnp.abs of them."
     )
+  return x
+
+
+def _hashable(axis: Axis) -> Axis:
+  return tuple(axis) if isinstance(axis, Sequence) else axis
+
+
+def _on_groups(x, m, axis, to_keys, select, parent=None):
+  """Views `axis` as (groups, m), selects, and restores the shape."""
   axes = check_axis(x.shape, axis)
   length = int(np.prod([x.shape[a] for a in axes]))
   if length % m:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nm_sparsity_jax.apply import State, stored_masks
+from nm_sparsity_jax.apply import State, current
 from nm_sparsity_jax.optim import _named_states
 from nm_sparsity_jax.rules import Place, Rules, flatten
 from nm_sparsity_jax.schedules import as_step
@@ -93,17 +93,11 @@ def masks_of(
   yet zero, and its mask already False.
   """
   step = as_step(step)
-  stored, arrays = stored_masks(state), dict(flatten(params))
-  found = {}
-  for path, place in rules.assign(params).places.items():
-    if place.recipe.stateful and path not in stored:
-      raise ValueError(
-        f"{place.recipe.name} at {path!r} keeps its mask as state, and state="
-        f"{'None' if state is None else 'the one given'} has none for it: carry state = "
-        "nms.init_state(params, rules), refreshed by nms.update_state, and pass it."
-      )
-    found[path] = place.mask(arrays[path], step, stored.get(path))
-  return found
+  arrays = dict(flatten(params))
+  return {
+    path: place.mask(arrays[path], *current(place, step, state))
+    for path, place in rules.assign(params).places.items()
+  }
 
 
 def decay(params: Any, rules: Rules, step: jax.Array | int) -> dict[str, jax.Array]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nm_sparsity_jax.apply import State, stored_masks
+from nm_sparsity_jax.apply import State, current
 from nm_sparsity_jax.rules import Rules, flatten, map_with_names
 
 
@@ -79,19 +79,13 @@ def add_sr_ste(
   """
   places = rules.assign(params, partial=_is_part(params)).places
   wanted = {path: p for path, p in places.items() if p.recipe.lam}
-  stored, arrays = stored_masks(state), dict(flatten(params))
-  for path, place in wanted.items():
-    if place.recipe.stateful and path not in stored:
-      raise ValueError(
-        f"{place.recipe.name} at {path!r} keeps its mask as state, and nms.sr_ste got none: "
-        "tx.update(grads, opt_state, params, nm_state=state)."
-      )
+  arrays = dict(flatten(params))
 
   def add(path, g):
     if path not in wanted:
       return g
     w, place = arrays[path], wanted[path]
-    pruned = jnp.where(place.mask(w, step, stored.get(path)), jnp.zeros_like(w), w)
+    pruned = jnp.where(place.mask(w, *current(place, step, state)), jnp.zeros_like(w), w)
     lam = jnp.float32(place.recipe.lam * scale)
     return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
 
@@ -122,7 +116,8 @@ def step_count(opt_state: Any) -> jax.Array:
   """The number of optimizer updates applied, an int32 scalar: the `step` of everything here.
 
   Under `optax.MultiSteps` its `gradient_step`; else the count of `sr_ste` or `count_steps`; else
-  the first `count` in the chain.
+  the first `count` in the chain. (Counts that begin anew, of `optax.apply_every` and
+  `reduce_on_plateau`, are none.)
   """
   found = list(_named_states(opt_state))
   multi = [s for s in found if isinstance(s, optax.MultiStepsState)]
@@ -136,7 +131,7 @@ def step_count(opt_state: Any) -> jax.Array:
         "mini-step. Write optax.MultiSteps(optax.chain(nms.sr_ste(rules), ...), k)."
       )
     return _scalar(multi[0].gradient_step)
-  for state in (*ours, *found):
+  for state in (*ours, *(s for s in found if type(s).__name__ not in _CYCLES)):
     # Only a field: every tuple has a method of that name.
     count = jax.tree.leaves(state.count) if "count" in _names(state) else []
     if count and jnp.shape(count[0]) == ():
@@ -145,6 +140,9 @@ def step_count(opt_state: Any) -> jax.Array:
     "the optimizer state has no step count: add one, "
     "optax.chain(nms.count_steps(), your_optimizer)."
   )
+
+
+_CYCLES = ("ApplyEvery", "ReduceLROnPlateauState")
 
 
 def _named_states(node: Any):

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -31,6 +32,8 @@ from jax import lax
 from nm_sparsity_jax import gradients, masks, schedules
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.schedules import Phases, Segment, as_step
+
+_NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
 
 
 class Groups(Protocol):
@@ -47,7 +50,7 @@ class Groups(Protocol):
 class Recipe(abc.ABC):
   """What a rule applies to a weight. Subclasses here are final; to vary one, write your own.
 
-  A stateful one also writes `renewals`, `first_state` and `next_state`; `OneShot` is the shortest.
+  A stateful one also writes `renewals`, `first_state` and `next_state`, as `OneShot` does.
 
   Attributes:
     name: the name that `recipe` knows it by.
@@ -121,6 +124,11 @@ class Recipe(abc.ABC):
     del step
     return 0
 
+  def renewed(self, state: dict[str, jax.Array], last: jax.Array | int) -> jax.Array | int:
+    """How many times the mask in `state` was renewed, after `next_state` at step `last`."""
+    del state
+    return self.renewals(last)
+
   def first_state(self, place: Groups, w: jax.Array) -> dict[str, jax.Array]:
     """What `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
     raise NotImplementedError(f"{self.name} is stateful, so it must define first_state.")
@@ -170,7 +178,7 @@ class Dense(Recipe):
     return ()
 
   def decay(self, step):
-    return jnp.where(as_step(step) < 0, jnp.float32(jnp.nan), jnp.float32(1))
+    return jnp.where(as_step(step) < 0, _NAN, jnp.float32(1))
 
   def mask(self, w, step, axis=0, mask=None):
     del step, axis, mask
@@ -218,7 +226,7 @@ class _Sparse(Recipe):
     d = self._decay(step - self.phases.dense)
     d = jnp.where(step >= self.phases.finetune_start, jnp.float32(0), d)
     d = jnp.where(step < self.sparse_from, jnp.float32(1), d)
-    return jnp.where(step < 0, jnp.float32(jnp.nan), d)
+    return jnp.where(step < 0, _NAN, d)
 
   def _mask(self, w, step, axis, stored):
     """The mask of the level that holds at `step` (of the first one before)."""
@@ -281,6 +289,13 @@ def _length(w: jax.Array, axis: masks.Axis) -> int:
   return math.prod(w.shape[a] for a in masks.check_axis(w.shape, axis))
 
 
+def _when(condition, yes, no):
+  """lax.cond without operands; outside jit a Python branch, which compiles nothing anew."""
+  if isinstance(condition, jax.core.Tracer):
+    return lax.cond(condition, yes, no)
+  return yes() if condition else no()
+
+
 def _current(levels, step, values):
   """The value of the level that holds at `step`, by comparisons: nothing to gather."""
   now = jnp.int32(values[0])
@@ -292,12 +307,13 @@ def _current(levels, step, values):
 def _leveled_mask(levels, w, step, axis, parent=None):
   """The magnitude mask of the pattern that holds at `step`; one compilation for all levels."""
   *earlier, last = [p for _, p in levels]
-  final = lambda w: masks.magnitude_mask(w, last, axis, parent=parent)
+  w = lax.stop_gradient(w)
+  final = lambda: masks.magnitude_mask(w, last, axis, parent=parent)
   if not earlier:
-    return final(w)
-  climb = lambda w: _ladder_mask(levels[:-1], w, step, axis, parent)
+    return final()
+  climb = lambda: _ladder_mask(levels[:-1], w, step, axis, parent)
   # The last level holds longest and is often far cheaper than the ladder: 1:m is one maximum.
-  return lax.cond(step >= levels[-1][0], final, climb, lax.stop_gradient(w))
+  return _when(step >= levels[-1][0], final, climb)
 
 
 def _ladder_mask(levels, w, step, axis, parent):
@@ -313,7 +329,10 @@ def _ladder_mask(levels, w, step, axis, parent):
     d = _current(levels, step, range(most, -1, -1))
     return masks.ladder_mask(w, base, axis, doublings=d, most=most)
   branches = [lambda w, p=p: masks.magnitude_mask(w, p, axis, parent=parent) for p in patterns]
-  return lax.switch(_current(levels, step, range(len(levels))), branches, w)
+  now = _current(levels, step, range(len(levels)))
+  if isinstance(now, jax.core.Tracer):
+    return lax.switch(now, branches, w)
+  return branches[int(now)](w)
 
 
 # --- baselines --------------------------------------------------------------------------------
@@ -333,9 +352,9 @@ class _Stateful(_Sparse):
     del grad, grad_at
     due = self.renewals(step) > self.renewals(last)
     mask = state["mask"]
-    return {"mask": lax.cond(due, lambda: self._renewed(place, mask, w, step), lambda: mask)}
+    return {"mask": _when(due, lambda: self._take(place, mask, w, step), lambda: mask)}
 
-  def _renewed(self, place: Groups, mask, w, step) -> jax.Array:
+  def _take(self, place: Groups, mask, w, step) -> jax.Array:
     raise NotImplementedError
 
 
@@ -388,7 +407,7 @@ class OneShot(_Frozen):
       return {"mask": place.magnitude_mask(w)}
     return super().first_state(place, w)
 
-  def _renewed(self, place, mask, w, step):
+  def _take(self, place, mask, w, step):
     del mask, step
     return place.magnitude_mask(w)
 
@@ -465,13 +484,24 @@ class Snip(_Frozen):
         f"snip needs the gradient of {place.path!r}: pass update_state(..., grads=grads), the "
         "gradients of the step just taken."
       )
-    add = (step > last) & (step > self.phases.dense) & (state["seen"] < self.batches)
+    if grad.shape != w.shape:
+      raise ValueError(
+        f"snip: the gradient of {place.path!r} has shape {grad.shape}, the weight {w.shape}. Pass "
+        "the gradients of these parameters."
+      )
+    # Each step of the window once. Whoever misses one never has a mask, and is told so.
+    next_one = self.phases.dense + state["seen"] + 1
+    add = (step > last) & (step == next_one) & (state["seen"] < self.batches)
     sensitivity = jnp.abs(grad.astype(jnp.float32) * grad_at.astype(jnp.float32))
     score = jnp.where(add, state["score"] + sensitivity, state["score"])
     seen = state["seen"] + add.astype(jnp.int32)
     due = add & (seen == self.batches)
-    mask = lax.cond(due, lambda: place.score_mask(score), lambda: state["mask"])
+    mask = _when(due, lambda: place.score_mask(score), lambda: state["mask"])
     return {"mask": mask, "score": score, "seen": seen}
+
+  def renewed(self, state, last):
+    del last
+    return (state["seen"] >= self.batches).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -508,7 +538,7 @@ class Idp(_Stateful):
     levels = self.levels()
     return _current(levels, as_step(step), range(len(levels)))
 
-  def _renewed(self, place, mask, w, step):
+  def _take(self, place, mask, w, step):
     # One choice replays all levels crossed: the best of the best is the best.
     levels = self.levels()
     kept = [p.n for _, p in levels]
@@ -518,8 +548,13 @@ class Idp(_Stateful):
     return _leveled_mask(self.levels(), w, step, axis, parent=_require(self, w, stored))
 
 
+def _is_number(x: Any) -> bool:
+  """A plain one: a recipe is hashed, so an array will not do."""
+  return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
 def _check_lam(recipe):
-  if not 0 <= recipe.lam < math.inf:
+  if not _is_number(recipe.lam) or not 0 <= recipe.lam < math.inf:
     raise ValueError(
       f"{recipe.name}(lam={recipe.lam!r}): lambda must be a number >= 0, such as 2e-4."
     )
@@ -541,9 +576,9 @@ class _Decaying(_Sparse):
       raise ValueError(
         f"{self.name}(beta={self.beta!r}) needs decay_kind='linear' or 'exponential'."
       )
-    if self.beta is not None and not 0 < self.beta < math.inf:
+    if self.beta is not None and not (_is_number(self.beta) and 0 < self.beta < math.inf):
       raise ValueError(
-        f"{self.name}(beta={self.beta!r}): beta must be positive, or D would not fall from 1. "
+        f"{self.name}(beta={self.beta!r}): beta must be a positive number, or D would not fall. "
         "None chooses it from the phases."
       )
     if self.kind is not None and self.beta is None:

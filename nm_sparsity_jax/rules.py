@@ -3,7 +3,7 @@
     params[path] -> [rules: recipe, axis, what to do when the axis does not divide] -> recipe
 
 One table, read by the layers, by `sparsify`, by the optimizer term, by verification and by the
-plan, so that none of them can disagree.
+plan, so that they agree. (`axes=` is for the stored tree; a layer groups along what it contracts.)
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import functools
 import logging
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -28,6 +29,9 @@ from nm_sparsity_jax.schedules import as_step
 _log = logging.getLogger(__name__)
 
 _ATTENTION = r"(.*/)?(\w*[aA]ttention(_\d+)?)/"
+
+# By the names that flax gives its own classes. (T5's self_attention may be one stacked by a scan.)
+_FLAX_ATTENTION = r"(.*/)?(MultiHeadDotProductAttention|MultiHeadAttention|SelfAttention)(_\d+)?/"
 
 # Roles of T5 (T5X's names, also scanned) and of flax's ViT. Values are regexes for the whole path.
 ROLES: Mapping[str, str] = {
@@ -52,12 +56,26 @@ QUALIFIERS: Mapping[str, str] = {
 # stacked by a scan, is ambiguous: (embed, layers, mlp) and (embed, heads, head_dim) look alike.
 _AXES: Sequence[tuple[str, int | None, masks.Axis]] = (
   (r"(.*/)?[cC]onv\w*/kernel", None, -2),  # (..., in, out): groups of inputs at one offset
-  (r"(.*/)?MultiHeadDotProductAttention(_\d+)?/(query|key|value)/kernel", 3, 0),
-  (r"(.*/)?MultiHeadDotProductAttention(_\d+)?/out/kernel", 3, (0, 1)),
+  (_FLAX_ATTENTION + r"(query|key|value)/kernel", 3, 0),
+  (_FLAX_ATTENTION + r"out/kernel", 3, (0, 1)),
   (r"(.*/)?kernel", 2, 0),
 )
 
 _POLICIES = ("error", "skip", "pad")
+
+
+class Stored(NamedTuple):
+  """What tells whether a stored mask is the right one; int32 scalars.
+
+  Attributes:
+    last: the last step that `update_state` saw.
+    made: the `fingerprint` of the place that it was made for.
+    renewed: how many times it was renewed.
+  """
+
+  last: jax.Array
+  made: jax.Array
+  renewed: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,24 +155,42 @@ class Place:
     segments = self.recipe.timeline(self.axis_size)
     after = [*(later.decay_start for later in segments[1:]), 0.0]
     for a, d in zip(segments, after, strict=False):
+      # The exponential decay of beta=None ends at 1/1000: that is how it is meant.
       if a.pattern is not None and a.decay_stop > 0.002 and d == 0:
         remarks.append(f"D jumps from {a.decay_stop:.3g} to 0 at step {a.stop}")
     return tuple(remarks)
 
-  def in_time(self, step: jax.Array | int, last: jax.Array | int) -> jax.Array:
-    """`step`, or -1 where the stored mask, as of step `last`, should have been renewed since.
+  @property
+  def fingerprint(self) -> int:
+    """Differs where masks differ: a hash of recipe, axis length and padding, in 31 bits.
+
+    Not of the axis: a layer in a scan and the stacked parameter have different ones.
+    """
+    text = repr((self.recipe, self.axis_size, self.pad))
+    return zlib.crc32(text.encode()) >> 1
+
+  def in_time(self, step: jax.Array | int, stored: Stored) -> jax.Array:
+    """`step`, or -1 where a stored mask is not the one for `step`: of other rules, old, or new.
 
     At step -1 D is NaN: what is traced cannot raise, but it can be loud. What is not traced raises.
     """
     step = as_step(step)
-    late = self.recipe.renewals(step) > self.recipe.renewals(last)
-    if not isinstance(late, jax.core.Tracer) and bool(late):
+    foreign = jnp.asarray(stored.made) != self.fingerprint
+    due = self.recipe.renewals(step)
+    wrong = foreign | (jnp.asarray(stored.renewed) != due) | (step < stored.last)
+    if not isinstance(wrong, jax.core.Tracer) and bool(wrong):
+      start = f"{self.path!r}: at step {int(step)} the stored mask of {self.recipe.name} "
+      if bool(foreign):
+        raise ValueError(
+          f"{start}was made for another recipe, pattern or axis than these rules have: "
+          f"{self.recipe!r}. Make the state by nms.init_state(params, rules)."
+        )
       raise ValueError(
-        f"{self.path!r}: at step {int(step)} the mask of {self.recipe.name} is out of date, it is "
-        f"of step {int(last)}. Call nms.update_state(state, params, rules, step) after each "
-        "optimizer update and carry its result."
+        f"{start}is out of date: it is of step {int(stored.last)} and was renewed "
+        f"{int(stored.renewed)} times, not {int(due)}. Call nms.update_state(state, params, rules, "
+        "step) after each optimizer update, from the first one on, and carry its result."
       )
-    return jnp.where(late, jnp.int32(-1), step)
+    return jnp.where(wrong, jnp.int32(-1), step)
 
   def on_whole_groups(self, function, *arrays: jax.Array) -> jax.Array:
     """function(*arrays, axis=axis), with the axis filled up with zeros where the policy pads."""
@@ -248,8 +284,8 @@ class Rules:
   Args:
     places: place -> recipe.
     axes: regex -> axis (or ascending axes), for stored parameters whose contraction axis does
-      not follow from path and rank; see `with_logical_axes`. Layers of this package know their
-      own axis and do not ask.
+      not follow from path and rank; the first regex that matches wins; see `with_logical_axes`.
+      Layers of this package know their own axis and do not ask.
     indivisible: what to do when m does not divide the axis: 'error', 'skip' (leave that
       parameter dense) or 'pad' (the last group is short and keeps at most n of what it has).
     roles: more roles, name -> regex, beside `ROLES`.
@@ -276,11 +312,9 @@ class Rules:
     if indivisible not in _POLICIES:
       raise ValueError(f"indivisible={indivisible!r}: choose one of {', '.join(_POLICIES)}.")
     self._places = tuple(places.items())
-    self._axes = tuple(
-      (k, tuple(v) if isinstance(v, Sequence) else v) for k, v in (axes or {}).items()
-    )
+    self._axes = tuple((k, _one_or_several(v)) for k, v in (axes or {}).items())
     self._roles = tuple((roles or {}).items())
-    self.indivisible = indivisible
+    self._indivisible = indivisible
     known = {**ROLES, **dict(self._roles)}
     self._tests = tuple(_path_test(key, known) for key, _ in self._places)
     for regex, _ in self._axes:
@@ -292,6 +326,14 @@ class Rules:
   def places(self) -> dict[str, Recipe]:
     """The table as given."""
     return dict(self._places)
+
+  @property
+  def indivisible(self) -> str:
+    """What to do when m does not divide the axis."""
+    return self._indivisible
+
+  def __reduce__(self):
+    return Rules, (self.places, dict(self._axes), self.indivisible, dict(self._roles))
 
   def _key(self):
     # In `axes` the first regex wins, so there the order counts.
@@ -372,12 +414,14 @@ class Rules:
     if axis is None:
       axis = self._axis(path, shape)
     place = Place(path, shape, recipe, axis, 0, key)
-    m = recipe.pattern.m  # type: ignore[union-attr]
+    patterns = (place.pattern, *(p for _, p in recipe.levels(place.axis_size)))
+    m = math.lcm(*(p.m for p in patterns))
     if place.axis_size % m:
       problem = f"axis {axis} has length {place.axis_size} (shape {shape}), no multiple of {m}"
+      names = ", ".join(map(str, dict.fromkeys(patterns)))
       if self.indivisible == "error":
         raise ValueError(
-          f"{path!r}: {problem}, so {recipe.pattern} cannot be applied. Choose another pattern "
+          f"{path!r}: {problem}, so {names} cannot be applied. Choose another pattern "
           "for it, or Rules(..., indivisible='skip') to leave it dense, or 'pad'."
         )
       if self.indivisible == "skip":
@@ -396,8 +440,9 @@ class Rules:
         return axis
     raise ValueError(
       f"{path!r} has shape {shape}, and which axis is contracted does not follow from that. Name "
-      f"it: Rules(..., axes={{{path!r}: 0}}), an int or ascending axes such as (0, 1); for "
-      "layers stacked by a scan, rules.with_logical_axes(params_axes)."
+      f"the axis that the matrix product sums over: Rules(..., axes={{{path!r}: ...}}), an int or "
+      "ascending axes such as (0, 1); for layers stacked by a scan, "
+      "rules.with_logical_axes(params_axes)."
     )
 
   def assign(self, params: Any, *, partial: bool = False) -> Assignment:
@@ -476,6 +521,13 @@ def flatten(tree: Any) -> list[tuple[str, Any]]:
 def map_with_names(function, tree: Any) -> Any:
   """The tree with every leaf replaced by function(path, leaf)."""
   return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
+
+
+def _one_or_several(axis: masks.Axis) -> masks.Axis:
+  """(0,) is 0, so that equal rules are equal."""
+  if not isinstance(axis, Sequence):
+    return axis
+  return axis[0] if len(axis) == 1 else tuple(axis)
 
 
 def _compile(regex: str, where: str) -> re.Pattern:

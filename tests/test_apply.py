@@ -1,6 +1,8 @@
 """Whole trees: stored masks step by step, effective weights, exact zeros, proof."""
 
+import contextlib
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import recipes
+from nm_sparsity_jax import metrics, recipes
 
 # In the tests: 4 dense steps, 12 sparsify steps, 4 fine-tune steps.
 PHASES = nms.Phases(total=20, dense=4, finetune=4)
@@ -72,8 +74,8 @@ def test_no_state_where_no_recipe_keeps_a_mask(name):
 def test_state_mirrors_the_stateful_places(name):
   params = {**tree(weights(0)), "attention": {"query": {"kernel": jnp.ones((8, 2))}}}
   state = nms.init_state(params, nms.Rules({"ff": make(name), "q": make("sr_ste")}))
-  keys = ["mask", "score", "seen", "step"] if name == "snip" else ["mask", "step"]
-  assert sorted(state) == keys
+  more = ["score", "seen"] if name == "snip" else []
+  assert sorted(state) == sorted(["made", "mask", "renewed", "step", *more])
   assert state["step"].dtype == jnp.int32 and state["step"].shape == ()
   assert jax.tree.map(lambda x: (x.shape, x.dtype), state["mask"]) == {
     "mlp": {"wi": {"kernel": ((K, N), jnp.bool_)}}
@@ -289,8 +291,10 @@ def test_sparsify_is_effective_weight_by_weight(name, dtype):
   params = tree(jnp.asarray(np.random.default_rng(0).normal(size=(K, N)), dtype))
   state = nms.init_state(params, rules)
   effective = jax.jit(lambda w, step, *mask: recipe.effective(w, step, 0, *mask))
-  for step in (0, 3, 4, 7, 8, 12, 15, 16, 25):
+  for step in range(26):
     state = update(state, params, rules, step, grads=params)
+    if step not in (0, 3, 4, 5, 7, 8, 12, 15, 16, 25):
+      continue
     out = sparsify(params, rules, step, state)
     stored = (state["mask"]["mlp"]["wi"]["kernel"],) if state else ()
     expected = effective(params["mlp"]["wi"]["kernel"], step, *stored)
@@ -355,8 +359,93 @@ def test_a_forgotten_update_state_cannot_pass_unseen(name, due):
     assert np.isnan(kernel(sparsify(params, rules, due, given))).any()
     with pytest.raises(ValueError, match=f"'mlp/wi/kernel': at step {due}.*{name}.*update_state"):
       nms.sparsify(params, rules, due, given)
+    with pytest.raises(ValueError, match=f"{name}.*out of date"):
+      metrics.masks_of(params, rules, due, given)
   new = update(old, params, rules, due, grads=params)
   assert np.isfinite(kernel(sparsify(params, rules, due, new))).all()
+
+
+def test_snip_needs_every_step_of_its_window():
+  """A sum over other steps would be another score; a mask that was never taken is none."""
+  rules, params = nms.Rules({"ff": make("snip", batches=3)}), tree(weights(1))
+  for calls in ([6, 7, 8, 9], [5, 7, 8, 9], [12]):
+    state = nms.init_state(params, rules)
+    for step in calls:
+      state = update(state, params, rules, step, grads=params)
+    assert kernel(state["mask"]).all()
+    assert np.isnan(kernel(sparsify(params, rules, 18, state))).any()
+    with pytest.raises(ValueError, match="never taken"):
+      nms.finalize(params, rules, state)
+  for step in range(1, 10):
+    state = update(
+      nms.init_state(params, rules) if step == 1 else state, params, rules, step, params
+    )
+  assert nms.verify(sparsify(params, rules, 18, state), rules).ok
+
+
+def test_snip_refuses_gradients_of_another_shape():
+  rules, params = nms.Rules({"ff": make("snip")}), tree(weights(1))
+  with pytest.raises(ValueError, match=r"'mlp/wi/kernel' has shape \(1, 6\), the weight \(16, 6\)"):
+    nms.update_state(nms.init_state(params, rules), params, rules, 5, tree(np.ones((1, 6))))
+
+
+@pytest.mark.parametrize(
+  "other", [make("one_shot", "1:8"), make("idp"), make("snip"), make("one_shot", gradient="masked")]
+)
+def test_a_mask_that_was_made_for_other_rules(other):
+  params, old, new = tree(weights(1)), nms.Rules({"ff": make("one_shot")}), nms.Rules({"ff": other})
+  state = nms.init_state(params, old)
+  for step in range(1, 19):
+    state = update(state, params, old, step)
+  assert np.isfinite(kernel(sparsify(params, old, 18, state))).all()
+  assert np.isnan(kernel(sparsify(params, new, 18, state))).any()
+  for use in (nms.sparsify, metrics.masks_of):
+    with pytest.raises(ValueError, match="'mlp/wi/kernel'.*made for another recipe.*init_state"):
+      use(params, new, 18, state)
+  with pytest.raises(ValueError, match="made for another recipe"):
+    nms.finalize(params, new, state)
+
+
+def test_a_state_of_a_later_step_is_refused():
+  """A finished run's state beside a fresh optimizer."""
+  rules = nms.Rules({"ff": make("one_shot")})
+  params, state = trained(rules)
+  with pytest.raises(ValueError, match="at step 7.*of step 20"):
+    nms.sparsify(params, rules, 7, state)
+  assert np.isnan(kernel(sparsify(params, rules, 7, state))).any()
+
+
+def test_eager_calls_compile_once():
+  """A notebook calls these outside jit; each call used to compile its branches anew."""
+  rules = nms.Rules({"ff": make("sdgf_geometric", "1:2"), "q": make("idp", "2:8")})
+  params = {**tree(weights(1)), "attention": {"query": {"kernel": jnp.ones((16, 2))}}}
+  state = nms.init_state(params, rules)
+  once = lambda: (
+    nms.sparsify(params, rules, 5, state),
+    nms.update_state(state, params, rules, 13),
+    nms.finalize(params, nms.Rules({"ff": make("sdgf_geometric", "1:2")})),
+  )
+  first = once()
+  with jax.log_compiles(), caught_compilations() as messages:
+    same(once(), first)
+  assert messages == []
+
+
+@contextlib.contextmanager
+def caught_compilations():
+  messages: list[str] = []
+
+  class Catch(logging.Handler):
+    def emit(self, record):
+      if "Compiling" in record.getMessage():
+        messages.append(record.getMessage())
+
+  handler, logger = Catch(logging.WARNING), logging.getLogger("jax")
+  logger.addHandler(handler)
+  try:
+    yield messages
+  finally:
+    logger.removeHandler(handler)
 
 
 def test_a_recipe_of_your_own_may_keep_a_mask():
@@ -467,6 +556,13 @@ def test_verify_counts():
   assert found.ok and (place.groups, place.bad_groups, place.most) == (6, 0, 2)
   assert place.density == 3 / 24 and place.first is None
   assert str(found).splitlines()[-1] == "ok"
+
+
+def test_verify_of_integers_and_of_what_has_no_zero():
+  assert not report(np.array([[-128], [-128], [-128], [5]], np.int8), "1:4").ok
+  assert report(np.array([[0], [-128], [0], [0]], np.int8), "1:4").ok
+  with pytest.raises(ValueError, match="'a/kernel' has dtype complex64"):
+    report(np.ones((4, 1), np.complex64))
 
 
 def test_verify_names_the_first_path_and_index():

@@ -458,6 +458,13 @@ def test_nan_never_survives_a_finite_weight(case, dtype):
     assert np.isfinite(out).all()
 
 
+@every
+def test_debugging_nans_finds_none(case):
+  w = weights(27)
+  with jax.debug_nans(True):
+    case.recipe.effective(w, 3, 0, jnp.ones(SHAPE, bool) if case.recipe.stateful else None)
+
+
 def test_gradients_below_the_normal_float16_pass():
   """0.5 * 6e-8 rounds to a float16 subnormal or zero as a cast does; kept weights pass it whole."""
   w = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float16)

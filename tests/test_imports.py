@@ -1,6 +1,8 @@
 """What an import pulls in: nothing for the package itself, jax and its like for the core."""
 
+import ast
 import json
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -73,6 +75,15 @@ def test_the_spy_sees():
   roots, _, looked_for = after("try:\n  import t5x.train\nexcept ImportError: pass")
   assert looked_for and looked_for[0] == "t5x"
   assert "decimal" in after("import decimal")[0]
+
+
+def test_type_checkers_see_the_same_names():
+  source = pathlib.Path(nm_sparsity_jax.__file__).read_text()
+  (block,) = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.If)][:1]
+  found = {a.name: n.module.rpartition(".")[2] for n in block.body for a in n.names}
+  home = nm_sparsity_jax._HOME | dict.fromkeys(nm_sparsity_jax._MODULES, "nm_sparsity_jax")
+  assert found == home
+  assert set(nm_sparsity_jax.__all__) == {"__version__", *home}
 
 
 def test_names_are_there_and_listed():

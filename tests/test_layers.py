@@ -437,7 +437,7 @@ def test_one_layer_may_be_called_twice():
       return self.inner(self.inner(x))
 
   variables = Twice().init(jax.random.key(0), jnp.eye(4))
-  state = nms.init_state(variables["params"], rules) | {"step": jnp.int32(PHASES.total)}
+  state = as_of(nms.init_state(variables["params"], rules), rules, PHASES.total)
   y = Twice().apply(layers.with_step(variables, PHASES.total, state), jnp.eye(4))
   w = nms.finalize(variables["params"], nms.Rules({"inner/kernel": make("sr_ste")}))
   w = w["inner"]["kernel"]
@@ -458,7 +458,8 @@ def test_init_creates_a_step_for_sparse_layers_and_masks_that_mirror_params(how)
   owned = [p for p, _ in flatten(dense["params"]) if p.split("/")[-2] != "dense"]
   stateful = [p for p in owned if EACH[p.split("/")[-2]].stateful]
   want = [p.replace("/kernel", "/step") for p in owned]
-  assert sorted(steps) == sorted(want + [p.replace("/kernel", "/state_step") for p in stateful])
+  stamps = [p.replace("kernel", name) for p in stateful for name in layers._STORED]
+  assert sorted(steps) == sorted(want + stamps)
   assert {(x.shape, x.dtype.name) for x in steps.values()} == {((), "int32")}
   masks = dict(flatten(variables[layers.STATE_COLLECTION]))
   params = dict(flatten(variables["params"]))
@@ -472,7 +473,7 @@ def test_init_runs_dense_and_makes_the_first_masks_as_init_state_does(dense):
   rules = nms.Rules({"kernel": nms.recipe("one_shot", pattern="1:4", phases=phases)})
   y, variables = layers.Dense(3, rules=rules).init_with_output(jax.random.key(0), jnp.eye(8))
   np.testing.assert_array_equal(y, variables["params"]["kernel"])
-  assert variables[layers.COLLECTION] == {"step": -1, "state_step": -1}
+  assert variables[layers.COLLECTION] == dict.fromkeys(("step", *layers._STORED), -1)
   mask = nms.init_state(variables["params"], rules)["mask"]
   assert_same_bits(variables[layers.STATE_COLLECTION], mask)
   assert mask["kernel"].all() == bool(dense)
@@ -498,7 +499,7 @@ def test_with_step_fills_every_step_and_the_masks(freeze):
     {
       "params": {"a": {"kernel": jnp.ones((4, 1))}},
       layers.COLLECTION: {
-        "a": {"step": jnp.int32(-1), "state_step": jnp.int32(-1)},
+        "a": {name: jnp.int32(-1) for name in ("step", *layers._STORED)},
         "b": {"step": jnp.full(3, -1, jnp.int32)},
       },
       layers.STATE_COLLECTION: {"a": {"kernel": jnp.ones((4, 1), bool)}},
@@ -509,21 +510,31 @@ def test_with_step_fills_every_step_and_the_masks(freeze):
   assert new["params"] == variables["params"]
   assert new[layers.STATE_COLLECTION] == variables[layers.STATE_COLLECTION]
   want = {
-    "a": {"step": jnp.int32(5), "state_step": jnp.int32(-1)},
+    "a": {"step": jnp.int32(5)} | {name: jnp.int32(-1) for name in layers._STORED},
     "b": {"step": jnp.full(3, 5, jnp.int32)},
   }
   assert_same_bits({**new[layers.COLLECTION]}, want)
   assert variables[layers.COLLECTION]["a"]["step"] == -1
   masks = {"a": {"kernel": jnp.zeros((4, 1), bool)}}
-  told = layers.with_step(variables, jnp.int32(5), {"step": jnp.int32(4), "mask": masks})
-  assert told[layers.COLLECTION]["a"]["state_step"] == 4
+  one = lambda x: {"a": {"kernel": jnp.int32(x)}}
+  state = {"step": jnp.int32(4), "mask": masks, "made": one(7), "renewed": one(2)}
+  told = layers.with_step(variables, jnp.int32(5), state)
+  stamp = {"state_step": 4, "state_made": 7, "state_renewed": 2}
+  assert told[layers.COLLECTION]["a"] == {"step": 5} | stamp
   later = layers.with_step(told, 6)  # keeps what an earlier call gave
-  assert later[layers.COLLECTION]["a"] == {"step": 6, "state_step": 4}
+  assert later[layers.COLLECTION]["a"] == {"step": 6} | stamp
   assert_same_bits({**told[layers.STATE_COLLECTION]}, masks)
   assert_same_bits({**layers.with_step(variables, 5, {})}, {**new})
 
 
 # --- misuse -------------------------------------------------------------------------------------
+
+
+def as_of(state, rules, step):
+  """`state` as if it had been brought to `step` by masks that keep everything."""
+  (recipe,) = rules.places.values()
+  renewed = jax.tree.map(lambda x: jnp.int32(recipe.renewals(step)), state["renewed"])
+  return state | {"step": jnp.int32(step), "renewed": renewed}
 
 
 def misused(name):
@@ -571,7 +582,9 @@ def test_a_scan_that_hides_the_step_or_the_mask_is_named():
   axes = {"params": 0, layers.STATE_COLLECTION: 0}
   whole = net(variable_axes=axes, variable_broadcast=layers.COLLECTION)
   variables = whole.init(jax.random.key(0), jnp.eye(8))
-  state = {"step": jnp.int32(3), "mask": variables[layers.STATE_COLLECTION]}
+  rules = nms.Rules({"layer/kernel": make("idp")})
+  state = nms.init_state({"layer": {"kernel": jnp.ones((8, 8))}}, rules)
+  state |= {"step": jnp.int32(3), "mask": variables[layers.STATE_COLLECTION]}
   variables = layers.with_step(variables, 3, state)
   whole.apply(variables, jnp.eye(8))
   with pytest.raises(ValueError, match="'layer/kernel'.*'step'.*variable_broadcast='nm_sparsity'"):
@@ -599,7 +612,7 @@ def test_the_masks_of_init_are_refused(name):
   assert np.isnan(y).any()
   shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.eye(8))[layers.COLLECTION]
   told = layers.with_step({layers.COLLECTION: shapes}, 3)
-  assert told[layers.COLLECTION] == {"step": 3, "state_step": -1}
+  assert told[layers.COLLECTION] == {"step": 3} | dict.fromkeys(layers._STORED, -1)
 
 
 @pytest.mark.parametrize("name", ["one_shot", "snip", "idp"])
@@ -610,8 +623,33 @@ def test_a_mask_that_was_not_renewed_in_time(name):
   with pytest.raises(ValueError, match=f"'kernel'.*step 18.*{name} is out of date.*of step 0"):
     layer.apply(old, jnp.eye(8))
   assert np.isnan(jax.jit(layer.apply)(old, jnp.eye(8))).any()
-  fresh = layers.with_step(variables, PHASES.finetune_start, state | {"step": jnp.int32(18)})
+  fresh = as_of(state, layer.rules, PHASES.finetune_start)
+  fresh = layers.with_step(variables, PHASES.finetune_start, fresh)
   assert np.isfinite(jax.jit(layer.apply)(fresh, jnp.eye(8))).all()
+
+
+def test_a_part_of_a_sparse_model_is_not_quietly_dense():
+  class Part(nn.Module):
+    rules: nms.Rules
+
+    @nn.compact
+    def __call__(self, x):
+      return layers.Dense(8, rules=self.rules, name="wi")(x)
+
+  class Whole(nn.Module):
+    rules: nms.Rules
+
+    @nn.compact
+    def __call__(self, x):
+      return Part(self.rules, name="mlp")(x)
+
+  rules = nms.Rules({"mlp/wi/kernel": SR_STE})
+  variables = layers.with_step(Whole(rules).init(jax.random.key(0), jnp.eye(8)), 9)
+  part = {name: tree["mlp"] for name, tree in variables.items()}
+  with pytest.raises(ValueError, match="'wi/kernel' was sparse when it was initialized"):
+    Part(rules).apply(part, jnp.eye(8))
+  own = nms.Rules({"wi/kernel": SR_STE})
+  assert_same_bits(Part(own).apply(part, jnp.eye(8)), Whole(rules).apply(variables, jnp.eye(8)))
 
 
 def test_padding_is_said_at_init(caplog):
@@ -622,7 +660,8 @@ def test_padding_is_said_at_init(caplog):
 
 def test_a_mask_of_other_parameters_is_refused():
   layer, variables = misused("snip")
-  state = {"step": jnp.int32(3), "mask": {"kernel": jnp.ones((4, 3), bool)}}
+  state = nms.init_state(variables["params"], layer.rules)
+  state |= {"step": jnp.int32(3), "mask": {"kernel": jnp.ones((4, 3), bool)}}
   with pytest.raises(ValueError, match=r"shape \(4, 3\).*needs \(8, 3\)"):
     layer.apply(layers.with_step(variables, 3, state), jnp.eye(8))
 

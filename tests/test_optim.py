@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax import optim
 
 PHASES = nms.Phases(total=12, dense=2, finetune=2)
 LAM = 2e-4
@@ -326,6 +327,32 @@ def test_a_rule_for_nothing_is_an_error_in_a_whole_tree():
   with pytest.raises(ValueError, match="match no parameter.*'qvk'"):
     nms.sr_ste(rules).init(params_of())
   optax.masked(nms.sr_ste(rules), {"mlp": True, "other": False}).init(params_of())
+
+
+def test_counts_that_begin_anew_are_no_step():
+  params, zeros = params_of(), jax.tree.map(jnp.zeros_like, params_of())
+  for cyclic in (optax.apply_every(2), optax.contrib.reduce_on_plateau(accumulation_size=2)):
+    state = optax.chain(optax.sgd(1e-3), cyclic).init(params)
+    with pytest.raises(ValueError, match="count_steps"):
+      nms.step_count(state)
+    tx = optax.chain(cyclic, optax.adam(1e-3))
+    state = tx.init(params)
+    for _ in range(3):
+      _, state = tx.update(zeros, state, params, value=jnp.float32(1))
+    assert nms.step_count(state) == 3
+
+
+def test_a_stored_mask_that_is_out_of_date_is_refused_here_too():
+  rules = nms.Rules(
+    {
+      "ff": nms.recipe("idp", pattern="2:8", phases=nms.Phases(total=40)),
+      "other/kernel": nms.recipe("dense"),
+    }
+  )
+  params = params_of()
+  tx, state = nms.sr_ste(rules), nms.init_state(params, rules)
+  with pytest.raises(ValueError, match="idp is out of date"):
+    tx.update(params, optim.SrSteState(jnp.int32(30)), params, nm_state=state)
 
 
 def test_sr_ste_needs_the_parameters():

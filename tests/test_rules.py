@@ -1,6 +1,7 @@
 """Which parameter gets which recipe, along which axis, and what is said about the rest."""
 
 import logging
+import pickle
 import types
 
 import flax.core
@@ -350,6 +351,33 @@ def test_a_decay_that_does_not_arrive_is_said(fields, phases, remark, caplog):
   assert remark in str(assignment) and remark in caplog.text
   assert ("jumps" in str(assignment)) == bool(remark)
   assert assignment.places["mlp/wo/kernel"].remarks == ((remark,) if remark else ())
+
+
+@pytest.mark.parametrize("policy", ["error", "skip", "pad"])
+def test_every_pattern_of_a_path_must_fit(policy):
+  path = ((10, "8:16", 1.0), (40, "1:4", 0.5))
+  custom = nms.recipe("custom", pattern="1:4", phases=nms.Phases(total=100), path=path)
+  rules = nms.Rules({"mlp/wo/kernel": custom}, indivisible=policy)
+  if policy == "error":
+    with pytest.raises(ValueError, match="length 24.*no multiple of 16.*8:16.*cannot be applied"):
+      rules.assign(tree({"mlp/wo/kernel": (24, 4)}))
+    return
+  assignment = rules.assign(tree({"mlp/wo/kernel": (24, 4)}))
+  if policy == "skip":
+    assert "no multiple of 16" in assignment.skipped["mlp/wo/kernel"]
+  else:
+    assert assignment.places["mlp/wo/kernel"].pad == 8
+    nms.sparsify({"mlp": {"wo": {"kernel": jnp.ones((24, 4))}}}, rules, 15)
+
+
+def test_rules_are_values():
+  rules = nms.Rules({"ff": LINEAR}, axes={"a/kernel": (0,)}, roles={"x": "a/.*"})
+  again = pickle.loads(pickle.dumps(rules))
+  assert again == rules and hash(again) == hash(rules)
+  assert again.find("mlp/wo/kernel") == LINEAR
+  assert rules == nms.Rules({"ff": LINEAR}, axes={"a/kernel": 0}, roles={"x": "a/.*"})
+  with pytest.raises(AttributeError):
+    rules.indivisible = "skip"  # type: ignore
 
 
 def test_a_schedule_that_does_not_fit_is_found_before_the_run():

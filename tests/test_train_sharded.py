@@ -26,6 +26,10 @@ RECIPES = {
   "sdgf_stepwise": nms.recipe("sdgf_stepwise", pattern="1:128", phases=PHASES),
   "sdgf_geometric": nms.recipe("sdgf_geometric", pattern="1:8", phases=PHASES),
   "idp": nms.recipe("idp", pattern="1:16", phases=PHASES),
+  "mdgf_linear": nms.recipe("mdgf_linear", pattern="2:4", phases=PHASES),
+  "custom": nms.recipe("custom", pattern="1:8", phases=PHASES, path=((4, "4:16", 1.0),)),
+  "one_shot": nms.recipe("one_shot", pattern="1:8", phases=PHASES),
+  "snip": nms.recipe("snip", pattern="1:8", phases=PHASES),
 }
 COLLECTIVE = re.compile(
   r"= (?P<type>.+?) (?P<kind>all-gather|all-reduce|all-to-all|collective-broadcast|"
@@ -75,7 +79,7 @@ def step_of(rules):
     with jax.numpy_dtype_promotion("standard"):
       updates, opt = tx.update(grads, opt, params, nm_state=masks)
     params = optax.apply_updates(params, updates)
-    masks = nms.update_state(masks, params, rules, nms.step_count(opt))
+    masks = nms.update_state(masks, params, rules, nms.step_count(opt), grads)
     return (params, opt, masks), value
 
   start = lambda params: (params, tx.init(params), nms.init_state(params, rules))
@@ -145,13 +149,19 @@ def test_no_collective_more_than_dense_and_the_bits_of_one_device(name, mesh, de
       for path, place in rules.assign(params).places.items()
       for w in [params["mlp"][path.split("/")[1]]["kernel"]]
   })  # fmt: skip
+  again = jax.jit(nms.update_state, static_argnames="rules")
   for at in (0, 3, 4, 11, 25, 39):
     local = jax.device_get(carry)
     opt = local[1]
     opt = (opt[0]._replace(count=np.int32(at)), *opt[1:])
-    local = local[0], opt, local[2]
+    # The stored masks of that step follow from the same parameters.
+    state = again(local[2], local[0], rules, jnp.int32(at), local[0])
+    many = again(carry[2], carry[0], rules, jnp.int32(at), carry[0])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(many))
+    local = local[0], opt, jax.device_get(state)
     sharded = jax.device_put(local, jax.tree.map(lambda a: a.sharding, carry))
     there, value_there = program(sharded, x, y)
+    assert np.isfinite(value_there)
     if name in ("sr_ste", "idp"):  # the others would only take longer to compile
       _, value = alone(jax.device_put(local, jax.devices()[0]), np.asarray(x), np.asarray(y))
       np.testing.assert_allclose(value, value_there, rtol=1e-5)
@@ -166,13 +176,7 @@ def test_no_collective_more_than_dense_and_the_bits_of_one_device(name, mesh, de
     many = masks_of(sharded[0], jnp.int32(at), stored[1])
     for path in one:
       np.testing.assert_array_equal(np.asarray(one[path]), np.asarray(many[path]))
-      assert np.asarray(one[path]).all() == (at < PHASES.dense)
-    if recipe.stateful:
-      # The stored masks follow from the same parameters.
-      again = jax.jit(nms.update_state, static_argnames="rules")
-      a = again(local[2], local[0], rules, jnp.int32(at))
-      b = again(sharded[2], sharded[0], rules, jnp.int32(at))
-      jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+      assert np.asarray(one[path]).all() == (at < recipe.sparse_from)
     carry = there
 
 
