@@ -20,9 +20,9 @@ from nm_sparsity_jax.schedules import Phases
 
 
 def rules(
-  places: Mapping[str, str | NM | Recipe | None],
+  places: Mapping[str, str | NM | Recipe | None] | None = None,
   recipe: str | None = None,
-  pattern: str | NM | None = None,
+  pattern: str | NM | Mapping[str, str | NM] | None = None,
   sparse_steps: int | None = None,
   dense_steps: int = 0,
   finetune_steps: int = 0,
@@ -39,9 +39,10 @@ def rules(
   {'ff': '1:8', 'qkv': '1:4'}
 
   Args:
-    places: place -> pattern, None for the common `pattern`, or a recipe [SPARSITY_RULES].
+    places: place -> pattern, None for the common `pattern`, or a recipe; None = what `pattern` says
+      [SPARSITY_RULES].
     recipe: name of the recipe of all places that give a pattern or None [RECIPE].
-    pattern: the common pattern [PATTERN].
+    pattern: the common pattern, of 'ff' where no places are given; or place -> pattern [PATTERN].
     sparse_steps: steps of the sparse run, `Phases.total` [SPARSE_STEPS].
     dense_steps: `Phases.dense` [DENSE_STEPS].
     finetune_steps: `Phases.finetune` [FINETUNE_STEPS].
@@ -51,6 +52,8 @@ def rules(
     axes: see `Rules`.
     indivisible: see `Rules` [INDIVISIBLE].
   """
+  if places is None:
+    places = pattern if isinstance(pattern, Mapping) else {"ff": None}
   if not isinstance(places, Mapping):
     raise ValueError(
       f"SPARSITY_RULES={places!r} says no pattern: give a dict from place to pattern, such as "
@@ -60,6 +63,11 @@ def rules(
   def make(place: str, given) -> Recipe:
     if isinstance(given, Recipe):
       return given
+    if given is None and isinstance(pattern, Mapping):
+      raise ValueError(
+        f"SPARSITY_RULES: {place!r} leaves the pattern to PATTERN, which speaks of places too, "
+        f"{dict(pattern)!r}. Give {place!r} a pattern, such as '1:8'."
+      )
     if given is None:
       given = pattern
     if not isinstance(given, str | NM | None):
@@ -94,6 +102,17 @@ def train_steps(pretrained_steps: int, sparse_steps: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
       raise ValueError(f"{name}={value!r}: give a whole number of steps, such as 1_000_000.")
   return pretrained_steps + sparse_steps
+
+
+def vocabulary(file: str) -> Any:
+  """A vocabulary of seqio, which is imported only here.
+
+  Args:
+    file: a SentencePiece model, or 'bytes' [VOCABULARY_FILE].
+  """
+  import seqio  # type: ignore[import-not-found]
+
+  return seqio.ByteVocabulary() if file == "bytes" else seqio.SentencePieceVocabulary(file)
 
 
 def describe(rules: Rules) -> str:
