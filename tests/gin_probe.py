@@ -169,6 +169,10 @@ def run(case):
     sys.modules["__main__"] = before
 
 
+def t5x_folder():
+  return next(iter(importlib.util.find_spec("t5x").submodule_search_locations))  # type: ignore
+
+
 def main():
   warnings.simplefilter("ignore")
   if sys.argv[1] == "blocked":
@@ -176,9 +180,8 @@ def main():
   import gin
 
   gin.add_config_file_search_path(str(ROOT))
-  gin.add_config_file_search_path(str(ROOT / "tests"))
   if sys.argv[1] == "t5x":
-    gin.add_config_file_search_path(str(pathlib.Path(importlib.util.find_spec("t5x").origin).parents[1]))  # type: ignore
+    gin.add_config_file_search_path(str(pathlib.Path(t5x_folder()).parent))
   cases = json.load(sys.stdin)
   print("\n" + json.dumps({name: run(case) for name, case in cases.items()}))
 

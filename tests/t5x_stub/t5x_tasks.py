@@ -1,4 +1,4 @@
-"""Stands for the real `t5x_tasks`: tasks of the names that run files use, with 32 short examples."""
+"""Stands for the real `t5x_tasks`: tasks of the names that run files use, of 32 examples."""
 
 import seqio
 import tensorflow as tf
