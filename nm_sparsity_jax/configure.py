@@ -20,9 +20,9 @@ from nm_sparsity_jax.schedules import Phases
 
 
 def rules(
-  places: Mapping[str, str | NM | Recipe | None] | None = None,
+  places: Mapping[str, str | NM | Recipe | None],
   recipe: str | None = None,
-  pattern: str | NM | Mapping[str, str | NM] | None = None,
+  pattern: str | NM | None = None,
   sparse_steps: int | None = None,
   dense_steps: int = 0,
   finetune_steps: int = 0,
@@ -39,10 +39,9 @@ def rules(
   {'ff': '1:8', 'qkv': '1:4'}
 
   Args:
-    places: place -> pattern, None for the common `pattern`, or a recipe; None = what `pattern` says
-      [SPARSITY_RULES].
+    places: place -> pattern, None for the common `pattern`, or a recipe [SPARSITY_RULES].
     recipe: name of the recipe of all places that give a pattern or None [RECIPE].
-    pattern: the common pattern, of 'ff' where no places are given; or place -> pattern [PATTERN].
+    pattern: the common pattern [PATTERN].
     sparse_steps: steps of the sparse run, `Phases.total` [SPARSE_STEPS].
     dense_steps: `Phases.dense` [DENSE_STEPS].
     finetune_steps: `Phases.finetune` [FINETUNE_STEPS].
@@ -52,8 +51,6 @@ def rules(
     axes: see `Rules`.
     indivisible: see `Rules` [INDIVISIBLE].
   """
-  if places is None:
-    places = pattern if isinstance(pattern, Mapping) else {"ff": None}
   if not isinstance(places, Mapping):
     raise ValueError(
       f"SPARSITY_RULES={places!r} says no pattern: give a dict from place to pattern, such as "
@@ -63,11 +60,6 @@ def rules(
   def make(place: str, given) -> Recipe:
     if isinstance(given, Recipe):
       return given
-    if given is None and isinstance(pattern, Mapping):
-      raise ValueError(
-        f"SPARSITY_RULES: {place!r} leaves the pattern to PATTERN, which speaks of places too, "
-        f"{dict(pattern)!r}. Give {place!r} a pattern, such as '1:8'."
-      )
     if given is None:
       given = pattern
     if not isinstance(given, str | NM | None):
@@ -77,8 +69,8 @@ def rules(
       )
     if recipe is None:
       raise ValueError(
-        f"SPARSITY_RULES: {place!r} has the pattern {given!r}, but RECIPE names no recipe. Choose "
-        f"one of: {', '.join(RECIPES)}."
+        f"SPARSITY_RULES: {place!r} needs a recipe, but RECIPE names no recipe. Choose one of: "
+        f"{', '.join(RECIPES)}."
       )
     if given is None and recipe != "dense":
       raise ValueError(
@@ -90,6 +82,11 @@ def rules(
     phases = None
     if sparse_steps is not None:
       phases = Phases(total=sparse_steps, dense=dense_steps, finetune=finetune_steps)
+    if recipe == "custom" and not (fields or {}).get("path"):
+      raise ValueError(
+        "custom needs a path: RECIPE_FIELDS = {'path': ((0, '4:8', 1.0), (5000, '1:8', 0.5))}, "
+        "entries (step, pattern, D)."
+      )
     settings = {"beta": beta, "gradient": gradient, **(fields or {})}
     return make_recipe(recipe, pattern=given, phases=phases, **settings)
 
