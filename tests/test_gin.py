@@ -556,7 +556,6 @@ def model_of(name):
   return found["MODEL"]
 
 
-@pytest.mark.t5x
 def test_every_run_file_is_tested():
   assert sorted(["t5x_" + run for run in RUN_NEEDS] + list(FRAGMENTS)) == RUNS
 
