@@ -262,7 +262,7 @@ def probe(cases, mode, env=None):
   env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **(env or {})}
   done = subprocess.run(
     [sys.executable, str(ROOT / "tests/gin_probe.py"), mode], input=json.dumps(cases), env=env,
-    capture_output=True, text=True, check=False,
+    capture_output=True, text=True, check=False, cwd="/",  # files are found by search path
   )  # fmt: skip
   assert not done.returncode, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])
