@@ -70,10 +70,9 @@ def _parameters(network):
 
 def _model(model):
   """What the run file made, and that a train state and a trainer of it can be made."""
-  import gin
   import jax
   import numpy as np
-  from t5x import adafactor, trainer, utils
+  from t5x import adafactor
 
   from nm_sparsity_jax import configure, t5x_adapter
 
@@ -97,18 +96,16 @@ def _model(model):
     return out
   if isinstance(optimizer, adafactor.Adafactor):
     out["adafactor_offset"] = optimizer.hyper_params.step_offset
-  if isinstance(train["trainer_cls"], type) or callable(train["trainer_cls"]):
-    made = train["trainer_cls"](
-      model=model, train_state=None, partitioner=None, eval_names=[], summary_dir=None,
-      train_state_axes=None, rng=jax.random.PRNGKey(0),
-    )  # fmt: skip
-    out["trainer"] = [isinstance(made, t5x_adapter.SparseTrainer), made._num_microbatches]
-    assert isinstance(made, trainer.BaseTrainer)
-    rate = lambda step: float(np.float32(made._learning_rate_fn(step)))
-    start = value("PRETRAINED_STEPS")
-    out["rate"] = {str(j): rate(start + j) for j in (0, 500, 1000, 4000)}
+  made = train["trainer_cls"](
+    model=model, train_state=None, partitioner=None, eval_names=[], summary_dir=None,
+    train_state_axes=None, rng=jax.random.PRNGKey(0),
+  )  # fmt: skip
+  out["trainer"] = [isinstance(made, t5x_adapter.SparseTrainer), made._num_microbatches]
+  start = value("PRETRAINED_STEPS")
+  rate = lambda j: float(np.float32(made._learning_rate_fn(start + j)))
+  out["rate"] = {str(j): rate(j) for j in (0, 500, 1000, 4000)}
   if type(optimizer).__name__ == "OptaxWrapper":
-    # The rate that the chain itself applies: Adam's first update is the rate, to a sign.
+    # The rate that the chain itself applies: on equal gradients Adam's update is the rate.
     tx, w = optimizer.optax_optimizer, {"w": np.ones(1, np.float32)}
     state = tx.init(w)
     for _ in range(2):
@@ -121,7 +118,6 @@ def _model(model):
   restore, save = train["checkpoint_cfg"].restore, train["checkpoint_cfg"].save
   out["restore"] = [restore.dtype, restore.fallback_to_scratch, bool(restore.assignment_map)]
   out["save"] = [save.dtype, save.save_dataset]
-  assert isinstance(restore, utils.RestoreCheckpointConfig) and gin
   return out
 
 
