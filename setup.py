@@ -24,6 +24,7 @@ def _version() -> str:
 
 _ORBAX = "orbax-checkpoint>=0.12.8"
 _CLU = "clu>=0.0.12"
+_GIN = "gin-config>=0.5.0"
 
 CORE = [
   "jax>=0.10.2",
@@ -39,7 +40,7 @@ TASKS = [
   "tensorflow>=2.21",
   "tensorflow-datasets>=4.9.10",
   "importlib_resources",  # tensorflow-datasets imports it and does not declare it
-  "gin-config>=0.5.0",
+  _GIN,
   "scikit-learn",
   "scipy",
   "sacrebleu",
@@ -74,6 +75,7 @@ DEV = [
   "ruff==0.17.*",
   "pyright[nodejs]==1.1.414",
   "qwix>=0.1.8",  # the peer that benchmarks/ measures against
+  _GIN,  # small; most of gin_configs/ needs no more
   _ORBAX,
 ]
 

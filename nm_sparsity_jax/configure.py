@@ -82,6 +82,11 @@ def rules(
     phases = None
     if sparse_steps is not None:
       phases = Phases(total=sparse_steps, dense=dense_steps, finetune=finetune_steps)
+    if recipe == "custom" and not (fields or {}).get("path"):
+      raise ValueError(
+        "custom needs a path: RECIPE_FIELDS = {'path': ((0, '4:8', 1.0), (5000, '1:8', 0.5))}, "
+        "entries (step, pattern, D)."
+      )
     settings = {"beta": beta, "gradient": gradient, **(fields or {})}
     return make_recipe(recipe, pattern=given, phases=phases, **settings)
 
@@ -94,6 +99,17 @@ def train_steps(pretrained_steps: int, sparse_steps: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
       raise ValueError(f"{name}={value!r}: give a whole number of steps, such as 1_000_000.")
   return pretrained_steps + sparse_steps
+
+
+def vocabulary(file: str) -> Any:
+  """A vocabulary of seqio, which is imported only here.
+
+  Args:
+    file: a SentencePiece model, or 'bytes' [VOCABULARY_FILE].
+  """
+  import seqio  # type: ignore[import-not-found]
+
+  return seqio.ByteVocabulary() if file == "bytes" else seqio.SentencePieceVocabulary(file)
 
 
 def describe(rules: Rules) -> str:

@@ -122,6 +122,14 @@ class T5Config:
     return cls._of_size(_T5_1_0, size, fields | overrides)
 
   @classmethod
+  def preset(cls, version: str, size: str, **overrides: Any) -> T5Config:
+    """`t5_1_1` or `t5_1_0`, by the name of the version."""
+    versions = {"t5_1_1": cls.t5_1_1, "t5_1_0": cls.t5_1_0}
+    if version not in versions:
+      raise ValueError(f"T5 of version {version!r}: choose one of {', '.join(versions)}.")
+    return versions[version](size, **overrides)
+
+  @classmethod
   def wmt(cls, **overrides: Any) -> T5Config:
     """The translation model of the N:M paper's Table 16, 6 + 6 layers.
 
