@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import importlib.util  # gin uses it and forgets to import it
 import re
 import sys
 import types
@@ -67,10 +68,19 @@ class Config:
       gin._LOCATION_PREFIXES[:] = before
     self.complete = not self.errors
     self._table: dict[tuple[str, str], dict[str, Any]] = dict(gin._CONFIG)
-    self.program = next((p for p in PROGRAMS if ("", f"__main__.{p}") in self._table), None)
+    self._program_key, self.program = self._find_program()
     if self.complete:  # else what is unset may have been set in what could not be read
       self.errors += [_ask_for(name) for name in sorted(self.unset())]
       self._unread(bindings)
+
+  def _find_program(self) -> tuple[tuple[str, str] | None, str | None]:
+    for scope, selector in self._table:
+      name = selector.split(".")[-1]
+      if not scope and name in PROGRAMS:
+        function = self._gin._REGISTRY[selector].wrapped
+        if function.__module__ == PROGRAMS[name]:
+          return (scope, selector), name
+    return None, None
 
   def _read(self, what: str, parse) -> None:
     try:
@@ -188,7 +198,9 @@ class Config:
   def argument(self, name: str, of: str | None = None) -> Any:
     """The value of an argument of the program, or of another function `of`; KeyError if unbound."""
     if of is None:
-      return self._make(self._table[("", f"__main__.{self.program}")][name])
+      if self._program_key is None:
+        raise KeyError(name)
+      return self._make(self._table[self._program_key][name])
     for (scope, selector), bound in self._table.items():
       if not scope and selector.split(".")[-1] == of and name in bound:
         return self._make(bound[name])
@@ -203,11 +215,14 @@ class Config:
 def message(error: BaseException) -> str:
   """The text of an error without gin's account of where it came from."""
   text = re.split(r"\s*\n\s*In call to configurable", str(error))[0]
-  text = re.sub(r"\s*\n?\s*In file .*|\s*\n?\s*In bindings string.*", "", text)
+  where = re.search(r"\s*\n\s*In (?:file|bindings string).*", text, re.DOTALL)
+  if where:
+    text = text[: where.start()]
+    if place := re.search(r'In file "?([^"\n]+?)"?,? line (\d+)', where[0]):
+      text += f" ({place[1]}, line {place[2]})"
   text = re.sub(r"No configurable matching '(\S+)'\.?", _unknown, " ".join(text.split()))
-  if isinstance(error, ValueError | RuntimeError) and text:
-    return text
-  return f"{type(error).__name__}: {text}".rstrip(": ")
+  plain = isinstance(error, ValueError | RuntimeError | FileNotFoundError | ModuleNotFoundError)
+  return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def _unknown(found: re.Match) -> str:
@@ -237,4 +252,6 @@ _EXAMPLES = {
 
 
 def _ask_for(name: str) -> str:
+  if name in ("NETWORK", "VOCABULARY", "OPTIMIZER", "MODEL"):
+    return f"{name} is not set: a model file does that (--gin_file=...), the command line cannot"
   return f"{name} is not set: --gin.{name}={_EXAMPLES.get(name, '...')}"

@@ -8,6 +8,7 @@ Nothing of the model's size is allocated. Each part notes its own errors and lea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -53,15 +54,18 @@ class Planner:
     if model is not None:
       network = getattr(model, "module", network)
       rules = getattr(model, "rules", rules)
-    made = self._try("shapes", lambda: self._shapes(model, network))
-    params, axes, state = made or (None, None, None)
+    made = self._try("shapes", lambda: self._shapes(network))
+    params, axes = made or (None, None)
     parts: dict[str, Any] = {"program": self.config.program}
-    assignment = None
+    assignment = state = None
     if params is not None and rules is not None:
+      before = len(self.errors)
       if axes:
         rules = rules.with_logical_axes(axes)
       assignment = self._assign(rules, params)
       parts["kernels"] = _kernels(assignment)
+      if model is not None and len(self.errors) == before:
+        state = self._try("train state", lambda: self._train_state(model))
     elif params is not None and self.config.complete:
       self.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
     if rules is not None and rules.places:
@@ -70,10 +74,13 @@ class Planner:
     if assignment is not None and params is not None:
       parts["cost"] = self._try("cost", lambda: self._cost(network, assignment, params))
     self._settings(model, rules)
-    stored = self._try("checkpoint", self._stored)
-    if stored is not None:
-      parts["restore"] = self._restore(stored, state, params)
-    self._resume(rules)
+    resumed = self._try("MODEL_DIR", self._resumed)
+    initial = self._try("checkpoint", self._stored)
+    if initial is not None:
+      self._restore_errors(initial)
+    stored = initial if resumed is None else resumed
+    if stored is not None and not self._refused(stored, rules, resumed is not None):
+      parts["restore"] = self._restore(stored, state, params, resumed is not None)
     parts |= {"errors": _once(self.errors), "warnings": _once(self.warnings), "notes": self.notes}
     return {"ok": not parts["errors"], **{k: v for k, v in parts.items() if v is not None}}
 
@@ -98,55 +105,53 @@ class Planner:
       return self.config.value("MODEL") if self.config.is_set("MODEL") else None
     return self.config.argument("model")
 
-  def _shapes(self, model, network):
-    """(parameters, their logical axes, T5X's whole state or None), all as shapes."""
+  def _shapes(self, network):
+    """The parameters of the dense network and their logical axes, as shapes."""
     import jax
     import jax.numpy as jnp
 
-    inputs, targets = (1, self.lengths["inputs"]), (1, self.lengths["targets"])
-    if model is not None:
-      optimizer = model.optimizer_def if self.config.program in (None, "train") else None
-      shapes = {
-        "encoder_input_tokens": inputs,
-        "decoder_input_tokens": targets,
-        "decoder_target_tokens": targets,
-        "decoder_loss_weights": targets,
-      }
-      wanted = inspect.signature(type(network).__call__).parameters
-      shapes = {k: v for k, v in shapes.items() if k in wanted or not k.startswith("encoder")}
-      types = dict.fromkeys(shapes, jnp.int32)
-      return self._train_state(model, optimizer, shapes, types)
     if network is None:
-      if self.config.complete:
-        self.notes.append(
-          "no NETWORK is set, so there are no kernels to speak of: add a model file"
-        )
+      if self.config.complete and not self.config.errors:
+        self.notes.append("no NETWORK is set, so there are no kernels to show: add a model file")
       return None
-    takes = inspect.signature(type(network).__call__).parameters
-    args = [jax.ShapeDtypeStruct(targets, jnp.int32)] * 2
-    if "encoder_input_tokens" in takes:
-      args.insert(0, jax.ShapeDtypeStruct(inputs, jnp.int32))
+    config = getattr(network, "config", None)
+    if getattr(config, "rules", None) is not None:
+      network = network.clone(config=dataclasses.replace(config, rules=None))
+    shapes = {name: jax.ShapeDtypeStruct(s, jnp.int32) for name, s in self._inputs(network).items()}
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     init = functools.partial(network.init, enable_dropout=False)
-    found = jax.eval_shape(init, keys, *args)
-    return found["params"], found.get("params_axes"), None
+    found = jax.eval_shape(lambda shapes: init(keys, **shapes), shapes)
+    return found["params"], found.get("params_axes")
 
-  def _train_state(self, model, optimizer, shapes, types):
+  def _inputs(self, network) -> dict[str, tuple[int, int]]:
+    """The shapes of what a network of T5X's interface cannot do without."""
+    targets = (1, self.lengths["targets"])
+    shapes = {"decoder_input_tokens": targets, "decoder_target_tokens": targets}
+    if "encoder_input_tokens" in inspect.signature(type(network).__call__).parameters:
+      shapes["encoder_input_tokens"] = (1, self.lengths["inputs"])
+    return shapes
+
+  def _train_state(self, model):
+    """T5X's whole state, as shapes."""
     import flax
     import jax
+    import jax.numpy as jnp
     from t5x import train_state
 
-    def make(key):
-      found = model.get_initial_variables(key, shapes, types)
-      found = flax.core.freeze(found)
-      if optimizer is None:
-        return train_state.InferenceState.create(found), found.get("params_axes")
-      return train_state.FlaxOptimTrainState.create(optimizer, found), found.get("params_axes")
+    optimizer = model.optimizer_def if self.config.program in (None, "train") else None
+    shapes = self._inputs(model.module)
+    types = dict.fromkeys(shapes, jnp.int32)
 
-    state, axes = jax.eval_shape(make, jax.random.PRNGKey(0))
+    def make(key):
+      found = flax.core.freeze(model.get_initial_variables(key, shapes, types))
+      if optimizer is None:
+        return train_state.InferenceState.create(found)
+      return train_state.FlaxOptimTrainState.create(optimizer, found)
+
+    state = jax.eval_shape(make, jax.random.PRNGKey(0))
     if optimizer is not None:
       self._try("optimizer", lambda: self._check_optimizer(state))
-    return state.params, axes, state
+    return state
 
   def _check_optimizer(self, state):
     from nm_sparsity_jax import t5x_adapter
@@ -178,7 +183,8 @@ class Planner:
       else:
         skipped[path] = place
     for text, paths in failed.items():
-      names = ", ".join(name for name, _ in group(paths))
+      names = ", ".join(name for name, _ in group(paths, words=True))
+      text = text.replace("Rules(..., indivisible='skip')", "INDIVISIBLE = 'skip'")
       self.errors.append(text.replace("PATH", names))
     if idle := [key for key in rules.places if key not in used]:
       self.errors.append(
@@ -433,31 +439,28 @@ class Planner:
       return None
     return _checkpoint.read(str(path))
 
-  def _restore(self, stored, state, params) -> dict[str, Any] | None:
+  def _restore(self, stored, state, params, resuming) -> dict[str, Any] | None:
     """What the run takes of a checkpoint, and what T5X would refuse."""
+    from nm_sparsity_jax.rules import flatten
+
     settings = self._restore_settings()
-    model: dict[str, Any] = {}
-    dtype: str | None = None
-    transformations: Sequence[Callable] = ()
-    fallback = False
+    dtype = getattr(settings, "dtype", None)
     if state is not None and settings is not None:
-      from nm_sparsity_jax.rules import flatten
-
-      model = dict(flatten(state.state_dict()))
-      dtype = settings.dtype
-      transformations = tuple(settings.state_transformation_fns)
+      functions = tuple(settings.state_transformation_fns)
       fallback = settings.fallback_to_scratch
-    elif params is not None:
-      from nm_sparsity_jax.rules import flatten
-
+      if resuming:  # as t5x.train restores its own checkpoints
+        functions = tuple(functools.partial(f, is_resuming=True) for f in functions)
+        fallback, save = False, getattr(self._argument("checkpoint_cfg"), "save", None)
+        dtype = save.dtype if save else "float32"
+      model = dict(flatten(state.state_dict()))
+      found = _checkpoint.restore(stored, model, dtype, functions, fallback)
+    elif params is not None:  # the optimizer and the like are no concern of a fragment
       model = {f"target/{path}": leaf for path, leaf in flatten(params)}
+      found = _checkpoint.restore(stored, model, dtype, fallback=True)
+      drop = [key for key in found.drop if key.startswith("target/")]
+      found = dataclasses.replace(found, drop=drop)
     else:
       return None
-    found = _checkpoint.restore(stored, model, dtype, transformations, fallback)
-    if state is None:  # the optimizer and the like are no concern of a fragment
-      drop = [key for key in found.drop if key.startswith("target/")]
-      missing = [key for key in found.initialise if key.startswith("target/")]
-      found = _checkpoint.Restore(found.load, missing, drop, [])
     self.errors += found.errors
     lost = [key for key in found.initialise if key.startswith("target/")]
     extra = [key for key in found.drop if key.startswith("target/")]
@@ -470,18 +473,6 @@ class Planner:
     if extra:
       names = ", ".join(name for name, _ in group(extra))
       self.warnings.append(f"{stored.path} has parameters that this model lacks: {names}")
-    if dtype == "bfloat16" and any("/nm_sparsity/" in key for key in model):
-      self.errors.append(
-        "utils.RestoreCheckpointConfig.dtype = 'bfloat16': masks need the stored dtype, since "
-        "rounding changes which weights survive. Set 'float32'"
-      )
-    offset = self._offset()
-    if self.config.program == "train" and offset is not None and stored.step is not None:
-      if stored.sparse_step is None and stored.step != offset:
-        self.errors.append(
-          f"PRETRAINED_STEPS={offset}, but {stored.path} is of step {stored.step}: set "
-          f"PRETRAINED_STEPS={stored.step}"
-        )
     sections = {}
     for key in {*found.load, *found.initialise, *found.drop}:
       sections.setdefault(_section(key), {"load": 0, "initialise": 0, "drop": 0, "dtypes": {}})
@@ -504,41 +495,64 @@ class Planner:
       "drop": [name for name, _ in group(found.drop)],
     }
 
-  def _resume(self, rules) -> None:
-    """A MODEL_DIR that has checkpoints is resumed, whatever INITIAL_CHECKPOINT_PATH says."""
+  def _restore_errors(self, stored) -> None:
+    """What settings and checkpoint say of each other."""
+    if self.config.is_set("RULES") and getattr(self._restore_settings(), "dtype", 0) == "bfloat16":
+      self.errors.append(
+        "utils.RestoreCheckpointConfig.dtype = 'bfloat16': masks need the stored dtype, since "
+        "rounding changes which weights survive. Set 'float32'"
+      )
+    offset = self._offset()
+    if self.config.program == "train" and None not in (offset, stored.step):
+      if stored.step != offset:
+        self.errors.append(
+          f"PRETRAINED_STEPS={offset}, but {stored.path} is of step {stored.step}: set "
+          f"PRETRAINED_STEPS={stored.step}"
+        )
+
+  def _resumed(self) -> _checkpoint.Stored | None:
+    """The newest checkpoint in MODEL_DIR: T5X resumes it, whatever INITIAL_CHECKPOINT_PATH says."""
     folder = self._argument("model_dir") if self.config.program == "train" else None
-    if not isinstance(folder, str):
-      return
+    if not isinstance(folder, str) or self.checkpoint:
+      return None
     try:
       newest = _checkpoint.latest(folder)
       stored = _checkpoint.read(newest) if newest else None
     except Exception as e:
       self.warnings.append(f"MODEL_DIR={folder!r} could not be looked at: {_gin.message(e)}")
-      return
-    if stored is None:
-      return
-    self.notes.append(f"MODEL_DIR has checkpoints: the run would resume from {newest}")
-    steps = self._argument("total_steps")
-    if None not in (steps, stored.step) and stored.step >= steps:
-      self.warnings.append(f"{newest} is at TRAIN_STEPS={steps:,} already: nothing would be done")
-    if rules is None:
-      return
+      return None
+    if stored is not None:
+      self.notes.append(f"MODEL_DIR has checkpoints: the run would resume from {newest}")
+      steps = self._argument("total_steps")
+      if None not in (steps, stored.step) and stored.step >= steps:
+        self.warnings.append(f"{newest} is at TRAIN_STEPS={steps:,} already: nothing would be done")
+    return stored
+
+  def _refused(self, stored, rules, resuming) -> bool:
+    """Whether this checkpoint is of another run than one that these rules can go on with."""
+    if rules is None or not (resuming or self.config.program in ("evaluate", "infer")):
+      return False
     from nm_sparsity_jax import configure
 
-    if stored.rules is None:
+    # As the model has them: before the axes of scanned kernels were read.
+    now = configure.describe(self.config.get("RULES", rules))
+    if stored.rules is None and resuming:
       self.errors.append(
-        f"{newest} is of a dense run, and T5X would resume that one: take an empty MODEL_DIR and "
-        "name the dense checkpoint as INITIAL_CHECKPOINT_PATH"
+        f"{stored.path} is of a dense run, and T5X would resume that one: take an empty MODEL_DIR "
+        "and name the dense checkpoint as INITIAL_CHECKPOINT_PATH"
       )
-    elif stored.rules != (now := configure.describe(self._given_rules(rules))):
+    elif stored.rules is None:
       self.errors.append(
-        f"{newest} was trained with other rules, {stored.rules!r}, than this run has, {now!r}: "
-        "take those, or another MODEL_DIR"
+        f"{stored.path} is dense: it has no sparse step. Evaluate it with T5X's own model"
       )
-
-  def _given_rules(self, rules):
-    """The rules as the model has them, before the axes of scanned kernels were read."""
-    return self.config.get("RULES", rules)
+    elif stored.rules != now:
+      self.errors.append(
+        f"{stored.path} was trained with other rules ({_in_line(stored.rules)}) than these "
+        f"({_in_line(now)}): take those" + (", or another MODEL_DIR" if resuming else "")
+      )
+    else:
+      return False
+    return True
 
 
 _SECTIONS = {
@@ -567,6 +581,10 @@ def _phase(segment, recipe) -> str:
   if phases.finetune and segment.stop > phases.finetune_start:
     return f"{first}, fine-tune from {phases.finetune_start:,}"
   return first
+
+
+def _in_line(text: str) -> str:
+  return text.replace("\n", "; ")
 
 
 def _once(texts: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ Exit code: 0 = nothing stands in the way, 1 = there are errors.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -74,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
   if os.getcwd() not in sys.path and "" not in sys.path:
     sys.path.insert(0, os.getcwd())
   paths = [path for path in args.gin_search_paths.split(",") if path]
-  config = _gin.Config(paths, args.gin_file, args.gin_bindings)
-  report = _planner.plan(config, args.checkpoint)
+  with contextlib.nullcontext() if args.debug else _no_stderr():
+    config = _gin.Config(paths, args.gin_file, args.gin_bindings)
+    report = _planner.plan(config, args.checkpoint)
   if args.plot:
     plot(report, args.plot)
   if args.json:
@@ -93,6 +95,22 @@ def _quietly() -> None:
   os.environ["JAX_PLATFORMS"] = "cpu"
   logging.getLogger("nm_sparsity_jax").setLevel(logging.ERROR)  # the plan says it all itself
   logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _no_stderr():
+  """Drops what TensorFlow writes to the file descriptor, past Python, when it is imported."""
+  sys.stderr.flush()
+  saved = os.dup(2)
+  nowhere = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, 2)
+  try:
+    yield
+  finally:
+    sys.stderr.flush()
+    os.dup2(saved, 2)
+    os.close(saved)
+    os.close(nowhere)
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -165,12 +183,8 @@ def _render_schedule(schedule: Sequence[Mapping[str, Any]]) -> str:
 
   blocks = []
   for part in schedule:
-    where = ", ".join(part["rules"])
-    if part["axis_sizes"]:
-      where += f", axes of {', '.join(map(str, part['axis_sizes']))}"
-    what = part["recipe"] + (f" {part['pattern']}" if part["pattern"] else "")
     kept = "; keeps its mask" if part["keeps_mask"] else ""
-    title = f"schedule of {where}: {what}, gradient {part['gradient']}{kept}"
+    title = f"schedule of {_title(part)}, gradient {part['gradient']}{kept}"
     rows = [
       (
         f"{s['start']:,} .. {s['stop'] - 1:,}",
@@ -184,6 +198,13 @@ def _render_schedule(schedule: Sequence[Mapping[str, Any]]) -> str:
     head = ("sparse steps", "T5X steps", "phase", "pattern", "D")
     blocks.append("\n".join([title, *(f"  {line}" for line in table(head, rows))]))
   return "\n\n".join(blocks)
+
+
+def _title(part: Mapping[str, Any]) -> str:
+  where = ", ".join(part["rules"])
+  if part["axis_sizes"]:
+    where += f", axes of {', '.join(map(str, part['axis_sizes']))}"
+  return f"{where}: {part['recipe']}" + (f" {part['pattern']}" if part["pattern"] else "")
 
 
 def _decay(segment: Mapping[str, Any]) -> str:
@@ -280,8 +301,7 @@ def plot(report: Mapping[str, Any], path: str) -> None:
         s["pattern"] or "dense", (sum(steps) / 2, n / m), ha="center", va="bottom", fontsize=8
       )
     offset = segments[0]["t5x_start"] - segments[0]["start"]
-    pattern = f" {part['pattern']}" if part["pattern"] else ""
-    axes.set_title(f"{part['recipe']}{pattern}: {', '.join(part['rules'])}", fontsize=9)
+    axes.set_title(_title(part), fontsize=9)
     axes.set_ylim(-0.03, 1.15)
     axes.plot([], [], color="tab:blue", label="n / m")
     axes.plot([], [], color="tab:orange", label="D")
