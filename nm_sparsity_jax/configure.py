@@ -69,8 +69,8 @@ def rules(
       )
     if recipe is None:
       raise ValueError(
-        f"SPARSITY_RULES: {place!r} has the pattern {given!r}, but RECIPE names no recipe. Choose "
-        f"one of: {', '.join(RECIPES)}."
+        f"SPARSITY_RULES: {place!r} needs a recipe, but RECIPE names no recipe. Choose one of: "
+        f"{', '.join(RECIPES)}."
       )
     if given is None and recipe != "dense":
       raise ValueError(

@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 
+_THREE = ("t5x", "airio", "jestimator")
 NEEDED = ("seqio", "tensorflow", "gin", "fiddle", "cached_property", "clu", "tensorstore", "orbax")
 
 
@@ -14,7 +15,7 @@ def paths() -> list[str]:
     return []
   home = pathlib.Path.home() / ".cache/nm-sparsity/t5x"
   root = pathlib.Path(os.environ.get("T5X_PATH") or home)
-  return [str(root / name) for name in ("t5x", "airio", "jestimator") if (root / name).is_dir()]
+  return [str(root / name) for name in _THREE if (root / name).is_dir()]
 
 
 def why_not() -> str:

@@ -594,7 +594,7 @@ def train(model, model_dir, steps, restore=None, cls=None, **kw):
     model=model, train_dataset_cfg=data, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None,
     checkpoint_cfg=utils.CheckpointConfig(
       save=utils.SaveCheckpointConfig(
-        period=kw.pop("period", 100), save_dataset=True, checkpoint_steps=[]
+        period=100, save_dataset=True, checkpoint_steps=kw.pop("save_at", [])
       ),
       restore=restore,
     ),
@@ -647,7 +647,7 @@ def test_a_run_from_a_dense_checkpoint_and_its_resumption(name, dense_checkpoint
     model.read = spy
     final = train(
       model, tmp_path / str(pretrained), pretrained + PHASES.total, path,
-      period=1, pretrained_steps=pretrained,
+      save_at=[pretrained + b for b in BOUNDARIES.values()], pretrained_steps=pretrained,
     )  # fmt: skip
     assert seen[0][0] == 0  # before the first step
     assert_equal(seen[0][1], params)  # of the dense checkpoint
@@ -659,7 +659,6 @@ def test_a_run_from_a_dense_checkpoint_and_its_resumption(name, dense_checkpoint
   assert_equal(finals[2].params, finals[1_000_000].params)
   for boundary in BOUNDARIES.values():  # killed there; the restore settings stay as they were
     again = tmp_path / f"again_{boundary}"
-    for step in (boundary - 1, boundary):
-      shutil.copytree(tmp_path / f"2/checkpoint_{2 + step}", again / f"checkpoint_{2 + step}")
+    shutil.copytree(tmp_path / f"2/checkpoint_{2 + boundary}", again / f"checkpoint_{2 + boundary}")
     resumed = train(make(rules_of(name)), again, 2 + PHASES.total, paths[2], pretrained_steps=2)
     assert_same_state(resumed, finals[2])
