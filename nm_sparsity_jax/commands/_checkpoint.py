@@ -9,7 +9,9 @@ flax_mutables/... Formats: T5X's own (one msgpack file that refers to tensorstor
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -114,15 +116,17 @@ def _read_legacy(name: str, file) -> Stored:
 
 def _spec(spec: Mapping[str, Any], folder) -> tuple[tuple[int, ...] | None, str | None]:
   """Shape and dtype of an array that the msgpack file refers to, from the array's own metadata."""
-  import json
-
-  path = str(spec["kvstore"].get("path", "")).strip("/").split("/")[-1]
-  zarray = folder / path / ".zarray"
+  zarray = folder / _name(spec) / ".zarray"
   if zarray.is_file():
     found = json.loads(zarray.read_text())
     return tuple(found["shape"]), _zarr_dtype(found["dtype"])
   shape = (spec.get("metadata") or {}).get("shape")
   return (None if shape is None else tuple(map(int, shape))), spec.get("dtype")
+
+
+def _name(spec: Mapping[str, Any]) -> str:
+  """The folder of an array: in the store's description, or beside it in old files."""
+  return str(spec["kvstore"].get("path") or spec.get("path", "")).strip("/").split("/")[-1]
 
 
 def _zarr_dtype(name: str) -> str:
@@ -136,8 +140,10 @@ def _small_array(value):
   import tensorstore
 
   spec, folder = value
-  name = str(spec["kvstore"]["path"]).strip("/").split("/")[-1]
-  spec = {"driver": spec["driver"], "kvstore": f"file://{folder / name}/"}
+  kvstore = f"{folder / _name(spec)}/"
+  if "://" not in kvstore:
+    kvstore = f"file://{pathlib.Path(kvstore).absolute()}/"
+  spec = {"driver": spec["driver"], "kvstore": kvstore}
   return np.asarray(tensorstore.open(spec).result().read().result())
 
 
@@ -255,8 +261,7 @@ def restore(
       continue
     if leaf.shape is not None and leaf.shape != tuple(wanted.shape):
       errors.append(f"{key} has shape {leaf.shape} in {stored.path} and {wanted.shape} here")
-    is_float = leaf.dtype is not None and ("float" in leaf.dtype)
-    load[key] = leaf, dtype if is_float and dtype else leaf.dtype
+    load[key] = leaf, dtype if dtype and _is_cast(key, leaf, stored.format) else leaf.dtype
   taken = {leaf.key for leaf, _ in load.values()}
   drop = [key for key in stored.leaves if key not in taken]
   if initialise and not fallback and not errors:
@@ -265,6 +270,15 @@ def restore(
       "RestoreCheckpointConfig.fallback_to_scratch is not set: T5X will fail"
     )
   return Restore(load, initialise, drop, errors)
+
+
+def _is_cast(key: str, leaf: Leaf, kind: str) -> bool:
+  """Whether T5X's restore dtype applies: to parameters, and to what is not sharded.
+
+  So the step, an int32, becomes a float32 in a run that restored it.
+  """
+  alone = leaf.shape == () and not key.startswith("flax_mutables/")
+  return kind == "T5X" or key.startswith("target/") or alone
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
