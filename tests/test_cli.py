@@ -18,10 +18,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 HEAVY = ("jax", "flax", "optax", "numpy", "tensorflow", "seqio", "t5x", "gin", "matplotlib")
 
 
-def python(code, *path, cwd=None):
+def python(code, *path, cwd=None, flags=()):
   """Runs code in a new interpreter that sees `path` first."""
   env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-  command = [sys.executable, "-c", code]
+  command = [sys.executable, *flags, "-c", code]
   return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
 
 
@@ -134,13 +134,11 @@ def gin_path_of(site):
   """`nm-sparsity gin-path` where `site` is a site directory, and the gin file is there."""
   code = f"""
 import site, sys
-# Not the editable installation that these tests may run in.
-sys.meta_path = [f for f in sys.meta_path if "editable" not in str(f).lower()]
 site.addsitedir({str(site)!r})
 from nm_sparsity_jax import cli
 sys.exit(cli.main(['gin-path']))
 """
-  done = python(code, cwd=site)
+  done = python(code, cwd=site, flags=["-S"])  # not what these tests run in
   assert not done.returncode, done.stderr
   folder = pathlib.Path(done.stdout.strip())
   assert (folder / "gin_configs/runs/t5x_finetune.gin").is_file()
