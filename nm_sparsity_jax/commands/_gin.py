@@ -70,7 +70,7 @@ class Config:
     self._table: dict[tuple[str, str], dict[str, Any]] = dict(gin._CONFIG)
     self._program_key, self.program = self._find_program()
     if self.complete:  # else what is unset may have been set in what could not be read
-      self.errors += [_ask_for(name) for name in sorted(self.unset())]
+      self.errors += [ask_for(name) for name in sorted(self.unset())]
       self._unread(bindings)
 
   def _find_program(self) -> tuple[tuple[str, str] | None, str | None]:
@@ -86,7 +86,9 @@ class Config:
     try:
       parse(what)
     except ModuleNotFoundError as e:
-      self.errors.append(f"{what}: needs the Python module {e.name!r}, {_how_to_get(e.name or '')}")
+      found = re.search(r"No module named '([\w.]+)'", str(e))  # gin's copy of it has no name
+      name = found[1] if found else str(e.name)
+      self.errors.append(f"{what}: needs the Python module {name!r}, {_how_to_get(name)}")
     except OSError as e:
       text = message(e)
       hint = ""
@@ -113,6 +115,11 @@ class Config:
     """Whether a macro has a value."""
     bound = self._macro(name)
     return bound is not None and not self._required(bound["value"])
+
+  def is_none(self, name: str) -> bool:
+    """Whether a macro is there and says None."""
+    bound = self._macro(name)
+    return bound is not None and bound["value"] is None
 
   def _required(self, value) -> bool:
     if not isinstance(value, self._gin.ConfigurableReference):
@@ -211,6 +218,10 @@ class Config:
       raise Unset(sorted(self.needs(value)))
     return copy.deepcopy(value)  # this is how gin evaluates references
 
+  def close(self) -> None:
+    """Empties gin's global table."""
+    self._gin.clear_config()
+
 
 def message(error: BaseException) -> str:
   """The text of an error without gin's account of where it came from."""
@@ -251,7 +262,8 @@ _EXAMPLES = {
 }
 
 
-def _ask_for(name: str) -> str:
+def ask_for(name: str) -> str:
+  """What to say of a macro that is not set."""
   if name in ("NETWORK", "VOCABULARY", "OPTIMIZER", "MODEL"):
     return f"{name} is not set: a model file does that (--gin_file=...), the command line cannot"
   return f"{name} is not set: --gin.{name}={_EXAMPLES.get(name, '...')}"

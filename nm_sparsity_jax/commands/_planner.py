@@ -49,8 +49,9 @@ class Planner:
   def report(self) -> dict[str, Any]:
     """Everything, as values that JSON knows."""
     network = self._try("NETWORK", self._network)
-    rules = self._try("RULES", lambda: self.config.value("RULES"))
-    model = self._try("MODEL", self._model)
+    asked = self._ask_for_rules()
+    rules = None if asked else self._try("RULES", lambda: self.config.value("RULES"))
+    model = None if asked else self._try("MODEL", self._model)
     if model is not None:
       network = getattr(model, "module", network)
       rules = getattr(model, "rules", rules)
@@ -94,6 +95,22 @@ class Planner:
     except Exception as e:
       self.errors.append(_gin.message(e))
     return None
+
+  def _ask_for_rules(self) -> list[str]:
+    """Asks for all that sparsity.gin leaves None and that these rules need; which that is."""
+    places = self.config.get("SPARSITY_RULES")
+    if not isinstance(places, Mapping) or not self.config.complete:
+      return []
+    given = [v for v in places.values() if v is None or isinstance(v, str)]
+    recipe = self.config.get("RECIPE")
+    needed = {
+      "RECIPE": bool(given),
+      "PATTERN": None in given and recipe != "dense",
+      "SPARSE_STEPS": bool(given) and recipe != "dense",
+    }
+    asked = [n for n, yes in needed.items() if yes and self.config.is_none(n)]
+    self.errors += [_gin.ask_for(name) for name in asked]
+    return asked
 
   # --- the model --------------------------------------------------------------------------------
 
@@ -211,6 +228,12 @@ class Planner:
       for name, recipe in rules.places.items():
         found.setdefault((recipe, recipe.timeline()), {})[name] = set()
     recipes = [recipe for recipe, _ in found]
+    for (_, segments), of in found.items():
+      if segments and segments[-1].decay_stop > 0:
+        self.warnings.append(
+          f"{', '.join(of)}: the run ends with D = {segments[-1].decay_stop:.3g}, so weights are "
+          "n:m only after nms.finalize; FINETUNE_STEPS would train them as n:m"
+        )
     return [
       {
         "rules": list(of),
@@ -307,7 +330,7 @@ class Planner:
       size = self._sizes[path]
       own = op.flops * size / op.params
       last = place.recipe.timeline(place.axis_size)[-1]
-      density = last.density
+      density = last.pattern.density if last.pattern else 1.0  # of what `finalize` makes
       saved += own * (1 - density)
       kept -= round(size * (1 - density))
       one = flops.Op(name=op.name, role=op.role, place=op.place, axis=place.axis_size)
@@ -445,6 +468,7 @@ class Planner:
 
     settings = self._restore_settings()
     dtype = getattr(settings, "dtype", None)
+    fallback = True
     if state is not None and settings is not None:
       functions = tuple(settings.state_transformation_fns)
       fallback = settings.fallback_to_scratch
@@ -456,7 +480,7 @@ class Planner:
       found = _checkpoint.restore(stored, model, dtype, functions, fallback)
     elif params is not None:  # the optimizer and the like are no concern of a fragment
       model = {f"target/{path}": leaf for path, leaf in flatten(params)}
-      found = _checkpoint.restore(stored, model, dtype, fallback=True)
+      found = _checkpoint.restore(stored, model, dtype, fallback=fallback)
       drop = [key for key in found.drop if key.startswith("target/")]
       found = dataclasses.replace(found, drop=drop)
     else:
@@ -464,7 +488,7 @@ class Planner:
     self.errors += found.errors
     lost = [key for key in found.initialise if key.startswith("target/")]
     extra = [key for key in found.drop if key.startswith("target/")]
-    if lost and not found.errors:
+    if lost and fallback:
       names = ", ".join(name for name, _ in group(lost))
       self.errors.append(
         f"{stored.path} lacks parameters of this model, which would silently start from random "

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -68,16 +69,18 @@ def run(args: argparse.Namespace) -> int:
   """Plans, prints, plots."""
   if not args.gin_file and not args.gin_bindings:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
-  _quietly()
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax.commands import _gin, _planner
 
   # As `python -m` does: task modules lie where the user stands.
   if os.getcwd() not in sys.path and "" not in sys.path:
     sys.path.insert(0, os.getcwd())
   paths = [path for path in args.gin_search_paths.split(",") if path]
-  with contextlib.nullcontext() if args.debug else _no_stderr():
+  with contextlib.nullcontext() if args.debug else _quiet():
     config = _gin.Config(paths, args.gin_file, args.gin_bindings)
     report = _planner.plan(config, args.checkpoint)
+    config.close()
   if args.plot:
     plot(report, args.plot)
   if args.json:
@@ -87,22 +90,18 @@ def run(args: argparse.Namespace) -> int:
   return 0 if report["ok"] else 1
 
 
-def _quietly() -> None:
-  """No chatter of imports, no accelerator: a run may be using it."""
-  import logging
-
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  logging.getLogger("nm_sparsity_jax").setLevel(logging.ERROR)  # the plan says it all itself
-  logging.getLogger("absl").setLevel(logging.ERROR)
-
-
 @contextlib.contextmanager
-def _no_stderr():
-  """Drops what TensorFlow writes to the file descriptor, past Python, when it is imported."""
+def _quiet():
+  """No warnings of our own, for the plan says it all, and no chatter of imports.
+
+  TensorFlow writes to the file descriptor, past Python, when it is imported.
+  """
+  loggers = [logging.getLogger(name) for name in ("nm_sparsity_jax", "absl")]
+  levels = [logger.level for logger in loggers]
+  for logger in loggers:
+    logger.setLevel(logging.ERROR)
   sys.stderr.flush()
-  saved = os.dup(2)
-  nowhere = os.open(os.devnull, os.O_WRONLY)
+  saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
   os.dup2(nowhere, 2)
   try:
     yield
@@ -111,6 +110,8 @@ def _no_stderr():
     os.dup2(saved, 2)
     os.close(saved)
     os.close(nowhere)
+    for logger, level in zip(loggers, levels, strict=True):
+      logger.setLevel(level)
 
 
 # --- text ---------------------------------------------------------------------------------------
