@@ -241,7 +241,7 @@ def test_a_run_file_without_t5x_says_so(run, monkeypatch):
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("nm_sparsity_jax.t5x_adapter", raising=False)
   monkeypatch.setattr(sys, "meta_path", [Block(), *sys.meta_path])
-  code, report = run(files=["model.gin", "gin_configs/runs/t5x_model.gin"], **SETTINGS)
+  code, report = run(files=["model.gin", "gin_configs/runs/t5x_finetune.gin"], **SETTINGS)
   assert code == 1 and has(report["errors"], "'t5x'", "docs/t5x.md")
 
 
