@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import re
+import shlex
 import sys
 
 import jax
@@ -418,6 +420,39 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
   assert _checkpoint.latest(str(tmp_path)) is _checkpoint.latest(str(tmp_path / "x")) is None
 
 
+# --- docs/t5x.md --------------------------------------------------------------------------------
+
+
+def documented_overrides():
+  """The flags in the table of docs/t5x.md, a list a row, as a shell splits them."""
+  text = (ROOT / "docs/t5x.md").read_text().partition("## Overrides")[2].partition("\n## ")[0]
+  rows = [line for line in text.splitlines() if line.startswith("| ") and "`--gin." in line]
+  return [shlex.split(re.search("`(--gin.*?)`( |$)", row)[1]) for row in rows]
+
+
+OF_T5X = ("t5x_adapter.", "utils.", "partitioning.")
+BASE = dict(RECIPE="mdgf_exponential", PATTERN="1:4", SPARSE_STEPS=100, FINETUNE_STEPS=20)
+
+
+def is_of_t5x(flags):
+  return any(flag.removeprefix("--gin.").startswith(OF_T5X) for flag in flags)
+
+
+@pytest.mark.parametrize("flags", [f for f in documented_overrides() if not is_of_t5x(f)], ids=str)
+def test_documented_overrides_work(run, flags):
+  names = {flag.removeprefix("--gin.").partition("=")[0] for flag in flags}
+  macros = {k: v for k, v in BASE.items() if k not in names}
+  code, report = run(**macros, raw=[flag.removeprefix("--gin.") for flag in flags])
+  assert not code, report["errors"]
+  _, plain = run(**BASE)
+  same = report["schedule"] == plain["schedule"] and report["kernels"] == plain["kernels"]
+  assert not same or names == {"INDIVISIBLE"}  # each changes something; all divides here
+
+
+def test_there_are_documented_overrides():
+  assert len(documented_overrides()) >= 10
+
+
 # --- with T5X -----------------------------------------------------------------------------------
 
 
@@ -548,6 +583,18 @@ def test_eval_of_a_dense_checkpoint_is_refused(run_t5x, tmp_path):
   code, report = run_t5x(files=files, **macros, EVAL_OUTPUT_DIR="x")
   assert code == 1 and report["program"] == "evaluate"
   assert has(report["errors"], "is dense: it has no sparse step")
+
+
+@pytest.mark.t5x
+def test_documented_overrides_of_t5x_work(run_t5x, tmp_path):
+  path = write_orbax(tmp_path / "checkpoint_6", t5x_checkpoint())
+  flags = [
+    f.removeprefix("--gin.") for row in documented_overrides() if is_of_t5x(row) for f in row
+  ]
+  where = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(path))
+  code, report = run_t5x(**{**FINETUNE, **where}, raw=flags)
+  assert len(flags) == 3 and not code, report["errors"]
+  assert report["loss"]["microbatches"] == 4
 
 
 @pytest.mark.t5x

@@ -6,6 +6,8 @@ Keys are those of T5X's train state: target/..., state/step, state/param_states/
 flax_mutables/... Formats: T5X's own (one msgpack file that refers to tensorstore arrays) and Orbax.
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -91,7 +93,7 @@ def read(name: str) -> Stored:
 def _read_legacy(name: str, file) -> Stored:
   from flax import serialization
 
-  contents = serialization.msgpack_restore(file.read_bytes())
+  contents: Any = serialization.msgpack_restore(file.read_bytes())
   if contents.get("version", 0) < 2:
     raise ValueError(f"{name!r} has version {contents.get('version', 0)}: T5X reads 2 and 3")
   leaves: dict[str, Leaf] = {}

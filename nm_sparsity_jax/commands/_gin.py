@@ -5,6 +5,8 @@
 gin stops at its first error. Here a file or a binding that fails is noted and the next is read.
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import copy

@@ -6,6 +6,9 @@
 Nothing of the model's size is allocated. Each part notes its own errors and leaves the others be.
 """
 
+# T5X and SeqIO are imported where a run needs them.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -131,7 +134,7 @@ class Planner:
       if self.config.complete and not self.config.errors:
         self.notes.append("no NETWORK is set, so there are no kernels to show: add a model file")
       return None
-    config = getattr(network, "config", None)
+    config: Any = getattr(network, "config", None)
     if getattr(config, "rules", None) is not None:
       network = network.clone(config=dataclasses.replace(config, rules=None))
     shapes = {name: jax.ShapeDtypeStruct(s, jnp.int32) for name, s in self._inputs(network).items()}
@@ -140,19 +143,22 @@ class Planner:
     found = jax.eval_shape(lambda shapes: init(keys, **shapes), shapes)
     return found["params"], found.get("params_axes")
 
-  def _inputs(self, network) -> dict[str, tuple[int, int]]:
+  def _inputs(self, network) -> dict[str, tuple[int, ...]]:
     """The shapes of what a network of T5X's interface cannot do without."""
     targets = (1, self.lengths["targets"])
-    shapes = {"decoder_input_tokens": targets, "decoder_target_tokens": targets}
+    shapes: dict[str, tuple[int, ...]] = {
+      "decoder_input_tokens": targets,
+      "decoder_target_tokens": targets,
+    }
     if "encoder_input_tokens" in inspect.signature(type(network).__call__).parameters:
       shapes["encoder_input_tokens"] = (1, self.lengths["inputs"])
     return shapes
 
   def _train_state(self, model):
     """T5X's whole state, as shapes."""
-    import flax
     import jax
     import jax.numpy as jnp
+    from flax.core import freeze
     from t5x import train_state
 
     optimizer = model.optimizer_def if self.config.program in (None, "train") else None
@@ -160,7 +166,7 @@ class Planner:
     types = dict.fromkeys(shapes, jnp.int32)
 
     def make(key):
-      found = flax.core.freeze(model.get_initial_variables(key, shapes, types))
+      found = freeze(model.get_initial_variables(key, shapes, types))
       if optimizer is None:
         return train_state.InferenceState.create(found)
       return train_state.FlaxOptimTrainState.create(optimizer, found)
@@ -296,7 +302,7 @@ class Planner:
   def _cost(self, network, assignment, params) -> dict[str, Any] | None:
     from nm_sparsity_jax import flops
 
-    config = getattr(network, "config", None)
+    config: Any = getattr(network, "config", None)
     try:
       shape = flops.T5Shape(
         layers=config.num_encoder_layers,
@@ -323,7 +329,7 @@ class Planner:
     saved = trained = 0.0
     kept = total
     for path, place in assignment.places.items():
-      op = ops.get(_op_name(path))
+      op = ops.get(_op_name(path) or "")
       if op is None:
         self.notes.append(f"no FLOPs: {path} has no counterpart in T5")
         return None

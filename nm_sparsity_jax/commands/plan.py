@@ -12,6 +12,8 @@ contents of the data are not looked at.
 Exit code: 0 = nothing stands in the way, 1 = there are errors.
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import argparse
