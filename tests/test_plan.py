@@ -528,6 +528,37 @@ def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, tmp_path, kind):
 
 
 @pytest.mark.t5x
+@pytest.mark.filterwarnings("ignore")  # T5X's checkpointer leaves an event loop open
+def test_what_t5x_itself_writes_is_read(t5x, tmp_path):
+  import optax
+  from flax.core import freeze
+  from flax.linen.partitioning import AxisMetadata
+  from t5x import checkpoints, optimizers, partitioning, train_state
+
+  params = jax.tree.map(jnp.asarray, t5x_checkpoint()["target"])
+  axes = jax.tree.map(lambda x: AxisMetadata(names=(None,) * x.ndim), params)
+  rename = lambda tree: {
+    k + ("" if isinstance(v, dict) else "_axes"): rename(v) if isinstance(v, dict) else v
+    for k, v in tree.items()
+  }
+  optimizer = optimizers.wrap_optax_optimizer(optax.adamw)(1e-3)
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    state = train_state.FlaxOptimTrainState.create(
+      optimizer, freeze({"params": params, "params_axes": rename(axes)})
+    )
+    state = state.replace_step(np.int32(6))
+    partitioner = partitioning.PjitPartitioner(num_partitions=1)
+    checkpoints.Checkpointer(state, partitioner, str(tmp_path)).save(state)
+  stored = _checkpoint.read(str(tmp_path / "checkpoint_6"))
+  assert (stored.format, stored.step, stored.sparse_step) == ("T5X", 6, None)
+  want = {f"target/{path}": x for path, x in nms.rules.flatten(params)}
+  found = {key: leaf for key, leaf in stored.leaves.items() if key.startswith("target/")}
+  assert {k: (x.shape, str(x.dtype)) for k, x in want.items()} == {
+    k: (leaf.shape, leaf.dtype) for k, leaf in found.items()
+  }
+
+
+@pytest.mark.t5x
 def test_every_error_of_a_run_at_once(run_t5x, tmp_path):
   path = write_orbax(tmp_path / "checkpoint_6", t5x_checkpoint())
   macros = dict(
