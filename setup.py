@@ -7,8 +7,10 @@ without a floor has no version known to fail.
 
 import pathlib
 import re
+import shutil
 
 import setuptools
+from setuptools.command.build_py import build_py
 
 _ROOT = pathlib.Path(__file__).resolve().parent
 _VERSION_FILE = _ROOT / "nm_sparsity_jax" / "_version.py"
@@ -20,6 +22,22 @@ def _version() -> str:
   if found is None:
     raise ValueError(f'{_VERSION_FILE} has no line of the form __version__ = "1.2.3"')
   return found[1]
+
+
+class BuildWithGin(build_py):
+  """Puts gin_configs/ into the package of a wheel.
+
+  Not as a package of its own with a `package_dir`: an editable installation would then need
+  import hooks, which type checkers cannot follow. It reads them from the checkout.
+  """
+
+  def run(self):
+    """Copies them afresh, so that what was deleted here is not built."""
+    super().run()
+    if not self.editable_mode:
+      inside = pathlib.Path(self.build_lib, "nm_sparsity_jax", "gin_configs")
+      shutil.rmtree(inside, ignore_errors=True)
+      shutil.copytree(_ROOT / "gin_configs", inside, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 _ORBAX = "orbax-checkpoint>=0.12.8"
@@ -74,6 +92,9 @@ DEV = [
   "hypothesis>=6.170",
   "ruff==0.17.*",
   "pyright[nodejs]==1.1.414",
+  "gin-config>=0.5.0",
+  "matplotlib",
+  "setuptools>=77",  # the tests build a wheel
   "qwix>=0.1.8",  # the peer that benchmarks/ measures against
   _GIN,  # small; most of gin_configs/ needs no more
   _ORBAX,
@@ -90,6 +111,8 @@ setuptools.setup(
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["nm_sparsity_jax*", "t5x_tasks*"]),
   package_data={"nm_sparsity_jax": ["py.typed"]},
+  cmdclass={"build_py": BuildWithGin},
+  entry_points={"console_scripts": ["nm-sparsity = nm_sparsity_jax.cli:main"]},
   install_requires=CORE,
   extras_require={"tasks": TASKS, "local": LOCAL, "t5x": T5X, "hf": HF, "dev": DEV},
   classifiers=[

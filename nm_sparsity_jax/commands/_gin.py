@@ -1,0 +1,271 @@
+"""gin files and overrides, read as t5x.train reads them, but with every mistake collected.
+
+    files, bindings -> [Config: parsed, problems, unset macros] -> value of a macro or a parameter
+
+gin stops at its first error. Here a file or a binding that fails is noted and the next is read.
+"""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import importlib.util  # gin uses it and forgets to import it
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+# What t5x's programs call the function that a run file configures.
+PROGRAMS = {"train": "t5x.train", "evaluate": "t5x.eval", "infer": "t5x.infer"}
+
+
+class Unset(Exception):
+  """A value needs macros that are not set; they are among the problems already."""
+
+
+class _Main(types.ModuleType):
+  """Stands for the program that run files import as `__main__`; imports T5X when it is asked."""
+
+  def __getattr__(self, name: str):
+    if name not in PROGRAMS:
+      raise AttributeError(f"no T5X program has {name!r}; there are {', '.join(PROGRAMS)}")
+    return getattr(importlib.import_module(PROGRAMS[name]), name)
+
+
+class Config:
+  """A gin configuration.
+
+  Attributes:
+    errors: what is wrong with files and bindings.
+    warnings: what is probably not meant.
+    program: 'train', 'evaluate' or 'infer', None where no run file was read.
+    complete: whether everything could be read.
+  """
+
+  def __init__(self, search_paths: Sequence[str], files: Sequence[str], bindings: Sequence[str]):
+    try:
+      from gin import config as gin
+    except ImportError as e:
+      raise ModuleNotFoundError("plan reads gin files: pip install gin-config") from e
+    self._gin: Any = gin
+    self.errors: list[str] = []
+    self.warnings: list[str] = []
+    gin.clear_config()
+    before = list(gin._LOCATION_PREFIXES)
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = _Main("__main__")
+    try:
+      for path in search_paths:
+        gin.add_config_file_search_path(path)
+      for file in files:
+        self._read(file, gin.parse_config_file)
+      for binding in bindings:
+        self._read(binding, lambda text: gin.parse_config([text]))
+    finally:
+      sys.modules["__main__"] = main
+      gin._LOCATION_PREFIXES[:] = before
+    self.complete = not self.errors
+    self._table: dict[tuple[str, str], dict[str, Any]] = dict(gin._CONFIG)
+    self._program_key, self.program = self._find_program()
+    if self.complete:  # else what is unset may have been set in what could not be read
+      self.errors += [ask_for(name) for name in sorted(self.unset())]
+      self._unread(bindings)
+
+  def _find_program(self) -> tuple[tuple[str, str] | None, str | None]:
+    for scope, selector in self._table:
+      name = selector.split(".")[-1]
+      if not scope and name in PROGRAMS:
+        function = self._gin._REGISTRY[selector].wrapped
+        if function.__module__ == PROGRAMS[name]:
+          return (scope, selector), name
+    return None, None
+
+  def _read(self, what: str, parse) -> None:
+    try:
+      parse(what)
+    except ModuleNotFoundError as e:
+      found = re.search(r"No module named '([\w.]+)'", str(e))  # gin's copy of it has no name
+      name = found[1] if found else str(e.name)
+      self.errors.append(f"{what}: needs the Python module {name!r}, {_how_to_get(name)}")
+    except OSError as e:
+      text = message(e)
+      hint = ""
+      if found := re.search(r"Unable to open file: (\S+?)\. ", text):
+        text = f"{found[1]} is not in {text.partition('paths: ')[2].rstrip('.')}"
+        if found[1].startswith("gin_configs/"):
+          hint = "; add --gin_search_paths=$(nm-sparsity gin-path)"
+        elif found[1].startswith("t5x/"):
+          hint = "; T5X is not installed, or without its gin files (docs/t5x.md)"
+      self.errors.append(f"{what}: {text}{hint}" if what not in text else text + hint)
+    except Exception as e:
+      text = message(e)
+      name, _, value = (part.strip() for part in what.partition("="))
+      if re.fullmatch(r"[A-Za-z][\w:./-]*", value) and value not in ("None", "True", "False"):
+        text += f". A string needs quotes of its own: --gin.{name}=\"'{value}'\""
+      self.errors.append(f"{what}: {text}")
+
+  # --- macros -----------------------------------------------------------------------------------
+
+  def _macro(self, name: str) -> dict[str, Any] | None:
+    return self._table.get((name, "gin.macro"))
+
+  def is_set(self, name: str) -> bool:
+    """Whether a macro has a value."""
+    bound = self._macro(name)
+    return bound is not None and not self._required(bound["value"])
+
+  def is_none(self, name: str) -> bool:
+    """Whether a macro is there and says None."""
+    bound = self._macro(name)
+    return bound is not None and bound["value"] is None
+
+  def _required(self, value) -> bool:
+    if not isinstance(value, self._gin.ConfigurableReference):
+      return False
+    return value.scoped_selector.endswith("gin.REQUIRED/gin.constant") or repr(value) == (
+      "%gin.REQUIRED"
+    )
+
+  def _references(self, value) -> Iterator[Any]:
+    return self._gin.iterate_references({"": value})
+
+  def _is_macro(self, reference) -> bool:
+    return reference.configurable.wrapped is self._gin.macro
+
+  def needs(self, value, seen: set | None = None) -> set[str]:
+    """Unset macros that a value needs, directly or not."""
+    seen = set() if seen is None else seen
+    found: set[str] = set()
+    for reference in self._references(value):
+      if self._is_macro(reference):
+        name = "/".join(reference.scopes)
+        if not self.is_set(name):
+          found.add(name)
+          continue
+        keys = [(name, "gin.macro")]
+      else:
+        keys = [k for k in self._table if k[1] == reference.configurable.selector]
+      for key in keys:
+        if key not in seen:
+          seen.add(key)
+          found |= self.needs(self._table.get(key, {}), seen)
+    return found
+
+  def unset(self) -> set[str]:
+    """Macros that the run needs and that have no value.
+
+    A T5X program refuses any; of fragments, only what rules and network need counts.
+    """
+    if self.program is None:
+      names = [n for n in ("RULES", "NETWORK", "MODEL") if self._macro(n)]
+      return set().union(*(self.needs(self._macro(n)) for n in names)) if names else set()
+    found = self.needs(self._table)
+    for (scope, selector), bound in self._table.items():
+      for name, value in bound.items():
+        if self._required(value):
+          found.add(scope if selector == "gin.macro" else f"{selector.split('.')[-1]}.{name}")
+    return found
+
+  def _unread(self, bindings: Sequence[str]) -> None:
+    """Warns of macros set on the command line that nothing reads: gin takes a typo silently."""
+    read = {
+      "/".join(r.scopes) for r in self._references(self._table) if self._is_macro(r)
+    }  # fmt: skip
+    read |= {"RULES", "NETWORK", "MODEL"}
+    for binding in bindings:
+      name = binding.partition("=")[0].strip()
+      if name not in read and self._macro(name) is not None:
+        close = difflib.get_close_matches(name, sorted(read), 1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        self.warnings.append(f"{name} is set, but nothing reads it{meant}")
+
+  # --- values -----------------------------------------------------------------------------------
+
+  def value(self, name: str) -> Any:
+    """The value of a macro, made.
+
+    Raises:
+      Unset: it, or what it needs, is not set.
+      KeyError: no file mentions it.
+    """
+    bound = self._macro(name)
+    if bound is None:
+      raise KeyError(name)
+    return self._make(bound["value"])
+
+  def get(self, name: str, default: Any = None) -> Any:
+    """The value of a macro, or `default` where it has none or cannot be made."""
+    try:
+      return self.value(name)
+    except Exception:
+      return default
+
+  def argument(self, name: str, of: str | None = None) -> Any:
+    """The value of an argument of the program, or of another function `of`; KeyError if unbound."""
+    if of is None:
+      if self._program_key is None:
+        raise KeyError(name)
+      return self._make(self._table[self._program_key][name])
+    for (scope, selector), bound in self._table.items():
+      if not scope and selector.split(".")[-1] == of and name in bound:
+        return self._make(bound[name])
+    raise KeyError(name)
+
+  def _make(self, value) -> Any:
+    if self._required(value) or self.needs(value):
+      raise Unset(sorted(self.needs(value)))
+    return copy.deepcopy(value)  # this is how gin evaluates references
+
+  def close(self) -> None:
+    """Empties gin's global table."""
+    self._gin.clear_config()
+
+
+def message(error: BaseException) -> str:
+  """The text of an error without gin's account of where it came from."""
+  text = re.split(r"\s*\n\s*In call to configurable", str(error))[0]
+  where = re.search(r"\s*\n\s*In (?:file|bindings string).*", text, re.DOTALL)
+  if where:
+    text = text[: where.start()]
+    if place := re.search(r'In file "?([^"\n]+?)"?,? line (\d+)', where[0]):
+      text += f" ({place[1]}, line {place[2]})"
+  text = re.sub(r"No configurable matching '(\S+)'\.?", _unknown, " ".join(text.split()))
+  plain = isinstance(error, ValueError | RuntimeError | FileNotFoundError | ModuleNotFoundError)
+  return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def _unknown(found: re.Match) -> str:
+  return f"nothing here is called {found[1]!r}: no file that was read imports it"
+
+
+def _how_to_get(module: str) -> str:
+  root = module.split(".")[0]
+  if root in ("t5x", "airio", "jestimator"):
+    return "which is not on PyPI: docs/t5x.md says how to install it"
+  if root == "nm_sparsity_jax":
+    return "which this version does not have"
+  return "which is not installed (`nm-sparsity doctor` says what is missing)"
+
+
+_EXAMPLES = {
+  "RECIPE": "\"'mdgf_exponential'\"",
+  "PATTERN": "\"'1:8'\"",
+  "SPARSE_STEPS": "100_000",
+  "PRETRAINED_STEPS": "1_000_000  (the step in the checkpoint's name)",
+  "MODEL_DIR": "\"'gs://bucket/run'\"",
+  "INITIAL_CHECKPOINT_PATH": "\"'gs://bucket/run/checkpoint_1000000'\"",
+  "CHECKPOINT_PATH": "\"'gs://bucket/run/checkpoint_1100000'\"",
+  "TASK_FEATURE_LENGTHS": "\"{'inputs': 512, 'targets': 128}\"",
+  "DROPOUT_RATE": "0.1",
+}
+
+
+def ask_for(name: str) -> str:
+  """What to say of a macro that is not set."""
+  if name in ("NETWORK", "VOCABULARY", "OPTIMIZER", "MODEL"):
+    return f"{name} is not set: a model file does that (--gin_file=...), the command line cannot"
+  return f"{name} is not set: --gin.{name}={_EXAMPLES.get(name, '...')}"

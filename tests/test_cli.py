@@ -1,0 +1,183 @@
+"""The command line itself, and gin-path from every kind of installation."""
+
+import argparse
+import importlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.commands import gin_path
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+HEAVY = ("jax", "flax", "optax", "numpy", "tensorflow", "seqio", "t5x", "gin", "matplotlib")
+
+
+def python(code, *path, cwd=None, flags=()):
+  """Runs code in a new interpreter that sees `path` first."""
+  env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+  command = [sys.executable, *flags, "-c", code]
+  return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", [None, *cli.COMMANDS])
+def test_help_is_quick_and_imports_nothing_heavy(name):
+  argv = [name, "--help"] if name else ["--help"]
+  code = f"""
+import sys
+from nm_sparsity_jax import cli
+try:
+  cli.main({argv!r})
+except SystemExit as e:
+  print([m for m in {HEAVY!r} if m in sys.modules], e.code)
+"""
+  times = []
+  for _ in range(3):
+    begin = time.perf_counter()
+    done = python(code, ROOT)
+    times.append(time.perf_counter() - begin)
+  assert done.stdout.splitlines()[-1] == "[] 0", done.stdout + done.stderr
+  assert "usage: nm-sparsity" in done.stdout
+  assert min(times) < 1
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_is_a_module_that_is_there(name, capsys):
+  module = importlib.import_module(f"nm_sparsity_jax.commands.{cli.COMMANDS[name][0]}")
+  module.add_arguments(argparse.ArgumentParser())
+  assert callable(module.run)
+  with pytest.raises(SystemExit) as e:
+    cli.main(["--help"])
+  assert not e.value.code
+  assert f"  {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["export"], ["plan", "--nope"], ["doctor", "--for", "x"]])
+def test_a_wrong_command_line_is_2(argv, capsys):
+  with pytest.raises(SystemExit) as e:
+    cli.main(argv)
+  assert e.value.code == 2
+  assert "error:" in capsys.readouterr().err
+
+
+def test_no_command_is_2_and_lists_them(capsys):
+  assert cli.main([]) == 2
+  assert "gin-path" in capsys.readouterr().out
+
+
+def test_an_error_is_one_line_and_debug_shows_where(capsys):
+  assert cli.main(["plan"]) == 1
+  out, err = capsys.readouterr()
+  assert not out and err.startswith("nm-sparsity plan: no --gin_file") and err.count("\n") == 1
+  with pytest.raises(ValueError, match="no --gin_file"):
+    cli.main(["plan", "--debug"])
+
+
+def test_one_line_keeps_the_class_where_the_text_says_little():
+  assert cli.one_line(ValueError("a\n  b")) == "a b"
+  assert cli.one_line(KeyError("a")) == "KeyError: 'a'"
+  assert cli.one_line(StopIteration()) == "StopIteration"
+
+
+def test_every_folder_of_gin_files_is_a_package():
+  """gin looks on sys.path too, and trips over a folder that is no package (gin 0.5.0)."""
+  folders = {path.parent for path in (ROOT / "gin_configs").rglob("*.gin")}
+  assert folders and all((folder / "__init__.py").is_file() for folder in folders)
+
+
+# --- gin-path -----------------------------------------------------------------------------------
+
+
+def test_gin_path_of_this_checkout(capsys):
+  assert cli.main(["gin-path"]) == 0
+  folder = pathlib.Path(capsys.readouterr().out.strip())
+  assert (folder / "gin_configs/runs/t5x_finetune.gin").is_file()
+  assert folder == ROOT
+
+
+def test_gin_path_says_what_is_wrong(monkeypatch, tmp_path, capsys):
+  monkeypatch.setattr(gin_path.nm_sparsity_jax, "__file__", str(tmp_path / "a/__init__.py"))
+  assert cli.main(["gin-path"]) == 1
+  assert "no gin_configs/ in" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+  """What the build backend makes of this checkout: kind -> file; and the checkout's copy."""
+  pytest.importorskip("setuptools", "77", reason="building needs setuptools >= 77")
+  folder = tmp_path_factory.mktemp("build")
+  source = folder / "source"
+  source.mkdir()
+  for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    shutil.copy(ROOT / name, source)
+  for name in ("nm_sparsity_jax", "gin_configs"):
+    shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+  files = {}
+  for kind in ("wheel", "sdist", "editable"):
+    code = f"import setuptools.build_meta as b; print(b.build_{kind}({str(folder)!r}))"
+    done = subprocess.run(
+      [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    name = done.stdout.splitlines()[-1]
+    files[kind] = folder / f"{kind}-{name}"
+    (folder / name).rename(files[kind])
+  return files, source
+
+
+def gin_path_of(site):
+  """`nm-sparsity gin-path` where `site` is a site directory, and the gin file is there."""
+  code = f"""
+import site, sys
+site.addsitedir({str(site)!r})
+from nm_sparsity_jax import cli
+sys.exit(cli.main(['gin-path']))
+"""
+  done = python(code, cwd=site, flags=["-S"])  # not what these tests run in
+  assert not done.returncode, done.stderr
+  folder = pathlib.Path(done.stdout.strip())
+  assert (folder / "gin_configs/runs/t5x_finetune.gin").is_file()
+  return folder
+
+
+def install(wheel, where):
+  named = wheel.with_name(wheel.name.split("-", 1)[1])
+  shutil.copy(wheel, named)
+  subprocess.run(
+    [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", where,
+     named], check=True, capture_output=True,
+  )  # fmt: skip
+  return where
+
+
+def test_gin_path_of_a_wheel(built, tmp_path):
+  site = install(built[0]["wheel"], tmp_path / "site")
+  assert gin_path_of(site) == site / "nm_sparsity_jax"
+  script = (site / "bin/nm-sparsity").read_text()
+  assert "nm_sparsity_jax.cli" in script
+  assert all((site / "nm_sparsity_jax/gin_configs" / p.relative_to(ROOT / "gin_configs")).is_file()
+             for p in (ROOT / "gin_configs").rglob("*.gin"))  # fmt: skip
+
+
+def test_gin_path_of_an_editable_installation(built, tmp_path):
+  assert gin_path_of(install(built[0]["editable"], tmp_path / "site")) == built[1]
+
+
+def test_gin_path_of_an_sdist_unpacked_and_installed(built, tmp_path):
+  shutil.unpack_archive(built[0]["sdist"], tmp_path, "gztar", filter="data")
+  (unpacked,) = tmp_path.glob("nm_sparsity_jax-*")
+  assert gin_path_of(unpacked) == unpacked
+  code = f"import setuptools.build_meta as b; print(b.build_wheel({str(tmp_path)!r}))"
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=unpacked, capture_output=True, text=True, check=False
+  )
+  assert not done.returncode, done.stderr[-2000:]
+  wheel = tmp_path / done.stdout.splitlines()[-1]
+  site = tmp_path / "site"
+  wheel.rename(tmp_path / f"x-{wheel.name}")
+  assert gin_path_of(install(tmp_path / f"x-{wheel.name}", site)) == site / "nm_sparsity_jax"

@@ -1,0 +1,178 @@
+"""nm-sparsity doctor, against invented environments and this one."""
+
+import importlib.metadata
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.commands import doctor
+
+GOOD = {
+  "nm-sparsity-jax": "0.1.0", "jax": "0.10.2", "flax": "0.12.8", "seqio": "0.0.20",
+  "tensorflow": "2.21.0", "tensorflow-datasets": "4.9.10", "importlib_resources": "7.1.0",
+}  # fmt: skip
+REQUIRES = [
+  "jax>=0.10.2", "flax>=0.12.8", 'seqio>=0.0.20; extra == "t5x"',
+  'tensorflow>=2.21; extra == "t5x"', 'tensorflow-datasets>=4.9.10; extra == "t5x"',
+  'rich; extra == "local"',
+]  # fmt: skip
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path):
+  """Sets what is installed: distributions, and folders of modules."""
+
+  def make(versions=None, modules=(), direct=None):
+    versions = GOOD if versions is None else versions
+
+    class Fake:
+      def __init__(self, name):
+        self.name = name
+
+      def read_text(self, file):
+        assert file == "direct_url.json"
+        return (direct or {}).get(self.name)
+
+    def distribution(name):
+      if name not in versions and name not in modules:
+        raise importlib.metadata.PackageNotFoundError(name)
+      return Fake(name)
+
+    def version(name):
+      if name not in versions:
+        raise importlib.metadata.PackageNotFoundError(name)
+      return versions[name]
+
+    def requires(name):
+      version(name)
+      return REQUIRES
+
+    folders = {"importlib_resources", "nm_sparsity_jax", *modules} & {*versions, *modules}
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", requires)
+    monkeypatch.setattr(doctor.importlib.metadata, "distribution", distribution)
+    monkeypatch.setattr(doctor, "_origin", lambda m: tmp_path / m / m if m in folders else None)
+
+  for name in ("t5x", "airio", "jestimator"):
+    runs = tmp_path / name / name / "configs/runs"
+    runs.mkdir(parents=True)
+    (runs / "finetune.gin").touch()
+  make.folder = tmp_path
+  return make
+
+
+THREE = ("t5x", "airio", "jestimator")
+
+
+def bad(purpose):
+  return {f["name"]: f for f in doctor.examine(purpose) if f["status"] == "bad"}
+
+
+def test_a_good_environment_has_nothing_to_mend(environment):
+  environment(modules=THREE)
+  assert not bad("core") and not bad("t5x")
+  names = [f["name"] for f in doctor.examine("core")]
+  assert "jax" in names and "seqio" not in names and "rich" not in names
+
+
+@pytest.mark.parametrize("lost", GOOD)
+def test_each_missing_package_is_named_with_a_remedy(environment, lost):
+  environment({k: v for k, v in GOOD.items() if k != lost}, modules=THREE)
+  found = bad("t5x")
+  assert list(found) == [lost]
+  assert "pip install" in found[lost]["remedy"]
+
+
+def test_an_old_package_is_named_with_both_versions(environment):
+  environment({**GOOD, "jax": "0.9.9"}, modules=THREE)
+  found = bad("core")
+  assert list(found) == ["jax"]
+  assert "0.9.9" in found["jax"]["text"] and ">=0.10.2" in found["jax"]["text"]
+
+
+@pytest.mark.parametrize("name", ["t5", "tensorflow-cpu", "seqio-nightly", "tfds-nightly"])
+def test_each_conflict_is_named(environment, name):
+  environment({**GOOD, name: "1.0"}, modules=THREE)
+  found = bad("core")
+  assert list(found) == [name]
+  assert f"uninstall -y {name}" in found[name]["remedy"]
+
+
+def test_tensorflow_cpu_alone_is_no_conflict(environment):
+  versions = {k: v for k, v in GOOD.items() if k != "tensorflow"}
+  environment({**versions, "tensorflow-cpu": "2.21"}, modules=THREE)
+  assert "tensorflow-cpu" not in bad("core")
+
+
+@pytest.mark.parametrize("lost", THREE)
+def test_each_of_the_unpublished_three_is_asked_for(environment, lost):
+  environment(modules=[name for name in THREE if name != lost])
+  found = bad("t5x")
+  assert list(found) == [lost] and "docs/t5x.md" in found[lost]["remedy"]
+  assert not bad("core")
+
+
+def test_t5x_without_its_gin_files_is_named(environment):
+  environment(modules=THREE)
+  (environment.folder / "t5x/t5x/configs/runs/finetune.gin").unlink()
+  assert "without its gin files" in bad("t5x")["t5x"]["text"]
+
+
+def test_the_commit_of_pip_and_of_a_checkout(environment):
+  sha = "0123456789abcdef0123456789abcdef01234567"
+  direct = {"t5x": json.dumps({"url": "x", "vcs_info": {"vcs": "git", "commit_id": sha}})}
+  environment(modules=THREE, direct=direct)
+  git = environment.folder / "airio/.git"
+  (git / "refs/heads").mkdir(parents=True)
+  (git / "HEAD").write_text("ref: refs/heads/main\n")
+  (git / "packed-refs").write_text(f"# pack-refs\n{'f' * 40} refs/heads/main\n")
+  texts = {f["name"]: f["text"] for f in doctor.examine("t5x")}
+  assert texts["t5x"].startswith("commit 0123456 ")
+  assert texts["airio"].startswith("commit fffffff ")
+  assert texts["jestimator"].startswith("commit unknown ")
+  (git / "refs/heads/main").write_text("e" * 40 + "\n")
+  assert "commit eeeeeee" in {f["name"]: f["text"] for f in doctor.examine("t5x")}["airio"]
+
+
+def test_versions_compare_as_numbers():
+  assert doctor.at_least("0.10.2", ">=0.9") and not doctor.at_least("0.9", ">=0.10")
+  assert doctor.at_least("2", ">=2.0") and doctor.at_least("2.1rc1", ">=2.1")
+  assert doctor.at_least("1.0", "any version")
+
+
+def test_exit_codes_and_json(environment, capsys):
+  environment(modules=THREE)
+  assert cli.main(["doctor"]) == 0  # T5X is there, so it is looked at
+  assert "Ready for t5x." in capsys.readouterr().out
+  environment({k: v for k, v in GOOD.items() if k != "jax"})
+  assert cli.main(["doctor", "--json"]) == 1
+  report = json.loads(capsys.readouterr().out)
+  assert not report["ok"] and report["for"] == "core"
+  assert [f["name"] for f in report["findings"] if f["status"] == "bad"] == ["jax"]
+
+
+def test_devices_are_listed_on_request(environment, capsys):
+  environment()
+  assert cli.main(["doctor", "--for", "core"]) == 0
+  assert "devices" not in capsys.readouterr().out
+  assert cli.main(["doctor", "--for", "core", "--devices"]) == 0
+  assert "8 x cpu" in capsys.readouterr().out
+
+
+def test_this_environment_imports_nothing_heavy():
+  code = """
+import sys
+from nm_sparsity_jax.commands import doctor
+names = [f['name'] for f in doctor.examine('t5x')]
+heavy = {'jax', 'tensorflow', 'seqio', 't5x', 'airio', 'jestimator', 'tensorflow_datasets'}
+print(sorted(heavy & set(sys.modules)), 't5x' in names)
+"""
+  root = pathlib.Path(__file__).resolve().parents[1]
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+  )
+  assert done.stdout.split() == ["[]", "True"]

@@ -1,0 +1,638 @@
+"""nm-sparsity plan: what it shows, and every error at once."""
+
+import json
+import pathlib
+import re
+import shlex
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import t5x_found
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import cli, configure
+from nm_sparsity_jax.commands import _checkpoint, _planner, plan
+
+pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config")
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MODEL = """
+from __gin__ import dynamic_registration
+from nm_sparsity_jax.t5 import network
+NETWORK = @network.Transformer()
+network.Transformer.config = @network.T5Config()
+network.T5Config:
+  vocab_size = 64
+  emb_dim = 32
+  num_heads = 2
+  num_encoder_layers = 2
+  num_decoder_layers = 3
+  head_dim = 8
+  mlp_dim = 48
+  mlp_activations = ('gelu', 'linear')
+"""
+SETTINGS = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=100)
+LENGTHS = {"inputs": 10, "targets": 6}
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+  """Plans MODEL with macros: (exit code, report)."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  (tmp_path / "model.gin").write_text(MODEL)
+
+  def call(*flags, files=("model.gin", "gin_configs/sparsity.gin"), raw=(), **macros):
+    argv = ["plan", f"--gin_search_paths={ROOT},{tmp_path}", *flags]
+    argv += [f"--gin_file={f}" for f in files]
+    argv += [f"--gin.{k}={v!r}" for k, v in macros.items()] + [f"--gin.{b}" for b in raw]
+    capsys.readouterr()
+    with jax.numpy_dtype_promotion("standard"):
+      code = cli.main([*argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+  return call
+
+
+def test_kernels_alike_are_told_together_and_nothing_is_lost(run):
+  code, report = run(**SETTINGS, SPARSITY_RULES={"ff": None, "decoder/cross/qk": "2:8"})
+  assert not code and report["ok"] and not report["errors"]
+  found = {k["path"]: k for k in report["kernels"]["sparse"]}
+  assert list(found) == [
+    "decoder/layers_{0..2}/encoder_decoder_attention/{key,query}/kernel",
+    "decoder/layers_{0..2}/mlp/wi_{0,1}/kernel",
+    "encoder/layers_{0,1}/mlp/wi_{0,1}/kernel",
+    "decoder/layers_{0..2}/mlp/wo/kernel",
+    "encoder/layers_{0,1}/mlp/wo/kernel",
+  ]
+  wi = found["decoder/layers_{0..2}/mlp/wi_{0,1}/kernel"]
+  want = dict(count=6, role="ff", rule="ff", shape=[32, 48], axis=0, pattern="1:4", groups=384)
+  assert wi.items() >= want.items() and wi["recipe"] == "sr_ste"
+  qk = found["decoder/layers_{0..2}/encoder_decoder_attention/{key,query}/kernel"]
+  assert qk["role"] == "k,q" and qk["pattern"] == "2:8" and qk["groups"] == 4 * 16
+  # Every path once, sparse or dense.
+  part = report["kernels"]
+  paths = [p for kind in ("sparse", "dense") for k in part[kind] for p in k["paths"]]
+  assert len(paths) == len(set(paths)) == sum(k["count"] for k in [*part["sparse"], *part["dense"]])
+  assert len(paths) == 2 * 7 + 3 * 11 + 1 and part["other_dense"] > 0
+
+
+def test_what_is_dropped_and_skipped_and_why(run):
+  wide = ["network.T5Config.emb_dim = 768", "network.T5Config.mlp_dim = 1024"]
+  settings = {**SETTINGS, "RECIPE": "sdgf_geometric", "PATTERN": "1:32"}
+  code, report = run(raw=wide, **settings)
+  assert not code
+  remarks = {k["path"]: k["remarks"] for k in report["kernels"]["sparse"]}
+  assert remarks["encoder/layers_{0,1}/mlp/wi_{0,1}/kernel"] == [
+    "levels 16:512 do not divide 768: dropped"
+  ]
+  assert remarks["encoder/layers_{0,1}/mlp/wo/kernel"] == []
+  timelines = {tuple(s["axis_sizes"]): s["segments"] for s in report["schedule"]}
+  assert [s["pattern"] for s in timelines[768,]] == ["8:256", "4:128", "2:64", "1:32"]
+  assert [s["pattern"] for s in timelines[1024,]][0] == "16:512"
+
+  code, report = run(raw=["network.T5Config.mlp_dim = 50"], **SETTINGS, INDIVISIBLE="skip")
+  assert not code
+  skipped = report["kernels"]["skipped"]
+  assert {k["path"] for k in skipped} == {
+    "encoder/layers_{0,1}/mlp/wo/kernel", "decoder/layers_{0..2}/mlp/wo/kernel",
+  }  # fmt: skip
+  assert all("length 50" in k["why"] and "no multiple of 4" in k["why"] for k in skipped)
+
+
+def test_the_schedule_counts_sparse_and_t5x_steps(run):
+  settings = dict(RECIPE="mdgf_linear", PATTERN="1:4", SPARSE_STEPS=100, DENSE_STEPS=10)
+  _, report = run(**settings, FINETUNE_STEPS=20, raw=["PRETRAINED_STEPS = 1_000_000"])
+  (schedule,) = report["schedule"]
+  segments = schedule["segments"]
+  assert [(s["start"], s["stop"]) for s in segments] == [(0, 10), (10, 70), (70, 100)]
+  assert all(s["t5x_start"] == s["start"] + 1_000_000 for s in segments)
+  assert all(s["t5x_stop"] == s["stop"] + 1_000_000 for s in segments)
+  assert [s["decay_start"] for s in segments] == [1, 1, 0]
+  assert [s["phase"] for s in segments] == ["dense", "sparsify", "sparsify, fine-tune from 80"]
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "mdgf_linear", "sdgf_stepwise", "idp"])
+def test_cost_is_that_of_flops(run, recipe):
+  settings = {
+    **SETTINGS,
+    "RECIPE": recipe,
+    "SPARSITY_RULES": {"ff": None, "decoder/cross/qkv": "2:8"},
+  }
+  _, report = run(**settings, raw=[f"TASK_FEATURE_LENGTHS = {LENGTHS}", "BATCH_SIZE = 7"])
+  shape = nms.flops.T5Shape(
+    layers=2, decoder_layers=3, embed=32, mlp=48, heads=2, head_dim=8, vocab=64,
+    input_length=10, target_length=6,
+  )  # fmt: skip
+  places = configure.rules(settings["SPARSITY_RULES"], recipe, "1:4", sparse_steps=100).places
+  once, whole = nms.flops.inference(shape, places), nms.flops.training(shape, places, 7)
+  dense = nms.flops.Cost(shape.ops())
+  cost = report["cost"]
+  assert cost["inference"]["sparse"] == pytest.approx(once.flops, rel=1e-9)
+  assert cost["inference"]["dense"] == dense.flops
+  assert cost["training"]["sparse"] == pytest.approx(whole.flops, rel=1e-9)
+  assert cost["training"]["dense"] == 3 * 7 * 100 * dense.flops
+  assert cost["parameters"]["kept"] == once.params and cost["parameters"]["dense"] == dense.params
+  assert cost["lengths_known"]
+
+
+def test_lambda_beside_each_kind_of_loss(run):
+  raw = [f"TASK_FEATURE_LENGTHS = {LENGTHS}", "BATCH_SIZE = 7"]
+  _, report = run(**SETTINGS, raw=raw)
+  assert report["loss"]["lambda"] == {"ff": 2e-4}
+  assert report["loss"]["lambda_in_t5x_at_most"] == {"ff": pytest.approx(2e-4 * 42)}
+  _, report = run(**SETTINGS, raw=[*raw, "LOSS_NORMALIZING_FACTOR = 84"])
+  assert report["loss"]["lambda_in_t5x_at_most"] == {"ff": pytest.approx(1e-4)}
+  _, report = run(**SETTINGS, raw=[*raw, "LOSS_NORMALIZING_FACTOR = 'NUM_REAL_TARGET_TOKENS'"])
+  assert report["loss"]["lambda_in_t5x_at_most"] == {"ff": pytest.approx(2e-4)}
+
+
+def test_nothing_of_the_models_size_is_allocated(run):
+  before = {id(a) for a in jax.live_arrays()}
+  huge = {"emb_dim": 4096, "mlp_dim": 65536, "num_heads": 128, "head_dim": 128, "vocab_size": 32128}
+  code, report = run(raw=[f"network.T5Config.{k} = {v}" for k, v in huge.items()], **SETTINGS)
+  assert not code and report["cost"]["parameters"]["dense"] > 4e9
+  assert all(a.size < 100 for a in jax.live_arrays() if id(a) not in before)
+
+
+def test_scanned_kernels_have_their_axis(run):
+  scan = ["network.T5Config.scan_layers = True"]
+  code, report = run(raw=scan, **SETTINGS, SPARSITY_RULES={"ff": None, "qkv": None})
+  assert not code
+  shapes = {tuple(k["shape"]): k["axis"] for k in report["kernels"]["sparse"]}
+  assert shapes[32, 3, 48] == 0 and shapes[48, 2, 32] == 0
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def has(texts, *words):
+  """Whether one text has all the words."""
+  return any(all(w in text for w in words) for text in texts)
+
+
+def test_all_that_is_not_set_is_asked_for_at_once(run):
+  code, report = run()
+  assert code == 1
+  assert sorted(e.split()[0] for e in report["errors"]) == ["PATTERN", "RECIPE", "SPARSE_STEPS"]
+  assert has(report["errors"], "--gin.PATTERN=\"'1:8'\"")
+
+
+def test_errors_of_several_kinds_come_together(run):
+  rules = {"ff": "1:5", "decodr/ff": None}
+  code, report = run("--checkpoint=nowhere", **SETTINGS, SPARSITY_RULES=rules, raw=["X.y=1"])
+  errors = report["errors"]
+  assert code == 1 and len(errors) == 5
+  assert has(errors, "X.y", "nothing here is called")
+  assert has(errors, "mlp/wi_{0,1}/kernel", "length 32", "1:5")
+  assert has(errors, "mlp/wo/kernel", "length 48", "1:5")
+  assert has(errors, "match no parameter: 'decodr/ff'")
+  assert has(errors, "there is no checkpoint 'nowhere'")
+
+
+@pytest.mark.parametrize(
+  "macros, words",
+  [
+    (dict(RECIPE="sr_stee"), ["sr_stee"]),
+    (dict(PATTERN="8:1"), ["NM(8, 1)"]),
+    (dict(DENSE_STEPS=90, FINETUNE_STEPS=20), ["total >= dense + finetune"]),
+    (dict(SPARSITY_RULES="1:8"), ["SPARSITY_RULES"]),
+    (dict(SPARSITY_RULES={"ff": None, "encoder/ff": None}), ["two rules claim"]),
+    (dict(RECIPE="sdgf_stepwise", SPARSE_STEPS=1), ["3 levels"]),
+    (dict(BETA=0.5), ["beta"]),
+  ],
+)
+def test_what_recipes_and_rules_refuse(run, macros, words):
+  code, report = run(**{**SETTINGS, **macros})
+  assert code == 1 and has(report["errors"], *words), report["errors"]
+  assert not has(report["errors"], "In call to configurable")
+
+
+def test_a_string_without_quotes_is_explained(run):
+  code, report = run(raw=["RECIPE=sr_ste"], PATTERN="1:4", SPARSE_STEPS=9)
+  assert code == 1 and has(report["errors"], "--gin.RECIPE=\"'sr_ste'\"")
+
+
+def test_a_macro_that_nothing_reads_is_a_warning(run):
+  code, report = run(**SETTINGS, SPARSE_STEP=5)
+  assert not code
+  assert report["warnings"] == [
+    "SPARSE_STEP is set, but nothing reads it; did you mean SPARSE_STEPS?"
+  ]
+
+
+def test_a_file_that_is_not_there(run):
+  code, report = run(files=["model.gin", "gin_configs/nope.gin"], **SETTINGS)
+  assert code == 1 and has(
+    report["errors"], "gin_configs/nope.gin is not in", "nm-sparsity gin-path"
+  )
+
+
+def test_a_run_file_without_t5x_says_so(run, monkeypatch):
+  class Block:
+    def find_spec(self, name, path=None, target=None):
+      if name.split(".")[0] == "t5x":
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+  for name in [name for name in sys.modules if name.split(".")[0] == "t5x"]:
+    monkeypatch.delitem(sys.modules, name)
+  for name in [name for name in sys.modules if name == "nm_sparsity_jax.t5x_adapter"]:
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("nm_sparsity_jax.t5x_adapter", raising=False)
+  monkeypatch.setattr(sys, "meta_path", [Block(), *sys.meta_path])
+  code, report = run(files=["model.gin", "gin_configs/runs/t5x_finetune.gin"], **SETTINGS)
+  assert code == 1 and has(report["errors"], "'t5x'", "docs/t5x.md")
+
+
+def test_a_flag_without_a_value_is_a_mistake_of_the_command_line(capsys):
+  with pytest.raises(SystemExit) as e:
+    cli.main(["plan", "--gin.RECIPE", "x"])
+  assert e.value.code == 2 and "--gin.RECIPE=VALUE" in capsys.readouterr().err
+
+
+# --- text and picture ---------------------------------------------------------------------------
+
+
+def test_the_text_is_short_and_says_it_all(run):
+  macros = {**SETTINGS, "RECIPE": "mdgf_exponential", "SPARSITY_RULES": {"ff": None, "nope": None}}
+  _, report = run(**macros, raw=["PRETRAINED_STEPS = 1_000"])
+  text = plan.render(report)
+  for words in (
+    "encoder/layers_{0,1}/mlp/wo/kernel         x2 ", "1,000 .. 1,099", "1 -> 5.18e-05", "1 error",
+    "LOSS_NORMALIZING_FACTOR = None", "kept", "FLOPs", "ends with D = 5.18e-05", "'nope'",
+  ):  # fmt: skip
+    assert words in text, text
+  assert "Nothing stands in the way" not in text
+  assert len(text.splitlines()) < 30
+
+
+def test_the_plot_is_a_picture(run, tmp_path):
+  pytest.importorskip("matplotlib")
+  run(f"--plot={tmp_path / 'p.png'}", **SETTINGS)
+  assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch):
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
+    plan.plot({}, "p.png")
+
+
+def test_group_merges_one_word_at_a_time():
+  paths = [f"{s}/layers_{i}/{k}" for s in "ab" for i in (0, 1, 2, 10) for k in ("x", "y_0", "y_1")]
+  groups = _planner.group(paths)
+  assert sorted(p for _, of in groups for p in of) == sorted(paths)
+  assert [n for n, _ in groups] == [
+    "a/layers_{0,1,2,10}/x", "a/layers_{0,1,2,10}/y_{0,1}",
+    "b/layers_{0,1,2,10}/x", "b/layers_{0,1,2,10}/y_{0,1}",
+  ]  # fmt: skip
+  assert [n for n, _ in _planner.group(paths, words=True)] == [
+    "{a,b}/layers_{0,1,2,10}/{x,y_{0,1}}"
+  ]
+  uneven = ["a/l_0/x", "a/l_1/x", "b/l_0/x"]  # not a product: must not be told as one
+  assert {n: len(p) for n, p in _planner.group(uneven, words=True)} == {
+    "a/l_{0,1}/x": 2,
+    "b/l_0/x": 1,
+  }
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def parameters(report):
+  """path -> shape of a plan's kernels."""
+  kernels = report["kernels"]["sparse"]
+  return {p: k["shape"] for k in kernels for p in k["paths"]}
+
+
+def write_orbax(folder, tree):
+  ocp = pytest.importorskip("orbax.checkpoint")
+  ocp.PyTreeCheckpointer().save(folder / "state", tree)
+  return folder
+
+
+def write_legacy(folder, tree):
+  """As T5X writes: a msgpack file; arrays beside it as zarr, here every kernel."""
+  from flax import serialization
+
+  ts = pytest.importorskip("tensorstore")
+  folder.mkdir(parents=True)
+
+  def store(path, x):
+    if not path[-1].key.endswith("kernel"):
+      return x
+    name = ".".join(k.key for k in path)
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name)}}
+    array = ts.open(spec, create=True, dtype=x.dtype, shape=x.shape).result()
+    array.write(x).result()
+    return {"driver": "zarr", "kvstore": {"driver": "file", "path": name}, "dtype": str(x.dtype),
+            "metadata": {"shape": list(x.shape)}}  # fmt: skip
+
+  state = jax.tree_util.tree_map_with_path(store, tree)
+  data = serialization.msgpack_serialize({"version": 3, "optimizer": state})
+  (folder / "checkpoint").write_bytes(data)
+  return folder
+
+
+WRITERS = {"Orbax": write_orbax, "T5X": write_legacy}
+
+
+def dense_checkpoint(step=6, dtype=np.float32, **more):
+  """A checkpoint of MODEL."""
+  from nm_sparsity_jax.t5 import network
+
+  config = network.T5Config(
+    vocab_size=64, emb_dim=32, num_heads=2, num_encoder_layers=2, num_decoder_layers=3, head_dim=8,
+    mlp_dim=48, mlp_activations=("gelu", "linear"),
+  )  # fmt: skip
+  tokens = jnp.ones((1, 4), jnp.int32)
+  shapes = jax.eval_shape(
+    lambda: network.Transformer(config).init(
+      jax.random.key(0), tokens, tokens, tokens, enable_dropout=False
+    )
+  )
+  target = jax.tree.map(lambda x: np.zeros(x.shape, dtype), shapes["params"])
+  moments = {"v": {"kernel": np.zeros((3, 2), np.float32)}}
+  return {"target": target, "state": {"step": np.int32(step), "param_states": moments}, **more}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_checkpoint_that_fits(run, tmp_path, kind):
+  path = WRITERS[kind](tmp_path / "checkpoint_6", dense_checkpoint())
+  code, report = run(f"--checkpoint={path}", **SETTINGS)
+  assert not code, report["errors"]
+  found = report["restore"]
+  assert (found["format"], found["step"], found["sparse_step"]) == (kind, 6, None)
+  part = found["sections"]["parameters"]
+  assert part["initialise"] == part["drop"] == 0 and part["dtypes"] == {"float32": part["load"]}
+  assert (
+    part["load"]
+    == len(parameters(report))
+    + sum(k["count"] for k in report["kernels"]["dense"])
+    + report["kernels"]["other_dense"]
+  )
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_checkpoint_that_does_not_fit(run, tmp_path, kind):
+  tree = dense_checkpoint()
+  mlp = tree["target"]["encoder"]["layers_0"]["mlp"]
+  mlp["wo"]["kernel"] = np.zeros((32, 48), np.float32)
+  mlp["wi"] = mlp.pop("wi_1")
+  path = WRITERS[kind](tmp_path / "checkpoint_6", tree)
+  code, report = run(f"--checkpoint={path}", **SETTINGS)
+  errors = report["errors"]
+  assert code == 1 and len(errors) == 2
+  assert has(errors, "target/encoder/layers_0/mlp/wo/kernel has shape (32, 48)", "(48, 32) here")
+  lost = "target/encoder/layers_0/mlp/wi_1/kernel"
+  extra = "target/encoder/layers_0/mlp/wi/kernel"
+  assert has(errors, "random values", lost), errors
+  assert has(report["warnings"], "this model lacks", extra)
+  assert report["restore"]["sections"]["parameters"]["initialise"] == 1
+  assert report["restore"]["drop"] == [extra]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_the_metadata_of_a_sparse_checkpoint(tmp_path, kind):
+  import zlib
+
+  text = "ff: sr_ste 1:4, total=9"
+  packed = np.frombuffer(zlib.compress(text.encode()), np.uint8)
+  mine = {"step": np.int32(4), "rules": np.pad(packed, (0, 100))}
+  tree = dense_checkpoint(10, jnp.bfloat16, flax_mutables={"nm_sparsity": mine})
+  stored = _checkpoint.read(str(WRITERS[kind](tmp_path / "checkpoint_10", tree)))
+  assert (stored.step, stored.sparse_step, stored.rules) == (10, 4, text)
+  leaf = stored.leaves["target/encoder/layers_1/mlp/wo/kernel"]
+  assert (leaf.shape, leaf.dtype) == ((48, 32), "bfloat16")
+  assert _checkpoint.latest(str(tmp_path)) == str(tmp_path / "checkpoint_10")
+  with pytest.raises(ValueError, match="is a folder of checkpoints: name one"):
+    _checkpoint.read(str(tmp_path))
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path):
+  with pytest.raises(ValueError, match="is no checkpoint"):
+    _checkpoint.read(str(tmp_path))
+  with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+    _checkpoint.read(str(tmp_path / "x"))
+  assert _checkpoint.latest(str(tmp_path)) is _checkpoint.latest(str(tmp_path / "x")) is None
+
+
+# --- docs/t5x.md --------------------------------------------------------------------------------
+
+
+def documented_overrides():
+  """The flags in the table of docs/t5x.md, a list a row, as a shell splits them."""
+  text = (ROOT / "docs/t5x.md").read_text().partition("## Overrides")[2].partition("\n## ")[0]
+  rows = [line for line in text.splitlines() if line.startswith("| ") and "`--gin." in line]
+  return [shlex.split(re.search("`(--gin.*?)`( |$)", row)[1]) for row in rows]
+
+
+OF_T5X = ("t5x_adapter.", "utils.", "partitioning.")
+BASE = dict(RECIPE="mdgf_exponential", PATTERN="1:4", SPARSE_STEPS=100, FINETUNE_STEPS=20)
+
+
+def is_of_t5x(flags):
+  return any(flag.removeprefix("--gin.").startswith(OF_T5X) for flag in flags)
+
+
+@pytest.mark.parametrize("flags", [f for f in documented_overrides() if not is_of_t5x(f)], ids=str)
+def test_documented_overrides_work(run, flags):
+  names = {flag.removeprefix("--gin.").partition("=")[0] for flag in flags}
+  macros = {k: v for k, v in BASE.items() if k not in names}
+  code, report = run(**macros, raw=[flag.removeprefix("--gin.") for flag in flags])
+  assert not code, report["errors"]
+  _, plain = run(**BASE)
+  same = report["schedule"] == plain["schedule"] and report["kernels"] == plain["kernels"]
+  assert not same or names == {"INDIVISIBLE"}  # each changes something; all divides here
+
+
+def test_there_are_documented_overrides():
+  assert len(documented_overrides()) >= 10
+
+
+# --- with T5X -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def t5x():
+  if reason := t5x_found.why_not():
+    pytest.skip(reason)
+  import warnings
+
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import t5x.train
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    yield t5x
+    sys.path.remove(str(ROOT / "tests"))
+
+
+TINY = ("gin_configs/runs/t5x_finetune.gin", str(ROOT / "tests/t5x_tiny.gin"))
+FINETUNE = dict(
+  RECIPE="idp", PATTERN="1:4", SPARSE_STEPS=12, DENSE_STEPS=2, FINETUNE_STEPS=4,
+  PRETRAINED_STEPS=6, BATCH_SIZE=16, EVAL_PERIOD=5000,
+)  # fmt: skip
+
+
+def t5x_checkpoint(**more):
+  """A dense checkpoint of t5x_tiny.gin."""
+  from t5x.examples.t5 import network
+
+  config = network.T5Config(
+    vocab_size=384, dtype="float32", emb_dim=16, num_heads=2, num_encoder_layers=1,
+    num_decoder_layers=1, head_dim=8, mlp_dim=32, mlp_activations=("gelu", "linear"),
+    logits_via_embedding=False,
+  )  # fmt: skip
+  tokens = jnp.ones((1, 4), jnp.int32)
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    shapes = jax.eval_shape(
+      lambda: network.Transformer(config).init(
+        jax.random.key(0), tokens, tokens, tokens, enable_dropout=False
+      )
+    )
+  target = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes["params"])
+  moments = {"0": {"mu": target}}
+  return {"target": target, "state": {"step": np.int32(6), "param_states": moments}, **more}
+
+
+@pytest.fixture
+def run_t5x(t5x, run):
+  def call(*flags, **macros):
+    with jax.numpy_rank_promotion("allow"):
+      return run(*flags, files=macros.pop("files", TINY), **macros)
+
+  return call
+
+
+@pytest.mark.t5x
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, tmp_path, kind):
+  path = WRITERS[kind](tmp_path / "checkpoint_6", t5x_checkpoint())
+  where = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(path))
+  code, report = run_t5x(**FINETUNE, **where)
+  assert not code, report["errors"]
+  assert report["program"] == "train"
+  sections = report["restore"]["sections"]
+  load = sections["parameters"]["load"]
+  assert load == 29 and not sections["parameters"]["initialise"] + sections["parameters"]["drop"]
+  assert not sections["optimizer"]["load"]
+  assert sections["optimizer"]["drop"] == 29 and sections["optimizer"]["initialise"] == 2 * 29 + 1
+  assert sections["step"] == dict(load=1, initialise=0, drop=0, dtypes={"int32 -> float32": 1})
+  assert sections["sparse state"]["initialise"] == 2 + 6  # step, rules; a mask of each kernel
+  assert report["schedule"][0]["segments"][-1]["t5x_stop"] == 18
+  assert report["cost"] and report["loss"]["target_tokens_at_most"] == 16 * 8
+
+
+@pytest.mark.t5x
+@pytest.mark.filterwarnings("ignore")  # T5X's checkpointer leaves an event loop open
+def test_what_t5x_itself_writes_is_read(t5x, tmp_path):
+  import optax
+  from flax.core import freeze
+  from flax.linen.partitioning import AxisMetadata
+  from t5x import checkpoints, optimizers, partitioning, train_state
+
+  params = jax.tree.map(jnp.asarray, t5x_checkpoint()["target"])
+  axes = jax.tree.map(lambda x: AxisMetadata(names=(None,) * x.ndim), params)
+  rename = lambda tree: {
+    k + ("" if isinstance(v, dict) else "_axes"): rename(v) if isinstance(v, dict) else v
+    for k, v in tree.items()
+  }
+  optimizer = optimizers.wrap_optax_optimizer(optax.adamw)(1e-3)
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    state = train_state.FlaxOptimTrainState.create(
+      optimizer, freeze({"params": params, "params_axes": rename(axes)})
+    )
+    state = state.replace_step(np.int32(6))
+    partitioner = partitioning.PjitPartitioner(num_partitions=1)
+    checkpoints.Checkpointer(state, partitioner, str(tmp_path)).save(state)
+  stored = _checkpoint.read(str(tmp_path / "checkpoint_6"))
+  assert (stored.format, stored.step, stored.sparse_step) == ("T5X", 6, None)
+  want = {f"target/{path}": x for path, x in nms.rules.flatten(params)}
+  found = {key: leaf for key, leaf in stored.leaves.items() if key.startswith("target/")}
+  assert {k: (x.shape, str(x.dtype)) for k, x in want.items()} == {
+    k: (leaf.shape, leaf.dtype) for k, leaf in found.items()
+  }
+
+
+@pytest.mark.t5x
+def test_every_error_of_a_run_at_once(run_t5x, tmp_path):
+  path = write_orbax(tmp_path / "checkpoint_6", t5x_checkpoint())
+  macros = dict(
+    MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(path), PRETRAINED_STEPS=7,
+    PATTERN="1:3", TRAIN_STEPS_RELATIVE=5, EVAL_PERIOD=5001, MIXTURE_OR_TASK_NAME="nope",
+  )  # fmt: skip
+  raw = ["utils.RestoreCheckpointConfig.dtype = 'bfloat16'", "trainer.Nope.x = 1"]
+  raw += ["TRAIN_STEPS = 40", "t5x_adapter.SparseTrainer.num_microbatches = 5"]
+  code, report = run_t5x(**{**FINETUNE, **macros}, raw=raw)
+  errors = report["errors"]
+  assert code == 1
+  for words in (
+    ["trainer.Nope"], ["wi_{0,1}/kernel", "1:3"], ["wo/kernel", "1:3"], ["TRAIN_STEPS_RELATIVE"],
+    ["TRAIN_STEPS is 40", "19"], ["EVAL_PERIOD=5001"], ["'nope'", "t5x_task"], ["bfloat16"],
+    ["set PRETRAINED_STEPS=6"], ["5 microbatches"],
+  ):  # fmt: skip
+    assert has(errors, *words), (words, errors)
+  assert len(errors) == 10
+
+
+@pytest.mark.t5x
+def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, tmp_path):
+  import zlib
+
+  dense = write_orbax(tmp_path / "dense/checkpoint_6", t5x_checkpoint())
+  start = {**FINETUNE, "RECIPE": "sr_ste", "INITIAL_CHECKPOINT_PATH": str(dense)}
+  code, report = run_t5x(**start, MODEL_DIR=str(dense.parent))
+  assert code == 1 and has(report["errors"], "dense run, and T5X would resume that one")
+
+  rules = configure.rules({"ff": None}, "sr_ste", "1:4", 12, 2, 4)
+  packed = np.frombuffer(zlib.compress(configure.describe(rules).encode(), 9), np.uint8)
+  mine = {"step": np.int32(4), "rules": np.pad(packed, (0, 4096 - packed.size))}
+  tree = t5x_checkpoint(flax_mutables={"nm_sparsity": mine})
+  mu = tree["target"]
+  tree["state"] = {
+    "step": np.int32(10), "param_states": {"0": {"count": np.int32(4), "mu": mu, "nu": mu}},
+  }  # fmt: skip
+  sparse = write_orbax(tmp_path / "sparse/checkpoint_10", tree)
+  code, report = run_t5x(**start, MODEL_DIR=str(sparse.parent))
+  assert not code, report["errors"]
+  assert has(report["notes"], "would resume from", "checkpoint_10")
+  assert report["restore"]["sparse_step"] == 4
+  assert all(not s["initialise"] + s["drop"] for s in report["restore"]["sections"].values())
+  code, report = run_t5x(**{**start, "PATTERN": "2:4"}, MODEL_DIR=str(sparse.parent))
+  assert code == 1 and has(report["errors"], "sr_ste 1:4", "sr_ste 2:4", "other rules")
+
+
+@pytest.mark.t5x
+def test_eval_of_a_dense_checkpoint_is_refused(run_t5x, tmp_path):
+  path = write_orbax(tmp_path / "checkpoint_6", t5x_checkpoint())
+  files = ("gin_configs/runs/t5x_eval.gin", TINY[1])
+  macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=12, CHECKPOINT_PATH=str(path))
+  code, report = run_t5x(files=files, **macros, EVAL_OUTPUT_DIR="x")
+  assert code == 1 and report["program"] == "evaluate"
+  assert has(report["errors"], "is dense: it has no sparse step")
+
+
+@pytest.mark.t5x
+def test_documented_overrides_of_t5x_work(run_t5x, tmp_path):
+  path = write_orbax(tmp_path / "checkpoint_6", t5x_checkpoint())
+  flags = [
+    f.removeprefix("--gin.") for row in documented_overrides() if is_of_t5x(row) for f in row
+  ]
+  where = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(path))
+  code, report = run_t5x(**{**FINETUNE, **where}, raw=flags)
+  assert len(flags) == 3 and not code, report["errors"]
+  assert report["loss"]["microbatches"] == 4
+
+
+@pytest.mark.t5x
+def test_what_a_program_needs_is_asked_for_at_once(run_t5x):
+  code, report = run_t5x(files=TINY[:1])
+  asked = {e.split()[0] for e in report["errors"]}
+  assert code == 1 and {
+    "MODEL_DIR", "INITIAL_CHECKPOINT_PATH", "PRETRAINED_STEPS", "RECIPE", "PATTERN", "NETWORK",
+    "SPARSE_STEPS", "MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS", "OPTIMIZER", "VOCABULARY",
+  } <= asked  # fmt: skip
