@@ -394,7 +394,7 @@ def plain_result(dropout):
   return run(parameters(model), {})
 
 
-@pytest.mark.parametrize("policy", ["minimal", "full"])
+@pytest.mark.parametrize("policy", [pytest.param("minimal", marks=pytest.mark.slow), "full"])
 def test_remat_changes_no_number(policy):
   model = make(num_encoder_layers=1, remat_policy=policy)
   got, want = loss_and_grads(model, **DROPOUT)(parameters(model), {}), plain_result(True)
@@ -485,7 +485,13 @@ def trajectory(scan):
 
 
 @pytest.mark.parametrize(
-  "scan, policy", [(False, "none"), (False, "minimal"), (True, "none"), (True, "nm_masks")]
+  "scan, policy",
+  [
+    (False, "none"),
+    (True, "nm_masks"),
+    pytest.param(False, "minimal", marks=pytest.mark.slow),
+    pytest.param(True, "none", marks=pytest.mark.slow),
+  ],
 )
 def test_sparse_is_dense_on_sparsified_parameters(scan, policy):
   """Loss and gradients of every recipe in every phase, to the bit, with dropout."""

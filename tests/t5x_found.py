@@ -1,0 +1,27 @@
+"""Where T5X is, for tests: as installed, in T5X_PATH, or in ~/.cache/nm-sparsity/t5x."""
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+_THREE = ("t5x", "airio", "jestimator")
+NEEDED = ("seqio", "tensorflow", "gin", "fiddle", "cached_property", "clu", "tensorstore", "orbax")
+
+
+def paths() -> list[str]:
+  """What `sys.path` lacks so that t5x, airio and jestimator can be imported."""
+  if importlib.util.find_spec("t5x") is not None:
+    return []
+  home = pathlib.Path.home() / ".cache/nm-sparsity/t5x"
+  root = pathlib.Path(os.environ.get("T5X_PATH") or home)
+  return [str(root / name) for name in _THREE if (root / name).is_dir()]
+
+
+def why_not() -> str:
+  """Why T5X cannot be imported here; empty where it can. Puts it on `sys.path`."""
+  sys.path.extend(p for p in paths() if p not in sys.path)
+  if importlib.util.find_spec("t5x") is None:
+    return "T5X is not here: install it, or set T5X_PATH to a folder with t5x, airio and jestimator"
+  missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+  return f"T5X needs {', '.join(missing)}: pip install -e '.[t5x]'" if missing else ""
