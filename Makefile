@@ -9,8 +9,16 @@ VENV    ?= .venv
 WORKERS ?= 2
 ARGS    ?=
 
+# T5X is not on PyPI. Where its source lies (with airio's and jestimator's beside it), what it needs
+# is installed too, and the tests marked t5x run; elsewhere they skip and say why.
+T5X_PATH ?= $(HOME)/.cache/nm-sparsity/t5x
+export T5X_PATH
+EXTRAS   := dev $(if $(wildcard $(T5X_PATH)/t5x/t5x/__init__.py),t5x)
+
+empty   :=
+comma   := ,
 PY      := $(VENV)/bin/python
-STAMP   := $(VENV)/.installed-dev
+STAMP   := $(VENV)/.installed-$(subst $(empty) ,-,$(strip $(EXTRAS)))
 PYTEST  := $(PY) -m pytest -n $(WORKERS)
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks examples setup.py)
 
@@ -50,5 +58,5 @@ $(STAMP): setup.py
 	  echo "error: '$$py' is $$($$py --version 2>&1); Python 3.11 or newer is needed. Name one and a new place: make VENV=.venv-new PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): once, and again when setup.py changes. This can take minutes."
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[$(subst $(empty) ,$(comma),$(strip $(EXTRAS)))]'
 	@touch $@

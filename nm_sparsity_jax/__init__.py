@@ -25,8 +25,8 @@ _HOME = {
   "step_count": "optim",
 }
 _MODULES = (
-    "apply", "flops", "gradients", "layers", "masks", "metrics", "optim", "patterns", "recipes",
-    "rules", "schedules",
+    "apply", "configure", "flops", "gradients", "layers", "masks", "metrics", "optim", "patterns",
+    "recipes", "rules", "schedules",
 )  # fmt: skip
 
 __all__ = ["__version__", *_HOME, *_MODULES]

@@ -52,27 +52,50 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
     del extra
     if params is None:
       raise ValueError("nms.sr_ste needs the parameters: tx.update(grads, opt_state, params).")
-    places = rules.assign(params, partial=_is_part(params)).places
-    wanted = {path: p for path, p in places.items() if p.recipe.lam}
-    stored, arrays = stored_masks(nm_state), dict(flatten(params))
-    for path, place in wanted.items():
-      if place.recipe.stateful and path not in stored:
-        raise ValueError(
-          f"{place.recipe.name} at {path!r} keeps its mask as state, and nms.sr_ste got none: "
-          "tx.update(grads, opt_state, params, nm_state=state)."
-        )
-
-    def add(path, g):
-      if path not in wanted:
-        return g
-      w, place = arrays[path], wanted[path]
-      pruned = jnp.where(place.mask(w, state.count, stored.get(path)), jnp.zeros_like(w), w)
-      return g + (place.recipe.lam * pruned.astype(jnp.float32)).astype(g.dtype)
-
-    updates = map_with_names(add, updates) if wanted else updates
+    updates = add_sr_ste(updates, params, rules, state.count, nm_state)
     return updates, SrSteState(state.count + 1)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def add_sr_ste(
+  grads: Any,
+  params: Any,
+  rules: Rules,
+  step: jax.Array | int,
+  state: State | None = None,
+  scale: jax.Array | float = 1.0,
+) -> Any:
+  """g + scale * lambda * (1 - mask) * W, where a recipe asks for it: what `sr_ste` does in a step.
+
+  Args:
+    grads: gradients, like `params`.
+    params: the parameters that they were taken at.
+    rules: the rules.
+    step: the step that they were taken at.
+    state: stored masks (idp).
+    scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
+      mean times a factor, the factor.
+  """
+  places = rules.assign(params, partial=_is_part(params)).places
+  wanted = {path: p for path, p in places.items() if p.recipe.lam}
+  stored, arrays = stored_masks(state), dict(flatten(params))
+  for path, place in wanted.items():
+    if place.recipe.stateful and path not in stored:
+      raise ValueError(
+        f"{place.recipe.name} at {path!r} keeps its mask as state, and nms.sr_ste got none: "
+        "tx.update(grads, opt_state, params, nm_state=state)."
+      )
+
+  def add(path, g):
+    if path not in wanted:
+      return g
+    w, place = arrays[path], wanted[path]
+    pruned = jnp.where(place.mask(w, step, stored.get(path)), jnp.zeros_like(w), w)
+    lam = jnp.float32(place.recipe.lam * scale)
+    return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
+
+  return map_with_names(add, grads) if wanted else grads
 
 
 def _is_part(params: Any) -> bool:

@@ -36,7 +36,8 @@ from nm_sparsity_jax.schedules import Phases, Segment, as_step
 class Groups(Protocol):
   """What a stateful recipe asks of the place it owns: masks along its axis, padding included."""
 
-  path: str
+  @property
+  def path(self) -> str: ...
 
   def magnitude_mask(self, w, n=None, parent=None) -> jax.Array: ...
 

@@ -12,7 +12,7 @@ import nm_sparsity_jax
 HEAVY = ("tensorflow", "tensorflow_text", "seqio", "t5x", "t5", "gin", "tensorflow_datasets")
 CORE = [
     "patterns", "masks", "schedules", "gradients", "recipes", "rules", "apply", "optim", "layers",
-    "metrics", "flops",
+    "metrics", "flops", "configure",
 ]  # fmt: skip
 
 

@@ -1,0 +1,124 @@
+"""From settings, such as gin macros, to rules; from rules to a text that names them.
+
+    SPARSITY_RULES, RECIPE, PATTERN, SPARSE_STEPS, ... -> [rules] -> Rules -> model, plan, export
+
+Plain functions: a configuration library binds their arguments, and nothing here knows of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nm_sparsity_jax import masks
+from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.recipes import RECIPES, Recipe
+from nm_sparsity_jax.recipes import recipe as make_recipe
+from nm_sparsity_jax.rules import ROLES, Rules
+from nm_sparsity_jax.schedules import Phases
+
+
+def rules(
+  places: Mapping[str, str | NM | Recipe | None],
+  recipe: str | None = None,
+  pattern: str | NM | None = None,
+  sparse_steps: int | None = None,
+  dense_steps: int = 0,
+  finetune_steps: int = 0,
+  beta: float | None = None,
+  gradient: str | None = None,
+  fields: Mapping[str, Any] | None = None,
+  axes: Mapping[str, masks.Axis] | None = None,
+  indivisible: str = "error",
+) -> Rules:
+  """Makes `Rules` from settings that fit on a command line. Macro names in brackets.
+
+  >>> r = rules({"ff": "1:8", "qkv": None}, recipe="sr_ste", pattern="1:4", sparse_steps=100)
+  >>> {place: str(recipe.pattern) for place, recipe in r.places.items()}
+  {'ff': '1:8', 'qkv': '1:4'}
+
+  Args:
+    places: place -> pattern, None for the common `pattern`, or a recipe [SPARSITY_RULES].
+    recipe: name of the recipe of all places that give a pattern or None [RECIPE].
+    pattern: the common pattern [PATTERN].
+    sparse_steps: steps of the sparse run, `Phases.total` [SPARSE_STEPS].
+    dense_steps: `Phases.dense` [DENSE_STEPS].
+    finetune_steps: `Phases.finetune` [FINETUNE_STEPS].
+    beta: see the recipe; None = its own default [BETA].
+    gradient: 'masked', 'straight_through' or None = the recipe's own default [GRADIENT].
+    fields: more fields of the recipe, name -> value [RECIPE_FIELDS].
+    axes: see `Rules`.
+    indivisible: see `Rules` [INDIVISIBLE].
+  """
+  if not isinstance(places, Mapping):
+    raise ValueError(
+      f"SPARSITY_RULES={places!r} says no pattern: give a dict from place to pattern, such as "
+      f"{{'ff': '1:8'}}. Places are roles ({', '.join(ROLES)}) or regexes."
+    )
+
+  def make(place: str, given) -> Recipe:
+    if isinstance(given, Recipe):
+      return given
+    if given is None:
+      given = pattern
+    if not isinstance(given, str | NM | None):
+      raise ValueError(
+        f"SPARSITY_RULES: {place!r} has {given!r}. Give a pattern such as '1:8', None for PATTERN, "
+        "or a recipe (a gin reference to one ends in parentheses)."
+      )
+    if recipe is None:
+      raise ValueError(
+        f"SPARSITY_RULES: {place!r} needs a recipe, but RECIPE names no recipe. Choose one of: "
+        f"{', '.join(RECIPES)}."
+      )
+    if given is None and recipe != "dense":
+      raise ValueError(
+        f"SPARSITY_RULES: {place!r} leaves the pattern to PATTERN, which is not set. Set PATTERN, "
+        "for example to '1:8'."
+      )
+    if sparse_steps is None and recipe != "dense":
+      raise ValueError(f"{recipe} needs SPARSE_STEPS, the steps of the sparse run.")
+    phases = None
+    if sparse_steps is not None:
+      phases = Phases(total=sparse_steps, dense=dense_steps, finetune=finetune_steps)
+    settings = {"beta": beta, "gradient": gradient, **(fields or {})}
+    return make_recipe(recipe, pattern=given, phases=phases, **settings)
+
+  return Rules({place: make(place, given) for place, given in places.items()}, axes, indivisible)
+
+
+def train_steps(pretrained_steps: int, sparse_steps: int) -> int:
+  """The global step at which a sparse run ends that starts from a checkpoint."""
+  for name, value in (("PRETRAINED_STEPS", pretrained_steps), ("SPARSE_STEPS", sparse_steps)):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+      raise ValueError(f"{name}={value!r}: give a whole number of steps, such as 1_000_000.")
+  return pretrained_steps + sparse_steps
+
+
+def describe(rules: Rules) -> str:
+  """The rules as a text, one line a place, equal for equal rules.
+
+  Fields at their defaults are left out, so that a field that a later version adds changes no text.
+
+  >>> print(describe(rules({"ff": "1:8"}, recipe="mdgf_linear", sparse_steps=9, beta=0.5)))
+  ff: mdgf_linear 1:8, total=9, beta=0.5
+  """
+  places, axes, roles, indivisible = rules._key()
+  lines = [f"{place}: {_describe_recipe(recipe)}" for place, recipe in places]
+  lines += [f"role {name}: {regex}" for name, regex in roles]
+  lines.sort()
+  lines += [f"axis {regex}: {axis}" for regex, axis in axes]  # the first that matches wins
+  if indivisible != "error":
+    lines.append(f"indivisible: {indivisible}")
+  return "\n".join(lines)
+
+
+def _describe_recipe(recipe: Recipe) -> str:
+  words = [recipe.name if recipe.pattern is None else f"{recipe.name} {recipe.pattern}"]
+  for owner in (recipe.phases, recipe):
+    for field in dataclasses.fields(owner) if owner else ():  # type: ignore[arg-type]
+      value = getattr(owner, field.name)
+      if field.name not in ("pattern", "phases") and value != field.default:
+        words.append(f"{field.name}={value!r}")
+  return ", ".join(words)

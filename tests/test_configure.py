@@ -1,0 +1,106 @@
+"""Settings to rules and back to a text: what a command line can say, and what it cannot."""
+
+import dataclasses
+import doctest
+
+import pytest
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import configure
+from nm_sparsity_jax.recipes import RECIPES
+
+CUSTOM = {"path": ((0, "2:4", 1.0), (5, "1:4", 0.5))}
+PHASES = nms.Phases(total=20, dense=0, finetune=4)
+STEPS = dict(sparse_steps=20, finetune_steps=4)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_by_settings(name):
+  fields = CUSTOM if name == "custom" else None
+  made = configure.rules({"ff": "1:4"}, recipe=name, fields=fields, **STEPS)
+  assert made == nms.Rules({"ff": nms.recipe(name, pattern="1:4", phases=PHASES, **(fields or {}))})
+
+
+def test_places_share_or_differ():
+  mine = nms.recipe("idp", pattern="2:8", phases=PHASES)
+  places = {"ff": None, "qkv": "1:8", "o": nms.NM(3, 4), r"decoder/logits_dense/kernel": mine}
+  made = configure.rules(
+    places, "mdgf_linear", "1:2", **STEPS, beta=0.3, gradient="straight_through", indivisible="skip"
+  ).places
+  assert [str(r.pattern) for r in made.values()] == ["1:2", "1:8", "3:4", "2:8"]
+  assert made["ff"].beta == 0.3 and made["ff"].gradient == "straight_through"
+  assert made["decoder/logits_dense/kernel"] is mine
+  assert configure.rules({"ff": None}, "dense").places["ff"] == nms.recipe("dense")
+
+
+@pytest.mark.parametrize(
+  "places, settings, message",
+  [
+    ("ff", {}, "SPARSITY_RULES='ff' says no pattern.*{'ff': '1:8'}"),
+    ({"ff": 8}, {}, "'ff' has 8. Give a pattern such as '1:8'"),
+    ({"ff": nms.recipe}, {}, "'ff' has <function.*ends in parentheses"),
+    ({"ff": "1:4"}, {"recipe": None}, "RECIPE names no recipe. Choose one of: dense, "),
+    ({"ff": "1:4"}, {"recipe": "mdgf"}, "no recipe 'mdgf'.*Choose one of"),
+    ({"ff": "8:1"}, {}, "8:1|NM"),
+    ({"ff": None}, {}, "PATTERN, which is not set"),
+    ({"ff": "1:4"}, {"sparse_steps": None}, "sr_ste needs SPARSE_STEPS"),
+    ({"ff": "1:4"}, {"beta": 0.1}, "sr_ste has no field beta=0.1"),
+    ({"ff": "1:4"}, {"dense_steps": 30}, "Raise total .SPARSE_STEPS."),
+    ({}, {}, "would leave everything dense"),
+  ],
+)
+def test_mistakes_name_the_macro(places, settings, message):
+  with pytest.raises(ValueError, match=f"(?s){message}"):
+    configure.rules(places, **{"recipe": "sr_ste", **STEPS, **settings})
+
+
+def test_train_steps():
+  assert configure.train_steps(1_000_000, 500) == 1_000_500
+  with pytest.raises(ValueError, match="SPARSE_STEPS='9'"):
+    configure.train_steps(0, "9")  # type: ignore[arg-type]
+  with pytest.raises(ValueError, match="PRETRAINED_STEPS=-1"):
+    configure.train_steps(-1, 9)
+
+
+def test_texts_are_equal_as_rules_are():
+  phases = nms.Phases(total=9, dense=1)
+  one = lambda **kw: nms.recipe("sr_ste", pattern="1:4", phases=phases, **kw)
+  base = {"ff": one(), "qkv": one()}
+  texts = [
+    configure.describe(rules)
+    for rules in (
+      nms.Rules(base),
+      nms.Rules({"ff": one(lam=0.1), "qkv": one()}),
+      nms.Rules({"ff": one(), "qk": one()}),
+      nms.Rules(base, axes={"a": 0, "b": 1}),
+      nms.Rules(base, axes={"b": 1, "a": 0}),
+      nms.Rules(base, indivisible="pad"),
+      nms.Rules(base, roles={"mine": "x"}),
+      nms.Rules({"ff": nms.recipe("idp", pattern="1:4", phases=phases), "qkv": one()}),
+    )
+  ]
+  assert len(set(texts)) == len(texts)
+  assert configure.describe(nms.Rules(dict(reversed(base.items())))) == texts[0]
+  assert texts[0] == "ff: sr_ste 1:4, total=9, dense=1\nqkv: sr_ste 1:4, total=9, dense=1"
+
+
+OTHERS = {
+  "pattern": nms.NM(2, 4), "phases": nms.Phases(total=21, finetune=4), "lam": 0.5, "beta": 0.25,
+  "k": 8, "batches": 2, "decay_kind": "linear", "gradient": "straight_through",
+  "path": ((1, "2:4", 1.0),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_field_of_every_recipe_is_in_the_text(name):
+  given = {"custom": CUSTOM}.get(name, {})
+  given |= {"decay_kind": "exponential"} if name.startswith("sdgf") else {}
+  base = {"pattern": "1:4", "phases": PHASES, **given}
+  text = lambda kw: configure.describe(nms.Rules({"ff": nms.recipe(name, **kw)}))
+  for field in dataclasses.fields(RECIPES[name]):
+    assert text({**base, field.name: OTHERS[field.name]}) != text(base), field.name
+
+
+def test_docstrings():
+  result = doctest.testmod(configure)
+  assert result.attempted and not result.failed

@@ -1,0 +1,664 @@
+"""In T5X: the same sparse step in training, evaluation and inference; one term, one counter."""
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import warnings
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import t5x_found
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.rules import flatten
+
+pytestmark = [
+  pytest.mark.t5x,
+  # T5X and what it imports (TensorFlow, seqio, clu, orbax) warn on their own account.
+  pytest.mark.filterwarnings("ignore"),
+]
+
+if reason := t5x_found.why_not():
+  pytest.skip(reason, allow_module_level=True)
+
+with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
+  warnings.simplefilter("ignore")
+  import t5x_task
+  from t5x import adafactor, models, optimizers, partitioning, trainer, utils
+  from t5x import train as t5x_train
+  from t5x.examples.decoder_only import network as decoder_network
+  from t5x.examples.scalable_t5 import network as scalable_network
+  from t5x.examples.t5 import network as t5_network
+
+  from nm_sparsity_jax import t5x_adapter
+  from nm_sparsity_jax.t5 import network
+
+
+T5X_WANTS = {
+  # It does not run under strict promotion; its threads neither, so no context manager helps.
+  "jax_numpy_dtype_promotion": "standard",
+  "jax_numpy_rank_promotion": "allow",
+  # Compiling for speed takes longer than these runs.
+  "jax_disable_most_optimizations": True,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_t5x_wants():
+  before = {name: jax.config.values[name] for name in T5X_WANTS}
+  for name, value in T5X_WANTS.items():
+    jax.config.update(name, value)
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+@pytest.fixture(autouse=True)
+def one_initialization(monkeypatch):
+  """Each network is initialized once: compiling that would be half of all the time."""
+  for cls in (models.EncoderDecoderModel, models.DecoderOnlyModel):
+    init = cls.get_initial_variables
+
+    def initial(self, rng, input_shapes, input_types=None, init=init):
+      key = repr(self.module)
+      if key not in INITIAL:
+        with jax.ensure_compile_time_eval():
+          make = functools.partial(init, self, jax.random.PRNGKey(0), input_shapes, input_types)
+          axes = {k: v for k, v in jax.eval_shape(make).items() if k != "params"}
+          INITIAL[key] = {"params": jax.jit(lambda: make()["params"])(), **axes}
+      return flax.core.freeze(INITIAL[key])
+
+    monkeypatch.setattr(cls, "get_initial_variables", initial)
+
+
+INITIAL = {}
+
+
+# --- a tiny world -------------------------------------------------------------------------------
+
+PHASES = nms.Phases(total=12, dense=3, finetune=3)
+BOUNDARIES = {"dense ends": 3, "level 2": 5, "fine-tune": 9}
+PATTERN = "1:4"
+CUSTOM = ((3, "2:4", 1.0), (6, "1:4", 0.5))
+
+
+def recipe(name, phases=PHASES, pattern=PATTERN, **fields):
+  if name == "custom":
+    fields = {"path": CUSTOM, **fields}
+  return nms.recipe(name, pattern=pattern, phases=phases, **fields)
+
+
+def rules_of(name, **kwargs):
+  return nms.Rules({"ff": recipe(name, **kwargs), "decoder/cross/o": recipe(name, **kwargs)})
+
+
+SIZES = dict(
+  vocab_size=384, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, dropout_rate=0.0,
+  mlp_activations=("gelu", "linear"), logits_via_embedding=False, dtype="float32",
+)  # fmt: skip
+ENC_DEC = dict(num_encoder_layers=1, num_decoder_layers=1)
+NETWORKS = {
+  "t5": lambda: t5_network.Transformer(t5_network.T5Config(**SIZES, **ENC_DEC)),
+  "scanned": lambda: scalable_network.Transformer(
+    scalable_network.T5Config(
+      **{**SIZES, "num_encoder_layers": 2, "num_decoder_layers": 2}, scan_layers=True,
+      remat_policy="full",
+    )
+  ),
+  "ours": lambda: network.Transformer(network.T5Config(**SIZES, **ENC_DEC)),
+  "ours_scanned": lambda: network.Transformer(
+    network.T5Config(
+      **{**SIZES, "num_encoder_layers": 2, "num_decoder_layers": 2}, scan_layers=True,
+      remat_policy="full",
+    )
+  ),
+  "decoder": lambda: decoder_network.DecoderWrapper(
+    decoder_network.TransformerConfig(**SIZES, num_layers=1)
+  ),
+}  # fmt: skip
+OPTIMIZERS = {
+  "adamw": lambda: optimizers.adamw(0.01),
+  "adafactor": lambda: adafactor.Adafactor(
+    decay_rate=0.8, logical_factor_rules=adafactor.standard_logical_factor_rules()
+  ),
+  "sgd": lambda: optimizers.sgd(1.0),
+}
+
+
+def make(rules, network="t5", optimizer="adamw", dense=False, **kwargs):
+  """A model: ours, or T5X's own."""
+  kwargs = {"module": NETWORKS[network](), "optimizer_def": OPTIMIZERS[optimizer](), **kwargs}
+  kwargs |= {} if dense else {"rules": rules}
+  if network == "decoder":
+    cls = models.DecoderOnlyModel if dense else t5x_adapter.SparseDecoderOnlyModel
+    return cls(vocabulary=t5x_task.VOCABULARY, **kwargs)
+  cls = models.EncoderDecoderModel if dense else t5x_adapter.SparseEncoderDecoderModel
+  both = dict.fromkeys(("input_vocabulary", "output_vocabulary"), t5x_task.VOCABULARY)
+  return cls(**both, **kwargs)
+
+
+def batch_of(seed=0, size=16, length=8, network="t5", padded=True):
+  rng = np.random.default_rng(seed)
+  targets = rng.integers(3, 380, (size, length)).astype(np.int32)
+  if padded:
+    targets *= np.arange(length) < rng.integers(2, length + 1, (size, 1))
+  batch = {
+    "decoder_target_tokens": targets,
+    "decoder_input_tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0))),
+    "decoder_loss_weights": (targets > 0).astype(np.int32),
+  }
+  if network != "decoder":
+    batch["encoder_input_tokens"] = rng.integers(3, 380, (size, length)).astype(np.int32)
+  return batch
+
+
+class Devices(partitioning.PjitPartitioner):
+  """T5X's partitioner on the first devices, not on all."""
+
+  def __init__(self, count=1, num_partitions=1):
+    super().__init__(
+      num_partitions=num_partitions,
+      logical_axis_rules=partitioning.standard_logical_axis_rules(),
+    )
+    self._count = count
+
+  @functools.cached_property
+  def mesh(self):
+    shape = (self._count // self._num_partitions, self._num_partitions)
+    return jax.sharding.Mesh(np.reshape(jax.devices()[: self._count], shape), ("data", "model"))
+
+
+def initializer_of(model, partitioner, network="t5", cls=utils.TrainStateInitializer, **kwargs):
+  batch = batch_of(network=network)
+  return cls(
+    optimizer_def=kwargs.get("optimizer_def", model.optimizer_def),
+    init_fn=model.get_initial_variables,
+    input_shapes={k: v.shape for k, v in batch.items()},
+    input_types={k: v.dtype for k, v in batch.items()},
+    partitioner=partitioner,
+  )
+
+
+def begin(model, partitioner=None, network="t5", cls=t5x_adapter.SparseTrainer, state=None, **kw):
+  """A trainer on a fresh train state."""
+  partitioner = partitioner or Devices()
+  start = initializer_of(model, partitioner, network)
+  state = start.from_scratch(jax.random.PRNGKey(0)) if state is None else state
+  return cls(
+    model=model,
+    train_state=state,
+    partitioner=partitioner,
+    eval_names=[],
+    summary_dir=None,
+    train_state_axes=start.train_state_axes,
+    rng=jax.random.PRNGKey(1),
+    **{"learning_rate_fn": lambda step: jnp.float32(0.01), "num_microbatches": None, **kw},
+  )
+
+
+def mine(state):
+  return state.flax_mutables[t5x_adapter.COLLECTION]
+
+
+def the_step(state):
+  return int(mine(state)["step"])
+
+
+def assert_equal(got, want, **close):
+  got, want = dict(flatten(got)), dict(flatten(want))
+  assert list(got) == list(want)
+  for path in want:
+    check = np.testing.assert_allclose if close else np.testing.assert_array_equal
+    check(np.asarray(got[path]), np.asarray(want[path]), err_msg=path, **close)
+
+
+# --- every recipe, every optimizer --------------------------------------------------------------
+
+
+def finish(name, optimizer, network="t5"):
+  """Trains a whole run; the schedule, the masks and the end are right."""
+  model = make(rules_of(name) if network == "t5" else nms.Rules({"ff": recipe(name)}), network,
+               optimizer)  # fmt: skip
+  run = begin(model, network=network)
+  step = run._partitioned_train_step
+  state = run.train_state
+  assert the_step(state) == 0
+  for t in range(PHASES.total):
+    if t in (0, PHASES.dense - 1):  # equals dense until then
+      assert_equal(model.effective(state.params, state.flax_mutables), state.params)
+    state, _ = step(state, batch_of(t, network=network))
+    assert the_step(state) == t + 1
+  rules, last = model.stored_rules, model.read(state.params, state.flax_mutables)[1]
+  final = nms.finalize(state.params, rules, last)
+  if name == "dense":
+    return assert_equal(final, state.params)
+  report = nms.verify(final, rules)
+  assert report.ok and {p.density for p in report.places} == {0.25}, str(report)
+  # Exactly n:m is also what the model predicts with now.
+  assert_equal(model.effective(state.params, state.flax_mutables), final)
+
+
+FEW = [(name, "adamw") for name in RECIPES] + [
+  (name, "adafactor") for name in ("sr_ste", "snip", "idp")
+]
+
+
+@pytest.mark.parametrize("name, optimizer", FEW)
+def test_a_run_ends_sparse(name, optimizer):
+  finish(name, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", list(NETWORKS))
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_ends_sparse_everywhere(name, optimizer, network):
+  finish(name, optimizer, network)
+
+
+@pytest.mark.parametrize("network", ["scanned", "ours"])
+def test_a_run_ends_sparse_in_other_networks(network):
+  finish("idp", "adamw", network)
+
+
+# --- the loss, the term, the counter ------------------------------------------------------------
+
+
+def one_step(model, state, batch, num_microbatches=None):
+  @jax.jit
+  def step(state, batch):
+    return t5x_adapter.sparse_train_step(
+      model, state, batch, jnp.float32(1), jax.random.PRNGKey(0), num_microbatches
+    )[0]
+
+  return step(state, batch)
+
+
+def at_step(model, state, step):
+  _, stored = model.read(state.params, state.flax_mutables)
+  return state.replace_flax_mutables(model.write(state.flax_mutables, jnp.int32(step), stored))
+
+
+def gradient(model, state, batch, num_microbatches=None):
+  """By SGD with learning rate 1: what the step took off the parameters."""
+  new = one_step(model, state, batch, num_microbatches)
+  return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), state.params, new.params)
+
+
+FACTORS = [None, 40.0, "NUM_REAL_TARGET_TOKENS", "NUM_TOTAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 4])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_lambda_is_relative_to_the_mean_loss_per_target(factor, num_microbatches):
+  """Taking T5X's gradient down to that of the mean loss takes the term down to lambda * W."""
+  lam = 0.3  # large, so that the term stands out of the rounding of the gradients
+  rules = lambda lam: nms.Rules({"ff": recipe("sr_ste", lam=lam)})
+  batch = batch_of(padded=factor != "AVERAGE_PER_SEQUENCE" and num_microbatches is None)
+  model = make(rules(lam), optimizer="sgd", loss_normalizing_factor=factor)
+  state = at_step(model, begin(model).train_state, PHASES.dense)
+  without = make(rules(0.0), optimizer="sgd", loss_normalizing_factor=factor)
+  plain = at_step(without, begin(without).train_state, PHASES.dense)
+  g = gradient(model, state, batch, num_microbatches)
+  g0 = gradient(without, plain, batch, num_microbatches)
+
+  # The mean loss per target, from its definition: -log p of each target, weighted.
+  def mean_loss(params):
+    params = nms.sparsify(params, without.stored_rules, PHASES.dense)
+    logits = models.EncoderDecoderModel._compute_logits(model, params, batch)
+    ll = jnp.take_along_axis(
+      jax.nn.log_softmax(logits), batch["decoder_target_tokens"][..., None], -1
+    )
+    weights = batch["decoder_loss_weights"]
+    return -jnp.sum(ll[..., 0] * weights) / weights.sum()
+
+  mean = jax.jit(jax.grad(mean_loss))(state.params)
+  kernel = lambda tree: np.asarray(dict(flatten(tree))["encoder/layers_0/mlp/wi_0/kernel"])
+  scale = np.vdot(kernel(g0), kernel(mean)) / np.vdot(kernel(mean), kernel(mean))
+  assert np.allclose(kernel(g0), scale * kernel(mean), atol=1e-4 * scale)
+  w = kernel(state.params)
+  pruned = np.where(nms.nm_mask(jnp.abs(w), nms.NM.parse(PATTERN)), 0, w)
+  np.testing.assert_allclose((kernel(g) - kernel(g0)) / scale, lam * pruned, atol=2e-5)
+  # Where no rule asks for it, no term.
+  o = lambda tree: np.asarray(dict(flatten(tree))["decoder/layers_0/self_attention/out/kernel"])
+  np.testing.assert_array_equal(o(g), o(g0))
+
+
+@pytest.mark.parametrize("name", ["sr_ste", "mdgf_linear", "snip"])
+def test_microbatches_give_the_same_gradients(name):
+  model = make(rules_of(name), optimizer="sgd", loss_normalizing_factor=100.0)
+  state = at_step(model, begin(model).train_state, PHASES.dense + 2)
+  whole, parts = (one_step(model, state, batch_of(), k) for k in (1, 4))
+  assert_equal(parts.params, whole.params, atol=1e-5)
+  assert the_step(parts) == the_step(whole) == PHASES.dense + 3
+  if name == "snip":  # its scores are of the whole batch
+    assert_equal(mine(parts)["score"], mine(whole)["score"], rtol=1e-4, atol=1e-7)
+
+
+def test_snip_scores_the_plain_gradient_at_the_weights_where_it_was_taken():
+  both = {"ff": recipe("snip"), "decoder/self/o": recipe("sr_ste", lam=1.0)}
+  model = make(nms.Rules(both), optimizer="sgd", loss_normalizing_factor=1.0)
+  state = at_step(model, begin(model).train_state, PHASES.dense)
+  new = one_step(model, state, batch_of())
+  g = jax.grad(lambda p: model.loss_fn(p, batch_of(), None, state.flax_mutables)[0])(state.params)
+  for path, score in flatten(mine(new)["score"]):
+    w, grad = (dict(flatten(tree))[path] for tree in (state.params, g))
+    np.testing.assert_allclose(score, np.abs(w * grad), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "optimizer, counts",
+  [
+    (lambda: optimizers.chain([nms.count_steps(), optax.sgd(0.1)]), [1, 2, 3, 4]),
+    (lambda: optimizers.sgd(0.1), [1, 2, 3, 4]),  # keeps no count
+    (lambda: optimizers.chain([optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()]),
+     [0, 1, 1, 2]),
+  ],
+  ids=["count_steps", "no count", "MultiSteps"],
+)  # fmt: skip
+def test_the_step_counts_applied_updates(optimizer, counts):
+  model = make(rules_of("idp"), optimizer_def=optimizer())
+  run = begin(model)
+  state, seen = run.train_state, []
+  for t in range(4):
+    state, _ = run._partitioned_train_step(state, batch_of(t))
+    seen.append(the_step(state))
+  assert seen == counts
+
+
+def test_a_count_that_came_with_the_optimizer_state_does_not_matter():
+  model = make(rules_of("sr_ste"))
+  run = begin(model)
+  old = lambda leaf: jnp.full_like(leaf, 1_000_000) if leaf.dtype == jnp.int32 else leaf
+  dense = run.train_state._optimizer
+  dense = dense.replace(state=jax.tree.map(old, dense.state))
+  state = run.train_state.replace(_optimizer=dense)
+  assert int(state.step) == int(nms.step_count(state.param_states)) == 1_000_000
+  new = one_step(model, state, batch_of())
+  assert the_step(new) == 1 and int(new.step) == 1_000_001
+
+
+# --- what the model sees ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", ["t5", "scanned", "decoder", "ours", "ours_scanned"])
+@pytest.mark.parametrize("name", ["mdgf_linear", "snip"])
+def test_loss_scores_and_predictions_are_those_of_the_effective_weights(name, network):
+  rules = nms.Rules({"ff": recipe(name)})
+  model, twin = make(rules, network), make(None, network, dense=True)
+  state = begin(model, network=network).train_state
+  if name == "snip":  # as if taken
+    weights = dict(flatten(state.params))
+    masks = jax.tree_util.tree_map_with_path(
+      lambda keys, m: nms.nm_mask(
+        jnp.abs(weights["/".join(k.key for k in keys)]), nms.NM.parse(PATTERN),
+        model.stored_rules.assign(state.params).places["/".join(k.key for k in keys)].axis,
+      ),
+      mine(state)["mask"],
+    )  # fmt: skip
+    stored = {**model.read(state.params, state.flax_mutables)[1], "mask": masks}
+    state = state.replace_flax_mutables(model.write(state.flax_mutables, jnp.int32(0), stored))
+  state = at_step(model, state, 6)
+  batch = batch_of(network=network)
+  if network == "decoder":
+    batch["decoder_causal_attention"] = (np.arange(8) < 3).astype(np.int32) * np.ones((16, 1), int)
+  sparse = model.effective(state.params, state.flax_mutables)
+  changed = [k for k, w in flatten(sparse) if (w != dict(flatten(state.params))[k]).any()]
+  assert changed and all("/mlp/" in path for path in changed)
+  tell = {"flax_mutables": state.flax_mutables}
+  jit = lambda f: jax.jit(f)
+  assert_equal(
+    jit(lambda p: model.loss_fn(p, batch, None, **tell)[0])(state.params),
+    jit(lambda p: twin.loss_fn(p, batch, None)[0])(sparse),
+  )
+  assert_equal(
+    jit(lambda p: model.score_batch(p, batch, **tell))(state.params),
+    jit(lambda p: twin.score_batch(p, batch))(sparse),
+  )
+  assert_equal(
+    jit(lambda p: model.predict_batch(p, batch, jax.random.PRNGKey(0), **tell))(state.params),
+    jit(lambda p: twin.predict_batch(p, batch, jax.random.PRNGKey(0)))(sparse),
+  )
+
+
+def test_one_shot_without_a_dense_phase_takes_its_mask_from_restored_weights():
+  phases = nms.Phases(total=4)
+  model = make(nms.Rules({"ff": recipe("one_shot", phases=phases)}))
+  fresh = begin(model).train_state
+  # T5X restores parameters and fills in `flax_mutables` from an initialization.
+  restored = fresh.replace_params(jax.tree.map(lambda w: w[::-1] if w.ndim else w, fresh.params))
+  state = begin(model, state=restored).train_state
+  for path, mask in flatten(mine(state)["mask"]):
+    w = dict(flatten(restored.params))[path]
+    np.testing.assert_array_equal(mask, nms.nm_mask(jnp.abs(w), nms.NM.parse(PATTERN)))
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_what_cannot_go_on_is_refused():
+  model = make(rules_of("sr_ste"))
+  state = begin(model).train_state
+  half = state.replace_params(jax.tree.map(lambda w: w.astype(jnp.bfloat16), state.params))
+  with pytest.raises(ValueError, match="restored as bfloat16.*dtype = 'float32'"):
+    model.predict_batch(half.params, batch_of(), flax_mutables=state.flax_mutables)
+  with pytest.raises(ValueError, match="no 'nm_sparsity' in flax_mutables"):
+    model.score_batch(state.params, batch_of())
+  other = make(rules_of("sr_ste", lam=0.5))
+  for refuse in (lambda: begin(other, state=state), lambda: other.check(state)):
+    with pytest.raises(
+      ValueError, match="(?s)trained with.*ff: sr_ste 1:4, total=12.*has\n.*lam=0.5"
+    ):
+      refuse()
+  with pytest.raises(ValueError, match="PRETRAINED_STEPS=7, but .* global step 0.*STEPS=0"):
+    begin(model, pretrained_steps=7)
+  chain = optimizers.chain([nms.sr_ste(rules_of("sr_ste")), optax.adam(0.1)])
+  with pytest.raises(ValueError, match="holds nms.sr_ste.*act twice"):
+    begin(make(rules_of("sr_ste"), optimizer_def=chain))
+  with pytest.raises(ValueError, match="has no rules"):
+    begin(make(None, dense=True), state=state)
+  with pytest.raises(ValueError, match="needs rules="):
+    make(None)
+  many = {
+    f"decoder/layers_{i}/mlp/wo/kernel_{os.urandom(9).hex()}": recipe("idp") for i in range(300)
+  }
+  with pytest.raises(ValueError, match="bytes, and a checkpoint keeps 4096"):
+    make(nms.Rules(many))
+
+
+def test_other_rules_that_nothing_checked_give_no_number():
+  model, other = make(rules_of("mdgf_linear")), make(rules_of("mdgf_linear", beta=0.1))
+  state = begin(model).train_state
+  initializer_of(other, Devices())
+  loss = lambda m: jax.jit(lambda s: m.eval_fn(s.params, batch_of(), s.flax_mutables)[0])(state)
+  assert np.isfinite(loss(model)) and np.isnan(loss(other))
+
+
+def test_a_network_and_a_model_agree_on_rules():
+  ours = lambda rules: network.Transformer(network.T5Config(**SIZES, **ENC_DEC, rules=rules))
+  model = make(None, module=ours(rules_of("idp")))
+  assert model.rules == rules_of("idp") and model.module.config.rules is None
+  assert make(rules_of("idp"), module=ours(rules_of("idp"))).rules == rules_of("idp")
+  with pytest.raises(ValueError, match="model and its network have different rules"):
+    make(rules_of("snip"), module=ours(rules_of("idp")))
+
+
+def test_a_train_state_is_checked_when_it_is_restored():
+  model, other = make(rules_of("sr_ste")), make(rules_of("sr_ste", lam=0.5))
+  state = begin(model).train_state
+  checked = lambda m: (
+    initializer_of(
+      m, Devices(), cls=t5x_adapter.SparseTrainStateInitializer
+    ).global_train_state_shape
+  )
+  assert_equal(checked(model).restore_state(state.state_dict()).params, state.params)
+  with pytest.raises(ValueError, match="trained with the rules"):
+    checked(other).restore_state(state.state_dict())
+
+
+def test_structures_of_checkpoints():
+  sparse = {"target": {"w": 0}, "flax_mutables": {"nm_sparsity": {"step": 0, "rules": 0}}}
+  stored = {
+    "target": {"w": 0},
+    "flax_mutables": {"nm_sparsity": {"step": 0, "rules": 0, "mask": {"w": 0}}},
+  }
+  dense = {"target": {"w": 0}}
+  assert t5x_adapter.require_sparse(sparse, sparse) is sparse
+  assert t5x_adapter.resume_sparse(dense, stored) is dense  # starts from it
+  with pytest.raises(ValueError, match="checkpoint is dense"):
+    t5x_adapter.require_sparse(dense, sparse)
+  with pytest.raises(ValueError, match="MODEL_DIR holds checkpoints of a dense run"):
+    t5x_adapter.resume_sparse(dense, sparse, is_resuming=True)
+  for refuse in (
+    t5x_adapter.require_sparse,
+    functools.partial(t5x_adapter.resume_sparse, is_resuming=True),
+  ):
+    with pytest.raises(ValueError, match="other rules: this run keeps nm_sparsity/mask/w"):
+      refuse(sparse, stored)
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+def collectives(compiled):
+  kinds = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
+  text = compiled.as_text()
+  return {kind: len(re.findall(rf" {kind}(-start)?\(", text)) for kind in kinds}
+
+
+@pytest.mark.parametrize("network", ["t5", "ours"])
+@pytest.mark.parametrize("name", ["sr_ste", "idp"])
+def test_model_parallel(name, network):
+  rules = nms.Rules({place: recipe(name) for place in ("ff", "qkv", "o")})
+  make_model = lambda: make(rules, network, optimizer="sgd", loss_normalizing_factor=100.0)
+  got = {}
+  for count, parts in ((1, 1), (8, 2)):
+    model = make_model()
+    run = begin(model, Devices(count, parts), network)
+    state = at_step(model, run.train_state, PHASES.dense + 3)
+    weights = jax.tree.map(np.asarray, state.params)
+    sparse = jax.jit(model.effective)(state.params, state.flax_mutables)
+    if parts == 2:
+      wi = dict(flatten(state.params))["encoder/layers_0/mlp/wi_0/kernel"]
+      assert wi.sharding.spec[-1] == "model"
+      for path, mask in flatten(mine(state).get("mask", {})):
+        assert mask.sharding == dict(flatten(state.params))[path].sharding
+    new = run._partitioned_train_step(state, batch_of())[0]
+    grads = jax.tree.map(lambda a, b: a - np.asarray(b), weights, new.params)
+    got[count] = jax.tree.map(np.asarray, (sparse, mine(new).get("mask", {}))), grads
+  assert_equal(*(jax.tree.map(lambda w: w != 0, got[c][0]) for c in (8, 1)))
+  assert_equal(got[8][1], got[1][1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sr_ste", "sdgf_stepwise"])
+def test_masks_add_no_communication(name, request):
+  """The compiled train step has the collectives of T5X's own dense one."""
+  jax.config.update("jax_disable_most_optimizations", False)
+  request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", True))
+  counts = {}
+  for dense in (True, False):
+    rules = nms.Rules({place: recipe(name) for place in ("ff", "qkv", "o")})
+    model, partitioner = make(rules, dense=dense), Devices(8, 2)
+    cls = trainer.Trainer if dense else t5x_adapter.SparseTrainer
+    run = begin(model, partitioner, cls=cls)
+    compiled = partitioner.compile(run._partitioned_train_step, run.train_state, batch_of())
+    counts[dense] = collectives(compiled)
+  assert sum(counts[True].values()) and counts[False] == counts[True]
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def train(model, model_dir, steps, restore=None, cls=None, **kw):
+  """t5x.train.train, configured as gin_configs/runs/t5x_finetune.gin does it."""
+  data = utils.DatasetConfig(
+    mixture_or_task_name="nm_test_sort", task_feature_lengths={"inputs": 8, "targets": 8},
+    split="train", batch_size=16, shuffle=True, seed=0, pack=True,
+  )  # fmt: skip
+  if restore is not None:
+    restore = utils.RestoreCheckpointConfig(
+      path=str(restore), mode="specific", dtype="float32", fallback_to_scratch=True,
+      assignment_map=((r"flax_mutables.*|state/param_states.*", None),),
+      state_transformation_fns=[t5x_adapter.resume_sparse],
+    )  # fmt: skip
+  with contextlib.suppress(FileExistsError):
+    os.makedirs(model_dir)
+  return t5x_train.train(
+    model=model, train_dataset_cfg=data, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None,
+    checkpoint_cfg=utils.CheckpointConfig(
+      save=utils.SaveCheckpointConfig(
+        period=100, save_dataset=True, checkpoint_steps=kw.pop("save_at", [])
+      ),
+      restore=restore,
+    ),
+    partitioner=Devices(),
+    trainer_cls=functools.partial(
+      cls or t5x_adapter.SparseTrainer, num_microbatches=None,
+      learning_rate_fn=lambda step: jnp.float32(0.01), **kw,
+    ),
+    model_dir=str(model_dir), total_steps=steps, eval_steps=0, eval_period=0, random_seed=0,
+    summarize_config_fn=lambda *args: None,
+    get_dataset_fn=functools.partial(t5x_adapter.get_dataset, model_dir=str(model_dir)),
+  )[1]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dense_checkpoints(tmp_path_factory):
+  """Of T5X's own model and trainer: after two steps, and the same with its step rewritten."""
+  root = tmp_path_factory.mktemp("dense")
+  state = train(make(None, dense=True), root / "two", 2, cls=trainer.Trainer)
+  old = state.replace_step(jnp.int32(1_000_000))
+  saved = utils.SaveCheckpointConfig(save_dataset=False)
+  shapes = initializer_of(make(None, dense=True), Devices()).global_train_state_shape
+  manager = utils.create_orbax_checkpoint_manager(
+    save_cfg=saved, train_state=shapes, partitioner=Devices(), model_dir=str(root)
+  )
+  manager.save(old)
+  manager.wait_until_finished()
+  return {2: root / "two/checkpoint_2", 1_000_000: root / "checkpoint_1000000"}, state.params
+
+
+def assert_same_state(got, want):
+  assert_equal(got.state_dict(), want.state_dict())
+
+
+@pytest.mark.parametrize("name", ["idp"])
+def test_a_run_from_a_dense_checkpoint_and_its_resumption(name, dense_checkpoints, tmp_path):
+  paths, params = dense_checkpoints
+  finals = {}
+  for pretrained, path in paths.items():
+    model = make(rules_of(name))
+    seen = []
+    read = model.read
+
+    def spy(params, flax_mutables, read=read, seen=seen):
+      step, state = read(params, flax_mutables)
+      if not isinstance(step, jax.core.Tracer):
+        seen.append((int(step), params))
+      return step, state
+
+    model.read = spy
+    final = train(
+      model, tmp_path / str(pretrained), pretrained + PHASES.total, path,
+      save_at=[pretrained + b for b in BOUNDARIES.values()], pretrained_steps=pretrained,
+    )  # fmt: skip
+    assert seen[0][0] == 0  # before the first step
+    assert_equal(seen[0][1], params)  # of the dense checkpoint
+    assert int(final.step) == pretrained + PHASES.total and the_step(final) == PHASES.total
+    finals[pretrained] = final
+    _, last = read(final.params, final.flax_mutables)
+    report = nms.verify(nms.finalize(final.params, model.stored_rules, last), rules_of(name))
+    assert report.ok and {p.density for p in report.places} == {0.25}
+  assert_equal(finals[2].params, finals[1_000_000].params)
+  for boundary in BOUNDARIES.values():  # killed there; the restore settings stay as they were
+    again = tmp_path / f"again_{boundary}"
+    shutil.copytree(tmp_path / f"2/checkpoint_{2 + boundary}", again / f"checkpoint_{2 + boundary}")
+    resumed = train(make(rules_of(name)), again, 2 + PHASES.total, paths[2], pretrained_steps=2)
+    assert_same_state(resumed, finals[2])

@@ -1,0 +1,99 @@
+"""The whole thread by the commands that users type: dense, sparse, eval, infer; and the proof."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import t5x_found
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import configure
+
+pytestmark = pytest.mark.t5x
+
+if reason := t5x_found.why_not():
+  pytest.skip(reason, allow_module_level=True)
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TINY = "tests/t5x_tiny.gin"
+RULES = dict(
+  RECIPE="idp", PATTERN="1:4", SPARSITY_RULES={"ff": None, "decoder/cross/qkv": "2:4"},
+  SPARSE_STEPS=12, DENSE_STEPS=2, FINETUNE_STEPS=4,
+)  # fmt: skip
+
+
+def t5x(command, *files, check=True, **macros):
+  """Runs `python -m t5x.COMMAND` with gin files and macros; its standard error."""
+  checkout = pathlib.Path(importlib.util.find_spec("t5x").origin).parents[1]
+  here = [str(ROOT), str(ROOT / "tests")]
+  args = [f"--gin_search_paths={','.join([*here, str(checkout)])}"]
+  args += [f"--gin_file={f}" for f in files] + [f"--gin.{k}={v!r}" for k, v in macros.items()]
+  path = os.pathsep.join([*here, *filter(None, sys.path)])
+  env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-m", f"t5x.{command}", *args]
+  done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+  if check:
+    assert not done.returncode, done.stderr[-3000:]
+  return done.stderr
+
+
+def last_metric(folder):
+  (path,) = folder.rglob("nm_test_sort-metrics.jsonl")
+  return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+def test_dense_then_sparse_then_eval_then_infer_then_verify(tmp_path):
+  dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+  t5x("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=6)
+  finetune = dict(
+    MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_6"), PRETRAINED_STEPS=6,
+    BATCH_SIZE=16, EVAL_PERIOD=6, EVAL_STEPS=2,
+  )  # fmt: skip
+  period = {"utils.SaveCheckpointConfig.period": 6}
+  run = "gin_configs/runs/t5x_finetune.gin", TINY
+  t5x("train", *run, **finetune, **RULES, **period)
+
+  # Half of the way, on a checkpoint: the numbers of the in-loop evaluation at that step.
+  half = str(sparse / "checkpoint_12")
+  common = {"CHECKPOINT_PATH": half, "utils.DatasetConfig.batch_size": 16}
+  t5x("eval", "gin_configs/runs/t5x_eval.gin", TINY, EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
+      **common, **RULES)  # fmt: skip
+  in_loop, alone = last_metric(sparse), last_metric(tmp_path / "eval")
+  assert set(in_loop) == {12, 18} and alone == {12: in_loop[12]}
+
+  split = {"utils.DatasetConfig.split": "validation"}
+  t5x("infer", "gin_configs/runs/t5x_infer.gin", TINY, INFER_OUTPUT_DIR=str(tmp_path / "infer"),
+      **common, **split, **RULES)  # fmt: skip
+  (written,) = (tmp_path / "infer").glob("*.jsonl-00000-of-00001")
+  lines = [json.loads(line) for line in written.read_text().splitlines()]
+  assert len(lines) == 32 and all("prediction" in line for line in lines)
+
+  # Other rules are refused, by name; a dense checkpoint and bfloat16 too.
+  other = {**RULES, "PATTERN": "2:4"}
+  error = t5x("train", *run, check=False, **finetune, **other, **period)
+  assert "ff: idp 1:4, total=12, dense=2, finetune=4" in error and "ff: idp 2:4" in error
+  error = t5x("eval", "gin_configs/runs/t5x_eval.gin", TINY, check=False,
+              EVAL_OUTPUT_DIR=str(tmp_path / "no"), **common, **other)  # fmt: skip
+  assert "trained with the rules" in error and "ff: idp 2:4" in error
+
+  # The end is n:m: from the files, without T5X's train state.
+  import orbax.checkpoint as ocp
+
+  reader, path = ocp.PyTreeCheckpointer(), sparse / "checkpoint_18/state"
+  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
+  shapes = reader.metadata(path).item_metadata.tree
+  saved = reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
+  mine = saved["flax_mutables"]["nm_sparsity"]
+  assert int(mine["step"]) == 12 and int(saved["state"]["step"]) == 18
+  rules = configure.rules(
+    RULES["SPARSITY_RULES"], "idp", "1:4", sparse_steps=12, dense_steps=2, finetune_steps=4
+  )
+  state = {"step": mine["step"], "mask": mine["mask"]}
+  report = nms.verify(nms.finalize(saved["target"], rules, state), rules)
+  assert report.ok and {p.pattern: p.density for p in report.places} == {"1:4": 0.25, "2:4": 0.5}
