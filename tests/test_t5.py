@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_imports import HEAVY, after
 from test_layers import EACH, PHASES, STEPS, assert_same_bits, with_near_ties
 
 import nm_sparsity_jax as nms
@@ -581,6 +582,11 @@ def test_a_sparse_network_without_a_step_is_refused():
   model = make(depth=1, rules=nms.Rules({"ff": EACH["sr_ste"]}))
   with pytest.raises(ValueError, match=r"mlp/wi_0/kernel.*sr_ste.*with_step"):
     model.apply({"params": parameters(model)}, *BATCH, enable_dropout=False)
+
+
+def test_nothing_heavy_is_looked_for():
+  roots, _, looked_for = after("import nm_sparsity_jax.t5")
+  assert "flax" in roots and not roots & set(HEAVY) and not looked_for
 
 
 @pytest.mark.parametrize("module", [layers, network])

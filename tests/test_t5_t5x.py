@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import pathlib
 import re
 import sys
@@ -35,6 +36,7 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from t5x import adafactor, decoding, models
   from t5x.examples import scalable_t5, t5
   from t5x.examples.scalable_t5 import network as scalable_network
+  from t5x.examples.t5 import layers as t5_layers
   from t5x.examples.t5 import network as t5_network
 
 EXAMPLES = pathlib.Path(t5.__file__).parent.parent
@@ -143,6 +145,15 @@ def test_same_greedy_and_beam_decodes(kind, relaxed):
   np.testing.assert_allclose(got[1]["scores"], want[1]["scores"], rtol=1e-6)
   np.testing.assert_array_equal(got_greedy, want_greedy)
   assert want[0].shape == (2, 4, 12) and len(np.unique(want_greedy)) > 2
+
+
+@pytest.mark.parametrize("buckets, most", [*itertools.product((8, 12, 32, 64), (100, 128, 1000))])
+def test_same_buckets(buckets, most):
+  ours, theirs = (m.RelativePositionBiases._relative_position_bucket for m in (layers, t5_layers))
+  distances = np.arange(-3000, 3001, dtype=np.int32)
+  for both_ways in (True, False):
+    got, want = (f(distances, both_ways, buckets, most) for f in (ours, theirs))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_presets_are_the_sizes_of_t5x():
