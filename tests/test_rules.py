@@ -567,6 +567,18 @@ def test_the_axis_of_a_scan_may_lie_between_the_axes_of_a_group(at, indivisible,
   assert found.bad_groups == size // 8 and found.groups == 3 * 5 * size // 8
 
 
+def test_axes_with_another_between_wherever_they_lie():
+  w = jax.random.normal(jax.random.key(0), (5, 4, 3, 6))
+  apart = nms.Rules({"kernel": LINEAR}, axes={"kernel": (1, 3)})
+  adjacent = nms.Rules({"kernel": LINEAR}, axes={"kernel": (2, 3)})
+  got = nms.finalize({"kernel": w}, apart)["kernel"]
+  want = nms.finalize({"kernel": w.transpose(2, 0, 1, 3)}, adjacent)["kernel"]
+  np.testing.assert_array_equal(got, want.transpose(1, 2, 0, 3))
+  assert nms.verify({"kernel": got}, apart).ok
+  broken = nms.verify({"kernel": got.at[4, :, 2].set(1.0)}, apart).places[0]
+  assert broken.first == (4, 0, 2, 0) and broken.bad_groups == 3
+
+
 # --- a value --------------------------------------------------------------------------------------
 
 

@@ -437,9 +437,9 @@ class RelativePositionBiases(nn.Module):
     else:
       offset, x = 0, np.where(forward, 0, -relative_position)
     small = num_buckets // 2
-    # float32 and its epsilon, as the public checkpoints were trained: a distance on the edge of
-    # two buckets, such as x = s * sqrt(r), must fall into theirs.
-    ratio = np.maximum(x, 1).astype(np.float32) / np.float32(small) + np.finfo(np.float32).eps
+    # In float32, as T5X and the public checkpoints: a distance on the edge of two buckets, such as
+    # x = s * sqrt(r), must fall into theirs.
+    ratio = np.maximum(x, 1).astype(np.float32) / np.float32(small)
     steps = np.log(ratio) / np.log(max_distance / small) * (num_buckets - small)
     far = np.minimum(small + steps.astype(np.int32), num_buckets - 1)
     return offset + np.where(x < small, x, far)

@@ -1,0 +1,249 @@
+"""Our T5 in the place of T5X's own: same tree, numbers and decodes; T5X's tests pass with it."""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import itertools
+import pathlib
+import re
+import sys
+import types
+import unittest
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import t5x_found
+from test_t5 import assert_close
+
+from nm_sparsity_jax.t5 import layers, network
+
+pytestmark = [
+  pytest.mark.t5x,
+  # T5X and what it imports (TensorFlow, seqio, clu) warn on their own account.
+  pytest.mark.filterwarnings("ignore"),
+]
+
+if reason := t5x_found.why_not():
+  pytest.skip(reason, allow_module_level=True)
+
+with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
+  warnings.simplefilter("ignore")
+  import seqio
+  from t5x import adafactor, decoding, models
+  from t5x.examples import scalable_t5, t5
+  from t5x.examples.scalable_t5 import network as scalable_network
+  from t5x.examples.t5 import layers as t5_layers
+  from t5x.examples.t5 import network as t5_network
+
+EXAMPLES = pathlib.Path(t5.__file__).parent.parent
+SIZES = dict(
+  vocab_size=24, emb_dim=16, num_heads=2, head_dim=5, mlp_dim=32,
+  num_encoder_layers=1, num_decoder_layers=2,
+)  # fmt: skip
+GATED = dict(mlp_activations=("gelu", "linear"))
+TIED = dict(mlp_activations=("relu",), logits_via_embedding=True)
+# name: T5X's module, fields of both configurations
+KINDS = {
+  "t5_1_1": (t5_network, GATED),
+  "t5_1_0 bfloat16": (t5_network, TIED | dict(dtype="bfloat16", float32_attention_logits=True)),
+  "scalable_t5": (scalable_network, GATED | dict(scan_layers=True, remat_policy="minimal")),
+  "scalable_t5 t5_1_0": (scalable_network, TIED | dict(scan_layers=True, param_scan_axis=0)),
+}
+
+
+@pytest.fixture
+def relaxed():
+  """T5X does not run under strict promotion. Compiling for speed takes longer than these runs."""
+  before = jax.config.values["jax_disable_most_optimizations"]
+  jax.config.update("jax_disable_most_optimizations", True)
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+  jax.config.update("jax_disable_most_optimizations", before)
+
+
+def both(kind):
+  """(T5X's module, ours)."""
+  theirs, fields = KINDS[kind]
+  return [m.Transformer(m.T5Config(**SIZES, **fields)) for m in (theirs, network)]
+
+
+def tokens(seed=0):
+  """Packed rows of two examples and padding: batch, and its segment ids."""
+  rng = np.random.default_rng(seed)
+
+  def rows(length, *ends):
+    ids, segments = np.zeros((2, 2, length), int)
+    for i, (a, b) in enumerate(ends):
+      ids[i, :b] = rng.integers(2, SIZES["vocab_size"], b)
+      segments[i, :a], segments[i, a:b] = 1, 2
+    return ids, segments
+
+  source, source_ids = rows(40, (22, 37), (9, 40))  # far enough for the logarithmic buckets
+  target, target_ids = rows(33, (3, 33), (20, 24))
+  return (source, np.pad(target, ((0, 0), (1, 0)))[:, :-1], target), (source_ids, target_ids)
+
+
+BATCH, SEGMENTS = tokens()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_tree_and_logical_axes_and_initial_bits(kind, relaxed):
+  theirs, ours = both(kind)
+  run = lambda model: jax.eval_shape(model.init, jax.random.key(0), *BATCH)
+  assert run(ours) == run(theirs)
+  if kind == "t5_1_0 bfloat16":  # the numbers are drawn by path and shape, so one kind will do
+    theirs, ours = (jax.jit(m.init)(jax.random.key(0), *BATCH) for m in (theirs, ours))
+    jax.tree.map(np.testing.assert_array_equal, theirs["params"], ours["params"])
+
+
+def parameters(model):
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), *BATCH)["params"]
+  return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, jnp.float32), shapes)
+
+
+@pytest.mark.parametrize(
+  "kind, packed", [("t5_1_1", False), ("scalable_t5", False), *((kind, True) for kind in KINDS)]
+)
+def test_same_loss_and_gradients(kind, packed, relaxed):
+  """With dropout: it is drawn from the same keys. Exactly equal here; held to 1e-6."""
+  theirs, ours = both(kind)
+
+  def run(model):
+    def loss(params):
+      segments = SEGMENTS if packed else ()
+      logits = model.apply({"params": params}, *BATCH, *segments, rngs=rngs)
+      target = jax.nn.one_hot(jnp.where(BATCH[2] > 0, BATCH[2], -1), logits.shape[-1])
+      return -jnp.sum(jax.nn.log_softmax(logits) * target)
+
+    return jax.jit(jax.value_and_grad(loss))(parameters(theirs))
+
+  rngs = {"dropout": jax.random.key(5, impl="unsafe_rbg")}
+  (got, got_grads), (want, want_grads) = run(ours), run(theirs)
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+  assert_close(got_grads, want_grads, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["t5_1_1", "scalable_t5"])
+def test_same_greedy_and_beam_decodes(kind, relaxed):
+  vocabulary = seqio.PassThroughVocabulary(SIZES["vocab_size"], eos_id=1)
+  batch = dict(encoder_input_tokens=BATCH[0], decoder_input_tokens=np.zeros((2, 12), int))
+  params = parameters(both(kind)[0])
+  found = []
+  for module in both(kind):
+    model = models.EncoderDecoderModel(module, vocabulary, vocabulary, adafactor.Adafactor())
+    predict = functools.partial(model.predict_batch_with_aux, return_all_decodes=True)
+    beams = jax.jit(functools.partial(predict, num_decodes=4))(params, batch)
+    model._decode_fn = functools.partial(decoding.temperature_sample, temperature=0.0)
+    found.append((beams, jax.jit(model.predict_batch)(params, batch)))
+  (got, got_greedy), (want, want_greedy) = found
+  np.testing.assert_array_equal(got[0], want[0])
+  np.testing.assert_allclose(got[1]["scores"], want[1]["scores"], rtol=1e-6)
+  np.testing.assert_array_equal(got_greedy, want_greedy)
+  assert want[0].shape == (2, 4, 12) and len(np.unique(want_greedy)) > 2
+
+
+@pytest.mark.parametrize("buckets, most", [*itertools.product((8, 12, 32, 64), (100, 128, 1000))])
+def test_same_buckets(buckets, most):
+  ours, theirs = (m.RelativePositionBiases._relative_position_bucket for m in (layers, t5_layers))
+  distances = np.arange(-3000, 3001, dtype=np.int32)
+  for both_ways in (True, False):
+    got, want = (f(distances, both_ways, buckets, most) for f in (ours, theirs))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_presets_are_the_sizes_of_t5x():
+  """Read off T5X's model files, by their text: no vocabulary is fetched."""
+  for family, sizes in [("t5_1_1", network._T5_1_1), ("t5_1_0", network._T5_1_0)]:
+    base = fields_in((EXAMPLES / f"t5/{family}/base.gin").read_text())
+    for size in sizes:
+      if size == "tiny":  # ours
+        continue
+      want = base | fields_in((EXAMPLES / f"t5/{family}/{size}.gin").read_text())
+      cfg = getattr(network.T5Config, family)(size)
+      assert {k: getattr(cfg, k) for k in want} == want
+      assert len(want) == 9
+  assert {f"{size}.gin" for size in network._T5_1_1} | {"base.gin"} == {
+    p.name for p in (EXAMPLES / "t5/t5_1_1").glob("*.gin")
+  }
+
+
+def fields_in(gin):
+  block = gin[gin.index("network.T5Config:") :]
+  pairs = re.findall(r"^  (\w+) = ([\w(', )]+)", block, re.M)
+  return {k: eval(v) for k, v in pairs if k != "dtype"}
+
+
+def test_configuration_and_calls_are_those_of_t5x():
+  """Every field with its default, every method with its arguments."""
+  for theirs in (t5_network, scalable_network):
+    want = theirs.T5Config(8)
+    # Ours is one class for both, and scans only when it is asked to.
+    assert vars(network.T5Config(8)).items() >= (vars(want) | {"scan_layers": False}).items()
+    for name in ("encode", "decode", "__call__"):
+      ours, expected = (
+        [(p.name, p.default, p.kind) for p in inspect.signature(method).parameters.values()]
+        for method in (getattr(m.Transformer, name) for m in (network, theirs))
+      )
+      assert ours == expected
+
+
+# --- T5X's own tests ------------------------------------------------------------------------------
+
+
+def their_tests(path, name, monkeypatch, **substitutes):
+  """T5X's test module, loaded anew while its package offers our modules in place of its own."""
+  for key, module in substitutes.items():
+    monkeypatch.setattr(importlib.import_module(name), key, module)
+  # T5X's test_utils imports `t5`, which would replace seqio and tfds and is not installed. These
+  # tests import test_utils and do not use it.
+  if "t5" not in sys.modules and importlib.util.find_spec("t5") is None:
+    for missing in ("t5", "t5.data"):
+      monkeypatch.setitem(sys.modules, missing, types.ModuleType(missing))
+  spec = importlib.util.spec_from_file_location("theirs", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def run_all(module):
+  suite = unittest.TestLoader().loadTestsFromModule(module)
+  result = unittest.TestResult()
+  suite.run(result)
+  assert not result.failures + result.errors, "\n".join(
+    text for _, text in result.failures + result.errors
+  )
+  return result.testsRun
+
+
+def test_their_layers_tests_pass(monkeypatch, relaxed):
+  module = their_tests(EXAMPLES / "t5/layers_test.py", t5.__name__, monkeypatch, layers=layers)
+  assert module.layers is layers
+  assert run_all(module) > 30
+
+
+@pytest.mark.parametrize("package", [t5, scalable_t5], ids=["t5", "scalable_t5"])
+def test_their_network_tests_pass(package, monkeypatch, relaxed):
+  made = []
+
+  def config(**kwargs):
+    made.append(network.T5Config(**kwargs, scan_layers=package is scalable_t5))
+    return made[-1]
+
+  ours = types.SimpleNamespace(T5Config=config, Transformer=network.Transformer)
+  path = pathlib.Path(package.__file__).with_name("network_test.py")
+  assert run_all(their_tests(path, package.__name__, monkeypatch, network=ours)) == 1
+  assert made
+
+
+def test_their_tests_can_fail(monkeypatch, relaxed):
+  """A mask of the wrong polarity, in our place, is found."""
+  wrong = types.SimpleNamespace(**vars(layers))
+  wrong.make_causal_mask = lambda *args, **kwargs: 1 - layers.make_causal_mask(*args, **kwargs)
+  module = their_tests(EXAMPLES / "t5/layers_test.py", t5.__name__, monkeypatch, layers=wrong)
+  with pytest.raises(AssertionError, match="test_make_causal_mask"):
+    run_all(module)
