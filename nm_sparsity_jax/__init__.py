@@ -54,9 +54,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
-    "finalize", "flops", "gradients", "init_state", "layers", "masks", "metrics", "nm_mask", "optim",
-    "patterns", "recipe", "recipes", "rules", "schedules", "sparsify", "sr_ste", "step_count",
-    "update_state", "verify",
+    "finalize", "flops", "gradients", "init_state", "layers", "masks", "metrics", "nm_mask",
+    "optim", "patterns", "recipe", "recipes", "rules", "schedules", "sparsify", "sr_ste",
+    "step_count", "update_state", "verify",
 ]  # fmt: skip
 
 
