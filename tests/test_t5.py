@@ -77,6 +77,15 @@ def assert_close(got, want, tolerance=2e-6):
     np.testing.assert_allclose(got[path], want[path], rtol=0, atol=tolerance * scale, err_msg=path)
 
 
+@pytest.fixture
+def quick_compilation():
+  """For tests whose numbers may differ in the last bit: they compile longer than they run."""
+  before = jax.config.values["jax_disable_most_optimizations"]
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", before)
+
+
 # --- the tree -------------------------------------------------------------------------------------
 
 # path, shape, logical axes; one layer, T5.1.1
@@ -217,7 +226,7 @@ def test_presets_take_overrides():
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["plain", "scanned"])
-def test_greedy_decoding_with_the_cache_is_decoding_without(scan):
+def test_greedy_decoding_with_the_cache_is_decoding_without(scan, quick_compilation):
   model = make(scan_layers=scan)
   params, source, length = {"params": parameters(model)}, BATCH[0], 20
   encoded = model.apply(params, source, enable_dropout=False, method="encode")
@@ -250,7 +259,7 @@ def test_greedy_decoding_with_the_cache_is_decoding_without(scan):
   np.testing.assert_array_equal(1 + jnp.argmax(whole[:, :, 1:], -1), jnp.concatenate(tokens[1:], 1))
 
 
-def test_packed_examples_do_not_see_each_other():
+def test_packed_examples_do_not_see_each_other(quick_compilation):
   model = make(depth=1)
   params = {"params": parameters(model)}
   apply = jax.jit(functools.partial(model.apply, enable_dropout=False))
@@ -266,7 +275,7 @@ def test_packed_examples_do_not_see_each_other():
   assert np.abs(loose - packed)[:, :11].max() > 0.01
 
 
-def test_padding_and_the_future_change_nothing():
+def test_padding_and_the_future_change_nothing(quick_compilation):
   model = make(depth=1)
   params = {"params": parameters(model)}
   apply = jax.jit(functools.partial(model.apply, enable_dropout=False))
@@ -395,7 +404,7 @@ def plain_result(dropout):
 
 
 @pytest.mark.parametrize("policy", [pytest.param("minimal", marks=pytest.mark.slow), "full"])
-def test_remat_changes_no_number(policy):
+def test_remat_changes_no_number(policy, quick_compilation):
   model = make(num_encoder_layers=1, remat_policy=policy)
   got, want = loss_and_grads(model, **DROPOUT)(parameters(model), {}), plain_result(True)
   np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
@@ -404,7 +413,7 @@ def test_remat_changes_no_number(policy):
 
 
 @pytest.mark.parametrize("policy", ["none", "minimal"])
-def test_a_scan_changes_no_number(policy):
+def test_a_scan_changes_no_number(policy, quick_compilation):
   model = make(num_encoder_layers=1, remat_policy=policy, scan_layers=True)
   params = parameters(make(num_encoder_layers=1))
   stacked, back = jax.vjp(lambda p: restacked(p, model.config), params)
