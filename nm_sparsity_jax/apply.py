@@ -169,7 +169,11 @@ def finalize(params: Any, rules: Rules, state: State | None = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-  """One parameter's proof. `first` is the index of the first weight of the first bad group."""
+  """One parameter's proof.
+
+  `first` is the index of the first weight of the first bad group; `not_finite` counts inf and NaN,
+  which are no zeros: they may be n:m, and still be of no use.
+  """
 
   path: str
   shape: tuple[int, ...]
@@ -180,6 +184,7 @@ class Verified:
   most: int
   density: float
   first: tuple[int, ...] | None
+  not_finite: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +211,7 @@ class Report:
     ]
     lines = table(head, rows)
     lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
+    lines += [f"warning  {p.path}: {p.not_finite} inf or NaN" for p in self.places if p.not_finite]
     return "\n".join([*lines, "ok" if self.ok else "NOT n:m"])
 
 
@@ -248,6 +254,7 @@ def _verify(place: Place, w: np.ndarray) -> Verified:
   return Verified(
       given.path, given.shape, given.axis, str(pattern), counts.size, int(bad.sum()),
       int(counts.max(initial=0)), float(used.sum() / max(w.size, 1)), first,
+      int((~np.isfinite(w.astype(np.float64))).sum()),
   )  # fmt: skip
 
 
@@ -267,7 +274,7 @@ def _refuse_untaken(place: Place, last: jax.Array, kept: State):
   if not isinstance(fine, jax.core.Tracer) and not fine:
     raise ValueError(
       f"{place.path!r}: the mask of {recipe.name} was never taken: the state is of step "
-      f"{int(last)}. Call nms.update_state after each update and carry its result, or train on."
+      f"{int(last)}. {recipe.renewed_by}"
     )
 
 

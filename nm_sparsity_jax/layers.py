@@ -30,6 +30,7 @@ import flax
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.linen import partitioning
 from flax.typing import Dtype, Initializer
@@ -238,7 +239,8 @@ def _read_step(layer: nn.Module, place: Place) -> jax.Array:
 def _read_stored(layer: nn.Module, place: Place) -> Stored:
   """What the stored mask is; -1 where none was given, which matches no place."""
   found = Stored(*(layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STORED))
-  if not isinstance(found.last, jax.core.Tracer) and jnp.all(found.last < 0):
+  # numpy: under jit even a known value would be traced by jax.numpy.
+  if not isinstance(found.last, jax.core.Tracer) and np.all(np.asarray(found.last) < 0):
     raise ValueError(f"{_claim(place)}, which keeps its mask as state, and none was given. {_GIVE}")
   return found
 

@@ -129,6 +129,14 @@ class Recipe(abc.ABC):
     del state
     return self.renewals(last)
 
+  @property
+  def renewed_by(self) -> str:
+    """What `update_state` must have been given, for error messages."""
+    return (
+      "Call nms.update_state(state, params, rules, step) after each optimizer update, from the "
+      "first one on, and carry its result."
+    )
+
   def first_state(self, place: Groups, w: jax.Array) -> dict[str, jax.Array]:
     """What `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
     raise NotImplementedError(f"{self.name} is stateful, so it must define first_state.")
@@ -498,6 +506,15 @@ class Snip(_Frozen):
     due = add & (seen == self.batches)
     mask = _when(due, lambda: place.score_mask(score), lambda: state["mask"])
     return {"mask": mask, "score": score, "seen": seen}
+
+  @property
+  def renewed_by(self):
+    first, last = self.phases.dense, self.sparse_from - 1
+    return (
+      f"snip sums the gradients of steps {first} to {last}, each once: call nms.update_state("
+      "state, params, rules, step, grads=grads) after each of these updates. Once one is missed "
+      f"there is no mask: go back to a checkpoint of step {first} or before."
+    )
 
   def renewed(self, state, last):
     del last

@@ -183,12 +183,12 @@ class Place:
       if bool(foreign):
         raise ValueError(
           f"{start}was made for another recipe, pattern or axis than these rules have: "
-          f"{self.recipe!r}. Make the state by nms.init_state(params, rules)."
+          f"{self.recipe!r}. A new run makes its state by nms.init_state(params, rules); if it "
+          "comes from a checkpoint, that is of a run with other rules."
         )
       raise ValueError(
         f"{start}is out of date: it is of step {int(stored.last)} and was renewed "
-        f"{int(stored.renewed)} times, not {int(due)}. Call nms.update_state(state, params, rules, "
-        "step) after each optimizer update, from the first one on, and carry its result."
+        f"{int(stored.renewed)} times, not {int(due)}. {self.recipe.renewed_by}"
       )
     return jnp.where(wrong, jnp.int32(-1), step)
 
@@ -298,6 +298,10 @@ class Rules:
     indivisible: str = "error",
     roles: Mapping[str, str] | None = None,
   ):
+    if not isinstance(places, Mapping):
+      raise ValueError(
+        f"Rules({places!r}): give a dict from place to recipe, such as Rules({{'ff': recipe}})."
+      )
     if not places:
       raise ValueError(
         "Rules({}) would leave everything dense. Name a place, for example "
@@ -458,11 +462,15 @@ class Rules:
     shapes = [(name, tuple(x.shape)) for name, x in flatten(params) if hasattr(x, "shape")]
     assignment, idle = _assign(self, tuple(shapes))
     if idle and not partial:
+      known = {**ROLES, **dict(self._roles)}
       some = ", ".join(name for name, _ in shapes[:4])
+      roles = [key.split("/")[-1] for key in self.places if repr(key) in idle]
+      means = "".join(f" The role {r} means {known[r]!r}." for r in roles if r in known)
       raise ValueError(
         f"rules that match no parameter and so would change nothing: {', '.join(idle)}. "
-        f"The {len(shapes)} parameters begin: {some}. A place is a role "
-        f"({', '.join(ROLES)}) or a regex for the whole path."
+        f"The {len(shapes)} parameters begin: {some}.{means} A place is a role "
+        f"({', '.join(known)}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex for the "
+        "whole path, such as '.*/kernel'; Rules(..., roles={name: regex}) adds roles."
       )
     return assignment
 

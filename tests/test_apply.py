@@ -374,7 +374,7 @@ def test_snip_needs_every_step_of_its_window():
       state = update(state, params, rules, step, grads=params)
     assert kernel(state["mask"]).all()
     assert np.isnan(kernel(sparsify(params, rules, 18, state))).any()
-    with pytest.raises(ValueError, match="never taken"):
+    with pytest.raises(ValueError, match="never taken.*gradients of steps 4 to 6, each once"):
       nms.finalize(params, rules, state)
   for step in range(1, 10):
     state = update(
@@ -563,6 +563,14 @@ def test_verify_of_integers_and_of_what_has_no_zero():
   assert report(np.array([[0], [-128], [0], [0]], np.int8), "1:4").ok
   with pytest.raises(ValueError, match="'a/kernel' has dtype complex64"):
     report(np.ones((4, 1), np.complex64))
+
+
+def test_verify_says_what_is_not_finite():
+  w = np.zeros((8, 3), np.float32)
+  w[0, 0], w[5, 1] = np.nan, np.inf
+  found = report(w)
+  assert found.ok and "warning  a/kernel: 2 inf or NaN" in str(found)
+  assert "warning" not in str(report(np.zeros((8, 3), np.float32)))
 
 
 def test_verify_names_the_first_path_and_index():

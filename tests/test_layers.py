@@ -610,6 +610,10 @@ def test_the_masks_of_init_are_refused(name):
     layer.apply(layers.with_step(variables, PHASES.total), jnp.eye(8))
   y = jax.jit(layer.apply)(layers.with_step(variables, PHASES.total), jnp.eye(8))
   assert np.isnan(y).any()
+  # As a loop does that closes over what init returned: known under jit, so it can be said.
+  closed = lambda step: layer.apply(layers.with_step(variables, step), jnp.eye(8))
+  with pytest.raises(ValueError, match=f"'kernel'.*{name}.*none was given.*with_step"):
+    jax.jit(closed)(PHASES.total)
   shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.eye(8))[layers.COLLECTION]
   told = layers.with_step({layers.COLLECTION: shapes}, 3)
   assert told[layers.COLLECTION] == {"step": 3} | dict.fromkeys(layers._STORED, -1)
