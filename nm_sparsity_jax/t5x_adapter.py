@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -31,14 +31,15 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from clu import metrics as clu_metrics
 from clu.data import dataset_iterator
 from etils import epath
-from flax import traverse_util
+from flax import struct, traverse_util
 from flax.core import freeze, unfreeze
 from flax.linen import partitioning
-from t5x import losses, models, optimizers, state_utils, trainer, utils
+from t5x import adafactor, losses, models, optimizers, state_utils, trainer, utils
 
-from nm_sparsity_jax import apply, configure, layers, optim
+from nm_sparsity_jax import apply, configure, layers, metrics, optim
 from nm_sparsity_jax.rules import Rules, flatten
 
 COLLECTION = layers.COLLECTION
@@ -232,6 +233,9 @@ class SparseTrainer(trainer.Trainer):
 
   Args:
     pretrained_steps: the global step at which the sparse run starts, to be checked; None = any.
+    metrics_every: after every so many sparse steps `measure` adds what `metrics.summary` names to
+      T5X's own metrics; None or 0 = never.
+    metrics_per_place: also for each sparse kernel.
     **kwargs: as of T5X's trainer.
   """
 
@@ -248,7 +252,12 @@ class SparseTrainer(trainer.Trainer):
     num_microbatches,
     weight_metrics_computer=None,
     pretrained_steps: int | None = None,
+    metrics_every: int | None = None,
+    metrics_per_place: bool = False,
   ):
+    if metrics_every and metrics_every < 0:
+      raise ValueError(f"metrics_every={metrics_every}: a number of steps, or None for never.")
+    self._metrics = {"metrics_every": metrics_every, "metrics_per_place": metrics_per_place}
     if not isinstance(model, _SparseModel):
       raise ValueError(
         f"SparseTrainer got a {type(model).__name__}, which has no rules: MODEL = "
@@ -280,6 +289,7 @@ class SparseTrainer(trainer.Trainer):
         dropout_rng=self._get_step_rng(train_state.step),
         num_microbatches=self._num_microbatches,
         weight_metrics_computer=self._weight_metrics_computer,
+        **self._metrics,
         data_partition_spec=self._partitioner.data_partition_spec,
       )
 
@@ -299,29 +309,172 @@ def sparse_train_step(
   dropout_rng,
   num_microbatches=None,
   weight_metrics_computer=None,
+  metrics_every=None,
+  metrics_per_place=False,
   **accumulate,
 ):
   """One step: T5X's gradients and T5X's update, with the three things of this package between."""
   rules, params = model.stored_rules, train_state.params
   step, state = model.read(params, train_state.flax_mutables)
-  grads, metrics, flax_mutables = trainer.accumulate_grads_microbatched(
+  grads, found, flax_mutables = trainer.accumulate_grads_microbatched(
     model, train_state, batch, dropout_rng, num_microbatches, **accumulate
   )
+  if metrics_every:
+    is_due = (step + 1) % metrics_every == 0
+    seen, grads = _look(is_due, params, rules, step, state, grads, metrics_per_place)
   full = grads
   if any(recipe.lam for recipe in rules.places.values()):
     scale = loss_scale(model._loss_normalizing_factor, batch, num_microbatches)
     full = optim.add_sr_ste(grads, params, rules, step, state, scale)
-  new, metrics = trainer.apply_grads(
+  new, found = trainer.apply_grads(
     train_state,
     full,
-    metrics,
+    found,
     learning_rate,
     weight_metrics_computer,
     other_state_variables={"flax_mutables": flax_mutables},
   )
-  step = step + _applied(model.optimizer_def, train_state, new)
+  applied = _applied(model.optimizer_def, train_state, new)
+  step = step + applied
   state = apply.update_state(state, new.params, rules, step, grads, grads_at=params)
-  return new.replace_flax_mutables(model.write(new.flax_mutables, step, state)), metrics
+  if metrics_every:
+    is_due &= applied > 0
+    found |= measure(is_due, model, new, step, state, *seen, per_place=metrics_per_place)
+    found = _Written(found)
+  return new.replace_flax_mutables(model.write(new.flax_mutables, step, state)), found
+
+
+@struct.dataclass
+class Sampled(clu_metrics.Metric):
+  """The mean over the sampled steps of a summary; `_Written` leaves it out where there was none."""
+
+  total: jax.Array
+  count: jax.Array
+
+  def merge(self, other):
+    return type(self)(self.total + other.total, self.count + other.count)
+
+  def compute(self):
+    return self.total / self.count
+
+
+@jax.tree_util.register_pytree_node_class
+class _Written(dict):
+  """Metrics of which `items`, what T5X writes, has only those that were sampled."""
+
+  def items(self):
+    unsampled = lambda v: isinstance(v, Sampled) and not v.count
+    return [(k, v) for k, v in super().items() if not unsampled(v)]
+
+  def tree_flatten(self):
+    names = tuple(sorted(self))
+    return [self[k] for k in names], names
+
+  @classmethod
+  def tree_unflatten(cls, names, values):
+    return cls(zip(names, values, strict=True))
+
+
+def _look(is_due, params, rules, step, state, grads, per_place):
+  """What only the weights before the update can tell: (masks, variances of gradients), gradients.
+
+  What it leaves is one bool per sparse weight. The gradients come back as they were, but only
+  after the look: so the update reuses the memory of the weights, else XLA would copy them first.
+  """
+
+  def look():
+    named = metrics.summary(params, rules, step, state, grads, per_place=per_place)
+    variances = {k: v for k, v in named.items() if k.startswith("nm/grad")}
+    return metrics.masks_of(params, rules, step, state), variances
+
+  seen = _if(is_due, look)
+  # 1: no variance is negative, but XLA does not know. (Not every backend keeps a barrier.)
+  one = jnp.where(seen[1]["nm/grad_abs_var/all"] < 0, 2.0, 1.0)
+  return seen, jax.tree.map(lambda g: g * one.astype(g.dtype), grads)
+
+
+def measure(is_due, model, train_state, step, state, masks_before, variances, *, per_place=False):
+  """Metrics of a new train state, and of the step that led to it: name -> `Sampled`.
+
+      nm/density, nm/density_target, nm/D    of the new weights at the new step
+      nm/n/<rule>, nm/m/<rule>               the pattern, where all places of the rule share it
+      nm/flip_rate/{all,kept}                from the masks before the update to those after
+      nm/grad_abs_var/{all,kept}             of the step's gradient without SR-STE's term
+      nm/second_moment_var/{all,kept}        of Adam's v, this gradient included
+      nm/second_moment_var_factored/...      in its place under Adafactor: of the row times column
+                                             estimate that it divides by
+
+  All but flips and gradients can be had again from a checkpoint of that step. Where the optimizer
+  keeps no second moment there is no name for it. With `per_place` also `<name>/<path>`.
+  """
+  rules = model.stored_rules
+  places = rules.assign(train_state.params).places
+  kind, moments = _second_moments(model.optimizer_def, train_state.param_states, places)
+
+  def look():
+    params, v = train_state.params, moments()
+    named = metrics.summary(params, rules, step, state, None, v, masks_before, per_place=per_place)
+    named = {k.replace("second_moment_var", kind): v for k, v in {**named, **variances}.items()}
+    out = {k: Sampled(v, jnp.int32(1)) for k, v in named.items()}
+    patterns = metrics.pattern_now(params, rules, step)
+    for rule in dict.fromkeys(place.key for place in places.values()):
+      n, m = jnp.array([patterns[path] for path, p in places.items() if p.key == rule]).T
+      shared = jnp.all((n == n[0]) & (m == m[0])).astype(jnp.int32)
+      for name, x in (("n", n), ("m", m)):
+        out[f"nm/{name}/{rule}"] = Sampled((shared * x[0]).astype(jnp.float32), shared)
+    return out
+
+  return _if(is_due, look)
+
+
+def _if(is_due, function):
+  """What the function returns, or zeros."""
+  shapes = jax.eval_shape(function)
+  zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return jax.lax.cond(is_due, function, zeros)
+
+
+class _Moments(NamedTuple):
+  """An optimizer state as `metrics.second_moments` reads it."""
+
+  nu: Mapping[str, jax.Array]
+
+
+def _second_moments(optimizer_def, states, places):
+  """Their name, and a function that gives them for all sparse kernels, or None."""
+  if isinstance(optimizer_def, adafactor.Adafactor):
+    kept = traverse_util.flatten_dict(unfreeze(states), sep="/")
+    dims = {path: _factored_dims(optimizer_def, path, p.shape) for path, p in places.items()}
+    kind = "second_moment_var_factored" if any(dims.values()) else "second_moment_var"
+    return kind, lambda: _Moments({p: _estimate(kept[p], d) for p, d in dims.items()})
+  try:
+    found = metrics.second_moments(states)
+  except ValueError:  # none, or two of one weight
+    found = {}
+  is_whole = bool(found) and set(places) <= set(found)
+  return "second_moment_var", lambda: _Moments(found) if is_whole else None
+
+
+def _factored_dims(optimizer_def, path, shape):
+  """(axes of the rows, axes of the columns) by which Adafactor factors, or None."""
+  settings = optimizer_def.hyper_params
+  rule = settings.factor_map[path] if settings.factor_map else adafactor.HEURISTIC_RULE
+  rule = rule if settings.factored else None
+  dims = optimizer_def._parse_rule(rule, shape, path)[1]
+  return optimizer_def._factored_dims(shape) if dims is adafactor.HEURISTIC_RULE else dims
+
+
+def _estimate(kept, dims):
+  """v as Adafactor divides by it: whole, or the outer product of its means over columns and rows,
+
+      v[i, j] = rows[i] * columns[j] / mean(rows)
+
+  (arXiv:1804.04235, algorithm 4; there sums, here means).
+  """
+  if not dims:
+    return kept.v
+  rows, columns = jnp.expand_dims(kept.v_row, dims[1]), jnp.expand_dims(kept.v_col, dims[0])
+  return rows / jnp.mean(rows, dims[0], keepdims=True) * columns
 
 
 def loss_scale(loss_normalizing_factor, batch, num_microbatches: int | None = None) -> jax.Array:

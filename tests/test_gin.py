@@ -575,7 +575,7 @@ def test_a_run_is_made(run, optimizer):
   if not training:
     return
   start = 7_000 if run == "finetune" else 0
-  assert found["trainer"] == [True, None] and found["total_steps"] == start + 1000
+  assert found["trainer"] == [True, None, 100] and found["total_steps"] == start + 1000
   assert found["save"] == ["float32", True] and found["random_seed"] == 0
   data = found["data"]
   assert data["seed"] == 0 and not data["use_cached"] and data["module"] == "t5x_tasks"

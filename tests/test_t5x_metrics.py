@@ -1,0 +1,281 @@
+"""In T5X: what training measures of itself, when, and what it writes to the event file."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import t5x_found
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import metrics
+from nm_sparsity_jax.rules import flatten
+
+pytestmark = [pytest.mark.t5x, pytest.mark.filterwarnings("ignore")]
+
+if reason := t5x_found.why_not():
+  pytest.skip(reason, allow_module_level=True)
+
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore")
+  import tensorflow as tf
+  import test_t5x_adapter as t
+  from t5x import adafactor, optimizers, trainer
+  from test_t5x_adapter import one_initialization, what_t5x_wants  # noqa: F401  (fixtures)
+
+  from nm_sparsity_jax import t5x_adapter
+
+RULES = {
+  "ff": t.recipe("sr_ste", lam=0.5),
+  "decoder/cross/o": t.recipe("idp", pattern="1:8"),
+  "encoder/qk": t.recipe("mdgf_linear", pattern="2:4"),
+}
+OPTIMIZERS = {
+  "adamw": t.OPTIMIZERS["adamw"],
+  "adafactor": lambda: adafactor.Adafactor(
+    decay_rate=0.8,
+    logical_factor_rules=adafactor.standard_logical_factor_rules(),
+    min_dim_size_to_factor=8,
+  ),
+  "multi": lambda: optimizers.chain(
+    [optax.MultiSteps(optax.adam(0.01), 2).gradient_transformation()]
+  ),
+  "sgd": t.OPTIMIZERS["sgd"],
+}
+
+
+def make(optimizer="adamw", rules=None):
+  return t.make(nms.Rules(rules or RULES), optimizer_def=OPTIMIZERS[optimizer]())
+
+
+def written(found):
+  """What T5X would write of these metrics under our names."""
+  host = jax.tree.map(np.asarray, found)
+  return {k: float(v.compute()) for k, v in host.items() if k.startswith("nm/")}
+
+
+def steps(run, count):
+  """(state before, batch, state after, what is written) of each step."""
+  after = jax.tree.map(np.asarray, run.train_state)
+  state = run.train_state
+  for i in range(count):
+    before, batch = after, t.batch_of(i)
+    state, found = run._partitioned_train_step(state, batch)
+    after = jax.tree.map(np.asarray, state)  # the next step is given its memory
+    yield before, batch, after, written(found)
+
+
+def expected(model, before, batch, after):
+  """The same from the definitions: by metrics.py, at this batch, before and after its update."""
+  rules = model.stored_rules
+  read = lambda s: (s.params, rules, *model.read(s.params, s.flax_mutables))
+  grads = jax.grad(lambda p: model.loss_fn(p, batch, None, before.flax_mutables)[0])(before.params)
+  out = {}
+
+  def put(name, overall, places):
+    out.update({name: overall} | {f"{name}/{path}": v for path, v in places.items()})
+
+  def put_both(name, overall, places):
+    for kind in ("all", "kept"):
+      rest = {path: getattr(v, kind) for path, v in places.items()}
+      put(f"nm/{name}/{kind}", getattr(overall, kind), rest)
+
+  shares = metrics.density(*read(after))
+  put("nm/density", shares.overall, shares.places)
+  put("nm/density_target", shares.target, shares.targets)
+  factors = metrics.decay(*read(after)[:3])
+  sizes = {path: dict(flatten(after.params))[path].size for path in factors}
+  mean = sum(factors[p] * n for p, n in sizes.items()) / sum(sizes.values())
+  put("nm/D", mean, factors)
+  places = rules.assign(after.params).places
+  for path, now in metrics.pattern_now(*read(after)[:3]).items():
+    for name, x in (("n", now.n), ("m", now.m)):
+      out[f"nm/{name}/{path}"] = out[f"nm/{name}/{places[path].key}"] = x
+  a, b = metrics.masks_of(*read(before)), metrics.masks_of(*read(after))
+  put_both("flip_rate", metrics.flip_rate(a, b), {p: metrics.flip_rate(a[p], b[p]) for p in a})
+  put_both("grad_abs_var", *metrics.grad_abs_variance(grads, *read(before)))
+  if isinstance(model.optimizer_def, adafactor.Adafactor):
+    estimates = optax.ScaleByAdamState(None, None, {p: estimate(after, p) for p in sizes})
+    factored = metrics.second_moment_variance(estimates, *read(after))
+    put_both("second_moment_var_factored", *factored)
+  else:
+    put_both("second_moment_var", *metrics.second_moment_variance(after.param_states, *read(after)))
+  return out
+
+
+def estimate(state, path):
+  """Adafactor's v of a kernel (a, b), where its longer axis is the one of the columns."""
+  node = state.param_states
+  for name in path.split("/"):
+    node = node[name]
+  outer = jnp.outer(node.v_row, node.v_col) / jnp.mean(node.v_row)
+  return outer if node.v_row.size == dict(flatten(state.params))[path].shape[0] else outer.T
+
+
+def assert_close(got, want):
+  assert sorted(got) == sorted(want)
+  for name in want:
+    np.testing.assert_allclose(got[name], float(want[name]), rtol=2e-4, atol=1e-30, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  "optimizer, num_microbatches, due",
+  [("adamw", None, [3, 6]), ("adafactor", 4, [3, 6]), ("multi", None, [6])],
+)
+def test_values_are_those_of_the_sampled_steps(optimizer, num_microbatches, due):
+  model = make(optimizer, {"ff": RULES["ff"]} if optimizer == "multi" else None)
+  run = t.begin(model, num_microbatches=num_microbatches, metrics_every=3, metrics_per_place=True)
+  found = list(steps(run, 6))
+  assert [i for i, (*_, got) in enumerate(found, 1) if got] == due
+  before, batch, after, got = found[-1]
+  # Of the gradients of two mini-steps the later is measured.
+  assert_close(got, jax.jit(functools.partial(expected, model))(before, batch, after))
+  if t.the_step(after) > t.PHASES.dense:  # numbers that tell something
+    assert got["nm/flip_rate/all"] > 0 and got["nm/density"] < 1
+    assert got["nm/grad_abs_var/all"] != got["nm/grad_abs_var/kept"]
+    assert (got["nm/n/decoder/cross/o"], got["nm/m/encoder/qk"]) == (2, 4)
+
+
+def events(folder):
+  """(step, name) -> value, of all scalars that a run wrote."""
+  out = {}
+  for file in folder.glob("train/events*"):
+    for record in tf.data.TFRecordDataset(str(file)):
+      event = tf.compat.v1.Event.FromString(record.numpy())
+      for value in event.summary.value:
+        assert (event.step, value.tag) not in out
+        out[event.step, value.tag] = float(tf.make_ndarray(value.tensor))
+  return out
+
+
+def test_the_event_file_has_points_of_sampled_steps_and_no_others(tmp_path):
+  model = make()
+  run = t.begin(model, metrics_every=3)
+  start = jax.tree.map(np.asarray, run.train_state)
+  sampled = {i: got for i, (*_, got) in enumerate(steps(run, 11), 1)}
+  assert [i for i, got in sampled.items() if got] == [3, 6, 9]
+  run.train_state = start
+  run.train_metrics_manager.close()
+  run.train_metrics_manager = trainer.MetricsManager("train", summary_dir=str(tmp_path))
+  batches = map(t.batch_of, range(11))
+  for length in (2, 1, 6, 2):  # summaries at 2, 3, 9 and 11, of which 9 is of two sampled steps
+    summary = run.train(batches, length).result()
+    assert "loss" in summary and "timing/uptime" in summary
+  run.close()
+  found = events(tmp_path)
+  assert {step for step, name in found if name == "loss"} == {2, 3, 9, 11}
+  ours = {key: value for key, value in found.items() if key[1].startswith("nm/")}
+  mean = lambda *at: {k: np.mean([sampled[i][k] for i in at]) for k in sampled[3]}
+  want = {(3, k): v for k, v in mean(3).items()} | {(9, k): v for k, v in mean(6, 9).items()}
+  assert sorted(ours) == sorted(want)
+  for key in want:
+    np.testing.assert_allclose(ours[key], want[key], rtol=1e-5, err_msg=key)
+  assert not any("/layers_" in name for _, name in ours)
+
+
+def names_of(model, every: int | None = 1, **kwargs):
+  state = t.initializer_of(model, t.Devices()).global_train_state_shape
+  step = lambda s, b: t5x_adapter.sparse_train_step(
+    model, s, b, jnp.float32(1), jax.random.PRNGKey(0), metrics_every=every, **kwargs
+  )[1]
+  return {k for k in jax.eval_shape(step, state, t.batch_of()) if k.startswith("nm/")}
+
+
+def test_names():
+  variances = {f"nm/{k}/{x}" for k in ("flip_rate", "grad_abs_var") for x in ("all", "kept")}
+  patterns = {f"nm/{x}/{rule}" for rule in RULES for x in ("n", "m")}
+  common = {"nm/density", "nm/density_target", "nm/D"} | variances | patterns
+  both = lambda name: {f"nm/{name}/all", f"nm/{name}/kept"}
+  assert names_of(make("sgd")) == common
+  assert names_of(make("adamw")) == common | both("second_moment_var")
+  assert names_of(make("adafactor")) == common | both("second_moment_var_factored")
+  whole = t.make(nms.Rules(RULES), optimizer="adafactor")  # too small to be factored
+  assert names_of(whole) == common | both("second_moment_var")
+  assert not names_of(make(), None) and not names_of(make(), 0)
+  with pytest.raises(ValueError, match="metrics_every=-1"):
+    t.begin(make(), state=0, metrics_every=-1)
+
+
+@pytest.mark.parametrize(
+  "shape, axes",
+  [
+    ((24, 16), None),
+    ((16, 24), None),
+    ((16, 16), None),
+    ((16, 3, 24), ("embed", "layers", "mlp")),
+    ((4, 8, 16), ("heads", "kv", "embed")),
+    ((24,), None),
+  ],
+)
+def test_the_estimate_is_what_adafactor_divides_by(shape, axes):
+  optimizer = adafactor.Adafactor(
+    learning_rate=1.0, decay_rate=0.8, clipping_threshold=None, multiply_by_parameter_scale=False,
+    min_dim_size_to_factor=8,
+  )  # fmt: skip
+  if axes:
+    roles = adafactor.standard_logical_factor_rules()
+    rule = adafactor.HParamMap([("w", tuple(roles[name] for name in axes))])
+    optimizer.hyper_params = optimizer.hyper_params.replace(factor_map=rule)
+  zeros = {"w": jnp.zeros(shape)}
+  state = optimizer.init_state(zeros)
+  for seed in range(2):
+    grads = {"w": jax.random.normal(jax.random.PRNGKey(seed), shape)}
+    new, state = optimizer.apply_gradient(optimizer.hyper_params, zeros, state, grads)
+  dims = t5x_adapter._factored_dims(optimizer, "w", shape)
+  assert bool(dims) == (len(shape) > 1)
+  got = t5x_adapter._estimate(state.param_states["w"], dims)
+  np.testing.assert_allclose(got, np.square(grads["w"] / new["w"]), rtol=1e-4)
+
+
+def test_a_window_of_one_rule_with_two_patterns_shows_none():
+  """Geometric levels depend on the axis: 16 takes fewer than 32."""
+  model = make(rules={"ff": t.recipe("sdgf_geometric", pattern="1:4")})
+  run = t.begin(model, metrics_every=1, metrics_per_place=True)
+  for *_, after, got in steps(run, 7):
+    patterns = {
+      tuple(got[f"nm/{x}/{p}"] for x in "nm")
+      for p in model.stored_rules.assign(after.params).places
+    }
+    assert ("nm/n/ff" in got) == ("nm/m/ff" in got) == (len(patterns) == 1)
+    if len(patterns) == 1:
+      assert patterns == {(got["nm/n/ff"], got["nm/m/ff"])}
+
+
+def collectives_outside_branches(compiled):
+  """How many of each kind the step runs whatever a `lax.cond` decides."""
+  text = compiled.as_text()
+  heads = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", re.M)
+  found = list(heads.finditer(text))
+  ends = [m.start() for m in found[1:]] + [len(text)]
+  bodies = {m[1]: text[m.end() : end] for m, end in zip(found, ends, strict=True)}
+  inside = re.findall(r"branch_computations=\{([^}]*)\}", text)
+  inside = {name.strip().lstrip("%") for names in inside for name in names.split(",")}
+  inside |= set(re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", text))
+  assert inside <= set(bodies)
+  calls = r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)"
+  todo = list(inside)
+  while todo:
+    new = {n for n in re.findall(calls, bodies[todo.pop()]) if n in bodies} - inside
+    inside |= new
+    todo += new
+  kinds = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
+  outside = "".join(body for name, body in bodies.items() if name not in inside)
+  return {kind: len(re.findall(rf" {kind}(-start)?\(", outside)) for kind in kinds}, inside
+
+
+def test_a_step_without_a_sample_communicates_as_before(request):
+  jax.config.update("jax_disable_most_optimizations", False)
+  request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", True))
+  counts = {}
+  for every in (None, 100):
+    partitioner = t.Devices(8, 2)
+    run = t.begin(make(), partitioner, metrics_every=every)
+    compiled = partitioner.compile(run._partitioned_train_step, run.train_state, t.batch_of())
+    counts[every], branches = collectives_outside_branches(compiled)
+  # Fewer where XLA joins two.
+  assert branches and sum(counts[None].values())
+  assert all(counts[100][kind] <= counts[None][kind] for kind in counts[None])
