@@ -217,12 +217,13 @@ def chosen(candidates):
   return [c for c in candidates if ARGS.only in c[0] or "dense T5X" in c[0]]
 
 
-def timed(what, name, call, *args):
+def timed(what, call, *args, **kwargs):
+  """(what the call returns, the time that it took)."""
   start = _timing.clock()
-  call(*args)
+  out = call(*args, **kwargs)
   took = _timing.clock() - start
-  print(f"{what} {name}: {took:.1f} s", file=sys.stderr, flush=True)
-  return took
+  print(f"{what}: {took:.1f} s", file=sys.stderr, flush=True)
+  return out, took
 
 
 def measure_steps(rows):
@@ -241,13 +242,13 @@ def measure_steps(rows):
           lambda x: jnp.zeros(x.shape, x.dtype), run.shapes._optimizer.state
         )
       if step is None:
-        compile_s[name] = timed("compiled", name, run.compile_step, live["params"])
+        compile_s[name] = timed(f"compiled {name}", run.compile_step, live["params"])[1]
         step = run.step
       else:  # the same program at another step
         run.begin(live["params"])
         run.step = step
   calls = {name: functools.partial(run.run_step, live) for name, run in runs.items()}
-  times = _timing.interleave(calls, ARGS.blocks, seconds=0.0)
+  times = timed("measured steps", _timing.interleave, calls, ARGS.blocks, seconds=0.0)[0]
   for name, took in compile_s.items():
     mine = times[name]
     if (sampled := times.get(f"{name} sampled")) is not None:
@@ -263,10 +264,9 @@ def measure_decoding(rows, params):
   for name, recipe, at in chosen(decode_cases()):
     run = runs[name] = Candidate(recipe, at)
     params = draw(run.shapes.params) if params is None else params
-    timed("compiled", name, run.compile_decode, params)
-  times = _timing.interleave(
-    {name: run.decode for name, run in runs.items()}, ARGS.blocks, seconds=0.0
-  )
+    timed(f"compiled {name}", run.compile_decode, params)
+  calls = {name: run.decode for name, run in runs.items()}
+  times = timed("measured decoding", _timing.interleave, calls, ARGS.blocks, seconds=0.0)[0]
   for name in runs:
     show(rows, name, times[name], times["decode dense T5X"])
 

@@ -135,7 +135,7 @@ def test_both_formats_are_what_they_are_called(dense):
   packed = flax.serialization.msgpack_restore((paths["legacy"] / "checkpoint").read_bytes())
   assert packed["version"] == 3 and int(packed["optimizer"]["state"]["step"]) == STEP
   arrays = {path.parent.name for path in paths["legacy"].glob("*/.zarray")}
-  assert kernels <= arrays and {"state.param_states"} <= {".".join(a.split(".")[:2]) for a in arrays}
+  assert kernels < arrays and any(name.startswith("state.param_states.") for name in arrays)
   spec = json.loads((paths["legacy"] / min(kernels) / ".zarray").read_text())
   assert spec["zarr_format"] == 2 and spec["compressor"]["id"] == "gzip"
   assert not (paths["orbax"] / "checkpoint").exists()
