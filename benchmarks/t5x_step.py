@@ -1,0 +1,294 @@
+"""What sparsity costs inside T5X: its train step and its decoding, sparse over dense.
+
+    python benchmarks/t5x_step.py
+    python benchmarks/t5x_step.py --only sdgf --layers 8 --metrics-every 100
+
+T5X as found by the tests (installed, T5X_PATH, or ~/.cache/nm-sparsity/t5x), a synthetic batch of
+8 x (64 + 32) tokens, T5.1.1-small's widths, float32, no dropout, FF kernels sparse.
+
+    dense T5X       T5X's network, EncoderDecoderModel and Trainer
+    dense ours      our network, SparseEncoderDecoderModel and SparseTrainer, recipe 'dense'
+    RECIPE n:m      the same with that recipe, in its sparsify phase
+    decode ...      predict_batch, greedy, to the full length, all from the same weights
+
+Printed: median and middle half of the time over dense T5X (for decoding, over T5X's decoding of the
+same parameters). Gates: <= 1.05. With --metrics-every K each recipe is measured twice, in a step
+that samples metrics and in one that does not, and the gate is on their mean over K steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import pathlib
+import sys
+import warnings
+
+import _timing
+
+PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER.add_argument("--core", type=int, default=1, help="processor to run on")
+PARSER.add_argument("--blocks", type=int, default=7, help="turns of each candidate")
+PARSER.add_argument("--layers", type=int, default=4, help="layers of each stack; small has 8")
+PARSER.add_argument("--only", default="", help="candidates whose name contains this")
+PARSER.add_argument("--optimizer", choices=("adafactor", "adamw"), default="adafactor")
+PARSER.add_argument("--metrics-every", type=int, default=0, help="sample metrics; 0 = never")
+PARSER.add_argument("--json", help="write the rows to this file")
+PARSER.add_argument("--any-device", action="store_true", help="neither pin nor insist on the CPU")
+ARGS = PARSER.parse_args()
+if not ARGS.any_device:
+  _timing.pin(ARGS.core)
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+import t5x_found
+
+if why := t5x_found.why_not():
+  sys.exit(why)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax.rules import map_with_names
+
+warnings.simplefilter("ignore")  # TensorFlow, seqio and clu warn on their own account
+import functools
+
+import seqio
+from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, utils
+from t5x.examples.t5 import network as t5x_network
+
+from nm_sparsity_jax import t5x_adapter
+from nm_sparsity_jax.t5 import network
+
+TAKES_METRICS = "metrics_every" in inspect.signature(t5x_adapter.SparseTrainer).parameters
+if ARGS.metrics_every and not TAKES_METRICS:
+  sys.exit("--metrics-every: SparseTrainer of this version has no metrics_every.")
+
+SIZES = dict(
+  vocab_size=32128, emb_dim=512, num_heads=6, head_dim=64, mlp_dim=1024, dropout_rate=0.0,
+  num_encoder_layers=ARGS.layers, num_decoder_layers=ARGS.layers, dtype="float32",
+  mlp_activations=("gelu", "linear"), logits_via_embedding=False,
+)  # fmt: skip
+BATCH, INPUTS, TARGETS = 8, 64, 32
+PHASES = nms.Phases(total=1000, dense=100, finetune=200)
+OPTIMIZER = {
+  "adamw": lambda: optimizers.adamw(1e-4),
+  "adafactor": lambda: adafactor.Adafactor(
+    decay_rate=0.8, logical_factor_rules=adafactor.standard_logical_factor_rules()
+  ),
+}[ARGS.optimizer]()
+# No token ends a decode, so every candidate decodes the same number of tokens.
+VOCABULARY = seqio.PassThroughVocabulary(SIZES["vocab_size"], eos_id=-1)
+
+
+def cases():
+  """(name, recipe or None for T5X's own, sparse step to measure at)."""
+  make = lambda name, pattern, **k: nms.recipe(name, pattern=pattern, phases=PHASES, **k)
+  yield "dense T5X", None, 0
+  yield "dense ours", make("dense", "1:8"), 300
+  yield "sr_ste 2:4", make("sr_ste", "2:4"), 300
+  for name in ("sr_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise"):
+    yield f"{name} 1:8", make(name, "1:8"), 300
+  yield "sdgf_geometric 1:8", make("sdgf_geometric", "1:8"), 150
+  path = ((100, "4:8", 1.0), (400, "2:16", 0.5))
+  yield "custom 1:8", make("custom", "1:8", path=path), 500
+  for name in ("one_shot", "snip", "idp"):
+    yield f"{name} 1:8", make(name, "1:8"), 500
+
+
+def decode_cases():
+  """Decoding depends on the recipe by its mask alone: one without a stored mask, one with."""
+  make = lambda name: nms.recipe(name, pattern="1:8", phases=PHASES)
+  yield "decode dense T5X", None, 0
+  yield "decode dense ours", make("dense"), 300
+  yield "decode sr_ste 1:8", make("sr_ste"), 300
+  yield "decode idp 1:8", make("idp"), 500
+
+
+def make_model(recipe):
+  """T5X's own model of T5X's network, or ours of ours."""
+  own = recipe is None
+  module = t5x_network if own else network
+  cls = models.EncoderDecoderModel if own else t5x_adapter.SparseEncoderDecoderModel
+  return cls(
+    module=module.Transformer(module.T5Config(**SIZES)),
+    input_vocabulary=VOCABULARY,
+    output_vocabulary=VOCABULARY,
+    optimizer_def=OPTIMIZER,
+    decode_fn=functools.partial(decoding.temperature_sample, temperature=0.0),
+    **({} if own else {"rules": nms.Rules({"ff": recipe})}),
+  )
+
+
+def batch():
+  rng = np.random.default_rng(0)
+  ids = lambda length: rng.integers(1, SIZES["vocab_size"], (BATCH, length)).astype(np.int32)
+  targets = ids(TARGETS)
+  return {
+    "encoder_input_tokens": ids(INPUTS),
+    "decoder_input_tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0))),
+    "decoder_target_tokens": targets,
+    "decoder_loss_weights": np.ones_like(targets),
+  }
+
+
+DATA = batch()
+
+
+class Candidate:
+  """A compiled step or decode of one model, and what only this one carries along."""
+
+  def __init__(self, recipe, at, metrics_every=0):
+    self.model, self.at = make_model(recipe), at
+    self.partitioner = partitioning.PjitPartitioner(num_partitions=1)
+    start = utils.TrainStateInitializer(
+      optimizer_def=OPTIMIZER,
+      init_fn=self.model.get_initial_variables,
+      input_shapes={k: v.shape for k, v in DATA.items()},
+      input_types={k: v.dtype for k, v in DATA.items()},
+      partitioner=self.partitioner,
+    )
+    self.shapes, self.axes = start.global_train_state_shape, start.train_state_axes
+    self.sampled = {"metrics_every": metrics_every} if metrics_every else {}
+
+  def begin(self, params):
+    """The collection of ours, with masks of these weights and the step of this candidate."""
+    self.mutables = self.shapes.flax_mutables
+    if self.mutables:
+      state = nms.init_state(params, self.model.stored_rules)
+      self.mutables = self.model.write(self.mutables, jnp.int32(self.at), state)
+
+  def compile_step(self, params):
+    self.begin(params)
+    cls = t5x_adapter.SparseTrainer if self.mutables else trainer.Trainer
+    run = cls(
+      model=self.model,
+      train_state=None,
+      partitioner=self.partitioner,
+      eval_names=[],
+      summary_dir=None,
+      train_state_axes=self.axes,
+      rng=jax.random.PRNGKey(0),
+      learning_rate_fn=lambda step: jnp.float32(1e-4),
+      num_microbatches=None,
+      **self.sampled,
+    )
+    self.step = self.partitioner.compile(run._partitioned_train_step, self.shapes, DATA)
+
+  def run_step(self, live):
+    """One step; every candidate starts from the parameters that the one before it returned."""
+    optimizer = self.shapes._optimizer.replace(target=live["params"], state=live["state"])
+    state = self.shapes.replace(_optimizer=optimizer, flax_mutables=self.mutables)
+    state, metrics = self.step(state, DATA)
+    jax.block_until_ready((state, metrics))
+    live["params"], live["state"] = state._optimizer.target, state._optimizer.state
+    self.mutables = state.flax_mutables
+    if self.mutables:
+      mine = dict(self.mutables[t5x_adapter.COLLECTION])
+      self.mutables = self.mutables.copy(
+        {t5x_adapter.COLLECTION: {**mine, "step": jnp.int32(self.at)}}
+      )
+
+  def compile_decode(self, params):
+    self.begin(params)
+    told = {"flax_mutables": self.mutables} if self.mutables else {}
+    prompt = {**DATA, "decoder_input_tokens": np.zeros_like(DATA["decoder_input_tokens"])}
+    call = lambda params, batch, told: self.model.predict_batch(params, batch, **told)
+    compiled = jax.jit(call).lower(params, prompt, told).compile()
+    self.decode = lambda: jax.block_until_ready(compiled(params, prompt, told))
+
+
+def draw(shapes):
+  """Parameters of the size that an initialization gives, without compiling one."""
+  rng = np.random.default_rng(0)
+
+  def one(path, w):
+    if path.endswith("scale"):
+      return jnp.ones(w.shape, w.dtype)
+    size = 1.0 if path.endswith("embedding") else w.shape[0] ** -0.5
+    return jnp.asarray(rng.standard_normal(w.shape, np.float32) * size, w.dtype)
+
+  return map_with_names(one, shapes)
+
+
+def chosen(candidates):
+  return [c for c in candidates if ARGS.only in c[0] or "dense T5X" in c[0]]
+
+
+def timed(what, call, *args, **kwargs):
+  """(what the call returns, the time that it took)."""
+  start = _timing.clock()
+  out = call(*args, **kwargs)
+  took = _timing.clock() - start
+  print(f"{what}: {took:.1f} s", file=sys.stderr, flush=True)
+  return out, took
+
+
+def measure_steps(rows):
+  runs, compile_s, live = {}, {}, {}
+  for name, recipe, at in chosen(cases()):
+    wanted = {name: (at, 0)}
+    if recipe is not None and ARGS.metrics_every:
+      k = ARGS.metrics_every
+      wanted = {name: (at // k * k, k), f"{name} sampled": (at // k * k + k - 1, k)}
+    step = None
+    for label, (start, every) in wanted.items():
+      run = runs[label] = Candidate(recipe, start, every)
+      if not live:
+        live["params"] = draw(run.shapes.params)
+        live["state"] = jax.tree.map(
+          lambda x: jnp.zeros(x.shape, x.dtype), run.shapes._optimizer.state
+        )
+      if step is None:
+        compile_s[name] = timed(f"compiled {name}", run.compile_step, live["params"])[1]
+        step = run.step
+      else:  # the same program at another step
+        run.begin(live["params"])
+        run.step = step
+  calls = {name: functools.partial(run.run_step, live) for name, run in runs.items()}
+  times = timed("measured steps", _timing.interleave, calls, ARGS.blocks, seconds=0.0)[0]
+  for name, took in compile_s.items():
+    mine = times[name]
+    if (sampled := times.get(f"{name} sampled")) is not None:
+      k = ARGS.metrics_every
+      mine = [((k - 1) * a + b) / k for a, b in zip(mine, sampled, strict=True)]
+      show(rows, f"{name} sampled", sampled, times["dense T5X"])
+    show(rows, name, mine, times["dense T5X"], took / compile_s["dense T5X"])
+  return live["params"]
+
+
+def measure_decoding(rows, params):
+  runs = {}
+  for name, recipe, at in chosen(decode_cases()):
+    run = runs[name] = Candidate(recipe, at)
+    params = draw(run.shapes.params) if params is None else params
+    timed(f"compiled {name}", run.compile_decode, params)
+  calls = {name: run.decode for name, run in runs.items()}
+  times = timed("measured decoding", _timing.interleave, calls, ARGS.blocks, seconds=0.0)[0]
+  for name in runs:
+    show(rows, name, times[name], times["decode dense T5X"])
+
+
+def show(rows, name, times, dense, compile_over_dense=None):
+  over, low, high = _timing.ratio(times, dense)
+  took = f"{compile_over_dense:7.2f}" if compile_over_dense else " " * 7
+  print(f"{name:28} {over:.3f} [{low:.3f}, {high:.3f}]  {took}", flush=True)
+  row = {"candidate": name, "over_dense": (over, low, high)}
+  rows.append({**row, "compile_over_dense": compile_over_dense})
+
+
+def main():
+  rows, params = [], None
+  print(f"{'candidate':28} {'over dense T5X':20}  {'compile':>7}")
+  if not ARGS.only.startswith("decode"):
+    params = measure_steps(rows)
+  jax.clear_caches()
+  if len(chosen(decode_cases())) > 1:
+    measure_decoding(rows, params)
+  _timing.save(ARGS.json, rows, "python " + " ".join(sys.argv))
+
+
+if __name__ == "__main__":
+  main()

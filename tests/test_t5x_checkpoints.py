@@ -1,0 +1,199 @@
+"""Checkpoints in the two formats of T5X's public models load into our T5, to the bit.
+
+Dense models made here, of T5X's own networks, are written by T5X's own checkpointers: the legacy
+format (a msgpack file beside tensorstore zarrs) and Orbax. They are read as `t5x.train` reads
+INITIAL_CHECKPOINT_PATH, with the restore settings of gin_configs/runs/t5x_finetune.gin.
+"""
+
+import asyncio
+import importlib
+import json
+import pathlib
+import sys
+import warnings
+
+import flax
+import gin
+import gin_probe
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import t5x_found
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax.rules import flatten
+
+pytestmark = [
+  pytest.mark.t5x,
+  # T5X and what it imports (TensorFlow, seqio, clu, orbax) warn on their own account.
+  pytest.mark.filterwarnings("ignore"),
+]
+
+if reason := t5x_found.why_not():
+  pytest.skip(reason, allow_module_level=True)
+
+with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
+  warnings.simplefilter("ignore")
+  import t5x
+  from t5x import utils
+  from test_t5x_adapter import (
+    Devices,
+    assert_equal,
+    begin,
+    initializer_of,
+    make,
+    mine,
+    one_initialization,  # noqa: F401  (a fixture)
+    what_t5x_wants,  # noqa: F401  (a fixture)
+  )
+
+  from nm_sparsity_jax import t5x_adapter
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+STEP = 1_000_000  # as in checkpoint_1000000
+NETWORKS = {"t5": "ours", "scanned": "ours_scanned"}  # T5X's network: ours in its place
+RULES = nms.Rules({
+  # Its mask is taken at step 0, so it must be that of the restored weights.
+  "ff": nms.recipe("one_shot", pattern="1:4", phases=nms.Phases(total=4)),
+})  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed_loops():
+  """T5X's legacy checkpointer makes an event loop and leaves it open."""
+  made, make = [], asyncio.new_event_loop
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(asyncio, "new_event_loop", lambda: made.append(make()) or made[-1])
+    yield
+  asyncio.set_event_loop(None)
+  for loop in made:
+    loop.close()
+
+
+def dense_state(network):
+  """Of T5X's own model and optimizer after a long run: no value is as it was initialized."""
+  model = make(None, network, "adafactor", dense=True)
+  state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
+  rng = np.random.default_rng(0)
+  drawn = lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype)
+  state = state.replace_params(jax.tree.map(drawn, state.params))
+  return model, state.replace_step(jnp.int32(STEP))
+
+
+def write(kind, model, state, folder):
+  """One of T5X's checkpointers."""
+  shapes = initializer_of(model, Devices()).global_train_state_shape
+  folder.mkdir()
+  settings = dict(save_cfg=utils.SaveCheckpointConfig(), partitioner=Devices())
+  if kind == "legacy":
+    manager = utils.LegacyCheckpointManager(
+      **settings, restore_cfg=None, train_state_shape=shapes, model_dir=str(folder)
+    )
+  else:
+    manager = utils.create_orbax_checkpoint_manager(
+      **settings, train_state=shapes, model_dir=str(folder)
+    )
+  manager.save(state)
+  manager.wait_until_finished()
+  manager.close()
+  return folder / f"checkpoint_{STEP}"
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def dense(request, tmp_path_factory):
+  """(our network's name, the dense state, {format: checkpoint})."""
+  model, state = dense_state(request.param)
+  root = tmp_path_factory.mktemp(request.param)
+  paths = {kind: write(kind, model, state, root / kind) for kind in ("legacy", "orbax")}
+  return NETWORKS[request.param], state, paths
+
+
+@pytest.fixture
+def restore_settings(monkeypatch):
+  """What the run file makes of an INITIAL_CHECKPOINT_PATH."""
+  monkeypatch.setitem(sys.modules, "__main__", importlib.import_module("t5x.train"))
+  for path in (ROOT, pathlib.Path(t5x.__file__).parent.parent):
+    gin.add_config_file_search_path(str(path))
+
+  def settings(path):
+    files = ["gin_configs/runs/t5x_finetune.gin", "tests/t5x_tiny.gin"]
+    macros = dict(
+      INITIAL_CHECKPOINT_PATH=str(path), PRETRAINED_STEPS=STEP, MODEL_DIR="", RECIPE="one_shot",
+      PATTERN="1:4", SPARSE_STEPS=4,
+    )  # fmt: skip
+    gin_probe.read(files, [f"{name} = {value!r}" for name, value in macros.items()])
+    return gin.query_parameter("utils.CheckpointConfig.restore").scoped_configurable_fn()
+
+  yield settings
+  gin.clear_config()
+
+
+def test_both_formats_are_what_they_are_called(dense):
+  _, state, paths = dense
+  kernels = {"target." + path.replace("/", ".") for path, _ in flatten(state.params)}
+  packed = flax.serialization.msgpack_restore((paths["legacy"] / "checkpoint").read_bytes())
+  assert packed["version"] == 3 and int(packed["optimizer"]["state"]["step"]) == STEP
+  arrays = {path.parent.name for path in paths["legacy"].glob("*/.zarray")}
+  assert kernels < arrays and any(name.startswith("state.param_states.") for name in arrays)
+  spec = json.loads((paths["legacy"] / min(kernels) / ".zarray").read_text())
+  assert spec["zarr_format"] == 2 and spec["compressor"]["id"] == "gzip"
+  assert not (paths["orbax"] / "checkpoint").exists()
+  assert (paths["orbax"] / "state" / "manifest.ocdbt").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw"])
+@pytest.mark.parametrize(
+  "kind, use_orbax", [("legacy", True), ("legacy", False), ("orbax", True)],
+  ids=["legacy", "legacy by the legacy checkpointer", "orbax"],
+)  # fmt: skip
+def test_a_dense_checkpoint_loads(kind, use_orbax, optimizer, dense, restore_settings):
+  network, state, paths = dense
+  model = make(RULES, network, optimizer)
+  start = initializer_of(model, Devices())
+  restored, manager = utils.create_checkpoint_manager_and_restore(
+    start, Devices(), restore_settings(paths[kind]), str(paths[kind]), jax.random.PRNGKey(0),
+    use_orbax=use_orbax,
+  )  # fmt: skip
+  manager.close()
+  fresh = start.from_scratch(jax.random.PRNGKey(0))
+  assert jax.tree.structure(restored) == jax.tree.structure(fresh)
+
+  # The parameters and the step are the checkpoint's, to the bit and in its dtype.
+  assert_equal(restored.params, state.params)
+  assert {w.dtype for w in jax.tree.leaves(restored.params)} == {jnp.dtype("float32")}
+  kernel = lambda s: dict(flatten(s.params))["token_embedder/embedding"]
+  assert (kernel(restored) != kernel(fresh)).any()  # so equality says something
+  assert int(restored.step) == STEP
+
+  # The optimizer starts afresh, and so does the sparse run: step 0, our rules.
+  moments = lambda state: state.state_dict()["state"]["param_states"]
+  assert_equal(moments(restored), moments(fresh))
+  assert_equal(restored.flax_mutables, fresh.flax_mutables)
+  assert int(mine(restored)["step"]) == 0
+
+  # The trainer takes it as a new run at that step, with masks of the restored weights.
+  begun = begin(model, network=network, state=restored, pretrained_steps=STEP).train_state
+  assert int(begun.step) == STEP and int(mine(begun)["step"]) == 0
+  assert_equal(begun.params, state.params)
+  model.check(begun)
+  weights, places = dict(flatten(begun.params)), model.stored_rules.assign(begun.params).places
+  masks = dict(flatten(mine(begun)["mask"]))
+  assert masks.keys() == places.keys() and len(masks) >= 3
+  for path, mask in masks.items():
+    want = nms.nm_mask(jnp.abs(weights[path]), nms.NM.parse("1:4"), places[path].axis)
+    np.testing.assert_array_equal(mask, want, err_msg=path)
+
+
+def test_evaluation_refuses_a_dense_checkpoint(dense):
+  network, _, paths = dense
+  start = initializer_of(make(RULES, network), Devices())
+  for path in paths.values():
+    settings = utils.RestoreCheckpointConfig(
+      path=str(path), mode="specific", dtype="float32",
+      state_transformation_fns=[t5x_adapter.require_sparse],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="this checkpoint is dense"):
+      utils.create_checkpoint_manager_and_restore(
+        start, Devices(), settings, str(path), None, use_orbax=True
+      )
