@@ -595,8 +595,8 @@ class _Decaying(_Sparse):
       )
     if self.beta is not None and not (_is_number(self.beta) and 0 < self.beta < math.inf):
       raise ValueError(
-        f"{self.name}(beta={self.beta!r}): beta must be a positive number, or D would not fall. "
-        "None chooses it from the phases."
+        f"{self.name}(beta={self.beta!r}): beta must be positive, a plain number, or D would not "
+        "fall. None chooses it from the phases."
       )
     if self.kind is not None and self.beta is None:
       schedules.default_horizon(self.phases)

@@ -281,7 +281,8 @@ def test_masks_are_those_that_sparsify_applies_and_need_the_state():
   with pytest.raises(ValueError, match="the one given has none.*update_state"):
     metrics.density(params, rules, 7, {"mask": {}})
   state = nms.init_state(params, rules)
-  assert metrics.density(params, rules, 7, state).places[WI] == 1  # not taken yet, and D = 0
+  with pytest.raises(ValueError, match="one_shot is out of date"):
+    metrics.density(params, rules, 7, state)
   state = nms.update_state(state, params, rules, 3)
   masks = metrics.masks_of(params, rules, 7, state)
   np.testing.assert_array_equal(masks[WI], leaf(state["mask"], WI))
