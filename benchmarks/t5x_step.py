@@ -1,7 +1,7 @@
 """What sparsity costs inside T5X: its train step and its decoding, sparse over dense.
 
     python benchmarks/t5x_step.py
-    python benchmarks/t5x_step.py --only sdgf --layers 8 --metrics-every 100
+    python benchmarks/t5x_step.py --only sdgf --layers 2 --metrics-every 100
 
 T5X as found by the tests (installed, T5X_PATH, or ~/.cache/nm-sparsity/t5x), a synthetic batch of
 8 x (64 + 32) tokens, T5.1.1-small's widths, float32, no dropout, FF kernels sparse.
@@ -29,7 +29,7 @@ import _timing
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--core", type=int, default=1, help="processor to run on")
 PARSER.add_argument("--blocks", type=int, default=7, help="turns of each candidate")
-PARSER.add_argument("--layers", type=int, default=4, help="layers of each stack; small has 8")
+PARSER.add_argument("--layers", type=int, default=8, help="layers of each stack")
 PARSER.add_argument("--only", default="", help="candidates whose name contains this")
 PARSER.add_argument("--optimizer", choices=("adafactor", "adamw"), default="adafactor")
 PARSER.add_argument("--metrics-every", type=int, default=0, help="sample metrics; 0 = never")
