@@ -338,7 +338,8 @@ def test_counts_that_begin_anew_are_no_step():
     tx = optax.chain(cyclic, optax.adam(1e-3))
     state = tx.init(params)
     for _ in range(3):
-      _, state = tx.update(zeros, state, params, value=jnp.float32(1))
+      with jax.numpy_dtype_promotion("standard"):
+        _, state = tx.update(zeros, state, params, value=jnp.float32(1))
     assert nms.step_count(state) == 3
 
 
