@@ -183,7 +183,7 @@ def _floating(x):
 
 
 def _hashable(axis: Axis) -> Axis:
-  return tuple(axis) if isinstance(axis, Sequence) else axis
+  return tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else axis
 
 
 def _on_groups(x, m, axis, to_keys, select, parent=None):

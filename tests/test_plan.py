@@ -522,7 +522,8 @@ def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, tmp_path, kind):
   assert not sections["optimizer"]["load"]
   assert sections["optimizer"]["drop"] == 29 and sections["optimizer"]["initialise"] == 2 * 29 + 1
   assert sections["step"] == dict(load=1, initialise=0, drop=0, dtypes={"int32 -> float32": 1})
-  assert sections["sparse state"]["initialise"] == 2 + 3 * 6  # step, rules; of each kernel a mask and its stamp
+  # Step and rules; of each kernel a mask and its stamp.
+  assert sections["sparse state"]["initialise"] == 2 + 3 * 6
   assert report["schedule"][0]["segments"][-1]["t5x_stop"] == 18
   assert report["cost"] and report["loss"]["target_tokens_at_most"] == 16 * 8
 
