@@ -1,9 +1,12 @@
 """Where T5X is, for tests: as installed, in T5X_PATH, or in ~/.cache/nm-sparsity/t5x."""
 
+import asyncio
+import contextlib
 import importlib.util
 import os
 import pathlib
 import sys
+from unittest import mock
 
 _THREE = ("t5x", "airio", "jestimator")
 NEEDED = ("seqio", "tensorflow", "gin", "fiddle", "cached_property", "clu", "tensorstore", "orbax")
@@ -25,3 +28,14 @@ def why_not() -> str:
     return "T5X is not here: install it, or set T5X_PATH to a folder with t5x, airio and jestimator"
   missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
   return f"T5X needs {', '.join(missing)}: pip install -e '.[t5x]'" if missing else ""
+
+
+@contextlib.contextmanager
+def closed_loops():
+  """Closes what T5X's legacy checkpointer leaves open: an event loop for each."""
+  made, make = [], asyncio.new_event_loop
+  with mock.patch.object(asyncio, "new_event_loop", lambda: made.append(make()) or made[-1]):
+    yield
+  asyncio.set_event_loop(None)
+  for loop in made:
+    loop.close()

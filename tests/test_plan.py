@@ -508,6 +508,12 @@ def run_t5x(t5x, run):
   return call
 
 
+@pytest.fixture(autouse=True)
+def closed_loops():
+  with t5x_found.closed_loops():
+    yield
+
+
 @pytest.mark.t5x
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, tmp_path, kind):
@@ -529,7 +535,6 @@ def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, tmp_path, kind):
 
 
 @pytest.mark.t5x
-@pytest.mark.filterwarnings("ignore")  # T5X's checkpointer leaves an event loop open
 def test_what_t5x_itself_writes_is_read(t5x, tmp_path):
   import optax
   from flax.core import freeze

@@ -5,7 +5,6 @@ format (a msgpack file beside tensorstore zarrs) and Orbax. They are read as `t5
 INITIAL_CHECKPOINT_PATH, with the restore settings of gin_configs/runs/t5x_finetune.gin.
 """
 
-import asyncio
 import importlib
 import json
 import pathlib
@@ -61,14 +60,8 @@ RULES = nms.Rules({
 
 @pytest.fixture(autouse=True, scope="module")
 def closed_loops():
-  """T5X's legacy checkpointer makes an event loop and leaves it open."""
-  made, make = [], asyncio.new_event_loop
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(asyncio, "new_event_loop", lambda: made.append(make()) or made[-1])
+  with t5x_found.closed_loops():
     yield
-  asyncio.set_event_loop(None)
-  for loop in made:
-    loop.close()
 
 
 def dense_state(network):
