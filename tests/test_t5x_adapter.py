@@ -403,7 +403,9 @@ def test_loss_scores_and_predictions_are_those_of_the_effective_weights(name, ne
       ),
       mine(state)["mask"],
     )  # fmt: skip
-    stored = {**model.read(state.params, state.flax_mutables)[1], "mask": masks}
+    renewed = jax.tree.map(jnp.ones_like, mine(state)["renewed"])
+    kept = model.read(state.params, state.flax_mutables)[1]
+    stored = {**kept, "mask": masks, "renewed": renewed}
     state = state.replace_flax_mutables(model.write(state.flax_mutables, jnp.int32(0), stored))
   state = at_step(model, state, 6)
   batch = batch_of(network=network)
