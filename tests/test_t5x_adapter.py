@@ -649,7 +649,9 @@ def test_a_run_from_a_dense_checkpoint_and_its_resumption(name, dense_checkpoint
     model.read = spy
     final = train(
       model, tmp_path / str(pretrained), pretrained + PHASES.total, path,
-      save_at=[pretrained + b for b in BOUNDARIES.values()], pretrained_steps=pretrained,
+      # The end too: past the last of these T5X saves that one again.
+      save_at=[pretrained + b for b in (*BOUNDARIES.values(), PHASES.total)],
+      pretrained_steps=pretrained,
     )  # fmt: skip
     assert seen[0][0] == 0  # before the first step
     assert_equal(seen[0][1], params)  # of the dense checkpoint
