@@ -92,6 +92,7 @@ def update_state(
   new: State = {"step": jnp.maximum(last, step)}
   for path, place in places.items():
     old, w, at = _take(state, path), arrays[path], taken_at.get(path, arrays[path])
+    _refuse_unkept(place, old, state)
     kept = place.recipe.next_state(place, old, w, step, last, gradients.get(path), at)
     _put(new, path, kept | _stamp(place, kept, new["step"]) | {"made": old["made"]})
   return new
@@ -105,18 +106,25 @@ def current(
   Raises where a mask is missing, or known to be of other rules or of another time; where that is
   traced the step is -1, which makes D and so the weights NaN.
   """
-  found = _take(state, place.path) if state else {}
+  found = _take(state or {}, place.path)
   if not place.recipe.stateful:
     return step, found.get("mask")
-  if not found:
-    raise ValueError(
-      f"{place.recipe.name} at {place.path!r} keeps its mask as state, and state="
-      f"{'None' if state is None else 'the one given'} has none for it: carry state = "
-      "nms.init_state(params, rules), refresh it by nms.update_state, and pass it (to an optimizer "
-      "as tx.update(..., nm_state=state))."
-    )
+  _refuse_unkept(place, found, state)
   stored = Stored(state["step"], found["made"], found["renewed"])  # type: ignore[index]
   return place.in_time(step, stored), found["mask"]
+
+
+def _refuse_unkept(place: Place, found: State, state: State | None):
+  """Raises unless a state holds the mask of a stateful recipe's place, and its stamps."""
+  missing = [key for key in ("mask", "made", "renewed") if key not in found]
+  if missing or not state:
+    what = "None" if state is None else "the one given"
+    lost = "none" if "mask" in missing else "no " + " and no ".join(map(repr, missing))
+    raise ValueError(
+      f"{place.recipe.name} at {place.path!r} keeps its mask as state, and state={what} has {lost} "
+      "for it: carry state = nms.init_state(params, rules) whole, refresh it by nms.update_state, "
+      "and pass it (nms.finalize(params, rules, state), or tx.update(..., nm_state=state))."
+    )
 
 
 def stored_masks(state: State | None) -> dict[str, jax.Array]:
@@ -148,21 +156,17 @@ def finalize(params: Any, rules: Rules, state: State | None = None) -> Any:
   Survivors keep their bits. Stateful recipes keep their stored mask, so they need `state`.
   """
   places = rules.assign(params).places
-  stored = stored_masks(state)
 
   def apply(path, w):
     place = places.get(path)
     if place is None:
       return w
-    mask = stored.get(path)
+    kept = _take(state or {}, path)
     if place.recipe.stateful:
-      if mask is None or not state:
-        raise ValueError(
-          f"{place.recipe.name} at {path!r} keeps its mask as state: "
-          "nms.finalize(params, rules, state)."
-        )
-      _refuse_untaken(place, state["step"], _take(state, path))
-    return jnp.where(place.magnitude_mask(w, None, mask), w, jnp.zeros_like(w))
+      _refuse_unkept(place, kept, state)
+      _refuse_untaken(place, state["step"], kept)  # type: ignore[index]
+    mask = place.magnitude_mask(w, None, kept.get("mask"))
+    return jnp.where(mask, w, jnp.zeros_like(w))
 
   return map_with_names(apply, params)
 
@@ -290,5 +294,10 @@ def _put(state: State, path: str, values: Mapping[str, jax.Array]) -> None:
 
 def _take(state: State, path: str) -> dict[str, jax.Array]:
   """What `_put` set for one path."""
-  trees = {key: dict(flatten(tree)) for key, tree in state.items() if key != "step"}
-  return {key: leaves[path] for key, leaves in trees.items() if path in leaves}
+  found = {}
+  for key, tree in state.items():
+    for word in path.split("/"):
+      tree = tree.get(word) if isinstance(tree, Mapping) else None
+    if tree is not None and not isinstance(tree, Mapping):
+      found[key] = tree
+  return found

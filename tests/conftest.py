@@ -7,6 +7,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
+# XLA's pool has a thread per core. On two cores, two devices that wait in a reduction for their
+# partners leave no thread to run them, and XLA ends the process after 40 seconds.
+os.environ.setdefault("PJRT_NPROC", "32")
 
 import hypothesis
 import jax

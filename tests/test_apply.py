@@ -342,6 +342,19 @@ def test_sparsify_needs_the_state_of_stateful_recipes(name):
     nms.finalize(tree(weights(0)), rules)
 
 
+@pytest.mark.parametrize("lost", ["made", "renewed"])
+def test_a_state_without_its_stamps_is_an_error(lost):
+  params, rules = tree(weights(0)), nms.Rules({"ff": make("idp")})
+  state = {key: x for key, x in nms.init_state(params, rules).items() if key != lost}
+  for use in (
+    lambda: nms.sparsify(params, rules, 0, state),
+    lambda: nms.finalize(params, rules, state),
+    lambda: nms.update_state(state, params, rules, 1),
+  ):
+    with pytest.raises(ValueError, match=f"idp at 'mlp/wi/kernel'.*no {lost!r}.*whole"):
+      use()
+
+
 def test_a_state_for_a_recipe_that_keeps_none_is_an_error():
   state = nms.init_state(tree(weights(0)), nms.Rules({"ff": make("idp")}))
   with pytest.raises(ValueError, match="sr_ste derives its mask"):
