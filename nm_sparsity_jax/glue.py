@@ -1,0 +1,136 @@
+"""GLUE in one table: what `t5x_tasks` reads, what `nm-sparsity glue` scores and submits.
+
+    TASKS[name]   fields, labels, splits, metrics, rate in the mixture, file of a submission
+    COLUMNS       the nine columns of a score, in the paper's order (Table 12)
+
+Nothing heavy is imported here. Sizes are those of TensorFlow Datasets' GLUE 2.0.0; rates are T5's
+(https://arxiv.org/abs/1910.10683), the sizes of the training sets, where QQP has three rows more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+  """One config of GLUE.
+
+  Attributes:
+    name: TFDS' name of it; our seqio task is `nm_glue_<name>`.
+    fields: the text fields in alphabetical order, which is T5's order.
+    labels: the label words by index; empty for a regression (stsb).
+    splits: rows by split.
+    metrics: keys of T5's metrics, each on a scale of 0 to 100.
+    rate: rate in `nm_glue_proportional`; 0 for a member that is only evaluated; None: no member.
+    prefix: the first word of the input.
+    file: the file of a submission; empty: it has none of its own.
+    words: whether that file names labels by word; else by index (or number).
+  """
+
+  name: str
+  fields: tuple[str, ...]
+  labels: tuple[str, ...] = ()
+  splits: Mapping[str, int]
+  metrics: tuple[str, ...] = ("accuracy",)
+  rate: int | None = 0
+  prefix: str = ""
+  file: str = ""
+  words: bool = False
+
+  @property
+  def regression(self) -> bool:
+    """Whether the label is a number."""
+    return not self.labels
+
+
+def _three(train: int, validation: int, test: int) -> Mapping[str, int]:
+  return {"train": train, "validation": validation, "test": test}
+
+
+_NLI = ("entailment", "neutral", "contradiction")
+_PAIR = ("sentence1", "sentence2")
+_PREMISE = ("hypothesis", "premise")
+
+_TASKS = (
+  Task(
+    name="cola", fields=("sentence",), labels=("unacceptable", "acceptable"),
+    splits=_three(8551, 1043, 1063), metrics=("matthews_corrcoef",), rate=8551, file="CoLA.tsv",
+  ),
+  Task(
+    name="sst2", fields=("sentence",), labels=("negative", "positive"),
+    splits=_three(67349, 872, 1821), rate=67349, file="SST-2.tsv",
+  ),
+  Task(
+    name="mrpc", fields=_PAIR, labels=("not_equivalent", "equivalent"),
+    splits=_three(3668, 408, 1725), metrics=("f1", "accuracy"), rate=3668, file="MRPC.tsv",
+  ),
+  Task(
+    name="qqp", fields=("question1", "question2"), labels=("not_duplicate", "duplicate"),
+    splits=_three(363846, 40430, 390965), metrics=("f1", "accuracy"), rate=363849, file="QQP.tsv",
+  ),
+  Task(
+    name="stsb", fields=_PAIR, splits=_three(5749, 1500, 1379),
+    metrics=("pearson_corrcoef", "spearman_corrcoef"), rate=5749, file="STS-B.tsv",
+  ),
+  Task(
+    name="mnli", fields=_PREMISE, labels=_NLI, rate=392702,
+    splits={
+      "train": 392702, "validation_matched": 9815, "validation_mismatched": 9832,
+      "test_matched": 9796, "test_mismatched": 9847,
+    },
+  ),
+  Task(
+    name="mnli_matched", fields=_PREMISE, labels=_NLI, prefix="mnli",
+    splits={"validation": 9815, "test": 9796}, file="MNLI-m.tsv", words=True,
+  ),
+  Task(
+    name="mnli_mismatched", fields=_PREMISE, labels=_NLI, prefix="mnli",
+    splits={"validation": 9832, "test": 9847}, file="MNLI-mm.tsv", words=True,
+  ),
+  Task(
+    name="qnli", fields=("question", "sentence"), labels=("entailment", "not_entailment"),
+    splits=_three(104743, 5463, 5463), rate=104743, file="QNLI.tsv", words=True,
+  ),
+  Task(
+    name="rte", fields=_PAIR, labels=("entailment", "not_entailment"),
+    splits=_three(2490, 277, 3000), rate=2490, file="RTE.tsv", words=True,
+  ),
+  # The other way round than RTE and QNLI.
+  Task(
+    name="wnli", fields=_PAIR, labels=("not_entailment", "entailment"),
+    splits=_three(635, 71, 146), rate=None, file="WNLI.tsv",
+  ),
+  Task(
+    name="ax", fields=_PREMISE, labels=_NLI, splits={"test": 1104}, metrics=(),
+    prefix="mnli", file="AX.tsv", words=True,
+  ),
+)  # fmt: skip
+
+TASKS: Mapping[str, Task] = types.MappingProxyType(
+  {t.name: dataclasses.replace(t, prefix=t.prefix or t.name) for t in _TASKS}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+  """One column of a score; `metrics` in the order in which Table 12 prints the pair."""
+
+  title: str
+  task: str
+  metrics: tuple[str, ...]
+
+
+COLUMNS = (
+  Column("CoLA", "cola", ("matthews_corrcoef",)),
+  Column("MNLI-m", "mnli_matched", ("accuracy",)),
+  Column("MNLI-mm", "mnli_mismatched", ("accuracy",)),
+  Column("MRPC", "mrpc", ("f1", "accuracy")),
+  Column("QNLI", "qnli", ("accuracy",)),
+  Column("QQP", "qqp", ("accuracy", "f1")),  # the other way round than MRPC
+  Column("RTE", "rte", ("accuracy",)),
+  Column("SST-2", "sst2", ("accuracy",)),
+  Column("STS-B", "stsb", ("pearson_corrcoef", "spearman_corrcoef")),
+)
