@@ -495,9 +495,10 @@ def loss_scale(loss_normalizing_factor, batch, num_microbatches: int | None = No
 
   T5X's loss is sum(w * l) / F with weights w and a factor F, so it is sum(w) / F times the weighted
   mean of l. With F = None that is the number of target tokens. T5X sums the losses of
-  microbatches, each with its own F.
+  microbatches; those that make a factor of their own from their tokens are added one by one.
   """
-  parts = max(num_microbatches or 1, 1)
+  is_fixed = loss_normalizing_factor is None or isinstance(loss_normalizing_factor, int | float)
+  parts = 1 if is_fixed else max(num_microbatches or 1, 1)
   size = len(batch["decoder_target_tokens"]) // parts
 
   def one(part):
