@@ -257,23 +257,22 @@ def _measures(column: glue.Column) -> str:
 def text(report: Mapping[str, Any]) -> str:
   """For people: means, pairs beneath; at most 120 columns wide where names are short."""
   lines = [["", *_TITLES], ["", "", *map(_measures, glue.COLUMNS)]]
+  blank = " " if report["best"] else ""  # where others have their mark
 
   def add(name: str, source) -> None:
     best = [t for t in _TITLES if source.get("run") in report["best"].get(t, ())]
-    means = [_number(_mean_of(source, t)) + "*" * (t in best) for t in _TITLES]
     pairs = [_pair(source["columns"].get(c.title)) for c in glue.COLUMNS]
-    lines.append([name, *means])
+    means = [(_number(_mean_of(source, t)), "*" if t in best else blank) for t in _TITLES]
+    lines.append([name, *map("".join, means)])
     if any(pairs):
-      lines.append(["", "", *pairs])
+      lines.append(["", "", *(pair + blank for pair in pairs)])
 
   for row in report["runs"]:
     add(row["run"], row)
     lines.append(["  at step", *(str(row["columns"].get(t, {}).get("step", "")) for t in _TITLES)])
     if row["published"]:
       add("  published", row["published"])
-      lines.append(["  delta", *(_signed(row["delta"].get(t)) for t in _TITLES)])
-  if report["best"]:  # a column for the marks
-    lines = [[name, *(c if c.endswith("*") else f"{c} " for c in cells)] for name, *cells in lines]
+      lines.append(["  delta", *(_signed(row["delta"].get(t)) + blank for t in _TITLES)])
   widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
   parts = [
     "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
