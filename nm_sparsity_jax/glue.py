@@ -148,5 +148,6 @@ def config_of(seqio_task: str) -> tuple[str, bool] | None:
   (('rte', False), ('rte', True), ('rte', False))
   """
   found = _SEQIO_NAME.fullmatch(seqio_task)
-  config = found and (found["ours"] or found["t5"])
-  return (config, bool(found[1])) if found and config in TASKS else None
+  if found is None or (config := found["ours"] or found["t5"]) not in TASKS:
+    return None
+  return config, found[1] is not None

@@ -157,7 +157,7 @@ def _read_settings(run: Run, file: pathlib.Path) -> None:
   if run.recipe == "dense":
     run.places = {}
   elif isinstance(given := found.get("SPARSITY_RULES"), Mapping):
-    patterns = {place: pattern or found.get("PATTERN") for place, pattern in given.items()}
+    patterns: dict[str, Any] = {k: v or found.get("PATTERN") for k, v in given.items()}
     if all(patterns.values()):
       run.places = single(patterns)
 

@@ -168,14 +168,14 @@ def _row(run: _runs.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
     "columns": columns,
     "missing": missing,
   }
-  published, remark = _published.match(run)
-  row["published"] = published and _published_row(published)
+  match, remark = _published.match(run)
+  row["published"] = published = _published_row(match) if match else None
   row["delta"] = {
     title: a - b
     for title in _TITLES
     if published
     and (a := _mean_of(row, title)) is not None
-    and (b := _mean_of(row["published"], title)) is not None
+    and (b := _mean_of(published, title)) is not None
   }
   row["remarks"] = [*remarks, *([remark] if remark else [])]
   return row
@@ -360,18 +360,16 @@ def markdown(report: Mapping[str, Any]) -> str:
   return "\n".join([*lines, "", *(f"- {escape(line)}" for line in _steps(report))])
 
 
-_LATEX = {
-  "\\": r"\textbackslash{}",
-  "~": r"\textasciitilde{}",
-  "^": r"\textasciicircum{}",
-  **{c: rf"\{c}" for c in "&%$#_{}"},
-}
+_LATEX = str.maketrans(
+  {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+  | {c: rf"\{c}" for c in "&%$#_{}"}
+)
 
 
 def latex(report: Mapping[str, Any]) -> str:
   """A tabular that needs no package; notes as comments."""
-  escape = lambda s: "".join(_LATEX.get(c, c) for c in s)
-  rows = [[escape(cell) for cell in row] for row in _table(report, lambda s: f"\0{s}\1")]
+  rows = _table(report, lambda s: f"\0{s}\1")
+  rows = [[cell.translate(_LATEX) for cell in row] for row in rows]
   rows = [[c.replace("\0", r"\textbf{").replace("\1", "}") for c in row] for row in rows]
   rows = [[re.sub(r"^([+-])(?=\d)", r"$\1$", c) for c in row] for row in rows]
   lines = [" & ".join(row) + r" \\" for row in rows]
