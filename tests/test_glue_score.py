@@ -20,7 +20,7 @@ from nm_sparsity_jax.commands import _events, _published, _runs, glue_score
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLES = _published.tables()
 ROWS = TABLES["table12"]
-PAPER = sorted(p for n in (4, 5, 7, 12) for p in (ROOT / f"gin_configs/paper/table{n}").glob("*.gin"))
+PAPER = [p for name in TABLES for p in sorted((ROOT / "gin_configs/paper").glob(f"{name}/*.gin"))]
 TITLES = [c.title for c in glue.COLUMNS]
 
 

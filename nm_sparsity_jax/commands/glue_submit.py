@@ -275,8 +275,10 @@ def check(task: glue.Task, data: bytes, count: int | None) -> list[str]:
   if "\r" in text:
     problems.append("line ends are CRLF, not LF")
   lines = text.replace("\r\n", "\n").split("\n")
-  if lines.pop():
+  if lines[-1]:
     problems.append("the last line does not end")
+  else:
+    lines.pop()
   if not lines or lines[0] != _HEADER:
     head = lines[0] if lines else ""
     return [*problems, f"the first line is {head!r}, not {_HEADER!r}"]
@@ -294,7 +296,7 @@ def check(task: glue.Task, data: bytes, count: int | None) -> list[str]:
 
 
 def _is_score(text: str) -> bool:
-  return bool(re.fullmatch(r"\d(\.\d+)?", text)) and float(text) <= 5
+  return bool(re.fullmatch(r"[0-5](\.[0-9]+)?", text)) and float(text) <= 5
 
 
 def validate(path: str, mini: bool = False) -> list[str]:
