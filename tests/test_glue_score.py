@@ -6,9 +6,12 @@ import io
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
 import struct
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -171,6 +174,8 @@ STEPWISE = next(r for r in ROWS if r["recipe"] == "sdgf_stepwise" and "qkv" in r
     (dict(SPARSITY_RULES={"ff": "1:16"}), None, "no GLUE row for sdgf_stepwise 1:16 FF"),
     (dict(DENSE_STEPS=0), None, r"no row with 0 dense steps"),
     (dict(DENSE_STEPS=100, SPARSE_STEPS=1000), STEPWISE["row"], "this run 100 dense steps of 1000"),
+    (dict(T5_SIZE="base"), STEPWISE["row"], ""),
+    (dict(T5_SIZE="small"), STEPWISE["row"], "is of T5 base, not small"),
     (dict(RECIPE="mdgf_linear"), None, "no GLUE row for mdgf_linear"),
     (dict(RECIPE="snip", SPARSITY_RULES={"ff": "1:32"}), "SNIP", "Table 7 does not say"),
     (dict(RECIPE="dense", SPARSITY_RULES={"ff": None}), "Dense", ""),
@@ -447,6 +452,28 @@ def test_events_fill_the_steps_that_jsonl_lacks(tmp_path, report):
   assert other["columns"]["CoLA"]["mean"] == 13
   assert any("events differ from nm_glue_cola-metrics.jsonl at step 20" in r
              for r in other["remarks"])  # fmt: skip
+
+
+def test_neither_command_imports_anything_heavy(tmp_path):
+  """Not when it works, either: events are read, a zip is checked."""
+  run = pathlib.Path(write(tmp_path / "run", {"rte": {1: {"accuracy": 50}}}))
+  (run / "inference_eval/nm_glue_cola").mkdir()
+  (run / "inference_eval/nm_glue_cola/events.out.tfevents.1").write_bytes(base64.b64decode(TF2))
+  (tmp_path / "nm_glue_mini_rte-predict.jsonl").write_text(
+    '{"inputs": {"idx": 0}, "prediction": "entailment"}\n'
+  )
+  code = """
+import sys
+from nm_sparsity_jax import cli
+assert cli.main(["glue", "score", "run"]) == 0
+assert cli.main(["glue", "submit", ".", "--mini", "--out", "z"]) == 0
+heavy = ("jax", "numpy", "tensorflow", "seqio", "gin", "tensorboard")
+print([m for m in heavy if m in sys.modules])
+"""
+  env = {**os.environ, "PYTHONPATH": str(ROOT)}
+  command = [sys.executable, "-c", code]
+  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+  assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
 # --- forms ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from nm_sparsity_jax.commands import glue_submit
 
 TASKS = glue_submit.TASKS
 
-# File -> (rows, words): the list of a submission, written down apart from the table it is made of.
+# File -> (rows, word -> cell, in TFDS' order of classes), apart from the table that is tested.
 OFFICIAL = {
   "CoLA.tsv": (1063, {"unacceptable": "0", "acceptable": "1"}),
   "SST-2.tsv": (1821, {"negative": "0", "positive": "1"}),
@@ -150,7 +150,7 @@ def test_the_table_of_tasks_has_the_official_files():
       assert glue_submit.cell(task, word) == wanted
     if not task.regression:  # and back: no two words become one cell
       assert len({glue_submit.cell(task, w) for w in task.labels}) == len(task.labels)
-      assert set(task.labels) == set(OFFICIAL[task.file][1])
+      assert task.labels == tuple(OFFICIAL[task.file][1])  # TFDS' order, which fill relies on
 
 
 @pytest.mark.parametrize(

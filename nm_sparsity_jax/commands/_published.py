@@ -30,8 +30,15 @@ def match(run: _runs.Run) -> tuple[dict[str, Any] | None, str]:
 
   A row is the run's where recipe, pattern of each place and dense phase agree. The paper has runs
   without a dense phase and with one of 10 % of the steps: one of another length goes with the
-  latter, and the remark says so.
+  latter, and the remark says so, as it does where the model has another size.
   """
+  row, remark = _match(run)
+  if row and run.size not in (None, "base"):
+    remark = "; ".join(filter(None, [remark, f"the published row is of T5 base, not {run.size}"]))
+  return row, remark
+
+
+def _match(run: _runs.Run) -> tuple[dict[str, Any] | None, str]:
   if run.mini:
     return None, "mini-GLUE, which is made up: no published row compares"
   if run.recipe is None or run.places is None:

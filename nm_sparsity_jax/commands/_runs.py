@@ -39,6 +39,7 @@ class Run:
     places: place -> pattern, empty for a dense run; None: not known.
     dense_steps: steps of the dense phase; None: not known.
     sparse_steps: all steps of the sparse run; None: not known.
+    size: of the T5, such as 'base'; None: not known.
     remarks: what was odd.
   """
 
@@ -49,6 +50,7 @@ class Run:
   places: Mapping[str, str] | None = None
   dense_steps: int | None = None
   sparse_steps: int | None = None
+  size: str | None = None
   remarks: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -139,10 +141,10 @@ def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
 
 
 def _read_settings(run: Run, file: pathlib.Path) -> None:
-  """What gin_configs/sparsity.gin calls RECIPE, PATTERN, ...; other macros are not looked at."""
+  """Reads macros of gin_configs/sparsity.gin and gin_configs/models/."""
   found: dict[str, Any] = {}
   text = file.read_text()
-  for name in ("RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS"):
+  for name in ("RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS", "T5_SIZE"):
     # gin breaks a long value into lines, all but the first indented.
     line = re.search(rf"^{name} = (.*(?:\n[ \t]+.*)*)", text, re.MULTILINE)
     if line is None:
@@ -152,7 +154,7 @@ def _read_settings(run: Run, file: pathlib.Path) -> None:
       found[name] = ast.literal_eval(value)
     except (ValueError, SyntaxError):
       run.remarks.append(f"{name} in {file.name} is no plain value: {value}")
-  run.recipe = found.get("RECIPE")
+  run.recipe, run.size = found.get("RECIPE"), found.get("T5_SIZE")
   run.dense_steps, run.sparse_steps = found.get("DENSE_STEPS"), found.get("SPARSE_STEPS")
   if run.recipe == "dense":
     run.places = {}
