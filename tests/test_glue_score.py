@@ -191,6 +191,15 @@ def test_which_published_row(change, row, remark, tmp_path, report):
   assert any(re.search(remark, r) for r in found["remarks"]) if remark else not found["remarks"]
 
 
+def test_places_are_compared_one_by_one():
+  single = {"ff": "1:8", "q": "1:4", "k": "1:4"}
+  assert _runs.single({"qk": "1:4", "ff": " 1:8"}) == single
+  assert _runs.text_of(single) == "1:8 FF, 1:4 QK"
+  assert _runs.text_of(single | {"v": "1:4"}) == "1:8 FF, 1:4 QKV"
+  assert _runs.text_of(single | {"v": "1:2", "o": "2:4"}) == "1:8 FF, 1:4 QK, 1:2 v, 2:4 o"
+  assert _runs.text_of({}) == ""
+
+
 def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   gin = pytest.importorskip("gin")
   places = {"decoder/cross/qkv": "1:4", "encoder/layers_[0-3]/mlp/.*/kernel": "2:4", "ff": None}
@@ -438,6 +447,7 @@ def test_events_fill_the_steps_that_jsonl_lacks(tmp_path, report):
   run = pathlib.Path(write(tmp_path / "run", metrics))
   (run / "inference_eval/nm_glue_cola").mkdir()
   (run / "inference_eval/nm_glue_cola/events.out.tfevents.1").write_bytes(base64.b64decode(TF2))
+  assert set(_runs.read(str(run)).tasks["cola"][30]) == {"matthews_corrcoef"}  # of eval/ alone
   (last,) = report(str(run), "--checkpoint", "10")["runs"]
   assert last["columns"]["CoLA"]["mean"] == 0.0
   (best,) = report(str(run))["runs"]
@@ -494,6 +504,7 @@ def three(tmp_path):
 
 def test_several_runs_mark_the_best_of_each_column(three, tmp_path, report, call):
   found = report(*three)
+  assert found["runs"][1]["delta"]["RTE"] == pytest.approx(90 - 72.6)
   assert found["best"] == {t: ["b"] if t == "RTE" else ["a"] for t in ["overall", *TITLES]}
   assert not report(three[0])["best"]
   lines = call(*three)[1].splitlines()
@@ -512,12 +523,10 @@ def test_text_is_aligned_and_fits(three, call):
   _, out, _ = call(*three)
   table = out.split("\n\n")[0].splitlines()
   assert max(map(len, out.splitlines())) <= 120
-  ends = [m.end() for m in re.finditer(r"\S+", table[0])]
-  assert len(ends) == 10
-  for line in table[2:]:
-    if "delta" in line or "published" in line:
-      found = [m.end() for m in re.finditer(r"\S+", line)][-10:]
-      assert all(abs(a - b) <= 1 for a, b in zip(found, ends, strict=True))
+  heads = [m.end() for m in re.finditer(r"\S+", table[0])]
+  rows = [line for line in table[2:] if re.match(r"\S|  published|  delta", line)]
+  ends = [[m.end() for m in re.finditer(r"(?<= )[+-]?[\d.]*(?=[* ]|$)", r) if m[0]] for r in rows]
+  assert len(rows) == 9 and [e[-10:] for e in ends] == [[h - 1 for h in heads]] * 9
   assert "-0.0" not in out
   assert re.search(r"^ +MCC +Acc +Acc +F1/Acc +Acc +Acc/F1 +Acc +Acc +P/S$", table[1])
   assert any(line.split()[:3] == ["92.4/89.5", "91.8/89.0", "87.9/87.7"] for line in table)
