@@ -257,6 +257,10 @@ def test_shards(folder, call, tmp_path):
   (tmp_path / name_of("rte")).write_text(lines_of(rows))  # of another run
   code, _, err, _ = call(tmp_path)
   assert code == 1 and "are both predictions of rte; keep one of them" in err
+  (tmp_path / "again").mkdir()
+  (tmp_path / "again" / name_of("cola")).write_text("")
+  code, _, err, _ = call(folder, tmp_path / "again")
+  assert code == 1 and "are both predictions of cola; keep one of them" in err
 
 
 def test_a_file_tells_its_task_by_name_or_is_told(folder, call, tmp_path):
