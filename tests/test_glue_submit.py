@@ -338,6 +338,14 @@ def test_command_lines_that_make_no_sense(tmp_path, call):
       call(*argv)
 
 
+def test_what_is_made_is_checked_before_it_is_written(folder, call, monkeypatch):
+  """The same check as that of a zip, whatever goes wrong in between."""
+  monkeypatch.setattr(glue_submit, "cell", lambda task, prediction: "yes")
+  code, report, _, target = call(folder, "--fill", "qqp")
+  assert code == 1 and not target.exists()
+  assert "RTE.tsv: line 2: 'yes' is no answer" in report["problems"]
+
+
 def test_a_write_that_fails_leaves_the_old_zip(folder, call, monkeypatch):
   _, _, _, target = call(folder, "--fill", "qqp")
   before = target.read_bytes()
