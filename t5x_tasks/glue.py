@@ -93,11 +93,11 @@ def register_mini(
 
   Args:
     vocabulary: of inputs and targets; None: mini-GLUE's own words.
-    rows: rows of each split, such as {'train': 1000}; None: `mini.ROWS`, which also fills gaps.
+    rows: rows of each split, such as {'train': 1000}; splits left out, and None: as in `mini.ROWS`.
     seed: another one gives other rows.
     name: what to return, so that a gin macro for the name of the task can call this function.
   """
-  rows = mini.ROWS | dict(rows or {})
+  rows = mini.sizes(rows)
   for config, task in glue.TASKS.items():
     read = functools.partial(_make, config, rows=rows, seed=seed)
     source = sources.Rows(read, task.splits)

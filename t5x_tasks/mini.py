@@ -194,10 +194,9 @@ def _thing(d: _Draw) -> str:
 
 
 def _near(d: _Draw, thing: str) -> str:
-  """The same, its kind, or one of its kind; now and then any."""
-  if not d.below(4):
-    return _thing(d)
-  return d.one([x for x in _THINGS if _is(x, thing) or _is(thing, x)])
+  """Mostly its kind, or one of its kind: which way round is what counts. Else itself, or any."""
+  related = [x for x in _THINGS if x != thing and (_is(x, thing) or _is(thing, x))]
+  return d.one((thing, d.one(_THINGS), *[d.one(related)] * 4))
 
 
 def _is(thing: str, kind: str) -> bool:
@@ -209,7 +208,7 @@ def _mnli(d: _Draw) -> tuple[dict[str, str], int]:
   label = d.below(3)
   while True:
     (who, other), thing = d.some(_PEOPLE, 2), _thing(d)
-    claimed, about = _near(d, thing), who if d.below(6) else other
+    claimed, about = _near(d, thing), who if d.below(8) else other
     owns, claims = d.below(2), d.below(2)
     if label == (_judge(owns, thing, claims, claimed) if about == who else 1):
       break
@@ -284,13 +283,19 @@ _MAKE: Mapping[str, Callable[[_Draw], tuple[dict[str, str], Any]]] = {
 }
 
 
-def size(split: str, rows: Mapping[str, int]) -> int:
-  """Rows of a split: `validation` is also the size of `validation_matched`."""
-  return rows[split.partition("_")[0]]
+def sizes(rows: Mapping[str, int] | None) -> Mapping[str, int]:
+  """`ROWS`, with some of the numbers replaced."""
+  out = {**ROWS, **(rows or {})}
+  if set(out) != set(ROWS) or any(type(n) is not int or n < 1 for n in out.values()):
+    raise ValueError(
+      f"rows={rows!r}: give the rows of {', '.join(ROWS)}, some or all, as whole numbers from 1 "
+      "on. Those of validation hold for validation_matched too."
+    )
+  return out
 
 
 def make(
-  config: str, split: str, rows: Mapping[str, int] = ROWS, seed: int = 0
+  config: str, split: str, rows: Mapping[str, int] | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
   """The rows of one split, in the order of `idx`.
 
@@ -300,7 +305,7 @@ def make(
   Args:
     config: a name in `glue.TASKS`.
     split: one of its splits.
-    rows: how many, by split.
+    rows: how many, by split; see `sizes`.
     seed: any whole number.
   """
   task = glue.TASKS[config]
@@ -308,7 +313,7 @@ def make(
     config, split = "mnli", f"{split}_{config.removeprefix('mnli_')}"
   name = {"ax": "mnli"}.get(config, "mismatched" if split.endswith("mismatched") else config)
   out = []
-  for idx in range(size(split, rows)):
+  for idx in range(sizes(rows)[split.partition("_")[0]]):
     fields, label = _MAKE[name](_Draw(seed, config, split, idx))
     if split.startswith("test"):
       label = -1.0 if task.regression else -1
