@@ -11,9 +11,8 @@
 source. Nothing is read, made or downloaded before a dataset is asked for. See docs/tasks.md.
 """
 
-from t5x_tasks.glue import register as register_glue
-from t5x_tasks.glue import register_mini
-from t5x_tasks.wmt import register as register_wmt
+from t5x_tasks.glue import register_glue, register_mini
+from t5x_tasks.wmt import register_wmt
 
 __all__ = ["register_glue", "register_mini", "register_wmt"]
 

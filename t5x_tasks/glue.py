@@ -59,7 +59,7 @@ def postprocessor(config: str) -> Callable:
   return functools.partial(metrics.to_class, labels=task.labels)
 
 
-def register(
+def register_glue(
   vocabulary: seqio.Vocabulary | None = None,
   data_dir: str | None = None,
   name: str = "nm_glue_proportional",

@@ -45,7 +45,7 @@ def text_format(data: tf.data.Dataset) -> tf.data.Dataset:
   return data.map(one, num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def register(
+def register_wmt(
   vocabulary: seqio.Vocabulary | None = None,
   data_dir: str | None = None,
   name: str = "nm_wmt17_ende",
