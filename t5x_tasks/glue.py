@@ -11,6 +11,8 @@
 Reference: Raffel et al., JMLR 2020, arXiv:1910.10683, appendix D.
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import functools

@@ -9,9 +9,12 @@ a class of its own. Unlabelled examples are class -1 as well, so their metrics m
 Reference: Raffel et al., JMLR 2020, arXiv:1910.10683.
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -62,14 +65,16 @@ def pearson_corrcoef(targets, predictions) -> Mapping[str, float]:
   """Pearson's correlation; NaN where all predictions are equal."""
   import scipy.stats
 
-  return {"pearson_corrcoef": 100 * scipy.stats.pearsonr(targets, predictions)[0]}
+  found: Any = scipy.stats.pearsonr(targets, predictions)
+  return {"pearson_corrcoef": 100 * float(found.statistic)}
 
 
 def spearman_corrcoef(targets, predictions) -> Mapping[str, float]:
   """Spearman's rank correlation; NaN where all predictions are equal."""
   import scipy.stats
 
-  return {"spearman_corrcoef": 100 * scipy.stats.spearmanr(targets, predictions)[0]}
+  found: Any = scipy.stats.spearmanr(targets, predictions)
+  return {"spearman_corrcoef": 100 * float(found.statistic)}
 
 
 def bleu(targets, predictions) -> Mapping[str, float]:

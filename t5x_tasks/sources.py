@@ -12,6 +12,8 @@ counted, `idx` columns not read. A quote is a plain character. A row with too fe
 an empty class label, is left out, and its number with it.
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import csv
@@ -51,13 +53,13 @@ class Rows(seqio.DataSource):
   def get_dataset(self, split, shuffle=True, seed=None, shard_info=None, **unused):
     """All rows of a split, in the order of `idx` unless they are shuffled."""
     _not_sharded(shard_info)
-    columns = self._columns(split)
+    columns: Any = self._columns(split)
     if shuffle:
       order = np.random.default_rng(None if seed is None else int(seed)).permutation(
         self.num_input_examples(split)
       )
       columns = {name: column[order] for name, column in columns.items()}
-    return tf.data.Dataset.from_tensor_slices(dict(columns))
+    return tf.data.Dataset.from_tensor_slices(columns)
 
   def num_input_examples(self, split: str) -> int:
     return len(next(iter(self._columns(split).values())))
@@ -268,7 +270,8 @@ class Parallel(seqio.DataSource):
     self._lines(split)
     both = tuple(tf.data.TextLineDataset(str(path)) for path in self._paths(split))
     data = tf.data.Dataset.zip(dict(zip(self._languages, both, strict=True)))
-    data = data.filter(lambda pair: tf.reduce_all(tf.stack(list(pair.values())) != ""))
+    full: Any = lambda pair: tf.reduce_all([pair[x] != "" for x in self._languages])
+    data = data.filter(full)
     return data.shuffle(_SHUFFLED, seed=seed) if shuffle else data
 
   def num_input_examples(self, split: str) -> int:

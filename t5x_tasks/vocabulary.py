@@ -4,6 +4,8 @@ For texts of known words, one space between two: `decode(encode(text)) == text`,
 say every target of mini-GLUE exactly. `<unk>`, T5's target of an unlabelled example, is id 2.
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

@@ -6,6 +6,8 @@ nm_wmt17_ende   train: WMT17's; validation: newstest2014, WMT14's test set (the 
 nm_wmt14_ende   train: WMT14's; validation: newstest2013; test: newstest2014
 """
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import os
