@@ -132,7 +132,7 @@ def read_glue(folder: str | os.PathLike, config: str, split: str) -> Columns:
   """Reads one split of GLUE from its official TSV files."""
   path = glue_file(folder, config, split)
   try:
-    with path.open(encoding="utf-8-sig", newline=None) as file:
+    with path.open(encoding="utf-8-sig") as file:
       rows = _rows(file, path, config, split)
   except (UnicodeDecodeError, csv.Error) as e:
     raise ValueError(f"{path} is not tab-separated text in UTF-8: {e}. Download it again.") from e

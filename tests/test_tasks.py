@@ -382,6 +382,9 @@ def test_the_tsv_folder_gives_t5s_examples(tmp_path, monkeypatch):
   assert splits == set(READ)
   for (config, split), want in READ.items():
     assert texts(f"nm_glue_{config}", split) == want, (config, split)
+  dtypes = {k: v.dtype for k, v in sources.read_glue(tmp_path, "cola", "train").items()}
+  assert (dtypes["idx"], dtypes["label"]) == (np.int32, np.int64)  # as in TFDS
+  assert sources.read_glue(tmp_path, "stsb", "train")["label"].dtype == np.float32
   mixed = seqio.get_mixture_or_task("nm_glue_proportional").get_dataset(
     {"inputs": 64, "targets": 16}, "validation", shuffle=False, num_epochs=1,
     passthrough_features=["idx"],
@@ -593,6 +596,19 @@ def test_two_text_files(tmp_path, monkeypatch):
   assert x["inputs"] == [*BYTES.encode("tra"), 1] and x["targets"] == [*BYTES.encode("d\u2028e"), 1]
 
 
+def test_text_files_are_shuffled(tmp_path):
+  lines = [str(i) for i in range(50)]
+  write(tmp_path, {f"train-wmt17.{language}": lines for language in wmt.LANGUAGES})
+  t5x_tasks.register_wmt(vocabulary=BYTES, data_dir=str(tmp_path))
+  source = seqio.get_mixture_or_task("nm_wmt17_ende").source
+  raw = lambda **kwargs: list(source.get_dataset("train", **kwargs).as_numpy_iterator())
+  assert all(pair["en"] == pair["de"] for pair in raw(shuffle=True))
+  order = lambda **kwargs: [pair["en"].decode() for pair in raw(**kwargs)]
+  assert order(shuffle=False) == lines != order(shuffle=True, seed=1)
+  assert sorted(order(shuffle=True, seed=1), key=int) == lines
+  assert order(shuffle=True, seed=1) == order(shuffle=True, seed=1) != order(shuffle=True, seed=2)
+
+
 @pytest.mark.parametrize("files, message", [
   ({}, "no file .*train-wmt17.en.*WMT_DATA_DIR.*train-wmt17.en and train-wmt17.de"),
   ({"train-wmt17.en": ["a"]}, "no file .*train-wmt17.de"),
@@ -624,6 +640,12 @@ def test_mini_is_shuffled_by_its_seed_and_sharded_by_example():
   assert sorted(order(shuffle=True)) == order()
   half = order(shard_info=seqio.ShardInfo(1, 2))
   assert half == list(range(1, 50, 2))
+  # Before seqio's own buffer.
+  raw = lambda **kwargs: [
+    int(x["idx"]) for x in task.source.get_dataset("train", **kwargs).as_numpy_iterator()
+  ]
+  assert raw(shuffle=False) == order() != raw(shuffle=True, seed=1) == raw(shuffle=True, seed=1)
+  assert raw(shuffle=True, seed=1) != raw(shuffle=True, seed=2)
   for bad in ({"train": 0}, {"trian": 5}, {"train": 2.5}):
     with pytest.raises(ValueError, match="rows"):
       t5x_tasks.register_mini(rows=bad)
@@ -680,6 +702,7 @@ def test_a_cached_task(tmp_path):
   }
   with tf.io.TFRecordWriter(str(folder / "validation.tfrecord-00000-of-00001")) as file:
     for row in rows:
+      row["idx"] += 100  # this is the cache speaking
       file.write(utils.dict_to_tfexample(row).SerializeToString())
   info = {"num_shards": 1, "features": spec, "seqio_version": seqio.__version__}
   pathlib.Path(utils.get_cached_info_path(str(folder), "validation")).write_text(json.dumps(info))
@@ -689,5 +712,5 @@ def test_a_cached_task(tmp_path):
   seqio.add_global_cache_dirs([str(tmp_path)])
   lengths = {"sequence_length": {"inputs": 9, "targets": 2}}
   cached = read(name, "validation", use_cached=True, **lengths)
-  assert cached == read(name, "validation", **lengths)
-  assert [x["idx"] for x in cached] == list(range(8)) and cached[0]["inputs"][-1] == 1
+  assert [x["idx"] for x in cached] == list(range(100, 108)) and cached[0]["inputs"][-1] == 1
+  assert [{**x, "idx": x["idx"] - 100} for x in cached] == read(name, "validation", **lengths)
