@@ -1,9 +1,12 @@
-"""mini-GLUE in T5X by commands: train with evaluation on the way, then infer on the test set."""
+"""mini-GLUE in T5X by commands: train with evaluation on the way, score, infer on test, submit."""
 
 import json
+import zipfile
 
 import pytest
 import t5x_found
+
+from nm_sparsity_jax import cli
 
 pytestmark = pytest.mark.t5x
 
@@ -25,7 +28,7 @@ t5x_tasks.register_mini:
 RULES = dict(RECIPE="sdgf_stepwise", PATTERN="1:4", SPARSE_STEPS=20, FINETUNE_STEPS=4)
 
 
-def test_train_with_evaluation_then_infer_on_the_test_set(tmp_path):
+def test_train_score_infer_submit(tmp_path, capsys):
   model, task = "gin_configs/models/mini.gin", tmp_path / "task.gin"
   task.write_text(TASK)
   runs = "gin_configs/runs/t5x_"
@@ -47,6 +50,12 @@ def test_train_with_evaluation_then_infer_on_the_test_set(tmp_path):
   assert all(set(line) == {"step", "f1", "accuracy"} for line in found)
   assert all(0 <= line["accuracy"] <= 100 for line in found)
 
+  assert cli.main(["glue", "score", str(tmp_path / "m"), "--checkpoint", "last", "--json"]) == 0
+  (run,) = json.loads(capsys.readouterr().out)["runs"]
+  last = {name: found[-1][name] for name in ("f1", "accuracy")}
+  assert run["columns"]["MRPC"]["step"] == 20 and run["columns"]["MRPC"]["values"] == last
+  assert run["recipe"] == "sdgf_stepwise" and run["mini"]
+
   t5x("infer", model, f"{runs}infer_glue_test.gin", task, INFER_OUTPUT_DIR=str(tmp_path / "i"),
       CHECKPOINT_PATH=str(tmp_path / "m/checkpoint_20"),
       TASK_FEATURE_LENGTHS={"inputs": 24, "targets": 4},
@@ -56,3 +65,13 @@ def test_train_with_evaluation_then_infer_on_the_test_set(tmp_path):
   assert [line["inputs"]["idx"] for line in lines] == list(range(24))
   assert all(line["inputs"]["inputs_pretokenized"].startswith("mrpc s") for line in lines)
   assert all(isinstance(line["prediction"], str) for line in lines)
+
+  zipped = tmp_path / "mini.zip"
+  submit = ["glue", "submit", str(tmp_path / "i"), "--mini", "--fill", "mrpc", "--out", str(zipped)]
+  assert cli.main(submit) == 0
+  with zipfile.ZipFile(zipped) as z:
+    rows = z.read("MRPC.tsv").decode().splitlines()
+  labels = {"equivalent": "1"}  # the other one, or no label at all, is 0
+  assert rows == ["index\tprediction"] + [
+    f"{i}\t{labels.get(line['prediction'], '0')}" for i, line in enumerate(lines)
+  ]
