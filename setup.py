@@ -2,7 +2,8 @@
 
 The version lives in nm_sparsity_jax/_version.py, tool settings in pyproject.toml.
 A floor is a version that was run, and it is stated here and nowhere else; a name
-without a floor has no version known to fail.
+without a floor has no version known to fail. constraints-t5x.txt has the versions that were
+run together with T5X, which is one frozen commit.
 """
 
 import pathlib
@@ -25,7 +26,7 @@ def _version() -> str:
 
 
 class BuildWithGin(build_py):
-  """Puts gin_configs/ into the package of a wheel.
+  """Puts gin_configs/ into the package of a wheel, and what T5X was tested with.
 
   Not as a package of its own with a `package_dir`: an editable installation would then need
   import hooks, which type checkers cannot follow. It reads them from the checkout.
@@ -38,6 +39,7 @@ class BuildWithGin(build_py):
       inside = pathlib.Path(self.build_lib, "nm_sparsity_jax", "gin_configs")
       shutil.rmtree(inside, ignore_errors=True)
       shutil.copytree(_ROOT / "gin_configs", inside, ignore=shutil.ignore_patterns("__pycache__"))
+      shutil.copy(_ROOT / "constraints-t5x.txt", inside.parent)
 
 
 _ORBAX = "orbax-checkpoint>=0.12.8"

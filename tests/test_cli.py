@@ -119,7 +119,8 @@ def built(tmp_path_factory):
   folder = tmp_path_factory.mktemp("build")
   source = folder / "source"
   source.mkdir()
-  for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+  loose = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+  for name in (*loose, "constraints-t5x.txt"):
     shutil.copy(ROOT / name, source)
   for name in ("nm_sparsity_jax", "gin_configs"):
     shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -148,6 +149,7 @@ sys.exit(cli.main(['gin-path']))
   assert not done.returncode, done.stderr
   folder = pathlib.Path(done.stdout.strip())
   assert (folder / "gin_configs/runs/t5x_finetune.gin").is_file()
+  assert (folder / "constraints-t5x.txt").is_file()
   return folder
 
 

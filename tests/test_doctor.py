@@ -3,6 +3,8 @@
 import importlib.metadata
 import json
 import pathlib
+import re
+import runpy
 import subprocess
 import sys
 
@@ -20,6 +22,9 @@ REQUIRES = [
   'tensorflow>=2.21; extra == "t5x"', 'tensorflow-datasets>=4.9.10; extra == "t5x"',
   'rich; extra == "local"',
 ]  # fmt: skip
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def environment(monkeypatch, tmp_path):
       version(name)
       return REQUIRES
 
-    folders = {"importlib_resources", "nm_sparsity_jax", *modules} & {*versions, *modules}
+    folders = {"nm_sparsity_jax", *({"importlib_resources", *modules} & {*versions, *modules})}
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     monkeypatch.setattr(doctor.importlib.metadata, "requires", requires)
     monkeypatch.setattr(doctor.importlib.metadata, "distribution", distribution)
@@ -131,11 +136,83 @@ def test_the_commit_of_pip_and_of_a_checkout(environment):
   (git / "HEAD").write_text("ref: refs/heads/main\n")
   (git / "packed-refs").write_text(f"# pack-refs\n{'f' * 40} refs/heads/main\n")
   texts = {f["name"]: f["text"] for f in doctor.examine("t5x")}
-  assert texts["t5x"].startswith("commit 0123456 ")
-  assert texts["airio"].startswith("commit fffffff ")
-  assert texts["jestimator"].startswith("commit unknown ")
+  assert texts["t5x"].startswith("commit 0123456; tested: cc342d4 ")
+  assert texts["airio"].startswith("commit fffffff; ")
+  assert texts["jestimator"].startswith("commit unknown; ")
   (git / "refs/heads/main").write_text("e" * 40 + "\n")
   assert "commit eeeeeee" in {f["name"]: f["text"] for f in doctor.examine("t5x")}["airio"]
+
+
+def test_only_the_tested_commits_pass_without_a_warning(environment):
+  urls = {
+    name: json.dumps({"url": "x", "vcs_info": {"vcs": "git", "commit_id": sha}})
+    for name, sha in doctor._UNPUBLISHED.items()
+  }
+  for other in ("", *THREE):
+    changed = {other: urls["t5x" if other == "airio" else "airio"]} if other else {}
+    environment(modules=THREE, direct={**urls, **changed})
+    found = {f["name"]: f["status"] for f in doctor.examine("t5x")}
+    assert {name: found[name] for name in THREE} == {
+      name: "warn" if name == other else "ok" for name in THREE
+    }
+  docs = (ROOT / "docs/t5x.md").read_text()
+  assert set(re.findall(r"github.com/\S+/(\w+)@([0-9a-f]{40})", docs)) == set(
+    doctor._UNPUBLISHED.items()
+  )
+
+
+def test_what_t5x_was_not_tested_with_is_a_warning_for_t5x_alone(environment):
+  other = {"jax": "0.11.0", "jaxlib": "0.11.0", "seqio": "0.0.20.0"}
+  environment({**GOOD, **other}, modules=THREE)
+  warned = lambda p: {f["name"]: f for f in doctor.examine(p) if f["status"] == "warn"}
+  assert set(warned("t5x")) == {"jax", "jaxlib", *THREE} and not bad("t5x")
+  jax = warned("t5x")["jax"]
+  assert jax["text"] == "0.11.0; T5X was tested with 0.10.2" and "jax==0.10.2" in jax["remedy"]
+  assert not warned("core")
+
+
+def test_warnings_are_counted_and_are_no_failure(environment, capsys):
+  environment({**GOOD, "jax": "0.11.0"}, modules=THREE)
+  assert cli.main(["doctor", "--for", "t5x"]) == 0
+  out = capsys.readouterr().out
+  assert "\n!   jax " in out and out.endswith("Ready for t5x, but see 4 marked with !.\n")
+
+
+def test_a_checkout_is_installed_from_where_it_lies(environment):
+  environment({k: v for k, v in GOOD.items() if k not in ("jax", "seqio")}, modules=THREE)
+  assert bad("t5x")["seqio"]["remedy"] == "pip install 'nm-sparsity-jax[t5x]'"
+  checkout = environment.folder / "nm_sparsity_jax"
+  checkout.mkdir()
+  (checkout / "setup.py").touch()
+  remedy = f"pip install -c constraints-t5x.txt -e '.[t5x]' in {checkout}"
+  assert bad("t5x")["seqio"]["remedy"] == remedy
+  assert bad("core")["jax"]["remedy"] == f"pip install -e '.' in {checkout}"
+
+
+def test_constraints_meet_the_floors_and_name_only_what_is_asked_for(monkeypatch):
+  setup = {}
+  setuptools = pytest.importorskip("setuptools")
+  monkeypatch.setattr(setuptools, "setup", lambda **said: setup.update(said))
+  runpy.run_path(str(ROOT / "setup.py"))
+  floors = {}
+  for line in [*setup["install_requires"], *setup["extras_require"]["t5x"]]:
+    name, floor = re.fullmatch(r"([\w-]+)(.*)", line).groups()
+    floors[name] = floor
+  lines = (ROOT / "constraints-t5x.txt").read_text().splitlines()
+  tested = doctor.tested_versions()
+  assert len(tested) == sum(not line.startswith("#") for line in lines)
+  assert set(floors) <= set(tested)
+  assert all(doctor.at_least(tested[name], floor) for name, floor in floors.items())
+
+  def needs(name):  # what an installed package asks for, extras apart
+    lines = [r for r in importlib.metadata.requires(name) or [] if "extra ==" not in r]
+    return {re.match(r"[\w.-]+", r)[0].lower().replace("_", "-") for r in lines}
+
+  try:
+    brought = set().union(*map(needs, floors))
+  except importlib.metadata.PackageNotFoundError as e:
+    pytest.skip(f"{e.name} is not here, so what it brings along is unknown")
+  assert {name.lower() for name in set(tested) - set(floors)} <= brought
 
 
 def test_versions_compare_as_numbers():
@@ -147,7 +224,7 @@ def test_versions_compare_as_numbers():
 def test_exit_codes_and_json(environment, capsys):
   environment(modules=THREE)
   assert cli.main(["doctor"]) == 0  # T5X is there, so it is looked at
-  assert "Ready for t5x." in capsys.readouterr().out
+  assert "Ready for t5x, but see 3 marked with !." in capsys.readouterr().out
   environment({k: v for k, v in GOOD.items() if k != "jax"})
   assert cli.main(["doctor", "--json"]) == 1
   report = json.loads(capsys.readouterr().out)
@@ -158,9 +235,39 @@ def test_exit_codes_and_json(environment, capsys):
 def test_devices_are_listed_on_request(environment, capsys):
   environment()
   assert cli.main(["doctor", "--for", "core"]) == 0
-  assert "devices" not in capsys.readouterr().out
+  assert "ok  devices" not in capsys.readouterr().out
   assert cli.main(["doctor", "--for", "core", "--devices"]) == 0
-  assert "8 x cpu" in capsys.readouterr().out
+  assert "8 x cpu (JAX_PLATFORMS=cpu)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "said, libtpu, status, text, remedy",
+  [
+    ('[1, [["cpu", "cpu"]]]', None, "warn", "libtpu is not installed", "pip install 'jax[tpu]'"),
+    ('[1, [["cpu", "cpu"]]]', "0.0.42", "warn", "no TPU, though", "another process"),
+    ('[2, [["tpu", "TPU v4"], ["tpu", "TPU v4"]]]', "0.0.42", "ok", "2 x TPU v4, on 2 hosts", ""),
+    ('[1, [["gpu", "H200"]]]', None, "ok", "1 x H200", ""),
+  ],
+)
+def test_devices_are_judged(environment, monkeypatch, said, libtpu, status, text, remedy):
+  environment({**GOOD, **({"libtpu": libtpu} if libtpu else {})})
+  monkeypatch.delenv("JAX_PLATFORMS")
+  monkeypatch.setattr(doctor, "_LIST_DEVICES", f"print('noise'); print({said!r})")
+  found = doctor._devices()
+  assert found["status"] == status and text in found["text"]
+  assert remedy in found["remedy"] and bool(remedy) == bool(found["remedy"])
+
+
+def test_devices_that_hang_or_fail_are_told_apart(environment, monkeypatch):
+  environment()
+  monkeypatch.setattr(doctor, "_LIST_DEVICES", "import time; time.sleep(60)")
+  monkeypatch.setattr(doctor, "_PATIENCE", 0.2)
+  found = doctor._devices()
+  assert found["status"] == "warn" and "--worker=all" in found["remedy"]
+  monkeypatch.setattr(doctor, "_LIST_DEVICES", "raise RuntimeError('no such backend')")
+  monkeypatch.setattr(doctor, "_PATIENCE", 60)
+  found = doctor._devices()
+  assert found["status"] == "bad" and found["text"] == "RuntimeError: no such backend"
 
 
 def test_this_environment_imports_nothing_heavy():
@@ -171,8 +278,7 @@ names = [f['name'] for f in doctor.examine('t5x')]
 heavy = {'jax', 'tensorflow', 'seqio', 't5x', 'airio', 'jestimator', 'tensorflow_datasets'}
 print(sorted(heavy & set(sys.modules)), 't5x' in names)
 """
-  root = pathlib.Path(__file__).resolve().parents[1]
   done = subprocess.run(
-    [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
   )
   assert done.stdout.split() == ["[]", "True"]

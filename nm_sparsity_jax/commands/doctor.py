@@ -7,7 +7,9 @@ you do, so --for says which parts must be there:
   tasks   SeqIO tasks and metrics
   t5x     t5x.train with our gin files (docs/t5x.md)
 
-Exit code: 0 = all that was asked for is there, 1 = something is not.
+Each finding is ok, bad (to mend), or warn: there, but not what was tested.
+
+Exit code: 0 = nothing is bad, 1 = something is.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import pathlib
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +30,18 @@ from typing import Any
 from nm_sparsity_jax.commands import gin_path
 
 _NAME = "nm-sparsity-jax"
-_UNPUBLISHED = ("t5x", "airio", "jestimator")
+# Not in the package index, and the commits that were tested.
+_UNPUBLISHED = {
+  "t5x": "cc342d419ec3e3e9c4bf1df33c82330cafdc1e16",
+  "airio": "69897df7d9a427b947a9f7bb4164c7782b43e601",
+  "jestimator": "326824a477feef6d92e6f44175000907a72899ca",
+}
+# Asked in a process of its own: on one host of several, jax waits for the others.
+_LIST_DEVICES = """
+import json, jax
+print(json.dumps([jax.process_count(), [(d.platform, d.device_kind) for d in jax.devices()]]))
+"""
+_PATIENCE = 120  # seconds; a TPU takes some tens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,17 +68,18 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
   width = max(len(f["name"]) for f in findings)
   for f in findings:
-    mark = {"ok": "ok ", "bad": "BAD", "note": "-  "}[f["status"]]
+    mark = {"ok": "ok ", "bad": "BAD", "warn": "!  "}[f["status"]]
     print(f"{mark} {f['name'].ljust(width)}  {f['text']}")
     if f["remedy"]:
       print(f"    {' ' * width}  -> {f['remedy']}")
-  bad = sum(f["status"] == "bad" for f in findings)
-  print(f"\n{bad} to mend for {purpose}." if bad else f"\nReady for {purpose}.")
+  bad, warned = (sum(f["status"] == kind for f in findings) for kind in ("bad", "warn"))
+  but = f", but see {warned} marked with !" if warned else ""
+  print(f"\n{bad} to mend for {purpose}." if bad else f"\nReady for {purpose}{but}.")
   return 0 if ok else 1
 
 
 def examine(purpose: str) -> Iterator[dict[str, Any]]:
-  """Findings: name, status ('ok', 'bad' or 'note'), text, remedy."""
+  """Findings: name, status ('ok', 'bad' or 'warn'), text, remedy."""
   yield _finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
   yield _package()
   yield from _requirements(purpose)
@@ -108,7 +123,7 @@ def _package() -> dict[str, Any]:
       _NAME,
       "bad",
       "runs from a folder, but is not installed",
-      "pip install -e . in the checkout, or pip install nm-sparsity-jax",
+      _install("core"),
     )
   found = importlib.metadata.distribution(_NAME)
   direct = json.loads(found.read_text("direct_url.json") or "{}")
@@ -122,6 +137,7 @@ def _requirements(purpose: str) -> Iterator[dict[str, Any]]:
     required = importlib.metadata.requires(_NAME) or []
   except importlib.metadata.PackageNotFoundError:
     return
+  tested = tested_versions() if purpose == "t5x" else {}
   missing = []
   for line in required:
     text, _, marker = (part.strip() for part in line.partition(";"))
@@ -140,10 +156,39 @@ def _requirements(purpose: str) -> Iterator[dict[str, Any]]:
         name[0], "bad", f"{have}, but {wanted} is needed", f"pip install '{name[0]}{wanted}'"
       )
     else:
-      yield _finding(name[0], "ok", have)
+      yield _compared(name[0], have, tested.get(name[0]))
+    tested.pop(name[0], None)
+  for name, expected in tested.items():  # what those bring along
+    if have := version(name):
+      yield _compared(name, have, expected)
   for name in missing:
-    extra = "" if purpose == "core" else f"[{purpose}]"
-    yield _finding(name, "bad", "is not installed", f"pip install '{_NAME}{extra}'")
+    yield _finding(name, "bad", "is not installed", _install(purpose))
+
+
+def tested_versions() -> dict[str, str]:
+  """What T5X was tested with: constraints-t5x.txt, which lies beside the gin files."""
+  try:
+    text = (gin_path.find() / "constraints-t5x.txt").read_text()
+  except FileNotFoundError:
+    return {}
+  return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
+
+
+def _compared(name: str, have: str, tested: str | None) -> dict[str, Any]:
+  if tested is None or _numbers(have) == _numbers(tested):
+    return _finding(name, "ok", have)
+  remedy = f"if T5X fails: pip install {name}=={tested}"
+  return _finding(name, "warn", f"{have}; T5X was tested with {tested}", remedy)
+
+
+def _install(purpose: str) -> str:
+  """The command that installs what a purpose needs, from a checkout where this is one."""
+  extra = "" if purpose == "core" else f"[{purpose}]"
+  package = _origin("nm_sparsity_jax")
+  if package is None or not (package.parent / "setup.py").is_file():
+    return f"pip install '{_NAME}{extra}'"
+  constraints = "-c constraints-t5x.txt " if purpose == "t5x" else ""
+  return f"pip install {constraints}-e '.{extra}' in {package.parent}"
 
 
 def at_least(have: str, wanted: str) -> bool:
@@ -180,6 +225,9 @@ def _unpublished(name: str) -> dict[str, Any]:
     return _finding(
       name, "bad", f"{folder}, without its gin files", "install it from its source (docs/t5x.md)"
     )
+  if commit != _UNPUBLISHED[name]:
+    text = f"{text}; tested: {_UNPUBLISHED[name][:7]}"
+    return _finding(name, "warn", f"{text} ({folder})", "docs/t5x.md installs what was tested")
   return _finding(name, "ok", f"{text} ({folder})")
 
 
@@ -250,18 +298,44 @@ def _gin_files() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
+  """Devices as jax finds them, in a process that may hang."""
   try:
-    import jax
-
-    found = jax.devices()
-  except Exception as e:
-    return _finding(
-      "devices", "bad", " ".join(str(e).split()), "pip install -U 'jax[tpu]' on a TPU"
+    done = subprocess.run(
+      [sys.executable, "-c", _LIST_DEVICES],
+      capture_output=True,
+      text=True,
+      timeout=_PATIENCE,
+      check=False,
     )
-  if os.environ.get("JAX_PLATFORMS"):
-    text = f" (JAX_PLATFORMS={os.environ['JAX_PLATFORMS']})"
-  else:
-    text = ""
-  kinds = sorted({d.device_kind for d in found})
-  where = f", on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
-  return _finding("devices", "ok", f"{len(found)} x {', '.join(kinds)}{where}{text}")
+  except subprocess.TimeoutExpired:
+    return _finding(
+      "devices",
+      "warn",
+      f"jax did not answer in {_PATIENCE} seconds",
+      "on a slice of several hosts run this on all of them at once (--worker=all); "
+      "else another process holds the devices",
+    )
+  if done.returncode:
+    error = " ".join(done.stderr.strip().splitlines()[-1:])
+    return _finding("devices", "bad", error, "pip install 'jax[tpu]' on a TPU VM")
+  hosts, found = json.loads(done.stdout.splitlines()[-1])
+  asked = os.environ.get("JAX_PLATFORMS")
+  text = f"{len(found)} x {', '.join(sorted({kind for _, kind in found}))}"
+  text += f", on {hosts} hosts" if hosts > 1 else ""
+  text += f" (JAX_PLATFORMS={asked})" if asked else ""
+  if asked or any(platform != "cpu" for platform, _ in found):
+    return _finding("devices", "ok", text)
+  if version("libtpu") is None:
+    return _finding(
+      "devices",
+      "warn",
+      f"{text}: no accelerator, and libtpu is not installed",
+      "on a TPU VM: pip install 'jax[tpu]'; on GPUs: pip install 'jax[cuda13]'",
+    )
+  return _finding(
+    "devices",
+    "warn",
+    f"{text}: no TPU, though libtpu is installed",
+    "on a TPU VM another process may hold it; JAX_PLATFORMS=tpu python -c 'import jax; "
+    "jax.devices()' tells",
+  )
