@@ -245,6 +245,14 @@ def test_what_the_paper_omits_is_marked(name, count):
   assert len(bound) == count and all("  # not given" in line for line in bound)
 
 
+def test_translation_is_evaluated_on_each_pair_of_newstest2014_about_once():
+  text = (GIN / "runs/t5x_wmt.gin").read_text()
+  said = {name: int(x) for name, x in re.findall(r"^(BATCH_SIZE|EVAL_STEPS) = (\d+)$", text, re.M)}
+  assert said["EVAL_STEPS"] == -(-3003 // said["BATCH_SIZE"])
+  assert "\n  eval_steps = %EVAL_STEPS\n" in text
+  assert "\ntrain_eval/utils.DatasetConfig.pack = False\n" in text
+
+
 # --- without T5X ----------------------------------------------------------------------------------
 
 CASES = {}

@@ -1,7 +1,6 @@
 """Two processes that find each other, as two hosts do: train, resume to the same bits, evaluate."""
 
 import importlib.util
-import json
 import os
 import pathlib
 import shutil
@@ -11,7 +10,6 @@ import sys
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import t5x_found
 
@@ -20,7 +18,14 @@ pytestmark = [pytest.mark.t5x, pytest.mark.slow]
 if reason := t5x_found.why_not():
   pytest.skip(reason, allow_module_level=True)
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from test_t5x_thread import (  # noqa: E402  (it skips as well)
+  ROOT,
+  TINY,
+  last_metric,
+  saved_arrays,
+  t5x,
+)
+
 RULES = dict(
   RECIPE="idp", PATTERN="1:4", SPARSITY_RULES={"ff": None, "decoder/cross/qkv": "2:4"},
   SPARSE_STEPS=6, DENSE_STEPS=1, FINETUNE_STEPS=2,
@@ -34,8 +39,8 @@ runpy.run_module("t5x.eval", run_name="__main__", alter_sys=True)
 """
 
 
-def run(folder, command, *files, processes=1, **macros):
-  """Runs `t5x.COMMAND` in one process, or in two that form a cluster; their logs."""
+def two(folder, command, *files, **macros):
+  """Runs `t5x.COMMAND` in two processes of one cluster; their logs."""
   checkout = pathlib.Path(importlib.util.find_spec("t5x").origin).parents[1]
   here = [str(ROOT), str(ROOT / "tests")]
   gin = [f"--gin_search_paths={','.join([*here, str(checkout)])}"]
@@ -47,21 +52,18 @@ def run(folder, command, *files, processes=1, **macros):
     address = f"localhost:{free.getsockname()[1]}"
 
   def start(index):
-    if processes == 1:
-      args = ["-m", f"t5x.{command}", *gin]
-    elif command == "train":
+    args = ["-c", LAUNCH, address, str(index)]
+    if command == "train":
       cluster = [f"--coordinator_address={address}", "--process_count=2"]
-      args = ["-m", "t5x.train", "--multiprocess_gpu", *cluster, f"--process_index={index}", *gin]
-    else:
-      args = ["-c", LAUNCH, address, str(index), *gin]
+      args = ["-m", "t5x.train", "--multiprocess_gpu", *cluster, f"--process_index={index}"]
     log = folder / f"{command}{index}.log"
     with log.open("w") as out:
-      return log, subprocess.Popen([sys.executable, *args], env=env, stdout=out, stderr=out)
+      return log, subprocess.Popen([sys.executable, *args, *gin], env=env, stdout=out, stderr=out)
 
-  started = [start(index) for index in range(processes)]
+  started = [start(index) for index in range(2)]
   try:
     for log, process in started:
-      code = process.wait(timeout=280)  # one whose partner died waits for it
+      code = process.wait(timeout=600)  # one whose partner died waits for it
       assert not code, log.read_text()[-3000:]
   finally:
     for _, process in started:
@@ -70,41 +72,29 @@ def run(folder, command, *files, processes=1, **macros):
   return [log.read_text() for log, _ in started]
 
 
-def saved(checkpoint):
-  reader, path = ocp.PyTreeCheckpointer(), checkpoint / "state"
-  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
-  shapes = reader.metadata(path).item_metadata.tree
-  return reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
-
-
-def last_metric(folder):
-  (path,) = folder.rglob("nm_test_sort-metrics.jsonl")
-  return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
-
-
 def test_two_processes_train_resume_and_evaluate(tmp_path):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  run(tmp_path, "train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=4)
+  t5x("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=4)
   finetune = dict(
     MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_4"), PRETRAINED_STEPS=4,
     BATCH_SIZE=16, EVAL_PERIOD=3, EVAL_STEPS=1, **{"utils.SaveCheckpointConfig.period": 3},
   )  # fmt: skip
-  files = "gin_configs/runs/t5x_finetune.gin", "tests/t5x_tiny.gin"
-  run(tmp_path, "train", *files, processes=2, **finetune, **RULES)
-  whole = saved(sparse / "checkpoint_10")
+  files = "gin_configs/runs/t5x_finetune.gin", TINY
+  two(tmp_path, "train", *files, **finetune, **RULES)
+  whole = saved_arrays(sparse / "checkpoint_10")
   mine = whole["flax_mutables"]["nm_sparsity"]
   assert int(mine["step"]) == 6 and int(whole["state"]["step"]) == 10
 
   shutil.rmtree(sparse / "checkpoint_10")
-  logs = run(tmp_path, "train", *files, processes=2, **finetune, **RULES)
+  logs = two(tmp_path, "train", *files, **finetune, **RULES)
   assert all(f"{sparse}/checkpoint_7" in log for log in logs)
-  jax.tree.map(np.testing.assert_array_equal, saved(sparse / "checkpoint_10"), whole)
+  jax.tree.map(np.testing.assert_array_equal, saved_arrays(sparse / "checkpoint_10"), whole)
 
   # Both hold half of the batch; the evaluation is that of the training.
-  logs = run(
-    tmp_path, "eval", "gin_configs/runs/t5x_eval.gin", "tests/t5x_tiny.gin", processes=2,
+  logs = two(
+    tmp_path, "eval", "gin_configs/runs/t5x_eval.gin", TINY,
     CHECKPOINT_PATH=str(sparse / "checkpoint_7"), EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
     **{"utils.DatasetConfig.batch_size": 16}, **RULES,
   )  # fmt: skip
-  assert ["Process ID: 0" in logs[0], "Process ID: 1" in logs[1]] == [True, True]
+  assert "Process ID: 0" in logs[0] and "Process ID: 1" in logs[1]
   assert last_metric(tmp_path / "eval") == {7: last_metric(sparse)[7]}
