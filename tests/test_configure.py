@@ -44,14 +44,30 @@ def test_places_share_or_differ():
     ({"ff": "8:1"}, {}, "8:1|NM"),
     ({"ff": None}, {}, "PATTERN, which is not set"),
     ({"ff": "1:4"}, {"sparse_steps": None}, "sr_ste needs SPARSE_STEPS"),
-    ({"ff": "1:4"}, {"beta": 0.1}, "sr_ste has no field beta=0.1"),
-    ({"ff": "1:4"}, {"dense_steps": 30}, "Raise total .SPARSE_STEPS."),
+    ({"ff": "1:4"}, {"beta": 0.1}, "sr_ste has no field BETA=0.1"),
+    ({"ff": "1:4"}, {"dense_steps": 30}, "Raise SPARSE_STEPS or"),
     ({}, {}, "would leave everything dense"),
   ],
 )
 def test_mistakes_name_the_macro(places, settings, message):
   with pytest.raises(ValueError, match=f"(?s){message}"):
     configure.rules(places, **{"recipe": "sr_ste", **STEPS, **settings})
+
+
+def test_all_mistakes_at_once_and_what_can_be_made():
+  mine = nms.recipe("idp", pattern="2:8", phases=PHASES)
+  places = {"ff": "8:1", "qkv": "1:4", "o": mine, "*": "1:4"}
+  with pytest.raises(configure.SettingsError) as e:
+    configure.rules(places, "sr_ste", **STEPS, indivisible="x", axes={"a": 0})
+  assert len(e.value.errors) == 3 and not e.value.missing
+  assert str(e.value).splitlines() == [f"- {text}" for text in e.value.errors]
+  made = nms.recipe("sr_ste", pattern="1:4", phases=PHASES)
+  left = {"ff": nms.recipe("dense"), "qkv": made, "o": mine}
+  assert e.value.rules == nms.Rules(left, {"a": 0})
+
+  with pytest.raises(configure.SettingsError) as e:
+    configure.rules({"ff": None}, fields={"k": 1})
+  assert list(e.value.missing) == ["RECIPE", "PATTERN", "SPARSE_STEPS"] and not e.value.errors
 
 
 def test_train_steps():
