@@ -1,4 +1,4 @@
-"""From settings, such as gin macros, to rules; from rules to a text that names them.
+"""From settings, such as gin macros, to rules; from rules to a text that names them, and back.
 
     SPARSITY_RULES, RECIPE, PATTERN, SPARSE_STEPS, ... -> [rules] -> Rules -> model, plan, verify
                                                                   or every mistake at once
@@ -8,6 +8,7 @@ Plain functions: a configuration library binds their arguments, and nothing here
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -258,3 +259,49 @@ def _describe_recipe(recipe: Recipe) -> str:
       if field.name not in ("pattern", "phases") and value != field.default:
         words.append(f"{field.name}={value!r}")
   return ", ".join(words)
+
+
+def parse(text: str) -> Rules:
+  """The rules of a text of `describe`: a checkpoint holds it, so it needs no settings beside it.
+
+  >>> parse("ff: mdgf_linear 1:8, total=9, beta=0.5").places["ff"].beta
+  0.5
+  """
+  places: dict[str, Recipe] = {}
+  axes: dict[str, masks.Axis] = {}
+  roles: dict[str, str] = {}
+  indivisible = "error"
+  try:
+    for line in text.splitlines():
+      if found := _PLACE.fullmatch(line):
+        places[found["place"]] = _parse_recipe(found["name"], found["pattern"], found["fields"])
+      elif line.startswith("axis "):
+        regex, _, axis = line.removeprefix("axis ").rpartition(": ")
+        axes[regex] = ast.literal_eval(axis)
+      elif line.startswith("role "):
+        name, _, roles_regex = line.removeprefix("role ").partition(": ")
+        roles[name] = roles_regex
+      else:
+        indivisible = line.removeprefix("indivisible: ")
+    rules = Rules(places, axes, indivisible, roles)
+  except (ValueError, TypeError, SyntaxError) as e:
+    raise ValueError(f"these rules cannot be read by this version ({e}):\n{text}") from e
+  if describe(rules) != text:
+    raise ValueError(f"these rules read as others by this version, {describe(rules)!r}:\n{text}")
+  return rules
+
+
+_PLACE = re.compile(
+  rf"(?P<place>.+): (?P<name>{'|'.join(RECIPES)})(?: (?P<pattern>\d+:\d+))?"
+  r"(?P<fields>(?:, \w+=.*)?)"
+)
+
+
+def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:
+  fields = re.sub(r"NM\(n=(\d+), m=(\d+)\)", r"'\1:\2'", fields)
+  call = ast.parse(f"dict({fields.removeprefix(', ')})", mode="eval").body
+  assert isinstance(call, ast.Call)
+  given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+  steps = {key: given.pop(key) for key in ("total", "dense", "finetune") if key in given}
+  phases = Phases(**steps) if steps else None
+  return make_recipe(name, pattern=pattern, phases=phases, **given)

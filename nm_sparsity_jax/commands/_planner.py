@@ -59,18 +59,26 @@ class Planner:
     if model is not None:
       network = getattr(model, "module", network)
       rules = getattr(model, "rules", rules)
-    made = self._try("shapes", lambda: self._shapes(network))
-    params, axes = made or (None, None)
+    try:  # the longest part: one trace tells it all, if nothing is wrong
+      state = self._train_state(model) if model is not None and rules is not None else None
+    except Exception:  # what it is, the parts below tell
+      state = None
+    if model is not None and state is not None:
+      rules, params, axes = model.stored_rules, state.params, None
+    else:
+      params, axes = self._try("shapes", lambda: self._shapes(network)) or (None, None)
     parts: dict[str, Any] = {"program": self.config.program}
-    assignment = state = None
+    assignment = None
     if params is not None and rules is not None:
       before = len(self.errors)
       if axes:
         rules = rules.with_logical_axes(axes)
       assignment = self._assign(rules, params)
       parts["kernels"] = _kernels(assignment)
-      if model is not None and len(self.errors) == before:
+      if model is not None and state is None and len(self.errors) == before:
         state = self._try("train state", lambda: self._train_state(model))
+      if state is not None and self.config.program in (None, "train"):
+        self._try("optimizer", lambda: self._check_optimizer(state))
     elif params is not None and not self.config.is_set("RULES") and self.config.complete:
       self.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
     if not self.whole:
@@ -178,10 +186,7 @@ class Planner:
         return train_state.InferenceState.create(found)
       return train_state.FlaxOptimTrainState.create(optimizer, found)
 
-    state = jax.eval_shape(make, jax.random.PRNGKey(0))
-    if optimizer is not None:
-      self._try("optimizer", lambda: self._check_optimizer(state))
-    return state
+    return jax.eval_shape(make, jax.random.PRNGKey(0))
 
   def _check_optimizer(self, state):
     from nm_sparsity_jax import t5x_adapter
