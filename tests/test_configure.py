@@ -65,6 +65,11 @@ def test_all_mistakes_at_once_and_what_can_be_made():
   left = {"ff": nms.recipe("dense"), "qkv": made, "o": mine}
   assert e.value.rules == nms.Rules(left, {"a": 0})
 
+  # A wrong field is never left out of a recipe that is then shown as the one that was meant.
+  with pytest.raises(configure.SettingsError) as e:
+    configure.rules({"ff": "1:4", "o": mine}, "mdgf_linear", **STEPS, gradient="x")
+  assert e.value.rules == nms.Rules({"ff": nms.recipe("dense"), "o": mine})
+
   with pytest.raises(configure.SettingsError) as e:
     configure.rules({"ff": None}, fields={"k": 1})
   assert list(e.value.missing) == ["RECIPE", "PATTERN", "SPARSE_STEPS"] and not e.value.errors

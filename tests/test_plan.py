@@ -215,8 +215,8 @@ def test_what_recipes_and_rules_refuse(run, macros, words):
 
 def test_each_mistake_in_the_rules_is_told_and_the_rest_goes_on(run):
   """Each place on its own; schedule, fields, network and checkpoint beside them."""
-  rules = {"ff": "8:1", "qkv": "1:x", "o": 3, "*/kernel": None, "encoder/ffn": "2:4"}
-  rules["decoder/logits_dense/kernel"] = "1:2"
+  rules = {"ff": "8:1", "qkv": "1:x", "encoder/o": 3, "*/kernel": None, "encoder/ffn": "2:4"}
+  rules["decoder/cross/o"] = "1:2"
   code, report = run(
     "--checkpoint=nowhere", **{**SETTINGS, "SPARSITY_RULES": rules}, INDIVISIBLE="skipp"
   )
@@ -224,13 +224,13 @@ def test_each_mistake_in_the_rules_is_told_and_the_rest_goes_on(run):
   assert code == 1 and len(errors) == 7
   for words in (
     ["SPARSITY_RULES, 'ff'", "'8:1'"], ["SPARSITY_RULES, 'qkv'", "'1:x' is no pattern"],
-    ["'o' has 3"], ["SPARSITY_RULES", "'*/kernel'", "no regular expression"],
+    ["'encoder/o' has 3"], ["SPARSITY_RULES", "'*/kernel'", "no regular expression"],
     ["INDIVISIBLE='skipp'"], ["match no parameter: 'encoder/ffn'."], ["no checkpoint 'nowhere'"],
   ):  # fmt: skip
     assert has(errors, *words), (words, errors)
   # The one good place is shown, with its schedule; not what would be wrong: the cost of the whole.
-  assert list(parameters(report)) == ["decoder/logits_dense/kernel"] and "cost" not in report
-  assert [part["rules"] for part in report["schedule"]] == [["decoder/logits_dense/kernel"]]
+  assert len(parameters(report)) == 3 and "cost" not in report
+  assert [part["rules"] for part in report["schedule"]] == [["decoder/cross/o"]]
   assert has(report["notes"], "shown as dense") and not has(report["notes"], "there are no rules")
 
 
@@ -291,6 +291,8 @@ def test_what_cannot_be_read_is_not_asked_for_as_well(run):
   assert code == 1 and len(report["errors"]) == 2
   assert has(report["errors"], "SPARSE_STEPS", "'10k'")
   assert has(report["errors"], "PATTERN is not set")
+  code, report = run(raw=["network.T5Config.emb_dim = %WIDTH", "WIDTH=3k"], **SETTINGS)
+  assert code == 1 and len(report["errors"]) == 1 and "WIDTH" in report["errors"][0]
 
 
 def test_a_macro_that_nothing_reads_is_a_warning(run):
@@ -660,6 +662,21 @@ def test_every_error_of_a_run_at_once(run_t5x, tmp_path):
   ):  # fmt: skip
     assert has(errors, *words), (words, errors)
   assert len(errors) == 10
+
+
+@pytest.mark.t5x
+def test_a_mistake_in_the_rules_hides_no_other(run_t5x, tmp_path):
+  """The model is made of the places that are right, so that restore and optimizer are looked at."""
+  path = write_orbax(tmp_path / "checkpoint_6", t5x_checkpoint())
+  macros = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(path))
+  rules = {"ff": "1:4", "qkv": "4:1"}
+  raw = ["utils.RestoreCheckpointConfig.fallback_to_scratch = False", "EVAL_PERIOD = 5001"]
+  code, report = run_t5x(**{**FINETUNE, **macros, "SPARSITY_RULES": rules}, raw=raw)
+  errors = report["errors"]
+  assert code == 1 and len(errors) == 3, errors
+  for words in (["'qkv'", "'4:1'"], ["fallback_to_scratch is not set"], ["EVAL_PERIOD=5001"]):
+    assert has(errors, *words), (words, errors)
+  assert report["schedule"][0]["rules"] == ["ff"]
 
 
 @pytest.mark.t5x
