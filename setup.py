@@ -110,7 +110,7 @@ setuptools.setup(
   license_files=["LICENSE"],
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["nm_sparsity_jax*", "t5x_tasks*"]),
-  package_data={"nm_sparsity_jax": ["py.typed"]},
+  package_data={"nm_sparsity_jax": ["py.typed", "published.json"]},
   cmdclass={"build_py": BuildWithGin},
   entry_points={"console_scripts": ["nm-sparsity = nm_sparsity_jax.cli:main"]},
   install_requires=CORE,

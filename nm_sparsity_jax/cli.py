@@ -15,24 +15,29 @@ from collections.abc import Sequence
 
 from nm_sparsity_jax._version import __version__
 
-# name -> (module, help in one line)
+# name -> (module, help in one line); a name of two words is a command of a group
 COMMANDS = {
   "gin-path": ("gin_path", "print the folder that holds gin_configs/, for --gin_search_paths"),
   "plan": ("plan", "say what a run would do, and what it would stumble over, before it starts"),
   "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
   "doctor": ("doctor", "say what is missing or in conflict in this environment, and the remedy"),
+  "glue score": ("glue_score", "make a run's row of GLUE scores, beside the published one"),
+  "glue submit": ("glue_submit", "make GLUE's official zip of predictions, or check one"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs one command; its exit code."""
   argv = list(sys.argv[1:] if argv is None else argv)
-  if not argv or argv[0] not in COMMANDS:
-    _parser().parse_args(argv)  # --help and --version end here, and so do mistakes
-    _parser().print_help()
+  name = next((n for n in COMMANDS if argv[: n.count(" ") + 1] == n.split()), None)
+  if name is None:
+    group = next((n.split()[0] for n in COMMANDS if " " in n and argv[:1] == n.split()[:1]), "")
+    parser = _parser(group)
+    parser.parse_args(argv[1:] if group else argv)  # --help, --version and mistakes end here
+    parser.print_help()
     return 2
-  name, *rest = argv
+  rest = argv[name.count(" ") + 1 :]
   module_name, help_line = COMMANDS[name]
   module = importlib.import_module(f"nm_sparsity_jax.commands.{module_name}")
   parser = argparse.ArgumentParser(
@@ -66,19 +71,24 @@ def one_line(error: BaseException | str) -> str:
   return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _parser() -> argparse.ArgumentParser:
-  width = max(map(len, COMMANDS))
-  lines = [f"  {name.ljust(width)}  {line}" for name, (_, line) in COMMANDS.items()]
+def _parser(group: str = "") -> argparse.ArgumentParser:
+  """The parser of what names no command; with a group, of the words after the group's."""
+  prog = f"nm-sparsity {group}".rstrip()
+  commands = {n: line for n, (_, line) in COMMANDS.items() if n.startswith(group)}
+  width = max(map(len, commands))
+  lines = [f"  {name.ljust(width)}  {line}" for name, line in commands.items()]
   parser = argparse.ArgumentParser(
-    prog="nm-sparsity",
-    usage="nm-sparsity [--version] COMMAND ...",
+    prog=prog,
+    usage=f"{prog} COMMAND ..." if group else f"{prog} [--version] COMMAND ...",
     description="N:M sparse training: what surrounds a run.",
-    epilog="commands:\n" + "\n".join(lines) + "\n\n`nm-sparsity COMMAND --help` tells more.",
+    epilog="commands:\n" + "\n".join(lines) + f"\n\n`{prog} COMMAND --help` tells more.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  parser.add_argument("--version", action="version", version=f"nm-sparsity {__version__}")
-  parser.add_argument("command", choices=COMMANDS, nargs="?", help=argparse.SUPPRESS)
+  if not group:
+    parser.add_argument("--version", action="version", version=f"nm-sparsity {__version__}")
+  words = dict.fromkeys(n.removeprefix(group).split()[0] for n in commands)
+  parser.add_argument("command", choices=words, nargs="?", help=argparse.SUPPRESS)
   return parser
 
 

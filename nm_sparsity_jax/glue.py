@@ -2,6 +2,7 @@
 
     TASKS[name]   fields, labels, splits, metrics, rate in the mixture, file of a submission
     COLUMNS       the nine columns of a score, in the paper's order (Table 12)
+    config_of     the name of a seqio task -> the config of GLUE that it reads
 
 Nothing heavy is imported here. Sizes are those of TensorFlow Datasets' GLUE 2.0.0; rates are T5's
 (https://arxiv.org/abs/1910.10683), the sizes of the training sets, where QQP has three rows more.
@@ -10,6 +11,7 @@ Nothing heavy is imported here. Sizes are those of TensorFlow Datasets' GLUE 2.0
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections.abc import Mapping
 
@@ -134,3 +136,18 @@ COLUMNS = (
   Column("SST-2", "sst2", ("accuracy",)),
   Column("STS-B", "stsb", ("pearson_corrcoef", "spearman_corrcoef")),
 )
+
+
+_SEQIO_NAME = re.compile(r"nm_glue_(mini_)?(?P<ours>\w+)|glue_(?P<t5>\w+?)_v\d+")
+
+
+def config_of(seqio_task: str) -> tuple[str, bool] | None:
+  """The config of GLUE that a seqio task reads, and whether it reads mini-GLUE; None: another task.
+
+  >>> config_of("nm_glue_rte"), config_of("nm_glue_mini_rte"), config_of("glue_rte_v002")
+  (('rte', False), ('rte', True), ('rte', False))
+  """
+  found = _SEQIO_NAME.fullmatch(seqio_task)
+  if found is None or (config := found["ours"] or found["t5"]) not in TASKS:
+    return None
+  return config, found[1] is not None

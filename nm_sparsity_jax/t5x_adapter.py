@@ -7,6 +7,7 @@ T5X saves, restores, shards and hands out `flax_mutables` in train, eval and inf
 checkpoint knows itself:
 
     nm_sparsity/step               int32 scalar, updates that the sparse run has applied
+    nm_sparsity/start              int32 scalar, the global step before the first of them
     nm_sparsity/rules              uint8[4096], the text of the rules, deflated and padded
     nm_sparsity/mask, score, seen  what `apply.init_state` keeps, sharded as the parameters
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tensorflow as tf
 from absl import logging
 from clu import metrics as clu_metrics
@@ -44,6 +47,7 @@ from nm_sparsity_jax.rules import Rules, flatten
 
 COLLECTION = layers.COLLECTION
 TEXT_BYTES = 4096
+UNKNOWN = -1  # the start of a run that has not begun
 
 # T5X shards an optax state by a table of known types; ours hold a replicated count.
 optimizers.OptaxStatePartitionRules._RULES.update(
@@ -83,9 +87,9 @@ class _SparseModel(models.BaseTransformerModel):
       self.module = self.module.clone(config=dataclasses.replace(config, rules=None))
     self.rules = rules
     self._text = _pack(configure.describe(rules))
-    self._dtypes: Mapping[str, Any] = {}
-    # Known from get_initial_variables on, which T5X calls first: the axes of stacked kernels, and
-    # the variables that sparse layers read.
+    self._made: Mapping[str, Any] = {}
+    # Known from get_initial_variables on, which T5X calls first: shapes and dtypes, the axes of
+    # stacked kernels, and the variables that sparse layers read.
     self.stored_rules = rules
     self._layer_variables: Mapping[str, Any] = {}
 
@@ -95,14 +99,15 @@ class _SparseModel(models.BaseTransformerModel):
     variables = unfreeze(variables)
     params, axes = variables["params"], variables.get("params_axes")
     self.stored_rules = self.rules.with_logical_axes(axes) if axes else self.rules
-    self._dtypes = {path: x.dtype for path, x in flatten(params)}
+    self._made = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flatten(params)}
     if self._sparse_layers:
       told = copy.copy(self)
       told.module = self._with_layers()
       init = super(_SparseModel, told).get_initial_variables
       shapes = jax.eval_shape(lambda: init(jax.random.PRNGKey(0), input_shapes, input_types))
       self._layer_variables = {k: v for k, v in shapes.items() if k == COLLECTION}
-    mine = self._collect(jnp.int32(0), apply.init_state(params, self.stored_rules))
+    state = apply.init_state(params, self.stored_rules)
+    mine = self._collect(jnp.int32(0), jnp.int32(UNKNOWN), state)
     variables[COLLECTION] = mine
     if axes:
       variables[f"{COLLECTION}_axes"] = _axes_like(mine, axes)
@@ -155,10 +160,10 @@ class _SparseModel(models.BaseTransformerModel):
         "train state of this model; called by hand, pass flax_mutables=train_state.flax_mutables."
       )
     for path in self.stored_rules.assign(params).places:
-      is_now = dict(flatten(params))[path].dtype
-      if is_now != self._dtypes.get(path, is_now):
+      is_now, made = dict(flatten(params))[path].dtype, self._made.get(path)
+      if made is not None and is_now != made.dtype:
         raise ValueError(
-          f"{path!r} was restored as {is_now}, but masks are taken from {self._dtypes[path]}: "
+          f"{path!r} was restored as {is_now}, but masks are taken from {made.dtype}: "
           "rounding changes which weights survive. Set RestoreCheckpointConfig.dtype = 'float32' "
           "(T5X's infer.gin says 'bfloat16')."
         )
@@ -166,20 +171,28 @@ class _SparseModel(models.BaseTransformerModel):
     if not isinstance(stored, jax.core.Tracer):
       self._refuse_other_rules(stored)
     step = jnp.where(jnp.all(stored == jnp.asarray(self._text)), mine["step"], jnp.int32(-1))
-    kept = {k: v for k, v in mine.items() if k not in ("step", "rules")}
+    kept = {k: v for k, v in mine.items() if k not in ("step", "start", "rules")}
     return step, {"step": mine["step"], **kept} if kept else {}
 
   def write(self, flax_mutables, step, state):
     """`flax_mutables` with a new step and new masks."""
-    return flax_mutables.copy({COLLECTION: freeze(self._collect(step, state))})
+    start = flax_mutables[COLLECTION]["start"]
+    return flax_mutables.copy({COLLECTION: freeze(self._collect(step, start, state))})
 
   def check(self, train_state) -> None:
     """Refuses a restored train state that this model did not make, and names both."""
+    for path, x in flatten(train_state.params):
+      made = self._made.get(path)
+      if made is not None and x.shape != made.shape:
+        raise ValueError(
+          f"{path!r} was restored with the shape {x.shape}, but the network has {made.shape}: the "
+          "checkpoint is of a model of another size. Take the model file that it was trained with."
+        )
     self.read(train_state.params, train_state.flax_mutables)
 
-  def _collect(self, step, state):
+  def _collect(self, step, start, state):
     kept = {k: v for k, v in state.items() if k != "step"}
-    return {"step": step, "rules": jnp.asarray(self._text), **unfreeze(kept)}
+    return {"step": step, "start": start, "rules": jnp.asarray(self._text), **unfreeze(kept)}
 
   def _refuse_other_rules(self, stored):
     stored = np.asarray(utils.get_local_data(stored))
@@ -482,9 +495,10 @@ def loss_scale(loss_normalizing_factor, batch, num_microbatches: int | None = No
 
   T5X's loss is sum(w * l) / F with weights w and a factor F, so it is sum(w) / F times the weighted
   mean of l. With F = None that is the number of target tokens. T5X sums the losses of
-  microbatches, each with its own F.
+  microbatches; those that make a factor of their own from their tokens are added one by one.
   """
-  parts = max(num_microbatches or 1, 1)
+  is_fixed = loss_normalizing_factor is None or isinstance(loss_normalizing_factor, int | float)
+  parts = 1 if is_fixed else max(num_microbatches or 1, 1)
   size = len(batch["decoder_target_tokens"]) // parts
 
   def one(part):
@@ -506,9 +520,20 @@ def require_sparse(checkpoint, model_state):
   return _with_the_same_masks(checkpoint, model_state)
 
 
-def resume_sparse(checkpoint, model_state, *, is_resuming: bool = False):
-  """The same for training: a sparse run may start from a dense checkpoint, but not resume one."""
+def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool = False):
+  """The same for training: a sparse run may start from a dense checkpoint, but not resume one.
+
+  What it starts from must have every parameter; T5X's `fallback_to_scratch`, which a dense
+  checkpoint needs for the rest of the train state, would draw a missing one at random.
+
+  Args:
+    checkpoint: what was read, after T5X's assignment map.
+    model_state: what the run needs.
+    fresh: a regex of parameters, such as 'decoder/logits_dense/.*', that may be drawn.
+    is_resuming: whether the checkpoint is one of this run; T5X says so.
+  """
   if not is_resuming:
+    _refuse_missing(checkpoint, model_state, fresh)
     return checkpoint
   if COLLECTION not in checkpoint.get("flax_mutables", {}):
     raise ValueError(
@@ -516,6 +541,17 @@ def resume_sparse(checkpoint, model_state, *, is_resuming: bool = False):
       "MODEL_DIR and name the dense checkpoint as INITIAL_CHECKPOINT_PATH."
     )
   return _with_the_same_masks(checkpoint, model_state)
+
+
+def _refuse_missing(checkpoint, model_state, fresh):
+  wanted, has = (state_utils.flatten_state_dict(x["target"]) for x in (model_state, checkpoint))
+  if lost := [name for name in wanted if name not in has and not re.fullmatch(fresh, name)]:
+    raise ValueError(
+      f"the checkpoint has no {', '.join(lost[:3])}"
+      f"{f', nor {len(lost) - 3} more' if lost[3:] else ''}, which would start from random values. "
+      "Take the model file that it was trained with, map names by assignment_map, or allow it: "
+      "t5x_adapter.resume_sparse.fresh = 'a regex of parameters'."
+    )
 
 
 def _with_the_same_masks(checkpoint, model_state):
@@ -583,39 +619,54 @@ class _CheckedState:
 
 
 def _begin(model, train_state, axes, partitioner, pretrained_steps):
-  """The first train state of this process, checked; at sparse step 0 with masks of its weights."""
+  """The first train state of this process, checked; a new run's with masks of its weights."""
   model.check(train_state)
-  _refuse_sr_ste_in_chain(train_state)
-  step = int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["step"]))
-  start = int(utils.get_local_data(train_state.step)) - step
+  _refuse_in_chain(train_state)
+  local = lambda x: int(utils.get_local_data(x))
+  mine = train_state.flax_mutables[COLLECTION]
+  step, start, now = local(mine["step"]), local(mine["start"]), local(train_state.step)
+  is_new = start == UNKNOWN
+  start = now if is_new else start
   ends = {r.phases.total for r in model.rules.places.values() if r.phases}
   logging.info("%s", model.stored_rules.assign(train_state.params))
   logging.info("Sparse step %d; sparse step 0 is global step %d; ends at %s", step, start, ends)
-  if step:
-    return train_state
   if pretrained_steps is not None and start != pretrained_steps:
     raise ValueError(
       f"PRETRAINED_STEPS={pretrained_steps}, but the sparse run starts at global step {start}: "
       f"it would end at another step than its schedule. Set PRETRAINED_STEPS={start}."
     )
+  if not is_new:
+    return train_state
 
   # The masks of a new state were made from initial weights; these may be restored ones.
-  def renew(train_state):
-    state = apply.init_state(train_state.params, model.stored_rules)
-    mutables = model.write(train_state.flax_mutables, jnp.int32(0), state)
-    return train_state.replace_flax_mutables(mutables)
+  def renew(params, mine):
+    state = apply.init_state(params, model.stored_rules)
+    return freeze(model._collect(mine["step"], jnp.int32(start), state))
 
-  return partitioner.partition(renew, in_axis_resources=(axes,), out_axis_resources=axes)(
-    train_state
-  )
+  mine_axes = axes.flax_mutables[COLLECTION]
+  made = partitioner.partition(
+    renew, in_axis_resources=(axes.params, mine_axes), out_axis_resources=mine_axes
+  )(train_state.params, mine)
+  mutables = train_state.flax_mutables.copy({COLLECTION: made})
+  return train_state.replace_flax_mutables(mutables)
 
 
-def _refuse_sr_ste_in_chain(train_state):
-  is_ours = lambda x: isinstance(x, optim.SrSteState)
-  if any(map(is_ours, jax.tree_util.tree_leaves(train_state.param_states, is_leaf=is_ours))):
+def _refuse_in_chain(train_state):
+  def has(kind):
+    is_one = lambda x: isinstance(x, kind)
+    leaves = jax.tree_util.tree_leaves(train_state.param_states, is_leaf=is_one)
+    return any(map(is_one, leaves))
+
+  if has(optim.SrSteState):
     raise ValueError(
       "the optimizer chain holds nms.sr_ste, but in T5X the trainer adds SR-STE's term, for every "
       "optimizer: it would act twice. Take it out of the chain."
+    )
+  if has(optax.MultiStepsState):
+    raise ValueError(
+      "the optimizer holds optax.MultiSteps, under which T5X's steps are not updates: TRAIN_STEPS "
+      "would end the run in the middle of its schedule. Take it out and set "
+      "t5x_adapter.SparseTrainer.num_microbatches, which accumulates gradients within a step."
     )
 
 

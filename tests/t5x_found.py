@@ -38,4 +38,5 @@ def closed_loops():
     yield
   asyncio.set_event_loop(None)
   for loop in made:
-    loop.close()
+    if not loop.is_running():  # one that runs is another thread's, which uses it still
+      loop.close()

@@ -25,9 +25,9 @@ def python(code, *path, cwd=None, flags=()):
   return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", [None, *cli.COMMANDS])
+@pytest.mark.parametrize("name", ["", "glue", *cli.COMMANDS])
 def test_help_is_quick_and_imports_nothing_heavy(name):
-  argv = [name, "--help"] if name else ["--help"]
+  argv = [*name.split(), "--help"]
   code = f"""
 import sys
 from nm_sparsity_jax import cli
@@ -42,7 +42,7 @@ except SystemExit as e:
     done = python(code, ROOT)
     times.append(time.perf_counter() - begin)
   assert done.stdout.splitlines()[-1] == "[] 0", done.stdout + done.stderr
-  assert "usage: nm-sparsity" in done.stdout
+  assert f"usage: nm-sparsity {name}".rstrip() in done.stdout
   assert min(times) < 1
 
 
@@ -57,7 +57,10 @@ def test_each_command_is_a_module_that_is_there(name, capsys):
   assert f"  {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [["export"], ["plan", "--nope"], ["doctor", "--for", "x"]])
+@pytest.mark.parametrize(
+  "argv",
+  [["export"], ["plan", "--nope"], ["doctor", "--for", "x"], ["glue", "scores"], ["score"]],
+)
 def test_a_wrong_command_line_is_2(argv, capsys):
   with pytest.raises(SystemExit) as e:
     cli.main(argv)
@@ -68,6 +71,9 @@ def test_a_wrong_command_line_is_2(argv, capsys):
 def test_no_command_is_2_and_lists_them(capsys):
   assert cli.main([]) == 2
   assert "gin-path" in capsys.readouterr().out
+  assert cli.main(["glue"]) == 2
+  out = capsys.readouterr().out
+  assert "glue score" in out and "gin-path" not in out
 
 
 def test_an_error_is_one_line_and_debug_shows_where(capsys):
@@ -160,6 +166,7 @@ def test_gin_path_of_a_wheel(built, tmp_path):
   assert gin_path_of(site) == site / "nm_sparsity_jax"
   script = (site / "bin/nm-sparsity").read_text()
   assert "nm_sparsity_jax.cli" in script
+  assert (site / "nm_sparsity_jax/published.json").is_file()
   assert all((site / "nm_sparsity_jax/gin_configs" / p.relative_to(ROOT / "gin_configs")).is_file()
              for p in (ROOT / "gin_configs").rglob("*.gin"))  # fmt: skip
 

@@ -607,8 +607,8 @@ def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, tmp_path, kind):
   assert not sections["optimizer"]["load"]
   assert sections["optimizer"]["drop"] == 29 and sections["optimizer"]["initialise"] == 2 * 29 + 1
   assert sections["step"] == dict(load=1, initialise=0, drop=0, dtypes={"int32 -> float32": 1})
-  # Step and rules; of each kernel a mask and its stamp.
-  assert sections["sparse state"]["initialise"] == 2 + 3 * 6
+  # Step, start and rules; of each kernel a mask and its stamp.
+  assert sections["sparse state"]["initialise"] == 3 + 3 * 6
   assert report["schedule"][0]["segments"][-1]["t5x_stop"] == 18
   assert report["cost"] and report["loss"]["target_tokens_at_most"] == 16 * 8
 
@@ -690,7 +690,8 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, tmp_path):
 
   rules = configure.rules({"ff": None}, "sr_ste", "1:4", 12, 2, 4)
   packed = np.frombuffer(zlib.compress(configure.describe(rules).encode(), 9), np.uint8)
-  mine = {"step": np.int32(4), "rules": np.pad(packed, (0, 4096 - packed.size))}
+  mine = {"step": np.int32(4), "start": np.int32(6)}
+  mine["rules"] = np.pad(packed, (0, 4096 - packed.size))
   tree = t5x_checkpoint(flax_mutables={"nm_sparsity": mine})
   mu = tree["target"]
   tree["state"] = {

@@ -4,11 +4,13 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import t5x_found
 
@@ -48,6 +50,14 @@ def last_metric(folder):
   return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
+def saved_arrays(checkpoint):
+  """What T5X saved, as numpy, without T5X's train state."""
+  reader, path = ocp.PyTreeCheckpointer(), checkpoint / "state"
+  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
+  shapes = reader.metadata(path).item_metadata.tree
+  return reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
+
+
 def test_dense_then_sparse_then_eval_then_infer_then_verify(tmp_path):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
   t5x("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=6)
@@ -58,6 +68,13 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(tmp_path):
   period = {"utils.SaveCheckpointConfig.period": 6}
   run = "gin_configs/runs/t5x_finetune.gin", TINY
   t5x("train", *run, **finetune, **RULES, **period)
+
+  # Taken away after half of the way, the same command does the rest again, to the same bits.
+  whole = saved_arrays(sparse / "checkpoint_18")
+  shutil.rmtree(sparse / "checkpoint_18")
+  log = t5x("train", *run, **finetune, **RULES, **period)
+  assert f"{sparse}/checkpoint_12" in log
+  jax.tree.map(np.testing.assert_array_equal, saved_arrays(sparse / "checkpoint_18"), whole)
 
   # Half of the way, on a checkpoint: the numbers of the in-loop evaluation at that step.
   half = str(sparse / "checkpoint_12")
@@ -83,17 +100,12 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(tmp_path):
   assert "trained with the rules" in error and "ff: idp 2:4" in error
 
   # The end is n:m: from the files, without T5X's train state.
-  import orbax.checkpoint as ocp
-
-  reader, path = ocp.PyTreeCheckpointer(), sparse / "checkpoint_18/state"
-  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
-  shapes = reader.metadata(path).item_metadata.tree
-  saved = reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
+  saved = saved_arrays(sparse / "checkpoint_18")
   mine = saved["flax_mutables"]["nm_sparsity"]
   assert int(mine["step"]) == 12 and int(saved["state"]["step"]) == 18
   rules = configure.rules(
     RULES["SPARSITY_RULES"], "idp", "1:4", sparse_steps=12, dense_steps=2, finetune_steps=4
   )
-  assert set(mine) == {"step", "mask", "made", "renewed", "rules"}
+  assert set(mine) == {"step", "start", "mask", "made", "renewed", "rules"}
   report = nms.verify(nms.finalize(saved["target"], rules, mine), rules)
   assert report.ok and {p.pattern: p.density for p in report.places} == {"1:4": 0.25, "2:4": 0.5}

@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.commands import _gin
+
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -355,7 +357,7 @@ def restore(
     try:
       state = function(state, nested(model))
     except Exception as e:
-      errors.append(f"restoring from {stored.path}: {e}")
+      errors.append(f"restoring from {stored.path}: {_gin.message(e)}")
       break
   found = dict(flat(state))
   load: dict[str, tuple[Leaf, str | None]] = {}

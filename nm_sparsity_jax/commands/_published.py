@@ -1,0 +1,69 @@
+"""The paper's rows, shipped as published.json, and which of them a run compares with.
+
+    Table 12   26 rows of nine columns: dense, sr_ste, sdgf_stepwise, sdgf_geometric
+    Table 7    overall alone: also snip, idp and mdgf_exponential at 1:32
+
+Tables 4 (overalls of Table 12) and 5 (WMT) are there as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from typing import Any
+
+from nm_sparsity_jax.commands import _runs
+
+STEPS, DENSE_STEPS = 100_000, 10_000  # of the paper's runs
+
+
+@functools.cache
+def tables() -> dict[str, Any]:
+  """published.json."""
+  file = importlib.resources.files("nm_sparsity_jax") / "published.json"
+  return json.loads(file.read_text("utf-8"))
+
+
+def match(run: _runs.Run) -> tuple[dict[str, Any] | None, str]:
+  """The published row for a run, with its `table`; else None. And a remark, or ''.
+
+  A row is the run's where recipe, pattern of each place and dense phase agree. The paper has runs
+  without a dense phase and with one of 10 % of the steps: one of another length goes with the
+  latter, and the remark says so, as it does where the model has another size.
+  """
+  row, remark = _match(run)
+  if row and run.size not in (None, "base"):
+    remark = "; ".join(filter(None, [remark, f"the published row is of T5 base, not {run.size}"]))
+  return row, remark
+
+
+def _match(run: _runs.Run) -> tuple[dict[str, Any] | None, str]:
+  if run.mini:
+    return None, "mini-GLUE, which is made up: no published row compares"
+  if run.recipe is None or run.places is None:
+    wanted = "--recipe" if run.recipe is None else "--pattern"
+    return None, f"no published row: what was trained is not known ({wanted} tells)"
+  rows = [
+    {"table": table, **row}
+    for table in (12, 7)
+    for row in tables()[f"table{table}"]
+    if row["recipe"] == run.recipe and _runs.single(row["places"]) == run.places
+  ]
+  what = f"{run.recipe} {_runs.text_of(run.places)}".rstrip()
+  if not rows:
+    return None, f"the paper has no GLUE row for {what}"
+  variants = [row for row in rows if row.get("dense_steps") is not None]
+  if not variants:  # dense, or a row that does not say
+    said = rows[0]["table"] == 12
+    return rows[0], "" if said else f"Table 7 does not say how long {what} was dense"
+  if run.dense_steps is None:
+    return None, "no published row: the length of the dense phase is not known (--dense-steps)"
+  row = next((r for r in variants if bool(r["dense_steps"]) == bool(run.dense_steps)), None)
+  if row is None:
+    has = variants[0]["row"]
+    return None, f"the paper has {has} for {what}, and no row with {run.dense_steps} dense steps"
+  if run.dense_steps and (run.dense_steps, run.sparse_steps) != (DENSE_STEPS, STEPS):
+    length = f"{run.dense_steps} dense steps of {run.sparse_steps or 'unknown'}"
+    return row, f"the published row has {DENSE_STEPS} dense steps of {STEPS}, this run {length}"
+  return row, ""

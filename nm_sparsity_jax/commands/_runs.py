@@ -1,0 +1,197 @@
+"""What a run left behind: GLUE's metrics by task and step, and what was sparse.
+
+    DIR/inference_eval/TASK-metrics.jsonl   seqio.JSONLogger
+    DIR/inference_eval/TASK/events.*        seqio.TensorBoardLogger: float32, tags eval/METRIC
+    DIR/config.gin                          the gin macros
+        -> [read] -> Run
+
+T5X writes all three, in t5x.train's MODEL_DIR and in t5x.eval's EVAL_OUTPUT_DIR. DIR/training_eval
+is not read: its accuracies are of tokens, given the right ones before them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nm_sparsity_jax import glue
+from nm_sparsity_jax.commands import _events
+from nm_sparsity_jax.patterns import NM
+
+Series = dict[int, dict[str, float]]  # step -> metric -> value
+
+
+@dataclasses.dataclass
+class Run:
+  """A run.
+
+  Attributes:
+    path: as it was given.
+    tasks: config of GLUE -> its metrics.
+    mini: whether they are of mini-GLUE.
+    recipe: its name; None: not known.
+    places: place -> pattern, empty for a dense run; None: not known.
+    dense_steps: steps of the dense phase; None: not known.
+    sparse_steps: all steps of the sparse run; None: not known.
+    size: of the T5, such as 'base'; None: not known.
+    remarks: what was odd.
+  """
+
+  path: pathlib.Path
+  tasks: dict[str, Series]
+  mini: bool
+  recipe: str | None = None
+  places: Mapping[str, str] | None = None
+  dense_steps: int | None = None
+  sparse_steps: int | None = None
+  size: str | None = None
+  remarks: list[str] = dataclasses.field(default_factory=list)
+
+
+def read(path: str) -> Run:
+  """Reads a run's folder, or its inference_eval/.
+
+  Raises:
+    ValueError: there are no metrics of GLUE, or a file is broken.
+  """
+  folder = pathlib.Path(path)
+  if not folder.is_dir():
+    hint = "; copy it from the bucket first" if "://" in path else ""
+    raise ValueError(f"{path}: there is no such folder{hint}")
+  metrics = folder / "inference_eval"
+  if not metrics.is_dir():
+    if folder.name != "inference_eval":
+      raise ValueError(f"{path}: holds no inference_eval/, where seqio's metrics of a run lie")
+    metrics = folder
+  run = Run(folder, *_tasks(metrics, remarks := []), remarks=remarks)
+  for name in ("config.gin", "operative_config.gin"):
+    if (file := metrics.absolute().parent / name).is_file():
+      _read_settings(run, file)
+      break
+  return run
+
+
+# --- metrics ------------------------------------------------------------------------------------
+
+
+def _tasks(folder: pathlib.Path, remarks: list[str]) -> tuple[dict[str, Series], bool]:
+  names = {p.name.removesuffix("-metrics.jsonl") for p in folder.glob("*-metrics.jsonl")}
+  names |= {p.parent.name for p in folder.glob("*/*tfevents*")}
+  wanted = {column.task for column in glue.COLUMNS}
+  owners: dict[str, str] = {}
+  kinds = set()
+  for name in sorted(names):
+    config, mini = glue.config_of(name) or ("", False)
+    if config not in wanted:
+      continue
+    if config in owners:
+      raise ValueError(f"{folder}: {owners[config]} and {name} are the same task of GLUE; keep one")
+    owners[config] = name
+    kinds.add(mini)
+  if not owners:
+    found = f"; there is {', '.join(sorted(names))}" if names else ""
+    raise ValueError(f"{folder}: no metrics of GLUE, such as nm_glue_rte-metrics.jsonl{found}")
+  if len(kinds) > 1:
+    raise ValueError(f"{folder}: has metrics of GLUE and of mini-GLUE; keep one kind")
+  tasks = {config: _series(folder, name, remarks) for config, name in owners.items()}
+  return tasks, kinds.pop()
+
+
+def _series(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
+  """JSONL, and events for the steps that it lacks."""
+  series: Series = {}
+  for file in sorted((folder / name).glob("*tfevents*")):
+    for step, tag, value in _events.scalars(file):
+      if tag.startswith("eval/"):
+        series.setdefault(step, {})[tag.removeprefix("eval/")] = value
+  if not (file := folder / f"{name}-metrics.jsonl").is_file():
+    return series
+  lines: Series = {}
+  for number, line in enumerate(file.read_text().splitlines(), 1):
+    try:
+      entry = json.loads(line)
+      step = entry.pop("step")
+      if not isinstance(step, int):
+        raise ValueError(f"step {step!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      raise ValueError(f"{file}, line {number}: no JSON object with a step ({e})") from e
+    values = {k: float(v) for k, v in entry.items() if isinstance(v, int | float)}
+    if step in lines and not _same(lines[step], values):
+      remarks.append(f"{name} was evaluated again at step {step} with other results: they count")
+    lines[step] = values
+  for step, values in lines.items():
+    if step in series and not _same(series[step], values):
+      remarks.append(f"{name}: events differ from {file.name} at step {step}: the latter counts")
+  return series | lines
+
+
+def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
+  """Equal in float32, where both have a value."""
+  pairs = [(a[k], b[k]) for k in a.keys() & b.keys()]
+  return all(math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-6) or x != x and y != y for x, y in pairs)
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def _read_settings(run: Run, file: pathlib.Path) -> None:
+  """Reads macros of gin_configs/sparsity.gin and gin_configs/models/."""
+  found: dict[str, Any] = {}
+  text = file.read_text()
+  for name in ("RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS", "T5_SIZE"):
+    # gin breaks a long value into lines, all but the first indented.
+    line = re.search(rf"^{name} = (.*(?:\n[ \t]+.*)*)", text, re.MULTILINE)
+    if line is None:
+      continue
+    value = " ".join(line[1].replace("\\\n", "\n").split())
+    try:
+      found[name] = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+      run.remarks.append(f"{name} in {file.name} is no plain value: {value}")
+  run.recipe, run.size = found.get("RECIPE"), found.get("T5_SIZE")
+  run.dense_steps, run.sparse_steps = found.get("DENSE_STEPS"), found.get("SPARSE_STEPS")
+  if run.recipe == "dense":
+    run.places = {}
+  elif isinstance(given := found.get("SPARSITY_RULES"), Mapping):
+    patterns: dict[str, Any] = {k: v or found.get("PATTERN") for k, v in given.items()}
+    if all(patterns.values()):
+      run.places = single(patterns)
+
+
+_SEVERAL = {"qk": ("q", "k"), "qkv": ("q", "k", "v")}
+
+
+def single(places: Mapping[str, str]) -> dict[str, str]:
+  """The same with q, k and v for qk and qkv, to compare.
+
+  >>> single({"ff": "1:8", "qk": "1:4"})
+  {'ff': '1:8', 'q': '1:4', 'k': '1:4'}
+  """
+  return {
+    part: str(NM.parse(pattern))
+    for place, pattern in places.items()
+    for part in _SEVERAL.get(place, (place,))
+  }
+
+
+def text_of(places: Mapping[str, str]) -> str:
+  """For people.
+
+  >>> text_of({"ff": "1:8", "q": "1:4", "k": "1:4"})
+  '1:8 FF, 1:4 QK'
+  """
+  rest, words = dict(places), {}
+  for name in ("ff", "qkv", "qk"):
+    parts = _SEVERAL.get(name, (name,))
+    patterns = {rest.get(part) for part in parts}
+    if len(patterns) == 1 and (pattern := patterns.pop()):
+      words[name.upper()] = pattern
+      for part in parts:
+        del rest[part]
+  return ", ".join(f"{pattern} {place}" for place, pattern in {**words, **rest}.items())

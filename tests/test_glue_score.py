@@ -1,0 +1,585 @@
+"""nm-sparsity glue score: from what seqio wrote to a row of Table 12 beside the published one."""
+
+import base64
+import csv
+import io
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nm_sparsity_jax import cli, glue
+from nm_sparsity_jax.commands import _events, _published, _runs, glue_score
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TABLES = _published.tables()
+ROWS = TABLES["table12"]
+PAPER = [p for name in TABLES for p in sorted((ROOT / "gin_configs/paper").glob(f"{name}/*.gin"))]
+TITLES = [c.title for c in glue.COLUMNS]
+
+
+def write(folder, metrics, settings=None, name="nm_glue_{}"):
+  """A run's folder as seqio.JSONLogger leaves it: metrics is config -> step -> metric -> value."""
+  (folder / "inference_eval").mkdir(parents=True)
+  for config, series in metrics.items():
+    lines = [json.dumps({"step": step, **values}) for step, values in series.items()]
+    file = folder / "inference_eval" / f"{name.format(config)}-metrics.jsonl"
+    file.write_text("".join(f"{line}\n" for line in lines))
+  if settings is not None:
+    text = "\n".join(f"{k} = {v!r}" for k, v in settings.items())
+    (folder / "config.gin").write_text(f"import t5x\n\n# Macros:\n{text}\n")
+  return str(folder)
+
+
+def metrics_of(row, steps=(1000,), plus=lambda step: 0.0):
+  """A row of Table 12 as the metrics of a run."""
+  return {
+    c.task: {
+      step: {m: v + plus(step) for m, v in zip(c.metrics, row["columns"][c.title], strict=False)}
+      for step in steps
+    }
+    for c in glue.COLUMNS
+  }
+
+
+def settings_of(row, **more):
+  return dict(
+    RECIPE=row["recipe"], PATTERN=None, SPARSITY_RULES=row["places"] or {"ff": None},
+    DENSE_STEPS=row["dense_steps"] or 0, SPARSE_STEPS=100_000, **more,
+  )  # fmt: skip
+
+
+@pytest.fixture
+def call(capsys):
+  """`nm-sparsity glue score`: (exit code, standard output, standard error)."""
+
+  def score(*argv):
+    code = cli.main(["glue", "score", *argv])
+    return code, *capsys.readouterr()
+
+  return score
+
+
+@pytest.fixture
+def report(call):
+  """The report of one that succeeds."""
+
+  def score(*argv):
+    code, out, err = call(*argv, "--json")
+    assert not code, err
+    return json.loads(out)
+
+  return score
+
+
+# --- the paper ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(26))
+def test_table_12_comes_out_of_the_code_that_scores_a_run(number, tmp_path, report):
+  row = ROWS[number]
+  found = report(write(tmp_path / "run", metrics_of(row), settings_of(row)))["runs"][0]
+  assert found["overall"] == pytest.approx(row["overall"], abs=0.06)
+  assert found["published"]["row"] == row["row"] and found["published"]["table"] == 12
+  assert found["published"]["overall"] == row["overall"]
+  for title, numbers in row["columns"].items():
+    assert list(found["columns"][title]["values"].values()) == numbers[:2][: len(numbers)]
+    assert found["columns"][title]["mean"] == pytest.approx(numbers[-1], abs=0.0501)
+    assert found["published"]["columns"][title]["mean"] == numbers[-1]
+    assert abs(found["delta"][title]) < 0.0501
+  assert not found["missing"] and not found["remarks"]
+  # The pairs by name: MRPC's is F1 first, QQP's accuracy first, whatever the order of the metrics.
+  for title, first in (("MRPC", "f1"), ("QQP", "accuracy"), ("STS-B", "pearson_corrcoef")):
+    assert found["columns"][title]["values"][first] == row["columns"][title][0]
+
+
+def test_tables_4_and_7_are_the_rows_of_table_12_and_the_deltas_are_right():
+  by_row = {}
+  for row in ROWS:
+    if row["dense_steps"] != 0:
+      by_row[row["recipe"], *row["places"].items()] = row["overall"]
+  for row in TABLES["table4"] + TABLES["table7"][:1]:
+    assert row["overall"] == by_row.pop((row["recipe"], *row["places"].items()), 79.4)
+  assert not by_row  # Table 4 has all of them
+  assert [r["overall"] for r in TABLES["table7"]] == [79.4, 79.5, 80.6, 80.9]
+  deltas = []
+  for sr_ste, stepwise in itertools.pairwise(TABLES["table4"]):
+    if "delta" in stepwise:
+      assert sr_ste["recipe"] == "sr_ste" and sr_ste["places"] == stepwise["places"]
+      assert stepwise["overall"] - sr_ste["overall"] == pytest.approx(stepwise["delta"])
+      deltas.append(stepwise["delta"])
+  assert deltas == [-0.4, 1.5, 4.9, 2.3, 5.3]
+  assert all(len(TABLES[f"table{n}"]) == size for n, size in ((4, 16), (5, 13), (7, 4), (12, 26)))
+
+
+def macros(file):
+  """The settings that a gin file of paper/ makes, by the text of the files it includes."""
+  found = {}
+  for line in file.read_text().splitlines():
+    if include := re.match(r"include '(.*)'", line):
+      found |= macros(ROOT / include[1])
+    elif pair := re.match(r"([A-Z_]+) = (.*)", line):
+      found[pair[1]] = pair[2].split("  #")[0]
+  return found
+
+
+@pytest.mark.parametrize("file", PAPER, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_a_run_of_a_paper_file_is_matched_with_the_row_that_its_header_quotes(file, tmp_path):
+  table, said = file.parent.name, file.read_text()
+  text = "\n".join(f"{k} = {v}" for k, v in macros(file).items())
+  (tmp_path / "config.gin").write_text(text)
+  run = _runs.Run(tmp_path, {}, mini=False)
+  _runs._read_settings(run, tmp_path / "config.gin")
+  key = "accuracy" if table == "table5" else "overall"
+  (value,) = re.findall(rf"^# Published: {key} ([\d.]+)", said, re.MULTILINE)
+  rows = [
+    row
+    for row in TABLES[table]
+    if row["recipe"] == run.recipe
+    and _runs.single(row["places"]) == run.places
+    and row.get("dense_steps") in (None, run.dense_steps)
+  ]
+  assert [row[key] for row in rows] == [float(value)]
+  if table == "table5":
+    return
+  row, remark = _published.match(run)
+  assert row["overall"] == float(value)
+  assert bool(remark) == (row["table"] == 7)
+  if table == "table12":  # the header's columns too
+    numbers = re.search(r"overall [\d.]+; (.*?)\.\n", said, re.DOTALL)[1]
+    numbers = [float(n) for n in re.findall(r"(?<![\w-])\d[\d.]*", numbers)]
+    assert numbers == [n for title in TITLES for n in row["columns"][title][:2]]
+
+
+# --- which published row --------------------------------------------------------------------------
+
+STEPWISE = next(r for r in ROWS if r["recipe"] == "sdgf_stepwise" and "qkv" in r["places"])
+
+
+@pytest.mark.parametrize(
+  ("change", "row", "remark"),
+  [
+    (dict(SPARSITY_RULES={"ff": "1:8", "q": " 1:8", "v": "1:8", "k": "1:8"}), STEPWISE["row"], ""),
+    (dict(SPARSITY_RULES={"ff": None, "qkv": None}, PATTERN="1:8"), STEPWISE["row"], ""),
+    (dict(SPARSITY_RULES={"ff": "1:8", "qk": "1:4"}), None, "no GLUE row for sdgf_stepwise 1:8 FF"),
+    (dict(SPARSITY_RULES={"ff": "1:16"}), None, "no GLUE row for sdgf_stepwise 1:16 FF"),
+    (dict(DENSE_STEPS=0), None, r"no row with 0 dense steps"),
+    (dict(DENSE_STEPS=100, SPARSE_STEPS=1000), STEPWISE["row"], "this run 100 dense steps of 1000"),
+    (dict(T5_SIZE="base"), STEPWISE["row"], ""),
+    (dict(T5_SIZE="small"), STEPWISE["row"], "is of T5 base, not small"),
+    (dict(RECIPE="mdgf_linear"), None, "no GLUE row for mdgf_linear"),
+    (dict(RECIPE="snip", SPARSITY_RULES={"ff": "1:32"}), "SNIP", "Table 7 does not say"),
+    (dict(RECIPE="dense", SPARSITY_RULES={"ff": None}), "Dense", ""),
+    (dict(SPARSITY_RULES="%OTHER"), None, "--pattern tells"),
+  ],
+)
+def test_which_published_row(change, row, remark, tmp_path, report):
+  settings = {**settings_of(STEPWISE), **change}
+  found = report(write(tmp_path / "run", metrics_of(STEPWISE), settings))["runs"][0]
+  assert (found["published"] and found["published"]["row"]) == row
+  if row is None:
+    assert not found["delta"]
+  assert any(re.search(remark, r) for r in found["remarks"]) if remark else not found["remarks"]
+
+
+def test_places_are_compared_one_by_one():
+  single = {"ff": "1:8", "q": "1:4", "k": "1:4"}
+  assert _runs.single({"qk": "1:4", "ff": " 1:8"}) == single
+  assert _runs.text_of(single) == "1:8 FF, 1:4 QK"
+  assert _runs.text_of(single | {"v": "1:4"}) == "1:8 FF, 1:4 QKV"
+  assert _runs.text_of(single | {"v": "1:2", "o": "2:4"}) == "1:8 FF, 1:4 QK, 1:2 v, 2:4 o"
+  assert _runs.text_of({}) == ""
+
+
+def test_gin_breaks_long_values_and_these_are_read(tmp_path):
+  gin = pytest.importorskip("gin")
+  places = {"decoder/cross/qkv": "1:4", "encoder/layers_[0-3]/mlp/.*/kernel": "2:4", "ff": None}
+  bindings = dict(SPARSITY_RULES=places, PATTERN="1:8", RECIPE="idp", DENSE_STEPS=7)
+  gin.clear_config()
+  gin.parse_config([f"{k} = {v!r}" for k, v in bindings.items()] + ["SPARSE_STEPS = %N", "N = 9"])
+  (tmp_path / "config.gin").write_text(gin.config_str())
+  gin.clear_config()
+  run = _runs.Run(tmp_path, {}, mini=False)
+  _runs._read_settings(run, tmp_path / "config.gin")
+  assert run.places == {**places, "ff": "1:8"}
+  assert (run.recipe, run.dense_steps, run.sparse_steps) == ("idp", 7, None)
+  assert run.remarks == ["SPARSE_STEPS in config.gin is no plain value: %N"]
+
+
+def test_what_the_config_does_not_say_is_told(tmp_path, report, call):
+  row = ROWS[22]
+  run = write(tmp_path / "run", metrics_of(row))
+  assert "--recipe tells" in report(run)["runs"][0]["remarks"][0]
+  told = ["--recipe", row["recipe"], "--pattern", "ff=1:8,qkv=1:4"]
+  assert "--dense-steps" in report(run, *told)["runs"][0]["remarks"][0]
+  found = report(run, *told, "--dense-steps", "10000")["runs"][0]
+  assert found["published"]["row"] == row["row"]
+  assert report(run, "--recipe", "dense")["runs"][0]["published"]["row"] == "Dense"
+  other = write(tmp_path / "other", metrics_of(row), settings_of(row))
+  assert report(other, *told)["runs"][0]["published"]["row"] == row["row"]
+  for flag, value in (("--recipe", "idp"), ("--pattern", "1:8"), ("--dense-steps", "0")):
+    code, _, err = call(other, flag, value)
+    assert code == 1 and f"{flag} says" in err
+
+
+def test_mini_glue_and_t5s_own_tasks(tmp_path, report, call):
+  row = ROWS[0]
+  mini = write(tmp_path / "mini", metrics_of(row), settings_of(row), name="nm_glue_mini_{}")
+  t5 = write(tmp_path / "t5", metrics_of(row), settings_of(row), name="glue_{}_v002")
+  (found,) = report(mini)["runs"]
+  assert found["mini"] and found["published"] is None and not found["delta"]
+  assert "mini-GLUE" in call(mini)[1] and "published:" not in call(mini)[1]
+  assert found["overall"] == report(t5)["runs"][0]["overall"] == pytest.approx(86.16, abs=0.01)
+  assert report(t5)["runs"][0]["published"]["row"] == "Dense"
+  code, _, err = call(t5, mini)
+  assert code == 1 and "does not compare with GLUE" in err
+  assert glue.config_of("nm_glue_nope") is None and glue.config_of("super_glue_rte_v102") is None
+  assert [glue.config_of(n) for n in ("nm_glue_mnli_matched", "glue_mnli_matched_v002")] == [
+    ("mnli_matched", False)
+  ] * 2
+
+
+# --- which checkpoint -----------------------------------------------------------------------------
+
+
+def test_best_is_of_the_mean_the_earliest_of_equals_and_the_steps_are_said(tmp_path, report, call):
+  metrics = metrics_of(ROWS[1], steps=(10, 20, 30))
+  metrics["mrpc"] = {
+    30: {"f1": 95.0, "accuracy": 80.0}, 10: {"f1": 90.0, "accuracy": 88.0},
+    20: {"f1": 88.0, "accuracy": 90.0},
+  }  # fmt: skip
+  metrics["rte"] = {10: {"accuracy": 1.0}, 20: {"accuracy": 3.0}, 30: {"accuracy": 2.0}}
+  run = write(tmp_path / "run", metrics, settings_of(ROWS[1]))
+
+  def steps(*flags):
+    found = report(run, *flags)["runs"][0]["columns"]
+    return [found[t]["step"] for t in ("CoLA", "MRPC", "RTE")]
+
+  assert steps() == [10, 10, 20]
+  assert steps("--checkpoint", "last") == [30, 30, 30]
+  assert steps("--checkpoint", "20") == [20, 20, 20]
+  at = next(line for line in call(run)[1].splitlines() if "at step" in line).split()
+  assert at == ["at", "step", "10", "10", "10", "10", "10", "10", "20", "10", "10"]
+  for flag, text in (("best", "best, for each"), ("last", "last, of each"), ("20", "step 20")):
+    assert f"checkpoint  {text}" in call(run, "--checkpoint", flag)[1]
+
+
+@given(st.dictionaries(st.integers(0, 99), st.sampled_from([math.nan, 1.0, 2.0, 3.0]), min_size=1))
+def test_choose_agrees_with_its_definition(values):
+  series = {step: {"f1": v, "accuracy": 4 - v} | {"accuracy": v} for step, v in values.items()}
+  sound = {s: v for s, v in values.items() if v == v}
+  step, remark = glue_score.choose(series, ("f1", "accuracy"), "best")
+  assert step == min((s for s, v in sound.items() if v == max(sound.values())), default=None)
+  assert bool(remark) == (len(sound) < len(values))
+  last, _ = glue_score.choose(series, ("f1",), "last")
+  assert last == (max(values) if max(values) in sound else None)
+
+
+def test_a_partial_run_has_no_overall_and_says_what_is_missing(tmp_path, report, call):
+  metrics = metrics_of(ROWS[1], steps=(10, 20))
+  del metrics["qqp"]
+  metrics["stsb"][10]["spearman_corrcoef"] = math.nan
+  metrics["rte"] = {20: {"accuracy": math.inf}, 30: {"accuracy": 70.0}}
+  del metrics["mrpc"][20]["f1"]
+  run = write(tmp_path / "run", metrics, settings_of(ROWS[1]))
+  (best,) = report(run)["runs"]
+  assert best["overall"] is None and best["missing"] == {"QQP": "no metrics"}
+  assert best["columns"]["STS-B"]["step"] == 20 and best["columns"]["MRPC"]["step"] == 10
+  assert "STS-B: spearman_corrcoef is nan at step 10" in best["remarks"]
+  assert "overall" not in best["delta"] and "CoLA" in best["delta"]
+  (at,) = report(run, "--checkpoint", "20")["runs"]
+  assert at["missing"] == {
+    "QQP": "no metrics", "MRPC": "f1 is missing at step 20", "RTE": "accuracy is inf at step 20",
+  }  # fmt: skip
+  out = call(run, "--checkpoint", "30")
+  assert out[0] == 0  # a row of one column
+  code, out, _ = call(run)
+  row = next(line for line in out.splitlines() if line.startswith("run "))
+  assert not code and row.split()[1] == "-" and row.split()[7] == "-"
+  assert "no overall, missing: QQP (no metrics)" in out
+  code, out, err = call(run, "--checkpoint", "40")
+  assert code == 1 and not out and err.count("\n") == 1
+  assert "no column can be filled" in err and "RTE: no step 40, there is 20, 30" in err
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("files", "said"),
+  [
+    (None, "there is no such folder"),
+    ({"training_eval/nm_glue_rte/x": ""}, "holds no inference_eval/"),
+    ({"inference_eval/nm_wmt-metrics.jsonl": "{}"}, r"no metrics of GLUE.*there is nm_wmt"),
+    (
+      {"inference_eval/nm_glue_rte-metrics.jsonl": '{"step": 1, "accuracy": 5}\n{"step"\n'},
+      r"nm_glue_rte-metrics.jsonl, line 2: no JSON object with a step",
+    ),
+    ({"inference_eval/nm_glue_rte-metrics.jsonl": '{"accuracy": 5}'}, r"line 1: .*'step'"),
+    ({"inference_eval/nm_glue_rte-metrics.jsonl": "[1]\n"}, "line 1: no JSON object"),
+    ({"inference_eval/nm_glue_rte-metrics.jsonl": '{"step": 1.5}\n'}, "step 1.5"),
+    ({"inference_eval/nm_glue_rte-metrics.jsonl": ""}, "no column can be filled"),
+    (
+      {f"inference_eval/{n}_rte-metrics.jsonl": "" for n in ("nm_glue", "nm_glue_mini")},
+      "nm_glue_mini_rte and nm_glue_rte are the same task",
+    ),
+    (
+      {f"inference_eval/nm_glue_{n}-metrics.jsonl": "" for n in ("cola", "mini_rte")},
+      "of GLUE and of mini-GLUE",
+    ),
+    ({"inference_eval/nm_glue_rte/events.out.tfevents.1": "x" * 20}, "the checksum does not agree"),
+  ],
+)
+def test_bad_input_is_one_line_and_no_row(files, said, tmp_path, call):
+  for name, text in (files or {}).items():
+    (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "run" / name).write_text(text)
+  code, out, err = call(str(tmp_path / "run"))
+  assert code == 1 and not out and err.count("\n") == 1
+  assert re.search(said, err), err
+
+
+def test_a_step_that_was_evaluated_twice_counts_with_its_last_result(tmp_path, report):
+  run = pathlib.Path(write(tmp_path / "run", metrics_of(ROWS[0]), settings_of(ROWS[0])))
+  file = run / "inference_eval/nm_glue_rte-metrics.jsonl"
+  same = file.read_text()
+  file.write_text(same * 2)
+  assert not report(str(run))["runs"][0]["remarks"]
+  file.write_text(same + '{"step": 1000, "accuracy": 50.5}\n')
+  (found,) = report(str(run / "inference_eval"))["runs"]  # this folder will do as well
+  assert found["columns"]["RTE"]["mean"] == 50.5 and found["run"] == "run"
+  assert found["published"]["row"] == "Dense"
+  assert found["remarks"] == [
+    "nm_glue_rte was evaluated again at step 1000 with other results: they count"
+  ]
+
+
+# --- TensorBoard ----------------------------------------------------------------------------------
+
+# What seqio 0.0.20 wrote with TensorFlow 2.21: matthews_corrcoef 1.5 without a step, 0.0 at 10,
+# 12.3456789 at 20 and nan at 30; by TF2 also a text, a double and a vector.
+TF2 = """
+PgAAAAAAAADZ0kDnCQAAQIN7wNpBGg1icmFpbi5FdmVudDoyUiQKInRlbnNvcmZsb3cuY29yZS51dGlsLmV2ZW50c193
+cml0ZXKun2bVSQAAAAAAAAA2JQ6jCeoJgYN7wNpBEP///////////wEqMwoxChZldmFsL21hdHRoZXdzX2NvcnJjb2Vm
+QgoIARIAIgQAAMA/SgsKCQoHc2NhbGFyc+VeFxhAAAAAAAAAACgX9JUJfSKBg3vA2kEQCiozCjEKFmV2YWwvbWF0dGhl
+d3NfY29ycmNvZWZCCggBEgAiBAAAAABKCwoJCgdzY2FsYXJz0VpNR0AAAAAAAAAAKBf0lQnyKIGDe8DaQRAUKjMKMQoW
+ZXZhbC9tYXR0aGV3c19jb3JyY29lZkIKCAESACIE54dFQUoLCgkKB3NjYWxhcnPJaGZ8MAAAAAAAAACV9dBfCTupgoN7
+wNpBEBQqIwohCgpldmFsL3dvcmRzQgkIBxIAQgNhIGJKCAoGCgR0ZXh0lLrWLUAAAAAAAAAAKBf0lQklAoODe8DaQRAe
+KjMKMQoWZXZhbC9tYXR0aGV3c19jb3JyY29lZkIKCAESACIEAADAf0oLCgkKB3NjYWxhcnNRvp3vJwAAAAAAAAC74bFG
+CSobhIN7wNpBEB4qGgoYCgZkb3VibGVCDggCEgAiCFVVVVVVVdU/mS5h1ikAAAAAAAAAN/9fAAkYJoSDe8DaQRAeKhwK
+GgoEcGFpckISCAESBBICCAIiCAAAgD8AAABAjAinNg==
+"""
+TF1 = """
+PgAAAAAAAADZ0kDnCQAAgIN7wNpBGg1icmFpbi5FdmVudDoyUiQKInRlbnNvcmZsb3cuY29yZS51dGlsLmV2ZW50c193
+cml0ZXLxRfClNQAAAAAAAADWxV3mCV5vhIN7wNpBEP///////////wEqHwodChZldmFsL21hdHRoZXdzX2NvcnJjb2Vm
+FQAAwD+julHcLAAAAAAAAAD0rsxFCcF5hIN7wNpBEAoqHwodChZldmFsL21hdHRoZXdzX2NvcnJjb2VmFQAAAAAbZzZQ
+LAAAAAAAAAD0rsxFCbR6hIN7wNpBEBQqHwodChZldmFsL21hdHRoZXdzX2NvcnJjb2VmFeeHRUFL+jNLLAAAAAAAAAD0
+rsxFCY17hIN7wNpBEB4qHwodChZldmFsL21hdHRoZXdzX2NvcnJjb2VmFQAAwH+m9EOU
+"""
+TAG = "eval/matthews_corrcoef"
+VALUES = [(-1, TAG, 1.5), (10, TAG, 0.0), (20, TAG, 12.3456789), (30, TAG, math.nan)]
+
+
+def approx(entries):
+  return [(step, tag, pytest.approx(v, rel=1e-7, nan_ok=True)) for step, tag, v in entries]
+
+
+@pytest.mark.parametrize(("data", "more"), [(TF2, [(30, "double", 1 / 3)]), (TF1, [])])
+def test_events_as_tensorflow_wrote_them(data, more, tmp_path):
+  file = tmp_path / "events.out.tfevents.1"
+  file.write_bytes(raw := base64.b64decode(data))
+  assert list(_events.scalars(file)) == approx([*VALUES, *more])
+  if more:  # the double is not rounded
+    assert list(_events.scalars(file))[-1][2] == 1 / 3
+  file.write_bytes(raw[: raw.index(b"eval", raw.index(b"eval") + 1)])  # in the second record
+  assert list(_events.scalars(file)) == approx(VALUES[:1])
+  for at in (3, 10, 40, 100, len(raw) - 2):  # a bit flips in a length, a checksum, or data
+    broken = bytearray(raw)
+    broken[at] ^= 4
+    file.write_bytes(bytes(broken))
+    with pytest.raises(ValueError, match="broken at byte"):
+      list(_events.scalars(file))
+
+
+def test_a_message_that_ends_in_the_middle_is_an_error():
+  with pytest.raises(IndexError):
+    list(_events._fields(b"\x0a\x05abc"))
+  assert _events._tensor(b"\x08\x01\x2a\x04" + struct.pack("<f", 2.5)) == 2.5  # float_val, packed
+
+
+def test_events_and_jsonl_of_the_same_run_give_the_same_row(tmp_path, report):
+  """By seqio's own loggers."""
+  loggers = pytest.importorskip("seqio", reason="writes with seqio").loggers
+  from seqio import metrics as seqio_metrics
+
+  row, folders = ROWS[8], {}
+  for name in ("JSONLogger", "TensorBoardLogger", "TensorBoardLoggerV1"):
+    folders[name] = tmp_path / name
+    (folders[name] / "inference_eval").mkdir(parents=True)
+    logger = getattr(loggers, name)(str(folders[name] / "inference_eval"))
+    for task, series in metrics_of(row, (10, 20, 30), lambda step: -abs(step - 20) / 7).items():
+      for step, values in series.items():
+        scalars = {k: seqio_metrics.Scalar(v) for k, v in values.items()}
+        logger(f"nm_glue_{task}", step, scalars, None, None, None)
+    text = "\n".join(f"{k} = {v!r}" for k, v in settings_of(row).items())
+    (folders[name] / "config.gin").write_text(text)
+  first, *others = [report(str(folder))["runs"][0] for folder in folders.values()]
+  assert first["overall"] == pytest.approx(80.9, abs=0.06)
+  for other in others:
+    assert other["overall"] == pytest.approx(first["overall"], rel=1e-6)
+    assert other["published"] == first["published"] and not other["remarks"]
+    for title in TITLES:
+      assert other["columns"][title]["step"] == 20
+      assert other["columns"][title]["mean"] == pytest.approx(first["columns"][title]["mean"])
+
+
+def test_events_fill_the_steps_that_jsonl_lacks(tmp_path, report):
+  metrics = {"cola": {20: {"matthews_corrcoef": 12.3456789}}}
+  run = pathlib.Path(write(tmp_path / "run", metrics))
+  (run / "inference_eval/nm_glue_cola").mkdir()
+  (run / "inference_eval/nm_glue_cola/events.out.tfevents.1").write_bytes(base64.b64decode(TF2))
+  assert set(_runs.read(str(run)).tasks["cola"][30]) == {"matthews_corrcoef"}  # of eval/ alone
+  (last,) = report(str(run), "--checkpoint", "10")["runs"]
+  assert last["columns"]["CoLA"]["mean"] == 0.0
+  (best,) = report(str(run))["runs"]
+  assert best["columns"]["CoLA"] == {
+    "step": 20, "values": metrics["cola"][20], "mean": 12.3456789,
+  }  # fmt: skip
+  assert not any("differ" in r for r in best["remarks"])
+  (run / "inference_eval/nm_glue_cola-metrics.jsonl").write_text(
+    '{"step": 20, "matthews_corrcoef": 13}\n'
+  )
+  (other,) = report(str(run))["runs"]
+  assert other["columns"]["CoLA"]["mean"] == 13
+  assert any("events differ from nm_glue_cola-metrics.jsonl at step 20" in r
+             for r in other["remarks"])  # fmt: skip
+
+
+def test_neither_command_imports_anything_heavy(tmp_path):
+  """Not when it works, either: events are read, a zip is checked."""
+  run = pathlib.Path(write(tmp_path / "run", {"rte": {1: {"accuracy": 50}}}))
+  (run / "inference_eval/nm_glue_cola").mkdir()
+  (run / "inference_eval/nm_glue_cola/events.out.tfevents.1").write_bytes(base64.b64decode(TF2))
+  (tmp_path / "nm_glue_mini_rte-predict.jsonl").write_text(
+    '{"inputs": {"idx": 0}, "prediction": "entailment"}\n'
+  )
+  code = """
+import sys
+from nm_sparsity_jax import cli
+assert cli.main(["glue", "score", "run"]) == 0
+assert cli.main(["glue", "submit", ".", "--mini", "--out", "z"]) == 0
+heavy = ("jax", "numpy", "tensorflow", "seqio", "gin", "tensorboard")
+print([m for m in heavy if m in sys.modules])
+"""
+  env = {**os.environ, "PYTHONPATH": str(ROOT)}
+  command = [sys.executable, "-c", code]
+  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+  assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(tmp_path):
+  """Three runs: a has the best of all but RTE; b that; c lacks QQP, and its name needs escapes."""
+  a, b, c = metrics_of(ROWS[2]), metrics_of(ROWS[7]), metrics_of(ROWS[17])
+  b["rte"][1000]["accuracy"] = 90.0
+  del c["qqp"]
+  return [
+    write(tmp_path / "a", a, settings_of(ROWS[2])),
+    write(tmp_path / "b", b, settings_of(ROWS[7])),
+    write(tmp_path / "c_50%|x", c, settings_of(ROWS[17])),
+  ]
+
+
+def test_several_runs_mark_the_best_of_each_column(three, tmp_path, report, call):
+  found = report(*three)
+  assert found["runs"][1]["delta"]["RTE"] == pytest.approx(90 - 72.6)
+  assert found["best"] == {t: ["b"] if t == "RTE" else ["a"] for t in ["overall", *TITLES]}
+  assert not report(three[0])["best"]
+  lines = call(*three)[1].splitlines()
+  marked = {line.split()[0]: line.count("*") for line in lines if re.match("(a|b|c_50%.x) ", line)}
+  # Each name comes again below, among the notes, where nothing is marked.
+  rows = {line.split()[0]: line for line in reversed(lines) if line and line[0] != " "}
+  assert set(marked) == {"a", "b", "c_50%|x"}
+  assert [rows[n].count("*") for n in ("a", "b", "c_50%|x")] == [9, 1, 0]
+  # What prints as the same number is marked alike.
+  twin = metrics_of(ROWS[2], plus=lambda step: 0.01)
+  found = report(three[0], write(tmp_path / "twin", twin))
+  assert found["best"]["CoLA"] == ["a", "twin"]
+
+
+def test_text_is_aligned_and_fits(three, call):
+  _, out, _ = call(*three)
+  table = out.split("\n\n")[0].splitlines()
+  assert max(map(len, out.splitlines())) <= 120
+  heads = [m.end() for m in re.finditer(r"\S+", table[0])]
+  rows = [line for line in table[2:] if re.match(r"\S|  published|  delta", line)]
+  ends = [[m.end() for m in re.finditer(r"(?<= )[+-]?[\d.]*(?=[* ]|$)", r) if m[0]] for r in rows]
+  assert len(rows) == 9 and [e[-10:] for e in ends] == [[h - 1 for h in heads]] * 9
+  assert "-0.0" not in out
+  assert re.search(r"^ +MCC +Acc +Acc +F1/Acc +Acc +Acc/F1 +Acc +Acc +P/S$", table[1])
+  assert any(line.split()[:3] == ["92.4/89.5", "91.8/89.0", "87.9/87.7"] for line in table)
+
+
+def test_markdown(three, call):
+  _, out, _ = call(*three, "--markdown")
+  table, notes = out.rstrip().split("\n\n")
+  lines = table.splitlines()
+  assert len({len(line) for line in lines}) == 1  # the source is aligned
+  cells = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+  assert {len(row) for row in cells} == {11}
+  assert re.fullmatch(r":-+", cells[1][0]) and all(re.fullmatch(r"-+:", c) for c in cells[1][1:])
+  rows = {row[0]: row for row in cells[2:]}
+  assert rows["a"][1] == "**84.1**" and rows["a"][5] == "**92.4/89.5 (91.0)**"
+  assert rows["b"][8] == "**90.0**" and rows["b"][1] != "**"
+  assert rows[r"c\_50%\|x"][1] == rows[r"c\_50%\|x"][7] == "-"
+  assert [row[0] for row in cells[2:]].count("published") == 3
+  assert r"- c\_50%\|x: no overall, missing: QQP (no metrics)" in notes
+  assert "- a at steps: CoLA 1000, MNLI-m 1000" in notes
+
+
+def test_latex(three, call):
+  _, out, _ = call(*three, "--latex")
+  lines = out.splitlines()
+  body = [line for line in lines if not line.startswith("%")]
+  assert body[0] == r"\begin{tabular}{lrrrrrrrrrr}" and body[-1] == r"\end{tabular}"
+  rows = [line for line in body[1:-1] if line != r"\hline"]
+  assert all(len(re.findall(r"(?<!\\)&", row)) == 10 and row.endswith(r" \\") for row in rows)
+  assert not [row for row in rows if re.search(r"(?<!\\)[%_#]", row)]
+  assert any(row.startswith(r"c\_50\%|x & - &") for row in rows)
+  assert any(row.startswith(r"a & \textbf{84.1} & ") for row in rows)
+  assert any("$+$" in row or "$-$" in row for row in rows if row.startswith("delta"))
+  assert r"\&\%\$\#\_\{\}\textasciitilde{}\textasciicircum{}\textbackslash{}" == (
+    "&%$#_{}~^\\".translate(glue_score._LATEX)
+  )
+
+
+def test_csv(three, report, call):
+  _, out, _ = call(*three, "--csv")
+  rows = list(csv.DictReader(io.StringIO(out)))
+  assert [r["kind"] for r in rows] == ["run", "step", "published", "delta"] * 3 + ["best"]
+  run, step, published, delta = rows[:4]
+  (first, *_) = report(*three)["runs"]
+  assert float(run["overall"]) == first["overall"] and float(run["QQP f1"]) == 89.0
+  assert float(run["QQP"]) == pytest.approx(90.4) and step["QQP"] == "1000"
+  assert (published["overall"], published["MRPC"], published["MRPC f1"]) == ("84.1", "91.0", "92.4")
+  assert float(delta["CoLA"]) == 0 and run["pattern"] == "1:4 FF" and run["dense_steps"] == "10000"
+  assert rows[-1]["RTE"] == "b" and rows[8]["overall"] == rows[8]["QQP"] == ""
+
+
+def test_forms_exclude_each_other_and_bad_words_are_2(tmp_path):
+  for argv in (["--json", "--csv"], ["--checkpoint", "first"], ["--pattern", "8"], []):
+    with pytest.raises(SystemExit) as e:
+      cli.main(["glue", "score", *argv, *(["x"] if argv else [])])
+    assert e.value.code == 2
