@@ -585,20 +585,38 @@ def test_model_parallel(name, network):
   assert_equal(got[8][1], got[1][1], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sr_ste", "sdgf_stepwise"])
-def test_masks_add_no_communication(name, request):
-  """The compiled train step has the collectives of T5X's own dense one."""
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+  "name, network, parts",
+  [
+    ("sr_ste", "t5", None),
+    ("sdgf_stepwise", "t5", None),
+    pytest.param("sr_ste", "ours", 4, marks=SLOW),
+    pytest.param("idp", "t5", 4, marks=SLOW),
+    pytest.param("idp", "ours_scanned", None, marks=SLOW),
+  ],
+)
+def test_masks_add_no_communication(name, network, parts, request):
+  """The compiled train step has the collectives of the dense one.
+
+  With microbatches lambda needs the number of the whole batch's targets: one scalar to reduce.
+  """
   jax.config.update("jax_disable_most_optimizations", False)
   request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", True))
   counts = {}
   for dense in (True, False):
     rules = nms.Rules({place: recipe(name) for place in ("ff", "qkv", "o")})
-    model, partitioner = make(rules, dense=dense), Devices(8, 2)
+    model, partitioner = make(rules, network, dense=dense), Devices(8, 2)
     cls = trainer.Trainer if dense else t5x_adapter.SparseTrainer
-    run = begin(model, partitioner, cls=cls)
-    compiled = partitioner.compile(run._partitioned_train_step, run.train_state, batch_of())
-    counts[dense] = collectives(compiled)
-  assert sum(counts[True].values()) and counts[False] == counts[True]
+    run = begin(model, partitioner, network, cls=cls, num_microbatches=parts)
+    batch = batch_of(network=network)
+    counts[dense] = collectives(
+      partitioner.compile(run._partitioned_train_step, run.train_state, batch)
+    )
+  counts[True]["all-reduce"] += bool(parts)
+  assert sum(counts[True].values()) > 1 and counts[False] == counts[True]
 
 
 # --- checkpoints --------------------------------------------------------------------------------
