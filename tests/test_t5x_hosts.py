@@ -1,6 +1,7 @@
-"""Two processes that find each other, as two hosts do: train, resume to the same bits, evaluate."""
+"""Two processes that find each other, as two hosts do: train, resume to the same bits, predict."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import shutil
@@ -33,9 +34,9 @@ RULES = dict(
 # As docs/t5x.md has it, but for the addresses, which a TPU knows by itself.
 LAUNCH = """
 import jax, runpy, sys
-address, index = sys.argv.pop(1), int(sys.argv.pop(1))
+module, address, index = sys.argv.pop(1), sys.argv.pop(1), int(sys.argv.pop(1))
 jax.distributed.initialize(address, 2, index)
-runpy.run_module("t5x.eval", run_name="__main__", alter_sys=True)
+runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
@@ -52,7 +53,7 @@ def two(folder, command, *files, **macros):
     address = f"localhost:{free.getsockname()[1]}"
 
   def start(index):
-    args = ["-c", LAUNCH, address, str(index)]
+    args = ["-c", LAUNCH, f"t5x.{command}", address, str(index)]
     if command == "train":
       cluster = [f"--coordinator_address={address}", "--process_count=2"]
       args = ["-m", "t5x.train", "--multiprocess_gpu", *cluster, f"--process_index={index}"]
@@ -90,11 +91,18 @@ def test_two_processes_train_resume_and_evaluate(tmp_path):
   assert all(f"{sparse}/checkpoint_7" in log for log in logs)
   jax.tree.map(np.testing.assert_array_equal, saved_arrays(sparse / "checkpoint_10"), whole)
 
-  # Both hold half of the batch; the evaluation is that of the training.
+  # Each holds half of a batch; together they find what the training found, and predict.
+  common = {"CHECKPOINT_PATH": str(sparse / "checkpoint_7"), "utils.DatasetConfig.batch_size": 16}
   logs = two(
-    tmp_path, "eval", "gin_configs/runs/t5x_eval.gin", TINY,
-    CHECKPOINT_PATH=str(sparse / "checkpoint_7"), EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
-    **{"utils.DatasetConfig.batch_size": 16}, **RULES,
+    tmp_path, "eval", "gin_configs/runs/t5x_eval.gin", TINY, **common, **RULES,
+    EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
   )  # fmt: skip
   assert "Process ID: 0" in logs[0] and "Process ID: 1" in logs[1]
   assert last_metric(tmp_path / "eval") == {7: last_metric(sparse)[7]}
+  two(
+    tmp_path, "infer", "gin_configs/runs/t5x_infer.gin", TINY, **common, **RULES,
+    INFER_OUTPUT_DIR=str(tmp_path / "infer"), **{"utils.DatasetConfig.split": "validation"},
+  )  # fmt: skip
+  (written,) = (tmp_path / "infer").glob("*.jsonl-00000-of-00001")
+  lines = [json.loads(line) for line in written.read_text().splitlines()]
+  assert len(lines) == 32 and all("prediction" in line for line in lines)
