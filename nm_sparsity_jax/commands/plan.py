@@ -25,46 +25,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nm_sparsity_jax.commands import _flags
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """T5X's flags, and what is shown."""
+  _flags.add(parser, "where gin files are looked for")
   add = parser.add_argument
-  add("--gin_file", action="append", default=[], metavar="FILE", help="in order; may be repeated")
-  add(
-    "--gin_bindings", action="append", default=[], metavar="'X = VALUE'", help="the same as --gin.X"
-  )
-  add("--gin_search_paths", default=".", metavar="DIR[,DIR]", help="where gin files are looked for")
-  parser.add_argument_group(
-    "overrides", "--gin.X=VALUE sets X, as in T5X; a string needs quotes: --gin.RECIPE=\"'sr_ste'\""
-  )
   add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
   add("--plot", metavar="FILE.png", help="draw the schedule (needs matplotlib)")
   add("--json", action="store_true", help="print the report as JSON")
   add("--all", action="store_true", help="list everything, also what is long")
-  for name in (  # T5X's, without a meaning here
-      "tfds_data_dir", "seqio_additional_cache_dirs", "multiprocess_gpu", "coordinator_address",
-      "process_count", "process_index", "initialization_timeout",
-  ):  # fmt: skip
-    add(f"--{name}", nargs="?", help=argparse.SUPPRESS)
-  parser.parse_args = _with_overrides(parser)  # type: ignore[method-assign]
-
-
-def _with_overrides(parser: argparse.ArgumentParser):
-  """`parse_args` that knows --gin.X=VALUE, which argparse has no words for."""
-  parse = parser.parse_args
-
-  def parse_args(args=None, namespace=None):
-    rewritten = []
-    for arg in sys.argv[1:] if args is None else args:
-      if arg.startswith("--gin."):
-        if "=" not in arg:
-          parser.error(f"{arg}: give it a value, {arg}=VALUE, without a space")
-        name, _, value = arg.removeprefix("--gin.").partition("=")
-        arg = f"--gin_bindings={name} = {value}"
-      rewritten.append(arg)
-    return parse(rewritten, namespace)
-
-  return parse_args
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,34 @@
+"""From the flags of `train` and `eval` to a gin configuration of the local runner."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from nm_sparsity_jax.commands import _gin, gin_path
+
+_RUNS = {"train": "local_train.gin or local_finetune.gin", "evaluate": "local_eval.gin"}
+
+
+def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:
+  """The configuration, without a mistake in it, and its text."""
+  if not args.gin_file:
+    raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  # As `python -m` does: task modules lie where the user stands.
+  if os.getcwd() not in sys.path and "" not in sys.path:
+    sys.path.insert(0, os.getcwd())
+  paths = [path for path in args.gin_search_paths.split(",") if path]
+  config = _gin.Config([*paths, str(gin_path.find())], args.gin_file, args.gin_bindings)
+  if config.errors:
+    raise ValueError("; ".join(config.errors))
+  if config.program != program:
+    raise ValueError(f"no run file of this command: gin_configs/runs/{_RUNS[program]}")
+  for warning in config.warnings:
+    print(f"warning: {warning}", file=sys.stderr)
+  from gin import config as gin
+
+  return config, gin.config_str()
