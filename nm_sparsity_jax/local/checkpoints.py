@@ -80,6 +80,7 @@ class Checkpoints:
     self._ocp, self._keep = ocp, keep
     self.folder = pathlib.Path(folder).absolute()
     self.best: int | None = None  # the step that is never removed
+    self._saving: int | None = None  # the step that is being written
     options = ocp.CheckpointManagerOptions(
       step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
     )
@@ -94,7 +95,7 @@ class Checkpoints:
 
   def save(self, step: int, tree: Mapping[str, Any]) -> None:
     """Starts to write; the tree may be donated afterwards."""
-    if step in self.steps():
+    if step == self._saving or step in self.steps():
       return
     with self._explained(step), _quiet():
       self.wait()
@@ -104,8 +105,6 @@ class Checkpoints:
       args = self._ocp.args.Composite(state=self._ocp.args.PyTreeSave(tree))
       self._saving = step
       self._manager.save(step, args=args, force=True)
-
-  _saving: int | None = None
 
   def wait(self) -> None:
     """Until the last one is complete."""

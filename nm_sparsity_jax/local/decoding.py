@@ -85,7 +85,7 @@ def beam_search(
   """
   step, cache = _decoder(network, params, inputs, length, beams)
   rows, k = inputs.shape[0], beams
-  penalty = lambda n: ((5.0 + n) / 6.0) ** alpha
+  penalty = lambda n: ((5.0 + jnp.float32(n)) / 6.0) ** alpha
 
   def take(tree, index):  # [b, n, ...] at [b, k] -> [b, k, ...]
     return jax.tree.map(
@@ -102,7 +102,7 @@ def beam_search(
     ids = jnp.take_along_axis(s.live_ids, parent[..., None], 1).at[:, :, s.i].set(token)
     ends = token == eos_id
     live_scores, live = lax.top_k(jnp.where(ends, _NEVER + scores, scores), k)
-    ended = jnp.where(ends, scores / penalty(s.i + 1.0), _NEVER + scores)
+    ended = jnp.where(ends, scores / penalty(s.i + 1), _NEVER + scores)
     ended_scores, best = lax.top_k(jnp.concatenate([s.ended_scores, ended], 1), k)
     ended_ids = take(jnp.concatenate([s.ended_ids, ids], 1), best)
     live_ids, last, parent = take((ids, token, parent), live)
@@ -110,7 +110,7 @@ def beam_search(
     return _Beams(s.i + 1, cache, live_ids, live_scores, last, ended_ids, ended_scores)
 
   def going_on(s: _Beams):
-    reachable = s.live_scores[:, 0] / penalty(length + 1.0)
+    reachable = s.live_scores[:, 0] / penalty(length + 1)
     full = s.ended_scores[:, -1] > _NEVER / 2
     decided = full & (s.ended_scores[:, -1] > reachable)
     return (s.i < length) & ~jnp.all(decided)

@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -95,6 +96,16 @@ class Progress:
       self._first += 1
     else:
       self._tokens += tokens
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """Time that is no step's: to save and to evaluate."""
+    begin = time.monotonic()
+    try:
+      yield
+    finally:
+      if self._clock is not None:
+        self._clock += time.monotonic() - begin
 
   def show(self, step: int, loss: float, kinds: Sequence[tuple[str, str, float, int]]) -> None:
     """The line of a step; `kinds` are of `step.patterns_at`."""

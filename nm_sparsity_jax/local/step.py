@@ -56,13 +56,12 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Summed:
-  """The sums over a batch that every report is made of, in the order of the step's vector."""
+  """The sums over a batch that every report is made of, in the order of their vector."""
 
   loss: float
   z_loss: float
   correct: float
   tokens: float
-  grad_norm: float = 0.0
 
   def scalars(self) -> dict[str, float]:
     """Under T5X's names; the loss is a mean per target token."""
@@ -85,6 +84,7 @@ class Model:
     z_loss: weight of log(Z)^2, which keeps the logits from drifting.
     label_smoothing: share of the probability that goes to all other tokens.
     num_partitions: devices that share each weight; the others share the batch.
+    devices: to run on; None = all local ones.
   """
 
   def __init__(
@@ -94,13 +94,14 @@ class Model:
     z_loss: float = 0.0001,
     label_smoothing: float = 0.0,
     num_partitions: int = 1,
+    devices: Sequence[jax.Device] | None = None,
   ):
     self.network: Any = network
     if self.network.config.rules is not None:
       raise ValueError("the network has rules of its own: give them to the run alone, RULES.")
     self.given_rules = rules
     self.z_loss, self.label_smoothing = z_loss, label_smoothing
-    devices = jax.local_devices()
+    devices = jax.local_devices() if devices is None else devices
     if num_partitions < 1 or len(devices) % num_partitions:
       raise ValueError(
         f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."
@@ -168,21 +169,20 @@ class Model:
     return self.jit(init, out_shardings=self.shardings(self.shapes))(seed_key)
 
   def begin(self, params: Any, optimizer: optax.GradientTransformation, step: int) -> TrainState:
-    """The state of a new run from these parameters."""
-
-    def make(params):
-      with jax.numpy_dtype_promotion("standard"):
-        opt_state = optimizer.init(params)
-      masks = apply.init_state(params, self.rules)
-      return TrainState(jnp.int32(step), params, opt_state, jnp.int32(0), masks)
-
-    shardings = self.shardings(jax.eval_shape(make, params))
+    """The state of a new run from these parameters, which are donated."""
+    shardings = self.shardings(self.state_shapes(optimizer))
+    make = lambda params: self._begin(params, optimizer, step)
     return self.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
   def state_shapes(self, optimizer: optax.GradientTransformation) -> TrainState:
     """Shapes and dtypes of what `begin` makes."""
-    key = jax.random.PRNGKey(0)
-    return jax.eval_shape(lambda: self.begin(self.initial_params(key), optimizer, 0))
+    return jax.eval_shape(lambda params: self._begin(params, optimizer, 0), self.shapes)
+
+  def _begin(self, params, optimizer, step):
+    with jax.numpy_dtype_promotion("standard"):
+      opt_state = optimizer.init(params)
+    masks = apply.init_state(params, self.rules)
+    return TrainState(jnp.int32(step), params, opt_state, jnp.int32(0), masks)
 
   def effective(self, state: TrainState) -> Any:
     """The parameters that the dense network runs with at this state."""
@@ -242,7 +242,9 @@ class Model:
     microbatches: int = 1,
     metrics_every: int | None = None,
   ) -> Callable:
-    """(state, batch) -> (new state, vector of `Summed`, sampled metrics); the state is donated.
+    """(state, batch) -> (new state, sums, sampled metrics); the state is donated.
+
+    The sums are the vector of `Summed`, then the norms of the gradient and of the update.
 
     Args:
       optimizer: of optax; SR-STE's term and the accumulation are not its business.
@@ -262,14 +264,14 @@ class Model:
       tokens = jnp.maximum(summed[3], 1.0)
       grads = pull_back(jax.tree.map(lambda g: g / tokens, grads))[0]
       with jax.numpy_dtype_promotion("standard"):
-        norm = optax.global_norm(grads)
         full = optim.add_sr_ste(grads, state.params, rules, now, masks)
         updates, opt_state = optimizer.update(full, state.opt_state, state.params)
+        norms = jnp.stack([optax.global_norm(grads), optax.global_norm(updates)])
       params = optax.apply_updates(state.params, updates)
       masks = apply.update_state(masks, params, rules, now + 1, grads, grads_at=state.params)
       new = TrainState(state.step + 1, params, opt_state, now + 1, masks)
       sampled = _sample(state, new, grads, rules, metrics_every) if metrics_every else {}
-      return new, jnp.append(summed, norm), sampled
+      return new, jnp.concatenate([summed, norms]), sampled
 
     out = self.shardings(like), self.replicated, self.replicated
     return self.jit(step, donate_argnums=0, out_shardings=out)

@@ -198,8 +198,6 @@ class _Process:
     tree, text = self.checkpoints.restore(step, like, model)
     checkpoints.refuse_other_rules(text, model.given_rules, f"{self.folder}/checkpoint_{step}")
     state = checkpoints.from_tree(tree, like)
-    # Copied by jax, so that the buffers are its own and may be donated.
-    state = jax.tree.map(lambda x: x.copy(), state)
     kept = checkpoints.read_json(self.folder / "evaluations.json", [])
     self.evaluations = [e for e in kept if e["step"] <= step]
     return state, step - int(state.sparse_step)
@@ -222,45 +220,49 @@ class _Process:
       if periods.saves(done, total):
         self._save(state, done)
       if periods.evaluates(done, total):
-        self._evaluate(state, done)
+        with self.progress.paused():
+          self._evaluate(state, done)
     self._save(state, done)
     return state, done
 
   def _look(self) -> None:
     """At the oldest result that has not been looked at: finite? then into the means."""
-    done, summed, sampled = self.pending.popleft()
-    values = np.asarray(summed)
+    done, sums, sampled = self.pending.popleft()
+    values = np.asarray(sums)
     if not np.isfinite(values).all():
-      steps = self.checkpoints.steps()
-      with contextlib.suppress(ValueError):
-        self.checkpoints.wait()
-      last = f"checkpoint_{steps[-1]}" if steps else "none yet"
-      what = "loss" if not np.isfinite(values[0]) else "gradient"
-      raise ValueError(
-        f"the {what} of step {self.offset + done} is not finite. The last good step is "
-        f"{self.offset + done - 1}, the newest checkpoint {last}; nothing was saved since. Lower "
-        "LEARNING_RATE, or clip the gradient, and take another MODEL_DIR."
-      )
+      self._refuse(done, "loss" if not np.isfinite(values[0]) else "gradient or update")
     self.sums.append(values)
     self.progress.count(values[3])
-    every = self.periods.metrics
-    if every and done % every == 0:
-      self.writers["train"].write_scalars(
-        self.offset + done, {k: float(v) for k, v in jax.device_get(sampled).items()}
-      )
+    written: dict[str, float] = {}
+    if self.periods.metrics and done % self.periods.metrics == 0:
+      written |= {name: float(x) for name, x in jax.device_get(sampled).items()}
     if done % self.periods.report == 0 or done == self.total:
-      self._report(done)
+      written |= self._means(done)
+      kinds = patterns_at(self.model.rules, self.model.shapes, done)
+      self.progress.show(self.offset + done, written["loss"], kinds)
+    if written:
+      self.writers["train"].write_scalars(self.offset + done, written)
 
-  def _report(self, done: int) -> None:
+  def _refuse(self, done: int, what: str) -> None:
+    with contextlib.suppress(ValueError):
+      self.checkpoints.wait()
+    steps = self.checkpoints.steps()
+    last = f"checkpoint_{steps[-1]}" if steps else "none"
+    raise ValueError(
+      f"the {what} of step {self.offset + done} is not finite. The last good step is "
+      f"{self.offset + done - 1}, the newest checkpoint {last}; nothing was saved since. Lower "
+      "LEARNING_RATE or lengthen WARMUP_STEPS, with another MODEL_DIR."
+    )
+
+  def _means(self, done: int) -> dict[str, float]:
+    """Over the steps since the last ones."""
     sums = np.sum(self.sums, 0, dtype=np.float64)
     scalars = Summed(*map(float, sums[:4])).scalars()
-    scalars["grad_norm"] = float(sums[4]) / len(self.sums)
-    if (rate := self.run.learning_rate) is not None:
-      scalars["learning_rate"] = float(rate(done - 1))
+    scalars["grad_norm"], scalars["update_norm"] = (sums[4:] / len(self.sums)).tolist()
+    if self.run.learning_rate is not None:
+      scalars["learning_rate"] = float(self.run.learning_rate(done - 1))
     self.sums = []
-    self.writers["train"].write_scalars(self.offset + done, scalars)
-    kinds = patterns_at(self.model.rules, self.model.shapes, done)
-    self.progress.show(self.offset + done, scalars["loss"], kinds)
+    return scalars
 
   def _save(self, state: TrainState, done: int) -> None:
     """After a look at every step that led to it: what is not finite is never saved."""
