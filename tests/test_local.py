@@ -1,12 +1,14 @@
 """The local runner: what it learns, and that nothing that ends a process changes the result."""
 
 import functools
+import itertools
 import json
 import os
 import pathlib
 import resource
 import shutil
 import signal
+import time
 import warnings
 
 import jax
@@ -40,12 +42,24 @@ IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-  """These runs are shorter than compiling for speed."""
-  before = jax.config.values["jax_disable_most_optimizations"]
-  jax.config.update("jax_disable_most_optimizations", True)
+def quick_compilation(tmp_path_factory):
+  """These runs are shorter than compiling for speed, and many compile the same."""
+  from jax.experimental.compilation_cache import compilation_cache
+
+  wanted = dict(
+    jax_disable_most_optimizations=True,
+    jax_compilation_cache_dir=str(tmp_path_factory.mktemp("xla")),
+    jax_persistent_cache_min_compile_time_secs=0.0,
+    jax_persistent_cache_min_entry_size_bytes=-1,
+  )
+  before = {name: jax.config.values[name] for name in wanted}
+  for name, value in wanted.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
   yield
-  jax.config.update("jax_disable_most_optimizations", before)
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
 
 
 def model_of(devices=1, partitions=1, dropout=0.0, dtype="float32", **rules):
@@ -92,7 +106,7 @@ def read(folder, number):
   shapes = reader.metadata(path).item_metadata.tree
   as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
   tree = reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
-  return {"/".join(map(str, path)): x for path, x in jax.tree.flatten_with_path(tree)[0]}
+  return dict(flatten(tree))
 
 
 def assert_same(got, want):
@@ -122,7 +136,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   first, last = lines(dense)[0], lines(dense)[-1]
   assert last["step"] == 120 and last["loss"] < 0.3 < 2 < first["loss"]
 
-  rules = dict(recipe="sr_ste", pattern="1:4", sparse_steps=60, dense_steps=20, finetune_steps=0)
+  rules = dict(recipe="sr_ste", pattern="1:4", sparse_steps=60, dense_steps=30, finetune_steps=0)
   model = model_of(**rules)
   start = dict(initial_checkpoint=str(dense / "checkpoint_120"), pretrained_steps=120)
   steps = train.Periods(evaluate=20, report=20, metrics=20)
@@ -131,12 +145,12 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   # The step goes on; a checkpoint of the dense phase is never the best.
   found = {e["step"]: e for e in json.loads((sparse / "evaluations.json").read_text())}
   assert [e["at_target"] for e in found.values()] == [False, True, True]
-  best = min((140, 160, 180)[1:], key=lambda s: found[s]["loss"]["nm_test_sort"])
+  best = min((160, 180), key=lambda s: found[s]["loss"]["nm_test_sort"])
   assert set(checkpoints.steps_in(sparse)) == {best, 180}
   assert lines(sparse)[1]["loss"] < 0.5  # started from the dense weights
   sampled = [x for x in lines(sparse) if "nm/density" in x]
   assert [x["step"] for x in sampled] == [140, 160, 180]
-  assert [x["nm/density"] for x in sampled] == [0.25] * 3
+  assert [x["nm/density"] for x in sampled] == [1, 0.25, 0.25]
   assert {"nm/D", "nm/n/ff", "nm/m/ff", "nm/flip_rate/all", "nm/second_moment_var/all"} < set(
     sampled[0]
   )
@@ -193,11 +207,11 @@ def whole(tmp_path_factory):
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
-  """Stopped at the end of the dense phase, where a level begins, and a step after."""
+  """Stopped at the end of the dense phase, where a level begins, and within one."""
   model = model_of(dropout=0.1)
   starts = [start for start, _ in model.rules.places["ff"].levels(32)]
-  assert starts == [8, 12, 16]
-  for number in (8, 12, 17):
+  assert starts == [8, 11, 14, 17]
+  for number in (8, 11, 16):
     stop = at_step(number - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train.train(run_of(tmp_path, model, learning_rate=stop, **HARD)) == 0
     # Some steps were under way.
@@ -238,6 +252,8 @@ def test_a_number_that_is_not_finite_stops_the_run(tmp_path):
 
 def test_a_full_disk_loses_nothing(whole, tmp_path):
   def fill():
+    while checkpoints.steps_in(tmp_path) != [6]:
+      time.sleep(0.01)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
 
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -245,7 +261,7 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
   try:
     with pytest.raises(ValueError, match=r"checkpoint_12 could not be written \(.*newest complete "
                        "checkpoint is checkpoint_6"):  # fmt: skip
-      train.train(run_of(tmp_path, model, learning_rate=at_step(7, fill), **HARD))
+      train.train(run_of(tmp_path, model, learning_rate=at_step(8, fill), **HARD))
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
   assert checkpoints.steps_in(tmp_path) == [6]
@@ -274,11 +290,7 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
       assert "checkpoint_24 cannot be read: it is damaged" in str(e)
       assert "goes on from checkpoint_18" in str(e) and "\n" not in str(e)
     else:  # a file that nothing depends on
-      tree["flax_mutables"]["nm_sparsity"]["rules"] = np.asarray(
-        tree["flax_mutables"]["nm_sparsity"]["rules"]
-      )
-      got = {"/".join(k.key for k in keys): x for keys, x in jax.tree.flatten_with_path(tree)[0]}
-      assert_same(jax.device_get(got), whole[1])
+      assert_same(jax.device_get(dict(flatten(tree))), whole[1])
     store.close()
   assert found >= 3
 
@@ -295,32 +307,40 @@ def command(*names, **macros):
   ]  # fmt: skip
 
 
-def test_other_settings_are_refused_by_name(tmp_path, capsys):
-  macros = dict(
-    MODEL_DIR=str(tmp_path / "run"), RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=2, BATCH_SIZE=16,
-    EVAL_STEPS=0, EVALUATOR_NUM_EXAMPLES=0, METRICS_EVERY=None,
-  )  # fmt: skip
-  begin = lambda **more: cli.main(["train", *command(*GIN, **macros, **more)])
-  assert begin() == 0
+def test_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
+  def go(process):  # settings are compared before; this leaves a checkpoint, as a run does
+    (process.folder / "checkpoint_1/state").mkdir(parents=True, exist_ok=True)
+    (process.folder / "checkpoint_1/state/_METADATA").touch()
+    return 0
+
+  monkeypatch.setattr(train._Process, "go", go)
+  macros = dict(MODEL_DIR=str(tmp_path / "run"), RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9)
+  assert cli.main(["train", *command(*GIN, **macros)]) == 0
   assert "sr_ste" in (tmp_path / "run/config.gin").read_text()
-  before = sorted(tmp_path.rglob("*"))
-  # Periods may change; what the result depends on may not.
+  before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
   for change, words in [
-    (dict(PATTERN="1:2"), "pattern='1:4'"),
-    (dict(PATTERN="1:2"), "pattern='1:2'"),
-    (dict(RECIPE="idp"), "recipe='idp'"),
-    (dict(LEARNING_RATE=0.5), "rate=0.5"),
-    (dict(DATA_SEED=3), "source was Source("),
-    (dict(RANDOM_SEED=3), "random_seed was 0, and is 3"),
-    (dict(DTYPE="bfloat16"), "dtype='bfloat16'"),
+    (dict(PATTERN="1:2"), ("pattern='1:4'", "pattern='1:2'")),
+    (dict(RECIPE="idp"), ("recipe='sr_ste'", "recipe='idp'")),
+    (dict(LEARNING_RATE=0.5), ("rate=0.001", "rate=0.5")),
+    (dict(DATA_SEED=3), ("source was Source(", "seed=0", "seed=3")),
+    (dict(RANDOM_SEED=3), ("random_seed was 0, and is 3",)),
+    (dict(DTYPE="bfloat16"), ("dtype='float32'", "dtype='bfloat16'")),
   ]:
     capsys.readouterr()
     assert cli.main(["train", *command(*GIN, **(macros | change))]) == 1
     error = capsys.readouterr().err
-    assert words in error and "was started with other settings" in error, error
+    assert "was started with other settings" in error and all(w in error for w in words), error
     assert len(error.splitlines()) == 1
-  assert sorted(tmp_path.rglob("*")) == before
-  assert cli.main(["train", *command(*GIN, **(macros | dict(STATS_PERIOD=7)))]) == 0
+  assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+  # Periods may change; what the result depends on may not.
+  assert cli.main(["train", *command(*GIN, **macros, STATS_PERIOD=7, EVAL_PERIOD=3)]) == 0
+
+
+def test_checkpoints_of_another_program_are_refused(tmp_path):
+  (tmp_path / "checkpoint_5/state").mkdir(parents=True)
+  (tmp_path / "checkpoint_5/state/_METADATA").touch()
+  with pytest.raises(ValueError, match="another program wrote. Take an empty MODEL_DIR"):
+    train.train(run_of(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -369,8 +389,8 @@ def one_device():
 
 
 @pytest.mark.parametrize(
-  "devices, partitions, microbatches", [(1, 1, 4), (8, 2, 1), (8, 2, 2)]
-)  # fmt: skip
+  "devices, partitions, microbatches", [(1, 1, 4), (8, 2, 2)]
+)
 def test_microbatches_and_devices_change_nothing(devices, partitions, microbatches, one_device):
   params, losses = one_device
   model = model_of(devices, partitions, **SR_STE)
@@ -379,7 +399,7 @@ def test_microbatches_and_devices_change_nothing(devices, partitions, microbatch
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, params)
   if partitions == 2:
     specs = dict(flatten(model.shardings(model.shapes)))
-    assert specs["encoder/layers_0/mlp/wo/kernel"].spec == ("model", None)
+    assert specs["encoder/layers_0/mlp/wo/kernel"].spec == jax.P("model", None)
 
 
 def test_the_step_is_what_the_parts_say(one_device):
@@ -397,7 +417,7 @@ def test_the_step_is_what_the_parts_say(one_device):
     )
     log_z = jax.nn.logsumexp(logits, -1)
     losses = log_z - jnp.sum(logits * jax.nn.one_hot(targets, 384), -1) + 1e-4 * log_z**2
-    return jnp.sum(losses * (targets > 0)) / (targets > 0).sum()
+    return jnp.sum(jnp.where(targets > 0, losses, 0.0)) / np.float32(np.sum(targets > 0))
 
   value, grads = jax.jit(jax.value_and_grad(loss))(params)
   want = jax.device_get(params)
@@ -430,10 +450,16 @@ def test_label_smoothing_is_its_definition():
 
 
 def test_bfloat16_computes_and_float32_stays():
-  params, losses = stepped(model_of(dtype="bfloat16", **SR_STE), steps=1)
-  assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype("float32")}
-  want = stepped(model_of(**SR_STE), steps=1)[1]
-  assert 0 < abs(losses[0][0] - want[0][0]) < 0.02 * want[0][0]
+  batch, found = next(source_of().batches()), {}
+  for dtype in ("float32", "bfloat16"):
+    model = model_of(dtype=dtype, **SR_STE)
+    optimizer = optax.adamw(0.1)
+    state = model.begin(model.initial_params(jax.random.PRNGKey(0)), optimizer, 0)
+    found[dtype] = model.eval_step()(state.params, model.put(batch))[0]
+  assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].nu))} == {
+    np.dtype("float32")
+  }
+  assert 0 < abs(found["bfloat16"] - found["float32"]) < 0.02 * found["float32"]
 
 
 # --- data and reports --------------------------------------------------------------------------
@@ -441,10 +467,12 @@ def test_bfloat16_computes_and_float32_stays():
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_the_stream_is_a_function_of_seed_and_position(pack):
-  take = lambda n, start=0, **k: [b for b, _ in zip(source_of(pack=pack, **k).batches(start), range(n))]  # noqa: B905,E501
-  whole = take(30)  # more than an epoch
+  def take(n, start=0, **fields):
+    return list(itertools.islice(source_of(pack=pack, **fields).batches(start), n))
+
+  whole = take(20)  # more than an epoch
   same = lambda a, b: all((x == y).all() for x, y in zip(a.values(), b.values(), strict=True))
-  for start in (1, 17, 29):
+  for start in (1, 18):
     assert same(take(1, start)[0], whole[start])
   assert not same(whole[0], whole[16]) and not same(take(1, seed=1)[0], whole[0])
   assert ("encoder_segment_ids" in whole[0]) == pack
@@ -473,6 +501,7 @@ def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
 
 
 def test_a_terminal_gets_one_live_line(monkeypatch):
+  monkeypatch.setenv("COLUMNS", "200")
   import io
 
   class Terminal(io.StringIO):

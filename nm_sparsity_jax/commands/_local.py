@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import Any
 
 from nm_sparsity_jax.commands import _gin, gin_path
 
@@ -32,3 +33,11 @@ def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:
   from gin import config as gin
 
   return config, gin.config_str()
+
+
+def argument(config: _gin.Config, name: str) -> Any:
+  """An argument of the program, made; a mistake in it without gin's account of the way there."""
+  try:
+    return config.argument(name)
+  except Exception as e:
+    raise ValueError(_gin.message(e)) from e

@@ -27,4 +27,4 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.local import train
 
   names = ("model", "evaluation", "checkpoint", "output_dir")
-  return train.evaluate(**{name: config.argument(name) for name in names}, config=text)
+  return train.evaluate(**{name: _local.argument(config, name) for name in names}, config=text)

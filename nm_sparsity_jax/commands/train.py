@@ -29,4 +29,4 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.local import train
 
   settings = {k: v for k, v in config.settings("Run").items() if k not in train.FREE}
-  return train.train(config.argument("run"), settings, text)
+  return train.train(_local.argument(config, "run"), settings, text)
