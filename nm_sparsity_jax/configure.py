@@ -108,10 +108,14 @@ def vocabulary(file: str) -> Any:
   """A vocabulary of seqio, which is imported only here.
 
   Args:
-    file: a SentencePiece model, or 'bytes' [VOCABULARY_FILE].
+    file: a SentencePiece model, 'bytes', or 'mini' for mini-GLUE's words [VOCABULARY_FILE].
   """
   import seqio  # type: ignore[import-not-found]
 
+  if file == "mini":
+    from t5x_tasks.vocabulary import mini_words
+
+    return mini_words()
   return seqio.ByteVocabulary() if file == "bytes" else seqio.SentencePieceVocabulary(file)
 
 

@@ -200,7 +200,7 @@ def test_a_file_says_what_it_is_and_imports_what_it_may(file):
 
 def test_every_file_is_of_a_kind_that_is_tested_here():
   fragments = [SPARSITY, *MODELS, *ROWS]
-  fragments += [f"gin_configs/models/{name}.gin" for name in ("common", "t5")]
+  fragments += [f"gin_configs/models/{name}.gin" for name in ("common", "t5", "mini")]
   fragments += [f"gin_configs/recipes/{name}.gin" for name in RECIPES]
   fragments += [f"gin_configs/patterns/{name}.gin" for name in PATTERNS]
   fragments += [f"gin_configs/runs/{name}.gin" for name in RUNS]
@@ -397,6 +397,7 @@ def test_a_model_is_made(file, scan):
 
 GLUE_ROW = "gin_configs/paper/table12/sr_ste_ff_1_4_10k_dense.gin"
 BASE = "gin_configs/models/t5_1_1/base.gin"
+MINI = "gin_configs/models/mini.gin"
 CHOICES = {
   "version": case([BASE], ["T5_VERSION = 't5_1_0'"], ["NETWORK"]),
   "file": case([GLUE_ROW, "gin_configs/paper/t5_1_0.gin"], (), ["NETWORK", "PRETRAINED_STEPS"]),
@@ -418,6 +419,7 @@ CHOICES = {
   "bad version": case([BASE], ["T5_VERSION = 't5'"], ["NETWORK"]),
   "bad size": case([BASE], ["T5_SIZE = 'huge'"], ["NETWORK"]),
   "no path": case([SPARSITY, recipe_of("custom"), pattern_of("ff_1_8")], STEPS),
+  "mini": case([MINI], (), ["NETWORK"]),
   "seqio": case([BASE], (), ["VOCABULARY"]),
 }  # fmt: skip
 
@@ -447,6 +449,11 @@ def test_sizes_from_the_command_line():
   assert "choose one of t5_1_1, t5_1_0" in choice("bad version")["error"]
   assert "choose one of tiny, small" in choice("bad size")["error"]
   assert "custom needs a path" in choice("no path")["error"]
+
+
+def test_the_model_for_mini_glue():
+  network = choice("mini")["NETWORK"]
+  assert [network[k] for k in ("vocab_size", "dtype", "emb_dim")] == [256, "float32", 128]
 
 
 def test_nothing_heavy_is_imported():
@@ -486,6 +493,7 @@ RUN_NEEDS = {
     "PRETRAINED_STEPS": "7_000", **TASK,
   },
   "wmt": {"MODEL_DIR": "'m'", "SPARSE_STEPS": "1000"},
+  "mini": {"MODEL_DIR": "'m'", "SPARSE_STEPS": "1000"},
   "eval": {"CHECKPOINT_PATH": "'c'", "EVAL_OUTPUT_DIR": "'e'", "SPARSE_STEPS": "1000", **TASK},
   "infer": {"CHECKPOINT_PATH": "'c'", "INFER_OUTPUT_DIR": "'i'", "SPARSE_STEPS": "1000", **TASK},
   "infer_glue_test": {
@@ -494,7 +502,10 @@ RUN_NEEDS = {
   },
 }  # fmt: skip
 SIZED = re.compile(r"/(small|base|large|xl|xxl|3B|11B)\.gin")
-MAIN = {"pretrain": "train", "finetune": "train", "wmt": "train", "infer_glue_test": "infer"}
+MAIN = {
+  "pretrain": "train", "finetune": "train", "wmt": "train", "mini": "train",
+  "infer_glue_test": "infer",
+}  # fmt: skip
 FRAGMENTS = ("t5x_adamw", "t5x_adafactor", "t5x_model", "t5x_trainer")  # included, or beside a run
 
 
@@ -541,7 +552,8 @@ def probe_t5x(cases):
   if reason := t5x_found.why_not():
     pytest.skip(reason)
   stub = str(ROOT / "tests/t5x_stub")
-  path = os.pathsep.join([str(ROOT), stub, *filter(None, sys.path), *t5x_found.paths()])
+  # The stub hides the real tasks, which would download.
+  path = os.pathsep.join([stub, str(ROOT), *filter(None, sys.path), *t5x_found.paths()])
   return probe(cases, "t5x", {"PYTHONPATH": path, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
 
 
@@ -579,22 +591,29 @@ def test_a_run_is_made(run, optimizer):
   assert found["save"] == ["float32", True] and found["random_seed"] == 0
   data = found["data"]
   assert data["seed"] == 0 and not data["use_cached"] and data["module"] == "t5x_tasks"
-  assert data["pack"] == (run != "finetune")
+  assert data["pack"] == (run in ("pretrain", "wmt"))
   assert found["loss_normalizing_factor"] == (233472 if run == "wmt" else None)
   # All schedules start with the sparse run, whatever the step of the checkpoint.
   rates = {
     "pretrain": [0.01, 0.01, 0.01, 0.01],
     "finetune": [1e-8, 0.0005, 0.001, 0.001],
     "wmt": [1e-8, 0.0625 / 2 / 1000**0.5, 0.0625 / 1000**0.5, 0.0625 / 4000**0.5],
+    "mini": [1e-8, 0.002, 0.002, 0.002],
   }[run]
   assert list(found["rate"].values()) == pytest.approx(rates, rel=1e-5)
   if optimizer == "adafactor":
     assert found["adafactor_offset"] == start
   else:
-    second = {"pretrain": 0.01, "finetune": 1e-6, "wmt": 0.0625 / 1000 / 1000**0.5}[run]
+    second = {
+      "pretrain": 0.01, "finetune": 1e-6, "wmt": 0.0625 / 1000 / 1000**0.5, "mini": 2e-5,
+    }[run]  # fmt: skip
     assert found["second_update"] == pytest.approx(-second, rel=1e-3)
   if run == "finetune":
     assert found["restore"] == ["float32", True, True]
+  if run == "mini":
+    assert found["infer_eval"] and data["batch_size"] == 64
+    assert data["mixture_or_task_name"] == "nm_glue_mini_proportional"
+    assert data["task_feature_lengths"] == {"inputs": 24, "targets": 4}
   if run == "wmt":
     assert found["infer_eval"] and data["batch_size"] == 512
     assert data["mixture_or_task_name"] == "nm_wmt17_ende"

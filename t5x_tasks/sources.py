@@ -1,0 +1,292 @@
+"""Where rows come from: files on this machine, or memory. TFDS is seqio's own source.
+
+    GLUE's TSV folder -> [read_glue] -> columns -> [Rows]  -> tf.data
+    two text files                            -> [Parallel] -> tf.data
+
+Files are looked at when a dataset is asked for, which in T5X is before training starts. What is
+wrong with them is a ValueError that names the file, the row and the fix.
+
+The rules for rows are those of TensorFlow Datasets (TFDS), so that both routes give the same rows
+with the same `idx`: the zero-based number of the row in its file, header and blank lines not
+counted, `idx` columns not read. A quote is a plain character. A row with too few columns, or with
+an empty class label, is left out, and its number with it.
+"""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import seqio
+import tensorflow as tf
+from absl import logging
+
+from nm_sparsity_jax import glue
+
+Columns = Mapping[str, np.ndarray]
+
+
+class Rows(seqio.DataSource):
+  """Rows held in memory, read a split at a time and shuffled as a whole.
+
+  Args:
+    read: split -> columns of equal length.
+    splits: the splits that there are.
+  """
+
+  def __init__(self, read: Callable[[str], Columns], splits: Iterable[str]):
+    super().__init__(splits=tuple(splits))
+    self._columns = functools.cache(read)
+
+  @property
+  def supports_arbitrary_sharding(self) -> bool:
+    return False
+
+  def get_dataset(self, split, shuffle=True, seed=None, shard_info=None, **unused):
+    """All rows of a split, in the order of `idx` unless they are shuffled."""
+    _not_sharded(shard_info)
+    columns: Any = self._columns(split)
+    if shuffle:
+      order = np.random.default_rng(None if seed is None else int(seed)).permutation(
+        self.num_input_examples(split)
+      )
+      columns = {name: column[order] for name, column in columns.items()}
+    return tf.data.Dataset.from_tensor_slices(columns)
+
+  def num_input_examples(self, split: str) -> int:
+    return len(next(iter(self._columns(split).values())))
+
+  def list_shards(self, split: str) -> Sequence[str]:
+    return [split]
+
+
+def _not_sharded(shard_info) -> None:
+  """seqio shards the examples of a source that lists one shard; see `Task.get_dataset`."""
+  assert shard_info is None or shard_info.num_shards == 1
+
+
+def columns(rows: Sequence[Mapping[str, Any]], config: str) -> Columns:
+  """Rows of GLUE as columns, with the dtypes of TFDS."""
+  task = glue.TASKS[config]
+  label = np.float32 if task.regression else np.int64
+  dtypes = {**dict.fromkeys(task.fields, object), "label": label, "idx": np.int32}
+  return {name: np.array([row[name] for row in rows], dtypes[name]) for name in dtypes}
+
+
+# --- GLUE's TSV folder ----------------------------------------------------------------------------
+
+_FOLDERS = {
+  "cola": "CoLA", "sst2": "SST-2", "mrpc": "MRPC", "qqp": "QQP", "stsb": "STS-B", "mnli": "MNLI",
+  "mnli_matched": "MNLI", "mnli_mismatched": "MNLI", "qnli": "QNLI", "rte": "RTE", "wnli": "WNLI",
+  "ax": "diagnostic",
+}  # fmt: skip
+_LABEL_COLUMNS = {
+  "mrpc": "Quality", "qqp": "is_duplicate", "stsb": "score", "mnli": "gold_label",
+  "mnli_matched": "gold_label", "mnli_mismatched": "gold_label",
+}  # fmt: skip
+_NLI_COLUMNS = {"premise": "sentence1", "hypothesis": "sentence2"}
+_TEXT_COLUMNS = {
+  "mrpc": {"sentence1": "#1 String", "sentence2": "#2 String"},
+  "mnli": _NLI_COLUMNS,
+  "mnli_matched": _NLI_COLUMNS,
+  "mnli_mismatched": _NLI_COLUMNS,
+  "ax": _NLI_COLUMNS,
+}
+_MRPC_TRAIN, _MRPC_TEST = "msr_paraphrase_train.txt", "msr_paraphrase_test.txt"
+_MRPC_DEV_IDS = "dev_ids.tsv"
+
+
+def glue_file(folder: str | os.PathLike, config: str, split: str) -> pathlib.Path:
+  """The file that holds a split.
+
+  MRPC's own three files come before train.tsv, dev.tsv and test.tsv, for TFDS numbers its rows by
+  them.
+  """
+  home = pathlib.Path(folder) / _FOLDERS[config]
+  name = split.replace("validation", "dev")
+  if config.startswith("mnli_"):
+    name += config.removeprefix("mnli")
+  if config == "ax":
+    name = "diagnostic"
+  path = home / f"{name}.tsv"
+  if config == "mrpc" and (home / _MRPC_TRAIN).is_file():
+    path = home / (_MRPC_TEST if split == "test" else _MRPC_TRAIN)
+  if not path.is_file():
+    raise ValueError(
+      f"no file {path}, for the split {split} of GLUE's {config}. GLUE_DATA_DIR (or data_dir) must "
+      f"be the folder that holds {', '.join(dict.fromkeys(_FOLDERS.values()))}, as GLUE's download "
+      "script makes it; without it the data come from TFDS."
+    )
+  return path
+
+
+def read_glue(folder: str | os.PathLike, config: str, split: str) -> Columns:
+  """Reads one split of GLUE from its official TSV files."""
+  path = glue_file(folder, config, split)
+  try:
+    with path.open(encoding="utf-8-sig", newline=None) as file:
+      rows = _rows(file, path, config, split)
+  except (UnicodeDecodeError, csv.Error) as e:
+    raise ValueError(f"{path} is not tab-separated text in UTF-8: {e}. Download it again.") from e
+  if not rows:
+    raise ValueError(
+      f"{path} has no row for the split {split} of {config}: it is empty, or no row has all the "
+      "columns, tab-separated. Download it again."
+    )
+  return columns(rows, config)
+
+
+def _rows(file: Iterable[str], path: pathlib.Path, config: str, split: str) -> list[dict[str, Any]]:
+  task = glue.TASKS[config]
+  lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+  test = split.startswith("test")
+  if config == "cola" and not test:  # the one file without a header
+    at, label_at = {"sentence": 3}, 1
+  else:
+    head = next(lines, [])
+    label_column = _LABEL_COLUMNS.get(config, "label")
+    names = {field: _TEXT_COLUMNS.get(config, {}).get(field, field) for field in task.fields}
+    needed = list(names.values()) if test else [*names.values(), label_column]
+    if missing := [name for name in needed if name not in head]:
+      raise ValueError(
+        f"{path}, line 1: no column {', '.join(map(repr, missing))}, which {config} needs; the "
+        f"header is {head}. Is it GLUE's own file, with tabs between columns?"
+      )
+    at = {field: head.index(name) for field, name in names.items()}
+    label_at = head.index(label_column) if label_column in head else None
+    if config == "mrpc" and test:
+      label_at = None  # MRPC's own test file has labels, GLUE hides them
+  keep = _mrpc_part(path, head, split) if path.name == _MRPC_TRAIN else None
+  width = max([*at.values(), label_at or 0]) + 1
+
+  rows, left_out = [], []
+  for idx, cells in enumerate(filter(None, lines)):
+    if len(cells) < width or (label_at is not None and not cells[label_at]):
+      left_out.append(lines.line_num)
+    elif keep is None or keep(cells):
+      label = -1 if label_at is None else _label(cells[label_at], task, path, lines.line_num)
+      rows.append({**{f: cells[i] for f, i in at.items()}, "label": label, "idx": idx})
+  if left_out:
+    logging.warning(
+      "%s: left out %d rows without all columns, as TFDS does; lines %s%s",
+      path, len(left_out), left_out[:5], " ..." if len(left_out) > 5 else "",
+    )  # fmt: skip
+  return rows
+
+
+def _label(text: str, task: glue.Task, path: pathlib.Path, line: int) -> int | float:
+  if task.regression:
+    try:
+      value = float(text)
+    except ValueError:
+      value = math.nan
+    if 0 <= value <= 5:
+      return value
+    want = "a number from 0 to 5"
+  else:
+    if text in task.labels:
+      return task.labels.index(text)
+    try:
+      value = int(text)
+    except ValueError:
+      value = -1
+    if 0 <= value < len(task.labels):
+      return value
+    want = f"one of {', '.join(task.labels)}, or 0 to {len(task.labels) - 1}"
+  raise ValueError(
+    f"{path}, line {line}: the label {text!r} of {task.name} is not {want}. Mend or delete the row."
+  )
+
+
+def _mrpc_part(path: pathlib.Path, head: list[str], split: str) -> Callable[[list[str]], bool]:
+  """Whether a row of MRPC's own training file is one of this split."""
+  ids = path.with_name(_MRPC_DEV_IDS)
+  if not ids.is_file():
+    raise ValueError(
+      f"no file {ids}, which says what rows of {path.name} are for validation. GLUE's download "
+      f"script fetches it. Or remove {path.name}: train.tsv and dev.tsv are read then."
+    )
+  pair = [head.index(name) for name in ("#1 ID", "#2 ID")]
+  with ids.open(encoding="utf-8-sig") as file:
+    lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+    held_out = {tuple(cells[:2]) for cells in lines}
+  return lambda cells: (tuple(cells[i] for i in pair) in held_out) == (split == "validation")
+
+
+# --- two text files -------------------------------------------------------------------------------
+
+_SHUFFLED = 100_000  # lines; seqio's own buffer of 1000 would leave a corpus nearly in its order
+
+
+class Parallel(seqio.DataSource):
+  """Two plain text files, line by line translations of each other: STEM.en and STEM.de.
+
+  Streamed, since a training set has millions of lines. A pair with an empty side is left out, as
+  TFDS does. Training from files in the order of their corpora shuffles badly: shuffle them once.
+
+  Args:
+    folder: where the files are.
+    stems: split -> STEM.
+    languages: the endings, which name the features.
+  """
+
+  def __init__(self, folder: str | os.PathLike, stems: Mapping[str, str], languages: Sequence[str]):
+    super().__init__(splits=tuple(stems))
+    self._folder, self._stems, self._languages = pathlib.Path(folder), dict(stems), languages
+    self._lines = functools.cache(self._count)
+
+  @property
+  def supports_arbitrary_sharding(self) -> bool:
+    return False
+
+  def _paths(self, split: str) -> list[pathlib.Path]:
+    return [self._folder / f"{self._stems[split]}.{language}" for language in self._languages]
+
+  def _count(self, split: str) -> int:
+    """Lines of each file, or what is wrong with them."""
+    for path in (paths := self._paths(split)):
+      if not path.is_file():
+        raise ValueError(
+          f"no file {path}, for the split {split}. WMT_DATA_DIR (or data_dir) must be a folder "
+          f"with {' and '.join(p.name for p in paths)}; without it the data come from TFDS."
+        )
+    first, second = counts = [_lines(path) for path in paths]
+    if first != second or not first:
+      said = " and ".join(f"{p} has {n} lines" for p, n in zip(paths, counts, strict=True))
+      raise ValueError(f"{said}: give two files with a line for each sentence, the same number.")
+    return first
+
+  def get_dataset(self, split, shuffle=True, seed=None, shard_info=None, **unused):
+    """Pairs in the order of the files unless they are shuffled."""
+    _not_sharded(shard_info)
+    self._lines(split)
+    both = tuple(tf.data.TextLineDataset(str(path)) for path in self._paths(split))
+    data = tf.data.Dataset.zip(dict(zip(self._languages, both, strict=True)))
+    full: Any = lambda pair: tf.reduce_all([pair[x] != "" for x in self._languages])
+    data = data.filter(full)
+    return data.shuffle(_SHUFFLED, seed=seed) if shuffle else data
+
+  def num_input_examples(self, split: str) -> int:
+    """Lines of each file, those with an empty side too."""
+    return self._lines(split)
+
+  def list_shards(self, split: str) -> Sequence[str]:
+    return [split]
+
+
+def _lines(path: pathlib.Path) -> int:
+  """Lines as `tf.data.TextLineDataset` counts them: the last may lack its line feed."""
+  count, last = 0, b"\n"
+  with path.open("rb") as file:
+    while block := file.read(1 << 24):
+      count += block.count(b"\n")
+      last = block[-1:]
+  return count + (last != b"\n")

@@ -1,0 +1,257 @@
+"""mini-GLUE: the same bytes everywhere, GLUE's shape, labels that its own rules give, learnable."""
+
+import collections
+import doctest
+import hashlib
+import json
+import re
+import warnings
+
+import numpy as np
+import pytest
+import tasks_found
+
+from nm_sparsity_jax import glue
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TensorFlow and seqio, on their own account
+
+if reason := tasks_found.why_not():
+  pytest.skip(reason, allow_module_level=True)
+
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore")
+  from t5x_tasks import metrics, mini, vocabulary
+
+FEW = {"train": 40, "validation": 30, "test": 20}
+# SHA-256 of all rows of the default size and seed, as JSON lines with sorted keys.
+DIGESTS = {
+  "cola":
+    "3c9399f30642c0c4d3e2e7cafd80f8dbb34aaffc42d3918e6207f6177b7c0703",
+  "sst2":
+    "08e7e3d6e14d8642a76575bae6ef7a7b6051b60b5d34b2dd308e6a016ff4c70e",
+  "mrpc":
+    "02007b0007d5943a3d2e1405b2af1b06951a7b5185a727dc8a4c3fca7603a982",
+  "qqp":
+    "d651383db316d6932b6b38dfd104a8f53a9ab09b2236faa2718b4ec13bbc4afb",
+  "stsb":
+    "4bddec27f26dc282f79acb212f367675066759af7cbc4583faff47f058595d55",
+  "mnli":
+    "ee008ccb0ff47eeef46b685c2c0463930e11da36b0c201c9d87b542da6cb0332",
+  "mnli_matched":
+    "32e987b597653218e88e7e039222e643f02b858f940587920f0f719f27e86427",
+  "mnli_mismatched":
+    "c4f214eec199b12cdd74e92c85c896b6700040b00cd8c8571172234793e12b92",
+  "qnli":
+    "a9df4a548b5c648368e27feed899303396c6fd38693579089f880878e4e297a3",
+  "rte":
+    "175516dda99c43a36aa812bcd03ac9c6efb037047624da7457956bc68d1810bd",
+  "wnli":
+    "99c12d29e87c60f06fc538c319faf2ab54858612e52b5f174cae73f6cb5200c4",
+  "ax":
+    "0187b6abd10c3c075292b7e86b50df821d572d9b50cba8a2d063f4338404fd12",
+}  # fmt: skip
+
+
+def digest(config):
+  splits = {split: mini.make(config, split) for split in glue.TASKS[config].splits}
+  return hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()
+
+
+def test_the_same_bytes_everywhere():
+  assert {config: digest(config) for config in glue.TASKS} == DIGESTS
+
+
+def test_another_seed_gives_other_rows_and_a_larger_size_more_of_the_same():
+  for config in ("cola", "stsb", "mnli"):
+    few = mini.make(config, "train", FEW)
+    assert mini.make(config, "train", FEW, seed=1) != few == mini.make(config, "train")[:40]
+
+
+def test_it_has_the_shape_of_glue():
+  for config, task in glue.TASKS.items():
+    for split in task.splits:
+      rows = mini.make(config, split, FEW)
+      assert [row["idx"] for row in rows] == list(range(FEW[split.split("_")[0]]))
+      assert all(set(row) == {*task.fields, "label", "idx"} for row in rows)
+      labels = {row["label"] for row in rows}
+      if split.startswith("test"):
+        assert labels == {-1}
+      elif task.regression:
+        assert labels <= {k / 5 for k in range(26)} and len(labels) > 8
+      else:
+        assert labels == set(range(len(task.labels)))
+  halves = [mini.make("mnli", f"validation_{half}", FEW) for half in ("matched", "mismatched")]
+  assert halves[0] == mini.make("mnli_matched", "validation", FEW)
+  assert halves[1] == mini.make("mnli_mismatched", "validation", FEW) != halves[0]
+  assert mini.make("ax", "test", FEW) != mini.make("mnli_matched", "test", FEW)
+
+
+def test_classes_are_balanced_and_splits_differ():
+  for config, task in glue.TASKS.items():
+    if "train" in task.splits:
+      train = mini.make(config, "train")
+      counts = collections.Counter(row["label"] for row in train)
+      limit = 0.2 if task.regression else 0.55 if len(task.labels) == 2 else 0.36
+      assert max(counts.values()) < limit * len(train), config
+      assert mini.make(config, sorted(task.splits)[-1])[:9] != train[:9]
+
+
+# --- labels, by rules of the test's own -----------------------------------------------------------
+
+KIND = {
+  thing: kind
+  for kind, things in {
+    "animals": "cats dogs horses", "plants": "oaks roses tulips", "vehicles": "bikes buses cars",
+  }.items()
+  for thing in things.split()
+}  # fmt: skip
+SAME = """
+help assist|call phone|follow trail|cat kitten|dog hound|horse pony|car auto|bus coach|bike cycle
+"""
+MEANS = {word: pair.split()[0] for pair in SAME.split("|") for word in pair.split()}
+
+
+def stem(verb):
+  return MEANS[re.sub("(ed|s)$", "", verb) if verb != "phoned" else "phone"]
+
+
+def below(thing, kind):
+  return thing == kind or KIND.get(thing) == kind
+
+
+def event(text):
+  """(asking or time, verb, who, whom) of `today anna is helped by ben` and its like."""
+  text = text.replace("for what reason", "why").replace("at what time", "when")
+  text = text.replace("in what place", "where").replace("does ", "")
+  words = [w for w in text.split() if w not in ("is", "by")]
+  when = next(w for w in words if w in "why when where today again now daily".split())
+  people = [w for w in words if w in "anna dora emma ben carl otto".split()]
+  (verb,) = [w for w in words if w not in (when, *people)]
+  return (when, stem(verb), *(people[::-1] if " is " in f" {text} " else people))
+
+
+def expected(config, row):
+  one, two = [row[field] for field in glue.TASKS[config].fields + ("idx",)][:2]
+  if config == "cola":
+    words = one.split()
+    found = re.fullmatch(r"the (\w+) ((near|behind|with) the \w+ )?(\w+) the (\w+)", one)
+    verbs = "see like chase sees likes chases".split()
+    if (
+      not found or found[4] not in verbs or any(w in [*verbs, "the"] for w in (found[1], found[5]))
+    ):
+      return 0
+    return int(words[1].endswith("s") != found[4].endswith("s"))
+  if config == "sst2":
+    last = one.split(" but ")[-1].split()
+    return int((last[-1] in "good great funny lovely".split()) != ("not" in last))
+  if config in ("mrpc", "qqp"):
+    return int(event(one) == event(two))
+  if config == "stsb":
+    a, b = [[MEANS.get(w, w) for w in x.split()] for x in (one, two)]
+    a[3], b[3] = stem(a[3]), stem(b[3])
+    weight = [0, 3, 8, 6, 0, 6, 2]
+    same = [w * (x == y) for w, x, y in zip(weight, a, b, strict=True)]
+    words = zip(weight, same, one.split(), two.split(), strict=True)
+    return sum(s // (1 if x == y else 2) for _, s, x, y in words) / 5
+  if config.startswith("mnli"):
+    (who, has, thing), (about, claims, claimed) = (
+      (x[0], "no" not in x, x[2 + ("no" in x)]) for x in (two.split(), one.split())
+    )  # the fields are hypothesis, premise
+    follows = below(thing, claimed) if has else below(claimed, thing)
+    return 1 if who != about or not follows else 0 if has == claims else 2
+  if config == "qnli":
+    return int(one.removeprefix("who ") not in [x.split(" ", 1)[1] for x in two.split(" and ")])
+  if config == "rte":
+    facts = [x.split(" owns ") for x in one.split(" and ")]
+    who, claimed = two.split(" owns ")
+    return int(not any(a == who and below(thing, claimed) for a, thing in facts))
+  assert config == "wnli"
+  women = "anna dora emma".split()
+  return int((two.split()[0] in women) == ("because she" in one))
+
+
+def test_labels_follow_from_the_text():
+  for config, task in glue.TASKS.items():
+    for split in task.splits:
+      if not split.startswith("test"):
+        for row in mini.make(config, split, {"train": 300, "validation": 300}):
+          assert row["label"] == expected(config, row), (config, row)
+
+
+# --- not by counting words ------------------------------------------------------------------------
+
+
+def texts(config, rows):
+  task = glue.TASKS[config]
+  return [
+    " ".join([task.prefix, *(w for f in task.fields for w in (f"{f}:", row[f]))]) for row in rows
+  ]
+
+
+def bag(config, split):
+  rows = mini.make(config, split)
+  ids = {word: i for i, word in enumerate(mini.WORDS)}
+  x = np.zeros((len(rows), len(ids)))
+  for i, text in enumerate(texts(config, rows)):
+    for word in text.split():
+      x[i, ids[word]] += 1
+  return x, np.array([row["label"] for row in rows])
+
+
+def test_counting_words_is_not_enough():
+  import sklearn.ensemble
+  import sklearn.linear_model
+
+  for config, split in (
+    ("cola", "validation"),
+    ("mnli", "validation_matched"),
+    ("rte", "validation"),
+  ):
+    (x, y), (xv, yv) = bag(config, "train"), bag(config, split)
+    for model in (
+      sklearn.linear_model.LogisticRegression(max_iter=500),
+      sklearn.ensemble.RandomForestClassifier(30, random_state=0),
+    ):
+      assert model.fit(x, y).score(xv, yv) < 0.85, (config, model)
+
+
+# --- the vocabulary -------------------------------------------------------------------------------
+
+
+def test_the_vocabulary_says_every_text_and_no_other_word():
+  words = vocabulary.mini_words()
+  assert (words.pad_id, words.eos_id, words.unk_id) == (0, 1, 2) and words.vocab_size <= 256
+  said = {word for k in range(26) for word in [f"{k / 5:.1f}"]} | {"-1.0"}
+  for config, task in glue.TASKS.items():
+    said |= set(task.labels)
+    for split in task.splits:
+      for text in texts(config, mini.make(config, split)):
+        ids = words.encode(text)
+        assert words.unk_id not in ids and words.decode(ids) == text and len(ids) < 24
+        said |= set(text.split())
+  assert said == set(mini.WORDS)
+  for word in (*mini.WORDS, "<unk>"):
+    assert words.decode([*words.encode(word), 1, 5, 0]) == word
+
+
+def test_the_vocabulary_in_tensorflow():
+  words = vocabulary.mini_words()
+  for text in ("rte sentence1: anna owns dogs", "nosuchword not_entailment", "3.8", ""):
+    ids = words.encode(text)
+    assert words.encode_tf(text).numpy().tolist() == ids
+    assert words.decode_tf(words.encode_tf(text)).numpy().decode() == words.decode(ids)
+  batch = np.array([[5, 6, 1, 7], [0, 2, 300, 0]])
+  assert [x.decode() for x in words.decode_tf(batch).numpy()] == [
+    " ".join(mini.WORDS[2:4]), "<unk> <unk>",
+  ]  # fmt: skip
+  assert words == vocabulary.mini_words() != vocabulary.WordVocabulary(["a"])
+  assert hash(words) == hash(vocabulary.mini_words())
+  for bad in (["a", "a"], ["a b"], [""]):
+    with pytest.raises(ValueError, match="different words"):
+      vocabulary.WordVocabulary(bad)
+
+
+def test_the_examples_in_the_docstrings():
+  for module in (mini, vocabulary, metrics):
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
