@@ -21,6 +21,8 @@ COMMANDS = {
   "train": ("train", "train on the devices of this machine, without T5X"),
   "eval": ("eval", "evaluate a checkpoint on the devices of this machine, without T5X"),
   "plan": ("plan", "say what a run would do, and what it would stumble over, before it starts"),
+  "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
+  "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
   "doctor": ("doctor", "say what is missing or in conflict in this environment, and the remedy"),
 }
 

@@ -1,13 +1,16 @@
-"""From settings, such as gin macros, to rules; from rules to a text that names them.
+"""From settings, such as gin macros, to rules; from rules to a text that names them, and back.
 
-    SPARSITY_RULES, RECIPE, PATTERN, SPARSE_STEPS, ... -> [rules] -> Rules -> model, plan, export
+    SPARSITY_RULES, RECIPE, PATTERN, SPARSE_STEPS, ... -> [rules] -> Rules -> model, plan, verify
+                                                                  or every mistake at once
 
 Plain functions: a configuration library binds their arguments, and nothing here knows of it.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +19,7 @@ import numpy as np
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax.patterns import NM
-from nm_sparsity_jax.recipes import RECIPES, Recipe
+from nm_sparsity_jax.recipes import RECIPES, Dense, Recipe
 from nm_sparsity_jax.recipes import recipe as make_recipe
 from nm_sparsity_jax.rules import ROLES, Rules
 from nm_sparsity_jax.schedules import Phases
@@ -53,55 +56,173 @@ def rules(
     fields: more fields of the recipe, name -> value [RECIPE_FIELDS].
     axes: see `Rules`.
     indivisible: see `Rules` [INDIVISIBLE].
+
+  Raises:
+    SettingsError: all that is wrong, each thing by its macro.
   """
-  if not isinstance(places, Mapping):
-    raise ValueError(
+  wrong = SettingsError()
+  table = places if isinstance(places, Mapping) else {}
+  named = {place: v for place, v in table.items() if isinstance(v, str | NM | None)}
+  if places is None:
+    wrong.missing["SPARSITY_RULES"] = (
+      "SPARSITY_RULES is not set: give a dict, such as {'ff': None}."
+    )
+  elif not isinstance(places, Mapping):
+    wrong.errors.append(
       f"SPARSITY_RULES={places!r} says no pattern: give a dict from place to pattern, such as "
       f"{{'ff': '1:8'}}. Places are roles ({', '.join(ROLES)}) or regexes."
     )
+  elif not places:
+    wrong.errors.append(
+      "SPARSITY_RULES={} would leave everything dense. Name a place, such as {'ff': None}; for a "
+      "dense run set RECIPE to 'dense'."
+    )
+  if named and recipe is None:
+    wrong.missing["RECIPE"] = (
+      f"{', '.join(map(repr, named))} in SPARSITY_RULES need a recipe, but RECIPE names no recipe. "
+      f"Choose one of: {', '.join(RECIPES)}."
+    )
+  if pattern is None and None in named.values() and recipe != "dense":
+    wrong.missing["PATTERN"] = (
+      "SPARSITY_RULES leaves a pattern to PATTERN, which is not set. Set it, for example to '1:8'."
+    )
+  if named and sparse_steps is None and recipe != "dense":
+    wrong.missing["SPARSE_STEPS"] = (
+      f"{recipe or 'it'} needs SPARSE_STEPS, the steps of the sparse run."
+    )
 
-  def make(place: str, given) -> Recipe:
-    if isinstance(given, Recipe):
-      return given
-    if given is None:
-      given = pattern
-    if not isinstance(given, str | NM | None):
-      raise ValueError(
+  phases = _phases(sparse_steps, dense_steps, finetune_steps, wrong)
+  settings = {"beta": beta, "gradient": gradient, **(fields or {})}
+  settings = {name: value for name, value in settings.items() if value is not None}
+  right = _right_fields(recipe, settings, wrong) if named and recipe is not None else None
+  made: dict[str, Recipe] = {}
+  for place, given in table.items():
+    if wrong.tried(Rules, {place: Dense()}) is None:
+      continue
+    made[place] = Dense()  # unless all goes well
+    if place not in named and not isinstance(given, Recipe):
+      wrong.errors.append(
         f"SPARSITY_RULES: {place!r} has {given!r}. Give a pattern such as '1:8', None for PATTERN, "
         "or a recipe (a gin reference to one ends in parentheses)."
       )
-    if recipe is None:
-      raise ValueError(
-        f"SPARSITY_RULES: {place!r} needs a recipe, but RECIPE names no recipe. Choose one of: "
-        f"{', '.join(RECIPES)}."
-      )
-    if given is None and recipe != "dense":
-      raise ValueError(
-        f"SPARSITY_RULES: {place!r} leaves the pattern to PATTERN, which is not set. Set PATTERN, "
-        "for example to '1:8'."
-      )
-    if sparse_steps is None and recipe != "dense":
-      raise ValueError(f"{recipe} needs SPARSE_STEPS, the steps of the sparse run.")
-    phases = None
-    if sparse_steps is not None:
-      phases = Phases(total=sparse_steps, dense=dense_steps, finetune=finetune_steps)
-    if recipe == "custom" and not (fields or {}).get("path"):
-      raise ValueError(
-        "custom needs a path: RECIPE_FIELDS = {'path': ((0, '4:8', 1.0), (5000, '1:8', 0.5))}, "
-        "entries (step, pattern, D)."
-      )
-    settings = {"beta": beta, "gradient": gradient, **(fields or {})}
-    return make_recipe(recipe, pattern=given, phases=phases, **settings)
+    elif isinstance(given, Recipe):
+      made[place] = given
+    elif recipe == "dense":
+      made[place] = make_recipe("dense", pattern=given or pattern, phases=phases)
+    elif given is not None or pattern is not None:
+      where = "PATTERN" if given is None else f"SPARSITY_RULES, {place!r}"
+      parsed = wrong.tried(_parse, where, pattern if given is None else given)
+      if right is not None and parsed and phases:
+        found = wrong.tried(make_recipe, recipe, pattern=parsed, phases=phases, **right)
+        made[place] = found if found and right == settings else Dense()
+  if wrong.tried(Rules, {"ff": Dense()}, axes) is None:
+    axes = None
+  if wrong.tried(Rules, {"ff": Dense()}, indivisible=indivisible) is None:
+    indivisible = "error"
+  if made:
+    wrong.rules = Rules(made, axes, indivisible)
+  if wrong.errors or wrong.missing:
+    raise wrong
+  assert wrong.rules is not None
+  return wrong.rules
 
-  return Rules({place: make(place, given) for place, given in places.items()}, axes, indivisible)
+
+class SettingsError(ValueError):
+  """All that is wrong with settings, one sentence or two each.
+
+  Attributes:
+    missing: macro that is needed and not set -> what to say of it.
+    errors: everything else.
+    rules: those of the places whose settings are right, the others dense; None where none could be.
+  """
+
+  def __init__(self):
+    super().__init__()
+    self.missing: dict[str, str] = {}
+    self.errors: list[str] = []
+    self.rules: Rules | None = None
+
+  def __str__(self) -> str:
+    texts = [*self.missing.values(), *self.errors]
+    return texts[0] if len(texts) == 1 else "\n".join(f"- {text}" for text in texts)
+
+  def tried(self, function, *args, **kwargs) -> Any:
+    """function(...), None where it fails; its error is then noted, once, in terms of macros."""
+    try:
+      return function(*args, **kwargs)
+    except (ValueError, TypeError) as e:
+      text = _in_macros(str(e))
+      if text not in self.errors:
+        self.errors.append(text)
+      return None
+
+
+def _phases(sparse_steps, dense_steps, finetune_steps, wrong: SettingsError) -> Phases | None:
+  given = {"DENSE_STEPS": dense_steps, "FINETUNE_STEPS": finetune_steps}
+  if sparse_steps is not None:
+    given = {"SPARSE_STEPS": sparse_steps, **given}
+  whole = [wrong.tried(_whole, name, steps) is not None for name, steps in given.items()]
+  if not all(whole) or sparse_steps is None:
+    return None
+  return wrong.tried(Phases, total=sparse_steps, dense=dense_steps, finetune=finetune_steps)
+
+
+def _right_fields(name: str, fields: Mapping[str, Any], wrong: SettingsError):
+  """The fields that are right in themselves; None where nothing can be made of them."""
+  if name not in RECIPES:
+    return wrong.tried(make_recipe, name)
+  if name == "custom" and not fields.get("path"):
+    wrong.errors.append(
+      "custom needs a path: RECIPE_FIELDS = {'path': ((0, '4:8', 1.0), (5000, '1:8', 0.5))}, "
+      "entries (step, pattern, D)."
+    )
+    return None
+  # Beside a pattern and phases that suit every field, and what others need beside them.
+  common = {"pattern": NM(1, 2), "phases": Phases(total=2**31 - 1)}
+  common |= {field: fields[field] for field in ("path", "decay_kind") if field in fields}
+  tried = lambda field: wrong.tried(make_recipe, name, **common | {field: fields.get(field)})
+  right = {field: fields[field] for field in fields if tried(field)}
+  # Without the beta that is wrong it would take one of its own, and say what is wrong with that.
+  return None if "beta" in fields and "beta" not in right else right
+
+
+# What recipes and phases call what macros set.
+_WORDS = (
+  (r"Phases\(total=(.*?), dense=(.*?), finetune=(.*?)\)",
+   r"SPARSE_STEPS=\1, DENSE_STEPS=\2, FINETUNE_STEPS=\3"),
+  (r"\btotal \(SPARSE_STEPS\)", "SPARSE_STEPS"),
+  (r"\btotal\b", "SPARSE_STEPS"),
+  (r"(?<!the )(?<!recipe ')(?<!of: )\bdense\b", "DENSE_STEPS"),
+  (r"\bfinetune\b", "FINETUNE_STEPS"),
+  (r"\bbeta\b", "BETA"),
+  (r"\bgradient=", "GRADIENT="),
+  (r"\bindivisible=", "INDIVISIBLE="),
+  (r"\bRules: a place has\b", "SPARSITY_RULES: a place is"),
+)  # fmt: skip
+
+
+def _in_macros(text: str) -> str:
+  for regex, macro in _WORDS:
+    text = re.sub(regex, macro, text)
+  return text
+
+
+def _parse(where: str, pattern: str | NM) -> NM:
+  try:
+    return NM.parse(pattern)
+  except ValueError as e:
+    raise ValueError(f"{where}: {e}") from None
+
+
+def _whole(name: str, steps: Any) -> int:
+  if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+    raise ValueError(f"{name}={steps!r}: give a whole number of steps, such as 100_000.")
+  return steps
 
 
 def train_steps(pretrained_steps: int, sparse_steps: int) -> int:
   """The global step at which a sparse run ends that starts from a checkpoint."""
-  for name, value in (("PRETRAINED_STEPS", pretrained_steps), ("SPARSE_STEPS", sparse_steps)):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-      raise ValueError(f"{name}={value!r}: give a whole number of steps, such as 1_000_000.")
-  return pretrained_steps + sparse_steps
+  return _whole("PRETRAINED_STEPS", pretrained_steps) + _whole("SPARSE_STEPS", sparse_steps)
 
 
 def vocabulary(file: str) -> Any:
@@ -164,3 +285,49 @@ def _describe_recipe(recipe: Recipe) -> str:
       if field.name not in ("pattern", "phases") and value != field.default:
         words.append(f"{field.name}={value!r}")
   return ", ".join(words)
+
+
+def parse(text: str) -> Rules:
+  """The rules of a text of `describe`: a checkpoint holds it, so it needs no settings beside it.
+
+  >>> parse("ff: mdgf_linear 1:8, total=9, beta=0.5").places["ff"].beta
+  0.5
+  """
+  places: dict[str, Recipe] = {}
+  axes: dict[str, masks.Axis] = {}
+  roles: dict[str, str] = {}
+  indivisible = "error"
+  try:
+    for line in text.splitlines():
+      if found := _PLACE.fullmatch(line):
+        places[found["place"]] = _parse_recipe(found["name"], found["pattern"], found["fields"])
+      elif line.startswith("axis "):
+        regex, _, axis = line.removeprefix("axis ").rpartition(": ")
+        axes[regex] = ast.literal_eval(axis)
+      elif line.startswith("role "):
+        name, _, roles_regex = line.removeprefix("role ").partition(": ")
+        roles[name] = roles_regex
+      else:
+        indivisible = line.removeprefix("indivisible: ")
+    rules = Rules(places, axes, indivisible, roles)
+  except (ValueError, TypeError, SyntaxError) as e:
+    raise ValueError(f"these rules cannot be read by this version ({e}):\n{text}") from e
+  if describe(rules) != text:
+    raise ValueError(f"these rules read as others by this version, {describe(rules)!r}:\n{text}")
+  return rules
+
+
+_PLACE = re.compile(
+  rf"(?P<place>.+): (?P<name>{'|'.join(RECIPES)})(?: (?P<pattern>\d+:\d+))?"
+  r"(?P<fields>(?:, \w+=.*)?)"
+)
+
+
+def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:
+  fields = re.sub(r"NM\(n=(\d+), m=(\d+)\)", r"'\1:\2'", fields)
+  call = ast.parse(f"dict({fields.removeprefix(', ')})", mode="eval").body
+  assert isinstance(call, ast.Call)
+  given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+  steps = {key: given.pop(key) for key in ("total", "dense", "finetune") if key in given}
+  phases = Phases(**steps) if steps else None
+  return make_recipe(name, pattern=pattern, phases=phases, **given)

@@ -54,7 +54,14 @@ class NM:
         f"{text!r} is no pattern: write two whole numbers with a colon, kept:group, "
         "for example '1:8' (keep 1 of every 8)."
       )
-    return cls(int(found[1]), int(found[2]))
+    n, m = int(found[1]), int(found[2])
+    if not 1 <= n <= m:
+      swapped = f" Did you mean '{m}:{n}'?" if 1 <= m < n else ""
+      raise ValueError(
+        f"{text!r}: the first number counts the weights kept in a group as long as the second, so "
+        f"1 <= n <= m must hold in n:m.{swapped}"
+      )
+    return cls(n, m)
 
   @property
   def density(self) -> float:

@@ -353,6 +353,10 @@ class Rules:
     given = f"axes={dict(self._axes)!r}, indivisible={self.indivisible!r}"
     return f"Rules({dict(self._places)!r}, {given}, roles={dict(self._roles)!r})"
 
+  def with_axes(self, axes: Mapping[str, masks.Axis]) -> Rules:
+    """The same rules, with more `axes`, which come first."""
+    return Rules(self.places, {**axes, **dict(self._axes)}, self.indivisible, dict(self._roles))
+
   def with_logical_axes(
     self, logical_axes: Any, stacked: Sequence[str] = ("layers", "stack")
   ) -> Rules:

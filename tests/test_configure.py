@@ -44,14 +44,30 @@ def test_places_share_or_differ():
     ({"ff": "8:1"}, {}, "8:1|NM"),
     ({"ff": None}, {}, "PATTERN, which is not set"),
     ({"ff": "1:4"}, {"sparse_steps": None}, "sr_ste needs SPARSE_STEPS"),
-    ({"ff": "1:4"}, {"beta": 0.1}, "sr_ste has no field beta=0.1"),
-    ({"ff": "1:4"}, {"dense_steps": 30}, "Raise total .SPARSE_STEPS."),
+    ({"ff": "1:4"}, {"beta": 0.1}, "sr_ste has no field BETA=0.1"),
+    ({"ff": "1:4"}, {"dense_steps": 30}, "Raise SPARSE_STEPS or"),
     ({}, {}, "would leave everything dense"),
   ],
 )
 def test_mistakes_name_the_macro(places, settings, message):
   with pytest.raises(ValueError, match=f"(?s){message}"):
     configure.rules(places, **{"recipe": "sr_ste", **STEPS, **settings})
+
+
+def test_all_mistakes_at_once_and_what_can_be_made():
+  mine = nms.recipe("idp", pattern="2:8", phases=PHASES)
+  places = {"ff": "8:1", "qkv": "1:4", "o": mine, "*": "1:4"}
+  with pytest.raises(configure.SettingsError) as e:
+    configure.rules(places, "sr_ste", **STEPS, indivisible="x", axes={"a": 0})
+  assert len(e.value.errors) == 3 and not e.value.missing
+  assert str(e.value).splitlines() == [f"- {text}" for text in e.value.errors]
+  made = nms.recipe("sr_ste", pattern="1:4", phases=PHASES)
+  left = {"ff": nms.recipe("dense"), "qkv": made, "o": mine}
+  assert e.value.rules == nms.Rules(left, {"a": 0})
+
+  with pytest.raises(configure.SettingsError) as e:
+    configure.rules({"ff": None}, fields={"k": 1})
+  assert list(e.value.missing) == ["RECIPE", "PATTERN", "SPARSE_STEPS"] and not e.value.errors
 
 
 def test_train_steps():
@@ -84,6 +100,40 @@ def test_texts_are_equal_as_rules_are():
   assert texts[0] == "ff: sr_ste 1:4, total=9, dense=1\nqkv: sr_ste 1:4, total=9, dense=1"
 
 
+def test_a_text_gives_its_rules_back():
+  phases = nms.Phases(total=9, dense=1, finetune=2)
+  path = ((1, "2:4", 1.0), (5, "1:4", 0.5))
+  many = nms.Rules(
+    {
+      "ff": nms.recipe("custom", pattern="1:4", phases=phases, path=path),
+      "decoder/cross/qkv": nms.recipe("idp", pattern="1:8", phases=phases, lam=1e-3),
+      r"(?:a|b: sr_ste 1:4)/[^/]+, k=3/kernel": nms.recipe("dense"),
+      "mine": nms.recipe("sdgf_stepwise", pattern="2:4", phases=phases, decay_kind="exponential"),
+    },
+    axes={r"x: (0)/.*": (0, 2), "x.*": -2, "y": 1},
+    indivisible="pad",
+    roles={"mine": r"z/(u|v): kernel"},
+  )
+  for rules in (many, nms.Rules({"ff": nms.recipe("dense")})):
+    assert configure.parse(configure.describe(rules)) == rules
+
+
+@pytest.mark.parametrize(
+  "text, why",
+  [
+    ("ff: sr_ste 1:4, total=9, later=3", "cannot be read by this version .*later=3"),
+    ("ff: sr_stee 1:4, total=9", "cannot be read by this version"),
+    ("ff: sr_ste 1:4, total=9, dense=0", "read as others by this version"),
+    ("ff: sr_ste 1:4, total=f()", "cannot be read"),
+    ("ff: sr_ste 1:4", "cannot be read .*sr_ste needs phases"),
+    ("", "cannot be read"),
+  ],
+)
+def test_a_text_of_another_version_is_refused(text, why):
+  with pytest.raises(ValueError, match=f"(?s){why}"):
+    configure.parse(text)
+
+
 OTHERS = {
   "pattern": nms.NM(2, 4), "phases": nms.Phases(total=21, finetune=4), "lam": 0.5, "beta": 0.25,
   "k": 8, "batches": 2, "decay_kind": "linear", "gradient": "straight_through",
@@ -96,9 +146,11 @@ def test_every_field_of_every_recipe_is_in_the_text(name):
   given = {"custom": CUSTOM}.get(name, {})
   given |= {"decay_kind": "exponential"} if name.startswith("sdgf") else {}
   base = {"pattern": "1:4", "phases": PHASES, **given}
-  text = lambda kw: configure.describe(nms.Rules({"ff": nms.recipe(name, **kw)}))
+  make = lambda kw: nms.Rules({"ff": nms.recipe(name, **kw)})
   for field in dataclasses.fields(RECIPES[name]):
-    assert text({**base, field.name: OTHERS[field.name]}) != text(base), field.name
+    other = make({**base, field.name: OTHERS[field.name]})
+    assert configure.describe(other) != configure.describe(make(base)), field.name
+    assert configure.parse(configure.describe(other)) == other
 
 
 def test_docstrings():

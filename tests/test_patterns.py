@@ -74,8 +74,9 @@ def test_what_is_no_int_is_named_with_its_type(n, m, name, kind):
 def test_parse_checks_the_numbers_it_read(text):
   with pytest.raises(ValueError) as error:
     NM.parse(text)
-  assert f"NM({text.replace(':', ', ')})" in str(error.value)
+  assert str(error.value).startswith(f"{text!r}: ")
   assert "1 <= n <= m must hold" in str(error.value)
+  assert ("Did you mean '1:8'?" in str(error.value)) == (text == "8:1")
 
 
 @pytest.mark.parametrize(

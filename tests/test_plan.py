@@ -197,23 +197,100 @@ def test_errors_of_several_kinds_come_together(run):
   "macros, words",
   [
     (dict(RECIPE="sr_stee"), ["sr_stee"]),
-    (dict(PATTERN="8:1"), ["NM(8, 1)"]),
-    (dict(DENSE_STEPS=90, FINETUNE_STEPS=20), ["total >= dense + finetune"]),
+    (dict(PATTERN="8:1"), ["PATTERN: '8:1'", "mean '1:8'"]),
+    (dict(DENSE_STEPS=90, FINETUNE_STEPS=20), ["SPARSE_STEPS >= DENSE_STEPS + FINETUNE_STEPS"]),
     (dict(SPARSITY_RULES="1:8"), ["SPARSITY_RULES"]),
     (dict(SPARSITY_RULES={"ff": None, "encoder/ff": None}), ["two rules claim"]),
     (dict(RECIPE="sdgf_stepwise", SPARSE_STEPS=1), ["3 levels"]),
-    (dict(BETA=0.5), ["beta"]),
+    (dict(BETA=0.5), ["sr_ste has no field BETA=0.5"]),
+    (dict(RECIPE="mdgf_linear", DENSE_STEPS=80), ["BETA=None", "DENSE_STEPS=80"]),
   ],
 )
 def test_what_recipes_and_rules_refuse(run, macros, words):
   code, report = run(**{**SETTINGS, **macros})
   assert code == 1 and has(report["errors"], *words), report["errors"]
   assert not has(report["errors"], "In call to configurable")
+  assert not has(report["notes"], "there are no rules")
 
 
-def test_a_string_without_quotes_is_explained(run):
-  code, report = run(raw=["RECIPE=sr_ste"], PATTERN="1:4", SPARSE_STEPS=9)
-  assert code == 1 and has(report["errors"], "--gin.RECIPE=\"'sr_ste'\"")
+def test_each_mistake_in_the_rules_is_told_and_the_rest_goes_on(run):
+  """Each place on its own; schedule, fields, network and checkpoint beside them."""
+  rules = {"ff": "8:1", "qkv": "1:x", "o": 3, "*/kernel": None, "encoder/ffn": "2:4"}
+  rules["decoder/logits_dense/kernel"] = "1:2"
+  code, report = run(
+    "--checkpoint=nowhere", **{**SETTINGS, "SPARSITY_RULES": rules}, INDIVISIBLE="skipp"
+  )
+  errors = report["errors"]
+  assert code == 1 and len(errors) == 7
+  for words in (
+    ["SPARSITY_RULES, 'ff'", "'8:1'"], ["SPARSITY_RULES, 'qkv'", "'1:x' is no pattern"],
+    ["'o' has 3"], ["SPARSITY_RULES", "'*/kernel'", "no regular expression"],
+    ["INDIVISIBLE='skipp'"], ["match no parameter: 'encoder/ffn'."], ["no checkpoint 'nowhere'"],
+  ):  # fmt: skip
+    assert has(errors, *words), (words, errors)
+  # The one good place is shown, with its schedule; not what would be wrong: the cost of the whole.
+  assert list(parameters(report)) == ["decoder/logits_dense/kernel"] and "cost" not in report
+  assert [part["rules"] for part in report["schedule"]] == [["decoder/logits_dense/kernel"]]
+  assert has(report["notes"], "shown as dense") and not has(report["notes"], "there are no rules")
+
+
+@pytest.mark.parametrize(
+  "macros, words",
+  [
+    (
+      dict(RECIPE="sr_stee", PATTERN="8:1", DENSE_STEPS=90, FINETUNE_STEPS=20),
+      [["'sr_stee'", "'sr_ste'?"], ["PATTERN: '8:1'"], ["SPARSE_STEPS=100, DENSE_STEPS=90"]],
+    ),
+    (
+      dict(RECIPE="sdgf_stepwise", SPARSE_STEPS=2, GRADIENT="maskd", RECIPE_FIELDS={"lamda": 1}),
+      [["3 levels", "SPARSE_STEPS=2"], ["GRADIENT='maskd'"], ["no field lamda=1"]],
+    ),
+    (
+      dict(RECIPE="mdgf_linear", BETA=-1, DENSE_STEPS=80, GRADIENT="x"),  # not: of BETA=None
+      [["BETA=-1"], ["GRADIENT='x'"]],
+    ),
+    (
+      dict(SPARSE_STEPS="100", DENSE_STEPS=1e4, FINETUNE_STEPS=-3),
+      [["SPARSE_STEPS='100'"], ["DENSE_STEPS=10000.0"], ["FINETUNE_STEPS=-3"]],
+    ),
+    (dict(RECIPE="sr_stee", PATTERN=None), [["PATTERN is not set"], ["'sr_stee'"]]),
+    (dict(SPARSITY_RULES={}, INDIVISIBLE="x"), [["SPARSITY_RULES={}"], ["INDIVISIBLE='x'"]]),
+  ],
+)
+def test_independent_mistakes_come_together(run, macros, words):
+  code, report = run(**{**SETTINGS, **macros})
+  assert code == 1 and len(report["errors"]) == len(words), report["errors"]
+  for few in words:
+    assert has(report["errors"], *few), (few, report["errors"])
+
+
+@pytest.mark.parametrize(
+  "given, meant",
+  [
+    ("RECIPE=sr_ste", "'sr_ste'"),
+    ("PATTERN=1:8", "'1:8'"),
+    ("SPARSITY_RULES={ff: 1:8, 'decoder/ff': None}", "{'ff': '1:8', 'decoder/ff': None}"),
+    ("RECIPE_FIELDS={lam: 1e-3}", "{'lam': 1e-3}"),
+    ("MODEL_DIR=/tmp/run_1", "'/tmp/run_1'"),
+  ],
+)
+def test_a_string_without_quotes_is_explained_and_read(run, given, meant):
+  name = given.partition("=")[0]
+  macros = {k: v for k, v in SETTINGS.items() if k != name}
+  code, report = run(raw=[given], **macros)
+  assert code == 1 and f'--gin.{name}="{meant}"' in report["errors"][0]
+  _, quoted = run(raw=[f"{name} = {meant}"], **macros)
+  assert report["errors"][1:] == quoted["errors"]
+  assert {k: v for k, v in report.items() if k not in ("ok", "errors")} == {
+    k: v for k, v in quoted.items() if k not in ("ok", "errors")
+  }
+
+
+def test_what_cannot_be_read_is_not_asked_for_as_well(run):
+  code, report = run(raw=["SPARSE_STEPS=10k"], RECIPE="sr_ste")
+  assert code == 1 and len(report["errors"]) == 2
+  assert has(report["errors"], "SPARSE_STEPS", "'10k'")
+  assert has(report["errors"], "PATTERN is not set")
 
 
 def test_a_macro_that_nothing_reads_is_a_warning(run):

@@ -1,4 +1,5 @@
-"""Checkpoints in the two formats of T5X's public models load into our T5, to the bit.
+"""Checkpoints in the two formats of T5X's public models load into our T5, to the bit; and
+what `nm-sparsity finalize` writes loads into T5X.
 
 Dense models made here, of T5X's own networks, are written by T5X's own checkpointers: the legacy
 format (a msgpack file beside tensorstore zarrs) and Orbax. They are read as `t5x.train` reads
@@ -21,6 +22,7 @@ import pytest
 import t5x_found
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax import apply, cli
 from nm_sparsity_jax.rules import flatten
 
 pytestmark = [
@@ -39,6 +41,7 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from test_t5x_adapter import (
     Devices,
     assert_equal,
+    batch_of,
     begin,
     initializer_of,
     make,
@@ -190,3 +193,74 @@ def test_evaluation_refuses_a_dense_checkpoint(dense):
       utils.create_checkpoint_manager_and_restore(
         start, Devices(), settings, str(path), None, use_orbax=True
       )
+
+
+# --- nm-sparsity verify, finalize ---------------------------------------------------------------
+
+
+def sparse_state(network):
+  """At the end of a run whose weights moved on after the mask was taken."""
+  model = make(RULES, network)
+  state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
+  rng = np.random.default_rng(1)
+  drawn = lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype)
+  kept = apply.init_state(jax.tree.map(drawn, state.params), model.stored_rules)
+  state = state.replace_params(jax.tree.map(drawn, state.params))
+  kept = apply.update_state(kept, state.params, model.stored_rules, 4)
+  mutables = model.write(state.flax_mutables, jnp.int32(4), kept)
+  return model, state.replace_flax_mutables(mutables).replace_step(jnp.int32(STEP))
+
+
+def restore(model, path, use_orbax=True, cls=utils.TrainStateInitializer, **settings):
+  """As t5x.eval does."""
+  settings = utils.RestoreCheckpointConfig(
+    path=str(path), mode="specific", dtype="float32", **settings
+  )
+  start = initializer_of(model, Devices(), cls=cls, optimizer_def=None)
+  state, manager = utils.create_checkpoint_manager_and_restore(
+    start, Devices(), settings, str(path), None, use_orbax=use_orbax
+  )
+  manager.close()
+  return state
+
+
+@pytest.mark.parametrize("kind, network", [("legacy", "t5"), ("orbax", "t5"), ("orbax", "scanned")])
+def test_a_finalized_checkpoint_is_the_run_to_t5x(
+  kind, network, tmp_path, restore_settings, capsys
+):
+  model, state = sparse_state(network)
+  run = write(kind, model, state, tmp_path / "run").parent
+  axes = ["--axes", "{'.*/kernel': 0}"] if network == "scanned" else []
+  assert cli.main(["verify", str(run), *axes]) == 1
+  assert "NOT n:m" in capsys.readouterr().out
+  assert cli.main(["finalize", str(run), str(tmp_path / "out"), *axes]) == 0
+  path = tmp_path / "out" / run.joinpath(f"checkpoint_{STEP}").name
+  assert cli.main(["verify", str(path), *axes]) == 0
+
+  # With the dense model: the effective weights of the sparse one, and so its numbers.
+  dense = make(None, network, dense=True)
+  found = restore(dense, path)
+  assert int(found.step) == STEP and "flax_mutables" not in found.state_dict()
+  assert_equal(found.params, model.effective(state.params, state.flax_mutables))
+  if network == "scanned":
+    return
+  batch = batch_of()
+  want = model.eval_fn(state.params, batch, state.flax_mutables)[0]
+  assert dense.eval_fn(found.params, batch)[0] == want
+  assert dense.eval_fn(state.params, batch)[0] != want  # so equality says something
+
+  # With the sparse model, as t5x_eval.gin says.
+  found = restore(
+    model, path, cls=t5x_adapter.SparseTrainStateInitializer,
+    state_transformation_fns=[t5x_adapter.require_sparse],
+  )  # fmt: skip
+  assert model.eval_fn(found.params, batch, found.flax_mutables)[0] == want
+
+  # As the start of another run.
+  start = initializer_of(model, Devices())
+  found, manager = utils.create_checkpoint_manager_and_restore(
+    start, Devices(), restore_settings(path), str(path), jax.random.PRNGKey(0), use_orbax=True
+  )
+  manager.close()
+  assert int(mine(found)["step"]) == 0 and int(found.step) == STEP
+  assert_equal(found.params, model.effective(state.params, state.flax_mutables))

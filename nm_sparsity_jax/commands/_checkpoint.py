@@ -1,21 +1,28 @@
-"""What a checkpoint of T5X holds, from its metadata alone, and what a model would take of it.
+"""Checkpoints as T5X lays them out: what one holds, one array of it, a new one.
 
     path -> Stored: key -> Leaf(shape, dtype) -> [T5X's transformations] -> loaded, initialised, ...
+                    key -> array, one at a time
+    tree -> write -> checkpoint_N/state
 
 Keys are those of T5X's train state: target/..., state/step, state/param_states/...,
-flax_mutables/... Formats: T5X's own (one msgpack file that refers to tensorstore arrays) and Orbax.
+flax_mutables/... Formats: T5X's own (one msgpack file that refers to tensorstore arrays) and Orbax;
+Orbax is what is written.
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +48,7 @@ class Stored:
     step: T5X's global step, None if unknown.
     sparse_step: steps of the sparse run that wrote it, None for a dense one.
     rules: the text of that run's rules, None for a dense one.
+    array: key -> its values, read now. ValueError where they cannot be.
   """
 
   path: str
@@ -49,6 +57,18 @@ class Stored:
   step: int | None
   sparse_step: int | None
   rules: str | None
+  array: Callable[[str], np.ndarray] = dataclasses.field(repr=False, compare=False)
+
+
+def find(name: str) -> str:
+  """The checkpoint that a name means: itself, or of a run's folder the newest one in it."""
+  try:
+    _located(name)
+  except ValueError:
+    if newest := latest(name):
+      return newest
+    raise
+  return name
 
 
 def latest(folder: str) -> str | None:
@@ -67,21 +87,29 @@ def _children(folder: str) -> list[str]:
 def _path(name: str):
   from etils import epath
 
-  return epath.Path(name)
+  # Orbax finds no array below a relative path, and does not say so.
+  return epath.Path(name if "://" in name else os.path.abspath(name))
 
 
 def read(name: str) -> Stored:
-  """The metadata of a checkpoint."""
+  """The metadata of a checkpoint; arrays follow when they are asked for."""
+  reader, path = _located(name)
+  with _damage(name, "its metadata"):
+    return reader(name, path)
+
+
+def _located(name: str):
+  """(what reads it, the file or folder to be read)."""
   folder = _path(name)
   if not folder.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
   if folder.is_file() and folder.name == "checkpoint":
-    return _read_legacy(name, folder)
+    return _read_legacy, folder
   if (folder / "checkpoint").is_file():
-    return _read_legacy(name, folder / "checkpoint")
+    return _read_legacy, folder / "checkpoint"
   for state in (folder / "state", folder):
     if (state / "_METADATA").is_file():
-      return _read_orbax(name, state)
+      return _read_orbax, state
   if inside := latest(name):
     raise ValueError(f"{name!r} is a folder of checkpoints: name one, such as {inside!r}")
   raise ValueError(
@@ -90,12 +118,29 @@ def read(name: str) -> Stored:
   )
 
 
+@contextlib.contextmanager
+def _damage(name: str, what: str):
+  """Says which checkpoint, and what of it, where a reader fails: readers speak of their insides."""
+  try:
+    yield
+  except (ModuleNotFoundError, _Unreadable):
+    raise
+  except Exception as e:
+    lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
+    raise _Unreadable(f"{name!r} is damaged: {what} cannot be read ({lines[0][:200]})") from e
+
+
+class _Unreadable(ValueError):
+  """Said already."""
+
+
 def _read_legacy(name: str, file) -> Stored:
   from flax import serialization
 
   contents: Any = serialization.msgpack_restore(file.read_bytes())
   if contents.get("version", 0) < 2:
-    raise ValueError(f"{name!r} has version {contents.get('version', 0)}: T5X reads 2 and 3")
+    version = contents.get("version", 0)
+    raise _Unreadable(f"{name!r} has version {version}: T5X reads 2 and 3")
   leaves: dict[str, Leaf] = {}
   values: dict[str, Any] = {}
 
@@ -112,8 +157,7 @@ def _read_legacy(name: str, file) -> Stored:
       values["/".join(keys)] = array
 
   walk(contents["optimizer"], ())
-  known = {key: _small_array(values.get(key)) for key in _SMALL}
-  return _stored(name, "T5X", leaves, known)
+  return _stored(name, "T5X", leaves, lambda key: _stored_array(values[key]))
 
 
 def _spec(spec: Mapping[str, Any], folder) -> tuple[tuple[int, ...] | None, str | None]:
@@ -135,8 +179,8 @@ def _zarr_dtype(name: str) -> str:
   return name if name == "bfloat16" else str(np.dtype(name))
 
 
-def _small_array(value):
-  """A value that the file holds, or a small array that it refers to."""
+def _stored_array(value) -> np.ndarray:
+  """A value that the file holds, or an array that it refers to."""
   if not isinstance(value, tuple):
     return value
   import tensorstore
@@ -145,7 +189,10 @@ def _small_array(value):
   kvstore = f"{folder / _name(spec)}/"
   if "://" not in kvstore:
     kvstore = f"file://{pathlib.Path(kvstore).absolute()}/"
-  spec = {"driver": spec["driver"], "kvstore": kvstore}
+  zarray = json.loads((folder / _name(spec) / ".zarray").read_text())
+  # Without a fill value every chunk is written, so one that is absent was lost.
+  fill = zarray.get("fill_value") is not None
+  spec = {"driver": spec["driver"], "kvstore": kvstore, "fill_missing_data_reads": fill}
   return np.asarray(tensorstore.open(spec).result().read().result())
 
 
@@ -153,60 +200,117 @@ _SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_spar
 
 
 def _read_orbax(name: str, state) -> Stored:
+  ocp = _orbax(name)
+  reader = ocp.PyTreeCheckpointer()
+  with _quiet_orbax():
+    found: Any = reader.metadata(state)
+  found = getattr(found, "item_metadata", found)
+  leaves: dict[str, Leaf] = {}
+
+  def walk(node, keys):
+    if isinstance(node, Mapping):
+      for key, child in node.items():
+        walk(child, (*keys, str(key)))
+    elif hasattr(node, "dtype"):
+      key = "/".join(keys)
+      leaves[key] = Leaf(key, tuple(getattr(node, "shape", ())), str(np.dtype(node.dtype)))
+
+  walk(getattr(found, "tree", found), ())
+  if not leaves:
+    raise ValueError("it names no arrays")
+
+  def array(key: str) -> np.ndarray:
+    wanted: Any = nested({key: ocp.RestoreArgs(restore_type=np.ndarray)})
+    args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
+    with _quiet_orbax():
+      (_, value), *_ = flat(reader.restore(state, args=args))
+    return np.asarray(value)
+
+  return _stored(name, "Orbax", leaves, array)
+
+
+def _orbax(name: str) -> Any:
   try:
     import orbax.checkpoint as ocp
   except ImportError as e:
     raise ModuleNotFoundError(
       f"{name!r} is an Orbax checkpoint: pip install orbax-checkpoint"
     ) from e
-  level = logging.getLogger("absl").level
-  logging.getLogger("absl").setLevel(logging.ERROR)  # it misses files that T5X does not write
+  return ocp
+
+
+@contextlib.contextmanager
+def _quiet_orbax():
+  """Without its warnings of files that T5X does not write."""
+  logger = logging.getLogger("absl")
+  level = logger.level
+  logger.setLevel(logging.ERROR)
   try:
-    reader = ocp.PyTreeCheckpointer()
-    found: Any = reader.metadata(state)
-    found = getattr(found, "item_metadata", found)
-    leaves: dict[str, Leaf] = {}
-
-    def walk(node, keys):
-      if isinstance(node, Mapping):
-        for key, child in node.items():
-          walk(child, (*keys, str(key)))
-      elif hasattr(node, "dtype"):
-        key = "/".join(keys)
-        leaves[key] = Leaf(key, tuple(getattr(node, "shape", ())), str(np.dtype(node.dtype)))
-
-    walk(getattr(found, "tree", found), ())
-    wanted: dict[str, Any] = {}
-    for key in _SMALL:
-      if key in leaves:
-        node = wanted
-        *folders, last = key.split("/")
-        for word in folders:
-          node = node.setdefault(word, {})
-        node[last] = ocp.RestoreArgs(restore_type=np.ndarray)
-    values: Any = {}
-    if wanted:
-      args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
-      values = reader.restore(state, args=args)
+    yield
   finally:
-    logging.getLogger("absl").setLevel(level)
-  return _stored(name, "Orbax", leaves, {key: _at(values, key) for key in _SMALL})
+    logger.setLevel(level)
 
 
-def _at(tree, key: str):
-  for word in key.split("/"):
-    tree = tree.get(word) if isinstance(tree, Mapping) else None
-  return tree
+_SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_sparsity/rules")
 
 
-def _stored(name, kind, leaves, known) -> Stored:
-  import zlib
+def _stored(name, kind, leaves, array) -> Stored:
+  from nm_sparsity_jax import configure
 
-  step, sparse_step, rules = (known[key] for key in _SMALL)
-  if rules is not None:  # as t5x_adapter packs it
-    rules = zlib.decompressobj().decompress(np.asarray(rules).tobytes()).decode()
-  number = lambda x: None if x is None else int(np.asarray(x))
-  return Stored(name, kind, leaves, number(step), number(sparse_step), rules)
+  def known_to_be_whole(key: str) -> np.ndarray:
+    with _damage(name, key):
+      return array(key)
+
+  step, sparse_step, rules = (known_to_be_whole(k) if k in leaves else None for k in _SMALL)
+  if rules is not None:
+    rules = configure.unpack(rules)
+  number = lambda x: None if x is None else int(x)
+  return Stored(name, kind, leaves, number(step), number(sparse_step), rules, known_to_be_whole)
+
+
+def check_new(folder: str) -> None:
+  """Refuses what `write` would refuse, before anything is done for it."""
+  if "://" in folder:
+    raise ValueError(f"{folder!r}: name a folder on a local disk, and copy the checkpoint from it")
+  if os.path.lexists(folder):
+    raise ValueError(f"{folder!r} is there already: it is never overwritten")
+
+
+def write(folder: str, tree: Mapping[str, Any]) -> None:
+  """Writes a new Orbax checkpoint that T5X can open: all of it, or nothing.
+
+  Args:
+    folder: .../checkpoint_N on a local disk. It must not be there yet; what is above it is made.
+    tree: target, state and so on, of numpy arrays.
+  """
+  check_new(folder)
+  path = pathlib.Path(folder).absolute()
+  ocp = _orbax(folder)
+  above = next(p for p in path.parents if p.exists())  # what is made below it goes, if all fails
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+  except OSError as e:
+    raise ValueError(f"{folder!r} cannot be made: {e.strerror or e}") from e
+  try:
+    with _quiet_orbax():
+      ocp.PyTreeCheckpointer().save(unfinished / "state", tree)
+    unfinished.chmod(0o777 & ~_umask())
+    os.rename(unfinished, path)
+  except Exception as e:
+    raise ValueError(f"{folder!r} could not be written: {str(e).splitlines()[0][:200]}") from e
+  finally:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for empty in path.parents:
+      if empty == above or any(empty.iterdir()):
+        break
+      empty.rmdir()
+
+
+def _umask() -> int:
+  mask = os.umask(0)
+  os.umask(mask)
+  return mask
 
 
 # --- what a model takes of it -------------------------------------------------------------------
@@ -246,14 +350,14 @@ def restore(
     fallback: `RestoreCheckpointConfig.fallback_to_scratch`.
   """
   errors: list[str] = []
-  state: Any = _nested(stored.leaves)
+  state: Any = nested(stored.leaves)
   for function in transformations:
     try:
-      state = function(state, _nested(model))
+      state = function(state, nested(model))
     except Exception as e:
       errors.append(f"restoring from {stored.path}: {e}")
       break
-  found = dict(_flat(state))
+  found = dict(flat(state))
   load: dict[str, tuple[Leaf, str | None]] = {}
   initialise: list[str] = []
   for key, wanted in model.items():
@@ -283,7 +387,8 @@ def _is_cast(key: str, leaf: Leaf, kind: str) -> bool:
   return kind == "T5X" or key.startswith("target/") or alone
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """A tree of the values at 'a/b/c'."""
   tree: dict[str, Any] = {}
   for key, value in flat.items():
     *folders, last = key.split("/")
@@ -294,9 +399,10 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
   return tree
 
 
-def _flat(tree, keys=()):
+def flat(tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+  """('a/b/c', value) of a tree of dicts."""
   if isinstance(tree, Mapping):
     for key, child in tree.items():
-      yield from _flat(child, (*keys, str(key)))
+      yield from flat(child, (*keys, str(key)))
   else:
     yield "/".join(keys), tree

@@ -45,7 +45,8 @@ class Config:
     errors: what is wrong with files and bindings.
     warnings: what is probably not meant.
     program: 'train', 'evaluate' or 'infer', None where no run file was read.
-    complete: whether everything could be read.
+    complete: whether every file could be read.
+    lost: macros that bindings set to what could not be read.
   """
 
   def __init__(self, search_paths: Sequence[str], files: Sequence[str], bindings: Sequence[str]):
@@ -56,6 +57,7 @@ class Config:
     self._gin: Any = gin
     self.errors: list[str] = []
     self.warnings: list[str] = []
+    self.lost: set[str] = set()
     gin.clear_config()
     before = list(gin._LOCATION_PREFIXES)
     main = sys.modules["__main__"]
@@ -65,16 +67,16 @@ class Config:
         gin.add_config_file_search_path(path)
       for file in files:
         self._read(file, gin.parse_config_file)
+      self.complete = not self.errors
       for binding in bindings:
-        self._read(binding, lambda text: gin.parse_config([text]))
+        self._read(binding, self._parse)
     finally:
       sys.modules["__main__"] = main
       gin._LOCATION_PREFIXES[:] = before
-    self.complete = not self.errors
     self._table: dict[tuple[str, str], dict[str, Any]] = dict(gin._CONFIG)
     self._program_key, self.program = self._find_program()
     if self.complete:  # else what is unset may have been set in what could not be read
-      self.errors += [ask_for(name) for name in sorted(self.unset())]
+      self.errors += [ask_for(name) for name in sorted(self.unset() - self.lost)]
       self._unread(bindings)
 
   def _find_program(self) -> tuple[tuple[str, str] | None, str | None]:
@@ -104,11 +106,27 @@ class Config:
           hint = "; T5X is not installed, or without its gin files (docs/t5x.md)"
       self.errors.append(f"{what}: {text}{hint}" if what not in text else text + hint)
     except Exception as e:
-      text = message(e)
-      name, _, value = (part.strip() for part in what.partition("="))
-      if re.fullmatch(r"[A-Za-z][\w:./-]*", value) and value not in ("None", "True", "False"):
-        text += f". A string needs quotes of its own: --gin.{name}=\"'{value}'\""
-      self.errors.append(f"{what}: {text}")
+      self.errors.append(f"{what}: {message(e)}")
+
+  def _parse(self, binding: str) -> None:
+    """Reads one binding; where quotes were forgotten, what was meant, and says so."""
+    name, _, value = (part.strip() for part in binding.partition("="))
+    try:
+      self._gin.parse_config([binding])
+    except SyntaxError:
+      quoted = _quote(value)
+      try:
+        self._gin.parse_config([f"{name} = {quoted}"])
+      except Exception:
+        self.lost.add(name)
+        raise SyntaxError(f"{value!r} is no value of Python's") from None
+      self.errors.append(
+        f"{name} = {value}: a string needs quotes beside those of the shell, "
+        f'--gin.{name}="{quoted}"; it is read as that here'
+      )
+    except Exception:
+      self.lost.add(name)
+      raise
 
   # --- macros -----------------------------------------------------------------------------------
 
@@ -206,6 +224,10 @@ class Config:
     except Exception:
       return default
 
+  def put(self, name: str, value: Any) -> None:
+    """Gives a macro a value, for what comes after."""
+    self._table[name, "gin.macro"]["value"] = value
+
   def argument(self, name: str, of: str | None = None) -> Any:
     """The value of an argument of the program, or of another function `of`; KeyError if unbound."""
     if of is None:
@@ -263,6 +285,24 @@ def message(error: BaseException) -> str:
   text = re.sub(r"No configurable matching '(\S+)'\.?", _unknown, " ".join(text.split()))
   plain = isinstance(error, ValueError | RuntimeError | FileNotFoundError | ModuleNotFoundError)
   return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+# What is quoted, a reference, a number; then what quotes may have been forgotten of.
+_WORD = re.compile(
+  r"""('[^']*'|"[^"]*"|[@%][\w./]+(?:\(\))?|\b(?:None|True|False)\b|\d[\d._]*(?:[eE][-+]?\d+)?(?![\w:]))"""
+  r"""|(\d+:\d+|[A-Za-z_][\w/.+*-]*)"""
+)
+
+
+def _quote(value: str) -> str:
+  """The value with quotes around its words, or around it all; "10k" is left alone.
+
+  >>> _quote("1:8"), _quote("{ff: 1:8, 'qkv': None}"), _quote("/tmp/run"), _quote("10k")
+  ("'1:8'", "{'ff': '1:8', 'qkv': None}", "'/tmp/run'", '10k')
+  """
+  if value[:1] in "{[(":
+    return _WORD.sub(lambda found: found[1] or f"'{found[2]}'", value)
+  return f"'{value}'" if re.match(r"\d+:\d+$|[^\W\d]|[/~.]", value) else value
 
 
 def _unknown(found: re.Match) -> str:

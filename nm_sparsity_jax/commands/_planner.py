@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.commands import _checkpoint, _gin
+from nm_sparsity_jax.configure import SettingsError
 
 _LENGTHS = {"inputs": 512, "targets": 128}  # where TASK_FEATURE_LENGTHS does not tell
 
@@ -48,34 +49,44 @@ class Planner:
     self.notes: list[str] = []
     self.lengths = {**_LENGTHS, **(config.get("TASK_FEATURE_LENGTHS") or {})}
     self.batch_size = config.get("BATCH_SIZE")
+    self.whole = True  # whether the rules are all that the settings ask for
 
   def report(self) -> dict[str, Any]:
     """Everything, as values that JSON knows."""
     network = self._try("NETWORK", self._network)
-    asked = self._ask_for_rules()
-    rules = None if asked else self._try("RULES", lambda: self.config.value("RULES"))
-    model = None if asked else self._try("MODEL", self._model)
+    rules = self._try("RULES", self._rules)
+    model = self._try("MODEL", self._model) if rules is not None or self.whole else None
     if model is not None:
       network = getattr(model, "module", network)
       rules = getattr(model, "rules", rules)
-    made = self._try("shapes", lambda: self._shapes(network))
-    params, axes = made or (None, None)
+    try:  # the longest part: one trace tells it all, if nothing is wrong
+      state = self._train_state(model) if model is not None and rules is not None else None
+    except Exception:  # what it is, the parts below tell
+      state = None
+    if model is not None and state is not None:
+      rules, params, axes = model.stored_rules, state.params, None
+    else:
+      params, axes = self._try("shapes", lambda: self._shapes(network)) or (None, None)
     parts: dict[str, Any] = {"program": self.config.program}
-    assignment = state = None
+    assignment = None
     if params is not None and rules is not None:
       before = len(self.errors)
       if axes:
         rules = rules.with_logical_axes(axes)
       assignment = self._assign(rules, params)
       parts["kernels"] = _kernels(assignment)
-      if model is not None and len(self.errors) == before:
+      if model is not None and state is None and len(self.errors) == before:
         state = self._try("train state", lambda: self._train_state(model))
-    elif params is not None and self.config.complete:
+      if state is not None and self.config.program in (None, "train"):
+        self._try("optimizer", lambda: self._check_optimizer(state))
+    elif params is not None and not self.config.is_set("RULES") and self.config.complete:
       self.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
+    if not self.whole:
+      self.notes.append("places without rules, because of the errors, are shown as dense; no costs")
     if rules is not None and rules.places:
       parts["schedule"] = self._schedule(rules, assignment)
       parts["loss"] = self._try("loss", lambda: self._loss(rules, model))
-    if assignment is not None and params is not None:
+    if assignment is not None and params is not None and self.whole:
       parts["cost"] = self._try("cost", lambda: self._cost(network, assignment, params))
     self._settings(model, rules)
     resumed = self._try("MODEL_DIR", self._resumed)
@@ -96,24 +107,28 @@ class Planner:
       if isinstance(e, KeyError) and what not in ("NETWORK", "RULES", "MODEL"):
         self.errors.append(f"{what}: {type(e).__name__}: {_gin.message(e)}")
     except Exception as e:
-      self.errors.append(_gin.message(e))
+      self._note(e)
     return None
 
-  def _ask_for_rules(self) -> list[str]:
-    """Asks for all that sparsity.gin leaves None and that these rules need; which that is."""
-    places = self.config.get("SPARSITY_RULES")
-    if not isinstance(places, Mapping) or not self.config.complete:
-      return []
-    given = [v for v in places.values() if v is None or isinstance(v, str)]
-    recipe = self.config.get("RECIPE")
-    needed = {
-      "RECIPE": bool(given),
-      "PATTERN": None in given and recipe != "dense",
-      "SPARSE_STEPS": bool(given) and recipe != "dense",
-    }
-    asked = [n for n, yes in needed.items() if yes and self.config.is_none(n)]
-    self.errors += [_gin.ask_for(name) for name in asked]
-    return asked
+  def _rules(self):
+    """The rules; with errors in the settings, those that can be made, for what else there is."""
+    try:
+      return self.config.value("RULES")
+    except SettingsError as e:
+      self._note(e)
+      self.whole = False
+      if e.rules is not None:
+        self.config.put("RULES", e.rules)
+      return e.rules
+
+  def _note(self, error: Exception) -> None:
+    """Adds an error, in the words of the command line."""
+    if not isinstance(error, SettingsError):
+      self.errors.append(_gin.message(error))
+      return
+    if self.config.complete:  # else a file that could not be read may set it
+      self.errors += [_gin.ask_for(n) for n in error.missing if n not in self.config.lost]
+    self.errors += error.errors
 
   # --- the model --------------------------------------------------------------------------------
 
@@ -171,10 +186,7 @@ class Planner:
         return train_state.InferenceState.create(found)
       return train_state.FlaxOptimTrainState.create(optimizer, found)
 
-    state = jax.eval_shape(make, jax.random.PRNGKey(0))
-    if optimizer is not None:
-      self._try("optimizer", lambda: self._check_optimizer(state))
-    return state
+    return jax.eval_shape(make, jax.random.PRNGKey(0))
 
   def _check_optimizer(self, state):
     from nm_sparsity_jax import t5x_adapter
@@ -232,7 +244,8 @@ class Planner:
       found.setdefault(key, {}).setdefault(place.key, set()).add(place.axis_size)
     if assignment is None:
       for name, recipe in rules.places.items():
-        found.setdefault((recipe, recipe.timeline()), {})[name] = set()
+        if self.whole or recipe.name != "dense":
+          found.setdefault((recipe, recipe.timeline()), {})[name] = set()
     recipes = [recipe for recipe, _ in found]
     for (_, segments), of in found.items():
       if segments and segments[-1].decay_stop > 0:
@@ -413,10 +426,6 @@ class Planner:
       parts = None
     if parts and self.batch_size and self.batch_size % parts:
       self.errors.append(f"BATCH_SIZE={self.batch_size} does not split into {parts} microbatches")
-    for name in ("DENSE_STEPS", "FINETUNE_STEPS", "SPARSE_STEPS"):
-      value = config.get(name)
-      if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        self.errors.append(f"{name}={value!r} is no whole number of steps")
 
   def _argument(self, name: str) -> Any:
     """An argument of the program; what fails in it is noted, once."""
@@ -425,7 +434,7 @@ class Planner:
     except (_gin.Unset, KeyError):
       return None
     except Exception as e:
-      self.errors.append(_gin.message(e))
+      self._note(e)
       return None
 
   def _data(self) -> None:
@@ -560,7 +569,11 @@ class Planner:
 
   def _refused(self, stored, rules, resuming) -> bool:
     """Whether this checkpoint is of another run than one that these rules can go on with."""
-    if rules is None or not (resuming or self.config.program in ("evaluate", "infer")):
+    if (
+      rules is None
+      or not self.whole
+      or not (resuming or self.config.program in ("evaluate", "infer"))
+    ):
       return False
     from nm_sparsity_jax import configure
 

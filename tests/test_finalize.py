@@ -1,0 +1,341 @@
+"""nm-sparsity verify and finalize: proof, exact zeros, and nothing left behind where they fail."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import zlib
+
+import jax
+import numpy as np
+import pytest
+import test_plan
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import cli, configure
+from nm_sparsity_jax.commands import _checkpoint
+from nm_sparsity_jax.rules import flatten
+
+pytest.importorskip("orbax.checkpoint", reason="checkpoints are Orbax's: pip install -e '.[dev]'")
+
+SHAPES = {
+  "encoder/layers_0/mlp/wi/kernel": (8, 12),
+  "encoder/layers_0/mlp/wo/kernel": (12, 8),
+  "encoder/layers_0/attention/query/kernel": (8, 8),
+  "encoder/layers_0/scale": (8,),
+  "token_embedder/embedding": (16, 8),
+}
+PLACES = {"ff": "1:4", "q": "2:4"}
+SPARSE = [path for path in SHAPES if "mlp" in path or "query" in path]
+
+
+def draw(seed=0, dtype=np.float32):
+  rng = np.random.default_rng(seed)
+  weights = {path: rng.normal(size=shape).astype(dtype) for path, shape in SHAPES.items()}
+  return _checkpoint.nested(weights)
+
+
+def packed(rules):
+  text = np.frombuffer(zlib.compress(configure.describe(rules).encode(), 9), np.uint8)
+  return np.pad(text, (0, 4096 - text.size))
+
+
+class Run:
+  """A sparse run at a step, as T5X's trainer saves it: 10 + 2 of 12 steps, of weights that move."""
+
+  def __init__(self, recipe="idp", step=12, dtype=np.float32, **settings):
+    settings = {"sparse_steps": 12, "dense_steps": 2, "finetune_steps": 4, **settings}
+    self.rules = configure.rules(PLACES, recipe, **settings)
+    self.params = draw(0, dtype)
+    state = nms.init_state(self.params, self.rules)
+    for t in range(1, step + 1):
+      self.params = draw(t, dtype)
+      grads = self.params if recipe == "snip" else None
+      state = nms.update_state(state, self.params, self.rules, t, grads=grads)
+    self.state = state
+    kept = {k: v for k, v in jax.tree.map(np.asarray, state).items() if k != "step"}
+    mine = {"step": np.int32(step), "rules": packed(self.rules), **kept}
+    moments = {"0": {"mu": draw(99)}}
+    self.tree = {
+      "target": self.params,
+      "state": {"step": np.int32(step + 100), "param_states": moments},
+      "flax_mutables": {"nm_sparsity": mine},
+    }
+
+  def write(self, folder, kind="Orbax"):
+    step = int(self.tree["state"]["step"])
+    return test_plan.WRITERS[kind](folder / f"checkpoint_{step}", self.tree)
+
+
+@pytest.fixture
+def command(capsys):
+  """Runs a command: (exit code, JSON or, where that fails, the message)."""
+
+  def call(*argv):
+    code = cli.main([*map(str, argv), "--json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if out else err
+
+  return call
+
+
+def load(path):
+  """Parameters by Orbax alone."""
+  import orbax.checkpoint as ocp
+
+  reader = ocp.PyTreeCheckpointer()
+  shapes = reader.metadata(path / "state").item_metadata.tree
+  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
+  return reader.restore(path / "state", restore_args=jax.tree.map(as_numpy, shapes))
+
+
+@pytest.mark.parametrize(
+  "recipe, kind",
+  [*((recipe, "Orbax") for recipe in ("mdgf_exponential", "idp", "one_shot", "snip")),
+   ("sr_ste", "T5X"), ("idp", "T5X")],
+)  # fmt: skip
+def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, kind):
+  run = Run(recipe)
+  run.write(tmp_path / "run", kind)
+  code, before = command("verify", tmp_path / "run")
+  assert code == 1 and not before["ok"]
+  assert {p["bad_groups"] == p["groups"] and tuple(p["first"]) for p in before["places"]} == {
+    (0, 0)
+  }
+
+  code, report = command("finalize", tmp_path / "run", tmp_path / "out")
+  path = tmp_path / "out/checkpoint_112"
+  assert not code and report["ok"] and report["checkpoint"] == str(path)
+  assert report["from"] == str(tmp_path / "run/checkpoint_112")
+  found = load(path)
+  want = dict(flatten(nms.finalize(run.params, run.rules, run.state)))
+  got = dict(flatten(found["target"]))
+  assert got.keys() == want.keys() == SHAPES.keys()
+  for name, w in want.items():
+    np.testing.assert_array_equal(got[name], w, err_msg=name)
+  # The step and what the run knows of itself stay; the optimizer goes.
+  assert found["state"] == {"step": 112}
+  for name, x in flatten(run.tree["flax_mutables"]):
+    np.testing.assert_array_equal(dict(flatten(found["flax_mutables"]))[name], x, err_msg=name)
+
+  # What was removed, place by place, against a plain sum.
+  assert [p["path"] for p in report["places"]] == sorted(SPARSE)
+  params = dict(flatten(run.params))
+  for place in report["places"]:
+    w = params[place["path"]].astype(np.float64)
+    gone = np.asarray(want[place["path"]]) == 0
+    assert place["weights"] == pytest.approx(gone.mean())
+    assert place["magnitude"] == pytest.approx(abs(w)[gone].sum() / abs(w).sum())
+    assert place["squares"] == pytest.approx((w[gone] ** 2).sum() / (w**2).sum())
+    assert place["density"] == (0.5 if "query" in place["path"] else 0.25)
+
+  code, after = command("verify", path)
+  assert not code and after["ok"] and not any(p["bad_groups"] for p in after["places"])
+  # Again, and nothing more is removed.
+  code, again = command("finalize", path, tmp_path / "again")
+  assert not code and {p["magnitude"] for p in again["places"]} == {0}
+
+
+def test_one_weight_too_many_is_found_at_its_place(command, tmp_path):
+  run = Run("sr_ste")
+  run.write(tmp_path / "run")
+  command("finalize", tmp_path / "run", tmp_path / "out")
+  tree = load(tmp_path / "out/checkpoint_112")
+  wi = tree["target"]["encoder"]["layers_0"]["mlp"]["wi"]["kernel"]
+  (row, *_) = np.flatnonzero(wi[4:, 7] == 0) + 4
+  wi[row, 7] = 1e-40
+  _checkpoint.write(str(tmp_path / "bad/checkpoint_1"), tree)
+  code, report = command("verify", tmp_path / "bad")
+  bad = [p for p in report["places"] if p["bad_groups"]]
+  assert code == 1 and [p["path"] for p in bad] == ["encoder/layers_0/mlp/wi/kernel"]
+  assert bad[0]["bad_groups"] == 1 and bad[0]["first"] == [4, 7] and bad[0]["most"] == 2
+
+
+def test_bfloat16_stays_and_the_newest_of_a_run_is_taken(command, tmp_path, capsys):
+  import ml_dtypes
+
+  for step in (9, 12):
+    Run("sr_ste", step, ml_dtypes.bfloat16).write(tmp_path / "run")
+  assert cli.main(["finalize", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+  out = capsys.readouterr().out
+  newest = tmp_path / "run/checkpoint_112"
+  assert f"{newest} (the newest in {tmp_path / 'run'}, Orbax, step 112, sparse step 12)" in out
+  assert "ff: sr_ste 1:4, total=12" in out and "sum of |w|" in out and out.endswith("ok\n")
+  stored = _checkpoint.read(str(tmp_path / "out/checkpoint_112"))
+  assert {stored.leaves[f"target/{path}"].dtype for path in SHAPES} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+  "recipe, step, words",
+  [
+    ("mdgf_linear", 4, ["sparse step 4", "pattern 2:4", "D = 0.667", "over at 8", "--early"]),
+    ("sdgf_stepwise", 3, ["pattern 3:4", "D = 0"]),
+    ("mdgf_linear", 0, ["pattern dense", "D = 1"]),
+    ("sr_ste", 7, ["sparse step 7"]),
+  ],
+)
+def test_a_schedule_that_is_not_over_is_refused_unless_told(command, tmp_path, recipe, step, words):
+  run = Run(recipe, step)
+  path = run.write(tmp_path)
+  code, text = command("finalize", path, tmp_path / "out")
+  assert code == 1 and all(word in text for word in words), text
+  assert not (tmp_path / "out").exists()
+  code, report = command("finalize", path, tmp_path / "out", "--early")
+  assert not code and report["ok"]
+  # The first step at which it is over.
+  path = Run(recipe, 8).write(tmp_path)
+  assert not command("finalize", path, tmp_path / "out8")[0]
+
+
+def test_a_mask_that_was_never_taken_is_no_mask(command, tmp_path):
+  code, text = command("finalize", Run("snip", 1).write(tmp_path), tmp_path / "out", "--early")
+  assert code == 1 and "was never taken" in text and not (tmp_path / "out").exists()
+
+
+# --- rules --------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_without_rules_needs_them(command, tmp_path):
+  path = tmp_path / "checkpoint_7"
+  test_plan.write_orbax(path, {"target": draw()})
+  code, text = command("verify", path)
+  assert code == 1 and "holds no rules" in text and "--rules \"{'ff': '1:8'}\"" in text
+  flags = ["--rules", str(PLACES)]
+  assert command("verify", path, *flags)[0] == 1
+  code, report = command("finalize", path, tmp_path, *flags)
+  assert not code and report["ok"] and report["checkpoint"] == str(tmp_path / "checkpoint_0")
+  made = configure.rules(PLACES, "sr_ste", sparse_steps=1)
+  want = dict(flatten(nms.finalize(draw(), made)))
+  for name, w in flatten(load(tmp_path / "checkpoint_0")["target"]):
+    np.testing.assert_array_equal(w, want[name])
+  assert not command("verify", tmp_path / "checkpoint_0", *flags)[0]
+  assert command("verify", tmp_path / "checkpoint_0", "--rules", "{'ff': '1:2', 'o|q': '1:4'}")[0]
+
+
+@pytest.mark.parametrize(
+  "rules, words",
+  [
+    ("{ff: 1:4}", ["is no dict; strings need quotes"]),
+    ("'1:4'", ["is no dict"]),
+    ("{'ff': '4:1'}", ["--rules, 'ff': '4:1'", "mean '1:4'"]),
+    ("{'ff': '1:4', 'v': '1:4'}", ["match no parameter", "'v'"]),
+    ("{'ff': '1:5'}", ["no multiple of 5"]),
+  ],
+)
+def test_rules_that_are_wrong(command, tmp_path, rules, words):
+  path = tmp_path / "checkpoint_7"
+  test_plan.write_orbax(path, {"target": draw()})
+  code, text = command("verify", path, "--rules", rules)
+  assert code == 1 and all(word in text for word in words), text
+  assert text.count("\n") == 1
+
+
+def test_other_rules_than_the_checkpoints_are_refused_and_both_named(command, tmp_path):
+  path = Run("sr_ste").write(tmp_path)
+  code, text = command("verify", path, "--rules", "{'ff': '1:2'}")
+  assert code == 1 and str(PLACES) in text and "{'ff': '1:2'}" in text
+  assert "holds" not in command("verify", path, "--rules", str(PLACES))[1]  # the same: fine
+
+
+def test_a_stacked_kernel_needs_its_axis(command, tmp_path):
+  tree = {"target": {"encoder": {"mlp": {"wi": {"kernel": draw_stacked()}}}}}
+  path = test_plan.write_orbax(tmp_path / "checkpoint_1", tree)
+  flags = ["--rules", "{'ff': '1:4'}"]
+  code, text = command("verify", path, *flags)
+  assert code == 1 and "which axis is contracted" in text and "--axes" in text
+  _, report = command("verify", path, *flags, "--axes", "{'.*/kernel': 0}")
+  assert [(p["axis"], p["groups"]) for p in report["places"]] == [(0, 2 * 3 * 4)]
+
+
+def draw_stacked():
+  return np.random.default_rng(0).normal(size=(8, 3, 4)).astype(np.float32)
+
+
+# --- what can go wrong --------------------------------------------------------------------------
+
+
+def files(folder):
+  return {p.relative_to(folder): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+
+
+def largest(folder, pattern):
+  return max((p for p in folder.rglob(pattern) if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def cut(path):
+  path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
+
+
+DAMAGE = {
+  "Orbax: data cut": ("Orbax", lambda c: cut(largest(c, "d/*"))),
+  "Orbax: data lost": ("Orbax", lambda c: largest(c, "d/*").unlink()),
+  "Orbax: metadata cut": ("Orbax", lambda c: cut(c / "state/_METADATA")),
+  "Orbax: manifest cut": ("Orbax", lambda c: cut(c / "state/manifest.ocdbt")),
+  "T5X: file cut": ("T5X", lambda c: cut(c / "checkpoint")),
+  "T5X: chunk cut": ("T5X", lambda c: cut(largest(c, "target*wo.kernel/0.0"))),
+  "T5X: chunk lost": ("T5X", lambda c: largest(c, "target*wo.kernel/0.0").unlink()),
+  "T5X: array lost": ("T5X", lambda c: largest(c, "target*wo.kernel/.zarray").unlink()),
+}
+
+
+def test_damage_is_one_line_and_nothing_is_left(tmp_path):
+  """In a process of its own: Orbax leaves threads that stumble when pytest listens."""
+  paths = []
+  for i, (kind, harm) in enumerate(DAMAGE.values()):
+    paths.append(Run("sr_ste").write(tmp_path / f"run{i}", kind))
+    harm(paths[-1])
+  out = tmp_path / "out"
+  argvs = [[c, str(p), *([str(out)] * (c == "finalize"))] for p in paths for c in COMMANDS]
+  done = python(f"for argv in {argvs!r}: assert cli.main(argv) == 1")
+  assert not done.returncode and not done.stdout, done.stderr[-2000:]
+  lines = [line for line in done.stderr.splitlines() if line.startswith("nm-sparsity ")]
+  assert len(lines) == len(argvs)
+  for line, (name, path, *_) in zip(lines, argvs, strict=True):
+    assert line.startswith(f"nm-sparsity {name}: {path!r} is damaged: "), line
+  assert not out.exists()
+
+
+COMMANDS = "verify", "finalize"
+
+
+def python(code):
+  """Runs code that knows `cli`, in a new interpreter."""
+  root = pathlib.Path(nms.__file__).parents[1]
+  command = [sys.executable, "-c", f"from nm_sparsity_jax import cli\n{code}"]
+  return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+def test_what_is_no_checkpoint_and_outputs_that_cannot_be(command, tmp_path):
+  path = Run("sr_ste").write(tmp_path / "run")
+  (tmp_path / "file").write_text("x")
+  (tmp_path / "empty").mkdir()
+  assert "there is no checkpoint" in command("verify", tmp_path / "nowhere")[1]
+  assert "is no checkpoint" in command("verify", tmp_path / "empty")[1]
+  assert "is no checkpoint" in command("verify", tmp_path / "file")[1]
+  before = files(tmp_path)
+  for out, words in (
+    (tmp_path / "run", "is there already"), (tmp_path / "file", "cannot be made"),
+    (tmp_path / "file/deep", "cannot be made"), ("gs://bucket/x", "on a local disk"),
+  ):  # fmt: skip
+    code, text = command("finalize", path, out)
+    assert code == 1 and words in text and text.count("\n") == 1, text
+  assert files(tmp_path) == before and {p.name for p in tmp_path.iterdir()} == {
+    "run", "file", "empty",
+  }  # fmt: skip
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+  """A limit on the size of a file stands for the disk."""
+  path = Run("sr_ste").write(tmp_path / "run")
+  done = python(f"""
+import resource, sys
+from nm_sparsity_jax.commands import _checkpoint
+check = _checkpoint.check_new
+def limit(folder):
+  resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+  check(folder)
+_checkpoint.check_new = limit
+sys.exit(cli.main(["finalize", {str(path)!r}, {str(tmp_path / "a/b")!r}]))
+""")
+  assert done.returncode == 1 and "could not be written" in done.stderr, done.stderr[-2000:]
+  assert {p.name for p in tmp_path.iterdir()} == {"run"}
