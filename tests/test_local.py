@@ -336,6 +336,38 @@ def test_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
   assert cli.main(["train", *command(*GIN, **macros, STATS_PERIOD=7, EVAL_PERIOD=3)]) == 0
 
 
+@pytest.mark.parametrize("run, optimizer", [("train", "adamw"), ("finetune", "adafactor")])
+def test_every_run_file_makes_a_run(run, optimizer, tmp_path, monkeypatch):
+  made = []
+  monkeypatch.setattr(train._Process, "go", lambda process: made.append(process.run) or 0)
+  macros = dict(
+    MODEL_DIR=str(tmp_path), RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9, DROPOUT_RATE=0.2,
+    INITIAL_CHECKPOINT_PATH="c", MICROBATCHES=2, EVAL_PERIOD=7, NUM_DECODES=3, PACK=True,
+  )  # fmt: skip
+  names = f"local_{run}.gin", f"local_{optimizer}.gin"
+  assert cli.main(["train", *command(*names, **macros)]) == 0
+  (run,) = made
+  assert run.model.network.config.dropout_rate == 0.2 and run.source.pack and run.source.seed == 0
+  assert (run.microbatches, run.sparse_steps, run.initial_checkpoint) == (2, 9, "c")
+  assert run.periods.evaluate == 7 and run.evaluation.num_decodes == 3
+  assert configure.describe(run.model.given_rules) == "ff: sr_ste 1:4, total=9"
+  assert hasattr(run.optimizer, "update")
+  state = run.optimizer.init({"w": jnp.ones((256, 256))})
+  assert any("v_row" in str(k) for k, _ in jax.tree.flatten_with_path(state)[0]) == (
+    optimizer == "adafactor"
+  )
+
+
+def test_eval_without_its_checkpoint_is_one_line(tmp_path, capsys):
+  macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9, EVAL_OUTPUT_DIR=str(tmp_path))
+  assert cli.main(["eval", *command("local_eval.gin", **macros)]) == 1
+  assert "CHECKPOINT_PATH is not set" in capsys.readouterr().err
+  assert cli.main(["eval", *command("local_eval.gin", **macros, CHECKPOINT_PATH="/nowhere")]) == 1
+  assert "there is no checkpoint '/nowhere'" in capsys.readouterr().err
+  assert cli.main(["train", *command("local_eval.gin", **macros, CHECKPOINT_PATH="/nowhere")]) == 1
+  assert "no run file of this command: gin_configs/runs/local_train.gin" in capsys.readouterr().err
+
+
 def test_checkpoints_of_another_program_are_refused(tmp_path):
   (tmp_path / "checkpoint_5/state").mkdir(parents=True)
   (tmp_path / "checkpoint_5/state/_METADATA").touch()
