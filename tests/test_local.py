@@ -183,7 +183,9 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
     sparse, "training_eval/nm_test_sort"
   )[-1]  # fmt: skip
   other = model_of(**(rules | dict(pattern="1:2")))
-  with pytest.raises(ValueError, match=r"rules \[ff: sr_ste 1:4.*but this run has \[ff: sr_ste 1:2"):
+  with pytest.raises(
+    ValueError, match=r"rules \[ff: sr_ste 1:4.*but this run has \[ff: sr_ste 1:2"
+  ):
     train.evaluate(other, EVALUATION, str(sparse / "checkpoint_180"), str(tmp_path / "e"))
 
 
@@ -362,9 +364,9 @@ def test_eval_without_its_checkpoint_is_one_line(tmp_path, capsys):
   macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9, EVAL_OUTPUT_DIR=str(tmp_path))
   assert cli.main(["eval", *command("local_eval.gin", **macros)]) == 1
   assert "CHECKPOINT_PATH is not set" in capsys.readouterr().err
-  assert cli.main(["eval", *command("local_eval.gin", **macros, CHECKPOINT_PATH="/nowhere")]) == 1
-  assert "there is no checkpoint '/nowhere'" in capsys.readouterr().err
-  assert cli.main(["train", *command("local_eval.gin", **macros, CHECKPOINT_PATH="/nowhere")]) == 1
+  assert cli.main(["eval", *command("local_eval.gin", **macros, CHECKPOINT_PATH="/no/ck")]) == 1
+  assert "there is no checkpoint '/no/ck'" in capsys.readouterr().err
+  assert cli.main(["train", *command("local_eval.gin", **macros, CHECKPOINT_PATH="/no/ck")]) == 1
   assert "no run file of this command: gin_configs/runs/local_train.gin" in capsys.readouterr().err
 
 
@@ -386,7 +388,7 @@ def test_checkpoints_of_another_program_are_refused(tmp_path):
     (dict(DECODER="beams"), "DECODER='beams': choose one of beam, greedy"),
     (dict(LEARNING_RATE_FACTORS="constant * cosine"), "'cosine' is none of constant"),
     (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
-    (dict(INITIAL_CHECKPOINT_PATH="/nowhere/checkpoint_1"), "no checkpoint '/nowhere/checkpoint_1'"),
+    (dict(INITIAL_CHECKPOINT_PATH="/no/checkpoint_1"), "no checkpoint '/no/checkpoint_1'"),
   ],
   ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -420,9 +422,7 @@ def one_device():
   return stepped(model_of(**SR_STE))
 
 
-@pytest.mark.parametrize(
-  "devices, partitions, microbatches", [(1, 1, 4), (8, 2, 2)]
-)
+@pytest.mark.parametrize("devices, partitions, microbatches", [(1, 1, 4), (8, 2, 2)])
 def test_microbatches_and_devices_change_nothing(devices, partitions, microbatches, one_device):
   params, losses = one_device
   model = model_of(devices, partitions, **SR_STE)

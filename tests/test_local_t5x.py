@@ -64,7 +64,7 @@ def test_t5x_evaluates_a_local_checkpoint(beams, ran, tmp_path):
   """Half of the way: D and the pattern are those of that step. One beam, and three."""
   evaluation = dataclasses.replace(EVALUATION, num_decodes=beams)
   assert train.evaluate(model_of(**IDP), evaluation, ran, str(tmp_path / "a")) == 0
-  (tmp_path / "t5x").mkdir()
+  (tmp_path / "t5x/inference_eval").mkdir(parents=True)
   model = make(configure.rules({"ff": None}, **IDP), "ours")
   model.predict_batch_with_aux = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
   t5x_eval.evaluate(
@@ -135,7 +135,7 @@ def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
     checkpoints.load_for_evaluation(path, model_of(**(IDP | dict(pattern="1:4"))))
 
 
-def test_same_beams_as_t5x_from_one_to_four(what_t5x_wants):  # noqa: F811
+def test_same_beams_as_t5x_from_one_to_four(what_t5x_wants):
   """Random weights, which end at odd times."""
   model = make(None, "ours", dense=True)
   rng = np.random.default_rng(1)

@@ -1,7 +1,8 @@
 """Evaluates a checkpoint, of `nm-sparsity train` or of T5X, with the weights of its step.
 
   nm-sparsity eval --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
-    --gin_file=gin_configs/runs/local_eval.gin --gin_file=gin_configs/recipes/mdgf_exponential.gin \\
+    --gin_file=gin_configs/runs/local_eval.gin \\
+    --gin_file=gin_configs/recipes/mdgf_exponential.gin \\
     --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.EVAL_OUTPUT_DIR="'...'" ...
 
 The rules are those of the training. Exit code: 0 = done, 1 = failed.

@@ -65,7 +65,9 @@ class Source:
     seqio = import_seqio(self.module)
     known = mixture_or_task(self.name)
     if self.split not in known.splits:
-      raise ValueError(f"{self.name} has no split {self.split!r}: it has {', '.join(known.splits)}.")
+      raise ValueError(
+        f"{self.name} has no split {self.split!r}: it has {', '.join(known.splits)}."
+      )
     return seqio.get_dataset(
       mixture_or_task_name=known,
       task_feature_lengths=dict(self.lengths),

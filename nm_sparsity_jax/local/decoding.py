@@ -129,7 +129,8 @@ def beam_search(
 
 def _decoder(network: Transformer, params: Any, inputs: jax.Array, length: int, beams: int):
   """(cache, tokens [b * beams]) -> (logits [b * beams, vocab], cache), and the empty cache."""
-  encoded = network.apply({"params": params}, inputs, enable_dropout=False, method=network.encode)
+  encode = functools.partial(network.apply, enable_dropout=False, method=network.encode)
+  encoded: Any = encode({"params": params}, inputs)
   encoded, inputs = (jnp.repeat(x, beams, 0) for x in (encoded, inputs))
   blank = jnp.ones((inputs.shape[0], length), jnp.int32)
   make = functools.partial(network.apply, enable_dropout=False, decode=True, mutable=["cache"])

@@ -1,7 +1,7 @@
 """What a run tells while it goes on: TensorBoard, JSON lines, one line on the terminal.
 
-    step -> scalars -> MODEL_DIR/<room>/{events..., metrics.jsonl}
-                    -> step 120/400  loss 1.234  D 0.53  2:8  density 0.25  9,120 tokens/s  0:41 left
+step -> scalars -> MODEL_DIR/<room>/{events..., metrics.jsonl}
+                -> step 120/400  loss 1.234  D 0.53  2:8  density 0.25  9,120 tokens/s  0:41 left
 """
 
 # pyright: reportMissingImports=false

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import struct
-from flax.linen import partitioning
+from flax.linen import partitioning, spmd
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nm_sparsity_jax import apply, metrics, optim
@@ -94,7 +94,7 @@ class Model:
     z_loss: float = 0.0001,
     label_smoothing: float = 0.0,
     num_partitions: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
   ):
     self.network: Any = network
     if self.network.config.rules is not None:
@@ -116,7 +116,7 @@ class Model:
     # As stored: a scan stacks kernels, which moves the axis of their groups.
     self.rules = rules.with_logical_axes(axes)
     self.rules.assign(self.shapes)  # what does not fit is said before data are read
-    specs = nn.logical_to_mesh_sharding(
+    specs = spmd.logical_to_mesh_sharding(
       partitioning.get_axis_names(axes), self.mesh, list(AXIS_RULES)
     )
     by_path = dict(flatten(self.shapes))
@@ -130,7 +130,7 @@ class Model:
     jitted = jax.jit(function, **kwargs)
 
     def call(*args):
-      with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
+      with jax.set_mesh(self.mesh), spmd.logical_axis_rules(list(AXIS_RULES)):
         return jitted(*args)
 
     return call

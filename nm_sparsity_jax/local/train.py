@@ -1,12 +1,12 @@
 """The loop: from a configuration to checkpoints, curves and scores in MODEL_DIR.
 
-    batch `sparse_step` of the stream -> [train_step] -> state, sums -> looked at two steps later
-        a number that is not finite -> stop, nothing saved since
-        a checkpoint is due, or SIGTERM -> all looked at -> saved in the background
-        an evaluation is due -> saved -> losses, metrics -> evaluations.json -> which is best
+batch `sparse_step` of the stream -> [train_step] -> state, sums -> looked at two steps later
+    a number that is not finite -> stop, nothing saved since
+    a checkpoint is due, or SIGTERM -> all looked at -> saved in the background
+    an evaluation is due -> saved -> losses, metrics -> evaluations.json -> which is best
 
-    MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share),
-              evaluations.json, train/, training_eval/<task>/, inference_eval/
+MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share),
+          evaluations.json, train/, training_eval/<task>/, inference_eval/
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pathlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -256,9 +256,9 @@ class _Process:
 
   def _means(self, done: int) -> dict[str, float]:
     """Over the steps since the last ones."""
-    sums = np.sum(self.sums, 0, dtype=np.float64)
-    scalars = Summed(*map(float, sums[:4])).scalars()
-    scalars["grad_norm"], scalars["update_norm"] = (sums[4:] / len(self.sums)).tolist()
+    sums: list[float] = np.sum(self.sums, 0, dtype=np.float64).tolist()
+    scalars = Summed(*sums[:4]).scalars()
+    scalars["grad_norm"], scalars["update_norm"] = (x / len(self.sums) for x in sums[4:])
     if self.run.learning_rate is not None:
       scalars["learning_rate"] = float(self.run.learning_rate(done - 1))
     self.sums = []
@@ -296,7 +296,9 @@ class _Process:
     for task, values in found.items():
       self.progress.say(metrics_line(task, values))
     rules = self.model.rules
-    densities = jax.jit(lambda s: metrics.density(s.params, rules, s.sparse_step, s.masks)[:2])(state)
+    densities = jax.jit(lambda s: metrics.density(s.params, rules, s.sparse_step, s.masks)[:2])(
+      state
+    )
     self.evaluations.append({
       "step": step,
       "at_target": bool(densities[0] <= densities[1] * (1 + 1e-6)),
@@ -318,7 +320,9 @@ def best_step(evaluations, metric: str | None) -> int | None:
       values = [found[metric] for found in e["metrics"].values() if metric in found]
       if not values:
         have = sorted({name for found in e["metrics"].values() for name in found})
-        raise ValueError(f"BEST_METRIC={metric!r} is none of the tasks' metrics: {', '.join(have)}.")
+        raise ValueError(
+          f"BEST_METRIC={metric!r} is none of the tasks' metrics: {', '.join(have)}."
+        )
     if values and e["at_target"]:
       scores[e["step"]] = float(np.mean(values))
   return max(scores, key=lambda step: (scores[step], -step)) if scores else None
