@@ -82,7 +82,8 @@ def run_of(folder, model=None, **fields):
   model = model or model_of()
   fields = dict(
     optimizer=optax.adamw(0.01), source=source_of(), sparse_steps=24,
-    periods=train.Periods(evaluate=100, checkpoint=6, report=1, metrics=None), keep_checkpoints=None,
+    keep_checkpoints=None,
+    periods=train.Periods(evaluate=100, checkpoint=6, report=1, metrics=None),
   ) | fields  # fmt: skip
   return train.Run(model=model, model_dir=str(folder), **fields)
 
@@ -183,9 +184,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
     sparse, "training_eval/nm_test_sort"
   )[-1]  # fmt: skip
   other = model_of(**(rules | dict(pattern="1:2")))
-  with pytest.raises(
-    ValueError, match=r"rules \[ff: sr_ste 1:4.*but this run has \[ff: sr_ste 1:2"
-  ):
+  with pytest.raises(ValueError, match=r"rules \[ff: sr_ste 1:4.*run has \[ff: sr_ste 1:2"):
     train.evaluate(other, EVALUATION, str(sparse / "checkpoint_180"), str(tmp_path / "e"))
 
 

@@ -119,7 +119,8 @@ def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
   state = state.replace_flax_mutables(model.write(state.flax_mutables, jnp.int32(5), stored))
   (tmp_path / "sparse").mkdir()
   manager = utils.create_orbax_checkpoint_manager(
-    save_cfg=utils.SaveCheckpointConfig(), partitioner=Devices(), model_dir=str(tmp_path / "sparse"),
+    save_cfg=utils.SaveCheckpointConfig(), partitioner=Devices(),
+    model_dir=str(tmp_path / "sparse"),
     train_state=initializer_of(model, Devices()).global_train_state_shape,
   )  # fmt: skip
   manager.save(state.replace_step(jnp.int32(1005)))

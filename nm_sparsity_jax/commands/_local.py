@@ -28,6 +28,13 @@ def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:
     raise ValueError("; ".join(config.errors))
   if config.program != program:
     raise ValueError(f"no run file of this command: gin_configs/runs/{_RUNS[program]}")
+  if args.tfds_data_dir or args.seqio_additional_cache_dirs:
+    import seqio
+
+    if args.tfds_data_dir:
+      seqio.set_tfds_data_dir_override(args.tfds_data_dir)
+    if args.seqio_additional_cache_dirs:
+      seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
   for warning in config.warnings:
     print(f"warning: {warning}", file=sys.stderr)
   from gin import config as gin

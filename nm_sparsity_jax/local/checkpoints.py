@@ -145,10 +145,8 @@ class Checkpoints:
   def restore(self, step: int, like: TrainState, model: Model) -> tuple[Any, str]:
     """The tree of one of these checkpoints on the devices, and the text of its rules."""
     path = self.folder / f"{_PREFIX}_{step}"
-    wanted, where = (
-      to_tree(like, model.given_rules),
-      to_tree(model.shardings(like), model.given_rules),
-    )
+    rules, shardings = model.given_rules, model.shardings(like)
+    wanted, where = to_tree(like, rules), to_tree(shardings, rules)
     text = jax.ShapeDtypeStruct((configure.TEXT_BYTES,), np.uint8)
     wanted["flax_mutables"][COLLECTION]["rules"] = text
     where["flax_mutables"][COLLECTION]["rules"] = model.replicated

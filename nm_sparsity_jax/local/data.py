@@ -1,6 +1,6 @@
 """Batches of a SeqIO task or mixture, as a function of (seed, position).
 
-    task -> tokenized examples -> shuffled by the seed -> packed -> encoder-decoder features -> batches
+    task -> tokenized examples -> shuffled by the seed -> packed -> model features -> batches
 
 So the position alone brings a stream back: batch i of a resumed run is batch i of the first one.
 """
@@ -65,9 +65,8 @@ class Source:
     seqio = import_seqio(self.module)
     known = mixture_or_task(self.name)
     if self.split not in known.splits:
-      raise ValueError(
-        f"{self.name} has no split {self.split!r}: it has {', '.join(known.splits)}."
-      )
+      have = ", ".join(known.splits)
+      raise ValueError(f"{self.name} has no split {self.split!r}: it has {have}.")
     return seqio.get_dataset(
       mixture_or_task_name=known,
       task_feature_lengths=dict(self.lengths),

@@ -130,7 +130,7 @@ class Model:
     jitted = jax.jit(function, **kwargs)
 
     def call(*args):
-      with jax.set_mesh(self.mesh), spmd.logical_axis_rules(list(AXIS_RULES)):
+      with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
         return jitted(*args)
 
     return call

@@ -256,7 +256,7 @@ class _Process:
 
   def _means(self, done: int) -> dict[str, float]:
     """Over the steps since the last ones."""
-    sums: list[float] = np.sum(self.sums, 0, dtype=np.float64).tolist()
+    sums: Any = np.sum(self.sums, 0, dtype=np.float64).tolist()
     scalars = Summed(*sums[:4]).scalars()
     scalars["grad_norm"], scalars["update_norm"] = (x / len(self.sums) for x in sums[4:])
     if self.run.learning_rate is not None:
@@ -296,9 +296,8 @@ class _Process:
     for task, values in found.items():
       self.progress.say(metrics_line(task, values))
     rules = self.model.rules
-    densities = jax.jit(lambda s: metrics.density(s.params, rules, s.sparse_step, s.masks)[:2])(
-      state
-    )
+    density = lambda s: metrics.density(s.params, rules, s.sparse_step, s.masks)[:2]
+    densities = self.model.jit(density)(state)
     self.evaluations.append({
       "step": step,
       "at_target": bool(densities[0] <= densities[1] * (1 + 1e-6)),
@@ -319,10 +318,8 @@ def best_step(evaluations, metric: str | None) -> int | None:
     else:
       values = [found[metric] for found in e["metrics"].values() if metric in found]
       if not values:
-        have = sorted({name for found in e["metrics"].values() for name in found})
-        raise ValueError(
-          f"BEST_METRIC={metric!r} is none of the tasks' metrics: {', '.join(have)}."
-        )
+        have = ", ".join(sorted({name for found in e["metrics"].values() for name in found}))
+        raise ValueError(f"BEST_METRIC={metric!r} is none of the tasks' metrics: {have}.")
     if values and e["at_target"]:
       scores[e["step"]] = float(np.mean(values))
   return max(scores, key=lambda step: (scores[step], -step)) if scores else None
