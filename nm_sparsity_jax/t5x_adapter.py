@@ -184,8 +184,8 @@ class _SparseModel(models.BaseTransformerModel):
     if not np.array_equal(stored, self._text):
       raise ValueError(
         f"the checkpoint was trained with the rules\n{configure.unpack(stored)}\nbut this run "
-        f"has\n{configure.unpack(self._text)}\nGo on with the former; for a new run with the latter, "
-        "take another MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
+        f"has\n{configure.unpack(self._text)}\nGo on with the former; for a new run with the "
+        "latter, take another MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
       )
 
   def _with_layers(self):

@@ -324,10 +324,11 @@ def _sample(old: TrainState, new: TrainState, grads, rules: Rules, every: int) -
 
 def patterns_at(rules: Rules, params: Any, step: int) -> Sequence[tuple[str, str, float, int]]:
   """(rule, pattern, D, weights) of every kind of place at a step, for people; on the host."""
+  places = rules.assign(params).places.values()
+  decays = {recipe: float(recipe.decay(step)) for recipe in {place.recipe for place in places}}
   kinds: dict[tuple[str, str, float], int] = {}
-  for place in rules.assign(params).places.values():
+  for place in places:
     held = [p for start, p in place.recipe.levels(place.axis_size) if start <= step]
-    pattern = str(held[-1]) if held else "dense"
-    kind = place.key, pattern, float(place.recipe.decay(jnp.int32(step)))
+    kind = place.key, str(held[-1]) if held else "dense", decays[place.recipe]
     kinds[kind] = kinds.get(kind, 0) + int(np.prod(place.shape))
   return [(*kind, size) for kind, size in kinds.items()]
