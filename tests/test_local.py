@@ -212,9 +212,13 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
   model = model_of(dropout=0.1)
   starts = [start for start, _ in model.rules.places["ff"].levels(32)]
   assert starts == [8, 11, 14, 17]
-  for number in (8, 11, 16):
-    stop = at_step(number - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train.train(run_of(tmp_path, model, learning_rate=stop, **HARD)) == 0
+  for number, how, code in [
+    (8, signal.SIGTERM, 0),
+    (11, signal.SIGINT, 130),
+    (16, signal.SIGTERM, 0),
+  ]:
+    stop = at_step(number - 1, lambda how=how: os.kill(os.getpid(), how))
+    assert train.train(run_of(tmp_path, model, learning_rate=stop, **HARD)) == code
     # Some steps were under way.
     assert number <= checkpoints.steps_in(tmp_path)[-1] <= number + 3
   assert train.train(run_of(tmp_path, model, learning_rate=at_step(0, None), **HARD)) == 0

@@ -1,8 +1,11 @@
-"""T5X's flags for gin, for every command that reads gin files."""
+"""T5X's flags for gin, and quiet imports, for every command that reads gin files."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
+import os
 import sys
 
 
@@ -41,3 +44,27 @@ def _with_overrides(parser: argparse.ArgumentParser):
     return parse(rewritten, namespace)
 
   return parse_args
+
+
+@contextlib.contextmanager
+def quiet():
+  """No warnings of our own, for the plan says it all, and no chatter of imports.
+
+  TensorFlow writes to the file descriptor, past Python, when it is imported.
+  """
+  loggers = [logging.getLogger(name) for name in ("nm_sparsity_jax", "absl")]
+  levels = [logger.level for logger in loggers]
+  for logger in loggers:
+    logger.setLevel(logging.ERROR)
+  sys.stderr.flush()
+  saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, 2)
+  try:
+    yield
+  finally:
+    sys.stderr.flush()
+    os.dup2(saved, 2)
+    os.close(saved)
+    os.close(nowhere)
+    for logger, level in zip(loggers, levels, strict=True):
+      logger.setLevel(level)

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from typing import Any
 
-from nm_sparsity_jax.commands import _gin, gin_path
+from nm_sparsity_jax.commands import _flags, _gin, gin_path
 
 _RUNS = {"train": "local_train.gin or local_finetune.gin", "evaluate": "local_eval.gin"}
 
@@ -28,13 +29,14 @@ def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:
     raise ValueError("; ".join(config.errors))
   if config.program != program:
     raise ValueError(f"no run file of this command: gin_configs/runs/{_RUNS[program]}")
-  if args.tfds_data_dir or args.seqio_additional_cache_dirs:
-    import seqio
+  from nm_sparsity_jax.local import data
 
-    if args.tfds_data_dir:
-      seqio.set_tfds_data_dir_override(args.tfds_data_dir)
-    if args.seqio_additional_cache_dirs:
-      seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
+  with contextlib.nullcontext() if args.debug else _flags.quiet():
+    seqio = data.import_seqio()
+  if args.tfds_data_dir:
+    seqio.set_tfds_data_dir_override(args.tfds_data_dir)
+  if args.seqio_additional_cache_dirs:
+    seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
   for warning in config.warnings:
     print(f"warning: {warning}", file=sys.stderr)
   from gin import config as gin

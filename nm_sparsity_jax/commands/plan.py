@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
   if os.getcwd() not in sys.path and "" not in sys.path:
     sys.path.insert(0, os.getcwd())
   paths = [path for path in args.gin_search_paths.split(",") if path]
-  with contextlib.nullcontext() if args.debug else _quiet():
+  with contextlib.nullcontext() if args.debug else _flags.quiet():
     config = _gin.Config(paths, args.gin_file, args.gin_bindings)
     report = _planner.plan(config, args.checkpoint)
     config.close()
@@ -61,30 +60,6 @@ def run(args: argparse.Namespace) -> int:
   else:
     print(render(report, everything=args.all))
   return 0 if report["ok"] else 1
-
-
-@contextlib.contextmanager
-def _quiet():
-  """No warnings of our own, for the plan says it all, and no chatter of imports.
-
-  TensorFlow writes to the file descriptor, past Python, when it is imported.
-  """
-  loggers = [logging.getLogger(name) for name in ("nm_sparsity_jax", "absl")]
-  levels = [logger.level for logger in loggers]
-  for logger in loggers:
-    logger.setLevel(logging.ERROR)
-  sys.stderr.flush()
-  saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-  os.dup2(nowhere, 2)
-  try:
-    yield
-  finally:
-    sys.stderr.flush()
-    os.dup2(saved, 2)
-    os.close(saved)
-    os.close(nowhere)
-    for logger, level in zip(loggers, levels, strict=True):
-      logger.setLevel(level)
 
 
 # --- text ---------------------------------------------------------------------------------------
