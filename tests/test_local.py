@@ -126,14 +126,12 @@ def lines(folder, room="train"):
 
 def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  common = dict(source=source_of(batch_size=64, pack=True), evaluation=EVALUATION)
-  steps = train.Periods(evaluate=60, report=20, metrics=20)
+  common = dict(source=source_of(batch_size=64, pack=True))
+  steps = train.Periods(evaluate=60, report=20, metrics=None)
   rules = dict(recipe="dense", pattern=None, sparse_steps=120, dense_steps=0, finetune_steps=0)
   model = model_of(**rules)
   assert train.train(run_of(dense, model, sparse_steps=120, periods=steps, **common)) == 0
   assert checkpoints.steps_in(dense) == [60, 120]
-  found = json.loads((dense / "evaluations.json").read_text())
-  assert [e["step"] for e in found] == [60, 120] and all(e["at_target"] for e in found)
   first, last = lines(dense)[0], lines(dense)[-1]
   assert last["step"] == 120 and last["loss"] < 0.3 < 2 < first["loss"]
 
@@ -141,7 +139,8 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   model = model_of(**rules)
   start = dict(initial_checkpoint=str(dense / "checkpoint_120"), pretrained_steps=120)
   steps = train.Periods(evaluate=20, report=20, metrics=20)
-  run = run_of(sparse, model, sparse_steps=60, periods=steps, keep_checkpoints=1, **start, **common)
+  common |= dict(start, evaluation=EVALUATION, keep_checkpoints=1)
+  run = run_of(sparse, model, sparse_steps=60, periods=steps, **common)
   assert train.train(run) == 0
   # The step goes on; a checkpoint of the dense phase is never the best.
   found = {e["step"]: e for e in json.loads((sparse / "evaluations.json").read_text())}
