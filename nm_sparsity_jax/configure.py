@@ -11,8 +11,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import zlib
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax.patterns import NM
@@ -253,6 +256,25 @@ def describe(rules: Rules) -> str:
   if indivisible != "error":
     lines.append(f"indivisible: {indivisible}")
   return "\n".join(lines)
+
+
+TEXT_BYTES = 4096
+
+
+def pack(text: str) -> np.ndarray:
+  """The text of rules as a checkpoint keeps it: uint8[4096], deflated and padded."""
+  data = np.frombuffer(zlib.compress(text.encode(), 9), np.uint8)
+  if data.size > TEXT_BYTES:
+    raise ValueError(
+      f"the text of these rules takes {data.size} bytes, and a checkpoint keeps {TEXT_BYTES}: "
+      "join places by regexes."
+    )
+  return np.pad(data, (0, TEXT_BYTES - data.size))
+
+
+def unpack(data: np.ndarray) -> str:
+  """The text that `pack` was given."""
+  return zlib.decompressobj().decompress(np.asarray(data).tobytes()).decode()
 
 
 def _describe_recipe(recipe: Recipe) -> str:

@@ -23,7 +23,6 @@ import copy
 import dataclasses
 import functools
 import re
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -46,7 +45,6 @@ from nm_sparsity_jax import apply, configure, layers, metrics, optim
 from nm_sparsity_jax.rules import Rules, flatten
 
 COLLECTION = layers.COLLECTION
-TEXT_BYTES = 4096
 UNKNOWN = -1  # the start of a run that has not begun
 
 # T5X shards an optax state by a table of known types; ours hold a replicated count.
@@ -86,7 +84,7 @@ class _SparseModel(models.BaseTransformerModel):
     if inner is not None:
       self.module = self.module.clone(config=dataclasses.replace(config, rules=None))
     self.rules = rules
-    self._text = _pack(configure.describe(rules))
+    self._text = configure.pack(configure.describe(rules))
     self._made: Mapping[str, Any] = {}
     # Known from get_initial_variables on, which T5X calls first: shapes and dtypes, the axes of
     # stacked kernels, and the variables that sparse layers read.
@@ -198,9 +196,9 @@ class _SparseModel(models.BaseTransformerModel):
     stored = np.asarray(utils.get_local_data(stored))
     if not np.array_equal(stored, self._text):
       raise ValueError(
-        f"the checkpoint was trained with the rules\n{_unpack(stored)}\nbut this run has\n"
-        f"{_unpack(self._text)}\nGo on with the former; for a new run with the latter, take "
-        "another MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
+        f"the checkpoint was trained with the rules\n{configure.unpack(stored)}\nbut this run "
+        f"has\n{configure.unpack(self._text)}\nGo on with the former; for a new run with the "
+        "latter, take another MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
       )
 
   def _with_layers(self):
@@ -696,17 +694,3 @@ def flatten_axes(params_axes):
   is_leaf = lambda x: isinstance(x, partitioning.AxisMetadata)
   leaves, _ = jax.tree_util.tree_flatten_with_path(params_axes, is_leaf=is_leaf)
   return [("/".join(k.key for k in keys), leaf.names) for keys, leaf in leaves]
-
-
-def _pack(text: str) -> np.ndarray:
-  data = np.frombuffer(zlib.compress(text.encode(), 9), np.uint8)
-  if data.size > TEXT_BYTES:
-    raise ValueError(
-      f"the text of these rules takes {data.size} bytes, and a checkpoint keeps {TEXT_BYTES}: "
-      "join places by regexes."
-    )
-  return np.pad(data, (0, TEXT_BYTES - data.size))
-
-
-def _unpack(data: np.ndarray) -> str:
-  return zlib.decompressobj().decompress(data.tobytes()).decode()

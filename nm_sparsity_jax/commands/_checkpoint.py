@@ -257,15 +257,15 @@ _SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_spar
 
 
 def _stored(name, kind, leaves, array) -> Stored:
-  import zlib
+  from nm_sparsity_jax import configure
 
   def known_to_be_whole(key: str) -> np.ndarray:
     with _damage(name, key):
       return array(key)
 
   step, sparse_step, rules = (known_to_be_whole(k) if k in leaves else None for k in _SMALL)
-  if rules is not None:  # as t5x_adapter packs it
-    rules = zlib.decompressobj().decompress(np.asarray(rules).tobytes()).decode()
+  if rules is not None:
+    rules = configure.unpack(rules)
   number = lambda x: None if x is None else int(x)
   return Stored(name, kind, leaves, number(step), number(sparse_step), rules, known_to_be_whole)
 

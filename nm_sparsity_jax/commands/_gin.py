@@ -21,6 +21,8 @@ from typing import Any
 
 # What t5x's programs call the function that a run file configures.
 PROGRAMS = {"train": "t5x.train", "evaluate": "t5x.eval", "infer": "t5x.infer"}
+# The module of those of the local runner: train, evaluate.
+LOCAL = "nm_sparsity_jax.local.train"
 
 
 class Unset(Exception):
@@ -82,7 +84,7 @@ class Config:
       name = selector.split(".")[-1]
       if not scope and name in PROGRAMS:
         function = self._gin._REGISTRY[selector].wrapped
-        if function.__module__ == PROGRAMS[name]:
+        if function.__module__ in (PROGRAMS[name], LOCAL):
           return (scope, selector), name
     return None, None
 
@@ -241,6 +243,31 @@ class Config:
     if self._required(value) or self.needs(value):
       raise Unset(sorted(self.needs(value)))
     return copy.deepcopy(value)  # this is how gin evaluates references
+
+  def settings(self, of: str) -> dict[str, str]:
+    """Argument -> text of all bound arguments of a function, macros and references written out."""
+    found = {}
+    for (scope, selector), bound in self._table.items():
+      if not scope and selector.split(".")[-1] == of:
+        found |= {name: self._text(value) for name, value in bound.items()}
+    return found
+
+  def _text(self, value) -> str:
+    if isinstance(value, dict):
+      return "{" + ", ".join(f"{k!r}: {self._text(v)}" for k, v in sorted(value.items())) + "}"
+    if isinstance(value, list | tuple):
+      return f"({', '.join(map(self._text, value))})"
+    if not isinstance(value, self._gin.ConfigurableReference):
+      return repr(value)
+    if self._is_macro(value):
+      bound = self._macro("/".join(value.scopes))
+      return repr(value) if bound is None else self._text(bound["value"])
+    selector = value.configurable.selector
+    bound = {**self._table.get(("", selector), {})}
+    for i in range(len(value.scopes)):
+      bound |= self._table.get(("/".join(value.scopes[: i + 1]), selector), {})
+    inside = ", ".join(f"{name}={self._text(v)}" for name, v in sorted(bound.items()))
+    return f"{selector.split('.')[-1]}({inside})"
 
   def close(self) -> None:
     """Empties gin's global table."""

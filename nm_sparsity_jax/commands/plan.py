@@ -19,52 +19,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nm_sparsity_jax.commands import _flags
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """T5X's flags, and what is shown."""
+  _flags.add(parser, "where gin files are looked for")
   add = parser.add_argument
-  add("--gin_file", action="append", default=[], metavar="FILE", help="in order; may be repeated")
-  add(
-    "--gin_bindings", action="append", default=[], metavar="'X = VALUE'", help="the same as --gin.X"
-  )
-  add("--gin_search_paths", default=".", metavar="DIR[,DIR]", help="where gin files are looked for")
-  parser.add_argument_group(
-    "overrides", "--gin.X=VALUE sets X, as in T5X; a string needs quotes: --gin.RECIPE=\"'sr_ste'\""
-  )
   add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
   add("--plot", metavar="FILE.png", help="draw the schedule (needs matplotlib)")
   add("--json", action="store_true", help="print the report as JSON")
   add("--all", action="store_true", help="list everything, also what is long")
-  for name in (  # T5X's, without a meaning here
-      "tfds_data_dir", "seqio_additional_cache_dirs", "multiprocess_gpu", "coordinator_address",
-      "process_count", "process_index", "initialization_timeout",
-  ):  # fmt: skip
-    add(f"--{name}", nargs="?", help=argparse.SUPPRESS)
-  parser.parse_args = _with_overrides(parser)  # type: ignore[method-assign]
-
-
-def _with_overrides(parser: argparse.ArgumentParser):
-  """`parse_args` that knows --gin.X=VALUE, which argparse has no words for."""
-  parse = parser.parse_args
-
-  def parse_args(args=None, namespace=None):
-    rewritten = []
-    for arg in sys.argv[1:] if args is None else args:
-      if arg.startswith("--gin."):
-        if "=" not in arg:
-          parser.error(f"{arg}: give it a value, {arg}=VALUE, without a space")
-        name, _, value = arg.removeprefix("--gin.").partition("=")
-        arg = f"--gin_bindings={name} = {value}"
-      rewritten.append(arg)
-    return parse(rewritten, namespace)
-
-  return parse_args
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
   if os.getcwd() not in sys.path and "" not in sys.path:
     sys.path.insert(0, os.getcwd())
   paths = [path for path in args.gin_search_paths.split(",") if path]
-  with contextlib.nullcontext() if args.debug else _quiet():
+  with contextlib.nullcontext() if args.debug else _flags.quiet():
     config = _gin.Config(paths, args.gin_file, args.gin_bindings)
     report = _planner.plan(config, args.checkpoint)
     config.close()
@@ -90,30 +60,6 @@ def run(args: argparse.Namespace) -> int:
   else:
     print(render(report, everything=args.all))
   return 0 if report["ok"] else 1
-
-
-@contextlib.contextmanager
-def _quiet():
-  """No warnings of our own, for the plan says it all, and no chatter of imports.
-
-  TensorFlow writes to the file descriptor, past Python, when it is imported.
-  """
-  loggers = [logging.getLogger(name) for name in ("nm_sparsity_jax", "absl")]
-  levels = [logger.level for logger in loggers]
-  for logger in loggers:
-    logger.setLevel(logging.ERROR)
-  sys.stderr.flush()
-  saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-  os.dup2(nowhere, 2)
-  try:
-    yield
-  finally:
-    sys.stderr.flush()
-    os.dup2(saved, 2)
-    os.close(saved)
-    os.close(nowhere)
-    for logger, level in zip(loggers, levels, strict=True):
-      logger.setLevel(level)
 
 
 # --- text ---------------------------------------------------------------------------------------

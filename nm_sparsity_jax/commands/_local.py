@@ -1,0 +1,52 @@
+"""From the flags of `train` and `eval` to a gin configuration of the local runner."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from typing import Any
+
+from nm_sparsity_jax.commands import _flags, _gin, gin_path
+
+_RUNS = {"train": "local_train.gin or local_finetune.gin", "evaluate": "local_eval.gin"}
+
+
+def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:
+  """The configuration, without a mistake in it, and its text."""
+  if not args.gin_file:
+    raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  # As `python -m` does: task modules lie where the user stands.
+  if os.getcwd() not in sys.path and "" not in sys.path:
+    sys.path.insert(0, os.getcwd())
+  paths = [path for path in args.gin_search_paths.split(",") if path]
+  config = _gin.Config([*paths, str(gin_path.find())], args.gin_file, args.gin_bindings)
+  if config.errors:
+    raise ValueError("; ".join(config.errors))
+  if config.program != program:
+    raise ValueError(f"no run file of this command: gin_configs/runs/{_RUNS[program]}")
+  from nm_sparsity_jax.local import data
+
+  with contextlib.nullcontext() if args.debug else _flags.quiet():
+    seqio = data.import_seqio()
+  if args.tfds_data_dir:
+    seqio.set_tfds_data_dir_override(args.tfds_data_dir)
+  if args.seqio_additional_cache_dirs:
+    seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
+  for warning in config.warnings:
+    print(f"warning: {warning}", file=sys.stderr)
+  from gin import config as gin
+
+  return config, gin.config_str()
+
+
+def argument(config: _gin.Config, name: str) -> Any:
+  """An argument of the program, made; a mistake in it without gin's account of the way there."""
+  try:
+    return config.argument(name)
+  except Exception as e:
+    raise ValueError(_gin.message(e)) from e

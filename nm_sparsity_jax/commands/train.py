@@ -1,0 +1,32 @@
+"""Trains on the devices of this machine: the gin files, tasks and checkpoints of T5X, without T5X.
+
+Killed or stopped (SIGTERM saves and ends with 0), the same command goes on where it was.
+
+  nm-sparsity train --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
+    --gin_file=gin_configs/runs/local_adamw.gin --gin_file=gin_configs/runs/local_finetune.gin \\
+    --gin_file=gin_configs/recipes/mdgf_exponential.gin --gin.PATTERN="'1:8'" ...
+
+Exit code: 0 = done, or stopped and saved; 1 = failed; 130 = interrupted and saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from nm_sparsity_jax.commands import _flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """T5X's flags."""
+  _flags.add(parser, "where gin files are looked for, before the folder of this package")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Trains."""
+  from nm_sparsity_jax.commands import _local
+
+  config, text = _local.read(args, "train")
+  from nm_sparsity_jax.local import train
+
+  settings = {k: v for k, v in config.settings("Run").items() if k not in train.FREE}
+  return train.train(_local.argument(config, "run"), settings, text)

@@ -1,0 +1,313 @@
+"""Checkpoints in T5X's layout, written by Orbax in the background.
+
+    TrainState <-> {target, state/{step, param_states}, flax_mutables/nm_sparsity} <-> checkpoint_N/
+
+A checkpoint is written beside its name and renamed when it is whole, so what is called
+checkpoint_N is complete however the process ended. `t5x.eval` opens these, and this opens T5X's.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import serialization, traverse_util
+
+from nm_sparsity_jax import configure
+from nm_sparsity_jax.layers import COLLECTION
+from nm_sparsity_jax.local.step import Model, TrainState
+from nm_sparsity_jax.rules import Rules, flatten
+
+_PREFIX = "checkpoint"
+
+
+def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
+  """The nested dict that T5X would save; the rules are those given, before any scan is read off."""
+  opt_state = traverse_util.flatten_dict(serialization.to_state_dict(state.opt_state), sep="/")
+  kept = {k: v for k, v in state.masks.items() if k != "step"}
+  text = configure.pack(configure.describe(rules))
+  return {
+    "target": state.params,
+    "state": {
+      "step": state.step,
+      # Without empty nodes, as T5X saves it.
+      "param_states": traverse_util.unflatten_dict(opt_state, sep="/"),
+    },
+    "flax_mutables": {
+      COLLECTION: {"step": state.sparse_step, "start": _start(state), "rules": text, **kept}
+    },
+  }
+
+
+def _start(state: TrainState) -> Any:
+  """The global step before the first of the run; of shapes or shardings, one like the step's."""
+  is_known = isinstance(state.step, jax.Array)
+  return state.step - state.sparse_step if is_known else state.sparse_step
+
+
+def from_tree(tree: Mapping[str, Any], like: TrainState) -> TrainState:
+  """The train state of a tree; `like` has the structure of the optimizer state."""
+  empty = traverse_util.flatten_dict(
+    serialization.to_state_dict(like.opt_state), keep_empty_nodes=True, sep="/"
+  )
+  filled = traverse_util.flatten_dict(tree["state"]["param_states"], sep="/")
+  opt_state = serialization.from_state_dict(
+    like.opt_state, traverse_util.unflatten_dict({**empty, **filled}, sep="/")
+  )
+  mine = dict(tree["flax_mutables"][COLLECTION])
+  step = mine.pop("step")
+  mine.pop("rules"), mine.pop("start")
+  # Its own copy: a buffer cannot be donated twice.
+  masks = {**mine, "step": jnp.copy(step)} if mine else {}
+  return TrainState(tree["state"]["step"], tree["target"], opt_state, step, masks)
+
+
+class Checkpoints:
+  """The checkpoints of one run.
+
+  Args:
+    folder: of the run; it exists.
+    keep: how many of the newest stay, beside the best; None = all.
+  """
+
+  def __init__(self, folder: str | os.PathLike, keep: int | None):
+    if keep is not None and keep < 1:
+      raise ValueError(f"KEEP_CHECKPOINTS={keep}: keep at least one, or None for all.")
+    ocp = _orbax()
+    self._ocp, self._keep = ocp, keep
+    self.folder = pathlib.Path(folder).absolute()
+    self.best: int | None = None  # the step that is never removed
+    self._saving: int | None = None  # the step that is being written
+    options = ocp.CheckpointManagerOptions(
+      step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
+    )
+    with _quiet():
+      self._manager = ocp.CheckpointManager(
+        self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
+      )
+
+  def steps(self) -> Sequence[int]:
+    """Of complete checkpoints, ascending."""
+    return steps_in(self.folder)
+
+  def save(self, step: int, tree: Mapping[str, Any]) -> None:
+    """Starts to write; the tree may be donated afterwards."""
+    if step == self._saving or step in self.steps():
+      return
+    with self._explained(step), _quiet():
+      self.wait()
+      self._prune()
+      # A copy on the host: on a CPU the background would else read what the next step writes to.
+      tree = jax.tree.map(lambda x: np.array(x), tree)
+      args = self._ocp.args.Composite(state=self._ocp.args.PyTreeSave(tree))
+      self._saving = step
+      self._manager.save(step, args=args, force=True)
+
+  def wait(self) -> None:
+    """Until the last one is complete."""
+    if self._saving is not None:
+      with self._explained(self._saving), _quiet():
+        self._manager.wait_until_finished()
+        self._saving = None
+
+  def close(self) -> None:
+    """Waits, and removes what need not stay."""
+    try:
+      self.wait()
+      self._prune()
+    finally:
+      with contextlib.suppress(Exception), _quiet():
+        self._manager.close()
+
+  @contextlib.contextmanager
+  def _explained(self, step: int) -> Iterator[None]:
+    try:
+      yield
+    except _Said:
+      raise
+    except Exception as e:
+      last = f"{_PREFIX}_{self.steps()[-1]}" if self.steps() else "none"
+      raise _Said(
+        f"{self.folder}/{_PREFIX}_{step} could not be written ({_first_line(e)}). The newest "
+        f"complete checkpoint is {last}; with room on the disk, the same command goes on from it."
+      ) from e
+
+  def _prune(self) -> None:
+    if self._keep is not None:
+      for step in self.steps()[: -self._keep]:
+        if step != self.best:
+          self._manager.delete(step)
+
+  def restore(self, step: int, like: TrainState, model: Model) -> tuple[Any, str]:
+    """The tree of one of these checkpoints on the devices, and the text of its rules."""
+    path = self.folder / f"{_PREFIX}_{step}"
+    rules, shardings = model.given_rules, model.shardings(like)
+    wanted, where = to_tree(like, rules), to_tree(shardings, rules)
+    text = jax.ShapeDtypeStruct((configure.TEXT_BYTES,), np.uint8)
+    wanted["flax_mutables"][COLLECTION]["rules"] = text
+    where["flax_mutables"][COLLECTION]["rules"] = model.replicated
+    try:
+      tree = _restore(path / "state", wanted, where)
+    except Exception as e:
+      others = [s for s in self.steps() if s < step]
+      then = f"goes on from {_PREFIX}_{others[-1]}" if others else "begins anew"
+      raise ValueError(
+        f"{path} cannot be read: it is damaged, or of another program ({_first_line(e)}). Move it "
+        f"away, and the same command {then}."
+      ) from e
+    return tree, configure.unpack(tree["flax_mutables"][COLLECTION]["rules"])
+
+
+class _Said(ValueError):
+  """Has been explained."""
+
+
+def steps_in(folder: str | os.PathLike) -> Sequence[int]:
+  """The steps of the complete checkpoints of a folder, ascending."""
+  found = []
+  for path in pathlib.Path(folder).glob(f"{_PREFIX}_*"):
+    number = re.fullmatch(rf"{_PREFIX}_(\d+)", path.name)
+    if number and (path / "state" / "_METADATA").is_file():
+      found.append(int(number[1]))
+  return sorted(found)
+
+
+def load_params(path: str, like: Any, shardings: Any) -> tuple[Any, int]:
+  """Parameters and global step of anybody's checkpoint: Orbax, or T5X's own format; all float32."""
+  from nm_sparsity_jax.commands import _checkpoint
+
+  stored = _checkpoint.read(path)
+  tree = _load(stored, {"target": like}, {"target": shardings})
+  return tree["target"], stored.step or 0
+
+
+def load_for_evaluation(path: str, model: Model) -> TrainState:
+  """The state, without an optimizer's, of a checkpoint that the model's rules made.
+
+  A dense checkpoint has no sparse step, so it is only taken where all rules are dense.
+  """
+  from nm_sparsity_jax.commands import _checkpoint
+
+  rules, stored = model.given_rules, _checkpoint.read(path)
+  like = model.state_shapes(optax.identity())
+  wanted, where = to_tree(like, rules), to_tree(model.shardings(like), rules)
+  step = jnp.int32(stored.step or 0)
+  if stored.rules is None:
+    if any(recipe.name != "dense" for recipe in rules.places.values()):
+      raise ValueError(
+        f"{path!r} is dense: it has no flax_mutables/nm_sparsity, so no sparse step. Evaluate it "
+        "with RECIPE = 'dense', or fine-tune it first (gin_configs/runs/local_finetune.gin)."
+      )
+    wanted.pop("flax_mutables")
+  else:
+    refuse_other_rules(stored.rules, rules, path)
+    for tree in (wanted, where):
+      tree["flax_mutables"][COLLECTION].pop("rules")
+      tree["flax_mutables"][COLLECTION].pop("start")
+  wanted.pop("state")
+  tree = _load(stored, wanted, {name: where[name] for name in wanted})
+  mine = tree.get("flax_mutables", {COLLECTION: {"step": jnp.int32(0)}})[COLLECTION]
+  return TrainState(step, tree["target"], (), mine["step"], mine if len(mine) > 1 else {})
+
+
+def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:
+  """Raises where the text of a checkpoint's rules is not that of these."""
+  now = configure.describe(rules)
+  if stored != now:
+    raise ValueError(
+      f"{path} was trained with the rules [{_joined(stored)}], but this run has [{_joined(now)}]. "
+      "Go on with the former; for a new run with the latter, take another MODEL_DIR and name the "
+      "checkpoint as INITIAL_CHECKPOINT_PATH."
+    )
+
+
+def _joined(text: str) -> str:
+  return "; ".join(text.splitlines())
+
+
+def _load(stored, like, shardings) -> Any:
+  """The wanted part of a checkpoint of either format."""
+  wanted = dict(flatten(like))
+  if lost := sorted(set(wanted) - set(stored.leaves)):
+    raise ValueError(
+      f"{stored.path} lacks {len(lost)} of the {len(wanted)} arrays that this network takes, such "
+      f"as {lost[0]}: it is of another model. Choose the model file that it was made with."
+    )
+  for key, leaf in wanted.items():
+    shape = stored.leaves[key].shape
+    if shape is not None and tuple(shape) != tuple(leaf.shape):
+      raise ValueError(
+        f"{key} has shape {tuple(shape)} in {stored.path}, and {tuple(leaf.shape)} in this "
+        "network: it is of another model or vocabulary."
+      )
+  if stored.format == "Orbax":
+    path = pathlib.Path(stored.path).absolute()
+    state = path / "state" if (path / "state" / "_METADATA").is_file() else path
+    return _restore(state, like, shardings)
+  where = dict(flatten(shardings))
+  values = {
+    key: jax.device_put(stored.array(key).astype(leaf.dtype), where[key])
+    for key, leaf in wanted.items()
+  }
+  return traverse_util.unflatten_dict(values, sep="/")
+
+
+def _restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
+  ocp = _orbax()
+
+  def args(leaf, sharding):
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+  restore_args = jax.tree.map(args, like, shardings)
+  with _quiet(), ocp.PyTreeCheckpointer() as reader:
+    wanted = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
+    return reader.restore(path, args=wanted)
+
+
+def _orbax() -> Any:
+  try:
+    import orbax.checkpoint as ocp
+  except ImportError as e:
+    raise ModuleNotFoundError("checkpoints need Orbax: pip install orbax-checkpoint") from e
+  return ocp
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """Without Orbax's account of its doings."""
+  logger = logging.getLogger("absl")
+  level = logger.level
+  logger.setLevel(logging.ERROR)
+  try:
+    yield
+  finally:
+    logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+  lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+  return (lines or [type(error).__name__])[0][:200]
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+  """All of a small file, or the one before."""
+  beside = path.with_name(path.name + ".tmp")
+  beside.write_text(text)
+  os.replace(beside, path)
+
+
+def read_json(path: pathlib.Path, default: Any) -> Any:
+  """What `write_atomically` wrote, or the default where nothing did."""
+  return json.loads(path.read_text()) if path.is_file() else default

@@ -1,0 +1,125 @@
+"""Batches of a SeqIO task or mixture, as a function of (seed, position).
+
+    task -> tokenized examples -> shuffled by the seed -> packed -> model features -> batches
+
+So the position alone brings a stream back: batch i of a resumed run is batch i of the first one.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+Batch = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+  """Where training batches come from.
+
+  Attributes:
+    name: of the task or mixture.
+    lengths: feature -> tokens, such as {'inputs': 512, 'targets': 128}; longer ones are cut.
+    batch_size: examples a step, or packed rows.
+    module: imported first, to register the name; None = it is registered.
+    split: of the task.
+    pack: put several examples into a row.
+    shuffle: files and examples, by the seed.
+    seed: of the order of examples and of whatever chance the task's preprocessors use.
+    use_cached: read SeqIO's offline cache.
+  """
+
+  name: str
+  lengths: Mapping[str, int]
+  batch_size: int
+  module: str | None = None
+  split: str = "train"
+  pack: bool = False
+  shuffle: bool = True
+  seed: int = 0
+  use_cached: bool = False
+
+  def batches(self, start: int = 0) -> Iterator[Batch]:
+    """Endless; begins with batch number `start`."""
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.deterministic = True
+    dataset = self._dataset().with_options(options)
+    if start:
+      dataset = dataset.skip(start)
+    return dataset.prefetch(2).as_numpy_iterator()
+
+  def shapes(self) -> dict[str, tuple[int, ...]]:
+    """Feature -> shape of a batch."""
+    spec = self._dataset().element_spec
+    return {name: (self.batch_size, *x.shape[1:]) for name, x in spec.items()}
+
+  def _dataset(self):
+    seqio = import_seqio(self.module)
+    known = mixture_or_task(self.name)
+    if self.split not in known.splits:
+      have = ", ".join(known.splits)
+      raise ValueError(f"{self.name} has no split {self.split!r}: it has {have}.")
+    return seqio.get_dataset(
+      mixture_or_task_name=known,
+      task_feature_lengths=dict(self.lengths),
+      feature_converter=seqio.EncDecFeatureConverter(pack=self.pack),
+      dataset_split=self.split,
+      use_cached=self.use_cached,
+      shuffle=self.shuffle,
+      num_epochs=None,
+      seed=self.seed,
+      batch_size=self.batch_size,
+      verbose=False,
+    )
+
+
+def import_seqio(module: str | None = None) -> Any:
+  """seqio, after the module that registers tasks; accelerators are left to jax."""
+  try:
+    import seqio
+    import tensorflow as tf
+  except ImportError as e:
+    raise ModuleNotFoundError(
+      f"the local runner reads its data through seqio, and {e.name!r} is missing: pip install "
+      "'nm-sparsity-jax[local]'"
+    ) from e
+  tf.config.set_visible_devices([], "GPU")
+  if module is not None:
+    importlib.import_module(module)
+  return seqio
+
+
+def mixture_or_task(name: str) -> Any:
+  """A registered task or mixture."""
+  import difflib
+
+  import seqio
+
+  try:
+    return seqio.get_mixture_or_task(name)
+  except ValueError as e:
+    names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
+    close = difflib.get_close_matches(name, names, 3)
+    hint = f"did you mean {' or '.join(close)}?" if close else "which module registers it?"
+    raise ValueError(
+      f"MIXTURE_OR_TASK_NAME={name!r} is not registered; {hint} MIXTURE_OR_TASK_MODULE names the "
+      "module that is imported first."
+    ) from e
+
+
+def check_vocabulary(name: str, rows: int) -> None:
+  """Refuses a task with ids that the embedding has no row for; jax would clip them unseen."""
+  for feature, spec in mixture_or_task(name).output_features.items():
+    if spec.vocabulary.vocab_size > rows:
+      raise ValueError(
+        f"{name}: {feature!r} has {spec.vocabulary.vocab_size} ids, but the network embeds {rows}. "
+        f"Set VOCAB_SIZE={-(-spec.vocabulary.vocab_size // 128) * 128}."
+      )

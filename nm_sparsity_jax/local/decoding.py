@@ -1,0 +1,168 @@
+"""Greedy and beam search with the network's KV cache, as jitted loops.
+
+    effective params, inputs -> encoder, once -> one token a turn through the cache -> ids, scores
+
+Token 0 is both the start and padding. Beam search is T5X's: same scores, same stop, so the same
+weights give the same decodes (a search with one beam is not greedy: it may pass by an early end).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax import lax
+
+from nm_sparsity_jax.t5.network import Transformer
+
+_NEVER = -1e7  # a score that no hypothesis has
+
+
+def greedy(
+  network: Transformer, params: Any, inputs: jax.Array, length: int, eos_id: int = 1
+) -> tuple[jax.Array, jax.Array]:
+  """The likeliest next token, until every row has ended.
+
+  Args:
+    network: the dense network.
+    params: its parameters, effective ones for a sparse run.
+    inputs: [b, k] encoder ids.
+    length: tokens to decode at most.
+    eos_id: the token that ends a row.
+
+  Returns:
+    ids [b, length], padding after the end, and the sum of log probabilities [b].
+  """
+  step, cache = _decoder(network, params, inputs, length, beams=1)
+
+  def turn(carry):
+    i, tokens, cache, ids, score, ended = carry
+    logits, cache = step(cache, tokens)
+    log_probs = jax.nn.log_softmax(logits)
+    tokens = jnp.where(ended, 0, jnp.argmax(log_probs, -1).astype(jnp.int32))
+    gained = jnp.take_along_axis(log_probs, tokens[:, None], 1)[:, 0]
+    score = score + jnp.where(ended, jnp.float32(0), gained)
+    return i + 1, tokens, cache, ids.at[:, i].set(tokens), score, ended | (tokens == eos_id)
+
+  rows = inputs.shape[0]
+  first = (
+    jnp.int32(0), jnp.zeros(rows, jnp.int32), cache, jnp.zeros((rows, length), jnp.int32),
+    jnp.zeros(rows, jnp.float32), jnp.zeros(rows, bool),
+  )  # fmt: skip
+  going_on = lambda carry: (carry[0] < length) & ~jnp.all(carry[-1])
+  _, _, _, ids, score, _ = lax.while_loop(going_on, turn, first)
+  return ids, score
+
+
+class _Beams(NamedTuple):
+  """k hypotheses a row that go on and k that have ended, best first; ids [b, k, length]."""
+
+  i: jax.Array
+  cache: Any
+  live_ids: jax.Array
+  live_scores: jax.Array  # sums of log probabilities
+  last: jax.Array  # [b, k], the last token of each live one
+  ended_ids: jax.Array
+  ended_scores: jax.Array  # the same, over the length penalty
+
+
+def beam_search(
+  network: Transformer,
+  params: Any,
+  inputs: jax.Array,
+  length: int,
+  beams: int,
+  eos_id: int = 1,
+  alpha: float = 0.6,
+) -> tuple[jax.Array, jax.Array]:
+  """The best of `beams` hypotheses by log probability over ((5 + length) / 6) ** alpha.
+
+  Ends when no live hypothesis can become better than the worst ended one. Arguments and result
+  as of `greedy`; scores are divided by the penalty, and of a row without an end not divided.
+  """
+  step, cache = _decoder(network, params, inputs, length, beams)
+  rows, k = inputs.shape[0], beams
+  penalty = lambda n: ((5.0 + jnp.float32(n)) / 6.0) ** alpha
+
+  def take(tree, index):  # [b, n, ...] at [b, k] -> [b, k, ...]
+    return jax.tree.map(
+      lambda x: jnp.take_along_axis(x, index.reshape(rows, k, *[1] * (x.ndim - 2)), 1), tree
+    )
+
+  def turn(s: _Beams) -> _Beams:
+    logits, cache = step(s.cache, s.last.reshape(-1))
+    log_probs = jax.nn.log_softmax(logits).reshape(rows, k, -1) + s.live_scores[..., None]
+    size = log_probs.shape[-1]
+    # Of 2 k candidates at least k go on, for each beam ends in one way only.
+    scores, index = lax.top_k(log_probs.reshape(rows, -1), 2 * k)
+    parent, token = index // size, (index % size).astype(jnp.int32)
+    ids = jnp.take_along_axis(s.live_ids, parent[..., None], 1).at[:, :, s.i].set(token)
+    ends = token == eos_id
+    live_scores, live = lax.top_k(jnp.where(ends, _NEVER + scores, scores), k)
+    ended = jnp.where(ends, scores / penalty(s.i + 1), _NEVER + scores)
+    ended_scores, best = lax.top_k(jnp.concatenate([s.ended_scores, ended], 1), k)
+    ended_ids = take(jnp.concatenate([s.ended_ids, ids], 1), best)
+    live_ids, last, parent = take((ids, token, parent), live)
+    cache = _map_rows(lambda x, axis: _gather(x, parent, axis), cache)
+    return _Beams(s.i + 1, cache, live_ids, live_scores, last, ended_ids, ended_scores)
+
+  def going_on(s: _Beams):
+    reachable = s.live_scores[:, 0] / penalty(length + 1)
+    full = s.ended_scores[:, -1] > _NEVER / 2
+    decided = full & (s.ended_scores[:, -1] > reachable)
+    return (s.i < length) & ~jnp.all(decided)
+
+  nothing = jnp.zeros((rows, k, length), jnp.int32)
+  never = jnp.full((rows, k), _NEVER, jnp.float32)
+  # One live hypothesis, else all k would be the same.
+  first = _Beams(
+    jnp.int32(0), cache, nothing, never.at[:, 0].set(0.0), nothing[:, :, 0], nothing, never
+  )
+  end = lax.while_loop(going_on, turn, first)
+  has_ended = end.ended_scores[:, 0] > _NEVER / 2
+  ids = jnp.where(has_ended[:, None], end.ended_ids[:, 0], end.live_ids[:, 0])
+  return ids, jnp.where(has_ended, end.ended_scores[:, 0], end.live_scores[:, 0])
+
+
+def _decoder(network: Transformer, params: Any, inputs: jax.Array, length: int, beams: int):
+  """(cache, tokens [b * beams]) -> (logits [b * beams, vocab], cache), and the empty cache."""
+  encode = functools.partial(network.apply, enable_dropout=False, method=network.encode)
+  encoded: Any = encode({"params": params}, inputs)
+  encoded, inputs = (jnp.repeat(x, beams, 0) for x in (encoded, inputs))
+  blank = jnp.ones((inputs.shape[0], length), jnp.int32)
+  make = functools.partial(network.apply, enable_dropout=False, decode=True, mutable=["cache"])
+  shapes = jax.eval_shape(lambda p: make({"params": p}, inputs, blank, blank)[1]["cache"], params)
+  cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+  def step(cache, tokens):
+    logits, new = network.apply(
+      {"params": params, "cache": cache},
+      encoded,
+      inputs,
+      tokens[:, None],
+      tokens[:, None],
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=length,
+      mutable=["cache"],
+      method=network.decode,
+    )
+    return logits[:, 0].astype(jnp.float32), new["cache"]
+
+  return step, cache
+
+
+def _map_rows(function, cache):
+  """Applies `function(x, axis of the rows)` to keys and values; scanned layers stand before it."""
+  flat = traverse_util.flatten_dict(cache)
+  rows = lambda name, x: function(x, x.ndim - 4) if name[-1] != "cache_index" else x
+  return traverse_util.unflatten_dict({name: rows(name, x) for name, x in flat.items()})
+
+
+def _gather(x: jax.Array, parent: jax.Array, axis: int) -> jax.Array:
+  """The rows of each hypothesis's parent; `parent` [b, k] counts within its own k rows."""
+  rows, k = parent.shape
+  return jnp.take(x, (jnp.arange(rows)[:, None] * k + parent).reshape(-1), axis)

@@ -1,0 +1,38 @@
+"""Imports seqio once, then forks a run for each folder that it reads: for tests that kill runs.
+
+A run prints `step N` at each step; `pid N` comes before it and `ended N` after it.
+"""
+
+import os
+import sys
+
+
+def main(cache):
+  import jax
+  import test_local as t  # starts no backend, so a fork is safe
+
+  jax.config.update("jax_compilation_cache_dir", cache)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  jax.config.update("jax_disable_most_optimizations", True)
+
+  def run(folder):
+    model = t.model_of(recipe="one_shot", sparse_steps=120, dense_steps=30, dropout=0.1)
+    tell = lambda done: print("step", done, flush=True) or 0.0
+    periods = t.train.Periods(evaluate=1000, checkpoint=3, report=1, metrics=None)
+    source = t.source_of(pack=True, batch_size=8)
+    return t.train.train(
+      t.run_of(folder, model, source=source, sparse_steps=120, periods=periods, learning_rate=tell,
+               keep_checkpoints=2)
+    )  # fmt: skip
+
+  for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+      os._exit(run(line.strip()))
+    _, status = os.waitpid(pid, 0)
+    print("ended", status, flush=True)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])

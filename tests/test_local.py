@@ -1,0 +1,557 @@
+"""The local runner: what it learns, and that nothing that ends a process changes the result."""
+
+import functools
+import itertools
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import cli, configure
+from nm_sparsity_jax.rules import flatten
+from nm_sparsity_jax.t5 import network
+
+pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
+# seqio, TensorFlow, clu and Orbax warn on their own account.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore")
+  import t5x_task  # noqa: F401  (registers the task)
+
+  from nm_sparsity_jax.local import checkpoints, data, evaluation, reports, step, train
+
+LENGTHS = {"inputs": 8, "targets": 8}
+SIZES = dict(
+  vocab_size=384, emb_dim=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=8,
+  mlp_dim=32,
+)  # fmt: skip
+# 8 dense steps, 3 levels until 20, then the target.
+IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune_steps=4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation(tmp_path_factory):
+  """These runs are shorter than compiling for speed, and many compile the same."""
+  from jax.experimental.compilation_cache import compilation_cache
+
+  wanted = dict(
+    jax_disable_most_optimizations=True,
+    jax_compilation_cache_dir=str(tmp_path_factory.mktemp("xla")),
+    jax_persistent_cache_min_compile_time_secs=0.0,
+    jax_persistent_cache_min_entry_size_bytes=-1,
+  )
+  before = {name: jax.config.values[name] for name in wanted}
+  for name, value in wanted.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+def model_of(devices=1, partitions=1, dropout=0.0, dtype="float32", **rules):
+  config = network.T5Config.t5_1_1("tiny", **SIZES, dropout_rate=dropout, dtype=dtype)
+  rules = configure.rules({"ff": None}, **(IDP | rules))
+  return step.Model(
+    network.Transformer(config), rules, num_partitions=partitions, devices=jax.devices()[:devices]
+  )
+
+
+def source_of(**fields):
+  fields = dict(name="nm_test_sort", lengths=LENGTHS, batch_size=16) | fields
+  return data.Source(**fields)
+
+
+EVALUATION = evaluation.Evaluation(name="nm_test_sort", batch_size=32, lengths=LENGTHS)
+
+
+def run_of(folder, model=None, **fields):
+  model = model or model_of()
+  fields = dict(
+    optimizer=optax.adamw(0.01), source=source_of(), sparse_steps=24,
+    keep_checkpoints=None,
+    periods=train.Periods(evaluate=100, checkpoint=6, report=1, metrics=None),
+  ) | fields  # fmt: skip
+  return train.Run(model=model, model_dir=str(folder), **fields)
+
+
+def at_step(number, do):
+  """A learning rate, which is asked for at every report, that does something at one step."""
+
+  def rate(done):
+    if done == number:
+      do()
+    return 0.0
+
+  return rate
+
+
+def read(folder, number):
+  """path -> array, from the files alone."""
+  import orbax.checkpoint as ocp
+
+  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(folder) / f"checkpoint_{number}/state"
+  shapes = reader.metadata(path).item_metadata.tree
+  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
+  tree = reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
+  return dict(flatten(tree))
+
+
+def assert_same(got, want):
+  assert got.keys() == want.keys()
+  for key in want:
+    np.testing.assert_array_equal(got[key], want[key], err_msg=key)
+    assert got[key].dtype == want[key].dtype
+
+
+def lines(folder, room="train"):
+  return [json.loads(x) for x in (folder / room / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- the thread --------------------------------------------------------------------------------
+
+
+def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
+  dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+  common = dict(source=source_of(batch_size=64, pack=True))
+  steps = train.Periods(evaluate=60, report=20, metrics=None)
+  rules = dict(recipe="dense", pattern=None, sparse_steps=120, dense_steps=0, finetune_steps=0)
+  model = model_of(**rules)
+  assert train.train(run_of(dense, model, sparse_steps=120, periods=steps, **common)) == 0
+  assert checkpoints.steps_in(dense) == [60, 120]
+  first, last = lines(dense)[0], lines(dense)[-1]
+  assert last["step"] == 120 and last["loss"] < 0.3 < 2 < first["loss"]
+
+  rules = dict(recipe="sr_ste", pattern="1:4", sparse_steps=60, dense_steps=30, finetune_steps=0)
+  model = model_of(**rules)
+  start = dict(initial_checkpoint=str(dense / "checkpoint_120"), pretrained_steps=120)
+  steps = train.Periods(evaluate=20, report=20, metrics=20)
+  common |= dict(start, evaluation=EVALUATION, keep_checkpoints=1)
+  run = run_of(sparse, model, sparse_steps=60, periods=steps, **common)
+  assert train.train(run) == 0
+  # The step goes on; a checkpoint of the dense phase is never the best.
+  found = {e["step"]: e for e in json.loads((sparse / "evaluations.json").read_text())}
+  assert [e["at_target"] for e in found.values()] == [False, True, True]
+  best = min((160, 180), key=lambda s: found[s]["loss"]["nm_test_sort"])
+  assert set(checkpoints.steps_in(sparse)) == {best, 180}
+  assert lines(sparse)[1]["loss"] < 0.5  # started from the dense weights
+  sampled = [x for x in lines(sparse) if "nm/density" in x]
+  assert [x["step"] for x in sampled] == [140, 160, 180]
+  assert [x["nm/density"] for x in sampled] == [1, 0.25, 0.25]
+  assert {"nm/D", "nm/n/ff", "nm/m/ff", "nm/flip_rate/all", "nm/second_moment_var/all"} < set(
+    sampled[0]
+  )
+
+  # What seqio and T5X would have written.
+  (scores,) = (sparse / "inference_eval").glob("nm_test_sort-metrics.jsonl")
+  scores = [json.loads(x) for x in scores.read_text().splitlines()]
+  assert [x["step"] for x in scores] == [140, 160, 180]
+  assert scores[-1]["letters"] == found[180]["metrics"]["nm_test_sort"]["letters"] > 0.2
+  assert (sparse / "inference_eval/nm_test_sort-000180.jsonl").is_file()
+  assert list((sparse / "training_eval/nm_test_sort").glob("events.*"))
+  assert lines(sparse, "training_eval/nm_test_sort")[-1]["accuracy"] > 0.2
+
+  # The files prove n:m.
+  saved = read(sparse, 180)
+  params = {k.removeprefix("target/"): v for k, v in saved.items() if k.startswith("target/")}
+  report = nms.verify(nms.finalize(nest(params), model.rules), model.rules)
+  assert report.ok and {p.density for p in report.places} == {0.25}
+  assert int(saved["state/step"]) == 180
+  assert int(saved["flax_mutables/nm_sparsity/step"]) == 60
+  assert configure.unpack(saved["flax_mutables/nm_sparsity/rules"]).startswith("ff: sr_ste 1:4")
+
+  # A plain line now and then, and `eval` says the same of the same checkpoint.
+  out = capfd.readouterr().err
+  assert "step 160/180  loss" in out and "1:4  density 0.25" in out and "left" in out
+  assert train.evaluate(model, EVALUATION, str(sparse / "checkpoint_180"), str(tmp_path / "e")) == 0
+  (alone,) = (tmp_path / "e/inference_eval").glob("*-metrics.jsonl")
+  assert json.loads(alone.read_text()) == scores[-1]
+  assert lines(tmp_path / "e", "training_eval/nm_test_sort")[0] == lines(
+    sparse, "training_eval/nm_test_sort"
+  )[-1]  # fmt: skip
+  other = model_of(**(rules | dict(pattern="1:2")))
+  with pytest.raises(ValueError, match=r"rules \[ff: sr_ste 1:4.*run has \[ff: sr_ste 1:2"):
+    train.evaluate(other, EVALUATION, str(sparse / "checkpoint_180"), str(tmp_path / "e"))
+
+
+def nest(flat):
+  from flax import traverse_util
+
+  return traverse_util.unflatten_dict(flat, sep="/")
+
+
+# --- resume ------------------------------------------------------------------------------------
+
+HARD = dict(source=source_of(pack=True), microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """An uninterrupted run: idp, packed data, dropout, microbatches."""
+  folder = tmp_path_factory.mktemp("whole")
+  assert train.train(run_of(folder, model_of(dropout=0.1), **HARD)) == 0
+  return folder, read(folder, 24)
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
+  """Stopped at the end of the dense phase, where a level begins, and within one."""
+  model = model_of(dropout=0.1)
+  starts = [start for start, _ in model.rules.places["ff"].levels(32)]
+  assert starts == [8, 11, 14, 17]
+  for number, how, code in [
+    (8, signal.SIGTERM, 0),
+    (11, signal.SIGINT, 130),
+    (16, signal.SIGTERM, 0),
+  ]:
+    stop = at_step(number - 1, lambda how=how: os.kill(os.getpid(), how))
+    assert train.train(run_of(tmp_path, model, learning_rate=stop, **HARD)) == code
+    # Some steps were under way.
+    assert number <= checkpoints.steps_in(tmp_path)[-1] <= number + 3
+  assert train.train(run_of(tmp_path, model, learning_rate=at_step(0, None), **HARD)) == 0
+  assert_same(read(tmp_path, 24), whole[1])
+  without = lambda rows: [{k: v for k, v in x.items() if k != "learning_rate"} for x in rows]
+  assert without(lines(tmp_path)) == without(lines(whole[0]))
+  # It is complete: nothing happens.
+  before = sorted(tmp_path.rglob("*"))
+  assert train.train(run_of(tmp_path, model, **HARD)) == 0
+  assert sorted(p for p in tmp_path.rglob("*") if "events" not in p.name) == [
+    p for p in before if "events" not in p.name
+  ]
+
+
+def test_what_is_saved_in_the_background_is_that_step(whole, tmp_path):
+  """Though later steps were given its buffers."""
+  folder, _ = whole
+  stop = at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  train.train(run_of(tmp_path, model_of(dropout=0.1), learning_rate=stop, **HARD))
+  assert_same(read(tmp_path, 6), read(folder, 6))
+  assert (read(folder, 6)["target/encoder/encoder_norm/scale"] != 1).any()
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
+
+
+def test_a_number_that_is_not_finite_stops_the_run(tmp_path):
+  rate = lambda count: jnp.where(count == 9, jnp.nan, 0.01)
+  run = run_of(tmp_path, optimizer=optax.adamw(rate))
+  with pytest.raises(ValueError, match="update of step 10 is not finite. The last good step is 9, "
+                     "the newest checkpoint checkpoint_6"):  # fmt: skip
+    train.train(run)
+  assert checkpoints.steps_in(tmp_path) == [6]
+  assert lines(tmp_path)[-1]["step"] == 9
+
+
+def test_a_full_disk_loses_nothing(whole, tmp_path):
+  def fill():
+    while checkpoints.steps_in(tmp_path) != [6]:
+      time.sleep(0.01)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  model = model_of(dropout=0.1)
+  try:
+    with pytest.raises(ValueError, match=r"checkpoint_12 could not be written \(.*newest complete "
+                       "checkpoint is checkpoint_6"):  # fmt: skip
+      train.train(run_of(tmp_path, model, learning_rate=at_step(8, fill), **HARD))
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert checkpoints.steps_in(tmp_path) == [6]
+  assert train.train(run_of(tmp_path, model, **HARD)) == 0
+  assert_same(read(tmp_path, 24), whole[1])
+  assert not [p for p in tmp_path.iterdir() if "tmp" in p.name]
+
+
+def test_a_truncated_checkpoint_is_named(whole, tmp_path):
+  """Whichever of its files is cut in half, nothing that is wrong is returned."""
+  model = model_of(dropout=0.1)
+  like = model.state_shapes(optax.adamw(0.01))
+  shutil.copytree(whole[0] / "checkpoint_18", tmp_path / "checkpoint_18")
+  files = [p for p in (whole[0] / "checkpoint_24").rglob("*") if p.is_file() and p.stat().st_size]
+  assert len(files) > 5
+  found = 0
+  for file in files:
+    shutil.copytree(whole[0] / "checkpoint_24", tmp_path / "checkpoint_24", dirs_exist_ok=True)
+    cut = tmp_path / file.relative_to(whole[0])
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    store = checkpoints.Checkpoints(tmp_path, None)
+    try:
+      tree, _ = store.restore(24, like, model)
+    except ValueError as e:
+      found += 1
+      assert "checkpoint_24 cannot be read: it is damaged" in str(e)
+      assert "goes on from checkpoint_18" in str(e) and "\n" not in str(e)
+    else:  # a file that nothing depends on
+      assert_same(jax.device_get(dict(flatten(tree))), whole[1])
+    store.close()
+  assert found >= 3
+
+
+GIN = ["local_train.gin", "local_adamw.gin"]
+
+
+def command(*names, **macros):
+  root = pathlib.Path(__file__).resolve().parents[1]
+  files = [f"gin_configs/runs/{name}" for name in names] + ["tests/local_tiny.gin"]
+  return [
+    f"--gin_search_paths={root}", *(f"--gin_file={name}" for name in files),
+    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
+  ]  # fmt: skip
+
+
+def test_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
+  def go(process):  # settings are compared before; this leaves a checkpoint, as a run does
+    (process.folder / "checkpoint_1/state").mkdir(parents=True, exist_ok=True)
+    (process.folder / "checkpoint_1/state/_METADATA").touch()
+    return 0
+
+  monkeypatch.setattr(train._Process, "go", go)
+  macros = dict(MODEL_DIR=str(tmp_path / "run"), RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9)
+  assert cli.main(["train", *command(*GIN, **macros)]) == 0
+  assert "sr_ste" in (tmp_path / "run/config.gin").read_text()
+  before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+  for change, words in [
+    (dict(PATTERN="1:2"), ("pattern='1:4'", "pattern='1:2'")),
+    (dict(RECIPE="idp"), ("recipe='sr_ste'", "recipe='idp'")),
+    (dict(LEARNING_RATE=0.5), ("rate=0.001", "rate=0.5")),
+    (dict(DATA_SEED=3), ("source was Source(", "seed=0", "seed=3")),
+    (dict(RANDOM_SEED=3), ("random_seed was 0, and is 3",)),
+    (dict(DTYPE="bfloat16"), ("dtype='float32'", "dtype='bfloat16'")),
+  ]:
+    capsys.readouterr()
+    assert cli.main(["train", *command(*GIN, **(macros | change))]) == 1
+    error = capsys.readouterr().err
+    assert "was started with other settings" in error and all(w in error for w in words), error
+    assert len(error.splitlines()) == 1
+  assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+  # Periods may change; what the result depends on may not.
+  assert cli.main(["train", *command(*GIN, **macros, STATS_PERIOD=7, EVAL_PERIOD=3)]) == 0
+
+
+@pytest.mark.parametrize("run, optimizer", [("train", "adamw"), ("finetune", "adafactor")])
+def test_every_run_file_makes_a_run(run, optimizer, tmp_path, monkeypatch):
+  made = []
+  monkeypatch.setattr(train._Process, "go", lambda process: made.append(process.run) or 0)
+  macros = dict(
+    MODEL_DIR=str(tmp_path), RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9, DROPOUT_RATE=0.2,
+    INITIAL_CHECKPOINT_PATH="c", MICROBATCHES=2, EVAL_PERIOD=7, NUM_DECODES=3, PACK=True,
+  )  # fmt: skip
+  names = f"local_{run}.gin", f"local_{optimizer}.gin"
+  assert cli.main(["train", *command(*names, **macros)]) == 0
+  (run,) = made
+  assert run.model.network.config.dropout_rate == 0.2 and run.source.pack and run.source.seed == 0
+  assert (run.microbatches, run.sparse_steps, run.initial_checkpoint) == (2, 9, "c")
+  assert run.periods.evaluate == 7 and run.evaluation.num_decodes == 3
+  assert configure.describe(run.model.given_rules) == "ff: sr_ste 1:4, total=9"
+  assert hasattr(run.optimizer, "update")
+  state = run.optimizer.init({"w": jnp.ones((256, 256))})
+  assert any("v_row" in str(k) for k, _ in jax.tree.flatten_with_path(state)[0]) == (
+    optimizer == "adafactor"
+  )
+
+
+def test_eval_without_its_checkpoint_is_one_line(tmp_path, capsys):
+  macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9, EVAL_OUTPUT_DIR=str(tmp_path))
+  assert cli.main(["eval", *command("local_eval.gin", **macros)]) == 1
+  assert "CHECKPOINT_PATH is not set" in capsys.readouterr().err
+  assert cli.main(["eval", *command("local_eval.gin", **macros, CHECKPOINT_PATH="/no/ck")]) == 1
+  assert "there is no checkpoint '/no/ck'" in capsys.readouterr().err
+  assert cli.main(["train", *command("local_eval.gin", **macros, CHECKPOINT_PATH="/no/ck")]) == 1
+  assert "no run file of this command: gin_configs/runs/local_train.gin" in capsys.readouterr().err
+
+
+def test_checkpoints_of_another_program_are_refused(tmp_path):
+  (tmp_path / "checkpoint_5/state").mkdir(parents=True)
+  (tmp_path / "checkpoint_5/state/_METADATA").touch()
+  with pytest.raises(ValueError, match="another program wrote. Take an empty MODEL_DIR"):
+    train.train(run_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+  "change, words",
+  [
+    (dict(MODEL_DIR="/dev/null/run"), "MODEL_DIR='/dev/null/run' cannot be written to: Not a"),
+    (dict(MIXTURE_OR_TASK_NAME="nm_test_sor"), "did you mean nm_test_sort?"),
+    (dict(BATCH_SIZE=15), "BATCH_SIZE=15 must be a multiple of 1 microbatches times 8 devices"),
+    (dict(NUM_PARTITIONS=3), "NUM_PARTITIONS=3 does not divide the 8 local devices"),
+    (dict(VOCAB_SIZE=128), "'inputs' has 259 ids, but the network embeds 128. Set VOCAB_SIZE=384"),
+    (dict(DECODER="beams"), "DECODER='beams': choose one of beam, greedy"),
+    (dict(LEARNING_RATE_FACTORS="constant * cosine"), "'cosine' is none of constant"),
+    (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
+    (dict(INITIAL_CHECKPOINT_PATH="/no/checkpoint_1"), "no checkpoint '/no/checkpoint_1'"),
+  ],
+  ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_mistakes_are_one_line(change, words, tmp_path, capsys):
+  macros = dict(MODEL_DIR=str(tmp_path), RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=2) | change
+  assert cli.main(["train", *command(*GIN, **macros)]) == 1
+  error = capsys.readouterr().err
+  assert words in error and len(error.splitlines()) == 1, error
+
+
+# --- the step ----------------------------------------------------------------------------------
+
+
+def stepped(model, microbatches=1, steps=3):
+  """Parameters and losses after some steps of sr_ste on the first batches."""
+  optimizer, key = optax.sgd(0.1), jax.random.PRNGKey(1)
+  state = model.begin(model.initial_params(jax.random.PRNGKey(0)), optimizer, 0)
+  step_of = model.train_step(optimizer, key, state, microbatches)
+  batches, losses = source_of().batches(), []
+  for _ in range(steps):
+    state, sums, _ = step_of(state, model.put(next(batches)))
+    losses.append(np.asarray(sums[:4]))
+  return jax.device_get(state.params), losses
+
+
+SR_STE = dict(recipe="sr_ste", pattern="1:4", dense_steps=0, fields={"lam": 0.5})
+
+
+@pytest.fixture(scope="module")
+def one_device():
+  return stepped(model_of(**SR_STE))
+
+
+@pytest.mark.parametrize("devices, partitions, microbatches", [(1, 1, 4), (8, 2, 2)])
+def test_microbatches_and_devices_change_nothing(devices, partitions, microbatches, one_device):
+  params, losses = one_device
+  model = model_of(devices, partitions, **SR_STE)
+  got, got_losses = stepped(model, microbatches)
+  np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, params)
+  if partitions == 2:
+    specs = dict(flatten(model.shardings(model.shapes)))
+    assert specs["encoder/layers_0/mlp/wo/kernel"].spec == jax.P("model", None)
+
+
+def test_the_step_is_what_the_parts_say(one_device):
+  """Loss, z-loss and SR-STE's term written out, without the runner's step."""
+  model = model_of(**SR_STE)
+  rules, batch = model.rules, next(source_of().batches())
+  params = model.initial_params(jax.random.PRNGKey(0))
+  net = model.network
+
+  def loss(params):
+    tokens = [batch[k] for k in ("encoder_input_tokens", "decoder_input_tokens")]
+    targets = batch["decoder_target_tokens"]
+    logits = net.apply(
+      {"params": nms.sparsify(params, rules, 0)}, *tokens, targets, enable_dropout=False
+    )
+    log_z = jax.nn.logsumexp(logits, -1)
+    losses = log_z - jnp.sum(logits * jax.nn.one_hot(targets, 384), -1) + 1e-4 * log_z**2
+    return jnp.sum(jnp.where(targets > 0, losses, 0.0)) / np.float32(np.sum(targets > 0))
+
+  value, grads = jax.jit(jax.value_and_grad(loss))(params)
+  want = jax.device_get(params)
+  for path, place in rules.assign(want).places.items():
+    node, g = want, grads
+    *parents, leaf = path.split("/")
+    for word in parents:
+      node, g = node[word], g[word]
+    g[leaf] += 0.5 * jnp.where(place.mask(node[leaf], 0), 0.0, node[leaf])
+  want = jax.tree.map(lambda w, g: w - 0.1 * g, want, grads)
+  got, losses = stepped(model, steps=1)
+  np.testing.assert_allclose(losses[0][0] / losses[0][3], value, rtol=1e-5)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_label_smoothing_is_its_definition():
+  rng = np.random.default_rng(0)
+  model = model_of()
+  logits = rng.normal(size=(2, 8, 384)).astype(np.float32)
+  targets = rng.integers(1, 384, (2, 8))
+  model._logits = lambda *_: jnp.asarray(logits)
+  model.label_smoothing, model.z_loss = 0.2, 0.0
+  batch = dict(decoder_target_tokens=targets, decoder_loss_weights=np.ones((2, 8), int))
+  got = model.sums(None, batch, None)[0]
+  soft = np.full((2, 8, 384), 0.2 / 383)
+  np.put_along_axis(soft, targets[..., None], 0.8, -1)
+  log_probs = np.asarray(jax.nn.log_softmax(logits))
+  want = np.sum(soft * (np.log(soft) - log_probs))
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_bfloat16_computes_and_float32_stays():
+  batch, found = next(source_of().batches()), {}
+  for dtype in ("float32", "bfloat16"):
+    model = model_of(dtype=dtype, **SR_STE)
+    optimizer = optax.adamw(0.1)
+    state = model.begin(model.initial_params(jax.random.PRNGKey(0)), optimizer, 0)
+    found[dtype] = model.eval_step()(state.params, model.put(batch))[0]
+  assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].nu))} == {
+    np.dtype("float32")
+  }
+  assert 0 < abs(found["bfloat16"] - found["float32"]) < 0.02 * found["float32"]
+
+
+# --- data and reports --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_stream_is_a_function_of_seed_and_position(pack):
+  def take(n, start=0, **fields):
+    return list(itertools.islice(source_of(pack=pack, **fields).batches(start), n))
+
+  whole = take(20)  # more than an epoch
+  same = lambda a, b: all((x == y).all() for x, y in zip(a.values(), b.values(), strict=True))
+  for start in (1, 18):
+    assert same(take(1, start)[0], whole[start])
+  assert not same(whole[0], whole[16]) and not same(take(1, seed=1)[0], whole[0])
+  assert ("encoder_segment_ids" in whole[0]) == pack
+  shapes = {name: x.shape for name, x in whole[0].items()}
+  assert source_of(pack=pack).shapes() == shapes
+
+
+def test_lines_beyond_the_step_that_is_gone_on_from_are_dropped(tmp_path):
+  file = tmp_path / "metrics.jsonl"
+  file.write_text('{"step": 5, "a": 1}\n{"step": 10, "a": 2}\n{"step": 15, "a": 3}\n{"step": 2')
+  writer = reports.writer(tmp_path, 10)
+  writer.write_scalars(11, {"a": np.float32(4)})
+  writer.close()
+  assert [json.loads(x)["a"] for x in file.read_text().splitlines()] == [1, 2, 4]
+
+
+def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
+  rows = [
+    dict(step=s, at_target=t, loss={"a": x, "b": x}, metrics={"a": {"f1": y}, "b": {"em": 1.0}})
+    for s, t, x, y in [(1, False, 0.1, 9.0), (2, True, 0.5, 1.0), (3, True, 0.5, 3.0)]
+  ]
+  assert train.best_step(rows, None) == 2 and train.best_step(rows, "f1") == 3
+  assert train.best_step(rows[:1], None) is None and train.best_step([], "f1") is None
+  with pytest.raises(ValueError, match="BEST_METRIC='bleu' is none of the tasks' metrics: em, f1"):
+    train.best_step(rows, "bleu")
+
+
+def test_a_terminal_gets_one_live_line(monkeypatch):
+  monkeypatch.setenv("COLUMNS", "200")
+  import io
+
+  class Terminal(io.StringIO):
+    def isatty(self):
+      return True
+
+  kinds = [("ff", "2:8", 0.5, 100), ("qkv", "1:4", 0.0, 100)]
+  for stream, count in ((Terminal(), None), (io.StringIO(), 3)):
+    progress = reports.Progress(100, 200, stream)
+    progress.say("hello")
+    for number in (101, 102):
+      progress.count(64)
+      progress.show(number, 1.5, kinds)
+    progress.close()
+    text = stream.getvalue()
+    assert "step 102/200  loss 1.5000  D 0.25  ff 2:8, qkv 1:4  density 0.625" in text
+    assert "tokens/s" in text and "left" in text and "hello" in text
+    assert count is None or len(text.splitlines()) == count
+    assert ("\x1b[" in text) == (count is None)

@@ -1,0 +1,81 @@
+"""A run that is killed again and again ends with the bits of one that was not."""
+
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
+# What it imports warns on its own account.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from test_local import assert_same, checkpoints, read  # noqa: E402
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+  env = {**os.environ, "XLA_FLAGS": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+  env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, sys.path)])
+  errors = (tmp_path_factory.mktemp("worker") / "stderr").open("w+")
+  command = [sys.executable, str(HERE / "local_worker.py"), str(tmp_path_factory.mktemp("xla"))]
+  pipe = subprocess.PIPE
+  with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env) as p:
+    try:
+      yield p
+    finally:
+      p.stdin.close()
+      p.wait(60)
+
+
+def run(worker, folder, kill_after=None, delay=0.0):
+  """One process; killed `delay` seconds after so many steps. Its status, and the last step."""
+  folder.mkdir(exist_ok=True)
+  worker.stdin.write(f"{folder}\n")
+  worker.stdin.flush()
+  seen, last = 0, None
+  for line in worker.stdout:
+    word, number = line.split()
+    if word == "ended":
+      return int(number), last
+    last, seen = int(number), seen + 1
+    if seen == kill_after:
+      time.sleep(delay)
+      children = pathlib.Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+      for child in children:
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(int(child), signal.SIGKILL)
+  raise AssertionError("the worker has ended")
+
+
+@pytest.fixture(scope="module")
+def whole(worker, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("whole")
+  assert run(worker, folder) == (0, 119)
+  return read(folder, 120)
+
+
+@pytest.mark.parametrize(
+  "kills, seed", [(2, 0), pytest.param(20, 1, marks=pytest.mark.slow)], ids=["2", "20"]
+)
+def test_killed_and_resumed_is_uninterrupted(kills, seed, worker, whole, tmp_path):
+  rng = random.Random(seed)
+  left_behind = 0
+  for i in range(kills):
+    status, last = run(worker, tmp_path, rng.randint(4, 100 // kills), rng.uniform(0, 0.05))
+    assert status == signal.SIGKILL
+    found = checkpoints.steps_in(tmp_path)
+    assert not found or found[-1] <= last + 4, i
+    left_behind += any("tmp" in p.name for p in tmp_path.iterdir())
+  assert run(worker, tmp_path) == (0, 119)
+  assert_same(read(tmp_path, 120), whole)
+  assert checkpoints.steps_in(tmp_path) == [117, 120]
+  assert not any("tmp" in p.name for p in tmp_path.iterdir())
+  assert kills == 2 or left_behind  # some were hit while they wrote

@@ -1,0 +1,154 @@
+"""Either engine opens the other's checkpoints, and says the same of them."""
+
+import dataclasses
+import functools
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import t5x_found
+
+pytestmark = [
+  pytest.mark.t5x,
+  # T5X and what it imports (TensorFlow, seqio, clu, orbax) warn on their own account.
+  pytest.mark.filterwarnings("ignore"),
+]
+
+if reason := t5x_found.why_not():
+  pytest.skip(reason, allow_module_level=True)
+
+with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
+  warnings.simplefilter("ignore")
+  import seqio
+  from t5x import eval as t5x_eval
+  from t5x import models, utils
+  from test_local import EVALUATION, model_of, run_of, train
+  from test_t5x_adapter import (
+    Devices,
+    assert_equal,
+    initializer_of,
+    make,
+    mine,
+    one_initialization,  # noqa: F401  (a fixture)
+    what_t5x_wants,  # noqa: F401  (a fixture)
+  )
+  from test_t5x_checkpoints import STEP, closed_loops, dense_state, write  # noqa: F401
+
+  from nm_sparsity_jax import configure, t5x_adapter
+  from nm_sparsity_jax.local import checkpoints, decoding
+
+IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune_steps=4)
+
+
+def scores_in(folder):
+  (path,) = (folder / "inference_eval").glob("nm_test_sort-metrics.jsonl")
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("run")
+  periods = train.Periods(evaluate=13, report=24, metrics=None)
+  run = run_of(folder, model_of(**IDP), optimizer=optax.adamw(0.02), periods=periods)
+  with jax.numpy_dtype_promotion("strict"):
+    assert train.train(run) == 0
+  return str(folder / "checkpoint_13")
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_t5x_evaluates_a_local_checkpoint(beams, ran, tmp_path):
+  """Half of the way: D and the pattern are those of that step. One beam, and three."""
+  evaluation = dataclasses.replace(EVALUATION, num_decodes=beams)
+  assert train.evaluate(model_of(**IDP), evaluation, ran, str(tmp_path / "a")) == 0
+  (tmp_path / "t5x/inference_eval").mkdir(parents=True)
+  model = make(configure.rules({"ff": None}, **IDP), "ours")
+  model.predict_batch_with_aux = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
+  t5x_eval.evaluate(
+    model=model,
+    dataset_cfg=utils.DatasetConfig(
+      mixture_or_task_name="nm_test_sort", task_feature_lengths=None, split="validation",
+      batch_size=32, shuffle=False, seed=42, pack=False,
+    ),
+    restore_checkpoint_cfg=utils.RestoreCheckpointConfig(
+      path=ran, mode="specific", dtype="float32",
+      state_transformation_fns=[t5x_adapter.require_sparse],
+    ),
+    partitioner=Devices(),
+    output_dir=str(tmp_path / "t5x"),
+    inference_evaluator_cls=functools.partial(seqio.Evaluator, logger_cls=[seqio.JSONLogger]),
+    train_state_initializer_cls=t5x_adapter.SparseTrainStateInitializer,
+    summarize_config_fn=lambda **kwargs: None,
+  )  # fmt: skip
+  (got,), (want,) = scores_in(tmp_path / "a"), scores_in(tmp_path / "t5x")
+  assert got == want and got["step"] == 13
+  # Not only the score: every prediction.
+  name = "inference_eval/nm_test_sort-000013.jsonl"
+  predictions = lambda f: [json.loads(x)["prediction"] for x in (f / name).read_text().splitlines()]
+  assert predictions(tmp_path / "a") == predictions(tmp_path / "t5x")
+  assert len(set(predictions(tmp_path / "a"))) > 3
+
+
+@pytest.mark.parametrize("kind", ["legacy", "orbax"])
+def test_a_run_starts_from_t5x(kind, tmp_path):
+  model, state = dense_state("t5")
+  path = write(kind, model, state, tmp_path / kind)
+  local = model_of(**IDP)
+  shardings = local.shardings(local.shapes)
+  params, number = checkpoints.load_params(str(path), local.shapes, shardings)
+  assert number == STEP
+  assert_equal(params, state.params)
+  dense = model_of(**(IDP | dict(recipe="dense", pattern=None)))
+  got = checkpoints.load_for_evaluation(str(path), dense)
+  assert int(got.step) == STEP and int(got.sparse_step) == 0
+  assert_equal(got.params, state.params)
+  with pytest.raises(ValueError, match="is dense: it has no flax_mutables"):
+    checkpoints.load_for_evaluation(str(path), local)
+  run = run_of(tmp_path / "run", local, initial_checkpoint=str(path), pretrained_steps=5)
+  with pytest.raises(ValueError, match=f"PRETRAINED_STEPS=5, but .* is of step {STEP}"):
+    train.train(run)
+
+
+def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
+  model = make(configure.rules({"ff": None}, **IDP), "ours")
+  state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
+  _, stored = model.read(state.params, state.flax_mutables)
+  state = state.replace_flax_mutables(model.write(state.flax_mutables, jnp.int32(5), stored))
+  (tmp_path / "sparse").mkdir()
+  manager = utils.create_orbax_checkpoint_manager(
+    save_cfg=utils.SaveCheckpointConfig(), partitioner=Devices(),
+    model_dir=str(tmp_path / "sparse"),
+    train_state=initializer_of(model, Devices()).global_train_state_shape,
+  )  # fmt: skip
+  manager.save(state.replace_step(jnp.int32(1005)))
+  manager.close()
+  path = str(tmp_path / "sparse/checkpoint_1005")
+  local = model_of(**IDP)
+  got = checkpoints.load_for_evaluation(path, local)
+  assert (int(got.step), int(got.sparse_step)) == (1005, 5)
+  assert_equal(got.params, state.params)
+  assert_equal(got.masks, {k: mine(state)[k] for k in stored})
+  assert_equal(local.effective(got), model.effective(state.params, state.flax_mutables))
+  with pytest.raises(ValueError, match=r"the rules \[ff: idp 1:8.*has \[ff: idp 1:4"):
+    checkpoints.load_for_evaluation(path, model_of(**(IDP | dict(pattern="1:4"))))
+
+
+def test_same_beams_as_t5x_from_one_to_four(what_t5x_wants):
+  """Random weights, which end at odd times."""
+  model = make(None, "ours", dense=True)
+  rng = np.random.default_rng(1)
+  inputs = rng.integers(3, 300, (6, 8)).astype(np.int32)
+  shapes = model_of(**IDP).shapes
+  params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, jnp.float32), shapes)
+  batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": np.zeros((6, 9), np.int32)}
+  assert isinstance(model, models.EncoderDecoderModel)
+  for beams in (1, 4):
+    predict = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
+    want, aux = jax.jit(predict)(params, batch)
+    run = jax.jit(lambda p, x, n=beams: decoding.beam_search(model.module, p, x, 9, n))
+    ids, scores = run(params, inputs)
+    np.testing.assert_array_equal(ids, want)
+    np.testing.assert_allclose(scores, aux["scores"], rtol=1e-5)
