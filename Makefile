@@ -9,11 +9,12 @@ VENV    ?= .venv
 WORKERS ?= 2
 ARGS    ?=
 
-# T5X is not on PyPI. Where its source lies (with airio's and jestimator's beside it), what it needs
-# is installed too, and the tests marked t5x run; elsewhere they skip and say why.
+# Tasks and the local runner are tested everywhere. T5X is not on PyPI: where its source lies (with
+# airio's and jestimator's beside it), what it needs is installed too, and the tests marked t5x run;
+# elsewhere they skip and say why.
 T5X_PATH ?= $(HOME)/.cache/nm-sparsity/t5x
 export T5X_PATH
-EXTRAS   := dev $(if $(wildcard $(T5X_PATH)/t5x/t5x/__init__.py),t5x)
+EXTRAS   := dev local $(if $(wildcard $(T5X_PATH)/t5x/t5x/__init__.py),t5x)
 
 empty   :=
 comma   := ,

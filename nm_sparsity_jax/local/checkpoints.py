@@ -68,7 +68,8 @@ def from_tree(tree: Mapping[str, Any], like: TrainState) -> TrainState:
   )
   mine = dict(tree["flax_mutables"][COLLECTION])
   step = mine.pop("step")
-  mine.pop("rules"), mine.pop("start")
+  for known in ("rules", "start"):
+    mine.pop(known)
   # Its own copy: a buffer cannot be donated twice.
   masks = {**mine, "step": jnp.copy(step)} if mine else {}
   return TrainState(tree["state"]["step"], tree["target"], opt_state, step, masks)
