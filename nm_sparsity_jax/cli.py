@@ -19,6 +19,7 @@ from nm_sparsity_jax._version import __version__
 COMMANDS = {
   "gin-path": ("gin_path", "print the folder that holds gin_configs/, for --gin_search_paths"),
   "plan": ("plan", "say what a run would do, and what it would stumble over, before it starts"),
+  "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
   "doctor": ("doctor", "say what is missing or in conflict in this environment, and the remedy"),
   "glue score": ("glue_score", "make a run's row of GLUE scores, beside the published one"),
   "glue submit": ("glue_submit", "make GLUE's official zip of predictions, or check one"),
