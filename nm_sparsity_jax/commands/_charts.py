@@ -25,7 +25,7 @@ DARK = (
 )  # fmt: skip
 
 _WIDTH, _HEIGHT = 360, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 8, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 8, 34
 _DOTTED = 80  # a line of more points has no dots on it
 
 
@@ -56,7 +56,8 @@ class Chart:
     x: what x is.
     lines: what is drawn.
     log: whether y is logarithmic.
-    labels: of x = 0, 1, ..., where x is not a number.
+    labels: of x = 0, 1, ..., where x is not a number; else the axis begins at 0.
+    until: the axis of x reaches at least here, so that charts of one page lie over one another.
     note: what a reader must know.
   """
 
@@ -66,6 +67,7 @@ class Chart:
   lines: Sequence[Line]
   log: bool = False
   labels: Sequence[str] = ()
+  until: float = 0
   note: str = ""
 
   def drawn(self, line: Line) -> list[tuple[float, float]]:
@@ -132,12 +134,8 @@ def _range(values: Sequence[float], log: bool) -> tuple[float, float]:
   bottom, top = low - margin, high + margin
   if log:
     return 10**bottom, 10**top
-  return (0.0 if low >= 0 > bottom else bottom), top
-
-
-def _domain(values: Sequence[float]) -> tuple[float, float]:
-  low, high = min(values), max(values)
-  return (low, high) if low < high else (low - 0.5, high + 0.5)
+  # 0 is shown where it is not far: a share of 0.1 is to look like one.
+  return (0.0 if 0 <= low <= high / 2 else bottom), top
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +162,10 @@ def axes_of(chart: Chart) -> Axes | None:
   points = [p for line in chart.lines for p in chart.drawn(line)]
   if not points:
     return None
-  x = (-0.5, len(chart.labels) - 0.5) if chart.labels else _domain([x for x, _ in points])
+  if chart.labels:
+    x = -0.5, len(chart.labels) - 0.5
+  else:
+    x = min(0.0, *(x for x, _ in points)), max(1.0, chart.until, *(x for x, _ in points))
   return Axes(x, _range([y for _, y in points], chart.log), chart.log)
 
 
@@ -200,19 +201,15 @@ def _grid(chart: Chart, axes: Axes) -> Iterator[str]:
     marks = [(x, number(x)) for x in ticks(*axes.x)]
   for x, label in marks:
     at = axes.at(x, axes.y[0])[0]
-    # A label at the end of the axis stays inside.
-    width = 3.2 * len(label)
-    middle = min(max(at, width), _WIDTH - width)
     yield f'<line class="tick" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
-    yield (
-      f'<text x="{middle:.1f}" y="{bottom + 15}" text-anchor="middle">{html.escape(label)}</text>'
-    )
+    for i, part in enumerate(label.split(", ")):
+      middle = min(at, _WIDTH - 3.2 * len(part))  # at the end of the axis it stays inside
+      down = bottom + 15 + 11 * i
+      yield f'<text x="{middle:.1f}" y="{down}" text-anchor="middle">{html.escape(part)}</text>'
   yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
-  middle = (_LEFT + right) / 2
-  yield (
-    f'<text class="x" x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">'
-    f"{html.escape(chart.x)}</text>"
-  )
+  if not chart.labels:  # they tell what x is
+    middle, down = (_LEFT + right) / 2, _HEIGHT - 4
+    yield f'<text x="{middle}" y="{down}" text-anchor="middle">{html.escape(chart.x)}</text>'
 
 
 def _line(chart: Chart, axes: Axes, line: Line, names: Sequence[str]) -> Iterator[str]:
@@ -268,7 +265,7 @@ def png(chart: Chart, names: Sequence[str], path: pathlib.Path) -> None:
   if chart.log:
     axes.set_yscale("log")
   if chart.labels:
-    axes.set_xticks(range(len(chart.labels)), chart.labels)
+    axes.set_xticks(range(len(chart.labels)), [s.replace(", ", "\n") for s in chart.labels])
   else:
     axes.xaxis.set_major_formatter(lambda x, _: number(x))
   axes.set_title(chart.title, fontsize=10)

@@ -198,7 +198,9 @@ def _style() -> str:
 
 
 _LIGHT = "--ground:#fbfbfa;--card:#fff;--text:#1c2024;--soft:#5b6470;--line:#dfe2e6;--link:#0b5cad;"
-_DARK = "--ground:#14171a;--card:#1b1f24;--text:#e6e8ea;--soft:#9aa4af;--line:#333a42;--link:#7db8f0;"
+_DARK = (
+  "--ground:#14171a;--card:#1b1f24;--text:#e6e8ea;--soft:#9aa4af;--line:#333a42;--link:#7db8f0;"
+)
 _CSS = """
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%;scroll-padding-top:3.2rem}
@@ -222,7 +224,7 @@ i{display:inline-block;width:.7em;height:.7em;margin-right:.4em;border-radius:50
 figure{margin:0;padding:12px 12px 8px;background:var(--card);border:1px solid var(--line);
  border-radius:8px;min-width:0}
 figcaption{font-size:.9rem;font-weight:600;margin-bottom:.3rem;overflow-wrap:anywhere}
-svg{display:block;width:100%;height:auto;font-size:10.5px}
+svg{display:block;overflow:visible;width:100%;height:auto;font-size:10.5px}
 svg text{fill:var(--soft)}
 svg .grid{stroke:var(--line);stroke-width:1}
 svg .axis,svg .tick{stroke:var(--soft);stroke-width:1}
@@ -239,7 +241,8 @@ tbody th{font-weight:400;text-align:left}
 tbody tr:last-child>*{border-bottom:0}
 th:first-child,td:first-child{text-align:left;padding-left:0}
 .words th,.words td{text-align:left;vertical-align:top}
-.words td{white-space:normal;min-width:5.5rem;max-width:30rem;overflow-wrap:anywhere}
+.words td{white-space:normal;min-width:6rem;max-width:30rem;overflow-wrap:anywhere}
+.words td:nth-child(2){min-width:13rem}
 .bar{display:inline-block;width:4.5rem;height:.5rem;margin-right:.6rem;background:var(--line);
  border-radius:3px;overflow:hidden}
 .bar b{display:block;height:100%;background:var(--run)}

@@ -126,7 +126,10 @@ class Run:
     lengths = self.setting("TASK_FEATURE_LENGTHS") or {}
     if not {"inputs", "targets"} <= set(lengths):
       raise ValueError("config.gin has no TASK_FEATURE_LENGTHS of inputs and targets")
-    config = getattr(T5Config, found[0][0])(**values)
+    try:
+      config = getattr(T5Config, found[0][0])(**values)
+    except TypeError as e:
+      raise ValueError(f"config.gin binds a T5Config that cannot be made: {e}") from e
     return flops.T5Shape.of(config, lengths["inputs"], lengths["targets"])
 
 
@@ -151,22 +154,20 @@ def read(paths: Sequence[str]) -> list[Run]:
       f"{len(paths)} runs: more than {_charts.MAX_RUNS} cannot be told apart by their colours; "
       "make several reports"
     )
+  for path in paths:
+    if not pathlib.Path(path).is_dir():
+      hint = "; copy it from the bucket first" if "://" in path else ""
+      raise ValueError(f"{path}: there is no such folder{hint}")
   folders = [pathlib.Path(path) for path in paths]
-  if twice := [p for i, p in enumerate(folders) if p.resolve() in map(_resolved, folders[:i])]:
-    raise ValueError(f"{twice[0]}: is named twice")
-  short = [folder.resolve().name for folder in folders]
+  resolved = [folder.resolve() for folder in folders]
+  if twice := [str(f) for f, r in zip(folders, resolved, strict=True) if resolved.count(r) > 1]:
+    raise ValueError(f"{' and '.join(twice)} are one folder: name it once")
+  short = [folder.name for folder in resolved]
   names = [n if short.count(n) == 1 else str(f) for n, f in zip(short, folders, strict=True)]
   return [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
-def _resolved(path: pathlib.Path) -> pathlib.Path:
-  return path.resolve()
-
-
 def _read(folder: pathlib.Path, name: str) -> Run:
-  if not folder.is_dir():
-    hint = "; copy it from the bucket first" if "://" in str(folder) else ""
-    raise ValueError(f"{folder}: there is no such folder{hint}")
   rooms = [folder / room for room in ("train", "training_eval", "inference_eval")]
   if not any(room.is_dir() for room in rooms):
     raise ValueError(
@@ -256,8 +257,8 @@ class Section:
 
 _STEP = "step of the sparse run"
 _MEAN = (
-  "A point is the mean over the samples since the point before: T5X and the local runner write "
-  "so. Curves of samples therefore lag the schedule by up to one such interval."
+  "T5X writes the mean over the samples since its last point, so these lag the schedule by up to "
+  "one such interval."
 )
 
 
@@ -276,7 +277,7 @@ def sections(runs: Sequence[Run], checkpoint: str | int = "best") -> list[Sectio
     Section("schedule", "Pattern and D", list(_schedule(runs))),
     Section("density", "Density by layer", list(_density(runs))),
     Section("flips", "Mask flips", list(_flips(runs))),
-    Section("variance", "Variance of gradients and second moments", list(_variance(runs))),
+    Section("variance", "Variance", list(_variance(runs))),
     Section("cost", "Accuracy against cost", list(_cost(runs, checkpoint))),
     Section("settings", "Settings and seeds", list(_settings(runs))),
   ]
@@ -291,7 +292,13 @@ def _chart(
 ) -> Chart | None:
   """A chart with a line for each run that has points; None where none has."""
   lines = [Line(i, _sparse(run, points)) for i, run in enumerate(runs) if (points := of(run))]
-  return Chart(key, title, _STEP, lines, **more) if lines else None
+  return _by_step(runs, key, title, lines, **more) if lines else None
+
+
+def _by_step(runs: Sequence[Run], key: str, title: str, lines: Sequence[Line], **more) -> Chart:
+  key = re.sub(r"[^\w.-]", "_", key)  # it names a file
+  until = max((run.last_step or 0) - run.offset for run in runs)
+  return Chart(key, title, _STEP, lines, until=until, **more)
 
 
 def _tagged(runs, key, title, tag, **more) -> Chart | None:
@@ -318,10 +325,10 @@ def _value(value: float | None) -> str:
   return "–" if value is None else f"{value:.4g}"
 
 
-def _tried(function: Callable[[], Any]) -> tuple[Any, str]:
+def _tried(function: Callable[..., Any], *args) -> tuple[Any, str]:
   """(its value, ''), or (None, why not)."""
   try:
-    return function(), ""
+    return function(*args), ""
   except ValueError as e:
     return None, str(e)
 
@@ -330,12 +337,12 @@ def _overview(runs: Sequence[Run]) -> Iterator[Table | str]:
   rows = []
   for i, run in enumerate(runs):
     step = run.last_step or 0
-    rules, why = _tried(lambda run=run: run.rules)
+    rules, why = _tried(getattr, run, "rules")
     what = "; ".join(f"{p}: {_what(r)}" for p, r in rules.places.items()) if rules else why
     steps = run.macros.get("SPARSE_STEPS", "?")
-    loss = list(run.train.get(_LOSS, run.train.get("loss", {})).values())
+    loss = list(run.train.get(_LOSS, {}).values())
     density = list(run.train.get("nm/density", {}).values())
-    cost = _tried(lambda run=run, step=step: run.flops(step - run.offset))[0]
+    cost = _tried(run.flops, step - run.offset)[0]
     rows.append(
       [
         Cell(run.name, run=i),
@@ -367,9 +374,7 @@ def _what(recipe: Any) -> str:
 def _scores(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
   if any(_columns(run) for run in runs):
     scored = [run for run in runs if _columns(run)]
-    report, why = _tried(
-      lambda: glue_score.score([_runs.read(str(run.path)) for run in scored], checkpoint)
-    )
+    report, why = _tried(_score_of, scored, checkpoint)
     yield from _glue_table(runs, scored, report) if report else [f"No table of GLUE: {why}."]
     yield from _lacking(runs, _columns, "no metrics of GLUE")
   others = sorted({t for run in runs for t in run.tasks if not glue.config_of(t)})
@@ -383,6 +388,10 @@ def _scores(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]
     yield f"Behind a value stands its step. Checkpoint: {checkpoint}."
   if not any(run.tasks for run in runs):
     yield "No run has metrics of decoded predictions (inference_eval/)."
+
+
+def _score_of(runs: Sequence[Run], checkpoint: str | int) -> dict[str, Any]:
+  return glue_score.score([_runs.read(str(run.path)) for run in runs], checkpoint)
 
 
 def _chosen(run: Run, task: str, metric: str, checkpoint: str | int) -> str:
@@ -417,15 +426,24 @@ def _glue_table(runs, scored, report) -> Iterator[Table | str]:
   }
   yield f"Checkpoint: {meaning.get(report['checkpoint'], report['checkpoint'])}."
   for row in report["runs"]:
-    if missing := [f"{t} ({why})" for t, why in row["missing"].items()]:
-      yield f"{row['run']}: no overall, missing {', '.join(missing)}."
-    yield from (f"{row['run']}: {remark}." for remark in row["remarks"])
+    reasons = dict.fromkeys(row["missing"].values())
+    missing = [
+      f"{', '.join(t for t, why in row['missing'].items() if why == reason)} ({reason})"
+      for reason in reasons
+    ]
+    said = [f"no overall, missing {'; '.join(missing)}"] if missing else []
+    yield from (f"{row['run']}: {'; '.join(said)}." for said in [[*said, *row["remarks"]]] if said)
 
 
 def _columns(run: Run) -> dict[str, tuple[str, tuple[str, ...]]]:
-  """Title of a column of GLUE -> (task, metrics) of this run."""
-  names = {config[0]: name for name in run.tasks if (config := glue.config_of(name))}
-  return {c.title: (names[c.task], c.metrics) for c in glue.COLUMNS if c.task in names}
+  """Column of GLUE -> (task, metrics) of this run; those of mini-GLUE have names of their own."""
+  found = {glue.config_of(name): name for name in run.tasks}
+  return {
+    f"{'mini ' if mini else ''}{c.title}": (found[c.task, mini], c.metrics)
+    for c in glue.COLUMNS
+    for mini in (False, True)
+    if (c.task, mini) in found
+  }
 
 
 # --- curves -------------------------------------------------------------------------------------
@@ -434,45 +452,44 @@ _LOSS = "loss_per_nonpadding_target_token"
 
 
 def _loss(runs: Sequence[Run]) -> Iterator[Chart | str]:
-  tasks = sorted({task for run in runs for task in run.evals})
+  def validation(task: str) -> Chart | None:
+    of = lambda run: run.evals.get(task, {}).get(_LOSS, {})
+    return _chart(runs, f"eval_loss_{task}", f"Validation loss per target token, {task}", of)
+
   charts = [
     _tagged(runs, "train_loss", "Training loss per target token", _LOSS),
-    *(
-      _chart(runs, f"eval_loss_{task}", f"Validation loss per target token, {task}", of)
-      for task in tasks
-      for of in [lambda run, task=task: run.evals.get(task, {}).get(_LOSS, {})]
-    ),
     _tagged(runs, "train_accuracy", "Training accuracy of tokens", "accuracy"),
     _tagged(runs, "learning_rate", "Learning rate", "learning_rate"),
     _tagged(runs, "steps_per_second", "Steps per second", "timing/steps_per_second"),
+    *map(validation, sorted({task for run in runs for task in run.evals})),
   ]
-  if not any(charts[:2]):  # T5X's own loss is a sum over tokens
-    charts.insert(0, _tagged(runs, "loss", "Training loss", "loss"))
   yield from _some(charts, "No run has curves of training (train/, training_eval/).")
 
 
 def _metrics(runs: Sequence[Run]) -> Iterator[Chart | str]:
   names = {
-    (task, metric): None
+    (task, metric)
     for run in runs
     for task, series in run.tasks.items()
-    for metrics in series.values()
-    for metric in metrics
+    for values in series.values()
+    for metric in values
   }
 
-  def of(task: str, metric: str) -> Callable[[Run], dict[int, float]]:
-    return lambda run: {
-      s: values[metric] for s, values in run.tasks.get(task, {}).items() if metric in values
-    }
+  def chart(task: str, metric: str) -> Chart | None:
+    def of(run: Run) -> Points:
+      series = run.tasks.get(task, {})
+      return {step: values[metric] for step, values in series.items() if metric in values}
 
-  charts = [_chart(runs, f"{t}_{m}", f"{t}: {m}", of(t, m)) for t, m in sorted(names)]
+    return _chart(runs, f"{task}_{metric}", f"{task}: {metric}", of)
+
+  charts = [chart(*name) for name in sorted(names)]
   yield from _some(charts, "No run has metrics of decoded predictions (inference_eval/).")
 
 
 def _schedule(runs: Sequence[Run]) -> Iterator[Strip | Chart | str]:
   lines = []
   for i, run in enumerate(runs):
-    rules, why = _tried(lambda run=run: run.rules)
+    rules, why = _tried(getattr, run, "rules")
     if why:
       yield f"{run.name}: no schedule, {why}."
       continue
@@ -486,15 +503,16 @@ def _schedule(runs: Sequence[Run]) -> Iterator[Strip | Chart | str]:
   for i, run in enumerate(runs):
     if points := run.train.get("nm/D"):
       lines.append(Line(i, _sparse(run, points), "dots"))
+
+  def pattern(key: str) -> Chart | None:
+    return _chart(
+      runs, f"pattern_{key}", f"Pattern n/m of {key}", lambda run: _kept(run, key), note=_MEAN
+    )
+
+  title = "D, by schedule (dashed) and as sampled (dots)"
   charts = [
-    Chart("decay", "D, by schedule (dashed) and as sampled (dots)", _STEP, lines)
-    if lines
-    else None,
-    *(
-      _chart(runs, f"pattern_{key}", f"Pattern n/m of {key}", of, note=_MEAN)
-      for key in sorted({t[5:] for run in runs for t in run.train if _is_rule(run, t)})
-      for of in [lambda run, key=key: _kept(run, key)]
-    ),
+    _by_step(runs, "decay", title, lines, note=_MEAN) if lines else None,
+    *map(pattern, sorted({t[5:] for run in runs for t in run.train if _is_rule(run, t)})),
     _tagged(runs, "density", "Density in use: 1 while D > 0", "nm/density", note=_MEAN),
   ]
   yield from _some(charts, "No run has a schedule in its config.gin, or samples of D and patterns.")
@@ -533,9 +551,7 @@ def _decay(recipe: Any, segments) -> list[tuple[float, float]]:
   steps = {round(k * (total - 1) / 100) for k in range(101)}
   steps |= {s for start, stop, *_ in segments for s in (start, stop - 1)}
   ordered = np.array(sorted(steps), np.int32)
-  return [
-    (int(s), float(d)) for s, d in zip(ordered, jax.vmap(recipe.decay)(ordered), strict=True)
-  ]
+  return [(int(s), float(d)) for s, d in zip(ordered, jax.vmap(recipe.decay)(ordered), strict=True)]
 
 
 def _density(runs: Sequence[Run]) -> Iterator[Table | str]:
@@ -550,7 +566,7 @@ def _density(runs: Sequence[Run]) -> Iterator[Table | str]:
     return
   rows = []
   for path in paths:
-    cells = [path]
+    cells: list[str | Cell] = [path]
     for i, run in enumerate(runs):
       now = list(run.train.get(f"nm/density/{path}", {}).values())
       target = list(run.train.get(f"nm/density_target/{path}", {}).values())
@@ -604,8 +620,8 @@ def _variance(runs: Sequence[Run]) -> Iterator[Chart | str]:
 
 def _cost(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Chart | str]:
   judged = [run for run in runs if _measures(run)]
-  common = [t for t in _measures(judged[0]) if all(t in _measures(r) for r in judged)] if (
-    judged) else []  # fmt: skip
+  first = _measures(judged[0]) if judged else {}
+  common = [name for name in first if all(name in _measures(run) for run in judged)]
   if not common:
     yield "No task with metrics of decoded predictions (inference_eval/) is common to the runs."
     return
@@ -615,7 +631,7 @@ def _cost(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Chart | str]:
     if run not in judged:
       yield f"{run.name}: has no metrics of decoded predictions."
       continue
-    found, why = _tried(lambda run=run: _by_flops(run, common))
+    found, why = _tried(_by_flops, run, common)
     if why:
       yield f"{run.name}: no FLOPs, {why}."
     elif found:
@@ -645,10 +661,10 @@ def _measures(run: Run) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 def _by_flops(run: Run, common: Sequence[str]) -> list[tuple[tuple[float, float], str]]:
   """((FLOPs, mean of the tasks), step) where all tasks have a score; see `_measures`."""
-  measures = _measures(run)
+  of = [_measures(run)[name] for name in common]
   found = []
-  for step in sorted(set.intersection(*(set(run.tasks[measures[t][0]]) for t in common))):
-    means = [_mean_at(run.tasks[task][step], metrics) for task, metrics in map(measures.get, common)]  # type: ignore[misc]
+  for step in sorted(set.intersection(*(set(run.tasks[task]) for task, _ in of))):
+    means = [_mean_at(run.tasks[task][step], metrics) for task, metrics in of]
     if all(map(math.isfinite, means)):
       flops, _ = run.flops(step - run.offset)
       found.append(((flops, math.fsum(means) / len(means)), f"step {step - run.offset:,}"))
@@ -664,11 +680,11 @@ def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | s
   found: dict[int, tuple[float, str, float]] = {}  # run -> (density, pattern, score)
   recipes: dict[str, list[int]] = {}
   for i, run in enumerate(runs):
-    rules = _tried(lambda run=run: run.rules)[0]
+    rules = _tried(getattr, run, "rules")[0]
     if run not in judged or rules is None:
       continue
     means = []
-    for task, metrics in map(_measures(run).get, common):  # type: ignore[misc]
+    for task, metrics in (_measures(run)[name] for name in common):
       step, _ = glue_score.choose(run.tasks[task], metrics, checkpoint)
       means.append(math.nan if step is None else _mean_at(run.tasks[task][step], metrics))
     patterns = {p: r.pattern for p, r in rules.places.items() if r.pattern is not None}
