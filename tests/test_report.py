@@ -414,6 +414,10 @@ def test_a_browser_shows_it_on_a_desk_and_on_a_phone(runs, tmp_path):
         assert page.ask(outside) == []
         ground = page.ask("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == dark
+      widths = """[...document.querySelectorAll(".strip")].map(s =>
+        [...s.children].map(d => d.getBoundingClientRect().width / s.clientWidth))"""
+      for shares, parts in zip(page.ask(widths), ([10, 70, 20], [10, 90]), strict=True):
+        assert shares == pytest.approx([part / 100 for part in parts], abs=0.001)
       columns = page.ask(
         "new Set([...document.querySelectorAll('#loss figure')]"
         ".map(f => f.getBoundingClientRect().left)).size"

@@ -153,10 +153,11 @@ def _strip(strip: Strip, names: Sequence[str]) -> str:
     decay = f"D {first:.3g}" if first == last else f"D {first:.3g} to {last:.3g}"
     # Sparser is darker; even 1:128 is told from dense, and no text loses its contrast.
     shade = 8 + 37 * min(1.0, -math.log2(density) / 7)
+    small = f"{start:,}" if label == "dense" else f"{start:,} · {decay}"
     said = f"steps {start:,} to {stop - 1:,}: {label}, {decay}"
     parts.append(
       f'<div style="flex:{stop - start};--shade:{shade:.0f}%" title="{_escape(said)}">'
-      f"<b>{label}</b><small>{start:,}</small></div>"
+      f"<b>{label}</b><small>{small}</small></div>"
     )
     rows.append([f"{start:,} .. {stop - 1:,}", label, decay.removeprefix("D ")])
   table = _table(Table(["steps", "pattern", "D"], rows))
@@ -248,9 +249,10 @@ th:first-child,td:first-child{text-align:left;padding-left:0}
 .bar b{display:block;height:100%;background:var(--run)}
 .strip{display:flex;border:1px solid var(--line);border-radius:6px;overflow:hidden;
  background:var(--card)}
-.strip>div{min-width:0;padding:.3rem .45rem;overflow:hidden;white-space:nowrap;
+.strip>div{min-width:0;padding:.3rem 0;overflow:hidden;white-space:nowrap;
  background:color-mix(in srgb,var(--run) var(--shade),transparent)}
-.strip>div+div{border-left:1px solid var(--card)}
+.strip>div+div{box-shadow:inset 1px 0 var(--card)}
+.strip b,.strip small{margin-left:.45rem}
 .strip b{display:block;font-size:.86rem;font-weight:600}
 .strip small{font-size:.75rem;font-variant-numeric:tabular-nums}
 details{margin:.35rem 0;font-size:.86rem}

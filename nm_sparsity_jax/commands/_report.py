@@ -314,7 +314,7 @@ def _lacking(runs: Sequence[Run], has: Callable[[Run], Any], what: str) -> Itera
   """Names the runs that lack what others have."""
   names = [run.name for run in runs if not has(run)]
   if names and len(names) < len(runs):
-    yield f"{', '.join(names)}: {what}"
+    yield f"{', '.join(names)}: {what}."
 
 
 def _cells(runs: Sequence[Run]) -> list[Cell]:
@@ -560,8 +560,8 @@ def _density(runs: Sequence[Run]) -> Iterator[Table | str]:
   paths.sort(key=lambda path: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", path)])
   if not paths:
     yield (
-      "No run has samples by layer. They are written with "
-      "--gin.t5x_adapter.SparseTrainer.metrics_per_place=True"
+      "No run has samples by layer. T5X writes them with "
+      "--gin.t5x_adapter.SparseTrainer.metrics_per_place=True."
     )
     return
   rows = []
