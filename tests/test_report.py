@@ -1,5 +1,6 @@
 """nm-sparsity report: what runs wrote is what the page shows, and a browser shows the page."""
 
+import dataclasses
 import html.parser
 import json
 import math
@@ -10,6 +11,7 @@ import time
 import browser
 import pytest
 
+import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, flops
 from nm_sparsity_jax.commands import _charts, _events, _page, _report
 from nm_sparsity_jax.commands._charts import Chart, Line
@@ -86,13 +88,13 @@ def write(folder, recipe="mdgf_exponential", pattern="1:8", plus=0.0, tasks=("nm
     "nm/m/ff": {s: m for s in steps},
     "nm/flip_rate/all": {s: 0.125 for s in steps},
     "nm/flip_rate/kept": {s: 0.0625 for s in steps},
-    "nm/grad_abs_var/all": {s: 2.0**-s if s < 1100 else 0.0 for s in range(10, 21)},
+    "nm/grad_abs_var/all": {1020: 0.5, 1040: 2.0**-20, 1060: 0.0},
     "nm/grad_abs_var/kept": {1020: math.nan, 1040: 0.5},
     **{f"nm/n/{p}": {1100: n} for p in PATHS},
+    **{f"nm/m/{p}": {1100: m} for p in PATHS},
     **{f"nm/density/{p}": {1020: 1.0, 1100: n / m} for p in PATHS},
     **{f"nm/density_target/{p}": {1100: n / m} for p in PATHS},
   }
-  series["nm/grad_abs_var/all"] = {1020: 0.5, 1040: 2.0**-20, 1060: 0.0}
   events(folder / "train/events.out.tfevents.1.host", series)
   validation = {"loss_per_nonpadding_target_token": {1050: 0.75 + plus, 1100: 0.5 + plus}}
   events(folder / "training_eval/nm_glue_rte/events.out.tfevents.1.host", validation)
@@ -190,6 +192,23 @@ def test_d_is_the_schedules_own_beside_the_samples(runs):
   assert [line.run for line in dots] == [0, 1] and dots[0].points[0] == (20, 0.5)
 
 
+def test_d_jumps_where_the_schedule_does():
+  phases = nms.Phases(total=10_000, dense=1_234, finetune=999)
+  recipe = nms.recipe("mdgf_linear", pattern="1:4", phases=phases, beta=1e-5)
+  found = dict(_report._decay(recipe, _report._segments(recipe)))
+  assert found[1_234] == 1.0 and found[9_000] > 0.9 and found[9_001] == 0.0 == found[9_999]
+
+
+def test_the_published_row_stands_below(tmp_path):
+  run = write(tmp_path / "run", "sr_ste", "1:32")
+  table, *said = {s.key: s.parts for s in _report.sections(_report.read([run]))}["scores"]
+  rte = table.head.index("RTE")
+  rows = {getattr(row[0], "text", row[0]): row for row in table.rows}
+  text = {name: getattr(row[rte], "text", row[rte]) for name, row in rows.items()}
+  assert text == {"run": "55.0", "at step": "100", "published, Table 12": "72.6", "delta": "-17.6"}
+  assert any("of T5 base, not tiny" in line and "missing CoLA, MNLI-m" in line for line in said)
+
+
 def test_scores_against_flops_and_pattern(runs):
   found = charts(runs, checkpoint="last")
   lines = found["score_by_flops"].lines
@@ -239,8 +258,6 @@ def test_flops_until_a_step_are_sums_over_steps():
 
 
 def _recipes():
-  import nm_sparsity_jax as nms
-
   phases = nms.Phases(total=30, dense=5, finetune=5)
   names = ("sr_ste", "sdgf_stepwise", "mdgf_linear")
   return [nms.recipe(name, pattern="1:4", phases=phases) for name in names]
@@ -354,10 +371,16 @@ def test_a_resumed_run_counts_what_was_written_last(tmp_path):
 
 def test_pngs(runs, tmp_path):
   pytest.importorskip("matplotlib")
-  make(tmp_path, runs[:1], "--png", str(tmp_path / "png"))
-  files = {file.stem: file.read_bytes() for file in (tmp_path / "png").iterdir()}
-  assert set(files) == set(charts(runs[:1]))
-  assert all(data.startswith(b"\x89PNG") for data in files.values())
+  tags = {"nm/flip_rate/all": {1: 0.5}, "nm/flip_rate/kept": {1: math.nan}}  # nothing to draw
+  events(tmp_path / "run/train/events.out.tfevents.1.host", tags)
+  make(tmp_path, [str(tmp_path / "run")], "--png", str(tmp_path / "png"))
+  assert [file.name for file in (tmp_path / "png").iterdir()] == ["flips_all.png"]
+  log = Chart("log", "t", "x", [Line(0, [(0, 1e-3), (1, 1.0), (2, 0.5)])], log=True)
+  plain = dataclasses.replace(log, key="plain", log=False)
+  for chart in (log, plain, charts(runs)["decay"], charts(runs)["score_by_pattern"]):
+    _charts.png(chart, ["a", "b"], tmp_path / "png" / f"{chart.key}.png")
+  data = {file.read_bytes() for file in (tmp_path / "png").iterdir()}
+  assert len(data) == 5 and all(png.startswith(b"\x89PNG") for png in data)
 
 
 @pytest.mark.parametrize(
