@@ -24,7 +24,7 @@ PYTEST  := $(PY) -m pytest -n $(WORKERS)
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow style check clean
+.PHONY: help venv test test-slow style check browser clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,10 @@ check: $(STAMP)  ## style and types, changing nothing
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
 	$(PY) -m pyright --pythonpath $(PY)
+
+browser:  ## install Chromium, in which a test looks at reports (Debian or Ubuntu, as root)
+	@[ "$$(id -u)" = 0 ] || { echo "error: apt-get needs root: sudo make browser" >&2; exit 1; }
+	apt-get update -q && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
 
 clean:  ## remove caches and build output; the environment stays
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -23,6 +23,7 @@ COMMANDS = {
   "plan": ("plan", "say what a run would do, and what it would stumble over, before it starts"),
   "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
+  "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
   "doctor": ("doctor", "say what is missing or in conflict in this environment, and the remedy"),
   "glue score": ("glue_score", "make a run's row of GLUE scores, beside the published one"),
   "glue submit": ("glue_submit", "make GLUE's official zip of predictions, or check one"),

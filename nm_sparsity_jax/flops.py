@@ -280,6 +280,23 @@ class T5Shape:
   def __post_init__(self):
     _check_sizes(self, zero=("buckets",))
 
+  @classmethod
+  def of(cls, config: Any, input_length: int, target_length: int) -> T5Shape:
+    """The shape of a network, from its `nm_sparsity_jax.t5.T5Config` or one with T5X's names."""
+    return cls(
+      layers=config.num_encoder_layers,
+      decoder_layers=config.num_decoder_layers,
+      embed=config.emb_dim,
+      mlp=config.mlp_dim,
+      heads=config.num_heads,
+      head_dim=config.head_dim,
+      gated=len(config.mlp_activations) > 1,
+      vocab=config.vocab_size,
+      tied=config.logits_via_embedding,
+      input_length=input_length,
+      target_length=target_length,
+    )
+
   def ops(self) -> tuple[Op, ...]:
     """Dense forward FLOPs for one (input, target) pair, and all parameters."""
     d, joined = self.embed, self.heads * self.head_dim
@@ -361,8 +378,9 @@ def training(
   batch_size: int = 1,
   *,
   steps: int | None = None,
+  until: int | None = None,
 ) -> Cost:
-  """FLOPs of a whole run, forward and backward, and the parameters that it stores (all).
+  """FLOPs of a run, forward and backward, and the parameters that it stores (all).
 
   At each step an op of dense forward FLOPs F costs
 
@@ -378,9 +396,10 @@ def training(
     recipes: place -> recipe, places as in `inference`. All have one `phases.total`.
     batch_size: examples per step.
     steps: length of the run; needed only where there is no recipe to tell it.
+    until: count the steps [0, until) alone, what it has cost so far; None = all.
 
   Returns:
-    a `Cost` of all steps.
+    a `Cost` of these steps.
 
   Raises:
     ValueError: as `inference`; also for runs of different lengths, and for a timeline that does
@@ -414,18 +433,22 @@ def training(
   total = next(iter(totals.values()))
   if not _is_int(total) or total < 1:
     raise ValueError(f"a run of {total!r} steps: the length must be an int >= 1.")
+  until = total if until is None else until
+  if not _is_int(until) or not 0 <= until <= total:
+    raise ValueError(f"until={until!r}: a step of the run, an int from 0 to {total}.")
 
   ops = shape.ops()
   chosen = _assign(ops, recipes)
   done = []
   for op in ops:
-    weighed = 3.0 * total if op not in chosen else _weighed_steps(chosen[op], op, total)
+    weighed = 3.0 * until if op not in chosen else _weighed_steps(chosen[op], op, total, until)
     done.append(dataclasses.replace(op, flops=op.flops * batch_size * weighed))
   return Cost(tuple(done))
 
 
-def _weighed_steps(recipe: Recipe, op: Op, total: int) -> float:
-  """Training FLOPs of all steps in units of F: sum over steps of s + s + (1 or s)."""
+def _weighed_steps(recipe: Recipe, op: Op, total: int, until: int | None = None) -> float:
+  """Training FLOPs of the steps [0, until) in units of F: sum over them of s + s + (1 or s)."""
+  until = total if until is None else until
   segments = recipe.timeline(axis_size=op.axis)
   bounds = [0, *(s.stop for s in segments)]
   if [s.start for s in segments] != bounds[:-1] or bounds[-1] != total:
@@ -436,7 +459,7 @@ def _weighed_steps(recipe: Recipe, op: Op, total: int) -> float:
     )
   sparse_steps = 0.0  # sum of s
   for segment in segments:
-    length = segment.stop - segment.start
+    length = max(0, min(segment.stop, until) - segment.start)
     if segment.pattern is None or segment.decay_start > 0 or length < 1:
       # D runs linearly and reaches decay_stop only at `stop`, which is the next segment's.
       at_zero = 0
@@ -447,8 +470,8 @@ def _weighed_steps(recipe: Recipe, op: Op, total: int) -> float:
     s = _density(segment.pattern, op) if at_zero else 1.0
     sparse_steps += at_zero * s + (length - at_zero)
   if recipe.gradient_mode == "straight_through":
-    return 2 * sparse_steps + total
-  if recipe.gradient_mode == "masked" or sparse_steps == total:
+    return 2 * sparse_steps + until
+  if recipe.gradient_mode == "masked" or sparse_steps == until:
     return 3 * sparse_steps
   raise ValueError(
     f"{recipe!r} has gradient_mode={recipe.gradient_mode!r}; known are 'masked' and "

@@ -317,19 +317,7 @@ class Planner:
 
     config: Any = getattr(network, "config", None)
     try:
-      shape = flops.T5Shape(
-        layers=config.num_encoder_layers,
-        decoder_layers=config.num_decoder_layers,
-        embed=config.emb_dim,
-        mlp=config.mlp_dim,
-        heads=config.num_heads,
-        head_dim=config.head_dim,
-        gated=len(config.mlp_activations) > 1,
-        vocab=config.vocab_size,
-        tied=config.logits_via_embedding,
-        input_length=self.lengths["inputs"],
-        target_length=self.lengths["targets"],
-      )
+      shape = flops.T5Shape.of(config, self.lengths["inputs"], self.lengths["targets"])
     except (AttributeError, ValueError):
       shape = None
     total = sum(self._sizes.values())

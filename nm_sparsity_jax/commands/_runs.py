@@ -70,10 +70,8 @@ def read(path: str) -> Run:
       raise ValueError(f"{path}: holds no inference_eval/, where seqio's metrics of a run lie")
     metrics = folder
   run = Run(folder, *_tasks(metrics, remarks := []), remarks=remarks)
-  for name in ("config.gin", "operative_config.gin"):
-    if (file := metrics.absolute().parent / name).is_file():
-      _read_settings(run, file)
-      break
+  if file := config_of(metrics.absolute().parent):
+    _read_settings(run, file)
   return run
 
 
@@ -99,11 +97,11 @@ def _tasks(folder: pathlib.Path, remarks: list[str]) -> tuple[dict[str, Series],
     raise ValueError(f"{folder}: no metrics of GLUE, such as nm_glue_rte-metrics.jsonl{found}")
   if len(kinds) > 1:
     raise ValueError(f"{folder}: has metrics of GLUE and of mini-GLUE; keep one kind")
-  tasks = {config: _series(folder, name, remarks) for config, name in owners.items()}
+  tasks = {config: series_of(folder, name, remarks) for config, name in owners.items()}
   return tasks, kinds.pop()
 
 
-def _series(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
+def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
   """JSONL, and events for the steps that it lacks."""
   series: Series = {}
   for file in sorted((folder / name).glob("*tfevents*")):
@@ -140,26 +138,35 @@ def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
 # --- settings -----------------------------------------------------------------------------------
 
 
+def config_of(folder: pathlib.Path) -> pathlib.Path | None:
+  """The file that holds a run's gin configuration; None where there is none."""
+  files = (folder / name for name in ("config.gin", "operative_config.gin"))
+  return next((file for file in files if file.is_file()), None)
+
+
+def macros(text: str) -> dict[str, str]:
+  """The macros of a gin configuration: name -> value as text, on one line."""
+  # gin breaks a long value into lines, all but the first indented.
+  found = re.findall(r"^([A-Z][A-Z0-9_]*) = (.*(?:\n[ \t]+.*)*)", text, re.MULTILINE)
+  return {name: " ".join(value.replace("\\\n", "\n").split()) for name, value in found}
+
+
 def _read_settings(run: Run, file: pathlib.Path) -> None:
   """Reads macros of gin_configs/sparsity.gin and gin_configs/models/."""
   found: dict[str, Any] = {}
-  text = file.read_text()
+  given = macros(file.read_text())
   for name in ("RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS", "T5_SIZE"):
-    # gin breaks a long value into lines, all but the first indented.
-    line = re.search(rf"^{name} = (.*(?:\n[ \t]+.*)*)", text, re.MULTILINE)
-    if line is None:
-      continue
-    value = " ".join(line[1].replace("\\\n", "\n").split())
-    try:
-      found[name] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      run.remarks.append(f"{name} in {file.name} is no plain value: {value}")
+    if name in given:
+      try:
+        found[name] = ast.literal_eval(given[name])
+      except (ValueError, SyntaxError):
+        run.remarks.append(f"{name} in {file.name} is no plain value: {given[name]}")
   run.recipe, run.size = found.get("RECIPE"), found.get("T5_SIZE")
   run.dense_steps, run.sparse_steps = found.get("DENSE_STEPS"), found.get("SPARSE_STEPS")
   if run.recipe == "dense":
     run.places = {}
-  elif isinstance(given := found.get("SPARSITY_RULES"), Mapping):
-    patterns: dict[str, Any] = {k: v or found.get("PATTERN") for k, v in given.items()}
+  elif isinstance(rules := found.get("SPARSITY_RULES"), Mapping):
+    patterns: dict[str, Any] = {k: v or found.get("PATTERN") for k, v in rules.items()}
     if all(patterns.values()):
       run.places = single(patterns)
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("runs", nargs="+", metavar="DIR", help="folder of a run")
   add(
-    "--checkpoint", type=_checkpoint, default="best", metavar="best|last|STEP",
+    "--checkpoint", type=checkpoint, default="best", metavar="best|last|STEP",
     help="the step of each task: the one with the best mean of its metrics (the default; the "
     "earliest of equals), its last one, or this one (T5X counts from pre-training on)",
   )  # fmt: skip
@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _checkpoint(text: str) -> str | int:
+def checkpoint(text: str) -> str | int:
+  """The value of --checkpoint."""
   if text in ("best", "last"):
     return text
   try:

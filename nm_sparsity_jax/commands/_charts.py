@@ -1,0 +1,277 @@
+"""Charts: plain values in, SVG for a page or PNG files out.
+
+    Chart (lines of points, by run) -> [svg] -> text that scales, coloured by the page's CSS
+                                    -> [png] -> a file, by matplotlib
+
+Both draw the points as they are; nothing is smoothed or thinned out. What cannot be drawn (no
+finite number; on a logarithmic axis 0) is left out and counted below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+
+MAX_RUNS = 8
+# Okabe and Ito's colours, which most colour-blind people tell apart: on a light and a dark ground.
+LIGHT = (
+  "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56a0d3", "#7a4fb5", "#6b6b6b",
+)  # fmt: skip
+DARK = (
+  "#4ea8de", "#ff8c42", "#2fcf9f", "#e79bc6", "#e6c229", "#9ad1f5", "#b79aec", "#b5b5b5",
+)  # fmt: skip
+
+_WIDTH, _HEIGHT = 360, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 8, 34
+_DOTTED = 80  # a line of more points has no dots on it
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """Points of one run.
+
+  Attributes:
+    run: its number, which is its colour; None: of no run.
+    points: (x, y), in the order of x.
+    style: 'line' (with dots where there is room), 'dots', or 'dashed' (without dots).
+    names: what each point is called, where x does not tell.
+  """
+
+  run: int | None
+  points: Sequence[tuple[float, float]]
+  style: str = "line"
+  names: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+  """One pair of axes.
+
+  Attributes:
+    key: a file's name for it.
+    title: what y is.
+    x: what x is.
+    lines: what is drawn.
+    log: whether y is logarithmic.
+    labels: of x = 0, 1, ..., where x is not a number; else the axis begins at 0.
+    until: the axis of x reaches at least here, so that charts of one page lie over one another.
+    note: what a reader must know.
+  """
+
+  key: str
+  title: str
+  x: str
+  lines: Sequence[Line]
+  log: bool = False
+  labels: Sequence[str] = ()
+  until: float = 0
+  note: str = ""
+
+  def drawn(self, line: Line) -> list[tuple[float, float]]:
+    """The points of a line that can be drawn."""
+    return [p for p in line.points if math.isfinite(p[1]) and (p[1] > 0 or not self.log)]
+
+  @property
+  def left_out(self) -> str:
+    """What is not drawn, as a sentence, or ''."""
+    values = [y for line in self.lines for _, y in line.points]
+    odd = sum(not math.isfinite(y) for y in values)
+    zero = sum(math.isfinite(y) and y <= 0 for y in values) if self.log else 0
+    parts = [f"{odd} not finite"] * bool(odd) + [f"{zero} of 0"] * bool(zero)
+    return f"Not drawn: {' and '.join(parts)}." if parts else ""
+
+
+def number(value: float) -> str:
+  """Short, for an axis.
+
+  >>> number(0), number(0.25), number(12500), number(3e15), number(2e-7)
+  ('0', '0.25', '12.5k', '3P', '2e-07')
+  """
+  for size, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if abs(value) >= size:
+      return f"{value / size:.4g}{name}"
+  return f"{value:.4g}"
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+  """Round numbers from low to high, both ends within.
+
+  >>> ticks(0, 400), ticks(0.07, 0.31)
+  ([0.0, 100.0, 200.0, 300.0, 400.0], [0.1, 0.15, 0.2, 0.25, 0.3])
+  """
+  raw = (high - low) / most
+  power = 10.0 ** math.floor(math.log10(raw))
+  step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= raw * (1 - 1e-9))
+  first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+  return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+  """Powers of ten between; 1, 2 and 5 times one where there are too few.
+
+  >>> log_ticks(3e-7, 2e-3), log_ticks(1.5, 40)
+  ([1e-06, 1e-05, 0.0001, 0.001], [2.0, 5.0, 10.0, 20.0])
+  """
+  first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+  powers = [10.0**e for e in range(first, last + 1) if low <= 10.0**e <= high]
+  if len(powers) > 2:
+    return powers[:: math.ceil(len(powers) / most)]
+  fine = [float(f"{k}e{e}") for e in range(first, last + 1) for k in (1, 2, 5)]
+  return [t for t in fine if low <= t <= high]
+
+
+def _range(values: Sequence[float], log: bool) -> tuple[float, float]:
+  low, high = min(values), max(values)
+  if log:
+    low, high = math.log10(low), math.log10(high)
+  if low == high:  # one value alone lies in the middle
+    margin = abs(low) / 10 or 0.5
+  else:
+    margin = 0.05 * (high - low)
+  bottom, top = low - margin, high + margin
+  if log:
+    return 10**bottom, 10**top
+  # 0 is shown where it is not far: a share of 0.1 is to look like one.
+  return (0.0 if 0 <= low <= high / 2 else bottom), top
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+  """The pixels of a chart's values."""
+
+  x: tuple[float, float]
+  y: tuple[float, float]
+  log: bool
+
+  def at(self, x: float, y: float) -> tuple[float, float]:
+    """Where (x, y) lies."""
+    place = lambda v, low, high: (v - low) / (high - low)
+    if self.log:
+      up = place(math.log10(y), math.log10(self.y[0]), math.log10(self.y[1]))
+    else:
+      up = place(y, *self.y)
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    return _LEFT + width * place(x, *self.x), _TOP + height * (1 - up)
+
+
+def axes_of(chart: Chart) -> Axes | None:
+  """None where nothing can be drawn."""
+  points = [p for line in chart.lines for p in chart.drawn(line)]
+  if not points:
+    return None
+  if chart.labels:
+    x = -0.5, len(chart.labels) - 0.5
+  else:
+    x = min(0.0, *(x for x, _ in points)), max(1.0, chart.until, *(x for x, _ in points))
+  return Axes(x, _range([y for _, y in points], chart.log), chart.log)
+
+
+def svg(chart: Chart, names: Sequence[str]) -> str:
+  """An <svg>, without a title; colours are the CSS variables --run-0, --run-1, ...
+
+  Args:
+    chart: what can be drawn: `axes_of` is not None.
+    names: of the runs.
+  """
+  axes = axes_of(chart)
+  if axes is None:
+    raise ValueError(f"{chart.key}: nothing can be drawn")
+  return "\n".join(
+    [
+      f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(chart.title)}">',
+      *_grid(chart, axes),
+      *(part for line in chart.lines for part in _line(chart, axes, line, names)),
+      "</svg>",
+    ]
+  )
+
+
+def _grid(chart: Chart, axes: Axes) -> Iterator[str]:
+  right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+  for y in (log_ticks if axes.log else ticks)(*axes.y):
+    at = axes.at(axes.x[0], y)[1]
+    yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>'
+    yield f'<text x="{_LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{number(y)}</text>'
+  if chart.labels:
+    marks = list(enumerate(chart.labels))
+  else:
+    marks = [(x, number(x)) for x in ticks(*axes.x)]
+  for x, label in marks:
+    at = axes.at(x, axes.y[0])[0]
+    yield f'<line class="tick" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
+    for i, part in enumerate(label.split(", ")):
+      middle = min(at, _WIDTH - 3.2 * len(part))  # at the end of the axis it stays inside
+      down = bottom + 15 + 11 * i
+      yield f'<text x="{middle:.1f}" y="{down}" text-anchor="middle">{html.escape(part)}</text>'
+  yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
+  if not chart.labels:  # they tell what x is
+    middle, down = (_LEFT + right) / 2, _HEIGHT - 4
+    yield f'<text x="{middle}" y="{down}" text-anchor="middle">{html.escape(chart.x)}</text>'
+
+
+def _line(chart: Chart, axes: Axes, line: Line, names: Sequence[str]) -> Iterator[str]:
+  points = chart.drawn(line)
+  if not points:
+    return
+  places = [axes.at(*p) for p in points]
+  name = "" if line.run is None else names[line.run]
+  colour = "c-none" if line.run is None else f"c{line.run}"
+  yield f'<g class="{colour}">'
+  if line.style != "dots" and len(points) > 1:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    yield f'<polyline class="{line.style}" points="{path}"/>'
+  if line.style == "dots" or line.style == "line" and len(points) <= _DOTTED:
+    called = dict(zip(line.points, line.names, strict=False))
+    for p, (x, y) in zip(points, places, strict=True):
+      what = called.get(p) or f"{name}, {chart.labels[int(p[0])] if chart.labels else f'{p[0]:,g}'}"
+      radius = 2.2 if len(points) > 25 else 3
+      yield (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{html.escape(what)}: {p[1]:.6g}'
+        "</title></circle>"
+      )
+  yield "</g>"
+
+
+def png(chart: Chart, names: Sequence[str], path: pathlib.Path) -> None:
+  """Writes a chart as a file, with its title and a legend."""
+  try:
+    import matplotlib
+  except ImportError as e:
+    raise ModuleNotFoundError("--png needs matplotlib: pip install matplotlib") from e
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt
+
+  figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+  named = set()
+  for line in chart.lines:
+    points = chart.drawn(line)
+    if not points:
+      continue
+    label = names[line.run] if line.run is not None and line.run not in named else None
+    named.add(line.run)
+    dotted = line.style == "dots" or line.style == "line" and len(points) <= _DOTTED
+    axes.plot(
+      *zip(*points, strict=True),
+      color="#999999" if line.run is None else LIGHT[line.run],
+      label=label,
+      linestyle={"line": "-", "dots": "", "dashed": (0, (4, 3))}[line.style],
+      linewidth=1.6,
+      marker="o" if dotted else "",
+      markersize=3,
+    )
+  if chart.log:
+    axes.set_yscale("log")
+  if chart.labels:
+    axes.set_xticks(range(len(chart.labels)), [s.replace(", ", "\n") for s in chart.labels])
+  else:
+    axes.xaxis.set_major_formatter(lambda x, _: number(x))
+  axes.set_title(chart.title, fontsize=10)
+  axes.set_xlabel(chart.x)
+  axes.grid(axis="y", alpha=0.3)
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.legend(fontsize=8, frameon=False)
+  figure.savefig(path, dpi=150, metadata={"Software": None})
+  plt.close(figure)

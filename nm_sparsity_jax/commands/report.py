@@ -1,0 +1,60 @@
+"""Makes one self-contained HTML page of runs: their curves, schedules, scores and settings.
+
+Takes folders of runs, t5x.train's MODEL_DIR or the local runner's: what TensorBoard would read in
+train/, training_eval/ and inference_eval/, and config.gin. Up to eight runs lie over one another.
+The page fetches nothing and runs no script; a part that has no data says so.
+
+  nm-sparsity report runs/sr_ste runs/mdgf --out report.html
+
+Exit code: 0 = written, 1 = a folder is no run's, has no metrics, or is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import pathlib
+import platform
+
+from nm_sparsity_jax._version import __version__
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """The runs, the checkpoint, and where to write."""
+  from nm_sparsity_jax.commands import glue_score
+
+  add = parser.add_argument
+  add("runs", nargs="+", metavar="RUN", help="folder of a run")
+  add("--out", default="report.html", metavar="FILE", help="the page (default: report.html)")
+  add("--png", metavar="DIR", help="also write each chart into this folder (needs matplotlib)")
+  add(
+    "--checkpoint", type=glue_score.checkpoint, default="best", metavar="best|last|STEP",
+    help="of the scores, as for `nm-sparsity glue score` (default: best)",
+  )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+  """Reads, draws, writes."""
+  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
+  from nm_sparsity_jax.commands import _charts, _page, _report
+
+  runs = _report.read(args.runs)
+  sections = _report.sections(runs, args.checkpoint)
+  out = pathlib.Path(args.out)
+  out.parent.mkdir(parents=True, exist_ok=True)
+  out.write_text(_page.render(runs, sections, _versions()), "utf-8")
+  print(out)
+  if args.png:
+    folder = pathlib.Path(args.png)
+    folder.mkdir(parents=True, exist_ok=True)
+    for chart in (part for s in sections for part in s.parts if isinstance(part, _charts.Chart)):
+      if _charts.axes_of(chart):
+        _charts.png(chart, [run.name for run in runs], folder / f"{chart.key}.png")
+    print(folder)
+  return 0
+
+
+def _versions() -> dict[str, str]:
+  found = {"nm-sparsity-jax": __version__, "Python": platform.python_version()}
+  return found | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}

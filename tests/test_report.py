@@ -1,0 +1,465 @@
+"""nm-sparsity report: what runs wrote is what the page shows, and a browser shows the page."""
+
+import dataclasses
+import html.parser
+import json
+import math
+import re
+import struct
+import time
+
+import browser
+import pytest
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import cli, flops
+from nm_sparsity_jax.commands import _charts, _events, _page, _report
+from nm_sparsity_jax.commands._charts import Chart, Line
+from nm_sparsity_jax.t5 import T5Config
+
+CONFIG = """
+from __gin__ import dynamic_registration
+RECIPE = {recipe!r}
+PATTERN = {pattern!r}
+SPARSITY_RULES = {{'ff': None}}
+SPARSE_STEPS = 100
+DENSE_STEPS = 10
+FINETUNE_STEPS = 20
+PRETRAINED_STEPS = 1_000
+BATCH_SIZE = 8
+RANDOM_SEED = 7
+NOTE = 'a<b & c'
+T5_SIZE = 'tiny'
+TASK_FEATURE_LENGTHS = \\
+    {{'inputs': 16, 'targets': 4}}
+network.T5Config.preset.size = %T5_SIZE
+network.T5Config.preset.version = 't5_1_1'
+network.T5Config.preset.vocab_size = 256
+"""
+PATHS = ("encoder/layers_2/mlp/wo/kernel", "encoder/layers_10/mlp/wo/kernel")
+
+
+# --- a run's folder, as T5X leaves it -------------------------------------------------------------
+
+
+def _field(number, data):
+  if isinstance(data, int):
+    return _varint(number << 3) + _varint(data)
+  return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(value):
+  low, high = value & 127, value >> 7
+  return bytes([low | 128]) + _varint(high) if high else bytes([low])
+
+
+def events(file, series):
+  """An event file of TensorBoard: tag -> step -> value."""
+  file.parent.mkdir(parents=True, exist_ok=True)
+  out = b""
+  for tag, points in series.items():
+    for step, value in points.items():
+      entry = _field(1, tag.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", value)
+      record = _field(2, step) + _field(5, _field(1, entry))
+      head = struct.pack("<Q", len(record))
+      out += head + _checksum(head) + record + _checksum(record)
+  file.write_bytes(out)
+
+
+def _checksum(data):
+  crc = 0xFFFFFFFF
+  for byte in data:
+    crc = _events._CRC32C[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+  crc ^= 0xFFFFFFFF
+  return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def write(folder, recipe="mdgf_exponential", pattern="1:8", plus=0.0, tasks=("nm_glue_rte",)):
+  """A run of 100 steps after 1,000, with values that are exact in float32."""
+  steps = range(1020, 1101, 20)
+  n, m = map(int, pattern.split(":"))
+  series = {
+    "loss_per_nonpadding_target_token": {s: 64 / (s - 1000) + plus for s in steps},
+    "accuracy": {s: 0.5 for s in steps},
+    "learning_rate": {s: 0.25 for s in steps},
+    "nm/D": {s: 0.5 if s < 1080 else 0.0 for s in steps},
+    "nm/density": {s: 1.0 if s < 1080 else n / m for s in steps},
+    "nm/n/ff": {s: n for s in steps},
+    "nm/m/ff": {s: m for s in steps},
+    "nm/flip_rate/all": {s: 0.125 for s in steps},
+    "nm/flip_rate/kept": {s: 0.0625 for s in steps},
+    "nm/grad_abs_var/all": {1020: 0.5, 1040: 2.0**-20, 1060: 0.0},
+    "nm/grad_abs_var/kept": {1020: math.nan, 1040: 0.5},
+    **{f"nm/n/{p}": {1100: n} for p in PATHS},
+    **{f"nm/m/{p}": {1100: m} for p in PATHS},
+    **{f"nm/density/{p}": {1020: 1.0, 1100: n / m} for p in PATHS},
+    **{f"nm/density_target/{p}": {1100: n / m} for p in PATHS},
+  }
+  events(folder / "train/events.out.tfevents.1.host", series)
+  validation = {"loss_per_nonpadding_target_token": {1050: 0.75 + plus, 1100: 0.5 + plus}}
+  events(folder / "training_eval/nm_glue_rte/events.out.tfevents.1.host", validation)
+  (folder / "inference_eval").mkdir()
+  for i, task in enumerate(tasks):
+    lines = [{"step": s, "accuracy": s / 20 + plus + i} for s in (1050, 1100)]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (folder / f"inference_eval/{task}-metrics.jsonl").write_text(text)
+  (folder / "config.gin").write_text(CONFIG.format(recipe=recipe, pattern=pattern))
+  return str(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+  """Two runs; the second has one task more."""
+  root = tmp_path_factory.mktemp("runs")
+  more = ("nm_glue_rte", "nm_glue_sst2")
+  return [
+    write(root / "mdgf"),
+    write(root / "sr<b>ste", "sr_ste", "1:4", plus=0.5, tasks=more),
+  ]
+
+
+def charts(runs, **more):
+  parts = [p for s in _report.sections(_report.read(runs), **more) for p in s.parts]
+  return {p.key: p for p in parts if isinstance(p, Chart)}
+
+
+def make(folder, runs, *flags):
+  out = folder / "report.html"
+  assert cli.main(["report", *runs, "--out", str(out), *flags]) == 0
+  return out.read_text("utf-8")
+
+
+class Outline(html.parser.HTMLParser):
+  """Refuses tags that do not close in order, and keeps what the tests ask for."""
+
+  VOID = {"meta", "link"}  # and what closes itself, as <line/>
+
+  def __init__(self, text):
+    super().__init__()
+    self.open, self.ids, self.attributes, self.words = [], [], [], []
+    self.feed(text)
+    self.close()
+    assert not self.open
+
+  def handle_starttag(self, tag, attrs):
+    self.attributes += [(tag, *pair) for pair in attrs]
+    self.ids += [v for k, v in attrs if k == "id"]
+    if tag not in self.VOID:
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_startendtag(self, tag, attrs):
+    self.attributes += [(tag, *pair) for pair in attrs]
+
+  def handle_data(self, data):
+    self.words.append(data)
+
+
+# --- what is shown is what was written ------------------------------------------------------------
+
+
+def test_points_are_those_of_the_events_at_steps_of_the_sparse_run(runs):
+  found = charts(runs)
+  loss = found["train_loss"]
+  steps = range(20, 101, 20)
+  assert [line.run for line in loss.lines] == [0, 1]
+  assert loss.lines[0].points == [(s, pytest.approx(64 / s)) for s in steps]
+  assert loss.lines[1].points == [(s, pytest.approx(64 / s + 0.5)) for s in steps]
+  assert found["eval_loss_nm_glue_rte"].lines[1].points == [(50, 1.25), (100, 1.0)]
+  assert found["nm_glue_rte_accuracy"].lines[0].points == [(50, 52.5), (100, 55.0)]
+  assert [line.run for line in found["nm_glue_sst2_accuracy"].lines] == [1]
+  assert found["pattern_ff"].lines[1].points[0] == (20, 0.25)
+  assert not [key for key in found if key.startswith("pattern_enc")]  # a path is no rule
+  assert found["flips_all"].lines[0].points[0] == (20, 0.125)
+  assert found["flips_kept"].lines[0].points[0] == (20, 0.0625)
+  variance = found["grad_abs_var_all"]
+  assert variance.log and variance.lines[0].points == [(20, 0.5), (40, 2.0**-20), (60, 0.0)]
+  assert variance.left_out == "Not drawn: 2 of 0."
+  assert found["grad_abs_var_kept"].left_out == "Not drawn: 2 not finite."
+  assert "second_moment_var_all" not in found
+
+
+def test_d_is_the_schedules_own_beside_the_samples(runs):
+  dashed, other, *dots = charts(runs)["decay"].lines
+  recipe = _report.read(runs)[0].rules.places["ff"]
+  assert dict(dashed.points)[9] == 1.0 and dict(dashed.points)[80] == 0.0
+  assert 0 < dict(dashed.points)[40] < 1
+  for step, value in dashed.points:
+    assert value == float(recipe.decay(step))
+  assert {d for s, d in other.points if s >= 10} == {0.0}  # sr_ste
+  assert [line.run for line in dots] == [0, 1] and dots[0].points[0] == (20, 0.5)
+
+
+def test_d_jumps_where_the_schedule_does():
+  phases = nms.Phases(total=10_000, dense=1_234, finetune=999)
+  recipe = nms.recipe("mdgf_linear", pattern="1:4", phases=phases, beta=1e-5)
+  found = dict(_report._decay(recipe, _report._segments(recipe)))
+  assert found[1_234] == 1.0 and found[9_000] > 0.9 and found[9_001] == 0.0 == found[9_999]
+
+
+def test_the_published_row_stands_below(tmp_path):
+  run = write(tmp_path / "run", "sr_ste", "1:32")
+  table, *said = {s.key: s.parts for s in _report.sections(_report.read([run]))}["scores"]
+  rte = table.head.index("RTE")
+  rows = {getattr(row[0], "text", row[0]): row for row in table.rows}
+  text = {name: getattr(row[rte], "text", row[rte]) for name, row in rows.items()}
+  assert text == {"run": "55.0", "at step": "100", "published, Table 12": "72.6", "delta": "-17.6"}
+  assert any("of T5 base, not tiny" in line and "missing CoLA, MNLI-m" in line for line in said)
+
+
+def test_scores_against_flops_and_pattern(runs):
+  found = charts(runs, checkpoint="last")
+  lines = found["score_by_flops"].lines
+  shape = flops.T5Shape.of(T5Config.t5_1_1("tiny", vocab_size=256), 16, 4)
+  for run, line, plus in zip(_report.read(runs), lines, (0, 0.5), strict=True):
+    recipes = dict(run.rules.places)
+    for (x, y), step in zip(line.points, (50, 100), strict=True):
+      assert x == flops.training(shape, recipes, 8, until=step).flops
+      assert y == (1000 + step) / 20 + plus  # RTE alone: the task that both have
+  assert lines[1].points[1][0] < lines[0].points[1][0]
+  assert "RTE" in found["score_by_flops"].title and "SST" not in found["score_by_flops"].title
+  pattern = found["score_by_pattern"]
+  assert pattern.labels == ["1:4 FF", "1:8 FF"]  # from dense to sparse
+  assert {line.run: line.points for line in pattern.lines} == {0: [(1.0, 55.0)], 1: [(0.0, 55.5)]}
+  first = charts(runs, checkpoint=1050)["score_by_pattern"].lines
+  assert {line.points[0][1] for line in first} == {52.5, 53.0}
+
+
+def test_runs_of_one_recipe_are_joined_and_mini_glue_is_no_glue(tmp_path):
+  same = [write(tmp_path / "a"), write(tmp_path / "b", pattern="1:4")]
+  (joined,) = [c for c in charts(same)["score_by_pattern"].lines if c.run is None]
+  assert joined.points == [(0.0, 55.0), (1.0, 55.0)]
+  mini = write(tmp_path / "c", tasks=("nm_glue_mini_rte",))
+  assert "score_by_pattern" not in charts([same[0], mini])
+  sections = {s.key: s.parts for s in _report.sections(_report.read([same[0], mini]))}
+  assert "does not compare with GLUE" in sections["scores"][0]
+
+
+def test_flops_until_a_step_are_sums_over_steps():
+  """The whole run is the sum of its steps, each priced by the segment that it lies in."""
+  recipes = _recipes()
+  shape = flops.T5Shape(layers=1, embed=16, mlp=32, heads=1, head_dim=16, vocab=8, input_length=4,
+                        target_length=2)  # fmt: skip
+  dense = 3 * flops.Cost(shape.ops()).flops
+  for recipe in recipes:
+    cost = [flops.training(shape, {"ff": recipe}, until=t).flops for t in range(31)]
+    assert cost[0] == 0 and cost[30] == flops.training(shape, {"ff": recipe}).flops
+    assert cost[5] == pytest.approx(5 * dense)
+    for segment in recipe.timeline(16):
+      prices = {
+        round(b - a)
+        for a, b in zip(cost[segment.start : segment.stop], cost[segment.start + 1 :], strict=False)
+      }
+      assert len(prices) == 1
+  with pytest.raises(ValueError, match="until=31.*from 0 to 30"):
+    flops.training(shape, {"ff": recipes[0]}, until=31)
+
+
+def _recipes():
+  phases = nms.Phases(total=30, dense=5, finetune=5)
+  names = ("sr_ste", "sdgf_stepwise", "mdgf_linear")
+  return [nms.recipe(name, pattern="1:4", phases=phases) for name in names]
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_the_page_is_well_formed_alone_and_the_same_twice(runs, tmp_path):
+  text = make(tmp_path, runs)
+  assert text == make(tmp_path, runs)
+  page = Outline(text)
+  assert len(page.ids) == len(set(page.ids))
+  for tag, name, value in page.attributes:
+    assert tag not in ("script", "iframe", "img", "object")
+    if name in ("href", "src", "srcset", "xlink:href", "data", "action"):
+      assert value == "data:," or value.removeprefix("#") in page.ids
+    assert not name.startswith("on")
+  assert not re.search(r"url\(|@import|https?://", text)
+  said = "".join(page.words)
+  assert "sr<b>ste" in said and "NOTE = 'a<b & c'" in said  # escaped, once
+  assert said.count("&lt;") == 0
+
+
+def test_every_number_of_a_chart_is_in_its_table_and_every_dot_in_its_place(runs, tmp_path):
+  text = make(tmp_path, runs)
+  figures = dict(re.findall(r'<figure id="chart-([^"]+)">(.*?)</figure>', text, re.DOTALL))
+  found = charts(runs)
+  assert set(figures) == set(found)
+  for key, chart in found.items():
+    axes = _charts.axes_of(chart)
+    assert axes is not None
+    for line in chart.lines:
+      if line.run is None or line.style == "dashed":
+        continue
+      drawn = re.findall(rf'<g class="c{line.run}">(.*?)</g>', figures[key], re.DOTALL)
+      dots = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)".*?: (\S+)</title>', "".join(drawn))
+      expected = [(*axes.at(x, y), f"{y:.6g}") for x, y in chart.drawn(line)]
+      for x, y, value in expected:
+        assert (f"{x:.1f}", f"{y:.1f}", value) in dots
+      for _, y in line.points:
+        assert f">{y:.6g}<" in figures[key]
+
+
+def test_axes():
+  chart = Chart("k", "t", "x", [Line(0, [(0, 1.0), (10, 3.0)])])
+  axes = _charts.axes_of(chart)
+  left, low = axes.at(0, axes.y[0])
+  right, high = axes.at(10, axes.y[1])
+  assert left < right and low > high  # pixels count downwards
+  middle = axes.at(5, (axes.y[0] + axes.y[1]) / 2)
+  assert middle == (pytest.approx((left + right) / 2), pytest.approx((low + high) / 2))
+  log = _charts.axes_of(Chart("k", "t", "x", [Line(0, [(0, 1e-6), (1, 1e-2)])], log=True))
+  assert log.at(0, 1e-4)[1] == pytest.approx((log.at(0, 1e-6)[1] + log.at(0, 1e-2)[1]) / 2)
+  assert _charts.axes_of(Chart("k", "t", "x", [Line(0, [(0, math.nan)])])) is None
+  assert _charts.axes_of(Chart("k", "t", "x", [Line(0, [(0, -1.0)])], log=True)) is None
+  for low, high in ((0, 1), (0.3, 0.31), (-5, 12), (0, 4e15)):
+    marks = _charts.ticks(low, high)
+    assert 2 <= len(marks) <= 6 and low <= marks[0] and marks[-1] <= high
+  for low, high in ((1e-9, 1), (0.2, 0.9), (3, 40), (1e-30, 1e-3)):
+    marks = _charts.log_ticks(low, high)
+    assert 1 <= len(marks) <= 6 and low <= marks[0] and marks[-1] <= high
+
+
+def test_tables(runs, tmp_path):
+  sections = {s.key: s.parts for s in _report.sections(_report.read(runs), "last")}
+  overview = sections["runs"][0]
+  assert overview.rows[0][1:5] == [
+    "ff: mdgf_exponential 1:8, dense 10, finetune 20", "100 of 100", "0.64", "0.125",
+  ]  # fmt: skip
+  assert "1,000 more" in sections["runs"][1]
+  density = sections["density"][0]
+  assert [row[0] for row in density.rows] == list(PATHS)  # 2 before 10
+  assert density.rows[0][2].text == "0.25" and density.rows[0][2].bar == 0.25
+  scores = {row[0].text: row for row in sections["scores"][0].rows if not isinstance(row[0], str)}
+  rte = sections["scores"][0].head.index("RTE")
+  assert scores["mdgf"][rte].text == "55.0" and scores["sr<b>ste"][rte].text == "55.5"
+  assert scores["sr<b>ste"][rte].strong and not scores["mdgf"][rte].strong
+  settings = sections["settings"][0].rows
+  assert settings[0][0] == "RANDOM_SEED" and [c.text for c in settings[0][1:]] == ["7", "7"]
+  assert [row[0] for row in settings[1:3]] == ["PATTERN", "RECIPE"] and settings[1][1].strong
+  strips = [p for p in sections["schedule"] if isinstance(p, _report.Strip)]
+  assert [s[:3] for s in strips[1].segments] == [(0, 10, "dense"), (10, 100, "1:4")]
+
+
+def test_a_part_without_data_says_so(tmp_path):
+  folder = tmp_path / "run"
+  events(folder / "train/events.out.tfevents.1.host", {"loss": {5: 1.0}})
+  text = make(tmp_path, [str(folder)])
+  page = Outline(text)
+  said = "".join(page.words)
+  for words in (
+    "No run has metrics of decoded predictions", "no schedule, there is no config.gin",
+    "No run has samples by layer", "No run has samples of its masks", "samples of variances",
+    "is common to the runs", "No run has a config.gin", "No run has curves of training",
+  ):  # fmt: skip
+    assert words in said, words
+  assert "<svg" not in text
+  (folder / "config.gin").write_text("RECIPE = @my.recipe()\nPATTERN = '1:4'\n")
+  assert "RECIPE is no plain value in config.gin: @my.recipe()" in make(tmp_path, [str(folder)])
+
+
+def test_a_resumed_run_counts_what_was_written_last(tmp_path):
+  tag = "loss_per_nonpadding_target_token"
+  events(tmp_path / "r/train/events.out.tfevents.2.host", {tag: {20: 3.0, 30: 2.0}})
+  events(tmp_path / "r/train/events.out.tfevents.1.host", {tag: {10: 5.0, 20: 4.0}})
+  assert charts([str(tmp_path / "r")])["train_loss"].lines[0].points == [
+    (10, 5.0), (20, 3.0), (30, 2.0),
+  ]  # fmt: skip
+
+
+def test_pngs(runs, tmp_path):
+  pytest.importorskip("matplotlib")
+  tags = {"nm/flip_rate/all": {1: 0.5}, "nm/flip_rate/kept": {1: math.nan}}  # nothing to draw
+  events(tmp_path / "run/train/events.out.tfevents.1.host", tags)
+  make(tmp_path, [str(tmp_path / "run")], "--png", str(tmp_path / "png"))
+  assert [file.name for file in (tmp_path / "png").iterdir()] == ["flips_all.png"]
+  log = Chart("log", "t", "x", [Line(0, [(0, 1e-3), (1, 1.0), (2, 0.5)])], log=True)
+  plain = dataclasses.replace(log, key="plain", log=False)
+  for chart in (log, plain, charts(runs)["decay"], charts(runs)["score_by_pattern"]):
+    _charts.png(chart, ["a", "b"], tmp_path / "png" / f"{chart.key}.png")
+  data = {file.read_bytes() for file in (tmp_path / "png").iterdir()}
+  assert len(data) == 5 and all(png.startswith(b"\x89PNG") for png in data)
+
+
+@pytest.mark.parametrize(
+  ("make_it", "said"),
+  [
+    (lambda d: [str(d / "no")], "no: there is no such folder"),
+    (lambda d: ["gs://b/run"], "copy it from the bucket first"),
+    (lambda d: [str(d)], "is no run's folder: it holds no train/"),
+    (lambda d: (d / "train").mkdir() or [str(d)], "holds no metrics yet"),
+    (lambda d: [write(d / "a"), str(d / "a")], "are one folder: name it once"),
+    (lambda d: [str(d)] * 9, "9 runs: more than 8 cannot be told apart"),
+    (lambda d: _broken(d), "broken at byte"),
+  ],
+)
+def test_mistakes_are_one_line(make_it, said, tmp_path, capsys):
+  out = tmp_path / "page.html"
+  assert cli.main(["report", *make_it(tmp_path), "--out", str(out)]) == 1
+  err = capsys.readouterr().err
+  assert said in err and err.count("\n") == 1 and not out.exists()
+
+
+def _broken(folder):
+  path = folder / "run/train/events.out.tfevents.1.host"
+  events(path, {"loss": {1: 1.0}})
+  path.write_bytes(path.read_bytes()[:-1] + b"\0")
+  return [str(folder / "run")]
+
+
+# --- the browser ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
+def test_a_browser_shows_it_on_a_desk_and_on_a_phone(runs, tmp_path):
+  make(tmp_path, runs)
+  file = tmp_path / "report.html"
+  with browser.page(tmp_path / "profile") as page:
+    for width in (1280, 400):
+      for dark in (False, True):
+        page.open(file, width, dark=dark)
+        assert page.ask("innerWidth") == width
+        assert page.ask("document.documentElement.scrollWidth") <= width  # nothing sticks out
+        # Nothing that is read is smaller than 9 pixels, neither text nor text in a drawing.
+        smallest = """Math.min(...[...document.querySelectorAll("body *")].filter(e =>
+          [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim()) && e.getClientRects().length
+        ).map(e => parseFloat(getComputedStyle(e).fontSize) * (e.ownerSVGElement ?
+          e.ownerSVGElement.getBoundingClientRect().width / e.ownerSVGElement.viewBox.baseVal.width
+          : 1)))"""
+        assert page.ask(smallest) >= 9
+        # No text of a drawing leaves its card.
+        outside = """[...document.querySelectorAll("svg text")].filter(t => {
+          const a = t.getBoundingClientRect(), b = t.closest("figure").getBoundingClientRect();
+          return a.left < b.left || a.right > b.right || a.bottom > b.bottom
+        }).map(t => t.textContent)"""
+        assert page.ask(outside) == []
+        ground = page.ask("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == dark
+      widths = """[...document.querySelectorAll(".strip")].map(s =>
+        [...s.children].map(d => d.getBoundingClientRect().width / s.clientWidth))"""
+      for shares, parts in zip(page.ask(widths), ([10, 70, 20], [10, 90]), strict=True):
+        assert shares == pytest.approx([part / 100 for part in parts], abs=0.001)
+      columns = page.ask(
+        "new Set([...document.querySelectorAll('#loss figure')]"
+        ".map(f => f.getBoundingClientRect().left)).size"
+      )
+      assert columns == {1280: 3, 400: 1}[width]
+    assert set(page.requests) == {file.resolve().as_uri()} and page.messages == []
+    page.shoot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 50_000
+    # The eyes of this test: what a page fetches and complains of is seen.
+    bad = tmp_path / "bad.html"
+    bad.write_text("<img src='nope.png'><script>console.error('no'); wrong()</script>")
+    page.open(bad, 400)
+    time.sleep(0.3)
+    page.ask("1")
+    assert len(page.messages) >= 2 and any("nope.png" in url for url in page.requests)
+
+
+def test_what_a_page_draws_of_many_points_has_no_dots():
+  many = Chart("k", "t", "x", [Line(0, [(x, 1.0 + x) for x in range(500)])])
+  text = _page._figure(many, ["run"])
+  (points,) = re.findall('points="(.*?)"', text)
+  assert "<circle" not in text and len(points.split()) == 500 and text.count("<tr>") == 501
