@@ -52,9 +52,11 @@ def metrics_of(row, steps=(1000,), plus=lambda step: 0.0):
 
 
 def settings_of(row, **more):
+  """Of the paper's run, which began so long ago that every step is one of its fine-tune phase."""
   return dict(
     RECIPE=row["recipe"], PATTERN=None, SPARSITY_RULES=row["places"] or {"ff": None},
-    DENSE_STEPS=row["dense_steps"] or 0, SPARSE_STEPS=100_000, **more,
+    DENSE_STEPS=row["dense_steps"] or 0, SPARSE_STEPS=100_000, FINETUNE_STEPS=10_000,
+    **{"PRETRAINED_STEPS": -100_000, **more},
   )  # fmt: skip
 
 
@@ -220,7 +222,7 @@ def test_what_the_config_does_not_say_is_told(tmp_path, report, call):
   run = write(tmp_path / "run", metrics_of(row))
   assert "--recipe tells" in report(run)["runs"][0]["remarks"][0]
   told = ["--recipe", row["recipe"], "--pattern", "ff=1:8,qkv=1:4"]
-  assert "--dense-steps" in report(run, *told)["runs"][0]["remarks"][0]
+  assert "--dense-steps" in report(run, *told)["runs"][0]["remarks"][-1]
   found = report(run, *told, "--dense-steps", "10000")["runs"][0]
   assert found["published"]["row"] == row["row"]
   assert report(run, "--recipe", "dense")["runs"][0]["published"]["row"] == "Dense"
@@ -282,6 +284,43 @@ def test_choose_agrees_with_its_definition(values):
   assert bool(remark) == (len(sound) < len(values))
   last, _ = glue_score.choose(series, ("f1",), "last")
   assert last == (max(values) if max(values) in sound else None)
+
+
+@pytest.mark.parametrize("recipe", ["sdgf_stepwise", "sr_ste"])
+def test_denser_steps_are_never_the_best(report, call, tmp_path, recipe):
+  row = next(r for r in ROWS if r["recipe"] == recipe and r["dense_steps"] and "ff" in r["places"])
+  metrics = metrics_of(row, (1_100_000,))
+  first = 1_010_000 if recipe == "sr_ste" else 1_090_000  # its mask is hard from the first
+  for c in glue.COLUMNS:  # the dense model's scores, until then
+    for step in (1_005_000, first - 1):
+      metrics[c.task][step] = metrics_of(ROWS[0], (step,))[c.task][step]
+  run = write(tmp_path / "run", metrics, settings_of(row, PRETRAINED_STEPS=1_000_000))
+  (best,) = report(run)["runs"]
+  assert {c["step"] for c in best["columns"].values()} == {1_100_000}
+  assert best["published"]["row"] == row["row"] and abs(best["delta"]["overall"]) < 0.06
+  (early,) = report(run, "--checkpoint", str(first - 1))["runs"]
+  assert early["published"] is None and early["delta"] == {}
+  assert f"before {first}, from which on the target pattern" in early["remarks"][-1]
+  for c in glue.COLUMNS:
+    metrics[c.task] = {s: v for s, v in metrics[c.task].items() if s < first}
+  dead = write(tmp_path / "dead", metrics, settings_of(row, PRETRAINED_STEPS=1_000_000))
+  code, _, err = call(dead)
+  assert code == 1 and f"no step from {first} on, where the target pattern is certain" in err
+
+
+@pytest.mark.parametrize(
+  "macros, start",
+  [
+    (dict(PRETRAINED_STEPS=7), 7),
+    (dict(PRETRAINED_STEPS=None, INITIAL_CHECKPOINT_PATH="/a/checkpoint_300"), 300),
+    (dict(PRETRAINED_STEPS=None, INITIAL_CHECKPOINT_PATH="/a/run"), None),
+    (dict(PRETRAINED_STEPS=None, INITIAL_CHECKPOINT_PATH=None), 0),
+    ({}, None),
+  ],
+)
+def test_where_a_run_starts(tmp_path, macros, start):
+  run = _runs.read(write(tmp_path / "run", metrics_of(ROWS[1]), macros))
+  assert run.start == start and run.target_from() is None  # other settings are not known
 
 
 def test_a_partial_run_has_no_overall_and_says_what_is_missing(tmp_path, report, call):

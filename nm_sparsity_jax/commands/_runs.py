@@ -39,6 +39,8 @@ class Run:
     places: place -> pattern, empty for a dense run; None: not known.
     dense_steps: steps of the dense phase; None: not known.
     sparse_steps: all steps of the sparse run; None: not known.
+    finetune_steps: the last of them, with the target pattern for certain; None: not known.
+    start: the global step before the first of them; None: not known.
     size: of the T5, such as 'base'; None: not known.
     remarks: what was odd.
   """
@@ -50,8 +52,24 @@ class Run:
   places: Mapping[str, str] | None = None
   dense_steps: int | None = None
   sparse_steps: int | None = None
+  finetune_steps: int | None = None
+  start: int | None = None
   size: str | None = None
   remarks: list[str] = dataclasses.field(default_factory=list)
+
+  def target_from(self) -> int | None:
+    """The first global step whose weights have the target patterns for certain; None: not known.
+
+    With D = 0 throughout that is the end of the dense phase; one step and more later for `snip`,
+    which the fine-tune phase stands for, as it does for what decays.
+    """
+    if self.recipe == "dense" or self.places == {}:
+      return 0
+    if None in (self.start, self.sparse_steps, self.dense_steps, self.finetune_steps):
+      return None
+    if self.recipe in ("sr_ste", "one_shot"):
+      return self.start + self.dense_steps
+    return self.start + self.sparse_steps - self.finetune_steps
 
 
 def read(path: str) -> Run:
@@ -151,11 +169,17 @@ def macros(text: str) -> dict[str, str]:
   return {name: " ".join(value.replace("\\\n", "\n").split()) for name, value in found}
 
 
+_SETTINGS = (
+  "RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS", "FINETUNE_STEPS",
+  "PRETRAINED_STEPS", "INITIAL_CHECKPOINT_PATH", "T5_SIZE",
+)  # fmt: skip
+
+
 def _read_settings(run: Run, file: pathlib.Path) -> None:
   """Reads macros of gin_configs/sparsity.gin and gin_configs/models/."""
   found: dict[str, Any] = {}
   given = macros(file.read_text())
-  for name in ("RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS", "T5_SIZE"):
+  for name in _SETTINGS:
     if name in given:
       try:
         found[name] = ast.literal_eval(given[name])
@@ -163,6 +187,11 @@ def _read_settings(run: Run, file: pathlib.Path) -> None:
         run.remarks.append(f"{name} in {file.name} is no plain value: {given[name]}")
   run.recipe, run.size = found.get("RECIPE"), found.get("T5_SIZE")
   run.dense_steps, run.sparse_steps = found.get("DENSE_STEPS"), found.get("SPARSE_STEPS")
+  run.finetune_steps = found.get("FINETUNE_STEPS")
+  run.start = found.get("PRETRAINED_STEPS")
+  if run.start is None and "INITIAL_CHECKPOINT_PATH" in found:  # the local runner may take any
+    named = re.search(r"checkpoint_(\d+)/*$", path := found["INITIAL_CHECKPOINT_PATH"] or "")
+    run.start = int(named[1]) if named else None if path else 0
   if run.recipe == "dense":
     run.places = {}
   elif isinstance(rules := found.get("SPARSITY_RULES"), Mapping):

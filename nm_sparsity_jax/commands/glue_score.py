@@ -141,12 +141,15 @@ def _name(run: _runs.Run, runs: Sequence[_runs.Run]) -> str:
 
 def _row(run: _runs.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
   columns, missing, remarks = {}, {}, list(run.remarks)
+  first = run.target_from()
+  if first is None and run.recipe:
+    remarks.append("from which step on the weights have the target pattern is not known")
   for column in glue.COLUMNS:
     series = run.tasks.get(column.task)
     if not series:
       missing[column.title] = "no metrics"
       continue
-    step, why = choose(series, column.metrics, checkpoint)
+    step, why = choose(series, column.metrics, checkpoint, first or 0)
     if step is None:
       missing[column.title] = why
       continue
@@ -170,6 +173,12 @@ def _row(run: _runs.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
     "missing": missing,
   }
   match, remark = _published.match(run)
+  if early := [t for t, c in columns.items() if c["step"] < (first or 0)]:
+    match = None
+    remark = (
+      f"no published row: {', '.join(early)} {'is' if len(early) == 1 else 'are'} of steps before "
+      f"{first}, from which on the target pattern is certain"
+    )
   row["published"] = published = _published_row(match) if match else None
   row["delta"] = {
     title: a - b
@@ -183,19 +192,24 @@ def _row(run: _runs.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
 
 
 def choose(
-  series: _runs.Series, metrics: Sequence[str], checkpoint: str | int
+  series: _runs.Series, metrics: Sequence[str], checkpoint: str | int, first: int = 0
 ) -> tuple[int | None, str]:
   """The step to report, and a remark; (None, why) where there is none.
 
-  Best is the step with the greatest mean of the metrics, of equals the earliest. A step that lacks
-  a metric, or has one that is no finite number, is never chosen.
+  Best is the step with the greatest mean of the metrics, of equals the earliest, and never one
+  before `first`, where the weights are denser than the pattern says. A step that lacks a metric, or
+  has one that is no finite number, is never chosen.
   """
   if isinstance(checkpoint, int):
     steps = [step for step in [checkpoint] if step in series]
     if not steps:
       return None, f"no step {checkpoint}, there is {', '.join(map(str, sorted(series)))}"
+  elif checkpoint == "last":
+    steps = sorted(series)[-1:]
   else:
-    steps = sorted(series)[-1:] if checkpoint == "last" else sorted(series)
+    steps = [step for step in sorted(series) if step >= first]
+    if not steps:
+      return None, f"no step from {first} on, where the target pattern is certain"
   faults = {
     step: f"{metric} is {series[step].get(metric, 'missing')} at step {step}"
     for step in steps
