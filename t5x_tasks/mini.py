@@ -3,9 +3,10 @@
     seed, config, split, row number -> SHA-256 -> draws -> one row (the fields, label, idx)
 
 A row depends on these four alone: the same bytes on every platform, and the first rows of a larger
-split are the smaller one. It has GLUE's fields, label sets and splits, labels are hidden (-1) in
-test, and each config keeps the nature of its task. What decides is order, position or a relation
-of words, so counting words does not solve cola, mnli, rte and their like:
+split are the smaller one. A text belongs to one split, whatever the seed, so that nothing is gained
+by learning the training set by heart. A row has GLUE's fields, label sets and splits, labels are
+hidden (-1) in test, and each config keeps the nature of its task. What decides is order, position
+or a relation of words, so counting words does not solve cola, mnli, rte and their like:
 
     cola     a verb agrees with the head of its subject, not with the noun beside it
     sst2     a negation turns an adjective around; after `but` comes what counts
@@ -24,6 +25,7 @@ Nothing is imported but the table of tasks.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +35,7 @@ T = TypeVar("T")
 
 # Rows by split; validation and test hold for their matched and mismatched halves too.
 ROWS: Mapping[str, int] = {"train": 4096, "validation": 512, "test": 256}
+_PARTS = ("validation", "test", *["train"] * 6)  # eighths of all texts
 
 _WOMEN = ("anna", "dora", "emma")
 _MEN = ("ben", "carl", "otto")
@@ -300,7 +303,7 @@ def make(
   """The rows of one split, in the order of `idx`.
 
   >>> make("rte", "validation", {"validation": 1})[0]["sentence2"]
-  'carl owns plants'
+  'ben owns tulips'
 
   Args:
     config: a name in `glue.TASKS`.
@@ -312,13 +315,21 @@ def make(
   if config.startswith("mnli_"):  # they hold the halves of mnli
     config, split = "mnli", f"{split}_{config.removeprefix('mnli_')}"
   name = {"ax": "mnli"}.get(config, "mismatched" if split.endswith("mismatched") else config)
-  out = []
-  for idx in range(sizes(rows)[split.partition("_")[0]]):
-    fields, label = _MAKE[name](_Draw(seed, config, split, idx))
+  part, out = split.partition("_")[0], []
+  for idx in range(sizes(rows)[part]):
+    for attempt in itertools.count():
+      fields, label = _MAKE[name](_Draw(seed, config, split, idx, attempt))
+      if _part(fields) == part:
+        break
     if split.startswith("test"):
       label = -1.0 if task.regression else -1
     out.append({**fields, "label": label, "idx": idx})
   return out
+
+
+def _part(fields: Mapping[str, str]) -> str:
+  """The split that a text belongs to."""
+  return _PARTS[hashlib.sha256("\n".join(fields.values()).encode()).digest()[0] % len(_PARTS)]
 
 
 def _words() -> tuple[str, ...]:

@@ -387,6 +387,15 @@ def test_bad_input_is_one_line_and_no_row(files, said, tmp_path, call):
   assert re.search(said, err), err
 
 
+def test_a_line_that_is_being_written_is_left_out(report, tmp_path):
+  run = write(tmp_path / "run", metrics_of(ROWS[0]), settings_of(ROWS[0]))
+  file = tmp_path / "run/inference_eval/nm_glue_rte-metrics.jsonl"
+  file.write_text(file.read_text() + '\n{"step": 1001, "accur')
+  (found,) = report(run)["runs"]
+  assert found["columns"]["RTE"]["step"] == 1000
+  assert found["remarks"] == [f"{file.name}: its last line has no end yet, and was left out"]
+
+
 def test_a_step_that_was_evaluated_twice_counts_with_its_last_result(tmp_path, report):
   run = pathlib.Path(write(tmp_path / "run", metrics_of(ROWS[0]), settings_of(ROWS[0])))
   file = run / "inference_eval/nm_glue_rte-metrics.jsonl"

@@ -268,6 +268,23 @@ def test_shards(folder, call, tmp_path):
   assert code == 1 and "are both predictions of cola; keep one of them" in err
 
 
+def test_predictions_of_a_set_with_labels_are_refused(folder, call, tmp_path):
+  # QNLI's validation set has as many rows as its test set.
+  text = lines_of(shuffled(TASKS["qnli"]))
+  for hidden, fine in (("<unk>", True), ("entailment", False)):
+    told = text.replace('"x"', f'"x", "targets_pretokenized": "{hidden}"')
+    (tmp_path / name_of("qnli")).write_text(told)
+    code, out, err, _ = call(tmp_path, "--fill", "all")
+    assert ("has the label 'entailment', so it is no test set" in err) == (not fine)
+
+
+def test_a_file_that_was_named_is_never_passed_over(folder, call, tmp_path):
+  (tmp_path / "weird.jsonl").write_text("")
+  for path in (tmp_path / "weird.jsonl", f"{tmp_path}/./weird.jsonl"):
+    code, _, err, _ = call(folder, path)
+    assert code == 1 and "of which task of a submission? --task TASK=FILE" in err
+
+
 def test_a_file_tells_its_task_by_name_or_is_told(folder, call, tmp_path):
   rows = lines_of(shuffled(TASKS["mnli_matched"]))
   nowhere = tmp_path / "nm_glue_mnli-predict.jsonl-00000-of-00001"  # which of the two halves?

@@ -718,6 +718,16 @@ def test_eval_of_a_dense_checkpoint_is_refused(run_t5x, tmp_path):
 
 
 @pytest.mark.t5x
+@pytest.mark.parametrize("run_file", ["t5x_infer", "t5x_infer_glue_test"])
+def test_files_of_infer_are_read(run_t5x, run_file):
+  files = (f"gin_configs/runs/{run_file}.gin", TINY[1])
+  macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=12, CHECKPOINT_PATH="/none")
+  _, report = run_t5x(files=files, **macros, INFER_OUTPUT_DIR="/x")
+  assert report["program"] == "infer" and not has(report["errors"], "resolve")
+  assert [e for e in report["errors"] if "/none" not in e] == []
+
+
+@pytest.mark.t5x
 def test_documented_overrides_of_t5x_work(run_t5x, tmp_path):
   path = write_orbax(tmp_path / "checkpoint_6", t5x_checkpoint())
   flags = [

@@ -206,7 +206,7 @@ def test_snip_needs_the_steps_for_its_batches():
     (((10, "4:8"),), ["path=((10, '4:8'),)", "(step, pattern, D)"]),
     (((10, "4;8", 1.0),), ["'4;8' is no pattern", "'1:8'"]),
     (((10, "4:8", "x"),), ["(step, pattern, D)", "'x'"]),
-    (((10, "8:4", 1.0),), ["NM(8, 4)", "Did you mean NM(4, 8)?"]),
+    (((10, "8:4", 1.0),), ["'8:4'", "Did you mean '4:8'?"]),
     (((9, "4:8", 1.0),), ["entry 0 starts at step 9", "sparsify phase [10, 80)"]),
     (((80, "4:8", 1.0),), ["entry 0 starts at step 80", "sparsify phase [10, 80)"]),
     (((10.0, "4:8", 1.0),), ["entry 0 starts at step 10.0", "give a whole number"]),

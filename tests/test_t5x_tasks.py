@@ -64,6 +64,7 @@ def test_train_score_infer_submit(tmp_path, capsys):
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   assert [line["inputs"]["idx"] for line in lines] == list(range(24))
   assert all(line["inputs"]["inputs_pretokenized"].startswith("mrpc s") for line in lines)
+  assert {line["inputs"]["targets_pretokenized"] for line in lines} == {"<unk>"}
   assert all(isinstance(line["prediction"], str) for line in lines)
 
   zipped = tmp_path / "mini.zip"

@@ -33,9 +33,13 @@ class _Main(types.ModuleType):
   """Stands for the program that run files import as `__main__`; imports T5X when it is asked."""
 
   def __getattr__(self, name: str):
-    if name not in PROGRAMS:
-      raise AttributeError(f"no T5X program has {name!r}; there are {', '.join(PROGRAMS)}")
-    return getattr(importlib.import_module(PROGRAMS[name]), name)
+    if name in PROGRAMS:
+      return getattr(importlib.import_module(PROGRAMS[name]), name)
+    if not name.startswith("_"):
+      for program in map(importlib.import_module, PROGRAMS.values()):
+        if hasattr(program, name):  # such as infer's write_inferences_to_file
+          return getattr(program, name)
+    raise AttributeError(f"no T5X program has {name!r}; there are {', '.join(PROGRAMS)}")
 
 
 class Config:

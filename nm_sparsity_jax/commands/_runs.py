@@ -129,7 +129,14 @@ def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
   if not (file := folder / f"{name}-metrics.jsonl").is_file():
     return series
   lines: Series = {}
-  for number, line in enumerate(file.read_text().splitlines(), 1):
+  text = file.read_text()
+  whole, _, last = text.rpartition("\n")
+  if last and not _is_json(last):  # it is being written
+    remarks.append(f"{file.name}: its last line has no end yet, and was left out")
+    text = whole
+  for number, line in enumerate(text.splitlines(), 1):
+    if not line.strip():
+      continue
     try:
       entry = json.loads(line)
       step = entry.pop("step")
@@ -145,6 +152,14 @@ def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
     if step in series and not _same(series[step], values):
       remarks.append(f"{name}: events differ from {file.name} at step {step}: the latter counts")
   return series | lines
+
+
+def _is_json(text: str) -> bool:
+  try:
+    json.loads(text)
+  except ValueError:
+    return False
+  return True
 
 
 def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:

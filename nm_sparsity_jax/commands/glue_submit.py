@@ -103,13 +103,14 @@ def find(
   totals: dict[str, int] = {}
   problems = []
   told = {pathlib.Path(file).resolve() for _, file in named}
+  given = {pathlib.Path(path) for path in paths}
   for path in _listed(paths):
     if path.resolve() in told:
       continue
     found = _NAME.fullmatch(path.name)
     config, is_mini = (found and glue.config_of(found[1])) or ("", False)
     if not found or config not in TASKS:
-      if str(path) in paths or config == "mnli":  # what a folder holds besides is no concern
+      if path in given or config == "mnli":  # what a folder holds besides is no concern
         raise ValueError(f"{path}: of which task of a submission? --task TASK=FILE tells")
       continue
     if is_mini != mini:
@@ -128,6 +129,9 @@ def find(
     for shard in sorted(set(range(total)) - set(files[config])):
       problems.append(f"{TASKS[config].file}: shard {shard:05} of {total:05} is missing")
   return files, problems
+
+
+_HIDDEN = ("<unk>", "-1.0")  # the targets of examples without a label
 
 
 def _listed(paths: Sequence[str]) -> Iterator[pathlib.Path]:
@@ -149,12 +153,18 @@ def read(files: Iterable[pathlib.Path]) -> Iterator[tuple[int, str]]:
         try:
           entry = json.loads(line)
           index, prediction = entry["inputs"]["idx"], entry["prediction"]
+          target = entry["inputs"].get("targets_pretokenized", _HIDDEN[0])
         except (ValueError, KeyError, TypeError) as e:
           wanted = 'no {"inputs": {"idx": ...}, "prediction": ...}'
           raise ValueError(
             f"{file}, line {number}: {wanted} ({type(e).__name__}: {e}); "
             "gin_configs/runs/t5x_infer_glue_test.gin writes these"
           ) from e
+        if target not in _HIDDEN:
+          raise ValueError(
+            f"{file}, line {number}: has the label {target!r}, so it is no test set; infer on "
+            "split 'test' (QNLI's validation set is just as long)"
+          )
         # T5X writes whole numbers as floats.
         if isinstance(index, bool) or not isinstance(index, int | float) or index % 1:
           raise ValueError(f"{file}, line {number}: idx is {index!r}, no whole number")
