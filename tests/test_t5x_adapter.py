@@ -697,7 +697,7 @@ def test_a_run_from_a_dense_checkpoint_and_its_resumption(
     def spy(params, flax_mutables, read=read, seen=seen):
       step, state = read(params, flax_mutables)
       if not isinstance(step, jax.core.Tracer):
-        seen.append((int(step), params))
+        seen.append((int(step), jax.tree.map(np.array, params)))  # the step is given its memory
       return step, state
 
     model.read = spy
