@@ -158,7 +158,10 @@ class Candidate:
     self.mutables = self.shapes.flax_mutables
     if self.mutables:
       state = nms.init_state(params, self.model.stored_rules)
-      self.mutables = self.model.write(self.mutables, jnp.int32(self.at), state)
+      # Of the shapes only the start is kept, which `write` leaves as it is.
+      mine = {**self.mutables[t5x_adapter.COLLECTION], "start": jnp.int32(0)}
+      begun = self.mutables.copy({t5x_adapter.COLLECTION: mine})
+      self.mutables = self.model.write(begun, jnp.int32(self.at), state)
 
   def compile_step(self, params):
     self.begin(params)
