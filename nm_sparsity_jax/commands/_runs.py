@@ -65,11 +65,12 @@ class Run:
     """
     if self.recipe == "dense" or self.places == {}:
       return 0
-    if None in (self.start, self.sparse_steps, self.dense_steps, self.finetune_steps):
+    start, dense, finetune = self.start, self.dense_steps, self.finetune_steps
+    if start is None or dense is None or finetune is None or self.sparse_steps is None:
       return None
     if self.recipe in ("sr_ste", "one_shot"):
-      return self.start + self.dense_steps
-    return self.start + self.sparse_steps - self.finetune_steps
+      return start + dense
+    return start + self.sparse_steps - finetune
 
 
 def read(path: str) -> Run:
