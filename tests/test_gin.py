@@ -744,6 +744,6 @@ def test_rows_of_the_paper_run(tmp_path):
   (written,) = (tmp_path / "infer").glob("nm_glue_rte-predict.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
   assert [line["inputs"] for line in lines] == [
-    {"idx": i, "inputs_pretokenized": f"rte {i}"} for i in range(8)
+    {"idx": i, "inputs_pretokenized": f"rte {i}", "targets_pretokenized": "yes"} for i in range(8)
   ]
   assert all(isinstance(line["prediction"], str) for line in lines)
