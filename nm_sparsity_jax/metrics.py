@@ -123,6 +123,19 @@ def pattern_now(params: Any, rules: Rules, step: jax.Array | int) -> dict[str, P
   return found
 
 
+def rule_patterns(
+  params: Any, rules: Rules, step: jax.Array | int
+) -> dict[str, tuple[PatternNow, jax.Array]]:
+  """rule -> the pattern of its places at `step`, and whether they share one; 0:0 if they do not."""
+  patterns, found = pattern_now(params, rules, step), {}
+  places = rules.assign(params).places
+  for rule in dict.fromkeys(place.key for place in places.values()):
+    n, m = jnp.array([patterns[path] for path, place in places.items() if place.key == rule]).T
+    shared = jnp.all((n == n[0]) & (m == m[0]))
+    found[rule] = PatternNow(shared * n[0], shared * m[0]), shared
+  return found
+
+
 def density(
   params: Any, rules: Rules, step: jax.Array | int, state: State | None = None
 ) -> Density:

@@ -157,8 +157,9 @@ class _SparseModel(models.BaseTransformerModel):
         f"no {COLLECTION!r} in flax_mutables, so the sparse step is unknown. T5X passes it from a "
         "train state of this model; called by hand, pass flax_mutables=train_state.flax_mutables."
       )
+    arrays = dict(flatten(params))
     for path in self.stored_rules.assign(params).places:
-      is_now, made = dict(flatten(params))[path].dtype, self._made.get(path)
+      is_now, made = arrays[path].dtype, self._made.get(path)
       if made is not None and is_now != made.dtype:
         raise ValueError(
           f"{path!r} was restored as {is_now}, but masks are taken from {made.dtype}: "
@@ -427,12 +428,9 @@ def measure(is_due, model, train_state, step, state, masks_before, variances, *,
     named = metrics.summary(params, rules, step, state, None, v, masks_before, per_place=per_place)
     named = {k.replace("second_moment_var", kind): v for k, v in {**named, **variances}.items()}
     out = {k: Sampled(v, jnp.int32(1)) for k, v in named.items()}
-    patterns = metrics.pattern_now(params, rules, step)
-    for rule in dict.fromkeys(place.key for place in places.values()):
-      n, m = jnp.array([patterns[path] for path, p in places.items() if p.key == rule]).T
-      shared = jnp.all((n == n[0]) & (m == m[0])).astype(jnp.int32)
-      for name, x in (("n", n), ("m", m)):
-        out[f"nm/{name}/{rule}"] = Sampled((shared * x[0]).astype(jnp.float32), shared)
+    for rule, (pattern, shared) in metrics.rule_patterns(params, rules, step).items():
+      for name, x in pattern._asdict().items():
+        out[f"nm/{name}/{rule}"] = Sampled(x.astype(jnp.float32), shared.astype(jnp.int32))
     return out
 
   return _if(is_due, look)

@@ -40,3 +40,18 @@ def closed_loops():
   for loop in made:
     if not loop.is_running():  # one that runs is another thread's, which uses it still
       loop.close()
+
+
+def command_line(files, macros) -> tuple[list[str], dict[str, str]]:
+  """Flags of `python -m t5x.COMMAND` for gin files and macros, and the environment to run it in."""
+  found = importlib.util.find_spec("t5x")
+  assert found is not None and found.origin is not None
+  root, checkout = (
+    pathlib.Path(__file__).resolve().parents[1],
+    pathlib.Path(found.origin).parents[1],
+  )
+  here = [str(root), str(root / "tests")]
+  flags = [f"--gin_search_paths={','.join([*here, str(checkout)])}"]
+  flags += [f"--gin_file={f}" for f in files] + [f"--gin.{k}={v!r}" for k, v in macros.items()]
+  path = os.pathsep.join([*here, *filter(None, sys.path)])
+  return flags, {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}

@@ -1,9 +1,6 @@
 """Two processes that find each other, as two hosts do: train, resume to the same bits, predict."""
 
-import importlib.util
 import json
-import os
-import pathlib
 import shutil
 import socket
 import subprocess
@@ -20,7 +17,6 @@ if reason := t5x_found.why_not():
   pytest.skip(reason, allow_module_level=True)
 
 from test_t5x_thread import (  # noqa: E402  (it skips as well)
-  ROOT,
   TINY,
   last_metric,
   saved_arrays,
@@ -42,12 +38,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 def two(folder, command, *files, **macros):
   """Runs `t5x.COMMAND` in two processes of one cluster; their logs."""
-  checkout = pathlib.Path(importlib.util.find_spec("t5x").origin).parents[1]
-  here = [str(ROOT), str(ROOT / "tests")]
-  gin = [f"--gin_search_paths={','.join([*here, str(checkout)])}"]
-  gin += [f"--gin_file={f}" for f in files] + [f"--gin.{k}={v!r}" for k, v in macros.items()]
-  path = os.pathsep.join([*here, *filter(None, sys.path)])
-  env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+  gin, env = t5x_found.command_line(files, macros)
   with socket.socket() as free:
     free.bind(("localhost", 0))
     address = f"localhost:{free.getsockname()[1]}"

@@ -1,8 +1,6 @@
 """The whole thread by the commands that users type: dense, sparse, eval, infer; and the proof."""
 
-import importlib.util
 import json
-import os
 import pathlib
 import shutil
 import subprocess
@@ -32,12 +30,7 @@ RULES = dict(
 
 def t5x(command, *files, check=True, **macros):
   """Runs `python -m t5x.COMMAND` with gin files and macros; its standard error."""
-  checkout = pathlib.Path(importlib.util.find_spec("t5x").origin).parents[1]
-  here = [str(ROOT), str(ROOT / "tests")]
-  args = [f"--gin_search_paths={','.join([*here, str(checkout)])}"]
-  args += [f"--gin_file={f}" for f in files] + [f"--gin.{k}={v!r}" for k, v in macros.items()]
-  path = os.pathsep.join([*here, *filter(None, sys.path)])
-  env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+  args, env = t5x_found.command_line(files, macros)
   command = [sys.executable, "-m", f"t5x.{command}", *args]
   done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
   if check:

@@ -202,9 +202,9 @@ _SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_spar
 
 
 def _read_orbax(name: str, state) -> Stored:
-  ocp = _orbax(name)
+  ocp = orbax(name)
   reader = ocp.PyTreeCheckpointer()
-  with _quiet_orbax():
+  with quiet_orbax():
     found: Any = reader.metadata(state)
   found = getattr(found, "item_metadata", found)
   leaves: dict[str, Leaf] = {}
@@ -224,14 +224,14 @@ def _read_orbax(name: str, state) -> Stored:
   def array(key: str) -> np.ndarray:
     wanted: Any = nested({key: ocp.RestoreArgs(restore_type=np.ndarray)})
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
-    with _quiet_orbax():
+    with quiet_orbax():
       (_, value), *_ = flat(reader.restore(state, args=args))
     return np.asarray(value)
 
   return _stored(name, "Orbax", leaves, array)
 
 
-def _orbax(name: str) -> Any:
+def orbax(name: str) -> Any:
   try:
     import orbax.checkpoint as ocp
   except ImportError as e:
@@ -242,7 +242,7 @@ def _orbax(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet_orbax():
+def quiet_orbax():
   """Without its warnings of files that T5X does not write."""
   logger = logging.getLogger("absl")
   level = logger.level
@@ -287,7 +287,7 @@ def write(folder: str, tree: Mapping[str, Any]) -> None:
   """
   check_new(folder)
   path = pathlib.Path(folder).absolute()
-  ocp = _orbax(folder)
+  ocp = orbax(folder)
   above = next(p for p in path.parents if p.exists())  # what is made below it goes, if all fails
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +295,7 @@ def write(folder: str, tree: Mapping[str, Any]) -> None:
   except OSError as e:
     raise ValueError(f"{folder!r} cannot be made: {e.strerror or e}") from e
   try:
-    with _quiet_orbax():
+    with quiet_orbax():
       ocp.PyTreeCheckpointer().save(unfinished / "state", tree)
     unfinished.chmod(0o777 & ~_umask())
     os.rename(unfinished, path)

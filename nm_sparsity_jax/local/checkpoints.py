@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import pathlib
 import re
@@ -26,6 +25,7 @@ import optax
 from flax import serialization, traverse_util
 
 from nm_sparsity_jax import configure
+from nm_sparsity_jax.commands import _checkpoint
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.rules import Rules, flatten
@@ -86,7 +86,7 @@ class Checkpoints:
   def __init__(self, folder: str | os.PathLike, keep: int | None):
     if keep is not None and keep < 1:
       raise ValueError(f"KEEP_CHECKPOINTS={keep}: keep at least one, or None for all.")
-    ocp = _orbax()
+    ocp = _checkpoint.orbax(str(folder))
     self._ocp, self._keep = ocp, keep
     self.folder = pathlib.Path(folder).absolute()
     self.best: int | None = None  # the step that is never removed
@@ -94,7 +94,7 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(
       step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
     )
-    with _quiet():
+    with _checkpoint.quiet_orbax():
       self._manager = ocp.CheckpointManager(
         self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
       )
@@ -107,7 +107,7 @@ class Checkpoints:
     """Starts to write; the tree may be donated afterwards."""
     if step == self._saving or step in self.steps():
       return
-    with self._explained(step), _quiet():
+    with self._explained(step), _checkpoint.quiet_orbax():
       self.wait()
       self._prune()
       # A copy on the host: on a CPU the background would else read what the next step writes to.
@@ -119,7 +119,7 @@ class Checkpoints:
   def wait(self) -> None:
     """Until the last one is complete."""
     if self._saving is not None:
-      with self._explained(self._saving), _quiet():
+      with self._explained(self._saving), _checkpoint.quiet_orbax():
         self._manager.wait_until_finished()
         self._saving = None
 
@@ -129,7 +129,7 @@ class Checkpoints:
       self.wait()
       self._prune()
     finally:
-      with contextlib.suppress(Exception), _quiet():
+      with contextlib.suppress(Exception), _checkpoint.quiet_orbax():
         self._manager.close()
 
   @contextlib.contextmanager
@@ -187,8 +187,6 @@ def steps_in(folder: str | os.PathLike) -> Sequence[int]:
 
 def load_params(path: str, like: Any, shardings: Any) -> tuple[Any, int]:
   """Parameters and global step of anybody's checkpoint: Orbax, or T5X's own format; all float32."""
-  from nm_sparsity_jax.commands import _checkpoint
-
   stored = _checkpoint.read(path)
   tree = _load(stored, {"target": like}, {"target": shardings})
   return tree["target"], stored.step or 0
@@ -199,8 +197,6 @@ def load_for_evaluation(path: str, model: Model) -> TrainState:
 
   A dense checkpoint has no sparse step, so it is only taken where all rules are dense.
   """
-  from nm_sparsity_jax.commands import _checkpoint
-
   rules, stored = model.given_rules, _checkpoint.read(path)
   like = model.state_shapes(optax.identity())
   wanted, where = to_tree(like, rules), to_tree(model.shardings(like), rules)
@@ -266,35 +262,15 @@ def _load(stored, like, shardings) -> Any:
 
 
 def _restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
-  ocp = _orbax()
+  ocp = _checkpoint.orbax(str(path))
 
   def args(leaf, sharding):
     return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
   restore_args = jax.tree.map(args, like, shardings)
-  with _quiet(), ocp.PyTreeCheckpointer() as reader:
+  with _checkpoint.quiet_orbax(), ocp.PyTreeCheckpointer() as reader:
     wanted = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
     return reader.restore(path, args=wanted)
-
-
-def _orbax() -> Any:
-  try:
-    import orbax.checkpoint as ocp
-  except ImportError as e:
-    raise ModuleNotFoundError("checkpoints need Orbax: pip install orbax-checkpoint") from e
-  return ocp
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-  """Without Orbax's account of its doings."""
-  logger = logging.getLogger("absl")
-  level = logger.level
-  logger.setLevel(logging.ERROR)
-  try:
-    yield
-  finally:
-    logger.setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:

@@ -310,11 +310,8 @@ def _sample(old: TrainState, new: TrainState, grads, rules: Rules, every: int) -
     variances = metrics.summary(*before, grads, per_place=False)
     out = metrics.summary(*after, None, state, metrics.masks_of(*before), per_place=False)
     out |= {k: v for k, v in variances.items() if k.startswith("nm/grad")}
-    patterns = metrics.pattern_now(*after[:3])
-    for rule in dict.fromkeys(place.key for place in places.values()):
-      n, m = jnp.array([patterns[path] for path, p in places.items() if p.key == rule]).T
-      shared = jnp.all((n == n[0]) & (m == m[0]))  # else there is no one pattern: 0
-      out |= {f"nm/{k}/{rule}": jnp.where(shared, x[0], 0) for k, x in (("n", n), ("m", m))}
+    for rule, (pattern, _) in metrics.rule_patterns(*after[:3]).items():
+      out |= {f"nm/{name}/{rule}": x for name, x in pattern._asdict().items()}
     return {name: jnp.float32(x) for name, x in out.items()}
 
   shapes = jax.eval_shape(look)
