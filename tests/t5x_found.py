@@ -42,7 +42,7 @@ def closed_loops():
       loop.close()
 
 
-def command_line(files, macros) -> tuple[list[str], dict[str, str]]:
+def command_line(files, macros, devices=1) -> tuple[list[str], dict[str, str]]:
   """Flags of `python -m t5x.COMMAND` for gin files and macros, and the environment to run it in."""
   found = importlib.util.find_spec("t5x")
   assert found is not None and found.origin is not None
@@ -54,4 +54,5 @@ def command_line(files, macros) -> tuple[list[str], dict[str, str]]:
   flags = [f"--gin_search_paths={','.join([*here, str(checkout)])}"]
   flags += [f"--gin_file={f}" for f in files] + [f"--gin.{k}={v!r}" for k, v in macros.items()]
   path = os.pathsep.join([*here, *filter(None, sys.path)])
-  return flags, {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+  xla = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
+  return flags, {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}

@@ -1,5 +1,9 @@
-"""Two processes that find each other, as two hosts do: train, resume to the same bits, predict."""
+"""More than one device, by the commands that users type: train, resume to the same bits, predict.
 
+Two processes that find each other, as two hosts do; and weights and masks cut over two devices.
+"""
+
+import base64
 import json
 import shutil
 import socket
@@ -97,3 +101,39 @@ def test_two_processes_train_resume_and_evaluate(tmp_path):
   (written,) = (tmp_path / "infer").glob("*.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
   assert len(lines) == 32 and all("prediction" in line for line in lines)
+
+
+def test_weights_and_masks_over_two_devices_are_saved_and_resumed(tmp_path):
+  """Kernels are cut along `mlp`, so stored masks are too; a checkpoint fits any split.
+
+  Two devices: on a CPU, T5X splits weights over all there are, whatever `num_partitions` says.
+  """
+  dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+  t5x("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=4)
+  finetune = dict(
+    MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_4"), PRETRAINED_STEPS=4,
+    BATCH_SIZE=16, EVAL_PERIOD=3, EVAL_STEPS=1, **{"utils.SaveCheckpointConfig.period": 3},
+  )  # fmt: skip
+  cut = {"partitioning.PjitPartitioner.num_partitions": 2}
+  files = "gin_configs/runs/t5x_finetune.gin", TINY
+  t5x("train", *files, devices=2, **finetune, **RULES, **cut)
+  whole = saved_arrays(sparse / "checkpoint_10")
+  shards = {
+    base64.b64decode(name).decode(): json.loads(text)["partition_spec"]
+    for name, text in json.loads((sparse / "checkpoint_10/state/_sharding").read_text()).items()
+  }
+  ends = "decoder.layers_0.mlp.wi_0.kernel"
+  for kind in ("target", "flax_mutables.nm_sparsity.mask"):
+    assert shards[f"{kind}.{ends}"] == [None, "model"]
+
+  shutil.rmtree(sparse / "checkpoint_10")
+  log = t5x("train", *files, devices=2, **finetune, **RULES, **cut)
+  assert f"{sparse}/checkpoint_7" in log
+  jax.tree.map(np.testing.assert_array_equal, saved_arrays(sparse / "checkpoint_10"), whole)
+
+  # On one device: the masks of the checkpoint, and the numbers of the training.
+  t5x(
+    "eval", "gin_configs/runs/t5x_eval.gin", TINY, **RULES, EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
+    CHECKPOINT_PATH=str(sparse / "checkpoint_7"), **{"utils.DatasetConfig.batch_size": 16},
+  )  # fmt: skip
+  assert last_metric(tmp_path / "eval") == {7: last_metric(sparse)[7]}

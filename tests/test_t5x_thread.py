@@ -28,9 +28,9 @@ RULES = dict(
 )  # fmt: skip
 
 
-def t5x(command, *files, check=True, **macros):
+def t5x(command, *files, check=True, devices=1, **macros):
   """Runs `python -m t5x.COMMAND` with gin files and macros; its standard error."""
-  args, env = t5x_found.command_line(files, macros)
+  args, env = t5x_found.command_line(files, macros, devices)
   command = [sys.executable, "-m", f"t5x.{command}", *args]
   done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
   if check:
