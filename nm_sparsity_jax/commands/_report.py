@@ -65,7 +65,11 @@ class Run:
   def offset(self) -> int:
     """T5X's step before the first one of the sparse run."""
     text = self.macros.get("PRETRAINED_STEPS", "")
-    return int(text.replace("_", "")) if re.fullmatch(r"\d[\d_]*", text) else 0
+    if re.fullmatch(r"\d[\d_]*", text):
+      return int(text.replace("_", ""))
+    # The local runner takes any checkpoint, whose name tells.
+    named = re.search(r"checkpoint_(\d+)/*'$", self.macros.get("INITIAL_CHECKPOINT_PATH", ""))
+    return int(named[1]) if named else 0
 
   @property
   def last_step(self) -> int | None:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,8 @@ MEASURES = ("score", "loss")
 
 def report(sweep: _sweep.Sweep, known: Mapping[str, _sweep.Checked]) -> dict[str, Any]:
   """All of it, as --json prints it."""
-  runs = [_run(cell, known[cell.name]) for cell in sweep.runs()]
+  starts = {cell.name for cell in sweep.starts.values()}
+  runs = [_run(cell, known[cell.name], cell.name in starts) for cell in sweep.runs()]
   cells = [run for run in runs if not run["start"]]
   tasks = list(dict.fromkeys(title for run in cells for title in run["tasks"]))
   for run in cells:
@@ -47,11 +47,11 @@ def report(sweep: _sweep.Sweep, known: Mapping[str, _sweep.Checked]) -> dict[str
   }
 
 
-def _run(cell: _sweep.Cell, known: _sweep.Checked) -> dict[str, Any]:
+def _run(cell: _sweep.Cell, known: _sweep.Checked, is_start: bool) -> dict[str, Any]:
   """One run; of one that is not done no numbers."""
   found: dict[str, Any] = {
     "run": cell.name, "recipe": cell.recipe, "pattern": cell.pattern, "seed": cell.seed,
-    "start": cell.name.startswith("start-"), "tasks": {}, "loss": None, "remarks": [],
+    "start": is_start, "tasks": {}, "loss": None, "remarks": [],
   }  # fmt: skip
   if not _sweep.is_done(cell, known):
     done = _sweep.steps_done(cell, known)
@@ -240,14 +240,3 @@ def text(report: Mapping[str, Any]) -> str:
     parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
   parts.append("\n".join(notes(report)))
   return "\n\n".join(parts)
-
-
-# --- page ---------------------------------------------------------------------------------------
-
-
-def write_report(
-  sweep: _sweep.Sweep, known: Mapping[str, _sweep.Checked]
-) -> pathlib.Path | None:
-  """Writes report.html; None where no run is done."""
-  del sweep, known
-  return None

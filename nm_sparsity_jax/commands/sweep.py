@@ -42,21 +42,21 @@ def run(args: argparse.Namespace) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   environment = dict(os.environ)  # of the runs, which use the devices that there are
   os.environ["JAX_PLATFORMS"] = "cpu"
-  from nm_sparsity_jax.commands import _flags, _sweep, _sweep_table
+  from nm_sparsity_jax.commands import _flags, _sweep, _sweep_page, _sweep_table
 
   sweep = _sweep.read(args.file)
   with contextlib.nullcontext() if args.debug else _flags.quiet():
     check = _sweep.Check(sweep)
     if not args.table and not _all_done(sweep, check.runs):
       check.check_task()
-  code = 0
+  code, stopped = 0, None
   if not args.table:
     with _alone(sweep.out) as lock, _Signals() as stop:
       code = _train(sweep, check.runs, environment, lock, stop)
-    if stop.name is None:
-      if page := _sweep_table.write_report(sweep, check.runs):
-        print(page, file=sys.stderr)
+    stopped = stop.name
   report = _sweep_table.report(sweep, check.runs)
+  if not args.table and not stopped and (page := _sweep_page.write(sweep, check.runs, report)):
+    _say(str(page))
   print(json.dumps(report, indent=2) if args.json else _sweep_table.text(report))
   return code
 
