@@ -14,6 +14,7 @@ import difflib
 import functools
 import os
 import pathlib
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +26,12 @@ from nm_sparsity_jax.patterns import NM
 _KEYS = {
   "out": "the folder of the sweep, a string",
   "gin_files": "the gin files of each run, a list of strings",
-  "recipes": "recipes, a list of names",
+  "recipes": "recipes, a list of names of recipes and of variants",
   "patterns": "patterns, a list of strings such as '1:8'",
   "seeds": "seeds, a list of whole numbers",
   "baseline": "the recipe that the others are compared with, one of the recipes",
   "macros": "a table of gin macros",
+  "variants": "tables of gin macros by name, each with a RECIPE",
   "start": "a table of gin macros, for a dense run from scratch that a seed's runs start from",
 }
 # What the sweep itself sets.
@@ -37,6 +39,7 @@ _OURS = {
   "RECIPE": "recipes", "PATTERN": "patterns", "RANDOM_SEED": "seeds", "DATA_SEED": "seeds",
   "MODEL_DIR": "out",
 }  # fmt: skip
+_OF_SPARSE = ("BETA", "GRADIENT", "RECIPE_FIELDS")  # a dense run refuses them
 _FROM_START = {"INITIAL_CHECKPOINT_PATH": "start", "PRETRAINED_STEPS": "start"}
 
 
@@ -45,7 +48,7 @@ class Cell:
   """One run.
 
   Attributes:
-    recipe: its name.
+    recipe: its name, or a variant's.
     pattern: None for a dense run.
     seed: of parameters, dropout and data.
     folder: its MODEL_DIR.
@@ -139,11 +142,14 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
   seeds = _list(given, "seeds", int)
   if below := [seed for seed in seeds if seed < 0]:
     raise ValueError(f"seeds: {below[0]} is below 0.")
+  variants = _variants(given)
   from nm_sparsity_jax.recipes import RECIPES
 
   for recipe in recipes:
-    if recipe not in RECIPES:
-      raise ValueError(f"recipes: {recipe!r} is none of {', '.join(RECIPES)}.")
+    if recipe not in (*RECIPES, *variants):
+      raise ValueError(f"recipes: {recipe!r} is none of {', '.join((*RECIPES, *variants))}.")
+  if idle := [name for name in variants if name not in recipes]:
+    raise ValueError(f"variants: {idle[0]!r} is not among the recipes: add it there.")
   baseline = given.get("baseline", recipes[0])
   if baseline not in recipes:
     raise ValueError(f"baseline: {baseline!r} is none of the recipes, {', '.join(recipes)}.")
@@ -157,7 +163,7 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     if also := sorted(_FROM_START.keys() & macros.keys()):
       raise ValueError(f"macros: {also[0]} is set, but [start] makes the checkpoint: keep one.")
     own = {"DENSE_STEPS": 0, "FINETUNE_STEPS": 0, "INITIAL_CHECKPOINT_PATH": None}
-    of_start = {**macros, **own, **_macros(given, "start", own)}
+    of_start = {"RECIPE": "dense", **macros, **own, **_macros(given, "start", own)}
     if "SPARSE_STEPS" not in given["start"]:
       raise ValueError("start: SPARSE_STEPS is missing, the steps of that dense run.")
     starts = {seed: _cell("start", "dense", None, seed, folder, of_start) for seed in seeds}
@@ -170,7 +176,8 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     for recipe in recipes:
       for pattern in [None] if recipe == "dense" else patterns:
         name = recipe if pattern is None else f"{recipe}-{pattern.replace(':', '_')}"
-        cells.append(_cell(name, recipe, pattern, seed, folder, macros, start))
+        own = {"RECIPE": recipe, **macros, **variants.get(recipe, {})}
+        cells.append(_cell(name, recipe, pattern, seed, folder, own, start))
   return Sweep(
     file=file, out=folder, gin_files=_list(given, "gin_files", str), recipes=recipes,
     patterns=patterns, seeds=seeds, baseline=baseline, starts=starts, cells=cells,
@@ -179,11 +186,34 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
 
 def _cell(name, recipe, pattern, seed, out, macros, start=None) -> Cell:
   folder = out / f"{name}-seed{seed}"
-  ours = {"RECIPE": recipe, "PATTERN": pattern, "RANDOM_SEED": seed, "DATA_SEED": seed}
-  macros = {**macros, **ours, "MODEL_DIR": str(folder)}
+  if recipe == "dense":
+    macros = {name: value for name, value in macros.items() if name not in _OF_SPARSE}
+  ours = {"PATTERN": pattern, "RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
+  macros = {**macros, **ours}
   return Cell(
     recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start
   )
+
+
+def _variants(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Name -> macros, RECIPE among them."""
+  from nm_sparsity_jax.recipes import RECIPES
+
+  tables = given.get("variants", {})
+  if not isinstance(tables, dict):
+    raise ValueError(f"variants: give {_KEYS['variants']}, [variants.NAME]; not {tables!r}.")
+  found = {}
+  for name in tables:
+    if not re.fullmatch(r"\w+", name) or name in (*RECIPES, "start"):
+      raise ValueError(f"variants: {name!r} cannot be a variant's name: take another one, of \\w.")
+    recipe = tables[name].get("RECIPE") if isinstance(tables[name], dict) else None
+    if recipe not in RECIPES or recipe == "dense":
+      raise ValueError(
+        f"variants: {name} needs a RECIPE, one of {', '.join(r for r in RECIPES if r != 'dense')}."
+      )
+    rest = {macro: value for macro, value in tables[name].items() if macro != "RECIPE"}
+    found[name] = {**_macros({name: rest}, name, _FROM_START), "RECIPE": recipe}
+  return found
 
 
 def _list(given: Mapping[str, Any], key: str, kind: type, needed: bool = True) -> list[Any]:
@@ -211,15 +241,16 @@ def _pattern(text: str) -> str:
     raise ValueError(f"patterns: {e}") from None
 
 
-def _macros(given: Mapping[str, Any], key: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def _macros(given: Mapping[str, Any], key: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
+  """A table of macros, none of which is set elsewhere or `fixed`."""
   table = given.get(key, {})
   if not isinstance(table, dict):
-    raise ValueError(f"{key}: give {_KEYS[key]}, [{key}]; not {table!r}.")
+    raise ValueError(f"{key}: give a table of gin macros, [{key}]; not {table!r}.")
   for name in table:
     if name in _OURS:
       raise ValueError(f"{key}: {name} is set by the sweep, from {_OURS[name]!r}; leave it out.")
-    if name in own:
-      raise ValueError(f"{key}: {name} is set by the sweep: that run is dense and from scratch.")
+    if name in fixed:
+      raise ValueError(f"{key}: {name} cannot be set there; leave it out.")
   return table
 
 
@@ -255,6 +286,7 @@ class Check:
     self.runs: dict[str, Checked] = {}
     self._described: dict[str, str] = {}  # text of rules -> the cell that has them
     self._wrong: list[str] = []
+    self._refused: dict[str, list[Cell]] = {}  # what is said of rules -> of which runs
     changed: list[str] = []
     seen: set[tuple[str, str | None, bool]] = set()
     for cell in sweep.runs():
@@ -265,9 +297,10 @@ class Check:
         self._configuration(cell, config, is_start=kind[2])
         if self._wrong and len(seen) == 1:  # wrong files, which the others have too
           break
-      if not self._wrong:
+      if not self._wrong and not self._refused:
         self.runs[cell.name] = self._steps(cell, config)
         changed += self._changed(cell, config)
+    self._wrong += [f"{_of(cells)}: {text}" for text, cells in self._refused.items()]
     if changed and not self._wrong:
       more = f" So were {len(changed) - 1} more runs." if len(changed) > 1 else ""
       self._wrong.append(
@@ -278,8 +311,8 @@ class Check:
 
   def _configuration(self, cell: Cell, config: _gin.Config, is_start: bool) -> None:
     """Looks at files, macros, rules, and whether the rules fit the network."""
-    section = "start" if is_start else "macros"
-    wrong = [f"gin_files and {section}: {text}" for text in config.errors]
+    section = "macros or start" if is_start else "macros"
+    wrong = [f"gin_files, {section}: {text}" for text in config.errors]
     # gin takes a typo silently, and the sweep would be of something else.
     wrong += [f"{section}: {text}" for text in config.warnings if "nothing reads it" in text]
     if not config.settings("Run"):
@@ -290,21 +323,18 @@ class Check:
     self._wrong += wrong
     if wrong:
       return
-    where = "start" if is_start else "recipes" if cell.pattern is None else "patterns"
     try:
       rules = config.value("RULES")
       network = config.value("NETWORK")
-      if not is_start:
-        self.task = (
-          config.get("MIXTURE_OR_TASK_NAME"),
-          config.get("MIXTURE_OR_TASK_MODULE"),
-          network.config.vocab_size,
-        )
+      self.task = (
+        config.get("MIXTURE_OR_TASK_NAME"),
+        config.get("MIXTURE_OR_TASK_MODULE"),
+        network.config.vocab_size,
+      )
       params, axes = self._shapes(config, network)
       rules.with_logical_axes(axes).assign(params)
     except Exception as e:
-      what = cell.recipe if cell.pattern is None else f"{cell.recipe} at {cell.pattern}"
-      self._wrong.append(f"{where}: {what}: {_gin.message(e)}")
+      self._refused.setdefault(_gin.message(e), []).append(cell)
       return
     if cell.pattern is not None:
       from nm_sparsity_jax import configure
@@ -351,6 +381,17 @@ class Check:
       raise ValueError(f"{self.sweep.file}: MIXTURE_OR_TASK_MODULE={module!r}: {e}") from e
     except ValueError as e:
       raise ValueError(f"{self.sweep.file}: macros: {e}") from e
+
+
+def _of(cells: Sequence[Cell]) -> str:
+  """The key that runs with one mistake have in common, and what they are."""
+  names = [c.name.rpartition("-")[0] for c in cells]
+  if names == ["start"]:
+    return "start"
+  patterns, recipes = {c.pattern for c in cells}, {c.recipe for c in cells}
+  one_pattern = len(patterns) == 1 and None not in patterns
+  key = "patterns" if one_pattern else "recipes" if len(recipes) == 1 else "macros"
+  return f"{key}: {', '.join(names)}"
 
 
 @functools.cache

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.commands import _flags, _sweep, _sweep_page, _sweep_table
 
   sweep = _sweep.read(args.file)
+  # Half of what a run costs before its first step; runs that differ in the seed compile the same.
+  environment.setdefault("JAX_COMPILATION_CACHE_DIR", str((sweep.out / ".xla").absolute()))
   with contextlib.nullcontext() if args.debug else _flags.quiet():
     check = _sweep.Check(sweep)
     if not args.table and not _all_done(sweep, check.runs):
