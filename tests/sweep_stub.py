@@ -1,7 +1,7 @@
-"""Stands for `python -m nm_sparsity_jax.cli train` in a run's process: its folders, without training.
+"""Stands for `nm-sparsity train` in the process of a run: its folders, without training.
 
 `install` makes a package of this file. What a run finds, by its folder's name, is in outcomes.json
-beside it: [score, loss], or 'nan', 'killed'; `pause` are seconds a step.
+beside it: [score, loss], or 'nan', 'killed'. The run `hold` waits after its second step.
 """
 
 import ast
@@ -14,13 +14,13 @@ import sys
 import time
 
 
-def install(folder, outcomes, pause=0.0):
+def install(folder, outcomes, hold=""):
   """A folder for PYTHONPATH."""
   package = folder / "nm_sparsity_jax"
   package.mkdir(parents=True, exist_ok=True)
   (package / "__init__.py").touch()
   (package / "cli.py").write_text(pathlib.Path(__file__).read_text())
-  (package / "outcomes.json").write_text(json.dumps({"pause": pause, **outcomes}))
+  (package / "outcomes.json").write_text(json.dumps({"hold": hold, **outcomes}))
   return str(folder)
 
 
@@ -38,7 +38,6 @@ def train(arguments):
   for step in range(max(done, default=first) + 1, first + macros["SPARSE_STEPS"] + 1):
     with (folder / "trace").open("a") as trace:
       trace.write(f"{step}\n")
-    time.sleep(outcomes["pause"])
     if outcome == "nan":
       print("a line before\nnm-sparsity train: the loss of step 3 is not finite", file=sys.stderr)
       return 1
@@ -46,6 +45,8 @@ def train(arguments):
       os.kill(os.getpid(), signal.SIGKILL)
     (folder / f"checkpoint_{step}/state").mkdir(parents=True)
     (folder / f"checkpoint_{step}/state/_METADATA").touch()
+    while outcomes["hold"] == folder.name and step == first + 2 and not stop:
+      time.sleep(0.01)
     if stop:
       return 0
   scores = folder / "inference_eval"

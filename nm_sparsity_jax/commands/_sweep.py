@@ -1,4 +1,4 @@
-"""A sweep's file: recipes x patterns x seeds, as runs of the local runner, checked before any starts.
+"""A sweep's file: recipes x patterns x seeds as runs of the local runner, all checked beforehand.
 
     FILE.toml -> [read] -> Sweep: a start run and its cells, seed by seed
               -> [check] gin files, macros, rules, shapes, settings of runs that are there
@@ -190,9 +190,7 @@ def _cell(name, recipe, pattern, seed, out, macros, start=None) -> Cell:
     macros = {name: value for name, value in macros.items() if name not in _OF_SPARSE}
   ours = {"PATTERN": pattern, "RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
   macros = {**macros, **ours}
-  return Cell(
-    recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start
-  )
+  return Cell(recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start)
 
 
 def _variants(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -57,7 +57,7 @@ def _results(found: Mapping[str, Any]):
     yield f"{title[:1].upper()}{title[1:]}."
     yield Table(head, rows)
   yield from _sweep_table.notes(found)
-  yield "Below, a line is a recipe: at each step the mean over its seeds. Settings are a first seed's."
+  yield "Below, a line is a recipe, the mean over its seeds at each step; settings are of one seed."
 
 
 def _renamed(section: Section, number: int, pattern: str | None) -> Section:

@@ -1,9 +1,9 @@
-"""What a sweep found so far: folders of finished runs in, one report of plain values out, and its text.
+"""What a sweep found so far: folders of finished runs in, a report of plain values and its text out.
 
-    inference_eval/ -> each task's metrics at the last step -> score, the mean over tasks
-    evaluations.json -> validation loss at the last step
-        -> by recipe and pattern: mean, standard deviation, seeds
-        -> less the baseline, seed by seed: mean, 95 % interval, pairs
+inference_eval/ -> each task's metrics at the last step -> score, the mean over tasks
+evaluations.json -> validation loss at the last step
+    -> by recipe and pattern: mean, standard deviation, seeds
+    -> less the baseline, seed by seed: mean, 95 % interval, pairs
 """
 
 from __future__ import annotations
@@ -157,10 +157,7 @@ def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     yield what[measure], [["", *heads], *means]
     others = [recipe for recipe in recipes if recipe != report["baseline"]]
     differences = [
-      [
-        recipe,
-        *(_difference(row_of(recipe, at)["differences"][str(at)][measure], digits) for at in heads),
-      ]
+      [recipe, *(_difference(row_of(recipe, at), at, measure, digits) for at in heads)]
       for recipe in others
       if patterns
     ]
@@ -187,15 +184,19 @@ def _mean(row: Mapping[str, Any], measure: str, digits: int) -> str:
   """`77.9 +-0.8 (3)`, or `(2 of 3)` where seeds are missing."""
   found = row[measure]
   spread = f" +-{found['sd']:.{digits}f}" if found["sd"] is not None else ""
-  of = "" if found["n"] == row["seeds"] else f" of {row['seeds']}"
-  return f"{_number(found['mean'], digits)}{spread} ({found['n']}{of})"
+  return f"{_number(found['mean'], digits)}{spread} {_count(found['n'], row)}"
 
 
-def _difference(found: Mapping[str, Any], digits: int) -> str:
-  if found["mean"] is None:
-    return "- (0)"
+def _difference(row: Mapping[str, Any], at: str, measure: str, digits: int) -> str:
+  """`+1.2 +-0.4 (3)`."""
+  found = row["differences"][at][measure]
+  mean = "-" if found["mean"] is None else f"{round(found['mean'], digits) + 0.0:+.{digits}f}"
   half = f" +-{found['half']:.{digits}f}" if found["half"] is not None else ""
-  return f"{round(found['mean'], digits) + 0.0:+.{digits}f}{half} ({found['pairs']})"
+  return f"{mean}{half} {_count(found['pairs'], row)}"
+
+
+def _count(n: int, row: Mapping[str, Any]) -> str:
+  return f"({n})" if n == row["seeds"] else f"({n} of {row['seeds']})"
 
 
 def heading(report: Mapping[str, Any]) -> str:
@@ -215,8 +216,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
   compared = sum(len(row["differences"]) for row in report["rows"])
   if compared:
     made.append(
-      "+- of a difference: the 95 % interval of its mean by Student's t; in brackets the pairs. Of "
-      f"{compared} such intervals 1 in 20 misses a true 0."
+      "+- of a difference: the 95 % interval of its mean by Student's t, not corrected for there "
+      f"being {compared}; in brackets the pairs."
     )
   if any(row["recipe"] == "dense" for row in report["rows"]) and len(report["rows"]) > 1:
     made.append("dense is one run a seed, and stands under every pattern.")

@@ -213,7 +213,7 @@ class _Clock:
     self._steps, self._seconds = 0, 0.0
 
   def left(self, name: str, seconds: float | None) -> str:
-    """After a run, None where it failed: the time that the others will take; '' if nothing tells."""
+    """After a run (None: it failed), the time that the others will take; '' if nothing tells."""
     mine = self._lacking.pop(name)
     if seconds is not None:
       self._steps += mine
