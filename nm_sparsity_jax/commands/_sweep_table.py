@@ -1,4 +1,4 @@
-"""What a sweep found so far: folders of finished runs in, a report of plain values and its text out.
+"""What a sweep found so far: folders of finished runs in, a report of plain values out, its text.
 
 inference_eval/ -> each task's metrics at the last step -> score, the mean over tasks
 evaluations.json -> validation loss at the last step
@@ -173,6 +173,8 @@ def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def _names(tasks: Sequence[str]) -> str:
+  if len(tasks) > 3:
+    return f"mean of the {len(tasks)} tasks below"
   return f"mean of {', '.join(tasks)}" if len(tasks) > 1 else "".join(tasks)
 
 
