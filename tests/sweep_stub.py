@@ -28,6 +28,7 @@ def train(arguments):
   words = dict(a.removeprefix("--gin.").split("=", 1) for a in arguments if a.startswith("--gin."))
   macros = {name: ast.literal_eval(text) for name, text in words.items()}
   folder = pathlib.Path(macros["MODEL_DIR"])
+  (folder / "config.gin").write_text("".join(f"{k} = {v!r}\n" for k, v in macros.items()))
   outcomes = json.loads(pathlib.Path(__file__).with_name("outcomes.json").read_text())
   outcome = outcomes.get(folder.name, [50.0, 1.0])
   stop = []

@@ -14,7 +14,8 @@ import pytest
 import sweep_stub
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import _sweep
+from nm_sparsity_jax.commands import _charts, _sweep
+from nm_sparsity_jax.commands import sweep as sweep_command
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
 
@@ -122,6 +123,8 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
     ('"1:8"]', '"1:5"]', "patterns: sr_ste-1_5: .*no multiple of 5.*idp-1_5"),
     ("[macros]", "[macros]\nGRADIENT = 'masked'", "recipes: sr_ste-1_4, sr_ste-1_8: .*GRADIENT"),
 
+    ("[start]\nSPARSE_STEPS = 2\nLEARNING_RATE = 0.5", "INITIAL_CHECKPOINT_PATH = 'no/ck'",
+     "INITIAL_CHECKPOINT_PATH: there is no checkpoint 'no/ck'"),
     ("[start]\nSPARSE_STEPS = 2", "[start]\nSPARSE_STEPS = -2", "start: SPARSE_STEPS=-2: give"),
     ("[macros]", "[macros]\nSPARSITY_RULES = {ff = '1:2'}", "sr_ste-1_8-seed0 has the rules of sr"),
   ],
@@ -180,7 +183,12 @@ def test_runs_are_done_once_and_in_order_and_a_larger_grid_goes_on(here, capsys)
   assert pathlib.Path("out/report.html").is_file()
   code, again, err = sweep(file, capsys)
   assert code == 0 and again == out and "6 of 6 runs done" in err
-  # Another seed and pattern; what is there stays.
+  # An evaluation may be noted before the checkpoint is complete.
+  checkpoint = pathlib.Path("out/start-seed3/checkpoint_2/state/_METADATA")
+  checkpoint.rename("aside")
+  assert "out, partial: 5 of 6 runs" in sweep(file, capsys, "--table")[1]
+  pathlib.Path("aside").rename(checkpoint)
+  # Another seed; what is there stays.
   code, out, err = sweep(write(SMALL.replace("[0, 3]", "[0, 3, 4]")), capsys)
   assert code == 0 and "6 of 9 runs done" in err and out.startswith("out, 9 runs")
   assert trace("idp-1_4-seed3") == [3, 4, 5, 6]
@@ -250,7 +258,8 @@ ALONE = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import _sweep
+from nm_sparsity_jax.commands import _charts, _sweep
+from nm_sparsity_jax.commands import sweep as sweep_command
 _sweep.Check.check_task = lambda self: None
 sys.exit(cli.main(["sweep", "sweep.toml"]))
 """
@@ -308,6 +317,13 @@ def test_a_signal_lets_the_run_save_and_stops(number, code, here, capsys):
   sweep_stub.install(here / "stub", {})
   assert sweep("sweep.toml", capsys)[0] == 0
   assert trace("sr_ste-1_4-seed0") == [3, 4, 5, 6]
+
+
+def test_the_time_left_is_that_of_the_steps_that_are_missing():
+  clock = sweep_command._Clock({"a": 100, "b": 300, "c": 100, "d": 20})
+  assert clock.left("a", 10.0) == "0:42"
+  assert clock.left("b", None) == "0:12"  # it failed, and tells nothing
+  assert clock.left("c", 30.0) == "0:04" and clock.left("d", 1.0) == ""
 
 
 # --- the table ---------------------------------------------------------------------------------
@@ -400,7 +416,7 @@ def test_a_variant_is_a_recipe_with_macros_of_its_own(here):
   _sweep.Check(_sweep.read(write(text)))
 
 
-def test_the_page_shows_means_over_seeds(here, capsys):
+def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
   outcomes(sr_ste__1_8_s0=[70, 0.5], sr_ste__1_8_s3=[71, 0.5])
   sweep(write(FILE), capsys)
   page = pathlib.Path("out/report.html").read_text()
@@ -408,7 +424,13 @@ def test_the_page_shows_means_over_seeds(here, capsys):
   assert "Metrics by task, 1:4" in page and "Metrics by task, 1:8" in page
   keys = re.findall(r'id="([^"]+)"', page)
   assert len(keys) == len(set(keys)) and "chart-nm_glue_mini_rte_accuracy-1" in keys
-  assert "<td>70.5</td>" in page and "sr_ste, 6: 70.5" in page
+  assert "<td>70.5</td>" in page and "sr_ste, 4: 70.5" in page
+  monkeypatch.setattr(_charts, "MAX_RUNS", 2)
+  sweep("sweep.toml", capsys)
+  page = pathlib.Path("out/report.html").read_text()
+  assert (
+    "for there are 2 colours: idp." in page and "<title>N:M sparsity: dense, sr_ste</title>" in page
+  )
 
 
 @pytest.mark.slow

@@ -357,7 +357,12 @@ class Check:
     if cell.start is not None:
       return Checked(self.runs[cell.start.name].steps, steps)
     initial = config.get("INITIAL_CHECKPOINT_PATH")
-    return Checked(_step_of(initial) if initial else 0, steps)
+    try:
+      return Checked(_step_of(initial) if initial else 0, steps)
+    except (OSError, ValueError) as e:
+      raise ValueError(
+        f"{self.sweep.file}: INITIAL_CHECKPOINT_PATH: {e}. Name a checkpoint, or let [start] make it."
+      ) from e
 
   def _changed(self, cell: Cell, config: _gin.Config) -> list[str]:
     from nm_sparsity_jax.local import train
@@ -416,8 +421,11 @@ def steps_done(cell: Cell, known: Checked) -> int:
 
 
 def is_done(cell: Cell, known: Checked) -> bool:
-  """Whether a run has its last evaluation, which comes after its last checkpoint."""
-  return known.first + known.steps in evaluations(cell)
+  """Whether a run has its last evaluation and checkpoint; the latter may be complete later."""
+  from nm_sparsity_jax.local import checkpoints
+
+  last = known.first + known.steps
+  return last in evaluations(cell) and last in checkpoints.steps_in(cell.folder)
 
 
 def evaluations(cell: Cell) -> dict[int, dict[str, Any]]:

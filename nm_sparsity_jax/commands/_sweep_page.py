@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.commands import _page, _report, _sweep, _sweep_table, report
+from nm_sparsity_jax.commands import _charts, _page, _report, _sweep, _sweep_table, report
 from nm_sparsity_jax.commands._charts import Chart
 from nm_sparsity_jax.commands._report import Run, Section, Table
 
@@ -35,12 +35,13 @@ def write(
       done.setdefault((cell.recipe, cell.pattern), []).append(run)
   if not done:
     return None
-  sections = [Section("results", "Results", list(_results(found)))]
+  recipes = sweep.recipes[: _charts.MAX_RUNS]  # more have no colours
+  sections = [Section("results", "Results", list(_results(found, recipes)))]
   shown: list[Run] = []
   for number, pattern in enumerate(sweep.patterns or [None]):
     runs = [
       _mean(recipe, done.get((recipe, None if recipe == "dense" else pattern), []))
-      for recipe in sweep.recipes
+      for recipe in recipes
     ]
     shown = [a if a.gin else b for a, b in zip(shown or runs, runs, strict=True)]
     for section in _report.sections(runs, "last"):
@@ -51,13 +52,15 @@ def write(
   return path
 
 
-def _results(found: Mapping[str, Any]):
+def _results(found: Mapping[str, Any], recipes: Sequence[str]):
   yield _sweep_table.heading(found)
   for title, (head, *rows) in _sweep_table.tables(found):
     yield f"{title[:1].upper()}{title[1:]}."
     yield Table(head, rows)
   yield from _sweep_table.notes(found)
   yield "Below, a line is a recipe, the mean over its seeds at each step; settings are of one seed."
+  if left_out := [r for r in dict.fromkeys(x["recipe"] for x in found["rows"]) if r not in recipes]:
+    yield f"Not below, for there are {_charts.MAX_RUNS} colours: {', '.join(left_out)}."
 
 
 def _renamed(section: Section, number: int, pattern: str | None) -> Section:
