@@ -361,7 +361,7 @@ class Check:
       return Checked(_step_of(initial) if initial else 0, steps)
     except (OSError, ValueError) as e:
       raise ValueError(
-        f"{self.sweep.file}: INITIAL_CHECKPOINT_PATH: {e}. Name a checkpoint, or let [start] make it."
+        f"{self.sweep.file}: INITIAL_CHECKPOINT_PATH: {e}. Name one that is there, or use [start]."
       ) from e
 
   def _changed(self, cell: Cell, config: _gin.Config) -> list[str]:
