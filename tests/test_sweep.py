@@ -140,6 +140,15 @@ def test_a_mistake_is_one_line_that_names_file_and_key(old, new, said, here, cap
   assert not pathlib.Path("out").exists()  # nothing has been started
 
 
+def test_the_files_of_example_and_documentation_are_right(here):
+  example = _sweep.read(str(ROOT / "examples/sweep_mini_glue.toml"))
+  assert len(list(example.runs())) == 3 * (1 + 1 + 8 * 2)
+  (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)
+  for sweep in (example, _sweep.read(write(block))):
+    last = list(sweep.runs())[-1]
+    assert _sweep.Check(sweep).runs[last.name] == _sweep.Checked(first=1500, steps=400)
+
+
 def test_the_task_is_looked_up_before_anything_starts(tmp_path, monkeypatch, capsys):
   pytest.importorskip("seqio", reason="runs need seqio: pip install -e '.[local]'")
   monkeypatch.chdir(tmp_path)
