@@ -24,6 +24,7 @@ COMMANDS = {
   "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
   "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
+  "sweep": ("sweep", "train a grid of recipes x patterns x seeds from one file, and compare them"),
   "doctor": ("doctor", "say what is missing or in conflict in this environment, and the remedy"),
   "glue score": ("glue_score", "make a run's row of GLUE scores, beside the published one"),
   "glue submit": ("glue_submit", "make GLUE's official zip of predictions, or check one"),

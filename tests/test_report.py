@@ -391,7 +391,7 @@ def test_pngs(runs, tmp_path):
     (lambda d: [str(d)], "is no run's folder: it holds no train/"),
     (lambda d: (d / "train").mkdir() or [str(d)], "holds no metrics yet"),
     (lambda d: [write(d / "a"), str(d / "a")], "are one folder: name it once"),
-    (lambda d: [str(d)] * 9, "9 runs: more than 8 cannot be told apart"),
+    (lambda d: [str(d)] * 10, "10 runs: more than 9 cannot be told apart"),
     (lambda d: _broken(d), "broken at byte"),
   ],
 )

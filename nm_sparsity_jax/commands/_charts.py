@@ -15,13 +15,13 @@ import math
 import pathlib
 from collections.abc import Iterator, Sequence
 
-MAX_RUNS = 8
+MAX_RUNS = 9
 # Okabe and Ito's colours, which most colour-blind people tell apart: on a light and a dark ground.
 LIGHT = (
-  "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56a0d3", "#7a4fb5", "#6b6b6b",
+  "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56a0d3", "#7a4fb5", "#6b6b6b", "#111111",
 )  # fmt: skip
 DARK = (
-  "#4ea8de", "#ff8c42", "#2fcf9f", "#e79bc6", "#e6c229", "#9ad1f5", "#b79aec", "#b5b5b5",
+  "#4ea8de", "#ff8c42", "#2fcf9f", "#e79bc6", "#e6c229", "#9ad1f5", "#b79aec", "#b5b5b5", "#ffffff",
 )  # fmt: skip
 
 _WIDTH, _HEIGHT = 360, 210

@@ -65,7 +65,11 @@ class Run:
   def offset(self) -> int:
     """T5X's step before the first one of the sparse run."""
     text = self.macros.get("PRETRAINED_STEPS", "")
-    return int(text.replace("_", "")) if re.fullmatch(r"\d[\d_]*", text) else 0
+    if re.fullmatch(r"\d[\d_]*", text):
+      return int(text.replace("_", ""))
+    # The local runner takes any checkpoint, whose name tells.
+    named = re.search(r"checkpoint_(\d+)/*'$", self.macros.get("INITIAL_CHECKPOINT_PATH", ""))
+    return int(named[1]) if named else 0
 
   @property
   def last_step(self) -> int | None:
@@ -176,21 +180,26 @@ def _read(folder: pathlib.Path, name: str) -> Run:
     )
   train, training_eval, inference_eval = rooms
   evals = {room.name: _points(room) for room in sorted(training_eval.glob("*")) if room.is_dir()}
-  files = sorted(inference_eval.glob("*-metrics.jsonl"))
-  tasks = {file.name.removesuffix("-metrics.jsonl") for file in files}
-  tasks |= {file.parent.name for file in inference_eval.glob("*/*tfevents*")}
   config = _runs.config_of(folder)
   run = Run(
     folder,
     name,
     _points(train),
     {task: points for task, points in evals.items() if points},
-    {task: _runs.series_of(inference_eval, task, []) for task in sorted(tasks)},
+    tasks_in(inference_eval),
     config.read_text() if config else "",
   )
   if run.last_step is None:
     raise ValueError(f"{folder}: holds no metrics yet: no event file in it has a number")
   return run
+
+
+def tasks_in(inference_eval: pathlib.Path) -> dict[str, _runs.Series]:
+  """Task -> step -> metric -> value, of all tasks."""
+  files = sorted(inference_eval.glob("*-metrics.jsonl"))
+  tasks = {file.name.removesuffix("-metrics.jsonl") for file in files}
+  tasks |= {file.parent.name for file in inference_eval.glob("*/*tfevents*")}
+  return {task: _runs.series_of(inference_eval, task, []) for task in sorted(tasks)}
 
 
 def _points(folder: pathlib.Path) -> dict[str, Points]:
@@ -619,9 +628,9 @@ def _variance(runs: Sequence[Run]) -> Iterator[Chart | str]:
 
 
 def _cost(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Chart | str]:
-  judged = [run for run in runs if _measures(run)]
-  first = _measures(judged[0]) if judged else {}
-  common = [name for name in first if all(name in _measures(run) for run in judged)]
+  judged = [run for run in runs if measures(run)]
+  first = measures(judged[0]) if judged else {}
+  common = [name for name in first if all(name in measures(run) for run in judged)]
   if not common:
     yield "No task with metrics of decoded predictions (inference_eval/) is common to the runs."
     return
@@ -648,7 +657,7 @@ def _cost(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Chart | str]:
     yield flops_note
 
 
-def _measures(run: Run) -> dict[str, tuple[str, tuple[str, ...]]]:
+def measures(run: Run) -> dict[str, tuple[str, tuple[str, ...]]]:
   """Name -> (task, metrics): columns of GLUE where there are any, else all tasks of the run."""
   if columns := _columns(run):
     return columns
@@ -660,8 +669,8 @@ def _measures(run: Run) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def _by_flops(run: Run, common: Sequence[str]) -> list[tuple[tuple[float, float], str]]:
-  """((FLOPs, mean of the tasks), step) where all tasks have a score; see `_measures`."""
-  of = [_measures(run)[name] for name in common]
+  """((FLOPs, mean of the tasks), step) where all tasks have a score; see `measures`."""
+  of = [measures(run)[name] for name in common]
   found = []
   for step in sorted(set.intersection(*(set(run.tasks[task]) for task, _ in of))):
     means = [_mean_at(run.tasks[task][step], metrics) for task, metrics in of]
@@ -684,7 +693,7 @@ def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | s
     if run not in judged or rules is None:
       continue
     means = []
-    for task, metrics in (_measures(run)[name] for name in common):
+    for task, metrics in (measures(run)[name] for name in common):
       step, _ = glue_score.choose(run.tasks[task], metrics, checkpoint)
       means.append(math.nan if step is None else _mean_at(run.tasks[task][step], metrics))
     patterns = {p: r.pattern for p, r in rules.places.items() if r.pattern is not None}

@@ -1,7 +1,7 @@
 """Makes one self-contained HTML page of runs: their curves, schedules, scores and settings.
 
 Takes folders of runs, t5x.train's MODEL_DIR or the local runner's: what TensorBoard would read in
-train/, training_eval/ and inference_eval/, and config.gin. Up to eight runs lie over one another.
+train/, training_eval/ and inference_eval/, and config.gin. Up to nine runs lie over one another.
 The page fetches nothing and runs no script; a part that has no data says so.
 
   nm-sparsity report runs/sr_ste runs/mdgf --out report.html
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
   sections = _report.sections(runs, args.checkpoint)
   out = pathlib.Path(args.out)
   out.parent.mkdir(parents=True, exist_ok=True)
-  out.write_text(_page.render(runs, sections, _versions()), "utf-8")
+  out.write_text(_page.render(runs, sections, versions()), "utf-8")
   print(out)
   if args.png:
     folder = pathlib.Path(args.png)
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+  """Of what makes a page."""
   found = {"nm-sparsity-jax": __version__, "Python": platform.python_version()}
   return found | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}

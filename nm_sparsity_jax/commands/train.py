@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
   config, text = _local.read(args, "train")
   from nm_sparsity_jax.local import train
 
-  settings = {k: v for k, v in config.settings("Run").items() if k not in train.FREE}
+  settings = train.settings_of(config.settings("Run"))
   return train.train(_local.argument(config, "run"), settings, text)

@@ -114,7 +114,7 @@ class Progress:
     words = [f"step {step:,}/{self._last:,}", f"loss {loss:.4f}", *_sparsity(kinds)]
     if done > 0 and passed > 0:
       words.append(f"{self._tokens / passed:,.0f} tokens/s")
-      words.append(f"{_clock(passed / done * (self._last - step))} left")
+      words.append(f"{clock(passed / done * (self._last - step))} left")
     self._put("  ".join(words))
 
   def say(self, text: str) -> None:
@@ -159,7 +159,8 @@ def _density(pattern: str, decay: float) -> float:
   return n / m
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+  """1:02:03, or 2:03."""
   seconds = round(seconds)
   hours, rest = divmod(seconds, 3600)
   return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

@@ -362,6 +362,20 @@ def _make(model_dir: str) -> pathlib.Path:
   return folder
 
 
+def settings_of(bound: Mapping[str, str]) -> dict[str, str]:
+  """Of the bound arguments of `Run`, as texts, those that its result depends on."""
+  return {name: text for name, text in bound.items() if name not in FREE}
+
+
+def changed(folder: pathlib.Path, settings: Mapping[str, str]) -> str:
+  """How settings differ from those of the run in a folder; '' where they do not, or none began."""
+  before = checkpoints.read_json(folder / "settings.json", None)
+  if before is None or not checkpoints.steps_in(folder):
+    return ""
+  names = [k for k in sorted({*before, *settings}) if before.get(k) != settings.get(k)]
+  return "; ".join(f"{k} was {before.get(k)}, and is {settings.get(k)}" for k in names[:4])
+
+
 def _agree(folder: pathlib.Path, settings: Mapping[str, str], steps) -> None:
   """Refuses to go on with a run of other settings, and names both; notes those of a new run."""
   path = folder / "settings.json"
@@ -373,10 +387,7 @@ def _agree(folder: pathlib.Path, settings: Mapping[str, str], steps) -> None:
       f"{folder} holds checkpoints that another program wrote. Take an empty MODEL_DIR and name "
       "one of them as INITIAL_CHECKPOINT_PATH."
     )
-  before = checkpoints.read_json(path, {})
-  changed = [k for k in sorted({*before, *settings}) if before.get(k) != settings.get(k)]
-  if changed:
-    what = "; ".join(f"{k} was {before.get(k)}, and is {settings.get(k)}" for k in changed[:4])
+  if what := changed(folder, settings):
     raise ValueError(
       f"the run in {folder} was started with other settings: {what}. Go on with the former, or "
       "take another MODEL_DIR."

@@ -1,0 +1,109 @@
+"""One page of a sweep: its tables, then the sections of `nm-sparsity report` for each pattern.
+
+    finished runs -> by recipe and pattern, the mean over seeds -> _report.sections -> report.html
+
+A line is a recipe, at each step the mean over the seeds that are done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nm_sparsity_jax.commands import _charts, _page, _report, _sweep, _sweep_table, report
+from nm_sparsity_jax.commands._charts import Chart
+from nm_sparsity_jax.commands._report import Run, Section, Table
+
+
+def write(
+  sweep: _sweep.Sweep, known: Mapping[str, _sweep.Checked], found: Mapping[str, Any]
+) -> pathlib.Path | None:
+  """Writes out/report.html; None where no run is done.
+
+  Args:
+    sweep: which runs.
+    known: of `_sweep.Check`.
+    found: of `_sweep_table.report`.
+  """
+  done: dict[tuple[str, str | None], list[Run]] = {}
+  for cell in sweep.cells:
+    if _sweep.is_done(cell, known[cell.name]):
+      (run,) = _report.read([str(cell.folder)])
+      done.setdefault((cell.recipe, cell.pattern), []).append(run)
+  if not done:
+    return None
+  recipes = sweep.recipes[: _charts.MAX_RUNS]  # more have no colours
+  sections = [Section("results", "Results", list(_results(found, recipes)))]
+  shown: list[Run] = []
+  for number, pattern in enumerate(sweep.patterns or [None]):
+    runs = [
+      _mean(recipe, done.get((recipe, None if recipe == "dense" else pattern), []))
+      for recipe in recipes
+    ]
+    shown = [a if a.gin else b for a, b in zip(shown or runs, runs, strict=True)]
+    for section in _report.sections(runs, "last"):
+      if section.key != "scores":  # of single runs; the tables above are in its place
+        sections.append(_renamed(section, number, pattern))
+  path = sweep.out / "report.html"
+  path.write_text(_page.render(shown, sections, report.versions()), "utf-8")
+  return path
+
+
+def _results(found: Mapping[str, Any], recipes: Sequence[str]):
+  yield _sweep_table.heading(found)
+  for title, (head, *rows) in _sweep_table.tables(found):
+    yield f"{title[:1].upper()}{title[1:]}."
+    yield Table(head, rows)
+  yield from _sweep_table.notes(found)
+  yield "Below, a line is a recipe, the mean over its seeds at each step; settings are of one seed."
+  if left_out := [r for r in dict.fromkeys(x["recipe"] for x in found["rows"]) if r not in recipes]:
+    yield f"Not below, for there are {_charts.MAX_RUNS} colours: {', '.join(left_out)}."
+
+
+def _renamed(section: Section, number: int, pattern: str | None) -> Section:
+  """With the pattern in its title, and keys that no other section of the page has."""
+  parts = [
+    dataclasses.replace(p, key=f"{p.key}-{number}") if isinstance(p, Chart) else p
+    for p in section.parts
+  ]
+  title = section.title if pattern is None else f"{section.title}, {pattern}"
+  return Section(f"{section.key}-{number}", title, parts)
+
+
+def _mean(recipe: str, runs: Sequence[Run]) -> Run:
+  """The mean of the runs of some seeds, as a run; of none, one without numbers."""
+  first = runs[0] if runs else None
+  return Run(
+    first.path if first else pathlib.Path(recipe),
+    recipe,
+    _by_key([run.train for run in runs]),
+    {
+      task: _by_key([run.evals[task] for run in runs])
+      for task in (first.evals if first else ())
+      if all(task in run.evals for run in runs)
+    },
+    {
+      task: _by_key([run.tasks[task] for run in runs])
+      for task in (first.tasks if first else ())
+      if all(task in run.tasks for run in runs)
+    },
+    first.gin if first else "",
+  )
+
+
+def _by_key(many: Sequence[Mapping[Any, Mapping[Any, float]]]) -> dict[Any, dict[Any, float]]:
+  """Of dicts of dicts of numbers, the mean of what all of them have, in the first one's order."""
+  if not many:
+    return {}
+  return {
+    key: {
+      at: statistics.fmean(each[key][at] for each in many)
+      for at in inner
+      if all(at in each[key] for each in many)
+    }
+    for key, inner in many[0].items()
+    if all(key in each for each in many)
+  }

@@ -1,0 +1,232 @@
+"""Trains a grid of recipes x patterns x seeds from one small file, and makes a table and a report.
+
+Each run is one `nm-sparsity train` in a folder of its own. Stopped or killed, the same command
+goes on where it was, days later too; a run that failed is tried again. All settings are checked
+before anything starts. docs/sweep.md describes the file.
+
+  nm-sparsity sweep examples/sweep_mini_glue.toml
+  nm-sparsity sweep examples/sweep_mini_glue.toml --table     # of what is done, runs nothing
+
+Exit code: 0 = done, or stopped by SIGTERM and saved; 1 = a setting is wrong or a run failed; 130 =
+interrupted and saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from nm_sparsity_jax.commands import _sweep
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """The file, and what is shown."""
+  add = parser.add_argument
+  add("file", metavar="FILE", help="a TOML file: out, gin_files, recipes, patterns, seeds, macros")
+  add("--table", action="store_true", help="print the table of what is done, and run nothing")
+  add("--json", action="store_true", help="print the table as JSON, every run with its scores")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Checks, trains, prints, reports."""
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  environment = dict(os.environ)  # of the runs, which use the devices that there are
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  from nm_sparsity_jax.commands import _flags, _sweep, _sweep_page, _sweep_table
+
+  sweep = _sweep.read(args.file)
+  # Half of what a run costs before its first step; runs that differ in the seed compile the same.
+  environment.setdefault("JAX_COMPILATION_CACHE_DIR", str((sweep.out / ".xla").absolute()))
+  with contextlib.nullcontext() if args.debug else _flags.quiet():
+    check = _sweep.Check(sweep)
+    if not args.table and not _all_done(sweep, check.runs):
+      check.check_task()
+  code, stopped = 0, None
+  if not args.table:
+    with _alone(sweep.out) as lock, _Signals() as stop:
+      code = _train(sweep, check.runs, environment, lock, stop)
+    stopped = stop.name
+  report = _sweep_table.report(sweep, check.runs)
+  if not args.table and not stopped and (page := _sweep_page.write(sweep, check.runs, report)):
+    _say(str(page))
+  print(json.dumps(report, indent=2) if args.json else _sweep_table.text(report))
+  return code
+
+
+def _all_done(sweep: _sweep.Sweep, known: Mapping[str, _sweep.Checked]) -> bool:
+  from nm_sparsity_jax.commands import _sweep
+
+  return all(_sweep.is_done(cell, known[cell.name]) for cell in sweep.runs())
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+def _train(
+  sweep: _sweep.Sweep,
+  known: Mapping[str, _sweep.Checked],
+  environment: Mapping[str, str],
+  lock: IO[str],
+  stop: _Signals,
+) -> int:
+  """Does what is not done, one run after the other; the exit code."""
+  from nm_sparsity_jax.commands import _sweep
+
+  cells = list(sweep.runs())
+  done = {cell.name for cell in cells if _sweep.is_done(cell, known[cell.name])}
+  lacking = {c.name: known[c.name].steps - _sweep.steps_done(c, known[c.name]) for c in cells}
+  clock = _Clock({name: steps for name, steps in lacking.items() if name not in done})
+  failed = 0
+  _say(f"{sweep.out}: {len(done)} of {len(cells)} runs done")
+  for cell in cells:
+    if stop.name is not None:
+      break
+    if cell.name in done:
+      continue
+    begin = time.monotonic()
+    if cell.start is not None and cell.start.name not in done:
+      why = f"{cell.start.name}, which it starts from, is not done"
+    else:
+      _say(f"  {cell.name}: {cell.folder / 'log.txt'}")
+      why = _run(sweep.command(cell), cell, environment, lock, stop)
+      if why is None and not _sweep.is_done(cell, known[cell.name]):
+        why = "it was stopped before its last step"
+    if stop.name is not None:
+      break
+    if why is None:
+      done.add(cell.name)
+    else:
+      failed += 1
+      cell.folder.mkdir(parents=True, exist_ok=True)
+      _sweep.failure(cell).write_text(why + "\n")
+    passed = time.monotonic() - begin
+    left = clock.left(cell.name, passed if why is None else None)
+    words = f"done in {_time(passed)}" if why is None else f"failed: {why}"
+    _say(f"{len(done)}/{len(cells)} done  {cell.name} {words}" + (f"  {left} left" if left else ""))
+  if stop.name is not None:
+    _say(f"{stop.name}: {len(done)} of {len(cells)} runs done; the same command goes on from there")
+    return 130 if stop.name == "SIGINT" else 0
+  return 1 if failed else 0
+
+
+def _run(
+  command: list[str], cell: _sweep.Cell, environment: Mapping[str, str], lock: IO, stop: _Signals
+) -> str | None:
+  """Trains in a process of its own; None, or why it failed."""
+  from nm_sparsity_jax.commands import _sweep
+
+  cell.folder.mkdir(parents=True, exist_ok=True)
+  _sweep.failure(cell).unlink(missing_ok=True)
+  log = cell.folder / "log.txt"
+  with log.open("a") as file:
+    where = file.tell()
+    # A session of its own: ctrl-C reaches the sweep alone, which lets the run save. With the lock:
+    # where the sweep is killed, no other one begins before the run that it left behind has ended.
+    child = subprocess.Popen(
+      [sys.executable, "-m", "nm_sparsity_jax.cli", *command],
+      stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+      env=dict(environment), start_new_session=True, pass_fds=[lock.fileno()],
+    )  # fmt: skip
+    lock.seek(0)
+    lock.truncate()
+    lock.write(str(child.pid))
+    lock.flush()
+    with stop.relayed_to(child):
+      code = child.wait()
+  if not code:
+    return None
+  with log.open(errors="replace") as file:
+    file.seek(where)
+    said = [line.strip() for line in file if line.startswith("nm-sparsity train: ")]
+  if said:
+    return said[-1].removeprefix("nm-sparsity train: ")
+  how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+  return f"it was ended {how}; {log} may say more"
+
+
+@contextlib.contextmanager
+def _alone(out: pathlib.Path) -> Iterator[IO[str]]:
+  """Only one sweep at a time works in a folder."""
+  import fcntl
+
+  out.mkdir(parents=True, exist_ok=True)
+  with (out / ".lock").open("a+") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      file.seek(0)
+      raise ValueError(
+        f"{out}: another sweep is at work there, or a run that one left behind (process "
+        f"{file.read() or 'not known'}). Wait until it ends, or end it; nothing is lost."
+      ) from None
+    yield file
+
+
+class _Signals:
+  """While it is entered, SIGTERM and SIGINT are noted, and the run is told to save and to end."""
+
+  def __init__(self):
+    self.name: str | None = None
+    self._child: subprocess.Popen | None = None
+
+  def __enter__(self):
+    self._before = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGINT)}
+    return self
+
+  def _note(self, number, frame):
+    again = self.name == "SIGINT" and number == signal.SIGINT
+    self.name = signal.Signals(number).name
+    if self._child is not None:
+      # The runner loses nothing to SIGKILL but the steps since its last checkpoint.
+      self._child.kill() if again else self._child.terminate()
+
+  @contextlib.contextmanager
+  def relayed_to(self, child: subprocess.Popen) -> Iterator[None]:
+    self._child = child
+    if self.name is not None:  # between two runs
+      child.terminate()
+    try:
+      yield
+    finally:
+      self._child = None
+
+  def __exit__(self, *error):
+    for number, handler in self._before.items():
+      signal.signal(number, handler)
+
+
+class _Clock:
+  """Estimates the time left from the steps that runs lack, and how long those of this call took."""
+
+  def __init__(self, lacking: Mapping[str, int]):
+    self._lacking = dict(lacking)
+    self._steps, self._seconds = 0, 0.0
+
+  def left(self, name: str, seconds: float | None) -> str:
+    """After a run (None: it failed), the time that the others will take; '' if nothing tells."""
+    mine = self._lacking.pop(name)
+    if seconds is not None:
+      self._steps += mine
+      self._seconds += seconds
+    steps = sum(self._lacking.values())
+    return _time(self._seconds / self._steps * steps) if steps and self._steps else ""
+
+
+def _time(seconds: float) -> str:
+  from nm_sparsity_jax.local import reports
+
+  return reports.clock(seconds)
+
+
+def _say(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)

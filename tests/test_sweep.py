@@ -1,0 +1,483 @@
+"""nm-sparsity sweep: the grid that a file means, what it refuses, and that nothing is lost."""
+
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import sweep_stub
+
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.commands import _charts, _sweep
+from nm_sparsity_jax.commands import sweep as sweep_command
+
+pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FILE = f"""
+out = "out"
+gin_files = [
+  "gin_configs/runs/local_train.gin", "gin_configs/runs/local_adamw.gin",
+  "{ROOT}/tests/local_tiny.gin",
+]
+recipes = ["dense", "sr_ste", "idp"]
+patterns = ["1:4", "1:8"]
+seeds = [0, 3]
+baseline = "sr_ste"
+[macros]
+SPARSE_STEPS = 4
+[start]
+SPARSE_STEPS = 2
+LEARNING_RATE = 0.5
+"""
+SMALL = FILE.replace('["dense", "sr_ste", "idp"]', '["sr_ste", "idp"]').replace(', "1:8"]', "]")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+  """An empty folder to stand in; runs are stubs, and the task is not looked up."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
+  monkeypatch.setattr(_sweep.Check, "check_task", lambda self: None)
+  return tmp_path
+
+
+def write(text, name="sweep.toml"):
+  pathlib.Path(name).write_text(text)
+  return name
+
+
+def outcomes(**found):
+  """By folder, '-' and ':' written '_'."""
+  named = {}
+  for name, outcome in found.items():
+    recipe, pattern, seed = name.rpartition("_s")[0].partition("__")[::2] + (name[-1],)
+    named[f"{recipe}-{pattern}-seed{seed}" if pattern else f"{recipe}-seed{seed}"] = outcome
+  sweep_stub.install(pathlib.Path("stub"), named)
+
+
+# --- the file ----------------------------------------------------------------------------------
+
+
+def test_the_grid_seed_by_seed_dense_once_a_seed(here):
+  sweep = _sweep.read(write(FILE))
+  assert [cell.name for cell in sweep.runs()] == [
+    f"{name}-seed{seed}"
+    for seed in (0, 3)
+    for name in ("start", "dense", "sr_ste-1_4", "sr_ste-1_8", "idp-1_4", "idp-1_8")
+  ]
+  start, cell = sweep.starts[3], sweep.cells[-1]
+  assert cell.start is start and cell.seed == 3
+  assert cell.macros == {
+    "SPARSE_STEPS": 4, "INITIAL_CHECKPOINT_PATH": "out/start-seed3/checkpoint_2", "RECIPE": "idp",
+    "PATTERN": "1:8", "RANDOM_SEED": 3, "DATA_SEED": 3, "MODEL_DIR": "out/idp-1_8-seed3",
+  }  # fmt: skip
+  assert start.macros == {
+    "SPARSE_STEPS": 2, "LEARNING_RATE": 0.5, "DENSE_STEPS": 0, "FINETUNE_STEPS": 0,
+    "INITIAL_CHECKPOINT_PATH": None, "RECIPE": "dense", "PATTERN": None, "RANDOM_SEED": 3,
+    "DATA_SEED": 3, "MODEL_DIR": "out/start-seed3",
+  }  # fmt: skip
+  assert sweep.command(cell)[:2] == ["train", "--gin_file=gin_configs/runs/local_train.gin"]
+  assert "--gin.PATTERN='1:8'" in sweep.command(cell)
+  alone = _sweep.read(write(FILE.partition("[start]")[0].replace('baseline = "sr_ste"', "")))
+  assert alone.baseline == "dense" and not alone.starts
+  assert "INITIAL_CHECKPOINT_PATH" not in alone.cells[0].macros
+
+
+@pytest.mark.parametrize(
+  "old, new, said",
+  [
+    ("seeds =", "seedz =", "unknown key 'seedz'; .* did you mean 'seeds'"),
+    ('out = "out"', "BATCH_SIZE = 9", r"unknown key 'BATCH_SIZE'; .*belongs into \[macros\]"),
+    ('out = "out"', "", "out: give the folder of the sweep"),
+    ("[0, 3]", "[]", r"seeds: give seeds, a list of whole numbers; not \[\]"),
+    ("[0, 3]", "[true]", "seeds: give"),
+    ("[0, 3]", "[1, 1]", "seeds: 1 stands there twice"),
+    ("[0, 3]", "[-1]", "seeds: -1 is below 0"),
+    ('"idp"]', '"idb"]', "recipes: 'idb' is none of dense, one_shot"),
+    ('"idp"]', '"sr_ste"]', "recipes: 'sr_ste' stands there twice"),
+    ('"1:8"]', '"8:1"]', "patterns: .*8:1"),
+    ('"1:8"]', '"01:4"]', "patterns: '1:4' stands there twice"),
+    ('["1:4", "1:8"]', "[]", "patterns: give patterns"),
+    ('baseline = "sr_ste"', 'baseline = "snip"', "baseline: 'snip' is none of the recipes"),
+    ("[macros]", "[macros]\nRECIPE = 'x'", "macros: RECIPE is set by the sweep, from 'recipes'"),
+    ("[macros]", "[macros]\nINITIAL_CHECKPOINT_PATH = 'x'", r"but \[start\] makes the checkpoint"),
+    ("LEARNING_RATE = 0.5", "DENSE_STEPS = 1", "start: DENSE_STEPS cannot be set there"),
+    ("[start]\nSPARSE_STEPS = 2", "[start]", "start: SPARSE_STEPS is missing"),
+    ("[macros]", "[macros", "is no TOML"),
+    ("[macros]", "[variants.idp]\nRECIPE = 'idp'\n[macros]", "'idp' cannot be a variant's name"),
+    ("[macros]", "[variants.a]\nBETA = 1\n[macros]", "variants: a needs a RECIPE, one of one_shot"),
+    ("[macros]", "[variants.a]\nRECIPE = 'idp'\n[macros]", "'a' is not among the recipes"),
+    # What gin and the rules say.
+    ("[macros]", "[macros]\nBATCHSIZE = 9", "macros or start: BATCHSIZE is set, but nothing reads"),
+    ("local_train.gin", "local_trian.gin", "gin_files, macros.*local_trian.gin is not in"),
+    ("local_train.gin", "local_common.gin", "gin_files: none is a run file of"),
+    ("SPARSE_STEPS = 4", "SPARSE_STEPS = 'a'", "macros: dense, sr_ste-1_4, .*: SPARSE_STEPS='a'"),
+    ("[macros]", "[macros]\nDENSE_STEPS = 9", "macros: dense, sr_ste-1_4, .*DENSE_STEPS=9"),
+    ('"1:8"]', '"1:5"]', "patterns: sr_ste-1_5: .*no multiple of 5.*idp-1_5"),
+    ("[macros]", "[macros]\nGRADIENT = 'masked'", "recipes: sr_ste-1_4, sr_ste-1_8: .*GRADIENT"),
+
+    ("[start]\nSPARSE_STEPS = 2\nLEARNING_RATE = 0.5", "INITIAL_CHECKPOINT_PATH = 'no/ck'",
+     "INITIAL_CHECKPOINT_PATH: there is no checkpoint 'no/ck'"),
+    ("[start]\nSPARSE_STEPS = 2", "[start]\nSPARSE_STEPS = -2", "start: SPARSE_STEPS=-2: give"),
+    ("[macros]", "[macros]\nSPARSITY_RULES = {ff = '1:2'}", "sr_ste-1_8-seed0 has the rules of sr"),
+  ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_names_file_and_key(old, new, said, here, capsys):
+  assert old in FILE
+  file = write(FILE.replace(old, new))
+  for flags in ([], ["--table"]):
+    assert cli.main(["sweep", file, *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("nm-sparsity sweep: sweep.toml") and len(error.splitlines()) == 1
+    assert re.search(said, error), error
+  assert not pathlib.Path("out").exists()  # nothing has been started
+
+
+def test_the_files_of_example_and_documentation_are_right(here):
+  example = _sweep.read(str(ROOT / "examples/sweep_mini_glue.toml"))
+  assert len(list(example.runs())) == 3 * (1 + 1 + 8 * 2)
+  (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)
+  for sweep in (example, _sweep.read(write(block))):
+    last = list(sweep.runs())[-1]
+    assert _sweep.Check(sweep).runs[last.name] == _sweep.Checked(first=1500, steps=400)
+
+
+def test_the_task_is_looked_up_before_anything_starts(tmp_path, monkeypatch, capsys):
+  pytest.importorskip("seqio", reason="runs need seqio: pip install -e '.[local]'")
+  monkeypatch.chdir(tmp_path)
+  for macro, said in [
+    ("MIXTURE_OR_TASK_NAME = 'nm_test_sord'", "'nm_test_sord' is not registered; did you mean"),
+    ("MIXTURE_OR_TASK_MODULE = 'no_tasks'", "MIXTURE_OR_TASK_MODULE='no_tasks': No module named"),
+    ("VOCAB_SIZE = 128", "Set VOCAB_SIZE=384"),
+  ]:
+    file = write(SMALL.replace("[macros]", f"[macros]\n{macro}"))
+    assert cli.main(["sweep", file]) == 1
+    assert said in capsys.readouterr().err
+  assert not pathlib.Path("out").exists()
+
+
+# --- runs --------------------------------------------------------------------------------------
+
+
+def sweep(file, capsys, *flags):
+  """Exit code, stdout, stderr."""
+  code = cli.main(["sweep", file, *flags])
+  return code, *capsys.readouterr()
+
+
+def trace(name):
+  return [int(x) for x in pathlib.Path("out", name, "trace").read_text().split()]
+
+
+def test_runs_are_done_once_and_in_order_and_a_larger_grid_goes_on(here, capsys):
+  file = write(SMALL)
+  code, out, err = sweep(file, capsys)
+  assert code == 0 and out.startswith("out, 6 runs, seeds 0, 3\n")
+  done = re.findall(r"^(\d/6) done  (\S+) done in 0:0\d(?:  (\S+) left)?$", err, re.MULTILINE)
+  assert [(n, name) for n, name, _ in done] == [
+    (f"{i + 1}/6", f"{name}-seed{seed}")
+    for i, (seed, name) in enumerate(
+      (s, n) for s in (0, 3) for n in ("start", "sr_ste-1_4", "idp-1_4")
+    )
+  ]
+  assert [bool(left) for *_, left in done] == [True] * 5 + [False]
+  assert trace("start-seed0") == [1, 2] and trace("idp-1_4-seed3") == [3, 4, 5, 6]
+  assert pathlib.Path("out/report.html").is_file()
+  code, again, err = sweep(file, capsys)
+  assert code == 0 and again == out and "6 of 6 runs done" in err
+  # An evaluation may be noted before the checkpoint is complete.
+  checkpoint = pathlib.Path("out/start-seed3/checkpoint_2/state/_METADATA")
+  checkpoint.rename("aside")
+  assert "out, partial: 5 of 6 runs" in sweep(file, capsys, "--table")[1]
+  pathlib.Path("aside").rename(checkpoint)
+  # Another seed; what is there stays.
+  code, out, err = sweep(write(SMALL.replace("[0, 3]", "[0, 3, 4]")), capsys)
+  assert code == 0 and "6 of 9 runs done" in err and out.startswith("out, 9 runs")
+  assert trace("idp-1_4-seed3") == [3, 4, 5, 6]
+
+
+def test_what_fails_is_named_takes_nothing_along_and_is_tried_again(here, capsys):
+  outcomes(sr_ste__1_4_s0="nan", idp__1_4_s3="killed")
+  file = write(SMALL)
+  code, out, err = sweep(file, capsys)
+  assert code == 1 and out.startswith("out, partial: 4 of 6 runs")
+  assert "failed: sr_ste-1_4-seed0: the loss of step 3 is not finite" in out
+  assert "failed: idp-1_4-seed3: it was ended by SIGKILL" in out
+  assert re.search(r"sr_ste +50.0 \(1 of 2\)", out) and re.search(r"idp +- \(0 of 2\)", out)
+  assert "4/6 done  idp-1_4-seed3 failed: it was ended by SIGKILL" in err
+  code, table, _ = sweep(file, capsys, "--table")
+  assert code == 0 and table == out
+  outcomes()
+  code, out, err = sweep(file, capsys)
+  assert code == 0 and "failed" not in out and "4 of 6 runs done" in err
+  # A start that fails leaves its seed; the other seed goes on.
+  outcomes(start_s0="nan")
+  code, out, err = sweep(write(SMALL.replace('"out"', '"new"')), capsys)
+  assert code == 1 and "new, partial: 3 of 6 runs" in out
+  assert "failed: idp-1_4-seed0: start-seed0, which it starts from, is not done" in out
+  assert re.search(r"idp +50.0 \(1 of 2\)", out)
+
+
+def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatch):
+  from nm_sparsity_jax.local import train
+
+  file = write(SMALL)
+  check = _sweep.Check(_sweep.read(file))
+  settings = {}
+  monkeypatch.setattr(
+    train, "changed", lambda folder, now: settings.update({folder.name: now}) or ""
+  )
+  _sweep.Check(_sweep.read(file))
+  monkeypatch.undo()
+  os.chdir(here)
+  monkeypatch.setattr(_sweep.Check, "check_task", lambda self: None)
+  for name in ("sr_ste-1_4-seed0", "idp-1_4-seed0", "idp-1_4-seed3"):
+    folder = pathlib.Path("out", name)
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text(json.dumps(settings[name]))
+    if name != "idp-1_4-seed3":  # it has saved nothing yet, so it may begin anew
+      (folder / "checkpoint_3/state").mkdir(parents=True)
+      (folder / "checkpoint_3/state/_METADATA").touch()
+  before = sorted(p for p in pathlib.Path("out").rglob("*"))
+  for old, new, said in [
+    ("SPARSE_STEPS = 4", "SPARSE_STEPS = 5", "sparse_steps was 4, and is 5. So were 1 more runs."),
+    ("[macros]", "[macros]\nBATCH_SIZE = 8", "batch_size=128"),
+  ]:
+    for flags in ([], ["--table"]):
+      code, _, err = sweep(write(SMALL.replace(old, new)), capsys, *flags)
+      assert code == 1 and said in err, err
+  code, _, err = sweep(write(SMALL.replace("SPARSE_STEPS = 2", "SPARSE_STEPS = 3")), capsys)
+  assert (
+    code == 1 and "out/sr_ste-1_4-seed0 was started with other settings: initial_checkpoint" in err
+  )
+  assert sorted(p for p in pathlib.Path("out").rglob("*")) == before
+  # When things are looked at is free.
+  _sweep.Check(_sweep.read(write(SMALL.replace("[macros]", "[macros]\nEVAL_PERIOD = 1"))))
+  assert check.runs["idp-1_4-seed0"] == _sweep.Checked(first=2, steps=4)
+
+
+ALONE = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.commands import _charts, _sweep
+from nm_sparsity_jax.commands import sweep as sweep_command
+_sweep.Check.check_task = lambda self: None
+sys.exit(cli.main(["sweep", "sweep.toml"]))
+"""
+
+
+def begin(found, hold):
+  """A sweep in a process of its own, when the run `hold` waits after its second step."""
+  sweep_stub.install(pathlib.Path("stub"), found, hold)
+  process = subprocess.Popen(
+    [sys.executable, "-c", ALONE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  )
+  end = time.monotonic() + 120
+  while not pathlib.Path("out", hold, "checkpoint_4/state/_METADATA").is_file():
+    assert process.poll() is None and time.monotonic() < end, process.communicate()
+    time.sleep(0.01)
+  return process
+
+
+def test_killed_and_resumed_is_the_table_of_one_that_was_not(here, capsys):
+  found = {f"{r}-1_4-seed{s}": [70 + 3 * i + s, 1 / (i + s + 1)]
+           for i, r in enumerate(("sr_ste", "idp")) for s in (0, 3)}  # fmt: skip
+  sweep_stub.install(here / "stub", found)
+  write(SMALL)
+  whole = sweep(write(SMALL.replace('"out"', '"whole"')), capsys, "--json")[1]
+  write(SMALL)
+  process = begin(found, hold="idp-1_4-seed0")
+  process.kill()
+  process.communicate()
+  # The run that it left behind goes on, and nobody else begins one.
+  code, out, err = sweep("sweep.toml", capsys)
+  assert code == 1 and not out
+  child = int(re.search(r"a run that one left behind \(process (\d+)\)", err)[1])
+  os.kill(child, signal.SIGKILL)
+  time.sleep(0.2)
+  code, out, _ = sweep("sweep.toml", capsys, "--table")
+  assert code == 0 and "partial: 2 of 6 runs" in out and re.search(r"idp +- \(0 of 2\)", out)
+  sweep_stub.install(here / "stub", found)
+  assert sweep("sweep.toml", capsys)[0] == 0
+  capsys.readouterr()
+  code, out, _ = sweep("sweep.toml", capsys, "--json")
+  assert json.loads(out) == json.loads(whole.replace("whole", "out"))
+  assert trace("idp-1_4-seed0") == trace("sr_ste-1_4-seed0") == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_lets_the_run_save_and_stops(number, code, here, capsys):
+  write(SMALL)
+  process = begin({}, hold="sr_ste-1_4-seed0")
+  process.send_signal(number)
+  out, err = process.communicate(timeout=60)
+  assert process.returncode == code and "out, partial: 1 of 6 runs" in out
+  assert f"{signal.Signals(number).name}: 1 of 6 runs done; the same command goes on" in err
+  assert "failed" not in out + err
+  assert trace("sr_ste-1_4-seed0") == [3, 4]
+  sweep_stub.install(here / "stub", {})
+  assert sweep("sweep.toml", capsys)[0] == 0
+  assert trace("sr_ste-1_4-seed0") == [3, 4, 5, 6]
+
+
+def test_the_time_left_is_that_of_the_steps_that_are_missing():
+  clock = sweep_command._Clock({"a": 100, "b": 300, "c": 100, "d": 20})
+  assert clock.left("a", 10.0) == "0:42"
+  assert clock.left("b", None) == "0:12"  # it failed, and tells nothing
+  assert clock.left("c", 30.0) == "0:04" and clock.left("d", 1.0) == ""
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+
+def test_means_spreads_and_differences_by_seed(here, capsys):
+  outcomes(
+    dense_s0=[90, 0.1], dense_s3=[92, 0.1], sr_ste__1_4_s0=[80, 0.5], sr_ste__1_4_s3=[84, 0.5],
+    sr_ste__1_8_s0=[70, 0.5], sr_ste__1_8_s3=[70, 0.5], idp__1_4_s0=[81, 0.25],
+    idp__1_4_s3=[84, 1.5], idp__1_8_s0=[60, 0.5], idp__1_8_s3="nan",
+  )  # fmt: skip
+  code, out, _ = sweep(write(FILE), capsys)
+  assert code == 1
+  assert (
+    out
+    == """\
+out, partial: 11 of 12 runs, seeds 0, 3
+
+score: mini RTE, more is better
+          1:4             1:8
+  dense   91.0 +-1.4 (2)  91.0 +-1.4 (2)
+  sr_ste  82.0 +-2.8 (2)  70.0 +-0.0 (2)
+  idp     82.5 +-2.1 (2)  60.0 (1 of 2)
+
+score, less that of sr_ste with the same seed
+         1:4              1:8
+  dense  +9.0 +-12.7 (2)  +21.0 +-12.7 (2)
+  idp    +0.5 +-6.4 (2)   -10.0 (1 of 2)
+
+loss on validation data, less is better
+          1:4                  1:8
+  dense   0.1000 +-0.0000 (2)  0.1000 +-0.0000 (2)
+  sr_ste  0.5000 +-0.0000 (2)  0.5000 +-0.0000 (2)
+  idp     0.8750 +-0.8839 (2)  0.5000 (1 of 2)
+
+loss, less that of sr_ste with the same seed
+         1:4                   1:8
+  dense  -0.4000 +-0.0000 (2)  -0.4000 +-0.0000 (2)
+  idp    +0.3750 +-7.9414 (2)  +0.0000 (1 of 2)
+
++- of a mean: the standard deviation over seeds; in brackets the seeds.
+Of the last checkpoint of each run.
++- of a difference: the 95 % interval of its mean by Student's t, not corrected for there being \
+4; in brackets the pairs.
+dense is one run a seed, and stands under every pattern.
+failed: idp-1_8-seed3: the loss of step 3 is not finite
+"""
+  )  # t of 1 degree of freedom is 12.706
+  report = json.loads(sweep("sweep.toml", capsys, "--table", "--json")[1])
+  assert report["partial"] and (report["done"], report["of"]) == (11, 12)
+  row = next(r for r in report["rows"] if (r["recipe"], r["pattern"]) == ("idp", "1:4"))
+  assert row["differences"]["1:4"]["score"] == {
+    "mean": 0.5, "half": pytest.approx(12.7062 * 0.5), "pairs": 2
+  }  # fmt: skip
+  (failed,) = [run for run in report["runs"] if run["state"] != "done"]
+  assert failed["run"] == "idp-1_8-seed3" and failed["remarks"] == [
+    "the loss of step 3 is not finite"
+  ]
+
+
+def test_a_score_needs_every_task_and_tasks_have_columns(here, capsys):
+  """A run that lacks a task's number, such as a correlation of constants, has no score."""
+  write(FILE)
+  assert sweep("sweep.toml", capsys)[0] == 0
+  for name in ("sr_ste-1_4-seed0", "sr_ste-1_4-seed3", "idp-1_8-seed0"):
+    scores = pathlib.Path("out", name, "inference_eval/nm_glue_mini_stsb-metrics.jsonl")
+    values = {"pearson_corrcoef": 30.0, "spearman_corrcoef": 10.0 if "sr" in name else math.nan}
+    scores.write_text(json.dumps({"step": 6, **values}) + "\n")
+  out = sweep("sweep.toml", capsys, "--table")[1]
+  assert "score: mean of mini RTE, mini STS-B, more is better" in out
+  assert re.search(r"^  sr_ste +35.0 \+-0.0 \(2\) +- \(0 of 2\)$", out, re.MULTILINE)
+  assert "idp-1_8-seed0: mini STS-B: spearman_corrcoef is nan at step 6" in out
+  tasks = out.partition("by task, means over seeds\n")[2]
+  assert re.search(r"^  sr_ste +1:4 +50.0 +20.0$", tasks, re.MULTILINE)
+
+
+def test_a_variant_is_a_recipe_with_macros_of_its_own(here):
+  text = FILE.replace('"idp"]', '"late"]') + "[variants.late]\nRECIPE = 'sr_ste'\nDENSE_STEPS = 1\n"
+  read = _sweep.read(write(text.replace("[macros]", "[macros]\nGRADIENT = 'masked'")))
+  late, dense, start = read.cells[-1], read.cells[0], read.starts[0]
+  assert (late.name, late.macros["RECIPE"], late.macros["DENSE_STEPS"]) == (
+    "late-1_8-seed3",
+    "sr_ste",
+    1,
+  )
+  assert "DENSE_STEPS" not in dense.macros and dense.macros["RECIPE"] == "dense"
+  # What only a sparse run takes is left out of a dense one.
+  assert late.macros["GRADIENT"] == "masked"
+  assert "GRADIENT" not in dense.macros and "GRADIENT" not in start.macros
+  _sweep.Check(_sweep.read(write(text)))
+
+
+def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
+  outcomes(sr_ste__1_8_s0=[70, 0.5], sr_ste__1_8_s3=[71, 0.5])
+  sweep(write(FILE), capsys)
+  page = pathlib.Path("out/report.html").read_text()
+  assert "out, 12 runs, seeds 0, 3" in page
+  assert "Metrics by task, 1:4" in page and "Metrics by task, 1:8" in page
+  keys = re.findall(r'id="([^"]+)"', page)
+  assert len(keys) == len(set(keys)) and "chart-nm_glue_mini_rte_accuracy-1" in keys
+  assert "<td>70.5</td>" in page and "sr_ste, 4: 70.5" in page
+  monkeypatch.setattr(_charts, "MAX_RUNS", 2)
+  sweep("sweep.toml", capsys)
+  page = pathlib.Path("out/report.html").read_text()
+  assert (
+    "for there are 2 colours: idp." in page and "<title>N:M sparsity: dense, sr_ste</title>" in page
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what runs import warns on its own account
+def test_real_runs_killed_and_resumed_end_with_the_same_bits(tmp_path, monkeypatch):
+  pytest.importorskip("seqio", reason="runs need seqio: pip install -e '.[local]'")
+  from test_local import assert_same, read
+
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+  monkeypatch.setenv("XLA_FLAGS", "")
+  monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+  more = "BATCH_SIZE = 16\nCHECKPOINT_PERIOD = 3\nDROPOUT_RATE = 0.1\n"
+  text = SMALL.replace("[0, 3]", "[7]").replace('["sr_ste", "idp"]', '["one_shot"]')
+  text = text.replace('baseline = "sr_ste"', "")
+  text = text.replace("SPARSE_STEPS = 4", f"SPARSE_STEPS = 60\n{more}")
+  command = [sys.executable, "-m", "nm_sparsity_jax.cli", "sweep", "--json"]
+
+  def whole(file):
+    done = subprocess.run([*command, file], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+  want = whole(write(text.replace('"out"', '"whole"'), "whole.toml"))
+  write(text)
+  process = subprocess.Popen(
+    [*command, "sweep.toml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+  )
+  folder = pathlib.Path("out/one_shot-1_4-seed7")
+  while not (folder / "checkpoint_20").is_dir():
+    assert process.poll() is None
+    time.sleep(0.02)
+  process.kill()
+  process.wait()
+  os.kill(int(pathlib.Path("out/.lock").read_text()), signal.SIGKILL)
+  assert not (folder / "evaluations.json").exists()
+  found = whole("sweep.toml")
+  assert found["rows"] == want["rows"] and not found["partial"]
+  assert [run["tasks"] for run in found["runs"]] == [run["tasks"] for run in want["runs"]]
+  assert found["rows"][0]["score"]["n"] == 1 and found["tasks"] == ["nm_test_sort"]
+  assert_same(read(folder, 62), read("whole/one_shot-1_4-seed7", 62))
