@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import errno
 import json
 import math
 import os
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     report = {"zip": args.validate, "problems": validate(args.validate, args.mini)}
   else:
     fill = set(TASKS) if "all" in args.fill else set(args.fill)
+    _check_writable(args.out)
     files, problems = find(args.paths, args.task, args.mini)
     if not files:
       wanted = "such as nm_glue_rte-predict.jsonl-00000-of-00001"
@@ -331,10 +333,26 @@ def validate(path: str, mini: bool = False) -> list[str]:
   return problems
 
 
+def _beside(target: pathlib.Path) -> pathlib.Path:
+  return target.with_name(f".{target.name}.{os.getpid()}")
+
+
+def _check_writable(path: str) -> None:
+  """Raises where `_write` would, before minutes of reading."""
+  target = pathlib.Path(path)
+  try:
+    if target.is_dir():
+      raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    _beside(target).touch()
+    _beside(target).unlink()
+  except OSError as e:
+    raise ValueError(f"--out {path} cannot be written: {e.strerror}") from e
+
+
 def _write(path: str, tables: Mapping[str, bytes]) -> None:
   """Writes beside and renames, so a zip is whole or not there. Of equal tables, equal bytes."""
   target = pathlib.Path(path)
-  beside = target.with_name(f".{target.name}.{os.getpid()}")
+  beside = _beside(target)
   try:
     with zipfile.ZipFile(beside, "w") as archive:
       for table, data in tables.items():
