@@ -173,8 +173,17 @@ STEPWISE = next(r for r in ROWS if r["recipe"] == "sdgf_stepwise" and "qkv" in r
     (dict(SPARSITY_RULES={"ff": "1:8", "q": " 1:8", "v": "1:8", "k": "1:8"}), STEPWISE["row"], ""),
     (dict(SPARSITY_RULES={"ff": None, "qkv": None}, PATTERN="1:8"), STEPWISE["row"], ""),
     (
-      dict(SPARSITY_RULES={"encoder/ff": "1:8", "decoder/ff": "1:8", "self/qkv": "1:8",
-                           "cross/qk": "1:8", "decoder/cross/v": "1:8"}), STEPWISE["row"], "",
+      dict(
+        SPARSITY_RULES={
+          "encoder/ff": "1:8",
+          "decoder/ff": "1:8",
+          "self/qkv": "1:8",
+          "cross/qk": "1:8",
+          "decoder/cross/v": "1:8",
+        }
+      ),
+      STEPWISE["row"],
+      "",
     ),
     (dict(SPARSITY_RULES={"encoder/ff": "1:8", "qkv": "1:8"}), None, "1:8 QKV, 1:8 encoder/ff"),
     (dict(SPARSITY_RULES={"ff": "1:8", "qk": "1:4"}), None, "no GLUE row for sdgf_stepwise 1:8 FF"),

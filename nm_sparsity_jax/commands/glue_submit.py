@@ -1,7 +1,7 @@
-"""Makes GLUE's official zip from the predictions of t5x.infer, or checks a zip.
+"""Makes GLUE's official zip from predictions of t5x.infer or `nm-sparsity infer`, or checks a zip.
 
 Takes files TASK-predict.jsonl[-00000-of-00001], or folders, searched with what lies in them. Each
-line must hold `idx`: gin_configs/runs/t5x_infer_glue_test.gin writes it.
+line must hold `idx`: gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write it.
 
   nm-sparsity glue submit predictions/ --out submission.zip --fill wnli
   nm-sparsity glue submit --validate submission.zip
@@ -160,7 +160,7 @@ def read(files: Iterable[pathlib.Path]) -> Iterator[tuple[int, str]]:
           wanted = 'no {"inputs": {"idx": ...}, "prediction": ...}'
           raise ValueError(
             f"{file}, line {number}: {wanted} ({type(e).__name__}: {e}); "
-            "gin_configs/runs/t5x_infer_glue_test.gin writes these"
+            "gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write these"
           ) from e
         if target not in _HIDDEN:
           raise ValueError(

@@ -455,13 +455,18 @@ def infer(
     path, count = folder / f"{task.name}-predict.jsonl-00000-of-00001", 0
     beside = path.with_name(path.name + ".tmp")
     with beside.open("w", encoding="utf-8") as file:
-      for count, (example, text) in enumerate(evaluator.predictions(effective, task), 1):
-        shown = {k: v for k, v in example.items() if k == "idx" or k.endswith("_pretokenized")}
-        inputs = {k: v.decode() if isinstance(v, bytes) else v.tolist() for k, v in shown.items()}
-        file.write(json.dumps({"inputs": inputs, "prediction": text}) + "\n")
+      for example, text in evaluator.predictions(effective, task):
+        file.write(_prediction_line(example, text))
+        count += 1
     os.replace(beside, path)
     print(f"  {task.name}: {count:,} predictions")
   return 0
+
+
+def _prediction_line(example: Mapping[str, Any], text: str) -> str:
+  shown = {k: v for k, v in example.items() if k == "idx" or k.endswith("_pretokenized")}
+  inputs = {k: v.decode() if isinstance(v, bytes) else v.tolist() for k, v in shown.items()}
+  return json.dumps({"inputs": inputs, "prediction": text}) + "\n"
 
 
 def _open(model, evaluation, checkpoint, output_dir, config) -> tuple[pathlib.Path, TrainState]:
