@@ -20,6 +20,7 @@ COMMANDS = {
   "gin-path": ("gin_path", "print the folder that holds gin_configs/, for --gin_search_paths"),
   "train": ("train", "train on the devices of this machine, without T5X"),
   "eval": ("eval", "evaluate a checkpoint on the devices of this machine, without T5X"),
+  "infer": ("infer", "write what a checkpoint predicts, on a GLUE test set say, without T5X"),
   "plan": ("plan", "say what a run would do, and what it would stumble over, before it starts"),
   "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),

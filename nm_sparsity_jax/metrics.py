@@ -132,7 +132,7 @@ def rule_patterns(
   for rule in dict.fromkeys(place.key for place in places.values()):
     n, m = jnp.array([patterns[path] for path, place in places.items() if place.key == rule]).T
     shared = jnp.all((n == n[0]) & (m == m[0]))
-    found[rule] = PatternNow(shared * n[0], shared * m[0]), shared
+    found[rule] = PatternNow(*(jnp.where(shared, x[0], 0) for x in (n, m))), shared
   return found
 
 

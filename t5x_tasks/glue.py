@@ -66,7 +66,7 @@ def register_glue(
   data_dir: str | None = None,
   name: str = "nm_glue_proportional",
 ) -> str:
-  """Registers `nm_glue_*` and `nm_glue_proportional`, in place of those that there are.
+  """Registers `nm_glue_*` and its mixtures, in place of those that there are.
 
   Args:
     vocabulary: of inputs and targets; None: T5's, from its public bucket, read when first used.
@@ -77,11 +77,13 @@ def register_glue(
   for config, task in glue.TASKS.items():
     if folder:
       read = functools.partial(sources.read_glue, folder, config)
-      source: seqio.DataSource = sources.Rows(read, task.splits)
+      look = functools.partial(sources.glue_file, folder, config)
+      source: seqio.DataSource = sources.Rows(read, task.splits, look)
     else:
       source = seqio.TfdsDataSource(f"glue/{config}:{VERSION}", splits=tuple(task.splits))
     _add(f"nm_glue_{config}", config, source, vocabulary or configure.vocabulary(VOCABULARY_FILE))
   registry.add_mixture("nm_glue_proportional", _rates("nm_glue_"))
+  registry.add_mixture("nm_glue_mnli_and_dev", _mnli("nm_glue_"))
   return registry.known(name)
 
 
@@ -91,7 +93,7 @@ def register_mini(
   seed: int = 0,
   name: str = "nm_glue_mini_proportional",
 ) -> str:
-  """Registers `nm_glue_mini_*` and `nm_glue_mini_proportional`, in place of those that there are.
+  """Registers `nm_glue_mini_*` and its mixtures, in place of those that there are.
 
   Args:
     vocabulary: of inputs and targets; None: mini-GLUE's own words.
@@ -110,6 +112,7 @@ def register_mini(
     "nm_glue_mini_proportional",
     {task: rows["train"] if rate else 0 for task, rate in rates.items()},
   )
+  registry.add_mixture("nm_glue_mini_mnli_and_dev", _mnli("nm_glue_mini_"))
   return registry.known(name)
 
 
@@ -119,6 +122,11 @@ def _make(config: str, split: str, rows: Mapping[str, int], seed: int) -> source
 
 def _rates(prefix: str) -> dict[str, int]:
   return {f"{prefix}{t.name}": t.rate for t in glue.TASKS.values() if t.rate is not None}
+
+
+def _mnli(prefix: str) -> dict[str, int]:
+  """MNLI's training set, and both halves that it is evaluated on."""
+  return {f"{prefix}mnli": 1, f"{prefix}mnli_matched": 0, f"{prefix}mnli_mismatched": 0}
 
 
 def _add(name: str, config: str, source: seqio.DataSource, vocabulary: seqio.Vocabulary) -> None:

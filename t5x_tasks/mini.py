@@ -8,7 +8,7 @@ by learning the training set by heart. A row has GLUE's fields, label sets and s
 hidden (-1) in test, and each config keeps the nature of its task. What decides is order, position
 or a relation of words, so counting words does not solve cola, mnli, rte and their like:
 
-    cola     a verb agrees with the head of its subject, not with the noun beside it
+    cola     a verb agrees with the head of its subject, not with the noun beside it; word order
     sst2     a negation turns an adjective around; after `but` comes what counts
     mrpc     a paraphrase: synonyms, passive, adverb moved; not one: roles swapped, verb, person
     qqp      the same for questions, and `why` is `for what reason`
@@ -46,7 +46,9 @@ _KINDS = {
   "vehicles": ("bikes", "buses", "cars"),
 }
 _THINGS = (*_KINDS, *(thing for things in _KINDS.values() for thing in things))
+# Of one, of several.
 _NOUNS = (("cat", "cats"), ("dog", "dogs"), ("horse", "horses"))
+_OBJECTS = (("bike", "bikes"), ("bus", "buses"), ("car", "cars"))
 _SEE = (("sees", "see"), ("likes", "like"), ("chases", "chase"))
 _BESIDE = ("near", "behind", "with")
 # Base, third person and participle, of two verbs that mean the same.
@@ -55,6 +57,7 @@ _VERBS = (
   (("call", "calls", "called"), ("phone", "phones", "phoned")),
   (("follow", "follows", "followed"), ("trail", "trails", "trailed")),
 )
+_ACTS = (*_SEE, *((helps, help_) for verb in _VERBS for help_, helps, _ in verb))
 _ASKING = (("why", "for what reason"), ("when", "at what time"), ("where", "in what place"))
 _WHAT = ("film", "plot", "cast", "music")
 _GOOD = ("good", "great", "funny", "lovely")
@@ -97,18 +100,22 @@ class _Draw:
 
 
 def _cola(d: _Draw) -> tuple[dict[str, str], int]:
-  (head, beside, thing), verb = d.some(_NOUNS, 3), d.one(_SEE)
-  number, by = d.below(2), d.below(2)
-  words = ["the", head[number], verb[number], "the", thing[d.below(2)]]
-  if d.below(4):
-    words[2:2] = [d.one(_BESIDE), "the", beside[by]]
-  at = words.index(verb[number])
+  """Mostly the verb is of the wrong number, else two neighbours are swapped."""
+  (head, beside), verb, number = d.some(_NOUNS, 2), d.one(_ACTS), d.below(2)
+  words = ["the", head[number]]
+  if d.below(2):
+    words += [d.one(_BESIDE), "the", d.one(beside)]
+  at = len(words)
+  words.append(verb[number])
+  words += [d.one(_PEOPLE)] if d.below(2) else ["the", d.one(d.one(_OBJECTS))]
+  if d.below(2):
+    words.append(d.one(_TIME))
   label = d.below(2)
   if not label:
-    if d.below(2):
+    if d.below(4):
       words[at] = verb[1 - number]
     else:
-      i = d.one((0, at - 1, at, at + 1))
+      i = d.below(len(words) - 1)
       words[i], words[i + 1] = words[i + 1], words[i]
   return {"sentence": " ".join(words)}, label
 

@@ -10,6 +10,9 @@ The rules for rows are those of TensorFlow Datasets (TFDS), so that both routes 
 with the same `idx`: the zero-based number of the row in its file, header and blank lines not
 counted, `idx` columns not read. A quote is a plain character. A row with too few columns, or with
 an empty class label, is left out, and its number with it.
+
+A shard is taken of the rows as they lie, and then shuffled. Were it taken of shuffled rows, the
+processes of a run without a seed would each have an order of their own, and so have rows in common.
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
@@ -40,25 +43,31 @@ class Rows(seqio.DataSource):
   Args:
     read: split -> columns of equal length.
     splits: the splits that there are.
+    look: split -> raises where `read` would find no file; reads nothing itself.
   """
 
-  def __init__(self, read: Callable[[str], Columns], splits: Iterable[str]):
+  def __init__(
+    self,
+    read: Callable[[str], Columns],
+    splits: Iterable[str],
+    look: Callable[[str], Any] = lambda split: None,
+  ):
     super().__init__(splits=tuple(splits))
     self._columns = functools.cache(read)
+    self.look = look
 
   @property
   def supports_arbitrary_sharding(self) -> bool:
-    return False
+    return True
 
   def get_dataset(self, split, shuffle=True, seed=None, shard_info=None, **unused):
-    """All rows of a split, in the order of `idx` unless they are shuffled."""
-    _not_sharded(shard_info)
-    columns: Any = self._columns(split)
+    """A shard of the rows of a split, in the order of `idx` unless they are shuffled."""
+    rows = np.arange(self.num_input_examples(split))
+    if shard_info is not None:
+      rows = rows[shard_info.index :: shard_info.num_shards]
     if shuffle:
-      order = np.random.default_rng(None if seed is None else int(seed)).permutation(
-        self.num_input_examples(split)
-      )
-      columns = {name: column[order] for name, column in columns.items()}
+      rows = np.random.default_rng(None if seed is None else int(seed)).permutation(rows)
+    columns: Any = {name: column[rows] for name, column in self._columns(split).items()}
     return tf.data.Dataset.from_tensor_slices(columns)
 
   def num_input_examples(self, split: str) -> int:
@@ -66,11 +75,6 @@ class Rows(seqio.DataSource):
 
   def list_shards(self, split: str) -> Sequence[str]:
     return [split]
-
-
-def _not_sharded(shard_info) -> None:
-  """seqio shards the examples of a source that lists one shard; see `Task.get_dataset`."""
-  assert shard_info is None or shard_info.num_shards == 1
 
 
 def columns(rows: Sequence[Mapping[str, Any]], config: str) -> Columns:
@@ -141,6 +145,11 @@ def read_glue(folder: str | os.PathLike, config: str, split: str) -> Columns:
       f"{path} has no row for the split {split} of {config}: it is empty, or no row has all the "
       "columns, tab-separated. Download it again."
     )
+  if len(rows) != (official := glue.TASKS[config].splits[split]):
+    logging.warning(
+      "%s: has %d rows for the split %s, and GLUE's %s has %d. If that is not meant, download it "
+      "again: scores of another set do not compare.", path, len(rows), split, config, official,
+    )  # fmt: skip
   return columns(rows, config)
 
 
@@ -169,7 +178,7 @@ def _rows(file: Iterable[str], path: pathlib.Path, config: str, split: str) -> l
 
   rows, left_out = [], []
   for idx, cells in enumerate(filter(None, lines)):
-    if len(cells) < width or (label_at is not None and not cells[label_at]):
+    if len(cells) < width or (label_at is not None and task.labels and not cells[label_at]):
       left_out.append(lines.line_num)
     elif keep is None or keep(cells):
       label = -1 if label_at is None else _label(cells[label_at], task, path, lines.line_num)
@@ -245,19 +254,23 @@ class Parallel(seqio.DataSource):
 
   @property
   def supports_arbitrary_sharding(self) -> bool:
-    return False
+    return True
 
-  def _paths(self, split: str) -> list[pathlib.Path]:
-    return [self._folder / f"{self._stems[split]}.{language}" for language in self._languages]
-
-  def _count(self, split: str) -> int:
-    """Lines of each file, or what is wrong with them."""
-    for path in (paths := self._paths(split)):
+  def look(self, split: str) -> list[pathlib.Path]:
+    """The files of a split, which are there."""
+    stem = self._stems[split]
+    paths = [self._folder / f"{stem}.{language}" for language in self._languages]
+    for path in paths:
       if not path.is_file():
         raise ValueError(
           f"no file {path}, for the split {split}. WMT_DATA_DIR (or data_dir) must be a folder "
           f"with {' and '.join(p.name for p in paths)}; without it the data come from TFDS."
         )
+    return paths
+
+  def _count(self, split: str) -> int:
+    """Lines of each file, or what is wrong with them."""
+    paths = self.look(split)
     first, second = counts = [_lines(path) for path in paths]
     if first != second or not first:
       said = " and ".join(f"{p} has {n} lines" for p, n in zip(paths, counts, strict=True))
@@ -265,11 +278,12 @@ class Parallel(seqio.DataSource):
     return first
 
   def get_dataset(self, split, shuffle=True, seed=None, shard_info=None, **unused):
-    """Pairs in the order of the files unless they are shuffled."""
-    _not_sharded(shard_info)
+    """A shard of the pairs, in the order of the files unless they are shuffled."""
     self._lines(split)
-    both = tuple(tf.data.TextLineDataset(str(path)) for path in self._paths(split))
+    both = tuple(tf.data.TextLineDataset(str(path)) for path in self.look(split))
     data = tf.data.Dataset.zip(dict(zip(self._languages, both, strict=True)))
+    if shard_info is not None:
+      data = data.shard(shard_info.num_shards, shard_info.index)
     full: Any = lambda pair: tf.reduce_all([pair[x] != "" for x in self._languages])
     data = data.filter(full)
     return data.shuffle(_SHUFFLED, seed=seed) if shuffle else data

@@ -172,6 +172,20 @@ STEPWISE = next(r for r in ROWS if r["recipe"] == "sdgf_stepwise" and "qkv" in r
   [
     (dict(SPARSITY_RULES={"ff": "1:8", "q": " 1:8", "v": "1:8", "k": "1:8"}), STEPWISE["row"], ""),
     (dict(SPARSITY_RULES={"ff": None, "qkv": None}, PATTERN="1:8"), STEPWISE["row"], ""),
+    (
+      dict(
+        SPARSITY_RULES={
+          "encoder/ff": "1:8",
+          "decoder/ff": "1:8",
+          "self/qkv": "1:8",
+          "cross/qk": "1:8",
+          "decoder/cross/v": "1:8",
+        }
+      ),
+      STEPWISE["row"],
+      "",
+    ),
+    (dict(SPARSITY_RULES={"encoder/ff": "1:8", "qkv": "1:8"}), None, "1:8 QKV, 1:8 encoder/ff"),
     (dict(SPARSITY_RULES={"ff": "1:8", "qk": "1:4"}), None, "no GLUE row for sdgf_stepwise 1:8 FF"),
     (dict(SPARSITY_RULES={"ff": "1:16"}), None, "no GLUE row for sdgf_stepwise 1:16 FF"),
     (dict(DENSE_STEPS=0), None, r"no row with 0 dense steps"),
@@ -202,6 +216,29 @@ def test_places_are_compared_one_by_one():
   assert _runs.text_of({}) == ""
 
 
+@given(st.data())
+def test_rules_that_say_the_same_are_equal(data):
+  """Cut into parts, at random, rules are the rules that they were."""
+  whole = data.draw(
+    st.dictionaries(st.sampled_from(["ff", "q", "k", "v", "o"]), st.sampled_from(["1:4", "1:8"]))
+  )
+  cut = {}
+  for role, pattern in whole.items():
+    ways = [[role], [f"encoder/{role}", f"decoder/{role}"]]
+    if role != "ff":
+      ways += [
+        [f"self/{role}", f"cross/{role}"],
+        [f"encoder/self/{role}", f"decoder/self/{role}", f"decoder/cross/{role}"],
+      ]
+    cut |= dict.fromkeys(data.draw(st.sampled_from(ways)), pattern)
+  assert _runs.single(cut) == _runs.single(whole) == whole
+  if whole:  # and a part alone is not the whole
+    gone = data.draw(st.sampled_from(sorted(cut)))
+    rest = {place: pattern for place, pattern in cut.items() if place != gone}
+    assert _runs.single(rest) != whole
+    assert _runs.single(cut | {gone: "2:4"}) != whole
+
+
 def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   gin = pytest.importorskip("gin")
   places = {"decoder/cross/qkv": "1:4", "encoder/layers_[0-3]/mlp/.*/kernel": "2:4", "ff": None}
@@ -212,7 +249,10 @@ def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   gin.clear_config()
   run = _runs.Run(tmp_path, {}, mini=False)
   _runs._read_settings(run, tmp_path / "config.gin")
-  assert run.places == {**places, "ff": "1:8"}
+  del places["decoder/cross/qkv"]
+  cross = {f"decoder/cross/{role}": "1:4" for role in "qkv"}
+  assert run.places == {**places, **cross, "ff": "1:8"}
+  assert _runs.text_of(run.places).startswith("1:8 FF, 1:4 decoder/cross/qkv, 2:4 encoder/lay")
   assert (run.recipe, run.dense_steps, run.sparse_steps) == ("idp", 7, None)
   assert run.remarks == ["SPARSE_STEPS in config.gin is no plain value: %N"]
 
@@ -248,6 +288,79 @@ def test_mini_glue_and_t5s_own_tasks(tmp_path, report, call):
   assert [glue.config_of(n) for n in ("nm_glue_mnli_matched", "glue_mnli_matched_v002")] == [
     ("mnli_matched", False)
   ] * 2
+
+
+# --- several runs as one row --------------------------------------------------------------------
+
+
+def singles(folder, row, settings, tasks=None):
+  """A run for each task."""
+  metrics = metrics_of(row, steps=(1000, 2000), plus=lambda step: step / 1000)
+  return [
+    write(folder / f"run_{task}", {task: series}, settings)
+    for task, series in metrics.items()
+    if tasks is None or task in tasks
+  ]
+
+
+def test_runs_of_one_task_each_are_one_row(tmp_path, report, call):
+  row = ROWS[22]
+  paths = singles(tmp_path / "a", row, settings_of(row))
+  flags = ["--checkpoint", "1000"]
+  whole = report(write(tmp_path / "whole", metrics_of(row, plus=lambda step: 1), settings_of(row)))
+  (joined,) = report("--join", "mine", *paths, *flags)["runs"]
+  assert joined["run"] == "mine" and joined["joined"] == paths
+  assert joined["path"] == str(tmp_path / "a")
+  (alone,) = whole["runs"]
+  same = ("columns", "overall", "places", "published", "delta", "missing", "recipe")
+  assert {k: joined[k] for k in same} == {k: alone[k] for k in same}
+  assert joined["overall"] == pytest.approx(row["overall"] + 1, abs=0.06) and not joined["missing"]
+  # Beside others, and twice.
+  other = singles(tmp_path / "b", ROWS[0], settings_of(ROWS[0]), tasks=("rte", "cola"))
+  found = report(str(tmp_path / "whole"), "--join", "x", *paths, "--join", "y", *other)
+  assert [r["run"] for r in found["runs"]] == ["whole", "x", "y"]
+  assert found["best"]["RTE"] == ["y"] and set(found["runs"][2]["columns"]) == {"CoLA", "RTE"}
+  found = report(other[0], "--join", "run_cola", other[1])
+  assert [r["run"] for r in found["runs"]] == [other[0], "run_cola"]
+  code, out, _ = call("--join", "mine", *paths)
+  assert not code and f"joined: {paths[0]}, {paths[1]}" in out
+
+
+@pytest.mark.parametrize(
+  ("change", "said"),
+  [
+    (dict(RECIPE="sr_ste"), "has recipe sdgf_stepwise, and .*run_rte sr_ste, so they are no one"),
+    (dict(SPARSITY_RULES={"ff": "1:4"}), r"has places \{'ff': '1:8'"),
+    (dict(DENSE_STEPS=0), "has dense_steps 10000, and .*run_rte 0"),
+    (dict(SPARSE_STEPS=50), "has sparse_steps 100000"),
+    (dict(FINETUNE_STEPS=7), "has finetune_steps 10000"),
+    (dict(PRETRAINED_STEPS=5), "has start -100000"),
+    (dict(T5_SIZE="small"), "has size None, and .*run_rte small"),
+  ],
+)
+def test_runs_that_were_trained_otherwise_are_not_joined(change, said, tmp_path, call):
+  row = STEPWISE
+  one = singles(tmp_path, row, settings_of(row), ("cola",))
+  other = singles(tmp_path, row, settings_of(row) | change, ("rte",))
+  code, out, err = call("--join", "mine", *one, *other)
+  assert code == 1 and not out and re.search(said, err) and err.count("\n") == 1, err
+
+
+def test_what_else_cannot_be_joined(tmp_path, call):
+  row = STEPWISE
+  paths = singles(tmp_path / "a", row, settings_of(row), ("cola", "rte"))
+  again = singles(tmp_path / "b", row, settings_of(row), ("rte",))
+  mini = write(tmp_path / "m", {"sst2": {1: {"accuracy": 5}}}, settings_of(row), "nm_glue_mini_{}")
+  for argv, said in (
+    (["--join", "x", *paths, *again], "a/run_rte and .*b/run_rte both have metrics of rte"),
+    (["--join", "x", *paths, mini], "has mini False, and .* True"),
+    (["--join", "x"], "--join x: a name for the row comes first"),
+    (["--join", "x", paths[0], "--join", "x", paths[1]], "two rows are called x"),
+    ([paths[0], paths[0]], "two rows are called .*a/run_cola"),
+    ([], "give the folder of a run"),
+  ):
+    code, out, err = call(*argv)
+    assert code == 1 and not out and re.search(said, err), (argv, err)
 
 
 # --- which checkpoint -----------------------------------------------------------------------------
@@ -627,7 +740,7 @@ def test_csv(three, report, call):
 
 
 def test_forms_exclude_each_other_and_bad_words_are_2(tmp_path):
-  for argv in (["--json", "--csv"], ["--checkpoint", "first"], ["--pattern", "8"], []):
+  for argv in (["--json", "--csv"], ["--checkpoint", "first"], ["--pattern", "8"], ["--join"]):
     with pytest.raises(SystemExit) as e:
-      cli.main(["glue", "score", *argv, *(["x"] if argv else [])])
+      cli.main(["glue", "score", "x", *argv])
     assert e.value.code == 2

@@ -355,6 +355,19 @@ def test_command_lines_that_make_no_sense(tmp_path, call):
       call(*argv)
 
 
+def test_a_zip_that_cannot_be_written_is_said_before_anything_is_read(folder, tmp_path, capsys):
+  (tmp_path / "file").touch()
+  before = sorted(tmp_path.rglob("*"))
+  for out, why in (
+    ("no/folder/my.zip", "No such file"), ("file/my.zip", "Not a directory"), ("", "is a folder"),
+  ):  # fmt: skip
+    argv = ["glue", "submit", "/no/predictions", "--out", f"{tmp_path}/{out}"]
+    assert cli.main(argv) == 1
+    error = capsys.readouterr().err
+    assert "cannot be written" in error and why in error and error.count("\n") == 1
+  assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_is_made_is_checked_before_it_is_written(folder, call, monkeypatch):
   """The same check as that of a zip, whatever goes wrong in between."""
   monkeypatch.setattr(glue_submit, "cell", lambda task, prediction: "yes")

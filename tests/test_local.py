@@ -1,5 +1,6 @@
 """The local runner: what it learns, and that nothing that ends a process changes the result."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  import t5x_task  # noqa: F401  (registers the task)
+  import t5x_task  # registers the task
 
   from nm_sparsity_jax.local import checkpoints, data, evaluation, reports, step, train
 
@@ -182,6 +183,24 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   assert lines(tmp_path / "e", "training_eval/nm_test_sort")[0] == lines(
     sparse, "training_eval/nm_test_sort"
   )[-1]  # fmt: skip
+
+  # What `infer` writes is what was judged there, example by example.
+  checkpoint, folder = str(sparse / "checkpoint_180"), tmp_path / "i"
+  assert train.infer(model, EVALUATION, checkpoint, str(folder), "# it") == 0
+  assert (folder / "config.gin").read_text() == "# it"
+  (file,) = folder.glob("*jsonl*")
+  assert file.name == "nm_test_sort-predict.jsonl-00000-of-00001"
+  found = [json.loads(x) for x in file.read_text().splitlines()]
+  fields, said = zip(*((x["inputs"], x["prediction"]) for x in found), strict=True)
+  assert all(set(x) == {"inputs_pretokenized", "targets_pretokenized"} for x in fields)
+  assert [x["targets_pretokenized"] for x in fields] == [
+    "".join(sorted(x["inputs_pretokenized"])) for x in fields
+  ]
+  letters = t5x_task.letters_in_place([x["targets_pretokenized"] for x in fields], said)
+  assert letters == {"letters": scores[-1]["letters"]} and len(found) == 32
+  with pytest.raises(ValueError, match="TASK_FEATURE_LENGTHS=None: predictions are as long"):
+    train.infer(model, dataclasses.replace(EVALUATION, lengths=None), checkpoint, str(folder))
+
   other = model_of(**(rules | dict(pattern="1:2")))
   with pytest.raises(ValueError, match=r"rules \[ff: sr_ste 1:4.*run has \[ff: sr_ste 1:2"):
     train.evaluate(other, EVALUATION, str(sparse / "checkpoint_180"), str(tmp_path / "e"))

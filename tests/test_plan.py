@@ -729,6 +729,71 @@ def test_files_of_infer_are_read(run_t5x, run_file):
   assert [e for e in report["errors"] if "/none" not in e] == []
 
 
+@pytest.fixture
+def tasks():
+  """`t5x_tasks`; what a test registers again is as it was afterwards."""
+  t5x_tasks = pytest.importorskip("t5x_tasks")
+  yield t5x_tasks
+  t5x_tasks.register_glue()
+
+
+MINE = {**FINETUNE, "MODEL_DIR": "x", "INITIAL_CHECKPOINT_PATH": "", "PRETRAINED_STEPS": 0}
+MINE |= dict(MIXTURE_OR_TASK_MODULE="t5x_tasks")
+
+
+def of_data(report):
+  return [x for x in report["errors"] + report["warnings"] if "nm_glue" in x or "GLUE" in x]
+
+
+@pytest.mark.t5x
+def test_a_run_that_would_evaluate_nothing_is_warned_of(run_t5x, tasks):
+  for name, found in {
+    "nm_glue_mini_mnli": [
+      "nm_glue_mini_mnli has no split 'validation', so nothing is evaluated: choose "
+      "nm_glue_mini_mnli_and_dev or nm_glue_mini_proportional"
+    ],
+    "nm_glue_mini_mnli_and_dev": [], "nm_glue_mini_proportional": [], "nm_glue_mini_rte": [],
+  }.items():  # fmt: skip
+    _, report = run_t5x(**MINE, MIXTURE_OR_TASK_NAME=name)
+    assert of_data(report) == found and has(report["warnings"], *found) == bool(found)
+  _, report = run_t5x(**MINE, MIXTURE_OR_TASK_NAME="nm_glue_mini_ax")
+  assert of_data(report) == ["nm_glue_mini_ax has no split 'train' to train on; there is test"]
+
+
+@pytest.mark.t5x
+def test_files_of_a_task_that_are_not_there(run_t5x, tasks, tmp_path):
+  import seqio
+
+  folder = tmp_path / "glue"
+  for name, split in (("train", "train"), ("dev", "validation")):
+    tasks.register_glue(vocabulary=seqio.ByteVocabulary(), data_dir=str(folder))
+    _, report = run_t5x(**MINE, MIXTURE_OR_TASK_NAME="nm_glue_rte")
+    (error,) = of_data(report)
+    assert f"no file {folder}/RTE/{name}.tsv, for the split {split}" in error
+    (folder / "RTE").mkdir(parents=True, exist_ok=True)
+    (folder / f"RTE/{name}.tsv").touch()  # what is in it is not looked at
+  _, report = run_t5x(**MINE, MIXTURE_OR_TASK_NAME="nm_glue_rte")
+  assert of_data(report) == []
+  _, report = run_t5x(**MINE, MIXTURE_OR_TASK_NAME="nm_glue_cola", USE_CACHED_TASKS=True)
+  assert of_data(report) == []
+
+
+@pytest.mark.t5x
+def test_a_vocabulary_that_the_network_does_not_embed(run_t5x, tasks):
+  import seqio
+
+  name = dict(MIXTURE_OR_TASK_NAME="nm_glue_rte")
+  few = ["t5x.examples.t5.network.T5Config.vocab_size = 256"]
+  tasks.register_glue(vocabulary=seqio.ByteVocabulary())
+  _, report = run_t5x(**MINE, **name, raw=few)
+  assert of_data(report) == [
+    "nm_glue_rte: 'inputs' has 259 ids, but the network embeds 256. Set VOCAB_SIZE=384."
+  ]
+  assert of_data(run_t5x(**MINE, **name)[1]) == []  # 384
+  tasks.register_glue()  # T5's own lies in a bucket, which is not asked
+  assert of_data(run_t5x(**MINE, **name, raw=few)[1]) == []
+
+
 @pytest.mark.t5x
 def test_documented_overrides_of_t5x_work(run_t5x, tmp_path):
   path = write_orbax(tmp_path / "checkpoint_6", t5x_checkpoint())

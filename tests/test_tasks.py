@@ -73,7 +73,8 @@ def test_the_table_alone_needs_nothing():
 
 def test_the_import_registers_all_reads_nothing_and_may_be_repeated(monkeypatch):
   names = {f"nm_glue_{c}" for c in CONFIGS} | {f"nm_glue_mini_{c}" for c in CONFIGS}
-  names |= {"nm_glue_proportional", "nm_glue_mini_proportional", "nm_wmt17_ende", "nm_wmt14_ende"}
+  names |= {f"nm_glue_{m}{x}" for m in ("", "mini_") for x in ("proportional", "mnli_and_dev")}
+  names |= {"nm_wmt17_ende", "nm_wmt14_ende"}
   registered = lambda: {
     n for n in [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()] if n[:3] == "nm_"
   }
@@ -99,6 +100,11 @@ def test_the_mixtures_are_t5s():
   assert mixture.rate_per_task_name == {f"nm_glue_{c}": r for c, r in rates.items()}
   mini = seqio.get_mixture_or_task("nm_glue_mini_proportional")
   assert mini.rate_per_task_name == {f"nm_glue_mini_{c}": 4096 * bool(r) for c, r in rates.items()}
+  for prefix in ("nm_glue_", "nm_glue_mini_"):
+    mixture = seqio.get_mixture_or_task(f"{prefix}mnli_and_dev")
+    assert mixture.rate_per_task_name == {
+      f"{prefix}mnli": 1, f"{prefix}mnli_matched": 0, f"{prefix}mnli_mismatched": 0,
+    }  # fmt: skip
 
 
 def test_vocabulary_name_and_unknown_name():
@@ -481,6 +487,10 @@ BAD = {
   "no number": (
     changed("STS-B/train.tsv", FILES["STS-B/train.tsv"][0], "0\tg\tA\tB\tnan"), "stsb", "'nan'",
   ),
+  "no score": (
+    changed("STS-B/train.tsv", *FILES["STS-B/train.tsv"], "2\tg\tA\tB\t"), "stsb",
+    "line 4: the label '' of stsb is not a number from 0 to 5",
+  ),
   "empty": (changed("CoLA/train.tsv"), "cola", "CoLA/train.tsv has no row for the split train"),
   "header only": (changed("SST-2/train.tsv", "sentence\tlabel"), "sst2", "SST-2/train.tsv has no"),
   "no ids": (
@@ -511,6 +521,16 @@ def test_left_out_rows_are_reported(tmp_path, caplog):
   sources.read_glue(tmp_path, "qqp", "train")
   assert "QQP/train.tsv: left out 2 rows without all columns" in caplog.text
   assert "lines [3, 4]" in caplog.text
+
+
+def test_another_number_of_rows_than_glues_is_reported(tmp_path, caplog):
+  write(tmp_path, changed("WNLI/dev.tsv", PAIR, *["0\tA\tB\t1"] * 70))
+  sources.read_glue(tmp_path, "wnli", "validation")
+  assert "WNLI/dev.tsv: has 70 rows for the split validation, and GLUE's wnli has 71" in caplog.text
+  caplog.clear()
+  write(tmp_path, changed("WNLI/dev.tsv", PAIR, *["0\tA\tB\t1"] * 71))
+  sources.read_glue(tmp_path, "wnli", "validation")
+  assert not caplog.text
 
 
 def test_four_hundred_thousand_rows_take_seconds(tmp_path):
@@ -627,6 +647,26 @@ def test_empty_text_files(tmp_path):
   t5x_tasks.register_wmt(vocabulary=BYTES, data_dir=str(tmp_path))
   with pytest.raises(ValueError, match="has 0 lines"):
     seqio.get_mixture_or_task("nm_wmt17_ende").get_dataset(None, "validation")
+
+
+def test_shards_are_disjoint_without_a_seed_too(tmp_path):
+  """Three processes that know nothing of each other read each row once."""
+  t5x_tasks.register_mini(rows={"train": 50})
+  lines = [str(i) for i in range(50)]
+  write(tmp_path, {f"train-wmt17.{language}": lines for language in wmt.LANGUAGES})
+  t5x_tasks.register_wmt(vocabulary=BYTES, data_dir=str(tmp_path))
+  number = {
+    "nm_glue_mini_rte": lambda x: int(x["idx"]),
+    "nm_wmt17_ende": lambda x: int(x["targets_pretokenized"]),
+  }
+  for name, of in number.items():
+    for seed in (None, 1):
+      shards = [
+        [of(x) for x in read(name, "train", shuffle=True, seed=seed, shard_info=info)]
+        for info in (seqio.ShardInfo(i, 3) for i in range(3))
+      ]
+      assert sorted(sum(shards, [])) == list(range(50)), (name, seed)
+      assert {len(shard) for shard in shards} == {16, 17} and sorted(shards[0]) != shards[0]
 
 
 def test_mini_is_shuffled_by_its_seed_and_sharded_by_example():

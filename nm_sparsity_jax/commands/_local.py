@@ -1,4 +1,4 @@
-"""From the flags of `train` and `eval` to a gin configuration of the local runner."""
+"""From the flags of `train`, `eval` and `infer` to a gin configuration of the local runner."""
 
 # pyright: reportMissingImports=false
 
@@ -12,7 +12,11 @@ from typing import Any
 
 from nm_sparsity_jax.commands import _flags, _gin, gin_path
 
-_RUNS = {"train": "local_train.gin or local_finetune.gin", "evaluate": "local_eval.gin"}
+_RUNS = {
+  "train": "local_train.gin or local_finetune.gin",
+  "evaluate": "local_eval.gin",
+  "infer": "local_infer.gin",
+}
 
 
 def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:

@@ -24,6 +24,8 @@ from nm_sparsity_jax.commands import _checkpoint, _gin
 from nm_sparsity_jax.configure import SettingsError
 
 _LENGTHS = {"inputs": 512, "targets": 128}  # where TASK_FEATURE_LENGTHS does not tell
+# Arguments of T5X's programs that say what data they read.
+_DATASETS = ("train_dataset_cfg", "train_eval_dataset_cfg", "infer_eval_dataset_cfg", "dataset_cfg")
 
 
 def plan(config: _gin.Config, checkpoint: str | None = None) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class Planner:
       parts["loss"] = self._try("loss", lambda: self._loss(rules, model))
     if assignment is not None and params is not None and self.whole:
       parts["cost"] = self._try("cost", lambda: self._cost(network, assignment, params))
-    self._settings(model, rules)
+    self._settings(model, rules, network)
     resumed = self._try("MODEL_DIR", self._resumed)
     initial = self._try("checkpoint", self._stored)
     if initial is not None:
@@ -364,7 +366,7 @@ class Planner:
 
   # --- settings ---------------------------------------------------------------------------------
 
-  def _settings(self, model, rules) -> None:
+  def _settings(self, model, rules, network) -> None:
     """What T5X, the trainer or the data would refuse, from settings alone."""
     config = self.config
     for name, regex in (("MODEL_DIR", r".+"), ("INITIAL_CHECKPOINT_PATH", r".+")):
@@ -373,7 +375,10 @@ class Planner:
         self.errors.append(f"{name} is empty")
     if config.program == "train":
       self._train_settings(model, rules)
-    self._try("data", self._data)
+    task = self._try("data", self._data)
+    if task is not None:
+      self._try("data", lambda: self._check_vocabulary(task, network))
+      self._try("data", lambda: self._check_splits(task))
 
   def _train_settings(self, model, rules) -> None:
     config = self.config
@@ -425,11 +430,11 @@ class Planner:
       self._note(e)
       return None
 
-  def _data(self) -> None:
-    """Whether the task exists, and knows the features that it is asked for."""
+  def _data(self) -> Any:
+    """The task or mixture, which exists and knows the features that it is asked for."""
     name = self.config.get("MIXTURE_OR_TASK_NAME")
     if self.config.program is None or name is None:
-      return
+      return None
     import seqio
 
     if module := self.config.get("MIXTURE_OR_TASK_MODULE"):
@@ -447,6 +452,39 @@ class Planner:
         f"TASK_FEATURE_LENGTHS names {', '.join(unknown)}, but {name} has the features "
         f"{', '.join(task.output_features)}"
       )
+    return task
+
+  def _check_vocabulary(self, task, network) -> None:
+    """Whether the network embeds all ids. What a bucket would have to be asked is left out."""
+    from nm_sparsity_jax.local import data
+
+    rows = getattr(getattr(network, "config", None), "vocab_size", None)
+    vocabularies = [feature.vocabulary for feature in task.output_features.values()]
+    files = [getattr(v, "sentencepiece_model_file", "") for v in vocabularies]
+    if rows is not None and not any("://" in file for file in files):
+      data.check_vocabulary(task.name, rows)
+
+  def _check_splits(self, task) -> None:
+    """Whether there is something to train on and to evaluate, and the files for it."""
+    import seqio
+
+    for argument in _DATASETS:
+      dataset = self._argument(argument)
+      split, members = getattr(dataset, "split", None), seqio.get_subtasks(task)
+      if split is None or any(_splits(member) is None for member in members):
+        continue
+      found = [member for member in members if split in _splits(member)]
+      if not found:
+        text = f"{task.name} has no split {split!r}"
+        if argument == "train_dataset_cfg":
+          raise ValueError(f"{text} to train on; there is {', '.join(sorted(task.splits))}")
+        done = "predicted" if self.config.program == "infer" else "evaluated"
+        mixtures = " or ".join(_mixtures_of(task, split))
+        hint = f": choose {mixtures}" if mixtures else ""
+        self.warnings.append(f"{text}, so nothing is {done}{hint}")
+      if not dataset.use_cached:
+        for member in found:
+          getattr(member.source, "look", lambda split: None)(split)
 
   # --- checkpoints ------------------------------------------------------------------------------
 
@@ -584,6 +622,23 @@ class Planner:
     else:
       return False
     return True
+
+
+def _splits(task) -> Any:
+  """The splits of a task of seqio; None where TFDS would have to look for them."""
+  return getattr(task.source, "_splits", None)
+
+
+def _mixtures_of(task, split: str) -> list[str]:
+  """The mixtures that train on a task and have a split which it has not."""
+  import seqio
+
+  mixtures = {
+    name: seqio.get_subtasks(seqio.get_mixture_or_task(name))
+    for name in seqio.MixtureRegistry.names()
+  }
+  has = lambda members: any(split in (_splits(member) or ()) for member in members)
+  return sorted(n for n, members in mixtures.items() if task in members and has(members))
 
 
 _SECTIONS = {

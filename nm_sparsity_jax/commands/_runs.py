@@ -15,9 +15,10 @@ import ast
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue
@@ -43,6 +44,8 @@ class Run:
     start: the global step before the first of them; None: not known.
     size: of the T5, such as 'base'; None: not known.
     remarks: what was odd.
+    name: of its row; empty: that of the folder.
+    joined: the folders of the runs that it was joined of.
   """
 
   path: pathlib.Path
@@ -56,6 +59,8 @@ class Run:
   start: int | None = None
   size: str | None = None
   remarks: list[str] = dataclasses.field(default_factory=list)
+  name: str = ""
+  joined: tuple[pathlib.Path, ...] = ()
 
   def target_from(self) -> int | None:
     """The first global step whose weights have the target patterns for certain; None: not known.
@@ -92,6 +97,42 @@ def read(path: str) -> Run:
   if file := config_of(metrics.absolute().parent):
     _read_settings(run, file)
   return run
+
+
+# What runs of one row have in common.
+_COMMON = (
+  "mini", "recipe", "places", "dense_steps", "sparse_steps", "finetune_steps", "start", "size",
+)  # fmt: skip
+
+
+def join(name: str, runs: Sequence[Run]) -> Run:
+  """Runs that were trained alike, each on tasks of its own, as one.
+
+  Raises:
+    ValueError: two differ in what was trained, or have metrics of the same task.
+  """
+  first, *others = runs
+  tasks, owners = dict(first.tasks), dict.fromkeys(first.tasks, first)
+  for run in others:
+    for field in _COMMON:
+      if (a := getattr(first, field)) != (b := getattr(run, field)):
+        raise ValueError(
+          f"--join {name}: {first.path} has {field} {a}, and {run.path} {b}, so they are no one "
+          "row. Score them apart"
+        )
+    if twice := sorted(tasks.keys() & run.tasks.keys()):
+      raise ValueError(
+        f"--join {name}: {owners[twice[0]].path} and {run.path} both have metrics of "
+        f"{', '.join(twice)}: leave one out"
+      )
+    tasks |= run.tasks
+    owners |= dict.fromkeys(run.tasks, run)
+  paths = tuple(run.path for run in runs)
+  parent = pathlib.Path(os.path.commonpath([path.absolute() for path in paths]))
+  remarks = [f"{run.path}: {remark}" for run in runs for remark in run.remarks]
+  return dataclasses.replace(
+    first, path=parent, tasks=tasks, remarks=remarks, name=name, joined=paths
+  )
 
 
 # --- metrics ------------------------------------------------------------------------------------
@@ -217,19 +258,44 @@ def _read_settings(run: Run, file: pathlib.Path) -> None:
 
 
 _SEVERAL = {"qk": ("q", "k"), "qkv": ("q", "k", "v")}
+_ATTENTION = ("encoder/self", "decoder/self", "decoder/cross")
+# Where a T5 has the kernels of a role.
+_STACKS = {"ff": ("encoder", "decoder"), **dict.fromkeys(("q", "k", "v", "o"), _ATTENTION)}
+# What all of these make together.
+_WHOLES = {
+  "decoder/": ("decoder/self/", "decoder/cross/"),
+  "encoder/": ("encoder/self/",),
+  "": ("encoder/", "decoder/"),
+}
 
 
 def single(places: Mapping[str, str]) -> dict[str, str]:
-  """The same with q, k and v for qk and qkv, to compare.
+  """The same rules in one form, to compare: q, k and v for qk and qkv, wholes for all their parts.
 
-  >>> single({"ff": "1:8", "qk": "1:4"})
+  >>> single({"encoder/ff": "1:8", "decoder/ff": "1:8", "qk": "1:4"})
   {'ff': '1:8', 'q': '1:4', 'k': '1:4'}
   """
-  return {
-    part: str(NM.parse(pattern))
-    for place, pattern in places.items()
-    for part in _SEVERAL.get(place, (place,))
-  }
+  found = {}
+  for place, pattern in places.items():
+    *where, role = place.split("/")
+    for part in _SEVERAL.get(role, (role,)):
+      stacks = [s for s in _STACKS.get(part, ()) if set(where) <= set(s.split("/"))]
+      parts = [f"{stack}/{part}" for stack in stacks] or [place]  # a regex is left as it is
+      found |= dict.fromkeys(parts, str(NM.parse(pattern)))
+  for role in _STACKS:
+    for whole, parts in _WHOLES.items():
+      _put_together(found, f"{whole}{role}", [f"{part}{role}" for part in parts])
+  return found
+
+
+def _put_together(places: dict[str, str], whole: str, parts: Sequence[str]) -> bool:
+  """Replaces the parts by the whole where all of them are there, with the same pattern."""
+  patterns = {places.get(part) for part in parts}
+  if len(patterns) > 1 or None in patterns:
+    return False
+  found = [places.pop(part) for part in parts]
+  places[whole] = found[0]
+  return True
 
 
 def text_of(places: Mapping[str, str]) -> str:
@@ -239,11 +305,9 @@ def text_of(places: Mapping[str, str]) -> str:
   '1:8 FF, 1:4 QK'
   """
   rest, words = dict(places), {}
-  for name in ("ff", "qkv", "qk"):
-    parts = _SEVERAL.get(name, (name,))
-    patterns = {rest.get(part) for part in parts}
-    if len(patterns) == 1 and (pattern := patterns.pop()):
-      words[name.upper()] = pattern
-      for part in parts:
-        del rest[part]
+  for stack in ("", "encoder/", "decoder/", *(f"{s}/" for s in _ATTENTION)):
+    for name in ("ff", "qkv", "qk"):
+      whole = f"{stack}{name}" if stack else name.upper()
+      if _put_together(rest, whole, [f"{stack}{p}" for p in _SEVERAL.get(name, (name,))]):
+        words[whole] = rest.pop(whole)
   return ", ".join(f"{pattern} {place}" for place, pattern in {**words, **rest}.items())

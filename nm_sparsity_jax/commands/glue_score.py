@@ -7,7 +7,11 @@ a task; a pair counts with its mean; overall is the mean of nine, and '-' where 
 
   nm-sparsity glue score runs/sr_ste runs/sdgf_stepwise --checkpoint last
 
-With several runs '*' (bold in Markdown and LaTeX) marks the best of each column. A delta is the
+Runs of one task each, trained alike, are one row by --join NAME DIR...:
+
+  nm-sparsity glue score --join sr_ste runs/sr_ste_* --join stepwise runs/stepwise_*
+
+With several rows '*' (bold in Markdown and LaTeX) marks the best of each column. A delta is the
 run's value minus the published one, which is rounded to 0.1.
 
 Exit code: 0 = each run has a row, 1 = one has none.
@@ -41,7 +45,12 @@ _SHORT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """The runs, the checkpoint, what config.gin does not say, and the form of the output."""
   add = parser.add_argument
-  add("runs", nargs="+", metavar="DIR", help="folder of a run")
+  add("runs", nargs="*", metavar="DIR", help="folder of a run")
+  add(
+    "--join", nargs="+", action="append", default=[], metavar=("NAME", "DIR"),
+    help="one row, of this name, of runs that were trained alike on tasks of their own; may be "
+    "repeated",
+  )  # fmt: skip
   add(
     "--checkpoint", type=checkpoint, default="best", metavar="best|last|STEP",
     help="the step of each task: the one with the best mean of its metrics (the default; the "
@@ -81,9 +90,18 @@ def _places(text: str) -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> int:
   """Reads, scores, prints."""
-  runs = [_runs.read(path) for path in args.runs]
-  for each in runs:
-    _told(each, args.recipe, args.pattern, args.dense_steps)
+  if not args.runs and not args.join:
+    raise ValueError("give the folder of a run, or several, or --join NAME DIR...")
+  if lone := [name for name, *paths in args.join if not paths]:
+    raise ValueError(f"--join {lone[0]}: a name for the row comes first, then the folders of runs")
+
+  def read(path: str) -> _runs.Run:
+    run = _runs.read(path)
+    _told(run, args.recipe, args.pattern, args.dense_steps)
+    return run
+
+  runs = [read(path) for path in args.runs]
+  runs += [_runs.join(name, [read(path) for path in paths]) for name, *paths in args.join]
   report = score(runs, args.checkpoint)
   print(_FORMS[args.form][1](report) if args.form != "text" else text(report))
   return 0
@@ -116,6 +134,8 @@ def score(runs: Sequence[_runs.Run], checkpoint: str | int) -> dict[str, Any]:
     made_up = ", ".join(str(run.path) for run in runs if run.mini)
     raise ValueError(f"{made_up}: mini-GLUE, which does not compare with GLUE in one table")
   names = [_name(run, runs) for run in runs]
+  if twice := [name for name in names if names.count(name) > 1]:
+    raise ValueError(f"two rows are called {twice[0]}: give each run once, and other names to join")
   rows = [_row(run, name, checkpoint) for run, name in zip(runs, names, strict=True)]
   best = {}
   for title in _TITLES if len(rows) > 1 else ():
@@ -130,13 +150,14 @@ def score(runs: Sequence[_runs.Run], checkpoint: str | int) -> dict[str, Any]:
 
 
 def _name(run: _runs.Run, runs: Sequence[_runs.Run]) -> str:
-  """The folder's name, the path where two folders have the same."""
+  """Its own, else the folder's, else, where another has that too, the path."""
 
   def short(r: _runs.Run) -> str:
     path = r.path.resolve()
-    return path.parent.name if path.name == "inference_eval" else path.name
+    return r.name or (path.parent.name if path.name == "inference_eval" else path.name)
 
-  return short(run) if [short(r) for r in runs].count(short(run)) == 1 else str(run.path)
+  shared = [short(r) for r in runs].count(short(run)) > 1
+  return str(run.path) if shared and not run.name else short(run)
 
 
 def _row(run: _runs.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
@@ -163,6 +184,7 @@ def _row(run: _runs.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
   row: dict[str, Any] = {
     "run": name,
     "path": str(run.path),
+    "joined": [str(path) for path in run.joined],
     "mini": run.mini,
     "recipe": run.recipe,
     "places": run.places,
@@ -310,6 +332,8 @@ def _notes(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
   yield "checkpoint", meaning.get(report["checkpoint"], f"step {report['checkpoint']}")
   for row in report["runs"]:
     yield row["run"], _what(row)
+    if row["joined"]:
+      yield row["run"], f"joined: {', '.join(row['joined'])}"
     if published := row["published"]:
       yield row["run"], f"published: Table {published['table']}, {published['row']}"
     if row["missing"]:

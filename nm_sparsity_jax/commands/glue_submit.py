@@ -1,7 +1,7 @@
-"""Makes GLUE's official zip from the predictions of t5x.infer, or checks a zip.
+"""Makes GLUE's official zip from predictions of t5x.infer or `nm-sparsity infer`, or checks a zip.
 
 Takes files TASK-predict.jsonl[-00000-of-00001], or folders, searched with what lies in them. Each
-line must hold `idx`: gin_configs/runs/t5x_infer_glue_test.gin writes it.
+line must hold `idx`: gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write it.
 
   nm-sparsity glue submit predictions/ --out submission.zip --fill wnli
   nm-sparsity glue submit --validate submission.zip
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import errno
 import json
 import math
 import os
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     report = {"zip": args.validate, "problems": validate(args.validate, args.mini)}
   else:
     fill = set(TASKS) if "all" in args.fill else set(args.fill)
+    _check_writable(args.out)
     files, problems = find(args.paths, args.task, args.mini)
     if not files:
       wanted = "such as nm_glue_rte-predict.jsonl-00000-of-00001"
@@ -158,7 +160,7 @@ def read(files: Iterable[pathlib.Path]) -> Iterator[tuple[int, str]]:
           wanted = 'no {"inputs": {"idx": ...}, "prediction": ...}'
           raise ValueError(
             f"{file}, line {number}: {wanted} ({type(e).__name__}: {e}); "
-            "gin_configs/runs/t5x_infer_glue_test.gin writes these"
+            "gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write these"
           ) from e
         if target not in _HIDDEN:
           raise ValueError(
@@ -331,10 +333,26 @@ def validate(path: str, mini: bool = False) -> list[str]:
   return problems
 
 
+def _beside(target: pathlib.Path) -> pathlib.Path:
+  return target.with_name(f".{target.name}.{os.getpid()}")
+
+
+def _check_writable(path: str) -> None:
+  """Raises where `_write` would, before minutes of reading."""
+  target = pathlib.Path(path)
+  try:
+    if target.is_dir():
+      raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    _beside(target).touch()
+    _beside(target).unlink()
+  except OSError as e:
+    raise ValueError(f"--out {path} cannot be written: {e.strerror}") from e
+
+
 def _write(path: str, tables: Mapping[str, bytes]) -> None:
   """Writes beside and renames, so a zip is whole or not there. Of equal tables, equal bytes."""
   target = pathlib.Path(path)
-  beside = target.with_name(f".{target.name}.{os.getpid()}")
+  beside = _beside(target)
   try:
     with zipfile.ZipFile(beside, "w") as archive:
       for table, data in tables.items():

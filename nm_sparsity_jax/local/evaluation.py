@@ -1,7 +1,8 @@
-"""How good the weights are: teacher-forced loss, and the task's metrics on decoded text.
+"""How good the weights are, and what they say: loss, the task's metrics on decoded text, the text.
 
     effective params -> validation batches -> loss, token accuracy -> training_eval/<task>
                      -> greedy or beam search -> seqio.Evaluator  -> inference_eval/
+                                              -> [predictions]    -> train.infer
 
 Every task is gone through in order, once, and rows that only fill the last batch do not count.
 """
@@ -38,7 +39,8 @@ class Evaluation:
     batch_size: rows at once.
     module: imported first, to register the name.
     split: of the tasks; a task without it is left out.
-    lengths: feature -> tokens, of teacher forcing; decoding takes what the examples need.
+    lengths: feature -> tokens, of teacher forcing and of predictions; decoding for metrics takes
+      what the examples need.
     num_decodes: beams; 1 is T5X's search with one beam.
     decoder: 'beam', or 'greedy', which is quicker.
     loss_batches: batches of teacher forcing for each task; None = all, 0 = no teacher forcing.
@@ -91,15 +93,15 @@ class Evaluator:
     seqio = data.import_seqio(evaluation.module)
     known = data.mixture_or_task(evaluation.name)
     data.check_vocabulary(evaluation.name, model.network.config.vocab_size)
-    self._tasks = [t for t in seqio.get_subtasks(known) if evaluation.split in t.splits]
-    if not self._tasks:
+    self.tasks = [t for t in seqio.get_subtasks(known) if evaluation.split in t.splits]
+    if not self.tasks:
       raise ValueError(f"no task of {evaluation.name} has a split {evaluation.split!r}.")
     self._loss, self._likelihood = model.eval_step(), model.jit(model.score)
     self._batches: dict[str, list[data.Batch]] = {}
     self._seqio = None
     self._decoders: dict[tuple[int, int], Callable] = {}
     self._eos = known.output_features["targets"].vocabulary.eos_id or 1
-    if evaluation.num_examples != 0 and any(t.metric_objs for t in self._tasks):
+    if evaluation.num_examples != 0 and any(t.metric_objs for t in self.tasks):
       loggers: tuple[Any, ...] = ()
       if folder is not None:
         loggers = (seqio.TensorBoardLogger, _json_logger(seqio, evaluation.write_results))
@@ -121,7 +123,7 @@ class Evaluator:
     if self._cfg.loss_batches == 0 or self._cfg.lengths is None:
       return {}
     found = {}
-    for task in self._tasks:
+    for task in self.tasks:
       total = np.zeros(4)
       for batch in self._loss_batches(task):
         self._check()
@@ -163,15 +165,31 @@ class Evaluator:
     numbers = lambda m: {k: float(v) for k, v in m.items() if np.ndim(v) == 0}
     return {task: numbers(m) for task, m in found.result().items()}
 
+  def predictions(self, effective: Any, task) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """(fields, decoded text) of each example of a task, in the order of its split."""
+    import seqio
+
+    lengths = dict(self._cfg.lengths or {})
+    examples = task.get_dataset(
+      lengths, self._cfg.split, shuffle=False, seed=0, use_cached=self._cfg.use_cached, num_epochs=1
+    )
+    features = seqio.EncDecFeatureConverter(pack=False)(examples, task_feature_lengths=lengths)
+    decoded = self._decoded(effective, features.enumerate())
+    text = task.output_features["targets"].vocabulary.decode
+    for example, (_, ids, _) in zip(examples.as_numpy_iterator(), decoded, strict=True):
+      yield example, text(ids)
+
   def _decode(self, effective, dataset):
     """((index, ids) of every example, {'scores': one of each})."""
-    ids, scores = [], []
+    rows = list(self._decoded(effective, dataset))
+    return [row[:2] for row in rows], {"scores": [score for _, _, score in rows]}
+
+  def _decoded(self, effective, dataset) -> Iterator[tuple[int, list[int], float]]:
+    """(index, ids, score) of every example."""
     for indices, batch, real in self._rows(dataset):
       run = self._decoder(batch["decoder_input_tokens"].shape[1])
-      tokens, score = run(effective, self._model.put(batch)["encoder_input_tokens"])
-      ids += list(zip(indices, np.asarray(tokens)[:real].tolist(), strict=True))
-      scores += np.asarray(score)[:real].tolist()
-    return ids, {"scores": scores}
+      found = run(effective, self._model.put(batch)["encoder_input_tokens"])
+      yield from zip(indices, *(np.asarray(x)[:real].tolist() for x in found), strict=True)
 
   def _decoder(self, length: int) -> Callable:
     cfg, network = self._cfg, self._model.network

@@ -7,6 +7,8 @@ batch `sparse_step` of the stream -> [train_step] -> state, sums -> looked at tw
 
 MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share),
           evaluations.json, train/, training_eval/<task>/, inference_eval/
+
+`evaluate` and `infer` open one checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -420,13 +423,9 @@ def evaluate(
     output_dir: gets what training writes for an evaluation.
     config: the text for config.gin.
   """
-  folder = _make(output_dir)
-  data.import_seqio(evaluation.module)
-  state = checkpoints.load_for_evaluation(checkpoint, model)
-  checkpoints.write_atomically(folder / "config.gin", config)
+  folder, state = _open(model, evaluation, checkpoint, output_dir, config)
   step, effective = int(state.step), model.effective(state)
   evaluator = Evaluator(evaluation, model, str(folder))
-  print(f"{checkpoint}: step {step:,}, sparse step {int(state.sparse_step):,}")
   for task, sums in evaluator.losses(effective).items():
     with contextlib.closing(reports.writer(folder / f"training_eval/{task}", step - 1)) as writer:
       writer.write_scalars(step, sums.scalars())
@@ -434,6 +433,61 @@ def evaluate(
   for task, values in evaluator.metrics(effective, step).items():
     print(metrics_line(task, values))
   return 0
+
+
+def infer(
+  model: Model,
+  evaluation: Evaluation,
+  checkpoint: str,
+  output_dir: str,
+  config: str = "",
+) -> int:
+  """Writes what one checkpoint predicts: TASK-predict.jsonl-00000-of-00001, as t5x.infer does.
+
+  A line is {"inputs": {"idx": 3, "inputs_pretokenized": ...}, "prediction": "entailment"}. A file
+  has its name when it is complete.
+
+  Args:
+    model: network and rules, as in training.
+    evaluation: of which tasks and split, by which search; its lengths, which are needed.
+    checkpoint: its folder, checkpoint_N.
+    output_dir: gets the files.
+    config: the text for config.gin.
+  """
+  if not evaluation.lengths:
+    raise ValueError(
+      f"TASK_FEATURE_LENGTHS={evaluation.lengths!r}: predictions are as long as it says, for the "
+      "targets of a test set tell nothing. Give {'inputs': ..., 'targets': ...}."
+    )
+  folder, state = _open(model, evaluation, checkpoint, output_dir, config)
+  effective = model.effective(state)
+  evaluator = Evaluator(dataclasses.replace(evaluation, num_examples=0), model, None)
+  for task in evaluator.tasks:
+    path, count = folder / f"{task.name}-predict.jsonl-00000-of-00001", 0
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("w", encoding="utf-8") as file:
+      for example, text in evaluator.predictions(effective, task):
+        file.write(_prediction_line(example, text))
+        count += 1
+    os.replace(beside, path)
+    print(f"  {task.name}: {count:,} predictions")
+  return 0
+
+
+def _prediction_line(example: Mapping[str, Any], text: str) -> str:
+  shown = {k: v for k, v in example.items() if k == "idx" or k.endswith("_pretokenized")}
+  inputs = {k: v.decode() if isinstance(v, bytes) else v.tolist() for k, v in shown.items()}
+  return json.dumps({"inputs": inputs, "prediction": text}) + "\n"
+
+
+def _open(model, evaluation, checkpoint, output_dir, config) -> tuple[pathlib.Path, TrainState]:
+  """The folder for what is found, and the state of a checkpoint."""
+  folder = _make(output_dir)
+  data.import_seqio(evaluation.module)
+  state = checkpoints.load_for_evaluation(checkpoint, model)
+  checkpoints.write_atomically(folder / "config.gin", config)
+  print(f"{checkpoint}: step {int(state.step):,}, sparse step {int(state.sparse_step):,}")
+  return folder, state
 
 
 def loss_line(task: str, sums: Summed) -> str:

@@ -1,0 +1,32 @@
+"""Writes what a checkpoint, of `nm-sparsity train` or of T5X, predicts: a JSONL file for each task.
+
+  nm-sparsity infer --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
+    --gin_file=gin_configs/runs/local_infer.gin \\
+    --gin_file=gin_configs/recipes/mdgf_exponential.gin \\
+    --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.INFER_OUTPUT_DIR="'...'" ...
+
+The rules are those of the training. The files are those of t5x.infer, with `idx` where a task has
+it: `nm-sparsity glue submit` reads them. Exit code: 0 = done, 1 = failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from nm_sparsity_jax.commands import _flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """T5X's flags."""
+  _flags.add(parser, "where gin files are looked for, before the folder of this package")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Predicts."""
+  from nm_sparsity_jax.commands import _local
+
+  config, text = _local.read(args, "infer")
+  from nm_sparsity_jax.local import train
+
+  names = ("model", "evaluation", "checkpoint", "output_dir")
+  return train.infer(**{name: _local.argument(config, name) for name in names}, config=text)

@@ -1,0 +1,78 @@
+"""mini-GLUE in the local runner by commands: train, score, infer on the test sets, submit."""
+
+import json
+import warnings
+import zipfile
+
+import pytest
+import tasks_found
+
+from nm_sparsity_jax import cli, glue
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # seqio, TensorFlow, clu and Orbax, on their own
+
+if reason := tasks_found.why_not():
+  pytest.skip(reason, allow_module_level=True)
+
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore")
+  from test_local import command, quick_compilation  # noqa: F401  (it skips as well; a fixture)
+
+# Another size of the data, by gin alone; two tasks of the mixture's, since each costs a second.
+TASK = """
+from __gin__ import dynamic_registration
+import seqio
+import t5x_tasks
+
+MIXTURE_OR_TASK_NAME = @t5x_tasks.register_mini()
+t5x_tasks.register_mini:
+  name = 'nm_glue_mini_mnli_and_dev'
+  rows = {'train': 64, 'validation': 12, 'test': 10}
+VOCAB_SIZE = 256
+TASK_FEATURE_LENGTHS = {'inputs': 24, 'targets': 4}
+"""
+RULES = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=4)
+
+
+def test_train_score_infer_submit(tmp_path, capsys):
+  task, run, out = tmp_path / "task.gin", tmp_path / "run", tmp_path / "predictions"
+  task.write_text(TASK)
+  call = lambda name, *files, **macros: cli.main(
+    [name, *command(*files, **RULES, **macros), f"--gin_file={task}"]
+  )
+  few = dict(BATCH_SIZE=8, EVAL_PERIOD=2, METRICS_EVERY=None)
+  assert call("train", "local_train.gin", "local_adamw.gin", MODEL_DIR=str(run), **few) == 0
+
+  capsys.readouterr()
+  assert cli.main(["glue", "score", str(run), "--checkpoint", "last", "--json"]) == 0
+  (row,) = json.loads(capsys.readouterr().out)["runs"]
+  last = json.loads((run / "evaluations.json").read_text())[-1]["metrics"]
+  assert {t: c["values"] for t, c in row["columns"].items()} == {
+    "MNLI-m": last["nm_glue_mini_mnli_matched"], "MNLI-mm": last["nm_glue_mini_mnli_mismatched"],
+  }  # fmt: skip
+  assert {c["step"] for c in row["columns"].values()} == {4}
+  assert row["recipe"] == "sr_ste" and row["places"] == {"ff": "1:4"} and row["mini"]
+
+  where = dict(CHECKPOINT_PATH=str(run / "checkpoint_4"), INFER_OUTPUT_DIR=str(out))
+  assert call("infer", "local_infer.gin", **where) == 0
+  zipped, said = tmp_path / "mini.zip", {}
+  for config in ("mnli_matched", "mnli_mismatched"):
+    file = out / f"nm_glue_mini_{config}-predict.jsonl-00000-of-00001"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["inputs"].pop("idx") for line in lines] == list(range(10))
+    assert {line["inputs"]["targets_pretokenized"] for line in lines} == {"<unk>"}
+    assert all(x["inputs"]["inputs_pretokenized"].startswith("mnli hypothesis: ") for x in lines)
+    said[glue.TASKS[config].file] = [line["prediction"] for line in lines]
+  assert not [p for p in out.iterdir() if p.suffix == ".tmp"]
+
+  submit = ["glue", "submit", str(out), "--mini", "--fill", "all", "--out", str(zipped)]
+  assert cli.main(submit) == 0
+  with zipfile.ZipFile(zipped) as z:
+    found = {name: z.read(name).decode().splitlines() for name in z.namelist()}
+  labels = glue.TASKS["mnli"].labels
+  assert found == {
+    name: ["index\tprediction", *(f"{i}\t{x if x in labels else labels[0]}"
+                                   for i, x in enumerate(texts))]
+    for name, texts in said.items()
+  }  # fmt: skip
+  assert cli.main(["glue", "submit", "--mini", "--validate", str(zipped)]) == 0
