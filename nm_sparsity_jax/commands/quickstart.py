@@ -35,7 +35,6 @@ ALL = (
 )  # fmt: skip
 STEPS = 200
 _NOTE = "quickstart.json"
-_STOPPED = "stopped: the same command goes on from there"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError(f"--steps {steps}: give 10 or more, for each phase of a recipe wants some")
   _claim(pathlib.Path(out), steps)
   print(
-    f"A tiny T5 on three tasks of mini-GLUE: {2 * steps} dense steps, then {len(recipes)} runs of "
-    f"{steps} from there.\nEach command is shown as you would type it."
+    f"A tiny T5 on three tasks of mini-GLUE: {2 * steps} dense steps, then {steps} with "
+    f"each of {len(recipes)} recipes.\nEach command is shown as you would type it."
   )
   names = ["warmup", *recipes]
   for i, name in enumerate(names, 1):
@@ -111,7 +110,7 @@ def finetune(
 ) -> list[str]:
   """The command of a run of a recipe."""
   files = [f"runs/{run}.gin" for run in ("local_finetune", "local_mini")]
-  files += [f"recipes/{recipe}.gin", f"patterns/{pattern}.gin"]
+  files += [f"recipes/{recipe}.gin", *([f"patterns/{pattern}.gin"] if recipe != "dense" else [])]
   start = 2 * steps
   macros: dict[str, Any] = {
     "MODEL_DIR": f"{out}/{name or recipe}",
@@ -197,11 +196,9 @@ def _train(argv: Sequence[str], out: str, name: str, last: int) -> int:
     print(f"$ {typed(argv)}\n{out}/{name}: done before")
     return 0
   code = _call(argv)
-  if not code and not is_done():  # `train` ends with 0 after SIGTERM
-    print(_STOPPED, file=sys.stderr)
-    return 1
-  if code == 130:
-    print(_STOPPED, file=sys.stderr)
+  if code == 130 or (not code and not is_done()):  # `train` ends with 0 after SIGTERM
+    print("stopped; start the quickstart again, and it goes on from there", file=sys.stderr)
+    return code or 1
   return code
 
 
