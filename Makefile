@@ -2,7 +2,7 @@
 #
 #   make test PYTHON=python3.12       another interpreter for a new environment
 #   make test VENV=/tmp/nm-env        another place for the environment
-#   make test ARGS="-k masks"         more arguments for pytest
+#   make test ARGS="-k masks"         more arguments for pytest, or for the quickstart
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -15,6 +15,10 @@ ARGS    ?=
 T5X_PATH ?= $(HOME)/.cache/nm-sparsity/t5x
 export T5X_PATH
 EXTRAS   := dev local $(if $(wildcard $(T5X_PATH)/t5x/t5x/__init__.py),t5x)
+# The quickstart needs no more than the local runner; an environment for the tests will do as well.
+ifeq ($(MAKECMDGOALS),quickstart)
+EXTRAS   := $(if $(wildcard $(VENV)/.installed-dev-local*),$(EXTRAS),local)
+endif
 
 empty   :=
 comma   := ,
@@ -24,10 +28,13 @@ PYTEST  := $(PY) -m pytest -n $(WORKERS)
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow style check browser clean
+.PHONY: help quickstart venv test test-slow style check browser clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+quickstart: $(STAMP)  ## train, prove and score sparse checkpoints, in minutes; into quickstart/
+	$(VENV)/bin/nm-sparsity quickstart $(ARGS)
 
 venv: $(STAMP)  ## create the environment, or bring it up to date with setup.py
 

@@ -18,6 +18,7 @@ from nm_sparsity_jax._version import __version__
 # name -> (module, help in one line); a name of two words is a command of a group
 COMMANDS = {
   "gin-path": ("gin_path", "print the folder that holds gin_configs/, for --gin_search_paths"),
+  "quickstart": ("quickstart", "from nothing to sparse, scored checkpoints, in minutes on a CPU"),
   "train": ("train", "train on the devices of this machine, without T5X"),
   "eval": ("eval", "evaluate a checkpoint on the devices of this machine, without T5X"),
   "infer": ("infer", "write what a checkpoint predicts, on a GLUE test set say, without T5X"),

@@ -337,7 +337,10 @@ def _notes(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if published := row["published"]:
       yield row["run"], f"published: Table {published['table']}, {published['row']}"
     if row["missing"]:
-      missing = ", ".join(f"{title} ({why})" for title, why in row["missing"].items())
+      reasons: dict[str, list[str]] = {}
+      for title, why in row["missing"].items():
+        reasons.setdefault(why, []).append(title)
+      missing = "; ".join(f"{', '.join(titles)} ({why})" for why, titles in reasons.items())
       yield row["run"], f"no overall, missing: {missing}"
     for remark in row["remarks"]:
       yield row["run"], f"note: {remark}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -92,9 +93,15 @@ def import_seqio(module: str | None = None) -> Any:
       "'nm-sparsity-jax[local]'"
     ) from e
   tf.config.set_visible_devices([], "GPU")
+  logging.getLogger("absl").addFilter(_is_news)
   if module is not None:
     importlib.import_module(module)
   return seqio
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  """Whether it is not that a task which is only evaluated has no split to train on."""
+  return "split, skipping" not in str(record.msg)
 
 
 def mixture_or_task(name: str) -> Any:
@@ -113,6 +120,22 @@ def mixture_or_task(name: str) -> Any:
       f"MIXTURE_OR_TASK_NAME={name!r} is not registered; {hint} MIXTURE_OR_TASK_MODULE names the "
       "module that is imported first."
     ) from e
+
+
+def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "mixture") -> str:
+  """Registers a mixture, in place of one of that name; its name, so that gin can call this for it.
+
+  Args:
+    rates: task -> rate; 0 for a task that is only evaluated.
+    module: imported first, to register the tasks.
+    name: of the mixture.
+  """
+  seqio = import_seqio(module)
+  for task in rates:
+    mixture_or_task(task)
+  seqio.MixtureRegistry.remove(name)
+  seqio.MixtureRegistry.add(name, [(task, float(rate)) for task, rate in rates.items()])
+  return name
 
 
 def check_vocabulary(name: str, rows: int) -> None:

@@ -1,0 +1,184 @@
+"""The quickstart: the same table however often it is stopped, and commands that work as typed."""
+
+import argparse
+import importlib
+import json
+import os
+import pathlib
+import re
+import resource
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.commands import gin_path, quickstart
+from nm_sparsity_jax.recipes import RECIPES
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def lines(out="my quickstart", steps=40):
+  """All commands that it may print."""
+  names = ["warmup", *quickstart.ALL]
+  yield quickstart.warmup(out, steps)
+  for name in quickstart.ALL:
+    yield quickstart.finetune(out, steps, name)
+  yield quickstart.finetune(out, steps, "mdgf_exponential", "ff_1_32", "harder")
+  yield quickstart.score(out, names)
+  yield from quickstart.reports(out, names)
+
+
+@pytest.mark.parametrize("argv", list(lines()), ids=lambda argv: argv[0])
+def test_a_shell_reads_what_is_printed_as_what_is_run(argv):
+  text = quickstart.typed(argv)
+  assert shlex.split(text.replace("\\\n", " ")) == ["nm-sparsity", *argv]
+  assert max(map(len, text.splitlines())) <= 100
+  name = next(n for n in cli.COMMANDS if argv[: n.count(" ") + 1] == n.split())
+  parser = argparse.ArgumentParser()
+  importlib.import_module(f"nm_sparsity_jax.commands.{cli.COMMANDS[name][0]}").add_arguments(parser)
+  parser.parse_args(argv[name.count(" ") + 1 :])
+
+
+def test_quotes_are_those_that_a_user_would_type():
+  text = quickstart.typed(quickstart.warmup("out", 10))
+  assert "--gin.MODEL_DIR=\"'out/warmup'\"" in text and "--gin.SPARSE_STEPS=20 " in text
+  assert quickstart.typed(["verify", "$a b"]) == "nm-sparsity verify '$a b'"
+
+
+def test_every_recipe_is_there_and_a_page_holds_its_runs():
+  assert sorted(quickstart.ALL) == sorted(RECIPES)
+  assert set(quickstart.RECIPES) < set(quickstart.ALL)
+  assert sorted(quickstart._STATEFUL) == sorted(n for n, c in RECIPES.items() if c.stateful)
+  pages = quickstart.reports("out", ["warmup", *quickstart.ALL])
+  assert [len(argv) - 3 for argv in pages] == [8, 4]  # _charts.MAX_RUNS
+  (page,) = quickstart.reports("out", ["warmup", *quickstart.RECIPES])
+  assert page[-1] == "out/report.html" and len(page) == 7
+
+
+@pytest.mark.parametrize("recipe", ["warmup", *quickstart.ALL])
+def test_gin_takes_each_run_and_reads_every_override(recipe):
+  pytest.importorskip("seqio", reason="run files of the local runner need .[local]")
+  from nm_sparsity_jax.commands import _flags, _gin
+
+  argv = (
+    quickstart.finetune("out", 40, recipe) if recipe != "warmup" else quickstart.warmup("out", 40)
+  )
+  parser = argparse.ArgumentParser()
+  _flags.add(parser, "")
+  args = parser.parse_args(argv[1:])
+  config = _gin.Config([str(gin_path.find())], args.gin_file, args.gin_bindings)
+  assert not config.errors and not config.warnings and config.program == "train"
+  (made,) = config.value("RULES").places.values()
+  name = "dense" if recipe == "warmup" else recipe
+  assert made.name == name and str(made.pattern) == ("None" if name == "dense" else "1:8")
+  if name != "dense":
+    assert (made.phases.total, made.phases.finetune) == (40, 8)
+    assert float(made.decay(32)) == 0  # exactly 1:8, when it is evaluated and finalized
+  config.close()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
+  def said(*argv):
+    assert cli.main(["quickstart", *map(str, argv)]) == 1
+    return capsys.readouterr().err
+
+  (tmp_path / "mine.txt").write_text("")
+  assert "holds something else: choose a new or an empty folder" in said("--out", tmp_path)
+  assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+  assert "cannot be written to: Not a directory" in said("--out", tmp_path / "mine.txt" / "q")
+  quickstart._claim(tmp_path / "q", 40)
+  quickstart._claim(tmp_path / "q", 40)
+  assert "was begun with --steps 40, not 41" in said("--out", tmp_path / "q", "--steps", 41)
+  assert "--steps 9: give 10 or more" in said("--out", tmp_path / "r", "--steps", 9)
+  assert not (tmp_path / "r").exists()
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+  """Runs a quickstart in a folder: its exit code and all that it said."""
+  pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
+  env = {**os.environ, "XLA_FLAGS": "", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
+  env |= {  # shorter than compiling for speed
+    "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)]),
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("xla")),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
+  errors = (tmp_path_factory.mktemp("worker") / "stderr").open("w+")
+  command, pipe = [sys.executable, str(HERE / "quickstart_worker.py")], subprocess.PIPE
+  with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env) as p:
+
+    def run(folder, *argv, stop=None):
+      folder.mkdir(exist_ok=True)
+      p.stdin.write(json.dumps([str(folder), argv, stop]) + "\n")
+      p.stdin.flush()
+      return int(p.stdout.readline().split()[1]), (folder / "said.txt").read_text()
+
+    yield run
+    p.stdin.close()
+    p.wait(60)
+
+
+def table(said):
+  """What is said of the result, without the time."""
+  return re.sub(r"Done in .*CPU time\)", "", said[said.index("Exact zeros, and the proof") :])
+
+
+def test_stopped_and_gone_on_with_is_the_same_table(start, tmp_path):
+  argv = ("--steps", "12")
+  code, said = start(tmp_path / "whole", *argv)
+  assert code == 0, said
+  whole, want = tmp_path / "whole/quickstart", table(said)
+  assert "1:8 proven: 49,152 groups of 12 kernels" in want
+  assert re.search(r"^sdgf_stepwise +- .*\d\d\.\d", want, re.MULTILINE), want
+  assert "<svg" in (whole / "report.html").read_text()
+
+  code, said = start(tmp_path / "cut", *argv, stop=30)
+  assert code == 1 and "SIGTERM: saved checkpoint_" in said, said
+  assert said.endswith("stopped; start the quickstart again, and it goes on from there\n")
+  assert "Exact zeros" not in said
+  code, said = start(tmp_path / "cut", *argv)
+  assert code == 0 and "warmup: done before" in said, said
+  assert "from step 3" in said and table(said) == want
+  for name in ("warmup", "sdgf_stepwise"):
+    scores = [(tmp_path / f / "quickstart" / name / "evaluations.json") for f in ("whole", "cut")]
+    assert scores[0].read_text() == scores[1].read_text()
+
+  # Once more: nothing is trained, and the zeros are proven again.
+  code, said = start(tmp_path / "cut", *argv)
+  assert code == 0 and said.count("done before") == 2
+  assert "finalize" not in said and "1:8 proven" in said
+
+
+@pytest.mark.slow
+def test_all_of_it_within_six_minutes_and_better_than_chance(tmp_path, capsys):
+  pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
+  env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(HERE.parent)}
+  before = resource.getrusage(resource.RUSAGE_CHILDREN)
+  command = [sys.executable, "-m", "nm_sparsity_jax.cli", "quickstart"]
+  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+  after = resource.getrusage(resource.RUSAGE_CHILDREN)
+  assert not done.returncode, done.stdout + done.stderr
+  # Not by the clock, which other programs on this machine may hold up; one core would do.
+  spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+  print(done.stdout, f"{spent:.0f} s of CPU time")
+  assert spent < 360
+  assert done.stdout.count("1:8 proven: 49,152 groups") == len(quickstart.RECIPES)
+
+  folder = tmp_path / "quickstart"
+  names = ["warmup", *quickstart.RECIPES]
+  capsys.readouterr()
+  assert cli.main([*quickstart.score(str(folder), names), "--json"]) == 0
+  rows = json.loads(capsys.readouterr().out)["runs"]
+  assert [row["run"] for row in rows] == names
+  for row in rows:
+    got = {title: column["mean"] for title, column in row["columns"].items()}
+    # The largest class has 38 %, 36 % and 53 %; a guess has no correlation.
+    assert got["MNLI-m"] > 44 and got["MNLI-mm"] > 42 and got["SST-2"] > 58 and got["STS-B"] > 40
