@@ -1,7 +1,7 @@
 """Lays the site out as the repository is, so that every relative link holds in both.
 
     README.md, docs/, gin_configs/README.md, ... -> pages under the same paths
-    what a page links to beside them (code, gin files, a licence) -> copied under the same path
+    what a page links to beside them (code, pictures, a licence) -> copied under the same path
 
 MkDocs knows one folder of pages; README.md and others live outside it, and are not kept twice.
 """
@@ -13,6 +13,7 @@ from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "gin_configs/README.md")
+STYLE = "docs/site.css"
 _LINK = re.compile(r"\]\(([^)#\s:]+)[^)\s]*\)")
 
 
@@ -27,6 +28,6 @@ def on_files(files, *, config):
     for target in _LINK.findall((ROOT / page).read_text("utf-8"))
   }
   others = {str(p.relative_to(ROOT)) for p in linked if p.is_file() and p.is_relative_to(ROOT)}
-  for name in sorted(pages | others):
+  for name in sorted({*pages, *others, STYLE}):
     files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
   return files
