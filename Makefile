@@ -47,7 +47,7 @@ check: $(STAMP)  ## style and types, changing nothing
 	$(PY) -m pyright --pythonpath $(PY)
 
 docs: $(STAMP)  ## build the site of README.md and docs/ into site/
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 	@echo "site/index.html; with search: $(PY) -m http.server -d site"
 
 notebook: $(STAMP)  ## run the notebook in examples/ anew, with its outputs
