@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import warnings
 
 import jax
@@ -67,7 +68,7 @@ def execute(code, names=None):
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_says_what_it_is(block):
-  assert block.language in ("", "python", "sh", "gin")
+  assert block.language in ("", "python", "sh", "gin", "toml")
   if not block.language:  # a picture or an output
     assert not re.match(
       r"(\$ )?(nm-sparsity|python|pip|make|git|from|import|include)\b", block.code
@@ -335,6 +336,11 @@ def test_gin_is_read(block, tmp_path):
   with relaxed():
     config = _gin.Config([str(tmp_path)], ["block.gin"], ["VOCABULARY = None"])
   assert not [e for e in config.errors if "is not set" not in e]
+
+
+@of("toml")
+def test_toml_is_read(block):
+  assert tomllib.loads(block.code)
 
 
 # --- links --------------------------------------------------------------------------------------
