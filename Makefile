@@ -25,10 +25,10 @@ comma   := ,
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed-$(subst $(empty) ,-,$(strip $(EXTRAS)))
 PYTEST  := $(PY) -m pytest -n $(WORKERS)
-SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks examples setup.py)
+SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv test test-slow style check browser clean
+.PHONY: help quickstart venv test test-slow style check docs notebook browser clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -53,12 +53,20 @@ check: $(STAMP)  ## style and types, changing nothing
 	$(PY) -m ruff format --check $(SOURCES)
 	$(PY) -m pyright --pythonpath $(PY)
 
+docs: $(STAMP)  ## build the site of README.md and docs/ into site/
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+	@echo "site/index.html; with search: $(PY) -m http.server -d site"
+
+notebook: $(STAMP)  ## run the notebook in examples/ anew, with its outputs
+	$(PY) -c "import nbclient, nbformat; name = 'examples/quickstart.ipynb'; book = nbformat.read(name, 4); \
+	  nbclient.NotebookClient(book, record_timing=False).execute(); nbformat.write(book, name)"
+
 browser:  ## install Chromium, in which a test looks at reports (Debian or Ubuntu, as root)
 	@[ "$$(id -u)" = 0 ] || { echo "error: apt-get needs root: sudo make browser" >&2; exit 1; }
 	apt-get update -q && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
 
 clean:  ## remove caches and build output; the environment stays
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an installation that was cut short is tried again.

@@ -87,6 +87,15 @@ T5X = [
 # T5X checkpoints to Hugging Face and back.
 HF = ["transformers", "safetensors"]
 
+# The site (`make docs`), and a kernel for examples/quickstart.ipynb. MkDocs 2 drops its plugins.
+DOCS = [
+  "mkdocs>=1.6.1,<2",
+  "mkdocs-material>=9.8",
+  "mkdocstrings[python]>=1.0.8",
+  "nbclient>=0.11",
+  "ipykernel>=7.4",
+]
+
 # ruff and pyright are pinned: their verdict changes with their version.
 DEV = [
   "pytest>=9.2",
@@ -100,6 +109,7 @@ DEV = [
   "qwix>=0.1.8",  # the peer that benchmarks/ measures against
   _GIN,  # small; most of gin_configs/ needs no more
   _ORBAX,
+  *DOCS,
 ]
 
 setuptools.setup(
@@ -116,7 +126,7 @@ setuptools.setup(
   cmdclass={"build_py": BuildWithGin},
   entry_points={"console_scripts": ["nm-sparsity = nm_sparsity_jax.cli:main"]},
   install_requires=CORE,
-  extras_require={"tasks": TASKS, "local": LOCAL, "t5x": T5X, "hf": HF, "dev": DEV},
+  extras_require={"tasks": TASKS, "local": LOCAL, "t5x": T5X, "hf": HF, "docs": DOCS, "dev": DEV},
   classifiers=[
     "Development Status :: 2 - Pre-Alpha",
     "Intended Audience :: Science/Research",

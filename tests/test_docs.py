@@ -1,0 +1,453 @@
+"""What people read is true: each block runs or is checked, each link leads somewhere.
+
+A block without a language is a picture or an output. Blocks of sh run in bash with stand-ins for
+the programs, so quoting is bash's; the command lines that arrive are then checked one by one.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import warnings
+
+import jax
+import numpy as np
+import pages
+import pytest
+import t5x_found
+import tasks_found
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.commands import _gin, _local
+from nm_sparsity_jax.recipes import RECIPES
+
+ROOT = pages.ROOT
+BLOCKS = pages.blocks()
+README = (ROOT / "README.md").read_text("utf-8")
+CORE = [b for b in BLOCKS if b.page == "docs/core.md" and b.language == "python"]
+NOTEBOOK = ROOT / "examples/quickstart.ipynb"
+
+
+def of(language):
+  found = [b for b in BLOCKS if b.language == language]
+  return pytest.mark.parametrize("block", found, ids=str)
+
+
+@contextlib.contextmanager
+def relaxed(warn="ignore"):
+  """What a user has: standard promotion, and warnings of libraries."""
+  with (
+    jax.numpy_dtype_promotion("standard"),
+    jax.numpy_rank_promotion("allow"),
+    warnings.catch_warnings(),
+  ):
+    warnings.simplefilter(warn)
+    yield
+
+
+def execute(code, names=None):
+  """Runs code by itself; a warning is an error."""
+  names = {"__name__": "__main__"} if names is None else names
+  with relaxed("error"):
+    exec(compile(code, "a block", "exec"), names)
+  return names
+
+
+# --- blocks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_says_what_it_is(block):
+  assert block.language in ("", "python", "sh", "gin", "toml")
+  if not block.language:  # a picture or an output
+    assert not re.match(
+      r"(\$ )?(nm-sparsity|python|pip|make|git|from|import|include)\b", block.code
+    )
+
+
+@of("python")
+def test_python_runs(block, tmp_path, monkeypatch, capsys):
+  if block in CORE:
+    return  # below, and more of them
+  monkeypatch.chdir(tmp_path)
+  if "t5x_tasks" in block.code:
+    if reason := tasks_found.why_not():
+      pytest.skip(reason)
+    with relaxed():
+      import t5x_tasks
+    try:
+      execute(block.code)
+    finally:  # what it has registered anew
+      t5x_tasks.register_glue()
+      t5x_tasks.register_mini()
+    return
+  execute(block.code)
+  if block.output:
+    assert capsys.readouterr().out == block.output
+
+
+def test_the_core_page_has_the_two_programs_that_are_tested_here():
+  assert ["CheckpointManager" in b.code for b in CORE] == [True, False]
+
+
+def test_the_flax_model_trains(capsys):
+  names = execute(CORE[1].code)
+  out = capsys.readouterr().out.splitlines()
+  assert out[-1] == "ok" and "sdgf_stepwise" in out[1]
+  done = nms.finalize(names["params"], names["rules"])
+  y = names["Mlp"]().apply({"params": done}, names["x"])  # the dense twin
+  assert np.mean((y - np.sort(names["x"])) ** 2) < 0.5
+
+
+def test_the_run_trains_and_goes_on_from_a_checkpoint(tmp_path, monkeypatch, capsys):
+  ocp = pytest.importorskip("orbax.checkpoint")
+  monkeypatch.chdir(tmp_path)
+  first = execute(CORE[0].code)
+  assert capsys.readouterr().out.splitlines()[-1] == "ok"
+  shards = first["run"]["params"]["mlp"]["wi"]["kernel"].addressable_shards
+  assert {s.data.shape for s in shards} == {(32, 32)}  # in two, on the devices of conftest
+  # A model that says nothing has a loss of about 1, the variance of the data.
+  assert first["loss"](first["params"]) < 0.5
+
+  # Taken away after step 100: the rest is done again, to the same bits.
+  kept = sorted(int(p.name) for p in pathlib.Path("checkpoints").iterdir() if p.name.isdigit())
+  assert kept == [50, 100, 150, 200]
+  for step in (150, 200):
+    shutil.rmtree(f"checkpoints/{step}")
+  restored, restore = [], ocp.CheckpointManager.restore
+
+  def spy(self, step, *args, **kwargs):
+    restored.append(step)
+    return restore(self, step, *args, **kwargs)
+
+  monkeypatch.setattr(ocp.CheckpointManager, "restore", spy)
+  second = execute(CORE[0].code)
+  assert restored == [100]
+  jax.tree.map(np.testing.assert_array_equal, first["run"], second["run"])
+
+  # And once more with nothing left to do.
+  third = execute(CORE[0].code)
+  assert restored == [100, 200]
+  jax.tree.map(np.testing.assert_array_equal, first["params"], third["params"])
+
+
+# --- command lines ------------------------------------------------------------------------------
+
+# Programs of sh blocks: each writes down its arguments, and gin-path what it prints.
+STAND_IN = r"""#!/bin/bash
+printf '%s\0' "${0##*/}" "$@" $'\n' >>"$LOG"
+[ "${0##*/} $1" != "nm-sparsity gin-path" ] || echo "$ROOT"
+"""
+PROGRAMS = ("nm-sparsity", "python", "python3.11", "pip", "make", "gcloud")
+
+
+@functools.cache
+def arrived(block):
+  """The command lines of a block as bash hands them to programs: lists of words."""
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    for program in PROGRAMS:
+      (folder / "bin").mkdir(exist_ok=True)
+      (folder / "bin" / program).write_text(STAND_IN)
+      (folder / "bin" / program).chmod(0o755)
+    (folder / "nm/bin").mkdir(parents=True)
+    (folder / "nm/bin/activate").touch()
+    (folder / "work").mkdir()
+    env = dict(PATH=f"{folder}/bin", HOME=name, LOG=f"{folder}/log", ROOT=str(ROOT))
+    env |= dict(NAME="a-vm", ZONE="a-zone")  # docs/t5x.md leaves them to the reader
+    done = subprocess.run(
+      ["/bin/bash", "-euc", block.code], env=env, cwd=folder, capture_output=True, text=True,
+      check=False,
+    )  # fmt: skip
+    assert not done.returncode and not done.stderr, done.stderr
+    lines = (folder / "log").read_text().split("\0\n\0")[:-1]
+  return [line.split("\0") for line in lines if line != "nm-sparsity\0gin-path"]
+
+
+def files_of(argv):
+  """The gin files that a command line names."""
+  return [a.partition("=")[2] for a in argv if a.startswith("--gin_file=")]
+
+
+def parser_of(command):
+  parser = argparse.ArgumentParser(allow_abbrev=False)
+  module = importlib.import_module(f"nm_sparsity_jax.commands.{cli.COMMANDS[command][0]}")
+  module.add_arguments(parser)
+  parser.add_argument("--debug", action="store_true")
+  return parser
+
+
+def check_nm_sparsity(argv):
+  command = next(n for n in cli.COMMANDS if argv[: n.count(" ") + 1] == n.split())
+  parser_of(command).parse_args(argv[command.count(" ") + 1 :])
+
+
+def check_pip(argv):
+  assert argv[0] == "install"
+  setup = (ROOT / "setup.py").read_text()
+  for before, word in zip(argv, argv[1:], strict=False):
+    if before == "-c":
+      assert (ROOT / word).is_file()
+    if before == "-e" and (extra := re.fullmatch(r"\.\[(\w+)\]", word)):
+      assert f'"{extra[1]}": ' in setup.partition("extras_require=")[2]
+    if word.startswith("git+"):  # test_doctor.py holds the commits
+      assert re.fullmatch(r"git\+https://github\.com/[\w/-]+@[0-9a-f]{40}", word)
+
+
+def check_make(argv):
+  (target,) = argv
+  assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def check_python(argv):
+  if argv[0] == "-c":
+    compile(argv[1], "-c", "exec")
+  elif argv[0] == "-m":
+    assert argv[1] in ("venv", "t5x.train", "t5x.eval", "t5x.infer")
+  else:  # a script of ours: it knows all flags but the last
+    done = subprocess.run(
+      [sys.executable, ROOT / argv[0], *argv[1:], "--nope"],
+      capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-1].endswith("error: unrecognized arguments: --nope")
+
+
+CHECKS = {
+  "nm-sparsity": check_nm_sparsity,
+  "pip": check_pip,
+  "make": check_make,
+  "python": check_python,
+  "python3.11": check_python,
+  "gcloud": lambda argv: None,
+}
+
+
+@of("sh")
+def test_sh_arrives_as_meant(block):
+  lines = arrived(block)
+  assert lines
+  for program, *argv in lines:
+    CHECKS[program](argv)
+    for file in files_of(argv):
+      assert file in own_files() or (ROOT / file).is_file(), file
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+def own_files():
+  """gin blocks that are a file by their first line: name -> text."""
+  gin = [b.code for b in BLOCKS if b.language == "gin"]
+  return {m[1]: code for code in gin if (m := re.match(r"# (\w+\.gin)\n", code))}
+
+
+@pytest.fixture(scope="module")
+def t5x():
+  if reason := t5x_found.why_not():
+    pytest.skip(reason)
+  with relaxed():
+    import t5x.train  # noqa: F401
+
+
+def plan(argv, folder, capsys, monkeypatch):
+  """What `plan` says of the flags of a run, with buckets as folders that are not there."""
+  monkeypatch.chdir(folder)
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  monkeypatch.syspath_prepend(str(folder))
+  for name, code in own_files().items():
+    (folder / name).write_text(code)
+  (folder / "my_tasks.py").touch()
+  flags = [a.replace("gs://", f"{folder}/").replace("'...'", f"'{folder}'") for a in argv]
+  if not any(f.startswith("--gin_search_paths") for f in flags):
+    flags.append(f"--gin_search_paths={ROOT}")
+  with relaxed(), t5x_found.closed_loops():
+    cli.main(["plan", *flags, "--json"])
+  return json.loads(capsys.readouterr().out)
+
+
+RUNS = [b for b in BLOCKS if b.language == "sh" and "--gin_file=" in b.code]
+
+
+@pytest.mark.t5x
+@pytest.mark.parametrize("block", [b for b in RUNS if " t5x." in b.code], ids=str)
+def test_runs_of_t5x_are_planned(block, t5x, tmp_path, capsys, monkeypatch):
+  for _, dash_m, program, *argv in arrived(block):
+    assert dash_m == "-m" and program.startswith("t5x.")
+    report = plan([a for a in argv if a != "..."], tmp_path, capsys, monkeypatch)
+    errors = [e for e in report["errors"] if "..." not in argv or "is not set" not in e]
+    # The checkpoint and the task of an example are nowhere, and that is all.
+    assert not [e for e in errors if "/checkpoint_" not in e and "'my_task'" not in e], errors
+    assert report["kernels"]["sparse"] and report["schedule"] and not report["warnings"]
+
+
+@pytest.mark.parametrize("block", [b for b in RUNS if " t5x." not in b.code], ids=str)
+def test_local_runs_are_made(block, tmp_path, monkeypatch):
+  pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
+  monkeypatch.chdir(tmp_path)
+  arguments = {"train": ["run"], "eval": ["model", "evaluation", "checkpoint", "output_dir"]}
+  with relaxed():
+    for program, command, *argv in arrived(block):
+      args = parser_of(command).parse_args(argv)
+      config, _ = _local.read(args, {"eval": "evaluate"}.get(command, command))
+      assert program == "nm-sparsity" and not config.warnings
+      for name in arguments[command]:
+        _local.argument(config, name)
+
+
+@pytest.mark.slow
+def test_the_local_run_prints_what_the_page_says(tmp_path):
+  pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
+  (block,) = [b for b in BLOCKS if b.page == "docs/local.md" and b.language == "sh"]
+  (tmp_path / "nm-sparsity").write_text(
+    f'#!/bin/bash\nexec {sys.executable} -m nm_sparsity_jax.cli "$@"\n'
+  )
+  (tmp_path / "nm-sparsity").chmod(0o755)
+  path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+  env = os.environ | dict(PATH=path, PYTHONPATH=str(ROOT), XLA_FLAGS="", JAX_PLATFORMS="cpu")
+  done = subprocess.run(
+    ["/bin/bash", "-euc", block.code], env=env, cwd=tmp_path, capture_output=True, text=True,
+    check=False,
+  )  # fmt: skip
+  assert not done.returncode, done.stderr
+
+  def without_measures(text):
+    text = text.replace(str(tmp_path), "/tmp/run")
+    return re.sub(r"(loss|accuracy) [\d.]+|[\d.,]+ tokens/s|\d+:\d+ left", "x", text)
+
+  assert without_measures(block.output) in without_measures(done.stdout + done.stderr)
+
+
+@of("gin")
+def test_gin_is_read(block, tmp_path):
+  pytest.importorskip("gin", reason="gin files are read with gin-config, in the extra dev")
+  if reason := t5x_found.why_not() if "t5x." in block.code else tasks_found.why_not():
+    pytest.skip(reason)
+  (tmp_path / "block.gin").write_text(block.code)
+  with relaxed():
+    config = _gin.Config([str(tmp_path)], ["block.gin"], ["VOCABULARY = None"])
+  assert not [e for e in config.errors if "is not set" not in e]
+
+
+@of("toml")
+def test_toml_is_read(block):
+  assert tomllib.loads(block.code)
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+  for target in pages.links(page):
+    if re.match(r"https://[\w.]+", target):
+      continue
+    path, _, anchor = target.partition("#")
+    there = (page.parent / path).resolve() if path else page
+    assert there.is_file() and there.is_relative_to(ROOT), target
+    assert not anchor or anchor in pages.anchors(there), target
+
+
+def test_a_page_is_reached_from_another():
+  linked = {
+    (p.parent / target.partition("#")[0]).resolve()
+    for p in pages.PAGES
+    for target in pages.links(p)
+  }
+  lost = [p for p in pages.PAGES if p not in linked and "docs/api" not in str(p)]
+  assert lost == [ROOT / "CHANGELOG.md", ROOT / "README.md"] or lost == [ROOT / "CHANGELOG.md"]
+
+
+# --- README -------------------------------------------------------------------------------------
+
+
+def test_the_recipe_table_is_complete():
+  rows = re.findall(r"^\| `(\w+)` \| .* \| (yes)? ?\|$", README, re.MULTILINE)
+  found = {name: bool(yes) for name, yes in rows if name in RECIPES}
+  assert found == {n: c.stateful for n, c in RECIPES.items()}
+
+
+def test_the_table_of_commands_is_complete():
+  rows = re.findall(r"^\| (`nm-sparsity .*?) \|", README, re.MULTILINE)
+  names = [n.removeprefix("nm-sparsity ") for n in re.findall(r"`(.*?)`", " ".join(rows))]
+  assert sorted([*names, "gin-path"]) == sorted(cli.COMMANDS)
+
+
+def test_the_table_of_extras_is_complete():
+  table = README.partition("| extra | for |")[2].partition("\n\n")[0]
+  found = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+  extras = re.search(r"extras_require=\{(.*?)\}", (ROOT / "setup.py").read_text())
+  assert extras and found == re.findall(r'"(\w+)":', extras[1])
+
+
+# --- the notebook -------------------------------------------------------------------------------
+
+
+def cells(kind):
+  book = json.loads(NOTEBOOK.read_text("utf-8"))
+  return [c for c in book["cells"] if c["cell_type"] == kind]
+
+
+def printed(cell):
+  return "".join("".join(o["text"]) for o in cell["outputs"] if o["output_type"] == "stream")
+
+
+def without_decimals(text):
+  return re.sub(r"\d+\.\d+", "x", text)
+
+
+def test_the_notebook_runs_and_its_outputs_are_true(monkeypatch, capsys):
+  plt = pytest.importorskip("matplotlib.pyplot", reason="the notebook draws: it is in dev")
+  plt.switch_backend("agg")
+  shown = []
+  monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gcf()) or plt.close("all"))
+  code = cells("code")
+  told, drawn = [], []
+  names = {"__name__": "__main__"}
+  with plt.rc_context():
+    for cell in code:
+      execute("".join(cell["source"]), names)
+      told.append(capsys.readouterr().out)
+      drawn.append(len(shown))
+  assert [without_decimals(t) for t in told] == [without_decimals(printed(c)) for c in code]
+  pictures = [sum("image/png" in o.get("data", {}) for o in c["outputs"]) for c in code]
+  assert np.diff([0, *drawn]).tolist() == pictures and sum(pictures) == 3
+  # It learned, and so did each sparse run from there.
+  losses = [float(x) for x in re.findall(r"loss (\d\.\d+)$", "".join(told), re.MULTILINE)]
+  assert len(losses) == 4 and max(losses) < 0.1
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_in_jupyter(tmp_path, monkeypatch):
+  nbclient = pytest.importorskip("nbclient", reason="Jupyter's kernel is in the extra docs")
+  pytest.importorskip("ipykernel", reason="Jupyter's kernel is in the extra docs")
+  import nbformat
+
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+  book = nbformat.read(NOTEBOOK, 4)
+  with relaxed():
+    nbclient.NotebookClient(book, timeout=600, record_timing=False).execute()
+  code = [c for c in book.cells if c.cell_type == "code"]
+  assert [without_decimals(printed(c)) for c in code] == [
+    without_decimals(printed(c)) for c in cells("code")
+  ]
+
+
+def test_the_notebook_links_lead_somewhere():
+  text = "".join("".join(c["source"]) for c in cells("markdown"))
+  targets = re.findall(r"\]\(([^)\s]+)\)", text)
+  assert len(targets) >= 4
+  for target in targets:
+    path, _, anchor = target.partition("#")
+    there = (NOTEBOOK.parent / path).resolve()
+    assert there.is_file() and (not anchor or anchor in pages.anchors(there)), target
