@@ -4,8 +4,9 @@
     python benchmarks/recipes.py --out RUNS.jsonl --worker 0/2     half of them; 1/2 elsewhere
     python benchmarks/recipes.py --out DIGITS.jsonl --task digits  a smoke test
     python benchmarks/recipes.py --list
+    python benchmarks/recipes.py --report RUNS.jsonl [DIGITS.jsonl] [--into docs/results.md]
 
-    grid -> what RUNS.jsonl lacks -> train -> one line of JSON each -> RUNS.jsonl
+    grid -> what RUNS.jsonl lacks -> train -> one line of JSON each -> RUNS.jsonl -> tables
 
 The task is a random table, y[t] = table[x[t - 1], x[t]] for 40 symbols, which takes feed-forward
 layers to learn. A 2-layer transformer (width 128, 512 in between, 12 tokens), AdamW 1e-3 with
@@ -53,6 +54,12 @@ class Row:
   @property
   def sparse(self) -> bool:
     return self.recipe != "dense"
+
+  @property
+  def mode(self) -> str:
+    """What a table says of the gradient."""
+    one = {"dense": "", "one_shot": "either", "snip": "either"}
+    return self.gradient or one.get(self.recipe, "straight_through")
 
 
 # A frozen mask is the same in both modes: what it prunes is never used again. SR-STE and IDP are
@@ -192,6 +199,44 @@ def work(runs: list[Run], path: pathlib.Path) -> None:
     )
 
 
+def sections(paths: list[pathlib.Path]) -> dict[str, list[str]]:
+  """The generated parts of docs/results.md, by name, from results files."""
+  import _recipes_report as report
+
+  records: dict[Run, dict[str, Any]] = {}
+  for path in paths:
+    if not path.exists():
+      raise ValueError(f"there are no results at {path}.")
+    more, torn = read(path)
+    if torn:
+      print(f"{path}: {torn} torn lines are left out.", file=sys.stderr)
+    if both := records.keys() & more.keys():
+      raise ValueError(f"{path} repeats {len(both)} runs of the other files, such as {both.pop()}.")
+    records |= more
+  runs = grid("bigram")
+  if odd := records.keys() - {*runs, *grid("digits")}:
+    raise ValueError(f"{len(odd)} results are of no run of the grid, such as {min(odd)}.")
+  return {
+    "bigram": report.bigram(records, runs, ROWS),
+    "variances": report.variances(records, runs, ROWS),
+    "digits": report.digits(records, grid("digits"), ROWS),
+  }
+
+
+def write_report(paths: list[pathlib.Path], page: pathlib.Path | None) -> None:
+  """Prints the tables, or puts them between the markers of a page."""
+  import _recipes_report as report
+
+  parts = sections(paths)
+  if page is None:
+    print("\n\n".join("\n".join(lines) for lines in parts.values()))
+    return
+  text = page.read_text("utf8")
+  for name, lines in parts.items():
+    text = report.fill(text, name, lines)
+  page.write_text(text, "utf8")
+
+
 def parse_worker(text: str) -> tuple[int, int]:
   try:
     worker, workers = (int(x) for x in text.split("/"))
@@ -213,7 +258,12 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--seeds", type=int, help="at most this many seeds of each row")
   parser.add_argument("--core", type=int, help="processor to run on; the I-th by default")
   parser.add_argument("--list", action="store_true", help="show the runs and do none")
+  parser.add_argument("--report", type=pathlib.Path, nargs="+", metavar="RUNS", help="show tables")
+  parser.add_argument("--into", type=pathlib.Path, metavar="PAGE", help="where --report writes")
   args = parser.parse_args(argv)
+  if args.report:
+    write_report(args.report, args.into)
+    return 0
   runs = share(grid(args.task), *args.worker)
   runs = [run for run in runs if args.only in f"{run.row} | {run.pattern} | {run.budget}"]
   if args.seeds is not None:
