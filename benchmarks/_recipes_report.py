@@ -1,0 +1,294 @@
+"""The tables of docs/results.md, from the lines of a results file.
+
+    records by run -> per row: logs of cross-entropy by seed -> paired with SR-STE's -> Markdown
+
+Cross-entropies of a good and a bad run differ by orders of magnitude, and seeds share table, data
+and initial weights. So what is compared is the logarithm, seed by seed.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from scipy import stats
+
+BASE = "sr_ste, 10 % dense"
+CLOSE = 5.0  # points of accuracy between dense and no_ff: closer, and a table ranks nothing
+LEVEL = 0.05
+
+
+class Paired(NamedTuple):
+  """A mean difference over n pairs, its 95 % interval, and the p of no difference."""
+
+  n: int
+  mean: float
+  low: float
+  high: float
+  p: float
+
+
+def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Paired | None:
+  """The paired t interval and test of a - b over the keys that both have; None below two."""
+  d = [a[key] - b[key] for key in sorted(a.keys() & b.keys())]
+  n = len(d)
+  if n < 2:
+    return None
+  mean, error = statistics.fmean(d), statistics.stdev(d) / math.sqrt(n)
+  if error == 0:
+    return Paired(n, mean, mean, mean, 1.0 if mean == 0 else 0.0)
+  half = float(stats.t.ppf(0.975, n - 1)) * error
+  p = 2 * float(stats.t.sf(abs(mean / error), n - 1))
+  return Paired(n, mean, mean - half, mean + half, p)
+
+
+def holm(ps: Sequence[float], family: int | None = None) -> list[float]:
+  """Holm's step-down correction of `ps`, as members of a family of `family` tests.
+
+  Tests that are planned and not there yet count as the largest of all p, so that a partial table
+  claims no more than the whole one could.
+  """
+  family = len(ps) if family is None else family
+  order = sorted(range(len(ps)), key=ps.__getitem__)
+  out, worst = [0.0] * len(ps), 0.0
+  for rank, i in enumerate(order):
+    worst = max(worst, min(1.0, (family - rank) * ps[i]))
+    out[i] = worst
+  return out
+
+
+class Table(NamedTuple):
+  """The records of one pattern at one budget: row -> seed -> record. `planned`: row -> seeds."""
+
+  pattern: str
+  budget: str
+  rows: dict[str, dict[int, Any]]
+  planned: dict[str, int]
+
+  @property
+  def runs(self) -> int:
+    return sum(map(len, self.rows.values()))
+
+  @property
+  def wanted(self) -> int:
+    return sum(self.planned.values())
+
+
+def split(records: Mapping[Any, Any], runs: Sequence[Any], rows: Mapping[str, Any]) -> list[Table]:
+  """One table for each pattern and budget of the grid; rows without a pattern are in each."""
+  seeds: dict[Any, list[int]] = collections.defaultdict(list)
+  for run in runs:
+    seeds[run._replace(seed=0)].append(run.seed)
+  tables = []
+  for pattern, budget in dict.fromkeys((r.pattern, r.budget) for r in runs if r.pattern != "-"):
+    found, planned = {}, {}
+    of_table = [s for key, s in seeds.items() if (key.pattern, key.budget) == (pattern, budget)]
+    most = max(of_table, key=len)
+    for name, row in rows.items():
+      key = runs[0]._replace(
+        pattern=pattern if row.sparse else "-", budget=budget, row=name, seed=0
+      )
+      if key not in seeds and name == "dense":
+        key = key._replace(budget=budget.split()[0])  # for dense "400 flops" are 400 steps
+      if key not in seeds:
+        continue
+      wanted = [seed for seed in seeds[key] if seed in most]
+      planned[name] = len(wanted)
+      found[name] = {
+        seed: records[key._replace(seed=seed)]
+        for seed in wanted
+        if key._replace(seed=seed) in records
+      }
+    tables.append(Table(pattern, budget, found, planned))
+  order = lambda t: (int(t.budget.split()[0]), t.budget, int(t.pattern.split(":")[1]))
+  return sorted(tables, key=order)
+
+
+def logs(records: Mapping[int, Any]) -> dict[int, float]:
+  """Seed -> logarithm of the cross-entropy."""
+  return {seed: math.log(r["cross_entropy"]) for seed, r in records.items()}
+
+
+def compare(table: Table, rows: Mapping[str, Any]) -> dict[str, tuple[Paired, float | None]]:
+  """Row -> its difference to SR-STE, and p corrected for all recipes of the table.
+
+  dense and no_ff are no recipes: they are not tested.
+  """
+  if BASE not in table.rows:
+    return {}
+  base = logs(table.rows[BASE])
+  found = {}
+  for name, records in table.rows.items():
+    if name != BASE and (difference := paired(logs(records), base)):
+      found[name] = difference
+  tested = [name for name in found if rows[name].sparse]
+  family = sum(rows[name].sparse for name in table.planned) - 1
+  corrected = dict(zip(tested, holm([found[name].p for name in tested], family), strict=True))
+  return {name: (difference, corrected.get(name)) for name, difference in found.items()}
+
+
+def mean_accuracy(records: Mapping[int, Any]) -> float:
+  """In percent."""
+  return 100 * statistics.fmean(r["accuracy"] for r in records.values())
+
+
+def verdict(table: Table, rows: Mapping[str, Any]) -> list[str]:
+  """What the table says, in sentences that claim no more than its tests."""
+  said = []
+  if table.runs < table.wanted:
+    said.append(f"**Partial: {table.runs} of {table.wanted} runs.**")
+  dense, without = table.rows.get("dense"), table.rows.get("no_ff")
+  if not dense or not without:
+    said.append("Without dense and no_ff nobody can say whether there is anything to rank.")
+  elif (gap := mean_accuracy(dense) - mean_accuracy(without)) < CLOSE:
+    said.append(
+      f"**Rejected: no_ff is within {CLOSE:g} points of dense ({gap:.1f}), so this table ranks "
+      "nothing.**"
+    )
+    return said
+  compared = {name: (d, p) for name, (d, p) in compare(table, rows).items() if rows[name].sparse}
+  if not compared:
+    return [*said, f"Too few seeds to compare with {BASE}."]
+  better = [n for n, (d, p) in compared.items() if p is not None and p < LEVEL and d.mean < 0]
+  worse = [n for n, (d, p) in compared.items() if p is not None and p < LEVEL and d.mean > 0]
+  rest = [n for n in compared if n not in (*better, *worse)]
+  for word, names in (("Better than", better), ("Worse than", worse), ("Not told from", rest)):
+    said.append(f"{word} {BASE} (p < {LEVEL}): {'; '.join(names) or 'none'}.")
+  return said
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+  row = lambda cells: f"| {' | '.join(cells)} |"
+  return [row(head), row(["---"] * len(head)), *map(row, lines)]
+
+
+def results(table: Table, rows: Mapping[str, Any], dense_price: float | None) -> list[str]:
+  """The table of one pattern and budget."""
+  compared = compare(table, rows)
+  lines = []
+  for name, planned in table.planned.items():
+    records, row = table.rows[name], rows[name]
+    label = [name.removesuffix(f", {row.gradient}"), row.mode]
+    n = f"{len(records)}" if len(records) == planned else f"{len(records)} of {planned}"
+    if not records:
+      lines.append([*label, n, *["missing"] * 6])
+      continue
+    first = next(iter(records.values()))
+    ce = math.exp(statistics.fmean(logs(records).values()))
+    price = "missing"
+    if dense_price is not None:
+      price = f"{first['flops'] / (dense_price * int(table.budget.split()[0])):.2f}"
+    cells = [f"{mean_accuracy(records):.2f}", f"{ce:.4f}"]
+    if name == BASE:
+      cells += ["0", ""]
+    elif name not in compared:
+      cells += ["missing", "missing"]
+    else:
+      d, p = compared[name]
+      cells += [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]", "" if p is None else show_p(p)]
+    lines.append([*label, n, *cells, str(first["steps"]), price])
+  head = (
+    "recipe", "gradient", "seeds", "accuracy, %", "cross-entropy", f"ln CE over {BASE}", "p",
+    "steps", "training FLOPs",
+  )  # fmt: skip
+  title = f"{table.pattern}, {budget_words(table.budget)}"
+  return [f"### {title}", "", " ".join(verdict(table, rows)), "", *markdown(head, lines), ""]
+
+
+def show_p(p: float) -> str:
+  return "< .001" if p < 0.001 else f"{p:.3f}".removeprefix("0")
+
+
+def budget_words(budget: str) -> str:
+  number, *unit = budget.split()
+  return f"for the training FLOPs of {number} dense steps" if unit else f"{number} steps"
+
+
+def figure3(table: Table) -> list[str]:
+  """Variances over those of SR-STE, twice in a run, over all weights and over kept ones."""
+  kinds = "gradient_all", "gradient_kept", "second_moment_all", "second_moment_kept"
+  at = {"45 %": 9, "95 %": 19}  # of 20 samples and more
+  base, lines = table.rows.get(BASE, {}), []
+  for name, records in table.rows.items():
+    seeds = [s for s in records if s in base]
+    if name == BASE or not seeds or kinds[0] not in records[seeds[0]]["curve"]:
+      continue
+    cells = []
+    for index in at.values():
+      for kind in kinds:
+        pairs = [(records[s]["curve"][kind][index], base[s]["curve"][kind][index]) for s in seeds]
+        cells.append(_ratio(pairs))
+    lines.append([name, str(len(seeds)), *cells])
+  words = [
+    f"{at_} {what}, {which}"
+    for at_ in at
+    for what in ("Var abs(g)", "Var v")
+    for which in ("all", "kept")
+  ]
+  title = f"### Variances at {table.pattern}, {budget_words(table.budget)}, over {BASE}"
+  if not lines:
+    return [title, "", "Missing.", ""]
+  return [title, "", *markdown(("recipe", "seeds", *words), lines), ""]
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> str:
+  if any(x <= 0 for pair in pairs for x in pair):
+    return "0 in some seeds"
+  return f"{math.exp(statistics.fmean(math.log(a / b) for a, b in pairs)):.2g}"
+
+
+def versions(records: Mapping[Any, Any]) -> str:
+  """Which versions the runs had."""
+  counts = collections.Counter(
+    ", ".join(f"{k} {v}" for k, v in r["versions"].items()) for r in records.values()
+  )
+  return "; ".join(f"{count} runs with {text}" for text, count in counts.most_common())
+
+
+def bigram(records, runs, rows) -> list[str]:
+  """The section of the table task."""
+  mine = {run: records[run] for run in runs if run in records}
+  price = next((r["flops"] / r["steps"] for k, r in mine.items() if k.row == "dense"), None)
+  tables = split(mine, runs, rows)
+  hours = sum(r["seconds"] for r in mine.values()) / 3600
+  out = [f"{len(mine)} of {len(runs)} runs, {hours:.1f} hours of one core; {versions(mine)}.", ""]
+  missing = []
+  for table in tables:
+    if any(table.rows[name] for name in table.rows if rows[name].sparse):
+      out += results(table, rows, price)
+    else:
+      missing.append(f"{table.pattern}, {budget_words(table.budget)}")
+  return [*out, f"Missing: {'; '.join(missing)}."] if missing else out
+
+
+def variances(records, runs, rows) -> list[str]:
+  """The section of figure 3: the paper's pattern, 1:16."""
+  tables = split(records, runs, rows)
+  chosen = [t for t in tables if t.pattern == "1:16" and t.budget.isdigit()]
+  return [line for table in chosen for line in figure3(table)]
+
+
+def digits(records, runs, rows) -> list[str]:
+  """The smoke test: accuracies, and no comparison."""
+  if not any(run in records for run in runs):
+    return ["Missing."]
+  lines = []
+  for run in runs:
+    r = records.get(run)
+    cells = [f"{100 * r['accuracy']:.2f}", f"{r['cross_entropy']:.4f}"] if r else ["missing"] * 2
+    lines.append([run.row, run.pattern, *cells])
+  return markdown(("recipe", "pattern", "accuracy, %", "cross-entropy"), lines)
+
+
+def fill(page: str, name: str, lines: Sequence[str]) -> str:
+  """The page, with `lines` between its markers of that name."""
+  begin, end = f"<!-- begin {name}: generated -->", f"<!-- end {name} -->"
+  pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+  if len(pattern.findall(page)) != 1:
+    raise ValueError(f"the page must have one {begin!r} and one {end!r} after it.")
+  text = "\n".join([begin, "", *lines, "", end]).replace("\n\n\n", "\n\n")
+  return pattern.sub(lambda _: text, page)

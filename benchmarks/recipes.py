@@ -1,0 +1,284 @@
+"""Which recipe to use: all of them on one task, paired by seed, at several patterns and budgets.
+
+    python benchmarks/recipes.py --out RUNS.jsonl                  all runs, on one core
+    python benchmarks/recipes.py --out RUNS.jsonl --worker 0/2     half of them; 1/2 elsewhere
+    python benchmarks/recipes.py --out DIGITS.jsonl --task digits  a smoke test
+    python benchmarks/recipes.py --list
+    python benchmarks/recipes.py --report RUNS.jsonl [DIGITS.jsonl] [--into docs/results.md]
+
+    grid -> what RUNS.jsonl lacks -> train -> one line of JSON each -> RUNS.jsonl -> tables
+
+The task is a random table, y[t] = table[x[t - 1], x[t]] for 40 symbols, which takes feed-forward
+layers to learn. A 2-layer transformer (width 128, 512 in between, 12 tokens), AdamW 1e-3 with
+warm-up and a cosine to 0, batches of 64. Feed-forward kernels are sparse. A budget is a number of
+steps, or "400 flops": the steps that cost what 400 dense ones do. `dense` and `no_ff` (no
+feed-forward layers) show how much there is to win and to lose.
+
+A run depends on its line alone: it has one thread, so the same bits on any number of cores. A
+killed one is done again. Stop and start at will, with as many workers as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import _timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One way to train.
+
+  Attributes:
+    recipe: name of the recipe; "dense" where there is none.
+    gradient: the gradient mode, None where the recipe has but one.
+    dense: steps before the sparse ones, in percent of all.
+    decay_kind: decay on top of a recipe that walks through levels.
+    ff: whether the network has feed-forward layers at all.
+  """
+
+  recipe: str
+  gradient: str | None = None
+  dense: int = 10
+  decay_kind: str | None = None
+  ff: bool = True
+
+  @property
+  def sparse(self) -> bool:
+    return self.recipe != "dense"
+
+  @property
+  def mode(self) -> str:
+    """What a table says of the gradient."""
+    one = {"dense": "", "one_shot": "either", "snip": "either"}
+    return self.gradient or one.get(self.recipe, "straight_through")
+
+
+# A frozen mask is the same in both modes: what it prunes is never used again. SR-STE and IDP are
+# defined by the straight-through gradient.
+ROWS: dict[str, Row] = {
+  "dense": Row("dense"),
+  "no_ff": Row("dense", ff=False),
+  "one_shot": Row("one_shot"),
+  "snip": Row("snip"),
+  "sr_ste, 0 % dense": Row("sr_ste", dense=0),
+  "sr_ste, 10 % dense": Row("sr_ste"),
+  "mdgf_linear, masked": Row("mdgf_linear", "masked"),
+  "mdgf_linear, straight_through": Row("mdgf_linear", "straight_through"),
+  "mdgf_exponential, masked": Row("mdgf_exponential", "masked"),
+  "mdgf_exponential, straight_through": Row("mdgf_exponential", "straight_through"),
+  "sdgf_stepwise, masked": Row("sdgf_stepwise", "masked"),
+  "sdgf_stepwise, straight_through": Row("sdgf_stepwise", "straight_through"),
+  "sdgf_geometric, masked": Row("sdgf_geometric", "masked"),
+  "sdgf_geometric, straight_through": Row("sdgf_geometric", "straight_through"),
+  "idp": Row("idp"),
+  "sdgf_stepwise x exponential, masked": Row("sdgf_stepwise", "masked", decay_kind="exponential"),
+  "sdgf_stepwise x exponential, straight_through": Row(
+    "sdgf_stepwise", "straight_through", decay_kind="exponential"
+  ),
+}
+DIGITS_ROWS = (
+  "dense", "no_ff", "sr_ste, 10 % dense", "mdgf_exponential, masked", "sdgf_stepwise, masked",
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+  """One line of the results. Rows without sparsity have the pattern "-"."""
+
+  task: str
+  pattern: str
+  budget: str
+  row: str
+  seed: int
+
+
+def bigram_grid() -> Iterator[Run]:
+  """Most wanted first. A stage goes seed by seed, so that all rows have equally many."""
+  seeds = range(100, 108)
+  stages = (
+    (("1:16", "1:32"), ("400",), seeds),
+    (("1:8", "1:4"), ("400",), seeds[:3]),
+    (("1:16", "1:32"), ("1600", "400 flops"), seeds),
+    (("1:8", "1:4"), ("1600", "400 flops"), seeds[:3]),
+  )
+  for patterns, budgets, some in stages:
+    for seed in some:
+      for budget in budgets:
+        for pattern in patterns:
+          for name, row in ROWS.items():
+            if budget == "400 flops" and name == "dense":
+              continue  # that is 400 steps
+            yield Run("bigram", pattern if row.sparse else "-", budget, name, seed)
+
+
+def digits_grid() -> Iterator[Run]:
+  for name in DIGITS_ROWS:
+    yield Run("digits", "1:32" if ROWS[name].sparse else "-", "300", name, 100)
+
+
+GRIDS = {"bigram": bigram_grid, "digits": digits_grid}
+
+
+def grid(task: str) -> list[Run]:
+  """All runs of a task, each once."""
+  return list(dict.fromkeys(GRIDS[task]()))
+
+
+def share(runs: list[Run], worker: int, workers: int) -> list[Run]:
+  """What one of several workers does: whole rows, since a row is compiled once for all seeds."""
+  rows = {row: i for i, row in enumerate(dict.fromkeys(run._replace(seed=0) for run in runs))}
+  return [run for run in runs if rows[run._replace(seed=0)] % workers == worker]
+
+
+def read(path: pathlib.Path) -> tuple[dict[Run, dict[str, Any]], int]:
+  """The records of a results file by run, and the number of lines that are none (torn ones)."""
+  found: dict[Run, dict[str, Any]] = {}
+  torn = 0
+  for line in path.read_text("utf8").splitlines() if path.exists() else ():
+    if not line:
+      continue
+    try:
+      record = json.loads(line)
+    except json.JSONDecodeError:
+      torn += 1
+      continue
+    run = Run(*(record[name] for name in Run._fields))
+    if run in found:
+      raise ValueError(f"{path} has two results of {run}: delete one of these lines.")
+    found[run] = record
+  return found, torn
+
+
+def append(path: pathlib.Path, record: dict[str, Any]) -> None:
+  """Adds a line by one write; after a torn line it begins a new one."""
+  line = json.dumps(record, allow_nan=False) + "\n"
+  with open(path, "ab+", buffering=0) as f:
+    size = f.seek(0, os.SEEK_END)
+    if size:
+      f.seek(size - 1)
+      line = line if f.read(1) == b"\n" else "\n" + line
+    f.write(line.encode())
+    os.fsync(f.fileno())
+
+
+def steps_of(run: Run) -> int:
+  """The length of a run."""
+  number, *unit = run.budget.split()
+  if not unit:
+    return int(number)
+  import _recipes_train
+
+  task = _recipes_train.TASKS[run.task]
+  return _recipes_train.equal_steps(task, ROWS[run.row], run.pattern, int(number))
+
+
+def work(runs: list[Run], path: pathlib.Path) -> None:
+  """Does the runs that the file lacks, in order."""
+  import _recipes_train
+
+  done, torn = read(path)
+  if torn:
+    print(f"{path}: {torn} torn lines are left out; their runs are done again.", flush=True)
+  left = [run for run in runs if run not in done]
+  print(f"{len(runs) - len(left)} of {len(runs)} runs are there.", flush=True)
+  for i, run in enumerate(left, 1):
+    result = _recipes_train.train(run.task, ROWS[run.row], run.pattern, steps_of(run), run.seed)
+    append(path, run._asdict() | result)
+    print(
+      f"{time.strftime('%H:%M:%S')} {i}/{len(left)} {' | '.join(map(str, run))}: "
+      f"{100 * result['accuracy']:.2f} %, {result['cross_entropy']:.4f}, {result['seconds']} s",
+      flush=True,
+    )
+
+
+def sections(paths: list[pathlib.Path]) -> dict[str, list[str]]:
+  """The generated parts of docs/results.md, by name, from results files."""
+  import _recipes_report as report
+
+  records: dict[Run, dict[str, Any]] = {}
+  for path in paths:
+    if not path.exists():
+      raise ValueError(f"there are no results at {path}.")
+    more, torn = read(path)
+    if torn:
+      print(f"{path}: {torn} torn lines are left out.", file=sys.stderr)
+    if both := records.keys() & more.keys():
+      raise ValueError(f"{path} repeats {len(both)} runs of the other files, such as {both.pop()}.")
+    records |= more
+  runs = grid("bigram")
+  if odd := records.keys() - {*runs, *grid("digits")}:
+    raise ValueError(f"{len(odd)} results are of no run of the grid, such as {min(odd)}.")
+  return {
+    "bigram": report.bigram(records, runs, ROWS),
+    "variances": report.variances(records, runs, ROWS),
+    "digits": report.digits(records, grid("digits"), ROWS),
+  }
+
+
+def write_report(paths: list[pathlib.Path], page: pathlib.Path | None) -> None:
+  """Prints the tables, or puts them between the markers of a page."""
+  import _recipes_report as report
+
+  parts = sections(paths)
+  if page is None:
+    print("\n\n".join("\n".join(lines) for lines in parts.values()))
+    return
+  text = page.read_text("utf8")
+  for name, lines in parts.items():
+    text = report.fill(text, name, lines)
+  page.write_text(text, "utf8")
+
+
+def parse_worker(text: str) -> tuple[int, int]:
+  try:
+    worker, workers = (int(x) for x in text.split("/"))
+  except ValueError:
+    worker, workers = 0, 0
+  if not 0 <= worker < workers:
+    raise argparse.ArgumentTypeError(f"{text!r}: give I/N with 0 <= I < N, such as 0/2.")
+  return worker, workers
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", type=pathlib.Path, help="file of results, added to")
+  parser.add_argument("--task", choices=tuple(GRIDS), default="bigram")
+  parser.add_argument("--worker", type=parse_worker, default=(0, 1), metavar="I/N")
+  parser.add_argument(
+    "--only", default="", help="runs whose 'row | pattern | budget' contains this"
+  )
+  parser.add_argument("--seeds", type=int, help="at most this many seeds of each row")
+  parser.add_argument("--core", type=int, help="processor to run on; the I-th by default")
+  parser.add_argument("--list", action="store_true", help="show the runs and do none")
+  parser.add_argument("--report", type=pathlib.Path, nargs="+", metavar="RUNS", help="show tables")
+  parser.add_argument("--into", type=pathlib.Path, metavar="PAGE", help="where --report writes")
+  args = parser.parse_args(argv)
+  if args.report:
+    write_report(args.report, args.into)
+    return 0
+  runs = share(grid(args.task), *args.worker)
+  runs = [run for run in runs if args.only in f"{run.row} | {run.pattern} | {run.budget}"]
+  if args.seeds is not None:
+    chosen = sorted({run.seed for run in runs})[: args.seeds]
+    runs = [run for run in runs if run.seed in chosen]
+  if args.list:
+    print("\n".join(" | ".join(map(str, run)) for run in runs))
+    return 0
+  if args.out is None:
+    parser.error("--out: where do the results go?")
+  os.environ["PJRT_NPROC"] = "1"  # one thread also where a process cannot be pinned
+  _timing.pin(args.worker[0] % (os.cpu_count() or 1) if args.core is None else args.core)
+  work(runs, args.out)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
