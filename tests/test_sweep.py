@@ -483,4 +483,4 @@ def test_real_runs_killed_and_resumed_end_with_the_same_bits(tmp_path, monkeypat
   assert found["rows"] == want["rows"] and not found["partial"]
   assert [run["tasks"] for run in found["runs"]] == [run["tasks"] for run in want["runs"]]
   assert found["rows"][0]["score"]["n"] == 1 and found["tasks"] == ["nm_test_sort"]
-  assert_same(read(folder, 60), read("whole/one_shot-1_4-seed7", 60))
+  assert_same(read(tmp_path / folder, 60), read(tmp_path / "whole/one_shot-1_4-seed7", 60))
