@@ -3,9 +3,11 @@
     import t5x_tasks                        # registers all of them; in T5X:
     MIXTURE_OR_TASK_MODULE = 't5x_tasks'
 
-    nm_glue_<config>, nm_glue_proportional              TFDS, or GLUE's TSV folder
-    nm_glue_mini_<config>, nm_glue_mini_proportional    made from a seed, nothing to download
-    nm_wmt17_ende, nm_wmt14_ende                        TFDS, or two text files
+    nm_glue_<config>               TFDS, or GLUE's TSV folder
+    nm_glue_mini_<config>          made from a seed, nothing to download
+    nm_wmt17_ende, nm_wmt14_ende   TFDS, or two text files
+
+Mixtures: nm_glue_proportional, nm_glue_mnli_and_dev, and nm_glue_mini_* alike.
 
 `register_glue`, `register_mini` and `register_wmt` register them again, with another vocabulary or
 source. Nothing is read, made or downloaded before a dataset is asked for. See docs/tasks.md.

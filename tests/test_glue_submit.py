@@ -365,6 +365,8 @@ def test_a_zip_that_cannot_be_written_is_said_before_anything_is_read(folder, tm
     assert cli.main(argv) == 1
     error = capsys.readouterr().err
     assert "cannot be written" in error and why in error and error.count("\n") == 1
+  assert cli.main([*argv[:-1], f"{tmp_path}/my.zip"]) == 1
+  assert "/no/predictions: there is no such file" in capsys.readouterr().err
   assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -289,7 +289,7 @@ def single(places: Mapping[str, str]) -> dict[str, str]:
 
 
 def _put_together(places: dict[str, str], whole: str, parts: Sequence[str]) -> bool:
-  """Replaces the parts by the whole where all of them are there, with the same pattern."""
+  """Replaces the parts by the whole, if all are there with the same pattern; whether it did."""
   patterns = {places.get(part) for part in parts}
   if len(patterns) > 1 or None in patterns:
     return False
