@@ -48,6 +48,14 @@ def test_quotes_are_those_that_a_user_would_type():
   assert quickstart.typed(["verify", "$a b"]) == "nm-sparsity verify '$a b'"
 
 
+@pytest.mark.parametrize("odd", ["$HOME", 'a"b', "`ls`", "back\\slash", "it's"])
+def test_odd_folders_reach_the_command_as_they_are(odd):
+  argv = quickstart.finetune(odd, 10, "custom")
+  text = quickstart.typed(argv).replace("nm-sparsity", "printf '%s\\0'", 1)
+  done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
+  assert done.stdout.split("\0")[:-1] == argv
+
+
 def test_every_recipe_is_there_and_a_page_holds_its_runs():
   assert sorted(quickstart.ALL) == sorted(RECIPES)
   assert set(quickstart.RECIPES) < set(quickstart.ALL)
@@ -181,4 +189,4 @@ def test_all_of_it_within_six_minutes_and_better_than_chance(tmp_path, capsys):
   for row in rows:
     got = {title: column["mean"] for title, column in row["columns"].items()}
     # The largest class has 38 %, 36 % and 53 %; a guess has no correlation.
-    assert got["MNLI-m"] > 44 and got["MNLI-mm"] > 42 and got["SST-2"] > 58 and got["STS-B"] > 40
+    assert got["MNLI-m"] > 44 and got["MNLI-mm"] > 42 and got["SST-2"] > 58 and got["STS-B"] > 60
