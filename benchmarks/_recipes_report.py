@@ -20,6 +20,7 @@ from scipy import stats
 BASE = "sr_ste, 10 % dense"
 CLOSE = 5.0  # points of accuracy between dense and no_ff: closer, and a table ranks nothing
 LEVEL = 0.05
+SYMBOLS = {"bigram": 40, "bigram80": 80}
 
 
 class Paired(NamedTuple):
@@ -62,12 +63,19 @@ def holm(ps: Sequence[float], family: int | None = None) -> list[float]:
 
 
 class Table(NamedTuple):
-  """The records of one pattern at one budget: row -> seed -> record. `planned`: row -> seeds."""
+  """Records of a task, pattern and budget: row -> seed -> record. `planned`: row -> seeds."""
 
+  task: str
   pattern: str
   budget: str
   rows: dict[str, dict[int, Any]]
   planned: dict[str, int]
+
+  @property
+  def title(self) -> str:
+    number, *unit = self.budget.split()
+    steps = f"training FLOPs of {number} dense steps" if unit else f"{number} steps"
+    return f"{SYMBOLS[self.task]} symbols, {self.pattern}, {steps}"
 
   @property
   def runs(self) -> int:
@@ -79,32 +87,23 @@ class Table(NamedTuple):
 
 
 def split(records: Mapping[Any, Any], runs: Sequence[Any], rows: Mapping[str, Any]) -> list[Table]:
-  """One table for each pattern and budget of the grid; rows without a pattern are in each."""
+  """One table for each task, pattern and budget; rows without a pattern are in each."""
   seeds: dict[Any, list[int]] = collections.defaultdict(list)
   for run in runs:
     seeds[run._replace(seed=0)].append(run.seed)
   tables = []
-  for pattern, budget in dict.fromkeys((r.pattern, r.budget) for r in runs if r.pattern != "-"):
+  for like in [key for key in seeds if key.row == BASE]:
     found, planned = {}, {}
-    of_table = [s for key, s in seeds.items() if (key.pattern, key.budget) == (pattern, budget)]
-    most = max(of_table, key=len)
     for name, row in rows.items():
-      key = runs[0]._replace(
-        pattern=pattern if row.sparse else "-", budget=budget, row=name, seed=0
-      )
+      key = like._replace(pattern=like.pattern if row.sparse else "-", row=name)
       if key not in seeds and name == "dense":
-        key = key._replace(budget=budget.split()[0])  # for dense "400 flops" are 400 steps
-      if key not in seeds:
-        continue
-      wanted = [seed for seed in seeds[key] if seed in most]
+        key = key._replace(budget=like.budget.split()[0])  # for dense "400 flops" are 400 steps
+      wanted = [seed for seed in seeds[key] if seed in seeds[like]]
       planned[name] = len(wanted)
-      found[name] = {
-        seed: records[key._replace(seed=seed)]
-        for seed in wanted
-        if key._replace(seed=seed) in records
-      }
-    tables.append(Table(pattern, budget, found, planned))
-  order = lambda t: (int(t.budget.split()[0]), t.budget, int(t.pattern.split(":")[1]))
+      kept = {seed: records.get(key._replace(seed=seed)) for seed in wanted}
+      found[name] = {seed: record for seed, record in kept.items() if record}
+    tables.append(Table(like.task, like.pattern, like.budget, found, planned))
+  order = lambda t: (SYMBOLS[t.task], int(t.budget.split()[0]), t.budget, int(t.pattern[2:]))
   return sorted(tables, key=order)
 
 
@@ -167,7 +166,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def results(table: Table, rows: Mapping[str, Any], dense_price: float | None) -> list[str]:
-  """The table of one pattern and budget."""
+  """One table. `dense_price`: training FLOPs of a dense step."""
   compared = compare(table, rows)
   lines = []
   for name, planned in table.planned.items():
@@ -195,17 +194,11 @@ def results(table: Table, rows: Mapping[str, Any], dense_price: float | None) ->
     "recipe", "gradient", "seeds", "accuracy, %", "cross-entropy", f"ln CE over {BASE}", "p",
     "steps", "training FLOPs",
   )  # fmt: skip
-  title = f"{table.pattern}, {budget_words(table.budget)}"
-  return [f"### {title}", "", " ".join(verdict(table, rows)), "", *markdown(head, lines), ""]
+  return [f"### {table.title}", "", " ".join(verdict(table, rows)), "", *markdown(head, lines), ""]
 
 
 def show_p(p: float) -> str:
   return "< .001" if p < 0.001 else f"{p:.3f}".removeprefix("0")
-
-
-def budget_words(budget: str) -> str:
-  number, *unit = budget.split()
-  return f"for the training FLOPs of {number} dense steps" if unit else f"{number} steps"
 
 
 def figure3(table: Table) -> list[str]:
@@ -229,7 +222,7 @@ def figure3(table: Table) -> list[str]:
     for what in ("Var abs(g)", "Var v")
     for which in ("all", "kept")
   ]
-  title = f"### Variances at {table.pattern}, {budget_words(table.budget)}, over {BASE}"
+  title = f"### Variances over those of {BASE}: {table.title}"
   if not lines:
     return [title, "", "Missing.", ""]
   return [title, "", *markdown(("recipe", "seeds", *words), lines), ""]
@@ -252,16 +245,15 @@ def versions(records: Mapping[Any, Any]) -> str:
 def bigram(records, runs, rows) -> list[str]:
   """The section of the table task."""
   mine = {run: records[run] for run in runs if run in records}
-  price = next((r["flops"] / r["steps"] for k, r in mine.items() if k.row == "dense"), None)
-  tables = split(mine, runs, rows)
   hours = sum(r["seconds"] for r in mine.values()) / 3600
   out = [f"{len(mine)} of {len(runs)} runs, {hours:.1f} hours of one core; {versions(mine)}.", ""]
+  price = {k.task: r["flops"] / r["steps"] for k, r in mine.items() if k.row == "dense"}
   missing = []
-  for table in tables:
-    if any(table.rows[name] for name in table.rows if rows[name].sparse):
-      out += results(table, rows, price)
+  for table in split(mine, runs, rows):
+    if any(records for name, records in table.rows.items() if rows[name].sparse):
+      out += results(table, rows, price.get(table.task))
     else:
-      missing.append(f"{table.pattern}, {budget_words(table.budget)}")
+      missing.append(table.title)
   return [*out, f"Missing: {'; '.join(missing)}."] if missing else out
 
 

@@ -82,14 +82,18 @@ class Network(nn.Module):
     return nn.Dense(s.classes)(x if self.symbols else x.mean(1))
 
 
+def _small(symbols: int) -> nms.flops.ViTShape:
+  return nms.flops.ViTShape(
+    layers=2, embed=128, mlp=512, heads=4, head_dim=32, tokens=12, patch=1, classes=symbols
+  )
+
+
 class Bigram(NamedTuple):
-  """y[t] = table[x[t - 1], x[t]], the table random: nothing to learn but its 1600 entries."""
+  """y[t] = table[x[t - 1], x[t]], the table random: nothing to learn but its entries."""
 
   symbols: int = 40
   tests: int = 2048
-  shape: nms.flops.ViTShape = nms.flops.ViTShape(
-    layers=2, embed=128, mlp=512, heads=4, head_dim=32, tokens=12, patch=1, classes=40
-  )
+  shape: nms.flops.ViTShape = _small(40)
 
   def draw(self, key):
     """All that a seed decides of the data."""
@@ -138,7 +142,11 @@ class Digits(NamedTuple):
     return logits
 
 
-TASKS = {"bigram": Bigram(), "digits": Digits()}
+TASKS = {
+  "bigram": Bigram(),
+  "bigram80": Bigram(symbols=80, shape=_small(80)),
+  "digits": Digits(),
+}
 
 
 def rules_of(row, pattern: str, steps: int) -> nms.Rules:
