@@ -153,7 +153,12 @@ PROGRAMS = ("nm-sparsity", "python", "python3.11", "pip", "make", "gcloud")
 
 @functools.cache
 def arrived(block):
-  """The command lines of a block as bash hands them to programs: lists of words."""
+  """The command lines of a block as bash hands them to programs: lists of words.
+
+  Variables are those of the page up to there.
+  """
+  above = [b.code for b in BLOCKS if b.page == block.page and b.line < block.line]
+  code = "\n".join(re.findall(r"^[A-Z]+=.*", "".join(above), re.MULTILINE) + [block.code])
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     for program in PROGRAMS:
@@ -166,7 +171,7 @@ def arrived(block):
     env = dict(PATH=f"{folder}/bin", HOME=name, LOG=f"{folder}/log", ROOT=str(ROOT))
     env |= dict(NAME="a-vm", ZONE="a-zone")  # docs/t5x.md leaves them to the reader
     done = subprocess.run(
-      ["/bin/bash", "-euc", block.code], env=env, cwd=folder, capture_output=True, text=True,
+      ["/bin/bash", "-euc", code], env=env, cwd=folder, capture_output=True, text=True,
       check=False,
     )  # fmt: skip
     assert not done.returncode and not done.stderr, done.stderr
@@ -294,20 +299,20 @@ def test_runs_of_t5x_are_planned(block, t5x, tmp_path, capsys, monkeypatch):
 def test_local_runs_are_made(block, tmp_path, monkeypatch):
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
   monkeypatch.chdir(tmp_path)
-  arguments = {"train": ["run"], "eval": ["model", "evaluation", "checkpoint", "output_dir"]}
+  arguments = {"train": ["run"]}
   with relaxed():
-    for program, command, *argv in arrived(block):
+    for program, command, *argv in filter(files_of, arrived(block)):
       args = parser_of(command).parse_args(argv)
       config, _ = _local.read(args, {"eval": "evaluate"}.get(command, command))
       assert program == "nm-sparsity" and not config.warnings
-      for name in arguments[command]:
+      for name in arguments.get(command, ["model", "evaluation", "checkpoint", "output_dir"]):
         _local.argument(config, name)
 
 
 @pytest.mark.slow
 def test_the_local_run_prints_what_the_page_says(tmp_path):
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
-  (block,) = [b for b in BLOCKS if b.page == "docs/local.md" and b.language == "sh"]
+  blocks = [b for b in BLOCKS if b.page == "docs/local.md" and b.language == "sh"]
   (tmp_path / "nm-sparsity").write_text(
     f'#!/bin/bash\nexec {sys.executable} -m nm_sparsity_jax.cli "$@"\n'
   )
@@ -315,8 +320,8 @@ def test_the_local_run_prints_what_the_page_says(tmp_path):
   path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
   env = os.environ | dict(PATH=path, PYTHONPATH=str(ROOT), XLA_FLAGS="", JAX_PLATFORMS="cpu")
   done = subprocess.run(
-    ["/bin/bash", "-euc", block.code], env=env, cwd=tmp_path, capture_output=True, text=True,
-    check=False,
+    ["/bin/bash", "-euc", "\n".join(b.code for b in blocks)], env=env, cwd=tmp_path,
+    capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert not done.returncode, done.stderr
 
@@ -324,7 +329,7 @@ def test_the_local_run_prints_what_the_page_says(tmp_path):
     text = text.replace(str(tmp_path), "/tmp/run")
     return re.sub(r"(loss|accuracy) [\d.]+|[\d.,]+ tokens/s|\d+:\d+ left", "x", text)
 
-  assert without_measures(block.output) in without_measures(done.stdout + done.stderr)
+  assert without_measures(blocks[0].output) in without_measures(done.stdout + done.stderr)
 
 
 @of("gin")
