@@ -67,7 +67,7 @@ TASKS = [
 ]
 
 # The runner that needs nothing but the Python package index.
-LOCAL = [*TASKS, _CLU, _ORBAX, "rich", "matplotlib"]
+LOCAL = [*TASKS, _CLU, _ORBAX, "tensorboard", "rich", "matplotlib"]  # clu imports tensorboard
 
 # What T5X needs from the Python package index. T5X itself, airio and jestimator are not
 # there. Install those three afterwards, each from its source at a pinned commit with
