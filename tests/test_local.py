@@ -354,6 +354,9 @@ def test_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "was started with other settings" in error and all(w in error for w in words), error
     assert len(error.splitlines()) == 1
+    cli.main(["plan", "--json", *command(*GIN, **(macros | change))])
+    errors = json.loads(capsys.readouterr().out)["errors"]
+    assert any(all(w in text for w in ("other settings", *words)) for text in errors), errors
   assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
   # Periods may change; what the result depends on may not.
   assert cli.main(["train", *command(*GIN, **macros, STATS_PERIOD=7, EVAL_PERIOD=3)]) == 0
@@ -418,6 +421,13 @@ def test_mistakes_are_one_line(change, words, tmp_path, capsys):
   assert cli.main(["train", *command(*GIN, **macros)]) == 1
   error = capsys.readouterr().err
   assert words in error and len(error.splitlines()) == 1, error
+  # `plan` says the same before; how many devices there will be it cannot know.
+  cli.main(["plan", "--json", *command(*GIN, **macros)])
+  report = json.loads(capsys.readouterr().out)
+  if "NUM_PARTITIONS" in change:
+    assert report["ok"] and "NUM_PARTITIONS is not checked" in " ".join(report["notes"])
+  else:
+    assert not report["ok"] and any(words in text for text in report["errors"]), report["errors"]
 
 
 # --- the step ----------------------------------------------------------------------------------

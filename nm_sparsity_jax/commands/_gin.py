@@ -21,7 +21,7 @@ from typing import Any
 
 # What t5x's programs call the function that a run file configures.
 PROGRAMS = {"train": "t5x.train", "evaluate": "t5x.eval", "infer": "t5x.infer"}
-# The module of those of the local runner: train, evaluate.
+# The module of those of the local runner: train, evaluate, infer.
 LOCAL = "nm_sparsity_jax.local.train"
 
 
@@ -49,6 +49,7 @@ class Config:
     errors: what is wrong with files and bindings.
     warnings: what is probably not meant.
     program: 'train', 'evaluate' or 'infer', None where no run file was read.
+    local: whether it is the local runner's.
     complete: whether every file could be read.
     lost: macros that bindings set to what could not be read.
   """
@@ -78,6 +79,7 @@ class Config:
       sys.modules["__main__"] = main
       gin._LOCATION_PREFIXES[:] = before
     self._table: dict[tuple[str, str], dict[str, Any]] = dict(gin._CONFIG)
+    self.local = False
     self._program_key, self.program = self._find_program()
     if self.complete:  # else what is unset may have been set in what could not be read
       self.errors += [ask_for(name) for name in sorted(self.unset() - self.lost)]
@@ -89,6 +91,7 @@ class Config:
       if not scope and name in PROGRAMS:
         function = self._gin._REGISTRY[selector].wrapped
         if function.__module__ in (PROGRAMS[name], LOCAL):
+          self.local = function.__module__ == LOCAL
           return (scope, selector), name
     return None, None
 

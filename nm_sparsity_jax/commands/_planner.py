@@ -15,6 +15,8 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
+import pathlib
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -138,6 +140,8 @@ class Planner:
     return self.config.value("NETWORK")
 
   def _model(self):
+    if self.config.local:  # no model of T5X's
+      return None
     if self.config.program is None:
       return self.config.value("MODEL") if self.config.is_set("MODEL") else None
     return self.config.argument("model")
@@ -282,10 +286,12 @@ class Planner:
 
   def _loss(self, rules, model) -> dict[str, Any]:
     """T5X's normalisation of the loss, and what it makes of lambda."""
+    lams = {key: recipe.lam for key, recipe in rules.places.items() if recipe.lam}
+    if self.config.local:  # whose loss is that mean
+      return {"lambda": lams}
     factor = getattr(model, "_loss_normalizing_factor", None) if model is not None else None
     if model is None:
       factor = self.config.get("LOSS_NORMALIZING_FACTOR")
-    lams = {key: recipe.lam for key, recipe in rules.places.items() if recipe.lam}
     try:
       parts = self.config.argument("num_microbatches", "SparseTrainer") or 1
     except (KeyError, _gin.Unset):
@@ -373,12 +379,41 @@ class Planner:
       value = config.get(name)
       if isinstance(value, str) and not re.fullmatch(regex, value):
         self.errors.append(f"{name} is empty")
-    if config.program == "train":
+    if config.local:
+      self._try("run", self._local_settings)
+    elif config.program == "train":
       self._train_settings(model, rules)
     task = self._try("data", self._data)
     if task is not None:
       self._try("data", lambda: self._check_vocabulary(task, network))
       self._try("data", lambda: self._check_splits(task))
+
+  def _local_settings(self) -> None:
+    """What the local runner would refuse before its first step."""
+    from nm_sparsity_jax.local import train
+
+    if self.config.program != "train":
+      self._argument("evaluation")
+      return
+    try:
+      run = self.config.argument("run")  # made, so that its parts look at themselves
+      run.model.check_batch(run.source.batch_size, run.microbatches)
+    except ValueError as e:
+      if "local devices" in str(e):
+        self.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
+        return
+      raise
+    folder = pathlib.Path(run.model_dir).expanduser().absolute()
+    first = next(path for path in (folder, *folder.parents) if path.exists())
+    if not first.is_dir() or not os.access(first, os.W_OK):
+      why = "Permission denied" if first.is_dir() else "Not a directory"
+      self.errors.append(f"MODEL_DIR={run.model_dir!r} cannot be written to: {why}")
+    settings = train.settings_of(self.config.settings("Run"))
+    if what := train.changed(folder, settings):
+      self.errors.append(
+        f"the run in {run.model_dir} was started with other settings: {what}. Go on with the "
+        "former, or take another MODEL_DIR"
+      )
 
   def _train_settings(self, model, rules) -> None:
     config = self.config
@@ -441,6 +476,10 @@ class Planner:
       import importlib
 
       importlib.import_module(module)
+    if self.config.local:
+      from nm_sparsity_jax.local import data
+
+      return data.mixture_or_task(name)
     try:
       task = seqio.get_mixture_or_task(name)
     except ValueError:
@@ -468,7 +507,7 @@ class Planner:
     """Whether there is something to train on and to evaluate, and the files for it."""
     import seqio
 
-    for argument in _DATASETS:
+    for argument in () if self.config.local else _DATASETS:
       dataset = self._argument(argument)
       split, members = getattr(dataset, "split", None), seqio.get_subtasks(task)
       if split is None or any(_splits(member) is None for member in members):
@@ -495,7 +534,10 @@ class Planner:
 
   def _stored(self) -> _checkpoint.Stored | None:
     path = self.checkpoint
-    if path is None:
+    if path is None and self.config.local:
+      is_train = self.config.program == "train"
+      path = self.config.get("INITIAL_CHECKPOINT_PATH" if is_train else "CHECKPOINT_PATH")
+    elif path is None:
       path = getattr(self._restore_settings(), "path", None)
       if isinstance(path, list | tuple):
         path = path[0] if path else None
@@ -531,10 +573,8 @@ class Planner:
     extra = [key for key in found.drop if key.startswith("target/")]
     if lost and fallback:
       names = ", ".join(name for name, _ in group(lost))
-      self.errors.append(
-        f"{stored.path} lacks parameters of this model, which would silently start from random "
-        f"values: {names}"
-      )
+      how = "" if self.config.local else ", which would silently start from random values"
+      self.errors.append(f"{stored.path} lacks parameters of this model{how}: {names}")
     if extra:
       names = ", ".join(name for name, _ in group(extra))
       self.warnings.append(f"{stored.path} has parameters that this model lacks: {names}")
@@ -578,6 +618,8 @@ class Planner:
   def _resumed(self) -> _checkpoint.Stored | None:
     """The newest checkpoint in MODEL_DIR: T5X resumes it, whatever INITIAL_CHECKPOINT_PATH says."""
     folder = self._argument("model_dir") if self.config.program == "train" else None
+    if self.config.local and self.config.program == "train":
+      folder = self.config.get("MODEL_DIR")
     if not isinstance(folder, str) or self.checkpoint:
       return None
     try:
@@ -599,6 +641,7 @@ class Planner:
       rules is None
       or not self.whole
       or not (resuming or self.config.program in ("evaluate", "infer"))
+      or (self.config.local and resuming)  # its settings told
     ):
       return False
     from nm_sparsity_jax import configure
@@ -611,9 +654,10 @@ class Planner:
         "and name the dense checkpoint as INITIAL_CHECKPOINT_PATH"
       )
     elif stored.rules is None:
-      self.errors.append(
-        f"{stored.path} is dense: it has no sparse step. Evaluate it with T5X's own model"
-      )
+      if self.config.local and all(recipe.name == "dense" for recipe in rules.places.values()):
+        return False
+      how = "RECIPE = 'dense'" if self.config.local else "T5X's own model"
+      self.errors.append(f"{stored.path} is dense: it has no sparse step. Evaluate it with {how}")
     elif stored.rules != now:
       self.errors.append(
         f"{stored.path} was trained with other rules ({_in_line(stored.rules)}) than these "

@@ -164,10 +164,12 @@ def _decay(segment: Mapping[str, Any]) -> str:
 def _loss_lines(loss: Mapping[str, Any] | None):
   if not loss:
     return
-  yield "loss", f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: T5X's loss is {loss['meaning']}"
+  if "factor" in loss:
+    text = f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: T5X's loss is {loss['meaning']}"
+    yield "loss", text
   for place, lam in loss["lambda"].items():
     text = f"{lam:g} of the mean loss per target token ({place})"
-    if place in loss["lambda_in_t5x_at_most"]:
+    if place in loss.get("lambda_in_t5x_at_most", ()):
       scaled = loss["lambda_in_t5x_at_most"][place]
       text += f"; beside T5X's loss, at most {scaled:.3g}"
       if loss["factor"] is None or isinstance(loss["factor"], int | float):
