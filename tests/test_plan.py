@@ -807,6 +807,14 @@ def test_documented_overrides_of_t5x_work(run_t5x, tmp_path):
 
 
 @pytest.mark.t5x
+def test_tfds_is_not_asked_for_splits():
+  import seqio
+
+  vague = seqio.Task("vague", seqio.TfdsDataSource("no_such/set:1.0.0"), {}, [])
+  assert _planner._splits(vague) is None
+
+
+@pytest.mark.t5x
 def test_what_a_program_needs_is_asked_for_at_once(run_t5x):
   code, report = run_t5x(files=TINY[:1])
   asked = {e.split()[0] for e in report["errors"]}

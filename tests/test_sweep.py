@@ -44,7 +44,7 @@ def here(tmp_path, monkeypatch):
   """An empty folder to stand in; runs are stubs, and the task is not looked up."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
-  monkeypatch.setattr(_sweep.Check, "check_task", lambda self: None)
+  monkeypatch.setattr(_sweep.Check, "check_tasks", lambda self: None)
   return tmp_path
 
 
@@ -237,7 +237,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
   _sweep.Check(_sweep.read(file))
   monkeypatch.undo()
   os.chdir(here)
-  monkeypatch.setattr(_sweep.Check, "check_task", lambda self: None)
+  monkeypatch.setattr(_sweep.Check, "check_tasks", lambda self: None)
   for name in ("sr_ste-1_4-seed0", "idp-1_4-seed0", "idp-1_4-seed3"):
     folder = pathlib.Path("out", name)
     folder.mkdir(parents=True)
@@ -258,9 +258,14 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
     code == 1 and "out/sr_ste-1_4-seed0 was started with other settings: initial_checkpoint" in err
   )
   assert sorted(p for p in pathlib.Path("out").rglob("*")) == before
+  other = SMALL.replace("[macros]", "[macros]\nEVALUATOR_NUM_EXAMPLES = 64")
+  code, _, err = sweep(write(other), capsys)
+  assert code == 1 and "out/start-seed0 was evaluated by Evaluation(" in err
+  assert "num_examples=None" in err and "num_examples=64" in err
   # When things are looked at is free.
   _sweep.Check(_sweep.read(write(SMALL.replace("[macros]", "[macros]\nEVAL_PERIOD = 1"))))
-  assert check.runs["idp-1_4-seed0"] == _sweep.Checked(first=2, steps=4)
+  known = check.runs["idp-1_4-seed0"]
+  assert (known.first, known.steps) == (2, 4) and known.evaluation.startswith("Evaluation(")
 
 
 ALONE = f"""
@@ -269,7 +274,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.commands import _charts, _sweep
 from nm_sparsity_jax.commands import sweep as sweep_command
-_sweep.Check.check_task = lambda self: None
+_sweep.Check.check_tasks = lambda self: None
 sys.exit(cli.main(["sweep", "sweep.toml"]))
 """
 

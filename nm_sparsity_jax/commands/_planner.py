@@ -94,7 +94,9 @@ class Planner:
       parts["cost"] = self._try("cost", lambda: self._cost(network, assignment, params))
     self._settings(model, rules, network)
     resumed = self._try("MODEL_DIR", self._resumed)
-    initial = self._try("checkpoint", self._stored)
+    # The local runner opens none where it resumes.
+    asks = resumed is None or not self.config.local
+    initial = self._try("checkpoint", self._stored) if asks else None
     if initial is not None:
       self._restore_errors(initial)
     stored = initial if resumed is None else resumed
@@ -670,7 +672,7 @@ class Planner:
 
 def _splits(task) -> Any:
   """The splits of a task of seqio; None where TFDS would have to look for them."""
-  return getattr(task.source, "_splits", None)
+  return getattr(task.source, "_splits", None) or None
 
 
 def _mixtures_of(task, split: str) -> list[str]:

@@ -154,10 +154,10 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
   if baseline not in recipes:
     raise ValueError(f"baseline: {baseline!r} is none of the recipes, {', '.join(recipes)}.")
   out = given.get("out")
-  if not isinstance(out, str) or not out:
-    raise ValueError(f"out: give {_KEYS['out']}, such as out = 'sweeps/first'.")
+  if not isinstance(out, str) or not out or "://" in out:
+    raise ValueError(f"out: give {_KEYS['out']} of this machine, such as out = 'sweeps/first'.")
   macros = _macros(given, "macros", {})
-  folder = pathlib.Path(out)
+  folder = pathlib.Path(out).expanduser()
   starts = {}
   if "start" in given:
     if also := sorted(_FROM_START.keys() & macros.keys()):
@@ -262,10 +262,12 @@ class Checked:
   Attributes:
     first: the global step before its first one.
     steps: how many it has.
+    evaluation: the settings of its evaluations, as text.
   """
 
   first: int
   steps: int
+  evaluation: str
 
 
 class Check:
@@ -273,7 +275,7 @@ class Check:
 
   Attributes:
     runs: name of a run -> what is known of it.
-    task: name, module, and rows of the embedding: what `check_task` looks at.
+    tasks: name, module, and rows of the embedding: what `check_tasks` looks at.
   """
 
   def __init__(self, sweep: Sweep):
@@ -282,7 +284,8 @@ class Check:
       sys.path.insert(0, os.getcwd())
     self.sweep = sweep
     self.runs: dict[str, Checked] = {}
-    self._described: dict[str, str] = {}  # text of rules -> the cell that has them
+    self.tasks: set[tuple[str, str | None, int]] = set()
+    self._described: dict[tuple[str, str], str] = {}  # recipe, text of rules -> the cell
     self._wrong: list[str] = []
     self._refused: dict[str, list[Cell]] = {}  # what is said of rules -> of which runs
     changed: list[str] = []
@@ -324,11 +327,11 @@ class Check:
     try:
       rules = config.value("RULES")
       network = config.value("NETWORK")
-      self.task = (
-        config.get("MIXTURE_OR_TASK_NAME"),
-        config.get("MIXTURE_OR_TASK_MODULE"),
-        network.config.vocab_size,
-      )
+      names = {config.value("MIXTURE_OR_TASK_NAME")}
+      if "name" in config.settings("Evaluation"):
+        names.add(config.argument("name", "Evaluation"))
+      module, rows = config.get("MIXTURE_OR_TASK_MODULE"), network.config.vocab_size
+      self.tasks |= {(name, module, rows) for name in names}
       params, axes = self._shapes(config, network)
       rules.with_logical_axes(axes).assign(params)
     except Exception as e:
@@ -337,7 +340,9 @@ class Check:
     if cell.pattern is not None:
       from nm_sparsity_jax import configure
 
-      other = self._described.setdefault(configure.describe(rules), cell.name)
+      # A variant may differ from its recipe in what is none of the rules'.
+      key = cell.recipe, configure.describe(rules)
+      other = self._described.setdefault(key, cell.name)
       if other != cell.name:
         self._wrong.append(
           f"patterns: {cell.name} has the rules of {other}: SPARSITY_RULES names patterns of its "
@@ -354,11 +359,12 @@ class Check:
     steps = config.get("SPARSE_STEPS")
     if not isinstance(steps, int) or steps < 1:
       raise ValueError(f"{self.sweep.file}: SPARSE_STEPS is {steps!r}: give whole steps.")
+    evaluation = config.settings("Run").get("evaluation", "None")
     if cell.start is not None:
-      return Checked(self.runs[cell.start.name].steps, steps)
+      return Checked(self.runs[cell.start.name].steps, steps, evaluation)
     initial = config.get("INITIAL_CHECKPOINT_PATH")
     try:
-      return Checked(_step_of(initial) if initial else 0, steps)
+      return Checked(_step_of(initial) if initial else 0, steps, evaluation)
     except (OSError, ValueError) as e:
       raise ValueError(
         f"{self.sweep.file}: INITIAL_CHECKPOINT_PATH: {e}. Name one that is there, or use [start]."
@@ -368,22 +374,26 @@ class Check:
     from nm_sparsity_jax.local import train
 
     settings = train.settings_of(config.settings("Run"))
-    what = train.changed(cell.folder, settings)
-    return [f"{cell.folder} was started with other settings: {what}"] if what else []
+    if what := train.changed(cell.folder, settings):
+      return [f"{cell.folder} was started with other settings: {what}"]
+    # A run may go on with another evaluation. Runs of one table may not differ in it.
+    file, now = evaluated_with(cell), self.runs[cell.name].evaluation
+    before = file.read_text() if file.exists() else now
+    return [f"{cell.folder} was evaluated by {before}, not by {now}"] if before != now else []
 
-  def check_task(self) -> None:
-    """Whether the task is registered, and fits the embedding; imports seqio."""
+  def check_tasks(self) -> None:
+    """Whether tasks are registered, and fit the embedding; imports seqio."""
     from nm_sparsity_jax.local import data
 
-    name, module, rows = self.task
-    try:
-      data.import_seqio(module)
-      data.mixture_or_task(name)
-      data.check_vocabulary(name, rows)
-    except ImportError as e:
-      raise ValueError(f"{self.sweep.file}: MIXTURE_OR_TASK_MODULE={module!r}: {e}") from e
-    except ValueError as e:
-      raise ValueError(f"{self.sweep.file}: macros: {e}") from e
+    for name, module, rows in sorted(self.tasks, key=str):
+      try:
+        data.import_seqio(module)
+        data.mixture_or_task(name)
+        data.check_vocabulary(name, rows)
+      except ImportError as e:
+        raise ValueError(f"{self.sweep.file}: MIXTURE_OR_TASK_MODULE={module!r}: {e}") from e
+      except ValueError as e:
+        raise ValueError(f"{self.sweep.file}: macros: {e}") from e
 
 
 def _of(cells: Sequence[Cell]) -> str:
@@ -410,6 +420,11 @@ def _step_of(checkpoint: str) -> int:
 def failure(cell: Cell) -> pathlib.Path:
   """The file that says why a run failed, until it is tried again."""
   return cell.folder / "failed.txt"
+
+
+def evaluated_with(cell: Cell) -> pathlib.Path:
+  """The file that says how a run is evaluated."""
+  return cell.folder / "evaluation.txt"
 
 
 def steps_done(cell: Cell, known: Checked) -> int:

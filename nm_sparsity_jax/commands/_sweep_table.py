@@ -150,7 +150,7 @@ def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
     values = [row[measure]["mean"] for row in report["rows"] if row[measure]["mean"] is not None]
     if not values:
       continue
-    digits = 1 if max(map(abs, values)) > 2 else 4 if measure == "loss" else 3
+    digits = 4 if measure == "loss" else _digits(values)
     means = [
       [recipe, *(_mean(row_of(recipe, at), measure, digits) for at in heads)] for recipe in recipes
     ]
@@ -165,8 +165,13 @@ def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
       title = f"{measure}, less that of {report['baseline']} with the same seed"
       yield title, [["", *heads], *differences]
   if len(report["tasks"]) > 1:
+    digits = _digits([c["mean"] for row in report["rows"] for c in row["tasks"].values()])
     by_task = [
-      [row["recipe"], row["pattern"] or "", *(_number(c["mean"], 1) for c in row["tasks"].values())]
+      [
+        row["recipe"],
+        row["pattern"] or "",
+        *(_number(c["mean"], digits) for c in row["tasks"].values()),
+      ]
       for row in report["rows"]
     ]
     yield "by task, means over seeds", [["", "", *report["tasks"]], *by_task]
@@ -176,6 +181,11 @@ def _names(tasks: Sequence[str]) -> str:
   if len(tasks) > 3:
     return f"mean of the {len(tasks)} tasks below"
   return f"mean of {', '.join(tasks)}" if len(tasks) > 1 else "".join(tasks)
+
+
+def _digits(values: Sequence[float | None]) -> int:
+  """1 for scores from 0 to 100, 3 for scores from 0 to 1."""
+  return 1 if max((abs(v) for v in values if v is not None), default=0.0) > 2 else 3
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -215,7 +225,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     "+- of a mean: the standard deviation over seeds; in brackets the seeds.",
     "Of the last checkpoint of each run.",
   ]
-  compared = sum(len(row["differences"]) for row in report["rows"])
+  pairs = [d[m]["pairs"] for row in report["rows"] for d in row["differences"].values() for m in d]
+  compared = sum(n > 1 for n in pairs)
   if compared:
     made.append(
       "+- of a difference: the 95 % interval of its mean by Student's t, not corrected for there "

@@ -21,6 +21,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -52,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
   """Types the commands."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # jax sets another one when it is imported
   begin = time.monotonic(), time.process_time()
-  recipes, out, steps = ALL if args.all else RECIPES, args.out.rstrip("/") or "/", args.steps
+  recipes, steps = ALL if args.all else RECIPES, args.steps
+  out = os.path.expanduser(args.out).rstrip("/") or "/"
+  if "://" in out:
+    raise ValueError(f"--out {out}: give a folder of this machine")
   if steps < 10:
     raise ValueError(f"--steps {steps}: give 10 or more, for each phase of a recipe wants some")
   _claim(pathlib.Path(out), steps)
@@ -193,8 +197,10 @@ def _train(argv: Sequence[str], out: str, name: str, last: int) -> int:
   from nm_sparsity_jax.local import checkpoints
 
   def is_done() -> bool:
-    found = checkpoints.read_json(pathlib.Path(out, name, "evaluations.json"), [])
-    return any(e["step"] == last for e in found)
+    folder = pathlib.Path(out, name)
+    found = checkpoints.read_json(folder / "evaluations.json", [])
+    # An evaluation is noted while its checkpoint is being written, which a full disk may end.
+    return any(e["step"] == last for e in found) and last in checkpoints.steps_in(folder)
 
   if is_done():
     print(f"$ {typed(argv)}\n{out}/{name}: done before")
@@ -254,6 +260,9 @@ def _close(out: str, steps: int, is_all: bool, begin: tuple[float, float]) -> No
     more = ["quickstart", "--all"]
     more += ["--out", out] * (out != "quickstart") + ["--steps", str(steps)] * (steps != STEPS)
     nexts.insert(0, ("every recipe, in the same folder", [more]))
+  activate = pathlib.Path(sys.executable).with_name("activate")
+  if shutil.which("nm-sparsity") is None and activate.is_file():
+    print(f"\n# once in a shell, which then finds nm-sparsity\n. {os.path.relpath(activate)}")
   for what, lines in nexts:
     print("\n".join([f"\n# {what}", *map(typed, lines)]))
 

@@ -4,7 +4,7 @@ Each run is one `nm-sparsity train` in a folder of its own. Stopped or killed, t
 goes on where it was, days later too; a run that failed is tried again. All settings are checked
 before anything starts. docs/sweep.md describes the file.
 
-  nm-sparsity sweep examples/sweep_mini_glue.toml
+  nm-sparsity sweep examples/sweep_mini_glue.toml             # in a checkout
   nm-sparsity sweep examples/sweep_mini_glue.toml --table     # of what is done, runs nothing
 
 Exit code: 0 = done, or stopped by SIGTERM and saved; 1 = a setting is wrong or a run failed; 130 =
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
   with contextlib.nullcontext() if args.debug else _flags.quiet():
     check = _sweep.Check(sweep)
     if not args.table and not _all_done(sweep, check.runs):
-      check.check_task()
+      check.check_tasks()
   code, stopped = 0, None
   if not args.table:
     with _alone(sweep.out) as lock, _Signals() as stop:
@@ -98,6 +98,8 @@ def _train(
       why = f"{cell.start.name}, which it starts from, is not done"
     else:
       _say(f"  {cell.name}: {cell.folder / 'log.txt'}")
+      cell.folder.mkdir(parents=True, exist_ok=True)
+      _sweep.evaluated_with(cell).write_text(known[cell.name].evaluation)
       why = _run(sweep.command(cell), cell, environment, lock, stop)
       if why is None and not _sweep.is_done(cell, known[cell.name]):
         why = "it was stopped before its last step"
@@ -125,7 +127,6 @@ def _run(
   """Trains in a process of its own; None, or why it failed."""
   from nm_sparsity_jax.commands import _sweep
 
-  cell.folder.mkdir(parents=True, exist_ok=True)
   _sweep.failure(cell).unlink(missing_ok=True)
   log = cell.folder / "log.txt"
   with log.open("a") as file:

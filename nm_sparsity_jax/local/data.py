@@ -68,6 +68,13 @@ class Source:
     if self.split not in known.splits:
       have = ", ".join(known.splits)
       raise ValueError(f"{self.name} has no split {self.split!r}: it has {have}.")
+    if isinstance(known, seqio.Mixture):  # which leaves out a task without the split
+      for task in known.tasks:
+        if self.split not in task.splits and known.get_rate(task) > 0:
+          raise ValueError(
+            f"{task.name} has no split {self.split!r}, but a rate above 0 in {self.name}: give it "
+            "the rate 0, so that it is only evaluated."
+          )
     return seqio.get_dataset(
       mixture_or_task_name=known,
       task_feature_lengths=dict(self.lengths),
