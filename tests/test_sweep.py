@@ -146,7 +146,8 @@ def test_the_files_of_example_and_documentation_are_right(here):
   (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)
   for sweep in (example, _sweep.read(write(block))):
     last = list(sweep.runs())[-1]
-    assert _sweep.Check(sweep).runs[last.name] == _sweep.Checked(first=1500, steps=400)
+    known = _sweep.Check(sweep).runs[last.name]
+    assert (known.first, known.steps) == (1500, 400)
 
 
 def test_the_task_is_looked_up_before_anything_starts(tmp_path, monkeypatch, capsys):
@@ -242,6 +243,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
     folder = pathlib.Path("out", name)
     folder.mkdir(parents=True)
     (folder / "settings.json").write_text(json.dumps(settings[name]))
+    (folder / "evaluation.txt").write_text(check.runs[name].evaluation)
     if name != "idp-1_4-seed3":  # it has saved nothing yet, so it may begin anew
       (folder / "checkpoint_3/state").mkdir(parents=True)
       (folder / "checkpoint_3/state/_METADATA").touch()
@@ -260,7 +262,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
   assert sorted(p for p in pathlib.Path("out").rglob("*")) == before
   other = SMALL.replace("[macros]", "[macros]\nEVALUATOR_NUM_EXAMPLES = 64")
   code, _, err = sweep(write(other), capsys)
-  assert code == 1 and "out/start-seed0 was evaluated by Evaluation(" in err
+  assert code == 1 and "out/sr_ste-1_4-seed0 was evaluated by Evaluation(" in err
   assert "num_examples=None" in err and "num_examples=64" in err
   # When things are looked at is free.
   _sweep.Check(_sweep.read(write(SMALL.replace("[macros]", "[macros]\nEVAL_PERIOD = 1"))))
@@ -384,7 +386,7 @@ loss, less that of sr_ste with the same seed
 +- of a mean: the standard deviation over seeds; in brackets the seeds.
 Of the last checkpoint of each run.
 +- of a difference: the 95 % interval of its mean by Student's t, not corrected for there being \
-4; in brackets the pairs.
+6; in brackets the pairs.
 dense is one run a seed, and stands under every pattern.
 failed: idp-1_8-seed3: the loss of step 3 is not finite
 """
