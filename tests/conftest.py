@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, strict promotion, and how hard hypothesis works."""
 
 import os
+import sys
 
 # Before jax is imported: it reads these once.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -13,6 +14,7 @@ os.environ.setdefault("PJRT_NPROC", "32")
 
 import hypothesis
 import jax
+import pytest
 
 # Silent dtype and broadcasting mistakes fail. Code that is not ours relaxes this at that call:
 #   with jax.numpy_dtype_promotion("standard"): ...
@@ -27,3 +29,11 @@ hypothesis.settings.register_profile(
   max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "12")),
 )
 hypothesis.settings.load_profile("nm")
+
+
+@pytest.fixture(autouse=True)
+def the_same_path():
+  """Commands put the folder where they run on `sys.path`, and gin finds packages there."""
+  before = list(sys.path)
+  yield
+  sys.path[:] = before

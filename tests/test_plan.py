@@ -35,6 +35,7 @@ network.T5Config:
   mlp_dim = 48
   mlp_activations = ('gelu', 'linear')
 """
+OURS = "nm_sparsity_jax.t5.network.T5Config"  # T5X's may be registered too, by another test
 SETTINGS = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=100)
 LENGTHS = {"inputs": 10, "targets": 6}
 
@@ -82,7 +83,7 @@ def test_kernels_alike_are_told_together_and_nothing_is_lost(run):
 
 
 def test_what_is_dropped_and_skipped_and_why(run):
-  wide = ["network.T5Config.emb_dim = 768", "network.T5Config.mlp_dim = 1024"]
+  wide = [f"{OURS}.emb_dim = 768", f"{OURS}.mlp_dim = 1024"]
   settings = {**SETTINGS, "RECIPE": "sdgf_geometric", "PATTERN": "1:32"}
   code, report = run(raw=wide, **settings)
   assert not code
@@ -95,7 +96,7 @@ def test_what_is_dropped_and_skipped_and_why(run):
   assert [s["pattern"] for s in timelines[768,]] == ["8:256", "4:128", "2:64", "1:32"]
   assert [s["pattern"] for s in timelines[1024,]][0] == "16:512"
 
-  code, report = run(raw=["network.T5Config.mlp_dim = 50"], **SETTINGS, INDIVISIBLE="skip")
+  code, report = run(raw=[f"{OURS}.mlp_dim = 50"], **SETTINGS, INDIVISIBLE="skip")
   assert not code
   skipped = report["kernels"]["skipped"]
   assert {k["path"] for k in skipped} == {
@@ -161,7 +162,7 @@ def test_the_largest_t5_is_planned_in_seconds_and_not_allocated(run):
 
 
 def test_scanned_kernels_have_their_axis(run):
-  scan = ["network.T5Config.scan_layers = True"]
+  scan = [f"{OURS}.scan_layers = True"]
   code, report = run(raw=scan, **SETTINGS, SPARSITY_RULES={"ff": None, "qkv": None})
   assert not code
   shapes = {tuple(k["shape"]): k["axis"] for k in report["kernels"]["sparse"]}
@@ -293,7 +294,7 @@ def test_what_cannot_be_read_is_not_asked_for_as_well(run):
   assert code == 1 and len(report["errors"]) == 2
   assert has(report["errors"], "SPARSE_STEPS", "'10k'")
   assert has(report["errors"], "PATTERN is not set")
-  code, report = run(raw=["network.T5Config.emb_dim = %WIDTH", "WIDTH=3k"], **SETTINGS)
+  code, report = run(raw=[f"{OURS}.emb_dim = %WIDTH", "WIDTH=3k"], **SETTINGS)
   assert code == 1 and len(report["errors"]) == 1 and "WIDTH" in report["errors"][0]
 
 
