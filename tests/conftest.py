@@ -32,8 +32,9 @@ hypothesis.settings.load_profile("nm")
 
 
 @pytest.fixture(autouse=True)
-def the_same_path():
-  """Commands put the folder where they run on `sys.path`, and gin finds packages there."""
-  before = list(sys.path)
+def the_same_place():
+  """The working folder and `sys.path`, to which commands add it: gin looks in both."""
+  path, folder = list(sys.path), os.getcwd()
   yield
-  sys.path[:] = before
+  sys.path[:] = path
+  os.chdir(folder)

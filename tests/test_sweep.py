@@ -237,7 +237,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
   )
   _sweep.Check(_sweep.read(file))
   monkeypatch.undo()
-  os.chdir(here)
+  monkeypatch.chdir(here)
   monkeypatch.setattr(_sweep.Check, "check_tasks", lambda self: None)
   for name in ("sr_ste-1_4-seed0", "idp-1_4-seed0", "idp-1_4-seed3"):
     folder = pathlib.Path("out", name)
