@@ -251,6 +251,70 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
   ]
 
 
+def test_stopped_in_an_evaluation(tmp_path, capsys, monkeypatch):
+  """It says so, at the last step too, and the same command evaluates what is saved."""
+  steps = train.Periods(evaluate=12, report=12, metrics=None)
+  run = lambda name: run_of(tmp_path / name, periods=steps, evaluation=EVALUATION)
+  noted = lambda name: checkpoints.read_json(tmp_path / name / "evaluations.json", [])
+  assert train.train(run("whole")) == 0 and [e["step"] for e in noted("whole")] == [12, 24]
+  assert capsys.readouterr().err.count("the same command goes on from there") == 0
+
+  original = evaluation.Evaluator.metrics
+  for at, how, code, so_far in [
+    (12, signal.SIGTERM, 0, []),
+    (24, signal.SIGINT, 130, [12]),
+  ]:
+
+    def metrics(self, effective, step, at=at, how=how):
+      if step == at:
+        os.kill(os.getpid(), how)
+      return original(self, effective, step)
+
+    monkeypatch.setattr(evaluation.Evaluator, "metrics", metrics)
+    assert train.train(run("part")) == code
+    said = f"{how.name}: saved checkpoint_{at}; the same command goes on from there"
+    assert said in capsys.readouterr().err
+    assert [e["step"] for e in noted("part")] == so_far
+    assert not checkpoints.is_done(tmp_path / "part", 24)
+  monkeypatch.undo()
+  assert train.train(run("part")) == 0
+  assert noted("part") == noted("whole") and checkpoints.is_done(tmp_path / "part", 24)
+  assert_same(read(tmp_path / "part", 24), read(tmp_path / "whole", 24))
+
+
+def test_the_best_stays_when_the_run_goes_on(tmp_path):
+  model = model_of(recipe="one_shot", dense_steps=1, finetune_steps=0)
+  steps = train.Periods(evaluate=8, checkpoint=1, report=1, metrics=None)
+  fields = dict(periods=steps, evaluation=EVALUATION, keep_checkpoints=1)
+  for number, best in (10, {8}), (13, {8}), (None, None):
+    stop = number and at_step(number - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train.train(run_of(tmp_path, model, learning_rate=stop, **fields)) == 0
+    found = checkpoints.steps_in(tmp_path)
+    assert best is None or set(found[:-1]) == best
+  evaluated = checkpoints.evaluations(tmp_path)
+  losses = {at: e["loss"]["nm_test_sort"] for at, e in evaluated.items()}
+  assert set(losses) == {8, 16, 24} and set(found) == {min(losses, key=losses.get), 24}
+
+
+def test_a_kill_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+  def half(path):
+    (path / "state/manifest.ocdbt").unlink()
+    raise KeyboardInterrupt
+
+  steps = train.Periods(evaluate=100, checkpoint=6, report=1, metrics=None)
+  run = run_of(tmp_path, periods=steps, keep_checkpoints=1)
+  monkeypatch.setattr(checkpoints.shutil, "rmtree", half)
+  with pytest.raises(KeyboardInterrupt):
+    train.train(run)
+  monkeypatch.undo()
+  assert any("removed" in p.name for p in tmp_path.iterdir())
+  for number in checkpoints.steps_in(tmp_path):
+    read(tmp_path, number)
+  assert train.train(run) == 0
+  assert checkpoints.steps_in(tmp_path) == [24]
+  assert not any("removed" in p.name for p in tmp_path.iterdir())
+
+
 def test_what_is_saved_in_the_background_is_that_step(whole, tmp_path):
   """Though later steps were given its buffers."""
   folder, _ = whole

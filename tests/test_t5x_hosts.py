@@ -68,13 +68,19 @@ def two(folder, command, *files, **macros):
   return [log.read_text() for log, _ in started]
 
 
-def test_two_processes_train_resume_and_evaluate(tmp_path):
-  dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  t5x("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=4)
+def dense_and_sparse(folder):
+  """Trains four dense steps; the folder of a sparse run, and what it is given."""
+  t5x("train", "tests/t5x_dense.gin", MODEL_DIR=f"{folder}/dense", TRAIN_STEPS=4)
   finetune = dict(
-    MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_4"), PRETRAINED_STEPS=4,
-    BATCH_SIZE=16, EVAL_PERIOD=3, EVAL_STEPS=1, **{"utils.SaveCheckpointConfig.period": 3},
+    MODEL_DIR=f"{folder}/sparse", INITIAL_CHECKPOINT_PATH=f"{folder}/dense/checkpoint_4",
+    PRETRAINED_STEPS=4, BATCH_SIZE=16, EVAL_PERIOD=3, EVAL_STEPS=1,
+    **{"utils.SaveCheckpointConfig.period": 3},
   )  # fmt: skip
+  return folder / "sparse", finetune
+
+
+def test_two_processes_train_resume_and_evaluate(tmp_path):
+  sparse, finetune = dense_and_sparse(tmp_path)
   files = "gin_configs/runs/t5x_finetune.gin", TINY
   two(tmp_path, "train", *files, **finetune, **RULES)
   whole = saved_arrays(sparse / "checkpoint_10")
@@ -108,12 +114,7 @@ def test_weights_and_masks_over_two_devices_are_saved_and_resumed(tmp_path):
 
   Two devices: on a CPU, T5X splits weights over all there are, whatever `num_partitions` says.
   """
-  dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  t5x("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=4)
-  finetune = dict(
-    MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_4"), PRETRAINED_STEPS=4,
-    BATCH_SIZE=16, EVAL_PERIOD=3, EVAL_STEPS=1, **{"utils.SaveCheckpointConfig.period": 3},
-  )  # fmt: skip
+  sparse, finetune = dense_and_sparse(tmp_path)
   cut = {"partitioning.PjitPartitioner.num_partitions": 2}
   files = "gin_configs/runs/t5x_finetune.gin", TINY
   t5x("train", *files, devices=2, **finetune, **RULES, **cut)

@@ -46,6 +46,12 @@ def _with_overrides(parser: argparse.ArgumentParser):
   return parse_args
 
 
+def see_modules_here() -> None:
+  """Task modules lie where the user stands, and `python -m` sees them there: so does a command."""
+  if os.getcwd() not in sys.path and "" not in sys.path:
+    sys.path.insert(0, os.getcwd())
+
+
 @contextlib.contextmanager
 def quiet():
   """No warnings of our own, for the plan says it all, and no chatter of imports.

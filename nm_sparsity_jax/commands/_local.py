@@ -24,9 +24,7 @@ def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:
   if not args.gin_file:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-  # As `python -m` does: task modules lie where the user stands.
-  if os.getcwd() not in sys.path and "" not in sys.path:
-    sys.path.insert(0, os.getcwd())
+  _flags.see_modules_here()
   paths = [path for path in args.gin_search_paths.split(",") if path]
   config = _gin.Config([*paths, str(gin_path.find())], args.gin_file, args.gin_bindings)
   if config.errors:
@@ -46,6 +44,15 @@ def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:
   from gin import config as gin
 
   return config, gin.config_str()
+
+
+def call(args: argparse.Namespace, program: str) -> int:
+  """Does what `evaluate` or `infer` of the local runner does with a checkpoint."""
+  config, text = read(args, program)
+  from nm_sparsity_jax.local import train
+
+  names = ("model", "evaluation", "checkpoint", "output_dir")
+  return getattr(train, program)(**{n: argument(config, n) for n in names}, config=text)
 
 
 def argument(config: _gin.Config, name: str) -> Any:

@@ -16,7 +16,6 @@ import functools
 import inspect
 import math
 import os
-import pathlib
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -392,7 +391,7 @@ class Planner:
 
   def _local_settings(self) -> None:
     """What the local runner would refuse before its first step."""
-    from nm_sparsity_jax.local import train
+    from nm_sparsity_jax.local import step, train
 
     if self.config.program != "train":
       self._argument("evaluation")
@@ -400,22 +399,15 @@ class Planner:
     try:
       run = self.config.argument("run")  # made, so that its parts look at themselves
       run.model.check_batch(run.source.batch_size, run.microbatches)
-    except ValueError as e:
-      if "local devices" in str(e):
-        self.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
-        return
-      raise
-    folder = pathlib.Path(run.model_dir).expanduser().absolute()
+    except step.WrongDevices:
+      self.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
+      return
+    folder = train.folder_of(run.model_dir)
     first = next(path for path in (folder, *folder.parents) if path.exists())
     if not first.is_dir() or not os.access(first, os.W_OK):
       why = "Permission denied" if first.is_dir() else "Not a directory"
       self.errors.append(f"MODEL_DIR={run.model_dir!r} cannot be written to: {why}")
-    settings = train.settings_of(self.config.settings("Run"))
-    if what := train.changed(folder, settings):
-      self.errors.append(
-        f"the run in {run.model_dir} was started with other settings: {what}. Go on with the "
-        "former, or take another MODEL_DIR"
-      )
+    train.refuse_changed(folder, train.settings_of(self.config.settings("Run")))
 
   def _train_settings(self, model, rules) -> None:
     config = self.config
@@ -472,21 +464,13 @@ class Planner:
     name = self.config.get("MIXTURE_OR_TASK_NAME")
     if self.config.program is None or name is None:
       return None
-    import seqio
+    import importlib
+
+    from nm_sparsity_jax.local import data
 
     if module := self.config.get("MIXTURE_OR_TASK_MODULE"):
-      import importlib
-
       importlib.import_module(module)
-    if self.config.local:
-      from nm_sparsity_jax.local import data
-
-      return data.mixture_or_task(name)
-    try:
-      task = seqio.get_mixture_or_task(name)
-    except ValueError:
-      where = f"after importing {module}" if module else "and MIXTURE_OR_TASK_MODULE is not set"
-      raise ValueError(f"MIXTURE_OR_TASK_NAME={name!r}: no such task or mixture, {where}") from None
+    task = data.mixture_or_task(name)
     lengths = self.config.get("TASK_FEATURE_LENGTHS") or {}
     if unknown := sorted(set(lengths) - set(task.output_features)):
       raise ValueError(

@@ -68,8 +68,7 @@ class Run:
     if re.fullmatch(r"\d[\d_]*", text):
       return int(text.replace("_", ""))
     # The local runner takes any checkpoint, whose name tells.
-    named = re.search(r"checkpoint_(\d+)/*'$", self.macros.get("INITIAL_CHECKPOINT_PATH", ""))
-    return int(named[1]) if named else 0
+    return _runs.named_step(self.macros.get("INITIAL_CHECKPOINT_PATH", "").removesuffix("'")) or 0
 
   @property
   def last_step(self) -> int | None:

@@ -226,6 +226,12 @@ def macros(text: str) -> dict[str, str]:
   return {name: " ".join(value.replace("\\\n", "\n").split()) for name, value in found}
 
 
+def named_step(checkpoint: str) -> int | None:
+  """The step in a checkpoint's name, .../checkpoint_1000; None where there is none."""
+  found = re.search(r"checkpoint_(\d+)/*$", checkpoint)
+  return int(found[1]) if found else None
+
+
 _SETTINGS = (
   "RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS", "FINETUNE_STEPS",
   "PRETRAINED_STEPS", "INITIAL_CHECKPOINT_PATH", "T5_SIZE",
@@ -247,8 +253,8 @@ def _read_settings(run: Run, file: pathlib.Path) -> None:
   run.finetune_steps = found.get("FINETUNE_STEPS")
   run.start = found.get("PRETRAINED_STEPS")
   if run.start is None and "INITIAL_CHECKPOINT_PATH" in found:  # the local runner may take any
-    named = re.search(r"checkpoint_(\d+)/*$", path := found["INITIAL_CHECKPOINT_PATH"] or "")
-    run.start = int(named[1]) if named else None if path else 0
+    path = found["INITIAL_CHECKPOINT_PATH"]
+    run.start = named_step(path) if path else 0
   if run.recipe == "dense":
     run.places = {}
   elif isinstance(rules := found.get("SPARSITY_RULES"), Mapping):

@@ -12,15 +12,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import os
 import pathlib
 import re
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.commands import _gin, _planner, gin_path
+from nm_sparsity_jax.commands import _flags, _gin, _planner, gin_path
 from nm_sparsity_jax.patterns import NM
 
 _KEYS = {
@@ -279,9 +277,7 @@ class Check:
   """
 
   def __init__(self, sweep: Sweep):
-    # As `python -m` does: task modules lie where the user stands.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-      sys.path.insert(0, os.getcwd())
+    _flags.see_modules_here()
     self.sweep = sweep
     self.runs: dict[str, Checked] = {}
     self.tasks: set[tuple[str, str | None, int]] = set()
@@ -436,15 +432,7 @@ def steps_done(cell: Cell, known: Checked) -> int:
 
 
 def is_done(cell: Cell, known: Checked) -> bool:
-  """Whether a run has its last evaluation and checkpoint; the latter may be complete later."""
+  """Whether a run has its last evaluation and checkpoint."""
   from nm_sparsity_jax.local import checkpoints
 
-  last = known.first + known.steps
-  return last in evaluations(cell) and last in checkpoints.steps_in(cell.folder)
-
-
-def evaluations(cell: Cell) -> dict[int, dict[str, Any]]:
-  """Step -> what the runner noted of its evaluation."""
-  from nm_sparsity_jax.local import checkpoints
-
-  return {e["step"]: e for e in checkpoints.read_json(cell.folder / "evaluations.json", [])}
+  return checkpoints.is_done(cell.folder, known.first + known.steps)

@@ -60,9 +60,11 @@ def _run(cell: _sweep.Cell, known: _sweep.Checked, is_start: bool) -> dict[str, 
     if failure.is_file():
       found["remarks"].append(failure.read_text().strip())
     return found
+  from nm_sparsity_jax.local import checkpoints
+
   found["state"] = "done"
   last = known.first + known.steps
-  losses = _sweep.evaluations(cell)[last]["loss"]
+  losses = checkpoints.evaluations(cell.folder)[last]["loss"]
   found["loss"] = math.fsum(losses.values()) / len(losses) if losses else None
   tasks = _report.tasks_in(cell.folder / "inference_eval")
   run = _report.Run(cell.folder, cell.name, {}, {}, tasks, "")

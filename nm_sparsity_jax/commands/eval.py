@@ -24,8 +24,4 @@ def run(args: argparse.Namespace) -> int:
   """Evaluates."""
   from nm_sparsity_jax.commands import _local
 
-  config, text = _local.read(args, "evaluate")
-  from nm_sparsity_jax.local import train
-
-  names = ("model", "evaluation", "checkpoint", "output_dir")
-  return train.evaluate(**{name: _local.argument(config, name) for name in names}, config=text)
+  return _local.call(args, "evaluate")

@@ -25,8 +25,4 @@ def run(args: argparse.Namespace) -> int:
   """Predicts."""
   from nm_sparsity_jax.commands import _local
 
-  config, text = _local.read(args, "infer")
-  from nm_sparsity_jax.local import train
-
-  names = ("model", "evaluation", "checkpoint", "output_dir")
-  return train.infer(**{name: _local.argument(config, name) for name in names}, config=text)
+  return _local.call(args, "infer")

@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax.commands import _gin, _planner
 
-  # As `python -m` does: task modules lie where the user stands.
-  if os.getcwd() not in sys.path and "" not in sys.path:
-    sys.path.insert(0, os.getcwd())
+  _flags.see_modules_here()
   paths = [path for path in args.gin_search_paths.split(",") if path]
   with contextlib.nullcontext() if args.debug else _flags.quiet():
     config = _gin.Config(paths, args.gin_file, args.gin_bindings)

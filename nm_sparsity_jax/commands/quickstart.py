@@ -196,17 +196,12 @@ def _train(argv: Sequence[str], out: str, name: str, last: int) -> int:
   """Trains, or goes on, or finds that it has been done."""
   from nm_sparsity_jax.local import checkpoints
 
-  def is_done() -> bool:
-    folder = pathlib.Path(out, name)
-    found = checkpoints.read_json(folder / "evaluations.json", [])
-    # An evaluation is noted while its checkpoint is being written, which a full disk may end.
-    return any(e["step"] == last for e in found) and last in checkpoints.steps_in(folder)
-
-  if is_done():
+  if checkpoints.is_done(f"{out}/{name}", last):
     print(f"$ {typed(argv)}\n{out}/{name}: done before")
     return 0
   code = _call(argv)
-  if code == 130 or (not code and not is_done()):  # `train` ends with 0 after SIGTERM
+  # `train` ends with 0 after SIGTERM, when it has saved.
+  if code == 130 or (not code and not checkpoints.is_done(f"{out}/{name}", last)):
     print("stopped; start the quickstart again, and it goes on from there", file=sys.stderr)
     return code or 1
   return code

@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.rules import Rules, flatten
 
 _PREFIX = "checkpoint"
+_DOOMED = ".removed"  # behind the name of a checkpoint that is being removed
 
 
 def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
@@ -91,6 +93,8 @@ class Checkpoints:
     self.folder = pathlib.Path(folder).absolute()
     self.best: int | None = None  # the step that is never removed
     self._saving: int | None = None  # the step that is being written
+    for left in self.folder.glob(f"{_PREFIX}_*{_DOOMED}"):
+      shutil.rmtree(left)
     options = ocp.CheckpointManagerOptions(
       step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
     )
@@ -149,7 +153,10 @@ class Checkpoints:
     if self._keep is not None:
       for step in self.steps()[: -self._keep]:
         if step != self.best:
-          self._manager.delete(step)
+          path = self.folder / f"{_PREFIX}_{step}"
+          doomed = path.with_name(path.name + _DOOMED)
+          os.replace(path, doomed)  # at once: what a kill leaves of it is no checkpoint
+          shutil.rmtree(doomed)
 
   def restore(self, step: int, like: TrainState, model: Model) -> tuple[Any, str]:
     """The tree of one of these checkpoints on the devices, and the text of its rules."""
@@ -183,6 +190,20 @@ def steps_in(folder: str | os.PathLike) -> Sequence[int]:
     if number and (path / "state" / "_METADATA").is_file():
       found.append(int(number[1]))
   return sorted(found)
+
+
+def evaluations(folder: str | os.PathLike) -> dict[int, dict[str, Any]]:
+  """Step -> what a run noted of its evaluation."""
+  found = read_json(pathlib.Path(folder) / "evaluations.json", [])
+  return {entry["step"]: entry for entry in found}
+
+
+def is_done(folder: str | os.PathLike, last: int) -> bool:
+  """Whether a run has evaluated and saved its last step.
+
+  The evaluation is noted while the checkpoint is being written, which a full disk may end.
+  """
+  return last in evaluations(folder) and last in steps_in(folder)
 
 
 def load_params(path: str, like: Any, shardings: Any) -> tuple[Any, int]:

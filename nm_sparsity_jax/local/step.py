@@ -75,6 +75,10 @@ class Summed:
     }
 
 
+class WrongDevices(ValueError):
+  """The devices of this machine cannot be split as asked."""
+
+
 class Model:
   """A network, its rules and its loss, laid out over the local devices.
 
@@ -103,7 +107,7 @@ class Model:
     self.z_loss, self.label_smoothing = z_loss, label_smoothing
     devices = jax.local_devices() if devices is None else devices
     if num_partitions < 1 or len(devices) % num_partitions:
-      raise ValueError(
+      raise WrongDevices(
         f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."
       )
     grid = np.reshape(devices, (-1, num_partitions))

@@ -170,10 +170,12 @@ class _Process:
       self.progress.close()
       for writer in self.writers.values():
         writer.close()
-    if done < self.total:
-      print(f"{self.stop.name}: saved checkpoint_{self.offset + done}; "
-            "the same command goes on from there", file=sys.stderr)  # fmt: skip
-    return 130 if done < self.total and self.stop.name == "SIGINT" else 0
+    at = self.offset + done
+    if done == self.total and (self.evaluator is None or self._is_evaluated(at)):
+      return 0
+    print(f"{self.stop.name}: saved checkpoint_{at}; the same command goes on from there",
+          file=sys.stderr)  # fmt: skip
+    return 130 if self.stop.name == "SIGINT" else 0
 
   # --- start --------------------------------------------------------------------------------------
 
@@ -201,8 +203,9 @@ class _Process:
     tree, text = self.checkpoints.restore(step, like, model)
     checkpoints.refuse_other_rules(text, model.given_rules, f"{self.folder}/checkpoint_{step}")
     state = checkpoints.from_tree(tree, like)
-    kept = checkpoints.read_json(self.folder / "evaluations.json", [])
-    self.evaluations = [e for e in kept if e["step"] <= step]
+    kept = checkpoints.evaluations(self.folder)
+    self.evaluations = [e for at, e in kept.items() if at <= step]
+    self.checkpoints.best = best_step(self.evaluations, self.run.best_metric)
     return state, step - int(state.sparse_step)
 
   # --- loop ---------------------------------------------------------------------------------------
@@ -281,7 +284,7 @@ class _Process:
   def _evaluate(self, state: TrainState, done: int) -> None:
     """Evaluates a saved state, unless that has been done."""
     step = self.offset + done
-    if self.evaluator is None or any(e["step"] == step for e in self.evaluations):
+    if self.evaluator is None or self._is_evaluated(step):
       return
     effective = self.model.effective(state)
     try:
@@ -310,6 +313,9 @@ class _Process:
     text = json.dumps(self.evaluations, indent=1)
     checkpoints.write_atomically(self.folder / "evaluations.json", text + "\n")
     self.checkpoints.best = best_step(self.evaluations, self.run.best_metric)
+
+  def _is_evaluated(self, step: int) -> bool:
+    return any(e["step"] == step for e in self.evaluations)
 
 
 def best_step(evaluations, metric: str | None) -> int | None:
@@ -350,11 +356,16 @@ class _Signals:
       signal.signal(number, handler)
 
 
-def _make(model_dir: str) -> pathlib.Path:
-  """The folder of the run, made and found writable."""
+def folder_of(model_dir: str) -> pathlib.Path:
+  """The folder of a run, whether it is there or not."""
   if "://" in model_dir:
     raise ValueError(f"MODEL_DIR={model_dir!r}: the local runner writes to a local disk.")
-  folder = pathlib.Path(model_dir).expanduser().absolute()
+  return pathlib.Path(model_dir).expanduser().absolute()
+
+
+def _make(model_dir: str) -> pathlib.Path:
+  """The folder of the run, made and found writable."""
+  folder = folder_of(model_dir)
   try:
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / ".writable"
@@ -379,13 +390,9 @@ def changed(folder: pathlib.Path, settings: Mapping[str, str]) -> str:
   return "; ".join(f"{k} was {before.get(k)}, and is {settings.get(k)}" for k in names[:4])
 
 
-def _agree(folder: pathlib.Path, settings: Mapping[str, str], steps) -> None:
-  """Refuses to go on with a run of other settings, and names both; notes those of a new run."""
-  path = folder / "settings.json"
-  if not steps:
-    checkpoints.write_atomically(path, json.dumps(dict(settings), indent=1) + "\n")
-    return
-  if not path.is_file():
+def refuse_changed(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
+  """Refuses to go on with a run of other settings, and names both; or of another program."""
+  if checkpoints.steps_in(folder) and not (folder / "settings.json").is_file():
     raise ValueError(
       f"{folder} holds checkpoints that another program wrote. Take an empty MODEL_DIR and name "
       "one of them as INITIAL_CHECKPOINT_PATH."
@@ -395,6 +402,14 @@ def _agree(folder: pathlib.Path, settings: Mapping[str, str], steps) -> None:
       f"the run in {folder} was started with other settings: {what}. Go on with the former, or "
       "take another MODEL_DIR."
     )
+
+
+def _agree(folder: pathlib.Path, settings: Mapping[str, str], steps) -> None:
+  """Refuses a changed run; notes the settings of a new one."""
+  refuse_changed(folder, settings)
+  if not steps:
+    text = json.dumps(dict(settings), indent=1)
+    checkpoints.write_atomically(folder / "settings.json", text + "\n")
 
 
 def _refuse_in_chain(opt_state) -> None:
