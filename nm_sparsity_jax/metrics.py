@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nm_sparsity_jax.apply import State, current
 from nm_sparsity_jax.optim import _named_states
@@ -185,8 +186,8 @@ def second_moments(opt_state: Any) -> dict[str, jax.Array]:
   if not states:
     raise ValueError(
       f"the optimizer state ({type(opt_state).__name__}) holds no second moment: no state in it "
-      "has a field `nu`, as that of optax.adam, adamw or scale_by_adam does. Adafactor, SGD and "
-      "Lion keep none; leave opt_state out for them."
+      "has a field `nu`, as that of optax.adam, adamw or scale_by_adam does, or `v_row`, as "
+      "optax.adafactor's. SGD and Lion keep none; leave opt_state out for them."
     )
   for state in states:
     for path, nu in flatten(state.nu):
@@ -197,6 +198,48 @@ def second_moments(opt_state: Any) -> dict[str, jax.Array]:
         )
       found[path] = nu
   return found
+
+
+def factored_second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
+  """path -> the second moment that Adafactor divides by, from an optax state.
+
+      v[i, j] = rows[i] * columns[j] / mean(rows)
+
+  Of a weight that it does not factor, as small ones, it is the v that it keeps (arXiv:1804.04235,
+  algorithm 4; there sums, here means).
+
+  Args:
+    opt_state: with the state of `optax.adafactor` or `optax.scale_by_factored_rms` inside.
+    params: the parameters, whose shapes tell the axes.
+  """
+  shapes = {path: jnp.shape(leaf) for path, leaf in flatten(params)}
+  found: dict[str, jax.Array] = {}
+  for state in _factored_states(opt_state):
+    rows, columns = dict(flatten(state.v_row)), dict(flatten(state.v_col))
+    for path, v in flatten(state.v):
+      if v.shape == shapes[path]:
+        found[path] = v
+      else:  # by its two largest axes
+        row, column = (int(axis) for axis in np.argsort(shapes[path])[-2:])
+        found[path] = outer(rows[path], columns[path], (row,), (column,))
+  return found
+
+
+def outer(rows: jax.Array, columns: jax.Array, row_axes, column_axes) -> jax.Array:
+  """Adafactor's estimate; `rows` are means over the column axes, `columns` over the row axes."""
+  rows, columns = jnp.expand_dims(rows, column_axes), jnp.expand_dims(columns, row_axes)
+  return rows / jnp.mean(rows, row_axes, keepdims=True) * columns
+
+
+def _factored_states(opt_state: Any) -> list[Any]:
+  return [s for s in _named_states(opt_state) if hasattr(s, "v_row") and hasattr(s, "v_col")]
+
+
+def all_second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
+  """path -> second moment, of Adam or of Adafactor."""
+  if _factored_states(opt_state):
+    return factored_second_moments(opt_state, params)
+  return second_moments(opt_state)
 
 
 def grad_abs_variance(
@@ -225,9 +268,11 @@ def second_moment_variance(
   """Var(v) of Adam's second moment over the sparse kernels, over all weights and the kept ones.
 
   Figure 3a of arXiv:2402.04744 shows `all`, which is confounded as in `grad_abs_variance`. A
-  variance below 1e-38 reads 0. Arguments as there; `opt_state` is read by `second_moments`.
+  variance below 1e-38 reads 0. Arguments as there; `opt_state` is read by `second_moments`, or
+  under Adafactor by `factored_second_moments`.
   """
-  return _second_moment_variance(opt_state, masks_of(params, rules, step, state))
+  moments = all_second_moments(opt_state, params)
+  return _second_moment_variance(moments, masks_of(params, rules, step, state))
 
 
 def summary(
@@ -251,7 +296,8 @@ def summary(
       nm/flip_rate/kept      nm/flip_rate/kept/<path>
       nm/grad_abs_var/all    nm/grad_abs_var/all/<path>     with grads
       nm/grad_abs_var/kept   nm/grad_abs_var/kept/<path>
-      nm/second_moment_var/all, .../kept, and each /<path>  with opt_state
+      nm/second_moment_var/all, .../kept, and each /<path>  with opt_state; its name ends in
+                                                            _factored where Adafactor factors
 
   The names depend on the arguments that are given, never on values or the step.
 
@@ -261,7 +307,7 @@ def summary(
     step: the step of that pass, int32 scalar.
     state: the state of stateful recipes at that step.
     grads: the gradients of that pass.
-    opt_state: an optax state with a second moment.
+    opt_state: an optax state with a second moment, Adam's or Adafactor's.
     masks_before: what `masks_of` returned at an earlier step.
     per_place: also the names that end in a path.
   """
@@ -292,7 +338,10 @@ def summary(
   if grads is not None:
     pairs["grad_abs_var"] = _grad_abs_variance(grads, masks)
   if opt_state is not None:
-    pairs["second_moment_var"] = _second_moment_variance(opt_state, masks)
+    kept = {p: v for state in _factored_states(opt_state) for p, v in flatten(state.v)}
+    is_factored = any(p in kept and kept[p].shape != place.shape for p, place in places.items())
+    kind = "second_moment_var_factored" if is_factored else "second_moment_var"
+    pairs[kind] = _second_moment_variance(all_second_moments(opt_state, params), masks)
   for name, (overall, by_path) in pairs.items():
     put(f"{name}/all", overall.all, {path: v.all for path, v in by_path.items()})
     put(f"{name}/kept", overall.kept, {path: v.kept for path, v in by_path.items()})
@@ -361,8 +410,8 @@ def _grad_abs_variance(grads: Any, masks: dict[str, jax.Array]) -> Variances:
   return _variances(dict(flatten(grads)), masks, "gradient (grads)", jnp.abs)
 
 
-def _second_moment_variance(opt_state: Any, masks: dict[str, jax.Array]) -> Variances:
-  return _variances(second_moments(opt_state), masks, "second moment (opt_state)", lambda v: v)
+def _second_moment_variance(moments: Any, masks: dict[str, jax.Array]) -> Variances:
+  return _variances(moments, masks, "second moment (opt_state)", lambda v: v)
 
 
 def _variances(

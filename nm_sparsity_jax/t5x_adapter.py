@@ -474,16 +474,8 @@ def _factored_dims(optimizer_def, path, shape):
 
 
 def _estimate(kept, dims):
-  """v as Adafactor divides by it: whole, or the outer product of its means over columns and rows,
-
-      v[i, j] = rows[i] * columns[j] / mean(rows)
-
-  (arXiv:1804.04235, algorithm 4; there sums, here means).
-  """
-  if not dims:
-    return kept.v
-  rows, columns = jnp.expand_dims(kept.v_row, dims[1]), jnp.expand_dims(kept.v_col, dims[0])
-  return rows / jnp.mean(rows, dims[0], keepdims=True) * columns
+  """v as Adafactor divides by it: whole, or the outer product of its means."""
+  return metrics.outer(kept.v_row, kept.v_col, *dims) if dims else kept.v
 
 
 def loss_scale(loss_normalizing_factor, batch, num_microbatches: int | None = None) -> jax.Array:

@@ -497,6 +497,23 @@ def test_mistakes_are_one_line(change, words, tmp_path, capsys):
 # --- the step ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+  "optimizer, name",
+  [
+    (optax.adamw(0.01), "second_moment_var"),
+    (optax.adafactor(0.01, min_dim_size_to_factor=8), "second_moment_var_factored"),
+    (optax.sgd(0.01), None),
+  ],
+  ids=["adamw", "adafactor", "sgd"],
+)
+def test_the_second_moment_is_sampled_where_there_is_one(optimizer, name):
+  model = model_of(**SR_STE)
+  like = model.state_shapes(optimizer)
+  sample = lambda state: step._sample(state, state, state.params, model.rules, 5)
+  found = {k.split("/")[1] for k in jax.eval_shape(sample, like) if "moment" in k}
+  assert found == ({name} if name else set())
+
+
 def stepped(model, microbatches=1, steps=3):
   """Parameters and losses after some steps of sr_ste on the first batches."""
   optimizer, key = optax.sgd(0.1), jax.random.PRNGKey(1)
