@@ -257,6 +257,41 @@ def bigram(records, runs, rows) -> list[str]:
   return [*out, f"Missing: {'; '.join(missing)}."] if missing else out
 
 
+def between(table: Table, rows: Mapping[str, Any]) -> list[str]:
+  """Questions within a table: the two gradient modes, and both decays against one."""
+  modes = collections.defaultdict(dict)
+  for name, row in rows.items():
+    if row.gradient and name.endswith(f", {row.gradient}"):
+      modes[name.removesuffix(f", {row.gradient}")][row.gradient] = name
+  asked = [
+    (f"{name}: straight_through over masked", both["straight_through"], both["masked"])
+    for name, both in modes.items()
+    if len(both) == 2
+  ]
+  asked.append((
+    "straight_through: sdgf_stepwise x exponential over sdgf_stepwise",
+    "sdgf_stepwise x exponential, straight_through", "sdgf_stepwise, straight_through",
+  ))  # fmt: skip
+  found = [
+    (words, logs(table.rows.get(a, {})), logs(table.rows.get(b, {}))) for words, a, b in asked
+  ]
+  pairs = [(words, paired(a, b), a, b) for words, a, b in found]
+  if table.runs < table.wanted or any(d is None for _, d, _, _ in pairs):
+    return []
+  lines = []
+  for (words, d, a, b), p in zip(pairs, holm([d.p for _, d, _, _ in pairs]), strict=True):
+    wins = f"{sum(a[seed] < b[seed] for seed in a)} of {d.n}"
+    lines.append([words, f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]", wins, show_p(p)])
+  head = "comparison", "ln CE", "better in seeds", "p"
+  return [f"### {table.title}", "", *markdown(head, lines), ""]
+
+
+def modes(records, runs, rows) -> list[str]:
+  """The section of comparisons within a table, of those that are whole."""
+  found = [line for table in split(records, runs, rows) for line in between(table, rows)]
+  return found or ["Missing."]
+
+
 def variances(records, runs, rows) -> list[str]:
   """The section of figure 3: the paper's pattern, 1:16."""
   tables = split(records, runs, rows)

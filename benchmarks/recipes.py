@@ -219,6 +219,7 @@ def sections(paths: list[pathlib.Path]) -> dict[str, list[str]]:
     raise ValueError(f"{len(odd)} results are of no run of the grid, such as {min(odd)}.")
   return {
     "bigram": report.bigram(records, runs, ROWS),
+    "modes": report.modes(records, runs, ROWS),
     "variances": report.variances(records, runs, ROWS),
     "digits": report.digits(records, grid("digits"), ROWS),
   }

@@ -221,6 +221,27 @@ def test_the_table():
   assert rows["snip", "either"] and rows["idp", "straight_through"] and rows["dense", ""]
 
 
+def test_the_modes_are_compared_seed_by_seed_in_whole_tables_only():
+  better = {"straight_through": 0.9, "masked": 1.0}
+  records = {
+    run: record(0.5, better.get(recipes.ROWS[run.row].gradient, 1) * (1 + run.seed % 3 / 50))
+    for run in recipes.grid("bigram")
+    if run.budget == "400" and run.pattern in ("-", "1:16")
+  }
+  worse = next(k for k in records if k.row == "mdgf_linear, straight_through")
+  records[worse] = record(0.5, 1.5)
+  lines = report.between(table_of(records), recipes.ROWS)
+  cells = [[c.strip() for c in line.split("|")[1:-1]] for line in lines[4:-1]]
+  assert [c[0].split(":")[0] for c in cells] == [
+    "mdgf_linear", "mdgf_exponential", "sdgf_stepwise", "sdgf_geometric",
+    "sdgf_stepwise x exponential", "straight_through",
+  ]  # fmt: skip
+  assert cells[1][1:] == [f"{math.log(0.9):+.3f} [-0.105, -0.105]", "8 of 8", "< .001"]
+  assert cells[0][2] == "7 of 8" and cells[5][2] == "0 of 8"
+  del records[worse]
+  assert report.between(table_of(records), recipes.ROWS) == []
+
+
 def test_equal_flops_take_dense_from_its_own_budget():
   dense = recipes.Run("bigram", "-", "400", "dense", 100)
   table = table_of({dense: record(1.0, 0.1)}, budget="400 flops")
