@@ -135,17 +135,23 @@ def mean_accuracy(records: Mapping[int, Any]) -> float:
   return 100 * statistics.fmean(r["accuracy"] for r in records.values())
 
 
+def gap(table: Table) -> float | None:
+  """Points of accuracy from no_ff to dense; None where one is missing."""
+  dense, without = table.rows.get("dense"), table.rows.get("no_ff")
+  return mean_accuracy(dense) - mean_accuracy(without) if dense and without else None
+
+
 def verdict(table: Table, rows: Mapping[str, Any]) -> list[str]:
   """What the table says, in sentences that claim no more than its tests."""
   said = []
   if table.runs < table.wanted:
     said.append(f"**Partial: {table.runs} of {table.wanted} runs.**")
-  dense, without = table.rows.get("dense"), table.rows.get("no_ff")
-  if not dense or not without:
+  points = gap(table)
+  if points is None:
     said.append("Without dense and no_ff nobody can say whether there is anything to rank.")
-  elif (gap := mean_accuracy(dense) - mean_accuracy(without)) < CLOSE:
+  elif points < CLOSE:
     said.append(
-      f"**Rejected: no_ff is within {CLOSE:g} points of dense ({gap:.1f}), so this table ranks "
+      f"**Rejected: no_ff is within {CLOSE:g} points of dense ({points:.1f}), so this table ranks "
       "nothing.**"
     )
     return said
@@ -278,6 +284,8 @@ def between(table: Table, rows: Mapping[str, Any]) -> list[str]:
   pairs = [(words, paired(a, b), a, b) for words, a, b in found]
   if table.runs < table.wanted or any(d is None for _, d, _, _ in pairs):
     return []
+  if (gap(table) or 0) < CLOSE:
+    return []
   lines = []
   for (words, d, a, b), p in zip(pairs, holm([d.p for _, d, _, _ in pairs]), strict=True):
     wins = f"{sum(a[seed] < b[seed] for seed in a)} of {d.n}"
@@ -287,7 +295,7 @@ def between(table: Table, rows: Mapping[str, Any]) -> list[str]:
 
 
 def modes(records, runs, rows) -> list[str]:
-  """The section of comparisons within a table, of those that are whole."""
+  """The section of comparisons within a table, of those that are whole and not rejected."""
   found = [line for table in split(records, runs, rows) for line in between(table, rows)]
   return found or ["Missing."]
 
