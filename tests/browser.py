@@ -17,6 +17,17 @@ _FLAGS = (
 ).split()
 
 
+_SMALLEST = """Math.min(...[...document.querySelectorAll("body *")].filter(e =>
+  [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim()) && e.getClientRects().length
+).map(e => parseFloat(getComputedStyle(e).fontSize) * (e.ownerSVGElement ?
+  e.ownerSVGElement.getBoundingClientRect().width / e.ownerSVGElement.viewBox.baseVal.width
+  : 1)))"""
+_OUTSIDE = """[...document.querySelectorAll("svg text")].filter(t => {
+  const a = t.getBoundingClientRect(), b = t.closest("figure").getBoundingClientRect();
+  return a.left < b.left || a.right > b.right || a.bottom > b.bottom
+}).map(t => t.textContent)"""
+
+
 def path():
   """The program, or None."""
   return shutil.which("chromium") or shutil.which("chromium-browser")
@@ -51,6 +62,14 @@ class Page:
     self._call("Page.navigate", url=pathlib.Path(file).resolve().as_uri())
     while "Page.loadEventFired" not in self._events:
       self._note(self._next())
+
+  def look(self, file, width, dark=False):
+    """Opens a file, and fails where it cannot be read at that width."""
+    self.open(file, width, dark=dark)
+    assert self.ask("innerWidth") == width
+    assert self.ask("document.documentElement.scrollWidth") <= width  # nothing sticks out
+    assert self.ask(_SMALLEST) >= 9  # pixels, of text and of text in a drawing
+    assert self.ask(_OUTSIDE) == []  # no text of a drawing leaves its card
 
   def ask(self, expression):
     """The value of an expression in the page."""

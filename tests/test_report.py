@@ -419,22 +419,7 @@ def test_a_browser_shows_it_on_a_desk_and_on_a_phone(runs, tmp_path):
   with browser.page(tmp_path / "profile") as page:
     for width in (1280, 400):
       for dark in (False, True):
-        page.open(file, width, dark=dark)
-        assert page.ask("innerWidth") == width
-        assert page.ask("document.documentElement.scrollWidth") <= width  # nothing sticks out
-        # Nothing that is read is smaller than 9 pixels, neither text nor text in a drawing.
-        smallest = """Math.min(...[...document.querySelectorAll("body *")].filter(e =>
-          [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim()) && e.getClientRects().length
-        ).map(e => parseFloat(getComputedStyle(e).fontSize) * (e.ownerSVGElement ?
-          e.ownerSVGElement.getBoundingClientRect().width / e.ownerSVGElement.viewBox.baseVal.width
-          : 1)))"""
-        assert page.ask(smallest) >= 9
-        # No text of a drawing leaves its card.
-        outside = """[...document.querySelectorAll("svg text")].filter(t => {
-          const a = t.getBoundingClientRect(), b = t.closest("figure").getBoundingClientRect();
-          return a.left < b.left || a.right > b.right || a.bottom > b.bottom
-        }).map(t => t.textContent)"""
-        assert page.ask(outside) == []
+        page.look(file, width, dark)
         ground = page.ask("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == dark
       widths = """[...document.querySelectorAll(".strip")].map(s =>

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import browser
 import pytest
 import sweep_stub
 
@@ -450,6 +451,27 @@ def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
   assert (
     "for there are 2 colours: idp." in page and "<title>N:M sparsity: dense, sr_ste</title>" in page
   )
+
+
+@pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
+def test_the_page_of_many_runs_in_a_browser(here, capsys):
+  """Nine recipes, four patterns, one run that failed: on a desk and on a phone."""
+  recipes = [
+    "dense", "one_shot", "sr_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise",
+    "sdgf_geometric", "snip", "idp",
+  ]  # fmt: skip
+  many = FILE.replace('["dense", "sr_ste", "idp"]', json.dumps(recipes))
+  many = many.replace('["1:4", "1:8"]', '["1:2", "2:4", "1:4", "1:8"]').replace("= 4", "= 12")
+  outcomes(idp__1_8_s0="nan")
+  code, _, _ = sweep(write(many), capsys)
+  assert code == 1
+  file = pathlib.Path("out/report.html").resolve()
+  with browser.page(here / "profile") as page:
+    for width in (1280, 400):
+      page.look(file, width)
+      page.shoot(here / f"{width}.png")
+    assert set(page.requests) == {file.as_uri()} and page.messages == []
+    assert page.ask("document.querySelectorAll('figure').length") == 4  # a pattern each
 
 
 @pytest.mark.slow
