@@ -445,6 +445,10 @@ def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
   keys = re.findall(r'id="([^"]+)"', page)
   assert len(keys) == len(set(keys)) and "chart-nm_glue_mini_rte_accuracy-1" in keys
   assert "<td>70.5</td>" in page and "sr_ste, 4: 70.5" in page
+  # Figure 4a of the paper: a line for a recipe, dense at every pattern.
+  assert {"chart-score_by_pattern", "chart-loss_by_pattern"} <= set(keys)
+  (chart,) = re.findall(r'id="chart-score_by_pattern".*?</figure>', page, re.DOTALL)
+  assert "dense, 1:8: 50" in chart and "sr_ste, 1:4: 50" in chart and "sr_ste, 1:8: 70.5" in chart
   monkeypatch.setattr(_charts, "MAX_RUNS", 2)
   sweep("sweep.toml", capsys)
   page = pathlib.Path("out/report.html").read_text()
@@ -462,7 +466,13 @@ def test_the_page_of_many_runs_in_a_browser(here, capsys):
   ]  # fmt: skip
   many = FILE.replace('["dense", "sr_ste", "idp"]', json.dumps(recipes))
   many = many.replace('["1:4", "1:8"]', '["1:2", "2:4", "1:4", "1:8"]').replace("= 4", "= 12")
-  outcomes(idp__1_8_s0="nan")
+  found = {
+    f"{recipe}-{pattern}-seed{seed}": [60 - 3 * i - 2 * j + seed / 3, 0.5 + 0.1 * i + 0.05 * j]
+    for i, recipe in enumerate(recipes[1:])
+    for j, pattern in enumerate(("1_2", "2_4", "1_4", "1_8"))
+    for seed in (0, 3)
+  }
+  sweep_stub.install(here / "stub", found | {"idp-1_8-seed0": "nan"})
   code, _, _ = sweep(write(many), capsys)
   assert code == 1
   file = pathlib.Path("out/report.html").resolve()
@@ -471,7 +481,7 @@ def test_the_page_of_many_runs_in_a_browser(here, capsys):
       page.look(file, width)
       page.shoot(here / f"{width}.png")
     assert set(page.requests) == {file.as_uri()} and page.messages == []
-    assert page.ask("document.querySelectorAll('figure').length") == 4  # a pattern each
+    assert page.ask("document.querySelectorAll('figure').length") == 6
 
 
 @pytest.mark.slow

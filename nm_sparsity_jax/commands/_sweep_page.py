@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.commands import _charts, _page, _report, _sweep, _sweep_table, report
-from nm_sparsity_jax.commands._charts import Chart
+from nm_sparsity_jax.commands._charts import Chart, Line
 from nm_sparsity_jax.commands._report import Run, Section, Table
+from nm_sparsity_jax.patterns import NM
 
 
 def write(
@@ -58,9 +59,38 @@ def _results(found: Mapping[str, Any], recipes: Sequence[str]):
     yield f"{title[:1].upper()}{title[1:]}."
     yield Table(head, rows)
   yield from _sweep_table.notes(found)
+  yield from _by_pattern(found, recipes)
   yield "Below, a line is a recipe, the mean over its seeds at each step; settings are of one seed."
   if left_out := [r for r in dict.fromkeys(x["recipe"] for x in found["rows"]) if r not in recipes]:
     yield f"Not below, for there are {_charts.MAX_RUNS} colours: {', '.join(left_out)}."
+
+
+def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
+  """Means over the seeds that are done, a line for a recipe (figure 4a of the paper)."""
+  patterns = {row["pattern"] for row in found["rows"]} - {None}
+  labels = sorted(patterns, key=lambda p: (-NM.parse(p).density, NM.parse(p).m))
+  if len(labels) < 2:
+    return
+  titles = {"score": "Score", "loss": "Loss on validation data"}
+  for measure in _sweep_table.MEASURES:
+    lines = []
+    for i, recipe in enumerate(recipes):
+      means = {
+        row["pattern"]: row[measure]["mean"] for row in found["rows"] if row["recipe"] == recipe
+      }
+      means = dict.fromkeys(labels, means[None]) if None in means else means
+      points = [(float(x), means[p]) for x, p in enumerate(labels) if means.get(p) is not None]
+      if points:
+        lines.append(Line(i, points))
+    if lines:
+      yield Chart(
+        f"{measure}_by_pattern",
+        f"{titles[measure]}, against pattern",
+        "pattern, from dense to sparse",
+        lines,
+        labels=labels,
+        note="Means over the seeds that are done. dense has no pattern.",
+      )
 
 
 def _renamed(section: Section, number: int, pattern: str | None) -> Section:
