@@ -79,7 +79,8 @@ def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
         row["pattern"]: row[measure]["mean"] for row in found["rows"] if row["recipe"] == recipe
       }
       means = dict.fromkeys(labels, means[None]) if None in means else means
-      points = [(float(x), means[p]) for x, p in enumerate(labels) if means.get(p) is not None]
+      named = enumerate(means.get(label) for label in labels)
+      points = [(float(x), mean) for x, mean in named if mean is not None]
       if points:
         lines.append(Line(i, points))
     if lines:
