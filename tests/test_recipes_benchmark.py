@@ -65,6 +65,13 @@ def test_workers_share_the_grid_by_rows(workers):
       assert owners.setdefault(run._replace(seed=0), i) == i
 
 
+def test_a_part_of_the_grid_by_a_regex(capsys):
+  assert recipes.main(["--list", "--only", "bigram/1:8/400/", "--seeds", "2"]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 2 * sum(row.sparse for row in recipes.ROWS.values())
+  assert all(line.startswith("bigram | 1:8 | 400 | ") for line in lines)
+
+
 def test_equal_flops_are_the_most_steps_that_fit():
   task, dense = train.TASKS["bigram"], recipes.ROWS["dense"]
   price = train.training_flops(task, dense, "-", 400)
