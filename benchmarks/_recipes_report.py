@@ -265,13 +265,13 @@ def bigram(records, runs, rows) -> list[str]:
 
 def between(table: Table, rows: Mapping[str, Any]) -> list[str]:
   """Questions within a table: the two gradient modes, and both decays against one."""
-  modes = collections.defaultdict(dict)
+  both_of = collections.defaultdict(dict)
   for name, row in rows.items():
     if row.gradient and name.endswith(f", {row.gradient}"):
-      modes[name.removesuffix(f", {row.gradient}")][row.gradient] = name
+      both_of[name.removesuffix(f", {row.gradient}")][row.gradient] = name
   asked = [
     (f"{name}: straight_through over masked", both["straight_through"], both["masked"])
-    for name, both in modes.items()
+    for name, both in both_of.items()
     if len(both) == 2
   ]
   asked.append((

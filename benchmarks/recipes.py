@@ -258,7 +258,10 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--task", choices=tuple(GRIDS), default="bigram")
   parser.add_argument("--worker", type=parse_worker, default=(0, 1), metavar="I/N")
   parser.add_argument(
-    "--only", default="", help="runs in whose task/pattern/budget/row this regex is found"
+    "--only",
+    type=re.compile,
+    default=re.compile(""),
+    help="runs in whose task/pattern/budget/row this regex is found",
   )
   parser.add_argument("--seeds", type=int, help="at most this many seeds of each row")
   parser.add_argument("--core", type=int, help="processor to run on; the I-th by default")
@@ -271,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
   runs = share(grid(args.task), *args.worker)
   name = lambda run: f"{run.task}/{run.pattern}/{run.budget}/{run.row}"
-  runs = [run for run in runs if re.search(args.only, name(run))]
+  runs = [run for run in runs if args.only.search(name(run))]
   if args.seeds is not None:
     chosen = sorted({run.seed for run in runs})[: args.seeds]
     runs = [run for run in runs if run.seed in chosen]

@@ -174,72 +174,76 @@ def flip_rate(mask_before: Any, mask_after: Any) -> FlipRate:
   return _flip_rate(list(_flips(mask_before, mask_after).values()))
 
 
-def second_moments(opt_state: Any) -> dict[str, jax.Array]:
-  """path -> Adam's second moment v as stored (no bias correction), from an optax state.
+def second_moments(opt_state: Any, params: Any = None) -> dict[str, jax.Array]:
+  """path -> second moment, from an optax state: Adam's v as stored, or Adafactor's estimate of it.
 
-  Found are the `nu` trees of all states inside, such as that of `optax.scale_by_adam`, under
-  chain, MultiSteps, inject_hyperparams, masked or multi_transform. Weights that a
-  transformation is masked from have none.
+      v[i, j] = rows[i] * columns[j] / mean(rows)
+
+  Found are the `nu` trees of all states inside, such as that of `optax.scale_by_adam` (no bias
+  correction), and the factors of `optax.scale_by_factored_rms`, of small weights the v that it
+  keeps whole, under chain, MultiSteps, inject_hyperparams, masked or multi_transform. Weights that
+  a transformation is masked from have none.
+
+  Args:
+    opt_state: the state.
+    params: the parameters, whose shapes tell the axes that Adafactor factors.
   """
   found: dict[str, jax.Array] = {}
-  states = [s for s in _named_states(opt_state) if getattr(s, "nu", None) is not None]
-  if not states:
+  for state in _named_states(opt_state):
+    if getattr(state, "nu", None) is not None:
+      moments = dict(flatten(state.nu))
+    elif _is_factored(state):
+      if params is None:
+        raise ValueError(
+          "Adafactor's second moment is factored: pass params, whose shapes it needs."
+        )
+      moments = _rebuilt(state, {path: jnp.shape(leaf) for path, leaf in flatten(params)})
+    else:
+      continue
+    if both := sorted(found.keys() & moments.keys()):
+      raise ValueError(
+        f"the optimizer state holds two second moments (`nu`) of {both[0]!r}, the later one in "
+        f"a {type(state).__name__}. Pass the part that is meant, such as opt_state[1]."
+      )
+    found |= moments
+  if not found:
     raise ValueError(
       f"the optimizer state ({type(opt_state).__name__}) holds no second moment: no state in it "
       "has a field `nu`, as that of optax.adam, adamw or scale_by_adam does, or `v_row`, as "
       "optax.adafactor's. SGD and Lion keep none; leave opt_state out for them."
     )
-  for state in states:
-    for path, nu in flatten(state.nu):
-      if path in found:
-        raise ValueError(
-          f"the optimizer state holds two second moments (`nu`) of {path!r}, the later one in "
-          f"a {type(state).__name__}. Pass the part that is meant, such as opt_state[1]."
-        )
-      found[path] = nu
   return found
 
 
-def factored_second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
-  """path -> the second moment that Adafactor divides by, from an optax state.
-
-      v[i, j] = rows[i] * columns[j] / mean(rows)
-
-  Of a weight that it does not factor, as small ones, it is the v that it keeps (arXiv:1804.04235,
-  algorithm 4; there sums, here means).
+def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axes) -> jax.Array:
+  """What Adafactor takes for v (arXiv:1804.04235, algorithm 4; there sums, here means).
 
   Args:
-    opt_state: with the state of `optax.adafactor` or `optax.scale_by_factored_rms` inside.
-    params: the parameters, whose shapes tell the axes.
+    rows: the means over the column axes.
+    columns: the means over the row axes.
+    row_axes: of the whole array.
+    column_axes: of the whole array.
   """
-  shapes = {path: jnp.shape(leaf) for path, leaf in flatten(params)}
-  found: dict[str, jax.Array] = {}
-  for state in _factored_states(opt_state):
-    rows, columns = dict(flatten(state.v_row)), dict(flatten(state.v_col))
-    for path, v in flatten(state.v):
-      if v.shape == shapes[path]:
-        found[path] = v
-      else:  # by its two largest axes
-        row, column = (int(axis) for axis in np.argsort(shapes[path])[-2:])
-        found[path] = outer(rows[path], columns[path], (row,), (column,))
-  return found
-
-
-def outer(rows: jax.Array, columns: jax.Array, row_axes, column_axes) -> jax.Array:
-  """Adafactor's estimate; `rows` are means over the column axes, `columns` over the row axes."""
   rows, columns = jnp.expand_dims(rows, column_axes), jnp.expand_dims(columns, row_axes)
-  return rows / jnp.mean(rows, row_axes, keepdims=True) * columns
+  mean = jnp.mean(rows, row_axes, keepdims=True)
+  return rows / jnp.where(mean == 0, 1, mean) * columns  # 0 before the first gradient
 
 
-def _factored_states(opt_state: Any) -> list[Any]:
-  return [s for s in _named_states(opt_state) if hasattr(s, "v_row") and hasattr(s, "v_col")]
+def _is_factored(state: Any) -> bool:
+  return hasattr(state, "v_row") and hasattr(state, "v_col")
 
 
-def all_second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
-  """path -> second moment, of Adam or of Adafactor."""
-  if _factored_states(opt_state):
-    return factored_second_moments(opt_state, params)
-  return second_moments(opt_state)
+def _rebuilt(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.Array]:
+  """The estimates of one state of `optax.scale_by_factored_rms`."""
+  rows, columns = dict(flatten(state.v_row)), dict(flatten(state.v_col))
+  found = {}
+  for path, v in flatten(state.v):
+    if v.shape == shapes[path]:
+      found[path] = v
+    else:  # by its two largest axes
+      row, column = (int(axis) for axis in np.argsort(shapes[path])[-2:])
+      found[path] = adafactor_estimate(rows[path], columns[path], (row,), (column,))
+  return found
 
 
 def grad_abs_variance(
@@ -268,10 +272,9 @@ def second_moment_variance(
   """Var(v) of Adam's second moment over the sparse kernels, over all weights and the kept ones.
 
   Figure 3a of arXiv:2402.04744 shows `all`, which is confounded as in `grad_abs_variance`. A
-  variance below 1e-38 reads 0. Arguments as there; `opt_state` is read by `second_moments`, or
-  under Adafactor by `factored_second_moments`.
+  variance below 1e-38 reads 0. Arguments as there; `opt_state` is read by `second_moments`.
   """
-  moments = all_second_moments(opt_state, params)
+  moments = second_moments(opt_state, params)
   return _second_moment_variance(moments, masks_of(params, rules, step, state))
 
 
@@ -338,10 +341,11 @@ def summary(
   if grads is not None:
     pairs["grad_abs_var"] = _grad_abs_variance(grads, masks)
   if opt_state is not None:
-    kept = {p: v for state in _factored_states(opt_state) for p, v in flatten(state.v)}
-    is_factored = any(p in kept and kept[p].shape != place.shape for p, place in places.items())
-    kind = "second_moment_var_factored" if is_factored else "second_moment_var"
-    pairs[kind] = _second_moment_variance(all_second_moments(opt_state, params), masks)
+    states = [state for state in _named_states(opt_state) if _is_factored(state)]
+    whole = {path: v.shape for state in states for path, v in flatten(state.v)}
+    factored = any(whole.get(path, place.shape) != place.shape for path, place in places.items())
+    kind = "second_moment_var_factored" if factored else "second_moment_var"
+    pairs[kind] = _second_moment_variance(second_moments(opt_state, params), masks)
   for name, (overall, by_path) in pairs.items():
     put(f"{name}/all", overall.all, {path: v.all for path, v in by_path.items()})
     put(f"{name}/kept", overall.kept, {path: v.kept for path, v in by_path.items()})

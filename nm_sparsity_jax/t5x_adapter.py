@@ -475,7 +475,7 @@ def _factored_dims(optimizer_def, path, shape):
 
 def _estimate(kept, dims):
   """v as Adafactor divides by it: whole, or the outer product of its means."""
-  return metrics.outer(kept.v_row, kept.v_col, *dims) if dims else kept.v
+  return metrics.adafactor_estimate(kept.v_row, kept.v_col, *dims) if dims else kept.v
 
 
 def loss_scale(loss_normalizing_factor, batch, num_microbatches: int | None = None) -> jax.Array:

@@ -298,21 +298,26 @@ def test_the_best_stays_when_the_run_goes_on(tmp_path):
 
 def test_a_kill_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkeypatch):
   def half(path):
-    (path / "state/manifest.ocdbt").unlink()
+    for file in sorted(path.rglob("*"))[::2]:
+      if file.is_file() and file.name != "_METADATA":
+        file.unlink()
     raise KeyboardInterrupt
 
   steps = train.Periods(evaluate=100, checkpoint=6, report=1, metrics=None)
   run = run_of(tmp_path, periods=steps, keep_checkpoints=1)
-  monkeypatch.setattr(checkpoints.shutil, "rmtree", half)
+  monkeypatch.setattr(checkpoints, "_remove", half)
   with pytest.raises(KeyboardInterrupt):
     train.train(run)
   monkeypatch.undo()
+  (tmp_path / "checkpoint_1.removed").write_text("a user's")
+  (tmp_path / "checkpoint_old.removed").mkdir()
   assert any("removed" in p.name for p in tmp_path.iterdir())
   for number in checkpoints.steps_in(tmp_path):
     read(tmp_path, number)
   assert train.train(run) == 0
   assert checkpoints.steps_in(tmp_path) == [24]
-  assert not any("removed" in p.name for p in tmp_path.iterdir())
+  left = {p.name for p in tmp_path.iterdir() if "removed" in p.name}
+  assert left == {"checkpoint_1.removed", "checkpoint_old.removed"}
 
 
 def test_what_is_saved_in_the_background_is_that_step(whole, tmp_path):

@@ -485,7 +485,7 @@ def test_adafactors_second_moment_is_what_it_divides_by(least):
   opt_state = adam_state(tx, params, [draw(1, wi=(16, 12), wo=(12, 8))])
   grads = draw(2, wi=(16, 12), wo=(12, 8))
   updates, opt_state = tx.update(grads, opt_state, params)
-  moments = metrics.factored_second_moments((opt_state,), params)
+  moments = metrics.second_moments((opt_state,), params)
   for path in (WI, WO):  # update = g / sqrt(v)
     v = (wide(leaf(grads, path)) / wide(leaf(updates, path))) ** 2
     np.testing.assert_allclose(moments[path], v, rtol=1e-4)
@@ -496,6 +496,37 @@ def test_adafactors_second_moment_is_what_it_divides_by(least):
     np.testing.assert_allclose(found[f"{name}/all/{path}"], wide(moments[path]).var(), rtol=1e-4)
   one = metrics.second_moment_variance(opt_state, params, rules, 9)
   assert one.overall.all == found[f"{name}/all"] and one.overall.kept == found[f"{name}/kept"]
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (2, 8, 6), (3, 6, 6), (1,)], ids=str)
+def test_adafactors_axes_are_optaxs(shape):
+  params, tx = {"w": jnp.ones(shape)}, optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+  state = tx.init(params)
+  fresh = metrics.second_moments(state, params)["w"]
+  assert fresh.shape == shape and (fresh == 0).all()  # and not 0 / 0
+  g = {"w": jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.float32)}
+  for _ in range(2):
+    updates, state = tx.update(g, state, params)
+  v = (wide(g["w"]) / wide(updates["w"])) ** 2
+  np.testing.assert_allclose(metrics.second_moments(state, params)["w"], v, rtol=1e-4)
+
+
+def test_adam_and_adafactor_side_by_side():
+  params, rules = draw(0), nms.Rules({WI: make("sr_ste")})
+  kinds = {"mlp": "adam", "norm": "adafactor"}
+  tx = optax.multi_transform(
+    {"adam": optax.scale_by_adam(), "adafactor": optax.scale_by_factored_rms()}, kinds
+  )
+  opt_state = adam_state(tx, params, [draw(1)])
+  moments = metrics.second_moments(opt_state, params)
+  assert set(moments) == {WI, WO, "norm/scale"}
+  found = metrics.summary(params, rules, 9, opt_state=opt_state)
+  np.testing.assert_allclose(found["nm/second_moment_var/all"], wide(moments[WI]).var(), rtol=1e-4)
+  with pytest.raises(ValueError, match="pass params"):
+    metrics.second_moments(opt_state)
+  both = adam_state(optax.chain(optax.scale_by_adam(), optax.scale_by_factored_rms()), params)
+  with pytest.raises(ValueError, match="two second moments"):
+    metrics.second_moments(both, params)
 
 
 def test_two_second_moments_of_one_weight_are_an_error_and_a_part_can_be_given():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import math
 import os
@@ -401,12 +402,12 @@ class Planner:
       run.model.check_batch(run.source.batch_size, run.microbatches)
     except step.WrongDevices:
       self.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
-      return
-    folder = train.folder_of(run.model_dir)
+    model_dir = self.config.argument("model_dir", "Run")
+    folder = train.folder_of(model_dir)
     first = next(path for path in (folder, *folder.parents) if path.exists())
     if not first.is_dir() or not os.access(first, os.W_OK):
       why = "Permission denied" if first.is_dir() else "Not a directory"
-      self.errors.append(f"MODEL_DIR={run.model_dir!r} cannot be written to: {why}")
+      self.errors.append(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
     train.refuse_changed(folder, train.settings_of(self.config.settings("Run")))
 
   def _train_settings(self, model, rules) -> None:
@@ -464,8 +465,6 @@ class Planner:
     name = self.config.get("MIXTURE_OR_TASK_NAME")
     if self.config.program is None or name is None:
       return None
-    import importlib
-
     from nm_sparsity_jax.local import data
 
     if module := self.config.get("MIXTURE_OR_TASK_MODULE"):

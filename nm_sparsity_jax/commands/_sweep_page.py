@@ -62,7 +62,7 @@ def _results(found: Mapping[str, Any], recipes: Sequence[str]):
   yield from _by_pattern(found, recipes)
   yield "Below, a line is a recipe, the mean over its seeds at each step; settings are of one seed."
   if left_out := [r for r in dict.fromkeys(x["recipe"] for x in found["rows"]) if r not in recipes]:
-    yield f"Not below, for there are {_charts.MAX_RUNS} colours: {', '.join(left_out)}."
+    yield f"Not drawn, for there are {_charts.MAX_RUNS} colours: {', '.join(left_out)}."
 
 
 def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
@@ -90,7 +90,8 @@ def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
         "pattern, from dense to sparse",
         lines,
         labels=labels,
-        note="Means over the seeds that are done. dense has no pattern.",
+        note="Means over the seeds that are done."
+        + (" dense has no pattern." if "dense" in recipes else ""),
       )
 
 

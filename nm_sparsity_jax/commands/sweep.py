@@ -102,7 +102,7 @@ def _train(
       _sweep.evaluated_with(cell).write_text(known[cell.name].evaluation)
       why = _run(sweep.command(cell), cell, environment, lock, stop)
       if why is None and not _sweep.is_done(cell, known[cell.name]):
-        why = "it was stopped before its last step"
+        why = "it was stopped before it was done"
     if stop.name is not None:
       break
     if why is None:

@@ -93,8 +93,6 @@ class Checkpoints:
     self.folder = pathlib.Path(folder).absolute()
     self.best: int | None = None  # the step that is never removed
     self._saving: int | None = None  # the step that is being written
-    for left in self.folder.glob(f"{_PREFIX}_*{_DOOMED}"):
-      shutil.rmtree(left)
     options = ocp.CheckpointManagerOptions(
       step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
     )
@@ -150,13 +148,16 @@ class Checkpoints:
       ) from e
 
   def _prune(self) -> None:
+    for path in self.folder.glob(f"*{_DOOMED}"):  # what a kill left
+      if re.fullmatch(rf"{_PREFIX}_\d+{re.escape(_DOOMED)}", path.name) and path.is_dir():
+        _remove(path)
     if self._keep is not None:
       for step in self.steps()[: -self._keep]:
         if step != self.best:
           path = self.folder / f"{_PREFIX}_{step}"
           doomed = path.with_name(path.name + _DOOMED)
           os.replace(path, doomed)  # at once: what a kill leaves of it is no checkpoint
-          shutil.rmtree(doomed)
+          _remove(doomed)
 
   def restore(self, step: int, like: TrainState, model: Model) -> tuple[Any, str]:
     """The tree of one of these checkpoints on the devices, and the text of its rules."""
@@ -176,6 +177,11 @@ class Checkpoints:
         f"away, and the same command {then}."
       ) from e
     return tree, configure.unpack(tree["flax_mutables"][COLLECTION]["rules"])
+
+
+def _remove(folder: pathlib.Path) -> None:
+  """As far as it goes: it is no checkpoint any more, and the next time tries again."""
+  shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Said(ValueError):

@@ -305,7 +305,7 @@ def _sample(old: TrainState, new: TrainState, grads, rules: Rules, every: int) -
   after = (new.params, rules, new.sparse_step, new.masks)
   places = rules.assign(new.params).places
   try:
-    moments = metrics.all_second_moments(new.opt_state, new.params)
+    moments = metrics.second_moments(new.opt_state, new.params)
   except ValueError:  # the optimizer keeps none
     moments = {}
   state = new.opt_state if set(places) <= set(moments) and moments else None

@@ -205,6 +205,8 @@ class _Process:
     state = checkpoints.from_tree(tree, like)
     kept = checkpoints.evaluations(self.folder)
     self.evaluations = [e for at, e in kept.items() if at <= step]
+    if len(self.evaluations) < len(kept):  # of a checkpoint that was never complete
+      self._note_evaluations()
     self.checkpoints.best = best_step(self.evaluations, self.run.best_metric)
     return state, step - int(state.sparse_step)
 
@@ -310,9 +312,12 @@ class _Process:
       "loss": {task: sums.scalars()["loss"] for task, sums in losses.items()},
       "metrics": found,
     })  # fmt: skip
+    self._note_evaluations()
+    self.checkpoints.best = best_step(self.evaluations, self.run.best_metric)
+
+  def _note_evaluations(self) -> None:
     text = json.dumps(self.evaluations, indent=1)
     checkpoints.write_atomically(self.folder / "evaluations.json", text + "\n")
-    self.checkpoints.best = best_step(self.evaluations, self.run.best_metric)
 
   def _is_evaluated(self, step: int) -> bool:
     return any(e["step"] == step for e in self.evaluations)
@@ -335,9 +340,10 @@ def best_step(evaluations, metric: str | None) -> int | None:
 
 
 class _Signals:
-  """While it is entered, SIGTERM and SIGINT are noted; the second SIGINT interrupts."""
+  """While it is entered, the first SIGTERM or SIGINT is noted; a second SIGINT interrupts."""
 
   name: str | None = None
+  interrupted = False
 
   def __enter__(self):
     self._before = {}
@@ -347,9 +353,11 @@ class _Signals:
     return self
 
   def _note(self, number, frame):
-    if self.name == "SIGINT" and number == signal.SIGINT:
-      raise KeyboardInterrupt
-    self.name = signal.Signals(number).name
+    if number == signal.SIGINT:
+      if self.interrupted:
+        raise KeyboardInterrupt
+      self.interrupted = True
+    self.name = self.name or signal.Signals(number).name
 
   def __exit__(self, *error):
     for number, handler in self._before.items():
