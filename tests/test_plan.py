@@ -660,8 +660,7 @@ def test_every_error_of_a_run_at_once(run_t5x, tmp_path):
   assert code == 1
   for words in (
     ["trainer.Nope"], ["wi_{0,1}/kernel", "1:3"], ["wo/kernel", "1:3"], ["TRAIN_STEPS_RELATIVE"],
-    ["TRAIN_STEPS is 40", "19"], ["EVAL_PERIOD=5001"], ["bfloat16"],
-    ["'nope'", "MIXTURE_OR_TASK_MODULE"],
+    ["TRAIN_STEPS is 40", "19"], ["EVAL_PERIOD=5001"], ["'nope'", "t5x_task"], ["bfloat16"],
     ["set PRETRAINED_STEPS=6"], ["5 microbatches"],
   ):  # fmt: skip
     assert has(errors, *words), (words, errors)

@@ -469,7 +469,7 @@ class Planner:
 
     if module := self.config.get("MIXTURE_OR_TASK_MODULE"):
       importlib.import_module(module)
-    task = data.mixture_or_task(name)
+    task = data.mixture_or_task(name, module)
     lengths = self.config.get("TASK_FEATURE_LENGTHS") or {}
     if unknown := sorted(set(lengths) - set(task.output_features)):
       raise ValueError(

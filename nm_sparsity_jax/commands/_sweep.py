@@ -384,7 +384,7 @@ class Check:
     for name, module, rows in sorted(self.tasks, key=str):
       try:
         data.import_seqio(module)
-        data.mixture_or_task(name)
+        data.mixture_or_task(name, module)
         data.check_vocabulary(name, rows)
       except ImportError as e:
         raise ValueError(f"{self.sweep.file}: MIXTURE_OR_TASK_MODULE={module!r}: {e}") from e

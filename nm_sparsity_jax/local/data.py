@@ -64,7 +64,7 @@ class Source:
 
   def _dataset(self):
     seqio = import_seqio(self.module)
-    known = mixture_or_task(self.name)
+    known = mixture_or_task(self.name, self.module)
     if self.split not in known.splits:
       have = ", ".join(known.splits)
       raise ValueError(f"{self.name} has no split {self.split!r}: it has {have}.")
@@ -111,8 +111,8 @@ def _is_news(record: logging.LogRecord) -> bool:
   return "split, skipping" not in str(record.msg)
 
 
-def mixture_or_task(name: str) -> Any:
-  """A registered task or mixture."""
+def mixture_or_task(name: str, module: str | None = None) -> Any:
+  """A registered task or mixture; `module` is what was imported to register it."""
   import difflib
 
   import seqio
@@ -123,9 +123,10 @@ def mixture_or_task(name: str) -> Any:
     names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
     close = difflib.get_close_matches(name, names, 3)
     hint = f"did you mean {' or '.join(close)}?" if close else "which module registers it?"
+    first = f" ({module!r} was)" if module else ""
     raise ValueError(
       f"MIXTURE_OR_TASK_NAME={name!r} is not registered; {hint} MIXTURE_OR_TASK_MODULE names the "
-      "module that is imported first."
+      f"module that is imported first{first}."
     ) from e
 
 
@@ -139,7 +140,7 @@ def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "
   """
   seqio = import_seqio(module)
   for task in rates:
-    mixture_or_task(task)
+    mixture_or_task(task, module)
   seqio.MixtureRegistry.remove(name)
   seqio.MixtureRegistry.add(name, [(task, float(rate)) for task, rate in rates.items()])
   return name

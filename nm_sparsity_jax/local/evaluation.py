@@ -91,7 +91,7 @@ class Evaluator:
     self._cfg, self._model, self._stop = evaluation, model, stop
     model.check_batch(evaluation.batch_size)
     seqio = data.import_seqio(evaluation.module)
-    known = data.mixture_or_task(evaluation.name)
+    known = data.mixture_or_task(evaluation.name, evaluation.module)
     data.check_vocabulary(evaluation.name, model.network.config.vocab_size)
     self.tasks = [t for t in seqio.get_subtasks(known) if evaluation.split in t.splits]
     if not self.tasks:

@@ -129,7 +129,7 @@ def train(run: Run, settings: Mapping[str, str] | None = None, config: str = "")
   folder = _make(run.model_dir)
   with _Signals() as stop:
     process = _Process(run, folder, stop)
-    _agree(folder, settings or {}, process.checkpoints.steps())
+    _agree(folder, settings or {})
     checkpoints.write_atomically(folder / "config.gin", config)
     return process.go()
 
@@ -143,7 +143,7 @@ class _Process:
     self.model.check_batch(run.source.batch_size, run.microbatches)
     _refuse_in_chain(jax.eval_shape(run.optimizer.init, self.model.shapes))
     self.checkpoints = checkpoints.Checkpoints(folder, run.keep_checkpoints)
-    self.evaluations: list[dict[str, Any]] = []
+    self.evaluations: dict[int, dict[str, Any]] = {}  # by global step
     # (step of this run, sums, samples) that have not been looked at, and sums since the last report
     self.pending: collections.deque = collections.deque()
     self.sums: list[np.ndarray] = []
@@ -171,7 +171,7 @@ class _Process:
       for writer in self.writers.values():
         writer.close()
     at = self.offset + done
-    if done == self.total and (self.evaluator is None or self._is_evaluated(at)):
+    if done == self.total and (self.evaluator is None or at in self.evaluations):
       return 0
     print(f"{self.stop.name}: saved checkpoint_{at}; the same command goes on from there",
           file=sys.stderr)  # fmt: skip
@@ -204,10 +204,10 @@ class _Process:
     checkpoints.refuse_other_rules(text, model.given_rules, f"{self.folder}/checkpoint_{step}")
     state = checkpoints.from_tree(tree, like)
     kept = checkpoints.evaluations(self.folder)
-    self.evaluations = [e for at, e in kept.items() if at <= step]
+    self.evaluations = {at: e for at, e in kept.items() if at <= step}
     if len(self.evaluations) < len(kept):  # of a checkpoint that was never complete
       self._note_evaluations()
-    self.checkpoints.best = best_step(self.evaluations, self.run.best_metric)
+    self._choose_best()
     return state, step - int(state.sparse_step)
 
   # --- loop ---------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class _Process:
   def _evaluate(self, state: TrainState, done: int) -> None:
     """Evaluates a saved state, unless that has been done."""
     step = self.offset + done
-    if self.evaluator is None or self._is_evaluated(step):
+    if self.evaluator is None or step in self.evaluations:
       return
     effective = self.model.effective(state)
     try:
@@ -306,21 +306,21 @@ class _Process:
     rules = self.model.rules
     density = lambda s: metrics.density(s.params, rules, s.sparse_step, s.masks)[:2]
     densities = self.model.jit(density)(state)
-    self.evaluations.append({
+    self.evaluations[step] = {
       "step": step,
       "at_target": bool(densities[0] <= densities[1] * (1 + 1e-6)),
       "loss": {task: sums.scalars()["loss"] for task, sums in losses.items()},
       "metrics": found,
-    })  # fmt: skip
+    }
     self._note_evaluations()
-    self.checkpoints.best = best_step(self.evaluations, self.run.best_metric)
+    self._choose_best()
 
   def _note_evaluations(self) -> None:
-    text = json.dumps(self.evaluations, indent=1)
+    text = json.dumps(list(self.evaluations.values()), indent=1)
     checkpoints.write_atomically(self.folder / "evaluations.json", text + "\n")
 
-  def _is_evaluated(self, step: int) -> bool:
-    return any(e["step"] == step for e in self.evaluations)
+  def _choose_best(self) -> None:
+    self.checkpoints.best = best_step(self.evaluations.values(), self.run.best_metric)
 
 
 def best_step(evaluations, metric: str | None) -> int | None:
@@ -412,10 +412,10 @@ def refuse_changed(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
     )
 
 
-def _agree(folder: pathlib.Path, settings: Mapping[str, str], steps) -> None:
+def _agree(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
   """Refuses a changed run; notes the settings of a new one."""
   refuse_changed(folder, settings)
-  if not steps:
+  if not checkpoints.steps_in(folder):
     text = json.dumps(dict(settings), indent=1)
     checkpoints.write_atomically(folder / "settings.json", text + "\n")
 
