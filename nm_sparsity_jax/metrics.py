@@ -189,6 +189,7 @@ def second_moments(opt_state: Any, params: Any = None) -> dict[str, jax.Array]:
     params: the parameters, whose shapes tell the axes that Adafactor factors.
   """
   found: dict[str, jax.Array] = {}
+  keeps_any = False
   for state in _named_states(opt_state):
     if getattr(state, "nu", None) is not None:
       moments = dict(flatten(state.nu))
@@ -206,7 +207,8 @@ def second_moments(opt_state: Any, params: Any = None) -> dict[str, jax.Array]:
         f"a {type(state).__name__}. Pass the part that is meant, such as opt_state[1]."
       )
     found |= moments
-  if not found:
+    keeps_any = True
+  if not keeps_any:  # one of no weights keeps {}
     raise ValueError(
       f"the optimizer state ({type(opt_state).__name__}) holds no second moment: no state in it "
       "has a field `nu`, as that of optax.adam, adamw or scale_by_adam does, or `v_row`, as "

@@ -191,6 +191,8 @@ def test_names():
   assert names_of(make("sgd")) == common
   assert names_of(make("adamw")) == common | both("second_moment_var")
   assert names_of(make("adafactor")) == common | both("second_moment_var_factored")
+  nothing = {"ff": t.recipe("dense")}
+  assert names_of(make("adafactor", nothing)) == names_of(make("adamw", nothing)) != set()
   whole = t.make(nms.Rules(RULES), optimizer="adafactor")  # too small to be factored
   assert names_of(whole) == common | both("second_moment_var")
   assert not names_of(make(), None) and not names_of(make(), 0)
