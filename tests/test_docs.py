@@ -84,12 +84,11 @@ def test_python_runs(block, tmp_path, monkeypatch, capsys):
     if reason := tasks_found.why_not():
       pytest.skip(reason)
     with relaxed():
-      import t5x_tasks
+      import t5x_tasks  # noqa: F401
     try:
       execute(block.code)
-    finally:  # what it has registered anew
-      t5x_tasks.register_glue()
-      t5x_tasks.register_mini()
+    finally:
+      tasks_found.register_again()
     return
   execute(block.code)
   if block.output:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import t5x_found
+import tasks_found
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
@@ -735,7 +736,7 @@ def tasks():
   """`t5x_tasks`; what a test registers again is as it was afterwards."""
   t5x_tasks = pytest.importorskip("t5x_tasks")
   yield t5x_tasks
-  t5x_tasks.register_glue()
+  tasks_found.register_again()
 
 
 MINE = {**FINETUNE, "MODEL_DIR": "x", "INITIAL_CHECKPOINT_PATH": "", "PRETRAINED_STEPS": 0}
