@@ -82,6 +82,8 @@ def test_a_good_environment_has_nothing_to_mend(environment):
   assert not bad("core") and not bad("t5x")
   names = [f["name"] for f in doctor.examine("core")]
   assert "jax" in names and "seqio" not in names and "rich" not in names
+  (rich,) = bad("local").values()
+  assert rich["name"] == "rich" and "[local]" in rich["remedy"]
 
 
 @pytest.mark.parametrize("lost", GOOD)

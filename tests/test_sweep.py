@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import browser
 import pytest
 import sweep_stub
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import _charts, _sweep
+from nm_sparsity_jax.commands import _charts, _sweep, _sweep_page
 from nm_sparsity_jax.commands import sweep as sweep_command
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
@@ -339,6 +340,19 @@ def test_a_signal_lets_the_run_save_and_stops(number, code, here, capsys):
   assert trace("sr_ste-1_4-seed0") == [3, 4, 5, 6]
 
 
+def test_the_first_signal_names_the_end_and_a_second_ctrl_c_kills_the_run():
+  said = []
+  child = types.SimpleNamespace(
+    terminate=lambda: said.append("terminate"), kill=lambda: said.append("kill")
+  )
+  with sweep_command._Signals() as stop, stop.relayed_to(child):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+  assert said == ["terminate"] * 3 + ["kill"] and stop.name == "SIGTERM"
+
+
 def test_the_time_left_is_that_of_the_steps_that_are_missing():
   clock = sweep_command._Clock({"a": 100, "b": 300, "c": 100, "d": 20})
   assert clock.left("a", 10.0) == "0:42"
@@ -449,12 +463,27 @@ def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
   assert {"chart-score_by_pattern", "chart-loss_by_pattern"} <= set(keys)
   (chart,) = re.findall(r'id="chart-score_by_pattern".*?</figure>', page, re.DOTALL)
   assert "dense, 1:8: 50" in chart and "sr_ste, 1:4: 50" in chart and "sr_ste, 1:8: 70.5" in chart
+  assert chart.count("<polyline") == 3
   monkeypatch.setattr(_charts, "MAX_RUNS", 2)
   sweep("sweep.toml", capsys)
   page = pathlib.Path("out/report.html").read_text()
   assert (
     "for there are 2 colours: idp." in page and "<title>N:M sparsity: dense, sr_ste</title>" in page
   )
+
+
+def test_no_line_bridges_a_pattern_that_is_missing():
+  row = lambda recipe, pattern, x: {
+    "recipe": recipe, "pattern": pattern, "score": {"mean": x}, "loss": {"mean": None}
+  }  # fmt: skip
+  scores = {"1:16": 4, "1:2": 7, "2:8": None, "1:8": 5}
+  rows = [row("idp", pattern, score) for pattern, score in scores.items()]
+  rows.append(row("dense", None, 9))
+  (score,) = _sweep_page._by_pattern({"rows": rows}, ["dense", "idp"])
+  assert score.key == "score_by_pattern" and score.labels == ["1:2", "2:8", "1:8", "1:16"]
+  found = [(line.run, list(line.points)) for line in score.lines]
+  assert found == [(0, [(x, 9) for x in range(4)]), (1, [(0, 7)]), (1, [(2, 5), (3, 4)])]
+  assert not list(_sweep_page._by_pattern({"rows": rows[1:2] + rows[4:]}, ["dense", "idp"]))
 
 
 @pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")

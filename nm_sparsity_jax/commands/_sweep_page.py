@@ -8,6 +8,7 @@ A line is a recipe, at each step the mean over the seeds that are done.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -79,10 +80,10 @@ def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
         row["pattern"]: row[measure]["mean"] for row in found["rows"] if row["recipe"] == recipe
       }
       means = dict.fromkeys(labels, means[None]) if None in means else means
-      named = enumerate(means.get(label) for label in labels)
-      points = [(float(x), mean) for x, mean in named if mean is not None]
-      if points:
-        lines.append(Line(i, points))
+      there = [(float(x), means.get(label)) for x, label in enumerate(labels)]
+      for missing, points in itertools.groupby(there, key=lambda point: point[1] is None):
+        if not missing:  # no line bridges what is
+          lines.append(Line(i, list(points)))
     if lines:
       yield Chart(
         f"{measure}_by_pattern",

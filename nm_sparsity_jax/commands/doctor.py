@@ -5,6 +5,7 @@ you do, so --for says which parts must be there:
 
   core    masks, rules and layers in your own training loop
   tasks   SeqIO tasks and metrics
+  local   nm-sparsity train, eval, quickstart, sweep and report (docs/local.md)
   t5x     t5x.train with our gin files (docs/t5x.md)
 
 Each finding is ok, bad (to mend), or warn: there, but not what was tested.
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--for",
     dest="purpose",
-    choices=("core", "tasks", "t5x"),
+    choices=("core", "tasks", "local", "t5x"),
     help="what must be there; by default t5x where T5X is found, else core",
   )
   parser.add_argument("--devices", action="store_true", help="start jax and list its devices")

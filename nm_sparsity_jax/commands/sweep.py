@@ -174,10 +174,12 @@ def _alone(out: pathlib.Path) -> Iterator[IO[str]]:
 
 
 class _Signals:
-  """While it is entered, SIGTERM and SIGINT are noted, and the run is told to save and to end."""
+  """While it is entered, the first SIGTERM or SIGINT is noted, and the run is told to save and to
+  end; a second SIGINT kills it."""
 
   def __init__(self):
     self.name: str | None = None
+    self._interrupted = False
     self._child: subprocess.Popen | None = None
 
   def __enter__(self):
@@ -185,8 +187,9 @@ class _Signals:
     return self
 
   def _note(self, number, frame):
-    again = self.name == "SIGINT" and number == signal.SIGINT
-    self.name = signal.Signals(number).name
+    again = self._interrupted and number == signal.SIGINT
+    self._interrupted = self._interrupted or number == signal.SIGINT
+    self.name = self.name or signal.Signals(number).name
     if self._child is not None:
       # The runner loses nothing to SIGKILL but the steps since its last checkpoint.
       self._child.kill() if again else self._child.terminate()
