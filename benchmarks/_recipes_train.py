@@ -8,6 +8,7 @@ chain, `update_state` after each update, `finalize` and `verify` at the end.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import platform
@@ -21,8 +22,9 @@ import numpy as np
 import optax
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.t5 import T5Config, Transformer
 
-BATCH, RATE, SAMPLES = 64, 1e-3, 20
+BATCH, RATE, START_RATE, SAMPLES = 64, 1e-3, 4e-3, 20
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "nm-sparsity-jax")
 WATCHED = {
   "density": "nm/density",
@@ -82,21 +84,73 @@ class Network(nn.Module):
     return nn.Dense(s.classes)(x if self.symbols else x.mean(1))
 
 
+class TextToText(nn.Module):
+  """The library's T5 as a classifier: the logits of the first word that it answers."""
+
+  config: T5Config
+
+  @nn.compact
+  def __call__(self, inputs):
+    start = jnp.zeros((len(inputs), 1), jnp.int32)
+    t5 = Transformer(self.config, name="t5")
+    return t5(inputs, start, start + 1, enable_dropout=False)[:, 0]
+
+
 def _small(symbols: int) -> nms.flops.ViTShape:
   return nms.flops.ViTShape(
     layers=2, embed=128, mlp=512, heads=4, head_dim=32, tokens=12, patch=1, classes=symbols
   )
 
 
-class Bigram(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+  """What is learned, and by which network.
+
+  Attributes:
+    shape: of the network, for its FLOPs.
+    symbols: that the network reads; 0 where it reads patches.
+    tests: examples that it is scored on.
+    places: what becomes sparse.
+    start: dense steps that come first, once a seed, after which the optimizer begins anew.
+  """
+
+  shape: Any
+  symbols: int
+  tests: int
+  places: tuple[str, ...] = ("ff",)
+  start: int = 0
+
+  def network(self, ff: bool) -> nn.Module:
+    return Network(self.shape, self.symbols, ff)
+
+  def optimizer(self, rate):
+    return optax.adamw(rate)
+
+  def draw(self, key) -> dict[str, Any]:
+    """All that a seed decides of the data; "test" is what the network is scored on."""
+    raise NotImplementedError
+
+  def batch(self, data, step):
+    """Examples and answers of a step: some of "rows"."""
+    x, y = data["rows"]
+    key = jax.random.fold_in(data["train"], step)
+    chosen = jax.random.randint(key, (BATCH,), 0, len(y))
+    return x[chosen], y[chosen]
+
+  def predictions(self, logits):
+    """Those that have an answer."""
+    return logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bigram(Task):
   """y[t] = table[x[t - 1], x[t]], the table random: nothing to learn but its entries."""
 
+  shape: nms.flops.ViTShape = _small(40)
   symbols: int = 40
   tests: int = 2048
-  shape: nms.flops.ViTShape = _small(40)
 
   def draw(self, key):
-    """All that a seed decides of the data."""
     table, train, test = jax.random.split(key, 3)
     table = jax.random.randint(table, (self.symbols, self.symbols), 0, self.symbols)
     data = {"table": table, "train": train}
@@ -113,14 +167,15 @@ class Bigram(NamedTuple):
     return logits[:, 1:]  # the first symbol has none before it
 
 
-class Digits(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Digits(Task):
   """sklearn's 8x8 digits in 16 patches, by the paper's ViT-tiny: a smoke test, no ranking."""
 
-  symbols: int = 0
-  tests: int = 360
   shape: nms.flops.ViTShape = nms.flops.ViTShape(
     layers=3, embed=192, mlp=768, heads=3, head_dim=64, tokens=16, patch=4, classes=10
   )
+  symbols: int = 0
+  tests: int = 360
 
   def draw(self, key):
     from sklearn.datasets import load_digits
@@ -131,43 +186,92 @@ class Digits(NamedTuple):
     order = jax.random.permutation(order, len(labels))
     x, y = jnp.float32(patches)[order] / 16, jnp.int32(labels)[order]
     test, rest = (x[: self.tests], y[: self.tests]), (x[self.tests :], y[self.tests :])
-    return {"images": rest, "train": train, "test": test}
+    return {"rows": rest, "train": train, "test": test}
 
-  def batch(self, data, step):
-    x, y = data["images"]
-    chosen = jax.random.randint(jax.random.fold_in(data["train"], step), (BATCH,), 0, len(y))
-    return x[chosen], y[chosen]
 
-  def predictions(self, logits):
-    return logits
+_T5 = T5Config.t5_1_1(
+  "tiny", vocab_size=256, emb_dim=64, num_heads=4, head_dim=16, mlp_dim=128,
+  num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.0,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniGlue(Task):
+  """A config of mini-GLUE by the library's T5, fine-tuned from a dense start.
+
+  The kernels of attention become sparse too: without feed-forward layers the network does as well.
+  The rows are the same for all seeds; a seed draws their order and the initial weights.
+  """
+
+  config: str
+  rows: int = 20_000
+  length: int = 24
+  shape: nms.flops.T5Shape = nms.flops.T5Shape.of(_T5, 24, 1)
+  symbols: int = _T5.vocab_size
+  tests: int = 2048
+  places: tuple[str, ...] = ("ff", "qkv", "o")
+  start: int = 3000
+
+  def network(self, ff: bool) -> nn.Module:
+    """Without feed-forward layers they add 0."""
+    off = {} if ff else {"mlp_activations": (jnp.zeros_like, jnp.zeros_like)}
+    return TextToText(dataclasses.replace(_T5, **off))
+
+  def optimizer(self, rate):
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
+
+  def draw(self, key):
+    split = "validation_matched" if self.config == "mnli" else "validation"
+    rows = _mini_glue(self.config, "train", self.rows, self.length)
+    test = _mini_glue(self.config, split, self.tests, self.length)
+    return {"rows": rows, "train": key, "test": test}
+
+
+@functools.cache
+def _mini_glue(config: str, split: str, rows: int, length: int):
+  """Ids of rows of mini-GLUE [rows, length], and the first id of each answer [rows]."""
+  from t5x_tasks import mini
+  from t5x_tasks.vocabulary import mini_words
+
+  words, task = mini_words(), nms.glue.TASKS[config]
+  x, y = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
+  for i, row in enumerate(mini.make(config, split, {split.partition("_")[0]: rows})):
+    text = [task.prefix, *(word for f in task.fields for word in (f"{f}:", row[f]))]
+    ids = [*words.encode(" ".join(text)), 1]
+    x[i, : len(ids)] = ids
+    y[i] = words.encode(task.labels[row["label"]])[0]
+  return jnp.asarray(x), jnp.asarray(y)
 
 
 TASKS = {
   "bigram": Bigram(),
   "bigram80": Bigram(symbols=80, shape=_small(80)),
   "digits": Digits(),
+  "mini_mnli": MiniGlue(config="mnli"),
 }
 
 
-def rules_of(row, pattern: str, steps: int) -> nms.Rules:
-  """The rules of a row: its recipe on the feed-forward kernels."""
+def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
+  """The rules of a row: its recipe on the kernels of these places."""
   if not row.sparse:
     return nms.Rules({".*": nms.recipe("dense")})
   phases = nms.Phases(total=steps, dense=steps * row.dense // 100, finetune=steps // 5)
   fields = {"gradient": row.gradient, "decay_kind": row.decay_kind}
-  return nms.Rules({"ff": nms.recipe(row.recipe, pattern=pattern, phases=phases, **fields)})
+  recipe = nms.recipe(row.recipe, pattern=pattern, phases=phases, **fields)
+  return nms.Rules(dict.fromkeys(places, recipe))
 
 
 def training_flops(task, row, pattern: str, steps: int) -> float:
   """FLOPs of attention and feed-forward layers, all steps, as `nm_sparsity_jax.flops` counts."""
-  recipes = dict(rules_of(row, pattern, steps).places) if row.sparse else {}
+  recipes = dict(rules_of(task.places, row, pattern, steps).places) if row.sparse else {}
   cost = nms.flops.training(task.shape, recipes, BATCH, steps=steps)
   return cost.select("attention", *(("ff",) if row.ff else ())).flops
 
 
 def equal_steps(task, row, pattern: str, dense_steps: int) -> int:
   """The most steps that a row can take for what `dense_steps` cost the dense network."""
-  price = 3 * BATCH * nms.flops.Cost(task.shape.ops()).select("attention", "ff").flops * dense_steps
+  dense = nms.flops.Cost(task.shape.ops()).select("attention", "ff").flops
+  price = 3 * BATCH * dense * dense_steps
   low, high = dense_steps, 4 * dense_steps
   while low < high:
     middle = (low + high + 1) // 2
@@ -179,19 +283,19 @@ def equal_steps(task, row, pattern: str, dense_steps: int) -> int:
 class Experiment(NamedTuple):
   """Compiled once for every seed."""
 
-  start: Any
+  init: Any
   train_step: Any
   score: Any
   rules: nms.Rules
 
 
 @functools.lru_cache(maxsize=64)
-def experiment(task, row, pattern: str, steps: int) -> Experiment:
+def experiment(task, row, pattern: str, steps: int, peak: float) -> Experiment:
   """The functions of one row: the seed comes in as a key and as data."""
-  rules = rules_of(row, pattern, steps)
-  network = Network(task.shape, task.symbols, row.ff)
-  rate = optax.warmup_cosine_decay_schedule(0.0, RATE, max(1, steps // 10), steps)
-  tx = optax.chain(nms.sr_ste(rules), optax.adamw(rate))
+  rules = rules_of(task.places, row, pattern, steps)
+  network = task.network(row.ff)
+  rate = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 10), steps)
+  tx = optax.chain(nms.sr_ste(rules), task.optimizer(rate))
   every = max(1, steps // SAMPLES)
 
   def loss_of(params, inputs, targets):
@@ -200,9 +304,10 @@ def experiment(task, row, pattern: str, steps: int) -> Experiment:
     return losses.mean(), (logits.argmax(-1) == targets).mean()
 
   @jax.jit
-  def start(key, data):
-    inputs, _ = task.batch(data, 0)
-    params = network.init(key, inputs)["params"]
+  def init(key, data, params):
+    if params is None:
+      inputs, _ = task.batch(data, 0)
+      params = network.init(key, inputs)["params"]
     return params, tx.init(params), nms.init_state(params, rules)
 
   @functools.partial(jax.jit, donate_argnums=0)
@@ -233,17 +338,36 @@ def experiment(task, row, pattern: str, steps: int) -> Experiment:
   def score(params, data):
     return loss_of(params, *data["test"])
 
-  return Experiment(start, train_step, score, rules)
+  return Experiment(init, train_step, score, rules)
+
+
+@functools.cache
+def start_of(task_name: str, row, seed: int):
+  """The weights of a dense start, and how good it is; of a task without one, None and nothing."""
+  task = TASKS[task_name]
+  if not task.start:
+    return None, {}
+  run = experiment(task, row, "-", task.start, START_RATE)
+  key, draw = jax.random.split(jax.random.key(seed))
+  data = task.draw(draw)
+  carry = run.init(key, data, None)
+  for _ in range(task.start):
+    carry, _ = run.train_step(carry, data)
+  loss, accuracy = run.score(carry[0], data)
+  return carry[0], {"start": {"accuracy": float(accuracy), "cross_entropy": float(loss)}}
 
 
 def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str, Any]:
   """Runs one seed of one row, and says all that is worth keeping of it."""
-  began = time.process_time()
   task = TASKS[task_name]
-  run = experiment(task, row, pattern, steps)
-  init, draw = jax.random.split(jax.random.key(seed))
-  data = task.draw(draw)
-  carry = run.start(init, data)
+  dense = dataclasses.replace(row, recipe="dense", gradient=None, decay_kind=None, dense=10)
+  first, about_start = start_of(task_name, dense, seed)
+  began = time.process_time()
+  run = experiment(task, row, pattern, steps, RATE)
+  key, draw = jax.random.split(jax.random.key(seed))
+  # The start has seen the first batches of its key.
+  data = task.draw(jax.random.fold_in(draw, 1) if task.start else draw)
+  carry = run.init(key, data, jax.tree.map(jnp.copy, first))  # the first step gives up its own
   every, curve = max(1, steps // SAMPLES), []
   for step in range(steps):
     carry, watched = run.train_step(carry, data)
@@ -267,13 +391,20 @@ def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str,
     "accuracy": float(accuracy),
     "cross_entropy": float(loss),
     "density": density,
+    "largest": _largest(data["test"][1]),
     "flops": training_flops(task, row, pattern, steps),
     "curve": {name: [_short(point[name]) for point in curve] for name in names},
     "versions": {"python": platform.python_version()}
     | {name: importlib.metadata.version(name) for name in VERSIONS[:-1]}
     | {VERSIONS[-1]: nms.__version__},
     "seconds": round(time.process_time() - began, 1),
+    **about_start,
   }
+
+
+def _largest(answers) -> float:
+  """The share of the commonest answer."""
+  return float(np.bincount(np.ravel(answers)).max() / np.size(answers))
 
 
 def _short(x) -> float | int:

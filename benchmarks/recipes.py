@@ -2,6 +2,7 @@
 
     python benchmarks/recipes.py --out RUNS.jsonl                  all runs, on one core
     python benchmarks/recipes.py --out RUNS.jsonl --worker 0/2     half of them; 1/2 elsewhere
+    python benchmarks/recipes.py --out MINI.jsonl --task mini_glue from dense starts
     python benchmarks/recipes.py --out DIGITS.jsonl --task digits  a smoke test
     python benchmarks/recipes.py --list
     python benchmarks/recipes.py --report RUNS.jsonl [DIGITS.jsonl] [--into docs/results.md]
@@ -128,7 +129,14 @@ def digits_grid() -> Iterator[Run]:
     yield Run("digits", "1:32" if ROWS[name].sparse else "-", "300", name, 100)
 
 
-GRIDS = {"bigram": bigram_grid, "digits": digits_grid}
+def mini_glue_grid() -> Iterator[Run]:
+  for seed in range(100, 103):
+    for pattern in ("1:8", "1:32"):
+      for name, row in ROWS.items():
+        yield Run("mini_mnli", pattern if row.sparse else "-", "600", name, seed)
+
+
+GRIDS = {"bigram": bigram_grid, "mini_glue": mini_glue_grid, "digits": digits_grid}
 
 
 def grid(task: str) -> list[Run]:
@@ -218,11 +226,12 @@ def sections(paths: list[pathlib.Path]) -> dict[str, list[str]]:
       raise ValueError(f"{path} repeats {len(both)} runs of the other files, such as {both.pop()}.")
     records |= more
   runs = grid("bigram")
-  if odd := records.keys() - {*runs, *grid("digits")}:
+  if odd := records.keys() - {run for name in GRIDS for run in grid(name)}:
     raise ValueError(f"{len(odd)} results are of no run of the grid, such as {min(odd)}.")
   return {
-    "bigram": report.bigram(records, runs, ROWS),
-    "modes": report.modes(records, runs, ROWS),
+    "bigram": report.tables(records, runs, ROWS),
+    "mini_glue": report.tables(records, grid("mini_glue"), ROWS),
+    "modes": report.modes(records, [runs, grid("mini_glue")], ROWS),
     "variances": report.variances(records, runs, ROWS),
     "digits": report.digits(records, grid("digits"), ROWS),
   }

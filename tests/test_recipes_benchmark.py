@@ -65,6 +65,16 @@ def test_workers_share_the_grid_by_rows(workers):
       assert owners.setdefault(run._replace(seed=0), i) == i
 
 
+def test_the_grid_of_mini_glue():
+  seeds = {}
+  for run in recipes.grid("mini_glue"):
+    assert run.task == "mini_mnli" and run.budget == "600"
+    seeds.setdefault((run.row, run.pattern), []).append(run.seed)
+  wanted = {(r, p) for r, row in recipes.ROWS.items() for p in ("1:8", "1:32", "-")
+            if row.sparse == (p != "-")}  # fmt: skip
+  assert seeds.keys() == wanted and all(s == [100, 101, 102] for s in seeds.values())
+
+
 def test_a_part_of_the_grid_by_a_regex(capsys):
   assert recipes.main(["--list", "--only", "bigram/1:8/400/", "--seeds", "2"]) == 0
   lines = capsys.readouterr().out.splitlines()
@@ -216,6 +226,19 @@ def test_a_task_without_a_gap_is_rejected():
   assert "nobody can say" in report.verdict(table_of(records), recipes.ROWS)[1]
 
 
+def test_where_attention_is_sparse_too_the_commonest_answer_is_the_bound():
+  grid = recipes.grid("mini_glue")
+  for largest, points in ((0.4, 50), (0.87, 3)):
+    found = {run: record(0.9, 1.0) | {"largest": largest} for run in grid if run.row == "dense"}
+    first, _ = report.split(found, grid, recipes.ROWS)
+    assert first.title == "mini MNLI, 1:8, 600 steps"
+    np.testing.assert_allclose(report.gap(first)[0], points)
+    rejected = "Rejected: the commonest answer is within 5 points of dense (3.0)"
+    assert (rejected in " ".join(report.verdict(first, recipes.ROWS))) == (points < 5)
+  assert report.gap(report.split({}, grid, recipes.ROWS)[0])[0] is None
+  assert report.tables({}, grid, recipes.ROWS) == ["Missing."]
+
+
 def test_the_table():
   records = some_records()
   lines = report.results(table_of(records), recipes.ROWS, dense_price=20.0)
@@ -352,11 +375,48 @@ def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny):
   assert np.abs(logits[:, 2:] - other[:, 2:]).max() > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore")  # TensorFlow, on its own account
+def test_mini_glue_begins_at_a_dense_start(monkeypatch):
+  pytest.importorskip("tensorflow_datasets")
+  pytest.importorskip("seqio")
+  task = train.MiniGlue(config="mnli", rows=64, tests=128, start=3)
+  monkeypatch.setitem(train.TASKS, "mini_mnli", task)
+  row = recipes.ROWS["sr_ste, 10 % dense"]
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    train.start_of.cache_clear()
+    one = train.train("mini_mnli", row, "1:8", 5, 7)
+    again = train.train("mini_mnli", row, "1:8", 5, 7)  # the start is still whole
+    assert one | {"seconds": 0} == again | {"seconds": 0}
+    assert one["density"] == 1 / 8 and 0.3 < one["largest"] < 0.5
+    weights, start = train.start_of("mini_mnli", recipes.ROWS["dense"], 7)
+    assert one["start"] == start["start"]
+    other, _ = train.start_of("mini_mnli", recipes.ROWS["dense"], 8)
+    assert not np.array_equal(*(p["t5"]["token_embedder"]["embedding"] for p in (weights, other)))
+    x, y = task.draw(jax.random.key(0))["test"]
+    params = task.network(True).init(jax.random.key(1), x)["params"]
+    logits = task.network(False).apply({"params": params}, x)
+    places = train.rules_of(task.places, row, "1:8", 10).assign(params).places
+    assert len(places) == 3 * 3 + 4 * 4  # of two and one layers, with attention across
+    zeroed = jax.tree_util.tree_map_with_path(
+      lambda keys, w: w * ("mlp" not in jax.tree_util.keystr(keys[:-2])), params
+    )
+    np.testing.assert_array_equal(logits, task.network(True).apply({"params": zeroed}, x))
+  from t5x_tasks import mini
+  from t5x_tasks.vocabulary import mini_words
+
+  words = mini_words()
+  texts = [words.decode([int(i) for i in row if i > 1]) for row in x[:3]]
+  rows = mini.make("mnli", "validation_matched", {"validation": 3})
+  assert texts == [f"mnli hypothesis: {r['hypothesis']} premise: {r['premise']}" for r in rows]
+  labels = nms.glue.TASKS["mnli"].labels
+  assert [words.decode([int(i)]) for i in y[:3]] == [labels[r["label"]] for r in rows]
+
+
 def test_digits_are_cut_into_patches():
   pytest.importorskip("sklearn")
   task = train.TASKS["digits"]
   data = task.draw(jax.random.key(0))
-  x, y = data["images"]
+  x, y = data["rows"]
   assert x.shape == (1437, 16, 4) and data["test"][0].shape == (360, 16, 4) and y.max() == 9
   from sklearn.datasets import load_digits
 
