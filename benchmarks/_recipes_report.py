@@ -12,7 +12,7 @@ import collections
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from scipy import stats
@@ -136,9 +136,9 @@ def compare(table: Table, rows: Mapping[str, Any]) -> dict[str, tuple[Paired, fl
   return {name: (difference, corrected.get(name)) for name, difference in found.items()}
 
 
-def mean_accuracy(records: Mapping[int, Any]) -> float:
+def mean_accuracy(results: Iterable[Any]) -> float:
   """In percent."""
-  return 100 * statistics.fmean(r["accuracy"] for r in records.values())
+  return 100 * statistics.fmean(r["accuracy"] for r in results)
 
 
 def gap(table: Table) -> tuple[float | None, str]:
@@ -146,8 +146,10 @@ def gap(table: Table) -> tuple[float | None, str]:
   dense, without = table.rows.get("dense"), table.rows.get("no_ff")
   if table.task in WITH_ATTENTION:
     least = [100 * r["largest"] for r in dense.values()] if dense else None
-    return least and mean_accuracy(dense) - statistics.fmean(least), "the commonest answer"
-  return mean_accuracy(dense) - mean_accuracy(without) if dense and without else None, "no_ff"
+    return least and mean_accuracy(dense.values()) - statistics.fmean(least), "the commonest answer"
+  if not dense or not without:
+    return None, "no_ff"
+  return mean_accuracy(dense.values()) - mean_accuracy(without.values()), "no_ff"
 
 
 def verdict(table: Table, rows: Mapping[str, Any]) -> list[str]:
@@ -164,14 +166,21 @@ def verdict(table: Table, rows: Mapping[str, Any]) -> list[str]:
       "ranks nothing.**"
     )
     return said
-  compared = {name: (d, p) for name, (d, p) in compare(table, rows).items() if rows[name].sparse}
+  every = compare(table, rows)
+  compared = {name: (d, p) for name, (d, p) in every.items() if rows[name].sparse}
   if not compared:
     return [*said, f"Too few seeds to compare with {BASE}."]
   better = [n for n, (d, p) in compared.items() if p is not None and p < LEVEL and d.mean < 0]
   worse = [n for n, (d, p) in compared.items() if p is not None and p < LEVEL and d.mean > 0]
   rest = [n for n in compared if n not in (*better, *worse)]
-  for word, names in (("Better than", better), ("Worse than", worse), ("Not told from", rest)):
+  for word, names in (("Better than", better), ("Worse than", worse)):
     said.append(f"{word} {BASE} (p < {LEVEL}): {'; '.join(names) or 'none'}.")
+  said.append(f"Not told from {BASE}: {'; '.join(rest) or 'none'}.")
+  if "dense" in every:
+    means = {BASE: 0.0} | {name: d.mean for name, (d, _) in compared.items()}
+    ahead = [name for name in table.rows if means.get(name, math.inf) < every["dense"][0].mean]
+    if ahead:
+      said.append(f"**Dense is no upper bound here: less cross-entropy in {'; '.join(ahead)}.**")
   return said
 
 
@@ -183,20 +192,23 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 def results(table: Table, rows: Mapping[str, Any], dense_price: float | None) -> list[str]:
   """One table. `dense_price`: training FLOPs of a dense step."""
   compared = compare(table, rows)
+  started = any("start" in r for records in table.rows.values() for r in records.values())
   lines = []
   for name, planned in table.planned.items():
     records, row = table.rows[name], rows[name]
     label = [name.removesuffix(f", {row.gradient}"), row.mode]
     n = f"{len(records)}" if len(records) == planned else f"{len(records)} of {planned}"
     if not records:
-      lines.append([*label, n, *["missing"] * 6])
+      lines.append([*label, n, *["missing"] * (6 + started)])
       continue
     first = next(iter(records.values()))
     ce = math.exp(statistics.fmean(logs(records).values()))
     price = "missing"
     if dense_price is not None:
       price = f"{first['flops'] / (dense_price * int(table.budget.split()[0])):.2f}"
-    cells = [f"{mean_accuracy(records):.2f}", f"{ce:.4f}"]
+    cells = [f"{mean_accuracy(records.values()):.2f}", f"{ce:.4f}"]
+    if started:
+      cells.insert(0, f"{mean_accuracy(r['start'] for r in records.values()):.2f}")
     if name == BASE:
       cells += ["0", ""]
     elif name not in compared:
@@ -206,8 +218,8 @@ def results(table: Table, rows: Mapping[str, Any], dense_price: float | None) ->
       cells += [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]", "" if p is None else show_p(p)]
     lines.append([*label, n, *cells, str(first["steps"]), price])
   head = (
-    "recipe", "gradient", "seeds", "accuracy, %", "cross-entropy", f"ln CE over {BASE}", "p",
-    "steps", "training FLOPs",
+    "recipe", "gradient", "seeds", *["start, %"] * started, "accuracy, %", "cross-entropy",
+    f"ln CE over {BASE}", "p", "steps", "training FLOPs",
   )  # fmt: skip
   return [f"### {table.title}", "", " ".join(verdict(table, rows)), "", *markdown(head, lines), ""]
 
@@ -317,6 +329,27 @@ def variances(records, runs, rows) -> list[str]:
   tables = split(records, runs, rows)
   chosen = [t for t in tables if t.pattern == "1:16" and t.budget.isdigit()]
   return [line for table in chosen for line in figure3(table)]
+
+
+def courses(records, runs, rows) -> list[str]:
+  """The section of losses along the way, at 1:16 and a number of steps."""
+  tables = split(records, runs, rows)
+  chosen = [t for t in tables if t.pattern == "1:16" and t.budget.isdigit()]
+  return [line for table in chosen for line in course(table)]
+
+
+def course(table: Table) -> list[str]:
+  """The loss of training batches on the way: the mean over seeds, one batch each."""
+  at, lines = {"20 %": 4, "40 %": 8, "60 %": 12, "70 %": 14, "80 %": 16, "95 %": 19}, []
+  for name, records in table.rows.items():
+    curves = [r["curve"]["loss"] for r in records.values()]
+    if curves:
+      cells = [f"{statistics.fmean(curve[index] for curve in curves):.2f}" for index in at.values()]
+      lines.append([name, str(len(curves)), *cells])
+  title = f"### {table.title}"
+  if not lines:
+    return [title, "", "Missing.", ""]
+  return [title, "", *markdown(("recipe", "seeds", *at), lines), ""]
 
 
 def digits(records, runs, rows) -> list[str]:

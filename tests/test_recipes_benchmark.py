@@ -72,7 +72,7 @@ def test_the_grid_of_mini_glue():
     seeds.setdefault((run.row, run.pattern), []).append(run.seed)
   wanted = {(r, p) for r, row in recipes.ROWS.items() for p in ("1:8", "1:32", "-")
             if row.sparse == (p != "-")}  # fmt: skip
-  assert seeds.keys() == wanted and all(s == [100, 101, 102] for s in seeds.values())
+  assert seeds.keys() == wanted and all(s == [200, 201, 202] for s in seeds.values())
 
 
 def test_a_part_of_the_grid_by_a_regex(capsys):
@@ -177,6 +177,7 @@ def test_holm_by_hand():
 
 def record(accuracy, cross_entropy, steps=400):
   curve = {"gradient_all": [2.0] * 20, "gradient_kept": [1.0] * 20}
+  curve |= {"loss": [cross_entropy + i for i in range(20)]}
   curve |= {"second_moment_all": [cross_entropy] * 20, "second_moment_kept": [0.0] * 20}
   return {
       "accuracy": accuracy, "cross_entropy": cross_entropy, "steps": steps, "flops": 10.0 * steps,
@@ -210,11 +211,20 @@ def test_a_verdict_claims_what_is_tested():
   assert partial == "**Partial: 48 of 136 runs.**"
   assert better == "Better than sr_ste, 10 % dense (p < 0.05): mdgf_exponential, masked."
   assert worse == "Worse than sr_ste, 10 % dense (p < 0.05): one_shot."
-  assert rest == "Not told from sr_ste, 10 % dense (p < 0.05): idp."
+  assert rest == "Not told from sr_ste, 10 % dense: idp."
   compared = report.compare(table, recipes.ROWS)
   assert compared["dense"][1] is None and compared["no_ff"][1] is None
   raw = {name: d.p for name, (d, p) in compared.items() if p is not None}
   assert compared["idp"][1] == min(1, 12 * raw["idp"]) < 1  # 14 are planned; two p are smaller
+
+
+def test_a_recipe_ahead_of_dense_is_named():
+  records = {
+    run: r | {"cross_entropy": r["cross_entropy"] * (0.01 if run.row == "idp" else 1)}
+    for run, r in some_records().items()
+  }
+  said = report.verdict(table_of(records), recipes.ROWS)
+  assert said[-1] == "**Dense is no upper bound here: less cross-entropy in idp.**"
 
 
 def test_a_task_without_a_gap_is_rejected():
@@ -249,6 +259,23 @@ def test_the_table():
   assert cells[3] == "-0.693 [-0.693, -0.693]" and cells[4:] == ["< .001", "400", "0.50"]
   assert [c.strip() for c in rows["sdgf_stepwise", "masked"]] == ["0 of 8", *["missing"] * 6]
   assert rows["snip", "either"] and rows["idp", "straight_through"] and rows["dense", ""]
+
+
+def test_the_table_says_where_a_row_started():
+  grid = recipes.grid("mini_glue")
+  found = {
+    run: record(0.9, 1.0) | {"largest": 0.4, "start": {"accuracy": (run.seed - 200) / 10}}
+    for run in grid
+    if run.row == "dense"
+  }
+  first, _ = report.split(found, grid, recipes.ROWS)
+  lines = report.results(first, recipes.ROWS, dense_price=20.0)
+  head, dense, missing = (
+    [c.strip() for c in next(line for line in lines if word in line).split("|")[1:-1]]
+    for word in ("recipe", "| dense", "| idp")
+  )
+  assert head[3:5] == ["start, %", "accuracy, %"] and dense[3:5] == ["10.00", "90.00"]
+  assert len(head) == len(dense) == len(missing)
 
 
 def test_the_modes_are_compared_seed_by_seed_in_whole_tables_only():
@@ -290,6 +317,16 @@ def test_variances_are_ratios_of_both_statistics():
   mdgf = next(line for line in lines if line.startswith("| mdgf"))
   zero = "0 in some seeds"
   assert [c.strip() for c in mdgf.split("|")[3:-1]] == ["1", "1", "0.5", zero] * 2
+
+
+def test_courses_are_means_of_losses_on_the_way():
+  records = some_records()
+  lines = report.course(table_of(records))
+  idp = next(line for line in lines if line.startswith("| idp"))
+  mean = np.mean([r["cross_entropy"] for run, r in records.items() if run.row == "idp"])
+  wanted = [f"{mean + i:.2f}" for i in (4, 8, 12, 14, 16, 19)]
+  assert [c.strip() for c in idp.split("|")[2:-1]] == ["8", *wanted]
+  assert report.course(table_of({}))[-2] == "Missing."
 
 
 def test_fill_replaces_between_markers_only():
@@ -389,7 +426,7 @@ def test_mini_glue_begins_at_a_dense_start(monkeypatch):
     assert one | {"seconds": 0} == again | {"seconds": 0}
     assert one["density"] == 1 / 8 and 0.3 < one["largest"] < 0.5
     weights, start = train.start_of("mini_mnli", recipes.ROWS["dense"], 7)
-    assert one["start"] == start["start"]
+    assert one["start"] == start["start"] and start["start"]["steps"] == 3
     other, _ = train.start_of("mini_mnli", recipes.ROWS["dense"], 8)
     assert not np.array_equal(*(p["t5"]["token_embedder"]["embedding"] for p in (weights, other)))
     x, y = task.draw(jax.random.key(0))["test"]
