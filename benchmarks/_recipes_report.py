@@ -352,6 +352,27 @@ def course(table: Table) -> list[str]:
   return [title, "", *markdown(("recipe", "seeds", *at), lines), ""]
 
 
+def earlier(records, runs) -> list[str]:
+  """The section of another plan of phases: each row over itself with the plan of all tables."""
+  lines = []
+  for name in dict.fromkeys(run.row for run in runs):
+    mine = [run for run in runs if run.row == name]
+    usual = {run.seed: run._replace(row=name.rpartition(", ")[0]) for run in mine}
+    now = logs({run.seed: records[run] for run in mine if run in records})
+    then = logs({seed: records[run] for seed, run in usual.items() if run in records})
+    base = {seed: run._replace(row=BASE) for seed, run in usual.items()}
+    others = logs({seed: records[run] for seed, run in base.items() if run in records})
+    cells = []
+    for other in (then, others):
+      d = paired(now, other)
+      cells.append(f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" if d else "missing")
+    ce = f"{math.exp(statistics.fmean(now.values())):.4f}" if now else "missing"
+    n = f"{len(now)}" if len(now) == len(mine) else f"{len(now)} of {len(mine)}"
+    lines.append([name, n, ce, *cells])
+  head = "recipe", "seeds", "cross-entropy", "ln CE over 20 % fine-tuning", f"ln CE over {BASE}"
+  return markdown(head, lines)
+
+
 def digits(records, runs, rows) -> list[str]:
   """The smoke test: accuracies, and no comparison."""
   if not any(run in records for run in runs):

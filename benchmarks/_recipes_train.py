@@ -255,7 +255,9 @@ def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
   """The rules of a row: its recipe on the kernels of these places."""
   if not row.sparse:
     return nms.Rules({".*": nms.recipe("dense")})
-  phases = nms.Phases(total=steps, dense=steps * row.dense // 100, finetune=steps // 5)
+  phases = nms.Phases(
+    total=steps, dense=steps * row.dense // 100, finetune=steps * row.finetune // 100
+  )
   fields = {"gradient": row.gradient, "decay_kind": row.decay_kind}
   recipe = nms.recipe(row.recipe, pattern=pattern, phases=phases, **fields)
   return nms.Rules(dict.fromkeys(places, recipe))
@@ -370,7 +372,7 @@ def start_of(task_name: str, row, seed: int):
 def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str, Any]:
   """Runs one seed of one row, and says all that is worth keeping of it."""
   task = TASKS[task_name]
-  dense = dataclasses.replace(row, recipe="dense", gradient=None, decay_kind=None, dense=10)
+  dense = type(row)("dense", ff=row.ff)
   first, about_start = start_of(task_name, dense, seed)
   began = time.process_time()
   run = experiment(task, row, pattern, steps)

@@ -3,6 +3,7 @@
     python benchmarks/recipes.py --out RUNS.jsonl                  all runs, on one core
     python benchmarks/recipes.py --out RUNS.jsonl --worker 0/2     half of them; 1/2 elsewhere
     python benchmarks/recipes.py --out MINI.jsonl --task mini_glue from dense starts
+    python benchmarks/recipes.py --out E.jsonl --task earlier      another plan of phases
     python benchmarks/recipes.py --out DIGITS.jsonl --task digits  a smoke test
     python benchmarks/recipes.py --list
     python benchmarks/recipes.py --report RUNS.jsonl [DIGITS.jsonl] [--into docs/results.md]
@@ -43,6 +44,7 @@ class Row:
     recipe: name of the recipe; "dense" where there is none.
     gradient: the gradient mode, None where the recipe has but one.
     dense: steps before the sparse ones, in percent of all.
+    finetune: steps at the end, with the target pattern and nothing else, in percent of all.
     decay_kind: decay on top of a recipe that walks through levels.
     ff: whether the network has feed-forward layers at all.
   """
@@ -50,6 +52,7 @@ class Row:
   recipe: str
   gradient: str | None = None
   dense: int = 10
+  finetune: int = 20
   decay_kind: str | None = None
   ff: bool = True
 
@@ -90,6 +93,16 @@ ROWS: dict[str, Row] = {
 DIGITS_ROWS = (
   "dense", "no_ff", "sr_ste, 10 % dense", "mdgf_exponential, masked", "sdgf_stepwise, masked",
 )  # fmt: skip
+
+
+# Does it help a recipe that walks to the target pattern to arrive there earlier?
+EARLIER = {
+  f"{name}, 50 % fine-tuning": dataclasses.replace(ROWS[name], finetune=50)
+  for name in (
+    "mdgf_linear, masked", "mdgf_exponential, masked", "sdgf_stepwise, masked", "idp",
+  )
+}  # fmt: skip
+ALL_ROWS = ROWS | EARLIER
 
 
 class Run(NamedTuple):
@@ -136,7 +149,18 @@ def mini_glue_grid() -> Iterator[Run]:
         yield Run("mini_mnli", pattern if row.sparse else "-", "600", name, seed)
 
 
-GRIDS = {"bigram": bigram_grid, "mini_glue": mini_glue_grid, "digits": digits_grid}
+def earlier_grid() -> Iterator[Run]:
+  for seed in range(100, 103):
+    for name in EARLIER:
+      yield Run("bigram80", "1:16", "1600", name, seed)
+
+
+GRIDS = {
+  "bigram": bigram_grid,
+  "earlier": earlier_grid,
+  "mini_glue": mini_glue_grid,
+  "digits": digits_grid,
+}
 
 
 def grid(task: str) -> list[Run]:
@@ -189,7 +213,7 @@ def steps_of(run: Run) -> int:
   import _recipes_train
 
   task = _recipes_train.TASKS[run.task]
-  return _recipes_train.equal_steps(task, ROWS[run.row], run.pattern, int(number))
+  return _recipes_train.equal_steps(task, ALL_ROWS[run.row], run.pattern, int(number))
 
 
 def work(runs: list[Run], path: pathlib.Path) -> None:
@@ -202,7 +226,8 @@ def work(runs: list[Run], path: pathlib.Path) -> None:
   left = [run for run in runs if run not in done]
   print(f"{len(runs) - len(left)} of {len(runs)} runs are there.", flush=True)
   for i, run in enumerate(left, 1):
-    result = _recipes_train.train(run.task, ROWS[run.row], run.pattern, steps_of(run), run.seed)
+    row = ALL_ROWS[run.row]
+    result = _recipes_train.train(run.task, row, run.pattern, steps_of(run), run.seed)
     append(path, run._asdict() | result)
     print(
       f"{time.strftime('%H:%M:%S')} {i}/{len(left)} {' | '.join(map(str, run))}: "
@@ -233,6 +258,7 @@ def sections(paths: list[pathlib.Path]) -> dict[str, list[str]]:
     "mini_glue": report.tables(records, grid("mini_glue"), ROWS),
     "modes": report.modes(records, [runs, grid("mini_glue")], ROWS),
     "courses": report.courses(records, runs, ROWS),
+    "earlier": report.earlier(records, grid("earlier")),
     "variances": report.variances(records, runs, ROWS),
     "digits": report.digits(records, grid("digits"), ROWS),
   }

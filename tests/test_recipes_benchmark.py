@@ -75,6 +75,18 @@ def test_the_grid_of_mini_glue():
   assert seeds.keys() == wanted and all(s == [200, 201, 202] for s in seeds.values())
 
 
+def test_the_grid_of_an_earlier_target_differs_in_the_phases_alone():
+  runs = recipes.grid("earlier")
+  assert {(run.task, run.pattern, run.budget) for run in runs} == {("bigram80", "1:16", "1600")}
+  assert len(runs) == 3 * len(recipes.EARLIER) == 12
+  for name, row in recipes.EARLIER.items():
+    usual = recipes.ROWS[name.removesuffix(", 50 % fine-tuning")]
+    assert row.finetune == 50 and row == recipes.Row(**vars(usual) | {"finetune": 50})
+    (recipe,) = dict(train.rules_of(("ff",), row, "1:16", 1600).places).values()
+    assert recipe.phases == nms.Phases(total=1600, dense=160, finetune=800)
+  assert not set(recipes.grid("bigram")) & set(runs)
+
+
 def test_a_part_of_the_grid_by_a_regex(capsys):
   assert recipes.main(["--list", "--only", "bigram/1:8/400/", "--seeds", "2"]) == 0
   lines = capsys.readouterr().out.splitlines()
@@ -327,6 +339,22 @@ def test_courses_are_means_of_losses_on_the_way():
   wanted = [f"{mean + i:.2f}" for i in (4, 8, 12, 14, 16, 19)]
   assert [c.strip() for c in idp.split("|")[2:-1]] == ["8", *wanted]
   assert report.course(table_of({}))[-2] == "Missing."
+
+
+def test_an_earlier_target_is_compared_with_the_usual_one():
+  runs = recipes.grid("earlier")
+  ce = {"idp, 50 % fine-tuning": 0.5, "idp": 1.0, report.BASE: 2.0}
+  records = {
+    run._replace(row=row): record(0.9, x * (1 + run.seed % 3 / 50))
+    for run in runs
+    for row, x in ce.items()
+  }
+  lines = report.earlier(records, runs)
+  assert lines[2].startswith("| mdgf_linear, masked, 50 % fine-tuning | 0 of 3 | missing |")
+  idp = [c.strip() for c in lines[-1].split("|")[1:-1]]
+  mean = math.exp(np.mean([math.log(0.5 * (1 + i / 50)) for i in range(3)]))
+  assert idp[:3] == ["idp, 50 % fine-tuning", "3", f"{mean:.4f}"]
+  assert idp[3:] == ["-0.693 [-0.693, -0.693]", "-1.386 [-1.386, -1.386]"]
 
 
 def test_fill_replaces_between_markers_only():
