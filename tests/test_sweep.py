@@ -206,6 +206,22 @@ def test_runs_are_done_once_and_in_order_and_a_larger_grid_goes_on(here, capsys)
   assert trace("idp-1_4-seed3") == [3, 4, 5, 6]
 
 
+def test_what_is_done_is_shown_without_the_checkpoint_that_it_started_from(
+  here, capsys, monkeypatch
+):
+  text = SMALL.partition("[start]")[0] + "INITIAL_CHECKPOINT_PATH = 'gone/checkpoint_2'\n"
+  with monkeypatch.context() as m:
+    m.setattr(_sweep, "_step_of", lambda checkpoint: 2)
+    code, out, _ = sweep(write(text), capsys)
+    assert code == 0 and trace("idp-1_4-seed3") == [3, 4, 5, 6]
+  assert sweep("sweep.toml", capsys, "--table")[:2] == (0, out)
+  code, again, err = sweep("sweep.toml", capsys)
+  assert (code, again) == (0, out) and "4 of 4 runs done" in err
+  for other in (text.replace("checkpoint_2", "checkpoint_3"), text.replace("[0, 3]", "[0, 3, 4]")):
+    code, _, err = sweep(write(other), capsys, "--table")
+    assert code == 1 and "INITIAL_CHECKPOINT_PATH: there is no checkpoint" in err
+
+
 def test_what_fails_is_named_takes_nothing_along_and_is_tried_again(here, capsys):
   outcomes(sr_ste__1_4_s0="nan", idp__1_4_s3="killed")
   file = write(SMALL)

@@ -362,6 +362,11 @@ class Check:
     try:
       return Checked(_step_of(initial) if initial else 0, steps, evaluation)
     except (OSError, ValueError) as e:
+      # What is done needs its checkpoint no more: the name says the step.
+      name = re.fullmatch(r"checkpoint_(\d+)", pathlib.PurePath(initial).name)
+      known = name and Checked(int(name[1]), steps, evaluation)
+      if known and is_done(cell, known):
+        return known
       raise ValueError(
         f"{self.sweep.file}: INITIAL_CHECKPOINT_PATH: {e}. Name one that is there, or use [start]."
       ) from e
