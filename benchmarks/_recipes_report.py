@@ -355,9 +355,10 @@ def course(table: Table) -> list[str]:
 def earlier(records, runs) -> list[str]:
   """The section of another plan of phases: each row over itself with the plan of all tables."""
   lines = []
-  for name in dict.fromkeys(run.row for run in runs):
-    mine = [run for run in runs if run.row == name]
-    usual = {run.seed: run._replace(row=name.rpartition(", ")[0]) for run in mine}
+  for like in dict.fromkeys(run._replace(seed=0) for run in runs):
+    mine = [run for run in runs if run._replace(seed=0) == like]
+    usual_row, _, change = like.row.rpartition(", ")
+    usual = {run.seed: run._replace(row=usual_row) for run in mine}
     now = logs({run.seed: records[run] for run in mine if run in records})
     then = logs({seed: records[run] for seed, run in usual.items() if run in records})
     base = {seed: run._replace(row=BASE) for seed, run in usual.items()}
@@ -368,8 +369,11 @@ def earlier(records, runs) -> list[str]:
       cells.append(f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" if d else "missing")
     ce = f"{math.exp(statistics.fmean(now.values())):.4f}" if now else "missing"
     n = f"{len(now)}" if len(now) == len(mine) else f"{len(now)} of {len(mine)}"
-    lines.append([name, n, ce, *cells])
-  head = "recipe", "seeds", "cross-entropy", "ln CE over 20 % fine-tuning", f"ln CE over {BASE}"
+    lines.append([f"{TITLES[like.task]}, {like.pattern}", usual_row, n, ce, *cells])
+  head = (
+    "task", f"recipe, with {change}", "seeds", "cross-entropy", "ln CE over 20 % fine-tuning",
+    f"ln CE over {BASE}",
+  )  # fmt: skip
   return markdown(head, lines)
 
 

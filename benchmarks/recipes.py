@@ -150,9 +150,14 @@ def mini_glue_grid() -> Iterator[Run]:
 
 
 def earlier_grid() -> Iterator[Run]:
-  for seed in range(100, 103):
-    for name in EARLIER:
-      yield Run("bigram80", "1:16", "1600", name, seed)
+  for task, patterns, budget, seeds in (
+    ("bigram80", ("1:16",), "1600", range(100, 103)),
+    ("mini_mnli", ("1:8", "1:32"), "600", range(200, 203)),
+  ):
+    for seed in seeds:
+      for pattern in patterns:
+        for name in EARLIER:
+          yield Run(task, pattern, budget, name, seed)
 
 
 GRIDS = {
