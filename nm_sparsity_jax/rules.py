@@ -430,7 +430,8 @@ class Rules:
       if self.indivisible == "error":
         raise ValueError(
           f"{path!r}: {problem}, so {names} cannot be applied. Choose another pattern "
-          "for it, or Rules(..., indivisible='skip') to leave it dense, or 'pad'."
+          "for it, or Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense, or "
+          "'pad'."
         )
       if self.indivisible == "skip":
         return problem

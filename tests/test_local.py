@@ -411,12 +411,12 @@ def test_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
   assert "sr_ste" in (tmp_path / "run/config.gin").read_text()
   before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
   for change, words in [
-    (dict(PATTERN="1:2"), ("pattern='1:4'", "pattern='1:2'")),
-    (dict(RECIPE="idp"), ("recipe='sr_ste'", "recipe='idp'")),
-    (dict(LEARNING_RATE=0.5), ("rate=0.001", "rate=0.5")),
-    (dict(DATA_SEED=3), ("source was Source(", "seed=0", "seed=3")),
-    (dict(RANDOM_SEED=3), ("random_seed was 0, and is 3",)),
-    (dict(DTYPE="bfloat16"), ("dtype='float32'", "dtype='bfloat16'")),
+    (dict(PATTERN="1:2"), (".pattern was '1:4', and is '1:2'.",)),
+    (dict(RECIPE="idp"), (".recipe was 'sr_ste', and is 'idp'.",)),
+    (dict(LEARNING_RATE=0.5), ("rate was 0.001, and is 0.5.",)),
+    (dict(DATA_SEED=3), ("source.seed was 0, and is 3.",)),
+    (dict(RANDOM_SEED=3), (": random_seed was 0, and is 3.",)),
+    (dict(DTYPE="bfloat16"), ("dtype was 'float32', and is 'bfloat16'.",)),
   ]:
     capsys.readouterr()
     assert cli.main(["train", *command(*GIN, **(macros | change))]) == 1
@@ -482,6 +482,8 @@ def test_checkpoints_of_another_program_are_refused(tmp_path):
     (dict(LEARNING_RATE_FACTORS="constant * cosine"), "'cosine' is none of constant"),
     (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
     (dict(INITIAL_CHECKPOINT_PATH="/no/checkpoint_1"), "no checkpoint '/no/checkpoint_1'"),
+    (dict(SPARSE_STEP=9), "SPARSE_STEP is set, but nothing reads it; did you mean SPARSE_STEPS?"),
+    (dict(PATTERN="1:5"), "or Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense"),
   ],
   ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -307,11 +307,17 @@ def test_a_macro_that_nothing_reads_is_a_warning(run):
   ]
 
 
-def test_a_file_that_is_not_there(run):
-  code, report = run(files=["model.gin", "gin_configs/nope.gin"], **SETTINGS)
-  assert code == 1 and has(
-    report["errors"], "gin_configs/nope.gin is not in", "nm-sparsity gin-path"
-  )
+def test_a_file_that_is_not_there(run, tmp_path, capsys, caplog):
+  for file, said in {
+    "gin_configs/none_of_these.gin": f"what there is lies in {ROOT / 'gin_configs'}",
+    "gin_configs/recipes/mdgf_lin.gin": "did you mean gin_configs/recipes/mdgf_linear.gin?",
+  }.items():
+    code, report = run(files=["model.gin", file], **SETTINGS)
+    assert code == 1 and has(report["errors"], f"{file} is not in", said)
+  argv = [f"--gin_search_paths={tmp_path}", "--gin_file=gin_configs/none_of_these.gin"]
+  assert cli.main(["plan", *argv]) == 1
+  assert "add --gin_search_paths=$(nm-sparsity gin-path)" in capsys.readouterr().out
+  assert "Path not found" not in caplog.text  # what gin says of every place that it tries
 
 
 def test_a_run_file_without_t5x_says_so(run, monkeypatch):

@@ -176,8 +176,8 @@ def test_points_are_those_of_the_events_at_steps_of_the_sparse_run(runs):
   assert found["flips_kept"].lines[0].points[0] == (20, 0.0625)
   variance = found["grad_abs_var_all"]
   assert variance.log and variance.lines[0].points == [(20, 0.5), (40, 2.0**-20), (60, 0.0)]
-  assert variance.left_out == "Not drawn: 2 of 0."
-  assert found["grad_abs_var_kept"].left_out == "Not drawn: 2 not finite."
+  assert variance.left_out == "Points not drawn: 2 that are 0, which a logarithmic axis lacks."
+  assert found["grad_abs_var_kept"].left_out == "Points not drawn: 2 not finite."
   assert "second_moment_var_all" not in found
 
 
@@ -400,6 +400,19 @@ def test_mistakes_are_one_line(make_it, said, tmp_path, capsys):
   assert cli.main(["report", *make_it(tmp_path), "--out", str(out)]) == 1
   err = capsys.readouterr().err
   assert said in err and err.count("\n") == 1 and not out.exists()
+
+
+def test_what_is_in_the_way_is_named_before_anything_is_read(tmp_path, capsys):
+  file = write(tmp_path / "run") and tmp_path / "a file"
+  file.touch()
+  for flags, said in (
+    (["--out", str(file / "b/page.html")], f"--out: {str(file)!r} is a file, not a folder"),
+    (["--out", str(tmp_path)], f"--out: {str(tmp_path)!r} is a folder"),
+    (["--png", str(file)], f"--png: {str(file)!r} is a file, not a folder"),
+  ):
+    assert cli.main(["report", "no such run", *flags]) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
 
 
 def _broken(folder):

@@ -80,8 +80,9 @@ class Chart:
     values = [y for line in self.lines for _, y in line.points]
     odd = sum(not math.isfinite(y) for y in values)
     zero = sum(math.isfinite(y) and y <= 0 for y in values) if self.log else 0
-    parts = [f"{odd} not finite"] * bool(odd) + [f"{zero} of 0"] * bool(zero)
-    return f"Not drawn: {' and '.join(parts)}." if parts else ""
+    parts = [f"{odd} not finite"] * bool(odd)
+    parts += [f"{zero} that are 0, which a logarithmic axis lacks"] * bool(zero)
+    return f"Points not drawn: {' and '.join(parts)}." if parts else ""
 
 
 def number(value: float) -> str:

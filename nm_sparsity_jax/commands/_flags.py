@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import pathlib
 import sys
 
 
@@ -50,6 +51,13 @@ def see_modules_here() -> None:
   """Task modules lie where the user stands, and `python -m` sees them there: so does a command."""
   if os.getcwd() not in sys.path and "" not in sys.path:
     sys.path.insert(0, os.getcwd())
+
+
+def check_folder(what: str, folder: pathlib.Path) -> None:
+  """Raises where a folder to write into cannot be made, since a file is in the way."""
+  there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+  if not there.is_dir():
+    raise ValueError(f"{what}: {str(there)!r} is a file, not a folder: name another place.")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ import copy
 import difflib
 import importlib
 import importlib.util  # gin uses it and forgets to import it
+import logging
+import pathlib
 import re
 import sys
 import types
@@ -67,15 +69,18 @@ class Config:
     before = list(gin._LOCATION_PREFIXES)
     main = sys.modules["__main__"]
     sys.modules["__main__"] = _Main("__main__")
+    logging.getLogger().addFilter(_not_found)
     try:
       for path in search_paths:
         gin.add_config_file_search_path(path)
+      self._folders = [pathlib.Path(path) for path in search_paths]
       for file in files:
         self._read(file, gin.parse_config_file)
       self.complete = not self.errors
       for binding in bindings:
         self._read(binding, self._parse)
     finally:
+      logging.getLogger().removeFilter(_not_found)
       sys.modules["__main__"] = main
       gin._LOCATION_PREFIXES[:] = before
     self._table: dict[tuple[str, str], dict[str, Any]] = dict(gin._CONFIG)
@@ -108,12 +113,22 @@ class Config:
       if found := re.search(r"Unable to open file: (\S+?)\. ", text):
         text = f"{found[1]} is not in {text.partition('paths: ')[2].rstrip('.')}"
         if found[1].startswith("gin_configs/"):
-          hint = "; add --gin_search_paths=$(nm-sparsity gin-path)"
+          hint = f"; {self._near(found[1])}"
         elif found[1].startswith("t5x/"):
           hint = "; T5X is not installed, or without its gin files (docs/t5x.md)"
       self.errors.append(f"{what}: {text}{hint}" if what not in text else text + hint)
     except Exception as e:
       self.errors.append(f"{what}: {message(e)}")
+
+  def _near(self, file: str) -> str:
+    """What to do about one of our files that is not there."""
+    ours = [folder for folder in self._folders if (folder / "gin_configs").is_dir()]
+    if not ours:
+      return "add --gin_search_paths=$(nm-sparsity gin-path)"
+    there = {f.stem: f.relative_to(d) for d in ours for f in d.glob("gin_configs/**/*.gin")}
+    close = difflib.get_close_matches(pathlib.Path(file).stem, there, 1)
+    folder = ours[0] / "gin_configs"
+    return f"did you mean {there[close[0]]}?" if close else f"what there is lies in {folder}"
 
   def _parse(self, binding: str) -> None:
     """Reads one binding; where quotes were forgotten, what was meant, and says so."""
@@ -129,7 +144,7 @@ class Config:
         raise SyntaxError(f"{value!r} is no value of Python's") from None
       self.errors.append(
         f"{name} = {value}: a string needs quotes beside those of the shell, "
-        f'--gin.{name}="{quoted}"; it is read as that here'
+        f'--gin.{name}="{quoted}". Nothing was run; what else is wrong is said as if you had'
       )
     except Exception:
       self.lost.add(name)
@@ -198,7 +213,10 @@ class Config:
     return found
 
   def _unread(self, bindings: Sequence[str]) -> None:
-    """Warns of macros set on the command line that nothing reads: gin takes a typo silently."""
+    """Names macros set on the command line that nothing reads: gin takes a typo silently.
+
+    So does T5X, whose runs are ours to warn of; the local runner refuses.
+    """
     read = {
       "/".join(r.scopes) for r in self._references(self._table) if self._is_macro(r)
     }  # fmt: skip
@@ -208,7 +226,8 @@ class Config:
       if name not in read and self._macro(name) is not None:
         close = difflib.get_close_matches(name, sorted(read), 1)
         meant = f"; did you mean {close[0]}?" if close else ""
-        self.warnings.append(f"{name} is set, but nothing reads it{meant}")
+        wrong = self.errors if self.local else self.warnings
+        wrong.append(f"{name} is set, but nothing reads it{meant}")
 
   # --- values -----------------------------------------------------------------------------------
 
@@ -279,6 +298,11 @@ class Config:
   def close(self) -> None:
     """Empties gin's global table."""
     self._gin.clear_config()
+
+
+def _not_found(record: logging.LogRecord) -> bool:
+  """Filters what gin says of each place where a file is not, before it finds it in the next."""
+  return not str(record.msg).startswith("Path not found")
 
 
 def message(error: BaseException) -> str:

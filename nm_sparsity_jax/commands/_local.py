@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from typing import Any
 
 from nm_sparsity_jax.commands import _flags, _gin, gin_path
@@ -39,8 +38,6 @@ def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:
     seqio.set_tfds_data_dir_override(args.tfds_data_dir)
   if args.seqio_additional_cache_dirs:
     seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
-  for warning in config.warnings:
-    print(f"warning: {warning}", file=sys.stderr)
   from gin import config as gin
 
   return config, gin.config_str()

@@ -227,7 +227,8 @@ class Planner:
         skipped[path] = place
     for text, paths in failed.items():
       names = ", ".join(name for name, _ in group(paths, words=True))
-      text = text.replace("Rules(..., indivisible='skip')", "INDIVISIBLE = 'skip'")
+      python = "Rules(..., indivisible='skip') (gin: INDIVISIBLE)"
+      text = text.replace(python, "INDIVISIBLE = 'skip'")
       self.errors.append(text.replace("PATH", names))
     if idle := [key for key in rules.places if key not in used]:
       self.errors.append(

@@ -265,8 +265,8 @@ class Section:
 
 _STEP = "step of the sparse run"
 _MEAN = (
-  "T5X writes the mean over the samples since its last point, so these lag the schedule by up to "
-  "one such interval."
+  "Where T5X wrote it, a point is the mean over the samples since the one before, so it lags the "
+  "schedule by up to one such interval."
 )
 
 
@@ -365,7 +365,7 @@ def _overview(runs: Sequence[Run]) -> Iterator[Table | str]:
   yield Table(head, rows, words=True)
   for run in runs:
     if run.offset:
-      yield f"{run.name}: T5X's step is {run.offset:,} more than the step of the sparse run."
+      yield f"{run.name}: a checkpoint's step is {run.offset:,} more than that of the sparse run."
 
 
 def _what(recipe: Any) -> str:
@@ -568,8 +568,8 @@ def _density(runs: Sequence[Run]) -> Iterator[Table | str]:
   paths.sort(key=lambda path: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", path)])
   if not paths:
     yield (
-      "No run has samples by layer. T5X writes them with "
-      "--gin.t5x_adapter.SparseTrainer.metrics_per_place=True."
+      "No run has samples by layer. t5x.train writes them with "
+      "--gin.t5x_adapter.SparseTrainer.metrics_per_place=True, the local runner never."
     )
     return
   rows = []

@@ -156,6 +156,7 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     raise ValueError(f"out: give {_KEYS['out']} of this machine, such as out = 'sweeps/first'.")
   macros = _macros(given, "macros", {})
   folder = pathlib.Path(out).expanduser()
+  _flags.check_folder("out", folder)
   starts = {}
   if "start" in given:
     if also := sorted(_FROM_START.keys() & macros.keys()):
@@ -310,8 +311,6 @@ class Check:
     """Looks at files, macros, rules, and whether the rules fit the network."""
     section = "macros or start" if is_start else "macros"
     wrong = [f"gin_files, {section}: {text}" for text in config.errors]
-    # gin takes a typo silently, and the sweep would be of something else.
-    wrong += [f"{section}: {text}" for text in config.warnings if "nothing reads it" in text]
     if not config.settings("Run"):
       wrong.append(
         "gin_files: none is a run file of `nm-sparsity train`: gin_configs/runs/local_train.gin or "

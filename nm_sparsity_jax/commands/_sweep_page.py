@@ -83,7 +83,7 @@ def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
       there = [(float(x), means.get(label)) for x, label in enumerate(labels)]
       for missing, points in itertools.groupby(there, key=lambda point: point[1] is None):
         if not missing:  # no line bridges what is
-          lines.append(Line(i, list(points)))
+          lines.append(Line(i, [(x, y) for x, y in points if y is not None]))
     if lines:
       yield Chart(
         f"{measure}_by_pattern",

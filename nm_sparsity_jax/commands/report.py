@@ -37,11 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Reads, draws, writes."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
-  from nm_sparsity_jax.commands import _charts, _page, _report
+  from nm_sparsity_jax.commands import _charts, _flags, _page, _report
 
+  out = pathlib.Path(args.out)
+  _flags.check_folder("--out", out.parent)
+  if out.is_dir():
+    raise ValueError(f"--out: {str(out)!r} is a folder: name a file in it.")
+  if args.png:
+    _flags.check_folder("--png", pathlib.Path(args.png))
   runs = _report.read(args.runs)
   sections = _report.sections(runs, args.checkpoint)
-  out = pathlib.Path(args.out)
   out.parent.mkdir(parents=True, exist_ok=True)
   out.write_text(_page.render(runs, sections, versions()), "utf-8")
   print(out)

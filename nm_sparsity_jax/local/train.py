@@ -13,6 +13,7 @@ MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import dataclasses
@@ -22,7 +23,7 @@ import pathlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -395,7 +396,49 @@ def changed(folder: pathlib.Path, settings: Mapping[str, str]) -> str:
   if before is None or not checkpoints.steps_in(folder):
     return ""
   names = [k for k in sorted({*before, *settings}) if before.get(k) != settings.get(k)]
-  return "; ".join(f"{k} was {before.get(k)}, and is {settings.get(k)}" for k in names[:4])
+  found = [d for k in names for d in _differences(k, before.get(k), settings.get(k))]
+  more = f"; and {len(found) - 6} more" if len(found) > 6 else ""
+  return "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found[:6]) + more
+
+
+def _differences(name: str, old: str | None, new: str | None) -> Iterator[tuple[str, str, str]]:
+  """What differs within two texts of a setting: name, old, new; without what stands around it.
+
+  >>> list(_differences("model", "Model(f(1), rules=R(pattern='1:4'))", "Model(f(1), rules=R())"))
+  [('model.rules.pattern', "'1:4'", 'not set')]
+  """
+  try:
+    trees = [ast.parse(text or "", mode="eval").body for text in (old, new)]
+  except SyntaxError:
+    yield name, old or "not set", new or "not set"
+    return
+  yield from _differences_of(name, *trees)
+
+
+def _differences_of(
+  name: str, old: ast.expr | None, new: ast.expr | None
+) -> Iterator[tuple[str, str, str]]:
+  before, after = ("not set" if tree is None else ast.unparse(tree) for tree in (old, new))
+  if before == after:
+    return
+  around, parts = _parts(old)
+  now_around, now_parts = _parts(new)
+  if not around or around != now_around:
+    yield name, before, after
+    return
+  for key in dict.fromkeys((*parts, *now_parts)):
+    yield from _differences_of(f"{name}.{key}", parts.get(key), now_parts.get(key))
+
+
+def _parts(tree: ast.expr | None) -> tuple[list[str], dict[str, ast.expr]]:
+  """Of a call or a dictionary: what must be the same for parts to be compared, parts by name."""
+  if isinstance(tree, ast.Call):
+    around = [ast.unparse(x) for x in (tree.func, *tree.args)]
+    return around, {k.arg or "**": k.value for k in tree.keywords}
+  if isinstance(tree, ast.Dict):
+    keys = [ast.unparse(key) if key else "**" for key in tree.keys]
+    return ["{}"], dict(zip(keys, tree.values, strict=True))
+  return [], {}
 
 
 def refuse_changed(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
