@@ -182,6 +182,7 @@ def trace(name):
 
 def test_runs_are_done_once_and_in_order_and_a_larger_grid_goes_on(here, capsys):
   file = write(SMALL)
+  assert sweep(file, capsys, "--table")[:2] == (0, "out, partial: 0 of 6 runs, seeds 0, 3\n")
   code, out, err = sweep(file, capsys)
   assert code == 0 and out.startswith("out, 6 runs, seeds 0, 3\n")
   done = re.findall(r"^(\d/6) done  (\S+) done in 0:0\d(?:  (\S+) left)?$", err, re.MULTILINE)

@@ -215,18 +215,18 @@ def _count(n: int, row: Mapping[str, Any]) -> str:
 
 def heading(report: Mapping[str, Any]) -> str:
   """Whether it is all, in a line."""
-  seeds = ", ".join(map(str, report["seeds"]))
+  seeds = "seed" + "s" * (len(report["seeds"]) > 1) + " " + ", ".join(map(str, report["seeds"]))
   done = f"partial: {report['done']} of {report['of']} runs" if report["partial"] else (
     f"{report['of']} runs")  # fmt: skip
-  return f"{report['out']}, {done}, seeds {seeds}"
+  return f"{report['out']}, {done}, {seeds}"
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
   """What a reader of the numbers must know."""
-  made = [
-    "+- of a mean: the standard deviation over seeds; in brackets the seeds.",
-    "Of the last checkpoint of each run.",
-  ]
+  made = []
+  if report["done"]:
+    made.append("+- of a mean: the standard deviation over seeds; in brackets the seeds.")
+    made.append("Of the last checkpoint of each run.")
   pairs = [d[m]["pairs"] for row in report["rows"] for d in row["differences"].values() for m in d]
   compared = sum(n > 1 for n in pairs)
   if compared:
@@ -254,5 +254,6 @@ def text(report: Mapping[str, Any]) -> str:
       for row in rows
     ]
     parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
-  parts.append("\n".join(notes(report)))
+  if remarks := notes(report):
+    parts.append("\n".join(remarks))
   return "\n\n".join(parts)
