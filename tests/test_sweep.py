@@ -270,7 +270,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
   before = sorted(p for p in pathlib.Path("out").rglob("*"))
   for old, new, said in [
     ("SPARSE_STEPS = 4", "SPARSE_STEPS = 5", "sparse_steps was 4, and is 5. So were 1 more runs."),
-    ("[macros]", "[macros]\nBATCH_SIZE = 8", "batch_size=128"),
+    ("[macros]", "[macros]\nBATCH_SIZE = 8", "source.batch_size was 128, and is 8."),
   ]:
     for flags in ([], ["--table"]):
       code, _, err = sweep(write(SMALL.replace(old, new)), capsys, *flags)
