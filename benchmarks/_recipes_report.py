@@ -33,6 +33,9 @@ class Paired(NamedTuple):
   high: float
   p: float
 
+  def __str__(self) -> str:
+    return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
 
 def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Paired | None:
   """The paired t interval and test of a - b over the keys that both have; None below two."""
@@ -118,6 +121,16 @@ def logs(records: Mapping[int, Any]) -> dict[int, float]:
   return {seed: math.log(r["cross_entropy"]) for seed, r in records.items()}
 
 
+def cross_entropy(records: Mapping[int, Any]) -> float:
+  """The geometric mean over seeds."""
+  return math.exp(statistics.fmean(logs(records).values()))
+
+
+def count(n: int, planned: int) -> str:
+  """How many seeds there are, and of how many where some are missing."""
+  return f"{n}" if n == planned else f"{n} of {planned}"
+
+
 def compare(table: Table, rows: Mapping[str, Any]) -> dict[str, tuple[Paired, float | None]]:
   """Row -> its difference to SR-STE, and p corrected for all recipes of the table.
 
@@ -197,16 +210,15 @@ def results(table: Table, rows: Mapping[str, Any], dense_price: float | None) ->
   for name, planned in table.planned.items():
     records, row = table.rows[name], rows[name]
     label = [name.removesuffix(f", {row.gradient}"), row.mode]
-    n = f"{len(records)}" if len(records) == planned else f"{len(records)} of {planned}"
+    n = count(len(records), planned)
     if not records:
       lines.append([*label, n, *["missing"] * (6 + started)])
       continue
     first = next(iter(records.values()))
-    ce = math.exp(statistics.fmean(logs(records).values()))
     price = "missing"
     if dense_price is not None:
       price = f"{first['flops'] / (dense_price * int(table.budget.split()[0])):.2f}"
-    cells = [f"{mean_accuracy(records.values()):.2f}", f"{ce:.4f}"]
+    cells = [f"{mean_accuracy(records.values()):.2f}", f"{cross_entropy(records):.4f}"]
     if started:
       cells.insert(0, f"{mean_accuracy(r['start'] for r in records.values()):.2f}")
     if name == BASE:
@@ -215,7 +227,7 @@ def results(table: Table, rows: Mapping[str, Any], dense_price: float | None) ->
       cells += ["missing", "missing"]
     else:
       d, p = compared[name]
-      cells += [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]", "" if p is None else show_p(p)]
+      cells += [str(d), "" if p is None else show_p(p)]
     lines.append([*label, n, *cells, str(first["steps"]), price])
   head = (
     "recipe", "gradient", "seeds", *["start, %"] * started, "accuracy, %", "cross-entropy",
@@ -312,7 +324,7 @@ def between(table: Table, rows: Mapping[str, Any]) -> list[str]:
   lines = []
   for (words, d, a, b), p in zip(pairs, holm([d.p for _, d, _, _ in pairs]), strict=True):
     wins = f"{sum(a[seed] < b[seed] for seed in a)} of {d.n}"
-    lines.append([words, f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]", wins, show_p(p)])
+    lines.append([words, str(d), wins, show_p(p)])
   head = "comparison", "ln CE", "better in seeds", "p"
   return [f"### {table.title}", "", *markdown(head, lines), ""]
 
@@ -326,16 +338,18 @@ def modes(records, grids, rows) -> list[str]:
 
 def variances(records, runs, rows) -> list[str]:
   """The section of figure 3: the paper's pattern, 1:16."""
+  return [line for table in at_1_16(records, runs, rows) for line in figure3(table)]
+
+
+def at_1_16(records, runs, rows) -> list[Table]:
+  """The tables of the paper's pattern and a number of steps."""
   tables = split(records, runs, rows)
-  chosen = [t for t in tables if t.pattern == "1:16" and t.budget.isdigit()]
-  return [line for table in chosen for line in figure3(table)]
+  return [t for t in tables if t.pattern == "1:16" and t.budget.isdigit()]
 
 
 def courses(records, runs, rows) -> list[str]:
-  """The section of losses along the way, at 1:16 and a number of steps."""
-  tables = split(records, runs, rows)
-  chosen = [t for t in tables if t.pattern == "1:16" and t.budget.isdigit()]
-  return [line for table in chosen for line in course(table)]
+  """The section of losses along the way."""
+  return [line for table in at_1_16(records, runs, rows) for line in course(table)]
 
 
 def course(table: Table) -> list[str]:
@@ -357,19 +371,15 @@ def earlier(records, runs) -> list[str]:
   lines = []
   for like in dict.fromkeys(run._replace(seed=0) for run in runs):
     mine = [run for run in runs if run._replace(seed=0) == like]
-    usual_row, _, change = like.row.rpartition(", ")
-    usual = {run.seed: run._replace(row=usual_row) for run in mine}
-    now = logs({run.seed: records[run] for run in mine if run in records})
-    then = logs({seed: records[run] for seed, run in usual.items() if run in records})
-    base = {seed: run._replace(row=BASE) for seed, run in usual.items()}
-    others = logs({seed: records[run] for seed, run in base.items() if run in records})
-    cells = []
-    for other in (then, others):
-      d = paired(now, other)
-      cells.append(f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" if d else "missing")
-    ce = f"{math.exp(statistics.fmean(now.values())):.4f}" if now else "missing"
-    n = f"{len(now)}" if len(now) == len(mine) else f"{len(now)} of {len(mine)}"
-    lines.append([f"{TITLES[like.task]}, {like.pattern}", usual_row, n, ce, *cells])
+    usual, _, change = like.row.rpartition(", ")
+    now, *others = (
+      {run.seed: records[key] for run in mine if (key := run._replace(row=row)) in records}
+      for row in (like.row, usual, BASE)
+    )
+    ce = f"{cross_entropy(now):.4f}" if now else "missing"
+    cells = [str(paired(logs(now), logs(other)) or "missing") for other in others]
+    n = count(len(now), len(mine))
+    lines.append([f"{TITLES[like.task]}, {like.pattern}", usual, n, ce, *cells])
   head = (
     "task", f"recipe, with {change}", "seeds", "cross-entropy", "ln CE over 20 % fine-tuning",
     f"ln CE over {BASE}",
