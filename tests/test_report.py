@@ -406,9 +406,9 @@ def test_what_is_in_the_way_is_named_before_anything_is_read(tmp_path, capsys):
   file = write(tmp_path / "run") and tmp_path / "a file"
   file.touch()
   for flags, said in (
-    (["--out", str(file / "b/page.html")], f"--out: {str(file)!r} is a file, not a folder"),
+    (["--out", str(file / "b/page.html")], f"--out: Not a directory: {str(file)!r} is a file"),
     (["--out", str(tmp_path)], f"--out: {str(tmp_path)!r} is a folder"),
-    (["--png", str(file)], f"--png: {str(file)!r} is a file, not a folder"),
+    (["--png", str(file)], f"--png: Not a directory: {str(file)!r} is a file"),
   ):
     assert cli.main(["report", "no such run", *flags]) == 1
     err = capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
     ("seeds =", "seedz =", "unknown key 'seedz'; .* did you mean 'seeds'"),
     ('out = "out"', "BATCH_SIZE = 9", r"unknown key 'BATCH_SIZE'; .*belongs into \[macros\]"),
     ('out = "out"', "", "out: give the folder of the sweep"),
-    ('out = "out"', 'out = "sweep.toml/s"', "out: '.*sweep.toml' is a file, not a folder"),
+    ('out = "out"', 'out = "sweep.toml/s"', "out: Not a directory: '.*sweep.toml' is a file"),
     ("[0, 3]", "[]", r"seeds: give seeds, a list of whole numbers; not \[\]"),
     ("[0, 3]", "[true]", "seeds: give"),
     ("[0, 3]", "[1, 1]", "seeds: 1 stands there twice"),

@@ -53,11 +53,18 @@ def see_modules_here() -> None:
     sys.path.insert(0, os.getcwd())
 
 
-def check_folder(what: str, folder: pathlib.Path) -> None:
-  """Raises where a folder to write into cannot be made, since a file is in the way."""
+def cannot_write(folder: pathlib.Path) -> str:
+  """Why nothing can be written into a folder, which need not be there yet; "" if it can."""
   there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
   if not there.is_dir():
-    raise ValueError(f"{what}: {str(there)!r} is a file, not a folder: name another place.")
+    return f"Not a directory: {str(there)!r} is a file"
+  return "" if os.access(there, os.W_OK) else f"Permission denied in {str(there)!r}"
+
+
+def check_folder(what: str, folder: pathlib.Path) -> None:
+  """Raises where a folder to write into cannot be made."""
+  if why := cannot_write(folder):
+    raise ValueError(f"{what}: {why}. Name another place.")
 
 
 @contextlib.contextmanager

@@ -16,13 +16,12 @@ import functools
 import importlib
 import inspect
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.commands import _checkpoint, _gin
+from nm_sparsity_jax.commands import _checkpoint, _flags, _gin
 from nm_sparsity_jax.configure import SettingsError
 
 _LENGTHS = {"inputs": 512, "targets": 128}  # where TASK_FEATURE_LENGTHS does not tell
@@ -227,8 +226,6 @@ class Planner:
         skipped[path] = place
     for text, paths in failed.items():
       names = ", ".join(name for name, _ in group(paths, words=True))
-      python = "Rules(..., indivisible='skip') (gin: INDIVISIBLE)"
-      text = text.replace(python, "INDIVISIBLE = 'skip'")
       self.errors.append(text.replace("PATH", names))
     if idle := [key for key in rules.places if key not in used]:
       self.errors.append(
@@ -405,9 +402,7 @@ class Planner:
       self.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
     model_dir = self.config.argument("model_dir", "Run")
     folder = train.folder_of(model_dir)
-    first = next(path for path in (folder, *folder.parents) if path.exists())
-    if not first.is_dir() or not os.access(first, os.W_OK):
-      why = "Permission denied" if first.is_dir() else "Not a directory"
+    if why := _flags.cannot_write(folder):
       self.errors.append(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
     train.refuse_changed(folder, train.settings_of(self.config.settings("Run")))
 
