@@ -29,3 +29,18 @@ seqio.TaskRegistry.add(
   output_features={name: seqio.Feature(VOCABULARY) for name in ("inputs", "targets")},
   metric_fns=[letters_in_place],
 )
+# Two tasks in one stream.
+seqio.TaskRegistry.add(
+  "nm_mixed_same",
+  source=seqio.FunctionDataSource(
+    lambda split, shuffle_files=False, seed=None: examples(split).map(
+      lambda x: {**x, "targets": x["inputs"]}
+    ),
+    splits=("train", "validation"),
+    num_input_examples={"train": 256, "validation": 32},
+  ),
+  preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+  output_features={name: seqio.Feature(VOCABULARY) for name in ("inputs", "targets")},
+  metric_fns=[letters_in_place],
+)
+seqio.MixtureRegistry.add("nm_mixed", [("nm_test_sort", 2), ("nm_mixed_same", 1)])

@@ -139,8 +139,7 @@ def test_a_run_of_a_paper_file_is_matched_with_the_row_that_its_header_quotes(fi
   table, said = file.parent.name, file.read_text()
   text = "\n".join(f"{k} = {v}" for k, v in macros(file).items())
   (tmp_path / "config.gin").write_text(text)
-  run = _runs.Run(tmp_path, {}, mini=False)
-  _runs._read_settings(run, tmp_path / "config.gin")
+  run = _runs.settings(tmp_path)
   key = "accuracy" if table == "table5" else "overall"
   (value,) = re.findall(rf"^# Published: {key} ([\d.]+)", said, re.MULTILINE)
   rows = [
@@ -247,8 +246,7 @@ def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   gin.parse_config([f"{k} = {v!r}" for k, v in bindings.items()] + ["SPARSE_STEPS = %N", "N = 9"])
   (tmp_path / "config.gin").write_text(gin.config_str())
   gin.clear_config()
-  run = _runs.Run(tmp_path, {}, mini=False)
-  _runs._read_settings(run, tmp_path / "config.gin")
+  run = _runs.settings(tmp_path)
   del places["decoder/cross/qkv"]
   cross = {f"decoder/cross/{role}": "1:4" for role in "qkv"}
   assert run.places == {**places, **cross, "ff": "1:8"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
@@ -152,6 +153,8 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   sampled = [x for x in lines(sparse) if "nm/density" in x]
   assert [x["step"] for x in sampled] == [140, 160, 180]
   assert [x["nm/density"] for x in sampled] == [1, 0.25, 0.25]
+  by_layer = {k: v for k, v in sampled[-1].items() if k.startswith("nm/density/")}
+  assert len(by_layer) == 6 and set(by_layer.values()) == {0.25}
   assert {"nm/D", "nm/n/ff", "nm/m/ff", "nm/flip_rate/all", "nm/second_moment_var/all"} < set(
     sampled[0]
   )
@@ -249,6 +252,65 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
   assert sorted(p for p in tmp_path.rglob("*") if "events" not in p.name) == [
     p for p in before if "events" not in p.name
   ]
+
+
+@pytest.mark.parametrize(
+  "devices, partitions, name, rules",
+  [
+    (8, 2, "nm_mixed", dict(recipe="snip", fields={"batches": 3})),
+    (1, 1, "nm_mixed",
+     dict(recipe="custom", fields={"path": ((8, "4:8", 1.0), (14, "1:8", 0.25))})),
+  ],
+  ids=["sharded masks", "custom"],
+)  # fmt: skip
+def test_a_mixture_resumes_on_any_devices(devices, partitions, name, rules, tmp_path, capfd):
+  """A frozen mask that lies on several devices comes back whole; so does the order of tasks."""
+  model = model_of(devices, partitions, **rules)
+  run = lambda folder, **more: run_of(tmp_path / folder, model, source=source_of(name=name), **more)
+  assert train.train(run("whole")) == 0
+  stop = at_step(12, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  assert train.train(run("part", learning_rate=stop)) == 0
+  assert 12 < checkpoints.steps_in(tmp_path / "part")[-1] < 24
+  assert train.train(run("part")) == 0
+  saved = read(tmp_path / "whole", 24)
+  assert_same(read(tmp_path / "part", 24), saved)
+  masks = [k for k in saved if "/mask/" in k and k.endswith("wo/kernel")]
+  assert len(masks) == (2 if rules["recipe"] == "snip" else 0)
+  capfd.readouterr()
+  assert cli.main(["finalize", str(tmp_path / "part"), str(tmp_path / "final")]) == 0
+  assert cli.main(["verify", str(tmp_path / "final")]) == 0
+  assert "1:8" in capfd.readouterr().out
+
+
+def test_one_process_at_a_time(tmp_path):
+  """A second one would remove the checkpoint that the first is writing."""
+  found = []
+
+  def another():
+    with pytest.raises(ValueError, match="another process trains there. Wait until it ends"):
+      train.train(run_of(tmp_path))
+    found.append(True)
+
+  run = run_of(tmp_path, learning_rate=at_step(6, another))
+  assert train.train(run) == 0 and found and checkpoints.steps_in(tmp_path) == [6, 12, 18, 24]
+
+
+def test_what_a_run_ran_with_is_noted(whole, tmp_path, monkeypatch):
+  (first,) = json.loads((whole[0] / "run.json").read_text())["processes"]
+  assert first["from"] == 0 and first["environment"]["jax"] == jax.__version__
+  assert first["environment"]["devices"].startswith("8 x ")
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  for number, cores, want in [(5, "0", [("0", 0)]), (9, "0", [("0", 0)]), (None, "01", None)]:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(cores), raising=False)
+    stop = number and at_step(number, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train.train(run_of(tmp_path, learning_rate=stop)) == 0
+    noted = json.loads((tmp_path / "run.json").read_text())
+    found = [(p["environment"]["cores"], p["from"]) for p in noted["processes"]]
+    if want:
+      assert found == [("1", 0)]
+    else:
+      assert [cores for cores, _ in found] == ["1", "2"] and 9 < found[1][1] < 24
+  assert noted["start"] == 0
 
 
 def test_stopped_in_an_evaluation(tmp_path, capsys, monkeypatch):
@@ -362,10 +424,31 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
   assert not [p for p in tmp_path.iterdir() if "tmp" in p.name]
 
 
+def test_curves_that_cannot_be_written_are_named(whole, tmp_path):
+  """A limit that they meet before a checkpoint does."""
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+  def fill():
+    while checkpoints.steps_in(tmp_path) != [6]:
+      time.sleep(0.01)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+
+  try:
+    with pytest.raises(ValueError, match=r"curves or scores in .* could not be written \(.*"
+                       "newest complete checkpoint is checkpoint_6; with room"):  # fmt: skip
+      model = model_of(dropout=0.1)
+      train.train(run_of(tmp_path, model, learning_rate=at_step(8, fill), **HARD))
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert train.train(run_of(tmp_path, model_of(dropout=0.1), **HARD)) == 0
+  assert_same(read(tmp_path, 24), whole[1])
+  assert [x["step"] for x in lines(tmp_path)] == list(range(1, 25))
+
+
 def test_a_truncated_checkpoint_is_named(whole, tmp_path):
   """Whichever of its files is cut in half, nothing that is wrong is returned."""
   model = model_of(dropout=0.1)
-  like = model.state_shapes(optax.adamw(0.01))
+  like, where = model.state_shapes(optax.adamw(0.01)), model.shardings(model.shapes)
   shutil.copytree(whole[0] / "checkpoint_18", tmp_path / "checkpoint_18")
   files = [p for p in (whole[0] / "checkpoint_24").rglob("*") if p.is_file() and p.stat().st_size]
   assert len(files) > 5
@@ -384,6 +467,19 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
     else:  # a file that nothing depends on
       assert_same(jax.device_get(dict(flatten(tree))), whole[1])
     store.close()
+    # As the start of another run, and for an evaluation.
+    for load in (
+      lambda path: checkpoints.load_params(path, model.shapes, where)[0],
+      lambda path: checkpoints.load_for_evaluation(path, model).params,
+    ):
+      try:
+        params = load(str(tmp_path / "checkpoint_24"))
+      except ValueError as e:
+        assert "checkpoint_24" in str(e) and "damaged" in str(e) and len(str(e)) < 600, e
+      else:
+        got = {f"target/{k}": x for k, x in flatten(jax.device_get(params))}
+        assert_same(got, {k: x for k, x in whole[1].items() if k.startswith("target/")})
+    gc.collect()  # what Orbax began and never awaited warns here, where warnings are expected
   assert found >= 3
 
 
@@ -649,6 +745,22 @@ def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
   assert train.best_step(rows[:1], None) is None and train.best_step([], "f1") is None
   with pytest.raises(ValueError, match="BEST_METRIC='bleu' is none of the tasks' metrics: em, f1"):
     train.best_step(rows, "bleu")
+  # A correlation of equal predictions is NaN, early on; a loss may be.
+  worse = [dict(rows[1], metrics={"a": {"f1": np.nan}}), rows[2] | {"step": 4}]
+  assert train.best_step(worse, "f1") == 4 and train.best_step(worse[:1], "f1") is None
+  assert train.best_step([dict(rows[1], loss={"a": np.nan}), rows[2]], None) == 3
+
+
+def test_what_could_never_work_is_refused_at_once(tmp_path):
+  for name in ("evaluate", "report"):
+    with pytest.raises(ValueError, match=rf"None steps \({name}\): give 1 or more\."):
+      train.Periods(**{name: None})
+  with pytest.raises(ValueError, match=r"0.5 steps \(metrics\): give 1 or more, or None\."):
+    train.Periods(metrics=0.5)
+  nothing = dataclasses.replace(EVALUATION, num_examples=0)
+  for judged in (None, nothing):
+    with pytest.raises(ValueError, match="BEST_METRIC='f1', but nothing is decoded"):
+      run_of(tmp_path, best_metric="f1", evaluation=judged)
 
 
 def test_a_terminal_gets_one_live_line(monkeypatch):

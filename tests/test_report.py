@@ -90,6 +90,7 @@ def write(folder, recipe="mdgf_exponential", pattern="1:8", plus=0.0, tasks=("nm
     "nm/flip_rate/kept": {s: 0.0625 for s in steps},
     "nm/grad_abs_var/all": {1020: 0.5, 1040: 2.0**-20, 1060: 0.0},
     "nm/grad_abs_var/kept": {1020: math.nan, 1040: 0.5},
+    **{f"nm/D/{p}": {1100: 0.0} for p in PATHS},
     **{f"nm/n/{p}": {1100: n} for p in PATHS},
     **{f"nm/m/{p}": {1100: m} for p in PATHS},
     **{f"nm/density/{p}": {1020: 1.0, 1100: n / m} for p in PATHS},
@@ -225,6 +226,55 @@ def test_scores_against_flops_and_pattern(runs):
   assert {line.run: line.points for line in pattern.lines} == {0: [(1.0, 55.0)], 1: [(0.0, 55.5)]}
   first = charts(runs, checkpoint=1050)["score_by_pattern"].lines
   assert {line.points[0][1] for line in first} == {52.5, 53.0}
+
+
+def test_a_denser_checkpoint_is_never_the_best(tmp_path):
+  """Early on, weights are dense and scores high: neither chart nor table takes them for 1:8."""
+  found = {}
+  for pattern, start in (("1:8", None), ("1:32", 1_040)):
+    folder = tmp_path / pattern.replace(":", "_")
+    write(folder, pattern=pattern, tasks=("nm_glue_rte", "mine"))
+    first = 1000 if start is None else start
+    for task in ("nm_glue_rte", "mine"):
+      lines = [{"step": first + s, "accuracy": a} for s, a in ((5, 90), (79, 80), (80, 50))]
+      text = "".join(f"{json.dumps(line)}\n" for line in lines)
+      (folder / f"inference_eval/{task}-metrics.jsonl").write_text(text)
+    if start is not None:  # noted by the local runner, whatever the macros say
+      (folder / "run.json").write_text(json.dumps({"start": start, "processes": []}))
+    found[pattern] = str(folder)
+  runs = list(found.values())
+  points = {line.run: line.points for line in charts(runs)["score_by_pattern"].lines}
+  assert (points[0], points[1]) == ([(0.0, 50.0)], [(1.0, 50.0)])
+  parts = {s.key: s.parts for s in _report.sections(_report.read(runs))}["scores"]
+  (table,) = [p for p in parts if isinstance(p, _report.Table) and p.head[0] == "metric"]
+  assert table.rows == [["mine accuracy", "50 @ 80", "50 @ 80"]]
+  assert "the best one at the target pattern" in " ".join(p for p in parts if isinstance(p, str))
+  rows = {s.key: s.parts for s in _report.sections(_report.read(runs), 1005)}["scores"]
+  assert any("90 @ 5" in row for p in rows if isinstance(p, _report.Table) for row in p.rows)
+
+  config = tmp_path / "1_8/config.gin"
+  config.write_text(config.read_text().replace("FINETUNE_STEPS = 20\n", ""))
+  (said,) = [p for p in _report._unknown_targets(_report.read(runs), "best")]
+  assert said.startswith("1_8: from which step on the weights have the target pattern is not known")
+  assert said in {s.key: s.parts for s in _report.sections(_report.read(runs))}["cost"]
+
+
+def test_the_environment_of_each_run(tmp_path):
+  runs = [write(tmp_path / name) for name in "abc"]
+  (none,) = {s.key: s.parts for s in _report.sections(_report.read(runs))}["environment"]
+  assert none.startswith("No run noted what it ran with: the local runner does, in run.json")
+  elsewhere = [{"from": 1000, "environment": {"jax": "1", "devices": "1 x cpu"}},
+               {"from": 1040, "environment": {"jax": "2", "devices": "1 x cpu"}}]  # fmt: skip
+  for run, processes in zip(runs, (elsewhere[:1], elsewhere), strict=False):
+    note = json.dumps({"start": 1000, "processes": processes})
+    (tmp_path / run / "run.json").write_text(note)
+  table, *said = {s.key: s.parts for s in _report.sections(_report.read(runs))}["environment"]
+  text = [[getattr(cell, "text", cell) for cell in row] for row in table.rows]
+  assert text == [["jax", "1", "2", "–"], ["devices", "1 x cpu", "1 x cpu", "–"]]
+  assert said == [
+    "b: went on at step 40 in another environment; the last one is shown.",
+    "c: no note of what it ran with.",
+  ]
 
 
 def test_runs_of_one_recipe_are_joined_and_mini_glue_is_no_glue(tmp_path):

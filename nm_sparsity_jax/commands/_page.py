@@ -52,8 +52,7 @@ def render(runs: Sequence[Run], sections: Sequence[Section], versions: Mapping[s
       *(part for section in sections for part in _section(section, names)),
       *_configs(runs),
       "</main>",
-      f"<footer>Made by {_escape(made_by)}: versions of this report. A run's folder does not "
-      "record those that it ran with.</footer>",
+      f"<footer>Made by {_escape(made_by)}: versions of this report.</footer>",
       "</body>",
       "</html>",
       "",

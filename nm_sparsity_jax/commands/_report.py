@@ -4,6 +4,7 @@
     DIR/training_eval/TASK/events*       the same by task
     DIR/inference_eval/                  seqio's metrics by task
     DIR/config.gin                       macros -> rules -> timeline, D; network -> FLOPs
+    DIR/run.json                         of the local runner: its start, what it ran with
         -> [read] -> Run -> [sections] -> Section(Chart | Table | Strip | text)
 
 A step on an x axis is one of the sparse run: T5X's less PRETRAINED_STEPS, so runs lie over one
@@ -61,14 +62,20 @@ class Run:
     """
     return _literal(name, self.macros.get(name, "None"))
 
+  @functools.cached_property
+  def settings(self) -> _runs.Run:
+    """What `glue score` knows of it: where it starts, from which step on it has its pattern."""
+    return _runs.settings(self.path)
+
+  @functools.cached_property
+  def processes(self) -> Sequence[Mapping[str, Any]]:
+    """What the local runner ran with: {"from": step, "environment": {name: value}}."""
+    return _runs.started(self.path).get("processes", [])
+
   @property
   def offset(self) -> int:
     """T5X's step before the first one of the sparse run."""
-    text = self.macros.get("PRETRAINED_STEPS", "")
-    if re.fullmatch(r"\d[\d_]*", text):
-      return int(text.replace("_", ""))
-    # The local runner takes any checkpoint, whose name tells.
-    return _runs.named_step(self.macros.get("INITIAL_CHECKPOINT_PATH", "").removesuffix("'")) or 0
+    return self.settings.start or 0
 
   @property
   def last_step(self) -> int | None:
@@ -288,6 +295,7 @@ def sections(runs: Sequence[Run], checkpoint: str | int = "best") -> list[Sectio
     Section("variance", "Variance", list(_variance(runs))),
     Section("cost", "Accuracy against cost", list(_cost(runs, checkpoint))),
     Section("settings", "Settings and seeds", list(_settings(runs))),
+    Section("environment", "Environment", list(_environment(runs))),
   ]
 
 
@@ -393,7 +401,8 @@ def _scores(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]
   ]
   if rows:
     yield Table(["metric", *_cells(runs)], rows)
-    yield f"Behind a value stands its step. Checkpoint: {checkpoint}."
+    yield f"Behind a value stands its step. Checkpoint: {_of_target(checkpoint)}."
+    yield from _unknown_targets(runs, checkpoint)
   if not any(run.tasks for run in runs):
     yield "No run has metrics of decoded predictions (inference_eval/)."
 
@@ -404,8 +413,28 @@ def _score_of(runs: Sequence[Run], checkpoint: str | int) -> dict[str, Any]:
 
 def _chosen(run: Run, task: str, metric: str, checkpoint: str | int) -> str:
   series = run.tasks.get(task, {})
-  step, _ = glue_score.choose(series, [metric], checkpoint) if series else (None, "")
+  step = _step_of(run, series, [metric], checkpoint) if series else None
   return "–" if step is None else f"{series[step][metric]:.4g} @ {step - run.offset:,}"
+
+
+def _of_target(checkpoint: str | int) -> str:
+  """For people."""
+  return "the best one at the target pattern" if checkpoint == "best" else str(checkpoint)
+
+
+def _unknown_targets(runs: Sequence[Run], checkpoint: str | int) -> Iterator[str]:
+  """Names the runs whose best step may be one of denser weights."""
+  for run in runs if checkpoint == "best" else ():
+    if run.settings.recipe and run.settings.target_from() is None:
+      yield (
+        f"{run.name}: from which step on the weights have the target pattern is not known, so its "
+        "best step may be one before it."
+      )
+
+
+def _step_of(run: Run, series, metrics: Sequence[str], checkpoint: str | int) -> int | None:
+  """The step that counts, as in `glue score`: the best is none that is denser than the pattern."""
+  return glue_score.choose(series, metrics, checkpoint, run.settings.target_from() or 0)[0]
 
 
 def _glue_table(runs, scored, report) -> Iterator[Table | str]:
@@ -527,8 +556,8 @@ def _schedule(runs: Sequence[Run]) -> Iterator[Strip | Chart | str]:
 
 
 def _is_rule(run: Run, tag: str) -> bool:
-  """Whether it is nm/n/RULE; beside that of a path stands nm/density/PATH."""
-  return tag.startswith("nm/n/") and f"nm/density/{tag[5:]}" not in run.train
+  """Whether it is nm/n/RULE; beside that of a path stands nm/D/PATH."""
+  return tag.startswith("nm/n/") and f"nm/D/{tag[5:]}" not in run.train
 
 
 def _kept(run: Run, key: str) -> dict[int, float]:
@@ -568,8 +597,8 @@ def _density(runs: Sequence[Run]) -> Iterator[Table | str]:
   paths.sort(key=lambda path: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", path)])
   if not paths:
     yield (
-      "No run has samples by layer. t5x.train writes them with "
-      "--gin.t5x_adapter.SparseTrainer.metrics_per_place=True, the local runner never."
+      "No run has samples by layer. The local runner writes them with its other metrics "
+      "(METRICS_EVERY), t5x.train with --gin.t5x_adapter.SparseTrainer.metrics_per_place=True."
     )
     return
   rows = []
@@ -652,6 +681,7 @@ def _cost(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Chart | str]:
   chart = Chart("score_by_flops", f"{quality}, against training FLOPs", "training FLOPs", lines)
   yield from _some([chart if lines else None], "No run's training FLOPs are known.")
   yield from _by_pattern(runs, judged, common, quality, checkpoint)
+  yield from _unknown_targets(judged, checkpoint)
   if lines:
     yield flops_note
 
@@ -693,7 +723,7 @@ def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | s
       continue
     means = []
     for task, metrics in (measures(run)[name] for name in common):
-      step, _ = glue_score.choose(run.tasks[task], metrics, checkpoint)
+      step = _step_of(run, run.tasks[task], metrics, checkpoint)
       means.append(math.nan if step is None else _mean_at(run.tasks[task][step], metrics))
     patterns = {p: r.pattern for p, r in rules.places.items() if r.pattern is not None}
     label = _runs.text_of(_runs.single({p: str(n) for p, n in patterns.items()})) or "dense"
@@ -715,7 +745,7 @@ def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | s
       *(Line(i, [p], "dots") for i, p in at.items()),
     ],
     labels=labels,
-    note=f"Checkpoint: {checkpoint}. Runs of one recipe are joined (Figure 4a).",
+    note=f"Checkpoint: {_of_target(checkpoint)}. Runs of one recipe are joined (Figure 4a).",
   )
 
 
@@ -739,3 +769,23 @@ def _settings(runs: Sequence[Run]) -> Iterator[Table | str]:
   if differ:
     yield "Seeds stand first, then what differs between the runs, in bold."
   yield from _lacking(runs, lambda run: run.gin, "no config.gin")
+
+
+def _environment(runs: Sequence[Run]) -> Iterator[Table | str]:
+  """What each run ran with, a column a run; a run that went on elsewhere says so."""
+  known = {run.name: run.processes[-1]["environment"] for run in runs if run.processes}
+  if not known:
+    yield "No run noted what it ran with: the local runner does, in run.json; T5X does not."
+    return
+
+  def row(name: str) -> list[str | Cell]:
+    values = [known.get(run.name, {}).get(name, "–") for run in runs]
+    return [name, *(Cell(value, strong=len(set(values)) > 1) for value in values)]
+
+  names = dict.fromkeys(name for found in known.values() for name in found)
+  yield Table(["", *_cells(runs)], [row(name) for name in names], words=True)
+  for run in runs:
+    if len(run.processes) > 1:
+      steps = ", ".join(f"{p['from'] - run.offset:,}" for p in run.processes[1:])
+      yield f"{run.name}: went on at step {steps} in another environment; the last one is shown."
+  yield from _lacking(runs, lambda run: run.processes, "no note of what it ran with")

@@ -3,10 +3,11 @@
     DIR/inference_eval/TASK-metrics.jsonl   seqio.JSONLogger
     DIR/inference_eval/TASK/events.*        seqio.TensorBoardLogger: float32, tags eval/METRIC
     DIR/config.gin                          the gin macros
+    DIR/run.json                            of the local runner: start, environment
         -> [read] -> Run
 
-T5X writes all three, in t5x.train's MODEL_DIR and in t5x.eval's EVAL_OUTPUT_DIR. DIR/training_eval
-is not read: its accuracies are of tokens, given the right ones before them.
+T5X writes the first three, in t5x.train's MODEL_DIR and in t5x.eval's EVAL_OUTPUT_DIR.
+DIR/training_eval is not read: its accuracies are of tokens, given the right ones before them.
 """
 
 from __future__ import annotations
@@ -94,8 +95,14 @@ def read(path: str) -> Run:
       raise ValueError(f"{path}: holds no inference_eval/, where seqio's metrics of a run lie")
     metrics = folder
   run = Run(folder, *_tasks(metrics, remarks := []), remarks=remarks)
-  if file := config_of(metrics.absolute().parent):
-    _read_settings(run, file)
+  _read_settings(run, metrics.absolute().parent)
+  return run
+
+
+def settings(folder: pathlib.Path) -> Run:
+  """A run's folder without its metrics."""
+  run = Run(folder, {}, False)
+  _read_settings(run, folder)
   return run
 
 
@@ -238,8 +245,16 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def _read_settings(run: Run, file: pathlib.Path) -> None:
-  """Reads macros of gin_configs/sparsity.gin and gin_configs/models/."""
+def started(folder: pathlib.Path) -> Mapping[str, Any]:
+  """What the local runner noted when it started: `start`, and `processes`; else empty."""
+  file = folder / "run.json"
+  return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _read_settings(run: Run, folder: pathlib.Path) -> None:
+  """Reads macros of gin_configs/sparsity.gin and gin_configs/models/, and the run's start."""
+  if (file := config_of(folder)) is None:
+    return
   found: dict[str, Any] = {}
   given = macros(file.read_text())
   for name in _SETTINGS:
@@ -251,8 +266,8 @@ def _read_settings(run: Run, file: pathlib.Path) -> None:
   run.recipe, run.size = found.get("RECIPE"), found.get("T5_SIZE")
   run.dense_steps, run.sparse_steps = found.get("DENSE_STEPS"), found.get("SPARSE_STEPS")
   run.finetune_steps = found.get("FINETUNE_STEPS")
-  run.start = found.get("PRETRAINED_STEPS")
-  if run.start is None and "INITIAL_CHECKPOINT_PATH" in found:  # the local runner may take any
+  run.start = started(folder).get("start", found.get("PRETRAINED_STEPS"))
+  if run.start is None and "INITIAL_CHECKPOINT_PATH" in found:  # its name tells, where one has it
     path = found["INITIAL_CHECKPOINT_PATH"]
     run.start = named_step(path) if path else 0
   if run.recipe == "dense":

@@ -141,11 +141,16 @@ class Checkpoints:
     except _Said:
       raise
     except Exception as e:
-      last = f"{_PREFIX}_{self.steps()[-1]}" if self.steps() else "none"
-      raise _Said(
-        f"{self.folder}/{_PREFIX}_{step} could not be written ({_first_line(e)}). The newest "
-        f"complete checkpoint is {last}; with room on the disk, the same command goes on from it."
-      ) from e
+      raise _Said(self.no_room(f"{self.folder}/{_PREFIX}_{step}", e)) from e
+
+  def no_room(self, what: str, error: BaseException) -> str:
+    """For people: what could not be written, why, and where the run goes on."""
+    steps = self.steps()
+    last = f"{_PREFIX}_{steps[-1]}" if steps else "none"
+    return (
+      f"{what} could not be written ({_first_line(error)}). The newest complete checkpoint is "
+      f"{last}; with room on the disk, the same command goes on from it."
+    )
 
   def _prune(self) -> None:
     for path in self.folder.glob(f"*{_DOOMED}"):  # what a kill left
@@ -279,7 +284,13 @@ def _load(stored, like, shardings) -> Any:
   if stored.format == "Orbax":
     path = pathlib.Path(stored.path).absolute()
     state = path / "state" if (path / "state" / "_METADATA").is_file() else path
-    return _restore(state, like, shardings)
+    try:
+      return _restore(state, like, shardings)
+    except Exception as e:
+      raise ValueError(
+        f"{stored.path} cannot be read: it is damaged ({_first_line(e)}). Take another checkpoint, "
+        "or a copy of this one that `nm-sparsity verify` can read."
+      ) from e
   where = dict(flatten(shardings))
   values = {
     key: jax.device_put(stored.array(key).astype(leaf.dtype), where[key])

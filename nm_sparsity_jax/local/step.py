@@ -314,6 +314,10 @@ def _sample(old: TrainState, new: TrainState, grads, rules: Rules, every: int) -
     variances = metrics.summary(*before, grads, per_place=False)
     out = metrics.summary(*after, None, state, metrics.masks_of(*before), per_place=False)
     out |= {k: v for k, v in variances.items() if k.startswith("nm/grad")}
+    shares = metrics.density(new.params, rules, new.sparse_step, new.masks)
+    for path in places:
+      out[f"nm/density/{path}"] = shares.places[path]
+      out[f"nm/density_target/{path}"] = shares.targets[path]
     for rule, (pattern, _) in metrics.rule_patterns(*after[:3]).items():
       out |= {f"nm/{name}/{rule}": x for name, x in pattern._asdict().items()}
     return {name: jnp.float32(x) for name, x in out.items()}

@@ -6,7 +6,8 @@ batch `sparse_step` of the stream -> [train_step] -> state, sums -> looked at tw
     an evaluation is due -> saved -> losses, metrics -> evaluations.json -> which is best
 
 MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share),
-          evaluations.json, train/, training_eval/<task>/, inference_eval/
+          run.json (where it starts, what it ran with), evaluations.json, train/,
+          training_eval/<task>/, inference_eval/
 
 `evaluate` and `infer` open one checkpoint.
 """
@@ -17,9 +18,12 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import errno
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
 import signal
 import sys
 import threading
@@ -55,10 +59,12 @@ class Periods:
   metrics: int | None = 100
 
   def __post_init__(self):
-    for name in ("evaluate", "checkpoint", "report", "metrics"):
-      value = getattr(self, name)
-      if value is not None and value < 1:
-        raise ValueError(f"a period of {value} steps ({name}): give 1 or more.")
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      may_be_none = field.name in ("checkpoint", "metrics")
+      if not (isinstance(value, int) and value >= 1 or value is None and may_be_none):
+        also = ", or None" if may_be_none else ""
+        raise ValueError(f"a period of {value!r} steps ({field.name}): give 1 or more{also}.")
 
   def saves(self, step: int, total: int) -> bool:
     return self.evaluates(step, total) or bool(self.checkpoint and step % self.checkpoint == 0)
@@ -108,6 +114,12 @@ class Run:
   def __post_init__(self):
     if not isinstance(self.sparse_steps, int) or self.sparse_steps < 1:
       raise ValueError(f"SPARSE_STEPS={self.sparse_steps!r}: all steps of the run, 1 or more.")
+    decodes = self.evaluation is not None and self.evaluation.num_examples != 0
+    if self.best_metric is not None and not decodes:
+      raise ValueError(
+        f"BEST_METRIC={self.best_metric!r}, but nothing is decoded to have a metric of: set "
+        "EVALUATOR_NUM_EXAMPLES, or leave BEST_METRIC None for the validation loss."
+      )
 
 
 # Of `Run`, what its result does not depend on.
@@ -128,7 +140,7 @@ def train(run: Run, settings: Mapping[str, str] | None = None, config: str = "")
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
   folder = _make(run.model_dir)
-  with _Signals() as stop:
+  with _alone_in(folder), _Signals() as stop:
     process = _Process(run, folder, stop)
     _agree(folder, settings or {})
     checkpoints.write_atomically(folder / "config.gin", config)
@@ -161,22 +173,32 @@ class _Process:
     if run.evaluation is not None:
       asked = lambda: self.stop.name is not None
       self.evaluator = Evaluator(run.evaluation, model, str(self.folder), asked)
+    _note_run(self.folder, self.offset, first)
     self.writers = {"train": reports.writer(self.folder / "train", first)}
     self.progress = reports.Progress(first, last)
     try:
       self.progress.say(f"{self.folder}: from step {first:,} to {last:,}")
       state, done = self._steps(state, done, dropout_key)
       self.checkpoints.close()
+      self._close_writers()
+    except BaseException as e:
+      with contextlib.suppress(Exception):
+        self._close_writers()
+      if _is_no_room(e):
+        raise ValueError(self.checkpoints.no_room(f"curves or scores in {self.folder}", e)) from e
+      raise
     finally:
       self.progress.close()
-      for writer in self.writers.values():
-        writer.close()
     at = self.offset + done
     if done == self.total and (self.evaluator is None or at in self.evaluations):
       return 0
     print(f"{self.stop.name}: saved checkpoint_{at}; the same command goes on from there",
           file=sys.stderr)  # fmt: skip
     return 130 if self.stop.name == "SIGINT" else 0
+
+  def _close_writers(self) -> None:
+    for writer in self.writers.values():
+      writer.close()
 
   # --- start --------------------------------------------------------------------------------------
 
@@ -325,7 +347,10 @@ class _Process:
 
 
 def best_step(evaluations, metric: str | None) -> int | None:
-  """The step of the best evaluation at the target pattern, the earliest of equals; None if none."""
+  """The step of the best evaluation at the target pattern, the earliest of equals; None if none.
+
+  One that is no number (a correlation of equal predictions is none) is never the best.
+  """
   scores: dict[int, float] = {}
   for e in evaluations:
     if metric is None:
@@ -335,8 +360,8 @@ def best_step(evaluations, metric: str | None) -> int | None:
       if not values:
         have = ", ".join(sorted({name for found in e["metrics"].values() for name in found}))
         raise ValueError(f"BEST_METRIC={metric!r} is none of the tasks' metrics: {have}.")
-    if values and e["at_target"]:
-      scores[e["step"]] = float(np.mean(values))
+    if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
+      scores[e["step"]] = mean
   return max(scores, key=lambda step: (scores[step], -step)) if scores else None
 
 
@@ -383,6 +408,66 @@ def _make(model_dir: str) -> pathlib.Path:
   except OSError as e:
     raise ValueError(f"MODEL_DIR={model_dir!r} cannot be written to: {e.strerror or e}.") from e
   return folder
+
+
+@contextlib.contextmanager
+def _alone_in(folder: pathlib.Path) -> Iterator[None]:
+  """One process at a time writes to a folder; the lock ends with it, however that ends."""
+  import fcntl
+
+  with (folder / ".lock").open("a") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise ValueError(
+        f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
+        "first); the same command goes on from there."
+      ) from None
+    except OSError:  # a file system without locks
+      pass
+    yield
+
+
+def _note_run(folder: pathlib.Path, start: int, step: int) -> None:
+  """run.json: the global step before the first of the run, and what each process ran with."""
+  path = folder / "run.json"
+  before = checkpoints.read_json(path, {"processes": []})["processes"]
+  kept, now = [p for p in before if p["from"] < step], _environment()
+  if not kept or kept[-1]["environment"] != now:
+    kept.append({"from": step, "environment": now})
+  text = json.dumps({"start": start, "processes": kept}, indent=1)
+  checkpoints.write_atomically(path, text + "\n")
+
+
+_PACKAGES = (
+  "nm-sparsity-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "seqio", "tensorflow",
+  "numpy",
+)  # fmt: skip
+
+
+def _environment() -> dict[str, str]:
+  """What the bits of a run depend on, beside its settings."""
+  kinds = collections.Counter(d.device_kind for d in jax.local_devices())
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+  found = {
+    "devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items()),
+    "cores": str(cores),
+    "platform": platform.platform(),
+    "Python": platform.python_version(),
+  }
+  for name in _PACKAGES:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found[name] = importlib.metadata.version(name)
+  return found | {k: os.environ[k] for k in ("XLA_FLAGS", "PJRT_NPROC") if os.environ.get(k)}
+
+
+def _is_no_room(error: BaseException) -> bool:
+  """Whether a disk, a quota or a limit of file sizes is full, as Python or TensorFlow say it."""
+  import tensorflow as tf
+
+  if isinstance(error, OSError):
+    return error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+  return isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.OutOfRangeError)
 
 
 def settings_of(bound: Mapping[str, str]) -> dict[str, str]:
