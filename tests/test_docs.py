@@ -18,6 +18,7 @@ import sys
 import tempfile
 import tomllib
 import warnings
+import zipfile
 
 import jax
 import numpy as np
@@ -25,10 +26,12 @@ import pages
 import pytest
 import t5x_found
 import tasks_found
+import test_glue_submit
+import test_report
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import _gin, _local
+from nm_sparsity_jax import cli, glue
+from nm_sparsity_jax.commands import _gin, _local, glue_submit
 from nm_sparsity_jax.recipes import RECIPES
 
 ROOT = pages.ROOT
@@ -311,21 +314,63 @@ def test_local_runs_are_made(block, tmp_path, monkeypatch):
         _local.argument(config, name)
 
 
+def in_bash(code, folder):
+  """Runs what a reader would type, in a folder, with our own command on the path."""
+  (folder / "nm-sparsity").write_text(
+    f'#!/bin/bash\nexec {sys.executable} -m nm_sparsity_jax.cli "$@"\n'
+  )
+  (folder / "nm-sparsity").chmod(0o755)
+  path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+  env = os.environ | dict(PATH=path, PYTHONPATH=str(ROOT), XLA_FLAGS="", JAX_PLATFORMS="cpu")
+  done = subprocess.run(
+    ["/bin/bash", "-euc", code], env=env, cwd=folder, capture_output=True, text=True, check=False
+  )
+  assert not done.returncode, done.stderr
+  return done
+
+
+def test_pages_about_finished_runs_run_on_some(tmp_path):
+  """docs/report.md and docs/glue.md, typed where runs and predictions lie."""
+  tasks = {c.task: c.metrics for c in glue.COLUMNS}
+  halves = [list(tasks)[:4], list(tasks)[4:]]
+  for name, part in [(n, None) for n in ("mdgf", "stepwise", "sr_ste")] + [
+    (f"{n}_{i}", half) for n in ("stepwise", "sr_ste") for i, half in enumerate(halves)
+  ]:
+    test_report.write(tmp_path / "runs" / name)
+    for task in part or tasks:
+      line = json.dumps({"step": 1100, **dict.fromkeys(tasks[task], 50.0)}) + "\n"
+      file = tmp_path / f"runs/{name}/inference_eval/nm_glue_{task}-metrics.jsonl"
+      file.write_text(line)
+    if part and "rte" not in part:
+      (tmp_path / f"runs/{name}/inference_eval/nm_glue_rte-metrics.jsonl").unlink()
+  (tmp_path / "predictions").mkdir()
+  for name, task in glue_submit.TASKS.items():
+    if name != "wnli":
+      words = list(test_glue_submit.OFFICIAL[task.file][1])
+      rows = ((i, words[i % len(words)]) for i in range(test_glue_submit.OFFICIAL[task.file][0]))
+      file = tmp_path / "predictions" / test_glue_submit.name_of(name)
+      file.write_text(test_glue_submit.lines_of(rows))
+
+  said = {}
+  for block in BLOCKS:
+    if block.language == "sh" and block.page in ("docs/report.md", "docs/glue.md"):
+      said[block.code.split(" runs")[0].strip()] = in_bash(block.code, tmp_path).stdout
+  assert set(said) >= {"nm-sparsity report", "nm-sparsity glue score"} and len(said) == 4, said
+  for text in said.values():
+    assert text.strip()
+  for row in ("sr_ste", "stepwise"):
+    assert re.search(rf"^{row} +50\.0", said["nm-sparsity glue score"], re.MULTILINE)
+    assert re.search(rf"^{row} +50\.0", said["nm-sparsity glue score --join sr_ste"], re.MULTILINE)
+  assert (tmp_path / "report.html").is_file()
+  with zipfile.ZipFile(tmp_path / "submission.zip") as archive:
+    assert len(archive.namelist()) == 11
+
+
 @pytest.mark.slow
 def test_the_local_run_prints_what_the_page_says(tmp_path):
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
   blocks = [b for b in BLOCKS if b.page == "docs/local.md" and b.language == "sh"]
-  (tmp_path / "nm-sparsity").write_text(
-    f'#!/bin/bash\nexec {sys.executable} -m nm_sparsity_jax.cli "$@"\n'
-  )
-  (tmp_path / "nm-sparsity").chmod(0o755)
-  path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-  env = os.environ | dict(PATH=path, PYTHONPATH=str(ROOT), XLA_FLAGS="", JAX_PLATFORMS="cpu")
-  done = subprocess.run(
-    ["/bin/bash", "-euc", "\n".join(b.code for b in blocks)], env=env, cwd=tmp_path,
-    capture_output=True, text=True, check=False,
-  )  # fmt: skip
-  assert not done.returncode, done.stderr
+  done = in_bash("\n".join(b.code for b in blocks), tmp_path)
 
   def without_measures(text):
     text = text.replace(str(tmp_path), "/tmp/run")

@@ -11,6 +11,8 @@ import shlex
 import subprocess
 import sys
 
+import browser
+import jax
 import pytest
 
 from nm_sparsity_jax import cli
@@ -138,14 +140,41 @@ def table(said):
   return re.sub(r"Done in .*CPU time\)", "", said[said.index("Exact zeros, and the proof") :])
 
 
-def test_stopped_and_gone_on_with_is_the_same_table(start, tmp_path):
-  argv = ("--steps", "12")
-  code, said = start(tmp_path / "whole", *argv)
+STEPS = ("--steps", "12")
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory):
+  """A small quickstart: its folder, and what it said."""
+  folder = tmp_path_factory.mktemp("tests") / "whole"  # as deep as tmp_path's, for it is told
+  code, said = start(folder, *STEPS)
   assert code == 0, said
-  whole, want = tmp_path / "whole/quickstart", table(said)
+  return folder / "quickstart", said
+
+
+def test_its_report_has_every_part(whole):
+  page = (whole[0] / "report.html").read_text()
+  parts = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL))
+  for name in ("loss", "metrics", "schedule", "flips", "variance", "cost"):
+    assert "<svg" in parts[name], name
+  assert parts["density"].count("mlp/wo/kernel") == 2 and "0.125" in parts["density"]
+  assert jax.__version__ in parts["environment"] and "1 x cpu" in parts["environment"]
+  assert "SST-2" in parts["scores"] and "RANDOM_SEED" in parts["settings"]
+
+
+@pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
+def test_a_browser_shows_its_report(whole, tmp_path):
+  with browser.page(tmp_path / "profile") as page:
+    for width in (1280, 400):
+      page.look(whole[0] / "report.html", width, dark=False)
+    assert len(set(page.requests)) == 1 and page.messages == []
+
+
+def test_stopped_and_gone_on_with_is_the_same_table(start, whole, tmp_path):
+  argv, (first, said) = STEPS, whole
+  want = table(said)
   assert "1:8 proven: 384 groups of 6 kernels" in want
   assert re.search(r"^sdgf_stepwise +- .*\d\.\d", want, re.MULTILINE), want
-  assert "<svg" in (whole / "report.html").read_text()
 
   code, said = start(tmp_path / "cut", *argv, stop=30)
   assert code == 1 and "SIGTERM: saved checkpoint_" in said, said
@@ -155,11 +184,22 @@ def test_stopped_and_gone_on_with_is_the_same_table(start, tmp_path):
   assert code == 0 and "warmup: done before" in said, said
   assert "from step 3" in said and table(said) == want
   # The last loss and norm too, for so short a run scores little.
-  ends = [tmp_path / name / "quickstart/sdgf_stepwise" for name in ("whole", "cut")]
+  ends = [first / "sdgf_stepwise", tmp_path / "cut/quickstart/sdgf_stepwise"]
   evaluations = [(end / "evaluations.json").read_text() for end in ends]
   losses = [(end / "train/metrics.jsonl").read_text().splitlines()[-1] for end in ends]
   assert evaluations[0] == evaluations[1] and losses[0] == losses[1]
   assert json.loads(losses[0])["step"] == 36 and json.loads(losses[0])["loss"] > 0
+
+
+@pytest.mark.slow
+def test_every_recipe_trains_and_is_proven(start, tmp_path):
+  code, said = start(tmp_path, "--all", *STEPS)
+  assert code == 0, said
+  sparse = [name for name in quickstart.ALL if name != "dense"]
+  assert said.count("1:8 proven: 384 groups of 6 kernels") == len(sparse) == 9
+  scored = re.findall(r"^(\w+) +- .*\d\.\d", said[said.index("Scores on") :], re.MULTILINE)
+  assert scored == ["warmup", *quickstart.ALL]
+  assert (tmp_path / "quickstart/report-masks.html").is_file()
 
 
 @pytest.mark.slow
