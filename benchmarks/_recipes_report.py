@@ -224,7 +224,9 @@ def results(table: Table, rows: Mapping[str, Any], dense_price: float | None) ->
     if name == BASE:
       cells += ["0", ""]
     elif name not in compared:
-      cells += ["missing", "missing"]
+      base = logs(table.rows.get(BASE, {}))
+      one = [x - base[seed] for seed, x in logs(records).items() if seed in base]
+      cells += [f"{one[0]:+.3f}, one seed", ""] if one else ["missing", "missing"]
     else:
       d, p = compared[name]
       cells += [str(d), "" if p is None else show_p(p)]
@@ -342,9 +344,9 @@ def variances(records, runs, rows) -> list[str]:
 
 
 def at_1_16(records, runs, rows) -> list[Table]:
-  """The tables of the paper's pattern and a number of steps."""
-  tables = split(records, runs, rows)
-  return [t for t in tables if t.pattern == "1:16" and t.budget.isdigit()]
+  """The tables of the paper's pattern and a number of steps, but those that rank nothing."""
+  tables = [t for t in split(records, runs, rows) if t.pattern == "1:16" and t.budget.isdigit()]
+  return [t for t in tables if (points := gap(t)[0]) is None or points >= CLOSE]
 
 
 def courses(records, runs, rows) -> list[str]:

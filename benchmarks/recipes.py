@@ -126,6 +126,7 @@ def bigram_grid() -> Iterator[Run]:
     (three, (("bigram80", "1600", low),)),
     # Tables that no_ff learns too, which has no pattern: as many as show it.
     (three, (("bigram", "400 flops", high), ("bigram", "1600", ("1:32",)))),
+    (three[:1], (("bigram", "1600", ("1:16", "1:8", "1:4")),)),
   )
   for seeds, tables in stages:
     for seed in seeds:

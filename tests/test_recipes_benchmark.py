@@ -34,7 +34,7 @@ def test_the_grid_has_each_run_once_and_as_many_seeds_of_each_row():
     seeds.setdefault(run._replace(seed=0), []).append(run.seed)
   wanted = {
     ("bigram", "400"): {"-": 8, "1:16": 8, "1:32": 8, "1:8": 3, "1:4": 3},
-    ("bigram", "1600"): {"-": 3, "1:32": 3},
+    ("bigram", "1600"): {"-": 3, "1:32": 3, "1:16": 1, "1:8": 1, "1:4": 1},
     ("bigram80", "1600"): {"-": 8, "1:16": 8, "1:32": 8, "1:8": 3, "1:4": 3},
     ("bigram", "400 flops"): {"-": 3, "1:16": 3, "1:32": 3},
   }
