@@ -31,7 +31,7 @@ seqio.TaskRegistry.add(
 )
 # Two tasks in one stream.
 seqio.TaskRegistry.add(
-  "nm_mixed_same",
+  "tests_same",
   source=seqio.FunctionDataSource(
     lambda split, shuffle_files=False, seed=None: examples(split).map(
       lambda x: {**x, "targets": x["inputs"]}
@@ -43,4 +43,4 @@ seqio.TaskRegistry.add(
   output_features={name: seqio.Feature(VOCABULARY) for name in ("inputs", "targets")},
   metric_fns=[letters_in_place],
 )
-seqio.MixtureRegistry.add("nm_mixed", [("nm_test_sort", 2), ("nm_mixed_same", 1)])
+seqio.MixtureRegistry.add("tests_mixed", [("nm_test_sort", 2), ("tests_same", 1)])

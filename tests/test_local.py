@@ -257,8 +257,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
 @pytest.mark.parametrize(
   "devices, partitions, name, rules",
   [
-    (8, 2, "nm_mixed", dict(recipe="snip", fields={"batches": 3})),
-    (1, 1, "nm_mixed",
+    (8, 2, "tests_mixed", dict(recipe="snip", fields={"batches": 3})),
+    (1, 1, "tests_mixed",
      dict(recipe="custom", fields={"path": ((8, "4:8", 1.0), (14, "1:8", 0.25))})),
   ],
   ids=["sharded masks", "custom"],
