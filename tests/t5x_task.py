@@ -20,27 +20,18 @@ def letters_in_place(targets, predictions):
   return {"letters": sum(map(sum, hits)) / sum(map(len, targets))}
 
 
-seqio.TaskRegistry.add(
-  "nm_test_sort",
-  source=seqio.FunctionDataSource(
-    examples, splits=("train", "validation"), num_input_examples={"train": 256, "validation": 32}
-  ),
-  preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
-  output_features={name: seqio.Feature(VOCABULARY) for name in ("inputs", "targets")},
-  metric_fns=[letters_in_place],
-)
-# Two tasks in one stream.
-seqio.TaskRegistry.add(
-  "tests_same",
-  source=seqio.FunctionDataSource(
-    lambda split, shuffle_files=False, seed=None: examples(split).map(
-      lambda x: {**x, "targets": x["inputs"]}
+def same(split, shuffle_files=False, seed=None):
+  return examples(split, shuffle_files, seed).map(lambda x: {**x, "targets": x["inputs"]})
+
+
+for _name, _examples in (("nm_test_sort", examples), ("tests_same", same)):
+  seqio.TaskRegistry.add(
+    _name,
+    source=seqio.FunctionDataSource(
+      _examples, splits=("train", "validation"), num_input_examples={"train": 256, "validation": 32}
     ),
-    splits=("train", "validation"),
-    num_input_examples={"train": 256, "validation": 32},
-  ),
-  preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
-  output_features={name: seqio.Feature(VOCABULARY) for name in ("inputs", "targets")},
-  metric_fns=[letters_in_place],
-)
+    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+    output_features={name: seqio.Feature(VOCABULARY) for name in ("inputs", "targets")},
+    metric_fns=[letters_in_place],
+  )
 seqio.MixtureRegistry.add("tests_mixed", [("nm_test_sort", 2), ("tests_same", 1)])

@@ -336,13 +336,12 @@ def test_pages_about_finished_runs_run_on_some(tmp_path):
   for name, part in [(n, None) for n in ("mdgf", "stepwise", "sr_ste")] + [
     (f"{n}_{i}", half) for n in ("stepwise", "sr_ste") for i, half in enumerate(halves)
   ]:
-    test_report.write(tmp_path / "runs" / name)
-    for task in part or tasks:
+    mine = part or list(tasks)
+    test_report.write(tmp_path / "runs" / name, tasks=[f"nm_glue_{task}" for task in mine])
+    for task in mine:
       line = json.dumps({"step": 1100, **dict.fromkeys(tasks[task], 50.0)}) + "\n"
       file = tmp_path / f"runs/{name}/inference_eval/nm_glue_{task}-metrics.jsonl"
       file.write_text(line)
-    if part and "rte" not in part:
-      (tmp_path / f"runs/{name}/inference_eval/nm_glue_rte-metrics.jsonl").unlink()
   (tmp_path / "predictions").mkdir()
   for name, task in glue_submit.TASKS.items():
     if name != "wnli":

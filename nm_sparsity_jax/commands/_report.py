@@ -425,11 +425,8 @@ def _of_target(checkpoint: str | int) -> str:
 def _unknown_targets(runs: Sequence[Run], checkpoint: str | int) -> Iterator[str]:
   """Names the runs whose best step may be one of denser weights."""
   for run in runs if checkpoint == "best" else ():
-    if run.settings.recipe and run.settings.target_from() is None:
-      yield (
-        f"{run.name}: from which step on the weights have the target pattern is not known, so its "
-        "best step may be one before it."
-      )
+    if remark := run.settings.target_remark():
+      yield f"{run.name}: {remark}, so its best step may be one before it."
 
 
 def _step_of(run: Run, series, metrics: Sequence[str], checkpoint: str | int) -> int | None:

@@ -78,6 +78,12 @@ class Run:
       return start + dense
     return start + self.sparse_steps - finetune
 
+  def target_remark(self) -> str:
+    """That `target_from` is not known, for people; '' where it is, or no recipe is."""
+    if not self.recipe or self.target_from() is not None:
+      return ""
+    return "from which step on the weights have the target pattern is not known"
+
 
 def read(path: str) -> Run:
   """Reads a run's folder, or its inference_eval/.

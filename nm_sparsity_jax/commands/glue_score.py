@@ -163,8 +163,8 @@ def _name(run: _runs.Run, runs: Sequence[_runs.Run]) -> str:
 def _row(run: _runs.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
   columns, missing, remarks = {}, {}, list(run.remarks)
   first = run.target_from()
-  if first is None and run.recipe:
-    remarks.append("from which step on the weights have the target pattern is not known")
+  if unknown := run.target_remark():
+    remarks.append(unknown)
   for column in glue.COLUMNS:
     series = run.tasks.get(column.task)
     if not series:

@@ -105,6 +105,10 @@ class Checkpoints:
     """Of complete checkpoints, ascending."""
     return steps_in(self.folder)
 
+  def newest(self) -> str:
+    """The name of the newest complete one; 'none' where there is none."""
+    return f"{_PREFIX}_{steps[-1]}" if (steps := self.steps()) else "none"
+
   def save(self, step: int, tree: Mapping[str, Any]) -> None:
     """Starts to write; the tree may be donated afterwards."""
     if step == self._saving or step in self.steps():
@@ -145,11 +149,9 @@ class Checkpoints:
 
   def no_room(self, what: str, error: BaseException) -> str:
     """For people: what could not be written, why, and where the run goes on."""
-    steps = self.steps()
-    last = f"{_PREFIX}_{steps[-1]}" if steps else "none"
     return (
       f"{what} could not be written ({_first_line(error)}). The newest complete checkpoint is "
-      f"{last}; with room on the disk, the same command goes on from it."
+      f"{self.newest()}; with room on the disk, the same command goes on from it."
     )
 
   def _prune(self) -> None:

@@ -277,12 +277,10 @@ class _Process:
   def _refuse(self, done: int, what: str) -> None:
     with contextlib.suppress(ValueError):
       self.checkpoints.wait()
-    steps = self.checkpoints.steps()
-    last = f"checkpoint_{steps[-1]}" if steps else "none"
     raise ValueError(
       f"the {what} of step {self.offset + done} is not finite. The last good step is "
-      f"{self.offset + done - 1}, the newest checkpoint {last}; nothing was saved since. Lower "
-      "LEARNING_RATE or lengthen WARMUP_STEPS, with another MODEL_DIR."
+      f"{self.offset + done - 1}, the newest checkpoint {self.checkpoints.newest()}; nothing was "
+      "saved since. Lower LEARNING_RATE or lengthen WARMUP_STEPS, with another MODEL_DIR."
     )
 
   def _means(self, done: int) -> dict[str, float]:
