@@ -30,8 +30,8 @@ import test_glue_submit
 import test_report
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, glue
-from nm_sparsity_jax.commands import _gin, _local, glue_submit
+from nm_sparsity_jax import cli, gin_files, glue
+from nm_sparsity_jax.commands import _local, glue_submit
 from nm_sparsity_jax.recipes import RECIPES
 
 ROOT = pages.ROOT
@@ -385,7 +385,7 @@ def test_gin_is_read(block, tmp_path):
     pytest.skip(reason)
   (tmp_path / "block.gin").write_text(block.code)
   with relaxed():
-    config = _gin.Config([str(tmp_path)], ["block.gin"], ["VOCABULARY = None"])
+    config = gin_files.Config([str(tmp_path)], ["block.gin"], ["VOCABULARY = None"])
   assert not [e for e in config.errors if "is not set" not in e]
 
 

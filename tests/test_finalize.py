@@ -13,8 +13,8 @@ import test_plan
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
-from nm_sparsity_jax.commands import _checkpoint
 from nm_sparsity_jax.rules import flatten
+from nm_sparsity_jax.runs import checkpoint
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints are Orbax's: pip install -e '.[dev]'")
 
@@ -32,7 +32,7 @@ SPARSE = [path for path in SHAPES if "mlp" in path or "query" in path]
 def draw(seed=0, dtype=np.float32):
   rng = np.random.default_rng(seed)
   weights = {path: rng.normal(size=shape).astype(dtype) for path, shape in SHAPES.items()}
-  return _checkpoint.nested(weights)
+  return checkpoint.nested(weights)
 
 
 def packed(rules):
@@ -144,7 +144,7 @@ def test_one_weight_too_many_is_found_at_its_place(command, tmp_path):
   wi = tree["target"]["encoder"]["layers_0"]["mlp"]["wi"]["kernel"]
   (row, *_) = np.flatnonzero(wi[4:, 7] == 0) + 4
   wi[row, 7] = 1e-40
-  _checkpoint.write(str(tmp_path / "bad/checkpoint_1"), tree)
+  checkpoint.write(str(tmp_path / "bad/checkpoint_1"), tree)
   code, report = command("verify", tmp_path / "bad")
   bad = [p for p in report["places"] if p["bad_groups"]]
   assert code == 1 and [p["path"] for p in bad] == ["encoder/layers_0/mlp/wi/kernel"]
@@ -161,7 +161,7 @@ def test_bfloat16_stays_and_the_newest_of_a_run_is_taken(tmp_path, capsys, monke
   out = capsys.readouterr().out
   assert "run/checkpoint_112 (the newest in run, Orbax, step 112, sparse step 12)" in out
   assert "ff: sr_ste 1:4, total=12" in out and "sum of |w|" in out and out.endswith("ok\n")
-  stored = _checkpoint.read(str(tmp_path / "out/checkpoint_112"))
+  stored = checkpoint.read(str(tmp_path / "out/checkpoint_112"))
   assert {stored.leaves[f"target/{path}"].dtype for path in SHAPES} == {"bfloat16"}
 
 
@@ -335,12 +335,12 @@ def test_a_full_disk_leaves_nothing(tmp_path):
   path = Run("sr_ste").write(tmp_path / "run")
   done = python(f"""
 import resource, sys
-from nm_sparsity_jax.commands import _checkpoint
-check = _checkpoint.check_new
+from nm_sparsity_jax.runs import checkpoint
+check = checkpoint.check_new
 def limit(folder):
   resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
   check(folder)
-_checkpoint.check_new = limit
+checkpoint.check_new = limit
 sys.exit(cli.main(["finalize", {str(path)!r}, {str(tmp_path / "a/b")!r}]))
 """)
   assert done.returncode == 1 and "could not be written" in done.stderr, done.stderr[-2000:]

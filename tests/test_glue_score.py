@@ -18,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nm_sparsity_jax import cli, glue
-from nm_sparsity_jax.commands import _events, _published, _runs, glue_score
+from nm_sparsity_jax.commands import glue_score
+from nm_sparsity_jax.runs import events, results
+from nm_sparsity_jax.scores import published
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-TABLES = _published.tables()
+TABLES = published.tables()
 ROWS = TABLES["table12"]
 PAPER = [p for name in TABLES for p in sorted((ROOT / "gin_configs/paper").glob(f"{name}/*.gin"))]
 TITLES = [c.title for c in glue.COLUMNS]
@@ -139,20 +141,20 @@ def test_a_run_of_a_paper_file_is_matched_with_the_row_that_its_header_quotes(fi
   table, said = file.parent.name, file.read_text()
   text = "\n".join(f"{k} = {v}" for k, v in macros(file).items())
   (tmp_path / "config.gin").write_text(text)
-  run = _runs.settings(tmp_path)
+  run = results.settings(tmp_path)
   key = "accuracy" if table == "table5" else "overall"
   (value,) = re.findall(rf"^# Published: {key} ([\d.]+)", said, re.MULTILINE)
   rows = [
     row
     for row in TABLES[table]
     if row["recipe"] == run.recipe
-    and _runs.single(row["places"]) == run.places
+    and results.single(row["places"]) == run.places
     and row.get("dense_steps") in (None, run.dense_steps)
   ]
   assert [row[key] for row in rows] == [float(value)]
   if table == "table5":
     return
-  row, remark = _published.match(run)
+  row, remark = published.match(run)
   assert row["overall"] == float(value)
   assert bool(remark) == (row["table"] == 7)
   if table == "table12":  # the header's columns too
@@ -208,11 +210,11 @@ def test_which_published_row(change, row, remark, tmp_path, report):
 
 def test_places_are_compared_one_by_one():
   single = {"ff": "1:8", "q": "1:4", "k": "1:4"}
-  assert _runs.single({"qk": "1:4", "ff": " 1:8"}) == single
-  assert _runs.text_of(single) == "1:8 FF, 1:4 QK"
-  assert _runs.text_of(single | {"v": "1:4"}) == "1:8 FF, 1:4 QKV"
-  assert _runs.text_of(single | {"v": "1:2", "o": "2:4"}) == "1:8 FF, 1:4 QK, 1:2 v, 2:4 o"
-  assert _runs.text_of({}) == ""
+  assert results.single({"qk": "1:4", "ff": " 1:8"}) == single
+  assert results.text_of(single) == "1:8 FF, 1:4 QK"
+  assert results.text_of(single | {"v": "1:4"}) == "1:8 FF, 1:4 QKV"
+  assert results.text_of(single | {"v": "1:2", "o": "2:4"}) == "1:8 FF, 1:4 QK, 1:2 v, 2:4 o"
+  assert results.text_of({}) == ""
 
 
 @given(st.data())
@@ -230,12 +232,12 @@ def test_rules_that_say_the_same_are_equal(data):
         [f"encoder/self/{role}", f"decoder/self/{role}", f"decoder/cross/{role}"],
       ]
     cut |= dict.fromkeys(data.draw(st.sampled_from(ways)), pattern)
-  assert _runs.single(cut) == _runs.single(whole) == whole
+  assert results.single(cut) == results.single(whole) == whole
   if whole:  # and a part alone is not the whole
     gone = data.draw(st.sampled_from(sorted(cut)))
     rest = {place: pattern for place, pattern in cut.items() if place != gone}
-    assert _runs.single(rest) != whole
-    assert _runs.single(cut | {gone: "2:4"}) != whole
+    assert results.single(rest) != whole
+    assert results.single(cut | {gone: "2:4"}) != whole
 
 
 def test_gin_breaks_long_values_and_these_are_read(tmp_path):
@@ -246,11 +248,11 @@ def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   gin.parse_config([f"{k} = {v!r}" for k, v in bindings.items()] + ["SPARSE_STEPS = %N", "N = 9"])
   (tmp_path / "config.gin").write_text(gin.config_str())
   gin.clear_config()
-  run = _runs.settings(tmp_path)
+  run = results.settings(tmp_path)
   del places["decoder/cross/qkv"]
   cross = {f"decoder/cross/{role}": "1:4" for role in "qkv"}
   assert run.places == {**places, **cross, "ff": "1:8"}
-  assert _runs.text_of(run.places).startswith("1:8 FF, 1:4 decoder/cross/qkv, 2:4 encoder/lay")
+  assert results.text_of(run.places).startswith("1:8 FF, 1:4 decoder/cross/qkv, 2:4 encoder/lay")
   assert (run.recipe, run.dense_steps, run.sparse_steps) == ("idp", 7, None)
   assert run.remarks == ["SPARSE_STEPS in config.gin is no plain value: %N"]
 
@@ -430,7 +432,7 @@ def test_denser_steps_are_never_the_best(report, call, tmp_path, recipe):
   ],
 )
 def test_where_a_run_starts(tmp_path, macros, start):
-  run = _runs.read(write(tmp_path / "run", metrics_of(ROWS[1]), macros))
+  run = results.read(write(tmp_path / "run", metrics_of(ROWS[1]), macros))
   assert run.start == start and run.target_from() is None  # other settings are not known
 
 
@@ -556,23 +558,23 @@ def approx(entries):
 def test_events_as_tensorflow_wrote_them(data, more, tmp_path):
   file = tmp_path / "events.out.tfevents.1"
   file.write_bytes(raw := base64.b64decode(data))
-  assert list(_events.scalars(file)) == approx([*VALUES, *more])
+  assert list(events.scalars(file)) == approx([*VALUES, *more])
   if more:  # the double is not rounded
-    assert list(_events.scalars(file))[-1][2] == 1 / 3
+    assert list(events.scalars(file))[-1][2] == 1 / 3
   file.write_bytes(raw[: raw.index(b"eval", raw.index(b"eval") + 1)])  # in the second record
-  assert list(_events.scalars(file)) == approx(VALUES[:1])
+  assert list(events.scalars(file)) == approx(VALUES[:1])
   for at in (3, 10, 40, 100, len(raw) - 2):  # a bit flips in a length, a checksum, or data
     broken = bytearray(raw)
     broken[at] ^= 4
     file.write_bytes(bytes(broken))
     with pytest.raises(ValueError, match="broken at byte"):
-      list(_events.scalars(file))
+      list(events.scalars(file))
 
 
 def test_a_message_that_ends_in_the_middle_is_an_error():
   with pytest.raises(IndexError):
-    list(_events._fields(b"\x0a\x05abc"))
-  assert _events._tensor(b"\x08\x01\x2a\x04" + struct.pack("<f", 2.5)) == 2.5  # float_val, packed
+    list(events._fields(b"\x0a\x05abc"))
+  assert events._tensor(b"\x08\x01\x2a\x04" + struct.pack("<f", 2.5)) == 2.5  # float_val, packed
 
 
 def test_events_and_jsonl_of_the_same_run_give_the_same_row(tmp_path, report):
@@ -606,7 +608,7 @@ def test_events_fill_the_steps_that_jsonl_lacks(tmp_path, report):
   run = pathlib.Path(write(tmp_path / "run", metrics))
   (run / "inference_eval/nm_glue_cola").mkdir()
   (run / "inference_eval/nm_glue_cola/events.out.tfevents.1").write_bytes(base64.b64decode(TF2))
-  assert set(_runs.read(str(run)).tasks["cola"][30]) == {"matthews_corrcoef"}  # of eval/ alone
+  assert set(results.read(str(run)).tasks["cola"][30]) == {"matthews_corrcoef"}  # of eval/ alone
   (last,) = report(str(run), "--checkpoint", "10")["runs"]
   assert last["columns"]["CoLA"]["mean"] == 0.0
   (best,) = report(str(run))["runs"]

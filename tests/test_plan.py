@@ -16,7 +16,9 @@ import tasks_found
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
-from nm_sparsity_jax.commands import _checkpoint, _planner, plan
+from nm_sparsity_jax.commands import plan
+from nm_sparsity_jax.plan import planner
+from nm_sparsity_jax.runs import checkpoint
 
 pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config")
 
@@ -372,17 +374,15 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch):
 
 def test_group_merges_one_word_at_a_time():
   paths = [f"{s}/layers_{i}/{k}" for s in "ab" for i in (0, 1, 2, 10) for k in ("x", "y_0", "y_1")]
-  groups = _planner.group(paths)
+  groups = planner.group(paths)
   assert sorted(p for _, of in groups for p in of) == sorted(paths)
   assert [n for n, _ in groups] == [
     "a/layers_{0,1,2,10}/x", "a/layers_{0,1,2,10}/y_{0,1}",
     "b/layers_{0,1,2,10}/x", "b/layers_{0,1,2,10}/y_{0,1}",
   ]  # fmt: skip
-  assert [n for n, _ in _planner.group(paths, words=True)] == [
-    "{a,b}/layers_{0,1,2,10}/{x,y_{0,1}}"
-  ]
+  assert [n for n, _ in planner.group(paths, words=True)] == ["{a,b}/layers_{0,1,2,10}/{x,y_{0,1}}"]
   uneven = ["a/l_0/x", "a/l_1/x", "b/l_0/x"]  # not a product: must not be told as one
-  assert {n: len(p) for n, p in _planner.group(uneven, words=True)} == {
+  assert {n: len(p) for n, p in planner.group(uneven, words=True)} == {
     "a/l_{0,1}/x": 2,
     "b/l_0/x": 1,
   }
@@ -492,21 +492,21 @@ def test_the_metadata_of_a_sparse_checkpoint(tmp_path, kind):
   packed = np.frombuffer(zlib.compress(text.encode()), np.uint8)
   mine = {"step": np.int32(4), "rules": np.pad(packed, (0, 100))}
   tree = dense_checkpoint(10, jnp.bfloat16, flax_mutables={"nm_sparsity": mine})
-  stored = _checkpoint.read(str(WRITERS[kind](tmp_path / "checkpoint_10", tree)))
+  stored = checkpoint.read(str(WRITERS[kind](tmp_path / "checkpoint_10", tree)))
   assert (stored.step, stored.sparse_step, stored.rules) == (10, 4, text)
   leaf = stored.leaves["target/encoder/layers_1/mlp/wo/kernel"]
   assert (leaf.shape, leaf.dtype) == ((48, 32), "bfloat16")
-  assert _checkpoint.latest(str(tmp_path)) == str(tmp_path / "checkpoint_10")
+  assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "checkpoint_10")
   with pytest.raises(ValueError, match="is a folder of checkpoints: name one"):
-    _checkpoint.read(str(tmp_path))
+    checkpoint.read(str(tmp_path))
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path):
   with pytest.raises(ValueError, match="is no checkpoint"):
-    _checkpoint.read(str(tmp_path))
+    checkpoint.read(str(tmp_path))
   with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
-    _checkpoint.read(str(tmp_path / "x"))
-  assert _checkpoint.latest(str(tmp_path)) is _checkpoint.latest(str(tmp_path / "x")) is None
+    checkpoint.read(str(tmp_path / "x"))
+  assert checkpoint.latest(str(tmp_path)) is checkpoint.latest(str(tmp_path / "x")) is None
 
 
 # --- docs/t5x.md --------------------------------------------------------------------------------
@@ -644,7 +644,7 @@ def test_what_t5x_itself_writes_is_read(t5x, tmp_path):
     state = state.replace_step(np.int32(6))
     partitioner = partitioning.PjitPartitioner(num_partitions=1)
     checkpoints.Checkpointer(state, partitioner, str(tmp_path)).save(state)
-  stored = _checkpoint.read(str(tmp_path / "checkpoint_6"))
+  stored = checkpoint.read(str(tmp_path / "checkpoint_6"))
   assert (stored.format, stored.step, stored.sparse_step) == ("T5X", 6, None)
   want = {f"target/{path}": x for path, x in nms.rules.flatten(params)}
   found = {key: leaf for key, leaf in stored.leaves.items() if key.startswith("target/")}
@@ -819,7 +819,7 @@ def test_tfds_is_not_asked_for_splits():
   import seqio
 
   vague = seqio.Task("vague", seqio.TfdsDataSource("no_such/set:1.0.0"), {}, [])
-  assert _planner._splits(vague) is None
+  assert planner._splits(vague) is None
 
 
 @pytest.mark.t5x

@@ -71,7 +71,8 @@ def test_every_recipe_is_there_and_a_page_holds_its_runs():
 @pytest.mark.parametrize("recipe", ["warmup", *quickstart.ALL])
 def test_gin_takes_each_run_and_reads_every_override(recipe):
   pytest.importorskip("seqio", reason="run files of the local runner need .[local]")
-  from nm_sparsity_jax.commands import _flags, _gin
+  from nm_sparsity_jax import gin_files
+  from nm_sparsity_jax.commands import _flags
 
   argv = (
     quickstart.finetune("out", 40, recipe) if recipe != "warmup" else quickstart.warmup("out", 40)
@@ -79,7 +80,7 @@ def test_gin_takes_each_run_and_reads_every_override(recipe):
   parser = argparse.ArgumentParser()
   _flags.add(parser, "")
   args = parser.parse_args(argv[1:])
-  config = _gin.Config([str(gin_path.find())], args.gin_file, args.gin_bindings)
+  config = gin_files.Config([str(gin_path.find())], args.gin_file, args.gin_bindings)
   assert not config.errors and not config.warnings and config.program == "train"
   (made,) = config.value("RULES").places.values()
   name = "dense" if recipe == "warmup" else recipe

@@ -13,8 +13,10 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, flops
-from nm_sparsity_jax.commands import _charts, _events, _page, _report
-from nm_sparsity_jax.commands._charts import Chart, Line
+from nm_sparsity_jax.report import charts as drawing
+from nm_sparsity_jax.report import page, sections
+from nm_sparsity_jax.report.charts import Chart, Line
+from nm_sparsity_jax.runs import events as event_files
 from nm_sparsity_jax.t5 import T5Config
 
 CONFIG = """
@@ -69,7 +71,7 @@ def events(file, series):
 def _checksum(data):
   crc = 0xFFFFFFFF
   for byte in data:
-    crc = _events._CRC32C[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc = event_files._CRC32C[(crc ^ byte) & 0xFF] ^ (crc >> 8)
   crc ^= 0xFFFFFFFF
   return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -120,7 +122,7 @@ def runs(tmp_path_factory):
 
 
 def charts(runs, **more):
-  parts = [p for s in _report.sections(_report.read(runs), **more) for p in s.parts]
+  parts = [p for s in sections.sections(sections.read(runs), **more) for p in s.parts]
   return {p.key: p for p in parts if isinstance(p, Chart)}
 
 
@@ -184,7 +186,7 @@ def test_points_are_those_of_the_events_at_steps_of_the_sparse_run(runs):
 
 def test_d_is_the_schedules_own_beside_the_samples(runs):
   dashed, other, *dots = charts(runs)["decay"].lines
-  recipe = _report.read(runs)[0].rules.places["ff"]
+  recipe = sections.read(runs)[0].rules.places["ff"]
   assert dict(dashed.points)[9] == 1.0 and dict(dashed.points)[80] == 0.0
   assert 0 < dict(dashed.points)[40] < 1
   for step, value in dashed.points:
@@ -196,13 +198,13 @@ def test_d_is_the_schedules_own_beside_the_samples(runs):
 def test_d_jumps_where_the_schedule_does():
   phases = nms.Phases(total=10_000, dense=1_234, finetune=999)
   recipe = nms.recipe("mdgf_linear", pattern="1:4", phases=phases, beta=1e-5)
-  found = dict(_report._decay(recipe, _report._segments(recipe)))
+  found = dict(sections._decay(recipe, sections._segments(recipe)))
   assert found[1_234] == 1.0 and found[9_000] > 0.9 and found[9_001] == 0.0 == found[9_999]
 
 
 def test_the_published_row_stands_below(tmp_path):
   run = write(tmp_path / "run", "sr_ste", "1:32")
-  table, *said = {s.key: s.parts for s in _report.sections(_report.read([run]))}["scores"]
+  table, *said = {s.key: s.parts for s in sections.sections(sections.read([run]))}["scores"]
   rte = table.head.index("RTE")
   rows = {getattr(row[0], "text", row[0]): row for row in table.rows}
   text = {name: getattr(row[rte], "text", row[rte]) for name, row in rows.items()}
@@ -214,7 +216,7 @@ def test_scores_against_flops_and_pattern(runs):
   found = charts(runs, checkpoint="last")
   lines = found["score_by_flops"].lines
   shape = flops.T5Shape.of(T5Config.t5_1_1("tiny", vocab_size=256), 16, 4)
-  for run, line, plus in zip(_report.read(runs), lines, (0, 0.5), strict=True):
+  for run, line, plus in zip(sections.read(runs), lines, (0, 0.5), strict=True):
     recipes = dict(run.rules.places)
     for (x, y), step in zip(line.points, (50, 100), strict=True):
       assert x == flops.training(shape, recipes, 8, until=step).flops
@@ -245,30 +247,30 @@ def test_a_denser_checkpoint_is_never_the_best(tmp_path):
   runs = list(found.values())
   points = {line.run: line.points for line in charts(runs)["score_by_pattern"].lines}
   assert (points[0], points[1]) == ([(0.0, 50.0)], [(1.0, 50.0)])
-  parts = {s.key: s.parts for s in _report.sections(_report.read(runs))}["scores"]
-  (table,) = [p for p in parts if isinstance(p, _report.Table) and p.head[0] == "metric"]
+  parts = {s.key: s.parts for s in sections.sections(sections.read(runs))}["scores"]
+  (table,) = [p for p in parts if isinstance(p, sections.Table) and p.head[0] == "metric"]
   assert table.rows == [["mine accuracy", "50 @ 80", "50 @ 80"]]
   assert "the best one at the target pattern" in " ".join(p for p in parts if isinstance(p, str))
-  rows = {s.key: s.parts for s in _report.sections(_report.read(runs), 1005)}["scores"]
-  assert any("90 @ 5" in row for p in rows if isinstance(p, _report.Table) for row in p.rows)
+  rows = {s.key: s.parts for s in sections.sections(sections.read(runs), 1005)}["scores"]
+  assert any("90 @ 5" in row for p in rows if isinstance(p, sections.Table) for row in p.rows)
 
   config = tmp_path / "1_8/config.gin"
   config.write_text(config.read_text().replace("FINETUNE_STEPS = 20\n", ""))
-  (said,) = [p for p in _report._unknown_targets(_report.read(runs), "best")]
+  (said,) = [p for p in sections._unknown_targets(sections.read(runs), "best")]
   assert said.startswith("1_8: from which step on the weights have the target pattern is not known")
-  assert said in {s.key: s.parts for s in _report.sections(_report.read(runs))}["cost"]
+  assert said in {s.key: s.parts for s in sections.sections(sections.read(runs))}["cost"]
 
 
 def test_the_environment_of_each_run(tmp_path):
   runs = [write(tmp_path / name) for name in "abc"]
-  (none,) = {s.key: s.parts for s in _report.sections(_report.read(runs))}["environment"]
+  (none,) = {s.key: s.parts for s in sections.sections(sections.read(runs))}["environment"]
   assert none.startswith("No run noted what it ran with: the local runner does, in run.json")
   elsewhere = [{"from": 1000, "environment": {"jax": "1", "devices": "1 x cpu"}},
                {"from": 1040, "environment": {"jax": "2", "devices": "1 x cpu"}}]  # fmt: skip
   for run, processes in zip(runs, (elsewhere[:1], elsewhere), strict=False):
     note = json.dumps({"start": 1000, "processes": processes})
     (tmp_path / run / "run.json").write_text(note)
-  table, *said = {s.key: s.parts for s in _report.sections(_report.read(runs))}["environment"]
+  table, *said = {s.key: s.parts for s in sections.sections(sections.read(runs))}["environment"]
   text = [[getattr(cell, "text", cell) for cell in row] for row in table.rows]
   assert text == [["jax", "1", "2", "–"], ["devices", "1 x cpu", "1 x cpu", "–"]]
   assert said == [
@@ -283,8 +285,8 @@ def test_runs_of_one_recipe_are_joined_and_mini_glue_is_no_glue(tmp_path):
   assert joined.points == [(0.0, 55.0), (1.0, 55.0)]
   mini = write(tmp_path / "c", tasks=("nm_glue_mini_rte",))
   assert "score_by_pattern" not in charts([same[0], mini])
-  sections = {s.key: s.parts for s in _report.sections(_report.read([same[0], mini]))}
-  assert "does not compare with GLUE" in sections["scores"][0]
+  by_key = {s.key: s.parts for s in sections.sections(sections.read([same[0], mini]))}
+  assert "does not compare with GLUE" in by_key["scores"][0]
 
 
 def test_flops_until_a_step_are_sums_over_steps():
@@ -338,7 +340,7 @@ def test_every_number_of_a_chart_is_in_its_table_and_every_dot_in_its_place(runs
   found = charts(runs)
   assert set(figures) == set(found)
   for key, chart in found.items():
-    axes = _charts.axes_of(chart)
+    axes = drawing.axes_of(chart)
     assert axes is not None
     for line in chart.lines:
       if line.run is None or line.style == "dashed":
@@ -354,42 +356,42 @@ def test_every_number_of_a_chart_is_in_its_table_and_every_dot_in_its_place(runs
 
 def test_axes():
   chart = Chart("k", "t", "x", [Line(0, [(0, 1.0), (10, 3.0)])])
-  axes = _charts.axes_of(chart)
+  axes = drawing.axes_of(chart)
   left, low = axes.at(0, axes.y[0])
   right, high = axes.at(10, axes.y[1])
   assert left < right and low > high  # pixels count downwards
   middle = axes.at(5, (axes.y[0] + axes.y[1]) / 2)
   assert middle == (pytest.approx((left + right) / 2), pytest.approx((low + high) / 2))
-  log = _charts.axes_of(Chart("k", "t", "x", [Line(0, [(0, 1e-6), (1, 1e-2)])], log=True))
+  log = drawing.axes_of(Chart("k", "t", "x", [Line(0, [(0, 1e-6), (1, 1e-2)])], log=True))
   assert log.at(0, 1e-4)[1] == pytest.approx((log.at(0, 1e-6)[1] + log.at(0, 1e-2)[1]) / 2)
-  assert _charts.axes_of(Chart("k", "t", "x", [Line(0, [(0, math.nan)])])) is None
-  assert _charts.axes_of(Chart("k", "t", "x", [Line(0, [(0, -1.0)])], log=True)) is None
+  assert drawing.axes_of(Chart("k", "t", "x", [Line(0, [(0, math.nan)])])) is None
+  assert drawing.axes_of(Chart("k", "t", "x", [Line(0, [(0, -1.0)])], log=True)) is None
   for low, high in ((0, 1), (0.3, 0.31), (-5, 12), (0, 4e15)):
-    marks = _charts.ticks(low, high)
+    marks = drawing.ticks(low, high)
     assert 2 <= len(marks) <= 6 and low <= marks[0] and marks[-1] <= high
   for low, high in ((1e-9, 1), (0.2, 0.9), (3, 40), (1e-30, 1e-3)):
-    marks = _charts.log_ticks(low, high)
+    marks = drawing.log_ticks(low, high)
     assert 1 <= len(marks) <= 6 and low <= marks[0] and marks[-1] <= high
 
 
 def test_tables(runs, tmp_path):
-  sections = {s.key: s.parts for s in _report.sections(_report.read(runs), "last")}
-  overview = sections["runs"][0]
+  by_key = {s.key: s.parts for s in sections.sections(sections.read(runs), "last")}
+  overview = by_key["runs"][0]
   assert overview.rows[0][1:5] == [
     "ff: mdgf_exponential 1:8, dense 10, finetune 20", "100 of 100", "0.64", "0.125",
   ]  # fmt: skip
-  assert "1,000 more" in sections["runs"][1]
-  density = sections["density"][0]
+  assert "1,000 more" in by_key["runs"][1]
+  density = by_key["density"][0]
   assert [row[0] for row in density.rows] == list(PATHS)  # 2 before 10
   assert density.rows[0][2].text == "0.25" and density.rows[0][2].bar == 0.25
-  scores = {row[0].text: row for row in sections["scores"][0].rows if not isinstance(row[0], str)}
-  rte = sections["scores"][0].head.index("RTE")
+  scores = {row[0].text: row for row in by_key["scores"][0].rows if not isinstance(row[0], str)}
+  rte = by_key["scores"][0].head.index("RTE")
   assert scores["mdgf"][rte].text == "55.0" and scores["sr<b>ste"][rte].text == "55.5"
   assert scores["sr<b>ste"][rte].strong and not scores["mdgf"][rte].strong
-  settings = sections["settings"][0].rows
+  settings = by_key["settings"][0].rows
   assert settings[0][0] == "RANDOM_SEED" and [c.text for c in settings[0][1:]] == ["7", "7"]
   assert [row[0] for row in settings[1:3]] == ["PATTERN", "RECIPE"] and settings[1][1].strong
-  strips = [p for p in sections["schedule"] if isinstance(p, _report.Strip)]
+  strips = [p for p in by_key["schedule"] if isinstance(p, sections.Strip)]
   assert [s[:3] for s in strips[1].segments] == [(0, 10, "dense"), (10, 100, "1:4")]
 
 
@@ -428,7 +430,7 @@ def test_pngs(runs, tmp_path):
   log = Chart("log", "t", "x", [Line(0, [(0, 1e-3), (1, 1.0), (2, 0.5)])], log=True)
   plain = dataclasses.replace(log, key="plain", log=False)
   for chart in (log, plain, charts(runs)["decay"], charts(runs)["score_by_pattern"]):
-    _charts.png(chart, ["a", "b"], tmp_path / "png" / f"{chart.key}.png")
+    drawing.png(chart, ["a", "b"], tmp_path / "png" / f"{chart.key}.png")
   data = {file.read_bytes() for file in (tmp_path / "png").iterdir()}
   assert len(data) == 5 and all(png.startswith(b"\x89PNG") for png in data)
 
@@ -508,6 +510,6 @@ def test_a_browser_shows_it_on_a_desk_and_on_a_phone(runs, tmp_path):
 
 def test_what_a_page_draws_of_many_points_has_no_dots():
   many = Chart("k", "t", "x", [Line(0, [(x, 1.0 + x) for x in range(500)])])
-  text = _page._figure(many, ["run"])
+  text = page._figure(many, ["run"])
   (points,) = re.findall('points="(.*?)"', text)
   assert "<circle" not in text and len(points.split()) == 500 and text.count("<tr>") == 501

@@ -16,8 +16,9 @@ import pytest
 import sweep_stub
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import _charts, _sweep, _sweep_page
 from nm_sparsity_jax.commands import sweep as sweep_command
+from nm_sparsity_jax.report import charts
+from nm_sparsity_jax.sweep import grid, page
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
 
@@ -46,7 +47,7 @@ def here(tmp_path, monkeypatch):
   """An empty folder to stand in; runs are stubs, and the task is not looked up."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
-  monkeypatch.setattr(_sweep.Check, "check_tasks", lambda self: None)
+  monkeypatch.setattr(grid.Check, "check_tasks", lambda self: None)
   return tmp_path
 
 
@@ -68,7 +69,7 @@ def outcomes(**found):
 
 
 def test_the_grid_seed_by_seed_dense_once_a_seed(here):
-  sweep = _sweep.read(write(FILE))
+  sweep = grid.read(write(FILE))
   assert [cell.name for cell in sweep.runs()] == [
     f"{name}-seed{seed}"
     for seed in (0, 3)
@@ -87,7 +88,7 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   }  # fmt: skip
   assert sweep.command(cell)[:2] == ["train", "--gin_file=gin_configs/runs/local_train.gin"]
   assert "--gin.PATTERN='1:8'" in sweep.command(cell)
-  alone = _sweep.read(write(FILE.partition("[start]")[0].replace('baseline = "sr_ste"', "")))
+  alone = grid.read(write(FILE.partition("[start]")[0].replace('baseline = "sr_ste"', "")))
   assert alone.baseline == "dense" and not alone.starts
   assert "INITIAL_CHECKPOINT_PATH" not in alone.cells[0].macros
 
@@ -144,12 +145,12 @@ def test_a_mistake_is_one_line_that_names_file_and_key(old, new, said, here, cap
 
 
 def test_the_files_of_example_and_documentation_are_right(here):
-  example = _sweep.read(str(ROOT / "examples/sweep_mini_glue.toml"))
+  example = grid.read(str(ROOT / "examples/sweep_mini_glue.toml"))
   assert len(list(example.runs())) == 3 * (1 + 1 + 8 * 2)
   (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)
-  for sweep in (example, _sweep.read(write(block))):
+  for sweep in (example, grid.read(write(block))):
     last = list(sweep.runs())[-1]
-    known = _sweep.Check(sweep).runs[last.name]
+    known = grid.Check(sweep).runs[last.name]
     assert (known.first, known.steps) == (1500, 400)
 
 
@@ -213,7 +214,7 @@ def test_what_is_done_is_shown_without_the_checkpoint_that_it_started_from(
 ):
   text = SMALL.partition("[start]")[0] + "INITIAL_CHECKPOINT_PATH = 'gone/checkpoint_2'\n"
   with monkeypatch.context() as m:
-    m.setattr(_sweep, "_step_of", lambda checkpoint: 2)
+    m.setattr(grid, "_step_of", lambda checkpoint: 2)
     code, out, _ = sweep(write(text), capsys)
     assert code == 0 and trace("idp-1_4-seed3") == [3, 4, 5, 6]
   assert sweep("sweep.toml", capsys, "--table")[:2] == (0, out)
@@ -250,15 +251,15 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
   from nm_sparsity_jax.local import train
 
   file = write(SMALL)
-  check = _sweep.Check(_sweep.read(file))
+  check = grid.Check(grid.read(file))
   settings = {}
   monkeypatch.setattr(
     train, "changed", lambda folder, now: settings.update({folder.name: now}) or ""
   )
-  _sweep.Check(_sweep.read(file))
+  grid.Check(grid.read(file))
   monkeypatch.undo()
   monkeypatch.chdir(here)
-  monkeypatch.setattr(_sweep.Check, "check_tasks", lambda self: None)
+  monkeypatch.setattr(grid.Check, "check_tasks", lambda self: None)
   for name in ("sr_ste-1_4-seed0", "idp-1_4-seed0", "idp-1_4-seed3"):
     folder = pathlib.Path("out", name)
     folder.mkdir(parents=True)
@@ -285,7 +286,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
   assert code == 1 and "out/sr_ste-1_4-seed0 was evaluated by Evaluation(" in err
   assert "num_examples=None" in err and "num_examples=64" in err
   # When things are looked at is free.
-  _sweep.Check(_sweep.read(write(SMALL.replace("[macros]", "[macros]\nEVAL_PERIOD = 1"))))
+  grid.Check(grid.read(write(SMALL.replace("[macros]", "[macros]\nEVAL_PERIOD = 1"))))
   known = check.runs["idp-1_4-seed0"]
   assert (known.first, known.steps) == (2, 4) and known.evaluation.startswith("Evaluation(")
 
@@ -294,9 +295,10 @@ ALONE = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import _charts, _sweep
+from nm_sparsity_jax.report import charts
+from nm_sparsity_jax.sweep import grid
 from nm_sparsity_jax.commands import sweep as sweep_command
-_sweep.Check.check_tasks = lambda self: None
+grid.Check.check_tasks = lambda self: None
 sys.exit(cli.main(["sweep", "sweep.toml"]))
 """
 
@@ -454,7 +456,7 @@ def test_a_score_needs_every_task_and_tasks_have_columns(here, capsys):
 
 def test_a_variant_is_a_recipe_with_macros_of_its_own(here):
   text = FILE.replace('"idp"]', '"late"]') + "[variants.late]\nRECIPE = 'sr_ste'\nDENSE_STEPS = 1\n"
-  read = _sweep.read(write(text.replace("[macros]", "[macros]\nGRADIENT = 'masked'")))
+  read = grid.read(write(text.replace("[macros]", "[macros]\nGRADIENT = 'masked'")))
   late, dense, start = read.cells[-1], read.cells[0], read.starts[0]
   assert (late.name, late.macros["RECIPE"], late.macros["DENSE_STEPS"]) == (
     "late-1_8-seed3",
@@ -465,7 +467,7 @@ def test_a_variant_is_a_recipe_with_macros_of_its_own(here):
   # What only a sparse run takes is left out of a dense one.
   assert late.macros["GRADIENT"] == "masked"
   assert "GRADIENT" not in dense.macros and "GRADIENT" not in start.macros
-  _sweep.Check(_sweep.read(write(text)))
+  grid.Check(grid.read(write(text)))
 
 
 def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
@@ -482,7 +484,7 @@ def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
   (chart,) = re.findall(r'id="chart-score_by_pattern".*?</figure>', page, re.DOTALL)
   assert "dense, 1:8: 50" in chart and "sr_ste, 1:4: 50" in chart and "sr_ste, 1:8: 70.5" in chart
   assert chart.count("<polyline") == 3
-  monkeypatch.setattr(_charts, "MAX_RUNS", 2)
+  monkeypatch.setattr(charts, "MAX_RUNS", 2)
   sweep("sweep.toml", capsys)
   page = pathlib.Path("out/report.html").read_text()
   assert (
@@ -497,11 +499,11 @@ def test_no_line_bridges_a_pattern_that_is_missing():
   scores = {"1:16": 4, "1:2": 7, "2:8": None, "1:8": 5}
   rows = [row("idp", pattern, score) for pattern, score in scores.items()]
   rows.append(row("dense", None, 9))
-  (score,) = _sweep_page._by_pattern({"rows": rows}, ["dense", "idp"])
+  (score,) = page._by_pattern({"rows": rows}, ["dense", "idp"])
   assert score.key == "score_by_pattern" and score.labels == ["1:2", "2:8", "1:8", "1:16"]
   found = [(line.run, list(line.points)) for line in score.lines]
   assert found == [(0, [(x, 9) for x in range(4)]), (1, [(0, 7)]), (1, [(2, 5), (3, 4)])]
-  assert not list(_sweep_page._by_pattern({"rows": rows[1:2] + rows[4:]}, ["dense", "idp"]))
+  assert not list(page._by_pattern({"rows": rows[1:2] + rows[4:]}, ["dense", "idp"]))
 
 
 @pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")

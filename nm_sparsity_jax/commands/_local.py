@@ -9,7 +9,8 @@ import contextlib
 import os
 from typing import Any
 
-from nm_sparsity_jax.commands import _flags, _gin, gin_path
+from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.commands import _flags, gin_path
 
 _RUNS = {
   "train": "local_train.gin or local_finetune.gin",
@@ -18,14 +19,14 @@ _RUNS = {
 }
 
 
-def read(args: argparse.Namespace, program: str) -> tuple[_gin.Config, str]:
+def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]:
   """The configuration, without a mistake in it, and its text."""
   if not args.gin_file:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   _flags.see_modules_here()
   paths = [path for path in args.gin_search_paths.split(",") if path]
-  config = _gin.Config([*paths, str(gin_path.find())], args.gin_file, args.gin_bindings)
+  config = gin_files.Config([*paths, str(gin_path.find())], args.gin_file, args.gin_bindings)
   if config.errors:
     raise ValueError("; ".join(config.errors))
   if config.program != program:
@@ -52,9 +53,9 @@ def call(args: argparse.Namespace, program: str) -> int:
   return getattr(train, program)(**{n: argument(config, n) for n in names}, config=text)
 
 
-def argument(config: _gin.Config, name: str) -> Any:
+def argument(config: gin_files.Config, name: str) -> Any:
   """An argument of the program, made; a mistake in it without gin's account of the way there."""
   try:
     return config.argument(name)
   except Exception as e:
-    raise ValueError(_gin.message(e)) from e
+    raise ValueError(gin_files.message(e)) from e

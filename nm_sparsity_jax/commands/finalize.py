@@ -27,8 +27,8 @@ from nm_sparsity_jax.commands import verify
 if TYPE_CHECKING:
   import numpy as np
 
-  from nm_sparsity_jax.commands._checkpoint import Stored
   from nm_sparsity_jax.rules import Assignment, Place, Rules
+  from nm_sparsity_jax.runs.checkpoint import Stored
 
 _STATE = "flax_mutables/nm_sparsity"
 
@@ -45,17 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Makes zeros, writes, proves, prints."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
-  from nm_sparsity_jax.commands import _checkpoint
+  from nm_sparsity_jax.runs import checkpoint
 
   stored, rules = verify.open_checkpoint(args)
   assignment = verify.assign(stored, rules)
   if not args.early:
     _refuse_early(stored, assignment)
   path = os.path.join(args.out, f"checkpoint_{stored.step or 0}")
-  _checkpoint.check_new(path)
+  checkpoint.check_new(path)
   tree, removed = finalized(stored, rules, assignment)
-  _checkpoint.write(path, tree)
-  written = _checkpoint.read(path)
+  checkpoint.write(path, tree)
+  written = checkpoint.read(path)
   report = verify.prove(written, rules)
   if args.json:
     found = verify.as_json(written, rules, report)
@@ -111,7 +111,7 @@ def finalized(
   import numpy as np
 
   from nm_sparsity_jax import apply
-  from nm_sparsity_jax.commands import _checkpoint
+  from nm_sparsity_jax.runs import checkpoint
 
   kept: dict[str, Any] = {"state/step": np.int32(0)}  # where there is none: T5X wants it
   removed = []
@@ -124,23 +124,23 @@ def finalized(
     )
     if place is not None:
       before = kept[key]
-      tree = _checkpoint.nested({place.path: before})
+      tree = checkpoint.nested({place.path: before})
       state = _state(stored, place) if place.recipe.stateful else None
       after = apply.finalize(tree, verify.alone(place, rules), state)
-      (kept[key],) = (np.asarray(leaf) for _, leaf in _checkpoint.flat(after))
+      (kept[key],) = (np.asarray(leaf) for _, leaf in checkpoint.flat(after))
       removed.append(_removed(place, before, kept[key]))
-  return _checkpoint.nested(kept), removed
+  return checkpoint.nested(kept), removed
 
 
 def _state(stored: Stored, place: Place) -> dict[str, Any]:
   """What `apply.finalize` reads of the stored mask of a place."""
-  from nm_sparsity_jax.commands import _checkpoint
+  from nm_sparsity_jax.runs import checkpoint
 
   state: dict[str, Any] = {"step": stored.sparse_step}
   for kind in ("mask", "made", "renewed"):
     key = f"{_STATE}/{kind}/{place.path}"
     if key in stored.leaves:
-      state[kind] = _checkpoint.nested({place.path: stored.array(key)})
+      state[kind] = checkpoint.nested({place.path: stored.array(key)})
   return state
 
 

@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue
-from nm_sparsity_jax.commands import _published, _runs
+from nm_sparsity_jax.runs import results
+from nm_sparsity_jax.scores import published
 
 _TITLES = ("overall", *(c.title for c in glue.COLUMNS))
 _SHORT = {
@@ -83,7 +84,7 @@ def checkpoint(text: str) -> str | int:
 def _places(text: str) -> dict[str, str]:
   try:
     pairs = [part.rpartition("=") for part in text.split(",")]
-    return _runs.single({place or "ff": pattern for place, _, pattern in pairs})
+    return results.single({place or "ff": pattern for place, _, pattern in pairs})
   except ValueError as e:
     raise argparse.ArgumentTypeError(str(e)) from None
 
@@ -95,19 +96,19 @@ def run(args: argparse.Namespace) -> int:
   if lone := [name for name, *paths in args.join if not paths]:
     raise ValueError(f"--join {lone[0]}: a name for the row comes first, then the folders of runs")
 
-  def read(path: str) -> _runs.Run:
-    run = _runs.read(path)
+  def read(path: str) -> results.Run:
+    run = results.read(path)
     _told(run, args.recipe, args.pattern, args.dense_steps)
     return run
 
   runs = [read(path) for path in args.runs]
-  runs += [_runs.join(name, [read(path) for path in paths]) for name, *paths in args.join]
+  runs += [results.join(name, [read(path) for path in paths]) for name, *paths in args.join]
   report = score(runs, args.checkpoint)
   print(_FORMS[args.form][1](report) if args.form != "text" else text(report))
   return 0
 
 
-def _told(run: _runs.Run, recipe: str | None, places: Mapping | None, dense: int | None) -> None:
+def _told(run: results.Run, recipe: str | None, places: Mapping | None, dense: int | None) -> None:
   """Puts in what config.gin does not say."""
   if run.recipe is None and recipe == "dense":
     run.places = {}
@@ -123,7 +124,7 @@ def _told(run: _runs.Run, recipe: str | None, places: Mapping | None, dense: int
 # --- scores -------------------------------------------------------------------------------------
 
 
-def score(runs: Sequence[_runs.Run], checkpoint: str | int) -> dict[str, Any]:
+def score(runs: Sequence[results.Run], checkpoint: str | int) -> dict[str, Any]:
   """The report: plain values, as --json prints it.
 
   Args:
@@ -149,10 +150,10 @@ def score(runs: Sequence[_runs.Run], checkpoint: str | int) -> dict[str, Any]:
   }
 
 
-def _name(run: _runs.Run, runs: Sequence[_runs.Run]) -> str:
+def _name(run: results.Run, runs: Sequence[results.Run]) -> str:
   """Its own, else the folder's, else, where another has that too, the path."""
 
-  def short(r: _runs.Run) -> str:
+  def short(r: results.Run) -> str:
     path = r.path.resolve()
     return r.name or (path.parent.name if path.name == "inference_eval" else path.name)
 
@@ -160,7 +161,7 @@ def _name(run: _runs.Run, runs: Sequence[_runs.Run]) -> str:
   return str(run.path) if shared and not run.name else short(run)
 
 
-def _row(run: _runs.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
+def _row(run: results.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
   columns, missing, remarks = {}, {}, list(run.remarks)
   first = run.target_from()
   if unknown := run.target_remark():
@@ -194,27 +195,27 @@ def _row(run: _runs.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
     "columns": columns,
     "missing": missing,
   }
-  match, remark = _published.match(run)
+  match, remark = published.match(run)
   if early := [t for t, c in columns.items() if c["step"] < (first or 0)]:
     match = None
     remark = (
       f"no published row: {', '.join(early)} {'is' if len(early) == 1 else 'are'} of steps before "
       f"{first}, from which on the target pattern is certain"
     )
-  row["published"] = published = _published_row(match) if match else None
+  row["published"] = beside = _published_row(match) if match else None
   row["delta"] = {
     title: a - b
     for title in _TITLES
-    if published
+    if beside
     and (a := _mean_of(row, title)) is not None
-    and (b := _mean_of(published, title)) is not None
+    and (b := _mean_of(beside, title)) is not None
   }
   row["remarks"] = [*remarks, *([remark] if remark else [])]
   return row
 
 
 def choose(
-  series: _runs.Series, metrics: Sequence[str], checkpoint: str | int, first: int = 0
+  series: results.Series, metrics: Sequence[str], checkpoint: str | int, first: int = 0
 ) -> tuple[int | None, str]:
   """The step to report, and a remark; (None, why) where there is none.
 
@@ -349,7 +350,7 @@ def _notes(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _what(row: Mapping[str, Any]) -> str:
   words = [row["recipe"] or "recipe not known"]
   if row["places"]:
-    words.append(_runs.text_of(row["places"]))
+    words.append(results.text_of(row["places"]))
   if row["places"] != {} and row["dense_steps"] is not None:
     of = f" of {row['sparse_steps']}" if row["sparse_steps"] else ""
     words.append(f"{row['dense_steps']}{of} steps dense")
@@ -452,7 +453,7 @@ def as_csv(report: Mapping[str, Any]) -> str:
     common = {
       "run": row["run"],
       "recipe": row["recipe"],
-      "pattern": _runs.text_of(row["places"] or {}),
+      "pattern": results.text_of(row["places"] or {}),
       "dense_steps": row["dense_steps"],
       "checkpoint": report["checkpoint"],
     }

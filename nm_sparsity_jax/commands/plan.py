@@ -42,18 +42,19 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
-  from nm_sparsity_jax.commands import _gin, _planner
+  from nm_sparsity_jax import gin_files
+  from nm_sparsity_jax.plan import planner
 
   _flags.see_modules_here()
   paths = [path for path in args.gin_search_paths.split(",") if path]
   with contextlib.nullcontext() if args.debug else _flags.quiet():
-    config = _gin.Config(paths, args.gin_file, args.gin_bindings)
-    report = _planner.plan(config, args.checkpoint)
+    config = gin_files.Config(paths, args.gin_file, args.gin_bindings)
+    report = planner.plan(config, args.checkpoint)
     config.close()
   if args.plot:
     plot(report, args.plot)
   if args.json:
-    print(json.dumps(_planner.as_json(report), indent=2))
+    print(json.dumps(planner.as_json(report), indent=2))
   else:
     print(render(report, everything=args.all))
   return 0 if report["ok"] else 1

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Reads, draws, writes."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
-  from nm_sparsity_jax.commands import _charts, _flags, _page, _report
+  from nm_sparsity_jax.commands import _flags
+  from nm_sparsity_jax.report import charts, page, sections
 
   out = pathlib.Path(args.out)
   _flags.check_folder("--out", out.parent)
@@ -45,17 +46,17 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError(f"--out: {str(out)!r} is a folder: name a file in it.")
   if args.png:
     _flags.check_folder("--png", pathlib.Path(args.png))
-  runs = _report.read(args.runs)
-  sections = _report.sections(runs, args.checkpoint)
+  runs = sections.read(args.runs)
+  parts = sections.sections(runs, args.checkpoint)
   out.parent.mkdir(parents=True, exist_ok=True)
-  out.write_text(_page.render(runs, sections, versions()), "utf-8")
+  out.write_text(page.render(runs, parts, versions()), "utf-8")
   print(out)
   if args.png:
     folder = pathlib.Path(args.png)
     folder.mkdir(parents=True, exist_ok=True)
-    for chart in (part for s in sections for part in s.parts if isinstance(part, _charts.Chart)):
-      if _charts.axes_of(chart):
-        _charts.png(chart, [run.name for run in runs], folder / f"{chart.key}.png")
+    for chart in (part for s in parts for part in s.parts if isinstance(part, charts.Chart)):
+      if charts.axes_of(chart):
+        charts.png(chart, [run.name for run in runs], folder / f"{chart.key}.png")
     print(folder)
   return 0
 

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from nm_sparsity_jax.commands import _sweep
+  from nm_sparsity_jax.sweep import grid
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +42,14 @@ def run(args: argparse.Namespace) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   environment = dict(os.environ)  # of the runs, which use the devices that there are
   os.environ["JAX_PLATFORMS"] = "cpu"
-  from nm_sparsity_jax.commands import _flags, _sweep, _sweep_page, _sweep_table
+  from nm_sparsity_jax.commands import _flags
+  from nm_sparsity_jax.sweep import grid, page, table
 
-  sweep = _sweep.read(args.file)
+  sweep = grid.read(args.file)
   # Half of what a run costs before its first step; runs that differ in the seed compile the same.
   environment.setdefault("JAX_COMPILATION_CACHE_DIR", str((sweep.out / ".xla").absolute()))
   with contextlib.nullcontext() if args.debug else _flags.quiet():
-    check = _sweep.Check(sweep)
+    check = grid.Check(sweep)
     if not args.table and not _all_done(sweep, check.runs):
       check.check_tasks()
   code, stopped = 0, None
@@ -56,35 +57,35 @@ def run(args: argparse.Namespace) -> int:
     with _alone(sweep.out) as lock, _Signals() as stop:
       code = _train(sweep, check.runs, environment, lock, stop)
     stopped = stop.name
-  report = _sweep_table.report(sweep, check.runs)
-  if not args.table and not stopped and (page := _sweep_page.write(sweep, check.runs, report)):
-    _say(str(page))
-  print(json.dumps(report, indent=2) if args.json else _sweep_table.text(report))
+  report = table.report(sweep, check.runs)
+  if not args.table and not stopped and (written := page.write(sweep, check.runs, report)):
+    _say(str(written))
+  print(json.dumps(report, indent=2) if args.json else table.text(report))
   return code
 
 
-def _all_done(sweep: _sweep.Sweep, known: Mapping[str, _sweep.Checked]) -> bool:
-  from nm_sparsity_jax.commands import _sweep
+def _all_done(sweep: grid.Sweep, known: Mapping[str, grid.Checked]) -> bool:
+  from nm_sparsity_jax.sweep import grid
 
-  return all(_sweep.is_done(cell, known[cell.name]) for cell in sweep.runs())
+  return all(grid.is_done(cell, known[cell.name]) for cell in sweep.runs())
 
 
 # --- running ------------------------------------------------------------------------------------
 
 
 def _train(
-  sweep: _sweep.Sweep,
-  known: Mapping[str, _sweep.Checked],
+  sweep: grid.Sweep,
+  known: Mapping[str, grid.Checked],
   environment: Mapping[str, str],
   lock: IO[str],
   stop: _Signals,
 ) -> int:
   """Does what is not done, one run after the other; the exit code."""
-  from nm_sparsity_jax.commands import _sweep
+  from nm_sparsity_jax.sweep import grid
 
   cells = list(sweep.runs())
-  done = {cell.name for cell in cells if _sweep.is_done(cell, known[cell.name])}
-  lacking = {c.name: known[c.name].steps - _sweep.steps_done(c, known[c.name]) for c in cells}
+  done = {cell.name for cell in cells if grid.is_done(cell, known[cell.name])}
+  lacking = {c.name: known[c.name].steps - grid.steps_done(c, known[c.name]) for c in cells}
   clock = _Clock({name: steps for name, steps in lacking.items() if name not in done})
   failed = 0
   _say(f"{sweep.out}: {len(done)} of {len(cells)} runs done")
@@ -99,9 +100,9 @@ def _train(
     else:
       _say(f"  {cell.name}: {cell.folder / 'log.txt'}")
       cell.folder.mkdir(parents=True, exist_ok=True)
-      _sweep.evaluated_with(cell).write_text(known[cell.name].evaluation)
+      grid.evaluated_with(cell).write_text(known[cell.name].evaluation)
       why = _run(sweep.command(cell), cell, environment, lock, stop)
-      if why is None and not _sweep.is_done(cell, known[cell.name]):
+      if why is None and not grid.is_done(cell, known[cell.name]):
         why = "it was stopped before it was done"
     if stop.name is not None:
       break
@@ -110,7 +111,7 @@ def _train(
     else:
       failed += 1
       cell.folder.mkdir(parents=True, exist_ok=True)
-      _sweep.failure(cell).write_text(why + "\n")
+      grid.failure(cell).write_text(why + "\n")
     passed = time.monotonic() - begin
     left = clock.left(cell.name, passed if why is None else None)
     words = f"done in {_time(passed)}" if why is None else f"failed: {why}"
@@ -122,12 +123,12 @@ def _train(
 
 
 def _run(
-  command: list[str], cell: _sweep.Cell, environment: Mapping[str, str], lock: IO, stop: _Signals
+  command: list[str], cell: grid.Cell, environment: Mapping[str, str], lock: IO, stop: _Signals
 ) -> str | None:
   """Trains in a process of its own; None, or why it failed."""
-  from nm_sparsity_jax.commands import _sweep
+  from nm_sparsity_jax.sweep import grid
 
-  _sweep.failure(cell).unlink(missing_ok=True)
+  grid.failure(cell).unlink(missing_ok=True)
   log = cell.folder / "log.txt"
   with log.open("a") as file:
     where = file.tell()

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.apply import Report
-  from nm_sparsity_jax.commands._checkpoint import Stored
   from nm_sparsity_jax.rules import Place, Rules
+  from nm_sparsity_jax.runs.checkpoint import Stored
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
 def open_checkpoint(args: argparse.Namespace) -> tuple[Stored, Rules]:
   """The checkpoint that is meant, and its rules."""
-  from nm_sparsity_jax.commands import _checkpoint
+  from nm_sparsity_jax.runs import checkpoint
 
-  stored = _checkpoint.read(_checkpoint.find(args.checkpoint))
+  stored = checkpoint.read(checkpoint.find(args.checkpoint))
   return stored, _rules(stored, _table("--rules", args.rules), _table("--axes", args.axes))
 
 
@@ -120,12 +120,12 @@ def _rules(
 def prove(stored: Stored, rules: Rules) -> Report:
   """`verify` of all places, one array at a time."""
   from nm_sparsity_jax import apply
-  from nm_sparsity_jax.commands import _checkpoint
+  from nm_sparsity_jax.runs import checkpoint
 
   found = []
   assignment = assign(stored, rules)
   for path, place in assignment.places.items():
-    tree = _checkpoint.nested({path: stored.array(f"target/{path}")})
+    tree = checkpoint.nested({path: stored.array(f"target/{path}")})
     found += apply.verify(tree, alone(place, rules)).places
   return apply.Report(tuple(found), assignment.skipped)
 
@@ -135,7 +135,7 @@ def assign(stored: Stored, rules: Rules):
   import jax
   import jax.numpy as jnp
 
-  from nm_sparsity_jax.commands import _checkpoint
+  from nm_sparsity_jax.runs import checkpoint
 
   shapes = {}
   for key, leaf in stored.leaves.items():
@@ -146,7 +146,7 @@ def assign(stored: Stored, rules: Rules):
   if not shapes:
     raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
   try:
-    assignment = rules.assign(_checkpoint.nested(shapes))
+    assignment = rules.assign(checkpoint.nested(shapes))
   except ValueError as e:
     text, is_stacked, _ = str(e).partition(" Name the axis that")
     hint = " Name it: --axes \"{'.*/mlp/.*/kernel': 0}\"" if is_stacked else ""

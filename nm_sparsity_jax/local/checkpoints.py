@@ -26,10 +26,10 @@ import optax
 from flax import serialization, traverse_util
 
 from nm_sparsity_jax import configure
-from nm_sparsity_jax.commands import _checkpoint
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.rules import Rules, flatten
+from nm_sparsity_jax.runs import checkpoint
 
 _PREFIX = "checkpoint"
 _DOOMED = ".removed"  # behind the name of a checkpoint that is being removed
@@ -88,7 +88,7 @@ class Checkpoints:
   def __init__(self, folder: str | os.PathLike, keep: int | None):
     if keep is not None and keep < 1:
       raise ValueError(f"KEEP_CHECKPOINTS={keep}: keep at least one, or None for all.")
-    ocp = _checkpoint.orbax(str(folder))
+    ocp = checkpoint.orbax(str(folder))
     self._ocp, self._keep = ocp, keep
     self.folder = pathlib.Path(folder).absolute()
     self.best: int | None = None  # the step that is never removed
@@ -96,7 +96,7 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(
       step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
     )
-    with _checkpoint.quiet_orbax():
+    with checkpoint.quiet_orbax():
       self._manager = ocp.CheckpointManager(
         self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
       )
@@ -113,7 +113,7 @@ class Checkpoints:
     """Starts to write; the tree may be donated afterwards."""
     if step == self._saving or step in self.steps():
       return
-    with self._explained(step), _checkpoint.quiet_orbax():
+    with self._explained(step), checkpoint.quiet_orbax():
       self.wait()
       self._prune()
       # A copy on the host: on a CPU the background would else read what the next step writes to.
@@ -125,7 +125,7 @@ class Checkpoints:
   def wait(self) -> None:
     """Until the last one is complete."""
     if self._saving is not None:
-      with self._explained(self._saving), _checkpoint.quiet_orbax():
+      with self._explained(self._saving), checkpoint.quiet_orbax():
         self._manager.wait_until_finished()
         self._saving = None
 
@@ -135,7 +135,7 @@ class Checkpoints:
       self.wait()
       self._prune()
     finally:
-      with contextlib.suppress(Exception), _checkpoint.quiet_orbax():
+      with contextlib.suppress(Exception), checkpoint.quiet_orbax():
         self._manager.close()
 
   @contextlib.contextmanager
@@ -221,7 +221,7 @@ def is_done(folder: str | os.PathLike, last: int) -> bool:
 
 def load_params(path: str, like: Any, shardings: Any) -> tuple[Any, int]:
   """Parameters and global step of anybody's checkpoint: Orbax, or T5X's own format; all float32."""
-  stored = _checkpoint.read(path)
+  stored = checkpoint.read(path)
   tree = _load(stored, {"target": like}, {"target": shardings})
   return tree["target"], stored.step or 0
 
@@ -231,7 +231,7 @@ def load_for_evaluation(path: str, model: Model) -> TrainState:
 
   A dense checkpoint has no sparse step, so it is only taken where all rules are dense.
   """
-  rules, stored = model.given_rules, _checkpoint.read(path)
+  rules, stored = model.given_rules, checkpoint.read(path)
   like = model.state_shapes(optax.identity())
   wanted, where = to_tree(like, rules), to_tree(model.shardings(like), rules)
   step = jnp.int32(stored.step or 0)
@@ -302,13 +302,13 @@ def _load(stored, like, shardings) -> Any:
 
 
 def _restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
-  ocp = _checkpoint.orbax(str(path))
+  ocp = checkpoint.orbax(str(path))
 
   def args(leaf, sharding):
     return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
   restore_args = jax.tree.map(args, like, shardings)
-  with _checkpoint.quiet_orbax(), ocp.PyTreeCheckpointer() as reader:
+  with checkpoint.quiet_orbax(), ocp.PyTreeCheckpointer() as reader:
     wanted = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
     return reader.restore(path, args=wanted)
 

@@ -13,7 +13,7 @@ import importlib.resources
 import json
 from typing import Any
 
-from nm_sparsity_jax.commands import _runs
+from nm_sparsity_jax.runs import results
 
 STEPS, DENSE_STEPS = 100_000, 10_000  # of the paper's runs
 
@@ -25,7 +25,7 @@ def tables() -> dict[str, Any]:
   return json.loads(file.read_text("utf-8"))
 
 
-def match(run: _runs.Run) -> tuple[dict[str, Any] | None, str]:
+def match(run: results.Run) -> tuple[dict[str, Any] | None, str]:
   """The published row for a run, with its `table`; else None. And a remark, or ''.
 
   A row is the run's where recipe, pattern of each place and dense phase agree. The paper has runs
@@ -38,7 +38,7 @@ def match(run: _runs.Run) -> tuple[dict[str, Any] | None, str]:
   return row, remark
 
 
-def _match(run: _runs.Run) -> tuple[dict[str, Any] | None, str]:
+def _match(run: results.Run) -> tuple[dict[str, Any] | None, str]:
   if run.mini:
     return None, "mini-GLUE, which is made up: no published row compares"
   if run.recipe is None or run.places is None:
@@ -48,9 +48,9 @@ def _match(run: _runs.Run) -> tuple[dict[str, Any] | None, str]:
     {"table": table, **row}
     for table in (12, 7)
     for row in tables()[f"table{table}"]
-    if row["recipe"] == run.recipe and _runs.single(row["places"]) == run.places
+    if row["recipe"] == run.recipe and results.single(row["places"]) == run.places
   ]
-  what = f"{run.recipe} {_runs.text_of(run.places)}".rstrip()
+  what = f"{run.recipe} {results.text_of(run.places)}".rstrip()
   if not rows:
     return None, f"the paper has no GLUE row for {what}"
   variants = [row for row in rows if row.get("dense_steps") is not None]

@@ -13,12 +13,14 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.commands import _report, _sweep, glue_score
+from nm_sparsity_jax.commands import glue_score
+from nm_sparsity_jax.report import sections
+from nm_sparsity_jax.sweep import grid
 
 MEASURES = ("score", "loss")
 
 
-def report(sweep: _sweep.Sweep, known: Mapping[str, _sweep.Checked]) -> dict[str, Any]:
+def report(sweep: grid.Sweep, known: Mapping[str, grid.Checked]) -> dict[str, Any]:
   """All of it, as --json prints it."""
   starts = {cell.name for cell in sweep.starts.values()}
   runs = [_run(cell, known[cell.name], cell.name in starts) for cell in sweep.runs()]
@@ -47,15 +49,15 @@ def report(sweep: _sweep.Sweep, known: Mapping[str, _sweep.Checked]) -> dict[str
   }
 
 
-def _run(cell: _sweep.Cell, known: _sweep.Checked, is_start: bool) -> dict[str, Any]:
+def _run(cell: grid.Cell, known: grid.Checked, is_start: bool) -> dict[str, Any]:
   """One run; of one that is not done no numbers."""
   found: dict[str, Any] = {
     "run": cell.name, "recipe": cell.recipe, "pattern": cell.pattern, "seed": cell.seed,
     "start": is_start, "tasks": {}, "loss": None, "remarks": [],
   }  # fmt: skip
-  if not _sweep.is_done(cell, known):
-    done = _sweep.steps_done(cell, known)
-    failure = _sweep.failure(cell)
+  if not grid.is_done(cell, known):
+    done = grid.steps_done(cell, known)
+    failure = grid.failure(cell)
     found["state"] = "failed" if failure.is_file() else "begun" if done else "open"
     if failure.is_file():
       found["remarks"].append(failure.read_text().strip())
@@ -66,9 +68,9 @@ def _run(cell: _sweep.Cell, known: _sweep.Checked, is_start: bool) -> dict[str, 
   last = known.first + known.steps
   losses = checkpoints.evaluations(cell.folder)[last]["loss"]
   found["loss"] = math.fsum(losses.values()) / len(losses) if losses else None
-  tasks = _report.tasks_in(cell.folder / "inference_eval")
-  run = _report.Run(cell.folder, cell.name, {}, {}, tasks, "")
-  for title, (task, metrics) in _report.measures(run).items():
+  tasks = sections.tasks_in(cell.folder / "inference_eval")
+  run = sections.Run(cell.folder, cell.name, {}, {}, tasks, "")
+  for title, (task, metrics) in sections.measures(run).items():
     step, why = glue_score.choose(tasks[task], metrics, last)
     if step is None:
       found["tasks"][title] = None

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.commands import _gin
+from nm_sparsity_jax import gin_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +232,7 @@ def _read_orbax(name: str, state) -> Stored:
 
 
 def orbax(name: str) -> Any:
+  """Imports Orbax, or says what to install."""
   try:
     import orbax.checkpoint as ocp
   except ImportError as e:
@@ -357,7 +358,7 @@ def restore(
     try:
       state = function(state, nested(model))
     except Exception as e:
-      errors.append(f"restoring from {stored.path}: {_gin.message(e)}")
+      errors.append(f"restoring from {stored.path}: {gin_files.message(e)}")
       break
   found = dict(flat(state))
   load: dict[str, tuple[Leaf, str | None]] = {}

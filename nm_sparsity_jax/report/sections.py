@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue
-from nm_sparsity_jax.commands import _charts, _events, _runs, glue_score
-from nm_sparsity_jax.commands._charts import Chart, Line
+from nm_sparsity_jax.commands import glue_score
+from nm_sparsity_jax.report import charts
+from nm_sparsity_jax.report.charts import Chart, Line
+from nm_sparsity_jax.runs import events, results
 
 Points = dict[int, float]  # T5X's step -> value
 
@@ -46,13 +48,13 @@ class Run:
   name: str
   train: dict[str, Points]
   evals: dict[str, dict[str, Points]]
-  tasks: dict[str, _runs.Series]
+  tasks: dict[str, results.Series]
   gin: str
 
   @functools.cached_property
   def macros(self) -> dict[str, str]:
     """Name -> value as text."""
-    return _runs.macros(self.gin)
+    return results.macros(self.gin)
 
   def setting(self, name: str) -> Any:
     """A macro that is a plain value; None where it is not there.
@@ -63,14 +65,14 @@ class Run:
     return _literal(name, self.macros.get(name, "None"))
 
   @functools.cached_property
-  def settings(self) -> _runs.Run:
+  def settings(self) -> results.Run:
     """What `glue score` knows of it: where it starts, from which step on it has its pattern."""
-    return _runs.settings(self.path)
+    return results.settings(self.path)
 
   @functools.cached_property
   def processes(self) -> Sequence[Mapping[str, Any]]:
     """What the local runner ran with: {"from": step, "environment": {name: value}}."""
-    return _runs.started(self.path).get("processes", [])
+    return results.started(self.path).get("processes", [])
 
   @property
   def offset(self) -> int:
@@ -159,9 +161,9 @@ def read(paths: Sequence[str]) -> list[Run]:
   Raises:
     ValueError: one is no run's, holds no metrics, or a file is broken.
   """
-  if len(paths) > _charts.MAX_RUNS:
+  if len(paths) > charts.MAX_RUNS:
     raise ValueError(
-      f"{len(paths)} runs: more than {_charts.MAX_RUNS} cannot be told apart by their colours; "
+      f"{len(paths)} runs: more than {charts.MAX_RUNS} cannot be told apart by their colours; "
       "make several reports"
     )
   for path in paths:
@@ -186,7 +188,7 @@ def _read(folder: pathlib.Path, name: str) -> Run:
     )
   train, training_eval, inference_eval = rooms
   evals = {room.name: _points(room) for room in sorted(training_eval.glob("*")) if room.is_dir()}
-  config = _runs.config_of(folder)
+  config = results.config_of(folder)
   run = Run(
     folder,
     name,
@@ -200,19 +202,19 @@ def _read(folder: pathlib.Path, name: str) -> Run:
   return run
 
 
-def tasks_in(inference_eval: pathlib.Path) -> dict[str, _runs.Series]:
+def tasks_in(inference_eval: pathlib.Path) -> dict[str, results.Series]:
   """Task -> step -> metric -> value, of all tasks."""
   files = sorted(inference_eval.glob("*-metrics.jsonl"))
   tasks = {file.name.removesuffix("-metrics.jsonl") for file in files}
   tasks |= {file.parent.name for file in inference_eval.glob("*/*tfevents*")}
-  return {task: _runs.series_of(inference_eval, task, []) for task in sorted(tasks)}
+  return {task: results.series_of(inference_eval, task, []) for task in sorted(tasks)}
 
 
 def _points(folder: pathlib.Path) -> dict[str, Points]:
   """tag -> step -> value; what a resumed run wrote again counts."""
   found: dict[str, Points] = {}
   for file in sorted(folder.glob("*tfevents*")):  # their names begin with the time
-    for step, tag, value in _events.scalars(file):
+    for step, tag, value in events.scalars(file):
       found.setdefault(tag, {})[step] = value
   return {tag: dict(sorted(points.items())) for tag, points in found.items()}
 
@@ -366,7 +368,7 @@ def _overview(runs: Sequence[Run]) -> Iterator[Table | str]:
         f"{step - run.offset:,} of {int(steps):,}" if steps.isdigit() else f"{step:,}",
         _value(loss[-1] if loss else None),
         _value(density[-1] if density else None),
-        f"{_charts.number(cost[0])} ({cost[0] / cost[1]:.1%})" if cost and cost[1] else "–",
+        f"{charts.number(cost[0])} ({cost[0] / cost[1]:.1%})" if cost and cost[1] else "–",
       ]
     )
   head = ["run", "recipe", "steps", "last loss", "density now", "training FLOPs (of dense)"]
@@ -408,7 +410,7 @@ def _scores(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]
 
 
 def _score_of(runs: Sequence[Run], checkpoint: str | int) -> dict[str, Any]:
-  return glue_score.score([_runs.read(str(run.path)) for run in runs], checkpoint)
+  return glue_score.score([results.read(str(run.path)) for run in runs], checkpoint)
 
 
 def _chosen(run: Run, task: str, metric: str, checkpoint: str | int) -> str:
@@ -723,7 +725,7 @@ def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | s
       step = _step_of(run, run.tasks[task], metrics, checkpoint)
       means.append(math.nan if step is None else _mean_at(run.tasks[task][step], metrics))
     patterns = {p: r.pattern for p, r in rules.places.items() if r.pattern is not None}
-    label = _runs.text_of(_runs.single({p: str(n) for p, n in patterns.items()})) or "dense"
+    label = results.text_of(results.single({p: str(n) for p, n in patterns.items()})) or "dense"
     shares = [n.density for n in patterns.values()] or [1.0]
     found[i] = math.fsum(shares) / len(shares), label, math.fsum(means) / len(means)
     recipes.setdefault("/".join(dict.fromkeys(r.name for r in rules.places.values())), []).append(i)

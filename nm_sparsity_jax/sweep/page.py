@@ -1,6 +1,6 @@
 """One page of a sweep: its tables, then the sections of `nm-sparsity report` for each pattern.
 
-    finished runs -> by recipe and pattern, the mean over seeds -> _report.sections -> report.html
+    finished runs -> by recipe and pattern, the mean over seeds -> sections.sections -> report.html
 
 A line is a recipe, at each step the mean over the seeds that are done.
 """
@@ -14,31 +14,33 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.commands import _charts, _page, _report, _sweep, _sweep_table, report
-from nm_sparsity_jax.commands._charts import Chart, Line
-from nm_sparsity_jax.commands._report import Run, Section, Table
+from nm_sparsity_jax.commands import report
 from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.report import charts, page, sections
+from nm_sparsity_jax.report.charts import Chart, Line
+from nm_sparsity_jax.report.sections import Run, Section, Table
+from nm_sparsity_jax.sweep import grid, table
 
 
 def write(
-  sweep: _sweep.Sweep, known: Mapping[str, _sweep.Checked], found: Mapping[str, Any]
+  sweep: grid.Sweep, known: Mapping[str, grid.Checked], found: Mapping[str, Any]
 ) -> pathlib.Path | None:
   """Writes out/report.html; None where no run is done.
 
   Args:
     sweep: which runs.
-    known: of `_sweep.Check`.
-    found: of `_sweep_table.report`.
+    known: of `grid.Check`.
+    found: of `table.report`.
   """
   done: dict[tuple[str, str | None], list[Run]] = {}
   for cell in sweep.cells:
-    if _sweep.is_done(cell, known[cell.name]):
-      (run,) = _report.read([str(cell.folder)])
+    if grid.is_done(cell, known[cell.name]):
+      (run,) = sections.read([str(cell.folder)])
       done.setdefault((cell.recipe, cell.pattern), []).append(run)
   if not done:
     return None
-  recipes = sweep.recipes[: _charts.MAX_RUNS]  # more have no colours
-  sections = [Section("results", "Results", list(_results(found, recipes)))]
+  recipes = sweep.recipes[: charts.MAX_RUNS]  # more have no colours
+  parts = [Section("results", "Results", list(_results(found, recipes)))]
   shown: list[Run] = []
   for number, pattern in enumerate(sweep.patterns or [None]):
     runs = [
@@ -46,24 +48,24 @@ def write(
       for recipe in recipes
     ]
     shown = [a if a.gin else b for a, b in zip(shown or runs, runs, strict=True)]
-    for section in _report.sections(runs, "last"):
+    for section in sections.sections(runs, "last"):
       if section.key != "scores":  # of single runs; the tables above are in its place
-        sections.append(_renamed(section, number, pattern))
+        parts.append(_renamed(section, number, pattern))
   path = sweep.out / "report.html"
-  path.write_text(_page.render(shown, sections, report.versions()), "utf-8")
+  path.write_text(page.render(shown, parts, report.versions()), "utf-8")
   return path
 
 
 def _results(found: Mapping[str, Any], recipes: Sequence[str]):
-  yield _sweep_table.heading(found)
-  for title, (head, *rows) in _sweep_table.tables(found):
+  yield table.heading(found)
+  for title, (head, *rows) in table.tables(found):
     yield f"{title[:1].upper()}{title[1:]}."
     yield Table(head, rows)
-  yield from _sweep_table.notes(found)
+  yield from table.notes(found)
   yield from _by_pattern(found, recipes)
   yield "Below, a line is a recipe, the mean over its seeds at each step; settings are of one seed."
   if left_out := [r for r in dict.fromkeys(x["recipe"] for x in found["rows"]) if r not in recipes]:
-    yield f"Not drawn, for there are {_charts.MAX_RUNS} colours: {', '.join(left_out)}."
+    yield f"Not drawn, for there are {charts.MAX_RUNS} colours: {', '.join(left_out)}."
 
 
 def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
@@ -73,7 +75,7 @@ def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
   if len(labels) < 2:
     return
   titles = {"score": "Score", "loss": "Loss on validation data"}
-  for measure in _sweep_table.MEASURES:
+  for measure in table.MEASURES:
     lines = []
     for i, recipe in enumerate(recipes):
       means = {

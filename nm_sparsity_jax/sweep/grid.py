@@ -18,8 +18,10 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.commands import _flags, _gin, _planner, gin_path
+from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.commands import _flags, gin_path
 from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.plan import planner
 
 _KEYS = {
   "out": "the folder of the sweep, a string",
@@ -288,7 +290,7 @@ class Check:
     changed: list[str] = []
     seen: set[tuple[str, str | None, bool]] = set()
     for cell in sweep.runs():
-      config = _gin.Config([".", str(gin_path.find())], sweep.gin_files, cell.bindings)
+      config = gin_files.Config([".", str(gin_path.find())], sweep.gin_files, cell.bindings)
       kind = cell.recipe, cell.pattern, cell in sweep.starts.values()
       if kind not in seen:  # seeds change nothing of what is looked at here
         seen.add(kind)
@@ -307,7 +309,7 @@ class Check:
     if self._wrong:
       raise ValueError(f"{sweep.file}: " + "; ".join(dict.fromkeys(self._wrong)))
 
-  def _configuration(self, cell: Cell, config: _gin.Config, is_start: bool) -> None:
+  def _configuration(self, cell: Cell, config: gin_files.Config, is_start: bool) -> None:
     """Looks at files, macros, rules, and whether the rules fit the network."""
     section = "macros or start" if is_start else "macros"
     wrong = [f"gin_files, {section}: {text}" for text in config.errors]
@@ -330,7 +332,7 @@ class Check:
       params, axes = self._shapes(config, network)
       rules.with_logical_axes(axes).assign(params)
     except Exception as e:
-      self._refused.setdefault(_gin.message(e), []).append(cell)
+      self._refused.setdefault(gin_files.message(e), []).append(cell)
       return
     if cell.pattern is not None:
       from nm_sparsity_jax import configure
@@ -344,13 +346,13 @@ class Check:
           "own. Give places without one, {'ff': None}, in a gin file"
         )
 
-  def _shapes(self, config: _gin.Config, network: Any) -> Any:
+  def _shapes(self, config: gin_files.Config, network: Any) -> Any:
     """Parameters and logical axes; all runs have one network."""
     if not hasattr(self, "_found"):
-      self._found = _planner.Planner(config)._shapes(network)
+      self._found = planner.Planner(config)._shapes(network)
     return self._found
 
-  def _steps(self, cell: Cell, config: _gin.Config) -> Checked:
+  def _steps(self, cell: Cell, config: gin_files.Config) -> Checked:
     steps = config.get("SPARSE_STEPS")
     if not isinstance(steps, int) or steps < 1:
       raise ValueError(f"{self.sweep.file}: SPARSE_STEPS is {steps!r}: give whole steps.")
@@ -370,7 +372,7 @@ class Check:
         f"{self.sweep.file}: INITIAL_CHECKPOINT_PATH: {e}. Name one that is there, or use [start]."
       ) from e
 
-  def _changed(self, cell: Cell, config: _gin.Config) -> list[str]:
+  def _changed(self, cell: Cell, config: gin_files.Config) -> list[str]:
     from nm_sparsity_jax.local import train
 
     settings = train.settings_of(config.settings("Run"))
@@ -408,10 +410,10 @@ def _of(cells: Sequence[Cell]) -> str:
 
 
 @functools.cache
-def _step_of(checkpoint: str) -> int:
-  from nm_sparsity_jax.commands import _checkpoint
+def _step_of(path: str) -> int:
+  from nm_sparsity_jax.runs import checkpoint
 
-  return _checkpoint.read(checkpoint).step or 0
+  return checkpoint.read(path).step or 0
 
 
 # --- states -------------------------------------------------------------------------------------

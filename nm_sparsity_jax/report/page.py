@@ -11,9 +11,9 @@ import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from nm_sparsity_jax.commands import _charts
-from nm_sparsity_jax.commands._charts import Chart
-from nm_sparsity_jax.commands._report import Cell, Run, Section, Strip, Table
+from nm_sparsity_jax.report import charts
+from nm_sparsity_jax.report.charts import Chart
+from nm_sparsity_jax.report.sections import Cell, Run, Section, Strip, Table
 
 _escape = html.escape
 
@@ -87,10 +87,10 @@ def _grid(charts: Sequence[str]) -> str:
 
 
 def _figure(chart: Chart, names: Sequence[str]) -> str:
-  if _charts.axes_of(chart) is None:
+  if charts.axes_of(chart) is None:
     drawn = '<p class="note">Nothing can be drawn.</p>'
   else:
-    drawn = _charts.svg(chart, names)
+    drawn = charts.svg(chart, names)
   note = " ".join(filter(None, [chart.note, chart.left_out]))
   return "\n".join(
     [
@@ -189,10 +189,10 @@ def _style() -> str:
   def variables(colours: Sequence[str]) -> str:
     return "".join(f"--run-{i}:{colour};" for i, colour in enumerate(colours))
 
-  runs = "".join(f".c{i}{{--run:var(--run-{i})}}" for i in range(_charts.MAX_RUNS))
+  runs = "".join(f".c{i}{{--run:var(--run-{i})}}" for i in range(charts.MAX_RUNS))
   return (
-    f":root{{{variables(_charts.LIGHT)}{_LIGHT}}}"
-    f"@media(prefers-color-scheme:dark){{:root{{{variables(_charts.DARK)}{_DARK}}}}}"
+    f":root{{{variables(charts.LIGHT)}{_LIGHT}}}"
+    f"@media(prefers-color-scheme:dark){{:root{{{variables(charts.DARK)}{_DARK}}}}}"
     f"{runs}{_CSS}"
   )
 

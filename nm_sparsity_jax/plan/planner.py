@@ -21,15 +21,17 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.commands import _checkpoint, _flags, _gin
+from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.commands import _flags
 from nm_sparsity_jax.configure import SettingsError
+from nm_sparsity_jax.runs import checkpoint
 
 _LENGTHS = {"inputs": 512, "targets": 128}  # where TASK_FEATURE_LENGTHS does not tell
 # Arguments of T5X's programs that say what data they read.
 _DATASETS = ("train_dataset_cfg", "train_eval_dataset_cfg", "infer_eval_dataset_cfg", "dataset_cfg")
 
 
-def plan(config: _gin.Config, checkpoint: str | None = None) -> dict[str, Any]:
+def plan(config: gin_files.Config, checkpoint: str | None = None) -> dict[str, Any]:
   """The report; see `Planner`."""
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # T5X warns when it is imported
@@ -44,7 +46,7 @@ class Planner:
     checkpoint: instead of the one that the run would restore.
   """
 
-  def __init__(self, config: _gin.Config, checkpoint: str | None = None):
+  def __init__(self, config: gin_files.Config, checkpoint: str | None = None):
     self.config = config
     self.checkpoint = checkpoint
     self.errors = list(config.errors)
@@ -108,9 +110,9 @@ class Planner:
     """function(); None where it fails, and then the error is noted, once."""
     try:
       return function()
-    except (_gin.Unset, KeyError) as e:
+    except (gin_files.Unset, KeyError) as e:
       if isinstance(e, KeyError) and what not in ("NETWORK", "RULES", "MODEL"):
-        self.errors.append(f"{what}: {type(e).__name__}: {_gin.message(e)}")
+        self.errors.append(f"{what}: {type(e).__name__}: {gin_files.message(e)}")
     except Exception as e:
       self._note(e)
     return None
@@ -129,10 +131,10 @@ class Planner:
   def _note(self, error: Exception) -> None:
     """Adds an error, in the words of the command line."""
     if not isinstance(error, SettingsError):
-      self.errors.append(_gin.message(error))
+      self.errors.append(gin_files.message(error))
       return
     if self.config.complete:  # else a file that could not be read may set it
-      self.errors += [_gin.ask_for(n) for n in error.missing if n not in self.config.lost]
+      self.errors += [gin_files.ask_for(n) for n in error.missing if n not in self.config.lost]
     self.errors += error.errors
 
   # --- the model --------------------------------------------------------------------------------
@@ -294,7 +296,7 @@ class Planner:
       factor = self.config.get("LOSS_NORMALIZING_FACTOR")
     try:
       parts = self.config.argument("num_microbatches", "SparseTrainer") or 1
-    except (KeyError, _gin.Unset):
+    except (KeyError, gin_files.Unset):
       parts = 1
     tokens = (self.batch_size or 0) * self.lengths["targets"] or None
     name = getattr(factor, "name", factor)
@@ -441,7 +443,7 @@ class Planner:
         )
     try:
       parts = config.argument("num_microbatches", "SparseTrainer")
-    except (KeyError, _gin.Unset):
+    except (KeyError, gin_files.Unset):
       parts = None
     if parts and self.batch_size and self.batch_size % parts:
       self.errors.append(f"BATCH_SIZE={self.batch_size} does not split into {parts} microbatches")
@@ -450,7 +452,7 @@ class Planner:
     """An argument of the program; what fails in it is noted, once."""
     try:
       return self.config.argument(name)
-    except (_gin.Unset, KeyError):
+    except (gin_files.Unset, KeyError):
       return None
     except Exception as e:
       self._note(e)
@@ -513,7 +515,7 @@ class Planner:
       return getattr(self._argument("checkpoint_cfg"), "restore", None)
     return self._argument("restore_checkpoint_cfg") if self.config.program else None
 
-  def _stored(self) -> _checkpoint.Stored | None:
+  def _stored(self) -> checkpoint.Stored | None:
     path = self.checkpoint
     if path is None and self.config.local:
       is_train = self.config.program == "train"
@@ -524,7 +526,7 @@ class Planner:
         path = path[0] if path else None
     if not path:
       return None
-    return _checkpoint.read(str(path))
+    return checkpoint.read(str(path))
 
   def _restore(self, stored, state, params, resuming) -> dict[str, Any] | None:
     """What the run takes of a checkpoint, and what T5X would refuse."""
@@ -541,10 +543,10 @@ class Planner:
         fallback, save = False, getattr(self._argument("checkpoint_cfg"), "save", None)
         dtype = save.dtype if save else "float32"
       model = dict(flatten(state.state_dict()))
-      found = _checkpoint.restore(stored, model, dtype, functions, fallback)
+      found = checkpoint.restore(stored, model, dtype, functions, fallback)
     elif params is not None:  # the optimizer and the like are no concern of a fragment
       model = {f"target/{path}": leaf for path, leaf in flatten(params)}
-      found = _checkpoint.restore(stored, model, dtype, fallback=fallback)
+      found = checkpoint.restore(stored, model, dtype, fallback=fallback)
       drop = [key for key in found.drop if key.startswith("target/")]
       found = dataclasses.replace(found, drop=drop)
     else:
@@ -596,7 +598,7 @@ class Planner:
           f"PRETRAINED_STEPS={stored.step}"
         )
 
-  def _resumed(self) -> _checkpoint.Stored | None:
+  def _resumed(self) -> checkpoint.Stored | None:
     """The newest checkpoint in MODEL_DIR: T5X resumes it, whatever INITIAL_CHECKPOINT_PATH says."""
     folder = self._argument("model_dir") if self.config.program == "train" else None
     if self.config.local and self.config.program == "train":
@@ -604,10 +606,10 @@ class Planner:
     if not isinstance(folder, str) or self.checkpoint:
       return None
     try:
-      newest = _checkpoint.latest(folder)
-      stored = _checkpoint.read(newest) if newest else None
+      newest = checkpoint.latest(folder)
+      stored = checkpoint.read(newest) if newest else None
     except Exception as e:
-      self.warnings.append(f"MODEL_DIR={folder!r} could not be looked at: {_gin.message(e)}")
+      self.warnings.append(f"MODEL_DIR={folder!r} could not be looked at: {gin_files.message(e)}")
       return None
     if stored is not None:
       self.notes.append(f"MODEL_DIR has checkpoints: the run would resume from {newest}")

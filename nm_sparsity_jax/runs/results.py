@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue
-from nm_sparsity_jax.commands import _events
 from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.runs import events
 
 Series = dict[int, dict[str, float]]  # step -> metric -> value
 
@@ -178,7 +178,7 @@ def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
   """JSONL, and events for the steps that it lacks."""
   series: Series = {}
   for file in sorted((folder / name).glob("*tfevents*")):
-    for step, tag, value in _events.scalars(file):
+    for step, tag, value in events.scalars(file):
       if tag.startswith("eval/"):
         series.setdefault(step, {})[tag.removeprefix("eval/")] = value
   if not (file := folder / f"{name}-metrics.jsonl").is_file():

@@ -1,0 +1,1 @@
+"""One page of runs: sections of plain values, charts, HTML."""

@@ -1,0 +1,1 @@
+"""Scores of GLUE: rows beside the published ones, and the official submission."""
