@@ -50,7 +50,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.rules import map_with_names
+from nm_sparsity_jax.trees import map_with_names
 
 warnings.simplefilter("ignore")  # TensorFlow, seqio and clu warn on their own account
 import functools

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax import masks
-from nm_sparsity_jax.rules import Place, Rules, Stored, flatten, map_with_names, table
+from nm_sparsity_jax.rules import Place, Rules, Stored
 from nm_sparsity_jax.schedules import as_step
+from nm_sparsity_jax.text import table
+from nm_sparsity_jax.trees import flatten, map_with_names
 
 State = dict[str, Any]
 

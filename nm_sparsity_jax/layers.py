@@ -38,8 +38,9 @@ from jax import lax
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax.apply import State
-from nm_sparsity_jax.rules import Place, Rules, Stored, flatten, map_with_names
+from nm_sparsity_jax.rules import Place, Rules, Stored
 from nm_sparsity_jax.schedules import as_step
+from nm_sparsity_jax.trees import flatten, map_with_names
 
 _log = logging.getLogger(__name__)
 

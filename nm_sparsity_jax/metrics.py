@@ -24,8 +24,9 @@ import numpy as np
 
 from nm_sparsity_jax.apply import State, current
 from nm_sparsity_jax.optim import _named_states
-from nm_sparsity_jax.rules import Place, Rules, flatten
+from nm_sparsity_jax.rules import Place, Rules
 from nm_sparsity_jax.schedules import as_step
+from nm_sparsity_jax.trees import flatten
 
 _MAX_COUNT = 2**32 - 1  # what one uint32 can count
 

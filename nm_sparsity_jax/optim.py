@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from nm_sparsity_jax.apply import State, current
-from nm_sparsity_jax.rules import Rules, flatten, map_with_names
+from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.trees import flatten, map_with_names
 
 
 class SrSteState(NamedTuple):

@@ -25,6 +25,8 @@ from nm_sparsity_jax import masks
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.schedules import as_step
+from nm_sparsity_jax.text import table
+from nm_sparsity_jax.trees import flatten, path_name
 
 _log = logging.getLogger(__name__)
 
@@ -504,36 +506,6 @@ def _assign(rules: Rules, shapes) -> tuple[Assignment, list[str]]:
     if not any(_compile(regex, "axes").fullmatch(path) for path, _ in shapes):
       idle.append(f"axes={{{regex!r}: {axis!r}}}")
   return Assignment(places, skipped, tuple(dense)), idle
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-  """Lines of aligned columns, the header first."""
-  cells = [tuple(map(str, row)) for row in (head, *rows)]
-  widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-  return ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in cells]
-
-
-def path_name(keys: Sequence[Any]) -> str:
-  """'a/b/0/kernel' of a jax key path; a trailing `.value` (of flax boxes) is left out."""
-  if keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
-    keys = keys[:-1]
-  words = []
-  for k in keys:
-    for field in ("key", "name", "idx"):
-      if hasattr(k, field):
-        words.append(str(getattr(k, field)))
-        break
-  return "/".join(words)
-
-
-def flatten(tree: Any) -> list[tuple[str, Any]]:
-  """(path, leaf) of a tree, in jax's order."""
-  return [(path_name(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
-
-
-def map_with_names(function, tree: Any) -> Any:
-  """The tree with every leaf replaced by function(path, leaf)."""
-  return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
 
 
 def _one_or_several(axis: masks.Axis) -> masks.Axis:

@@ -42,7 +42,8 @@ from flax.linen import partitioning
 from t5x import adafactor, losses, models, optimizers, state_utils, trainer, utils
 
 from nm_sparsity_jax import apply, configure, layers, metrics, optim
-from nm_sparsity_jax.rules import Rules, flatten
+from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.trees import flatten
 
 COLLECTION = layers.COLLECTION
 UNKNOWN = -1  # the start of a run that has not begun

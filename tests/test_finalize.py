@@ -13,8 +13,8 @@ import test_plan
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
-from nm_sparsity_jax.rules import flatten
 from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.trees import flatten
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints are Orbax's: pip install -e '.[dev]'")
 

@@ -17,7 +17,7 @@ from flax import linen as nn
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import layers
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.rules import flatten
+from nm_sparsity_jax.trees import flatten
 
 T5X_LAYERS = pathlib.Path.home() / ".cache/nm-sparsity/t5x/t5x/t5x/examples/t5/layers.py"
 

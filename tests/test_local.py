@@ -21,8 +21,9 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
-from nm_sparsity_jax.rules import flatten
+from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.t5 import network
+from nm_sparsity_jax.trees import flatten
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
 # seqio, TensorFlow, clu and Orbax warn on their own account.
@@ -317,7 +318,7 @@ def test_stopped_in_an_evaluation(tmp_path, capsys, monkeypatch):
   """It says so, at the last step too, and the same command evaluates what is saved."""
   steps = train.Periods(evaluate=12, report=12, metrics=None)
   run = lambda name: run_of(tmp_path / name, periods=steps, evaluation=EVALUATION)
-  noted = lambda name: checkpoints.read_json(tmp_path / name / "evaluations.json", [])
+  noted = lambda name: files.read_json(tmp_path / name / "evaluations.json", [])
   assert train.train(run("whole")) == 0 and [e["step"] for e in noted("whole")] == [12, 24]
   assert capsys.readouterr().err.count("the same command goes on from there") == 0
 

@@ -15,7 +15,7 @@ import t5x_found
 import tasks_found
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure
+from nm_sparsity_jax import cli, configure, trees
 from nm_sparsity_jax.commands import plan
 from nm_sparsity_jax.plan import planner
 from nm_sparsity_jax.runs import checkpoint
@@ -646,7 +646,7 @@ def test_what_t5x_itself_writes_is_read(t5x, tmp_path):
     checkpoints.Checkpointer(state, partitioner, str(tmp_path)).save(state)
   stored = checkpoint.read(str(tmp_path / "checkpoint_6"))
   assert (stored.format, stored.step, stored.sparse_step) == ("T5X", 6, None)
-  want = {f"target/{path}": x for path, x in nms.rules.flatten(params)}
+  want = {f"target/{path}": x for path, x in trees.flatten(params)}
   found = {key: leaf for key, leaf in stored.leaves.items() if key.startswith("target/")}
   assert {k: (x.shape, str(x.dtype)) for k, x in want.items()} == {
     k: (leaf.shape, leaf.dtype) for k, leaf in found.items()

@@ -16,7 +16,7 @@ from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.rules import flatten
+from nm_sparsity_jax.trees import flatten
 
 PHASES = nms.Phases(total=100, dense=10, finetune=20)
 LINEAR = nms.recipe("mdgf_linear", pattern="1:8", phases=PHASES)

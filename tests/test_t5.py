@@ -13,8 +13,8 @@ from test_layers import EACH, PHASES, STEPS, assert_same_bits, with_near_ties
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION, with_step
-from nm_sparsity_jax.rules import flatten
 from nm_sparsity_jax.t5 import T5Config, Transformer, layers, network
+from nm_sparsity_jax.trees import flatten, map_with_names
 
 SIZES = dict(vocab_size=24, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
 
@@ -383,7 +383,7 @@ def restacked(params, cfg):
         return w
       return w.reshape((*heads, -1) if "/out/" in path else (-1, *heads))
 
-    return nms.rules.map_with_names(one, layer)
+    return map_with_names(one, layer)
 
   return params | {
     "encoder": stack(params["encoder"], "encoder", cfg.num_encoder_layers),

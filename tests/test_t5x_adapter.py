@@ -17,7 +17,7 @@ import t5x_found
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.rules import flatten
+from nm_sparsity_jax.trees import flatten
 
 pytestmark = [
   pytest.mark.t5x,

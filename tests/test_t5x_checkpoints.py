@@ -23,7 +23,7 @@ import t5x_found
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import apply, cli
-from nm_sparsity_jax.rules import flatten
+from nm_sparsity_jax.trees import flatten
 
 pytestmark = [
   pytest.mark.t5x,

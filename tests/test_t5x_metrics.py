@@ -13,7 +13,7 @@ import t5x_found
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import metrics
-from nm_sparsity_jax.rules import flatten
+from nm_sparsity_jax.trees import flatten
 
 pytestmark = [pytest.mark.t5x, pytest.mark.filterwarnings("ignore")]
 

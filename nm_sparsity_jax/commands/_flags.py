@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import logging
 import os
-import pathlib
 import sys
 
 
@@ -51,20 +50,6 @@ def see_modules_here() -> None:
   """Task modules lie where the user stands, and `python -m` sees them there: so does a command."""
   if os.getcwd() not in sys.path and "" not in sys.path:
     sys.path.insert(0, os.getcwd())
-
-
-def cannot_write(folder: pathlib.Path) -> str:
-  """Why nothing can be written into a folder, which need not be there yet; "" if it can."""
-  there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-  if not there.is_dir():
-    return f"Not a directory: {str(there)!r} is a file"
-  return "" if os.access(there, os.W_OK) else f"Permission denied in {str(there)!r}"
-
-
-def check_folder(what: str, folder: pathlib.Path) -> None:
-  """Raises where a folder to write into cannot be made."""
-  if why := cannot_write(folder):
-    raise ValueError(f"{what}: {why}. Name another place.")
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ def _removed(place: Place, before: np.ndarray, after: np.ndarray) -> Removed:
 
 def render(removed: list[Removed]) -> str:
   """What was removed, as a table."""
-  from nm_sparsity_jax.rules import table
+  from nm_sparsity_jax.text import table
 
   head = "removed of", "weights", "sum of |w|", "sum of w^2"
   rows = [(r.path, f"{r.weights:.2%}", f"{r.magnitude:.2%}", f"{r.squares:.2%}") for r in removed]

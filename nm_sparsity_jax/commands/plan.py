@@ -88,7 +88,7 @@ def render(report: Mapping[str, Any], everything: bool = False) -> str:
 
 
 def _render_kernels(kernels: Mapping[str, Any], everything: bool) -> str:
-  from nm_sparsity_jax.rules import table
+  from nm_sparsity_jax.text import table
 
   lines = []
   sparse = kernels["sparse"]
@@ -126,7 +126,7 @@ def _render_kernels(kernels: Mapping[str, Any], everything: bool) -> str:
 
 
 def _render_schedule(schedule: Sequence[Mapping[str, Any]]) -> str:
-  from nm_sparsity_jax.rules import table
+  from nm_sparsity_jax.text import table
 
   blocks = []
   for part in schedule:

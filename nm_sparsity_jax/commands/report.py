@@ -18,6 +18,7 @@ import pathlib
 import platform
 
 from nm_sparsity_jax._version import __version__
+from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,15 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Reads, draws, writes."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
-  from nm_sparsity_jax.commands import _flags
   from nm_sparsity_jax.report import charts, page, sections
 
   out = pathlib.Path(args.out)
-  _flags.check_folder("--out", out.parent)
+  files.check_folder("--out", out.parent)
   if out.is_dir():
     raise ValueError(f"--out: {str(out)!r} is a folder: name a file in it.")
   if args.png:
-    _flags.check_folder("--png", pathlib.Path(args.png))
+    files.check_folder("--png", pathlib.Path(args.png))
   runs = sections.read(args.runs)
   parts = sections.sections(runs, args.checkpoint)
   out.parent.mkdir(parents=True, exist_ok=True)

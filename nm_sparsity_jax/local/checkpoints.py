@@ -11,7 +11,6 @@ checkpoint_N is complete however the process ended. `t5x.eval` opens these, and 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -28,8 +27,9 @@ from flax import serialization, traverse_util
 from nm_sparsity_jax import configure
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
-from nm_sparsity_jax.rules import Rules, flatten
-from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.runs import checkpoint, files
+from nm_sparsity_jax.trees import flatten
 
 _PREFIX = "checkpoint"
 _DOOMED = ".removed"  # behind the name of a checkpoint that is being removed
@@ -207,7 +207,7 @@ def steps_in(folder: str | os.PathLike) -> Sequence[int]:
 
 def evaluations(folder: str | os.PathLike) -> dict[int, dict[str, Any]]:
   """Step -> what a run noted of its evaluation."""
-  found = read_json(pathlib.Path(folder) / "evaluations.json", [])
+  found = files.read_json(pathlib.Path(folder) / "evaluations.json", [])
   return {entry["step"]: entry for entry in found}
 
 
@@ -316,15 +316,3 @@ def _restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
 def _first_line(error: BaseException) -> str:
   lines = [line.strip() for line in str(error).splitlines() if line.strip()]
   return (lines or [type(error).__name__])[0][:200]
-
-
-def write_atomically(path: pathlib.Path, text: str) -> None:
-  """All of a small file, or the one before."""
-  beside = path.with_name(path.name + ".tmp")
-  beside.write_text(text)
-  os.replace(beside, path)
-
-
-def read_json(path: pathlib.Path, default: Any) -> Any:
-  """What `write_atomically` wrote, or the default where nothing did."""
-  return json.loads(path.read_text()) if path.is_file() else default

@@ -24,7 +24,8 @@ from flax.linen import partitioning, spmd
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nm_sparsity_jax import apply, metrics, optim
-from nm_sparsity_jax.rules import Rules, flatten, path_name
+from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.trees import flatten, path_name
 
 # Logical axis -> mesh axis: T5X's standard rules, one axis of data and one of model parallelism.
 AXIS_RULES = (

@@ -38,6 +38,7 @@ from nm_sparsity_jax import metrics, optim
 from nm_sparsity_jax.local import checkpoints, data, reports
 from nm_sparsity_jax.local.evaluation import Evaluation, Evaluator, Stopped
 from nm_sparsity_jax.local.step import Model, Summed, TrainState, patterns_at
+from nm_sparsity_jax.runs import files
 
 _AHEAD = 2  # steps that are given to the devices before the result of one is looked at
 
@@ -143,7 +144,7 @@ def train(run: Run, settings: Mapping[str, str] | None = None, config: str = "")
   with _alone_in(folder), _Signals() as stop:
     process = _Process(run, folder, stop)
     _agree(folder, settings or {})
-    checkpoints.write_atomically(folder / "config.gin", config)
+    files.write_atomically(folder / "config.gin", config)
     return process.go()
 
 
@@ -338,7 +339,7 @@ class _Process:
 
   def _note_evaluations(self) -> None:
     text = json.dumps(list(self.evaluations.values()), indent=1)
-    checkpoints.write_atomically(self.folder / "evaluations.json", text + "\n")
+    files.write_atomically(self.folder / "evaluations.json", text + "\n")
 
   def _choose_best(self) -> None:
     self.checkpoints.best = best_step(self.evaluations.values(), self.run.best_metric)
@@ -429,12 +430,12 @@ def _alone_in(folder: pathlib.Path) -> Iterator[None]:
 def _note_run(folder: pathlib.Path, start: int, step: int) -> None:
   """run.json: the global step before the first of the run, and what each process ran with."""
   path = folder / "run.json"
-  before = checkpoints.read_json(path, {"processes": []})["processes"]
+  before = files.read_json(path, {"processes": []})["processes"]
   kept, now = [p for p in before if p["from"] < step], _environment()
   if not kept or kept[-1]["environment"] != now:
     kept.append({"from": step, "environment": now})
   text = json.dumps({"start": start, "processes": kept}, indent=1)
-  checkpoints.write_atomically(path, text + "\n")
+  files.write_atomically(path, text + "\n")
 
 
 _PACKAGES = (
@@ -475,7 +476,7 @@ def settings_of(bound: Mapping[str, str]) -> dict[str, str]:
 
 def changed(folder: pathlib.Path, settings: Mapping[str, str]) -> str:
   """How settings differ from those of the run in a folder; '' where they do not, or none began."""
-  before = checkpoints.read_json(folder / "settings.json", None)
+  before = files.read_json(folder / "settings.json", None)
   if before is None or not checkpoints.steps_in(folder):
     return ""
   names = [k for k in sorted({*before, *settings}) if before.get(k) != settings.get(k)]
@@ -543,7 +544,7 @@ def _agree(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
   refuse_changed(folder, settings)
   if not checkpoints.steps_in(folder):
     text = json.dumps(dict(settings), indent=1)
-    checkpoints.write_atomically(folder / "settings.json", text + "\n")
+    files.write_atomically(folder / "settings.json", text + "\n")
 
 
 def _refuse_in_chain(opt_state) -> None:
@@ -634,7 +635,7 @@ def _open(model, evaluation, checkpoint, output_dir, config) -> tuple[pathlib.Pa
   folder = _make(output_dir)
   data.import_seqio(evaluation.module)
   state = checkpoints.load_for_evaluation(checkpoint, model)
-  checkpoints.write_atomically(folder / "config.gin", config)
+  files.write_atomically(folder / "config.gin", config)
   print(f"{checkpoint}: step {int(state.step):,}, sparse step {int(state.sparse_step):,}")
   return folder, state
 

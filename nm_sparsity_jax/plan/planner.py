@@ -22,9 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import gin_files
-from nm_sparsity_jax.commands import _flags
 from nm_sparsity_jax.configure import SettingsError
-from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.runs import checkpoint, files
 
 _LENGTHS = {"inputs": 512, "targets": 128}  # where TASK_FEATURE_LENGTHS does not tell
 # Arguments of T5X's programs that say what data they read.
@@ -207,7 +206,8 @@ class Planner:
 
   def _assign(self, rules, params):
     """`rules.assign`, but with the errors of all paths, those of like layers told once."""
-    from nm_sparsity_jax.rules import Assignment, Place, flatten
+    from nm_sparsity_jax.rules import Assignment, Place
+    from nm_sparsity_jax.trees import flatten
 
     places, skipped, dense, used = {}, {}, [], set()
     failed: dict[str, list[str]] = {}
@@ -404,7 +404,7 @@ class Planner:
       self.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
     model_dir = self.config.argument("model_dir", "Run")
     folder = train.folder_of(model_dir)
-    if why := _flags.cannot_write(folder):
+    if why := files.cannot_write(folder):
       self.errors.append(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
     train.refuse_changed(folder, train.settings_of(self.config.settings("Run")))
 
@@ -530,7 +530,7 @@ class Planner:
 
   def _restore(self, stored, state, params, resuming) -> dict[str, Any] | None:
     """What the run takes of a checkpoint, and what T5X would refuse."""
-    from nm_sparsity_jax.rules import flatten
+    from nm_sparsity_jax.trees import flatten
 
     settings = self._restore_settings()
     dtype = getattr(settings, "dtype", None)

@@ -22,6 +22,7 @@ from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.commands import _flags, gin_path
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.plan import planner
+from nm_sparsity_jax.runs import files
 
 _KEYS = {
   "out": "the folder of the sweep, a string",
@@ -158,7 +159,7 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     raise ValueError(f"out: give {_KEYS['out']} of this machine, such as out = 'sweeps/first'.")
   macros = _macros(given, "macros", {})
   folder = pathlib.Path(out).expanduser()
-  _flags.check_folder("out", folder)
+  files.check_folder("out", folder)
   starts = {}
   if "start" in given:
     if also := sorted(_FROM_START.keys() & macros.keys()):

@@ -1,0 +1,34 @@
+"""Trees of parameters by path: 'encoder/layers_0/mlp/wi/kernel'.
+
+tree -> [(path, leaf), ...] -> tree
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def path_name(keys: Sequence[Any]) -> str:
+  """'a/b/0/kernel' of a jax key path; a trailing `.value` (of flax boxes) is left out."""
+  if keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
+    keys = keys[:-1]
+  words = []
+  for k in keys:
+    for field in ("key", "name", "idx"):
+      if hasattr(k, field):
+        words.append(str(getattr(k, field)))
+        break
+  return "/".join(words)
+
+
+def flatten(tree: Any) -> list[tuple[str, Any]]:
+  """(path, leaf) of a tree, in jax's order."""
+  return [(path_name(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
+  """The tree with every leaf replaced by function(path, leaf)."""
+  return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
