@@ -21,7 +21,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.runs import files, folders
 from nm_sparsity_jax.t5 import network
 from nm_sparsity_jax.trees import flatten
 
@@ -134,7 +134,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   rules = dict(recipe="dense", pattern=None, sparse_steps=120, dense_steps=0, finetune_steps=0)
   model = model_of(**rules)
   assert train.train(run_of(dense, model, sparse_steps=120, periods=steps, **common)) == 0
-  assert checkpoints.steps_in(dense) == [60, 120]
+  assert folders.steps(dense) == [60, 120]
   first, last = lines(dense)[0], lines(dense)[-1]
   assert last["step"] == 120 and last["loss"] < 0.3 < 2 < first["loss"]
 
@@ -149,7 +149,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   found = {e["step"]: e for e in json.loads((sparse / "evaluations.json").read_text())}
   assert [e["at_target"] for e in found.values()] == [False, True, True]
   best = min((160, 180), key=lambda s: found[s]["loss"]["nm_test_sort"])
-  assert set(checkpoints.steps_in(sparse)) == {best, 180}
+  assert set(folders.steps(sparse)) == {best, 180}
   assert lines(sparse)[1]["loss"] < 0.5  # started from the dense weights
   sampled = [x for x in lines(sparse) if "nm/density" in x]
   assert [x["step"] for x in sampled] == [140, 160, 180]
@@ -242,7 +242,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
     stop = at_step(number - 1, lambda how=how: os.kill(os.getpid(), how))
     assert train.train(run_of(tmp_path, model, learning_rate=stop, **HARD)) == code
     # Some steps were under way.
-    assert number <= checkpoints.steps_in(tmp_path)[-1] <= number + 3
+    assert number <= folders.steps(tmp_path)[-1] <= number + 3
   assert train.train(run_of(tmp_path, model, learning_rate=at_step(0, None), **HARD)) == 0
   assert_same(read(tmp_path, 24), whole[1])
   without = lambda rows: [{k: v for k, v in x.items() if k != "learning_rate"} for x in rows]
@@ -271,7 +271,7 @@ def test_a_mixture_resumes_on_any_devices(devices, partitions, name, rules, tmp_
   assert train.train(run("whole")) == 0
   stop = at_step(12, lambda: os.kill(os.getpid(), signal.SIGTERM))
   assert train.train(run("part", learning_rate=stop)) == 0
-  assert 12 < checkpoints.steps_in(tmp_path / "part")[-1] < 24
+  assert 12 < folders.steps(tmp_path / "part")[-1] < 24
   assert train.train(run("part")) == 0
   saved = read(tmp_path / "whole", 24)
   assert_same(read(tmp_path / "part", 24), saved)
@@ -293,7 +293,7 @@ def test_one_process_at_a_time(tmp_path):
     found.append(True)
 
   run = run_of(tmp_path, learning_rate=at_step(6, another))
-  assert train.train(run) == 0 and found and checkpoints.steps_in(tmp_path) == [6, 12, 18, 24]
+  assert train.train(run) == 0 and found and folders.steps(tmp_path) == [6, 12, 18, 24]
 
 
 def test_what_a_run_ran_with_is_noted(whole, tmp_path, monkeypatch):
@@ -338,10 +338,10 @@ def test_stopped_in_an_evaluation(tmp_path, capsys, monkeypatch):
     said = f"{how.name}: saved checkpoint_{at}; the same command goes on from there"
     assert said in capsys.readouterr().err
     assert [e["step"] for e in noted("part")] == so_far
-    assert not checkpoints.is_done(tmp_path / "part", 24)
+    assert not folders.is_done(tmp_path / "part", 24)
   monkeypatch.undo()
   assert train.train(run("part")) == 0
-  assert noted("part") == noted("whole") and checkpoints.is_done(tmp_path / "part", 24)
+  assert noted("part") == noted("whole") and folders.is_done(tmp_path / "part", 24)
   assert_same(read(tmp_path / "part", 24), read(tmp_path / "whole", 24))
 
 
@@ -352,9 +352,9 @@ def test_the_best_stays_when_the_run_goes_on(tmp_path):
   for number, best in (10, {8}), (13, {8}), (None, None):
     stop = number and at_step(number - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train.train(run_of(tmp_path, model, learning_rate=stop, **fields)) == 0
-    found = checkpoints.steps_in(tmp_path)
+    found = folders.steps(tmp_path)
     assert best is None or set(found[:-1]) == best
-  evaluated = checkpoints.evaluations(tmp_path)
+  evaluated = folders.evaluations(tmp_path)
   losses = {at: e["loss"]["nm_test_sort"] for at, e in evaluated.items()}
   assert set(losses) == {8, 16, 24} and set(found) == {min(losses, key=losses.get), 24}
 
@@ -375,10 +375,10 @@ def test_a_kill_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkeyp
   (tmp_path / "checkpoint_1.removed").write_text("a user's")
   (tmp_path / "checkpoint_old.removed").mkdir()
   assert any("removed" in p.name for p in tmp_path.iterdir())
-  for number in checkpoints.steps_in(tmp_path):
+  for number in folders.steps(tmp_path):
     read(tmp_path, number)
   assert train.train(run) == 0
-  assert checkpoints.steps_in(tmp_path) == [24]
+  assert folders.steps(tmp_path) == [24]
   left = {p.name for p in tmp_path.iterdir() if "removed" in p.name}
   assert left == {"checkpoint_1.removed", "checkpoint_old.removed"}
 
@@ -401,13 +401,13 @@ def test_a_number_that_is_not_finite_stops_the_run(tmp_path):
   with pytest.raises(ValueError, match="update of step 10 is not finite. The last good step is 9, "
                      "the newest checkpoint checkpoint_6"):  # fmt: skip
     train.train(run)
-  assert checkpoints.steps_in(tmp_path) == [6]
+  assert folders.steps(tmp_path) == [6]
   assert lines(tmp_path)[-1]["step"] == 9
 
 
 def test_a_full_disk_loses_nothing(whole, tmp_path):
   def fill():
-    while checkpoints.steps_in(tmp_path) != [6]:
+    while folders.steps(tmp_path) != [6]:
       time.sleep(0.01)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
 
@@ -419,7 +419,7 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
       train.train(run_of(tmp_path, model, learning_rate=at_step(8, fill), **HARD))
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-  assert checkpoints.steps_in(tmp_path) == [6]
+  assert folders.steps(tmp_path) == [6]
   assert train.train(run_of(tmp_path, model, **HARD)) == 0
   assert_same(read(tmp_path, 24), whole[1])
   assert not [p for p in tmp_path.iterdir() if "tmp" in p.name]
@@ -430,7 +430,7 @@ def test_curves_that_cannot_be_written_are_named(whole, tmp_path):
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
   def fill():
-    while checkpoints.steps_in(tmp_path) != [6]:
+    while folders.steps(tmp_path) != [6]:
       time.sleep(0.01)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
 

@@ -15,7 +15,7 @@ pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -
 # What it imports warns on its own account.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from test_local import assert_same, checkpoints, read  # noqa: E402
+from test_local import assert_same, folders, read  # noqa: E402
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -71,13 +71,13 @@ def test_killed_and_resumed_is_uninterrupted(kills, seed, worker, whole, tmp_pat
   for i in range(kills):
     status, last = run(worker, tmp_path, rng.randint(4, 100 // kills), rng.uniform(0, 0.05))
     assert status == signal.SIGKILL
-    found = checkpoints.steps_in(tmp_path)
+    found = folders.steps(tmp_path)
     assert not found or found[-1] <= last + 4, i
     for step in found:  # whole, though the kill may have come while one was removed
       assert int(read(tmp_path, step)["state/step"]) == step
     left_behind += any("tmp" in p.name for p in tmp_path.iterdir())
   assert run(worker, tmp_path) == (0, 119)
   assert_same(read(tmp_path, 120), whole)
-  assert checkpoints.steps_in(tmp_path) == [117, 120]
+  assert folders.steps(tmp_path) == [117, 120]
   assert not any("tmp" in p.name or "removed" in p.name for p in tmp_path.iterdir())
   assert kills == 2 or left_behind  # some were hit while they wrote

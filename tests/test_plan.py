@@ -18,7 +18,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, trees
 from nm_sparsity_jax.commands import plan
 from nm_sparsity_jax.plan import planner
-from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.runs import checkpoint, folders
 
 pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config")
 
@@ -496,7 +496,7 @@ def test_the_metadata_of_a_sparse_checkpoint(tmp_path, kind):
   assert (stored.step, stored.sparse_step, stored.rules) == (10, 4, text)
   leaf = stored.leaves["target/encoder/layers_1/mlp/wo/kernel"]
   assert (leaf.shape, leaf.dtype) == ((48, 32), "bfloat16")
-  assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "checkpoint_10")
+  assert folders.latest(str(tmp_path)) == str(tmp_path / "checkpoint_10")
   with pytest.raises(ValueError, match="is a folder of checkpoints: name one"):
     checkpoint.read(str(tmp_path))
 
@@ -506,7 +506,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
     checkpoint.read(str(tmp_path))
   with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
     checkpoint.read(str(tmp_path / "x"))
-  assert checkpoint.latest(str(tmp_path)) is checkpoint.latest(str(tmp_path / "x")) is None
+  assert folders.latest(str(tmp_path)) is folders.latest(str(tmp_path / "x")) is None
 
 
 # --- docs/t5x.md --------------------------------------------------------------------------------

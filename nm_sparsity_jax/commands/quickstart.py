@@ -27,6 +27,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from nm_sparsity_jax.runs import folders
+
 RECIPES = ("sr_ste", "mdgf_exponential", "sdgf_stepwise")
 # These keep a mask. A page of the report holds eight runs, so they have one of their own.
 _STATEFUL = ("one_shot", "snip", "idp")
@@ -194,14 +196,12 @@ def _call(argv: Sequence[str]) -> int:
 
 def _train(argv: Sequence[str], out: str, name: str, last: int) -> int:
   """Trains, or goes on, or finds that it has been done."""
-  from nm_sparsity_jax.local import checkpoints
-
-  if checkpoints.is_done(f"{out}/{name}", last):
+  if folders.is_done(f"{out}/{name}", last):
     print(f"$ {typed(argv)}\n{out}/{name}: done before")
     return 0
   code = _call(argv)
   # `train` ends with 0 after SIGTERM, when it has saved.
-  if code == 130 or (not code and not checkpoints.is_done(f"{out}/{name}", last)):
+  if code == 130 or (not code and not folders.is_done(f"{out}/{name}", last)):
     print("stopped; start the quickstart again, and it goes on from there", file=sys.stderr)
     return code or 1
   return code

@@ -28,10 +28,10 @@ from nm_sparsity_jax import configure
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, files
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.runs import arrays, checkpoint, folders
+from nm_sparsity_jax.text import first_line
 
-_PREFIX = "checkpoint"
+_PREFIX = folders.PREFIX
 _DOOMED = ".removed"  # behind the name of a checkpoint that is being removed
 
 
@@ -103,7 +103,7 @@ class Checkpoints:
 
   def steps(self) -> Sequence[int]:
     """Of complete checkpoints, ascending."""
-    return steps_in(self.folder)
+    return folders.steps(self.folder)
 
   def newest(self) -> str:
     """The name of the newest complete one; 'none' where there is none."""
@@ -150,7 +150,7 @@ class Checkpoints:
   def no_room(self, what: str, error: BaseException) -> str:
     """For people: what could not be written, why, and where the run goes on."""
     return (
-      f"{what} could not be written ({_first_line(error)}). The newest complete checkpoint is "
+      f"{what} could not be written ({first_line(error)}). The newest complete checkpoint is "
       f"{self.newest()}; with room on the disk, the same command goes on from it."
     )
 
@@ -175,12 +175,12 @@ class Checkpoints:
     wanted["flax_mutables"][COLLECTION]["rules"] = text
     where["flax_mutables"][COLLECTION]["rules"] = model.replicated
     try:
-      tree = _restore(path / "state", wanted, where)
+      tree = arrays.restore(path / "state", wanted, where)
     except Exception as e:
       others = [s for s in self.steps() if s < step]
       then = f"goes on from {_PREFIX}_{others[-1]}" if others else "begins anew"
       raise ValueError(
-        f"{path} cannot be read: it is damaged, or of another program ({_first_line(e)}). Move it "
+        f"{path} cannot be read: it is damaged, or of another program ({first_line(e)}). Move it "
         f"away, and the same command {then}."
       ) from e
     return tree, configure.unpack(tree["flax_mutables"][COLLECTION]["rules"])
@@ -195,34 +195,10 @@ class _Said(ValueError):
   """Has been explained."""
 
 
-def steps_in(folder: str | os.PathLike) -> Sequence[int]:
-  """The steps of the complete checkpoints of a folder, ascending."""
-  found = []
-  for path in pathlib.Path(folder).glob(f"{_PREFIX}_*"):
-    number = re.fullmatch(rf"{_PREFIX}_(\d+)", path.name)
-    if number and (path / "state" / "_METADATA").is_file():
-      found.append(int(number[1]))
-  return sorted(found)
-
-
-def evaluations(folder: str | os.PathLike) -> dict[int, dict[str, Any]]:
-  """Step -> what a run noted of its evaluation."""
-  found = files.read_json(pathlib.Path(folder) / "evaluations.json", [])
-  return {entry["step"]: entry for entry in found}
-
-
-def is_done(folder: str | os.PathLike, last: int) -> bool:
-  """Whether a run has evaluated and saved its last step.
-
-  The evaluation is noted while the checkpoint is being written, which a full disk may end.
-  """
-  return last in evaluations(folder) and last in steps_in(folder)
-
-
 def load_params(path: str, like: Any, shardings: Any) -> tuple[Any, int]:
   """Parameters and global step of anybody's checkpoint: Orbax, or T5X's own format; all float32."""
   stored = checkpoint.read(path)
-  tree = _load(stored, {"target": like}, {"target": shardings})
+  tree = arrays.load(stored, {"target": like}, {"target": shardings})
   return tree["target"], stored.step or 0
 
 
@@ -248,7 +224,7 @@ def load_for_evaluation(path: str, model: Model) -> TrainState:
       tree["flax_mutables"][COLLECTION].pop("rules")
       tree["flax_mutables"][COLLECTION].pop("start")
   wanted.pop("state")
-  tree = _load(stored, wanted, {name: where[name] for name in wanted})
+  tree = arrays.load(stored, wanted, {name: where[name] for name in wanted})
   mine = tree.get("flax_mutables", {COLLECTION: {"step": jnp.int32(0)}})[COLLECTION]
   return TrainState(step, tree["target"], (), mine["step"], mine if len(mine) > 1 else {})
 
@@ -266,53 +242,3 @@ def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:
 
 def _joined(text: str) -> str:
   return "; ".join(text.splitlines())
-
-
-def _load(stored, like, shardings) -> Any:
-  """The wanted part of a checkpoint of either format."""
-  wanted = dict(flatten(like))
-  if lost := sorted(set(wanted) - set(stored.leaves)):
-    raise ValueError(
-      f"{stored.path} lacks {len(lost)} of the {len(wanted)} arrays that this network takes, such "
-      f"as {lost[0]}: it is of another model. Choose the model file that it was made with."
-    )
-  for key, leaf in wanted.items():
-    shape = stored.leaves[key].shape
-    if shape is not None and tuple(shape) != tuple(leaf.shape):
-      raise ValueError(
-        f"{key} has shape {tuple(shape)} in {stored.path}, and {tuple(leaf.shape)} in this "
-        "network: it is of another model or vocabulary."
-      )
-  if stored.format == "Orbax":
-    path = pathlib.Path(stored.path).absolute()
-    state = path / "state" if (path / "state" / "_METADATA").is_file() else path
-    try:
-      return _restore(state, like, shardings)
-    except Exception as e:
-      raise ValueError(
-        f"{stored.path} cannot be read: it is damaged ({_first_line(e)}). Take another checkpoint, "
-        "or a copy of this one that `nm-sparsity verify` can read."
-      ) from e
-  where = dict(flatten(shardings))
-  values = {
-    key: jax.device_put(stored.array(key).astype(leaf.dtype), where[key])
-    for key, leaf in wanted.items()
-  }
-  return traverse_util.unflatten_dict(values, sep="/")
-
-
-def _restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
-  ocp = checkpoint.orbax(str(path))
-
-  def args(leaf, sharding):
-    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-
-  restore_args = jax.tree.map(args, like, shardings)
-  with checkpoint.quiet_orbax(), ocp.PyTreeCheckpointer() as reader:
-    wanted = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
-    return reader.restore(path, args=wanted)
-
-
-def _first_line(error: BaseException) -> str:
-  lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-  return (lines or [type(error).__name__])[0][:200]

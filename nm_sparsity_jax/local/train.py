@@ -38,7 +38,7 @@ from nm_sparsity_jax import metrics, optim
 from nm_sparsity_jax.local import checkpoints, data, reports
 from nm_sparsity_jax.local.evaluation import Evaluation, Evaluator, Stopped
 from nm_sparsity_jax.local.step import Model, Summed, TrainState, patterns_at
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.runs import files, folders
 
 _AHEAD = 2  # steps that are given to the devices before the result of one is looked at
 
@@ -227,7 +227,7 @@ class _Process:
     tree, text = self.checkpoints.restore(step, like, model)
     checkpoints.refuse_other_rules(text, model.given_rules, f"{self.folder}/checkpoint_{step}")
     state = checkpoints.from_tree(tree, like)
-    kept = checkpoints.evaluations(self.folder)
+    kept = folders.evaluations(self.folder)
     self.evaluations = {at: e for at, e in kept.items() if at <= step}
     if len(self.evaluations) < len(kept):  # of a checkpoint that was never complete
       self._note_evaluations()
@@ -477,7 +477,7 @@ def settings_of(bound: Mapping[str, str]) -> dict[str, str]:
 def changed(folder: pathlib.Path, settings: Mapping[str, str]) -> str:
   """How settings differ from those of the run in a folder; '' where they do not, or none began."""
   before = files.read_json(folder / "settings.json", None)
-  if before is None or not checkpoints.steps_in(folder):
+  if before is None or not folders.steps(folder):
     return ""
   names = [k for k in sorted({*before, *settings}) if before.get(k) != settings.get(k)]
   found = [d for k in names for d in _differences(k, before.get(k), settings.get(k))]
@@ -527,7 +527,7 @@ def _parts(tree: ast.expr | None) -> tuple[list[str], dict[str, ast.expr]]:
 
 def refuse_changed(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
   """Refuses to go on with a run of other settings, and names both; or of another program."""
-  if checkpoints.steps_in(folder) and not (folder / "settings.json").is_file():
+  if folders.steps(folder) and not (folder / "settings.json").is_file():
     raise ValueError(
       f"{folder} holds checkpoints that another program wrote. Take an empty MODEL_DIR and name "
       "one of them as INITIAL_CHECKPOINT_PATH."
@@ -542,7 +542,7 @@ def refuse_changed(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
 def _agree(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
   """Refuses a changed run; notes the settings of a new one."""
   refuse_changed(folder, settings)
-  if not checkpoints.steps_in(folder):
+  if not folders.steps(folder):
     text = json.dumps(dict(settings), indent=1)
     files.write_atomically(folder / "settings.json", text + "\n")
 

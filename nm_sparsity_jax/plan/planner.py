@@ -23,7 +23,8 @@ from typing import Any
 
 from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.configure import SettingsError
-from nm_sparsity_jax.runs import checkpoint, files
+from nm_sparsity_jax.plan import restore
+from nm_sparsity_jax.runs import checkpoint, files, folders
 
 _LENGTHS = {"inputs": 512, "targets": 128}  # where TASK_FEATURE_LENGTHS does not tell
 # Arguments of T5X's programs that say what data they read.
@@ -543,10 +544,10 @@ class Planner:
         fallback, save = False, getattr(self._argument("checkpoint_cfg"), "save", None)
         dtype = save.dtype if save else "float32"
       model = dict(flatten(state.state_dict()))
-      found = checkpoint.restore(stored, model, dtype, functions, fallback)
+      found = restore.restore(stored, model, dtype, functions, fallback)
     elif params is not None:  # the optimizer and the like are no concern of a fragment
       model = {f"target/{path}": leaf for path, leaf in flatten(params)}
-      found = checkpoint.restore(stored, model, dtype, fallback=fallback)
+      found = restore.restore(stored, model, dtype, fallback=fallback)
       drop = [key for key in found.drop if key.startswith("target/")]
       found = dataclasses.replace(found, drop=drop)
     else:
@@ -606,7 +607,7 @@ class Planner:
     if not isinstance(folder, str) or self.checkpoint:
       return None
     try:
-      newest = checkpoint.latest(folder)
+      newest = folders.latest(folder)
       stored = checkpoint.read(newest) if newest else None
     except Exception as e:
       self.warnings.append(f"MODEL_DIR={folder!r} could not be looked at: {gin_files.message(e)}")

@@ -1,8 +1,8 @@
 """Checkpoints as T5X lays them out: what one holds, one array of it, a new one.
 
-    path -> Stored: key -> Leaf(shape, dtype) -> [T5X's transformations] -> loaded, initialised, ...
-                    key -> array, one at a time
-    tree -> write -> checkpoint_N/state
+    path -> [read] -> Stored: key -> Leaf(shape, dtype)
+                              key -> array, one at a time
+    tree -> [write] -> checkpoint_N/state
 
 Keys are those of T5X's train state: target/..., state/step, state/param_states/...,
 flax_mutables/... Formats: T5X's own (one msgpack file that refers to tensorstore arrays) and Orbax;
@@ -19,15 +19,15 @@ import json
 import logging
 import os
 import pathlib
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.runs import folders
+from nm_sparsity_jax.text import first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,30 +67,10 @@ def find(name: str) -> str:
   try:
     _located(name)
   except ValueError:
-    if newest := latest(name):
+    if newest := folders.latest(name):
       return newest
     raise
   return name
-
-
-def latest(folder: str) -> str | None:
-  """The newest `checkpoint_N` in a folder, None where there is none."""
-  steps = [m for p in _children(folder) if (m := re.fullmatch(r"checkpoint_(\d+)", p))]
-  if not steps:
-    return None
-  return f"{folder.rstrip('/')}/{max(steps, key=lambda m: int(m[1]))[0]}"
-
-
-def _children(folder: str) -> list[str]:
-  path = _path(folder)
-  return [p.name for p in path.iterdir()] if path.is_dir() else []
-
-
-def _path(name: str):
-  from etils import epath
-
-  # Orbax finds no array below a relative path, and does not say so.
-  return epath.Path(name if "://" in name else os.path.abspath(name))
 
 
 def read(name: str) -> Stored:
@@ -102,17 +82,16 @@ def read(name: str) -> Stored:
 
 def _located(name: str):
   """(what reads it, the file or folder to be read)."""
-  folder = _path(name)
+  folder = folders.path_of(name)
   if not folder.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
   if folder.is_file() and folder.name == "checkpoint":
     return _read_legacy, folder
   if (folder / "checkpoint").is_file():
     return _read_legacy, folder / "checkpoint"
-  for state in (folder / "state", folder):
-    if (state / "_METADATA").is_file():
-      return _read_orbax, state
-  if inside := latest(name):
+  if state := folders.orbax_state(folder):
+    return _read_orbax, state
+  if inside := folders.latest(name):
     raise ValueError(f"{name!r} is a folder of checkpoints: name one, such as {inside!r}")
   raise ValueError(
     f"{name!r} is no checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
@@ -128,8 +107,7 @@ def _damage(name: str, what: str):
   except (ModuleNotFoundError, _Unreadable):
     raise
   except Exception as e:
-    lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
-    raise _Unreadable(f"{name!r} is damaged: {what} cannot be read ({lines[0][:200]})") from e
+    raise _Unreadable(f"{name!r} is damaged: {what} cannot be read ({first_line(e)})") from e
 
 
 class _Unreadable(ValueError):
@@ -196,9 +174,6 @@ def _stored_array(value) -> np.ndarray:
   fill = zarray.get("fill_value") is not None
   spec = {"driver": spec["driver"], "kvstore": kvstore, "fill_missing_data_reads": fill}
   return np.asarray(tensorstore.open(spec).result().read().result())
-
-
-_SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_sparsity/rules")
 
 
 def _read_orbax(name: str, state) -> Stored:
@@ -301,7 +276,7 @@ def write(folder: str, tree: Mapping[str, Any]) -> None:
     unfinished.chmod(0o777 & ~_umask())
     os.rename(unfinished, path)
   except Exception as e:
-    raise ValueError(f"{folder!r} could not be written: {str(e).splitlines()[0][:200]}") from e
+    raise ValueError(f"{folder!r} could not be written: {first_line(e)}") from e
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)
     for empty in path.parents:
@@ -316,78 +291,7 @@ def _umask() -> int:
   return mask
 
 
-# --- what a model takes of it -------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Restore:
-  """What becomes of each key.
-
-  Attributes:
-    load: key of the model -> (leaf of the checkpoint, dtype after loading).
-    initialise: keys of the model that start afresh.
-    drop: keys of the checkpoint that the model does not take.
-    errors: what T5X would refuse, or load wrongly without a word.
-  """
-
-  load: Mapping[str, tuple[Leaf, str | None]]
-  initialise: Sequence[str]
-  drop: Sequence[str]
-  errors: Sequence[str]
-
-
-def restore(
-  stored: Stored,
-  model: Mapping[str, Any],
-  dtype: str | None,
-  transformations: Sequence[Callable] = (),
-  fallback: bool = False,
-) -> Restore:
-  """Goes through the steps of T5X's restore on keys instead of arrays.
-
-  Args:
-    stored: the checkpoint.
-    model: key -> something with shape and dtype, what the model wants.
-    dtype: floating arrays become this; None = as stored.
-    transformations: `RestoreCheckpointConfig.state_transformation_fns`.
-    fallback: `RestoreCheckpointConfig.fallback_to_scratch`.
-  """
-  errors: list[str] = []
-  state: Any = nested(stored.leaves)
-  for function in transformations:
-    try:
-      state = function(state, nested(model))
-    except Exception as e:
-      errors.append(f"restoring from {stored.path}: {gin_files.message(e)}")
-      break
-  found = dict(flat(state))
-  load: dict[str, tuple[Leaf, str | None]] = {}
-  initialise: list[str] = []
-  for key, wanted in model.items():
-    leaf = found.get(key)
-    if leaf is None:
-      initialise.append(key)
-      continue
-    if leaf.shape is not None and leaf.shape != tuple(wanted.shape):
-      errors.append(f"{key} has shape {leaf.shape} in {stored.path} and {wanted.shape} here")
-    load[key] = leaf, dtype if dtype and _is_cast(key, leaf, stored.format) else leaf.dtype
-  taken = {leaf.key for leaf, _ in load.values()}
-  drop = [key for key in stored.leaves if key not in taken]
-  if initialise and not fallback and not errors:
-    errors.append(
-      f"{stored.path} lacks {len(initialise)} of {len(model)} arrays, such as {initialise[0]}, and "
-      "RestoreCheckpointConfig.fallback_to_scratch is not set: T5X will fail"
-    )
-  return Restore(load, initialise, drop, errors)
-
-
-def _is_cast(key: str, leaf: Leaf, kind: str) -> bool:
-  """Whether T5X's restore dtype applies: to parameters, and to what is not sharded.
-
-  So the step, an int32, becomes a float32 in a run that restored it.
-  """
-  alone = leaf.shape == () and not key.startswith("flax_mutables/")
-  return kind == "T5X" or key.startswith("target/") or alone
+# --- trees by key ---------------------------------------------------------------------------------
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

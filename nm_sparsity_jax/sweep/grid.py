@@ -22,7 +22,7 @@ from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.commands import _flags, gin_path
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.plan import planner
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.runs import files, folders
 
 _KEYS = {
   "out": "the folder of the sweep, a string",
@@ -432,14 +432,10 @@ def evaluated_with(cell: Cell) -> pathlib.Path:
 
 def steps_done(cell: Cell, known: Checked) -> int:
   """Those that a run would not do again."""
-  from nm_sparsity_jax.local import checkpoints
-
-  found = checkpoints.steps_in(cell.folder)
+  found = folders.steps(cell.folder)
   return found[-1] - known.first if found else 0
 
 
 def is_done(cell: Cell, known: Checked) -> bool:
   """Whether a run has its last evaluation and checkpoint."""
-  from nm_sparsity_jax.local import checkpoints
-
-  return checkpoints.is_done(cell.folder, known.first + known.steps)
+  return folders.is_done(cell.folder, known.first + known.steps)

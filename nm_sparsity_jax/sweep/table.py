@@ -15,6 +15,7 @@ from typing import Any
 
 from nm_sparsity_jax.commands import glue_score
 from nm_sparsity_jax.report import sections
+from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.sweep import grid
 
 MEASURES = ("score", "loss")
@@ -62,11 +63,9 @@ def _run(cell: grid.Cell, known: grid.Checked, is_start: bool) -> dict[str, Any]
     if failure.is_file():
       found["remarks"].append(failure.read_text().strip())
     return found
-  from nm_sparsity_jax.local import checkpoints
-
   found["state"] = "done"
   last = known.first + known.steps
-  losses = checkpoints.evaluations(cell.folder)[last]["loss"]
+  losses = folders.evaluations(cell.folder)[last]["loss"]
   found["loss"] = math.fsum(losses.values()) / len(losses) if losses else None
   tasks = sections.tasks_in(cell.folder / "inference_eval")
   run = sections.Run(cell.folder, cell.name, {}, {}, tasks, "")

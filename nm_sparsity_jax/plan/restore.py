@@ -1,0 +1,84 @@
+"""What a run would take of a checkpoint: T5X's restore, gone through on keys.
+
+Stored -> [T5X's transformations] -> [restore] -> loaded, initialised, dropped, refused
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.runs import checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class Restore:
+  """What becomes of each key.
+
+  Attributes:
+    load: key of the model -> (leaf of the checkpoint, dtype after loading).
+    initialise: keys of the model that start afresh.
+    drop: keys of the checkpoint that the model does not take.
+    errors: what T5X would refuse, or would load wrongly without an error.
+  """
+
+  load: Mapping[str, tuple[checkpoint.Leaf, str | None]]
+  initialise: Sequence[str]
+  drop: Sequence[str]
+  errors: Sequence[str]
+
+
+def restore(
+  stored: checkpoint.Stored,
+  model: Mapping[str, Any],
+  dtype: str | None,
+  transformations: Sequence[Callable] = (),
+  fallback: bool = False,
+) -> Restore:
+  """Goes through the steps of T5X's restore with keys instead of arrays.
+
+  Args:
+    stored: the checkpoint.
+    model: key -> something with shape and dtype: what the model takes.
+    dtype: the dtype that floating arrays get; None keeps the stored one.
+    transformations: `RestoreCheckpointConfig.state_transformation_fns`.
+    fallback: `RestoreCheckpointConfig.fallback_to_scratch`.
+  """
+  errors: list[str] = []
+  state: Any = checkpoint.nested(stored.leaves)
+  for function in transformations:
+    try:
+      state = function(state, checkpoint.nested(model))
+    except Exception as e:
+      errors.append(f"restoring from {stored.path}: {gin_files.message(e)}")
+      break
+  found = dict(checkpoint.flat(state))
+  load: dict[str, tuple[checkpoint.Leaf, str | None]] = {}
+  initialise: list[str] = []
+  for key, wanted in model.items():
+    leaf = found.get(key)
+    if leaf is None:
+      initialise.append(key)
+      continue
+    if leaf.shape is not None and leaf.shape != tuple(wanted.shape):
+      errors.append(f"{key} has shape {leaf.shape} in {stored.path} and {wanted.shape} here")
+    load[key] = leaf, dtype if dtype and _is_cast(key, leaf, stored.format) else leaf.dtype
+  taken = {leaf.key for leaf, _ in load.values()}
+  drop = [key for key in stored.leaves if key not in taken]
+  if initialise and not fallback and not errors:
+    errors.append(
+      f"{stored.path} lacks {len(initialise)} of {len(model)} arrays, such as {initialise[0]}, and "
+      "RestoreCheckpointConfig.fallback_to_scratch is not set: T5X will fail"
+    )
+  return Restore(load, initialise, drop, errors)
+
+
+def _is_cast(key: str, leaf: checkpoint.Leaf, kind: str) -> bool:
+  """Whether T5X's restore dtype applies: to parameters, and to what is not sharded.
+
+  So the step, an int32, becomes a float32 in a run that restored it.
+  """
+  alone = leaf.shape == () and not key.startswith("flax_mutables/")
+  return kind == "T5X" or key.startswith("target/") or alone

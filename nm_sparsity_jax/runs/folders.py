@@ -1,0 +1,97 @@
+"""What lies in a run's folder, by name: which checkpoints, which of them is the newest.
+
+    MODEL_DIR/checkpoint_1000/state/_METADATA    Orbax: T5X and the local runner
+    MODEL_DIR/checkpoint_1000/checkpoint         T5X's own format
+    MODEL_DIR/evaluations.json                   the local runner: losses and metrics, by step
+
+Nothing here opens a checkpoint: `runs.checkpoint` does.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from nm_sparsity_jax.runs import files
+
+PREFIX = "checkpoint"  # of a checkpoint's name: checkpoint_1000
+_NAME = re.compile(rf"{PREFIX}_(0|[1-9]\d*)")
+
+
+def path_of(name: str | os.PathLike) -> Any:
+  """Returns an absolute path; one of `etils.epath` for a URL such as 'gs://bucket/run'."""
+  name = os.fspath(name)
+  if "://" in name:
+    from etils import epath
+
+    return epath.Path(name)
+  # Orbax finds no array below a relative path, and does not say so.
+  return pathlib.Path(os.path.abspath(name))
+
+
+def named_steps(folder: str | os.PathLike) -> Sequence[int]:
+  """Returns the step of each `checkpoint_N` in a folder, ascending, whatever is in them."""
+  path = path_of(folder)
+  names = [child.name for child in path.iterdir()] if path.is_dir() else []
+  return sorted(int(m[1]) for n in names if (m := _NAME.fullmatch(n)))
+
+
+def latest(folder: str | os.PathLike) -> str | None:
+  """Returns the newest `checkpoint_N` in a folder, None where there is none."""
+  steps = named_steps(folder)
+  return f"{os.fspath(folder).rstrip('/')}/{PREFIX}_{steps[-1]}" if steps else None
+
+
+def named_step(checkpoint: str) -> int | None:
+  """Reads the step in a checkpoint's name; None where it has none.
+
+  >>> named_step("gs://bucket/run/checkpoint_1000")
+  1000
+  """
+  found = re.search(rf"{PREFIX}_(\d+)/*$", checkpoint)
+  return int(found[1]) if found else None
+
+
+def orbax_state(checkpoint: Any) -> Any:
+  """Returns the folder that Orbax reads of a checkpoint: state/, or itself; None if neither is one.
+
+  Args:
+    checkpoint: a path of `path_of`.
+  """
+  return next((p for p in (checkpoint / "state", checkpoint) if _is_whole(p)), None)
+
+
+def _is_whole(state: Any) -> bool:
+  return (state / "_METADATA").is_file()
+
+
+def steps(folder: str | os.PathLike) -> Sequence[int]:
+  """Returns the steps of the complete checkpoints of a run by Orbax, ascending.
+
+  Orbax writes beside the name and renames, so a kill leaves no half of one.
+  """
+  path = path_of(folder)
+  return [n for n in named_steps(folder) if _is_whole(path / f"{PREFIX}_{n}" / "state")]
+
+
+def evaluations(folder: str | os.PathLike) -> dict[int, dict[str, Any]]:
+  """Reads what the local runner noted of its evaluations: step -> entry."""
+  found = files.read_json(pathlib.Path(folder) / "evaluations.json", [])
+  return {entry["step"]: entry for entry in found}
+
+
+def is_done(folder: str | os.PathLike, last: int) -> bool:
+  """Returns whether a run has evaluated and saved its last step.
+
+  The evaluation is noted while the checkpoint is being written, which a full disk may end.
+
+  Args:
+    folder: the run's.
+    last: the global step at which it ends.
+  """
+  return last in evaluations(folder) and last in steps(folder)
