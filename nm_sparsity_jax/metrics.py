@@ -4,8 +4,10 @@
 
 Pure functions for use inside jit: the step is traced and one compilation serves all steps. Give
 them the parameters, the step and the state of one forward pass, and the gradients of that pass.
-`summary` is all of them at once, under flat names; how often to call it (it takes the masks anew
-and reads each sparse kernel a few times) is up to the caller, for example by `lax.cond`.
+`summary` is all of them at once, under flat names. It takes the masks anew and reads each sparse
+kernel a few times, so a trainer samples it. `before` and `after` are the two halves of such a
+sample, one on each side of an optimizer update: compile them as programs of their own, and the
+train step costs nothing more when it is not sampled.
 
 Masks are True = kept. Everything is counted in integers and summed in float32, whatever the
 dtype of the parameters; of nothing at all (no sparse place) the density is 1, D is 1, and rates
@@ -14,8 +16,9 @@ and variances are 0.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +86,30 @@ class Variances(NamedTuple):
 
   overall: Variance
   places: dict[str, Variance]
+
+
+class SecondMoments(NamedTuple):
+  """Second moments by path, for `summary` and `after` in place of an optax state.
+
+  Attributes:
+    nu: path -> second moment, of the parameter's shape.
+    is_factored: whether they are estimates, rebuilt from factors as Adafactor does.
+  """
+
+  nu: Mapping[str, jax.Array]
+  is_factored: bool = False
+
+
+class Before(NamedTuple):
+  """What `before` saw, for `after`.
+
+  Attributes:
+    masks: path -> the mask that the step used, bool.
+    scalars: name -> the variances of the step's gradient, float32 scalars.
+  """
+
+  masks: dict[str, jax.Array]
+  scalars: dict[str, jax.Array]
 
 
 def masks_of(
@@ -290,7 +317,7 @@ def summary(
   opt_state: Any = None,
   masks_before: Any = None,
   *,
-  per_place: bool = True,
+  per_place: bool | Collection[str] = True,
 ) -> dict[str, jax.Array]:
   """All of it as float32 scalars under flat names, for `clu` writers and their like.
 
@@ -313,28 +340,23 @@ def summary(
     step: the step of that pass, int32 scalar.
     state: the state of stateful recipes at that step.
     grads: the gradients of that pass.
-    opt_state: an optax state with a second moment, Adam's or Adafactor's.
+    opt_state: an optax state with a second moment, Adam's or Adafactor's, or `SecondMoments`.
     masks_before: what `masks_of` returned at an earlier step.
-    per_place: also the names that end in a path.
+    per_place: also the names that end in a path; or which of them, such as ("density", "D").
   """
   places = rules.assign(params).places
   masks = masks_of(params, rules, step, state)
   out: dict[str, jax.Array] = {}
-
-  def put(name, overall, by_path):
-    out[f"nm/{name}"] = overall
-    if per_place:
-      out.update({f"nm/{name}/{path}": value for path, value in by_path.items()})
-
+  put = functools.partial(_put, out, per_place)
   shares = _density(places, masks, step)
   put("density", shares.overall, shares.places)
   put("density_target", shares.target, shares.targets)
   factors = decay(params, rules, step)
   put("D", _mean_by_size(places, factors), factors)
-  if per_place:
-    for path, now in pattern_now(params, rules, step).items():
-      out[f"nm/n/{path}"] = now.n.astype(jnp.float32)
-      out[f"nm/m/{path}"] = now.m.astype(jnp.float32)
+  patterns = pattern_now(params, rules, step).items()
+  for name in PatternNow._fields:
+    by_path = {path: getattr(now, name).astype(jnp.float32) for path, now in patterns}
+    put(name, None, by_path)
 
   pairs: dict[str, tuple[Any, dict[str, Any]]] = {}
   if masks_before is not None:
@@ -344,15 +366,110 @@ def summary(
   if grads is not None:
     pairs["grad_abs_var"] = _grad_abs_variance(grads, masks)
   if opt_state is not None:
-    states = [state for state in _named_states(opt_state) if _is_factored(state)]
-    whole = {path: v.shape for state in states for path, v in flatten(state.v)}
-    factored = any(whole.get(path, place.shape) != place.shape for path, place in places.items())
-    kind = "second_moment_var_factored" if factored else "second_moment_var"
+    kind = f"second_moment_var{'_factored' if _any_factored(opt_state, places) else ''}"
     pairs[kind] = _second_moment_variance(second_moments(opt_state, params), masks)
-  for name, (overall, by_path) in pairs.items():
-    put(f"{name}/all", overall.all, {path: v.all for path, v in by_path.items()})
-    put(f"{name}/kept", overall.kept, {path: v.kept for path, v in by_path.items()})
+  for name, pair in pairs.items():
+    _put_both(put, name, pair)
   return out
+
+
+def before(
+  params: Any,
+  rules: Rules,
+  step: jax.Array | int,
+  state: State | None = None,
+  grads: Any = None,
+  *,
+  per_place: bool | Collection[str] = False,
+) -> Before:
+  """Looks at a train step before its update: at its masks, and at its gradient.
+
+  Run it as a program of its own at the steps that you sample, and `after` once the update is
+  done. The parameters may be donated in between.
+
+      seen = metrics.before(params, rules, step, state, grads)
+      params, opt_state, state = update(params, opt_state, state, grads)
+      scalars = metrics.after(params, rules, step + 1, state, seen, opt_state)
+
+  Args:
+    params: the stored parameters that the gradient was taken at.
+    rules: the rules.
+    step: the step that it was taken at, int32 scalar.
+    state: the state of stateful recipes at that step.
+    grads: the gradient, without SR-STE's term; None = no names of gradients.
+    per_place: as in `summary`.
+  """
+  masks, out = masks_of(params, rules, step, state), {}
+  if grads is not None:
+    put = functools.partial(_put, out, per_place)
+    _put_both(put, "grad_abs_var", _grad_abs_variance(grads, masks))
+  return Before(masks, out)
+
+
+def after(
+  params: Any,
+  rules: Rules,
+  step: jax.Array | int,
+  state: State | None,
+  seen: Before,
+  opt_state: Any = None,
+  *,
+  per_place: bool | Collection[str] = False,
+) -> dict[str, jax.Array]:
+  """Returns the metrics of a sampled step, once its update is done.
+
+  They are those of `summary` at the new parameters, with the flips since `before`, the variances
+  of the gradient that it saw, and the pattern of each rule:
+
+      nm/n/<rule>, nm/m/<rule>   of its places; 0 where they do not share one
+
+  Args:
+    params: the stored parameters after the update.
+    rules: the rules.
+    step: the step after the update.
+    state: the state of stateful recipes after the update.
+    seen: what `before` returned.
+    opt_state: the optimizer's state after the update, or `SecondMoments`. Where it does not hold
+      a second moment of every sparse kernel, there are no names for it.
+    per_place: as in `summary`.
+  """
+  places = rules.assign(params).places
+  try:
+    moments = {} if opt_state is None else second_moments(opt_state, params)
+  except ValueError:  # it keeps none, or two of one weight
+    moments = {}
+  opt_state = opt_state if moments and set(places) <= set(moments) else None
+  out = summary(params, rules, step, state, None, opt_state, seen.masks, per_place=per_place)
+  out |= seen.scalars
+  for rule, (pattern, _) in rule_patterns(params, rules, step).items():
+    out |= {f"nm/{name}/{rule}": jnp.float32(x) for name, x in pattern._asdict().items()}
+  return out
+
+
+def _put(out: dict, per_place: bool | Collection[str], name: str, overall: Any, by_path: Mapping):
+  """Puts a number, and those of its places where they are wanted, under their names."""
+  if overall is not None:
+    out[f"nm/{name}"] = overall
+  wanted = per_place if isinstance(per_place, bool) else name in per_place
+  if wanted:
+    out.update({f"nm/{name}/{path}": value for path, value in by_path.items()})
+
+
+def _put_both(put: Callable, name: str, pair: tuple[Any, Mapping[str, Any]]) -> None:
+  """Puts the fields `all` and `kept` of a value and of those of its places."""
+  overall, by_path = pair
+  for kind in ("all", "kept"):
+    by_kind = {path: getattr(v, kind) for path, v in by_path.items()}
+    put(f"{name}/{kind}", getattr(overall, kind), by_kind)
+
+
+def _any_factored(opt_state: Any, places: Mapping[str, Place]) -> bool:
+  """Whether the second moment of any of these places is rebuilt from factors."""
+  if isinstance(opt_state, SecondMoments):
+    return opt_state.is_factored
+  states = [state for state in _named_states(opt_state) if _is_factored(state)]
+  whole = {path: v.shape for state in states for path, v in flatten(state.v)}
+  return any(whole.get(path, place.shape) != place.shape for path, place in places.items())
 
 
 def _density(places: Mapping[str, Place], masks: dict[str, jax.Array], step) -> Density:

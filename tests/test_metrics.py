@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import metrics
 from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.trees import flatten
 
 PHASES = nms.Phases(total=20, dense=3, finetune=5)
 WI, WO = "mlp/wi/kernel", "mlp/wo/kernel"
@@ -168,6 +169,68 @@ def test_functions_say_the_same_as_the_summary_and_jit_the_same_as_eager():
     np.testing.assert_allclose(value, seen[name], rtol=1e-6, err_msg=name)
   now = metrics.pattern_now(params, rules, step)[WI]
   assert now.n.dtype == now.m.dtype == jnp.int32
+
+
+# --- a sample in two halves -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_place", [False, True, ("density", "n")])
+def test_a_sample_in_two_halves_is_the_summary_of_both_sides_of_an_update(per_place):
+  rules = nms.Rules({WI: make("idp"), WO: make("sdgf_stepwise", "1:8")})
+  old, new, grads = draw(0), draw(1), draw(2)
+  opt_state = adam_state(optax.adam(1e-3), new, [grads])
+  state = nms.init_state(old, rules)
+  for step in range(1, 9):
+    state = nms.update_state(state, old, rules, step)
+  later = nms.update_state(state, new, rules, 9)
+  half = lambda p, t, s, g: metrics.before(p, rules, t, s, g, per_place=per_place)
+  seen = jax.jit(half)(old, jnp.int32(8), state, grads)
+  rest = lambda p, t, s, b, o: metrics.after(p, rules, t, s, b, o, per_place=per_place)
+  got = jax.jit(rest)(new, jnp.int32(9), later, seen, opt_state)
+  masks = metrics.masks_of(old, rules, 8, state)
+  first = metrics.summary(old, rules, 8, state, grads)
+  want = metrics.summary(new, rules, 9, later, None, opt_state, masks)
+  want |= {k: v for k, v in first.items() if k.startswith("nm/grad_abs_var")}
+  in_place = lambda name: name.endswith((WI, WO))
+  if per_place is not True:
+    stems = tuple(f"nm/{name}/" for name in per_place or ())
+    kept = lambda k: not in_place(k) or k in {s + p for s in stems for p in (WI, WO)}
+    want = {k: v for k, v in want.items() if kept(k)}
+  for name, now in metrics.pattern_now(new, rules, 9).items():  # here a rule is one place
+    want |= {f"nm/n/{name}": now.n, f"nm/m/{name}": now.m}
+  assert set(got) == set(want)
+  for name, value in want.items():
+    np.testing.assert_allclose(got[name], value, rtol=1e-6, err_msg=name)
+    assert got[name].dtype == jnp.float32
+  assert got["nm/flip_rate/all"] > 0 and got["nm/density"] < 1
+
+
+def test_a_sample_leaves_out_what_the_optimizer_does_not_keep():
+  rules = nms.Rules({"ff": make("sdgf_geometric", "1:4")})
+  params = draw(0, wi=(16, 6), wo=(32, 5))
+  masks = metrics.before(params, rules, 9).masks
+  assert metrics.before(params, rules, 9).scalars == {}
+  names = lambda o: {
+    k for k in metrics.after(params, rules, 9, None, metrics.Before(masks, {}), o) if "moment" in k
+  }
+  kinds = lambda name: {f"nm/{name}/all", f"nm/{name}/kept"}
+  masked = optax.masked(optax.adam(1e-3), lambda p: jax.tree.map(lambda x: x.shape == (16, 6), p))
+  assert names(None) == names(optax.sgd(1e-3).init(params)) == names(masked.init(params)) == set()
+  assert names(optax.adam(1e-3).init(params)) == kinds("second_moment_var")
+  moments = dict(flatten(params))
+  assert names(metrics.SecondMoments(moments)) == kinds("second_moment_var")
+  assert names(metrics.SecondMoments(moments, True)) == kinds("second_moment_var_factored")
+
+
+def test_a_rule_of_two_patterns_has_none():
+  rules = nms.Rules({"ff": make("sdgf_geometric", "1:4")})  # 16 takes fewer levels than 32
+  params = draw(0)
+  for step in range(PHASES.total):
+    seen = metrics.before(params, rules, step)
+    got = metrics.after(params, rules, step, None, seen, per_place=True)
+    patterns = {(int(got[f"nm/n/{p}"]), int(got[f"nm/m/{p}"])) for p in (WI, WO)}
+    want = patterns.pop() if len(patterns) == 1 else (0, 0)
+    assert (got["nm/n/ff"], got["nm/m/ff"]) == want, step
 
 
 # --- names and kinds --------------------------------------------------------------------------
