@@ -44,7 +44,7 @@ def init_state(params: Any, rules: Rules) -> State:
   for path, place in rules.assign(params).places.items():
     if place.recipe.stateful:
       state.setdefault("step", jnp.int32(0))
-      kept = place.recipe.first_state(place, arrays[path])
+      kept = place.recipe.first_state(place.groups, arrays[path])
       _put(state, path, kept | _stamp(place, kept, 0))
   return state
 
@@ -95,7 +95,8 @@ def update_state(
   for path, place in places.items():
     old, w, at = _take(state, path), arrays[path], taken_at.get(path, arrays[path])
     _refuse_unkept(place, old, state)
-    kept = place.recipe.next_state(place, old, w, step, last, gradients.get(path), at)
+    grad = _gradient(place, gradients.get(path))
+    kept = place.recipe.next_state(place.groups, old, w, step, last, grad, at)
     _put(new, path, kept | _stamp(place, kept, new["step"]) | {"made": old["made"]})
   return new
 
@@ -167,7 +168,7 @@ def finalize(params: Any, rules: Rules, state: State | None = None) -> Any:
     if place.recipe.stateful:
       _refuse_unkept(place, kept, state)
       _refuse_untaken(place, state["step"], kept)  # type: ignore[index]
-    mask = place.magnitude_mask(w, None, kept.get("mask"))
+    mask = place.groups.magnitude_mask(w, place.pattern, parent=kept.get("mask"))
     return jnp.where(mask, w, jnp.zeros_like(w))
 
   return map_with_names(apply, params)
@@ -232,10 +233,7 @@ def verify(params: Any, rules: Rules) -> Report:
 
 
 def _verify(place: Place, w: np.ndarray) -> Verified:
-  pattern, order, given = place.pattern, place.order, place
-  place, w = place.transposed(), w.transpose(order)
-  axes = place.axes
-  length = place.axis_size - place.pad
+  pattern = place.pattern
   if jnp.issubdtype(w.dtype, jnp.floating):
     # On the host and by the bits, so that no backend can flush a subnormal to zero.
     bits = w.view(f"u{w.dtype.itemsize}")
@@ -243,25 +241,32 @@ def _verify(place: Place, w: np.ndarray) -> Verified:
   elif jnp.issubdtype(w.dtype, jnp.integer):
     used = w != 0
   else:
-    raise ValueError(f"{given.path!r} has dtype {w.dtype}: verify takes real floats and integers.")
-  used = used.reshape(*w.shape[: axes[0]], length, *w.shape[axes[-1] + 1 :])
-  widths = [(0, place.pad if a == axes[0] else 0) for a in range(used.ndim)]
-  used = np.pad(used, widths)
-  shape = used.shape
-  grouped = used.reshape(*shape[: axes[0]], -1, pattern.m, *shape[axes[0] + 1 :])
-  counts = grouped.sum(axes[0] + 1)
+    raise ValueError(f"{place.path!r} has dtype {w.dtype}: verify takes real floats and integers.")
+  counts = place.groups.split(used, pattern).sum(-1)
   bad = counts > pattern.n
-  first = None
-  if bad.any():
-    index = [int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)]
-    at = np.unravel_index(index[axes[0]] * pattern.m, [w.shape[a] for a in axes])
-    first = (*index[: axes[0]], *(int(i) for i in at), *index[axes[0] + 1 :])
-    first = tuple(first[order.index(a)] for a in range(w.ndim))
+  first = place.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None
   return Verified(
-      given.path, given.shape, given.axis, str(pattern), counts.size, int(bad.sum()),
+      place.path, place.shape, place.axis, str(pattern), counts.size, int(bad.sum()),
       int(counts.max(initial=0)), float(used.sum() / max(w.size, 1)), first,
       int((~np.isfinite(w.astype(np.float64))).sum()),
   )  # fmt: skip
+
+
+def _gradient(place: Place, grad: jax.Array | None) -> jax.Array | None:
+  """The gradient of a place, refused where its recipe cannot do with it."""
+  if not place.recipe.needs_gradients:
+    return grad
+  if grad is None:
+    raise ValueError(
+      f"{place.recipe.name} needs the gradient of {place.path!r}: pass update_state(..., "
+      "grads=grads), the gradients of the step just taken."
+    )
+  if grad.shape != place.shape:
+    raise ValueError(
+      f"{place.recipe.name}: the gradient of {place.path!r} has shape {grad.shape}, the weight "
+      f"{place.shape}. Pass the gradients of these parameters."
+    )
+  return grad
 
 
 def _stamp(place: Place, kept: State, step: jax.Array | int) -> dict[str, jax.Array]:

@@ -216,7 +216,7 @@ def _create_variables(layer: nn.Module, place: Place, w: jax.Array) -> None:
     for name in _STORED:
       layer.variable(COLLECTION, name, none)
   if layer.is_mutable_collection(STATE_COLLECTION):
-    first = lambda: place.recipe.first_state(place, w)["mask"]
+    first = lambda: place.recipe.first_state(place.groups, w)["mask"]
     layer.variable(STATE_COLLECTION, "kernel", first)
 
 

@@ -21,7 +21,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.core
@@ -30,21 +30,11 @@ import numpy as np
 from jax import lax
 
 from nm_sparsity_jax import gradients, masks, schedules
+from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.schedules import Phases, Segment, as_step
 
 _NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
-
-
-class Groups(Protocol):
-  """What a stateful recipe asks of the place it owns: masks along its axis, padding included."""
-
-  @property
-  def path(self) -> str: ...
-
-  def magnitude_mask(self, w, n=None, parent=None) -> jax.Array: ...
-
-  def score_mask(self, scores) -> jax.Array: ...
 
 
 class Recipe(abc.ABC):
@@ -59,10 +49,12 @@ class Recipe(abc.ABC):
     gradient_mode: 'masked' or 'straight_through'.
     lam: weight of the SR-STE term, 0 where there is none.
     stateful: whether it keeps a mask; see `apply.init_state`.
+    needs_gradients: whether `next_state` must be given the gradient of each update.
   """
 
   name: ClassVar[str]
   stateful: ClassVar[bool] = False
+  needs_gradients: ClassVar[bool] = False
   default_gradient: ClassVar[str] = "masked"
   pattern: NM | None
   phases: Phases | None
@@ -137,13 +129,13 @@ class Recipe(abc.ABC):
       "first one on, and carry its result."
     )
 
-  def first_state(self, place: Groups, w: jax.Array) -> dict[str, jax.Array]:
+  def first_state(self, groups: Groups, w: jax.Array) -> dict[str, jax.Array]:
     """What `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
     raise NotImplementedError(f"{self.name} is stateful, so it must define first_state.")
 
   def next_state(
     self,
-    place: Groups,
+    groups: Groups,
     state: dict[str, jax.Array],
     w: jax.Array,
     step: jax.Array,
@@ -154,12 +146,13 @@ class Recipe(abc.ABC):
     """What `update_state` stores for one weight: `state` at `last` brought to `step`.
 
     Args:
-      place: makes masks of this weight.
+      groups: where the groups of this weight lie; it makes masks of it.
       state: what `first_state` or the last call returned.
       w: the weight after `step` updates.
       step: updates applied so far.
       last: the step of the call before.
-      grad: gradient of the update just applied, None where the caller gave none.
+      grad: gradient of the update just applied, None where the caller gave none and the recipe
+        needs none.
       grad_at: the weight that `grad` was taken at.
     """
     raise NotImplementedError(f"{self.name} is stateful, so it must define next_state.")
@@ -352,17 +345,17 @@ class _Stateful(_Sparse):
 
   stateful: ClassVar[bool] = True
 
-  def first_state(self, place, w):
-    del place
+  def first_state(self, groups, w):
+    del groups
     return {"mask": jnp.ones_like(w, bool)}
 
-  def next_state(self, place, state, w, step, last, grad, grad_at):
+  def next_state(self, groups, state, w, step, last, grad, grad_at):
     del grad, grad_at
     due = self.renewals(step) > self.renewals(last)
     mask = state["mask"]
-    return {"mask": _when(due, lambda: self._take(place, mask, w, step), lambda: mask)}
+    return {"mask": _when(due, lambda: self._take(groups, mask, w, step), lambda: mask)}
 
-  def _take(self, place: Groups, mask, w, step) -> jax.Array:
+  def _take(self, groups: Groups, mask, w, step) -> jax.Array:
     raise NotImplementedError
 
 
@@ -410,14 +403,14 @@ class OneShot(_Frozen):
   name: ClassVar[str] = "one_shot"
   gradient: str | None = None
 
-  def first_state(self, place, w):
+  def first_state(self, groups, w):
     if self.phases.dense == 0:
-      return {"mask": place.magnitude_mask(w)}
-    return super().first_state(place, w)
+      return {"mask": groups.magnitude_mask(w, self.pattern)}
+    return super().first_state(groups, w)
 
-  def _take(self, place, mask, w, step):
+  def _take(self, groups, mask, w, step):
     del mask, step
-    return place.magnitude_mask(w)
+    return groups.magnitude_mask(w, self.pattern)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -465,6 +458,7 @@ class Snip(_Frozen):
   """
 
   name: ClassVar[str] = "snip"
+  needs_gradients: ClassVar[bool] = True
   batches: int = 1
   gradient: str | None = None
 
@@ -482,21 +476,11 @@ class Snip(_Frozen):
   def sparse_from(self):
     return self.phases.dense + self.batches
 
-  def first_state(self, place, w):
+  def first_state(self, groups, w):
     more = {"score": jnp.zeros_like(w, jnp.float32), "seen": jnp.int32(0)}
-    return super().first_state(place, w) | more
+    return super().first_state(groups, w) | more
 
-  def next_state(self, place, state, w, step, last, grad, grad_at):
-    if grad is None:
-      raise ValueError(
-        f"snip needs the gradient of {place.path!r}: pass update_state(..., grads=grads), the "
-        "gradients of the step just taken."
-      )
-    if grad.shape != w.shape:
-      raise ValueError(
-        f"snip: the gradient of {place.path!r} has shape {grad.shape}, the weight {w.shape}. Pass "
-        "the gradients of these parameters."
-      )
+  def next_state(self, groups, state, w, step, last, grad, grad_at):
     # Each step of the window once. Whoever misses one never has a mask, and is told so.
     next_one = self.phases.dense + state["seen"] + 1
     add = (step > last) & (step == next_one) & (state["seen"] < self.batches)
@@ -504,7 +488,7 @@ class Snip(_Frozen):
     score = jnp.where(add, state["score"] + sensitivity, state["score"])
     seen = state["seen"] + add.astype(jnp.int32)
     due = add & (seen == self.batches)
-    mask = _when(due, lambda: place.score_mask(score), lambda: state["mask"])
+    mask = _when(due, lambda: groups.score_mask(score, self.pattern), lambda: state["mask"])
     return {"mask": mask, "score": score, "seen": seen}
 
   @property
@@ -555,11 +539,12 @@ class Idp(_Stateful):
     levels = self.levels()
     return _current(levels, as_step(step), range(len(levels)))
 
-  def _take(self, place, mask, w, step):
+  def _take(self, groups, mask, w, step):
     # One choice replays all levels crossed: the best of the best is the best.
     levels = self.levels()
     kept = [p.n for _, p in levels]
-    return place.magnitude_mask(w, _current(levels, step, [kept[0], *kept[:-1]]), mask)
+    n = _current(levels, step, [kept[0], *kept[:-1]])
+    return groups.magnitude_mask(w, self.pattern, n, mask)
 
   def _mask(self, w, step, axis, stored):
     return _leveled_mask(self.levels(), w, step, axis, parent=_require(self, w, stored))

@@ -22,6 +22,7 @@ import jax.core
 import jax.numpy as jnp
 
 from nm_sparsity_jax import masks
+from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.schedules import as_step
@@ -86,19 +87,14 @@ class Place:
 
   Attributes:
     path: '/'-joined path in the parameter tree.
-    shape: shape of the parameter.
     recipe: what is applied to it.
-    axis: the axis of the groups, or ascending axes that count as one; the axis of a scan may lie
-      between them, as in (heads, layers, kv, embed).
-    pad: entries added to the end of the axis to complete the last group ('pad' policy).
+    groups: where its groups lie.
     key: the rule that chose it.
   """
 
   path: str
-  shape: tuple[int, ...]
   recipe: Recipe
-  axis: masks.Axis
-  pad: int = 0
+  groups: Groups
   key: str = ""
 
   @property
@@ -108,37 +104,34 @@ class Place:
     return self.recipe.pattern
 
   @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the parameter."""
+    return self.groups.shape
+
+  @property
+  def axis(self) -> masks.Axis:
+    """The axis of the groups; see `Groups`."""
+    return self.groups.axis
+
+  @property
+  def pad(self) -> int:
+    """Entries that complete the last group ('pad' policy)."""
+    return self.groups.pad
+
+  @property
   def axis_size(self) -> int:
     """Length of the grouped axis, padding included."""
-    return math.prod(self.shape[a] for a in self.axes) + self.pad
+    return self.groups.size
 
   @property
   def axes(self) -> tuple[int, ...]:
     """`axis` as a tuple of ascending, non-negative ints."""
-    return masks.check_axis(self.shape, self.axis, gaps=True)
+    return self.groups.axes
 
   @property
-  def order(self) -> tuple[int, ...]:
-    """A transposition after which the axes of the groups are adjacent: what is between comes first.
-
-    The identity unless a scan put its axis between them.
-    """
-    between = tuple(a for a in range(self.axes[0], self.axes[-1]) if a not in self.axes)
-    return (*between, *(a for a in range(len(self.shape)) if a not in between))
-
-  def transposed(self) -> Place:
-    """This place after `order`."""
-    shape = tuple(self.shape[a] for a in self.order)
-    axes = tuple(self.order.index(a) for a in self.axes)
-    return dataclasses.replace(self, shape=shape, axis=axes)
-
-  @property
-  def groups(self) -> int:
+  def count(self) -> int:
     """The number of groups of the target pattern."""
-    if self.recipe.pattern is None:
-      return 0
-    rest = math.prod(self.shape) // max(self.axis_size - self.pad, 1)
-    return self.axis_size // self.recipe.pattern.m * rest
+    return self.groups.count(self.pattern)
 
   @property
   def dropped(self) -> tuple[str, ...]:
@@ -194,51 +187,17 @@ class Place:
       )
     return jnp.where(wrong, jnp.int32(-1), step)
 
-  def on_whole_groups(self, function, *arrays: jax.Array) -> jax.Array:
-    """function(*arrays, axis=axis), with the axis filled up with zeros where the policy pads."""
-    if self.order != tuple(range(len(self.shape))):
-      arrays = tuple(x.transpose(self.order) for x in arrays)
-      out = self.transposed().on_whole_groups(function, *arrays)
-      return out.transpose(sorted(range(out.ndim), key=self.order.__getitem__))
-    if not self.pad:
-      return function(*arrays, axis=self.axis)
-    axes = self.axes
-    merged = (*self.shape[: axes[0]], self.axis_size - self.pad, *self.shape[axes[-1] + 1 :])
-    widths = [(0, self.pad * (a == axes[0]), 0) for a in range(len(merged))]
-    full = [jax.lax.pad(x.reshape(merged), x.dtype.type(0), widths) for x in arrays]
-    out = function(*full, axis=axes[0])
-    return jax.lax.slice_in_dim(out, 0, merged[axes[0]], axis=axes[0]).reshape(self.shape)
-
   def effective(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
-    """`Recipe.effective` at this place."""
+    """Returns `Recipe.effective` at this place."""
     stored = () if mask is None else (mask,)
-    return self.on_whole_groups(
+    return self.groups.apply(
       lambda w, *m, axis: self.recipe.effective(w, step, axis, *m), w, *stored
     )
 
   def mask(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
-    """`Recipe.mask` at this place."""
+    """Returns `Recipe.mask` at this place."""
     stored = () if mask is None else (mask,)
-    return self.on_whole_groups(lambda w, *m, axis: self.recipe.mask(w, step, axis, *m), w, *stored)
-
-  def magnitude_mask(
-    self,
-    w: jax.Array,
-    n: jax.Array | int | None = None,
-    parent: jax.Array | None = None,
-  ) -> jax.Array:
-    """`masks.magnitude_mask` of the target pattern at this place."""
-
-    pattern = self.pattern
-
-    def take(w, *parent, axis):
-      return masks.magnitude_mask(w, pattern, axis, n=n, parent=parent[0] if parent else None)
-
-    return self.on_whole_groups(take, w, *(() if parent is None else (parent,)))
-
-  def score_mask(self, scores: jax.Array) -> jax.Array:
-    """`masks.nm_mask` of the target pattern at this place."""
-    return self.on_whole_groups(lambda s, axis: masks.nm_mask(s, self.pattern, axis), scores)
+    return self.groups.apply(lambda w, *m, axis: self.recipe.mask(w, step, axis, *m), w, *stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +217,7 @@ class Assignment:
   def __str__(self) -> str:
     head = "parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"
     rows = [
-      (p.path, p.shape, p.axis, p.recipe.pattern, p.groups, p.recipe.name, "; ".join(p.remarks))
+      (p.path, p.shape, p.axis, p.recipe.pattern, p.count, p.recipe.name, "; ".join(p.remarks))
       for p in self.places.values()
     ]
     lines = table(head, rows)
@@ -423,7 +382,7 @@ class Rules:
     shape = tuple(shape)
     if axis is None:
       axis = self._axis(path, shape)
-    place = Place(path, shape, recipe, axis, 0, key)
+    place = Place(path, recipe, Groups(shape, axis), key)
     patterns = (place.pattern, *(p for _, p in recipe.levels(place.axis_size)))
     m = math.lcm(*(p.m for p in patterns))
     if place.axis_size % m:
@@ -437,7 +396,7 @@ class Rules:
         )
       if self.indivisible == "skip":
         return problem
-      place = dataclasses.replace(place, pad=-place.axis_size % m)
+      place = dataclasses.replace(place, groups=Groups(shape, axis, -place.axis_size % m))
     recipe.levels(place.axis_size)  # raises where a schedule does not fit
     return place
 

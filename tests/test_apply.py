@@ -471,12 +471,12 @@ def test_a_recipe_of_your_own_may_keep_a_mask():
     def renewals(self, step):
       return jnp.asarray(step, jnp.int32) // 4
 
-    def first_state(self, place, w):
-      return {"mask": place.magnitude_mask(w), "times": jnp.int32(0)}
+    def first_state(self, groups, w):
+      return {"mask": groups.magnitude_mask(w, self.pattern), "times": jnp.int32(0)}
 
-    def next_state(self, place, state, w, step, last, grad, grad_at):
+    def next_state(self, groups, state, w, step, last, grad, grad_at):
       due = self.renewals(step) > self.renewals(last)
-      mask = jnp.where(due, place.magnitude_mask(w), state["mask"])
+      mask = jnp.where(due, groups.magnitude_mask(w, self.pattern), state["mask"])
       return {"mask": mask, "times": state["times"] + due.astype(jnp.int32)}
 
   rules = nms.Rules({"ff": EveryFour(pattern=nms.NM(2, 8), phases=nms.Phases(total=20))})

@@ -286,7 +286,7 @@ def test_pad_shortens_the_last_group_and_says_so(caplog):
   with caplog.at_level(logging.WARNING, logger="nm_sparsity_jax"):
     assignment = rules.assign(ODD)
   place = assignment.places["mlp/wi/kernel"]
-  assert (place.pad, place.axis_size, place.groups) == (4, 24, 9)
+  assert (place.pad, place.axis_size, place.count) == (4, 24, 9)
   assert assignment.places["mlp/wo/kernel"].pad == 0
   for text in (caplog.text, str(assignment)):
     assert "mlp/wi/kernel" in text and "padded by 4" in text
@@ -405,7 +405,7 @@ def test_a_schedule_that_does_not_fit_is_found_before_the_run():
 def test_axes_that_need_no_naming(path, shape, axis, size):
   place = nms.Rules({".*": LINEAR}).place(path, shape)
   assert (place.axis, place.axis_size) == (axis, size)
-  assert place.groups == np.prod(shape) // 8
+  assert place.count == np.prod(shape) // 8
 
 
 def test_defaults_are_the_axes_that_flax_contracts():

@@ -709,7 +709,7 @@ def _kernels(assignment) -> dict[str, Any]:
   """Sparse kernels, alike ones together; what is skipped, and why; what no rule names."""
   alike: dict[Any, list[str]] = {}
   for path, p in assignment.places.items():
-    facts = (p.shape, p.axis, str(p.pattern), p.groups, p.recipe.name, p.key, p.remarks)
+    facts = (p.shape, p.axis, str(p.pattern), p.count, p.recipe.name, p.key, p.remarks)
     alike.setdefault(facts, []).append(path)
   sparse = [
     {

@@ -1,0 +1,126 @@
+"""Axis, padding and order of the groups of one weight, against plain numpy."""
+
+import doctest
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nm_sparsity_jax import groups as groups_lib
+from nm_sparsity_jax import masks
+from nm_sparsity_jax.groups import Groups
+from nm_sparsity_jax.patterns import NM
+
+
+@st.composite
+def places(draw):
+  """(groups, pattern) of a small weight of any rank, its grouped axes anywhere."""
+  shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+  axes = tuple(sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
+  m = draw(st.integers(1, 5))
+  pad = -math.prod(shape[a] for a in axes) % m + m * draw(st.integers(0, 1))
+  one = len(axes) == 1 and draw(st.booleans())
+  axis = draw(st.sampled_from([axes[0], axes[0] - len(shape)])) if one else axes
+  return Groups(shape, axis, pad), NM(draw(st.integers(1, m)), m)
+
+
+def rows_of(groups, pattern, x):
+  """Every group as the list of (index in x, value), by the definition; padding has no index.
+
+  The other axes count first to last, those between the grouped ones before the rest; the groups
+  of one of their positions stand where the grouped axes stand.
+  """
+  axes = groups.axes
+  between = [a for a in range(axes[0], axes[-1]) if a not in axes]
+  before = [*between, *(a for a in range(axes[0]) if a not in axes)]
+  after = [a for a in range(axes[-1] + 1, x.ndim)]
+  length = math.prod(x.shape[a] for a in axes)
+  rows = []
+  for lead in np.ndindex(*(x.shape[a] for a in before)):
+    for start in range(0, length + groups.pad, pattern.m):
+      for trail in np.ndindex(*(x.shape[a] for a in after)):
+        row = []
+        for k in range(start, start + pattern.m):
+          if k >= length:
+            row.append((None, 0))
+            continue
+          index = [0] * x.ndim
+          inside = np.unravel_index(k, [x.shape[a] for a in axes])
+          for a, i in zip((*before, *axes, *after), (*lead, *inside, *trail), strict=True):
+            index[a] = int(i)
+          row.append((tuple(index), x[tuple(index)]))
+        rows.append(row)
+  return rows
+
+
+@given(places(), st.integers(0, 2**32 - 1))
+def test_split_is_the_definition(place, seed):
+  groups, pattern = place
+  x = np.random.default_rng(seed).integers(1, 100, groups.shape)
+  rows = rows_of(groups, pattern, x)
+  got = groups.split(x, pattern)
+  assert got.shape[-1] == pattern.m
+  np.testing.assert_array_equal(got.reshape(-1, pattern.m), [[v for _, v in row] for row in rows])
+  assert groups.count(pattern) == len(rows)
+  assert groups.size == math.prod(groups.shape[a] for a in groups.axes) + groups.pad
+  for i, row in enumerate(rows):
+    if row[0][0] is not None:
+      assert groups.start(i, pattern) == row[0][0]
+
+
+@given(places(), st.integers(0, 2**32 - 1))
+def test_masks_are_the_definition(place, seed):
+  groups, pattern = place
+  w = np.random.default_rng(seed).integers(-2, 3, groups.shape).astype(np.float32)
+  want = np.zeros(w.shape, bool)
+  for row in rows_of(groups, pattern, np.abs(w)):
+    order = sorted(range(pattern.m), key=lambda i, row=row: (-row[i][1], i))
+    for i in order[: pattern.n]:
+      if row[i][0] is not None:
+        want[row[i][0]] = True
+  np.testing.assert_array_equal(groups.magnitude_mask(jnp.asarray(w), pattern), want)
+  np.testing.assert_array_equal(groups.score_mask(jnp.abs(jnp.asarray(w)), pattern), want)
+  # One survivor of those: the first of the largest.
+  one = groups.magnitude_mask(jnp.asarray(w), pattern, n=1, parent=jnp.asarray(want))
+  first = groups.magnitude_mask(jnp.asarray(w), NM(1, pattern.m))
+  np.testing.assert_array_equal(one, first)
+
+
+@given(places(), st.integers(0, 2**32 - 1))
+def test_a_function_sees_whole_groups_on_adjacent_axes(place, seed):
+  groups, pattern = place
+  random = np.random.default_rng(seed)
+  x, y = (random.integers(1, 100, groups.shape).astype(np.float32) for _ in range(2))
+  seen = []
+
+  def twice(a, b, axis):
+    axes = masks.check_axis(a.shape, axis)  # refuses axes that are not adjacent
+    assert a.shape == b.shape and math.prod(a.shape[i] for i in axes) == groups.size
+    seen.append(float(a.sum()))
+    return 2 * a + b
+
+  np.testing.assert_array_equal(groups.apply(twice, jnp.asarray(x), jnp.asarray(y)), 2 * x + y)
+  assert seen == [x.sum()]  # padding is zeros
+
+
+@pytest.mark.parametrize(
+  "shape, axis, pad, order",
+  [
+    ((8, 3), 0, 0, (0, 1)),
+    ((2, 3, 4, 5), (0, 2), 0, (1, 0, 2, 3)),
+    ((2, 3, 4, 5), (0, 3), 2, (1, 2, 0, 3)),
+    ((2, 3, 4), -1, 4, (0, 1, 2)),
+  ],
+)
+def test_order_puts_what_is_between_first(shape, axis, pad, order):
+  groups = Groups(shape, axis, pad)
+  assert groups.order == order
+  assert groups == Groups(shape, axis, pad) and hash(groups) == hash(Groups(shape, axis, pad))
+
+
+def test_docstrings():
+  result = doctest.testmod(groups_lib, extraglobs={"np": np, "NM": NM})
+  assert result.attempted and not result.failed
