@@ -12,7 +12,7 @@ import time
 import pytest
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import gin_path
+from nm_sparsity_jax.gin_files import folders
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HEAVY = ("jax", "flax", "optax", "numpy", "tensorflow", "seqio", "t5x", "gin", "matplotlib")
@@ -107,7 +107,7 @@ def test_gin_path_of_this_checkout(capsys):
 
 
 def test_gin_path_says_what_is_wrong(monkeypatch, tmp_path, capsys):
-  monkeypatch.setattr(gin_path.nm_sparsity_jax, "__file__", str(tmp_path / "a/__init__.py"))
+  monkeypatch.setattr(folders.nm_sparsity_jax, "__file__", str(tmp_path / "a/__init__.py"))
   assert cli.main(["gin-path"]) == 1
   assert "no gin_configs/ in" in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import gin_path, quickstart
+from nm_sparsity_jax.commands import quickstart
 from nm_sparsity_jax.recipes import RECIPES
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -80,7 +80,7 @@ def test_gin_takes_each_run_and_reads_every_override(recipe):
   parser = argparse.ArgumentParser()
   _flags.add(parser, "")
   args = parser.parse_args(argv[1:])
-  config = gin_files.Config([str(gin_path.find())], args.gin_file, args.gin_bindings)
+  config = gin_files.Config([gin_files.folder()], args.gin_file, args.gin_bindings)
   assert not config.errors and not config.warnings and config.program == "train"
   (made,) = config.value("RULES").places.values()
   name = "dense" if recipe == "warmup" else recipe

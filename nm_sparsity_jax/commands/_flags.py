@@ -1,16 +1,21 @@
-"""T5X's flags for gin, and quiet imports, for every command that reads gin files."""
+"""T5X's flags for gin, for every command that reads gin files."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
-import os
 import sys
+from collections.abc import Sequence
 
 
 def add(parser: argparse.ArgumentParser, search_paths: str) -> None:
-  """--gin_file, --gin_bindings, --gin_search_paths, --gin.X=VALUE; others of T5X are ignored."""
+  """Adds --gin_file, --gin_bindings, --gin_search_paths and --gin.X=VALUE.
+
+  T5X's other flags are accepted and ignored.
+
+  Args:
+    parser: gets the flags.
+    search_paths: the help of --gin_search_paths.
+  """
   add = parser.add_argument
   add("--gin_file", action="append", default=[], metavar="FILE", help="in order; may be repeated")
   add(
@@ -29,7 +34,7 @@ def add(parser: argparse.ArgumentParser, search_paths: str) -> None:
 
 
 def _with_overrides(parser: argparse.ArgumentParser):
-  """`parse_args` that knows --gin.X=VALUE, which argparse has no words for."""
+  """Returns a `parse_args` that knows --gin.X=VALUE, which argparse cannot express."""
   parse = parser.parse_args
 
   def parse_args(args=None, namespace=None):
@@ -46,31 +51,6 @@ def _with_overrides(parser: argparse.ArgumentParser):
   return parse_args
 
 
-def see_modules_here() -> None:
-  """Task modules lie where the user stands, and `python -m` sees them there: so does a command."""
-  if os.getcwd() not in sys.path and "" not in sys.path:
-    sys.path.insert(0, os.getcwd())
-
-
-@contextlib.contextmanager
-def quiet():
-  """No warnings of our own, for the plan says it all, and no chatter of imports.
-
-  TensorFlow writes to the file descriptor, past Python, when it is imported.
-  """
-  loggers = [logging.getLogger(name) for name in ("nm_sparsity_jax", "absl")]
-  levels = [logger.level for logger in loggers]
-  for logger in loggers:
-    logger.setLevel(logging.ERROR)
-  sys.stderr.flush()
-  saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-  os.dup2(nowhere, 2)
-  try:
-    yield
-  finally:
-    sys.stderr.flush()
-    os.dup2(saved, 2)
-    os.close(saved)
-    os.close(nowhere)
-    for logger, level in zip(loggers, levels, strict=True):
-      logger.setLevel(level)
+def search_paths(args: argparse.Namespace) -> Sequence[str]:
+  """Returns the folders that --gin_search_paths names."""
+  return [path for path in args.gin_search_paths.split(",") if path]

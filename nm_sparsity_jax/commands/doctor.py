@@ -28,7 +28,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from nm_sparsity_jax.commands import gin_path
+from nm_sparsity_jax import gin_files
 
 _NAME = "nm-sparsity-jax"
 # Not in the package index, and the commits that were tested.
@@ -169,7 +169,7 @@ def _requirements(purpose: str) -> Iterator[dict[str, Any]]:
 def tested_versions() -> dict[str, str]:
   """What T5X was tested with: constraints-t5x.txt, which lies beside the gin files."""
   try:
-    text = (gin_path.find() / "constraints-t5x.txt").read_text()
+    text = (gin_files.folder() / "constraints-t5x.txt").read_text()
   except FileNotFoundError:
     return {}
   return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
@@ -291,7 +291,7 @@ def _conflicts() -> Iterator[dict[str, Any]]:
 
 def _gin_files() -> dict[str, Any]:
   try:
-    folder = gin_path.find()
+    folder = gin_files.folder()
   except FileNotFoundError as e:
     return _finding("gin_configs", "bad", "are missing", str(e).partition(". ")[2])
   number = len(list((folder / "gin_configs").rglob("*.gin")))

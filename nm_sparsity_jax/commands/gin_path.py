@@ -7,34 +7,17 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 
-import nm_sparsity_jax
+from nm_sparsity_jax import gin_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """None."""
+  """Adds none."""
   del parser
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the folder."""
   del args
-  print(find())
+  print(gin_files.folder())
   return 0
-
-
-def find() -> pathlib.Path:
-  """The folder that holds gin_configs/.
-
-  A wheel carries them inside the package. A checkout, an editable installation and an unpacked
-  sdist have them beside it, since an editable installation maps no data into the package.
-  """
-  package = pathlib.Path(nm_sparsity_jax.__file__).resolve().parent
-  for folder in (package, package.parent):
-    if (folder / "gin_configs" / "sparsity.gin").is_file():
-      return folder
-  raise FileNotFoundError(
-    f"no gin_configs/ in {package}, nor beside it. Install the package again: pip install "
-    "--force-reinstall --no-deps nm-sparsity-jax, or -e . in a whole checkout"
-  )

@@ -45,10 +45,9 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import gin_files
   from nm_sparsity_jax.plan import planner
 
-  _flags.see_modules_here()
-  paths = [path for path in args.gin_search_paths.split(",") if path]
-  with contextlib.nullcontext() if args.debug else _flags.quiet():
-    config = gin_files.Config(paths, args.gin_file, args.gin_bindings)
+  gin_files.see_modules_here()
+  with contextlib.nullcontext() if args.debug else gin_files.quiet():
+    config = gin_files.Config(_flags.search_paths(args), args.gin_file, args.gin_bindings)
     report = planner.plan(config, args.checkpoint)
     config.close()
   if args.plot:

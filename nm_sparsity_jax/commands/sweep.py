@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   environment = dict(os.environ)  # of the runs, which use the devices that there are
   os.environ["JAX_PLATFORMS"] = "cpu"
-  from nm_sparsity_jax.commands import _flags
+  from nm_sparsity_jax import gin_files
   from nm_sparsity_jax.sweep import grid, page, table
 
   sweep = grid.read(args.file)
   # Half of what a run costs before its first step; runs that differ in the seed compile the same.
   environment.setdefault("JAX_COMPILATION_CACHE_DIR", str((sweep.out / ".xla").absolute()))
-  with contextlib.nullcontext() if args.debug else _flags.quiet():
+  with contextlib.nullcontext() if args.debug else gin_files.quiet():
     check = grid.Check(sweep)
     if not args.table and not _all_done(sweep, check.runs):
       check.check_tasks()

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import gin_files
-from nm_sparsity_jax.commands import _flags, gin_path
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.plan import planner
 from nm_sparsity_jax.runs import files, folders
@@ -281,7 +280,7 @@ class Check:
   """
 
   def __init__(self, sweep: Sweep):
-    _flags.see_modules_here()
+    gin_files.see_modules_here()
     self.sweep = sweep
     self.runs: dict[str, Checked] = {}
     self.tasks: set[tuple[str, str | None, int]] = set()
@@ -291,7 +290,7 @@ class Check:
     changed: list[str] = []
     seen: set[tuple[str, str | None, bool]] = set()
     for cell in sweep.runs():
-      config = gin_files.Config([".", str(gin_path.find())], sweep.gin_files, cell.bindings)
+      config = gin_files.Config([".", gin_files.folder()], sweep.gin_files, cell.bindings)
       kind = cell.recipe, cell.pattern, cell in sweep.starts.values()
       if kind not in seen:  # seeds change nothing of what is looked at here
         seen.add(kind)

@@ -1,8 +1,8 @@
-"""gin files and overrides, read as t5x.train reads them, but with every mistake collected.
+"""One configuration: gin files and overrides, read as t5x.train reads them.
 
-    files, bindings -> [Config: parsed, problems, unset macros] -> value of a macro or a parameter
+    files, bindings -> Config: values, errors, warnings
 
-gin stops at its first error. Here a file or a binding that fails is noted and the next is read.
+gin stops at its first error. `Config` notes a file or binding that fails, and reads the next.
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
@@ -14,6 +14,7 @@ import difflib
 import importlib
 import importlib.util  # gin uses it and forgets to import it
 import logging
+import os
 import pathlib
 import re
 import sys
@@ -21,18 +22,26 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, message, quote
+
 # What t5x's programs call the function that a run file configures.
 PROGRAMS = {"train": "t5x.train", "evaluate": "t5x.eval", "infer": "t5x.infer"}
-# The module of those of the local runner: train, evaluate, infer.
-LOCAL = "nm_sparsity_jax.local.train"
+# The package of those of the local runner: train, evaluate, infer.
+LOCAL = "nm_sparsity_jax.local"
+# The run files of its programs, as an error names them.
+_RUNS = {
+  "train": "local_train.gin or local_finetune.gin",
+  "evaluate": "local_eval.gin",
+  "infer": "local_infer.gin",
+}
 
 
 class Unset(Exception):
-  """A value needs macros that are not set; they are among the problems already."""
+  """A value needs macros that are not set; `Config.errors` names them already."""
 
 
 class _Main(types.ModuleType):
-  """Stands for the program that run files import as `__main__`; imports T5X when it is asked."""
+  """Stands for the program that run files import as `__main__`; imports T5X on demand."""
 
   def __getattr__(self, name: str):
     if name in PROGRAMS:
@@ -45,18 +54,28 @@ class _Main(types.ModuleType):
 
 
 class Config:
-  """A gin configuration.
+  """Holds one gin configuration and all mistakes in it.
+
+  Args:
+    search_paths: folders to look for gin files in, first one first.
+    files: gin files, in order.
+    bindings: overrides such as "PATTERN = '1:8'", read after the files.
 
   Attributes:
     errors: what is wrong with files and bindings.
-    warnings: what is probably not meant.
-    program: 'train', 'evaluate' or 'infer', None where no run file was read.
-    local: whether it is the local runner's.
-    complete: whether every file could be read.
-    lost: macros that bindings set to what could not be read.
+    warnings: what you probably do not mean.
+    program: 'train', 'evaluate' or 'infer'; None without a run file.
+    local: True for a program of the local runner, False for one of T5X.
+    complete: True if every file could be read.
+    lost: macros whose bindings could not be read.
   """
 
-  def __init__(self, search_paths: Sequence[str], files: Sequence[str], bindings: Sequence[str]):
+  def __init__(
+    self,
+    search_paths: Sequence[str | os.PathLike[str]],
+    files: Sequence[str],
+    bindings: Sequence[str],
+  ):
     try:
       from gin import config as gin
     except ImportError as e:
@@ -72,7 +91,7 @@ class Config:
     logging.getLogger().addFilter(_not_found)
     try:
       for path in search_paths:
-        gin.add_config_file_search_path(path)
+        gin.add_config_file_search_path(os.fspath(path))
       self._folders = [pathlib.Path(path) for path in search_paths]
       for file in files:
         self._read(file, gin.parse_config_file)
@@ -95,8 +114,9 @@ class Config:
       name = selector.split(".")[-1]
       if not scope and name in PROGRAMS:
         function = self._gin._REGISTRY[selector].wrapped
-        if function.__module__ in (PROGRAMS[name], LOCAL):
-          self.local = function.__module__ == LOCAL
+        local = function.__module__.startswith(f"{LOCAL}.")
+        if local or function.__module__ == PROGRAMS[name]:
+          self.local = local
           return (scope, selector), name
     return None, None
 
@@ -106,7 +126,7 @@ class Config:
     except ModuleNotFoundError as e:
       found = re.search(r"No module named '([\w.]+)'", str(e))  # gin's copy of it has no name
       name = found[1] if found else str(e.name)
-      self.errors.append(f"{what}: needs the Python module {name!r}, {_how_to_get(name)}")
+      self.errors.append(f"{what}: needs the Python module {name!r}, {how_to_get(name)}")
     except OSError as e:
       text = message(e)
       hint = ""
@@ -121,7 +141,7 @@ class Config:
       self.errors.append(f"{what}: {message(e)}")
 
   def _near(self, file: str) -> str:
-    """What to do about one of our files that is not there."""
+    """Returns advice about a file of this package that is not there."""
     ours = [folder for folder in self._folders if (folder / "gin_configs").is_dir()]
     if not ours:
       return "add --gin_search_paths=$(nm-sparsity gin-path)"
@@ -131,12 +151,12 @@ class Config:
     return f"did you mean {there[close[0]]}?" if close else f"what there is lies in {folder}"
 
   def _parse(self, binding: str) -> None:
-    """Reads one binding; where quotes were forgotten, what was meant, and says so."""
+    """Reads one binding; where quotes are missing, adds them and notes the mistake."""
     name, _, value = (part.strip() for part in binding.partition("="))
     try:
       self._gin.parse_config([binding])
     except SyntaxError:
-      quoted = _quote(value)
+      quoted = quote(value)
       try:
         self._gin.parse_config([f"{name} = {quoted}"])
       except Exception:
@@ -156,14 +176,9 @@ class Config:
     return self._table.get((name, "gin.macro"))
 
   def is_set(self, name: str) -> bool:
-    """Whether a macro has a value."""
+    """Returns True for a macro that has a value."""
     bound = self._macro(name)
     return bound is not None and not self._required(bound["value"])
-
-  def is_none(self, name: str) -> bool:
-    """Whether a macro is there and says None."""
-    bound = self._macro(name)
-    return bound is not None and bound["value"] is None
 
   def _required(self, value) -> bool:
     if not isinstance(value, self._gin.ConfigurableReference):
@@ -179,7 +194,7 @@ class Config:
     return reference.configurable.wrapped is self._gin.macro
 
   def needs(self, value, seen: set | None = None) -> set[str]:
-    """Unset macros that a value needs, directly or not."""
+    """Returns the unset macros that a value needs, directly or through others."""
     seen = set() if seen is None else seen
     found: set[str] = set()
     for reference in self._references(value):
@@ -198,9 +213,9 @@ class Config:
     return found
 
   def unset(self) -> set[str]:
-    """Macros that the run needs and that have no value.
+    """Returns the macros that the run needs and that have no value.
 
-    A T5X program refuses any; of fragments, only what rules and network need counts.
+    A program needs all. Without a run file, only the needs of RULES, NETWORK and MODEL count.
     """
     if self.program is None:
       names = [n for n in ("RULES", "NETWORK", "MODEL") if self._macro(n)]
@@ -215,7 +230,7 @@ class Config:
   def _unread(self, bindings: Sequence[str]) -> None:
     """Names macros set on the command line that nothing reads: gin takes a typo silently.
 
-    So does T5X, whose runs are ours to warn of; the local runner refuses.
+    This is an error for the local runner, and a warning for T5X, which would run.
     """
     read = {
       "/".join(r.scopes) for r in self._references(self._table) if self._is_macro(r)
@@ -232,11 +247,11 @@ class Config:
   # --- values -----------------------------------------------------------------------------------
 
   def value(self, name: str) -> Any:
-    """The value of a macro, made.
+    """Returns the value of a macro; makes the objects that it refers to.
 
     Raises:
-      Unset: it, or what it needs, is not set.
-      KeyError: no file mentions it.
+      Unset: the macro, or one that it needs, has no value.
+      KeyError: no file mentions the macro.
     """
     bound = self._macro(name)
     if bound is None:
@@ -244,18 +259,18 @@ class Config:
     return self._make(bound["value"])
 
   def get(self, name: str, default: Any = None) -> Any:
-    """The value of a macro, or `default` where it has none or cannot be made."""
+    """Returns the value of a macro, or `default` if it has none or cannot be made."""
     try:
       return self.value(name)
     except Exception:
       return default
 
   def put(self, name: str, value: Any) -> None:
-    """Gives a macro a value, for what comes after."""
+    """Sets a macro, for all values made afterwards."""
     self._table[name, "gin.macro"]["value"] = value
 
   def argument(self, name: str, of: str | None = None) -> Any:
-    """The value of an argument of the program, or of another function `of`; KeyError if unbound."""
+    """Returns an argument of the program, or of another function `of`; KeyError if unbound."""
     if of is None:
       if self._program_key is None:
         raise KeyError(name)
@@ -295,75 +310,40 @@ class Config:
     inside = ", ".join(f"{name}={self._text(v)}" for name, v in sorted(bound.items()))
     return f"{selector.split('.')[-1]}({inside})"
 
+  def text(self) -> str:
+    """Returns the whole configuration as the text of one gin file."""
+    return self._gin.config_str()
+
   def close(self) -> None:
     """Empties gin's global table."""
     self._gin.clear_config()
 
 
 def _not_found(record: logging.LogRecord) -> bool:
-  """Filters what gin says of each place where a file is not, before it finds it in the next."""
+  """Drops gin's log line about each search path that lacks a file."""
   return not str(record.msg).startswith("Path not found")
 
 
-def message(error: BaseException) -> str:
-  """The text of an error without gin's account of where it came from."""
-  text = re.split(r"\s*\n\s*In call to configurable", str(error))[0]
-  where = re.search(r"\s*\n\s*In (?:file|bindings string).*", text, re.DOTALL)
-  if where:
-    text = text[: where.start()]
-    if place := re.search(r'In file "?([^"\n]+?)"?,? line (\d+)', where[0]):
-      text += f" ({place[1]}, line {place[2]})"
-  text = re.sub(r"No configurable matching '(\S+)'\.?", _unknown, " ".join(text.split()))
-  plain = isinstance(error, ValueError | RuntimeError | FileNotFoundError | ModuleNotFoundError)
-  return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
+def read(
+  files: Sequence[str],
+  bindings: Sequence[str],
+  search_paths: Sequence[str | os.PathLike[str]],
+  program: str,
+) -> Config:
+  """Reads a run of the local runner and refuses it if anything is wrong.
 
+  Args:
+    files: gin files, in order.
+    bindings: overrides such as "PATTERN = '1:8'".
+    search_paths: folders to look for the files in.
+    program: what the run file must configure: 'train', 'evaluate' or 'infer'.
 
-# What is quoted, a reference, a number; then what quotes may have been forgotten of.
-_WORD = re.compile(
-  r"""('[^']*'|"[^"]*"|[@%][\w./]+(?:\(\))?|\b(?:None|True|False)\b|\d[\d._]*(?:[eE][-+]?\d+)?(?![\w:]))"""
-  r"""|(\d+:\d+|[A-Za-z_][\w/.+*-]*)"""
-)
-
-
-def _quote(value: str) -> str:
-  """The value with quotes around its words, or around it all; "10k" is left alone.
-
-  >>> _quote("1:8"), _quote("{ff: 1:8, 'qkv': None}"), _quote("/tmp/run"), _quote("10k")
-  ("'1:8'", "{'ff': '1:8', 'qkv': None}", "'/tmp/run'", '10k')
+  Raises:
+    ValueError: names every mistake.
   """
-  if value[:1] in "{[(":
-    return _WORD.sub(lambda found: found[1] or f"'{found[2]}'", value)
-  return f"'{value}'" if re.match(r"\d+:\d+$|[^\W\d]|[/~.]", value) else value
-
-
-def _unknown(found: re.Match) -> str:
-  return f"nothing here is called {found[1]!r}: no file that was read imports it"
-
-
-def _how_to_get(module: str) -> str:
-  root = module.split(".")[0]
-  if root in ("t5x", "airio", "jestimator"):
-    return "which is not on PyPI: docs/t5x.md says how to install it"
-  if root == "nm_sparsity_jax":
-    return "which this version does not have"
-  return "which is not installed (`nm-sparsity doctor` says what is missing)"
-
-
-_EXAMPLES = {
-  "RECIPE": "\"'mdgf_exponential'\"",
-  "PATTERN": "\"'1:8'\"",
-  "SPARSE_STEPS": "100_000",
-  "PRETRAINED_STEPS": "1_000_000  (the step in the checkpoint's name)",
-  "MODEL_DIR": "\"'gs://bucket/run'\"",
-  "INITIAL_CHECKPOINT_PATH": "\"'gs://bucket/run/checkpoint_1000000'\"",
-  "CHECKPOINT_PATH": "\"'gs://bucket/run/checkpoint_1100000'\"",
-  "TASK_FEATURE_LENGTHS": "\"{'inputs': 512, 'targets': 128}\"",
-  "DROPOUT_RATE": "0.1",
-}
-
-
-def ask_for(name: str) -> str:
-  """What to say of a macro that is not set."""
-  if name in ("NETWORK", "VOCABULARY", "OPTIMIZER", "MODEL"):
-    return f"{name} is not set: a model file does that (--gin_file=...), the command line cannot"
-  return f"{name} is not set: --gin.{name}={_EXAMPLES.get(name, '...')}"
+  config = Config(search_paths, files, bindings)
+  if config.errors:
+    raise ValueError("; ".join(config.errors))
+  if config.program != program:
+    raise ValueError(f"no run file of this command: gin_configs/runs/{_RUNS[program]}")
+  return config

@@ -1,0 +1,15 @@
+"""gin files and overrides, read as T5X's programs read them, with every mistake collected.
+
+config = gin_files.Config([gin_files.folder()], ["gin_configs/sparsity.gin"], ["RECIPE = 'idp'"])
+config.errors           # ['PATTERN is not set: ...', 'SPARSE_STEPS is not set: ...']
+config.value("RECIPE")  # 'idp'
+"""
+
+from nm_sparsity_jax.gin_files.config import LOCAL, PROGRAMS, Config, Unset, read
+from nm_sparsity_jax.gin_files.folders import folder, quiet, see_modules_here
+from nm_sparsity_jax.gin_files.messages import ask_for, message
+
+__all__ = [
+    "LOCAL", "PROGRAMS", "Config", "Unset", "ask_for", "folder", "message", "quiet", "read",
+    "see_modules_here",
+]  # fmt: skip

@@ -1,0 +1,68 @@
+"""Where gin files and task modules lie, and how to import what they name without noise."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import nm_sparsity_jax
+
+
+def folder() -> pathlib.Path:
+  """Returns the folder that holds gin_configs/, to be given as a search path.
+
+  A wheel carries gin_configs/ inside the package. A checkout, an editable installation and an
+  unpacked sdist have it beside the package, since an editable installation maps no data into it.
+
+  >>> (folder() / "gin_configs" / "sparsity.gin").is_file()
+  True
+
+  Raises:
+    FileNotFoundError: the installation lacks gin_configs/.
+  """
+  package = pathlib.Path(nm_sparsity_jax.__file__).resolve().parent
+  for place in (package, package.parent):
+    if (place / "gin_configs" / "sparsity.gin").is_file():
+      return place
+  raise FileNotFoundError(
+    f"no gin_configs/ in {package}, nor beside it. Install the package again: pip install "
+    "--force-reinstall --no-deps nm-sparsity-jax, or -e . in a whole checkout"
+  )
+
+
+def see_modules_here() -> None:
+  """Makes modules in the current folder importable, as `python -m` does.
+
+  Users keep task modules where they stand; a command that pip installed does not look there.
+  """
+  if os.getcwd() not in sys.path and "" not in sys.path:
+    sys.path.insert(0, os.getcwd())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Silences warnings of this package and what imports write, while it is entered.
+
+  TensorFlow writes to the file descriptor of stderr, past Python, when it is imported. So this
+  sends the descriptor itself to nowhere.
+  """
+  loggers = [logging.getLogger(name) for name in ("nm_sparsity_jax", "absl")]
+  levels = [logger.level for logger in loggers]
+  for logger in loggers:
+    logger.setLevel(logging.ERROR)
+  sys.stderr.flush()
+  saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, 2)
+  try:
+    yield
+  finally:
+    sys.stderr.flush()
+    os.dup2(saved, 2)
+    os.close(saved)
+    os.close(nowhere)
+    for logger, level in zip(loggers, levels, strict=True):
+      logger.setLevel(level)

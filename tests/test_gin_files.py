@@ -1,0 +1,60 @@
+"""gin_files: where files lie, quiet imports, and a configuration that is refused or read."""
+
+import logging
+import os
+import pathlib
+import sys
+
+import pytest
+
+from nm_sparsity_jax import gin_files
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MODEL = """
+from __gin__ import dynamic_registration
+from nm_sparsity_jax.local import train
+train.train.run = @train.Run()
+train.Run:
+  model_dir = %MODEL_DIR
+  sparse_steps = %SPARSE_STEPS
+MODEL_DIR = %gin.REQUIRED
+SPARSE_STEPS = 3
+"""
+
+
+def test_the_folder_has_the_files():
+  assert gin_files.folder() == ROOT
+
+
+def test_modules_of_the_current_folder_are_seen_once(monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "path", ["elsewhere"])
+  gin_files.see_modules_here()
+  gin_files.see_modules_here()
+  assert sys.path == [str(tmp_path), "elsewhere"]
+
+
+def test_quiet_silences_the_descriptor_and_the_loggers_and_puts_both_back(capfd):
+  logger = logging.getLogger("nm_sparsity_jax")
+  level = logger.level
+  with gin_files.quiet():
+    os.write(2, b"chatter")
+    assert logger.level == logging.ERROR
+  os.write(2, b"heard")
+  assert capfd.readouterr().err == "heard" and logger.level == level
+
+
+def test_read_returns_a_run_or_names_every_mistake(tmp_path):
+  pytest.importorskip("gin")
+  pytest.importorskip("seqio", reason="the local runner needs it")
+  (tmp_path / "run.gin").write_text(MODEL)
+  read = lambda *bindings, program="train": gin_files.read(
+    ["run.gin"], bindings, [tmp_path], program
+  )
+  config = read("MODEL_DIR = 'here'")
+  assert config.local and config.argument("model_dir", "Run") == "here"
+  assert "SPARSE_STEPS = 3" in config.text()
+  with pytest.raises(ValueError, match="MODEL_DIR is not set.*SPARSE_STEP is set, but nothing"):
+    read("SPARSE_STEP = 4")
+  with pytest.raises(ValueError, match="no run file of this command: .*local_eval.gin"):
+    read("MODEL_DIR = 'here'", program="evaluate")
