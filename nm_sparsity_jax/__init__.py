@@ -26,7 +26,7 @@ _HOME = {
 }
 _MODULES = (
     "apply", "configure", "flops", "gradients", "layers", "masks", "metrics", "optim", "patterns",
-    "recipes", "rules", "schedules",
+    "recipes", "rules", "runs", "schedules",
 )  # fmt: skip
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     patterns,
     recipes,
     rules,
+    runs,
     schedules,
   )
   from nm_sparsity_jax.apply import finalize, init_state, sparsify, update_state, verify
@@ -55,8 +56,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
     "finalize", "flops", "gradients", "init_state", "layers", "masks", "metrics", "nm_mask",
-    "optim", "patterns", "recipe", "recipes", "rules", "schedules", "sparsify", "sr_ste",
-    "step_count", "update_state", "verify",
+    "optim", "patterns", "recipe", "recipes", "rules", "runs", "schedules", "sparsify",
+    "sr_ste", "step_count", "update_state", "verify",
 ]  # fmt: skip
 
 

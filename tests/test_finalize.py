@@ -1,5 +1,6 @@
 """nm-sparsity verify and finalize: proof, exact zeros, and nothing left behind where they fail."""
 
+import doctest
 import json
 import pathlib
 import subprocess
@@ -13,7 +14,7 @@ import test_plan
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
-from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.runs import checkpoint, proof
 from nm_sparsity_jax.trees import flatten
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints are Orbax's: pip install -e '.[dev]'")
@@ -190,6 +191,25 @@ def test_a_schedule_that_is_not_over_is_refused_unless_told(command, tmp_path, r
 def test_a_mask_that_was_never_taken_is_no_mask(command, tmp_path):
   code, text = command("finalize", Run("snip", 1).write(tmp_path), tmp_path / "out", "--early")
   assert code == 1 and "was never taken" in text and not (tmp_path / "out").exists()
+
+
+def test_from_a_notebook(command, tmp_path):
+  """The library says what the commands print, and its examples hold."""
+  failed, tried = doctest.testmod(proof)
+  assert tried and not failed
+  run = Run("idp")
+  run.write(tmp_path)
+  found = nms.runs.verify(tmp_path)
+  assert not found.ok and found.rules == run.rules
+  assert json.loads(json.dumps(found.as_dict())) == command("verify", tmp_path)[1]
+  with pytest.raises(ValueError, match="other rules"):
+    nms.runs.verify(found.stored, rules=configure.rules({"ff": "1:2"}, "sr_ste", sparse_steps=1))
+  made = nms.runs.finalize(found.stored, tmp_path / "out", rules=run.rules)
+  assert made.ok and made.path == str(tmp_path / "out/checkpoint_112")
+  assert made.source is found.stored and len(made.removed) == len(SPARSE)
+  assert nms.runs.verify(made.path).ok
+  with pytest.raises(AttributeError, match="no attribute 'verifi'"):
+    nms.runs.verifi  # noqa: B018
 
 
 # --- rules --------------------------------------------------------------------------------------

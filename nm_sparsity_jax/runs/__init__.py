@@ -1,1 +1,24 @@
-"""What a run leaves in its folder: checkpoints, events, metrics, settings, and their proof."""
+"""What a run leaves in its folder: checkpoints, events, metrics, settings, and their proof.
+
+    import nm_sparsity_jax as nms
+    nms.runs.verify("runs/sparse").ok                   # is the newest checkpoint n:m?
+    nms.runs.finalize("runs/sparse", "runs/final")      # exact zeros, written and proven
+
+The names are imported when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {"verify": "proof", "finalize": "proof"}
+
+if TYPE_CHECKING:
+  from nm_sparsity_jax.runs.proof import finalize, verify
+
+__all__ = ["finalize", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+  if name in _HOME:
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,77 @@
+"""--rules and --axes, and what `verify` and `finalize` say of the checkpoint that they opened."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from nm_sparsity_jax.rules import Rules
+  from nm_sparsity_jax.runs.checkpoint import Stored
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+  """Adds what the checkpoint may not hold."""
+  parser.add_argument(
+    "--rules",
+    metavar="\"{'ff': '1:8'}\"",
+    help="place -> pattern, as SPARSITY_RULES in gin; for a checkpoint that holds no rules",
+  )
+  parser.add_argument(
+    "--axes",
+    metavar='"{REGEX: AXIS}"',
+    help="path -> contracted axis, for kernels that a scan over layers has stacked",
+  )
+
+
+def given(args: argparse.Namespace) -> dict[str, Mapping[str, Any] | None]:
+  """Reads both flags: arguments of `runs.verify`."""
+  return {"rules": _table("--rules", args.rules), "axes": _table("--axes", args.axes)}
+
+
+def _table(flag: str, text: str | None) -> Mapping[str, Any] | None:
+  if text is None:
+    return None
+  try:
+    table = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    table = None
+  if not isinstance(table, dict) or not table:
+    example = "{'ff': '1:8'}" if flag == "--rules" else "{'.*/mlp/.*/kernel': 0}"
+    raise ValueError(f'{flag}={text} is no dict; strings need quotes: {flag} "{example}"')
+  return table
+
+
+@contextlib.contextmanager
+def by_flag() -> Iterator[None]:
+  """Names the flag where settings are refused by the name of their macro."""
+  from nm_sparsity_jax import configure
+
+  try:
+    yield
+  except configure.SettingsError as e:
+    raise ValueError(str(e).replace("SPARSITY_RULES", "--rules")) from e
+
+
+def head(stored: Stored, rules: Rules, asked: str) -> str:
+  """Says what was looked at, and by whose rules.
+
+  Args:
+    stored: the checkpoint.
+    rules: by which it was looked at.
+    asked: the checkpoint or folder that was named.
+  """
+  from nm_sparsity_jax import configure
+
+  newest = "" if stored.path == asked else f"the newest in {asked}, "
+  step = "" if stored.step is None else f", step {stored.step:,}"
+  sparse = "" if stored.sparse_step is None else f", sparse step {stored.sparse_step:,}"
+  whose = "its own rules" if stored.rules is not None else "--rules"
+  lines = configure.describe(rules).splitlines()
+  if stored.rules is None:
+    lines = [f"{place}: {recipe.pattern}" for place, recipe in rules.places.items()]
+  text = "\n".join([f"{stored.path} ({newest}{stored.format}{step}{sparse}), by {whose}:", *lines])
+  return text.replace("\n", "\n  ") + "\n"

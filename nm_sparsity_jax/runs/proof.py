@@ -1,0 +1,318 @@
+"""Proof that a checkpoint's weights are n:m, and a checkpoint with exact zeros.
+
+    path, rules -> [verify]   -> Proof: groups by place, ok
+    path, out   -> [finalize] -> out/checkpoint_N with zeros, its Proof, what was removed
+
+A checkpoint of a sparse run holds its rules; say those of any other one. One array is in memory at
+a time (`finalize` holds its result too). T5X is not needed.
+
+>>> import tempfile, numpy as np
+>>> from nm_sparsity_jax.runs import checkpoint
+>>> run = tempfile.mkdtemp()
+>>> w = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
+>>> target = {"encoder": {"layers_0": {"mlp": {"wi": {"kernel": w}}}}}
+>>> checkpoint.write(f"{run}/checkpoint_7", {"target": target})
+>>> verify(run, {"ff": "2:4"}).ok
+False
+>>> made = finalize(run, f"{run}/final", {"ff": "2:4"})
+>>> made.ok, [f"{r.path} lost {r.magnitude:.0%}" for r in made.removed]
+(True, ['encoder/layers_0/mlp/wi/kernel lost 28%'])
+>>> verify(f"{run}/final", {"ff": "2:4"}).ok
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nm_sparsity_jax import apply, configure
+from nm_sparsity_jax.rules import Assignment, Place, Rules
+from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.runs.checkpoint import Stored
+
+_STATE = "flax_mutables/nm_sparsity"
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+  """What `verify` found in a checkpoint.
+
+  Attributes:
+    stored: the checkpoint.
+    rules: the rules by which it was looked at.
+    report: the findings, place by place.
+  """
+
+  stored: Stored
+  rules: Rules
+  report: apply.Report
+
+  @property
+  def ok(self) -> bool:
+    """Whether no group has too many non-zero weights."""
+    return self.report.ok
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the findings as values that JSON knows."""
+    stored = self.stored
+    return {
+      "ok": self.ok,
+      "checkpoint": stored.path,
+      "format": stored.format,
+      "step": stored.step,
+      "sparse_step": stored.sparse_step,
+      "rules": stored.rules if stored.rules is not None else configure.describe(self.rules),
+      "places": [dataclasses.asdict(place) for place in self.report.places],
+      "skipped": dict(self.report.skipped),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Removed:
+  """What one parameter lost.
+
+  Attributes:
+    path: the parameter.
+    weights: share of weights that were not 0 and are now.
+    magnitude: their share of the sum of |w|.
+    squares: their share of the sum of w ** 2.
+  """
+
+  path: str
+  weights: float
+  magnitude: float
+  squares: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Finalized:
+  """What `finalize` wrote.
+
+  Attributes:
+    source: the checkpoint that was read.
+    proof: the proof of the checkpoint that was written, read back from the disk.
+    removed: what each sparse parameter lost.
+  """
+
+  source: Stored
+  proof: Proof
+  removed: tuple[Removed, ...]
+
+  @property
+  def ok(self) -> bool:
+    """Whether the written checkpoint is n:m."""
+    return self.proof.ok
+
+  @property
+  def path(self) -> str:
+    """The folder of the written checkpoint."""
+    return self.proof.stored.path
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the findings as values that JSON knows."""
+    found = self.proof.as_dict()
+    lost = {r.path: dataclasses.asdict(r) for r in self.removed}
+    found["places"] = [place | lost[place["path"]] for place in found["places"]]
+    return {"from": self.source.path, **found}
+
+
+Given = Rules | Mapping[str, Any] | None
+
+
+def verify(
+  path: str | os.PathLike | Stored, rules: Given = None, axes: Mapping[str, Any] | None = None
+) -> Proof:
+  """Proves, group by group, that a checkpoint's weights are n:m along the contracted axis.
+
+  What a run stores are dense weights, since masks act on the fly: `finalize` writes zeros.
+
+  Args:
+    path: a checkpoint of T5X, in its own format or Orbax; a run's folder means its newest one.
+    rules: `Rules`, or place -> pattern such as {'ff': '1:8'}; None takes the checkpoint's own.
+    axes: path -> contracted axis, for kernels that a scan over layers has stacked.
+
+  Raises:
+    ValueError: there are no rules, other rules than the checkpoint's, or it cannot be read.
+  """
+  stored = _opened(path)
+  rules = _rules(stored, rules, axes)
+  return _prove(stored, rules, _assign(stored, rules))
+
+
+def finalize(
+  path: str | os.PathLike | Stored,
+  out: str | os.PathLike,
+  rules: Given = None,
+  axes: Mapping[str, Any] | None = None,
+  early: bool = False,
+) -> Finalized:
+  """Writes a checkpoint with the exact zeros of `nms.finalize`, reads it back and proves it.
+
+  The new checkpoint holds parameters, step and sparse state, but no optimizer. It opens in T5X,
+  with the sparse model or T5X's own. The parameters must fit into memory.
+
+  Args:
+    path: as in `verify`.
+    out: a folder, which gets checkpoint_<step>; that must be new.
+    rules: as in `verify`.
+    axes: as in `verify`.
+    early: finalize though the schedule is not over and removed weights may still matter.
+
+  Raises:
+    ValueError: the schedule is not over, the output is there already, or what `verify` refuses.
+  """
+  stored = _opened(path)
+  rules = _rules(stored, rules, axes)
+  assignment = _assign(stored, rules)
+  if not early:
+    _refuse_early(stored, assignment)
+  made = os.path.join(out, f"checkpoint_{stored.step or 0}")
+  checkpoint.check_new(made)
+  tree, removed = _with_zeros(stored, rules, assignment)
+  checkpoint.write(made, tree)
+  written = checkpoint.read(made)
+  return Finalized(stored, _prove(written, rules, _assign(written, rules)), tuple(removed))
+
+
+def _opened(path: str | os.PathLike | Stored) -> Stored:
+  if isinstance(path, Stored):
+    return path
+  return checkpoint.read(checkpoint.find(os.fspath(path)))
+
+
+# --- rules --------------------------------------------------------------------------------------
+
+
+def _rules(stored: Stored, given: Given, axes: Mapping[str, Any] | None) -> Rules:
+  """Returns the checkpoint's own rules, or those given; where there are both, they must agree."""
+  if given is not None and not isinstance(given, Rules):
+    # Any recipe will do: without a run there is only the pattern, taken by magnitude.
+    given = configure.rules(given, "sr_ste", sparse_steps=1, axes=axes)
+  elif given is not None:
+    given = given.with_axes(axes or {})
+  if stored.rules is None:
+    if given is not None:
+      return given
+    raise ValueError(
+      f"{stored.path} holds no rules, as it is of no sparse run: say what should be n:m, "
+      "--rules \"{'ff': '1:8'}\""
+    )
+  own = configure.parse(stored.rules)
+  pairs = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
+  if given is not None and pairs(own) != pairs(given):
+    raise ValueError(
+      f"{stored.path} was trained with other rules, {pairs(own)}, than --rules says, "
+      f"{pairs(given)}: leave --rules out"
+    )
+  return own.with_axes(axes or {})
+
+
+def _assign(stored: Stored, rules: Rules) -> Assignment:
+  """Assigns the rules to the parameters of a checkpoint, by shapes alone."""
+  shapes = {}
+  for key, leaf in stored.leaves.items():
+    if key.startswith("target/"):
+      if leaf.shape is None:
+        raise ValueError(f"{stored.path!r} is damaged: {key} has no shape")
+      shapes[key.removeprefix("target/")] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+  if not shapes:
+    raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
+  try:
+    assignment = rules.assign(checkpoint.nested(shapes))
+  except ValueError as e:
+    text, is_stacked, _ = str(e).partition(" Name the axis that")
+    hint = " Name it: --axes \"{'.*/mlp/.*/kernel': 0}\"" if is_stacked else ""
+    raise ValueError(text + hint) from e
+  if not assignment.places:
+    raise ValueError(f"the rules leave all of {stored.path} dense: there is nothing to prove")
+  return assignment
+
+
+def _alone(place: Place, rules: Rules) -> Rules:
+  """Returns rules of one parameter, which is all that a tree of one array needs."""
+  path = f"(?:{re.escape(place.path)})"  # a regex, also where it reads like a role
+  return type(rules)({path: place.recipe}, {path: place.axis}, rules.indivisible)
+
+
+# --- proof --------------------------------------------------------------------------------------
+
+
+def _prove(stored: Stored, rules: Rules, assignment: Assignment) -> Proof:
+  found = []
+  for path, place in assignment.places.items():
+    tree = checkpoint.nested({path: stored.array(f"target/{path}")})
+    found += apply.verify(tree, _alone(place, rules)).places
+  return Proof(stored, rules, apply.Report(tuple(found), assignment.skipped))
+
+
+# --- zeros --------------------------------------------------------------------------------------
+
+
+def _refuse_early(stored: Stored, assignment: Assignment) -> None:
+  """Raises while a place has steps ahead before its fine-tune phase."""
+  step = stored.sparse_step
+  if step is None:
+    return  # of no sparse run
+  for place in assignment.places.values():
+    phases = place.recipe.phases
+    if phases is not None and step < phases.finetune_start:
+      now = next(s for s in place.recipe.timeline(place.axis_size) if s.start <= step < s.stop)
+      d = float(place.recipe.decay(step))
+      raise ValueError(
+        f"{stored.path} is at sparse step {step:,}, with pattern {now.pattern or 'dense'} and "
+        f"D = {d:.3g} at {place.key!r}, where the schedule is over at {phases.finetune_start:,}. "
+        "Take a later checkpoint, or add --early"
+      )
+
+
+def _with_zeros(
+  stored: Stored, rules: Rules, assignment: Assignment
+) -> tuple[dict[str, Any], list[Removed]]:
+  """Returns the tree to be written and what it lost; one array at a time beside the result."""
+  kept: dict[str, Any] = {"state/step": np.int32(0)}  # where there is none: T5X wants it
+  removed = []
+  for key in stored.leaves:
+    if not key.startswith(("target/", "flax_mutables/")) and key != "state/step":
+      continue  # the optimizer's: moments of weights that are gone
+    kept[key] = stored.array(key)
+    is_target = key.startswith("target/")
+    place = assignment.places.get(key.removeprefix("target/")) if is_target else None
+    if place is not None:
+      before = kept[key]
+      tree = checkpoint.nested({place.path: before})
+      state = _state(stored, place) if place.recipe.stateful else None
+      after = apply.finalize(tree, _alone(place, rules), state)
+      (kept[key],) = (np.asarray(leaf) for _, leaf in checkpoint.flat(after))
+      removed.append(_removed(place, before, kept[key]))
+  return checkpoint.nested(kept), removed
+
+
+def _state(stored: Stored, place: Place) -> dict[str, Any]:
+  """Returns what `apply.finalize` reads of the stored mask of a place."""
+  state: dict[str, Any] = {"step": stored.sparse_step}
+  for kind in ("mask", "made", "renewed"):
+    key = f"{_STATE}/{kind}/{place.path}"
+    if key in stored.leaves:
+      state[kind] = checkpoint.nested({place.path: stored.array(key)})
+  return state
+
+
+def _removed(place: Place, before: np.ndarray, after: np.ndarray) -> Removed:
+  was = np.abs(before.astype(np.float64))
+  lost = np.where(after == 0, was, 0.0)
+  share = lambda part, whole: float(part / whole) if whole else 0.0
+  with np.errstate(all="ignore"):  # inf and NaN: `verify` warns of them
+    return Removed(
+      place.path,
+      share((lost != 0).sum(), was.size),
+      share(lost.sum(), was.sum()),
+      share((lost**2).sum(), (was**2).sum()),
+    )
