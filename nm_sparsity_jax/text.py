@@ -6,11 +6,31 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def columns(rows: Sequence[Sequence[Any]], align: str = "<", gap: str = "  ") -> list[str]:
+  """Returns each row as a line; all columns line up, and no line ends in a space.
+
+  Args:
+    rows: rows of equally many cells. A cell that is not text is shown by `str`.
+    align: `<` (left) or `>` (right) for each column; its last character serves for all columns
+      beyond it.
+    gap: what stands between two columns.
+
+  >>> columns([["task", "rows"], ["RTE", 3000]], align="<>")
+  ['task  rows', 'RTE   3000']
+  """
+  cells = [list(map(str, row)) for row in rows]
+  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+  sides = align.ljust(len(widths), align[-1])
+  pad = {"<": str.ljust, ">": str.rjust}
+  return [
+    gap.join(pad[s](c, w) for s, c, w in zip(sides, row, widths, strict=True)).rstrip()
+    for row in cells
+  ]
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-  """Lines of aligned columns, the header first."""
-  cells = [tuple(map(str, row)) for row in (head, *rows)]
-  widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-  return ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in cells]
+  """Returns lines of left-aligned columns, the header first."""
+  return columns([head, *rows])
 
 
 def first_line(error: BaseException) -> str:

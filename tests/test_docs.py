@@ -31,8 +31,9 @@ import test_report
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, gin_files, glue
-from nm_sparsity_jax.commands import _local, glue_submit
+from nm_sparsity_jax.commands import _local
 from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.scores import submission
 
 ROOT = pages.ROOT
 BLOCKS = pages.blocks()
@@ -343,7 +344,7 @@ def test_pages_about_finished_runs_run_on_some(tmp_path):
       file = tmp_path / f"runs/{name}/inference_eval/nm_glue_{task}-metrics.jsonl"
       file.write_text(line)
   (tmp_path / "predictions").mkdir()
-  for name, task in glue_submit.TASKS.items():
+  for name, task in submission.TASKS.items():
     if name != "wnli":
       words = list(test_glue_submit.OFFICIAL[task.file][1])
       rows = ((i, words[i % len(words)]) for i in range(test_glue_submit.OFFICIAL[task.file][0]))

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax import cli, glue
-from nm_sparsity_jax.commands import glue_score
+from nm_sparsity_jax import cli, glue, scores
+from nm_sparsity_jax import text as words
 from nm_sparsity_jax.runs import events, results
 from nm_sparsity_jax.scores import published
 
@@ -392,10 +392,10 @@ def test_best_is_of_the_mean_the_earliest_of_equals_and_the_steps_are_said(tmp_p
 def test_choose_agrees_with_its_definition(values):
   series = {step: {"f1": v, "accuracy": 4 - v} | {"accuracy": v} for step, v in values.items()}
   sound = {s: v for s, v in values.items() if v == v}
-  step, remark = glue_score.choose(series, ("f1", "accuracy"), "best")
+  step, remark = scores.choose(series, ("f1", "accuracy"), "best")
   assert step == min((s for s, v in sound.items() if v == max(sound.values())), default=None)
   assert bool(remark) == (len(sound) < len(values))
-  last, _ = glue_score.choose(series, ("f1",), "last")
+  last, _ = scores.choose(series, ("f1",), "last")
   assert last == (max(values) if max(values) in sound else None)
 
 
@@ -722,7 +722,7 @@ def test_latex(three, call):
   assert any(row.startswith(r"a & \textbf{84.1} & ") for row in rows)
   assert any("$+$" in row or "$-$" in row for row in rows if row.startswith("delta"))
   assert r"\&\%\$\#\_\{\}\textasciitilde{}\textasciicircum{}\textbackslash{}" == (
-    "&%$#_{}~^\\".translate(glue_score._LATEX)
+    "&%$#_{}~^\\".translate(scores.text._LATEX)
   )
 
 
@@ -744,3 +744,26 @@ def test_forms_exclude_each_other_and_bad_words_are_2(tmp_path):
     with pytest.raises(SystemExit) as e:
       cli.main(["glue", "score", "x", *argv])
     assert e.value.code == 2
+
+
+# --- the library ----------------------------------------------------------------------------------
+
+
+def test_scores_from_python_are_those_of_the_command(three, report, call):
+  """The example at the top of `scores`."""
+  found = scores.score(three, checkpoint="last")
+  assert json.loads(json.dumps(found)) == report(*three, "--checkpoint", "last")
+  assert found["runs"][1]["columns"]["RTE"]["mean"] == 90.0
+  assert scores.text.text(found) + "\n" == call(*three, "--checkpoint", "last")[1]
+  read = scores.score([results.read(three[0])])
+  assert read["runs"] == scores.score([pathlib.Path(three[0])])["runs"] and not read["best"]
+
+
+def test_columns_line_up():
+  rows = [("a", "bbb", 3), ("aaaa", "b", 33), ("", "", "")]
+  assert words.columns(rows) == ["a     bbb  3", "aaaa  b    33", ""]
+  assert words.columns(rows, align="<>") == ["a     bbb   3", "aaaa    b  33", ""]
+  assert words.columns(rows, align="><", gap="|")[:2] == ["   a|bbb|3", "aaaa|b  |33"]
+  assert words.table(["x", "y", "z"], rows)[0] == "x     y    z"
+  with pytest.raises(ValueError, match="shorter"):
+    words.columns([("a", "b"), ("a",)])

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import glue_submit
+from nm_sparsity_jax.scores import submission
 
-TASKS = glue_submit.TASKS
+TASKS = submission.TASKS
 
 # File -> (rows, word -> cell, in TFDS' order of classes), apart from the table that is tested.
 OFFICIAL = {
@@ -78,7 +78,7 @@ def folder(predictions, tmp_path_factory):
 def call(official, monkeypatch):
   """The same where QQP's test set has 5 rows, which is quicker."""
   small = dataclasses.replace(TASKS["qqp"], splits={"test": 5})
-  monkeypatch.setitem(glue_submit.TASKS, "qqp", small)
+  monkeypatch.setitem(submission.TASKS, "qqp", small)
   return official
 
 
@@ -100,7 +100,7 @@ def official(capsys, tmp_path):
 def table(config, rows, mini=True, fill=False):
   """What `make` says of one task with these predictions: (report, text, problems)."""
   task = TASKS[config]
-  (report, text), problems = glue_submit._table(task, rows, fill, mini)
+  (report, text), problems = submission.table(task, rows, fill, mini)
   return report, text, problems
 
 
@@ -152,9 +152,9 @@ def test_the_table_of_tasks_has_the_official_files():
   }
   for task in TASKS.values():
     for word, wanted in OFFICIAL[task.file][1].items():
-      assert glue_submit.cell(task, word) == wanted
+      assert submission.cell(task, word) == wanted
     if not task.regression:  # and back: no two words become one cell
-      assert len({glue_submit.cell(task, w) for w in task.labels}) == len(task.labels)
+      assert len({submission.cell(task, w) for w in task.labels}) == len(task.labels)
       assert task.labels == tuple(OFFICIAL[task.file][1])  # TFDS' order, which fill relies on
 
 
@@ -166,7 +166,7 @@ def test_the_table_of_tasks_has_the_official_files():
   ],
 )  # fmt: skip
 def test_sts_b(text, cell, made):
-  assert glue_submit.cell(TASKS["stsb"], text) == cell
+  assert submission.cell(TASKS["stsb"], text) == cell
   report, table, problems = made("stsb", [(0, "1.0"), (1, text)], fill=True)
   assert not problems
   assert table.splitlines()[2] == f"1\t{cell or '2.500'}"
@@ -372,7 +372,7 @@ def test_a_zip_that_cannot_be_written_is_said_before_anything_is_read(folder, tm
 
 def test_what_is_made_is_checked_before_it_is_written(folder, call, monkeypatch):
   """The same check as that of a zip, whatever goes wrong in between."""
-  monkeypatch.setattr(glue_submit, "cell", lambda task, prediction: "yes")
+  monkeypatch.setattr(submission, "cell", lambda task, prediction: "yes")
   code, report, _, target = call(folder, "--fill", "qqp")
   assert code == 1 and not target.exists()
   assert "RTE.tsv: line 2: 'yes' is no answer" in report["problems"]
@@ -420,7 +420,7 @@ GOOD = "index\tprediction\n0\tentailment\n1\tnot_entailment\n2\tentailment\n"
 )  # fmt: skip
 def test_check(text, said):
   data = text if isinstance(text, bytes) else text.encode()
-  problems = glue_submit.check(TASKS["rte"], data, 3)
+  problems = submission.check(TASKS["rte"], data, 3)
   assert len(problems) == len(said), problems
   for problem, start in zip(problems, said, strict=True):
     assert problem.startswith(start), problem
@@ -429,15 +429,15 @@ def test_check(text, said):
 @pytest.mark.parametrize("value", ["5.001", "-0.1", "nan", "inf", "", "1e0", "3.", " 3", "٣"])
 def test_check_of_scores(value):
   text = "index\tprediction\n0\t{}\n"
-  assert glue_submit.check(TASKS["stsb"], text.format(value).encode(), 1)
+  assert submission.check(TASKS["stsb"], text.format(value).encode(), 1)
   for good in ("0.000", "5.000", "2.5", "4"):
-    assert not glue_submit.check(TASKS["stsb"], text.format(good).encode(), 1)
+    assert not submission.check(TASKS["stsb"], text.format(good).encode(), 1)
 
 
 def test_check_of_indices_takes_no_words():
   for value, good in (("1", True), ("0", True), ("2", False), ("entailment", False), ("-1", False)):
     data = f"index\tprediction\n0\t{value}\n".encode()
-    assert (not glue_submit.check(TASKS["wnli"], data, 1)) == good
+    assert (not submission.check(TASKS["wnli"], data, 1)) == good
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning:zipfile")
@@ -487,4 +487,15 @@ def test_what_t5x_writes_is_read(tmp_path):
     str(file), (tokens, {}), data, "predict", vocabulary,
     input_fields_to_include=["idx", "inputs_pretokenized"],
   )  # fmt: skip
-  assert list(glue_submit.read([file])) == rows
+  assert list(submission.read([file])) == rows
+
+
+def test_a_zip_from_python_is_that_of_the_command(folder, call, tmp_path):
+  """The example at the top of `scores`."""
+  _, wanted, _, target = call(folder, "--fill", "wnli", "--fill", "qqp")
+  files, problems = submission.find([str(folder)])
+  report, tables = submission.make(files, fill={"wnli", "qqp"})
+  assert not problems and report == {k: wanted[k] for k in ("files", "problems")}
+  submission.write(str(tmp_path / "other.zip"), tables)
+  assert same((tmp_path / "other.zip").read_bytes(), target.read_bytes())
+  assert submission.validate(str(tmp_path / "other.zip")) == []

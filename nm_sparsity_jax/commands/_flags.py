@@ -33,6 +33,16 @@ def add(parser: argparse.ArgumentParser, search_paths: str) -> None:
   parser.parse_args = _with_overrides(parser)  # type: ignore[method-assign]
 
 
+def checkpoint(text: str) -> str | int:
+  """Returns the value of --checkpoint: 'best', 'last' or a step."""
+  if text in ("best", "last"):
+    return text
+  try:
+    return int(text.replace("_", ""))
+  except ValueError:
+    raise argparse.ArgumentTypeError(f"{text!r} is not best, last or a step") from None
+
+
 def _with_overrides(parser: argparse.ArgumentParser):
   """Returns a `parse_args` that knows --gin.X=VALUE, which argparse cannot express."""
   parse = parser.parse_args

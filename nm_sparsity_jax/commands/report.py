@@ -23,14 +23,14 @@ from nm_sparsity_jax.runs import files
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """The runs, the checkpoint, and where to write."""
-  from nm_sparsity_jax.commands import glue_score
+  from nm_sparsity_jax.commands import _flags
 
   add = parser.add_argument
   add("runs", nargs="+", metavar="RUN", help="folder of a run")
   add("--out", default="report.html", metavar="FILE", help="the page (default: report.html)")
   add("--png", metavar="DIR", help="also write each chart into this folder (needs matplotlib)")
   add(
-    "--checkpoint", type=glue_score.checkpoint, default="best", metavar="best|last|STEP",
+    "--checkpoint", type=_flags.checkpoint, default="best", metavar="best|last|STEP",
     help="of the scores, as for `nm-sparsity glue score` (default: best)",
   )  # fmt: skip
 

@@ -22,8 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import glue
-from nm_sparsity_jax.commands import glue_score
+from nm_sparsity_jax import glue, scores
 from nm_sparsity_jax.report import charts
 from nm_sparsity_jax.report.charts import Chart, Line
 from nm_sparsity_jax.runs import events, results
@@ -410,7 +409,7 @@ def _scores(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]
 
 
 def _score_of(runs: Sequence[Run], checkpoint: str | int) -> dict[str, Any]:
-  return glue_score.score([results.read(str(run.path)) for run in runs], checkpoint)
+  return scores.score([results.read(str(run.path)) for run in runs], checkpoint)
 
 
 def _chosen(run: Run, task: str, metric: str, checkpoint: str | int) -> str:
@@ -433,7 +432,7 @@ def _unknown_targets(runs: Sequence[Run], checkpoint: str | int) -> Iterator[str
 
 def _step_of(run: Run, series, metrics: Sequence[str], checkpoint: str | int) -> int | None:
   """The step that counts, as in `glue score`: the best is none that is denser than the pattern."""
-  return glue_score.choose(series, metrics, checkpoint, run.settings.target_from() or 0)[0]
+  return scores.choose(series, metrics, checkpoint, run.settings.target_from() or 0)[0]
 
 
 def _glue_table(runs, scored, report) -> Iterator[Table | str]:

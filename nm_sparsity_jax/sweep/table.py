@@ -13,10 +13,11 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.commands import glue_score
+from nm_sparsity_jax import scores
 from nm_sparsity_jax.report import sections
 from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.sweep import grid
+from nm_sparsity_jax.text import columns
 
 MEASURES = ("score", "loss")
 
@@ -70,7 +71,7 @@ def _run(cell: grid.Cell, known: grid.Checked, is_start: bool) -> dict[str, Any]
   tasks = sections.tasks_in(cell.folder / "inference_eval")
   run = sections.Run(cell.folder, cell.name, {}, {}, tasks, "")
   for title, (task, metrics) in sections.measures(run).items():
-    step, why = glue_score.choose(tasks[task], metrics, last)
+    step, why = scores.choose(tasks[task], metrics, last)
     if step is None:
       found["tasks"][title] = None
       found["remarks"].append(f"{title}: {why}")
@@ -249,12 +250,7 @@ def text(report: Mapping[str, Any]) -> str:
   """For people."""
   parts = [heading(report)]
   for title, rows in tables(report):
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-      "  ".join([row[0].ljust(widths[0]), *map(str.ljust, row[1:], widths[1:])]).rstrip()
-      for row in rows
-    ]
-    parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
+    parts.append("\n".join([title, *(f"  {line}" for line in columns(rows))]))
   if remarks := notes(report):
     parts.append("\n".join(remarks))
   return "\n\n".join(parts)
