@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax import masks
+from nm_sparsity_jax import roles as roles_of
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import RECIPES, Dense, Recipe
 from nm_sparsity_jax.recipes import recipe as make_recipe
-from nm_sparsity_jax.rules import ROLES, Rules
+from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.schedules import Phases
 
 
@@ -70,7 +71,7 @@ def rules(
   elif not isinstance(places, Mapping):
     wrong.errors.append(
       f"SPARSITY_RULES={places!r} says no pattern: give a dict from place to pattern, such as "
-      f"{{'ff': '1:8'}}. Places are roles ({', '.join(ROLES)}) or regexes."
+      f"{{'ff': '1:8'}}. Places are roles ({', '.join(roles_of.regexes())}) or regexes."
     )
   elif not places:
     wrong.errors.append(

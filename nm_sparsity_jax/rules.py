@@ -22,6 +22,7 @@ import jax.core
 import jax.numpy as jnp
 
 from nm_sparsity_jax import masks
+from nm_sparsity_jax import roles as vocabulary
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Dense, Recipe
@@ -30,39 +31,6 @@ from nm_sparsity_jax.text import table
 from nm_sparsity_jax.trees import flatten, path_name
 
 _log = logging.getLogger(__name__)
-
-_ATTENTION = r"(.*/)?(\w*[aA]ttention(_\d+)?)/"
-
-# By the names that flax gives its own classes. (T5's self_attention may be one stacked by a scan.)
-_FLAX_ATTENTION = r"(.*/)?(MultiHeadDotProductAttention|MultiHeadAttention|SelfAttention)(_\d+)?/"
-
-# Roles of T5 (T5X's names, also scanned) and of flax's ViT. Values are regexes for the whole path.
-ROLES: Mapping[str, str] = {
-  "ff": r"(.*/)?(mlp|MlpBlock(_\d+)?)/(wi|wi_\d+|wo|Dense_\d+)/kernel",
-  "q": _ATTENTION + r"query/kernel",
-  "k": _ATTENTION + r"key/kernel",
-  "v": _ATTENTION + r"value/kernel",
-  "o": _ATTENTION + r"out/kernel",
-  "qk": _ATTENTION + r"(query|key)/kernel",
-  "qkv": _ATTENTION + r"(query|key|value)/kernel",
-}
-
-# Words that narrow a role: "decoder/cross/qkv". Values are regexes for the whole path.
-QUALIFIERS: Mapping[str, str] = {
-  "encoder": r"(.*/)?(encoder|encoderblock_\d+)/.*",
-  "decoder": r"(.*/)?decoder/.*",
-  "self": r"(?!.*encoder_decoder_attention/).*[aA]ttention.*",
-  "cross": r"(.*/)?encoder_decoder_attention/.*",
-}
-
-# Axes that need no naming: (path, rank, contraction axis). A kernel of another rank, such as one
-# stacked by a scan, is ambiguous: (embed, layers, mlp) and (embed, heads, head_dim) look alike.
-_AXES: Sequence[tuple[str, int | None, masks.Axis]] = (
-  (r"(.*/)?[cC]onv\w*/kernel", None, -2),  # (..., in, out): groups of inputs at one offset
-  (_FLAX_ATTENTION + r"(query|key|value)/kernel", 3, 0),
-  (_FLAX_ATTENTION + r"out/kernel", 3, (0, 1)),
-  (r"(.*/)?kernel", 2, 0),
-)
 
 _POLICIES = ("error", "skip", "pad")
 
@@ -249,7 +217,7 @@ class Rules:
       Layers of this package know their own axis and do not ask.
     indivisible: what to do when m does not divide the axis: 'error', 'skip' (leave that
       parameter dense) or 'pad' (the last group is short and keeps at most n of what it has).
-    roles: more roles, name -> regex, beside `ROLES`.
+    roles: more roles, name -> regex, beside those of `nm_sparsity_jax.roles`.
   """
 
   def __init__(
@@ -280,12 +248,11 @@ class Rules:
     self._axes = tuple((k, _one_or_several(v)) for k, v in (axes or {}).items())
     self._roles = tuple((roles or {}).items())
     self._indivisible = indivisible
-    known = {**ROLES, **dict(self._roles)}
-    self._tests = tuple(_path_test(key, known) for key, _ in self._places)
+    self._tests = tuple(vocabulary.path_test(key, dict(self._roles)) for key, _ in self._places)
     for regex, _ in self._axes:
-      _compile(regex, "axes")
+      vocabulary.compiled(regex, "axes")
     for _, regex in self._roles:
-      _compile(regex, "roles")
+      vocabulary.compiled(regex, "roles")
 
   @property
   def places(self) -> dict[str, Recipe]:
@@ -345,9 +312,9 @@ class Rules:
       own = [i for i, name in enumerate(names) if name not in stacked]
       if not path.endswith("kernel") or len(own) == len(names):
         continue
-      if len(own) == 2 or (len(own) == 3 and re.fullmatch(ROLES["qkv"], path)):
+      if len(own) == 2 or (len(own) == 3 and vocabulary.role_of(path) in ("q", "k", "v")):
         found.setdefault(re.escape(path), own[0])
-      elif len(own) == 3 and re.fullmatch(ROLES["o"], path):
+      elif len(own) == 3 and vocabulary.role_of(path) == "o":
         found.setdefault(re.escape(path), (own[0], own[1]))
     return Rules(self.places, found, self.indivisible, dict(self._roles))
 
@@ -402,12 +369,11 @@ class Rules:
 
   def _axis(self, path: str, shape: tuple[int, ...]) -> masks.Axis:
     for regex, axis in self._axes:
-      if _compile(regex, "axes").fullmatch(path):
+      if vocabulary.compiled(regex, "axes").fullmatch(path):
         masks.check_axis(shape, axis, gaps=True)
         return axis
-    for regex, rank, axis in _AXES:
-      if re.fullmatch(regex, path) and len(shape) == (rank or max(len(shape), 3)):
-        return axis
+    if (axis := vocabulary.axis_of(path, len(shape))) is not None:
+      return axis
     raise ValueError(
       f"{path!r} has shape {shape}, and which axis is contracted does not follow from that. Name "
       f"the axis that the matrix product sums over: Rules(..., axes={{{path!r}: ...}}), an int or "
@@ -426,9 +392,9 @@ class Rules:
       An `Assignment`; its `str` is a table.
     """
     shapes = [(name, tuple(x.shape)) for name, x in flatten(params) if hasattr(x, "shape")]
-    assignment, idle = _assign(self, tuple(shapes))
+    assignment, idle = _assign(self, tuple(shapes), self._tests)
     if idle and not partial:
-      known = {**ROLES, **dict(self._roles)}
+      known = vocabulary.regexes(dict(self._roles))
       some = ", ".join(name for name, _ in shapes[:4])
       roles = [key.split("/")[-1] for key in self.places if repr(key) in idle]
       means = "".join(f" The role {r} means {known[r]!r}." for r in roles if r in known)
@@ -442,7 +408,8 @@ class Rules:
 
 
 @functools.lru_cache(maxsize=256)
-def _assign(rules: Rules, shapes) -> tuple[Assignment, list[str]]:
+def _assign(rules: Rules, shapes, tests) -> tuple[Assignment, list[str]]:
+  del tests  # equal rules mean other paths once a family has joined the vocabulary
   places: dict[str, Place] = {}
   skipped: dict[str, str] = {}
   dense: list[str] = []
@@ -462,7 +429,7 @@ def _assign(rules: Rules, shapes) -> tuple[Assignment, list[str]]:
       _log.warning("%s stays dense: %s", path, place)
   idle = [repr(key) for key in rules.places if key not in used]
   for regex, axis in rules._axes:
-    if not any(_compile(regex, "axes").fullmatch(path) for path, _ in shapes):
+    if not any(vocabulary.compiled(regex, "axes").fullmatch(path) for path, _ in shapes):
       idle.append(f"axes={{{regex!r}: {axis!r}}}")
   return Assignment(places, skipped, tuple(dense)), idle
 
@@ -472,21 +439,3 @@ def _one_or_several(axis: masks.Axis) -> masks.Axis:
   if not isinstance(axis, Sequence):
     return axis
   return axis[0] if len(axis) == 1 else tuple(axis)
-
-
-def _compile(regex: str, where: str) -> re.Pattern:
-  try:
-    return re.compile(regex)
-  except re.error as e:
-    raise ValueError(f"Rules: {where} has {regex!r}, which is no regular expression: {e}.") from e
-
-
-def _path_test(key: str, roles: Mapping[str, str]):
-  """A test of whole paths for a place: a role, narrowed by qualifiers, or a regex."""
-  *narrow, role = key.split("/")
-  if role in roles and all(word in QUALIFIERS for word in narrow):
-    regexes = [roles[role], *(QUALIFIERS[word] for word in narrow)]
-  else:
-    regexes = [key]
-  compiled = [_compile(regex, "a place") for regex in regexes]
-  return lambda path: all(r.fullmatch(path) for r in compiled)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax import cli, glue, scores
+from nm_sparsity_jax import cli, glue, roles, scores
 from nm_sparsity_jax import text as words
 from nm_sparsity_jax.runs import events, results
 from nm_sparsity_jax.scores import published
@@ -148,7 +148,7 @@ def test_a_run_of_a_paper_file_is_matched_with_the_row_that_its_header_quotes(fi
     row
     for row in TABLES[table]
     if row["recipe"] == run.recipe
-    and results.single(row["places"]) == run.places
+    and roles.single(row["places"]) == run.places
     and row.get("dense_steps") in (None, run.dense_steps)
   ]
   assert [row[key] for row in rows] == [float(value)]
@@ -210,11 +210,11 @@ def test_which_published_row(change, row, remark, tmp_path, report):
 
 def test_places_are_compared_one_by_one():
   single = {"ff": "1:8", "q": "1:4", "k": "1:4"}
-  assert results.single({"qk": "1:4", "ff": " 1:8"}) == single
-  assert results.text_of(single) == "1:8 FF, 1:4 QK"
-  assert results.text_of(single | {"v": "1:4"}) == "1:8 FF, 1:4 QKV"
-  assert results.text_of(single | {"v": "1:2", "o": "2:4"}) == "1:8 FF, 1:4 QK, 1:2 v, 2:4 o"
-  assert results.text_of({}) == ""
+  assert roles.single({"qk": "1:4", "ff": " 1:8"}) == single
+  assert roles.text_of(single) == "1:8 FF, 1:4 QK"
+  assert roles.text_of(single | {"v": "1:4"}) == "1:8 FF, 1:4 QKV"
+  assert roles.text_of(single | {"v": "1:2", "o": "2:4"}) == "1:8 FF, 1:4 QK, 1:2 v, 2:4 o"
+  assert roles.text_of({}) == ""
 
 
 @given(st.data())
@@ -232,12 +232,12 @@ def test_rules_that_say_the_same_are_equal(data):
         [f"encoder/self/{role}", f"decoder/self/{role}", f"decoder/cross/{role}"],
       ]
     cut |= dict.fromkeys(data.draw(st.sampled_from(ways)), pattern)
-  assert results.single(cut) == results.single(whole) == whole
+  assert roles.single(cut) == roles.single(whole) == whole
   if whole:  # and a part alone is not the whole
     gone = data.draw(st.sampled_from(sorted(cut)))
     rest = {place: pattern for place, pattern in cut.items() if place != gone}
-    assert results.single(rest) != whole
-    assert results.single(cut | {gone: "2:4"}) != whole
+    assert roles.single(rest) != whole
+    assert roles.single(cut | {gone: "2:4"}) != whole
 
 
 def test_gin_breaks_long_values_and_these_are_read(tmp_path):
@@ -252,7 +252,7 @@ def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   del places["decoder/cross/qkv"]
   cross = {f"decoder/cross/{role}": "1:4" for role in "qkv"}
   assert run.places == {**places, **cross, "ff": "1:8"}
-  assert results.text_of(run.places).startswith("1:8 FF, 1:4 decoder/cross/qkv, 2:4 encoder/lay")
+  assert roles.text_of(run.places).startswith("1:8 FF, 1:4 decoder/cross/qkv, 2:4 encoder/lay")
   assert (run.recipe, run.dense_steps, run.sparse_steps) == ("idp", 7, None)
   assert run.remarks == ["SPARSE_STEPS in config.gin is no plain value: %N"]
 

@@ -24,6 +24,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nm_sparsity_jax import roles
 from nm_sparsity_jax.commands import _flags
 from nm_sparsity_jax.runs import results
 from nm_sparsity_jax.scores import rows, text
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _places(text: str) -> dict[str, str]:
   try:
     pairs = [part.rpartition("=") for part in text.split(",")]
-    return results.single({place or "ff": pattern for place, _, pattern in pairs})
+    return roles.single({place or "ff": pattern for place, _, pattern in pairs})
   except ValueError as e:
     raise argparse.ArgumentTypeError(str(e)) from None
 

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import gin_files
+from nm_sparsity_jax import gin_files, roles
 from nm_sparsity_jax.configure import SettingsError
 from nm_sparsity_jax.plan import restore
 from nm_sparsity_jax.runs import checkpoint, files, folders
@@ -335,41 +335,31 @@ class Planner:
     if shape is None or flops.Cost(shape.ops()).params != total:
       self.notes.append("no FLOPs: they are known for encoder-decoders of T5's form alone")
       return None
-    ops = {op.name: op for op in shape.ops()}
-    length = next((r.phases.total for p in assignment.places.values() if (r := p.recipe).phases), 0)
-    dense = sum(op.flops for op in ops.values())
-    saved = trained = 0.0
-    kept = total
+    kernels = []
     for path, place in assignment.places.items():
-      op = ops.get(_op_name(path) or "")
-      if op is None:
+      name = roles.op_of(path)
+      if name not in {op.name for op in shape.ops()}:
         self.notes.append(f"no FLOPs: {path} has no counterpart in T5")
         return None
-      size = self._sizes[path]
-      own = op.flops * size / op.params
-      last = place.recipe.timeline(place.axis_size)[-1]
-      density = last.pattern.density if last.pattern else 1.0  # of what `finalize` makes
-      saved += own * (1 - density)
-      kept -= round(size * (1 - density))
-      one = flops.Op(name=op.name, role=op.role, place=op.place, axis=place.axis_size)
-      trained += own * (3 * length - flops._weighed_steps(place.recipe, one, length))
+      own = self._sizes[path]
+      kernels.append(flops.Kernel(op=name, params=own, axis=place.axis_size, recipe=place.recipe))
     batch = self.batch_size or 1
-    own = sum(self._sizes[path] for path in assignment.places)
+    found = flops.price(shape, kernels, batch)
     return {
       "input_length": self.lengths["inputs"],
       "target_length": self.lengths["targets"],
       "lengths_known": self.config.is_set("TASK_FEATURE_LENGTHS"),
-      "inference": {"dense": dense, "sparse": dense - saved},
+      "inference": {"dense": found.inference_dense, "sparse": found.inference_sparse},
       "training": {
-        "steps": length,
+        "steps": found.steps,
         "batch_size": batch,
-        "dense": 3 * dense * length * batch,
-        "sparse": (3 * dense * length - trained) * batch,
+        "dense": found.training_dense,
+        "sparse": found.training_sparse,
       },
       "parameters": {
-        "dense": total,
-        "kept": kept,
-        "in_sparse_kernels": own,
+        "dense": found.params,
+        "kept": found.kept,
+        "in_sparse_kernels": found.sparse_params,
       },
     }
 
@@ -716,7 +706,7 @@ def _kernels(assignment) -> dict[str, Any]:
       "path": name,
       "count": len(paths),
       "paths": paths,
-      "role": ",".join(sorted({r for path in paths if (r := role(path))})) or None,
+      "role": ",".join(sorted({r for path in paths if (r := roles.role_of(path))})) or None,
       "rule": facts[5],
       "shape": list(facts[0]),
       "axis": facts[1],
@@ -740,25 +730,6 @@ def _kernels(assignment) -> dict[str, Any]:
   dense = [{"path": n, "count": len(p), "paths": p} for n, p in group(kernels, words=True)]
   others = len(assignment.dense) - len(kernels)
   return {"sparse": sparse, "skipped": skipped, "dense": dense, "other_dense": others}
-
-
-def role(path: str) -> str | None:
-  """ff, q, k, v or o; None where the path is of neither."""
-  from nm_sparsity_jax.rules import ROLES
-
-  return next((r for r in ("ff", "q", "k", "v", "o") if re.fullmatch(ROLES[r], path)), None)
-
-
-def _op_name(path: str) -> str | None:
-  """What `flops` calls the operation of a kernel of T5."""
-  kind = role(path)
-  if kind is None:
-    return None
-  stack = "decoder" if "decoder/" in path.replace("encoder_decoder", "") else "encoder"
-  if kind == "ff":
-    return f"{stack}/{path.split('/')[-2]}"
-  which = "cross" if "encoder_decoder_attention" in path else "self"
-  return f"{stack}/{which}/{kind}"
 
 
 def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str]]]:

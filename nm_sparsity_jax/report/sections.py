@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import glue, scores
+from nm_sparsity_jax import glue, roles, scores
 from nm_sparsity_jax.report import charts
 from nm_sparsity_jax.report.charts import Chart, Line
 from nm_sparsity_jax.runs import events, results
@@ -724,7 +724,7 @@ def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | s
       step = _step_of(run, run.tasks[task], metrics, checkpoint)
       means.append(math.nan if step is None else _mean_at(run.tasks[task][step], metrics))
     patterns = {p: r.pattern for p, r in rules.places.items() if r.pattern is not None}
-    label = results.text_of(results.single({p: str(n) for p, n in patterns.items()})) or "dense"
+    label = roles.text_of(roles.single({p: str(n) for p, n in patterns.items()})) or "dense"
     shares = [n.density for n in patterns.values()] or [1.0]
     found[i] = math.fsum(shares) / len(shares), label, math.fsum(means) / len(means)
     recipes.setdefault("/".join(dict.fromkeys(r.name for r in rules.places.values())), []).append(i)

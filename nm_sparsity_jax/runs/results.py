@@ -22,8 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import glue
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax import glue, roles
 from nm_sparsity_jax.runs import events
 
 Series = dict[int, dict[str, float]]  # step -> metric -> value
@@ -281,60 +280,4 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
   elif isinstance(rules := found.get("SPARSITY_RULES"), Mapping):
     patterns: dict[str, Any] = {k: v or found.get("PATTERN") for k, v in rules.items()}
     if all(patterns.values()):
-      run.places = single(patterns)
-
-
-_SEVERAL = {"qk": ("q", "k"), "qkv": ("q", "k", "v")}
-_ATTENTION = ("encoder/self", "decoder/self", "decoder/cross")
-# Where a T5 has the kernels of a role.
-_STACKS = {"ff": ("encoder", "decoder"), **dict.fromkeys(("q", "k", "v", "o"), _ATTENTION)}
-# What all of these make together.
-_WHOLES = {
-  "decoder/": ("decoder/self/", "decoder/cross/"),
-  "encoder/": ("encoder/self/",),
-  "": ("encoder/", "decoder/"),
-}
-
-
-def single(places: Mapping[str, str]) -> dict[str, str]:
-  """The same rules in one form, to compare: q, k and v for qk and qkv, wholes for all their parts.
-
-  >>> single({"encoder/ff": "1:8", "decoder/ff": "1:8", "qk": "1:4"})
-  {'ff': '1:8', 'q': '1:4', 'k': '1:4'}
-  """
-  found = {}
-  for place, pattern in places.items():
-    *where, role = place.split("/")
-    for part in _SEVERAL.get(role, (role,)):
-      stacks = [s for s in _STACKS.get(part, ()) if set(where) <= set(s.split("/"))]
-      parts = [f"{stack}/{part}" for stack in stacks] or [place]  # a regex is left as it is
-      found |= dict.fromkeys(parts, str(NM.parse(pattern)))
-  for role in _STACKS:
-    for whole, parts in _WHOLES.items():
-      _put_together(found, f"{whole}{role}", [f"{part}{role}" for part in parts])
-  return found
-
-
-def _put_together(places: dict[str, str], whole: str, parts: Sequence[str]) -> bool:
-  """Replaces the parts by the whole, if all are there with the same pattern; whether it did."""
-  patterns = {places.get(part) for part in parts}
-  if len(patterns) > 1 or None in patterns:
-    return False
-  found = [places.pop(part) for part in parts]
-  places[whole] = found[0]
-  return True
-
-
-def text_of(places: Mapping[str, str]) -> str:
-  """For people.
-
-  >>> text_of({"ff": "1:8", "q": "1:4", "k": "1:4"})
-  '1:8 FF, 1:4 QK'
-  """
-  rest, words = dict(places), {}
-  for stack in ("", "encoder/", "decoder/", *(f"{s}/" for s in _ATTENTION)):
-    for name in ("ff", "qkv", "qk"):
-      whole = f"{stack}{name}" if stack else name.upper()
-      if _put_together(rest, whole, [f"{stack}{p}" for p in _SEVERAL.get(name, (name,))]):
-        words[whole] = rest.pop(whole)
-  return ", ".join(f"{pattern} {place}" for place, pattern in {**words, **rest}.items())
+      run.places = roles.single(patterns)

@@ -13,6 +13,7 @@ import importlib.resources
 import json
 from typing import Any
 
+from nm_sparsity_jax import roles
 from nm_sparsity_jax.runs import results
 
 STEPS, DENSE_STEPS = 100_000, 10_000  # of the paper's runs
@@ -48,9 +49,9 @@ def _match(run: results.Run) -> tuple[dict[str, Any] | None, str]:
     {"table": table, **row}
     for table in (12, 7)
     for row in tables()[f"table{table}"]
-    if row["recipe"] == run.recipe and results.single(row["places"]) == run.places
+    if row["recipe"] == run.recipe and roles.single(row["places"]) == run.places
   ]
-  what = f"{run.recipe} {results.text_of(run.places)}".rstrip()
+  what = f"{run.recipe} {roles.text_of(run.places)}".rstrip()
   if not rows:
     return None, f"the paper has no GLUE row for {what}"
   variants = [row for row in rows if row.get("dense_steps") is not None]

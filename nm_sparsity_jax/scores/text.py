@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nm_sparsity_jax import glue
-from nm_sparsity_jax.runs import results
+from nm_sparsity_jax import glue, roles
 from nm_sparsity_jax.scores.rows import TITLES, mean_of
 from nm_sparsity_jax.text import columns as aligned
 
@@ -105,7 +104,7 @@ def _notes(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _what(row: Mapping[str, Any]) -> str:
   words = [row["recipe"] or "recipe not known"]
   if row["places"]:
-    words.append(results.text_of(row["places"]))
+    words.append(roles.text_of(row["places"]))
   if row["places"] != {} and row["dense_steps"] is not None:
     of = f" of {row['sparse_steps']}" if row["sparse_steps"] else ""
     words.append(f"{row['dense_steps']}{of} steps dense")
@@ -210,7 +209,7 @@ def as_csv(report: Mapping[str, Any]) -> str:
     common = {
       "run": row["run"],
       "recipe": row["recipe"],
-      "pattern": results.text_of(row["places"] or {}),
+      "pattern": roles.text_of(row["places"] or {}),
       "dense_steps": row["dense_steps"],
       "checkpoint": report["checkpoint"],
     }

@@ -1,0 +1,132 @@
+"""Places by name: what each family calls its kernels, and what others read of it."""
+
+import doctest
+
+import jax.numpy as jnp
+import pytest
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import flops, roles
+from nm_sparsity_jax.flops import costs, ops, shapes
+
+
+@pytest.fixture
+def families():
+  """The vocabulary, put back afterwards."""
+  before = roles.families()
+  yield roles
+  roles._families.clear()
+  roles._families.update(before)
+
+
+OWN = roles.Family(
+  name="own",
+  roles={"ff": r"(.*/)?fc\d/kernel", "mix": r"(.*/)?mix/kernel"},
+  narrow={"late": r"block_[5-9]/.*"},
+  axes=((r"(.*/)?mix/kernel", 3, 1),),
+  places={"ff": ("block",), "mix": ("block",)},
+  op=lambda path: f"block/{path.split('/')[-2]}",
+)
+
+
+def test_a_family_from_outside_adds_to_the_vocabulary(families):
+  recipe = nms.recipe("sr_ste", pattern="1:2", phases=nms.Phases(total=4))
+  params = {
+    "block_0": {"fc1": {"kernel": jnp.zeros((4, 2))}, "mix": {"kernel": jnp.zeros((3, 4, 2))}},
+    "block_7": {"fc1": {"kernel": jnp.zeros((4, 2))}},
+    "mlp": {"wi": {"kernel": jnp.zeros((4, 2))}},
+  }
+  assert list(nms.Rules({"ff": recipe}).assign(params).places) == ["mlp/wi/kernel"]
+  with pytest.raises(ValueError, match="match no parameter"):
+    nms.Rules({"mix": recipe}).assign(params)
+  roles.register(OWN)
+  assert list(nms.Rules({"ff": recipe}).assign(params).places) == [
+    "block_0/fc1/kernel", "block_7/fc1/kernel", "mlp/wi/kernel",
+  ]  # fmt: skip
+  places = nms.Rules({"late/ff": recipe, "mix": recipe}).assign(params).places
+  assert {path: place.axis for path, place in places.items()} == {
+    "block_0/mix/kernel": 1,
+    "block_7/fc1/kernel": 0,
+  }
+  assert roles.role_of("block_0/mix/kernel") == "mix"
+  assert roles.op_of("block_0/mix/kernel") == "block/mix"
+  assert roles.single({"mix": "1:2"}, family="own") == {"mix": "1:2"}
+
+
+@pytest.mark.parametrize(
+  "family, text",
+  [
+    (roles.Family(name="t5"), "the family 't5' is registered already"),
+    (roles.Family(name="a", roles={"qk": "x"}), "'qk' twice: it is a word for several roles"),
+    (roles.Family(name="a", roles={"decoder": "x"}), "'decoder' twice: it is a word for paths"),
+    (roles.Family(name="a", narrow={"ff": "x"}), "'ff' twice: it is a role already"),
+    (roles.Family(name="a", roles={"b": "("}), "the family 'a' has '\\(', which is no regular"),
+  ],
+)
+def test_a_word_has_one_meaning(families, family, text):
+  before = roles.families()
+  with pytest.raises(ValueError, match=text):
+    roles.register(family)
+  assert roles.families() == before
+
+
+@pytest.mark.parametrize(
+  "path, op",
+  [
+    ("encoder/layers_0/mlp/wi_1/kernel", "encoder/wi_1"),
+    ("decoder/layers/mlp/wo/kernel", "decoder/wo"),
+    ("decoder/layers_2/self_attention/query/kernel", "decoder/self/q"),
+    ("decoder/layers_2/encoder_decoder_attention/out/kernel", "decoder/cross/o"),
+    ("Transformer/encoderblock_3/MlpBlock_0/Dense_1/kernel", "encoder/wo"),
+    ("encoderblock_3/MultiHeadDotProductAttention_0/value/kernel", "encoder/self/v"),
+    ("decoder/logits_dense/kernel", None),
+  ],
+)
+def test_operations_of_kernels(path, op):
+  assert roles.op_of(path) == op
+  known = flops.T5Shape(layers=1, embed=8, mlp=8, heads=1, input_length=1, target_length=1).ops()
+  known += flops.ViTShape().ops()
+  assert op is None or op in {o.name for o in known}
+
+
+def test_prices_of_kernels_are_those_of_places():
+  recipe = nms.recipe("mdgf_linear", pattern="1:4", phases=nms.Phases(total=50, dense=10))
+  shape = flops.ViTShape(layers=2, embed=32, mlp=64, heads=2, head_dim=16, tokens=4, patch=12)
+  sparse = [op for op in shape.ops() if op.role == "ff"]
+  halves = [
+    flops.Kernel(op=op.name, params=op.params // 2, axis=op.axis, recipe=recipe)
+    for op in sparse
+    for _ in range(2)  # layers
+  ]
+  found = flops.price(shape, halves, batch_size=3)
+  inference = flops.inference(shape, {"ff": recipe})
+  assert found.inference_sparse == pytest.approx(inference.flops)
+  assert found.kept == inference.params
+  assert found.params == flops.Cost(shape.ops()).params
+  assert found.sparse_params == sum(op.params for op in sparse)
+  whole = flops.training(shape, {"ff": recipe}, 3).flops
+  assert found.training_sparse == pytest.approx(whole) and found.steps == 50
+  assert found.training_dense == flops.training(shape, {}, 3, steps=50).flops > whole
+  with pytest.raises(ValueError, match="no operation 'nowhere'; it has encoder/patch_embedding"):
+    flops.price(shape, [flops.Kernel(op="nowhere", params=1, axis=4, recipe=recipe)])
+
+
+def test_a_shape_from_outside_brings_its_own_words(families):
+  class Own:
+    def ops(self):
+      kernel = dict(place="block", axis=8, prunable=True, flops=16.0, params=8)
+      return (
+        flops.Op(name="block/mix", role="mix", **kernel),
+        flops.Op(name="block/ff", role="ff", **kernel),
+      )
+
+  cost = flops.inference(Own(), {"block/mix": 0.5})
+  assert cost.flops == 24 and cost.select("mix").flops == 8 and cost.select("block").params == 12
+  with pytest.raises(ValueError, match="unknown place 'other'"):
+    flops.inference(Own(), {"other": 0.5})
+
+
+@pytest.mark.parametrize("module", [roles, ops, shapes, costs])
+def test_doctests(module):
+  found = doctest.testmod(module)
+  assert found.attempted and not found.failed
