@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.t5 import T5Config, Transformer
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
 BATCH, RATE, SAMPLES = 64, 1e-3, 20
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "nm-sparsity-jax")

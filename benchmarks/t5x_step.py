@@ -60,7 +60,7 @@ from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, 
 from t5x.examples.t5 import network as t5x_network
 
 from nm_sparsity_jax import t5x_adapter
-from nm_sparsity_jax.t5 import network
+from nm_sparsity_jax.models.t5 import network
 
 TAKES_METRICS = "metrics_every" in inspect.signature(t5x_adapter.SparseTrainer).parameters
 if ARGS.metrics_every and not TAKES_METRICS:

@@ -14,7 +14,7 @@ def main():
   from nm_sparsity_jax import cli
   from nm_sparsity_jax.commands import quickstart
   from nm_sparsity_jax.local import data, reports, train  # noqa: F401 (starts no backend)
-  from nm_sparsity_jax.t5 import network
+  from nm_sparsity_jax.models.t5 import network
 
   data.import_seqio("t5x_tasks")
   import t5x_tasks

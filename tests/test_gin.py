@@ -391,7 +391,7 @@ def test_a_model_is_made(file, scan):
   assert network["scan_layers"] == scan and network["dtype"] == "bfloat16"
   assert network["dropout_rate"] == 0.1 and network["vocab_size"] == 32128
   assert found["LABEL_SMOOTHING"] == (0.1 if file.endswith("wmt.gin") else 0.0)
-  from nm_sparsity_jax.t5 import T5Config
+  from nm_sparsity_jax.models.t5 import T5Config
 
   if file.endswith("wmt.gin"):
     want = T5Config.wmt()

@@ -21,8 +21,8 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
+from nm_sparsity_jax.models.t5 import network
 from nm_sparsity_jax.runs import files, folders
-from nm_sparsity_jax.t5 import network
 from nm_sparsity_jax.trees import flatten
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")

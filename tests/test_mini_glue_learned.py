@@ -9,7 +9,7 @@ import pytest
 import tasks_found
 
 from nm_sparsity_jax import glue
-from nm_sparsity_jax.t5 import T5Config, Transformer
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

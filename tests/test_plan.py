@@ -25,7 +25,7 @@ pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = """
 from __gin__ import dynamic_registration
-from nm_sparsity_jax.t5 import network
+from nm_sparsity_jax.models.t5 import network
 NETWORK = @network.Transformer()
 network.Transformer.config = @network.T5Config()
 network.T5Config:
@@ -38,7 +38,8 @@ network.T5Config:
   mlp_dim = 48
   mlp_activations = ('gelu', 'linear')
 """
-OURS = "nm_sparsity_jax.t5.network.T5Config"  # T5X's may be registered too, by another test
+# T5X's may be registered too, by another test.
+OURS = "nm_sparsity_jax.models.t5.network.T5Config"
 SETTINGS = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=100)
 LENGTHS = {"inputs": 10, "targets": 6}
 
@@ -431,7 +432,7 @@ WRITERS = {"Orbax": write_orbax, "T5X": write_legacy}
 
 def dense_checkpoint(step=6, dtype=np.float32, **more):
   """A checkpoint of MODEL."""
-  from nm_sparsity_jax.t5 import network
+  from nm_sparsity_jax.models.t5 import network
 
   config = network.T5Config(
     vocab_size=64, emb_dim=32, num_heads=2, num_encoder_layers=2, num_decoder_layers=3, head_dim=8,

@@ -13,11 +13,11 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, flops
+from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.report import charts as drawing
 from nm_sparsity_jax.report import page, sections
 from nm_sparsity_jax.report.charts import Chart, Line
 from nm_sparsity_jax.runs import events as event_files
-from nm_sparsity_jax.t5 import T5Config
 
 CONFIG = """
 from __gin__ import dynamic_registration

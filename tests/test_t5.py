@@ -1,5 +1,6 @@
 """T5: T5X's tree held as text; cache, packing, remat and scan; sparse = `sparsify`, bit for bit."""
 
+import copy
 import doctest
 import functools
 import itertools
@@ -13,7 +14,7 @@ from test_layers import EACH, PHASES, STEPS, assert_same_bits, with_near_ties
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION, with_step
-from nm_sparsity_jax.t5 import T5Config, Transformer, layers, network
+from nm_sparsity_jax.models.t5 import T5Config, Transformer, layers, network
 from nm_sparsity_jax.trees import flatten, map_with_names
 
 SIZES = dict(vocab_size=24, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
@@ -593,7 +594,7 @@ def test_a_sparse_network_without_a_step_is_refused():
 
 
 def test_nothing_heavy_is_looked_for():
-  roots, _, looked_for = after("import nm_sparsity_jax.t5")
+  roots, _, looked_for = after("import nm_sparsity_jax.models.t5")
   assert "flax" in roots and not roots & set(HEAVY) and not looked_for
 
 
@@ -601,3 +602,31 @@ def test_nothing_heavy_is_looked_for():
 def test_docstrings(module):
   result = doctest.testmod(module)
   assert result.attempted and not result.failed
+
+
+@pytest.mark.parametrize("order", [("", "models."), ("models.", "")])
+def test_gin_files_of_both_paths_bind_one_class(order):
+  """A user's file with the former path, read before or after ours with the new one."""
+  gin = pytest.importorskip("gin", reason="gin-config is not installed").config
+  read = "from __gin__ import dynamic_registration\nfrom nm_sparsity_jax.{}t5 import network\n"
+  makes = "NETWORK = @network.Transformer()\n"
+  makes += "network.Transformer.config = @network.T5Config.preset()\n"
+  sizes = "network.T5Config.preset:\n  version = 't5_1_1'\n  size = 'tiny'\n"
+  gin.clear_config()
+  try:
+    gin.parse_config(read.format(order[0]) + makes + sizes)
+    gin.parse_config(read.format(order[1]) + "network.T5Config.preset.vocab_size = 384\n")
+    made = copy.deepcopy(gin._CONFIG["NETWORK", "gin.macro"]["value"])
+  finally:
+    gin.clear_config()
+  assert isinstance(made, Transformer) and made.config.vocab_size == 384
+
+
+def test_the_former_path_has_the_same_objects():
+  from nm_sparsity_jax import t5
+  from nm_sparsity_jax.t5 import layers as former_layers
+  from nm_sparsity_jax.t5 import network as former
+
+  assert t5.T5Config is former.T5Config is T5Config and former.Transformer is Transformer
+  for name in ("RelativePositionBiases", "MultiHeadDotProductAttention", "MlpBlock"):
+    assert getattr(former_layers, name) is getattr(layers, name)

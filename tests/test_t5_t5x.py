@@ -19,7 +19,7 @@ import pytest
 import t5x_found
 from test_t5 import assert_close
 
-from nm_sparsity_jax.t5 import layers, network
+from nm_sparsity_jax.models.t5 import layers, network
 
 pytestmark = [
   pytest.mark.t5x,

@@ -38,7 +38,7 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from t5x.examples.t5 import network as t5_network
 
   from nm_sparsity_jax import t5x_adapter
-  from nm_sparsity_jax.t5 import network
+  from nm_sparsity_jax.models.t5 import network
 
 
 T5X_WANTS = {

@@ -138,7 +138,7 @@ class T5Shape:
 
   @classmethod
   def of(cls, config: Any, input_length: int, target_length: int) -> T5Shape:
-    """The shape of a network, from its `nm_sparsity_jax.t5.T5Config` or one with T5X's names."""
+    """Returns the shape of a network: of a `models.t5.T5Config`, or one with its names."""
     return cls(
       layers=config.num_encoder_layers,
       decoder_layers=config.num_decoder_layers,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax import lax
 
-from nm_sparsity_jax.t5.network import Transformer
+from nm_sparsity_jax.models.t5.network import Transformer
 
 _NEVER = -1e7  # a score that no hypothesis has
 

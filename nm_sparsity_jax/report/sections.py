@@ -125,7 +125,7 @@ class Run:
   def _shape(self) -> Any:
     """A `flops.T5Shape` of the network that the config binds."""
     from nm_sparsity_jax import flops
-    from nm_sparsity_jax.t5 import T5Config
+    from nm_sparsity_jax.models.t5 import T5Config
 
     found = re.findall(r"^(?:\w+\.)*T5Config\.(preset|wmt)\.(\w+) = (.*)$", self.gin, re.MULTILINE)
     if len({how for how, *_ in found}) != 1:

@@ -1,5 +1,5 @@
-"""T5 from the layers of this package, with T5X's parameter tree and module interface."""
+"""Keeps the former path of `nm_sparsity_jax.models.t5` for gin files and programs of users."""
 
-from nm_sparsity_jax.t5.network import T5Config, Transformer
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
 __all__ = ["T5Config", "Transformer"]
