@@ -18,6 +18,7 @@ import sweep_stub
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.commands import sweep as sweep_command
 from nm_sparsity_jax.report import charts
+from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.sweep import grid, page
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
@@ -248,13 +249,11 @@ def test_what_fails_is_named_takes_nothing_along_and_is_tried_again(here, capsys
 
 
 def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatch):
-  from nm_sparsity_jax.local import train
-
   file = write(SMALL)
   check = grid.Check(grid.read(file))
   settings = {}
   monkeypatch.setattr(
-    train, "changed", lambda folder, now: settings.update({folder.name: now}) or ""
+    run_settings, "changed", lambda folder, now: settings.update({folder.name: now}) or ""
   )
   grid.Check(grid.read(file))
   monkeypatch.undo()
@@ -263,7 +262,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
   for name in ("sr_ste-1_4-seed0", "idp-1_4-seed0", "idp-1_4-seed3"):
     folder = pathlib.Path("out", name)
     folder.mkdir(parents=True)
-    (folder / "settings.json").write_text(json.dumps(settings[name]))
+    run_settings.write(folder, settings[name])
     (folder / "evaluation.txt").write_text(check.runs[name].evaluation)
     if name != "idp-1_4-seed3":  # it has saved nothing yet, so it may begin anew
       (folder / "checkpoint_3/state").mkdir(parents=True)

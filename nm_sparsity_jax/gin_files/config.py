@@ -285,30 +285,40 @@ class Config:
       raise Unset(sorted(self.needs(value)))
     return copy.deepcopy(value)  # this is how gin evaluates references
 
-  def settings(self, of: str) -> dict[str, str]:
-    """Argument -> text of all bound arguments of a function, macros and references written out."""
+  def settings(self, of: str) -> dict[str, Any]:
+    """Returns all bound arguments of a function as nested plain values, macros replaced.
+
+    A reference becomes a dict with its name at "": `@Source()` with a bound seed becomes
+    {"": "Source", "seed": 3}. `runs.settings` says all forms; JSON can hold them.
+
+    Args:
+      of: the function's name, without its module.
+    """
     found = {}
     for (scope, selector), bound in self._table.items():
       if not scope and selector.split(".")[-1] == of:
-        found |= {name: self._text(value) for name, value in bound.items()}
+        found |= {name: self._nested(value) for name, value in bound.items()}
     return found
 
-  def _text(self, value) -> str:
+  def _nested(self, value) -> Any:
     if isinstance(value, dict):
-      return "{" + ", ".join(f"{k!r}: {self._text(v)}" for k, v in sorted(value.items())) + "}"
+      if all(isinstance(key, str) and key for key in value):
+        return {key: self._nested(v) for key, v in value.items()}
+      return {"": "{}"} | {repr(key): self._nested(v) for key, v in sorted(value.items())}
     if isinstance(value, list | tuple):
-      return f"({', '.join(map(self._text, value))})"
+      return [self._nested(v) for v in value]
     if not isinstance(value, self._gin.ConfigurableReference):
-      return repr(value)
+      plain = value is None or type(value) in (bool, int, float, str)
+      return value if plain else {"": "=", "text": repr(value)}
     if self._is_macro(value):
       bound = self._macro("/".join(value.scopes))
-      return repr(value) if bound is None else self._text(bound["value"])
+      return {"": repr(value)} if bound is None else self._nested(bound["value"])
     selector = value.configurable.selector
     bound = {**self._table.get(("", selector), {})}
     for i in range(len(value.scopes)):
       bound |= self._table.get(("/".join(value.scopes[: i + 1]), selector), {})
-    inside = ", ".join(f"{name}={self._text(v)}" for name, v in sorted(bound.items()))
-    return f"{selector.split('.')[-1]}({inside})"
+    arguments = {name: self._nested(v) for name, v in bound.items()}
+    return {"": selector.split(".")[-1]} | arguments
 
   def text(self) -> str:
     """Returns the whole configuration as the text of one gin file."""

@@ -14,7 +14,6 @@ MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share
 
 from __future__ import annotations
 
-import ast
 import collections
 import contextlib
 import dataclasses
@@ -39,6 +38,7 @@ from nm_sparsity_jax.local import checkpoints, data, reports
 from nm_sparsity_jax.local.evaluation import Evaluation, Evaluator, Stopped
 from nm_sparsity_jax.local.step import Model, Summed, TrainState, patterns_at
 from nm_sparsity_jax.runs import files, folders
+from nm_sparsity_jax.runs import settings as run_settings
 
 _AHEAD = 2  # steps that are given to the devices before the result of one is looked at
 
@@ -129,12 +129,13 @@ FREE = (
 )  # fmt: skip
 
 
-def train(run: Run, settings: Mapping[str, str] | None = None, config: str = "") -> int:
+def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "") -> int:
   """Trains a run, or goes on with it; the exit code.
 
   Args:
     run: what.
-    settings: what the result depends on, name -> text; a resumed run must have the same.
+    settings: what the result depends on, name -> nested value (`runs.settings`); a resumed run must
+      have the same.
     config: the text for config.gin.
 
   Returns:
@@ -143,7 +144,7 @@ def train(run: Run, settings: Mapping[str, str] | None = None, config: str = "")
   folder = _make(run.model_dir)
   with _alone_in(folder), _Signals() as stop:
     process = _Process(run, folder, stop)
-    _agree(folder, settings or {})
+    run_settings.agree(folder, settings or {})
     files.write_atomically(folder / "config.gin", config)
     return process.go()
 
@@ -469,82 +470,9 @@ def _is_no_room(error: BaseException) -> bool:
   return isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.OutOfRangeError)
 
 
-def settings_of(bound: Mapping[str, str]) -> dict[str, str]:
-  """Of the bound arguments of `Run`, as texts, those that its result depends on."""
-  return {name: text for name, text in bound.items() if name not in FREE}
-
-
-def changed(folder: pathlib.Path, settings: Mapping[str, str]) -> str:
-  """How settings differ from those of the run in a folder; '' where they do not, or none began."""
-  before = files.read_json(folder / "settings.json", None)
-  if before is None or not folders.steps(folder):
-    return ""
-  names = [k for k in sorted({*before, *settings}) if before.get(k) != settings.get(k)]
-  found = [d for k in names for d in _differences(k, before.get(k), settings.get(k))]
-  more = f"; and {len(found) - 6} more" if len(found) > 6 else ""
-  return "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found[:6]) + more
-
-
-def _differences(name: str, old: str | None, new: str | None) -> Iterator[tuple[str, str, str]]:
-  """What differs within two texts of a setting: name, old, new; without what stands around it.
-
-  >>> list(_differences("model", "Model(f(1), rules=R(pattern='1:4'))", "Model(f(1), rules=R())"))
-  [('model.rules.pattern', "'1:4'", 'not set')]
-  """
-  try:
-    trees = [ast.parse(text or "", mode="eval").body for text in (old, new)]
-  except SyntaxError:
-    yield name, old or "not set", new or "not set"
-    return
-  yield from _differences_of(name, *trees)
-
-
-def _differences_of(
-  name: str, old: ast.expr | None, new: ast.expr | None
-) -> Iterator[tuple[str, str, str]]:
-  before, after = ("not set" if tree is None else ast.unparse(tree) for tree in (old, new))
-  if before == after:
-    return
-  around, parts = _parts(old)
-  now_around, now_parts = _parts(new)
-  if not around or around != now_around:
-    yield name, before, after
-    return
-  for key in dict.fromkeys((*parts, *now_parts)):
-    yield from _differences_of(f"{name}.{key}", parts.get(key), now_parts.get(key))
-
-
-def _parts(tree: ast.expr | None) -> tuple[list[str], dict[str, ast.expr]]:
-  """Of a call or a dictionary: what must be the same for parts to be compared, parts by name."""
-  if isinstance(tree, ast.Call):
-    around = [ast.unparse(x) for x in (tree.func, *tree.args)]
-    return around, {k.arg or "**": k.value for k in tree.keywords}
-  if isinstance(tree, ast.Dict):
-    keys = [ast.unparse(key) if key else "**" for key in tree.keys]
-    return ["{}"], dict(zip(keys, tree.values, strict=True))
-  return [], {}
-
-
-def refuse_changed(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
-  """Refuses to go on with a run of other settings, and names both; or of another program."""
-  if folders.steps(folder) and not (folder / "settings.json").is_file():
-    raise ValueError(
-      f"{folder} holds checkpoints that another program wrote. Take an empty MODEL_DIR and name "
-      "one of them as INITIAL_CHECKPOINT_PATH."
-    )
-  if what := changed(folder, settings):
-    raise ValueError(
-      f"the run in {folder} was started with other settings: {what}. Go on with the former, or "
-      "take another MODEL_DIR."
-    )
-
-
-def _agree(folder: pathlib.Path, settings: Mapping[str, str]) -> None:
-  """Refuses a changed run; notes the settings of a new one."""
-  refuse_changed(folder, settings)
-  if not folders.steps(folder):
-    text = json.dumps(dict(settings), indent=1)
-    files.write_atomically(folder / "settings.json", text + "\n")
+def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
+  """Selects the bound arguments of `Run` that its result depends on: all but `FREE`."""
+  return {name: value for name, value in bound.items() if name not in FREE}
 
 
 def _refuse_in_chain(opt_state) -> None:

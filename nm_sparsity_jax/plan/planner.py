@@ -24,7 +24,7 @@ from typing import Any
 from nm_sparsity_jax import gin_files, roles
 from nm_sparsity_jax.configure import SettingsError
 from nm_sparsity_jax.plan import restore
-from nm_sparsity_jax.runs import checkpoint, files, folders
+from nm_sparsity_jax.runs import checkpoint, files, folders, settings
 
 _LENGTHS = {"inputs": 512, "targets": 128}  # where TASK_FEATURE_LENGTHS does not tell
 # Arguments of T5X's programs that say what data they read.
@@ -397,7 +397,7 @@ class Planner:
     folder = train.folder_of(model_dir)
     if why := files.cannot_write(folder):
       self.errors.append(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
-    train.refuse_changed(folder, train.settings_of(self.config.settings("Run")))
+    settings.refuse_changed(folder, train.settings_of(self.config.settings("Run")))
 
   def _train_settings(self, model, rules) -> None:
     config = self.config

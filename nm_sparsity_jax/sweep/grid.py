@@ -22,6 +22,7 @@ from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.plan import planner
 from nm_sparsity_jax.runs import files, folders
+from nm_sparsity_jax.runs import settings as run_settings
 
 _KEYS = {
   "out": "the folder of the sweep, a string",
@@ -356,7 +357,7 @@ class Check:
     steps = config.get("SPARSE_STEPS")
     if not isinstance(steps, int) or steps < 1:
       raise ValueError(f"{self.sweep.file}: SPARSE_STEPS is {steps!r}: give whole steps.")
-    evaluation = config.settings("Run").get("evaluation", "None")
+    evaluation = run_settings.text(config.settings("Run").get("evaluation"))
     if cell.start is not None:
       return Checked(self.runs[cell.start.name].steps, steps, evaluation)
     initial = config.get("INITIAL_CHECKPOINT_PATH")
@@ -376,7 +377,7 @@ class Check:
     from nm_sparsity_jax.local import train
 
     settings = train.settings_of(config.settings("Run"))
-    if what := train.changed(cell.folder, settings):
+    if what := run_settings.changed(cell.folder, settings):
       return [f"{cell.folder} was started with other settings: {what}"]
     # A run may go on with another evaluation. Runs of one table may not differ in it.
     file, now = evaluated_with(cell), self.runs[cell.name].evaluation

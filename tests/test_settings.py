@@ -1,0 +1,146 @@
+"""runs.settings: what a resumed run must share, as values and as older versions wrote them."""
+
+import json
+import math
+import pathlib
+
+import pytest
+
+from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.runs import settings
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# A settings.json that a version before format 2 wrote, of the run in `config`.
+OLD = {
+  "model": (
+    "Model(label_smoothing=0.0, network=Transformer(config=preset(dropout_rate=0.1, "
+    "dtype='bfloat16', remat_policy='none', scan_layers=False, size='tiny', version='t5_1_1',"
+    " vocab_size=32128)), num_partitions=1, rules=rules(beta=None, dense_steps=0, "
+    "fields=None, finetune_steps=0, gradient=None, indivisible='error', pattern='1:4', "
+    "places={'decoder/qkv': '2:4', 'ff': None}, recipe='idp', sparse_steps=9), z_loss=0.0001)"
+  ),
+  "optimizer": (
+    "adamw(b1=0.9, b2=0.999, eps=1e-08, learning_rate=learning_rate(factors='constant * "
+    "linear_warmup', rate=0.001, warmup_steps=100), weight_decay=0.0001)"
+  ),
+  "source": (
+    "Source(batch_size=128, lengths=(8), module=None, name='x', pack=False, seed=0, "
+    "shuffle=True, use_cached=False)"
+  ),
+  "model_dir": "'run'",
+  "sparse_steps": "9",
+  "initial_checkpoint": "None",
+  "pretrained_steps": "None",
+  "microbatches": "1",
+  "random_seed": "0",
+}
+
+
+def with_checkpoint(folder):
+  (folder / "checkpoint_3/state").mkdir(parents=True)
+  (folder / "checkpoint_3/state/_METADATA").touch()
+  return folder
+
+
+def config(**changes):
+  """The bound arguments of a run that OLD is of, but for changes of macros."""
+  pytest.importorskip("gin")
+  pytest.importorskip("seqio", reason="the local runner needs it")
+  runs = "gin_configs/runs/local"
+  files = ["gin_configs/models/t5_1_1/tiny.gin", f"{runs}_adamw.gin", f"{runs}_train.gin"]
+  macros = dict(
+    MODEL_DIR="run", RECIPE="idp", PATTERN="1:4", SPARSE_STEPS=9, MIXTURE_OR_TASK_NAME="x",
+    TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 4},
+    SPARSITY_RULES={"ff": None, "decoder/qkv": "2:4"}, DROPOUT_RATE=0.1,
+  )  # fmt: skip
+  bindings = [f"{name} = {value!r}" for name, value in (macros | changes).items()]
+  bindings.append("data.Source.lengths = (8,)")
+  made = gin_files.Config([ROOT], [*files, "gin_configs/sparsity.gin"], bindings)
+  assert not made.errors
+  return {name: value for name, value in made.settings("Run").items() if name in OLD}
+
+
+def test_settings_are_nested_plain_values():
+  found = config()
+  assert found == json.loads(json.dumps(found))
+  assert found["sparse_steps"] == 9 and found["source"][""] == "Source"
+  assert found["source"]["lengths"] == [8] and found["source"]["pack"] is False
+  assert found["model"]["rules"]["places"] == {"ff": None, "decoder/qkv": "2:4"}
+  assert found["optimizer"]["learning_rate"]["rate"] == 0.001
+
+
+def test_values_without_a_form_in_json_keep_their_text():
+  pytest.importorskip("gin")
+  bindings = ["from __gin__ import dynamic_registration", "import fractions"]
+  bindings.append("fractions.Fraction.numerator = {1: b'x', 2: {'': 3j}}")
+  found = gin_files.Config([], [], ["\n".join(bindings)]).settings("Fraction")["numerator"]
+  assert found == {
+    "": "{}", "1": {"": "=", "text": "b'x'"}, "2": {"": "{}", "''": {"": "=", "text": "3j"}},
+  }  # fmt: skip
+  assert settings.text(found) == "{1: b'x', 2: {'': 3j}}"
+
+
+def test_the_text_is_that_of_older_versions():
+  assert {name: settings.text(value) for name, value in config().items()} == OLD
+
+
+def test_an_old_run_goes_on_when_nothing_changed_and_else_names_it(tmp_path):
+  folder = with_checkpoint(tmp_path)
+  (folder / "settings.json").write_text(json.dumps(OLD))
+  assert settings.changed(folder, config()) == ""
+  now = config(PATTERN="1:8", DATA_SEED=3, SPARSITY_RULES={"ff": "1:2"})
+  assert settings.changed(folder, now) == (
+    "model.rules.pattern was '1:4', and is '1:8'; "
+    "model.rules.places.'decoder/qkv' was '2:4', and is not set; "
+    "model.rules.places.'ff' was None, and is '1:2'; source.seed was 0, and is 3"
+  )
+  del now["microbatches"]
+  assert "microbatches was 1, and is not set" in settings.changed(folder, now)
+
+
+def test_a_new_run_compares_values(tmp_path):
+  folder = tmp_path / "run"
+  folder.mkdir()
+  settings.agree(folder, config())
+  assert settings.changed(folder, config(PATTERN="1:8")) == ""  # no checkpoint: it may begin anew
+  settings.agree(folder, config(PATTERN="1:8"))
+  with_checkpoint(folder)
+  before = (folder / "settings.json").read_bytes()
+  settings.agree(folder, config(PATTERN="1:8"))
+  with pytest.raises(ValueError, match=r"model\.rules\.pattern was '1:8', and is '1:4'\. Go on"):
+    settings.agree(folder, config())
+  assert (folder / "settings.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+  "old, new, found",
+  [
+    (1, True, [("x", "1", "True")]),
+    (1, 1.0, [("x", "1", "1.0")]),
+    (math.nan, math.nan, []),
+    ([4], 4, [("x", "(4)", "4")]),
+    ([4], [5], [("x", "4", "5")]),
+    ([1, 2], [1, 3], [("x", "(1, 2)", "(1, 3)")]),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, []),
+    ({"a": 1}, {"b": 1}, [("x.'a'", "1", "not set"), ("x.'b'", "not set", "1")]),
+    ({"": "F", "a": 1}, {"": "G", "a": 1}, [("x", "F(a=1)", "G(a=1)")]),
+    ({"": "F", "a": [{"": "G", "b": 1}]}, {"": "F", "a": [{"": "G"}]}, [("x.a.b", "1", "not set")]),
+    ({"": "=", "text": "b'1'"}, {"": "=", "text": "b'2'"}, [("x", "b'1'", "b'2'")]),
+    ({"": "{}", "1": 2}, {"": "{}", "1": 3}, [("x.1", "2", "3")]),
+  ],
+)  # fmt: skip
+def test_differences_name_the_innermost(old, new, found):
+  assert list(settings.differences("x", old, new)) == found
+
+
+def test_a_message_names_six_and_counts_the_rest(tmp_path):
+  before = {f"s{i}": i for i in range(8)}
+  settings.write(tmp_path, before)
+  text = settings.changed(with_checkpoint(tmp_path), dict.fromkeys(before, -1))
+  assert text.count("was") == 6 and text.endswith("; and 2 more")
+
+
+def test_checkpoints_of_another_program_are_refused(tmp_path):
+  settings.refuse_changed(tmp_path / "none", {})
+  with pytest.raises(ValueError, match="another program wrote"):
+    settings.refuse_changed(with_checkpoint(tmp_path), {})
