@@ -20,6 +20,7 @@ _HOME = {
   "sparsify": "apply",
   "finalize": "apply",
   "verify": "apply",
+  "sparse": "transform",
   "sr_ste": "optim",
   "count_steps": "optim",
   "step_count": "optim",
@@ -52,11 +53,12 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
   from nm_sparsity_jax.recipes import Recipe, recipe
   from nm_sparsity_jax.rules import Rules
   from nm_sparsity_jax.schedules import Phases
+  from nm_sparsity_jax.transform import sparse
 
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
     "finalize", "flops", "gradients", "init_state", "layers", "masks", "metrics", "nm_mask",
-    "optim", "patterns", "recipe", "recipes", "rules", "runs", "schedules", "sparsify",
+    "optim", "patterns", "recipe", "recipes", "rules", "runs", "schedules", "sparse", "sparsify",
     "sr_ste", "step_count", "update_state", "verify",
 ]  # fmt: skip
 

@@ -14,8 +14,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax import masks
-from nm_sparsity_jax.rules import Place, Rules, Stored
+from nm_sparsity_jax import masks, opt_states
+from nm_sparsity_jax.rules import Assignment, Place, Rules, Stored
 from nm_sparsity_jax.schedules import as_step
 from nm_sparsity_jax.text import table
 from nm_sparsity_jax.trees import flatten, map_with_names
@@ -41,7 +41,7 @@ def init_state(params: Any, rules: Rules) -> State:
   """
   arrays = dict(flatten(params))
   state: State = {}
-  for path, place in rules.assign(params).places.items():
+  for path, place in rules.assign(params, partial=opt_states.is_part(params)).places.items():
     if place.recipe.stateful:
       state.setdefault("step", jnp.int32(0))
       kept = place.recipe.first_state(place.groups, arrays[path])
@@ -79,7 +79,8 @@ def update_state(
   Returns:
     The new state, same structure.
   """
-  places = {p: x for p, x in rules.assign(params).places.items() if x.recipe.stateful}
+  assignment = rules.assign(params, partial=opt_states.is_part(params))
+  places = {p: x for p, x in assignment.places.items() if x.recipe.stateful}
   if sorted(places) != (kept := sorted(stored_masks(state))):
     raise ValueError(
       f"the state keeps masks for {kept}, but the rules want them for {sorted(places)}: it was "
@@ -135,16 +136,36 @@ def stored_masks(state: State | None) -> dict[str, jax.Array]:
   return dict(flatten(state["mask"])) if state else {}
 
 
-def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | None = None) -> Any:
-  """Effective parameters for a dense model: to predict, score, export, or train foreign models.
+def sparsify(params: Any, rules: Rules, step: Any, state: State | None = None) -> Any:
+  """Returns effective parameters for a dense model: to predict, score, export, or train.
+
+      loss = lambda p: model_loss(nms.sparsify(p, rules, opt))   # opt: the state of nms.sparse
 
   Differentiable, in the gradient mode of each recipe. Same structure, shapes and dtypes; what no
   rule names is passed through.
 
-  A stored mask that should have been renewed by `step` and was not (a forgotten `update_state`) is
-  an error; where the steps are traced it makes the weight NaN, so that it cannot pass unseen.
+  Args:
+    params: the stored parameters.
+    rules: the rules.
+    step: the optimizer state of an optimizer made by `nms.sparse(tx, rules)`, which also holds the
+      stored masks; or the number of updates applied, `nms.step_count(opt_state)`.
+    state: with a number, what `init_state` made and `update_state` refreshed, for the recipes that
+      keep a mask.
+
+  A stored mask that should have been renewed by `step` and was not (a forgotten `update_state`), or
+  an optimizer state made with other rules, is an error; where the step is traced it makes the
+  weights NaN, so that it cannot pass unseen.
   """
   places = rules.assign(params).places
+  if not opt_states.is_step(step):
+    if state is not None:
+      raise ValueError(
+        "nms.sparsify got an optimizer state and state=: pass the optimizer state alone, it holds "
+        "the stored masks."
+      )
+    step, state = opt_states.read(step, rules.fingerprint)
+    if not places:  # no weight would show the wrong rules
+      return _spoiled(params, step < 0)
 
   def apply(path, w):
     place = places.get(path)
@@ -153,12 +174,32 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
   return map_with_names(apply, params)
 
 
-def finalize(params: Any, rules: Rules, state: State | None = None) -> Any:
-  """The trained parameters with exact zeros: the target pattern of every place, D = 0.
+def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) -> Any:
+  """Returns the trained parameters with exact zeros: the target pattern of every place, D = 0.
+
+      params = nms.finalize(params, rules, opt)   # opt: the state of nms.sparse
 
   Survivors keep their bits. Stateful recipes keep their stored mask, so they need `state`.
+
+  Args:
+    params: the trained parameters.
+    rules: the rules.
+    state: the optimizer state of an optimizer made by `nms.sparse(tx, rules)`; or the stored masks
+      of `init_state` and `update_state`; or None where no recipe keeps a mask.
+    early: with an optimizer state, finalize though the schedule of a place is not over. Without
+      one, `finalize` does not know the step and refuses nothing.
   """
-  places = rules.assign(params).places
+  assignment, places = (found := rules.assign(params)), found.places
+  wrong: Any = False
+  if not (state is None or _is_masks(state)):
+    step, state = opt_states.read(state, rules.fingerprint)
+    if isinstance(step, jax.core.Tracer):
+      wrong = step < 0
+    elif not early and (ahead := unfinished(assignment, int(step))):
+      raise ValueError(
+        f"the optimizer state is at step {ahead}. Train on, or call nms.finalize(params, rules, "
+        "opt_state, early=True)."
+      )
 
   def apply(path, w):
     place = places.get(path)
@@ -171,7 +212,41 @@ def finalize(params: Any, rules: Rules, state: State | None = None) -> Any:
     mask = place.groups.magnitude_mask(w, place.pattern, parent=kept.get("mask"))
     return jnp.where(mask, w, jnp.zeros_like(w))
 
-  return map_with_names(apply, params)
+  return _spoiled(map_with_names(apply, params), wrong)
+
+
+def unfinished(assignment: Assignment, step: int) -> str | None:
+  """Returns where a place stands whose fine-tune phase is ahead at `step`, in words; None if over.
+
+  >>> unfinished(rules.assign(params), 40)  # doctest: +SKIP
+  "40, with pattern 1:8 and D = 0.5 at 'ff', where the schedule is over at 60"
+  """
+  for place in assignment.places.values():
+    phases = place.recipe.phases
+    if phases is not None and step < phases.finetune_start:
+      now = next(s for s in place.recipe.timeline(place.axis_size) if s.start <= step < s.stop)
+      d = float(place.recipe.decay(step))
+      return (
+        f"{step:,}, with pattern {now.pattern or 'dense'} and D = {d:.3g} at {place.key!r}, where "
+        f"the schedule is over at {phases.finetune_start:,}"
+      )
+  return None
+
+
+def _is_masks(state: Any) -> bool:
+  """Returns whether `state` is what `init_state` makes, and no optimizer state."""
+  if not isinstance(state, Mapping) or opt_states.holds_sparse(state):
+    return False
+  return not state or "mask" in state or "step" in state
+
+
+def _spoiled(params: Any, wrong: Any) -> Any:
+  """Returns `params`, with NaN in place of every float where a traced `wrong` holds."""
+  if not isinstance(wrong, jax.core.Tracer):
+    return params
+  spoil = lambda w: jnp.where(wrong, jnp.full_like(w, jnp.nan), w)
+  inexact = lambda w: jnp.issubdtype(w.dtype, jnp.inexact)
+  return jax.tree.map(lambda w: spoil(w) if inexact(w) else w, params)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.apply import State, current
-from nm_sparsity_jax.optim import _named_states
+from nm_sparsity_jax.opt_states import named
 from nm_sparsity_jax.rules import Place, Rules
 from nm_sparsity_jax.schedules import as_step
 from nm_sparsity_jax.trees import flatten
@@ -218,7 +218,7 @@ def second_moments(opt_state: Any, params: Any = None) -> dict[str, jax.Array]:
   """
   found: dict[str, jax.Array] = {}
   keeps_any = False
-  for state in _named_states(opt_state):
+  for state in named(opt_state):
     if getattr(state, "nu", None) is not None:
       moments = dict(flatten(state.nu))
     elif _is_factored(state):
@@ -467,7 +467,7 @@ def _any_factored(opt_state: Any, places: Mapping[str, Place]) -> bool:
   """Whether the second moment of any of these places is rebuilt from factors."""
   if isinstance(opt_state, SecondMoments):
     return opt_state.is_factored
-  states = [state for state in _named_states(opt_state) if _is_factored(state)]
+  states = [state for state in named(opt_state) if _is_factored(state)]
   whole = {path: v.shape for state in states for path, v in flatten(state.v)}
   return any(whole.get(path, place.shape) != place.shape for path, place in places.items())
 

@@ -5,27 +5,30 @@ gradients -> [sr_ste: + lambda * (1 - mask) * W] -> any optax optimizer -> updat
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from nm_sparsity_jax.apply import State, current
+from nm_sparsity_jax.opt_states import (
+  CountStepsState,
+  SrSteState,
+  field,
+  holds_sparse,
+  is_part,
+  named,
+  sparse_state,
+  unboxed,
+)
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.trees import flatten, map_with_names
 
-
-class SrSteState(NamedTuple):
-  """Updates applied so far."""
-
-  count: jax.Array
-
-
-class CountStepsState(NamedTuple):
-  """Updates applied so far."""
-
-  count: jax.Array
+__all__ = [
+    "CountStepsState", "SrSteState", "add_sr_ste", "count_steps", "holds_sparse", "sr_ste",
+    "step_count",
+]  # fmt: skip
 
 
 def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
@@ -46,7 +49,7 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
   """
 
   def init(params):
-    rules.assign(params, partial=_is_part(params))
+    rules.assign(params, partial=is_part(params))
     return SrSteState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None, *, nm_state: State | None = None, **extra):
@@ -78,7 +81,7 @@ def add_sr_ste(
     scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
       mean times a factor, the factor.
   """
-  places = rules.assign(params, partial=_is_part(params)).places
+  places = rules.assign(params, partial=is_part(params)).places
   wanted = {path: p for path, p in places.items() if p.recipe.lam}
   arrays = dict(flatten(params))
 
@@ -91,12 +94,6 @@ def add_sr_ste(
     return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
 
   return map_with_names(add, grads) if wanted else grads
-
-
-def _is_part(params: Any) -> bool:
-  """Whether optax.masked (or multi_transform) has left parameters out."""
-  masked = lambda x: isinstance(x, optax.MaskedNode)
-  return any(map(masked, jax.tree.leaves(params, is_leaf=masked)))
 
 
 def count_steps() -> optax.GradientTransformation:
@@ -114,29 +111,31 @@ def count_steps() -> optax.GradientTransformation:
 
 
 def step_count(opt_state: Any) -> jax.Array:
-  """The number of optimizer updates applied, an int32 scalar: the `step` of everything here.
+  """Returns the number of optimizer updates applied, an int32 scalar: the `step`.
 
-  Under `optax.MultiSteps` its `gradient_step`; else the count of `sr_ste` or `count_steps`; else
-  the first `count` in the chain. (Counts that begin anew, of `optax.apply_every` and
-  `reduce_on_plateau`, are none.)
+  It is the count of `nms.sparse`; else under `optax.MultiSteps` its `gradient_step`; else the count
+  of `sr_ste` or `count_steps`; else the first `count` in the chain. (Counts that begin anew, of
+  `optax.apply_every` and `reduce_on_plateau`, are skipped.)
   """
-  found = list(_named_states(opt_state))
+  sparse = sparse_state(opt_state)
+  if sparse is not None:
+    return sparse.count
+  found = named(opt_state)
   multi = [s for s in found if isinstance(s, optax.MultiStepsState)]
   ours = [s for s in found if isinstance(s, SrSteState | CountStepsState)]
   if multi:
-    inside = list(_named_states(multi[0]))
+    inside = named(multi[0])
     outside = [s for s in ours if not any(s is t for t in inside)]
     if any(isinstance(s, SrSteState) for s in outside):
       raise ValueError(
         "nms.sr_ste stands outside optax.MultiSteps, where it counts and acts on every "
         "mini-step. Write optax.MultiSteps(optax.chain(nms.sr_ste(rules), ...), k)."
       )
-    return _scalar(multi[0].gradient_step)
+    return unboxed(multi[0].gradient_step)
   for state in (*ours, *(s for s in found if type(s).__name__ not in _CYCLES)):
-    # Only a field: every tuple has a method of that name.
-    count = jax.tree.leaves(state.count) if "count" in _names(state) else []
+    count = jax.tree.leaves(field(state, "count"))
     if count and jnp.shape(count[0]) == ():
-      return _scalar(count)
+      return unboxed(count)
   raise ValueError(
     "the optimizer state has no step count: add one, "
     "optax.chain(nms.count_steps(), your_optimizer)."
@@ -144,28 +143,3 @@ def step_count(opt_state: Any) -> jax.Array:
 
 
 _CYCLES = ("ApplyEvery", "ReduceLROnPlateauState")
-
-
-def _named_states(node: Any):
-  """All NamedTuples and dataclasses in a state, outer ones first, in order."""
-  if names := _names(node):
-    yield node
-    children = [getattr(node, name) for name in names]
-  elif isinstance(node, dict) or hasattr(node, "items"):
-    children = [node[k] for k in node]
-  elif isinstance(node, (tuple, list)):
-    children = list(node)
-  else:
-    children = []
-  for child in children:
-    yield from _named_states(child)
-
-
-def _names(node: Any) -> tuple[str, ...]:
-  """The fields of a NamedTuple or dataclass; none for anything else."""
-  return tuple(getattr(node, "_fields", None) or getattr(node, "__dataclass_fields__", ()))
-
-
-def _scalar(count: Any) -> jax.Array:
-  """A count as int32, out of the box that nnx.Optimizer keeps it in."""
-  return jnp.asarray(jax.tree.leaves(count)[0], jnp.int32)

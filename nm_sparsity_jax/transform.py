@@ -1,0 +1,178 @@
+"""One optax transformation that owns what sparse training needs beside the parameters.
+
+    gradients -> [nms.sparse: + SR-STE's term -> wrapped optimizer] -> updates
+                      |-> count + 1 where the update is applied
+                      |-> stored masks, refreshed from the parameters after the update
+
+`nms.sparsify` and `nms.finalize` read the step and the masks from its state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from nm_sparsity_jax import opt_states
+from nm_sparsity_jax.apply import init_state, update_state
+from nm_sparsity_jax.opt_states import SparseState
+from nm_sparsity_jax.optim import add_sr_ste
+from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.trees import flatten
+
+
+def sparse(
+  tx: optax.GradientTransformation | optax.MultiSteps, rules: Rules
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it trains N:M sparse weights.
+
+      tx = nms.sparse(optax.adamw(1e-2), rules)
+      opt = tx.init(params)
+
+      loss = lambda p: model_loss(nms.sparsify(p, rules, opt))
+      updates, opt = tx.update(jax.grad(loss)(params), opt, params)
+      params = optax.apply_updates(params, updates)
+
+      params = nms.finalize(params, rules, opt)
+
+  In each update it adds SR-STE's term to the gradient, for the recipes that have one, and hands
+  the sum to `tx`. It counts the updates that are really applied, and refreshes the stored masks
+  from the parameters after the update. snip's scores take the gradient without the term.
+
+  It works inside and around `optax.MultiSteps`, `apply_if_finite`, `masked`, `multi_transform`,
+  `inject_hyperparams` and `chain`. Use one for all parameters. In a chain it is the last link,
+  since it takes its masks from the parameters that its own updates lead to. Mini-steps of
+  `optax.MultiSteps`, and updates that `apply_if_finite` rejects, count nothing and change no mask.
+
+  Args:
+    tx: any optax optimizer, without `nms.sr_ste` and without another `nms.sparse`.
+    rules: what becomes sparse, and how. `nms.sparsify` and `nms.finalize` need the same rules.
+
+  Returns:
+    A transformation whose state is a `SparseState`, with arrays as leaves. Its `update` needs the
+    parameters.
+  """
+  _check(tx, rules)
+  inner = (
+    optax.GradientTransformationExtraArgs(tx.init, tx.update)  # type: ignore[arg-type]
+    if isinstance(tx, optax.MultiSteps)
+    else optax.with_extra_args_support(tx)
+  )
+
+  def init(params):
+    masks = init_state(params, rules)
+    with _relaxed():
+      inner_state = inner.init(params)
+    _check_inner(inner_state, masks)
+    return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), masks, inner_state)
+
+  def update(updates, state, params=None, **extra):
+    if params is None:
+      raise ValueError("nms.sparse needs the parameters: tx.update(grads, opt_state, params).")
+    if not isinstance(state, SparseState):
+      raise ValueError(
+        "nms.sparse got a state that it did not make: start from opt_state = tx.init(params)."
+      )
+    now = opt_states.matched(state, rules.fingerprint)
+    full = add_sr_ste(updates, params, rules, now, state.masks)
+    with _relaxed():
+      new, inner_state = inner.update(full, state.inner_state, params, **extra)
+      applied = _applied(state.inner_state, inner_state, new)
+      count = jnp.where(now < 0, now, now + applied)
+      masks = state.masks
+      if masks:
+        after, grads = optax.apply_updates(params, new), _whole(updates, state)
+        masks = update_state(masks, after, rules, count, grads=grads, grads_at=params)
+    return new, SparseState(count, state.fingerprint, masks, inner_state)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check(tx: Any, rules: Any) -> None:
+  """Raises where the arguments of `sparse` are none, or cannot work."""
+  if not isinstance(rules, Rules) or not hasattr(tx, "update"):
+    raise ValueError(
+      f"nms.sparse({type(tx).__name__}, {type(rules).__name__}): give an optax optimizer and "
+      "nms.Rules, such as nms.sparse(optax.adamw(1e-3), rules)."
+    )
+  owner = tx if isinstance(tx, optax.MultiSteps) else getattr(tx.update, "__self__", None)
+  if not getattr(owner, "_use_grad_mean", True):
+    raise ValueError(
+      "nms.sparse around optax.MultiSteps(use_grad_mean=False) would add SR-STE's term once for "
+      "every mini-step: write optax.MultiSteps(nms.sparse(tx, rules), k, use_grad_mean=False)."
+    )
+
+
+def _check_inner(inner_state: Any, masks: Any) -> None:
+  """Raises where the wrapped optimizer holds what would act twice or out of step."""
+  nodes = list(opt_states.walk(inner_state))
+  if opt_states.holds_sparse(inner_state):
+    raise ValueError(
+      "nms.sparse is wrapped around an optimizer that holds nms.sparse already, so SR-STE's term "
+      "would be added twice: use one, around the whole optimizer."
+    )
+  opt_states.refuse_sr_ste(nodes)
+  multi = [s for s in nodes if isinstance(s, optax.MultiStepsState)]
+  if len(multi) > 1:
+    raise ValueError(
+      f"nms.sparse is wrapped around {len(multi)} optax.MultiSteps, whose steps may differ: write "
+      "one around it, optax.MultiSteps(nms.sparse(tx, rules), k)."
+    )
+  behind = [
+    link for n in nodes if type(n) is tuple for link in n[1:]
+    if any(isinstance(s, optax.MultiStepsState) for s in opt_states.walk(link))
+  ]  # fmt: skip
+  if behind and "score" in masks:
+    raise ValueError(
+      "snip needs the mean gradient of a step, but links of a chain stand before optax.MultiSteps "
+      "inside nms.sparse and change it: write optax.MultiSteps(nms.sparse(tx, rules), k)."
+    )
+
+
+def _multi(inner_state: Any) -> optax.MultiStepsState | None:
+  """Returns the state of the `optax.MultiSteps` in a state."""
+  found = (s for s in opt_states.walk(inner_state) if isinstance(s, optax.MultiStepsState))
+  return next(found, None)
+
+
+def _applied(before: Any, after: Any, updates: Any) -> jax.Array:
+  """Returns 1 where the wrapped optimizer applies this update, else 0: int32.
+
+  `optax.MultiSteps` applies one at the end of a step. `optax.apply_if_finite` rejects an update by
+  zeros; one that is not finite and not zero was accepted, after too many errors.
+  """
+  applied = jnp.bool_(True)
+  old, new = _multi(before), _multi(after)
+  if old is not None and new is not None:
+    applied = jnp.asarray(new.gradient_step) != jnp.asarray(old.gradient_step)
+  guards = [s for s in opt_states.walk(after) if isinstance(s, optax.ApplyIfFiniteState)]
+  if guards:
+    moved = [jnp.any(u != 0) for u in jax.tree.leaves(updates)]
+    finite = [jnp.asarray(s.last_finite) for s in guards]
+    applied &= jnp.all(jnp.stack(finite)) | jnp.any(jnp.stack(moved))
+  return applied.astype(jnp.int32)
+
+
+def _whole(updates: Any, state: SparseState) -> dict[str, jax.Array]:
+  """Returns the gradients of the whole step, path -> array, for the weights with stored masks.
+
+  Inside `optax.MultiSteps` they are the mean over the mini-steps up to this one, by its formula.
+  """
+  multi = _multi(state.inner_state)
+  kept = dict(flatten(state.masks["mask"]))
+  grads = {path: g for path, g in flatten(updates) if path in kept}
+  if multi is None:
+    return grads
+  sums = dict(flatten(multi.acc_grads))
+  mean = lambda g, acc: (acc + (g - acc) / (multi.mini_step + 1)).astype(g.dtype)
+  return {path: mean(g, sums[path]) if path in sums else g for path, g in grads.items()}
+
+
+@contextlib.contextmanager
+def _relaxed():
+  """Standard promotion, for code that is not ours."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
