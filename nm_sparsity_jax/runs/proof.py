@@ -261,16 +261,10 @@ def _refuse_early(stored: Stored, assignment: Assignment) -> None:
   step = stored.sparse_step
   if step is None:
     return  # of no sparse run
-  for place in assignment.places.values():
-    phases = place.recipe.phases
-    if phases is not None and step < phases.finetune_start:
-      now = next(s for s in place.recipe.timeline(place.axis_size) if s.start <= step < s.stop)
-      d = float(place.recipe.decay(step))
-      raise ValueError(
-        f"{stored.path} is at sparse step {step:,}, with pattern {now.pattern or 'dense'} and "
-        f"D = {d:.3g} at {place.key!r}, where the schedule is over at {phases.finetune_start:,}. "
-        "Take a later checkpoint, or add --early"
-      )
+  if ahead := apply.unfinished(assignment, step):
+    raise ValueError(
+      f"{stored.path} is at sparse step {ahead}. Take a later checkpoint, or add --early"
+    )
 
 
 def _with_zeros(
