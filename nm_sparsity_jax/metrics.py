@@ -438,7 +438,8 @@ def after(
     moments = {} if opt_state is None else second_moments(opt_state, params)
   except ValueError:  # it keeps none, or two of one weight
     moments = {}
-  opt_state = opt_state if moments and set(places) <= set(moments) else None
+  keeps_any = bool(moments) or isinstance(opt_state, SecondMoments)
+  opt_state = opt_state if keeps_any and set(places) <= set(moments) else None
   out = summary(params, rules, step, state, None, opt_state, seen.masks, per_place=per_place)
   out |= seen.scalars
   for rule, (pattern, _) in rule_patterns(params, rules, step).items():

@@ -101,7 +101,7 @@ def _model(model):
     train_state_axes=None, rng=jax.random.PRNGKey(0),
   )  # fmt: skip
   out["trainer"] = [isinstance(made, t5x_adapter.SparseTrainer), made._num_microbatches]
-  out["trainer"] += [made._metrics["metrics_every"]]
+  out["trainer"] += [made.metrics_every]
   start = value("PRETRAINED_STEPS")
   rate = lambda j: float(np.float32(made._learning_rate_fn(start + j)))
   out["rate"] = {str(j): rate(j) for j in (0, 500, 1000, 4000)}

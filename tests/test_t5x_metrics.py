@@ -1,7 +1,6 @@
 """In T5X: what training measures of itself, when, and what it writes to the event file."""
 
 import functools
-import re
 import warnings
 
 import jax
@@ -27,7 +26,7 @@ with warnings.catch_warnings():
   from t5x import adafactor, optimizers, trainer
   from test_t5x_adapter import one_initialization, what_t5x_wants  # noqa: F401  (fixtures)
 
-  from nm_sparsity_jax import t5x_adapter
+  from nm_sparsity_jax.t5x_adapter import COLLECTION, SampledStep, measure
 
 RULES = {
   "ff": t.recipe("sr_ste", lam=0.5),
@@ -175,12 +174,14 @@ def test_the_event_file_has_points_of_sampled_steps_and_no_others(tmp_path):
   assert not any("/layers_" in name for _, name in ours)
 
 
-def names_of(model, every: int | None = 1, **kwargs):
+def names_of(model, per_place=False):
   state = t.initializer_of(model, t.Devices()).global_train_state_shape
-  step = lambda s, b: t5x_adapter.sparse_train_step(
-    model, s, b, jnp.float32(1), jax.random.PRNGKey(0), metrics_every=every, **kwargs
-  )[1]
-  return {k for k in jax.eval_shape(step, state, t.batch_of()) if k.startswith("nm/")}
+
+  def look(state, batch):
+    seen = measure.look_before(model, state, batch, jax.random.PRNGKey(0), per_place=per_place)
+    return measure.look_after(model, state, seen, per_place)
+
+  return set(jax.eval_shape(look, state, t.batch_of()).by_name)
 
 
 def test_names():
@@ -195,7 +196,7 @@ def test_names():
   assert names_of(make("adafactor", nothing)) == names_of(make("adamw", nothing)) != set()
   whole = t.make(nms.Rules(RULES), optimizer="adafactor")  # too small to be factored
   assert names_of(whole) == common | both("second_moment_var")
-  assert not names_of(make(), None) and not names_of(make(), 0)
+  assert common < names_of(make("sgd"), per_place=True)
   with pytest.raises(ValueError, match="metrics_every=-1"):
     t.begin(make(), state=0, metrics_every=-1)
 
@@ -225,9 +226,9 @@ def test_the_estimate_is_what_adafactor_divides_by(shape, axes):
   for seed in range(2):
     grads = {"w": jax.random.normal(jax.random.PRNGKey(seed), shape)}
     new, state = optimizer.apply_gradient(optimizer.hyper_params, zeros, state, grads)
-  dims = t5x_adapter._factored_dims(optimizer, "w", shape)
+  dims = measure.factored_dims(optimizer, "w", shape)
   assert bool(dims) == (len(shape) > 1)
-  got = t5x_adapter._estimate(state.param_states["w"], dims)
+  got = measure.estimate(state.param_states["w"], dims)
   np.testing.assert_allclose(got, np.square(grads["w"] / new["w"]), rtol=1e-4)
 
 
@@ -245,37 +246,99 @@ def test_a_window_of_one_rule_with_two_patterns_shows_none():
       assert patterns == {(got["nm/n/ff"], got["nm/m/ff"])}
 
 
-def collectives_outside_branches(compiled):
-  """How many of each kind the step runs whatever a `lax.cond` decides."""
-  text = compiled.as_text()
-  heads = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", re.M)
-  found = list(heads.finditer(text))
-  ends = [m.start() for m in found[1:]] + [len(text)]
-  bodies = {m[1]: text[m.end() : end] for m, end in zip(found, ends, strict=True)}
-  inside = re.findall(r"branch_computations=\{([^}]*)\}", text)
-  inside = {name.strip().lstrip("%") for names in inside for name in names.split(",")}
-  inside |= set(re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", text))
-  assert inside <= set(bodies)
-  calls = r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)"
-  todo = list(inside)
-  while todo:
-    new = {n for n in re.findall(calls, bodies[todo.pop()]) if n in bodies} - inside
-    inside |= new
-    todo += new
-  kinds = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
-  outside = "".join(body for name, body in bodies.items() if name not in inside)
-  return {kind: len(re.findall(rf" {kind}(-start)?\(", outside)) for kind in kinds}, inside
+# --- what they cost ---------------------------------------------------------------------------
 
 
-def test_a_step_without_a_sample_communicates_as_before(request):
-  jax.config.update("jax_disable_most_optimizations", False)
-  request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", True))
-  counts = {}
-  for every in (None, 100):
-    partitioner = t.Devices(8, 2)
-    run = t.begin(make(), partitioner, metrics_every=every)
-    compiled = partitioner.compile(run._partitioned_train_step, run.train_state, t.batch_of())
-    counts[every], branches = collectives_outside_branches(compiled)
-  # Fewer where XLA joins two.
-  assert branches and sum(counts[None].values())
-  assert all(counts[100][kind] <= counts[None][kind] for kind in counts[None])
+def test_training_is_the_same_program_and_the_same_bits_with_metrics_and_without():
+  states, texts = {}, {}
+  for every, per_place in ((None, False), (0, False), (1, True), (3, False)):
+    kw = {"metrics_every": every, "metrics_per_place": per_place}
+    run = t.begin(make(), num_microbatches=4, **kw)
+    step, state = run._partitioned_train_step, run.train_state
+    assert isinstance(step, SampledStep) == bool(every)
+    texts[every] = step.lower(state, t.batch_of()).as_text()
+    for i in range(6):
+      state, _ = step(state, t.batch_of(i))
+    states[every] = jax.tree.map(np.asarray, state.state_dict())
+  assert t.the_step(state) == 6
+  for every in (0, 1, 3):
+    assert texts[every] == texts[None]
+    t.assert_equal(states[every], states[None])
+
+
+def test_nothing_but_the_train_step_runs_or_compiles_where_it_is_not_sampled():
+  run = t.begin(make(), metrics_every=3)
+  step, state = run._partitioned_train_step, run.train_state
+  compiled = lambda: [x._pjitted_fn._cache_size() for x in (step.before, step.after)]
+  seen = []
+  for i in range(7):
+    state, found = step(state, t.batch_of(i))
+    samples = dict.__getitem__(found, measure.SAMPLES)
+    seen.append((len(samples.by_name) > 0, compiled()))
+  no, yes = (False, [0, 0]), (True, [1, 1])
+  later = (False, [1, 1])
+  assert seen == [no, no, yes, later, later, yes, later]
+
+
+def test_a_step_that_was_compiled_beforehand_samples_too():
+  run = t.begin(make(), metrics_every=2)
+  run.compile_train(t.batch_of())
+  assert run._compiled_train_step.cost_analysis()  # of the train step
+  got = run.train(map(t.batch_of, range(2)), 2).result()
+  assert "nm/density" in got and "loss" in got
+  run.close()
+
+
+def test_sampling_communicates_nothing_for_masks(request):
+  """Each device keeps the masks of its own shard from the one program to the other."""
+  partitioner = t.Devices(8, 2)
+  run = t.begin(make(), partitioner, metrics_every=1)
+  step, state = run._partitioned_train_step, run.train_state
+  seen = step.before(state, t.batch_of())
+  weights = dict(flatten(state.params))
+  for path, mask in seen[0].masks.items():
+    assert mask.sharding == weights[path].sharding, path
+  assert any("model" in str(m.sharding.spec) for m in seen[0].masks.values())
+
+
+class Device:
+  """A train state of a sparse step alone; says when the host reads it."""
+
+  def __init__(self, step, reads):
+    self.flax_mutables = {COLLECTION: {"step": self}}
+    self.step, self._reads = step, reads
+
+  def __int__(self):
+    self._reads.append(self.step)
+    return self.step
+
+
+def run_clock(clock, state, count, skipped=()):
+  """The sparse steps that were sampled, and those that the host read."""
+  sampled, reads = [], state._reads
+  reads.clear()
+  for i in range(count):
+    is_due = clock.is_due(state)
+    if is_due:
+      sampled.append(state.step + (i not in skipped))
+    state = Device(state.step + (i not in skipped), reads)
+    clock.passed(state, is_due)
+  return sampled, list(reads), state
+
+
+def test_the_host_counts_and_reads_the_device_at_sampled_steps_alone():
+  sampled, reads, state = run_clock(measure.Clock(4), Device(0, []), 13)
+  assert sampled == [4, 8, 12]
+  assert reads == [0, 3, 4, 7, 8, 11, 12]  # the first; before each sampled step; after it
+  clock = measure.Clock(100)
+  assert run_clock(clock, Device(1000, []), 99)[:2] == ([], [1000])
+  # A restored state is another than the last one.
+  assert run_clock(clock, Device(498, []), 3)[:2] == ([500], [498, 499, 500])
+
+
+def test_an_update_that_was_skipped_does_not_shift_the_sampled_steps():
+  sampled, reads, state = run_clock(measure.Clock(4), Device(0, []), 16, skipped=(1, 5, 10))
+  assert sampled == [4, 8, 12] and state.step == 13
+  # Where the skipped one was to be sampled, the next one is.
+  sampled, _, state = run_clock(measure.Clock(4), Device(0, []), 6, skipped=(3,))
+  assert sampled == [3, 4] and state.step == 5

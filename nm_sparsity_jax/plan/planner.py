@@ -201,7 +201,7 @@ class Planner:
     from nm_sparsity_jax import t5x_adapter
 
     state.as_logical_axes()  # raises for an optax state that T5X cannot shard
-    t5x_adapter._refuse_in_chain(state)
+    t5x_adapter.refuse_in_chain(state)
 
   # --- rules ------------------------------------------------------------------------------------
 

@@ -1,0 +1,237 @@
+"""T5X's models with sparse weights, whose step, masks and rules travel in `flax_mutables`.
+
+params + flax_mutables/nm_sparsity -> [W~ of that step] -> T5X's model -> loss, decode, score
+"""
+
+# T5X is not on PyPI: where types are checked without it, it is unknown.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from flax.core import freeze, unfreeze
+from flax.linen import partitioning
+from t5x import models, optimizers, utils
+
+from nm_sparsity_jax import apply, configure, layers, optim
+from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.trees import flatten
+
+COLLECTION = layers.COLLECTION
+UNKNOWN = -1  # the start of a run that has not begun
+
+# T5X shards an optax state by a table of known types; ours hold a replicated count.
+optimizers.OptaxStatePartitionRules._RULES.update(
+  {
+    optim.CountStepsState: lambda state, axes: optim.CountStepsState(count=None),  # type: ignore
+    optim.SrSteState: lambda state, axes: optim.SrSteState(count=None),  # type: ignore
+  }
+)
+
+
+class SparseModel(models.BaseTransformerModel):
+  """Adds sparse weights to a model of T5X; stands before T5X's class in the bases.
+
+  `module` is always the dense network. Where it can have sparse layers (its config has a field
+  `rules`), the loss runs them, so that masks live in the layer's own scan and remat; prediction
+  and scoring make the effective parameters once a batch. Every other network gets effective
+  parameters throughout.
+  """
+
+  def __init__(self, *args, rules: Rules | None = None, **kwargs):
+    super().__init__(*args, **kwargs)
+    config: Any = getattr(self.module, "config", None)
+    self._sparse_layers = hasattr(config, "rules")
+    inner = config.rules if self._sparse_layers else None
+    if rules is not None and inner is not None and rules != inner:
+      raise ValueError(
+        f"the model and its network have different rules: {configure.describe(rules)!r} and "
+        f"{configure.describe(inner)!r}. Give them to the model only."
+      )
+    rules = inner if rules is None else rules
+    if rules is None:
+      raise ValueError(
+        f"{type(self).__name__} needs rules=, what is sparse and how: nms.Rules, or in gin "
+        "rules = @configure.rules(). For a dense run take T5X's own model, or RECIPE = 'dense'."
+      )
+    if inner is not None:
+      self.module = self.module.clone(config=dataclasses.replace(config, rules=None))
+    self.rules = rules
+    self._text = configure.pack(configure.describe(rules))
+    self.made: Mapping[str, Any] = {}
+    # Known from get_initial_variables on, which T5X calls first: shapes and dtypes, the axes of
+    # stacked kernels, and the variables that sparse layers read.
+    self.stored_rules = rules
+    self._layer_variables: Mapping[str, Any] = {}
+
+  def get_initial_variables(self, rng, input_shapes, input_types=None):
+    """Returns T5X's variables, and the collection `nm_sparsity` at step 0."""
+    variables = super().get_initial_variables(rng, input_shapes, input_types)
+    variables = unfreeze(variables)
+    params, axes = variables["params"], variables.get("params_axes")
+    self.stored_rules = self.rules.with_logical_axes(axes) if axes else self.rules
+    self.made = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flatten(params)}
+    if self._sparse_layers:
+      told = copy.copy(self)
+      told.module = self._with_layers()
+      init = super(SparseModel, told).get_initial_variables
+      shapes = jax.eval_shape(lambda: init(jax.random.PRNGKey(0), input_shapes, input_types))
+      self._layer_variables = {k: v for k, v in shapes.items() if k == COLLECTION}
+    state = apply.init_state(params, self.stored_rules)
+    mine = self.collect(jnp.int32(0), jnp.int32(UNKNOWN), state)
+    variables[COLLECTION] = mine
+    if axes:
+      variables[f"{COLLECTION}_axes"] = _axes_like(mine, axes)
+    return freeze(variables)
+
+  def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
+    """Returns the loss at the step that `flax_mutables` holds, metrics and the same mutables."""
+    step, state = self.read(params, flax_mutables)
+    if not self._sparse_layers:
+      params = apply.sparsify(params, self.stored_rules, step, state)
+      loss, metrics = super().loss_fn(params, batch, dropout_rng)
+    else:
+      told = copy.copy(self)
+      known = layers.with_step(self._layer_variables, step, state) if self._layer_variables else {}
+      told.module = _WithVariables(self._with_layers(), known)
+      loss, metrics = super(SparseModel, told).loss_fn(params, batch, dropout_rng)
+    return loss, (metrics, flax_mutables)
+
+  def eval_fn(self, params, batch, flax_mutables=None):
+    """Returns the loss without dropout, and metrics."""
+    loss, (metrics, _) = self.loss_fn(params, batch, None, flax_mutables)
+    return loss, metrics
+
+  def predict_batch(self, params, batch, rng=None, *, flax_mutables=None):
+    """Decodes with the effective weights of the step in `flax_mutables`."""
+    return self.predict_batch_with_aux(params, batch, rng, flax_mutables=flax_mutables)[0]
+
+  def predict_batch_with_aux(self, params, batch, rng=None, *, flax_mutables=None, **kwargs):
+    """Decodes as `predict_batch`, and returns the scores too."""
+    params = self.effective(params, flax_mutables)
+    return super().predict_batch_with_aux(params, batch, rng, **kwargs)
+
+  def score_batch(self, params, batch, return_intermediates=False, *, flax_mutables=None):
+    """Returns log likelihoods under the effective weights of the step in `flax_mutables`."""
+    return super().score_batch(self.effective(params, flax_mutables), batch, return_intermediates)
+
+  def effective(self, params, flax_mutables):
+    """Returns parameters for the dense network at the step that `flax_mutables` holds."""
+    return apply.sparsify(params, self.stored_rules, *self.read(params, flax_mutables))
+
+  def read(self, params, flax_mutables) -> tuple[jax.Array, apply.State]:
+    """Returns the step and the stored masks in `flax_mutables`.
+
+    Under jit, where no value can be looked at, foreign rules give step -1: every loss is NaN then.
+    """
+    mine = (flax_mutables or {}).get(COLLECTION)
+    if mine is None:
+      raise ValueError(
+        f"no {COLLECTION!r} in flax_mutables, so the sparse step is unknown. T5X passes it from a "
+        "train state of this model; called by hand, pass flax_mutables=train_state.flax_mutables."
+      )
+    arrays = dict(flatten(params))
+    for path in self.stored_rules.assign(params).places:
+      is_now, made = arrays[path].dtype, self.made.get(path)
+      if made is not None and is_now != made.dtype:
+        raise ValueError(
+          f"{path!r} was restored as {is_now}, but masks are taken from {made.dtype}: "
+          "rounding changes which weights survive. Set RestoreCheckpointConfig.dtype = 'float32' "
+          "(T5X's infer.gin says 'bfloat16')."
+        )
+    stored = mine["rules"]
+    if not isinstance(stored, jax.core.Tracer):
+      self._refuse_other_rules(stored)
+    step = jnp.where(jnp.all(stored == jnp.asarray(self._text)), mine["step"], jnp.int32(-1))
+    kept = {k: v for k, v in mine.items() if k not in ("step", "start", "rules")}
+    return step, {"step": mine["step"], **kept} if kept else {}
+
+  def write(self, flax_mutables, step, state):
+    """Returns `flax_mutables` with a new step and new masks."""
+    start = flax_mutables[COLLECTION]["start"]
+    return flax_mutables.copy({COLLECTION: freeze(self.collect(step, start, state))})
+
+  def check(self, train_state) -> None:
+    """Refuses a restored train state that this model did not make, and names both."""
+    for path, x in flatten(train_state.params):
+      made = self.made.get(path)
+      if made is not None and x.shape != made.shape:
+        raise ValueError(
+          f"{path!r} was restored with the shape {x.shape}, but the network has {made.shape}: the "
+          "checkpoint is of a model of another size. Take the model file that it was trained with."
+        )
+    self.read(train_state.params, train_state.flax_mutables)
+
+  def collect(self, step, start, state):
+    """Returns the collection `nm_sparsity` as a dict."""
+    kept = {k: v for k, v in state.items() if k != "step"}
+    return {"step": step, "start": start, "rules": jnp.asarray(self._text), **unfreeze(kept)}
+
+  def _refuse_other_rules(self, stored):
+    stored = np.asarray(utils.get_local_data(stored))
+    if not np.array_equal(stored, self._text):
+      raise ValueError(
+        f"the checkpoint was trained with the rules\n{configure.unpack(stored)}\nbut this run "
+        f"has\n{configure.unpack(self._text)}\nGo on with the former; for a new run with the "
+        "latter, take another MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
+      )
+
+  def _with_layers(self):
+    """Returns the network with its own sparse layers."""
+    return self.module.clone(config=dataclasses.replace(self.module.config, rules=self.rules))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithVariables:
+  """A module whose `apply` knows more variables than its caller."""
+
+  module: Any
+  variables: Mapping[str, Any]
+
+  def apply(self, variables, *args, **kwargs):
+    return self.module.apply({**variables, **self.variables}, *args, **kwargs)
+
+
+class SparseEncoderDecoderModel(SparseModel, models.EncoderDecoderModel):
+  """T5X's encoder-decoder model with sparse weights; one argument more, `rules`.
+
+  Args:
+    rules: what is sparse, and how.
+    **kwargs: as of T5X's model.
+  """
+
+
+class SparseDecoderOnlyModel(SparseModel, models.DecoderOnlyModel):
+  """T5X's decoder-only model with sparse weights; one argument more, `rules`.
+
+  Args:
+    rules: what is sparse, and how.
+    **kwargs: as of T5X's model.
+  """
+
+
+def _axes_like(mine, params_axes):
+  """Returns logical axes of the collection: masks and scores as their parameters, else none."""
+  names = dict(flatten_axes(params_axes))
+  axes = {}
+  for path, leaf in flatten(mine):
+    kind, _, rest = path.partition("/")
+    found = names[f"{rest}_axes"] if kind in ("mask", "score") else (None,) * leaf.ndim
+    axes[f"{path}_axes"] = partitioning.AxisMetadata(names=found)
+  return traverse_util.unflatten_dict(axes, sep="/")
+
+
+def flatten_axes(params_axes):
+  """Returns (path, names) of each leaf of a tree of flax's AxisMetadata."""
+  is_leaf = lambda x: isinstance(x, partitioning.AxisMetadata)
+  leaves, _ = jax.tree_util.tree_flatten_with_path(params_axes, is_leaf=is_leaf)
+  return [("/".join(k.key for k in keys), leaf.names) for keys, leaf in leaves]
