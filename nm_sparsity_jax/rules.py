@@ -195,6 +195,20 @@ class Assignment:
     return "\n".join(lines)
 
 
+class Examined(NamedTuple):
+  """What rules mean for one parameter tree, with all mistakes.
+
+  Attributes:
+    assignment: what the rules assign; a parameter with a mistake counts as dense.
+    failed: path -> the error that `Rules.assign` would raise for it.
+    idle: places that match no parameter.
+  """
+
+  assignment: Assignment
+  failed: Mapping[str, ValueError]
+  idle: tuple[str, ...]
+
+
 class Rules:
   """Places to recipes: what is sparse, how, and along which axis.
 
@@ -398,8 +412,8 @@ class Rules:
     Returns:
       An `Assignment`; its `str` is a table.
     """
-    shapes = [(name, tuple(x.shape)) for name, x in flatten(params) if hasattr(x, "shape")]
-    assignment, idle = _assign(self, tuple(shapes), self._tests)
+    shapes = _shapes(params)
+    assignment, idle = _assign(self, shapes, self._tests)
     if idle and not partial:
       known = vocabulary.regexes(dict(self._roles))
       some = ", ".join(name for name, _ in shapes[:4])
@@ -413,32 +427,67 @@ class Rules:
       )
     return assignment
 
+  def examine(self, params: Any) -> Examined:
+    """Applies the table to a whole tree and returns all mistakes instead of raising the first.
 
-@functools.lru_cache(maxsize=256)
-def _assign(rules: Rules, shapes, tests) -> tuple[Assignment, list[str]]:
-  del tests  # equal rules mean other paths once a family has joined the vocabulary
+    It logs nothing. `nm-sparsity plan` shows every mistake at once this way.
+
+    >>> import jax
+    >>> from nm_sparsity_jax import Phases, recipe
+    >>> rules = Rules({"ff": recipe("sr_ste", pattern="1:4", phases=Phases(total=9))})
+    >>> wi = {"encoder": {"mlp": {"wi": {"kernel": jax.ShapeDtypeStruct((6, 8), "float32")}}}}
+    >>> list(rules.examine(wi).failed)
+    ['encoder/mlp/wi/kernel']
+
+    Args:
+      params: arrays or shapes, as for `assign`.
+    """
+    return _examine(self, _shapes(params))
+
+
+def _shapes(params: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+  return tuple((name, tuple(x.shape)) for name, x in flatten(params) if hasattr(x, "shape"))
+
+
+def _examine(rules: Rules, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Examined:
   places: dict[str, Place] = {}
   skipped: dict[str, str] = {}
   dense: list[str] = []
+  failed: dict[str, ValueError] = {}
   used: set[str] = set()
   for path, shape in shapes:
-    found = rules._match(path)
-    used |= {found[0]} if found else set()
-    place = rules.place(path, shape)
+    try:
+      found = rules._match(path)
+      used |= {found[0]} if found else set()
+      place = rules.place(path, shape)
+    except ValueError as e:
+      failed[path], place = e, None
     if isinstance(place, Place):
       places[path] = place
-      if place.remarks:
-        _log.warning("%s: %s", path, "; ".join(place.remarks))
     elif place is None:
       dense.append(path)
     else:
       skipped[path] = place
-      _log.warning("%s stays dense: %s", path, place)
-  idle = [repr(key) for key in rules.places if key not in used]
+  idle = tuple(key for key in rules.places if key not in used)
+  return Examined(Assignment(places, skipped, tuple(dense)), failed, idle)
+
+
+@functools.lru_cache(maxsize=256)
+def _assign(rules: Rules, shapes, tests) -> tuple[Assignment, list[str]]:
+  del tests  # equal rules mean other paths once a family has joined the vocabulary
+  assignment, failed, unmatched = _examine(rules, shapes)
+  for path, _ in shapes:
+    if path in failed:
+      raise failed[path]
+    if path in assignment.skipped:
+      _log.warning("%s stays dense: %s", path, assignment.skipped[path])
+    elif path in assignment.places and (remarks := assignment.places[path].remarks):
+      _log.warning("%s: %s", path, "; ".join(remarks))
+  idle = [repr(key) for key in unmatched]
   for regex, axis in rules._axes:
     if not any(vocabulary.compiled(regex, "axes").fullmatch(path) for path, _ in shapes):
       idle.append(f"axes={{{regex!r}: {axis!r}}}")
-  return Assignment(places, skipped, tuple(dense)), idle
+  return assignment, idle
 
 
 def _one_or_several(axis: masks.Axis) -> masks.Axis:

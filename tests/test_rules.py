@@ -195,6 +195,27 @@ def test_a_rule_that_matches_nothing_is_named_unless_the_tree_is_partial():
   assert list(rules.assign(params, partial=True).places) == ["encoder/layers_0/mlp/wo/kernel"]
 
 
+def test_examine_returns_every_mistake_and_what_can_be_assigned(caplog):
+  wide, narrow, out = "encoder/l_0/mlp/wi/kernel", "encoder/l_1/mlp/wi/kernel", "l_0/mlp/wo/kernel"
+  params = tree({wide: (8, 4), narrow: (4, 8), out: (8, 8), "norm/scale": (8,)})
+  rules = nms.Rules({"ff": LINEAR, "encoder/ff": OTHER, "qkv": OTHER, r"l_0/mlp/wo/kernel": OTHER})
+  found = rules.examine(params)
+  assert set(found.failed) == {wide, narrow, out}
+  assert found.idle == tuple(rules.places)  # no path is left that one of them alone claims
+  assert all("two rules claim" in str(e) for e in found.failed.values())
+  assert set(found.assignment.dense) == {*found.failed, "norm/scale"} and not caplog.messages
+
+  rules = nms.Rules({"ff": LINEAR})
+  found = rules.examine(params)
+  assert list(found.failed) == [narrow] and set(found.assignment.places) == {wide, out}
+  with pytest.raises(ValueError, match="no multiple of 8") as error:
+    rules.assign(params)
+  assert str(error.value) == str(found.failed[narrow]) and not found.idle
+  assert nms.Rules({"ff": LINEAR, "qkv": OTHER}).examine(params).idle == ("qkv",)
+  del params["encoder"]["l_1"]
+  assert rules.examine(params).assignment == rules.assign(params)
+
+
 def test_an_axis_for_nothing_is_named_too():
   params = tree({"a/kernel": (16, 16)})
   rules = nms.Rules({"a/kernel": LINEAR}, axes={r"a/kernle": 1})
