@@ -1,8 +1,26 @@
-"""What a run's folder holds: which checkpoints, which is whole, which is the newest."""
+"""What a run's folder holds: checkpoints, files that are whole, one process at a time, signals."""
 
+import doctest
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 
-from nm_sparsity_jax.runs import folders
+import pytest
+
+from nm_sparsity_jax import text
+from nm_sparsity_jax.runs import files, folders, lock, signals
+
+
+@pytest.mark.parametrize("module", [folders, lock, text])
+def test_doctests(module):
+  failed, tried = doctest.testmod(module)
+  assert tried and not failed
+
+
+# --- checkpoints by name ------------------------------------------------------------------------
 
 
 def checkpoint(folder, step, state="state"):
@@ -45,3 +63,187 @@ def test_a_run_is_done_when_its_last_step_is_evaluated_and_saved(tmp_path):
 def test_the_step_is_in_the_name():
   assert folders.named_step("gs://bucket/run/checkpoint_1000/") == 1000
   assert folders.named_step("gs://bucket/run") is None
+
+
+# --- whole or not at all ------------------------------------------------------------------------
+
+
+def killed(code, *argv):
+  """Runs code that prints a line in the middle of its work, and is killed there: SIGKILL."""
+  code = f"import sys, time\nfrom nm_sparsity_jax.runs import files, lock\n{code}"
+  command = [sys.executable, "-c", code, *map(str, argv)]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    said = child.stdout.readline()
+    child.kill()
+  assert said == "half\n" and child.returncode == -signal.SIGKILL
+
+
+HALF = """
+with files.whole_file(sys.argv[1]) as path, path.open("w") as file:
+  file.write("new" * 1000)
+  file.flush()
+  print("half", flush=True)
+  time.sleep(60)
+"""
+
+
+def test_a_kill_in_the_middle_leaves_the_file_before(tmp_path):
+  path = tmp_path / "settings.json"
+  killed(HALF, path)
+  assert not path.exists()
+  files.write_atomically(path, "one")
+  killed(HALF, path)
+  assert path.read_text() == "one" and len(list(tmp_path.iterdir())) == 2
+  files.write_atomically(path, b"two")  # takes what the kill left
+  assert path.read_text() == "two" and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_an_error_in_the_middle_leaves_the_file_before_and_nothing_else(tmp_path):
+  path = tmp_path / "file"
+  path.write_text("one")
+  with pytest.raises(KeyboardInterrupt), files.whole_file(path) as unfinished:
+    unfinished.write_text("two")
+    raise KeyboardInterrupt
+  assert path.read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_kill_in_the_middle_leaves_no_folder_of_that_name(tmp_path):
+  code = """
+with files.whole_folder(sys.argv[1]) as folder:
+  (folder / "first").write_text("x")
+  print("half", flush=True)
+  time.sleep(60)
+"""
+  os.umask(umask := os.umask(0))
+  path = tmp_path / "deep/folder"
+  killed(code, path)
+  assert not path.exists()
+  with files.whole_folder(str(path)) as folder:
+    (folder / "second").write_text("x")
+    assert not path.exists()
+  assert [p.name for p in path.iterdir()] == ["second"]
+  assert path.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_a_folder_that_fails_takes_what_was_made_above_it(tmp_path):
+  with pytest.raises(ValueError, match="deep/folder' could not be written: no room"):
+    with files.whole_folder(str(tmp_path / "a/deep/folder")) as folder:
+      (folder / "first").write_text("x")
+      raise OSError("no room\nand more")
+  assert not list(tmp_path.iterdir())
+  (tmp_path / "file").write_text("")
+  with pytest.raises(ValueError, match="file/folder' cannot be made: "):
+    with files.whole_folder(str(tmp_path / "file/folder")):
+      pass
+
+
+def test_a_probe_leaves_nothing(tmp_path):
+  files.probe(tmp_path)
+  assert not list(tmp_path.iterdir())
+  with pytest.raises(OSError, match="No such file"):
+    files.probe(tmp_path / "nowhere")
+
+
+# --- one process at a time ----------------------------------------------------------------------
+
+
+def refused(folder):
+  with pytest.raises(ValueError) as error, lock.hold(folder, "held by {}".format):
+    pass
+  return str(error.value)
+
+
+def test_a_held_lock_refuses_and_names_its_holder(tmp_path):
+  folder = tmp_path / "new"
+  with lock.hold(folder, str) as held:
+    assert refused(folder) == "held by "
+    held.note("first, a long one")
+    held.note(42)
+    assert refused(folder) == "held by 42"
+  with lock.hold(folder, str):  # again
+    pass
+
+
+def test_a_child_that_inherits_the_lock_holds_it_and_a_kill_ends_it(tmp_path):
+  command = [sys.executable, "-c", "import time; time.sleep(60)"]
+  with lock.hold(tmp_path, str) as held:
+    child = subprocess.Popen(command, pass_fds=[held.fileno()])
+    held.note(child.pid)
+  try:
+    assert refused(tmp_path) == f"held by {child.pid}"
+  finally:
+    child.kill()
+    child.wait()
+  with lock.hold(tmp_path, str):
+    pass
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+  import fcntl
+
+  def no_locks(*args):
+    raise OSError(37, "No locks available")
+
+  monkeypatch.setattr(fcntl, "flock", no_locks)
+  with lock.hold(tmp_path, str):
+    pass
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+def send(*numbers):
+  for number in numbers:
+    os.kill(os.getpid(), number)
+
+
+def test_the_first_signal_is_noted_and_a_second_ctrl_c_interrupts():
+  before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+  with signals.Signals() as stop:
+    assert stop.name is None
+    send(signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM)
+    assert stop.name == "SIGTERM"
+    with pytest.raises(KeyboardInterrupt):
+      send(signal.SIGINT)
+  assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_no_handlers_outside_of_the_main_thread():
+  failed = []
+
+  def enter():
+    try:
+      with signals.Signals():
+        pass
+    except BaseException as e:
+      failed.append(e)
+
+  thread = threading.Thread(target=enter)
+  thread.start()
+  thread.join()
+  assert not failed
+
+
+class Child:
+  def __init__(self):
+    self.said = []
+
+  def terminate(self):
+    self.said.append("terminate")
+
+  def kill(self):
+    self.said.append("kill")
+
+
+def test_a_relay_tells_the_child_of_the_moment():
+  first, second = Child(), Child()
+  with signals.Relay() as stop:
+    with stop.to(first):
+      pass
+    send(signal.SIGINT)  # between two
+    with stop.to(second):
+      assert second.said == ["terminate"]
+      send(signal.SIGTERM, signal.SIGINT)
+    send(signal.SIGINT)  # nobody is there
+  assert not first.said and second.said == ["terminate", "terminate", "kill"]
+  assert stop.name == "SIGINT"

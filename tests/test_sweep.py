@@ -19,6 +19,7 @@ from nm_sparsity_jax import cli
 from nm_sparsity_jax.commands import sweep as sweep_command
 from nm_sparsity_jax.report import charts
 from nm_sparsity_jax.runs import settings as run_settings
+from nm_sparsity_jax.runs.signals import Relay
 from nm_sparsity_jax.sweep import grid, page
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
@@ -364,7 +365,7 @@ def test_the_first_signal_names_the_end_and_a_second_ctrl_c_kills_the_run():
   child = types.SimpleNamespace(
     terminate=lambda: said.append("terminate"), kill=lambda: said.append("kill")
   )
-  with sweep_command._Signals() as stop, stop.relayed_to(child):
+  with Relay() as stop, stop.to(child):
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -22,8 +22,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import IO, TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from nm_sparsity_jax.runs import lock
+from nm_sparsity_jax.runs.lock import Lock
+from nm_sparsity_jax.runs.signals import Relay
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.sweep import grid
@@ -54,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
       check.check_tasks()
   code, stopped = 0, None
   if not args.table:
-    with _alone(sweep.out) as lock, _Signals() as stop:
-      code = _train(sweep, check.runs, environment, lock, stop)
+    with lock.hold(sweep.out, lambda pid: _taken(sweep.out, pid)) as held, Relay() as stop:
+      code = _train(sweep, check.runs, environment, held, stop)
     stopped = stop.name
   report = table.report(sweep, check.runs)
   if not args.table and not stopped and (written := page.write(sweep, check.runs, report)):
@@ -77,8 +81,8 @@ def _train(
   sweep: grid.Sweep,
   known: Mapping[str, grid.Checked],
   environment: Mapping[str, str],
-  lock: IO[str],
-  stop: _Signals,
+  held: Lock,
+  stop: Relay,
 ) -> int:
   """Does what is not done, one run after the other; the exit code."""
   from nm_sparsity_jax.sweep import grid
@@ -101,7 +105,7 @@ def _train(
       _say(f"  {cell.name}: {cell.folder / 'log.txt'}")
       cell.folder.mkdir(parents=True, exist_ok=True)
       grid.evaluated_with(cell).write_text(known[cell.name].evaluation)
-      why = _run(sweep.command(cell), cell, environment, lock, stop)
+      why = _run(sweep.command(cell), cell, environment, held, stop)
       if why is None and not grid.is_done(cell, known[cell.name]):
         why = "it was stopped before it was done"
     if stop.name is not None:
@@ -123,7 +127,7 @@ def _train(
 
 
 def _run(
-  command: list[str], cell: grid.Cell, environment: Mapping[str, str], lock: IO, stop: _Signals
+  command: list[str], cell: grid.Cell, environment: Mapping[str, str], held: Lock, stop: Relay
 ) -> str | None:
   """Trains in a process of its own; None, or why it failed."""
   from nm_sparsity_jax.sweep import grid
@@ -137,13 +141,10 @@ def _run(
     child = subprocess.Popen(
       [sys.executable, "-m", "nm_sparsity_jax.cli", *command],
       stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-      env=dict(environment), start_new_session=True, pass_fds=[lock.fileno()],
+      env=dict(environment), start_new_session=True, pass_fds=[held.fileno()],
     )  # fmt: skip
-    lock.seek(0)
-    lock.truncate()
-    lock.write(str(child.pid))
-    lock.flush()
-    with stop.relayed_to(child):
+    held.note(child.pid)
+    with stop.to(child):
       code = child.wait()
   if not code:
     return None
@@ -156,58 +157,12 @@ def _run(
   return f"it was ended {how}; {log} may say more"
 
 
-@contextlib.contextmanager
-def _alone(out: pathlib.Path) -> Iterator[IO[str]]:
-  """Only one sweep at a time works in a folder."""
-  import fcntl
-
-  out.mkdir(parents=True, exist_ok=True)
-  with (out / ".lock").open("a+") as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-      file.seek(0)
-      raise ValueError(
-        f"{out}: another sweep is at work there, or a run that one left behind (process "
-        f"{file.read() or 'not known'}). Wait until it ends, or end it; nothing is lost."
-      ) from None
-    yield file
-
-
-class _Signals:
-  """While it is entered, the first SIGTERM or SIGINT is noted, and the run is told to save and to
-  end; a second SIGINT kills it."""
-
-  def __init__(self):
-    self.name: str | None = None
-    self._interrupted = False
-    self._child: subprocess.Popen | None = None
-
-  def __enter__(self):
-    self._before = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGINT)}
-    return self
-
-  def _note(self, number, frame):
-    again = self._interrupted and number == signal.SIGINT
-    self._interrupted = self._interrupted or number == signal.SIGINT
-    self.name = self.name or signal.Signals(number).name
-    if self._child is not None:
-      # The runner loses nothing to SIGKILL but the steps since its last checkpoint.
-      self._child.kill() if again else self._child.terminate()
-
-  @contextlib.contextmanager
-  def relayed_to(self, child: subprocess.Popen) -> Iterator[None]:
-    self._child = child
-    if self.name is not None:  # between two runs
-      child.terminate()
-    try:
-      yield
-    finally:
-      self._child = None
-
-  def __exit__(self, *error):
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
+def _taken(out: pathlib.Path, process: str) -> str:
+  """Says that another sweep works in a folder."""
+  return (
+    f"{out}: another sweep is at work there, or a run that one left behind (process "
+    f"{process or 'not known'}). Wait until it ends, or end it; nothing is lost."
+  )
 
 
 class _Clock:

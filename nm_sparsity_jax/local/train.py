@@ -23,10 +23,8 @@ import json
 import os
 import pathlib
 import platform
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -37,8 +35,9 @@ from nm_sparsity_jax import metrics, optim
 from nm_sparsity_jax.local import checkpoints, data, reports
 from nm_sparsity_jax.local.evaluation import Evaluation, Evaluator, Stopped
 from nm_sparsity_jax.local.step import Model, Summed, TrainState, patterns_at
-from nm_sparsity_jax.runs import files, folders
+from nm_sparsity_jax.runs import files, folders, lock
 from nm_sparsity_jax.runs import settings as run_settings
+from nm_sparsity_jax.runs.signals import Signals
 
 _AHEAD = 2  # steps that are given to the devices before the result of one is looked at
 
@@ -142,7 +141,7 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
   folder = _make(run.model_dir)
-  with _alone_in(folder), _Signals() as stop:
+  with lock.hold(folder, lambda _: _taken(folder)), Signals() as stop:
     process = _Process(run, folder, stop)
     run_settings.agree(folder, settings or {})
     files.write_atomically(folder / "config.gin", config)
@@ -152,7 +151,7 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
 class _Process:
   """One process's part of a run."""
 
-  def __init__(self, run: Run, folder: pathlib.Path, stop: _Signals):
+  def __init__(self, run: Run, folder: pathlib.Path, stop: Signals):
     self.run, self.folder, self.stop = run, folder, stop
     self.model, self.total, self.periods = run.model, run.sparse_steps, run.periods
     self.model.check_batch(run.source.batch_size, run.microbatches)
@@ -365,31 +364,6 @@ def best_step(evaluations, metric: str | None) -> int | None:
   return max(scores, key=lambda step: (scores[step], -step)) if scores else None
 
 
-class _Signals:
-  """While it is entered, the first SIGTERM or SIGINT is noted; a second SIGINT interrupts."""
-
-  name: str | None = None
-  interrupted = False
-
-  def __enter__(self):
-    self._before = {}
-    if threading.current_thread() is threading.main_thread():
-      for number in (signal.SIGTERM, signal.SIGINT):
-        self._before[number] = signal.signal(number, self._note)
-    return self
-
-  def _note(self, number, frame):
-    if number == signal.SIGINT:
-      if self.interrupted:
-        raise KeyboardInterrupt
-      self.interrupted = True
-    self.name = self.name or signal.Signals(number).name
-
-  def __exit__(self, *error):
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
-
-
 def folder_of(model_dir: str) -> pathlib.Path:
   """The folder of a run, whether it is there or not."""
   if "://" in model_dir:
@@ -402,30 +376,18 @@ def _make(model_dir: str) -> pathlib.Path:
   folder = folder_of(model_dir)
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".writable"
-    probe.write_text("")
-    probe.unlink()
+    files.probe(folder)
   except OSError as e:
     raise ValueError(f"MODEL_DIR={model_dir!r} cannot be written to: {e.strerror or e}.") from e
   return folder
 
 
-@contextlib.contextmanager
-def _alone_in(folder: pathlib.Path) -> Iterator[None]:
-  """One process at a time writes to a folder; the lock ends with it, however that ends."""
-  import fcntl
-
-  with (folder / ".lock").open("a") as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      raise ValueError(
-        f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
-        "first); the same command goes on from there."
-      ) from None
-    except OSError:  # a file system without locks
-      pass
-    yield
+def _taken(folder: pathlib.Path) -> str:
+  """Says that another process writes to a folder."""
+  return (
+    f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
+    "first); the same command goes on from there."
+  )
 
 
 def _note_run(folder: pathlib.Path, start: int, step: int) -> None:
@@ -542,12 +504,10 @@ def infer(
   evaluator = Evaluator(dataclasses.replace(evaluation, num_examples=0), model, None)
   for task in evaluator.tasks:
     path, count = folder / f"{task.name}-predict.jsonl-00000-of-00001", 0
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("w", encoding="utf-8") as file:
+    with files.whole_file(path) as beside, beside.open("w", encoding="utf-8") as file:
       for example, text in evaluator.predictions(effective, task):
         file.write(_prediction_line(example, text))
         count += 1
-    os.replace(beside, path)
     print(f"  {task.name}: {count:,} predictions")
   return 0
 

@@ -19,14 +19,12 @@ import json
 import logging
 import os
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import folders
+from nm_sparsity_jax.runs import files, folders
 from nm_sparsity_jax.text import first_line
 
 
@@ -262,33 +260,9 @@ def write(folder: str, tree: Mapping[str, Any]) -> None:
     tree: target, state and so on, of numpy arrays.
   """
   check_new(folder)
-  path = pathlib.Path(folder).absolute()
   ocp = orbax(folder)
-  above = next(p for p in path.parents if p.exists())  # what is made below it goes, if all fails
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-  except OSError as e:
-    raise ValueError(f"{folder!r} cannot be made: {e.strerror or e}") from e
-  try:
-    with quiet_orbax():
-      ocp.PyTreeCheckpointer().save(unfinished / "state", tree)
-    unfinished.chmod(0o777 & ~_umask())
-    os.rename(unfinished, path)
-  except Exception as e:
-    raise ValueError(f"{folder!r} could not be written: {first_line(e)}") from e
-  finally:
-    shutil.rmtree(unfinished, ignore_errors=True)
-    for empty in path.parents:
-      if empty == above or any(empty.iterdir()):
-        break
-      empty.rmdir()
-
-
-def _umask() -> int:
-  mask = os.umask(0)
-  os.umask(mask)
-  return mask
+  with files.whole_folder(folder) as unfinished, quiet_orbax():
+    ocp.PyTreeCheckpointer().save(unfinished / "state", tree)
 
 
 # --- trees by key ---------------------------------------------------------------------------------

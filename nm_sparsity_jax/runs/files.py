@@ -1,27 +1,104 @@
-"""Small files of a run, whole or not at all, and whether a folder can be written to."""
+"""Files and folders of a run, whole or not at all, and whether a folder can be written to.
+
+What is made lies beside its name until it is complete, and is renamed then: a kill leaves what was
+there before.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
+from nm_sparsity_jax.text import first_line
 
-def write_atomically(path: pathlib.Path, text: str) -> None:
-  """All of a small file, or the one before."""
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+  """Makes a file that replaces another one when the `with` block ends well.
+
+      with whole_file("out/predictions.jsonl") as unfinished, unfinished.open("w") as file:
+        ...
+
+  Args:
+    path: the file. Its folder is there.
+
+  Yields:
+    The path to write to, beside it. An error removes it; what a kill leaves, the next call takes.
+  """
+  path = pathlib.Path(path)
   beside = path.with_name(path.name + ".tmp")
-  beside.write_text(text)
-  os.replace(beside, path)
+  try:
+    yield beside
+    os.replace(beside, path)
+  finally:
+    beside.unlink(missing_ok=True)
+
+
+def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
+  """Writes all of a small file, or leaves the one before."""
+  with whole_file(path) as unfinished:
+    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def whole_folder(name: str) -> Iterator[pathlib.Path]:
+  """Makes a new folder that has its name when the `with` block ends well.
+
+  Args:
+    name: the folder, which is not there yet; what is above it is made.
+
+  Yields:
+    The folder to write to, beside it. An error removes it, and what was made above it.
+
+  Raises:
+    ValueError: it cannot be made, or the block failed: the cause is named.
+  """
+  path = pathlib.Path(name).absolute()
+  above = next(p for p in path.parents if p.exists())  # what is made below it goes, if all fails
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+  except OSError as e:
+    raise ValueError(f"{name!r} cannot be made: {e.strerror or e}") from e
+  try:
+    yield unfinished
+    unfinished.chmod(0o777 & ~_umask())
+    os.rename(unfinished, path)
+  except Exception as e:
+    raise ValueError(f"{name!r} could not be written: {first_line(e)}") from e
+  finally:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for empty in path.parents:
+      if empty == above or any(empty.iterdir()):
+        break
+      empty.rmdir()
+
+
+def _umask() -> int:
+  mask = os.umask(0)
+  os.umask(mask)
+  return mask
+
+
+def probe(folder: str | os.PathLike) -> None:
+  """Raises the OSError that a new file in a folder would meet, and leaves nothing there."""
+  with tempfile.TemporaryFile(dir=folder):
+    pass
 
 
 def read_json(path: pathlib.Path, default: Any) -> Any:
-  """What `write_atomically` wrote, or the default where nothing did."""
+  """Reads what `write_atomically` wrote; the default where nothing did."""
   return json.loads(path.read_text()) if path.is_file() else default
 
 
 def cannot_write(folder: pathlib.Path) -> str:
-  """Why nothing can be written into a folder, which need not be there yet; "" if it can."""
+  """Says why nothing can be written into a folder, which need not be there yet; '' if it can."""
   there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
   if not there.is_dir():
     return f"Not a directory: {str(there)!r} is a file"

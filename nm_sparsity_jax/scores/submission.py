@@ -13,7 +13,6 @@ import dataclasses
 import errno
 import json
 import math
-import os
 import pathlib
 import re
 import zipfile
@@ -21,6 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue
+from nm_sparsity_jax.runs.files import probe, whole_file
 
 TASKS = {name: task for name, task in glue.TASKS.items() if task.file}
 _HEADER = "index\tprediction"
@@ -335,18 +335,13 @@ def validate(path: str, mini: bool = False) -> list[str]:
   return problems
 
 
-def _beside(target: pathlib.Path) -> pathlib.Path:
-  return target.with_name(f".{target.name}.{os.getpid()}")
-
-
 def check_writable(path: str) -> None:
   """Raises the error that `write` would raise, before minutes of reading."""
   target = pathlib.Path(path)
   try:
     if target.is_dir():
       raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    _beside(target).touch()
-    _beside(target).unlink()
+    probe(target.parent)
   except OSError as e:
     raise ValueError(f"--out {path} cannot be written: {e.strerror}") from e
 
@@ -358,14 +353,8 @@ def write(path: str, tables: Mapping[str, bytes]) -> None:
     path: the zip; one that is there is replaced.
     tables: what `make` returned.
   """
-  target = pathlib.Path(path)
-  beside = _beside(target)
-  try:
-    with zipfile.ZipFile(beside, "w") as archive:
-      for table, data in tables.items():
-        entry = zipfile.ZipInfo(table)  # of 1980-01-01
-        entry.create_system, entry.external_attr = 3, 0o644 << 16
-        archive.writestr(entry, data, zipfile.ZIP_DEFLATED, 6)
-    os.replace(beside, target)
-  finally:
-    beside.unlink(missing_ok=True)
+  with whole_file(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
+    for table, data in tables.items():
+      entry = zipfile.ZipInfo(table)  # of 1980-01-01
+      entry.create_system, entry.external_attr = 3, 0o644 << 16
+      archive.writestr(entry, data, zipfile.ZIP_DEFLATED, 6)
