@@ -51,6 +51,7 @@ CORE = [
   "flax>=0.12.8",
   "optax>=0.2.8",
   "numpy>=2.0",
+  "packaging",  # `nm-sparsity doctor` compares versions
 ]
 
 # SeqIO tasks and their metrics. SeqIO brings tensorflow-text, which needs `tensorflow`

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import doctor
+import nm_sparsity_jax
+from nm_sparsity_jax import cli, installed
+from nm_sparsity_jax import environment as env
 
 GOOD = {
   "nm-sparsity-jax": "0.1.0", "jax": "0.10.2", "flax": "0.12.8", "seqio": "0.0.20",
@@ -57,10 +58,12 @@ def environment(monkeypatch, tmp_path):
       return REQUIRES
 
     folders = {"nm_sparsity_jax", *({"importlib_resources", *modules} & {*versions, *modules})}
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    monkeypatch.setattr(doctor.importlib.metadata, "requires", requires)
-    monkeypatch.setattr(doctor.importlib.metadata, "distribution", distribution)
-    monkeypatch.setattr(doctor, "_origin", lambda m: tmp_path / m / m if m in folders else None)
+    monkeypatch.setattr(installed.importlib.metadata, "version", version)
+    monkeypatch.setattr(installed.importlib.metadata, "requires", requires)
+    monkeypatch.setattr(installed.importlib.metadata, "distribution", distribution)
+    monkeypatch.setattr(
+      installed, "folder_of", lambda m: tmp_path / m / m if m in folders else None
+    )
 
   for name in ("t5x", "airio", "jestimator"):
     runs = tmp_path / name / name / "configs/runs"
@@ -74,16 +77,16 @@ THREE = ("t5x", "airio", "jestimator")
 
 
 def bad(purpose):
-  return {f["name"]: f for f in doctor.examine(purpose) if f["status"] == "bad"}
+  return {f.name: f for f in env.examine(purpose) if f.status == "bad"}
 
 
 def test_a_good_environment_has_nothing_to_mend(environment):
   environment(modules=THREE)
   assert not bad("core") and not bad("t5x")
-  names = [f["name"] for f in doctor.examine("core")]
+  names = [f.name for f in env.examine("core")]
   assert "jax" in names and "seqio" not in names and "rich" not in names
   (rich,) = bad("local").values()
-  assert rich["name"] == "rich" and "[local]" in rich["remedy"]
+  assert rich.name == "rich" and "[local]" in rich.remedy
 
 
 @pytest.mark.parametrize("lost", GOOD)
@@ -91,14 +94,14 @@ def test_each_missing_package_is_named_with_a_remedy(environment, lost):
   environment({k: v for k, v in GOOD.items() if k != lost}, modules=THREE)
   found = bad("t5x")
   assert list(found) == [lost]
-  assert "pip install" in found[lost]["remedy"]
+  assert "pip install" in found[lost].remedy
 
 
 def test_an_old_package_is_named_with_both_versions(environment):
   environment({**GOOD, "jax": "0.9.9"}, modules=THREE)
   found = bad("core")
   assert list(found) == ["jax"]
-  assert "0.9.9" in found["jax"]["text"] and ">=0.10.2" in found["jax"]["text"]
+  assert "0.9.9" in found["jax"].text and ">=0.10.2" in found["jax"].text
 
 
 @pytest.mark.parametrize("name", ["t5", "tensorflow-cpu", "seqio-nightly", "tfds-nightly"])
@@ -106,7 +109,7 @@ def test_each_conflict_is_named(environment, name):
   environment({**GOOD, name: "1.0"}, modules=THREE)
   found = bad("core")
   assert list(found) == [name]
-  assert f"uninstall -y {name}" in found[name]["remedy"]
+  assert f"uninstall -y {name}" in found[name].remedy
 
 
 def test_tensorflow_cpu_alone_is_no_conflict(environment):
@@ -119,14 +122,14 @@ def test_tensorflow_cpu_alone_is_no_conflict(environment):
 def test_each_of_the_unpublished_three_is_asked_for(environment, lost):
   environment(modules=[name for name in THREE if name != lost])
   found = bad("t5x")
-  assert list(found) == [lost] and "docs/t5x.md" in found[lost]["remedy"]
+  assert list(found) == [lost] and "docs/t5x.md" in found[lost].remedy
   assert not bad("core")
 
 
 def test_t5x_without_its_gin_files_is_named(environment):
   environment(modules=THREE)
   (environment.folder / "t5x/t5x/configs/runs/finetune.gin").unlink()
-  assert "without its gin files" in bad("t5x")["t5x"]["text"]
+  assert "without its gin files" in bad("t5x")["t5x"].text
 
 
 def test_the_commit_of_pip_and_of_a_checkout(environment):
@@ -137,39 +140,39 @@ def test_the_commit_of_pip_and_of_a_checkout(environment):
   (git / "refs/heads").mkdir(parents=True)
   (git / "HEAD").write_text("ref: refs/heads/main\n")
   (git / "packed-refs").write_text(f"# pack-refs\n{'f' * 40} refs/heads/main\n")
-  texts = {f["name"]: f["text"] for f in doctor.examine("t5x")}
+  texts = {f.name: f.text for f in env.examine("t5x")}
   assert texts["t5x"].startswith("commit 0123456; tested: cc342d4 ")
   assert texts["airio"].startswith("commit fffffff; ")
   assert texts["jestimator"].startswith("commit unknown; ")
   (git / "refs/heads/main").write_text("e" * 40 + "\n")
-  assert "commit eeeeeee" in {f["name"]: f["text"] for f in doctor.examine("t5x")}["airio"]
+  assert "commit eeeeeee" in {f.name: f.text for f in env.examine("t5x")}["airio"]
 
 
 def test_only_the_tested_commits_pass_without_a_warning(environment):
   urls = {
     name: json.dumps({"url": "x", "vcs_info": {"vcs": "git", "commit_id": sha}})
-    for name, sha in doctor._UNPUBLISHED.items()
+    for name, sha in env.UNPUBLISHED.items()
   }
   for other in ("", *THREE):
     changed = {other: urls["t5x" if other == "airio" else "airio"]} if other else {}
     environment(modules=THREE, direct={**urls, **changed})
-    found = {f["name"]: f["status"] for f in doctor.examine("t5x")}
+    found = {f.name: f.status for f in env.examine("t5x")}
     assert {name: found[name] for name in THREE} == {
       name: "warn" if name == other else "ok" for name in THREE
     }
   docs = (ROOT / "docs/t5x.md").read_text()
   assert set(re.findall(r"github.com/\S+/(\w+)@([0-9a-f]{40})", docs)) == set(
-    doctor._UNPUBLISHED.items()
+    env.UNPUBLISHED.items()
   )
 
 
 def test_what_t5x_was_not_tested_with_is_a_warning_for_t5x_alone(environment):
   other = {"jax": "0.11.0", "jaxlib": "0.11.0", "seqio": "0.0.20.0"}
   environment({**GOOD, **other}, modules=THREE)
-  warned = lambda p: {f["name"]: f for f in doctor.examine(p) if f["status"] == "warn"}
+  warned = lambda p: {f.name: f for f in env.examine(p) if f.status == "warn"}
   assert set(warned("t5x")) == {"jax", "jaxlib", *THREE} and not bad("t5x")
   jax = warned("t5x")["jax"]
-  assert jax["text"] == "0.11.0; T5X was tested with 0.10.2" and "jax==0.10.2" in jax["remedy"]
+  assert jax.text == "0.11.0; T5X was tested with 0.10.2" and "jax==0.10.2" in jax.remedy
   assert not warned("core")
 
 
@@ -182,13 +185,13 @@ def test_warnings_are_counted_and_are_no_failure(environment, capsys):
 
 def test_a_checkout_is_installed_from_where_it_lies(environment):
   environment({k: v for k, v in GOOD.items() if k not in ("jax", "seqio")}, modules=THREE)
-  assert bad("t5x")["seqio"]["remedy"] == "pip install 'nm-sparsity-jax[t5x]'"
+  assert bad("t5x")["seqio"].remedy == "pip install 'nm-sparsity-jax[t5x]'"
   checkout = environment.folder / "nm_sparsity_jax"
   checkout.mkdir()
   (checkout / "setup.py").touch()
   remedy = f"pip install -c constraints-t5x.txt -e '.[t5x]' in {checkout}"
-  assert bad("t5x")["seqio"]["remedy"] == remedy
-  assert bad("core")["jax"]["remedy"] == f"pip install -e '.' in {checkout}"
+  assert bad("t5x")["seqio"].remedy == remedy
+  assert bad("core")["jax"].remedy == f"pip install -e '.' in {checkout}"
 
 
 def test_constraints_meet_the_floors_and_name_only_what_is_asked_for(monkeypatch):
@@ -201,10 +204,10 @@ def test_constraints_meet_the_floors_and_name_only_what_is_asked_for(monkeypatch
     name, floor = re.fullmatch(r"([\w-]+)(.*)", line).groups()
     floors[name] = floor
   lines = (ROOT / "constraints-t5x.txt").read_text().splitlines()
-  tested = doctor.tested_versions()
+  tested = env.tested_versions()
   assert len(tested) == sum(not line.startswith("#") for line in lines)
   assert set(floors) <= set(tested)
-  assert all(doctor.at_least(tested[name], floor) for name, floor in floors.items())
+  assert all(env.meets(tested[name], floor) for name, floor in floors.items())
 
   def needs(name):  # what an installed package asks for, extras apart
     lines = [r for r in importlib.metadata.requires(name) or [] if "extra ==" not in r]
@@ -218,9 +221,26 @@ def test_constraints_meet_the_floors_and_name_only_what_is_asked_for(monkeypatch
 
 
 def test_versions_compare_as_numbers():
-  assert doctor.at_least("0.10.2", ">=0.9") and not doctor.at_least("0.9", ">=0.10")
-  assert doctor.at_least("2", ">=2.0") and doctor.at_least("2.1rc1", ">=2.1")
-  assert doctor.at_least("1.0", "any version")
+  assert env.meets("0.10.2", ">=0.9") and not env.meets("0.9", ">=0.10")
+  assert env.meets("2", ">=2.0") and env.meets("2.1rc1", ">=2.1")
+  assert env.meets("1.0", "") and env.meets("unknown", "")
+  assert not env.meets("3.0", ">=2,<3") and not env.meets("unknown", ">=1")
+  assert env.same_release("0.0.20.0", "0.0.20") and env.same_release("1.20rc1", "1.20")
+  assert not env.same_release("1.2", "1.20") and env.same_release("unknown", "unknown")
+
+
+def test_without_packaging_nothing_is_compared_and_packaging_is_asked_for(environment, monkeypatch):
+  environment({**GOOD, "jax": "0.9.9"}, modules=THREE)
+  monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+  (found,) = bad("core").values()
+  assert found.name == "packaging" and "pip install" in found.remedy
+
+
+def test_versions_are_those_of_what_is_there_in_the_order_of_the_names(environment):
+  environment({"jax": "0.10.2", "flax": "0.12.8"})
+  found = installed.versions("flax", "Python", "optax", "nm-sparsity-jax", "jax")
+  assert list(found) == ["flax", "Python", "nm-sparsity-jax", "jax"]
+  assert found["jax"] == "0.10.2" and found["nm-sparsity-jax"] == nm_sparsity_jax.__version__
 
 
 def test_exit_codes_and_json(environment, capsys):
@@ -255,29 +275,29 @@ def test_devices_are_listed_on_request(environment, capsys):
 def test_devices_are_judged(environment, monkeypatch, said, libtpu, status, text, remedy):
   environment({**GOOD, **({"libtpu": libtpu} if libtpu else {})})
   monkeypatch.delenv("JAX_PLATFORMS")
-  monkeypatch.setattr(doctor, "_LIST_DEVICES", f"print('noise'); print({said!r})")
-  found = doctor._devices()
-  assert found["status"] == status and text in found["text"]
-  assert remedy in found["remedy"] and bool(remedy) == bool(found["remedy"])
+  monkeypatch.setattr(env, "_LIST_DEVICES", f"print('noise'); print({said!r})")
+  found = env.devices()
+  assert found.status == status and text in found.text
+  assert remedy in found.remedy and bool(remedy) == bool(found.remedy)
 
 
 def test_devices_that_hang_or_fail_are_told_apart(environment, monkeypatch):
   environment()
-  monkeypatch.setattr(doctor, "_LIST_DEVICES", "import time; time.sleep(60)")
-  monkeypatch.setattr(doctor, "_PATIENCE", 0.2)
-  found = doctor._devices()
-  assert found["status"] == "warn" and "--worker=all" in found["remedy"]
-  monkeypatch.setattr(doctor, "_LIST_DEVICES", "raise RuntimeError('no such backend')")
-  monkeypatch.setattr(doctor, "_PATIENCE", 60)
-  found = doctor._devices()
-  assert found["status"] == "bad" and found["text"] == "RuntimeError: no such backend"
+  monkeypatch.setattr(env, "_LIST_DEVICES", "import time; time.sleep(60)")
+  monkeypatch.setattr(env, "_PATIENCE", 0.2)
+  found = env.devices()
+  assert found.status == "warn" and "--worker=all" in found.remedy
+  monkeypatch.setattr(env, "_LIST_DEVICES", "raise RuntimeError('no such backend')")
+  monkeypatch.setattr(env, "_PATIENCE", 60)
+  found = env.devices()
+  assert found.status == "bad" and found.text == "RuntimeError: no such backend"
 
 
 def test_this_environment_imports_nothing_heavy():
   code = """
 import sys
-from nm_sparsity_jax.commands import doctor
-names = [f['name'] for f in doctor.examine('t5x')]
+from nm_sparsity_jax import environment as env
+names = [f.name for f in env.examine('t5x')]
 heavy = {'jax', 'tensorflow', 'seqio', 't5x', 'airio', 'jestimator', 'tensorflow_datasets'}
 print(sorted(heavy & set(sys.modules)), 't5x' in names)
 """

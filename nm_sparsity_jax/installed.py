@@ -1,0 +1,106 @@
+"""What is installed, read from metadata: nothing is imported for it.
+
+version("jax")               -> "0.10.2", or None
+versions("Python", "jax")    -> {"Python": "3.11.7", "jax": "0.10.2"}
+folder_of("t5x")             -> the folder of a module
+commit_of("t5x")             -> the git commit that it comes from, where that is known
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import platform
+import re
+
+from nm_sparsity_jax._version import __version__
+
+NAME = "nm-sparsity-jax"  # of this package, as pip knows it
+
+
+def version(name: str) -> str | None:
+  """Returns the version of a distribution, None where it is not installed.
+
+  Args:
+    name: what pip calls it, such as 'orbax-checkpoint'.
+  """
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+def versions(*names: str) -> dict[str, str]:
+  """Returns name -> version of what is installed, in the order of the names.
+
+  >>> list(versions("nm-sparsity-jax", "Python", "no-such-package"))
+  ['nm-sparsity-jax', 'Python']
+
+  Args:
+    names: distributions. 'Python' is the interpreter, and 'nm-sparsity-jax' the code that runs,
+      which needs no installation.
+  """
+  known = {"Python": platform.python_version(), NAME: __version__}
+  found = {name: known.get(name) or version(name) for name in names}
+  return {name: text for name, text in found.items() if text is not None}
+
+
+def requires(name: str) -> list[str]:
+  """Returns the requirements of a distribution, as its metadata has them; [] if it has none."""
+  try:
+    return importlib.metadata.requires(name) or []
+  except importlib.metadata.PackageNotFoundError:
+    return []
+
+
+def origin(name: str) -> dict:
+  """Returns what pip noted of where a distribution comes from (PEP 610); {} if it noted nothing."""
+  try:
+    text = importlib.metadata.distribution(name).read_text("direct_url.json")
+  except importlib.metadata.PackageNotFoundError:
+    return {}
+  return json.loads(text or "{}")
+
+
+def folder_of(module: str) -> pathlib.Path | None:
+  """Returns the folder of a top-level module without importing it, None where there is none."""
+  try:
+    spec = importlib.util.find_spec(module)
+  except (ImportError, ValueError):
+    return None
+  if spec is None:
+    return None
+  if spec.origin and spec.origin not in ("built-in", "frozen"):
+    return pathlib.Path(spec.origin).parent
+  places = list(spec.submodule_search_locations or ())
+  return pathlib.Path(places[0]) if places else None
+
+
+def commit_of(name: str) -> str | None:
+  """Returns the commit of an installation by pip from git, or of a checkout; None if unknown.
+
+  Args:
+    name: a distribution whose module has the same name.
+  """
+  if commit := origin(name).get("vcs_info", {}).get("commit_id"):
+    return commit
+  folder = folder_of(name)
+  return None if folder is None else _commit_of_checkout(folder.parent / ".git")
+
+
+def _commit_of_checkout(git: pathlib.Path) -> str | None:
+  """Reads the commit that a folder .git has checked out."""
+  try:
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref: "):
+      return head
+    ref = head.removeprefix("ref: ")
+    if (git / ref).is_file():
+      return (git / ref).read_text().strip()
+    packed = (git / "packed-refs").read_text()
+  except OSError:
+    return None
+  found = re.search(rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", packed, re.MULTILINE)
+  return found[1] if found else None
