@@ -15,8 +15,8 @@ _HOME = {
   "Recipe": "recipes",
   "recipe": "recipes",
   "Rules": "rules",
-  "init_state": "apply",
-  "update_state": "apply",
+  "init_state": "stored",
+  "update_state": "stored",
   "sparsify": "apply",
   "finalize": "apply",
   "verify": "apply",
@@ -26,8 +26,8 @@ _HOME = {
   "step_count": "optim",
 }
 _MODULES = (
-    "apply", "configure", "flops", "gradients", "layers", "masks", "metrics", "optim", "patterns",
-    "recipes", "rules", "runs", "schedules",
+    "apply", "configure", "flops", "gradients", "groups", "layers", "masks", "metrics", "optim",
+    "patterns", "recipes", "rules", "runs", "schedules", "stored",
 )  # fmt: skip
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     configure,
     flops,
     gradients,
+    groups,
     layers,
     masks,
     metrics,
@@ -45,21 +46,23 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     rules,
     runs,
     schedules,
+    stored,
   )
-  from nm_sparsity_jax.apply import finalize, init_state, sparsify, update_state, verify
+  from nm_sparsity_jax.apply import finalize, sparsify, verify
   from nm_sparsity_jax.masks import nm_mask
   from nm_sparsity_jax.optim import count_steps, sr_ste, step_count
   from nm_sparsity_jax.patterns import NM
   from nm_sparsity_jax.recipes import Recipe, recipe
   from nm_sparsity_jax.rules import Rules
   from nm_sparsity_jax.schedules import Phases
+  from nm_sparsity_jax.stored import init_state, update_state
   from nm_sparsity_jax.transform import sparse
 
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
-    "finalize", "flops", "gradients", "init_state", "layers", "masks", "metrics", "nm_mask",
-    "optim", "patterns", "recipe", "recipes", "rules", "runs", "schedules", "sparse", "sparsify",
-    "sr_ste", "step_count", "update_state", "verify",
+    "finalize", "flops", "gradients", "groups", "init_state", "layers", "masks", "metrics",
+    "nm_mask", "optim", "patterns", "recipe", "recipes", "rules", "runs", "schedules", "sparse",
+    "sparsify", "sr_ste", "step_count", "stored", "update_state", "verify",
 ]  # fmt: skip
 
 

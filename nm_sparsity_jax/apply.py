@@ -1,4 +1,4 @@
-"""A whole parameter tree: stored masks, effective parameters, exact zeros, proof.
+"""A whole parameter tree: effective parameters, exact zeros, proof.
 
 params, rules, step, state -> [sparsify] -> dense model;  at the end [finalize] -> [verify]
 """
@@ -15,125 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax import masks, opt_states
-from nm_sparsity_jax.rules import Assignment, Place, Rules, Stored
-from nm_sparsity_jax.schedules import as_step
+from nm_sparsity_jax.rules import Assignment, Place, Rules
+
+# `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
+from nm_sparsity_jax.stored import State, current, final, init_state, update_state  # noqa: F401
 from nm_sparsity_jax.text import table
 from nm_sparsity_jax.trees import flatten, map_with_names
-
-State = dict[str, Any]
-
-
-def init_state(params: Any, rules: Rules) -> State:
-  """The stored masks that the rules need; empty when no recipe keeps one.
-
-  Returns:
-    `{}`, or a dict to carry and checkpoint with the optimizer state:
-
-      step     int32 scalar, the last step that `update_state` saw
-      mask     bool masks (True = kept), nested as `params`, stateful places only
-      made     int32 scalars, likewise: what recipe and axis the mask is for
-      renewed  int32 scalars, likewise: how many times it was renewed
-      score    sums of |g * W|, float32, where there are snip places
-      seen     how many gradients are in them, int32 scalars, likewise
-
-    Masks are all True until their step comes; one_shot with `dense = 0` takes it here, from the
-    initial (or restored) weights.
-  """
-  arrays = dict(flatten(params))
-  state: State = {}
-  for path, place in rules.assign(params, partial=opt_states.is_part(params)).places.items():
-    if place.recipe.stateful:
-      state.setdefault("step", jnp.int32(0))
-      kept = place.recipe.first_state(place.groups, arrays[path])
-      _put(state, path, kept | _stamp(place, kept, 0))
-  return state
-
-
-def update_state(
-  state: State,
-  params: Any,
-  rules: Rules,
-  step: jax.Array | int,
-  grads: Any = None,
-  grads_at: Any = None,
-) -> State:
-  """Refreshes the stored masks. Pure; call it after each optimizer update.
-
-  Calls with a step that was seen before change nothing. What happens when `step` comes:
-
-      one_shot  at dense: the magnitude mask of `params`, kept for good
-      snip      at dense + 1, ...: adds |g * W| of the step just taken; with `batches` of them
-                in, the mask, kept for good
-      idp       at the start of a level: the mask of the level before, of `params`, becomes the
-                parent that later masks choose from
-
-  Args:
-    state: what `init_state` or the last call returned.
-    params: the parameters after the update.
-    rules: the rules.
-    step: the number of updates applied, after this one: `nms.step_count(opt_state)`.
-    grads: gradients of the step just taken, of its whole batch (under `optax.MultiSteps` the mean
-      over the mini-steps); only snip needs them.
-    grads_at: the parameters that `grads` were taken at, for snip's exact |g * W|; None = `params`.
-
-  Returns:
-    The new state, same structure.
-  """
-  assignment = rules.assign(params, partial=opt_states.is_part(params))
-  places = {p: x for p, x in assignment.places.items() if x.recipe.stateful}
-  if sorted(places) != (kept := sorted(stored_masks(state))):
-    raise ValueError(
-      f"the state keeps masks for {kept}, but the rules want them for {sorted(places)}: it was "
-      "made by other rules or for other parameters. Make it by nms.init_state(params, rules)."
-    )
-  if not state:
-    return state
-  step, last = as_step(step), state["step"]
-  arrays = dict(flatten(params))
-  gradients = dict(flatten(grads)) if grads is not None else {}
-  taken_at = dict(flatten(grads_at)) if grads_at is not None else arrays
-  new: State = {"step": jnp.maximum(last, step)}
-  for path, place in places.items():
-    old, w, at = _take(state, path), arrays[path], taken_at.get(path, arrays[path])
-    _refuse_unkept(place, old, state)
-    grad = _gradient(place, gradients.get(path))
-    kept = place.recipe.next_state(place.groups, old, w, step, last, grad, at)
-    _put(new, path, kept | _stamp(place, kept, new["step"]) | {"made": old["made"]})
-  return new
-
-
-def current(
-  place: Place, step: jax.Array | int, state: State | None
-) -> tuple[jax.Array | int, jax.Array | None]:
-  """The step to act at and the stored mask of a place, None where there is none.
-
-  Raises where a mask is missing, or known to be of other rules or of another time; where that is
-  traced the step is -1, which makes D and so the weights NaN.
-  """
-  found = _take(state or {}, place.path)
-  if not place.recipe.stateful:
-    return step, found.get("mask")
-  _refuse_unkept(place, found, state)
-  stored = Stored(state["step"], found["made"], found["renewed"])  # type: ignore[index]
-  return place.in_time(step, stored), found["mask"]
-
-
-def _refuse_unkept(place: Place, found: State, state: State | None):
-  """Raises unless a state holds the mask of a stateful recipe's place, and its stamps."""
-  missing = [key for key in ("mask", "made", "renewed") if key not in found]
-  if missing or not state:
-    what = "None" if state is None else "the one given"
-    lost = "none" if "mask" in missing else "no " + " and no ".join(map(repr, missing))
-    raise ValueError(
-      f"{place.recipe.name} at {place.path!r} keeps its mask as state, and state={what} has {lost} "
-      "for it: carry state = nms.init_state(params, rules) whole, refresh it by nms.update_state, "
-      "and pass it (nms.finalize(params, rules, state), or tx.update(..., nm_state=state))."
-    )
-
-
-def stored_masks(state: State | None) -> dict[str, jax.Array]:
-  """path -> stored mask of a state; empty where there is none."""
-  return dict(flatten(state["mask"])) if state else {}
 
 
 def sparsify(params: Any, rules: Rules, step: Any, state: State | None = None) -> Any:
@@ -205,10 +92,7 @@ def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) 
     place = places.get(path)
     if place is None:
       return w
-    kept = _take(state or {}, path)
-    if place.recipe.stateful:
-      _refuse_unkept(place, kept, state)
-      _refuse_untaken(place, state["step"], kept)  # type: ignore[index]
+    kept = final(place, state)
     mask = place.groups.magnitude_mask(w, place.pattern, parent=kept.get("mask"))
     return jnp.where(mask, w, jnp.zeros_like(w))
 
@@ -325,61 +209,3 @@ def _verify(place: Place, w: np.ndarray) -> Verified:
       int(counts.max(initial=0)), float(used.sum() / max(w.size, 1)), first,
       int((~np.isfinite(w.astype(np.float64))).sum()),
   )  # fmt: skip
-
-
-def _gradient(place: Place, grad: jax.Array | None) -> jax.Array | None:
-  """The gradient of a place, refused where its recipe cannot do with it."""
-  if not place.recipe.needs_gradients:
-    return grad
-  if grad is None:
-    raise ValueError(
-      f"{place.recipe.name} needs the gradient of {place.path!r}: pass update_state(..., "
-      "grads=grads), the gradients of the step just taken."
-    )
-  if grad.shape != place.shape:
-    raise ValueError(
-      f"{place.recipe.name}: the gradient of {place.path!r} has shape {grad.shape}, the weight "
-      f"{place.shape}. Pass the gradients of these parameters."
-    )
-  return grad
-
-
-def _stamp(place: Place, kept: State, step: jax.Array | int) -> dict[str, jax.Array]:
-  """What `current` looks at."""
-  renewed = jnp.asarray(place.recipe.renewed(kept, step), jnp.int32)
-  return {"made": jnp.int32(place.fingerprint), "renewed": renewed}
-
-
-def _refuse_untaken(place: Place, last: jax.Array, kept: State):
-  recipe = place.recipe
-  assert recipe.phases is not None
-  foreign = jnp.asarray(kept["made"]) != place.fingerprint
-  if not isinstance(foreign, jax.core.Tracer) and foreign:
-    place.in_time(last, Stored(last, kept["made"], kept["renewed"]))
-  fine = (jnp.asarray(kept["renewed"]) > 0) | (recipe.renewals(recipe.phases.total) == 0)
-  if not isinstance(fine, jax.core.Tracer) and not fine:
-    raise ValueError(
-      f"{place.path!r}: the mask of {recipe.name} was never taken: the state is of step "
-      f"{int(last)}. {recipe.renewed_by}"
-    )
-
-
-def _put(state: State, path: str, values: Mapping[str, jax.Array]) -> None:
-  """Sets state[key][<path>] for every key of `values`; the path is nested, as in params."""
-  for key, value in values.items():
-    tree = state.setdefault(key, {})
-    *parents, leaf = path.split("/")
-    for word in parents:
-      tree = tree.setdefault(word, {})
-    tree[leaf] = value
-
-
-def _take(state: State, path: str) -> dict[str, jax.Array]:
-  """What `_put` set for one path."""
-  found = {}
-  for key, tree in state.items():
-    for word in path.split("/"):
-      tree = tree.get(word) if isinstance(tree, Mapping) else None
-    if tree is not None and not isinstance(tree, Mapping):
-      found[key] = tree
-  return found

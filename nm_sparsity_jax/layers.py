@@ -37,9 +37,9 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 
 from nm_sparsity_jax import masks
-from nm_sparsity_jax.apply import State
-from nm_sparsity_jax.rules import Place, Rules, Stored
+from nm_sparsity_jax.rules import Place, Rules
 from nm_sparsity_jax.schedules import as_step
+from nm_sparsity_jax.stored import Stamps, State, in_time
 from nm_sparsity_jax.trees import flatten, map_with_names
 
 _log = logging.getLogger(__name__)
@@ -202,11 +202,11 @@ def _effective(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Array:
   if not place.recipe.stateful:
     return place.effective(w, step)
   mask = _read_mask(layer, place)
-  return place.effective(w, place.in_time(step, _read_stored(layer, place)), mask)
+  return place.effective(w, in_time(place, step, _read_stamps(layer, place)), mask)
 
 
 def _create_variables(layer: nn.Module, place: Place, w: jax.Array) -> None:
-  """The steps as -1, none given; the mask as `apply.init_state` starts it."""
+  """The steps as -1, none given; the mask as `stored.init_state` starts it."""
   none = lambda: jnp.int32(-1)
   if layer.is_mutable_collection(COLLECTION):
     layer.variable(COLLECTION, "step", none)
@@ -237,9 +237,9 @@ def _read_step(layer: nn.Module, place: Place) -> jax.Array:
   return step
 
 
-def _read_stored(layer: nn.Module, place: Place) -> Stored:
-  """What the stored mask is; -1 where none was given, which matches no place."""
-  found = Stored(*(layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STORED))
+def _read_stamps(layer: nn.Module, place: Place) -> Stamps:
+  """The stamps of the stored mask; -1 where none was given, which matches no place."""
+  found = Stamps(*(layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STORED))
   # numpy: under jit even a known value would be traced by jax.numpy.
   if not isinstance(found.last, jax.core.Tracer) and np.all(np.asarray(found.last) < 0):
     raise ValueError(f"{_claim(place)}, which keeps its mask as state, and none was given. {_GIVE}")
@@ -256,7 +256,7 @@ def _read_mask(layer: nn.Module, place: Place) -> jax.Array:
   return layer.get_variable(STATE_COLLECTION, "kernel")
 
 
-_STORED = ("state_step", "state_made", "state_renewed")  # as in `rules.Stored`
+_STORED = ("state_step", "state_made", "state_renewed")  # as in `stored.Stamps`
 _GIVE = (
   "Call model.apply(nms.layers.with_step(variables, step, state), ...) with the state of "
   "nms.init_state(params, rules), refreshed by nms.update_state."

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax.apply import State, current
 from nm_sparsity_jax.opt_states import named
 from nm_sparsity_jax.rules import Place, Rules
 from nm_sparsity_jax.schedules import as_step
+from nm_sparsity_jax.stored import State, current
 from nm_sparsity_jax.trees import flatten
 
 _MAX_COUNT = 2**32 - 1  # what one uint32 can count

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nm_sparsity_jax.apply import State, current
 from nm_sparsity_jax.opt_states import (
   CountStepsState,
   SrSteState,
@@ -23,6 +22,7 @@ from nm_sparsity_jax.opt_states import (
   unboxed,
 )
 from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.stored import State, current
 from nm_sparsity_jax.trees import flatten, map_with_names
 
 __all__ = [

@@ -48,7 +48,7 @@ class Recipe(abc.ABC):
     phases: the steps of the sparse run, None for dense.
     gradient_mode: 'masked' or 'straight_through'.
     lam: weight of the SR-STE term, 0 where there is none.
-    stateful: whether it keeps a mask; see `apply.init_state`.
+    stateful: whether it keeps a mask; see `stored.init_state`.
     needs_gradients: whether `next_state` must be given the gradient of each update.
   """
 

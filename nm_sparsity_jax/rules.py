@@ -18,35 +18,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
-import jax.numpy as jnp
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax import roles as vocabulary
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Dense, Recipe
-from nm_sparsity_jax.schedules import as_step
 from nm_sparsity_jax.text import table
 from nm_sparsity_jax.trees import flatten, path_name
 
 _log = logging.getLogger(__name__)
 
 _POLICIES = ("error", "skip", "pad")
-
-
-class Stored(NamedTuple):
-  """What tells whether a stored mask is the right one; int32 scalars.
-
-  Attributes:
-    last: the last step that `update_state` saw.
-    made: the `fingerprint` of the place that it was made for.
-    renewed: how many times it was renewed.
-  """
-
-  last: jax.Array
-  made: jax.Array
-  renewed: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,38 +105,6 @@ class Place:
       if a.pattern is not None and a.decay_stop > 0.002 and d == 0:
         remarks.append(f"D jumps from {a.decay_stop:.3g} to 0 at step {a.stop}")
     return tuple(remarks)
-
-  @property
-  def fingerprint(self) -> int:
-    """Differs where masks differ: a hash of recipe, axis length and padding, in 31 bits.
-
-    Not of the axis: a layer in a scan and the stacked parameter have different ones.
-    """
-    text = repr((self.recipe, self.axis_size, self.pad))
-    return zlib.crc32(text.encode()) >> 1
-
-  def in_time(self, step: jax.Array | int, stored: Stored) -> jax.Array:
-    """`step`, or -1 where a stored mask is not the one for `step`: of other rules, old, or new.
-
-    At step -1 D is NaN: what is traced cannot raise, but it can be loud. What is not traced raises.
-    """
-    step = as_step(step)
-    foreign = jnp.asarray(stored.made) != self.fingerprint
-    due = self.recipe.renewals(step)
-    wrong = foreign | (jnp.asarray(stored.renewed) != due) | (step < stored.last)
-    if not isinstance(wrong, jax.core.Tracer) and bool(wrong):
-      start = f"{self.path!r}: at step {int(step)} the stored mask of {self.recipe.name} "
-      if bool(foreign):
-        raise ValueError(
-          f"{start}was made for another recipe, pattern or axis than these rules have: "
-          f"{self.recipe!r}. A new run makes its state by nms.init_state(params, rules); if it "
-          "comes from a checkpoint, that is of a run with other rules."
-        )
-      raise ValueError(
-        f"{start}is out of date: it is of step {int(stored.last)} and was renewed "
-        f"{int(stored.renewed)} times, not {int(due)}. {self.recipe.renewed_by}"
-      )
-    return jnp.where(wrong, jnp.int32(-1), step)
 
   def effective(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
     """Returns `Recipe.effective` at this place."""

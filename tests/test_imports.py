@@ -13,8 +13,8 @@ import nm_sparsity_jax
 
 HEAVY = ("tensorflow", "tensorflow_text", "seqio", "t5x", "t5", "gin", "tensorflow_datasets")
 CORE = [
-    "patterns", "masks", "schedules", "gradients", "recipes", "rules", "apply", "optim", "layers",
-    "metrics", "flops", "configure",
+    "patterns", "masks", "schedules", "groups", "gradients", "recipes", "rules", "stored", "apply",
+    "optim", "layers", "metrics", "flops", "configure",
 ]  # fmt: skip
 
 
