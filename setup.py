@@ -45,6 +45,7 @@ class BuildWithGin(build_py):
 _ORBAX = "orbax-checkpoint>=0.12.8"
 _CLU = "clu>=0.0.12"
 _GIN = "gin-config>=0.5.0"
+_JINJA = "jinja2>=3.1"
 
 CORE = [
   "jax>=0.10.2",
@@ -67,8 +68,9 @@ TASKS = [
   "sacrebleu",
 ]
 
-# The runner that needs nothing but the Python package index.
-LOCAL = [*TASKS, _CLU, _ORBAX, "tensorboard", "rich", "matplotlib"]  # clu imports tensorboard
+# The runner that needs nothing but the Python package index. clu imports tensorboard;
+# `nm-sparsity report` fills its page with jinja2, which escapes whatever runs are called.
+LOCAL = [*TASKS, _CLU, _ORBAX, "tensorboard", "rich", "matplotlib", _JINJA]
 
 # What T5X needs from the Python package index. T5X itself, airio and jestimator are not
 # there. Install those three afterwards, each from its source at a pinned commit with
@@ -109,6 +111,7 @@ DEV = [
   "setuptools>=77",  # the tests build a wheel
   "qwix>=0.1.8",  # the peer that benchmarks/ measures against
   _GIN,  # small; most of gin_configs/ needs no more
+  _JINJA,
   _ORBAX,
   *DOCS,
 ]
@@ -123,7 +126,10 @@ setuptools.setup(
   license_files=["LICENSE"],
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["nm_sparsity_jax*", "t5x_tasks*"]),
-  package_data={"nm_sparsity_jax": ["py.typed", "published.json"]},
+  package_data={
+    "nm_sparsity_jax": ["py.typed", "published.json"],
+    "nm_sparsity_jax.report": ["page.html.jinja", "page.css"],
+  },
   cmdclass={"build_py": BuildWithGin},
   entry_points={"console_scripts": ["nm-sparsity = nm_sparsity_jax.cli:main"]},
   install_requires=CORE,

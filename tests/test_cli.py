@@ -169,6 +169,9 @@ def test_gin_path_of_a_wheel(built, tmp_path):
   script = (site / "bin/nm-sparsity").read_text()
   assert "nm_sparsity_jax.cli" in script
   assert (site / "nm_sparsity_jax/published.json").is_file()
+  assert {file.name for file in (site / "nm_sparsity_jax/report").glob("page.*")} == {
+    "page.py", "page.html.jinja", "page.css",
+  }  # fmt: skip
   assert all((site / "nm_sparsity_jax/gin_configs" / p.relative_to(ROOT / "gin_configs")).is_file()
              for p in (ROOT / "gin_configs").rglob("*.gin"))  # fmt: skip
 

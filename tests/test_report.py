@@ -4,19 +4,25 @@ import dataclasses
 import html.parser
 import json
 import math
+import os
+import pathlib
 import re
 import struct
+import subprocess
+import sys
 import time
 
 import browser
+import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, flops
+from nm_sparsity_jax import cli, configure, flops, report
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.report import charts as drawing
-from nm_sparsity_jax.report import page, sections
+from nm_sparsity_jax.report import page, reading, schedule, scored, sections, trained
 from nm_sparsity_jax.report.charts import Chart, Line
+from nm_sparsity_jax.report.parts import Cell, Section, Strip, Table
 from nm_sparsity_jax.runs import events as event_files
 
 CONFIG = """
@@ -122,7 +128,7 @@ def runs(tmp_path_factory):
 
 
 def charts(runs, **more):
-  parts = [p for s in sections.sections(sections.read(runs), **more) for p in s.parts]
+  parts = [p for s in sections.sections(reading.read(runs), **more) for p in s.parts]
   return {p.key: p for p in parts if isinstance(p, Chart)}
 
 
@@ -186,7 +192,7 @@ def test_points_are_those_of_the_events_at_steps_of_the_sparse_run(runs):
 
 def test_d_is_the_schedules_own_beside_the_samples(runs):
   dashed, other, *dots = charts(runs)["decay"].lines
-  recipe = sections.read(runs)[0].rules.places["ff"]
+  recipe = reading.read(runs)[0].rules.places["ff"]
   assert dict(dashed.points)[9] == 1.0 and dict(dashed.points)[80] == 0.0
   assert 0 < dict(dashed.points)[40] < 1
   for step, value in dashed.points:
@@ -198,13 +204,13 @@ def test_d_is_the_schedules_own_beside_the_samples(runs):
 def test_d_jumps_where_the_schedule_does():
   phases = nms.Phases(total=10_000, dense=1_234, finetune=999)
   recipe = nms.recipe("mdgf_linear", pattern="1:4", phases=phases, beta=1e-5)
-  found = dict(sections._decay(recipe, sections._segments(recipe)))
+  found = dict(schedule.decay(recipe, schedule.segments(recipe)))
   assert found[1_234] == 1.0 and found[9_000] > 0.9 and found[9_001] == 0.0 == found[9_999]
 
 
 def test_the_published_row_stands_below(tmp_path):
   run = write(tmp_path / "run", "sr_ste", "1:32")
-  table, *said = {s.key: s.parts for s in sections.sections(sections.read([run]))}["scores"]
+  table, *said = {s.key: s.parts for s in sections.sections(reading.read([run]))}["scores"]
   rte = table.head.index("RTE")
   rows = {getattr(row[0], "text", row[0]): row for row in table.rows}
   text = {name: getattr(row[rte], "text", row[rte]) for name, row in rows.items()}
@@ -216,7 +222,7 @@ def test_scores_against_flops_and_pattern(runs):
   found = charts(runs, checkpoint="last")
   lines = found["score_by_flops"].lines
   shape = flops.T5Shape.of(T5Config.t5_1_1("tiny", vocab_size=256), 16, 4)
-  for run, line, plus in zip(sections.read(runs), lines, (0, 0.5), strict=True):
+  for run, line, plus in zip(reading.read(runs), lines, (0, 0.5), strict=True):
     recipes = dict(run.rules.places)
     for (x, y), step in zip(line.points, (50, 100), strict=True):
       assert x == flops.training(shape, recipes, 8, until=step).flops
@@ -247,30 +253,30 @@ def test_a_denser_checkpoint_is_never_the_best(tmp_path):
   runs = list(found.values())
   points = {line.run: line.points for line in charts(runs)["score_by_pattern"].lines}
   assert (points[0], points[1]) == ([(0.0, 50.0)], [(1.0, 50.0)])
-  parts = {s.key: s.parts for s in sections.sections(sections.read(runs))}["scores"]
-  (table,) = [p for p in parts if isinstance(p, sections.Table) and p.head[0] == "metric"]
+  parts = {s.key: s.parts for s in sections.sections(reading.read(runs))}["scores"]
+  (table,) = [p for p in parts if isinstance(p, Table) and p.head[0] == "metric"]
   assert table.rows == [["mine accuracy", "50 @ 80", "50 @ 80"]]
   assert "the best one at the target pattern" in " ".join(p for p in parts if isinstance(p, str))
-  rows = {s.key: s.parts for s in sections.sections(sections.read(runs), 1005)}["scores"]
-  assert any("90 @ 5" in row for p in rows if isinstance(p, sections.Table) for row in p.rows)
+  rows = {s.key: s.parts for s in sections.sections(reading.read(runs), 1005)}["scores"]
+  assert any("90 @ 5" in row for p in rows if isinstance(p, Table) for row in p.rows)
 
   config = tmp_path / "1_8/config.gin"
   config.write_text(config.read_text().replace("FINETUNE_STEPS = 20\n", ""))
-  (said,) = [p for p in sections._unknown_targets(sections.read(runs), "best")]
+  (said,) = [p for p in scored.unknown_targets(reading.read(runs), "best")]
   assert said.startswith("1_8: from which step on the weights have the target pattern is not known")
-  assert said in {s.key: s.parts for s in sections.sections(sections.read(runs))}["cost"]
+  assert said in {s.key: s.parts for s in sections.sections(reading.read(runs))}["cost"]
 
 
 def test_the_environment_of_each_run(tmp_path):
   runs = [write(tmp_path / name) for name in "abc"]
-  (none,) = {s.key: s.parts for s in sections.sections(sections.read(runs))}["environment"]
+  (none,) = {s.key: s.parts for s in sections.sections(reading.read(runs))}["environment"]
   assert none.startswith("No run noted what it ran with: the local runner does, in run.json")
   elsewhere = [{"from": 1000, "environment": {"jax": "1", "devices": "1 x cpu"}},
                {"from": 1040, "environment": {"jax": "2", "devices": "1 x cpu"}}]  # fmt: skip
   for run, processes in zip(runs, (elsewhere[:1], elsewhere), strict=False):
     note = json.dumps({"start": 1000, "processes": processes})
     (tmp_path / run / "run.json").write_text(note)
-  table, *said = {s.key: s.parts for s in sections.sections(sections.read(runs))}["environment"]
+  table, *said = {s.key: s.parts for s in sections.sections(reading.read(runs))}["environment"]
   text = [[getattr(cell, "text", cell) for cell in row] for row in table.rows]
   assert text == [["jax", "1", "2", "–"], ["devices", "1 x cpu", "1 x cpu", "–"]]
   assert said == [
@@ -285,7 +291,7 @@ def test_runs_of_one_recipe_are_joined_and_mini_glue_is_no_glue(tmp_path):
   assert joined.points == [(0.0, 55.0), (1.0, 55.0)]
   mini = write(tmp_path / "c", tasks=("nm_glue_mini_rte",))
   assert "score_by_pattern" not in charts([same[0], mini])
-  by_key = {s.key: s.parts for s in sections.sections(sections.read([same[0], mini]))}
+  by_key = {s.key: s.parts for s in sections.sections(reading.read([same[0], mini]))}
   assert "does not compare with GLUE" in by_key["scores"][0]
 
 
@@ -375,7 +381,7 @@ def test_axes():
 
 
 def test_tables(runs, tmp_path):
-  by_key = {s.key: s.parts for s in sections.sections(sections.read(runs), "last")}
+  by_key = {s.key: s.parts for s in sections.sections(reading.read(runs), "last")}
   overview = by_key["runs"][0]
   assert overview.rows[0][1:5] == [
     "ff: mdgf_exponential 1:8, dense 10, finetune 20", "100 of 100", "0.64", "0.125",
@@ -391,13 +397,13 @@ def test_tables(runs, tmp_path):
   settings = by_key["settings"][0].rows
   assert settings[0][0] == "RANDOM_SEED" and [c.text for c in settings[0][1:]] == ["7", "7"]
   assert [row[0] for row in settings[1:3]] == ["PATTERN", "RECIPE"] and settings[1][1].strong
-  strips = [p for p in by_key["schedule"] if isinstance(p, sections.Strip)]
+  strips = [p for p in by_key["schedule"] if isinstance(p, Strip)]
   assert [s[:3] for s in strips[1].segments] == [(0, 10, "dense"), (10, 100, "1:4")]
 
 
 def test_a_part_without_data_says_so(tmp_path):
   folder = tmp_path / "run"
-  events(folder / "train/events.out.tfevents.1.host", {"loss": {5: 1.0}})
+  events(folder / "train/events.out.tfevents.1.host", {"timing/seconds": {5: 1.0}})
   text = make(tmp_path, [str(folder)])
   page = Outline(text)
   said = "".join(page.words)
@@ -474,6 +480,189 @@ def _broken(folder):
   return [str(folder / "run")]
 
 
+# --- from Python ------------------------------------------------------------------------------
+
+
+def test_a_report_from_python_is_that_of_the_command(runs, tmp_path):
+  """The example at the top of `report`."""
+  found = report.report(runs, checkpoint="last")
+  assert found.charts["train_loss"].lines[0].points == charts(runs)["train_loss"].lines[0].points
+  assert found["scores"] == sections.sections(reading.read(runs), "last")[1].parts
+  path = report.write(found, tmp_path / "new/page.html")
+  assert path.read_text("utf-8") == make(tmp_path, runs, "--checkpoint", "last")
+
+
+def test_pngs_from_python(tmp_path):
+  pytest.importorskip("matplotlib")
+  tags = {"nm/flip_rate/all": {1: 0.5}, "nm/flip_rate/kept": {1: math.nan}}
+  events(tmp_path / "run/train/events.out.tfevents.1.host", tags)
+  written = report.png(report.report([tmp_path / "run"]), tmp_path / "new/png")
+  assert written == [tmp_path / "new/png/flips_all.png"] and written[0].is_file()
+
+
+def test_matplotlib_is_for_pngs_alone_and_a_missing_package_is_one_line(runs, tmp_path):
+  code = f"""
+import sys
+class Lost:
+  def find_spec(self, name, path=None, target=None):
+    if name in lost:
+      raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Lost())
+lost = ["matplotlib"]
+from nm_sparsity_jax import cli
+assert cli.main(["report", {runs[0]!r}, "--out", "page.html"]) == 0
+heavy = ("matplotlib", "tensorflow", "seqio", "t5x", "gin")
+assert not [m for m in heavy if m in sys.modules]
+from nm_sparsity_jax.report import page
+page._template.cache_clear()
+lost = ["jinja2"]
+del sys.modules["jinja2"]
+assert cli.main(["report", {runs[0]!r}, "--out", "page.html"]) == 1
+"""
+  env = os.environ | {"PYTHONPATH": str(pathlib.Path(nms.__file__).parents[1])}
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+  )
+  assert not done.returncode, done.stderr
+  assert done.stderr.splitlines() == [
+    "nm-sparsity report: ModuleNotFoundError: the page needs jinja2: pip install jinja2"
+  ]
+
+
+# --- what a run trained -------------------------------------------------------------------------
+
+
+def checkpoint(folder, rules, step):
+  """A checkpoint of a run with these rules, by Orbax."""
+  ocp = pytest.importorskip("orbax.checkpoint")
+  tree = {
+    "target": {"w": np.ones((4, 2), np.float32)},
+    "state": {"step": np.int32(step)},
+    "flax_mutables": {"nm_sparsity": {"rules": configure.pack(configure.describe(rules))}},
+  }
+  ocp.PyTreeCheckpointer().save((folder / f"checkpoint_{step}/state").absolute(), tree)
+
+
+def test_the_newest_checkpoint_tells_the_rules(tmp_path):
+  """It holds what config.gin cannot tell by its macros: a recipe by reference, INDIVISIBLE."""
+  folder = pathlib.Path(write(tmp_path / "run"))
+  gin = (folder / "config.gin").read_text()
+  told = trained.rules_of(folder, gin)
+  assert told.indivisible == "error"
+  assert trained.rules_of(folder, gin + "INDIVISIBLE = 'skip'\n").indivisible == "skip"
+  phases = nms.Phases(total=100, dense=10, finetune=20)
+  for step, pattern in ((1020, "1:2"), (1100, "2:4")):
+    recipe = nms.recipe("sr_ste", pattern=pattern, phases=phases)
+    checkpoint(folder, nms.Rules({"ff": recipe, "qkv": recipe}, indivisible="pad"), step)
+  rules = trained.rules_of(folder, "SPARSITY_RULES = {'ff': @mine()}")
+  assert rules.indivisible == "pad" and set(rules.places) == {"ff", "qkv"}
+  assert {str(r.pattern) for r in rules.places.values()} == {"2:4"}
+  assert report.report([folder])["runs"][0].rows[0][1].startswith("ff: sr_ste 2:4, dense 10")
+  for file in (folder / "checkpoint_1100/state").iterdir():  # it was copied in part
+    if file.name == "_METADATA":
+      file.write_text("{")
+  assert trained.rules_of(folder, gin) == told
+  assert trained.rules_of(tmp_path / "none", gin) == told
+
+
+def other_family(folder, shape=None, metrics=None):
+  """A run of another model family: no events, no inference_eval/, no T5 in its config.gin."""
+
+  def lines(file, entries):
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+
+  steps = range(20, 101, 20)
+  lines(folder / "train/metrics.jsonl", [
+    {"step": s, "loss": 2 / s, "learning_rate": 0.5, "nm/D": 0.0, "timing/steps_per_second": 9.0}
+    for s in steps
+  ])  # fmt: skip
+  evals = [{"step": s, "loss": 3 / s, "r2": s / 200} for s in (50, 100)]
+  lines(folder / "training_eval/vectors/metrics.jsonl", evals)
+  noted = [
+    {"step": e["step"], "at_target": True, "loss": {"vectors": e["loss"]},
+     "metrics": {"vectors": {"r2": e["r2"]}} if metrics else {}}
+    for e in evals
+  ]  # fmt: skip
+  (folder / "evaluations.json").write_text(json.dumps(noted))
+  config = re.sub(r"(TASK_FEATURE_LENGTHS|network|PRETRAINED|    ).*\n", "", CONFIG)
+  (folder / "config.gin").write_text(config.format(recipe="sr_ste", pattern="1:4"))
+  note = {"start": 0, "processes": []} | ({"workload": {"shape": shape}} if shape else {})
+  (folder / "run.json").write_text(json.dumps(note))
+  return str(folder)
+
+
+OP = {"name": "wi", "role": "ff", "place": "mlp", "flops": 64, "params": 32, "axis": 8,
+      "prunable": True}  # fmt: skip
+
+
+def test_a_run_of_another_family(tmp_path):
+  """No inference_eval/, no T5: the report holds what was written, and says what is not known."""
+  folder = other_family(tmp_path / "mlp")
+  found = report.report([folder])
+  assert found.charts["train_loss"].lines[0].points == [(s, 2 / s) for s in range(20, 101, 20)]
+  assert found.charts["eval_loss_vectors"].lines[0].points == [(50, 0.06), (100, 0.03)]
+  assert found.charts["eval_r2_vectors"].lines[0].points == [(50, 0.25), (100, 0.5)]
+  assert {"learning_rate", "steps_per_second", "decay"} <= set(found.charts)
+  assert found.charts["train_loss"].title == "Training loss"
+  row = found["runs"][0].rows[0]
+  assert row[1:4] == ["ff: sr_ste 1:4, dense 10, finetune 20", "100 of 100", "0.02"]
+  assert row[5] == "–" and "score_by_pattern" not in found.charts
+  Outline(make(tmp_path, [folder]))
+  both = report.report([folder, write(tmp_path / "t5")])  # each loss in a chart of its own
+  assert [line.run for line in both.charts["train_loss"].lines] == [0]
+
+
+def test_another_family_is_judged_by_what_its_evaluations_note(tmp_path):
+  folder = other_family(tmp_path / "mlp", [OP], metrics=True)
+  found = report.report([folder])
+  assert found.charts["vectors_r2"].lines[0].points == [(50, 0.25), (100, 0.5)]
+  assert "eval_r2_vectors" not in found.charts and "eval_loss_vectors" in found.charts
+  assert found["scores"][0].rows == [["vectors r2", "0.5 @ 100"]]
+  assert found.charts["score_by_pattern"].lines[0].points == [(0.0, 0.5)]
+  shape = trained.shape_of(pathlib.Path(folder), "")
+  assert shape.ops() == (flops.Op(**OP),)
+  cost = flops.training(shape, dict(found.runs[0].rules.places), 8, until=100).flops
+  assert found.charts["score_by_flops"].lines[0].points[-1] == (cost, 0.5)
+  assert 0 < cost < flops.training(shape, {}, 8, steps=100).flops
+  other_family(tmp_path / "odd", [{"nope": 1}])
+  with pytest.raises(ValueError, match=r"run.json notes a shape that cannot be read: .*nope"):
+    trained.shape_of(tmp_path / "odd", "")
+
+
+def test_names_are_escaped_wherever_they_stand(tmp_path):
+  """A name with all that HTML gives a meaning comes out as text, in elements and in attributes."""
+  odd = """x<y>&"z'</title>"""
+  chart = Chart(odd, odd, odd, [Line(0, [(0, 1.0), (1, 2.0)], names=[odd, odd])], note=odd)
+  labelled = dataclasses.replace(chart, key="b", labels=[odd, odd])
+  nothing = Chart("c", odd, odd, [Line(0, [(0, math.nan)])])
+  strip = Strip(0, odd, [(0, 5, odd, 0.5, 1.0, 1.0), (5, 9, "dense", 1.0, 0.0, 0.0)])
+  cells = [odd, Cell(odd), Cell(odd, bar=0.5, run=0), Cell(odd, run=0), Cell(odd, strong=True)]
+  shown = [chart, labelled, nothing, Table(cells, [cells]), strip, odd]
+  runs = [reading.Run(pathlib.Path("r"), odd, {}, {}, {}, gin) for gin in (odd, "")]
+  text = page.render(runs, [Section("s", odd, shown)], {odd: odd})
+  found = Outline(text)
+  bare = Outline(page.render(
+    [dataclasses.replace(run, name="n", gin=run.gin and "g") for run in runs], [Section("s", "t", [
+      *(dataclasses.replace(c, title="t", x="x", note="n", labels=["l"] * len(c.labels), lines=[
+        dataclasses.replace(line, names=["n"] * len(line.names)) for line in c.lines
+      ]) for c in (dataclasses.replace(chart, key="a"), labelled, nothing)),
+      Table(["c", *(dataclasses.replace(c, text="c") for c in cells[1:])],
+            [["c", *(dataclasses.replace(c, text="c") for c in cells[1:])]]),
+      dataclasses.replace(strip, title="t", segments=[(0, 5, "l", *s[3:]) if s[2] == odd else s
+                                                      for s in strip.segments]),
+      "sentence"])], {"a": "b"}))  # fmt: skip
+  names = lambda page: [(tag, name) for tag, name, _ in page.attributes]
+  assert names(found) == names(bare)  # no name adds a tag or an attribute
+  said = "".join(found.words)
+  # Legend, title and h1, heading and link, tables, figures, strip, gin, footer: each of them.
+  assert said.count(odd) > 30 and "&lt;" not in said and "&amp;" not in said
+  assert {(tag, name) for tag, name, value in found.attributes if odd in (value or "")} >= {
+    ("figure", "id"), ("svg", "aria-label"), ("div", "title"),
+  }  # fmt: skip
+  assert text.count(odd) == 0
+
+
 # --- the browser ----------------------------------------------------------------------------------
 
 
@@ -510,6 +699,7 @@ def test_a_browser_shows_it_on_a_desk_and_on_a_phone(runs, tmp_path):
 
 def test_what_a_page_draws_of_many_points_has_no_dots():
   many = Chart("k", "t", "x", [Line(0, [(x, 1.0 + x) for x in range(500)])])
-  text = page._figure(many, ["run"])
+  section = Section("s", "s", [many])
+  text = page.render([reading.Run(pathlib.Path("run"), "run", {}, {}, {}, "")], [section], {})
   (points,) = re.findall('points="(.*?)"', text)
   assert "<circle" not in text and len(points.split()) == 500 and text.count("<tr>") == 501

@@ -12,12 +12,9 @@ Exit code: 0 = written, 1 = a folder is no run's, has no metrics, or is broken.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import pathlib
-import platform
 
-from nm_sparsity_jax._version import __version__
 from nm_sparsity_jax.runs import files
 
 
@@ -38,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Reads, draws, writes."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
-  from nm_sparsity_jax.report import charts, page, sections
+  from nm_sparsity_jax import report
 
   out = pathlib.Path(args.out)
   files.check_folder("--out", out.parent)
@@ -46,22 +43,9 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError(f"--out: {str(out)!r} is a folder: name a file in it.")
   if args.png:
     files.check_folder("--png", pathlib.Path(args.png))
-  runs = sections.read(args.runs)
-  parts = sections.sections(runs, args.checkpoint)
-  out.parent.mkdir(parents=True, exist_ok=True)
-  out.write_text(page.render(runs, parts, versions()), "utf-8")
-  print(out)
+  found = report.report(args.runs, args.checkpoint)
+  print(report.write(found, out))
   if args.png:
-    folder = pathlib.Path(args.png)
-    folder.mkdir(parents=True, exist_ok=True)
-    for chart in (part for s in parts for part in s.parts if isinstance(part, charts.Chart)):
-      if charts.axes_of(chart):
-        charts.png(chart, [run.name for run in runs], folder / f"{chart.key}.png")
-    print(folder)
+    report.png(found, args.png)
+    print(pathlib.Path(args.png))
   return 0
-
-
-def versions() -> dict[str, str]:
-  """Of what makes a page."""
-  found = {"nm-sparsity-jax": __version__, "Python": platform.python_version()}
-  return found | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}

@@ -19,7 +19,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue, roles
@@ -183,6 +183,26 @@ def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
   if not (file := folder / f"{name}-metrics.jsonl").is_file():
     return series
   lines: Series = {}
+  for step, values in json_lines(file, remarks):
+    if step in lines and not _same(lines[step], values):
+      remarks.append(f"{name} was evaluated again at step {step} with other results: they count")
+    lines[step] = values
+  for step, values in lines.items():
+    if step in series and not _same(series[step], values):
+      remarks.append(f"{name}: events differ from {file.name} at step {step}: the latter counts")
+  return series | lines
+
+
+def json_lines(file: pathlib.Path, remarks: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
+  """Reads lines such as {"step": 100, "loss": 0.5}; yields (step, name -> number) of each.
+
+  Args:
+    file: what seqio's JSONLogger wrote, or the local runner.
+    remarks: gets a remark if the last line is only half written.
+
+  Raises:
+    ValueError: a line is no JSON object with a step.
+  """
   text = file.read_text()
   whole, _, last = text.rpartition("\n")
   if last and not _is_json(last):  # it is being written
@@ -198,14 +218,7 @@ def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
         raise ValueError(f"step {step!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
       raise ValueError(f"{file}, line {number}: no JSON object with a step ({e})") from e
-    values = {k: float(v) for k, v in entry.items() if isinstance(v, int | float)}
-    if step in lines and not _same(lines[step], values):
-      remarks.append(f"{name} was evaluated again at step {step} with other results: they count")
-    lines[step] = values
-  for step, values in lines.items():
-    if step in series and not _same(series[step], values):
-      remarks.append(f"{name}: events differ from {file.name} at step {step}: the latter counts")
-  return series | lines
+    yield step, {k: float(v) for k, v in entry.items() if isinstance(v, int | float)}
 
 
 def _is_json(text: str) -> bool:

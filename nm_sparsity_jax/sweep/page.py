@@ -14,11 +14,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.commands import report
+from nm_sparsity_jax import report
 from nm_sparsity_jax.patterns import NM
-from nm_sparsity_jax.report import charts, page, sections
+from nm_sparsity_jax.report import charts, reading, sections
 from nm_sparsity_jax.report.charts import Chart, Line
-from nm_sparsity_jax.report.sections import Run, Section, Table
+from nm_sparsity_jax.report.parts import Section, Table
+from nm_sparsity_jax.report.reading import Run
 from nm_sparsity_jax.sweep import grid, table
 
 
@@ -35,7 +36,7 @@ def write(
   done: dict[tuple[str, str | None], list[Run]] = {}
   for cell in sweep.cells:
     if grid.is_done(cell, known[cell.name]):
-      (run,) = sections.read([str(cell.folder)])
+      (run,) = reading.read([cell.folder])
       done.setdefault((cell.recipe, cell.pattern), []).append(run)
   if not done:
     return None
@@ -51,9 +52,7 @@ def write(
     for section in sections.sections(runs, "last"):
       if section.key != "scores":  # of single runs; the tables above are in its place
         parts.append(_renamed(section, number, pattern))
-  path = sweep.out / "report.html"
-  path.write_text(page.render(shown, parts, report.versions()), "utf-8")
-  return path
+  return report.write(report.Report(shown, parts), sweep.out / "report.html")
 
 
 def _results(found: Mapping[str, Any], recipes: Sequence[str]):

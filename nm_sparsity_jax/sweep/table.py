@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import scores
-from nm_sparsity_jax.report import sections
+from nm_sparsity_jax.report import reading, scored
 from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.sweep import grid
 from nm_sparsity_jax.text import columns
@@ -68,9 +68,9 @@ def _run(cell: grid.Cell, known: grid.Checked, is_start: bool) -> dict[str, Any]
   last = known.first + known.steps
   losses = folders.evaluations(cell.folder)[last]["loss"]
   found["loss"] = math.fsum(losses.values()) / len(losses) if losses else None
-  tasks = sections.tasks_in(cell.folder / "inference_eval")
-  run = sections.Run(cell.folder, cell.name, {}, {}, tasks, "")
-  for title, (task, metrics) in sections.measures(run).items():
+  tasks = reading.tasks_of(cell.folder)
+  run = reading.Run(cell.folder, cell.name, {}, {}, tasks, "")
+  for title, (task, metrics) in scored.measures(run).items():
     step, why = scores.choose(tasks[task], metrics, last)
     if step is None:
       found["tasks"][title] = None
