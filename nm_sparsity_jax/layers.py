@@ -36,7 +36,7 @@ from flax.linen import partitioning
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax import masks
+from nm_sparsity_jax import masks, opt_states
 from nm_sparsity_jax.rules import Place, Rules
 from nm_sparsity_jax.schedules import as_step
 from nm_sparsity_jax.stored import Stamps, State, in_time
@@ -134,15 +134,17 @@ class Conv(nn.Conv):
     return _effective(self, value, axis=-2) if name == "kernel" else value
 
 
-def with_step(variables: Variables, step: jax.Array | int, state: State | None = None) -> Variables:
-  """`variables` with every sparse layer told the step, and its stored mask.
+def with_step(variables: Variables, step: Any, state: State | None = None) -> Variables:
+  """Returns `variables` with the step, and the stored mask, of every sparse layer.
 
+      model.apply(with_step({**variables, "params": params}, opt), x)  # opt: of nms.sparse
       model.apply(with_step({**variables, "params": params}, step, state), x)
 
   Args:
     variables: what `model.init` returned, parameters exchanged or not (they are not looked at). The
       leaves of the collection `nm_sparsity` may be shapes, as of `jax.eval_shape(model.init, ...)`.
-    step: updates applied so far, `nms.step_count(opt_state)`.
+    step: the state of an optimizer made by `nms.sparse`, which also holds the stored masks; or the
+      updates applied so far, `nms.step_count(opt_state)`.
     state: what `nms.init_state` or `nms.update_state` returned; its masks become the collection
       `nm_sparsity_state`. None keeps the masks that `variables` got by an earlier call; those of
       `init` stand for nothing, and a stateful recipe refuses them.
@@ -150,7 +152,10 @@ def with_step(variables: Variables, step: jax.Array | int, state: State | None =
   Returns:
     A new mapping of the same type.
   """
-  step = as_step(step)
+  if not opt_states.is_step(step):
+    step, state = opt_states.read(step)
+  else:
+    step = as_step(step)
   if not jax.tree_util.tree_leaves(variables.get(COLLECTION, {})):
     raise ValueError(
       f"with_step found no sparse layer: variables hold {sorted(variables)}, and no step under "

@@ -92,18 +92,18 @@ def sparse_state(opt_state: Any) -> SparseState | None:
   return SparseState(unboxed(state.count), unboxed(state.fingerprint), masks, state.inner_state)
 
 
-def read(opt_state: Any, fingerprint: int) -> tuple[jax.Array, dict[str, Any]]:
+def read(opt_state: Any, fingerprint: int | None = None) -> tuple[jax.Array, dict[str, Any]]:
   """Returns the step and the stored masks of the `nms.sparse` in an optimizer state.
 
   Args:
     opt_state: an optimizer state that holds a state of `nms.sparse`.
     fingerprint: that of the caller's rules. Other rules than those of `nms.sparse` raise; where
-      the state is traced, the step is -1, which makes the weights NaN.
+      the state is traced, the step is -1, which makes the weights NaN. None compares nothing.
   """
   state = sparse_state(opt_state)
   if state is None:
     raise ValueError(f"the optimizer state holds no state of nms.sparse: {_HOW}.")
-  return matched(state, fingerprint), state.masks
+  return state.count if fingerprint is None else matched(state, fingerprint), state.masks
 
 
 def matched(state: SparseState, fingerprint: int) -> jax.Array:
