@@ -21,7 +21,6 @@ from nm_sparsity_jax.opt_states import SparseState
 from nm_sparsity_jax.optim import add_sr_ste
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.stored import init_state, update_state
-from nm_sparsity_jax.stored import init_state, update_state
 from nm_sparsity_jax.trees import flatten
 
 
