@@ -27,7 +27,7 @@ _HOME = {
 }
 _MODULES = (
     "apply", "configure", "flops", "gradients", "groups", "layers", "masks", "metrics", "optim",
-    "patterns", "recipes", "rules", "runs", "schedules", "stored",
+    "patterns", "recipes", "report", "rules", "runs", "schedules", "scores", "stored",
 )  # fmt: skip
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
@@ -43,9 +43,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     optim,
     patterns,
     recipes,
+    report,
     rules,
     runs,
     schedules,
+    scores,
     stored,
   )
   from nm_sparsity_jax.apply import finalize, sparsify, verify
@@ -61,8 +63,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
     "finalize", "flops", "gradients", "groups", "init_state", "layers", "masks", "metrics",
-    "nm_mask", "optim", "patterns", "recipe", "recipes", "rules", "runs", "schedules", "sparse",
-    "sparsify", "sr_ste", "step_count", "stored", "update_state", "verify",
+    "nm_mask", "optim", "patterns", "recipe", "recipes", "report", "rules", "runs", "schedules",
+    "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "update_state", "verify",
 ]  # fmt: skip
 
 

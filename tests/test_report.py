@@ -565,7 +565,7 @@ def test_the_newest_checkpoint_tells_the_rules(tmp_path):
   assert trained.rules_of(tmp_path / "none", gin) == told
 
 
-def other_family(folder, shape=None, metrics=None):
+def other_family(folder, ops=None, metrics=None):
   """A run of another model family: no events, no inference_eval/, no T5 in its config.gin."""
 
   def lines(file, entries):
@@ -587,7 +587,7 @@ def other_family(folder, shape=None, metrics=None):
   (folder / "evaluations.json").write_text(json.dumps(noted))
   config = re.sub(r"(TASK_FEATURE_LENGTHS|network|PRETRAINED|    ).*\n", "", CONFIG)
   (folder / "config.gin").write_text(config.format(recipe="sr_ste", pattern="1:4"))
-  note = {"start": 0, "processes": []} | ({"workload": {"shape": shape}} if shape else {})
+  note = {"start": 0, "processes": []} | ({"workload": {"ops": ops}} if ops else {})
   (folder / "run.json").write_text(json.dumps(note))
   return str(folder)
 
@@ -626,7 +626,7 @@ def test_another_family_is_judged_by_what_its_evaluations_note(tmp_path):
   assert found.charts["score_by_flops"].lines[0].points[-1] == (cost, 0.5)
   assert 0 < cost < flops.training(shape, {}, 8, steps=100).flops
   other_family(tmp_path / "odd", [{"nope": 1}])
-  with pytest.raises(ValueError, match=r"run.json notes a shape that cannot be read: .*nope"):
+  with pytest.raises(ValueError, match=r"run.json notes operations that cannot be read: .*nope"):
     trained.shape_of(tmp_path / "odd", "")
 
 

@@ -2,7 +2,7 @@
 
     newest checkpoint -> the rules that it holds      \\
     config.gin        -> rules by its macros          /  Rules
-    run.json          -> {"workload": {"shape": ...}} \\
+    run.json          -> {"workload": {"ops": [...]}} \\
     config.gin        -> the T5 that it binds         /  flops.Shape
 """
 
@@ -110,8 +110,8 @@ class NotedShape:
 def shape_of(folder: pathlib.Path, gin: str) -> flops.Shape:
   """Returns the shape of a run's network.
 
-  A run of any model family notes it in run.json: {"workload": {"shape": [...]}}, each entry the
-  fields of a `flops.Op`. Without such a note it is the T5 that config.gin binds.
+  A run of any model family notes its operations in run.json, {"workload": {"ops": [...]}}, each
+  with the fields of a `flops.Op`. Without such a note it is the T5 that config.gin binds.
 
   Args:
     folder: the run's.
@@ -122,13 +122,13 @@ def shape_of(folder: pathlib.Path, gin: str) -> flops.Shape:
   """
   from nm_sparsity_jax import flops
 
-  noted = (results.started(folder).get("workload") or {}).get("shape")
+  noted = (results.started(folder).get("workload") or {}).get("ops")
   if noted is None:
     return _configured_t5(gin)
   try:
     return NotedShape(tuple(flops.Op(**op) for op in noted))
   except TypeError as e:
-    raise ValueError(f"run.json notes a shape that cannot be read: {e}") from e
+    raise ValueError(f"run.json notes operations that cannot be read: {e}") from e
 
 
 def _configured_t5(gin: str) -> flops.T5Shape:
