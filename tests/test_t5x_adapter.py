@@ -472,6 +472,12 @@ def test_what_cannot_go_on_is_refused():
   chain = optimizers.chain([nms.sr_ste(rules_of("sr_ste")), optax.adam(0.1)])
   with pytest.raises(ValueError, match="holds nms.sr_ste.*act twice"):
     begin(make(rules_of("sr_ste"), optimizer_def=chain))
+  for tx in (
+    nms.sparse(optax.adam(0.1), rules_of("idp")),
+    nms.sparse(optax.sgd(0.1), rules_of("sr_ste")),
+  ):
+    with pytest.raises(ValueError, match="holds nms.sparse.*act twice"):
+      begin(make(rules_of("sr_ste"), optimizer_def=optimizers.OptaxWrapper(tx)))
   steps = optimizers.chain([optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()])
   with pytest.raises(ValueError, match="optax.MultiSteps.*num_microbatches"):
     begin(make(rules_of("sr_ste"), optimizer_def=steps))

@@ -29,11 +29,21 @@ from nm_sparsity_jax.trees import flatten
 COLLECTION = layers.COLLECTION
 UNKNOWN = -1  # the start of a run that has not begun
 
+
+def refuse_sparse(*_: Any) -> None:
+  """Refuses `nms.sparse`, whose state T5X cannot shard: the trainer does what it does."""
+  raise ValueError(
+    "the optimizer chain holds nms.sparse, but in T5X the trainer counts, keeps the stored masks "
+    "and adds SR-STE's term, for every optimizer: it would act twice. Take it out of the chain."
+  )
+
+
 # T5X shards an optax state by a table of known types; ours hold a replicated count.
 optimizers.OptaxStatePartitionRules._RULES.update(
   {
     optim.CountStepsState: lambda state, axes: optim.CountStepsState(count=None),  # type: ignore
     optim.SrSteState: lambda state, axes: optim.SrSteState(count=None),  # type: ignore
+    optim.SparseState: refuse_sparse,
   }
 )
 

@@ -19,7 +19,7 @@ from t5x import losses, optimizers, trainer, utils
 
 from nm_sparsity_jax import apply, optim
 from nm_sparsity_jax.t5x_adapter import measure
-from nm_sparsity_jax.t5x_adapter.models import COLLECTION, UNKNOWN, SparseModel
+from nm_sparsity_jax.t5x_adapter.models import COLLECTION, UNKNOWN, SparseModel, refuse_sparse
 
 
 class SparseTrainer(trainer.Trainer):
@@ -230,7 +230,7 @@ def _started(model, train_state, axes, partitioner, start):
 
 
 def refuse_in_chain(train_state) -> None:
-  """Refuses an optimizer that holds `nms.sr_ste` or `optax.MultiSteps`.
+  """Refuses an optimizer that holds `nms.sparse`, `nms.sr_ste` or `optax.MultiSteps`.
 
   Args:
     train_state: T5X's, of arrays or of shapes.
@@ -241,6 +241,8 @@ def refuse_in_chain(train_state) -> None:
     leaves = jax.tree_util.tree_leaves(train_state.param_states, is_leaf=is_one)
     return any(map(is_one, leaves))
 
+  if has(optim.SparseState):
+    refuse_sparse()
   if has(optim.SrSteState):
     raise ValueError(
       "the optimizer chain holds nms.sr_ste, but in T5X the trainer adds SR-STE's term, for every "
