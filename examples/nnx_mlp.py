@@ -32,25 +32,23 @@ recipe = nms.recipe(
 )
 rules = nms.Rules({"(hidden|out)/kernel": recipe})  # a place is a role or a regex for a whole path
 
-# What the optimizer trains, and the rest: here BatchNorm's statistics.
-graph, params, rest = nnx.split(Mlp(nnx.Rngs(0)), nnx.Param, ...)
-print(rules.assign(params))
-tx = optax.chain(nms.count_steps(), optax.adam(3e-3))
 
-
-@jax.jit
-def train_step(params, rest, opt_state, x, y):
-  """One update; the step of the schedule is the optimizer's own count."""
-  step = nms.step_count(opt_state)
+@nnx.jit
+def train_step(model, optimizer, x, y):
+  """One update; the optimizer's state holds the step of the schedule."""
+  # What the optimizer trains, and the rest: here BatchNorm's statistics.
+  graph, params, rest = nnx.split(model, nnx.Param, ...)
 
   def loss_fn(params):
-    model = nnx.merge(graph, nms.sparsify(params, rules, step), rest, copy=True)
-    loss = jnp.mean((model(x) - y) ** 2)
-    return loss, nnx.state(model, nnx.Not(nnx.Param))
+    sparse = nms.sparsify(params, rules, optimizer.opt_state)
+    run = nnx.merge(graph, sparse, rest, copy=True)
+    loss = jnp.mean((run(x) - y) ** 2)
+    return loss, nnx.state(run, nnx.Not(nnx.Param))
 
   (loss, rest), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-  updates, opt_state = tx.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), rest, opt_state, loss
+  optimizer.update(model, grads)
+  nnx.update(model, rest)
+  return loss
 
 
 def main():
@@ -58,14 +56,16 @@ def main():
   key = jax.random.key(0)
   x = jax.random.normal(key, (256, 16))
   y = jnp.tanh(x @ jax.random.normal(jax.random.fold_in(key, 1), (16, 4)) / 4)
-  trained, seen, opt_state = params, rest, tx.init(params)
+  model = Mlp(nnx.Rngs(0))
+  print(rules.assign(nnx.state(model, nnx.Param)))
+  optimizer = nnx.Optimizer(model, nms.sparse(optax.adam(3e-3), rules), wrt=nnx.Param)
   for step in range(STEPS):
-    trained, seen, opt_state, loss = train_step(trained, seen, opt_state, x, y)
+    loss = train_step(model, optimizer, x, y)
     if step % 60 == 0 or step == STEPS - 1:
       print(f"step {step:3d}  D {float(recipe.decay(step)):.2f}  loss {float(loss):.4f}")
 
-  final = nms.finalize(trained, rules)
-  model = nnx.merge(graph, final, seen)  # a plain nnx model with exact zeros
+  final = nms.finalize(nnx.state(model, nnx.Param), rules, optimizer.opt_state)
+  nnx.update(model, final)  # a plain nnx model with exact zeros
   model.eval()
   print(f"final loss {float(jnp.mean((model(x) - y) ** 2)):.4f}")
   print(nms.verify(final, rules))

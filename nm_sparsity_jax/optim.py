@@ -13,11 +13,13 @@ import optax
 
 from nm_sparsity_jax.opt_states import (
   CountStepsState,
+  SparseState,
   SrSteState,
   field,
   holds_sparse,
   is_part,
   named,
+  read,
   sparse_state,
   unboxed,
 )
@@ -26,8 +28,8 @@ from nm_sparsity_jax.stored import State, current
 from nm_sparsity_jax.trees import flatten, map_with_names
 
 __all__ = [
-    "CountStepsState", "SrSteState", "add_sr_ste", "count_steps", "holds_sparse", "sr_ste",
-    "step_count",
+    "CountStepsState", "SparseState", "SrSteState", "add_sr_ste", "count_steps", "holds_sparse",
+    "sr_ste", "step_count",
 ]  # fmt: skip
 
 
@@ -110,13 +112,20 @@ def count_steps() -> optax.GradientTransformation:
   return optax.GradientTransformation(init, update)
 
 
-def step_count(opt_state: Any) -> jax.Array:
+def step_count(opt_state: Any, rules: Rules | None = None) -> jax.Array:
   """Returns the number of optimizer updates applied, an int32 scalar: the `step`.
 
   It is the count of `nms.sparse`; else under `optax.MultiSteps` its `gradient_step`; else the count
   of `sr_ste` or `count_steps`; else the first `count` in the chain. (Counts that begin anew, of
   `optax.apply_every` and `reduce_on_plateau`, are skipped.)
+
+  Args:
+    opt_state: the state of any optax optimizer.
+    rules: with rules, `opt_state` must be of an optimizer made by `nms.sparse(tx, rules)`; other
+      rules raise. Pass them where a run goes on from a checkpoint.
   """
+  if rules is not None:
+    return read(opt_state, rules.fingerprint)[0]
   sparse = sparse_state(opt_state)
   if sparse is not None:
     return sparse.count

@@ -658,6 +658,9 @@ def test_arguments():
 def test_other_rules_are_found_out(dense):
   tx, step, params, opt = half_way()
   other = nms.Rules({".*/kernel": nms.recipe("dense")}) if dense else OTHER
+  assert nms.step_count(opt, MIXED) == 6
+  with refused("made by nms.sparse with other rules"):
+    nms.step_count(opt, other)
   for read in (nms.sparsify, nms.finalize):
     with refused("made by nms.sparse with other rules"):
       read(params, other, opt)
