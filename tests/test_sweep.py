@@ -16,11 +16,10 @@ import pytest
 import sweep_stub
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.commands import sweep as sweep_command
 from nm_sparsity_jax.report import charts
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Relay
-from nm_sparsity_jax.sweep import grid, page
+from nm_sparsity_jax.sweep import checks, grid, pages, training
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
 
@@ -49,7 +48,7 @@ def here(tmp_path, monkeypatch):
   """An empty folder to stand in; runs are stubs, and the task is not looked up."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
-  monkeypatch.setattr(grid.Check, "check_tasks", lambda self: None)
+  monkeypatch.setattr(checks, "check_tasks", lambda sweep, checked: None)
   return tmp_path
 
 
@@ -152,7 +151,7 @@ def test_the_files_of_example_and_documentation_are_right(here):
   (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)
   for sweep in (example, grid.read(write(block))):
     last = list(sweep.runs())[-1]
-    known = grid.Check(sweep).runs[last.name]
+    known = checks.check(sweep).runs[last.name]
     assert (known.first, known.steps) == (1500, 400)
 
 
@@ -216,7 +215,7 @@ def test_what_is_done_is_shown_without_the_checkpoint_that_it_started_from(
 ):
   text = SMALL.partition("[start]")[0] + "INITIAL_CHECKPOINT_PATH = 'gone/checkpoint_2'\n"
   with monkeypatch.context() as m:
-    m.setattr(grid, "_step_of", lambda checkpoint: 2)
+    m.setattr(checks, "_step_of", lambda checkpoint: 2)
     code, out, _ = sweep(write(text), capsys)
     assert code == 0 and trace("idp-1_4-seed3") == [3, 4, 5, 6]
   assert sweep("sweep.toml", capsys, "--table")[:2] == (0, out)
@@ -251,15 +250,15 @@ def test_what_fails_is_named_takes_nothing_along_and_is_tried_again(here, capsys
 
 def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatch):
   file = write(SMALL)
-  check = grid.Check(grid.read(file))
+  check = checks.check(grid.read(file))
   settings = {}
   monkeypatch.setattr(
     run_settings, "changed", lambda folder, now: settings.update({folder.name: now}) or ""
   )
-  grid.Check(grid.read(file))
+  checks.check(grid.read(file))
   monkeypatch.undo()
   monkeypatch.chdir(here)
-  monkeypatch.setattr(grid.Check, "check_tasks", lambda self: None)
+  monkeypatch.setattr(checks, "check_tasks", lambda sweep, checked: None)
   for name in ("sr_ste-1_4-seed0", "idp-1_4-seed0", "idp-1_4-seed3"):
     folder = pathlib.Path("out", name)
     folder.mkdir(parents=True)
@@ -286,7 +285,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, capsys, monkeypatc
   assert code == 1 and "out/sr_ste-1_4-seed0 was evaluated by Evaluation(" in err
   assert "num_examples=None" in err and "num_examples=64" in err
   # When things are looked at is free.
-  grid.Check(grid.read(write(SMALL.replace("[macros]", "[macros]\nEVAL_PERIOD = 1"))))
+  checks.check(grid.read(write(SMALL.replace("[macros]", "[macros]\nEVAL_PERIOD = 1"))))
   known = check.runs["idp-1_4-seed0"]
   assert (known.first, known.steps) == (2, 4) and known.evaluation.startswith("Evaluation(")
 
@@ -295,10 +294,8 @@ ALONE = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.report import charts
-from nm_sparsity_jax.sweep import grid
-from nm_sparsity_jax.commands import sweep as sweep_command
-grid.Check.check_tasks = lambda self: None
+from nm_sparsity_jax.sweep import checks
+checks.check_tasks = lambda sweep, checked: None
 sys.exit(cli.main(["sweep", "sweep.toml"]))
 """
 
@@ -374,7 +371,7 @@ def test_the_first_signal_names_the_end_and_a_second_ctrl_c_kills_the_run():
 
 
 def test_the_time_left_is_that_of_the_steps_that_are_missing():
-  clock = sweep_command._Clock({"a": 100, "b": 300, "c": 100, "d": 20})
+  clock = training.Clock({"a": 100, "b": 300, "c": 100, "d": 20})
   assert clock.left("a", 10.0) == "0:42"
   assert clock.left("b", None) == "0:12"  # it failed, and tells nothing
   assert clock.left("c", 30.0) == "0:04" and clock.left("d", 1.0) == ""
@@ -454,6 +451,37 @@ def test_a_score_needs_every_task_and_tasks_have_columns(here, capsys):
   assert re.search(r"^  sr_ste +1:4 +50.0 +20.0$", tasks, re.MULTILINE)
 
 
+def test_a_sweep_from_a_program(here):
+  """The example of the package's docstring, with the words that it prints."""
+  from nm_sparsity_jax import sweep
+
+  outcomes(idp__1_4_s3="nan")
+  grid = sweep.read(write(SMALL))
+  found = sweep.table(grid)  # checks by itself
+  assert (found["done"], found["of"], found["partial"]) == (0, 6, True)
+  checked, said = sweep.check(grid), []
+  outcome = sweep.train(grid, checked, said.append)
+  assert outcome == sweep.Outcome(done=5, failed=1, stopped=None)
+  assert said[0] == "out: 0 of 6 runs done" and len(said) == 13
+  assert said[1] == "  start-seed0: out/start-seed0/log.txt"
+  found = sweep.table(grid, checked)
+  assert [run["state"] for run in found["runs"]] == ["done"] * 5 + ["failed"]
+  (row,) = [row for row in found["rows"] if row["recipe"] == "sr_ste"]
+  assert row["score"]["mean"] == 50 and (row["done"], row["seeds"]) == (2, 2)
+  assert sweep.text(found).startswith("out, partial: 5 of 6 runs, seeds 0, 3\n")
+  assert sweep.page(grid, checked, found) == pathlib.Path("out/report.html")
+  assert [run.state() for run in checked.runs.values()] == ["done"] * 5 + ["failed"]
+
+
+def test_the_names_of_the_package_are_there():
+  from nm_sparsity_jax import sweep
+
+  assert all(callable(getattr(sweep, name)) for name in sweep.__all__)
+  assert set(sweep.__all__) == set(sweep._HOME)
+  with pytest.raises(AttributeError, match="no attribute 'tabel'"):
+    sweep.tabel  # noqa: B018
+
+
 def test_a_variant_is_a_recipe_with_macros_of_its_own(here):
   text = FILE.replace('"idp"]', '"late"]') + "[variants.late]\nRECIPE = 'sr_ste'\nDENSE_STEPS = 1\n"
   read = grid.read(write(text.replace("[macros]", "[macros]\nGRADIENT = 'masked'")))
@@ -467,7 +495,7 @@ def test_a_variant_is_a_recipe_with_macros_of_its_own(here):
   # What only a sparse run takes is left out of a dense one.
   assert late.macros["GRADIENT"] == "masked"
   assert "GRADIENT" not in dense.macros and "GRADIENT" not in start.macros
-  grid.Check(grid.read(write(text)))
+  checks.check(grid.read(write(text)))
 
 
 def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
@@ -499,11 +527,11 @@ def test_no_line_bridges_a_pattern_that_is_missing():
   scores = {"1:16": 4, "1:2": 7, "2:8": None, "1:8": 5}
   rows = [row("idp", pattern, score) for pattern, score in scores.items()]
   rows.append(row("dense", None, 9))
-  (score,) = page._by_pattern({"rows": rows}, ["dense", "idp"])
+  (score,) = pages._by_pattern({"rows": rows}, ["dense", "idp"])
   assert score.key == "score_by_pattern" and score.labels == ["1:2", "2:8", "1:8", "1:16"]
   found = [(line.run, list(line.points)) for line in score.lines]
   assert found == [(0, [(x, 9) for x in range(4)]), (1, [(0, 7)]), (1, [(2, 5), (3, 4)])]
-  assert not list(page._by_pattern({"rows": rows[1:2] + rows[4:]}, ["dense", "idp"]))
+  assert not list(pages._by_pattern({"rows": rows[1:2] + rows[4:]}, ["dense", "idp"]))
 
 
 @pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")

@@ -7,13 +7,11 @@ folders -> [report] -> Report(runs, sections) -> [write] -> HTML
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import pathlib
-import platform
 from collections.abc import Sequence
 
-from nm_sparsity_jax._version import __version__
+from nm_sparsity_jax import installed
 from nm_sparsity_jax.report import charts, page, reading
 from nm_sparsity_jax.report.charts import Chart
 from nm_sparsity_jax.report.parts import Part, Section
@@ -102,5 +100,4 @@ def png(report: Report, folder: str | os.PathLike) -> list[pathlib.Path]:
 
 def versions() -> dict[str, str]:
   """Returns name -> version of what makes a page."""
-  found = {"nm-sparsity-jax": __version__, "Python": platform.python_version()}
-  return found | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
+  return installed.versions(installed.NAME, "Python", "jax", "flax", "optax")

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import report
@@ -20,22 +20,23 @@ from nm_sparsity_jax.report import charts, reading, sections
 from nm_sparsity_jax.report.charts import Chart, Line
 from nm_sparsity_jax.report.parts import Section, Table
 from nm_sparsity_jax.report.reading import Run
-from nm_sparsity_jax.sweep import grid, table
+from nm_sparsity_jax.sweep import texts
+from nm_sparsity_jax.sweep.checks import Checked
+from nm_sparsity_jax.sweep.grid import Sweep
+from nm_sparsity_jax.sweep.tables import MEASURES
 
 
-def write(
-  sweep: grid.Sweep, known: Mapping[str, grid.Checked], found: Mapping[str, Any]
-) -> pathlib.Path | None:
-  """Writes out/report.html; None where no run is done.
+def page(sweep: Sweep, checked: Checked, found: Mapping[str, Any]) -> pathlib.Path | None:
+  """Writes out/report.html and returns its path; writes nothing where no run is done.
 
   Args:
-    sweep: which runs.
-    known: of `grid.Check`.
-    found: of `table.report`.
+    sweep: what `read` returns.
+    checked: what `check` returns.
+    found: what `table` returns.
   """
   done: dict[tuple[str, str | None], list[Run]] = {}
   for cell in sweep.cells:
-    if grid.is_done(cell, known[cell.name]):
+    if checked.runs[cell.name].is_done():
       (run,) = reading.read([cell.folder])
       done.setdefault((cell.recipe, cell.pattern), []).append(run)
   if not done:
@@ -56,11 +57,12 @@ def write(
 
 
 def _results(found: Mapping[str, Any], recipes: Sequence[str]):
-  yield table.heading(found)
-  for title, (head, *rows) in table.tables(found):
+  """Yields the tables, the notes, and the charts over the patterns."""
+  yield texts.heading(found)
+  for title, (head, *rows) in texts.tables(found):
     yield f"{title[:1].upper()}{title[1:]}."
     yield Table(head, rows)
-  yield from table.notes(found)
+  yield from texts.notes(found)
   yield from _by_pattern(found, recipes)
   yield "Below, a line is a recipe, the mean over its seeds at each step; settings are of one seed."
   if left_out := [r for r in dict.fromkeys(x["recipe"] for x in found["rows"]) if r not in recipes]:
@@ -68,23 +70,20 @@ def _results(found: Mapping[str, Any], recipes: Sequence[str]):
 
 
 def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
-  """Means over the seeds that are done, a line for a recipe (figure 4a of the paper)."""
+  """Yields the means over the seeds that are done, a line for a recipe (figure 4a of the paper)."""
   patterns = {row["pattern"] for row in found["rows"]} - {None}
   labels = sorted(patterns, key=lambda p: (-NM.parse(p).density, NM.parse(p).m))
   if len(labels) < 2:
     return
   titles = {"score": "Score", "loss": "Loss on validation data"}
-  for measure in table.MEASURES:
-    lines = []
-    for i, recipe in enumerate(recipes):
-      means = {
-        row["pattern"]: row[measure]["mean"] for row in found["rows"] if row["recipe"] == recipe
-      }
-      means = dict.fromkeys(labels, means[None]) if None in means else means
-      there = [(float(x), means.get(label)) for x, label in enumerate(labels)]
-      for missing, points in itertools.groupby(there, key=lambda point: point[1] is None):
-        if not missing:  # no line bridges what is
-          lines.append(Line(i, [(x, y) for x, y in points if y is not None]))
+  for measure in MEASURES:
+    lines = [
+      Line(i, points)
+      for i, recipe in enumerate(recipes)
+      for points in _pieces(
+        [row for row in found["rows"] if row["recipe"] == recipe], measure, labels
+      )
+    ]
     if lines:
       yield Chart(
         f"{measure}_by_pattern",
@@ -97,8 +96,20 @@ def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
       )
 
 
+def _pieces(
+  rows: Sequence[Mapping[str, Any]], measure: str, labels: Sequence[str]
+) -> Iterator[list[tuple[float, float]]]:
+  """Yields the lines of a recipe: one, and more where a pattern is missing, which none bridges."""
+  means = {row["pattern"]: row[measure]["mean"] for row in rows}
+  means = dict.fromkeys(labels, means[None]) if None in means else means
+  there = [(float(x), means.get(label)) for x, label in enumerate(labels)]
+  for missing, points in itertools.groupby(there, key=lambda point: point[1] is None):
+    if not missing:
+      yield [(x, y) for x, y in points if y is not None]
+
+
 def _renamed(section: Section, number: int, pattern: str | None) -> Section:
-  """With the pattern in its title, and keys that no other section of the page has."""
+  """Returns a section with the pattern in its title, and keys that no other on the page has."""
   parts = [
     dataclasses.replace(p, key=f"{p.key}-{number}") if isinstance(p, Chart) else p
     for p in section.parts
@@ -108,7 +119,7 @@ def _renamed(section: Section, number: int, pattern: str | None) -> Section:
 
 
 def _mean(recipe: str, runs: Sequence[Run]) -> Run:
-  """The mean of the runs of some seeds, as a run; of none, one without numbers."""
+  """Returns the mean of the runs of some seeds, as a run; of none, one without numbers."""
   first = runs[0] if runs else None
   return Run(
     first.path if first else pathlib.Path(recipe),
@@ -129,7 +140,7 @@ def _mean(recipe: str, runs: Sequence[Run]) -> Run:
 
 
 def _by_key(many: Sequence[Mapping[Any, Mapping[Any, float]]]) -> dict[Any, dict[Any, float]]:
-  """Of dicts of dicts of numbers, the mean of what all of them have, in the first one's order."""
+  """Averages nested dicts over the keys that all of them have, in the first one's order."""
   if not many:
     return {}
   return {
