@@ -20,10 +20,11 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, flops, report
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.report import charts as drawing
-from nm_sparsity_jax.report import page, reading, schedule, scored, sections, trained
+from nm_sparsity_jax.report import network, page, reading, schedule, scored, sections
 from nm_sparsity_jax.report.charts import Chart, Line
 from nm_sparsity_jax.report.parts import Cell, Section, Strip, Table
 from nm_sparsity_jax.runs import events as event_files
+from nm_sparsity_jax.runs import trained
 
 CONFIG = """
 from __gin__ import dynamic_registration
@@ -620,14 +621,14 @@ def test_another_family_is_judged_by_what_its_evaluations_note(tmp_path):
   assert "eval_r2_vectors" not in found.charts and "eval_loss_vectors" in found.charts
   assert found["scores"][0].rows == [["vectors r2", "0.5 @ 100"]]
   assert found.charts["score_by_pattern"].lines[0].points == [(0.0, 0.5)]
-  shape = trained.shape_of(pathlib.Path(folder), "")
+  shape = network.shape_of(pathlib.Path(folder), "")
   assert shape.ops() == (flops.Op(**OP),)
   cost = flops.training(shape, dict(found.runs[0].rules.places), 8, until=100).flops
   assert found.charts["score_by_flops"].lines[0].points[-1] == (cost, 0.5)
   assert 0 < cost < flops.training(shape, {}, 8, steps=100).flops
   other_family(tmp_path / "odd", [{"nope": 1}])
   with pytest.raises(ValueError, match=r"run.json notes operations that cannot be read: .*nope"):
-    trained.shape_of(tmp_path / "odd", "")
+    network.shape_of(tmp_path / "odd", "")
 
 
 def test_names_are_escaped_wherever_they_stand(tmp_path):

@@ -3,6 +3,7 @@
 import doctest
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -10,11 +11,12 @@ import threading
 
 import pytest
 
-from nm_sparsity_jax import text
-from nm_sparsity_jax.runs import files, folders, lock, signals
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import configure, text
+from nm_sparsity_jax.runs import files, folders, lock, results, signals, trained
 
 
-@pytest.mark.parametrize("module", [folders, lock, text])
+@pytest.mark.parametrize("module", [folders, lock, results, text, trained])
 def test_doctests(module):
   failed, tried = doctest.testmod(module)
   assert tried and not failed
@@ -63,6 +65,41 @@ def test_a_run_is_done_when_its_last_step_is_evaluated_and_saved(tmp_path):
 def test_the_step_is_in_the_name():
   assert folders.named_step("gs://bucket/run/checkpoint_1000/") == 1000
   assert folders.named_step("gs://bucket/run") is None
+
+
+# --- what was trained ---------------------------------------------------------------------------
+
+
+def test_the_rules_are_those_of_the_macros_where_no_checkpoint_tells(tmp_path):
+  with pytest.raises(ValueError, match="there is no config.gin"):
+    nms.runs.rules_of(tmp_path)
+  config = tmp_path / "operative_config.gin"
+  config.write_text("PATTERN = '1:4'\n")
+  with pytest.raises(ValueError, match="config.gin has no macro RECIPE"):
+    nms.runs.rules_of(tmp_path)
+  macros = dict(
+    RECIPE="mdgf_linear", SPARSITY_RULES={"ff": None, "q": "2:4"}, SPARSE_STEPS=100, DENSE_STEPS=10,
+    FINETUNE_STEPS=20, BETA=0.5, GRADIENT="straight_through", INDIVISIBLE="skip",
+  )  # fmt: skip
+  with config.open("a") as file:
+    file.writelines(f"{name} = {value!r}\n" for name, value in macros.items())
+  want = configure.rules(
+    {"ff": "1:4", "q": "2:4"}, "mdgf_linear", sparse_steps=100, dense_steps=10, finetune_steps=20,
+    beta=0.5, gradient="straight_through", indivisible="skip",
+  )  # fmt: skip
+  assert nms.runs.rules_of(str(tmp_path)) == want
+  assert nms.runs.read_settings(tmp_path).values == {"PATTERN": "1:4", **macros}
+  config.write_text(config.read_text() + "RECIPE_FIELDS = %FIELDS\n")
+  with pytest.raises(ValueError, match="RECIPE_FIELDS is no plain value in config.gin: %FIELDS"):
+    nms.runs.rules_of(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", nms.recipes.RECIPES)
+def test_the_target_holds_from_the_dense_phase_on_where_nothing_comes_between(recipe):
+  run = results.Run(pathlib.Path("run"), {}, False, recipe, {"ff": "1:8"}, 10, 100, 20, 1000)
+  at_once = recipe in ("one_shot", "sr_ste")
+  assert run.target_from() == {True: 1010, False: 0 if recipe == "dense" else 1080}[at_once]
+  assert not run.target_remark()
 
 
 # --- whole or not at all ------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     DIR/training_eval/TASK/events*, metrics.jsonl    the same by task
     DIR/inference_eval/                              seqio's metrics by task
     DIR/evaluations.json                             metrics of tasks that inference_eval/ lacks
-    DIR/config.gin, run.json, checkpoint_N           see `trained`
+    DIR/config.gin, run.json, checkpoint_N           see `network`, `runs.trained`
         -> [read] -> Run
 
 A step here is the global one, as it was written.
@@ -18,8 +18,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.report import charts, trained
-from nm_sparsity_jax.runs import events, folders, results
+from nm_sparsity_jax.report import charts, network
+from nm_sparsity_jax.runs import events, folders, results, trained
 
 Points = dict[int, float]  # global step -> value
 LOSS = "loss_per_nonpadding_target_token"
@@ -48,7 +48,7 @@ class Run:
   @functools.cached_property
   def macros(self) -> dict[str, str]:
     """The macros of config.gin: name -> value as text."""
-    return results.macros(self.gin)
+    return trained.macros(self.gin)
 
   @functools.cached_property
   def settings(self) -> results.Run:
@@ -58,7 +58,7 @@ class Run:
   @functools.cached_property
   def processes(self) -> Sequence[Mapping[str, Any]]:
     """What the local runner ran with: {"from": step, "environment": {name: value}}."""
-    return results.started(self.path).get("processes", [])
+    return trained.started(self.path).get("processes", [])
 
   @property
   def offset(self) -> int:
@@ -79,13 +79,13 @@ class Run:
 
   @functools.cached_property
   def rules(self) -> Any:
-    """The `Rules` that it trains with; see `trained.rules_of`."""
+    """The `Rules` that it trains with; see `runs.trained.rules_of`."""
     return trained.rules_of(self.path, self.gin)
 
   @functools.cached_property
   def shape(self) -> Any:
-    """The `flops.Shape` of its network; see `trained.shape_of`."""
-    return trained.shape_of(self.path, self.gin)
+    """The `flops.Shape` of its network; see `network.shape_of`."""
+    return network.shape_of(self.path, self.gin)
 
   def flops(self, until: int) -> tuple[float, float]:
     """Returns FLOPs of the first steps, and what a dense run would have spent on them.
@@ -99,8 +99,8 @@ class Run:
     from nm_sparsity_jax import flops
 
     recipes, shape = dict(self.rules.places), self.shape
-    batch = trained.setting(self.macros, "BATCH_SIZE")
-    steps = trained.setting(self.macros, "SPARSE_STEPS")
+    settings = trained.parse_settings(self.gin)
+    batch, steps = settings.get("BATCH_SIZE"), settings.get("SPARSE_STEPS")
     if not isinstance(batch, int) or not isinstance(steps, int):
       raise ValueError("BATCH_SIZE and SPARSE_STEPS are no numbers in config.gin")
     cost = flops.training(shape, recipes, batch, steps=steps, until=until)
@@ -143,7 +143,7 @@ def _read(folder: pathlib.Path, name: str) -> Run:
     )
   train, training_eval, _ = rooms
   evals = {room.name: _points(room) for room in sorted(training_eval.glob("*")) if room.is_dir()}
-  config = results.config_of(folder)
+  config = trained.config_of(folder)
   run = Run(
     folder,
     name,

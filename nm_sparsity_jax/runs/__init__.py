@@ -3,6 +3,7 @@
     import nm_sparsity_jax as nms
     nms.runs.verify("runs/sparse").ok                   # is the newest checkpoint n:m?
     nms.runs.finalize("runs/sparse", "runs/final")      # exact zeros, written and proven
+    nms.runs.rules_of("runs/sparse")                    # what it trains by
 
 The names are imported when they are first used.
 """
@@ -10,12 +11,13 @@ The names are imported when they are first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME = {"verify": "proof", "finalize": "proof"}
+_HOME = {"verify": "proof", "finalize": "proof", "rules_of": "trained", "read_settings": "trained"}
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.runs.proof import finalize, verify
+  from nm_sparsity_jax.runs.trained import read_settings, rules_of
 
-__all__ = ["finalize", "verify"]
+__all__ = ["finalize", "read_settings", "rules_of", "verify"]
 
 
 def __getattr__(name: str) -> Any:

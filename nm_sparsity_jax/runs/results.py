@@ -12,18 +12,18 @@ DIR/training_eval is not read: its accuracies are of tokens, given the right one
 
 from __future__ import annotations
 
-import ast
 import dataclasses
+import functools
 import json
 import math
 import os
 import pathlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue, roles
-from nm_sparsity_jax.runs import events
+from nm_sparsity_jax.runs import events, folders
+from nm_sparsity_jax.runs.trained import config_of, parse_settings, started
 
 Series = dict[int, dict[str, float]]  # step -> metric -> value
 
@@ -63,25 +63,49 @@ class Run:
   joined: tuple[pathlib.Path, ...] = ()
 
   def target_from(self) -> int | None:
-    """The first global step whose weights have the target patterns for certain; None: not known.
+    """Returns the first global step whose weights have the target patterns for certain.
 
-    With D = 0 throughout that is the end of the dense phase; one step and more later for `snip`,
-    which the fine-tune phase stands for, as it does for what decays.
+    That is the end of the dense phase for a recipe that masks to its pattern at once, else the
+    beginning of the fine-tune phase. None: not known.
     """
     if self.recipe == "dense" or self.places == {}:
       return 0
     start, dense, finetune = self.start, self.dense_steps, self.finetune_steps
     if start is None or dense is None or finetune is None or self.sparse_steps is None:
       return None
-    if self.recipe in ("sr_ste", "one_shot"):
+    if self.recipe is not None and masks_at_once(self.recipe):
       return start + dense
     return start + self.sparse_steps - finetune
 
   def target_remark(self) -> str:
-    """That `target_from` is not known, for people; '' where it is, or no recipe is."""
+    """Says that `target_from` is not known; '' where it is, or no recipe is."""
     if not self.recipe or self.target_from() is not None:
       return ""
     return "from which step on the weights have the target pattern is not known"
+
+
+@functools.cache
+def masks_at_once(recipe: str) -> bool:
+  """Returns whether a recipe's weights have the target pattern from the end of the dense phase on.
+
+  >>> masks_at_once("sr_ste"), masks_at_once("mdgf_linear"), masks_at_once("sdgf_stepwise")
+  (True, False, False)
+
+  Args:
+    recipe: its name; False for one that is not known here.
+  """
+  from nm_sparsity_jax import recipes
+  from nm_sparsity_jax.schedules import Phases
+
+  # Long phases and a pattern with many levels, so that whatever comes between shows.
+  phases = Phases(total=10_000, dense=1_000, finetune=1_000)
+  try:
+    made = recipes.recipe(recipe, pattern="1:8", phases=phases)
+    _, *after = made.timeline(axis_size=1024)
+  except (ValueError, TypeError):  # not known, or it needs more than these
+    return False
+  target = [s.start == phases.dense and s.pattern == made.pattern for s in after]
+  return target == [True] and after[0].decay_start == 0
 
 
 def read(path: str) -> Run:
@@ -238,56 +262,28 @@ def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
 # --- settings -----------------------------------------------------------------------------------
 
 
-def config_of(folder: pathlib.Path) -> pathlib.Path | None:
-  """The file that holds a run's gin configuration; None where there is none."""
-  files = (folder / name for name in ("config.gin", "operative_config.gin"))
-  return next((file for file in files if file.is_file()), None)
-
-
-def macros(text: str) -> dict[str, str]:
-  """The macros of a gin configuration: name -> value as text, on one line."""
-  # gin breaks a long value into lines, all but the first indented.
-  found = re.findall(r"^([A-Z][A-Z0-9_]*) = (.*(?:\n[ \t]+.*)*)", text, re.MULTILINE)
-  return {name: " ".join(value.replace("\\\n", "\n").split()) for name, value in found}
-
-
-def named_step(checkpoint: str) -> int | None:
-  """The step in a checkpoint's name, .../checkpoint_1000; None where there is none."""
-  found = re.search(r"checkpoint_(\d+)/*$", checkpoint)
-  return int(found[1]) if found else None
-
-
 _SETTINGS = (
   "RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS", "FINETUNE_STEPS",
   "PRETRAINED_STEPS", "INITIAL_CHECKPOINT_PATH", "T5_SIZE",
 )  # fmt: skip
 
 
-def started(folder: pathlib.Path) -> Mapping[str, Any]:
-  """What the local runner noted when it started: `start`, and `processes`; else empty."""
-  file = folder / "run.json"
-  return json.loads(file.read_text()) if file.is_file() else {}
-
-
 def _read_settings(run: Run, folder: pathlib.Path) -> None:
   """Reads macros of gin_configs/sparsity.gin and gin_configs/models/, and the run's start."""
   if (file := config_of(folder)) is None:
     return
-  found: dict[str, Any] = {}
-  given = macros(file.read_text())
+  given = parse_settings(file.read_text())
+  found = given.values
   for name in _SETTINGS:
-    if name in given:
-      try:
-        found[name] = ast.literal_eval(given[name])
-      except (ValueError, SyntaxError):
-        run.remarks.append(f"{name} in {file.name} is no plain value: {given[name]}")
+    if name in given.references:
+      run.remarks.append(f"{name} in {file.name} is no plain value: {given.references[name]}")
   run.recipe, run.size = found.get("RECIPE"), found.get("T5_SIZE")
   run.dense_steps, run.sparse_steps = found.get("DENSE_STEPS"), found.get("SPARSE_STEPS")
   run.finetune_steps = found.get("FINETUNE_STEPS")
   run.start = started(folder).get("start", found.get("PRETRAINED_STEPS"))
   if run.start is None and "INITIAL_CHECKPOINT_PATH" in found:  # its name tells, where one has it
     path = found["INITIAL_CHECKPOINT_PATH"]
-    run.start = named_step(path) if path else 0
+    run.start = folders.named_step(path) if path else 0
   if run.recipe == "dense":
     run.places = {}
   elif isinstance(rules := found.get("SPARSITY_RULES"), Mapping):
