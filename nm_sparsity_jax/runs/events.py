@@ -1,9 +1,13 @@
-"""Scalars of TensorBoard's event files, without TensorFlow, which takes seconds to import.
+"""Scalars of TensorBoard's event files, read without any dependency.
 
     file -> records, their checksums compared -> Event messages -> (step, tag, value)
 
 A file is a row of records: length, checksum of the length, data, checksum of the data. The data
 are protocol buffers, of which a handful of fields matter here.
+
+The messages that tensorboard ships import no TensorFlow. They are not used: `glue score` would then
+need tensorboard to read a folder that was copied from a TPU, and records and checksums, half of
+this module, would stay. A record takes 15 microseconds to read as it is.
 """
 
 from __future__ import annotations
@@ -14,11 +18,14 @@ from collections.abc import Iterator
 
 
 def scalars(path: pathlib.Path) -> Iterator[tuple[int, str, float]]:
-  """(step, tag, value) of each scalar, in the order of the file.
+  """Yields (step, tag, value) of each scalar, in the order of the file.
 
   Both ways to write one are read: a plain float (TF1's writer) and a float or double tensor (TF2's,
   clu's). Other summaries are passed over. A last record that was cut short, as while a run still
   writes, ends the file.
+
+  Args:
+    path: the event file.
 
   Raises:
     ValueError: a checksum or a message is wrong.
@@ -95,7 +102,7 @@ def _entry(data: bytes) -> tuple[str, float | None]:
 
 
 def _tensor(data: bytes) -> float | None:
-  """The number of a float or double tensor that holds one."""
+  """Returns the number of a float or double tensor that holds one."""
   kind, content = None, b""
   for field, value in _fields(data):
     if field == 1:
@@ -109,7 +116,7 @@ def _tensor(data: bytes) -> float | None:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-  """(number, value) of a message's fields: an int for a varint, else bytes."""
+  """Yields (number, value) of a message's fields: an int for a varint, else bytes."""
   at = 0
   while at < len(data):
     key, at = _varint(data, at)
