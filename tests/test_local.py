@@ -34,6 +34,7 @@ with warnings.catch_warnings():
   import t5x_task  # registers the task
 
   from nm_sparsity_jax.local import checkpoints, data, evaluation, reports, step, train
+  from nm_sparsity_jax.workloads import t5, text_evaluation
 
 LENGTHS = {"inputs": 8, "targets": 8}
 SIZES = dict(
@@ -322,7 +323,7 @@ def test_stopped_in_an_evaluation(tmp_path, capsys, monkeypatch):
   assert train.train(run("whole")) == 0 and [e["step"] for e in noted("whole")] == [12, 24]
   assert capsys.readouterr().err.count("the same command goes on from there") == 0
 
-  original = evaluation.Evaluator.metrics
+  original = text_evaluation.Evaluator.metrics
   for at, how, code, so_far in [
     (12, signal.SIGTERM, 0, []),
     (24, signal.SIGINT, 130, [12]),
@@ -333,7 +334,7 @@ def test_stopped_in_an_evaluation(tmp_path, capsys, monkeypatch):
         os.kill(os.getpid(), how)
       return original(self, effective, step)
 
-    monkeypatch.setattr(evaluation.Evaluator, "metrics", metrics)
+    monkeypatch.setattr(text_evaluation.Evaluator, "metrics", metrics)
     assert train.train(run("part")) == code
     said = f"{how.name}: saved checkpoint_{at}; the same command goes on from there"
     assert said in capsys.readouterr().err
@@ -449,7 +450,7 @@ def test_curves_that_cannot_be_written_are_named(whole, tmp_path):
 def test_a_truncated_checkpoint_is_named(whole, tmp_path):
   """Whichever of its files is cut in half, nothing that is wrong is returned."""
   model = model_of(dropout=0.1)
-  like, where = model.state_shapes(optax.adamw(0.01)), model.shardings(model.shapes)
+  like = model.state_shapes(optax.adamw(0.01))
   shutil.copytree(whole[0] / "checkpoint_18", tmp_path / "checkpoint_18")
   files = [p for p in (whole[0] / "checkpoint_24").rglob("*") if p.is_file() and p.stat().st_size]
   assert len(files) > 5
@@ -470,7 +471,7 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
     store.close()
     # As the start of another run, and for an evaluation.
     for load in (
-      lambda path: checkpoints.load_params(path, model.shapes, where)[0],
+      lambda path: checkpoints.load_initial(path, model, jax.random.PRNGKey(0))[0],
       lambda path: checkpoints.load_for_evaluation(path, model).params,
     ):
       try:
@@ -497,12 +498,12 @@ def command(*names, **macros):
 
 
 def test_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
-  def go(process):  # settings are compared before; this leaves a checkpoint, as a run does
-    (process.folder / "checkpoint_1/state").mkdir(parents=True, exist_ok=True)
-    (process.folder / "checkpoint_1/state/_METADATA").touch()
+  def go(run, saved, stop):  # settings are compared before; this leaves a checkpoint, as a run does
+    (saved.folder / "checkpoint_1/state").mkdir(parents=True, exist_ok=True)
+    (saved.folder / "checkpoint_1/state/_METADATA").touch()
     return 0
 
-  monkeypatch.setattr(train._Process, "go", go)
+  monkeypatch.setattr(train, "go", go)
   macros = dict(MODEL_DIR=str(tmp_path / "run"), RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9)
   assert cli.main(["train", *command(*GIN, **macros)]) == 0
   assert "sr_ste" in (tmp_path / "run/config.gin").read_text()
@@ -531,7 +532,7 @@ def test_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("run, optimizer", [("train", "adamw"), ("finetune", "adafactor")])
 def test_every_run_file_makes_a_run(run, optimizer, tmp_path, monkeypatch):
   made = []
-  monkeypatch.setattr(train._Process, "go", lambda process: made.append(process.run) or 0)
+  monkeypatch.setattr(train, "go", lambda run, *_: made.append(run) or 0)
   macros = dict(
     MODEL_DIR=str(tmp_path), RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=9, DROPOUT_RATE=0.2,
     INITIAL_CHECKPOINT_PATH="c", MICROBATCHES=2, EVAL_PERIOD=7, NUM_DECODES=3, PACK=True,
@@ -539,7 +540,11 @@ def test_every_run_file_makes_a_run(run, optimizer, tmp_path, monkeypatch):
   names = f"local_{run}.gin", f"local_{optimizer}.gin"
   assert cli.main(["train", *command(*names, **macros)]) == 0
   (run,) = made
-  assert run.model.network.config.dropout_rate == 0.2 and run.source.pack and run.source.seed == 0
+  assert (
+    run.model.workload.network.config.dropout_rate == 0.2
+    and run.source.pack
+    and run.source.seed == 0
+  )
   assert (run.microbatches, run.sparse_steps, run.initial_checkpoint) == (2, 9, "c")
   assert run.periods.evaluate == 7 and run.evaluation.num_decodes == 3
   assert configure.describe(run.model.given_rules) == "ff: sr_ste 1:4, total=9"
@@ -612,9 +617,11 @@ def test_mistakes_are_one_line(change, words, tmp_path, capsys):
 )
 def test_the_second_moment_is_sampled_where_there_is_one(optimizer, name):
   model = model_of(**SR_STE)
-  like = model.state_shapes(optimizer)
-  sample = lambda state: step._sample(state, state, state.params, model.rules, 5)
-  found = {k.split("/")[1] for k in jax.eval_shape(sample, like) if "moment" in k}
+  batch = jax.tree.map(jnp.asarray, next(source_of().batches()))
+  before, after = model.samplers(jax.random.PRNGKey(0))
+  params = model.initial_params(jax.random.PRNGKey(0))
+  state = model.begin(params, optimizer, 0)
+  found = {k.split("/")[1] for k in after(state, before(state, batch)) if "moment" in k}
   assert found == ({name} if name else set())
 
 
@@ -625,8 +632,9 @@ def stepped(model, microbatches=1, steps=3):
   step_of = model.train_step(optimizer, key, state, microbatches)
   batches, losses = source_of().batches(), []
   for _ in range(steps):
-    state, sums, _ = step_of(state, model.put(next(batches)))
-    losses.append(np.asarray(sums[:4]))
+    state, sums = step_of(state, model.put(next(batches)))
+    assert sums.names == ("loss", "z_loss", "correct", "tokens", "grad_norm", "update_norm")
+    losses.append(np.asarray(sums.values[:4]))
   return jax.device_get(state.params), losses
 
 
@@ -655,7 +663,7 @@ def test_the_step_is_what_the_parts_say(one_device):
   model = model_of(**SR_STE)
   rules, batch = model.rules, next(source_of().batches())
   params = model.initial_params(jax.random.PRNGKey(0))
-  net = model.network
+  net = model.workload.network
 
   def loss(params):
     tokens = [batch[k] for k in ("encoder_input_tokens", "decoder_input_tokens")]
@@ -683,13 +691,12 @@ def test_the_step_is_what_the_parts_say(one_device):
 
 def test_label_smoothing_is_its_definition():
   rng = np.random.default_rng(0)
-  model = model_of()
+  family = t5.T5(model_of().workload.network, z_loss=0.0, label_smoothing=0.2)
   logits = rng.normal(size=(2, 8, 384)).astype(np.float32)
   targets = rng.integers(1, 384, (2, 8))
-  model._logits = lambda *_: jnp.asarray(logits)
-  model.label_smoothing, model.z_loss = 0.2, 0.0
+  family.logits = lambda *_: jnp.asarray(logits)
   batch = dict(decoder_target_tokens=targets, decoder_loss_weights=np.ones((2, 8), int))
-  got = model.sums(None, batch, None)[0]
+  got = family.loss(None, {}, batch, None)[0]
   soft = np.full((2, 8, 384), 0.2 / 383)
   np.put_along_axis(soft, targets[..., None], 0.8, -1)
   log_probs = np.asarray(jax.nn.log_softmax(logits))
@@ -703,8 +710,8 @@ def test_bfloat16_computes_and_float32_stays():
     model = model_of(dtype=dtype, **SR_STE)
     optimizer = optax.adamw(0.1)
     state = model.begin(model.initial_params(jax.random.PRNGKey(0)), optimizer, 0)
-    found[dtype] = model.eval_step()(state.params, model.put(batch))[0]
-  assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].nu))} == {
+    found[dtype] = model.eval_step()({"params": state.params}, model.put(batch)).values[0]
+  assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state.inner_state[0].nu))} == {
     np.dtype("float32")
   }
   assert 0 < abs(found["bfloat16"] - found["float32"]) < 0.02 * found["float32"]
@@ -742,14 +749,14 @@ def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
     dict(step=s, at_target=t, loss={"a": x, "b": x}, metrics={"a": {"f1": y}, "b": {"em": 1.0}})
     for s, t, x, y in [(1, False, 0.1, 9.0), (2, True, 0.5, 1.0), (3, True, 0.5, 3.0)]
   ]
-  assert train.best_step(rows, None) == 2 and train.best_step(rows, "f1") == 3
-  assert train.best_step(rows[:1], None) is None and train.best_step([], "f1") is None
+  assert evaluation.best_step(rows, None) == 2 and evaluation.best_step(rows, "f1") == 3
+  assert evaluation.best_step(rows[:1], None) is None and evaluation.best_step([], "f1") is None
   with pytest.raises(ValueError, match="BEST_METRIC='bleu' is none of the tasks' metrics: em, f1"):
-    train.best_step(rows, "bleu")
+    evaluation.best_step(rows, "bleu")
   # A correlation of equal predictions is NaN, early on; a loss may be.
   worse = [dict(rows[1], metrics={"a": {"f1": np.nan}}), rows[2] | {"step": 4}]
-  assert train.best_step(worse, "f1") == 4 and train.best_step(worse[:1], "f1") is None
-  assert train.best_step([dict(rows[1], loss={"a": np.nan}), rows[2]], None) == 3
+  assert evaluation.best_step(worse, "f1") == 4 and evaluation.best_step(worse[:1], "f1") is None
+  assert evaluation.best_step([dict(rows[1], loss={"a": np.nan}), rows[2]], None) == 3
 
 
 def test_what_could_never_work_is_refused_at_once(tmp_path):

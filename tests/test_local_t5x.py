@@ -39,7 +39,8 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from test_t5x_checkpoints import STEP, closed_loops, dense_state, write  # noqa: F401
 
   from nm_sparsity_jax import configure, t5x_adapter
-  from nm_sparsity_jax.local import checkpoints, decoding
+  from nm_sparsity_jax.local import checkpoints
+  from nm_sparsity_jax.workloads import decoding
 
 IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune_steps=4)
 
@@ -97,9 +98,8 @@ def test_a_run_starts_from_t5x(kind, tmp_path):
   model, state = dense_state("t5")
   path = write(kind, model, state, tmp_path / kind)
   local = model_of(**IDP)
-  shardings = local.shardings(local.shapes)
-  params, number = checkpoints.load_params(str(path), local.shapes, shardings)
-  assert number == STEP
+  params, kept, number = checkpoints.load_initial(str(path), local, jax.random.PRNGKey(0))
+  assert number == STEP and kept == {}
   assert_equal(params, state.params)
   dense = model_of(**(IDP | dict(recipe="dense", pattern=None)))
   got = checkpoints.load_for_evaluation(str(path), dense)

@@ -21,6 +21,13 @@ def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]
   gin_files.see_modules_here()
   paths = [*_flags.search_paths(args), gin_files.folder()]
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
+  if config.settings("Source") or config.settings("Evaluation"):  # of T5; others need no seqio
+    _prepare_seqio(args)
+  return config, config.text()
+
+
+def _prepare_seqio(args: argparse.Namespace) -> None:
+  """Imports seqio, quietly, and tells it where its data lie."""
   from nm_sparsity_jax.local import data
 
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
@@ -29,7 +36,6 @@ def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]
     seqio.set_tfds_data_dir_override(args.tfds_data_dir)
   if args.seqio_additional_cache_dirs:
     seqio.add_global_cache_dirs(args.seqio_additional_cache_dirs.split(","))
-  return config, config.text()
 
 
 def call(args: argparse.Namespace, program: str) -> int:

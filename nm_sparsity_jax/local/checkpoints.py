@@ -1,6 +1,10 @@
 """Checkpoints in T5X's layout, written by Orbax in the background.
 
-    TrainState <-> {target, state/{step, param_states}, flax_mutables/nm_sparsity} <-> checkpoint_N/
+    TrainState <-> {target, state/{step, param_states}, flax_mutables/{nm_sparsity, ...}}
+               <-> checkpoint_N/
+
+`flax_mutables/nm_sparsity` holds what `nms.sparse` keeps, a workload's own collections lie beside
+it, and `param_states` are the state of the optimizer within.
 
 A checkpoint is written beside its name and renamed when it is whole, so what is called
 checkpoint_N is complete however the process ended. `t5x.eval` opens these, and this opens T5X's.
@@ -27,19 +31,29 @@ from flax import serialization, traverse_util
 from nm_sparsity_jax import configure
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
+from nm_sparsity_jax.opt_states import SparseState
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import arrays, checkpoint, folders
 from nm_sparsity_jax.text import first_line
+from nm_sparsity_jax.trees import flatten
 
+MUTABLES = "flax_mutables"  # T5X's name for all collections
 _PREFIX = folders.PREFIX
 _DOOMED = ".removed"  # behind the name of a checkpoint that is being removed
 
 
 def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
-  """The nested dict that T5X would save; the rules are those given, before any scan is read off."""
-  opt_state = traverse_util.flatten_dict(serialization.to_state_dict(state.opt_state), sep="/")
+  """Returns the nested dict that T5X would save.
+
+  Args:
+    state: a state, or its shapes or shardings.
+    rules: those given, before any scan is read off.
+  """
+  inner = serialization.to_state_dict(state.opt_state.inner_state)
+  opt_state = traverse_util.flatten_dict(inner, sep="/")
   kept = {k: v for k, v in state.masks.items() if k != "step"}
   text = configure.pack(configure.describe(rules))
+  mine = {"step": state.sparse_step, "start": _start(state), "rules": text, **kept}
   return {
     "target": state.params,
     "state": {
@@ -47,9 +61,7 @@ def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
       # Without empty nodes, as T5X saves it.
       "param_states": traverse_util.unflatten_dict(opt_state, sep="/"),
     },
-    "flax_mutables": {
-      COLLECTION: {"step": state.sparse_step, "start": _start(state), "rules": text, **kept}
-    },
+    MUTABLES: {COLLECTION: mine, **state.collections},
   }
 
 
@@ -59,26 +71,37 @@ def _start(state: TrainState) -> Any:
   return state.step - state.sparse_step if is_known else state.sparse_step
 
 
-def from_tree(tree: Mapping[str, Any], like: TrainState) -> TrainState:
-  """The train state of a tree; `like` has the structure of the optimizer state."""
-  empty = traverse_util.flatten_dict(
-    serialization.to_state_dict(like.opt_state), keep_empty_nodes=True, sep="/"
-  )
+def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainState:
+  """Returns the train state of a tree.
+
+  Args:
+    tree: what `to_tree` made.
+    like: its shapes, for the structure of the optimizer state.
+    rules: as stored, those of the step.
+  """
+  inner = like.opt_state.inner_state
+  empty = serialization.to_state_dict(inner)
+  empty = traverse_util.flatten_dict(empty, keep_empty_nodes=True, sep="/")
   filled = traverse_util.flatten_dict(tree["state"]["param_states"], sep="/")
-  opt_state = serialization.from_state_dict(
-    like.opt_state, traverse_util.unflatten_dict({**empty, **filled}, sep="/")
+  inner = serialization.from_state_dict(
+    inner, traverse_util.unflatten_dict({**empty, **filled}, sep="/")
   )
-  mine = dict(tree["flax_mutables"][COLLECTION])
-  step = mine.pop("step")
-  for known in ("rules", "start"):
-    mine.pop(known)
+  collections = dict(tree[MUTABLES])
+  opt_state = _sparse_state(collections.pop(COLLECTION), rules, inner)
+  return TrainState(tree["state"]["step"], tree["target"], opt_state, collections)
+
+
+def _sparse_state(mine: Mapping[str, Any], rules: Rules, inner: Any) -> SparseState:
+  """The state of `nms.sparse`, from its collection in a checkpoint."""
+  kept = {k: v for k, v in mine.items() if k not in ("step", "rules", "start")}
   # Its own copy: a buffer cannot be donated twice.
-  masks = {**mine, "step": jnp.copy(step)} if mine else {}
-  return TrainState(tree["state"]["step"], tree["target"], opt_state, step, masks)
+  masks = {**kept, "step": jnp.copy(mine["step"])} if kept else {}
+  fingerprint = jnp.full_like(mine["step"], rules.fingerprint)
+  return SparseState(mine["step"], fingerprint, masks, inner)
 
 
 class Checkpoints:
-  """The checkpoints of one run.
+  """Keeps the checkpoints of one run.
 
   Args:
     folder: of the run; it exists.
@@ -102,11 +125,11 @@ class Checkpoints:
       )
 
   def steps(self) -> Sequence[int]:
-    """Of complete checkpoints, ascending."""
+    """Returns the steps of complete checkpoints, ascending."""
     return folders.steps(self.folder)
 
   def newest(self) -> str:
-    """The name of the newest complete one; 'none' where there is none."""
+    """Returns the name of the newest complete one; 'none' where there is none."""
     return f"{_PREFIX}_{steps[-1]}" if (steps := self.steps()) else "none"
 
   def save(self, step: int, tree: Mapping[str, Any]) -> None:
@@ -123,7 +146,7 @@ class Checkpoints:
       self._manager.save(step, args=args, force=True)
 
   def wait(self) -> None:
-    """Until the last one is complete."""
+    """Waits until the last one is complete."""
     if self._saving is not None:
       with self._explained(self._saving), checkpoint.quiet_orbax():
         self._manager.wait_until_finished()
@@ -148,7 +171,7 @@ class Checkpoints:
       raise _Said(self.no_room(f"{self.folder}/{_PREFIX}_{step}", e)) from e
 
   def no_room(self, what: str, error: BaseException) -> str:
-    """For people: what could not be written, why, and where the run goes on."""
+    """Returns a sentence: what could not be written, why, and where the run goes on."""
     return (
       f"{what} could not be written ({first_line(error)}). The newest complete checkpoint is "
       f"{self.newest()}; with room on the disk, the same command goes on from it."
@@ -167,13 +190,13 @@ class Checkpoints:
           _remove(doomed)
 
   def restore(self, step: int, like: TrainState, model: Model) -> tuple[Any, str]:
-    """The tree of one of these checkpoints on the devices, and the text of its rules."""
+    """Reads one of these checkpoints onto the devices: its tree, and the text of its rules."""
     path = self.folder / f"{_PREFIX}_{step}"
     rules, shardings = model.given_rules, model.shardings(like)
     wanted, where = to_tree(like, rules), to_tree(shardings, rules)
     text = jax.ShapeDtypeStruct((configure.TEXT_BYTES,), np.uint8)
-    wanted["flax_mutables"][COLLECTION]["rules"] = text
-    where["flax_mutables"][COLLECTION]["rules"] = model.replicated
+    wanted[MUTABLES][COLLECTION]["rules"] = text
+    where[MUTABLES][COLLECTION]["rules"] = model.replicated
     try:
       tree = arrays.restore(path / "state", wanted, where)
     except Exception as e:
@@ -183,11 +206,11 @@ class Checkpoints:
         f"{path} cannot be read: it is damaged, or of another program ({first_line(e)}). Move it "
         f"away, and the same command {then}."
       ) from e
-    return tree, configure.unpack(tree["flax_mutables"][COLLECTION]["rules"])
+    return tree, configure.unpack(tree[MUTABLES][COLLECTION]["rules"])
 
 
 def _remove(folder: pathlib.Path) -> None:
-  """As far as it goes: it is no checkpoint any more, and the next time tries again."""
+  """Removes what it can: it is no checkpoint any more, and the next time tries again."""
   shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -195,38 +218,56 @@ class _Said(ValueError):
   """Has been explained."""
 
 
-def load_params(path: str, like: Any, shardings: Any) -> tuple[Any, int]:
-  """Parameters and global step of anybody's checkpoint: Orbax, or T5X's own format; all float32."""
+def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:
+  """Reads what a new run takes of anybody's checkpoint: Orbax, or T5X's own format.
+
+  Args:
+    path: the checkpoint.
+    model: what is trained.
+    key: for collections of the workload that the checkpoint lacks.
+
+  Returns:
+    Parameters, the workload's collections, and the global step. All are float32.
+  """
   stored = checkpoint.read(path)
-  tree = arrays.load(stored, {"target": like}, {"target": shardings})
-  return tree["target"], stored.step or 0
+  like, where = {"target": model.shapes}, {"target": model.shardings(model.shapes)}
+  wanted = [f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)]
+  is_held = bool(wanted) and set(wanted) <= set(stored.leaves)
+  if is_held:
+    like[MUTABLES], where[MUTABLES] = model.collections, model.shardings(model.collections)
+  tree = arrays.load(stored, like, where)
+  collections = tree[MUTABLES] if is_held else model.initial_collections(key)
+  return tree["target"], collections, stored.step or 0
 
 
 def load_for_evaluation(path: str, model: Model) -> TrainState:
-  """The state, without an optimizer's, of a checkpoint that the model's rules made.
+  """Reads the state, without an optimizer's, of a checkpoint that the model's rules made.
 
   A dense checkpoint has no sparse step, so it is only taken where all rules are dense.
   """
   rules, stored = model.given_rules, checkpoint.read(path)
   like = model.state_shapes(optax.identity())
   wanted, where = to_tree(like, rules), to_tree(model.shardings(like), rules)
-  step = jnp.int32(stored.step or 0)
   if stored.rules is None:
     if any(recipe.name != "dense" for recipe in rules.places.values()):
       raise ValueError(
         f"{path!r} is dense: it has no flax_mutables/nm_sparsity, so no sparse step. Evaluate it "
         "with RECIPE = 'dense', or fine-tune it first (gin_configs/runs/local_finetune.gin)."
       )
-    wanted.pop("flax_mutables")
+    for tree in (wanted, where):
+      tree[MUTABLES].pop(COLLECTION)
   else:
     refuse_other_rules(stored.rules, rules, path)
     for tree in (wanted, where):
-      tree["flax_mutables"][COLLECTION].pop("rules")
-      tree["flax_mutables"][COLLECTION].pop("start")
-  wanted.pop("state")
+      tree[MUTABLES][COLLECTION].pop("rules")
+      tree[MUTABLES][COLLECTION].pop("start")
+  for name in ("state", *([] if wanted[MUTABLES] else [MUTABLES])):
+    wanted.pop(name)
   tree = arrays.load(stored, wanted, {name: where[name] for name in wanted})
-  mine = tree.get("flax_mutables", {COLLECTION: {"step": jnp.int32(0)}})[COLLECTION]
-  return TrainState(step, tree["target"], (), mine["step"], mine if len(mine) > 1 else {})
+  collections = dict(tree.get(MUTABLES, {}))
+  mine = collections.pop(COLLECTION, {"step": jnp.int32(0)})
+  opt_state = _sparse_state(mine, model.rules, ())
+  return TrainState(jnp.int32(stored.step or 0), tree["target"], opt_state, collections)
 
 
 def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:

@@ -1,243 +1,126 @@
-"""How good the weights are, and what they say: loss, the task's metrics on decoded text, the text.
+"""Evaluations of a run: what is evaluated, what was found, which checkpoint is best.
 
-    effective params -> validation batches -> loss, token accuracy -> training_eval/<task>
-                     -> greedy or beam search -> seqio.Evaluator  -> inference_eval/
-                                              -> [predictions]    -> train.infer
-
-Every task is gone through in order, once, and rows that only fill the last batch do not count.
+Splits or Evaluation -> evaluator -> Found -> curves, lines -> [History] -> evaluations.json
+                                                                         -> the best step
 """
-
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from nm_sparsity_jax.local import data, decoding
-from nm_sparsity_jax.local.step import Model, Summed
+from nm_sparsity_jax.runs import files, folders
+from nm_sparsity_jax.workloads.base import Devices, Evaluator, Found, Stopped, take
+from nm_sparsity_jax.workloads.text_evaluation import Evaluation  # T5's, a name for gin files
 
-DECODERS = ("beam", "greedy")
-
-
-class Stopped(Exception):
-  """The process was asked to end while it evaluated."""
+__all__ = [
+  "Evaluation", "Evaluator", "Found", "History", "Splits", "Stopped", "best_step", "loss_line",
+  "metrics_line",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluation:
-  """What is evaluated, and how.
+class Splits:
+  """Says that the workload's own splits are evaluated.
 
   Attributes:
-    name: of the task or mixture; each of its tasks is evaluated.
-    batch_size: rows at once.
-    module: imported first, to register the name.
-    split: of the tasks; a task without it is left out.
-    lengths: feature -> tokens, of teacher forcing and of predictions; decoding for metrics takes
-      what the examples need.
-    num_decodes: beams; 1 is T5X's search with one beam.
-    decoder: 'beam', or 'greedy', which is quicker.
-    loss_batches: batches of teacher forcing for each task; None = all, 0 = no teacher forcing.
-    num_examples: examples to decode of each task; None = all, 0 = no decoding.
-    write_results: predictions to write for each task and step; None = all.
-    use_cached: read SeqIO's offline cache.
+    batches: how many of each split; None = all.
   """
 
-  name: str
-  batch_size: int
-  lengths: Mapping[str, int] | None = None
-  module: str | None = None
-  split: str = "validation"
-  num_decodes: int = 1
-  decoder: str = "beam"
-  loss_batches: int | None = None
-  num_examples: int | None = None
-  write_results: int | None = None
-  use_cached: bool = False
+  batches: int | None = None
 
   def __post_init__(self):
-    if self.decoder not in DECODERS:
-      raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(DECODERS)}.")
-    if self.num_decodes < 1 or (self.decoder == "greedy" and self.num_decodes > 1):
-      raise ValueError(
-        f"NUM_DECODES={self.num_decodes} with DECODER={self.decoder!r}: a beam search takes 1 or "
-        "more, greedy search is 1."
-      )
+    if self.batches is not None and (not isinstance(self.batches, int) or self.batches < 1):
+      raise ValueError(f"EVAL_STEPS={self.batches!r}: batches of each split, 1 or more, or None.")
+
+  @property
+  def has_metrics(self) -> bool:
+    """True: all scalars of a workload but its loss are metrics."""
+    return True
+
+  def evaluator(
+    self, devices: Devices, folder: str | None, stop: Callable[[], bool] = lambda: False
+  ) -> Evaluator:
+    """Returns what evaluates the splits of a model's workload; it writes nothing by itself."""
+    del folder
+    batches = lambda name: take(devices.workload.splits()[name], self.batches)
+    names = devices.workload.splits()
+    return Evaluator(devices, {name: functools.partial(batches, name) for name in names}, stop)
 
 
-class Evaluator:
-  """Evaluates one model again and again; the data are read once.
+class History:
+  """What a run's evaluations found, as evaluations.json says it.
 
   Args:
-    evaluation: what, and how.
-    model: whose network decodes.
-    folder: gets inference_eval/; None = nothing is written.
-    stop: asked between batches; where it is true, `Stopped` is raised.
+    folder: of the run.
+    metric: by which an evaluation is best; see `best_step`.
   """
 
-  def __init__(
-    self,
-    evaluation: Evaluation,
-    model: Model,
-    folder: str | None,
-    stop: Callable[[], bool] = lambda: False,
-  ):
-    self._cfg, self._model, self._stop = evaluation, model, stop
-    model.check_batch(evaluation.batch_size)
-    seqio = data.import_seqio(evaluation.module)
-    known = data.mixture_or_task(evaluation.name, evaluation.module)
-    data.check_vocabulary(evaluation.name, model.network.config.vocab_size)
-    self.tasks = [t for t in seqio.get_subtasks(known) if evaluation.split in t.splits]
-    if not self.tasks:
-      raise ValueError(f"no task of {evaluation.name} has a split {evaluation.split!r}.")
-    self._loss, self._likelihood = model.eval_step(), model.jit(model.score)
-    self._batches: dict[str, list[data.Batch]] = {}
-    self._seqio = None
-    self._decoders: dict[tuple[int, int], Callable] = {}
-    self._eos = known.output_features["targets"].vocabulary.eos_id or 1
-    if evaluation.num_examples != 0 and any(t.metric_objs for t in self.tasks):
-      loggers: tuple[Any, ...] = ()
-      if folder is not None:
-        loggers = (seqio.TensorBoardLogger, _json_logger(seqio, evaluation.write_results))
-      self._seqio = seqio.Evaluator(
-        mixture_or_task_name=evaluation.name,
-        feature_converter=seqio.EncDecFeatureConverter(pack=False),
-        eval_split=evaluation.split,
-        use_cached=evaluation.use_cached,
-        num_examples=evaluation.num_examples,
-        logger_cls=loggers,
-        log_dir=None if folder is None else os.path.join(folder, "inference_eval"),
-        async_compute_metrics=False,
-      )
+  def __init__(self, folder: pathlib.Path, metric: str | None):
+    self._folder, self._metric = folder, metric
+    self.entries: dict[int, dict[str, Any]] = {}  # by global step
 
-  # --- teacher forcing ----------------------------------------------------------------------------
+  def read(self, until: int) -> None:
+    """Reads what was found up to a step; what came later was of a checkpoint never complete."""
+    kept = folders.evaluations(self._folder)
+    self.entries = {at: entry for at, entry in kept.items() if at <= until}
+    if len(self.entries) < len(kept):
+      self._write()
 
-  def losses(self, effective: Any) -> dict[str, Summed]:
-    """task -> sums over its validation examples."""
-    if self._cfg.loss_batches == 0 or self._cfg.lengths is None:
-      return {}
-    found = {}
-    for task in self.tasks:
-      total = np.zeros(4)
-      for batch in self._loss_batches(task):
-        self._check()
-        total += np.asarray(self._loss(effective, self._model.put(batch)), np.float64)
-      found[task.name] = Summed(*map(float, total))
-    return found
+  def note(self, step: int, found: Found, at_target: bool) -> None:
+    """Adds what was found at a step."""
+    self.entries[step] = {
+      "step": step,
+      "at_target": at_target,
+      "loss": {split: scalars["loss"] for split, scalars in found.scalars.items()},
+      "metrics": found.metrics,
+    }
+    self._write()
 
-  def _loss_batches(self, task) -> list[data.Batch]:
-    if task.name not in self._batches:
-      import seqio
+  def _write(self) -> None:
+    text = json.dumps(list(self.entries.values()), indent=1)
+    files.write_atomically(self._folder / "evaluations.json", text + "\n")
 
-      dataset = seqio.get_dataset(
-        task,
-        task_feature_lengths=dict(self._cfg.lengths or {}),
-        feature_converter=seqio.EncDecFeatureConverter(pack=False),
-        dataset_split=self._cfg.split,
-        use_cached=self._cfg.use_cached,
-        seed=0,
-        verbose=False,
-      )
-      batches = _batched(dataset.as_numpy_iterator(), self._cfg.batch_size)
-      kept = itertools.islice(batches, self._cfg.loss_batches)
-      self._batches[task.name] = [_filled(rows, self._cfg.batch_size)[0] for rows in kept]
-    return self._batches[task.name]
-
-  # --- decoding -----------------------------------------------------------------------------------
-
-  def metrics(self, effective: Any, step: int) -> dict[str, dict[str, float]]:
-    """task -> its metrics on decoded validation examples; written under the step too."""
-    if self._seqio is None:
-      return {}
-    found, _ = self._seqio.evaluate(
-      compute_metrics=True,
-      step=step,
-      predict_fn=lambda dataset: self._decode(effective, dataset)[0],
-      predict_with_aux_fn=lambda dataset: self._decode(effective, dataset),
-      score_fn=lambda dataset: self._score(effective, dataset),
-    )
-    numbers = lambda m: {k: float(v) for k, v in m.items() if np.ndim(v) == 0}
-    return {task: numbers(m) for task, m in found.result().items()}
-
-  def predictions(self, effective: Any, task) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """(fields, decoded text) of each example of a task, in the order of its split."""
-    import seqio
-
-    lengths = dict(self._cfg.lengths or {})
-    examples = task.get_dataset(
-      lengths, self._cfg.split, shuffle=False, seed=0, use_cached=self._cfg.use_cached, num_epochs=1
-    )
-    features = seqio.EncDecFeatureConverter(pack=False)(examples, task_feature_lengths=lengths)
-    decoded = self._decoded(effective, features.enumerate())
-    text = task.output_features["targets"].vocabulary.decode
-    for example, (_, ids, _) in zip(examples.as_numpy_iterator(), decoded, strict=True):
-      yield example, text(ids)
-
-  def _decode(self, effective, dataset):
-    """((index, ids) of every example, {'scores': one of each})."""
-    rows = list(self._decoded(effective, dataset))
-    return [row[:2] for row in rows], {"scores": [score for _, _, score in rows]}
-
-  def _decoded(self, effective, dataset) -> Iterator[tuple[int, list[int], float]]:
-    """(index, ids, score) of every example."""
-    for indices, batch, real in self._rows(dataset):
-      run = self._decoder(batch["decoder_input_tokens"].shape[1])
-      found = run(effective, self._model.put(batch)["encoder_input_tokens"])
-      yield from zip(indices, *(np.asarray(x)[:real].tolist() for x in found), strict=True)
-
-  def _decoder(self, length: int) -> Callable:
-    cfg, network = self._cfg, self._model.network
-    if (length, cfg.num_decodes) not in self._decoders:
-
-      def run(params, inputs):
-        if cfg.decoder == "greedy":
-          return decoding.greedy(network, params, inputs, length, self._eos)
-        return decoding.beam_search(network, params, inputs, length, cfg.num_decodes, self._eos)
-
-      self._decoders[length, cfg.num_decodes] = self._model.jit(run)
-    return self._decoders[length, cfg.num_decodes]
-
-  def _score(self, effective, dataset):
-    """(index, log likelihood of the targets) of every example."""
-    run = self._likelihood
-    return [
-      (index, float(score))
-      for indices, batch, real in self._rows(dataset)
-      for index, score in zip(
-        indices, np.asarray(run(effective, self._model.put(batch)))[:real], strict=True
-      )
-    ]
-
-  def _rows(self, dataset) -> Iterator[tuple[list[int], data.Batch, int]]:
-    """(indices, a whole batch, how many of its rows are examples)."""
-    for rows in _batched(dataset.as_numpy_iterator(), self._cfg.batch_size):
-      self._check()
-      indices, examples = zip(*rows, strict=True)
-      yield [int(i) for i in indices], *_filled(examples, self._cfg.batch_size)
-
-  def _check(self):
-    if self._stop():
-      raise Stopped
+  @property
+  def best(self) -> int | None:
+    """The step of the best evaluation, None where there is none."""
+    return best_step(self.entries.values(), self._metric)
 
 
-def _batched(rows, size: int) -> Iterator[list[Any]]:
-  rows = iter(rows)
-  while batch := list(itertools.islice(rows, size)):
-    yield batch
+def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> int | None:
+  """Returns the step of the best evaluation at the target pattern, the earliest of equals.
+
+  One that is no number (a correlation of equal predictions is none) is never the best.
+
+  Args:
+    evaluations: entries of evaluations.json.
+    metric: its mean over tasks, larger is better; None = the mean loss, smaller is better.
+  """
+  scores: dict[int, float] = {}
+  for e in evaluations:
+    if metric is None:
+      values = [-loss for loss in e["loss"].values()]
+    else:
+      values = [found[metric] for found in e["metrics"].values() if metric in found]
+      if not values:
+        have = ", ".join(sorted({name for found in e["metrics"].values() for name in found}))
+        raise ValueError(f"BEST_METRIC={metric!r} is none of the tasks' metrics: {have}.")
+    if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
+      scores[e["step"]] = mean
+  return max(scores, key=lambda step: (scores[step], -step)) if scores else None
 
 
-def _filled(examples, size: int) -> tuple[data.Batch, int]:
-  """A batch of `size` rows, those that are missing all zero; and how many there were."""
-  missing = size - len(examples)
-  stack = lambda *x: np.pad(np.stack(x), [(0, missing)] + [(0, 0)] * np.ndim(x[0]))
-  return jax.tree.map(stack, *examples), len(examples)
+def loss_line(task: str, scalars: Mapping[str, float], headline: Sequence[str]) -> str:
+  """Returns what is printed of the scalars of a task: those of the headline."""
+  return f"  {task}: " + ", ".join(f"{name} {scalars[name]:.4f}" for name in headline)
 
 
-def _json_logger(seqio, write_results: int | None):
-  return lambda output_dir: seqio.JSONLogger(output_dir, write_n_results=write_results)
+def metrics_line(task: str, values: Mapping[str, float]) -> str:
+  """Returns what is printed of the metrics of a task."""
+  return f"  {task}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())

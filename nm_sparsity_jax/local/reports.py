@@ -1,6 +1,6 @@
 """What a run tells while it goes on: TensorBoard, JSON lines, one line on the terminal.
 
-step -> scalars -> MODEL_DIR/<room>/{events..., metrics.jsonl}
+step -> [Watch: finite? means] -> scalars -> MODEL_DIR/<room>/{events..., metrics.jsonl}
                 -> step 120/400  loss 1.234  D 0.53  2:8  density 0.25  9,120 tokens/s  0:41 left
 """
 
@@ -8,6 +8,7 @@ step -> scalars -> MODEL_DIR/<room>/{events..., metrics.jsonl}
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import pathlib
@@ -15,6 +16,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
+import numpy as np
+
+from nm_sparsity_jax.local.run import Run
+from nm_sparsity_jax.local.step import NORMS, patterns_at
+from nm_sparsity_jax.workloads import Sums
+
+_AHEAD = 2  # steps that are given to the devices before the result of one is looked at
 
 
 def writer(folder: pathlib.Path, start: int) -> Any:
@@ -66,20 +76,126 @@ def _cut(path: pathlib.Path, start: int) -> None:
   path.write_text("".join(kept))
 
 
+class Curves:
+  """Writes the scalars of a run, one room for each of its folders: train, training_eval/<task>.
+
+  Args:
+    folder: of the run.
+  """
+
+  def __init__(self, folder: pathlib.Path):
+    self._folder = folder
+    self._writers: dict[str, Any] = {}
+
+  def open(self, room: str, start: int) -> None:
+    """Makes a room's files; where it is not open yet, lines of steps after `start` go."""
+    if room not in self._writers:
+      self._writers[room] = writer(self._folder / room, start)
+
+  def write(self, room: str, step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes the scalars of a step to a room that is open."""
+    self._writers[room].write_scalars(step, scalars)
+
+  def flush(self, *rooms: str) -> None:
+    """Writes out what is buffered for some rooms; for all, if none is named."""
+    for room in rooms or self._writers:
+      self._writers[room].flush()
+
+  def close(self) -> None:
+    """Closes all rooms."""
+    for each in self._writers.values():
+      each.close()
+
+
+class NotFinite(Exception):
+  """A number of a step is not finite.
+
+  Attributes:
+    what: the loss, or the gradient or update.
+    step: the global step.
+  """
+
+  def __init__(self, what: str, step: int):
+    super().__init__(what, step)
+    self.what, self.step = what, step
+
+
+class Watch:
+  """Looks at what each step returns, a few steps later, so that the devices never wait for it.
+
+  Args:
+    run: whose periods, workload and rules say what is written when.
+    offset: the global step of the run's step 0.
+    curves: gets the scalars, in the room 'train'.
+    progress: gets a line at each report.
+  """
+
+  def __init__(self, run: Run, offset: int, curves: Curves, progress: Progress):
+    self._run, self._offset = run, offset
+    self.curves, self.progress = curves, progress
+    self._pending: collections.deque[tuple[int, Sums, Any]] = collections.deque()
+    self._sums: list[np.ndarray] = []  # since the last report
+
+  def add(self, done: int, sums: Sums, sampled: Mapping[str, Any]) -> None:
+    """Takes the results of a step, and looks at an older one.
+
+    Args:
+      done: the steps of this run, with this one.
+      sums: of its batch, and norms.
+      sampled: metrics; {} where the step is not sampled.
+    """
+    self._pending.append((done, sums, sampled))
+    if len(self._pending) > _AHEAD:
+      self._look()
+
+  def catch_up(self) -> None:
+    """Looks at all that has not been looked at. Raises `NotFinite`, as `add` does."""
+    while self._pending:
+      self._look()
+
+  def _look(self) -> None:
+    done, sums, sampled = self._pending.popleft()
+    values, at, run = np.asarray(sums.values), self._offset + done, self._run
+    if not np.isfinite(values).all():
+      raise NotFinite("loss" if not np.isfinite(values[0]) else "gradient or update", at)
+    self._sums.append(values)
+    self.progress.count(values[sums.names.index(run.unit)])
+    written = {name: float(x) for name, x in jax.device_get(sampled).items()}
+    if run.periods.reports(done, run.sparse_steps):
+      written |= self._means(done, sums.names)
+      kinds = patterns_at(run.model.rules, run.model.shapes, done)
+      self.progress.show(at, written["loss"], kinds)
+    if written:
+      self.curves.write("train", at, written)
+
+  def _means(self, done: int, names: Sequence[str]) -> dict[str, float]:
+    """Over the steps since the last ones."""
+    sums: Any = np.sum(self._sums, 0, dtype=np.float64).tolist()
+    found = dict(zip(names, sums, strict=True))
+    norms = {name: found.pop(name) / len(self._sums) for name in NORMS}
+    scalars = self._run.model.workload.scalars(found) | norms
+    if self._run.learning_rate is not None:
+      scalars["learning_rate"] = float(self._run.learning_rate(done - 1))
+    self._sums = []
+    return scalars
+
+
 class Progress:
-  """One live line on a terminal, else a line now and then.
+  """Shows one live line on a terminal, else a line now and then.
 
   Args:
     first: the step that this process starts at.
     last: the step that the run ends at.
+    unit: what is counted, such as 'tokens'.
     stream: where to.
   """
 
-  def __init__(self, first: int, last: int, stream: Any = None):
+  def __init__(self, first: int, last: int, unit: str = "tokens", stream: Any = None):
     self._stream = sys.stderr if stream is None else stream
+    self._unit = unit
     self._first, self._last = first, last
     self._clock: float | None = None
-    self._tokens = 0.0
+    self._counted = 0.0
     self._live = None
     if self._stream.isatty():
       from rich.console import Console
@@ -89,17 +205,17 @@ class Progress:
       self._live = Live("", console=console, auto_refresh=False, redirect_stderr=False)
       self._live.start()
 
-  def count(self, tokens: float) -> None:
-    """One more step is done. The first one, which compiles, starts the clock."""
+  def count(self, size: float) -> None:
+    """Notes one more step, of a batch of some size. The first, which compiles, starts the clock."""
     if self._clock is None:
       self._clock = time.monotonic()
       self._first += 1
     else:
-      self._tokens += tokens
+      self._counted += size
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Time that is no step's: to save and to evaluate."""
+    """Leaves out of the clock what is no step's: to save and to evaluate."""
     begin = time.monotonic()
     try:
       yield
@@ -108,17 +224,17 @@ class Progress:
         self._clock += time.monotonic() - begin
 
   def show(self, step: int, loss: float, kinds: Sequence[tuple[str, str, float, int]]) -> None:
-    """The line of a step; `kinds` are of `step.patterns_at`."""
+    """Prints the line of a step; `kinds` are of `step.patterns_at`."""
     passed = time.monotonic() - (self._clock or 0.0) if self._clock else 0.0
     done = step - self._first
     words = [f"step {step:,}/{self._last:,}", f"loss {loss:.4f}", *_sparsity(kinds)]
     if done > 0 and passed > 0:
-      words.append(f"{self._tokens / passed:,.0f} tokens/s")
+      words.append(f"{self._counted / passed:,.0f} {self._unit}/s")
       words.append(f"{clock(passed / done * (self._last - step))} left")
     self._put("  ".join(words))
 
   def say(self, text: str) -> None:
-    """A line that stays."""
+    """Prints a line that stays."""
     if self._live is None:
       print(text, file=self._stream, flush=True)
     else:

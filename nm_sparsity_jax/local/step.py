@@ -1,8 +1,8 @@
-"""One optimizer step, on all local devices.
+"""One optimizer step of any workload, on all local devices.
 
-    params, sparse step, stored masks -> [sparsify, once] -> W~ -> [network, microbatch by
-    microbatch] -> mean loss per target token + z-loss -> gradients -> [+ SR-STE's term, once]
-    -> optax -> new params, step + 1 -> [update_state] -> stored masks
+    params, sparse step, stored masks -> [sparsify, once] -> W~ -> [workload.loss, microbatch by
+    microbatch] -> mean over the workload's weight -> gradients
+    -> [nms.sparse: + SR-STE's term, optax, step + 1, stored masks] -> new params
 
 The network is the dense one, on effective parameters, in training, evaluation and decoding alike.
 Parameters and optimizer state are float32 whatever the network computes in.
@@ -10,7 +10,6 @@ Parameters and optimizer state are float32 whatever the network computes in.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,9 +22,12 @@ from flax import struct
 from flax.linen import partitioning, spmd
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from nm_sparsity_jax import apply, metrics, optim
+from nm_sparsity_jax import apply, metrics, workloads
+from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.transform import sparse
 from nm_sparsity_jax.trees import flatten, path_name
+from nm_sparsity_jax.workloads import Batch, Sums
 
 # Logical axis -> mesh axis: T5X's standard rules, one axis of data and one of model parallelism.
 AXIS_RULES = (
@@ -33,47 +35,35 @@ AXIS_RULES = (
   ("kv", None), ("joined_kv", "model"), ("relpos_buckets", None), ("length", None),
   ("layers", None), ("stack", None), ("mlp_activations", None),
 )  # fmt: skip
-PACKED = ("encoder_segment_ids", "decoder_segment_ids")
+AXES = "params_axes"  # the collection of logical axes
+NORMS = ("grad_norm", "update_norm")  # the sums that the step adds to a workload's
 
 
 @struct.dataclass
 class TrainState:
-  """All that a checkpoint holds.
+  """Holds all that a checkpoint holds.
 
   Attributes:
     step: int32 scalar, the global step: that of the initial checkpoint, and one per update.
     params: float32.
-    opt_state: of optax.
-    sparse_step: int32 scalar, updates that this run has applied; also the position in the data.
-    masks: what `apply.init_state` keeps; `{}` for recipes without state.
+    opt_state: `SparseState`, of `nms.sparse` around the optimizer.
+    collections: the workload's state, such as {'batch_stats': ...}; `{}` for T5.
   """
 
   step: jax.Array
   params: Any
   opt_state: Any
-  sparse_step: jax.Array
-  masks: Any
+  collections: Any
 
+  @property
+  def sparse_step(self) -> jax.Array:
+    """Updates that this run has applied, int32 scalar; also the position in the data."""
+    return self.opt_state.count
 
-@dataclasses.dataclass(frozen=True)
-class Summed:
-  """The sums over a batch that every report is made of, in the order of their vector."""
-
-  loss: float
-  z_loss: float
-  correct: float
-  tokens: float
-
-  def scalars(self) -> dict[str, float]:
-    """Under T5X's names; the loss is a mean per target token."""
-    tokens = max(self.tokens, 1.0)
-    return {
-      "loss": self.loss / tokens,
-      "loss_per_nonpadding_target_token": self.loss / tokens,
-      "cross_ent_loss": (self.loss - self.z_loss) / tokens,
-      "z_loss": self.z_loss / tokens,
-      "accuracy": self.correct / tokens,
-    }
+  @property
+  def masks(self) -> Any:
+    """What `nms.init_state` keeps; `{}` for recipes without state."""
+    return self.opt_state.masks
 
 
 class WrongDevices(ValueError):
@@ -81,31 +71,31 @@ class WrongDevices(ValueError):
 
 
 class Model:
-  """A network, its rules and its loss, laid out over the local devices.
+  """A workload and its rules, laid out over the local devices.
 
   Args:
-    network: a T5 of this package (or one with its interface), dense: without rules of its own.
+    network: a T5 of this package, or one with its interface, dense; or give `workload`.
     rules: what is sparse, and how.
-    z_loss: weight of log(Z)^2, which keeps the logits from drifting.
-    label_smoothing: share of the probability that goes to all other tokens.
+    z_loss: see `workloads.t5.T5`; None = its default.
+    label_smoothing: see `workloads.t5.T5`; None = its default.
     num_partitions: devices that share each weight; the others share the batch.
     devices: to run on; None = all local ones.
+    workload: of any model family, in place of `network`.
   """
 
   def __init__(
     self,
-    network: nn.Module,
-    rules: Rules,
-    z_loss: float = 0.0001,
-    label_smoothing: float = 0.0,
+    network: Any = None,
+    rules: Rules | None = None,
+    z_loss: float | None = None,
+    label_smoothing: float | None = None,
     num_partitions: int = 1,
     devices: Sequence[Any] | None = None,
+    workload: Any = None,
   ):
-    self.network: Any = network
-    if self.network.config.rules is not None:
-      raise ValueError("the network has rules of its own: give them to the run alone, RULES.")
-    self.given_rules = rules
-    self.z_loss, self.label_smoothing = z_loss, label_smoothing
+    family = network if workload is None else workload
+    self.workload = workloads.of(family, z_loss=z_loss, label_smoothing=label_smoothing)
+    self.given_rules = Rules({}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
     if num_partitions < 1 or len(devices) % num_partitions:
       raise WrongDevices(
@@ -114,24 +104,29 @@ class Model:
     grid = np.reshape(devices, (-1, num_partitions))
     self.mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     self.replicated = NamedSharding(self.mesh, PartitionSpec())
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    shapes = jax.eval_shape(self._init, jax.random.PRNGKey(0), tokens)
-    axes = shapes["params_axes"]
-    self.shapes = shapes["params"]
+    shapes = dict(jax.eval_shape(self.workload.init, jax.random.PRNGKey(0)))
+    axes = shapes.pop(AXES, None)
+    if COLLECTION in shapes:
+      raise ValueError(
+        f"{type(self.workload).__name__}: the collection {COLLECTION!r} is the runner's own. Give "
+        "a network without sparse layers."
+      )
+    self.shapes = shapes.pop("params")
+    self.collections = shapes
     # As stored: a scan stacks kernels, which moves the axis of their groups.
-    self.rules = rules.with_logical_axes(axes)
+    self.rules = self.given_rules if axes is None else self.given_rules.with_logical_axes(axes)
     self.rules.assign(self.shapes)  # what does not fit is said before data are read
-    specs = spmd.logical_to_mesh_sharding(
-      partitioning.get_axis_names(axes), self.mesh, list(AXIS_RULES)
-    )
-    by_path = dict(flatten(self.shapes))
-    self._shardings = {path: (by_path[path].shape, s) for path, s in flatten(specs)}
+    self._shardings = {} if axes is None else self._of_axes(axes)
 
-  def _init(self, rng, tokens):
-    return self.network.init(rng, tokens, tokens, tokens, enable_dropout=False)
+  def _of_axes(self, axes: Any) -> dict[str, Any]:
+    """Returns path -> (shape, sharding) of every parameter."""
+    names = partitioning.get_axis_names(axes)
+    specs = spmd.logical_to_mesh_sharding(names, self.mesh, list(AXIS_RULES))
+    by_path = dict(flatten(self.shapes))
+    return {path: (by_path[path].shape, s) for path, s in flatten(specs)}
 
   def jit(self, function: Callable, **kwargs: Any) -> Callable:
-    """`jax.jit`, with the mesh and the logical axes in force while it is traced."""
+    """Returns `jax.jit(function)`, with the mesh and the logical axes in force when it traces."""
     jitted = jax.jit(function, **kwargs)
 
     def call(*args):
@@ -141,7 +136,7 @@ class Model:
     return call
 
   def shardings(self, tree: Any) -> Any:
-    """Of every leaf: that of the parameter whose path it ends in and whose shape it has."""
+    """Returns of every leaf that of the parameter whose path it ends in and whose shape it has."""
 
     def find(keys, leaf):
       words = path_name(keys).split("/")
@@ -153,8 +148,8 @@ class Model:
 
     return jax.tree_util.tree_map_with_path(find, tree)
 
-  def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """A batch on the devices, rows over the data axis."""
+  def put(self, batch: Batch) -> dict[str, jax.Array]:
+    """Returns a batch on the devices, rows over the data axis."""
     return jax.device_put(dict(batch), NamedSharding(self.mesh, PartitionSpec("data")))
 
   def check_batch(self, batch_size: int, parts: int = 1) -> None:
@@ -169,73 +164,70 @@ class Model:
   # --- state --------------------------------------------------------------------------------------
 
   def initial_params(self, seed_key: jax.Array) -> Any:
-    """Random parameters; T5X's, for its key."""
-    init = lambda rng: self._init(rng, jnp.ones((1, 1), jnp.int32))["params"]
+    """Returns random parameters; T5X's, for its key."""
+    init = lambda rng: self.workload.init(rng)["params"]
     return self.jit(init, out_shardings=self.shardings(self.shapes))(seed_key)
 
-  def begin(self, params: Any, optimizer: optax.GradientTransformation, step: int) -> TrainState:
-    """The state of a new run from these parameters, which are donated."""
+  def initial_collections(self, seed_key: jax.Array) -> dict[str, Any]:
+    """Returns the workload's state at the start of a run."""
+    if not self.collections:
+      return {}
+    init = lambda rng: {name: self.workload.init(rng)[name] for name in self.collections}
+    return self.jit(init, out_shardings=self.shardings(self.collections))(seed_key)
+
+  def begin(
+    self,
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    step: int,
+    collections: Mapping[str, Any] | None = None,
+  ) -> TrainState:
+    """Returns the state of a new run from these variables, which are donated."""
     shardings = self.shardings(self.state_shapes(optimizer))
-    make = lambda params: self._begin(params, optimizer, step)
-    return self.jit(make, out_shardings=shardings, donate_argnums=0)(params)
+    make = lambda params, collections: self._begin(params, collections, optimizer, step)
+    made = self.jit(make, out_shardings=shardings, donate_argnums=(0, 1))
+    return made(params, dict(collections or {}))
 
   def state_shapes(self, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes and dtypes of what `begin` makes."""
-    return jax.eval_shape(lambda params: self._begin(params, optimizer, 0), self.shapes)
+    """Returns shapes and dtypes of what `begin` makes."""
+    make = lambda params, collections: self._begin(params, collections, optimizer, 0)
+    return jax.eval_shape(make, self.shapes, self.collections)
 
-  def _begin(self, params, optimizer, step):
-    with jax.numpy_dtype_promotion("standard"):
-      opt_state = optimizer.init(params)
-    masks = apply.init_state(params, self.rules)
-    return TrainState(jnp.int32(step), params, opt_state, jnp.int32(0), masks)
+  def _begin(self, params, collections, optimizer, step):
+    opt_state = sparse(optimizer, self.rules).init(params)
+    return TrainState(jnp.int32(step), params, opt_state, collections)
 
   def effective(self, state: TrainState) -> Any:
-    """The parameters that the dense network runs with at this state."""
+    """Returns the parameters that the dense network runs with at this state."""
     make = lambda s: apply.sparsify(s.params, self.rules, s.sparse_step, s.masks)
     return self.jit(make, out_shardings=self.shardings(self.shapes))(state)
 
+  def variables(self, state: TrainState) -> dict[str, Any]:
+    """Returns what an evaluation runs with: effective 'params', and the workload's state."""
+    return {"params": self.effective(state), **state.collections}
+
   # --- loss ---------------------------------------------------------------------------------------
 
-  def sums(self, effective: Any, batch: Mapping[str, jax.Array], rng: jax.Array | None):
-    """(summed loss, [loss, z-loss, correct, tokens]) of the target tokens of a batch."""
-    targets = batch["decoder_target_tokens"]
-    logits = self._logits(effective, batch, rng)
-    weights = batch["decoder_loss_weights"].astype(jnp.float32)
-    log_z = jax.nn.logsumexp(logits, -1)
-    hit = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    cross_entropy = log_z - hit
-    if self.label_smoothing:
-      share = self.label_smoothing
-      each = share / (logits.shape[-1] - 1)  # of every other token
-      others = logits.shape[-1] * log_z - jnp.sum(logits, -1) - cross_entropy
-      entropy = -((1 - share) * np.log(1 - share) + share * np.log(each))
-      cross_entropy = (1 - share) * cross_entropy + each * others - entropy
-    z_loss = self.z_loss * log_z**2
-    correct = (jnp.argmax(logits, -1) == targets).astype(jnp.float32)
-    summed = [jnp.sum(weights * x) for x in (cross_entropy + z_loss, z_loss, correct)]
-    return summed[0], jnp.stack([*summed, jnp.sum(weights)])
+  def sums(
+    self, effective: Any, collections: Any, batch: Batch, rng: jax.Array | None
+  ) -> tuple[jax.Array, tuple[Sums, Any]]:
+    """Returns (summed loss, (all sums of a batch, the workload's new state))."""
+    loss, sums, collections = self.workload.loss(effective, collections, batch, rng)
+    if self.workload.weight not in sums:
+      raise ValueError(
+        f"{type(self.workload).__name__}.loss returns no sum {self.workload.weight!r}, which "
+        "divides the others."
+      )
+    return loss, (Sums.of(loss, sums), dict(collections))
 
   def eval_step(self) -> Callable:
-    """(effective params, batch) -> the vector of `Summed` without a gradient."""
-    return self.jit(lambda params, batch: self.sums(params, batch, None)[1])
+    """Returns (effective params and state, batch) -> `Sums`, without a gradient."""
 
-  def score(self, effective: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Log likelihood of the targets of each row."""
-    logits = self._logits(effective, batch, None)
-    log_probs = jax.nn.log_softmax(logits)
-    hit = jnp.take_along_axis(log_probs, batch["decoder_target_tokens"][..., None], -1)[..., 0]
-    return jnp.sum(hit * batch["decoder_loss_weights"].astype(jnp.float32), -1)
+    def step(variables, batch):
+      collections = {name: x for name, x in variables.items() if name != "params"}
+      return self.sums(variables["params"], collections, batch, None)[1][0]
 
-  def _logits(self, effective, batch, rng):
-    return self.network.apply(
-      {"params": effective},
-      batch["encoder_input_tokens"],
-      batch["decoder_input_tokens"],
-      batch["decoder_target_tokens"],
-      **{name: batch[name] for name in PACKED if name in batch},
-      enable_dropout=rng is not None,
-      rngs=None if rng is None else {"dropout": rng},
-    ).astype(jnp.float32)
+    return self.jit(step)
 
   # --- the step -----------------------------------------------------------------------------------
 
@@ -245,91 +237,92 @@ class Model:
     rng: jax.Array,
     like: TrainState,
     microbatches: int = 1,
-    metrics_every: int | None = None,
   ) -> Callable:
-    """(state, batch) -> (new state, sums, sampled metrics); the state is donated.
+    """Returns (state, batch) -> (new state, `Sums`); the state is donated.
 
-    The sums are the vector of `Summed`, then the norms of the gradient and of the update.
+    The sums are those of the batch, then the norms of the gradient and of the update.
 
     Args:
-      optimizer: of optax; SR-STE's term and the accumulation are not its business.
+      optimizer: of optax, bare: `nms.sparse` is put around it here.
       rng: of dropout; the global step is folded in.
       like: a state, for its shardings.
       microbatches: parts that a batch is cut into, one after the other.
-      metrics_every: after every so many sparse steps the third result is worth reading.
     """
-    rules = self.rules
+    tx = sparse(optimizer, self.rules)
 
     def step(state: TrainState, batch):
-      now, masks = state.sparse_step, state.masks
-      sparsify = lambda params: apply.sparsify(params, rules, now, masks)
-      effective, pull_back = jax.vjp(sparsify, state.params)
-      key = jax.random.fold_in(rng, state.step)
-      summed, grads = self._accumulate(effective, batch, key, microbatches)
-      tokens = jnp.maximum(summed[3], 1.0)
-      grads = pull_back(jax.tree.map(lambda g: g / tokens, grads))[0]
+      sums, collections, grads = self._gradient(state, batch, rng, microbatches)
+      updates, opt_state = tx.update(grads, state.opt_state, state.params)
       with jax.numpy_dtype_promotion("standard"):
-        full = optim.add_sr_ste(grads, state.params, rules, now, masks)
-        updates, opt_state = optimizer.update(full, state.opt_state, state.params)
         norms = jnp.stack([optax.global_norm(grads), optax.global_norm(updates)])
       params = optax.apply_updates(state.params, updates)
-      masks = apply.update_state(masks, params, rules, now + 1, grads, grads_at=state.params)
-      new = TrainState(state.step + 1, params, opt_state, now + 1, masks)
-      sampled = _sample(state, new, grads, rules, metrics_every) if metrics_every else {}
-      return new, jnp.concatenate([summed, norms]), sampled
+      new = TrainState(state.step + 1, params, opt_state, collections)
+      return new, Sums(jnp.concatenate([sums.values, norms]), (*sums.names, *NORMS))
 
-    out = self.shardings(like), self.replicated, self.replicated
+    out = self.shardings(like), self.replicated
     return self.jit(step, donate_argnums=0, out_shardings=out)
 
-  def _accumulate(self, effective, batch, key, parts):
-    """The vector of sums, and the gradient of the summed loss by the effective parameters."""
+  def samplers(self, rng: jax.Array, microbatches: int = 1) -> tuple[Callable, Callable]:
+    """Returns the programs that look at a sampled step: one before it, one after it.
+
+        seen = before(state, batch)
+        state, sums = train_step(state, batch)
+        scalars = after(state, seen)
+
+    The first takes the gradient a second time, so that the train step holds nothing for it.
+
+    Args:
+      rng: as in `train_step`.
+      microbatches: as in `train_step`.
+    """
+
+    def before(state: TrainState, batch):
+      grads = self._gradient(state, batch, rng, microbatches)[2]
+      return metrics.before(state.params, self.rules, state.sparse_step, state.masks, grads)
+
+    def after(state: TrainState, seen: metrics.Before):
+      return metrics.after(
+        state.params, self.rules, state.sparse_step, state.masks, seen, state.opt_state,
+        per_place=("density", "density_target"),
+      )  # fmt: skip
+
+    return self.jit(before), self.jit(after, out_shardings=self.replicated)
+
+  def _gradient(self, state: TrainState, batch, rng, parts):
+    """The sums of a batch, the new collections, the gradient of the mean by the parameters."""
+    sparsify = lambda params: apply.sparsify(params, self.rules, state.sparse_step, state.masks)
+    effective, pull_back = jax.vjp(sparsify, state.params)
+    key = jax.random.fold_in(rng, state.step)
+    found, grads = self._accumulate(effective, state.collections, batch, key, parts)
+    sums, collections = found
+    weight = jnp.maximum(sums.values[sums.names.index(self.workload.weight)], 1.0)
+    return sums, collections, pull_back(jax.tree.map(lambda g: g / weight, grads))[0]
+
+  def _accumulate(self, effective, collections, batch, key, parts):
+    """The sums and the new state, and the gradient of the summed loss by the parameters."""
     grad = jax.value_and_grad(self.sums, has_aux=True)
     if parts == 1:
-      (_, summed), grads = grad(effective, batch, key)
-      return summed, grads
+      (_, found), grads = grad(effective, collections, batch, key)
+      return found, grads
 
     def add(carry, x):
+      (sums, collections), so_far = carry
       i, part = x
-      (_, summed), grads = grad(effective, part, jax.random.fold_in(key, i))
-      return jax.tree.map(jnp.add, carry, (summed, grads)), None
+      (_, found), grads = grad(effective, collections, part, jax.random.fold_in(key, i))
+      sums, grads = jax.tree.map(jnp.add, (sums, so_far), (found[0], grads))
+      return ((sums, found[1]), grads), None
 
     # Row r goes to part r % parts, so that each device has its rows of every part already.
     cut = lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
-    zero = jnp.zeros(4), jax.tree.map(jnp.zeros_like, effective)
-    return jax.lax.scan(add, zero, (jnp.arange(parts), jax.tree.map(cut, batch)))[0]
-
-
-def _sample(old: TrainState, new: TrainState, grads, rules: Rules, every: int) -> dict[str, Any]:
-  """What T5X's trainer writes every so many steps, under the same names; else zeros."""
-  is_due = new.sparse_step % every == 0
-  before = (old.params, rules, old.sparse_step, old.masks)
-  after = (new.params, rules, new.sparse_step, new.masks)
-  places = rules.assign(new.params).places
-  try:
-    moments = metrics.second_moments(new.opt_state, new.params)
-  except ValueError:  # the optimizer keeps none
-    moments = {}
-  state = new.opt_state if set(places) <= set(moments) and moments else None
-
-  def look():
-    variances = metrics.summary(*before, grads, per_place=False)
-    out = metrics.summary(*after, None, state, metrics.masks_of(*before), per_place=False)
-    out |= {k: v for k, v in variances.items() if k.startswith("nm/grad")}
-    shares = metrics.density(new.params, rules, new.sparse_step, new.masks)
-    for path in places:
-      out[f"nm/density/{path}"] = shares.places[path]
-      out[f"nm/density_target/{path}"] = shares.targets[path]
-    for rule, (pattern, _) in metrics.rule_patterns(*after[:3]).items():
-      out |= {f"nm/{name}/{rule}": x for name, x in pattern._asdict().items()}
-    return {name: jnp.float32(x) for name, x in out.items()}
-
-  shapes = jax.eval_shape(look)
-  nothing = lambda: {name: jnp.float32(0) for name in shapes}
-  return jax.lax.cond(is_due, look, nothing)
+    cuts = jax.tree.map(cut, dict(batch))
+    first = jax.tree.map(lambda x: x[0], cuts)
+    like = jax.eval_shape(self.sums, effective, collections, first, key)[1][0]
+    zero = jax.tree.map(jnp.zeros_like, (like, effective))
+    return jax.lax.scan(add, ((zero[0], collections), zero[1]), (jnp.arange(parts), cuts))[0]
 
 
 def patterns_at(rules: Rules, params: Any, step: int) -> Sequence[tuple[str, str, float, int]]:
-  """(rule, pattern, D, weights) of every kind of place at a step, for people; on the host."""
+  """Returns (rule, pattern, D, weights) of every kind of place at a step; on the host."""
   places = rules.assign(params).places.values()
   decays = {recipe: float(recipe.decay(step)) for recipe in {place.recipe for place in places}}
   kinds: dict[tuple[str, str, float], int] = {}

@@ -6,7 +6,7 @@ batch `sparse_step` of the stream -> [train_step] -> state, sums -> looked at tw
     an evaluation is due -> saved -> losses, metrics -> evaluations.json -> which is best
 
 MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share),
-          run.json (where it starts, what it ran with), evaluations.json, train/,
+          run.json (where it starts, its workload, what it ran with), evaluations.json, train/,
           training_eval/<task>/, inference_eval/
 
 `evaluate` and `infer` open one checkpoint.
@@ -24,103 +24,21 @@ import os
 import pathlib
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
-import optax
 
-from nm_sparsity_jax import metrics, optim
-from nm_sparsity_jax.local import checkpoints, data, reports
-from nm_sparsity_jax.local.evaluation import Evaluation, Evaluator, Stopped
-from nm_sparsity_jax.local.step import Model, Summed, TrainState, patterns_at
-from nm_sparsity_jax.runs import files, folders, lock
+from nm_sparsity_jax import metrics
+from nm_sparsity_jax.local import checkpoints, reports
+from nm_sparsity_jax.local.evaluation import History, Stopped, loss_line, metrics_line
+from nm_sparsity_jax.local.run import Periods, Run, note_run
+from nm_sparsity_jax.local.step import Model, TrainState
+from nm_sparsity_jax.runs import files, lock
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Signals
 
-_AHEAD = 2  # steps that are given to the devices before the result of one is looked at
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Periods:
-  """When things happen, in steps of this run; all of them happen at its end too.
-
-  Attributes:
-    evaluate: a checkpoint is saved, and evaluated.
-    checkpoint: a checkpoint is saved; None = where there is an evaluation.
-    report: means over these steps are written, and a line where there is no terminal.
-    metrics: density, flips and variances are sampled; None = never.
-  """
-
-  evaluate: int = 1000
-  checkpoint: int | None = None
-  report: int = 50
-  metrics: int | None = 100
-
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      may_be_none = field.name in ("checkpoint", "metrics")
-      if not (isinstance(value, int) and value >= 1 or value is None and may_be_none):
-        also = ", or None" if may_be_none else ""
-        raise ValueError(f"a period of {value!r} steps ({field.name}): give 1 or more{also}.")
-
-  def saves(self, step: int, total: int) -> bool:
-    return self.evaluates(step, total) or bool(self.checkpoint and step % self.checkpoint == 0)
-
-  def evaluates(self, step: int, total: int) -> bool:
-    return step == total or step % self.evaluate == 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-  """What a run is.
-
-  Attributes:
-    model: network, rules and loss.
-    optimizer: of optax, without `nms.sr_ste` and `optax.MultiSteps`: the step does what they do.
-    source: training data.
-    model_dir: folder of the run.
-    sparse_steps: all its steps.
-    initial_checkpoint: its parameters, and no more, are started from; None = random ones.
-    pretrained_steps: the step of that checkpoint, to be checked; None = any.
-    microbatches: parts of a batch, one after the other: less memory, the same gradient.
-    random_seed: of parameters and dropout.
-    evaluation: None = no evaluation.
-    periods: when things happen.
-    keep_checkpoints: how many of the newest stay, beside the best; None = all.
-    best_metric: by which a checkpoint is best: a metric of the tasks, larger is better, its mean
-      over tasks; None = the validation loss, smaller is better. Only checkpoints of the target
-      pattern count.
-    learning_rate: step -> its value, to be reported.
-  """
-
-  model: Model
-  optimizer: optax.GradientTransformation
-  source: data.Source
-  model_dir: str
-  sparse_steps: int
-  initial_checkpoint: str | None = None
-  pretrained_steps: int | None = None
-  microbatches: int = 1
-  random_seed: int = 0
-  evaluation: Evaluation | None = None
-  periods: Periods = dataclasses.field(default_factory=Periods)
-  keep_checkpoints: int | None = 3
-  best_metric: str | None = None
-  learning_rate: Callable[[int], Any] | None = None
-
-  def __post_init__(self):
-    if not isinstance(self.sparse_steps, int) or self.sparse_steps < 1:
-      raise ValueError(f"SPARSE_STEPS={self.sparse_steps!r}: all steps of the run, 1 or more.")
-    decodes = self.evaluation is not None and self.evaluation.num_examples != 0
-    if self.best_metric is not None and not decodes:
-      raise ValueError(
-        f"BEST_METRIC={self.best_metric!r}, but nothing is decoded to have a metric of: set "
-        "EVALUATOR_NUM_EXAMPLES, or leave BEST_METRIC None for the validation loss."
-      )
-
+__all__ = ["FREE", "Periods", "Run", "evaluate", "folder_of", "infer", "settings_of", "train"]
 
 # Of `Run`, what its result does not depend on.
 FREE = (
@@ -129,12 +47,11 @@ FREE = (
 
 
 def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "") -> int:
-  """Trains a run, or goes on with it; the exit code.
+  """Trains a run, or goes on with it; returns the exit code.
 
   Args:
     run: what.
-    settings: what the result depends on, name -> nested value (`runs.settings`); a resumed run must
-      have the same.
+    settings: what the result depends on, as nested values; a resumed run must have the same.
     config: the text for config.gin.
 
   Returns:
@@ -142,226 +59,167 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
   """
   folder = _make(run.model_dir)
   with lock.hold(folder, lambda _: _taken(folder)), Signals() as stop:
-    process = _Process(run, folder, stop)
+    run.check()
+    saved = checkpoints.Checkpoints(folder, run.keep_checkpoints)
     run_settings.agree(folder, settings or {})
     files.write_atomically(folder / "config.gin", config)
-    return process.go()
+    return go(run, saved, stop)
 
 
+def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
+  """Does what is left of a run in its folder; returns the exit code, as `train` does."""
+  run.model.workload.check(run.source)
+  init_key, key = jax.random.split(jax.random.PRNGKey(run.random_seed))
+  history = History(saved.folder, run.best_metric)
+  state, offset = _start(run, saved, history, init_key)
+  done = int(state.sparse_step)
+  first, last = offset + done, offset + run.sparse_steps
+  evaluator = None
+  if run.evaluation is not None:
+    asked = lambda: stop.name is not None
+    evaluator = run.evaluation.evaluator(run.model, str(saved.folder), asked)
+  note_run(run, saved.folder, offset, first, _environment())
+  curves, progress = reports.Curves(saved.folder), reports.Progress(first, last, run.unit)
+  watch = reports.Watch(run, offset, curves, progress)
+  process = _Process(run, saved, history, evaluator, watch, offset, stop)
+  curves.open("train", first)
+  try:
+    progress.say(f"{saved.folder}: from step {first:,} to {last:,}")
+    done = _steps(process, state, key)
+    saved.close()
+    curves.close()
+  except BaseException as e:
+    with contextlib.suppress(Exception):
+      curves.close()
+    if isinstance(e, reports.NotFinite):
+      raise _not_finite(saved, e) from e
+    if _is_no_room(e):
+      raise ValueError(saved.no_room(f"curves or scores in {saved.folder}", e)) from e
+    raise
+  finally:
+    progress.close()
+  at = offset + done
+  if done == run.sparse_steps and (evaluator is None or at in history.entries):
+    return 0
+  print(f"{stop.name}: saved checkpoint_{at}; the same command goes on from there", file=sys.stderr)
+  return 130 if stop.name == "SIGINT" else 0
+
+
+@dataclasses.dataclass(frozen=True)
 class _Process:
-  """One process's part of a run."""
+  """What one process of a run works with."""
 
-  def __init__(self, run: Run, folder: pathlib.Path, stop: Signals):
-    self.run, self.folder, self.stop = run, folder, stop
-    self.model, self.total, self.periods = run.model, run.sparse_steps, run.periods
-    self.model.check_batch(run.source.batch_size, run.microbatches)
-    _refuse_in_chain(jax.eval_shape(run.optimizer.init, self.model.shapes))
-    self.checkpoints = checkpoints.Checkpoints(folder, run.keep_checkpoints)
-    self.evaluations: dict[int, dict[str, Any]] = {}  # by global step
-    # (step of this run, sums, samples) that have not been looked at, and sums since the last report
-    self.pending: collections.deque = collections.deque()
-    self.sums: list[np.ndarray] = []
-
-  def go(self) -> int:
-    run, model = self.run, self.model
-    data.import_seqio(run.source.module)
-    data.check_vocabulary(run.source.name, model.network.config.vocab_size)
-    init_key, dropout_key = jax.random.split(jax.random.PRNGKey(run.random_seed))
-    state, self.offset = self._start(init_key)
-    done = int(state.sparse_step)
-    first, last = self.offset + done, self.offset + self.total
-    self.evaluator = None
-    if run.evaluation is not None:
-      asked = lambda: self.stop.name is not None
-      self.evaluator = Evaluator(run.evaluation, model, str(self.folder), asked)
-    _note_run(self.folder, self.offset, first)
-    self.writers = {"train": reports.writer(self.folder / "train", first)}
-    self.progress = reports.Progress(first, last)
-    try:
-      self.progress.say(f"{self.folder}: from step {first:,} to {last:,}")
-      state, done = self._steps(state, done, dropout_key)
-      self.checkpoints.close()
-      self._close_writers()
-    except BaseException as e:
-      with contextlib.suppress(Exception):
-        self._close_writers()
-      if _is_no_room(e):
-        raise ValueError(self.checkpoints.no_room(f"curves or scores in {self.folder}", e)) from e
-      raise
-    finally:
-      self.progress.close()
-    at = self.offset + done
-    if done == self.total and (self.evaluator is None or at in self.evaluations):
-      return 0
-    print(f"{self.stop.name}: saved checkpoint_{at}; the same command goes on from there",
-          file=sys.stderr)  # fmt: skip
-    return 130 if self.stop.name == "SIGINT" else 0
-
-  def _close_writers(self) -> None:
-    for writer in self.writers.values():
-      writer.close()
-
-  # --- start --------------------------------------------------------------------------------------
-
-  def _start(self, key) -> tuple[TrainState, int]:
-    """The state to go on with, and the global step of the run's step 0."""
-    run, model, found = self.run, self.model, self.checkpoints.steps()
-    if found:
-      return self._resume(found[-1])
-    step = 0
-    if run.initial_checkpoint is None:
-      params = model.initial_params(key)
-    else:
-      shardings = model.shardings(model.shapes)
-      params, step = checkpoints.load_params(run.initial_checkpoint, model.shapes, shardings)
-      if run.pretrained_steps not in (None, step):
-        raise ValueError(
-          f"PRETRAINED_STEPS={run.pretrained_steps}, but {run.initial_checkpoint} is of step "
-          f"{step}. Set PRETRAINED_STEPS={step}, or leave it None."
-        )
-    return model.begin(params, run.optimizer, step), step
-
-  def _resume(self, step: int) -> tuple[TrainState, int]:
-    model = self.model
-    like = model.state_shapes(self.run.optimizer)
-    tree, text = self.checkpoints.restore(step, like, model)
-    checkpoints.refuse_other_rules(text, model.given_rules, f"{self.folder}/checkpoint_{step}")
-    state = checkpoints.from_tree(tree, like)
-    kept = folders.evaluations(self.folder)
-    self.evaluations = {at: e for at, e in kept.items() if at <= step}
-    if len(self.evaluations) < len(kept):  # of a checkpoint that was never complete
-      self._note_evaluations()
-    self._choose_best()
-    return state, step - int(state.sparse_step)
-
-  # --- loop ---------------------------------------------------------------------------------------
-
-  def _steps(self, state: TrainState, done: int, key) -> tuple[TrainState, int]:
-    """All steps that are left, or those until a signal; the last state is saved."""
-    run, total, periods = self.run, self.total, self.periods
-    step = self.model.train_step(run.optimizer, key, state, run.microbatches, periods.metrics)
-    if done and periods.evaluates(done, total):
-      self._evaluate(state, done)  # a process that was killed may not have
-    batches = run.source.batches(start=done)
-    while done < total and self.stop.name is None:
-      state, sums, sampled = step(state, self.model.put(next(batches)))
-      done += 1
-      self.pending.append((done, sums, sampled))
-      if len(self.pending) > _AHEAD:
-        self._look()
-      if periods.saves(done, total):
-        self._save(state, done)
-      if periods.evaluates(done, total):
-        with self.progress.paused():
-          self._evaluate(state, done)
-    self._save(state, done)
-    return state, done
-
-  def _look(self) -> None:
-    """At the oldest result that has not been looked at: finite? then into the means."""
-    done, sums, sampled = self.pending.popleft()
-    values = np.asarray(sums)
-    if not np.isfinite(values).all():
-      self._refuse(done, "loss" if not np.isfinite(values[0]) else "gradient or update")
-    self.sums.append(values)
-    self.progress.count(values[3])
-    written: dict[str, float] = {}
-    if self.periods.metrics and done % self.periods.metrics == 0:
-      written |= {name: float(x) for name, x in jax.device_get(sampled).items()}
-    if done % self.periods.report == 0 or done == self.total:
-      written |= self._means(done)
-      kinds = patterns_at(self.model.rules, self.model.shapes, done)
-      self.progress.show(self.offset + done, written["loss"], kinds)
-    if written:
-      self.writers["train"].write_scalars(self.offset + done, written)
-
-  def _refuse(self, done: int, what: str) -> None:
-    with contextlib.suppress(ValueError):
-      self.checkpoints.wait()
-    raise ValueError(
-      f"the {what} of step {self.offset + done} is not finite. The last good step is "
-      f"{self.offset + done - 1}, the newest checkpoint {self.checkpoints.newest()}; nothing was "
-      "saved since. Lower LEARNING_RATE or lengthen WARMUP_STEPS, with another MODEL_DIR."
-    )
-
-  def _means(self, done: int) -> dict[str, float]:
-    """Over the steps since the last ones."""
-    sums: Any = np.sum(self.sums, 0, dtype=np.float64).tolist()
-    scalars = Summed(*sums[:4]).scalars()
-    scalars["grad_norm"], scalars["update_norm"] = (x / len(self.sums) for x in sums[4:])
-    if self.run.learning_rate is not None:
-      scalars["learning_rate"] = float(self.run.learning_rate(done - 1))
-    self.sums = []
-    return scalars
-
-  def _save(self, state: TrainState, done: int) -> None:
-    """After a look at every step that led to it: what is not finite is never saved."""
-    while self.pending:
-      self._look()
-    for writer in self.writers.values():
-      writer.flush()
-    tree = checkpoints.to_tree(state, self.model.given_rules)
-    self.checkpoints.save(self.offset + done, tree)
-
-  # --- evaluation ---------------------------------------------------------------------------------
-
-  def _evaluate(self, state: TrainState, done: int) -> None:
-    """Evaluates a saved state, unless that has been done."""
-    step = self.offset + done
-    if self.evaluator is None or step in self.evaluations:
-      return
-    effective = self.model.effective(state)
-    try:
-      losses = self.evaluator.losses(effective)
-      found = self.evaluator.metrics(effective, step)
-    except Stopped:  # it is saved, and evaluated when the run goes on
-      return
-    for task, sums in losses.items():
-      room = f"training_eval/{task}"
-      if room not in self.writers:
-        self.writers[room] = reports.writer(self.folder / room, step - 1)
-      self.writers[room].write_scalars(step, sums.scalars())
-      self.writers[room].flush()
-      self.progress.say(loss_line(task, sums))
-    for task, values in found.items():
-      self.progress.say(metrics_line(task, values))
-    rules = self.model.rules
-    density = lambda s: metrics.density(s.params, rules, s.sparse_step, s.masks)[:2]
-    densities = self.model.jit(density)(state)
-    self.evaluations[step] = {
-      "step": step,
-      "at_target": bool(densities[0] <= densities[1] * (1 + 1e-6)),
-      "loss": {task: sums.scalars()["loss"] for task, sums in losses.items()},
-      "metrics": found,
-    }
-    self._note_evaluations()
-    self._choose_best()
-
-  def _note_evaluations(self) -> None:
-    text = json.dumps(list(self.evaluations.values()), indent=1)
-    files.write_atomically(self.folder / "evaluations.json", text + "\n")
-
-  def _choose_best(self) -> None:
-    self.checkpoints.best = best_step(self.evaluations.values(), self.run.best_metric)
+  run: Run
+  saved: checkpoints.Checkpoints
+  history: History
+  evaluator: Any
+  watch: reports.Watch
+  offset: int  # the global step of the run's step 0
+  stop: Signals
 
 
-def best_step(evaluations, metric: str | None) -> int | None:
-  """The step of the best evaluation at the target pattern, the earliest of equals; None if none.
+# --- start ----------------------------------------------------------------------------------------
 
-  One that is no number (a correlation of equal predictions is none) is never the best.
-  """
-  scores: dict[int, float] = {}
-  for e in evaluations:
-    if metric is None:
-      values = [-loss for loss in e["loss"].values()]
-    else:
-      values = [found[metric] for found in e["metrics"].values() if metric in found]
-      if not values:
-        have = ", ".join(sorted({name for found in e["metrics"].values() for name in found}))
-        raise ValueError(f"BEST_METRIC={metric!r} is none of the tasks' metrics: {have}.")
-    if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
-      scores[e["step"]] = mean
-  return max(scores, key=lambda step: (scores[step], -step)) if scores else None
+
+def _start(run: Run, saved, history: History, key: jax.Array) -> tuple[TrainState, int]:
+  """The state to go on with, and the global step of the run's step 0."""
+  model, found = run.model, saved.steps()
+  if found:
+    state = _resume(run, saved, history, found[-1])
+    return state, found[-1] - int(state.sparse_step)
+  if run.initial_checkpoint is None:
+    params, step = model.initial_params(key), 0
+    kept = model.initial_collections(key)
+  else:
+    params, kept, step = checkpoints.load_initial(run.initial_checkpoint, model, key)
+    if run.pretrained_steps not in (None, step):
+      raise ValueError(
+        f"PRETRAINED_STEPS={run.pretrained_steps}, but {run.initial_checkpoint} is of step "
+        f"{step}. Set PRETRAINED_STEPS={step}, or leave it None."
+      )
+  return model.begin(params, run.optimizer, step, kept), step
+
+
+def _resume(run: Run, saved, history: History, step: int) -> TrainState:
+  """The state of a checkpoint of the run, and what was found up to it."""
+  model = run.model
+  like = model.state_shapes(run.optimizer)
+  tree, text = saved.restore(step, like, model)
+  checkpoints.refuse_other_rules(text, model.given_rules, f"{saved.folder}/checkpoint_{step}")
+  history.read(until=step)
+  saved.best = history.best
+  return checkpoints.from_tree(tree, like, model.rules)
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+def _steps(p: _Process, state: TrainState, key: jax.Array) -> int:
+  """Does the steps that are left, or those until a signal; saves the last; returns its number."""
+  run, total, periods = p.run, p.run.sparse_steps, p.run.periods
+  done = int(state.sparse_step)
+  step = run.model.train_step(run.optimizer, key, state, run.microbatches)
+  before, after = run.model.samplers(key, run.microbatches)
+  if done and periods.evaluates(done, total):
+    _evaluate(p, state, done)  # a process that was killed may not have
+  batches = run.batches(done)
+  while done < total and p.stop.name is None:
+    batch = run.model.put(next(batches))
+    done += 1
+    seen = before(state, batch) if periods.samples(done) else None
+    state, sums = step(state, batch)
+    p.watch.add(done, sums, after(state, seen) if seen is not None else {})
+    if periods.saves(done, total):
+      _save(p, state, done)
+    if periods.evaluates(done, total):
+      with p.watch.progress.paused():
+        _evaluate(p, state, done)
+  _save(p, state, done)
+  return done
+
+
+def _save(p: _Process, state: TrainState, done: int) -> None:
+  """After a look at every step that led to it: what is not finite is never saved."""
+  p.watch.catch_up()
+  p.watch.curves.flush()
+  p.saved.save(p.offset + done, checkpoints.to_tree(state, p.run.model.given_rules))
+
+
+def _evaluate(p: _Process, state: TrainState, done: int) -> None:
+  """Evaluates a saved state, unless that has been done."""
+  step, model, say = p.offset + done, p.run.model, p.watch.progress.say
+  if p.evaluator is None or step in p.history.entries:
+    return
+  try:
+    found = p.evaluator.evaluate(model.variables(state), step)
+  except Stopped:  # it is saved, and evaluated when the run goes on
+    return
+  for task, scalars in found.scalars.items():
+    room = f"training_eval/{task}"
+    p.watch.curves.open(room, step - 1)
+    p.watch.curves.write(room, step, scalars)
+    p.watch.curves.flush(room)
+    say(loss_line(task, scalars, model.workload.headline))
+  for task, values in found.metrics.items():
+    say(metrics_line(task, values))
+  density = lambda s: metrics.density(s.params, model.rules, s.sparse_step, s.masks)[:2]
+  densities = model.jit(density)(state)
+  p.history.note(step, found, bool(densities[0] <= densities[1] * (1 + 1e-6)))
+  p.saved.best = p.history.best
+
+
+def _not_finite(saved: checkpoints.Checkpoints, e: reports.NotFinite) -> ValueError:
+  """Says what is left when a number is not finite."""
+  with contextlib.suppress(ValueError):
+    saved.wait()
+  return ValueError(
+    f"the {e.what} of step {e.step} is not finite. The last good step is {e.step - 1}, the newest "
+    f"checkpoint {saved.newest()}; nothing was saved since. Lower LEARNING_RATE or lengthen "
+    "WARMUP_STEPS, with another MODEL_DIR."
+  )
+
+
+# --- the folder -----------------------------------------------------------------------------------
 
 
 def folder_of(model_dir: str) -> pathlib.Path:
@@ -388,17 +246,6 @@ def _taken(folder: pathlib.Path) -> str:
     f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
     "first); the same command goes on from there."
   )
-
-
-def _note_run(folder: pathlib.Path, start: int, step: int) -> None:
-  """run.json: the global step before the first of the run, and what each process ran with."""
-  path = folder / "run.json"
-  before = files.read_json(path, {"processes": []})["processes"]
-  kept, now = [p for p in before if p["from"] < step], _environment()
-  if not kept or kept[-1]["environment"] != now:
-    kept.append({"from": step, "environment": now})
-  text = json.dumps({"start": start, "processes": kept}, indent=1)
-  files.write_atomically(path, text + "\n")
 
 
 _PACKAGES = (
@@ -437,19 +284,12 @@ def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
   return {name: value for name, value in bound.items() if name not in FREE}
 
 
-def _refuse_in_chain(opt_state) -> None:
-  """Refuses what the step does itself."""
-  ours = lambda x: isinstance(x, optim.SrSteState | optax.MultiStepsState)
-  for leaf in jax.tree.leaves(opt_state, is_leaf=ours):
-    if isinstance(leaf, optim.SrSteState):
-      raise ValueError("the optimizer holds nms.sr_ste, but the runner adds SR-STE's term itself.")
-    if isinstance(leaf, optax.MultiStepsState):
-      raise ValueError("the optimizer is optax.MultiSteps: set MICROBATCHES instead.")
+# --- one checkpoint -------------------------------------------------------------------------------
 
 
 def evaluate(
   model: Model,
-  evaluation: Evaluation,
+  evaluation: Any,
   checkpoint: str,
   output_dir: str,
   config: str = "",
@@ -457,27 +297,32 @@ def evaluate(
   """Evaluates one checkpoint, of this runner or of T5X, with the weights of its step.
 
   Args:
-    model: network and rules, as in training.
+    model: workload and rules, as in training.
     evaluation: what is evaluated, and how.
     checkpoint: its folder, checkpoint_N.
     output_dir: gets what training writes for an evaluation.
     config: the text for config.gin.
+
+  Returns:
+    0.
   """
-  folder, state = _open(model, evaluation, checkpoint, output_dir, config)
-  step, effective = int(state.step), model.effective(state)
-  evaluator = Evaluator(evaluation, model, str(folder))
-  for task, sums in evaluator.losses(effective).items():
-    with contextlib.closing(reports.writer(folder / f"training_eval/{task}", step - 1)) as writer:
-      writer.write_scalars(step, sums.scalars())
-    print(loss_line(task, sums))
-  for task, values in evaluator.metrics(effective, step).items():
+  folder, state = _open(model, checkpoint, output_dir, config)
+  step, evaluator = int(state.step), evaluation.evaluator(model, str(folder))
+  found = evaluator.evaluate(model.variables(state), step)
+  curves = reports.Curves(folder)
+  for task, scalars in found.scalars.items():
+    curves.open(f"training_eval/{task}", step - 1)
+    curves.write(f"training_eval/{task}", step, scalars)
+    print(loss_line(task, scalars, model.workload.headline))
+  curves.close()
+  for task, values in found.metrics.items():
     print(metrics_line(task, values))
   return 0
 
 
 def infer(
   model: Model,
-  evaluation: Evaluation,
+  evaluation: Any,
   checkpoint: str,
   output_dir: str,
   config: str = "",
@@ -488,20 +333,21 @@ def infer(
   has its name when it is complete.
 
   Args:
-    model: network and rules, as in training.
+    model: workload and rules, as in training.
     evaluation: of which tasks and split, by which search; its lengths, which are needed.
     checkpoint: its folder, checkpoint_N.
     output_dir: gets the files.
     config: the text for config.gin.
+
+  Returns:
+    0.
   """
-  if not evaluation.lengths:
-    raise ValueError(
-      f"TASK_FEATURE_LENGTHS={evaluation.lengths!r}: predictions are as long as it says, for the "
-      "targets of a test set tell nothing. Give {'inputs': ..., 'targets': ...}."
-    )
-  folder, state = _open(model, evaluation, checkpoint, output_dir, config)
+  if not hasattr(evaluation, "silent"):
+    raise ValueError(f"{type(model.workload).__name__} makes no predictions that can be written.")
+  silent = evaluation.silent()
+  folder, state = _open(model, checkpoint, output_dir, config)
   effective = model.effective(state)
-  evaluator = Evaluator(dataclasses.replace(evaluation, num_examples=0), model, None)
+  evaluator = silent.evaluator(model, None)
   for task in evaluator.tasks:
     path, count = folder / f"{task.name}-predict.jsonl-00000-of-00001", 0
     with files.whole_file(path) as beside, beside.open("w", encoding="utf-8") as file:
@@ -518,22 +364,10 @@ def _prediction_line(example: Mapping[str, Any], text: str) -> str:
   return json.dumps({"inputs": inputs, "prediction": text}) + "\n"
 
 
-def _open(model, evaluation, checkpoint, output_dir, config) -> tuple[pathlib.Path, TrainState]:
+def _open(model, checkpoint, output_dir, config) -> tuple[pathlib.Path, TrainState]:
   """The folder for what is found, and the state of a checkpoint."""
   folder = _make(output_dir)
-  data.import_seqio(evaluation.module)
   state = checkpoints.load_for_evaluation(checkpoint, model)
   files.write_atomically(folder / "config.gin", config)
   print(f"{checkpoint}: step {int(state.step):,}, sparse step {int(state.sparse_step):,}")
   return folder, state
-
-
-def loss_line(task: str, sums: Summed) -> str:
-  """For people."""
-  values = sums.scalars()
-  return f"  {task}: loss {values['loss']:.4f}, accuracy {values['accuracy']:.4f}"
-
-
-def metrics_line(task: str, values: Mapping[str, float]) -> str:
-  """For people."""
-  return f"  {task}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())

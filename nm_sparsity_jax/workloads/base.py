@@ -1,0 +1,241 @@
+"""What the local runner, and whatever plans, compares and reports its runs, asks of a model family.
+
+    init(rng) -> variables -> [params | state | logical axes]
+    batches(seed, start) -> batch -> loss(params, state, batch, rng) -> loss, sums, new state
+    splits() -> batches -> loss(..., rng=None) -> sums -> scalars(sums) -> names and values
+
+The runner owns all the rest: sparsity, devices, the optimizer, checkpoints, curves. A workload
+knows nothing of sparsity: it is given effective parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from flax import struct
+
+Batch = Mapping[str, Any]
+
+
+class Workload:
+  """A model family as a trainer sees it. Subclass it, and name your class in a gin file.
+
+      class Regression(Workload):
+
+        def init(self, rng):
+          return Mlp().init(rng, jnp.zeros((1, 16)))
+
+        def loss(self, params, state, batch, rng):
+          variables = {"params": params, **state}
+          out, state = Mlp().apply(variables, batch["x"], rng is not None, mutable=[*state])
+          error = jnp.sum((out - batch["y"]) ** 2)
+          return error, {"examples": jnp.float32(len(out))}, state
+
+        def batches(self, seed, start):
+          for position in itertools.count(start):
+            yield make_batch(np.random.default_rng((seed, position)))
+
+        def splits(self):
+          return {"validation": [make_batch(np.random.default_rng(0))]}
+
+  Where rules are to name kernels by roles such as 'ff', and costs are to be known, your module also
+  calls `nm_sparsity_jax.roles.register`; regexes for whole paths need nothing.
+
+  A batch is a flat dict of arrays whose first axis counts examples, as many in every batch.
+
+  Attributes:
+    weight: which of the sums divides the others; also the unit of the throughput that is printed.
+    headline: which of the scalars an evaluation prints as its loss line.
+    batch_size: examples of a training batch; None where something else brings the batches.
+  """
+
+  weight: str = "examples"
+  headline: Sequence[str] = ("loss",)
+  batch_size: int | None = None
+
+  def init(self, rng: jax.Array) -> Mapping[str, Any]:
+    """Returns new variables, as flax' `module.init` does: float32 parameters, dense.
+
+    Args:
+      rng: a key.
+
+    Returns:
+      'params'; 'params_axes' where the parameters have logical axes, which lay them over devices
+      and say which axis a scan added; each other collection, such as 'batch_stats', is state.
+    """
+    raise NotImplementedError
+
+  def loss(
+    self, params: Any, state: Mapping[str, Any], batch: Batch, rng: jax.Array | None
+  ) -> tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, Any]]:
+    """Returns the summed loss of a batch, more sums over it, and the new state.
+
+    It is traced. The gradient is that of the summed loss / sums[weight], whatever the microbatches.
+
+    Args:
+      params: effective parameters.
+      state: collection -> variables; {} where `init` returned 'params' alone.
+      batch: of `batches` or of a split.
+      rng: a key for dropout, mixup and their like; None = this is an evaluation, and the new state
+        is dropped.
+
+    Returns:
+      the loss, a float32 scalar; name -> sum, float32 scalars, among them `weight`; the state with
+      the structure that it came with.
+    """
+    raise NotImplementedError
+
+  def batches(self, seed: int, start: int) -> Iterator[Batch]:
+    """Returns endless training batches from number `start` on.
+
+    Batch i must be a function of (seed, i) alone, so that a run that resumes reads what it would
+    have read.
+    """
+    raise NotImplementedError
+
+  def splits(self) -> Mapping[str, Iterable[Batch]]:
+    """Returns name -> the finite batches that an evaluation goes through."""
+    raise NotImplementedError
+
+  def scalars(self, sums: Mapping[str, float]) -> dict[str, float]:
+    """Returns what is written of sums, name -> value; 'loss' must be one of them.
+
+    By default each sum / sums[weight].
+
+    Args:
+      sums: 'loss' and the sums of `loss`, added up over batches.
+    """
+    weight = max(sums[self.weight], 1.0)
+    return {name: x / weight for name, x in sums.items() if name != self.weight}
+
+  def shape(self, lengths: Mapping[str, int] | None = None) -> Any:
+    """Returns a shape of `nm_sparsity_jax.flops`, whose `ops()` tell FLOPs; None = not known.
+
+    Args:
+      lengths: feature -> tokens of an example, where the settings of a run say them.
+    """
+    return None
+
+  def check(self, source: Any = None) -> None:
+    """Raises ValueError where data do not fit the model; called before the first step.
+
+    Args:
+      source: where training batches come from, if not from `batches`.
+    """
+
+
+# What a class has to write itself.
+REQUIRED = ("init", "loss", "batches", "splits")
+
+
+@struct.dataclass
+class Sums:
+  """Sums over a batch as one vector: what a compiled program returns.
+
+  Attributes:
+    values: float32 [n].
+    names: of each.
+  """
+
+  values: jax.Array
+  names: tuple[str, ...] = struct.field(pytree_node=False)
+
+  @classmethod
+  def of(cls, loss: jax.Array, sums: Mapping[str, jax.Array]) -> Sums:
+    """Returns the loss, first, and its sums."""
+    return cls(jax.numpy.stack([loss, *sums.values()]), ("loss", *sums))
+
+
+class Devices(Protocol):
+  """What an evaluation asks of the runner: see `nm_sparsity_jax.local.step.Model`."""
+
+  workload: Workload
+
+  def jit(self, function: Callable, **kwargs: Any) -> Callable: ...
+  def put(self, batch: Batch) -> dict[str, jax.Array]: ...
+  def check_batch(self, batch_size: int, parts: int = 1) -> None: ...
+  def eval_step(self) -> Callable: ...
+
+
+class Stopped(Exception):
+  """The process was asked to end while it evaluated."""
+
+
+class Found(NamedTuple):
+  """What an evaluation finds.
+
+  Attributes:
+    scalars: split -> what `Workload.scalars` makes of its sums.
+    metrics: split -> name -> value; larger is better.
+  """
+
+  scalars: dict[str, dict[str, float]]
+  metrics: dict[str, dict[str, float]]
+
+
+class Evaluator:
+  """Evaluates one model again and again: sums over each split; the data are read once.
+
+  Args:
+    devices: the runner's model.
+    splits: name -> its batches, called for when they are first needed.
+    stop: asked between batches; where it is true, `Stopped` is raised.
+  """
+
+  def __init__(
+    self,
+    devices: Devices,
+    splits: Mapping[str, Callable[[], Iterable[Batch]]],
+    stop: Callable[[], bool] = lambda: False,
+  ):
+    self.devices, self.stop, self.splits = devices, stop, splits
+    self._step = devices.eval_step()
+    self._batches: dict[str, list[Batch]] = {}
+
+  def evaluate(self, variables: Mapping[str, Any], step: int) -> Found:
+    """Returns what is found at a step; of a workload's own splits, all scalars but the loss."""
+    scalars = self.scalars(variables)
+    metrics = {
+      split: {name: x for name, x in values.items() if name != "loss"}
+      for split, values in scalars.items()
+    }
+    return Found(scalars, {split: values for split, values in metrics.items() if values})
+
+  def scalars(self, variables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns split -> scalars over its examples.
+
+    Args:
+      variables: effective 'params', and the state.
+    """
+    found = {}
+    for split in self.splits:
+      names, total = (), np.zeros(())
+      for batch in self.batches(split):
+        self.check()
+        sums = self._step(variables, self.devices.put(batch))
+        names, total = sums.names, total + np.asarray(sums.values, np.float64)
+      sums = dict(zip(names, map(float, total), strict=True)) if names else {}
+      if not sums:
+        raise ValueError(f"the split {split!r} has no batches: there is nothing to evaluate.")
+      found[split] = self.devices.workload.scalars(sums)
+    return found
+
+  def batches(self, split: str) -> list[Batch]:
+    """Returns the batches of a split, read when they are first asked for."""
+    if split not in self._batches:
+      self._batches[split] = list(self.splits[split]())
+    return self._batches[split]
+
+  def check(self) -> None:
+    """Raises `Stopped` where the process is asked to end."""
+    if self.stop():
+      raise Stopped
+
+
+def take(batches: Iterable[Batch], count: int | None) -> list[Batch]:
+  """Returns the first `count` batches; None = all."""
+  return list(itertools.islice(batches, count))

@@ -1,0 +1,72 @@
+"""Finds the workload of what a gin file names, and says what it is for a run's files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nm_sparsity_jax.workloads.base import REQUIRED, Workload
+
+
+def of(family: Any, **settings: Any) -> Workload:
+  """Returns the workload of a network, or a workload itself.
+
+      workloads.of(Regression())                      # itself
+      workloads.of(Transformer(config), z_loss=1e-4)  # workloads.t5.T5
+
+  Args:
+    family: a `Workload`, or a network of T5's interface.
+    **settings: of the workload of a network; those that are None are left at their defaults.
+
+  Raises:
+    ValueError: it is neither, or lacks a method, which is named.
+  """
+  given = {name: value for name, value in settings.items() if value is not None}
+  if hasattr(family, "config") and hasattr(family, "decode"):
+    from nm_sparsity_jax.workloads.t5 import T5
+
+    return T5(family, **given)
+  refuse_incomplete(family)
+  if given:
+    raise ValueError(
+      f"{', '.join(given)}: {type(family).__name__} is a workload, and has its own loss. Give it "
+      "such settings itself."
+    )
+  return family
+
+
+def refuse_incomplete(workload: Any) -> None:
+  """Raises ValueError where an object cannot serve as a workload; the sentence names what lacks."""
+  name = type(workload).__name__
+  lacking = [
+    method
+    for method in REQUIRED
+    if getattr(type(workload), method, None) in (None, getattr(Workload, method))
+  ]
+  if lacking:
+    raise ValueError(
+      f"{name} lacks {' and '.join(lacking)}: a workload has {', '.join(REQUIRED)} "
+      "(nm_sparsity_jax.workloads.Workload says what each does)."
+    )
+  if not isinstance(workload, Workload):
+    raise ValueError(f"{name} must be a subclass of nm_sparsity_jax.workloads.Workload.")
+
+
+def describe(workload: Workload, lengths: Mapping[str, int] | None = None) -> dict[str, Any]:
+  """Returns what run.json says of a workload: plain values.
+
+  'class': module and name; 'weight'; 'lengths'; 'shape': its operations, each
+  a dict of the fields of `flops.Op`, or None where the FLOPs are not known.
+
+  Args:
+    workload: of any family.
+    lengths: feature -> tokens of an example, where there are such.
+  """
+  kind, shape = type(workload), workload.shape(lengths)
+  return {
+    "class": f"{kind.__module__}.{kind.__qualname__}",
+    "weight": workload.weight,
+    "lengths": None if lengths is None else dict(lengths),
+    "shape": None if shape is None else [dataclasses.asdict(op) for op in shape.ops()],
+  }

@@ -1,0 +1,250 @@
+"""How good a T5 is, and what it says: loss, the task's metrics on decoded text, the text.
+
+    effective params -> validation batches -> loss, token accuracy -> training_eval/<task>
+                     -> greedy or beam search -> seqio.Evaluator  -> inference_eval/
+                                              -> [predictions]    -> local.train.infer
+
+Every task is gone through in order, once, and rows that only fill the last batch do not count.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from nm_sparsity_jax.workloads import base, decoding, text
+
+DECODERS = ("beam", "greedy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+  """What is evaluated, and how.
+
+  Attributes:
+    name: of the task or mixture; each of its tasks is evaluated.
+    batch_size: rows at once.
+    module: imported first, to register the name.
+    split: of the tasks; a task without it is left out.
+    lengths: feature -> tokens, of teacher forcing and of predictions; decoding for metrics takes
+      what the examples need.
+    num_decodes: beams; 1 is T5X's search with one beam.
+    decoder: 'beam', or 'greedy', which is quicker.
+    loss_batches: batches of teacher forcing for each task; None = all, 0 = no teacher forcing.
+    num_examples: examples to decode of each task; None = all, 0 = no decoding.
+    write_results: predictions to write for each task and step; None = all.
+    use_cached: read SeqIO's offline cache.
+  """
+
+  name: str
+  batch_size: int
+  lengths: Mapping[str, int] | None = None
+  module: str | None = None
+  split: str = "validation"
+  num_decodes: int = 1
+  decoder: str = "beam"
+  loss_batches: int | None = None
+  num_examples: int | None = None
+  write_results: int | None = None
+  use_cached: bool = False
+
+  def __post_init__(self):
+    if self.decoder not in DECODERS:
+      raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(DECODERS)}.")
+    if self.num_decodes < 1 or (self.decoder == "greedy" and self.num_decodes > 1):
+      raise ValueError(
+        f"NUM_DECODES={self.num_decodes} with DECODER={self.decoder!r}: a beam search takes 1 or "
+        "more, greedy search is 1."
+      )
+
+  @property
+  def has_metrics(self) -> bool:
+    """Whether there are metrics of decoded text."""
+    return self.num_examples != 0
+
+  def evaluator(
+    self, devices: base.Devices, folder: str | None, stop: Callable[[], bool] = lambda: False
+  ) -> Evaluator:
+    """Returns what evaluates a T5 as this says; see `Evaluator`."""
+    return Evaluator(self, devices, folder, stop)
+
+  def silent(self) -> Evaluation:
+    """Returns the same evaluation without metrics, for predictions alone.
+
+    Raises:
+      ValueError: the lengths are not given.
+    """
+    if not self.lengths:
+      raise ValueError(
+        f"TASK_FEATURE_LENGTHS={self.lengths!r}: predictions are as long as it says, for the "
+        "targets of a test set tell nothing. Give {'inputs': ..., 'targets': ...}."
+      )
+    return dataclasses.replace(self, num_examples=0)
+
+
+class Evaluator(base.Evaluator):
+  """Evaluates one T5 again and again; the data are read once.
+
+  Args:
+    evaluation: what, and how.
+    devices: the runner's model, of a `t5.T5`.
+    folder: gets inference_eval/; None = nothing is written.
+    stop: asked between batches; where it is true, `base.Stopped` is raised.
+  """
+
+  def __init__(
+    self,
+    evaluation: Evaluation,
+    devices: base.Devices,
+    folder: str | None,
+    stop: Callable[[], bool] = lambda: False,
+  ):
+    self._cfg = evaluation
+    devices.check_batch(evaluation.batch_size)
+    seqio = text.import_seqio(evaluation.module)
+    known = text.mixture_or_task(evaluation.name, evaluation.module)
+    self._t5: Any = devices.workload
+    text.check_vocabulary(evaluation.name, self._t5.network.config.vocab_size)
+    self.tasks = [t for t in seqio.get_subtasks(known) if evaluation.split in t.splits]
+    if not self.tasks:
+      raise ValueError(f"no task of {evaluation.name} has a split {evaluation.split!r}.")
+    has_losses = evaluation.loss_batches != 0 and evaluation.lengths is not None
+    splits = {t.name: functools.partial(self._loss_batches, t) for t in self.tasks}
+    super().__init__(devices, splits if has_losses else {}, stop)
+    self._likelihood = devices.jit(self._t5.score)
+    self._seqio = None
+    self._decoders: dict[tuple[int, int], Callable] = {}
+    self._eos = known.output_features["targets"].vocabulary.eos_id or 1
+    if evaluation.num_examples != 0 and any(t.metric_objs for t in self.tasks):
+      loggers: tuple[Any, ...] = ()
+      if folder is not None:
+        loggers = (seqio.TensorBoardLogger, _json_logger(seqio, evaluation.write_results))
+      self._seqio = seqio.Evaluator(
+        mixture_or_task_name=evaluation.name,
+        feature_converter=seqio.EncDecFeatureConverter(pack=False),
+        eval_split=evaluation.split,
+        use_cached=evaluation.use_cached,
+        num_examples=evaluation.num_examples,
+        logger_cls=loggers,
+        log_dir=None if folder is None else os.path.join(folder, "inference_eval"),
+        async_compute_metrics=False,
+      )
+
+  def evaluate(self, variables: Mapping[str, Any], step: int) -> base.Found:
+    """Returns scalars under teacher forcing, and the tasks' metrics."""
+    scalars = self.scalars(variables)
+    return base.Found(scalars, self.metrics(variables["params"], step))
+
+  def _loss_batches(self, task) -> Iterator[base.Batch]:
+    import seqio
+
+    dataset = seqio.get_dataset(
+      task,
+      task_feature_lengths=dict(self._cfg.lengths or {}),
+      feature_converter=seqio.EncDecFeatureConverter(pack=False),
+      dataset_split=self._cfg.split,
+      use_cached=self._cfg.use_cached,
+      seed=0,
+      verbose=False,
+    )
+    batches = _batched(dataset.as_numpy_iterator(), self._cfg.batch_size)
+    for rows in itertools.islice(batches, self._cfg.loss_batches):
+      yield _filled(rows, self._cfg.batch_size)[0]
+
+  # --- decoding -----------------------------------------------------------------------------------
+
+  def metrics(self, effective: Any, step: int) -> dict[str, dict[str, float]]:
+    """Returns task -> its metrics on decoded validation examples; written under the step too."""
+    if self._seqio is None:
+      return {}
+    found, _ = self._seqio.evaluate(
+      compute_metrics=True,
+      step=step,
+      predict_fn=lambda dataset: self._decode(effective, dataset)[0],
+      predict_with_aux_fn=lambda dataset: self._decode(effective, dataset),
+      score_fn=lambda dataset: self._score(effective, dataset),
+    )
+    numbers = lambda m: {k: float(v) for k, v in m.items() if np.ndim(v) == 0}
+    return {task: numbers(m) for task, m in found.result().items()}
+
+  def predictions(self, effective: Any, task) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yields (fields, decoded text) of each example of a task, in the order of its split."""
+    import seqio
+
+    lengths = dict(self._cfg.lengths or {})
+    examples = task.get_dataset(
+      lengths, self._cfg.split, shuffle=False, seed=0, use_cached=self._cfg.use_cached, num_epochs=1
+    )
+    features = seqio.EncDecFeatureConverter(pack=False)(examples, task_feature_lengths=lengths)
+    decoded = self._decoded(effective, features.enumerate())
+    decode = task.output_features["targets"].vocabulary.decode
+    for example, (_, ids, _) in zip(examples.as_numpy_iterator(), decoded, strict=True):
+      yield example, decode(ids)
+
+  def _decode(self, effective, dataset):
+    """((index, ids) of every example, {'scores': one of each})."""
+    rows = list(self._decoded(effective, dataset))
+    return [row[:2] for row in rows], {"scores": [score for _, _, score in rows]}
+
+  def _decoded(self, effective, dataset) -> Iterator[tuple[int, list[int], float]]:
+    """(index, ids, score) of every example."""
+    for indices, batch, real in self._rows(dataset):
+      run = self._decoder(batch["decoder_input_tokens"].shape[1])
+      found = run(effective, self.devices.put(batch)["encoder_input_tokens"])
+      yield from zip(indices, *(np.asarray(x)[:real].tolist() for x in found), strict=True)
+
+  def _decoder(self, length: int) -> Callable:
+    cfg, network = self._cfg, self._t5.network
+    if (length, cfg.num_decodes) not in self._decoders:
+
+      def run(params, inputs):
+        if cfg.decoder == "greedy":
+          return decoding.greedy(network, params, inputs, length, self._eos)
+        return decoding.beam_search(network, params, inputs, length, cfg.num_decodes, self._eos)
+
+      self._decoders[length, cfg.num_decodes] = self.devices.jit(run)
+    return self._decoders[length, cfg.num_decodes]
+
+  def _score(self, effective, dataset):
+    """(index, log likelihood of the targets) of every example."""
+    run = self._likelihood
+    return [
+      (index, float(score))
+      for indices, batch, real in self._rows(dataset)
+      for index, score in zip(
+        indices, np.asarray(run(effective, self.devices.put(batch)))[:real], strict=True
+      )
+    ]
+
+  def _rows(self, dataset) -> Iterator[tuple[list[int], base.Batch, int]]:
+    """(indices, a whole batch, how many of its rows are examples)."""
+    for rows in _batched(dataset.as_numpy_iterator(), self._cfg.batch_size):
+      self.check()
+      indices, examples = zip(*rows, strict=True)
+      yield [int(i) for i in indices], *_filled(examples, self._cfg.batch_size)
+
+
+def _batched(rows, size: int) -> Iterator[list[Any]]:
+  rows = iter(rows)
+  while batch := list(itertools.islice(rows, size)):
+    yield batch
+
+
+def _filled(examples, size: int) -> tuple[base.Batch, int]:
+  """A batch of `size` rows, those that are missing all zero; and how many there were."""
+  missing = size - len(examples)
+  stack = lambda *x: np.pad(np.stack(x), [(0, missing)] + [(0, 0)] * np.ndim(x[0]))
+  return jax.tree.map(stack, *examples), len(examples)
+
+
+def _json_logger(seqio, write_results: int | None):
+  return lambda output_dir: seqio.JSONLogger(output_dir, write_n_results=write_results)

@@ -1,0 +1,256 @@
+"""A model family outside the package goes through every command; what it lacks is named."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from nm_sparsity_jax import cli, configure, flops, gin_files, workloads
+from nm_sparsity_jax.runs import folders
+from nm_sparsity_jax.trees import flatten
+
+pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on its own account
+
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore")
+  from nm_sparsity_jax.local import checkpoints, evaluation, step, train
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "own_workload"
+sys.path.append(str(EXAMPLE))
+import own_workload  # noqa: E402
+
+STEPS = 48
+MACROS = dict(
+  RECIPE="idp", PATTERN="1:8", SPARSE_STEPS=STEPS, DENSE_STEPS=4, FINETUNE_STEPS=4,
+  EVAL_PERIOD=24, CHECKPOINT_PERIOD=4, STATS_PERIOD=4, METRICS_EVERY=12, KEEP_CHECKPOINTS=None,
+  WARMUP_STEPS=1, LEARNING_RATE=0.01,
+)  # fmt: skip
+
+
+def words(run="local_workload", optimizer=True, **macros):
+  """The flags of a command."""
+  files = [f"gin_configs/runs/{run}.gin", str(EXAMPLE / "own_workload.gin")]
+  files += ["gin_configs/runs/local_adamw.gin"] if optimizer else []
+  return [
+    f"--gin_search_paths={gin_files.folder()}", *(f"--gin_file={name}" for name in files),
+    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
+  ]  # fmt: skip
+
+
+def read(folder, number):
+  """path -> array, from the files alone."""
+  import orbax.checkpoint as ocp
+
+  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(folder) / f"checkpoint_{number}/state"
+  shapes = reader.metadata(path).item_metadata.tree
+  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
+  tree = reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
+  return dict(flatten(tree))
+
+
+def assert_same(got, want):
+  assert got.keys() == want.keys()
+  for key in want:
+    np.testing.assert_array_equal(got[key], want[key], err_msg=key)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """A whole run by the command: stored masks, batch statistics, evaluations, samples."""
+  folder = tmp_path_factory.mktemp("own") / "run"
+  assert cli.main(["train", *words(**MACROS, MODEL_DIR=str(folder))]) == 0
+  return folder
+
+
+# --- every command ------------------------------------------------------------------------------
+
+
+def test_it_trains_and_says_what_it_is(trained):
+  saved = read(trained, STEPS)
+  stats = [key for key in saved if key.startswith("flax_mutables/batch_stats/")]
+  assert len(stats) == 4 and not np.allclose(saved[stats[0]], 0)
+  assert [k for k in saved if "nm_sparsity/mask" in k and "hidden_1" in k]
+  lines = [json.loads(x) for x in (trained / "train/metrics.jsonl").read_text().splitlines()]
+  reported = [x["loss"] for x in lines if "loss" in x]
+  assert reported[-1] < reported[0]
+  assert {"absolute_error", "grad_norm", "learning_rate"} < set(lines[-1])
+  assert [x["step"] for x in lines if "nm/density" in x] == [12, 24, 36, 48]
+  found = json.loads((trained / "evaluations.json").read_text())
+  assert [e["at_target"] for e in found] == [False, True]
+  assert set(found[0]["metrics"]["validation"]) == {"absolute_error"}
+  noted = json.loads((trained / "run.json").read_text())["workload"]
+  assert noted["class"] == "own_workload.Regression" and noted["weight"] == "examples"
+  ops = tuple(flops.Op(**op) for op in noted["shape"])
+  params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
+  assert flops.Cost(ops).params == params and noted["batch_size"] == 32
+
+
+def test_killed_and_resumed_it_has_the_same_bits(trained, tmp_path, capfd):
+  folder = tmp_path / "run"
+  flags = words(**MACROS, MODEL_DIR=str(folder))
+  command = [sys.executable, "-m", "nm_sparsity_jax.cli", "train", *flags]
+  env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(ROOT)])}
+  with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as process:
+    for _ in range(6000):
+      if folders.steps(folder)[1:] or process.poll() is not None:
+        break
+      time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+  assert process.returncode == -signal.SIGKILL
+  done = folders.steps(folder)
+  assert done and done[-1] < STEPS
+  assert cli.main(["train", *flags]) == 0
+  out = capfd.readouterr().err
+  assert f"from step {folders.steps(folder)[0]:,}" not in out and "examples/s" in out
+  assert_same(read(folder, STEPS), read(trained, STEPS))
+  for room in ("train", "training_eval/validation"):
+    file = f"{room}/metrics.jsonl"
+    assert (folder / file).read_text() == (trained / file).read_text()
+
+
+def test_eval_says_the_same_of_a_checkpoint(trained, tmp_path, capsys):
+  rules = {k: v for k, v in MACROS.items() if k in ("RECIPE", "PATTERN") or "STEPS" in k}
+  rules.pop("WARMUP_STEPS")
+  where = dict(CHECKPOINT_PATH=str(trained / "checkpoint_24"), EVAL_OUTPUT_DIR=str(tmp_path))
+  flags = words("local_workload_eval", optimizer=False, **rules, **where)
+  assert cli.main(["eval", *flags]) == 0
+  assert "validation: loss" in capsys.readouterr().out
+  (alone,) = (tmp_path / "training_eval/validation/metrics.jsonl").read_text().splitlines()
+  then = (trained / "training_eval/validation/metrics.jsonl").read_text().splitlines()[0]
+  assert json.loads(alone) == json.loads(then)
+
+
+def test_finalize_and_verify(trained, tmp_path, capsys):
+  final = tmp_path / "final"
+  assert cli.main(["finalize", str(trained), str(final)]) == 0
+  assert cli.main(["verify", str(final), "--json"]) == 0
+  saved = read(final, STEPS)
+  kernel = saved["target/hidden_1/kernel"].reshape(4, 8, 32)
+  assert (np.count_nonzero(kernel, axis=1) <= 1).all() and np.count_nonzero(
+    saved["target/out/kernel"]
+  )
+  before = read(trained, STEPS)
+  for key in (k for k in before if "batch_stats" in k):  # what an evaluation of it needs
+    np.testing.assert_array_equal(saved[key], before[key])
+
+
+# --- the step -----------------------------------------------------------------------------------
+
+
+def model_of(workload=None, devices=1, **rules):
+  rules = dict(recipe="snip", pattern="1:4", sparse_steps=8, dense_steps=2) | rules
+  return step.Model(
+    workload=workload or own_workload.Regression(),
+    rules=configure.rules({"hidden": None}, **rules),
+    devices=jax.devices()[:devices],
+  )
+
+
+def run_of(folder, model, **fields):
+  fields = dict(optimizer=optax.adamw(0.01), sparse_steps=8) | fields
+  return train.Run(model=model, model_dir=str(folder), **fields)
+
+
+def test_sampled_metrics_change_no_bit(tmp_path):
+  for every in (None, 1):
+    periods = train.Periods(evaluate=100, report=4, metrics=every)
+    assert train.train(run_of(tmp_path / str(every), model_of(), periods=periods)) == 0
+  assert_same(read(tmp_path / "None", 8), read(tmp_path / "1", 8))
+
+
+def test_state_goes_through_microbatches():
+  """Batch statistics see every part; sums are those of the whole batch where they can be."""
+  model, key = model_of(), jax.random.PRNGKey(0)
+  optimizer = optax.sgd(0.0)
+  batch = model.put(next(own_workload.Regression().batches(0, 0)))
+  found = {}
+  for parts in (1, 4):
+    state = model.begin(model.initial_params(key), optimizer, 0, model.initial_collections(key))
+    state, sums = model.train_step(optimizer, key, state, parts)(state, batch)
+    found[parts] = jax.device_get(state.collections["batch_stats"])
+    assert sums.values[sums.names.index("examples")] == 32
+  one, four = found[1]["norm_0"]["mean"], found[4]["norm_0"]["mean"]
+  # Four steps of momentum 0.9 toward means whose mean is the batch's.
+  np.testing.assert_allclose(np.linalg.norm(four) / np.linalg.norm(one), 0.3439 / 0.1, rtol=0.1)
+
+
+def test_a_fine_tune_takes_the_state_of_its_checkpoint(trained):
+  model, key = model_of(), jax.random.PRNGKey(5)
+  path = str(trained / f"checkpoint_{STEPS}")
+  _, kept, number = checkpoints.load_initial(path, model, key)
+  saved = read(trained, STEPS)
+  assert number == STEPS
+  got = {f"flax_mutables/{k}": x for k, x in flatten(jax.device_get(kept))}
+  assert_same(got, {k: x for k, x in saved.items() if "batch_stats" in k})
+
+
+# --- what is incomplete -------------------------------------------------------------------------
+
+
+def test_what_lacks_a_method_is_named():
+  class Half(workloads.Workload):
+    def init(self, rng): ...
+    def batches(self, seed, start): ...
+
+  class Alien:
+    init = loss = batches = splits = lambda self: None
+
+  with pytest.raises(ValueError, match=r"^Half lacks loss and splits: a workload has init, loss"):
+    workloads.of(Half())
+  with pytest.raises(ValueError, match="Alien must be a subclass of nm_sparsity_jax.workloads"):
+    workloads.of(Alien())
+  with pytest.raises(ValueError, match="NoneType lacks init and loss"):
+    step.Model()
+  with pytest.raises(ValueError, match="z_loss: Regression is a workload, and has its own loss"):
+    step.Model(workload=own_workload.Regression(), z_loss=0.1)
+
+
+def test_a_loss_without_its_weight_is_named(tmp_path):
+  class Careless(own_workload.Regression):
+    def loss(self, *arguments):
+      loss, sums, state = super().loss(*arguments)
+      return loss, {"absolute_error": sums["absolute_error"]}, state
+
+  with pytest.raises(ValueError, match="Careless.loss returns no sum 'examples'"):
+    train.train(run_of(tmp_path, model_of(Careless())))
+
+
+def test_what_a_run_needs_of_a_workload_is_named(tmp_path):
+  class Sizeless(own_workload.Regression):
+    def __init__(self):
+      super().__init__()
+      self.batch_size = None
+
+  class Taken(own_workload.Regression):
+    def init(self, rng):
+      return {**super().init(rng), "nm_sparsity": {"step": jnp.int32(0)}}
+
+  with pytest.raises(ValueError, match="Sizeless has no batch_size: set it"):
+    run_of(tmp_path, model_of(Sizeless())).check()
+  with pytest.raises(ValueError, match="Taken: the collection 'nm_sparsity' is the runner's own"):
+    model_of(Taken())
+  with pytest.raises(ValueError, match="EVAL_STEPS=0: batches of each split"):
+    evaluation.Splits(batches=0)
+  where = str(tmp_path / "checkpoint_1"), str(tmp_path / "out")
+  with pytest.raises(ValueError, match="Regression makes no predictions that can be written"):
+    train.infer(model_of(), evaluation.Splits(), *where)
+
+
+def test_a_workload_is_required(tmp_path, capsys):
+  files = ["local_workload", "local_adamw"]
+  flags = [f"--gin_file=gin_configs/runs/{name}.gin" for name in files]
+  flags += [f"--gin.{k}={v!r}" for k, v in (MACROS | {"MODEL_DIR": str(tmp_path)}).items()]
+  assert cli.main(["train", *flags]) == 1
+  assert "WORKLOAD is not set" in capsys.readouterr().err
