@@ -52,6 +52,13 @@ def table(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
     report, why = parts.tried(_score_of, scored, checkpoint)
     yield from _glue_table(runs, scored, report) if report else [f"No table of GLUE: {why}."]
     yield from parts.lacking(runs, columns_of, "no metrics of GLUE")
+  yield from _others(runs, checkpoint)
+  if not any(run.tasks for run in runs):
+    yield "No run has metrics of decoded predictions (inference_eval/)."
+
+
+def _others(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
+  """Yields a table of the metrics of tasks that are not GLUE's, if there are any."""
   others = sorted({t for run in runs for t in run.tasks if not glue.config_of(t)})
   rows = [
     [f"{task} {metric}", *(_chosen(run, task, metric, checkpoint) for run in runs)]
@@ -62,8 +69,6 @@ def table(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
     yield Table(["metric", *parts.heads(runs)], rows)
     yield f"Behind a value stands its step. Checkpoint: {of_target(checkpoint)}."
     yield from unknown_targets(runs, checkpoint)
-  if not any(run.tasks for run in runs):
-    yield "No run has metrics of decoded predictions (inference_eval/)."
 
 
 def _score_of(runs: Sequence[Run], checkpoint: str | int) -> dict[str, Any]:

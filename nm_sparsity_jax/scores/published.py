@@ -21,17 +21,20 @@ STEPS, DENSE_STEPS = 100_000, 10_000  # of the paper's runs
 
 @functools.cache
 def tables() -> dict[str, Any]:
-  """published.json."""
+  """Returns the content of published.json."""
   file = importlib.resources.files("nm_sparsity_jax") / "published.json"
   return json.loads(file.read_text("utf-8"))
 
 
 def match(run: results.Run) -> tuple[dict[str, Any] | None, str]:
-  """The published row for a run, with its `table`; else None. And a remark, or ''.
+  """Returns the published row for a run, with its `table`, or None; and a remark, or ''.
 
   A row is the run's where recipe, pattern of each place and dense phase agree. The paper has runs
   without a dense phase and with one of 10 % of the steps: one of another length goes with the
   latter, and the remark says so, as it does where the model has another size.
+
+  Args:
+    run: what `results.read` returned.
   """
   row, remark = _match(run)
   if row and run.size not in (None, "base"):
@@ -54,6 +57,13 @@ def _match(run: results.Run) -> tuple[dict[str, Any] | None, str]:
   what = f"{run.recipe} {roles.text_of(run.places)}".rstrip()
   if not rows:
     return None, f"the paper has no GLUE row for {what}"
+  return _by_dense_phase(run, what, rows)
+
+
+def _by_dense_phase(
+  run: results.Run, what: str, rows: list[dict[str, Any]]
+) -> tuple[dict[str, Any], str] | tuple[None, str]:
+  """Returns the row of the run's dense phase, among those of its recipe and patterns."""
   variants = [row for row in rows if row.get("dense_steps") is not None]
   if not variants:  # dense, or a row that does not say
     said = rows[0]["table"] == 12

@@ -50,18 +50,9 @@ def find(
   told = {pathlib.Path(file).resolve() for _, file in named}
   given = {pathlib.Path(path) for path in paths}
   for path in _listed(paths):
-    if path.resolve() in told:
+    if path.resolve() in told or not (found := _named(path, path in given, mini)):
       continue
-    found = _NAME.fullmatch(path.name)
-    config, is_mini = (found and glue.config_of(found[1])) or ("", False)
-    if not found or config not in TASKS:
-      if path in given or config == "mnli":  # what a folder holds besides is no concern
-        raise ValueError(f"{path}: of which task of a submission? --task TASK=FILE tells")
-      continue
-    if is_mini != mini:
-      kind = "mini-GLUE: --mini makes a zip to try out" if is_mini else "not of mini-GLUE"
-      raise ValueError(f"{path}: is {kind}")
-    shard, total = int(found[2] or 0), int(found[3] or 1)
+    config, shard, total = found
     if shard in files[config] or totals.setdefault(config, total) != total:
       before = next(iter(files[config].values()))
       raise ValueError(f"{path} and {before} are both predictions of {config}; keep one of them")
@@ -74,6 +65,23 @@ def find(
     for shard in sorted(set(range(total)) - set(files[config])):
       problems.append(f"{TASKS[config].file}: shard {shard:05} of {total:05} is missing")
   return files, problems
+
+
+def _named(path: pathlib.Path, given: bool, mini: bool) -> tuple[str, int, int] | None:
+  """Returns (config, shard, number of shards) by the name of a file.
+
+  None for a file that is no submission's; that is an error if it was given by itself.
+  """
+  found = _NAME.fullmatch(path.name)
+  config, is_mini = (found and glue.config_of(found[1])) or ("", False)
+  if not found or config not in TASKS:
+    if given or config == "mnli":  # what a folder holds besides is no concern
+      raise ValueError(f"{path}: of which task of a submission? --task TASK=FILE tells")
+    return None
+  if is_mini != mini:
+    kind = "mini-GLUE: --mini makes a zip to try out" if is_mini else "not of mini-GLUE"
+    raise ValueError(f"{path}: is {kind}")
+  return config, int(found[2] or 0), int(found[3] or 1)
 
 
 _HIDDEN = ("<unk>", "-1.0")  # the targets of examples without a label
@@ -290,15 +298,19 @@ def check(task: glue.Task, data: bytes, count: int | None) -> list[str]:
     return [*problems, f"the first line is {head!r}, not {_HEADER!r}"]
   if count is not None and len(lines) - 1 != count:
     problems.append(f"has {len(lines) - 1} rows, not {count}")
+  wrong = list(_wrong_lines(task, lines[1:]))
+  return [*problems, *wrong[:3], *([f"{len(wrong)} such lines"] if len(wrong) > 3 else [])]
+
+
+def _wrong_lines(task: glue.Task, lines: Sequence[str]) -> Iterator[str]:
+  """Says which rows have another index than is their turn, or no answer."""
   legal = set(task.labels if task.words else map(str, range(len(task.labels))))
-  wrong = []
-  for expected, line in enumerate(lines[1:]):
+  for expected, line in enumerate(lines):
     index, tab, value = line.partition("\t")
     if index != str(expected) or not tab:
-      wrong.append(f"line {expected + 2} is {line!r}, where index {expected} belongs")
+      yield f"line {expected + 2} is {line!r}, where index {expected} belongs"
     elif not (_is_score(value) if task.regression else value in legal):
-      wrong.append(f"line {expected + 2}: {value!r} is no answer")
-  return [*problems, *wrong[:3], *([f"{len(wrong)} such lines"] if len(wrong) > 3 else [])]
+      yield f"line {expected + 2}: {value!r} is no answer"
 
 
 def _is_score(text: str) -> bool:
