@@ -588,7 +588,7 @@ def other_family(folder, ops=None, metrics=None):
   (folder / "evaluations.json").write_text(json.dumps(noted))
   config = re.sub(r"(TASK_FEATURE_LENGTHS|network|PRETRAINED|    ).*\n", "", CONFIG)
   (folder / "config.gin").write_text(config.format(recipe="sr_ste", pattern="1:4"))
-  note = {"start": 0, "processes": []} | ({"workload": {"ops": ops}} if ops else {})
+  note = {"start": 0, "processes": []} | ({"workload": {"shape": ops}} if ops else {})
   (folder / "run.json").write_text(json.dumps(note))
   return str(folder)
 

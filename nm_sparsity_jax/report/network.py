@@ -1,7 +1,7 @@
 """The shape of a run's network, from what it left in its folder.
 
-    run.json   -> {"workload": {"ops": [...]}} \\
-    config.gin -> the T5 that it binds         /  flops.Shape
+    run.json   -> {"workload": {"shape": [...]}} \\
+    config.gin -> the T5 that it binds           /  flops.Shape
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class NotedShape:
 def shape_of(folder: pathlib.Path, gin: str) -> flops.Shape:
   """Returns the shape of a run's network.
 
-  A run of any model family notes its operations in run.json, {"workload": {"ops": [...]}}, each
-  with the fields of a `flops.Op`. Without such a note it is the T5 that config.gin binds.
+  A run of any model family notes its operations in run.json, {"workload": {"shape": [...]}},
+  each with the fields of a `flops.Op`. Without such a note it is the T5 that config.gin binds.
 
   Args:
     folder: the run's.
@@ -44,7 +44,7 @@ def shape_of(folder: pathlib.Path, gin: str) -> flops.Shape:
   """
   from nm_sparsity_jax import flops
 
-  noted = (trained.started(folder).get("workload") or {}).get("ops")
+  noted = (trained.started(folder).get("workload") or {}).get("shape")
   if noted is None:
     return _configured_t5(gin)
   try:
