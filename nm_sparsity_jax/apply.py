@@ -92,9 +92,7 @@ def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) 
     place = places.get(path)
     if place is None:
       return w
-    kept = final(place, state)
-    mask = place.groups.magnitude_mask(w, place.pattern, parent=kept.get("mask"))
-    return jnp.where(mask, w, jnp.zeros_like(w))
+    return place.recipe.final(w, place.groups, final(place, state))
 
   return _spoiled(map_with_names(apply, params), wrong)
 

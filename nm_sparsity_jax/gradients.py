@@ -13,6 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nm_sparsity_jax import masks
+from nm_sparsity_jax.errors import SettingError
 
 MODES = ("masked", "straight_through")
 
@@ -20,10 +21,12 @@ MODES = ("masked", "straight_through")
 def check_mode(mode: str | None) -> None:
   """Refuses what is neither None nor one of `MODES`."""
   if mode is not None and mode not in MODES:
-    raise ValueError(
-      f"gradient={mode!r}: choose 'masked' (autodiff: a pruned weight gets D times the "
+    raise SettingError(
+      "gradient",
+      "{gradient=}{given!r}: choose 'masked' (autodiff: a pruned weight gets D times the "
       "gradient), 'straight_through' (every weight gets the whole gradient), or None for the "
-      "recipe's own."
+      "recipe's own.",
+      given=mode,
     )
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.patterns import NM
 
 Axis = int | tuple[int, ...]
@@ -160,7 +161,13 @@ def compiled(regex: str, where: str) -> re.Pattern[str]:
   try:
     return re.compile(regex)
   except re.error as e:
-    raise ValueError(f"Rules: {where} has {regex!r}, which is no regular expression: {e}.") from e
+    raise SettingError(
+      where,
+      f"{{{where} has}} {{regex!r}}, which is no regular expression: {{why}}.",
+      regex=regex,
+      why=e,
+      **{f"{where} has": f"Rules: {where} has"},
+    ) from e
 
 
 def axis_of(path: str, rank: int) -> Axis | None:

@@ -21,6 +21,7 @@ import jax
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax import roles as vocabulary
+from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Dense, Recipe
@@ -208,7 +209,12 @@ class Rules:
           "pattern='1:8', phases=nms.Phases(total=...))."
         )
     if indivisible not in _POLICIES:
-      raise ValueError(f"indivisible={indivisible!r}: choose one of {', '.join(_POLICIES)}.")
+      raise SettingError(
+        "indivisible",
+        "{indivisible=}{given!r}: choose one of {policies}.",
+        given=indivisible,
+        policies=", ".join(_POLICIES),
+      )
     self._places = tuple(places.items())
     self._axes = tuple((k, _one_or_several(v)) for k, v in (axes or {}).items())
     self._roles = tuple((roles or {}).items())
@@ -223,6 +229,16 @@ class Rules:
   def places(self) -> dict[str, Recipe]:
     """The table as given."""
     return dict(self._places)
+
+  @property
+  def axes(self) -> dict[str, masks.Axis]:
+    """regex -> axis as given; the first one that matches a path counts."""
+    return dict(self._axes)
+
+  @property
+  def roles(self) -> dict[str, str]:
+    """The roles beside those of the package, name -> regex."""
+    return dict(self._roles)
 
   @property
   def indivisible(self) -> str:

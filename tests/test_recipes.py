@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import recipes
+from nm_sparsity_jax import errors, recipes
 from nm_sparsity_jax.patterns import NM
-from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.recipes import RECIPES, custom, registry
 
 PHASES = nms.Phases(total=100, dense=10, finetune=20)
 PATH = ((10, "4:8", 1.0), (40, "1:8", 0.5))
@@ -292,5 +292,6 @@ def test_recipes_are_made_by_keyword():
 
 
 def test_docstring_examples():
-  failed, tried = doctest.testmod(recipes, extraglobs={"jnp": jnp})
-  assert tried and not failed
+  for module in (custom, registry, errors):
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed

@@ -1,0 +1,52 @@
+"""Errors that know which setting they are about.
+
+    a wrong setting -> [SettingError: field, template, values] -> a text in the reader's own names
+
+The core says `total`, a gin file says `SPARSE_STEPS`. An error that keeps its sentence and the
+names in it apart can be told in either, so nobody edits English afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class SettingError(ValueError):
+  """A setting is wrong; `str` says so with the names of the core.
+
+  >>> e = SettingError("beta", "f({beta=}{given!r}): {beta} must be positive.", given=-1)
+  >>> str(e)
+  'f(beta=-1): beta must be positive.'
+  >>> e.told({"beta": "BETA"})
+  'f(BETA=-1): BETA must be positive.'
+
+  Attributes:
+    field: the setting that is wrong, by its name in the core.
+    template: the sentence, for `str.format`. A name in braces is a value or, if there is none, a
+      setting; with "=" behind it, as in `{beta=}`, it is a setting that gets a value.
+    values: what stands in the sentence beside settings. One with a method `told`, such as `Phases`,
+      mentions settings itself.
+  """
+
+  def __init__(self, field: str, template: str, **values: Any):
+    super().__init__(field, template)
+    self.field, self.template, self.values = field, template, values
+
+  def told(self, names: Mapping[str, str]) -> str:
+    """Returns the sentence with `names` for settings: name in the core -> the reader's name."""
+    values = {
+      key: value.told(names) if hasattr(value, "told") else value
+      for key, value in self.values.items()
+    }
+    return self.template.format_map(_Names({**values, **names}))
+
+  def __str__(self) -> str:
+    return self.told({})
+
+
+class _Names(dict):
+  """A setting that has no other name keeps its own, before "=" too."""
+
+  def __missing__(self, key: str) -> str:
+    return f"{self[key[:-1]]}=" if key.endswith("=") else key

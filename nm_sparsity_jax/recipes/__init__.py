@@ -1,0 +1,33 @@
+"""The recipes: (weight, step) -> effective weight. Pure, traced step, one compilation.
+
+    params, step -> rules -> [recipe: pattern and D now -> mask -> W~] -> layer -> loss
+
+Each recipe is a frozen dataclass that can be hashed, and composes three things: levels (which
+pattern holds from which step on), a curve (D) and a gradient mode. What all share is written once,
+in `Recipe`: D = 1 before `dense` steps, so every recipe equals dense there; D = 0 from the
+fine-tune phase on, so every one (`Dense` apart) is binary n:m there.
+
+With Phi the magnitude mask of the pattern that holds at step t and j = t - dense,
+
+    W~ = W * (Phi + D(j) * (1 - Phi)).
+
+Reference of all but the baselines: Bambhaniya et al., "Progressive Gradient Flow for Robust
+N:M Sparsity Training in Transformers", CPAL 2025, arXiv:2402.04744.
+"""
+
+from nm_sparsity_jax.recipes.base import Need, Recipe
+from nm_sparsity_jax.recipes.baselines import Dense, Idp, OneShot, Snip, SrSte
+from nm_sparsity_jax.recipes.curves import Curve
+from nm_sparsity_jax.recipes.custom import Custom
+from nm_sparsity_jax.recipes.progressive import (
+  MdgfExponential,
+  MdgfLinear,
+  SdgfGeometric,
+  SdgfStepwise,
+)
+from nm_sparsity_jax.recipes.registry import RECIPES, recipe, register
+
+__all__ = [
+    "RECIPES", "Curve", "Custom", "Dense", "Idp", "MdgfExponential", "MdgfLinear", "Need",
+    "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "recipe", "register",
+]  # fmt: skip

@@ -1,0 +1,283 @@
+"""What all recipes share: the effective weight, by levels, a curve and a gradient mode.
+
+w, step -> [levels: pattern now -> mask] x [curve: D now] x [gradient mode] -> W~
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nm_sparsity_jax import gradients, masks
+from nm_sparsity_jax.groups import Groups
+from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.recipes import curves
+from nm_sparsity_jax.recipes.levels import leveled_mask
+from nm_sparsity_jax.schedules import Phases, Segment, as_step
+
+NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
+
+
+class Need(NamedTuple):
+  """What a recipe wants in a field that it cannot do without.
+
+  Attributes:
+    example: a value as one writes it.
+    meaning: what the value is, in words.
+  """
+
+  example: str
+  meaning: str
+
+
+class Recipe(abc.ABC):
+  """What a rule applies to a weight.
+
+  A recipe is a frozen, keyword-only dataclass directly below this class, and final: to vary one,
+  write your own, and `register` it. A name, the fields `pattern: NM` and `phases: Phases`, and
+  `levels` make one that works. Beside these, override what differs:
+
+      curve              D(j) of the sparsify phase; hard, D = 0, by default
+      sparse_from        the first step of the schedule proper; the end of the dense phase
+      chosen             the mask of the level that holds; by magnitude
+      final              what is deployed; the weight where the mask keeps it, else 0
+      stateful, renewals, first_state, next_state   a mask that is kept, as `OneShot` does
+      needs, together    what `nms.configure.rules` must know to name every mistake
+
+  Attributes:
+    name: the name that `recipe` knows it by.
+    stateful: whether it keeps a mask; see `stored.init_state`.
+    needs_gradients: whether `next_state` must be given the gradient of each update.
+    default_gradient: the gradient mode where the field `gradient` is None or absent.
+    hard: whether the mask is the target's, and D = 0, from the end of the dense phase on.
+    needs: fields that must be given though they have a default -> an example.
+    together: fields that others are only right beside, as `beta` is beside `decay_kind`.
+    pattern: the target pattern, None for dense.
+    phases: the steps of the sparse run, None for dense.
+    lam: weight of the SR-STE term, 0 where there is none.
+  """
+
+  name: ClassVar[str]
+  stateful: ClassVar[bool] = False
+  needs_gradients: ClassVar[bool] = False
+  default_gradient: ClassVar[str] = "masked"
+  hard: ClassVar[bool] = False
+  needs: ClassVar[Mapping[str, Need]] = {}
+  together: ClassVar[tuple[str, ...]] = ()
+  pattern: NM | None
+  phases: Phases | None
+  lam: float = 0.0
+
+  def __post_init__(self):
+    object.__setattr__(self, "pattern", NM.parse(self.pattern))  # type: ignore[arg-type]
+    if not isinstance(self.phases, Phases):
+      raise ValueError(
+        f"{type(self).__name__}(phases={self.phases!r}): give the steps of the sparse run, for "
+        "example Phases(total=100_000, dense=10_000, finetune=20_000)."
+      )
+    gradients.check_mode(getattr(self, "gradient", None))
+
+  @classmethod
+  def required(cls) -> tuple[str, ...]:
+    """Returns the names of the fields without a default."""
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    none = dataclasses.MISSING
+    return tuple(f.name for f in fields if f.default is none and f.default_factory is none)
+
+  @property
+  def gradient_mode(self) -> str:
+    """'masked' or 'straight_through'."""
+    return getattr(self, "gradient", None) or self.default_gradient
+
+  @property
+  def sparse_from(self) -> int:
+    """The first step of the schedule proper; before it D = 1."""
+    return self.phases.dense if self.phases else 0
+
+  @abc.abstractmethod
+  def levels(self, axis_size: int | None = None) -> tuple[tuple[int, NM], ...]:
+    """Returns ((first step, pattern), ...): which pattern holds from which step on."""
+
+  @property
+  def curve(self) -> curves.Curve:
+    """D(j) of the sparsify phase, for j = step - dense."""
+    return curves.hard()
+
+  def decay(self, step: jax.Array | int) -> jax.Array:
+    """Returns D at `step`, a float32 scalar in [0, 1]. NaN for a negative step: none was given."""
+    step, phases = as_step(step), _phases(self)
+    d = self.curve.value(step - phases.dense, jnp)
+    d = jnp.where(step >= phases.finetune_start, jnp.float32(0), d)
+    d = jnp.where(step < self.sparse_from, jnp.float32(1), d)
+    return jnp.where(step < 0, NAN, d)
+
+  def chosen(
+    self, w: jax.Array, step: jax.Array, axis: masks.Axis, stored: jax.Array | None
+  ) -> jax.Array:
+    """Returns the mask of the level that holds at `step` (of the first one before)."""
+    if stored is not None:
+      raise ValueError(
+        f"{self.name} derives its mask from the weight and keeps none, but mask= was given."
+      )
+    return leveled_mask(self.levels(_length(w, axis)), w, step, axis)
+
+  def mask(
+    self,
+    w: jax.Array,
+    step: jax.Array | int,
+    axis: masks.Axis = 0,
+    mask: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns the mask that holds at `step`, bool, shape of `w`; all True in the dense phase."""
+    step = as_step(step)
+    dense = (step >= 0) & (step < self.sparse_from)
+    keep = self.chosen(w, step, axis, mask) | dense
+    # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.
+    return masks.pinned(keep.astype(jnp.uint8)) > 0
+
+  def effective(
+    self,
+    w: jax.Array,
+    step: jax.Array | int,
+    axis: masks.Axis = 0,
+    mask: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns the effective weight W~.
+
+    Args:
+      w: the stored parameter, float array [..., K, ...], in its stored dtype.
+      step: updates applied so far, int32 scalar, usually traced.
+      axis: the contraction axis (length K), or adjacent axes that count as one.
+      mask: the stored mask of a stateful recipe, bool, shape of `w`.
+
+    Returns:
+      Shape and dtype of `w`; differentiable with respect to it.
+    """
+    keep = self.mask(w, step, axis, mask)
+    return gradients.blend(w, keep, self.decay(step), self.gradient_mode)
+
+  def final(
+    self, w: jax.Array, groups: Groups, state: Mapping[str, jax.Array] | None = None
+  ) -> jax.Array:
+    """Returns what is deployed: the target pattern with D = 0; survivors keep their bits.
+
+    Override it where deployed values are not the stored ones, for example scaled. What it returns
+    must be n:m: `nms.verify` looks at the pattern alone.
+
+    Args:
+      w: the trained parameter.
+      groups: where its groups lie; it makes masks of the weight.
+      state: what `next_state` returned last, of a stateful recipe.
+    """
+    assert self.pattern is not None
+    keep = groups.magnitude_mask(w, self.pattern, parent=(state or {}).get("mask"))
+    return jnp.where(keep, w, jnp.zeros_like(w))
+
+  def timeline(self, axis_size: int | None = None) -> tuple[Segment, ...]:
+    """Returns what happens when, as segments that cover [0, total)."""
+    p, curve = _phases(self), self.curve
+    levels = self.levels(axis_size)
+    cuts = {0, self.sparse_from, p.finetune_start, p.total, *(start for start, _ in levels)}
+    cuts |= {p.dense + j for j in (*curve.knots, curve.end)}
+    cuts = sorted(c for c in cuts if 0 <= c <= p.total)
+    segments: list[Segment] = []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+      if start < self.sparse_from:
+        new = Segment(start, stop, None, 1.0, 1.0)
+      else:
+        pattern = next(q for first, q in reversed(levels) if first <= start)
+        new = Segment(start, stop, pattern, *_decay_between(curve, p, start, stop))
+      if segments and _same_state(segments[-1], new):
+        new = dataclasses.replace(segments.pop(), stop=stop)
+      segments.append(new)
+    return tuple(segments)
+
+  def target_from(self, axis_size: int | None = None) -> int:
+    """Returns the first step from which on D = 0 and the target pattern holds, for good.
+
+    It is `phases.total` where that never comes to be within the run.
+    """
+    found = _phases(self).total
+    for segment in reversed(self.timeline(axis_size)):
+      if segment.pattern != self.pattern or segment.decay_start or segment.decay_stop:
+        break
+      found = segment.start
+    return found
+
+  def renewals(self, step: jax.Array | int) -> jax.Array | int:
+    """Returns how many times the stored mask was to be renewed by `step`; 0 where none is kept."""
+    del step
+    return 0
+
+  def renewed(self, state: dict[str, jax.Array], last: jax.Array | int) -> jax.Array | int:
+    """Returns how many times the mask in `state` was renewed, after `next_state` at step `last`."""
+    del state
+    return self.renewals(last)
+
+  @property
+  def renewed_by(self) -> str:
+    """What `update_state` must have been given, for error messages."""
+    return (
+      "Call nms.update_state(state, params, rules, step) after each optimizer update, from the "
+      "first one on, and carry its result."
+    )
+
+  def first_state(self, groups: Groups, w: jax.Array) -> dict[str, jax.Array]:
+    """Returns what `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
+    raise NotImplementedError(f"{self.name} is stateful, so it must define first_state.")
+
+  def next_state(
+    self,
+    groups: Groups,
+    state: dict[str, jax.Array],
+    w: jax.Array,
+    step: jax.Array,
+    last: jax.Array,
+    grad: jax.Array | None,
+    grad_at: jax.Array,
+  ) -> dict[str, jax.Array]:
+    """Returns what `update_state` stores for one weight: `state` at `last` brought to `step`.
+
+    Args:
+      groups: where the groups of this weight lie; it makes masks of the weight.
+      state: what `first_state` or the last call returned.
+      w: the weight after `step` updates.
+      step: updates applied so far.
+      last: the step of the call before.
+      grad: gradient of the update just applied, None where the caller gave none and the recipe
+        needs none.
+      grad_at: the weight that `grad` was taken at.
+    """
+    raise NotImplementedError(f"{self.name} is stateful, so it must define next_state.")
+
+
+def _phases(recipe: Recipe) -> Phases:
+  """The phases of a recipe that is not dense."""
+  assert recipe.phases is not None
+  return recipe.phases
+
+
+def _length(w: jax.Array, axis: masks.Axis) -> int:
+  return math.prod(w.shape[a] for a in masks.check_axis(w.shape, axis))
+
+
+def _same_state(a: Segment, b: Segment) -> bool:
+  """Whether nothing changes from one segment to the next."""
+  return a.pattern == b.pattern and a.decay_start == a.decay_stop == b.decay_start == b.decay_stop
+
+
+def _decay_between(
+  curve: curves.Curve, phases: Phases, start: int, stop: int
+) -> tuple[float, float]:
+  """D at `start`, and the D it runs to by `stop`, where both lie in one phase."""
+  if start >= phases.finetune_start:
+    return 0.0, 0.0
+  value: Any = lambda j: 0.0 if j >= curve.end else float(curve.value(np.int32(j), np))
+  return value(start - phases.dense), value(stop - phases.dense)

@@ -1,0 +1,96 @@
+"""Any path through patterns and D, entry by entry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+from nm_sparsity_jax.errors import SettingError
+from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.recipes import curves
+from nm_sparsity_jax.recipes.base import Need, Recipe
+from nm_sparsity_jax.schedules import Phases
+
+_PATH = Need("((0, '4:8', 1.0), (5000, '1:8', 0.5))", "entries (step, pattern, D)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Custom(Recipe):
+  """Any path: a list of (step, pattern, D). The pattern holds, D runs linearly to the next entry.
+
+  After the last entry D runs to 0 at the fine-tune phase, where the target pattern takes over.
+  Before the first entry the weight is dense.
+
+  >>> p = Phases(total=100, finetune=20)
+  >>> r = Custom(pattern="1:8", phases=p, path=((0, "4:8", 1.0), (40, "1:8", 0.5)))
+  >>> [(s.start, str(s.pattern), s.decay_start, s.decay_stop) for s in r.timeline(64)]
+  [(0, '4:8', 1.0, 0.5), (40, '1:8', 0.5, 0.0), (80, '1:8', 0.0, 0.0)]
+
+  Attributes:
+    pattern: the target, which holds in the fine-tune phase.
+    phases: every entry lies in the sparsify phase.
+    path: entries (step of the sparse run, pattern, D in [0, 1]), steps rising.
+    gradient: None = masked.
+  """
+
+  name: ClassVar[str] = "custom"
+  needs: ClassVar[Mapping[str, Need]] = {"path": _PATH}
+  pattern: NM
+  phases: Phases
+  path: tuple[tuple[int, NM, float], ...] = ()
+  gradient: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    try:
+      path = tuple((step, NM.parse(pattern), float(d)) for step, pattern, d in self.path)
+    except (TypeError, ValueError) as e:
+      raise ValueError(f"custom(path={self.path!r}): entries are (step, pattern, D). {e}") from e
+    if not path:
+      raise ValueError(f"custom needs a path, {_PATH.meaning}: for example path={_PATH.example}.")
+    for i in range(len(path)):
+      _check_entry(i, path, self.phases)
+    object.__setattr__(self, "path", path)
+
+  @property
+  def sparse_from(self):
+    return self.path[0][0]
+
+  def levels(self, axis_size=None):
+    del axis_size
+    levels = [(step, pattern) for step, pattern, _ in self.path]
+    if levels[-1][1] != self.pattern:
+      levels.append((self.phases.finetune_start, self.pattern))
+    return tuple(levels)
+
+  @property
+  def curve(self):
+    knots = (*((step, d) for step, _, d in self.path), (self.phases.finetune_start, 0.0))
+    return curves.piecewise(knots, self.phases.dense)
+
+
+def _check_entry(i: int, path: tuple[tuple[int, NM, float], ...], phases: Phases) -> None:
+  """Refuses an entry outside the sparsify phase, with a wrong D, or out of order."""
+  step, _, d = path[i]
+  low, high = phases.dense, phases.finetune_start
+  if isinstance(step, bool) or not isinstance(step, int) or not low <= step < high:
+    raise SettingError(
+      "path",
+      "custom: entry {entry} starts at step {step!r}; give a whole number in the sparsify phase "
+      "[{low}, {high}) of {phases}.",
+      entry=i,
+      step=step,
+      low=low,
+      high=high,
+      phases=phases,
+    )
+  if not 0 <= d <= 1:
+    raise ValueError(
+      f"custom: entry {i} has D = {d}; choose D in [0, 1]: 1 keeps pruned weights, 0 makes them 0."
+    )
+  if i and step <= path[i - 1][0]:
+    raise ValueError(
+      f"custom: entry {i} at step {step} does not come after {path[i - 1][0]}: sort the path "
+      "by step, one entry a step."
+    )

@@ -1,0 +1,88 @@
+"""The mask of the level that holds at a step: one program for all levels of a schedule.
+
+    ((first step, pattern), ...), step, w -> [leveled_mask] -> mask
+
+Which levels a pattern has is in `schedules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+
+from nm_sparsity_jax import masks
+from nm_sparsity_jax.patterns import NM
+
+Levels = Sequence[tuple[int, NM]]
+
+
+def when(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+  """Calls `yes` or `no`: by lax.cond where traced, else in Python, which compiles nothing anew."""
+  if isinstance(condition, jax.core.Tracer):
+    return lax.cond(condition, yes, no)
+  return yes() if condition else no()
+
+
+def value_at(levels: Levels, step: jax.Array, values: Iterable[int]) -> jax.Array:
+  """Returns the value of the level that holds at `step`, by comparisons: nothing to gather.
+
+  Args:
+    levels: (first step, pattern) of each.
+    step: int32 scalar.
+    values: one int for each level.
+  """
+  first, *others = values
+  now = jnp.int32(first)
+  for (start, _), value in zip(levels[1:], others, strict=True):
+    now = jnp.where(step >= start, jnp.int32(value), now)
+  return now
+
+
+def leveled_mask(
+  levels: Levels,
+  w: jax.Array,
+  step: jax.Array,
+  axis: masks.Axis,
+  parent: jax.Array | None = None,
+) -> jax.Array:
+  """Returns the magnitude mask of the level that holds at `step` (of the first one before).
+
+  Args:
+    levels: (first step, pattern) of each.
+    w: float array.
+    step: int32 scalar; one compilation serves all steps.
+    axis: as in `masks.nm_mask`.
+    parent: as in `masks.magnitude_mask`.
+  """
+  last = levels[-1][1]
+  w = lax.stop_gradient(w)
+  final = lambda: masks.magnitude_mask(w, last, axis, parent=parent)
+  if len(levels) == 1:
+    return final()
+  climb = lambda: _ladder(levels[:-1], w, step, axis, parent)
+  # The last level holds longest and is often far cheaper than the ladder: 1:m is one maximum.
+  return when(step >= levels[-1][0], final, climb)
+
+
+def _ladder(levels: Levels, w, step, axis, parent) -> jax.Array:
+  """The mask of one of several levels: one program with a traced n, or d, or one for each."""
+  patterns = [p for _, p in levels]
+  base = patterns[-1]
+  if len({p.m for p in patterns}) == 1:
+    n = value_at(levels, step, [p.n for p in patterns])
+    return masks.magnitude_mask(w, base, axis, n=n, parent=parent)
+  most = len(patterns) - 1
+  doubling = [NM(base.n << d, base.m << d) for d in range(most, -1, -1)]
+  if patterns == doubling and parent is None:
+    d = value_at(levels, step, range(most, -1, -1))
+    return masks.ladder_mask(w, base, axis, doublings=d, most=most)
+  branches = [lambda w, p=p: masks.magnitude_mask(w, p, axis, parent=parent) for p in patterns]
+  now = value_at(levels, step, range(len(levels)))
+  if isinstance(now, jax.core.Tracer):
+    return lax.switch(now, branches, w)
+  return branches[int(now)](w)

@@ -1,0 +1,196 @@
+"""Progressive gradient flow: pruned weights fade (MDGF), or the pattern tightens (SDGF).
+
+Reference: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training in
+Transformers", CPAL 2025, arXiv:2402.04744.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from nm_sparsity_jax import schedules
+from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.recipes import curves
+from nm_sparsity_jax.recipes.base import Recipe
+from nm_sparsity_jax.schedules import Phases
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MdgfLinear(Recipe):
+  """Mask decay gradient flow, linear: the target mask, pruned weights fade out.
+
+      D(j) = max(1 - beta * j, 0).
+
+  Attributes:
+    pattern: the target.
+    phases: D falls from step `dense` on and is 0 in the fine-tune phase in any case.
+    beta: None = 1 / j*, j* = min(0.7 * total, total - finetune) - dense.
+    gradient: None = masked, the paper's equation.
+  """
+
+  name: ClassVar[str] = "mdgf_linear"
+  kind: ClassVar[str] = "linear"
+  pattern: NM
+  phases: Phases
+  beta: float | None = None
+  gradient: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    curves.check_decay(self.name, self.kind, self.beta, self.phases)
+
+  def levels(self, axis_size=None):
+    del axis_size
+    return ((self.sparse_from, self.pattern),)
+
+  @property
+  def curve(self):
+    return curves.decay(self.kind, self.beta, self.phases)
+
+  @property
+  def rate(self) -> float:
+    """beta, or what None stands for."""
+    return curves.rate(self.kind, self.beta, self.phases)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MdgfExponential(Recipe):
+  """Mask decay gradient flow, exponential: the target mask, pruned weights fade out.
+
+      D(j) = exp(-beta * j), and 0 from the fine-tune phase on.
+
+  Attributes:
+    pattern: the target.
+    phases: as in `MdgfLinear`; without a fine-tune phase D stays above 0 to the end.
+    beta: None = ln(1000) / j*, j* = min(0.7 * total, total - finetune) - dense.
+    gradient: None = masked, the paper's equation.
+  """
+
+  name: ClassVar[str] = "mdgf_exponential"
+  kind: ClassVar[str] = "exponential"
+  pattern: NM
+  phases: Phases
+  beta: float | None = None
+  gradient: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    curves.check_decay(self.name, self.kind, self.beta, self.phases)
+
+  def levels(self, axis_size=None):
+    del axis_size
+    return ((self.sparse_from, self.pattern),)
+
+  @property
+  def curve(self):
+    return curves.decay(self.kind, self.beta, self.phases)
+
+  @property
+  def rate(self) -> float:
+    """beta, or what None stands for."""
+    return curves.rate(self.kind, self.beta, self.phases)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SdgfStepwise(Recipe):
+  """Structure decay gradient flow, stepwise: m-1, m/2, m/4, ..., n of m at equal intervals.
+
+      W~ = W * (Phi_i + D(j) * (1 - Phi_i)),   D = 0 unless `decay_kind` is given.
+
+  Attributes:
+    pattern: the target.
+    phases: the levels share the sparsify phase equally.
+    decay_kind: also let pruned weights fade, 'linear' or 'exponential' (the paper's future work).
+    beta: the rate of that decay, as in the MDGF recipes.
+    gradient: None = masked.
+  """
+
+  name: ClassVar[str] = "sdgf_stepwise"
+  together: ClassVar[tuple[str, ...]] = ("decay_kind",)
+  pattern: NM
+  phases: Phases
+  beta: float | None = None
+  gradient: str | None = None
+  decay_kind: str | None = None
+
+  def __post_init__(self):
+    _check_kind(self.name, self.decay_kind)
+    super().__post_init__()
+    curves.check_decay(self.name, self.kind, self.beta, self.phases)
+    self.levels()
+
+  def levels(self, axis_size=None):
+    del axis_size
+    return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
+
+  @property
+  def kind(self) -> str | None:
+    """'linear', 'exponential' or None."""
+    return self.decay_kind
+
+  @property
+  def curve(self):
+    return curves.decay(self.kind, self.beta, self.phases)
+
+  @property
+  def rate(self) -> float:
+    """beta, or what None stands for."""
+    return curves.rate(self.kind, self.beta, self.phases)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SdgfGeometric(Recipe):
+  """Structure decay gradient flow, geometric: k*n/2^d : k*m/2^d down to n:m, equal density.
+
+      W~ = W * (Phi_i + D(j) * (1 - Phi_i)),   D = 0 unless `decay_kind` is given.
+
+  Levels whose group does not divide the axis are dropped from the top (768 % 512), never
+  straddled; the remaining ones share the phase.
+
+  Attributes:
+    pattern: the target.
+    phases: the levels share the sparsify phase equally.
+    k: the first group is k times as long, a power of two (16 in the paper, 8 in its code).
+    decay_kind: as in `SdgfStepwise`.
+    beta: as in `SdgfStepwise`.
+    gradient: None = masked.
+  """
+
+  name: ClassVar[str] = "sdgf_geometric"
+  together: ClassVar[tuple[str, ...]] = ("decay_kind",)
+  pattern: NM
+  phases: Phases
+  beta: float | None = None
+  gradient: str | None = None
+  decay_kind: str | None = None
+  k: int = 16
+
+  def __post_init__(self):
+    _check_kind(self.name, self.decay_kind)
+    super().__post_init__()
+    curves.check_decay(self.name, self.kind, self.beta, self.phases)
+    self.levels()
+
+  def levels(self, axis_size=None):
+    levels = schedules.geometric_levels(self.pattern, self.k, axis_size)
+    return schedules.share_phase(levels, self.phases)
+
+  @property
+  def kind(self) -> str | None:
+    """'linear', 'exponential' or None."""
+    return self.decay_kind
+
+  @property
+  def curve(self):
+    return curves.decay(self.kind, self.beta, self.phases)
+
+  @property
+  def rate(self) -> float:
+    """beta, or what None stands for."""
+    return curves.rate(self.kind, self.beta, self.phases)
+
+
+def _check_kind(name: str, kind: str | None) -> None:
+  if kind not in (None, *curves.KINDS):
+    raise ValueError(f"{name}(decay_kind={kind!r}): choose 'linear', 'exponential' or None.")

@@ -1,0 +1,144 @@
+"""Recipes by name: those of the package, and those that users register.
+
+class -> [register] -> RECIPES -> recipe(name), settings, the text of rules in a checkpoint
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from nm_sparsity_jax.errors import SettingError
+from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.recipes.base import Recipe
+from nm_sparsity_jax.recipes.baselines import Dense, Idp, OneShot, Snip, SrSte
+from nm_sparsity_jax.recipes.custom import Custom
+from nm_sparsity_jax.recipes.progressive import (
+  MdgfExponential,
+  MdgfLinear,
+  SdgfGeometric,
+  SdgfStepwise,
+)
+from nm_sparsity_jax.schedules import Phases
+
+_recipes: dict[str, type[Recipe]] = {}
+
+#: name -> class of every recipe; `register` adds to it.
+RECIPES: Mapping[str, type[Recipe]] = types.MappingProxyType(_recipes)
+
+C = TypeVar("C", bound=type[Recipe])
+
+
+def register(cls: C) -> C:
+  """Makes a recipe class known by its name, wherever a recipe of the package is.
+
+      @nms.recipes.register
+      @dataclasses.dataclass(frozen=True, kw_only=True)
+      class Mine(nms.Recipe):
+        name = "mine"
+        pattern: nms.NM
+        phases: nms.Phases
+
+        def levels(self, axis_size=None):
+          return ((self.sparse_from, self.pattern),)
+
+  Then `nms.recipe("mine", ...)`, RECIPE = "mine" and the rules in a checkpoint mean this class. A
+  program that reads such a checkpoint imports the module that registers it first.
+
+  Args:
+    cls: a frozen dataclass below `Recipe`. Values of its fields are literals, or patterns.
+
+  Returns:
+    `cls`, so that it can be used as a decorator.
+  """
+  if not (isinstance(cls, type) and issubclass(cls, Recipe) and dataclasses.is_dataclass(cls)):
+    raise ValueError(f"register({cls!r}): give a frozen dataclass below nms.Recipe.")
+  name = getattr(cls, "name", None)
+  if not isinstance(name, str) or not name.isidentifier():
+    raise ValueError(
+      f"register({cls.__name__}): its name is {name!r}; give a word, such as 'mine'."
+    )
+  if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    raise ValueError(f"register({cls.__name__}): write @dataclasses.dataclass(frozen=True).")
+  if {"pattern", "phases"} - {f.name for f in dataclasses.fields(cls)}:
+    raise ValueError(f"register({cls.__name__}): a recipe has the fields pattern and phases.")
+  if _recipes.get(name, cls) is not cls:
+    raise ValueError(
+      f"register({cls.__name__}): the name {name!r} is taken by {_recipes[name].__qualname__}."
+    )
+  _recipes[name] = cls
+  return cls
+
+
+for _cls in (
+    Dense, OneShot, SrSte, MdgfLinear, MdgfExponential, SdgfStepwise, SdgfGeometric, Custom, Snip,
+    Idp,
+):  # fmt: skip
+  register(_cls)
+
+
+def recipe(
+  name: str,
+  *,
+  pattern: NM | str | None = None,
+  phases: Phases | None = None,
+  **fields: Any,
+) -> Recipe:
+  """Makes a recipe by name. Fields that are None take the recipe's own default.
+
+  A field that the recipe lacks and that is not None is an error, so that one set of settings
+  (`beta=None, gradient=None`) fits every recipe and a wrong one never passes silently.
+
+  >>> recipe("mdgf_linear", pattern="1:8", phases=Phases(total=100), beta=None).pattern
+  NM(n=1, m=8)
+
+  Args:
+    name: one of `RECIPES`.
+    pattern: the target.
+    phases: the steps of the sparse run.
+    **fields: more fields of the recipe.
+  """
+  if name not in RECIPES:
+    close = difflib.get_close_matches(str(name), RECIPES, 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"there is no recipe {name!r}. Choose one of: {', '.join(RECIPES)}.{hint}")
+  cls = RECIPES[name]
+  known = sorted(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+  given = {k: v for k, v in fields.items() if v is not None}
+  if unknown := {k: given[k] for k in sorted(set(given) - set(known))}:
+    raise SettingError(
+      next(iter(unknown)),
+      "{name} has no field {unknown}. Its fields: {known}. Leave the others None.",
+      name=name,
+      unknown=_Given(unknown),
+      known=_Named(known),
+    )
+  given |= {"pattern": pattern, "phases": phases}
+  for field in ("pattern", "phases", *cls.required()):
+    if field in cls.required() and given.get(field) is None:
+      raise ValueError(f"{name} needs {field}, for example {field}={_example(cls, field)}.")
+  return cls(**given)
+
+
+def _example(cls: type[Recipe], field: str) -> str:
+  """A value of a field as one writes it."""
+  usual = {"pattern": "'1:8'", "phases": "nms.Phases(total=100_000)"}
+  return cls.needs[field].example if field in cls.needs else usual.get(field, "...")
+
+
+class _Given(dict):
+  """Settings with their values, in a sentence."""
+
+  def told(self, names: Mapping[str, str]) -> str:
+    called = lambda name: names.get(f"{name}=", f"{names.get(name, name)}=")
+    return ", ".join(f"{called(name)}{value!r}" for name, value in self.items())
+
+
+class _Named(list):
+  """Names of settings, in a sentence."""
+
+  def told(self, names: Mapping[str, str]) -> str:
+    return ", ".join(names.get(name, name) for name in self)

@@ -1,0 +1,120 @@
+"""Rules as a text, and back: what a checkpoint holds to know its own rules.
+
+Rules -> [describe] -> text -> [pack] -> bytes in a checkpoint
+bytes in a checkpoint -> [unpack] -> text -> [parse] -> Rules
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import zlib
+
+import numpy as np
+
+from nm_sparsity_jax import masks
+from nm_sparsity_jax.recipes import RECIPES, Recipe, recipe
+from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.schedules import Phases
+
+TEXT_BYTES = 4096
+
+
+def describe(rules: Rules) -> str:
+  """Returns the rules as a text, one line a place, equal for equal rules.
+
+  Fields at their defaults are left out, so that a field that a later version adds changes no text.
+
+  >>> from nm_sparsity_jax import recipe
+  >>> r = recipe("mdgf_linear", pattern="1:8", phases=Phases(total=9), beta=0.5)
+  >>> print(describe(Rules({"ff": r})))
+  ff: mdgf_linear 1:8, total=9, beta=0.5
+  """
+  lines = [f"{place}: {_describe_recipe(recipe)}" for place, recipe in rules.places.items()]
+  lines += [f"role {name}: {regex}" for name, regex in rules.roles.items()]
+  lines.sort()
+  # The first regex that matches wins, so the order counts.
+  lines += [f"axis {regex}: {axis}" for regex, axis in rules.axes.items()]
+  if rules.indivisible != "error":
+    lines.append(f"indivisible: {rules.indivisible}")
+  return "\n".join(lines)
+
+
+def parse(text: str) -> Rules:
+  """Reads the rules of a text of `describe`: a checkpoint holds it, so it needs no settings.
+
+  A recipe that is not of this package must be registered first: import the module that does it.
+
+  >>> parse("ff: mdgf_linear 1:8, total=9, beta=0.5").places["ff"].beta
+  0.5
+
+  Raises:
+    ValueError: this version cannot read the text, or would write another one for what it reads.
+  """
+  places: dict[str, Recipe] = {}
+  axes: dict[str, masks.Axis] = {}
+  roles: dict[str, str] = {}
+  indivisible = "error"
+  try:
+    for line in text.splitlines():
+      if found := _place(line):
+        places[found["place"]] = _parse_recipe(found["name"], found["pattern"], found["fields"])
+      elif line.startswith("axis "):
+        regex, _, axis = line.removeprefix("axis ").rpartition(": ")
+        axes[regex] = ast.literal_eval(axis)
+      elif line.startswith("role "):
+        name, _, roles_regex = line.removeprefix("role ").partition(": ")
+        roles[name] = roles_regex
+      else:
+        indivisible = line.removeprefix("indivisible: ")
+    rules = Rules(places, axes, indivisible, roles)
+  except (ValueError, TypeError, SyntaxError) as e:
+    raise ValueError(f"these rules cannot be read by this version ({e}):\n{text}") from e
+  if describe(rules) != text:
+    raise ValueError(f"these rules read as others by this version, {describe(rules)!r}:\n{text}")
+  return rules
+
+
+def pack(text: str) -> np.ndarray:
+  """Returns the text of rules as a checkpoint keeps it: uint8[4096], deflated and padded."""
+  data = np.frombuffer(zlib.compress(text.encode(), 9), np.uint8)
+  if data.size > TEXT_BYTES:
+    raise ValueError(
+      f"the text of these rules takes {data.size} bytes, and a checkpoint keeps {TEXT_BYTES}: "
+      "join places by regexes."
+    )
+  return np.pad(data, (0, TEXT_BYTES - data.size))
+
+
+def unpack(data: np.ndarray) -> str:
+  """Returns the text that `pack` was given."""
+  return zlib.decompressobj().decompress(np.asarray(data).tobytes()).decode()
+
+
+def _describe_recipe(recipe: Recipe) -> str:
+  words = [recipe.name if recipe.pattern is None else f"{recipe.name} {recipe.pattern}"]
+  for owner in (recipe.phases, recipe):
+    for field in dataclasses.fields(owner) if owner else ():  # type: ignore[arg-type]
+      value = getattr(owner, field.name)
+      if field.name not in ("pattern", "phases") and value != field.default:
+        words.append(f"{field.name}={value!r}")
+  return ", ".join(words)
+
+
+def _place(line: str) -> re.Match[str] | None:
+  """A line of `describe` about a place, by the recipes that are known by now."""
+  names = "|".join(RECIPES)
+  return re.fullmatch(
+    rf"(?P<place>.+): (?P<name>{names})(?: (?P<pattern>\d+:\d+))?(?P<fields>(?:, \w+=.*)?)", line
+  )
+
+
+def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:
+  fields = re.sub(r"NM\(n=(\d+), m=(\d+)\)", r"'\1:\2'", fields)
+  call = ast.parse(f"dict({fields.removeprefix(', ')})", mode="eval").body
+  assert isinstance(call, ast.Call)
+  given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+  steps = {key: given.pop(key) for key in ("total", "dense", "finetune") if key in given}
+  phases = Phases(**steps) if steps else None
+  return recipe(name, pattern=pattern, phases=phases, **given)
