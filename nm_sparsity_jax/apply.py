@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax import masks, opt_states
-from nm_sparsity_jax.rules import Assignment, Place, Rules
+from nm_sparsity_jax.places import Assignment, Place
+from nm_sparsity_jax.rules import Rules
 
 # `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
 from nm_sparsity_jax.stored import State, current, final, init_state, update_state  # noqa: F401

@@ -9,7 +9,7 @@ Plain functions: a configuration library binds their arguments, and nothing here
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax import roles as roles_of
@@ -82,33 +82,15 @@ def rules(
   settings = {"beta": beta, "gradient": gradient, **(fields or {})}
   settings = {name: value for name, value in settings.items() if value is not None}
   right = _right_fields(recipe, settings, wrong) if named and recipe is not None else None
-
-  def shared(place: str, given: str | NM | None) -> Recipe | None:
-    """The recipe of a place that gives a pattern or None; None where it cannot be made."""
-    if not _needs(recipe, "pattern"):
-      common = {"pattern": given or pattern, "phases": phases}
-      return make_recipe(str(recipe), **(right or {}) | common)
-    if given is None and pattern is None:
-      return None
-    where = "PATTERN" if given is None else f"SPARSITY_RULES, {place!r}"
-    parsed = wrong.tried(_parse, where, pattern if given is None else given)
-    if right is None or not parsed or not phases:
-      return None
-    found = wrong.tried(make_recipe, recipe, pattern=parsed, phases=phases, **right)
-    return found if right == settings else None
-
+  common = _Common(recipe, pattern, phases, settings, right)
   made: dict[str, Recipe] = {}
   for place, given in table.items():
-    if wrong.tried(Rules, {place: Dense()}) is None:
-      continue
-    if place in named:
-      made[place] = shared(place, named[place]) or Dense()
-    else:
-      made[place] = _own(place, given, wrong) or Dense()
+    if wrong.tried(Rules, {place: Dense()}) is not None:
+      make = common.recipe_of if place in named else _own
+      made[place] = make(place, given, wrong) or Dense()
   rest = {"axes": axes, "indivisible": indivisible, "roles": roles}
-  rest = {
-    k: x for k, x in rest.items() if wrong.tried(Rules, {"ff": Dense()}, **{k: x}) is not None
-  }
+  fits = lambda name: wrong.tried(Rules, {"ff": Dense()}, **{name: rest[name]}) is not None
+  rest = {name: rest[name] for name in rest if fits(name)}
   if made:
     wrong.rules = Rules(made, **rest)
   if wrong.errors or wrong.missing:
@@ -220,6 +202,39 @@ def _right_fields(name: str, fields: Mapping[str, Any], wrong: SettingsError):
   right = {field: fields[field] for field in fields if tried(field)}
   # Without the beta that is wrong it would take one of its own, and say what is wrong with that.
   return None if "beta" in fields and "beta" not in right else right
+
+
+class _Common(NamedTuple):
+  """What the macros give to all places that leave it to them.
+
+  Attributes:
+    recipe: RECIPE.
+    pattern: PATTERN.
+    phases: None where they are wrong or not given.
+    settings: the fields of the recipe that are given.
+    right: those that are right in themselves; None where nothing can be made of them.
+  """
+
+  recipe: str | None
+  pattern: str | NM | None
+  phases: Phases | None
+  settings: Mapping[str, Any]
+  right: Mapping[str, Any] | None
+
+  def recipe_of(self, place: str, given: Any, wrong: SettingsError) -> Recipe | None:
+    """The recipe of a place that gives a pattern or None; None where it cannot be made."""
+    fields = dict(self.right or {})
+    if not _needs(self.recipe, "pattern"):
+      fields |= {"pattern": given or self.pattern, "phases": self.phases}
+      return make_recipe(str(self.recipe), **fields)
+    if given is None and self.pattern is None:
+      return None
+    where = "PATTERN" if given is None else f"SPARSITY_RULES, {place!r}"
+    pattern = wrong.tried(_parse, where, self.pattern if given is None else given)
+    if self.right is None or not pattern or not self.phases:
+      return None
+    found = wrong.tried(make_recipe, self.recipe, pattern=pattern, phases=self.phases, **fields)
+    return found if self.right == self.settings else None
 
 
 def _own(place: str, given: Any, wrong: SettingsError) -> Recipe | None:

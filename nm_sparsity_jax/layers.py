@@ -37,7 +37,8 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 
 from nm_sparsity_jax import masks, opt_states
-from nm_sparsity_jax.rules import Place, Rules
+from nm_sparsity_jax.places import Place
+from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.schedules import as_step
 from nm_sparsity_jax.stored import Stamps, State, in_time
 from nm_sparsity_jax.trees import flatten, map_with_names

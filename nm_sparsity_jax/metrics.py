@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.opt_states import named
-from nm_sparsity_jax.rules import Place, Rules
+from nm_sparsity_jax.places import Place
+from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.schedules import as_step
 from nm_sparsity_jax.stored import State, current
 from nm_sparsity_jax.trees import flatten

@@ -19,7 +19,8 @@ import jax.core
 import jax.numpy as jnp
 
 from nm_sparsity_jax import opt_states
-from nm_sparsity_jax.rules import Place, Rules
+from nm_sparsity_jax.places import Place
+from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.schedules import as_step
 from nm_sparsity_jax.trees import flatten
 

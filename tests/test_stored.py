@@ -10,7 +10,7 @@ import pytest
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import apply, stored
 from nm_sparsity_jax.groups import Groups
-from nm_sparsity_jax.rules import Place
+from nm_sparsity_jax.places import Place
 
 PHASES = nms.Phases(total=20, dense=4, finetune=4)
 IDP = nms.recipe("idp", pattern="2:8", phases=PHASES)  # levels from steps 4, 8 and 12 on

@@ -207,7 +207,7 @@ class Planner:
 
   def _assign(self, rules, params):
     """`rules.assign`, but with the errors of all paths, those of like layers told once."""
-    from nm_sparsity_jax.rules import Assignment, Place
+    from nm_sparsity_jax.places import Assignment, Place
     from nm_sparsity_jax.trees import flatten
 
     places, skipped, dense, used = {}, {}, [], set()

@@ -56,7 +56,6 @@ class Recipe(abc.ABC):
     stateful: whether it keeps a mask; see `stored.init_state`.
     needs_gradients: whether `next_state` must be given the gradient of each update.
     default_gradient: the gradient mode where the field `gradient` is None or absent.
-    hard: whether the mask is the target's, and D = 0, from the end of the dense phase on.
     needs: fields that must be given though they have a default -> an example.
     together: fields that others are only right beside, as `beta` is beside `decay_kind`.
     pattern: the target pattern, None for dense.
@@ -68,7 +67,6 @@ class Recipe(abc.ABC):
   stateful: ClassVar[bool] = False
   needs_gradients: ClassVar[bool] = False
   default_gradient: ClassVar[str] = "masked"
-  hard: ClassVar[bool] = False
   needs: ClassVar[Mapping[str, Need]] = {}
   together: ClassVar[tuple[str, ...]] = ()
   pattern: NM | None

@@ -79,7 +79,6 @@ class OneShot(Recipe):
 
   name: ClassVar[str] = "one_shot"
   stateful: ClassVar[bool] = True
-  hard: ClassVar[bool] = True
   pattern: NM
   phases: Phases
   gradient: str | None = None
@@ -127,7 +126,6 @@ class SrSte(Recipe):
 
   name: ClassVar[str] = "sr_ste"
   default_gradient: ClassVar[str] = "straight_through"
-  hard: ClassVar[bool] = True
   pattern: NM
   phases: Phases
   lam: float = 2e-4

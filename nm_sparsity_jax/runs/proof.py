@@ -34,7 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax import apply, configure
-from nm_sparsity_jax.rules import Assignment, Place, Rules
+from nm_sparsity_jax.places import Assignment, Place
+from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.runs.checkpoint import Stored
 
