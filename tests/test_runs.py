@@ -57,8 +57,9 @@ def test_a_run_is_done_when_its_last_step_is_evaluated_and_saved(tmp_path):
   assert not folders.is_done(tmp_path, 10)
   checkpoint(tmp_path, 10)
   assert not folders.is_done(tmp_path, 10)
-  (tmp_path / "evaluations.json").write_text(json.dumps([{"step": 10, "loss": {"a": 1.0}}]))
-  assert folders.is_done(tmp_path, 10) and not folders.is_done(tmp_path, 20)
+  noted = [{"step": step, "loss": {"a": 1.0}} for step in (10, 20)]
+  (tmp_path / "evaluations.json").write_text(json.dumps(noted))
+  assert folders.is_done(tmp_path, 10) and not folders.is_done(tmp_path, 20)  # not saved
   assert folders.evaluations(tmp_path)[10]["loss"] == {"a": 1.0}
 
 
