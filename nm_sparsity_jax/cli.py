@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   module.add_arguments(parser)
   parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+  parser.set_defaults(main=main)  # for a command that runs others
   args = parser.parse_args(rest)
   try:
     return module.run(args)

@@ -11,8 +11,7 @@ import sys
 
 
 def main():
-  from nm_sparsity_jax import cli
-  from nm_sparsity_jax.commands import quickstart
+  from nm_sparsity_jax import cli, quickstart
   from nm_sparsity_jax.local import data, reports, train  # noqa: F401 (starts no backend)
   from nm_sparsity_jax.models.t5 import network
 
