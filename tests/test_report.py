@@ -582,7 +582,7 @@ def other_family(folder, ops=None, metrics=None):
   lines(folder / "training_eval/vectors/metrics.jsonl", evals)
   noted = [
     {"step": e["step"], "at_target": True, "loss": {"vectors": e["loss"]},
-     "metrics": {"vectors": {"r2": e["r2"]}} if metrics else {}}
+     "metrics": {"vectors": {"r2": e["r2"], "absolute_error": 1.0}} if metrics else {}}
     for e in evals
   ]  # fmt: skip
   (folder / "evaluations.json").write_text(json.dumps(noted))
