@@ -44,9 +44,9 @@ MIXED = nms.Rules(
 )
 
 
-def params_of(seed=0):
+def params_of(seed=0, places=PLACES):
   w = np.random.default_rng(seed).normal(size=(5, 8, 3)).astype(np.float32)
-  params = {name: {"kernel": jnp.asarray(x)} for name, x in zip(PLACES, w, strict=False)}
+  params = {name: {"kernel": jnp.asarray(x)} for name, x in zip(places, w, strict=False)}
   return params | {"bias": jnp.asarray(w[4, 0])}
 
 
@@ -78,16 +78,16 @@ def stepper(tx, rules, jit=True):
   return jax.jit(step) if jit else step
 
 
-def train(tx, rules, steps=STEPS, jit=True, batch=lambda i: i):
-  """The parameters and the optimizer state after some steps."""
-  step, params = stepper(tx, rules, jit), params_of()
+def train(tx, rules, jit=True, places=PLACES):
+  """The parameters and the optimizer state at the end."""
+  step, params = stepper(tx, rules, jit), params_of(places=places)
   opt = tx.init(params)
-  for i in range(steps):
-    params, opt = step(params, opt, jnp.int32(batch(i)))
+  for i in range(STEPS):
+    params, opt = step(params, opt, jnp.int32(i))
   return params, opt
 
 
-def by_hand(tx, rules, steps=STEPS, jit=True):
+def by_hand(tx, rules, jit=True, places=PLACES):
   """The parameters and the masks by the pieces: `tx` has nms.sr_ste in it."""
 
   def step(params, opt, masks, i):
@@ -98,9 +98,9 @@ def by_hand(tx, rules, steps=STEPS, jit=True):
     now = nms.step_count(opt)
     return new, opt, nms.update_state(masks, new, rules, now, grads, grads_at=params)
 
-  params, step = params_of(), jax.jit(step) if jit else step
+  params, step = params_of(places=places), jax.jit(step) if jit else step
   run = params, tx.init(params), nms.init_state(params, rules)
-  for i in range(steps):
+  for i in range(STEPS):
     run = step(*run, jnp.int32(i))
   return run[0], run[2]
 
@@ -116,28 +116,16 @@ def same(a, b):
 @pytest.mark.parametrize("name", RECIPES)
 def test_equals_the_pieces(name, jit):
   """Every recipe, through all phases: parameters and masks have the bits of the pieces."""
-  rules = nms.Rules({"[ac]/kernel": make(name)})
-  adam = optax.adam(3e-2)
-  params, opt = train(nms.sparse(adam, rules), rules, jit=jit)
-  expected, masks = by_hand(optax.chain(nms.sr_ste(rules), adam), rules, jit=jit)
+  rules, adam = nms.Rules({"a/kernel": make(name)}), optax.adam(3e-2)
+  params, opt = train(nms.sparse(adam, rules), rules, jit, "a")
+  expected, masks = by_hand(optax.chain(nms.sr_ste(rules), adam), rules, jit, "a")
   same(params, expected)
   same(opt.masks, masks)
-  assert bool(opt.masks) == rules.places["[ac]/kernel"].stateful
+  assert bool(opt.masks) == rules.places["a/kernel"].stateful
   assert nms.step_count(opt) == opt.count == STEPS
   done = nms.finalize(params, rules, opt)
   same(done, nms.finalize(params, rules, masks))
   assert name == "dense" or nms.verify(done, rules).ok
-
-
-def test_the_mixture_moves():
-  """What the tests below compare is not trivially equal: masks and terms are at work."""
-  params, opt = train(nms.sparse(optax.adam(3e-2), MIXED), MIXED)
-  for name in ("a", "b", "d"):
-    mask = opt.masks["mask"][name]["kernel"]
-    assert mask.mean() == (0.5 if name == "a" else 0.25)
-  plain, _ = train(nms.sparse(optax.adam(3e-2), no_terms()), no_terms())
-  for name in ("a", "c"):
-    assert (params[name]["kernel"] != plain[name]["kernel"]).any()
 
 
 def no_terms():
@@ -240,6 +228,8 @@ def test_a_wrapper_that_does_nothing_changes_nothing(name, order):
   expected, state = fed(PLAIN, grads)
   equal_runs((params, opt), (expected, state))
   assert nms.step_count(opt) == STEPS
+  kept = {name: np.mean(mask["kernel"]) for name, mask in state.masks["mask"].items()}
+  assert kept == {"a": 0.5, "b": 0.25, "d": 0.25}  # not trivially equal
   for read in (nms.sparsify, nms.finalize):
     same(read(params, MIXED, opt), read(expected, MIXED, state))
 
@@ -443,7 +433,7 @@ def test_all_leaves_are_arrays_of_fixed_types():
 
 
 def test_scan_and_donation():
-  tx, step, params, opt = half_way()
+  tx, _, params, opt = half_way()
 
   def body(run, i):
     return stepper(tx, MIXED, jit=False)(*run, i), None
@@ -453,9 +443,6 @@ def test_scan_and_donation():
 
   start = params_of(), tx.init(params_of())
   same(jax.jit(loop, donate_argnums=0)(start), (params, opt))
-  given = jax.tree.map(jnp.copy, (params, opt))
-  donated = jax.jit(stepper(tx, MIXED, jit=False), donate_argnums=(0, 1))(*given, jnp.int32(6))
-  same(donated, step(params, opt, jnp.int32(6)))
 
 
 def test_eight_devices():
@@ -508,29 +495,25 @@ class Mlp(nnx.Module):
     return self.b(jnp.sin(self.a(x)))
 
 
-@pytest.mark.parametrize("how", ["opt_state", "optimizer", "split"])
-def test_nnx(how):
+def test_nnx():
+  """nnx.Optimizer trains as plain dicts do; its state is read boxed, in it, and split."""
   places = {"a/kernel": make("idp", lam=0.5), "b/kernel": make("snip", "1:4")}
   rules, model = nms.Rules(places), Mlp(nnx.Rngs(0))
   tx = nms.sparse(sgd(), rules)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   x = jax.random.normal(jax.random.key(0), (16, 8))
 
-  def state_in(optimizer):
-    if how == "split":
-      return nnx.state(optimizer)
-    return optimizer if how == "optimizer" else optimizer.opt_state
-
   @nnx.jit
   def train_step(model, optimizer):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params):
-      sparse = nms.sparsify(params, rules, state_in(optimizer))
+      sparse = nms.sparsify(params, rules, optimizer.opt_state)
       return foreign(lambda: jnp.mean(nnx.merge(graph, sparse, rest)(x) ** 2))
 
     foreign(optimizer.update, model, jax.grad(loss)(params))
 
+  @jax.jit
   def by_dict(params, opt):
     def loss(p):
       sparse = nms.sparsify(p, rules, opt)
@@ -541,17 +524,18 @@ def test_nnx(how):
     return apply_updates(params, updates), opt
 
   params = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-  opt, by_dict = tx.init(params), jax.jit(by_dict)
-  for _ in range(PHASES.total if how == "opt_state" else 2):
+  opt = tx.init(params)
+  for _ in range(PHASES.total):
     train_step(model, optimizer)
     params, opt = by_dict(params, opt)
   trained = nnx.state(model, nnx.Param)
   jax.tree.map(near, nnx.to_pure_dict(trained), params)
-  assert nms.step_count(state_in(optimizer)) == opt.count
-  same(opt_states.sparse_state(state_in(optimizer)).masks, opt.masks)
-  if how == "opt_state":
-    done = nms.finalize(trained, rules, optimizer.opt_state)
-    assert nms.verify(done, rules).ok and not nms.verify(trained, rules).ok
+  done = nms.finalize(trained, rules, optimizer.opt_state)
+  assert nms.verify(done, rules).ok and not nms.verify(trained, rules).ok
+  for state in (optimizer.opt_state, optimizer, nnx.state(optimizer)):
+    assert nms.step_count(state) == opt.count == PHASES.total
+    same(opt_states.sparse_state(state).masks, opt.masks)
+    same(nms.finalize(trained, rules, state), done)
 
 
 def test_a_layer_takes_step_and_masks_from_the_state():
