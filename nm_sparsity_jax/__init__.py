@@ -27,7 +27,7 @@ _HOME = {
 }
 _MODULES = (
     "apply", "configure", "flops", "gradients", "groups", "layers", "masks", "metrics", "optim",
-    "patterns", "recipes", "report", "rules", "runs", "schedules", "scores", "stored",
+    "patterns", "plan", "recipes", "report", "rules", "runs", "schedules", "scores", "stored",
 )  # fmt: skip
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     metrics,
     optim,
     patterns,
+    plan,
     recipes,
     report,
     rules,
@@ -63,8 +64,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
     "finalize", "flops", "gradients", "groups", "init_state", "layers", "masks", "metrics",
-    "nm_mask", "optim", "patterns", "recipe", "recipes", "report", "rules", "runs", "schedules",
-    "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "update_state", "verify",
+    "nm_mask", "optim", "patterns", "plan", "recipe", "recipes", "report", "rules", "runs",
+    "schedules", "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "update_state",
+    "verify",
 ]  # fmt: skip
 
 

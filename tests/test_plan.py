@@ -1,5 +1,7 @@
 """nm-sparsity plan: what it shows, and every error at once."""
 
+import dataclasses
+import doctest
 import json
 import pathlib
 import re
@@ -15,9 +17,9 @@ import t5x_found
 import tasks_found
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure, trees
-from nm_sparsity_jax.commands import plan
-from nm_sparsity_jax.plan import planner
+from nm_sparsity_jax import cli, configure, gin_files, plan, trees
+from nm_sparsity_jax.plan import data, paths
+from nm_sparsity_jax.plan import report as whole
 from nm_sparsity_jax.runs import checkpoint, folders
 
 pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config")
@@ -345,6 +347,56 @@ def test_a_flag_without_a_value_is_a_mistake_of_the_command_line(capsys):
   assert e.value.code == 2 and "--gin.RECIPE=VALUE" in capsys.readouterr().err
 
 
+# --- from a notebook ----------------------------------------------------------------------------
+
+
+def test_the_examples_in_docstrings_run():
+  for module in (whole, paths):
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
+
+
+def test_the_library_says_what_the_command_prints(run, tmp_path, capsys):
+  _, report = run("--checkpoint=nowhere", **SETTINGS, SPARSITY_RULES={"ff": "1:5", "qkv": None})
+  macros = {**SETTINGS, "SPARSITY_RULES": {"ff": "1:5", "qkv": None}}
+  bindings = [f"{name} = {value!r}" for name, value in macros.items()]
+  files = ["model.gin", "gin_configs/sparsity.gin"]
+  found = plan.plan(files, bindings, [ROOT, tmp_path], checkpoint="nowhere")
+  assert found == report and not found["ok"] and len(found["errors"]) == 3
+  argv = [f"--gin_file={f}" for f in files] + [f"--gin.{b}" for b in bindings]
+  cli.main(["plan", f"--gin_search_paths={ROOT},{tmp_path}", "--checkpoint=nowhere", *argv])
+  assert capsys.readouterr().out == plan.render(found) + "\n"
+  import gin
+
+  assert not gin.config_str()  # what was read is forgotten: the next plan begins anew
+
+
+def test_examine_takes_a_configuration_that_was_read(run, tmp_path):
+  run()
+  bindings = ["RECIPE = 'sr_ste'", "PATTERN = '1:4'", "SPARSE_STEPS = 9"]
+  files = ["model.gin", "gin_configs/sparsity.gin"]
+  config = gin_files.Config([ROOT, tmp_path], files, bindings)
+  found = plan.examine(config)
+  assert found["ok"] and found["schedule"][0]["segments"][0]["stop"] == 9
+  assert config.get("RECIPE") == "sr_ste"  # still open
+
+
+def test_shapes_are_those_of_the_dense_network():
+  from nm_sparsity_jax.models.t5 import network
+
+  config = network.T5Config(
+    vocab_size=8, emb_dim=8, num_heads=1, num_encoder_layers=2, num_decoder_layers=1, head_dim=4,
+    mlp_dim=12, scan_layers=True,
+  )  # fmt: skip
+  rules = configure.rules({"ff": None}, "sr_ste", "1:5", 9)  # fits nothing: it is not asked
+  params, axes = plan.shapes(network.Transformer(dataclasses.replace(config, rules=rules)))
+  plain, _ = plan.shapes(network.Transformer(config), {"inputs": 3, "targets": 2})
+  assert trees.flatten(params) == trees.flatten(plain)
+  found = {path: leaf.shape for path, leaf in trees.flatten(params)}
+  assert found["encoder/encoder/mlp/wi/kernel"] == (8, 2, 12)
+  assert axes["encoder"]["encoder"]["mlp"]["wi"]["kernel_axes"].names[1] == "layers"
+
+
 # --- text and picture ---------------------------------------------------------------------------
 
 
@@ -374,16 +426,16 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch):
 
 
 def test_group_merges_one_word_at_a_time():
-  paths = [f"{s}/layers_{i}/{k}" for s in "ab" for i in (0, 1, 2, 10) for k in ("x", "y_0", "y_1")]
-  groups = planner.group(paths)
-  assert sorted(p for _, of in groups for p in of) == sorted(paths)
+  alike = [f"{s}/layers_{i}/{k}" for s in "ab" for i in (0, 1, 2, 10) for k in ("x", "y_0", "y_1")]
+  groups = paths.group(alike)
+  assert sorted(p for _, of in groups for p in of) == sorted(alike)
   assert [n for n, _ in groups] == [
     "a/layers_{0,1,2,10}/x", "a/layers_{0,1,2,10}/y_{0,1}",
     "b/layers_{0,1,2,10}/x", "b/layers_{0,1,2,10}/y_{0,1}",
   ]  # fmt: skip
-  assert [n for n, _ in planner.group(paths, words=True)] == ["{a,b}/layers_{0,1,2,10}/{x,y_{0,1}}"]
+  assert [n for n, _ in paths.group(alike, words=True)] == ["{a,b}/layers_{0,1,2,10}/{x,y_{0,1}}"]
   uneven = ["a/l_0/x", "a/l_1/x", "b/l_0/x"]  # not a product: must not be told as one
-  assert {n: len(p) for n, p in planner.group(uneven, words=True)} == {
+  assert {n: len(p) for n, p in paths.group(uneven, words=True)} == {
     "a/l_{0,1}/x": 2,
     "b/l_0/x": 1,
   }
@@ -820,7 +872,7 @@ def test_tfds_is_not_asked_for_splits():
   import seqio
 
   vague = seqio.Task("vague", seqio.TfdsDataSource("no_such/set:1.0.0"), {}, [])
-  assert planner._splits(vague) is None
+  assert data.splits(vague) is None
 
 
 @pytest.mark.t5x

@@ -1,1 +1,22 @@
-"""What a run would do, found out without running it."""
+"""Says what a run would do, and what stands in its way, before it starts.
+
+    from nm_sparsity_jax import gin_files, plan
+
+    report = plan.plan(
+      ["gin_configs/models/t5_1_1/base.gin", "gin_configs/sparsity.gin"],
+      ["RECIPE = 'sr_ste'", "PATTERN = '1:8'", "SPARSE_STEPS = 100_000"],
+      search_paths=[gin_files.folder()],
+    )
+    report["ok"], report["cost"]["inference"]
+    print(plan.render(report))
+    plan.plot(report, "schedule.png")
+
+A report is plain values, as `nm-sparsity plan --json` prints them.
+"""
+
+from nm_sparsity_jax.plan.drawing import plot
+from nm_sparsity_jax.plan.model import shapes
+from nm_sparsity_jax.plan.report import examine, plan
+from nm_sparsity_jax.plan.text import render
+
+__all__ = ["examine", "plan", "plot", "render", "shapes"]

@@ -16,8 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import gin_files
-from nm_sparsity_jax.plan import planner
+from nm_sparsity_jax import gin_files, plan
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.sweep.grid import Cell, Sweep
 from nm_sparsity_jax.sweep.states import Run
@@ -130,7 +129,7 @@ class _Findings:
       network = config.value("NETWORK")
       self.tasks |= _tasks(config, network.config.vocab_size)
       if self._shapes is None:
-        self._shapes = planner.Planner(config)._shapes(network)
+        self._shapes = plan.shapes(network, config.get("TASK_FEATURE_LENGTHS"))
       params, axes = self._shapes
       rules.with_logical_axes(axes).assign(params)
     except Exception as e:

@@ -1,0 +1,115 @@
+"""What is found of one run, part by part: errors, warnings, notes and the parts of the report.
+
+    Config -> Findings -> [model, places, schedule, cost, settings, data, restore] -> report
+
+Each part adds to one `Findings`. A part that fails notes its error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.configure import SettingsError
+
+LENGTHS = {"inputs": 512, "targets": 128}  # tokens of an example, unless TASK_FEATURE_LENGTHS says
+
+
+@dataclasses.dataclass
+class Findings:
+  """Collects what is found of a run.
+
+  Attributes:
+    config: the gin files and overrides of the run.
+    checkpoint: the checkpoint to look at; None = the one that the run would restore.
+    errors: what stands in the way of the run.
+    warnings: what you probably do not mean.
+    notes: what you should know.
+    parts: name -> part of the report.
+    whole: False where the settings ask for rules that could not be made.
+    lengths: feature -> tokens of an example.
+    batch_size: examples of a step, None if unknown.
+  """
+
+  config: gin_files.Config
+  checkpoint: str | None = None
+  errors: list[str] = dataclasses.field(default_factory=list)
+  warnings: list[str] = dataclasses.field(default_factory=list)
+  notes: list[str] = dataclasses.field(default_factory=list)
+  parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+  whole: bool = True
+  lengths: dict[str, int] = dataclasses.field(init=False)
+  batch_size: int | None = dataclasses.field(init=False)
+
+  def __post_init__(self):
+    self.errors += self.config.errors
+    self.warnings += self.config.warnings
+    self.lengths = {**LENGTHS, **(self.config.get("TASK_FEATURE_LENGTHS") or {})}
+    self.batch_size = self.config.get("BATCH_SIZE")
+
+  @property
+  def trains(self) -> bool:
+    """True unless the run file is of an evaluation or of predictions."""
+    return self.config.program in (None, "train")
+
+  @property
+  def offset(self) -> int | None:
+    """T5X's step at which the run begins, None if PRETRAINED_STEPS does not say it."""
+    given = self.config.get("PRETRAINED_STEPS")
+    return given if isinstance(given, int) and not isinstance(given, bool) else None
+
+  def attempt(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Returns function(*args); notes an error and returns None where it fails.
+
+    Args:
+      what: names the part; a macro's name if the macro itself may be missing.
+      function: to be called.
+      *args: what it is called with.
+    """
+    try:
+      return function(*args)
+    except gin_files.Unset:  # said already
+      return None
+    except KeyError as e:
+      if what not in ("NETWORK", "RULES", "MODEL"):
+        self.errors.append(f"{what}: {type(e).__name__}: {gin_files.message(e)}")
+    except Exception as e:
+      self.note(e)
+    return None
+
+  def note(self, error: Exception) -> None:
+    """Adds an error, in the words of the command line."""
+    if not isinstance(error, SettingsError):
+      self.errors.append(gin_files.message(error))
+      return
+    if self.config.complete:  # else a file that could not be read may set it
+      self.errors += [gin_files.ask_for(n) for n in error.missing if n not in self.config.lost]
+    self.errors += error.errors
+
+  def argument(self, name: str) -> Any:
+    """Returns an argument of the program; None where it is unset or fails, which is noted."""
+    try:
+      return self.config.argument(name)
+    except (gin_files.Unset, KeyError):
+      return None
+    except Exception as e:
+      self.note(e)
+      return None
+
+  def microbatches(self) -> int | None:
+    """Returns the microbatches of T5X's trainer, None if nothing sets them."""
+    try:
+      return self.config.argument("num_microbatches", "SparseTrainer")
+    except (KeyError, gin_files.Unset):
+      return None
+
+  def report(self) -> dict[str, Any]:
+    """Returns all that was found; each error and warning once."""
+    errors = list(dict.fromkeys(self.errors))
+    parts = {name: part for name, part in self.parts.items() if part is not None}
+    warnings = list(dict.fromkeys(self.warnings))
+    return {
+      "ok": not errors, **parts, "errors": errors, "warnings": warnings, "notes": self.notes
+    }  # fmt: skip

@@ -1,0 +1,167 @@
+"""What the settings make: network, rules, T5X's model and its state, as shapes.
+
+    NETWORK, RULES, MODEL -> Made -> [jax.eval_shape] -> parameters, logical axes, T5X's state
+
+Nothing of the model's size is allocated.
+"""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from nm_sparsity_jax import flops
+from nm_sparsity_jax.configure import SettingsError
+from nm_sparsity_jax.plan.findings import LENGTHS, Findings
+from nm_sparsity_jax.rules import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+  """What the settings of a run make; None where they make none, or it failed.
+
+  Attributes:
+    network: the flax module.
+    rules: what is sparse; the axes of scanned kernels are known.
+    model: T5X's model.
+    state: T5X's train state, as shapes.
+    params: the parameters, as shapes.
+  """
+
+  network: Any = None
+  rules: Rules | None = None
+  model: Any = None
+  state: Any = None
+  params: Any = None
+
+
+def make(found: Findings) -> Made:
+  """Makes what can be made, and notes what cannot."""
+  network = found.attempt("NETWORK", found.config.value, "NETWORK")
+  rules = found.attempt("RULES", _rules, found)
+  model = None
+  if rules is not None or found.whole:
+    model = found.attempt("MODEL", _t5x_model, found)
+  network = getattr(model, "module", network)
+  rules = getattr(model, "rules", rules)
+  if model is not None and rules is not None:
+    # The longest part: one trace tells all, if nothing is wrong. If it fails, the parts below say
+    # what is wrong.
+    with contextlib.suppress(Exception):
+      state = train_state(model, found.lengths, found.trains)
+      return Made(network, model.stored_rules, model, state, state.params)
+  params, axes = found.attempt("shapes", _shapes, found, network) or (None, None)
+  if params is not None and rules is not None and axes:
+    rules = rules.with_logical_axes(axes)
+  return Made(network, rules, model, None, params)
+
+
+def _rules(found: Findings) -> Rules | None:
+  """Returns the rules; with errors in the settings, those that can be made."""
+  try:
+    return found.config.value("RULES")
+  except SettingsError as e:
+    found.note(e)
+    found.whole = False
+    if e.rules is not None:
+      found.config.put("RULES", e.rules)
+    return e.rules
+
+
+def _t5x_model(found: Findings) -> Any:
+  config = found.config
+  if config.local:
+    return None
+  if config.program is None:
+    return config.value("MODEL") if config.is_set("MODEL") else None
+  return config.argument("model")
+
+
+def _shapes(found: Findings, network: Any) -> tuple[Any, Any] | None:
+  if network is not None:
+    return shapes(network, found.lengths)
+  if found.config.complete and not found.config.errors:
+    found.notes.append("no NETWORK is set, so there are no kernels to show: add a model file")
+  return None
+
+
+def shapes(network: Any, lengths: Mapping[str, int] | None = None) -> tuple[Any, Any]:
+  """Returns the parameters of the dense network and their logical axes, as shapes.
+
+  Args:
+    network: a flax module of T5X's interface.
+    lengths: tokens of an example, by feature.
+
+  Returns:
+    The parameters; their logical axes, None where the network names none.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  config: Any = getattr(network, "config", None)
+  if getattr(config, "rules", None) is not None:
+    network = network.clone(config=dataclasses.replace(config, rules=None))
+  wanted = inputs(network, {**LENGTHS, **(lengths or {})})
+  arrays = {name: jax.ShapeDtypeStruct(s, jnp.int32) for name, s in wanted.items()}
+  keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+  init = functools.partial(network.init, enable_dropout=False)
+  found = jax.eval_shape(lambda arrays: init(keys, **arrays), arrays)
+  return found["params"], found.get("params_axes")
+
+
+def inputs(network: Any, lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of the inputs that a network of T5X's interface requires."""
+  targets = (1, lengths["targets"])
+  found: dict[str, tuple[int, ...]] = {
+    "decoder_input_tokens": targets,
+    "decoder_target_tokens": targets,
+  }
+  if "encoder_input_tokens" in inspect.signature(type(network).__call__).parameters:
+    found["encoder_input_tokens"] = (1, lengths["inputs"])
+  return found
+
+
+def train_state(model: Any, lengths: Mapping[str, int], trains: bool = True) -> Any:
+  """Returns T5X's whole state, as shapes.
+
+  Args:
+    model: T5X's model.
+    lengths: tokens of an example, by feature.
+    trains: False leaves the optimizer out.
+  """
+  import jax
+  import jax.numpy as jnp
+  from flax.core import freeze
+  from t5x import train_state as states
+
+  optimizer = model.optimizer_def if trains else None
+  wanted = inputs(model.module, lengths)
+  types = dict.fromkeys(wanted, jnp.int32)
+
+  def make(key):
+    variables = freeze(model.get_initial_variables(key, wanted, types))
+    if optimizer is None:
+      return states.InferenceState.create(variables)
+    return states.FlaxOptimTrainState.create(optimizer, variables)
+
+  return jax.eval_shape(make, jax.random.PRNGKey(0))
+
+
+def shape_of(network: Any, lengths: Mapping[str, int]) -> flops.Shape | None:
+  """Returns the shape that prices a network, None where none is known.
+
+  Args:
+    network: a flax module with T5's configuration.
+    lengths: tokens of an example, by feature.
+  """
+  config: Any = getattr(network, "config", None)
+  try:
+    return flops.T5Shape.of(config, lengths["inputs"], lengths["targets"])
+  except (AttributeError, ValueError):
+    return None

@@ -1,0 +1,87 @@
+"""Which kernels become sparse: rules on the shapes of all parameters, every mistake collected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nm_sparsity_jax import roles
+from nm_sparsity_jax.places import Assignment
+from nm_sparsity_jax.plan.findings import Findings
+from nm_sparsity_jax.plan.paths import group
+from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.trees import flatten
+
+
+def assign(found: Findings, rules: Rules, params: Any) -> Assignment:
+  """Assigns places to parameters, and notes the mistakes; those of like layers once."""
+  examined = rules.examine(params)
+  failed: dict[str, list[str]] = {}
+  for path, error in examined.failed.items():
+    failed.setdefault(str(error).replace(repr(path), "PATH"), []).append(path)
+  for text, paths in failed.items():
+    found.errors.append(text.replace("PATH", names(paths, words=True)))
+  if examined.idle:
+    found.errors.append(
+      f"rules that match no parameter: {', '.join(map(repr, examined.idle))}. A place is a role "
+      "(ff, q, k, v, o, qk, qkv; with encoder/, decoder/, self/, cross/ before it) or a regex for "
+      "a whole path"
+    )
+  return examined.assignment
+
+
+def sizes(params: Any) -> dict[str, int]:
+  """Returns path -> number of weights."""
+  return {path: math.prod(leaf.shape) for path, leaf in flatten(params)}
+
+
+def names(paths: Sequence[str], words: bool = False) -> str:
+  """Returns paths as one line; those that are alike are told as one."""
+  return ", ".join(name for name, _ in group(paths, words))
+
+
+def kernels(assignment: Assignment) -> dict[str, Any]:
+  """Returns the part `kernels`: what is sparse, what is skipped and why, what no rule names."""
+  why: dict[str, list[str]] = {}
+  for path, reason in assignment.skipped.items():
+    why.setdefault(reason, []).append(path)
+  skipped = [{**each, "why": reason} for reason, of in why.items() for each in _counted(of)]
+  dense = [path for path in assignment.dense if path.endswith("kernel")]
+  others = len(assignment.dense) - len(dense)
+  sparse = _sparse(assignment)
+  return {"sparse": sparse, "skipped": skipped, "dense": _counted(dense), "other_dense": others}
+
+
+def _sparse(assignment: Assignment) -> list[dict[str, Any]]:
+  """Sparse kernels; those that are alike are one entry."""
+  alike: dict[tuple, list[str]] = {}
+  for path, p in assignment.places.items():
+    facts = (p.key, p.shape, p.axis, str(p.pattern), p.count, p.recipe.name, p.remarks)
+    alike.setdefault(facts, []).append(path)
+  return [
+    {
+      **each,
+      "role": _role(each),
+      "rule": rule,
+      "shape": list(shape),
+      "axis": axis,
+      "pattern": pattern,
+      "groups": groups,
+      "recipe": recipe,
+      "remarks": list(remarks),
+    }
+    for (rule, shape, axis, pattern, groups, recipe, remarks), of in alike.items()
+    for each in _counted(of)
+  ]
+
+
+def _role(kernel: Mapping[str, Any]) -> str | None:
+  found = {role for path in kernel["paths"] if (role := roles.role_of(path))}
+  return ",".join(sorted(found)) or None
+
+
+def _counted(paths: Sequence[str]) -> list[dict[str, Any]]:
+  return [
+    {"path": name, "count": len(of), "paths": of} for name, of in group(paths, words=True)
+  ]  # fmt: skip

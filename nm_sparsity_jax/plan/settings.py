@@ -1,0 +1,97 @@
+"""What T5X, its trainer or the local runner would refuse, from the settings alone."""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import inspect
+
+from nm_sparsity_jax.plan.findings import Findings
+from nm_sparsity_jax.plan.model import Made
+from nm_sparsity_jax.runs import files, settings
+
+
+def check(found: Findings, made: Made) -> None:
+  """Notes what the program would refuse before its first step.
+
+  Args:
+    found: of the run.
+    made: what its settings make.
+  """
+  for name in ("MODEL_DIR", "INITIAL_CHECKPOINT_PATH"):
+    if found.config.get(name) == "":
+      found.errors.append(f"{name} is empty")
+  if found.config.local:
+    found.attempt("run", _check_local, found)
+  elif found.config.program == "train":
+    _check_t5x(found, made)
+
+
+def _check_local(found: Findings) -> None:
+  """Makes the run, so that its parts check themselves."""
+  from nm_sparsity_jax.local import step, train
+
+  if found.config.program != "train":
+    found.argument("evaluation")
+    return
+  try:
+    run = found.config.argument("run")
+    run.model.check_batch(run.source.batch_size, run.microbatches)
+  except step.WrongDevices:
+    found.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
+  model_dir = found.config.argument("model_dir", "Run")
+  folder = train.folder_of(model_dir)
+  if why := files.cannot_write(folder):
+    found.errors.append(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
+  settings.refuse_changed(folder, train.settings_of(found.config.settings("Run")))
+
+
+def _check_t5x(found: Findings, made: Made) -> None:
+  _check_steps(found)
+  _check_trainer(found, made)
+  _check_periods(found)
+  parts = found.microbatches()
+  if parts and found.batch_size and found.batch_size % parts:
+    found.errors.append(f"BATCH_SIZE={found.batch_size} does not split into {parts} microbatches")
+
+
+def _check_steps(found: Findings) -> None:
+  steps = found.argument("total_steps")
+  if found.argument("relative_steps"):
+    found.errors.append(
+      "TRAIN_STEPS_RELATIVE is set: T5X adds it to the restored step, so each restart adds a "
+      "whole run. Leave it out; the run ends at PRETRAINED_STEPS + SPARSE_STEPS"
+    )
+  sparse, offset = found.config.get("SPARSE_STEPS"), found.offset
+  if None not in (steps, sparse, offset) and steps != sparse + offset:
+    found.errors.append(
+      f"TRAIN_STEPS is {steps:,}, but the schedule ends at PRETRAINED_STEPS + SPARSE_STEPS = "
+      f"{offset + sparse:,}: leave TRAIN_STEPS alone"
+    )
+
+
+def _check_trainer(found: Findings, made: Made) -> None:
+  trainer = found.argument("trainer_cls")
+  if made.model is None or made.rules is None or trainer is None:
+    return
+  from nm_sparsity_jax import t5x_adapter
+
+  if inspect.isclass(trainer) and not issubclass(trainer, t5x_adapter.SparseTrainer):
+    found.errors.append(
+      f"the trainer is {trainer.__name__}: it never counts a sparse step. Set "
+      "train_script.train.trainer_cls = @t5x_adapter.SparseTrainer"
+    )
+
+
+def _check_periods(found: Findings) -> None:
+  save = getattr(found.argument("checkpoint_cfg"), "save", None)
+  save_period = getattr(save, "period", None) or 0
+  eval_period = found.argument("eval_period") or 0
+  if not save_period or not eval_period:
+    return
+  least = min(save_period, eval_period)
+  if save_period % least or eval_period % least:
+    found.errors.append(
+      f"EVAL_PERIOD={eval_period} and utils.SaveCheckpointConfig.period={save_period}: T5X "
+      "wants one to be a multiple of the other"
+    )
