@@ -18,7 +18,6 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -29,7 +28,7 @@ from typing import Any
 
 import jax
 
-from nm_sparsity_jax import metrics
+from nm_sparsity_jax import installed, metrics
 from nm_sparsity_jax.local import checkpoints, reports
 from nm_sparsity_jax.local.evaluation import History, Stopped, loss_line, metrics_line
 from nm_sparsity_jax.local.run import Periods, Run, note_run
@@ -248,25 +247,22 @@ def _taken(folder: pathlib.Path) -> str:
   )
 
 
-_PACKAGES = (
-  "nm-sparsity-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "seqio", "tensorflow",
-  "numpy",
+_VERSIONS = (
+  "Python", "nm-sparsity-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "seqio",
+  "tensorflow", "numpy",
 )  # fmt: skip
 
 
 def _environment() -> dict[str, str]:
-  """What the bits of a run depend on, beside its settings."""
+  """Returns what the bits of a run depend on, beside its settings."""
   kinds = collections.Counter(d.device_kind for d in jax.local_devices())
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
   found = {
     "devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items()),
     "cores": str(cores),
     "platform": platform.platform(),
-    "Python": platform.python_version(),
   }
-  for name in _PACKAGES:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      found[name] = importlib.metadata.version(name)
+  found |= installed.versions(*_VERSIONS)
   return found | {k: os.environ[k] for k in ("XLA_FLAGS", "PJRT_NPROC") if os.environ.get(k)}
 
 
