@@ -347,6 +347,123 @@ def test_a_flag_without_a_value_is_a_mistake_of_the_command_line(capsys):
   assert e.value.code == 2 and "--gin.RECIPE=VALUE" in capsys.readouterr().err
 
 
+# --- a model family of one's own ---------------------------------------------------------------
+
+OWN = """
+import dataclasses, itertools
+import jax.numpy as jnp
+from nm_sparsity_jax import flops
+from nm_sparsity_jax.workloads import Workload
+
+@dataclasses.dataclass
+class Shape:
+  width: int
+
+  def ops(self):
+    return tuple(
+      flops.Op(name=f"layer_{i}", role="ff", place="encoder", flops=2 * 8 * self.width,
+               params=8 * self.width, axis=8, prunable=True)
+      for i in range(2)
+    )
+
+class Own(Workload):
+  weight = "pixels"
+
+  def __init__(self, width=4, batch_size=48):
+    self.width, self.batch_size = width, batch_size
+
+  def init(self, rng):
+    return {"params": {f"layer_{i}": {"kernel": jnp.zeros((8, self.width))} for i in range(2)}}
+
+  def loss(self, params, state, batch, rng):
+    return jnp.zeros(()), {"pixels": jnp.ones(())}, state
+
+  def batches(self, seed, start):
+    return itertools.repeat({"x": jnp.zeros((self.batch_size, 8))})
+
+  def splits(self):
+    return {}
+
+  def shape(self, lengths=None):
+    return Shape(self.width)
+
+  def check(self, source=None):
+    if self.width > 9:
+      raise ValueError("width=10: too wide for these data.")
+
+class Silent(Own):
+  def shape(self, lengths=None):
+    return None
+
+class Wide(Own):
+  def __init__(self):
+    super().__init__(width=10)
+
+class Lacking(Workload):
+  def init(self, rng):
+    return {}
+"""
+OWN_GIN = """
+from __gin__ import dynamic_registration
+import plan_own_workload as own
+WORKLOAD = @own.%s()
+"""
+WORKLOAD = ("gin_configs/runs/local_workload.gin", "gin_configs/runs/local_adamw.gin", "own.gin")
+
+
+@pytest.fixture(scope="module")
+def own_module(tmp_path_factory):
+  """A folder with the module of OWN: gin knows a class by one module for good."""
+  folder = tmp_path_factory.mktemp("own")
+  (folder / "plan_own_workload.py").write_text(OWN)
+  return folder
+
+
+@pytest.fixture
+def own(run, own_module, tmp_path, monkeypatch):
+  """Plans a run of a class of OWN."""
+  from nm_sparsity_jax import roles
+
+  monkeypatch.syspath_prepend(str(own_module))
+  monkeypatch.setattr(roles, "_families", dict(roles.families()))
+  roles.register(
+    roles.Family(name="plan_own", roles={"ply": r"layer_\d/kernel"}, op=lambda p: p[:7])
+  )
+
+  def call(name="Own", files=WORKLOAD, **macros):
+    (tmp_path / "own.gin").write_text(OWN_GIN % name)
+    settings = {**SETTINGS, "SPARSITY_RULES": {"ply": None}, "MODEL_DIR": str(tmp_path / "run")}
+    return run(files=files, **{**settings, **macros})
+
+  return call
+
+
+def test_a_workload_is_planned_like_t5(own):
+  code, report = own()
+  assert not code, report["errors"]
+  (kernel,) = report["kernels"]["sparse"]
+  assert kernel["path"] == "layer_{0,1}/kernel" and kernel["role"] == "ply"
+  assert report["loss"] == {"lambda": {"ply": 2e-4}, "mean_over": "pixels"}
+  assert report["cost"]["parameters"] == {"dense": 64, "kept": 16, "in_sparse_kernels": 64}
+  assert report["cost"]["inference"] == {"dense": 128, "sparse": 32}
+  text = plan.render(report)
+  assert "FLOPs (25.0%) for one example" in text and "mean loss over pixels (ply)" in text
+
+
+def test_what_a_workload_refuses_or_does_not_tell(own):
+  code, report = own("Lacking")
+  assert code == 1 and has(report["errors"], "Lacking lacks loss and batches and splits")
+  code, report = own(MICROBATCHES=7)
+  assert code == 1 and has(report["errors"], "BATCH_SIZE=48 must be a multiple of 7 microbatches")
+  code, report = own("Silent")
+  assert not code and "cost" not in report
+  assert report["notes"] == ["no FLOPs: Silent.shape does not tell them"]
+  code, report = own("Own", SPARSITY_RULES={"ply": "1:3"})
+  assert code == 1 and has(report["errors"], "layer_{0,1}/kernel", "length 8", "1:3")
+  code, report = own("Wide")
+  assert code == 1 and report["errors"] == ["width=10: too wide for these data."]
+
+
 # --- from a notebook ----------------------------------------------------------------------------
 
 

@@ -28,6 +28,8 @@ from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, message, quo
 PROGRAMS = {"train": "t5x.train", "evaluate": "t5x.eval", "infer": "t5x.infer"}
 # The package of those of the local runner: train, evaluate, infer.
 LOCAL = "nm_sparsity_jax.local"
+# Macros that `plan` reads, whether a function does or not.
+_MADE = ("RULES", "NETWORK", "MODEL", "WORKLOAD")
 # The run files of its programs, as an error names them.
 _RUNS = {
   "train": "local_train.gin or local_finetune.gin",
@@ -215,10 +217,11 @@ class Config:
   def unset(self) -> set[str]:
     """Returns the macros that the run needs and that have no value.
 
-    A program needs all. Without a run file, only the needs of RULES, NETWORK and MODEL count.
+    A program needs all. Without a run file, only the needs of RULES, NETWORK, MODEL and WORKLOAD
+    count.
     """
     if self.program is None:
-      names = [n for n in ("RULES", "NETWORK", "MODEL") if self._macro(n)]
+      names = [n for n in _MADE if self._macro(n)]
       return set().union(*(self.needs(self._macro(n)) for n in names)) if names else set()
     found = self.needs(self._table)
     for (scope, selector), bound in self._table.items():
@@ -235,7 +238,7 @@ class Config:
     read = {
       "/".join(r.scopes) for r in self._references(self._table) if self._is_macro(r)
     }  # fmt: skip
-    read |= {"RULES", "NETWORK", "MODEL"}
+    read |= set(_MADE)
     for binding in bindings:
       name = binding.partition("=")[0].strip()
       if name not in read and self._macro(name) is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from nm_sparsity_jax import flops, roles
+from nm_sparsity_jax import flops, roles, workloads
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan import model, places
 from nm_sparsity_jax.plan.findings import Findings
+
+_T5_ALONE = "they are known for encoder-decoders of T5's form alone"
 
 
 def cost(
@@ -17,28 +19,31 @@ def cost(
 
   Args:
     found: of the run.
-    network: the flax module.
+    network: the flax module, or the workload.
     assignment: where it is sparse.
     params: its parameters, as shapes.
   """
+  own = type(network).__name__ if isinstance(network, workloads.Workload) else ""
   shape = model.shape_of(network, found.lengths)
   sizes = places.sizes(params)
   if shape is None or flops.Cost(shape.ops()).params != sum(sizes.values()):
-    found.notes.append("no FLOPs: they are known for encoder-decoders of T5's form alone")
+    whose = f"{own}.shape does not tell them" if own else _T5_ALONE
+    found.notes.append(f"no FLOPs: {whose}")
     return None
   ops, kernels = {op.name for op in shape.ops()}, []
   for path, place in assignment.places.items():
     name = roles.op_of(path)
     if name is None or name not in ops:
-      found.notes.append(f"no FLOPs: {path} has no counterpart in T5")
+      found.notes.append(f"no FLOPs: {path} has no counterpart in {own or 'T5'}")
       return None
     kernel = flops.Kernel(op=name, params=sizes[path], axis=place.axis_size, recipe=place.recipe)
     kernels.append(kernel)
   batch = found.batch_size or 1
   priced = flops.price(shape, kernels, batch)
+  lengths = dict.fromkeys(found.lengths) if own else found.lengths
   return {
-    "input_length": found.lengths["inputs"],
-    "target_length": found.lengths["targets"],
+    "input_length": lengths["inputs"],
+    "target_length": lengths["targets"],
     "lengths_known": found.config.is_set("TASK_FEATURE_LENGTHS"),
     "inference": {"dense": priced.inference_dense, "sparse": priced.inference_sparse},
     "training": {

@@ -73,7 +73,7 @@ class Findings:
     except gin_files.Unset:  # said already
       return None
     except KeyError as e:
-      if what not in ("NETWORK", "RULES", "MODEL"):
+      if what not in ("NETWORK", "RULES", "MODEL", "WORKLOAD"):
         self.errors.append(f"{what}: {type(e).__name__}: {gin_files.message(e)}")
     except Exception as e:
       self.note(e)

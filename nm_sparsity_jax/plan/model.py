@@ -1,6 +1,6 @@
-"""What the settings make: network, rules, T5X's model and its state, as shapes.
+"""What the settings make: network or workload, rules, T5X's model and its state, as shapes.
 
-    NETWORK, RULES, MODEL -> Made -> [jax.eval_shape] -> parameters, logical axes, T5X's state
+    NETWORK or WORKLOAD, RULES, MODEL -> Made -> [jax.eval_shape] -> parameters, axes, T5X's state
 
 Nothing of the model's size is allocated.
 """
@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from nm_sparsity_jax import flops
+from nm_sparsity_jax import flops, workloads
 from nm_sparsity_jax.configure import SettingsError
 from nm_sparsity_jax.plan.findings import LENGTHS, Findings
 from nm_sparsity_jax.rules import Rules
@@ -27,7 +27,7 @@ class Made:
   """What the settings of a run make; None where they make none, or it failed.
 
   Attributes:
-    network: the flax module.
+    network: a flax module of T5X's interface, or the workload of a family of your own.
     rules: what is sparse; the axes of scanned kernels are known.
     model: T5X's model.
     state: T5X's train state, as shapes.
@@ -43,7 +43,10 @@ class Made:
 
 def make(found: Findings) -> Made:
   """Makes what can be made, and notes what cannot."""
-  network = found.attempt("NETWORK", found.config.value, "NETWORK")
+  if found.config.is_set("WORKLOAD"):
+    network = found.attempt("WORKLOAD", workload_of, found)
+  else:
+    network = found.attempt("NETWORK", found.config.value, "NETWORK")
   rules = found.attempt("RULES", _rules, found)
   model = None
   if rules is not None or found.whole:
@@ -60,6 +63,11 @@ def make(found: Findings) -> Made:
   if params is not None and rules is not None and axes:
     rules = rules.with_logical_axes(axes)
   return Made(network, rules, model, None, params)
+
+
+def workload_of(found: Findings) -> workloads.Workload:
+  """Returns the workload that WORKLOAD names; refuses one that lacks a method."""
+  return workloads.of(found.config.value("WORKLOAD"))
 
 
 def _rules(found: Findings) -> Rules | None:
@@ -95,7 +103,7 @@ def shapes(network: Any, lengths: Mapping[str, int] | None = None) -> tuple[Any,
   """Returns the parameters of the dense network and their logical axes, as shapes.
 
   Args:
-    network: a flax module of T5X's interface.
+    network: a flax module of T5X's interface, or a workload.
     lengths: tokens of an example, by feature.
 
   Returns:
@@ -104,6 +112,9 @@ def shapes(network: Any, lengths: Mapping[str, int] | None = None) -> tuple[Any,
   import jax
   import jax.numpy as jnp
 
+  if isinstance(network, workloads.Workload):
+    found = jax.eval_shape(network.init, jax.random.PRNGKey(0))
+    return found["params"], found.get("params_axes")
   config: Any = getattr(network, "config", None)
   if getattr(config, "rules", None) is not None:
     network = network.clone(config=dataclasses.replace(config, rules=None))
@@ -157,9 +168,11 @@ def shape_of(network: Any, lengths: Mapping[str, int]) -> flops.Shape | None:
   """Returns the shape that prices a network, None where none is known.
 
   Args:
-    network: a flax module with T5's configuration.
+    network: a flax module with T5's configuration, or a workload.
     lengths: tokens of an example, by feature.
   """
+  if isinstance(network, workloads.Workload):
+    return network.shape(lengths)
   config: Any = getattr(network, "config", None)
   try:
     return flops.T5Shape.of(config, lengths["inputs"], lengths["targets"])

@@ -73,7 +73,7 @@ def examine(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
     found.notes.append("places without rules, because of the errors, are shown as dense; no costs")
   if made.rules is not None and made.rules.places:
     found.parts["schedule"] = schedule.schedule(found, made.rules, assignment)
-    found.parts["loss"] = found.attempt("loss", schedule.loss, found, made.rules, made.model)
+    found.parts["loss"] = found.attempt("loss", schedule.loss, found, made.rules, made)
   if assignment is not None and found.whole:
     found.parts["cost"] = found.attempt("cost", cost, found, made.network, assignment, made.params)
   settings.check(found, made)

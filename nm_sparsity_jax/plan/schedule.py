@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from nm_sparsity_jax import workloads
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan.findings import Findings
+from nm_sparsity_jax.plan.model import Made
 from nm_sparsity_jax.rules import Rules
 
 _Timelines = dict[tuple, dict[str, set[int]]]  # (recipe, segments) -> rule -> lengths of its axes
@@ -80,21 +82,22 @@ def _phase(segment: Any, recipe: Any) -> str:
   return first
 
 
-def loss(found: Findings, rules: Rules, model: Any) -> dict[str, Any]:
-  """Returns the part `loss`: how T5X normalises its loss, and what lambda is beside it.
+def loss(found: Findings, rules: Rules, made: Made) -> dict[str, Any]:
+  """Returns the part `loss`: how the loss is normalised, and what lambda is beside it.
 
   Args:
     found: of the run.
     rules: of the run.
-    model: T5X's, None where there is none.
+    made: what its settings make.
   """
   lams = {key: recipe.lam for key, recipe in rules.places.items() if recipe.lam}
   if found.config.local:  # its loss is the mean that lambda refers to
-    return {"lambda": lams}
-  if model is None:
+    own = isinstance(made.network, workloads.Workload)
+    return {"lambda": lams} | ({"mean_over": made.network.weight} if own else {})
+  if made.model is None:
     factor = found.config.get("LOSS_NORMALIZING_FACTOR")
   else:
-    factor = getattr(model, "_loss_normalizing_factor", None)
+    factor = getattr(made.model, "_loss_normalizing_factor", None)
   parts = found.microbatches() or 1
   tokens = (found.batch_size or 0) * found.lengths["targets"] or None
   name = getattr(factor, "name", factor)

@@ -36,7 +36,9 @@ def _check_local(found: Findings) -> None:
     return
   try:
     run = found.config.argument("run")
-    run.model.check_batch(run.source.batch_size, run.microbatches)
+    run.check()
+    if run.source is None:
+      run.model.workload.check()
   except step.WrongDevices:
     found.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
   model_dir = found.config.argument("model_dir", "Run")

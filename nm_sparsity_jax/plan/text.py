@@ -113,7 +113,8 @@ def _loss_lines(loss: Mapping[str, Any] | None):
     text = f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: T5X's loss is {loss['meaning']}"
     yield "loss", text
   for place, lam in loss["lambda"].items():
-    text = f"{lam:g} of the mean loss per target token ({place})"
+    unit = f"over {loss['mean_over']}" if "mean_over" in loss else "per target token"
+    text = f"{lam:g} of the mean loss {unit} ({place})"
     if place in loss.get("lambda_in_t5x_at_most", ()):
       scaled = loss["lambda_in_t5x_at_most"][place]
       text += f"; beside T5X's loss, at most {scaled:.3g}"
@@ -127,6 +128,8 @@ def _cost_lines(cost: Mapping[str, Any] | None):
     return
   guess = "" if cost["lengths_known"] else " (TASK_FEATURE_LENGTHS is not set: guessed)"
   tokens = f"{cost['input_length']} + {cost['target_length']} tokens{guess}"
+  if cost["input_length"] is None:
+    tokens = "one example"
   once, whole, params = cost["inference"], cost["training"], cost["parameters"]
   yield "inference", f"{_of(once['sparse'], once['dense'], 'FLOPs')} for {tokens}"
   if whole["steps"]:
