@@ -64,13 +64,13 @@ def head(stored: Stored, rules: Rules, asked: str) -> str:
     rules: by which it was looked at.
     asked: the checkpoint or folder that was named.
   """
-  from nm_sparsity_jax import configure
+  from nm_sparsity_jax import rules_text
 
   newest = "" if stored.path == asked else f"the newest in {asked}, "
   step = "" if stored.step is None else f", step {stored.step:,}"
   sparse = "" if stored.sparse_step is None else f", sparse step {stored.sparse_step:,}"
   whose = "its own rules" if stored.rules is not None else "--rules"
-  lines = configure.describe(rules).splitlines()
+  lines = rules_text.describe(rules).splitlines()
   if stored.rules is None:
     lines = [f"{place}: {recipe.pattern}" for place, recipe in rules.places.items()]
   text = "\n".join([f"{stored.path} ({newest}{stored.format}{step}{sparse}), by {whose}:", *lines])

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from flax import serialization, traverse_util
 
-from nm_sparsity_jax import configure
+from nm_sparsity_jax import rules_text
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.opt_states import SparseState
@@ -52,7 +52,7 @@ def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
   inner = serialization.to_state_dict(state.opt_state.inner_state)
   opt_state = traverse_util.flatten_dict(inner, sep="/")
   kept = {k: v for k, v in state.masks.items() if k != "step"}
-  text = configure.pack(configure.describe(rules))
+  text = rules_text.pack(rules_text.describe(rules))
   mine = {"step": state.sparse_step, "start": _start(state), "rules": text, **kept}
   return {
     "target": state.params,
@@ -194,7 +194,7 @@ class Checkpoints:
     path = self.folder / f"{_PREFIX}_{step}"
     rules, shardings = model.given_rules, model.shardings(like)
     wanted, where = to_tree(like, rules), to_tree(shardings, rules)
-    text = jax.ShapeDtypeStruct((configure.TEXT_BYTES,), np.uint8)
+    text = jax.ShapeDtypeStruct((rules_text.TEXT_BYTES,), np.uint8)
     wanted[MUTABLES][COLLECTION]["rules"] = text
     where[MUTABLES][COLLECTION]["rules"] = model.replicated
     try:
@@ -206,7 +206,7 @@ class Checkpoints:
         f"{path} cannot be read: it is damaged, or of another program ({first_line(e)}). Move it "
         f"away, and the same command {then}."
       ) from e
-    return tree, configure.unpack(tree[MUTABLES][COLLECTION]["rules"])
+    return tree, rules_text.unpack(tree[MUTABLES][COLLECTION]["rules"])
 
 
 def _remove(folder: pathlib.Path) -> None:
@@ -272,7 +272,7 @@ def load_for_evaluation(path: str, model: Model) -> TrainState:
 
 def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:
   """Raises where the text of a checkpoint's rules is not that of these."""
-  now = configure.describe(rules)
+  now = rules_text.describe(rules)
   if stored != now:
     raise ValueError(
       f"{path} was trained with the rules [{_joined(stored)}], but this run has [{_joined(now)}]. "

@@ -231,7 +231,7 @@ _SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_spar
 
 
 def _stored(name, kind, leaves, array) -> Stored:
-  from nm_sparsity_jax import configure
+  from nm_sparsity_jax import rules_text
 
   def known_to_be_whole(key: str) -> np.ndarray:
     with _damage(name, key):
@@ -239,7 +239,7 @@ def _stored(name, kind, leaves, array) -> Stored:
 
   step, sparse_step, rules = (known_to_be_whole(k) if k in leaves else None for k in _SMALL)
   if rules is not None:
-    rules = configure.unpack(rules)
+    rules = rules_text.unpack(rules)
   number = lambda x: None if x is None else int(x)
   return Stored(name, kind, leaves, number(step), number(sparse_step), rules, known_to_be_whole)
 

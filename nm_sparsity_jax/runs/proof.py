@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax import apply, configure
+from nm_sparsity_jax import apply, configure, rules_text
 from nm_sparsity_jax.places import Assignment, Place
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint
@@ -70,7 +70,7 @@ class Proof:
       "format": stored.format,
       "step": stored.step,
       "sparse_step": stored.sparse_step,
-      "rules": stored.rules if stored.rules is not None else configure.describe(self.rules),
+      "rules": stored.rules if stored.rules is not None else rules_text.describe(self.rules),
       "places": [dataclasses.asdict(place) for place in self.report.places],
       "skipped": dict(self.report.skipped),
     }
@@ -206,7 +206,7 @@ def _rules(stored: Stored, given: Given, axes: Mapping[str, Any] | None) -> Rule
       f"{stored.path} holds no rules, as it is of no sparse run: say what should be n:m, "
       "--rules \"{'ff': '1:8'}\""
     )
-  own = configure.parse(stored.rules)
+  own = rules_text.parse(stored.rules)
   pairs = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
   if given is not None and pairs(own) != pairs(given):
     raise ValueError(

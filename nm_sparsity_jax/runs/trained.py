@@ -119,12 +119,12 @@ def _stored(folder: str | os.PathLike) -> Rules | None:
   newest = folders.latest(folder)
   if newest is None:
     return None
-  from nm_sparsity_jax import configure
+  from nm_sparsity_jax import rules_text
   from nm_sparsity_jax.runs import checkpoint
 
   try:
     text = checkpoint.read(newest).rules
-    return None if text is None else configure.parse(text)
+    return None if text is None else rules_text.parse(text)
   except (ValueError, OSError, ImportError):  # copied in part, say, or Orbax is not installed
     return None
 

@@ -140,10 +140,10 @@ class _Findings:
 
   def _tell_apart(self, cell: Cell, rules: Any) -> None:
     """Notes a run that has the rules of one with another pattern."""
-    from nm_sparsity_jax import configure
+    from nm_sparsity_jax import rules_text
 
     # A variant may differ from its recipe in what is none of the rules'.
-    key = cell.recipe, configure.describe(rules)
+    key = cell.recipe, rules_text.describe(rules)
     other = self._described.setdefault(key, cell.name)
     if other != cell.name:
       self.wrong.append(

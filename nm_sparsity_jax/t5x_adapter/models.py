@@ -22,8 +22,9 @@ from flax.core import freeze, unfreeze
 from flax.linen import partitioning
 from t5x import models, optimizers, utils
 
-from nm_sparsity_jax import apply, configure, layers, optim
+from nm_sparsity_jax import apply, layers, optim, rules_text
 from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.stored import State, init_state
 from nm_sparsity_jax.trees import flatten
 
 COLLECTION = layers.COLLECTION
@@ -64,8 +65,8 @@ class SparseModel(models.BaseTransformerModel):
     inner = config.rules if self._sparse_layers else None
     if rules is not None and inner is not None and rules != inner:
       raise ValueError(
-        f"the model and its network have different rules: {configure.describe(rules)!r} and "
-        f"{configure.describe(inner)!r}. Give them to the model only."
+        f"the model and its network have different rules: {rules_text.describe(rules)!r} and "
+        f"{rules_text.describe(inner)!r}. Give them to the model only."
       )
     rules = inner if rules is None else rules
     if rules is None:
@@ -76,7 +77,7 @@ class SparseModel(models.BaseTransformerModel):
     if inner is not None:
       self.module = self.module.clone(config=dataclasses.replace(config, rules=None))
     self.rules = rules
-    self._text = configure.pack(configure.describe(rules))
+    self._text = rules_text.pack(rules_text.describe(rules))
     self.made: Mapping[str, Any] = {}
     # Known from get_initial_variables on, which T5X calls first: shapes and dtypes, the axes of
     # stacked kernels, and the variables that sparse layers read.
@@ -96,7 +97,7 @@ class SparseModel(models.BaseTransformerModel):
       init = super(SparseModel, told).get_initial_variables
       shapes = jax.eval_shape(lambda: init(jax.random.PRNGKey(0), input_shapes, input_types))
       self._layer_variables = {k: v for k, v in shapes.items() if k == COLLECTION}
-    state = apply.init_state(params, self.stored_rules)
+    state = init_state(params, self.stored_rules)
     mine = self.collect(jnp.int32(0), jnp.int32(UNKNOWN), state)
     variables[COLLECTION] = mine
     if axes:
@@ -138,7 +139,7 @@ class SparseModel(models.BaseTransformerModel):
     """Returns parameters for the dense network at the step that `flax_mutables` holds."""
     return apply.sparsify(params, self.stored_rules, *self.read(params, flax_mutables))
 
-  def read(self, params, flax_mutables) -> tuple[jax.Array, apply.State]:
+  def read(self, params, flax_mutables) -> tuple[jax.Array, State]:
     """Returns the step and the stored masks in `flax_mutables`.
 
     Under jit, where no value can be looked at, foreign rules give step -1: every loss is NaN then.
@@ -190,8 +191,8 @@ class SparseModel(models.BaseTransformerModel):
     stored = np.asarray(utils.get_local_data(stored))
     if not np.array_equal(stored, self._text):
       raise ValueError(
-        f"the checkpoint was trained with the rules\n{configure.unpack(stored)}\nbut this run "
-        f"has\n{configure.unpack(self._text)}\nGo on with the former; for a new run with the "
+        f"the checkpoint was trained with the rules\n{rules_text.unpack(stored)}\nbut this run "
+        f"has\n{rules_text.unpack(self._text)}\nGo on with the former; for a new run with the "
         "latter, take another MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
       )
 

@@ -17,7 +17,8 @@ from absl import logging
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
-from nm_sparsity_jax import apply, optim
+from nm_sparsity_jax import optim
+from nm_sparsity_jax.stored import init_state, update_state
 from nm_sparsity_jax.t5x_adapter import measure
 from nm_sparsity_jax.t5x_adapter.models import COLLECTION, UNKNOWN, SparseModel, refuse_sparse
 
@@ -152,7 +153,7 @@ def sparse_train_step(
     other_state_variables={"flax_mutables": flax_mutables},
   )
   step = step + _applied(model.optimizer_def, train_state, new)
-  state = apply.update_state(state, new.params, rules, step, grads, grads_at=params)
+  state = update_state(state, new.params, rules, step, grads, grads_at=params)
   return new.replace_flax_mutables(model.write(new.flax_mutables, step, state)), found
 
 
@@ -218,7 +219,7 @@ def _started(model, train_state, axes, partitioner, start):
   """
 
   def renew(params, mine):
-    state = apply.init_state(params, model.stored_rules)
+    state = init_state(params, model.stored_rules)
     return freeze(model.collect(mine["step"], jnp.int32(start), state))
 
   mine_axes = axes.flax_mutables[COLLECTION]
