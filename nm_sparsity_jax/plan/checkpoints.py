@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from nm_sparsity_jax import configure, gin_files
+from nm_sparsity_jax import gin_files, rules_text
 from nm_sparsity_jax.plan import places
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
@@ -113,7 +113,7 @@ def _refused(
   if local and resuming:  # the check of its settings says it
     return False
   # As the model has them: before the axes of scanned kernels are read.
-  now = configure.describe(found.config.get("RULES", rules))
+  now = rules_text.describe(found.config.get("RULES", rules))
   if stored.rules is None and resuming:
     found.errors.append(
       f"{stored.path} is of a dense run, and T5X would resume that one: take an empty MODEL_DIR "
