@@ -2,6 +2,7 @@
 
     python benchmarks/t5x_step.py
     python benchmarks/t5x_step.py --only sdgf --layers 2 --metrics-every 100
+    python benchmarks/t5x_step.py --compiles 3 --blocks 0     # how long each step compiles, no more
 
 T5X as found by the tests (installed, T5X_PATH, or ~/.cache/nm-sparsity/t5x), a synthetic batch of
 8 x (64 + 32) tokens, T5.1.1-small's widths, float32, no dropout, FF kernels sparse.
@@ -14,23 +15,32 @@ T5X as found by the tests (installed, T5X_PATH, or ~/.cache/nm-sparsity/t5x), a 
 Printed: median and middle half of the time over dense T5X (for decoding, over T5X's decoding of the
 same parameters). Gates: <= 1.05. With --metrics-every K each recipe is measured twice, in a step
 that samples metrics and in one that does not, and the gate is on their mean over K steps.
+
+compile  processor time that the train step took to trace and compile, over dense T5X's: the median
+         of --compiles turns, each right after dense T5X. The row of a sampled step has that of the
+         two programs beside it.
+         Gates: <= 1.25, and <= 1.6 for sdgf_* and idp.
+wall     the same by the clock on the wall.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import pathlib
+import re
+import statistics
 import sys
+import time
 import warnings
 
 import _timing
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--core", type=int, default=1, help="processor to run on")
-PARSER.add_argument("--blocks", type=int, default=7, help="turns of each candidate")
+PARSER.add_argument("--blocks", type=int, default=7, help="turns of each candidate; 0 = none")
+PARSER.add_argument("--compiles", type=int, default=1, help="compilations of each train step")
 PARSER.add_argument("--layers", type=int, default=8, help="layers of each stack")
-PARSER.add_argument("--only", default="", help="candidates whose name contains this")
+PARSER.add_argument("--only", default="", help="a regex: candidates whose name matches")
 PARSER.add_argument("--optimizer", choices=("adafactor", "adamw"), default="adafactor")
 PARSER.add_argument("--metrics-every", type=int, default=0, help="sample metrics; 0 = never")
 PARSER.add_argument("--json", help="write the rows to this file")
@@ -56,15 +66,14 @@ warnings.simplefilter("ignore")  # TensorFlow, seqio and clu warn on their own a
 import functools
 
 import seqio
+from absl import logging
 from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, utils
 from t5x.examples.t5 import network as t5x_network
 
 from nm_sparsity_jax import t5x_adapter
 from nm_sparsity_jax.models.t5 import network
 
-TAKES_METRICS = "metrics_every" in inspect.signature(t5x_adapter.SparseTrainer).parameters
-if ARGS.metrics_every and not TAKES_METRICS:
-  sys.exit("--metrics-every: SparseTrainer of this version has no metrics_every.")
+logging.set_verbosity(logging.ERROR)  # how Adafactor factors
 
 SIZES = dict(
   vocab_size=32128, emb_dim=512, num_heads=6, head_dim=64, mlp_dim=1024, dropout_rate=0.0,
@@ -180,6 +189,12 @@ class Candidate:
     )
     self.step = self.partitioner.compile(run._partitioned_train_step, self.shapes, DATA)
 
+  def compile_samples(self):
+    """The two programs beside the step."""
+    before = self.step.before.lower(self.shapes, DATA)
+    before.compile()
+    self.partitioner.compile(self.step.after, self.shapes, before.out_info)
+
   def run_step(self, live):
     """One step; every candidate starts from the parameters that the one before it returned."""
     optimizer = self.shapes._optimizer.replace(target=live["params"], state=live["state"])
@@ -217,48 +232,69 @@ def draw(shapes):
 
 
 def chosen(candidates):
-  return [c for c in candidates if ARGS.only in c[0] or "dense T5X" in c[0]]
+  return [c for c in candidates if re.search(ARGS.only, c[0]) or "dense T5X" in c[0]]
 
 
 def timed(what, call, *args, **kwargs):
-  """(what the call returns, the time that it took)."""
-  start = _timing.clock()
+  """(what the call returns, the processor time that it took, the time on the wall)."""
+  wall, start = time.perf_counter(), time.process_time()
   out = call(*args, **kwargs)
-  took = _timing.clock() - start
-  print(f"{what}: {took:.1f} s", file=sys.stderr, flush=True)
+  took = time.process_time() - start, time.perf_counter() - wall
+  print(f"{what}: {took[0]:.1f} s of the processor, {took[1]:.1f} s", file=sys.stderr, flush=True)
   return out, took
 
 
+def compile_all(params=None):
+  """The candidates (plain, sampled or None) by name, and their (processor, wall) over dense T5X.
+
+  Each is compiled right after dense T5X: a shared machine drifts from one minute to the next.
+  """
+  runs, ratios = {}, {}
+  for turn in range(ARGS.compiles):
+    for name, recipe, at in chosen(cases()):
+      jax.clear_caches()
+      base = Candidate(None, 0)
+      params = draw(base.shapes.params) if params is None else params
+      dense = timed("compiled dense T5X", base.compile_step, params)[1]
+      over = lambda took, dense=dense: tuple(a / b for a, b in zip(took, dense, strict=True))
+      if recipe is None:
+        runs[name], ratios[name] = (base, None), [(1.0, 1.0)]
+        continue
+      k = ARGS.metrics_every
+      plain, sampled = Candidate(recipe, at // k * k if k else at, k), None
+      took = timed(f"compiled {name}", plain.compile_step, params)[1]
+      ratios.setdefault(name, []).append(over(took))
+      if k:
+        took = timed(f"compiled {name} sampled", plain.compile_samples)[1]
+        ratios.setdefault(f"{name} sampled", []).append(over(took))
+        sampled = Candidate(recipe, at // k * k + k - 1, k)
+        sampled.begin(params)
+        sampled.step = plain.step
+      if not turn:
+        runs[name] = plain, sampled
+  return params, runs, ratios
+
+
 def measure_steps(rows):
-  runs, compile_s, live = {}, {}, {}
-  for name, recipe, at in chosen(cases()):
-    wanted = {name: (at, 0)}
-    if recipe is not None and ARGS.metrics_every:
-      k = ARGS.metrics_every
-      wanted = {name: (at // k * k, k), f"{name} sampled": (at // k * k + k - 1, k)}
-    step = None
-    for label, (start, every) in wanted.items():
-      run = runs[label] = Candidate(recipe, start, every)
-      if not live:
-        live["params"] = draw(run.shapes.params)
-        live["state"] = jax.tree.map(
-          lambda x: jnp.zeros(x.shape, x.dtype), run.shapes._optimizer.state
-        )
-      if step is None:
-        compile_s[name] = timed(f"compiled {name}", run.compile_step, live["params"])[1]
-        step = run.step
-      else:  # the same program at another step
-        run.begin(live["params"])
-        run.step = step
-  calls = {name: functools.partial(run.run_step, live) for name, run in runs.items()}
+  params, runs, ratios = compile_all()
+  ratio = lambda name: [statistics.median(x) for x in zip(*ratios[name], strict=True)]
+  if not ARGS.blocks:
+    for name in ratios:
+      show(rows, name, None, None, ratio(name))
+    return params
+  optimizer = runs["dense T5X"][0].shapes._optimizer
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+  live = {"params": params, "state": jax.tree.map(zeros, optimizer.state)}
+  wanted = {name: plain for name, (plain, _) in runs.items()}
+  wanted |= {f"{name} sampled": run for name, (_, run) in runs.items() if run}
+  calls = {name: functools.partial(run.run_step, live) for name, run in wanted.items()}
   times = timed("measured steps", _timing.interleave, calls, ARGS.blocks, seconds=0.0)[0]
-  for name, took in compile_s.items():
-    mine = times[name]
+  for name in runs:
+    mine, k = times[name], ARGS.metrics_every
     if (sampled := times.get(f"{name} sampled")) is not None:
-      k = ARGS.metrics_every
       mine = [((k - 1) * a + b) / k for a, b in zip(mine, sampled, strict=True)]
-      show(rows, f"{name} sampled", sampled, times["dense T5X"])
-    show(rows, name, mine, times["dense T5X"], took / compile_s["dense T5X"])
+      show(rows, f"{name} sampled", sampled, times["dense T5X"], ratio(f"{name} sampled"))
+    show(rows, name, mine, times["dense T5X"], ratio(name))
   return live["params"]
 
 
@@ -274,21 +310,23 @@ def measure_decoding(rows, params):
     show(rows, name, times[name], times["decode dense T5X"])
 
 
-def show(rows, name, times, dense, compile_over_dense=None):
-  over, low, high = _timing.ratio(times, dense)
-  took = f"{compile_over_dense:7.2f}" if compile_over_dense else " " * 7
-  print(f"{name:28} {over:.3f} [{low:.3f}, {high:.3f}]  {took}", flush=True)
-  row = {"candidate": name, "over_dense": (over, low, high)}
-  rows.append({**row, "compile_over_dense": compile_over_dense})
+def show(rows, name, times, dense, compiled=None):
+  over = None if times is None else _timing.ratio(times, dense)
+  text = f"{over[0]:.3f} [{over[1]:.3f}, {over[2]:.3f}]" if over else ""
+  both = "".join(f"{x:8.2f}" for x in compiled or ())
+  print(f"{name:28} {text:20} {both}", flush=True)
+  cpu, wall = compiled or (None, None)
+  row = {"candidate": name, "over_dense": over, "compile_over_dense": cpu}
+  rows.append({**row, "compile_wall_over_dense": wall})
 
 
 def main():
   rows, params = [], None
-  print(f"{'candidate':28} {'over dense T5X':20}  {'compile':>7}")
+  print(f"{'candidate':28} {'over dense T5X':20}  {'compile':>7} {'wall':>7}")
   if not ARGS.only.startswith("decode"):
     params = measure_steps(rows)
   jax.clear_caches()
-  if len(chosen(decode_cases())) > 1:
+  if ARGS.blocks and len(chosen(decode_cases())) > 1:
     measure_decoding(rows, params)
   _timing.save(ARGS.json, rows, "python " + " ".join(sys.argv))
 
