@@ -137,6 +137,22 @@ def test_values_are_those_of_the_sampled_steps(optimizer, num_microbatches, due)
     assert (got["nm/n/decoder/cross/o"], got["nm/m/encoder/qk"]) == (2, 4)
 
 
+@pytest.mark.parametrize("num_microbatches", [None, 4])
+def test_the_gradient_that_is_measured_is_the_one_that_the_step_applies(num_microbatches):
+  """The same dropout, which microbatches draw anew: SGD with rate 1 shows what it applied."""
+  module = t.t5_network.Transformer(
+    t.t5_network.T5Config(**{**t.SIZES, "dropout_rate": 0.5}, **t.ENC_DEC)
+  )
+  rules = nms.Rules({"ff": t.recipe("mdgf_linear")})
+  model = t.make(rules, module=module, optimizer="sgd", loss_normalizing_factor=10.0)
+  run = t.begin(model, num_microbatches=num_microbatches, metrics_every=1)
+  for before, _, after, got in steps(run, 2):
+    grads = jax.tree.map(lambda a, b: a - b, before.params, after.params)
+    state = model.read(before.params, before.flax_mutables)
+    want = metrics.grad_abs_variance(grads, before.params, model.stored_rules, *state).overall
+    np.testing.assert_allclose(got["nm/grad_abs_var/all"], want.all, rtol=1e-3)
+
+
 def events(folder):
   """(step, name) -> value, of all scalars that a run wrote."""
   out = {}
