@@ -10,6 +10,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import tarfile
 import time
 import warnings
 
@@ -282,6 +283,35 @@ def test_a_mixture_resumes_on_any_devices(devices, partitions, name, rules, tmp_
   assert cli.main(["finalize", str(tmp_path / "part"), str(tmp_path / "final")]) == 0
   assert cli.main(["verify", str(tmp_path / "final")]) == 0
   assert "1:8" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", ["one_shot", "sr_ste"])
+def test_a_run_of_an_earlier_version_goes_on(recipe, tmp_path):
+  """Its step 4 is in runs_before.tar.xz: arrays as they were, and the end of a run made anew."""
+  with tarfile.open(pathlib.Path(__file__).with_name("runs_before.tar.xz")) as archive:
+    archive.extractall(tmp_path / "before", filter="data")
+  before = tmp_path / "before" / recipe
+  config = network.T5Config.t5_1_0(
+    "tiny", vocab_size=264, emb_dim=4, num_heads=1, num_encoder_layers=1, num_decoder_layers=1,
+    head_dim=4, mlp_dim=16, dropout_rate=0.0, dtype="float32",
+  )  # fmt: skip
+  rules = configure.rules({"ff": None}, recipe=recipe, pattern="1:4", sparse_steps=8, dense_steps=2)
+  model = step.Model(network.Transformer(config), rules, devices=jax.devices()[:1])
+  like = model.state_shapes(optax.adamw(0.01))
+  store = checkpoints.Checkpoints(before, None)
+  tree, _ = store.restore(4, like, model)
+  store.close()
+  again = checkpoints.to_tree(checkpoints.from_tree(tree, like, model.rules), rules)
+  assert_same(jax.device_get(dict(flatten(again))), read(before, 4))
+  periods = train.Periods(evaluate=100, checkpoint=4, report=1, metrics=None)
+  run = lambda folder: run_of(
+    folder, model, source=source_of(batch_size=8), sparse_steps=8, periods=periods
+  )
+  assert train.train(run(before)) == train.train(run(tmp_path / "anew")) == 0
+  got, want = read(before, 8), read(tmp_path / "anew", 8)
+  assert got.keys() == want.keys()
+  for key in want:  # made on another machine, perhaps
+    np.testing.assert_allclose(got[key], want[key], rtol=1e-4, atol=1e-5, err_msg=key)
 
 
 def test_one_process_at_a_time(tmp_path):
