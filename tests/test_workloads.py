@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,53 @@ def test_finalize_and_verify(trained, tmp_path, capsys):
   before = read(trained, STEPS)
   for key in (k for k in before if "batch_stats" in k):  # what an evaluation of it needs
     np.testing.assert_array_equal(saved[key], before[key])
+
+
+def test_plan(tmp_path, capsys):
+  assert cli.main(["plan", "--json", *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
+  report = json.loads(capsys.readouterr().out)
+  kernels = {k["path"]: k for k in report["kernels"]["sparse"]}
+  assert sum(k["count"] for k in kernels.values()) == 2 and report["program"] == "train"
+  once = report["cost"]["inference"]
+  dense = flops.Cost(own_workload.Shape(16, 32).ops())
+  assert once["dense"] == dense.flops
+  assert once["sparse"] == dense.flops - 7 / 8 * dense.select("ff").flops
+  odd = words(**MACROS, MODEL_DIR=str(tmp_path / "run"), BATCH_SIZE=15, MICROBATCHES=2)
+  assert cli.main(["plan", "--json", *odd]) == 1
+  assert "BATCH_SIZE=15 must be a multiple" in capsys.readouterr().out
+
+
+def test_plan_for_people(tmp_path, capsys):
+  macros = MACROS | dict(RECIPE="sr_ste", MODEL_DIR=str(tmp_path / "run"))
+  assert cli.main(["plan", *words(**macros)]) == 0
+  text = capsys.readouterr().out
+  assert "FLOPs (" in text and "for one example" in text
+  assert "0.0002 of the mean loss over examples (hidden)" in text
+
+
+def test_report(trained, tmp_path):
+  page = tmp_path / "report.html"
+  assert cli.main(["report", str(trained), "--out", str(page)]) == 0
+  text = page.read_text()
+  assert "validation" in text and "FLOPs" in text
+
+
+def test_sweep(tmp_path, capsys, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in ("own_workload.py", "own_workload.gin"):
+    shutil.copy(EXAMPLE / name, tmp_path)
+  files = [f"gin_configs/runs/{run}.gin" for run in ("local_workload", "local_adamw")]
+  files.insert(1, "own_workload.gin")
+  pathlib.Path("sweep.toml").write_text(
+    f"out = 'runs'\ngin_files = {files}\nrecipes = ['dense', 'sr_ste']\npatterns = ['1:4']\n"
+    "seeds = [0]\nbaseline = 'sr_ste'\n[macros]\nSPARSE_STEPS = 4\nEVAL_PERIOD = 4\n"
+    "STATS_PERIOD = 2\nMETRICS_EVERY = 2\n"
+  )
+  assert cli.main(["sweep", "sweep.toml"]) == 0
+  capsys.readouterr()
+  assert cli.main(["sweep", "sweep.toml", "--json"]) == 0
+  report = json.loads(capsys.readouterr().out)
+  assert report["done"] == 2 and all(row["loss"]["mean"] > 0 for row in report["rows"])
 
 
 # --- the step -----------------------------------------------------------------------------------

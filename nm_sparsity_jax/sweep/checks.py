@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import gin_files, plan
+from nm_sparsity_jax import gin_files, plan, workloads
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.sweep.grid import Cell, Sweep
 from nm_sparsity_jax.sweep.states import Run
@@ -126,12 +126,13 @@ class _Findings:
       return
     try:
       rules = config.value("RULES")
-      network = config.value("NETWORK")
-      self.tasks |= _tasks(config, network.config.vocab_size)
+      network = _network(config)
+      if not isinstance(network, workloads.Workload):
+        self.tasks |= _tasks(config, network.config.vocab_size)
       if self._shapes is None:
         self._shapes = plan.shapes(network, config.get("TASK_FEATURE_LENGTHS"))
       params, axes = self._shapes
-      rules.with_logical_axes(axes).assign(params)
+      (rules.with_logical_axes(axes) if axes else rules).assign(params)
     except Exception as e:
       self.refused.setdefault(gin_files.message(e), []).append(cell)
       return
@@ -150,6 +151,13 @@ class _Findings:
         f"patterns: {cell.name} has the rules of {other}: SPARSITY_RULES names patterns of its "
         "own. Give places without one, {'ff': None}, in a gin file"
       )
+
+
+def _network(config: gin_files.Config) -> Any:
+  """Returns the workload that a run trains, else its network."""
+  if config.is_set("WORKLOAD"):
+    return workloads.of(config.value("WORKLOAD"))
+  return config.value("NETWORK")
 
 
 def _tasks(config: gin_files.Config, rows: int) -> set[tuple[str, str | None, int]]:
