@@ -38,8 +38,8 @@ quickstart: $(STAMP)  ## train, prove and score sparse checkpoints, in minutes; 
 
 venv: $(STAMP)  ## create the environment, or bring it up to date with setup.py
 
-test: $(STAMP)  ## every test that is not slow
-	$(PYTEST) -m "not slow" $(ARGS)
+test: $(STAMP)  ## every test that is not slow; names the slowest 20
+	$(PYTEST) -m "not slow" --durations=20 $(ARGS)
 
 test-slow: $(STAMP)  ## the slow tests
 	$(PYTEST) -m slow $(ARGS)
