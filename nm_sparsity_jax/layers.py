@@ -86,9 +86,9 @@ class DenseGeneral(nn.Module):
   @nn.compact
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Contracts `axis` of `inputs`; the features come last."""
-    features = _as_tuple(self.features)
+    features = as_tuple(self.features)
     inputs = jnp.asarray(inputs, self.dtype)
-    axes = tuple(a if a >= 0 else inputs.ndim + a for a in _as_tuple(self.axis))
+    axes = tuple(a if a >= 0 else inputs.ndim + a for a in as_tuple(self.axis))
     contracted = tuple(inputs.shape[a] for a in axes)
     kernel = partitioning.param_with_axes(
       "kernel",
@@ -97,7 +97,7 @@ class DenseGeneral(nn.Module):
       self.param_dtype,
       axes=self.kernel_axes,
     )
-    kernel = jnp.asarray(_effective(self, kernel, axis=0), self.dtype)
+    kernel = jnp.asarray(effective_kernel(self, kernel, axis=0), self.dtype)
     kernel = kernel.reshape(*contracted, *features)
     return lax.dot_general(inputs, kernel, ((axes, tuple(range(len(axes)))), ((), ())))
 
@@ -115,7 +115,7 @@ class Dense(nn.Dense):
   def param(self, name, init_fn, *init_args, **init_kwargs):
     """flax's, but the kernel comes back effective: whatever reads it then sees W~."""
     value = super().param(name, init_fn, *init_args, **init_kwargs)
-    return _effective(self, value, axis=0) if name == "kernel" else value
+    return effective_kernel(self, value, axis=0) if name == "kernel" else value
 
 
 class Conv(nn.Conv):
@@ -132,7 +132,7 @@ class Conv(nn.Conv):
   def param(self, name, init_fn, *init_args, **init_kwargs):
     """flax's, but the kernel comes back effective: whatever reads it then sees W~."""
     value = super().param(name, init_fn, *init_args, **init_kwargs)
-    return _effective(self, value, axis=-2) if name == "kernel" else value
+    return effective_kernel(self, value, axis=-2) if name == "kernel" else value
 
 
 def with_step(variables: Variables, step: Any, state: State | None = None) -> Variables:
@@ -182,8 +182,16 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
   return flax.core.copy(variables, new)  # type: ignore
 
 
-def _effective(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Array:
-  """What `layer` multiplies by: W~ of its stored kernel `w`, in the shape and dtype of `w`."""
+def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Array:
+  """Returns what a layer multiplies by: W~ of its stored kernel, in shape and dtype of the kernel.
+
+  Write a layer of your own with it: `rules` is a field, and the kernel a parameter named 'kernel'.
+
+  Args:
+    layer: it has a field `rules`, and is applied within the model that the rules speak of.
+    w: the stored kernel.
+    axis: the axis that the layer contracts, or adjacent axes that count as one.
+  """
   rules: Rules | None = layer.rules  # type: ignore
   if rules is None:
     return w
@@ -273,5 +281,6 @@ def _claim(place: Place) -> str:
   return f"rule {place.key!r} gives {place.path!r} the recipe {place.recipe.name}"
 
 
-def _as_tuple(x: Iterable[int] | int) -> tuple[int, ...]:
+def as_tuple(x: Iterable[int] | int) -> tuple[int, ...]:
+  """Returns one axis or several as a tuple."""
   return tuple(x) if isinstance(x, Iterable) else (x,)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 import seqio
 import tensorflow as tf
 
-from nm_sparsity_jax import configure, glue
+from nm_sparsity_jax import glue
 from t5x_tasks import metrics, mini, registry, sources
 from t5x_tasks.vocabulary import mini_words
 
@@ -81,7 +81,12 @@ def register_glue(
       source: seqio.DataSource = sources.Rows(read, task.splits, look)
     else:
       source = seqio.TfdsDataSource(f"glue/{config}:{VERSION}", splits=tuple(task.splits))
-    _add(f"nm_glue_{config}", config, source, vocabulary or configure.vocabulary(VOCABULARY_FILE))
+    _add(
+      f"nm_glue_{config}",
+      config,
+      source,
+      vocabulary or seqio.SentencePieceVocabulary(VOCABULARY_FILE),
+    )
   registry.add_mixture("nm_glue_proportional", _rates("nm_glue_"))
   registry.add_mixture("nm_glue_mnli_and_dev", _mnli("nm_glue_"))
   return registry.known(name)

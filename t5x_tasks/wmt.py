@@ -16,7 +16,6 @@ from collections.abc import Mapping
 import seqio
 import tensorflow as tf
 
-from nm_sparsity_jax import configure
 from t5x_tasks import metrics, registry, sources
 from t5x_tasks.glue import VOCABULARY_FILE
 
@@ -72,7 +71,7 @@ def register_wmt(
       }
       source = seqio.TfdsDataSource(splits=there)
     registry.add_task(
-      task, source, vocabulary or configure.vocabulary(VOCABULARY_FILE), text_format, None,
+      task, source, vocabulary or seqio.SentencePieceVocabulary(VOCABULARY_FILE), text_format, None,
       [metrics.bleu],
     )  # fmt: skip
   return registry.known(name)

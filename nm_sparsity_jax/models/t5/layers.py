@@ -29,7 +29,7 @@ from flax.linen import partitioning, spmd
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax.layers import DenseGeneral, _as_tuple, _effective
+from nm_sparsity_jax.layers import DenseGeneral, as_tuple, effective_kernel
 from nm_sparsity_jax.rules import Rules
 
 __all__ = [
@@ -65,9 +65,9 @@ class SplitDenseGeneral(DenseGeneral):
   @nn.compact
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Contracts `axis` of `inputs`; the features come last."""
-    features = _as_tuple(self.features)
+    features = as_tuple(self.features)
     inputs = jnp.asarray(inputs, self.dtype)
-    axes = tuple(a % inputs.ndim for a in _as_tuple(self.axis))
+    axes = tuple(a % inputs.ndim for a in as_tuple(self.axis))
     contracted = tuple(inputs.shape[a] for a in axes)
 
     def init(key, shape, dtype):
@@ -78,7 +78,7 @@ class SplitDenseGeneral(DenseGeneral):
       "kernel", init, (*contracted, *features), self.param_dtype, axes=self.kernel_axes
     )
     own = tuple(range(len(axes)))
-    kernel = jnp.asarray(_effective(self, kernel, axis=own), self.dtype)
+    kernel = jnp.asarray(effective_kernel(self, kernel, axis=own), self.dtype)
     return lax.dot_general(inputs, kernel, ((axes, own), ((), ())))
 
 
