@@ -156,23 +156,11 @@ def read_glue(folder: str | os.PathLike, config: str, split: str) -> Columns:
 def _rows(file: Iterable[str], path: pathlib.Path, config: str, split: str) -> list[dict[str, Any]]:
   task = glue.TASKS[config]
   lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-  test = split.startswith("test")
-  if config == "cola" and not test:  # the one file without a header
-    at, label_at = {"sentence": 3}, 1
+  if config == "cola" and not split.startswith("test"):  # the one file without a header
+    head, at, label_at = [], {"sentence": 3}, 1
   else:
     head = next(lines, [])
-    label_column = _LABEL_COLUMNS.get(config, "label")
-    names = {field: _TEXT_COLUMNS.get(config, {}).get(field, field) for field in task.fields}
-    needed = list(names.values()) if test else [*names.values(), label_column]
-    if missing := [name for name in needed if name not in head]:
-      raise ValueError(
-        f"{path}, line 1: no column {', '.join(map(repr, missing))}, which {config} needs; the "
-        f"header is {head}. Is it GLUE's own file, with tabs between columns?"
-      )
-    at = {field: head.index(name) for field, name in names.items()}
-    label_at = head.index(label_column) if label_column in head else None
-    if config == "mrpc" and test:
-      label_at = None  # MRPC's own test file has labels, GLUE hides them
+    at, label_at = _columns_of(head, path, config, split)
   keep = _mrpc_part(path, head, split) if path.name == _MRPC_TRAIN else None
   width = max([*at.values(), label_at or 0]) + 1
 
@@ -189,6 +177,25 @@ def _rows(file: Iterable[str], path: pathlib.Path, config: str, split: str) -> l
       path, len(left_out), left_out[:5], " ..." if len(left_out) > 5 else "",
     )  # fmt: skip
   return rows
+
+
+def _columns_of(
+  head: Sequence[str], path: pathlib.Path, config: str, split: str
+) -> tuple[dict[str, int], int | None]:
+  """Returns the column of each field and that of the label, None where the split hides labels."""
+  test = split.startswith("test")
+  label = _LABEL_COLUMNS.get(config, "label")
+  names = {f: _TEXT_COLUMNS.get(config, {}).get(f, f) for f in glue.TASKS[config].fields}
+  needed = list(names.values()) if test else [*names.values(), label]
+  if missing := [name for name in needed if name not in head]:
+    raise ValueError(
+      f"{path}, line 1: no column {', '.join(map(repr, missing))}, which {config} needs; the "
+      f"header is {head}. Is it GLUE's own file, with tabs between columns?"
+    )
+  at = {field: head.index(name) for field, name in names.items()}
+  if label not in head or (config == "mrpc" and test):
+    return at, None  # MRPC's own test file has labels, GLUE hides them
+  return at, head.index(label)
 
 
 def _label(text: str, task: glue.Task, path: pathlib.Path, line: int) -> int | float:
