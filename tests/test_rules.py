@@ -212,6 +212,7 @@ def test_examine_returns_every_mistake_and_what_can_be_assigned(caplog):
     rules.assign(params)
   assert str(error.value) == str(found.failed[narrow]) and not found.idle
   assert nms.Rules({"ff": LINEAR, "qkv": OTHER}).examine(params).idle == ("qkv",)
+  assert not rules.examine(tree({narrow: (4, 8)})).idle  # its one parameter fails, but it has one
   del params["encoder"]["l_1"]
   assert rules.examine(params).assignment == rules.assign(params)
 

@@ -88,6 +88,8 @@ def test_an_old_run_goes_on_when_nothing_changed_and_else_names_it(tmp_path):
   folder = with_checkpoint(tmp_path)
   (folder / "settings.json").write_text(json.dumps(OLD))
   assert settings.changed(folder, config()) == ""
+  settings.agree(folder, config())
+  assert json.loads((folder / "settings.json").read_text()) == OLD  # an older version may go on too
   now = config(PATTERN="1:8", DATA_SEED=3, SPARSITY_RULES={"ff": "1:2"})
   assert settings.changed(folder, now) == (
     "model.rules.pattern was '1:4', and is '1:8'; "
