@@ -162,6 +162,15 @@ def test_settings_make_it(halving):
   assert list(e.value.missing) == ["PATTERN", "SPARSE_STEPS"]
 
 
+def test_a_field_is_judged_beside_those_it_goes_with():
+  """A beta without a kind of decay is wrong; with one it is right, in whatever order they come."""
+  fields = {"decay_kind": "linear"}
+  made = configure.rules({"ff": "1:4"}, "sdgf_stepwise", beta=0.2, fields=fields, **STEPS)
+  assert made.places["ff"].beta == 0.2
+  with pytest.raises(configure.SettingsError, match=r"^sdgf_stepwise\(BETA=0.2\) needs decay_kind"):
+    configure.rules({"ff": "1:4"}, "sdgf_stepwise", beta=0.2, **STEPS)
+
+
 def test_the_text_in_a_checkpoint_means_it():
   recipe = Halving(pattern=nms.NM(1, 4), phases=PHASES, scale=2.0, kept="2:4")
   rules = nms.Rules({"ff": recipe}, roles={"mine": "a/.*"}, axes={"b": (0, 1)})
