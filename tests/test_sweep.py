@@ -435,6 +435,16 @@ failed: idp-1_8-seed3: the loss of step 3 is not finite
   ]
 
 
+def test_a_dense_baseline_is_compared_at_every_pattern(here, capsys):
+  outcomes(dense_s0=[90, 0.1], dense_s3=[92, 0.1], idp__1_8_s0=[60, 0.5], idp__1_8_s3=[66, 0.5])
+  text = FILE.replace('baseline = "sr_ste"', 'baseline = "dense"').replace('"sr_ste", ', "")
+  rows = json.loads(sweep(write(text), capsys, "--json")[1])["rows"]
+  found = {row["pattern"]: row["differences"] for row in rows}
+  assert found[None] == {} and list(found["1:4"]) == ["1:4"]
+  score = found["1:8"]["1:8"]["score"]
+  assert (score["mean"], score["pairs"]) == (-28, 2)
+
+
 def test_a_score_needs_every_task_and_tasks_have_columns(here, capsys):
   """A run that lacks a task's number, such as a correlation of constants, has no score."""
   write(FILE)
