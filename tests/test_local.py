@@ -65,6 +65,7 @@ def quick_compilation(tmp_path_factory):
   for name, value in before.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()
+  gc.collect()  # what Orbax never awaited warns here, not in another file's tests
 
 
 def model_of(devices=1, partitions=1, dropout=0.0, dtype="float32", **rules):

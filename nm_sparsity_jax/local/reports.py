@@ -186,11 +186,11 @@ class Progress:
   Args:
     first: the step that this process starts at.
     last: the step that the run ends at.
-    unit: what is counted, such as 'tokens'.
-    stream: where to.
+    stream: where to; None = stderr.
+    unit: what is counted.
   """
 
-  def __init__(self, first: int, last: int, unit: str = "tokens", stream: Any = None):
+  def __init__(self, first: int, last: int, stream: Any = None, unit: str = "tokens"):
     self._stream = sys.stderr if stream is None else stream
     self._unit = unit
     self._first, self._last = first, last

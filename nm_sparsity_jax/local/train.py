@@ -78,7 +78,7 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
     asked = lambda: stop.name is not None
     evaluator = run.evaluation.evaluator(run.model, str(saved.folder), asked)
   note_run(run, saved.folder, offset, first, _environment())
-  curves, progress = reports.Curves(saved.folder), reports.Progress(first, last, run.unit)
+  curves, progress = reports.Curves(saved.folder), reports.Progress(first, last, unit=run.unit)
   watch = reports.Watch(run, offset, curves, progress)
   process = _Process(run, saved, history, evaluator, watch, offset, stop)
   curves.open("train", first)
