@@ -26,14 +26,16 @@ _HOME = {
   "step_count": "optim",
 }
 _MODULES = (
-    "apply", "configure", "flops", "gradients", "groups", "layers", "masks", "metrics", "optim",
-    "patterns", "plan", "recipes", "report", "rules", "runs", "schedules", "scores", "stored",
+    "apply", "configure", "environment", "flops", "gradients", "groups", "layers", "masks",
+    "metrics", "optim", "patterns", "plan", "recipes", "report", "roles", "rules", "runs",
+    "schedules", "scores", "stored", "sweep", "workloads",
 )  # fmt: skip
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
   from nm_sparsity_jax import (
     apply,
     configure,
+    environment,
     flops,
     gradients,
     groups,
@@ -45,11 +47,14 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     plan,
     recipes,
     report,
+    roles,
     rules,
     runs,
     schedules,
     scores,
     stored,
+    sweep,
+    workloads,
   )
   from nm_sparsity_jax.apply import finalize, sparsify, verify
   from nm_sparsity_jax.masks import nm_mask
@@ -63,10 +68,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
-    "finalize", "flops", "gradients", "groups", "init_state", "layers", "masks", "metrics",
-    "nm_mask", "optim", "patterns", "plan", "recipe", "recipes", "report", "rules", "runs",
-    "schedules", "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "update_state",
-    "verify",
+    "environment", "finalize", "flops", "gradients", "groups", "init_state", "layers", "masks",
+    "metrics", "nm_mask", "optim", "patterns", "plan", "recipe", "recipes", "report", "roles",
+    "rules", "runs", "schedules", "scores", "sparse", "sparsify", "sr_ste", "step_count",
+    "stored", "sweep", "update_state", "verify", "workloads",
 ]  # fmt: skip
 
 
