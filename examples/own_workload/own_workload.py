@@ -52,14 +52,14 @@ class Shape:
     """Returns the operations; `nm-sparsity plan` and `report` read them."""
     matrices = {"hidden_0": (self.inputs, self.width), "hidden_1": (self.width, self.width)}
     found = [
-      flops.Op(name=name, role="ff", place="encoder", flops=2 * a * b, params=a * b, axis=a,
+      flops.Op(name=name, role="hidden", place="mlp", flops=2 * a * b, params=a * b, axis=a,
                prunable=True)
       for name, (a, b) in matrices.items()
     ]  # fmt: skip
     out = flops.Op(
-      name="out", role="logits", place="encoder", flops=2 * self.width, params=self.width
+      name="out", role="out", place="mlp", flops=2 * self.width, params=self.width
     )
-    norms = flops.Op(name="norms", role="norm", place="encoder", params=4 * self.width)
+    norms = flops.Op(name="norms", role="norm", place="mlp", params=4 * self.width)
     return (*found, out, norms)
 
 
