@@ -155,7 +155,7 @@ def test_plan(tmp_path, capsys):
   once = report["cost"]["inference"]
   dense = flops.Cost(own_workload.Shape(16, 32).ops())
   assert once["dense"] == dense.flops
-  assert once["sparse"] == dense.flops - 7 / 8 * dense.select("ff").flops
+  assert once["sparse"] == dense.flops - 7 / 8 * dense.select("hidden").flops
   odd = words(**MACROS, MODEL_DIR=str(tmp_path / "run"), BATCH_SIZE=15, MICROBATCHES=2)
   assert cli.main(["plan", "--json", *odd]) == 1
   assert "BATCH_SIZE=15 must be a multiple" in capsys.readouterr().out
