@@ -689,7 +689,7 @@ def documented_overrides():
   return [shlex.split(re.search("`(--gin.*?)`( |$)", row)[1]) for row in rows]
 
 
-OF_T5X = ("t5x_adapter.", "utils.", "partitioning.")
+OF_T5X = ("t5x_adapter.", "utils.", "partitioning.", "METRICS_EVERY")  # no part of a plan
 BASE = dict(RECIPE="mdgf_exponential", PATTERN="1:4", SPARSE_STEPS=100, FINETUNE_STEPS=20)
 
 
