@@ -980,7 +980,7 @@ def test_documented_overrides_of_t5x_work(run_t5x, tmp_path):
   ]
   where = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(path))
   code, report = run_t5x(**{**FINETUNE, **where}, raw=flags)
-  assert len(flags) == 3 and not code, report["errors"]
+  assert len(flags) == 4 and not code, report["errors"]
   assert report["loss"]["microbatches"] == 4
 
 
