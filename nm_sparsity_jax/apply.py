@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax import masks, opt_states
+from nm_sparsity_jax import dtypes, masks, opt_states
 from nm_sparsity_jax.places import Assignment, Place
 from nm_sparsity_jax.rules import Rules
 
@@ -151,6 +151,18 @@ class Verified:
   first: tuple[int, ...] | None
   not_finite: int = 0
 
+  @property
+  def warnings(self) -> tuple[str, ...]:
+    """What may be n:m and is of no use all the same, in words; empty where nothing is."""
+    found = []
+    if not self.groups:
+      found.append(f"it has no weights, shape {self.shape}")
+    elif not self.density:
+      found.append("every weight is zero: its data may be lost")
+    if self.not_finite:
+      found.append(f"{self.not_finite} inf or NaN")
+    return tuple(found)
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -176,7 +188,7 @@ class Report:
     ]
     lines = table(head, rows)
     lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
-    lines += [f"warning  {p.path}: {p.not_finite} inf or NaN" for p in self.places if p.not_finite]
+    lines += [f"warning  {p.path}: {what}" for p in self.places for what in p.warnings]
     return "\n".join([*lines, "ok" if self.ok else "NOT n:m"])
 
 
@@ -192,19 +204,12 @@ def verify(params: Any, rules: Rules) -> Report:
 
 def _verify(place: Place, w: np.ndarray) -> Verified:
   pattern = place.pattern
-  if jnp.issubdtype(w.dtype, jnp.floating):
-    # On the host and by the bits, so that no backend can flush a subnormal to zero.
-    bits = w.view(f"u{w.dtype.itemsize}")
-    used = (bits << np.asarray(1, bits.dtype)) != 0
-  elif jnp.issubdtype(w.dtype, jnp.integer):
-    used = w != 0
-  else:
-    raise ValueError(f"{place.path!r} has dtype {w.dtype}: verify takes real floats and integers.")
+  used = dtypes.used(w, place.path)
   counts = place.groups.split(used, pattern).sum(-1)
   bad = counts > pattern.n
   first = place.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None
   return Verified(
       place.path, place.shape, place.axis, str(pattern), counts.size, int(bad.sum()),
       int(counts.max(initial=0)), float(used.sum() / max(w.size, 1)), first,
-      int((~np.isfinite(w.astype(np.float64))).sum()),
+      int((~dtypes.finite(w)).sum()),
   )  # fmt: skip

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from nm_sparsity_jax import dtypes
 from nm_sparsity_jax.patterns import NM
 
 Axis = int | Sequence[int]
@@ -178,6 +179,11 @@ def _floating(x):
     raise ValueError(
       f"a mask needs real floating-point scores, got dtype {x.dtype} and shape {x.shape}. "
       "Integers: convert with .astype(jnp.float32). Complex numbers: pass jnp.abs of them."
+    )
+  if why := dtypes.no_masks(x.dtype):
+    raise ValueError(
+      f"a mask of dtype {x.dtype} and shape {x.shape} cannot be made: {why}. Convert the weight "
+      "with .astype(jnp.float32)."
     )
   return x
 

@@ -12,11 +12,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Each room imports only rooms before it. A folder is one room.
 ORDER = (
-  "_version", "installed", "text", "errors", "patterns", "trees", "masks", "schedules", "groups",
-  "gradients", "recipes", "roles", "places", "rules", "rules_text", "opt_states", "stored",
-  "apply", "optim", "transform", "layers", "metrics", "flops", "glue", "t5x_tasks", "configure",
-  "models", "t5", "workloads", "gin_files", "runs", "local", "t5x_adapter", "plan", "scores",
-  "report", "sweep", "environment", "quickstart", "commands", "cli",
+  "_version", "installed", "text", "errors", "patterns", "trees", "dtypes", "masks", "schedules",
+  "groups", "gradients", "recipes", "roles", "places", "rules", "rules_text", "opt_states",
+  "stored", "apply", "optim", "transform", "layers", "metrics", "flops", "glue", "t5x_tasks",
+  "configure", "models", "t5", "workloads", "gin_files", "runs", "local", "t5x_adapter", "plan",
+  "scores", "report", "sweep", "environment", "quickstart", "commands", "cli",
 )  # fmt: skip
 
 # Longer or more branched than the rule, with the reason.

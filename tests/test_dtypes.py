@@ -1,0 +1,149 @@
+"""Zero, finite and masked: every bit pattern of every dtype, against what its format says.
+
+Point 23: `verify` and masks are right on exotic floats, or refuse the dtype by name.
+"""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import dtypes, masks
+
+# name -> bits, patterns of zero, what is not finite: written down from the formats, not computed.
+SIGNED = lambda width: {0, 1 << (width - 1)}
+FORMATS = {
+  "float4_e2m1fn": (4, SIGNED(4), set()),
+  "float6_e2m3fn": (6, SIGNED(6), set()),
+  "float6_e3m2fn": (6, SIGNED(6), set()),
+  "float8_e3m4": (8, SIGNED(8), {s | x for s in (0, 0x80) for x in range(0x70, 0x80)}),
+  "float8_e4m3": (8, SIGNED(8), {s | x for s in (0, 0x80) for x in range(0x78, 0x80)}),
+  "float8_e5m2": (8, SIGNED(8), {s | x for s in (0, 0x80) for x in range(0x7C, 0x80)}),
+  "float8_e4m3fn": (8, SIGNED(8), {0x7F, 0xFF}),
+  "float8_e4m3fnuz": (8, {0}, {0x80}),
+  "float8_e5m2fnuz": (8, {0}, {0x80}),
+  "float8_e4m3b11fnuz": (8, {0}, {0x80}),
+  "float8_e8m0fnu": (8, set(), {0xFF}),
+  **{f"{sign}int{width}": (width, {0}, set()) for sign in ("", "u") for width in (1, 2, 4, 8)},
+}
+
+
+def all_of(name):
+  """Every byte as an array of the dtype, and its pattern, without the high bits of a short one."""
+  width, *_ = FORMATS[name]
+  return np.arange(256, dtype=np.uint8).view(np.dtype(name)), np.arange(256) % (1 << width)
+
+
+def numbers():
+  """The dtypes of real numbers that ml_dtypes has."""
+  for name in dir(ml_dtypes):
+    kind = getattr(ml_dtypes, name)
+    if isinstance(kind, type) and issubclass(kind, np.generic) and "complex" not in name:
+      yield np.dtype(kind).name
+
+
+def rules(pattern):
+  recipe = nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
+  return nms.Rules({".*": recipe})
+
+
+def test_all_dtypes_are_here():
+  assert set(numbers()) <= {*FORMATS, "bfloat16"}
+  failed, tried = doctest.testmod(dtypes)
+  assert tried and not failed
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_verify_knows_each_pattern(name):
+  """Point 23: NaN in float8_e8m0fnu is not a zero, and -0.0 in float4_e2m1fn is one."""
+  values, pattern = all_of(name)
+  _, zeros, not_finite = FORMATS[name]
+  is_used = np.array([p not in zeros for p in pattern])
+  np.testing.assert_array_equal(dtypes.used(values), is_used)
+  np.testing.assert_array_equal(~dtypes.finite(values), [p in not_finite for p in pattern])
+  twice = {"a": {"kernel": np.stack([values, values])}}  # each column is one group: x, x
+  (found,) = nms.verify(twice, rules("1:2")).places
+  assert (found.bad_groups, found.density) == (is_used.sum(), is_used.mean())
+  assert found.not_finite == 2 * sum(p in not_finite for p in pattern)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_wide_floats_have_two_zeros(name):
+  dtype = np.dtype(name)
+  unsigned = np.dtype(f"u{dtype.itemsize}")
+  top = 8 * dtype.itemsize - 1
+  patterns = np.array([0, 1 << top, *(1 << i for i in range(top)), (1 << top) | 1], unsigned)
+  assert dtypes.used(patterns.view(dtype)).tolist() == [False, False] + [True] * (top + 1)
+  if name != "bfloat16":  # as a store of the other byte order keeps them
+    other = patterns.view(dtype).astype(dtype.newbyteorder(">"))
+    assert dtypes.used(other).tolist() == [False, False] + [True] * (top + 1)
+
+
+@pytest.mark.parametrize("name", ["longdouble", "complex64", "bool", "S4"])
+def test_other_dtypes_are_refused_by_name(name):
+  dtype = np.dtype(name)
+  with pytest.raises(ValueError, match=f"'a/kernel' has dtype .*{dtype}"):
+    nms.verify({"a": {"kernel": np.zeros((4, 2), dtype)}}, rules("1:2"))
+
+
+FLOATS = [name for name in FORMATS if name.startswith("float")]
+REFUSED = ("float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu")
+
+
+@pytest.mark.parametrize("name", [n for n in FLOATS if n not in REFUSED])
+@pytest.mark.parametrize("magnitude", [True, False])
+def test_masks_order_every_pair(name, magnitude):
+  """Point 23: of each pair of patterns, the mask keeps the one that the format says."""
+  width, *_ = FORMATS[name]
+  one = np.arange(1 << width, dtype=np.uint8)
+  x = np.stack([a.ravel() for a in np.meshgrid(one, one, indexing="ij")]).view(np.dtype(name))
+  w = jnp.asarray(x)
+  mask = masks.magnitude_mask(w, "1:2") if magnitude else masks.nm_mask(w, "1:2")
+  wide = x.astype(np.float64)
+  score = np.where(np.isnan(wide), -np.inf, np.abs(wide) if magnitude else wide)
+  # Below -inf, where that is a score: NaN comes last.
+  last = np.isnan(wide)
+  first = (score[0] > score[1]) | ((score[0] == score[1]) & (last[0] <= last[1]))
+  np.testing.assert_array_equal(np.asarray(mask), [first, ~first])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_masks_refuse_what_cannot_be_pruned(name):
+  """Point 23: zeros of float8_e8m0fnu would be 2^-127; JAX computes nothing in float6."""
+  w = np.zeros((4, 2), np.dtype(name))
+  for call in (
+    lambda: masks.nm_mask(w, "1:2"),
+    lambda: masks.magnitude_mask(w, "1:2"),
+    lambda: nms.finalize({"a": {"kernel": w}}, rules("1:2")),
+    lambda: nms.sparsify({"a": {"kernel": w}}, rules("1:2"), 0),
+  ):
+    with pytest.raises(ValueError, match=f"dtype {name} .*astype"):
+      call()
+
+
+@pytest.mark.parametrize("name", [n for n in FLOATS if n not in REFUSED])
+def test_finalized_weights_of_every_float_are_proven(name):
+  width, *_ = FORMATS[name]
+  one = np.arange(1 << width, dtype=np.uint8)
+  w = np.random.default_rng(0).permutation(one).reshape(-1, 2).view(np.dtype(name))
+  params = {"a": {"kernel": jnp.asarray(w)}}
+  done = nms.finalize(params, rules("1:4"))
+  assert nms.verify(jax.tree.map(np.asarray, done), rules("1:4")).ok
+
+
+def test_what_is_empty_or_lost_is_said():
+  """Point 23: a kernel of size 0 and one that is all zero are said."""
+  shapes = {"empty": (0, 4), "lost": (4, 4), "fine": (4, 4)}
+  params = {name: {"kernel": np.zeros(shape, np.float32)} for name, shape in shapes.items()}
+  params["fine"]["kernel"][0] = 1
+  found = nms.verify(params, rules("1:4"))
+  assert {p.path: p.warnings for p in found.places} == {
+    "empty/kernel": ("it has no weights, shape (0, 4)",),
+    "fine/kernel": (),
+    "lost/kernel": ("every weight is zero: its data may be lost",),
+  }
+  assert "warning  lost/kernel: every weight is zero: its data may be lost\n" in str(found)
