@@ -27,9 +27,6 @@ class Yours(Recipe):
   name: ClassVar[str] = "yours"
   pattern: NM
   phases: Phases
-
-  def levels(self, axis_size=None):
-    return ((self.sparse_from, self.pattern),)
 '''
 
 COMMAND = '''\

@@ -5,7 +5,6 @@ w, step -> [levels: pattern now -> mask] x [curve: D now] x [gradient mode] -> W
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -37,13 +36,14 @@ class Need(NamedTuple):
   meaning: str
 
 
-class Recipe(abc.ABC):
+class Recipe:
   """What a rule applies to a weight.
 
   A recipe is a frozen, keyword-only dataclass directly below this class, and final: to vary one,
-  write your own, and `register` it. A name, the fields `pattern: NM` and `phases: Phases`, and
-  `levels` make one that works. Beside these, override what differs:
+  write your own, and `register` it. A name and the fields `pattern: NM` and `phases: Phases` make
+  one that works. Beside these, override what differs:
 
+      levels             which pattern holds when; the target from the dense phase on
       curve              D(j) of the sparsify phase; hard, D = 0, by default
       sparse_from        the first step of the schedule proper; the end of the dense phase
       chosen             the mask of the level that holds; by magnitude
@@ -99,9 +99,17 @@ class Recipe(abc.ABC):
     """The first step of the schedule proper; before it D = 1."""
     return self.phases.dense if self.phases else 0
 
-  @abc.abstractmethod
   def levels(self, axis_size: int | None = None) -> tuple[tuple[int, NM], ...]:
-    """Returns ((first step, pattern), ...): which pattern holds from which step on."""
+    """Returns ((first step, pattern), ...): which pattern holds from which step on.
+
+    By default the target pattern holds from `sparse_from` on.
+
+    Args:
+      axis_size: length of the grouped axis, None where it is not known.
+    """
+    del axis_size
+    assert self.pattern is not None
+    return ((self.sparse_from, self.pattern),)
 
   @property
   def curve(self) -> curves.Curve:

@@ -9,13 +9,53 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from nm_sparsity_jax import schedules
+from nm_sparsity_jax import masks, schedules
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes.base import NAN, Recipe
 from nm_sparsity_jax.recipes.curves import is_number
 from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
 from nm_sparsity_jax.schedules import Phases, Segment, as_step
+
+# --- stored masks --------------------------------------------------------------------------------
+
+
+def _given(recipe: Recipe, w: jax.Array, stored: jax.Array | None) -> jax.Array:
+  """The stored mask, refused where there is none or it is of another weight."""
+  if stored is None:
+    raise ValueError(
+      f"{recipe.name} keeps its mask as state, and none was given: carry state = "
+      "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
+      "update, and pass it (state=..., or mask=... for one weight)."
+    )
+  if stored.shape != w.shape or stored.dtype != jnp.bool_:
+    raise ValueError(
+      f"{recipe.name}: the stored mask has shape {stored.shape} and dtype {stored.dtype}, the "
+      f"weight needs {w.shape} bool. Was the state made for other parameters?"
+    )
+  return stored
+
+
+def _frozen(
+  self: Recipe, w: jax.Array, step: jax.Array, axis: masks.Axis, stored: jax.Array | None
+) -> jax.Array:
+  """`chosen` of a recipe that takes its mask once: the stored mask as it is."""
+  del axis
+  return _given(self, w, stored) & (step >= 0)  # else D = NaN would meet no pruned weight
+
+
+def _once(self: Recipe, step: jax.Array | int) -> jax.Array:
+  """`renewals` of a recipe that takes its mask once, at `sparse_from`."""
+  return (as_step(step) >= self.sparse_from).astype(jnp.int32)
+
+
+def _when_due(recipe: Recipe, state, step, last, take) -> jax.Array:
+  """The stored mask, or the one that `take` returns where one is due since `last`."""
+  due = recipe.renewals(step) > recipe.renewals(last)
+  return when(due, take, lambda: state["mask"])
+
+
+# --- the recipes ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,17 +122,7 @@ class OneShot(Recipe):
   pattern: NM
   phases: Phases
   gradient: str | None = None
-
-  def levels(self, axis_size=None):
-    del axis_size
-    return ((self.sparse_from, self.pattern),)
-
-  def chosen(self, w, step, axis, stored):
-    del axis
-    return _frozen(self, w, step, stored)
-
-  def renewals(self, step):
-    return (as_step(step) >= self.sparse_from).astype(jnp.int32)
+  chosen, renewals = _frozen, _once
 
   def first_state(self, groups, w):
     if self.phases.dense == 0:
@@ -134,10 +164,6 @@ class SrSte(Recipe):
     super().__post_init__()
     _check_lam(self)
 
-  def levels(self, axis_size=None):
-    del axis_size
-    return ((self.sparse_from, self.pattern),)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snip(Recipe):
@@ -162,6 +188,7 @@ class Snip(Recipe):
   phases: Phases
   batches: int = 1
   gradient: str | None = None
+  chosen, renewals = _frozen, _once
 
   def __post_init__(self):
     super().__post_init__()
@@ -180,17 +207,6 @@ class Snip(Recipe):
   @property
   def sparse_from(self):
     return self.phases.dense + self.batches
-
-  def levels(self, axis_size=None):
-    del axis_size
-    return ((self.sparse_from, self.pattern),)
-
-  def chosen(self, w, step, axis, stored):
-    del axis
-    return _frozen(self, w, step, stored)
-
-  def renewals(self, step):
-    return (as_step(step) >= self.sparse_from).astype(jnp.int32)
 
   def renewed(self, state, last):
     del last
@@ -279,33 +295,6 @@ class Idp(Recipe):
       return groups.magnitude_mask(w, self.pattern, n, state["mask"])
 
     return {"mask": _when_due(self, state, step, last, take)}
-
-
-def _when_due(recipe: Recipe, state, step, last, take) -> jax.Array:
-  """The stored mask, or the one that `take` returns where one is due since `last`."""
-  due = recipe.renewals(step) > recipe.renewals(last)
-  return when(due, take, lambda: state["mask"])
-
-
-def _frozen(recipe: Recipe, w: jax.Array, step: jax.Array, stored: jax.Array | None) -> jax.Array:
-  """The stored mask as it is: of a recipe that takes its mask once."""
-  return _given(recipe, w, stored) & (step >= 0)  # else D = NaN would meet no pruned weight
-
-
-def _given(recipe: Recipe, w: jax.Array, stored: jax.Array | None) -> jax.Array:
-  """The stored mask, refused where there is none or it is of another weight."""
-  if stored is None:
-    raise ValueError(
-      f"{recipe.name} keeps its mask as state, and none was given: carry state = "
-      "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
-      "update, and pass it (state=..., or mask=... for one weight)."
-    )
-  if stored.shape != w.shape or stored.dtype != jnp.bool_:
-    raise ValueError(
-      f"{recipe.name}: the stored mask has shape {stored.shape} and dtype {stored.dtype}, the "
-      f"weight needs {w.shape} bool. Was the state made for other parameters?"
-    )
-  return stored
 
 
 def _check_lam(recipe: Recipe) -> None:

@@ -15,6 +15,13 @@ from nm_sparsity_jax.recipes import curves
 from nm_sparsity_jax.recipes.base import Recipe
 from nm_sparsity_jax.schedules import Phases
 
+# What the recipes here are composed of, beside their levels: a decay, by its kind and `beta`.
+_CURVE = property(lambda self: curves.decay(self.kind, self.beta, self.phases))
+_RATE = property(
+  lambda self: curves.rate(self.kind, self.beta, self.phases), doc="beta, or what None stands for."
+)
+_KIND = property(lambda self: self.decay_kind, doc="'linear', 'exponential' or None.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MdgfLinear(Recipe):
@@ -35,23 +42,11 @@ class MdgfLinear(Recipe):
   phases: Phases
   beta: float | None = None
   gradient: str | None = None
+  curve, rate = _CURVE, _RATE
 
   def __post_init__(self):
     super().__post_init__()
     curves.check_decay(self.name, self.kind, self.beta, self.phases)
-
-  def levels(self, axis_size=None):
-    del axis_size
-    return ((self.sparse_from, self.pattern),)
-
-  @property
-  def curve(self):
-    return curves.decay(self.kind, self.beta, self.phases)
-
-  @property
-  def rate(self) -> float:
-    """beta, or what None stands for."""
-    return curves.rate(self.kind, self.beta, self.phases)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,23 +68,11 @@ class MdgfExponential(Recipe):
   phases: Phases
   beta: float | None = None
   gradient: str | None = None
+  curve, rate = _CURVE, _RATE
 
   def __post_init__(self):
     super().__post_init__()
     curves.check_decay(self.name, self.kind, self.beta, self.phases)
-
-  def levels(self, axis_size=None):
-    del axis_size
-    return ((self.sparse_from, self.pattern),)
-
-  @property
-  def curve(self):
-    return curves.decay(self.kind, self.beta, self.phases)
-
-  @property
-  def rate(self) -> float:
-    """beta, or what None stands for."""
-    return curves.rate(self.kind, self.beta, self.phases)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +96,7 @@ class SdgfStepwise(Recipe):
   beta: float | None = None
   gradient: str | None = None
   decay_kind: str | None = None
+  kind, curve, rate = _KIND, _CURVE, _RATE
 
   def __post_init__(self):
     _check_kind(self.name, self.decay_kind)
@@ -123,20 +107,6 @@ class SdgfStepwise(Recipe):
   def levels(self, axis_size=None):
     del axis_size
     return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
-
-  @property
-  def kind(self) -> str | None:
-    """'linear', 'exponential' or None."""
-    return self.decay_kind
-
-  @property
-  def curve(self):
-    return curves.decay(self.kind, self.beta, self.phases)
-
-  @property
-  def rate(self) -> float:
-    """beta, or what None stands for."""
-    return curves.rate(self.kind, self.beta, self.phases)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +135,7 @@ class SdgfGeometric(Recipe):
   gradient: str | None = None
   decay_kind: str | None = None
   k: int = 16
+  kind, curve, rate = _KIND, _CURVE, _RATE
 
   def __post_init__(self):
     _check_kind(self.name, self.decay_kind)
@@ -175,20 +146,6 @@ class SdgfGeometric(Recipe):
   def levels(self, axis_size=None):
     levels = schedules.geometric_levels(self.pattern, self.k, axis_size)
     return schedules.share_phase(levels, self.phases)
-
-  @property
-  def kind(self) -> str | None:
-    """'linear', 'exponential' or None."""
-    return self.decay_kind
-
-  @property
-  def curve(self):
-    return curves.decay(self.kind, self.beta, self.phases)
-
-  @property
-  def rate(self) -> float:
-    """beta, or what None stands for."""
-    return curves.rate(self.kind, self.beta, self.phases)
 
 
 def _check_kind(name: str, kind: str | None) -> None:

@@ -42,9 +42,6 @@ def register(cls: C) -> C:
         pattern: nms.NM
         phases: nms.Phases
 
-        def levels(self, axis_size=None):
-          return ((self.sparse_from, self.pattern),)
-
   Then `nms.recipe("mine", ...)`, RECIPE = "mine" and the rules in a checkpoint mean this class. A
   program that reads such a checkpoint imports the module that registers it first.
 
