@@ -1,16 +1,21 @@
-"""What is installed, read from metadata: nothing is imported for it.
+"""What is installed, read from metadata, and what a run depends on of a machine.
 
 version("jax")               -> "0.10.2", or None
 versions("Python", "jax")    -> {"Python": "3.11.7", "jax": "0.10.2"}
 folder_of("t5x")             -> the folder of a module
 commit_of("t5x")             -> the git commit that it comes from, where that is known
+environment()                -> devices, cores, platform, versions: what bits depend on
+
+Only `environment` imports something, jax.
 """
 
 from __future__ import annotations
 
+import collections
 import importlib.metadata
 import importlib.util
 import json
+import os
 import pathlib
 import platform
 import re
@@ -18,6 +23,12 @@ import re
 from nm_sparsity_jax._version import __version__
 
 NAME = "nm-sparsity-jax"  # of this package, as pip knows it
+
+# Of what the bits of a run depend on.
+_TRAINS = (
+  "Python", NAME, "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "seqio", "tensorflow",
+  "numpy",
+)  # fmt: skip
 
 
 def version(name: str) -> str | None:
@@ -45,6 +56,21 @@ def versions(*names: str) -> dict[str, str]:
   known = {"Python": platform.python_version(), NAME: __version__}
   found = {name: known.get(name) or version(name) for name in names}
   return {name: text for name, text in found.items() if text is not None}
+
+
+def environment() -> dict[str, str]:
+  """Returns what the bits of a run depend on, beside its settings: name -> value."""
+  import jax
+
+  kinds = collections.Counter(d.device_kind for d in jax.local_devices())
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+  found = {
+    "devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items()),
+    "cores": str(cores),
+    "platform": platform.platform(),
+  }
+  found |= versions(*_TRAINS)
+  return found | {k: os.environ[k] for k in ("XLA_FLAGS", "PJRT_NPROC") if os.environ.get(k)}
 
 
 def requires(name: str) -> list[str]:

@@ -14,14 +14,11 @@ MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import errno
 import json
-import os
 import pathlib
-import platform
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -77,7 +74,7 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
   if run.evaluation is not None:
     asked = lambda: stop.name is not None
     evaluator = run.evaluation.evaluator(run.model, str(saved.folder), asked)
-  note_run(run, saved.folder, offset, first, _environment())
+  note_run(run, saved.folder, offset, first, installed.environment())
   curves, progress = reports.Curves(saved.folder), reports.Progress(first, last, unit=run.unit)
   watch = reports.Watch(run, offset, curves, progress)
   process = _Process(run, saved, history, evaluator, watch, offset, stop)
@@ -245,25 +242,6 @@ def _taken(folder: pathlib.Path) -> str:
     f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
     "first); the same command goes on from there."
   )
-
-
-_VERSIONS = (
-  "Python", "nm-sparsity-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "seqio",
-  "tensorflow", "numpy",
-)  # fmt: skip
-
-
-def _environment() -> dict[str, str]:
-  """Returns what the bits of a run depend on, beside its settings."""
-  kinds = collections.Counter(d.device_kind for d in jax.local_devices())
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-  found = {
-    "devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items()),
-    "cores": str(cores),
-    "platform": platform.platform(),
-  }
-  found |= installed.versions(*_VERSIONS)
-  return found | {k: os.environ[k] for k in ("XLA_FLAGS", "PJRT_NPROC") if os.environ.get(k)}
 
 
 def _is_no_room(error: BaseException) -> bool:
