@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nm_sparsity_jax import masks
-from nm_sparsity_jax.masks import magnitude_mask, nm_mask
+from nm_sparsity_jax.masks import magnitude_mask, making, nm_mask, selection
 from nm_sparsity_jax.patterns import NM
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -261,7 +261,7 @@ def platform(name):
     return branches.get(name, default)(*args)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(masks.lax, "platform_dependent", choose)
+    patch.setattr(jax.lax, "platform_dependent", choose)
     yield
 
 
@@ -271,20 +271,22 @@ def paths(m, bits, name):
 
   def run(keys, traced):
     def cut(kth, n):
-      return masks._cut(keys, masks._from_end(keys.shape, 1), functools.partial(kth, n=n, axis=1))
+      return selection.cut(
+        keys, selection.from_end(keys.shape, 1), functools.partial(kth, n=n, axis=1)
+      )
 
     found = {
-      ("selected", None): masks._select(keys, traced, 1),
-      ("bisection", None): cut(masks._kth_by_bisection, traced),
-      ("first", 1): masks._one_extreme(keys, 1, largest=True),
-      ("last", m - 1): ~masks._one_extreme(keys, 1, largest=False),
+      ("selected", None): selection.select(keys, traced, 1),
+      ("bisection", None): cut(selection.kth_by_bisection, traced),
+      ("first", 1): selection._one_extreme(keys, 1, largest=True),
+      ("last", m - 1): ~selection._one_extreme(keys, 1, largest=False),
     }
     if m <= 32:
-      found["ranks", None] = masks._ranks(keys, 1) < traced.astype(jnp.uint8)
+      found["ranks", None] = selection._ranks(keys, 1) < traced.astype(jnp.uint8)
     for n in some_n(m)[:-1]:
-      found["selected", n] = masks._select(keys, n, 1)
+      found["selected", n] = selection.select(keys, n, 1)
       if m <= 32:
-        found["network", n] = cut(masks._kth_by_network, n)
+        found["network", n] = cut(selection.kth_by_network, n)
     labels.extend(found)
     return list(found.values())
 
@@ -554,7 +556,7 @@ def test_check_axis_normalises():
 
 
 def test_doctests():
-  failed, tried = doctest.testmod(masks, extraglobs={"jnp": jnp, "np": np})
+  failed, tried = doctest.testmod(making, extraglobs={"jnp": jnp, "np": np})
   assert tried and not failed
 
 

@@ -1,0 +1,226 @@
+"""Which of the keys of a group are the n largest; the lower index wins a tie.
+
+    keys [..., groups, m, ...], n -> [select] -> bool
+
+Nothing is sorted, gathered or transposed: every pass is elementwise or reduces within a group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# Which selection is cheapest for which m; measured by benchmarks/masks.py.
+_MAX_M_FOR_NETWORK = 32  # a min-max network: its program, and so its compilation, grows with m
+_MAX_M_FOR_RANKS = 16  # m comparisons per weight, for a traced n
+
+
+def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
+  """The mask of the n largest keys along `axis`, which is one whole group."""
+  m = keys.shape[axis]
+  kth = functools.partial(kth_by_bisection, n=n, axis=axis)
+  if isinstance(n, int):
+    if n == m:
+      return jnp.ones(keys.shape, bool)
+    if n == 1:
+      return _one_extreme(keys, axis, largest=True)
+    if n == m - 1:
+      return ~_one_extreme(keys, axis, largest=False)
+    if m <= _MAX_M_FOR_NETWORK:
+      kth = functools.partial(kth_by_network, n=n, axis=axis)
+  elif m <= _MAX_M_FOR_RANKS:
+    return _ranks(keys, axis) < n.astype(jnp.uint8)
+  return cut(keys, from_end(keys.shape, axis), kth)
+
+
+def _one_extreme(keys: jax.Array, axis: int, *, largest: bool) -> jax.Array:
+  """Marks one entry a group: the first of the largest, or the last of the smallest."""
+  m = keys.shape[axis]
+  best = _fold(keys, jnp.maximum if largest else jnp.minimum, axis)
+  label = _iota(keys.shape, axis, jnp.uint32, m if largest else 1, -1 if largest else 1)
+  hit = jnp.where(keys == best, label, jnp.uint32(0))
+  return label == _fold(hit, jnp.maximum, axis)
+
+
+def _ranks(keys: jax.Array, axis: int) -> jax.Array:
+  """How many of its group come before each key: larger, or equal with a lower index."""
+  keys = pinned(keys)
+  index = _iota(keys.shape, axis, keys.dtype)
+  rank = jnp.zeros(keys.shape, jnp.uint8)
+  for j in range(keys.shape[axis]):
+    rival = lax.slice_in_dim(keys, j, j + 1, axis=axis)
+    wins_ties = (index > keys.dtype.type(j)).astype(keys.dtype)
+    rank = rank + (rival + wins_ties > keys).astype(jnp.uint8)
+  return rank
+
+
+def cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
+  """Keeps what is above the n-th largest key, and of its equals the first ones.
+
+  Keys above become one high place, equals their place counted from the end, the rest 0: all
+  places that matter differ, so the n-th largest place is an exact cut.
+  """
+  small = from_end.dtype.type
+  threshold = kth(keys)
+  place = jnp.where(keys == threshold, from_end, small(0))
+  top = small(np.iinfo(small).max - 1)  # the very last one is `pinned`'s
+  place = pinned(jnp.where(keys > threshold, top, place))
+  return place >= kth(place)
+
+
+def from_end(shape, axis: int) -> jax.Array:
+  """m, m - 1, ..., 1 along `axis`, in the fewest bits."""
+  m = shape[axis]
+  return _iota(shape, axis, _count_dtype(m), m, -1)
+
+
+def _count_dtype(m: int):
+  """Unsigned integers up to m and two more."""
+  return jnp.uint8 if m < 254 else jnp.uint16 if m < 65534 else jnp.uint32
+
+
+def kth_by_network(keys: jax.Array, n: int, axis: int) -> jax.Array:
+  """The n-th largest key of each group, by a min-max network pruned to that one output.
+
+  Batcher, "Sorting networks and their applications", AFIPS 1968 (odd-even merge sort).
+  """
+  m = keys.shape[axis]
+  target = m - n  # in ascending order
+  wanted, plan = {target}, []
+  for a, b in reversed(_batcher(m)):
+    if a in wanted or b in wanted:
+      plan.append((a, b, a in wanted, b in wanted))
+      wanted |= {a, b}
+  rows = [lax.slice_in_dim(keys, j, j + 1, axis=axis) for j in range(m)]
+  for a, b, low, high in reversed(plan):
+    x, y = rows[a], rows[b]
+    if low:
+      rows[a] = jnp.minimum(x, y)
+    if high:
+      rows[b] = jnp.maximum(x, y)
+  return pinned(rows[target])
+
+
+def _batcher(m: int) -> list[tuple[int, int]]:
+  """The comparators of the odd-even merge sort of m keys, in order."""
+  pairs = []
+  p = 1
+  while p < m:
+    k = p
+    while k:
+      for j in range(k % p, m - k, 2 * k):
+        for i in range(j, j + min(k, m - j - k)):
+          if i // (2 * p) == (i + k) // (2 * p):
+            pairs.append((i, i + k))
+      k //= 2
+    p *= 2
+  return pairs
+
+
+def kth_by_bisection(
+  keys: jax.Array,
+  n: jax.Array | int,
+  axis: int,
+  size: int | None = None,
+  count_in: Callable | None = None,
+) -> jax.Array:
+  """The n-th largest key of each group, found bit by bit; n may be traced.
+
+  Eight bits make a digit, which needs one byte a key: among the keys that share all digits
+  found so far it is bisected, counting in each pass the digits at or above a candidate.
+
+  Args:
+    keys: unsigned integers.
+    n: how many to keep.
+    axis: a group, or a part of one (see `ladder_mask`).
+    size: the length of a group, where `axis` is a part of one.
+    count_in: hits -> how many in the group, `axis` of length 1; None adds up along `axis`.
+  """
+  unsigned = keys.dtype.type
+  count = _count_dtype(size or keys.shape[axis])
+  count_in = count_in or functools.partial(_fold, combine=jnp.add, axis=axis)
+  # Zeros made from the keys, so that they are sharded (or vary by device) as the keys are.
+  zeros = functools.partial(jnp.zeros_like, lax.slice_in_dim(keys, 0, 1, axis=axis))
+  need = zeros(count) + jnp.asarray(n).astype(count)
+
+  def bisect(digit, need):
+    def next_bit(found):
+      bit, low, above = found
+      candidate = low | bit
+      hits = count_in((digit >= candidate).astype(count))
+      enough = hits >= need
+      low, above = jnp.where(enough, candidate, low), jnp.where(enough, above, hits)
+      return bit >> jnp.uint8(1), low, above
+
+    start = jnp.uint8(128), zeros(jnp.uint8), zeros(count)
+    return lax.while_loop(lambda found: found[0] > 0, next_bit, start)[1:]
+
+  def next_digit(found):
+    shift, prefix, need = found
+    at = shift.astype(keys.dtype)
+    rest = (keys ^ prefix) >> at  # below 256 just where all earlier digits agree
+    digit = jnp.where(rest < unsigned(256), rest, unsigned(0)).astype(jnp.uint8)
+    low, above = bisect(digit, need)
+    return shift - 8, prefix | (low.astype(keys.dtype) << at), need - above
+
+  if keys.dtype.itemsize == 1:
+    return bisect(keys, need)[0]
+  start = jnp.int32(8 * (keys.dtype.itemsize - 1)), zeros(keys.dtype), need
+  return lax.while_loop(lambda found: found[0] >= 0, next_digit, start)[1]
+
+
+def count_in_ladder(hits: jax.Array, axis: int, doublings: jax.Array) -> jax.Array:
+  """Hits in groups of 2^doublings parts: `axis` is a part, `axis - 1` counts the parts."""
+  counts = sums = _fold(hits, jnp.add, axis)
+  parts = counts.shape[axis - 1]
+  for d in range(1, parts.bit_length()):
+    pairs = sums.reshape(*sums.shape[: axis - 1], parts >> d, 2, *sums.shape[axis:])
+    first, second = (lax.index_in_dim(pairs, i, axis, keepdims=False) for i in (0, 1))
+    sums = pinned(first + second)
+    spread = (*sums.shape[:axis], 1 << d, *sums.shape[axis:])
+    others = tuple(a for a in range(len(spread)) if a != axis)
+    total = lax.broadcast_in_dim(sums, spread, others).reshape(counts.shape)
+    counts = jnp.where(doublings >= d, total, counts)
+  return counts
+
+
+def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:
+  """Reduces `axis` to length 1: by eights, then the rest in two halves.
+
+  One long reduction reads a column with the stride of a row, which wastes the cache (up to 4x
+  slower on a CPU when a row is a large power of two); eight rows at a time stream. The halves
+  keep XLA from merging the two reductions into the long one again.
+  """
+  m = x.shape[axis]
+  add = functools.partial(jnp.sum, dtype=x.dtype)
+  whole = add if combine is jnp.add else jnp.max if combine is jnp.maximum else jnp.min
+  by = next(d for d in range(8, 0, -1) if m % d == 0)
+  if m <= 16 or by == 1:
+    return whole(x, axis=axis, keepdims=True)
+  parts = whole(x.reshape(*x.shape[:axis], m // by, by, *x.shape[axis + 1 :]), axis=axis + 1)
+  half = m // by // 2
+  halves = [lax.slice_in_dim(parts, *ends, axis=axis) for ends in ((0, half), (half, m // by))]
+  return combine(*(whole(x, axis=axis, keepdims=True) for x in halves))
+
+
+def pinned(x: jax.Array) -> jax.Array:
+  """x itself, but XLA on a CPU computes it once instead of once for every use.
+
+  Elementwise work is fused into each consumer and computed again there, m times where the
+  consumer broadcasts a group's value over the group. An integer remainder counts as too
+  expensive for that, and one by a value that no key reaches changes nothing.
+  (An optimization_barrier is dropped on CPU.)
+  """
+  never = x.dtype.type(np.iinfo(x.dtype).max)
+  return lax.platform_dependent(x, cpu=lambda x: lax.rem(x, never), default=lambda x: x)
+
+
+def _iota(shape, axis: int, dtype, first: int = 0, step: int = 1) -> jax.Array:
+  """first, first + step, ... along `axis`, broadcast to `shape`."""
+  values = np.arange(shape[axis]) * step + first
+  return lax.broadcast_in_dim(jnp.asarray(values, dtype), shape, (axis,))
