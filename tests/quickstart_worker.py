@@ -13,13 +13,13 @@ import sys
 def main():
   from nm_sparsity_jax import cli, quickstart
   from nm_sparsity_jax.local import data, reports, train  # noqa: F401 (starts no backend)
-  from nm_sparsity_jax.models.t5 import network
+  from nm_sparsity_jax.models.t5 import config
 
   data.import_seqio("t5x_tasks")
   import t5x_tasks
 
   # A fraction of the work: seqio's for each task, jax's for each layer.
-  network._T5_1_1["tiny"] = (16, 2, 1, 8, 32)
+  config._T5_1_1["tiny"] = (16, 2, 1, 8, 32)
   t5x_tasks.register_mini(rows={"train": 256, "validation": 64})
   mixture = data.mixture
 

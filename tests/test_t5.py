@@ -14,7 +14,7 @@ from test_layers import EACH, PHASES, STEPS, assert_same_bits, with_near_ties
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION, with_step
-from nm_sparsity_jax.models.t5 import T5Config, Transformer, layers, network
+from nm_sparsity_jax.models.t5 import T5Config, Transformer, config, layers, masks
 from nm_sparsity_jax.trees import flatten, map_with_names
 
 SIZES = dict(vocab_size=24, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
@@ -598,7 +598,7 @@ def test_nothing_heavy_is_looked_for():
   assert "flax" in roots and not roots & set(HEAVY) and not looked_for
 
 
-@pytest.mark.parametrize("module", [layers, network])
+@pytest.mark.parametrize("module", [config, masks])
 def test_docstrings(module):
   result = doctest.testmod(module)
   assert result.attempted and not result.failed

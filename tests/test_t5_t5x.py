@@ -19,7 +19,7 @@ import pytest
 import t5x_found
 from test_t5 import assert_close
 
-from nm_sparsity_jax.models.t5 import layers, network
+from nm_sparsity_jax.models.t5 import config, layers, network
 
 pytestmark = [
   pytest.mark.t5x,
@@ -158,7 +158,7 @@ def test_same_buckets(buckets, most):
 
 def test_presets_are_the_sizes_of_t5x():
   """Read off T5X's model files, by their text: no vocabulary is fetched."""
-  for family, sizes in [("t5_1_1", network._T5_1_1), ("t5_1_0", network._T5_1_0)]:
+  for family, sizes in [("t5_1_1", config._T5_1_1), ("t5_1_0", config._T5_1_0)]:
     base = fields_in((EXAMPLES / f"t5/{family}/base.gin").read_text())
     for size in sizes:
       if size == "tiny":  # ours
@@ -167,7 +167,7 @@ def test_presets_are_the_sizes_of_t5x():
       cfg = getattr(network.T5Config, family)(size)
       assert {k: getattr(cfg, k) for k in want} == want
       assert len(want) == 9
-  assert {f"{size}.gin" for size in network._T5_1_1} | {"base.gin"} == {
+  assert {f"{size}.gin" for size in config._T5_1_1} | {"base.gin"} == {
     p.name for p in (EXAMPLES / "t5/t5_1_1").glob("*.gin")
   }
 

@@ -16,10 +16,8 @@ Transformer, JMLR 2020, arXiv:1910.10683.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +27,19 @@ from flax.linen import partitioning, spmd
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax.layers import DenseGeneral, as_tuple, effective_kernel
+from nm_sparsity_jax.layers import DenseGeneral
+from nm_sparsity_jax.models.t5.attention import (
+  MultiHeadDotProductAttention,
+  SplitDenseGeneral,
+  dot_product_attention,
+)
+from nm_sparsity_jax.models.t5.masks import (
+  combine_biases,
+  combine_masks,
+  make_attention_mask,
+  make_causal_mask,
+  make_decoder_mask,
+)
 from nm_sparsity_jax.rules import Rules
 
 __all__ = [
@@ -48,225 +58,7 @@ __all__ = [
   "make_decoder_mask",
 ]
 
-# Not -inf: the softmax of a query that sees no key must stay finite.
-_MASKED = -1e10
-
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
-
-
-class SplitDenseGeneral(DenseGeneral):
-  """`DenseGeneral` whose kernel is stored with all its axes, (c, ..., f, ...), not 2-D.
-
-  T5X stores attention kernels so where it scans over layers: (embed, heads, kv) and (heads, kv,
-  embed). Initial values, outputs and groups are those of the 2-D kernel: the groups run along the
-  contracted axes, read as one.
-  """
-
-  @nn.compact
-  def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Contracts `axis` of `inputs`; the features come last."""
-    features = as_tuple(self.features)
-    inputs = jnp.asarray(inputs, self.dtype)
-    axes = tuple(a % inputs.ndim for a in as_tuple(self.axis))
-    contracted = tuple(inputs.shape[a] for a in axes)
-
-    def init(key, shape, dtype):
-      flat = self.kernel_init(key, (math.prod(contracted), math.prod(features)), dtype)
-      return flat.reshape(shape)
-
-    kernel = partitioning.param_with_axes(
-      "kernel", init, (*contracted, *features), self.param_dtype, axes=self.kernel_axes
-    )
-    own = tuple(range(len(axes)))
-    kernel = jnp.asarray(effective_kernel(self, kernel, axis=own), self.dtype)
-    return lax.dot_general(inputs, kernel, ((axes, own), ((), ())))
-
-
-def dot_product_attention(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  bias: jax.Array | None = None,
-  dropout_rng: jax.Array | None = None,
-  dropout_rate: float = 0.0,
-  deterministic: bool = False,
-  dtype: Dtype = jnp.float32,
-  float32_logits: bool = False,
-) -> jax.Array:
-  """softmax(query . key + bias) . value, for each head.
-
-  The logits are not scaled by 1 / sqrt(head_dim): T5 has that in the initializer of the query.
-
-  Args:
-    query: [..., q, h, d].
-    key: [..., k, h, d].
-    value: [..., k, h, d'].
-    bias: broadcasts to [..., h, q, k]; masks come in as large negative numbers.
-    dropout_rng: for the attention weights; one draw serves all queries of a head.
-    dropout_rate: share of the attention weights that is dropped.
-    deterministic: no dropout.
-    dtype: of the attention weights.
-    float32_logits: compute the logits in float32, whatever `dtype` is.
-
-  Returns:
-    [..., q, h, d'].
-  """
-  q, k, v = query.shape, key.shape, value.shape
-  if not (q[:-3] == k[:-3] == v[:-3] and q[-2:] == k[-2:] and k[:-1] == v[:-1]):
-    raise ValueError(
-      f"attention over query {q}, key {k}, value {v}: they must be [..., q, h, d], [..., k, h, d] "
-      "and [..., k, h, d'] with equal batch and heads. Check num_heads, head_dim and the batch."
-    )
-  if float32_logits:
-    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-  logits = jnp.einsum("...qhd,...khd->...hqk", query, key)
-  if bias is not None:
-    logits = logits + bias.astype(logits.dtype)
-  weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
-  if dropout_rate > 0.0 and not deterministic:
-    if dropout_rng is None:
-      raise ValueError(
-        f"dropout_rate={dropout_rate} needs a dropout_rng. Pass one, or deterministic=True."
-      )
-    keep_prob = 1.0 - dropout_rate
-    shape = (*weights.shape[:-2], 1, weights.shape[-1])
-    keep = jax.random.bernoulli(dropout_rng, keep_prob, shape)
-    weights = weights * (keep.astype(dtype) / jnp.asarray(keep_prob, dtype))
-  return jnp.einsum("...hqk,...khd->...qhd", weights, value)
-
-
-class MultiHeadDotProductAttention(nn.Module):
-  """Attention of `inputs_q` over `inputs_kv`, with a cache for decoding one token at a time.
-
-  Parameters: `query`, `key`, `value` (embed, joined_kv) and `out` (joined_kv, embed).
-
-  The cache of b sequences holds, for the k positions that the creating call was given,
-
-      cached_key, cached_value   [b, h, d, k], zeros until written
-      cache_index                int32 scalar, the position to write next
-
-  Attributes:
-    num_heads: h.
-    head_dim: d.
-    dtype: of the computation.
-    dropout_rate: of the attention weights.
-    kernel_init: initializer of the kernels; the query's is divided by sqrt(d).
-    float32_logits: compute the logits in float32.
-    split_kernels: store heads and head_dim as two axes, as T5X does where it scans over layers.
-    rules: what is sparse, and how; None = dense.
-  """
-
-  num_heads: int
-  head_dim: int
-  dtype: Dtype = jnp.float32
-  dropout_rate: float = 0.0
-  kernel_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-  float32_logits: bool = False
-  split_kernels: bool = False
-  rules: Rules | None = None
-
-  @nn.compact
-  def __call__(
-    self,
-    inputs_q: jax.Array,
-    inputs_kv: jax.Array,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    *,
-    decode: bool = False,
-    deterministic: bool = False,
-  ) -> jax.Array:
-    """Attends.
-
-    Args:
-      inputs_q: [b, q, e].
-      inputs_kv: [b, k, features].
-      mask: broadcasts to [b, h, q, k].
-      bias: broadcasts to [b, h, q, k]; while decoding it has all q = k positions of the cache.
-      decode: the first such call makes the cache, as long as `inputs_kv`; later calls bring one
-        position each, add it and see those before.
-      deterministic: no dropout.
-
-    Returns:
-      [b, q, e].
-    """
-    heads = ("heads", "kv") if self.split_kernels else ("joined_kv",)
-    dense = functools.partial(
-      SplitDenseGeneral if self.split_kernels else DenseGeneral, dtype=self.dtype, rules=self.rules
-    )
-
-    def project(name, inputs, kernel_init):
-      features = (self.num_heads, self.head_dim)
-      layer = dense(features, kernel_init=kernel_init, kernel_axes=("embed", *heads), name=name)
-      return spmd.with_logical_constraint(layer(inputs), ("batch", "length", "heads", "kv"))
-
-    def query_init(key, shape, dtype):
-      # T5X rounds the divisor to the compute dtype; equal keys shall give equal parameters.
-      divisor = jnp.sqrt(jnp.float32(self.head_dim)).astype(self.dtype)
-      return self.kernel_init(key, shape, dtype) / divisor.astype(dtype)
-
-    query = project("query", inputs_q, query_init)
-    key = project("key", inputs_kv, self.kernel_init)
-    value = project("value", inputs_kv, self.kernel_init)
-    if decode:
-      key, value, mask, bias = self._through_cache(query, key, value, mask, bias)
-    if mask is not None:
-      seen = jnp.where(mask > 0, 0.0, _MASKED).astype(self.dtype)
-      bias = combine_biases(seen, bias)
-    dropout = self.dropout_rate > 0.0 and not deterministic
-    x = dot_product_attention(
-      query,
-      key,
-      value,
-      bias=bias,
-      dropout_rng=self.make_rng("dropout") if dropout else None,
-      dropout_rate=self.dropout_rate,
-      deterministic=deterministic,
-      dtype=self.dtype,
-      float32_logits=self.float32_logits,
-    )
-    return dense(
-      inputs_q.shape[-1],
-      (-2, -1),
-      kernel_init=self.kernel_init,
-      kernel_axes=(*heads, "embed"),
-      name="out",
-    )(x)
-
-  def _through_cache(self, query, key, value, mask, bias):
-    """Keys, values, mask and bias for one decoded position; makes the cache where there is none."""
-    made = self.has_variable("cache", "cached_key")
-    # The length is the last axis: lanes of a TPU then run along it.
-    last = lambda x: jnp.moveaxis(x, -3, -1)
-    keys = self.variable("cache", "cached_key", jnp.zeros_like, last(key))
-    values = self.variable("cache", "cached_value", jnp.zeros_like, last(value))
-    index = self.variable("cache", "cache_index", lambda: jnp.int32(0))
-    if not made:
-      return key, value, mask, bias
-    length = keys.value.shape[-1]
-    expected = (keys.value.shape[0], 1, *keys.value.shape[1:3])
-    if query.shape != expected:
-      raise ValueError(
-        f"decoding: the query has shape {query.shape}, but the cache {keys.value.shape} takes "
-        f"{expected}, one position a call. Pass one token for each sequence, or make a new cache "
-        "by init with decode=True and inputs of the full length."
-      )
-    if bias is not None and bias.shape[-2:] != (length, length):
-      raise ValueError(
-        f"decoding: the bias has shape {bias.shape}, but the cache has {length} positions, so its "
-        f"last two axes must be {(length, length)}. Pass max_decode_length={length}."
-      )
-    now = index.value
-    # A choice and no scatter: it fuses, and a TPU likes it.
-    here = lax.broadcasted_iota(jnp.int32, keys.value.shape, keys.value.ndim - 1) == now
-    keys.value = jnp.where(here, last(key), keys.value)
-    values.value = jnp.where(here, last(value), values.value)
-    index.value = now + 1
-    past = lax.broadcasted_iota(jnp.int32, (expected[0], 1, 1, length), 3) <= now
-    if bias is not None:
-      bias = lax.dynamic_slice_in_dim(bias, now, 1, axis=-2)
-    first = lambda x: jnp.moveaxis(x, -1, -3)
-    return first(keys.value), first(values.value), combine_masks(mask, past), bias
 
 
 class MlpBlock(nn.Module):
@@ -472,101 +264,3 @@ class LayerNorm(nn.Module):
     square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
     y = jnp.asarray(x * lax.rsqrt(square + self.epsilon), self.dtype)
     return y * jnp.broadcast_to(jnp.asarray(scale, self.dtype), y.shape)
-
-
-def make_attention_mask(
-  query_input: jax.Array,
-  key_input: jax.Array,
-  pairwise_fn: Callable = jnp.multiply,
-  extra_batch_dims: int = 0,
-  dtype: Dtype = jnp.float32,
-) -> jax.Array:
-  """pairwise_fn of every query with every key.
-
-  Args:
-    query_input: [..., q].
-    key_input: [..., k].
-    pairwise_fn: elementwise, of [..., q, 1] and [..., 1, k].
-    extra_batch_dims: axes of length 1 to put in front.
-    dtype: of the mask.
-
-  Returns:
-    [..., 1, q, k]; the 1 stands for all heads.
-
-  >>> make_attention_mask(jnp.array([1, 1, 2]), jnp.array([1, 2]), jnp.equal)[0].tolist()
-  [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]
-  """
-  mask = pairwise_fn(jnp.expand_dims(query_input, -1), jnp.expand_dims(key_input, -2))
-  mask = jnp.expand_dims(mask, (*range(extra_batch_dims), extra_batch_dims + mask.ndim - 2))
-  return mask.astype(dtype)
-
-
-def make_causal_mask(
-  x: jax.Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.float32
-) -> jax.Array:
-  """1 where the key is not after the query; x [..., q], only its shape counts -> [..., 1, q, q]."""
-  position = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-  return make_attention_mask(position, position, jnp.greater_equal, extra_batch_dims, dtype)
-
-
-def combine_masks(*masks: jax.Array | None, dtype: Dtype = jnp.float32) -> jax.Array | None:
-  """1 where every mask is not 0; masks of equal rank, None is left out; None if none is given."""
-  given = _of_equal_rank(masks)
-  if not given:
-    return None
-  return functools.reduce(jnp.logical_and, [m.astype(bool) for m in given]).astype(dtype)
-
-
-def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
-  """The sum of the biases; equal rank, None is left out; None if none is given."""
-  given = _of_equal_rank(masks)
-  return functools.reduce(operator.add, given) if given else None
-
-
-def _of_equal_rank(arrays: Sequence[Any]) -> list[Any]:
-  given = [x for x in arrays if x is not None]
-  if len({x.ndim for x in given}) > 1:
-    raise ValueError(
-      f"cannot combine masks or biases of shapes {[tuple(x.shape) for x in given]}: their ranks "
-      "differ. Make each [b, h, q, k], with 1 where it holds for all."
-    )
-  return given
-
-
-def make_decoder_mask(
-  decoder_target_tokens: jax.Array,
-  dtype: Dtype,
-  decoder_causal_attention: jax.Array | None = None,
-  decoder_segment_ids: jax.Array | None = None,
-) -> jax.Array:
-  """Who may see whom in the decoder: the past, no padding, one's own packed example.
-
-  >>> tokens, segments = jnp.array([[5, 6, 7, 8, 0]]), jnp.array([[1, 1, 2, 2, 0]])
-  >>> for row in make_decoder_mask(tokens, int, decoder_segment_ids=segments)[0, 0].tolist():
-  ...   print(row)
-  [1, 0, 0, 0, 0]
-  [1, 1, 0, 0, 0]
-  [0, 0, 1, 0, 0]
-  [0, 0, 1, 1, 0]
-  [0, 0, 0, 0, 0]
-
-  Args:
-    decoder_target_tokens: [..., q], 0 = padding.
-    dtype: of the mask.
-    decoder_causal_attention: [..., q], 1 for positions that see each other in both directions, as
-      the inputs of a prefix language model do. (The name is T5X's.)
-    decoder_segment_ids: [..., q], the number of the packed example.
-
-  Returns:
-    [..., 1, q, q].
-  """
-  seen = make_causal_mask(decoder_target_tokens, dtype=bool)
-  if decoder_causal_attention is not None:
-    prefix = decoder_causal_attention.astype(bool)
-    seen = jnp.logical_or(seen, make_attention_mask(prefix, prefix, dtype=bool))
-  tokens, ids = decoder_target_tokens > 0, decoder_segment_ids
-  filled = make_attention_mask(tokens, tokens, dtype=bool)
-  packed = None if ids is None else make_attention_mask(ids, ids, jnp.equal, dtype=bool)
-  mask = combine_masks(seen, filled, packed, dtype=dtype)
-  assert mask is not None
-  return mask

@@ -1,0 +1,119 @@
+"""Sizes and choices of a T5, and those of the published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from flax.typing import Dtype
+
+from nm_sparsity_jax.rules import Rules
+
+# emb_dim, num_heads, layers of encoder and of decoder, head_dim, mlp_dim
+_T5_1_1 = {
+  "tiny": (128, 4, 2, 32, 256),
+  "small": (512, 6, 8, 64, 1024),
+  "base": (768, 12, 12, 64, 2048),
+  "large": (1024, 16, 24, 64, 2816),
+  "xl": (2048, 32, 24, 64, 5120),
+  "xxl": (4096, 64, 24, 64, 10240),
+}
+_T5_1_0 = {
+  "tiny": (128, 4, 2, 32, 256),
+  "small": (512, 8, 6, 64, 2048),
+  "base": (768, 12, 12, 64, 3072),
+  "large": (1024, 16, 24, 64, 4096),
+  "3B": (1024, 32, 24, 128, 16384),
+  "11B": (1024, 128, 24, 128, 65536),
+}
+_WMT = {"wmt": (1024, 16, 6, 64, 4096)}
+
+_VOCABULARY = 32128  # T5's 32,000 pieces and 100 sentinels, rounded up to a multiple of 128
+
+
+@struct.dataclass
+class T5Config:
+  """Sizes and choices of a T5; the fields of T5X's `T5Config`, and those from `rules` on.
+
+  >>> T5Config.t5_1_1("small", dropout_rate=0.0).mlp_activations
+  ('gelu', 'linear')
+
+  Attributes:
+    vocab_size: rows of the token embedding.
+    dtype: of the computation; parameters are float32.
+    emb_dim: width of the residual stream.
+    num_heads: attention heads.
+    num_encoder_layers: layers of the encoder.
+    num_decoder_layers: layers of the decoder.
+    head_dim: width of a head.
+    mlp_dim: width of the feed-forward block.
+    mlp_activations: one for each of its input projections; see `layers.MlpBlock`.
+    dropout_rate: of every dropout.
+    logits_via_embedding: the logits come from the token embedding (T5.1.0), not from a projection
+      of their own (T5.1.1).
+    float32_attention_logits: compute attention logits in float32 whatever `dtype` is.
+    rules: what is sparse, and how; None = dense.
+    remat_policy: what the backward pass finds stored. 'none': everything; 'minimal': products
+      with weights, and N:M masks; 'nm_masks': N:M masks only; 'full': nothing, all of a layer is
+      computed again.
+    scan_layers: scan over the layers of a stack, which stacks their parameters.
+    param_scan_axis: along which axis.
+  """
+
+  vocab_size: int
+  dtype: Dtype = jnp.float32
+  emb_dim: int = 512
+  num_heads: int = 8
+  num_encoder_layers: int = 6
+  num_decoder_layers: int = 6
+  head_dim: int = 64
+  mlp_dim: int = 2048
+  mlp_activations: Sequence[str | Callable] = ("relu",)
+  dropout_rate: float = 0.1
+  logits_via_embedding: bool = False
+  float32_attention_logits: bool = False
+  rules: Rules | None = None
+  remat_policy: str = "none"
+  scan_layers: bool = False
+  param_scan_axis: int = 1
+
+  @classmethod
+  def t5_1_1(cls, size: str, **overrides: Any) -> T5Config:
+    """T5.1.1: gated GELU, logits of their own; 'tiny', 'small', 'base', 'large', 'xl', 'xxl'."""
+    fields = dict(mlp_activations=("gelu", "linear"), logits_via_embedding=False)
+    return cls._of_size(_T5_1_1, size, fields | overrides)
+
+  @classmethod
+  def t5_1_0(cls, size: str, **overrides: Any) -> T5Config:
+    """T5.1.0: ReLU, logits via the embedding; 'tiny', 'small', 'base', 'large', '3B', '11B'."""
+    fields = dict(mlp_activations=("relu",), logits_via_embedding=True)
+    return cls._of_size(_T5_1_0, size, fields | overrides)
+
+  @classmethod
+  def preset(cls, version: str, size: str, **overrides: Any) -> T5Config:
+    """`t5_1_1` or `t5_1_0`, by the name of the version."""
+    versions = {"t5_1_1": cls.t5_1_1, "t5_1_0": cls.t5_1_0}
+    if version not in versions:
+      raise ValueError(f"T5 of version {version!r}: choose one of {', '.join(versions)}.")
+    return versions[version](size, **overrides)
+
+  @classmethod
+  def wmt(cls, **overrides: Any) -> T5Config:
+    """The translation model of the N:M paper's Table 16, 6 + 6 layers.
+
+    The table says nothing on activation and logits; these are those of the Transformer that it
+    follows (Vaswani et al. 2017, arXiv:1706.03762): ReLU, logits via the embedding.
+    """
+    fields = dict(mlp_activations=("relu",), logits_via_embedding=True)
+    return cls._of_size(_WMT, "wmt", fields | overrides)
+
+  @classmethod
+  def _of_size(cls, sizes, size, fields) -> T5Config:
+    if size not in sizes:
+      raise ValueError(f"T5 of size {size!r}: choose one of {', '.join(sizes)}.")
+    emb_dim, num_heads, depth, head_dim, mlp_dim = sizes[size]
+    own = dict(vocab_size=_VOCABULARY, emb_dim=emb_dim, num_heads=num_heads, head_dim=head_dim)
+    own |= dict(mlp_dim=mlp_dim, num_encoder_layers=depth, num_decoder_layers=depth)
+    return cls(**(own | fields))
