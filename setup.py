@@ -68,7 +68,9 @@ TASKS = [
   "sacrebleu",
 ]
 
-# The runner that needs nothing but the Python package index. clu imports tensorboard;
+# The runner that needs nothing but the Python package index. clu imports tensorboard, and stays:
+# google-metrax 0.2.4 depends on clu, adds tensorboardx, and has neither GLUE's correlations nor
+# the JSON lines of a run, and T5X's metrics are clu's in any case;
 # `nm-sparsity report` fills its page with jinja2, which escapes whatever runs are called.
 LOCAL = [*TASKS, _CLU, _ORBAX, "tensorboard", "rich", "matplotlib", _JINJA]
 
@@ -106,7 +108,6 @@ DEV = [
   "hypothesis>=6.170",
   "ruff==0.17.*",
   "pyright[nodejs]==1.1.414",
-  "gin-config>=0.5.0",
   "matplotlib",
   "setuptools>=77",  # the tests build a wheel
   "qwix>=0.1.8",  # the peer that benchmarks/ measures against

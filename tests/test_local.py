@@ -784,6 +784,10 @@ def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
   assert evaluation.best_step(rows[:1], None) is None and evaluation.best_step([], "f1") is None
   with pytest.raises(ValueError, match="BEST_METRIC='bleu' is none of the tasks' metrics: em, f1"):
     evaluation.best_step(rows, "bleu")
+  # Less of an error is better: by its name, unless the workload notes otherwise.
+  errors = [r | {"metrics": {"a": {"error": x}}} for r, x in zip(rows[1:], (0.2, 0.3), strict=True)]
+  assert evaluation.best_step(errors, "error") == 2
+  assert evaluation.best_step([r | {"less_is_better": []} for r in errors], "error") == 3
   # A correlation of equal predictions is NaN, early on; a loss may be.
   worse = [dict(rows[1], metrics={"a": {"f1": np.nan}}), rows[2] | {"step": 4}]
   assert evaluation.best_step(worse, "f1") == 4 and evaluation.best_step(worse[:1], "f1") is None

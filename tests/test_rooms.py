@@ -12,8 +12,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Each room imports only rooms before it. A folder is one room.
 ORDER = (
-  "_version", "installed", "text", "errors", "patterns", "trees", "dtypes", "masks", "schedules",
-  "groups", "gradients", "recipes", "roles", "places", "rules", "rules_text", "opt_states",
+  "_version", "installed", "directions", "text", "errors", "patterns", "trees", "dtypes", "masks",
+  "schedules", "groups", "gradients", "recipes", "roles", "places", "rules", "rules_text",
+  "opt_states",
   "stored", "apply", "optim", "transform", "layers", "metrics", "flops", "glue", "t5x_tasks",
   "configure", "models", "t5", "workloads", "gin_files", "runs", "local", "t5x_adapter", "plan",
   "scores", "report", "sweep", "environment", "quickstart", "commands", "cli",

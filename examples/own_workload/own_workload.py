@@ -99,6 +99,9 @@ class Regression(Workload):
   def splits(self):
     return {"validation": [self._batch((2**31, i)) for i in range(2)]}
 
+  def less_is_better(self, metric):
+    return metric in ("loss", "absolute_error")
+
   def shape(self, lengths=None):
     return Shape(self.inputs, self.network.width)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax import directions
 from nm_sparsity_jax.runs import files, folders
 from nm_sparsity_jax.workloads.base import Devices, Evaluator, Found, Stopped, take
 from nm_sparsity_jax.workloads.text_evaluation import Evaluation  # T5's, a name for gin files
@@ -60,10 +62,16 @@ class History:
   Args:
     folder: of the run.
     metric: by which an evaluation is best; see `best_step`.
+    less_is_better: what the workload says of the name of a metric.
   """
 
-  def __init__(self, folder: pathlib.Path, metric: str | None):
-    self._folder, self._metric = folder, metric
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    metric: str | None,
+    less_is_better: Callable[[str], bool] = directions.by_name,
+  ):
+    self._folder, self._metric, self._less_is_better = folder, metric, less_is_better
     self.entries: dict[int, dict[str, Any]] = {}  # by global step
 
   def read(self, until: int) -> None:
@@ -80,6 +88,7 @@ class History:
       "at_target": at_target,
       "loss": {split: scalars["loss"] for split, scalars in found.scalars.items()},
       "metrics": found.metrics,
+      **directions.noted(itertools.chain(*found.metrics.values()), self._less_is_better),
     }
     self._write()
 
@@ -100,7 +109,8 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
 
   Args:
     evaluations: entries of evaluations.json.
-    metric: its mean over tasks, larger is better; None = the mean loss, smaller is better.
+    metric: its mean over tasks, better in the direction that the entries note or its name tells;
+      None = the mean loss, smaller is better.
   """
   scores: dict[int, float] = {}
   for e in evaluations:
@@ -111,6 +121,8 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
       if not values:
         have = ", ".join(sorted({name for found in e["metrics"].values() for name in found}))
         raise ValueError(f"BEST_METRIC={metric!r} is none of the tasks' metrics: {have}.")
+    if metric is not None and directions.less_is_better(e, metric):
+      values = [-x for x in values]
     if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
       scores[e["step"]] = mean
   return max(scores, key=lambda step: (scores[step], -step)) if scores else None

@@ -77,9 +77,9 @@ class Run:
       nothing.
     periods: when things happen.
     keep_checkpoints: how many of the newest stay, beside the best; None = all.
-    best_metric: by which a checkpoint is best: a metric of the tasks, larger is better, its mean
-      over tasks; None = the validation loss, smaller is better. Only checkpoints of the target
-      pattern count.
+    best_metric: by which a checkpoint is best: a metric of the tasks, its mean over tasks, better
+      in the direction that the workload says; None = the validation loss, smaller is better. Only
+      checkpoints of the target pattern count.
     learning_rate: step -> its value, to be reported.
   """
 

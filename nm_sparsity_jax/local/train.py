@@ -66,7 +66,7 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
   """Does what is left of a run in its folder; returns the exit code, as `train` does."""
   run.model.workload.check(run.source)
   init_key, key = jax.random.split(jax.random.PRNGKey(run.random_seed))
-  history = History(saved.folder, run.best_metric)
+  history = History(saved.folder, run.best_metric, run.model.workload.less_is_better)
   state, offset = _start(run, saved, history, init_key)
   done = int(state.sparse_step)
   first, last = offset + done, offset + run.sparse_steps

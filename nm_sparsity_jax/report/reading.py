@@ -15,16 +15,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nm_sparsity_jax import directions
 from nm_sparsity_jax.report import charts, network
 from nm_sparsity_jax.runs import events, folders, results, trained
 
 Points = dict[int, float]  # global step -> value
 LOSS = "loss_per_nonpadding_target_token"
-_LESS_IS_BETTER = re.compile(r"loss|error|perplexity|(^|_)(mse|mae|rmse)($|_)")
 
 
 @dataclasses.dataclass
@@ -162,8 +161,8 @@ def _read(folder: pathlib.Path, name: str) -> Run:
 def tasks_of(folder: pathlib.Path) -> dict[str, results.Series]:
   """Returns task -> step -> metric -> value for all tasks of a run.
 
-  A task's metrics come from inference_eval/, and from evaluations.json where that has none. Errors
-  and losses of the latter are left out: no run is judged by them as if more were better.
+  A task's metrics come from inference_eval/, and from evaluations.json where that has none. Metrics
+  of the latter of which less is better are left out: no run is judged by them as if more were.
 
   Args:
     folder: the run's.
@@ -175,7 +174,8 @@ def tasks_of(folder: pathlib.Path) -> dict[str, results.Series]:
   noted: dict[str, results.Series] = {}
   for step, entry in folders.evaluations(folder).items():
     for task, metrics in (entry.get("metrics") or {}).items():
-      values = {name: x for name, x in metrics.items() if not _LESS_IS_BETTER.search(name)}
+      less = functools.partial(directions.less_is_better, entry)
+      values = {name: x for name, x in metrics.items() if not less(name)}
       if task not in found and values:
         noted.setdefault(task, {})[step] = values
   return found | dict(sorted(noted.items()))

@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from flax import struct
 
+from nm_sparsity_jax import directions
+
 Batch = Mapping[str, Any]
 
 
@@ -112,6 +114,16 @@ class Workload:
     weight = max(sums[self.weight], 1.0)
     return {name: x / weight for name, x in sums.items() if name != self.weight}
 
+  def less_is_better(self, metric: str) -> bool:
+    """Returns whether a smaller value of a metric is better; by default its name tells.
+
+    The best checkpoint, reports and sweeps go by it.
+
+    Args:
+      metric: a name of `scalars`, such as 'absolute_error'.
+    """
+    return directions.by_name(metric)
+
   def shape(self, lengths: Mapping[str, int] | None = None) -> Any:
     """Returns a shape of `nm_sparsity_jax.flops`, whose `ops()` tell FLOPs; None = not known.
 
@@ -170,7 +182,7 @@ class Found(NamedTuple):
 
   Attributes:
     scalars: split -> what `Workload.scalars` makes of its sums.
-    metrics: split -> name -> value; larger is better.
+    metrics: split -> name -> value; `Workload.less_is_better` tells which way is better.
   """
 
   scalars: dict[str, dict[str, float]]
