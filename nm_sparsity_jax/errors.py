@@ -45,6 +45,10 @@ class SettingError(ValueError):
     return self.told({})
 
 
+class UnknownRecipe(ValueError):
+  """A checkpoint names a recipe that nobody registered: the module that does is not imported."""
+
+
 class _Names(dict):
   """A setting that has no other name keeps its own, before "=" too."""
 

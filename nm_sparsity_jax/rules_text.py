@@ -14,6 +14,7 @@ import zlib
 import numpy as np
 
 from nm_sparsity_jax import masks
+from nm_sparsity_jax.errors import UnknownRecipe
 from nm_sparsity_jax.recipes import RECIPES, Recipe, recipe
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.schedules import Phases
@@ -50,6 +51,7 @@ def parse(text: str) -> Rules:
   0.5
 
   Raises:
+    UnknownRecipe: a place has a recipe that nobody registered.
     ValueError: this version cannot read the text, or would write another one for what it reads.
   """
   places: dict[str, Recipe] = {}
@@ -67,8 +69,11 @@ def parse(text: str) -> Rules:
         name, _, roles_regex = line.removeprefix("role ").partition(": ")
         roles[name] = roles_regex
       else:
+        _refuse_unknown(line)
         indivisible = line.removeprefix("indivisible: ")
     rules = Rules(places, axes, indivisible, roles)
+  except UnknownRecipe:
+    raise
   except (ValueError, TypeError, SyntaxError) as e:
     raise ValueError(f"these rules cannot be read by this version ({e}):\n{text}") from e
   if describe(rules) != text:
@@ -108,6 +113,16 @@ def _place(line: str) -> re.Match[str] | None:
   return re.fullmatch(
     rf"(?P<place>.+): (?P<name>{names})(?: (?P<pattern>\d+:\d+))?(?P<fields>(?:, \w+=.*)?)", line
   )
+
+
+def _refuse_unknown(line: str) -> None:
+  """Raises where a line says that a place has a recipe that nobody registered."""
+  found = re.fullmatch(r".+?: ([^\W\d]\w*)(?: \d+:\d+)?(?:, \w+=.*)?", line)
+  if found and not line.startswith("indivisible: "):
+    raise UnknownRecipe(
+      f"the rules of this checkpoint name the recipe {found[1]!r}, and no such recipe is "
+      "registered: import the module that registers it (--import MODULE of the commands)."
+    )
 
 
 def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:

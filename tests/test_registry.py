@@ -12,7 +12,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import configure, recipes, rules_text, stored
-from nm_sparsity_jax.errors import SettingError
+from nm_sparsity_jax.errors import SettingError, UnknownRecipe
 from nm_sparsity_jax.recipes import RECIPES, curves, registry
 from nm_sparsity_jax.runs import results
 
@@ -178,7 +178,7 @@ def test_the_text_in_a_checkpoint_means_it():
   assert text.splitlines()[0] == (
     "ff: halving 1:4, total=20, dense=4, finetune=4, scale=2.0, kept=NM(n=2, m=4)"
   )
-  with pytest.raises(ValueError, match="cannot be read by this version"):
+  with pytest.raises(UnknownRecipe, match="the recipe 'halving', and no such recipe is registered"):
     rules_text.parse(text)
   with registered(Halving):
     assert rules_text.parse(rules_text.unpack(rules_text.pack(text))) == rules

@@ -20,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import t5x_found
+import test_own_recipe
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import apply, cli
+from nm_sparsity_jax.recipes import registry
 from nm_sparsity_jax.trees import flatten
 
 pytestmark = [
@@ -264,3 +266,34 @@ def test_a_finalized_checkpoint_is_the_run_to_t5x(
   manager.close()
   assert int(mine(found)["step"]) == 0 and int(found.step) == STEP
   assert_equal(found.params, model.effective(state.params, state.flax_mutables))
+
+
+def test_a_recipe_from_outside_trains_and_is_deployed(tmp_path, monkeypatch, capsys):
+  """What it stores beside its mask is saved by T5X, and finalize deploys what it says."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  (tmp_path / "soft_recipe.py").write_text(test_own_recipe.RECIPE)
+  importlib.import_module("soft_recipe")
+  try:
+    phases = nms.Phases(total=3, dense=1, finetune=1)
+    model = make(nms.Rules({"ff": nms.recipe("soft", pattern="1:4", phases=phases, scale=2.0)}))
+    run = begin(model)
+    state = run.train_state
+    for t in range(3):
+      state, _ = run._partitioned_train_step(state, batch_of(t))
+    write("orbax", model, state.replace_step(jnp.int32(STEP)), tmp_path / "run")
+    assert cli.main(["finalize", "run", "out", "--import=soft_recipe"]) == 0
+    assert cli.main(["verify", "out", "--import=soft_recipe"]) == 0
+  finally:
+    registry._recipes.pop("soft", None)
+    sys.modules.pop("soft_recipe", None)
+  found = dict(flatten(restore(make(None, dense=True), tmp_path / f"out/checkpoint_{STEP}").params))
+  kernels = [path for path in found if "/mlp/" in path]
+  assert kernels
+  for path, w in flatten(jax.device_get(state.params)):
+    want = w
+    if path in kernels:
+      groups = abs(w).reshape(-1, 4, w.shape[1])
+      mask = (groups == groups.max(1, keepdims=True)).reshape(w.shape)
+      want = np.where(mask, 2 * w - np.sign(w) * abs(w)[mask].min() / 2, 0)
+    np.testing.assert_allclose(found[path], want, rtol=1e-6, err_msg=path)

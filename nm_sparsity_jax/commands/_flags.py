@@ -1,4 +1,4 @@
-"""T5X's flags for gin, for every command that reads gin files."""
+"""T5X's flags for gin and --import, for every command that reads gin files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from nm_sparsity_jax.commands import _imports
+
 
 def add(parser: argparse.ArgumentParser, search_paths: str) -> None:
-  """Adds --gin_file, --gin_bindings, --gin_search_paths and --gin.X=VALUE.
+  """Adds --gin_file, --gin_bindings, --gin_search_paths, --gin.X=VALUE and --import.
 
   T5X's other flags are accepted and ignored.
 
@@ -22,6 +24,7 @@ def add(parser: argparse.ArgumentParser, search_paths: str) -> None:
     "--gin_bindings", action="append", default=[], metavar="'X = VALUE'", help="the same as --gin.X"
   )
   add("--gin_search_paths", default=".", metavar="DIR[,DIR]", help=search_paths)
+  _imports.add(parser)
   parser.add_argument_group(
     "overrides", "--gin.X=VALUE sets X, as in T5X; a string needs quotes: --gin.RECIPE=\"'sr_ste'\""
   )

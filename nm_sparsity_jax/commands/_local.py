@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from nm_sparsity_jax import gin_files
-from nm_sparsity_jax.commands import _flags
+from nm_sparsity_jax.commands import _flags, _imports
 
 
 def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]:
@@ -19,6 +19,7 @@ def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   gin_files.see_modules_here()
+  _imports.load(args)
   paths = [*_flags.search_paths(args), gin_files.folder()]
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
   if config.settings("Source") or config.settings("Evaluation"):  # of T5; others need no seqio

@@ -22,7 +22,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nm_sparsity_jax.commands import _rules
+from nm_sparsity_jax.commands import _imports, _rules
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.runs.proof import Removed
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
   parser.add_argument("out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new")
   _rules.add(parser)
+  _imports.add(parser)
   parser.add_argument("--early", action="store_true", help="though the schedule is not over")
   parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
 
+  _imports.load(args)
   with _rules.by_flag():
     made = runs.finalize(args.checkpoint, args.out, early=args.early, **_rules.given(args))
   if args.json:

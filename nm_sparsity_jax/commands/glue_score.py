@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nm_sparsity_jax import roles
-from nm_sparsity_jax.commands import _flags
+from nm_sparsity_jax.commands import _flags, _imports
 from nm_sparsity_jax.runs import results
 from nm_sparsity_jax.scores import rows, text
 
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="the step of each task: the one with the best mean of its metrics (the default; the "
     "earliest of equals), its last one, or this one (T5X counts from pre-training on)",
   )  # fmt: skip
+  _imports.add(parser)
   unsaid = parser.add_argument_group("where a run's config.gin does not say")
   unsaid.add_argument("--recipe", metavar="NAME", help="such as sdgf_stepwise, or dense")
   unsaid.add_argument(
@@ -79,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError("give the folder of a run, or several, or --join NAME DIR...")
   if lone := [name for name, *paths in args.join if not paths]:
     raise ValueError(f"--join {lone[0]}: a name for the row comes first, then the folders of runs")
+
+  _imports.load(args)
 
   def read(path: str) -> results.Run:
     run = results.read(path)

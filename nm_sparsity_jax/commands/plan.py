@@ -21,7 +21,7 @@ import contextlib
 import json
 import os
 
-from nm_sparsity_jax.commands import _flags
+from nm_sparsity_jax.commands import _flags, _imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import gin_files, plan
 
   gin_files.see_modules_here()
+  _imports.load(args)
   where = _flags.search_paths(args)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
     report = plan.plan(args.gin_file, args.gin_bindings, where, args.checkpoint)

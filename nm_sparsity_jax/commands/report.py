@@ -15,6 +15,7 @@ import argparse
 import os
 import pathlib
 
+from nm_sparsity_jax.commands import _imports
 from nm_sparsity_jax.runs import files
 
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--checkpoint", type=_flags.checkpoint, default="best", metavar="best|last|STEP",
     help="of the scores, as for `nm-sparsity glue score` (default: best)",
   )  # fmt: skip
+  _imports.add(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError(f"--out: {str(out)!r} is a folder: name a file in it.")
   if args.png:
     files.check_folder("--png", pathlib.Path(args.png))
+  _imports.load(args)
   found = report.report(args.runs, args.checkpoint)
   print(report.write(found, out))
   if args.png:

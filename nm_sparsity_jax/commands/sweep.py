@@ -19,6 +19,8 @@ import json
 import os
 import sys
 
+from nm_sparsity_jax.commands import _imports
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the file, and what is shown."""
@@ -26,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("file", metavar="FILE", help="a TOML file: out, gin_files, recipes, patterns, seeds, macros")
   add("--table", action="store_true", help="print the table of what is done, and run nothing")
   add("--json", action="store_true", help="print the table as JSON, every run with its scores")
+  _imports.add(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import gin_files
   from nm_sparsity_jax.sweep import checks, grid, pages, tables, texts, training
 
-  sweep = grid.read(args.file)
+  _imports.load(args)
+  sweep = grid.read(args.file, args.imports)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
     checked = checks.check(sweep)
     if not args.table and not checked.all_done():

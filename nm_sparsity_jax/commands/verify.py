@@ -18,13 +18,14 @@ import argparse
 import json
 import os
 
-from nm_sparsity_jax.commands import _rules
+from nm_sparsity_jax.commands import _imports, _rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """The checkpoint, and its rules where it does not hold them."""
   parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
   _rules.add(parser)
+  _imports.add(parser)
   parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -33,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
 
+  _imports.load(args)
   with _rules.by_flag():
     proof = runs.verify(args.checkpoint, **_rules.given(args))
   if args.json:

@@ -175,7 +175,8 @@ class Recipe:
     """Returns what is deployed: the target pattern with D = 0; survivors keep their bits.
 
     Override it where deployed values are not the stored ones, for example scaled. What it returns
-    must be n:m: `nms.verify` looks at the pattern alone.
+    must be n:m: `nms.verify` looks at the pattern alone. Give such weights to the dense model: the
+    sparse model would apply the recipe to them once more.
 
     Args:
       w: the trained parameter.

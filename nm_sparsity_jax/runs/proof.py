@@ -26,14 +26,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax import apply, configure, rules_text
+from nm_sparsity_jax import apply, configure, roles, rules_text
 from nm_sparsity_jax.places import Assignment, Place
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint
@@ -229,12 +229,24 @@ def _assign(stored: Stored, rules: Rules) -> Assignment:
   try:
     assignment = rules.assign(checkpoint.nested(shapes))
   except ValueError as e:
+    if stored.rules is not None and (lost := _unknown_role(rules, shapes)):
+      raise ValueError(
+        f"the rules of this checkpoint name the role {lost!r}, and no such role is registered: "
+        "import the module that registers it (--import MODULE of the commands)."
+      ) from e
     text, is_stacked, _ = str(e).partition(" Name the axis that")
     hint = " Name it: --axes \"{'.*/mlp/.*/kernel': 0}\"" if is_stacked else ""
     raise ValueError(text + hint) from e
   if not assignment.places:
     raise ValueError(f"the rules leave all of {stored.path} dense: there is nothing to prove")
   return assignment
+
+
+def _unknown_role(rules: Rules, paths: Iterable[str]) -> str | None:
+  """Returns a word of the rules that is neither a role nor a parameter; None without one."""
+  known = {*roles.regexes(rules.roles), *paths}
+  words = (place for place in rules.places if re.fullmatch(r"\w+", place))
+  return next((word for word in words if word not in known), None)
 
 
 def _alone(place: Place, rules: Rules) -> Rules:
@@ -291,12 +303,12 @@ def _with_zeros(
 
 
 def _state(stored: Stored, place: Place) -> dict[str, Any]:
-  """Returns what `apply.finalize` reads of the stored mask of a place."""
+  """Returns all that the checkpoint keeps of a place; its recipe says what is deployed of it."""
   state: dict[str, Any] = {"step": stored.sparse_step}
-  for kind in ("mask", "made", "renewed"):
-    key = f"{_STATE}/{kind}/{place.path}"
-    if key in stored.leaves:
-      state[kind] = checkpoint.nested({place.path: stored.array(key)})
+  for key in stored.leaves:
+    kind, _, path = key.removeprefix(f"{_STATE}/").partition("/")
+    if key.startswith(f"{_STATE}/") and path == place.path:
+      state[kind] = checkpoint.nested({path: stored.array(key)})
   return state
 
 

@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nm_sparsity_jax.errors import UnknownRecipe
 from nm_sparsity_jax.runs import files, folders
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def _stored(folder: str | os.PathLike) -> Rules | None:
   try:
     text = checkpoint.read(newest).rules
     return None if text is None else rules_text.parse(text)
+  except UnknownRecipe:  # the macros know no more of it
+    raise
   except (ValueError, OSError, ImportError):  # copied in part, say, or Orbax is not installed
     return None
 

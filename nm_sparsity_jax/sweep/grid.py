@@ -82,6 +82,7 @@ class Sweep:
     baseline: the recipe that the others are compared with.
     starts: seed -> the dense run that its cells start from; empty without a table `start`.
     cells: the grid's runs, seed by seed; `dense` once a seed.
+    imports: modules that each run imports first.
   """
 
   file: str
@@ -93,6 +94,7 @@ class Sweep:
   baseline: str
   starts: Mapping[int, Cell]
   cells: Sequence[Cell]
+  imports: Sequence[str] = ()
 
   def runs(self) -> Iterator[Cell]:
     """Yields all runs in the order in which they are done: each seed's start, then its cells."""
@@ -107,10 +109,11 @@ class Sweep:
   def command(self, cell: Cell) -> list[str]:
     """Returns the words of the command that makes a run, after `nm-sparsity`."""
     files = [f"--gin_file={file}" for file in self.gin_files]
-    return ["train", *files, *(f"--gin.{name}={v!r}" for name, v in cell.macros.items())]
+    modules = [f"--import={name}" for name in self.imports]
+    return ["train", *modules, *files, *(f"--gin.{name}={v!r}" for name, v in cell.macros.items())]
 
 
-def read(file: str) -> Sweep:
+def read(file: str, imports: Sequence[str] = ()) -> Sweep:
   """Reads a sweep's file.
 
       sweep = read("examples/sweep_mini_glue.toml")
@@ -118,6 +121,8 @@ def read(file: str) -> Sweep:
 
   Args:
     file: a path; docs/sweep.md describes what is in it.
+    imports: modules of your own, such as one that registers a recipe. You have imported them; each
+      run is a process of its own and imports them too.
 
   Raises:
     ValueError: it is no TOML, or a key is unknown, missing or wrong.
@@ -127,7 +132,7 @@ def read(file: str) -> Sweep:
   except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
     raise ValueError(f"{file} is no TOML: {e}") from e
   try:
-    return _sweep(file, given)
+    return dataclasses.replace(_sweep(file, given), imports=tuple(imports))
   except ValueError as e:
     raise ValueError(f"{file}: {e}") from None
 
@@ -232,7 +237,10 @@ def _check_recipes(recipes: Sequence[str], variants: Mapping[str, Any]) -> None:
 
   for recipe in recipes:
     if recipe not in (*RECIPES, *variants):
-      raise ValueError(f"recipes: {recipe!r} is none of {', '.join((*RECIPES, *variants))}.")
+      raise ValueError(
+        f"recipes: {recipe!r} is none of {', '.join((*RECIPES, *variants))}. For a recipe of your "
+        "own, name the module that registers it: --import MODULE."
+      )
   if idle := [name for name in variants if name not in recipes]:
     raise ValueError(f"variants: {idle[0]!r} is not among the recipes: add it there.")
 

@@ -1,0 +1,272 @@
+"""A recipe that lives outside the package goes through every command as the package's own do.
+
+The module lies in a folder of its own. A gin file imports it, or the flag --import names it.
+"""
+
+import html
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.runs import checkpoint, folders
+from nm_sparsity_jax.sweep import grid
+
+pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "own_workload"
+STEPS = 24
+
+RECIPE = '''\
+"""A recipe whose deployed weights are scaled, and shrunk by what it stores."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+import nm_sparsity_jax as nms
+
+
+@nms.recipes.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Soft(nms.Recipe):
+  name = "soft"
+  stateful = True
+  pattern: nms.NM
+  phases: nms.Phases
+  scale: float = 1.0
+
+  def levels(self, axis_size=None):
+    return ((self.sparse_from, self.pattern),)
+
+  def chosen(self, w, step, axis, stored):
+    return stored
+
+  def renewals(self, step):
+    return jnp.asarray(step, jnp.int32)
+
+  def first_state(self, groups, w):
+    mask = groups.magnitude_mask(w, self.pattern)
+    return {"mask": mask, "shift": jnp.min(jnp.where(mask, jnp.abs(w), jnp.inf)) / 2}
+
+  def next_state(self, groups, state, w, step, last, grad, grad_at):
+    return self.first_state(groups, w)
+
+  def final(self, w, groups, state=None):
+    shrunk = self.scale * w - jnp.sign(w) * state["shift"]
+    return jnp.where(state["mask"], shrunk, jnp.zeros_like(w))
+'''
+
+GIN = """\
+from __gin__ import dynamic_registration
+import soft_recipe
+
+RECIPE = 'soft'
+RECIPE_FIELDS = {'scale': 2.0}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A folder with a recipe, a gin file that imports it, and the example's workload."""
+  found = tmp_path_factory.mktemp("own")
+  (found / "soft_recipe.py").write_text(RECIPE)
+  (found / "soft.gin").write_text(GIN)
+  for name in ("own_workload.py", "own_workload.gin"):
+    shutil.copy(EXAMPLE / name, found)
+  return found
+
+
+def flags(run, *files, **macros):
+  files = [f"gin_configs/runs/{run}.gin", "own_workload.gin", *files]
+  return [*(f"--gin_file={f}" for f in files), *(f"--gin.{k}={v!r}" for k, v in macros.items())]
+
+
+RULES = dict(PATTERN="1:8", SPARSE_STEPS=STEPS, DENSE_STEPS=4, FINETUNE_STEPS=4)
+PERIODS = dict(EVAL_PERIOD=24, CHECKPOINT_PERIOD=4, STATS_PERIOD=8, METRICS_EVERY=None)
+TRAIN = flags(
+  "local_workload", "gin_configs/runs/local_adamw.gin", "soft.gin", **RULES, **PERIODS,
+  MODEL_DIR="run", KEEP_CHECKPOINTS=None, LEARNING_RATE=0.01,
+)  # fmt: skip
+
+
+MODULES = ["--import", "own_workload", "--import", "soft_recipe"]  # the role, and the recipe
+
+
+def typed(folder, *argv):
+  """What a command says, as a process in a folder: its exit code, output and errors."""
+  with started(folder, *argv) as process:
+    out, err = process.communicate()
+  return process.returncode, out, err
+
+
+def started(folder, *argv):
+  env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+  return subprocess.Popen(
+    [sys.executable, "-m", "nm_sparsity_jax.cli", *argv], cwd=folder, env=env, text=True,
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+  """A run that was killed after its second checkpoint, and resumed by the same command."""
+  with started(folder, "train", *TRAIN) as process:
+    for _ in range(6000):
+      if folders.steps(folder / "run")[1:] or process.poll() is not None:
+        break
+      time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+  assert process.returncode == -signal.SIGKILL
+  assert folders.steps(folder / "run")[-1] < STEPS
+  code, _, err = typed(folder, "train", *TRAIN)
+  assert not code, err
+  assert "from step 0 " not in err
+  return folder
+
+
+def test_it_is_planned_through_the_flag_or_through_gin(folder):
+  code, out, err = typed(folder, "plan", "--json", f"--gin_search_paths=.,{ROOT}", *TRAIN)
+  assert not code, out + err
+  report = json.loads(out)
+  assert {k["recipe"] for k in report["kernels"]["sparse"]} == {"soft"}
+  # The same without the gin file.
+  others = [f for f in TRAIN if f != "--gin_file=soft.gin"]
+  others += ["--gin.RECIPE='soft'", "--gin.RECIPE_FIELDS={'scale': 2.0}"]
+  argv = ["plan", "--json", f"--gin_search_paths=.,{ROOT}", *others]
+  code, out, err = typed(folder, *argv, "--import", "soft_recipe")
+  assert not code, out + err
+  assert json.loads(out)["schedule"] == report["schedule"]
+
+
+def test_killed_and_resumed_it_ends_with_its_own_deployed_weights(trained):
+  """finalize writes `Recipe.final` of what the checkpoint keeps, and verify proves it."""
+  code, out, err = typed(trained, "finalize", "run", "final", *MODULES)
+  assert not code, out + err
+  code, out, err = typed(trained, "verify", "final", "--json", *MODULES)
+  assert not code, out + err
+  found = json.loads(out)
+  assert found["ok"] and len(found["places"]) == 2
+  assert f"hidden: soft 1:8, total={STEPS}, dense=4, finetune=4, scale=2.0" in found["rules"]
+  before = checkpoint.read(str(trained / f"run/checkpoint_{STEPS}"))
+  after = checkpoint.read(str(trained / f"final/checkpoint_{STEPS}"))
+  for name in ("hidden_0", "hidden_1"):
+    w = before.array(f"target/{name}/kernel")
+    groups = abs(w).reshape(-1, 8, w.shape[1])
+    mask = (groups == groups.max(1, keepdims=True)).reshape(w.shape)
+    shift = abs(w)[mask].min() / 2
+    kept = before.array(f"flax_mutables/nm_sparsity/shift/{name}/kernel")
+    np.testing.assert_allclose(kept, shift, rtol=1e-6)
+    want = np.where(mask, 2 * w - np.sign(w) * shift, 0)
+    np.testing.assert_allclose(after.array(f"target/{name}/kernel"), want, rtol=1e-6)
+
+
+def test_it_is_evaluated_and_reported(trained):
+  where = dict(CHECKPOINT_PATH=f"run/checkpoint_{STEPS}", EVAL_OUTPUT_DIR="eval")
+  argv = flags("local_workload_eval", "soft.gin", **RULES, **where)
+  code, _, err = typed(trained, "eval", *argv)
+  assert not code, err
+  room = "training_eval/validation/metrics.jsonl"
+  (alone,) = (trained / "eval" / room).read_text().splitlines()
+  assert json.loads(alone) == json.loads((trained / "run" / room).read_text().splitlines()[-1])
+  code, _, err = typed(trained, "report", "run", *MODULES, "--out", "with.html")
+  assert not code, err
+  page = (trained / "with.html").read_text()
+  assert "soft 1:8" in page and "no such recipe is registered" not in page
+
+
+UNKNOWN = (
+  "the rules of this checkpoint name the {kind} {name}, and no such {kind} is registered: import "
+  "the module that registers it (--import MODULE of the commands)."
+)
+
+
+def test_without_the_module_one_line_names_recipe_rule_and_flag(trained, monkeypatch, capsys):
+  monkeypatch.chdir(trained)
+  told = UNKNOWN.format(kind="recipe", name="'soft'")
+  for argv in (["verify", "run"], ["finalize", "run", "other"]):
+    assert cli.main(argv) == 1
+    assert capsys.readouterr() == ("", f"nm-sparsity {argv[0]}: {told}\n")
+  assert not (trained / "other").exists()
+  assert cli.main(["report", "run", "--out", "without.html"]) == 0
+  assert told in html.unescape((trained / "without.html").read_text())
+  # A role of one's own is asked for as a recipe is.
+  code, out, err = typed(trained, "verify", "run", "--import=soft_recipe")
+  told = UNKNOWN.format(kind="role", name="'hidden'")
+  assert (code, out, err) == (1, "", f"nm-sparsity verify: {told}\n")
+
+
+SWEEP = (
+  "out = 'sweep'\ngin_files = ['gin_configs/runs/local_workload.gin', 'own_workload.gin', "
+  "'gin_configs/runs/local_adamw.gin']\nrecipes = ['soft']\npatterns = ['1:4']\nseeds = [0]\n"
+  "[macros]\nSPARSE_STEPS = 4\nEVAL_PERIOD = 4\nMETRICS_EVERY = 4\n"
+)
+
+
+def test_a_sweep_of_it_names_the_flag(folder, monkeypatch, capsys):
+  monkeypatch.chdir(folder)
+  (folder / "sweep.toml").write_text(SWEEP)
+  assert cli.main(["sweep", "sweep.toml"]) == 1
+  err = capsys.readouterr().err
+  assert err.startswith("nm-sparsity sweep: sweep.toml: recipes: 'soft' is none of")
+  assert err.endswith("name the module that registers it: --import MODULE.\n")
+  (folder / "known.toml").write_text(SWEEP.replace("'soft'", "'idp'"))
+  sweep = grid.read("known.toml", ["a.b", "c"])
+  assert sweep.command(sweep.cells[0])[:3] == ["train", "--import=a.b", "--import=c"]
+
+
+@pytest.mark.slow
+def test_a_sweep_hands_the_flag_to_its_runs(folder):
+  (folder / "sweep.toml").write_text(SWEEP)
+  code, out, err = typed(folder, "sweep", "sweep.toml", "--json", "--import=soft_recipe")
+  assert not code, err
+  assert json.loads(out)["done"] == 1 and (folder / "sweep/report.html").is_file()
+
+
+# --- the flag -----------------------------------------------------------------------------------
+
+COMMANDS = {
+  "train": ["--gin_file=x.gin"], "eval": ["--gin_file=x.gin"], "infer": ["--gin_file=x.gin"],
+  "plan": ["--gin_file=x.gin"], "verify": ["x"], "finalize": ["x", "y"], "report": ["x"],
+  "glue score": ["x"], "sweep": ["x.toml"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_that_reads_rules_takes_it(command, tmp_path, monkeypatch, capsys):
+  """Each imports the module before it reads anything, and says in one line why it cannot."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "path", list(sys.path))
+  name = f"broken_{command.replace(' ', '_')}"
+  (tmp_path / f"{name}.py").write_text("1 / 0\n")
+  words = [*command.split(), *COMMANDS[command]]
+  assert cli.main([*words, f"--import={name}"]) == 1
+  assert capsys.readouterr().err == (
+    f"nm-sparsity {command}: --import {name}: this module cannot be imported (ZeroDivisionError: "
+    "division by zero). Mend it first.\n"
+  )
+
+
+def test_what_is_no_module_is_named(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(["verify", "x", "--import=lost.soft_recipe"]) == 1
+  assert capsys.readouterr().err == (
+    "nm-sparsity verify: --import lost.soft_recipe: there is no module 'lost' in this folder or on "
+    "Python's path. Go to the folder that holds it, or add that folder to PYTHONPATH.\n"
+  )
+  for text in ("soft_recipe.py", "os;x", "", "a..b"):
+    with pytest.raises(SystemExit):
+      cli.main(["verify", "x", f"--import={text}"])
+    assert f"{text!r} is no name of a module: write it as Python imports it" in (
+      capsys.readouterr().err
+    )
