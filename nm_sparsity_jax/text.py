@@ -1,4 +1,4 @@
-"""Text for people: columns that line up, the first line of an error."""
+"""Text for people: columns that line up, words in a row, the first line of an error."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def columns(rows: Sequence[Sequence[Any]], align: str = "<", gap: str = "  ") ->
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
   """Returns lines of left-aligned columns, the header first."""
   return columns([head, *rows])
+
+
+def listed(words: Sequence[str]) -> str:
+  """Returns words as a sentence lists them.
+
+  >>> listed(["init"]), listed(["init", "loss", "splits"])
+  ('init', 'init, loss and splits')
+  """
+  return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
 
 
 def first_line(error: BaseException) -> str:

@@ -452,7 +452,7 @@ def test_a_workload_is_planned_like_t5(own):
 
 def test_what_a_workload_refuses_or_does_not_tell(own):
   code, report = own("Lacking")
-  assert code == 1 and has(report["errors"], "Lacking lacks loss and batches and splits")
+  assert code == 1 and has(report["errors"], "Lacking lacks loss, batches and splits: define")
   code, report = own(MICROBATCHES=7)
   assert code == 1 and has(report["errors"], "BATCH_SIZE=48 must be a multiple of 7 microbatches")
   code, report = own("Silent")

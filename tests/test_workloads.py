@@ -255,11 +255,13 @@ def test_what_lacks_a_method_is_named():
   class Alien:
     init = loss = batches = splits = lambda self: None
 
-  with pytest.raises(ValueError, match=r"^Half lacks loss and splits: a workload has init, loss"):
+  with pytest.raises(ValueError, match="^Half lacks loss and splits: define them, for a workload"):
     workloads.of(Half())
   with pytest.raises(ValueError, match="Alien must be a subclass of nm_sparsity_jax.workloads"):
     workloads.of(Alien())
-  with pytest.raises(ValueError, match="NoneType lacks init and loss"):
+  with pytest.raises(ValueError, match=r"^Half is a class, .* an object: write Half\(\), in gin @"):
+    workloads.of(Half)
+  with pytest.raises(ValueError, match="NoneType lacks init, loss, batches and splits: define"):
     step.Model()
   with pytest.raises(ValueError, match="z_loss: Regression is a workload, and has its own loss"):
     step.Model(workload=own_workload.Regression(), z_loss=0.1)

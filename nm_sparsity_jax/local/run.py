@@ -64,7 +64,8 @@ class Run:
 
   Attributes:
     model: workload, rules and devices.
-    optimizer: of optax, without `nms.sr_ste` and `optax.MultiSteps`: the step does what they do.
+    optimizer: of optax, without `nms.sparse`, `nms.sr_ste` and `optax.MultiSteps`: the step does
+      what they do.
     source: training data, such as T5's `data.Source`; None = the workload's own batches.
     model_dir: folder of the run.
     sparse_steps: all its steps.
@@ -142,6 +143,11 @@ class Run:
 
 def _refuse_in_chain(opt_state: Any) -> None:
   """Refuses what the step does itself."""
+  if optim.holds_sparse(opt_state):
+    raise ValueError(
+      "the optimizer holds nms.sparse, but the runner wraps the optimizer itself: leave nms.sparse "
+      "out."
+    )
   ours = lambda x: isinstance(x, optim.SrSteState | optax.MultiStepsState)
   for leaf in jax.tree.leaves(opt_state, is_leaf=ours):
     if isinstance(leaf, optim.SrSteState):

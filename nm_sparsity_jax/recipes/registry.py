@@ -64,7 +64,8 @@ def register(cls: C) -> C:
     raise ValueError(f"register({cls.__name__}): a recipe has the fields pattern and phases.")
   if _recipes.get(name, cls) is not cls:
     raise ValueError(
-      f"register({cls.__name__}): the name {name!r} is taken by {_recipes[name].__qualname__}."
+      f"register({cls.__name__}): the name {name!r} is taken by {_recipes[name].__qualname__}; "
+      "give yours another name."
     )
   _recipes[name] = cls
   return cls

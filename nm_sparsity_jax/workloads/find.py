@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from nm_sparsity_jax.text import listed
 from nm_sparsity_jax.workloads.base import REQUIRED, Workload
 
 
@@ -38,6 +39,11 @@ def of(family: Any, **settings: Any) -> Workload:
 
 def refuse_incomplete(workload: Any) -> None:
   """Raises ValueError where an object cannot serve as a workload; the sentence names what lacks."""
+  if isinstance(workload, type):
+    raise ValueError(
+      f"{workload.__name__} is a class, and a workload is an object: write {workload.__name__}(), "
+      f"in gin @MODULE.{workload.__name__}()."
+    )
   name = type(workload).__name__
   lacking = [
     method
@@ -46,8 +52,8 @@ def refuse_incomplete(workload: Any) -> None:
   ]
   if lacking:
     raise ValueError(
-      f"{name} lacks {' and '.join(lacking)}: a workload has {', '.join(REQUIRED)} "
-      "(nm_sparsity_jax.workloads.Workload says what each does)."
+      f"{name} lacks {listed(lacking)}: define {'it' if len(lacking) == 1 else 'them'}, for a "
+      f"workload has {listed(REQUIRED)} (nm_sparsity_jax.workloads.Workload says what each does)."
     )
   if not isinstance(workload, Workload):
     raise ValueError(f"{name} must be a subclass of nm_sparsity_jax.workloads.Workload.")
