@@ -9,39 +9,6 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-RECIPE = '''\
-"""A recipe that a newcomer writes."""
-
-import dataclasses
-from typing import ClassVar
-
-from nm_sparsity_jax.patterns import NM
-from nm_sparsity_jax.recipes.base import Recipe
-from nm_sparsity_jax.schedules import Phases
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Yours(Recipe):
-  """A hard mask of the target pattern: W~ = W * Phi."""
-
-  name: ClassVar[str] = "yours"
-  pattern: NM
-  phases: Phases
-'''
-
-COMMAND = '''\
-"""Says hello."""
-
-
-def add_arguments(parser):
-  parser.add_argument("name")
-
-
-def run(args):
-  print(f"hello {args.name}")
-  return 0
-'''
-
 # In the copy: all three, then the conformance suite of the recipe.
 PROGRAM = """
 import sys
@@ -67,20 +34,33 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "y
 """
 
 
-def edit(path, old, new):
-  """Puts `new` where `old` stands, once."""
-  text = path.read_text("utf-8")
-  assert text.count(old) == 1, f"{path.name}: {old!r}"
-  path.write_text(text.replace(old, new))
-
-
 def section():
   """What CONTRIBUTING says of it."""
   text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
   return re.search(r"^## To add .*?(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)[0]
 
 
+def modules(text):
+  """(file, code) of each block that is a new module: the text before it names the file."""
+  return re.findall(r"`(\S+\.py)`:\n\n```python\n(.*?)```\n", text, re.DOTALL)
+
+
+def lines(text):
+  """(file, the line above, the new line) of each row of the tables."""
+  return re.findall(r"^\| `(\S+\.py)` \| `(.+)` \| `(.+)` \|$", text, re.MULTILINE)
+
+
+def add_line(path, above, new):
+  """Writes a line below the one line that reads `above`, as far from the margin as it should be."""
+  found = path.read_text("utf-8").splitlines(keepends=True)
+  (at,) = [i for i, line in enumerate(found) if line.strip() == above]
+  indent = len(found[at]) - len(found[at].lstrip()) + 2 * above.endswith(("{", "[", "("))
+  found.insert(at + 1, f"{' ' * indent}{new}\n")
+  path.write_text("".join(found))
+
+
 def test_a_newcomer_adds_a_recipe_a_role_and_a_command(tmp_path):
+  """Nothing is written but what CONTRIBUTING says."""
   ignored = shutil.ignore_patterns("__pycache__")
   shutil.copytree(ROOT / "nm_sparsity_jax", tmp_path / "nm_sparsity_jax", ignore=ignored)
   (tmp_path / "tests").mkdir()
@@ -88,31 +68,17 @@ def test_a_newcomer_adds_a_recipe_a_role_and_a_command(tmp_path):
     shutil.copy(ROOT / name, tmp_path / name)
   package, said = tmp_path / "nm_sparsity_jax", section()
 
-  # A recipe: the class, the registry, the conformance suite.
-  (package / "recipes/yours.py").write_text(RECIPE)
-  registry = package / "recipes/registry.py"
-  after = "from nm_sparsity_jax.schedules import Phases\n"
-  edit(registry, after, f"from nm_sparsity_jax.recipes.yours import Yours\n{after}")
-  edit(registry, "    Idp,\n)", "    Idp, Yours,\n)")
-  line = "from nm_sparsity_jax.recipes.yours import Yours\n\n__all__ = [\n  'Yours',\n"
-  edit(package / "recipes/__init__.py", "\n__all__ = [\n", line)
-  suite = tmp_path / "tests/test_every_recipe.py"
-  edit(suite, "CASES = {\n", 'CASES = {\n  "yours": Case(make("yours"), ((3, "1:4"),)),\n')
-  changes = '  ("yours", "pattern"): "2:4",\n  ("yours", "phases"): SHORTER,\n'
-  edit(suite, "CHANGES = {\n", f"CHANGES = {{\n{changes}")
-  # A role.
-  edit(package / "roles.py", '    name="t5",\n    roles={\n',
-       '    name="t5",\n    roles={\n      "yours": r"(.*/)?yours/kernel",\n')  # fmt: skip
-  # A command.
-  (package / "commands/yours.py").write_text(COMMAND)
-  edit(package / "cli.py", "COMMANDS = {\n", 'COMMANDS = {\n  "yours": ("yours", "say hello"),\n')
-
-  for place in (
-      "nm_sparsity_jax/recipes/", "registry.py", "`__init__.py`", "tests/test_every_recipe.py",
-      "`CASES`", "`CHANGES`", "nm_sparsity_jax/roles.py", "nm_sparsity_jax/commands/",
-      "nm_sparsity_jax/cli.py", "`COMMANDS`",
-  ):  # fmt: skip
-    assert place in said, place
+  written = modules(said)
+  assert [name for name, _ in written] == [
+    "nm_sparsity_jax/recipes/yours.py", "nm_sparsity_jax/commands/yours.py"
+  ]  # fmt: skip
+  for name, code in written:
+    assert not (tmp_path / name).exists()
+    (tmp_path / name).write_text(code)
+  added = lines(said)
+  assert len(added) == said.count("\n| `") == 8
+  for name, above, new in added:
+    add_line(tmp_path / name, above, new)
 
   done = subprocess.run(
     [sys.executable, "-c", PROGRAM],
@@ -123,9 +89,9 @@ def test_a_newcomer_adds_a_recipe_a_role_and_a_command(tmp_path):
     check=False,
   )
   assert not done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
-  first, *lines = done.stdout.splitlines()
+  first, *told = done.stdout.splitlines()
   assert first == str(package / "__init__.py")
-  assert lines[:4] == ["True 4", "yours", "hello reader", "0"]
+  assert told[:4] == ["True 4", "yours", "hello reader", "0"]
   assert "usage: nm-sparsity yours [-h] [--debug] name" in done.stdout
   assert "Says hello." in done.stdout and "\nhelp 0\n" in done.stdout
   passed = re.search(r"(\d+) passed, \d+ deselected", done.stdout)
