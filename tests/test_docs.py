@@ -30,9 +30,10 @@ import test_glue_submit
 import test_report
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, gin_files, glue
+from nm_sparsity_jax import cli, configure, gin_files, glue, rules_text
 from nm_sparsity_jax.commands import _local
 from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.scores import submission
 
 ROOT = pages.ROOT
@@ -79,11 +80,48 @@ def test_a_block_says_what_it_is(block):
     )
 
 
+def finished_runs(folder):
+  """Runs that docs/report.md and docs/glue.md name."""
+  tasks = {c.task: c.metrics for c in glue.COLUMNS}
+  halves = [list(tasks)[:4], list(tasks)[4:]]
+  for name, part in [(n, None) for n in ("mdgf", "stepwise", "sr_ste")] + [
+    (f"{n}_{i}", half) for n in ("stepwise", "sr_ste") for i, half in enumerate(halves)
+  ]:
+    mine = part or list(tasks)
+    test_report.write(folder / "runs" / name, tasks=[f"nm_glue_{task}" for task in mine])
+    for task in mine:
+      line = json.dumps({"step": 1100, **dict.fromkeys(tasks[task], 50.0)}) + "\n"
+      file = folder / f"runs/{name}/inference_eval/nm_glue_{task}-metrics.jsonl"
+      file.write_text(line)
+
+
+def sparse_run(folder):
+  """A checkpoint with rules of its own, as a sparse run leaves it at its end."""
+  rules = configure.rules({"ff": "1:4"}, "sr_ste", sparse_steps=8)
+  kernel = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+  mine = {"step": np.int32(8), "rules": rules_text.pack(rules_text.describe(rules))}
+  tree = {"target": {"mlp": {"wi": {"kernel": kernel}}}, "flax_mutables": {"nm_sparsity": mine}}
+  checkpoint.write(str(folder / "my_run/checkpoint_8"), {**tree, "state": {"step": np.int32(8)}})
+
+
+def sweep_file(folder):
+  """The file that docs/sweep.md shows."""
+  (block,) = [b for b in BLOCKS if b.page == "docs/sweep.md" and b.language == "toml"]
+  (folder / "sweep.toml").write_text(block.code)
+
+
+# What a python block names -> what must lie there before it runs.
+PREPARED = {'"runs/': finished_runs, '"my_run"': sparse_run, '"sweep.toml"': sweep_file}
+
+
 @of("python")
 def test_python_runs(block, tmp_path, monkeypatch, capsys):
   if block in CORE:
     return  # below, and more of them
   monkeypatch.chdir(tmp_path)
+  for words, make in PREPARED.items():
+    if words in block.code:
+      make(tmp_path)
   if "t5x_tasks" in block.code:
     if reason := tasks_found.why_not():
       pytest.skip(reason)
@@ -247,7 +285,8 @@ def test_sh_arrives_as_meant(block):
   for program, *argv in lines:
     CHECKS[program](argv)
     for file in files_of(argv):
-      assert file in own_files() or (ROOT / file).is_file(), file
+      beside = (ROOT / block.page).parent / file
+      assert file in own_files() or (ROOT / file).is_file() or beside.is_file(), file
 
 
 # --- plans --------------------------------------------------------------------------------------
@@ -283,6 +322,13 @@ def plan(argv, folder, capsys, monkeypatch):
   return json.loads(capsys.readouterr().out)
 
 
+def beside(block, folder):
+  """A folder with what lies beside a page of the examples: its blocks are typed there."""
+  if block.page.startswith("examples/"):
+    shutil.copytree((ROOT / block.page).parent, folder, dirs_exist_ok=True)
+  return folder
+
+
 RUNS = [b for b in BLOCKS if b.language == "sh" and "--gin_file=" in b.code]
 
 
@@ -301,7 +347,7 @@ def test_runs_of_t5x_are_planned(block, t5x, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("block", [b for b in RUNS if " t5x." not in b.code], ids=str)
 def test_local_runs_are_made(block, tmp_path, monkeypatch):
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
-  monkeypatch.chdir(tmp_path)
+  monkeypatch.chdir(beside(block, tmp_path))
   arguments = {"train": ["run"]}
   with relaxed():
     for program, command, *argv in filter(files_of, arrived(block)):
@@ -332,17 +378,7 @@ def in_bash(code, folder):
 
 def test_pages_about_finished_runs_run_on_some(tmp_path):
   """docs/report.md and docs/glue.md, typed where runs and predictions lie."""
-  tasks = {c.task: c.metrics for c in glue.COLUMNS}
-  halves = [list(tasks)[:4], list(tasks)[4:]]
-  for name, part in [(n, None) for n in ("mdgf", "stepwise", "sr_ste")] + [
-    (f"{n}_{i}", half) for n in ("stepwise", "sr_ste") for i, half in enumerate(halves)
-  ]:
-    mine = part or list(tasks)
-    test_report.write(tmp_path / "runs" / name, tasks=[f"nm_glue_{task}" for task in mine])
-    for task in mine:
-      line = json.dumps({"step": 1100, **dict.fromkeys(tasks[task], 50.0)}) + "\n"
-      file = tmp_path / f"runs/{name}/inference_eval/nm_glue_{task}-metrics.jsonl"
-      file.write_text(line)
+  finished_runs(tmp_path)
   (tmp_path / "predictions").mkdir()
   for name, task in submission.TASKS.items():
     if name != "wnli":
@@ -377,6 +413,22 @@ def test_the_local_run_prints_what_the_page_says(tmp_path):
     return re.sub(r"(loss|accuracy) [\d.]+|[\d.,]+ tokens/s|\d+:\d+ left", "x", text)
 
   assert without_measures(blocks[0].output) in without_measures(done.stdout + done.stderr)
+
+
+@pytest.mark.slow
+def test_the_example_of_a_workload_runs_as_typed(tmp_path):
+  """Every command of the page and its sweep, with 20 steps in place of 2000."""
+  (block,) = [b for b in BLOCKS if b.page.startswith("examples/") and b.language == "sh"]
+  beside(block, tmp_path)
+  sweep = tmp_path / "sweep.toml"
+  text, count = re.subn(r"= 2000$", "= 20", sweep.read_text(), flags=re.MULTILINE)
+  assert count == 2 and "FINETUNE_STEPS = 400" in text
+  sweep.write_text(text.replace("FINETUNE_STEPS = 400", "FINETUNE_STEPS = 4"))
+  code = block.code.replace("/tmp/own/", f"{tmp_path}/").replace("2000", "20")
+  said = in_bash(code, tmp_path).stdout
+  assert "Nothing stands in the way." in said and "10 runs, seeds 0, 1" in said
+  assert said.count("\nok\n") == 2  # finalize's proof, and verify's
+  assert (tmp_path / "report.html").is_file() and (tmp_path / "own_sweep/report.html").is_file()
 
 
 @of("gin")
@@ -473,6 +525,17 @@ def test_the_notebook_runs_and_its_outputs_are_true(monkeypatch, capsys):
   assert [without_decimals(t) for t in told] == [without_decimals(printed(c)) for c in code]
   pictures = [sum("image/png" in o.get("data", {}) for o in c["outputs"]) for c in code]
   assert np.diff([0, *drawn]).tolist() == pictures and sum(pictures) == 3
+  # Its program is README's: three lines are new, and none of the pieces that they are made of.
+  text = "\n".join("".join(cell["source"]) for cell in code)
+  for line in (
+    "tx = nms.sparse(",
+    "nms.sparsify(p, rules, opt)",
+    "nms.finalize(params, rules[name], opt)",
+  ):
+    assert text.count(line) == 1, line
+  assert len(re.findall("# new", text)) == 3 and not re.search(
+    "sr_ste\\(|init_state|count_steps", text
+  )
   # It learned, and so did each sparse run from there.
   losses = [float(x) for x in re.findall(r"loss (\d\.\d+)$", "".join(told), re.MULTILINE)]
   assert len(losses) == 4 and max(losses) < 0.1
