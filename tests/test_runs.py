@@ -13,6 +13,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import configure, text
+from nm_sparsity_jax.runs import checkpoint as reader
 from nm_sparsity_jax.runs import files, folders, lock, results, signals, trained
 
 
@@ -39,11 +40,39 @@ def test_the_newest_is_of_the_highest_number_and_half_ones_do_not_count(tmp_path
     (tmp_path / name).mkdir()
   assert folders.named_steps(tmp_path) == [9, 10, 100, 200]
   assert folders.steps(tmp_path) == [9, 10, 100]
-  assert folders.latest(f"{tmp_path}/") == f"{tmp_path}/checkpoint_200"
+  assert folders.latest(f"{tmp_path}/") == f"{tmp_path}/checkpoint_100"
   monkeypatch.chdir(tmp_path.parent)
-  assert folders.latest(tmp_path.name) == f"{tmp_path.name}/checkpoint_200"
+  assert folders.latest(tmp_path.name) == f"{tmp_path.name}/checkpoint_100"
   for nothing in (tmp_path / "checkpoint_x", tmp_path / "nowhere"):
     assert folders.latest(nothing) is None and folders.steps(nothing) == []
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["checkpoint_0058", "checkpoint_\u0665\u0668", "checkpoint_58 ", "checkpoint_" + "9" * 200],
+)
+def test_a_name_that_no_run_writes_is_no_checkpoint(tmp_path, name):
+  """Point 27: leading zeros, digits of other scripts and endless numbers are no steps."""
+  checkpoint(tmp_path, 7)
+  (tmp_path / "checkpoint_7").rename(tmp_path / name)
+  assert folders.latest(tmp_path) is None and not folders.steps(tmp_path)
+  assert folders.named_step(name) is None
+  checkpoint(tmp_path, 7)
+  assert folders.latest(tmp_path) == f"{tmp_path}/checkpoint_7"
+
+
+def test_what_holds_nothing_is_no_checkpoint(tmp_path):
+  """Point 27: the newest is neither an empty folder nor a file nor a link to nothing."""
+  old = checkpoint(tmp_path, 7)
+  (tmp_path / "checkpoint_97").write_text("x")
+  (tmp_path / "checkpoint_98").mkdir()
+  (tmp_path / "checkpoint_99").symlink_to(tmp_path / "nowhere")
+  assert folders.latest(tmp_path) == str(old) == reader.find(str(tmp_path))
+  (old / "state/_METADATA").unlink()
+  with pytest.raises(ValueError, match="is no checkpoint: .*; nor does checkpoint_99 in it"):
+    reader.find(str(tmp_path))
+  (old / "checkpoint").write_text("x")  # of T5X's own format
+  assert folders.latest(tmp_path) == str(old)
 
 
 def test_orbax_reads_state_or_the_folder_itself(tmp_path):

@@ -3,8 +3,9 @@
 Takes what `nm-sparsity verify` takes, and a folder for the result, which gets the checkpoint's own
 name, as in T5X: OUT/checkpoint_<step>. It holds parameters, step and sparse state, but no
 optimizer, and opens in t5x.eval and t5x.infer, with the sparse model or with T5X's own, and as the
-start of a fine-tune. Says how much magnitude it removed, reads what it wrote, and proves it. The
-parameters must fit into memory. T5X is not needed.
+start of a fine-tune. Says how much magnitude it removed, reads what it wrote, and proves it. One
+parameter is in memory at a time. sha256.json beside them holds the SHA-256 of each, and
+`nm-sparsity verify` compares it. T5X is not needed.
 
 While the schedule is not over, the weights that are removed may still matter: refused, but for
 --early.
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     print(_rules.head(made.source, made.proof.rules, args.checkpoint))
     print(render(made.removed))
     print(f"\n{made.path}, as it was written:\n")
-    print(made.proof.report)
+    print(made.proof)
   return 0 if made.ok else 1
 
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(proof.as_dict(), indent=2))
   else:
     print(_rules.head(proof.stored, proof.rules, args.checkpoint))
-    print(proof.report)
+    print(proof)
     if not proof.ok and proof.stored.sparse_step is not None:
       print(
         "A run's weights stay dense while masks act on them: `nm-sparsity finalize` makes zeros."

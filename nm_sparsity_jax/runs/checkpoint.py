@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import files, folders
+from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.text import first_line
 
 
@@ -83,17 +84,17 @@ def _located(name: str):
   folder = folders.path_of(name)
   if not folder.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
-  if folder.is_file() and folder.name == "checkpoint":
-    return _read_legacy, folder
-  if (folder / "checkpoint").is_file():
-    return _read_legacy, folder / "checkpoint"
+  if file := folders.legacy_file(folder):
+    return _read_legacy, file
   if state := folders.orbax_state(folder):
     return _read_orbax, state
   if inside := folders.latest(name):
     raise ValueError(f"{name!r} is a folder of checkpoints: name one, such as {inside!r}")
+  empty = folders.named_steps(name)
+  beside = f"; nor does {folders.PREFIX}_{empty[-1]} in it" if empty else ""
   raise ValueError(
     f"{name!r} is no checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
-    "(Orbax)"
+    f"(Orbax){beside}"
   )
 
 
@@ -217,10 +218,13 @@ def orbax(name: str) -> Any:
 
 @contextlib.contextmanager
 def quiet_orbax():
-  """Without its warnings of files that T5X does not write."""
+  """Without its warnings of files that T5X does not write, and without what its threads log.
+
+  What fails in a thread is raised again where the result is asked for.
+  """
   logger = logging.getLogger("absl")
   level = logger.level
-  logger.setLevel(logging.ERROR)
+  logger.setLevel(logging.CRITICAL)
   try:
     yield
   finally:
@@ -255,14 +259,15 @@ def check_new(folder: str) -> None:
 def write(folder: str, tree: Mapping[str, Any]) -> None:
   """Writes a new Orbax checkpoint that T5X can open: all of it, or nothing.
 
+  `writing.write` does the same with one array in memory at a time.
+
   Args:
     folder: .../checkpoint_N on a local disk. It must not be there yet; what is above it is made.
     tree: target, state and so on, of numpy arrays.
   """
-  check_new(folder)
-  ocp = orbax(folder)
-  with files.whole_folder(folder) as unfinished, quiet_orbax():
-    ocp.PyTreeCheckpointer().save(unfinished / "state", tree)
+  from nm_sparsity_jax.runs import writing
+
+  writing.write(folder, {key: functools.partial(np.asarray, x) for key, x in flat(tree)})
 
 
 # --- trees by key ---------------------------------------------------------------------------------

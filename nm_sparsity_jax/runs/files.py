@@ -92,9 +92,69 @@ def probe(folder: str | os.PathLike) -> None:
     pass
 
 
+MOST_TEXT = 1 << 26  # bytes of a file that is read as one text
+_MOST_DIGITS = 19  # of a whole number: 64 bits
+
+
+def read_text(path: str | os.PathLike, most: int = MOST_TEXT) -> str:
+  """Reads a small text file.
+
+  Args:
+    path: the file.
+    most: how many bytes it may have; more are not read.
+
+  Raises:
+    ValueError: it is longer, or is no UTF-8. The error names the file.
+  """
+  path = pathlib.Path(path)
+  if (size := path.stat().st_size) > most:
+    raise ValueError(f"{path} has {size:,} bytes, and at most {most:,} are read: it is damaged.")
+  try:
+    return path.read_text("utf-8")
+  except UnicodeDecodeError as e:
+    raise ValueError(f"{path} is damaged: no UTF-8 at byte {e.start} ({e.reason})") from e
+
+
+def parse_json(text: str) -> Any:
+  """Parses JSON whose whole numbers have at most 64 bits.
+
+  >>> parse_json('{"step": 100}')
+  {'step': 100}
+
+  Raises:
+    ValueError: it is no JSON, holds a longer number, or is nested too deeply.
+  """
+  try:
+    return json.loads(text, parse_int=_int)
+  except RecursionError:
+    raise ValueError("it is nested too deeply") from None
+
+
+def _int(digits: str) -> int:
+  if len(digits.lstrip("-")) > _MOST_DIGITS:
+    raise ValueError(f"a whole number of {len(digits):,} digits")
+  return int(digits)
+
+
 def read_json(path: pathlib.Path, default: Any) -> Any:
-  """Reads what `write_atomically` wrote; the default where nothing did."""
-  return json.loads(path.read_text()) if path.is_file() else default
+  """Reads what `write_atomically` wrote; the default where nothing did.
+
+  Raises:
+    ValueError: the file is damaged, or holds another kind of value than the default. The error
+      names it.
+  """
+  if not path.is_file():
+    return default
+  text = read_text(path)
+  try:
+    found = parse_json(text)
+  except ValueError as e:
+    raise ValueError(f"{path} is damaged: {e}") from e
+  if default is not None and not isinstance(found, type(default)):
+    raise ValueError(
+      f"{path} is damaged: it holds a {type(found).__name__}, not a {type(default).__name__}"
+    )
+  return found
 
 
 def cannot_write(folder: pathlib.Path) -> str:

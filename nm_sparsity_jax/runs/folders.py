@@ -4,6 +4,8 @@
     MODEL_DIR/checkpoint_1000/checkpoint         T5X's own format
     MODEL_DIR/evaluations.json                   the local runner: losses and metrics, by step
 
+A checkpoint is a folder checkpoint_N, N as Python writes it, that holds what either format begins
+with. A name alone is none: `checkpoint_0058`, an empty folder and a dangling link do not count.
 Nothing here opens a checkpoint: `runs.checkpoint` does.
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 from nm_sparsity_jax.runs import files
 
 PREFIX = "checkpoint"  # of a checkpoint's name: checkpoint_1000
-_NAME = re.compile(rf"{PREFIX}_(0|[1-9]\d*)")
+_NAME = re.compile(rf"{PREFIX}_(0|[1-9][0-9]{{0,17}})")
 
 
 def path_of(name: str | os.PathLike) -> Any:
@@ -42,19 +44,47 @@ def named_steps(folder: str | os.PathLike) -> Sequence[int]:
 
 
 def latest(folder: str | os.PathLike) -> str | None:
-  """Returns the newest `checkpoint_N` in a folder, None where there is none."""
-  steps = named_steps(folder)
-  return f"{os.fspath(folder).rstrip('/')}/{PREFIX}_{steps[-1]}" if steps else None
+  """Returns the newest checkpoint in a folder, None where there is none.
+
+  >>> import tempfile
+  >>> latest(tempfile.mkdtemp()) is None
+  True
+  """
+  path = path_of(folder)
+  for step in reversed(named_steps(folder)):
+    if is_checkpoint(path / f"{PREFIX}_{step}"):
+      return f"{os.fspath(folder).rstrip('/')}/{PREFIX}_{step}"
+  return None
 
 
 def named_step(checkpoint: str) -> int | None:
   """Reads the step in a checkpoint's name; None where it has none.
 
-  >>> named_step("gs://bucket/run/checkpoint_1000")
-  1000
+  >>> named_step("gs://bucket/run/checkpoint_1000"), named_step("run/checkpoint_0058")
+  (1000, None)
   """
-  found = re.search(rf"{PREFIX}_(\d+)/*$", checkpoint)
+  found = _NAME.fullmatch(checkpoint.rstrip("/").rpartition("/")[2])
   return int(found[1]) if found else None
+
+
+def is_checkpoint(path: Any) -> bool:
+  """Returns whether a folder holds a checkpoint of either format, whatever its name.
+
+  Args:
+    path: a path of `path_of`.
+  """
+  return legacy_file(path) is not None or orbax_state(path) is not None
+
+
+def legacy_file(checkpoint: Any) -> Any:
+  """Returns the file that a checkpoint in T5X's own format begins with; None if it is not one.
+
+  Args:
+    checkpoint: a path of `path_of`: the folder, or that file.
+  """
+  if checkpoint.name == PREFIX and checkpoint.is_file():
+    return checkpoint
+  return file if (file := checkpoint / PREFIX).is_file() else None
 
 
 def orbax_state(checkpoint: Any) -> Any:

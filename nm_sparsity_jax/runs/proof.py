@@ -4,10 +4,11 @@
     path, out   -> [finalize] -> out/checkpoint_N with zeros, its Proof, what was removed
 
 A checkpoint of a sparse run holds its rules; say those of any other one. One array is in memory at
-a time (`finalize` holds its result too). T5X is not needed.
+a time. T5X is not needed. `finalize` writes the SHA-256 of each array beside them, and `verify`
+compares these where they are.
 
 >>> import tempfile, numpy as np
->>> from nm_sparsity_jax.runs import checkpoint
+>>> from nm_sparsity_jax.runs import checkpoint, writing
 >>> run = tempfile.mkdtemp()
 >>> w = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
 >>> target = {"encoder": {"layers_0": {"mlp": {"wi": {"kernel": w}}}}}
@@ -24,6 +25,7 @@ True
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -36,7 +38,7 @@ import numpy as np
 from nm_sparsity_jax import apply, configure, roles, rules_text
 from nm_sparsity_jax.places import Assignment, Place
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.runs import checkpoint, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
 
 _STATE = "flax_mutables/nm_sparsity"
@@ -50,16 +52,25 @@ class Proof:
     stored: the checkpoint.
     rules: the rules by which it was looked at.
     report: the findings, place by place.
+    changed: the parameters that are not what was written, by their SHA-256.
   """
 
   stored: Stored
   rules: Rules
   report: apply.Report
+  changed: tuple[str, ...] = ()
 
   @property
   def ok(self) -> bool:
-    """Whether no group has too many non-zero weights."""
-    return self.report.ok
+    """Whether no group has too many non-zero weights, and no parameter was changed."""
+    return self.report.ok and not self.changed
+
+  def __str__(self) -> str:
+    if not self.changed:
+      return str(self.report)
+    *lines, verdict = str(self.report).splitlines()
+    lines += [f"CHANGED  {path}: another SHA-256 than it was written with" for path in self.changed]
+    return "\n".join([*lines, "NOT what was written" if self.report.ok else verdict])
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the findings as values that JSON knows."""
@@ -73,6 +84,7 @@ class Proof:
       "rules": stored.rules if stored.rules is not None else rules_text.describe(self.rules),
       "places": [dataclasses.asdict(place) for place in self.report.places],
       "skipped": dict(self.report.skipped),
+      "changed": list(self.changed),
     }
 
 
@@ -158,7 +170,7 @@ def finalize(
   """Writes a checkpoint with the exact zeros of `nms.finalize`, reads it back and proves it.
 
   The new checkpoint holds parameters, step and sparse state, but no optimizer. It opens in T5X,
-  with the sparse model or T5X's own. The parameters must fit into memory.
+  with the sparse model or T5X's own. One parameter is in memory at a time, and the work on it.
 
   Args:
     path: as in `verify`.
@@ -177,10 +189,11 @@ def finalize(
     _refuse_early(stored, assignment)
   made = os.path.join(out, f"checkpoint_{stored.step or 0}")
   checkpoint.check_new(made)
-  tree, removed = _with_zeros(stored, rules, assignment)
-  checkpoint.write(made, tree)
+  removed: dict[str, Removed] = {}
+  writing.write(made, _with_zeros(stored, rules, assignment, removed))
   written = checkpoint.read(made)
-  return Finalized(stored, _prove(written, rules, _assign(written, rules)), tuple(removed))
+  proof = _prove(written, rules, _assign(written, rules))
+  return Finalized(stored, proof, tuple(removed[p] for p in assignment.places))
 
 
 def _opened(path: str | os.PathLike | Stored) -> Stored:
@@ -259,11 +272,22 @@ def _alone(place: Place, rules: Rules) -> Rules:
 
 
 def _prove(stored: Stored, rules: Rules, assignment: Assignment) -> Proof:
-  found = []
-  for path, place in assignment.places.items():
-    tree = checkpoint.nested({path: stored.array(f"target/{path}")})
-    found += apply.verify(tree, _alone(place, rules)).places
-  return Proof(stored, rules, apply.Report(tuple(found), assignment.skipped))
+  found = {}
+  sums = writing.hashes(stored.path)
+  lost = {key for key in sums if key not in stored.leaves}
+  for key in stored.leaves:
+    path = key.removeprefix("target/")
+    place = assignment.places.get(path) if key.startswith("target/") else None
+    if place is None and key not in sums:
+      continue
+    array = stored.array(key)
+    if key in sums and writing.sha256(array) != sums[key]:
+      lost.add(key)
+    if place is not None:
+      (found[path],) = apply.verify(checkpoint.nested({path: array}), _alone(place, rules)).places
+  changed = sorted(key.removeprefix("target/") for key in lost)
+  report = apply.Report(tuple(found[p] for p in assignment.places), assignment.skipped)
+  return Proof(stored, rules, report, tuple(changed))
 
 
 # --- zeros --------------------------------------------------------------------------------------
@@ -281,25 +305,32 @@ def _refuse_early(stored: Stored, assignment: Assignment) -> None:
 
 
 def _with_zeros(
-  stored: Stored, rules: Rules, assignment: Assignment
-) -> tuple[dict[str, Any], list[Removed]]:
-  """Returns the tree to be written and what it lost; one array at a time beside the result."""
-  kept: dict[str, Any] = {"state/step": np.int32(0)}  # where there is none: T5X wants it
-  removed = []
+  stored: Stored, rules: Rules, assignment: Assignment, removed: dict[str, Removed]
+) -> dict[str, writing.Makes]:
+  """Returns what makes each array that is to be written; `removed` gets what a place loses."""
+  makes: dict[str, writing.Makes] = {"state/step": lambda: np.asarray(np.int32(0))}  # T5X wants one
   for key in stored.leaves:
     if not key.startswith(("target/", "flax_mutables/")) and key != "state/step":
       continue  # the optimizer's: moments of weights that are gone
-    kept[key] = stored.array(key)
     is_target = key.startswith("target/")
     place = assignment.places.get(key.removeprefix("target/")) if is_target else None
-    if place is not None:
-      before = kept[key]
-      tree = checkpoint.nested({place.path: before})
-      state = _state(stored, place) if place.recipe.stateful else None
-      after = apply.finalize(tree, _alone(place, rules), state)
-      (kept[key],) = (np.asarray(leaf) for _, leaf in checkpoint.flat(after))
-      removed.append(_removed(place, before, kept[key]))
-  return checkpoint.nested(kept), removed
+    if place is None:
+      makes[key] = functools.partial(stored.array, key)
+    else:
+      makes[key] = functools.partial(_finalized, stored, rules, place, removed)
+  return makes
+
+
+def _finalized(
+  stored: Stored, rules: Rules, place: Place, removed: dict[str, Removed]
+) -> np.ndarray:
+  """Returns a parameter with its zeros, and notes what it lost."""
+  before = stored.array(f"target/{place.path}")
+  state = _state(stored, place) if place.recipe.stateful else None
+  after = apply.finalize(checkpoint.nested({place.path: before}), _alone(place, rules), state)
+  (made,) = (np.asarray(leaf) for _, leaf in checkpoint.flat(after))
+  removed[place.path] = _removed(place, before, made)
+  return made
 
 
 def _state(stored: Stored, place: Place) -> dict[str, Any]:
@@ -312,14 +343,20 @@ def _state(stored: Stored, place: Place) -> dict[str, Any]:
   return state
 
 
+_AT_ONCE = 1 << 20  # weights that are looked at in float64 at a time
+
+
 def _removed(place: Place, before: np.ndarray, after: np.ndarray) -> Removed:
-  was = np.abs(before.astype(np.float64))
-  lost = np.where(after == 0, was, 0.0)
-  share = lambda part, whole: float(part / whole) if whole else 0.0
+  before, after = before.reshape(-1), after.reshape(-1)
+  sums = np.zeros(5)
   with np.errstate(all="ignore"):  # inf and NaN: `verify` warns of them
-    return Removed(
-      place.path,
-      share((lost != 0).sum(), was.size),
-      share(lost.sum(), was.sum()),
-      share((lost**2).sum(), (was**2).sum()),
-    )
+    for start in range(0, before.size, _AT_ONCE):
+      part = slice(start, start + _AT_ONCE)
+      was = np.abs(before[part].astype(np.float64))
+      lost = np.where(after[part] == 0, was, 0.0)
+      sums += ((lost != 0).sum(), lost.sum(), was.sum(), (lost**2).sum(), (was**2).sum())
+  weights, lost, was, lost_squares, squares = map(float, sums)
+  share = lambda part, whole: part / whole if whole else 0.0
+  return Removed(
+    place.path, share(weights, before.size), share(lost, was), share(lost_squares, squares)
+  )

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import gin_files, plan, workloads
+from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.sweep.grid import Cell, Sweep
 from nm_sparsity_jax.sweep.states import Run
@@ -203,8 +202,8 @@ def _run(sweep: Sweep, cell: Cell, config: gin_files.Config, before: Mapping[str
     return Run(cell, _step_of(initial) if initial else 0, steps, evaluation)
   except (OSError, ValueError) as e:
     # What is done needs its checkpoint no more: the name says the step.
-    name = re.fullmatch(r"checkpoint_(\d+)", pathlib.PurePath(initial).name)
-    known = name and Run(cell, int(name[1]), steps, evaluation)
+    step = folders.named_step(str(initial))
+    known = None if step is None else Run(cell, step, steps, evaluation)
     if known and known.is_done():
       return known
     raise ValueError(

@@ -1,0 +1,141 @@
+"""A new checkpoint by Orbax, one array in memory at a time, and the hashes of its arrays.
+
+    key -> function that makes the array -> [write] -> checkpoint_N/state, checkpoint_N/sha256.json
+    checkpoint_N -> [hashes] -> key -> SHA-256, where somebody wrote them
+
+Orbax takes a whole tree and copies it. Here a leaf is a promise: it is made, written and dropped
+before the next one is made.
+"""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nm_sparsity_jax.runs import files, folders, signals
+from nm_sparsity_jax.runs.checkpoint import check_new, nested, orbax, quiet_orbax
+
+_FILE = "sha256.json"
+Makes = Callable[[], np.ndarray]
+
+
+def write(folder: str, arrays: Mapping[str, Makes]) -> None:
+  """Writes a new Orbax checkpoint that T5X can open: all of it, or nothing.
+
+  A signal that asks the process to end waits for the array that is being written, and ends it when
+  everything is cleaned up.
+
+      write("out/checkpoint_7", {"target/ff/kernel": lambda: np.zeros((8, 4), np.float32)})
+
+  Args:
+    folder: .../checkpoint_N on a local disk. It must not be there yet; what is above it is made.
+    arrays: key such as 'target/ff/kernel' -> what makes the array. Each is called once.
+  """
+  check_new(folder)
+  ocp = orbax(folder)
+  found: dict[str, str] = {}
+  failed: list[Exception] = []
+  try:
+    _write(folder, arrays, ocp, found, failed)
+  except ValueError:
+    if failed:  # what reads said so already
+      raise failed[0] from None
+    raise
+
+
+def _write(
+  folder: str,
+  arrays: Mapping[str, Makes],
+  ocp: Any,
+  found: dict[str, str],
+  failed: list[Exception],
+) -> None:
+  with signals.Deferred() as stop, files.whole_folder(folder) as unfinished, quiet_orbax():
+    leaves = {key: _Promise(key, make, found, failed, stop) for key, make in arrays.items()}
+    registry = ocp.type_handlers.create_type_handler_registry((_Promise, _handler(ocp)))
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(handler) as writer:
+      writer.save(unfinished / "state", nested(leaves))
+    stop.check()
+    sums = json.dumps({"sha256": found}, indent=1, sort_keys=True)
+    (unfinished / _FILE).write_text(sums + "\n")
+
+
+def hashes(path: str) -> dict[str, str]:
+  """Returns key -> SHA-256 of what was written; empty where nobody wrote hashes.
+
+  Args:
+    path: of the checkpoint.
+
+  Raises:
+    ValueError: the file that holds them is damaged.
+  """
+  file = folders.path_of(path) / _FILE
+  found = files.read_json(file, {"sha256": {}})
+  sums = found.get("sha256")
+  is_hash = lambda x: isinstance(x, str) and re.fullmatch("[0-9a-f]{64}", x)
+  if not isinstance(sums, dict) or not all(map(is_hash, sums.values())):
+    raise ValueError(f"{file} is damaged: it holds no SHA-256 for each array")
+  return sums
+
+
+def sha256(array: np.ndarray) -> str:
+  """Returns the SHA-256 of an array: its dtype, its shape, its bytes in C order.
+
+  >>> sha256(np.zeros(2, np.float32)) == sha256(-np.zeros(2, np.float32))
+  False
+  """
+  found = hashlib.sha256(f"{array.dtype.name} {list(array.shape)}\n".encode())
+  little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+  found.update(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
+  return found.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Promise:
+  """A leaf that is made when it is written; `size` and `nbytes` are what Orbax asks first."""
+
+  key: str
+  make: Makes
+  found: dict[str, str]
+  failed: list[Exception]
+  stop: signals.Deferred
+  size: int = 1
+  nbytes: int = 1
+
+  def kept(self) -> np.ndarray:
+    """Makes the array, and notes its hash, or why it cannot be made."""
+    self.stop.check()
+    try:
+      array = np.asarray(self.make())
+    except Exception as e:
+      self.failed.append(e)
+      raise
+    self.found[self.key] = sha256(array)
+    return array
+
+
+def _handler(ocp: Any) -> Any:
+  """Returns what writes promises for Orbax, one after the other."""
+
+  class OneByOne(ocp.type_handlers.NumpyHandler):
+    """Orbax's own handler of numpy arrays, given one at a time."""
+
+    async def serialize(
+      self, values: Sequence[_Promise], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+      args = args or [ocp.SaveArgs()] * len(values)
+      for value, info, arg in zip(values, infos, args, strict=True):
+        for future in await super().serialize([value.kept()], [info], [arg]):
+          future.result()
+      return []
+
+  return OneByOne(deepcopy_host_arrays=False)
