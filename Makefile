@@ -25,6 +25,8 @@ comma   := ,
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed-$(subst $(empty) ,-,$(strip $(EXTRAS)))
 PYTEST  := $(PY) -m pytest -n $(WORKERS)
+# One worker runs all of a file: what its tests share is made once. tests/conftest.py orders files.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
@@ -39,7 +41,7 @@ quickstart: $(STAMP)  ## train, prove and score sparse checkpoints, in minutes; 
 venv: $(STAMP)  ## create the environment, or bring it up to date with setup.py
 
 test: $(STAMP)  ## every test that is not slow; names the slowest 20
-	$(PYTEST) -m "not slow" --durations=20 $(ARGS)
+	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 --peak-mib 2048 $(ARGS)
 
 test-slow: $(STAMP)  ## the slow tests
 	$(PYTEST) -m slow $(ARGS)

@@ -1,6 +1,8 @@
-"""Eight virtual CPU devices, strict promotion, and how hard hypothesis works."""
+"""Eight virtual CPU devices, strict promotion, how hard hypothesis works, and what a run costs."""
 
+import collections
 import os
+import resource
 import sys
 
 # Before jax is imported: it reads these once.
@@ -11,6 +13,8 @@ os.environ["XLA_FLAGS"] = (
 # XLA's pool has a thread per core. On two cores, two devices that wait in a reduction for their
 # partners leave no thread to run them, and XLA ends the process after 40 seconds.
 os.environ.setdefault("PJRT_NPROC", "32")
+# Each thread of that pool would keep an arena of its own; the workers start with this.
+os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 
 import hypothesis
 import jax
@@ -38,3 +42,90 @@ def the_same_place():
   yield
   sys.path[:] = path
   os.chdir(folder)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_file():
+  """What a file compiled goes with it, else a worker holds the programs of all of them."""
+  yield
+  jax.clear_caches()
+
+
+# The files that take longest come first, so that no worker begins one while the other has no more.
+LONGEST = (
+  "test_local", "test_t5x_adapter", "test_layers", "test_t5x_thread", "test_t5", "test_quickstart",
+  "test_every_recipe", "test_sparse", "test_masks", "test_docs", "test_t5x_metrics", "test_gin",
+  "test_recipes_benchmark", "test_t5x_checkpoints", "test_local_killed", "test_local_t5x",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+  place = {name: i for i, name in enumerate(LONGEST)}
+  items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+# --- what a run costs -----------------------------------------------------------------------------
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+    "--peak-mib", type=int, default=None, help="fail where a worker's memory passes this"
+  )
+
+
+SPENT = collections.Counter()  # {(file, whether it needs T5X): seconds of processor time}
+PEAKS = {}  # {worker: MiB}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+  before = sum(os.times()[:4])  # this process and the children that it waited for
+  result = yield
+  t5x = item.get_closest_marker("t5x") is not None
+  SPENT[item.path.name, t5x] += sum(os.times()[:4]) - before
+  return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+  found = getattr(node, "workeroutput", {})  # a worker that crashed has none
+  if "spent" in found:
+    PEAKS[node.gateway.id] = found["peak"]
+    SPENT.update({(file, t5x): seconds for file, t5x, seconds in found["spent"]})
+
+
+def too_large(config):
+  limit = config.option.peak_mib
+  return [name for name, mib in PEAKS.items() if limit and mib > limit]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+  kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  peak = round(kib / 1024 / (1024 if sys.platform == "darwin" else 1))  # bytes there
+  if (output := getattr(session.config, "workeroutput", None)) is not None:
+    output["peak"] = peak
+    output["spent"] = [[*key, seconds] for key, seconds in SPENT.items()]
+    return
+  if not PEAKS and SPENT:  # no workers
+    PEAKS["this process"] = peak
+  if too_large(session.config):
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+  if not PEAKS:
+    return
+  write = terminalreporter.write_line
+  terminalreporter.section("processor time and memory")
+  files = collections.Counter()
+  for (file, _), seconds in SPENT.items():
+    files[file] += seconds
+  for file, seconds in files.most_common(20):
+    write(f"{seconds:7.1f}s {file}")
+  total = sum(SPENT.values())
+  t5x = sum(seconds for (_, needs), seconds in SPENT.items() if needs)
+  write(f"{total:7.1f}s in all: {t5x:.1f}s with T5X, {total - t5x:.1f}s without")
+  write("at most " + ", ".join(f"{mib} MiB in {name}" for name, mib in sorted(PEAKS.items())))
+  for name in too_large(config):
+    write(f"error: {name} took {PEAKS[name]} MiB, and --peak-mib allows {config.option.peak_mib}")

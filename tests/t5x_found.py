@@ -55,4 +55,6 @@ def command_line(files, macros, devices=1) -> tuple[list[str], dict[str, str]]:
   flags += [f"--gin_file={f}" for f in files] + [f"--gin.{k}={v!r}" for k, v in macros.items()]
   path = os.pathsep.join([*here, *filter(None, sys.path)])
   xla = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
-  return flags, {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}
+  env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}
+  # Compiling for speed takes longer than these runs.
+  return flags, env | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

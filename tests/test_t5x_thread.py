@@ -38,6 +38,35 @@ def t5x(command, *files, check=True, devices=1, **macros):
   return done.stderr
 
 
+@pytest.fixture
+def forked(tmp_path):
+  """`t5x` above, in forks of one process that has imported what T5X imports."""
+  _, env = t5x_found.command_line((), {})
+  command, pipe = [sys.executable, str(ROOT / "tests/t5x_worker.py")], subprocess.PIPE
+  errors = tmp_path / "errors.txt"
+  with (
+    (tmp_path / "worker.txt").open("w+") as said,
+    subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True, env=env) as worker,
+  ):
+
+    def run(command, *files, check=True, **macros):
+      flags, _ = t5x_found.command_line(files, macros)
+      worker.stdin.write(json.dumps([command, flags, str(errors)]) + "\n")
+      worker.stdin.flush()
+      for line in worker.stdout:
+        if line.startswith("ended "):
+          break
+      else:
+        raise AssertionError(f"the worker has ended: {(tmp_path / 'worker.txt').read_text()}")
+      code, text = int(line.split()[1]), errors.read_text()
+      assert bool(code) != check, text[-3000:]
+      return text
+
+    yield run
+    worker.stdin.close()
+    worker.wait(60)
+
+
 def last_metric(folder):
   (path,) = folder.rglob("nm_test_sort-metrics.jsonl")
   return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
@@ -51,45 +80,45 @@ def saved_arrays(checkpoint):
   return reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
 
 
-def test_dense_then_sparse_then_eval_then_infer_then_verify(tmp_path):
+def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  t5x("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=6)
+  forked("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=6)
   finetune = dict(
     MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_6"), PRETRAINED_STEPS=6,
     BATCH_SIZE=16, EVAL_PERIOD=6, EVAL_STEPS=2,
   )  # fmt: skip
   period = {"utils.SaveCheckpointConfig.period": 6}
   run = "gin_configs/runs/t5x_finetune.gin", TINY
-  t5x("train", *run, **finetune, **RULES, **period)
+  t5x("train", *run, **finetune, **RULES, **period)  # as users type it; the others in forks
 
   # Taken away after half of the way, the same command does the rest again, to the same bits.
   whole = saved_arrays(sparse / "checkpoint_18")
   shutil.rmtree(sparse / "checkpoint_18")
-  log = t5x("train", *run, **finetune, **RULES, **period)
+  log = forked("train", *run, **finetune, **RULES, **period)
   assert f"{sparse}/checkpoint_12" in log
   jax.tree.map(np.testing.assert_array_equal, saved_arrays(sparse / "checkpoint_18"), whole)
 
   # Half of the way, on a checkpoint: the numbers of the in-loop evaluation at that step.
   half = str(sparse / "checkpoint_12")
   common = {"CHECKPOINT_PATH": half, "utils.DatasetConfig.batch_size": 16}
-  t5x("eval", "gin_configs/runs/t5x_eval.gin", TINY, EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
-      **common, **RULES)  # fmt: skip
+  forked("eval", "gin_configs/runs/t5x_eval.gin", TINY, EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
+         **common, **RULES)  # fmt: skip
   in_loop, alone = last_metric(sparse), last_metric(tmp_path / "eval")
   assert set(in_loop) == {12, 18} and alone == {12: in_loop[12]}
 
   split = {"utils.DatasetConfig.split": "validation"}
-  t5x("infer", "gin_configs/runs/t5x_infer.gin", TINY, INFER_OUTPUT_DIR=str(tmp_path / "infer"),
-      **common, **split, **RULES)  # fmt: skip
+  forked("infer", "gin_configs/runs/t5x_infer.gin", TINY, INFER_OUTPUT_DIR=str(tmp_path / "infer"),
+         **common, **split, **RULES)  # fmt: skip
   (written,) = (tmp_path / "infer").glob("*.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
   assert len(lines) == 32 and all("prediction" in line for line in lines)
 
   # Other rules are refused, by name; a dense checkpoint and bfloat16 too.
   other = {**RULES, "PATTERN": "2:4"}
-  error = t5x("train", *run, check=False, **finetune, **other, **period)
+  error = forked("train", *run, check=False, **finetune, **other, **period)
   assert "ff: idp 1:4, total=12, dense=2, finetune=4" in error and "ff: idp 2:4" in error
-  error = t5x("eval", "gin_configs/runs/t5x_eval.gin", TINY, check=False,
-              EVAL_OUTPUT_DIR=str(tmp_path / "no"), **common, **other)  # fmt: skip
+  error = forked("eval", "gin_configs/runs/t5x_eval.gin", TINY, check=False,
+                 EVAL_OUTPUT_DIR=str(tmp_path / "no"), **common, **other)  # fmt: skip
   assert "trained with the rules" in error and "ff: idp 2:4" in error
 
   # The end is n:m: from the files, without T5X's train state.

@@ -1,0 +1,52 @@
+"""Imports what T5X imports once, then forks for each command: importing is most of a short one.
+
+Reads lines of JSON, `[command, flags, stderr]`, and does what `python -m t5x.COMMAND FLAGS` does,
+with its standard error in a file; prints `ended STATUS` after each.
+"""
+
+import json
+import os
+import runpy
+import sys
+import traceback
+
+
+def run(command, flags, stderr):
+  """Runs one command in this process, as the interpreter's -m does; returns its exit code."""
+  file = os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+  os.dup2(file, 2)
+  os.dup2(file, 1)
+  sys.argv = [command, *flags]
+  try:
+    runpy.run_module(f"t5x.{command}", run_name="__main__", alter_sys=True)
+  except SystemExit as e:
+    return e.code if isinstance(e.code, int) else bool(e.code)
+  except BaseException:
+    traceback.print_exc()
+    return 1
+  finally:
+    sys.stdout.flush()
+    sys.stderr.flush()
+  return 0
+
+
+def main():
+  # All but the commands themselves, whose flags a process defines once. No backend starts here,
+  # so a fork is safe.
+  import t5x.checkpoints
+  import t5x.gin_utils
+  import t5x.models
+  import t5x.trainer  # noqa: F401
+
+  import nm_sparsity_jax.t5x_adapter  # noqa: F401
+
+  for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+      os._exit(run(*json.loads(line)))
+    _, status = os.waitpid(pid, 0)
+    print("ended", os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+  main()
