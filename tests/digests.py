@@ -3,6 +3,10 @@
     python tests/digests.py --write           notes it in tests/digests.json
     python tests/digests.py --check           does it again and prints each difference by name
     python tests/digests.py --check --only t5x/
+    python tests/digests.py --accept "why" --only "made up/report"
+
+The last line notes what differs as it is now, beside what is noted, with the reason: a check then
+takes either, and prints the reason.
 
 It trains tiny models with every recipe, by the local runner and by T5X, and notes SHA-256 digests
 of all that their checkpoints hold. It types the commands of the documentation, and wrong ones, and
@@ -69,45 +73,71 @@ def prepare():
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def do(names):
+  """Yields (name, what was found, whether it could be done at all)."""
+  for name in names:
+    begun = time.monotonic()
+    try:
+      found, done = json.loads(json.dumps(JOBS[name]())), True
+    except Exception as e:
+      found, done = same_everywhere(f"could not be done: {type(e).__name__}: {e}"), False
+    print(f"{time.monotonic() - begun:6.1f} s  {name}", file=sys.stderr, flush=True)
+    yield name, found, done
+
+
+def keep(noted):
+  """Writes the file, in the order of the jobs."""
+  for part in ("found", "changed"):
+    noted[part] = {name: noted[part][name] for name in JOBS if name in noted[part]}
+  FILE.write_text(json.dumps(noted, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   what = parser.add_mutually_exclusive_group(required=True)
   what.add_argument("--write", action="store_true", help="note it")
   what.add_argument("--check", action="store_true", help="compare with what is noted")
+  what.add_argument("--accept", metavar="WHY", help="note what differs beside it, and why")
   parser.add_argument("--only", default="", metavar="REGEX", help="names to do")
   args = parser.parse_args()
   noted = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {"machine": {}, "found": {}}
+  noted.setdefault("changed", {})
   here, was = machine(), noted["machine"]
   for name in here if was and was != here else ():
     if here[name] != was.get(name):
       print(f"another {name}: noted with {was.get(name)}, here {here[name]}")
   prepare()
-  found, failed, start = {}, [], time.monotonic()
-  for name in filter(re.compile(args.only).search, JOBS):
-    begun = time.monotonic()
-    try:
-      found[name] = json.loads(json.dumps(JOBS[name]()))
-    except Exception as e:
-      found[name] = same_everywhere(f"could not be done: {type(e).__name__}: {e}")
+  wanted = [name for name in JOBS if re.search(args.only, name)]
+  gone = [n for n in noted["found"] if re.search(args.only, n) and n not in JOBS]
+  failed, start = [], time.monotonic()
+  differ = [f"{name} is noted, but nothing does it now" for name in gone]
+  print("\n".join(differ), end="\n" * bool(differ))
+  for name, now, done in do(wanted):
+    before, changed = noted["found"].get(name), noted["changed"].get(name, {})
+    if args.write and done:
+      noted["found"][name] = now
+      noted["changed"].pop(name, None)
+      noted["machine"] = here
+      keep(noted)  # each: it takes long
+    elif args.write:
       failed.append(name)
-    print(f"{time.monotonic() - begun:6.1f} s  {name}", file=sys.stderr, flush=True)
+      print(f"{name} {now}")
+    elif now == before:
+      continue
+    elif args.accept and done:
+      noted["changed"][name] = {"why": args.accept, "found": now}
+      keep(noted)
+    elif now == changed.get("found"):
+      print(f"{name} differs from what was, as it should: {changed['why']}")
+    else:
+      lines = differences(before, now)
+      differ.append("\n".join([f"\n{name} differs:", *(f"  {line}" for line in lines)]))
+      print(differ[-1], flush=True)
   shutil.rmtree(work())
-  print(f"{len(found)} in {time.monotonic() - start:.0f} s")
-  if args.write:
-    for name in failed:
-      print(f"{name} {found.pop(name)}")
-    found = noted["found"] | found  # of --only, the others stay
-    found = {name: found[name] for name in JOBS if name in found}
-    text = json.dumps({"machine": here, "found": found}, indent=1, ensure_ascii=False)
-    FILE.write_text(text + "\n", "utf-8")
-    return 1 if failed else 0
-  names = [n for n in noted["found"] if re.search(args.only, n)]
-  differ = [n for n in {**dict.fromkeys(names), **found} if noted["found"].get(n) != found.get(n)]
-  for name in differ:
-    lines = differences(noted["found"].get(name), found.get(name))
-    print("\n".join([f"\n{name} differs:", *(f"  {line}" for line in lines)]))
-  print(f"{len(differ)} differ" if differ else "nothing differs")
-  return 1 if differ else 0
+  print(f"{len(wanted)} in {time.monotonic() - start:.0f} s")
+  if args.check:
+    print(f"{len(differ)} differ" if differ else "nothing else differs")
+  return 1 if differ or failed else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import html.parser
 import io
 import json
 import os
@@ -83,10 +84,64 @@ def call(*argv):
   return {"exit": code, **lines}
 
 
+class Parts(html.parser.HTMLParser):
+  """A page by sections and charts: tags, attributes and words, whatever the white space is.
+
+  Left out: the chart of speed, which differs from run to run, and gin files, which name modules.
+  """
+
+  def __init__(self, text):
+    super().__init__()
+    self.section, self.chart, self.parts = "head", "", collections.defaultdict(list)
+    self.feed(text)
+    self.close()
+
+  def add(self, *what):
+    if self.section != "gin" and self.chart != "chart-steps_per_second":
+      self.parts[f"{self.section} {self.chart}".strip()].append(what)
+
+  def handle_starttag(self, tag, attrs):
+    key = dict(attrs).get("id", "")
+    self.section = key if tag == "section" else self.section
+    self.chart = key if tag == "figure" else self.chart
+    self.add(tag, sorted((name, " ".join((value or "").split())) for name, value in attrs))
+
+  def handle_endtag(self, tag):
+    self.add("end of", tag)
+    self.chart = "" if tag == "figure" else self.chart
+    self.section = "between" if tag == "section" else self.section
+
+  def handle_data(self, data):
+    if words := data.split():
+      style = self.lasttag == "style" and "}" in data
+      self.add(*(declarations(data) if style else [" ".join(words)]))
+
+
+def declarations(style):
+  """The declarations of a style sheet by media and selector, sorted: blocks may be cut anyhow."""
+  out, media = set(), ""
+  for before, end in re.findall(r"([^{}]*)([{}])", re.sub(r"\s*([{}:;,])\s*", r"\1", style)):
+    if end == "{" and before.startswith("@"):
+      media = before
+    elif end == "{":
+      selector = before.strip()
+    elif before or selector:
+      out |= {f"{media} {selector} {one}" for one in before.split(";") if one}
+      selector = ""
+    else:
+      media = ""
+  return sorted(out)
+
+
+def parsed(path):
+  """The digests of a page's parts, by name."""
+  parts = Parts(same_everywhere(pathlib.Path(path).read_text("utf-8"))).parts
+  return {name: sha(*part)[:16] for name, part in parts.items()}
+
+
 def page(*argv):
-  """The same of a command that writes page.html, with a digest of the page."""
-  said = call(*argv, "--out", "page.html")
-  return {**said, "page": sha(same_everywhere(pathlib.Path("page.html").read_text("utf-8")))}
+  """The same of a command that writes page.html, with digests of the page."""
+  return {**call(*argv, "--out", "page.html"), "page": parsed("page.html")}
 
 
 def arrays(checkpoint):
@@ -151,7 +206,7 @@ TINY = HERE / "local_tiny.gin"  # "tests/..." gin takes for a package, which has
 def local_macros(folder, recipe, **more):
   settings = dict(
     BATCH_SIZE=16, LEARNING_RATE=0.02, WARMUP_STEPS=4, EVAL_PERIOD=10, STATS_PERIOD=5,
-    METRICS_EVERY=5, DROPOUT_RATE=0.1, MODEL_DIR=f"local/{folder}",
+    METRICS_EVERY=None, DROPOUT_RATE=0.1, MODEL_DIR=f"local/{folder}",
   )  # fmt: skip
   return settings | rules(recipe, **more)
 
@@ -260,7 +315,7 @@ def t5x_trained(folder, recipe, *files, **more):
   run = "pretrain" if recipe == "dense" else "finetune"
   macros = dict(
     MODEL_DIR=str(work() / "t5x" / folder), BATCH_SIZE=16, EVAL_STEPS=2, EVAL_PERIOD=STEPS,
-    METRICS_EVERY=5, DROPOUT_RATE=0.1, LEARNING_RATE=0.02, WARMUP_STEPS=4,
+    METRICS_EVERY=None, DROPOUT_RATE=0.1, LEARNING_RATE=0.02, WARMUP_STEPS=4,
   )  # fmt: skip
   if recipe != "dense":
     t5x_trained("dense", "dense")

@@ -400,8 +400,10 @@ def test_an_identity_input_shows_the_effective_weight_and_its_gradient(gradient)
     np.testing.assert_array_equal(dw, g * factor if gradient == "masked" else g)
 
 
-def test_the_mask_comes_from_the_stored_dtype():
-  layer = layers.Dense(1, use_bias=False, dtype=jnp.bfloat16, rules=nms.Rules({"kernel": SR_STE}))
+@pytest.mark.parametrize("kind, kwargs", [("Dense", {"use_bias": False}), ("DenseGeneral", {})])
+def test_the_mask_comes_from_the_stored_dtype(kind, kwargs):
+  rules = nms.Rules({"kernel": SR_STE})
+  layer = getattr(layers, kind)(1, dtype=jnp.bfloat16, rules=rules, **kwargs)
   w = jnp.array([1.0, 1.001, 0.5, 0.25])[:, None]  # the first two are one number in bfloat16
   variables = {"params": {"kernel": w}, layers.COLLECTION: {"step": jnp.int32(0)}}
   np.testing.assert_array_equal(layer.apply(variables, jnp.eye(4))[:, 0], [0, 1, 0, 0])

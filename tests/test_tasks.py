@@ -89,6 +89,15 @@ def test_the_import_registers_all_reads_nothing_and_may_be_repeated(monkeypatch)
   assert all(m.startswith("t5x_tasks") for m in set(sys.modules) - before)
 
 
+def test_what_tests_register_anew_is_put_back():
+  rows = lambda: seqio.get_mixture_or_task("nm_glue_mini_wnli").num_input_examples("validation")
+  before = rows()
+  t5x_tasks.register_mini(rows={"validation": 12})
+  assert rows() == 12 != before
+  tasks_found.register_again()
+  assert rows() == before
+
+
 def test_the_mixtures_are_t5s():
   rates = {
     "cola": 8551, "sst2": 67349, "mrpc": 3668, "qqp": 363849, "stsb": 5749, "mnli": 392702,
