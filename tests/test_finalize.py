@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import test_plan
+from checkpoint_files import load
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
@@ -80,16 +81,6 @@ def command(capsys):
     return code, json.loads(out) if out else err
 
   return call
-
-
-def load(path):
-  """Parameters by Orbax alone."""
-  import orbax.checkpoint as ocp
-
-  reader = ocp.PyTreeCheckpointer()
-  shapes = reader.metadata(path / "state").item_metadata.tree
-  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
-  return reader.restore(path / "state", restore_args=jax.tree.map(as_numpy, shapes))
 
 
 @pytest.mark.parametrize(

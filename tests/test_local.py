@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_files import assert_same, read
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
@@ -103,24 +104,6 @@ def at_step(number, do):
     return 0.0
 
   return rate
-
-
-def read(folder, number):
-  """path -> array, from the files alone."""
-  import orbax.checkpoint as ocp
-
-  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(folder) / f"checkpoint_{number}/state"
-  shapes = reader.metadata(path).item_metadata.tree
-  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
-  tree = reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
-  return dict(flatten(tree))
-
-
-def assert_same(got, want):
-  assert got.keys() == want.keys()
-  for key in want:
-    np.testing.assert_array_equal(got[key], want[key], err_msg=key)
-    assert got[key].dtype == want[key].dtype
 
 
 def lines(folder, room="train"):

@@ -575,7 +575,7 @@ def test_the_page_of_many_runs_in_a_browser(here, capsys):
 @pytest.mark.filterwarnings("ignore")  # what runs import warns on its own account
 def test_real_runs_killed_and_resumed_end_with_the_same_bits(tmp_path, monkeypatch):
   pytest.importorskip("seqio", reason="runs need seqio: pip install -e '.[local]'")
-  from test_local import assert_same, read
+  from checkpoint_files import assert_same, read
 
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))

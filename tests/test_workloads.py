@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_files import assert_same, read
 
 from nm_sparsity_jax import cli, configure, flops, gin_files, workloads
 from nm_sparsity_jax.runs import folders
@@ -48,23 +49,6 @@ def words(run="local_workload", optimizer=True, **macros):
     f"--gin_search_paths={gin_files.folder()}", *(f"--gin_file={name}" for name in files),
     *(f"--gin.{name}={value!r}" for name, value in macros.items()),
   ]  # fmt: skip
-
-
-def read(folder, number):
-  """path -> array, from the files alone."""
-  import orbax.checkpoint as ocp
-
-  reader, path = ocp.PyTreeCheckpointer(), pathlib.Path(folder) / f"checkpoint_{number}/state"
-  shapes = reader.metadata(path).item_metadata.tree
-  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
-  tree = reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
-  return dict(flatten(tree))
-
-
-def assert_same(got, want):
-  assert got.keys() == want.keys()
-  for key in want:
-    np.testing.assert_array_equal(got[key], want[key], err_msg=key)
 
 
 @pytest.fixture(scope="module")
