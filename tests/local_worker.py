@@ -1,4 +1,4 @@
-"""Imports seqio once, then forks a run for each folder that it reads: for tests that kill runs.
+"""Imports seqio once, then forks a run for each `STEPS FOLDER` that it reads: for tests that kill.
 
 A run prints `step N` at each step; `pid N` comes before it and `ended N` after it.
 """
@@ -16,20 +16,21 @@ def main(cache):
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   jax.config.update("jax_disable_most_optimizations", True)
 
-  def run(folder):
-    model = t.model_of(recipe="one_shot", sparse_steps=120, dense_steps=30, dropout=0.1)
+  def run(steps, folder):
+    model = t.model_of(recipe="one_shot", sparse_steps=steps, dense_steps=steps // 4, dropout=0.1)
     tell = lambda done: print("step", done, flush=True) or 0.0
     periods = t.train.Periods(evaluate=1000, checkpoint=3, report=1, metrics=None)
     source = t.source_of(pack=True, batch_size=8)
     return t.train.train(
-      t.run_of(folder, model, source=source, sparse_steps=120, periods=periods, learning_rate=tell,
-               keep_checkpoints=2)
+      t.run_of(folder, model, source=source, sparse_steps=steps, periods=periods,
+               learning_rate=tell, keep_checkpoints=2)
     )  # fmt: skip
 
   for line in sys.stdin:
     pid = os.fork()
     if not pid:
-      os._exit(run(line.strip()))
+      steps, folder = line.strip().split(" ", 1)
+      os._exit(run(int(steps), folder))
     _, status = os.waitpid(pid, 0)
     print("ended", status, flush=True)
 

@@ -103,7 +103,26 @@ CASES = {
   "idp": Case(make("idp", "3:8"), EIGHTHS, mode=ST),
 }
 every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+# Another case of the same recipe runs the code of these: its masks, its D, its gradient. What costs
+# a program for each case leaves them to `make test-slow`. `make test` holds their masks, D and
+# gradients at every step in float32: test_forward_and_gradient_are_the_equation_in_float64.
+# "mdgf_linear st" stays, since no other D in (0, 1) passes a gradient straight through.
+REPEATED = {
+  "one_shot st", "mdgf_linear slow", "mdgf_exponential st", "sdgf_geometric exp st", "custom st",
+}  # fmt: skip
+
+
+def later(*values, name, repeated):
+  """A case as an argument; one that repeats another is slow."""
+  marks = [pytest.mark.slow] if repeated and name in REPEATED else []
+  return pytest.param(*values, marks=marks, id="-".join([name, *values[1:]]))
+
+
+each = pytest.mark.parametrize("case", [later(c, name=n, repeated=True) for n, c in CASES.items()])
+every_dtype = pytest.mark.parametrize(
+  "case, dtype",
+  [later(c, d, name=n, repeated=d != "f32") for d in DTYPES for n, c in CASES.items()],
+)
 
 
 def weights(seed=0, shape=SHAPE, dtype="f32"):
@@ -195,7 +214,6 @@ def test_every_recipe_has_a_case():
 
 
 @every_dtype
-@every
 def test_keeps_shape_and_dtype_and_one_compilation_serves_every_step(case, dtype):
   w = weights(1, dtype=dtype)
   for step in STEPS:
@@ -206,7 +224,7 @@ def test_keeps_shape_and_dtype_and_one_compilation_serves_every_step(case, dtype
   assert traces[case.recipe, w.dtype, w.shape, 0] == 1
 
 
-@every
+@each
 def test_one_lowering_serves_every_step(case):
   w, f = weights(2), jax.jit(lambda w, step, keep: case.recipe.effective(w, step, 0, keep))
   some = a_step_of_each_level(case)
@@ -218,7 +236,6 @@ def test_one_lowering_serves_every_step(case):
 
 
 @every_dtype
-@every
 def test_equals_dense_bit_for_bit_before_dense_steps(case, dtype):
   w = np.asarray(weights(3, dtype=dtype)).copy()
   w[:8, 0] = np.array([np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 1e-40, -1e-6])
@@ -247,7 +264,6 @@ def test_mask_decay_starts_from_exactly_one(name):
 
 
 @every_dtype
-@every
 def test_is_binary_from_the_fine_tune_phase_on(case, dtype):
   w = weights(7, dtype=dtype)
   if case.name == "dense":
@@ -263,7 +279,6 @@ def test_is_binary_from_the_fine_tune_phase_on(case, dtype):
 
 
 @every_dtype
-@every
 def test_forward_and_gradient_are_the_equation_in_float64(case, dtype):
   w, ct = weights(8, dtype=dtype), weights(9, dtype=dtype)
   w64, ct64 = (np.asarray(x).astype(np.float64) for x in (w, ct))
@@ -282,7 +297,7 @@ def test_forward_and_gradient_are_the_equation_in_float64(case, dtype):
       assert_same_bits(grad, ct)
 
 
-@every
+@each
 def test_any_axis_equals_transposing(case):
   w, ct = weights(10), weights(11)
   deep = weights(12, (2, *SHAPE))
@@ -305,7 +320,7 @@ def test_any_axis_equals_transposing(case):
     assert_same_bits(got[0].reshape(SHAPE), run(case, whole, step)[0])
 
 
-@every
+@each
 def test_vmap_over_weights_and_over_steps(case):
   ws, steps = weights(14, (2, *SHAPE)), jnp.arange(PHASES.total, dtype=jnp.int32)
   f = lambda w, t, keep: case.recipe.effective(w, t, 0, keep)
@@ -322,7 +337,7 @@ def test_vmap_over_weights_and_over_steps(case):
     assert_same_bits(got[step], run(case, ws[0], int(step))[0])
 
 
-@every
+@each
 def test_scan_and_checkpoint(case):
   w, ct = weights(15), weights(16)
   steps = jnp.arange(PHASES.total, dtype=jnp.int32)
@@ -347,7 +362,7 @@ def test_scan_and_checkpoint(case):
     np.testing.assert_allclose(grads[t], grad, rtol=1e-6)
 
 
-@every
+@each
 def test_jvp_agrees_with_vjp(case):
   w, tangent = weights(17), weights(18)
   f = jax.jit(
@@ -449,7 +464,6 @@ def test_a_pruned_inf_or_nan_is_exactly_zero(case):
 
 
 @every_dtype
-@every
 def test_nan_never_survives_a_finite_weight(case, dtype):
   w = np.asarray(weights(24, dtype=dtype)).copy()
   w[::8] = np.nan  # few enough for 7:8

@@ -17,7 +17,10 @@ LENGTH, EOS = 7, 1
 
 @pytest.fixture(scope="module", params=["layers", "scanned"])
 def searched(request):
-  """(network, params, inputs, prefixes [n, length] -> log probabilities [n, length, vocab])."""
+  """(network, params, inputs, jitted greedy search, jitted log probabilities).
+
+  The last takes inputs [5, 6] and prefixes [5, length], so that one program serves all tests.
+  """
   scan = request.param == "scanned"
   net = network.Transformer(network.T5Config(**SIZES, scan_layers=scan))
   rng = np.random.default_rng(3)
@@ -35,12 +38,13 @@ def searched(request):
     logits = net.apply({"params": params}, inputs, shifted, blank, enable_dropout=False)
     return jax.nn.log_softmax(logits)
 
-  return net, params, inputs, log_probs
+  greedy = jax.jit(lambda p, x: decoding.greedy(net, p, x, LENGTH, EOS))
+  return net, params, inputs, greedy, log_probs
 
 
 def test_greedy(searched):
-  net, params, inputs, log_probs = searched
-  ids, scores = jax.jit(lambda p, x: decoding.greedy(net, p, x, LENGTH, EOS))(params, inputs)
+  _, params, inputs, greedy, log_probs = searched
+  ids, scores = greedy(params, inputs)
   want, total = np.zeros((5, LENGTH), np.int32), np.zeros(5)
   ended = np.zeros(5, bool)
   for i in range(LENGTH):
@@ -59,10 +63,10 @@ def reference(log_probs, row, beams):
   penalty = lambda n: ((5 + n) / 6) ** 0.6
   live, ended = [(0.0, [])], []
   for i in range(LENGTH):
-    prefixes = np.zeros((beams, LENGTH), np.int32)
+    prefixes = np.zeros((5, LENGTH), np.int32)
     for j, (_, ids) in enumerate(live):
       prefixes[j, : len(ids)] = ids
-    found = np.asarray(log_probs(np.repeat(row[None], beams, 0), prefixes))[:, i]
+    found = np.asarray(log_probs(np.repeat(row[None], 5, 0), prefixes))[:, i]
     grown = [
       (score + found[j, t], [*ids, t]) for j, (score, ids) in enumerate(live) for t in range(12)
     ]
@@ -78,12 +82,11 @@ def reference(log_probs, row, beams):
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_beam_search(searched, beams):
-  net, params, inputs, log_probs = searched
+  net, params, inputs, greedy, log_probs = searched
   run = jax.jit(lambda p, x: decoding.beam_search(net, p, x, LENGTH, beams, EOS))
   ids, scores = run(params, inputs)
   one_by_one = [reference(log_probs, row, beams) for row in inputs]
   np.testing.assert_allclose(scores, [s for s, *_ in one_by_one], rtol=1e-5)
   np.testing.assert_array_equal(ids, [x for _, x, _ in one_by_one])
   if beams == 3:
-    greedy = decoding.greedy(net, params, inputs, LENGTH, EOS)[0]
-    assert (ids != greedy).any()  # the search finds something else
+    assert (ids != greedy(params, inputs)[0]).any()  # the search finds something else

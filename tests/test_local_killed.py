@@ -10,12 +10,13 @@ import sys
 import time
 
 import pytest
+from checkpoint_files import assert_same, read
+
+from nm_sparsity_jax.runs import folders
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
 # What it imports warns on its own account.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-from test_local import assert_same, folders, read  # noqa: E402
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -35,10 +36,10 @@ def worker(tmp_path_factory):
       p.wait(60)
 
 
-def run(worker, folder, kill_after=None, delay=0.0):
+def run(worker, folder, steps, kill_after=None, delay=0.0):
   """One process; killed `delay` seconds after so many steps. Its status, and the last step."""
   folder.mkdir(exist_ok=True)
-  worker.stdin.write(f"{folder}\n")
+  worker.stdin.write(f"{steps} {folder}\n")
   worker.stdin.flush()
   seen, last = 0, None
   for line in worker.stdout:
@@ -55,29 +56,27 @@ def run(worker, folder, kill_after=None, delay=0.0):
   raise AssertionError("the worker has ended")
 
 
-@pytest.fixture(scope="module")
-def whole(worker, tmp_path_factory):
-  folder = tmp_path_factory.mktemp("whole")
-  assert run(worker, folder) == (0, 119)
-  return read(folder, 120)
-
-
 @pytest.mark.parametrize(
-  "kills, seed", [(2, 0), pytest.param(20, 1, marks=pytest.mark.slow)], ids=["2", "20"]
+  "kills, steps, seed",
+  [(2, 60, 0), pytest.param(20, 120, 1, marks=pytest.mark.slow)],
+  ids=["2", "20"],
 )
-def test_killed_and_resumed_is_uninterrupted(kills, seed, worker, whole, tmp_path):
+def test_killed_and_resumed_is_uninterrupted(kills, steps, seed, worker, tmp_path):
+  whole, folder = tmp_path / "whole", tmp_path / "killed"
+  assert run(worker, whole, steps) == (0, steps - 1)
   rng = random.Random(seed)
   left_behind = 0
   for i in range(kills):
-    status, last = run(worker, tmp_path, rng.randint(4, 100 // kills), rng.uniform(0, 0.05))
+    after, delay = rng.randint(4, (steps - 20) // kills), rng.uniform(0, 0.05)
+    status, last = run(worker, folder, steps, after, delay)
     assert status == signal.SIGKILL
-    found = folders.steps(tmp_path)
+    found = folders.steps(folder)
     assert not found or found[-1] <= last + 4, i
     for step in found:  # whole, though the kill may have come while one was removed
-      assert int(read(tmp_path, step)["state/step"]) == step
-    left_behind += any("tmp" in p.name for p in tmp_path.iterdir())
-  assert run(worker, tmp_path) == (0, 119)
-  assert_same(read(tmp_path, 120), whole)
-  assert folders.steps(tmp_path) == [117, 120]
-  assert not any("tmp" in p.name or "removed" in p.name for p in tmp_path.iterdir())
+      assert int(read(folder, step)["state/step"]) == step
+    left_behind += any("tmp" in p.name for p in folder.iterdir())
+  assert run(worker, folder, steps) == (0, steps - 1)
+  assert_same(read(folder, steps), read(whole, steps))
+  assert folders.steps(folder) == [steps - 3, steps]
+  assert not any("tmp" in p.name or "removed" in p.name for p in folder.iterdir())
   assert kills == 2 or left_behind  # some were hit while they wrote

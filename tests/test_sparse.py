@@ -112,8 +112,17 @@ def same(a, b):
 # --- the same as the pieces -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-@pytest.mark.parametrize("name", RECIPES)
+# Eager, the two that keep most state, and the term; the others, in `make test-slow`, repeat that
+# eager mode has the bits of jit: test_every_recipe.py holds it of each recipe.
+EAGER = {"idp", "snip"}
+WAYS = [pytest.param(name, True, id=f"{name}-jit") for name in RECIPES]
+WAYS += [
+  pytest.param(name, False, marks=[] if name in EAGER else [pytest.mark.slow], id=f"{name}-eager")
+  for name in RECIPES
+]
+
+
+@pytest.mark.parametrize("name, jit", WAYS)
 def test_equals_the_pieces(name, jit):
   """Every recipe, through all phases: parameters and masks have the bits of the pieces."""
   rules, adam = nms.Rules({"a/kernel": make(name)}), optax.adam(3e-2)
