@@ -175,30 +175,38 @@ def test_functions_say_the_same_as_the_summary_and_jit_the_same_as_eager():
 # --- a sample in two halves -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("per_place", [False, True, ("density", "n")])
-def test_a_sample_in_two_halves_is_the_summary_of_both_sides_of_an_update(per_place):
+@functools.cache
+def an_update():
+  """The rules, both sides of an update, and the summary of both."""
   rules = nms.Rules({WI: make("idp"), WO: make("sdgf_stepwise", "1:8")})
   old, new, grads = draw(0), draw(1), draw(2)
   opt_state = adam_state(optax.adam(1e-3), new, [grads])
+  update = jax.jit(lambda state, params, step: nms.update_state(state, params, rules, step))
   state = nms.init_state(old, rules)
   for step in range(1, 9):
-    state = nms.update_state(state, old, rules, step)
-  later = nms.update_state(state, new, rules, 9)
-  half = lambda p, t, s, g: metrics.before(p, rules, t, s, g, per_place=per_place)
-  seen = jax.jit(half)(old, jnp.int32(8), state, grads)
-  rest = lambda p, t, s, b, o: metrics.after(p, rules, t, s, b, o, per_place=per_place)
-  got = jax.jit(rest)(new, jnp.int32(9), later, seen, opt_state)
+    state = update(state, old, step)
+  later = update(state, new, 9)
   masks = metrics.masks_of(old, rules, 8, state)
   first = metrics.summary(old, rules, 8, state, grads)
   want = metrics.summary(new, rules, 9, later, None, opt_state, masks)
   want |= {k: v for k, v in first.items() if k.startswith("nm/grad_abs_var")}
+  return rules, (old, state, grads), (new, later, opt_state), want
+
+
+@pytest.mark.parametrize("per_place", [False, True, ("density", "n")])
+def test_a_sample_in_two_halves_is_the_summary_of_both_sides_of_an_update(per_place):
+  rules, (old, state, grads), (new, later, opt_state), want = an_update()
+  half = lambda p, t, s, g: metrics.before(p, rules, t, s, g, per_place=per_place)
+  seen = jax.jit(half)(old, jnp.int32(8), state, grads)
+  rest = lambda p, t, s, b, o: metrics.after(p, rules, t, s, b, o, per_place=per_place)
+  got = jax.jit(rest)(new, jnp.int32(9), later, seen, opt_state)
   in_place = lambda name: name.endswith((WI, WO))
   if per_place is not True:
     stems = tuple(f"nm/{name}/" for name in per_place or ())
     kept = lambda k: not in_place(k) or k in {s + p for s in stems for p in (WI, WO)}
     want = {k: v for k, v in want.items() if kept(k)}
   for name, now in metrics.pattern_now(new, rules, 9).items():  # here a rule is one place
-    want |= {f"nm/n/{name}": now.n, f"nm/m/{name}": now.m}
+    want = want | {f"nm/n/{name}": now.n, f"nm/m/{name}": now.m}
   assert set(got) == set(want)
   for name, value in want.items():
     np.testing.assert_allclose(got[name], value, rtol=1e-6, err_msg=name)

@@ -23,6 +23,11 @@ LINEAR = nms.recipe("mdgf_linear", pattern="1:8", phases=PHASES)
 OTHER = nms.recipe("sr_ste", pattern="2:4", phases=PHASES)
 
 
+def normal(seed, *shape):
+  """By numpy: jax.random compiles anew for every shape."""
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
 def tree(shapes):
   """Nested shapes of 'a/b/kernel': shape."""
   out = {}
@@ -255,8 +260,8 @@ def test_bad_tables_say_what_is_wrong(make, words):
 
 def test_different_patterns_per_place_do_not_touch_each_other():
   params = {
-    "mlp": {"wi": {"kernel": jax.random.normal(jax.random.key(0), (16, 8))}},
-    "attention": {"query": {"kernel": jax.random.normal(jax.random.key(1), (16, 8))}},
+    "mlp": {"wi": {"kernel": normal(0, 16, 8)}},
+    "attention": {"query": {"kernel": normal(1, 16, 8)}},
   }
   wide = nms.recipe("sr_ste", pattern="1:8", phases=nms.Phases(total=10))
   fine = nms.recipe("sr_ste", pattern="3:4", phases=nms.Phases(total=10))
@@ -312,7 +317,7 @@ def test_pad_shortens_the_last_group_and_says_so(caplog):
   assert assignment.places["mlp/wo/kernel"].pad == 0
   for text in (caplog.text, str(assignment)):
     assert "mlp/wi/kernel" in text and "padded by 4" in text
-  w = jax.random.normal(jax.random.key(0), (20, 3))
+  w = normal(0, 20, 3)
   mask = place.mask(w, 0)
   assert mask.shape == w.shape
   for start, stop in ((0, 8), (8, 16), (16, 20)):
@@ -568,7 +573,7 @@ def test_the_axis_of_a_scan_may_lie_between_the_axes_of_a_group(at, indivisible,
   own = lambda tree: tree["attention"]["out"]["kernel"]
   single = nms.Rules({"o": recipe}, {".*": (0, 1)}, indivisible)
   stacked = nms.Rules({"o": recipe}, None, indivisible).with_logical_axes(nest(tuple(names)))
-  layers = jax.random.normal(jax.random.key(0), (3, 2, kv, 5))
+  layers = normal(0, 3, 2, kv, 5)
   params = nest(jnp.moveaxis(layers, 0, at))
   place = stacked.assign(params).places["attention/out/kernel"]
   assert place.axes == (names.index("heads"), names.index("kv")) and place.axis_size == size
@@ -593,7 +598,7 @@ def test_the_axis_of_a_scan_may_lie_between_the_axes_of_a_group(at, indivisible,
 
 
 def test_axes_with_another_between_wherever_they_lie():
-  w = jax.random.normal(jax.random.key(0), (5, 4, 3, 6))
+  w = normal(0, 5, 4, 3, 6)
   apart = nms.Rules({"kernel": LINEAR}, axes={"kernel": (1, 3)})
   adjacent = nms.Rules({"kernel": LINEAR}, axes={"kernel": (2, 3)})
   got = nms.finalize({"kernel": w}, apart)["kernel"]
