@@ -66,15 +66,61 @@ def quick_compilation(tmp_path_factory):
   for name, value in before.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()
+  MODELS.clear()
   gc.collect()  # what Orbax never awaited warns here, not in another file's tests
 
 
+class Model(step.Model):
+  """A model that makes its programs once, where each run would make them anew.
+
+  What a new process makes anew, test_local_killed.py and test_workloads.py resume with.
+  """
+
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self.made = {}
+
+  def once(self, make, rng, *key):
+    key = make.__name__, np.asarray(rng).tobytes(), *key
+    if key not in self.made:
+      self.made[key] = make()
+    return self.made[key]
+
+  def initial_params(self, seed_key):
+    def params():
+      return super(Model, self).initial_params(seed_key)
+
+    return jax.tree.map(jnp.copy, self.once(params, seed_key))  # a run donates them
+
+  def eval_step(self):
+    return self.once(super().eval_step, 0)
+
+  def train_step(self, optimizer, rng, like, microbatches=1):
+    def train_step():
+      return super(Model, self).train_step(optimizer, rng, like, microbatches)
+
+    return self.once(train_step, rng, optimizer, microbatches)
+
+  def samplers(self, rng, microbatches=1):
+    def samplers():
+      return super(Model, self).samplers(rng, microbatches)
+
+    return self.once(samplers, rng, microbatches)
+
+
+MODELS = {}
+ADAMW = optax.adamw(0.01)
+
+
 def model_of(devices=1, partitions=1, dropout=0.0, dtype="float32", **rules):
-  config = network.T5Config.t5_1_1("tiny", **SIZES, dropout_rate=dropout, dtype=dtype)
-  rules = configure.rules({"ff": None}, **(IDP | rules))
-  return step.Model(
-    network.Transformer(config), rules, num_partitions=partitions, devices=jax.devices()[:devices]
-  )
+  key = repr((devices, partitions, dropout, dtype, sorted(rules.items())))
+  if key not in MODELS:
+    config = network.T5Config.t5_1_1("tiny", **SIZES, dropout_rate=dropout, dtype=dtype)
+    rules = configure.rules({"ff": None}, **(IDP | rules))
+    MODELS[key] = Model(
+      network.Transformer(config), rules, num_partitions=partitions, devices=jax.devices()[:devices]
+    )
+  return MODELS[key]
 
 
 def source_of(**fields):
@@ -88,7 +134,7 @@ EVALUATION = evaluation.Evaluation(name="nm_test_sort", batch_size=32, lengths=L
 def run_of(folder, model=None, **fields):
   model = model or model_of()
   fields = dict(
-    optimizer=optax.adamw(0.01), source=source_of(), sparse_steps=24,
+    optimizer=ADAMW, source=source_of(), sparse_steps=24,
     keep_checkpoints=None,
     periods=train.Periods(evaluate=100, checkpoint=6, report=1, metrics=None),
   ) | fields  # fmt: skip
