@@ -242,10 +242,8 @@ def work(runs: list[Run], path: pathlib.Path) -> None:
     )
 
 
-def sections(paths: list[pathlib.Path]) -> dict[str, list[str]]:
-  """The generated parts of docs/results.md, by name, from results files."""
-  import _recipes_report as report
-
+def results_of(paths: list[pathlib.Path]) -> dict[Run, dict[str, Any]]:
+  """Returns the records of several results files, by run."""
   records: dict[Run, dict[str, Any]] = {}
   for path in paths:
     if not path.exists():
@@ -256,9 +254,25 @@ def sections(paths: list[pathlib.Path]) -> dict[str, list[str]]:
     if both := records.keys() & more.keys():
       raise ValueError(f"{path} repeats {len(both)} runs of the other files, such as {both.pop()}.")
     records |= more
-  runs = grid("bigram")
   if odd := records.keys() - {run for name in GRIDS for run in grid(name)}:
     raise ValueError(f"{len(odd)} results are of no run of the grid, such as {min(odd)}.")
+  return records
+
+
+def picture(records: dict[Run, dict[str, Any]]) -> str:
+  """Returns the picture of the README as SVG text."""
+  import _recipes_picture
+  import _recipes_report as report
+
+  tables = report.split(records, grid("bigram"), ROWS)
+  return _recipes_picture.svg(_recipes_picture.panels(tables))
+
+
+def sections(records: dict[Run, dict[str, Any]]) -> dict[str, list[str]]:
+  """Returns the generated parts of docs/results.md, by name."""
+  import _recipes_report as report
+
+  runs = grid("bigram")
   return {
     "bigram": report.tables(records, runs, ROWS),
     "mini_glue": report.tables(records, grid("mini_glue"), ROWS),
@@ -271,10 +285,11 @@ def sections(paths: list[pathlib.Path]) -> dict[str, list[str]]:
 
 
 def write_report(paths: list[pathlib.Path], page: pathlib.Path | None) -> None:
-  """Prints the tables, or puts them between the markers of a page."""
+  """Prints the tables; or puts them between the markers of a page, and a picture beside it."""
   import _recipes_report as report
 
-  parts = sections(paths)
+  records = results_of(paths)
+  parts = sections(records)
   if page is None:
     print("\n\n".join("\n".join([f"## {name}", "", *part]) for name, part in parts.items()))
     return
@@ -282,6 +297,7 @@ def write_report(paths: list[pathlib.Path], page: pathlib.Path | None) -> None:
   for name, lines in parts.items():
     text = report.fill(text, name, lines)
   page.write_text(text, "utf8")
+  page.with_name("recipes.svg").write_text(picture(records), "utf8")
 
 
 def parse_worker(text: str) -> tuple[int, int]:

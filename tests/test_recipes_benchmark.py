@@ -372,9 +372,12 @@ def test_the_page_is_what_the_results_say():
   results = sorted((ROOT / "benchmarks" / "results").glob("recipes*.jsonl"))
   page = (ROOT / "docs" / "results.md").read_text("utf8")
   text = page
-  for name, lines in recipes.sections(results).items():
+  records = recipes.results_of(results)
+  for name, lines in recipes.sections(records).items():
     text = report.fill(text, name, lines)
   assert text == page, "run the command at the foot of docs/results.md"
+  drawn = (ROOT / "docs" / "recipes.svg").read_text("utf8")
+  assert recipes.picture(records) == drawn, "run the command at the foot of docs/results.md"
 
 
 # --- one tiny run -----------------------------------------------------------------------------
