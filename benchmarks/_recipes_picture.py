@@ -101,10 +101,8 @@ def _panel(panel: Panel, left: float) -> Iterator[str]:
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
     yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
     for (px, py), value, pattern in zip(places, values, PATTERNS, strict=True):
-      said = html.escape(f"{name}, {pattern}: {value:.1f} %")
-      yield (
-        f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.5" fill="{colour}"><title>{said}</title></circle>'
-      )
+      said = f"<title>{html.escape(f'{name}, {pattern}: {value:.1f} %')}</title>"
+      yield f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.5" fill="{colour}">{said}</circle>'
 
 
 def _legend(left: float) -> Iterator[str]:
