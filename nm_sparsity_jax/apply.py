@@ -20,7 +20,7 @@ from nm_sparsity_jax.rules import Rules
 
 # `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
 from nm_sparsity_jax.stored import State, current, final, init_state, update_state  # noqa: F401
-from nm_sparsity_jax.text import table
+from nm_sparsity_jax.text import printable, table
 from nm_sparsity_jax.trees import flatten, map_with_names
 
 
@@ -189,7 +189,7 @@ class Report:
     lines = table(head, rows)
     lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
     lines += [f"warning  {p.path}: {what}" for p in self.places for what in p.warnings]
-    return "\n".join([*lines, "ok" if self.ok else "NOT n:m"])
+    return "\n".join([*map(printable, lines), "ok" if self.ok else "NOT n:m"])
 
 
 def verify(params: Any, rules: Rules) -> Report:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from nm_sparsity_jax._version import __version__
+from nm_sparsity_jax.text import printable
 
 # name -> (module, help in one line); a name of two words is a command of a group
 COMMANDS = {
@@ -71,8 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def one_line(error: BaseException | str) -> str:
-  """An error as one line: its text, and its class where the text alone would say too little."""
-  text = " ".join(str(error).split())
+  """An error as one line: its text, and its class where the text alone would say too little.
+
+  A name in it that somebody else chose cannot speak to the terminal.
+  """
+  text = printable(" ".join(str(error).split()))
   if isinstance(error, str | ValueError | RuntimeError) and text:
     return text
   return f"{type(error).__name__}: {text}" if text else type(error).__name__

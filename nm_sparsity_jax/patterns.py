@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-_TEXT = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
+_TEXT = re.compile(r"\s*(\d{1,12})\s*:\s*(\d{1,12})\s*")
+_MOST = 1 << 20  # the length of a group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,10 @@ class NM:
       raise ValueError(
         f"NM({self.n}, {self.m}): n counts the weights kept in a group of m, so "
         f"1 <= n <= m must hold.{swapped}"
+      )
+    if self.m > _MOST:
+      raise ValueError(
+        f"NM({self.n}, {self.m}): no axis is as long as such a group. Take an m of at most {_MOST}."
       )
 
   @classmethod

@@ -228,7 +228,7 @@ class Rules:
 
   def _axis(self, path: str, shape: tuple[int, ...]) -> masks.Axis:
     for regex, axis in self._axes:
-      if vocabulary.compiled(regex, "axes").fullmatch(path):
+      if vocabulary.matches(regex, path):
         masks.check_axis(shape, axis, gaps=True)
         return axis
     if (axis := vocabulary.axis_of(path, len(shape))) is not None:
@@ -323,7 +323,7 @@ def _assign(rules: Rules, shapes, tests) -> tuple[Assignment, list[str]]:
       _log.warning("%s: %s", path, "; ".join(remarks))
   idle = [repr(key) for key in unmatched]
   for regex, axis in rules._axes:
-    if not any(vocabulary.compiled(regex, "axes").fullmatch(path) for path, _ in shapes):
+    if not any(vocabulary.matches(regex, path) for path, _ in shapes):
       idle.append(f"axes={{{regex!r}: {axis!r}}}")
   return assignment, idle
 

@@ -14,12 +14,14 @@ import zlib
 import numpy as np
 
 from nm_sparsity_jax import masks
+from nm_sparsity_jax import roles as vocabulary
 from nm_sparsity_jax.errors import UnknownRecipe
 from nm_sparsity_jax.recipes import RECIPES, Recipe, recipe
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.schedules import Phases
 
 TEXT_BYTES = 4096
+_MOST_TEXT = 1 << 16  # characters that may be inflated from them
 
 
 def describe(rules: Rules) -> str:
@@ -74,11 +76,21 @@ def parse(text: str) -> Rules:
     rules = Rules(places, axes, indivisible, roles)
   except UnknownRecipe:
     raise
-  except (ValueError, TypeError, SyntaxError) as e:
-    raise ValueError(f"these rules cannot be read by this version ({e}):\n{text}") from e
+  except _NOT_READ as e:
+    raise ValueError(f"these rules cannot be read by this version ({e}):\n{_short(text)}") from e
   if describe(rules) != text:
-    raise ValueError(f"these rules read as others by this version, {describe(rules)!r}:\n{text}")
+    now = _short(repr(describe(rules)))
+    raise ValueError(f"these rules read as others by this version, {now}:\n{_short(text)}")
+  vocabulary.distrust(*places, *axes, *roles.values())
   return rules
+
+
+# What a text that `describe` did not write ends in, beside ValueError: deep nesting, a wrong call.
+_NOT_READ = (ValueError, TypeError, SyntaxError, AssertionError, RecursionError, MemoryError)
+
+
+def _short(text: str) -> str:
+  return text if len(text) <= 4000 else f"{text[:400]}... ({len(text):,} characters)"
 
 
 def pack(text: str) -> np.ndarray:
@@ -93,8 +105,16 @@ def pack(text: str) -> np.ndarray:
 
 
 def unpack(data: np.ndarray) -> str:
-  """Returns the text that `pack` was given."""
-  return zlib.decompressobj().decompress(np.asarray(data).tobytes()).decode()
+  """Returns the text that `pack` was given.
+
+  Raises:
+    ValueError: it is longer than any that `pack` makes.
+  """
+  inflating = zlib.decompressobj()
+  text = inflating.decompress(np.asarray(data).tobytes(), _MOST_TEXT)
+  if inflating.unconsumed_tail:
+    raise ValueError(f"the text of its rules has more than {_MOST_TEXT:,} bytes")
+  return text.decode()
 
 
 def _describe_recipe(recipe: Recipe) -> str:

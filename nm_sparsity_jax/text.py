@@ -6,11 +6,27 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def printable(text: str) -> str:
+  """Returns a text without what a terminal obeys: each such character becomes its escape.
+
+  >>> printable("a\x1b[31mb\nc")
+  'a\\x1b[31mb\\nc'
+
+  Args:
+    text: one line, maybe of a name that somebody else chose.
+  """
+  if text.isprintable():
+    return text
+  escaped = lambda c: c.encode("unicode_escape", "backslashreplace").decode()
+  return "".join(c if c.isprintable() else escaped(c) for c in text)
+
+
 def columns(rows: Sequence[Sequence[Any]], align: str = "<", gap: str = "  ") -> list[str]:
   """Returns each row as a line; all columns line up, and no line ends in a space.
 
   Args:
-    rows: rows of equally many cells. A cell that is not text is shown by `str`.
+    rows: rows of equally many cells. A cell that is not text is shown by `str`, and what a
+      terminal obeys by `printable`.
     align: `<` (left) or `>` (right) for each column; its last character serves for all columns
       beyond it.
     gap: what stands between two columns.
@@ -18,7 +34,7 @@ def columns(rows: Sequence[Sequence[Any]], align: str = "<", gap: str = "  ") ->
   >>> columns([["task", "rows"], ["RTE", 3000]], align="<>")
   ['task  rows', 'RTE   3000']
   """
-  cells = [list(map(str, row)) for row in rows]
+  cells = [[printable(str(cell)) for cell in row] for row in rows]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
   sides = align.ljust(len(widths), align[-1])
   pad = {"<": str.ljust, ">": str.rjust}

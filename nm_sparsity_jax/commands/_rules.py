@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from nm_sparsity_jax.text import printable
+
 if TYPE_CHECKING:
   from nm_sparsity_jax.rules import Rules
   from nm_sparsity_jax.runs.checkpoint import Stored
@@ -74,4 +76,4 @@ def head(stored: Stored, rules: Rules, asked: str) -> str:
   if stored.rules is None:
     lines = [f"{place}: {recipe.pattern}" for place, recipe in rules.places.items()]
   text = "\n".join([f"{stored.path} ({newest}{stored.format}{step}{sparse}), by {whose}:", *lines])
-  return text.replace("\n", "\n  ") + "\n"
+  return "\n  ".join(map(printable, text.splitlines())) + "\n"

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import pathlib
 import re
@@ -78,6 +77,6 @@ def _configured_t5(gin: str) -> flops.T5Shape:
 
 def _literal(name: str, text: str) -> Any:
   try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
+    return trained.plain(text)
+  except ValueError:
     raise ValueError(f"{name} is no plain value in config.gin: {text}") from None

@@ -144,14 +144,13 @@ def _read(folder: pathlib.Path, name: str) -> Run:
     )
   train, training_eval, _ = rooms
   evals = {room.name: _points(room) for room in sorted(training_eval.glob("*")) if room.is_dir()}
-  config = trained.config_of(folder)
   run = Run(
     folder,
     name,
     _points(train),
     {task: points for task, points in evals.items() if points},
     tasks_of(folder),
-    config.read_text() if config else "",
+    trained.gin_text(folder),
   )
   if run.last_step is None:
     raise ValueError(f"{folder}: holds no metrics yet: no event file in it has a number")

@@ -17,7 +17,7 @@ def overview(runs: Sequence[Run]) -> Iterator[Table | str]:
     step = run.last_step or 0
     rules, why = parts.tried(getattr, run, "rules")
     what = "; ".join(f"{p}: {_what(r)}" for p, r in rules.places.items()) if rules else why
-    steps = run.macros.get("SPARSE_STEPS", "?")
+    steps = run.settings.sparse_steps
     loss = list(run.train.get(LOSS if run.counts_tokens else "loss", {}).values())
     density = list(run.train.get("nm/density", {}).values())
     cost = parts.tried(run.flops, step - run.offset)[0]
@@ -25,7 +25,7 @@ def overview(runs: Sequence[Run]) -> Iterator[Table | str]:
       [
         Cell(run.name, run=i),
         what,
-        f"{step - run.offset:,} of {int(steps):,}" if steps.isdigit() else f"{step:,}",
+        f"{step - run.offset:,} of {steps:,}" if steps is not None else f"{step:,}",
         _value(loss[-1] if loss else None),
         _value(density[-1] if density else None),
         f"{charts.number(cost[0])} ({cost[0] / cost[1]:.1%})" if cost and cost[1] else "–",

@@ -16,8 +16,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import folders
+from nm_sparsity_jax.runs import files, folders, limits
 from nm_sparsity_jax.text import first_line
 
 
@@ -113,19 +113,27 @@ class _Unreadable(ValueError):
   """Said already."""
 
 
+_MOST_MSGPACK = 1 << 30  # bytes: arrays of any size lie beside the file
+
+
 def _read_legacy(name: str, file) -> Stored:
   from flax import serialization
 
+  if (size := file.stat().st_size if isinstance(file, pathlib.Path) else 0) > _MOST_MSGPACK:
+    raise _Unreadable(f"{str(file)!r} has {size:,} bytes, and at most {_MOST_MSGPACK:,} are read")
   contents: Any = serialization.msgpack_restore(file.read_bytes())
   if contents.get("version", 0) < 2:
     version = contents.get("version", 0)
     raise _Unreadable(f"{name!r} has version {version}: T5X reads 2 and 3")
   leaves: dict[str, Leaf] = {}
   values: dict[str, Any] = {}
+  there = limits.bytes_there(file.parent)
 
   def walk(node, keys):
     if isinstance(node, dict) and {"driver", "kvstore"} <= node.keys():
-      leaves["/".join(keys)] = Leaf("/".join(keys), *_spec(node, file.parent))
+      leaves["/".join(keys)] = Leaf(
+        "/".join(keys), *_spec("/".join(keys), node, file.parent, there)
+      )
       values["/".join(keys)] = (node, file.parent)
     elif isinstance(node, dict):
       for key, child in node.items():
@@ -139,19 +147,31 @@ def _read_legacy(name: str, file) -> Stored:
   return _stored(name, "T5X", leaves, lambda key: _stored_array(values[key]))
 
 
-def _spec(spec: Mapping[str, Any], folder) -> tuple[tuple[int, ...] | None, str | None]:
+def _spec(
+  key: str, spec: Mapping[str, Any], folder: Any, there: int | None
+) -> tuple[tuple[int, ...] | None, str | None]:
   """Shape and dtype of an array that the msgpack file refers to, from the array's own metadata."""
+  if spec["driver"] != "zarr":
+    raise ValueError(f"{key} is stored by {spec['driver']!r}: T5X stores by 'zarr'")
   zarray = folder / _name(spec) / ".zarray"
   if zarray.is_file():
-    found = json.loads(zarray.read_text())
-    return tuple(found["shape"]), _zarr_dtype(found["dtype"])
-  shape = (spec.get("metadata") or {}).get("shape")
-  return (None if shape is None else tuple(map(int, shape))), spec.get("dtype")
+    found = files.parse_json(zarray.read_text())
+    dtype = _zarr_dtype(found["dtype"])
+    limits.check_array(key, found["shape"], dtype, there, found["chunks"])
+    return tuple(found["shape"]), dtype
+  shape, dtype = (spec.get("metadata") or {}).get("shape"), spec.get("dtype")
+  if shape is None:
+    return None, dtype
+  limits.check_array(key, shape, dtype, there)
+  return tuple(map(int, shape)), dtype
 
 
 def _name(spec: Mapping[str, Any]) -> str:
   """The folder of an array: in the store's description, or beside it in old files."""
-  return str(spec["kvstore"].get("path") or spec.get("path", "")).strip("/").split("/")[-1]
+  name = str(spec["kvstore"].get("path") or spec.get("path", "")).strip("/").split("/")[-1]
+  if name in ("", ".", ".."):
+    raise ValueError(f"an array is said to lie in the folder {name!r}")
+  return name
 
 
 def _zarr_dtype(name: str) -> str:
@@ -168,7 +188,7 @@ def _stored_array(value) -> np.ndarray:
   kvstore = f"{folder / _name(spec)}/"
   if "://" not in kvstore:
     kvstore = f"file://{pathlib.Path(kvstore).absolute()}/"
-  zarray = json.loads((folder / _name(spec) / ".zarray").read_text())
+  zarray = files.parse_json((folder / _name(spec) / ".zarray").read_text())
   # Without a fill value every chunk is written, so one that is absent was lost.
   fill = zarray.get("fill_value") is not None
   spec = {"driver": spec["driver"], "kvstore": kvstore, "fill_missing_data_reads": fill}
@@ -182,6 +202,7 @@ def _read_orbax(name: str, state) -> Stored:
     found: Any = reader.metadata(state)
   found = getattr(found, "item_metadata", found)
   leaves: dict[str, Leaf] = {}
+  there = limits.bytes_there(state)
 
   def walk(node, keys):
     if isinstance(node, Mapping):
@@ -189,7 +210,10 @@ def _read_orbax(name: str, state) -> Stored:
         walk(child, (*keys, str(key)))
     elif hasattr(node, "dtype"):
       key = "/".join(keys)
-      leaves[key] = Leaf(key, tuple(getattr(node, "shape", ())), str(np.dtype(node.dtype)))
+      leaf = Leaf(key, tuple(getattr(node, "shape", ())), str(np.dtype(node.dtype)))
+      chunk = getattr(getattr(node, "storage", None), "chunk_shape", None)
+      limits.check_array(key, leaf.shape or (), leaf.dtype, there, chunk)
+      leaves[key] = leaf
 
   walk(getattr(found, "tree", found), ())
   if not leaves:
@@ -241,10 +265,18 @@ def _stored(name, kind, leaves, array) -> Stored:
     with _damage(name, key):
       return array(key)
 
+  for key in _SMALL:
+    if key in leaves and math.prod(leaves[key].shape or ()) > rules_text.TEXT_BYTES:
+      raise ValueError(f"{key} has shape {leaves[key].shape}")
   step, sparse_step, rules = (known_to_be_whole(k) if k in leaves else None for k in _SMALL)
   if rules is not None:
     rules = rules_text.unpack(rules)
-  number = lambda x: None if x is None else int(x)
+
+  def number(x: np.ndarray | None) -> int | None:
+    if x is not None and not 0 <= int(x) < 1 << 63:
+      raise ValueError(f"a step is {int(x)}")
+    return None if x is None else int(x)
+
   return Stored(name, kind, leaves, number(step), number(sparse_step), rules, known_to_be_whole)
 
 

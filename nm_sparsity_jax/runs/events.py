@@ -38,16 +38,19 @@ def scalars(path: pathlib.Path) -> Iterator[tuple[int, str, float]]:
 
 
 def _records(path: pathlib.Path) -> Iterator[bytes]:
-  data, at = path.read_bytes(), 0
-  while len(data) - at >= 12:
-    (length,) = struct.unpack_from("<Q", data, at)
-    _check(path, at, data[at : at + 8], data[at + 8 : at + 12])
-    begin, end = at + 12, at + 12 + length
-    if end + 4 > len(data):
-      return
-    _check(path, begin, data[begin:end], data[end : end + 4])
-    yield data[begin:end]
-    at = end + 4
+  left, at = path.stat().st_size, 0
+  with path.open("rb") as file:
+    while left - at >= 12:
+      head = file.read(12)
+      (length,) = struct.unpack_from("<Q", head)
+      _check(path, at, head[:8], head[8:])
+      begin, end = at + 12, at + 12 + length
+      if end + 4 > left:
+        return
+      data = file.read(length)
+      _check(path, begin, data, file.read(4))
+      yield data
+      at = end + 4
 
 
 def _check(path: pathlib.Path, at: int, data: bytes, checksum: bytes) -> None:
@@ -134,11 +137,11 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-  value = shift = 0
-  while True:
+  value = 0
+  for shift in range(0, 70, 7):  # of 64 bits
     byte = data[at]
     at += 1
     value |= (byte & 0x7F) << shift
     if byte < 0x80:
-      return value, at
-    shift += 7
+      return value & 0xFFFFFFFFFFFFFFFF, at
+  raise IndexError("a number of more than 64 bits")

@@ -92,6 +92,25 @@ def probe(folder: str | os.PathLike) -> None:
     pass
 
 
+@contextlib.contextmanager
+def named(path: str | os.PathLike) -> Iterator[None]:
+  """Names a file in whatever error its content ends in.
+
+      with named(file):
+        steps = {entry["step"]: entry for entry in found}
+
+  Raises:
+    ValueError: the block failed; the cause is named. An error that names the file already passes.
+  """
+  try:
+    yield
+  except Exception as e:
+    if isinstance(e, ValueError | OSError) and str(path) in str(e):
+      raise
+    kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
+    raise ValueError(f"{path} is damaged: {kind}{first_line(e)}") from e
+
+
 MOST_TEXT = 1 << 26  # bytes of a file that is read as one text
 _MOST_DIGITS = 19  # of a whole number: 64 bits
 

@@ -111,8 +111,22 @@ def steps(folder: str | os.PathLike) -> Sequence[int]:
 
 def evaluations(folder: str | os.PathLike) -> dict[int, dict[str, Any]]:
   """Reads what the local runner noted of its evaluations: step -> entry."""
-  found = files.read_json(pathlib.Path(folder) / "evaluations.json", [])
-  return {entry["step"]: entry for entry in found}
+  file = pathlib.Path(folder) / "evaluations.json"
+  noted = files.read_json(file, [])
+  with files.named(file):
+    found = {entry["step"]: entry for entry in noted}
+    for step, entry in found.items():
+      if type(step) is not int:
+        raise ValueError(f"a step is {step!r}")
+      _check_numbers("loss", entry.get("loss") or {})
+      for task, metrics in (entry.get("metrics") or {}).items():
+        _check_numbers(f"metrics of {task}", metrics)
+  return found
+
+
+def _check_numbers(what: str, values: Any) -> None:
+  if not isinstance(values, dict) or not all(isinstance(x, int | float) for x in values.values()):
+    raise ValueError(f"{what} are no numbers by name")
 
 
 def is_done(folder: str | os.PathLike, last: int) -> bool:

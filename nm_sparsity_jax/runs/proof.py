@@ -40,6 +40,7 @@ from nm_sparsity_jax.places import Assignment, Place
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
+from nm_sparsity_jax.text import printable
 
 _STATE = "flax_mutables/nm_sparsity"
 
@@ -69,7 +70,8 @@ class Proof:
     if not self.changed:
       return str(self.report)
     *lines, verdict = str(self.report).splitlines()
-    lines += [f"CHANGED  {path}: another SHA-256 than it was written with" for path in self.changed]
+    said = "another SHA-256 than it was written with"
+    lines += [printable(f"CHANGED  {path}: {said}") for path in self.changed]
     return "\n".join([*lines, "NOT what was written" if self.report.ok else verdict])
 
   def as_dict(self) -> dict[str, Any]:

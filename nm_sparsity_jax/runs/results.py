@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue, roles
-from nm_sparsity_jax.runs import events, folders
+from nm_sparsity_jax.runs import events, files, folders
 from nm_sparsity_jax.runs.trained import config_of, parse_settings, started
 
 Series = dict[int, dict[str, float]]  # step -> metric -> value
@@ -215,6 +214,9 @@ def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
   return series | lines
 
 
+_MOST_LINES = 1 << 28  # bytes of a file of metrics
+
+
 def json_lines(file: pathlib.Path, remarks: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
   """Reads lines such as {"step": 100, "loss": 0.5}; yields (step, name -> number) of each.
 
@@ -225,7 +227,7 @@ def json_lines(file: pathlib.Path, remarks: list[str]) -> Iterator[tuple[int, di
   Raises:
     ValueError: a line is no JSON object with a step.
   """
-  text = file.read_text()
+  text = files.read_text(file, _MOST_LINES)
   whole, _, last = text.rpartition("\n")
   if last and not _is_json(last):  # it is being written
     remarks.append(f"{file.name}: its last line has no end yet, and was left out")
@@ -234,9 +236,9 @@ def json_lines(file: pathlib.Path, remarks: list[str]) -> Iterator[tuple[int, di
     if not line.strip():
       continue
     try:
-      entry = json.loads(line)
+      entry = files.parse_json(line)
       step = entry.pop("step")
-      if not isinstance(step, int):
+      if type(step) is not int:
         raise ValueError(f"step {step!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
       raise ValueError(f"{file}, line {number}: no JSON object with a step ({e})") from e
@@ -245,7 +247,7 @@ def json_lines(file: pathlib.Path, remarks: list[str]) -> Iterator[tuple[int, di
 
 def _is_json(text: str) -> bool:
   try:
-    json.loads(text)
+    files.parse_json(text)
   except ValueError:
     return False
   return True
@@ -260,31 +262,42 @@ def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
 # --- settings -----------------------------------------------------------------------------------
 
 
-_SETTINGS = (
-  "RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS", "FINETUNE_STEPS",
-  "PRETRAINED_STEPS", "INITIAL_CHECKPOINT_PATH", "T5_SIZE",
-)  # fmt: skip
+# What a macro must be to be of use here; None where it is not set.
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+  "RECIPE": str, "PATTERN": str, "SPARSITY_RULES": Mapping, "DENSE_STEPS": int,
+  "SPARSE_STEPS": int, "FINETUNE_STEPS": int, "PRETRAINED_STEPS": int,
+  "INITIAL_CHECKPOINT_PATH": str, "T5_SIZE": str,
+}  # fmt: skip
 
 
 def _read_settings(run: Run, folder: pathlib.Path) -> None:
   """Reads macros of gin_configs/sparsity.gin and gin_configs/models/, and the run's start."""
   if (file := config_of(folder)) is None:
     return
-  given = parse_settings(file.read_text())
-  found = given.values
-  for name in _SETTINGS:
-    if name in given.references:
-      run.remarks.append(f"{name} in {file.name} is no plain value: {given.references[name]}")
-  run.recipe, run.size = found.get("RECIPE"), found.get("T5_SIZE")
-  run.dense_steps, run.sparse_steps = found.get("DENSE_STEPS"), found.get("SPARSE_STEPS")
-  run.finetune_steps = found.get("FINETUNE_STEPS")
-  run.start = started(folder).get("start", found.get("PRETRAINED_STEPS"))
-  if run.start is None and "INITIAL_CHECKPOINT_PATH" in found:  # its name tells, where one has it
+  given = parse_settings(files.read_text(file))
+  found = {name: given.values.get(name) for name in _KINDS}
+  for name, kind in _KINDS.items():
+    said = given.references.get(name)
+    if found[name] is not None and not isinstance(found[name], kind):
+      said, found[name] = repr(found[name])[:200], None
+    if said is not None:
+      run.remarks.append(f"{name} in {file.name} is no plain value: {said}")
+  run.recipe, run.size = found["RECIPE"], found["T5_SIZE"]
+  run.dense_steps, run.sparse_steps = found["DENSE_STEPS"], found["SPARSE_STEPS"]
+  run.finetune_steps = found["FINETUNE_STEPS"]
+  run.start = started(folder).get("start", found["PRETRAINED_STEPS"])
+  if run.start is None and "INITIAL_CHECKPOINT_PATH" in given.values:  # its name may tell
     path = found["INITIAL_CHECKPOINT_PATH"]
     run.start = folders.named_step(path) if path else 0
-  if run.recipe == "dense":
-    run.places = {}
-  elif isinstance(rules := found.get("SPARSITY_RULES"), Mapping):
-    patterns: dict[str, Any] = {k: v or found.get("PATTERN") for k, v in rules.items()}
-    if all(patterns.values()):
-      run.places = roles.single(patterns)
+  with files.named(file):
+    run.places = _places(run.recipe, found)
+
+
+def _places(recipe: str | None, found: Mapping[str, Any]) -> dict[str, str] | None:
+  """Returns place -> pattern; None where the macros do not tell."""
+  if recipe == "dense":
+    return {}
+  if found["SPARSITY_RULES"] is None:
+    return None
+  patterns: dict[str, Any] = {k: v or found["PATTERN"] for k, v in found["SPARSITY_RULES"].items()}
+  return roles.single(patterns) if all(patterns.values()) else None

@@ -73,8 +73,13 @@ def read_settings(folder: str | os.PathLike) -> Settings:
   Args:
     folder: the run's.
   """
+  return parse_settings(gin_text(folder))
+
+
+def gin_text(folder: str | os.PathLike) -> str:
+  """Returns the gin configuration of a run; '' where there is none."""
   file = config_of(folder)
-  return parse_settings(file.read_text() if file else "")
+  return files.read_text(file) if file else ""
 
 
 def parse_settings(text: str) -> Settings:
@@ -90,15 +95,46 @@ def parse_settings(text: str) -> Settings:
   values, references = {}, {}
   for name, value in macros(text).items():
     try:
-      values[name] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      references[name] = value
+      values[name] = plain(value)
+    except ValueError:
+      references[name] = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
   return Settings(text, values, references)
+
+
+_SHOWN = 200  # characters of a value that messages show
+
+
+def plain(text: str) -> Any:
+  """Returns the value of a literal whose whole numbers have at most 64 bits.
+
+  >>> plain("{'ff': '1:8'}")
+  {'ff': '1:8'}
+
+  Raises:
+    ValueError: it is no literal, or has a longer number.
+  """
+  try:
+    tree = ast.parse(text.strip(), mode="eval")
+    found = ast.literal_eval(tree)
+  except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as e:
+    raise ValueError(f"no plain value: {text[:_SHOWN]}") from e
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value >> 63:
+      raise ValueError(f"a whole number of more than 64 bits: {text[:_SHOWN]}")
+  return found
 
 
 def started(folder: str | os.PathLike) -> Mapping[str, Any]:
   """Returns what the local runner noted when it started: `start`, `processes`; else empty."""
-  return files.read_json(pathlib.Path(folder) / "run.json", {})
+  file = pathlib.Path(folder) / "run.json"
+  found = files.read_json(file, {})
+  with files.named(file):
+    if not isinstance(found.get("start"), int | None):
+      raise ValueError(f"its start is {found['start']!r}, no step")
+    for process in found.get("processes") or []:
+      if type(process["from"]) is not int or not isinstance(process["environment"], dict):
+        raise ValueError(f"a process is {process!r}")
+  return found
 
 
 def rules_of(folder: str | os.PathLike, gin: str | None = None) -> Rules:
@@ -134,12 +170,14 @@ def _stored(folder: str | os.PathLike) -> Rules | None:
 
 def _configured(settings: Settings) -> Rules:
   """Returns the rules that the macros of gin_configs/sparsity.gin say."""
-  from nm_sparsity_jax import configure
+  from nm_sparsity_jax import configure, roles
 
   if not settings.text:
     raise ValueError("there is no config.gin")
   if "RECIPE" not in {*settings.values, *settings.references}:
     raise ValueError("config.gin has no macro RECIPE")
+  if isinstance(places := settings.get("SPARSITY_RULES"), Mapping):
+    roles.distrust(*(place for place in places if isinstance(place, str)))
   return configure.rules(
     recipe=settings.get("RECIPE"),
     pattern=settings.get("PATTERN"),

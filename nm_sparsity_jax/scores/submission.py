@@ -11,16 +11,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import errno
-import json
 import math
 import pathlib
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue
-from nm_sparsity_jax.runs.files import probe, whole_file
+from nm_sparsity_jax.runs import files as whole
+from nm_sparsity_jax.scores.predictions import read
 
 TASKS = {name: task for name, task in glue.TASKS.items() if task.file}
 _HEADER = "index\tprediction"
@@ -84,9 +84,6 @@ def _named(path: pathlib.Path, given: bool, mini: bool) -> tuple[str, int, int] 
   return config, int(found[2] or 0), int(found[3] or 1)
 
 
-_HIDDEN = ("<unk>", "-1.0")  # the targets of examples without a label
-
-
 def _listed(paths: Sequence[str]) -> Iterator[pathlib.Path]:
   for path in map(pathlib.Path, paths):
     if not path.exists():
@@ -95,37 +92,6 @@ def _listed(paths: Sequence[str]) -> Iterator[pathlib.Path]:
       yield from sorted(p for p in path.rglob("*-predict*.jsonl*") if p.is_file())
     else:
       yield path
-
-
-def read(files: Iterable[pathlib.Path]) -> Iterator[tuple[int, str]]:
-  """Reads files as t5x.infer writes them; yields (idx, prediction) of each line.
-
-  A line is {"inputs": {"idx": 3.0, ...}, "prediction": "entailment"}.
-  """
-  for file in files:
-    with file.open(encoding="utf-8") as lines:
-      for number, line in enumerate(lines, 1):
-        try:
-          entry = json.loads(line)
-          index, prediction = entry["inputs"]["idx"], entry["prediction"]
-          target = entry["inputs"].get("targets_pretokenized", _HIDDEN[0])
-        except (ValueError, KeyError, TypeError) as e:
-          wanted = 'no {"inputs": {"idx": ...}, "prediction": ...}'
-          raise ValueError(
-            f"{file}, line {number}: {wanted} ({type(e).__name__}: {e}); "
-            "gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write these"
-          ) from e
-        if target not in _HIDDEN:
-          raise ValueError(
-            f"{file}, line {number}: has the label {target!r}, so it is no test set; infer on "
-            "split 'test' (QNLI's validation set is just as long)"
-          )
-        # T5X writes whole numbers as floats.
-        if isinstance(index, bool) or not isinstance(index, int | float) or index % 1:
-          raise ValueError(f"{file}, line {number}: idx is {index!r}, no whole number")
-        if not isinstance(prediction, str):
-          raise ValueError(f"{file}, line {number}: the prediction is {prediction!r}, no text")
-        yield int(index), prediction
 
 
 def cell(task: glue.Task, prediction: str) -> str | None:
@@ -226,7 +192,7 @@ def table(
     mini: True if as many rows count as there are.
   """
   cells = _cells(task, files)
-  count = max(cells.by_index, default=-1) + 1 if mini else task.splits["test"]
+  count = _rows_of(cells) if mini else task.splits["test"]
   filled = len(cells.invalid) if cells.by_index else count
   filler = _MIDDLE if task.regression else cell(task, task.labels[0])
   lines = (f"{index}\t{cells.by_index.get(index) or filler}\n" for index in range(count))
@@ -240,6 +206,15 @@ def table(
   }
   wrong = [*_wrong_rows(cells, count), *([] if fill else _unfilled(task, cells))]
   return (report, "".join([f"{_HEADER}\n", *lines])), wrong
+
+
+def _rows_of(cells: _Cells) -> int:
+  """Returns how many rows predictions of unknown number make: up to the last index.
+
+  An index far beyond the number of predictions is no row; it is left to `_wrong_rows`.
+  """
+  most = 10 * len(cells.by_index) + 1000
+  return max((index for index in cells.by_index if index < most), default=-1) + 1
 
 
 def _wrong_rows(cells: _Cells, count: int) -> Iterator[str]:
@@ -327,15 +302,12 @@ def validate(path: str, mini: bool = False) -> list[str]:
   Raises:
     ValueError: it is no zip that can be read.
   """
-  try:
-    with zipfile.ZipFile(path) as archive:
-      names = archive.namelist()
-      data = {name: archive.read(name) for name in names}
-  except (OSError, zipfile.BadZipFile) as e:
-    raise ValueError(f"{path}: no zip that can be read ({e})") from e
+  names, data = _unzipped(path)
   by_file = {task.file: task for task in TASKS.values()}
-  problems = [f"{name}: is there twice" for name in data if names.count(name) > 1]
-  problems += [f"{name}: does not belong there" for name in data if name not in by_file]
+  problems = [f"{name}: is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+  problems += [
+    f"{name}: does not belong there" for name in dict.fromkeys(names) if name not in by_file
+  ]
   if not mini:
     problems += [f"{name}: is missing" for name in by_file if name not in data]
   elif not data:
@@ -347,13 +319,40 @@ def validate(path: str, mini: bool = False) -> list[str]:
   return problems
 
 
+_MOST_FILES, _MOST_BYTES = 100, 1 << 26  # of a zip; GLUE's own has 11 files and 20 MB
+
+
+def _unzipped(path: str) -> tuple[list[str], dict[str, bytes]]:
+  """Returns the names of all files in a zip, and the content of those that belong there."""
+  ours = {task.file for task in TASKS.values()}
+  try:
+    with zipfile.ZipFile(path) as archive:
+      entries = archive.infolist()
+      size = sum(entry.file_size for entry in entries)
+      if len(entries) > _MOST_FILES or size > _MOST_BYTES:
+        raise ValueError(
+          f"{path}: {len(entries):,} files of {size:,} bytes, and a submission has at most "
+          f"{_MOST_FILES} of {_MOST_BYTES:,}"
+        )
+      # Read no more than was said: the sizes are the writer's own words.
+      read = lambda entry: archive.open(entry).read(entry.file_size)
+      data = {entry.filename: read(entry) for entry in entries if entry.filename in ours}
+      return [entry.filename for entry in entries], data
+  except ValueError as e:
+    if str(path) in str(e):
+      raise
+    raise ValueError(f"{path}: no zip that can be read ({e})") from e
+  except Exception as e:  # of its many codecs
+    raise ValueError(f"{path}: no zip that can be read ({e})") from e
+
+
 def check_writable(path: str) -> None:
   """Raises the error that `write` would raise, before minutes of reading."""
   target = pathlib.Path(path)
   try:
     if target.is_dir():
       raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    probe(target.parent)
+    whole.probe(target.parent)
   except OSError as e:
     raise ValueError(f"--out {path} cannot be written: {e.strerror}") from e
 
@@ -365,7 +364,7 @@ def write(path: str, tables: Mapping[str, bytes]) -> None:
     path: the zip; one that is there is replaced.
     tables: what `make` returned.
   """
-  with whole_file(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
+  with whole.whole_file(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
     for table, data in tables.items():
       entry = zipfile.ZipInfo(table)  # of 1980-01-01
       entry.create_system, entry.external_attr = 3, 0o644 << 16

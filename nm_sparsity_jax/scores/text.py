@@ -12,6 +12,7 @@ from typing import Any
 from nm_sparsity_jax import glue, roles
 from nm_sparsity_jax.scores.rows import TITLES, mean_of
 from nm_sparsity_jax.text import columns as aligned
+from nm_sparsity_jax.text import printable
 
 _SHORT = {
   "matthews_corrcoef": "MCC",
@@ -147,12 +148,13 @@ def markdown(report: Mapping[str, Any]) -> str:
   """Returns a table in GitHub's Markdown, with the notes as a list. Its source is aligned too."""
   escape = lambda s: re.sub(r"([\\|*_`<>\[\]])", r"\\\1", s)
   rows = [[escape(cell) for cell in row] for row in _table(report, lambda s: f"\0{s}\0")]
+  rows = [[printable(name), *cells] for name, *cells in rows]
   rows = [[cell.replace("\0", "**") for cell in row] for row in rows]
   widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
   rule = [":" + "-" * (widths[0] - 1), *("-" * (w - 1) + ":" for w in widths[1:])]
   lines = aligned([rows[0], rule, *rows[1:]], align="<>", gap=" | ")
   lines = [f"| {line} |" for line in lines]
-  return "\n".join([*lines, "", *(f"- {escape(line)}" for line in _steps(report))])
+  return "\n".join([*lines, "", *(f"- {escape(printable(line))}" for line in _steps(report))])
 
 
 _LATEX = str.maketrans(
@@ -164,13 +166,14 @@ _LATEX = str.maketrans(
 def latex(report: Mapping[str, Any]) -> str:
   """Returns a LaTeX tabular that needs no package, with the notes as comments."""
   rows = _table(report, lambda s: f"\0{s}\1")
+  rows = [[printable(name), *cells] for name, *cells in rows]  # a newline would end a row
   rows = [[cell.translate(_LATEX) for cell in row] for row in rows]
   rows = [[c.replace("\0", r"\textbf{").replace("\1", "}") for c in row] for row in rows]
   rows = [[re.sub(r"^([+-])(?=\d)", r"$\1$", c) for c in row] for row in rows]
   lines = [" & ".join(row) + r" \\" for row in rows]
   return "\n".join(
     [
-      *(f"% {line}" for line in _steps(report)),
+      *(f"% {printable(line)}" for line in _steps(report)),
       rf"\begin{{tabular}}{{l{'r' * len(TITLES)}}}",
       r"\hline",
       lines[0],
@@ -182,8 +185,16 @@ def latex(report: Mapping[str, Any]) -> str:
   )
 
 
+def _cell(name: Any) -> Any:
+  """Returns a name as a cell that no spreadsheet takes for a formula."""
+  if not isinstance(name, str):
+    return name
+  name = printable(name)
+  return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
+
+
 def as_csv(report: Mapping[str, Any]) -> str:
-  """Returns CSV of unrounded numbers.
+  """Returns CSV of unrounded numbers. A name that begins as a formula does gets a quote before it.
 
   Each run has a line, and further lines for its steps, the published row and the delta; the column
   `kind` tells them apart.
@@ -207,9 +218,9 @@ def as_csv(report: Mapping[str, Any]) -> str:
 
   for row in report["runs"]:
     common = {
-      "run": row["run"],
-      "recipe": row["recipe"],
-      "pattern": roles.text_of(row["places"] or {}),
+      "run": _cell(row["run"]),
+      "recipe": _cell(row["recipe"]),
+      "pattern": _cell(roles.text_of(row["places"] or {})),
       "dense_steps": row["dense_steps"],
       "checkpoint": report["checkpoint"],
     }
@@ -220,6 +231,6 @@ def as_csv(report: Mapping[str, Any]) -> str:
       writer.writerow({**common, "kind": "published", **numbers(row["published"])})
       writer.writerow({**common, "kind": "delta", **row["delta"]})
   if report["best"]:
-    best = {title: " ".join(names) for title, names in report["best"].items()}
+    best = {title: _cell(" ".join(names)) for title, names in report["best"].items()}
     writer.writerow({"kind": "best", **best})
   return out.getvalue().rstrip("\n")

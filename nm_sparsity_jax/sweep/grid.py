@@ -113,6 +113,9 @@ class Sweep:
     return ["train", *modules, *files, *(f"--gin.{name}={v!r}" for name, v in cell.macros.items())]
 
 
+_MOST_BYTES, _MOST_RUNS = 1 << 20, 10_000  # of a file; of a sweep
+
+
 def read(file: str, imports: Sequence[str] = ()) -> Sweep:
   """Reads a sweep's file.
 
@@ -127,9 +130,10 @@ def read(file: str, imports: Sequence[str] = ()) -> Sweep:
   Raises:
     ValueError: it is no TOML, or a key is unknown, missing or wrong.
   """
+  text = files.read_text(file, _MOST_BYTES)
   try:
-    given = tomllib.loads(pathlib.Path(file).read_text("utf-8"))
-  except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    given = tomllib.loads(text)
+  except (ValueError, RecursionError) as e:
     raise ValueError(f"{file} is no TOML: {e}") from e
   try:
     return dataclasses.replace(_sweep(file, given), imports=tuple(imports))
@@ -149,6 +153,8 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     raise ValueError(f"seeds: {below[0]} is below 0.")
   variants = _variants(given)
   _check_recipes(recipes, variants)
+  if (runs := len(recipes) * max(len(patterns), 1) * len(seeds)) > _MOST_RUNS:
+    raise ValueError(f"recipes x patterns x seeds are {runs:,} runs, and at most {_MOST_RUNS:,}.")
   baseline = given.get("baseline", recipes[0])
   if baseline not in recipes:
     raise ValueError(f"baseline: {baseline!r} is none of the recipes, {', '.join(recipes)}.")
@@ -294,12 +300,31 @@ def _pattern(text: str) -> str:
     raise ValueError(f"patterns: {e}") from None
 
 
+def _check_value(where: str, value: Any) -> None:
+  """Refuses a value that gin would read as another one, such as a date or a very long number."""
+  if isinstance(value, list):
+    for item in value:
+      _check_value(where, item)
+  elif isinstance(value, dict):
+    for item in value.values():
+      _check_value(where, item)
+  elif not isinstance(value, str | int | float | bool) or (
+    isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
+  ):
+    raise ValueError(f"{where} is {str(value)[:40]}: give text, numbers of 64 bits, true or false.")
+
+
 def _macros(given: Mapping[str, Any], key: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
   """Reads a table of macros, none of which is set elsewhere or `fixed`."""
   table = given.get(key, {})
   if not isinstance(table, dict):
     raise ValueError(f"{key}: give a table of gin macros, [{key}]; not {table!r}.")
-  for name in table:
+  for name, value in table.items():
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+      raise ValueError(
+        f"{key}: {name!r} is no name of a gin macro: write letters, digits and underscores."
+      )
+    _check_value(f"{key}: {name}", value)
     if name in _OURS:
       raise ValueError(f"{key}: {name} is set by the sweep, from {_OURS[name]!r}; leave it out.")
     if name in fixed:
