@@ -4,7 +4,6 @@ The reference sorts float64s, which hold every narrower float exactly, by (dropp
 NaN, -value, index). Scores come from few values, so that ties are common.
 """
 
-import contextlib
 import doctest
 import functools
 import math
@@ -259,18 +258,6 @@ def test_groups_longer_than_16_bits_count(m):
 # The private paths: one selection, several algorithms, which may never differ by a bit.
 
 
-@contextlib.contextmanager
-def platform(name):
-  """Traces `lax.platform_dependent` as on `name`."""
-
-  def choose(*args, default, **branches):
-    return branches.get(name, default)(*args)
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(jax.lax, "platform_dependent", choose)
-    yield
-
-
 @functools.cache
 def paths(m, bits, name):
   """(path, n; None = traced) and the masks of keys (2, m, 3), as on platform `name`."""
@@ -298,11 +285,15 @@ def paths(m, bits, name):
 
   labels = []
   keys = jax.ShapeDtypeStruct((2, m, 3), jnp.uint16 if bits <= 16 else jnp.uint32)
-  with platform(name):
-    lowered = jax.jit(run).lower(keys, jax.ShapeDtypeStruct((), jnp.int32))
-  # `pinned` is a remainder on a CPU and nothing elsewhere.
-  assert ("stablehlo.remainder" in lowered.as_text()) == (name == "cpu")
-  return labels, lowered.compile()
+  shapes = keys, jax.ShapeDtypeStruct((), jnp.int32)
+  # `pinned` is a remainder on a CPU and nothing elsewhere, with no conditional in either.
+  text = jax.jit(run).trace(*shapes).lower(lowering_platforms=(name,)).as_text()
+  assert ("stablehlo.remainder" in text) == (name == "cpu") and "stablehlo.case" not in text
+  labels.clear()
+  with pytest.MonkeyPatch.context() as patch:
+    if name != "cpu":
+      patch.setattr(selection, "pinned", lambda x: x)
+    return labels, jax.jit(lambda *args: run(*args)).lower(*shapes).compile()
 
 
 PATHS = [(4, 32, "cpu"), (3, 15, "tpu"), (8, 16, "cpu"), (17, 31, "cpu"), (17, 31, "tpu")]

@@ -9,6 +9,6 @@ shard holds whole groups.
 """
 
 from nm_sparsity_jax.masks.making import Axis, check_axis, ladder_mask, magnitude_mask, nm_mask
-from nm_sparsity_jax.masks.selection import pinned
+from nm_sparsity_jax.masks.pins import pinned
 
 __all__ = ["Axis", "check_axis", "ladder_mask", "magnitude_mask", "nm_mask", "pinned"]

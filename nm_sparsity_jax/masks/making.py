@@ -127,14 +127,14 @@ def _ladder_mask(w, doublings, pattern, axis, most):
   n = jnp.int32(pattern.n) << doublings
 
   def select(keys, axis):
-    long = keys.shape[axis]
     shape = (*keys.shape[:axis], 1 << most, pattern.m, *keys.shape[axis + 1 :])
     count_in = functools.partial(selection.count_in_ladder, axis=axis + 1, doublings=doublings)
     kth = functools.partial(
-      selection.kth_by_bisection, n=n, axis=axis + 1, size=long, count_in=count_in
+      selection.kth_by_bisection, n=n, axis=axis + 1, size=keys.shape[axis], count_in=count_in
     )
     from_end = selection.from_end(keys.shape, axis).reshape(shape)
-    return selection.cut(keys.reshape(shape), from_end, kth).reshape(keys.shape)
+    cut = selection.cut_at_once if from_end.dtype == jnp.uint8 else selection.cut
+    return cut(keys.reshape(shape), from_end, kth).reshape(keys.shape)
 
   return _on_groups(w, pattern.m << most, axis, magnitude_keys, select)
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from nm_sparsity_jax.masks.pins import pinned
 
 # Which selection is cheapest for which m; measured by benchmarks/masks.py.
 _MAX_M_FOR_NETWORK = 32  # a min-max network: its program, and so its compilation, grows with m
@@ -73,6 +76,12 @@ def cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
   return place >= kth(place)
 
 
+def cut_at_once(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
+  """What `cut` keeps, by one search instead of two: half the program, for places of one byte."""
+  key, place = kth(keys, then=from_end)
+  return (keys > key) | ((keys == key) & (from_end >= place))
+
+
 def from_end(shape, axis: int) -> jax.Array:
   """m, m - 1, ..., 1 along `axis`, in the fewest bits."""
   m = shape[axis]
@@ -128,7 +137,8 @@ def kth_by_bisection(
   axis: int,
   size: int | None = None,
   count_in: Callable | None = None,
-) -> jax.Array:
+  then: jax.Array | None = None,
+) -> Any:
   """The n-th largest key of each group, found bit by bit; n may be traced.
 
   Eight bits make a digit, which needs one byte a key: among the keys that share all digits
@@ -140,6 +150,8 @@ def kth_by_bisection(
     axis: a group, or a part of one (see `ladder_mask`).
     size: the length of a group, where `axis` is a part of one.
     count_in: hits -> how many in the group, `axis` of length 1; None adds up along `axis`.
+    then: one digit more, uint8, by which equal keys are ordered. The key and this digit are
+      returned.
   """
   unsigned = keys.dtype.type
   count = _count_dtype(size or keys.shape[axis])
@@ -161,32 +173,45 @@ def kth_by_bisection(
     return lax.while_loop(lambda found: found[0] > 0, next_bit, start)[1:]
 
   def next_digit(found):
-    shift, prefix, need = found
+    shift, prefix, need, *_ = found
     at = shift.astype(keys.dtype)
     rest = (keys ^ prefix) >> at  # below 256 just where all earlier digits agree
     digit = jnp.where(rest < unsigned(256), rest, unsigned(0)).astype(jnp.uint8)
     low, above = bisect(digit, need)
     return shift - 8, prefix | (low.astype(keys.dtype) << at), need - above
 
+  def next_of_both(found):
+    shift, prefix, need, _ = found
+    at, is_key = jnp.maximum(shift, 0).astype(keys.dtype), shift >= 0
+    rest = (keys ^ prefix) >> at
+    digit = jnp.where(rest < unsigned(256), rest, unsigned(0)).astype(jnp.uint8)
+    digit = jnp.where(is_key, digit, jnp.where(rest == unsigned(0), then, jnp.uint8(0)))
+    low, above = bisect(digit, need)
+    added = jnp.where(is_key, low, jnp.uint8(0)).astype(keys.dtype) << at
+    return shift - 8, prefix | added, need - above, low
+
   if keys.dtype.itemsize == 1:
     return bisect(keys, need)[0]
   start = jnp.int32(8 * (keys.dtype.itemsize - 1)), zeros(keys.dtype), need
-  return lax.while_loop(lambda found: found[0] >= 0, next_digit, start)[1]
+  if then is None:
+    return lax.while_loop(lambda found: found[0] >= 0, next_digit, start)[1]
+  found = lax.while_loop(lambda x: x[0] >= -8, next_of_both, (*start, zeros(jnp.uint8)))
+  return found[1], found[3]
 
 
 def count_in_ladder(hits: jax.Array, axis: int, doublings: jax.Array) -> jax.Array:
-  """Hits in groups of 2^doublings parts: `axis` is a part, `axis - 1` counts the parts."""
-  counts = sums = _fold(hits, jnp.add, axis)
-  parts = counts.shape[axis - 1]
-  for d in range(1, parts.bit_length()):
-    pairs = sums.reshape(*sums.shape[: axis - 1], parts >> d, 2, *sums.shape[axis:])
-    first, second = (lax.index_in_dim(pairs, i, axis, keepdims=False) for i in (0, 1))
-    sums = pinned(first + second)
-    spread = (*sums.shape[:axis], 1 << d, *sums.shape[axis:])
-    others = tuple(a for a in range(len(spread)) if a != axis)
-    total = lax.broadcast_in_dim(sums, spread, others).reshape(counts.shape)
-    counts = jnp.where(doublings >= d, total, counts)
-  return counts
+  """Hits in groups of 2^doublings parts: `axis` is a part, `axis - 1` counts the parts.
+
+  Each doubling adds to every part the count of the part that it is paired with.
+  """
+  counts = pinned(_fold(hits, jnp.add, axis))
+  shape = counts.shape
+  most = shape[axis - 1].bit_length() - 1
+  counts = counts.reshape(*shape[: axis - 1], *(2,) * most, *shape[axis:])
+  for d in range(1, most + 1):
+    paired = lax.rev(counts, (axis - 1 + most - d,))
+    counts = jnp.where(doublings >= d, counts + paired, counts)
+  return pinned(counts).reshape(shape)
 
 
 def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:
@@ -206,18 +231,6 @@ def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:
   half = m // by // 2
   halves = [lax.slice_in_dim(parts, *ends, axis=axis) for ends in ((0, half), (half, m // by))]
   return combine(*(whole(x, axis=axis, keepdims=True) for x in halves))
-
-
-def pinned(x: jax.Array) -> jax.Array:
-  """x itself, but XLA on a CPU computes it once instead of once for every use.
-
-  Elementwise work is fused into each consumer and computed again there, m times where the
-  consumer broadcasts a group's value over the group. An integer remainder counts as too
-  expensive for that, and one by a value that no key reaches changes nothing.
-  (An optimization_barrier is dropped on CPU.)
-  """
-  never = x.dtype.type(np.iinfo(x.dtype).max)
-  return lax.platform_dependent(x, cpu=lambda x: lax.rem(x, never), default=lambda x: x)
 
 
 def _iota(shape, axis: int, dtype, first: int = 0, step: int = 1) -> jax.Array:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from nm_sparsity_jax import gradients, masks
 from nm_sparsity_jax.groups import Groups
@@ -72,6 +73,11 @@ class Recipe:
   pattern: NM | None
   phases: Phases | None
   lam: float = 0.0
+
+  def __init_subclass__(cls, **kwargs: Any):
+    super().__init_subclass__(**kwargs)
+    if "next_state" in vars(cls) and "next_states" not in vars(cls):
+      cls.next_states = Recipe.next_states  # what a class says of one weight holds for several
 
   def __post_init__(self):
     object.__setattr__(self, "pattern", NM.parse(self.pattern))  # type: ignore[arg-type]
@@ -143,10 +149,11 @@ class Recipe:
   ) -> jax.Array:
     """Returns the mask that holds at `step`, bool, shape of `w`; all True in the dense phase."""
     step = as_step(step)
-    dense = (step >= 0) & (step < self.sparse_from)
-    keep = self.chosen(w, step, axis, mask) | dense
-    # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.
-    return masks.pinned(keep.astype(jnp.uint8)) > 0
+    if isinstance(step, jax.core.Tracer) and _is_hashable(self):
+      # Traced once for all weights of one shape.
+      axis = axis if isinstance(axis, int) else tuple(axis)
+      return _traced_mask(self, lax.stop_gradient(w), step, axis, mask)
+    return _mask(self, w, step, axis, mask)
 
   def effective(
     self,
@@ -263,6 +270,43 @@ class Recipe:
       grad_at: the weight that `grad` was taken at.
     """
     raise NotImplementedError(f"{self.name} is stateful, so it must define next_state.")
+
+  def next_states(
+    self,
+    groups: Groups,
+    states: Sequence[dict[str, jax.Array]],
+    ws: Sequence[jax.Array],
+    step: jax.Array,
+    last: jax.Array,
+    grads: Sequence[jax.Array | None],
+    grads_at: Sequence[jax.Array],
+  ) -> list[dict[str, jax.Array]]:
+    """Returns what `next_state` returns for each of several weights of one shape.
+
+    Override it where one program for all of them compiles faster than one for each.
+    """
+    each = zip(states, ws, grads, grads_at, strict=True)
+    return [self.next_state(groups, s, w, step, last, g, at) for s, w, g, at in each]
+
+
+def _mask(recipe, w, step, axis, stored):
+  """The mask of a recipe that holds at a step."""
+  dense = (step >= 0) & (step < recipe.sparse_from)
+  keep = recipe.chosen(w, step, axis, stored) | dense
+  # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.
+  return masks.pinned(keep.astype(jnp.uint8)) > 0
+
+
+_traced_mask = jax.jit(_mask, static_argnums=(0, 3))
+
+
+def _is_hashable(recipe: Recipe) -> bool:
+  """Whether a recipe can be a static argument; one with a list in a field cannot."""
+  try:
+    hash(recipe)
+  except TypeError:
+    return False
+  return True
 
 
 def _phases(recipe: Recipe) -> Phases:
