@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -73,11 +74,6 @@ class Recipe:
   pattern: NM | None
   phases: Phases | None
   lam: float = 0.0
-
-  def __init_subclass__(cls, **kwargs: Any):
-    super().__init_subclass__(**kwargs)
-    if "next_state" in vars(cls) and "next_states" not in vars(cls):
-      cls.next_states = Recipe.next_states  # what a class says of one weight holds for several
 
   def __post_init__(self):
     object.__setattr__(self, "pattern", NM.parse(self.pattern))  # type: ignore[arg-type]
@@ -270,23 +266,6 @@ class Recipe:
       grad_at: the weight that `grad` was taken at.
     """
     raise NotImplementedError(f"{self.name} is stateful, so it must define next_state.")
-
-  def next_states(
-    self,
-    groups: Groups,
-    states: Sequence[dict[str, jax.Array]],
-    ws: Sequence[jax.Array],
-    step: jax.Array,
-    last: jax.Array,
-    grads: Sequence[jax.Array | None],
-    grads_at: Sequence[jax.Array],
-  ) -> list[dict[str, jax.Array]]:
-    """Returns what `next_state` returns for each of several weights of one shape.
-
-    Override it where one program for all of them compiles faster than one for each.
-    """
-    each = zip(states, ws, grads, grads_at, strict=True)
-    return [self.next_state(groups, s, w, step, last, g, at) for s, w, g, at in each]
 
 
 def _mask(recipe, w, step, axis, stored):

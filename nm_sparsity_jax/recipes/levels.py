@@ -7,6 +7,7 @@ Which levels a pattern has is in `schedules`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -64,24 +65,32 @@ def leveled_mask(
   final = lambda: masks.magnitude_mask(w, last, axis, parent=parent)
   if len(levels) == 1:
     return final()
-  climb = lambda: _ladder(levels[:-1], w, step, axis, parent)
+  climb = _ladder(levels[:-1], w, step, axis, parent)
+  if climb is None:
+    return _choice(levels, w, step, axis, parent)
   # The last level holds longest and is often far cheaper than the ladder: 1:m is one maximum.
   return when(step >= levels[-1][0], final, climb)
 
 
-def _ladder(levels: Levels, w, step, axis, parent) -> jax.Array:
-  """The mask of one of several levels: one program with a traced n, or d, or one for each."""
+def _ladder(levels: Levels, w, step, axis, parent) -> Callable[[], jax.Array] | None:
+  """The mask of one of several levels, by one program with a traced n, or d; None without one."""
   patterns = [p for _, p in levels]
   base = patterns[-1]
   if len({p.m for p in patterns}) == 1:
     n = value_at(levels, step, [p.n for p in patterns])
-    return masks.magnitude_mask(w, base, axis, n=n, parent=parent)
+    return lambda: masks.magnitude_mask(w, base, axis, n=n, parent=parent)
   most = len(patterns) - 1
   doubling = [NM(base.n << d, base.m << d) for d in range(most, -1, -1)]
   if patterns == doubling and parent is None:
     d = value_at(levels, step, range(most, -1, -1))
-    return masks.ladder_mask(w, base, axis, doublings=d, most=most)
-  branches = [lambda w, p=p: masks.magnitude_mask(w, p, axis, parent=parent) for p in patterns]
+    return lambda: masks.ladder_mask(w, base, axis, doublings=d, most=most)
+  return None
+
+
+def _choice(levels: Levels, w, step, axis, parent) -> jax.Array:
+  """The mask of one of several levels, each by a program of its own."""
+  take = lambda w, p: masks.magnitude_mask(w, p, axis, parent=parent)
+  branches = [functools.partial(take, p=p) for _, p in levels]
   now = value_at(levels, step, range(len(levels)))
   if isinstance(now, jax.core.Tracer):
     return lax.switch(now, branches, w)
