@@ -181,6 +181,7 @@ def kth_by_bisection(
     return shift - 8, prefix | (low.astype(keys.dtype) << at), need - above
 
   def next_of_both(found):
+    assert then is not None
     shift, prefix, need, _ = found
     at, is_key = jnp.maximum(shift, 0).astype(keys.dtype), shift >= 0
     rest = (keys ^ prefix) >> at
