@@ -122,7 +122,7 @@ def test_python_runs(block, tmp_path, monkeypatch, capsys):
   for words, make in PREPARED.items():
     if words in block.code:
       make(tmp_path)
-  if "t5x_tasks" in block.code:
+  if "t5x_tasks" in block.code or "import seqio" in block.code:
     if reason := tasks_found.why_not():
       pytest.skip(reason)
     with relaxed():
@@ -416,6 +416,19 @@ def test_the_local_run_prints_what_the_page_says(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_task_of_the_page_is_learned_and_proved(tmp_path):
+  """docs/your_task.md, typed as it stands: its module, then its commands."""
+  if reason := tasks_found.why_not():
+    pytest.skip(reason)
+  module, commands = (b for b in BLOCKS if b.page == "docs/your_task.md" and b.language)
+  (tmp_path / "my_task.py").write_text(module.code)
+  said = in_bash(commands.code, tmp_path)
+  found = re.search(r"largest_digit: accuracy ([\d.]+)$", said.stdout + said.stderr, re.MULTILINE)
+  assert found and float(found[1]) > 90
+  assert said.stdout.count("\nok\n") == 2  # finalize's proof, and verify's
+
+
+@pytest.mark.slow
 def test_the_example_of_a_workload_runs_as_typed(tmp_path):
   """Every command of the page and its sweep, with 20 steps in place of 2000."""
   (block,) = [b for b in BLOCKS if b.page.startswith("examples/") and b.language == "sh"]
@@ -491,6 +504,12 @@ def test_the_table_of_extras_is_complete():
   found = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
   extras = re.search(r"extras_require=\{(.*?)\}", (ROOT / "setup.py").read_text())
   assert extras and found == re.findall(r'"(\w+)":', extras[1])
+
+
+def test_the_page_of_names_is_complete():
+  page = (ROOT / "docs/names.md").read_text("utf-8")
+  rows = re.findall(r"^\| `(\w+)` \| (\S.*?) \| .*\|$", page, re.MULTILINE)
+  assert sorted(name for name, _ in rows) == sorted(nms.__all__)
 
 
 # --- the notebook -------------------------------------------------------------------------------
