@@ -58,3 +58,26 @@ def test_read_returns_a_run_or_names_every_mistake(tmp_path):
     read("SPARSE_STEP = 4")
   with pytest.raises(ValueError, match="no run file of this command: .*local_eval.gin"):
     read("MODEL_DIR = 'here'", program="evaluate")
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_configuration_gives_back_what_gin_held(is_locked):
+  """A notebook that calls `nms.plan.plan` keeps the configuration of its own."""
+  gin = pytest.importorskip("gin")
+  from gin import config as inside
+
+  files, bindings = ["gin_configs/sparsity.gin"], ["RECIPE = 'idp'"]
+  gin.clear_config()
+  try:
+    gin.parse_config("MINE = 7")
+    text = gin.config_str()
+    inside._set_config_is_locked(is_locked)
+    with gin_files.Config([ROOT], files, bindings) as outer:
+      with gin_files.Config([ROOT], files, ["RECIPE = 'snip'"]) as inner:
+        assert inner.value("RECIPE") == "snip"
+      assert outer.value("RECIPE") == "idp" and "'idp'" in outer.text()
+      assert "MINE" not in outer.text()
+    assert gin.config_str() == text and gin.query_parameter("MINE/macro.value") == 7
+    assert gin.config_is_locked() is is_locked
+  finally:
+    gin.clear_config()

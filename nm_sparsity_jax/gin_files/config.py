@@ -58,6 +58,9 @@ class _Main(types.ModuleType):
 class Config:
   """Holds one gin configuration and all mistakes in it.
 
+  gin has one table for a process. A `Config` takes it until `close`, which gives back what was in
+  it before. In a `with` block it is closed at the end. Two threads cannot hold one each.
+
   Args:
     search_paths: folders to look for gin files in, first one first.
     files: gin files, in order.
@@ -86,6 +89,7 @@ class Config:
     self.errors: list[str] = []
     self.warnings: list[str] = []
     self.lost: set[str] = set()
+    self._outer = [table.copy() for table in _tables(gin)], gin.config_is_locked()
     gin.clear_config()
     before = list(gin._LOCATION_PREFIXES)
     main = sys.modules["__main__"]
@@ -328,8 +332,23 @@ class Config:
     return self._gin.config_str()
 
   def close(self) -> None:
-    """Empties gin's global table."""
+    """Gives gin's table back, with what was in it before."""
     self._gin.clear_config()
+    tables, is_locked = self._outer
+    for table, outer in zip(_tables(self._gin), tables, strict=True):
+      table.update(outer)
+    self._gin._set_config_is_locked(is_locked)
+
+  def __enter__(self) -> Config:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+
+def _tables(gin: Any) -> tuple[Any, ...]:
+  """Returns what `gin.clear_config` empties, but for constants, which it keeps."""
+  return gin._CONFIG, gin._IMPORTS, gin._SINGLETONS, gin._OPERATIVE_CONFIG
 
 
 def _not_found(record: logging.LogRecord) -> bool:

@@ -45,13 +45,9 @@ def plan(
     'warnings' and 'notes', texts; and, as far as they can be known, 'program', 'kernels',
     'schedule', 'loss', 'cost' and 'restore'. `render` makes text of it, `plot` a picture.
   """
-  config = Config(search_paths, gin_files, bindings)
-  try:
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # T5X warns when it is imported
-      return _plain(examine(config, checkpoint))
-  finally:
-    config.close()
+  with Config(search_paths, gin_files, bindings) as config, warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # T5X warns when it is imported
+    return _plain(examine(config, checkpoint))
 
 
 def examine(config: Config, checkpoint: str | None = None) -> dict[str, Any]:

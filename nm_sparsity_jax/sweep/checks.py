@@ -53,16 +53,16 @@ def check(sweep: Sweep) -> Checked:
   changed: list[str] = []
   seen: set[tuple[str, str | None, bool]] = set()
   for cell in sweep.runs():
-    config = gin_files.Config([".", gin_files.folder()], sweep.gin_files, cell.bindings)
-    kind = cell.recipe, cell.pattern, sweep.is_start(cell)
-    if kind not in seen:  # seeds change nothing of what is looked at here
-      seen.add(kind)
-      found.look(cell, config, is_start=kind[2])
-      if found.wrong and len(seen) == 1:  # wrong files, which the others have too
-        break
-    if not found.wrong and not found.refused:
-      runs[cell.name] = run = _run(sweep, cell, config, runs)
-      changed += _changed(run, config)
+    with gin_files.Config([".", gin_files.folder()], sweep.gin_files, cell.bindings) as config:
+      kind = cell.recipe, cell.pattern, sweep.is_start(cell)
+      if kind not in seen:  # seeds change nothing of what is looked at here
+        seen.add(kind)
+        found.look(cell, config, is_start=kind[2])
+        if found.wrong and len(seen) == 1:  # wrong files, which the others have too
+          break
+      if not found.wrong and not found.refused:
+        runs[cell.name] = run = _run(sweep, cell, config, runs)
+        changed += _changed(run, config)
   wrong = found.wrong + [f"{_of(cells)}: {text}" for text, cells in found.refused.items()]
   if changed and not wrong:
     more = f" So were {len(changed) - 1} more runs." if len(changed) > 1 else ""
