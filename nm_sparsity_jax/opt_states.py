@@ -8,6 +8,7 @@ turned into plain dicts by a serializer. Everything here reads; nothing updates.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -132,9 +133,19 @@ def refuse_sr_ste(nodes: list[Any]) -> None:
     )
 
 
+def links(node: Any) -> tuple[Any, ...]:
+  """Returns the states of a chain's links in order; `()` for what is no state of a chain.
+
+  `optax.chain` makes a tuple. `optax.named_chain` makes an OrderedDict.
+  """
+  if type(node) is tuple:
+    return node
+  return tuple(node.values()) if isinstance(node, OrderedDict) else ()
+
+
 def _refuse_later_links(nodes: list[Any], needs_last: bool) -> None:
   """Raises where a link of a chain after `nms.sparse` changes its updates."""
-  for chain in (n for n in nodes if type(n) is tuple):
+  for chain in map(links, nodes):
     after = [i for i, link in enumerate(chain) if holds_sparse(link)]
     later = chain[after[0] + 1 :] if after else ()
     multi = any(isinstance(s, optax.MultiStepsState) for link in later for s in walk(link))

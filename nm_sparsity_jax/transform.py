@@ -63,6 +63,7 @@ def sparse(
   )
 
   def init(params):
+    _refuse_left_out(params, rules)
     masks = init_state(params, rules)
     with _relaxed():
       inner_state = inner.init(params)
@@ -106,6 +107,24 @@ def _check(tx: Any, rules: Any) -> None:
     )
 
 
+def _refuse_left_out(params: Any, rules: Rules) -> None:
+  """Raises where `optax.masked` or `multi_transform` hides a place that `sparse` must act on."""
+  if not opt_states.is_part(params):
+    return
+  hidden = lambda x: isinstance(x, optax.MaskedNode)
+  left_out = {path: rules.find(path) for path, x in flatten(params, hidden) if hidden(x)}
+  # A mask may leave out a whole subtree. Then no path tells what was in it.
+  left_out |= {key: rules.places[key] for key in rules.examine(params).idle}
+  for place, recipe in left_out.items():
+    if recipe is not None and (recipe.lam or recipe.stateful):
+      what = "keeps a stored mask" if recipe.stateful else "needs SR-STE's term"
+      raise ValueError(
+        f"{place!r} is left out of nms.sparse by optax.masked or multi_transform, but "
+        f"{recipe.name} {what}: put nms.sparse around the whole optimizer, "
+        "nms.sparse(optax.masked(tx, mask), rules)."
+      )
+
+
 def _check_inner(inner_state: Any, masks: Any) -> None:
   """Raises where the wrapped optimizer holds what would act twice or out of step."""
   nodes = list(opt_states.walk(inner_state))
@@ -122,7 +141,7 @@ def _check_inner(inner_state: Any, masks: Any) -> None:
       "one around it, optax.MultiSteps(nms.sparse(tx, rules), k)."
     )
   behind = [
-    link for n in nodes if type(n) is tuple for link in n[1:]
+    link for n in nodes for link in opt_states.links(n)[1:]
     if any(isinstance(s, optax.MultiStepsState) for s in opt_states.walk(link))
   ]  # fmt: skip
   if behind and "score" in masks:

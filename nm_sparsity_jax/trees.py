@@ -24,9 +24,10 @@ def path_name(keys: Sequence[Any]) -> str:
   return "/".join(words)
 
 
-def flatten(tree: Any) -> list[tuple[str, Any]]:
-  """(path, leaf) of a tree, in jax's order."""
-  return [(path_name(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+  """(path, leaf) of a tree, in jax's order; `is_leaf` as of `jax.tree.leaves`."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+  return [(path_name(keys), x) for keys, x in leaves]
 
 
 def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:

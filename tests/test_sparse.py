@@ -615,9 +615,32 @@ def test_links_after_it():
     opt = optax.chain(CLIP, nms.sparse(ADAM, rules), later).init(params_of())
     with refused("has links after it.*make it the last link"):
       nms.sparsify(params_of(), rules, opt)
+  named = optax.named_chain(("ours", nms.sparse(ADAM, MIXED)), ("later", optax.scale(0.5)))
+  with refused("has links after it.*make it the last link"):
+    nms.sparsify(params_of(), MIXED, named.init(params_of()))
+  last = optax.named_chain(("clip", CLIP), ("ours", nms.sparse(ADAM, MIXED)))
+  assert nms.step_count(last.init(params_of())) == 0
   # Without stored masks a later link changes nothing that nms.sparse knows.
   opt = optax.chain(nms.sparse(ADAM, TERMS), optax.scale(0.5)).init(params_of())
   assert nms.step_count(opt) == 0
+
+
+@pytest.mark.parametrize("wrap", ["masked", "leaves", "labels"])
+def test_places_that_it_is_not_given(wrap):
+  """A term or a mask that would be missing in silence; without either a place may be left out."""
+  rules = nms.Rules({k: r for k, r in MIXED.places.items() if k[0] in "cd"})
+  for out, why in (("c", "sr_ste needs SR-STE's term"), ("d", "one_shot keeps a stored mask")):
+    names = {name: name != out for name in params_of()}
+    if wrap == "leaves":
+      by_leaf = jax.tree_util.tree_map_with_path(lambda k, _, out=out: k[0].key != out, params_of())
+      tx = optax.masked(nms.sparse(sgd(), rules), by_leaf)
+    elif wrap == "masked":
+      tx = optax.masked(nms.sparse(sgd(), rules), names)
+    else:
+      tx = optax.multi_transform({True: nms.sparse(sgd(), rules), False: sgd()}, names)
+    with refused(f"'{out}/kernel' is left out of nms.sparse .*{why}: put nms.sparse around"):
+      tx.init(params_of())
+    nms.sparse(optax.masked(sgd(), names), rules).init(params_of())  # as the error says
 
 
 def test_multi_steps_that_it_cannot_follow():
@@ -631,6 +654,8 @@ def test_multi_steps_that_it_cannot_follow():
     nms.sparse(optax.multi_transform({"x": inner, "y": inner}, labels), MIXED).init(params_of())
   with refused("snip needs the mean gradient"):
     nms.sparse(optax.chain(CLIP, inner), MIXED).init(params_of())
+  with refused("snip needs the mean gradient"):
+    nms.sparse(optax.named_chain(("a", CLIP), ("b", inner)), MIXED).init(params_of())
   nms.sparse(optax.chain(CLIP, inner), TERMS).init(params_of())
 
 
