@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.patterns import NM
@@ -230,13 +230,19 @@ def role_of(path: str) -> str | None:
   return next((r for f in _families.values() if (r := f.role(path))), None)
 
 
-def op_of(path: str) -> str | None:
+def op_of(path: str, among: Collection[str] | None = None) -> str | None:
   """Returns what `flops` calls the operation of a kernel, None where no family says.
 
   >>> op_of("decoder/layers_3/encoder_decoder_attention/key/kernel")
   'decoder/cross/k'
+
+  Args:
+    path: of the kernel.
+    among: the operations of the model's shape. Two families may know one path, and each has a name
+      of its own for it: the first name that is an operation counts. None takes the first name.
   """
-  return next((n for f in _families.values() if f.op and (n := f.op(path))), None)
+  names = [n for f in _families.values() if f.op and (n := f.op(path))]
+  return next((n for n in names if among is None or n in among), None)
 
 
 # --- rules that say the same ------------------------------------------------------------------

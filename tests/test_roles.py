@@ -53,6 +53,16 @@ def test_a_family_from_outside_adds_to_the_vocabulary(families):
   assert roles.single({"mix": "1:2"}, family="own") == {"mix": "1:2"}
 
 
+def test_families_may_know_one_path(families):
+  """T5 has a name for it too, and was registered before: the model's own operation counts."""
+  op = {"mlp/wi/kernel": "mlp/in"}.get
+  roles.register(roles.Family(name="mine", roles={"ff": "mlp/wi/kernel"}, op=op))
+  assert roles.op_of("mlp/wi/kernel", {"mlp/in", "mlp/out"}) == "mlp/in"
+  assert roles.op_of("mlp/wi/kernel", {"encoder/wi"}) == "encoder/wi"
+  assert roles.op_of("mlp/wi/kernel", {"head"}) is None
+  assert roles.op_of("mlp/wi/kernel") == "encoder/wi"
+
+
 @pytest.mark.parametrize(
   "family, text",
   [

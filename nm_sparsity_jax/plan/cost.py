@@ -32,8 +32,8 @@ def cost(
     return None
   ops, kernels = {op.name for op in shape.ops()}, []
   for path, place in assignment.places.items():
-    name = roles.op_of(path)
-    if name is None or name not in ops:
+    name = roles.op_of(path, ops)
+    if name is None:
       found.notes.append(f"no FLOPs: {path} has no counterpart in {own or 'T5'}")
       return None
     kernel = flops.Kernel(op=name, params=sizes[path], axis=place.axis_size, recipe=place.recipe)
