@@ -804,6 +804,19 @@ def test_lines_beyond_the_step_that_is_gone_on_from_are_dropped(tmp_path):
   assert [json.loads(x)["a"] for x in file.read_text().splitlines()] == [1, 2, 4]
 
 
+def test_a_kill_while_lines_are_dropped_loses_none(tmp_path, monkeypatch):
+  file = tmp_path / "metrics.jsonl"
+  file.write_text(before := '{"step": 5, "a": 1}\n{"step": 10, "a": 2}\n')
+
+  def killed(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(os, "replace", killed)
+  with pytest.raises(KeyboardInterrupt):
+    reports.writer(tmp_path, 5)
+  assert file.read_text() == before
+
+
 def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
   rows = [
     dict(step=s, at_target=t, loss={"a": x, "b": x}, metrics={"a": {"f1": y}, "b": {"em": 1.0}})

@@ -202,6 +202,10 @@ def test_a_folder_that_fails_takes_what_was_made_above_it(tmp_path):
   with pytest.raises(ValueError, match="file/folder' cannot be made: "):
     with files.whole_folder(str(tmp_path / "file/folder")):
       pass
+  with pytest.raises(ValueError, match="cannot be made: File name too long"):
+    with files.whole_folder(str(tmp_path / "a/deep" / ("x" * 250))):
+      pass
+  assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_probe_leaves_nothing(tmp_path):

@@ -22,6 +22,7 @@ import numpy as np
 
 from nm_sparsity_jax.local.run import Run
 from nm_sparsity_jax.local.step import NORMS, patterns_at
+from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.workloads import Sums
 
 _AHEAD = 2  # steps that are given to the devices before the result of one is looked at
@@ -73,7 +74,7 @@ def _cut(path: pathlib.Path, start: int) -> None:
     except ValueError:  # half a line
       break
     kept.append(line)
-  path.write_text("".join(kept))
+  files.write_atomically(path, "".join(kept))
 
 
 class Curves:

@@ -17,6 +17,7 @@ from nm_sparsity_jax.report.charts import Chart
 from nm_sparsity_jax.report.parts import Part, Section
 from nm_sparsity_jax.report.reading import Run
 from nm_sparsity_jax.report.sections import sections
+from nm_sparsity_jax.runs import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ def write(report: Report, path: str | os.PathLike) -> pathlib.Path:
   text = page.render(report.runs, report.sections, versions())
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(text, "utf-8")
+  files.write_atomically(path, text)
   return path
 
 

@@ -65,6 +65,7 @@ def whole_folder(name: str) -> Iterator[pathlib.Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
   except OSError as e:
+    _remove_empty(path, above)
     raise ValueError(f"{name!r} cannot be made: {e.strerror or e}") from e
   try:
     yield unfinished
@@ -74,10 +75,16 @@ def whole_folder(name: str) -> Iterator[pathlib.Path]:
     raise ValueError(f"{name!r} could not be written: {first_line(e)}") from e
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)
-    for empty in path.parents:
-      if empty == above or any(empty.iterdir()):
-        break
-      empty.rmdir()
+    _remove_empty(path, above)
+
+
+def _remove_empty(path: pathlib.Path, above: pathlib.Path) -> None:
+  """Removes the empty folders around a path that were made below another folder."""
+  for folder in path.parents:
+    if folder == above or folder.is_dir() and any(folder.iterdir()):
+      break
+    if folder.is_dir():
+      folder.rmdir()
 
 
 def _umask() -> int:
