@@ -67,7 +67,7 @@ def sparse(
     masks = init_state(params, rules)
     with _relaxed():
       inner_state = inner.init(params)
-    _check_inner(inner_state, masks)
+    _check_inner(inner_state, rules)
     return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), masks, inner_state)
 
   def update(updates, state, params=None, **extra):
@@ -125,7 +125,7 @@ def _refuse_left_out(params: Any, rules: Rules) -> None:
       )
 
 
-def _check_inner(inner_state: Any, masks: Any) -> None:
+def _check_inner(inner_state: Any, rules: Rules) -> None:
   """Raises where the wrapped optimizer holds what would act twice or out of step."""
   nodes = list(opt_states.walk(inner_state))
   if opt_states.holds_sparse(inner_state):
@@ -144,11 +144,14 @@ def _check_inner(inner_state: Any, masks: Any) -> None:
     link for n in nodes for link in opt_states.links(n)[1:]
     if any(isinstance(s, optax.MultiStepsState) for s in opt_states.walk(link))
   ]  # fmt: skip
-  if behind and "score" in masks:
-    raise ValueError(
-      "snip needs the mean gradient of a step, but links of a chain stand before optax.MultiSteps "
-      "inside nms.sparse and change it: write optax.MultiSteps(nms.sparse(tx, rules), k)."
-    )
+  for recipe in rules.places.values() if multi else ():
+    if recipe.needs_gradients and (behind or recipe.lam):
+      what = "links of a chain stand" if behind else "SR-STE's term stands"
+      raise ValueError(
+        f"{recipe.name} needs the mean gradient of a step, but {what} before optax.MultiSteps "
+        f"inside nms.sparse and change{'' if behind else 's'} it: write "
+        "optax.MultiSteps(nms.sparse(tx, rules), k)."
+      )
 
 
 def _multi(inner_state: Any) -> optax.MultiStepsState | None:

@@ -406,6 +406,12 @@ class Recorder(recipes.SrSte):
     return super().mask(w, step, axis)
 
 
+class Reader(Recorder):
+  """One that says that it reads gradients."""
+
+  needs_gradients: ClassVar[bool] = True
+
+
 def test_a_recipe_sees_the_gradient_without_the_term_and_both_weights():
   rules = nms.Rules({"a/kernel": Recorder(pattern="2:8", phases=PHASES, lam=0.5)})
   params, step = params_of(), feeder(nms.sparse(sgd(), rules))
@@ -657,6 +663,15 @@ def test_multi_steps_that_it_cannot_follow():
   with refused("snip needs the mean gradient"):
     nms.sparse(optax.named_chain(("a", CLIP), ("b", inner)), MIXED).init(params_of())
   nms.sparse(optax.chain(CLIP, inner), TERMS).init(params_of())
+  # A recipe of a user's own needs it as well, under whatever name it keeps its sums.
+  for lam, what in ((0.0, "links of a chain stand"), (0.5, "SR-STE's term stands")):
+    mine = nms.Rules({"a/kernel": Reader(pattern="2:8", phases=PHASES, lam=lam)})
+    tx = nms.sparse(optax.chain(CLIP, inner) if not lam else inner, mine)
+    with refused(f"sr_ste needs the mean gradient of a step, but {what} before optax.MultiSteps"):
+      tx.init(params_of())
+  nms.sparse(inner, nms.Rules({"a/kernel": Reader(pattern="2:8", phases=PHASES, lam=0.0)})).init(
+    params_of()
+  )
 
 
 def test_arguments():
