@@ -9,8 +9,8 @@ from typing import Any
 def printable(text: str) -> str:
   """Returns a text without what a terminal obeys: each such character becomes its escape.
 
-  >>> printable("a\x1b[31mb\nc")
-  'a\\x1b[31mb\\nc'
+  >>> print(printable("a" + chr(27) + "[31mb" + chr(10) + "c"))
+  a\\x1b[31mb\\nc
 
   Args:
     text: one line, maybe of a name that somebody else chose.
