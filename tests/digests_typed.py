@@ -78,6 +78,8 @@ def documented(block):
     words = [w.replace("gs://", "/gs/").replace("'...'", "'/gs'") for w in words if w != "..."]
     if command == "plan" and not any(w.startswith("--gin_search_paths") for w in words):
       words.append(f"--gin_search_paths={ROOT}")
+    if command == "plan":
+      words.append("--import=my_tasks")
     if command == "sweep":
       words = [str(ROOT / words[0]), "--table"]
     said.append(call(command, *words))
@@ -112,13 +114,14 @@ for _size, _recipe, _places, _how in [
   _more = LONG | {"SPARSITY_RULES": _places, "RECIPE_FIELDS": FIELDS.get(_recipe)}
   _more |= (TASK if _run != "mini" else {"MODEL_DIR": "none"}) | (START if "fine" in _run else {})
   _more |= {"PATTERN": "1:4"} if _recipe == "custom" else {}
-  _argv = ["plan", "--json", *flags(*_files, **_more)]
+  _argv = ["plan", "--json", "--import=t5x_task", *flags(*_files, **_more)]
   JOBS[f"plan/{_size} {_recipe} {_how}"] = functools.partial(call, *_argv)
 for _recipe in RECIPES:
-  _argv = [*flags(*LOCAL, TINY, **local_macros("none", _recipe)), "--all"]
+  _argv = [*flags(*LOCAL, TINY, **local_macros("none", _recipe)), "--all", "--import=t5x_task"]
   JOBS[f"plan/local {_recipe}"] = functools.partial(call, "plan", *_argv)
 JOBS["plan/resumes a run"] = lambda: (
-  local("idp", "idp") and call("plan", *flags(*LOCAL, TINY, **local_macros("idp", "idp")))
+  local("idp", "idp")
+  and call("plan", "--import=t5x_task", *flags(*LOCAL, TINY, **local_macros("idp", "idp")))
 )
 
 # --- made-up runs -------------------------------------------------------------------------------
@@ -233,7 +236,8 @@ def after_a_run(*argv):
 
 def again(command, **change):
   """The flags of the run that is there, with a change."""
-  return [command, *flags(*LOCAL, TINY, **local_macros("idp", "idp") | change)]
+  named = ["--import=t5x_task"] if command == "plan" else []
+  return [command, *named, *flags(*LOCAL, TINY, **local_macros("idp", "idp") | change)]
 
 
 for _name, _argv in {

@@ -380,7 +380,7 @@ def test_a_flipped_bit_is_found_by_the_name_of_its_parameter(command, tmp_path, 
   wo[row, 2] = -wo[row, 2]  # still n:m
   wrong = tmp_path / "wrong/checkpoint_112"
   checkpoint.write(str(wrong), tree)
-  assert command("verify", wrong)[1]["changed"] == []
+  assert "changed" not in command("verify", wrong)[1]
   (wrong / "sha256.json").write_text(file.read_text())
   code, report = command("verify", wrong)
   assert code == 1 and not report["ok"] and report["changed"] == [

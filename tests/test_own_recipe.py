@@ -135,16 +135,18 @@ def trained(folder):
   return folder
 
 
-def test_it_is_planned_through_the_flag_or_through_gin(folder):
-  code, out, err = typed(folder, "plan", "--json", f"--gin_search_paths=.,{ROOT}", *TRAIN)
+def test_it_is_planned_through_the_flag_with_gin_or_without(folder):
+  search = f"--gin_search_paths=.,{ROOT}"
+  code, out, err = typed(folder, "plan", "--json", search, *TRAIN)
+  assert code == 1 and "--import own_workload" in out and "--import soft_recipe" in out
+  code, out, err = typed(folder, "plan", "--json", search, *TRAIN, *MODULES)
   assert not code, out + err
   report = json.loads(out)
   assert {k["recipe"] for k in report["kernels"]["sparse"]} == {"soft"}
   # The same without the gin file.
   others = [f for f in TRAIN if f != "--gin_file=soft.gin"]
   others += ["--gin.RECIPE='soft'", "--gin.RECIPE_FIELDS={'scale': 2.0}"]
-  argv = ["plan", "--json", f"--gin_search_paths=.,{ROOT}", *others]
-  code, out, err = typed(folder, *argv, "--import", "soft_recipe")
+  code, out, err = typed(folder, "plan", "--json", search, *others, *MODULES)
   assert not code, out + err
   assert json.loads(out)["schedule"] == report["schedule"]
 

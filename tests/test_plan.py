@@ -433,7 +433,7 @@ def own(run, own_module, tmp_path, monkeypatch):
   def call(name="Own", files=WORKLOAD, **macros):
     (tmp_path / "own.gin").write_text(OWN_GIN % name)
     settings = {**SETTINGS, "SPARSITY_RULES": {"ply": None}, "MODEL_DIR": str(tmp_path / "run")}
-    return run(files=files, **{**settings, **macros})
+    return run("--import=plan_own_workload", files=files, **{**settings, **macros})
 
   return call
 
@@ -762,7 +762,7 @@ def t5x_checkpoint(**more):
 def run_t5x(t5x, run):
   def call(*flags, **macros):
     with jax.numpy_rank_promotion("allow"):
-      return run(*flags, files=macros.pop("files", TINY), **macros)
+      return run("--import=t5x_task", *flags, files=macros.pop("files", TINY), **macros)
 
   return call
 

@@ -131,8 +131,11 @@ def test_finalize_and_verify(trained, tmp_path, capsys):
     np.testing.assert_array_equal(saved[key], before[key])
 
 
+MINE = "--import=own_workload"  # what a gin file imports, plan wants named
+
+
 def test_plan(tmp_path, capsys):
-  assert cli.main(["plan", "--json", *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
+  assert cli.main(["plan", "--json", MINE, *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
   report = json.loads(capsys.readouterr().out)
   kernels = {k["path"]: k for k in report["kernels"]["sparse"]}
   assert sum(k["count"] for k in kernels.values()) == 2 and report["program"] == "train"
@@ -141,13 +144,13 @@ def test_plan(tmp_path, capsys):
   assert once["dense"] == dense.flops
   assert once["sparse"] == dense.flops - 7 / 8 * dense.select("hidden").flops
   odd = words(**MACROS, MODEL_DIR=str(tmp_path / "run"), BATCH_SIZE=15, MICROBATCHES=2)
-  assert cli.main(["plan", "--json", *odd]) == 1
+  assert cli.main(["plan", "--json", MINE, *odd]) == 1
   assert "BATCH_SIZE=15 must be a multiple" in capsys.readouterr().out
 
 
 def test_plan_for_people(tmp_path, capsys):
   macros = MACROS | dict(RECIPE="sr_ste", MODEL_DIR=str(tmp_path / "run"))
-  assert cli.main(["plan", *words(**macros)]) == 0
+  assert cli.main(["plan", MINE, *words(**macros)]) == 0
   text = capsys.readouterr().out
   assert "FLOPs (" in text and "for one example" in text
   assert "0.0002 of the mean loss over examples (hidden)" in text

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
   _imports.load(args)
   sweep = grid.read(args.file, args.imports)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
-    checked = checks.check(sweep)
+    checked = checks.check(sweep, trusted=not args.table)
     if not args.table and not checked.all_done():
       checks.check_tasks(sweep, checked)
   code, stopped = 0, None

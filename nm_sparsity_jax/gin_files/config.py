@@ -19,9 +19,10 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from nm_sparsity_jax.gin_files import guard
 from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, message, quote
 
 # What t5x's programs call the function that a run file configures.
@@ -65,6 +66,8 @@ class Config:
     search_paths: folders to look for gin files in, first one first.
     files: gin files, in order.
     bindings: overrides such as "PATTERN = '1:8'", read after the files.
+    imports: modules beside `guard.ALLOWED` that the files may import and call; None allows all, as
+      for a program that is going to run.
 
   Attributes:
     errors: what is wrong with files and bindings.
@@ -80,6 +83,7 @@ class Config:
     search_paths: Sequence[str | os.PathLike[str]],
     files: Sequence[str],
     bindings: Sequence[str],
+    imports: Collection[str] | None = None,
   ):
     try:
       from gin import config as gin
@@ -89,21 +93,19 @@ class Config:
     self.errors: list[str] = []
     self.warnings: list[str] = []
     self.lost: set[str] = set()
+    self._imports = imports
     self._outer = [table.copy() for table in _tables(gin)], gin.config_is_locked()
     gin.clear_config()
     before = list(gin._LOCATION_PREFIXES)
     main = sys.modules["__main__"]
     sys.modules["__main__"] = _Main("__main__")
     logging.getLogger().addFilter(_not_found)
+    self._folders = [pathlib.Path(path) for path in search_paths]
     try:
       for path in search_paths:
         gin.add_config_file_search_path(os.fspath(path))
-      self._folders = [pathlib.Path(path) for path in search_paths]
-      for file in files:
-        self._read(file, gin.parse_config_file)
-      self.complete = not self.errors
-      for binding in bindings:
-        self._read(binding, self._parse)
+      with guard.reading(gin, imports):
+        self._read_all(files, bindings)
     finally:
       logging.getLogger().removeFilter(_not_found)
       sys.modules["__main__"] = main
@@ -114,6 +116,22 @@ class Config:
     if self.complete:  # else what is unset may have been set in what could not be read
       self.errors += [ask_for(name) for name in sorted(self.unset() - self.lost)]
       self._unread(bindings)
+
+  def _read_all(self, files: Sequence[str], bindings: Sequence[str]) -> None:
+    for file in files:
+      self._read(file, self._gin.parse_config_file)
+    self.complete = not self.errors
+    for binding in bindings:
+      self._read(binding, self._parse)
+    if self._imports is not None and (why := guard.programs(self._gin, self._imports)):
+      self.errors.append(why)
+      self._gin.clear_config()  # so that nothing calls it
+      self.complete = False
+
+  def refuse_module(self, module: str) -> None:
+    """Raises ValueError where a setting names a module that may not be imported."""
+    if self._imports is not None:
+      guard.refuse_import(module, self._imports)
 
   def _find_program(self) -> tuple[tuple[str, str] | None, str | None]:
     for scope, selector in self._table:

@@ -119,6 +119,8 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(
       step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
     )
+    self._quiet = contextlib.ExitStack()
+    self._quiet.enter_context(checkpoint.quiet_threads())
     with checkpoint.quiet_orbax():
       self._manager = ocp.CheckpointManager(
         self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
@@ -160,6 +162,7 @@ class Checkpoints:
     finally:
       with contextlib.suppress(Exception), checkpoint.quiet_orbax():
         self._manager.close()
+      self._quiet.close()
 
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.gin_files import Config
@@ -21,6 +21,7 @@ def plan(
   bindings: Sequence[str] = (),
   search_paths: Sequence[str | os.PathLike[str]] = (".",),
   checkpoint: str | None = None,
+  imports: Collection[str] | None = None,
 ) -> dict[str, Any]:
   """Says what a run would do and what stands in its way, without running it.
 
@@ -39,13 +40,16 @@ def plan(
     bindings: overrides such as "PATTERN = '1:8'".
     search_paths: folders to look for gin files in.
     checkpoint: looks at this checkpoint instead of the one that the settings name.
+    imports: modules of your own that the files may import, beside well-known packages such as this
+      one, t5x, seqio, flax and optax. None lets the files import and call anything: leave it for
+      files that you trust as much as a program.
 
   Returns:
     Plain values, those of `nm-sparsity plan --json`: 'ok', False if there are errors; 'errors',
     'warnings' and 'notes', texts; and, as far as they can be known, 'program', 'kernels',
     'schedule', 'loss', 'cost' and 'restore'. `render` makes text of it, `plot` a picture.
   """
-  with Config(search_paths, gin_files, bindings) as config, warnings.catch_warnings():
+  with Config(search_paths, gin_files, bindings, imports) as config, warnings.catch_warnings():
     warnings.simplefilter("ignore")  # T5X warns when it is imported
     return _plain(examine(config, checkpoint))
 

@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -253,6 +254,30 @@ def quiet_orbax():
     yield
   finally:
     logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def quiet_threads():
+  """Without what Orbax' threads log and print of their errors.
+
+  Whoever waits for a thread gets its error. Without this a full disk is told in 60 lines.
+  """
+  logger, hook = logging.getLogger("absl"), sys.excepthook
+
+  def is_of_others(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+  def print_error(kind: Any, error: Any, trace: Any) -> None:
+    if str(error) != "Event loop is closed":  # of writes that were given up
+      hook(kind, error, trace)
+
+  logger.addFilter(is_of_others)
+  sys.excepthook = print_error
+  try:
+    yield
+  finally:
+    logger.removeFilter(is_of_others)
+    sys.excepthook = hook
 
 
 _SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_sparsity/rules")

@@ -75,9 +75,9 @@ class Proof:
     return "\n".join([*lines, "NOT what was written" if self.report.ok else verdict])
 
   def as_dict(self) -> dict[str, Any]:
-    """Returns the findings as values that JSON knows."""
+    """Returns the findings as values that JSON knows; `changed` is there where anything is."""
     stored = self.stored
-    return {
+    found = {
       "ok": self.ok,
       "checkpoint": stored.path,
       "format": stored.format,
@@ -86,8 +86,8 @@ class Proof:
       "rules": stored.rules if stored.rules is not None else rules_text.describe(self.rules),
       "places": [dataclasses.asdict(place) for place in self.report.places],
       "skipped": dict(self.report.skipped),
-      "changed": list(self.changed),
     }
+    return found | ({"changed": list(self.changed)} if self.changed else {})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,7 @@ _OURS = {
   "RECIPE": "recipes", "PATTERN": "patterns", "RANDOM_SEED": "seeds", "DATA_SEED": "seeds",
   "MODEL_DIR": "out",
 }  # fmt: skip
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([./][A-Za-z_][A-Za-z0-9_]*)*")  # one line of gin
 _OF_SPARSE = ("BETA", "GRADIENT", "RECIPE_FIELDS")  # a dense run refuses them
 _FROM_START = {"INITIAL_CHECKPOINT_PATH": "start", "PRETRAINED_STEPS": "start"}
 
@@ -320,9 +321,10 @@ def _macros(given: Mapping[str, Any], key: str, fixed: Mapping[str, Any]) -> dic
   if not isinstance(table, dict):
     raise ValueError(f"{key}: give a table of gin macros, [{key}]; not {table!r}.")
   for name, value in table.items():
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+    if not _NAME.fullmatch(name):
       raise ValueError(
-        f"{key}: {name!r} is no name of a gin macro: write letters, digits and underscores."
+        f"{key}: {name!r} is no name of a gin macro or parameter: write letters, digits and "
+        "underscores, with dots between the words of a parameter."
       )
     _check_value(f"{key}: {name}", value)
     if name in _OURS:
