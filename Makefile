@@ -3,11 +3,13 @@
 #   make test PYTHON=python3.12       another interpreter for a new environment
 #   make test VENV=/tmp/nm-env        another place for the environment
 #   make test ARGS="-k masks"         more arguments for pytest, or for the quickstart
+#   make test VENV=/tmp/old CONSTRAINTS=constraints-t5x.txt     versions for a new environment
 
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
 ARGS    ?=
+CONSTRAINTS ?=
 
 # Tasks and the local runner are tested everywhere. T5X is not on PyPI: where its source lies (with
 # airio's and jestimator's beside it), what it needs is installed too, and the tests marked t5x run;
@@ -30,7 +32,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv test test-slow style check docs notebook browser clean
+.PHONY: help quickstart venv test test-slow test-floors wheel style check docs notebook browser clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -45,6 +47,17 @@ test: $(STAMP)  ## every test that is not slow; names the slowest 20
 
 test-slow: $(STAMP)  ## the slow tests
 	$(PYTEST) -m slow $(ARGS)
+
+# The oldest versions that setup.py allows, in an environment of their own.
+test-floors:  ## the tests of `make test` on the floors of setup.py
+	@mkdir -p build
+	$(PYTHON) tests/floors.py >build/floors.txt
+	$(MAKE) test VENV=$(VENV)-floors CONSTRAINTS=build/floors.txt
+
+wheel: $(STAMP)  ## build dist/*.whl and try it in a new environment and an empty folder
+	rm -rf build/lib dist
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	WHEEL=$$(echo dist/*.whl) $(PY) -m pytest -m slow tests/test_wheel.py $(ARGS)
 
 style: $(STAMP)  ## format the code and fix what ruff can fix
 	$(PY) -m ruff check --fix $(SOURCES)
@@ -80,5 +93,5 @@ $(STAMP): setup.py
 	  echo "error: '$$py' is $$($$py --version 2>&1); Python 3.11 or newer is needed. Name one and a new place: make VENV=.venv-new PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): once, and again when setup.py changes. This can take minutes."
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[$(subst $(empty) ,$(comma),$(strip $(EXTRAS)))]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[$(subst $(empty) ,$(comma),$(strip $(EXTRAS)))]'
 	@touch $@

@@ -25,10 +25,15 @@ def _version() -> str:
   return found[1]
 
 
-class BuildWithGin(build_py):
-  """Puts gin_configs/ into the package of a wheel, and what T5X was tested with.
+# What help texts name. A wheel carries it inside the package: `nm-sparsity gin-path` prints where.
+FOLDERS = ("gin_configs", "docs", "examples")
+FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "constraints-t5x.txt")
 
-  Not as a package of its own with a `package_dir`: an editable installation would then need
+
+class BuildWithData(build_py):
+  """Puts gin_configs/, docs/, examples/ and loose files into the package of a wheel.
+
+  Not as packages of their own with a `package_dir`: an editable installation would then need
   import hooks, which type checkers cannot follow. It reads them from the checkout.
   """
 
@@ -36,10 +41,31 @@ class BuildWithGin(build_py):
     """Copies them afresh, so that what was deleted here is not built."""
     super().run()
     if not self.editable_mode:
-      inside = pathlib.Path(self.build_lib, "nm_sparsity_jax", "gin_configs")
-      shutil.rmtree(inside, ignore_errors=True)
-      shutil.copytree(_ROOT / "gin_configs", inside, ignore=shutil.ignore_patterns("__pycache__"))
-      shutil.copy(_ROOT / "constraints-t5x.txt", inside.parent)
+      package = pathlib.Path(self.build_lib, "nm_sparsity_jax")
+      for name in FOLDERS:
+        shutil.rmtree(package / name, ignore_errors=True)
+        skip = shutil.ignore_patterns("__pycache__", *(["*.py"] if name == "docs" else []))
+        shutil.copytree(_ROOT / name, package / name, ignore=skip)
+      for name in FILES:
+        shutil.copy(_ROOT / name, package)
+
+
+def _description() -> str:
+  """Returns README.md for a package index, where links to files of the repository lead nowhere.
+
+  A link to a file becomes the name of the file; a picture becomes a line that names it.
+  """
+  text = (_ROOT / "README.md").read_text("utf-8")
+  text = re.sub(r"!\[([^\]]*)\]\((?!https://)([^)]+)\)", r"(Picture: `\2`. \1.)", text)
+
+  def named(found: re.Match[str]) -> str:
+    words, file = found[1], found[2].partition("#")[0]
+    return f"`{file}`" if words == file else f"{words} (`{file}`)"
+
+  text = re.sub(r"\[([^\]]+)\]\((?!https://)([^)]+)\)", named, text)
+  where = "The files that this page names lie in the folder that `nm-sparsity gin-path` prints."
+  title, _, rest = text.partition("\n\n")
+  return f"{title}\n\n{where}\n\n{rest}"
 
 
 _ORBAX = "orbax-checkpoint>=0.12.8"
@@ -90,9 +116,6 @@ T5X = [
   "tensorflow-serving-api",
 ]
 
-# T5X checkpoints to Hugging Face and back.
-HF = ["transformers", "safetensors"]
-
 # The site (`make docs`), and a kernel for examples/quickstart.ipynb. MkDocs 2 drops its plugins.
 DOCS = [
   "mkdocs>=1.6.1,<2",
@@ -118,13 +141,20 @@ DEV = [
   *DOCS,
 ]
 
+# The only page about this work that is known: nobody has published the repository.
+PAPER = "https://arxiv.org/abs/2402.04744"
+
 setuptools.setup(
   name="nm-sparsity-jax",
   version=_version(),
   description="N:M sparsity training for JAX, Flax and T5X, by progressive gradient flow.",
-  long_description=(_ROOT / "README.md").read_text("utf-8"),
+  long_description=_description(),
   long_description_content_type="text/markdown",
-  license="Apache-2.0",
+  author="nm-sparsity-jax authors",
+  url=PAPER,
+  project_urls={"Paper": PAPER},
+  keywords=["JAX", "Flax", "T5X", "sparsity", "pruning", "N:M"],
+  license_expression="Apache-2.0",
   license_files=["LICENSE"],
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["nm_sparsity_jax*", "t5x_tasks*"]),
@@ -132,15 +162,18 @@ setuptools.setup(
     "nm_sparsity_jax": ["py.typed", "published.json"],
     "nm_sparsity_jax.report": ["page.html.jinja", "page.css"],
   },
-  cmdclass={"build_py": BuildWithGin},
+  cmdclass={"build_py": BuildWithData},
   entry_points={"console_scripts": ["nm-sparsity = nm_sparsity_jax.cli:main"]},
   install_requires=CORE,
-  extras_require={"tasks": TASKS, "local": LOCAL, "t5x": T5X, "hf": HF, "docs": DOCS, "dev": DEV},
+  extras_require={"tasks": TASKS, "local": LOCAL, "t5x": T5X, "docs": DOCS, "dev": DEV},
   classifiers=[
-    "Development Status :: 2 - Pre-Alpha",
+    "Development Status :: 3 - Alpha",
+    "Intended Audience :: Developers",
     "Intended Audience :: Science/Research",
+    "Operating System :: POSIX :: Linux",
     "Programming Language :: Python :: 3",
     "Programming Language :: Python :: 3 :: Only",
+    *(f"Programming Language :: Python :: {version}" for version in ("3.11", "3.12", "3.13")),
     "Topic :: Scientific/Engineering :: Artificial Intelligence",
     "Typing :: Typed",
   ],

@@ -18,7 +18,7 @@ from nm_sparsity_jax.text import printable
 
 # name -> (module, help in one line); a name of two words is a command of a group
 COMMANDS = {
-  "gin-path": ("gin_path", "print the folder that holds gin_configs/, for --gin_search_paths"),
+  "gin-path": ("gin_path", "print the folder that holds gin_configs/, docs/ and examples/"),
   "quickstart": ("quickstart", "from nothing to sparse, scored checkpoints, in minutes on a CPU"),
   "train": ("train", "train on the devices of this machine, without T5X"),
   "eval": ("eval", "evaluate a checkpoint on the devices of this machine, without T5X"),

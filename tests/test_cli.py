@@ -1,20 +1,26 @@
 """The command line itself, and gin-path from every kind of installation."""
 
 import argparse
+import email
 import importlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 
+import nm_sparsity_jax
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.gin_files import folders
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+DATA = ("gin_configs", "docs", "examples")  # what a wheel has inside the package
+LOOSE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "constraints-t5x.txt")
 HEAVY = ("jax", "flax", "optax", "numpy", "tensorflow", "seqio", "t5x", "gin", "matplotlib")
 
 
@@ -119,10 +125,10 @@ def built(tmp_path_factory):
   folder = tmp_path_factory.mktemp("build")
   source = folder / "source"
   source.mkdir()
-  loose = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
-  for name in (*loose, "constraints-t5x.txt"):
+  loose = ("setup.py", "pyproject.toml", "MANIFEST.in", "CITATION.cff")
+  for name in (*loose, *LOOSE):
     shutil.copy(ROOT / name, source)
-  for name in ("nm_sparsity_jax", "gin_configs"):
+  for name in ("nm_sparsity_jax", *DATA):
     shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
   files = {}
   for kind in ("wheel", "sdist", "editable"):
@@ -150,6 +156,8 @@ sys.exit(cli.main(['gin-path']))
   folder = pathlib.Path(done.stdout.strip())
   assert (folder / "gin_configs/runs/t5x_finetune.gin").is_file()
   assert (folder / "constraints-t5x.txt").is_file()
+  assert (folder / "docs/sweep.md").is_file()
+  assert (folder / "examples/sweep_mini_glue.toml").is_file()
   return folder
 
 
@@ -174,6 +182,64 @@ def test_gin_path_of_a_wheel(built, tmp_path):
   }  # fmt: skip
   assert all((site / "nm_sparsity_jax/gin_configs" / p.relative_to(ROOT / "gin_configs")).is_file()
              for p in (ROOT / "gin_configs").rglob("*.gin"))  # fmt: skip
+
+
+def test_a_wheel_has_every_file_that_the_package_names(built, tmp_path):
+  """Issue 13, point 14: help texts and errors name pages and examples; they are installed too."""
+  inside = install(built[0]["wheel"], tmp_path / "site") / "nm_sparsity_jax"
+  named = {
+    name
+    for folder in ("nm_sparsity_jax", "gin_configs", "t5x_tasks")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".gin", ".jinja")
+    for name in re.findall(r"\b(?:docs|examples(?!/t5/))/[\w/]+\.\w+", path.read_text("utf-8"))
+  }
+  assert {"docs/sweep.md", "docs/t5x.md", "examples/sweep_mini_glue.toml"} <= named
+  assert not [name for name in sorted(named) if not (inside / name).is_file()]
+  for folder in DATA:  # and all of them, but for what makes the site
+    for path in (ROOT / folder).rglob("*"):
+      if path.is_file() and "__pycache__" not in path.parts and folder_of(path) != "docs/*.py":
+        assert (inside / path.relative_to(ROOT)).read_bytes() == path.read_bytes(), path
+  assert all((inside / name).is_file() for name in LOOSE)
+
+
+def folder_of(path):
+  return f"{path.relative_to(ROOT).parts[0]}/*{path.suffix}"
+
+
+def test_a_package_index_shows_a_page_without_dead_links(built):
+  """Issue 13, point 14: README's relative links lead nowhere on a package index."""
+  with zipfile.ZipFile(built[0]["wheel"]) as wheel:
+    (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+    told = email.message_from_bytes(wheel.read(name))
+  page = told.get_payload()
+  assert isinstance(page, str) and page.startswith("# nm-sparsity-jax\n\nThe files that this page")
+  assert re.findall(r"\]\((?!https://)", page) == []
+  assert "`docs/core.md` shows checkpoints" in page and "[SR-STE](https://arxiv.org" in page
+  for file in re.findall(r"\((?:Picture: )?`([\w/]+\.\w+)`", page):
+    assert (ROOT / file).is_file(), file
+  assert told["Author"] == "nm-sparsity-jax authors" and told["License-Expression"] == "Apache-2.0"
+  assert told["Project-URL"] == "Paper, https://arxiv.org/abs/2402.04744"
+  assert told["Version"] == nm_sparsity_jax.__version__ == "0.1.0"
+  extras = set(told.get_all("Provides-Extra") or ())
+  assert extras == {"tasks", "local", "t5x", "docs", "dev"}  # `hf` comes with what it promises
+  for version in ("3.11", "3.12", "3.13"):
+    assert f"Programming Language :: Python :: {version}" in told.get_all("Classifier")
+
+
+def test_files_that_help_texts_name_are_found_from_anywhere(monkeypatch, tmp_path, capsys):
+  """Issue 13, point 14: `sweep` on an example of the documentation, in an empty folder."""
+  monkeypatch.chdir(tmp_path)
+  example = "examples/sweep_mini_glue.toml"
+  assert folders.find(example) == ROOT / example
+  (tmp_path / "examples").mkdir()
+  (tmp_path / example).write_text("out = 'mine'\n")
+  assert folders.find(example) == pathlib.Path(example)  # yours comes first
+  for missing in ("examples/nope.toml", "examples"):
+    assert cli.main(["sweep", missing]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "Errno" not in err
+    assert f"no file '{missing}' here, in {tmp_path}, nor in {ROOT}" in err
 
 
 def test_gin_path_of_an_editable_installation(built, tmp_path):

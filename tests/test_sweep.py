@@ -113,6 +113,8 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
     ('baseline = "sr_ste"', 'baseline = "snip"', "baseline: 'snip' is none of the recipes"),
     ("[macros]", "[macros]\nRECIPE = 'x'", "macros: RECIPE is set by the sweep, from 'recipes'"),
     ("[macros]", "[macros]\nINITIAL_CHECKPOINT_PATH = 'x'", r"but \[start\] makes the checkpoint"),
+    ("[macros]", '[macros]\n"a..b" = 1', r"macros: 'a\.\.b' is no name of a gin macro"),
+    ("[macros]", '[macros]\n"a.b\\nimport os" = 1', "is no name of a gin macro"),
     ("LEARNING_RATE = 0.5", "DENSE_STEPS = 1", "start: DENSE_STEPS cannot be set there"),
     ("[start]\nSPARSE_STEPS = 2", "[start]", "start: SPARSE_STEPS is missing"),
     ("[macros]", "[macros", "is no TOML"),

@@ -1,4 +1,4 @@
-"""Prints the folder that holds gin_configs/.
+"""Prints the folder that holds gin_configs/, docs/ and examples/.
 
   python -m t5x.train --gin_search_paths=$(nm-sparsity gin-path) \\
     --gin_file=gin_configs/runs/t5x_finetune.gin ...

@@ -4,7 +4,7 @@ Each run is one `nm-sparsity train` in a folder of its own. Stopped or killed, t
 goes on where it was, days later too; a run that failed is tried again. All settings are checked
 before anything starts. docs/sweep.md describes the file.
 
-  nm-sparsity sweep examples/sweep_mini_glue.toml             # in a checkout
+  nm-sparsity sweep examples/sweep_mini_glue.toml             # here, or where gin-path prints
   nm-sparsity sweep examples/sweep_mini_glue.toml --table     # of what is done, runs nothing
 
 Exit code: 0 = done, or stopped by SIGTERM and saved; 1 = a setting is wrong or a run failed; 130 =

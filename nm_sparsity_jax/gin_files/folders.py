@@ -17,6 +17,7 @@ def folder() -> pathlib.Path:
 
   A wheel carries gin_configs/ inside the package. A checkout, an editable installation and an
   unpacked sdist have it beside the package, since an editable installation maps no data into it.
+  README.md, docs/ and examples/ lie in the same folder.
 
   >>> (folder() / "gin_configs" / "sparsity.gin").is_file()
   True
@@ -32,6 +33,23 @@ def folder() -> pathlib.Path:
     f"no gin_configs/ in {package}, nor beside it. Install the package again: pip install "
     "--force-reinstall --no-deps nm-sparsity-jax, or -e . in a whole checkout"
   )
+
+
+def find(file: str) -> pathlib.Path:
+  """Finds a file that a user names: where they stand, or in the folder that has gin_configs/.
+
+  >>> find("examples/sweep_mini_glue.toml").is_file()
+  True
+
+  Raises:
+    ValueError: it is in neither place. The error names both.
+  """
+  here, ours = pathlib.Path(file), folder() / file
+  for path in (here, ours):
+    if path.exists() and not path.is_dir():
+      return path
+  places = f"here, in {os.getcwd()}" + ("" if here.is_absolute() else f", nor in {folder()}")
+  raise ValueError(f"no file {file!r} {places}. Give its path.")
 
 
 def see_modules_here(first: bool = True) -> None:

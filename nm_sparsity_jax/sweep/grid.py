@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.runs import files
 
@@ -124,14 +125,15 @@ def read(file: str, imports: Sequence[str] = ()) -> Sweep:
       [cell.name for cell in sweep.runs()]    # ['start-seed0', 'dense-seed0', ...]
 
   Args:
-    file: a path; docs/sweep.md describes what is in it.
+    file: a path, from here or from the folder that `nm-sparsity gin-path` prints; docs/sweep.md
+      describes what is in it.
     imports: modules of your own, such as one that registers a recipe. You have imported them; each
       run is a process of its own and imports them too.
 
   Raises:
-    ValueError: it is no TOML, or a key is unknown, missing or wrong.
+    ValueError: there is no such file, it is no TOML, or a key is unknown, missing or wrong.
   """
-  text = files.read_text(file, _MOST_BYTES)
+  text = files.read_text(gin_files.find(file), _MOST_BYTES)
   try:
     given = tomllib.loads(text)
   except (ValueError, RecursionError) as e:
