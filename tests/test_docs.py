@@ -5,6 +5,7 @@ the programs, so quoting is bash's; the command lines that arrive are then check
 """
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib
@@ -510,6 +511,26 @@ def test_the_page_of_names_is_complete():
   page = (ROOT / "docs/names.md").read_text("utf-8")
   rows = re.findall(r"^\| `(\w+)` \| (\S.*?) \| .*\|$", page, re.MULTILINE)
   assert sorted(name for name, _ in rows) == sorted(nms.__all__)
+
+
+def top_level(module):
+  """The names that a module defines or imports at its top."""
+  file = ROOT / (module.replace(".", "/") + ".py")
+  file = file if file.is_file() else ROOT / module.replace(".", "/") / "__init__.py"
+  for node in ast.parse(file.read_text("utf-8")).body:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+      yield node.name
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+      yield from (alias.asname or alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/api").glob("*.md")), ids=lambda p: p.name)
+def test_a_page_of_the_api_lists_names_of_its_modules(page):
+  """In a plain checkout too, where the docstrings are not shown, it says what there is."""
+  text, _, modules = page.read_text("utf-8").partition("\n::: ")
+  rows = re.findall(r"^\| `(\w+)` \| \S", text, re.MULTILINE)
+  known = {name for module in modules.replace("::: ", "").split() for name in top_level(module)}
+  assert len(rows) > 2 and set(rows) <= known, set(rows) - known
 
 
 # --- the notebook -------------------------------------------------------------------------------
