@@ -304,12 +304,20 @@ def test_what_cannot_be_read_is_not_asked_for_as_well(run):
   assert code == 1 and len(report["errors"]) == 1 and "WIDTH" in report["errors"][0]
 
 
-def test_a_macro_that_nothing_reads_is_a_warning(run):
+def test_a_macro_that_nothing_reads_is_an_error_that_a_flag_lets_pass(run):
+  """Point 3: `plan && train` sailed through a misspelt macro, which was a warning."""
+  said = "SPARSE_STEP is set, but nothing reads it; did you mean SPARSE_STEPS?"
   code, report = run(**SETTINGS, SPARSE_STEP=5)
-  assert not code
-  assert report["warnings"] == [
-    "SPARSE_STEP is set, but nothing reads it; did you mean SPARSE_STEPS?"
-  ]
+  assert code == 1 and report["errors"] == [f"{said} Or let it pass: --allow-unknown"]
+  code, report = run("--allow-unknown", **SETTINGS, SPARSE_STEP=5)
+  assert not code and report["warnings"] == [said]
+  # The local runner refuses it whatever `plan` is told.
+  local = ["model.gin", "gin_configs/runs/local_adamw.gin", "gin_configs/runs/local_train.gin"]
+  code, report = run("--allow-unknown", files=local, **SETTINGS, SPARSE_STEP=5)
+  assert code == 1 and said in report["errors"]
+  # Without a run file, a macro that one of ours reads may be meant for that.
+  code, report = run(**SETTINGS, MODEL_DIR="x")
+  assert not code and report["warnings"] == ["MODEL_DIR is set, but nothing reads it"]
 
 
 def test_a_file_that_is_not_there(run, tmp_path, capsys, caplog):
@@ -319,9 +327,8 @@ def test_a_file_that_is_not_there(run, tmp_path, capsys, caplog):
   }.items():
     code, report = run(files=["model.gin", file], **SETTINGS)
     assert code == 1 and has(report["errors"], f"{file} is not in", said)
-  argv = [f"--gin_search_paths={tmp_path}", "--gin_file=gin_configs/none_of_these.gin"]
-  assert cli.main(["plan", *argv]) == 1
-  assert "add --gin_search_paths=$(nm-sparsity gin-path)" in capsys.readouterr().out
+  config = gin_files.Config([tmp_path], ["gin_configs/none_of_these.gin"], [])
+  assert has(config.errors, "add --gin_search_paths=$(nm-sparsity gin-path)")
   assert "Path not found" not in caplog.text  # what gin says of every place that it tries
 
 

@@ -7,7 +7,7 @@ are enough, and then T5X is not needed. Allocates nothing of the model's size. D
 contents of the data are not looked at. A gin file may import this package, t5x, seqio, flax, optax
 and the like; name other modules, whose code would run, by --import MODULE.
 
-  nm-sparsity plan --gin_search_paths=$(nm-sparsity gin-path) --gin_file=MODEL.gin \\
+  nm-sparsity plan --gin_file=MODEL.gin \\
     --gin_file=gin_configs/runs/t5x_finetune.gin --gin.RECIPE="'sr_ste'" ...
 
 Exit code: 0 = nothing stands in the way, 1 = there are errors.
@@ -27,11 +27,12 @@ from nm_sparsity_jax.commands import _flags, _imports
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds T5X's flags, and what to show."""
-  _flags.add(parser, "where gin files are looked for")
+  _flags.add(parser, "where gin files are looked for, before the folder of this package")
   add = parser.add_argument
   add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
   add("--plot", metavar="FILE.png", help="draw the schedule (needs matplotlib)")
   add("--json", action="store_true", help="print the report as JSON")
+  add("--allow-unknown", action="store_true", help="an override that nothing reads is no error")
   add("--all", action="store_true", help="list everything, also what is long")
 
 
@@ -47,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
   _imports.load(args)
   where = _flags.search_paths(args)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
-    report = plan.plan(args.gin_file, args.gin_bindings, where, args.checkpoint, args.imports)
+    report = plan.plan(
+      args.gin_file, args.gin_bindings, where, args.checkpoint, args.imports, args.allow_unknown
+    )
   if args.plot:
     plan.plot(report, args.plot)
   print(json.dumps(report, indent=2) if args.json else plan.render(report, everything=args.all))

@@ -23,7 +23,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from nm_sparsity_jax.gin_files import guard
-from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, message, quote
+from nm_sparsity_jax.gin_files.folders import macros_of_files
+from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, message, quote, unread
+from nm_sparsity_jax.gin_files.order import Order
 
 # What t5x's programs call the function that a run file configures.
 PROGRAMS = {"train": "t5x.train", "evaluate": "t5x.eval", "infer": "t5x.infer"}
@@ -68,6 +70,7 @@ class Config:
     bindings: overrides such as "PATTERN = '1:8'", read after the files.
     imports: modules beside `guard.ALLOWED` that the files may import and call; None allows all, as
       for a program that is going to run.
+    allow_unknown: an override that nothing reads is a warning; the local runner refuses it anyway.
 
   Attributes:
     errors: what is wrong with files and bindings.
@@ -84,6 +87,7 @@ class Config:
     files: Sequence[str],
     bindings: Sequence[str],
     imports: Collection[str] | None = None,
+    allow_unknown: bool = False,
   ):
     try:
       from gin import config as gin
@@ -95,7 +99,9 @@ class Config:
     self.lost: set[str] = set()
     self._imports = imports
     self._outer = [table.copy() for table in _tables(gin)], gin.config_is_locked()
+    self._allow_unknown, self._order = allow_unknown, Order()
     gin.clear_config()
+    self.local, self._table = False, gin._CONFIG  # as it grows
     before = list(gin._LOCATION_PREFIXES)
     main = sys.modules["__main__"]
     sys.modules["__main__"] = _Main("__main__")
@@ -111,15 +117,18 @@ class Config:
       sys.modules["__main__"] = main
       gin._LOCATION_PREFIXES[:] = before
     self._table: dict[tuple[str, str], dict[str, Any]] = dict(gin._CONFIG)
-    self.local = False
     self._program_key, self.program = self._find_program()
     if self.complete:  # else what is unset may have been set in what could not be read
-      self.errors += [ask_for(name) for name in sorted(self.unset() - self.lost)]
+      unset = self.unset() - self.lost
+      late = self._order.late(self._texts(), unset, self._is_sparse_model())
+      self.errors += [*late.errors, *(ask_for(name) for name in sorted(unset - {*late.lost}))]
+      self.warnings += late.warnings
       self._unread(bindings)
 
   def _read_all(self, files: Sequence[str], bindings: Sequence[str]) -> None:
     for file in files:
       self._read(file, self._gin.parse_config_file)
+      self._order.note(file, self._find_program()[1] is not None, self._texts())
     self.complete = not self.errors
     for binding in bindings:
       self._read(binding, self._parse)
@@ -204,6 +213,19 @@ class Config:
     bound = self._macro(name)
     return bound is not None and not self._required(bound["value"])
 
+  def _texts(self) -> dict[str, str | None]:
+    """Returns macro -> its value as text, None for one that must still be set."""
+    of_macros = {k[0]: v["value"] for k, v in self._table.items() if k[1] == "gin.macro"}
+    return {n: None if self._required(v) else repr(v) for n, v in of_macros.items()}
+
+  def _is_sparse_model(self) -> bool:
+    """Returns False where MODEL is a class of T5X that takes no rules."""
+    value: Any = (self._macro("MODEL") or {}).get("value")
+    if not isinstance(value, self._gin.ConfigurableReference) or self._is_macro(value):
+      return True
+    above = getattr(value.configurable.wrapped, "__mro__", ())
+    return not above or any(one.__name__ == "SparseModel" for one in above)
+
   def _required(self, value) -> bool:
     if not isinstance(value, self._gin.ConfigurableReference):
       return False
@@ -255,19 +277,18 @@ class Config:
   def _unread(self, bindings: Sequence[str]) -> None:
     """Names macros set on the command line that nothing reads: gin takes a typo silently.
 
-    This is an error for the local runner, and a warning for T5X, which would run.
+    Without a run file, a macro of one of our gin files is a warning: the run file may read it.
     """
     read = {
       "/".join(r.scopes) for r in self._references(self._table) if self._is_macro(r)
     }  # fmt: skip
     read |= set(_MADE)
+    ours = macros_of_files() if self.program is None else set()
     for binding in bindings:
       name = binding.partition("=")[0].strip()
       if name not in read and self._macro(name) is not None:
-        close = difflib.get_close_matches(name, sorted(read), 1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        wrong = self.errors if self.local else self.warnings
-        wrong.append(f"{name} is set, but nothing reads it{meant}")
+        text, is_wrong = unread(name, read, ours, self.local, self._allow_unknown)
+        (self.errors if is_wrong else self.warnings).append(text)
 
   # --- values -----------------------------------------------------------------------------------
 
@@ -303,6 +324,23 @@ class Config:
     for (scope, selector), bound in self._table.items():
       if not scope and selector.split(".")[-1] == of and name in bound:
         return self._make(bound[name])
+    raise KeyError(name)
+
+  def argument_of(self, macro: str, name: str) -> Any:
+    """Returns an argument that is bound for the function that a macro calls; KeyError if unbound.
+
+    Args:
+      macro: such as OPTIMIZER = @optimizers.adamw().
+      name: of the argument.
+    """
+    bound = self._macro(macro)
+    value: Any = None if bound is None else bound["value"]
+    if not isinstance(value, self._gin.ConfigurableReference):
+      raise KeyError(macro)
+    for scope in dict.fromkeys(("/".join(value.scopes), "")):
+      arguments = self._table.get((scope, value.configurable.selector), {})
+      if name in arguments:
+        return self._make(arguments[name])
     raise KeyError(name)
 
   def _make(self, value) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -50,6 +51,14 @@ def find(file: str) -> pathlib.Path:
       return path
   places = f"here, in {os.getcwd()}" + ("" if here.is_absolute() else f", nor in {folder()}")
   raise ValueError(f"no file {file!r} {places}. Give its path.")
+
+
+def macros_of_files() -> set[str]:
+  """Returns every macro that a gin file of this package sets or reads; none without the files."""
+  with contextlib.suppress(FileNotFoundError):
+    texts = (f.read_text("utf-8") for f in (folder() / "gin_configs").rglob("*.gin"))
+    return {name for text in texts for name in re.findall(r"(?m)(?:^|%)([A-Z][A-Z0-9_]+)\b", text)}
+  return set()
 
 
 def see_modules_here(first: bool = True) -> None:

@@ -5,7 +5,9 @@ an error of gin's -> message -> one line without gin's account of the way there
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection
 
 
 def message(error: BaseException) -> str:
@@ -17,6 +19,10 @@ def message(error: BaseException) -> str:
     if place := re.search(r'In file "?([^"\n]+?)"?,? line (\d+)', where[0]):
       text += f" ({place[1]}, line {place[2]})"
   text = re.sub(r"No configurable matching '(\S+)'\.?", _unknown, " ".join(text.split()))
+  if found := re.search(r"Ambiguous selector '(\S+)', matches (\[.*?\])", text):  # a KeyError
+    place = text.rpartition(" (")[2] if text.endswith(")") else ""
+    where = f" ({place}" if place else ""
+    return f"{found[1]!r} may be any of {found[2]}: write more of its module{where}"
   plain = isinstance(error, ValueError | RuntimeError | FileNotFoundError | ModuleNotFoundError)
   return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
@@ -71,3 +77,25 @@ def ask_for(name: str) -> str:
   if name in ("NETWORK", "VOCABULARY", "OPTIMIZER", "MODEL"):
     return f"{name} is not set: a model file does that (--gin_file=...), the command line cannot"
   return f"{name} is not set: --gin.{name}={_EXAMPLES.get(name, '...')}"
+
+
+def unread(
+  name: str, read: Collection[str], ours: Collection[str], is_local: bool, allow_unknown: bool
+) -> tuple[str, bool]:
+  """Returns what to say about an override that nothing reads, and whether it is an error.
+
+  Args:
+    name: the macro.
+    read: macros that the files read.
+    ours: macros that may be meant for a run file that is not there; these are warnings.
+    is_local: for the local runner, which refuses every unread macro itself.
+    allow_unknown: make it a warning elsewhere.
+  """
+  text = f"{name} is set, but nothing reads it"
+  if name in ours:
+    return text, False
+  close = difflib.get_close_matches(name, sorted({*read, *ours}), 1)
+  text += f"; did you mean {close[0]}?" if close else ""
+  if is_local or allow_unknown:
+    return text, is_local
+  return f"{text}{'' if close else '.'} Or let it pass: --allow-unknown", True

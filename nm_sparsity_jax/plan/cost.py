@@ -38,7 +38,8 @@ def cost(
       return None
     kernel = flops.Kernel(op=name, params=sizes[path], axis=place.axis_size, recipe=place.recipe)
     kernels.append(kernel)
-  batch = found.batch_size or 1
+  known = found.batch_size or (getattr(network, "batch_size", None) if own else None)
+  batch = known or 1
   priced = flops.price(shape, kernels, batch)
   lengths = dict.fromkeys(found.lengths) if own else found.lengths
   return {
@@ -49,6 +50,7 @@ def cost(
     "training": {
       "steps": priced.steps,
       "batch_size": batch,
+      "batch_known": known is not None,
       "dense": priced.training_dense,
       "sparse": priced.training_sparse,
     },

@@ -8,12 +8,14 @@ Each part adds to one `Findings`. A part that fails notes its error, and the oth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.configure import SettingsError
 
+# What a wrong value makes Python raise, where nobody looked at it first.
+_PYTHONS = (AttributeError, LookupError, TypeError, NameError, AssertionError, ArithmeticError)
 LENGTHS = {"inputs": 512, "targets": 128}  # tokens of an example, unless TASK_FEATURE_LENGTHS says
 
 
@@ -46,8 +48,24 @@ class Findings:
   def __post_init__(self):
     self.errors += self.config.errors
     self.warnings += self.config.warnings
-    self.lengths = {**LENGTHS, **(self.config.get("TASK_FEATURE_LENGTHS") or {})}
-    self.batch_size = self.config.get("BATCH_SIZE")
+    lengths, self.batch_size = self.config.get("TASK_FEATURE_LENGTHS"), self._whole("BATCH_SIZE")
+    self.lengths = dict(LENGTHS)
+    is_whole = lambda n: isinstance(n, int) and not isinstance(n, bool) and n > 0
+    if isinstance(lengths, Mapping) and all(map(is_whole, lengths.values())):
+      self.lengths |= lengths
+    elif lengths is not None:
+      self.errors.append(
+        f"TASK_FEATURE_LENGTHS={lengths!r}: give a dict from feature to tokens, such as "
+        "{'inputs': 512, 'targets': 128}"
+      )
+
+  def _whole(self, name: str) -> int | None:
+    """Returns a macro that must be a whole number, 1 or more; notes any other value."""
+    value = self.config.get(name)
+    if value is None or isinstance(value, int) and not isinstance(value, bool) and value > 0:
+      return value
+    self.errors.append(f"{name}={value!r}: give a whole number, 1 or more")
+    return None
 
   @property
   def trains(self) -> bool:
@@ -74,13 +92,22 @@ class Findings:
       return None
     except KeyError as e:
       if what not in ("NETWORK", "RULES", "MODEL", "WORKLOAD"):
-        self.errors.append(f"{what}: {type(e).__name__}: {gin_files.message(e)}")
+        self.note(e, what)
     except Exception as e:
-      self.note(e)
+      self.note(e, what)
     return None
 
-  def note(self, error: Exception) -> None:
-    """Adds an error, in the words of the command line."""
+  def note(self, error: Exception, what: str = "the run") -> None:
+    """Adds an error, in the words of the command line.
+
+    Args:
+      error: what was raised.
+      what: the part that failed, for errors of Python's, which name no setting.
+    """
+    if isinstance(error, _PYTHONS):
+      text = " ".join(str(error).split("\n  In call to")[0].split())
+      self.errors.append(f"{what}: a setting is missing, or has a value of the wrong kind ({text})")
+      return
     if not isinstance(error, SettingsError):
       self.errors.append(gin_files.message(error))
       return
@@ -88,14 +115,27 @@ class Findings:
       self.errors += [gin_files.ask_for(n) for n in error.missing if n not in self.config.lost]
     self.errors += error.errors
 
-  def argument(self, name: str) -> Any:
-    """Returns an argument of the program; None where it is unset or fails, which is noted."""
+  def argument(self, name: str, of: str | None = None) -> Any:
+    """Returns an argument of the program, or of another function `of`.
+
+    None where it is unset, or fails, which is noted.
+    """
     try:
-      return self.config.argument(name)
+      return self.config.argument(name, of)
     except (gin_files.Unset, KeyError):
       return None
     except Exception as e:
-      self.note(e)
+      self.note(e, name)
+      return None
+
+  def optimizer_rate(self) -> Any:
+    """Returns the learning rate that OPTIMIZER is made with; None where nothing sets one."""
+    try:
+      return self.config.argument_of("OPTIMIZER", "learning_rate")
+    except (KeyError, gin_files.Unset):
+      return None
+    except Exception as e:
+      self.note(e, "OPTIMIZER")
       return None
 
   def microbatches(self) -> int | None:

@@ -46,7 +46,7 @@ def make(found: Findings) -> Made:
   if found.config.is_set("WORKLOAD"):
     network = found.attempt("WORKLOAD", workload_of, found)
   else:
-    network = found.attempt("NETWORK", found.config.value, "NETWORK")
+    network = found.attempt("NETWORK", _network, found)
   rules = found.attempt("RULES", _rules, found)
   model = None
   if rules is not None or found.whole:
@@ -70,6 +70,17 @@ def workload_of(found: Findings) -> workloads.Workload:
   return workloads.of(found.config.value("WORKLOAD"))
 
 
+def _network(found: Findings) -> Any:
+  """Returns the network; refuses what is none."""
+  network = found.config.value("NETWORK")
+  if network is not None and not hasattr(network, "init"):
+    raise ValueError(
+      f"NETWORK={network!r} is no flax module: name a model file, or bind it to a module, such as "
+      "@network.Transformer()"
+    )
+  return network
+
+
 def _rules(found: Findings) -> Rules | None:
   """Returns the rules; with errors in the settings, those that can be made."""
   try:
@@ -84,11 +95,18 @@ def _rules(found: Findings) -> Rules | None:
 
 def _t5x_model(found: Findings) -> Any:
   config = found.config
-  if config.local:
+  if config.local or config.program is None and not config.is_set("MODEL"):
     return None
-  if config.program is None:
-    return config.value("MODEL") if config.is_set("MODEL") else None
-  return config.argument("model")
+  model = config.value("MODEL") if config.program is None else config.argument("model")
+  if config.is_set("RULES") and not hasattr(model, "stored_rules"):
+    if not any("MODEL" in error for error in found.errors):
+      found.errors.append(
+        f"MODEL is T5X's {type(model).__name__}, which takes no RULES: bind it to "
+        "@t5x_adapter.SparseEncoderDecoderModel() or SparseDecoderOnlyModel(), or name the model "
+        "file before the run file"
+      )
+    return None
+  return model
 
 
 def _shapes(found: Findings, network: Any) -> tuple[Any, Any] | None:

@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.gin_files import Config
+from nm_sparsity_jax.gin_files import Config, folder
 from nm_sparsity_jax.places import Assignment
-from nm_sparsity_jax.plan import checkpoints, data, model, places, schedule, settings
+from nm_sparsity_jax.plan import checkpoints, data, model, places, rates, schedule, settings
 from nm_sparsity_jax.plan.cost import cost
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.rules import Rules
@@ -22,6 +22,7 @@ def plan(
   search_paths: Sequence[str | os.PathLike[str]] = (".",),
   checkpoint: str | None = None,
   imports: Collection[str] | None = None,
+  allow_unknown: bool = False,
 ) -> dict[str, Any]:
   """Says what a run would do and what stands in its way, without running it.
 
@@ -38,18 +39,22 @@ def plan(
     gin_files: those of t5x.train, t5x.eval, t5x.infer, or of the local runner. A model file and
       gin_configs/sparsity.gin are enough; then T5X is not needed.
     bindings: overrides such as "PATTERN = '1:8'".
-    search_paths: folders to look for gin files in.
+    search_paths: folders to look for gin files in, before the folder of this package.
     checkpoint: looks at this checkpoint instead of the one that the settings name.
     imports: modules of your own that the files may import, beside well-known packages such as this
       one, t5x, seqio, flax and optax. None lets the files import and call anything: leave it for
       files that you trust as much as a program.
+    allow_unknown: a macro among the overrides that nothing reads is a warning, not an error.
 
   Returns:
     Plain values, those of `nm-sparsity plan --json`: 'ok', False if there are errors; 'errors',
     'warnings' and 'notes', texts; and, as far as they can be known, 'program', 'kernels',
-    'schedule', 'loss', 'cost' and 'restore'. `render` makes text of it, `plot` a picture.
+    'schedule', 'learning_rate', 'loss', 'cost' and 'restore'. `render` makes text of it, `plot` a
+    picture.
   """
-  with Config(search_paths, gin_files, bindings, imports) as config, warnings.catch_warnings():
+  where = [*search_paths, folder()]
+  found = Config(where, gin_files, bindings, imports, allow_unknown)
+  with found as config, warnings.catch_warnings():
     warnings.simplefilter("ignore")  # T5X warns when it is imported
     return _plain(examine(config, checkpoint))
 
@@ -66,19 +71,22 @@ def examine(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
   found.parts["program"] = config.program
   assignment = None
   if made.params is not None and made.rules is not None:
-    made, assignment = _assign(found, made, made.rules)
+    assigned = found.attempt("places", _assign, found, made, made.rules)
+    made, assignment = assigned or (made, None)
   elif made.params is not None and not config.is_set("RULES") and config.complete:
     found.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
   if not found.whole:
     found.notes.append("places without rules, because of the errors, are shown as dense; no costs")
   if made.rules is not None and made.rules.places:
-    found.parts["schedule"] = schedule.schedule(found, made.rules, assignment)
+    timelines = found.attempt("schedule", schedule.schedule, found, made.rules, assignment)
+    found.parts["schedule"] = timelines
     found.parts["loss"] = found.attempt("loss", schedule.loss, found, made.rules, made)
   if assignment is not None and found.whole:
     found.parts["cost"] = found.attempt("cost", cost, found, made.network, assignment, made.params)
-  settings.check(found, made)
-  data.check(found, made.network)
-  found.parts["restore"] = checkpoints.check(found, made)
+  found.parts["learning_rate"] = found.attempt("learning rate", rates.rate, found)
+  found.attempt("settings", settings.check, found, made)
+  found.attempt("data", data.check, found, made.network)
+  found.parts["restore"] = found.attempt("restore", checkpoints.check, found, made)
   return found.report()
 
 

@@ -21,6 +21,7 @@ def render(report: Mapping[str, Any], everything: bool = False) -> str:
   if report.get("schedule"):
     parts.append(_render_schedule(report["schedule"]))
   facts = [
+    *_rate_lines(report.get("learning_rate")),
     *_loss_lines(report.get("loss")),
     *_cost_lines(report.get("cost")),
     *_restore_lines(report.get("restore"), everything),
@@ -106,6 +107,18 @@ def _decay(segment: Mapping[str, Any]) -> str:
   return f"{a:.3g}" if a == b else f"{a:.3g} -> {b:.3g}"
 
 
+def _rate_lines(rate: Mapping[str, Any] | None):
+  if not rate:
+    return
+  texts = [f"{rate[name]:.3g}" for name in ("first", "highest", "last")]
+  middle = f" -> {texts[1]} at sparse step {rate['highest_at']:,}"
+  shown = texts[0] + (middle if texts[1] not in (texts[0], texts[2]) else "")
+  shown += f" -> {texts[2]}" if len(set(texts)) > 1 else " throughout"
+  how = f" ({rate['factors']}" if rate["factors"] else ""
+  how += f", warm-up of {rate['warmup_steps']:,} steps" if rate["warmup_steps"] else ""
+  yield "rate", f"{shown}{how}{')' if how else ''}"
+
+
 def _loss_lines(loss: Mapping[str, Any] | None):
   if not loss:
     return
@@ -134,11 +147,13 @@ def _cost_lines(cost: Mapping[str, Any] | None):
   yield "inference", f"{_of(once['sparse'], once['dense'], 'FLOPs')} for {tokens}"
   if whole["steps"]:
     run_of = f"{whole['steps']:,} steps of {whole['batch_size']}"
+    run_of += "" if whole["batch_known"] else " (BATCH_SIZE is not set: guessed)"
     yield "training", f"{_of(whole['sparse'], whole['dense'], 'FLOPs')} for {run_of}"
   yield (
     "parameters",
-    f"{_of(params['kept'], params['dense'], '')} kept; "
-    f"{_number(params['in_sparse_kernels'])} are in sparse kernels",
+    f"{_count(params['kept'])} of {_count(params['dense'])} "
+    f"({params['kept'] / params['dense']:.1%}) kept; "
+    f"{_count(params['in_sparse_kernels'])} are in sparse kernels",
   )
 
 
@@ -147,7 +162,17 @@ def _of(part: float, whole: float, unit: str) -> str:
 
 
 def _number(value: float) -> str:
-  for size, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+  """Returns a number of FLOPs, with the prefixes of units."""
+  return _scaled(value, ("E", "P", "T", "G", "M", "k"))
+
+
+def _count(value: float) -> str:
+  """Returns a number of parameters: thousands, millions, billions."""
+  return _scaled(value, ("E", "P", "T", "B", "M", "k"))
+
+
+def _scaled(value: float, names: Sequence[str]) -> str:
+  for size, name in zip((1e18, 1e15, 1e12, 1e9, 1e6, 1e3), names, strict=True):
     if value >= size:
       return f"{value / size:.3g} {name}" if value < 100 * size else f"{value / size:.0f} {name}"
   return f"{value:.0f}"

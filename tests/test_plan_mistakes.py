@@ -1,0 +1,197 @@
+"""What users get wrong before a run: `plan` names the setting, whatever else is wrong."""
+
+import re
+
+import hypothesis
+import pytest
+import test_plan
+from hypothesis import strategies as st
+from test_plan import FINETUNE, MODEL, ROOT, SETTINGS, has
+
+from nm_sparsity_jax import cli, gin_files, plan
+
+run, t5x, run_t5x = test_plan.run, test_plan.t5x, test_plan.run_t5x
+closed_loops = test_plan.closed_loops
+
+LOCAL = ("model.gin", "gin_configs/runs/local_adamw.gin", "gin_configs/runs/local_train.gin")
+TASK = dict(
+  MIXTURE_OR_TASK_NAME="nm_glue_mini_rte", MIXTURE_OR_TASK_MODULE="t5x_tasks",
+  TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 4}, Z_LOSS=0.0, LABEL_SMOOTHING=0.0,
+)  # fmt: skip
+
+
+# --- the order of files -------------------------------------------------------------------------
+
+# As T5X's own model files: a macro that must be set, and T5X's own model.
+T5X_MODEL = """
+from __gin__ import dynamic_registration
+from t5x import models
+from t5x.examples.t5 import network
+include 't5x_tiny.gin'
+DROPOUT_RATE = %gin.REQUIRED
+network.T5Config.dropout_rate = %DROPOUT_RATE
+MODEL = @models.EncoderDecoderModel()
+models.EncoderDecoderModel:
+  module = %NETWORK
+  input_vocabulary = %VOCABULARY
+  output_vocabulary = %VOCABULARY
+  optimizer_def = %OPTIMIZER
+"""
+
+
+@pytest.mark.t5x
+def test_a_model_file_after_the_run_file_is_named(run_t5x, tmp_path):
+  """Point 2: this died of `stored_rules`, after it had asked for DROPOUT_RATE."""
+  (tmp_path / "theirs.gin").write_text(T5X_MODEL)
+  late = ("gin_configs/runs/t5x_finetune.gin", "theirs.gin")
+  where = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(tmp_path))
+  here = f"--gin_search_paths={ROOT},{ROOT / 'tests'},{tmp_path}"
+  said = "theirs.gin comes after gin_configs/runs/t5x_finetune.gin and takes back"
+  code, report = run_t5x(here, files=late, **FINETUNE, **where)
+  assert code == 1
+  assert f"{said} DROPOUT_RATE, MODEL: name the model file before the run file" in report["errors"]
+  assert not has(report["errors"], "DROPOUT_RATE is not set")
+  code, report = run_t5x(here, files=late, **FINETUNE, **where, DROPOUT_RATE=0.1)
+  assert f"{said} MODEL: name the model file before the run file" in report["errors"]
+  code, report = run_t5x(here, files=late[::-1], **FINETUNE, **where)
+  assert not has(report["errors"], "comes after") and not has(report["errors"], "DROPOUT_RATE")
+  assert report["kernels"]["sparse"] and report["learning_rate"]
+
+
+def test_a_model_file_that_changes_the_run_is_told(run, tmp_path):
+  """Point 2: our model files have macros that a run file sets as well."""
+  (tmp_path / "own.gin").write_text(MODEL + "DROPOUT_RATE = 0.3\n")
+  settings = SETTINGS | TASK | {"MODEL_DIR": str(tmp_path / "run")}
+  late = ("gin_configs/runs/local_adamw.gin", "gin_configs/runs/local_train.gin", "own.gin")
+  said = "own.gin comes after gin_configs/runs/local_train.gin and changes DROPOUT_RATE from 0.0"
+  _, report = run(files=late, **settings)
+  assert has(report["warnings"], said, "to 0.3: name the model file before the run file")
+  _, report = run(files=late, **settings, DROPOUT_RATE=0.1)
+  assert not has(report["warnings"], "comes after")
+  _, report = run(files=("own.gin", *late[:2]), **settings)
+  assert not has(report["warnings"], "comes after")
+
+
+FILES = (
+  "model.gin", "gin_configs/sparsity.gin", "gin_configs/runs/local_adamw.gin",
+  "gin_configs/runs/local_train.gin", "gin_configs/runs/local_finetune.gin",
+  "gin_configs/runs/local_eval.gin", "gin_configs/runs/local_infer.gin",
+  "gin_configs/runs/local_workload.gin", "gin_configs/recipes/idp.gin", "gin_configs/runs/none.gin",
+  "gin_configs/patterns/ff_1_4.gin", "gin_configs/models/t5_1_1/tiny.gin",
+)  # fmt: skip
+OF_T5X = (
+  "gin_configs/runs/t5x_finetune.gin", "gin_configs/runs/t5x_eval.gin",
+  "gin_configs/runs/t5x_adamw.gin", "gin_configs/runs/t5x_pretrain.gin", "theirs.gin",
+  "t5x/examples/t5/t5_1_1/small.gin", str(ROOT / "tests/t5x_tiny.gin"), "model.gin",
+  "gin_configs/recipes/sr_ste.gin",
+)  # fmt: skip
+OVERRIDES = (
+  "RECIPE = 'sr_ste'", "RECIPE = 3", "PATTERN = '1:4'", "PATTERN = 4", "SPARSE_STEPS = 100",
+  "SPARSE_STEPS = -1", "SPARSE_STEPS = 'x'", "SPARSITY_RULES = {'ff': 1}", "BATCH_SIZE = '8'",
+  "BATCH_SIZE = 0", "TASK_FEATURE_LENGTHS = 512", "TASK_FEATURE_LENGTHS = {'inputs': 8}",
+  "PRETRAINED_STEPS = 'many'", "PRETRAINED_STEPS = 5", "MODEL_DIR = 5", "MODEL_DIR = None",
+  "MODEL_DIR = '/nowhere/run'", "INITIAL_CHECKPOINT_PATH = '/nowhere'", "CHECKPOINT_PATH = 7",
+  "INITIAL_CHECKPOINT_PATH = ['a', 'b']", "MIXTURE_OR_TASK_NAME = 'nope'", "NETWORK = 3",
+  "MIXTURE_OR_TASK_MODULE = 'no_module'", "LEARNING_RATE = 'high'", "OPTIMIZER = None",
+  "LEARNING_RATE_FACTORS = 'linear'", "WARMUP_STEPS = None", "DENSE_STEPS = 1.5", "RULES = None",
+  "EVAL_PERIOD = 0", "MODEL = None", "MICROBATCHES = 3", "LOSS_NORMALIZING_FACTOR = 'x'",
+  "network.T5Config.emb_dim = 30", "network.T5Config.emb_dim = 'x'", "X.y = 1", "DROPOUT_RATE = 1",
+)  # fmt: skip
+# Python's own errors: a sentence of ours or of T5X's is none of them.
+_PYTHONS = re.compile(r"\b(Attribute|Key|Type|Index|Name|Assertion|ZeroDivision)Error\b")
+
+
+def refuse_pythons(files, overrides, folder):
+  """Plans, prints, and fails where an error is Python's."""
+  report = plan.plan(files, overrides, [folder, ROOT, ROOT / "tests"])
+  plan.render(report, everything=True)
+  assert report["ok"] == (not report["errors"])
+  wrong = [text for text in report["errors"] if _PYTHONS.search(text)]
+  assert not wrong, (files, overrides, wrong)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  found = tmp_path_factory.mktemp("gin")
+  (found / "model.gin").write_text(MODEL)
+  (found / "theirs.gin").write_text(T5X_MODEL)
+  return found
+
+
+def some(files):
+  return st.lists(st.sampled_from(files), unique=True, max_size=5)
+
+
+@hypothesis.given(files=some(FILES), overrides=some(OVERRIDES))
+def test_no_exception_reaches_the_user(folder, files, overrides):
+  """Point 2: whatever files come in whatever order, with whatever overrides."""
+  refuse_pythons(files, overrides, folder)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=400)
+@hypothesis.given(files=some(FILES), overrides=some(OVERRIDES))
+def test_no_exception_reaches_the_user_of_many(folder, files, overrides):
+  """Point 2: the same, longer."""
+  refuse_pythons(files, overrides, folder)
+
+
+@pytest.mark.t5x
+@hypothesis.given(files=some(OF_T5X), overrides=some(OVERRIDES))
+def test_no_exception_reaches_the_user_of_t5x(t5x, folder, files, overrides):
+  """Point 2: the same with T5X's programs."""
+  refuse_pythons(files, overrides, folder)
+
+
+# --- where files are looked for -----------------------------------------------------------------
+
+
+def test_plan_finds_our_gin_files_as_train_does(tmp_path, monkeypatch, capsys):
+  """Point 14: outside a checkout, `plan` looked into the current folder alone."""
+  monkeypatch.chdir(tmp_path)
+  argv = ["--gin_file=gin_configs/models/t5_1_1/tiny.gin", "--gin_file=gin_configs/sparsity.gin"]
+  argv += [f"--gin.{k}={v!r}" for k, v in SETTINGS.items()]
+  assert cli.main(["plan", *argv]) == 0
+  assert "Nothing stands in the way." in capsys.readouterr().out
+  # A file of one's own comes first.
+  own = tmp_path / "gin_configs/models/t5_1_1/tiny.gin"
+  own.parent.mkdir(parents=True)
+  own.write_text(f"include '{gin_files.folder()}/gin_configs/models/t5_1_1/tiny.gin'\nX = %Y")
+  assert cli.main(["plan", *argv]) == 0
+
+
+# --- what the report says -----------------------------------------------------------------------
+
+
+def test_the_learning_rate_is_shown_and_a_warm_up_that_never_ends_is_told(run, tmp_path):
+  """Point 10: 240 steps under a warm-up of 1000 never reach the learning rate."""
+  settings = SETTINGS | TASK | {"MODEL_DIR": str(tmp_path / "run"), "SPARSE_STEPS": 240}
+  code, report = run(files=LOCAL, **settings, WARMUP_STEPS=1000)
+  rate = report["learning_rate"]
+  assert rate["last"] == rate["highest"] == pytest.approx(0.001 * 239 / 1000)
+  assert rate["factors"] == "constant * linear_warmup" and rate["warmup_steps"] == 1000
+  said = "SPARSE_STEPS=240, and the learning rate warms up for WARMUP_STEPS=1,000: it ends at"
+  assert has(report["warnings"], said, "0.000239 of LEARNING_RATE=0.001. Lower WARMUP_STEPS")
+  assert "rate        1e-08 -> 0.000239 (constant * linear_warmup, warm-up of 1,000" in plan.render(
+    report
+  )
+  code, report = run(files=LOCAL, **settings, WARMUP_STEPS=100)
+  assert not has(report["warnings"], "warms up")
+  assert report["learning_rate"]["last"] == pytest.approx(0.001)
+  text = plan.render(report)
+  assert "rate        1e-08 -> 0.001 (constant * linear_warmup, warm-up of 100 steps)" in text
+  factors = "constant * linear_warmup * rsqrt_decay"
+  _, report = run(files=LOCAL, **settings, WARMUP_STEPS=100, LEARNING_RATE_FACTORS=factors)
+  rate = report["learning_rate"]
+  assert rate["first"] < rate["highest"] > rate["last"] and abs(rate["highest_at"] - 100) <= 1
+  assert re.search(r"rate +1e-08 -> 0.0001 at sparse step \d+ -> ", plan.render(report))
+
+
+def test_a_batch_that_was_guessed_is_told_and_parameters_are_counted_in_billions(run):
+  """Point 10: one example was taken without a word, and 11 G parameters are 11 B."""
+  xxl = ("gin_configs/models/t5_1_1/xxl.gin", "gin_configs/sparsity.gin")
+  text = plan.render(run(files=xxl, **SETTINGS)[1])
+  assert "100 steps of 1 (BATCH_SIZE is not set: guessed)" in text
+  assert re.search(r"parameters  [\d.]+ B of 11.1 B \([\d.]+%\) kept; [\d.]+ B are in", text), text
+  text = plan.render(run(**SETTINGS, raw=["BATCH_SIZE = 7"])[1])
+  assert "100 steps of 7" in text and "guessed" not in text.split("training")[1].splitlines()[0]
