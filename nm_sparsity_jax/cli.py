@@ -71,12 +71,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
+_MOST = 4000  # characters of an error's line
+
+
 def one_line(error: BaseException | str) -> str:
   """An error as one line: its text, and its class where the text alone would say too little.
 
   A name in it that somebody else chose cannot speak to the terminal.
   """
   text = printable(" ".join(str(error).split()))
+  if len(text) > _MOST:
+    text = f"{text[:_MOST]}... ({len(text):,} characters)"
   if isinstance(error, str | ValueError | RuntimeError) and text:
     return text
   return f"{type(error).__name__}: {text}" if text else type(error).__name__

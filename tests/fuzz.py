@@ -6,7 +6,7 @@
 Each file is a sound one with some bytes changed, cut, doubled or replaced by what breaks parsers.
 The command that reads it must end within 5 seconds of processor time and with 1 GiB more memory. It
 answers, or exits with 1 and one line that names the file or its folder. File number i is the same
-each time.
+each time, but for the names that Orbax makes up.
 """
 
 from __future__ import annotations
@@ -310,6 +310,7 @@ def _worker(first: int, stop: int, step: int) -> Iterator[str]:
         if "end" in told:
           return
         at = told.get("begin", at)
+    print(f"{at}: {why}", flush=True)
     if at < first:
       yield f"{first}: the process {why} before its first file"
       return

@@ -412,3 +412,9 @@ def test_a_full_disk_ends_a_run_with_one_line(tmp_path):
   assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
   last = done.stderr.splitlines()[-1]
   assert last.startswith("nm-sparsity train: ") and "checkpoint_4 could not be written" in last
+
+
+def test_a_line_is_not_endless():
+  """Point 26: one line last, and one that can be read."""
+  line = cli.one_line(ValueError("x" * 100_000))
+  assert len(line) < 4100 and line.endswith("... (100,000 characters)")

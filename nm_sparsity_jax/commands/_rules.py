@@ -49,11 +49,13 @@ def _table(flag: str, text: str | None) -> Mapping[str, Any] | None:
 
 @contextlib.contextmanager
 def by_flag() -> Iterator[None]:
-  """Names the flag where settings are refused by the name of their macro."""
+  """Names the flag where settings are refused by the name of their macro; quiets Orbax' threads."""
   from nm_sparsity_jax import configure
+  from nm_sparsity_jax.runs import checkpoint
 
   try:
-    yield
+    with checkpoint.quiet_threads():
+      yield
   except configure.SettingsError as e:
     raise ValueError(str(e).replace("SPARSITY_RULES", "--rules")) from e
 

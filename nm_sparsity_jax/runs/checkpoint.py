@@ -251,7 +251,8 @@ def quiet_orbax():
   level = logger.level
   logger.setLevel(logging.CRITICAL)
   try:
-    yield
+    with quiet_threads():
+      yield
   finally:
     logger.setLevel(level)
 
@@ -260,7 +261,8 @@ def quiet_orbax():
 def quiet_threads():
   """Without what Orbax' threads log and print of their errors.
 
-  Whoever waits for a thread gets its error. Without this a full disk is told in 60 lines.
+  Whoever waits for a thread gets its error. Without this a full disk is told in 60 lines, and a
+  damaged array in 6.
   """
   logger, hook = logging.getLogger("absl"), sys.excepthook
 
