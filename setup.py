@@ -27,7 +27,9 @@ def _version() -> str:
 
 # What help texts name. A wheel carries it inside the package: `nm-sparsity gin-path` prints where.
 FOLDERS = ("gin_configs", "docs", "examples")
-FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "constraints-t5x.txt")
+FILES = (
+  "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "constraints-t5x.txt",
+)  # fmt: skip
 
 
 class BuildWithData(build_py):
@@ -71,7 +73,7 @@ def _description() -> str:
 _ORBAX = "orbax-checkpoint>=0.12.8"
 _CLU = "clu>=0.0.12"
 _GIN = "gin-config>=0.5.0"
-_JINJA = "jinja2>=3.1"
+_JINJA = "jinja2>=3.1.6"
 
 CORE = [
   "jax>=0.10.2",

@@ -20,7 +20,9 @@ from nm_sparsity_jax.gin_files import folders
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ("gin_configs", "docs", "examples")  # what a wheel has inside the package
-LOOSE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "constraints-t5x.txt")
+LOOSE = (
+  "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "constraints-t5x.txt",
+)  # fmt: skip
 HEAVY = ("jax", "flax", "optax", "numpy", "tensorflow", "seqio", "t5x", "gin", "matplotlib")
 
 
@@ -125,7 +127,7 @@ def built(tmp_path_factory):
   folder = tmp_path_factory.mktemp("build")
   source = folder / "source"
   source.mkdir()
-  loose = ("setup.py", "pyproject.toml", "MANIFEST.in", "CITATION.cff")
+  loose = ("setup.py", "pyproject.toml", "MANIFEST.in")
   for name in (*loose, *LOOSE):
     shutil.copy(ROOT / name, source)
   for name in ("nm_sparsity_jax", *DATA):
