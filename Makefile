@@ -43,7 +43,7 @@ quickstart: $(STAMP)  ## train, prove and score sparse checkpoints, in minutes; 
 venv: $(STAMP)  ## create the environment, or bring it up to date with setup.py
 
 test: $(STAMP)  ## every test that is not slow; names the slowest 20
-	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 --peak-mib 2048 $(ARGS)
+	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 $(ARGS)
 
 test-slow: $(STAMP)  ## the slow tests
 	$(PYTEST) -m slow $(ARGS)
