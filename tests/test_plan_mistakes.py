@@ -3,12 +3,13 @@
 import re
 
 import hypothesis
+import numpy as np
 import pytest
 import test_plan
 from hypothesis import strategies as st
 from test_plan import FINETUNE, MODEL, ROOT, SETTINGS, has
 
-from nm_sparsity_jax import cli, gin_files, plan
+from nm_sparsity_jax import cli, gin_files, plan, runs
 
 run, t5x, run_t5x = test_plan.run, test_plan.t5x, test_plan.run_t5x
 closed_loops = test_plan.closed_loops
@@ -141,6 +142,101 @@ def test_no_exception_reaches_the_user_of_many(folder, files, overrides):
 def test_no_exception_reaches_the_user_of_t5x(t5x, folder, files, overrides):
   """Point 2: the same with T5X's programs."""
   refuse_pythons(files, overrides, folder)
+
+
+# --- paths and optimizers of T5X -----------------------------------------------------------------
+
+
+@pytest.mark.t5x
+def test_relative_paths_are_made_absolute_or_refused(run_t5x, tmp_path):
+  """Point 1: `plan` let them pass, and the run died at its first save."""
+  from t5x import utils
+
+  from nm_sparsity_jax import t5x_adapter
+
+  test_plan.write_orbax(tmp_path / "start/checkpoint_6", test_plan.t5x_checkpoint())
+  where = dict(MODEL_DIR="new", INITIAL_CHECKPOINT_PATH="start/checkpoint_6")
+  files = ["gin_configs/runs/t5x_finetune.gin", str(ROOT / "tests/t5x_tiny.gin")]
+  bound = [f"{k} = {v!r}" for k, v in {**FINETUNE, **where}.items()]
+  with gin_files.Config([ROOT, ROOT / "tests"], files, bound) as config:
+    assert config.argument("model_dir") == str(tmp_path / "new")
+    restore = config.argument("checkpoint_cfg").restore
+    assert isinstance(restore, utils.RestoreCheckpointConfig)
+    assert restore.path == str(tmp_path / "start/checkpoint_6")
+    assert config.argument("model_dir", "get_dataset") == str(tmp_path / "new")
+  code, report = run_t5x(**FINETUNE, **where)
+  assert not code, report["errors"]
+  # A run file that takes the macro itself.
+  raw = ["train_script.train.model_dir = %MODEL_DIR"]
+  raw += ["utils.RestoreCheckpointConfig.path = %INITIAL_CHECKPOINT_PATH"]
+  code, report = run_t5x(**FINETUNE, **where, raw=raw)
+  assert code == 1 and len(report["errors"]) == 2, report["errors"]
+  assert has(report["errors"], "MODEL_DIR='new' is relative", f"{str(tmp_path / 'new')!r}")
+  assert has(report["errors"], "INITIAL_CHECKPOINT_PATH='start/checkpoint_6' is relative")
+  for path in ("gs://bucket/run", "/run", "", None):
+    assert t5x_adapter.absolute(path) == path
+
+
+@pytest.mark.t5x
+def test_the_trainer_refuses_a_relative_folder_before_the_first_step(t5x):
+  """Point 1: the run died at its first save."""
+  from nm_sparsity_jax import t5x_adapter
+
+  class Model(t5x_adapter.SparseModel):
+    def __init__(self):
+      pass
+
+  rest = dict.fromkeys(
+    ("partitioner", "eval_names", "train_state_axes", "rng", "learning_rate_fn", "num_microbatches")
+  )
+  with pytest.raises(ValueError, match="MODEL_DIR='run' is relative"):
+    t5x_adapter.SparseTrainer(Model(), object(), summary_dir="run", **rest)
+
+
+@pytest.mark.t5x
+def test_another_optimizer_is_named_where_a_run_goes_on(run_t5x, tmp_path):
+  """Point 6: T5X died of a pytree, and `plan` said that 106 of 162 arrays lack."""
+  from nm_sparsity_jax import configure, rules_text, t5x_adapter
+
+  text = rules_text.pack(
+    configure.describe(configure.rules({"ff": None}, "sr_ste", "1:4", 12, 2, 4))
+  )
+  mine = {"step": np.int32(4), "start": np.int32(6), "rules": np.asarray(text)}
+  tree = test_plan.t5x_checkpoint(flax_mutables={"nm_sparsity": mine})
+  moments = {"count": np.int32(4), "mu": tree["target"], "nu": tree["target"]}
+  tree["state"] = {"step": np.int32(10), "param_states": {"0": moments}}
+  path = test_plan.write_orbax(tmp_path / "run/checkpoint_10", tree)
+  start = FINETUNE | {"RECIPE": "sr_ste", "INITIAL_CHECKPOINT_PATH": str(path)}
+  said = (
+    "MODEL_DIR holds checkpoints of another OPTIMIZER: its state is count, mu, nu, and that of "
+  )
+  where = str(path.parent)
+  code, report = run_t5x(**start, MODEL_DIR=where, raw=["OPTIMIZER = @adafactor.Adafactor()"])
+  assert code == 1 and has(report["errors"], said, "OPTIMIZER is m, v, v_col, v_row. Go on with")
+  assert not has(report["errors"], "arrays") and len(report["errors"]) == 1
+  code, report = run_t5x(**start, MODEL_DIR=where)
+  assert not code, report["errors"]
+  # As T5X calls it, before it restores anything.
+  theirs = {**tree, "state": {"param_states": {"decoder": {"m": np.zeros(1)}}}}
+  with pytest.raises(ValueError, match="another OPTIMIZER: its state is count, mu, nu"):
+    t5x_adapter.resume_sparse(tree, theirs, is_resuming=True)
+  assert t5x_adapter.resume_sparse(tree, theirs) is tree  # what a run starts from may have another
+
+
+def test_the_local_runner_names_another_optimizer(run, tmp_path):
+  """Point 6: in `plan` and before the run, which both read settings.json."""
+  folder = tmp_path / "run"
+  settings = SETTINGS | TASK | {"MODEL_DIR": str(folder)}
+  files = ["model.gin", "gin_configs/runs/local_adamw.gin", "gin_configs/runs/local_train.gin"]
+  where, bound = [tmp_path, ROOT], [f"{k} = {v!r}" for k, v in settings.items()]
+  with gin_files.Config(where, files, bound) as config:
+    runs.settings.write(folder, {"optimizer": config.settings("Run")["optimizer"]})
+  (folder / "checkpoint_3/state").mkdir(parents=True)
+  (folder / "checkpoint_3/state/_METADATA").write_text("{}")
+  (folder / "checkpoint_3/_CHECKPOINT_METADATA").write_text("{}")
+  files[1] = "gin_configs/runs/local_adafactor.gin"
+  _, report = run(files=files, **settings)
+  assert has(report["errors"], "other settings: OPTIMIZER was adamw(", "and is adafactor(")
 
 
 # --- where files are looked for -----------------------------------------------------------------

@@ -45,12 +45,6 @@ def check(found: Findings, made: Made) -> dict[str, Any] | None:
   return _restore(found, stored, made, resumed is not None)
 
 
-def _restore_settings(found: Findings) -> Any:
-  if found.config.program == "train":
-    return getattr(found.argument("checkpoint_cfg"), "restore", None)
-  return found.argument("restore_checkpoint_cfg") if found.config.program else None
-
-
 def _initial(found: Findings) -> checkpoint.Stored | None:
   """Opens the checkpoint that the settings name, or that was asked for."""
   path = found.checkpoint
@@ -58,7 +52,7 @@ def _initial(found: Findings) -> checkpoint.Stored | None:
     is_train = found.config.program == "train"
     path = found.config.get("INITIAL_CHECKPOINT_PATH" if is_train else "CHECKPOINT_PATH")
   elif path is None:
-    path = getattr(_restore_settings(found), "path", None)
+    path = getattr(found.restore_settings(), "path", None)
     if isinstance(path, list | tuple):
       path = path[0] if path else None
   return checkpoint.read(str(path)) if path else None
@@ -89,7 +83,7 @@ def _resumed(found: Findings) -> checkpoint.Stored | None:
 def _check_settings(found: Findings, stored: checkpoint.Stored) -> None:
   """Notes where settings and checkpoint disagree."""
   has_rules = found.config.is_set("RULES")
-  if has_rules and getattr(_restore_settings(found), "dtype", 0) == "bfloat16":
+  if has_rules and getattr(found.restore_settings(), "dtype", 0) == "bfloat16":
     found.errors.append(
       "utils.RestoreCheckpointConfig.dtype = 'bfloat16': masks need the stored dtype, since "
       "rounding changes which weights survive. Set 'float32'"
@@ -142,7 +136,7 @@ def _restore(
   found: Findings, stored: checkpoint.Stored, made: Made, resuming: bool
 ) -> dict[str, Any] | None:
   """Returns what is loaded, initialised and dropped; notes what T5X refuses."""
-  settings = _restore_settings(found)
+  settings = found.restore_settings()
   fallback = True
   if made.state is not None and settings is not None:
     fallback = settings.fallback_to_scratch and not resuming

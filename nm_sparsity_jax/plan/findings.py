@@ -128,6 +128,12 @@ class Findings:
       self.note(e, name)
       return None
 
+  def restore_settings(self) -> Any:
+    """Returns T5X's settings of what the program restores; None where nothing sets them."""
+    if self.config.program == "train":
+      return getattr(self.argument("checkpoint_cfg"), "restore", None)
+    return self.argument("restore_checkpoint_cfg") if self.config.program else None
+
   def optimizer_rate(self) -> Any:
     """Returns the learning rate that OPTIMIZER is made with; None where nothing sets one."""
     try:

@@ -21,6 +21,8 @@ def check(found: Findings, made: Made) -> None:
   for name in ("MODEL_DIR", "INITIAL_CHECKPOINT_PATH"):
     if found.config.get(name) == "":
       found.errors.append(f"{name} is empty")
+  if found.config.program and not found.config.local:
+    _check_paths(found)
   if found.config.local:
     found.attempt("run", _check_local, found)
   elif found.config.program == "train":
@@ -46,6 +48,18 @@ def _check_local(found: Findings) -> None:
   if why := files.cannot_write(folder):
     found.errors.append(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
   settings.refuse_changed(folder, train.settings_of(found.config.settings("Run")))
+
+
+def _check_paths(found: Findings) -> None:
+  """Notes paths that are relative still: the run files of this package make them absolute."""
+  from nm_sparsity_jax import t5x_adapter
+
+  paths = {"MODEL_DIR": found.argument("model_dir")}
+  restore = found.restore_settings()
+  names = {"train": "INITIAL_CHECKPOINT_PATH"}
+  paths[names.get(str(found.config.program), "CHECKPOINT_PATH")] = getattr(restore, "path", None)
+  for name, path in paths.items():
+    found.attempt(name, t5x_adapter.refuse_relative, name, path)
 
 
 def _check_t5x(found: Findings, made: Made) -> None:

@@ -23,6 +23,7 @@ from nm_sparsity_jax.runs import files, folders
 _FILE = "settings.json"
 _FORMAT = 2
 _UNSET = {"": "=", "text": "not set"}
+_MACROS = {"optimizer": "OPTIMIZER"}  # another function as a whole: a file binds the macro
 _SHOWN = 6  # differences that a message names
 
 
@@ -101,6 +102,7 @@ def changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
     for name in sorted({*before, *settings})
     for difference in differences(name, before.get(name, _UNSET), settings.get(name, _UNSET))
   ]
+  found = [(_MACROS.get(name, name), old, new) for name, old, new in found]
   more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
   return "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found[:_SHOWN]) + more
 

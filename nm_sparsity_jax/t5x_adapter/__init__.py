@@ -29,7 +29,9 @@ from nm_sparsity_jax.t5x_adapter.models import (
 )
 from nm_sparsity_jax.t5x_adapter.restore import (
   SparseTrainStateInitializer,
+  absolute,
   get_dataset,
+  refuse_relative,
   require_sparse,
   resume_sparse,
 )
@@ -50,10 +52,12 @@ __all__ = [
   "SparseModel",
   "SparseTrainStateInitializer",
   "SparseTrainer",
+  "absolute",
   "flatten_axes",
   "get_dataset",
   "loss_scale",
   "refuse_in_chain",
+  "refuse_relative",
   "require_sparse",
   "resume_sparse",
   "sparse_train_step",

@@ -9,6 +9,7 @@ checkpoint -> [require_sparse, resume_sparse: its structure]
 
 from __future__ import annotations
 
+import os
 import re
 
 import tensorflow as tf
@@ -60,7 +61,63 @@ def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool
       "MODEL_DIR holds checkpoints of a dense run, and T5X would resume that one. Take an empty "
       "MODEL_DIR and name the dense checkpoint as INITIAL_CHECKPOINT_PATH."
     )
+  _refuse_other_optimizer(checkpoint, model_state)
   return _with_the_same_masks(checkpoint, model_state)
+
+
+def absolute(path):
+  """Returns a path that Orbax takes: T5X hands it a relative one, and dies at its first save.
+
+  Bind it where T5X takes a path:
+
+      train.model_dir = @t5x_adapter.absolute()
+      t5x_adapter.absolute.path = %MODEL_DIR
+
+  Args:
+    path: a folder, relative to the current one or not; a bucket's and None stay as they are.
+  """
+  if not isinstance(path, str) or not path or "://" in path:
+    return path
+  return os.path.abspath(os.path.expanduser(path))
+
+
+def refuse_relative(name, path) -> None:
+  """Refuses a relative path before the first step.
+
+  Args:
+    name: of the setting.
+    path: its value.
+  """
+  if absolute(path) != path:
+    raise ValueError(
+      f"{name}={path!r} is relative, and Orbax fails at the first save into it. Give the absolute "
+      f"path, {absolute(path)!r}; the run files of this package do so by t5x_adapter.absolute."
+    )
+
+
+def _refuse_other_optimizer(checkpoint, model_state):
+  """Refuses to resume with an optimizer whose state is built in another way."""
+  was, now = (_optimizer_paths(x) for x in (checkpoint, model_state))
+  if was != now:
+    raise ValueError(
+      f"MODEL_DIR holds checkpoints of another OPTIMIZER: its state is {_kinds(was)}, and that of "
+      f"this run's OPTIMIZER is {_kinds(now)}. Go on with the OPTIMIZER in the config.gin beside "
+      "them, or take an empty MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
+    )
+
+
+def _optimizer_paths(state):
+  return set(state_utils.flatten_state_dict(state.get("state", {}).get("param_states", {})))
+
+
+def _kinds(paths):
+  """Names what an optimizer keeps: the word that does not belong to a parameter's path."""
+  kinds = set()
+  for path in paths:
+    words = path.split("/")
+    of_optax = [word for word in words if not word.isdigit()] if words[0].isdigit() else []
+    kinds.add(of_optax[0] if of_optax else words[-1])
+  return ", ".join(sorted(kinds)) or "empty"
 
 
 def _is_sparse(checkpoint):

@@ -21,6 +21,7 @@ from nm_sparsity_jax import optim
 from nm_sparsity_jax.stored import init_state, update_state
 from nm_sparsity_jax.t5x_adapter import measure
 from nm_sparsity_jax.t5x_adapter.models import COLLECTION, UNKNOWN, SparseModel, refuse_sparse
+from nm_sparsity_jax.t5x_adapter.restore import refuse_relative
 
 
 class SparseTrainer(trainer.Trainer):
@@ -65,6 +66,7 @@ class SparseTrainer(trainer.Trainer):
         "@t5x_adapter.SparseEncoderDecoderModel() or SparseDecoderOnlyModel()."
       )
     if train_state is not None:  # t5x.eval gives none yet
+      refuse_relative("MODEL_DIR", summary_dir)
       train_state = _begin(model, train_state, train_state_axes, partitioner, pretrained_steps)
     super().__init__(
       model=model,
