@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_plan import FINETUNE, MODEL, ROOT, SETTINGS, has
 
 from nm_sparsity_jax import cli, gin_files, plan, runs
+from nm_sparsity_jax.local import train
 
 run, t5x, run_t5x = test_plan.run, test_plan.t5x, test_plan.run_t5x
 closed_loops = test_plan.closed_loops
@@ -182,7 +183,7 @@ def test_the_trainer_refuses_a_relative_folder_before_the_first_step(t5x):
   """Point 1: the run died at its first save."""
   from nm_sparsity_jax import t5x_adapter
 
-  class Model(t5x_adapter.SparseModel):
+  class Model(t5x_adapter.SparseEncoderDecoderModel):
     def __init__(self):
       pass
 
@@ -206,7 +207,8 @@ def test_another_optimizer_is_named_where_a_run_goes_on(run_t5x, tmp_path):
   moments = {"count": np.int32(4), "mu": tree["target"], "nu": tree["target"]}
   tree["state"] = {"step": np.int32(10), "param_states": {"0": moments}}
   path = test_plan.write_orbax(tmp_path / "run/checkpoint_10", tree)
-  start = FINETUNE | {"RECIPE": "sr_ste", "INITIAL_CHECKPOINT_PATH": str(path)}
+  dense = test_plan.write_orbax(tmp_path / "start/checkpoint_6", test_plan.t5x_checkpoint())
+  start = FINETUNE | {"RECIPE": "sr_ste", "INITIAL_CHECKPOINT_PATH": str(dense)}
   said = (
     "MODEL_DIR holds checkpoints of another OPTIMIZER: its state is count, mu, nu, and that of "
   )
@@ -230,7 +232,8 @@ def test_the_local_runner_names_another_optimizer(run, tmp_path):
   files = ["model.gin", "gin_configs/runs/local_adamw.gin", "gin_configs/runs/local_train.gin"]
   where, bound = [tmp_path, ROOT], [f"{k} = {v!r}" for k, v in settings.items()]
   with gin_files.Config(where, files, bound) as config:
-    runs.settings.write(folder, {"optimizer": config.settings("Run")["optimizer"]})
+    folder.mkdir()
+    runs.settings.write(folder, train.settings_of(config.settings("Run")))
   (folder / "checkpoint_3/state").mkdir(parents=True)
   (folder / "checkpoint_3/state/_METADATA").write_text("{}")
   (folder / "checkpoint_3/_CHECKPOINT_METADATA").write_text("{}")

@@ -22,9 +22,26 @@ def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]
   _imports.load(args)
   paths = [*_flags.search_paths(args), gin_files.folder()]
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
+  _refuse_missing(config)
   if config.settings("Source") or config.settings("Evaluation"):  # of T5; others need no seqio
     _prepare_seqio(args)
   return config, config.text()
+
+
+def _refuse_missing(config: gin_files.Config) -> None:
+  """Refuses a task module or a checkpoint that is not there, before imports of many seconds."""
+  from nm_sparsity_jax.runs import folders
+
+  module = config.get("MIXTURE_OR_TASK_MODULE")
+  if isinstance(module, str):
+    gin_files.refuse_missing_module(module)
+  folder = config.get("MODEL_DIR")
+  resumes = isinstance(folder, str) and "://" not in folder and folders.steps(folder)
+  for name in ("CHECKPOINT_PATH",) if resumes else ("INITIAL_CHECKPOINT_PATH", "CHECKPOINT_PATH"):
+    path = config.get(name)
+    if isinstance(path, str) and "://" not in path and not folders.path_of(path).exists():
+      looked = "" if os.path.isabs(path) else f": looked at {folders.path_of(path)}"
+      raise ValueError(f"{name}: there is no checkpoint {path!r}{looked}")
 
 
 def _prepare_seqio(args: argparse.Namespace) -> None:

@@ -6,10 +6,16 @@ config.value("RECIPE")  # 'idp'
 """
 
 from nm_sparsity_jax.gin_files.config import LOCAL, PROGRAMS, Config, Unset, read
-from nm_sparsity_jax.gin_files.folders import find, folder, quiet, see_modules_here
+from nm_sparsity_jax.gin_files.folders import (
+  find,
+  folder,
+  quiet,
+  refuse_missing_module,
+  see_modules_here,
+)
 from nm_sparsity_jax.gin_files.messages import ask_for, message
 
 __all__ = [
     "LOCAL", "PROGRAMS", "Config", "Unset", "ask_for", "find", "folder", "message", "quiet",
-    "read", "see_modules_here",
+    "read", "refuse_missing_module", "see_modules_here",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import pathlib
@@ -59,6 +60,26 @@ def macros_of_files() -> set[str]:
     texts = (f.read_text("utf-8") for f in (folder() / "gin_configs").rglob("*.gin"))
     return {name for text in texts for name in re.findall(r"(?m)(?:^|%)([A-Z][A-Z0-9_]+)\b", text)}
   return set()
+
+
+def refuse_missing_module(module: str) -> None:
+  """Refuses a module of a setting that is not there; imports only the packages around it.
+
+  Args:
+    module: what MIXTURE_OR_TASK_MODULE names.
+
+  Raises:
+    ValueError: says where it was looked for.
+  """
+  try:
+    is_there = module in sys.modules or importlib.util.find_spec(module) is not None
+  except (ImportError, ValueError, AttributeError):
+    is_there = False
+  if not is_there:
+    raise ValueError(
+      f"MIXTURE_OR_TASK_MODULE={module!r}: there is no such module in {os.getcwd()} nor on "
+      "Python's path. Go to the folder that holds it, or add that folder to PYTHONPATH."
+    )
 
 
 def see_modules_here(first: bool = True) -> None:

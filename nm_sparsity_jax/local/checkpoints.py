@@ -154,6 +154,11 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._saving = None
 
+  def abandon(self) -> None:
+    """Ends Orbax' threads, which would else say much at the end of a process that was refused."""
+    with contextlib.suppress(Exception), checkpoint.quiet_orbax():
+      self._manager.close()
+
   def close(self) -> None:
     """Waits, and removes what need not stay."""
     try:

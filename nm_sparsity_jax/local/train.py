@@ -19,8 +19,9 @@ import dataclasses
 import errno
 import json
 import pathlib
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,18 +54,24 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
   Returns:
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
-  folder = _make(run.model_dir)
-  with lock.hold(folder, lambda _: _taken(folder)), Signals() as stop:
-    run.check()
+  folder = folder_of(run.model_dir)
+  run.check()
+  run.model.workload.check(run.source)
+  was = _Before.of(folder)
+  _make(run.model_dir)
+  with lock.hold(folder, lambda _: _taken(folder)), _as_it_was(folder, was), Signals() as stop:
     saved = checkpoints.Checkpoints(folder, run.keep_checkpoints)
-    run_settings.agree(folder, settings or {})
-    files.write_atomically(folder / "config.gin", config)
-    return go(run, saved, stop)
+    try:
+      run_settings.agree(folder, settings or {})
+      files.write_atomically(folder / "config.gin", config)
+      return go(run, saved, stop)
+    except BaseException:
+      saved.abandon()
+      raise
 
 
 def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
   """Does what is left of a run in its folder; returns the exit code, as `train` does."""
-  run.model.workload.check(run.source)
   init_key, key = jax.random.split(jax.random.PRNGKey(run.random_seed))
   history = History(saved.folder, run.best_metric, run.model.workload.less_is_better)
   state, offset = _start(run, saved, history, init_key)
@@ -236,6 +243,52 @@ def _make(model_dir: str) -> pathlib.Path:
   return folder
 
 
+_NOTES = ("config.gin", "settings.json", "run.json")  # written before the first step
+
+
+@dataclasses.dataclass(frozen=True)
+class _Before:
+  """What was there before a run made its folder and took its lock.
+
+  Attributes:
+    missing: the folder and those above it that were not there, the innermost first.
+    locked: whether the folder had a file for the lock.
+  """
+
+  missing: Sequence[pathlib.Path]
+  locked: bool
+
+  @classmethod
+  def of(cls, folder: pathlib.Path) -> _Before:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    return cls(missing, (folder / ".lock").exists())
+
+
+@contextlib.contextmanager
+def _as_it_was(folder: pathlib.Path, was: _Before) -> Iterator[None]:
+  """Leaves a folder as it was where a run is refused before its first step.
+
+  Args:
+    folder: of the run; this process holds its lock.
+    was: what was there.
+  """
+  names = {path.name for path in folder.iterdir()} - (set() if was.locked else {".lock"})
+  notes = {name: (folder / name).read_bytes() for name in _NOTES if name in names}
+  try:
+    yield
+  except Exception:
+    if not (folder / "train").exists():  # its curves: steps have been made
+      for path in folder.iterdir():
+        if path.name not in names:
+          shutil.rmtree(path) if path.is_dir() else path.unlink()
+      for name, content in notes.items():
+        (folder / name).write_bytes(content)
+      with contextlib.suppress(OSError):  # somebody else has put something there
+        for path in was.missing:
+          path.rmdir()
+    raise
+
+
 def _taken(folder: pathlib.Path) -> str:
   """Says that another process writes to a folder."""
   return (
@@ -340,8 +393,10 @@ def _prediction_line(example: Mapping[str, Any], text: str) -> str:
 
 def _open(model, checkpoint, output_dir, config) -> tuple[pathlib.Path, TrainState]:
   """The folder for what is found, and the state of a checkpoint."""
+  was = _Before.of(folder_of(output_dir))
   folder = _make(output_dir)
-  state = checkpoints.load_for_evaluation(checkpoint, model)
+  with _as_it_was(folder, was):
+    state = checkpoints.load_for_evaluation(checkpoint, model)
   files.write_atomically(folder / "config.gin", config)
   print(f"{checkpoint}: step {int(state.step):,}, sparse step {int(state.sparse_step):,}")
   return folder, state

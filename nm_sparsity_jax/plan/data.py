@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.plan.findings import Findings
 
 # Arguments of T5X's programs that say what data they read.
@@ -38,6 +39,7 @@ def _task(found: Findings) -> Any:
 
   if module := found.config.get("MIXTURE_OR_TASK_MODULE"):
     found.config.refuse_module(module)
+    gin_files.refuse_missing_module(module)
     importlib.import_module(module)
   task = data.mixture_or_task(name, module)
   lengths = found.config.get("TASK_FEATURE_LENGTHS") or {}

@@ -1,0 +1,96 @@
+"""A run that is refused says one line, soon, and leaves its folder as it was."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import test_local
+from test_local import GIN, command
+
+from nm_sparsity_jax import cli, gin_files
+from nm_sparsity_jax.commands import _local
+from nm_sparsity_jax.local import checkpoints, train
+from nm_sparsity_jax.runs import checkpoint
+
+MACROS = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=2)
+
+
+def refused(capsys, *argv):
+  """The one line of a command that is refused."""
+  capsys.readouterr()
+  assert cli.main([*argv]) == 1
+  (line,) = capsys.readouterr().err.splitlines()
+  return line
+
+
+def test_a_vocabulary_too_small_makes_no_folder_and_starts_no_thread(tmp_path, capsys, monkeypatch):
+  """Point 15: Orbax' thread said 35 lines more, and MODEL_DIR was there."""
+
+  def made(*_):
+    raise AssertionError("Orbax was started")
+
+  monkeypatch.setattr(checkpoints, "Checkpoints", made)
+  where = dict(MODEL_DIR=str(tmp_path / "a/run"), VOCAB_SIZE=128)
+  line = refused(capsys, "train", *command(*GIN, **MACROS, **where))
+  assert "'inputs' has 259 ids, but the network embeds 128. Set VOCAB_SIZE=384" in line
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_module_or_a_checkpoint_that_is_not_there(tmp_path, capsys, monkeypatch):
+  """Point 15: it took 17 seconds of imports, and did not say where it looked."""
+  monkeypatch.setattr(_local, "_prepare_seqio", lambda _: pytest.fail("seqio was imported"))
+  here, root = pathlib.Path.cwd(), str(tmp_path / "run")
+  line = refused(
+    capsys, "train", *command(*GIN, **MACROS, MODEL_DIR=root, MIXTURE_OR_TASK_MODULE="no_such.one")
+  )
+  assert f"MIXTURE_OR_TASK_MODULE='no_such.one': there is no such module in {here} nor" in line
+  start = dict(MODEL_DIR=root, INITIAL_CHECKPOINT_PATH="none/checkpoint_7")
+  line = refused(capsys, "train", *command(*GIN, **MACROS, **start))
+  assert "INITIAL_CHECKPOINT_PATH: there is no checkpoint 'none/checkpoint_7'" in line
+  assert f"looked at {here / 'none/checkpoint_7'}" in line
+  where = dict(EVAL_OUTPUT_DIR=root, CHECKPOINT_PATH="none/checkpoint_7")
+  line = refused(capsys, "eval", *command("local_eval.gin", **MACROS, **where))
+  assert "CHECKPOINT_PATH: there is no checkpoint 'none/checkpoint_7'" in line
+  assert not list(tmp_path.iterdir())
+  for module in ("no_such", "no_such.one", "pathlib.one", "", "."):
+    with pytest.raises(ValueError, match="there is no such module in"):
+      gin_files.refuse_missing_module(module)
+  gin_files.refuse_missing_module("json.decoder")
+
+
+def test_a_run_that_goes_on_needs_its_start_no_more(tmp_path, monkeypatch):
+  """Point 15: the start of a run may have been removed since."""
+  (tmp_path / "checkpoint_1/state").mkdir(parents=True)
+  (tmp_path / "checkpoint_1/state/_METADATA").touch()
+  macros = {"MODEL_DIR": str(tmp_path), "INITIAL_CHECKPOINT_PATH": "/no/checkpoint_1"}
+  config = type("Config", (), {"get": lambda _, name: macros.get(name)})()
+  _local._refuse_missing(config)
+
+
+@pytest.mark.parametrize("kept", [(), ("mine.txt", "config.gin")])
+def test_a_refusal_leaves_the_folder_as_it_was(kept, tmp_path):
+  """Point 15: the start is of another model, which is seen when the folder has been made."""
+  start, folder = tmp_path / "start/checkpoint_3", tmp_path / "a/run"
+  checkpoint.write(str(start), {"target": {"w": test_local.np.zeros(3, "float32")}})
+  if kept:
+    folder.mkdir(parents=True)
+  for name in kept:
+    (folder / name).write_text("mine")
+  before = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*") if "start" not in p.parts}
+  with pytest.raises(ValueError, match="it is of another model"):
+    train.train(test_local.run_of(folder, initial_checkpoint=str(start)), config="theirs")
+  after = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*") if "start" not in p.parts}
+  assert after == before
+
+
+@pytest.mark.slow
+def test_a_refused_command_says_one_line_to_its_end(tmp_path):
+  """Point 15: the lines came from a thread, when the interpreter ended."""
+  argv = command(*GIN, **MACROS, MODEL_DIR=str(tmp_path / "run"), VOCAB_SIZE=128)
+  root = pathlib.Path(__file__).resolve().parents[1]
+  done = subprocess.run(
+    [sys.executable, "-m", "nm_sparsity_jax.cli", "train", *argv],
+    cwd=root / "tests", capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
