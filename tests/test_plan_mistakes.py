@@ -294,3 +294,14 @@ def test_a_batch_that_was_guessed_is_told_and_parameters_are_counted_in_billions
   assert re.search(r"parameters  [\d.]+ B of 11.1 B \([\d.]+%\) kept; [\d.]+ B are in", text), text
   text = plan.render(run(**SETTINGS, raw=["BATCH_SIZE = 7"])[1])
   assert "100 steps of 7" in text and "guessed" not in text.split("training")[1].splitlines()[0]
+
+
+def test_a_checkpoint_of_another_size_is_one_error(run, tmp_path):
+  """Point 10: each array was an error of its own."""
+  path = test_plan.write_orbax(tmp_path / "checkpoint_6", test_plan.dense_checkpoint())
+  wider = [f"{test_plan.OURS}.mlp_dim = 64", f"{test_plan.OURS}.vocab_size = 128"]
+  code, report = run(f"--checkpoint={path}", **SETTINGS, raw=wider)
+  (error,) = report["errors"]
+  assert code == 1 and f"{path} is of a model of another size: 17 of " in error
+  assert "mlp/wi_{0,1}/kernel has shape (32, 48) there and (32, 64) here" in error
+  assert error.endswith("Take the model file that it was made with") and error.count(" there") == 3

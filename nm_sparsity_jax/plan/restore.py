@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.plan.paths import group
 from nm_sparsity_jax.runs import checkpoint
 
 
@@ -57,14 +58,17 @@ def restore(
   found = dict(checkpoint.flat(state))
   load: dict[str, tuple[checkpoint.Leaf, str | None]] = {}
   initialise: list[str] = []
+  other: dict[tuple, list[str]] = {}  # (shape there, shape here) -> keys
   for key, wanted in model.items():
     leaf = found.get(key)
     if leaf is None:
       initialise.append(key)
       continue
     if leaf.shape is not None and leaf.shape != tuple(wanted.shape):
-      errors.append(f"{key} has shape {leaf.shape} in {stored.path} and {wanted.shape} here")
+      other.setdefault((leaf.shape, tuple(wanted.shape)), []).append(key)
     load[key] = leaf, dtype if dtype and _is_cast(key, leaf, stored.format) else leaf.dtype
+  if other:
+    errors.append(_of_another_size(stored.path, other, len(model)))
   taken = {leaf.key for leaf, _ in load.values()}
   drop = [key for key in stored.leaves if key not in taken]
   if initialise and not fallback and not errors:
@@ -73,6 +77,28 @@ def restore(
       "RestoreCheckpointConfig.fallback_to_scratch is not set: T5X will fail"
     )
   return Restore(load, initialise, drop, errors)
+
+
+_SHOWN = 3  # groups of arrays that an error names
+
+
+def _of_another_size(path: str, other: Mapping[tuple, Sequence[str]], count: int) -> str:
+  """Says which arrays have another shape; those of like layers are one, parameters come first."""
+  keys = [key for of in other.values() for key in of]
+  if len(keys) == 1:
+    (((there, here), _),) = other.items()
+    return f"{keys[0]} has shape {there} in {path} and {here} here"
+  told = [
+    f"{name} has shape {there} there and {here} here"
+    for (there, here), of in other.items()
+    for name, _ in group(of, words=True)
+  ]
+  told.sort(key=lambda text: not text.startswith("target/"))
+  more = f"; and {len(told) - _SHOWN} kinds more" if told[_SHOWN:] else ""
+  return (
+    f"{path} is of a model of another size: {len(keys)} of {count} arrays differ. "
+    f"{'; '.join(told[:_SHOWN])}{more}. Take the model file that it was made with"
+  )
 
 
 def _is_cast(key: str, leaf: checkpoint.Leaf, kind: str) -> bool:
