@@ -389,7 +389,7 @@ def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str,
   if int(nms.step_count(opt_state)) != steps:
     raise AssertionError(f"{steps} steps were wanted, {nms.step_count(opt_state)} were taken.")
 
-  final = nms.finalize(params, run.rules, state)
+  final = nms.finalize(params, run.rules, state or steps)
   density = 1.0
   if row.sparse:
     proof = nms.verify(final, run.rules)

@@ -6,6 +6,7 @@ params, rules, step, state -> [sparsify] -> dense model;  at the end [finalize] 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax import dtypes, masks, opt_states
+from nm_sparsity_jax import dtypes, masks, opt_states, witness
+from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.places import Assignment, Place
 from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.schedules import as_step
 
 # `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
 from nm_sparsity_jax.stored import State, current, final, init_state, update_state  # noqa: F401
@@ -44,8 +47,12 @@ def sparsify(params: Any, rules: Rules, step: Any, state: State | None = None) -
   an optimizer state made with other rules, is an error; where the step is traced it makes the
   weights NaN, so that it cannot pass unseen.
   """
-  places = rules.assign(params).places
-  if not opt_states.is_step(step):
+  places = (assignment := rules.assign(params)).places
+  if opt_states.is_step(step):
+    witness.sparsified(rules, assignment, params, witness.NUMBER, step)
+  else:
+    told = opt_states.count_in(step)
+    witness.sparsified(rules, assignment, params, witness.STATE, told)
     if state is not None:
       raise ValueError(
         "nms.sparsify got an optimizer state and state=: pass the optimizer state alone, it holds "
@@ -72,30 +79,66 @@ def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) 
   Args:
     params: the trained parameters.
     rules: the rules.
-    state: the optimizer state of an optimizer made by `nms.sparse(tx, rules)`; or the stored masks
-      of `init_state` and `update_state`; or None where no recipe keeps a mask.
-    early: with an optimizer state, finalize though the schedule of a place is not over. Without
-      one, `finalize` does not know the step and refuses nothing.
+    state: how far the run is, so that its end is not missed: the state of an optimizer made by
+      `nms.sparse(tx, rules)`; or the stored masks of `init_state` and `update_state`, which hold
+      the step; or, where no recipe keeps a mask, the number of updates applied.
+    early: finalize though the schedule of a place is not over, or though nothing tells the step,
+      which is a warning otherwise.
   """
   assignment, places = (found := rules.assign(params)), found.places
+  step: Any = None
   wrong: Any = False
-  if not (state is None or _is_masks(state)):
+  whose = "nms.finalize got"
+  if state is None or _is_masks(state):
+    if state:
+      step, whose = state.get("step"), "the stored masks are of the last nms.update_state, of"
+  elif opt_states.is_step(state):
+    step, state = as_step(state), None
+  else:
     step, state = opt_states.read(state, rules.fingerprint)
-    if isinstance(step, jax.core.Tracer):
-      wrong = step < 0
-    elif not early and (ahead := unfinished(assignment, int(step))):
-      raise ValueError(
-        f"the optimizer state is at step {ahead}. Train on, or call nms.finalize(params, rules, "
-        "opt_state, early=True)."
-      )
+    wrong = step < 0
+    if not early:
+      _refuse_early(assignment, step, "the optimizer state is at")
 
   def apply(path, w):
     place = places.get(path)
     if place is None:
       return w
+    _warn_of_nan(path, w)
     return place.recipe.final(w, place.groups, final(place, state))
 
-  return _spoiled(map_with_names(apply, params), wrong)
+  done = _spoiled(map_with_names(apply, params), wrong)
+  if not early and step is not None:
+    _refuse_early(assignment, step, whose)
+  elif not early and any(place.recipe.phases for place in places.values()):
+    warn(
+      "nms.finalize(params, rules) does not know the step, so it may remove weights that still "
+      "matter: call nms.finalize(params, rules, opt_state), or the step in its place, or with "
+      "early=True if the schedule may be cut short."
+    )
+  return done
+
+
+def _refuse_early(assignment: Assignment, step: Any, whose: str) -> None:
+  """Raises where `step` is known and the schedule is not over; `whose` says who told it."""
+  if not isinstance(step, jax.core.Tracer) and (ahead := unfinished(assignment, int(step))):
+    raise ValueError(
+      f"{whose} step {ahead}. Train on, or call nms.finalize(params, rules, opt_state, early=True)."
+    )
+
+
+_LOST = (
+  "under jit a step or a stored mask that does not match makes the weights NaN, such as a step "
+  "that is off by one, a forgotten nms.update_state, or other Rules. Pass the state of nms.sparse "
+  "to nms.sparsify, and go back to a checkpoint with finite weights"
+)
+
+
+def _warn_of_nan(path: str, w: Any) -> None:
+  """Warns where a sparse parameter is known to be NaN throughout."""
+  wide = jnp.issubdtype(w.dtype, jnp.floating) and w.dtype.itemsize > 1
+  if wide and w.size and not isinstance(w, jax.core.Tracer) and bool(jnp.all(jnp.isnan(w))):
+    warn(f"every weight of {path!r} is NaN: {_LOST}.")
 
 
 def unfinished(assignment: Assignment, step: int) -> str | None:
@@ -161,12 +204,16 @@ class Verified:
       found.append("every weight is zero: its data may be lost")
     if self.not_finite:
       found.append(f"{self.not_finite} inf or NaN")
+    if self.not_finite == math.prod(self.shape) > 0:
+      found.append(f"no weight is left: {_LOST}")
     return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What `verify` found; `str` is a table, `ok` the verdict on `places`.
+  """What `verify` found; `str` is a table that ends in the verdict, `ok`.
+
+  It is ok when there are places, all of them are n:m, and no weight of them is inf or NaN.
 
   Attributes:
     places: the parameters that must be n:m.
@@ -178,7 +225,19 @@ class Report:
 
   @property
   def ok(self) -> bool:
-    return bool(self.places) and all(not p.bad_groups for p in self.places)
+    return self.verdict == "ok"
+
+  @property
+  def verdict(self) -> str:
+    """`ok`, or what is wrong."""
+    if not self.places:
+      why = "every rule was skipped" if self.skipped else "no rule makes anything sparse"
+      return f"NOTHING TO PROVE: {why}"
+    if any(p.bad_groups for p in self.places):
+      return "NOT n:m"
+    if lost := sum(p.not_finite for p in self.places):
+      return f"NOT FINITE: {lost} weights are inf or NaN"
+    return "ok"
 
   def __str__(self) -> str:
     head = "parameter", "pattern", "axis", "groups", "bad", "density", "first bad group at"
@@ -186,10 +245,10 @@ class Report:
       (p.path, p.pattern, p.axis, p.groups, p.bad_groups, f"{p.density:.4f}", p.first or "")
       for p in self.places
     ]
-    lines = table(head, rows)
+    lines = table(head, rows) if rows else []
     lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
     lines += [f"warning  {p.path}: {what}" for p in self.places for what in p.warnings]
-    return "\n".join([*map(printable, lines), "ok" if self.ok else "NOT n:m"])
+    return "\n".join([*map(printable, lines), self.verdict])
 
 
 def verify(params: Any, rules: Rules) -> Report:

@@ -1,4 +1,4 @@
-"""Errors that know which setting they are about.
+"""Errors that know which setting they are about, and warnings at the line of the reader's code.
 
     a wrong setting -> [SettingError: field, template, values] -> a text in the reader's own names
 
@@ -8,6 +8,8 @@ names in it apart can be told in either, so nobody edits English afterwards.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +49,33 @@ class SettingError(ValueError):
 
 class UnknownRecipe(ValueError):
   """A checkpoint names a recipe that nobody registered: the module that does is not imported."""
+
+
+def warn(text: str, everywhere: bool = True) -> None:
+  """Gives a `UserWarning` once, at the line of the caller's code that led here.
+
+  Frames of this package, jax, flax and optax are passed over: the line is one the caller wrote.
+
+  Args:
+    text: one sentence with the value, the rule and the fix.
+    everywhere: warn once for each such line; False warns once in this process.
+  """
+  frame, level = sys._getframe(1), 2
+  while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED:
+    frame, level = frame.f_back, level + 1
+  key = (text, frame.f_code.co_filename, frame.f_lineno) if everywhere else (text,)
+  if key not in _told:
+    warnings.warn(text, UserWarning, stacklevel=level)
+    _told.add(key)  # not before: a filter may have made the warning an error
+
+
+def forget_warnings() -> None:
+  """Lets `warn` say everything once more, as in a new process."""
+  _told.clear()
+
+
+_PASSED = ("nm_sparsity_jax", "jax", "flax", "optax")
+_told: set[tuple[Any, ...]] = set()
 
 
 class _Names(dict):

@@ -36,7 +36,8 @@ from flax.linen import partitioning
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax import masks, opt_states
+from nm_sparsity_jax import masks, opt_states, witness
+from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.places import Place
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.schedules import as_step
@@ -154,8 +155,10 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
     A new mapping of the same type.
   """
   if not opt_states.is_step(step):
+    witness.layers_told(witness.STATE, opt_states.count_in(step))
     step, state = opt_states.read(step)
   else:
+    witness.layers_told(witness.NUMBER, step)
     step = as_step(step)
   if not jax.tree_util.tree_leaves(variables.get(COLLECTION, {})):
     raise ValueError(
@@ -210,9 +213,12 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
   if layer.is_initializing():
     if place.remarks:
       _log.warning("%s: %s", path, "; ".join(place.remarks))
+    for _, doubt in place.doubts:
+      warn(doubt, everywhere=False)
     _create_variables(layer, place, w)
     return w
   step = _read_step(layer, place)
+  witness.layer_applied(rules, place, w)
   if not place.recipe.stateful:
     return place.effective(w, step)
   mask = _read_mask(layer, place)

@@ -107,6 +107,11 @@ def read(opt_state: Any, fingerprint: int | None = None) -> tuple[jax.Array, dic
   return state.count if fingerprint is None else matched(state, fingerprint), state.masks
 
 
+def count_in(opt_state: Any) -> Any:
+  """Returns the count of the `nms.sparse` in an optimizer state as it lies there; None without."""
+  return next((s.count for s in walk(opt_state) if isinstance(s, SparseState)), None)
+
+
 def matched(state: SparseState, fingerprint: int) -> jax.Array:
   """Returns the count of `state`, or -1 where it is traced and other rules made it.
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 
+from nm_sparsity_jax import witness
 from nm_sparsity_jax.opt_states import (
   CountStepsState,
   SparseState,
@@ -22,6 +24,7 @@ from nm_sparsity_jax.opt_states import (
   read,
   sparse_state,
   unboxed,
+  walk,
 )
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.stored import State, current
@@ -50,6 +53,8 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
   Reference: Zhou et al., ICLR 2021, arXiv:2102.04010, equation 8.
   """
 
+  witness.optimizes(rules)
+
   def init(params):
     rules.assign(params, partial=is_part(params))
     return SrSteState(jnp.zeros((), jnp.int32))
@@ -58,6 +63,7 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
     del extra
     if params is None:
       raise ValueError("nms.sr_ste needs the parameters: tx.update(grads, opt_state, params).")
+    witness.updated(rules, "nms.sr_ste")
     updates = add_sr_ste(updates, params, rules, state.count, nm_state)
     return updates, SrSteState(state.count + 1)
 
@@ -124,12 +130,20 @@ def step_count(opt_state: Any, rules: Rules | None = None) -> jax.Array:
     rules: with rules, `opt_state` must be of an optimizer made by `nms.sparse(tx, rules)`; other
       rules raise. Pass them where a run goes on from a checkpoint.
   """
+  witness.count_read()
   if rules is not None:
     return read(opt_state, rules.fingerprint)[0]
   sparse = sparse_state(opt_state)
   if sparse is not None:
+    if not isinstance(sparse.count, jax.core.Tracer) and sparse.count < 0:
+      raise ValueError(
+        "the optimizer state has lost its count: under jit nms.sparse met rules or a state of "
+        "another run, and the weights became NaN. Go back to the last checkpoint with finite "
+        "weights, and give nms.sparse, nms.sparsify and nms.finalize the same Rules."
+      )
     return sparse.count
   found = named(opt_state)
+  _refuse_late_term(list(walk(opt_state)))
   multi = [s for s in found if isinstance(s, optax.MultiStepsState)]
   ours = [s for s in found if isinstance(s, SrSteState | CountStepsState)]
   if multi:
@@ -149,6 +163,20 @@ def step_count(opt_state: Any, rules: Rules | None = None) -> jax.Array:
     "the optimizer state has no step count: add one, "
     "optax.chain(nms.count_steps(), your_optimizer)."
   )
+
+
+def _refuse_late_term(nodes: list[Any]) -> None:
+  """Raises where `nms.sr_ste` stands behind a link that keeps moments of the gradient."""
+  has_term = lambda link: any(isinstance(s, SrSteState) for s in walk(link))
+  for links in (n for n in nodes if type(n) is tuple):
+    late = next((i for i, link in enumerate(links) if has_term(link)), 0)
+    moments = (x for link in links[:late] for x in jax.tree.leaves(link) if jnp.ndim(x))
+    if next(moments, None) is not None:
+      raise ValueError(
+        f"nms.sr_ste is link {late + 1} of its optax.chain, behind a link that keeps moments of "
+        "the gradient, so its term is added to the update with the wrong sign and scale: put it "
+        "first, optax.chain(nms.sr_ste(rules), ...), or use nms.sparse(tx, rules)."
+      )
 
 
 _CYCLES = ("ApplyEvery", "ReduceLROnPlateauState")

@@ -6,12 +6,13 @@ Rules, shapes -> [Place, Assignment] -> what is done to which parameter, as a ta
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 
-from nm_sparsity_jax import masks
+from nm_sparsity_jax import masks, roles
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Recipe
@@ -27,12 +28,14 @@ class Place:
     recipe: what is applied to it.
     groups: where its groups lie.
     key: the rule that chose it.
+    bias: the length of the bias beside it, where there is one and it is a matrix.
   """
 
   path: str
   recipe: Recipe
   groups: Groups
   key: str = ""
+  bias: int | None = None
 
   @property
   def pattern(self) -> NM:
@@ -90,7 +93,50 @@ class Place:
       # The exponential decay of beta=None ends at 1/1000: that is how it is meant.
       if a.pattern is not None and a.decay_stop > 0.002 and d == 0:
         remarks.append(f"D jumps from {a.decay_stop:.3g} to 0 at step {a.stop}")
-    return tuple(remarks)
+    return (*remarks, *(remark for remark, _ in self.doubts))
+
+  @property
+  def doubts(self) -> tuple[tuple[str, str], ...]:
+    """What is allowed and seldom meant: (a remark, a sentence that says how to mend it)."""
+    found, (n, m) = [], (self.pattern.n, self.pattern.m)
+    rule = f"rule {self.key!r} at {self.path!r}, shape {self.shape}"
+    if 2 * n > m:
+      found.append(
+        (
+          f"keeps {n} of {m}",
+          f"{rule}: the pattern {n}:{m} keeps {n} of every {m} weights, as n is what is kept; "
+          f"write {m - n or 1}:{m} to keep {m - n or 1}.",
+        )
+      )
+    if self._groups_outputs():
+      found.append(
+        (
+          "groups along the outputs?",
+          f"{rule}: axis {self.axis} seems to be that of the outputs, but groups lie along what "
+          f"the matrix product sums over: Rules(..., axes={{{re.escape(self.path)!r}: "
+          f"{self._inputs()}}}); a Flax kernel is (in, out) and needs no axes=, a torch or "
+          "equinox weight is (out, in) and needs axis 1.",
+        )
+      )
+    return tuple(found)
+
+  def _groups_outputs(self) -> bool:
+    """Returns whether the bias beside a matrix, or else its name, says that `axis` is no input."""
+    other = {0: 1, 1: 0}.get(self.axes[0]) if len(self.shape) == 2 and len(self.axes) == 1 else None
+    if other is not None and self.bias in self.shape and len(set(self.shape)) == 2:
+      return self.shape[self.axes[0]] == self.bias
+    name = self.path.rpartition("/")[-1]
+    if name == "weight" and len(self.shape) > 1:
+      return 0 in self.axes  # torch, equinox: (out, in, ...)
+    known = roles.axis_of(self.path, len(self.shape))
+    return known is not None and len(self.shape) - 1 in self.axes and "Transpose" not in self.path
+
+  def _inputs(self) -> masks.Axis:
+    """Returns the axis that `axis` should be, where it seems to be that of the outputs."""
+    if len(self.shape) == 2:
+      return 1 - self.axes[0]
+    known = roles.axis_of(self.path, len(self.shape))
+    return 1 if known is None else known
 
   def effective(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
     """Returns `Recipe.effective` at this place."""

@@ -21,7 +21,7 @@ import jax
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax import roles as vocabulary
-from nm_sparsity_jax.errors import SettingError
+from nm_sparsity_jax.errors import SettingError, warn
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.places import Assignment, Examined, Place
 from nm_sparsity_jax.recipes import Dense, Recipe
@@ -233,11 +233,13 @@ class Rules:
         return axis
     if (axis := vocabulary.axis_of(path, len(shape))) is not None:
       return axis
+    how = f"Rules(..., axes={{{path!r}: ...}}), an int or ascending axes such as (0, 1)"
+    if len(shape) == 2:
+      how += ": 0 if it is (in, out), as in x @ w, 1 if it is (out, in), as in torch"
     raise ValueError(
       f"{path!r} has shape {shape}, and which axis is contracted does not follow from that. Name "
-      f"the axis that the matrix product sums over: Rules(..., axes={{{path!r}: ...}}), an int or "
-      "ascending axes such as (0, 1); for layers stacked by a scan, "
-      "rules.with_logical_axes(params_axes)."
+      f"the axis that the matrix product sums over: {how}; "
+      "for layers stacked by a scan, rules.with_logical_axes(params_axes)."
     )
 
   def assign(self, params: Any, *, partial: bool = False) -> Assignment:
@@ -261,8 +263,11 @@ class Rules:
         f"rules that match no parameter and so would change nothing: {', '.join(idle)}. "
         f"The {len(shapes)} parameters begin: {some}.{means} A place is a role "
         f"({', '.join(known)}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex for the "
-        "whole path, such as '.*/kernel'; Rules(..., roles={name: regex}) adds roles."
+        f"whole path, such as {_example(shapes)!r}; Rules(..., roles={{name: regex}}) adds roles."
       )
+    for place in assignment.places.values():
+      for _, doubt in place.doubts:
+        warn(doubt, everywhere=False)
     return assignment
 
   def examine(self, params: Any) -> Examined:
@@ -293,6 +298,7 @@ def _examine(rules: Rules, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Exa
   dense: list[str] = []
   failed: dict[str, ValueError] = {}
   used: set[str] = set()
+  known = dict(shapes)
   for path, shape in shapes:
     try:
       found = rules._match(path)
@@ -301,13 +307,29 @@ def _examine(rules: Rules, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Exa
     except ValueError as e:
       failed[path], place = e, None
     if isinstance(place, Place):
-      places[path] = place
+      places[path] = dataclasses.replace(place, bias=_bias(known, place))
     elif place is None:
       dense.append(path)
     else:
       skipped[path] = place
   idle = tuple(key for key in rules.places if key not in used)
   return Examined(Assignment(places, skipped, tuple(dense)), failed, idle)
+
+
+def _bias(shapes: Mapping[str, tuple[int, ...]], place: Place) -> int | None:
+  """Returns the length of the bias beside a matrix, None without one."""
+  folder = place.path.rpartition("/")[0]
+  if len(place.shape) != 2:
+    return None
+  named = ("/".join(filter(None, (folder, name))) for name in ("bias", "b"))
+  return next((shapes[n][0] for n in named if len(shapes.get(n, ())) == 1), None)
+
+
+def _example(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+  """Returns a regex that matches a whole path among these: of a matrix, where there is one."""
+  paths = [path for path, shape in shapes if len(shape) > 1] or [path for path, _ in shapes]
+  usual = not paths or any(path.endswith("/kernel") for path in paths)
+  return ".*/kernel" if usual else re.escape(paths[0])
 
 
 @functools.lru_cache(maxsize=256)

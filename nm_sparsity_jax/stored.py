@@ -19,6 +19,7 @@ import jax.core
 import jax.numpy as jnp
 
 from nm_sparsity_jax import opt_states
+from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.places import Place
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.schedules import as_step
@@ -96,7 +97,8 @@ def update_state(
     step: the number of updates applied, after this one: `nms.step_count(opt_state)`.
     grads: gradients of the step just taken, of its whole batch (under `optax.MultiSteps` the mean
       over the mini-steps); only snip needs them.
-    grads_at: the parameters that `grads` were taken at, for snip's exact |g * W|; None = `params`.
+    grads_at: the parameters that `grads` were taken at, for snip's exact |g * W|; None = `params`,
+      with a warning where there is snip.
 
   Returns:
     The new state, same structure.
@@ -120,6 +122,8 @@ def update_state(
     grad = _gradient(place, gradients.get(path))
     kept = place.recipe.next_state(place.groups, old, w, step, last, grad, at)
     _put(new, path, kept | _stamp(place, kept, new["step"]) | {"made": old["made"]})
+  if grads_at is None:
+    _warn_without_grads_at(places)
   return new
 
 
@@ -247,6 +251,17 @@ def _gradient(place: Place, grad: jax.Array | None) -> jax.Array | None:
       f"{place.shape}. Pass the gradients of these parameters."
     )
   return grad
+
+
+def _warn_without_grads_at(places: Mapping[str, Place]) -> None:
+  """Warns where a score is to be taken at other weights than those of the gradient."""
+  scored = [place for place in places.values() if place.recipe.needs_gradients]
+  if scored:
+    warn(
+      f"{scored[0].recipe.name} at {scored[0].key!r} scores |gradient * weight|, but without "
+      "grads_at= the weights are those after the update: call nms.update_state(..., grads=grads, "
+      "grads_at=params) with the parameters that the gradients were taken at."
+    )
 
 
 def _stamp(place: Place, kept: State, step: jax.Array | int) -> dict[str, jax.Array]:

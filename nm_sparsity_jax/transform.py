@@ -13,10 +13,14 @@ import contextlib
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from nm_sparsity_jax import opt_states
+from nm_sparsity_jax import opt_states, witness
+from nm_sparsity_jax.apply import verify
+from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.opt_states import SparseState
 from nm_sparsity_jax.optim import add_sr_ste
 from nm_sparsity_jax.rules import Rules
@@ -56,6 +60,7 @@ def sparse(
     parameters.
   """
   _check(tx, rules)
+  witness.optimizes(rules, wraps=True)
   inner = (
     optax.GradientTransformationExtraArgs(tx.init, tx.update)  # type: ignore[arg-type]
     if isinstance(tx, optax.MultiSteps)
@@ -65,6 +70,7 @@ def sparse(
   def init(params):
     _refuse_left_out(params, rules)
     masks = init_state(params, rules)
+    _warn_of_new_schedule(params, rules)
     with _relaxed():
       inner_state = inner.init(params)
     _check_inner(inner_state, rules)
@@ -77,6 +83,7 @@ def sparse(
       raise ValueError(
         "nms.sparse got a state that it did not make: start from opt_state = tx.init(params)."
       )
+    witness.updated(rules, "nms.sparse")
     now = opt_states.matched(state, rules.fingerprint)
     full = add_sr_ste(updates, params, rules, now, state.masks)
     with _relaxed():
@@ -90,6 +97,36 @@ def sparse(
     return new, SparseState(count, state.fingerprint, masks, inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _warn_of_new_schedule(params: Any, rules: Rules) -> None:
+  """Warns where weights are n:m already, since a fresh state begins the schedule once more."""
+  arrays = dict(flatten(params))
+  if opt_states.is_part(params):
+    return
+  places = rules.assign(params).places
+  if not any(place.recipe.target_from(place.axis_size) for place in places.values()):
+    return  # the schedule begins with the target pattern
+  known = {p: arrays[p] for p in places if _is_readable(arrays[p])}
+  used = {path: int(jnp.count_nonzero(w)) / max(w.size, 1) for path, w in known.items()}
+  is_sparse = lambda path: used[path] <= places[path].pattern.density
+  if len(known) < len(places) or not all(map(is_sparse, used)) or not any(used.values()):
+    return
+  if verify(params, rules).ok:
+    path, place = next((path, place) for path, place in places.items() if used[path])
+    warn(
+      f"the weights of {path!r} are {place.pattern} already, and a fresh optimizer state begins "
+      "the schedule at step 0: a run that goes on restores its optimizer state with its "
+      "parameters, and a new run starts from dense weights."
+    )
+
+
+def _is_readable(w: Any) -> bool:
+  """Returns whether a parameter is a known array of a float that jax can count."""
+  if isinstance(w, jax.core.Tracer) or not isinstance(w, np.ndarray | jax.Array):
+    return False
+  is_here = isinstance(w, np.ndarray) or w.is_fully_addressable
+  return is_here and jnp.issubdtype(w.dtype, jnp.floating) and w.dtype.itemsize > 1
 
 
 def _check(tx: Any, rules: Any) -> None:

@@ -129,3 +129,11 @@ def pytest_terminal_summary(terminalreporter, config):
   write("at most " + ", ".join(f"{mib} MiB in {name}" for name, mib in sorted(PEAKS.items())))
   for name in too_large(config):
     write(f"error: {name} took {PEAKS[name]} MiB, and --peak-mib allows {config.option.peak_mib}")
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process():
+  """Warnings that were given, and what was seen of a program, are forgotten."""
+  for name, forget in (("errors", "forget_warnings"), ("witness", "forget")):
+    if module := sys.modules.get(f"nm_sparsity_jax.{name}"):
+      getattr(module, forget)()

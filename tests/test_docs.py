@@ -146,7 +146,7 @@ def test_the_flax_model_trains(capsys):
   names = execute(CORE[1].code)
   out = capsys.readouterr().out.splitlines()
   assert out[-1] == "ok" and "sdgf_stepwise" in out[1]
-  done = nms.finalize(names["params"], names["rules"])
+  done = nms.finalize(names["params"], names["rules"], names["opt"])
   y = names["Mlp"]().apply({"params": done}, names["x"])  # the dense twin
   assert np.mean((y - np.sort(names["x"])) ** 2) < 0.5
 

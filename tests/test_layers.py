@@ -368,6 +368,8 @@ def case_id(x):
   return x if isinstance(x, str) else "all" if x == ALL else "some"
 
 
+@pytest.mark.filterwarnings("ignore:(idp|sr_ste) at .* adds lam:UserWarning")  # no optimizer
+@pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning")
 @pytest.mark.parametrize("how, kind, names, store, compute", CASES, ids=case_id)
 def test_sparse_net_is_the_dense_net_on_sparsified_parameters(how, kind, names, store, compute):
   rules = rules_for(how, kind, names)
@@ -466,7 +468,7 @@ def test_one_layer_may_be_called_twice():
   variables = Twice().init(jax.random.key(0), jnp.eye(4))
   state = as_of(nms.init_state(variables["params"], rules), rules, PHASES.total)
   y = Twice().apply(layers.with_step(variables, PHASES.total, state), jnp.eye(4))
-  w = nms.finalize(variables["params"], nms.Rules({"inner/kernel": make("sr_ste")}))
+  w = nms.finalize(variables["params"], nms.Rules({"inner/kernel": make("sr_ste")}), early=True)
   w = w["inner"]["kernel"]
   np.testing.assert_array_equal(y, w @ w)
 

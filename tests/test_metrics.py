@@ -17,6 +17,12 @@ from nm_sparsity_jax.metrics import flips, sums
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.trees import flatten
 
+# Gradients are made up here: no optimizer takes them.
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning"),
+  pytest.mark.filterwarnings("ignore:.* adds lam=:UserWarning"),
+]
+
 PHASES = nms.Phases(total=20, dense=3, finetune=5)
 WI, WO = "mlp/wi/kernel", "mlp/wo/kernel"
 

@@ -69,7 +69,7 @@ def test_the_end_of_a_run_has_all_that_is_kept():
   here = rules.assign(PARAMS).places[PATH]
   with pytest.raises(ValueError, match="never taken"):
     stored.final(here, state)
-  state = stored.update_state(state, PARAMS, rules, 5, grads=PARAMS)
+  state = stored.update_state(state, PARAMS, rules, 5, grads=PARAMS, grads_at=PARAMS)
   kept = stored.final(here, state)
   assert sorted(kept) == ["made", "mask", "renewed", "score", "seen"]
   np.testing.assert_array_equal(kept["mask"], stored.stored_masks(state)[PATH])

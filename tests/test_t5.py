@@ -17,6 +17,12 @@ from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION, with_step
 from nm_sparsity_jax.models.t5 import T5Config, Transformer, config, layers, masks
 from nm_sparsity_jax.trees import flatten, map_with_names
 
+# Gradients are made up here: no optimizer takes them.
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning"),
+  pytest.mark.filterwarnings("ignore:.* adds lam=:UserWarning"),
+]
+
 SIZES = dict(vocab_size=24, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
 
 
@@ -490,7 +496,7 @@ def trajectory(scan):
     if step in SEEN:
       found[step] = params, state
     params, state = update(params, state, jnp.int32(step))
-  assert nms.verify(nms.finalize(params, rules, state), rules).ok
+  assert nms.verify(nms.finalize(params, rules, state, early=True), rules).ok
   return found, sparsify_with_vjp
 
 

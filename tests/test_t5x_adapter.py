@@ -238,7 +238,7 @@ def finish(name, optimizer, network="t5"):
     state, _ = step(state, batch_of(t, network=network))
     assert the_step(state) == t + 1
   rules, last = model.stored_rules, model.read(state.params, state.flax_mutables)[1]
-  final = nms.finalize(state.params, rules, last)
+  final = nms.finalize(state.params, rules, last, early=True)
   if name == "dense":
     return assert_equal(final, state.params)
   report = nms.verify(final, rules)
@@ -718,7 +718,7 @@ def test_a_run_from_a_dense_checkpoint_and_its_resumption(
     assert int(final.step) == pretrained + PHASES.total and the_step(final) == PHASES.total
     finals[pretrained] = final
     _, last = read(final.params, final.flax_mutables)
-    done = nms.finalize(final.params, model.stored_rules, last)
+    done = nms.finalize(final.params, model.stored_rules, last, early=True)
     if name != "dense":
       report = nms.verify(done, rules_of(name))
       assert report.ok and {p.density for p in report.places} == {0.25}

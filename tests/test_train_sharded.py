@@ -13,6 +13,12 @@ import nm_sparsity_jax as nms
 
 # mlp is split in two: 256 rows of wo a shard, whole groups of up to 256.
 EMBED, MLP, BATCH = 128, 512, 32
+# Gradients are made up here: no optimizer takes them.
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning"),
+  pytest.mark.filterwarnings("ignore:.* adds lam=:UserWarning"),
+]
+
 SPECS = {
   "wi": PartitionSpec(None, "model"),
   "wo": PartitionSpec("model", None),

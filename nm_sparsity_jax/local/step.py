@@ -22,7 +22,7 @@ from flax import struct
 from flax.linen import partitioning, spmd
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from nm_sparsity_jax import apply, metrics, workloads
+from nm_sparsity_jax import apply, metrics, witness, workloads
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.transform import sparse
@@ -58,6 +58,7 @@ class TrainState:
   @property
   def sparse_step(self) -> jax.Array:
     """Updates that this run has applied, int32 scalar; also the position in the data."""
+    witness.count_read()
     return self.opt_state.count
 
   @property

@@ -329,7 +329,8 @@ def _finalized(
   """Returns a parameter with its zeros, and notes what it lost."""
   before = stored.array(f"target/{place.path}")
   state = _state(stored, place) if place.recipe.stateful else None
-  after = apply.finalize(checkpoint.nested({place.path: before}), _alone(place, rules), state)
+  tree = checkpoint.nested({place.path: before})
+  after = apply.finalize(tree, _alone(place, rules), state, early=True)  # looked at already
   (made,) = (np.asarray(leaf) for _, leaf in checkpoint.flat(after))
   removed[place.path] = _removed(place, before, made)
   return made

@@ -1,0 +1,164 @@
+"""What of a training program has run in this process, to warn of a part that is missing.
+
+    sparsify   -> [sparsified]      which rules mask weights, and how the step was told
+    layers     -> [layer_applied]   the same
+    nms.sparse -> [optimizes]       which rules have an optimizer
+               -> [updated]         is there a loss that its rules mask?
+
+Under jit these run while a program is traced, so nothing here costs a step anything. A program that
+lacks one of them trains without an error, and trains something else than the rules say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from nm_sparsity_jax.errors import warn
+from nm_sparsity_jax.places import Assignment, Place
+from nm_sparsity_jax.recipes import Dense
+from nm_sparsity_jax.rules import Rules
+
+STATE, NUMBER = "state", "number"  # a step is told by an optimizer state, or by itself
+
+
+class _Seen:
+  """What has run in this process; rules by their fingerprints."""
+
+  def __init__(self):
+    self.applied: dict[int, set[str]] = {}  # rules that masked weights -> how the step was told
+    self.optimized: set[int] = set()  # rules whose term of SR-STE an optimizer adds
+    self.wrapped: set[int] = set()  # of these, the rules of nms.sparse
+    self.count_read = False
+    self.layers_told = STATE
+    self.layers_step: int | None = None  # that layers.with_step made a constant
+
+
+_seen = _Seen()
+
+
+def forget() -> None:
+  """Forgets all, as a new process does."""
+  _seen.__init__()
+
+
+# --- noted ----------------------------------------------------------------------------------------
+
+
+def optimizes(rules: Rules, wraps: bool = False) -> None:
+  """Notes that an optimizer adds SR-STE's term of `rules`; `wraps`: it is `nms.sparse`."""
+  _seen.optimized.add(rules.fingerprint)
+  if wraps:
+    _seen.wrapped.add(rules.fingerprint)
+
+
+def count_read() -> None:
+  """Notes that the count of an optimizer state was read, to be used as a step."""
+  _seen.count_read = True
+
+
+def layers_told(told: str, step: Any) -> None:
+  """Notes how `layers.with_step` was told the step, and which one a program keeps for good."""
+  _seen.layers_told = told
+  _seen.layers_step = _constant(step)
+
+
+# --- looked at ------------------------------------------------------------------------------------
+
+
+def sparsified(rules: Rules, assignment: Assignment, params: Any, told: str, step: Any) -> None:
+  """Notes that `sparsify` masks a tree, and warns of what cannot be meant.
+
+  Args:
+    rules: the rules.
+    assignment: what they mean for `params`.
+    params: the parameters.
+    told: `STATE` or `NUMBER`.
+    step: updates applied so far, as it was given.
+  """
+  _seen.applied.setdefault(rules.fingerprint, set()).add(told)
+  for place in assignment.places.values():
+    _check_constant(place, _constant(step))
+    if told == NUMBER:
+      _check_term(rules, place, jax.tree.leaves(params))
+  is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(step))
+  is_foreign = bool(_seen.wrapped) and rules.fingerprint not in _seen.wrapped
+  if told == STATE and is_traced and is_foreign:  # what is not traced is refused
+    warn(
+      "nms.sparsify got an optimizer state and rules that no nms.sparse in this process has, so "
+      "the weights will be NaN: give both the same Rules."
+    )
+
+
+def layer_applied(rules: Rules, place: Place, w: Any) -> None:
+  """Notes that a layer masks its kernel `w`, and warns of what cannot be meant."""
+  _seen.applied.setdefault(rules.fingerprint, set()).add(_seen.layers_told)
+  _check_constant(place, _seen.layers_step)
+  if _seen.layers_told == NUMBER:
+    _check_term(rules, place, [w])
+
+
+def updated(rules: Rules, what: str) -> None:
+  """Warns where an optimizer updates weights that no forward pass has masked by its rules.
+
+  Args:
+    rules: the rules of the optimizer.
+    what: 'nms.sparse' or 'nms.sr_ste'.
+  """
+  told = _seen.applied.get(rules.fingerprint)
+  if all(isinstance(recipe, Dense) for recipe in rules.places.values()):
+    return
+  if told is None and _seen.applied:
+    warn(
+      f"{what} updates weights by rules that no loss applies: other Rules masked weights in this "
+      "process. Give nms.sparsify, or the layers, the Rules of the optimizer."
+    )
+  elif told is None:
+    warn(
+      f"{what} updates weights that no loss has masked, so this run trains dense weights: take the "
+      "gradient of lambda p: model_loss(nms.sparsify(p, rules, opt_state)), or use layers with "
+      "rules= and nms.layers.with_step."
+    )
+  elif told == {NUMBER} and not _seen.count_read:
+    warn(
+      f"{what} counts the steps, but the loss got a number of its own as the step, and an epoch or "
+      "a global step would be wrong: pass the optimizer state, or nms.step_count(opt_state)."
+    )
+
+
+def _check_constant(place: Place, step: int | None) -> None:
+  """Warns of a step that a program keeps for good though the schedule of a place goes on."""
+  phases = place.recipe.phases
+  if step is not None and phases is not None and step < phases.finetune_start:
+    warn(
+      f"step={step} is a constant of the compiled program, which would stay there while the "
+      f"schedule of {place.key!r} goes on to step {phases.finetune_start}: pass the optimizer "
+      "state, or the step, as an argument of the jitted function."
+    )
+
+
+def _check_term(rules: Rules, place: Place, leaves: Sequence[Any]) -> None:
+  """Warns where a gradient is taken and nothing adds SR-STE's term that a place asks for."""
+  is_trained = any(type(leaf).__name__ in _DIFFERENTIATED for leaf in leaves)
+  if place.recipe.lam and is_trained and rules.fingerprint not in _seen.optimized:
+    warn(
+      f"{place.recipe.name} at {place.key!r} adds lam={place.recipe.lam:g} times the pruned "
+      "weights to the gradient, but no optimizer of this process does: use nms.sparse(tx, rules), "
+      "or put nms.sr_ste(rules) first in the chain; lam=0 leaves the term out."
+    )
+
+
+_DIFFERENTIATED = ("JVPTracer", "LinearizeTracer")  # what jax.grad hands to a loss
+
+
+def _constant(step: Any) -> int | None:
+  """Returns a step that is known while a program is traced around it, else None."""
+  leaves = jax.tree.leaves(step)
+  if len(leaves) != 1 or isinstance(leaves[0], jax.core.Tracer) or np.size(leaves[0]) != 1:
+    return None
+  is_staged = isinstance(jax.lax.add(np.int32(0), np.int32(0)), jax.core.Tracer)
+  return int(np.asarray(leaves[0]).item()) if is_staged else None
