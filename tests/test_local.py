@@ -718,6 +718,8 @@ def test_microbatches_and_devices_change_nothing(devices, partitions, microbatch
     assert specs["encoder/layers_0/mlp/wo/kernel"].spec == jax.P("model", None)
 
 
+@pytest.mark.filterwarnings("ignore:step=.* is a constant:UserWarning")
+@pytest.mark.filterwarnings("ignore:sr_ste at .* adds lam:UserWarning")
 def test_the_step_is_what_the_parts_say(one_device):
   """Loss, z-loss and SR-STE's term written out, without the runner's step."""
   model = model_of(**SR_STE)

@@ -297,6 +297,7 @@ def test_overall_is_weighted_by_size():
   np.testing.assert_allclose(share.target, (12 + 80) / 256, rtol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:rule .* keeps:UserWarning")
 def test_padded_places_count_real_weights_only():
   # 10 rows in groups of 4: the last group has 2 and keeps both of them for n = 3.
   rules = nms.Rules({WI: make("sr_ste", "3:4"), WO: make("sr_ste", "1:4")}, indivisible="pad")

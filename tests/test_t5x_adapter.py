@@ -297,6 +297,7 @@ def gradient(model, state, batch, num_microbatches=None):
 FACTORS = [None, 40.0, "NUM_REAL_TARGET_TOKENS", "NUM_TOTAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
 
 
+@pytest.mark.filterwarnings("ignore:step=.* is a constant:UserWarning")
 @pytest.mark.parametrize("num_microbatches", [None, 4])
 @pytest.mark.parametrize("factor", FACTORS)
 def test_lambda_is_relative_to_the_mean_loss_per_target(factor, num_microbatches):

@@ -186,6 +186,7 @@ def test_no_collective_more_than_dense_and_the_bits_of_one_device(name, mesh, de
     carry = there
 
 
+@pytest.mark.filterwarnings("ignore:rule .* seems to be that of the outputs:UserWarning")
 @pytest.mark.parametrize(
   "rules",
   [

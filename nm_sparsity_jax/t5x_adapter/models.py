@@ -22,7 +22,7 @@ from flax.core import freeze, unfreeze
 from flax.linen import partitioning
 from t5x import models, optimizers, utils
 
-from nm_sparsity_jax import apply, layers, optim, rules_text
+from nm_sparsity_jax import apply, layers, optim, rules_text, witness
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.stored import State, init_state
 from nm_sparsity_jax.trees import flatten
@@ -107,6 +107,7 @@ class SparseModel(models.BaseTransformerModel):
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
     """Returns the loss at the step that `flax_mutables` holds, metrics and the same mutables."""
     step, state = self.read(params, flax_mutables)
+    witness.optimizes(self.stored_rules)  # the trainer adds SR-STE's term
     if not self._sparse_layers:
       params = apply.sparsify(params, self.stored_rules, step, state)
       loss, metrics = super().loss_fn(params, batch, dropout_rng)

@@ -17,7 +17,7 @@ from absl import logging
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
-from nm_sparsity_jax import optim, witness
+from nm_sparsity_jax import optim
 from nm_sparsity_jax.stored import init_state, update_state
 from nm_sparsity_jax.t5x_adapter import measure
 from nm_sparsity_jax.t5x_adapter.models import COLLECTION, UNKNOWN, SparseModel, refuse_sparse
@@ -138,7 +138,6 @@ def sparse_train_step(
     **accumulate: as of T5X's `accumulate_grads_microbatched`.
   """
   rules, params = model.stored_rules, train_state.params
-  witness.optimizes(rules)
   step, state = model.read(params, train_state.flax_mutables)
   grads, found, flax_mutables = trainer.accumulate_grads_microbatched(
     model, train_state, batch, dropout_rng, num_microbatches, **accumulate
