@@ -90,9 +90,10 @@ def do(names):
 
 
 def keep(noted):
-  """Writes the file, in the order of the jobs."""
+  """Writes the file, in the order of the jobs; then what none of them does any more."""
   for part in ("found", "changed"):
-    noted[part] = {name: noted[part][name] for name in JOBS if name in noted[part]}
+    names = [*JOBS, *(name for name in noted[part] if name not in JOBS)]
+    noted[part] = {name: noted[part][name] for name in names if name in noted[part]}
   FILE.write_text(json.dumps(noted, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
@@ -113,9 +114,17 @@ def main():
   prepare()
   wanted = [name for name in JOBS if re.search(args.only, name)]
   gone = [n for n in noted["found"] if re.search(args.only, n) and n not in JOBS]
-  failed, start = [], time.monotonic()
-  differ = [f"{name} is noted, but nothing does it now" for name in gone]
-  print("\n".join(differ), end="\n" * bool(differ))
+  failed, differ, start = [], [], time.monotonic()
+  for name in gone:
+    why = noted["changed"].get(name, {}).get("why")
+    if args.accept:
+      noted["changed"][name] = {"why": args.accept, "found": None}
+      keep(noted)
+    elif why is not None:
+      print(f"{name} is not done any more, as it should: {why}")
+    else:
+      differ.append(f"{name} is noted, but nothing does it now")
+      print(differ[-1], flush=True)
   for name, now, done in do(wanted):
     before, changed = noted["found"].get(name), noted["changed"].get(name, {})
     if args.write and done:
