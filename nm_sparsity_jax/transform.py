@@ -108,7 +108,8 @@ def _warn_of_new_schedule(params: Any, rules: Rules) -> None:
   if not any(place.recipe.target_from(place.axis_size) for place in places.values()):
     return  # the schedule begins with the target pattern
   known = {p: arrays[p] for p in places if _is_readable(arrays[p])}
-  used = {path: int(jnp.count_nonzero(w)) / max(w.size, 1) for path, w in known.items()}
+  with jax.ensure_compile_time_eval():  # known arrays, also where a program is being traced
+    used = {path: int(jnp.count_nonzero(w)) / max(w.size, 1) for path, w in known.items()}
   is_sparse = lambda path: used[path] <= places[path].pattern.density
   if len(known) < len(places) or not all(map(is_sparse, used)) or not any(used.values()):
     return
