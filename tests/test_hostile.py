@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import zipfile
 import zlib
 
@@ -418,3 +419,19 @@ def test_a_line_is_not_endless():
   """Point 26: one line last, and one that can be read."""
   line = cli.one_line(ValueError("x" * 100_000))
   assert len(line) < 4100 and line.endswith("... (100,000 characters)")
+
+
+def test_what_comes_too_late_is_not_told(capsys):
+  """Point 26: damaged OCDBT ended in tracebacks of tensorstore's threads, by chance."""
+  before = sys.unraisablehook
+  checkpoint._ignore_late_callbacks.cache_clear()
+  try:
+    told = []
+    sys.unraisablehook = told.append
+    checkpoint.orbax("a checkpoint")
+    for error in (RuntimeError("Event loop is closed"), RuntimeError("another")):
+      raised = types.SimpleNamespace(exc_type=type(error), exc_value=error)
+      sys.unraisablehook(raised)
+    assert [str(t.exc_value) for t in told] == ["another"]
+  finally:
+    sys.unraisablehook = before

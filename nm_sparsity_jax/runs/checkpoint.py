@@ -238,6 +238,7 @@ def orbax(name: str) -> Any:
     raise ModuleNotFoundError(
       f"{name!r} is an Orbax checkpoint: pip install orbax-checkpoint"
     ) from e
+  _ignore_late_callbacks()
   return ocp
 
 
@@ -259,27 +260,36 @@ def quiet_orbax():
 
 @contextlib.contextmanager
 def quiet_threads():
-  """Without what Orbax' threads log and print of their errors.
+  """Without what Orbax' threads log of their errors.
 
-  Whoever waits for a thread gets its error. Without this a full disk is told in 60 lines, and a
-  damaged array in 6.
+  Whoever waits for a thread gets its error. Without this a full disk is told in 60 lines.
   """
-  logger, hook = logging.getLogger("absl"), sys.excepthook
+  logger = logging.getLogger("absl")
 
   def is_of_others(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
-  def print_error(kind: Any, error: Any, trace: Any) -> None:
-    if str(error) != "Event loop is closed":  # of writes that were given up
-      hook(kind, error, trace)
-
   logger.addFilter(is_of_others)
-  sys.excepthook = print_error
   try:
     yield
   finally:
     logger.removeFilter(is_of_others)
-    sys.excepthook = hook
+
+
+@functools.cache
+def _ignore_late_callbacks() -> None:
+  """Prints no traceback where tensorstore calls back after Orbax has given up.
+
+  It does so from threads of its own, as often as a damaged checkpoint has arrays, and at any time
+  after the error was raised. So the hook stays.
+  """
+  hook = sys.unraisablehook
+
+  def print_error(raised: Any) -> None:
+    if raised.exc_type is not RuntimeError or str(raised.exc_value) != "Event loop is closed":
+      hook(raised)
+
+  sys.unraisablehook = print_error
 
 
 _SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_sparsity/rules")
