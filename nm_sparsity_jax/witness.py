@@ -11,7 +11,6 @@ lacks one of them trains without an error, and trains something else than the ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -81,10 +80,12 @@ def sparsified(rules: Rules, assignment: Assignment, params: Any, told: str, ste
     step: updates applied so far, as it was given.
   """
   _seen.applied.setdefault(rules.fingerprint, set()).add(told)
+  constant = _constant(step)
+  is_trained = told == NUMBER and _is_trained(params)
   for place in assignment.places.values():
-    _check_constant(place, _constant(step))
-    if told == NUMBER:
-      _check_term(rules, place, jax.tree.leaves(params))
+    _check_constant(place, constant)
+    if is_trained:
+      _check_term(rules, place)
   is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(step))
   is_foreign = bool(_seen.wrapped) and rules.fingerprint not in _seen.wrapped
   if told == STATE and is_traced and is_foreign:  # what is not traced is refused
@@ -98,8 +99,8 @@ def layer_applied(rules: Rules, place: Place, w: Any) -> None:
   """Notes that a layer masks its kernel `w`, and warns of what cannot be meant."""
   _seen.applied.setdefault(rules.fingerprint, set()).add(_seen.layers_told)
   _check_constant(place, _seen.layers_step)
-  if _seen.layers_told == NUMBER:
-    _check_term(rules, place, [w])
+  if _seen.layers_told == NUMBER and _is_trained(w):
+    _check_term(rules, place)
 
 
 def updated(rules: Rules, what: str) -> None:
@@ -141,10 +142,14 @@ def _check_constant(place: Place, step: int | None) -> None:
     )
 
 
-def _check_term(rules: Rules, place: Place, leaves: Sequence[Any]) -> None:
-  """Warns where a gradient is taken and nothing adds SR-STE's term that a place asks for."""
-  is_trained = any(type(leaf).__name__ in _DIFFERENTIATED for leaf in leaves)
-  if place.recipe.lam and is_trained and rules.fingerprint not in _seen.optimized:
+def _is_trained(tree: Any) -> bool:
+  """Returns whether a gradient is taken with respect to a leaf."""
+  return any(type(leaf).__name__ in _DIFFERENTIATED for leaf in jax.tree.leaves(tree))
+
+
+def _check_term(rules: Rules, place: Place) -> None:
+  """Warns where nothing adds SR-STE's term that a place in training asks for."""
+  if place.recipe.lam and rules.fingerprint not in _seen.optimized:
     warn(
       f"{place.recipe.name} at {place.key!r} adds lam={place.recipe.lam:g} times the pruned "
       "weights to the gradient, but no optimizer of this process does: use nms.sparse(tx, rules), "
