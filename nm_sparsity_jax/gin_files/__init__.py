@@ -5,7 +5,8 @@ config.errors           # ['PATTERN is not set: ...', 'SPARSE_STEPS is not set: 
 config.value("RECIPE")  # 'idp'
 """
 
-from nm_sparsity_jax.gin_files.config import LOCAL, PROGRAMS, Config, Unset, read
+from nm_sparsity_jax.gin_files.bound import LOCAL, PROGRAMS, Unset
+from nm_sparsity_jax.gin_files.config import Config, read
 from nm_sparsity_jax.gin_files.folders import (
   find,
   folder,

@@ -1,7 +1,7 @@
-"""The local runner: trains and evaluates a T5 on the devices of one host, from the package index.
+"""The local runner: trains and evaluates any workload on the devices of one host.
 
     gin -> commands.train -> [train] -> batches, steps, checkpoints, evaluations -> MODEL_DIR
 
-Rooms, each importing only those above it: `data`, `decoding`, `step`, `checkpoints`, `evaluation`,
-`reports`, `train`. seqio and TensorFlow are imported inside functions.
+Rooms, each importing only those above it: `step`, `checkpoints`, `evaluation`, `run`, `reports`,
+`folders`, `train`. seqio and TensorFlow are imported inside functions.
 """

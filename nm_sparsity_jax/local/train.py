@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import pathlib
-import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from nm_sparsity_jax import installed, metrics
-from nm_sparsity_jax.local import checkpoints, reports
+from nm_sparsity_jax.local import checkpoints, folders, reports
 from nm_sparsity_jax.local.evaluation import History, Stopped, loss_line, metrics_line
 from nm_sparsity_jax.local.run import Periods, Run, note_run
 from nm_sparsity_jax.local.step import Model, TrainState
@@ -35,7 +33,7 @@ from nm_sparsity_jax.runs import files, lock
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Signals
 
-__all__ = ["FREE", "Periods", "Run", "evaluate", "folder_of", "infer", "settings_of", "train"]
+__all__ = ["FREE", "Periods", "Run", "evaluate", "infer", "settings_of", "train"]
 
 # Of `Run`, what its result does not depend on.
 FREE = (
@@ -54,12 +52,13 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
   Returns:
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
-  folder = folder_of(run.model_dir)
+  folder = folders.of(run.model_dir)
   run.check()
   run.model.workload.check(run.source)
-  was = _Before.of(folder)
-  _make(run.model_dir)
-  with lock.hold(folder, lambda _: _taken(folder)), _as_it_was(folder, was), Signals() as stop:
+  was = folders.Before.of(folder)
+  folders.make(run.model_dir)
+  held = lock.hold(folder, lambda _: folders.taken(folder))
+  with held, folders.as_it_was(folder, was), Signals() as stop:
     saved = checkpoints.Checkpoints(folder, run.keep_checkpoints)
     try:
       run_settings.agree(folder, settings or {})
@@ -96,7 +95,7 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
       curves.close()
     if isinstance(e, reports.NotFinite):
       raise _not_finite(saved, e) from e
-    if _is_no_room(e):
+    if folders.is_no_room(e):
       raise ValueError(saved.no_room(f"curves or scores in {saved.folder}", e)) from e
     raise
   finally:
@@ -222,90 +221,6 @@ def _not_finite(saved: checkpoints.Checkpoints, e: reports.NotFinite) -> ValueEr
   )
 
 
-# --- the folder -----------------------------------------------------------------------------------
-
-
-def folder_of(model_dir: str) -> pathlib.Path:
-  """The folder of a run, whether it is there or not."""
-  if "://" in model_dir:
-    raise ValueError(f"MODEL_DIR={model_dir!r}: the local runner writes to a local disk.")
-  return pathlib.Path(model_dir).expanduser().absolute()
-
-
-def _make(model_dir: str) -> pathlib.Path:
-  """The folder of the run, made and found writable."""
-  folder = folder_of(model_dir)
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    files.probe(folder)
-  except OSError as e:
-    raise ValueError(f"MODEL_DIR={model_dir!r} cannot be written to: {e.strerror or e}.") from e
-  return folder
-
-
-_NOTES = ("config.gin", "settings.json", "run.json")  # written before the first step
-
-
-@dataclasses.dataclass(frozen=True)
-class _Before:
-  """What was there before a run made its folder and took its lock.
-
-  Attributes:
-    missing: the folder and those above it that were not there, the innermost first.
-    locked: whether the folder had a file for the lock.
-  """
-
-  missing: Sequence[pathlib.Path]
-  locked: bool
-
-  @classmethod
-  def of(cls, folder: pathlib.Path) -> _Before:
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    return cls(missing, (folder / ".lock").exists())
-
-
-@contextlib.contextmanager
-def _as_it_was(folder: pathlib.Path, was: _Before) -> Iterator[None]:
-  """Leaves a folder as it was where a run is refused before its first step.
-
-  Args:
-    folder: of the run; this process holds its lock.
-    was: what was there.
-  """
-  names = {path.name for path in folder.iterdir()} - (set() if was.locked else {".lock"})
-  notes = {name: (folder / name).read_bytes() for name in _NOTES if name in names}
-  try:
-    yield
-  except Exception:
-    if not (folder / "train").exists():  # its curves: steps have been made
-      for path in folder.iterdir():
-        if path.name not in names:
-          shutil.rmtree(path) if path.is_dir() else path.unlink()
-      for name, content in notes.items():
-        (folder / name).write_bytes(content)
-      with contextlib.suppress(OSError):  # somebody else has put something there
-        for path in was.missing:
-          path.rmdir()
-    raise
-
-
-def _taken(folder: pathlib.Path) -> str:
-  """Says that another process writes to a folder."""
-  return (
-    f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
-    "first); the same command goes on from there."
-  )
-
-
-def _is_no_room(error: BaseException) -> bool:
-  """Whether a disk, a quota or a limit of file sizes is full, as Python or TensorFlow say it."""
-  import tensorflow as tf
-
-  if isinstance(error, OSError):
-    return error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-  return isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.OutOfRangeError)
-
-
 def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
   """Selects the bound arguments of `Run` that its result depends on: all but `FREE`."""
   return {name: value for name, value in bound.items() if name not in FREE}
@@ -393,9 +308,9 @@ def _prediction_line(example: Mapping[str, Any], text: str) -> str:
 
 def _open(model, checkpoint, output_dir, config) -> tuple[pathlib.Path, TrainState]:
   """The folder for what is found, and the state of a checkpoint."""
-  was = _Before.of(folder_of(output_dir))
-  folder = _make(output_dir)
-  with _as_it_was(folder, was):
+  was = folders.Before.of(folders.of(output_dir))
+  folder = folders.make(output_dir)
+  with folders.as_it_was(folder, was):
     state = checkpoints.load_for_evaluation(checkpoint, model)
   files.write_atomically(folder / "config.gin", config)
   print(f"{checkpoint}: step {int(state.step):,}, sparse step {int(state.sparse_step):,}")

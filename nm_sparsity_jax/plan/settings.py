@@ -31,7 +31,7 @@ def check(found: Findings, made: Made) -> None:
 
 def _check_local(found: Findings) -> None:
   """Makes the run, so that its parts check themselves."""
-  from nm_sparsity_jax.local import step, train
+  from nm_sparsity_jax.local import folders, step, train
 
   if found.config.program != "train":
     found.argument("evaluation")
@@ -44,7 +44,7 @@ def _check_local(found: Findings) -> None:
   except step.WrongDevices:
     found.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
   model_dir = found.config.argument("model_dir", "Run")
-  folder = train.folder_of(model_dir)
+  folder = folders.of(model_dir)
   if why := files.cannot_write(folder):
     found.errors.append(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
   settings.refuse_changed(folder, train.settings_of(found.config.settings("Run")))
