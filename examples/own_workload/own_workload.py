@@ -56,9 +56,7 @@ class Shape:
                prunable=True)
       for name, (a, b) in matrices.items()
     ]  # fmt: skip
-    out = flops.Op(
-      name="out", role="out", place="mlp", flops=2 * self.width, params=self.width
-    )
+    out = flops.Op(name="out", role="out", place="mlp", flops=2 * self.width, params=self.width)
     norms = flops.Op(name="norms", role="norm", place="mlp", params=4 * self.width)
     return (*found, out, norms)
 
