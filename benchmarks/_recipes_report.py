@@ -38,7 +38,7 @@ class Paired(NamedTuple):
 
 
 def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Paired | None:
-  """The paired t interval and test of a - b over the keys that both have; None below two."""
+  """Returns the paired t interval and test of a - b over the common keys; None below two."""
   d = [a[key] - b[key] for key in sorted(a.keys() & b.keys())]
   n = len(d)
   if n < 2:
@@ -52,10 +52,10 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Paired | None:
 
 
 def holm(ps: Sequence[float], family: int | None = None) -> list[float]:
-  """Holm's step-down correction of `ps`, as members of a family of `family` tests.
+  """Returns Holm's step-down correction of `ps`, as members of a family of `family` tests.
 
-  Tests that are planned and not there yet count as the largest of all p, so that a partial table
-  claims no more than the whole one could.
+  Tests that are planned but missing count as the largest of all p, so that a partial table claims
+  no more than the whole one could.
   """
   family = len(ps) if family is None else family
   order = sorted(range(len(ps)), key=ps.__getitem__)
@@ -91,7 +91,7 @@ class Table(NamedTuple):
 
 
 def split(records: Mapping[Any, Any], runs: Sequence[Any], rows: Mapping[str, Any]) -> list[Table]:
-  """One table for each task, pattern and budget; rows without a pattern are in each."""
+  """Returns one table for each task, pattern and budget; rows without a pattern are in each."""
   seeds: dict[Any, list[int]] = collections.defaultdict(list)
   for run in runs:
     seeds[run._replace(seed=0)].append(run.seed)
@@ -117,24 +117,24 @@ def split(records: Mapping[Any, Any], runs: Sequence[Any], rows: Mapping[str, An
 
 
 def logs(records: Mapping[int, Any]) -> dict[int, float]:
-  """Seed -> logarithm of the cross-entropy."""
+  """Returns seed -> logarithm of the cross-entropy."""
   return {seed: math.log(r["cross_entropy"]) for seed, r in records.items()}
 
 
 def cross_entropy(records: Mapping[int, Any]) -> float:
-  """The geometric mean over seeds."""
+  """Returns the geometric mean over seeds."""
   return math.exp(statistics.fmean(logs(records).values()))
 
 
 def count(n: int, planned: int) -> str:
-  """How many seeds there are, and of how many where some are missing."""
+  """Says how many seeds there are, and of how many where some are missing."""
   return f"{n}" if n == planned else f"{n} of {planned}"
 
 
 def compare(table: Table, rows: Mapping[str, Any]) -> dict[str, tuple[Paired, float | None]]:
-  """Row -> its difference to SR-STE, and p corrected for all recipes of the table.
+  """Returns row -> its difference to SR-STE, and p corrected for all recipes of the table.
 
-  dense and no_ff are no recipes: they are not tested.
+  dense and no_ff are not recipes, so they are not tested.
   """
   if BASE not in table.rows:
     return {}
@@ -150,12 +150,12 @@ def compare(table: Table, rows: Mapping[str, Any]) -> dict[str, tuple[Paired, fl
 
 
 def mean_accuracy(results: Iterable[Any]) -> float:
-  """In percent."""
+  """Returns the mean accuracy in percent."""
   return 100 * statistics.fmean(r["accuracy"] for r in results)
 
 
 def gap(table: Table) -> tuple[float | None, str]:
-  """Points of accuracy from the lower bound to dense, None where one is missing; and its name."""
+  """Returns points of accuracy from the lower bound to dense, None where one is missing; a name."""
   dense, without = table.rows.get("dense"), table.rows.get("no_ff")
   if table.task in WITH_ATTENTION:
     least = [100 * r["largest"] for r in dense.values()] if dense else None
@@ -166,7 +166,7 @@ def gap(table: Table) -> tuple[float | None, str]:
 
 
 def verdict(table: Table, rows: Mapping[str, Any]) -> list[str]:
-  """What the table says, in sentences that claim no more than its tests."""
+  """Says what the table shows, in sentences that claim no more than its tests."""
   said = []
   if table.runs < table.wanted:
     said.append(f"**Partial: {table.runs} of {table.wanted} runs.**")
@@ -203,7 +203,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def results(table: Table, rows: Mapping[str, Any], dense_price: float | None) -> list[str]:
-  """One table. `dense_price`: training FLOPs of a dense step."""
+  """Returns one table. `dense_price`: training FLOPs of a dense step."""
   compared = compare(table, rows)
   started = any("start" in r for records in table.rows.values() for r in records.values())
   lines = []
@@ -243,7 +243,7 @@ def show_p(p: float) -> str:
 
 
 def figure3(table: Table) -> list[str]:
-  """Variances over those of SR-STE, twice in a run, over all weights and over kept ones."""
+  """Returns variances over those of SR-STE, twice in a run, over all weights and over kept ones."""
   kinds = "gradient_all", "gradient_kept", "second_moment_all", "second_moment_kept"
   at = {"45 %": 9, "95 %": 19}  # of 20 samples and more
   base, lines = table.rows.get(BASE, {}), []
@@ -276,7 +276,7 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def versions(records: Mapping[Any, Any]) -> str:
-  """Which versions the runs had."""
+  """Says which versions the runs had."""
   counts = collections.Counter(
     ", ".join(f"{k} {v}" for k, v in r["versions"].items()) for r in records.values()
   )
@@ -284,7 +284,7 @@ def versions(records: Mapping[Any, Any]) -> str:
 
 
 def tables(records, runs, rows) -> list[str]:
-  """The section of a grid."""
+  """Returns the section of a grid."""
   if not any(run in records for run in runs):
     return ["Missing."]
   mine = {run: records[run] for run in runs if run in records}
@@ -301,7 +301,7 @@ def tables(records, runs, rows) -> list[str]:
 
 
 def between(table: Table, rows: Mapping[str, Any]) -> list[str]:
-  """Questions within a table: the two gradient modes, and both decays against one."""
+  """Returns the questions within a table: the two gradient modes, and both decays against one."""
   both_of = collections.defaultdict(dict)
   for name, row in rows.items():
     if row.gradient and name.endswith(f", {row.gradient}"):
@@ -332,30 +332,30 @@ def between(table: Table, rows: Mapping[str, Any]) -> list[str]:
 
 
 def modes(records, grids, rows) -> list[str]:
-  """The section of comparisons within a table, of those that are whole and not rejected."""
+  """Returns the section of comparisons within each table that is whole and not rejected."""
   of = [table for runs in grids for table in split(records, runs, rows)]
   found = [line for table in of for line in between(table, rows)]
   return found or ["Missing."]
 
 
 def variances(records, runs, rows) -> list[str]:
-  """The section of figure 3: the paper's pattern, 1:16."""
+  """Returns the section of figure 3: the paper's pattern, 1:16."""
   return [line for table in at_1_16(records, runs, rows) for line in figure3(table)]
 
 
 def at_1_16(records, runs, rows) -> list[Table]:
-  """The tables of the paper's pattern and a number of steps, but those that rank nothing."""
+  """Returns the tables of the paper's pattern and a number of steps that rank recipes."""
   tables = [t for t in split(records, runs, rows) if t.pattern == "1:16" and t.budget.isdigit()]
   return [t for t in tables if (points := gap(t)[0]) is None or points >= CLOSE]
 
 
 def courses(records, runs, rows) -> list[str]:
-  """The section of losses along the way."""
+  """Returns the section of losses during training."""
   return [line for table in at_1_16(records, runs, rows) for line in course(table)]
 
 
 def course(table: Table) -> list[str]:
-  """The loss of training batches on the way: the mean over seeds, one batch each."""
+  """Returns the loss of training batches over time: the mean over seeds, one batch each."""
   at, lines = {"20 %": 4, "40 %": 8, "60 %": 12, "70 %": 14, "80 %": 16, "95 %": 19}, []
   for name, records in table.rows.items():
     curves = [r["curve"]["loss"] for r in records.values()]
@@ -369,7 +369,7 @@ def course(table: Table) -> list[str]:
 
 
 def earlier(records, runs) -> list[str]:
-  """The section of another plan of phases: each row over itself with the plan of all tables."""
+  """Returns the section of other phases: each row over itself with the phases of all tables."""
   lines = []
   for like in dict.fromkeys(run._replace(seed=0) for run in runs):
     mine = [run for run in runs if run._replace(seed=0) == like]
@@ -390,7 +390,7 @@ def earlier(records, runs) -> list[str]:
 
 
 def digits(records, runs, rows) -> list[str]:
-  """The smoke test: accuracies, and no comparison."""
+  """Returns the smoke test: accuracies without a comparison."""
   if not any(run in records for run in runs):
     return ["Missing."]
   lines = []
@@ -402,7 +402,7 @@ def digits(records, runs, rows) -> list[str]:
 
 
 def fill(page: str, name: str, lines: Sequence[str]) -> str:
-  """The page, with `lines` between its markers of that name."""
+  """Returns the page, with `lines` between its markers of that name."""
   begin, end = f"<!-- begin {name}: generated -->", f"<!-- end {name} -->"
   pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
   if len(pattern.findall(page)) != 1:

@@ -127,18 +127,18 @@ class Task:
     return optax.adamw(rate)
 
   def draw(self, key) -> dict[str, Any]:
-    """All that a seed decides of the data; "test" is what the network is scored on."""
+    """Returns all data that a seed decides; "test" is what the network is scored on."""
     raise NotImplementedError
 
   def batch(self, data, step):
-    """Examples and answers of a step: some of "rows"."""
+    """Returns examples and answers of a step: some of "rows"."""
     x, y = data["rows"]
     key = jax.random.fold_in(data["train"], step)
     chosen = jax.random.randint(key, (BATCH,), 0, len(y))
     return x[chosen], y[chosen]
 
   def predictions(self, logits):
-    """Those that have an answer."""
+    """Returns the logits that have an answer."""
     return logits
 
 
@@ -213,7 +213,7 @@ class MiniGlue(Task):
   start: int = 2000
 
   def network(self, ff: bool) -> nn.Module:
-    """Without feed-forward layers they add 0."""
+    """Returns the network; without `ff`, its feed-forward layers add 0."""
     off = {} if ff else {"mlp_activations": (jnp.zeros_like, jnp.zeros_like)}
     return TextToText(dataclasses.replace(_T5, **off))
 
@@ -229,7 +229,7 @@ class MiniGlue(Task):
 
 @functools.cache
 def _mini_glue(config: str, split: str, rows: int, length: int):
-  """Ids of rows of mini-GLUE [rows, length], and the first id of each answer [rows]."""
+  """Returns ids of rows of mini-GLUE [rows, length], and the first id of each answer [rows]."""
   from t5x_tasks import mini
   from t5x_tasks.vocabulary import mini_words
 
@@ -252,7 +252,7 @@ TASKS = {
 
 
 def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
-  """The rules of a row: its recipe on the kernels of these places."""
+  """Returns the rules of a row: its recipe on the kernels of these places."""
   if not row.sparse:
     return nms.Rules({".*": nms.recipe("dense")})
   phases = nms.Phases(
@@ -264,14 +264,14 @@ def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
 
 
 def training_flops(task, row, pattern: str, steps: int) -> float:
-  """FLOPs of attention and feed-forward layers, all steps, as `nm_sparsity_jax.flops` counts."""
+  """Returns the FLOPs of attention and feed-forward layers over all steps."""
   recipes = dict(rules_of(task.places, row, pattern, steps).places) if row.sparse else {}
   cost = nms.flops.training(task.shape, recipes, BATCH, steps=steps)
   return cost.select("attention", *(("ff",) if row.ff else ())).flops
 
 
 def equal_steps(task, row, pattern: str, dense_steps: int) -> int:
-  """The most steps that a row can take for what `dense_steps` cost the dense network."""
+  """Returns the most steps of a row that cost no more than `dense_steps` of the dense network."""
   dense = nms.flops.Cost(task.shape.ops()).select("attention", "ff").flops
   price = 3 * BATCH * dense * dense_steps
   low, high = dense_steps, 4 * dense_steps
@@ -292,18 +292,18 @@ class Experiment(NamedTuple):
 
 
 def falling(steps: int):
-  """The learning rate of a row: a warm-up of 10 % and a cosine to 0."""
+  """Returns the learning rate of a row: a warm-up of 10 % and a cosine to 0."""
   return optax.warmup_cosine_decay_schedule(0.0, RATE, max(1, steps // 10), steps)
 
 
 def level(steps: int):
-  """The learning rate of a dense start: a warm-up of half its steps, then constant."""
+  """Returns the learning rate of a dense start: a warm-up of half its steps, then constant."""
   return optax.warmup_constant_schedule(0.0, RATE, steps // 2)
 
 
 @functools.lru_cache(maxsize=64)
 def experiment(task, row, pattern: str, steps: int, rate=falling) -> Experiment:
-  """The functions of one row: the seed comes in as a key and as data."""
+  """Returns the functions of one row: the seed comes in as a key and as data."""
   rules = rules_of(task.places, row, pattern, steps)
   network = task.network(row.ff)
   tx = optax.chain(nms.sr_ste(rules), task.optimizer(rate(steps)))
@@ -354,7 +354,7 @@ def experiment(task, row, pattern: str, steps: int, rate=falling) -> Experiment:
 
 @functools.cache
 def start_of(task_name: str, row, seed: int):
-  """The weights of a dense start, and how good it is; of a task without one, None and nothing."""
+  """Returns the weights of a dense start and its scores; (None, {}) for a task without one."""
   task = TASKS[task_name]
   if not task.start:
     return None, {}
@@ -415,7 +415,7 @@ def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str,
 
 
 def _largest(answers) -> float:
-  """The share of the commonest answer."""
+  """Returns the share of the commonest answer."""
   return float(np.bincount(np.ravel(answers)).max() / np.size(answers))
 
 

@@ -36,7 +36,7 @@ def pin(core: int) -> None:
 def interleave(
   candidates: Mapping[str, Callable[[], object]], blocks: int = 9, seconds: float = 0.01
 ) -> dict[str, list[float]]:
-  """Seconds per call of each candidate, one figure a block, candidates taking turns.
+  """Returns seconds per call of each candidate, one figure a block; candidates take turns.
 
   Args:
     candidates: name -> a call that returns when its work is done.
@@ -63,14 +63,14 @@ def interleave(
 
 
 def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
-  """Median of the block-by-block ratio, with its middle half."""
+  """Returns the median of the block-by-block ratio, with its middle half."""
   ratios = sorted(t / b for t, b in zip(times, base, strict=True))
   low, _, high = statistics.quantiles(ratios, n=4)
   return statistics.median(ratios), low, high
 
 
 def machine() -> dict[str, str]:
-  """What the figures were measured on."""
+  """Says what the figures were measured on."""
   import jax
   import jaxlib
 

@@ -78,7 +78,7 @@ def _jaxpruner_topk():
 
 
 def same(mask, other):
-  """Equal, whichever polarity the peer has."""
+  """Returns whether two masks are equal, whichever polarity the peer has."""
   mask, other = np.asarray(mask, bool), np.asarray(other, bool)
   return bool((mask == other).all() or (mask == ~other).all())
 

@@ -62,7 +62,7 @@ class Row:
 
   @property
   def mode(self) -> str:
-    """What a table says of the gradient."""
+    """Returns what a table says of the gradient."""
     one = {"dense": "", "one_shot": "either", "snip": "either"}
     return self.gradient or one.get(self.recipe, "straight_through")
 
@@ -116,7 +116,7 @@ class Run(NamedTuple):
 
 
 def bigram_grid() -> Iterator[Run]:
-  """Most wanted first. A stage goes seed by seed, so that all rows have equally many."""
+  """Yields the most wanted runs first. A stage goes seed by seed, so all rows have equally many."""
   eight, three = range(100, 108), range(100, 103)
   high, low = ("1:16", "1:32"), ("1:8", "1:4")
   stages = (
@@ -170,18 +170,18 @@ GRIDS = {
 
 
 def grid(task: str) -> list[Run]:
-  """All runs of a task, each once."""
+  """Returns all runs of a task, each once."""
   return list(dict.fromkeys(GRIDS[task]()))
 
 
 def share(runs: list[Run], worker: int, workers: int) -> list[Run]:
-  """What one of several workers does: whole rows, since a row is compiled once for all seeds."""
+  """Returns what one of several workers does: whole rows, each compiled once for all seeds."""
   rows = {row: i for i, row in enumerate(dict.fromkeys(run._replace(seed=0) for run in runs))}
   return [run for run in runs if rows[run._replace(seed=0)] % workers == worker]
 
 
 def read(path: pathlib.Path) -> tuple[dict[Run, dict[str, Any]], int]:
-  """The records of a results file by run, and the number of lines that are none (torn ones)."""
+  """Returns the records of a results file by run, and the number of torn lines."""
   found: dict[Run, dict[str, Any]] = {}
   torn = 0
   for line in path.read_text("utf8").splitlines() if path.exists() else ():
@@ -212,7 +212,7 @@ def append(path: pathlib.Path, record: dict[str, Any]) -> None:
 
 
 def steps_of(run: Run) -> int:
-  """The length of a run."""
+  """Returns the length of a run."""
   number, *unit = run.budget.split()
   if not unit:
     return int(number)

@@ -93,7 +93,7 @@ VOCABULARY = seqio.PassThroughVocabulary(SIZES["vocab_size"], eos_id=-1)
 
 
 def cases():
-  """(name, recipe or None for T5X's own, sparse step to measure at)."""
+  """Yields (name, recipe or None for T5X's own, sparse step to measure at)."""
   make = lambda name, pattern, **k: nms.recipe(name, pattern=pattern, phases=PHASES, **k)
   yield "dense T5X", None, 0
   yield "dense ours", make("dense", "1:8"), 300
@@ -108,7 +108,7 @@ def cases():
 
 
 def decode_cases():
-  """Decoding depends on the recipe by its mask alone: one without a stored mask, one with."""
+  """Yields recipes without and with a stored mask: decoding depends on nothing else."""
   make = lambda name: nms.recipe(name, pattern="1:8", phases=PHASES)
   yield "decode dense T5X", None, 0
   yield "decode dense ours", make("dense"), 300
@@ -117,7 +117,7 @@ def decode_cases():
 
 
 def make_model(recipe):
-  """T5X's own model of T5X's network, or ours of ours."""
+  """Returns T5X's own model of T5X's network, or our model of our network."""
   own = recipe is None
   module = t5x_network if own else network
   cls = models.EncoderDecoderModel if own else t5x_adapter.SparseEncoderDecoderModel
@@ -163,7 +163,7 @@ class Candidate:
     self.sampled = {"metrics_every": metrics_every} if metrics_every else {}
 
   def begin(self, params):
-    """The collection of ours, with masks of these weights and the step of this candidate."""
+    """Makes our collection, with masks of these weights and the step of this candidate."""
     self.mutables = self.shapes.flax_mutables
     if self.mutables:
       state = nms.init_state(params, self.model.stored_rules)
@@ -190,13 +190,13 @@ class Candidate:
     self.step = self.partitioner.compile(run._partitioned_train_step, self.shapes, DATA)
 
   def compile_samples(self):
-    """The two programs beside the step."""
+    """Compiles the two programs beside the step."""
     before = self.step.before.lower(self.shapes, DATA)
     before.compile()
     self.partitioner.compile(self.step.after, self.shapes, before.out_info)
 
   def run_step(self, live):
-    """One step; every candidate starts from the parameters that the one before it returned."""
+    """Does one step; every candidate starts from the parameters that the one before it returned."""
     optimizer = self.shapes._optimizer.replace(target=live["params"], state=live["state"])
     state = self.shapes.replace(_optimizer=optimizer, flax_mutables=self.mutables)
     state, metrics = self.step(state, DATA)
@@ -219,7 +219,7 @@ class Candidate:
 
 
 def draw(shapes):
-  """Parameters of the size that an initialization gives, without compiling one."""
+  """Draws parameters of the size that an initialization gives, without compiling one."""
   rng = np.random.default_rng(0)
 
   def one(path, w):
@@ -236,7 +236,7 @@ def chosen(candidates):
 
 
 def timed(what, call, *args, **kwargs):
-  """(what the call returns, the processor time that it took, the time on the wall)."""
+  """Returns what the call returns, the processor time that it took, and the wall time."""
   wall, start = time.perf_counter(), time.process_time()
   out = call(*args, **kwargs)
   took = time.process_time() - start, time.perf_counter() - wall
@@ -245,7 +245,7 @@ def timed(what, call, *args, **kwargs):
 
 
 def compile_all(params=None):
-  """The candidates (plain, sampled or None) by name, and their (processor, wall) over dense T5X.
+  """Returns the candidates (plain, sampled or None) by name, and their costs over dense T5X.
 
   Each is compiled right after dense T5X: a shared machine drifts from one minute to the next.
   """

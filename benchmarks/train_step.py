@@ -45,7 +45,7 @@ TOTAL = 1000
 
 
 def init(key, layers):
-  """T5X's parameter names and shapes, without relative positions."""
+  """Returns parameters with T5X's names and shapes, without relative positions."""
   keys = iter(jax.random.split(key, 1000))
   kernel = lambda i, o: {"kernel": jax.random.normal(next(keys), (i, o)) / i**0.5}
   scale = lambda: {"scale": jnp.ones(EMBED)}
@@ -107,7 +107,7 @@ def loss_of(params, batch):
 
 
 def threshold(params, rules, mode):
-  """The floor: the mask is |W| > a constant."""
+  """Applies the floor: the mask is |W| > a constant."""
   places = rules.assign(params).places
   half = jnp.float32(0.5)
 
@@ -120,7 +120,7 @@ def threshold(params, rules, mode):
 
 
 def train_step(rules, floor=None):
-  """A jitted (params, opt_state, state, batch) -> same; and its optimizer."""
+  """Returns a jitted (params, opt_state, state, batch) -> the same, and its optimizer."""
   parts = [optax.adamw(1e-4)] if rules is None or floor else [nms.sr_ste(rules), optax.adamw(1e-4)]
   tx = optax.with_extra_args_support(optax.chain(*parts))
 
@@ -146,13 +146,13 @@ def train_step(rules, floor=None):
 
 
 def set_step(opt_state, step):
-  """The optimizer state as it is at `step`."""
+  """Returns the optimizer state as it is at `step`."""
   at = lambda path, x: jnp.int32(step) if "count" in str(path[-1]) else x
   return jax.tree_util.tree_map_with_path(at, opt_state)
 
 
 def cases():
-  """(name, rules or None, floor's gradient mode or None, step to measure at)."""
+  """Yields (name, rules or None, floor's gradient mode or None, step to measure at)."""
   phases = nms.Phases(total=TOTAL, dense=100, finetune=200)
   make = lambda name, pattern, **k: nms.Rules(
     {"ff": nms.recipe(name, pattern=pattern, phases=phases, **k)}

@@ -35,7 +35,7 @@ rules = nms.Rules({"(hidden|out)/kernel": recipe})  # a place is a role or a reg
 
 @nnx.jit
 def train_step(model, optimizer, x, y):
-  """One update; the optimizer's state holds the step of the schedule."""
+  """Does one update; the optimizer's state holds the step of the schedule."""
   # What the optimizer trains, and the rest: here BatchNorm's statistics.
   graph, params, rest = nnx.split(model, nnx.Param, ...)
 

@@ -120,7 +120,7 @@ def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) 
 
 
 def _refuse_early(assignment: Assignment, step: Any, whose: str) -> None:
-  """Raises where `step` is known and the schedule is not over; `whose` says who told it."""
+  """Raises where `step` is known and a schedule is not over; `whose` says where it is from."""
   if not isinstance(step, jax.core.Tracer) and (ahead := unfinished(assignment, int(step))):
     raise ValueError(
       f"{whose} step {ahead}. Train on, or call nms.finalize(params, rules, opt_state, early=True)."
@@ -142,7 +142,7 @@ def _warn_of_nan(path: str, w: Any) -> None:
 
 
 def unfinished(assignment: Assignment, step: int) -> str | None:
-  """Returns where a place stands whose fine-tune phase is ahead at `step`, in words; None if over.
+  """Returns where a place stands at `step`, in words; None if its schedule is over.
 
   >>> unfinished(rules.assign(params), 40)  # doctest: +SKIP
   "40, with pattern 1:8 and D = 0.5 at 'ff', where the schedule is over at 60"
@@ -196,7 +196,7 @@ class Verified:
 
   @property
   def warnings(self) -> tuple[str, ...]:
-    """What may be n:m and is of no use all the same, in words; empty where nothing is."""
+    """Returns in words what is wrong although it may be n:m; empty where nothing is."""
     found = []
     if not self.groups:
       found.append(f"it has no weights, shape {self.shape}")
@@ -229,7 +229,7 @@ class Report:
 
   @property
   def verdict(self) -> str:
-    """`ok`, or what is wrong."""
+    """Returns `ok`, or what is wrong."""
     if not self.places:
       why = "every rule was skipped" if self.skipped else "no rule makes anything sparse"
       return f"NOTHING TO PROVE: {why}"
@@ -252,7 +252,19 @@ class Report:
 
 
 def verify(params: Any, rules: Rules) -> Report:
-  """Counts, group by group, that at most n weights are not zero (-0.0 is zero, 1e-40 is not)."""
+  """Counts the groups of each sparse parameter that have more than n weights that are not zero.
+
+      print(nms.verify(params, rules))   # a table, and the verdict
+
+  -0.0 is zero; 1e-40 is not.
+
+  Args:
+    params: the finalized parameters.
+    rules: the rules.
+
+  Returns:
+    A `Report`; `report.ok` is the verdict as a bool.
+  """
   arrays = dict(flatten(params))
   found = []
   assignment = rules.assign(params)

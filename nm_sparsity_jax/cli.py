@@ -35,7 +35,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one command; its exit code."""
+  """Runs one command and returns its exit code."""
   argv = list(sys.argv[1:] if argv is None else argv)
   name = next((n for n in COMMANDS if argv[: n.count(" ") + 1] == n.split()), None)
   if name is None:
@@ -75,9 +75,9 @@ _MOST = 4000  # characters of an error's line
 
 
 def one_line(error: BaseException | str) -> str:
-  """An error as one line: its text, and its class where the text alone would say too little.
+  """Returns an error as one line: its text, with its class where the text alone says too little.
 
-  A name in it that somebody else chose cannot speak to the terminal.
+  A name from outside is escaped, so that it cannot control the terminal.
   """
   text = printable(" ".join(str(error).split()))
   if len(text) > _MOST:
@@ -88,7 +88,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 def _parser(group: str = "") -> argparse.ArgumentParser:
-  """The parser of what names no command; with a group, of the words after the group's."""
+  """Returns the parser for words that name no command; with a group, for the words after it."""
   prog = f"nm-sparsity {group}".rstrip()
   commands = {n: line for n, (_, line) in COMMANDS.items() if n.startswith(group)}
   width = max(map(len, commands))

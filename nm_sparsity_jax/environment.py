@@ -184,7 +184,7 @@ def _install(purpose: str) -> str:
 
 
 def _unpublished(name: str) -> Finding:
-  """Compares a package that only its sources have with the commit that was tested."""
+  """Compares a package that is not on PyPI with the commit that was tested."""
   folder = installed.folder_of(name)
   if folder is None:
     return Finding(

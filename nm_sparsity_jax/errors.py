@@ -48,7 +48,7 @@ class SettingError(ValueError):
 
 
 class UnknownRecipe(ValueError):
-  """A checkpoint names a recipe that nobody registered: the module that does is not imported."""
+  """A checkpoint names a recipe that is not registered, since its module is not imported."""
 
 
 def warn(text: str, everywhere: bool = True) -> None:
@@ -79,7 +79,7 @@ _told: set[tuple[Any, ...]] = set()
 
 
 class _Names(dict):
-  """A setting that has no other name keeps its own, before "=" too."""
+  """Names of settings; one without another name keeps its own, before "=" too."""
 
   def __missing__(self, key: str) -> str:
     return f"{self[key[:-1]]}=" if key.endswith("=") else key

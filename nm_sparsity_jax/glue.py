@@ -44,7 +44,7 @@ class Task:
 
   @property
   def regression(self) -> bool:
-    """Whether the label is a number."""
+    """Returns whether the label is a number."""
     return not self.labels
 
 
@@ -142,7 +142,7 @@ _SEQIO_NAME = re.compile(r"nm_glue_(mini_)?(?P<ours>\w+)|glue_(?P<t5>\w+?)_v\d+"
 
 
 def config_of(seqio_task: str) -> tuple[str, bool] | None:
-  """The config of GLUE that a seqio task reads, and whether it reads mini-GLUE; None: another task.
+  """Returns the config of GLUE that a seqio task reads, and whether it is mini-GLUE; else None.
 
   >>> config_of("nm_glue_rte"), config_of("nm_glue_mini_rte"), config_of("glue_rte_v002")
   (('rte', False), ('rte', True), ('rte', False))

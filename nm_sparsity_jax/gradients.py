@@ -19,7 +19,7 @@ MODES = ("masked", "straight_through")
 
 
 def check_mode(mode: str | None) -> None:
-  """Refuses what is neither None nor one of `MODES`."""
+  """Refuses a mode that is neither None nor one of `MODES`."""
   if mode is not None and mode not in MODES:
     raise SettingError(
       "gradient",
@@ -31,7 +31,7 @@ def check_mode(mode: str | None) -> None:
 
 
 def blend(w: jax.Array, mask: jax.Array, decay: jax.Array, mode: str) -> jax.Array:
-  """The effective weight W~ = W * (mask + D * (1 - mask)).
+  """Returns the effective weight W~ = W * (mask + D * (1 - mask)).
 
   Gradient, with g = dL/dW~:
 
@@ -80,7 +80,7 @@ def _blend_jvp(mode, primals, tangents):
 
 
 def _pinned(decay):
-  """D, computed once: XLA would repeat its arithmetic in every kernel of the network."""
+  """Computes D once, where XLA would repeat its arithmetic in every kernel of the network."""
   bits = masks.pinned(lax.bitcast_convert_type(decay, jnp.uint32))
   return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -90,7 +90,7 @@ def _wide(dtype):
 
 
 def _round(x, dtype):
-  """x in `dtype`, really rounded: XLA may skip a cast to 16 bits that a cast back follows."""
+  """Rounds x to `dtype` for certain: XLA may skip a cast to 16 bits that a cast back follows."""
   if x.dtype == dtype:
     return x
   kind = jnp.finfo(dtype)

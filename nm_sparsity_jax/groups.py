@@ -39,22 +39,22 @@ class Groups:
 
   @property
   def axes(self) -> tuple[int, ...]:
-    """`axis` as a tuple of ascending, non-negative ints."""
+    """Returns `axis` as a tuple of ascending, non-negative ints."""
     return masks.check_axis(self.shape, self.axis, gaps=True)
 
   @property
   def length(self) -> int:
-    """Length of the grouped axis without padding."""
+    """Returns the length of the grouped axis without padding."""
     return math.prod(self.shape[a] for a in self.axes)
 
   @property
   def size(self) -> int:
-    """Length of the grouped axis, padding included."""
+    """Returns the length of the grouped axis, padding included."""
     return self.length + self.pad
 
   @property
   def order(self) -> tuple[int, ...]:
-    """The transposition that makes the grouped axes adjacent: what lies between them goes first.
+    """Returns the transposition that makes the grouped axes adjacent: axes between them go first.
 
     It is the identity unless an axis lies between them.
     """
@@ -138,12 +138,12 @@ class Groups:
     return tuple(found[self.order.index(a)] for a in range(len(self.shape)))
 
   def _transposed(self) -> Groups:
-    """The same groups after `order`."""
+    """Returns the same groups after `order`."""
     shape = tuple(self.shape[a] for a in self.order)
     axes = tuple(self.order.index(a) for a in self.axes)
     return dataclasses.replace(self, shape=shape, axis=axes)
 
   def _merged(self) -> tuple[int, ...]:
-    """The shape with the grouped axes, which are adjacent, made one; padding left out."""
+    """Returns the shape without padding, with the grouped axes, which are adjacent, as one axis."""
     axes = self.axes
     return (*self.shape[: axes[0]], self.length, *self.shape[axes[-1] + 1 :])

@@ -74,7 +74,7 @@ def environment() -> dict[str, str]:
 
 
 def requires(name: str) -> list[str]:
-  """Returns the requirements of a distribution, as its metadata has them; [] if it has none."""
+  """Returns the requirements of a distribution, from its metadata; [] without any."""
   try:
     return importlib.metadata.requires(name) or []
   except importlib.metadata.PackageNotFoundError:
@@ -82,7 +82,7 @@ def requires(name: str) -> list[str]:
 
 
 def origin(name: str) -> dict:
-  """Returns what pip noted of where a distribution comes from (PEP 610); {} if it noted nothing."""
+  """Returns pip's note on where a distribution comes from (PEP 610); {} without one."""
   try:
     text = importlib.metadata.distribution(name).read_text("direct_url.json")
   except importlib.metadata.PackageNotFoundError:

@@ -114,7 +114,7 @@ class Dense(nn.Dense):
 
   @nn.nowrap
   def param(self, name, init_fn, *init_args, **init_kwargs):
-    """flax's, but the kernel comes back effective: whatever reads it then sees W~."""
+    """Returns flax's parameter, with the kernel made effective: its readers see W~."""
     value = super().param(name, init_fn, *init_args, **init_kwargs)
     return effective_kernel(self, value, axis=0) if name == "kernel" else value
 
@@ -131,7 +131,7 @@ class Conv(nn.Conv):
 
   @nn.nowrap
   def param(self, name, init_fn, *init_args, **init_kwargs):
-    """flax's, but the kernel comes back effective: whatever reads it then sees W~."""
+    """Returns flax's parameter, with the kernel made effective: its readers see W~."""
     value = super().param(name, init_fn, *init_args, **init_kwargs)
     return effective_kernel(self, value, axis=-2) if name == "kernel" else value
 
@@ -186,9 +186,12 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
 
 
 def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Array:
-  """Returns what a layer multiplies by: W~ of its stored kernel, in shape and dtype of the kernel.
+  """Returns what a layer multiplies by: W~ of its stored kernel, in the kernel's shape and dtype.
 
-  Write a layer of your own with it: `rules` is a field, and the kernel a parameter named 'kernel'.
+  Use it to write a layer of your own with a field `rules` and a parameter named 'kernel':
+
+      kernel = self.param("kernel", init, (x.shape[-1], self.features))
+      y = x @ nms.layers.effective_kernel(self, kernel, axis=0)
 
   Args:
     layer: it has a field `rules`, and is applied within the model that the rules speak of.
@@ -226,7 +229,7 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
 
 
 def _create_variables(layer: nn.Module, place: Place, w: jax.Array) -> None:
-  """The steps as -1, none given; the mask as `stored.init_state` starts it."""
+  """Creates the steps as -1, "none given", and the mask as `stored.init_state` starts it."""
   none = lambda: jnp.int32(-1)
   if layer.is_mutable_collection(COLLECTION):
     layer.variable(COLLECTION, "step", none)
@@ -258,7 +261,7 @@ def _read_step(layer: nn.Module, place: Place) -> jax.Array:
 
 
 def _read_stamps(layer: nn.Module, place: Place) -> Stamps:
-  """The stamps of the stored mask; -1 where none was given, which matches no place."""
+  """Returns the stamps of the stored mask; -1, which matches no place, where none was given."""
   found = Stamps(*(layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STORED))
   # numpy: under jit even a known value would be traced by jax.numpy.
   if not isinstance(found.last, jax.core.Tracer) and np.all(np.asarray(found.last) < 0):

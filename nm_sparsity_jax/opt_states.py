@@ -61,7 +61,7 @@ _HOW = "make the optimizer by tx = nms.sparse(tx, rules) and pass the state of t
 
 
 def is_step(x: Any) -> bool:
-  """Tells a step, or what was meant as one, from an optimizer state."""
+  """Returns whether x is a step, or is meant as one, and not an optimizer state."""
   return not (isinstance(x, (tuple, list, Mapping)) or _names(x) or hasattr(x, "opt_state"))
 
 
@@ -71,10 +71,10 @@ def holds_sparse(opt_state: Any) -> bool:
 
 
 def sparse_state(opt_state: Any) -> SparseState | None:
-  """Returns the one state of `nms.sparse` in `opt_state`, out of its boxes; None without one.
+  """Returns the one state of `nms.sparse` in `opt_state`, without its boxes; None without one.
 
   Raises where there are two, where `nms.sr_ste` acts beside it, and where a later link of a chain
-  changes what it computed its masks or its count from.
+  changes the updates that its masks and its count depend on.
   """
   nodes = list(walk(opt_state))
   found = [s for s in nodes if isinstance(s, SparseState)]
@@ -108,12 +108,12 @@ def read(opt_state: Any, fingerprint: int | None = None) -> tuple[jax.Array, dic
 
 
 def count_in(opt_state: Any) -> Any:
-  """Returns the count of the `nms.sparse` in an optimizer state as it lies there; None without."""
+  """Returns the count of the `nms.sparse` in an optimizer state, in its box; None without one."""
   return next((s.count for s in walk(opt_state) if isinstance(s, SparseState)), None)
 
 
 def matched(state: SparseState, fingerprint: int) -> jax.Array:
-  """Returns the count of `state`, or -1 where it is traced and other rules made it.
+  """Returns the count of `state`; where other rules made it, -1 if traced, else it raises.
 
   Raises where it is not traced and other rules made it.
   """
@@ -139,7 +139,7 @@ def refuse_sr_ste(nodes: list[Any]) -> None:
 
 
 def links(node: Any) -> tuple[Any, ...]:
-  """Returns the states of a chain's links in order; `()` for what is no state of a chain.
+  """Returns the states of a chain's links in order; `()` for anything that is not a chain's state.
 
   `optax.chain` makes a tuple. `optax.named_chain` makes an OrderedDict.
   """
@@ -197,7 +197,7 @@ def _names(node: Any) -> tuple[str, ...]:
 
 
 def field(state: Any, name: str) -> Any:
-  """Returns a field of a named state, None where it has none: every tuple has a method `count`."""
+  """Returns a field of a named state, else None: a tuple's method `count` is not a field."""
   return getattr(state, name) if name in _names(state) else None
 
 

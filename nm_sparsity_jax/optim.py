@@ -50,6 +50,9 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
 
       tx.update(grads, opt_state, params, nm_state=state)
 
+  Args:
+    rules: what is sparse, and how.
+
   Reference: Zhou et al., ICLR 2021, arXiv:2102.04010, equation 8.
   """
 
@@ -78,7 +81,7 @@ def add_sr_ste(
   state: State | None = None,
   scale: jax.Array | float = 1.0,
 ) -> Any:
-  """g + scale * lambda * (1 - mask) * W, where a recipe asks for it: what `sr_ste` does in a step.
+  """Returns g + scale * lambda * (1 - mask) * W where a recipe asks for it, as `sr_ste` does.
 
   Args:
     grads: gradients, like `params`.
@@ -105,7 +108,11 @@ def add_sr_ste(
 
 
 def count_steps() -> optax.GradientTransformation:
-  """Counts updates and changes nothing: for optimizers that keep no count, such as plain SGD."""
+  """Counts updates and changes nothing: for optimizers that keep no count, such as plain SGD.
+
+      tx = optax.chain(nms.count_steps(), optax.sgd(0.1))
+      nms.step_count(tx.init(params))  # 0
+  """
 
   def init(params):
     del params
@@ -120,6 +127,8 @@ def count_steps() -> optax.GradientTransformation:
 
 def step_count(opt_state: Any, rules: Rules | None = None) -> jax.Array:
   """Returns the number of optimizer updates applied, an int32 scalar: the `step`.
+
+      step = nms.step_count(opt_state)
 
   It is the count of `nms.sparse`; else under `optax.MultiSteps` its `gradient_step`; else the count
   of `sr_ste` or `count_steps`; else the first `count` in the chain. (Counts that begin anew, of

@@ -70,7 +70,7 @@ class NM:
 
   @property
   def density(self) -> float:
-    """The share of weights kept, n / m."""
+    """Returns the share of weights kept, n / m."""
     return self.n / self.m
 
   def __str__(self) -> str:

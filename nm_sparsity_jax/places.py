@@ -39,49 +39,49 @@ class Place:
 
   @property
   def pattern(self) -> NM:
-    """The target pattern."""
+    """Returns the target pattern."""
     assert self.recipe.pattern is not None  # Dense makes no Place
     return self.recipe.pattern
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the parameter."""
+    """Returns the shape of the parameter."""
     return self.groups.shape
 
   @property
   def axis(self) -> masks.Axis:
-    """The axis of the groups; see `Groups`."""
+    """Returns the axis of the groups; see `Groups`."""
     return self.groups.axis
 
   @property
   def pad(self) -> int:
-    """Entries that complete the last group ('pad' policy)."""
+    """Returns the number of entries that complete the last group ('pad' policy)."""
     return self.groups.pad
 
   @property
   def axis_size(self) -> int:
-    """Length of the grouped axis, padding included."""
+    """Returns the length of the grouped axis, padding included."""
     return self.groups.size
 
   @property
   def axes(self) -> tuple[int, ...]:
-    """`axis` as a tuple of ascending, non-negative ints."""
+    """Returns `axis` as a tuple of ascending, non-negative ints."""
     return self.groups.axes
 
   @property
   def count(self) -> int:
-    """The number of groups of the target pattern."""
+    """Returns the number of groups of the target pattern."""
     return self.groups.count(self.pattern)
 
   @property
   def dropped(self) -> tuple[str, ...]:
-    """Levels of the recipe that do not fit this axis."""
+    """Returns the levels of the recipe that do not fit this axis."""
     kept = {p for _, p in self.recipe.levels(self.axis_size)}
     return tuple(str(p) for _, p in self.recipe.levels() if p not in kept)
 
   @property
   def remarks(self) -> tuple[str, ...]:
-    """What is unusual about this place, in words; empty where nothing is."""
+    """Returns what is unusual about this place, in words; empty where nothing is."""
     remarks = []
     if self.pad:
       remarks.append(f"axis padded by {self.pad}")
@@ -97,7 +97,7 @@ class Place:
 
   @property
   def doubts(self) -> tuple[tuple[str, str], ...]:
-    """What is allowed and seldom meant: (a remark, a sentence that says how to mend it)."""
+    """Returns what is allowed but seldom meant: (a remark, a sentence with the remedy)."""
     found, (n, m) = [], (self.pattern.n, self.pattern.m)
     rule = f"rule {self.key!r} at {self.path!r}, shape {self.shape}"
     if 2 * n > m:
@@ -121,7 +121,7 @@ class Place:
     return tuple(found)
 
   def _groups_outputs(self) -> bool:
-    """Returns whether the bias beside a matrix, or else its name, says that `axis` is no input."""
+    """Returns whether the bias beside a matrix, or else its name, says that `axis` is an output."""
     other = {0: 1, 1: 0}.get(self.axes[0]) if len(self.shape) == 2 and len(self.axes) == 1 else None
     if other is not None and self.bias in self.shape and len(set(self.shape)) == 2:
       return self.shape[self.axes[0]] == self.bias

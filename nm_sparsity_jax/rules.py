@@ -98,22 +98,22 @@ class Rules:
 
   @property
   def places(self) -> dict[str, Recipe]:
-    """The table as given."""
+    """Returns the table as given."""
     return dict(self._places)
 
   @property
   def axes(self) -> dict[str, masks.Axis]:
-    """regex -> axis as given; the first one that matches a path counts."""
+    """Returns regex -> axis as given; the first regex that matches a path counts."""
     return dict(self._axes)
 
   @property
   def roles(self) -> dict[str, str]:
-    """The roles beside those of the package, name -> regex."""
+    """Returns the roles beside those of the package, name -> regex."""
     return dict(self._roles)
 
   @property
   def indivisible(self) -> str:
-    """What to do when m does not divide the axis."""
+    """Returns what to do when m does not divide the axis."""
     return self._indivisible
 
   def __reduce__(self):
@@ -125,7 +125,7 @@ class Rules:
 
   @property
   def fingerprint(self) -> int:
-    """Equal for equal rules, in every process: a hash in 31 bits."""
+    """Returns a hash in 31 bits that is equal for equal rules, in every process."""
     places, axes, roles, policy = self._key()
     text = repr((sorted(map(repr, places)), axes, sorted(roles), policy))
     return zlib.crc32(text.encode()) >> 1
@@ -141,13 +141,15 @@ class Rules:
     return f"Rules({dict(self._places)!r}, {given}, roles={dict(self._roles)!r})"
 
   def with_axes(self, axes: Mapping[str, masks.Axis]) -> Rules:
-    """The same rules, with more `axes`, which come first."""
+    """Returns the same rules with more `axes`, which come first."""
     return Rules(self.places, {**axes, **dict(self._axes)}, self.indivisible, dict(self._roles))
 
   def with_logical_axes(
     self, logical_axes: Any, stacked: Sequence[str] = ("layers", "stack")
   ) -> Rules:
-    """The same rules, the contraction axes of stacked kernels read off their logical axis names.
+    """Returns the same rules, with axes of stacked kernels read from logical axis names.
+
+        rules = rules.with_logical_axes(variables["params_axes"])
 
     Args:
       logical_axes: a tree that mirrors the parameters; leaves are tuples of axis names, flax's
@@ -178,7 +180,7 @@ class Rules:
     return Rules(self.places, found, self.indivisible, dict(self._roles))
 
   def find(self, path: str) -> Recipe | None:
-    """The recipe of a path, None where no place names it."""
+    """Returns the recipe of a path, None where no place names it."""
     found = self._match(path)
     return found[1] if found else None
 
@@ -194,7 +196,7 @@ class Rules:
   def place(
     self, path: str, shape: Sequence[int], axis: masks.Axis | None = None
   ) -> Place | str | None:
-    """The place of one parameter: a `Place`, why it is skipped, or None where no rule names it.
+    """Returns the `Place` of one parameter, why it is skipped, or None where no rule names it.
 
     Args:
       path: '/'-joined path.
@@ -244,6 +246,8 @@ class Rules:
 
   def assign(self, params: Any, *, partial: bool = False) -> Assignment:
     """Applies the table to a whole tree and checks it.
+
+        print(rules.assign(params))   # what becomes sparse, and how
 
     Args:
       params: arrays or shapes, in any nesting that jax knows (dicts, nnx.State, boxes).
@@ -351,7 +355,7 @@ def _assign(rules: Rules, shapes, tests) -> tuple[Assignment, list[str]]:
 
 
 def _one_or_several(axis: masks.Axis) -> masks.Axis:
-  """(0,) is 0, so that equal rules are equal."""
+  """Returns (0,) as 0, so that equal rules are equal."""
   if not isinstance(axis, Sequence):
     return axis
   return axis[0] if len(axis) == 1 else tuple(axis)

@@ -128,7 +128,7 @@ def _describe_recipe(recipe: Recipe) -> str:
 
 
 def _place(line: str) -> re.Match[str] | None:
-  """A line of `describe` about a place, by the recipes that are known by now."""
+  """Matches a line of `describe` about a place, by the recipes that are registered now."""
   names = "|".join(RECIPES)
   return re.fullmatch(
     rf"(?P<place>.+): (?P<name>{names})(?: (?P<pattern>\d+:\d+))?(?P<fields>(?:, \w+=.*)?)", line

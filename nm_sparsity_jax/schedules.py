@@ -22,7 +22,7 @@ from nm_sparsity_jax.patterns import NM
 
 
 def as_step(step: jax.Array | int) -> jax.Array:
-  """`step` as an int32 scalar; floats and arrays with axes are refused."""
+  """Returns `step` as an int32 scalar; refuses floats, and arrays with axes."""
   if isinstance(step, bool) or not jnp.issubdtype(_dtype(step), jnp.integer):
     raise ValueError(
       f"step={step!r} is no whole number: pass the optimizer's step count, a Python int or a "
@@ -48,7 +48,12 @@ def _dtype(x) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phases:
-  """dense [0, dense) -> sparsify [dense, total - finetune) -> fine-tune [total - finetune, total).
+  """The three phases of a run: dense, sparsify, fine-tune.
+
+      dense [0, dense) -> sparsify [dense, total - finetune) -> fine-tune [total - finetune, total)
+
+  >>> Phases(total=100_000, dense=10_000, finetune=20_000).sparsify
+  70000
 
   Attributes:
     total: steps of the sparse run.
@@ -92,12 +97,12 @@ class Phases:
 
   @property
   def sparsify(self) -> int:
-    """Steps of the sparsify phase, total - dense - finetune."""
+    """Returns the steps of the sparsify phase, total - dense - finetune."""
     return self.total - self.dense - self.finetune
 
   @property
   def finetune_start(self) -> int:
-    """The first step of the fine-tune phase, total - finetune."""
+    """Returns the first step of the fine-tune phase, total - finetune."""
     return self.total - self.finetune
 
 
@@ -105,7 +110,7 @@ class Phases:
 
 
 def stepwise_levels(pattern: NM) -> tuple[NM, ...]:
-  """m-1, then floor(m / 2^d) while larger than n, then n (of m), strictly decreasing.
+  """Returns m-1, then floor(m / 2^d) while larger than n, then n (of m), strictly decreasing.
 
   >>> [str(p) for p in stepwise_levels(NM(1, 8))]
   ['7:8', '4:8', '2:8', '1:8']
@@ -119,9 +124,9 @@ def stepwise_levels(pattern: NM) -> tuple[NM, ...]:
 
 
 def geometric_levels(pattern: NM, k: int = 16, axis_size: int | None = None) -> tuple[NM, ...]:
-  """k*n/2^d : k*m/2^d down to n:m. Levels whose group does not divide `axis_size` are dropped.
+  """Returns k*n/2^d : k*m/2^d down to n:m, without levels whose group does not divide `axis_size`.
 
-  They are the first ones: what a longer group divides, a shorter one divides too.
+  Only the first levels can fall away: what a longer group divides, a shorter one divides too.
 
   >>> [str(p) for p in geometric_levels(NM(1, 8))]
   ['16:128', '8:64', '4:32', '2:16', '1:8']
@@ -136,7 +141,7 @@ def geometric_levels(pattern: NM, k: int = 16, axis_size: int | None = None) -> 
 
 
 def share_phase(levels: Sequence[NM], phases: Phases) -> tuple[tuple[int, NM], ...]:
-  """L levels share S sparsify steps: level i starts at dense + floor(i * S / L)."""
+  """Returns the start of each of L levels that share S sparsify steps: dense + floor(i * S / L)."""
   if phases.sparsify < len(levels):
     raise SettingError(
       "total",
@@ -158,7 +163,7 @@ def share_phase(levels: Sequence[NM], phases: Phases) -> tuple[tuple[int, NM], .
 
 
 def default_horizon(phases: Phases) -> float:
-  """j* = min(0.7 * total, total - finetune) - dense, by when a decay is over by default.
+  """Returns j* = min(0.7 * total, total - finetune) - dense, when a decay is over by default.
 
   The paper's rule of thumb: D reaches 0 at about 70 % of the budget.
   """
@@ -176,7 +181,7 @@ def default_horizon(phases: Phases) -> float:
 
 
 def linear_decay(j, horizon: float, xp=jnp):
-  """D = max(1 - j / horizon, 0): MDGF-Linear with beta = 1 / horizon."""
+  """Returns D = max(1 - j / horizon, 0): MDGF-Linear with beta = 1 / horizon."""
   horizon = min(horizon, 1e30)  # float32 holds it and its inverse
   left = xp.float32(horizon) - xp.asarray(j).astype(xp.float32)
   line = xp.maximum(left * xp.float32(1 / horizon), xp.float32(0))
@@ -184,24 +189,24 @@ def linear_decay(j, horizon: float, xp=jnp):
 
 
 def linear_end(horizon: float) -> int:
-  """The first j at which `linear_decay` is 0: it knows the horizon in float32."""
+  """Returns the first j at which `linear_decay` is 0; the horizon is rounded to float32."""
   return math.ceil(np.float32(min(horizon, 2**31 - 1)))
 
 
 def exponential_decay(j, beta: float, xp=jnp):
-  """D = exp(-beta * j): MDGF-Exponential; 0 only where float32 has nothing smaller."""
+  """Returns D = exp(-beta * j), as MDGF-Exponential has it; 0 from `exponential_end` on."""
   j = xp.asarray(j)
   d = xp.exp(xp.float32(-beta) * xp.maximum(j.astype(xp.float32), xp.float32(0)))
   return xp.where(j < exponential_end(beta), d, xp.float32(0))
 
 
 def exponential_end(beta: float) -> int:
-  """The first j at which exp(-beta * j) counts as 0: e^-87 is the last normal float32."""
+  """Returns the first j at which exp(-beta * j) counts as 0: e^-87 is the last normal float32."""
   return min(math.ceil(87 / beta), 2**31 - 1)
 
 
 def piecewise_linear(step, knots: Sequence[tuple[int, float]], xp=jnp):
-  """D runs linearly between (step, D) knots; the first D holds before, the last one after."""
+  """Returns D, which runs linearly between (step, D) knots and is constant outside."""
   step = xp.asarray(step)
   value = xp.float32(knots[0][1]) * xp.ones(step.shape, xp.float32)
   for (a, da), (b, db) in zip(knots, knots[1:], strict=False):
@@ -240,5 +245,5 @@ class Segment:
 
   @property
   def density(self) -> float:
-    """The share of weights that are not 0: 1 while D > 0, else n / m."""
+    """Returns the share of weights that are not 0: 1 while D > 0, else n / m."""
     return 1.0 if self.pattern is None or self.decay_start > 0 else self.pattern.density

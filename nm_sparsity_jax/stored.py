@@ -45,6 +45,8 @@ class Stamps(NamedTuple):
 def init_state(params: Any, rules: Rules) -> State:
   """Returns the stored masks that the rules need; empty when no recipe keeps one.
 
+      state = nms.init_state(params, rules)
+
   Args:
     params: the initial (or restored) parameters.
     rules: the rules.
@@ -81,6 +83,8 @@ def update_state(
   grads_at: Any = None,
 ) -> State:
   """Refreshes the stored masks. It is pure; call it after each optimizer update.
+
+      state = nms.update_state(state, params, rules, step, grads=grads, grads_at=params_before)
 
   A call with a step that was seen before changes nothing. What happens when `step` comes:
 
@@ -130,10 +134,10 @@ def update_state(
 def current(
   place: Place, step: jax.Array | int, state: State | None
 ) -> tuple[jax.Array | int, jax.Array | None]:
-  """Returns the step to act at and the stored mask of a place, None where its recipe keeps none.
+  """Returns the step to act at, and the stored mask of a place; None where its recipe keeps none.
 
-  Raises where a mask is missing, or known to be of other rules or of another time. Where that is
-  traced the step is -1, which makes D and so the weights NaN.
+  Raises where a mask is missing, or is known to be of other rules or of another time. Where that is
+  traced, it returns step -1, which makes D and so the weights NaN.
 
   Args:
     place: the place.
@@ -178,9 +182,9 @@ def fingerprint(place: Place) -> int:
 
 
 def in_time(place: Place, step: jax.Array | int, stamps: Stamps) -> jax.Array:
-  """Returns `step`, or -1 where a stored mask is not the one for it: of other rules, old, or new.
+  """Returns `step`, or -1 where the stored mask is wrong for it: of other rules, old, or new.
 
-  At step -1 D is NaN: what is traced cannot raise, but it can be loud. What is not traced raises.
+  At step -1 D is NaN: a traced value cannot raise, but NaN is seen. A known value raises.
 
   Args:
     place: the place that the mask is for.
@@ -207,7 +211,7 @@ def in_time(place: Place, step: jax.Array | int, stamps: Stamps) -> jax.Array:
 
 
 def _kept(place: Place, state: State | None) -> dict[str, jax.Array]:
-  """What a state keeps of a stateful recipe's place; refused unless mask and stamps are there."""
+  """Returns what a state keeps of a stateful place; refuses a state without mask or stamps."""
   found = _take(state or {}, place.path)
   missing = [key for key in ("mask", "made", "renewed") if key not in found]
   if missing or not state:
@@ -222,7 +226,7 @@ def _kept(place: Place, state: State | None) -> dict[str, jax.Array]:
 
 
 def _refuse_untaken(place: Place, stamps: Stamps) -> None:
-  """Raises where it is known that a mask is of other rules, or that none was ever taken."""
+  """Raises where a mask is known to be of other rules, or never to have been taken."""
   recipe = place.recipe
   assert recipe.phases is not None
   foreign = jnp.asarray(stamps.made) != fingerprint(place)
@@ -237,7 +241,7 @@ def _refuse_untaken(place: Place, stamps: Stamps) -> None:
 
 
 def _gradient(place: Place, grad: jax.Array | None) -> jax.Array | None:
-  """The gradient of a place, refused where its recipe needs one and this cannot be it."""
+  """Returns the gradient of a place; refuses one that is missing or of another shape."""
   if not place.recipe.needs_gradients:
     return grad
   if grad is None:
@@ -254,7 +258,7 @@ def _gradient(place: Place, grad: jax.Array | None) -> jax.Array | None:
 
 
 def _warn_without_grads_at(places: Mapping[str, Place]) -> None:
-  """Warns where a score is to be taken at other weights than those of the gradient."""
+  """Warns where a score would use other weights than those that the gradient was taken at."""
   scored = [place for place in places.values() if place.recipe.needs_gradients]
   if scored:
     warn(
@@ -265,7 +269,7 @@ def _warn_without_grads_at(places: Mapping[str, Place]) -> None:
 
 
 def _stamp(place: Place, kept: State, step: jax.Array | int) -> dict[str, jax.Array]:
-  """What `in_time` compares."""
+  """Returns what `in_time` compares."""
   renewed = jnp.asarray(place.recipe.renewed(kept, step), jnp.int32)
   return {"made": jnp.int32(fingerprint(place)), "renewed": renewed}
 
@@ -281,7 +285,7 @@ def _put(state: State, path: str, values: Mapping[str, jax.Array]) -> None:
 
 
 def _take(state: State, path: str) -> dict[str, jax.Array]:
-  """What `_put` set for one path."""
+  """Returns what `_put` set for one path."""
   found = {}
   for key, tree in state.items():
     for word in path.split("/"):

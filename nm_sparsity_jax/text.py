@@ -7,7 +7,7 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-  """Returns a text without what a terminal obeys: each such character becomes its escape.
+  """Returns a text whose control characters, which a terminal obeys, are replaced by their escapes.
 
   >>> print(printable("a" + chr(27) + "[31mb" + chr(10) + "c"))
   a\\x1b[31mb\\nc

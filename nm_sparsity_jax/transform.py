@@ -131,7 +131,7 @@ def _is_readable(w: Any) -> bool:
 
 
 def _check(tx: Any, rules: Any) -> None:
-  """Raises where the arguments of `sparse` are none, or cannot work."""
+  """Raises where the arguments of `sparse` have wrong types, or cannot work together."""
   if not isinstance(rules, Rules) or not hasattr(tx, "update"):
     raise ValueError(
       f"nms.sparse({type(tx).__name__}, {type(rules).__name__}): give an optax optimizer and "
@@ -233,6 +233,6 @@ def _whole(updates: Any, state: SparseState) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def _relaxed():
-  """Standard promotion, for code that is not ours."""
+  """Allows standard promotion, for code that is not ours."""
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     yield

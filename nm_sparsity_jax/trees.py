@@ -12,7 +12,7 @@ import jax
 
 
 def path_name(keys: Sequence[Any]) -> str:
-  """'a/b/0/kernel' of a jax key path; a trailing `.value` (of flax boxes) is left out."""
+  """Returns 'a/b/0/kernel' for a jax key path, without a trailing `.value` (of flax boxes)."""
   if keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
     keys = keys[:-1]
   words = []
@@ -25,11 +25,11 @@ def path_name(keys: Sequence[Any]) -> str:
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-  """(path, leaf) of a tree, in jax's order; `is_leaf` as of `jax.tree.leaves`."""
+  """Returns (path, leaf) for each leaf, in jax's order; `is_leaf` is that of `jax.tree.leaves`."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
   return [(path_name(keys), x) for keys, x in leaves]
 
 
 def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
-  """The tree with every leaf replaced by function(path, leaf)."""
+  """Returns the tree with every leaf replaced by function(path, leaf)."""
   return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)

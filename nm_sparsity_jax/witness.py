@@ -41,7 +41,7 @@ _seen = _Seen()
 
 
 def forget() -> None:
-  """Forgets all, as a new process does."""
+  """Forgets everything, as a new process would."""
   _seen.__init__()
 
 
@@ -61,7 +61,7 @@ def count_read() -> None:
 
 
 def layers_told(told: str, step: Any) -> None:
-  """Notes how `layers.with_step` was told the step, and which one a program keeps for good."""
+  """Notes how `layers.with_step` got the step, and a step that a program keeps as a constant."""
   _seen.layers_told = told
   _seen.layers_step = _constant(step)
 
@@ -70,7 +70,7 @@ def layers_told(told: str, step: Any) -> None:
 
 
 def sparsified(rules: Rules, assignment: Assignment, params: Any, told: str, step: Any) -> None:
-  """Notes that `sparsify` masks a tree, and warns of what cannot be meant.
+  """Notes that `sparsify` masks a tree, and warns of likely mistakes.
 
   Args:
     rules: the rules.
@@ -96,7 +96,7 @@ def sparsified(rules: Rules, assignment: Assignment, params: Any, told: str, ste
 
 
 def layer_applied(rules: Rules, place: Place, w: Any) -> None:
-  """Notes that a layer masks its kernel `w`, and warns of what cannot be meant."""
+  """Notes that a layer masks its kernel `w`, and warns of likely mistakes."""
   _seen.applied.setdefault(rules.fingerprint, set()).add(_seen.layers_told)
   _check_constant(place, _seen.layers_step)
   if _seen.layers_told == NUMBER and _is_trained(w):
@@ -132,7 +132,7 @@ def updated(rules: Rules, what: str) -> None:
 
 
 def _check_constant(place: Place, step: int | None) -> None:
-  """Warns of a step that a program keeps for good though the schedule of a place goes on."""
+  """Warns of a step that is a constant of a program, while the schedule of a place goes on."""
   phases = place.recipe.phases
   if step is not None and phases is not None and step < phases.finetune_start:
     warn(
@@ -161,7 +161,7 @@ _DIFFERENTIATED = ("JVPTracer", "LinearizeTracer")  # what jax.grad hands to a l
 
 
 def _constant(step: Any) -> int | None:
-  """Returns a step that is known while a program is traced around it, else None."""
+  """Returns a step whose value is known while a program is traced around it, else None."""
   leaves = jax.tree.leaves(step)
   if len(leaves) != 1 or isinstance(leaves[0], jax.core.Tracer) or np.size(leaves[0]) != 1:
     return None

@@ -31,7 +31,7 @@ VOCABULARY_FILE = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model
 
 
 def text_format(data: tf.data.Dataset, config: str) -> tf.data.Dataset:
-  """Rows of GLUE as T5 reads them: a prefix, then each field's name and text.
+  """Returns rows of GLUE as T5 reads them: a prefix, then each field's name and text.
 
   Fields are in alphabetical order, so MNLI's hypothesis comes first. The target of an unlabelled
   example (-1) is `<unk>`. STS-B's is its score, rounded to the nearest 0.2 (half to even), `-1.0`
@@ -54,7 +54,7 @@ def text_format(data: tf.data.Dataset, config: str) -> tf.data.Dataset:
 
 
 def postprocessor(config: str) -> Callable:
-  """Decoded text -> index of the label, or a number; -1 for anything else."""
+  """Returns decoded text -> index of the label, or a number; -1 for anything else."""
   task = glue.TASKS[config]
   if task.regression:
     return metrics.to_number
@@ -130,7 +130,7 @@ def _rates(prefix: str) -> dict[str, int]:
 
 
 def _mnli(prefix: str) -> dict[str, int]:
-  """MNLI's training set, and both halves that it is evaluated on."""
+  """Returns the rates of MNLI: its training set, and 0 for both halves of its validation set."""
   return {f"{prefix}mnli": 1, f"{prefix}mnli_matched": 0, f"{prefix}mnli_mismatched": 0}
 
 

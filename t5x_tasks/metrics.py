@@ -20,7 +20,7 @@ import numpy as np
 
 
 def to_class(text: str, labels: Sequence[str], **unused) -> int:
-  """The index of the label that `text` is; else -1.
+  """Returns the index of the label that `text` is; else -1.
 
   >>> [to_class(text, ("no", "yes")) for text in ("yes", "Yes", "yes ", "<unk>")]
   [1, -1, -1, -1]
@@ -29,7 +29,7 @@ def to_class(text: str, labels: Sequence[str], **unused) -> int:
 
 
 def to_number(text: str, **unused) -> float:
-  """What Python's `float` makes of `text`, not clipped; -1.0 if it cannot.
+  """Returns what Python's `float` makes of `text`, not clipped; -1.0 if it cannot.
 
   >>> [to_number(text) for text in ("3.8", "7", "very", "")]
   [3.8, 7.0, -1.0, -1.0]
@@ -41,14 +41,14 @@ def to_number(text: str, **unused) -> float:
 
 
 def accuracy(targets, predictions) -> Mapping[str, float]:
-  """Percentage of equal pairs."""
+  """Returns the percentage of equal pairs."""
   import sklearn.metrics
 
   return {"accuracy": 100 * sklearn.metrics.accuracy_score(targets, predictions)}
 
 
 def f1(targets, predictions) -> Mapping[str, float]:
-  """F1 of class 1; a prediction other than 0 and 1 becomes the opposite of its target."""
+  """Returns F1 of class 1; a prediction other than 0 and 1 becomes the opposite of its target."""
   import sklearn.metrics
 
   targets, predictions = np.asarray(targets), np.asarray(predictions)
@@ -57,14 +57,14 @@ def f1(targets, predictions) -> Mapping[str, float]:
 
 
 def matthews_corrcoef(targets, predictions) -> Mapping[str, float]:
-  """Matthews' correlation; an invalid prediction is a third class."""
+  """Returns Matthews' correlation; an invalid prediction is a third class."""
   import sklearn.metrics
 
   return {"matthews_corrcoef": 100 * sklearn.metrics.matthews_corrcoef(targets, predictions)}
 
 
 def pearson_corrcoef(targets, predictions) -> Mapping[str, float]:
-  """Pearson's correlation; NaN where all predictions are equal."""
+  """Returns Pearson's correlation; NaN where all predictions are equal."""
   import scipy.stats
 
   found: Any = scipy.stats.pearsonr(targets, predictions)
@@ -72,7 +72,7 @@ def pearson_corrcoef(targets, predictions) -> Mapping[str, float]:
 
 
 def spearman_corrcoef(targets, predictions) -> Mapping[str, float]:
-  """Spearman's rank correlation; NaN where all predictions are equal."""
+  """Returns Spearman's rank correlation; NaN where all predictions are equal."""
   import scipy.stats
 
   found: Any = scipy.stats.spearmanr(targets, predictions)
@@ -80,7 +80,7 @@ def spearman_corrcoef(targets, predictions) -> Mapping[str, float]:
 
 
 def bleu(targets, predictions) -> Mapping[str, float]:
-  """Corpus BLEU: international tokenization, exponential smoothing, no effective order."""
+  """Returns corpus BLEU: international tokenization, exponential smoothing, no effective order."""
   import sacrebleu
 
   score = sacrebleu.corpus_bleu(

@@ -77,7 +77,7 @@ class _Draw:
     self._bytes, self._block = b"", 0
 
   def below(self, n: int) -> int:
-    """0 ... n - 1; n is small, so equally likely within n / 65536."""
+    """Draws from 0 ... n - 1; n is small, so equally likely within n / 65536."""
     if not self._bytes:
       self._bytes = hashlib.sha256(self._key + b"/%d" % self._block).digest()
       self._block += 1
@@ -88,7 +88,7 @@ class _Draw:
     return choices[self.below(len(choices))]
 
   def some(self, choices: Sequence[T], n: int) -> list[T]:
-    """`n` different ones."""
+    """Draws `n` different ones."""
     left = list(choices)
     return [left.pop(self.below(len(left))) for _ in range(n)]
 
@@ -100,7 +100,7 @@ class _Draw:
 
 
 def _cola(d: _Draw) -> tuple[dict[str, str], int]:
-  """Mostly the verb is of the wrong number, else two neighbours are swapped."""
+  """Draws a sentence; a wrong one mostly has a verb of the wrong number, else two words swapped."""
   (head, beside), verb, number = d.some(_NOUNS, 2), d.one(_ACTS), d.below(2)
   words = ["the", head[number]]
   if d.below(2):
@@ -136,7 +136,7 @@ def _sst2(d: _Draw) -> tuple[dict[str, str], int]:
 
 
 def _told(d: _Draw, verb, who: str, whom: str, when: str) -> str:
-  """One way to say that `who` helps `whom`."""
+  """Returns one way to say that `who` helps `whom`."""
   _, helps, helped = d.one(verb)
   words = [whom, "is", helped, "by", who] if d.below(2) else [who, helps, whom]
   return " ".join([when, *words] if d.below(2) else [*words, when])
@@ -177,7 +177,7 @@ def _qqp(d: _Draw) -> tuple[dict[str, str], int]:
 
 
 def _stsb(d: _Draw) -> tuple[dict[str, str], float]:
-  """Slots and what they weigh, in fifths: pet 8, verb 6, ride 6, size 3, time 2; of 25."""
+  """Draws slots that weigh, in fifths: pet 8, verb 6, ride 6, size 3, time 2; of 25."""
   slots = [(_PET, 8), ([[v[1] for v in pair] for pair in _VERBS], 6), (_RIDE, 6)]
   slots += [([(x,) for x in words], weight) for words, weight in ((_SIZE, 3), (_TIME, 2))]
   changed = d.some(range(5), d.below(6))
@@ -204,7 +204,7 @@ def _thing(d: _Draw) -> str:
 
 
 def _near(d: _Draw, thing: str) -> str:
-  """Mostly its kind, or one of its kind: which way round is what counts. Else itself, or any."""
+  """Draws mostly a kind of the thing, or one of its kind, so that the direction counts."""
   related = [x for x in _THINGS if x != thing and (_is(x, thing) or _is(thing, x))]
   return d.one((thing, d.one(_THINGS), *[d.one(related)] * 4))
 
@@ -214,7 +214,7 @@ def _is(thing: str, kind: str) -> bool:
 
 
 def _mnli(d: _Draw) -> tuple[dict[str, str], int]:
-  """Entailment, neutral and contradiction are equally likely: drawn again until it fits."""
+  """Draws until the label fits: entailment, neutral and contradiction are equally likely."""
   label = d.below(3)
   while True:
     (who, other), thing = d.some(_PEOPLE, 2), _thing(d)
@@ -227,14 +227,14 @@ def _mnli(d: _Draw) -> tuple[dict[str, str], int]:
 
 
 def _mismatched(d: _Draw) -> tuple[dict[str, str], int]:
-  """The same in a frame that training never shows: a word of time at the end."""
+  """Draws the same in a frame that training never shows: a word of time at the end."""
   when = d.one(_TIME)
   fields, label = _mnli(d)
   return {field: f"{text} {when}" for field, text in fields.items()}, label
 
 
 def _judge(has: int, thing: str, says: int, claimed: str) -> int:
-  """What `[no] thing` says of `[no] claimed`: 0 entailment, 1 neutral, 2 contradiction."""
+  """Returns what `[no] thing` says of `[no] claimed`: 0 entailment, 1 neutral, 2 contradiction."""
   if _is(thing, claimed) if has else _is(claimed, thing):
     return 0 if has == says else 2
   return 1
@@ -294,7 +294,7 @@ _MAKE: Mapping[str, Callable[[_Draw], tuple[dict[str, str], Any]]] = {
 
 
 def sizes(rows: Mapping[str, int] | None) -> Mapping[str, int]:
-  """`ROWS`, with some of the numbers replaced."""
+  """Returns `ROWS`, with some of the numbers replaced."""
   out = {**ROWS, **(rows or {})}
   if set(out) != set(ROWS) or any(type(n) is not int or n < 1 for n in out.values()):
     raise ValueError(
@@ -307,7 +307,7 @@ def sizes(rows: Mapping[str, int] | None) -> Mapping[str, int]:
 def make(
   config: str, split: str, rows: Mapping[str, int] | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-  """The rows of one split, in the order of `idx`.
+  """Returns the rows of one split, in the order of `idx`.
 
   >>> make("rte", "validation", {"validation": 1})[0]["sentence2"]
   'ben owns tulips'
@@ -335,12 +335,12 @@ def make(
 
 
 def _part(fields: Mapping[str, str]) -> str:
-  """The split that a text belongs to."""
+  """Returns the split that a text belongs to."""
   return _PARTS[hashlib.sha256("\n".join(fields.values()).encode()).digest()[0] % len(_PARTS)]
 
 
 def _words() -> tuple[str, ...]:
-  """All words, sorted: of the sentences, of T5's text format, and the targets."""
+  """Returns all words, sorted: of the sentences, of T5's text format, and the targets."""
   lexicon = [_PEOPLE, _THINGS, *_NOUNS, *_SEE, _BESIDE, *sum(_VERBS, ()), _WHAT, _GOOD, _BAD, _MOOD]
   lexicon += [_SIZE, *_PET, *_RIDE, _TIME, *(x.split() for pair in _ASKING for x in pair)]
   lexicon += ["the was really so not but is by does and owns has no who because he she".split()]

@@ -44,7 +44,7 @@ def add_mixture(name: str, rates: Mapping[str, float]) -> None:
 
 
 def known(name: str) -> str:
-  """`name`, if there is a task or mixture of that name."""
+  """Returns `name`, if there is a task or mixture of that name."""
   names = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
   if name not in names:
     ours = ", ".join(sorted(n for n in names if n.startswith("nm_")))

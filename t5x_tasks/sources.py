@@ -61,7 +61,7 @@ class Rows(seqio.DataSource):
     return True
 
   def get_dataset(self, split, shuffle=True, seed=None, shard_info=None, **unused):
-    """A shard of the rows of a split, in the order of `idx` unless they are shuffled."""
+    """Returns a shard of the rows of a split, in the order of `idx` unless they are shuffled."""
     rows = np.arange(self.num_input_examples(split))
     if shard_info is not None:
       rows = rows[shard_info.index :: shard_info.num_shards]
@@ -78,7 +78,7 @@ class Rows(seqio.DataSource):
 
 
 def columns(rows: Sequence[Mapping[str, Any]], config: str) -> Columns:
-  """Rows of GLUE as columns, with the dtypes of TFDS."""
+  """Returns rows of GLUE as columns, with the dtypes of TFDS."""
   task = glue.TASKS[config]
   label = np.float32 if task.regression else np.int64
   dtypes = {**dict.fromkeys(task.fields, object), "label": label, "idx": np.int32}
@@ -109,9 +109,9 @@ _MRPC_DEV_IDS = "dev_ids.tsv"
 
 
 def glue_file(folder: str | os.PathLike, config: str, split: str) -> pathlib.Path:
-  """The file that holds a split.
+  """Returns the file that holds a split.
 
-  MRPC's own three files come before train.tsv, dev.tsv and test.tsv, for TFDS numbers its rows by
+  MRPC's own three files come before train.tsv, dev.tsv and test.tsv, since TFDS numbers its rows by
   them.
   """
   home = pathlib.Path(folder) / _FOLDERS[config]
@@ -224,7 +224,7 @@ def _label(text: str, task: glue.Task, path: pathlib.Path, line: int) -> int | f
 
 
 def _mrpc_part(path: pathlib.Path, head: list[str], split: str) -> Callable[[list[str]], bool]:
-  """Whether a row of MRPC's own training file is one of this split."""
+  """Returns whether a row of MRPC's own training file belongs to this split."""
   ids = path.with_name(_MRPC_DEV_IDS)
   if not ids.is_file():
     raise ValueError(
@@ -265,7 +265,7 @@ class Parallel(seqio.DataSource):
     return True
 
   def look(self, split: str) -> list[pathlib.Path]:
-    """The files of a split, which are there."""
+    """Returns the files of a split; refuses a missing one."""
     stem = self._stems[split]
     paths = [self._folder / f"{stem}.{language}" for language in self._languages]
     for path in paths:
@@ -277,7 +277,7 @@ class Parallel(seqio.DataSource):
     return paths
 
   def _count(self, split: str) -> int:
-    """Lines of each file, or what is wrong with them."""
+    """Counts the lines of each file, or says what is wrong with them."""
     paths = self.look(split)
     first, second = counts = [_lines(path) for path in paths]
     if first != second or not first:
@@ -286,7 +286,7 @@ class Parallel(seqio.DataSource):
     return first
 
   def get_dataset(self, split, shuffle=True, seed=None, shard_info=None, **unused):
-    """A shard of the pairs, in the order of the files unless they are shuffled."""
+    """Returns a shard of the pairs, in the order of the files unless they are shuffled."""
     self._lines(split)
     both = tuple(tf.data.TextLineDataset(str(path)) for path in self.look(split))
     data = tf.data.Dataset.zip(dict(zip(self._languages, both, strict=True)))
@@ -297,7 +297,7 @@ class Parallel(seqio.DataSource):
     return data.shuffle(_SHUFFLED, seed=seed) if shuffle else data
 
   def num_input_examples(self, split: str) -> int:
-    """Lines of each file, those with an empty side too."""
+    """Returns the lines of each file, including those with an empty side."""
     return self._lines(split)
 
   def list_shards(self, split: str) -> Sequence[str]:
@@ -305,7 +305,7 @@ class Parallel(seqio.DataSource):
 
 
 def _lines(path: pathlib.Path) -> int:
-  """Lines as `tf.data.TextLineDataset` counts them: the last may lack its line feed."""
+  """Counts lines as `tf.data.TextLineDataset` does: the last may lack its line feed."""
   count, last = 0, b"\n"
   with path.open("rb") as file:
     while block := file.read(1 << 24):

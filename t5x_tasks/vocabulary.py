@@ -85,5 +85,5 @@ class WordVocabulary(seqio.Vocabulary):
 
 
 def mini_words() -> WordVocabulary:
-  """The vocabulary of mini-GLUE."""
+  """Returns the vocabulary of mini-GLUE."""
   return WordVocabulary(mini.WORDS)

@@ -37,7 +37,7 @@ SPLITS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
 
 
 def text_format(data: tf.data.Dataset) -> tf.data.Dataset:
-  """Sentence pairs as T5 reads them."""
+  """Returns sentence pairs as T5 reads them."""
 
   def one(pair: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     inputs = tf.strings.join(["translate English to German: ", pair["en"]])

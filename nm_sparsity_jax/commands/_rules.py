@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-  """Adds what the checkpoint may not hold."""
+  """Adds --rules and --axes, for a checkpoint that does not hold them."""
   parser.add_argument(
     "--rules",
     metavar="\"{'ff': '1:8'}\"",

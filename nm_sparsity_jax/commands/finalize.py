@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """From where, to where."""
+  """Adds what to read and where to write."""
   parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
   parser.add_argument("out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new")
   _rules.add(parser)

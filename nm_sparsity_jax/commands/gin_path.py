@@ -12,7 +12,7 @@ from nm_sparsity_jax import gin_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds none."""
+  """Adds nothing: the command takes no arguments."""
   del parser
 
 

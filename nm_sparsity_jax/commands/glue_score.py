@@ -38,7 +38,7 @@ _FORMS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """The runs, the checkpoint, what config.gin does not say, and the form of the output."""
+  """Adds the runs, the checkpoint, what config.gin does not say, and the form of the output."""
   add = parser.add_argument
   add("runs", nargs="*", metavar="DIR", help="folder of a run")
   add(

@@ -26,7 +26,7 @@ from nm_sparsity_jax.text import columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """What to read, what to write, and what may be made up."""
+  """Adds what to read, what to write, and what may be made up."""
   add = parser.add_argument
   add("paths", nargs="*", metavar="FILE|DIR", help="prediction files, or folders of them")
   add("--out", metavar="ZIP", help="the zip to write; one that is there is replaced")

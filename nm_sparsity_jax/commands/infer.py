@@ -17,7 +17,7 @@ from nm_sparsity_jax.commands import _flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """T5X's flags."""
+  """Adds T5X's flags."""
   _flags.add(parser, "where gin files are looked for, before the folder of this package")
 
 

@@ -32,7 +32,7 @@ _Main = Callable[[Sequence[str]], int]  # words after `nm-sparsity` -> exit code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds how much, and where."""
+  """Adds how much to run, and where."""
   add = parser.add_argument
   add("--all", action="store_true", help=f"every recipe: {', '.join(quickstart.ALL)}")
   add("--out", default="quickstart", metavar="DIR", help="gets all of it (default: quickstart)")

@@ -20,7 +20,7 @@ from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """The runs, the checkpoint, and where to write."""
+  """Adds the runs, the checkpoint, and where to write."""
   from nm_sparsity_jax.commands import _flags
 
   add = parser.add_argument

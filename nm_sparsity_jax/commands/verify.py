@@ -23,7 +23,7 @@ from nm_sparsity_jax.commands import _imports, _rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """The checkpoint, and its rules where it does not hold them."""
+  """Adds the checkpoint, and its rules where it does not hold them."""
   parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
   _rules.add(parser)
   _imports.add(parser)

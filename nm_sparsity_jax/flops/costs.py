@@ -54,7 +54,7 @@ class Recipe(Protocol):
 
 
 def inference(shape: Shape, densities: Mapping[str, Pattern | float | Recipe]) -> Cost:
-  """Forward FLOPs of one example and the parameters that are kept.
+  """Returns the forward FLOPs of one example, and the parameters that are kept.
 
   With density s = n/m of each op (1 where no key names it; S_FF in the paper's Table 18, which
   calls it "sparsity"):
@@ -96,7 +96,7 @@ def training(
   steps: int | None = None,
   until: int | None = None,
 ) -> Cost:
-  """FLOPs of a run, forward and backward, and the parameters that it stores (all).
+  """Returns the FLOPs of a run, forward and backward, and the parameters that it stores (all).
 
   At each step an op of dense forward FLOPs F costs
 
@@ -249,7 +249,7 @@ def price(shape: Shape, kernels: Sequence[Kernel], batch_size: int = 1) -> Price
 
 
 def _weighed_steps(recipe: Recipe, op: Op, total: int, until: int | None = None) -> float:
-  """Training FLOPs of the steps [0, until) in units of F: sum over them of s + s + (1 or s)."""
+  """Returns the training FLOPs of steps [0, until) in units of F: the sum of s + s + (1 or s)."""
   until = total if until is None else until
   segments = recipe.timeline(axis_size=op.axis)
   bounds = [0, *(s.stop for s in segments)]
@@ -282,7 +282,7 @@ def _weighed_steps(recipe: Recipe, op: Op, total: int, until: int | None = None)
 
 
 def _density(value: Any, op: Op) -> float:
-  """Density of a pattern, a number, or a recipe's last segment, on the kernel of `op`."""
+  """Returns the density of a pattern, a number or a recipe's last segment, for one op's kernel."""
   if hasattr(value, "timeline"):
     value = value.timeline(axis_size=op.axis)[-1].pattern
     if value is None:

@@ -65,17 +65,17 @@ class Cost:
 
   @property
   def flops(self) -> float:
-    """Sum over all ops."""
+    """Returns the sum over all ops."""
     return sum(op.flops for op in self.ops)
 
   @property
   def params(self) -> int:
-    """Sum over all ops."""
+    """Returns the sum over all ops."""
     return sum(op.params for op in self.ops)
 
   @property
   def by_role(self) -> dict[str, Cost]:
-    """Role -> its part of the cost; the parts add up to the whole."""
+    """Returns role -> its part of the cost; the parts add up to the whole."""
     return {
       r: Cost(tuple(op for op in self.ops if op.role == r))
       for r in dict.fromkeys(op.role for op in self.ops)
@@ -83,14 +83,14 @@ class Cost:
 
   @property
   def by_place(self) -> dict[str, Cost]:
-    """Place -> its part of the cost; the parts add up to the whole."""
+    """Returns place -> its part of the cost; the parts add up to the whole."""
     return {
       p: Cost(tuple(op for op in self.ops if op.place == p))
       for p in dict.fromkeys(op.place for op in self.ops)
     }
 
   def select(self, *words: str) -> Cost:
-    """The part that any of the words names: "ff", "encoder", "cross/qk", "decoder/norm" ..."""
+    """Returns the part that any word names: "ff", "encoder", "cross/qk", "decoder/norm" ..."""
     found = {w: [op for op in self.ops if covers(w, op, self.ops, prunable=False)] for w in words}
     if idle := [w for w, ops in found.items() if not ops]:
       raise ValueError(

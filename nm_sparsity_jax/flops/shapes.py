@@ -50,7 +50,7 @@ class ViTShape:
     _check_sizes(self, zero=("classes",))
 
   def ops(self) -> tuple[Op, ...]:
-    """Dense forward FLOPs for one image, and all parameters."""
+    """Returns the dense forward FLOPs for one image, and all parameters."""
     n, d, layers = self.tokens + self.class_token, self.embed, self.layers
     joined = self.heads * self.head_dim
     wi = 1 + self.gated
@@ -154,7 +154,7 @@ class T5Shape:
     )
 
   def ops(self) -> tuple[Op, ...]:
-    """Dense forward FLOPs for one (input, target) pair, and all parameters."""
+    """Returns the dense forward FLOPs for one (input, target) pair, and all parameters."""
     d, joined = self.embed, self.heads * self.head_dim
     source, target = self.input_length, self.target_length
     enc = self.layers
@@ -194,7 +194,7 @@ class T5Shape:
 def _attention(
   place: str, layers: int, queries: int, keys: int, embed: int, joined: int
 ) -> tuple[Op, ...]:
-  """Multi-head attention of `queries` tokens over `keys` tokens; joined = heads * head_dim."""
+  """Returns multi-head attention of `queries` over `keys` tokens; joined = heads * head_dim."""
 
   def kernel(role: str, tokens: int, axis: int) -> Op:
     return Op(
@@ -219,7 +219,7 @@ def _attention(
 
 
 def _mlp(place: str, layers: int, tokens: int, embed: int, mlp: int, gated: bool) -> tuple[Op, ...]:
-  """(wi_0, wi_1, wo) where gated, else (wi, wo)."""
+  """Returns (wi_0, wi_1, wo) where gated, else (wi, wo)."""
   kernels = [(name, embed) for name in (("wi_0", "wi_1") if gated else ("wi",))] + [("wo", mlp)]
   return tuple(
     Op(
@@ -236,7 +236,7 @@ def _mlp(place: str, layers: int, tokens: int, embed: int, mlp: int, gated: bool
 
 
 def _check_sizes(shape: Any, zero: tuple[str, ...]) -> None:
-  """Every field that is a size must be a positive int; those in `zero` may be 0."""
+  """Refuses a size that is no positive int; those in `zero` may be 0."""
   for field in dataclasses.fields(shape):
     value = getattr(shape, field.name)
     if field.type == "bool":

@@ -66,7 +66,7 @@ def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
 
 
 def _start(state: TrainState) -> Any:
-  """The global step before the first of the run; of shapes or shardings, one like the step's."""
+  """Returns the global step before the run's first, or a shape or sharding like the step's."""
   is_known = isinstance(state.step, jax.Array)
   return state.step - state.sparse_step if is_known else state.sparse_step
 
@@ -92,7 +92,7 @@ def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainS
 
 
 def _sparse_state(mine: Mapping[str, Any], rules: Rules, inner: Any) -> SparseState:
-  """The state of `nms.sparse`, from its collection in a checkpoint."""
+  """Returns the state of `nms.sparse`, from its collection in a checkpoint."""
   kept = {k: v for k, v in mine.items() if k not in ("step", "rules", "start")}
   # Its own copy: a buffer cannot be donated twice.
   masks = {**kept, "step": jnp.copy(mine["step"])} if kept else {}
@@ -155,7 +155,7 @@ class Checkpoints:
         self._saving = None
 
   def abandon(self) -> None:
-    """Ends Orbax' threads, which would else say much at the end of a process that was refused."""
+    """Ends Orbax' threads, which would otherwise print much at the end of a refused process."""
     with contextlib.suppress(Exception), checkpoint.quiet_orbax():
       self._manager.close()
 
@@ -218,16 +218,16 @@ class Checkpoints:
 
 
 def _remove(folder: pathlib.Path) -> None:
-  """Removes what it can: it is no checkpoint any more, and the next time tries again."""
+  """Removes what it can. The rest is no checkpoint any more, and the next call tries again."""
   shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Said(ValueError):
-  """Has been explained."""
+  """An error that is already explained."""
 
 
 def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:
-  """Reads what a new run takes of anybody's checkpoint: Orbax, or T5X's own format.
+  """Reads what a new run takes from any checkpoint: Orbax, or T5X's own format.
 
   Args:
     path: the checkpoint.
@@ -279,7 +279,7 @@ def load_for_evaluation(path: str, model: Model) -> TrainState:
 
 
 def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:
-  """Raises where the text of a checkpoint's rules is not that of these."""
+  """Raises where the text of a checkpoint's rules differs from that of these rules."""
   now = rules_text.describe(rules)
   if stored != now:
     raise ValueError(

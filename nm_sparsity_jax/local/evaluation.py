@@ -43,7 +43,7 @@ class Splits:
 
   @property
   def has_metrics(self) -> bool:
-    """True: all scalars of a workload but its loss are metrics."""
+    """Returns True: all scalars of a workload but its loss are metrics."""
     return True
 
   def evaluator(
@@ -75,7 +75,7 @@ class History:
     self.entries: dict[int, dict[str, Any]] = {}  # by global step
 
   def read(self, until: int) -> None:
-    """Reads what was found up to a step; what came later was of a checkpoint never complete."""
+    """Reads what was found up to a step; what is later is of a checkpoint never completed."""
     kept = folders.evaluations(self._folder)
     self.entries = {at: entry for at, entry in kept.items() if at <= until}
     if len(self.entries) < len(kept):
@@ -98,14 +98,14 @@ class History:
 
   @property
   def best(self) -> int | None:
-    """The step of the best evaluation, None where there is none."""
+    """Returns the step of the best evaluation, None where there is none."""
     return best_step(self.entries.values(), self._metric)
 
 
 def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> int | None:
   """Returns the step of the best evaluation at the target pattern, the earliest of equals.
 
-  One that is no number (a correlation of equal predictions is none) is never the best.
+  An evaluation that is not a number is never the best; a correlation of equal predictions is one.
 
   Args:
     evaluations: entries of evaluations.json.
@@ -129,10 +129,10 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
 
 
 def loss_line(task: str, scalars: Mapping[str, float], headline: Sequence[str]) -> str:
-  """Returns what is printed of the scalars of a task: those of the headline."""
+  """Returns the printed line of a task's scalars: those of the headline."""
   return f"  {task}: " + ", ".join(f"{name} {scalars[name]:.4f}" for name in headline)
 
 
 def metrics_line(task: str, values: Mapping[str, float]) -> str:
-  """Returns what is printed of the metrics of a task."""
+  """Returns the printed line of a task's metrics."""
   return f"  {task}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -18,7 +18,9 @@ FACTORS: dict[str, Callable] = {
 def learning_rate(
   rate: float, factors: str = "constant", warmup_steps: int = 1000
 ) -> Callable[[jax.Array | int], jax.Array]:
-  """step of this run -> learning rate, at least 1e-8; as `create_learning_rate_scheduler` of T5X.
+  """Returns step of this run -> learning rate, as T5X's `create_learning_rate_scheduler` does.
+
+  It is at least 1e-8. The factors are
 
       constant                rate
       linear_warmup           min(1, step / warmup)

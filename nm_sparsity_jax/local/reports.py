@@ -29,7 +29,7 @@ _AHEAD = 2  # steps that are given to the devices before the result of one is lo
 
 
 def writer(folder: pathlib.Path, start: int) -> Any:
-  """A clu writer of event files and metrics.jsonl; lines of later steps, of a killed run, go."""
+  """Returns a clu writer of event files and metrics.jsonl; drops lines of later steps."""
   from clu import metric_writers
 
   class JsonLines(metric_writers.MetricWriter):
@@ -63,7 +63,7 @@ def writer(folder: pathlib.Path, start: int) -> Any:
 
 
 def _cut(path: pathlib.Path, start: int) -> None:
-  """Drops what a run that did not end well wrote beyond the step that is gone on from."""
+  """Drops the lines that a run without a good end wrote after the step that is resumed from."""
   if not path.is_file():
     return
   kept = []
@@ -89,7 +89,7 @@ class Curves:
     self._writers: dict[str, Any] = {}
 
   def open(self, room: str, start: int) -> None:
-    """Makes a room's files; where it is not open yet, lines of steps after `start` go."""
+    """Makes a room's files; drops lines of steps after `start` where the room is not open yet."""
     if room not in self._writers:
       self._writers[room] = writer(self._folder / room, start)
 
@@ -122,7 +122,7 @@ class NotFinite(Exception):
 
 
 class Watch:
-  """Looks at what each step returns, a few steps later, so that the devices never wait for it.
+  """Looks at the results of each step a few steps later, so that the devices never wait for it.
 
   Args:
     run: whose periods, workload and rules say what is written when.
@@ -150,7 +150,7 @@ class Watch:
       self._look()
 
   def catch_up(self) -> None:
-    """Looks at all that has not been looked at. Raises `NotFinite`, as `add` does."""
+    """Looks at all results that are left. Raises `NotFinite`, as `add` does."""
     while self._pending:
       self._look()
 
@@ -170,7 +170,7 @@ class Watch:
       self.curves.write("train", at, written)
 
   def _means(self, done: int, names: Sequence[str]) -> dict[str, float]:
-    """Over the steps since the last ones."""
+    """Returns the means over the steps since the last call."""
     sums: Any = np.sum(self._sums, 0, dtype=np.float64).tolist()
     found = dict(zip(names, sums, strict=True))
     norms = {name: found.pop(name) / len(self._sums) for name in NORMS}
@@ -207,7 +207,7 @@ class Progress:
       self._live.start()
 
   def count(self, size: float) -> None:
-    """Notes one more step, of a batch of some size. The first, which compiles, starts the clock."""
+    """Notes a step and its batch's size. The first step compiles; the clock starts after it."""
     if self._clock is None:
       self._clock = time.monotonic()
       self._first += 1
@@ -216,7 +216,7 @@ class Progress:
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Leaves out of the clock what is no step's: to save and to evaluate."""
+    """Leaves saving and evaluating out of the clock."""
     begin = time.monotonic()
     try:
       yield
@@ -256,7 +256,7 @@ class Progress:
 
 
 def _sparsity(kinds: Sequence[tuple[str, str, float, int]]) -> list[str]:
-  """D, pattern and density; by rule where rules differ."""
+  """Returns D, pattern and density; by rule where rules differ."""
   kinds = [kind for kind in kinds if kind[1] != "dense"] or list(kinds)
   if not kinds:
     return []
@@ -277,7 +277,7 @@ def _density(pattern: str, decay: float) -> float:
 
 
 def clock(seconds: float) -> str:
-  """1:02:03, or 2:03."""
+  """Returns a time such as 1:02:03, or 2:03."""
   seconds = round(seconds)
   hours, rest = divmod(seconds, 3600)
   return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

@@ -54,7 +54,7 @@ class Periods:
     return step == total or step % self.report == 0
 
   def samples(self, step: int) -> bool:
-    """Returns whether metrics are sampled at the step that is the so manyth."""
+    """Returns whether metrics are sampled at the step with this number."""
     return bool(self.metrics) and step % self.metrics == 0
 
 
@@ -112,7 +112,7 @@ class Run:
 
   @property
   def batch_size(self) -> int:
-    """Examples of a training batch."""
+    """Returns the examples of a training batch."""
     brings = self.model.workload if self.source is None else self.source
     if brings.batch_size is None:
       name = type(brings).__name__
@@ -121,7 +121,7 @@ class Run:
 
   @property
   def unit(self) -> str:
-    """What a batch is measured in: the workload's weight."""
+    """Returns what a batch is measured in: the workload's weight."""
     return self.model.workload.weight
 
   def batches(self, start: int) -> Iterator[Batch]:
@@ -142,7 +142,7 @@ class Run:
 
 
 def _refuse_in_chain(opt_state: Any) -> None:
-  """Refuses what the step does itself."""
+  """Refuses links of an optimizer that do what the step does itself."""
   if optim.holds_sparse(opt_state):
     raise ValueError(
       "the optimizer holds nms.sparse, but the runner wraps the optimizer itself: leave nms.sparse "

@@ -57,13 +57,13 @@ class TrainState:
 
   @property
   def sparse_step(self) -> jax.Array:
-    """Updates that this run has applied, int32 scalar; also the position in the data."""
+    """Returns the updates that this run has applied, int32; also the position in the data."""
     witness.count_read()
     return self.opt_state.count
 
   @property
   def masks(self) -> Any:
-    """What `nms.init_state` keeps; `{}` for recipes without state."""
+    """Returns what `nms.init_state` keeps; `{}` for recipes without state."""
     return self.opt_state.masks
 
 
@@ -137,7 +137,7 @@ class Model:
     return call
 
   def shardings(self, tree: Any) -> Any:
-    """Returns of every leaf that of the parameter whose path it ends in and whose shape it has."""
+    """Returns each leaf's sharding: that of the parameter with its shape whose path it ends in."""
 
     def find(keys, leaf):
       words = path_name(keys).split("/")
@@ -290,7 +290,7 @@ class Model:
     return self.jit(before), self.jit(after, out_shardings=self.replicated)
 
   def _gradient(self, state: TrainState, batch, rng, parts):
-    """The sums of a batch, the new collections, the gradient of the mean by the parameters."""
+    """Returns the sums of a batch, the new collections, and the mean loss's gradient."""
     sparsify = lambda params: apply.sparsify(params, self.rules, state.sparse_step, state.masks)
     effective, pull_back = jax.vjp(sparsify, state.params)
     key = jax.random.fold_in(rng, state.step)
@@ -300,7 +300,7 @@ class Model:
     return sums, collections, pull_back(jax.tree.map(lambda g: g / weight, grads))[0]
 
   def _accumulate(self, effective, collections, batch, key, parts):
-    """The sums and the new state, and the gradient of the summed loss by the parameters."""
+    """Returns the sums, the new state, and the summed loss's gradient."""
     grad = jax.value_and_grad(self.sums, has_aux=True)
     if parts == 1:
       (_, found), grads = grad(effective, collections, batch, key)

@@ -42,7 +42,7 @@ FREE = (
 
 
 def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "") -> int:
-  """Trains a run, or goes on with it; returns the exit code.
+  """Trains a run, or resumes it; returns the exit code.
 
   Args:
     run: what.
@@ -70,7 +70,7 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
 
 
 def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
-  """Does what is left of a run in its folder; returns the exit code, as `train` does."""
+  """Does the rest of a run in its folder; returns the exit code, as `train` does."""
   init_key, key = jax.random.split(jax.random.PRNGKey(run.random_seed))
   history = History(saved.folder, run.best_metric, run.model.workload.less_is_better)
   state, offset = _start(run, saved, history, init_key)
@@ -124,7 +124,7 @@ class _Process:
 
 
 def _start(run: Run, saved, history: History, key: jax.Array) -> tuple[TrainState, int]:
-  """The state to go on with, and the global step of the run's step 0."""
+  """Returns the state to start from, and the global step of the run's step 0."""
   model, found = run.model, saved.steps()
   if found:
     state = _resume(run, saved, history, found[-1])
@@ -143,7 +143,7 @@ def _start(run: Run, saved, history: History, key: jax.Array) -> tuple[TrainStat
 
 
 def _resume(run: Run, saved, history: History, step: int) -> TrainState:
-  """The state of a checkpoint of the run, and what was found up to it."""
+  """Returns the state of a checkpoint of the run, and reads what was found up to it."""
   model = run.model
   like = model.state_shapes(run.optimizer)
   tree, text = saved.restore(step, like, model)
@@ -157,7 +157,7 @@ def _resume(run: Run, saved, history: History, step: int) -> TrainState:
 
 
 def _steps(p: _Process, state: TrainState, key: jax.Array) -> int:
-  """Does the steps that are left, or those until a signal; saves the last; returns its number."""
+  """Does the remaining steps, or those until a signal; saves the last; returns its number."""
   run, total, periods = p.run, p.run.sparse_steps, p.run.periods
   done = int(state.sparse_step)
   step = run.model.train_step(run.optimizer, key, state, run.microbatches)
@@ -181,14 +181,14 @@ def _steps(p: _Process, state: TrainState, key: jax.Array) -> int:
 
 
 def _save(p: _Process, state: TrainState, done: int) -> None:
-  """After a look at every step that led to it: what is not finite is never saved."""
+  """Saves after a look at every step so far: a state that is not finite is never saved."""
   p.watch.catch_up()
   p.watch.curves.flush()
   p.saved.save(p.offset + done, checkpoints.to_tree(state, p.run.model.given_rules))
 
 
 def _evaluate(p: _Process, state: TrainState, done: int) -> None:
-  """Evaluates a saved state, unless that has been done."""
+  """Evaluates a saved state, unless that is done already."""
   step, model, say = p.offset + done, p.run.model, p.watch.progress.say
   if p.evaluator is None or step in p.history.entries:
     return

@@ -15,7 +15,7 @@ _NAN = 1  # survives only where a group has too few numbers
 
 
 def _raw(x: jax.Array) -> tuple[jax.Array, int, int]:
-  """The bits of `x` as unsigned integers, their number, and the bits of +inf."""
+  """Returns the bits of `x` as unsigned integers, their number, and the bits of +inf."""
   if x.dtype.itemsize == 1:  # 8-bit floats: every one of them is a float16 or bfloat16 too,
     x = x.astype(jnp.float32)  # but float32 holds them all as normal numbers.
   size = x.dtype.itemsize
@@ -25,9 +25,9 @@ def _raw(x: jax.Array) -> tuple[jax.Array, int, int]:
 
 
 def magnitude_keys(x: jax.Array) -> jax.Array:
-  """|x| as integers >= 2 in the same order, NaN as 1.
+  """Returns |x| as integers >= 2 in the same order, NaN as 1.
 
-  Integers, because comparing floats flushes subnormals on some backends.
+  Integers, because some backends flush subnormals when they compare floats.
   """
   u, bits, inf = _raw(x)
   t = u.dtype.type
@@ -36,7 +36,7 @@ def magnitude_keys(x: jax.Array) -> jax.Array:
 
 
 def score_keys(x: jax.Array) -> jax.Array:
-  """x as integers >= 2 in the same order (-0.0 = +0.0), NaN as 1."""
+  """Returns x as integers >= 2 in the same order (-0.0 = +0.0), NaN as 1."""
   u, bits, inf = _raw(x)
   t = u.dtype.type
   size = u & t((1 << (bits - 1)) - 1)

@@ -100,7 +100,7 @@ def _magnitude_mask(w, n, parent, pattern, axis):
 def ladder_mask(
   w: jax.Array, pattern: NM | str, axis: Axis = 0, *, doublings: jax.Array, most: int
 ) -> jax.Array:
-  """The magnitude mask of 2^d*n : 2^d*m with a traced d: one program for all those patterns.
+  """Returns the magnitude mask of 2^d*n : 2^d*m for a traced d: one program serves all d.
 
   Weights are counted in groups of m, and a longer group adds up the counts of its 2^d short ones.
 
@@ -159,7 +159,7 @@ def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[in
 
 
 def _floating(x):
-  """x as an array, refused where it has no order of real numbers."""
+  """Returns x as an array; refuses dtypes without an order of real numbers."""
   if not hasattr(x, "dtype"):
     x = jnp.asarray(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):

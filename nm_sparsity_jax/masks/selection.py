@@ -24,7 +24,7 @@ _MAX_M_FOR_RANKS = 16  # m comparisons per weight, for a traced n
 
 
 def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
-  """The mask of the n largest keys along `axis`, which is one whole group."""
+  """Returns the mask of the n largest keys along `axis`, which is one whole group."""
   m = keys.shape[axis]
   kth = functools.partial(kth_by_bisection, n=n, axis=axis)
   if isinstance(n, int):
@@ -51,7 +51,7 @@ def _one_extreme(keys: jax.Array, axis: int, *, largest: bool) -> jax.Array:
 
 
 def _ranks(keys: jax.Array, axis: int) -> jax.Array:
-  """How many of its group come before each key: larger, or equal with a lower index."""
+  """Counts the keys of a group that come before each key: larger, or equal with a lower index."""
   keys = pinned(keys)
   index = _iota(keys.shape, axis, keys.dtype)
   rank = jnp.zeros(keys.shape, jnp.uint8)
@@ -63,7 +63,7 @@ def _ranks(keys: jax.Array, axis: int) -> jax.Array:
 
 
 def cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
-  """Keeps what is above the n-th largest key, and of its equals the first ones.
+  """Keeps the keys above the n-th largest, and the first ones among its equals.
 
   Keys above become one high place, equals their place counted from the end, the rest 0: all
   places that matter differ, so the n-th largest place is an exact cut.
@@ -77,24 +77,24 @@ def cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
 
 
 def cut_at_once(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
-  """What `cut` keeps, by one search instead of two: half the program, for places of one byte."""
+  """Keeps what `cut` keeps, by one search instead of two; for places of one byte."""
   key, place = kth(keys, then=from_end)
   return (keys > key) | ((keys == key) & (from_end >= place))
 
 
 def from_end(shape, axis: int) -> jax.Array:
-  """m, m - 1, ..., 1 along `axis`, in the fewest bits."""
+  """Returns m, m - 1, ..., 1 along `axis`, in the fewest bits."""
   m = shape[axis]
   return _iota(shape, axis, _count_dtype(m), m, -1)
 
 
 def _count_dtype(m: int):
-  """Unsigned integers up to m and two more."""
+  """Returns the smallest unsigned dtype that holds m and two more values."""
   return jnp.uint8 if m < 254 else jnp.uint16 if m < 65534 else jnp.uint32
 
 
 def kth_by_network(keys: jax.Array, n: int, axis: int) -> jax.Array:
-  """The n-th largest key of each group, by a min-max network pruned to that one output.
+  """Returns the n-th largest key of each group, by a min-max network pruned to that one output.
 
   Batcher, "Sorting networks and their applications", AFIPS 1968 (odd-even merge sort).
   """
@@ -116,7 +116,7 @@ def kth_by_network(keys: jax.Array, n: int, axis: int) -> jax.Array:
 
 
 def _batcher(m: int) -> list[tuple[int, int]]:
-  """The comparators of the odd-even merge sort of m keys, in order."""
+  """Returns the comparators of the odd-even merge sort of m keys, in order."""
   pairs = []
   p = 1
   while p < m:
@@ -139,7 +139,7 @@ def kth_by_bisection(
   count_in: Callable | None = None,
   then: jax.Array | None = None,
 ) -> Any:
-  """The n-th largest key of each group, found bit by bit; n may be traced.
+  """Returns the n-th largest key of each group, found bit by bit; n may be traced.
 
   Eight bits make a digit, which needs one byte a key: among the keys that share all digits
   found so far it is bisected, counting in each pass the digits at or above a candidate.
@@ -201,7 +201,7 @@ def kth_by_bisection(
 
 
 def count_in_ladder(hits: jax.Array, axis: int, doublings: jax.Array) -> jax.Array:
-  """Hits in groups of 2^doublings parts: `axis` is a part, `axis - 1` counts the parts.
+  """Counts hits in groups of 2^doublings parts: `axis` is a part, `axis - 1` counts the parts.
 
   Each doubling adds to every part the count of the part that it is paired with.
   """
@@ -235,6 +235,6 @@ def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:
 
 
 def _iota(shape, axis: int, dtype, first: int = 0, step: int = 1) -> jax.Array:
-  """first, first + step, ... along `axis`, broadcast to `shape`."""
+  """Returns first, first + step, ... along `axis`, broadcast to `shape`."""
   values = np.arange(shape[axis]) * step + first
   return lax.broadcast_in_dim(jnp.asarray(values, dtype), shape, (axis,))

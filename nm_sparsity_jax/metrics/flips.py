@@ -25,7 +25,7 @@ class FlipRate(NamedTuple):
 
 
 def flip_rate(mask_before: Any, mask_after: Any) -> FlipRate:
-  """How much of a mask, or of a tree of masks, changed from one time to another.
+  """Returns how much of a mask, or of a tree of masks, changed from one time to another.
 
       all  = sum(before xor after) / size
       kept = sum(before and not after) / sum(before)

@@ -27,7 +27,7 @@ class SecondMoments(NamedTuple):
 
 
 def second_moments(opt_state: Any, params: Any = None) -> dict[str, jax.Array]:
-  """path -> second moment, from an optax state: Adam's v as stored, or Adafactor's estimate of it.
+  """Returns path -> second moment of an optax state: Adam's v as stored, or Adafactor's estimate.
 
       v[i, j] = rows[i] * columns[j] / mean(rows)
 
@@ -70,7 +70,7 @@ def second_moments(opt_state: Any, params: Any = None) -> dict[str, jax.Array]:
 
 
 def any_factored(opt_state: Any, places: Mapping[str, Place]) -> bool:
-  """Whether the second moment of any of these places is rebuilt from factors."""
+  """Returns whether the second moment of any of these places is rebuilt from factors."""
   if isinstance(opt_state, SecondMoments):
     return opt_state.is_factored
   states = [state for state in named(opt_state) if _is_factored(state)]
@@ -79,7 +79,7 @@ def any_factored(opt_state: Any, places: Mapping[str, Place]) -> bool:
 
 
 def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axes) -> jax.Array:
-  """What Adafactor takes for v (arXiv:1804.04235, algorithm 4; there sums, here means).
+  """Returns Adafactor's v (arXiv:1804.04235, algorithm 4; sums there, means here).
 
   Args:
     rows: the means over the column axes.
@@ -97,7 +97,7 @@ def _is_factored(state: Any) -> bool:
 
 
 def _rebuilt(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.Array]:
-  """The estimates of one state of `optax.scale_by_factored_rms`."""
+  """Returns the estimates of one state of `optax.scale_by_factored_rms`."""
   rows, columns = dict(flatten(state.v_row)), dict(flatten(state.v_col))
   found = {}
   for path, v in flatten(state.v):

@@ -42,11 +42,11 @@ class Density(NamedTuple):
 def masks_of(
   params: Any, rules: Rules, step: jax.Array | int, state: State | None = None
 ) -> dict[str, jax.Array]:
-  """path -> the bool mask that the effective weight of this step uses, True = kept.
+  """Returns path -> the bool mask that the effective weight of this step uses, True = kept.
 
-  Sparse places only; a place with the dense recipe is none. All True in the dense phase, and for
-  one_shot and snip until their mask has been taken. While D > 0 a pruned weight is faded, not
-  yet zero, and its mask already False.
+  Only sparse places have one, not those with the dense recipe. It is all True in the dense phase,
+  and for one_shot and snip until their mask is taken. While D > 0 a pruned weight is faded, not yet
+  zero, but its mask is False already.
   """
   step = as_step(step)
   arrays = dict(flatten(params))
@@ -57,16 +57,16 @@ def masks_of(
 
 
 def decay(params: Any, rules: Rules, step: jax.Array | int) -> dict[str, jax.Array]:
-  """path -> D at `step`, a float32 scalar: 1 in the dense phase, 0 in the fine-tune phase."""
+  """Returns path -> D at `step`, float32: 1 in the dense phase, 0 in the fine-tune phase."""
   places = rules.assign(params).places
   return {path: place.recipe.decay(step) for path, place in places.items()}
 
 
 def pattern_now(params: Any, rules: Rules, step: jax.Array | int) -> dict[str, PatternNow]:
-  """path -> the pattern that holds at `step`, levels of a schedule included.
+  """Returns path -> the pattern that holds at `step`, levels of a schedule included.
 
-  While a place is dense that is 1:1 (keep all). It is 0:0 at a traced negative step, which
-  stands for a step that nobody gave.
+  It is 1:1 (keep all) while a place is dense, and 0:0 at a traced negative step, which means that
+  no step was given.
   """
   step = as_step(step)
   found = {}
@@ -82,7 +82,7 @@ def pattern_now(params: Any, rules: Rules, step: jax.Array | int) -> dict[str, P
 def rule_patterns(
   params: Any, rules: Rules, step: jax.Array | int
 ) -> dict[str, tuple[PatternNow, jax.Array]]:
-  """rule -> the pattern of its places at `step`, and whether they share one; 0:0 if they do not."""
+  """Returns rule -> the pattern of its places at `step`, and whether they share one; 0:0 if not."""
   patterns, found = pattern_now(params, rules, step), {}
   places = rules.assign(params).places
   for rule in dict.fromkeys(place.key for place in places.values()):
@@ -95,7 +95,7 @@ def rule_patterns(
 def density(
   params: Any, rules: Rules, step: jax.Array | int, state: State | None = None
 ) -> Density:
-  """The share of sparse-place weights in use: those whose factor in W~ is not zero.
+  """Returns the share of sparse-place weights in use: those whose factor in W~ is not zero.
 
   With the mask Phi and W~ = W * (Phi + D * (1 - Phi)), of a place with |W| weights
 
@@ -111,7 +111,7 @@ def density(
 
 
 def density_of(places: Mapping[str, Place], masks: dict[str, jax.Array], step) -> Density:
-  """Returns what `density` does, of masks that are there already."""
+  """Returns what `density` does, from masks that exist already."""
   shares, targets = {}, {}
   for path, place in places.items():
     d, pattern = place.recipe.decay(step), place.recipe.pattern

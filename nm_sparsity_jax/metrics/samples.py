@@ -46,7 +46,7 @@ def summary(
   *,
   per_place: bool | Collection[str] = True,
 ) -> dict[str, jax.Array]:
-  """All of it as float32 scalars under flat names, for `clu` writers and their like.
+  """Returns all metrics as float32 scalars under flat names, for `clu` writers and their like.
 
       nm/density             nm/density/<path>              share of weights in use now
       nm/density_target      nm/density_target/<path>       n / m of the target

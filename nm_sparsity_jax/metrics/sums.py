@@ -17,7 +17,7 @@ _MAX_COUNT = 2**32 - 1  # what one uint32 can count
 
 
 def count(mask: jax.Array) -> jax.Array:
-  """How many are True, float32: counted exactly, rounded once."""
+  """Returns the number of True entries, float32: counted exactly, rounded once."""
   if mask.size <= _MAX_COUNT:
     return jnp.sum(mask, dtype=jnp.uint32).astype(jnp.float32)
   rows = jnp.sum(mask, axis=tuple(range(1, mask.ndim)), dtype=jnp.uint32)
@@ -25,19 +25,19 @@ def count(mask: jax.Array) -> jax.Array:
 
 
 def ratio(part: jax.Array, whole: jax.Array | int) -> jax.Array:
-  """part / whole: 1 of all, whatever the division rounds to, and 0 of nothing."""
+  """Returns part / whole: exactly 1 where they are equal, and 0 where the whole is 0."""
   whole = jnp.asarray(whole, jnp.float32)
   share = part / jnp.maximum(whole, jnp.float32(1))
   return jnp.where((part == whole) & (whole > 0), jnp.float32(1), share)
 
 
 def add_up(values: Sequence[jax.Array]) -> jax.Array:
-  """Returns the sum of scalars, 0 of none."""
+  """Returns the sum of scalars; 0 where there are none."""
   return jnp.sum(jnp.stack(values)) if values else jnp.float32(0)
 
 
 def mean_by_size(places: Mapping[str, Place], values: dict[str, jax.Array]) -> jax.Array:
-  """The mean over all weights, exact where all values agree; 1 where there are no weights."""
+  """Returns the mean over all weights, exact where all values agree; 1 without weights."""
   sizes = {path: math.prod(place.shape) for path, place in places.items()}
   total = sum(sizes.values())
   if not total:

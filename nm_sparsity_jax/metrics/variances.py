@@ -41,7 +41,7 @@ class Variances(NamedTuple):
 def grad_abs_variance(
   grads: Any, params: Any, rules: Rules, step: jax.Array | int, state: State | None = None
 ) -> Variances:
-  """Var(|g|) over the sparse kernels, over all weights and over the kept ones.
+  """Returns Var(|g|) over the sparse kernels, over all weights and over the kept ones.
 
       Var(x) = mean((x - mean(x))^2)
 
@@ -61,7 +61,7 @@ def grad_abs_variance(
 def second_moment_variance(
   opt_state: Any, params: Any, rules: Rules, step: jax.Array | int, state: State | None = None
 ) -> Variances:
-  """Var(v) of Adam's second moment over the sparse kernels, over all weights and the kept ones.
+  """Returns Var(v) of Adam's second moment over the sparse kernels, all weights and kept ones.
 
   Figure 3a of arXiv:2402.04744 shows `all`, which is confounded as in `grad_abs_variance`. A
   variance below 1e-38 reads 0. Arguments as there; `opt_state` is read by `second_moments`.
@@ -71,7 +71,7 @@ def second_moment_variance(
 
 
 def of_gradient(grads: Any, masks: dict[str, jax.Array]) -> Variances:
-  """Returns what `grad_abs_variance` does, of masks that are there already."""
+  """Returns what `grad_abs_variance` does, from masks that exist already."""
   return _variances(dict(flatten(grads)), masks, "gradient (grads)", jnp.abs)
 
 
@@ -83,7 +83,7 @@ def of_second_moment(moments: Any, masks: dict[str, jax.Array]) -> Variances:
 def _variances(
   values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array], what: str, of: Callable
 ) -> Variances:
-  """The variances of of(values) at the places of `masks`."""
+  """Returns the variances of of(values) at the places of `masks`."""
   moments = {}
   for path, mask in masks.items():
     if path not in values:
@@ -116,7 +116,7 @@ class _Moments(NamedTuple):
 
 
 def _moments(x: jax.Array, mask: jax.Array | None = None) -> _Moments:
-  """Two passes over x[mask], the second one corrected for what rounding left in the mean.
+  """Takes two passes over x[mask]; the second corrects what rounding left in the mean.
 
   Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983, equation 1.7.
   """
@@ -130,7 +130,7 @@ def _moments(x: jax.Array, mask: jax.Array | None = None) -> _Moments:
 
 
 def _pool(parts: Sequence[_Moments]) -> jax.Array:
-  """The variance of several samples together (Chan, Golub and LeVeque 1983, equation 2.1)."""
+  """Returns the variance of several samples together (Chan, Golub and LeVeque 1983, 2.1)."""
   if not parts:
     return jnp.float32(0)
   if len(parts) == 1:

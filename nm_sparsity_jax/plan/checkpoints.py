@@ -1,4 +1,4 @@
-"""What a run takes of a checkpoint: which one it opens, what fits, what is refused."""
+"""What a run takes from a checkpoint: which one it opens, what fits, what is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(found: Findings, made: Made) -> dict[str, Any] | None:
 
 
 def _initial(found: Findings) -> checkpoint.Stored | None:
-  """Opens the checkpoint that the settings name, or that was asked for."""
+  """Opens the checkpoint that the settings name, or that you asked for."""
   path = found.checkpoint
   if path is None and found.config.local:
     is_train = found.config.program == "train"
@@ -100,7 +100,7 @@ def _check_settings(found: Findings, stored: checkpoint.Stored) -> None:
 def _refused(
   found: Findings, stored: checkpoint.Stored, rules: Rules | None, resuming: bool
 ) -> bool:
-  """Notes a checkpoint that a run with these rules cannot continue; True for such a one."""
+  """Notes a checkpoint that a run with these rules cannot continue, and returns True for it."""
   local, evaluates = found.config.local, found.config.program in ("evaluate", "infer")
   if rules is None or not found.whole or not (resuming or evaluates):
     return False

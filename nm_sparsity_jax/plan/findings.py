@@ -69,12 +69,12 @@ class Findings:
 
   @property
   def trains(self) -> bool:
-    """True unless the run file is of an evaluation or of predictions."""
+    """Returns True unless the run file is of an evaluation or of predictions."""
     return self.config.program in (None, "train")
 
   @property
   def offset(self) -> int | None:
-    """T5X's step at which the run begins, None if PRETRAINED_STEPS does not say it."""
+    """Returns T5X's step at which the run begins, None if PRETRAINED_STEPS does not say it."""
     given = self.config.get("PRETRAINED_STEPS")
     return given if isinstance(given, int) and not isinstance(given, bool) else None
 

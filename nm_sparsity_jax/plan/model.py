@@ -24,7 +24,7 @@ from nm_sparsity_jax.rules import Rules
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-  """What the settings of a run make; None where they make none, or it failed.
+  """What the settings of a run make; None where they make nothing, or it failed.
 
   Attributes:
     network: a flax module of T5X's interface, or the workload of a family of your own.
@@ -71,7 +71,7 @@ def workload_of(found: Findings) -> workloads.Workload:
 
 
 def _network(found: Findings) -> Any:
-  """Returns the network; refuses what is none."""
+  """Returns the network; refuses what is not one."""
   network = found.config.value("NETWORK")
   if network is not None and not hasattr(network, "init"):
     raise ValueError(

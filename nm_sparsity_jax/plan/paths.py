@@ -1,4 +1,4 @@
-"""Paths that are alike, told as one: 'encoder/layers_{0..11}/mlp/wi_{0,1}/kernel'."""
+"""Paths that are alike, shown as one: 'encoder/layers_{0..11}/mlp/wi_{0,1}/kernel'."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _Named = list[tuple[tuple[str, ...], list[str]]]  # (words of a name, its paths)
 
 
 def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str]]]:
-  """Groups paths that differ in one word only.
+  """Merges paths that differ in one word only.
 
   Layers come first: their words end in a number.
 

@@ -37,7 +37,7 @@ def sizes(params: Any) -> dict[str, int]:
 
 
 def names(paths: Sequence[str], words: bool = False) -> str:
-  """Returns paths as one line; those that are alike are told as one."""
+  """Returns paths as one line, with paths that are alike as one."""
   return ", ".join(name for name, _ in group(paths, words))
 
 
@@ -54,7 +54,7 @@ def kernels(assignment: Assignment) -> dict[str, Any]:
 
 
 def _sparse(assignment: Assignment) -> list[dict[str, Any]]:
-  """Sparse kernels; those that are alike are one entry."""
+  """Returns the sparse kernels; those that are alike share an entry."""
   alike: dict[tuple, list[str]] = {}
   for path, p in assignment.places.items():
     facts = (p.key, p.shape, p.axis, str(p.pattern), p.count, p.recipe.name, p.remarks)

@@ -77,7 +77,7 @@ def _bound(found: Findings, name: str) -> Any:
 
 
 def _warn(found: Findings, part: dict[str, Any], steps: int) -> None:
-  """Warns of a run that ends before its warm-up, so that it never gets its learning rate."""
+  """Warns of a run that ends during its warm-up, so that it never reaches its learning rate."""
   warmup, given = part["warmup_steps"], _bound(found, "base_learning_rate") or _bound(found, "rate")
   if not isinstance(warmup, int) or warmup < steps:
     return

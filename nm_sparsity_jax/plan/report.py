@@ -1,4 +1,4 @@
-"""What a run would do, found out without running it: gin files in, a report of plain values out."""
+"""What a run would do, without running it: gin files in, a report of plain values out."""
 
 from __future__ import annotations
 

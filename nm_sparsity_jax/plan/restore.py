@@ -1,4 +1,4 @@
-"""What a run would take of a checkpoint: T5X's restore, gone through on keys.
+"""What a run would take from a checkpoint: T5X's restore, followed on keys.
 
 Stored -> [T5X's transformations] -> [restore] -> loaded, initialised, dropped, refused
 """
@@ -83,7 +83,7 @@ _SHOWN = 3  # groups of arrays that an error names
 
 
 def _of_another_size(path: str, other: Mapping[tuple, Sequence[str]], count: int) -> str:
-  """Says which arrays have another shape; those of like layers are one, parameters come first."""
+  """Says which arrays have another shape; like layers count once, parameters come first."""
   keys = [key for of in other.values() for key in of]
   if len(keys) == 1:
     (((there, here), _),) = other.items()
@@ -102,7 +102,7 @@ def _of_another_size(path: str, other: Mapping[tuple, Sequence[str]], count: int
 
 
 def _is_cast(key: str, leaf: checkpoint.Leaf, kind: str) -> bool:
-  """Whether T5X's restore dtype applies: to parameters, and to what is not sharded.
+  """Returns whether T5X's restore dtype applies: to parameters, and to what is not sharded.
 
   So the step, an int32, becomes a float32 in a run that restored it.
   """

@@ -27,7 +27,7 @@ NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
 
 
 class Need(NamedTuple):
-  """What a recipe wants in a field that it cannot do without.
+  """What a recipe asks for in a field that it needs.
 
   Attributes:
     example: a value as one writes it.
@@ -93,12 +93,12 @@ class Recipe:
 
   @property
   def gradient_mode(self) -> str:
-    """'masked' or 'straight_through'."""
+    """Returns 'masked' or 'straight_through'."""
     return getattr(self, "gradient", None) or self.default_gradient
 
   @property
   def sparse_from(self) -> int:
-    """The first step of the schedule proper; before it D = 1."""
+    """Returns the first step of the schedule proper; before it D = 1."""
     return self.phases.dense if self.phases else 0
 
   def levels(self, axis_size: int | None = None) -> tuple[tuple[int, NM], ...]:
@@ -115,11 +115,11 @@ class Recipe:
 
   @property
   def curve(self) -> curves.Curve:
-    """D(j) of the sparsify phase, for j = step - dense."""
+    """Returns D(j) of the sparsify phase, for j = step - dense."""
     return curves.hard()
 
   def decay(self, step: jax.Array | int) -> jax.Array:
-    """Returns D at `step`, a float32 scalar in [0, 1]. NaN for a negative step: none was given."""
+    """Returns D at `step`, a float32 scalar in [0, 1]; NaN at a negative step: none was given."""
     step, phases = as_step(step), _phases(self)
     d = self.curve.value(step - phases.dense, jnp)
     d = jnp.where(step >= phases.finetune_start, jnp.float32(0), d)
@@ -129,7 +129,7 @@ class Recipe:
   def chosen(
     self, w: jax.Array, step: jax.Array, axis: masks.Axis, stored: jax.Array | None
   ) -> jax.Array:
-    """Returns the mask of the level that holds at `step` (of the first one before)."""
+    """Returns the mask of the level that holds at `step`; the first level counts before it, too."""
     if stored is not None:
       raise ValueError(
         f"{self.name} derives its mask from the weight and keeps none, but mask= was given."
@@ -210,9 +210,9 @@ class Recipe:
     return tuple(segments)
 
   def target_from(self, axis_size: int | None = None) -> int:
-    """Returns the first step from which on D = 0 and the target pattern holds, for good.
+    """Returns the first step from which D = 0 and the target pattern holds until the end.
 
-    It is `phases.total` where that never comes to be within the run.
+    It is `phases.total` where the run never reaches that.
     """
     found = _phases(self).total
     for segment in reversed(self.timeline(axis_size)):
@@ -222,7 +222,7 @@ class Recipe:
     return found
 
   def renewals(self, step: jax.Array | int) -> jax.Array | int:
-    """Returns how many times the stored mask was to be renewed by `step`; 0 where none is kept."""
+    """Returns how many renewals of the stored mask are due by `step`; 0 where none is kept."""
     del step
     return 0
 
@@ -233,7 +233,7 @@ class Recipe:
 
   @property
   def renewed_by(self) -> str:
-    """What `update_state` must have been given, for error messages."""
+    """Returns the call that `update_state` needs, for error messages."""
     return (
       "Call nms.update_state(state, params, rules, step) after each optimizer update, from the "
       "first one on, and carry its result."
@@ -269,7 +269,7 @@ class Recipe:
 
 
 def _mask(recipe, w, step, axis, stored):
-  """The mask of a recipe that holds at a step."""
+  """Returns the mask of a recipe that holds at a step."""
   dense = (step >= 0) & (step < recipe.sparse_from)
   keep = recipe.chosen(w, step, axis, stored) | dense
   # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.
@@ -280,7 +280,7 @@ _traced_mask = jax.jit(_mask, static_argnums=(0, 3))
 
 
 def _is_hashable(recipe: Recipe) -> bool:
-  """Whether a recipe can be a static argument; one with a list in a field cannot."""
+  """Returns whether a recipe can be a static argument; a list in a field forbids it."""
   try:
     hash(recipe)
   except TypeError:
@@ -289,7 +289,7 @@ def _is_hashable(recipe: Recipe) -> bool:
 
 
 def _phases(recipe: Recipe) -> Phases:
-  """The phases of a recipe that is not dense."""
+  """Returns the phases of a recipe that is not dense."""
   assert recipe.phases is not None
   return recipe.phases
 
@@ -299,14 +299,14 @@ def _length(w: jax.Array, axis: masks.Axis) -> int:
 
 
 def _same_state(a: Segment, b: Segment) -> bool:
-  """Whether nothing changes from one segment to the next."""
+  """Returns whether nothing changes from one segment to the next."""
   return a.pattern == b.pattern and a.decay_start == a.decay_stop == b.decay_start == b.decay_stop
 
 
 def _decay_between(
   curve: curves.Curve, phases: Phases, start: int, stop: int
 ) -> tuple[float, float]:
-  """D at `start`, and the D it runs to by `stop`, where both lie in one phase."""
+  """Returns D at `start`, and the D that it approaches by `stop`, where both lie in one phase."""
   if start >= phases.finetune_start:
     return 0.0, 0.0
   value: Any = lambda j: 0.0 if j >= curve.end else float(curve.value(np.int32(j), np))

@@ -21,7 +21,7 @@ from nm_sparsity_jax.schedules import Phases, Segment, as_step
 
 
 def _given(recipe: Recipe, w: jax.Array, stored: jax.Array | None) -> jax.Array:
-  """The stored mask, refused where there is none or it is of another weight."""
+  """Returns the stored mask; refuses a missing one, and one of another weight."""
   if stored is None:
     raise ValueError(
       f"{recipe.name} keeps its mask as state, and none was given: carry state = "
@@ -39,18 +39,18 @@ def _given(recipe: Recipe, w: jax.Array, stored: jax.Array | None) -> jax.Array:
 def _frozen(
   self: Recipe, w: jax.Array, step: jax.Array, axis: masks.Axis, stored: jax.Array | None
 ) -> jax.Array:
-  """`chosen` of a recipe that takes its mask once: the stored mask as it is."""
+  """Returns the stored mask as it is: `chosen` of a recipe that takes its mask once."""
   del axis
   return _given(self, w, stored) & (step >= 0)  # else D = NaN would meet no pruned weight
 
 
 def _once(self: Recipe, step: jax.Array | int) -> jax.Array:
-  """`renewals` of a recipe that takes its mask once, at `sparse_from`."""
+  """Returns 1 from `sparse_from` on: `renewals` of a recipe that takes its mask once."""
   return (as_step(step) >= self.sparse_from).astype(jnp.int32)
 
 
 def _when_due(recipe: Recipe, state, step, last, take) -> jax.Array:
-  """The stored mask, or the one that `take` returns where one is due since `last`."""
+  """Returns the stored mask, or what `take` returns where a renewal is due since `last`."""
   due = recipe.renewals(step) > recipe.renewals(last)
   return when(due, take, lambda: state["mask"])
 

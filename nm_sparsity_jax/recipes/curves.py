@@ -111,5 +111,5 @@ def check_decay(name: str, kind: str | None, beta: float | None, phases: Phases)
 
 
 def is_number(x: Any) -> bool:
-  """Returns whether x is a plain number: a recipe is hashed, so an array will not do."""
+  """Returns whether x is a plain number; an array is refused because a recipe is hashed."""
   return isinstance(x, (int, float)) and not isinstance(x, bool)

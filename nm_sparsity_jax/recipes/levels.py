@@ -23,7 +23,7 @@ Levels = Sequence[tuple[int, NM]]
 
 
 def when(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-  """Calls `yes` or `no`: by lax.cond where traced, else in Python, which compiles nothing anew."""
+  """Calls `yes` or `no`: by lax.cond where traced, else in Python, which needs no compilation."""
   if isinstance(condition, jax.core.Tracer):
     return lax.cond(condition, yes, no)
   return yes() if condition else no()
@@ -51,7 +51,7 @@ def leveled_mask(
   axis: masks.Axis,
   parent: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns the magnitude mask of the level that holds at `step` (of the first one before).
+  """Returns the magnitude mask of the level that holds at `step`; the first counts before it, too.
 
   Args:
     levels: (first step, pattern) of each.
@@ -73,7 +73,7 @@ def leveled_mask(
 
 
 def _ladder(levels: Levels, w, step, axis, parent) -> Callable[[], jax.Array] | None:
-  """The mask of one of several levels, by one program with a traced n, or d; None without one."""
+  """Returns a function for the mask by one program with a traced n or d; None if none fits."""
   patterns = [p for _, p in levels]
   base = patterns[-1]
   if len({p.m for p in patterns}) == 1:
@@ -88,7 +88,7 @@ def _ladder(levels: Levels, w, step, axis, parent) -> Callable[[], jax.Array] | 
 
 
 def _choice(levels: Levels, w, step, axis, parent) -> jax.Array:
-  """The mask of one of several levels, each by a program of its own."""
+  """Returns the mask of one of several levels, each by a program of its own."""
   take = lambda w, p: masks.magnitude_mask(w, p, axis, parent=parent)
   branches = [functools.partial(take, p=p) for _, p in levels]
   now = value_at(levels, step, range(len(levels)))

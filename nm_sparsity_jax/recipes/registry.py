@@ -122,7 +122,7 @@ def recipe(
 
 
 def _example(cls: type[Recipe], field: str) -> str:
-  """A value of a field as one writes it."""
+  """Returns a value for a field, as you would write it."""
   usual = {"pattern": "'1:8'", "phases": "nms.Phases(total=100_000)"}
   return cls.needs[field].example if field in cls.needs else usual.get(field, "...")
 

@@ -63,7 +63,7 @@ class Stored:
 
 
 def find(name: str) -> str:
-  """The checkpoint that a name means: itself, or of a run's folder the newest one in it."""
+  """Returns the checkpoint that a name means: itself, or the newest one in a run's folder."""
   try:
     _located(name)
   except ValueError:
@@ -74,14 +74,14 @@ def find(name: str) -> str:
 
 
 def read(name: str) -> Stored:
-  """The metadata of a checkpoint; arrays follow when they are asked for."""
+  """Reads the metadata of a checkpoint; arrays are read when you ask for them."""
   reader, path = _located(name)
   with _damage(name, "its metadata"):
     return reader(name, path)
 
 
 def _located(name: str):
-  """(what reads it, the file or folder to be read)."""
+  """Returns what reads a checkpoint, and the file or folder to read."""
   folder = folders.path_of(name)
   if not folder.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
@@ -101,7 +101,7 @@ def _located(name: str):
 
 @contextlib.contextmanager
 def _damage(name: str, what: str):
-  """Says which checkpoint, and what of it, where a reader fails: readers speak of their insides."""
+  """Names the checkpoint, and the part of it, where a reader fails with words of its own."""
   try:
     yield
   except (ModuleNotFoundError, _Unreadable):
@@ -111,7 +111,7 @@ def _damage(name: str, what: str):
 
 
 class _Unreadable(ValueError):
-  """Said already."""
+  """An error that names its checkpoint already."""
 
 
 _MOST_MSGPACK = 1 << 30  # bytes: arrays of any size lie beside the file
@@ -151,7 +151,7 @@ def _read_legacy(name: str, file) -> Stored:
 def _spec(
   key: str, spec: Mapping[str, Any], folder: Any, there: int | None
 ) -> tuple[tuple[int, ...] | None, str | None]:
-  """Shape and dtype of an array that the msgpack file refers to, from the array's own metadata."""
+  """Returns shape and dtype of an array that the msgpack file refers to, from its metadata."""
   if spec["driver"] != "zarr":
     raise ValueError(f"{key} is stored by {spec['driver']!r}: T5X stores by 'zarr'")
   zarray = folder / _name(spec) / ".zarray"
@@ -168,7 +168,7 @@ def _spec(
 
 
 def _name(spec: Mapping[str, Any]) -> str:
-  """The folder of an array: in the store's description, or beside it in old files."""
+  """Returns the folder of an array: in the store's description, or beside it in old files."""
   name = str(spec["kvstore"].get("path") or spec.get("path", "")).strip("/").split("/")[-1]
   if name in ("", ".", ".."):
     raise ValueError(f"an array is said to lie in the folder {name!r}")
@@ -180,7 +180,7 @@ def _zarr_dtype(name: str) -> str:
 
 
 def _stored_array(value) -> np.ndarray:
-  """A value that the file holds, or an array that it refers to."""
+  """Returns a value that the file holds, or an array that it refers to."""
   if not isinstance(value, tuple):
     return value
   import tensorstore
@@ -244,9 +244,9 @@ def orbax(name: str) -> Any:
 
 @contextlib.contextmanager
 def quiet_orbax():
-  """Without its warnings of files that T5X does not write, and without what its threads log.
+  """Silences Orbax: its warnings of files that T5X does not write, and what its threads log.
 
-  What fails in a thread is raised again where the result is asked for.
+  An error in a thread is raised again where its result is asked for.
   """
   logger = logging.getLogger("absl")
   level = logger.level
@@ -260,9 +260,9 @@ def quiet_orbax():
 
 @contextlib.contextmanager
 def quiet_threads():
-  """Without what Orbax' threads log of their errors.
+  """Silences what Orbax' threads log of their errors.
 
-  Whoever waits for a thread gets its error. Without this a full disk is told in 60 lines.
+  The caller that waits for a thread gets its error. Without this a full disk prints 60 lines.
   """
   logger = logging.getLogger("absl")
 
@@ -280,8 +280,8 @@ def quiet_threads():
 def _ignore_late_callbacks() -> None:
   """Prints no traceback where tensorstore calls back after Orbax has given up.
 
-  It does so from threads of its own, as often as a damaged checkpoint has arrays, and at any time
-  after the error was raised. So the hook stays.
+  It calls from threads of its own, once for each array of a damaged checkpoint, at any time after
+  the error was raised. So the hook stays.
   """
   hook = sys.unraisablehook
 
@@ -343,7 +343,7 @@ def write(folder: str, tree: Mapping[str, Any]) -> None:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """A tree of the values at 'a/b/c'."""
+  """Returns a tree of the values at 'a/b/c'."""
   tree: dict[str, Any] = {}
   for key, value in flat.items():
     *folders, last = key.split("/")
@@ -355,7 +355,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-  """('a/b/c', value) of a tree of dicts."""
+  """Yields ('a/b/c', value) for each value of a tree of dicts."""
   if isinstance(tree, Mapping):
     for key, child in tree.items():
       yield from flat(child, (*keys, str(key)))

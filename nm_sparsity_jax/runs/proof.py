@@ -63,7 +63,7 @@ class Proof:
 
   @property
   def ok(self) -> bool:
-    """Whether no group has too many non-zero weights, and no parameter was changed."""
+    """Returns whether no group has too many non-zero weights, and no parameter was changed."""
     return self.report.ok and not self.changed
 
   def __str__(self) -> str:
@@ -123,12 +123,12 @@ class Finalized:
 
   @property
   def ok(self) -> bool:
-    """Whether the written checkpoint is n:m."""
+    """Returns whether the written checkpoint is n:m."""
     return self.proof.ok
 
   @property
   def path(self) -> str:
-    """The folder of the written checkpoint."""
+    """Returns the folder of the written checkpoint."""
     return self.proof.stored.path
 
   def as_dict(self) -> dict[str, Any]:
@@ -147,7 +147,9 @@ def verify(
 ) -> Proof:
   """Proves, group by group, that a checkpoint's weights are n:m along the contracted axis.
 
-  What a run stores are dense weights, since masks act on the fly: `finalize` writes zeros.
+      print(nms.runs.verify("runs/sparse/checkpoint_1000"))
+
+  A run stores dense weights, since masks act on the fly: `finalize` writes the zeros.
 
   Args:
     path: a checkpoint of T5X, in its own format or Orbax; a run's folder means its newest one.
@@ -170,6 +172,8 @@ def finalize(
   early: bool = False,
 ) -> Finalized:
   """Writes a checkpoint with the exact zeros of `nms.finalize`, reads it back and proves it.
+
+      made = nms.runs.finalize("runs/sparse", "runs/final")
 
   The new checkpoint holds parameters, step and sparse state, but no optimizer. It opens in T5X,
   with the sparse model or T5X's own. One parameter is in memory at a time, and the work on it.

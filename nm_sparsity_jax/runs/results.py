@@ -77,7 +77,7 @@ class Run:
     return start + self.sparse_steps - finetune
 
   def target_remark(self) -> str:
-    """Says that `target_from` is not known; '' where it is, or no recipe is."""
+    """Says that `target_from` is not known; '' where it is known, or where no recipe is."""
     if not self.recipe or self.target_from() is not None:
       return ""
     return "from which step on the weights have the target pattern is not known"
@@ -126,7 +126,7 @@ def read(path: str) -> Run:
 
 
 def settings(folder: pathlib.Path) -> Run:
-  """A run's folder without its metrics."""
+  """Reads a run's folder without its metrics."""
   run = Run(folder, {}, False)
   _read_settings(run, folder)
   return run
@@ -139,7 +139,7 @@ _COMMON = (
 
 
 def join(name: str, runs: Sequence[Run]) -> Run:
-  """Runs that were trained alike, each on tasks of its own, as one.
+  """Returns runs that were trained alike, each on tasks of its own, as one run.
 
   Raises:
     ValueError: two differ in what was trained, or have metrics of the same task.
@@ -195,7 +195,7 @@ def _tasks(folder: pathlib.Path, remarks: list[str]) -> tuple[dict[str, Series],
 
 
 def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
-  """JSONL, and events for the steps that it lacks."""
+  """Reads metrics from JSONL, and from events for the steps that it lacks."""
   series: Series = {}
   for file in sorted((folder / name).glob("*tfevents*")):
     for step, tag, value in events.scalars(file):
@@ -254,7 +254,7 @@ def _is_json(text: str) -> bool:
 
 
 def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
-  """Equal in float32, where both have a value."""
+  """Returns whether two are equal in float32, where both have a value."""
   pairs = [(a[k], b[k]) for k in a.keys() & b.keys()]
   return all(math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-6) or x != x and y != y for x, y in pairs)
 

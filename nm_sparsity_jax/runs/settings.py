@@ -31,7 +31,7 @@ def text(value: Any) -> str:
   """Returns a nested value as one line of Python-like text, for messages.
 
   Versions before format 2 stored this text, so it also compares a run with an old settings.json.
-  A list of one is in brackets without a comma, as it was then.
+  A list of one element has brackets without a comma, as in those versions.
 
   >>> text({"": "Source", "name": "rte", "sizes": [8, 4]})
   "Source(name='rte', sizes=(8, 4))"

@@ -59,7 +59,7 @@ class Signals:
 
 
 class Deferred(Signals):
-  """Keeps the first signal back until the `with` block has cleaned up, and sends it then.
+  """Keeps the first signal back until the `with` block has cleaned up, and then sends it.
 
       with Deferred() as stop, whole_folder("out") as folder:
         for part in parts:

@@ -1,4 +1,4 @@
-"""What the local runner, and whatever plans, compares and reports its runs, asks of a model family.
+"""What the local runner asks of a model family, and so do plans, comparisons and reports of runs.
 
     init(rng) -> variables -> [params | state | logical axes]
     batches(seed, start) -> batch -> loss(params, state, batch, rng) -> loss, sums, new state
@@ -174,7 +174,7 @@ class Devices(Protocol):
 
 
 class Stopped(Exception):
-  """The process was asked to end while it evaluated."""
+  """The process was asked to end during an evaluation."""
 
 
 class Found(NamedTuple):

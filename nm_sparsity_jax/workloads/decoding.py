@@ -24,7 +24,7 @@ _NEVER = -1e7  # a score that no hypothesis has
 def greedy(
   network: Transformer, params: Any, inputs: jax.Array, length: int, eos_id: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-  """The likeliest next token, until every row has ended.
+  """Takes the likeliest next token until every row has ended.
 
   Args:
     network: the dense network.
@@ -78,10 +78,10 @@ def beam_search(
   eos_id: int = 1,
   alpha: float = 0.6,
 ) -> tuple[jax.Array, jax.Array]:
-  """The best of `beams` hypotheses by log probability over ((5 + length) / 6) ** alpha.
+  """Returns the best of `beams` hypotheses by log probability over ((5 + length) / 6) ** alpha.
 
-  Ends when no live hypothesis can become better than the worst ended one. Arguments and result
-  as of `greedy`; scores are divided by the penalty, and of a row without an end not divided.
+  It ends when no live hypothesis can still beat the worst ended one. Arguments and result are those
+  of `greedy`. Scores are divided by the penalty, unless the row has no end.
   """
   step, cache = _decoder(network, params, inputs, length, beams)
   rows, k = inputs.shape[0], beams
@@ -128,7 +128,7 @@ def beam_search(
 
 
 def _decoder(network: Transformer, params: Any, inputs: jax.Array, length: int, beams: int):
-  """(cache, tokens [b * beams]) -> (logits [b * beams, vocab], cache), and the empty cache."""
+  """Returns a step, (cache, tokens [b * beams]) -> (logits, cache), and the empty cache."""
   encode = functools.partial(network.apply, enable_dropout=False, method=network.encode)
   encoded: Any = encode({"params": params}, inputs)
   encoded, inputs = (jnp.repeat(x, beams, 0) for x in (encoded, inputs))
@@ -163,6 +163,6 @@ def _map_rows(function, cache):
 
 
 def _gather(x: jax.Array, parent: jax.Array, axis: int) -> jax.Array:
-  """The rows of each hypothesis's parent; `parent` [b, k] counts within its own k rows."""
+  """Returns the rows of each hypothesis's parent; `parent` [b, k] counts within its own k rows."""
   rows, k = parent.shape
   return jnp.take(x, (jnp.arange(rows)[:, None] * k + parent).reshape(-1), axis)

@@ -38,7 +38,7 @@ def of(family: Any, **settings: Any) -> Workload:
 
 
 def refuse_incomplete(workload: Any) -> None:
-  """Raises ValueError where an object cannot serve as a workload; the sentence names what lacks."""
+  """Raises ValueError where an object cannot serve as a workload, and names what is missing."""
   if isinstance(workload, type):
     raise ValueError(
       f"{workload.__name__} is a class, and a workload is an object: write {workload.__name__}(), "

@@ -105,7 +105,7 @@ def import_seqio(module: str | None = None) -> Any:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  """False for the warning about evaluation-only tasks without a training split."""
+  """Returns False for the warning about evaluation-only tasks without a training split."""
   return "split, skipping" not in str(record.msg)
 
 

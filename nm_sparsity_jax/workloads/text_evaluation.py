@@ -68,7 +68,7 @@ class Evaluation:
 
   @property
   def has_metrics(self) -> bool:
-    """Whether there are metrics of decoded text."""
+    """Returns whether there are metrics of decoded text."""
     return self.num_examples != 0
 
   def evaluator(
@@ -191,12 +191,12 @@ class Evaluator(base.Evaluator):
       yield example, decode(ids)
 
   def _decode(self, effective, dataset):
-    """((index, ids) of every example, {'scores': one of each})."""
+    """Returns ((index, ids) of every example, {'scores': one of each})."""
     rows = list(self._decoded(effective, dataset))
     return [row[:2] for row in rows], {"scores": [score for _, _, score in rows]}
 
   def _decoded(self, effective, dataset) -> Iterator[tuple[int, list[int], float]]:
-    """(index, ids, score) of every example."""
+    """Yields (index, ids, score) of every example."""
     for indices, batch, real in self._rows(dataset):
       run = self._decoder(batch["decoder_input_tokens"].shape[1])
       found = run(effective, self.devices.put(batch)["encoder_input_tokens"])
@@ -215,7 +215,7 @@ class Evaluator(base.Evaluator):
     return self._decoders[length, cfg.num_decodes]
 
   def _score(self, effective, dataset):
-    """(index, log likelihood of the targets) of every example."""
+    """Returns (index, log likelihood of the targets) of every example."""
     run = self._likelihood
     return [
       (index, float(score))
@@ -226,7 +226,7 @@ class Evaluator(base.Evaluator):
     ]
 
   def _rows(self, dataset) -> Iterator[tuple[list[int], base.Batch, int]]:
-    """(indices, a whole batch, how many of its rows are examples)."""
+    """Yields (indices, a whole batch, how many of its rows are examples)."""
     for rows in _batched(dataset.as_numpy_iterator(), self._cfg.batch_size):
       self.check()
       indices, examples = zip(*rows, strict=True)
@@ -240,7 +240,7 @@ def _batched(rows, size: int) -> Iterator[list[Any]]:
 
 
 def _filled(examples, size: int) -> tuple[base.Batch, int]:
-  """A batch of `size` rows, those that are missing all zero; and how many there were."""
+  """Returns a batch of `size` rows, missing ones all zero, and how many examples there are."""
   missing = size - len(examples)
   stack = lambda *x: np.pad(np.stack(x), [(0, missing)] + [(0, 0)] * np.ndim(x[0]))
   return jax.tree.map(stack, *examples), len(examples)

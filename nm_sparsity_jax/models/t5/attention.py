@@ -63,7 +63,7 @@ def dot_product_attention(
   dtype: Dtype = jnp.float32,
   float32_logits: bool = False,
 ) -> jax.Array:
-  """softmax(query . key + bias) . value, for each head.
+  """Returns softmax(query . key + bias) . value, for each head.
 
   The logits are not scaled by 1 / sqrt(head_dim): T5 has that in the initializer of the query.
 
@@ -204,7 +204,7 @@ class MultiHeadDotProductAttention(nn.Module):
     )(x)
 
   def _through_cache(self, query, key, value, mask, bias):
-    """Keys, values, mask and bias for one decoded position; makes the cache where there is none."""
+    """Returns keys, values, mask and bias for one decoded position; makes a missing cache."""
     made = self.has_variable("cache", "cached_key")
     # The length is the last axis: lanes of a TPU then run along it.
     last = lambda x: jnp.moveaxis(x, -3, -1)

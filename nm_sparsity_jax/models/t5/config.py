@@ -81,19 +81,19 @@ class T5Config:
 
   @classmethod
   def t5_1_1(cls, size: str, **overrides: Any) -> T5Config:
-    """T5.1.1: gated GELU, logits of their own; 'tiny', 'small', 'base', 'large', 'xl', 'xxl'."""
+    """Returns T5.1.1: gated GELU, own logits; 'tiny', 'small', 'base', 'large', 'xl', 'xxl'."""
     fields = dict(mlp_activations=("gelu", "linear"), logits_via_embedding=False)
     return cls._of_size(_T5_1_1, size, fields | overrides)
 
   @classmethod
   def t5_1_0(cls, size: str, **overrides: Any) -> T5Config:
-    """T5.1.0: ReLU, logits via the embedding; 'tiny', 'small', 'base', 'large', '3B', '11B'."""
+    """Returns T5.1.0: ReLU, logits via embedding; 'tiny', 'small', 'base', 'large', '3B', '11B'."""
     fields = dict(mlp_activations=("relu",), logits_via_embedding=True)
     return cls._of_size(_T5_1_0, size, fields | overrides)
 
   @classmethod
   def preset(cls, version: str, size: str, **overrides: Any) -> T5Config:
-    """`t5_1_1` or `t5_1_0`, by the name of the version."""
+    """Returns `t5_1_1` or `t5_1_0`, by the name of the version."""
     versions = {"t5_1_1": cls.t5_1_1, "t5_1_0": cls.t5_1_0}
     if version not in versions:
       raise ValueError(f"T5 of version {version!r}: choose one of {', '.join(versions)}.")
@@ -101,9 +101,9 @@ class T5Config:
 
   @classmethod
   def wmt(cls, **overrides: Any) -> T5Config:
-    """The translation model of the N:M paper's Table 16, 6 + 6 layers.
+    """Returns the translation model of the N:M paper's Table 16, 6 + 6 layers.
 
-    The table says nothing on activation and logits; these are those of the Transformer that it
+    The table does not give activation and logits. They are those of the Transformer that it
     follows (Vaswani et al. 2017, arXiv:1706.03762): ReLU, logits via the embedding.
     """
     fields = dict(mlp_activations=("relu",), logits_via_embedding=True)

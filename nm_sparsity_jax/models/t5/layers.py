@@ -87,7 +87,7 @@ class MlpBlock(nn.Module):
   def __call__(
     self, inputs: jax.Array, decode: bool = False, deterministic: bool = False
   ) -> jax.Array:
-    """[b, q, e] -> [b, q, e]. `decode` changes nothing; T5X passes it."""
+    """Maps [b, q, e] to [b, q, e]. `decode` changes nothing; T5X passes it."""
     del decode
     dense = functools.partial(
       DenseGeneral, dtype=self.dtype, kernel_init=self.kernel_init, rules=self.rules
@@ -141,14 +141,14 @@ class Embed(nn.Module):
   one_hot: bool = False
 
   def setup(self):
-    """The table."""
+    """Makes the table."""
     shape = (self.num_embeddings, self.features)
     self.embedding = partitioning.param_with_axes(
       "embedding", self.embedding_init, shape, jnp.float32, axes=("vocab", "embed")
     )
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Ids [...] -> vectors [..., features]."""
+    """Maps ids [...] to vectors [..., features]."""
     if self.cast_input_dtype:
       inputs = inputs.astype(self.cast_input_dtype)
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -163,7 +163,7 @@ class Embed(nn.Module):
     return spmd.with_logical_constraint(table[inputs], ("batch", "length", "embed"))
 
   def attend(self, query: jax.Array) -> jax.Array:
-    """Vectors [..., features] -> their products with every row of the table [..., vocab]."""
+    """Returns the products of vectors [..., features] with every row of the table, [..., vocab]."""
     dtype = self.dtype if self.attend_dtype is None else self.attend_dtype
     return jnp.dot(jnp.asarray(query, dtype), jnp.asarray(self.embedding, dtype).T)
 
@@ -189,7 +189,7 @@ class RelativePositionBiases(nn.Module):
 
   @nn.compact
   def __call__(self, qlen: int, klen: int, bidirectional: bool = True) -> jax.Array:
-    """The bias [1, h, qlen, klen].
+    """Returns the bias [1, h, qlen, klen].
 
     Args:
       qlen: number of queries.
@@ -216,7 +216,7 @@ class RelativePositionBiases(nn.Module):
   def _relative_position_bucket(
     relative_position, bidirectional=True, num_buckets=32, max_distance=128
   ):
-    """Buckets of distances key - query, numpy integers of any shape.
+    """Returns the buckets of distances key - query, which are numpy integers of any shape.
 
     With B buckets for a direction, s = B // 2, r = max_distance / s and a distance x >= 0:
     x itself for x < s, else min(B - 1, s + floor((B - s) * log(x / s) / log(r))). Distances
@@ -238,7 +238,7 @@ class RelativePositionBiases(nn.Module):
 
 
 class LayerNorm(nn.Module):
-  """y = x / sqrt(mean(x^2) + epsilon) * scale over the last axis; no mean is taken off, no bias.
+  """y = x / sqrt(mean(x^2) + epsilon) * scale over the last axis; nothing is subtracted, no bias.
 
   Computed in float32 up to the scale. Parameter: `scale` (embed,), float32.
 
@@ -256,7 +256,7 @@ class LayerNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """[..., e] -> [..., e]."""
+    """Maps [..., e] to [..., e]."""
     x = jnp.asarray(x, jnp.float32)
     scale = partitioning.param_with_axes(
       "scale", self.scale_init, (x.shape[-1],), jnp.float32, axes=("embed",)

@@ -24,7 +24,7 @@ def make_attention_mask(
   extra_batch_dims: int = 0,
   dtype: Dtype = jnp.float32,
 ) -> jax.Array:
-  """pairwise_fn of every query with every key.
+  """Returns pairwise_fn of every query with every key.
 
   Args:
     query_input: [..., q].
@@ -47,13 +47,13 @@ def make_attention_mask(
 def make_causal_mask(
   x: jax.Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.float32
 ) -> jax.Array:
-  """1 where the key is not after the query; x [..., q], only its shape counts -> [..., 1, q, q]."""
+  """Returns [..., 1, q, q], 1 where the key is not after the query; only x's shape counts."""
   position = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
   return make_attention_mask(position, position, jnp.greater_equal, extra_batch_dims, dtype)
 
 
 def combine_masks(*masks: jax.Array | None, dtype: Dtype = jnp.float32) -> jax.Array | None:
-  """1 where every mask is not 0; masks of equal rank, None is left out; None if none is given."""
+  """Returns 1 where every mask is not 0. Masks have one rank; None is left out."""
   given = _of_equal_rank(masks)
   if not given:
     return None
@@ -61,7 +61,7 @@ def combine_masks(*masks: jax.Array | None, dtype: Dtype = jnp.float32) -> jax.A
 
 
 def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
-  """The sum of the biases; equal rank, None is left out; None if none is given."""
+  """Returns the sum of the biases. They have one rank; None is left out."""
   given = _of_equal_rank(masks)
   return functools.reduce(operator.add, given) if given else None
 
@@ -82,7 +82,7 @@ def make_decoder_mask(
   decoder_causal_attention: jax.Array | None = None,
   decoder_segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-  """Who may see whom in the decoder: the past, no padding, one's own packed example.
+  """Returns who may see whom in the decoder: the past, no padding, and only its own packed example.
 
   >>> tokens, segments = jnp.array([[5, 6, 7, 8, 0]]), jnp.array([[1, 1, 2, 2, 0]])
   >>> for row in make_decoder_mask(tokens, int, decoder_segment_ids=segments)[0, 0].tolist():

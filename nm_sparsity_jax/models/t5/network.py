@@ -52,7 +52,7 @@ class Encoder(nn.Module):
     encoder_mask: jax.Array | None = None,
     deterministic: bool = False,
   ) -> jax.Array:
-    """Ids [b, k], mask [b, 1, k, k] -> [b, k, e]."""
+    """Maps ids [b, k] and mask [b, 1, k, k] to [b, k, e]."""
     cfg = self.config
     embedding: Any = self.shared_embedding
     x = embedding(encoder_input_tokens.astype(jnp.int32))
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
     decode: bool = False,
     max_decode_length: int | None = None,
   ) -> jax.Array:
-    """encoded [b, k, e], ids [b, q] -> float32 logits [b, q, vocab]; see `Transformer.decode`."""
+    """Maps encoded [b, k, e], ids [b, q] to float32 logits [b, q, vocab]; `Transformer.decode`."""
     del decoder_positions  # relative positions need none
     cfg = self.config
     embedding: Any = self.shared_embedding
@@ -141,16 +141,16 @@ class Transformer(nn.Module):
 
   @property
   def scan_layers(self) -> bool:
-    """T5X's models read this: the caches of scanned layers carry one axis more."""
+    """Returns whether layers are scanned. T5X's models read it: such caches have one more axis."""
     return self.config.scan_layers
 
   @nn.nowrap
   def dense_twin(self) -> Transformer:
-    """The same network without rules, for `sparsify`d, `finalize`d or dense parameters."""
+    """Returns the same network without rules, for `sparsify`d, `finalize`d or dense parameters."""
     return self.clone(config=self.config.replace(rules=None))  # type: ignore
 
   def setup(self):
-    """The parts; encoder and decoder share the embedding."""
+    """Makes the parts; encoder and decoder share the embedding."""
     cfg = self.config
     self.shared_embedding = layers.Embed(
       num_embeddings=cfg.vocab_size,
@@ -170,7 +170,7 @@ class Transformer(nn.Module):
     encoder_segment_ids: jax.Array | None = None,
     enable_dropout: bool = True,
   ) -> jax.Array:
-    """What the decoder attends to.
+    """Returns what the decoder attends to.
 
     Args:
       encoder_input_tokens: [b, k] ids, 0 = padding.
@@ -199,7 +199,7 @@ class Transformer(nn.Module):
     decode: bool = False,
     max_decode_length: int | None = None,
   ) -> jax.Array:
-    """Logits for every position, or for the next one.
+    """Returns logits for every position, or for the next one.
 
     Args:
       encoded: [b, k, e], of `encode`.
@@ -260,7 +260,7 @@ class Transformer(nn.Module):
     enable_dropout: bool = True,
     decode: bool = False,
   ) -> jax.Array:
-    """`decode` after `encode`; their arguments. Positions are not read.
+    """Calls `encode`, then `decode`, with their arguments. Positions are not read.
 
     Returns:
       [b, q, vocab], float32.

@@ -70,7 +70,7 @@ def _relative_positions(cfg: T5Config) -> layers.RelativePositionBiases:
 
 
 def _on_stream(x: jax.Array) -> jax.Array:
-  """`x` with the logical axes of the residual stream [b, q, e]."""
+  """Returns `x` with the logical axes of the residual stream [b, q, e]."""
   return spmd.with_logical_constraint(x, ("batch", "length", "embed"))
 
 
@@ -89,7 +89,7 @@ class EncoderLayer(nn.Module):
   def __call__(
     self, inputs: jax.Array, encoder_mask: jax.Array | None = None, deterministic: bool = False
   ) -> jax.Array:
-    """[b, q, e] -> [b, q, e]."""
+    """Maps [b, q, e] to [b, q, e]."""
     cfg = self.config
     length = inputs.shape[-2]
     positions: Any = self.relative_embedding or _relative_positions(cfg)
@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
     decode: bool = False,
     max_decode_length: int | None = None,
   ) -> jax.Array:
-    """[b, q, e] and encoded [b, k, e] -> [b, q, e]; see `Transformer.decode`."""
+    """Maps [b, q, e] and encoded [b, k, e] to [b, q, e]; see `Transformer.decode`."""
     cfg = self.config
     length = max_decode_length if decode and max_decode_length else inputs.shape[-2]
     positions: Any = self.relative_embedding or _relative_positions(cfg)
@@ -149,7 +149,7 @@ class DecoderLayer(nn.Module):
 def through_layers(
   cfg: T5Config, layer_class: Any, depth: int, name: str, x: jax.Array, *context: Any, **static: Any
 ) -> jax.Array:
-  """`x` through a stack of layers, one by one or scanned, each under remat if so configured.
+  """Applies a stack of layers to `x`, one by one or scanned, each under remat if so configured.
 
   Args:
     cfg: the configuration.
