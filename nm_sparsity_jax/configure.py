@@ -133,7 +133,7 @@ class SettingsError(ValueError):
 
 
 def _table(places: Any, wrong: SettingsError) -> Mapping[str, Any]:
-  """SPARSITY_RULES as a table; an empty one where it is none."""
+  """Returns SPARSITY_RULES as a table; an empty one where it is not a table."""
   if places is None:
     wrong.missing["SPARSITY_RULES"] = (
       "SPARSITY_RULES is not set: give a dict, such as {'ff': None}."
@@ -152,7 +152,7 @@ def _table(places: Any, wrong: SettingsError) -> Mapping[str, Any]:
 
 
 def _note_missing(named: Mapping[str, Any], recipe, pattern, sparse_steps, wrong: SettingsError):
-  """Notes what the places that leave a recipe, a pattern or steps to macros do not find there."""
+  """Notes a recipe, a pattern or steps that places leave to macros which are not set."""
   if named and recipe is None:
     wrong.missing["RECIPE"] = (
       f"{', '.join(map(repr, named))} in SPARSITY_RULES need a recipe, but RECIPE names no recipe. "
@@ -169,12 +169,12 @@ def _note_missing(named: Mapping[str, Any], recipe, pattern, sparse_steps, wrong
 
 
 def _needs(recipe: str | None, field: str) -> bool:
-  """Whether a recipe cannot do without a field; a recipe that is not known cannot."""
+  """Returns whether a recipe needs a field; an unknown recipe needs it."""
   return recipe is None or recipe not in RECIPES or field in RECIPES[recipe].required()
 
 
 def _phases(sparse_steps, dense_steps, finetune_steps, wrong: SettingsError) -> Phases | None:
-  """The phases; None where they are not given, or wrong."""
+  """Returns the phases; None where they are not given, or wrong."""
   given = {"DENSE_STEPS": dense_steps, "FINETUNE_STEPS": finetune_steps}
   if sparse_steps is not None:
     given = {"SPARSE_STEPS": sparse_steps, **given}
@@ -185,7 +185,7 @@ def _phases(sparse_steps, dense_steps, finetune_steps, wrong: SettingsError) -> 
 
 
 def _right_fields(name: str, fields: Mapping[str, Any], wrong: SettingsError):
-  """The fields that are right in themselves; None where nothing can be made of them."""
+  """Returns the fields that are right in themselves; None where none can be used."""
   if name not in RECIPES:
     return wrong.tried(make_recipe, name)
   cls = RECIPES[name]
@@ -205,7 +205,7 @@ def _right_fields(name: str, fields: Mapping[str, Any], wrong: SettingsError):
 
 
 class _Common(NamedTuple):
-  """What the macros give to all places that leave it to them.
+  """What the macros give to places without values of their own.
 
   Attributes:
     recipe: RECIPE.
@@ -222,7 +222,7 @@ class _Common(NamedTuple):
   right: Mapping[str, Any] | None
 
   def recipe_of(self, place: str, given: Any, wrong: SettingsError) -> Recipe | None:
-    """The recipe of a place that gives a pattern or None; None where it cannot be made."""
+    """Returns the recipe of a place that gives a pattern or None; None where it cannot be made."""
     fields = dict(self.right or {})
     if not _needs(self.recipe, "pattern"):
       fields |= {"pattern": given or self.pattern, "phases": self.phases}
@@ -238,7 +238,7 @@ class _Common(NamedTuple):
 
 
 def _own(place: str, given: Any, wrong: SettingsError) -> Recipe | None:
-  """The recipe that a place was given itself; None where it is none."""
+  """Returns the recipe that a place was given; None where it is not a recipe."""
   if isinstance(given, Recipe):
     return given
   wrong.note(
@@ -262,12 +262,12 @@ def _whole(name: str, steps: Any) -> int:
 
 
 def train_steps(pretrained_steps: int, sparse_steps: int) -> int:
-  """The global step at which a sparse run ends that starts from a checkpoint."""
+  """Returns the global step at which a sparse run ends that starts from a checkpoint."""
   return _whole("PRETRAINED_STEPS", pretrained_steps) + _whole("SPARSE_STEPS", sparse_steps)
 
 
 def vocabulary(file: str) -> Any:
-  """A vocabulary of seqio, which is imported only here.
+  """Returns a vocabulary of seqio, which is imported only here.
 
   Args:
     file: a SentencePiece model, 'bytes', or 'mini' for mini-GLUE's words [VOCABULARY_FILE].

@@ -112,6 +112,8 @@ def count_steps() -> optax.GradientTransformation:
 
       tx = optax.chain(nms.count_steps(), optax.sgd(0.1))
       nms.step_count(tx.init(params))  # 0
+
+  Give it no arguments. `nms.step_count` finds its count.
   """
 
   def init(params):

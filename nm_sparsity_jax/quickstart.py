@@ -139,7 +139,7 @@ def _quoted(word: str) -> str:
 
 
 def claim(folder: pathlib.Path, steps: int) -> None:
-  """Makes the folder of a quickstart, or finds that it is one of so many steps.
+  """Makes the folder of a quickstart, or finds one with the same steps.
 
   Args:
     folder: where all runs go.

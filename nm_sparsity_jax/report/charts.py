@@ -71,12 +71,12 @@ class Chart:
   note: str = ""
 
   def drawn(self, line: Line) -> list[tuple[float, float]]:
-    """The points of a line that can be drawn."""
+    """Returns the points of a line that can be drawn."""
     return [p for p in line.points if math.isfinite(p[1]) and (p[1] > 0 or not self.log)]
 
   @property
   def left_out(self) -> str:
-    """What is not drawn, as a sentence, or ''."""
+    """Says what is not drawn, in a sentence; '' where everything is."""
     values = [y for line in self.lines for _, y in line.points]
     odd = sum(not math.isfinite(y) for y in values)
     zero = sum(math.isfinite(y) and y <= 0 for y in values) if self.log else 0
@@ -86,7 +86,7 @@ class Chart:
 
 
 def number(value: float) -> str:
-  """Short, for an axis.
+  """Returns a number in short form, for an axis.
 
   >>> number(0), number(0.25), number(12500), number(3e15), number(2e-7)
   ('0', '0.25', '12.5k', '3P', '2e-07')
@@ -98,7 +98,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-  """Round numbers from low to high, both ends within.
+  """Returns round numbers from low to high, both ends within.
 
   >>> ticks(0, 400), ticks(0.07, 0.31)
   ([0.0, 100.0, 200.0, 300.0, 400.0], [0.1, 0.15, 0.2, 0.25, 0.3])
@@ -111,7 +111,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
-  """Powers of ten between; 1, 2 and 5 times one where there are too few.
+  """Returns powers of ten between two numbers; where they are too few, also 2 and 5 times these.
 
   >>> log_ticks(3e-7, 2e-3), log_ticks(1.5, 40)
   ([1e-06, 1e-05, 0.0001, 0.001], [2.0, 5.0, 10.0, 20.0])
@@ -148,7 +148,7 @@ class Axes:
   log: bool
 
   def at(self, x: float, y: float) -> tuple[float, float]:
-    """Where (x, y) lies."""
+    """Returns where (x, y) lies, in pixels."""
     place = lambda v, low, high: (v - low) / (high - low)
     if self.log:
       up = place(math.log10(y), math.log10(self.y[0]), math.log10(self.y[1]))
@@ -159,7 +159,7 @@ class Axes:
 
 
 def axes_of(chart: Chart) -> Axes | None:
-  """None where nothing can be drawn."""
+  """Returns the axes of a chart, None where nothing can be drawn."""
   points = [p for line in chart.lines for p in chart.drawn(line)]
   if not points:
     return None
@@ -171,7 +171,7 @@ def axes_of(chart: Chart) -> Axes | None:
 
 
 def svg(chart: Chart, names: Sequence[str]) -> str:
-  """An <svg>, without a title; colours are the CSS variables --run-0, --run-1, ...
+  """Returns an <svg> without a title; colours are the CSS variables --run-0, --run-1, ...
 
   Args:
     chart: what can be drawn: `axes_of` is not None.

@@ -38,7 +38,7 @@ class Report:
 
   @property
   def charts(self) -> dict[str, Chart]:
-    """All charts, by key."""
+    """Returns all charts, by key."""
     parts = [part for section in self.sections for part in section.parts]
     return {part.key: part for part in parts if isinstance(part, Chart)}
 

@@ -48,44 +48,44 @@ class Run:
 
   @functools.cached_property
   def macros(self) -> dict[str, str]:
-    """The macros of config.gin: name -> value as text."""
+    """Returns the macros of config.gin: name -> value as text."""
     return trained.macros(self.gin)
 
   @functools.cached_property
   def settings(self) -> results.Run:
-    """What `glue score` knows of it: where it starts, from which step on it has its pattern."""
+    """Returns what `glue score` knows of it: its start, and from which step it has its pattern."""
     return results.settings(self.path)
 
   @functools.cached_property
   def processes(self) -> Sequence[Mapping[str, Any]]:
-    """What the local runner ran with: {"from": step, "environment": {name: value}}."""
+    """Returns what the local runner ran with: {"from": step, "environment": {name: value}}."""
     return trained.started(self.path).get("processes", [])
 
   @property
   def offset(self) -> int:
-    """The global step before the first step of the sparse run."""
+    """Returns the global step before the first step of the sparse run."""
     return self.settings.start or 0
 
   @property
   def last_step(self) -> int | None:
-    """The last step that anything was written of."""
+    """Returns the last step for which anything was written."""
     series = [*self.train.values(), *(p for tags in self.evals.values() for p in tags.values())]
     steps = [s for points in (*series, *self.tasks.values()) for s in points]
     return max(steps, default=None)
 
   @property
   def counts_tokens(self) -> bool:
-    """Whether its losses are per target token, as those of a T5; else it is of another family."""
+    """Returns whether its losses are per target token, as T5's are; other families have others."""
     return any(LOSS in tags for tags in (self.train, *self.evals.values()))
 
   @functools.cached_property
   def rules(self) -> Any:
-    """The `Rules` that it trains with; see `runs.trained.rules_of`."""
+    """Returns the `Rules` that it trains with; see `runs.trained.rules_of`."""
     return trained.rules_of(self.path, self.gin)
 
   @functools.cached_property
   def shape(self) -> Any:
-    """The `flops.Shape` of its network; see `network.shape_of`."""
+    """Returns the `flops.Shape` of its network; see `network.shape_of`."""
     return network.shape_of(self.path, self.gin)
 
   def flops(self, until: int) -> tuple[float, float]:

@@ -87,7 +87,7 @@ def of_target(checkpoint: str | int) -> str:
 
 
 def unknown_targets(runs: Sequence[Run], checkpoint: str | int) -> Iterator[str]:
-  """Names the runs whose best step may be one of denser weights."""
+  """Names the runs whose best step may have denser weights than the target pattern."""
   for run in runs if checkpoint == "best" else ():
     if remark := run.settings.target_remark():
       yield f"{run.name}: {remark}, so its best step may be one before it."

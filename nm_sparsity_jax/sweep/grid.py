@@ -63,12 +63,12 @@ class Cell:
 
   @property
   def name(self) -> str:
-    """The name of its folder, such as 'sr_ste-1_8-seed0'."""
+    """Returns the name of its folder, such as 'sr_ste-1_8-seed0'."""
     return self.folder.name
 
   @property
   def bindings(self) -> list[str]:
-    """Its macros as lines for gin."""
+    """Returns its macros as lines for gin."""
     return [f"{name} = {value!r}" for name, value in self.macros.items()]
 
 

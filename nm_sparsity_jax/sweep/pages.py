@@ -119,7 +119,7 @@ def _renamed(section: Section, number: int, pattern: str | None) -> Section:
 
 
 def _mean(recipe: str, runs: Sequence[Run]) -> Run:
-  """Returns the mean of the runs of some seeds, as a run; of none, one without numbers."""
+  """Returns the mean of the runs of some seeds, as a run; without runs, one without numbers."""
   first = runs[0] if runs else None
   return Run(
     first.path if first else pathlib.Path(recipe),

@@ -32,22 +32,22 @@ class Run:
 
   @property
   def last(self) -> int:
-    """The global step at which it ends."""
+    """Returns the global step at which it ends."""
     return self.first + self.steps
 
   @property
   def failure(self) -> pathlib.Path:
-    """The file that says why it failed."""
+    """Returns the file that says why it failed."""
     return self.cell.folder / "failed.txt"
 
   @property
   def evaluated_with(self) -> pathlib.Path:
-    """The file that says how it is evaluated."""
+    """Returns the file that says how it is evaluated."""
     return self.cell.folder / "evaluation.txt"
 
   @property
   def log(self) -> pathlib.Path:
-    """The file that gets what it prints."""
+    """Returns the file that gets what it prints."""
     return self.cell.folder / "log.txt"
 
   def steps_done(self) -> int:

@@ -70,7 +70,7 @@ def _cells(row: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 
 
 def _names(tasks: Sequence[str]) -> str:
-  """Says of what a score is the mean."""
+  """Says what a score is the mean of."""
   if len(tasks) > 3:
     return f"mean of the {len(tasks)} tasks below"
   return f"mean of {', '.join(tasks)}" if len(tasks) > 1 else "".join(tasks)
@@ -102,12 +102,12 @@ def _difference(row: Mapping[str, Any], at: str, measure: str, digits: int) -> s
 
 
 def _count(n: int, row: Mapping[str, Any]) -> str:
-  """Returns of how many seeds a number is, in brackets."""
+  """Returns in brackets how many seeds a number is from."""
   return f"({n})" if n == row["seeds"] else f"({n} of {row['seeds']})"
 
 
 def heading(found: Mapping[str, Any]) -> str:
-  """Returns a line that says whether it is all."""
+  """Returns a line that says whether all runs are done."""
   seeds = "seed" + "s" * (len(found["seeds"]) > 1) + " " + ", ".join(map(str, found["seeds"]))
   done = f"partial: {found['done']} of {found['of']} runs" if found["partial"] else (
     f"{found['of']} runs")  # fmt: skip

@@ -48,7 +48,7 @@ def train(
   say: Callable[[str], object] = print,
   environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-  """Does what is not done.
+  """Does the runs that are not done.
 
       grid = sweep.read("sweep.toml")
       outcome = sweep.train(grid, sweep.check(grid))
@@ -80,7 +80,7 @@ def _taken(out: pathlib.Path, process: str) -> str:
 def _all(
   sweep: Sweep, checked: Checked, say: Callable[[str], object], process: _Process
 ) -> Outcome:
-  """Does one run after the other, and says how far it is."""
+  """Does one run after the other, and prints the progress."""
   of = len(checked.runs)
   done = {name for name, run in checked.runs.items() if run.is_done()}
   left = {name: run.steps - run.steps_done() for name, run in checked.runs.items()}

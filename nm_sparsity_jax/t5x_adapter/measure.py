@@ -109,7 +109,7 @@ class Clock:
     self._last: Any = None  # the sparse step, on the device, of the last train state seen
 
   def is_due(self, train_state) -> bool:
-    """Whether the step from this train state on is sampled."""
+    """Returns whether the step from this train state is sampled."""
     step = sparse_step(train_state)
     if step is not self._last or self._would_be():
       self._count = int(utils.get_local_data(step))
@@ -241,7 +241,7 @@ def look_before(
 
 
 def look_after(model, train_state, seen, per_place=False) -> Samples:
-  """Returns the metrics of a step; of a step whose update was skipped, with counts of 0.
+  """Returns the metrics of a step; their counts are 0 where its update was skipped.
 
   Args:
     model: of this package.
@@ -265,7 +265,7 @@ def look_after(model, train_state, seen, per_place=False) -> Samples:
 
 
 def second_moments(optimizer_def, train_state, rules) -> Any:
-  """Returns what `metrics.after` reads them from: an optax state, or T5X's Adafactor rebuilt."""
+  """Returns second moments for `metrics.after`: an optax state, or T5X's Adafactor rebuilt."""
   states = train_state.param_states
   if not isinstance(optimizer_def, adafactor.Adafactor):
     return states
