@@ -91,7 +91,7 @@ def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) 
   whose = "nms.finalize got"
   if state is None or _is_masks(state):
     if state:
-      step, whose = state.get("step"), "the stored masks are of the last nms.update_state, of"
+      step, whose = state.get("step"), "the last nms.update_state was at"
   elif opt_states.is_step(state):
     step, state = as_step(state), None
   else:

@@ -293,5 +293,5 @@ def devices() -> Finding:
     "warn",
     f"{text}: no TPU, though libtpu is installed",
     "on a TPU VM another process may hold it; JAX_PLATFORMS=tpu python -c 'import jax; "
-    "jax.devices()' tells",
+    "jax.devices()' shows it",
   )

@@ -163,8 +163,8 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
   if not jax.tree_util.tree_leaves(variables.get(COLLECTION, {})):
     raise ValueError(
       f"with_step found no sparse layer: variables hold {sorted(variables)}, and no step under "
-      f"{COLLECTION!r}. Pass all that model.init returned, not its parameters alone; if that "
-      "has none either, no rule names a layer of this model, or the layers got no rules=."
+      f"{COLLECTION!r}. Pass all that model.init returned, not its parameters alone. If init made "
+      "no step, no rule names a layer of this model, or the layers got no rules=."
     )
 
   stamps = dict(flatten({key: state[key] for key in ("made", "renewed")})) if state else {}
@@ -254,7 +254,7 @@ def _read_step(layer: nn.Module, place: Place) -> jax.Array:
   step = layer.get_variable(COLLECTION, "step")
   if not isinstance(step, jax.core.Tracer) and jnp.ndim(step) == 0 and int(step) < 0:
     raise ValueError(
-      f"{_claim(place)}, and its step is {int(step)}: none was given since init. Call "
+      f"{_claim(place)}, but its step is {int(step)}: no step was given since init. Call "
       "model.apply(nms.layers.with_step(variables, step), ...); the first step is 0."
     )
   return step
@@ -265,7 +265,9 @@ def _read_stamps(layer: nn.Module, place: Place) -> Stamps:
   found = Stamps(*(layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STORED))
   # numpy: under jit even a known value would be traced by jax.numpy.
   if not isinstance(found.last, jax.core.Tracer) and np.all(np.asarray(found.last) < 0):
-    raise ValueError(f"{_claim(place)}, which keeps its mask as state, and none was given. {_GIVE}")
+    raise ValueError(
+      f"{_claim(place)}, which keeps its mask as state, but no mask was given. {_GIVE}"
+    )
   return found
 
 

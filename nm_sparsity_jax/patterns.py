@@ -56,7 +56,7 @@ class NM:
     found = _TEXT.fullmatch(text) if isinstance(text, str) else None
     if not found:
       raise ValueError(
-        f"{text!r} is no pattern: write two whole numbers with a colon, kept:group, "
+        f"{text!r} is not a pattern: write two whole numbers with a colon, kept:group, "
         "for example '1:8' (keep 1 of every 8)."
       )
     n, m = int(found[1]), int(found[2])

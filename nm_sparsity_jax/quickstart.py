@@ -153,7 +153,7 @@ def claim(folder: pathlib.Path, steps: int) -> None:
     before = json.loads(note.read_text()).get("steps")
     if before != steps:
       raise ValueError(
-        f"--out {folder} was begun with --steps {before}, not {steps}: go on with that, or choose "
+        f"--out {folder} was begun with --steps {before}, not {steps}: use {before}, or choose "
         "another --out"
       )
     return

@@ -209,7 +209,7 @@ def compiled(regex: str, where: str) -> re.Pattern[str]:
   except re.error as e:
     raise SettingError(
       where,
-      f"{{{where} has}} {{regex!r}}, which is no regular expression: {{why}}.",
+      f"{{{where} has}} {{regex!r}}, which is not a regular expression: {{why}}.",
       regex=regex,
       why=e,
       **{f"{where} has": f"Rules: {where} has"},

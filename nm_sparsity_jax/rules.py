@@ -76,7 +76,7 @@ class Rules:
     for key, value in places.items():
       if not isinstance(value, Recipe):
         raise ValueError(
-          f"Rules: {key!r} has {value!r}, which is no recipe. Make one by nms.recipe(name, "
+          f"Rules: {key!r} has {value!r}, which is not a recipe. Make one by nms.recipe(name, "
           "pattern='1:8', phases=nms.Phases(total=...))."
         )
     if indivisible not in _POLICIES:
@@ -239,9 +239,9 @@ class Rules:
     if len(shape) == 2:
       how += ": 0 if it is (in, out), as in x @ w, 1 if it is (out, in), as in torch"
     raise ValueError(
-      f"{path!r} has shape {shape}, and which axis is contracted does not follow from that. Name "
-      f"the axis that the matrix product sums over: {how}; "
-      "for layers stacked by a scan, rules.with_logical_axes(params_axes)."
+      f"{path!r} has shape {shape}, which does not tell which axis is contracted. Name the axis "
+      f"that the matrix product sums over: {how}; for layers stacked by a scan, "
+      "rules.with_logical_axes(params_axes)."
     )
 
   def assign(self, params: Any, *, partial: bool = False) -> Assignment:

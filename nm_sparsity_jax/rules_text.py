@@ -77,10 +77,10 @@ def parse(text: str) -> Rules:
   except UnknownRecipe:
     raise
   except _NOT_READ as e:
-    raise ValueError(f"these rules cannot be read by this version ({e}):\n{_short(text)}") from e
+    raise ValueError(f"this version cannot read these rules ({e}):\n{_short(text)}") from e
   if describe(rules) != text:
     now = _short(repr(describe(rules)))
-    raise ValueError(f"these rules read as others by this version, {now}:\n{_short(text)}")
+    raise ValueError(f"this version reads these rules as other rules, {now}:\n{_short(text)}")
   vocabulary.distrust(*places, *axes, *roles.values())
   return rules
 
@@ -140,8 +140,8 @@ def _refuse_unknown(line: str) -> None:
   found = re.fullmatch(r".+?: ([^\W\d]\w*)(?: \d+:\d+)?(?:, \w+=.*)?", line)
   if found and not line.startswith("indivisible: "):
     raise UnknownRecipe(
-      f"the rules of this checkpoint name the recipe {found[1]!r}, and no such recipe is "
-      "registered: import the module that registers it (--import MODULE of the commands)."
+      f"the rules of this checkpoint name the recipe {found[1]!r}, which is not registered: "
+      "import the module that registers it (commands: --import MODULE)."
     )
 
 

@@ -25,7 +25,7 @@ def as_step(step: jax.Array | int) -> jax.Array:
   """Returns `step` as an int32 scalar; refuses floats, and arrays with axes."""
   if isinstance(step, bool) or not jnp.issubdtype(_dtype(step), jnp.integer):
     raise ValueError(
-      f"step={step!r} is no whole number: pass the optimizer's step count, a Python int or a "
+      f"step={step!r} is not a whole number: pass the optimizer's step count, a Python int or a "
       "traced integer scalar such as nms.step_count(opt_state). Under jit a Python float becomes "
       "a float tracer; pass jnp.int32(step) instead."
     )

@@ -200,12 +200,12 @@ def in_time(place: Place, step: jax.Array | int, stamps: Stamps) -> jax.Array:
     if bool(foreign):
       raise ValueError(
         f"{start}was made for another recipe, pattern or axis than these rules have: "
-        f"{recipe!r}. A new run makes its state by nms.init_state(params, rules); if it "
-        "comes from a checkpoint, that is of a run with other rules."
+        f"{recipe!r}. Make the state of a new run by nms.init_state(params, rules). A "
+        "state from a checkpoint belongs to a run with other rules."
       )
     raise ValueError(
-      f"{start}is out of date: it is of step {int(stamps.last)} and was renewed "
-      f"{int(stamps.renewed)} times, not {int(due)}. {recipe.renewed_by}"
+      f"{start}is out of date: at step {int(stamps.last)}, its last update, it was renewed "
+      f"{int(stamps.renewed)} times instead of {int(due)}. {recipe.renewed_by}"
     )
   return jnp.where(wrong, jnp.int32(-1), step)
 

@@ -126,8 +126,8 @@ def updated(rules: Rules, what: str) -> None:
     )
   elif told == {NUMBER} and not _seen.count_read:
     warn(
-      f"{what} counts the steps, but the loss got a number of its own as the step, and an epoch or "
-      "a global step would be wrong: pass the optimizer state, or nms.step_count(opt_state)."
+      f"{what} counts the steps, but the loss got its step from elsewhere. An epoch or a global "
+      "step would be wrong: pass the optimizer state, or nms.step_count(opt_state)."
     )
 
 
@@ -136,8 +136,8 @@ def _check_constant(place: Place, step: int | None) -> None:
   phases = place.recipe.phases
   if step is not None and phases is not None and step < phases.finetune_start:
     warn(
-      f"step={step} is a constant of the compiled program, which would stay there while the "
-      f"schedule of {place.key!r} goes on to step {phases.finetune_start}: pass the optimizer "
+      f"step={step} is a constant of the compiled program, so the program stays at this step while "
+      f"the schedule of {place.key!r} ends at step {phases.finetune_start}: pass the optimizer "
       "state, or the step, as an argument of the jitted function."
     )
 
@@ -151,9 +151,10 @@ def _check_term(rules: Rules, place: Place) -> None:
   """Warns where nothing adds SR-STE's term that a place in training asks for."""
   if place.recipe.lam and rules.fingerprint not in _seen.optimized:
     warn(
-      f"{place.recipe.name} at {place.key!r} adds lam={place.recipe.lam:g} times the pruned "
-      "weights to the gradient, but no optimizer of this process does: use nms.sparse(tx, rules), "
-      "or put nms.sr_ste(rules) first in the chain; lam=0 leaves the term out."
+      f"{place.recipe.name} at {place.key!r} needs lam={place.recipe.lam:g} times the pruned "
+      "weights added to the gradient, but no optimizer in this process adds them: use "
+      "nms.sparse(tx, rules), or put nms.sr_ste(rules) first in the chain; lam=0 leaves the term "
+      "out."
     )
 
 

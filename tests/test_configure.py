@@ -126,9 +126,9 @@ def test_a_text_gives_its_rules_back():
 @pytest.mark.parametrize(
   "text, why",
   [
-    ("ff: sr_ste 1:4, total=9, later=3", "cannot be read by this version .*later=3"),
-    ("ff: sr_stee 1:4, total=9", "'sr_stee', and no such recipe is registered"),
-    ("ff: sr_ste 1:4, total=9, dense=0", "read as others by this version"),
+    ("ff: sr_ste 1:4, total=9, later=3", "this version cannot read these rules .*later=3"),
+    ("ff: sr_stee 1:4, total=9", "'sr_stee', which is not registered"),
+    ("ff: sr_ste 1:4, total=9, dense=0", "this version reads these rules as other rules"),
     ("ff: sr_ste 1:4, total=f()", "cannot be read"),
     ("ff: sr_ste 1:4", "cannot be read .*sr_ste needs phases"),
     ("", "cannot be read"),

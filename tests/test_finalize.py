@@ -228,8 +228,8 @@ def test_a_checkpoint_without_rules_needs_them(command, tmp_path):
 @pytest.mark.parametrize(
   "rules, words",
   [
-    ("{ff: 1:4}", ["is no dict; strings need quotes"]),
-    ("'1:4'", ["is no dict"]),
+    ("{ff: 1:4}", ["is not a dict; strings need quotes"]),
+    ("'1:4'", ["is not a dict"]),
     ("{'ff': '4:1'}", ["--rules, 'ff': '4:1'", "mean '1:4'"]),
     ("{'ff': '1:4', 'v': '1:4'}", ["match no parameter", "'v'"]),
     ("{'ff': '1:5'}", ["no multiple of 5"]),
@@ -329,8 +329,8 @@ def test_what_is_no_checkpoint_and_outputs_that_cannot_be(command, tmp_path):
   (tmp_path / "file").write_text("x")
   (tmp_path / "empty").mkdir()
   assert "there is no checkpoint" in command("verify", tmp_path / "nowhere")[1]
-  assert "is no checkpoint" in command("verify", tmp_path / "empty")[1]
-  assert "is no checkpoint" in command("verify", tmp_path / "file")[1]
+  assert "is not a checkpoint" in command("verify", tmp_path / "empty")[1]
+  assert "is not a checkpoint" in command("verify", tmp_path / "file")[1]
   before = files(tmp_path)
   for out, words in (
     (tmp_path / "run", "is there already"), (tmp_path / "file", "cannot be made"),

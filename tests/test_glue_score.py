@@ -254,7 +254,7 @@ def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   assert run.places == {**places, **cross, "ff": "1:8"}
   assert roles.text_of(run.places).startswith("1:8 FF, 1:4 decoder/cross/qkv, 2:4 encoder/lay")
   assert (run.recipe, run.dense_steps, run.sparse_steps) == ("idp", 7, None)
-  assert run.remarks == ["SPARSE_STEPS in config.gin is no plain value: %N"]
+  assert run.remarks == ["SPARSE_STEPS in config.gin is not a plain value: %N"]
 
 
 def test_what_the_config_does_not_say_is_told(tmp_path, report, call):
@@ -329,7 +329,7 @@ def test_runs_of_one_task_each_are_one_row(tmp_path, report, call):
 @pytest.mark.parametrize(
   ("change", "said"),
   [
-    (dict(RECIPE="sr_ste"), "has recipe sdgf_stepwise, and .*run_rte sr_ste, so they are no one"),
+    (dict(RECIPE="sr_ste"), "has recipe sdgf_stepwise, and .*run_rte sr_ste, so they are not one"),
     (dict(SPARSITY_RULES={"ff": "1:4"}), r"has places \{'ff': '1:8'"),
     (dict(DENSE_STEPS=0), "has dense_steps 10000, and .*run_rte 0"),
     (dict(SPARSE_STEPS=50), "has sparse_steps 100000"),
@@ -520,7 +520,7 @@ def test_a_step_that_was_evaluated_twice_counts_with_its_last_result(tmp_path, r
   assert found["columns"]["RTE"]["mean"] == 50.5 and found["run"] == "run"
   assert found["published"]["row"] == "Dense"
   assert found["remarks"] == [
-    "nm_glue_rte was evaluated again at step 1000 with other results: they count"
+    "nm_glue_rte was evaluated again at step 1000 with other results: the later ones count"
   ]
 
 

@@ -182,7 +182,7 @@ def test_matching_is_exact_and_fill_is_class_0(config, made):
   report, text, problems = made(config, rows)
   assert report["invalid"] == 6 and not report["filled"]
   assert problems == [
-    f"6 are no answer: ' {right}' at index 1, {right.upper()!r} at index 2, '' at index 3, ... "
+    f"6 are no answers: ' {right}' at index 1, {right.upper()!r} at index 2, '' at index 3, ... "
     f"(--fill {config} fills)"
   ]
   report, text, problems = made(config, rows, fill=True)
@@ -275,14 +275,14 @@ def test_predictions_of_a_set_with_labels_are_refused(folder, call, tmp_path):
     told = text.replace('"x"', f'"x", "targets_pretokenized": "{hidden}"')
     (tmp_path / name_of("qnli")).write_text(told)
     code, out, err, _ = call(tmp_path, "--fill", "all")
-    assert ("has the label 'entailment', so it is no test set" in err) == (not fine)
+    assert ("has the label 'entailment', so it is not a test set" in err) == (not fine)
 
 
 def test_a_file_that_was_named_is_never_passed_over(folder, call, tmp_path):
   (tmp_path / "weird.jsonl").write_text("")
   for path in (tmp_path / "weird.jsonl", f"{tmp_path}/./weird.jsonl"):
     code, _, err, _ = call(folder, path)
-    assert code == 1 and "of which task of a submission? --task TASK=FILE" in err
+    assert code == 1 and "its name does not say the task. Name it: --task TASK=FILE" in err
 
 
 def test_a_file_tells_its_task_by_name_or_is_told(folder, call, tmp_path):
@@ -291,7 +291,7 @@ def test_a_file_tells_its_task_by_name_or_is_told(folder, call, tmp_path):
   nowhere.write_text(rows)
   for path in (tmp_path, nowhere):
     code, _, err, _ = call(path)
-    assert code == 1 and "of which task of a submission? --task TASK=FILE" in err
+    assert code == 1 and "its name does not say the task. Name it: --task TASK=FILE" in err
   code, report, *_ = call(tmp_path, "--task", f"mnli_matched={nowhere}", "--fill", "all")
   assert not code and report["files"]["MNLI-m.tsv"]["from"] == [str(nowhere)]
   nowhere.unlink()
@@ -413,7 +413,7 @@ GOOD = "index\tprediction\n0\tentailment\n1\tnot_entailment\n2\tentailment\n"
     (GOOD.partition("\n")[2], [r"the first line is '0\tentailment', not 'index\tprediction'"]),
     ("\ufeff" + GOOD, [r"the first line is '\ufeffindex\tprediction', not "]),
     ("", ["the first line is '', not "]),
-    (b"\xff", ["is no UTF-8 (invalid start byte at byte 0)"]),
+    (b"\xff", ["is not UTF-8 (invalid start byte at byte 0)"]),
     ("index\tprediction\n" + "x\n" * 5, ["has 5 rows, not 3", "line 2 is 'x', ",
      "line 3 is 'x', ", "line 4 is 'x', ", "5 such lines"]),
   ],

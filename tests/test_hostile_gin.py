@@ -151,7 +151,7 @@ def test_keys_of_a_sweep_are_identifiers(tmp_path, key):
   """Point 24: a key of TOML could bring lines of gin."""
   file = tmp_path / "sweep.toml"
   file.write_text(SWEEP.format(out=tmp_path / "out", macros=f"{key} = 1"))
-  with pytest.raises(ValueError, match="is no name of a gin macro"):
+  with pytest.raises(ValueError, match="is not the name of a gin macro"):
     grid.read(str(file))
   file.write_text(SWEEP.format(out=tmp_path / "out", macros='"evaluation.Evaluation.name" = "x"'))
   assert "evaluation.Evaluation.name = 'x'" in grid.read(str(file)).cells[0].bindings

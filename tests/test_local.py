@@ -235,7 +235,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   ]
   letters = t5x_task.letters_in_place([x["targets_pretokenized"] for x in fields], said)
   assert letters == {"letters": scores[-1]["letters"]} and len(found) == 32
-  with pytest.raises(ValueError, match="TASK_FEATURE_LENGTHS=None: predictions are as long"):
+  with pytest.raises(ValueError, match="TASK_FEATURE_LENGTHS=None: predictions need a length"):
     train.infer(model, dataclasses.replace(EVALUATION, lengths=None), checkpoint, str(folder))
 
   other = model_of(**(rules | dict(pattern="1:2")))
@@ -382,7 +382,7 @@ def test_stopped_in_an_evaluation(tmp_path, capsys, monkeypatch):
   run = lambda name: run_of(tmp_path / name, periods=steps, evaluation=EVALUATION)
   noted = lambda name: files.read_json(tmp_path / name / "evaluations.json", [])
   assert train.train(run("whole")) == 0 and [e["step"] for e in noted("whole")] == [12, 24]
-  assert capsys.readouterr().err.count("the same command goes on from there") == 0
+  assert capsys.readouterr().err.count("the same command continues from there") == 0
 
   original = text_evaluation.Evaluator.metrics
   for at, how, code, so_far in [
@@ -397,7 +397,7 @@ def test_stopped_in_an_evaluation(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(text_evaluation.Evaluator, "metrics", metrics)
     assert train.train(run("part")) == code
-    said = f"{how.name}: saved checkpoint_{at}; the same command goes on from there"
+    said = f"{how.name}: saved checkpoint_{at}; the same command continues from there"
     assert said in capsys.readouterr().err
     assert [e["step"] for e in noted("part")] == so_far
     assert not folders.is_done(tmp_path / "part", 24)
@@ -526,7 +526,7 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
     except ValueError as e:
       found += 1
       assert "checkpoint_24 cannot be read: it is damaged" in str(e)
-      assert "goes on from checkpoint_18" in str(e) and "\n" not in str(e)
+      assert "continues from checkpoint_18" in str(e) and "\n" not in str(e)
     else:  # a file that nothing depends on
       assert_same(jax.device_get(dict(flatten(tree))), whole[1])
     store.close()
@@ -644,7 +644,7 @@ def test_checkpoints_of_another_program_are_refused(tmp_path):
     (dict(NUM_PARTITIONS=3), "NUM_PARTITIONS=3 does not divide the 8 local devices"),
     (dict(VOCAB_SIZE=128), "'inputs' has 259 ids, but the network embeds 128. Set VOCAB_SIZE=384"),
     (dict(DECODER="beams"), "DECODER='beams': choose one of beam, greedy"),
-    (dict(LEARNING_RATE_FACTORS="constant * cosine"), "'cosine' is none of constant"),
+    (dict(LEARNING_RATE_FACTORS="constant * cosine"), "'cosine' is not one of constant"),
     (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
     (dict(INITIAL_CHECKPOINT_PATH="/no/checkpoint_1"), "no checkpoint '/no/checkpoint_1'"),
     (dict(SPARSE_STEP=9), "SPARSE_STEP is set, but nothing reads it; did you mean SPARSE_STEPS?"),
@@ -829,7 +829,7 @@ def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
   ]
   assert evaluation.best_step(rows, None) == 2 and evaluation.best_step(rows, "f1") == 3
   assert evaluation.best_step(rows[:1], None) is None and evaluation.best_step([], "f1") is None
-  with pytest.raises(ValueError, match="BEST_METRIC='bleu' is none of the tasks' metrics: em, f1"):
+  with pytest.raises(ValueError, match="BEST_METRIC='bleu' is not a metric of the tasks: em, f1"):
     evaluation.best_step(rows, "bleu")
   # Less of an error is better: by its name, unless the workload notes otherwise.
   errors = [r | {"metrics": {"a": {"error": x}}} for r, x in zip(rows[1:], (0.2, 0.3), strict=True)]

@@ -184,12 +184,12 @@ def test_it_is_evaluated_and_reported(trained):
   code, _, err = typed(trained, "report", "run", *MODULES, "--out", "with.html")
   assert not code, err
   page = (trained / "with.html").read_text()
-  assert "soft 1:8" in page and "no such recipe is registered" not in page
+  assert "soft 1:8" in page and "which is not registered" not in page
 
 
 UNKNOWN = (
-  "the rules of this checkpoint name the {kind} {name}, and no such {kind} is registered: import "
-  "the module that registers it (--import MODULE of the commands)."
+  "the rules of this checkpoint name the {kind} {name}, which is not registered: import "
+  "the module that registers it (commands: --import MODULE)."
 )
 
 
@@ -220,7 +220,7 @@ def test_a_sweep_of_it_names_the_flag(folder, monkeypatch, capsys):
   (folder / "sweep.toml").write_text(SWEEP)
   assert cli.main(["sweep", "sweep.toml"]) == 1
   err = capsys.readouterr().err
-  assert err.startswith("nm-sparsity sweep: sweep.toml: recipes: 'soft' is none of")
+  assert err.startswith("nm-sparsity sweep: sweep.toml: recipes: 'soft' is not one of")
   assert err.endswith("name the module that registers it: --import MODULE.\n")
   (folder / "known.toml").write_text(SWEEP.replace("'soft'", "'idp'"))
   sweep = grid.read("known.toml", ["a.b", "c"])
@@ -269,6 +269,6 @@ def test_what_is_no_module_is_named(tmp_path, monkeypatch, capsys):
   for text in ("soft_recipe.py", "os;x", "", "a..b"):
     with pytest.raises(SystemExit):
       cli.main(["verify", "x", f"--import={text}"])
-    assert f"{text!r} is no name of a module: write it as Python imports it" in (
+    assert f"{text!r} is not the name of a module: write it as Python imports it" in (
       capsys.readouterr().err
     )

@@ -85,7 +85,7 @@ def test_parse_checks_the_numbers_it_read(text):
 def test_parse_quotes_what_it_cannot_read_and_shows_how(text):
   with pytest.raises(ValueError) as error:
     NM.parse(text)
-  assert f"{text!r} is no pattern" in str(error.value)
+  assert f"{text!r} is not a pattern" in str(error.value)
   assert "kept:group" in str(error.value)
   assert "'1:8' (keep 1 of every 8)" in str(error.value)
 

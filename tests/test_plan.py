@@ -232,8 +232,8 @@ def test_each_mistake_in_the_rules_is_told_and_the_rest_goes_on(run):
   errors = report["errors"]
   assert code == 1 and len(errors) == 7
   for words in (
-    ["SPARSITY_RULES, 'ff'", "'8:1'"], ["SPARSITY_RULES, 'qkv'", "'1:x' is no pattern"],
-    ["'encoder/o' has 3"], ["SPARSITY_RULES", "'*/kernel'", "no regular expression"],
+    ["SPARSITY_RULES, 'ff'", "'8:1'"], ["SPARSITY_RULES, 'qkv'", "'1:x' is not a pattern"],
+    ["'encoder/o' has 3"], ["SPARSITY_RULES", "'*/kernel'", "not a regular expression"],
     ["INDIVISIBLE='skipp'"], ["match no parameter: 'encoder/ffn'."], ["no checkpoint 'nowhere'"],
   ):  # fmt: skip
     assert has(errors, *words), (words, errors)
@@ -679,7 +679,7 @@ def test_the_metadata_of_a_sparse_checkpoint(tmp_path, kind):
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path):
-  with pytest.raises(ValueError, match="is no checkpoint"):
+  with pytest.raises(ValueError, match="is not a checkpoint"):
     checkpoint.read(str(tmp_path))
   with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
     checkpoint.read(str(tmp_path / "x"))

@@ -214,7 +214,7 @@ def test_another_optimizer_is_named_where_a_run_goes_on(run_t5x, tmp_path):
   )
   where = str(path.parent)
   code, report = run_t5x(**start, MODEL_DIR=where, raw=["OPTIMIZER = @adafactor.Adafactor()"])
-  assert code == 1 and has(report["errors"], said, "OPTIMIZER is m, v, v_col, v_row. Go on with")
+  assert code == 1 and has(report["errors"], said, "OPTIMIZER is m, v, v_col, v_row. Continue with")
   assert not has(report["errors"], "arrays") and len(report["errors"]) == 1
   code, report = run_t5x(**start, MODEL_DIR=where)
   assert not code, report["errors"]

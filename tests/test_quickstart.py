@@ -180,7 +180,7 @@ def test_stopped_and_gone_on_with_is_the_same_table(start, whole, tmp_path):
 
   code, said = start(tmp_path / "cut", *argv, stop=30)
   assert code == 1 and "SIGTERM: saved checkpoint_" in said, said
-  assert said.endswith("stopped; start the quickstart again, and it goes on from there\n")
+  assert said.endswith("stopped; start the quickstart again, and it continues from there\n")
   assert "Exact zeros" not in said
   code, said = start(tmp_path / "cut", *argv)
   assert code == 0 and "warmup: done before" in said, said

@@ -204,7 +204,7 @@ def test_snip_needs_the_steps_for_its_batches():
     (5, ["path=5", "(step, pattern, D)"]),
     ("1:8", ["path='1:8'", "(step, pattern, D)"]),
     (((10, "4:8"),), ["path=((10, '4:8'),)", "(step, pattern, D)"]),
-    (((10, "4;8", 1.0),), ["'4;8' is no pattern", "'1:8'"]),
+    (((10, "4;8", 1.0),), ["'4;8' is not a pattern", "'1:8'"]),
     (((10, "4:8", "x"),), ["(step, pattern, D)", "'x'"]),
     (((10, "8:4", 1.0),), ["'8:4'", "Did you mean '4:8'?"]),
     (((9, "4:8", 1.0),), ["entry 0 starts at step 9", "sparsify phase [10, 80)"]),

@@ -180,7 +180,7 @@ def test_the_text_in_a_checkpoint_means_it():
   assert text.splitlines()[0] == (
     "ff: halving 1:4, total=20, dense=4, finetune=4, scale=2.0, kept=NM(n=2, m=4)"
   )
-  with pytest.raises(UnknownRecipe, match="the recipe 'halving', and no such recipe is registered"):
+  with pytest.raises(UnknownRecipe, match="the recipe 'halving', which is not registered"):
     rules_text.parse(text)
   with registered(Halving):
     assert rules_text.parse(rules_text.unpack(rules_text.pack(text))) == rules
@@ -190,7 +190,7 @@ def test_the_text_in_a_checkpoint_means_it():
 def test_settings_may_bring_roles():
   made = configure.rules({"mine": "1:4"}, "sr_ste", roles={"mine": "a/.*"}, **STEPS)
   assert made.roles == {"mine": "a/.*"} and made.find("a/kernel") is made.places["mine"]
-  with pytest.raises(configure.SettingsError, match="roles has '\\*', which is no regular"):
+  with pytest.raises(configure.SettingsError, match="roles has '\\*', which is not a regular"):
     configure.rules({"ff": "1:4"}, "sr_ste", roles={"mine": "*"}, **STEPS)
 
 

@@ -264,7 +264,7 @@ def test_a_denser_checkpoint_is_never_the_best(tmp_path):
   config = tmp_path / "1_8/config.gin"
   config.write_text(config.read_text().replace("FINETUNE_STEPS = 20\n", ""))
   (said,) = [p for p in scored.unknown_targets(reading.read(runs), "best")]
-  assert said.startswith("1_8: from which step on the weights have the target pattern is not known")
+  assert said.startswith("1_8: it is not known from which step the weights have the target pattern")
   assert said in {s.key: s.parts for s in sections.sections(reading.read(runs))}["cost"]
 
 
@@ -416,7 +416,7 @@ def test_a_part_without_data_says_so(tmp_path):
     assert words in said, words
   assert "<svg" not in text
   (folder / "config.gin").write_text("RECIPE = @my.recipe()\nPATTERN = '1:4'\n")
-  assert "RECIPE is no plain value in config.gin: @my.recipe()" in make(tmp_path, [str(folder)])
+  assert "RECIPE is not a plain value in config.gin: @my.recipe()" in make(tmp_path, [str(folder)])
 
 
 def test_a_resumed_run_counts_what_was_written_last(tmp_path):
@@ -447,7 +447,7 @@ def test_pngs(runs, tmp_path):
   [
     (lambda d: [str(d / "no")], "no: there is no such folder"),
     (lambda d: ["gs://b/run"], "copy it from the bucket first"),
-    (lambda d: [str(d)], "is no run's folder: it holds no train/"),
+    (lambda d: [str(d)], "is not a run's folder: it holds no train/"),
     (lambda d: (d / "train").mkdir() or [str(d)], "holds no metrics yet"),
     (lambda d: [write(d / "a"), str(d / "a")], "are one folder: name it once"),
     (lambda d: [str(d)] * 10, "10 runs: more than 9 cannot be told apart"),

@@ -70,7 +70,7 @@ def test_families_may_know_one_path(families):
     (roles.Family(name="a", roles={"qk": "x"}), "'qk' twice: it is a word for several roles"),
     (roles.Family(name="a", roles={"decoder": "x"}), "'decoder' twice: it is a word for paths"),
     (roles.Family(name="a", narrow={"ff": "x"}), "'ff' twice: it is a role already"),
-    (roles.Family(name="a", roles={"b": "("}), "the family 'a' has '\\(', which is no regular"),
+    (roles.Family(name="a", roles={"b": "("}), "the family 'a' has '\\(', which is not a regular"),
   ],
 )
 def test_a_word_has_one_meaning(families, family, text):

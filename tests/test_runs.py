@@ -69,7 +69,7 @@ def test_what_holds_nothing_is_no_checkpoint(tmp_path):
   (tmp_path / "checkpoint_99").symlink_to(tmp_path / "nowhere")
   assert folders.latest(tmp_path) == str(old) == reader.find(str(tmp_path))
   (old / "state/_METADATA").unlink()
-  with pytest.raises(ValueError, match="is no checkpoint: .*; nor does checkpoint_99 in it"):
+  with pytest.raises(ValueError, match="is not a checkpoint: .*; nor does checkpoint_99 in it"):
     reader.find(str(tmp_path))
   (old / "checkpoint").write_text("x")  # of T5X's own format
   assert folders.latest(tmp_path) == str(old)
@@ -120,7 +120,7 @@ def test_the_rules_are_those_of_the_macros_where_no_checkpoint_tells(tmp_path):
   assert nms.runs.rules_of(str(tmp_path)) == want
   assert nms.runs.read_settings(tmp_path).values == {"PATTERN": "1:4", **macros}
   config.write_text(config.read_text() + "RECIPE_FIELDS = %FIELDS\n")
-  with pytest.raises(ValueError, match="RECIPE_FIELDS is no plain value in config.gin: %FIELDS"):
+  with pytest.raises(ValueError, match="RECIPE_FIELDS is not a plain value in config.gin: %FIELDS"):
     nms.runs.rules_of(tmp_path)
 
 

@@ -250,7 +250,7 @@ def test_what_lacks_a_method_is_named():
     workloads.of(Half)
   with pytest.raises(ValueError, match="NoneType lacks init, loss, batches and splits: define"):
     step.Model()
-  with pytest.raises(ValueError, match="z_loss: Regression is a workload, and has its own loss"):
+  with pytest.raises(ValueError, match="z_loss: Regression is a workload with its own loss"):
     step.Model(workload=own_workload.Regression(), z_loss=0.1)
 
 
@@ -260,7 +260,7 @@ def test_a_loss_without_its_weight_is_named(tmp_path):
       loss, sums, state = super().loss(*arguments)
       return loss, {"absolute_error": sums["absolute_error"]}, state
 
-  with pytest.raises(ValueError, match="Careless.loss returns no sum 'examples'"):
+  with pytest.raises(ValueError, match="Careless.loss must return the sum 'examples'"):
     train.train(run_of(tmp_path, model_of(Careless())))
 
 

@@ -43,8 +43,8 @@ def _name(text: str) -> str:
   """Returns the name of a module; refuses a file, an expression and an empty word."""
   if text.endswith(".py") or not all(word.isidentifier() for word in text.split(".")):
     raise argparse.ArgumentTypeError(
-      f"{text!r} is no name of a module: write it as Python imports it, such as my_recipes for the "
-      "file my_recipes.py"
+      f"{text!r} is not the name of a module: write it as Python imports it, such as my_recipes "
+      "for the file my_recipes.py"
     )
   return text
 

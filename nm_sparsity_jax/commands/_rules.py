@@ -43,7 +43,7 @@ def _table(flag: str, text: str | None) -> Mapping[str, Any] | None:
     table = None
   if not isinstance(table, dict) or not table:
     example = "{'ff': '1:8'}" if flag == "--rules" else "{'.*/mlp/.*/kernel': 0}"
-    raise ValueError(f'{flag}={text} is no dict; strings need quotes: {flag} "{example}"')
+    raise ValueError(f'{flag}={text} is not a dict; strings need quotes: {flag} "{example}"')
   return table
 
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
   if "://" in out:
     raise ValueError(f"--out {out}: give a folder of this machine")
   if steps < 10:
-    raise ValueError(f"--steps {steps}: give 10 or more, for each phase of a recipe wants some")
+    raise ValueError(f"--steps {steps}: give 10 or more, since each phase of a recipe needs some")
   quickstart.claim(pathlib.Path(out), steps)
   print(
     f"A tiny T5 on three tasks of mini-GLUE: {2 * steps} dense steps, then {steps} with "
@@ -99,7 +99,7 @@ def _train(main: _Main, argv: Sequence[str], folder: str, last: int) -> int:
   code = _call(main, argv)
   # `train` ends with 0 after SIGTERM, when it has saved.
   if code == 130 or (not code and not folders.is_done(folder, last)):
-    print("stopped; start the quickstart again, and it goes on from there", file=sys.stderr)
+    print("stopped; start the quickstart again, and it continues from there", file=sys.stderr)
     return code or 1
   return code
 

@@ -9,7 +9,7 @@ What a run stores are dense weights, for masks act on the fly: `nm-sparsity fina
   nm-sparsity verify runs/sparse/checkpoint_1100000
   nm-sparsity verify exported/checkpoint_0 --rules "{'ff': '1:8', 'qkv': '1:4'}"
 
-Exit code: 0 = all of it is n:m and finite, 1 = it is not (inf and NaN are said), no rule makes
+Exit code: 0 = all of it is n:m and finite, 1 = it is not (inf and NaN are named), no rule makes
 anything sparse, so there is nothing to prove, or it could not be read.
 """
 

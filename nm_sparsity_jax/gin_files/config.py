@@ -171,10 +171,10 @@ class Config(Bound):
         self._gin.parse_config([f"{name} = {quoted}"])
       except Exception:
         self.lost.add(name)
-        raise SyntaxError(f"{value!r} is no value of Python's") from None
+        raise SyntaxError(f"{value!r} is not a Python value") from None
       self.errors.append(
         f"{name} = {value}: a string needs quotes beside those of the shell, "
-        f'--gin.{name}="{quoted}". Nothing was run; what else is wrong is said as if you had'
+        f'--gin.{name}="{quoted}". Nothing was run; other mistakes are named as if they were there'
       )
     except Exception:
       self.lost.add(name)

@@ -182,7 +182,7 @@ class Checkpoints:
     """Returns a sentence: what could not be written, why, and where the run goes on."""
     return (
       f"{what} could not be written ({first_line(error)}). The newest complete checkpoint is "
-      f"{self.newest()}; with room on the disk, the same command goes on from it."
+      f"{self.newest()}; with room on the disk, the same command continues from it."
     )
 
   def _prune(self) -> None:
@@ -209,7 +209,7 @@ class Checkpoints:
       tree = arrays.restore(path / "state", wanted, where)
     except Exception as e:
       others = [s for s in self.steps() if s < step]
-      then = f"goes on from {_PREFIX}_{others[-1]}" if others else "begins anew"
+      then = f"continues from {_PREFIX}_{others[-1]}" if others else "starts over"
       raise ValueError(
         f"{path} cannot be read: it is damaged, or of another program ({first_line(e)}). Move it "
         f"away, and the same command {then}."
@@ -284,8 +284,8 @@ def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:
   if stored != now:
     raise ValueError(
       f"{path} was trained with the rules [{_joined(stored)}], but this run has [{_joined(now)}]. "
-      "Go on with the former; for a new run with the latter, take another MODEL_DIR and name the "
-      "checkpoint as INITIAL_CHECKPOINT_PATH."
+      "Continue with the checkpoint's rules. For a new run with the others, take another MODEL_DIR "
+      "and name the checkpoint as INITIAL_CHECKPOINT_PATH."
     )
 
 

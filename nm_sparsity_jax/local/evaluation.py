@@ -120,7 +120,7 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
       values = [found[metric] for found in e["metrics"].values() if metric in found]
       if not values:
         have = ", ".join(sorted({name for found in e["metrics"].values() for name in found}))
-        raise ValueError(f"BEST_METRIC={metric!r} is none of the tasks' metrics: {have}.")
+        raise ValueError(f"BEST_METRIC={metric!r} is not a metric of the tasks: {have}.")
     if metric is not None and directions.less_is_better(e, metric):
       values = [-x for x in values]
     if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):

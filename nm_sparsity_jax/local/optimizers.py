@@ -38,7 +38,7 @@ def learning_rate(
   names = [name.strip() for name in factors.split("*")]
   if unknown := [name for name in names if name not in FACTORS]:
     raise ValueError(
-      f"LEARNING_RATE_FACTORS={factors!r}: {unknown[0]!r} is none of {', '.join(FACTORS)}."
+      f"LEARNING_RATE_FACTORS={factors!r}: {unknown[0]!r} is not one of {', '.join(FACTORS)}."
     )
   if warmup_steps < 1 and any("rsqrt" in name for name in names):
     raise ValueError(f"WARMUP_STEPS={warmup_steps}: with {factors!r} it must be at least 1.")

@@ -102,11 +102,11 @@ class Run:
 
   def __post_init__(self):
     if not isinstance(self.sparse_steps, int) or self.sparse_steps < 1:
-      raise ValueError(f"SPARSE_STEPS={self.sparse_steps!r}: all steps of the run, 1 or more.")
+      raise ValueError(f"SPARSE_STEPS={self.sparse_steps!r}: give all steps of the run, 1 or more.")
     has_metrics = self.evaluation is not None and self.evaluation.has_metrics
     if self.best_metric is not None and not has_metrics:
       raise ValueError(
-        f"BEST_METRIC={self.best_metric!r}, but nothing is decoded to have a metric of: set "
+        f"BEST_METRIC={self.best_metric!r}, but nothing is decoded, so there are no metrics: set "
         "EVALUATOR_NUM_EXAMPLES, or leave BEST_METRIC None for the validation loss."
       )
 

@@ -216,8 +216,8 @@ class Model:
     loss, sums, collections = self.workload.loss(effective, collections, batch, rng)
     if self.workload.weight not in sums:
       raise ValueError(
-        f"{type(self.workload).__name__}.loss returns no sum {self.workload.weight!r}, which "
-        "divides the others."
+        f"{type(self.workload).__name__}.loss must return the sum {self.workload.weight!r}, "
+        "which divides the others."
       )
     return loss, (Sums.of(loss, sums), dict(collections))
 

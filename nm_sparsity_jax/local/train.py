@@ -103,7 +103,9 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
   at = offset + done
   if done == run.sparse_steps and (evaluator is None or at in history.entries):
     return 0
-  print(f"{stop.name}: saved checkpoint_{at}; the same command goes on from there", file=sys.stderr)
+  print(
+    f"{stop.name}: saved checkpoint_{at}; the same command continues from there", file=sys.stderr
+  )
   return 130 if stop.name == "SIGINT" else 0
 
 

@@ -169,7 +169,7 @@ def _floating(x):
     )
   if why := dtypes.no_masks(x.dtype):
     raise ValueError(
-      f"a mask of dtype {x.dtype} and shape {x.shape} cannot be made: {why}. Convert the weight "
+      f"no mask can be made for dtype {x.dtype} and shape {x.shape}: {why}. Convert the weight "
       "with .astype(jnp.float32)."
     )
   return x

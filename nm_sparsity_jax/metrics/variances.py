@@ -89,7 +89,7 @@ def _variances(
     if path not in values:
       some = ", ".join(list(values)[:4])
       raise ValueError(
-        f"there is no {what} of the sparse kernel {path!r}, only of: {some or 'nothing'}. It "
+        f"the sparse kernel {path!r} has no {what}; these have one: {some or 'none'}. The tree "
         "must be nested as `params` and cover every place of the rules."
       )
     x = values[path]

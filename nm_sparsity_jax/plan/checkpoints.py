@@ -120,8 +120,8 @@ def _refused(
     found.errors.append(f"{stored.path} is dense: it has no sparse step. Evaluate it with {how}")
   elif stored.rules != now:
     found.errors.append(
-      f"{stored.path} was trained with other rules ({_in_line(stored.rules)}) than these "
-      f"({_in_line(now)}): take those" + (", or another MODEL_DIR" if resuming else "")
+      f"{stored.path} was trained with the rules ({_in_line(stored.rules)}), not with these "
+      f"({_in_line(now)}): use its rules" + (", or another MODEL_DIR" if resuming else "")
     )
   else:
     return False

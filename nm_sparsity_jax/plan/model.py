@@ -75,8 +75,8 @@ def _network(found: Findings) -> Any:
   network = found.config.value("NETWORK")
   if network is not None and not hasattr(network, "init"):
     raise ValueError(
-      f"NETWORK={network!r} is no flax module: name a model file, or bind it to a module, such as "
-      "@network.Transformer()"
+      f"NETWORK={network!r} is not a flax module: name a model file, or bind it to a module, "
+      "such as @network.Transformer()"
     )
   return network
 

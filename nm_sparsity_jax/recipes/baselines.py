@@ -24,7 +24,7 @@ def _given(recipe: Recipe, w: jax.Array, stored: jax.Array | None) -> jax.Array:
   """Returns the stored mask; refuses a missing one, and one of another weight."""
   if stored is None:
     raise ValueError(
-      f"{recipe.name} keeps its mask as state, and none was given: carry state = "
+      f"{recipe.name} keeps its mask as state, but no mask was given: carry state = "
       "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
       "update, and pass it (state=..., or mask=... for one weight)."
     )

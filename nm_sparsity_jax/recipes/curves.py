@@ -101,7 +101,7 @@ def check_decay(name: str, kind: str | None, beta: float | None, phases: Phases)
   if beta is not None and not (is_number(beta) and 0 < beta < math.inf):
     raise SettingError(
       "beta",
-      "{name}({beta=}{given!r}): {beta} must be positive, a plain number, or D would not fall. "
+      "{name}({beta=}{given!r}): {beta} must be a positive plain number, or D would not fall. "
       "None chooses it from the phases.",
       name=name,
       given=beta,

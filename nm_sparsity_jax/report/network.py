@@ -79,4 +79,4 @@ def _literal(name: str, text: str) -> Any:
   try:
     return trained.plain(text)
   except ValueError:
-    raise ValueError(f"{name} is no plain value in config.gin: {text}") from None
+    raise ValueError(f"{name} is not a plain value in config.gin: {text}") from None

@@ -103,7 +103,7 @@ class Run:
     settings = trained.parse_settings(self.gin)
     batch, steps = settings.get("BATCH_SIZE"), settings.get("SPARSE_STEPS")
     if not isinstance(batch, int) or not isinstance(steps, int):
-      raise ValueError("BATCH_SIZE and SPARSE_STEPS are no numbers in config.gin")
+      raise ValueError("BATCH_SIZE and SPARSE_STEPS are not numbers in config.gin")
     cost = flops.training(shape, recipes, batch, steps=steps, until=until)
     return cost.flops, flops.training(shape, {}, batch, steps=steps, until=until).flops
 
@@ -139,7 +139,7 @@ def _read(folder: pathlib.Path, name: str) -> Run:
   rooms = [folder / room for room in ("train", "training_eval", "inference_eval")]
   if not any(room.is_dir() for room in rooms):
     raise ValueError(
-      f"{folder}: is no run's folder: it holds no train/, training_eval/ or inference_eval/. "
+      f"{folder}: is not a run's folder: it holds no train/, training_eval/ or inference_eval/. "
       "Name the MODEL_DIR of a run."
     )
   train, training_eval, _ = rooms

@@ -113,7 +113,7 @@ def density(runs: Sequence[Run]) -> Iterator[Table | str]:
     rows.append(cells)
   yield Table(["sparse kernel", *parts.heads(runs)], rows)
   yield (
-    "The share of weights in use at the last sample: 1 while D > 0, for a fading weight still "
+    "The share of weights in use at the last sample: 1 while D > 0, as a fading weight still "
     "counts. 'of' names the target's share where the two differ."
   )
   has = lambda run: any(t.startswith(prefix) for t in run.train)

@@ -133,7 +133,7 @@ def _glue_table(
       rows.append(["delta", *(delta.get(t, "–") for t in titles)])
   yield Table(["", *titles], rows)
   meaning = {
-    "best": "the best step of each task, on the set that it is reported on, which flatters it",
+    "best": "the best step of each task, on the set that it is reported on, which is optimistic",
     "last": "the last one of each task",
   }
   yield f"Checkpoint: {meaning.get(report['checkpoint'], report['checkpoint'])}."

@@ -94,7 +94,7 @@ def _located(name: str):
   empty = folders.named_steps(name)
   beside = f"; nor does {folders.PREFIX}_{empty[-1]} in it" if empty else ""
   raise ValueError(
-    f"{name!r} is no checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
+    f"{name!r} is not a checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
     f"(Orbax){beside}"
   )
 

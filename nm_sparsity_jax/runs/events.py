@@ -34,7 +34,7 @@ def scalars(path: pathlib.Path) -> Iterator[tuple[int, str, float]]:
     try:
       yield from _scalars_of(record)
     except (IndexError, struct.error, UnicodeDecodeError) as e:
-      raise ValueError(f"{path}: record {number} is no event of TensorBoard ({e})") from e
+      raise ValueError(f"{path}: record {number} is not an event of TensorBoard ({e})") from e
 
 
 def _records(path: pathlib.Path) -> Iterator[bytes]:

@@ -138,7 +138,7 @@ def read_text(path: str | os.PathLike, most: int = MOST_TEXT) -> str:
   try:
     return path.read_text("utf-8")
   except UnicodeDecodeError as e:
-    raise ValueError(f"{path} is damaged: no UTF-8 at byte {e.start} ({e.reason})") from e
+    raise ValueError(f"{path} is damaged: not UTF-8 at byte {e.start} ({e.reason})") from e
 
 
 def parse_json(text: str) -> Any:

@@ -126,7 +126,7 @@ def evaluations(folder: str | os.PathLike) -> dict[int, dict[str, Any]]:
 
 def _check_numbers(what: str, values: Any) -> None:
   if not isinstance(values, dict) or not all(isinstance(x, int | float) for x in values.values()):
-    raise ValueError(f"{what} are no numbers by name")
+    raise ValueError(f"{what} must map names to numbers")
 
 
 def is_done(folder: str | os.PathLike, last: int) -> bool:

@@ -65,11 +65,11 @@ def check_array(
 
 def _bytes(key: str, shape: Sequence[Any], dtype: str | None) -> int:
   if not all(isinstance(n, int | np.integer) and 0 <= n < 1 << 63 for n in shape):
-    raise ValueError(f"{key} declares shape {tuple(shape)}, which is none")
+    raise ValueError(f"{key} declares shape {tuple(shape)}, which is not a shape")
   try:
     each = np.dtype(dtype).itemsize if dtype else 1
   except TypeError as e:
-    raise ValueError(f"{key} declares dtype {dtype!r}, which is none") from e
+    raise ValueError(f"{key} declares dtype {dtype!r}, which is not a dtype") from e
   return math.prod(map(int, shape)) * each
 
 

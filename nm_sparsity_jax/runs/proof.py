@@ -222,14 +222,14 @@ def _rules(stored: Stored, given: Given, axes: Mapping[str, Any] | None) -> Rule
     if given is not None:
       return given
     raise ValueError(
-      f"{stored.path} holds no rules, as it is of no sparse run: say what should be n:m, "
+      f"{stored.path} holds no rules, since no sparse run wrote it: say what should be n:m, "
       "--rules \"{'ff': '1:8'}\""
     )
   own = rules_text.parse(stored.rules)
   pairs = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
   if given is not None and pairs(own) != pairs(given):
     raise ValueError(
-      f"{stored.path} was trained with other rules, {pairs(own)}, than --rules says, "
+      f"{stored.path} was trained with the rules {pairs(own)}, but --rules says "
       f"{pairs(given)}: leave --rules out"
     )
   return own.with_axes(axes or {})
@@ -250,8 +250,8 @@ def _assign(stored: Stored, rules: Rules) -> Assignment:
   except ValueError as e:
     if stored.rules is not None and (lost := _unknown_role(rules, shapes)):
       raise ValueError(
-        f"the rules of this checkpoint name the role {lost!r}, and no such role is registered: "
-        "import the module that registers it (--import MODULE of the commands)."
+        f"the rules of this checkpoint name the role {lost!r}, which is not registered: import "
+        "the module that registers it (commands: --import MODULE)."
       ) from e
     text, is_stacked, _ = str(e).partition(" Name the axis that")
     hint = " Name it: --axes \"{'.*/mlp/.*/kernel': 0}\"" if is_stacked else ""

@@ -80,7 +80,7 @@ class Run:
     """Says that `target_from` is not known; '' where it is known, or where no recipe is."""
     if not self.recipe or self.target_from() is not None:
       return ""
-    return "from which step on the weights have the target pattern is not known"
+    return "it is not known from which step the weights have the target pattern"
 
 
 @functools.cache
@@ -150,7 +150,7 @@ def join(name: str, runs: Sequence[Run]) -> Run:
     for field in _COMMON:
       if (a := getattr(first, field)) != (b := getattr(run, field)):
         raise ValueError(
-          f"--join {name}: {first.path} has {field} {a}, and {run.path} {b}, so they are no one "
+          f"--join {name}: {first.path} has {field} {a}, and {run.path} {b}, so they are not one "
           "row. Score them apart"
         )
     if twice := sorted(tasks.keys() & run.tasks.keys()):
@@ -206,11 +206,13 @@ def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
   lines: Series = {}
   for step, values in json_lines(file, remarks):
     if step in lines and not _same(lines[step], values):
-      remarks.append(f"{name} was evaluated again at step {step} with other results: they count")
+      remarks.append(
+        f"{name} was evaluated again at step {step} with other results: the later ones count"
+      )
     lines[step] = values
   for step, values in lines.items():
     if step in series and not _same(series[step], values):
-      remarks.append(f"{name}: events differ from {file.name} at step {step}: the latter counts")
+      remarks.append(f"{name}: events differ from {file.name} at step {step}: {file.name} counts")
   return series | lines
 
 
@@ -281,7 +283,7 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
     if found[name] is not None and not isinstance(found[name], kind):
       said, found[name] = repr(found[name])[:200], None
     if said is not None:
-      run.remarks.append(f"{name} in {file.name} is no plain value: {said}")
+      run.remarks.append(f"{name} in {file.name} is not a plain value: {said}")
   run.recipe, run.size = found["RECIPE"], found["T5_SIZE"]
   run.dense_steps, run.sparse_steps = found["DENSE_STEPS"], found["SPARSE_STEPS"]
   run.finetune_steps = found["FINETUNE_STEPS"]

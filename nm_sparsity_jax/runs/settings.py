@@ -124,7 +124,7 @@ def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
     )
   if what := changed(folder, settings):
     raise ValueError(
-      f"the run in {folder} was started with other settings: {what}. Go on with the former, or "
+      f"the run in {folder} was started with other settings: {what}. Keep the old ones, or "
       "take another MODEL_DIR."
     )
 

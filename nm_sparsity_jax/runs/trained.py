@@ -63,7 +63,7 @@ class Settings:
       ValueError: its value is a reference.
     """
     if name in self.references:
-      raise ValueError(f"{name} is no plain value in config.gin: {self.references[name]}")
+      raise ValueError(f"{name} is not a plain value in config.gin: {self.references[name]}")
     return self.values.get(name, default)
 
 

@@ -45,7 +45,7 @@ def _prediction(where: str, line: str) -> tuple[int, str]:
     ) from e
   if target not in _HIDDEN:
     raise ValueError(
-      f"{where}: has the label {target!r}, so it is no test set; infer on split 'test' (QNLI's "
+      f"{where}: has the label {target!r}, so it is not a test set; infer on split 'test' (QNLI's "
       "validation set is just as long)"
     )
   # T5X writes whole numbers as floats.

@@ -47,7 +47,7 @@ def _match(run: results.Run) -> tuple[dict[str, Any] | None, str]:
     return None, "mini-GLUE, which is made up: no published row compares"
   if run.recipe is None or run.places is None:
     wanted = "--recipe" if run.recipe is None else "--pattern"
-    return None, f"no published row: what was trained is not known ({wanted} tells)"
+    return None, f"no published row: it is not known what was trained (say it by {wanted})"
   rows = [
     {"table": table, **row}
     for table in (12, 7)

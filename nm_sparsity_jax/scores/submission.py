@@ -76,7 +76,7 @@ def _named(path: pathlib.Path, given: bool, mini: bool) -> tuple[str, int, int] 
   config, is_mini = (found and glue.config_of(found[1])) or ("", False)
   if not found or config not in TASKS:
     if given or config == "mnli":  # what a folder holds besides is no concern
-      raise ValueError(f"{path}: of which task of a submission? --task TASK=FILE tells")
+      raise ValueError(f"{path}: its name does not say the task. Name it: --task TASK=FILE")
     return None
   if is_mini != mini:
     kind = "mini-GLUE: --mini makes a zip to try out" if is_mini else "not of mini-GLUE"
@@ -235,7 +235,7 @@ def _unfilled(task: glue.Task, cells: _Cells) -> Iterator[str]:
   if invalid := cells.invalid:
     shown = ", ".join(f"{prediction!r} at index {index}" for index, prediction in invalid[:3])
     yield (
-      f"{len(invalid)} {'is' if len(invalid) == 1 else 'are'} no answer: {shown}"
+      f"{len(invalid)} {'is no answer' if len(invalid) == 1 else 'are no answers'}: {shown}"
       f"{', ...' if len(invalid) > 3 else ''} (--fill {task.name} fills)"
     )
 
@@ -259,7 +259,7 @@ def check(task: glue.Task, data: bytes, count: int | None) -> list[str]:
   try:
     text = data.decode()
   except UnicodeDecodeError as e:
-    return [f"is no UTF-8 ({e.reason} at byte {e.start})"]
+    return [f"is not UTF-8 ({e.reason} at byte {e.start})"]
   problems = []
   if "\r" in text:
     problems.append("line ends are CRLF, not LF")

@@ -68,7 +68,7 @@ def check(sweep: Sweep, trusted: bool = True) -> Checked:
   wrong = found.wrong + [f"{_of(cells)}: {text}" for text, cells in found.refused.items()]
   if changed and not wrong:
     more = f" So were {len(changed) - 1} more runs." if len(changed) > 1 else ""
-    wrong = [f"{changed[0]}.{more} Go on with the former settings, or take another `out`."]
+    wrong = [f"{changed[0]}.{more} Keep the old settings, or take another `out`."]
   if wrong:
     raise ValueError(f"{sweep.file}: " + "; ".join(dict.fromkeys(wrong)))
   return Checked(runs, frozenset(found.tasks))

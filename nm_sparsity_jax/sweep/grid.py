@@ -131,13 +131,13 @@ def read(file: str, imports: Sequence[str] = ()) -> Sweep:
       run is a process of its own and imports them too.
 
   Raises:
-    ValueError: there is no such file, it is no TOML, or a key is unknown, missing or wrong.
+    ValueError: there is no such file, it is not TOML, or a key is unknown, missing or wrong.
   """
   text = files.read_text(gin_files.find(file), _MOST_BYTES)
   try:
     given = tomllib.loads(text)
   except (ValueError, RecursionError) as e:
-    raise ValueError(f"{file} is no TOML: {e}") from e
+    raise ValueError(f"{file} is not TOML: {e}") from e
   try:
     return dataclasses.replace(_sweep(file, given), imports=tuple(imports))
   except ValueError as e:
@@ -160,7 +160,7 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     raise ValueError(f"recipes x patterns x seeds are {runs:,} runs, and at most {_MOST_RUNS:,}.")
   baseline = given.get("baseline", recipes[0])
   if baseline not in recipes:
-    raise ValueError(f"baseline: {baseline!r} is none of the recipes, {', '.join(recipes)}.")
+    raise ValueError(f"baseline: {baseline!r} is not one of the recipes, {', '.join(recipes)}.")
   out = given.get("out")
   if not isinstance(out, str) or not out or "://" in out:
     raise ValueError(f"out: give {_KEYS['out']} of this machine, such as out = 'sweeps/first'.")
@@ -236,7 +236,7 @@ def _check_keys(given: Mapping[str, Any]) -> None:
     if key not in _KEYS:
       close = difflib.get_close_matches(key, _KEYS, 1)
       # A macro behind the header of no table lands here.
-      meant = f"did you mean {close[0]!r}?" if close else "A gin macro belongs into [macros]."
+      meant = f"did you mean {close[0]!r}?" if close else "A gin macro belongs in [macros]."
       raise ValueError(f"unknown key {key!r}; there is {', '.join(_KEYS)}. {meant}")
 
 
@@ -247,7 +247,7 @@ def _check_recipes(recipes: Sequence[str], variants: Mapping[str, Any]) -> None:
   for recipe in recipes:
     if recipe not in (*RECIPES, *variants):
       raise ValueError(
-        f"recipes: {recipe!r} is none of {', '.join((*RECIPES, *variants))}. For a recipe of your "
+        f"recipes: {recipe!r} is not one of {', '.join((*RECIPES, *variants))}. For a recipe of "
         "own, name the module that registers it: --import MODULE."
       )
   if idle := [name for name in variants if name not in recipes]:
@@ -325,7 +325,7 @@ def _macros(given: Mapping[str, Any], key: str, fixed: Mapping[str, Any]) -> dic
   for name, value in table.items():
     if not _NAME.fullmatch(name):
       raise ValueError(
-        f"{key}: {name!r} is no name of a gin macro or parameter: write letters, digits and "
+        f"{key}: {name!r} is not the name of a gin macro or parameter: write letters, digits and "
         "underscores, with dots between the words of a parameter."
       )
     _check_value(f"{key}: {name}", value)

@@ -108,7 +108,7 @@ def _all(
     rest = clock.left(name, passed if why is None else None)
     say(f"{len(done)}/{of} done  {name} {words}" + (f"  {rest} left" if rest else ""))
   if stop.name is not None:
-    say(f"{stop.name}: {len(done)} of {of} runs done; the same command goes on from there")
+    say(f"{stop.name}: {len(done)} of {of} runs done; the same command continues from there")
   return Outcome(len(done), failed, stop.name)
 
 

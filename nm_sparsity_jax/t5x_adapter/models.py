@@ -193,8 +193,9 @@ class SparseModel(models.BaseTransformerModel):
     if not np.array_equal(stored, self._text):
       raise ValueError(
         f"the checkpoint was trained with the rules\n{rules_text.unpack(stored)}\nbut this run "
-        f"has\n{rules_text.unpack(self._text)}\nGo on with the former; for a new run with the "
-        "latter, take another MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
+        f"has\n{rules_text.unpack(self._text)}\nContinue with the checkpoint's rules. For a "
+        "new run with the others, take another MODEL_DIR and name the checkpoint as "
+        "INITIAL_CHECKPOINT_PATH."
       )
 
   def _with_layers(self):

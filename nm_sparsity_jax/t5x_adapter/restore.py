@@ -101,8 +101,8 @@ def _refuse_other_optimizer(checkpoint, model_state):
   if was != now:
     raise ValueError(
       f"MODEL_DIR holds checkpoints of another OPTIMIZER: its state is {_kinds(was)}, and that of "
-      f"this run's OPTIMIZER is {_kinds(now)}. Go on with the OPTIMIZER in the config.gin beside "
-      "them, or take an empty MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
+      f"this run's OPTIMIZER is {_kinds(now)}. Continue with the OPTIMIZER in the config.gin "
+      "beside them, or take an empty MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
     )
 
 

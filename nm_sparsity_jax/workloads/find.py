@@ -31,8 +31,8 @@ def of(family: Any, **settings: Any) -> Workload:
   refuse_incomplete(family)
   if given:
     raise ValueError(
-      f"{', '.join(given)}: {type(family).__name__} is a workload, and has its own loss. Give it "
-      "such settings itself."
+      f"{', '.join(given)}: {type(family).__name__} is a workload with its own loss. Pass these "
+      "settings to the workload."
     )
   return family
 
@@ -52,8 +52,8 @@ def refuse_incomplete(workload: Any) -> None:
   ]
   if lacking:
     raise ValueError(
-      f"{name} lacks {listed(lacking)}: define {'it' if len(lacking) == 1 else 'them'}, for a "
-      f"workload has {listed(REQUIRED)} (nm_sparsity_jax.workloads.Workload says what each does)."
+      f"{name} lacks {listed(lacking)}: define {'it' if len(lacking) == 1 else 'them'}. A "
+      f"workload needs {listed(REQUIRED)} (nm_sparsity_jax.workloads.Workload says what each does)."
     )
   if not isinstance(workload, Workload):
     raise ValueError(f"{name} must be a subclass of nm_sparsity_jax.workloads.Workload.")

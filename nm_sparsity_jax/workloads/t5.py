@@ -37,7 +37,7 @@ class T5(Workload):
   def __init__(self, network: nn.Module, z_loss: float = 0.0001, label_smoothing: float = 0.0):
     self.network: Any = network
     if self.network.config.rules is not None:
-      raise ValueError("the network has rules of its own: give them to the run alone, RULES.")
+      raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
     self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:

@@ -85,8 +85,8 @@ class Evaluation:
     """
     if not self.lengths:
       raise ValueError(
-        f"TASK_FEATURE_LENGTHS={self.lengths!r}: predictions are as long as it says, for the "
-        "targets of a test set tell nothing. Give {'inputs': ..., 'targets': ...}."
+        f"TASK_FEATURE_LENGTHS={self.lengths!r}: predictions need a length, and a test set has "
+        "no targets to tell it. Give {'inputs': ..., 'targets': ...}."
       )
     return dataclasses.replace(self, num_examples=0)
 
