@@ -1,1 +1,1 @@
-"""A package so that gin, which looks on sys.path too, does not trip over a folder that is none."""
+"""Makes this folder a package: gin looks on sys.path too, and fails on other folders."""
