@@ -112,8 +112,8 @@ class Place:
       found.append(
         (
           "groups along the outputs?",
-          f"{rule}: axis {self.axis} seems to be the outputs', but groups lie along the axis "
-          f"that the matrix product sums over. Write Rules(..., axes={{{re.escape(self.path)!r}: "
+          f"{rule}: axis {self.axis} seems to be that of the outputs, but groups lie along the "
+          f"axis that the matrix product sums over: Rules(..., axes={{{re.escape(self.path)!r}: "
           f"{self._inputs()}}}). A Flax kernel is (in, out) and needs no axes=; a torch or "
           "equinox weight is (out, in) and needs axis 1.",
         )

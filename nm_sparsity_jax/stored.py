@@ -204,7 +204,7 @@ def in_time(place: Place, step: jax.Array | int, stamps: Stamps) -> jax.Array:
         "state from a checkpoint belongs to a run with other rules."
       )
     raise ValueError(
-      f"{start}is out of date: at step {int(stamps.last)}, its last update, it was renewed "
+      f"{start}is out of date: it is of step {int(stamps.last)} and was renewed "
       f"{int(stamps.renewed)} times instead of {int(due)}. {recipe.renewed_by}"
     )
   return jnp.where(wrong, jnp.int32(-1), step)

@@ -151,10 +151,9 @@ def _check_term(rules: Rules, place: Place) -> None:
   """Warns where nothing adds SR-STE's term that a place in training asks for."""
   if place.recipe.lam and rules.fingerprint not in _seen.optimized:
     warn(
-      f"{place.recipe.name} at {place.key!r} needs lam={place.recipe.lam:g} times the pruned "
-      "weights added to the gradient, but no optimizer in this process adds them: use "
-      "nms.sparse(tx, rules), or put nms.sr_ste(rules) first in the chain; lam=0 leaves the term "
-      "out."
+      f"{place.recipe.name} at {place.key!r} adds lam={place.recipe.lam:g} times the pruned "
+      "weights to the gradient, but no optimizer of this process does: use nms.sparse(tx, rules), "
+      "or put nms.sr_ste(rules) first in the chain; lam=0 leaves the term out."
     )
 
 

@@ -280,7 +280,7 @@ def test_a_state_of_other_rules_is_an_error():
 
 def test_steps_are_whole_numbers():
   rules, params = nms.Rules({"ff": make("idp")}), tree(weights(0))
-  with pytest.raises(ValueError, match="no whole number"):
+  with pytest.raises(ValueError, match="not a whole number"):
     nms.update_state(nms.init_state(params, rules), params, rules, 1.0)
 
 

@@ -20,7 +20,7 @@ PARAMS = {"mlp": {"wi": {"kernel": jnp.ones((8, 4))}}}
 RULES = nms.Rules({"ff": nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=9))})
 
 LACKS = (
-  "Half lacks loss, batches and splits: define them, for a workload has init, loss, batches and "
+  "Half lacks loss, batches and splits: define them. A workload needs init, loss, batches and "
   "splits (nm_sparsity_jax.workloads.Workload says what each does)."
 )
 NO_STATE = (

@@ -129,9 +129,9 @@ def test_a_text_gives_its_rules_back():
     ("ff: sr_ste 1:4, total=9, later=3", "this version cannot read these rules .*later=3"),
     ("ff: sr_stee 1:4, total=9", "'sr_stee', which is not registered"),
     ("ff: sr_ste 1:4, total=9, dense=0", "this version reads these rules as other rules"),
-    ("ff: sr_ste 1:4, total=f()", "cannot be read"),
-    ("ff: sr_ste 1:4", "cannot be read .*sr_ste needs phases"),
-    ("", "cannot be read"),
+    ("ff: sr_ste 1:4, total=f()", "cannot read"),
+    ("ff: sr_ste 1:4", "cannot read .*sr_ste needs phases"),
+    ("", "cannot read"),
   ],
 )
 def test_a_text_of_another_version_is_refused(text, why):

@@ -196,7 +196,7 @@ STEPWISE = next(r for r in ROWS if r["recipe"] == "sdgf_stepwise" and "qkv" in r
     (dict(RECIPE="mdgf_linear"), None, "no GLUE row for mdgf_linear"),
     (dict(RECIPE="snip", SPARSITY_RULES={"ff": "1:32"}), "SNIP", "Table 7 does not say"),
     (dict(RECIPE="dense", SPARSITY_RULES={"ff": None}), "Dense", ""),
-    (dict(SPARSITY_RULES="%OTHER"), None, "--pattern tells"),
+    (dict(SPARSITY_RULES="%OTHER"), None, "by --pattern"),
   ],
 )
 def test_which_published_row(change, row, remark, tmp_path, report):
@@ -260,7 +260,7 @@ def test_gin_breaks_long_values_and_these_are_read(tmp_path):
 def test_what_the_config_does_not_say_is_told(tmp_path, report, call):
   row = ROWS[22]
   run = write(tmp_path / "run", metrics_of(row))
-  assert "--recipe tells" in report(run)["runs"][0]["remarks"][0]
+  assert "by --recipe" in report(run)["runs"][0]["remarks"][0]
   told = ["--recipe", row["recipe"], "--pattern", "ff=1:8,qkv=1:4"]
   assert "--dense-steps" in report(run, *told)["runs"][0]["remarks"][-1]
   found = report(run, *told, "--dense-steps", "10000")["runs"][0]

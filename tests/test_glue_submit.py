@@ -328,11 +328,11 @@ def test_mini_glue_is_meant_or_refused(folder, call, tmp_path):
     ('{"inputs": {"idx": 1}}', "line 2: no .*'prediction'"),
     ('{"inputs": {"idx": 1', "line 2: no .*JSONDecodeError"),
     ("[]", "line 2: no .*TypeError"),
-    ('{"inputs": {"idx": 1.5}, "prediction": "x"}', "idx is 1.5, no whole number"),
+    ('{"inputs": {"idx": 1.5}, "prediction": "x"}', "idx is 1.5, not a whole number"),
     ('{"inputs": {"idx": NaN}, "prediction": "x"}', "idx is nan"),
     ('{"inputs": {"idx": true}, "prediction": "x"}', "idx is True"),
     ('{"inputs": {"idx": [1]}, "prediction": "x"}', r"idx is \[1\]"),
-    ('{"inputs": {"idx": 1}, "prediction": 1}', "the prediction is 1, no text"),
+    ('{"inputs": {"idx": 1}, "prediction": 1}', "the prediction is 1, not a text"),
   ],
 )
 def test_a_broken_line_is_one_line_of_error(line, said, tmp_path, call):

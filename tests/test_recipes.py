@@ -243,9 +243,9 @@ def test_a_step_is_one_whole_number(name):
   )
   for call in calls:
     for step in (12.0, np.float32(12), True):
-      with refuses(f"step={step!r}", "no whole number", "nms.step_count"):
+      with refuses(f"step={step!r}", "not a whole number", "nms.step_count"):
         call(step)
-    with refuses("no whole number", "jnp.int32(step)"):
+    with refuses("not a whole number", "jnp.int32(step)"):
       jax.jit(call)(12.0)  # a float tracer
     with refuses("step has shape (2,)", "one scalar", "step[0]"):
       call(jnp.arange(2))

@@ -200,7 +200,7 @@ def test_whole_numbers_are_steps(step):
   [3.0, np.float32(3), jnp.float32(3), True, np.bool_(True), jnp.bool_(True), None, "3", [1, 2]],
 )
 def test_what_is_no_step_is_refused(step):
-  with pytest.raises(ValueError, match="no whole number") as error:
+  with pytest.raises(ValueError, match="not a whole number") as error:
     schedules.as_step(step)
   assert f"step={step!r}" in str(error.value) and "nms.step_count" in str(error.value)
 

@@ -109,7 +109,9 @@ def test_a_new_run_compares_values(tmp_path):
   with_checkpoint(folder)
   before = (folder / "settings.json").read_bytes()
   settings.agree(folder, config(PATTERN="1:8"))
-  with pytest.raises(ValueError, match=r"model\.rules\.pattern was '1:8', and is '1:4'\. Go on"):
+  with pytest.raises(
+    ValueError, match=r"model\.rules\.pattern was '1:8', and is '1:4'\. Keep the old"
+  ):
     settings.agree(folder, config())
   assert (folder / "settings.json").read_bytes() == before
 

@@ -218,7 +218,7 @@ def test_a_step_of_ones_own_beside_nms_sparse():
   rules, params = rules_of(), params_of()
   tx = nms.sparse(optax.adam(1e-2), rules)
   epoch = jnp.int32(1)
-  with pytest.warns(UserWarning, match="an epoch or a global step would be wrong.*pass the opt"):
+  with pytest.warns(UserWarning, match="An epoch or a global step would be wrong.*pass the opt"):
     step_of(tx, rules, lambda opt: epoch)(params, tx.init(params))
   step_of(tx, rules, lambda opt: nms.step_count(opt))(params, tx.init(params))
 

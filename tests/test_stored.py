@@ -44,8 +44,8 @@ def test_a_fingerprint_differs_where_masks_differ():
   "step, changed, why",
   [
     (7, {}, None),
-    (9, {}, "out of date: at step 6, its last update, it was renewed 0 times instead of 1"),
-    (5, {}, "out of date: at step 6"),
+    (9, {}, "out of date: it is of step 6 and was renewed 0 times instead of 1"),
+    (5, {}, "out of date: it is of step 6"),
     (9, {"renewed": 1}, None),
     (7, {"made": 0}, "made for another recipe"),
   ],

@@ -50,7 +50,7 @@ def _prediction(where: str, line: str) -> tuple[int, str]:
     )
   # T5X writes whole numbers as floats.
   if isinstance(index, bool) or not isinstance(index, int | float) or index % 1:
-    raise ValueError(f"{where}: idx is {index!r}, no whole number")
+    raise ValueError(f"{where}: idx is {index!r}, not a whole number")
   if not isinstance(prediction, str):
-    raise ValueError(f"{where}: the prediction is {prediction!r}, no text")
+    raise ValueError(f"{where}: the prediction is {prediction!r}, not a text")
   return int(index), prediction
