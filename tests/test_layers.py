@@ -635,13 +635,13 @@ def test_a_stateful_recipe_without_its_mask_says_what_to_do():
 def test_the_masks_of_init_are_refused(name):
   """Without `state` a stateful recipe would quietly stay dense."""
   layer, variables = misused(name)
-  with pytest.raises(ValueError, match=f"'kernel'.*{name}.*none was given.*with_step"):
+  with pytest.raises(ValueError, match=f"'kernel'.*{name}.*no mask was given.*with_step"):
     layer.apply(layers.with_step(variables, PHASES.total), jnp.eye(8))
   y = jax.jit(layer.apply)(layers.with_step(variables, PHASES.total), jnp.eye(8))
   assert np.isnan(y).any()
   # As a loop does that closes over what init returned: known under jit, so it can be said.
   closed = lambda step: layer.apply(layers.with_step(variables, step), jnp.eye(8))
-  with pytest.raises(ValueError, match=f"'kernel'.*{name}.*none was given.*with_step"):
+  with pytest.raises(ValueError, match=f"'kernel'.*{name}.*no mask was given.*with_step"):
     jax.jit(closed)(PHASES.total)
   shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.eye(8))[layers.COLLECTION]
   told = layers.with_step({layers.COLLECTION: shapes}, 3)

@@ -257,7 +257,7 @@ def test_a_step_is_one_whole_number(name):
 def test_a_stateful_recipe_needs_its_mask(name):
   recipe, w = make(name), jnp.ones((8, 2))
   for call in (recipe.effective, recipe.mask):
-    with refuses(name, "none was given", "nms.init_state", "nms.update_state", "mask=..."):
+    with refuses(name, "no mask was given", "nms.init_state", "nms.update_state", "mask=..."):
       call(w, jnp.int32(0))
     with refuses(name, "(2, 8)", "needs (8, 2) bool", "other parameters?"):
       call(w, jnp.int32(0), 0, jnp.ones((2, 8), bool))

@@ -242,7 +242,7 @@ def test_what_lacks_a_method_is_named():
   class Alien:
     init = loss = batches = splits = lambda self: None
 
-  with pytest.raises(ValueError, match="^Half lacks loss and splits: define them, for a workload"):
+  with pytest.raises(ValueError, match="^Half lacks loss and splits: define them. A workload"):
     workloads.of(Half())
   with pytest.raises(ValueError, match="Alien must be a subclass of nm_sparsity_jax.workloads"):
     workloads.of(Alien())
