@@ -13,14 +13,14 @@ from nm_sparsity_jax.runs import files
 
 
 def of(model_dir: str) -> pathlib.Path:
-  """Returns the folder of a run, whether it is there or not."""
+  """Returns the folder of a run, whether it exists or not."""
   if "://" in model_dir:
     raise ValueError(f"MODEL_DIR={model_dir!r}: the local runner writes to a local disk.")
   return pathlib.Path(model_dir).expanduser().absolute()
 
 
 def make(model_dir: str) -> pathlib.Path:
-  """Makes the folder of a run, and proves that it can be written to."""
+  """Makes the folder of a run, and checks that it is writable."""
   folder = of(model_dir)
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def taken(folder: pathlib.Path) -> str:
   """Says that another process writes to a folder."""
   return (
     f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
-    "first); the same command goes on from there."
+    "first); the same command continues from there."
   )
 
 

@@ -309,7 +309,7 @@ def _prediction_line(example: Mapping[str, Any], text: str) -> str:
 
 
 def _open(model, checkpoint, output_dir, config) -> tuple[pathlib.Path, TrainState]:
-  """The folder for what is found, and the state of a checkpoint."""
+  """Makes the folder for the findings; returns it with the state of a checkpoint."""
   was = folders.Before.of(folders.of(output_dir))
   folder = folders.make(output_dir)
   with folders.as_it_was(folder, was):
