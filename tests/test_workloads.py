@@ -264,6 +264,16 @@ def test_a_loss_without_its_weight_is_named(tmp_path):
     train.train(run_of(tmp_path, model_of(Careless())))
 
 
+def test_a_sum_under_the_name_of_the_loss_is_refused(tmp_path):
+  class Doubled(own_workload.Regression):
+    def loss(self, *arguments):
+      loss, sums, state = super().loss(*arguments)
+      return loss, {**sums, "loss": loss}, state
+
+  with pytest.raises(ValueError, match="^Doubled.loss returns a sum 'loss', which is the name of"):
+    train.train(run_of(tmp_path, model_of(Doubled())))
+
+
 def test_what_a_run_needs_of_a_workload_is_named(tmp_path):
   class Sizeless(own_workload.Regression):
     def __init__(self):

@@ -219,6 +219,11 @@ class Model:
         f"{type(self.workload).__name__}.loss must return the sum {self.workload.weight!r}, "
         "which divides the others."
       )
+    if "loss" in sums:
+      raise ValueError(
+        f"{type(self.workload).__name__}.loss returns a sum 'loss', which is the name of the summed "
+        "loss: give yours another name."
+      )
     return loss, (Sums.of(loss, sums), dict(collections))
 
   def eval_step(self) -> Callable:
