@@ -270,7 +270,7 @@ def test_a_sum_under_the_name_of_the_loss_is_refused(tmp_path):
       loss, sums, state = super().loss(*arguments)
       return loss, {**sums, "loss": loss}, state
 
-  with pytest.raises(ValueError, match="^Doubled.loss returns a sum 'loss', which is the name of"):
+  with pytest.raises(ValueError, match="^Doubled.loss returns a sum 'loss', the name of"):
     train.train(run_of(tmp_path, model_of(Doubled())))
 
 

@@ -221,7 +221,7 @@ class Model:
       )
     if "loss" in sums:
       raise ValueError(
-        f"{type(self.workload).__name__}.loss returns a sum 'loss', which is the name of the summed "
+        f"{type(self.workload).__name__}.loss returns a sum 'loss', the name of the summed "
         "loss: give yours another name."
       )
     return loss, (Sums.of(loss, sums), dict(collections))
