@@ -43,7 +43,15 @@ class Recipe:
 
   A recipe is a frozen, keyword-only dataclass directly below this class, and final: to vary one,
   write your own, and `register` it. A name and the fields `pattern: NM` and `phases: Phases` make
-  one that works. Beside these, override what differs:
+  one that works:
+
+      @dataclasses.dataclass(frozen=True, kw_only=True)
+      class Mine(nms.Recipe):
+        name = "mine"
+        pattern: nms.NM
+        phases: nms.Phases
+
+  Beside these, override what differs:
 
       levels             which pattern holds when; the target from the dense phase on
       curve              D(j) of the sparsify phase; hard, D = 0, by default

@@ -34,7 +34,7 @@ class Line:
   """Points of one run.
 
   Attributes:
-    run: its number, which is its colour; None: of no run.
+    run: its number, which is its colour; None: that of none.
     points: (x, y), in the order of x.
     style: 'line' (with dots where there is room), 'dots', or 'dashed' (without dots).
     names: what each point is called, where x does not tell.

@@ -49,7 +49,7 @@ class Settings:
   Attributes:
     text: the configuration; '' where there is none.
     values: macro -> value.
-    references: macro -> text of a value that is no plain one, such as '@sr_ste()'.
+    references: macro -> text of a value that is not plain, such as '@sr_ste()'.
   """
 
   text: str
