@@ -19,16 +19,16 @@ from nm_sparsity_jax.text import printable
 # name -> (module, help in one line); a name of two words is a command of a group
 COMMANDS = {
   "gin-path": ("gin_path", "print the folder that holds gin_configs/, docs/ and examples/"),
-  "quickstart": ("quickstart", "from nothing to sparse, scored checkpoints, in minutes on a CPU"),
+  "quickstart": ("quickstart", "train, prune and score a tiny T5, in minutes on a CPU"),
   "train": ("train", "train on the devices of this machine, without T5X"),
   "eval": ("eval", "evaluate a checkpoint on the devices of this machine, without T5X"),
-  "infer": ("infer", "write what a checkpoint predicts, on a GLUE test set say, without T5X"),
-  "plan": ("plan", "say what a run would do, and what it would stumble over, before it starts"),
+  "infer": ("infer", "write the predictions of a checkpoint, without T5X"),
+  "plan": ("plan", "show what a run would do, and every mistake, before it starts"),
   "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
   "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
   "sweep": ("sweep", "train a grid of recipes x patterns x seeds from one file, and compare them"),
-  "doctor": ("doctor", "say what is missing or in conflict in this environment, and the remedy"),
+  "doctor": ("doctor", "say what is missing or in conflict in this environment, and how to fix it"),
   "glue score": ("glue_score", "make a run's row of GLUE scores, beside the published one"),
   "glue submit": ("glue_submit", "make GLUE's official zip of predictions, or check one"),
 }
@@ -97,7 +97,7 @@ def _parser(group: str = "") -> argparse.ArgumentParser:
     prog=prog,
     usage=f"{prog} COMMAND ..." if group else f"{prog} [--version] COMMAND ...",
     description="N:M sparse training: what surrounds a run.",
-    epilog="commands:\n" + "\n".join(lines) + f"\n\n`{prog} COMMAND --help` tells more.",
+    epilog="commands:\n" + "\n".join(lines) + f"\n\n`{prog} COMMAND --help` says more.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )

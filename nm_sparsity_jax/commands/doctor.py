@@ -1,14 +1,14 @@
-"""Says what is missing or in conflict in this environment, and how to mend it.
+"""Says what is missing or in conflict in this environment, and how to fix it.
 
-Looks at installed metadata and imports neither T5X nor TensorFlow. What is needed depends on what
-you do, so --for says which parts must be there:
+It looks at installed metadata and imports neither T5X nor TensorFlow. What you need depends on
+what you do, so --for says which parts must be there:
 
   core    masks, rules and layers in your own training loop
   tasks   SeqIO tasks and metrics
   local   nm-sparsity train, eval, quickstart, sweep and report (docs/local.md)
   t5x     t5x.train with our gin files (docs/t5x.md)
 
-Each finding is ok, bad (to mend), or warn: there, but not what was tested.
+Each finding is ok, bad (to fix), or warn: there, but not what was tested.
 
 Exit code: 0 = nothing is bad, 1 = something is.
 """
@@ -53,5 +53,5 @@ def run(args: argparse.Namespace) -> int:
       print(f"    {' ' * width}  -> {f.remedy}")
   bad, warned = (sum(f.status == kind for f in findings) for kind in ("bad", "warn"))
   but = f", but see {warned} marked with !" if warned else ""
-  print(f"\n{bad} to mend for {purpose}." if bad else f"\nReady for {purpose}{but}.")
+  print(f"\n{bad} to fix for {purpose}." if bad else f"\nReady for {purpose}{but}.")
   return 0 if ok else 1

@@ -1,14 +1,14 @@
 """Writes a checkpoint with exact zeros: the pattern of every place, as `nms.finalize` makes it.
 
-Takes what `nm-sparsity verify` takes, and a folder for the result, which gets the checkpoint's own
-name, as in T5X: OUT/checkpoint_<step>. It holds parameters, step and sparse state, but no
-optimizer, and opens in t5x.eval and t5x.infer, with the sparse model or with T5X's own, and as the
-start of a fine-tune. Says how much magnitude it removed, reads what it wrote, and proves it. One
-parameter is in memory at a time. sha256.json beside them holds the SHA-256 of each, and
-`nm-sparsity verify` compares it. T5X is not needed.
+It takes what `nm-sparsity verify` takes, and a folder for the result. The result has the
+checkpoint's own name, as in T5X: OUT/checkpoint_<step>. It holds parameters, step and sparse
+state, but no optimizer. t5x.eval and t5x.infer open it, with the sparse model or with T5X's own,
+and you can fine-tune it. The command says how much magnitude it removed, reads what it wrote, and
+proves it. One parameter is in memory at a time. sha256.json holds the SHA-256 of each parameter,
+and `nm-sparsity verify` compares it. T5X is not needed.
 
-While the schedule is not over, the weights that are removed may still matter: refused, but for
---early.
+While the schedule is not over, the removed weights may still matter, so the command refuses.
+--early allows it.
 
   nm-sparsity finalize runs/sparse runs/final
 
@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new")
   _rules.add(parser)
   _imports.add(parser)
-  parser.add_argument("--early", action="store_true", help="though the schedule is not over")
+  parser.add_argument(
+    "--early", action="store_true", help="finalize although the schedule is not over"
+  )
   parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 

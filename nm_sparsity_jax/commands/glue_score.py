@@ -1,9 +1,10 @@
 """Makes a run's row of the paper's Table 12 from seqio's metrics, beside the published row.
 
-Takes folders of runs: t5x.train's MODEL_DIR, t5x.eval's EVAL_OUTPUT_DIR, or any that holds an
-inference_eval/ with TASK-metrics.jsonl or TensorBoard events of nm_glue_*, nm_glue_mini_* or T5's
-glue_*_v002. Which recipe and pattern were trained is read from the run's config.gin. Each column is
-a task; a pair counts with its mean; overall is the mean of nine, and '-' where one is missing.
+It takes folders of runs: t5x.train's MODEL_DIR, t5x.eval's EVAL_OUTPUT_DIR, or any folder that
+holds an inference_eval/ with TASK-metrics.jsonl or TensorBoard events of nm_glue_*,
+nm_glue_mini_* or T5's glue_*_v002. It reads the recipe and the pattern from the run's config.gin.
+Each column is a task; a pair counts with its mean. Overall is the mean of nine columns, and '-'
+if one is missing.
 
   nm-sparsity glue score runs/sr_ste runs/sdgf_stepwise --checkpoint last
 
@@ -14,7 +15,7 @@ Runs of one task each, trained alike, are one row by --join NAME DIR...:
 With several rows '*' (bold in Markdown and LaTeX) marks the best of each column. A delta is the
 run's value minus the published one, which is rounded to 0.1.
 
-Exit code: 0 = each run has a row, 1 = one has none.
+Exit code: 0 = each run has a row, 1 = a run has no row.
 """
 
 from __future__ import annotations

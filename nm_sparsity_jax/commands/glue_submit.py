@@ -1,15 +1,15 @@
 """Makes GLUE's official zip from predictions of t5x.infer or `nm-sparsity infer`, or checks a zip.
 
-Takes files TASK-predict.jsonl[-00000-of-00001], or folders, searched with what lies in them. Each
-line must hold `idx`: gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write it.
+It takes files TASK-predict.jsonl[-00000-of-00001], or folders, which it searches. Each line must
+hold `idx`: gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write it.
 
   nm-sparsity glue submit predictions/ --out submission.zip --fill wnli
   nm-sparsity glue submit --validate submission.zip
 
-The zip has 11 TSV files, `index<TAB>prediction`, in the order of the index, STS-B clamped to 0..5.
-All is checked, row by row, before it is written. A task without predictions, or a prediction that
-is no answer, stops it, unless --fill names the task: then class 0 stands in, for STS-B 2.500. A row
-that is missing or comes twice always stops it.
+The zip has 11 TSV files, `index<TAB>prediction`, in the order of the index, STS-B clamped to
+0..5. The command checks every row before it writes. A task without predictions, or a prediction
+that is not an answer, stops it, unless --fill names the task: then it writes class 0, or 2.500
+for STS-B. A row that is missing or comes twice always stops it.
 
 Exit code: 0 = written, or valid; 1 = not.
 """
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="a task (or all) to fill where it is missing or not a label; may be repeated. WNLI, which "
     "T5's mixture does not train, is customarily filled",
   )  # fmt: skip
-  add("--mini", action="store_true", help="of mini-GLUE, to try out: tasks and rows as found")
+  add(
+    "--mini", action="store_true", help="make it of mini-GLUE, to try out: tasks and rows as found"
+  )
   add("--validate", metavar="ZIP", help="write nothing; check this zip row by row")
   add("--json", action="store_true", help="print the report as JSON")
 

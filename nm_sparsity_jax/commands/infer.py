@@ -1,4 +1,4 @@
-"""Writes what a checkpoint, of `nm-sparsity train` or of T5X, predicts: a JSONL file for each task.
+"""Writes the predictions of a checkpoint of `nm-sparsity train` or T5X: a JSONL file for each task.
 
   nm-sparsity infer --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
     --gin_file=gin_configs/runs/local_infer.gin \\

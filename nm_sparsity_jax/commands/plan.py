@@ -1,11 +1,12 @@
-"""Says what a run would do, and what it would stumble over, before it starts.
+"""Shows what a run would do, and every mistake, before it starts.
 
-Takes the gin files and overrides of t5x.train, t5x.eval and t5x.infer, so put `nm-sparsity plan` in
-place of `python -m t5x.train` and leave the rest. Shows which kernels become sparse, the schedule,
-the cost, what a checkpoint gives, and all errors at once. A model file and gin_configs/sparsity.gin
-are enough, and then T5X is not needed. Allocates nothing of the model's size. Devices and the
-contents of the data are not looked at. A gin file may import this package, t5x, seqio, flax, optax
-and the like; name other modules, whose code would run, by --import MODULE.
+It takes the gin files and overrides of t5x.train, t5x.eval and t5x.infer: put `nm-sparsity plan`
+in place of `python -m t5x.train` and keep the rest. It shows which kernels become sparse, the
+schedule, the cost, what a checkpoint gives, and all errors at once. A model file and
+gin_configs/sparsity.gin are enough, and then T5X is not needed. Allocates nothing of the model's
+size. Devices and the contents of the data are not looked at. A gin file may import this package,
+t5x, seqio, flax, optax and the like; name other modules, whose code would run, by --import
+MODULE.
 
   nm-sparsity plan --gin_file=MODEL.gin \\
     --gin_file=gin_configs/runs/t5x_finetune.gin --gin.RECIPE="'sr_ste'" ...
@@ -32,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
   add("--plot", metavar="FILE.png", help="draw the schedule (needs matplotlib)")
   add("--json", action="store_true", help="print the report as JSON")
-  add("--allow-unknown", action="store_true", help="an override that nothing reads is no error")
-  add("--all", action="store_true", help="list everything, also what is long")
+  add("--allow-unknown", action="store_true", help="allow an override that nothing reads")
+  add("--all", action="store_true", help="list everything, also long lists")
 
 
 def run(args: argparse.Namespace) -> int:

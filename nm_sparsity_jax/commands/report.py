@@ -1,12 +1,12 @@
 """Makes one self-contained HTML page of runs: their curves, schedules, scores and settings.
 
-Takes folders of runs, t5x.train's MODEL_DIR or the local runner's: what TensorBoard would read in
-train/, training_eval/ and inference_eval/, and config.gin. Up to nine runs lie over one another.
-The page fetches nothing and runs no script; a part that has no data says so.
+It takes folders of runs, t5x.train's MODEL_DIR or the local runner's. It reads what TensorBoard
+would read in train/, training_eval/ and inference_eval/, and config.gin. Up to nine runs share
+each chart. The page fetches nothing and runs no script; a part that has no data says so.
 
   nm-sparsity report runs/sr_ste runs/mdgf --out report.html
 
-Exit code: 0 = written, 1 = a folder is no run's, has no metrics, or is broken.
+Exit code: 0 = written, 1 = a folder is not a run's, has no metrics, or is broken.
 """
 
 from __future__ import annotations

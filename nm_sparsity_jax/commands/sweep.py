@@ -1,14 +1,14 @@
 """Trains a grid of recipes x patterns x seeds from one small file, and makes a table and a report.
 
-Each run is one `nm-sparsity train` in a folder of its own. Stopped or killed, the same command
-goes on where it was, days later too; a run that failed is tried again. All settings are checked
-before anything starts. docs/sweep.md describes the file.
+Each run is one `nm-sparsity train` in a folder of its own. You can stop or kill it: the same
+command continues, even days later, and tries a failed run again. It checks all settings before
+anything starts. docs/sweep.md describes the file.
 
   nm-sparsity sweep examples/sweep_mini_glue.toml             # here, or where gin-path prints
   nm-sparsity sweep examples/sweep_mini_glue.toml --table     # of what is done, runs nothing
 
-Exit code: 0 = done, or stopped by SIGTERM and saved; 1 = a setting is wrong or a run failed; 130 =
-interrupted and saved.
+Exit code: 0 = done, or stopped by SIGTERM and saved; 1 = a setting is wrong or a run failed; 130
+= interrupted and saved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trains on the devices of this machine: the gin files, tasks and checkpoints of T5X, without T5X.
 
-Killed or stopped (SIGTERM saves and ends with 0), the same command goes on where it was.
+You can kill or stop it (SIGTERM saves and ends with 0): the same command continues the run.
 
   nm-sparsity train --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
     --gin_file=gin_configs/runs/local_adamw.gin --gin_file=gin_configs/runs/local_finetune.gin \\

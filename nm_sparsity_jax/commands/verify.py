@@ -1,16 +1,16 @@
 """Proves, group by group, that a checkpoint's weights are n:m along the axis that is contracted.
 
-Takes a checkpoint of T5X, in its own format or Orbax, or a run's folder: then its newest one. A
-checkpoint of a sparse run holds its rules; for any other say them by --rules. One array is in
+It takes a checkpoint of T5X, in its own format or Orbax. A run's folder stands for its newest
+one. A checkpoint of a sparse run holds its rules; for any other give --rules. One array is in
 memory at a time. T5X is not needed.
 
-What a run stores are dense weights, for masks act on the fly: `nm-sparsity finalize` writes zeros.
+A run stores dense weights, since masks act on the fly: `nm-sparsity finalize` writes the zeros.
 
   nm-sparsity verify runs/sparse/checkpoint_1100000
   nm-sparsity verify exported/checkpoint_0 --rules "{'ff': '1:8', 'qkv': '1:4'}"
 
-Exit code: 0 = all of it is n:m and finite, 1 = it is not (inf and NaN are named), no rule makes
-anything sparse, so there is nothing to prove, or it could not be read.
+Exit code: 0 = all of it is n:m and finite; 1 = it is not (inf and NaN are named), no rule makes
+anything sparse, or the checkpoint cannot be read.
 """
 
 from __future__ import annotations
