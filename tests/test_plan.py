@@ -891,7 +891,7 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, tmp_path):
   assert report["restore"]["sparse_step"] == 4
   assert all(not s["initialise"] + s["drop"] for s in report["restore"]["sections"].values())
   code, report = run_t5x(**{**start, "PATTERN": "2:4"}, MODEL_DIR=str(sparse.parent))
-  assert code == 1 and has(report["errors"], "sr_ste 1:4", "sr_ste 2:4", "other rules")
+  assert code == 1 and has(report["errors"], "sr_ste 1:4", "sr_ste 2:4", "use its rules")
 
 
 @pytest.mark.t5x
