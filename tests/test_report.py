@@ -2,6 +2,7 @@
 
 import dataclasses
 import html.parser
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure, flops, report
+from nm_sparsity_jax import cli, configure, flops, report, roles
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.report import charts as drawing
 from nm_sparsity_jax.report import network, page, reading, schedule, scored, sections
@@ -170,22 +171,24 @@ class Outline(html.parser.HTMLParser):
 # --- what is shown is what was written ------------------------------------------------------------
 
 
-def test_points_are_those_of_the_events_at_steps_of_the_sparse_run(runs):
+def test_points_are_those_of_the_events_at_the_steps_that_were_written(runs):
+  """Issue 13, point 16: a run that begins at a checkpoint of step 1,000 begins there."""
   found = charts(runs)
   loss = found["train_loss"]
-  steps = range(20, 101, 20)
+  steps = range(1020, 1101, 20)
   assert [line.run for line in loss.lines] == [0, 1]
-  assert loss.lines[0].points == [(s, pytest.approx(64 / s)) for s in steps]
-  assert loss.lines[1].points == [(s, pytest.approx(64 / s + 0.5)) for s in steps]
-  assert found["eval_loss_nm_glue_rte"].lines[1].points == [(50, 1.25), (100, 1.0)]
-  assert found["nm_glue_rte_accuracy"].lines[0].points == [(50, 52.5), (100, 55.0)]
+  assert loss.lines[0].points == [(s, pytest.approx(64 / (s - 1000))) for s in steps]
+  assert loss.lines[1].points == [(s, pytest.approx(64 / (s - 1000) + 0.5)) for s in steps]
+  assert drawing.axes_of(loss).x == (1000, 1100)
+  assert found["eval_loss_nm_glue_rte"].lines[1].points == [(1050, 1.25), (1100, 1.0)]
+  assert found["nm_glue_rte_accuracy"].lines[0].points == [(1050, 52.5), (1100, 55.0)]
   assert [line.run for line in found["nm_glue_sst2_accuracy"].lines] == [1]
-  assert found["pattern_ff"].lines[1].points[0] == (20, 0.25)
+  assert found["pattern_ff"].lines[1].points[0] == (1020, 0.25)
   assert not [key for key in found if key.startswith("pattern_enc")]  # a path is no rule
-  assert found["flips_all"].lines[0].points[0] == (20, 0.125)
-  assert found["flips_kept"].lines[0].points[0] == (20, 0.0625)
+  assert found["flips_all"].lines[0].points[0] == (1020, 0.125)
+  assert found["flips_kept"].lines[0].points[0] == (1020, 0.0625)
   variance = found["grad_abs_var_all"]
-  assert variance.log and variance.lines[0].points == [(20, 0.5), (40, 2.0**-20), (60, 0.0)]
+  assert variance.log and variance.lines[0].points == [(1020, 0.5), (1040, 2.0**-20), (1060, 0.0)]
   assert variance.left_out == "Points not drawn: 2 that are 0, which a logarithmic axis lacks."
   assert found["grad_abs_var_kept"].left_out == "Points not drawn: 2 not finite."
   assert "second_moment_var_all" not in found
@@ -194,12 +197,12 @@ def test_points_are_those_of_the_events_at_steps_of_the_sparse_run(runs):
 def test_d_is_the_schedules_own_beside_the_samples(runs):
   dashed, other, *dots = charts(runs)["decay"].lines
   recipe = reading.read(runs)[0].rules.places["ff"]
-  assert dict(dashed.points)[9] == 1.0 and dict(dashed.points)[80] == 0.0
-  assert 0 < dict(dashed.points)[40] < 1
+  assert dict(dashed.points)[1009] == 1.0 and dict(dashed.points)[1080] == 0.0
+  assert 0 < dict(dashed.points)[1040] < 1
   for step, value in dashed.points:
-    assert value == float(recipe.decay(step))
-  assert {d for s, d in other.points if s >= 10} == {0.0}  # sr_ste
-  assert [line.run for line in dots] == [0, 1] and dots[0].points[0] == (20, 0.5)
+    assert value == float(recipe.decay(step - 1000))
+  assert {d for s, d in other.points if s >= 1010} == {0.0}  # sr_ste
+  assert [line.run for line in dots] == [0, 1] and dots[0].points[0] == (1020, 0.5)
 
 
 def test_d_jumps_where_the_schedule_does():
@@ -215,8 +218,14 @@ def test_the_published_row_stands_below(tmp_path):
   rte = table.head.index("RTE")
   rows = {getattr(row[0], "text", row[0]): row for row in table.rows}
   text = {name: getattr(row[rte], "text", row[rte]) for name, row in rows.items()}
-  assert text == {"run": "55.0", "at step": "100", "published, Table 12": "72.6", "delta": "-17.6"}
-  assert any("of T5 base, not tiny" in line and "missing CoLA, MNLI-m" in line for line in said)
+  assert text == {
+    "run": "55.0",
+    "at step": "1,100",
+    "published, Table 12": "72.6",
+    "delta": "-17.6",
+  }
+  assert any("of T5 base, not tiny" in line for line in said)
+  assert any("missing CoLA, MNLI-m" in line for line in said)
 
 
 def test_scores_against_flops_and_pattern(runs):
@@ -256,10 +265,10 @@ def test_a_denser_checkpoint_is_never_the_best(tmp_path):
   assert (points[0], points[1]) == ([(0.0, 50.0)], [(1.0, 50.0)])
   parts = {s.key: s.parts for s in sections.sections(reading.read(runs))}["scores"]
   (table,) = [p for p in parts if isinstance(p, Table) and p.head[0] == "metric"]
-  assert table.rows == [["mine accuracy", "50 @ 80", "50 @ 80"]]
+  assert table.rows == [["mine accuracy", "50 @ 1,080", "50 @ 1,120"]]
   assert "the best one at the target pattern" in " ".join(p for p in parts if isinstance(p, str))
   rows = {s.key: s.parts for s in sections.sections(reading.read(runs), 1005)}["scores"]
-  assert any("90 @ 5" in row for p in rows if isinstance(p, Table) for row in p.rows)
+  assert any("90 @ 1,005" in row for p in rows if isinstance(p, Table) for row in p.rows)
 
   config = tmp_path / "1_8/config.gin"
   config.write_text(config.read_text().replace("FINETUNE_STEPS = 20\n", ""))
@@ -281,7 +290,7 @@ def test_the_environment_of_each_run(tmp_path):
   text = [[getattr(cell, "text", cell) for cell in row] for row in table.rows]
   assert text == [["jax", "1", "2", "–"], ["devices", "1 x cpu", "1 x cpu", "–"]]
   assert said == [
-    "b: went on at step 40 in another environment; the last one is shown.",
+    "b: went on at step 1,040 in another environment; the last one is shown.",
     "c: no note of what it ran with.",
   ]
 
@@ -320,6 +329,169 @@ def _recipes():
   phases = nms.Phases(total=30, dense=5, finetune=5)
   names = ("sr_ste", "sdgf_stepwise", "mdgf_linear")
   return [nms.recipe(name, pattern="1:4", phases=phases) for name in names]
+
+
+def sentences(runs, key):
+  parts = {s.key: s.parts for s in sections.sections(reading.read(runs))}[key]
+  return [part for part in parts if isinstance(part, str)]
+
+
+def test_what_is_said_of_several_runs_is_said_once(tmp_path):
+  """Issue 13, point 7: a note is not repeated for each run."""
+  runs = [write(tmp_path / name) for name in "abc"]
+  for name in "abc":
+    file = tmp_path / name / "config.gin"
+    file.write_text(re.sub(r"network.*\n", "", file.read_text()))
+    if name != "c":
+      file.write_text(file.read_text().replace("RECIPE = ", "NO_RECIPE = "))
+  said = [line for key in ("runs", "scores", "schedule", "cost") for line in sentences(runs, key)]
+  assert (
+    "a, b, c: the first 1,000 steps are inherited, those of the checkpoint it began at." in said
+  )
+  assert "a, b: no schedule, config.gin has no macro RECIPE." in said
+  assert "a, b, c: no FLOPs, config.gin binds no T5Config." in said
+  assert any(line.startswith("a, b, c: no overall, missing CoLA, ") for line in said)
+  assert len(said) == len(set(said))
+
+
+def test_a_level_jumps_and_does_not_slope(runs, tmp_path):
+  """Issue 13, point 7: two samples of a level are joined by a step."""
+  found = charts(runs)
+  assert {found[key].lines[0].style for key in ("pattern_ff", "density")} == {"steps"}
+  text = make(tmp_path, runs)
+  (figure,) = re.findall(r'<figure id="chart-density">(.*?)</figure>', text, re.DOTALL)
+  for corners in re.findall(r'<polyline class="steps" points="(.*?)"', figure):
+    places = [tuple(map(float, place.split(","))) for place in corners.split()]
+    assert len(places) == 2 * 5 - 1
+    for (x, y), (right, down) in itertools.pairwise(places):
+      assert x == right or y == down
+
+
+def test_the_second_moment_is_named_by_what_was_measured(tmp_path):
+  """Issue 13, point 7: Adafactor writes the first name too, where it does not factor."""
+  tags = {f"nm/second_moment_var{end}/all": {5: 1.0} for end in ("", "_factored")}
+  events(tmp_path / "run/train/events.out.tfevents.1.host", tags)
+  found = charts([str(tmp_path / "run")])
+  assert {found[f"second_moment_var{end}_all"].title for end in ("", "_factored")} == {
+    "Variance of the second moment, all weights",
+    "Variance of Adafactor's factored second moment, all weights",
+  }
+
+
+def test_only_what_t5x_wrote_is_said_to_be_its(tmp_path):
+  """Issue 13, point 16: a page of the local runner's runs does not speak of T5X's points."""
+  run = write(tmp_path / "run")
+  said = lambda: [line for line in sentences([run], "schedule") if "T5X" in line]
+  assert len(said()) == 1
+  (tmp_path / "run/run.json").write_text(json.dumps({"start": 1000, "processes": []}))
+  assert said() == []
+
+
+T5X_OWN = """
+network.T5Config.dropout_rate = %DROPOUT_RATE
+network.T5Config.dtype = 'bfloat16'
+network.T5Config.emb_dim = 64
+network.T5Config.head_dim = 16
+network.T5Config.logits_via_embedding = False
+network.T5Config.mlp_activations = \\
+    ('gelu', 'linear')
+network.T5Config.mlp_dim = 128
+network.T5Config.num_decoder_layers = 3
+network.T5Config.num_encoder_layers = 2
+network.T5Config.num_heads = 4
+network.T5Config.vocab_size = %VOCAB_SIZE
+VOCAB_SIZE = 256
+network.Transformer.config = @network.T5Config()
+"""
+OWN_SHAPE = flops.T5Shape(
+  layers=2, decoder_layers=3, embed=64, mlp=128, heads=4, head_dim=16, vocab=256, input_length=16,
+  target_length=4,
+)  # fmt: skip
+
+
+def own(folder, places="{'ff': None}"):
+  """A run of T5X's own model file."""
+  run = write(folder)
+  file = folder / "config.gin"
+  config = re.sub(r"network.*\n", "", file.read_text()) + T5X_OWN
+  file.write_text(config.replace("{'ff': None}", places))
+  return run
+
+
+def test_flops_of_t5xs_own_model_files(tmp_path):
+  """Issue 13, point 7: config.gin binds the sizes one by one; `plan` prices such a run."""
+  (run,) = reading.read([own(tmp_path / "run")])
+  assert run.shape == OWN_SHAPE
+  recipes = dict(run.rules.places)
+  dense = flops.training(OWN_SHAPE, {}, 8, steps=100).flops
+  assert run.flops(100) == (flops.training(OWN_SHAPE, recipes, 8).flops, dense)
+  assert "score_by_flops" in charts([str(run.path)])
+
+
+REGEX = r"{r'(encoder|decoder)/.*/mlp/w.*/kernel': None}"
+
+
+def test_flops_of_rules_by_regex(tmp_path):
+  """Issue 13, point 7: the same weights cost the same, however the rules call them."""
+  (role,) = reading.read([own(tmp_path / "role")])
+  (regex,) = reading.read([own(tmp_path / "regex", REGEX)])
+  for until in (0, 15, 60, 100):
+    assert regex.flops(until) == pytest.approx(role.flops(until))
+  assert 0 < regex.flops(100)[0] < regex.flops(100)[1]
+  with pytest.raises(ValueError, match="until=101.*from 0 to 100"):
+    regex.flops(101)
+
+
+def test_a_checkpoint_tells_the_parameters_of_any_family(tmp_path, monkeypatch):
+  """Issue 13, point 7: without a T5 in config.gin, paths and shapes are the checkpoint's."""
+  folder = tmp_path / "mlp"
+  other_family(folder, [OP])
+  file = folder / "config.gin"
+  file.write_text(file.read_text().replace("{'ff': None}", "{r'.*mlp/wi/kernel': None}"))
+  (run,) = reading.read([str(folder)])
+  with pytest.raises(ValueError, match="config.gin binds no T5Config"):
+    run.flops(100)
+  kernels = {"mlp": {"wi": {"kernel": np.ones((8, 4), np.float32)}}}
+  checkpoint(folder, run.rules, 100, kernels)
+  family = roles.Family(name="of_this_test", op=lambda path: "wi")
+  monkeypatch.setitem(roles._families, family.name, family)
+  (run,) = reading.read([str(folder)])
+  dense = flops.training(run.shape, {}, 8, steps=100).flops
+  by_role = {"ff": next(iter(run.rules.places.values()))}
+  assert run.flops(100) == (flops.training(run.shape, by_role, 8).flops, dense)
+  ocp = pytest.importorskip("orbax.checkpoint")
+  more = {"target": kernels | {"b": np.ones(3)}, "state": {"step": np.int32(110)}}
+  ocp.PyTreeCheckpointer().save((folder / "checkpoint_110/state").absolute(), more)
+  with pytest.raises(ValueError, match="not those of the network"):
+    reading.read([str(folder)])[0].kernels  # noqa: B018
+
+
+def test_flops_of_inherited_steps_count_where_they_are_known(tmp_path):
+  """Issue 13, point 16: a sparse run does not begin at no cost beside its warm-up."""
+  before, after = write(tmp_path / "warmup", "dense"), write(tmp_path / "sparse")
+  for run, start in ((before, 1000), (after, 1100)):
+    (pathlib.Path(run) / "run.json").write_text(json.dumps({"start": start, "processes": []}))
+  lines = [json.dumps({"step": s, "accuracy": 50.0}) for s in (1150, 1200)]
+  (tmp_path / "sparse/inference_eval/nm_glue_rte-metrics.jsonl").write_text("\n".join(lines))
+  file = tmp_path / "sparse/config.gin"
+  file.write_text(file.read_text() + f"INITIAL_CHECKPOINT_PATH = '{before}/checkpoint_1100'\n")
+  chart = charts([before, after])["score_by_flops"]
+  first, second = reading.read([before, after])
+  paid = first.flops(100)[0]
+  assert [x for x, _ in chart.lines[1].points] == [
+    paid + second.flops(50)[0], paid + second.flops(100)[0]
+  ]  # fmt: skip
+  missing = "the FLOPs of its 1,{}00 inherited steps are not in them."
+  said = sentences([before, after], "cost")
+  assert f"warmup: {missing.format(0)}" in said and f"sparse: {missing.format(1)}" not in said
+  assert f"sparse: {missing.format(1)}" in sentences([after], "cost")
+
+
+def test_marks_far_from_zero_are_exact():
+  """Issue 13, point 16: steps after a million inherited ones have marks of their own."""
+  chart = Chart("k", "t", "step", [Line(0, [(1_000_000, 1.0), (1_001_000, 2.0)])], since=1_000_000)
+  drawn = drawing.svg(chart, ["a"])
+  assert ">1M<" in drawn and ">1.0002M<" in drawn and ">1.001M<" in drawn
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -385,9 +557,12 @@ def test_tables(runs, tmp_path):
   by_key = {s.key: s.parts for s in sections.sections(reading.read(runs), "last")}
   overview = by_key["runs"][0]
   assert overview.rows[0][1:5] == [
-    "ff: mdgf_exponential 1:8, dense 10, finetune 20", "100 of 100", "0.64", "0.125",
+    "ff: mdgf_exponential 1:8, dense 10, finetune 20", "100 of 100, after 1,000 inherited",
+    "0.64", "0.125",
   ]  # fmt: skip
-  assert "1,000 more" in by_key["runs"][1]
+  assert by_key["runs"][1:] == [
+    "mdgf, sr<b>ste: the first 1,000 steps are inherited, those of the checkpoint it began at."
+  ]
   density = by_key["density"][0]
   assert [row[0] for row in density.rows] == list(PATHS)  # 2 before 10
   assert density.rows[0][2].text == "0.25" and density.rows[0][2].bar == 0.25
@@ -399,7 +574,7 @@ def test_tables(runs, tmp_path):
   assert settings[0][0] == "RANDOM_SEED" and [c.text for c in settings[0][1:]] == ["7", "7"]
   assert [row[0] for row in settings[1:3]] == ["PATTERN", "RECIPE"] and settings[1][1].strong
   strips = [p for p in by_key["schedule"] if isinstance(p, Strip)]
-  assert [s[:3] for s in strips[1].segments] == [(0, 10, "dense"), (10, 100, "1:4")]
+  assert [s[:3] for s in strips[1].segments] == [(1000, 1010, "dense"), (1010, 1100, "1:4")]
 
 
 def test_a_part_without_data_says_so(tmp_path):
@@ -533,11 +708,11 @@ assert cli.main(["report", {runs[0]!r}, "--out", "page.html"]) == 1
 # --- what a run trained -------------------------------------------------------------------------
 
 
-def checkpoint(folder, rules, step):
+def checkpoint(folder, rules, step, target=None):
   """A checkpoint of a run with these rules, by Orbax."""
   ocp = pytest.importorskip("orbax.checkpoint")
   tree = {
-    "target": {"w": np.ones((4, 2), np.float32)},
+    "target": target or {"w": np.ones((4, 2), np.float32)},
     "state": {"step": np.int32(step)},
     "flax_mutables": {"nm_sparsity": {"rules": configure.pack(configure.describe(rules))}},
   }
@@ -619,7 +794,9 @@ def test_another_family_is_judged_by_what_its_evaluations_note(tmp_path):
   found = report.report([folder])
   assert found.charts["vectors_r2"].lines[0].points == [(50, 0.25), (100, 0.5)]
   assert "eval_r2_vectors" not in found.charts and "eval_loss_vectors" in found.charts
-  assert found["scores"][0].rows == [["vectors r2", "0.5 @ 100"]]
+  assert found["scores"][0].rows == [
+    ["vectors absolute_error, less is better", "1 @ 50"], ["vectors r2", "0.5 @ 100"],
+  ]  # fmt: skip
   assert found.charts["score_by_pattern"].lines[0].points == [(0.0, 0.5)]
   shape = network.shape_of(pathlib.Path(folder), "")
   assert shape.ops() == (flops.Op(**OP),)
@@ -629,6 +806,40 @@ def test_another_family_is_judged_by_what_its_evaluations_note(tmp_path):
   other_family(tmp_path / "odd", [{"nope": 1}])
   with pytest.raises(ValueError, match=r"run.json notes operations that cannot be read: .*nope"):
     network.shape_of(tmp_path / "odd", "")
+
+
+def test_the_best_of_an_error_is_the_least(tmp_path):
+  """Issue 12: a metric of which less is better is judged, in its own direction."""
+  for name, errors in (("a", (0.1, 0.5, 0.75)), ("b", (0.3, 0.25, 0.3))):
+    folder = tmp_path / name
+    other_family(folder, [OP])
+    noted = [
+      {"step": step, "at_target": True, "loss": {}, "metrics": {"vectors": {"far": x}},
+       "less_is_better": ["far"]}
+      for step, x in zip((5, 85, 100), errors, strict=True)
+    ]  # fmt: skip
+    (folder / "evaluations.json").write_text(json.dumps(noted))
+  runs = [str(tmp_path / name) for name in "ab"]
+  found = report.report(runs)
+  (row,) = found["scores"][0].rows  # step 5 is before the target pattern
+  assert row == ["vectors far, less is better", "0.5 @ 85", Cell("0.25 @ 85", strong=True)]
+  chart = found.charts["score_by_pattern"]
+  assert chart.title.startswith("vectors far, less is better")
+  assert [line.points for line in chart.lines if line.run is not None] == [[(0, 0.5)], [(0, 0.25)]]
+  assert found.charts["vectors_far"].lines[1].points == [(5, 0.3), (85, 0.25), (100, 0.3)]
+
+
+def test_a_sparse_run_without_a_dense_one_beside_it_is_said(tmp_path):
+  """Issue 13, point 16: the warm-up is no such run, for it ended where the sparse run began."""
+  sparse, dense = write(tmp_path / "sparse"), write(tmp_path / "dense", "dense")
+  warmup = write(tmp_path / "warmup", "dense")
+  (tmp_path / "warmup/run.json").write_text(json.dumps({"start": 900, "processes": []}))
+  said = "sparse: no dense run from step 1,000 to 1,100 is beside it, so this page does not say "
+  assert any(line.startswith(said) for line in sentences([sparse, warmup], "scores"))
+  assert not any("beside it" in line for line in sentences([sparse, dense, warmup], "scores"))
+  first, second, third = reading.read([sparse, warmup, dense])
+  assert reading.dense_beside([first, second, third], first) is third
+  assert reading.dense_beside([first, second, third], third) is None
 
 
 def test_names_are_escaped_wherever_they_stand(tmp_path):

@@ -41,6 +41,7 @@ SPARSE_STEPS = 2
 LEARNING_RATE = 0.5
 """
 SMALL = FILE.replace('["dense", "sr_ste", "idp"]', '["sr_ste", "idp"]').replace(', "1:8"]', "]")
+SMALL = SMALL.replace("[macros]", "dense = false\n[macros]")
 
 
 @pytest.fixture
@@ -382,7 +383,8 @@ def test_the_time_left_is_that_of_the_steps_that_are_missing():
 # --- the table ---------------------------------------------------------------------------------
 
 
-def test_means_spreads_and_differences_by_seed(here, capsys):
+def test_means_intervals_and_differences_by_seed(here, capsys):
+  """Issue 13, point 16: +- is half of a 95 % interval in every table, and its title says so."""
   outcomes(
     dense_s0=[90, 0.1], dense_s3=[92, 0.1], sr_ste__1_4_s0=[80, 0.5], sr_ste__1_4_s3=[84, 0.5],
     sr_ste__1_8_s0=[70, 0.5], sr_ste__1_8_s3=[70, 0.5], idp__1_4_s0=[81, 0.25],
@@ -395,32 +397,30 @@ def test_means_spreads_and_differences_by_seed(here, capsys):
     == """\
 out, partial: 11 of 12 runs, seeds 0, 3
 
-score: mini RTE, more is better
-          1:4             1:8
-  dense   91.0 +-1.4 (2)  91.0 +-1.4 (2)
-  sr_ste  82.0 +-2.8 (2)  70.0 +-0.0 (2)
-  idp     82.5 +-2.1 (2)  60.0 (1 of 2)
+score: mini RTE, more is better; mean +- half of its 95 % interval (seeds)
+          1:4              1:8
+  dense   91.0 +-12.7 (2)  91.0 +-12.7 (2)
+  sr_ste  82.0 +-25.4 (2)  70.0 +-0.0 (2)
+  idp     82.5 +-19.1 (2)  60.0 (1 of 2)
 
-score, less that of sr_ste with the same seed
+score, less that of sr_ste with the same seed; mean +- half of its 95 % interval (pairs)
          1:4              1:8
   dense  +9.0 +-12.7 (2)  +21.0 +-12.7 (2)
   idp    +0.5 +-6.4 (2)   -10.0 (1 of 2)
 
-loss on validation data, less is better
+loss on validation data, less is better; mean +- half of its 95 % interval (seeds)
           1:4                  1:8
   dense   0.1000 +-0.0000 (2)  0.1000 +-0.0000 (2)
   sr_ste  0.5000 +-0.0000 (2)  0.5000 +-0.0000 (2)
-  idp     0.8750 +-0.8839 (2)  0.5000 (1 of 2)
+  idp     0.8750 +-7.9414 (2)  0.5000 (1 of 2)
 
-loss, less that of sr_ste with the same seed
+loss, less that of sr_ste with the same seed; mean +- half of its 95 % interval (pairs)
          1:4                   1:8
   dense  -0.4000 +-0.0000 (2)  -0.4000 +-0.0000 (2)
   idp    +0.3750 +-7.9414 (2)  +0.0000 (1 of 2)
 
-+- of a mean: the standard deviation over seeds; in brackets the seeds.
-Of the last checkpoint of each run.
-+- of a difference: the 95 % interval of its mean by Student's t, not corrected for there being \
-6; in brackets the pairs.
+Of the last checkpoint of each run. The 95 % intervals are by Student's t.
+Those of the 6 differences are not corrected for their number.
 dense is one run a seed, and stands under every pattern.
 failed: idp-1_8-seed3: the loss of step 3 is not finite
 """
@@ -445,6 +445,67 @@ def test_a_dense_baseline_is_compared_at_every_pattern(here, capsys):
   assert found[None] == {} and list(found["1:4"]) == ["1:4"]
   score = found["1:8"]["1:8"]["score"]
   assert (score["mean"], score["pairs"]) == (-28, 2)
+
+
+def test_a_dense_run_of_the_same_steps_is_beside_sparse_ones_by_itself(here):
+  """Issue 13, point 16: what sparsity costs is told by a dense run from the same start."""
+  text = FILE.replace('["dense", "sr_ste", "idp"]', '["sr_ste", "idp"]')
+  sweep = grid.read(write(text.replace('baseline = "sr_ste"', "")))
+  assert sweep.recipes == ["dense", "sr_ste", "idp"] and sweep.baseline == "sr_ste"
+  (dense, sparse, *_) = sweep.cells
+  assert dense.name == "dense-seed0" and dense.start is sparse.start is not None
+  assert dense.macros["SPARSE_STEPS"] == sparse.macros["SPARSE_STEPS"] == 4
+  without = grid.read(write(text.replace("[macros]", "dense = false\n[macros]")))
+  assert without.recipes == ["sr_ste", "idp"]
+  for value, said in (("1", "dense: give true or false; not 1"), ("false", "keep one")):
+    with pytest.raises(ValueError, match=said):
+      grid.read(write(FILE.replace("[macros]", f"dense = {value}\n[macros]")))
+
+
+def test_metrics_of_which_less_is_better_have_tables_of_their_own(here, capsys):
+  """Issue 12: an error is neither part of a score nor left out."""
+  write(SMALL)
+  assert sweep("sweep.toml", capsys)[0] == 0
+  for name, error in (("sr_ste-1_4", 0.5), ("idp-1_4", 0.25)):
+    for seed in (0, 3):
+      folder = pathlib.Path("out", f"{name}-seed{seed}")
+      (folder / "inference_eval/nm_glue_mini_rte-metrics.jsonl").unlink()
+      entry = {"step": 6, "at_target": True, "loss": {"v": 1.0}, "less_is_better": ["far"],
+               "metrics": {"v": {"far": error, "r2": 0.5}}}  # fmt: skip
+      (folder / "evaluations.json").write_text(json.dumps([entry]))
+  code, out, _ = sweep("sweep.toml", capsys)
+  assert code == 0
+  assert "score: v, more is better; mean" in out and re.search(r"sr_ste +0.500 \+-0.000 \(2\)", out)
+  _, _, table = out.partition("v far, less is better; mean +- half of its 95 % interval (seeds)\n")
+  assert re.match(r" +1:4\n  sr_ste  0.5000 .*\n  idp     0.2500 \+-0.0000 \(2\)", table)
+  assert re.search(r"v far, less that of sr_ste .*\n +1:4\n  idp  -0.2500", out)
+  assert "by task, means over seeds; less is better: v far\n" in out
+  found = json.loads(sweep("sweep.toml", capsys, "--table", "--json")[1])
+  assert found["measures"] == ["score", "v far", "loss"] and found["less_is_better"] == ["v far"]
+  assert found["rows"][1]["v far"]["mean"] == 0.25
+
+
+def test_loss_curves_of_all_runs_are_in_one_place(here, capsys):
+  """Issue 13, point 22: every run of the sweep, and the runs that they start from, in one chart."""
+  write(SMALL)
+  assert sweep("sweep.toml", capsys)[0] == 0
+  names = [cell.name for cell in grid.read("sweep.toml").runs()]
+  for i, name in enumerate(names):
+    first = 0 if name.startswith("start") else 2
+    for room in ("train", "training_eval/rte"):
+      folder = pathlib.Path("out", name, room)
+      folder.mkdir(parents=True)
+      lines = [json.dumps({"step": first + s, "loss": i + 1 / s}) for s in (1, 2)]
+      (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+  assert sweep("sweep.toml", capsys)[0] == 0
+  page = pathlib.Path("out/report.html").read_text()
+  for key in ("all_train_loss", "all_eval_loss_rte"):
+    (chart,) = re.findall(f'id="chart-{key}".*?</figure>', page, re.DOTALL)
+    assert chart.count('<polyline class="thin"') == len(names) == 6
+    for name in names:
+      assert f"<title>{name}</title></polyline>" in chart and f"{name}</th>" in chart
+    assert chart.count('<g class="c-none">') == 2  # the starts
+    assert re.search(r"<th>1</th><td>1</td>(<td></td>){2}<td>4</td>", chart)
 
 
 def test_a_score_needs_every_task_and_tasks_have_columns(here, capsys):
@@ -518,7 +579,7 @@ def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
   assert "Metrics by task, 1:4" in page and "Metrics by task, 1:8" in page
   keys = re.findall(r'id="([^"]+)"', page)
   assert len(keys) == len(set(keys)) and "chart-nm_glue_mini_rte_accuracy-1" in keys
-  assert "<td>70.5</td>" in page and "sr_ste, 4: 70.5" in page
+  assert "<td>70.5</td>" in page and "sr_ste, 6: 70.5" in page
   # Figure 4a of the paper: a line for a recipe, dense at every pattern.
   assert {"chart-score_by_pattern", "chart-loss_by_pattern"} <= set(keys)
   (chart,) = re.findall(r'id="chart-score_by_pattern".*?</figure>', page, re.DOTALL)
@@ -539,11 +600,12 @@ def test_no_line_bridges_a_pattern_that_is_missing():
   scores = {"1:16": 4, "1:2": 7, "2:8": None, "1:8": 5}
   rows = [row("idp", pattern, score) for pattern, score in scores.items()]
   rows.append(row("dense", None, 9))
-  (score,) = pages._by_pattern({"rows": rows}, ["dense", "idp"])
+  of = lambda rows: pages._by_pattern({"rows": rows, "measures": ["score"]}, ["dense", "idp"])
+  (score,) = of(rows)
   assert score.key == "score_by_pattern" and score.labels == ["1:2", "2:8", "1:8", "1:16"]
   found = [(line.run, list(line.points)) for line in score.lines]
   assert found == [(0, [(x, 9) for x in range(4)]), (1, [(0, 7)]), (1, [(2, 5), (3, 4)])]
-  assert not list(pages._by_pattern({"rows": rows[1:2] + rows[4:]}, ["dense", "idp"]))
+  assert not list(of(rows[1:2] + rows[4:]))
 
 
 @pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")

@@ -185,7 +185,7 @@ class Priced:
   """What sparse kernels cost beside dense ones.
 
   Attributes:
-    steps: length of the run, 0 where no recipe says it.
+    steps: those that are trained, 0 where no recipe says the length of the run.
     inference_dense: forward FLOPs of one example of the dense network.
     inference_sparse: the same of the finalized network.
     training_dense: FLOPs of the run if it were dense.
@@ -205,7 +205,9 @@ class Priced:
   sparse_params: int
 
 
-def price(shape: Shape, kernels: Sequence[Kernel], batch_size: int = 1) -> Priced:
+def price(
+  shape: Shape, kernels: Sequence[Kernel], batch_size: int = 1, until: int | None = None
+) -> Priced:
   """Prices a network whose sparse kernels are given one by one.
 
   `inference` and `training` take places by name; this takes what rules chose, whatever the places
@@ -215,14 +217,18 @@ def price(shape: Shape, kernels: Sequence[Kernel], batch_size: int = 1) -> Price
     shape: of the network.
     kernels: the sparse ones. Their recipes have one length.
     batch_size: examples per step.
+    until: train the steps [0, until) alone; None = all.
 
   Raises:
-    ValueError: for a kernel whose operation the shape lacks.
+    ValueError: for a kernel whose operation the shape lacks, and for a step that no run has.
   """
   ops = {op.name: op for op in shape.ops()}
   if lacking := [kernel.op for kernel in kernels if kernel.op not in ops]:
     raise ValueError(f"the shape has no operation {lacking[0]!r}; it has {', '.join(ops)}.")
-  length = next((k.recipe.phases.total for k in kernels if k.recipe.phases), 0)
+  total = next((k.recipe.phases.total for k in kernels if k.recipe.phases), 0)
+  length = total if until is None else until
+  if length > total:
+    raise ValueError(f"until={until!r}: a step of the run, an int from 0 to {total}.")
   dense = sum(op.flops for op in ops.values())
   params = sum(op.params for op in ops.values())
   saved = trained = 0.0
@@ -235,7 +241,7 @@ def price(shape: Shape, kernels: Sequence[Kernel], batch_size: int = 1) -> Price
     saved += own * (1 - density)
     kept -= round(kernel.params * (1 - density))
     at_its_axis = dataclasses.replace(op, axis=kernel.axis)
-    trained += own * (3 * length - _weighed_steps(kernel.recipe, at_its_axis, length))
+    trained += own * (3 * length - _weighed_steps(kernel.recipe, at_its_axis, total, length))
   return Priced(
     steps=length,
     inference_dense=dense,

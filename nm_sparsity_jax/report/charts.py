@@ -14,6 +14,7 @@ import html
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 MAX_RUNS = 9
 # Okabe and Ito's colours, which most colour-blind people tell apart: on a light and a dark ground.
@@ -36,14 +37,17 @@ class Line:
   Attributes:
     run: its number, which is its colour; None: that of none.
     points: (x, y), in the order of x.
-    style: 'line' (with dots where there is room), 'dots', or 'dashed' (without dots).
+    style: 'line', 'steps' (a value holds until the next one), 'dots', 'dashed' or 'thin'. The first
+      two have dots where there is room, the last two have none.
     names: what each point is called, where x does not tell.
+    name: what the line is called; the run's name if it is "".
   """
 
   run: int | None
   points: Sequence[tuple[float, float]]
   style: str = "line"
   names: Sequence[str] = ()
+  name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +60,9 @@ class Chart:
     x: what x is.
     lines: what is drawn.
     log: whether y is logarithmic.
-    labels: of x = 0, 1, ..., where x is not a number; else the axis begins at 0.
-    until: the axis of x reaches at least here, so that charts of one page lie over one another.
+    labels: of x = 0, 1, ..., where x is not a number.
+    since: the axis of x begins here at the latest, so that charts of one page lie over one another.
+    until: it reaches at least here.
     note: what a reader must know.
   """
 
@@ -67,6 +72,7 @@ class Chart:
   lines: Sequence[Line]
   log: bool = False
   labels: Sequence[str] = ()
+  since: float = 0
   until: float = 0
   note: str = ""
 
@@ -85,7 +91,7 @@ class Chart:
     return f"Points not drawn: {' and '.join(parts)}." if parts else ""
 
 
-def number(value: float) -> str:
+def number(value: float, digits: int = 4) -> str:
   """Returns a number in short form, for an axis.
 
   >>> number(0), number(0.25), number(12500), number(3e15), number(2e-7)
@@ -93,8 +99,18 @@ def number(value: float) -> str:
   """
   for size, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
     if abs(value) >= size:
-      return f"{value / size:.4g}{name}"
-  return f"{value:.4g}"
+      return f"{value / size:.{digits}g}{name}"
+  return f"{value:.{digits}g}"
+
+
+def numbers(values: Sequence[float]) -> list[str]:
+  """Returns numbers short and exact: the marks of an axis far from 0 differ in late digits alone.
+
+  >>> numbers([1_000_000, 1_000_250, 1_000_500])
+  ['1M', '1.00025M', '1.0005M']
+  """
+  digits = next(d for d in range(4, 18) if all(float(f"{v:.{d}g}") == v for v in values) or d == 17)
+  return [number(value, digits) for value in values]
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -166,7 +182,8 @@ def axes_of(chart: Chart) -> Axes | None:
   if chart.labels:
     x = -0.5, len(chart.labels) - 0.5
   else:
-    x = min(0.0, *(x for x, _ in points)), max(1.0, chart.until, *(x for x, _ in points))
+    first = min(chart.since, *(x for x, _ in points))
+    x = first, max(first + 1.0, chart.until, *(x for x, _ in points))
   return Axes(x, _range([y for _, y in points], chart.log), chart.log)
 
 
@@ -199,7 +216,8 @@ def _grid(chart: Chart, axes: Axes) -> Iterator[str]:
   if chart.labels:
     marks = list(enumerate(chart.labels))
   else:
-    marks = [(x, number(x)) for x in ticks(*axes.x)]
+    at = ticks(*axes.x)
+    marks = list(zip(at, numbers(at), strict=True))
   for x, label in marks:
     at = axes.at(x, axes.y[0])[0]
     yield f'<line class="tick" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
@@ -218,22 +236,46 @@ def _line(chart: Chart, axes: Axes, line: Line, names: Sequence[str]) -> Iterato
   if not points:
     return
   places = [axes.at(*p) for p in points]
-  name = "" if line.run is None else names[line.run]
+  name = called(line, names)
   colour = "c-none" if line.run is None else f"c{line.run}"
   yield f'<g class="{colour}">'
   if line.style != "dots" and len(points) > 1:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    yield f'<polyline class="{line.style}" points="{path}"/>'
-  if line.style == "dots" or line.style == "line" and len(points) <= _DOTTED:
-    called = dict(zip(line.points, line.names, strict=False))
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in _corners(line, places))
+    title = f"<title>{html.escape(name)}</title>" if name else ""
+    yield f'<polyline class="{line.style}" points="{path}">{title}</polyline>'
+  if _has_dots(line, points):
+    own = dict(zip(line.points, line.names, strict=False))
     for p, (x, y) in zip(points, places, strict=True):
-      what = called.get(p) or f"{name}, {chart.labels[int(p[0])] if chart.labels else f'{p[0]:,g}'}"
+      what = own.get(p) or f"{name}, {chart.labels[int(p[0])] if chart.labels else f'{p[0]:,g}'}"
       radius = 2.2 if len(points) > 25 else 3
       yield (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{html.escape(what)}: {p[1]:.6g}'
         "</title></circle>"
       )
   yield "</g>"
+
+
+def called(line: Line, names: Sequence[str]) -> str:
+  """Returns what a line is called.
+
+  Args:
+    line: the line.
+    names: of the runs.
+  """
+  return line.name or ("" if line.run is None else names[line.run])
+
+
+def _corners(line: Line, places: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+  """Yields the places that a line goes through; one of steps turns twice between two points."""
+  for before, (x, y) in zip([None, *places], places, strict=False):
+    if before is not None and line.style == "steps":
+      yield x, before[1]
+    yield x, y
+
+
+def _has_dots(line: Line, points: Sequence[Any]) -> bool:
+  """Returns whether each point of a line is a dot."""
+  return line.style == "dots" or line.style in ("line", "steps") and len(points) <= _DOTTED
 
 
 def png(chart: Chart, names: Sequence[str], path: pathlib.Path) -> None:
@@ -253,14 +295,14 @@ def png(chart: Chart, names: Sequence[str], path: pathlib.Path) -> None:
       continue
     label = names[line.run] if line.run is not None and line.run not in named else None
     named.add(line.run)
-    dotted = line.style == "dots" or line.style == "line" and len(points) <= _DOTTED
     axes.plot(
       *zip(*points, strict=True),
       color="#999999" if line.run is None else LIGHT[line.run],
       label=label,
-      linestyle={"line": "-", "dots": "", "dashed": (0, (4, 3))}[line.style],
-      linewidth=1.6,
-      marker="o" if dotted else "",
+      linestyle={"dots": "", "dashed": (0, (4, 3))}.get(line.style, "-"),
+      drawstyle="steps-post" if line.style == "steps" else "default",
+      linewidth=0.8 if line.style == "thin" else 1.6,
+      marker="o" if _has_dots(line, points) else "",
       markersize=3,
     )
   if chart.log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from nm_sparsity_jax import roles
 from nm_sparsity_jax.report import parts, scored
 from nm_sparsity_jax.report.charts import Chart, Line
 from nm_sparsity_jax.report.reading import Run
+from nm_sparsity_jax.runs import trained
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.rules import Rules
@@ -24,49 +26,79 @@ def cost(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Chart | str]:
     checkpoint: of the chart by pattern: 'best', 'last' or a step.
   """
   judged = [run for run in runs if scored.measures(run)]
-  first = scored.measures(judged[0]) if judged else {}
-  common = [name for name in first if all(name in scored.measures(run) for run in judged)]
+  common = _common(judged)
   if not common:
     yield "No task with metrics of decoded predictions (inference_eval/) is common to the runs."
     return
-  quality = f"Mean of {', '.join(common)}" if len(common) > 1 else common[0]
-  lines = []
+  quality = f"Mean of {', '.join(common)}" if len(common) > 1 else next(iter(common))
+  quality += ", less is better" if any(m.less for m in common.values()) else ""
+  lines, said = [], []
   for i, run in enumerate(runs):
     if run not in judged:
-      yield f"{run.name}: has no metrics of decoded predictions."
+      said.append((run.name, "no metrics of decoded predictions"))
       continue
-    found, why = parts.tried(_by_flops, run, common)
+    found, why = parts.tried(_by_flops, runs, run, common)
     if why:
-      yield f"{run.name}: no FLOPs, {why}."
+      said.append((run.name, f"no FLOPs, {why}"))
     elif found:
       points, names = zip(*found, strict=True)
       lines.append(Line(i, points, names=[f"{run.name}, {name}" for name in names]))
-  flops_note = (
-    "Training FLOPs of this run up to an evaluation, of the matrix products alone and as on a "
-    "machine that skips every pruned weight (Figure 4b). Pre-training is not in them."
-  )
+  yield from parts.told(said)
   chart = Chart("score_by_flops", f"{quality}, against training FLOPs", "training FLOPs", lines)
   yield from parts.some([chart if lines else None], "No run's training FLOPs are known.")
   yield from _by_pattern(runs, judged, common, quality, checkpoint)
   yield from scored.unknown_targets(judged, checkpoint)
   if lines:
-    yield flops_note
+    yield (
+      "Training FLOPs up to an evaluation, of the matrix products alone and as on a machine that "
+      "skips every pruned weight (Figure 4b). Those of inherited steps are in them where the page "
+      "shows the run that did these steps."
+    )
+    yield from parts.told(
+      (run.name, f"the FLOPs of its {run.offset:,} inherited steps are not in them")
+      for run in runs
+      if run.offset and _before(runs, run) is None
+    )
 
 
-def _by_flops(run: Run, common: Sequence[str]) -> list[tuple[tuple[float, float], str]]:
+def _common(judged: Sequence[Run]) -> dict[str, scored.Measure]:
+  """Returns the measures that all runs have: those of which more is better, else one of the rest.
+
+  The rest are errors in units of their own, which have no mean.
+  """
+  first = scored.measures(judged[0]) if judged else {}
+  common = {n: m for n, m in first.items() if all(n in scored.measures(run) for run in judged)}
+  more = {name: measure for name, measure in common.items() if not measure.less}
+  return more or dict(list(common.items())[:1])
+
+
+def _before(runs: Sequence[Run], run: Run) -> Run | None:
+  """Returns the run that did the steps that a run inherited; None where the page lacks it."""
+  path = parts.tried(trained.plain, run.macros.get("INITIAL_CHECKPOINT_PATH", "None"))[0]
+  folder = pathlib.Path(path).resolve().parent if isinstance(path, str) else None
+  return next((r for r in runs if r.path.resolve() == folder and r.offset < run.offset), None)
+
+
+def _inherited(runs: Sequence[Run], run: Run) -> float:
+  """Returns the FLOPs of the steps that a run inherited, those that the page can know."""
+  before = _before(runs, run)
+  if before is None:
+    return 0.0
+  return _inherited(runs, before) + before.flops(run.offset - before.offset)[0]
+
+
+def _by_flops(
+  runs: Sequence[Run], run: Run, common: Mapping[str, scored.Measure]
+) -> list[tuple[tuple[float, float], str]]:
   """Returns ((FLOPs, mean of the tasks), step) for each step where all tasks have a score."""
-  of = [scored.measures(run)[name] for name in common]
+  inherited = _inherited(runs, run)
   found = []
-  for step in sorted(set.intersection(*(set(run.tasks[task]) for task, _ in of))):
-    means = [_mean_at(run.tasks[task][step], metrics) for task, metrics in of]
+  for step in sorted(set.intersection(*(set(run.tasks[m.task]) for m in common.values()))):
+    means = [measure.at(run, step) for measure in common.values()]
     if all(map(math.isfinite, means)):
-      flops, _ = run.flops(step - run.offset)
-      found.append(((flops, math.fsum(means) / len(means)), f"step {step - run.offset:,}"))
+      flops = inherited + run.flops(step - run.offset)[0]
+      found.append(((flops, math.fsum(means) / len(means)), f"step {step:,}"))
   return found
-
-
-def _mean_at(values: Mapping[str, float], metrics: Sequence[str]) -> float:
-  return math.fsum(values.get(m, math.nan) for m in metrics) / len(metrics)
 
 
 def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | str]:
@@ -106,10 +138,10 @@ def _pattern_of(rules: Rules) -> tuple[float, str]:
   return math.fsum(shares) / len(shares), label
 
 
-def _score_of(run: Run, common: Sequence[str], checkpoint: str | int) -> float:
-  """Returns the mean of the tasks, each at the step that counts; NaN if one has no such step."""
+def _score_of(run: Run, common: Mapping[str, scored.Measure], checkpoint: str | int) -> float:
+  """Returns the mean of the measures, each at the step that counts; NaN if one has no such step."""
   means = []
-  for task, metrics in (scored.measures(run)[name] for name in common):
-    step = scored.step_of(run, run.tasks[task], metrics, checkpoint)
-    means.append(math.nan if step is None else _mean_at(run.tasks[task][step], metrics))
+  for measure in common.values():
+    step = measure.step(run, checkpoint)
+    means.append(math.nan if step is None else measure.at(run, step))
   return math.fsum(means) / len(means)

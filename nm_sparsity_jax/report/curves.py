@@ -88,8 +88,9 @@ def flips(runs: Sequence[Run]) -> Iterator[Chart | str]:
 def variance(runs: Sequence[Run]) -> Iterator[Chart | str]:
   """Yields the variance of gradients and second moments, over all weights and over kept ones."""
   kinds = {
-    "second_moment_var": "Variance of Adam's second moment",
-    "second_moment_var_factored": "Variance of Adafactor's second moment",
+    # By what was measured: Adafactor keeps a small parameter's second moment whole, as Adam does.
+    "second_moment_var": "Variance of the second moment",
+    "second_moment_var_factored": "Variance of Adafactor's factored second moment",
     "grad_abs_var": "Variance of the gradient's absolute value",
   }
   shares = {"all": "all weights", "kept": "kept weights"}

@@ -110,12 +110,13 @@ def _figure(chart: Chart, names: Sequence[str]) -> dict[str, Any]:
 
 def _numbers(chart: Chart, names: Sequence[str]) -> Table:
   """Returns the points: a row for each x, a column for each line that holds measurements."""
-  lines = [line for line in chart.lines if line.run is not None and line.style != "dashed"]
+  named = lambda line: line.run is not None or line.name
+  lines = [line for line in chart.lines if named(line) and line.style != "dashed"]
   rows: dict[float, list[str]] = {}
   for i, line in enumerate(lines):
     for x, y in line.points:
       rows.setdefault(x, [""] * len(lines))[i] = f"{y:.6g}" if math.isfinite(y) else str(y)
-  heads = [Cell(names[line.run], run=line.run) for line in lines if line.run is not None]
+  heads = [Cell(charts.called(line, names), run=line.run) for line in lines]
 
   def name(x: float) -> str:
     return chart.labels[int(x)] if chart.labels else f"{x:,.10g}"
@@ -125,7 +126,7 @@ def _numbers(chart: Chart, names: Sequence[str]) -> Table:
 
 def _strip(strip: Strip, names: Sequence[str]) -> dict[str, Any]:
   """Returns what the template says of a strip."""
-  total = strip.segments[-1][1]
+  since, until = strip.segments[0][0], strip.segments[-1][1]
   segments, rows = [], []
   for start, stop, label, density, first, last in strip.segments:
     decay = f"D {first:.3g}" if first == last else f"D {first:.3g} to {last:.3g}"
@@ -144,7 +145,7 @@ def _strip(strip: Strip, names: Sequence[str]) -> dict[str, Any]:
   return {
     "run": strip.run,
     "name": names[strip.run],
-    "title": f"{strip.title}, {total:,} steps",
+    "title": f"{strip.title}, {until - since:,} steps" + (f" from {since:,} on" if since else ""),
     "segments": segments,
     "numbers": Table(["steps", "pattern", "D"], rows),
   }

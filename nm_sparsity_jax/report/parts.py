@@ -77,19 +77,14 @@ class Section:
 
 # --- charts -------------------------------------------------------------------------------------
 
-MEAN = (
-  "Where T5X wrote it, a point is the mean over the samples since the one before, so it lags the "
-  "schedule by up to one such interval."
-)
-
-
-def by_sparse_step(run: Run, points: Mapping[int, float]) -> list[tuple[float, float]]:
-  """Returns points with the step of the sparse run in place of the global one."""
-  return [(step - run.offset, value) for step, value in sorted(points.items())]
-
 
 def chart(
-  runs: Sequence[Run], key: str, title: str, of: Callable[[Run], Mapping[int, float]], **more
+  runs: Sequence[Run],
+  key: str,
+  title: str,
+  of: Callable[[Run], Mapping[int, float]],
+  style: str = "line",
+  **more,
 ) -> Chart | None:
   """Returns a chart with a line for each run that has points, or None if no run has.
 
@@ -97,23 +92,24 @@ def chart(
     runs: all runs of the page.
     key: names the chart and its file.
     title: what y is.
-    of: the points of a run, by global step.
+    of: the points of a run, by step.
+    style: of the lines.
     **more: other fields of `Chart`.
   """
   found = [of(run) for run in runs]
-  lines = [
-    Line(i, by_sparse_step(run, points))
-    for i, (run, points) in enumerate(zip(runs, found, strict=True))
-    if points
-  ]
+  lines = [Line(i, sorted(points.items()), style) for i, points in enumerate(found) if points]
   return by_step(runs, key, title, lines, **more) if lines else None
 
 
+def key_of(name: str) -> str:
+  """Returns a key of a chart, which names a file too, for any name."""
+  return re.sub(r"[^\w.-]", "_", name)
+
+
 def by_step(runs: Sequence[Run], key: str, title: str, lines: Sequence[Line], **more) -> Chart:
-  """Returns a chart of lines over the steps of the sparse run; see `chart`."""
-  key = re.sub(r"[^\w.-]", "_", key)  # it names a file
-  until = max((run.last_step or 0) - run.offset for run in runs)
-  return Chart(key, title, "step of the sparse run", lines, until=until, **more)
+  """Returns a chart of lines over steps, those of all runs; see `chart`."""
+  since, until = min(run.offset for run in runs), max(run.last_step or 0 for run in runs)
+  return Chart(key_of(key), title, "step", lines, since=since, until=until, **more)
 
 
 def tagged(runs: Sequence[Run], key: str, title: str, tag: str, **more) -> Chart | None:
@@ -128,6 +124,18 @@ def some(charts: Iterable[Chart | None], otherwise: str) -> Iterator[Chart | str
   """Yields the charts that are there, or one sentence if there are none."""
   found = [chart for chart in charts if chart is not None]
   yield from found or [otherwise]
+
+
+def told(said: Iterable[tuple[str, str]]) -> Iterator[str]:
+  """Yields a sentence for each thing that is said, once, with all runs that it is said of.
+
+  Args:
+    said: name of a run, what is said of it.
+  """
+  names: dict[str, list[str]] = {}
+  for name, text in said:
+    names.setdefault(text, []).append(name)
+  yield from (f"{', '.join(of)}: {text}." for text, of in names.items())
 
 
 def lacking(runs: Sequence[Run], has: Callable[[Run], Any], what: str) -> Iterator[str]:

@@ -35,7 +35,7 @@ class Run:
     name: for people.
     train: tag -> points.
     evals: task -> tag -> points, of training_eval/.
-    tasks: task -> step -> metric -> value, where more is better.
+    tasks: task -> step -> metric -> value; `less_is_better` tells which way a metric gets better.
     gin: the text of config.gin; '' where there is none.
   """
 
@@ -61,9 +61,27 @@ class Run:
     """Returns what the local runner ran with: {"from": step, "environment": {name: value}}."""
     return trained.started(self.path).get("processes", [])
 
+  @functools.cached_property
+  def _directions(self) -> Mapping[str, Any]:
+    """Returns the newest entry of evaluations.json, which notes the directions of metrics."""
+    return max(folders.evaluations(self.path).items(), default=(0, {}))[1]
+
+  def less_is_better(self, metric: str) -> bool:
+    """Returns whether less of a metric is better, as its workload noted it or its name tells.
+
+    Args:
+      metric: its name.
+    """
+    return directions.less_is_better(self._directions, metric)
+
+  @functools.cached_property
+  def by_t5x(self) -> bool:
+    """Returns whether T5X wrote it: the local runner leaves a run.json."""
+    return not trained.started(self.path)
+
   @property
   def offset(self) -> int:
-    """Returns the global step before the first step of the sparse run."""
+    """Returns the global step before its first one: the number of steps that it inherited."""
     return self.settings.start or 0
 
   @property
@@ -78,15 +96,49 @@ class Run:
     """Returns whether its losses are per target token, as T5's are; other families have others."""
     return any(LOSS in tags for tags in (self.train, *self.evals.values()))
 
+  @property
+  def loss(self) -> Points:
+    """Returns its training loss, per target token where it counts these."""
+    return self.train.get(LOSS if self.counts_tokens else "loss", {})
+
+  def loss_of(self, task: str) -> Points:
+    """Returns the validation loss of a task."""
+    return self.evals.get(task, {}).get(LOSS if self.counts_tokens else "loss", {})
+
   @functools.cached_property
   def rules(self) -> Any:
     """Returns the `Rules` that it trains with; see `runs.trained.rules_of`."""
     return trained.rules_of(self.path, self.gin)
 
   @functools.cached_property
+  def sparse(self) -> Mapping[str, Any]:
+    """Returns place -> recipe, of those that do not stay dense."""
+    places = self.rules.places
+    return {at: r for at, r in places.items() if any(s.pattern for s in r.timeline())}
+
+  @functools.cached_property
+  def is_dense(self) -> bool:
+    """Returns whether nothing of it is sparse; False too where nothing tells its rules."""
+    try:
+      return not self.sparse
+    except ValueError:
+      return False
+
+  @property
+  def span(self) -> tuple[int, int]:
+    """Returns the global steps that it begins and ends at, once it is done."""
+    steps = self.settings.sparse_steps
+    return self.offset, (self.last_step or 0) if steps is None else self.offset + steps
+
+  @functools.cached_property
   def shape(self) -> Any:
     """Returns the `flops.Shape` of its network; see `network.shape_of`."""
     return network.shape_of(self.path, self.gin)
+
+  @functools.cached_property
+  def kernels(self) -> Any:
+    """Returns its sparse parameters, each a `flops.Kernel`; see `network.kernels_of`."""
+    return network.kernels_of(self.path, self.gin, self.rules, self.shape)
 
   def flops(self, until: int) -> tuple[float, float]:
     """Returns FLOPs of the first steps, and what a dense run would have spent on them.
@@ -99,13 +151,16 @@ class Run:
     """
     from nm_sparsity_jax import flops
 
-    recipes, shape = dict(self.rules.places), self.shape
+    shape, recipes = self.shape, self.sparse
     settings = trained.parse_settings(self.gin)
     batch, steps = settings.get("BATCH_SIZE"), settings.get("SPARSE_STEPS")
     if not isinstance(batch, int) or not isinstance(steps, int):
       raise ValueError("BATCH_SIZE and SPARSE_STEPS are not numbers in config.gin")
-    cost = flops.training(shape, recipes, batch, steps=steps, until=until)
-    return cost.flops, flops.training(shape, {}, batch, steps=steps, until=until).flops
+    dense = flops.training(shape, {}, batch, steps=steps, until=until).flops
+    try:
+      return flops.training(shape, recipes, batch, steps=steps, until=until).flops, dense
+    except ValueError:  # a place that is no role, such as a regex, or groups that do not divide
+      return flops.price(shape, self.kernels, batch, until=until).training_sparse, dense
 
 
 def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:
@@ -135,6 +190,21 @@ def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:
   return [_read(folder, name) for folder, name in zip(given, names, strict=True)]
 
 
+def dense_beside(runs: Sequence[Run], run: Run) -> Run | None:
+  """Returns the dense run that says what a sparse one lost: it began and ends where that one does.
+
+  Args:
+    runs: all runs of a page.
+    run: one of them.
+
+  Returns:
+    The dense run; None where there is none, or the run is dense itself.
+  """
+  return (
+    None if run.is_dense else next((r for r in runs if r.is_dense and r.span == run.span), None)
+  )
+
+
 def _read(folder: pathlib.Path, name: str) -> Run:
   rooms = [folder / room for room in ("train", "training_eval", "inference_eval")]
   if not any(room.is_dir() for room in rooms):
@@ -160,8 +230,7 @@ def _read(folder: pathlib.Path, name: str) -> Run:
 def tasks_of(folder: pathlib.Path) -> dict[str, results.Series]:
   """Returns task -> step -> metric -> value for all tasks of a run.
 
-  A task's metrics come from inference_eval/, and from evaluations.json where that has none. Metrics
-  of the latter of which less is better are left out: no run is judged by them as if more were.
+  A task's metrics come from inference_eval/, and from evaluations.json where that has none.
 
   Args:
     folder: the run's.
@@ -173,10 +242,8 @@ def tasks_of(folder: pathlib.Path) -> dict[str, results.Series]:
   noted: dict[str, results.Series] = {}
   for step, entry in folders.evaluations(folder).items():
     for task, metrics in (entry.get("metrics") or {}).items():
-      less = functools.partial(directions.less_is_better, entry)
-      values = {name: x for name, x in metrics.items() if not less(name)}
-      if task not in found and values:
-        noted.setdefault(task, {})[step] = values
+      if task not in found and metrics:
+        noted.setdefault(task, {})[step] = metrics
   return found | dict(sorted(noted.items()))
 
 

@@ -16,34 +16,39 @@ def schedule(runs: Sequence[Run]) -> Iterator[Strip | Chart | str]:
   """Yields a strip for each recipe of each run, then charts of D, patterns and density."""
   lines = []
   for i, run in enumerate(runs):
-    rules, why = parts.tried(getattr, run, "rules")
-    if why:
-      yield f"{run.name}: no schedule, {why}."
+    rules = parts.tried(getattr, run, "rules")[0]
+    if rules is None:
       continue
     by_recipe: dict[Any, list[str]] = {}
     for place, recipe in rules.places.items():
       by_recipe.setdefault(recipe, []).append(place)
     for recipe, places in by_recipe.items():
-      if found := segments(recipe):
+      if found := segments(recipe, run.offset):
         yield Strip(i, f"{', '.join(places)}: {recipe.name}", found)
-        lines.append(Line(i, decay(recipe, found), "dashed"))
+        lines.append(Line(i, decay(recipe, found, run.offset), "dashed"))
+  reasons = ((run.name, parts.tried(getattr, run, "rules")[1]) for run in runs)
+  yield from parts.told((name, f"no schedule, {why}") for name, why in reasons if why)
   for i, run in enumerate(runs):
     if points := run.train.get("nm/D"):
-      lines.append(Line(i, parts.by_sparse_step(run, points), "dots"))
+      lines.append(Line(i, sorted(points.items()), "dots"))
 
   def pattern(key: str) -> Chart | None:
-    return parts.chart(
-      runs, f"pattern_{key}", f"Pattern n/m of {key}", lambda run: _kept(run, key), note=parts.MEAN
-    )
+    of = lambda run: _kept(run, key)
+    return parts.chart(runs, f"pattern_{key}", f"Pattern n/m of {key}", of, "steps")
 
   title = "D, by schedule (dashed) and as sampled (dots)"
   charts = [
-    parts.by_step(runs, "decay", title, lines, note=parts.MEAN) if lines else None,
+    parts.by_step(runs, "decay", title, lines) if lines else None,
     *map(pattern, sorted({t[5:] for run in runs for t in run.train if _is_rule(run, t)})),
-    parts.tagged(runs, "density", "Density in use: 1 while D > 0", "nm/density", note=parts.MEAN),
+    parts.tagged(runs, "density", "Density in use: 1 while D > 0", "nm/density", style="steps"),
   ]
   otherwise = "No run has a schedule in its config.gin, or samples of D and patterns."
   yield from parts.some(charts, otherwise)
+  if any(run.by_t5x and any(t.startswith("nm/") for t in run.train) for run in runs):
+    yield (
+      "A point that T5X wrote is the mean over the samples since the one before, so it lags the "
+      "schedule by up to one such interval."
+    )
 
 
 def _is_rule(run: Run, tag: str) -> bool:
@@ -56,12 +61,17 @@ def _kept(run: Run, key: str) -> dict[int, float]:
   return {step: n[step] / m[step] for step in n if m.get(step)}
 
 
-def segments(recipe: Any) -> list[tuple[int, int, str, float, float, float]]:
-  """Returns the timeline of a recipe as the segments of a `Strip`."""
+def segments(recipe: Any, offset: int = 0) -> list[tuple[int, int, str, float, float, float]]:
+  """Returns the timeline of a recipe as the segments of a `Strip`.
+
+  Args:
+    recipe: the recipe.
+    offset: the step before its first one.
+  """
   return [
     (
-      s.start,
-      s.stop,
+      offset + s.start,
+      offset + s.stop,
       str(s.pattern) if s.pattern else "dense",
       s.pattern.density if s.pattern else 1.0,
       float(s.decay_start),
@@ -71,21 +81,23 @@ def segments(recipe: Any) -> list[tuple[int, int, str, float, float, float]]:
   ]
 
 
-def decay(recipe: Any, segments: Sequence[tuple]) -> list[tuple[float, float]]:
+def decay(recipe: Any, segments: Sequence[tuple], offset: int = 0) -> list[tuple[float, float]]:
   """Returns (step, D) at the ends of segments and in between, as the recipe itself computes D.
 
   Args:
     recipe: the recipe.
     segments: what `segments` returned for it.
+    offset: the step before its first one.
   """
   import jax
   import numpy as np
 
-  total = segments[-1][1]
+  total = segments[-1][1] - offset
   steps = {round(k * (total - 1) / 100) for k in range(101)}
-  steps |= {s for start, stop, *_ in segments for s in (start, stop - 1)}
+  steps |= {s - offset for start, stop, *_ in segments for s in (start, stop - 1)}
   ordered = np.array(sorted(steps), np.int32)
-  return [(int(s), float(d)) for s, d in zip(ordered, jax.vmap(recipe.decay)(ordered), strict=True)]
+  values = jax.vmap(recipe.decay)(ordered)
+  return [(offset + int(s), float(d)) for s, d in zip(ordered, values, strict=True)]
 
 
 def density(runs: Sequence[Run]) -> Iterator[Table | str]:

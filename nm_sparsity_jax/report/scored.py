@@ -5,27 +5,68 @@ GLUE's columns stand beside the published row; metrics of other tasks stand in a
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue, scores
 from nm_sparsity_jax.report import parts
 from nm_sparsity_jax.report.parts import Cell, Table
-from nm_sparsity_jax.report.reading import Run
+from nm_sparsity_jax.report.reading import Run, dense_beside
 from nm_sparsity_jax.runs import results
 
 
-def measures(run: Run) -> dict[str, tuple[str, tuple[str, ...]]]:
-  """Returns what a run is judged by: name -> (task, metrics).
+@dataclasses.dataclass(frozen=True)
+class Measure:
+  """What a run is judged by.
 
-  These are the columns of GLUE if it has any, else all its tasks, with the metrics of every step.
+  Attributes:
+    task: of which task.
+    metrics: those whose mean counts.
+    less: whether less is better.
+  """
+
+  task: str
+  metrics: tuple[str, ...]
+  less: bool = False
+
+  def at(self, run: Run, step: int) -> float:
+    """Returns the value at a step that was evaluated; NaN where it lacks a metric."""
+    values = run.tasks[self.task][step]
+    return math.fsum(values.get(m, math.nan) for m in self.metrics) / len(self.metrics)
+
+  def step(self, run: Run, checkpoint: str | int) -> int | None:
+    """Returns the step that counts, as `scores.choose` does; None if there is none.
+
+    The best step is never one whose weights are denser than the pattern.
+
+    Args:
+      run: the run.
+      checkpoint: 'best', 'last' or a step.
+    """
+    series, first = run.tasks.get(self.task, {}), run.settings.target_from() or 0
+    if not series:
+      return None
+    return scores.choose(series, self.metrics, checkpoint, first, self.less)[0]
+
+
+def measures(run: Run) -> dict[str, Measure]:
+  """Returns what a run is judged by, by name.
+
+  These are the columns of GLUE if it has any. Else they are all its tasks, each with the metrics of
+  every step of which more is better, and each metric by itself of which less is better.
   """
   if columns := columns_of(run):
-    return columns
+    return {name: Measure(*column) for name, column in columns.items()}
   found = {}
   for task, series in run.tasks.items():
-    if metrics := sorted(set.intersection(*map(set, series.values()))) if series else []:
-      found[task] = task, tuple(metrics)
+    names = sorted(set.intersection(*map(set, series.values()))) if series else []
+    if more := [name for name in names if not run.less_is_better(name)]:
+      found[task] = Measure(task, tuple(more))
+    for name in names:
+      if run.less_is_better(name):
+        found[f"{task} {name}"] = Measure(task, (name,), less=True)
   return found
 
 
@@ -55,13 +96,24 @@ def table(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
   yield from _others(runs, checkpoint)
   if not any(run.tasks for run in runs):
     yield "No run has metrics of decoded predictions (inference_eval/)."
+  yield from parts.told(
+    (
+      run.name,
+      f"no dense run from step {run.span[0]:,} to {run.span[1]:,} is beside it, so this "
+      "page does not say what sparsity costs",
+    )
+    for run in runs
+    if not run.is_dense
+    and parts.tried(getattr, run, "rules")[0] is not None
+    and dense_beside(runs, run) is None
+  )
 
 
 def _others(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
   """Yields a table of the metrics of tasks that are not GLUE's, if there are any."""
   others = sorted({t for run in runs for t in run.tasks if not glue.config_of(t)})
   rows = [
-    [f"{task} {metric}", *(_chosen(run, task, metric, checkpoint) for run in runs)]
+    _row(runs, task, metric, checkpoint)
     for task in others
     for metric in sorted({m for r in runs for s in r.tasks.get(task, {}).values() for m in s})
   ]
@@ -71,14 +123,25 @@ def _others(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]
     yield from unknown_targets(runs, checkpoint)
 
 
+def _row(runs: Sequence[Run], task: str, metric: str, checkpoint: str | int) -> list[str | Cell]:
+  """Returns the row of a metric; of several runs the best stands out."""
+  less = any(run.less_is_better(metric) for run in runs if task in run.tasks)
+  measure = Measure(task, (metric,), less)
+  steps = [measure.step(run, checkpoint) for run in runs]
+  values = [
+    None if step is None else measure.at(run, step) for run, step in zip(runs, steps, strict=True)
+  ]
+  there = [value for value in values if value is not None]
+  best = (min if less else max)(there) if len(set(there)) > 1 else None
+  cells: list[str | Cell] = [f"{task} {metric}{', less is better' if less else ''}"]
+  for step, value in zip(steps, values, strict=True):
+    text = "–" if value is None else f"{value:.4g} @ {step:,}"
+    cells.append(Cell(text, strong=True) if best is not None and value == best else text)
+  return cells
+
+
 def _score_of(runs: Sequence[Run], checkpoint: str | int) -> dict[str, Any]:
   return scores.score([results.read(str(run.path)) for run in runs], checkpoint)
-
-
-def _chosen(run: Run, task: str, metric: str, checkpoint: str | int) -> str:
-  series = run.tasks.get(task, {})
-  step = step_of(run, series, [metric], checkpoint) if series else None
-  return "–" if step is None else f"{series[step][metric]:.4g} @ {step - run.offset:,}"
 
 
 def of_target(checkpoint: str | int) -> str:
@@ -88,25 +151,10 @@ def of_target(checkpoint: str | int) -> str:
 
 def unknown_targets(runs: Sequence[Run], checkpoint: str | int) -> Iterator[str]:
   """Names the runs whose best step may have denser weights than the target pattern."""
-  for run in runs if checkpoint == "best" else ():
-    if remark := run.settings.target_remark():
-      yield f"{run.name}: {remark}, so its best step may be one before it."
-
-
-def step_of(
-  run: Run, series: results.Series, metrics: Sequence[str], checkpoint: str | int
-) -> int | None:
-  """Returns the step that counts, as `scores.choose` does; None if there is none.
-
-  The best step is never one whose weights are denser than the pattern.
-
-  Args:
-    run: the run.
-    series: step -> metric -> value, of one of its tasks.
-    metrics: the metrics whose mean counts.
-    checkpoint: 'best', 'last' or a step.
-  """
-  return scores.choose(series, metrics, checkpoint, run.settings.target_from() or 0)[0]
+  remarks = ((run.name, run.settings.target_remark()) for run in runs if checkpoint == "best")
+  yield from parts.told(
+    (name, f"{remark}, so the best step may be one before it") for name, remark in remarks if remark
+  )
 
 
 def _glue_table(
@@ -125,7 +173,7 @@ def _glue_table(
   for run, row in zip(scored, report["runs"], strict=True):
     best = [title for title, names in report["best"].items() if row["run"] in names]
     rows.append([Cell(run.name, run=runs.index(run)), *cells(row, best)])
-    steps = {t: f"{c['step'] - run.offset:,}" for t, c in row["columns"].items()}
+    steps = {t: f"{c['step']:,}" for t, c in row["columns"].items()}
     rows.append(["at step", *(steps.get(t, "") for t in titles)])
     if published := row["published"]:
       rows.append([f"published, Table {published['table']}", *cells(published)])
@@ -137,9 +185,11 @@ def _glue_table(
     "last": "the last one of each task",
   }
   yield f"Checkpoint: {meaning.get(report['checkpoint'], report['checkpoint'])}."
-  for row in report["runs"]:
-    if said := [*_missing(row["missing"]), *row["remarks"]]:
-      yield f"{row['run']}: {'; '.join(said)}."
+  yield from parts.told(
+    (row["run"], said)
+    for row in report["runs"]
+    for said in (*_missing(row["missing"]), *row["remarks"])
+  )
 
 
 def _missing(missing: Mapping[str, str]) -> Iterator[str]:

@@ -2,8 +2,7 @@
 
     [reading.read] -> Run -> [sections] -> Section(Chart | Table | Strip | a sentence)
 
-A step on an x axis is one of the sparse run: the global one less `Run.offset`, so runs lie over one
-another.
+A step on an x axis is the global one: a run that begins at a checkpoint begins at that one's step.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 from nm_sparsity_jax.report import charts, parts
 from nm_sparsity_jax.report.parts import Cell, Table
-from nm_sparsity_jax.report.reading import LOSS, Run
+from nm_sparsity_jax.report.reading import Run
 
 
 def overview(runs: Sequence[Run]) -> Iterator[Table | str]:
@@ -17,15 +17,14 @@ def overview(runs: Sequence[Run]) -> Iterator[Table | str]:
     step = run.last_step or 0
     rules, why = parts.tried(getattr, run, "rules")
     what = "; ".join(f"{p}: {_what(r)}" for p, r in rules.places.items()) if rules else why
-    steps = run.settings.sparse_steps
-    loss = list(run.train.get(LOSS if run.counts_tokens else "loss", {}).values())
+    loss = list(run.loss.values())
     density = list(run.train.get("nm/density", {}).values())
     cost = parts.tried(run.flops, step - run.offset)[0]
     rows.append(
       [
         Cell(run.name, run=i),
         what,
-        f"{step - run.offset:,} of {steps:,}" if steps is not None else f"{step:,}",
+        _steps(run),
         _value(loss[-1] if loss else None),
         _value(density[-1] if density else None),
         f"{charts.number(cost[0])} ({cost[0] / cost[1]:.1%})" if cost and cost[1] else "–",
@@ -33,9 +32,18 @@ def overview(runs: Sequence[Run]) -> Iterator[Table | str]:
     )
   head = ["run", "recipe", "steps", "last loss", "density now", "training FLOPs (of dense)"]
   yield Table(head, rows, words=True)
-  for run in runs:
-    if run.offset:
-      yield f"{run.name}: a checkpoint's step is {run.offset:,} more than that of the sparse run."
+  yield from parts.told(
+    (run.name, f"the first {run.offset:,} steps are inherited, those of the checkpoint it began at")
+    for run in runs
+    if run.offset
+  )
+
+
+def _steps(run: Run) -> str:
+  """Returns the steps that a run did itself, of how many, and those that it inherited."""
+  steps, done = run.settings.sparse_steps, (run.last_step or 0) - run.offset
+  own = f"{done:,} of {steps:,}" if steps is not None else f"{done:,}"
+  return f"{own}, after {run.offset:,} inherited" if run.offset else own
 
 
 def _value(value: float | None) -> str:
@@ -83,8 +91,10 @@ def environment(runs: Sequence[Run]) -> Iterator[Table | str]:
 
   names = dict.fromkeys(name for found in known.values() for name in found)
   yield Table(["", *parts.heads(runs)], [row(name) for name in names], words=True)
-  for run in runs:
-    if len(run.processes) > 1:
-      steps = ", ".join(f"{p['from'] - run.offset:,}" for p in run.processes[1:])
-      yield f"{run.name}: went on at step {steps} in another environment; the last one is shown."
+  at = lambda run: ", ".join(f"{p['from']:,}" for p in run.processes[1:])
+  yield from parts.told(
+    (run.name, f"went on at step {at(run)} in another environment; the last one is shown")
+    for run in runs
+    if len(run.processes) > 1
+  )
   yield from parts.lacking(runs, lambda run: run.processes, "no note of what it ran with")

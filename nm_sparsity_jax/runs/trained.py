@@ -2,6 +2,7 @@
 
     config.gin        -> [read_settings] -> Settings: values of gin macros
     newest checkpoint -> [rules_of]      -> Rules, those of the macros where no checkpoint tells
+    newest checkpoint -> [shapes_of]     -> its parameters, as shapes
     run.json          -> [started]       -> where it began, what it ran with
 
 A checkpoint of a sparse run holds the text of its rules, so it is believed first: the macros may be
@@ -23,6 +24,7 @@ from nm_sparsity_jax.runs import files, folders
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.rules import Rules
+  from nm_sparsity_jax.runs.checkpoint import Stored
 
 
 def config_of(folder: str | os.PathLike) -> pathlib.Path | None:
@@ -153,19 +155,50 @@ def rules_of(folder: str | os.PathLike, gin: str | None = None) -> Rules:
 
 def _stored(folder: str | os.PathLike) -> Rules | None:
   """Returns the rules in the newest checkpoint; None where it has none or cannot be read."""
-  newest = folders.latest(folder)
-  if newest is None:
-    return None
   from nm_sparsity_jax import rules_text
-  from nm_sparsity_jax.runs import checkpoint
 
+  newest = _newest(folder)
+  if newest is None or newest.rules is None:
+    return None
   try:
-    text = checkpoint.read(newest).rules
-    return None if text is None else rules_text.parse(text)
+    return rules_text.parse(newest.rules)
   except UnknownRecipe:  # the macros know no more of it
     raise
+  except ValueError:
+    return None
+
+
+def _newest(folder: str | os.PathLike) -> Stored | None:
+  """Returns the newest checkpoint; None where there is none or it cannot be read."""
+  from nm_sparsity_jax.runs import checkpoint
+
+  newest = folders.latest(folder)
+  try:
+    return None if newest is None else checkpoint.read(newest)
   except (ValueError, OSError, ImportError):  # copied in part, say, or Orbax is not installed
     return None
+
+
+def shapes_of(folder: str | os.PathLike) -> Any:
+  """Returns the parameters of a run's newest checkpoint as shapes; None where none can be read.
+
+  Args:
+    folder: the run's.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  from nm_sparsity_jax.runs import checkpoint
+
+  newest = _newest(folder)
+  if newest is None:
+    return None
+  found = {
+    key.removeprefix("target/"): jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+    for key, leaf in newest.leaves.items()
+    if key.startswith("target/") and leaf.shape is not None
+  }
+  return checkpoint.nested(found) or None
 
 
 def _configured(settings: Settings) -> Rules:

@@ -84,7 +84,11 @@ def tell(
 
 
 def choose(
-  series: results.Series, metrics: Sequence[str], checkpoint: str | int, first: int = 0
+  series: results.Series,
+  metrics: Sequence[str],
+  checkpoint: str | int,
+  first: int = 0,
+  less_is_better: bool = False,
 ) -> tuple[int | None, str]:
   """Returns the step to report and a remark; (None, why) if there is none.
 
@@ -97,6 +101,7 @@ def choose(
     metrics: the metrics whose mean counts.
     checkpoint: 'best', 'last', or a step.
     first: the first step whose weights have the target pattern.
+    less_is_better: the best step has the least mean.
 
   >>> choose({10: {"f1": 60.0}, 20: {"f1": 70.0}, 30: {"f1": 65.0}}, ["f1"], "best")
   (20, '')
@@ -122,7 +127,8 @@ def choose(
   if not sound:
     return None, remark
   means = [_mean(series[step][metric] for metric in metrics) for step in sound]
-  return sound[means.index(max(means))], remark  # the first of equals
+  best = min(means) if less_is_better else max(means)
+  return sound[means.index(best)], remark  # the first of equals
 
 
 def mean_of(row: Mapping[str, Any], title: str) -> float | None:

@@ -27,6 +27,7 @@ _KEYS = {
   "patterns": "patterns, a list of strings such as '1:8'",
   "seeds": "seeds, a list of whole numbers",
   "baseline": "the recipe that the others are compared with, one of the recipes",
+  "dense": "whether a dense run of the same steps is beside the sparse ones, true or false",
   "macros": "a table of gin macros",
   "variants": "tables of gin macros by name, each with a RECIPE",
   "start": "a table of gin macros, for a dense run from scratch that a seed's runs start from",
@@ -147,7 +148,8 @@ def read(file: str, imports: Sequence[str] = ()) -> Sweep:
 def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
   """Makes the sweep of what TOML gave."""
   _check_keys(given)
-  recipes = _list(given, "recipes", str)
+  named = _list(given, "recipes", str)
+  recipes = _with_dense(given, named)
   is_sparse = any(recipe != "dense" for recipe in recipes)
   patterns = [_pattern(text) for text in _list(given, "patterns", str, needed=is_sparse)]
   _distinct("patterns", patterns)
@@ -158,7 +160,7 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
   _check_recipes(recipes, variants)
   if (runs := len(recipes) * max(len(patterns), 1) * len(seeds)) > _MOST_RUNS:
     raise ValueError(f"recipes x patterns x seeds are {runs:,} runs, and at most {_MOST_RUNS:,}.")
-  baseline = given.get("baseline", recipes[0])
+  baseline = given.get("baseline", named[0])
   if baseline not in recipes:
     raise ValueError(f"baseline: {baseline!r} is not one of the recipes, {', '.join(recipes)}.")
   out = given.get("out")
@@ -178,6 +180,20 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     file=file, out=folder, gin_files=_list(given, "gin_files", str), recipes=recipes,
     patterns=patterns, seeds=seeds, baseline=baseline, starts=starts, cells=cells,
   )  # fmt: skip
+
+
+def _with_dense(given: Mapping[str, Any], recipes: list[str]) -> list[str]:
+  """Returns the recipes with `dense` among them, unless the file leaves it out.
+
+  Without a dense run of the same steps, nothing says what sparsity costs: training on makes a dense
+  network better too.
+  """
+  wanted = given.get("dense", True)
+  if not isinstance(wanted, bool):
+    raise ValueError(f"dense: give true or false; not {wanted!r}.")
+  if not wanted and "dense" in recipes:
+    raise ValueError("dense: it is false, but 'dense' is among the recipes: keep one.")
+  return ["dense", *recipes] if wanted and "dense" not in recipes else recipes
 
 
 # --- cells --------------------------------------------------------------------------------------

@@ -11,19 +11,18 @@ import dataclasses
 import itertools
 import pathlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import report
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.report import charts, reading, sections
 from nm_sparsity_jax.report.charts import Chart, Line
-from nm_sparsity_jax.report.parts import Section, Table
+from nm_sparsity_jax.report.parts import Section, Table, key_of, some
 from nm_sparsity_jax.report.reading import Run
 from nm_sparsity_jax.sweep import texts
 from nm_sparsity_jax.sweep.checks import Checked
 from nm_sparsity_jax.sweep.grid import Sweep
-from nm_sparsity_jax.sweep.tables import MEASURES
 
 
 def page(sweep: Sweep, checked: Checked, found: Mapping[str, Any]) -> pathlib.Path | None:
@@ -34,15 +33,22 @@ def page(sweep: Sweep, checked: Checked, found: Mapping[str, Any]) -> pathlib.Pa
     checked: what `check` returns.
     found: what `table` returns.
   """
+  runs_of = {
+    cell.name: reading.read([cell.folder])[0]
+    for cell in sweep.runs()
+    if checked.runs[cell.name].is_done()
+  }
   done: dict[tuple[str, str | None], list[Run]] = {}
   for cell in sweep.cells:
-    if checked.runs[cell.name].is_done():
-      (run,) = reading.read([cell.folder])
-      done.setdefault((cell.recipe, cell.pattern), []).append(run)
+    if cell.name in runs_of:
+      done.setdefault((cell.recipe, cell.pattern), []).append(runs_of[cell.name])
   if not done:
     return None
   recipes = sweep.recipes[: charts.MAX_RUNS]  # more have no colours
-  parts = [Section("results", "Results", list(_results(found, recipes)))]
+  parts = [
+    Section("results", "Results", list(_results(found, recipes))),
+    Section("curves", "Loss of all runs", list(_all_runs(sweep, runs_of, recipes))),
+  ]
   shown: list[Run] = []
   for number, pattern in enumerate(sweep.patterns or [None]):
     runs = [
@@ -76,7 +82,7 @@ def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
   if len(labels) < 2:
     return
   titles = {"score": "Score", "loss": "Loss on validation data"}
-  for measure in MEASURES:
+  for measure in found["measures"]:
     lines = [
       Line(i, points)
       for i, recipe in enumerate(recipes)
@@ -86,14 +92,47 @@ def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]):
     ]
     if lines:
       yield Chart(
-        f"{measure}_by_pattern",
-        f"{titles[measure]}, against pattern",
+        key_of(f"{measure}_by_pattern"),
+        f"{titles.get(measure, measure)}, against pattern",
         "pattern, from dense to sparse",
         lines,
         labels=labels,
         note="Means over the seeds that are done."
         + (" dense has no pattern." if "dense" in recipes else ""),
       )
+
+
+def _all_runs(
+  sweep: Sweep, runs_of: Mapping[str, Run], recipes: Sequence[str]
+) -> Iterator[Chart | str]:
+  """Yields the loss curves of every run, and of the runs that they start from, in one place."""
+  runs = [
+    (cell, runs_of[cell.name])
+    for cell in sweep.runs()
+    if cell.name in runs_of and (sweep.is_start(cell) or cell.recipe in recipes)
+  ]
+  since = min(run.offset for _, run in runs)
+
+  def chart(key: str, title: str, of: Callable[[Run], Mapping[int, float]]) -> Chart | None:
+    lines = [
+      Line(
+        None if sweep.is_start(cell) else recipes.index(cell.recipe),
+        sorted(points.items()),
+        "thin",
+        name=cell.name,
+      )
+      for cell, run in runs
+      if (points := of(run))
+    ]
+    return Chart(key_of(key), title, "step", lines, since=since) if lines else None
+
+  charts = [chart("all_train_loss", "Training loss", lambda run: run.loss)]
+  for task in sorted({task for _, run in runs for task in run.evals}):
+    of = lambda run, task=task: run.loss_of(task)
+    charts.append(chart(f"all_eval_loss_{task}", f"Validation loss, {task}", of))
+  yield from some(charts, "No run has curves of its loss.")
+  if any(charts):
+    yield "A line is a run, in the colour of its recipe; those that the others start from are grey."
 
 
 def _pieces(

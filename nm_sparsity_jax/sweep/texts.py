@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.sweep.tables import MEASURES
 from nm_sparsity_jax.text import columns
 
 
@@ -19,12 +18,15 @@ def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
   Args:
     found: what `sweep.table` returns.
   """
-  for measure in MEASURES:
+  for measure in found["measures"]:
     values = [row[measure]["mean"] for row in found["rows"] if row[measure]["mean"] is not None]
     if values:
-      yield from _by_measure(found, measure, 4 if measure == "loss" else _digits(values))
+      yield from _by_measure(found, measure, _digits_of(measure, values))
   if len(found["tasks"]) > 1:
     yield _by_task(found)
+
+
+_MEANING = "mean +- half of its 95 % interval"
 
 
 def _by_measure(
@@ -36,14 +38,15 @@ def _by_measure(
   recipes = list(dict.fromkeys(row["recipe"] for row in found["rows"]))
   find = {(row["recipe"], row["pattern"]): row for row in found["rows"]}
   row_of = lambda recipe, at: find[recipe, None if recipe == "dense" else at]
+  of_score = [task for task in found["tasks"] if task not in found["less_is_better"]]
   what = {
-    "score": f"score: {_names(found['tasks'])}, more is better",
+    "score": f"score: {_names(of_score)}, more is better",
     "loss": "loss on validation data, less is better",
-  }
+  }.get(measure, f"{measure}, less is better")
   means = [
     [recipe, *(_mean(row_of(recipe, at), measure, digits) for at in heads)] for recipe in recipes
   ]
-  yield what[measure], [["", *heads], *means]
+  yield f"{what}; {_MEANING} (seeds)", [["", *heads], *means]
   others = [recipe for recipe in recipes if recipe != found["baseline"]]
   if patterns and others:
     differences = [
@@ -51,7 +54,7 @@ def _by_measure(
       for recipe in others
     ]
     title = f"{measure}, less that of {found['baseline']} with the same seed"
-    yield title, [["", *heads], *differences]
+    yield f"{title}; {_MEANING} (pairs)", [["", *heads], *differences]
 
 
 def _by_task(found: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
@@ -61,7 +64,8 @@ def _by_task(found: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
     [row["recipe"], row["pattern"] or "", *(_number(c["mean"], digits) for c in _cells(row))]
     for row in found["rows"]
   ]
-  return "by task, means over seeds", [["", "", *found["tasks"]], *rows]
+  less = f"; less is better: {', '.join(found['less_is_better'])}" * bool(found["less_is_better"])
+  return f"by task, means over seeds{less}", [["", "", *found["tasks"]], *rows]
 
 
 def _cells(row: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
@@ -81,15 +85,20 @@ def _digits(values: Sequence[float | None]) -> int:
   return 1 if max((abs(v) for v in values if v is not None), default=0.0) > 2 else 3
 
 
+def _digits_of(measure: str, values: Sequence[float]) -> int:
+  """Returns the digits to show of a measure: 4 of a loss and of what is counted as one."""
+  return _digits(values) if measure == "score" else 4
+
+
 def _number(value: float | None, digits: int) -> str:
   """Returns a number, `-` for None."""
   return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _mean(row: Mapping[str, Any], measure: str, digits: int) -> str:
-  """Returns a mean such as `77.9 +-0.8 (3)`, or `(2 of 3)` where seeds are missing."""
+  """Returns a mean such as `77.9 +-2.0 (3)`, or `(2 of 3)` where seeds are missing."""
   found = row[measure]
-  spread = f" +-{found['sd']:.{digits}f}" if found["sd"] is not None else ""
+  spread = f" +-{found['half']:.{digits}f}" if found["half"] is not None else ""
   return f"{_number(found['mean'], digits)}{spread} {_count(found['n'], row)}"
 
 
@@ -118,15 +127,11 @@ def notes(found: Mapping[str, Any]) -> list[str]:
   """Returns what a reader of the numbers must know, a line each."""
   made = []
   if found["done"]:
-    made.append("+- of a mean: the standard deviation over seeds; in brackets the seeds.")
-    made.append("Of the last checkpoint of each run.")
+    made.append("Of the last checkpoint of each run. The 95 % intervals are by Student's t.")
   pairs = [d[m]["pairs"] for row in found["rows"] for d in row["differences"].values() for m in d]
   compared = sum(n > 1 for n in pairs)
   if compared:
-    made.append(
-      "+- of a difference: the 95 % interval of its mean by Student's t, not corrected for there "
-      f"being {compared}; in brackets the pairs."
-    )
+    made.append(f"Those of the {compared} differences are not corrected for their number.")
   if any(row["recipe"] == "dense" for row in found["rows"]) and len(found["rows"]) > 1:
     made.append("dense is one run a seed, and stands under every pattern.")
   for run in found["runs"]:
