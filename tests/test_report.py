@@ -345,9 +345,7 @@ def test_what_is_said_of_several_runs_is_said_once(tmp_path):
     if name != "c":
       file.write_text(file.read_text().replace("RECIPE = ", "NO_RECIPE = "))
   said = [line for key in ("runs", "scores", "schedule", "cost") for line in sentences(runs, key)]
-  assert (
-    "a, b, c: the first 1,000 steps are inherited, those of the checkpoint it began at." in said
-  )
+  assert "a, b, c: start at a checkpoint of step 1,000, and inherit the steps before it." in said
   assert "a, b: no schedule, config.gin has no macro RECIPE." in said
   assert "a, b, c: no FLOPs, config.gin binds no T5Config." in said
   assert any(line.startswith("a, b, c: no overall, missing CoLA, ") for line in said)
@@ -561,7 +559,7 @@ def test_tables(runs, tmp_path):
     "0.64", "0.125",
   ]  # fmt: skip
   assert by_key["runs"][1:] == [
-    "mdgf, sr<b>ste: the first 1,000 steps are inherited, those of the checkpoint it began at."
+    "mdgf, sr<b>ste: start at a checkpoint of step 1,000, and inherit the steps before it."
   ]
   density = by_key["density"][0]
   assert [row[0] for row in density.rows] == list(PATHS)  # 2 before 10

@@ -6,16 +6,13 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nm_sparsity_jax import roles
 from nm_sparsity_jax.report import parts, scored
 from nm_sparsity_jax.report.charts import Chart, Line
 from nm_sparsity_jax.report.reading import Run
 from nm_sparsity_jax.runs import trained
-
-if TYPE_CHECKING:
-  from nm_sparsity_jax.rules import Rules
 
 
 def cost(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Chart | str]:
@@ -106,11 +103,11 @@ def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | s
   found: dict[int, tuple[float, str, float]] = {}  # run -> (density, pattern, score)
   recipes: dict[str, list[int]] = {}
   for i, run in enumerate(runs):
-    rules = parts.tried(getattr, run, "rules")[0]
-    if run not in judged or rules is None:
+    places = parts.tried(getattr, run, "sparse")[0]
+    if run not in judged or places is None:
       continue
-    found[i] = *_pattern_of(rules), _score_of(run, common, checkpoint)
-    recipes.setdefault("/".join(dict.fromkeys(r.name for r in rules.places.values())), []).append(i)
+    found[i] = *_pattern_of(places), _score_of(run, common, checkpoint)
+    recipes.setdefault("/".join(dict.fromkeys(r.name for r in places.values())), []).append(i)
   if not found:
     yield "No run's pattern is known."
     return
@@ -130,9 +127,9 @@ def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | s
   )
 
 
-def _pattern_of(rules: Rules) -> tuple[float, str]:
-  """Returns the mean density of the patterns of rules, and the patterns for people."""
-  patterns = {p: r.pattern for p, r in rules.places.items() if r.pattern is not None}
+def _pattern_of(places: Mapping[str, Any]) -> tuple[float, str]:
+  """Returns the mean density of the patterns of places, and the patterns for people."""
+  patterns = {p: r.pattern for p, r in places.items()}
   label = roles.text_of(roles.single({p: str(n) for p, n in patterns.items()})) or "dense"
   shares = [n.density for n in patterns.values()] or [1.0]
   return math.fsum(shares) / len(shares), label

@@ -33,7 +33,7 @@ def overview(runs: Sequence[Run]) -> Iterator[Table | str]:
   head = ["run", "recipe", "steps", "last loss", "density now", "training FLOPs (of dense)"]
   yield Table(head, rows, words=True)
   yield from parts.told(
-    (run.name, f"the first {run.offset:,} steps are inherited, those of the checkpoint it began at")
+    (run.name, f"start at a checkpoint of step {run.offset:,}, and inherit the steps before it")
     for run in runs
     if run.offset
   )
@@ -51,8 +51,10 @@ def _value(value: float | None) -> str:
 
 
 def _what(recipe: Any) -> str:
-  words = [recipe.name if recipe.pattern is None else f"{recipe.name} {recipe.pattern}"]
-  for name in ("dense", "finetune") if recipe.pattern is not None else ():
+  if not any(segment.pattern for segment in recipe.timeline()):
+    return recipe.name
+  words = [f"{recipe.name} {recipe.pattern}"]
+  for name in ("dense", "finetune"):
     if steps := getattr(recipe.phases, name):
       words.append(f"{name} {steps:,}")
   return ", ".join(words)
