@@ -103,6 +103,11 @@ TASKS = [
 # `nm-sparsity report` fills its page with jinja2, which escapes whatever runs are called.
 LOCAL = [*TASKS, _CLU, _ORBAX, "tensorboard", "rich", "matplotlib", _JINJA]
 
+# Curves in MLflow, beside TensorBoard (`local.tracking`). This is the client, which talks to a
+# server. All of MLflow brings the server too, and a database for `sqlite:///`. `dev` lacks it, for
+# it brings 29 packages with 93 MB, which took 23 s to install. Its tests skip without it.
+TRACKING = ["mlflow-skinny>=3.17.2"]
+
 # What T5X needs from the Python package index. T5X itself, airio and jestimator are not
 # there. Install those three afterwards, each from its source at a pinned commit with
 # `pip install --no-deps`: T5X's own requirements are git heads that fight any pin.
@@ -167,7 +172,14 @@ setuptools.setup(
   cmdclass={"build_py": BuildWithData},
   entry_points={"console_scripts": ["nm-sparsity = nm_sparsity_jax.cli:main"]},
   install_requires=CORE,
-  extras_require={"tasks": TASKS, "local": LOCAL, "t5x": T5X, "docs": DOCS, "dev": DEV},
+  extras_require={
+    "tasks": TASKS,
+    "local": LOCAL,
+    "tracking": TRACKING,
+    "t5x": T5X,
+    "docs": DOCS,
+    "dev": DEV,
+  },  # fmt: skip
   classifiers=[
     "Development Status :: 3 - Alpha",
     "Intended Audience :: Developers",

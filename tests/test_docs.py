@@ -505,7 +505,7 @@ def test_the_table_of_commands_is_complete():
 def test_the_table_of_extras_is_complete():
   table = README.partition("| extra | for |")[2].partition("\n\n")[0]
   found = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
-  extras = re.search(r"extras_require=\{(.*?)\}", (ROOT / "setup.py").read_text())
+  extras = re.search(r"extras_require=\{(.*?)\}", (ROOT / "setup.py").read_text(), re.DOTALL)
   assert extras and found == re.findall(r'"(\w+)":', extras[1])
 
 

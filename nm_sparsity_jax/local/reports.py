@@ -28,38 +28,18 @@ from nm_sparsity_jax.workloads import Sums
 _AHEAD = 2  # steps that are given to the devices before the result of one is looked at
 
 
-def writer(folder: pathlib.Path, start: int) -> Any:
-  """Returns a clu writer of event files and metrics.jsonl; drops lines of later steps."""
-  from clu import metric_writers
+def writer(folder: pathlib.Path, start: int, also: Sequence[Any] = ()) -> Any:
+  """Returns a clu writer of event files and metrics.jsonl; drops lines of later steps.
 
-  class JsonLines(metric_writers.MetricWriter):
-    """One line a call: {"step": ..., name: value, ...}."""
+  Args:
+    folder: of the room.
+    start: the step that the run goes on from.
+    also: other writers that get the same.
+  """
+  from nm_sparsity_jax.local import writers
 
-    def __init__(self, path: pathlib.Path):
-      path.parent.mkdir(parents=True, exist_ok=True)
-      _cut(path, start)
-      self._file = path.open("a")
-
-    def write_scalars(self, step: int, scalars: Mapping[str, Any]):
-      values = {name: float(x) for name, x in scalars.items()}
-      self._file.write(json.dumps({"step": step, **values}) + "\n")
-
-    def write_summaries(self, *args, **kwargs): ...
-    def write_images(self, *args, **kwargs): ...
-    def write_videos(self, *args, **kwargs): ...
-    def write_audios(self, *args, **kwargs): ...
-    def write_texts(self, *args, **kwargs): ...
-    def write_histograms(self, *args, **kwargs): ...
-    def write_hparams(self, *args, **kwargs): ...
-
-    def flush(self):
-      self._file.flush()
-
-    def close(self):
-      self._file.close()
-
-  lines = JsonLines(folder / "metrics.jsonl")
-  return metric_writers.MultiWriter([lines, metric_writers.SummaryWriter(str(folder))])
+  _cut(folder / "metrics.jsonl", start)
+  return writers.joined(folder, also)
 
 
 def _cut(path: pathlib.Path, start: int) -> None:
@@ -82,20 +62,27 @@ class Curves:
 
   Args:
     folder: of the run.
+    tracker: gets all of it too; see `tracking`. None = nobody.
   """
 
-  def __init__(self, folder: pathlib.Path):
-    self._folder = folder
+  def __init__(self, folder: pathlib.Path, tracker: Any = None):
+    self._folder, self._tracker = folder, tracker
     self._writers: dict[str, Any] = {}
 
   def open(self, room: str, start: int) -> None:
     """Makes a room's files; drops lines of steps after `start` where the room is not open yet."""
     if room not in self._writers:
-      self._writers[room] = writer(self._folder / room, start)
+      also = [] if self._tracker is None else [self._tracker.writer(self._folder, room)]
+      self._writers[room] = writer(self._folder / room, start, also)
 
   def write(self, room: str, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes the scalars of a step to a room that is open."""
     self._writers[room].write_scalars(step, scalars)
+
+  def track(self, room: str, step: int, scalars: Mapping[str, Any]) -> None:
+    """Hands the scalars of a step, which have files of their own, to the tracker alone."""
+    if self._tracker is not None:
+      self._tracker.writer(self._folder, room).write_scalars(step, scalars)
 
   def flush(self, *rooms: str) -> None:
     """Writes out what is buffered for some rooms; for all, if none is named."""

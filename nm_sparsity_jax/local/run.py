@@ -82,6 +82,7 @@ class Run:
       in the direction that the workload says; None = the validation loss, smaller is better. Only
       checkpoints of the target pattern count.
     learning_rate: step -> its value, to be reported.
+    tracker: gets the curves beside TensorBoard, such as `tracking.Mlflow()`; None = nobody.
   """
 
   model: Model
@@ -99,6 +100,7 @@ class Run:
   keep_checkpoints: int | None = 3
   best_metric: str | None = None
   learning_rate: Callable[[int], Any] | None = None
+  tracker: Any = None
 
   def __post_init__(self):
     if not isinstance(self.sparse_steps, int) or self.sparse_steps < 1:

@@ -38,6 +38,7 @@ __all__ = ["FREE", "Periods", "Run", "evaluate", "infer", "settings_of", "train"
 # Of `Run`, what its result does not depend on.
 FREE = (
   "model_dir", "evaluation", "periods", "keep_checkpoints", "best_metric", "learning_rate",
+  "tracker",
 )  # fmt: skip
 
 
@@ -81,7 +82,10 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
     asked = lambda: stop.name is not None
     evaluator = run.evaluation.evaluator(run.model, str(saved.folder), asked)
   note_run(run, saved.folder, offset, first, installed.environment())
-  curves, progress = reports.Curves(saved.folder), reports.Progress(first, last, unit=run.unit)
+  curves, progress = (
+    reports.Curves(saved.folder, run.tracker),
+    reports.Progress(first, last, unit=run.unit),
+  )
   watch = reports.Watch(run, offset, curves, progress)
   process = _Process(run, saved, history, evaluator, watch, offset, stop)
   curves.open("train", first)
@@ -205,6 +209,7 @@ def _evaluate(p: _Process, state: TrainState, done: int) -> None:
     p.watch.curves.flush(room)
     say(loss_line(task, scalars, model.workload.headline))
   for task, values in found.metrics.items():
+    p.watch.curves.track(f"inference_eval/{task}", step, values)
     say(metrics_line(task, values))
   density = lambda s: metrics.density(s.params, model.rules, s.sparse_step, s.masks)[:2]
   densities = model.jit(density)(state)

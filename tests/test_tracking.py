@@ -1,0 +1,143 @@
+"""Trackers: the curves of runs beside TensorBoard, live, in MLflow or in a tracker of your own."""
+
+import json
+import pathlib
+import sys
+import warnings
+
+import pytest
+
+from nm_sparsity_jax import cli, gin_files
+
+pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on its own account
+
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore")
+  from nm_sparsity_jax.local import tracking, writers
+
+EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples/own_workload"
+sys.path.append(str(EXAMPLE))
+NEEDED = "MLflow is not installed: pip install -e '.[tracking]'"
+
+
+def call(folder, *files, **macros):
+  """Trains four steps of an MLP."""
+  files = ["gin_configs/runs/local_workload.gin", str(EXAMPLE / "own_workload.gin"),
+           "gin_configs/runs/local_adamw.gin", *files]  # fmt: skip
+  macros = dict(
+    RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=4, EVAL_PERIOD=2, STATS_PERIOD=2, METRICS_EVERY=2,
+    MODEL_DIR=str(folder), **macros,
+  )  # fmt: skip
+  return cli.main([
+    "train", f"--gin_search_paths={gin_files.folder()}", *(f"--gin_file={name}" for name in files),
+    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
+  ])  # fmt: skip
+
+
+def lines(folder, room):
+  """Step -> name -> value, as the run's own file has them."""
+  text = (folder / room / "metrics.jsonl").read_text()
+  found = {}
+  for entry in map(json.loads, text.splitlines()):
+    found.setdefault(entry.pop("step"), {}).update(entry)
+  return found
+
+
+OWN = """
+from nm_sparsity_jax.local import writers
+
+SEEN = []
+
+
+class Notes:
+  def writer(self, folder, room):
+    return Room(folder.name, room)
+
+
+class Room(writers.Scalars):
+  def __init__(self, *where):
+    self.where = where
+
+  def write_scalars(self, step, scalars):
+    SEEN.append((*self.where, step, dict(scalars)))
+"""
+
+
+def test_a_tracker_of_your_own_gets_what_the_files_get(tmp_path, monkeypatch):
+  """Issue 13, point 22: any object with a `writer` of clu is a tracker."""
+  (tmp_path / "notes_of_this_test.py").write_text(OWN)
+  file = tmp_path / "notes.gin"
+  file.write_text(
+    "from __gin__ import dynamic_registration\nimport notes_of_this_test\n"
+    "from nm_sparsity_jax.local import train\ntrain.Run.tracker = @notes_of_this_test.Notes()\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  assert call(tmp_path / "run", str(file)) == 0
+  import notes_of_this_test  # type: ignore
+
+  seen = notes_of_this_test.SEEN
+  assert {(folder, room) for folder, room, *_ in seen} == {
+    ("run", room) for room in ("train", "training_eval/validation", "inference_eval/validation")
+  }
+  for room in ("train", "training_eval/validation"):
+    mine = {}
+    for _, where, step, values in seen:
+      if where == room:
+        mine.setdefault(step, {}).update(values)
+    assert mine == lines(tmp_path / "run", room) and mine
+  assert "tracker" not in (tmp_path / "run/settings.json").read_text()  # a run goes on without it
+
+
+def test_mlflow_has_the_runs_of_a_folder_in_one_experiment(tmp_path, monkeypatch):
+  """Issue 13, point 22: offline, into files; names, steps, values and macros are the run's."""
+  mlflow = pytest.importorskip("mlflow", reason=NEEDED)
+  monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+  uri = (tmp_path / "mlruns").as_uri()
+  for name in ("a", "b"):
+    assert call(tmp_path / "out" / name, "gin_configs/runs/local_mlflow.gin", MLFLOW_URI=uri) == 0
+  assert call(tmp_path / "out/a", "gin_configs/runs/local_mlflow.gin", MLFLOW_URI=uri) == 0  # done
+  client = mlflow.MlflowClient(uri)
+  experiment = client.get_experiment_by_name("out")
+  runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+  assert set(runs) == {"a", "b"}
+  for name, run in runs.items():
+    folder = tmp_path / "out" / name
+    assert run.data.params["PATTERN"] == "'1:4'" and run.info.status == "FINISHED"
+    for room, tags in (("train", ("loss", "nm/D")), ("training_eval/validation", ("loss",))):
+      for tag in tags:
+        told = client.get_metric_history(
+          run.info.run_id, f"{room.replace('/', '.')}/{tag.replace('/', '.')}"
+        )
+        expected = {s: v[tag] for s, v in lines(folder, room).items() if tag in v}
+        assert {m.step: m.value for m in told} == expected and expected
+    assert "inference_eval.validation/absolute_error" in run.data.metrics
+
+
+def test_a_tracker_that_cannot_be_reached_ends_no_run(tmp_path, monkeypatch):
+  """Issue 13, point 22: one warning, and the steps go on."""
+  pytest.importorskip("mlflow", reason=NEEDED)
+  monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+  tracker = tracking.Mlflow(uri=(tmp_path / "mlruns").as_uri())
+  room = tracker.writer(tmp_path / "out/run", "train")
+  (tmp_path / "out/run").mkdir(parents=True)
+
+  def lost(*args, **kwargs):
+    raise OSError("no route to host")
+
+  monkeypatch.setattr(tracker._client, "log_batch", lost)
+  with pytest.warns(UserWarning, match="nothing at step 3, and gets no more: no route to host"):
+    room.write_scalars(3, {"loss": 1.0})
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    room.write_scalars(4, {"loss": 1.0})
+    room.close()
+  assert isinstance(room, writers.Scalars)
+
+
+def test_without_mlflow_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
+  """Issue 13, point 22: the extra is named before the first step."""
+  monkeypatch.setitem(sys.modules, "mlflow", None)
+  assert call(tmp_path / "run", "gin_configs/runs/local_mlflow.gin") == 1
+  assert "pip install 'nm-sparsity-jax[tracking]'" in capsys.readouterr().err
+  assert not (tmp_path / "run").exists()
