@@ -235,7 +235,7 @@ def _conflicts() -> Iterator[Finding]:
     yield Finding(
       "importlib_resources",
       "bad",
-      "is not installed: tensorflow-datasets imports it and does not say so",
+      "is not installed: tensorflow-datasets imports it without declaring it",
       "pip install importlib_resources",
     )
 

@@ -152,5 +152,5 @@ def test_by_the_flag(module, sentence, here, capsys):
   assert cli.main(["verify", "run", "--import", module]) == 1
   assert capsys.readouterr().err == (
     f"nm-sparsity verify: --import {module}: this module cannot be imported (ValueError: "
-    f"{sentence.rstrip('.')}). Mend it first.\n"
+    f"{sentence.rstrip('.')}). Fix it first.\n"
   )

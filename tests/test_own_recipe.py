@@ -255,7 +255,7 @@ def test_every_command_that_reads_rules_takes_it(command, tmp_path, monkeypatch,
   assert cli.main([*words, f"--import={name}"]) == 1
   assert capsys.readouterr().err == (
     f"nm-sparsity {command}: --import {name}: this module cannot be imported (ZeroDivisionError: "
-    "division by zero). Mend it first.\n"
+    "division by zero). Fix it first.\n"
   )
 
 

@@ -58,4 +58,4 @@ def _why(name: str, error: Exception) -> str:
       "holds it, or add that folder to PYTHONPATH."
     )
   text = str(error).rstrip(".")
-  return f"this module cannot be imported ({type(error).__name__}: {text}). Mend it first."
+  return f"this module cannot be imported ({type(error).__name__}: {text}). Fix it first."

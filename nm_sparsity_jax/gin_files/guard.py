@@ -83,7 +83,7 @@ def programs(gin: Any, named: Collection[str]) -> str:
     if module.partition(".")[0] in _roots(named):
       continue
     if reference.evaluate and any(module == m or module.startswith(f"{m}.") for m in _RUN):
-      return f"{reference!r} would run {module}.{function.__name__}: it makes no value"
+      return f"{reference!r} would run {module}.{function.__name__}, a program that makes no value"
   return ""
 
 

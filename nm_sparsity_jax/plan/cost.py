@@ -9,7 +9,7 @@ from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan import model, places
 from nm_sparsity_jax.plan.findings import Findings
 
-_T5_ALONE = "they are known for encoder-decoders of T5's form alone"
+_T5_ALONE = "they are known only for encoder-decoders like T5"
 
 
 def cost(

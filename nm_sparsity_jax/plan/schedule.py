@@ -28,7 +28,7 @@ def schedule(found: Findings, rules: Rules, assignment: Assignment | None) -> li
     if segments and segments[-1].decay_stop > 0:
       found.warnings.append(
         f"{', '.join(of)}: the run ends with D = {segments[-1].decay_stop:.3g}, so weights are "
-        "n:m only after nms.finalize; FINETUNE_STEPS would train them as n:m"
+        "n:m only after nms.finalize; set FINETUNE_STEPS to train them as n:m"
       )
   recipes = [recipe for recipe, _ in timelines]
   return [
