@@ -218,7 +218,7 @@ def _label(text: str, task: glue.Task, path: pathlib.Path, line: int) -> int | f
       return value
     want = f"one of {', '.join(task.labels)}, or 0 to {len(task.labels) - 1}"
   raise ValueError(
-    f"{path}, line {line}: the label {text[:80]!r} of {task.name} is not {want}. Mend or delete "
+    f"{path}, line {line}: the label {text[:80]!r} of {task.name} is not {want}. Fix or delete "
     "the row."
   )
 

@@ -483,7 +483,7 @@ BAD = {
   "label": (
     changed("RTE/train.tsv", PAIR, "0\tA\tB\tentailment", "1\tA\tB\tEntailment"), "rte",
     "RTE/train.tsv, line 3: the label 'Entailment' of rte is not one of entailment, "
-    "not_entailment, or 0 to 1. Mend or delete the row",
+    "not_entailment, or 0 to 1. Fix or delete the row",
   ),
   "index": (changed("WNLI/train.tsv", PAIR, "0\tA\tB\t2"), "wnli", "line 2: the label '2' of wnli"),
   "hidden": (changed("WNLI/train.tsv", PAIR, "0\tA\tB\t-1"), "wnli", "line 2: the label '-1'"),

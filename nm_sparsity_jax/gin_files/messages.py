@@ -1,4 +1,4 @@
-"""What is said of mistakes in gin files and overrides.
+"""Messages about mistakes in gin files and overrides.
 
 an error of gin's -> message -> one line without gin's account of the way there
 """

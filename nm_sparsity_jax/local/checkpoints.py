@@ -131,7 +131,7 @@ class Checkpoints:
     return folders.steps(self.folder)
 
   def newest(self) -> str:
-    """Returns the name of the newest complete one; 'none' where there is none."""
+    """Returns the name of the newest complete checkpoint; 'none' without one."""
     return f"{_PREFIX}_{steps[-1]}" if (steps := self.steps()) else "none"
 
   def save(self, step: int, tree: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ class Checkpoints:
       raise _Said(self.no_room(f"{self.folder}/{_PREFIX}_{step}", e)) from e
 
   def no_room(self, what: str, error: BaseException) -> str:
-    """Returns a sentence: what could not be written, why, and where the run goes on."""
+    """Returns a sentence: what could not be written, why, and where the run continues."""
     return (
       f"{what} could not be written ({first_line(error)}). The newest complete checkpoint is "
       f"{self.newest()}; with room on the disk, the same command continues from it."
@@ -249,7 +249,7 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
 
 
 def load_for_evaluation(path: str, model: Model) -> TrainState:
-  """Reads the state, without an optimizer's, of a checkpoint that the model's rules made.
+  """Reads the state of a checkpoint that the model's rules made, without the optimizer's state.
 
   A dense checkpoint has no sparse step, so it is only taken where all rules are dense.
   """

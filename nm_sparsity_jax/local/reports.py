@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: TensorBoard, JSON lines, one line on the terminal.
+"""What a run reports: TensorBoard, JSON lines, one line on the terminal.
 
 step -> [Watch: finite? means] -> scalars -> MODEL_DIR/<room>/{events..., metrics.jsonl}
                 -> step 120/400  loss 1.234  D 0.53  2:8  density 0.25  9,120 tokens/s  0:41 left

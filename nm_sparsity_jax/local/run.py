@@ -42,15 +42,15 @@ class Periods:
         raise ValueError(f"a period of {value!r} steps ({field.name}): give 1 or more{also}.")
 
   def saves(self, step: int, total: int) -> bool:
-    """Returns whether a checkpoint is saved after so many steps of `total`."""
+    """Returns whether a checkpoint is saved after `step` of `total` steps."""
     return self.evaluates(step, total) or bool(self.checkpoint and step % self.checkpoint == 0)
 
   def evaluates(self, step: int, total: int) -> bool:
-    """Returns whether there is an evaluation after so many steps of `total`."""
+    """Returns whether there is an evaluation after `step` of `total` steps."""
     return step == total or step % self.evaluate == 0
 
   def reports(self, step: int, total: int) -> bool:
-    """Returns whether means are written after so many steps of `total`."""
+    """Returns whether means are written after `step` of `total` steps."""
     return step == total or step % self.report == 0
 
   def samples(self, step: int) -> bool:

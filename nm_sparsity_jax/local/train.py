@@ -276,7 +276,7 @@ def infer(
   output_dir: str,
   config: str = "",
 ) -> int:
-  """Writes what one checkpoint predicts: TASK-predict.jsonl-00000-of-00001, as t5x.infer does.
+  """Writes the predictions of one checkpoint: TASK-predict.jsonl-00000-of-00001, as t5x.infer does.
 
   A line is {"inputs": {"idx": 3, "inputs_pretokenized": ...}, "prediction": "entailment"}. A file
   has its name when it is complete.

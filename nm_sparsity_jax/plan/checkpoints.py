@@ -165,7 +165,7 @@ def _restore(
 def _t5x_restore(
   found: Findings, stored: checkpoint.Stored, state: Any, settings: Any, resuming: bool
 ) -> Restore:
-  """Restores a whole state as T5X does; with `resuming`, as t5x.train does its own checkpoints."""
+  """Restores a whole state as T5X does; with `resuming`, as t5x.train resumes its own run."""
   model = dict(flatten(state.state_dict()))
   functions: Sequence = tuple(settings.state_transformation_fns)
   if not resuming:

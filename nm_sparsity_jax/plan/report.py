@@ -76,7 +76,7 @@ def examine(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
   elif made.params is not None and not config.is_set("RULES") and config.complete:
     found.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
   if not found.whole:
-    found.notes.append("the errors leave places without rules: they are shown as dense, without costs")
+    found.notes.append("places that errors leave without rules are shown as dense, without costs")
   if made.rules is not None and made.rules.places:
     timelines = found.attempt("schedule", schedule.schedule, found, made.rules, assignment)
     found.parts["schedule"] = timelines

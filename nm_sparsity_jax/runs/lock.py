@@ -30,7 +30,7 @@ class Lock:
     return self.file.fileno()
 
   def note(self, holder: object) -> None:
-    """Writes who holds the lock, for the one that is refused."""
+    """Writes who holds the lock; a process that is refused reads it."""
     self.file.seek(0)
     self.file.truncate()
     self.file.write(str(holder))

@@ -62,7 +62,7 @@ class Run:
   joined: tuple[pathlib.Path, ...] = ()
 
   def target_from(self) -> int | None:
-    """Returns the first global step whose weights have the target patterns for certain.
+    """Returns the first global step whose weights certainly have the target patterns.
 
     That is the end of the dense phase for a recipe that masks to its pattern at once, else the
     beginning of the fine-tune phase. None: not known.

@@ -1,4 +1,4 @@
-"""Metrics of sampled steps, as programs of their own beside the train step.
+"""Metrics of sampled steps, as separate programs beside the train step.
 
     a sampled step:   (train state, batch) -> [before] -> masks, Var(|g|)
                       (train state, batch) -> [the train step, as at every other step] -> new state

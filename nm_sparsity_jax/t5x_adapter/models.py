@@ -32,7 +32,7 @@ UNKNOWN = -1  # the start of a run that has not begun
 
 
 def refuse_sparse(*_: Any) -> None:
-  """Refuses `nms.sparse`, whose state T5X cannot shard: the trainer does what it does."""
+  """Refuses `nms.sparse`: T5X cannot shard its state, and the trainer does the same work."""
   raise ValueError(
     "the optimizer chain holds nms.sparse, but in T5X the trainer counts, keeps the stored masks "
     "and adds SR-STE's term, for every optimizer: it would act twice. Take it out of the chain."

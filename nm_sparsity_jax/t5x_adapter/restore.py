@@ -1,4 +1,4 @@
-"""What T5X restores: dense or sparse checkpoints, of which rules, and the position in the data.
+"""What T5X restores: a dense or sparse checkpoint, by which rules, and the position in the data.
 
 checkpoint -> [require_sparse, resume_sparse: its structure]
            -> [SparseTrainStateInitializer: its values] -> train state

@@ -125,7 +125,7 @@ class Workload:
     return directions.by_name(metric)
 
   def shape(self, lengths: Mapping[str, int] | None = None) -> Any:
-    """Returns a shape of `nm_sparsity_jax.flops`, whose `ops()` tell FLOPs; None = not known.
+    """Returns a shape of `nm_sparsity_jax.flops`, whose `ops()` give FLOPs; None if unknown.
 
     Args:
       lengths: feature -> tokens of an example, where the settings of a run say them.

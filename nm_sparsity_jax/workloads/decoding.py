@@ -58,7 +58,7 @@ def greedy(
 
 
 class _Beams(NamedTuple):
-  """k hypotheses a row that go on and k that have ended, best first; ids [b, k, length]."""
+  """k live and k ended hypotheses for each row, best first; ids [b, k, length]."""
 
   i: jax.Array
   cache: Any
