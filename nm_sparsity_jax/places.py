@@ -16,7 +16,9 @@ from nm_sparsity_jax import masks, roles
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Recipe
+from nm_sparsity_jax.schedules import Segment
 from nm_sparsity_jax.text import table
+from nm_sparsity_jax.trees import group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,15 +169,47 @@ class Assignment:
 
   def __str__(self) -> str:
     head = "parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"
+    alike: dict[tuple, list[str]] = {}
+    for p in self.places.values():
+      facts = p.shape, p.axis, p.recipe.pattern, p.count, p.recipe.name, "; ".join(p.remarks)
+      alike.setdefault(facts, []).append(p.path)
+    # Like layers are one row. Its groups are those of all of them.
     rows = [
-      (p.path, p.shape, p.axis, p.recipe.pattern, p.count, p.recipe.name, "; ".join(p.remarks))
-      for p in self.places.values()
+      (name, *facts[:3], facts[3] * len(paths), *facts[4:])
+      for facts, of in alike.items()
+      for name, paths in group(of, words=True)
     ]
     lines = table(head, rows)
-    lines += [f"skipped  {path}: {why}" for path, why in self.skipped.items()]
+    why: dict[str, list[str]] = {}
+    for path, reason in self.skipped.items():
+      why.setdefault(reason, []).append(path)
+    lines += [f"skipped  {name}: {r}" for r, of in why.items() for name, _ in group(of, words=True)]
     if self.dense:
-      lines.append(f"dense    {', '.join(self.dense)}")
+      lines.append(f"dense    {', '.join(name for name, _ in group(self.dense))}")
     return "\n".join(lines)
+
+  @property
+  def schedule(self) -> str:
+    """When which pattern and D hold, as text: a table for each recipe and length of an axis."""
+    timelines: dict[tuple, list[Place]] = {}
+    for place in self.places.values():
+      key = place.recipe, place.recipe.timeline(place.axis_size)
+      timelines.setdefault(key, []).append(place)
+    blocks = []
+    for (recipe, segments), of in timelines.items():
+      keys = ", ".join(dict.fromkeys(place.key for place in of))
+      rows = [
+        (f"{s.start:,} .. {s.stop - 1:,}", s.pattern or "dense", _decay_text(s)) for s in segments
+      ]
+      lines = table(("sparse steps", "pattern", "D"), rows)
+      head = f"schedule of {keys}: {recipe.name} {recipe.pattern}"
+      blocks.append("\n".join([head, *(f"  {line}" for line in lines)]))
+    return "\n".join(blocks)
+
+
+def _decay_text(segment: Segment) -> str:
+  a, b = float(segment.decay_start), float(segment.decay_stop)
+  return f"{a:.3g}" if a == b else f"{a:.3g} -> {b:.3g}"
 
 
 class Examined(NamedTuple):

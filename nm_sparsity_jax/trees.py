@@ -1,10 +1,12 @@
 """Trees of parameters by path: 'encoder/layers_0/mlp/wi/kernel'.
 
 tree -> [(path, leaf), ...] -> tree
+paths that are alike -> [group] -> 'encoder/layers_{0..11}/mlp/wi_{0,1}/kernel'
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,3 +35,72 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tup
 def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
   """Returns the tree with every leaf replaced by function(path, leaf)."""
   return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
+
+
+_Named = list[tuple[tuple[str, ...], list[str]]]  # (words of a name, its paths)
+
+
+def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str]]]:
+  """Groups paths that differ in one word only.
+
+  Layers come first: their words end in a number.
+
+  >>> group(["a/layers_0/k", "a/layers_1/k", "a/layers_3/k"])[0][0]
+  'a/layers_{0,1,3}/k'
+  >>> group([f"a/layers_{i}/k" for i in range(12)])[0][0]
+  'a/layers_{0..11}/k'
+
+  Args:
+    paths: '/'-joined paths.
+    words: also merges paths that differ in a word without a number.
+
+  Returns:
+    [(name, its paths)].
+  """
+  named: _Named = [(tuple(path.split("/")), [path]) for path in paths]
+  depth = max((len(key) for key, _ in named), default=0)
+  for position in range(depth):
+    named = _merge_numbers(named, position)
+  for position in range(depth) if words else ():
+    named = _merge_words(named, position)
+  return [("/".join(key), of) for key, of in named]
+
+
+def _merge_numbers(named: _Named, position: int) -> _Named:
+  merged: dict[tuple, list[tuple[str, list[str]]]] = {}
+  for key, of in named:
+    word = key[position] if position < len(key) else ""
+    found = re.fullmatch(r"(.*_)(\d+)", word)
+    stem = found[1] if found else None
+    left = (key[:position], key[position + 1 :], stem, word if stem is None else "")
+    merged.setdefault(left, []).append((found[2] if found else "", of))
+  named = []
+  for (before, after, stem, word), members in merged.items():
+    here = word if stem is None else stem + _numbers([int(number) for number, _ in members])
+    middle = (here,) if here else ()
+    named.append(((*before, *middle, *after), [p for _, of in members for p in of]))
+  return named
+
+
+def _merge_words(named: _Named, position: int) -> _Named:
+  merged: dict[tuple, list[tuple[str, list[str]]]] = {}
+  for key, of in named:
+    word = key[position] if position < len(key) else ""
+    merged.setdefault((key[:position], key[position + 1 :], len(key)), []).append((word, of))
+  named = []
+  for (before, after, _), members in merged.items():
+    here = members[0][0]
+    if len(members) > 1:
+      here = "{" + ",".join(sorted(word for word, _ in members)) + "}"
+    middle = (here,) if here else ()
+    named.append(((*before, *middle, *after), [p for _, of in members for p in of]))
+  return named
+
+
+def _numbers(values: Sequence[int]) -> str:
+  values = sorted(values)
+  if len(values) == 1:
+    return str(values[0])
+  if len(values) > 2 and values == list(range(values[0], values[-1] + 1)):
+    return f"{{{values[0]}..{values[-1]}}}"
+  return "{" + ",".join(map(str, values)) + "}"

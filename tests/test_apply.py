@@ -8,6 +8,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import nm_sparsity_jax as nms
@@ -700,3 +701,41 @@ def test_verify_names_what_was_skipped():
   report = nms.verify(params, rules)
   assert report.ok and list(report.skipped) == ["mlp/wo/kernel"]
   assert "skipped  mlp/wo/kernel" in str(report) and "no multiple of 8" in str(report)
+
+
+def test_a_finalized_checkpoint_trains_on_under_its_zeros():
+  """Point 11: the supported way to train longer, a second run by one_shot without a dense phase."""
+  first = nms.Rules({"ff": make("mdgf_linear")})
+  params = nms.finalize(tree(weights(0)), first, PHASES.total)
+  longer = nms.Rules({"ff": make("one_shot", phases=nms.Phases(total=3))})
+  tx = nms.sparse(optax.sgd(0.1), longer)
+  opt, now = tx.init(params), params
+  assert (kernel(nms.sparsify(now, longer, opt)) == kernel(params)).all()
+  for _ in range(3):
+    updates, opt = tx.update(jax.tree.map(jnp.ones_like, now), opt, now)
+    now = optax.apply_updates(now, updates)
+  zeros = kernel(params) == 0
+  done = kernel(nms.finalize(now, longer, opt))
+  kept = top(np.abs(kernel(params)), 2, 8)
+  assert (done[zeros & ~kept] == 0).all() and (done[kept] == kernel(now)[kept]).all()
+
+
+def test_kernels_of_like_layers_are_one_row():
+  """Point 10: `finalize` and `verify` printed a row for each kernel, 30 of them."""
+  layer = {"mlp": {name: {"kernel": jnp.asarray(weights(0, (8, 8)))} for name in ("wi_0", "wi_1")}}
+  params = {f"layers_{i}": layer for i in range(3)}
+  rules = nms.Rules({"ff": make("sr_ste", pattern="2:4")})
+  name = "layers_{0..2}/mlp/wi_{0,1}/kernel"
+  head, row = str(rules.assign(params)).splitlines()
+  assert row.split()[0] == name and row.split()[5] == str(6 * 16)
+  done = nms.finalize(params, rules, PHASES.total)
+  head, row, verdict = str(nms.verify(done, rules)).splitlines()
+  assert row.split()[:5] == [name, "2:4", "0", "96", "0"] and verdict == "ok"
+  # A bad kernel has a row of its own, and its first bad group.
+  done["layers_1"]["mlp"]["wi_0"]["kernel"] = jnp.ones((8, 8))
+  head, *rows, verdict = str(nms.verify(done, rules)).splitlines()
+  bad = next(row for row in rows if row.startswith("layers_1/mlp/wi_0/kernel"))
+  assert bad.split()[3:5] == ["16", "16"] and "(0, 0)" in bad and verdict == "NOT n:m"
+  assert sum(int(row.split()[3]) for row in rows) == 96
+  report = str(nms.verify(params, rules))
+  assert report.count("kernel") == 2 and "layers_0/mlp/wi_0/kernel (0, " in report

@@ -18,7 +18,7 @@ import tasks_found
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, gin_files, plan, trees
-from nm_sparsity_jax.plan import data, paths
+from nm_sparsity_jax.plan import data
 from nm_sparsity_jax.plan import report as whole
 from nm_sparsity_jax.runs import checkpoint, folders
 
@@ -475,7 +475,7 @@ def test_what_a_workload_refuses_or_does_not_tell(own):
 
 
 def test_the_examples_in_docstrings_run():
-  for module in (whole, paths):
+  for module in (whole, trees):
     failed, tried = doctest.testmod(module)
     assert tried and not failed
 
@@ -551,15 +551,15 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch):
 
 def test_group_merges_one_word_at_a_time():
   alike = [f"{s}/layers_{i}/{k}" for s in "ab" for i in (0, 1, 2, 10) for k in ("x", "y_0", "y_1")]
-  groups = paths.group(alike)
+  groups = trees.group(alike)
   assert sorted(p for _, of in groups for p in of) == sorted(alike)
   assert [n for n, _ in groups] == [
     "a/layers_{0,1,2,10}/x", "a/layers_{0,1,2,10}/y_{0,1}",
     "b/layers_{0,1,2,10}/x", "b/layers_{0,1,2,10}/y_{0,1}",
   ]  # fmt: skip
-  assert [n for n, _ in paths.group(alike, words=True)] == ["{a,b}/layers_{0,1,2,10}/{x,y_{0,1}}"]
+  assert [n for n, _ in trees.group(alike, words=True)] == ["{a,b}/layers_{0,1,2,10}/{x,y_{0,1}}"]
   uneven = ["a/l_0/x", "a/l_1/x", "b/l_0/x"]  # not a product: must not be told as one
-  assert {n: len(p) for n, p in paths.group(uneven, words=True)} == {
+  assert {n: len(p) for n, p in trees.group(uneven, words=True)} == {
     "a/l_{0,1}/x": 2,
     "b/l_0/x": 1,
   }
@@ -1004,6 +1004,6 @@ def test_what_a_program_needs_is_asked_for_at_once(run_t5x):
   code, report = run_t5x(files=TINY[:1])
   asked = {e.split()[0] for e in report["errors"]}
   assert code == 1 and {
-    "MODEL_DIR", "INITIAL_CHECKPOINT_PATH", "PRETRAINED_STEPS", "RECIPE", "PATTERN", "NETWORK",
+    "MODEL_DIR", "INITIAL_CHECKPOINT_PATH", "RECIPE", "PATTERN", "NETWORK",
     "SPARSE_STEPS", "MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS", "OPTIMIZER", "VOCABULARY",
   } <= asked  # fmt: skip

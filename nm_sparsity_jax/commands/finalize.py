@@ -62,7 +62,19 @@ def run(args: argparse.Namespace) -> int:
 def render(removed: Sequence[Removed]) -> str:
   """Says what was removed, as a table."""
   from nm_sparsity_jax.text import table
+  from nm_sparsity_jax.trees import group
 
   head = "removed of", "weights", "sum of |w|", "sum of w^2"
-  rows = [(r.path, f"{r.weights:.2%}", f"{r.magnitude:.2%}", f"{r.squares:.2%}") for r in removed]
+  by_path = {r.path: r for r in removed}
+  rows = []
+  for name, paths in group(list(by_path), words=True):
+    of = [by_path[path] for path in paths]
+    shares = ([getattr(r, kind) for r in of] for kind in ("weights", "magnitude", "squares"))
+    rows.append((name, *map(_share, shares)))
   return "\n".join(table(head, rows))
+
+
+def _share(values: Sequence[float]) -> str:
+  """Says the share of one parameter, or the least and the most of like ones."""
+  least, most = f"{min(values):.2%}", f"{max(values):.2%}"
+  return least if least == most else f"{least} .. {most}"

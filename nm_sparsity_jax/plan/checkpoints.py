@@ -11,11 +11,10 @@ from nm_sparsity_jax import gin_files, rules_text
 from nm_sparsity_jax.plan import places
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
-from nm_sparsity_jax.plan.paths import group
 from nm_sparsity_jax.plan.restore import Restore, restore
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, folders
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.trees import flatten, group
 
 # The beginning of a key -> the section that counts it.
 _SECTIONS = {

@@ -9,9 +9,8 @@ from typing import Any
 from nm_sparsity_jax import roles
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan.findings import Findings
-from nm_sparsity_jax.plan.paths import group
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.trees import flatten, group
 
 
 def assign(found: Findings, rules: Rules, params: Any) -> Assignment:

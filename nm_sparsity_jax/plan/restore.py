@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import gin_files
-from nm_sparsity_jax.plan.paths import group
 from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.trees import group
 
 
 @dataclasses.dataclass(frozen=True)
