@@ -41,7 +41,7 @@ _Named = list[tuple[tuple[str, ...], list[str]]]  # (words of a name, its paths)
 
 
 def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str]]]:
-  """Groups paths that differ in one word only.
+  """Merges paths that differ in one word only.
 
   Layers come first: their words end in a number.
 

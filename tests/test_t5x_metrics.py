@@ -49,21 +49,26 @@ def make(optimizer="adamw", rules=None):
   return t.make(nms.Rules(rules or RULES), optimizer_def=OPTIMIZERS[optimizer]())
 
 
-def written(found):
-  """What T5X would write of these metrics under our names."""
-  host = jax.tree.map(np.asarray, found)
-  return {k: float(v.compute()) for k, v in host.items() if k.startswith("nm/")}
+def written(samples):
+  """(step, name) -> what is written of these samples."""
+  found = {}
+  note = lambda step, scalars: found.update({(step, name): x for name, x in scalars.items()})
+  measure.write(samples, note)
+  return found
 
 
 def steps(run, count, broken=None):
   """(state before, batch, state after, what is written) of each step."""
   after = jax.tree.map(np.asarray, run.train_state)
-  state = run.train_state
+  state, step = run.train_state, run._partitioned_train_step
   for i in range(count):
     before, batch = after, t.broken(t.batch_of(i)) if i == broken else t.batch_of(i)
-    state, found = run._partitioned_train_step(state, batch)
+    state, _ = step(state, batch)
     after = jax.tree.map(np.asarray, state)  # the next step is given its memory
-    yield before, batch, after, written(found)
+    found = written(step.taken)
+    step.taken.clear()
+    assert {at for at, _ in found} <= {int(after.step)}
+    yield before, batch, after, {name: value for (_, name), value in found.items()}
 
 
 def expected(model, before, batch, after):
@@ -165,7 +170,8 @@ def events(folder):
   return out
 
 
-def test_the_event_file_has_points_of_sampled_steps_and_no_others(tmp_path):
+def test_a_sample_stands_at_its_own_step(tmp_path):
+  """Point 8: T5X's summary of step 920 showed the sample of 900, or a mean of several."""
   model = make()
   run = t.begin(model, metrics_every=3)
   start = jax.tree.map(np.asarray, run.train_state)
@@ -175,18 +181,18 @@ def test_the_event_file_has_points_of_sampled_steps_and_no_others(tmp_path):
   run.train_metrics_manager.close()
   run.train_metrics_manager = trainer.MetricsManager("train", summary_dir=str(tmp_path))
   batches = map(t.batch_of, range(11))
-  for length in (2, 1, 6, 2):  # summaries at 2, 3, 9 and 11, of which 9 is of two sampled steps
+  for length in (2, 1, 5, 3):  # summaries at 2, 3, 8 and 11
     summary = run.train(batches, length).result()
     assert "loss" in summary and "timing/uptime" in summary
   run.close()
   found = events(tmp_path)
-  assert {step for step, name in found if name == "loss"} == {2, 3, 9, 11}
+  assert {step for step, name in found if name == "loss"} == {2, 3, 8, 11}
   ours = {key: value for key, value in found.items() if key[1].startswith("nm/")}
-  mean = lambda *at: {k: np.mean([sampled[i][k] for i in at]) for k in sampled[3]}
-  want = {(3, k): v for k, v in mean(3).items()} | {(9, k): v for k, v in mean(6, 9).items()}
+  want = {(i, k): value for i in (3, 6, 9) for k, value in sampled[i].items()}
   assert sorted(ours) == sorted(want)
   for key in want:
     np.testing.assert_allclose(ours[key], want[key], rtol=1e-5, err_msg=key)
+  assert ours[3, "nm/flip_rate/all"] != ours[6, "nm/flip_rate/all"]
   assert not any("/layers_" in name for _, name in ours)
 
 
@@ -197,7 +203,7 @@ def names_of(model, per_place=False):
     seen = measure.look_before(model, state, batch, jax.random.PRNGKey(0), per_place=per_place)
     return measure.look_after(model, state, seen, per_place)
 
-  return set(jax.eval_shape(look, state, t.batch_of()).by_name)
+  return set(jax.eval_shape(look, state, t.batch_of()).values)
 
 
 def test_names():
@@ -288,21 +294,24 @@ def test_nothing_but_the_train_step_runs_or_compiles_where_it_is_not_sampled():
   compiled = lambda: [x._pjitted_fn._cache_size() for x in (step.before, step.after)]
   seen = []
   for i in range(7):
-    state, found = step(state, t.batch_of(i))
-    samples = dict.__getitem__(found, measure.SAMPLES)
-    seen.append((len(samples.by_name) > 0, compiled()))
+    state, _ = step(state, t.batch_of(i))
+    seen.append((len(step.taken) > 0, compiled()))
+    step.taken.clear()
   no, yes = (False, [0, 0]), (True, [1, 1])
   later = (False, [1, 1])
   assert seen == [no, no, yes, later, later, yes, later]
 
 
-def test_a_step_that_was_compiled_beforehand_samples_too():
+def test_a_step_that_was_compiled_beforehand_samples_too(tmp_path):
   run = t.begin(make(), metrics_every=2)
+  run.train_metrics_manager.close()
+  run.train_metrics_manager = trainer.MetricsManager("train", summary_dir=str(tmp_path))
   run.compile_train(t.batch_of())
   assert run._compiled_train_step.cost_analysis()  # of the train step
   got = run.train(map(t.batch_of, range(2)), 2).result()
-  assert "nm/density" in got and "loss" in got
+  assert "loss" in got and not any(name.startswith("nm/") for name in got)
   run.close()
+  assert (2, "nm/density") in events(tmp_path)
 
 
 def test_sampling_communicates_nothing_for_masks(request):

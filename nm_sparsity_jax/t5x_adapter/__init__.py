@@ -19,7 +19,7 @@ binds its names, wherever they are defined inside:
     t5x_adapter.SparseTrainer.metrics_every = 100
 """
 
-from nm_sparsity_jax.t5x_adapter.measure import Sampled, SampledStep, Samples
+from nm_sparsity_jax.t5x_adapter.measure import Sample, SampledStep
 from nm_sparsity_jax.t5x_adapter.models import (
   COLLECTION,
   SparseDecoderOnlyModel,
@@ -44,9 +44,8 @@ from nm_sparsity_jax.t5x_adapter.trainer import (
 
 __all__ = [
   "COLLECTION",
-  "Sampled",
+  "Sample",
   "SampledStep",
-  "Samples",
   "SparseDecoderOnlyModel",
   "SparseEncoderDecoderModel",
   "SparseModel",

@@ -2,12 +2,15 @@
 
     a sampled step:   (train state, batch) -> [before] -> masks, Var(|g|)
                       (train state, batch) -> [the train step, as at every other step] -> new state
-                      (new state, masks, Var(|g|)) -> [after] -> name -> `Sampled`
+                      (new state, masks, Var(|g|)) -> [after] -> `Sample` -> [write] -> TensorBoard
     any other step:   the train step alone
 
 The train step is the same program with metrics and without, so they change no bit of training.
 The two others are compiled at the first sampled step. The gradient that they measure is computed
 anew, by the same model from the same batch, dropout key and microbatches.
+
+T5X writes the mean over many steps under the last of them. A sample is of one step, so it is kept
+beside T5X's metrics and written under its own.
 """
 
 # T5X is not on PyPI: where types are checked without it, it is unknown.
@@ -16,80 +19,44 @@ anew, by the same model from the same batch, dropout key and microbatches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from clu import metrics as clu_metrics
 from flax import struct, traverse_util
 from flax.core import unfreeze
 from t5x import adafactor, trainer, utils
 
 from nm_sparsity_jax import layers, metrics
 
-SAMPLES = "nm"  # the key of `Samples` in the metrics of a step
-
 
 @struct.dataclass
-class Sampled(clu_metrics.Metric):
-  """The mean of one metric over the sampled steps of a summary.
+class Sample:
+  """The metrics of one step, on the device.
 
   Attributes:
-    total: the sum of its values.
-    count: of how many steps.
+    step: T5X's global step after the update.
+    values: name -> float32 scalar.
+    counts: name -> False where there is nothing to write.
   """
 
-  total: jax.Array
-  count: jax.Array
-
-  def merge(self, other):
-    return type(self)(self.total + other.total, self.count + other.count)
-
-  def compute(self):
-    return self.total / self.count
+  step: jax.Array
+  values: dict[str, jax.Array]
+  counts: dict[str, jax.Array]
 
 
-@struct.dataclass
-class Samples(clu_metrics.Metric):
-  """All `Sampled` of some steps under their names; empty, and without cost, where none was.
+def write(samples: Sequence[Sample], write_scalars: Callable[[int, dict[str, float]], None]):
+  """Writes each sample under its own step; waits until the device has made it.
 
-  T5X merges the metrics of steps name by name. That needs the same names at every step, so these
-  are one metric to it.
-
-  Attributes:
-    by_name: name -> `Sampled`.
+  Args:
+    samples: to be written.
+    write_scalars: (step, name -> value), as of T5X's `MetricsManager`.
   """
-
-  by_name: dict[str, Sampled]
-
-  def merge(self, other):
-    if not self.by_name or not other.by_name:
-      return self if self.by_name else other
-    return Samples({name: x.merge(other.by_name[name]) for name, x in self.by_name.items()})
-
-  def compute(self):
-    return {name: x.compute() for name, x in self.by_name.items()}
-
-
-@jax.tree_util.register_pytree_node_class
-class Written(dict):
-  """Metrics of which `items`, what T5X writes, names each of `Samples` that has a value."""
-
-  def items(self):
-    found = {k: v for k, v in super().items() if not isinstance(v, Samples)}
-    for samples in super().values():
-      if isinstance(samples, Samples):
-        found |= {k: v for k, v in samples.by_name.items() if v.count}
-    return found.items()
-
-  def tree_flatten(self):
-    names = tuple(sorted(self))
-    return [self[k] for k in names], names
-
-  @classmethod
-  def tree_unflatten(cls, names, values):
-    return cls(zip(names, values, strict=True))
+  for sample in samples:
+    local: Sample = jax.tree.map(utils.get_local_data, sample)
+    found = {name: float(x) for name, x in local.values.items() if local.counts[name]}
+    if found:
+      write_scalars(int(local.step), found)
 
 
 class Clock:
@@ -137,22 +104,25 @@ class SampledStep:
   Attributes:
     plain: (train state, batch) -> (new train state, metrics): jitted, lowered or compiled.
     before: (train state, batch) -> what the update hides.
-    after: (new train state, what `before` returned) -> `Samples`.
+    after: (new train state, what `before` returned) -> `Sample`.
     clock: says which steps are sampled.
+    taken: gets each `Sample`.
   """
 
   plain: Any
   before: Callable
   after: Callable
   clock: Clock
+  taken: list[Sample]
 
   def __call__(self, train_state, batch):
     is_due = self.clock.is_due(train_state)
     seen = self.before(train_state, batch) if is_due else None
     new, found = self.plain(train_state, batch)
-    samples = self.after(new, seen) if is_due else Samples({})
+    if is_due:
+      self.taken.append(self.after(new, seen))
     self.clock.passed(new, is_due)
-    return new, Written({**found, SAMPLES: samples})
+    return new, found
 
   def lower(self, *args, **kwargs):
     """Lowers the train step alone."""
@@ -169,7 +139,15 @@ class SampledStep:
 
 
 def beside(
-  step: Callable, every: int, model, axes, partitioner, step_rng, num_microbatches, per_place=False
+  step: Callable,
+  every: int,
+  model,
+  axes,
+  partitioner,
+  step_rng,
+  num_microbatches,
+  per_place: bool,
+  taken: list[Sample],
 ) -> SampledStep:
   """Returns a train step with metrics beside it.
 
@@ -193,6 +171,7 @@ def beside(
     step_rng: global step -> key of dropout, as the train step's.
     num_microbatches: as of the train step.
     per_place: also `<name>/<path>` for each sparse kernel.
+    taken: gets each sample.
   """
   batch_spec = partitioner.data_partition_spec
   by_path = traverse_util.flatten_dict(unfreeze(axes.params), sep="/")
@@ -214,6 +193,7 @@ def beside(
       out_axis_resources=None,
     ),
     clock=Clock(every),
+    taken=taken,
   )
 
 
@@ -240,8 +220,8 @@ def look_before(
   return seen, sparse_step(train_state)
 
 
-def look_after(model, train_state, seen, per_place=False) -> Samples:
-  """Returns the metrics of a step; their counts are 0 where its update was skipped.
+def look_after(model, train_state, seen, per_place=False) -> Sample:
+  """Returns the metrics of a step; none of them counts where its update was skipped.
 
   Args:
     model: of this package.
@@ -256,12 +236,13 @@ def look_after(model, train_state, seen, per_place=False) -> Samples:
   found = metrics.after(params, rules, now, state, masks, moments, per_place=per_place)
   is_applied = sparse_step(train_state) > was
 
-  def sampled(name, value):
+  def counts(name, value):
     # A rule without one pattern for all of its places has none to write.
-    counts = is_applied & (value != 0) if name.startswith(("nm/n/", "nm/m/")) else is_applied
-    return Sampled(jnp.where(counts, value, 0), counts.astype(jnp.int32))
+    return is_applied & (value != 0) if name.startswith(("nm/n/", "nm/m/")) else is_applied
 
-  return Samples({name: sampled(name, value) for name, value in found.items()})
+  # The sum is a copy: the step itself is given away to the next train step.
+  step = train_state.step + 0
+  return Sample(step, found, {name: counts(name, value) for name, value in found.items()})
 
 
 def second_moments(optimizer_def, train_state, rules) -> Any:

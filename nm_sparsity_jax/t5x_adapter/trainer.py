@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from absl import logging
+from clu import asynclib
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
@@ -36,8 +37,8 @@ class SparseTrainer(trainer.Trainer):
     model: `SparseEncoderDecoderModel` or `SparseDecoderOnlyModel`.
     train_state: as of T5X's trainer, as are all arguments not named here.
     pretrained_steps: the global step at which the sparse run starts, to be checked; None = any.
-    metrics_every: after every so many sparse steps `measure` adds what `metrics.summary` names to
-      T5X's own metrics; None or 0 = never. The train step stays the same program.
+    metrics_every: after every so many sparse steps `measure` takes what `metrics.summary` names,
+      which is written under that step; None or 0 = never. The train step stays the same program.
     metrics_per_place: also for each sparse kernel.
   """
 
@@ -60,6 +61,8 @@ class SparseTrainer(trainer.Trainer):
     if metrics_every and metrics_every < 0:
       raise ValueError(f"metrics_every={metrics_every}: a number of steps, or None for never.")
     self.metrics_every, self.metrics_per_place = metrics_every, metrics_per_place
+    self._samples: list[measure.Sample] = []  # those that are not written yet
+    self._writes = asynclib.Pool(thread_name_prefix="Samples", max_workers=1)
     if not isinstance(model, SparseModel):
       raise ValueError(
         f"SparseTrainer got a {type(model).__name__}, which has no rules: MODEL = "
@@ -112,7 +115,23 @@ class SparseTrainer(trainer.Trainer):
       self._get_step_rng,
       self._num_microbatches,
       self.metrics_per_place,
+      self._samples,
     )
+
+  def train(self, batch_iter, num_steps, start_step=None):
+    """Trains as T5X's trainer does, then writes the samples of these steps in the background."""
+    done = super().train(batch_iter, num_steps, start_step)
+    if samples := self._samples.copy():
+      self._samples.clear()
+      self._writes(measure.write)(samples, self.train_metrics_manager.write_scalars)
+    return done
+
+  def close(self):
+    """Writes what is left, and stops T5X's threads."""
+    try:
+      self._writes.close()
+    finally:
+      super().close()
 
 
 def sparse_train_step(
