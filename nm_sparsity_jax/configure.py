@@ -2,13 +2,14 @@
 
     SPARSITY_RULES, RECIPE, PATTERN, SPARSE_STEPS, ... -> [rules] -> Rules -> model, plan, verify
                                                                   or every mistake at once
+    rules of a checkpoint, the same settings -> [agree] -> the setting that says something else
 
 Plain functions: a configuration library binds their arguments, and nothing here knows of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from nm_sparsity_jax import masks
@@ -42,8 +43,8 @@ def rules(
   recipe: str | None = None,
   pattern: str | NM | None = None,
   sparse_steps: int | None = None,
-  dense_steps: int = 0,
-  finetune_steps: int = 0,
+  dense_steps: int | None = 0,
+  finetune_steps: int | None = 0,
   beta: float | None = None,
   gradient: str | None = None,
   fields: Mapping[str, Any] | None = None,
@@ -62,8 +63,8 @@ def rules(
     recipe: name of the recipe of all places that give a pattern or None [RECIPE].
     pattern: the common pattern [PATTERN].
     sparse_steps: steps of the sparse run, `Phases.total` [SPARSE_STEPS].
-    dense_steps: `Phases.dense` [DENSE_STEPS].
-    finetune_steps: `Phases.finetune` [FINETUNE_STEPS].
+    dense_steps: `Phases.dense`; None = a tenth of all steps [DENSE_STEPS].
+    finetune_steps: `Phases.finetune`; None = a fifth of all steps [FINETUNE_STEPS].
     beta: see the recipe; None = its own default [BETA].
     gradient: 'masked', 'straight_through' or None = the recipe's own default [GRADIENT].
     fields: more fields of the recipe, name -> value [RECIPE_FIELDS].
@@ -175,6 +176,7 @@ def _needs(recipe: str | None, field: str) -> bool:
 
 def _phases(sparse_steps, dense_steps, finetune_steps, wrong: SettingsError) -> Phases | None:
   """Returns the phases; None where they are not given, or wrong."""
+  dense_steps, finetune_steps = phase_steps(sparse_steps, dense_steps, finetune_steps)
   given = {"DENSE_STEPS": dense_steps, "FINETUNE_STEPS": finetune_steps}
   if sparse_steps is not None:
     given = {"SPARSE_STEPS": sparse_steps, **given}
@@ -259,6 +261,99 @@ def _whole(name: str, steps: Any) -> int:
   if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
     raise ValueError(f"{name}={steps!r}: give a whole number of steps, such as 100_000.")
   return steps
+
+
+def phase_steps(sparse_steps: Any, dense_steps: Any, finetune_steps: Any) -> tuple[Any, Any]:
+  """Returns the steps of the dense and of the fine-tune phase: those given, else a share of all.
+
+  >>> phase_steps(1000, None, None), phase_steps(1000, 0, None)
+  ((100, 200), (0, 200))
+
+  Args:
+    sparse_steps: steps of the whole run; a value of another kind gives phases of no steps.
+    dense_steps: None = a tenth.
+    finetune_steps: None = a fifth.
+  """
+  total = sparse_steps if isinstance(sparse_steps, int) and sparse_steps > 0 else 0
+  dense = total // 10 if dense_steps is None else dense_steps
+  return dense, total // 5 if finetune_steps is None else finetune_steps
+
+
+# Arguments of `rules` that each sparse recipe has: macro, value in the recipe.
+_HAS: Mapping[str, tuple[str, Callable[[Recipe], Any]]] = {
+  "sparse_steps": ("SPARSE_STEPS", lambda r: r.phases.total if r.phases else None),
+  "dense_steps": ("DENSE_STEPS", lambda r: r.phases.dense if r.phases else None),
+  "finetune_steps": ("FINETUNE_STEPS", lambda r: r.phases.finetune if r.phases else None),
+  "beta": ("BETA", lambda r: getattr(r, "beta", None)),
+  "gradient": ("GRADIENT", lambda r: r.gradient_mode),
+}
+
+
+def agree(stored: Rules, source: str, **given: Any) -> None:
+  """Refuses a setting that says something else than the rules of a checkpoint.
+
+  >>> stored = rules({"ff": None}, "sr_ste", "1:4", sparse_steps=100)
+  >>> agree(stored, "checkpoint_100", recipe="sr_ste", sparse_steps=100)
+  >>> agree(stored, "checkpoint_100", pattern="1:8")
+  Traceback (most recent call last):
+  ...
+  ValueError: PATTERN='1:8', but checkpoint_100 was trained with '1:4': leave PATTERN out.
+
+  Args:
+    stored: the rules of the checkpoint.
+    source: what the checkpoint is called.
+    **given: arguments of `rules`; None where a setting is not given.
+
+  Raises:
+    ValueError: names the first setting that does not agree.
+  """
+  for macro, value, has in _compared(stored, given):
+    if value != has:
+      raise ValueError(
+        f"{macro}={value!r}, but {source} was trained with {has!r}: leave {macro} out."
+      )
+
+
+def _compared(stored: Rules, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+  """Yields (macro, its value, what the stored rules have) for each setting that is given."""
+  places = given.get("places")
+  table = places if isinstance(places, Mapping) else dict.fromkeys(stored.places)
+  if places is not None:
+    yield "SPARSITY_RULES", *_compared_places(stored, table)
+  own = [place for place, value in table.items() if isinstance(value, Recipe)]
+  common = {place: recipe for place, recipe in stored.places.items() if place not in own}
+  for recipe in common.values():
+    yield from _compared_recipe(recipe, given)
+  pattern = given.get("pattern")
+  had = [str(r.pattern) for place, r in common.items() if r.pattern and table.get(place) is None]
+  if pattern is not None and had and str(pattern) not in had:
+    yield "PATTERN", str(pattern), ", ".join(had)
+  if given.get("indivisible") is not None:
+    yield "INDIVISIBLE", given["indivisible"], stored.indivisible
+
+
+def _compared_recipe(recipe: Recipe, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+  """Yields (macro, its value, what a recipe has) for each setting that all places share."""
+  if given.get("recipe") is not None:
+    yield "RECIPE", given["recipe"], recipe.name
+  if recipe.name == "dense":  # which has no others
+    return
+  for name, (macro, value_in) in _HAS.items():
+    if given.get(name) is not None:
+      yield macro, given[name], value_in(recipe)
+  for field, value in (given.get("fields") or {}).items():
+    yield f"RECIPE_FIELDS[{field!r}]", value, getattr(recipe, field, None)
+
+
+def _compared_places(stored: Rules, table: Mapping[str, Any]) -> tuple[Any, Any]:
+  """Returns SPARSITY_RULES as given and as stored; what is left to PATTERN is as stored."""
+  told, has = {}, {place: str(recipe.pattern) for place, recipe in stored.places.items()}
+  for place, value in table.items():
+    if isinstance(value, Recipe) and place in has:
+      told[place], has[place] = value, stored.places[place]
+    else:
+      told[place] = has.get(place) if value is None else str(value)
+  return told, has
 
 
 def train_steps(pretrained_steps: int, sparse_steps: int) -> int:

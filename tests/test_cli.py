@@ -184,6 +184,9 @@ def test_gin_path_of_a_wheel(built, tmp_path):
   }  # fmt: skip
   assert all((site / "nm_sparsity_jax/gin_configs" / p.relative_to(ROOT / "gin_configs")).is_file()
              for p in (ROOT / "gin_configs").rglob("*.gin"))  # fmt: skip
+  assert {file.name for file in (site / "nm_sparsity_jax").glob("*.gin")} == {
+    "finetune.gin", "pretrain.gin", "eval.gin", "infer.gin",
+  }  # fmt: skip
 
 
 def test_a_wheel_has_every_file_that_the_package_names(built, tmp_path):

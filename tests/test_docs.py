@@ -287,7 +287,8 @@ def test_sh_arrives_as_meant(block):
     CHECKS[program](argv)
     for file in files_of(argv):
       beside = (ROOT / block.page).parent / file
-      assert file in own_files() or (ROOT / file).is_file() or beside.is_file(), file
+      is_here = file in own_files() or (ROOT / file).is_file() or beside.is_file()
+      assert is_here or file.startswith("t5x/"), file  # T5X's own: the plans below read them
 
 
 # --- plans --------------------------------------------------------------------------------------
@@ -342,7 +343,9 @@ def test_runs_of_t5x_are_planned(block, t5x, tmp_path, capsys, monkeypatch):
     errors = [e for e in report["errors"] if "..." not in argv or "is not set" not in e]
     # The checkpoint and the task of an example are nowhere, and that is all.
     assert not [e for e in errors if "/checkpoint_" not in e and "'my_task'" not in e], errors
-    assert report["kernels"]["sparse"] and report["schedule"] and not report["warnings"]
+    assert not report["warnings"]
+    if program == "t5x.train":  # the others read their rules from the checkpoint
+      assert report["kernels"]["sparse"] and report["schedule"]
 
 
 @pytest.mark.parametrize("block", [b for b in RUNS if " t5x." not in b.code], ids=str)

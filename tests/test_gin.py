@@ -516,7 +516,9 @@ MAIN = {
   "pretrain": "train", "finetune": "train", "wmt": "train", "mini": "train",
   "infer_glue_test": "infer",
 }  # fmt: skip
-FRAGMENTS = ("t5x_adamw", "t5x_adafactor", "t5x_model", "t5x_trainer")  # included, or beside a run
+FRAGMENTS = (  # included, or beside a run
+  "t5x_adamw", "t5x_adafactor", "t5x_model", "t5x_stored_rules", "t5x_trainer",
+)  # fmt: skip
 
 
 def t5x_case(name, run, files, bindings, make=("MODEL",), **more):

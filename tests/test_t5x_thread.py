@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import t5x_found
+from test_plan_mistakes import T5X_MODEL
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import configure
@@ -28,14 +29,21 @@ RULES = dict(
 )  # fmt: skip
 
 
+TASK = dict(
+  MIXTURE_OR_TASK_NAME="nm_test_sort", MIXTURE_OR_TASK_MODULE="t5x_task",
+  TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8},
+)  # fmt: skip
+
+
 def t5x(command, *files, check=True, devices=1, **macros):
-  """Runs `python -m t5x.COMMAND` with gin files and macros; its standard error."""
+  """Runs `python -m t5x.COMMAND` with gin files and macros; what it says, in order."""
   args, env = t5x_found.command_line(files, macros, devices)
   command = [sys.executable, "-m", f"t5x.{command}", *args]
-  done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+  both = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+  done = subprocess.run(command, env=env, text=True, check=False, **both)
   if check:
-    assert not done.returncode, done.stderr[-3000:]
-  return done.stderr
+    assert not done.returncode, done.stdout[-3000:]
+  return done.stdout
 
 
 @pytest.fixture
@@ -72,6 +80,12 @@ def last_metric(folder):
   return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
+def forget_metrics(folder):
+  """As if the run had been killed before any evaluation of decoded text."""
+  (path,) = folder.rglob("nm_test_sort-metrics.jsonl")
+  path.write_text("")
+
+
 def saved_arrays(checkpoint):
   """What T5X saved, as numpy, without T5X's train state."""
   reader, path = ocp.PyTreeCheckpointer(), checkpoint / "state"
@@ -84,16 +98,23 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
   forked("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=6)
   finetune = dict(
-    MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_6"), PRETRAINED_STEPS=6,
-    BATCH_SIZE=16, EVAL_PERIOD=6, EVAL_STEPS=2,
+    MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_6"), BATCH_SIZE=16,
+    EVAL_PERIOD=6, EVAL_STEPS=2,
   )  # fmt: skip
   period = {"utils.SaveCheckpointConfig.period": 6}
   run = "gin_configs/runs/t5x_finetune.gin", TINY
-  t5x("train", *run, **finetune, **RULES, **period)  # as users type it; the others in forks
+  log = t5x("train", *run, **finetune, **RULES, **period)  # as users type it; the others in forks
+  # Point 9: once, before anything is restored and compiled; nothing that looks like a failure.
+  told = log.index("parameter "), log.index("schedule of ff: idp 1:4")
+  assert told[0] < told[1] < log.index("Initialize/restore complete")
+  assert log.count("schedule of ff") == log.count("parameter  ") == 1
+  assert "Not restoring param=" not in log and "Initializing param=" not in log
 
   # Taken away after half of the way, the same command does the rest again, to the same bits.
-  whole = saved_arrays(sparse / "checkpoint_18")
+  # Point 11: the evaluation that is not there is made first.
+  whole, scores = saved_arrays(sparse / "checkpoint_18"), last_metric(sparse)
   shutil.rmtree(sparse / "checkpoint_18")
+  forget_metrics(sparse)
   log = forked("train", *run, **finetune, **RULES, **period)
   assert f"{sparse}/checkpoint_12" in log
   jax.tree.map(np.testing.assert_array_equal, saved_arrays(sparse / "checkpoint_18"), whole)
@@ -101,14 +122,16 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   # Half of the way, on a checkpoint: the numbers of the in-loop evaluation at that step.
   half = str(sparse / "checkpoint_12")
   common = {"CHECKPOINT_PATH": half, "utils.DatasetConfig.batch_size": 16}
+  # Point 4: what is sparse is read from the checkpoint, in T5X's own model file as in ours.
   forked("eval", "gin_configs/runs/t5x_eval.gin", TINY, EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
-         **common, **RULES)  # fmt: skip
+         **common)  # fmt: skip
   in_loop, alone = last_metric(sparse), last_metric(tmp_path / "eval")
-  assert set(in_loop) == {12, 18} and alone == {12: in_loop[12]}
+  assert set(in_loop) == {12, 18} and in_loop == scores and alone == {12: in_loop[12]}
 
   split = {"utils.DatasetConfig.split": "validation"}
-  forked("infer", "gin_configs/runs/t5x_infer.gin", TINY, INFER_OUTPUT_DIR=str(tmp_path / "infer"),
-         **common, **split, **RULES)  # fmt: skip
+  (tmp_path / "theirs.gin").write_text(T5X_MODEL)
+  forked("infer", tmp_path / "theirs.gin", "nm_sparsity_jax/infer.gin", **TASK,
+         INFER_OUTPUT_DIR=str(tmp_path / "infer"), **common, **split)  # fmt: skip
   (written,) = (tmp_path / "infer").glob("*.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
   assert len(lines) == 32 and all("prediction" in line for line in lines)
@@ -119,7 +142,7 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   assert "ff: idp 1:4, total=12, dense=2, finetune=4" in error and "ff: idp 2:4" in error
   error = forked("eval", "gin_configs/runs/t5x_eval.gin", TINY, check=False,
                  EVAL_OUTPUT_DIR=str(tmp_path / "no"), **common, **other)  # fmt: skip
-  assert "trained with the rules" in error and "ff: idp 2:4" in error
+  assert f"PATTERN='2:4', but {half} was trained with '1:4': leave PATTERN out." in error
 
   # The end is n:m: from the files, without T5X's train state.
   saved = saved_arrays(sparse / "checkpoint_18")

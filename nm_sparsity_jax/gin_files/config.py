@@ -23,7 +23,7 @@ from typing import Any
 
 from nm_sparsity_jax.gin_files import guard
 from nm_sparsity_jax.gin_files.bound import MADE, PROGRAMS, Bound
-from nm_sparsity_jax.gin_files.folders import macros_of_files
+from nm_sparsity_jax.gin_files.folders import macros_of_files, not_found
 from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, message, quote, unread
 from nm_sparsity_jax.gin_files.order import Order
 
@@ -92,7 +92,7 @@ class Config(Bound):
     before = list(gin._LOCATION_PREFIXES)
     main = sys.modules["__main__"]
     sys.modules["__main__"] = _Main("__main__")
-    logging.getLogger().addFilter(_not_found)
+    logging.getLogger().addFilter(not_found)
     self._folders = [pathlib.Path(path) for path in search_paths]
     try:
       for path in search_paths:
@@ -100,7 +100,7 @@ class Config(Bound):
       with guard.reading(gin, imports):
         self._read_all(files, bindings)
     finally:
-      logging.getLogger().removeFilter(_not_found)
+      logging.getLogger().removeFilter(not_found)
       sys.modules["__main__"] = main
       gin._LOCATION_PREFIXES[:] = before
     self._table = dict(gin._CONFIG)
@@ -218,11 +218,6 @@ class Config(Bound):
 def _tables(gin: Any) -> tuple[Any, ...]:
   """Returns what `gin.clear_config` empties, but for constants, which it keeps."""
   return gin._CONFIG, gin._IMPORTS, gin._SINGLETONS, gin._OPERATIVE_CONFIG
-
-
-def _not_found(record: logging.LogRecord) -> bool:
-  """Drops gin's log line about each search path that lacks a file."""
-  return not str(record.msg).startswith("Path not found")
 
 
 def read(

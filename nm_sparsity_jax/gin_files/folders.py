@@ -94,6 +94,17 @@ def see_modules_here(first: bool = True) -> None:
     sys.path.insert(0 if first else len(sys.path), os.getcwd())
 
 
+def not_found(record: logging.LogRecord) -> bool:
+  """Drops gin's log line of an error for each search path that lacks a file.
+
+  gin raises where no search path has it.
+
+  Args:
+    record: of the root logger.
+  """
+  return not str(record.msg).startswith("Path not found")
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
   """Silences warnings of this package and what imports write, while it is entered.

@@ -24,6 +24,7 @@ def schedule(found: Findings, rules: Rules, assignment: Assignment | None) -> li
     assignment: where they are sparse; None if unknown.
   """
   timelines = _timelines(found, rules, assignment)
+  _note_defaults(found, timelines)
   for (_, segments), of in timelines.items():
     if segments and segments[-1].decay_stop > 0:
       found.warnings.append(
@@ -43,6 +44,18 @@ def schedule(found: Findings, rules: Rules, assignment: Assignment | None) -> li
     }
     for (recipe, segments), of in timelines.items()
   ]
+
+
+def _note_defaults(found: Findings, timelines: _Timelines) -> None:
+  """Notes the lengths of phases that no setting says."""
+  phases = next((recipe.phases for recipe, _ in timelines if recipe.phases), None)
+  if phases is None or not found.trains:
+    return
+  shares = {"DENSE_STEPS": (phases.dense, "tenth"), "FINETUNE_STEPS": (phases.finetune, "fifth")}
+  is_unset = lambda name: found.config.is_set(name) and found.config.get(name, 0) is None
+  told = [f"{n} = {steps:,}, a {share}" for n, (steps, share) in shares.items() if is_unset(n)]
+  if told:
+    found.notes.append(f"by default {', and '.join(told)} of SPARSE_STEPS")
 
 
 def _timelines(found: Findings, rules: Rules, assignment: Assignment | None) -> _Timelines:

@@ -20,9 +20,9 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import glue, roles
+from nm_sparsity_jax import configure, glue, roles
 from nm_sparsity_jax.runs import events, files, folders
-from nm_sparsity_jax.runs.trained import config_of, parse_settings, started
+from nm_sparsity_jax.runs.trained import config_of, parse_settings, start_of, started
 
 Series = dict[int, dict[str, float]]  # step -> metric -> value
 
@@ -280,6 +280,8 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
   found = {name: given.values.get(name) for name in _KINDS}
   for name, kind in _KINDS.items():
     said = given.references.get(name)
+    if name == "PRETRAINED_STEPS" and "first_step()" in str(said):
+      said = None  # from the checkpoint, below
     if found[name] is not None and not isinstance(found[name], kind):
       said, found[name] = repr(found[name])[:200], None
     if said is not None:
@@ -287,10 +289,15 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
   run.recipe, run.size = found["RECIPE"], found["T5_SIZE"]
   run.dense_steps, run.sparse_steps = found["DENSE_STEPS"], found["SPARSE_STEPS"]
   run.finetune_steps = found["FINETUNE_STEPS"]
+  if {"DENSE_STEPS", "FINETUNE_STEPS"} <= given.values.keys():
+    phases = run.sparse_steps, run.dense_steps, run.finetune_steps
+    run.dense_steps, run.finetune_steps = configure.phase_steps(*phases)
   run.start = started(folder).get("start", found["PRETRAINED_STEPS"])
   if run.start is None and "INITIAL_CHECKPOINT_PATH" in given.values:  # its name may tell
     path = found["INITIAL_CHECKPOINT_PATH"]
     run.start = folders.named_step(path) if path else 0
+  if run.start is None and "PRETRAINED_STEPS" in given.references:
+    run.start = start_of(str(folder))
   with files.named(file):
     run.places = _places(run.recipe, found)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -153,6 +154,113 @@ def rules_of(folder: str | os.PathLike, gin: str | None = None) -> Rules:
   return _stored(folder) or _configured(settings)
 
 
+def stored_rules(
+  path: str, pretrained_steps: int | None = None, why: str = "", **given: Any
+) -> Rules:
+  """Returns the rules that a checkpoint holds; refuses a setting that says something else.
+
+  A checkpoint that cannot be read, or that is dense, is no error where the settings tell all: what
+  opens it refuses it.
+
+  Args:
+    path: the checkpoint, or a run's folder, whose newest one counts.
+    pretrained_steps: the step at which its run began, to be checked; None = any.
+    why: how to evaluate a dense checkpoint.
+    **given: arguments of `configure.rules`; None where a setting is not given.
+
+  Raises:
+    ValueError: a setting does not agree, or nothing tells the rules.
+  """
+  from nm_sparsity_jax import configure, rules_text
+  from nm_sparsity_jax.runs import checkpoint
+
+  try:
+    stored = checkpoint.read(checkpoint.find(path))
+    reason = f"{path} is dense: it has no sparse step. Evaluate it with {why}"
+  except Exception as e:  # also what a bucket raises
+    stored, reason = None, f"{str(e).rstrip('.')}, so its rules are unknown"
+  if stored is None or stored.rules is None:
+    try:
+      return configure.rules(**_DEFAULTS | {k: v for k, v in given.items() if v is not None})
+    except configure.SettingsError as e:
+      raise ValueError(f"{reason}. (The settings do not tell them: {e})") from e
+  rules = rules_text.parse(stored.rules)
+  if pretrained_steps is not None and (start := _start(stored)) not in (None, pretrained_steps):
+    raise ValueError(
+      f"PRETRAINED_STEPS={pretrained_steps}, but the run of {stored.path} began at step {start}: "
+      "leave PRETRAINED_STEPS out."
+    )
+  configure.agree(rules, stored.path, **given)
+  return rules
+
+
+_DEFAULTS: Mapping[str, Any] = {"places": {"ff": None}}  # those of gin_configs/sparsity.gin
+
+
+def start_of(run: str | None, initial: str | None = None) -> int | None:
+  """Returns the global step at which a sparse run begins, or began; None where nothing tells.
+
+  Args:
+    run: its folder, or one of its checkpoints.
+    initial: the checkpoint that it starts from, for a run that has none of its own yet.
+
+  Raises:
+    ValueError: there is an initial checkpoint, and its step cannot be known.
+  """
+  if (newest := _newest(run)) is not None and (start := _read_start(newest)) is not None:
+    return start
+  return None if not initial else _step_of(initial)
+
+
+def _newest(run: str | None) -> str | None:
+  """Returns the newest checkpoint of a run; None where there is none yet."""
+  from nm_sparsity_jax.runs import checkpoint
+
+  try:
+    return checkpoint.find(run) if isinstance(run, str) and run else None
+  except Exception:  # there is none, or the bucket cannot be looked at
+    return None
+
+
+# A checkpoint does not change, and gin asks again for each use of PRETRAINED_STEPS.
+@functools.lru_cache(maxsize=16)
+def _read_start(path: str) -> int | None:
+  from nm_sparsity_jax.runs import checkpoint
+
+  try:
+    return _start(checkpoint.read(path))
+  except Exception:  # also what a bucket raises; what opens the checkpoint says why
+    return None
+
+
+def _start(stored: Stored) -> int | None:
+  """Returns the global step before the first sparse step; None of a dense checkpoint."""
+  key = "flax_mutables/nm_sparsity/start"
+  if key in stored.leaves:
+    return int(stored.array(key))
+  if stored.step is None or stored.sparse_step is None:
+    return None
+  return stored.step - stored.sparse_step
+
+
+@functools.lru_cache(maxsize=16)
+def _step_of(path: str) -> int:
+  """Returns the step of a checkpoint, else that in its name."""
+  from nm_sparsity_jax.runs import checkpoint
+
+  try:
+    step, why = checkpoint.read(path).step, "it holds no step"
+  except Exception as e:  # also what a bucket raises
+    step, why = None, str(e).rstrip(".")
+  step = folders.named_step(path) if step is None else step
+  if step is None:
+    raise ValueError(
+      f"INITIAL_CHECKPOINT_PATH={path!r} does not tell PRETRAINED_STEPS, its step ({why}). Set "
+      "PRETRAINED_STEPS."
+    )
+  return step
+
+
 def _stored(folder: str | os.PathLike) -> Rules | None:
   """Returns the rules in the newest checkpoint; None where it has none or cannot be read."""
   from nm_sparsity_jax import rules_text
@@ -219,7 +327,7 @@ def _configured(settings: Settings) -> Rules:
     gradient=settings.get("GRADIENT"),
     places=settings.get("SPARSITY_RULES"),
     fields=settings.get("RECIPE_FIELDS"),
-    dense_steps=settings.get("DENSE_STEPS") or 0,
-    finetune_steps=settings.get("FINETUNE_STEPS") or 0,
+    dense_steps=settings.get("DENSE_STEPS", 0),
+    finetune_steps=settings.get("FINETUNE_STEPS", 0),
     indivisible=settings.get("INDIVISIBLE") or "error",
   )

@@ -60,6 +60,10 @@ class SparseModel(models.BaseTransformerModel):
 
   def __init__(self, *args, rules: Rules | None = None, **kwargs):
     super().__init__(*args, **kwargs)
+    self._take(rules)
+
+  def _take(self, rules: Rules | None) -> None:
+    """Sets what this class adds to a model of T5X."""
     config: Any = getattr(self.module, "config", None)
     self._sparse_layers = hasattr(config, "rules")
     inner = config.rules if self._sparse_layers else None
@@ -230,6 +234,40 @@ class SparseDecoderOnlyModel(SparseModel, models.DecoderOnlyModel):
     rules: what is sparse, and how.
     **kwargs: as of T5X's model.
   """
+
+
+_CLASSES = {
+  models.EncoderDecoderModel: SparseEncoderDecoderModel,
+  models.DecoderOnlyModel: SparseDecoderOnlyModel,
+}
+
+
+def sparse(model: models.BaseTransformerModel, rules: Rules) -> SparseModel:
+  """Returns a model of T5X with sparse weights; one that has them already stays as it is.
+
+  A model file of T5X serves as it is, and so does a class of your own below T5X's:
+
+      train_script.train.model = @t5x_adapter.sparse()
+      t5x_adapter.sparse:
+        model = %MODEL
+        rules = %RULES
+
+  Args:
+    model: of a class of T5X, or of one below it.
+    rules: what is sparse, and how.
+  """
+  if isinstance(model, SparseModel):
+    return model
+  if not isinstance(model, models.BaseTransformerModel):
+    raise ValueError(
+      f"MODEL={model!r} is no model of T5X: name a model file, such as "
+      "t5x/examples/t5/t5_1_1/base.gin, before the run file."
+    )
+  cls = type(model)
+  made: Any = copy.copy(model)
+  made.__class__ = _CLASSES.get(cls) or type(f"Sparse{cls.__name__}", (SparseModel, cls), {})
+  made._take(rules)
+  return made
 
 
 def _axes_like(mine, params_axes):

@@ -9,9 +9,13 @@ checkpoint -> [require_sparse, resume_sparse: its structure]
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
 import re
 
+import jax
 import tensorflow as tf
 from absl import logging
 from clu.data import dataset_iterator
@@ -19,6 +23,7 @@ from etils import epath
 from t5x import state_utils, utils
 
 from nm_sparsity_jax import layers
+from nm_sparsity_jax.runs import folders, trained
 
 
 def require_sparse(checkpoint, model_state):
@@ -55,6 +60,7 @@ def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool
   """
   if not is_resuming:
     _refuse_missing(checkpoint, model_state, fresh)
+    _quiet_fresh_starts()
     return checkpoint
   if not _is_sparse(checkpoint):
     raise ValueError(
@@ -63,6 +69,114 @@ def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool
     )
   _refuse_other_optimizer(checkpoint, model_state)
   return _with_the_same_masks(checkpoint, model_state)
+
+
+def stored_rules(
+  checkpoint,
+  pretrained_steps=None,
+  places=None,
+  recipe=None,
+  pattern=None,
+  sparse_steps=None,
+  dense_steps=None,
+  finetune_steps=None,
+  beta=None,
+  gradient=None,
+  fields=None,
+  indivisible=None,
+):
+  """Returns the rules that a checkpoint holds; refuses a setting that says something else.
+
+  Args:
+    checkpoint: the folder of one, or of a run; of several, the first.
+    pretrained_steps: the step at which its run began; None = any.
+    places: as of `configure.rules`, and None = not given, as for all that follow.
+    recipe: as of `configure.rules`.
+    pattern: as of `configure.rules`.
+    sparse_steps: as of `configure.rules`.
+    dense_steps: as of `configure.rules`.
+    finetune_steps: as of `configure.rules`.
+    beta: as of `configure.rules`.
+    gradient: as of `configure.rules`.
+    fields: as of `configure.rules`.
+    indivisible: as of `configure.rules`.
+  """
+  return trained.stored_rules(
+    _first(checkpoint),
+    pretrained_steps,
+    "T5X's own model",
+    places=places,
+    recipe=recipe,
+    pattern=pattern,
+    sparse_steps=sparse_steps,
+    dense_steps=dense_steps,
+    finetune_steps=finetune_steps,
+    beta=beta,
+    gradient=gradient,
+    fields=fields,
+    indivisible=indivisible,
+  )
+
+
+def first_step(run, initial=None):
+  """Returns the global step at which a sparse run begins; None where nothing tells.
+
+  Args:
+    run: MODEL_DIR, whose checkpoints know it, or one of its checkpoints.
+    initial: the checkpoint that a new run starts from, which is of that step.
+  """
+  return trained.start_of(_first(run), _first(initial))
+
+
+def owes_evaluation(model_dir, first_step=None, last_step=None, eval_period=None):
+  """Returns whether the newest checkpoint in a run's folder was saved and never evaluated.
+
+  T5X saves a step before it evaluates it. A process that ends in between leaves a hole in the
+  curves, for the next one begins with the step after. Bind it where T5X asks whether to evaluate
+  first:
+
+      train_script.train.run_eval_before_training = @t5x_adapter.owes_evaluation()
+
+  Args:
+    model_dir: of the run.
+    first_step: the global step at which the run began; it is not evaluated.
+    last_step: that at which it ends, which is evaluated whatever the period.
+    eval_period: steps between evaluations; None = each saved step is evaluated.
+  """
+  newest = folders.latest(model_dir) if isinstance(model_dir, str) and model_dir else None
+  step = None if newest is None else folders.named_step(newest)
+  if step is None or step == first_step:
+    return False
+  if step != last_step and eval_period and (step - (first_step or 0)) % eval_period:
+    return False
+  folder = folders.path_of(model_dir)
+  found = [step in _steps_of_losses(f) for f in (folder / "training_eval").glob("*")]
+  lines = (folder / "inference_eval").glob("*-metrics.jsonl")
+  found += [any(_step_of_line(line) == step for line in f.read_text().splitlines()) for f in lines]
+  return not found or not all(found)
+
+
+def _steps_of_losses(folder):
+  """Returns the steps at which a task's losses were written."""
+  steps = set()
+  for file in folder.glob("events*"):
+    with contextlib.suppress(tf.errors.DataLossError):  # cut off
+      for record in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
+        event = tf.compat.v1.Event.FromString(record)
+        if any(not value.tag.startswith("timing/") for value in event.summary.value):
+          steps.add(event.step)
+  return steps
+
+
+def _step_of_line(line):
+  try:
+    return json.loads(line).get("step")
+  except (ValueError, AttributeError):  # cut off
+    return None
+
+
+def _first(path):
+  return path[0] if isinstance(path, list | tuple) and path else path
 
 
 def absolute(path):
@@ -118,6 +232,24 @@ def _kinds(paths):
     of_optax = [word for word in words if not word.isdigit()] if words[0].isdigit() else []
     kinds.add(of_optax[0] if of_optax else words[-1])
   return ", ".join(sorted(kinds)) or "empty"
+
+
+# What a run never takes from the checkpoint that it starts from.
+_STARTS_FRESH = ("state/param_states/", "flax_mutables/")
+
+
+@functools.cache
+def _quiet_fresh_starts():
+  """Drops T5X's two warnings of each array that is meant to start afresh, and says it once."""
+  logging.info("The optimizer's state and the masks start afresh, as they must in a new run.")
+  logging.get_absl_logger().addFilter(_is_no_fresh_start)
+
+
+def _is_no_fresh_start(record):
+  text = str(record.msg)
+  if not text.startswith(("Not restoring param=", "Initializing param=")) or not record.args:
+    return True
+  return not str(record.args[0]).startswith(_STARTS_FRESH)
 
 
 def _is_sparse(checkpoint):
@@ -183,8 +315,32 @@ class _OwnPosition(dataset_iterator.TfDatasetIterator):
       logging.info("A new run: data from the beginning, not from the position in %s.", filename)
 
 
-class SparseTrainStateInitializer(utils.TrainStateInitializer):
-  """T5X's initializer, which also checks a restored train state against the model.
+class ShowingInitializer(utils.TrainStateInitializer):
+  """T5X's initializer, which also prints what becomes sparse, and when, before anything compiles.
+
+  T5X makes one as soon as it knows the shape of a batch. Bind it in training:
+
+      train_script.train.train_state_initializer_cls = @t5x_adapter.ShowingInitializer
+
+  Args:
+    optimizer_def: as of T5X's.
+    init_fn: `get_initial_variables` of a model of this package.
+    input_shapes: as of T5X's.
+    partitioner: as of T5X's.
+    input_types: as of T5X's.
+  """
+
+  def __init__(self, optimizer_def, init_fn, input_shapes, partitioner, input_types=None):
+    super().__init__(optimizer_def, init_fn, input_shapes, partitioner, input_types)
+    if jax.process_index() == 0:
+      model = init_fn.__self__
+      assignment = model.stored_rules.assign(model.made)
+      # T5X logs to stderr, hundreds of lines; this is all that stands in stdout.
+      print(f"\n{assignment}\n\n{assignment.schedule}\n", flush=True)
+
+
+class SparseTrainStateInitializer(ShowingInitializer):
+  """`ShowingInitializer`, which also checks a restored train state against the model.
 
   Bind it in eval and infer; `SparseTrainer` checks what it is given by itself.
 

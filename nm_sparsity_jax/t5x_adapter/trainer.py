@@ -223,7 +223,6 @@ def _begin(model, train_state, axes, partitioner, pretrained_steps):
   is_new = start == UNKNOWN
   start = now if is_new else start
   ends = {r.phases.total for r in model.rules.places.values() if r.phases}
-  logging.info("%s", model.stored_rules.assign(train_state.params))
   logging.info("Sparse step %d; sparse step 0 is global step %d; ends at %s", step, start, ends)
   if pretrained_steps is not None and start != pretrained_steps:
     raise ValueError(
