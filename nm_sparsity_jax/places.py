@@ -190,7 +190,7 @@ class Assignment:
 
   @property
   def schedule(self) -> str:
-    """When which pattern and D hold, as text: a table for each recipe and length of an axis."""
+    """Says when which pattern and D hold: a table for each recipe and length of an axis."""
     timelines: dict[tuple, list[Place]] = {}
     for place in self.places.values():
       key = place.recipe, place.recipe.timeline(place.axis_size)

@@ -74,11 +74,6 @@ class Run:
     """
     return directions.less_is_better(self._directions, metric)
 
-  @functools.cached_property
-  def by_t5x(self) -> bool:
-    """Returns whether T5X wrote it: the local runner leaves a run.json."""
-    return not trained.started(self.path)
-
   @property
   def offset(self) -> int:
     """Returns the global step before its first one: the number of steps that it inherited."""

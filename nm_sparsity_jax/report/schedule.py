@@ -44,16 +44,6 @@ def schedule(runs: Sequence[Run]) -> Iterator[Strip | Chart | str]:
   ]
   otherwise = "No run has a schedule in its config.gin, or samples of D and patterns."
   yield from parts.some(charts, otherwise)
-  yield from _means_of_t5x(runs)
-
-
-def _means_of_t5x(runs: Sequence[Run]) -> Iterator[str]:
-  """Yields what a reader of T5X's samples must know, where there are such."""
-  if any(run.by_t5x and any(t.startswith("nm/") for t in run.train) for run in runs):
-    yield (
-      "A point that T5X wrote is the mean over the samples since the one before, so it lags the "
-      "schedule by up to one such interval."
-    )
 
 
 def _is_rule(run: Run, tag: str) -> bool:
