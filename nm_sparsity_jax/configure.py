@@ -319,7 +319,7 @@ def _compared(stored: Rules, given: Mapping[str, Any]) -> Iterator[tuple[str, An
   places = given.get("places")
   table = places if isinstance(places, Mapping) else dict.fromkeys(stored.places)
   if places is not None:
-    yield "SPARSITY_RULES", *_compared_places(stored, table)
+    yield "SPARSITY_RULES", *_compared_places(stored, places)
   own = [place for place, value in table.items() if isinstance(value, Recipe)]
   common = {place: recipe for place, recipe in stored.places.items() if place not in own}
   for recipe in common.values():
@@ -345,9 +345,12 @@ def _compared_recipe(recipe: Recipe, given: Mapping[str, Any]) -> Iterator[tuple
     yield f"RECIPE_FIELDS[{field!r}]", value, getattr(recipe, field, None)
 
 
-def _compared_places(stored: Rules, table: Mapping[str, Any]) -> tuple[Any, Any]:
+def _compared_places(stored: Rules, table: Any) -> tuple[Any, Any]:
   """Returns SPARSITY_RULES as given and as stored; what is left to PATTERN is as stored."""
-  told, has = {}, {place: str(recipe.pattern) for place, recipe in stored.places.items()}
+  has: dict[str, Any] = {place: str(recipe.pattern) for place, recipe in stored.places.items()}
+  if not isinstance(table, Mapping):
+    return table, has
+  told = {}
   for place, value in table.items():
     if isinstance(value, Recipe) and place in has:
       told[place], has[place] = value, stored.places[place]

@@ -252,7 +252,8 @@ def _step_of(path: str) -> int:
     step, why = checkpoint.read(path).step, "it holds no step"
   except Exception as e:  # also what a bucket raises
     step, why = None, str(e).rstrip(".")
-  step = folders.named_step(path) if step is None else step
+  if step is None and isinstance(path, str):
+    step = folders.named_step(path)
   if step is None:
     raise ValueError(
       f"INITIAL_CHECKPOINT_PATH={path!r} does not tell PRETRAINED_STEPS, its step ({why}). Set "

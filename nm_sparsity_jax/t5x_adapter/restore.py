@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import re
+from typing import Any
 
 import jax
 import tensorflow as tf
@@ -175,7 +176,7 @@ def _step_of_line(line):
     return None
 
 
-def _first(path):
+def _first(path: Any) -> Any:
   return path[0] if isinstance(path, list | tuple) and path else path
 
 
