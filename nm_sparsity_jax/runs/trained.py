@@ -181,7 +181,7 @@ def stored_rules(
     stored, reason = None, f"{str(e).rstrip('.')}, so its rules are unknown"
   if stored is None or stored.rules is None:
     try:
-      return configure.rules(**_DEFAULTS | {k: v for k, v in given.items() if v is not None})
+      return configure.rules(**{**_DEFAULTS, **{k: v for k, v in given.items() if v is not None}})
     except configure.SettingsError as e:
       raise ValueError(f"{reason}. (The settings do not tell them: {e})") from e
   rules = rules_text.parse(stored.rules)
@@ -207,12 +207,12 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
   Raises:
     ValueError: there is an initial checkpoint, and its step cannot be known.
   """
-  if (newest := _newest(run)) is not None and (start := _read_start(newest)) is not None:
+  if (newest := _checkpoint_of(run)) is not None and (start := _read_start(newest)) is not None:
     return start
   return None if not initial else _step_of(initial)
 
 
-def _newest(run: str | None) -> str | None:
+def _checkpoint_of(run: str | None) -> str | None:
   """Returns the newest checkpoint of a run; None where there is none yet."""
   from nm_sparsity_jax.runs import checkpoint
 
