@@ -8,6 +8,7 @@
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
+PEAK_MIB ?= 2048
 ARGS    ?=
 CONSTRAINTS ?=
 
@@ -42,8 +43,8 @@ quickstart: $(STAMP)  ## train, prove and score sparse checkpoints, in minutes; 
 
 venv: $(STAMP)  ## create the environment, or bring it up to date with setup.py
 
-test: $(STAMP)  ## every test that is not slow; names the slowest 20
-	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 $(ARGS)
+test: $(STAMP)  ## every test that is not slow; fails where a worker passes PEAK_MIB; names the slowest 20
+	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 --peak-mib $(PEAK_MIB) $(ARGS)
 
 test-slow: $(STAMP)  ## the slow tests
 	$(PYTEST) -m slow $(ARGS)

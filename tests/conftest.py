@@ -1,6 +1,9 @@
 """Eight virtual CPU devices, strict promotion, how hard hypothesis works, and what a run costs."""
 
 import collections
+import contextlib
+import ctypes
+import gc
 import os
 import resource
 import sys
@@ -13,8 +16,10 @@ os.environ["XLA_FLAGS"] = (
 # XLA's pool has a thread per core. On two cores, two devices that wait in a reduction for their
 # partners leave no thread to run them, and XLA ends the process after 40 seconds.
 os.environ.setdefault("PJRT_NPROC", "32")
-# Each thread of that pool would keep an arena of its own; the workers start with this.
+# Each thread of that pool would keep an arena of its own, and what a program took would stay in
+# them; the workers start with these.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")
 
 import hypothesis
 import jax
@@ -44,11 +49,62 @@ def the_same_place():
   os.chdir(folder)
 
 
+# --- what a worker holds --------------------------------------------------------------------------
+
+ROOM = 1550  # MiB, of which what is imported takes three quarters
+
+
+def resident() -> float:
+  """MiB of memory that this process has now; 0 where that is not told."""
+  try:
+    with open("/proc/self/statm") as told:
+      return int(told.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+  except OSError:
+    return 0.0
+
+
+def give_back():
+  """Frees what nothing refers to. The allocator would keep it, unless it is told."""
+  gc.collect()
+  with contextlib.suppress(OSError, AttributeError):  # another C library
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def pytest_collection_finish():
+  """What is imported stays: the collector need not look through it again and again, which took a
+  third of the time of tests that read gin files."""
+  gc.collect()
+  gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_file():
   """What a file compiled goes with it, else a worker holds the programs of all of them."""
   yield
   jax.clear_caches()
+  give_back()
+  gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def room_for_the_next():
+  """Programs that a test leaves go before the end of the file too, where they take too much."""
+  yield
+  for forget in (lambda: None, jax.clear_caches):
+    if resident() > ROOM:
+      forget()
+      give_back()
+
+
+@pytest.fixture(scope="module")
+def short_runs():
+  """Compiles quickly (tests/quick.py), here and in processes that tests start."""
+  import quick
+
+  with quick.compilation(), pytest.MonkeyPatch.context() as patch:
+    for name, value in quick.environment(os.environ["XLA_FLAGS"]).items():
+      patch.setenv(name, value)
+    yield
 
 
 # The files that take longest come first, so that no worker begins one while the other has no more.

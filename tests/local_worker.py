@@ -14,7 +14,6 @@ def main(cache):
   jax.config.update("jax_compilation_cache_dir", cache)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  jax.config.update("jax_disable_most_optimizations", True)
 
   def run(steps, folder):
     model = t.model_of(recipe="one_shot", sparse_steps=steps, dense_steps=steps // 4, dropout=0.1)

@@ -44,14 +44,14 @@ try:
 except SystemExit as e:
   print([m for m in {HEAVY!r} if m in sys.modules], e.code)
 """
-  times = []
-  for _ in range(3):
+  for _ in range(3):  # on a busy machine the first may wait
     begin = time.perf_counter()
     done = python(code, ROOT)
-    times.append(time.perf_counter() - begin)
+    if (spent := time.perf_counter() - begin) < 1:
+      break
   assert done.stdout.splitlines()[-1] == "[] 0", done.stdout + done.stderr
   assert f"usage: nm-sparsity {name}".rstrip() in done.stdout
-  assert min(times) < 1
+  assert spent < 1
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

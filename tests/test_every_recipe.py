@@ -112,9 +112,14 @@ REPEATED = {
 }  # fmt: skip
 
 
+# Without a D between 1 and 0 no product is rounded: bfloat16 stands for both narrow dtypes.
+HARD = {"dense", "one_shot", "sr_ste", "sdgf_stepwise", "sdgf_geometric", "snip", "idp"}
+
+
 def later(*values, name, repeated):
   """A case as an argument; one that repeats another is slow."""
-  marks = [pytest.mark.slow] if repeated and name in REPEATED else []
+  is_slow = repeated and name in REPEATED or "f16" in values and name in HARD
+  marks = [pytest.mark.slow] if is_slow else []
   return pytest.param(*values, marks=marks, id="-".join([name, *values[1:]]))
 
 
@@ -216,12 +221,13 @@ def test_every_recipe_has_a_case():
 @every_dtype
 def test_keeps_shape_and_dtype_and_one_compilation_serves_every_step(case, dtype):
   w = weights(1, dtype=dtype)
+  before = traces[case.recipe, w.dtype, w.shape, 0]
   for step in STEPS:
     out, grad, mask, decay = run(case, w, step)
     assert (out.shape, out.dtype) == (grad.shape, grad.dtype) == (w.shape, w.dtype)
     assert (mask.shape, mask.dtype) == (w.shape, jnp.bool_)
     assert (decay.shape, decay.dtype) == ((), jnp.float32)
-  assert traces[case.recipe, w.dtype, w.shape, 0] == 1
+  assert traces[case.recipe, w.dtype, w.shape, 0] <= before + 1
 
 
 @each
@@ -414,12 +420,11 @@ def test_is_a_hashable_value(case):
   with pytest.raises(dataclasses.FrozenInstanceError):
     recipe.pattern = nms.NM(2, 8)
   w = weights(21)
-  before = traces[recipe, w.dtype, w.shape, 0]
   want = run(case, w, 9)[0]
-  compiled = jitted._cache_size()
+  before, compiled = traces[recipe, w.dtype, w.shape, 0], jitted._cache_size()
   got = run(dataclasses.replace(case, recipe=twin), w, 9)[0]  # static under jit: no new trace
   assert_same_bits(got, want)
-  assert jitted._cache_size() == compiled and traces[recipe, w.dtype, w.shape, 0] == max(before, 1)
+  assert jitted._cache_size() == compiled and traces[recipe, w.dtype, w.shape, 0] == before
 
 
 @every

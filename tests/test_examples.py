@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import quick
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -15,7 +17,7 @@ def run(name):
     capture_output=True,
     text=True,
     cwd=ROOT,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)},
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | quick.environment(),
     timeout=300,
   )
   assert not done.returncode, done.stderr

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import quick
 import t5x_found
 
 from nm_sparsity_jax import configure
@@ -566,12 +567,21 @@ def probe_t5x(cases):
   stub = str(ROOT / "tests/t5x_stub")
   # The stub hides the real tasks, which would download.
   path = os.pathsep.join([stub, str(ROOT), *filter(None, sys.path), *t5x_found.paths()])
-  return probe(cases, "t5x", {"PYTHONPATH": path, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
+  return probe(cases, "t5x", {"PYTHONPATH": path, **quick.environment()})
+
+
+FOLDERS = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_folder_for_small_runs(tmp_path_factory):
+  FOLDERS[:] = [tmp_path_factory.mktemp("small_runs")]
 
 
 @functools.cache
 def with_t5x():
-  return probe_t5x(T5X)
+  """What the cases say, and the small runs, which come last: importing T5X is most of a process."""
+  return probe_t5x(T5X | small_runs(*FOLDERS))
 
 
 def model_of(name):
@@ -693,15 +703,14 @@ TINIER = [
 ]  # fmt: skip
 
 
-@pytest.mark.t5x
-def test_rows_of_the_paper_run(tmp_path):
+def small_runs(folder):
   """A dense pre-training, a GLUE row from its checkpoint, a test set with `idx`; a WMT row."""
   row = "gin_configs/paper/table12/sdgf_stepwise_ff_1_8_qkv_1_4_10k_dense.gin"
   runs = "gin_configs/runs/t5x_"
   few = [*TINIER, "SPARSE_STEPS = 6", "DENSE_STEPS = 1", "FINETUNE_STEPS = 1"]
   small = [*few, "T5_SIZE = 'tiny'"]
-  dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  cases = {
+  dense, sparse = folder / "dense", folder / "sparse"
+  return {
     "dense": dict(
       main="train", call="train", bindings=[*small, *bind(TASK), f"MODEL_DIR = '{dense}'"],
       files=[TINY, f"{runs}adafactor.gin", f"{runs}pretrain.gin", recipe_of("dense")],
@@ -717,14 +726,14 @@ def test_rows_of_the_paper_run(tmp_path):
       main="eval", call="evaluate", files=[f"{runs}eval.gin", row],
       bindings=[
         *small, f"CHECKPOINT_PATH = '{sparse}/checkpoint_12'",
-        f"EVAL_OUTPUT_DIR = '{tmp_path}/eval'", "utils.DatasetConfig.batch_size = 8",
+        f"EVAL_OUTPUT_DIR = '{folder}/eval'", "utils.DatasetConfig.batch_size = 8",
       ],
     ),
     "infer": dict(
       main="infer", call="infer", files=[f"{runs}infer_glue_test.gin", row],
       bindings=[
         *small, "MIXTURE_OR_TASK_NAME = 'nm_glue_rte'",
-        f"CHECKPOINT_PATH = '{sparse}/checkpoint_12'", f"INFER_OUTPUT_DIR = '{tmp_path}/infer'",
+        f"CHECKPOINT_PATH = '{sparse}/checkpoint_12'", f"INFER_OUTPUT_DIR = '{folder}/infer'",
         "utils.DatasetConfig.batch_size = 8",
       ],
     ),
@@ -733,17 +742,22 @@ def test_rows_of_the_paper_run(tmp_path):
       files=[f"{runs}adamw.gin", f"{runs}wmt.gin",
              "gin_configs/paper/table5/mdgf_exponential_ff_1_16.gin"],
       bindings=[
-        *[x.replace("preset", "wmt") for x in few], f"MODEL_DIR = '{tmp_path}/wmt'",
+        *[x.replace("preset", "wmt") for x in few], f"MODEL_DIR = '{folder}/wmt'",
         "EVAL_PERIOD = 6", "utils.SaveCheckpointConfig.period = 6", "NUM_DECODES = 2",
         "train_script.train.eval_steps = 1",
         "network.T5Config.wmt.num_heads = 2", "infer_eval/utils.DatasetConfig.batch_size = 8",
       ],
     ),
   }  # fmt: skip
-  found = probe_t5x(cases)
-  assert found == dict.fromkeys(cases, {})
-  assert (sparse / "checkpoint_12").is_dir() and (tmp_path / "wmt/checkpoint_6").is_dir()
-  (written,) = (tmp_path / "infer").glob("nm_glue_rte-predict.jsonl-00000-of-00001")
+
+
+@pytest.mark.t5x
+def test_rows_of_the_paper_run():
+  (folder,), found = FOLDERS, with_t5x()
+  cases = small_runs(folder)
+  assert {name: found[name] for name in cases} == dict.fromkeys(cases, {})
+  assert (folder / "sparse/checkpoint_12").is_dir() and (folder / "wmt/checkpoint_6").is_dir()
+  (written,) = (folder / "infer").glob("nm_glue_rte-predict.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
   assert [line["inputs"] for line in lines] == [
     {"idx": i, "inputs_pretokenized": f"rte {i}", "targets_pretokenized": "yes"} for i in range(8)

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import quick
 from checkpoint_files import assert_same, read
 
 from nm_sparsity_jax.runs import folders
@@ -23,7 +24,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
-  env = {**os.environ, "XLA_FLAGS": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+  env = {**os.environ, **quick.environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
   env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, sys.path)])
   errors = (tmp_path_factory.mktemp("worker") / "stderr").open("w+")
   command = [sys.executable, str(HERE / "local_worker.py"), str(tmp_path_factory.mktemp("xla"))]
@@ -58,7 +59,7 @@ def run(worker, folder, steps, kill_after=None, delay=0.0):
 
 @pytest.mark.parametrize(
   "kills, steps, seed",
-  [(2, 60, 0), pytest.param(20, 120, 1, marks=pytest.mark.slow)],
+  [(2, 40, 0), pytest.param(20, 120, 1, marks=pytest.mark.slow)],
   ids=["2", "20"],
 )
 def test_killed_and_resumed_is_uninterrupted(kills, steps, seed, worker, tmp_path):

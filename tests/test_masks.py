@@ -24,7 +24,7 @@ BYTES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 # 254, 255 and 256, as 65534 ... below, are where counts outgrow an integer type.
 SIZES = (*range(1, 41), 48, 64, 96, 127, 128, 254, 255, 256, 257, 509, 512, 640)
 # On both sides of the bounds where a mask takes another path (16, 32) `make test` keeps sizes.
-ALIKE = {18, 19, 21, 22, 23, 25, 26, 27, 28, 29, 30, 34, 35, 37, 38, 39}
+ALIKE = {9, 10, 11, 13, 14, 18, 19, 21, 22, 23, 25, 26, 27, 28, 29, 30, 34, 35, 37, 38, 39, 96, 509}
 EVERY_SIZE = [
   pytest.param(i, m, marks=[pytest.mark.slow] if m in ALIKE else [], id=f"m{m}")
   for i, m in enumerate(SIZES)

@@ -240,9 +240,14 @@ def test_a_sample_leaves_out_what_the_optimizer_does_not_keep():
 def test_a_rule_of_two_patterns_has_none():
   rules = nms.Rules({"ff": make("sdgf_geometric", "1:4")})  # 16 takes fewer levels than 32
   params = draw(0)
-  for step in range(PHASES.total):
+
+  @jax.jit
+  def look(step):
     seen = metrics.before(params, rules, step)
-    got = metrics.after(params, rules, step, None, seen, per_place=True)
+    return metrics.after(params, rules, step, None, seen, per_place=True)
+
+  for step in range(PHASES.total):
+    got = look(jnp.int32(step))
     patterns = {(int(got[f"nm/n/{p}"]), int(got[f"nm/m/{p}"])) for p in (WI, WO)}
     want = patterns.pop() if len(patterns) == 1 else (0, 0)
     assert (got["nm/n/ff"], got["nm/m/ff"]) == want, step

@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 import pytest
+import quick
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.runs import checkpoint, folders
@@ -25,6 +26,7 @@ pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "own_workload"
 STEPS = 24
+pytestmark = pytest.mark.usefixtures("short_runs")
 
 RECIPE = '''\
 """A recipe whose deployed weights are scaled, and shrunk by what it stores."""
@@ -110,7 +112,7 @@ def typed(folder, *argv):
 
 
 def started(folder, *argv):
-  env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+  env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **quick.environment()}
   return subprocess.Popen(
     [sys.executable, "-m", "nm_sparsity_jax.cli", *argv], cwd=folder, env=env, text=True,
     stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -20,6 +20,7 @@ recipes = importlib.import_module("recipes")
 report = importlib.import_module("_recipes_report")
 train = importlib.import_module("_recipes_train")
 
+pytestmark = pytest.mark.usefixtures("short_runs")
 RUN = recipes.Run("bigram", "1:16", "400", "idp", 100)
 
 

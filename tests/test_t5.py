@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from test_imports import HEAVY, after
 from test_layers import EACH, PHASES, STEPS, assert_same_bits, with_near_ties
 
@@ -87,10 +88,8 @@ def assert_close(got, want, tolerance=2e-6):
 @pytest.fixture
 def quick_compilation():
   """For tests whose numbers may differ in the last bit: they compile longer than they run."""
-  before = jax.config.values["jax_disable_most_optimizations"]
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", before)
+  with quick.compilation():
+    yield
 
 
 # --- the tree -------------------------------------------------------------------------------------
@@ -458,6 +457,9 @@ OWNERS = {
   "decoder/logits_dense/kernel": "sr_ste",
 }
 RULES = nms.Rules({place: EACH[name] for place, name in OWNERS.items()})
+# One of each kind: D between 1 and 0, a parent that is renewed, scores, a ladder of groups.
+KINDS = ("mdgf_linear", "idp", "snip", "sdgf_geometric")
+SOME = nms.Rules({place: EACH[name] for place, name in OWNERS.items() if name in KINDS})
 SEEN = (0, 3, 4, 5, 6, 9, 11, 13, 15, 17, 18, 25)  # each phase and its edges, each level
 
 
@@ -467,16 +469,16 @@ def test_every_recipe_and_phase_takes_part():
   assert max(SEEN) == STEPS[-1]
 
 
-def sparse_model(scan, **fields):
+def sparse_model(scan, rules, **fields):
   """One layer a stack, or two scanned; bfloat16, so that a mask after the cast would be another."""
-  return make(depth=1 + scan, rules=RULES, dtype=jnp.bfloat16, scan_layers=scan, **fields)
+  return make(depth=1 + scan, rules=rules, dtype=jnp.bfloat16, scan_layers=scan, **fields)
 
 
 @functools.cache
-def trajectory(scan):
+def trajectory(scan, rules):
   """{step: (parameters, state)}, and (params, step, state, dL/dW~) -> (W~, dL/dW) of `sparsify`."""
-  shapes = shapes_of(sparse_model(scan))
-  rules = RULES.with_logical_axes(shapes["params_axes"])
+  shapes = shapes_of(sparse_model(scan, rules))
+  rules = rules.with_logical_axes(shapes["params_axes"])
   params = with_near_ties(shapes["params"], 0)
   state = nms.init_state(params, rules)
 
@@ -501,22 +503,23 @@ def trajectory(scan):
 
 
 @pytest.mark.parametrize(
-  "scan, policy",
+  "scan, policy, rules",
   [
-    (False, "none"),
-    (True, "nm_masks"),
-    pytest.param(False, "minimal", marks=pytest.mark.slow),
-    pytest.param(True, "none", marks=pytest.mark.slow),
+    pytest.param(False, "none", RULES, id="plain-none-all"),
+    pytest.param(True, "nm_masks", SOME, id="scanned-nm_masks-some"),
+    pytest.param(True, "nm_masks", RULES, id="scanned-nm_masks-all", marks=pytest.mark.slow),
+    pytest.param(False, "minimal", RULES, id="plain-minimal-all", marks=pytest.mark.slow),
+    pytest.param(True, "none", RULES, id="scanned-none-all", marks=pytest.mark.slow),
   ],
 )
-def test_sparse_is_dense_on_sparsified_parameters(scan, policy):
+def test_sparse_is_dense_on_sparsified_parameters(scan, policy, rules):
   """Loss and gradients of every recipe in every phase, to the bit, with dropout."""
-  sparse = sparse_model(scan, remat_policy=policy)
+  sparse = sparse_model(scan, rules, remat_policy=policy)
   rest = {k: v for k, v in shapes_of(sparse).items() if k != "params"}
   run_dense = loss_and_grads(sparse.dense_twin(), **DROPOUT)
   inner = loss_and_grads(sparse, **DROPOUT)
   run_sparse = jax.jit(lambda p, step, state: inner(p, with_step(rest, step, state)))
-  found, sparsify_with_vjp = trajectory(scan)
+  found, sparsify_with_vjp = trajectory(scan, rules)
   for step, (params, state) in found.items():
     at = jnp.int32(step)
     got, got_grads = run_sparse(params, at, state)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 import t5x_found
 from test_t5 import assert_close
 
@@ -58,11 +59,12 @@ KINDS = {
 @pytest.fixture
 def relaxed():
   """T5X does not run under strict promotion. Compiling for speed takes longer than these runs."""
-  before = jax.config.values["jax_disable_most_optimizations"]
-  jax.config.update("jax_disable_most_optimizations", True)
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+  with (
+    quick.compilation(),
+    jax.numpy_dtype_promotion("standard"),
+    jax.numpy_rank_promotion("allow"),
+  ):
     yield
-  jax.config.update("jax_disable_most_optimizations", before)
 
 
 def both(kind):
@@ -107,7 +109,12 @@ def parameters(model):
 
 
 @pytest.mark.parametrize(
-  "kind, packed", [("t5_1_1", False), ("scalable_t5", False), *((kind, True) for kind in KINDS)]
+  "kind, packed",
+  [
+    ("t5_1_1", False),
+    *((kind, True) for kind in KINDS),
+    pytest.param("scalable_t5", False, marks=pytest.mark.slow),  # as t5_1_1, but scanned: packed
+  ],
 )
 def test_same_loss_and_gradients(kind, packed, relaxed):
   """With dropout: it is drawn from the same keys. Exactly equal here; held to 1e-6."""

@@ -151,10 +151,15 @@ def test_the_gradient_that_is_measured_is_the_one_that_the_step_applies(num_micr
   rules = nms.Rules({"ff": t.recipe("mdgf_linear")})
   model = t.make(rules, module=module, optimizer="sgd", loss_normalizing_factor=10.0)
   run = t.begin(model, num_microbatches=num_microbatches, metrics_every=1)
-  for before, _, after, got in steps(run, 2):
+
+  @jax.jit
+  def variance(before, after):
     grads = jax.tree.map(lambda a, b: a - b, before.params, after.params)
     state = model.read(before.params, before.flax_mutables)
-    want = metrics.grad_abs_variance(grads, before.params, model.stored_rules, *state).overall
+    return metrics.grad_abs_variance(grads, before.params, model.stored_rules, *state).overall
+
+  for before, _, after, got in steps(run, 2):
+    want = variance(before, after)
     np.testing.assert_allclose(got["nm/grad_abs_var/all"], want.all, rtol=1e-3)
 
 
@@ -170,21 +175,45 @@ def events(folder):
   return out
 
 
-def test_a_sample_stands_at_its_own_step(tmp_path):
+@pytest.fixture(scope="module")
+def every_third(what_t5x_wants, one_initialization):
+  """A trainer that samples every third step, its first state again, and what eleven steps gave.
+
+  That is {step: (what is written, how many programs the sampling had)}.
+  """
+  run = t.begin(make(), metrics_every=3)
+  step, state = run._partitioned_train_step, run.train_state
+  start, shardings = jax.tree.map(np.asarray, state), jax.tree.map(lambda x: x.sharding, state)
+  seen = {}
+  for i in range(11):
+    state, _ = step(state, t.batch_of(i))
+    compiled = [x._pjitted_fn._cache_size() for x in (step.before, step.after)]
+    seen[i + 1] = {name: value for (_, name), value in written(step.taken).items()}, compiled
+    step.taken.clear()
+  yield run, lambda: jax.device_put(start, shardings), seen
+  run.close()
+
+
+def test_nothing_but_the_train_step_runs_or_compiles_where_it_is_not_sampled(every_third):
+  _, _, seen = every_third
+  for i, (got, compiled) in seen.items():
+    assert (bool(got), compiled) == (i % 3 == 0, [1, 1] if i >= 3 else [0, 0])
+
+
+def test_a_sample_stands_at_its_own_step(every_third, tmp_path):
   """Point 8: T5X's summary of step 920 showed the sample of 900, or a mean of several."""
-  model = make()
-  run = t.begin(model, metrics_every=3)
-  start = jax.tree.map(np.asarray, run.train_state)
-  sampled = {i: got for i, (*_, got) in enumerate(steps(run, 11), 1)}
+  run, start, seen = every_third
+  sampled = {i: got for i, (got, _) in seen.items()}
   assert [i for i, got in sampled.items() if got] == [3, 6, 9]
-  run.train_state = start
+  run.train_state = start()
   run.train_metrics_manager.close()
   run.train_metrics_manager = trainer.MetricsManager("train", summary_dir=str(tmp_path))
   batches = map(t.batch_of, range(11))
   for length in (2, 1, 5, 3):  # summaries at 2, 3, 8 and 11
     summary = run.train(batches, length).result()
     assert "loss" in summary and "timing/uptime" in summary
-  run.close()
+  run._writes.join()
+  run.train_metrics_manager.close()
   found = events(tmp_path)
   assert {step for step, name in found if name == "loss"} == {2, 3, 8, 11}
   ours = {key: value for key, value in found.items() if key[1].startswith("nm/")}
@@ -243,14 +272,15 @@ def test_the_estimate_is_what_adafactor_divides_by(shape, axes):
     roles = adafactor.standard_logical_factor_rules()
     rule = adafactor.HParamMap([("w", tuple(roles[name] for name in axes))])
     optimizer.hyper_params = optimizer.hyper_params.replace(factor_map=rule)
-  zeros = {"w": jnp.zeros(shape)}
-  state = optimizer.init_state(zeros)
+  zeros = {"w": np.zeros(shape, np.float32)}
+  state = jax.jit(optimizer.init_state)(zeros)
+  step = jax.jit(functools.partial(optimizer.apply_gradient, optimizer.hyper_params))
   for seed in range(2):
-    grads = {"w": jax.random.normal(jax.random.PRNGKey(seed), shape)}
-    new, state = optimizer.apply_gradient(optimizer.hyper_params, zeros, state, grads)
+    grads = {"w": np.random.default_rng(seed).normal(size=shape).astype(np.float32)}
+    new, state = step(zeros, state, grads)
   dims = measure.factored_dims(optimizer, "w", shape)
   assert bool(dims) == (len(shape) > 1)
-  got = measure.estimate(state.param_states["w"], dims)
+  got = jax.jit(lambda state: measure.estimate(state, dims))(state.param_states["w"])
   np.testing.assert_allclose(got, np.square(grads["w"] / new["w"]), rtol=1e-4)
 
 
@@ -279,39 +309,27 @@ def test_training_is_the_same_program_and_the_same_bits_with_metrics_and_without
     step, state = run._partitioned_train_step, run.train_state
     assert isinstance(step, SampledStep) == bool(every)
     texts[every] = step.lower(state, t.batch_of()).as_text()
-    for i in range(6):
-      state, _ = step(state, t.batch_of(i))
-    states[every] = jax.tree.map(np.asarray, state.state_dict())
-  assert t.the_step(state) == 6
-  for every in (0, 1, 3):
-    assert texts[every] == texts[None]
-    t.assert_equal(states[every], states[None])
+    if every in (None, 1):  # never, and at every step
+      for i in range(6):
+        state, _ = step(state, t.batch_of(i))
+      assert t.the_step(state) == 6
+      states[every] = jax.tree.map(np.asarray, state.state_dict())
+  assert len(set(texts.values())) == 1
+  t.assert_equal(states[1], states[None])
 
 
-def test_nothing_but_the_train_step_runs_or_compiles_where_it_is_not_sampled():
-  run = t.begin(make(), metrics_every=3)
-  step, state = run._partitioned_train_step, run.train_state
-  compiled = lambda: [x._pjitted_fn._cache_size() for x in (step.before, step.after)]
-  seen = []
-  for i in range(7):
-    state, _ = step(state, t.batch_of(i))
-    seen.append((len(step.taken) > 0, compiled()))
-    step.taken.clear()
-  no, yes = (False, [0, 0]), (True, [1, 1])
-  later = (False, [1, 1])
-  assert seen == [no, no, yes, later, later, yes, later]
-
-
-def test_a_step_that_was_compiled_beforehand_samples_too(tmp_path):
-  run = t.begin(make(), metrics_every=2)
-  run.train_metrics_manager.close()
+def test_a_step_that_was_compiled_beforehand_samples_too(every_third, monkeypatch, tmp_path):
+  run, start, _ = every_third
+  monkeypatch.setattr(run, "_compiled_train_step", None)
+  run.train_state = start()
   run.train_metrics_manager = trainer.MetricsManager("train", summary_dir=str(tmp_path))
   run.compile_train(t.batch_of())
   assert run._compiled_train_step.cost_analysis()  # of the train step
-  got = run.train(map(t.batch_of, range(2)), 2).result()
+  got = run.train(map(t.batch_of, range(3)), 3).result()
   assert "loss" in got and not any(name.startswith("nm/") for name in got)
-  run.close()
-  assert (2, "nm/density") in events(tmp_path)
+  run._writes.join()
+  run.train_metrics_manager.flush()
+  assert (3, "nm/density") in events(tmp_path)
 
 
 def test_sampling_communicates_nothing_for_masks(request):

@@ -1,10 +1,14 @@
-"""The whole thread by the commands that users type: dense, sparse, eval, infer; and the proof."""
+"""The whole thread by the commands that users type: dense, sparse, eval, infer; and the proof.
+
+Then mini-GLUE, as far as the file that is handed in.
+"""
 
 import json
 import pathlib
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import jax
 import numpy as np
@@ -14,7 +18,7 @@ import t5x_found
 from test_plan_mistakes import T5X_MODEL
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import configure
+from nm_sparsity_jax import cli, configure
 
 pytestmark = pytest.mark.t5x
 
@@ -46,14 +50,15 @@ def t5x(command, *files, check=True, devices=1, **macros):
   return done.stdout
 
 
-@pytest.fixture
-def forked(tmp_path):
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
   """`t5x` above, in forks of one process that has imported what T5X imports."""
   _, env = t5x_found.command_line((), {})
   command, pipe = [sys.executable, str(ROOT / "tests/t5x_worker.py")], subprocess.PIPE
-  errors = tmp_path / "errors.txt"
+  folder = tmp_path_factory.mktemp("worker")
+  errors = folder / "errors.txt"
   with (
-    (tmp_path / "worker.txt").open("w+") as said,
+    (folder / "worker.txt").open("w+") as said,
     subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True, env=env) as worker,
   ):
 
@@ -65,7 +70,7 @@ def forked(tmp_path):
         if line.startswith("ended "):
           break
       else:
-        raise AssertionError(f"the worker has ended: {(tmp_path / 'worker.txt').read_text()}")
+        raise AssertionError(f"the worker has ended: {(folder / 'worker.txt').read_text()}")
       code, text = int(line.split()[1]), errors.read_text()
       assert bool(code) != check, text[-3000:]
       return text
@@ -154,3 +159,68 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   assert set(mine) == {"step", "start", "mask", "made", "renewed", "rules"}
   report = nms.verify(nms.finalize(saved["target"], rules, mine, early=True), rules)
   assert report.ok and {p.pattern: p.density for p in report.places} == {"1:4": 0.25, "2:4": 0.5}
+
+
+# --- mini-GLUE: train with evaluation on the way, score, infer on test, submit --------------------
+
+# Another size of the data, by gin alone.
+TASK = """
+from __gin__ import dynamic_registration
+import t5x_tasks
+
+MIXTURE_OR_TASK_NAME = @t5x_tasks.register_mini()
+t5x_tasks.register_mini:
+  name = 'nm_glue_mini_mrpc'
+  rows = {'train': 512, 'validation': 40, 'test': 24}
+"""
+MINI_RULES = dict(RECIPE="sdgf_stepwise", PATTERN="1:4", SPARSE_STEPS=20, FINETUNE_STEPS=4)
+
+
+def test_train_score_infer_submit(forked, tmp_path, capsys):
+  model, task = "gin_configs/models/mini.gin", tmp_path / "task.gin"
+  task.write_text(TASK)
+  runs = "gin_configs/runs/t5x_"
+  forked(
+    "train",
+    model,
+    f"{runs}adamw.gin",
+    f"{runs}mini.gin",
+    task,
+    MODEL_DIR=str(tmp_path / "m"),
+    EVAL_PERIOD=10,
+    EVAL_STEPS=1,
+    **{"utils.SaveCheckpointConfig.period": 20},
+    **MINI_RULES,
+  )
+  (path,) = (tmp_path / "m").rglob("nm_glue_mini_mrpc-metrics.jsonl")
+  found = [json.loads(line) for line in path.read_text().splitlines()]
+  assert [line["step"] for line in found] == [10, 20]
+  assert all(set(line) == {"step", "f1", "accuracy"} for line in found)
+  assert all(0 <= line["accuracy"] <= 100 for line in found)
+
+  assert cli.main(["glue", "score", str(tmp_path / "m"), "--checkpoint", "last", "--json"]) == 0
+  (run,) = json.loads(capsys.readouterr().out)["runs"]
+  last = {name: found[-1][name] for name in ("f1", "accuracy")}
+  assert run["columns"]["MRPC"]["step"] == 20 and run["columns"]["MRPC"]["values"] == last
+  assert run["recipe"] == "sdgf_stepwise" and run["mini"]
+
+  forked("infer", model, f"{runs}infer_glue_test.gin", task, INFER_OUTPUT_DIR=str(tmp_path / "i"),
+      CHECKPOINT_PATH=str(tmp_path / "m/checkpoint_20"),
+      TASK_FEATURE_LENGTHS={"inputs": 24, "targets": 4},
+      **{"utils.DatasetConfig.batch_size": 8}, **MINI_RULES)  # fmt: skip
+  (path,) = (tmp_path / "i").glob("nm_glue_mini_mrpc-predict.jsonl-00000-of-00001")
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  assert [line["inputs"]["idx"] for line in lines] == list(range(24))
+  assert all(line["inputs"]["inputs_pretokenized"].startswith("mrpc s") for line in lines)
+  assert {line["inputs"]["targets_pretokenized"] for line in lines} == {"<unk>"}
+  assert all(isinstance(line["prediction"], str) for line in lines)
+
+  zipped = tmp_path / "mini.zip"
+  submit = ["glue", "submit", str(tmp_path / "i"), "--mini", "--fill", "mrpc", "--out", str(zipped)]
+  assert cli.main(submit) == 0
+  with zipfile.ZipFile(zipped) as z:
+    rows = z.read("MRPC.tsv").decode().splitlines()
+  labels = {"equivalent": "1"}  # the other one, or no label at all, is 0
+  assert rows == ["index\tprediction"] + [
+    f"{i}\t{labels.get(line['prediction'], '0')}" for i, line in enumerate(lines)
+  ]

@@ -22,7 +22,10 @@ from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.trees import flatten
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
-pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on its own account
+pytestmark = [
+  pytest.mark.filterwarnings("ignore"),  # what it imports warns on its own account
+  pytest.mark.usefixtures("short_runs"),
+]
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
