@@ -109,9 +109,10 @@ def short_runs():
 
 # The files that take longest come first, so that no worker begins one while the other has no more.
 LONGEST = (
-  "test_local", "test_t5x_adapter", "test_layers", "test_t5x_thread", "test_t5", "test_quickstart",
-  "test_every_recipe", "test_sparse", "test_masks", "test_docs", "test_t5x_metrics", "test_gin",
-  "test_recipes_benchmark", "test_t5x_checkpoints", "test_local_killed", "test_local_t5x",
+  "test_local", "test_t5x_thread", "test_t5x_adapter", "test_t5", "test_layers", "test_sparse",
+  "test_gin", "test_every_recipe", "test_masks", "test_docs", "test_quickstart", "test_t5x_metrics",
+  "test_t5_t5x", "test_metrics", "test_train_sharded", "test_local_killed", "test_t5x_checkpoints",
+  "test_workloads", "test_recipes_benchmark", "test_local_t5x",
 )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def run(worker, folder, steps, kill_after=None, delay=0.0):
 
 @pytest.mark.parametrize(
   "kills, steps, seed",
-  [(2, 40, 0), pytest.param(20, 120, 1, marks=pytest.mark.slow)],
+  [(2, 42, 0), pytest.param(20, 120, 1, marks=pytest.mark.slow)],
   ids=["2", "20"],
 )
 def test_killed_and_resumed_is_uninterrupted(kills, steps, seed, worker, tmp_path):
