@@ -102,8 +102,7 @@ def short_runs():
   import quick
 
   with quick.compilation(), pytest.MonkeyPatch.context() as patch:
-    for name, value in quick.environment(os.environ["XLA_FLAGS"]).items():
-      patch.setenv(name, value)
+    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     yield
 
 

@@ -1,9 +1,8 @@
 """Compilation that is quick, for runs that compile for longer than they run.
 
-No optimizations, and of XLA's two ways to make kernels on a CPU the older one, which takes half of
-the processor time and of the memory. The code may differ in its last bits from what a user runs. So
-it is for tests that compare runs of equal programs, or that allow a tolerance. Bits of different
-programs (layers and `sparsify`, jit and eager mode) are compared as they are compiled by default.
+The code may differ in its last bits from what a user runs. So it is for tests that compare runs of
+equal programs, or that allow a tolerance. Bits of different programs (layers and `sparsify`, jit
+and eager mode) are compared as they are compiled by default.
 """
 
 import contextlib
@@ -11,13 +10,17 @@ import functools
 from unittest import mock
 
 import jax
+from jax._src import compiler  # no public setting reaches every program
 
+_MAKE = compiler.get_compile_options
 OLDER_KERNELS = {"xla_cpu_use_fusion_emitters": False}
+# For processes; "XLA_FLAGS" too, since eight devices are conftest's.
+ENVIRONMENT = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
 
 
 @functools.cache
-def options():
-  """What this version of XLA knows of it."""
+def _options():
+  """What this version of XLA knows of the older kernels."""
   try:
     jax.jit(lambda x: x, compiler_options=OLDER_KERNELS)(1)
   except (RuntimeError, ValueError):
@@ -25,27 +28,30 @@ def options():
   return OLDER_KERNELS
 
 
-def environment(*flags):
-  """The same for a process; `flags` are more of XLA's."""
-  own = (f"--{name}={str(value).lower()}" for name, value in options().items())
-  return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join([*flags, *own])}
+def older_kernels():
+  """XLA's flag of them, for a process that compares no bits."""
+  return " ".join(f"--{name}={str(value).lower()}" for name, value in _options().items())
+
+
+def _with_older_kernels(*args, env_options_overrides=None, **kwargs):
+  overrides = _options() | (env_options_overrides or {})
+  return _MAKE(*args, env_options_overrides=overrides, **kwargs)
 
 
 @contextlib.contextmanager
-def compilation():
-  """The same in this process, for a block."""
-  from jax._src import compiler  # no public setting reaches every program
+def compilation(older_kernels=False):
+  """Leaves most optimizations out, for a block.
 
-  make = compiler.get_compile_options
-
-  def quick(*args, env_options_overrides=None, **kwargs):
-    overrides = options() | (env_options_overrides or {})
-    return make(*args, env_options_overrides=overrides, **kwargs)
-
+  Args:
+    older_kernels: also has XLA make kernels in its older way, which takes half of the time and of
+      the memory. A run of T5X that goes on from a checkpoint has other last bits then than one that
+      was not stopped.
+  """
   before = jax.config.values["jax_disable_most_optimizations"]
   jax.config.update("jax_disable_most_optimizations", True)
+  make = _with_older_kernels if older_kernels else _MAKE
   try:
-    with mock.patch.object(compiler, "get_compile_options", quick):
+    with mock.patch.object(compiler, "get_compile_options", make):
       yield
   finally:
     jax.config.update("jax_disable_most_optimizations", before)

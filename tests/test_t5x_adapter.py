@@ -54,7 +54,7 @@ def what_t5x_wants():
   before = {name: jax.config.values[name] for name in T5X_WANTS}
   for name, value in T5X_WANTS.items():
     jax.config.update(name, value)
-  with quick.compilation():
+  with quick.compilation(older_kernels=True):
     yield
   for name, value in before.items():
     jax.config.update(name, value)
@@ -680,6 +680,15 @@ def train(model, model_dir, steps, restore=None, cls=None, **kw):
   )[1]  # fmt: skip
 
 
+@pytest.fixture
+def usual_kernels():
+  """The bits of a run that goes on are those of its whole; see tests/quick.py."""
+  jax.clear_caches()
+  with quick.compilation():
+    yield
+  jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def dense_checkpoints(tmp_path_factory):
   """Of T5X's own model and trainer: after two steps, and the same with its step rewritten."""
@@ -712,7 +721,7 @@ EVERY += [
 
 @pytest.mark.parametrize("name, optimizer, starts, kills", EVERY)
 def test_a_run_from_a_dense_checkpoint_and_its_resumption(
-  name, optimizer, starts, kills, dense_checkpoints, tmp_path
+  name, optimizer, starts, kills, usual_kernels, dense_checkpoints, tmp_path
 ):
   paths, params = dense_checkpoints
   make_it = lambda pretrained: make(rules_of(name), optimizer_def=OPTIMIZERS[optimizer](pretrained))
