@@ -102,7 +102,8 @@ def short_runs():
   import quick
 
   with quick.compilation(), pytest.MonkeyPatch.context() as patch:
-    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    for name, value in quick.environment(os.environ["XLA_FLAGS"]).items():
+      patch.setenv(name, value)
     yield
 
 

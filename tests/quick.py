@@ -14,8 +14,6 @@ from jax._src import compiler  # no public setting reaches every program
 
 _MAKE = compiler.get_compile_options
 OLDER_KERNELS = {"xla_cpu_use_fusion_emitters": False}
-# For processes; "XLA_FLAGS" too, since eight devices are conftest's.
-ENVIRONMENT = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
 
 
 @functools.cache
@@ -28,24 +26,26 @@ def _options():
   return OLDER_KERNELS
 
 
-def older_kernels():
-  """XLA's flag of them, for a process that compares no bits."""
-  return " ".join(f"--{name}={str(value).lower()}" for name, value in _options().items())
-
-
 def _with_older_kernels(*args, env_options_overrides=None, **kwargs):
   overrides = _options() | (env_options_overrides or {})
   return _MAKE(*args, env_options_overrides=overrides, **kwargs)
 
 
+def environment(*flags, older_kernels=True):
+  """The same as `compilation` for a process; `flags` are more of XLA's."""
+  own = _options() if older_kernels else {}
+  flags += tuple(f"--{name}={str(value).lower()}" for name, value in own.items())
+  return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(flags)}
+
+
 @contextlib.contextmanager
-def compilation(older_kernels=False):
+def compilation(older_kernels=True):
   """Leaves most optimizations out, for a block.
 
   Args:
     older_kernels: also has XLA make kernels in its older way, which takes half of the time and of
       the memory. A run of T5X that goes on from a checkpoint has other last bits then than one that
-      was not stopped.
+      was not stopped, so tests of that say no.
   """
   before = jax.config.values["jax_disable_most_optimizations"]
   jax.config.update("jax_disable_most_optimizations", True)

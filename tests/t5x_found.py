@@ -56,6 +56,6 @@ def command_line(files, macros, devices=1) -> tuple[list[str], dict[str, str]]:
   flags = [f"--gin_search_paths={','.join([*here, str(checkout)])}"]
   flags += [f"--gin_file={f}" for f in files] + [f"--gin.{k}={v!r}" for k, v in macros.items()]
   path = os.pathsep.join([*here, *filter(None, sys.path)])
-  xla = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
+  xla = [f"--xla_force_host_platform_device_count={devices}"] if devices > 1 else []
   env = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-  return flags, env | quick.ENVIRONMENT | {"XLA_FLAGS": xla}
+  return flags, env | quick.environment(*xla, older_kernels=False)

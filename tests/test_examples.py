@@ -17,7 +17,7 @@ def run(name):
     capture_output=True,
     text=True,
     cwd=ROOT,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | quick.ENVIRONMENT,
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | quick.environment(),
     timeout=300,
   )
   assert not done.returncode, done.stderr

@@ -566,9 +566,8 @@ def probe_t5x(cases):
     pytest.skip(reason)
   stub = str(ROOT / "tests/t5x_stub")
   # The stub hides the real tasks, which would download.
-  env = quick.ENVIRONMENT | {"XLA_FLAGS": quick.older_kernels()}
   path = os.pathsep.join([stub, str(ROOT), *filter(None, sys.path), *t5x_found.paths()])
-  return probe(cases, "t5x", {"PYTHONPATH": path, **env})
+  return probe(cases, "t5x", {"PYTHONPATH": path, **quick.environment()})
 
 
 FOLDERS = []

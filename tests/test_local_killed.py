@@ -24,7 +24,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
-  env = {**os.environ, **quick.ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL": "3"}
+  env = {**os.environ, **quick.environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
   env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, sys.path)])
   errors = (tmp_path_factory.mktemp("worker") / "stderr").open("w+")
   command = [sys.executable, str(HERE / "local_worker.py"), str(tmp_path_factory.mktemp("xla"))]

@@ -112,7 +112,7 @@ def typed(folder, *argv):
 
 
 def started(folder, *argv):
-  env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **quick.ENVIRONMENT}
+  env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **quick.environment()}
   return subprocess.Popen(
     [sys.executable, "-m", "nm_sparsity_jax.cli", *argv], cwd=folder, env=env, text=True,
     stdout=subprocess.PIPE, stderr=subprocess.PIPE,

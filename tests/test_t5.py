@@ -88,7 +88,7 @@ def assert_close(got, want, tolerance=2e-6):
 @pytest.fixture
 def quick_compilation():
   """For tests whose numbers may differ in the last bit: they compile longer than they run."""
-  with quick.compilation(older_kernels=True):
+  with quick.compilation():
     yield
 
 

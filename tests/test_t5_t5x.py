@@ -60,7 +60,7 @@ KINDS = {
 def relaxed():
   """T5X does not run under strict promotion. Compiling for speed takes longer than these runs."""
   with (
-    quick.compilation(older_kernels=True),
+    quick.compilation(),
     jax.numpy_dtype_promotion("standard"),
     jax.numpy_rank_promotion("allow"),
   ):

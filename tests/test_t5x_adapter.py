@@ -54,7 +54,7 @@ def what_t5x_wants():
   before = {name: jax.config.values[name] for name in T5X_WANTS}
   for name, value in T5X_WANTS.items():
     jax.config.update(name, value)
-  with quick.compilation(older_kernels=True):
+  with quick.compilation():
     yield
   for name, value in before.items():
     jax.config.update(name, value)
@@ -684,7 +684,7 @@ def train(model, model_dir, steps, restore=None, cls=None, **kw):
 def usual_kernels():
   """The bits of a run that goes on are those of its whole; see tests/quick.py."""
   jax.clear_caches()
-  with quick.compilation():
+  with quick.compilation(older_kernels=False):
     yield
   jax.clear_caches()
 
