@@ -37,8 +37,6 @@ from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.scores import submission
 
-# Each block is a program by itself, and what it prints has no digits that this changes.
-pytestmark = pytest.mark.usefixtures("short_runs")
 ROOT = pages.ROOT
 BLOCKS = pages.blocks()
 README = (ROOT / "README.md").read_text("utf-8")
