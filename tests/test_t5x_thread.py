@@ -164,7 +164,7 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
 # --- mini-GLUE: train with evaluation on the way, score, infer on test, submit --------------------
 
 # Another size of the data, by gin alone.
-TASK = """
+MINI_TASK = """
 from __gin__ import dynamic_registration
 import t5x_tasks
 
@@ -178,7 +178,7 @@ MINI_RULES = dict(RECIPE="sdgf_stepwise", PATTERN="1:4", SPARSE_STEPS=20, FINETU
 
 def test_train_score_infer_submit(forked, tmp_path, capsys):
   model, task = "gin_configs/models/mini.gin", tmp_path / "task.gin"
-  task.write_text(TASK)
+  task.write_text(MINI_TASK)
   runs = "gin_configs/runs/t5x_"
   forked(
     "train",
