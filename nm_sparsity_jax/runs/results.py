@@ -289,9 +289,11 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
   run.recipe, run.size = found["RECIPE"], found["T5_SIZE"]
   run.dense_steps, run.sparse_steps = found["DENSE_STEPS"], found["SPARSE_STEPS"]
   run.finetune_steps = found["FINETUNE_STEPS"]
-  if {"DENSE_STEPS", "FINETUNE_STEPS"} <= given.values.keys():
-    phases = run.sparse_steps, run.dense_steps, run.finetune_steps
-    run.dense_steps, run.finetune_steps = configure.phase_steps(*phases)
+  if run.sparse_steps:  # a phase that is set to None has its share of them
+    dense, finetune = configure.phase_steps(run.sparse_steps, None, None)
+    run.dense_steps = dense if given.values.get("DENSE_STEPS", 0) is None else run.dense_steps
+    is_share = given.values.get("FINETUNE_STEPS", 0) is None
+    run.finetune_steps = finetune if is_share else run.finetune_steps
   run.start = started(folder).get("start", found["PRETRAINED_STEPS"])
   if run.start is None and "INITIAL_CHECKPOINT_PATH" in given.values:  # its name may tell
     path = found["INITIAL_CHECKPOINT_PATH"]
