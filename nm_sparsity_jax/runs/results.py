@@ -289,11 +289,7 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
   run.recipe, run.size = found["RECIPE"], found["T5_SIZE"]
   run.dense_steps, run.sparse_steps = found["DENSE_STEPS"], found["SPARSE_STEPS"]
   run.finetune_steps = found["FINETUNE_STEPS"]
-  if run.sparse_steps:  # a phase that is set to None has its share of them
-    dense, finetune = configure.phase_steps(run.sparse_steps, None, None)
-    run.dense_steps = dense if given.values.get("DENSE_STEPS", 0) is None else run.dense_steps
-    is_share = given.values.get("FINETUNE_STEPS", 0) is None
-    run.finetune_steps = finetune if is_share else run.finetune_steps
+  _read_phases(run, given.values)
   run.start = started(folder).get("start", found["PRETRAINED_STEPS"])
   if run.start is None and "INITIAL_CHECKPOINT_PATH" in given.values:  # its name may tell
     path = found["INITIAL_CHECKPOINT_PATH"]
@@ -302,6 +298,17 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
     run.start = start_of(str(folder))
   with files.named(file):
     run.places = _places(run.recipe, found)
+
+
+def _read_phases(run: Run, values: Mapping[str, Any]) -> None:
+  """Gives a phase that is set to None its share of all steps."""
+  if run.sparse_steps is None:
+    return
+  dense, finetune = configure.phase_steps(run.sparse_steps, None, None)
+  if values.get("DENSE_STEPS", 0) is None:
+    run.dense_steps = dense
+  if values.get("FINETUNE_STEPS", 0) is None:
+    run.finetune_steps = finetune
 
 
 def _places(recipe: str | None, found: Mapping[str, Any]) -> dict[str, str] | None:
