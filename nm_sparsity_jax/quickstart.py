@@ -3,7 +3,7 @@
     recipe -> [warmup, finetune, score, reports] -> words of a command -> [typed] -> a shell's line
 
 `nm-sparsity quickstart` runs them in this order: the dense warm-up, a run for each recipe from its
-checkpoint, scores, pages.
+checkpoint, scores, pages. One of these is dense too, so what is lost is compared at equal length.
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-RECIPES = ("sr_ste", "mdgf_exponential", "sdgf_stepwise")
+RECIPES = ("dense", "sr_ste", "mdgf_exponential", "sdgf_stepwise")
 # These keep a mask. All runs are more than `report.charts.MAX_RUNS`, so they have their own page.
 STATEFUL = ("one_shot", "snip", "idp")
 ALL = (
   "dense", "sr_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise", "sdgf_geometric", "custom",
   *STATEFUL,
 )  # fmt: skip
-STEPS = 200
+STEPS = 240
+_EVALUATIONS = 12  # of each recipe's run; half as many of the warm-up
+_LAST = ("--checkpoint", "last")  # what is finalized; the best one would flatter
 _NOTE = "quickstart.json"
 
-_MODEL = ("gin_configs/models/mini.gin", "gin_configs/runs/local_adamw.gin")
+_MODEL = ("gin_configs/models/mini_small.gin", "gin_configs/runs/local_adamw.gin")
+_PATTERN = "patterns/ff_qkv_1_8.gin"
 TITLES = {
   "warmup": "dense warm-up: the checkpoint that all recipes start from",
-  "dense": "dense: nothing is sparse, for comparison",
-  "sr_ste": "SR-STE: a hard mask from the first step on",
+  "dense": "dense: as many steps more, to compare with",
+  "sr_ste": "SR-STE: a hard mask at once",
   "mdgf_linear": "MDGF-Linear: pruned weights fade out along a line",
   "mdgf_exponential": "MDGF-Exponential: pruned weights fade out",
   "sdgf_stepwise": "SDGF-Stepwise: 7:8, 4:8, 2:8, 1:8",
   "sdgf_geometric": "SDGF-Geometric: 16:128, 8:64, 4:32, 2:16, 1:8",
   "custom": "custom: 4:8 that fades, then 1:8",
-  "one_shot": "one-shot: the magnitude mask of the warm-up, frozen",
+  "one_shot": "one-shot: one magnitude mask, frozen",
   "snip": "SNIP: the mask of largest |gradient * weight|, frozen",
   "idp": "IDP: the levels of SDGF-Stepwise, each within the one before",
 }
@@ -46,69 +49,79 @@ def warmup(out: str, steps: int) -> list[str]:
 
   Args:
     out: the folder of the quickstart.
-    steps: of a sparse run; this one has twice as many.
+    steps: of a recipe's run; this one has `start(steps)`.
   """
   files = ("runs/local_train.gin", "runs/local_mini.gin", "recipes/dense.gin")
-  return _line(files, MODEL_DIR=f"{out}/warmup", SPARSE_STEPS=2 * steps)
+  period = 2 * start(steps) // _EVALUATIONS
+  return _line(files, period, MODEL_DIR=f"{out}/warmup", SPARSE_STEPS=start(steps))
 
 
-def finetune(
-  out: str, steps: int, recipe: str, pattern: str = "ff_1_8", name: str = ""
-) -> list[str]:
+def start(steps: int) -> int:
+  """Returns the steps of the warm-up: the dense network must have something to lose.
+
+  Args:
+    steps: of a recipe's run.
+  """
+  return 5 * steps // 2
+
+
+def finetune(out: str, steps: int, recipe: str, pattern: str = "", name: str = "") -> list[str]:
   """Returns the command of a run of a recipe.
 
   Args:
     out: the folder of the quickstart.
     steps: how many the run has.
     recipe: its name.
-    pattern: a file of gin_configs/patterns.
+    pattern: another one than 1:8.
     name: of the run's folder; the recipe's if it is "".
   """
   files = [f"runs/{run}.gin" for run in ("local_finetune", "local_mini")]
-  files += [f"recipes/{recipe}.gin", *([f"patterns/{pattern}.gin"] if recipe != "dense" else [])]
-  start = 2 * steps
+  files += [f"recipes/{recipe}.gin", *([_PATTERN] if recipe != "dense" else [])]
   macros: dict[str, Any] = {
     "MODEL_DIR": f"{out}/{name or recipe}",
-    "INITIAL_CHECKPOINT_PATH": f"{out}/warmup/checkpoint_{start}",
-    "PRETRAINED_STEPS": start,
+    "INITIAL_CHECKPOINT_PATH": f"{out}/warmup/checkpoint_{start(steps)}",
+    "PRETRAINED_STEPS": start(steps),
     "SPARSE_STEPS": steps,
-    "FINETUNE_STEPS": steps // 5,
+    "DENSE_STEPS": steps // 10,
+    "FINETUNE_STEPS": steps // 2,
   }
+  if pattern:
+    macros["PATTERN"] = pattern
   if recipe == "custom":
-    macros["RECIPE_FIELDS"] = {"path": ((0, "4:8", 1.0), (steps // 2, "1:8", 0.25))}
-  return _line(files, **macros)
+    macros["RECIPE_FIELDS"] = {"path": ((steps // 10, "4:8", 1.0), (steps // 4, "1:8", 0.25))}
+  return _line(files, steps // _EVALUATIONS, **macros)
 
 
-def _line(files: Iterable[str], **macros: Any) -> list[str]:
-  """Returns a command of `train`: gin files of gin_configs/, and macros."""
+def _line(files: Iterable[str], period: int, **macros: Any) -> list[str]:
+  """Returns a command of `train`: gin files of gin_configs/, steps of each period, and macros."""
   names = [*_MODEL, *(f"gin_configs/{name}" for name in files)]
-  steps = macros["SPARSE_STEPS"]
-  macros |= {
-    "EVAL_PERIOD": steps,  # at the end only
-    "EVAL_STEPS": 0,  # and no loss, only scores
-    "STATS_PERIOD": max(1, steps // 4),
-    "METRICS_EVERY": max(1, steps // 10),
-  }
+  periods = ("EVAL_PERIOD", "STATS_PERIOD", "METRICS_EVERY")
+  macros |= dict.fromkeys(periods, max(1, period)) | {"EVAL_STEPS": 0}  # no loss, only scores
   overrides = [f"--gin.{name}={value!r}" for name, value in macros.items()]
   return ["train", *(f"--gin_file={name}" for name in names), *overrides]
 
 
 def score(out: str, names: Iterable[str]) -> list[str]:
-  """Returns the command of the table of scores of the named runs."""
-  return ["glue", "score", *(f"{out}/{name}" for name in names)]
+  """Returns the command of the table of last scores of the named runs."""
+  return ["glue", "score", *(f"{out}/{name}" for name in names), *_LAST]
 
 
-def reports(out: str, names: Sequence[str]) -> list[list[str]]:
-  """Returns the commands of the pages: one, and another one of the recipes that keep a mask."""
-  pages = {
+def pages(names: Sequence[str]) -> dict[str, list[str]]:
+  """Returns which runs each page shows; those of the recipes that keep a mask have their own."""
+  found = {
     "report.html": [n for n in names if n not in STATEFUL],
     "report-masks.html": ["dense", *(n for n in names if n in STATEFUL)],
   }
   if not set(names) & set(STATEFUL):
-    del pages["report-masks.html"]
+    del found["report-masks.html"]
+  return found
+
+
+def reports(out: str, names: Sequence[str]) -> list[list[str]]:
+  """Returns the commands of the pages of the named runs."""
   return [
-    ["report", *(f"{out}/{n}" for n in runs), "--out", f"{out}/{page}"]
-    for page, runs in pages.items()
+    ["report", *(f"{out}/{n}" for n in runs), *_LAST, "--out", f"{out}/{page}"]
+    for page, runs in pages(names).items()
   ]
 
 

@@ -203,7 +203,7 @@ def test_a_file_says_what_it_is_and_imports_what_it_may(file):
 
 def test_every_file_is_of_a_kind_that_is_tested_here():
   fragments = [SPARSITY, *MODELS, *ROWS]
-  fragments += [f"gin_configs/models/{name}.gin" for name in ("common", "t5", "mini")]
+  fragments += [f"gin_configs/models/{name}.gin" for name in ("common", "t5", "mini", "mini_small")]
   fragments += [f"gin_configs/recipes/{name}.gin" for name in RECIPES]
   fragments += [f"gin_configs/patterns/{name}.gin" for name in PATTERNS]
   fragments += [f"gin_configs/runs/{name}.gin" for name in RUNS]

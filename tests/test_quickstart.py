@@ -17,7 +17,7 @@ import pytest
 
 from nm_sparsity_jax import cli, quickstart
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.report import charts
+from nm_sparsity_jax.report import charts, reading, scored
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -28,7 +28,7 @@ def lines(out="my quickstart", steps=40):
   yield quickstart.warmup(out, steps)
   for name in quickstart.ALL:
     yield quickstart.finetune(out, steps, name)
-  yield quickstart.finetune(out, steps, "mdgf_exponential", "ff_1_32", "harder")
+  yield quickstart.finetune(out, steps, "mdgf_exponential", "1:32", "harder")
   yield quickstart.score(out, names)
   yield from quickstart.reports(out, names)
 
@@ -46,7 +46,7 @@ def test_a_shell_reads_what_is_printed_as_what_is_run(argv):
 
 def test_quotes_are_those_that_a_user_would_type():
   text = quickstart.typed(quickstart.warmup("out", 10))
-  assert "--gin.MODEL_DIR=\"'out/warmup'\"" in text and "--gin.SPARSE_STEPS=20 " in text
+  assert "--gin.MODEL_DIR=\"'out/warmup'\"" in text and "--gin.SPARSE_STEPS=25 " in text
   assert quickstart.typed(["verify", "$a b"]) == "nm-sparsity verify '$a b'"
 
 
@@ -63,10 +63,22 @@ def test_every_recipe_is_there_and_a_page_holds_its_runs():
   assert set(quickstart.RECIPES) < set(quickstart.ALL)
   assert sorted(quickstart.STATEFUL) == sorted(n for n, c in RECIPES.items() if c.stateful)
   pages = quickstart.reports("out", ["warmup", *quickstart.ALL])
-  assert [len(argv) - 3 for argv in pages] == [8, 4]
-  assert max(len(argv) - 3 for argv in pages) <= charts.MAX_RUNS < len(quickstart.ALL) + 1
+  assert [len(argv) - 5 for argv in pages] == [8, 4]
+  assert max(len(argv) - 5 for argv in pages) <= charts.MAX_RUNS < len(quickstart.ALL) + 1
   (page,) = quickstart.reports("out", ["warmup", *quickstart.RECIPES])
-  assert page[-1] == "out/report.html" and len(page) == 7
+  assert page[-1] == "out/report.html" and len(page) == 10
+
+
+def test_dense_and_sparse_runs_are_as_long_and_often_evaluated():
+  """Issue 13, point 19: as many updates, twelve points to look at, and the last one counts."""
+  flags = {name: quickstart.finetune("out", 240, name) for name in quickstart.RECIPES}
+  assert "dense" in flags and len(flags) == 4
+  for argv in flags.values():
+    assert {"--gin.SPARSE_STEPS=240", "--gin.EVAL_PERIOD=20", "--gin.METRICS_EVERY=20"} <= {*argv}
+    assert "--gin.INITIAL_CHECKPOINT_PATH='out/warmup/checkpoint_600'" in argv
+  for argv in [quickstart.score("out", flags), *quickstart.reports("out", [*flags])]:
+    assert argv[argv.index("--checkpoint") + 1] == "last"
+  assert "--gin.PATTERN='1:32'" in quickstart.finetune("out", 240, "sr_ste", "1:32")
 
 
 @pytest.mark.parametrize("recipe", ["warmup", *quickstart.ALL])
@@ -83,12 +95,14 @@ def test_gin_takes_each_run_and_reads_every_override(recipe):
   args = parser.parse_args(argv[1:])
   config = gin_files.Config([gin_files.folder()], args.gin_file, args.gin_bindings)
   assert not config.errors and not config.warnings and config.program == "train"
-  (made,) = config.value("RULES").places.values()
+  places = config.value("RULES").places
+  (made,) = set(places.values())
   name = "dense" if recipe == "warmup" else recipe
   assert made.name == name and str(made.pattern) == ("None" if name == "dense" else "1:8")
+  assert made.name == "dense" or sorted(places) == ["ff", "qkv"]
   if name != "dense":
-    assert (made.phases.total, made.phases.finetune) == (40, 8)
-    assert float(made.decay(32)) == 0  # exactly 1:8, when it is evaluated and finalized
+    assert (made.phases.total, made.phases.dense, made.phases.finetune) == (40, 4, 20)
+    assert float(made.decay(20)) == 0  # exactly 1:8, when it is evaluated and finalized
   config.close()
 
 
@@ -157,11 +171,13 @@ def whole(start, tmp_path_factory):
 def test_its_report_has_every_part(whole):
   page = (whole[0] / "report.html").read_text()
   parts = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL))
+  assert next(iter(parts)) == "summary" and "sdgf_stepwise" in parts["summary"]
   for name in ("loss", "metrics", "schedule", "flips", "variance", "cost"):
-    assert "<svg" in parts[name], name
+    # So short a run may score 0 throughout, which is said and not drawn.
+    assert "<svg" in parts[name] or " throughout." in parts[name], name
   assert parts["density"].count("mlp/wo/kernel") == 2 and "0.125" in parts["density"]
   assert jax.__version__ in parts["environment"] and "1 x cpu" in parts["environment"]
-  assert "SST-2" in parts["scores"] and "RANDOM_SEED" in parts["settings"]
+  assert "MNLI-m" in parts["scores"] and "RANDOM_SEED" in parts["settings"]
 
 
 @pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
@@ -175,10 +191,11 @@ def test_a_browser_shows_its_report(whole, tmp_path):
 def test_stopped_and_gone_on_with_is_the_same_table(start, whole, tmp_path):
   argv, (first, said) = STEPS, whole
   want = table(said)
-  assert "1:8 proven: 384 groups of 6 kernels" in want
+  assert "1:8 proven: 672 groups of 15 kernels" in want
   assert re.search(r"^sdgf_stepwise +- .*\d\.\d", want, re.MULTILINE), want
+  assert re.search(r"^largest class +\d\d\.\d$", want, re.MULTILINE), want
 
-  code, said = start(tmp_path / "cut", *argv, stop=30)
+  code, said = start(tmp_path / "cut", *argv, stop=36)
   assert code == 1 and "SIGTERM: saved checkpoint_" in said, said
   assert said.endswith("stopped; start the quickstart again, and it continues from there\n")
   assert "Exact zeros" not in said
@@ -190,7 +207,7 @@ def test_stopped_and_gone_on_with_is_the_same_table(start, whole, tmp_path):
   evaluations = [(end / "evaluations.json").read_text() for end in ends]
   losses = [(end / "train/metrics.jsonl").read_text().splitlines()[-1] for end in ends]
   assert evaluations[0] == evaluations[1] and losses[0] == losses[1]
-  assert json.loads(losses[0])["step"] == 36 and json.loads(losses[0])["loss"] > 0
+  assert json.loads(losses[0])["step"] == 42 and json.loads(losses[0])["loss"] > 0
 
 
 @pytest.mark.slow
@@ -198,14 +215,15 @@ def test_every_recipe_trains_and_is_proven(start, tmp_path):
   code, said = start(tmp_path, "--all", *STEPS)
   assert code == 0, said
   sparse = [name for name in quickstart.ALL if name != "dense"]
-  assert said.count("1:8 proven: 384 groups of 6 kernels") == len(sparse) == 9
+  assert said.count("1:8 proven: 672 groups of 15 kernels") == len(sparse) == 9
   scored = re.findall(r"^(\w+) +- .*\d\.\d", said[said.index("Scores on") :], re.MULTILINE)
   assert scored == ["warmup", *quickstart.ALL]
   assert (tmp_path / "quickstart/report-masks.html").is_file()
 
 
 @pytest.mark.slow
-def test_all_of_it_within_six_minutes_and_better_than_chance(tmp_path, capsys):
+def test_all_of_it_within_four_minutes_and_convincing(tmp_path):
+  """Issue 13, point 19: dense far above the largest class; sparse runs fall, and come back."""
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
   env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(HERE.parent)}
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -217,15 +235,16 @@ def test_all_of_it_within_six_minutes_and_better_than_chance(tmp_path, capsys):
   spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
   print(done.stdout, f"{spent:.0f} s of CPU time")
   assert spent < 360
-  assert done.stdout.count("1:8 proven: 49,152 groups") == len(quickstart.RECIPES)
+  sparse = [name for name in quickstart.RECIPES if name != "dense"]
+  assert done.stdout.count("1:8 proven: 15,360 groups") == len(sparse)
 
-  folder = tmp_path / "quickstart"
   names = ["warmup", *quickstart.RECIPES]
-  capsys.readouterr()
-  assert cli.main([*quickstart.score(str(folder), names), "--json"]) == 0
-  rows = json.loads(capsys.readouterr().out)["runs"]
-  assert [row["run"] for row in rows] == names
-  for row in rows:
-    got = {title: column["mean"] for title, column in row["columns"].items()}
-    # The largest class has 38 %, 36 % and 53 %; a guess has no correlation.
-    assert got["MNLI-m"] > 44 and got["MNLI-mm"] > 42 and got["SST-2"] > 58 and got["STS-B"] > 60
+  runs = reading.read([tmp_path / "quickstart" / name for name in names])
+  curves = {run.name: [mean for _, mean in scored.means(run, scored.common(runs))] for run in runs}
+  assert {run.last_step for run in runs[1:]} == {840} and runs[0].last_step == 600
+  # The largest class has 38.3.
+  assert min(curves["warmup"][-1], *curves["dense"]) > 70 and curves["dense"][-1] > 93
+  for name in sparse:
+    assert len(curves[name]) == 12
+    lowest = min(curves[name])
+    assert lowest < curves["dense"][-1] - 8 and curves[name][-1] > max(85, lowest + 5), name

@@ -21,7 +21,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, flops, report, roles
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.report import charts as drawing
-from nm_sparsity_jax.report import network, page, reading, schedule, scored, sections
+from nm_sparsity_jax.report import network, page, plain, reading, schedule, scored, sections
 from nm_sparsity_jax.report.charts import Chart, Line
 from nm_sparsity_jax.report.parts import Cell, Section, Strip, Table
 from nm_sparsity_jax.runs import events as event_files
@@ -514,8 +514,8 @@ def test_the_page_is_well_formed_alone_and_the_same_twice(runs, tmp_path):
 def test_every_number_of_a_chart_is_in_its_table_and_every_dot_in_its_place(runs, tmp_path):
   text = make(tmp_path, runs)
   figures = dict(re.findall(r'<figure id="chart-([^"]+)">(.*?)</figure>', text, re.DOTALL))
-  found = charts(runs)
-  assert set(figures) == set(found)
+  found = {k: c for k, c in charts(runs).items() if plain.plain(c, ["mdgf", "sr_ste"]) is c}
+  assert set(figures) == set(found) and len(found) > 9
   for key, chart in found.items():
     axes = drawing.axes_of(chart)
     assert axes is not None
@@ -661,7 +661,8 @@ def test_a_report_from_python_is_that_of_the_command(runs, tmp_path):
   """The example at the top of `report`."""
   found = report.report(runs, checkpoint="last")
   assert found.charts["train_loss"].lines[0].points == charts(runs)["train_loss"].lines[0].points
-  assert found["scores"] == sections.sections(reading.read(runs), "last")[1].parts
+  again = {s.key: s.parts for s in sections.sections(reading.read(runs), "last")}
+  assert found["scores"] == again["scores"]
   path = report.write(found, tmp_path / "new/page.html")
   assert path.read_text("utf-8") == make(tmp_path, runs, "--checkpoint", "last")
 
@@ -894,7 +895,7 @@ def test_a_browser_shows_it_on_a_desk_and_on_a_phone(runs, tmp_path):
         "new Set([...document.querySelectorAll('#loss figure')]"
         ".map(f => f.getBoundingClientRect().left)).size"
       )
-      assert columns == {1280: 3, 400: 1}[width]
+      assert columns == {1280: 2, 400: 1}[width]  # two charts: the others would show nothing
     assert set(page.requests) == {file.resolve().as_uri()} and page.messages == []
     page.shoot(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 50_000

@@ -23,7 +23,7 @@ def cost(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Chart | str]:
     checkpoint: of the chart by pattern: 'best', 'last' or a step.
   """
   judged = [run for run in runs if scored.measures(run)]
-  common = _common(judged)
+  common = scored.common(judged)
   if not common:
     yield "No task with metrics of decoded predictions (inference_eval/) is common to the runs."
     return
@@ -58,17 +58,6 @@ def cost(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Chart | str]:
     )
 
 
-def _common(judged: Sequence[Run]) -> dict[str, scored.Measure]:
-  """Returns the measures that all runs have: those of which more is better, else one of the rest.
-
-  The rest are errors in units of their own, which have no mean.
-  """
-  first = scored.measures(judged[0]) if judged else {}
-  common = {n: m for n, m in first.items() if all(n in scored.measures(run) for run in judged)}
-  more = {name: measure for name, measure in common.items() if not measure.less}
-  return more or dict(list(common.items())[:1])
-
-
 def _before(runs: Sequence[Run], run: Run) -> Run | None:
   """Returns the run that did the steps that a run inherited; None where the page lacks it."""
   path = parts.tried(trained.plain, run.macros.get("INITIAL_CHECKPOINT_PATH", "None"))[0]
@@ -89,13 +78,10 @@ def _by_flops(
 ) -> list[tuple[tuple[float, float], str]]:
   """Returns ((FLOPs, mean of the tasks), step) for each step where all tasks have a score."""
   inherited = _inherited(runs, run)
-  found = []
-  for step in sorted(set.intersection(*(set(run.tasks[m.task]) for m in common.values()))):
-    means = [measure.at(run, step) for measure in common.values()]
-    if all(map(math.isfinite, means)):
-      flops = inherited + run.flops(step - run.offset)[0]
-      found.append(((flops, math.fsum(means) / len(means)), f"step {step:,}"))
-  return found
+  return [
+    ((inherited + run.flops(step - run.offset)[0], mean), f"step {step:,}")
+    for step, mean in scored.means(run, common)
+  ]
 
 
 def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | str]:
@@ -106,7 +92,7 @@ def _by_pattern(runs, judged, common, quality, checkpoint) -> Iterator[Chart | s
     places = parts.tried(getattr, run, "sparse")[0]
     if run not in judged or places is None:
       continue
-    found[i] = *_pattern_of(places), _score_of(run, common, checkpoint)
+    found[i] = *_pattern_of(places), scored.mean_score(run, common, checkpoint)
     recipes.setdefault("/".join(dict.fromkeys(r.name for r in places.values())), []).append(i)
   if not found:
     yield "No run's pattern is known."
@@ -133,12 +119,3 @@ def _pattern_of(places: Mapping[str, Any]) -> tuple[float, str]:
   label = roles.text_of(roles.single({p: str(n) for p, n in patterns.items()})) or "dense"
   shares = [n.density for n in patterns.values()] or [1.0]
   return math.fsum(shares) / len(shares), label
-
-
-def _score_of(run: Run, common: Mapping[str, scored.Measure], checkpoint: str | int) -> float:
-  """Returns the mean of the measures, each at the step that counts; NaN if one has no such step."""
-  means = []
-  for measure in common.values():
-    step = measure.step(run, checkpoint)
-    means.append(math.nan if step is None else measure.at(run, step))
-  return math.fsum(means) / len(means)

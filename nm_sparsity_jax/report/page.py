@@ -9,12 +9,13 @@ The same input makes the same bytes.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.report import charts
+from nm_sparsity_jax.report import charts, plain
 from nm_sparsity_jax.report.charts import Chart
 from nm_sparsity_jax.report.parts import Cell, Section, Strip, Table
 from nm_sparsity_jax.report.reading import Run
@@ -44,7 +45,8 @@ def render(runs: Sequence[Run], sections: Sequence[Section], versions: Mapping[s
     style=markupsafe.Markup((_FOLDER / "page.css").read_text("utf-8")),
     runs=runs,
     sections=[
-      {"key": s.key, "title": s.title, "blocks": list(_blocks(s, names))} for s in sections
+      {"key": s.key, "title": s.title, "folded": s.folded, "blocks": list(_blocks(s, names))}
+      for s in sections
     ],
     made_by=", ".join(f"{name} {version}" for name, version in versions.items()),
   )
@@ -75,23 +77,23 @@ def _percent(share: float) -> str:
 
 
 def _blocks(section: Section, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-  """Yields (kind, value) for each part; charts that follow one another are one block."""
-  together: list[dict[str, Any]] = []
-  for part in section.parts:
-    if isinstance(part, Chart):
-      together.append(_figure(part, names))
-      continue
-    if together:
-      yield "charts", together
-      together = []
-    if isinstance(part, Table):
-      yield "table", part
-    elif isinstance(part, Strip):
-      yield "strip", _strip(part, names)
-    else:
-      yield "sentence", part
-  if together:
-    yield "charts", together
+  """Yields (kind, value) for each part; charts that follow one another are one block.
+
+  What is said instead of a chart stands behind the charts around it.
+  """
+  for are_charts, group in itertools.groupby(section.parts, lambda part: isinstance(part, Chart)):
+    parts = [plain.plain(part, names) if isinstance(part, Chart) else part for part in group]
+    if are_charts and (
+      drawn := [_figure(part, names) for part in parts if isinstance(part, Chart)]
+    ):
+      yield "charts", drawn
+    for part in parts:
+      if isinstance(part, Table):
+        yield "table", part
+      elif isinstance(part, Strip):
+        yield "strip", _strip(part, names)
+      elif isinstance(part, str):
+        yield "sentence", part
 
 
 def _figure(chart: Chart, names: Sequence[str]) -> dict[str, Any]:

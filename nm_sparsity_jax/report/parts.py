@@ -68,11 +68,13 @@ class Section:
     key: the section's name in links; no other section of a page has it.
     title: the heading.
     parts: charts, tables, strips and sentences, in order.
+    folded: whether the page shows the parts only when a reader asks for them.
   """
 
   key: str
   title: str
   parts: Sequence[Part]
+  folded: bool = False
 
 
 # --- charts -------------------------------------------------------------------------------------

@@ -70,6 +70,39 @@ def measures(run: Run) -> dict[str, Measure]:
   return found
 
 
+def common(judged: Sequence[Run]) -> dict[str, Measure]:
+  """Returns the measures that all runs have: those of which more is better, else one of the rest.
+
+  The rest are errors in units of their own, which have no mean.
+
+  Args:
+    judged: runs that have measures.
+  """
+  first = measures(judged[0]) if judged else {}
+  found = {n: m for n, m in first.items() if all(n in measures(run) for run in judged)}
+  more = {name: measure for name, measure in found.items() if not measure.less}
+  return more or dict(list(found.items())[:1])
+
+
+def means(run: Run, common: Mapping[str, Measure]) -> list[tuple[int, float]]:
+  """Returns (step, mean of the measures) for each step where all of them have a finite value."""
+  found = []
+  for step in sorted(set.intersection(*(set(run.tasks[m.task]) for m in common.values()))):
+    values = [measure.at(run, step) for measure in common.values()]
+    if all(map(math.isfinite, values)):
+      found.append((step, math.fsum(values) / len(values)))
+  return found
+
+
+def mean_score(run: Run, common: Mapping[str, Measure], checkpoint: str | int) -> float:
+  """Returns the mean of the measures, each at the step that counts; NaN if one has no such step."""
+  values = []
+  for measure in common.values():
+    step = measure.step(run, checkpoint)
+    values.append(math.nan if step is None else measure.at(run, step))
+  return math.fsum(values) / len(values)
+
+
 def columns_of(run: Run) -> dict[str, tuple[str, tuple[str, ...]]]:
   """Returns column of GLUE -> (task, metrics); mini-GLUE's columns have names of their own."""
   found = {glue.config_of(name): name for name in run.tasks}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nm_sparsity_jax.report import cost, curves, schedule, scored, settings
+from nm_sparsity_jax.report import cost, curves, schedule, scored, settings, summary
 from nm_sparsity_jax.report.parts import Section
 from nm_sparsity_jax.report.reading import Run
 
@@ -22,15 +22,16 @@ def sections(runs: Sequence[Run], checkpoint: str | int = "best") -> list[Sectio
     checkpoint: of the scores: 'best', 'last' or a step, as for `nm-sparsity glue score`.
   """
   return [
+    Section("summary", "Summary", list(summary.summary(runs, checkpoint))),
+    Section("metrics", "Metrics by task", list(curves.metrics(runs))),
     Section("runs", "Runs", list(settings.overview(runs))),
     Section("scores", "Scores", list(scored.table(runs, checkpoint))),
     Section("loss", "Loss", list(curves.loss(runs))),
-    Section("metrics", "Metrics by task", list(curves.metrics(runs))),
     Section("schedule", "Pattern and D", list(schedule.schedule(runs))),
     Section("density", "Density by layer", list(schedule.density(runs))),
     Section("flips", "Mask flips", list(curves.flips(runs))),
     Section("variance", "Variance", list(curves.variance(runs))),
     Section("cost", "Accuracy against cost", list(cost.cost(runs, checkpoint))),
-    Section("settings", "Settings and seeds", list(settings.settings(runs))),
-    Section("environment", "Environment", list(settings.environment(runs))),
+    Section("settings", "Settings and seeds", list(settings.settings(runs)), folded=True),
+    Section("environment", "Environment", list(settings.environment(runs)), folded=True),
   ]
