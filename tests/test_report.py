@@ -376,15 +376,6 @@ def test_the_second_moment_is_named_by_what_was_measured(tmp_path):
   }
 
 
-def test_only_what_t5x_wrote_is_said_to_be_its(tmp_path):
-  """Issue 13, point 16: a page of the local runner's runs does not speak of T5X's points."""
-  run = write(tmp_path / "run")
-  said = lambda: [line for line in sentences([run], "schedule") if "T5X" in line]
-  assert len(said()) == 1
-  (tmp_path / "run/run.json").write_text(json.dumps({"start": 1000, "processes": []}))
-  assert said() == []
-
-
 T5X_OWN = """
 network.T5Config.dropout_rate = %DROPOUT_RATE
 network.T5Config.dtype = 'bfloat16'
