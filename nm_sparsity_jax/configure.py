@@ -9,6 +9,7 @@ Plain functions: a configuration library binds their arguments, and nothing here
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -294,10 +295,10 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
 
   >>> stored = rules({"ff": None}, "sr_ste", "1:4", sparse_steps=100)
   >>> agree(stored, "checkpoint_100", recipe="sr_ste", sparse_steps=100)
-  >>> agree(stored, "checkpoint_100", pattern="1:8")
+  >>> agree(stored, "checkpoint_100", pattern="1:8")  # doctest: +ELLIPSIS
   Traceback (most recent call last):
   ...
-  ValueError: PATTERN='1:8', but checkpoint_100 was trained with '1:4': leave PATTERN out.
+  ValueError: PATTERN='1:8', but checkpoint_100 was trained with '1:4': leave PATTERN out. ...
 
   Args:
     stored: the rules of the checkpoint.
@@ -310,7 +311,8 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
   for macro, value, has in _compared(stored, given):
     if value != has:
       raise ValueError(
-        f"{macro}={value!r}, but {source} was trained with {has!r}: leave {macro} out."
+        f"{macro}={value!r}, but {source} was trained with {has!r}: leave {macro} out. "
+        "Where a file sets it, None counts as left out."
       )
 
 
@@ -326,7 +328,7 @@ def _compared(stored: Rules, given: Mapping[str, Any]) -> Iterator[tuple[str, An
     yield from _compared_recipe(recipe, given)
   pattern = given.get("pattern")
   had = [str(r.pattern) for place, r in common.items() if r.pattern and table.get(place) is None]
-  if pattern is not None and had and str(pattern) not in had:
+  if pattern is not None and had and _text(pattern) not in had:
     yield "PATTERN", str(pattern), ", ".join(had)
   if given.get("indivisible") is not None:
     yield "INDIVISIBLE", given["indivisible"], stored.indivisible
@@ -342,7 +344,23 @@ def _compared_recipe(recipe: Recipe, given: Mapping[str, Any]) -> Iterator[tuple
     if given.get(name) is not None:
       yield macro, given[name], value_in(recipe)
   for field, value in (given.get("fields") or {}).items():
-    yield f"RECIPE_FIELDS[{field!r}]", value, getattr(recipe, field, None)
+    yield f"RECIPE_FIELDS[{field!r}]", _held(recipe, field, value), getattr(recipe, field, None)
+
+
+def _held(recipe: Recipe, field: str, value: Any) -> Any:
+  """Returns the value of a field as a recipe holds it, such as a pattern for its text."""
+  try:
+    return getattr(dataclasses.replace(recipe, **{field: value}), field)
+  except (TypeError, ValueError):  # the recipe refuses it, so it has another
+    return value
+
+
+def _text(pattern: Any) -> str:
+  """Returns the text of a pattern in its one form: '1:8' for '01:8'."""
+  try:
+    return str(NM.parse(pattern))
+  except ValueError:
+    return str(pattern)
 
 
 def _compared_places(stored: Rules, table: Any) -> tuple[Any, Any]:
@@ -355,7 +373,7 @@ def _compared_places(stored: Rules, table: Any) -> tuple[Any, Any]:
     if isinstance(value, Recipe) and place in has:
       told[place], has[place] = value, stored.places[place]
     else:
-      told[place] = has.get(place) if value is None else str(value)
+      told[place] = has.get(place) if value is None else _text(value)
   return told, has
 
 

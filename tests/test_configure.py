@@ -21,6 +21,20 @@ def test_every_recipe_by_settings(name):
   assert made == nms.Rules({"ff": nms.recipe(name, pattern="1:4", phases=PHASES, **(fields or {}))})
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_settings_of_a_run_agree_with_the_text_that_it_stored(name):
+  """Issue 13, point 4: a path, a list of a list, and 01:4 are what the checkpoint holds."""
+  fields = CUSTOM if name == "custom" else {}
+  rules = configure.rules({"ff": None}, name, "1:4", fields=fields, **STEPS)
+  stored = configure.parse(configure.describe(rules))
+  lists = {field: [list(entry) for entry in value] for field, value in fields.items()}
+  for given in fields, lists:
+    configure.agree(stored, "a", recipe=name, pattern="01:4", fields=given, **STEPS)
+  if name == "custom":
+    with pytest.raises(ValueError, match=r"RECIPE_FIELDS\['path'\]=.*a was trained with"):
+      configure.agree(stored, "a", fields={"path": ((0, "2:4", 1.0), (6, "1:4", 0.5))})
+
+
 def test_places_share_or_differ():
   mine = nms.recipe("idp", pattern="2:8", phases=PHASES)
   places = {"ff": None, "qkv": "1:8", "o": nms.NM(3, 4), r"decoder/logits_dense/kernel": mine}

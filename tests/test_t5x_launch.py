@@ -145,7 +145,8 @@ def test_a_flag_that_disagrees_with_the_checkpoint_is_refused(launch, tmp_path, 
   code, report = launch("eval", **where, **{name: eval(value)})
   (error,) = report["errors"]
   assert code == 1 and error == (
-    f"{flag}, but {path} was trained with {WRONG[flag]}: leave {name} out."
+    f"{flag}, but {path} was trained with {WRONG[flag]}: leave {name} out. Where a file sets it, "
+    "None counts as left out."
   )
   other = dict(PRETRAINED_STEPS=5)
   _, report = launch("eval", **where, **other)

@@ -188,7 +188,7 @@ def stored_rules(
   if pretrained_steps is not None and (start := _start(stored)) not in (None, pretrained_steps):
     raise ValueError(
       f"PRETRAINED_STEPS={pretrained_steps}, but the run of {stored.path} began at step {start}: "
-      "leave PRETRAINED_STEPS out."
+      "leave PRETRAINED_STEPS out. Where a file sets it, None counts as left out."
     )
   configure.agree(rules, stored.path, **given)
   return rules
