@@ -3,6 +3,8 @@
 import json
 import pathlib
 import sys
+import threading
+import types
 import warnings
 
 import pytest
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on it
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.local import tracking, writers
+  from nm_sparsity_jax.local import reports, tracking, writers
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples/own_workload"
 sys.path.append(str(EXAMPLE))
@@ -114,25 +116,90 @@ def test_mlflow_has_the_runs_of_a_folder_in_one_experiment(tmp_path, monkeypatch
     assert "inference_eval.validation/absolute_error" in run.data.metrics
 
 
-def test_a_tracker_that_cannot_be_reached_ends_no_run(tmp_path, monkeypatch):
+class Client:
+  """Stands in for MLflow's, and notes what it is sent."""
+
+  def __init__(self):
+    self.sent, self.error, self.free = [], None, threading.Event()
+    self.free.set()
+
+  def get_experiment_by_name(self, name):
+    return types.SimpleNamespace(experiment_id=name)
+
+  def create_run(self, experiment, run_name):
+    return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"{experiment}/{run_name}"))
+
+  def log_batch(self, run, metrics=(), params=()):
+    del params
+    assert self.free.wait(5)
+    if self.error:
+      raise self.error
+    self.sent += [(run, name, step, value) for name, value, _, step in metrics]
+
+  def set_terminated(self, run):
+    self.sent.append((run, "end"))
+
+
+@pytest.fixture
+def client(monkeypatch):
+  """MLflow need not be installed for what is said of it here."""
+  found = Client()
+  entities = types.SimpleNamespace(Metric=lambda *of: of, Param=lambda *of: of)
+  mlflow = types.SimpleNamespace(MlflowClient=lambda tracking_uri: found, entities=entities)
+  monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+  monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+  return found
+
+
+def test_a_tracker_that_cannot_be_reached_ends_no_run(tmp_path, client):
   """Issue 13, point 22: one warning, and the steps go on."""
-  pytest.importorskip("mlflow", reason=NEEDED)
-  monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-  tracker = tracking.Mlflow(uri=(tmp_path / "mlruns").as_uri())
-  room = tracker.writer(tmp_path / "out/run", "train")
   (tmp_path / "out/run").mkdir(parents=True)
-
-  def lost(*args, **kwargs):
-    raise OSError("no route to host")
-
-  monkeypatch.setattr(tracker._client, "log_batch", lost)
-  with pytest.warns(UserWarning, match="nothing at step 3, and gets no more: no route to host"):
+  room = tracking.Mlflow().writer(tmp_path / "out/run", "train")
+  client.error = OSError("no route to host")
+  with pytest.warns(
+    UserWarning, match="nothing at step 3, and gets no more: no route to host"
+  ) as told:
     room.write_scalars(3, {"loss": 1.0})
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
     room.write_scalars(4, {"loss": 1.0})
     room.close()
-  assert isinstance(room, writers.Scalars)
+  assert len(told) == 1 and not client.sent and isinstance(room, writers.Scalars)
+
+
+def test_no_step_waits_for_mlflow(tmp_path, client):
+  """Issue 13, point 22: a server that hangs would hold up the save after SIGTERM."""
+  (tmp_path / "out/run").mkdir(parents=True)
+  room = tracking.Mlflow().writer(tmp_path / "out/run", "train")
+  client.free.clear()
+  for step in (1, 2):
+    room.write_scalars(step, {"nm/D": 0.5})  # a call that waited would fail, and send nothing
+  client.free.set()
+  room.close()
+  assert client.sent == [
+    ("out/run", "train/nm.D", 1, 0.5), ("out/run", "train/nm.D", 2, 0.5), ("out/run", "end")
+  ]  # fmt: skip
+
+
+def test_each_room_of_a_tracker_is_opened_once_and_closed(tmp_path):
+  """Issue 13, point 22: a tracker may hold a connection for each, also where another one fails."""
+  opened, closed = [], []
+
+  class Room(writers.Scalars):
+    def __init__(self, room):
+      self._room = room
+      opened.append(room)
+
+    def close(self):
+      closed.append(self._room)
+      raise OSError("gone")
+
+  tracker = types.SimpleNamespace(writer=lambda folder, room: Room(room))
+  curves = reports.Curves(tmp_path, tracker)
+  for step in (1, 2):
+    curves.track("inference_eval/rte", step, {"accuracy": 50.0})
+    curves.track("inference_eval/sst2", step, {"accuracy": 50.0})
+  with pytest.raises(OSError, match="gone"):
+    curves.close()
+  assert sorted(opened) == sorted(closed) == ["inference_eval/rte", "inference_eval/sst2"]
 
 
 def test_without_mlflow_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):

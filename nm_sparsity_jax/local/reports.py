@@ -81,8 +81,11 @@ class Curves:
 
   def track(self, room: str, step: int, scalars: Mapping[str, Any]) -> None:
     """Hands the scalars of a step, which have files of their own, to the tracker alone."""
-    if self._tracker is not None:
-      self._tracker.writer(self._folder, room).write_scalars(step, scalars)
+    if self._tracker is None:
+      return
+    if room not in self._writers:
+      self._writers[room] = self._tracker.writer(self._folder, room)
+    self.write(room, step, scalars)
 
   def flush(self, *rooms: str) -> None:
     """Writes out what is buffered for some rooms; for all, if none is named."""
@@ -90,9 +93,10 @@ class Curves:
       self._writers[room].flush()
 
   def close(self) -> None:
-    """Closes all rooms."""
-    for each in self._writers.values():
-      each.close()
+    """Closes all rooms, the others too where one fails."""
+    with contextlib.ExitStack() as stack:
+      for each in self._writers.values():
+        stack.callback(each.close)
 
 
 class NotFinite(Exception):

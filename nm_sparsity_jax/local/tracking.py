@@ -12,12 +12,13 @@ one for another service.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import pathlib
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.local.writers import Scalars
@@ -27,7 +28,7 @@ _NOTE = "mlflow.json"  # in the run's folder: which run of MLflow goes on
 
 
 class Mlflow:
-  """Writes the scalars of a run to MLflow, as they are made.
+  """Writes the scalars of a run to MLflow while it goes on, in a thread that no step waits for.
 
       tracking.Mlflow(uri="http://localhost:5000", experiment="glue")
 
@@ -52,6 +53,8 @@ class Mlflow:
     self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
     self._experiment = experiment
     self._lost = False
+    # MLflow waits minutes for a server that is gone. A step, or a save after SIGTERM, must not.
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflow")
 
   def writer(self, folder: pathlib.Path, room: str) -> Scalars:
     """Returns what takes the scalars of one room of a run.
@@ -63,7 +66,7 @@ class Mlflow:
     return _Room(self, folder, room)
 
   def send(self, folder: pathlib.Path, step: int, scalars: Mapping[str, Any]) -> None:
-    """Sends scalars of a step.
+    """Sends scalars of a step, and does not wait.
 
     Args:
       folder: of the run.
@@ -74,11 +77,17 @@ class Mlflow:
 
     now = int(1000 * time.time())
     metrics = [Metric(name, float(x), now, step) for name, x in scalars.items()]
-    with self._unless_lost(f"step {step}"):
+    self._thread.submit(self._send, folder, f"step {step}", metrics)
+
+  def _send(self, folder: pathlib.Path, when: str, metrics: Sequence[Any]) -> None:
+    with self._unless_lost(when):
       self._client.log_batch(self._run(folder), metrics)
 
   def end(self, folder: pathlib.Path) -> None:
-    """Says to MLflow that a run's process ends."""
+    """Waits until all is sent, and says to MLflow that a run's process ends."""
+    self._thread.submit(self._end, folder).result()
+
+  def _end(self, folder: pathlib.Path) -> None:
     with self._unless_lost("the end"):
       if (folder / _NOTE).is_file():
         self._client.set_terminated(self._run(folder))
@@ -91,7 +100,7 @@ class Mlflow:
     except Exception as e:
       if not self._lost:
         self._lost = True
-        warnings.warn(f"MLflow took nothing at {when}, and gets no more: {e}", stacklevel=4)
+        warnings.warn(f"MLflow took nothing at {when}, and gets no more: {e}", stacklevel=2)
 
   def _run(self, folder: pathlib.Path) -> str:
     """Returns the id of a folder's run of MLflow; begins one where there is none."""
