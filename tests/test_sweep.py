@@ -87,7 +87,8 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   assert start.macros == {
     "SPARSE_STEPS": 2, "LEARNING_RATE": 0.5, "DENSE_STEPS": 0, "FINETUNE_STEPS": 0,
     "INITIAL_CHECKPOINT_PATH": None, "RECIPE": "dense", "PATTERN": None, "RANDOM_SEED": 3,
-    "DATA_SEED": 3, "MODEL_DIR": "out/start-seed3",
+    "DATA_SEED": 3, "MODEL_DIR": "out/start-seed3", "BETA": None, "GRADIENT": None,
+    "RECIPE_FIELDS": None,
   }  # fmt: skip
   assert sweep.command(cell)[:2] == ["train", "--gin_file=gin_configs/runs/local_train.gin"]
   assert "--gin.PATTERN='1:8'" in sweep.command(cell)
@@ -404,7 +405,7 @@ score: mini RTE, more is better; mean +- half of its 95 % interval (seeds)
   sr_ste  82.0 +-25.4 (2)  70.0 +-0.0 (2)
   idp     82.5 +-19.1 (2)  60.0 (1 of 2)
 
-score, less that of sr_ste with the same seed; mean +- half of its 95 % interval (pairs)
+score, difference from sr_ste with the same seed; mean +- half of its 95 % interval (pairs)
          1:4              1:8
   dense  +9.0 +-12.7 (2)  +21.0 +-12.7 (2)
   idp    +0.5 +-6.4 (2)   -10.0 (1 of 2)
@@ -415,14 +416,14 @@ loss on validation data, less is better; mean +- half of its 95 % interval (seed
   sr_ste  0.5000 +-0.0000 (2)  0.5000 +-0.0000 (2)
   idp     0.8750 +-7.9414 (2)  0.5000 (1 of 2)
 
-loss, less that of sr_ste with the same seed; mean +- half of its 95 % interval (pairs)
+loss, difference from sr_ste with the same seed; mean +- half of its 95 % interval (pairs)
          1:4                   1:8
   dense  -0.4000 +-0.0000 (2)  -0.4000 +-0.0000 (2)
   idp    +0.3750 +-7.9414 (2)  +0.0000 (1 of 2)
 
-Of the last checkpoint of each run. The 95 % intervals are by Student's t.
-Those of the 6 differences are not corrected for their number.
-dense is one run a seed, and stands under every pattern.
+Each run counts with its last checkpoint. The 95 % intervals are Student's t.
+The intervals of the 6 differences are not corrected for multiple comparisons.
+A dense run has no pattern. Each seed has one, which every column shows.
 failed: idp-1_8-seed3: the loss of step 3 is not finite
 """
   )  # t of 1 degree of freedom is 12.706
@@ -463,6 +464,29 @@ def test_a_dense_run_of_the_same_steps_is_beside_sparse_ones_by_itself(here):
       grid.read(write(FILE.replace("[macros]", f"dense = {value}\n[macros]")))
 
 
+def test_a_dense_run_is_dense_whatever_the_gin_files_say(here):
+  """Issue 13, point 16: it comes by itself, beside a file of yours that only knows sparse runs."""
+  text = FILE.partition("[start]")[0].replace('local_tiny.gin"', 'local_tiny.gin", "mine.gin"')
+  text = text.replace('"dense", "sr_ste", "idp"', '"mdgf_linear"').replace(
+    'baseline = "sr_ste"', ""
+  )
+  file = pathlib.Path("mine.gin")
+  file.write_text("BETA = 0.25\n")
+  assert list(checks.check(grid.read(write(text))).runs)[:2] == [
+    "dense-seed0",
+    "mdgf_linear-1_4-seed0",
+  ]
+  file.write_text(
+    "from __gin__ import dynamic_registration\nfrom nm_sparsity_jax import recipes\n"
+    "from nm_sparsity_jax import schedules\n"
+    "SPARSITY_RULES = {'ff': None, 'qk': @recipes.recipe()}\n"
+    "recipes.recipe:\n  name = 'sr_ste'\n  pattern = '1:4'\n  phases = @schedules.Phases()\n"
+    "schedules.Phases:\n  total = 4\n  dense = 0\n  finetune = 0\n"
+  )
+  with pytest.raises(ValueError, match="dense: SPARSITY_RULES gives 'qk' the recipe sr_ste"):
+    checks.check(grid.read(write(text)))
+
+
 def test_metrics_of_which_less_is_better_have_tables_of_their_own(here, capsys):
   """Issue 12: an error is neither part of a score nor left out."""
   write(SMALL)
@@ -479,7 +503,7 @@ def test_metrics_of_which_less_is_better_have_tables_of_their_own(here, capsys):
   assert "score: v, more is better; mean" in out and re.search(r"sr_ste +0.500 \+-0.000 \(2\)", out)
   _, _, table = out.partition("v far, less is better; mean +- half of its 95 % interval (seeds)\n")
   assert re.match(r" +1:4\n  sr_ste  0.5000 .*\n  idp     0.2500 \+-0.0000 \(2\)", table)
-  assert re.search(r"v far, less that of sr_ste .*\n +1:4\n  idp  -0.2500", out)
+  assert re.search(r"v far, difference from sr_ste .*\n +1:4\n  idp  -0.2500", out)
   assert "by task, means over seeds; less is better: v far\n" in out
   found = json.loads(sweep("sweep.toml", capsys, "--table", "--json")[1])
   assert found["measures"] == ["score", "v far", "loss"] and found["less_is_better"] == ["v far"]
@@ -566,9 +590,9 @@ def test_a_variant_is_a_recipe_with_macros_of_its_own(here):
     1,
   )
   assert "DENSE_STEPS" not in dense.macros and dense.macros["RECIPE"] == "dense"
-  # What only a sparse run takes is left out of a dense one.
+  # What only a sparse run takes is unset in a dense one.
   assert late.macros["GRADIENT"] == "masked"
-  assert "GRADIENT" not in dense.macros and "GRADIENT" not in start.macros
+  assert dense.macros["GRADIENT"] is start.macros["GRADIENT"] is None
   checks.check(grid.read(write(text)))
 
 

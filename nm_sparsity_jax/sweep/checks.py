@@ -134,6 +134,8 @@ class _Findings:
         self._shapes = plan.shapes(network, config.get("TASK_FEATURE_LENGTHS"))
       params, axes = self._shapes
       (rules.with_logical_axes(axes) if axes else rules).assign(params)
+      if cell.pattern is None:
+        _refuse_sparse(rules)
     except Exception as e:
       self.refused.setdefault(gin_files.message(e), []).append(cell)
       return
@@ -232,3 +234,13 @@ def _changed(run: Run, config: gin_files.Config) -> list[str]:
   file, now = run.evaluated_with, run.evaluation
   before = file.read_text() if file.exists() else now
   return [f"{folder} was evaluated by {before}, not by {now}"] if before != now else []
+
+
+def _refuse_sparse(rules: Any) -> None:
+  """Raises ValueError where the rules of a dense run make something sparse."""
+  for place, recipe in rules.places.items():
+    if recipe.name != "dense":
+      raise ValueError(
+        f"SPARSITY_RULES gives {place!r} the recipe {recipe.name}, whatever RECIPE is, so this run "
+        "would not be dense. Give the place a pattern or None."
+      )

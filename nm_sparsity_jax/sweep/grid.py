@@ -234,10 +234,10 @@ def _cell_of(
 
 
 def _cell(name, recipe, pattern, seed, out, macros, start=None) -> Cell:
-  """Makes a cell; a dense one loses the macros that only sparse runs take."""
+  """Makes a cell; a dense one unsets the macros that only sparse runs take, also a gin file's."""
   folder = out / f"{name}-seed{seed}"
   if recipe == "dense":
-    macros = {name: value for name, value in macros.items() if name not in _OF_SPARSE}
+    macros = {**macros, **dict.fromkeys(_OF_SPARSE)}
   ours = {"PATTERN": pattern, "RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
   macros = {**macros, **ours}
   return Cell(recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start)

@@ -53,7 +53,7 @@ def _by_measure(
       [recipe, *(_difference(row_of(recipe, at), at, measure, digits) for at in heads)]
       for recipe in others
     ]
-    title = f"{measure}, less that of {found['baseline']} with the same seed"
+    title = f"{measure}, difference from {found['baseline']} with the same seed"
     yield f"{title}; {_MEANING} (pairs)", [["", *heads], *differences]
 
 
@@ -127,13 +127,15 @@ def notes(found: Mapping[str, Any]) -> list[str]:
   """Returns what a reader of the numbers must know, a line each."""
   made = []
   if found["done"]:
-    made.append("Of the last checkpoint of each run. The 95 % intervals are by Student's t.")
+    made.append("Each run counts with its last checkpoint. The 95 % intervals are Student's t.")
   pairs = [d[m]["pairs"] for row in found["rows"] for d in row["differences"].values() for m in d]
   compared = sum(n > 1 for n in pairs)
   if compared:
-    made.append(f"Those of the {compared} differences are not corrected for their number.")
+    made.append(
+      f"The intervals of the {compared} differences are not corrected for multiple comparisons."
+    )
   if any(row["recipe"] == "dense" for row in found["rows"]) and len(found["rows"]) > 1:
-    made.append("dense is one run a seed, and stands under every pattern.")
+    made.append("A dense run has no pattern. Each seed has one, which every column shows.")
   for run in found["runs"]:
     if run["state"] == "failed":
       made.append(f"failed: {run['run']}: {run['remarks'][0]}")
