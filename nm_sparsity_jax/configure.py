@@ -347,7 +347,7 @@ def _compared_recipe(recipe: Recipe, given: Mapping[str, Any]) -> Iterator[tuple
     yield f"RECIPE_FIELDS[{field!r}]", _held(recipe, field, value), getattr(recipe, field, None)
 
 
-def _held(recipe: Recipe, field: str, value: Any) -> Any:
+def _held(recipe: Any, field: str, value: Any) -> Any:
   """Returns the value of a field as a recipe holds it, such as a pattern for its text."""
   try:
     return getattr(dataclasses.replace(recipe, **{field: value}), field)
