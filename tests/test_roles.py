@@ -119,6 +119,13 @@ def test_prices_of_kernels_are_those_of_places():
   assert found.training_dense == flops.training(shape, {}, 3, steps=50).flops > whole
   with pytest.raises(ValueError, match="no operation 'nowhere'; it has encoder/patch_embedding"):
     flops.price(shape, [flops.Kernel(op="nowhere", params=1, axis=4, recipe=recipe)])
+  for until in (
+    -1,
+    1.5,
+    recipe.phases.total + 1,
+  ):  # a step before the run would cost less than none
+    with pytest.raises(ValueError, match="until=.*a step of the run, an int from 0 to"):
+      flops.price(shape, halves, until=until)
 
 
 def test_a_shape_from_outside_brings_its_own_words(families):

@@ -150,9 +150,7 @@ def training(
   total = next(iter(totals.values()))
   if not is_int(total) or total < 1:
     raise ValueError(f"a run of {total!r} steps: the length must be an int >= 1.")
-  until = total if until is None else until
-  if not is_int(until) or not 0 <= until <= total:
-    raise ValueError(f"until={until!r}: a step of the run, an int from 0 to {total}.")
+  until = _step_of(until, total)
 
   ops = shape.ops()
   chosen = _assign(ops, recipes)
@@ -226,9 +224,7 @@ def price(
   if lacking := [kernel.op for kernel in kernels if kernel.op not in ops]:
     raise ValueError(f"the shape has no operation {lacking[0]!r}; it has {', '.join(ops)}.")
   total = next((k.recipe.phases.total for k in kernels if k.recipe.phases), 0)
-  length = total if until is None else until
-  if length > total:
-    raise ValueError(f"until={until!r}: a step of the run, an int from 0 to {total}.")
+  length = _step_of(until, total)
   dense = sum(op.flops for op in ops.values())
   params = sum(op.params for op in ops.values())
   saved = trained = 0.0
@@ -252,6 +248,14 @@ def price(
     kept=kept,
     sparse_params=sum(kernel.params for kernel in kernels),
   )
+
+
+def _step_of(until: int | None, total: int) -> int:
+  """Returns the step that a run is counted to: all its steps where none is given."""
+  until = total if until is None else until
+  if not is_int(until) or not 0 <= until <= total:
+    raise ValueError(f"until={until!r}: a step of the run, an int from 0 to {total}.")
+  return until
 
 
 def _weighed_steps(recipe: Recipe, op: Op, total: int, until: int | None = None) -> float:
