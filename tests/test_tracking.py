@@ -120,7 +120,7 @@ class Client:
   """Stands in for MLflow's, and notes what it is sent."""
 
   def __init__(self):
-    self.sent, self.error, self.free = [], None, threading.Event()
+    self.sent, self.params, self.error, self.free = [], [], None, threading.Event()
     self.free.set()
 
   def get_experiment_by_name(self, name):
@@ -130,8 +130,8 @@ class Client:
     return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"{experiment}/{run_name}"))
 
   def log_batch(self, run, metrics=(), params=()):
-    del params
     assert self.free.wait(5)
+    self.params += params
     if self.error:
       raise self.error
     self.sent += [(run, name, step, value) for name, value, _, step in metrics]
@@ -177,6 +177,15 @@ def test_no_step_waits_for_mlflow(tmp_path, client):
   assert client.sent == [
     ("out/run", "train/nm.D", 1, 0.5), ("out/run", "train/nm.D", 2, 0.5), ("out/run", "end")
   ]  # fmt: skip
+
+
+def test_a_password_in_the_uri_is_not_sent(tmp_path, client):
+  """Issue 13, point 22: whoever sees the run in MLflow sees its parameters."""
+  (tmp_path / "config.gin").write_text("MLFLOW_URI = 'http://me:secret@host'\nPATTERN = '1:4'\n")
+  room = tracking.Mlflow().writer(tmp_path, "train")
+  room.write_scalars(1, {"loss": 1.0})
+  room.close()
+  assert client.params == [("PATTERN", "'1:4'")]
 
 
 def test_each_room_of_a_tracker_is_opened_once_and_closed(tmp_path):

@@ -116,8 +116,10 @@ class Mlflow:
     files.write_atomically(note, f'{{"run": "{run}"}}\n')
     from mlflow.entities import Param
 
-    macros = trained.macros(trained.gin_text(folder)).items()
-    self._client.log_batch(run, params=[Param(name, text[:500]) for name, text in macros][:100])
+    macros = trained.macros(trained.gin_text(folder))
+    macros.pop("MLFLOW_URI", None)  # it may hold a password
+    params = [Param(name, text[:500]) for name, text in macros.items()]
+    self._client.log_batch(run, params=params[:100])
     return run
 
 
