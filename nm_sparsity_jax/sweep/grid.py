@@ -8,6 +8,7 @@ Here the file alone is looked at; `sweep.check` reads the gin files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import pathlib
@@ -169,15 +170,24 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
   macros = _macros(given, "macros", {})
   folder = pathlib.Path(out).expanduser()
   files.check_folder("out", folder)
-  starts = _starts(given, macros, seeds, folder)
+  named_files = _list(given, "gin_files", str)
+  unset = dict.fromkeys(_of_sparse_in(named_files))
+  starts = {
+    seed: dataclasses.replace(start, macros={**start.macros, **unset})
+    for seed, start in _starts(given, macros, seeds, folder).items()
+  }
   cells = [
     _cell_of(recipe, pattern, seed, folder, macros, variants, starts.get(seed))
     for seed in seeds
     for recipe in recipes
     for pattern in ([None] if recipe == "dense" else patterns)
   ]
+  cells = [
+    dataclasses.replace(cell, macros={**cell.macros, **unset}) if cell.recipe == "dense" else cell
+    for cell in cells
+  ]
   return Sweep(
-    file=file, out=folder, gin_files=_list(given, "gin_files", str), recipes=recipes,
+    file=file, out=folder, gin_files=named_files, recipes=recipes,
     patterns=patterns, seeds=seeds, baseline=baseline, starts=starts, cells=cells,
   )  # fmt: skip
 
@@ -194,6 +204,15 @@ def _with_dense(given: Mapping[str, Any], recipes: list[str]) -> list[str]:
   if not wanted and "dense" in recipes:
     raise ValueError("dense: it is false, but 'dense' is among the recipes: keep one.")
   return ["dense", *recipes] if wanted and "dense" not in recipes else recipes
+
+
+def _of_sparse_in(names: Sequence[str]) -> list[str]:
+  """Returns the macros of sparse runs that gin files set, which a dense run must unset."""
+  texts = []
+  for name in names:
+    with contextlib.suppress(ValueError):  # `check` says which file is not there
+      texts.append(files.read_text(gin_files.find(name)))
+  return [m for m in _OF_SPARSE if any(re.search(rf"(?m)^{m}\s*=", text) for text in texts)]
 
 
 # --- cells --------------------------------------------------------------------------------------
@@ -234,10 +253,10 @@ def _cell_of(
 
 
 def _cell(name, recipe, pattern, seed, out, macros, start=None) -> Cell:
-  """Makes a cell; a dense one unsets the macros that only sparse runs take, also a gin file's."""
+  """Makes a cell; a dense one loses the macros that only sparse runs take."""
   folder = out / f"{name}-seed{seed}"
   if recipe == "dense":
-    macros = {**macros, **dict.fromkeys(_OF_SPARSE)}
+    macros = {name: value for name, value in macros.items() if name not in _OF_SPARSE}
   ours = {"PATTERN": pattern, "RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
   macros = {**macros, **ours}
   return Cell(recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start)
