@@ -509,6 +509,12 @@ def test_metrics_of_which_less_is_better_have_tables_of_their_own(here, capsys):
   assert found["rows"][1]["v far"]["mean"] == 0.25
 
 
+def test_a_page_without_a_recipe_that_is_drawn_has_no_loss_curves(here):
+  """Issue 13, point 16: nine recipes have colours; those that are done may be others."""
+  said = list(pages._all_runs(grid.read(write(FILE)), {}, []))
+  assert said == ["No run has curves of its loss."]
+
+
 def test_loss_curves_of_all_runs_are_in_one_place(here, capsys):
   """Issue 13, point 22: every run of the sweep, and the runs that they start from, in one chart."""
   write(SMALL)

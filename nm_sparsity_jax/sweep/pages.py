@@ -111,7 +111,7 @@ def _all_runs(
     for cell in sweep.runs()
     if cell.name in runs_of and (sweep.is_start(cell) or cell.recipe in recipes)
   ]
-  since = min(run.offset for _, run in runs)
+  since = min((run.offset for _, run in runs), default=0)  # those that are done may have no colour
 
   def chart(key: str, title: str, of: Callable[[Run], Mapping[int, float]]) -> Chart | None:
     lines = [
@@ -126,12 +126,12 @@ def _all_runs(
     ]
     return Chart(key_of(key), title, "step", lines, since=since) if lines else None
 
-  charts = [chart("all_train_loss", "Training loss", lambda run: run.loss)]
+  drawn = [chart("all_train_loss", "Training loss", lambda run: run.loss)]
   for task in sorted({task for _, run in runs for task in run.evals}):
     of = lambda run, task=task: run.loss_of(task)
-    charts.append(chart(f"all_eval_loss_{task}", f"Validation loss, {task}", of))
-  yield from some(charts, "No run has curves of its loss.")
-  if any(charts):
+    drawn.append(chart(f"all_eval_loss_{task}", f"Validation loss, {task}", of))
+  yield from some(drawn, "No run has curves of its loss.")
+  if any(drawn):
     yield "A line is a run, in the colour of its recipe; those that the others start from are grey."
 
 
