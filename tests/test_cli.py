@@ -227,7 +227,14 @@ def test_a_package_index_shows_a_page_without_dead_links(built):
   assert told["Project-URL"] == "Paper, https://arxiv.org/abs/2402.04744"
   assert told["Version"] == nm_sparsity_jax.__version__ == "0.1.0"
   extras = set(told.get_all("Provides-Extra") or ())
-  assert extras == {"tasks", "local", "t5x", "docs", "dev"}  # `hf` comes with what it promises
+  assert extras == {
+    "tasks",
+    "local",
+    "tracking",
+    "t5x",
+    "docs",
+    "dev",
+  }  # `hf` comes with what it promises
   for version in ("3.11", "3.12", "3.13"):
     assert f"Programming Language :: Python :: {version}" in told.get_all("Classifier")
 

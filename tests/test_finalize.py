@@ -195,7 +195,7 @@ def test_from_a_notebook(command, tmp_path):
   found = nms.runs.verify(tmp_path)
   assert not found.ok and found.rules == run.rules
   assert json.loads(json.dumps(found.as_dict())) == command("verify", tmp_path)[1]
-  with pytest.raises(ValueError, match="other rules"):
+  with pytest.raises(ValueError, match="was trained with the rules"):
     nms.runs.verify(found.stored, rules=configure.rules({"ff": "1:2"}, "sr_ste", sparse_steps=1))
   made = nms.runs.finalize(found.stored, tmp_path / "out", rules=run.rules)
   assert made.ok and made.path == str(tmp_path / "out/checkpoint_112")

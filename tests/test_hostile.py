@@ -323,7 +323,7 @@ def test_a_sweep_of_too_many_runs(tmp_path):
     f"out = 'x'\ngin_files = ['a.gin']\nrecipes = ['sr_ste']\nseeds = {list(range(200))}\n"
     f"patterns = {[f'1:{m}' for m in range(2, 103)]}\n"
   )
-  with pytest.raises(ValueError, match="are 20,200 runs, and at most 10,000"):
+  with pytest.raises(ValueError, match="are 20,400 runs, and at most 10,000"):
     grid.read(str(file))
 
 

@@ -20,7 +20,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import configure, glue, roles
+from nm_sparsity_jax import glue, roles
 from nm_sparsity_jax.runs import events, files, folders
 from nm_sparsity_jax.runs.trained import config_of, parse_settings, start_of, started
 
@@ -304,6 +304,8 @@ def _read_phases(run: Run, values: Mapping[str, Any]) -> None:
   """Gives a phase that is set to None its share of all steps."""
   if run.sparse_steps is None:
     return
+  from nm_sparsity_jax import configure  # imports jax
+
   dense, finetune = configure.phase_steps(run.sparse_steps, None, None)
   if values.get("DENSE_STEPS", 0) is None:
     run.dense_steps = dense

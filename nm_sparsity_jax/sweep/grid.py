@@ -159,7 +159,8 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     raise ValueError(f"seeds: {below[0]} is below 0.")
   variants = _variants(given)
   _check_recipes(recipes, variants)
-  if (runs := len(recipes) * max(len(patterns), 1) * len(seeds)) > _MOST_RUNS:
+  of_recipes = sum(1 if recipe == "dense" else max(len(patterns), 1) for recipe in recipes)
+  if (runs := of_recipes * len(seeds)) > _MOST_RUNS:
     raise ValueError(f"recipes x patterns x seeds are {runs:,} runs, and at most {_MOST_RUNS:,}.")
   baseline = given.get("baseline", named[0])
   if baseline not in recipes:
