@@ -159,9 +159,7 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     raise ValueError(f"seeds: {below[0]} is below 0.")
   variants = _variants(given)
   _check_recipes(recipes, variants)
-  of_recipes = sum(1 if recipe == "dense" else max(len(patterns), 1) for recipe in recipes)
-  if (runs := of_recipes * len(seeds)) > _MOST_RUNS:
-    raise ValueError(f"recipes x patterns x seeds are {runs:,} runs, and at most {_MOST_RUNS:,}.")
+  _refuse_too_many(recipes, patterns, seeds)
   baseline = given.get("baseline", named[0])
   if baseline not in recipes:
     raise ValueError(f"baseline: {baseline!r} is not one of the recipes, {', '.join(recipes)}.")
@@ -191,6 +189,13 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     file=file, out=folder, gin_files=named_files, recipes=recipes,
     patterns=patterns, seeds=seeds, baseline=baseline, starts=starts, cells=cells,
   )  # fmt: skip
+
+
+def _refuse_too_many(recipes: Sequence[str], patterns: Sequence[str], seeds: Sequence[int]) -> None:
+  """Raises ValueError where the grid has more runs than a sweep may have; dense is one a seed."""
+  of_a_seed = sum(1 if recipe == "dense" else max(len(patterns), 1) for recipe in recipes)
+  if (runs := of_a_seed * len(seeds)) > _MOST_RUNS:
+    raise ValueError(f"recipes x patterns x seeds are {runs:,} runs, and at most {_MOST_RUNS:,}.")
 
 
 def _with_dense(given: Mapping[str, Any], recipes: list[str]) -> list[str]:
