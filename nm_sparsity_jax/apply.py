@@ -24,7 +24,7 @@ from nm_sparsity_jax.schedules import as_step
 # `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
 from nm_sparsity_jax.stored import State, current, final, init_state, update_state  # noqa: F401
 from nm_sparsity_jax.text import printable, table
-from nm_sparsity_jax.trees import flatten, group, map_with_names
+from nm_sparsity_jax.trees import alike, flatten, map_with_names
 
 
 def sparsify(params: Any, rules: Rules, step: Any, state: State | None = None) -> Any:
@@ -239,34 +239,26 @@ class Report:
       return f"NOT FINITE: {lost} weights are inf or NaN"
     return "ok"
 
-  def _alike(self) -> list[tuple[str, list[Verified]]]:
-    """Returns (name, places) of the kernels of like layers, which are one row; bad ones apart."""
-    alike: dict[tuple, list[str]] = {}
-    for p in self.places:
-      facts = p.pattern, p.axis, p.shape, bool(p.bad_groups), bool(p.warnings)
-      alike.setdefault(facts, []).append(p.path)
-    by_path = {p.path: p for p in self.places}
-    named = [pair for of in alike.values() for pair in group(of, words=True)]
-    return [(name, [by_path[path] for path in paths]) for name, paths in named]
-
   def __str__(self) -> str:
     head = "parameter", "pattern", "axis", "groups", "bad", "density", "first bad group at"
-    rows = [_row(name, of) for name, of in self._alike()]
+    by_path = {p.path: p for p in self.places}
+    facts = {  # bad kernels stand apart
+      p.path: (p.pattern, p.axis, p.shape, bool(p.bad_groups), bool(p.warnings))
+      for p in self.places
+    }
+    rows = [_row(name, [by_path[path] for path in paths]) for name, paths, _ in alike(facts)]
     lines = table(head, rows) if rows else []
-    why: dict[str, list[str]] = {}
-    for path, reason in self.skipped.items():
-      why.setdefault(reason, []).append(path)
-    lines += [f"skipped  {name}: {r}" for r, of in why.items() for name, _ in group(of, words=True)]
+    lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
     lines += [f"warning  {p.path}: {what}" for p in self.places for what in p.warnings]
     return "\n".join([*map(printable, lines), self.verdict])
 
 
-def _row(name: str, alike: Sequence[Verified]) -> tuple[Any, ...]:
+def _row(name: str, like: Sequence[Verified]) -> tuple[Any, ...]:
   """Returns the row of kernels that are alike: groups and bad ones of all, the mean density."""
-  one, density = alike[0], sum(p.density for p in alike) / len(alike)
-  groups, bad = sum(p.groups for p in alike), sum(p.bad_groups for p in alike)
-  first = next((p for p in alike if p.first is not None), None)
-  where = "" if first is None else first.first if len(alike) == 1 else f"{first.path} {first.first}"
+  one, density = like[0], sum(p.density for p in like) / len(like)
+  groups, bad = sum(p.groups for p in like), sum(p.bad_groups for p in like)
+  first = next((p for p in like if p.first is not None), None)
+  where = "" if first is None else first.first if len(like) == 1 else f"{first.path} {first.first}"
   return name, one.pattern, one.axis, groups, bad, f"{density:.4f}", where
 
 

@@ -18,7 +18,7 @@ from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Recipe
 from nm_sparsity_jax.schedules import Segment
 from nm_sparsity_jax.text import table
-from nm_sparsity_jax.trees import group
+from nm_sparsity_jax.trees import alike, group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,21 +169,16 @@ class Assignment:
 
   def __str__(self) -> str:
     head = "parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"
-    alike: dict[tuple, list[str]] = {}
-    for p in self.places.values():
-      facts = p.shape, p.axis, p.recipe.pattern, p.count, p.recipe.name, "; ".join(p.remarks)
-      alike.setdefault(facts, []).append(p.path)
+    facts = {
+      p.path: (p.shape, p.axis, p.recipe.pattern, p.count, p.recipe.name, "; ".join(p.remarks))
+      for p in self.places.values()
+    }
     # Like layers are one row. Its groups are those of all of them.
     rows = [
-      (name, *facts[:3], facts[3] * len(paths), *facts[4:])
-      for facts, of in alike.items()
-      for name, paths in group(of, words=True)
+      (name, *told[:3], told[3] * len(paths), *told[4:]) for name, paths, told in alike(facts)
     ]
     lines = table(head, rows)
-    why: dict[str, list[str]] = {}
-    for path, reason in self.skipped.items():
-      why.setdefault(reason, []).append(path)
-    lines += [f"skipped  {name}: {r}" for r, of in why.items() for name, _ in group(of, words=True)]
+    lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
     if self.dense:
       lines.append(f"dense    {', '.join(name for name, _ in group(self.dense))}")
     return "\n".join(lines)

@@ -7,10 +7,12 @@ paths that are alike -> [group] -> 'encoder/layers_{0..11}/mlp/wi_{0,1}/kernel'
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
+
+_Fact = TypeVar("_Fact", bound=Hashable)
 
 
 def path_name(keys: Sequence[Any]) -> str:
@@ -64,6 +66,20 @@ def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str
   for position in range(depth) if words else ():
     named = _merge_words(named, position)
   return [("/".join(key), of) for key, of in named]
+
+
+def alike(facts: Mapping[str, _Fact]) -> Iterator[tuple[str, list[str], _Fact]]:
+  """Yields (name, paths, fact): the paths of like layers that share a fact, as `group` merges them.
+
+  Args:
+    facts: path -> what must be equal in one row.
+  """
+  by_fact: dict[_Fact, list[str]] = {}
+  for path, fact in facts.items():
+    by_fact.setdefault(fact, []).append(path)
+  for fact, of in by_fact.items():
+    for name, paths in group(of, words=True):
+      yield name, paths, fact
 
 
 def _merge_numbers(named: _Named, position: int) -> _Named:

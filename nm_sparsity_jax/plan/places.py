@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from nm_sparsity_jax import roles
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.trees import flatten, group
+from nm_sparsity_jax.trees import alike, flatten, group
 
 
 def assign(found: Findings, rules: Rules, params: Any) -> Assignment:
@@ -42,26 +42,28 @@ def names(paths: Sequence[str], words: bool = False) -> str:
 
 def kernels(assignment: Assignment) -> dict[str, Any]:
   """Returns the part `kernels`: what is sparse, what is skipped and why, what no rule names."""
-  why: dict[str, list[str]] = {}
-  for path, reason in assignment.skipped.items():
-    why.setdefault(reason, []).append(path)
-  skipped = [{**each, "why": reason} for reason, of in why.items() for each in _counted(of)]
+  skipped = [{**_entry(name, of), "why": why} for name, of, why in alike(assignment.skipped)]
   dense = [path for path in assignment.dense if path.endswith("kernel")]
   others = len(assignment.dense) - len(dense)
   sparse = _sparse(assignment)
-  return {"sparse": sparse, "skipped": skipped, "dense": _counted(dense), "other_dense": others}
+  return {
+    "sparse": sparse,
+    "skipped": skipped,
+    "dense": [_entry(*named) for named in group(dense, words=True)],
+    "other_dense": others,
+  }
 
 
 def _sparse(assignment: Assignment) -> list[dict[str, Any]]:
   """Returns the sparse kernels; those that are alike share an entry."""
-  alike: dict[tuple, list[str]] = {}
-  for path, p in assignment.places.items():
-    facts = (p.key, p.shape, p.axis, str(p.pattern), p.count, p.recipe.name, p.remarks)
-    alike.setdefault(facts, []).append(path)
+  facts = {
+    path: (p.key, p.shape, p.axis, str(p.pattern), p.count, p.recipe.name, p.remarks)
+    for path, p in assignment.places.items()
+  }
   return [
     {
-      **each,
-      "role": _role(each),
+      **_entry(name, of),
+      "role": _role(of),
       "rule": rule,
       "shape": list(shape),
       "axis": axis,
@@ -70,17 +72,14 @@ def _sparse(assignment: Assignment) -> list[dict[str, Any]]:
       "recipe": recipe,
       "remarks": list(remarks),
     }
-    for (rule, shape, axis, pattern, groups, recipe, remarks), of in alike.items()
-    for each in _counted(of)
+    for name, of, (rule, shape, axis, pattern, groups, recipe, remarks) in alike(facts)
   ]
 
 
-def _role(kernel: Mapping[str, Any]) -> str | None:
-  found = {role for path in kernel["paths"] if (role := roles.role_of(path))}
+def _role(paths: Sequence[str]) -> str | None:
+  found = {role for path in paths if (role := roles.role_of(path))}
   return ",".join(sorted(found)) or None
 
 
-def _counted(paths: Sequence[str]) -> list[dict[str, Any]]:
-  return [
-    {"path": name, "count": len(of), "paths": of} for name, of in group(paths, words=True)
-  ]  # fmt: skip
+def _entry(name: str, paths: Sequence[str]) -> dict[str, Any]:
+  return {"path": name, "count": len(paths), "paths": paths}

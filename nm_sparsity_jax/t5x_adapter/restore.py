@@ -350,13 +350,11 @@ class SparseTrainStateInitializer(ShowingInitializer):
   Args:
     optimizer_def: as of T5X's.
     init_fn: `get_initial_variables` of a model of this package.
-    input_shapes: as of T5X's.
-    partitioner: as of T5X's.
-    input_types: as of T5X's.
+    *args, **kwargs: as of `ShowingInitializer`.
   """
 
-  def __init__(self, optimizer_def, init_fn, input_shapes, partitioner, input_types=None):
-    super().__init__(optimizer_def, init_fn, input_shapes, partitioner, input_types)
+  def __init__(self, optimizer_def, init_fn, *args, **kwargs):
+    super().__init__(optimizer_def, init_fn, *args, **kwargs)
     self.global_train_state_shape = _CheckedState(
       self.global_train_state_shape, init_fn.__self__.check
     )
