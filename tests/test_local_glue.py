@@ -45,10 +45,12 @@ def test_train_score_infer_submit(tmp_path, capsys):
   task, run, out = tmp_path / "task.gin", tmp_path / "run", tmp_path / "predictions"
   task.write_text(TASK)
   call = lambda name, *files, **macros: cli.main(
-    [name, *command(*files, **RULES, **macros), f"--gin_file={task}"]
+    [name, *command(*files, **macros), f"--gin_file={task}"]
   )
   few = dict(BATCH_SIZE=8, EVAL_PERIOD=2, METRICS_EVERY=None)
-  assert call("train", "local_train.gin", "local_adamw.gin", MODEL_DIR=str(run), **few) == 0
+  assert (
+    call("train", "local_train.gin", "local_adamw.gin", MODEL_DIR=str(run), **RULES, **few) == 0
+  )
 
   capsys.readouterr()
   assert cli.main(["glue", "score", str(run), "--checkpoint", "last", "--json"]) == 0

@@ -177,7 +177,7 @@ def test_killed_and_resumed_it_ends_with_its_own_deployed_weights(trained):
 
 def test_it_is_evaluated_and_reported(trained):
   where = dict(CHECKPOINT_PATH=f"run/checkpoint_{STEPS}", EVAL_OUTPUT_DIR="eval")
-  argv = flags("local_workload_eval", "soft.gin", **RULES, **where)
+  argv = flags("local_workload_eval", "soft.gin", **where)
   code, _, err = typed(trained, "eval", *argv)
   assert not code, err
   room = "training_eval/validation/metrics.jsonl"

@@ -475,6 +475,13 @@ def test_a_dense_run_is_dense_whatever_the_gin_files_say(here):
     "dense-seed0",
     "mdgf_linear-1_4-seed0",
   ]
+  pathlib.Path("below.gin").write_text("include 'mine.gin'\nBETA = 0.25\n")
+  file.write_text("include 'below.gin'\n")  # each includes the other
+  assert grid.read(write(text)).cells[0].macros["BETA"] is None
+  pathlib.Path("below.gin").write_text("BETA = 0.25\n")
+  assert list(checks.check(grid.read(write(text))).runs)[0] == "dense-seed0"
+  pathlib.Path("below.gin").write_text("BETA = None\n")  # as in gin_configs/sparsity.gin
+  assert "BETA" not in grid.read(write(text)).cells[0].macros
   file.write_text(
     "from __gin__ import dynamic_registration\nfrom nm_sparsity_jax import recipes\n"
     "from nm_sparsity_jax import schedules\n"

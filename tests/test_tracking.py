@@ -1,5 +1,6 @@
 """Trackers: the curves of runs beside TensorBoard, live, in MLflow or in a tracker of your own."""
 
+import importlib
 import json
 import pathlib
 import sys
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on it
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.local import reports, tracking, writers
+  from nm_sparsity_jax.local import reports, tracking, train, writers
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples/own_workload"
 sys.path.append(str(EXAMPLE))
@@ -50,11 +51,15 @@ OWN = """
 from nm_sparsity_jax.local import writers
 
 SEEN = []
+ENDED = []
 
 
 class Notes:
   def writer(self, folder, room):
     return Room(folder.name, room)
+
+  def ends(self, folder, how):
+    ENDED.append((folder.name, how))
 
 
 class Room(writers.Scalars):
@@ -66,8 +71,9 @@ class Room(writers.Scalars):
 """
 
 
-def test_a_tracker_of_your_own_gets_what_the_files_get(tmp_path, monkeypatch):
-  """Issue 13, point 22: any object with a `writer` of clu is a tracker."""
+@pytest.fixture
+def notes(tmp_path, monkeypatch):
+  """A tracker in a module of the reader's own: its module, and the gin file that names it."""
   (tmp_path / "notes_of_this_test.py").write_text(OWN)
   file = tmp_path / "notes.gin"
   file.write_text(
@@ -75,10 +81,16 @@ def test_a_tracker_of_your_own_gets_what_the_files_get(tmp_path, monkeypatch):
     "from nm_sparsity_jax.local import train\ntrain.Run.tracker = @notes_of_this_test.Notes()\n"
   )
   monkeypatch.syspath_prepend(tmp_path)
-  assert call(tmp_path / "run", str(file)) == 0
-  import notes_of_this_test  # type: ignore
+  module = importlib.import_module("notes_of_this_test")  # once: gin knows its class from then on
+  module.SEEN.clear(), module.ENDED.clear()
+  return module, str(file)
 
-  seen = notes_of_this_test.SEEN
+
+def test_a_tracker_of_your_own_gets_what_the_files_get(tmp_path, notes):
+  """Issue 13, point 22: any object with a `writer` of clu is a tracker."""
+  module, file = notes
+  assert call(tmp_path / "run", file) == 0
+  seen = module.SEEN
   assert {(folder, room) for folder, room, *_ in seen} == {
     ("run", room) for room in ("train", "training_eval/validation", "inference_eval/validation")
   }
@@ -89,6 +101,22 @@ def test_a_tracker_of_your_own_gets_what_the_files_get(tmp_path, monkeypatch):
         mine.setdefault(step, {}).update(values)
     assert mine == lines(tmp_path / "run", room) and mine
   assert "tracker" not in (tmp_path / "run/settings.json").read_text()  # a run goes on without it
+  assert module.ENDED == [("run", "finished")]
+
+
+def test_a_tracker_is_told_that_a_run_failed_or_was_stopped(tmp_path, notes, monkeypatch):
+  """It was told the same as of a run that is done."""
+  module, file = notes
+  assert call(tmp_path / "failed", file, LEARNING_RATE=1e30, WARMUP_STEPS=1) == 1
+  save = train._save
+
+  def save_and_stop(process, state, done):
+    save(process, state, done)
+    process.stop.name = "SIGTERM"
+
+  monkeypatch.setattr(train, "_save", save_and_stop)
+  assert call(tmp_path / "stopped", file) == 0
+  assert module.ENDED == [("failed", "failed"), ("stopped", "stopped")]
 
 
 def test_mlflow_has_the_runs_of_a_folder_in_one_experiment(tmp_path, monkeypatch):
@@ -136,8 +164,11 @@ class Client:
       raise self.error
     self.sent += [(run, name, step, value) for name, value, _, step in metrics]
 
-  def set_terminated(self, run):
-    self.sent.append((run, "end"))
+  def update_run(self, run, status):
+    self.sent.append((run, status))
+
+  def set_terminated(self, run, status):
+    self.sent.append((run, status))
 
 
 @pytest.fixture
@@ -175,8 +206,20 @@ def test_no_step_waits_for_mlflow(tmp_path, client):
   client.free.set()
   room.close()
   assert client.sent == [
-    ("out/run", "train/nm.D", 1, 0.5), ("out/run", "train/nm.D", 2, 0.5), ("out/run", "end")
+    ("out/run", "train/nm.D", 1, 0.5), ("out/run", "train/nm.D", 2, 0.5), ("out/run", "FINISHED")
   ]  # fmt: skip
+
+
+def test_mlflow_shows_how_a_run_ended(tmp_path, client):
+  """A run that failed, or that a signal stopped, was shown as finished."""
+  (tmp_path / "out/run").mkdir(parents=True)
+  for how, status in (("failed", "FAILED"), ("stopped", "KILLED"), ("finished", "FINISHED")):
+    client.sent.clear()
+    curves = reports.Curves(tmp_path / "out/run", tracking.Mlflow())  # of a new process
+    curves.track("train", 1, {"loss": 1.0})
+    curves.close(how)
+    begun = [] if how == "failed" else [("out/run", "RUNNING")]  # the first one makes it
+    assert client.sent == [*begun, ("out/run", "train/loss", 1, 1.0), ("out/run", status)]
 
 
 def test_a_password_in_the_uri_is_not_sent(tmp_path, client):

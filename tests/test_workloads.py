@@ -109,15 +109,31 @@ def test_killed_and_resumed_it_has_the_same_bits(trained, tmp_path, capfd):
 
 
 def test_eval_says_the_same_of_a_checkpoint(trained, tmp_path, capsys):
-  rules = {k: v for k, v in MACROS.items() if k in ("RECIPE", "PATTERN") or "STEPS" in k}
-  rules.pop("WARMUP_STEPS")
   where = dict(CHECKPOINT_PATH=str(trained / "checkpoint_24"), EVAL_OUTPUT_DIR=str(tmp_path))
-  flags = words("local_workload_eval", optimizer=False, **rules, **where)
+  flags = words("local_workload_eval", optimizer=False, **where)  # no rules: the checkpoint's
   assert cli.main(["eval", *flags]) == 0
   assert "validation: loss" in capsys.readouterr().out
   (alone,) = (tmp_path / "training_eval/validation/metrics.jsonl").read_text().splitlines()
   then = (trained / "training_eval/validation/metrics.jsonl").read_text().splitlines()[0]
   assert json.loads(alone) == json.loads(then)
+
+
+def test_eval_refuses_a_flag_that_the_checkpoint_denies(trained, tmp_path, capsys):
+  """The checkpoint holds the rules; before, each flag of the training had to be typed again."""
+  where = dict(CHECKPOINT_PATH=str(trained / "checkpoint_24"), EVAL_OUTPUT_DIR=str(tmp_path / "e"))
+  evaluated = lambda **rules: cli.main(
+    ["eval", *words("local_workload_eval", optimizer=False, **rules, **where)]
+  )
+  for macro, wrong, has in (
+    ("PATTERN", "1:4", "1:8"), ("RECIPE", "sr_ste", "idp"), ("DENSE_STEPS", 0, 4),
+    ("SPARSE_STEPS", 99, STEPS),
+  ):  # fmt: skip
+    assert evaluated(**{macro: wrong}) == 1
+    said = f"{macro}={wrong!r}, but {trained}/checkpoint_24 was trained with {has!r}: leave {macro}"
+    assert said in capsys.readouterr().err
+  assert not (tmp_path / "e").exists()
+  agreeing = {k: MACROS[k] for k in ("RECIPE", "PATTERN", "SPARSE_STEPS", "DENSE_STEPS")}
+  assert evaluated(**agreeing) == 0
 
 
 def test_finalize_and_verify(trained, tmp_path, capsys):

@@ -2,10 +2,10 @@
 
   nm-sparsity eval --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
     --gin_file=gin_configs/runs/local_eval.gin \\
-    --gin_file=gin_configs/recipes/mdgf_exponential.gin \\
     --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.EVAL_OUTPUT_DIR="'...'" ...
 
-The rules are those of the training. Exit code: 0 = done, 1 = failed.
+The checkpoint holds the rules. A setting that says something else is refused. Exit code: 0 = done,
+1 = failed.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
   nm-sparsity infer --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
     --gin_file=gin_configs/runs/local_infer.gin \\
-    --gin_file=gin_configs/recipes/mdgf_exponential.gin \\
     --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.INFER_OUTPUT_DIR="'...'" ...
 
-The rules are those of the training. The files are those of t5x.infer, with `idx` where a task has
-it: `nm-sparsity glue submit` reads them. Exit code: 0 = done, 1 = failed.
+The checkpoint holds the rules. A setting that says something else is refused. The files are those
+of t5x.infer, with `idx` where a task has it: `nm-sparsity glue submit` reads them. Exit code: 0 =
+done, 1 = failed.
 """
 
 from __future__ import annotations

@@ -92,8 +92,14 @@ class Curves:
     for room in rooms or self._writers:
       self._writers[room].flush()
 
-  def close(self) -> None:
-    """Closes all rooms, the others too where one fails."""
+  def close(self, how: str = "finished") -> None:
+    """Closes all rooms, the others too where one fails.
+
+    Args:
+      how: the run ends, for a tracker that asks: 'finished', 'stopped' or 'failed'.
+    """
+    if hasattr(self._tracker, "ends"):
+      self._tracker.ends(self._folder, how)
     with contextlib.ExitStack() as stack:
       for each in self._writers.values():
         stack.callback(each.close)

@@ -5,7 +5,7 @@
         -> one run of MLflow, in an experiment that all runs of a sweep share
 
 Any object with such a `writer`, which returns a writer of clu, is a tracker: that is how you write
-one for another service.
+one for another service. If it has `ends(folder, how)`, it is told how a run ended.
 """
 
 # pyright: reportMissingImports=false
@@ -25,6 +25,7 @@ from nm_sparsity_jax.local.writers import Scalars
 from nm_sparsity_jax.runs import files, trained
 
 _NOTE = "mlflow.json"  # in the run's folder: which run of MLflow goes on
+_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # MLflow's words
 
 
 class Mlflow:
@@ -53,6 +54,8 @@ class Mlflow:
     self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
     self._experiment = experiment
     self._lost = False
+    self._how: dict[pathlib.Path, str] = {}  # how the run in a folder ended
+    self._going: set[pathlib.Path] = set()  # folders whose run of MLflow is said to go on
     # MLflow waits minutes for a server that is gone. A step, or a save after SIGTERM, must not.
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflow")
 
@@ -83,14 +86,24 @@ class Mlflow:
     with self._unless_lost(when):
       self._client.log_batch(self._run(folder), metrics)
 
+  def ends(self, folder: pathlib.Path, how: str) -> None:
+    """Notes how a run's process ends, before its rooms are closed.
+
+    Args:
+      folder: of the run.
+      how: 'finished'; 'stopped', by a signal, to be resumed; 'failed'.
+    """
+    self._how[folder] = how
+
   def end(self, folder: pathlib.Path) -> None:
-    """Waits until all is sent, and says to MLflow that a run's process ends."""
+    """Waits until all is sent, and says to MLflow that a run's process ends, and how."""
     self._thread.submit(self._end, folder).result()
 
   def _end(self, folder: pathlib.Path) -> None:
     with self._unless_lost("the end"):
       if (folder / _NOTE).is_file():
-        self._client.set_terminated(self._run(folder))
+        status = _STATUS[self._how.get(folder, "finished")]
+        self._client.set_terminated(self._run(folder), status)
 
   @contextlib.contextmanager
   def _unless_lost(self, when: str) -> Iterator[None]:
@@ -108,12 +121,16 @@ class Mlflow:
       raise ConnectionError
     note = folder / _NOTE
     if known := files.read_json(note, {}).get("run"):
+      if folder not in self._going:  # an earlier process has ended it
+        self._client.update_run(known, "RUNNING")
+        self._going.add(folder)
       return known
     name = self._experiment or folder.parent.name
     found = self._client.get_experiment_by_name(name)
     experiment = found.experiment_id if found else self._client.create_experiment(name)
     run = self._client.create_run(experiment, run_name=folder.name).info.run_id
     files.write_atomically(note, f'{{"run": "{run}"}}\n')
+    self._going.add(folder)
     from mlflow.entities import Param
 
     macros = trained.macros(trained.gin_text(folder))

@@ -93,10 +93,11 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
     progress.say(f"{saved.folder}: from step {first:,} to {last:,}")
     done = _steps(process, state, key)
     saved.close()
-    curves.close()
+    is_over = done == run.sparse_steps and (evaluator is None or offset + done in history.entries)
+    curves.close("finished" if is_over else "stopped")
   except BaseException as e:
     with contextlib.suppress(Exception):
-      curves.close()
+      curves.close("failed")
     if isinstance(e, reports.NotFinite):
       raise _not_finite(saved, e) from e
     if folders.is_no_room(e):
@@ -104,11 +105,11 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
     raise
   finally:
     progress.close()
-  at = offset + done
-  if done == run.sparse_steps and (evaluator is None or at in history.entries):
+  if is_over:
     return 0
   print(
-    f"{stop.name}: saved checkpoint_{at}; the same command continues from there", file=sys.stderr
+    f"{stop.name}: saved checkpoint_{offset + done}; the same command continues from there",
+    file=sys.stderr,
   )
   return 130 if stop.name == "SIGINT" else 0
 

@@ -39,6 +39,7 @@ _OURS = {
   "MODEL_DIR": "out",
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([./][A-Za-z_][A-Za-z0-9_]*)*")  # one line of gin
+_INCLUDE = re.compile(r"""(?m)^\s*include\s+['"]([^'"]+)['"]""")
 _OF_SPARSE = ("BETA", "GRADIENT", "RECIPE_FIELDS")  # a dense run refuses them
 _FROM_START = {"INITIAL_CHECKPOINT_PATH": "start", "PRETRAINED_STEPS": "start"}
 
@@ -213,12 +214,24 @@ def _with_dense(given: Mapping[str, Any], recipes: list[str]) -> list[str]:
 
 
 def _of_sparse_in(names: Sequence[str]) -> list[str]:
-  """Returns the macros of sparse runs that gin files set, which a dense run must unset."""
-  texts = []
+  """Returns the macros of sparse runs that gin files set, which a dense run must unset.
+
+  What is None is unset already, as in gin_configs/sparsity.gin, which every run includes.
+  """
+  texts = _texts(names, {})
+  is_set = lambda m: any(re.search(rf"(?m)^{m}\s*=(?!\s*None\b)", text) for text in texts)
+  return [m for m in _OF_SPARSE if is_set(m)]
+
+
+def _texts(names: Sequence[str], seen: dict[str, str]) -> list[str]:
+  """Returns the texts of gin files and of all that they include, each once; fills `seen`."""
   for name in names:
-    with contextlib.suppress(ValueError):  # `check` says which file is not there
-      texts.append(files.read_text(gin_files.find(name)))
-  return [m for m in _OF_SPARSE if any(re.search(rf"(?m)^{m}\s*=", text) for text in texts)]
+    if name not in seen:
+      seen[name] = ""  # also where it includes itself
+      with contextlib.suppress(ValueError):  # `check` says which file is not there
+        seen[name] = files.read_text(gin_files.find(name))
+        _texts(_INCLUDE.findall(seen[name]), seen)
+  return list(seen.values())
 
 
 # --- cells --------------------------------------------------------------------------------------
