@@ -18,7 +18,7 @@ import numpy as np
 from nm_sparsity_jax import dtypes, masks, opt_states, witness
 from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.places import Assignment, Place
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.rules import Rules, require
 from nm_sparsity_jax.schedules import as_step
 
 # `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
@@ -47,6 +47,7 @@ def sparsify(params: Any, rules: Rules, step: Any, state: State | None = None) -
   an optimizer state made with other rules, is an error; where the step is traced it makes the
   weights NaN, so that it cannot pass unseen.
   """
+  require(rules, "nms.sparsify(params, rules, opt)")
   places = (assignment := rules.assign(params)).places
   if opt_states.is_step(step):
     witness.sparsified(rules, assignment, params, witness.NUMBER, step)
@@ -66,7 +67,10 @@ def sparsify(params: Any, rules: Rules, step: Any, state: State | None = None) -
     place = places.get(path)
     return w if place is None else place.effective(w, *current(place, step, state))
 
-  return map_with_names(apply, params)
+  made = map_with_names(apply, params)
+  arrays, of_places = dict(flatten(params)), dict(flatten(made))
+  witness.masked(rules, {p: arrays[p] for p in places}, {p: of_places[p] for p in places})
+  return made
 
 
 def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) -> Any:
@@ -85,6 +89,7 @@ def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) 
     early: finalize though the schedule of a place is not over, or though nothing tells the step,
       which is a warning otherwise.
   """
+  require(rules, "nms.finalize(params, rules, opt)")
   assignment, places = (found := rules.assign(params)), found.places
   step: Any = None
   wrong: Any = False
@@ -276,6 +281,7 @@ def verify(params: Any, rules: Rules) -> Report:
   Returns:
     A `Report`; `report.ok` is the verdict as a bool.
   """
+  require(rules, "nms.verify(params, rules)")
   arrays = dict(flatten(params))
   found = []
   assignment = rules.assign(params)

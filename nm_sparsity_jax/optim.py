@@ -26,7 +26,7 @@ from nm_sparsity_jax.opt_states import (
   unboxed,
   walk,
 )
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.rules import Rules, require
 from nm_sparsity_jax.stored import State, current
 from nm_sparsity_jax.trees import flatten, map_with_names
 
@@ -56,7 +56,7 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
   Reference: Zhou et al., ICLR 2021, arXiv:2102.04010, equation 8.
   """
 
-  witness.optimizes(rules)
+  witness.optimizes(require(rules, "nms.sr_ste(rules)"))
 
   def init(params):
     rules.assign(params, partial=is_part(params))
@@ -66,7 +66,7 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
     del extra
     if params is None:
       raise ValueError("nms.sr_ste needs the parameters: tx.update(grads, opt_state, params).")
-    witness.updated(rules, "nms.sr_ste")
+    witness.updated(rules, "nms.sr_ste", params)
     updates = add_sr_ste(updates, params, rules, state.count, nm_state)
     return updates, SrSteState(state.count + 1)
 
@@ -143,6 +143,7 @@ def step_count(opt_state: Any, rules: Rules | None = None) -> jax.Array:
   """
   witness.count_read()
   if rules is not None:
+    require(rules, "nms.step_count(opt, rules)")
     return read(opt_state, rules.fingerprint)[0]
   sparse = sparse_state(opt_state)
   if sparse is not None:

@@ -30,6 +30,8 @@ from nm_sparsity_jax.trees import flatten, path_name
 _log = logging.getLogger(__name__)
 
 _POLICIES = ("error", "skip", "pad")
+_OTHER_AXIS = " If it is (out, in), as in torch, the axis is wrong: Rules(..., axes={{{!r}: 1}})."
+_ROLE = r"{'hidden': r'.*/hidden_\d/kernel'}"
 
 
 class Rules:
@@ -79,6 +81,9 @@ class Rules:
           f"Rules: {key!r} has {value!r}, which is not a recipe. Make one by nms.recipe(name, "
           "pattern='1:8', phases=nms.Phases(total=...))."
         )
+    for name, table, example in (("axes", axes, "{'w1': 1}"), ("roles", roles, _ROLE)):
+      if table is not None and not isinstance(table, Mapping):
+        raise ValueError(f"Rules(..., {name}={table!r}): give a dict, such as {name}={example}.")
     if indivisible not in _POLICIES:
       raise SettingError(
         "indivisible",
@@ -217,10 +222,11 @@ class Rules:
       problem = f"axis {axis} has length {place.axis_size} (shape {shape}), no multiple of {m}"
       names = ", ".join(map(str, dict.fromkeys(patterns)))
       if self.indivisible == "error":
+        other = "" if axis or len(shape) != 2 or shape[1] % m else _OTHER_AXIS.format(path)
         raise ValueError(
           f"{path!r}: {problem}, so {names} cannot be applied. Choose another pattern "
           "for it, or Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense, or "
-          "'pad'."
+          f"'pad'.{other}"
         )
       if self.indivisible == "skip":
         return problem
@@ -258,6 +264,11 @@ class Rules:
     """
     shapes = _shapes(params)
     assignment, idle = _assign(self, shapes, self._tests)
+    if not shapes and not partial:
+      raise ValueError(
+        f"there are no parameters in this {type(params).__name__}, so the rules match none: give a "
+        "tree of arrays, such as model.init(...)['params'] or nnx.state(model, nnx.Param)."
+      )
     if idle and not partial:
       known = vocabulary.regexes(dict(self._roles))
       some = ", ".join(name for name, _ in shapes[:4])
@@ -290,6 +301,21 @@ class Rules:
       params: arrays or shapes, as for `assign`.
     """
     return _examine(self, _shapes(params))
+
+
+def require(rules: Any, call: str) -> Rules:
+  """Returns rules; raises where something else was given in their place, such as the parameters.
+
+  Args:
+    rules: what should be `Rules`.
+    call: the call in full, as the error shows it.
+  """
+  if isinstance(rules, Rules):
+    return rules
+  raise ValueError(
+    f"{call} got a {type(rules).__name__} as its rules: give nms.Rules, such as "
+    "nms.Rules({'.*/kernel': recipe}), in that order of arguments."
+  )
 
 
 def _shapes(params: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:

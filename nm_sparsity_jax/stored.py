@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from nm_sparsity_jax import opt_states
 from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.places import Place
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.rules import Rules, require
 from nm_sparsity_jax.schedules import as_step
 from nm_sparsity_jax.trees import flatten
 
@@ -64,6 +64,7 @@ def init_state(params: Any, rules: Rules) -> State:
     Masks are all True until their step comes; one_shot with `dense = 0` takes it here, from
     `params`.
   """
+  require(rules, "nms.init_state(params, rules)")
   arrays = dict(flatten(params))
   state: State = {}
   for path, place in rules.assign(params, partial=opt_states.is_part(params)).places.items():

@@ -83,7 +83,7 @@ def sparse(
       raise ValueError(
         "nms.sparse got a state that it did not make: start from opt_state = tx.init(params)."
       )
-    witness.updated(rules, "nms.sparse")
+    witness.updated(rules, "nms.sparse", params)
     now = opt_states.matched(state, rules.fingerprint)
     full = add_sr_ste(updates, params, rules, now, state.masks)
     with _relaxed():

@@ -11,6 +11,8 @@ lacks one of them trains without an error, and trains something else than the ru
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.places import Assignment, Place
 from nm_sparsity_jax.recipes import Dense
 from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.trees import flatten
 
 STATE, NUMBER = "state", "number"  # a step is told by an optimizer state, or by itself
 
@@ -35,6 +38,9 @@ class _Seen:
     self.count_read = False
     self.layers_told = STATE
     self.layers_step: int | None = None  # that layers.with_step made a constant
+    self.layered: set[int] = set()  # rules by which layers masked weights
+    self.given: dict[int, list[weakref.ref]] = {}  # rules -> a weight of each call of sparsify
+    self.effective: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # it made, by id
 
 
 _seen = _Seen()
@@ -66,6 +72,14 @@ def layers_told(told: str, step: Any) -> None:
   _seen.layers_step = _constant(step)
 
 
+def masked(rules: Rules, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+  """Notes the sparse weights that `sparsify` got, and what it made of them, while these live."""
+  calls = _seen.given.setdefault(rules.fingerprint, [])
+  if before and len(calls) < _MOST_CALLS:
+    calls.append(weakref.ref(next(iter(before.values()))))
+  _seen.effective.update((id(w), w) for w in after.values())
+
+
 # --- looked at ------------------------------------------------------------------------------------
 
 
@@ -82,10 +96,16 @@ def sparsified(rules: Rules, assignment: Assignment, params: Any, told: str, ste
   _seen.applied.setdefault(rules.fingerprint, set()).add(told)
   constant = _constant(step)
   is_trained = told == NUMBER and _is_trained(params)
-  for place in assignment.places.values():
+  arrays = dict(flatten(params)) if _seen.effective else {}
+  for path, place in assignment.places.items():
     _check_constant(place, constant)
     if is_trained:
       _check_term(rules, place)
+    if _is_effective(arrays.get(path)):
+      warn(
+        f"nms.sparsify got weights at {path!r} that nms.sparsify made, so D acts on them twice: "
+        "give it the stored parameters, once."
+      )
   is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(step))
   is_foreign = bool(_seen.wrapped) and rules.fingerprint not in _seen.wrapped
   if told == STATE and is_traced and is_foreign:  # what is not traced is refused
@@ -98,18 +118,26 @@ def sparsified(rules: Rules, assignment: Assignment, params: Any, told: str, ste
 def layer_applied(rules: Rules, place: Place, w: Any) -> None:
   """Notes that a layer masks its kernel `w`, and warns of likely mistakes."""
   _seen.applied.setdefault(rules.fingerprint, set()).add(_seen.layers_told)
+  _seen.layered.add(rules.fingerprint)
   _check_constant(place, _seen.layers_step)
   if _seen.layers_told == NUMBER and _is_trained(w):
     _check_term(rules, place)
+  if _is_effective(w):
+    warn(
+      f"the layer at {place.path!r} masks weights that nms.sparsify made, so D acts on them twice: "
+      "give the layers the stored parameters, or nms.sparsify a model of plain layers."
+    )
 
 
-def updated(rules: Rules, what: str) -> None:
+def updated(rules: Rules, what: str, params: Any) -> None:
   """Warns where an optimizer updates weights that no forward pass has masked by its rules.
 
   Args:
     rules: the rules of the optimizer.
     what: 'nms.sparse' or 'nms.sr_ste'.
+    params: what it updates.
   """
+  _check_updated(rules, what, params)
   told = _seen.applied.get(rules.fingerprint)
   if all(isinstance(recipe, Dense) for recipe in rules.places.values()):
     return
@@ -129,6 +157,33 @@ def updated(rules: Rules, what: str) -> None:
       f"{what} counts the steps, but the loss got its step from elsewhere. An epoch or a global "
       "step would be wrong: pass the optimizer state, or nms.step_count(opt_state)."
     )
+
+
+def _check_updated(rules: Rules, what: str, params: Any) -> None:
+  """Warns where effective weights are updated, or where no gradient went through `sparsify`."""
+  arrays = {path: w for path, w in flatten(params) if rules.find(path) is not None}
+  if path := next((path for path, w in arrays.items() if _is_effective(w)), None):
+    warn(
+      f"{what} updates the weights at {path!r} that nms.sparsify made, so the pruned weights are "
+      "lost at every step: pass the stored parameters to tx.update and optax.apply_updates."
+    )
+  calls = [ref() for ref in _seen.given.get(rules.fingerprint, ())]
+  if len(calls) < _MOST_CALLS and rules.fingerprint not in _seen.layered:
+    is_inside = any(isinstance(w, jax.core.Tracer) for w in arrays.values())
+    if is_inside:  # an eager call is not part of this program's loss
+      calls = [w for w in calls if not isinstance(w, jax.Array) or isinstance(w, jax.core.Tracer)]
+    known = set(map(id, arrays.values()))
+    if calls and all(w is not None and id(w) in known for w in calls):
+      warn(
+        "no gradient went through nms.sparsify: it was called beside the loss, on the weights that "
+        f"{what} updates, so the gradient mode of the recipe is lost. Call it in the loss, "
+        "jax.grad(lambda p: model_loss(nms.sparsify(p, rules, opt_state)))(params)."
+      )
+
+
+def _is_effective(w: Any) -> bool:
+  """Returns whether `sparsify` made this very array."""
+  return _seen.effective.get(id(w)) is w and w is not None
 
 
 def _check_constant(place: Place, step: int | None) -> None:
@@ -157,6 +212,7 @@ def _check_term(rules: Rules, place: Place) -> None:
     )
 
 
+_MOST_CALLS = 100  # of sparsify that are kept in mind
 _DIFFERENTIATED = ("JVPTracer", "LinearizeTracer")  # what jax.grad hands to a loss
 
 

@@ -55,6 +55,23 @@ class Mine(nms.Recipe):
     return ((0, self.pattern),)
 
 
+def no_rules(call, got):
+  return (
+    f"{call} got a {got} as its rules: give nms.Rules, such as nms.Rules({{'.*/kernel': recipe}}), "
+    "in that order of arguments."
+  )
+
+
+def torch(kernel):
+  return nms.Rules({".*/kernel": RULES.places["ff"]}).assign({"a": {"kernel": kernel}})
+
+
+EMPTY = (
+  "there are no parameters in this dict, so the rules match none: give a tree of arrays, such as "
+  "model.init(...)['params'] or nnx.state(model, nnx.Param)."
+)
+
+
 def two():
   ours = nms.sparse(optax.sgd(0.1), RULES)
   return optax.chain(ours, ours).init(PARAMS)
@@ -74,6 +91,36 @@ def two():
     (
       "roles: the family 't5' is registered already; give yours another name.",
       lambda: roles.register(roles.Family(name="t5")),
+    ),
+    (
+      no_rules("nms.sparsify(params, rules, opt)", "dict"),
+      lambda: nms.sparsify(RULES, PARAMS, 3),
+    ),
+    (no_rules("nms.finalize(params, rules, opt)", "NoneType"), lambda: nms.finalize(PARAMS, None)),
+    (no_rules("nms.verify(params, rules)", "dict"), lambda: nms.verify(PARAMS, RULES.places)),
+    (no_rules("nms.init_state(params, rules)", "dict"), lambda: nms.init_state(RULES, PARAMS)),
+    (no_rules("nms.sr_ste(rules)", "SrSte"), lambda: nms.sr_ste(RULES.places["ff"])),
+    (
+      no_rules("nms.step_count(opt, rules)", "int"),
+      lambda: nms.step_count(nms.sparse(optax.sgd(0.1), RULES).init(PARAMS), 9),
+    ),
+    (
+      "Rules(..., axes=0): give a dict, such as axes={'w1': 1}.",
+      lambda: nms.Rules(RULES.places, axes=0),
+    ),
+    (
+      r"Rules(..., roles='.*'): give a dict, such as roles={'hidden': r'.*/hidden_\d/kernel'}.",
+      lambda: nms.Rules(RULES.places, roles=".*"),
+    ),
+    (EMPTY, lambda: RULES.assign({})),
+    (EMPTY, lambda: nms.sparse(optax.sgd(0.1), RULES).init({"a": {"kernel": [[1.0, 2.0]]}})),
+    (
+      "'a/kernel': axis 0 has length 6 (shape (6, 16)), no multiple of 4, so 1:4 cannot be "
+      "applied. Choose another pattern for it, or Rules(..., indivisible='skip') (gin: "
+      "INDIVISIBLE) to leave it dense, or 'pad'. If it is (out, in), as in torch, the axis is "
+      "wrong: Rules(..., "
+      "axes={'a/kernel': 1}).",
+      lambda: torch(jnp.ones((6, 16))),
     ),
   ],
 )

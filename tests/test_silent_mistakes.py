@@ -448,3 +448,90 @@ def test_the_axis_of_a_bare_name():
   with pytest.raises(ValueError, match=r"axes=\{'w1': \.\.\.\}.*0 if it is \(in, out\).*1 if it"):
     rules.assign({"w1": np.ones((16, 8))})
   functools.partial(nms.Rules({"w1": make()}, axes={"w1": 0}).assign, {"w1": np.ones((16, 8))})()
+
+
+# --- sparsify in a wrong place --------------------------------------------------------------------
+
+
+def outside(tx, rules, what="params"):
+  """A step that takes the gradient at effective weights, and may update these too."""
+
+  def step(params, opt):
+    effective = nms.sparsify(params, rules, opt)
+    grads = jax.grad(loss)(effective)
+    return moved(tx, grads, opt, params if what == "params" else effective)
+
+  return step
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_sparsify_beside_the_loss(jit):
+  """The gradient does not go through it, so the recipe's gradient mode was lost in silence."""
+  rules, params = rules_of(), params_of()
+  tx = nms.sparse(optax.adam(1e-2), rules)
+  step = jax.jit(outside(tx, rules)) if jit else outside(tx, rules)
+  with pytest.warns(UserWarning) as record:
+    step(params, tx.init(params))
+  assert warned_here(record).startswith("no gradient went through nms.sparsify")
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_effective_weights_are_updated(jit):
+  """Pruned weights were lost at each step, and no mask could change."""
+  rules, params = rules_of(), params_of()
+  tx = nms.sparse(optax.adam(1e-2), rules)
+  step = outside(tx, rules, "effective")
+  with pytest.warns(UserWarning) as record:
+    (jax.jit(step) if jit else step)(params, tx.init(params))
+  assert "updates the weights at 'a/kernel' that nms.sparsify made" in warned_here(record)
+
+
+def test_sparsify_twice():
+  """D acted twice."""
+  rules, params = rules_of(), params_of()
+  opt = nms.sparse(optax.adam(1e-2), rules).init(params)
+  with pytest.warns(UserWarning) as record:
+    nms.sparsify(nms.sparsify(params, rules, opt), rules, opt)
+  assert "got weights at 'a/kernel' that nms.sparsify made" in warned_here(record)
+
+
+def test_sparsify_and_layers():
+  """Each of them masks, so D acted twice."""
+  rules = nms.Rules({"d/kernel": make()})
+
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nms.layers.Dense(8, rules=rules, name="d")(x)
+
+  variables = Net().init(jax.random.key(0), X)
+  opt = nms.sparse(optax.adam(1e-2), rules).init(variables["params"])
+  effective = nms.sparsify(variables["params"], rules, opt)
+  with pytest.warns(UserWarning) as record:
+    Net().apply(nms.layers.with_step({**variables, "params": effective}, opt), X)
+  assert "the layer at 'd/kernel' masks weights that nms.sparsify made" in warned_here(record)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["evaluated first", "at once"])
+@pytest.mark.parametrize("how", ["grad of jit", "jit of grad", "eager", "remat", "layers"])
+def test_a_gradient_by_any_way_is_silent(how, first):
+  """An evaluation beside the loss is no mistake, and neither is a loss that jit compiled."""
+  rules, params = rules_of(), params_of()
+  tx = nms.sparse(optax.adam(1e-2), rules)
+  opt = tx.init(params)
+  inner = lambda p, opt: loss(nms.sparsify(p, rules, opt))
+  if how == "layers":
+    net = nms.layers.Dense(6, rules=nms.Rules({"kernel": make()}))
+    rules, params = net.rules, net.init(jax.random.key(0), X)["params"]
+    tx = nms.sparse(optax.adam(1e-2), rules)
+    opt = tx.init(params)
+    told = lambda p, opt: nms.layers.with_step({"params": p, **net.init(jax.random.key(0), X)}, opt)
+    inner = lambda p, opt: jnp.mean(net.apply({**told(p, opt), "params": p}, X) ** 2)
+  inner = {"grad of jit": jax.jit, "remat": jax.checkpoint}.get(how, lambda f: f)(inner)
+  grad = jax.grad(inner)
+  grad = jax.jit(grad) if how == "jit of grad" else grad
+  if first:
+    nms.sparsify(params, rules, opt)
+  for _ in range(2):
+    params, opt = moved(tx, grad(params, opt), opt, params)
+    nms.sparsify(params, rules, opt)
