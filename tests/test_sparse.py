@@ -758,3 +758,30 @@ def test_finalize_waits_for_the_end_of_every_schedule():
   same(nms.finalize(params, rules, opt._replace(count=jnp.int32(8))), early)
   same(jax.jit(lambda p, s: nms.finalize(p, rules, s))(params, opt), early)  # it cannot know
   same(nms.finalize(params, rules, opt.masks, early=True), early)
+
+
+@pytest.mark.parametrize("how", ["vmap", "pmap", "scan"])
+def test_steps_inside_a_transformation(how):
+  """docs/faq.md: in all three, and outside of two of them each kernel has one more axis."""
+  tx = nms.sparse(optax.sgd(0.01), MIXED)
+  step = stepper(tx, MIXED, jit=False)
+  params, steps = params_of(), jnp.arange(STEPS)
+  if how == "scan":
+    run = lambda carry, i: (step(*carry, i), None)
+    (params, opt), _ = jax.lax.scan(run, (params, tx.init(params)), steps)
+    finals = [nms.finalize(params, MIXED, opt)]
+  else:
+    over = jax.vmap if how == "vmap" else jax.pmap
+    many = jax.tree.map(lambda w: jnp.stack([w, w + 1])[: 2 if how == "vmap" else 1], params)
+    opt, stepped = over(tx.init)(many), over(step, in_axes=(0, 0, None))
+    for i in steps:
+      many, opt = stepped(many, opt, i)
+    with pytest.raises(ValueError, match="does not tell which axis is contracted"):
+      nms.finalize(many, MIXED, opt)
+    one = lambda tree, k: jax.tree.map(lambda x: x[k], tree)
+    finals = [nms.finalize(one(many, 0), MIXED, one(opt, 0))]
+    if how == "vmap":
+      both = jax.vmap(lambda params, opt: nms.finalize(params, MIXED, opt))(many, opt)
+      finals += [one(both, 0), one(both, 1)]
+  for final in finals:
+    assert nms.verify(final, MIXED).ok

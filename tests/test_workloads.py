@@ -136,6 +136,27 @@ def test_eval_refuses_a_flag_that_the_checkpoint_denies(trained, tmp_path, capsy
   assert evaluated(**agreeing) == 0
 
 
+def test_eval_spares_the_folder_of_a_run(trained, capsys):
+  """It wrote over config.gin, and dropped the curves of later steps."""
+  before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
+  where = dict(CHECKPOINT_PATH=str(trained / "checkpoint_24"), EVAL_OUTPUT_DIR=str(trained))
+  assert cli.main(["eval", *words("local_workload_eval", optimizer=False, **where)]) == 1
+  assert f"EVAL_OUTPUT_DIR='{trained}' holds a run" in capsys.readouterr().err
+  assert {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()} == before
+
+
+def test_a_start_from_a_sparse_run_that_is_not_finalized_warns(trained, tmp_path):
+  """Its stored weights are dense, and its network has never seen them that way."""
+  model, key = model_of(), jax.random.PRNGKey(0)
+  assert cli.main(["finalize", str(trained), str(tmp_path / "final")]) == 0
+  load = lambda folder: checkpoints.load_initial(f"{folder}/checkpoint_{STEPS}", model, key)
+  with pytest.warns(UserWarning, match="of a sparse run and not finalized, so it holds dense"):
+    load(trained)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    load(tmp_path / "final")
+
+
 def test_finalize_and_verify(trained, tmp_path, capsys):
   final = tmp_path / "final"
   assert cli.main(["finalize", str(trained), str(final)]) == 0

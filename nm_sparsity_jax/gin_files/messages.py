@@ -74,7 +74,12 @@ _EXAMPLES = {
 
 def ask_for(name: str) -> str:
   """Returns what to say about a macro that is not set."""
-  if name in ("NETWORK", "VOCABULARY", "OPTIMIZER", "MODEL"):
+  if name == "OPTIMIZER":
+    return (
+      "OPTIMIZER is not set: an optimizer file does that, such as "
+      "--gin_file=gin_configs/runs/local_adamw.gin (of T5X t5x_adamw.gin), the command line cannot"
+    )
+  if name in ("NETWORK", "VOCABULARY", "MODEL"):
     return f"{name} is not set: a model file does that (--gin_file=...), the command line cannot"
   return f"{name} is not set: --gin.{name}={_EXAMPLES.get(name, '...')}"
 

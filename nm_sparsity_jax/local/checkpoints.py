@@ -29,6 +29,7 @@ import optax
 from flax import serialization, traverse_util
 
 from nm_sparsity_jax import rules_text
+from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.opt_states import SparseState
@@ -244,8 +245,26 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
   if is_held:
     like[MUTABLES], where[MUTABLES] = model.collections, model.shardings(model.collections)
   tree = arrays.load(stored, like, where)
+  _warn_of_masks(stored, tree["target"])
   collections = tree[MUTABLES] if is_held else model.initial_collections(key)
   return tree["target"], collections, stored.step or 0
+
+
+def _warn_of_masks(stored: checkpoint.Stored, params: Any) -> None:
+  """Warns of a start from a sparse run that is not finalized: only its masks made it sparse."""
+  try:
+    places = rules_text.parse(stored.rules).assign(params).places if stored.rules else {}
+  except ValueError:  # rules of another model, or a recipe that is not registered
+    return
+  arrays = dict(flatten(params))
+  for path, place in list(places.items())[:1]:
+    used = int(jnp.count_nonzero(arrays[path])) / max(arrays[path].size, 1)
+    if used > place.pattern.density:
+      warn(
+        f"INITIAL_CHECKPOINT_PATH: {stored.path} is of a sparse run and not finalized, so it holds "
+        f"dense weights that its network never saw ({path!r} is not {place.pattern}): start from "
+        "what `nm-sparsity finalize` writes, or go on in its own MODEL_DIR."
+      )
 
 
 def load_for_evaluation(path: str, model: Model) -> TrainState:

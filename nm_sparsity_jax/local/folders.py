@@ -12,21 +12,23 @@ from collections.abc import Iterator, Sequence
 from nm_sparsity_jax.runs import files
 
 
-def of(model_dir: str) -> pathlib.Path:
-  """Returns the folder of a run, whether it exists or not."""
+def of(model_dir: str, macro: str = "MODEL_DIR") -> pathlib.Path:
+  """Returns the folder of a run, whether it exists or not; `macro` names it in errors."""
+  if not isinstance(model_dir, str) or not model_dir.strip():
+    raise ValueError(f"{macro}={model_dir!r}: name a folder, such as 'run'; '.' is this one.")
   if "://" in model_dir:
-    raise ValueError(f"MODEL_DIR={model_dir!r}: the local runner writes to a local disk.")
+    raise ValueError(f"{macro}={model_dir!r}: the local runner writes to a local disk.")
   return pathlib.Path(model_dir).expanduser().absolute()
 
 
-def make(model_dir: str) -> pathlib.Path:
-  """Makes the folder of a run, and checks that it is writable."""
-  folder = of(model_dir)
+def make(model_dir: str, macro: str = "MODEL_DIR") -> pathlib.Path:
+  """Makes the folder of a run, and checks that it is writable; `macro` names it in errors."""
+  folder = of(model_dir, macro)
   try:
     folder.mkdir(parents=True, exist_ok=True)
     files.probe(folder)
   except OSError as e:
-    raise ValueError(f"MODEL_DIR={model_dir!r} cannot be written to: {e.strerror or e}.") from e
+    raise ValueError(f"{macro}={model_dir!r} cannot be written to: {e.strerror or e}.") from e
   return folder
 
 
@@ -75,6 +77,15 @@ def as_it_was(folder: pathlib.Path, was: Before) -> Iterator[None]:
         for path in was.missing:
           path.rmdir()
     raise
+
+
+def refuse_run(folder: pathlib.Path, macro: str) -> None:
+  """Refuses the folder of a run where an evaluation would write over its curves and config.gin."""
+  if (folder / "run.json").exists() or (folder / "settings.json").exists():
+    raise ValueError(
+      f"{macro}={str(folder)!r} holds a run, whose curves and config.gin would be written over: "
+      "take another folder."
+    )
 
 
 def taken(folder: pathlib.Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 
 import jax
@@ -35,6 +36,11 @@ def learning_rate(
     factors: names joined by `*` [LEARNING_RATE_FACTORS].
     warmup_steps: see above [WARMUP_STEPS].
   """
+  is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+  if not is_number or not rate > 0:
+    raise ValueError(f"LEARNING_RATE={rate!r}: give a number above 0, such as 0.001.")
+  if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+    raise ValueError(f"WARMUP_STEPS={warmup_steps!r}: give a whole number of steps, 0 or more.")
   names = [name.strip() for name in factors.split("*")]
   if unknown := [name for name in names if name not in FACTORS]:
     raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,11 @@ from nm_sparsity_jax import optim, workloads
 from nm_sparsity_jax.local.step import Model
 from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.workloads import Batch
+
+_PERIODS = {  # field -> macro
+  "evaluate": "EVAL_PERIOD", "checkpoint": "CHECKPOINT_PERIOD", "report": "STATS_PERIOD",
+  "metrics": "METRICS_EVERY",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,12 +40,12 @@ class Periods:
   metrics: int | None = 100
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      may_be_none = field.name in ("checkpoint", "metrics")
+    for name, macro in _PERIODS.items():
+      value = getattr(self, name)
+      may_be_none = name in ("checkpoint", "metrics")
       if not (isinstance(value, int) and value >= 1 or value is None and may_be_none):
         also = ", or None" if may_be_none else ""
-        raise ValueError(f"a period of {value!r} steps ({field.name}): give 1 or more{also}.")
+        raise ValueError(f"{macro}={value!r}: give a whole number of steps, 1 or more{also}.")
 
   def saves(self, step: int, total: int) -> bool:
     """Returns whether a checkpoint is saved after `step` of `total` steps."""
@@ -105,6 +111,9 @@ class Run:
   def __post_init__(self):
     if not isinstance(self.sparse_steps, int) or self.sparse_steps < 1:
       raise ValueError(f"SPARSE_STEPS={self.sparse_steps!r}: give all steps of the run, 1 or more.")
+    for macro, seed in (("RANDOM_SEED", self.random_seed), ("DATA_SEED", self.data_seed)):
+      if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise ValueError(f"{macro}={seed!r}: give a whole number, such as 0.")
     has_metrics = self.evaluation is not None and self.evaluation.has_metrics
     if self.best_metric is not None and not has_metrics:
       raise ValueError(

@@ -10,6 +10,7 @@ Parameters and optimizer state are float32 whatever the network computes in.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -156,6 +157,9 @@ class Model:
   def check_batch(self, batch_size: int, parts: int = 1) -> None:
     """Refuses a batch that does not divide by microbatches and devices."""
     data = self.mesh.shape["data"]
+    for macro, size in (("BATCH_SIZE", batch_size), ("MICROBATCHES", parts)):
+      if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+        raise ValueError(f"{macro}={size!r}: give a whole number, 1 or more.")
     if parts < 1 or batch_size % (parts * data):
       raise ValueError(
         f"BATCH_SIZE={batch_size} must be a multiple of {parts} microbatches times {data} devices "

@@ -256,7 +256,7 @@ def evaluate(
   Returns:
     0.
   """
-  folder, state = _open(model, checkpoint, output_dir, config)
+  folder, state = _open(model, checkpoint, output_dir, config, "EVAL_OUTPUT_DIR")
   step, evaluator = int(state.step), evaluation.evaluator(model, str(folder))
   found = evaluator.evaluate(model.variables(state), step)
   curves = reports.Curves(folder)
@@ -295,7 +295,7 @@ def infer(
   if not hasattr(evaluation, "silent"):
     raise ValueError(f"{type(model.workload).__name__} makes no predictions that can be written.")
   silent = evaluation.silent()
-  folder, state = _open(model, checkpoint, output_dir, config)
+  folder, state = _open(model, checkpoint, output_dir, config, "INFER_OUTPUT_DIR")
   effective = model.effective(state)
   evaluator = silent.evaluator(model, None)
   for task in evaluator.tasks:
@@ -314,10 +314,12 @@ def _prediction_line(example: Mapping[str, Any], text: str) -> str:
   return json.dumps({"inputs": inputs, "prediction": text}) + "\n"
 
 
-def _open(model, checkpoint, output_dir, config) -> tuple[pathlib.Path, TrainState]:
+def _open(model, checkpoint, output_dir, config, macro) -> tuple[pathlib.Path, TrainState]:
   """Makes the folder for the findings; returns it with the state of a checkpoint."""
-  was = folders.Before.of(folders.of(output_dir))
-  folder = folders.make(output_dir)
+  folder = folders.of(output_dir, macro)
+  folders.refuse_run(folder, macro)
+  was = folders.Before.of(folder)
+  folders.make(output_dir, macro)
   with folders.as_it_was(folder, was):
     state = checkpoints.load_for_evaluation(checkpoint, model)
   files.write_atomically(folder / "config.gin", config)
