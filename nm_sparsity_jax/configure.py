@@ -379,6 +379,10 @@ def _compared_places(stored: Rules, table: Any) -> tuple[Any, Any]:
 
 def train_steps(pretrained_steps: int, sparse_steps: int) -> int:
   """Returns the global step at which a sparse run ends that starts from a checkpoint."""
+  if sparse_steps is None:
+    wrong = SettingsError()
+    wrong.missing["SPARSE_STEPS"] = "SPARSE_STEPS is not set: the steps of the sparse run."
+    raise wrong
   return _whole("PRETRAINED_STEPS", pretrained_steps) + _whole("SPARSE_STEPS", sparse_steps)
 
 

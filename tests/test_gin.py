@@ -49,6 +49,20 @@ def patterns_of(stem):
   return out
 
 
+def included(file):
+  """The files that a gin file includes, those of this package with what they include."""
+  lines = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
+  for name in re.findall(r"(?m)^include '(.+)'", lines):
+    yield name
+    yield from included(name)
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if "/runs/" in f])
+def test_a_run_file_sets_the_macros_of_sparsity_once(file):
+  """A second time would take back what the files in between have set, such as the phases."""
+  assert [*included(file)].count(SPARSITY) <= 1
+
+
 # --- the paper, as data ---------------------------------------------------------------------------
 
 # Table 12: file, overall score, and those of TASKS. It calls SDGF MDGF.
@@ -500,7 +514,7 @@ TASK = {
 RUN_NEEDS = {
   "pretrain": {"MODEL_DIR": "'m'", "SPARSE_STEPS": "1000", **TASK},
   "finetune": {
-    "MODEL_DIR": "'m'", "SPARSE_STEPS": "1000", "INITIAL_CHECKPOINT_PATH": "'c'",
+    "MODEL_DIR": "'m'", "SPARSE_STEPS": "1000", "INITIAL_CHECKPOINT_PATH": "'/'",
     "PRETRAINED_STEPS": "7_000", **TASK,
   },
   "wmt": {"MODEL_DIR": "'m'", "SPARSE_STEPS": "1000"},

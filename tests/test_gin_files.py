@@ -81,3 +81,18 @@ def test_a_configuration_gives_back_what_gin_held(is_locked):
     assert gin.config_is_locked() is is_locked
   finally:
     gin.clear_config()
+
+
+def test_a_running_program_names_flags_that_nothing_reads():
+  """gin takes a misspelt macro without a word, and so did a run of T5X."""
+  from gin import config as gin
+
+  gin.clear_config()
+  try:
+    gin.parse_config(["SPARSE_STEPS = 9", "DENSE_STEP = 3", "X = (%SPARSE_STEPS, %DENSE_STEPS)"])
+    flags = ["--gin.SPARSE_STEPS=9", "--gin.DENSE_STEP=3", "--gin_file=X = 3", "--gin.train.x=3"]
+    said = "DENSE_STEP is set, but nothing reads it; did you mean DENSE_STEPS?"
+    assert gin_files.unread_flags(flags) == [said]
+    assert gin_files.unread_flags(["--gin_bindings=DENSE_STEP = 3"]) == [said]
+  finally:
+    gin.clear_config()

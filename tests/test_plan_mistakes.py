@@ -60,6 +60,18 @@ def test_a_model_file_after_the_run_file_is_named(run_t5x, tmp_path):
   assert report["kernels"]["sparse"] and report["learning_rate"]
 
 
+@pytest.mark.t5x
+def test_a_model_file_of_t5x_that_changes_the_optimizer_is_told(run_t5x, tmp_path):
+  """Adafactor counted from T5X's step 0, not from the first sparse one, and nobody said so."""
+  where = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(tmp_path))
+  files = ("t5x/examples/t5/t5_1_1/tiny.gin", "nm_sparsity_jax/finetune.gin")
+  said = "changes Adafactor.step_offset from %PRETRAINED_STEPS to 0: name the model file before"
+  _, report = run_t5x(files=files[::-1], **FINETUNE, **where, DROPOUT_RATE=0.1)
+  assert has(report["warnings"], said)
+  _, report = run_t5x(files=files, **FINETUNE, **where)
+  assert not has(report["warnings"], "comes after")
+
+
 def test_a_model_file_that_changes_the_run_is_told(run, tmp_path):
   """Point 2: our model files have macros that a run file sets as well."""
   (tmp_path / "own.gin").write_text(MODEL + "DROPOUT_RATE = 0.3\n")
@@ -284,6 +296,13 @@ def test_the_learning_rate_is_shown_and_a_warm_up_that_never_ends_is_told(run, t
   rate = report["learning_rate"]
   assert rate["first"] < rate["highest"] > rate["last"] and abs(rate["highest_at"] - 100) <= 1
   assert re.search(r"rate +1e-08 -> 0.0001 at sparse step \d+ -> ", plan.render(report))
+
+
+@pytest.mark.t5x
+def test_a_learning_rate_that_the_optimizer_ignores_is_told(run_t5x, tmp_path):
+  """LEARNING_RATE=0.5 did nothing, and nobody said so."""
+  _, report = run_t5x(**FINETUNE, MODEL_DIR=str(tmp_path / "run"), LEARNING_RATE=0.5)
+  assert has(report["warnings"], "a learning rate of its own, 0.01: LEARNING_RATE, WARMUP_STEPS")
 
 
 def test_a_batch_that_was_guessed_is_told_and_parameters_are_counted_in_billions(run):

@@ -465,6 +465,30 @@ def test_one_shot_without_a_dense_phase_takes_its_mask_from_restored_weights():
     np.testing.assert_array_equal(mask, nms.nm_mask(jnp.abs(w), nms.NM.parse(PATTERN)))
 
 
+def test_an_adafactor_that_counts_from_elsewhere_is_told(capsys):
+  """A model file after the run file takes `step_offset` back."""
+  for first in (0, 5):
+    model = make(rules_of("sr_ste"), optimizer_def=OPTIMIZERS["adafactor"](first))
+    state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
+    begin(model, state=state.replace_step(jnp.int32(5)))
+    said = "Adafactor has step_offset=0, but its moments start at step 5: name the model file"
+    assert (said in capsys.readouterr().out) == (first == 0)
+
+
+def test_groups_that_devices_cut_are_named():
+  """Nothing said that masks make devices exchange weights in each step."""
+  from nm_sparsity_jax.t5x_adapter.initializers import cuts
+
+  shapes = {f"layers_{i}": {"mlp": {"wo": {"kernel": np.zeros((48, 16))}}} for i in range(2)}
+  places = nms.Rules({"ff": recipe("sr_ste", pattern="1:8")}).assign({"encoder": shapes}).places
+  split = dict.fromkeys(places, ("model", None))
+  (line,) = cuts(places, split, {"data": 1, "model": 4})
+  assert line.startswith("encoder/layers_{0,1}/mlp/wo/kernel: 4 devices share 48 weights along ax")
+  for whole in ((split, {"model": 3}), (dict.fromkeys(places, (None, "model")), {"model": 4})):
+    assert not [*cuts(places, *whole)]
+  assert not [*cuts(places, {}, {"model": 4})]
+
+
 # --- refusals -----------------------------------------------------------------------------------
 
 
@@ -484,6 +508,11 @@ def test_what_cannot_go_on_is_refused():
       refuse()
   with pytest.raises(ValueError, match="PRETRAINED_STEPS=7, but .* global step 0.*STEPS=0"):
     begin(model, pretrained_steps=7)
+  begin(model, train_steps=12)
+  with pytest.raises(ValueError, match=r"TRAIN_STEPS=11, but .* ends at .* = 12. Leave TRAIN"):
+    begin(model, train_steps=11)
+  with pytest.raises(ValueError, match="TRAIN_STEPS_RELATIVE=5: .* each restart adds a whole run"):
+    begin(model, train_steps_relative=5)
   chain = optimizers.chain([nms.sr_ste(rules_of("sr_ste")), optax.adam(0.1)])
   with pytest.raises(ValueError, match="holds nms.sr_ste.*act twice"):
     begin(make(rules_of("sr_ste"), optimizer_def=chain))

@@ -39,6 +39,7 @@ if reason := t5x_found.why_not():
 with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   warnings.simplefilter("ignore")
   import t5x
+  import tensorflow as tf
   from t5x import utils
   from test_t5x_adapter import (
     Devices,
@@ -235,7 +236,7 @@ def restore(model, path, use_orbax=True, cls=utils.TrainStateInitializer, **sett
 
 @pytest.mark.parametrize("kind, network", [("legacy", "t5"), ("orbax", "t5"), ("orbax", "scanned")])
 def test_a_finalized_checkpoint_is_the_run_to_t5x(
-  kind, network, tmp_path, restore_settings, capsys
+  kind, network, tmp_path, restore_settings, capsys, monkeypatch
 ):
   model, state = sparse_state(network)
   run = write(kind, model, state, tmp_path / "run").parent
@@ -265,11 +266,17 @@ def test_a_finalized_checkpoint_is_the_run_to_t5x(
   )  # fmt: skip
   assert model.eval_fn(found.params, batch, found.flax_mutables)[0] == want
 
-  # As the start of another run.
+  # As the start of another run, whose checkpoints have a position in the data. This one has none.
   start = initializer_of(model, Devices())
-  found, manager = utils.create_checkpoint_manager_and_restore(
-    start, Devices(), restore_settings(path), str(path), jax.random.PRNGKey(0), use_orbax=True
+  monkeypatch.setattr(
+    utils, "get_dataset", lambda *args: tf.data.Dataset.from_tensor_slices({"x": [1, 2]})
   )
+  found, manager = utils.create_checkpoint_manager_and_restore(
+    start, Devices(), restore_settings(path), str(path), jax.random.PRNGKey(0), use_orbax=True,
+    save_checkpoint_cfg=utils.SaveCheckpointConfig(period=1, save_dataset=True),
+    model_dir=str(tmp_path / "longer"),
+    ds_iter=t5x_adapter.get_dataset(None, 0, 1, None, model_dir=str(tmp_path / "longer")),
+  )  # fmt: skip
   manager.close()
   assert int(mine(found)["step"]) == 0 and int(found.step) == STEP
   assert_equal(found.params, model.effective(state.params, state.flax_mutables))

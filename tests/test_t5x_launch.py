@@ -35,7 +35,7 @@ def launch(run_t5x, tmp_path):
   here = f"--gin_search_paths={ROOT / 'tests'},{tmp_path}"
 
   def call(file="finetune", **macros):
-    files = ("theirs.gin", f"nm_sparsity_jax/{file}.gin")
+    files = macros.pop("files", ("theirs.gin", f"nm_sparsity_jax/{file}.gin"))
     return run_t5x(here, files=files, **TASK | macros)
 
   return call
@@ -74,6 +74,41 @@ def test_three_flags_make_a_launch_of_t5x_sparse(launch, tmp_path):
   assert not code and said in report["notes"]
   code, report = launch(**where, **SPARSE, PRETRAINED_STEPS=7)
   assert code == 1 and has(report["errors"], "PRETRAINED_STEPS=7", "set PRETRAINED_STEPS=6")
+
+
+def test_a_start_that_t5x_would_die_of_is_named(launch, tmp_path):
+  """T5X's KeyError of the item "dataset", and one of a folder that is not there."""
+  path = test_plan.write_orbax(tmp_path / "dense/checkpoint_6", test_plan.t5x_checkpoint())
+  (path / "dataset").rmdir()
+  where = dict(MODEL_DIR=str(tmp_path / "run"), INITIAL_CHECKPOINT_PATH=str(path))
+  code, report = launch(**where, **SPARSE)
+  assert code == 1 and has(report["errors"], f"INITIAL_CHECKPOINT_PATH='{path}' has no folder")
+  assert has(report["errors"], f"mkdir {path}/dataset")
+  where["INITIAL_CHECKPOINT_PATH"] = str(tmp_path / "dense/checkpoint_7")
+  _, report = launch(**where, **SPARSE)
+  (error,) = report["errors"]
+  assert "dense/checkpoint_7': there is no such checkpoint. Name a folder that is there" in error
+
+
+def test_rounded_checkpoints_and_samples_at_no_step_are_refused(launch, tmp_path):
+  """The first was silent and the second a TypeError of Python's, both in `plan` and in the run."""
+  path = test_plan.write_orbax(tmp_path / "dense/checkpoint_6", test_plan.t5x_checkpoint())
+  where = dict(MODEL_DIR=str(tmp_path / "run"), INITIAL_CHECKPOINT_PATH=str(path))
+  code, report = launch(**where, **SPARSE, raw=["utils.SaveCheckpointConfig.dtype = 'bfloat16'"])
+  assert code == 1 and has(report["errors"], "SaveCheckpointConfig.dtype='bfloat16'", "'float32'")
+  for wrong in (-5, "x"):
+    code, report = launch(**where, **SPARSE, METRICS_EVERY=wrong)
+    assert code == 1 and has(report["errors"], f"METRICS_EVERY={wrong!r}: give a whole number")
+  assert not launch(**where, **SPARSE, METRICS_EVERY=0)[0]
+
+
+def test_kernels_are_shown_before_the_checkpoint_is_named(launch, tmp_path):
+  """T5X's model files have no NETWORK, and their optimizer waits for PRETRAINED_STEPS."""
+  files = ("t5x/examples/t5/t5_1_1/tiny.gin", "nm_sparsity_jax/finetune.gin")
+  code, report = launch(files=files, MODEL_DIR=str(tmp_path / "run"), **SPARSE)
+  assert code == 1 and has(report["errors"], "INITIAL_CHECKPOINT_PATH is not set")
+  assert {kernel["pattern"] for kernel in report["kernels"]["sparse"]} == {"1:4"}
+  assert report["schedule"] and report["cost"]
 
 
 def test_a_run_that_goes_on_knows_where_it_began(launch, tmp_path):
@@ -226,3 +261,19 @@ def test_a_step_that_was_saved_and_not_evaluated_is_evaluated_on_resuming(t5x, t
   lines.write_text('{"step": 8, "accuracy": 1}\n{"step": 26, "accuracy": 1}\n')
   assert not owes()
   assert not t5x_adapter.owes_evaluation(None)
+
+
+def test_no_evaluation_is_lost_where_checkpoints_come_more_often(t5x, tmp_path):
+  """T5X counts the period from the step that a process started at: two kills skipped a step."""
+  from nm_sparsity_jax import t5x_adapter
+
+  owes = lambda period=4: t5x_adapter.owes_evaluation(str(tmp_path), 6, 100, eval_period=period)
+  note_losses(tmp_path, 10)
+  # A kill at 12: T5X is due at 16, which is no multiple of 4 from step 6 on. A kill after it saved.
+  for step, is_owed in ((12, False), (14, True), (16, True)):
+    (tmp_path / f"checkpoint_{step}/state").mkdir(parents=True)
+    (tmp_path / f"checkpoint_{step}/state/_METADATA").write_text("{}")
+    assert owes() == is_owed
+  assert not owes(period=0)  # never
+  note_losses(tmp_path, 10, 16)
+  assert not owes()

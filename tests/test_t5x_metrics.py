@@ -248,7 +248,7 @@ def test_names():
   whole = t.make(nms.Rules(RULES), optimizer="adafactor")  # too small to be factored
   assert names_of(whole) == common | both("second_moment_var")
   assert common < names_of(make("sgd"), per_place=True)
-  with pytest.raises(ValueError, match="metrics_every=-1"):
+  with pytest.raises(ValueError, match="METRICS_EVERY=-1"):
     t.begin(make(), state=0, metrics_every=-1)
 
 

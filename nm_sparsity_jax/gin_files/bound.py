@@ -66,9 +66,19 @@ class Bound:
     return bound is not None and not self._required(bound["value"])
 
   def _texts(self) -> dict[str, str | None]:
-    """Returns macro -> its value as text, None for one that must still be set."""
-    of_macros = {k[0]: v["value"] for k, v in self._table.items() if k[1] == "gin.macro"}
-    return {n: None if self._required(v) else repr(v) for n, v in of_macros.items()}
+    """Returns macro, or function.argument -> its value as text, None for what must still be set."""
+    of = {}
+    for (scope, selector), bound in self._table.items():
+      if selector == "gin.macro":
+        of[scope] = bound["value"]
+      else:
+        of |= {f"{scope and scope + '/'}{selector.split('.')[-1]}.{n}": v for n, v in bound.items()}
+    return {name: None if self._required(v) else repr(v) for name, v in of.items()}
+
+  def read_macros(self) -> set[str]:
+    """Returns the macros that a value, or `plan`, reads."""
+    references = self._references(self._table)
+    return {"/".join(r.scopes) for r in references if self._is_macro(r)} | set(MADE)
 
   def _is_sparse_model(self) -> bool:
     """Returns False where MODEL is a class of T5X that takes no rules."""

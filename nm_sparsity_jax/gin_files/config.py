@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from nm_sparsity_jax.gin_files import guard
-from nm_sparsity_jax.gin_files.bound import MADE, PROGRAMS, Bound
+from nm_sparsity_jax.gin_files.bound import PROGRAMS, Bound
 from nm_sparsity_jax.gin_files.folders import macros_of_files, not_found
 from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, message, quote, unread
 from nm_sparsity_jax.gin_files.order import Order
@@ -185,10 +185,7 @@ class Config(Bound):
 
     Without a run file, a macro of one of our gin files is a warning: the run file may read it.
     """
-    read = {
-      "/".join(r.scopes) for r in self._references(self._table) if self._is_macro(r)
-    }  # fmt: skip
-    read |= set(MADE)
+    read = self.read_macros()
     ours = macros_of_files() if self.program is None else set()
     for binding in bindings:
       name = binding.partition("=")[0].strip()
@@ -243,3 +240,22 @@ def read(
   if config.program != program:
     raise ValueError(f"no run file of this command: gin_configs/runs/{_RUNS[program]}")
   return config
+
+
+def unread_flags(argv: Sequence[str]) -> list[str]:
+  """Says which macros a program of T5X was given by flags that nothing in gin's table reads.
+
+  gin takes a misspelt macro without a word, and the run has the default.
+
+  Args:
+    argv: the flags, such as "--gin.PATTERN='1:8'".
+  """
+  from gin import config as gin
+
+  bound = Bound(gin, dict(gin._CONFIG))
+  read, found = bound.read_macros(), []
+  for flag in argv:
+    given = re.match(r"--?gin(?:\.|_bindings=)\s*(\w+)\s*=", flag)
+    if given and given[1] not in read and bound.is_set(given[1]):
+      found.append(unread(given[1], read, (), False, True)[0])
+  return found

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-_Texts = Mapping[str, str | None]  # macro -> its value as text, None for one without
+# A macro, or an argument as function.argument -> its value as text, None for one without.
+_Texts = Mapping[str, str | None]
 _HOW = "name the model file before the run file"
 _FLAGS = "name the model file before the run file, or set it by a flag"
+_OF_MODELS = ("NETWORK", "MODEL")  # what a model file sets, one of ours or of T5X
 # What a file with rules of its own sets, such as those in gin_configs/paper: it follows a run file.
 _OF_RULES = ("RECIPE", "PATTERN", "SPARSE_STEPS")
 
@@ -75,7 +77,8 @@ class Order:
 
 def _moved(before: _Texts, macros: _Texts, changed: Collection[str], now: _Texts) -> str:
   """Says what a model file changed that the run file had set, and that nothing set again."""
-  if macros.get("NETWORK") == before.get("NETWORK") or not {*_OF_RULES}.isdisjoint(changed):
+  is_model = any(macros.get(name) != before.get(name) for name in _OF_MODELS)
+  if not is_model or not {*_OF_RULES}.isdisjoint(changed):
     return ""
   moved = (n for n in sorted(changed) if macros[n] is not None and macros[n] == now[n])
-  return ", ".join(f"{n} from {before[n]} to {macros[n]}" for n in moved if n != "NETWORK")
+  return ", ".join(f"{n} from {before[n]} to {macros[n]}" for n in moved if n not in _OF_MODELS)

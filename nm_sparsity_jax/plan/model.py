@@ -71,8 +71,15 @@ def workload_of(found: Findings) -> workloads.Workload:
 
 
 def _network(found: Findings) -> Any:
-  """Returns the network; refuses what is not one."""
-  network = found.config.value("NETWORK")
+  """Returns the network; refuses what is not one.
+
+  T5X's own model files have no NETWORK: there it is what MODEL is made of, which can be made
+  before all that the optimizer needs is set.
+  """
+  has_none = not found.config.is_set("NETWORK")
+  network = (
+    found.config.argument_of("MODEL", "module") if has_none else found.config.value("NETWORK")
+  )
   if network is not None and not hasattr(network, "init"):
     raise ValueError(
       f"NETWORK={network!r} is not a flax module: name a model file, or bind it to a module, "

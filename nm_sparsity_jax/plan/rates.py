@@ -15,11 +15,11 @@ def rate(found: Findings) -> dict[str, Any] | None:
   """Returns the part `learning_rate`; None where it is unknown.
 
   'first', 'last', 'highest': values of the run; 'highest_at': its step; 'factors', 'warmup_steps':
-  what makes them, None where a function of your own does; 'own': True where the optimizer has a
-  rate of its own, and T5X's metric shows another.
+  what makes them, None where a function of your own does.
 
   Args:
-    found: of the run; gets a warning where the run ends in its warm-up.
+    found: of the run; gets a warning where the run ends in its warm-up, and where the optimizer has
+      a rate of its own.
   """
   steps = found.config.get("SPARSE_STEPS")
   if found.config.program != "train" or not isinstance(steps, int) or steps < 1:
@@ -39,6 +39,11 @@ def rate(found: Findings) -> dict[str, Any] | None:
     "warmup_steps": warmup if callable(function) and "warmup" in str(factors) else None,
   }
   _warn(found, part, steps)
+  if not callable(function) and not found.config.local:
+    found.warnings.append(
+      f"OPTIMIZER has a learning rate of its own, {part['first']:g}: LEARNING_RATE, WARMUP_STEPS "
+      "and LEARNING_RATE_FACTORS do nothing, and T5X's metric learning_rate shows another rate"
+    )
   return part
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.trees import group
+from nm_sparsity_jax.trees import alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +58,14 @@ def restore(
   found = dict(checkpoint.flat(state))
   load: dict[str, tuple[checkpoint.Leaf, str | None]] = {}
   initialise: list[str] = []
-  other: dict[tuple, list[str]] = {}  # (shape there, shape here) -> keys
+  other: dict[str, tuple] = {}  # key -> (shape there, shape here)
   for key, wanted in model.items():
     leaf = found.get(key)
     if leaf is None:
       initialise.append(key)
       continue
     if leaf.shape is not None and leaf.shape != tuple(wanted.shape):
-      other.setdefault((leaf.shape, tuple(wanted.shape)), []).append(key)
+      other[key] = leaf.shape, tuple(wanted.shape)
     load[key] = leaf, dtype if dtype and _is_cast(key, leaf, stored.format) else leaf.dtype
   if other:
     errors.append(_of_another_size(stored.path, other, len(model)))
@@ -82,21 +82,18 @@ def restore(
 _SHOWN = 3  # groups of arrays that an error names
 
 
-def _of_another_size(path: str, other: Mapping[tuple, Sequence[str]], count: int) -> str:
+def _of_another_size(path: str, other: Mapping[str, tuple], count: int) -> str:
   """Says which arrays have another shape; like layers count once, parameters come first."""
-  keys = [key for of in other.values() for key in of]
-  if len(keys) == 1:
-    (((there, here), _),) = other.items()
-    return f"{keys[0]} has shape {there} in {path} and {here} here"
+  if len(other) == 1:
+    ((key, (there, here)),) = other.items()
+    return f"{key} has shape {there} in {path} and {here} here"
   told = [
-    f"{name} has shape {there} there and {here} here"
-    for (there, here), of in other.items()
-    for name, _ in group(of, words=True)
+    f"{name} has shape {there} there and {here} here" for name, _, (there, here) in alike(other)
   ]
   told.sort(key=lambda text: not text.startswith("target/"))
   more = f"; and {len(told) - _SHOWN} kinds more" if told[_SHOWN:] else ""
   return (
-    f"{path} is of a model of another size: {len(keys)} of {count} arrays differ. "
+    f"{path} is of a model of another size: {len(other)} of {count} arrays differ. "
     f"{'; '.join(told[:_SHOWN])}{more}. Take the model file that it was made with"
   )
 

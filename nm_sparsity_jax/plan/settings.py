@@ -88,6 +88,12 @@ def _check_steps(found: Findings) -> None:
 
 def _check_trainer(found: Findings, made: Made) -> None:
   trainer = found.argument("trainer_cls")
+  if inspect.isclass(trainer) and found.config.is_set("METRICS_EVERY"):
+    from nm_sparsity_jax import t5x_adapter
+
+    found.attempt(
+      "METRICS_EVERY", t5x_adapter.check_metrics_every, found.config.get("METRICS_EVERY")
+    )
   if made.model is None or made.rules is None or trainer is None:
     return
   from nm_sparsity_jax import t5x_adapter

@@ -207,18 +207,18 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
   Raises:
     ValueError: there is an initial checkpoint, and its step cannot be known.
   """
-  if (newest := _checkpoint_of(run)) is not None and (start := _read_start(newest)) is not None:
+  if (newest := _newest(run)) is not None and (start := _read_start(newest)) is not None:
     return start
   return None if not initial else _step_of(initial)
 
 
-def _checkpoint_of(run: str | None) -> str | None:
-  """Returns the newest checkpoint of a run; None where there is none yet."""
+def _newest(run: str | os.PathLike | None) -> str | None:
+  """Returns the newest checkpoint of a run, or the one that it names; None where there is none."""
   from nm_sparsity_jax.runs import checkpoint
 
   try:
-    return checkpoint.find(run) if isinstance(run, str) and run else None
-  except Exception:  # there is none, or the bucket cannot be looked at
+    return checkpoint.find(os.fspath(run)) if run else None
+  except Exception:  # there is none, it is no path, or the bucket cannot be looked at
     return None
 
 
@@ -266,7 +266,7 @@ def _stored(folder: str | os.PathLike) -> Rules | None:
   """Returns the rules in the newest checkpoint; None where it has none or cannot be read."""
   from nm_sparsity_jax import rules_text
 
-  newest = _newest(folder)
+  newest = _opened(folder)
   if newest is None or newest.rules is None:
     return None
   try:
@@ -277,11 +277,11 @@ def _stored(folder: str | os.PathLike) -> Rules | None:
     return None
 
 
-def _newest(folder: str | os.PathLike) -> Stored | None:
-  """Returns the newest checkpoint; None where there is none or it cannot be read."""
+def _opened(folder: str | os.PathLike) -> Stored | None:
+  """Returns the newest checkpoint of a run; None where there is none or it cannot be read."""
   from nm_sparsity_jax.runs import checkpoint
 
-  newest = folders.latest(folder)
+  newest = _newest(folder)
   try:
     return None if newest is None else checkpoint.read(newest)
   except (ValueError, OSError, ImportError):  # copied in part, say, or Orbax is not installed
@@ -299,7 +299,7 @@ def shapes_of(folder: str | os.PathLike) -> Any:
 
   from nm_sparsity_jax.runs import checkpoint
 
-  newest = _newest(folder)
+  newest = _opened(folder)
   if newest is None:
     return None
   found = {

@@ -67,6 +67,7 @@ def _write(
     stop.check()
     sums = json.dumps({"sha256": found}, indent=1, sort_keys=True)
     (unfinished / _FILE).write_text(sums + "\n")
+    (unfinished / "dataset").mkdir()  # T5X asks for it where a run starts from this
 
 
 def hashes(path: str) -> dict[str, str]:

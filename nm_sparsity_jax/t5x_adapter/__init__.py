@@ -19,6 +19,10 @@ binds its names, wherever they are defined inside:
     t5x_adapter.SparseTrainer.metrics_every = 100
 """
 
+from nm_sparsity_jax.t5x_adapter.initializers import (
+  ShowingInitializer,
+  SparseTrainStateInitializer,
+)
 from nm_sparsity_jax.t5x_adapter.measure import Sample, SampledStep
 from nm_sparsity_jax.t5x_adapter.models import (
   COLLECTION,
@@ -29,8 +33,6 @@ from nm_sparsity_jax.t5x_adapter.models import (
   sparse,
 )
 from nm_sparsity_jax.t5x_adapter.restore import (
-  ShowingInitializer,
-  SparseTrainStateInitializer,
   absolute,
   first_step,
   get_dataset,
@@ -38,10 +40,13 @@ from nm_sparsity_jax.t5x_adapter.restore import (
   refuse_relative,
   require_sparse,
   resume_sparse,
+  saves,
+  start,
   stored_rules,
 )
 from nm_sparsity_jax.t5x_adapter.trainer import (
   SparseTrainer,
+  check_metrics_every,
   loss_scale,
   refuse_in_chain,
   sparse_train_step,
@@ -58,6 +63,7 @@ __all__ = [
   "SparseTrainStateInitializer",
   "SparseTrainer",
   "absolute",
+  "check_metrics_every",
   "first_step",
   "flatten_axes",
   "get_dataset",
@@ -67,7 +73,9 @@ __all__ = [
   "refuse_relative",
   "require_sparse",
   "resume_sparse",
+  "saves",
   "sparse",
   "sparse_train_step",
+  "start",
   "stored_rules",
 ]

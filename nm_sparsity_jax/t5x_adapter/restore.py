@@ -1,7 +1,7 @@
 """What T5X restores: a dense or sparse checkpoint, by which rules, and the position in the data.
 
 checkpoint -> [require_sparse, resume_sparse: its structure]
-           -> [SparseTrainStateInitializer: its values] -> train state
+           -> [initializers.SparseTrainStateInitializer: its values] -> train state
 """
 
 # T5X is not on PyPI: where types are checked without it, it is unknown.
@@ -16,7 +16,6 @@ import os
 import re
 from typing import Any
 
-import jax
 import tensorflow as tf
 from absl import logging
 from clu.data import dataset_iterator
@@ -24,7 +23,7 @@ from etils import epath
 from t5x import state_utils, utils
 
 from nm_sparsity_jax import layers
-from nm_sparsity_jax.runs import folders, trained
+from nm_sparsity_jax.runs import checkpoint, folders, trained
 
 
 def require_sparse(checkpoint, model_state):
@@ -130,11 +129,13 @@ def first_step(run, initial=None):
 
 
 def owes_evaluation(model_dir, first_step=None, last_step=None, eval_period=None):
-  """Returns whether the newest checkpoint in a run's folder was saved and never evaluated.
+  """Returns whether a run must evaluate its newest checkpoint before it goes on.
 
   T5X saves a step before it evaluates it. A process that ends in between leaves a hole in the
-  curves, for the next one begins with the step after. Bind it where T5X asks whether to evaluate
-  first:
+  curves, for the next one begins with the step after. T5X also counts the period from the step
+  that a process started at, so where checkpoints come more often than evaluations a run can go on
+  from a step at which none is due, a whole period after the last one. Bind it where T5X asks
+  whether to evaluate first:
 
       train_script.train.run_eval_before_training = @t5x_adapter.owes_evaluation()
 
@@ -142,19 +143,23 @@ def owes_evaluation(model_dir, first_step=None, last_step=None, eval_period=None
     model_dir: of the run.
     first_step: the global step at which the run began; it is not evaluated.
     last_step: that at which it ends, which is evaluated whatever the period.
-    eval_period: steps between evaluations; None = each saved step is evaluated.
+    eval_period: steps between evaluations, 0 = never; None = each saved step is evaluated.
   """
   newest = folders.latest(model_dir) if isinstance(model_dir, str) and model_dir else None
   step = None if newest is None else folders.named_step(newest)
-  if step is None or step == first_step:
+  if step is None or step == first_step or eval_period == 0:
     return False
-  if step != last_step and eval_period and (step - (first_step or 0)) % eval_period:
-    return False
-  folder = folders.path_of(model_dir)
-  found = [step in _steps_of_losses(f) for f in (folder / "training_eval").glob("*")]
-  lines = (folder / "inference_eval").glob("*-metrics.jsonl")
-  found += [any(_step_of_line(line) == step for line in f.read_text().splitlines()) for f in lines]
-  return not found or not all(found)
+  folder, start = folders.path_of(model_dir), first_step or 0
+  noted = [_steps_of_losses(f) for f in (folder / "training_eval").glob("*")]
+  for lines in (folder / "inference_eval").glob("*-metrics.jsonl"):
+    noted.append({_step_of_line(line) for line in lines.read_text().splitlines()} - {None})
+  is_due = step == last_step or not eval_period or (step - start) % eval_period == 0
+
+  def owes(steps):
+    last = max((s for s in steps if s <= step), default=start)
+    return last < step and (is_due or step - last >= eval_period)
+
+  return any(map(owes, noted or [set()]))
 
 
 def _steps_of_losses(folder):
@@ -194,6 +199,56 @@ def absolute(path):
   if not isinstance(path, str) or not path or "://" in path:
     return path
   return os.path.abspath(os.path.expanduser(path))
+
+
+def start(path, run=None):
+  """Returns INITIAL_CHECKPOINT_PATH as T5X takes it; refuses what T5X would die of.
+
+  T5X's own checkpoints by Orbax have a folder for the position in the data, which may be empty, and
+  with `SaveCheckpointConfig.save_dataset` T5X asks for it.
+
+  Args:
+    path: of the checkpoint; None = none.
+    run: MODEL_DIR; one with checkpoints does not look at the path any more.
+  """
+  path = absolute(path)
+  if not isinstance(path, str) or not path or isinstance(run, str) and folders.latest(run):
+    return path
+  try:
+    stored = checkpoint.read(path)
+  except FileNotFoundError:
+    raise FileNotFoundError(
+      f"INITIAL_CHECKPOINT_PATH={path!r}: there is no such checkpoint. Name a folder that is there, "
+      "such as '.../checkpoint_1000000'."
+    ) from None
+  except Exception:  # T5X and `plan` say what is wrong
+    return path
+  data = folders.path_of(path) / "dataset"
+  if stored.format == "Orbax" and not data.is_dir():
+    raise ValueError(
+      f"INITIAL_CHECKPOINT_PATH={path!r} has no folder 'dataset', and T5X asks for one. An empty "
+      f"one will do: mkdir {data}"
+    )
+  return path
+
+
+def saves(config):
+  """Returns T5X's SaveCheckpointConfig; refuses one that rounds the weights.
+
+  Bind it around T5X's own:
+
+      utils.CheckpointConfig.save = @t5x_adapter.saves()
+      t5x_adapter.saves.config = @utils.SaveCheckpointConfig()
+
+  Args:
+    config: of T5X; None = nothing is saved.
+  """
+  if (dtype := getattr(config, "dtype", None)) not in (None, "float32"):
+    raise ValueError(
+      f"utils.SaveCheckpointConfig.dtype={dtype!r}: rounding changes which weights survive, so "
+      "whatever reads the checkpoint would have other masks. Set 'float32'."
+    )
+  return config
 
 
 def refuse_relative(name, path) -> None:
@@ -314,62 +369,3 @@ class _OwnPosition(dataset_iterator.TfDatasetIterator):
       super().restore(filename)
     else:
       logging.info("A new run: data from the beginning, not from the position in %s.", filename)
-
-
-class ShowingInitializer(utils.TrainStateInitializer):
-  """T5X's initializer, which also prints what becomes sparse, and when, before anything compiles.
-
-  T5X makes one as soon as it knows the shape of a batch. Bind it in training:
-
-      train_script.train.train_state_initializer_cls = @t5x_adapter.ShowingInitializer
-
-  Args:
-    optimizer_def: as of T5X's.
-    init_fn: `get_initial_variables` of a model of this package.
-    input_shapes: as of T5X's.
-    partitioner: as of T5X's.
-    input_types: as of T5X's.
-  """
-
-  def __init__(self, optimizer_def, init_fn, input_shapes, partitioner, input_types=None):
-    super().__init__(optimizer_def, init_fn, input_shapes, partitioner, input_types)
-    if jax.process_index() == 0:
-      model = init_fn.__self__
-      assignment = model.stored_rules.assign(model.made)
-      # T5X logs to stderr, hundreds of lines; this is all that stands in stdout.
-      print(f"\n{assignment}\n\n{assignment.schedule}\n", flush=True)
-
-
-class SparseTrainStateInitializer(ShowingInitializer):
-  """`ShowingInitializer`, which also checks a restored train state against the model.
-
-  Bind it in eval and infer; `SparseTrainer` checks what it is given by itself.
-
-      infer_script.infer.train_state_initializer_cls = @t5x_adapter.SparseTrainStateInitializer
-
-  Args:
-    optimizer_def: as of T5X's.
-    init_fn: `get_initial_variables` of a model of this package.
-    *args, **kwargs: as of `ShowingInitializer`.
-  """
-
-  def __init__(self, optimizer_def, init_fn, *args, **kwargs):
-    super().__init__(optimizer_def, init_fn, *args, **kwargs)
-    self.global_train_state_shape = _CheckedState(
-      self.global_train_state_shape, init_fn.__self__.check
-    )
-
-
-class _CheckedState:
-  """A train state of shapes, whose `restore_state` checks what comes out."""
-
-  def __init__(self, state, check):
-    self._state, self._check = state, check
-
-  def __getattr__(self, name):
-    return getattr(self._state, name)
-
-  def restore_state(self, state_dict):
-    restored = self._state.restore_state(state_dict)
-    self._check(restored)
-    return restored

@@ -40,6 +40,8 @@ class SparseTrainer(trainer.Trainer):
     metrics_every: after every so many sparse steps `measure` takes what `metrics.summary` names,
       which is written under that step; None or 0 = never. The train step stays the same program.
     metrics_per_place: also for each sparse kernel.
+    train_steps: the global step at which T5X ends the run, to be checked; None = any.
+    train_steps_relative: T5X's TRAIN_STEPS_RELATIVE, which is refused.
   """
 
   def __init__(
@@ -57,9 +59,10 @@ class SparseTrainer(trainer.Trainer):
     pretrained_steps: int | None = None,
     metrics_every: int | None = None,
     metrics_per_place: bool = False,
+    train_steps: int | None = None,
+    train_steps_relative: int | None = None,
   ):
-    if metrics_every and metrics_every < 0:
-      raise ValueError(f"metrics_every={metrics_every}: a number of steps, or None for never.")
+    check_metrics_every(metrics_every)
     self.metrics_every, self.metrics_per_place = metrics_every, metrics_per_place
     self._samples: list[measure.Sample] = []  # those that are not written yet
     self._writes = asynclib.Pool(thread_name_prefix="Samples", max_workers=1)
@@ -70,7 +73,10 @@ class SparseTrainer(trainer.Trainer):
       )
     if train_state is not None:  # t5x.eval gives none yet
       refuse_relative("MODEL_DIR", summary_dir)
-      train_state = _begin(model, train_state, train_state_axes, partitioner, pretrained_steps)
+      _refuse_relative_steps(train_steps_relative)
+      start = _checked_start(model, train_state, pretrained_steps, train_steps)
+      if _is_new(train_state):
+        train_state = _started(model, train_state, train_state_axes, partitioner, start)
     super().__init__(
       model=model,
       train_state=train_state,
@@ -132,6 +138,16 @@ class SparseTrainer(trainer.Trainer):
       self._writes.close()
     finally:
       super().close()
+
+
+def check_metrics_every(steps: int | None) -> None:
+  """Refuses what is no number of steps: METRICS_EVERY.
+
+  Args:
+    steps: from one sample to the next; None or 0 = never.
+  """
+  if steps is not None and (not isinstance(steps, int) or steps < 0):
+    raise ValueError(f"METRICS_EVERY={steps!r}: give a whole number of steps, or None for never.")
 
 
 def sparse_train_step(
@@ -213,23 +229,48 @@ def _applied(optimizer_def, before, after):
   return jnp.int32(1)
 
 
-def _begin(model, train_state, axes, partitioner, pretrained_steps):
-  """Returns the first train state of this process, checked; a new run's gets start and masks."""
+def _refuse_relative_steps(steps: int | None) -> None:
+  """Refuses TRAIN_STEPS_RELATIVE, which T5X adds to the step that it restored."""
+  if steps:
+    raise ValueError(
+      f"TRAIN_STEPS_RELATIVE={steps}: T5X adds it to the restored step, so each restart adds a "
+      "whole run. Leave it out; the run ends at PRETRAINED_STEPS + SPARSE_STEPS."
+    )
+
+
+def _is_new(train_state) -> bool:
+  """Returns whether no step of the sparse run was done yet."""
+  return int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["start"])) == UNKNOWN
+
+
+def _checked_start(model, train_state, pretrained_steps, train_steps) -> int:
+  """Returns the global step at which the sparse run starts; refuses what does not fit to it."""
   model.check(train_state)
   refuse_in_chain(train_state)
   local = lambda x: int(utils.get_local_data(x))
   mine = train_state.flax_mutables[COLLECTION]
-  step, start, now = local(mine["step"]), local(mine["start"]), local(train_state.step)
-  is_new = start == UNKNOWN
-  start = now if is_new else start
+  start = local(train_state.step if _is_new(train_state) else mine["start"])
   ends = {r.phases.total for r in model.rules.places.values() if r.phases}
+  step = local(mine["step"])
   logging.info("Sparse step %d; sparse step 0 is global step %d; ends at %s", step, start, ends)
   if pretrained_steps is not None and start != pretrained_steps:
     raise ValueError(
       f"PRETRAINED_STEPS={pretrained_steps}, but the sparse run starts at global step {start}: "
       f"it would end at another step than its schedule. Set PRETRAINED_STEPS={start}."
     )
-  return _started(model, train_state, axes, partitioner, start) if is_new else train_state
+  if train_steps is not None and ends and train_steps - start not in ends:
+    raise ValueError(
+      f"TRAIN_STEPS={train_steps}, but the schedule ends at PRETRAINED_STEPS + SPARSE_STEPS = "
+      f"{start + max(ends)}. Leave TRAIN_STEPS alone."
+    )
+  offset = getattr(getattr(model.optimizer_def, "hyper_params", None), "step_offset", start)
+  if offset != start and jax.process_index() == 0:
+    print(
+      f"warning: Adafactor has step_offset={offset}, but its moments start at step {start}: name "
+      "the model file before the run file, or adafactor.Adafactor.step_offset = %PRETRAINED_STEPS",
+      flush=True,
+    )
+  return start
 
 
 def _started(model, train_state, axes, partitioner, start):
