@@ -218,8 +218,8 @@ def start(path, run=None):
     stored = checkpoint.read(path)
   except FileNotFoundError:
     raise FileNotFoundError(
-      f"INITIAL_CHECKPOINT_PATH={path!r}: there is no such checkpoint. Name a folder that is there, "
-      "such as '.../checkpoint_1000000'."
+      f"INITIAL_CHECKPOINT_PATH={path!r}: there is no such checkpoint. Name a folder that is "
+      "there, such as '.../checkpoint_1000000'."
     ) from None
   except Exception:  # T5X and `plan` say what is wrong
     return path
