@@ -153,11 +153,12 @@ def owes_evaluation(model_dir, first_step=None, last_step=None, eval_period=None
   noted = [_steps_of_losses(f) for f in (folder / "training_eval").glob("*")]
   for lines in (folder / "inference_eval").glob("*-metrics.jsonl"):
     noted.append({_step_of_line(line) for line in lines.read_text().splitlines()} - {None})
-  is_due = step == last_step or not eval_period or (step - start) % eval_period == 0
+  period = eval_period or 1
+  is_due = step == last_step or (step - start) % period == 0
 
   def owes(steps):
     last = max((s for s in steps if s <= step), default=start)
-    return last < step and (is_due or step - last >= eval_period)
+    return last < step and (is_due or step - last >= period)
 
   return any(map(owes, noted or [set()]))
 
