@@ -152,7 +152,8 @@ def owes_evaluation(model_dir, first_step=None, last_step=None, eval_period=None
   folder, start = folders.path_of(model_dir), first_step or 0
   noted = [_steps_of_losses(f) for f in (folder / "training_eval").glob("*")]
   for lines in (folder / "inference_eval").glob("*-metrics.jsonl"):
-    noted.append({_step_of_line(line) for line in lines.read_text().splitlines()} - {None})
+    found = map(_step_of_line, lines.read_text().splitlines())
+    noted.append({step for step in found if isinstance(step, int)})
   period = eval_period or 1
   is_due = step == last_step or (step - start) % period == 0
 
