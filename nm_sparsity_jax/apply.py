@@ -65,7 +65,10 @@ def sparsify(params: Any, rules: Rules, step: Any, state: State | None = None) -
 
   def apply(path, w):
     place = places.get(path)
-    return w if place is None else place.effective(w, *current(place, step, state))
+    if place is None:
+      return w
+    _refuse_dtype(path, w)
+    return place.effective(w, *current(place, step, state))
 
   made = map_with_names(apply, params)
   arrays, of_places = dict(flatten(params)), dict(flatten(made))
@@ -109,6 +112,7 @@ def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) 
     place = places.get(path)
     if place is None:
       return w
+    _refuse_dtype(path, w)
     _warn_of_nan(path, w)
     return place.recipe.final(w, place.groups, final(place, state))
 
@@ -122,6 +126,15 @@ def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) 
       "early=True if the schedule may be cut short."
     )
   return done
+
+
+def _refuse_dtype(path: str, w: Any) -> None:
+  """Raises where a rule names a parameter that has no magnitudes to rank, such as int8 weights."""
+  if not jnp.issubdtype(w.dtype, jnp.floating):
+    raise ValueError(
+      f"{path!r} has dtype {w.dtype}, and masks need real floating-point weights: leave it out of "
+      "the rules, or convert it, such as w.astype(jnp.float32)."
+    )
 
 
 def _refuse_early(assignment: Assignment, step: Any, whose: str) -> None:

@@ -167,11 +167,12 @@ def _check_updated(rules: Rules, what: str, params: Any) -> None:
       f"{what} updates the weights at {path!r} that nms.sparsify made, so the pruned weights are "
       "lost at every step: pass the stored parameters to tx.update and optax.apply_updates."
     )
+  if not any(isinstance(w, jax.core.Tracer) for w in arrays.values()):
+    return  # an eager call of sparsify may be an evaluation, and the gradient be of another source
   calls = [ref() for ref in _seen.given.get(rules.fingerprint, ())]
   if len(calls) < _MOST_CALLS and rules.fingerprint not in _seen.layered:
-    is_inside = any(isinstance(w, jax.core.Tracer) for w in arrays.values())
-    if is_inside:  # an eager call is not part of this program's loss
-      calls = [w for w in calls if not isinstance(w, jax.Array) or isinstance(w, jax.core.Tracer)]
+    # An eager call is not part of this program's loss. One that is gone may be.
+    calls = [w for w in calls if not isinstance(w, jax.Array) or isinstance(w, jax.core.Tracer)]
     known = set(map(id, arrays.values()))
     if calls and all(w is not None and id(w) in known for w in calls):
       warn(

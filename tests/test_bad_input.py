@@ -62,6 +62,13 @@ def no_rules(call, got):
   )
 
 
+def of_dtype(dtype):
+  return (
+    f"'mlp/wi/kernel' has dtype {dtype}, and masks need real floating-point weights: leave it out "
+    "of the rules, or convert it, such as w.astype(jnp.float32)."
+  )
+
+
 def torch(kernel):
   return nms.Rules({".*/kernel": RULES.places["ff"]}).assign({"a": {"kernel": kernel}})
 
@@ -113,6 +120,14 @@ def two():
       lambda: nms.Rules(RULES.places, roles=".*"),
     ),
     (EMPTY, lambda: RULES.assign({})),
+    (
+      of_dtype("int8"),
+      lambda: nms.sparsify({"mlp": {"wi": {"kernel": jnp.ones((8, 4), "int8")}}}, RULES, 3),
+    ),
+    (
+      of_dtype("complex64"),
+      lambda: nms.finalize({"mlp": {"wi": {"kernel": jnp.ones((8, 4), "complex64")}}}, RULES, 9),
+    ),
     (EMPTY, lambda: nms.sparse(optax.sgd(0.1), RULES).init({"a": {"kernel": [[1.0, 2.0]]}})),
     (
       "'a/kernel': axis 0 has length 6 (shape (6, 16)), no multiple of 4, so 1:4 cannot be "
