@@ -214,7 +214,8 @@ def test_what_cannot_tell_the_rules_is_said(launch, tmp_path):
   _, report = launch("eval", CHECKPOINT_PATH=str(dense), **out)
   assert has(report["errors"], "is dense: it has no sparse step. Evaluate it with T5X's own model")
   _, report = launch("eval", CHECKPOINT_PATH="/none", **out)
-  assert has(report["errors"], "there is no checkpoint '/none'")
+  assert has(report["errors"], "there is no checkpoint '/none', so its rules are unknown.")
+  assert not has(report["errors"], "The settings do not tell them")  # none was given
 
 
 def test_a_report_of_such_a_run_knows_its_phases(tmp_path):

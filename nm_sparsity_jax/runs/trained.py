@@ -183,7 +183,9 @@ def stored_rules(
     try:
       return configure.rules(**{**_DEFAULTS, **{k: v for k, v in given.items() if v is not None}})
     except configure.SettingsError as e:
-      raise ValueError(f"{reason}. (The settings do not tell them: {e})") from e
+      is_given = any(value is not None for value in given.values())
+      said = f" (The settings do not tell them: {e})" if is_given else ""
+      raise ValueError(f"{reason}.{said}") from e
   rules = rules_text.parse(stored.rules)
   if pretrained_steps is not None and (start := _start(stored)) not in (None, pretrained_steps):
     raise ValueError(
