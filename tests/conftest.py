@@ -107,12 +107,21 @@ def short_runs():
     yield
 
 
+@pytest.fixture
+def as_users_compile():
+  """Compiles as by default, in a file of `short_runs`: for a test of bits of different programs."""
+  import quick
+
+  with quick.usual():
+    yield
+
+
 # The files that take longest come first, so that no worker begins one while the other has no more.
 LONGEST = (
-  "test_local", "test_t5x_thread", "test_t5x_adapter", "test_t5", "test_layers", "test_sparse",
-  "test_gin", "test_every_recipe", "test_masks", "test_docs", "test_quickstart", "test_t5x_metrics",
-  "test_t5_t5x", "test_metrics", "test_train_sharded", "test_local_killed", "test_t5x_checkpoints",
-  "test_workloads", "test_recipes_benchmark", "test_local_t5x",
+  "test_local", "test_t5x_adapter", "test_t5x_thread", "test_docs", "test_every_recipe",
+  "test_t5_t5x", "test_t5", "test_t5x_metrics", "test_quickstart", "test_layers", "test_gin",
+  "test_masks", "test_sparse", "test_t5x_checkpoints", "test_workloads", "test_own_recipe",
+  "test_local_killed", "test_plan", "test_recipes_benchmark", "test_local_t5x",
 )  # fmt: skip
 
 

@@ -87,10 +87,7 @@ def _model(model):
     "label_smoothing": model._label_smoothing,
     "loss_normalizing_factor": model._loss_normalizing_factor,
   }
-  shapes = dict.fromkeys(model.FEATURE_CONVERTER_CLS.MODEL_FEATURES, (4, 8))
-  make = lambda: model.get_initial_variables(jax.random.PRNGKey(0), shapes)
-  variables = jax.eval_shape(make) if _small(model.module) else {}
-  out["collections"] = sorted(variables)
+  out["collections"] = _collections(model, out["rules"]) if _small(model.module) else []
   train = _bound("train_script.train")
   if train is None:
     return out
@@ -120,6 +117,21 @@ def _model(model):
   out["restore"] = [restore.dtype, restore.fallback_to_scratch, bool(restore.assignment_map)]
   out["save"] = [save.dtype, save.save_dataset]
   return out
+
+
+COLLECTIONS = {}  # tracing a network is most of a case, and most cases have the same
+
+
+def _collections(model, rules):
+  """The names of the collections that a model starts with."""
+  import jax
+
+  key = type(model), repr(model.module), rules
+  if key not in COLLECTIONS:
+    shapes = dict.fromkeys(model.FEATURE_CONVERTER_CLS.MODEL_FEATURES, (4, 8))
+    make = lambda: model.get_initial_variables(jax.random.PRNGKey(0), shapes)
+    COLLECTIONS[key] = sorted(jax.eval_shape(make))
+  return COLLECTIONS[key]
 
 
 DATA = (

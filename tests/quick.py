@@ -2,7 +2,7 @@
 
 The code may differ in its last bits from what a user runs. So it is for tests that compare runs of
 equal programs, or that allow a tolerance. Bits of different programs (layers and `sparsify`, jit
-and eager mode) are compared as they are compiled by default.
+and eager mode) are compared as they are compiled by default (`usual`).
 """
 
 import contextlib
@@ -14,26 +14,40 @@ from jax._src import compiler  # no public setting reaches every program
 
 _MAKE = compiler.get_compile_options
 OLDER_KERNELS = {"xla_cpu_use_fusion_emitters": False}
+# A program in one part, where XLA cuts it into as many as its pool has threads: a fifth less work.
+ONE_PART = {"xla_cpu_parallel_codegen_split_count": 1}
 
 
 @functools.cache
-def _options():
-  """What this version of XLA knows of the older kernels."""
-  try:
-    jax.jit(lambda x: x, compiler_options=OLDER_KERNELS)(1)
-  except (RuntimeError, ValueError):
-    return {}
-  return OLDER_KERNELS
+def _options(older_kernels):
+  """What this version of XLA knows of the options."""
+  known = {}
+  for name, value in (ONE_PART | (OLDER_KERNELS if older_kernels else {})).items():
+    with contextlib.suppress(RuntimeError, ValueError):
+      jax.jit(lambda x: x, compiler_options={name: value})(1)
+      known[name] = value
+  return known
 
 
-def _with_older_kernels(*args, env_options_overrides=None, **kwargs):
-  overrides = _options() | (env_options_overrides or {})
-  return _MAKE(*args, env_options_overrides=overrides, **kwargs)
+# Whether programs are there that were compiled quickly.
+_made = False
+
+
+def _maker(older_kernels):
+  known = _options(older_kernels)  # now, since finding out compiles
+
+  def make(*args, env_options_overrides=None, **kwargs):
+    global _made
+    _made = True
+    overrides = known | (env_options_overrides or {})
+    return _MAKE(*args, env_options_overrides=overrides, **kwargs)
+
+  return make
 
 
 def environment(*flags, older_kernels=True):
   """The same as `compilation` for a process; `flags` are more of XLA's."""
-  own = _options() if older_kernels else {}
+  own = _options(older_kernels)
   flags += tuple(f"--{name}={str(value).lower()}" for name, value in own.items())
   return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(flags)}
 
@@ -47,11 +61,26 @@ def compilation(older_kernels=True):
       the memory. A run of T5X that goes on from a checkpoint has other last bits then than one that
       was not stopped, so tests of that say no.
   """
-  before = jax.config.values["jax_disable_most_optimizations"]
+  before, make = jax.config.values["jax_disable_most_optimizations"], _maker(older_kernels)
   jax.config.update("jax_disable_most_optimizations", True)
-  make = _with_older_kernels if older_kernels else _MAKE
   try:
     with mock.patch.object(compiler, "get_compile_options", make):
+      yield
+  finally:
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@contextlib.contextmanager
+def usual():
+  """Compiles as a user does, for a block within `compilation`; no program made quickly is left."""
+  global _made
+  if _made:
+    jax.clear_caches()
+    _made = False
+  before = jax.config.values["jax_disable_most_optimizations"]
+  jax.config.update("jax_disable_most_optimizations", False)
+  try:
+    with mock.patch.object(compiler, "get_compile_options", _MAKE):
       yield
   finally:
     jax.config.update("jax_disable_most_optimizations", before)

@@ -37,6 +37,7 @@ from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.scores import submission
 
+pytestmark = pytest.mark.usefixtures("short_runs")
 ROOT = pages.ROOT
 BLOCKS = pages.blocks()
 README = (ROOT / "README.md").read_text("utf-8")

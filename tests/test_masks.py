@@ -19,6 +19,8 @@ from nm_sparsity_jax import masks
 from nm_sparsity_jax.masks import magnitude_mask, making, nm_mask, selection
 from nm_sparsity_jax.patterns import NM
 
+# The equation and the order are held of what a user compiles; the rest compiles quickly.
+pytestmark = pytest.mark.usefixtures("short_runs")
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 BYTES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 # 254, 255 and 256, as 65534 ... below, are where counts outgrow an integer type.
@@ -130,6 +132,7 @@ def every_n(m, axis, traced=True):
   return jax.jit(run)
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("i, m", EVERY_SIZE)
 @given(data=st.data())
 def test_mask_is_its_equation(i, m, data):
@@ -163,6 +166,7 @@ def test_reference_on_a_group_worked_by_hand():
   assert ranks(x, 8, parent=parent).tolist() == [1, 4, 2, 0, 5, 6, 3, 7]
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("dtype", BYTES, ids=name_of)
 def test_order_of_every_pair_of_8_bit_floats(dtype):
   x = np.array([(a, b) for a in range(256) for b in range(256)], np.uint8).view(dtype)
@@ -170,6 +174,7 @@ def test_order_of_every_pair_of_8_bit_floats(dtype):
   same(magnitude_mask(x, "1:2", axis=1), ranks(magnitude(x), 2, 1) < 1)
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 def test_order_of_all_neighbours(dtype):
   """Every 16-bit float; of 32 bits every exponent and sign with the edges of the fraction."""
@@ -185,6 +190,7 @@ def test_order_of_all_neighbours(dtype):
   same(magnitude_mask(pairs, "1:2", axis=1), ranks(magnitude(pairs), 2, 1) < 1)
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_ties_zeros_subnormals_nan_by_example():
   def kept(values, pattern):
     return np.flatnonzero(nm_mask(jnp.array(values, jnp.float32), pattern)).tolist()
@@ -301,6 +307,7 @@ PATHS += [(32, 15, "cpu"), (128, 31, "cpu"), (254, 15, "cpu"), (255, 32, "cpu"),
 PATHS += [(512, 16, "cpu")]
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("m, bits, name", PATHS)
 @given(data=st.data())
 def test_all_algorithms_agree_bit_for_bit(m, bits, name, data):

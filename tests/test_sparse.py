@@ -20,8 +20,11 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import opt_states, optim, recipes
 from nm_sparsity_jax.recipes import RECIPES
 
-# Gradients are made up here, so no loss has masked weights.
-pytestmark = pytest.mark.filterwarnings("ignore:nms.(sparse|sr_ste) updates weights:UserWarning")
+pytestmark = [
+  pytest.mark.usefixtures("short_runs"),
+  # Gradients are made up here, so no loss has masked weights.
+  pytest.mark.filterwarnings("ignore:nms.(sparse|sr_ste) updates weights:UserWarning"),
+]
 
 PHASES = nms.Phases(total=9, dense=2, finetune=3)
 STEPS = 10
@@ -136,6 +139,7 @@ WAYS += [
 ]
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("name, jit", WAYS)
 def test_equals_the_pieces(name, jit):
   """Every recipe, through all phases: parameters and masks have the bits of the pieces."""
@@ -474,6 +478,7 @@ def test_scan_and_donation():
   same(jax.jit(loop, donate_argnums=0)(start), (params, opt))
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_eight_devices():
   """The bits of one device, the parameters' shards for the masks, and no communication."""
   tx, _, params, opt = half_way()

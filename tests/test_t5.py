@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quick
 from test_imports import HEAVY, after
 from test_layers import EACH, PHASES, STEPS, assert_same_bits, with_near_ties
 
@@ -18,8 +17,9 @@ from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION, with_step
 from nm_sparsity_jax.models.t5 import T5Config, Transformer, config, layers, masks
 from nm_sparsity_jax.trees import flatten, map_with_names
 
-# Gradients are made up here: no optimizer takes them.
 pytestmark = [
+  pytest.mark.usefixtures("short_runs"),
+  # Gradients are made up here: no optimizer takes them.
   pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning"),
   pytest.mark.filterwarnings("ignore:.* adds lam=:UserWarning"),
 ]
@@ -83,13 +83,6 @@ def assert_close(got, want, tolerance=2e-6):
     scale = np.abs(want[path]).max()
     assert scale > 0, path  # else equality says nothing
     np.testing.assert_allclose(got[path], want[path], rtol=0, atol=tolerance * scale, err_msg=path)
-
-
-@pytest.fixture
-def quick_compilation():
-  """For tests whose numbers may differ in the last bit: they compile longer than they run."""
-  with quick.compilation():
-    yield
 
 
 # --- the tree -------------------------------------------------------------------------------------
@@ -232,7 +225,7 @@ def test_presets_take_overrides():
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["plain", "scanned"])
-def test_greedy_decoding_with_the_cache_is_decoding_without(scan, quick_compilation):
+def test_greedy_decoding_with_the_cache_is_decoding_without(scan):
   model = make(scan_layers=scan)
   params, source, length = {"params": parameters(model)}, BATCH[0], 20
   encoded = model.apply(params, source, enable_dropout=False, method="encode")
@@ -265,7 +258,7 @@ def test_greedy_decoding_with_the_cache_is_decoding_without(scan, quick_compilat
   np.testing.assert_array_equal(1 + jnp.argmax(whole[:, :, 1:], -1), jnp.concatenate(tokens[1:], 1))
 
 
-def test_packed_examples_do_not_see_each_other(quick_compilation):
+def test_packed_examples_do_not_see_each_other():
   model = make(depth=1)
   params = {"params": parameters(model)}
   apply = jax.jit(functools.partial(model.apply, enable_dropout=False))
@@ -281,7 +274,7 @@ def test_packed_examples_do_not_see_each_other(quick_compilation):
   assert np.abs(loose - packed)[:, :11].max() > 0.01
 
 
-def test_padding_and_the_future_change_nothing(quick_compilation):
+def test_padding_and_the_future_change_nothing():
   model = make(depth=1)
   params = {"params": parameters(model)}
   apply = jax.jit(functools.partial(model.apply, enable_dropout=False))
@@ -410,7 +403,7 @@ def plain_result(dropout):
 
 
 @pytest.mark.parametrize("policy", [pytest.param("minimal", marks=pytest.mark.slow), "full"])
-def test_remat_changes_no_number(policy, quick_compilation):
+def test_remat_changes_no_number(policy):
   model = make(num_encoder_layers=1, remat_policy=policy)
   got, want = loss_and_grads(model, **DROPOUT)(parameters(model), {}), plain_result(True)
   np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
@@ -419,7 +412,7 @@ def test_remat_changes_no_number(policy, quick_compilation):
 
 
 @pytest.mark.parametrize("policy", ["none", "minimal"])
-def test_a_scan_changes_no_number(policy, quick_compilation):
+def test_a_scan_changes_no_number(policy):
   model = make(num_encoder_layers=1, remat_policy=policy, scan_layers=True)
   params = parameters(make(num_encoder_layers=1))
   stacked, back = jax.vjp(lambda p: restacked(p, model.config), params)
@@ -512,8 +505,10 @@ def trajectory(scan, rules):
     pytest.param(True, "none", RULES, id="scanned-none-all", marks=pytest.mark.slow),
   ],
 )
-def test_sparse_is_dense_on_sparsified_parameters(scan, policy, rules):
+def test_sparse_is_dense_on_sparsified_parameters(scan, policy, rules, request):
   """Loss and gradients of every recipe in every phase, to the bit, with dropout."""
+  if rules is RULES:  # the bits of a scan as users compile it: test_layers.py, and the slow ones
+    request.getfixturevalue("as_users_compile")
   sparse = sparse_model(scan, rules, remat_policy=policy)
   rest = {k: v for k, v in shapes_of(sparse).items() if k != "params"}
   run_dense = loss_and_grads(sparse.dense_twin(), **DROPOUT)

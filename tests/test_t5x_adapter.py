@@ -654,7 +654,8 @@ SLOW = pytest.mark.slow
   "name, network, parts",
   [
     ("sr_ste", "t5", None),
-    ("sdgf_stepwise", "t5", None),
+    # That of each recipe, without T5X: test_train_sharded.py.
+    pytest.param("sdgf_stepwise", "t5", None, marks=SLOW),
     pytest.param("sr_ste", "ours", 4, marks=SLOW),
     pytest.param("idp", "t5", 4, marks=SLOW),
     pytest.param("idp", "ours_scanned", None, marks=SLOW),

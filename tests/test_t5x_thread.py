@@ -56,6 +56,11 @@ def forked(tmp_path_factory):
   _, env = t5x_found.command_line((), {})
   command, pipe = [sys.executable, str(ROOT / "tests/t5x_worker.py")], subprocess.PIPE
   folder = tmp_path_factory.mktemp("worker")
+  env |= {  # a run that goes on, eval and infer have programs of the run before
+    "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
   errors = folder / "errors.txt"
   with (
     (folder / "worker.txt").open("w+") as said,
@@ -163,11 +168,14 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
 
 # --- mini-GLUE: train with evaluation on the way, score, infer on test, submit --------------------
 
-# Another size of the data, by gin alone.
+# Another size of the data and of the network, by gin alone.
 MINI_TASK = """
 from __gin__ import dynamic_registration
 import t5x_tasks
+from nm_sparsity_jax.models.t5 import network
 
+network.T5Config.preset.num_encoder_layers = 1
+network.T5Config.preset.num_decoder_layers = 1
 MIXTURE_OR_TASK_NAME = @t5x_tasks.register_mini()
 t5x_tasks.register_mini:
   name = 'nm_glue_mini_mrpc'
