@@ -123,6 +123,9 @@ T5X = [
   "tensorflow-serving-api",
 ]
 
+# libtpu of the version that JAX was built with: a TPU's compiler, also where no TPU is.
+TPU = ["jax[tpu]>=0.10.2"]
+
 # The site (`make docs`), and a kernel for examples/quickstart.ipynb. MkDocs 2 drops its plugins.
 DOCS = [
   "mkdocs>=1.6.1,<2",
@@ -177,6 +180,7 @@ setuptools.setup(
     "local": LOCAL,
     "tracking": TRACKING,
     "t5x": T5X,
+    "tpu": TPU,
     "docs": DOCS,
     "dev": DEV,
   },  # fmt: skip

@@ -8,14 +8,18 @@ Masks, recipes and verification all ask the same value, so they agree on what a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax.patterns import NM
+
+_PLATFORM = "tpu"  # of which `masks.tpu` has a kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +35,13 @@ class Groups:
     axis: the axis of the groups, or ascending axes that count as one. Another axis may lie between
       them, as a scan puts it: (heads, layers, kv, embed) with axis (0, 2).
     pad: entries that complete the last group. They count as zeros after the end of the axis.
+    sharding: how devices share the weight, where that is known and each holds whole groups.
   """
 
   shape: tuple[int, ...]
   axis: masks.Axis
   pad: int = 0
+  sharding: NamedSharding | None = dataclasses.field(default=None, compare=False, repr=False)
 
   @property
   def axes(self) -> tuple[int, ...]:
@@ -77,6 +83,12 @@ class Groups:
     Returns:
       What `function` returns, in the weight's own order and without padding.
     """
+    if self._by_shard():
+      assert self.sharding is not None
+      spec, mesh = self.sharding.spec, self.sharding.mesh
+      whole = dataclasses.replace(self, shape=self.sharding.shard_shape(self.shape), sharding=None)
+      call = functools.partial(whole.apply, function)
+      return jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(*arrays)
     if self.order != tuple(range(len(self.shape))):
       arrays = tuple(x.transpose(self.order) for x in arrays)
       out = self._transposed().apply(function, *arrays)
@@ -136,6 +148,30 @@ class Groups:
     inside = np.unravel_index(index[axes[0]] * pattern.m, [here.shape[a] for a in axes])
     found = (*index[: axes[0]], *(int(i) for i in inside), *index[axes[0] + 1 :])
     return tuple(found[self.order.index(a)] for a in range(len(self.shape)))
+
+  def sharded(self, sharding: NamedSharding | None, m: int) -> Groups:
+    """Returns the same groups with `sharding`, unless it cuts a group of m or there is padding.
+
+    >>> mesh = jax.make_mesh((1,), ("x",))
+    >>> spec = jax.sharding.PartitionSpec(None, "x")
+    >>> Groups((6, 4), axis=0).sharded(NamedSharding(mesh, spec), 3).sharding.spec
+    P(None, 'x')
+    """
+    if sharding is None or self.pad:
+      return self
+    local = sharding.shard_shape(self.shape)
+    cut = [a for a in self.axes if local[a] != self.shape[a]]
+    whole = math.prod(local[a] for a in self.axes) % m == 0
+    # Of joint axes the first may be cut: a device then has a row of consecutive groups.
+    fits = whole and cut in ([], [self.axes[0]])
+    return dataclasses.replace(self, sharding=sharding) if fits else self
+
+  def _by_shard(self) -> bool:
+    """Returns whether each device works on its own shard: XLA cannot cut a TPU's kernel itself."""
+    if self.sharding is None or self.sharding.mesh.size == 1:
+      return False
+    devices = self.sharding.mesh.devices
+    return devices is not None and devices.flat[0].platform == _PLATFORM
 
   def _transposed(self) -> Groups:
     """Returns the same groups after `order`."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax import roles as vocabulary
@@ -96,6 +97,7 @@ class Rules:
     self._roles = tuple((roles or {}).items())
     self._indivisible = indivisible
     self._tests = tuple(vocabulary.path_test(key, dict(self._roles)) for key, _ in self._places)
+    self._shardings: tuple[tuple[str, NamedSharding], ...] = ()
     for regex, _ in self._axes:
       vocabulary.compiled(regex, "axes")
     for _, regex in self._roles:
@@ -184,6 +186,24 @@ class Rules:
         found.setdefault(re.escape(path), (own[0], own[1]))
     return Rules(self.places, found, self.indivisible, dict(self._roles))
 
+  def with_shardings(self, shardings: Any) -> Rules:
+    """Returns equal rules that know how devices share each parameter.
+
+        rules = rules.with_shardings(jax.tree.map(lambda x: x.sharding, params))
+
+    Masks keep their bits. On several TPUs each device then makes the masks of its own shard, by a
+    kernel that reads the weights once; XLA cannot cut such a kernel by itself. A sharding that cuts
+    a group is passed over. The local runner and T5X's trainer call this. Call it last: other
+    `with_` methods return rules without shardings.
+
+    Args:
+      shardings: a tree like the parameters; leaves are `NamedSharding`. Others are passed over.
+    """
+    found = flatten(shardings)
+    rules = Rules(self.places, self.axes, self.indivisible, self.roles)
+    rules._shardings = tuple((path, s) for path, s in found if isinstance(s, NamedSharding))
+    return rules
+
   def find(self, path: str) -> Recipe | None:
     """Returns the recipe of a path, None where no place names it."""
     found = self._match(path)
@@ -232,7 +252,8 @@ class Rules:
         return problem
       place = dataclasses.replace(place, groups=Groups(shape, axis, -place.axis_size % m))
     recipe.levels(place.axis_size)  # raises where a schedule does not fit
-    return place
+    sharding = dict(self._shardings).get(path)
+    return dataclasses.replace(place, groups=place.groups.sharded(sharding, m))
 
   def _axis(self, path: str, shape: tuple[int, ...]) -> masks.Axis:
     for regex, axis in self._axes:
@@ -263,7 +284,7 @@ class Rules:
       An `Assignment`; its `str` is a table.
     """
     shapes = _shapes(params)
-    assignment, idle = _assign(self, shapes, self._tests)
+    assignment, idle = _assign(self, shapes, (self._tests, self._shardings))
     if not shapes and not partial:
       raise ValueError(
         f"there are no parameters in this {type(params).__name__}, so the rules match none: give a "
@@ -363,8 +384,8 @@ def _example(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _assign(rules: Rules, shapes, tests) -> tuple[Assignment, list[str]]:
-  del tests  # equal rules mean other paths once a family has joined the vocabulary
+def _assign(rules: Rules, shapes, beside) -> tuple[Assignment, list[str]]:
+  del beside  # equal rules mean other places on other devices, or once a family has joined
   assignment, failed, unmatched = _examine(rules, shapes)
   for path, _ in shapes:
     if path in failed:

@@ -5,9 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import groups
 from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, nm_mask
 from nm_sparsity_jax.patterns import NM
 
@@ -123,3 +126,59 @@ def test_a_group_across_shards_communicates():
   program = jax.jit(lambda x: nm_mask(x, "64:256")).lower(x).compile()
   assert collectives(program)
   np.testing.assert_array_equal(np.asarray(program(x)), np.asarray(nm_mask(scores(), "64:256")))
+
+
+RECIPES = {
+  "sr_ste": {},
+  "sdgf_stepwise": {},
+  "sdgf_geometric": {"k": 4},
+  "one_shot": {},
+  "idp": {},
+  "snip": {},
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_device_masks_its_own_shard(name, spec, monkeypatch):
+  """What several TPUs do: rules that know the shardings work in `shard_map`, on the same bits."""
+  phases = nms.Phases(total=8, dense=1, finetune=2)
+  rules = nms.Rules({"w": nms.recipe(name, pattern="2:8", phases=phases, **RECIPES[name])})
+  sharding = NamedSharding(mesh(), SPECS[spec])
+  aware = rules.with_shardings({"w": sharding})
+  assert aware == rules and aware.fingerprint == rules.fingerprint
+  start = {"w": jax.random.normal(jax.random.key(0), SHAPE)}
+  with_axes = lambda rules: rules.with_axes({"w": 0})
+
+  def train(rules, params, steps=4):
+    tx = nms.sparse(optax.sgd(0.1), rules)
+
+    @jax.jit
+    def step(params, opt):
+      loss = lambda p: jnp.sum(jnp.square(nms.sparsify(p, rules, opt)["w"] - 1))
+      updates, opt = tx.update(jax.grad(loss)(params), opt, params)
+      return optax.apply_updates(params, updates), opt
+
+    opt = tx.init(params)
+    for _ in range(steps):
+      params, opt = step(params, opt)
+    return params["w"], collectives(step.lower(params, opt).compile())
+
+  alone, _ = train(with_axes(rules), start)
+  calls = []
+  monkeypatch.setattr(
+    jax, "shard_map", lambda *a, m=jax.shard_map, **k: calls.append(1) or m(*a, **k)
+  )
+  monkeypatch.setattr(groups, "_PLATFORM", "cpu")
+  shared = with_axes(rules).with_shardings({"w": sharding})
+  w, spoken = train(shared, jax.device_put(start, sharding))
+  assert calls
+  np.testing.assert_array_equal(np.asarray(w), np.asarray(alone))
+  assert spoken == []
+
+
+def test_a_sharding_that_cuts_a_group_is_passed_over():
+  sharding = NamedSharding(mesh(), SPECS["groups"])  # 128 rows a shard
+  assert groups.Groups(SHAPE, 0).sharded(sharding, 128).sharding is sharding
+  assert groups.Groups(SHAPE, 0).sharded(sharding, 256).sharding is None
+  assert groups.Groups((509, 8), 0, pad=3).sharded(sharding, 8).sharding is None

@@ -10,6 +10,7 @@ Parameters and optimizer state are float32 whatever the network computes in.
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,6 +73,24 @@ class WrongDevices(ValueError):
   """The devices of this machine cannot be split as asked."""
 
 
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+  """A jitted function that is called, or lowered, with the mesh and the logical axes in force."""
+
+  jitted: Any
+  mesh: Mesh
+
+  def __call__(self, *args: Any) -> Any:
+    """Returns what the function does."""
+    with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
+      return self.jitted(*args)
+
+  def lower(self, *args: Any) -> Any:
+    """Returns what `jax.jit(...).lower(*args)` does; `args` may be shapes with shardings."""
+    with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
+      return self.jitted.lower(*args)
+
+
 class Model:
   """A workload and its rules, laid out over the local devices.
 
@@ -119,6 +138,7 @@ class Model:
     self.rules = self.given_rules if axes is None else self.given_rules.with_logical_axes(axes)
     self.rules.assign(self.shapes)  # what does not fit is said before data are read
     self._shardings = {} if axes is None else self._of_axes(axes)
+    self.rules = self.rules.with_shardings(self.shardings(self.shapes))
 
   def _of_axes(self, axes: Any) -> dict[str, Any]:
     """Returns path -> (shape, sharding) of every parameter."""
@@ -127,15 +147,9 @@ class Model:
     by_path = dict(flatten(self.shapes))
     return {path: (by_path[path].shape, s) for path, s in flatten(specs)}
 
-  def jit(self, function: Callable, **kwargs: Any) -> Callable:
+  def jit(self, function: Callable, **kwargs: Any) -> OnMesh:
     """Returns `jax.jit(function)`, with the mesh and the logical axes in force when it traces."""
-    jitted = jax.jit(function, **kwargs)
-
-    def call(*args):
-      with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
-        return jitted(*args)
-
-    return call
+    return OnMesh(jax.jit(function, **kwargs), self.mesh)
 
   def shardings(self, tree: Any) -> Any:
     """Returns each leaf's sharding: that of the parameter with its shape whose path it ends in."""
@@ -247,7 +261,7 @@ class Model:
     rng: jax.Array,
     like: TrainState,
     microbatches: int = 1,
-  ) -> Callable:
+  ) -> OnMesh:
     """Returns (state, batch) -> (new state, `Sums`); the state is donated.
 
     The sums are those of the batch, then the norms of the gradient and of the update.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -11,14 +12,12 @@ import numpy as np
 from jax import lax
 
 from nm_sparsity_jax import dtypes
-from nm_sparsity_jax.masks import selection
-from nm_sparsity_jax.masks.keys import ABSENT, magnitude_keys, score_keys
+from nm_sparsity_jax.masks import primitive, selection
+from nm_sparsity_jax.masks.keys import score_keys
+from nm_sparsity_jax.masks.selection import Kept
 from nm_sparsity_jax.patterns import NM
 
 Axis = int | Sequence[int]
-
-# Compiled once for each pattern, axis and shape, also outside jit; inlined inside.
-_compiled = functools.partial(jax.jit, inline=True)
 
 
 def nm_mask(scores: jax.Array, pattern: NM | str, axis: Axis = 0) -> jax.Array:
@@ -45,13 +44,16 @@ def nm_mask(scores: jax.Array, pattern: NM | str, axis: Axis = 0) -> jax.Array:
   >>> nm_mask(jnp.array([3., 1., 2., 2.]), NM(2, 4)).tolist()
   [True, False, True, False]
   """
-  return _nm_mask(_floating(scores), NM.parse(pattern), _hashable(axis))
+  scores, pattern = _floating(scores), NM.parse(pattern)
+  return _score_mask(scores, pattern, _whole_groups(scores.shape, axis, pattern.m))
 
 
-@functools.partial(_compiled, static_argnums=(1, 2))
-def _nm_mask(scores, pattern, axis):
-  select = functools.partial(selection.select, n=pattern.n)
-  return _on_groups(scores, pattern.m, axis, score_keys, select)
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+def _score_mask(scores, pattern, axes):
+  shape, first = scores.shape, axes[0]
+  grouped = (*shape[:first], -1, pattern.m, *shape[axes[-1] + 1 :])
+  keys = score_keys(lax.stop_gradient(scores).reshape(grouped))
+  return selection.select(keys, n=pattern.n, axis=first + 1).reshape(shape)
 
 
 def magnitude_mask(
@@ -88,13 +90,15 @@ def magnitude_mask(
       f"parent has shape {parent.shape} and dtype {parent.dtype}, but a mask of this weight has "
       f"shape {w.shape} and dtype bool. Pass a mask of the same weight."
     )
-  return _magnitude_mask(w, n, parent, pattern, _hashable(axis))
+  axes = _whole_groups(w.shape, axis, pattern.m)
+  kept = Kept(pattern.m, pattern.n if n is None else None)
+  return _magnitude_mask(w, n, None, parent, kept, axes)
 
 
-@functools.partial(_compiled, static_argnums=(3, 4))
-def _magnitude_mask(w, n, parent, pattern, axis):
-  select = functools.partial(selection.select, n=pattern.n if n is None else n)
-  return _on_groups(w, pattern.m, axis, magnitude_keys, select, parent)
+@functools.partial(jax.jit, inline=True, static_argnums=(4, 5))
+def _magnitude_mask(w, n, doublings, parent, kept, axes):
+  n = None if n is None else jnp.asarray(n, jnp.int32)
+  return primitive.mask(w, kept, axes, n, doublings, parent)
 
 
 def ladder_mask(
@@ -118,25 +122,11 @@ def ladder_mask(
   >>> [ladder_mask(w, "1:2", doublings=jnp.int32(d), most=1).tolist() for d in (0, 1)]
   [[True, False, True, False], [True, True, False, False]]
   """
+  w, pattern = _floating(w), NM.parse(pattern)
   doublings = jnp.asarray(doublings, jnp.int32)
-  return _ladder_mask(_floating(w), doublings, NM.parse(pattern), _hashable(axis), most)
-
-
-@functools.partial(_compiled, static_argnums=(2, 3, 4))
-def _ladder_mask(w, doublings, pattern, axis, most):
-  n = jnp.int32(pattern.n) << doublings
-
-  def select(keys, axis):
-    shape = (*keys.shape[:axis], 1 << most, pattern.m, *keys.shape[axis + 1 :])
-    count_in = functools.partial(selection.count_in_ladder, axis=axis + 1, doublings=doublings)
-    kth = functools.partial(
-      selection.kth_by_bisection, n=n, axis=axis + 1, size=keys.shape[axis], count_in=count_in
-    )
-    from_end = selection.from_end(keys.shape, axis).reshape(shape)
-    cut = selection.cut_at_once if from_end.dtype == jnp.uint8 else selection.cut
-    return cut(keys.reshape(shape), from_end, kth).reshape(keys.shape)
-
-  return _on_groups(w, pattern.m << most, axis, magnitude_keys, select)
+  kept = Kept(pattern.m, None, most)
+  axes = _whole_groups(w.shape, axis, kept.group)
+  return _magnitude_mask(w, jnp.int32(pattern.n) << doublings, doublings, None, kept, axes)
 
 
 def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[int, ...]:
@@ -175,24 +165,15 @@ def _floating(x):
   return x
 
 
-def _hashable(axis: Axis) -> Axis:
-  return tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else axis
-
-
-def _on_groups(x, m, axis, to_keys, select, parent=None):
-  """Views `axis` as (groups, m), selects, and restores the shape."""
-  axes = check_axis(x.shape, axis)
-  length = int(np.prod([x.shape[a] for a in axes]))
+def _whole_groups(shape: tuple[int, ...], axis: Axis, m: int) -> tuple[int, ...]:
+  """Returns the axes that hold the groups; refuses a length that groups of m do not fill."""
+  axes = check_axis(shape, axis)
+  length = math.prod(shape[a] for a in axes)
   if length % m:
     raise ValueError(
-      f"cannot cut axis {axis} of length {length} (shape {tuple(x.shape)}) into groups of "
+      f"cannot cut axis {axis} of length {length} (shape {tuple(shape)}) into groups of "
       f"{m}: {length} % {m} = {length % m}, and groups never straddle "
       "the axis. Choose a pattern whose m divides it, another axis, or a policy: "
       "Rules(..., indivisible='skip' or 'pad')."
     )
-  shape = x.shape
-  grouped = (*shape[: axes[0]], length // m, m, *shape[axes[-1] + 1 :])
-  keys = to_keys(lax.stop_gradient(x).reshape(grouped))
-  if parent is not None:
-    keys = jnp.where(parent.reshape(grouped), keys, keys.dtype.type(ABSENT))
-  return select(keys, axis=axes[0] + 1).reshape(shape)
+  return axes

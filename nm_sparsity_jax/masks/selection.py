@@ -7,6 +7,7 @@ Nothing is sorted, gathered or transposed: every pass is elementwise or reduces 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,26 @@ from nm_sparsity_jax.masks.pins import pinned
 # Which selection is cheapest for which m; measured by benchmarks/masks.py.
 _MAX_M_FOR_NETWORK = 32  # a min-max network: its program, and so its compilation, grows with m
 _MAX_M_FOR_RANKS = 16  # m comparisons per weight, for a traced n
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """What to keep of each group, as far as it is known before the program runs.
+
+  Attributes:
+    m: the length of the shortest group.
+    n: how many to keep, None where it is traced.
+    most: groups may be up to 2^most times as long; how often they double is traced then, as n is.
+  """
+
+  m: int
+  n: int | None = None
+  most: int = 0
+
+  @property
+  def group(self) -> int:
+    """Returns the length of the longest group."""
+    return self.m << self.most
 
 
 def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
@@ -39,6 +60,28 @@ def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
   elif m <= _MAX_M_FOR_RANKS:
     return _ranks(keys, axis) < n.astype(jnp.uint8)
   return cut(keys, from_end(keys.shape, axis), kth)
+
+
+def select_in_ladder(
+  keys: jax.Array, kept: Kept, n: jax.Array, doublings: jax.Array, axis: int
+) -> jax.Array:
+  """Returns the mask of the n largest keys of each of the groups that `axis` holds.
+
+  Args:
+    keys: `axis` is a group of the largest length.
+    kept: the shortest group, and how often it may double.
+    n: how many to keep of a group.
+    doublings: how often it does double.
+    axis: the axis of the groups.
+  """
+  shape = (*keys.shape[:axis], 1 << kept.most, kept.m, *keys.shape[axis + 1 :])
+  count_in = functools.partial(count_in_ladder, axis=axis + 1, doublings=doublings)
+  kth = functools.partial(
+    kth_by_bisection, n=n, axis=axis + 1, size=keys.shape[axis], count_in=count_in
+  )
+  places = from_end(keys.shape, axis).reshape(shape)
+  way = cut_at_once if places.dtype == jnp.uint8 else cut
+  return way(keys.reshape(shape), places, kth).reshape(keys.shape)
 
 
 def _one_extreme(keys: jax.Array, axis: int, *, largest: bool) -> jax.Array:

@@ -1,0 +1,196 @@
+"""The kernel for TPUs: the same bits in interpret mode, and where a program for a TPU holds it."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, tpu
+from nm_sparsity_jax.masks.selection import Kept
+
+AWKWARD = np.array([0, -0.0, 1e-40, -1e-40, 1, -1, 2, np.inf, -np.inf, np.nan], np.float32)
+KERNEL = "tpu_custom_call"
+
+
+def weights(shape, dtype, seed=0):
+  """Numbers and awkward values, half and half, so ties are common."""
+  rng = np.random.default_rng(seed)
+  awkward = rng.random(shape) < 0.5
+  values = np.where(awkward, rng.choice(AWKWARD, size=shape), rng.normal(size=shape))
+  return jnp.asarray(values, jnp.float32).astype(dtype)
+
+
+@functools.cache
+def kernel(kept, axes):
+  """The kernel without a TPU, compiled once for each pattern."""
+  return jax.jit(lambda w, s, p: tpu.mask(w, s, p, axes, kept, interpret=True))
+
+
+def by_kernel(w, kept, axes, n=0, doublings=0, parent=None):
+  return kernel(kept, axes)(w, jnp.array([n, doublings], jnp.int32), parent)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pattern", ["1:4", "2:4", "3:4", "4:4", "1:32", "5:32"])
+def test_bits_of_the_reference_by_every_way_to_choose(pattern, dtype):
+  """One largest, ranks and search; n static and traced; with a parent and without."""
+  pattern = nms.NM.parse(pattern)
+  w = weights((96, 5), dtype)
+  parent = weights(w.shape, "float32", seed=1) > 0
+  for traced in (False, True):
+    kept = Kept(pattern.m, None if traced else pattern.n)
+    for mine in (None, parent):
+      got = by_kernel(w, kept, (0,), n=pattern.n, parent=mine)
+      np.testing.assert_array_equal(got, magnitude_mask(w, pattern, parent=mine))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_subnormals_count(n):
+  """They are larger than zero, and of two the larger survives."""
+  w = jnp.tile(jnp.array([0, 1e-40, -0.0, -2e-40], jnp.float32)[:, None], (4, 3))
+  got = by_kernel(w, Kept(4, n), (0,))
+  np.testing.assert_array_equal(got[:4, 0], [False, n == 2, False, True])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 16))
+def test_bits_of_the_reference_on_any_weights(seed, n):
+  w = weights((64, 6), "float32", seed)
+  np.testing.assert_array_equal(
+    by_kernel(w, Kept(16), (0,), n=n), magnitude_mask(w, nms.NM(1, 16), n=n)
+  )
+
+
+@pytest.mark.parametrize("doublings", range(4))
+def test_ladder(doublings):
+  w = weights((64, 6), "bfloat16")
+  got = by_kernel(w, Kept(4, None, 3), (0,), n=1 << doublings, doublings=doublings)
+  np.testing.assert_array_equal(got, ladder_mask(w, "1:4", doublings=jnp.int32(doublings), most=3))
+
+
+SHAPES = {
+  "last axis": ((6, 64), 1),
+  "last axis in blocks": ((40, 1280), 1),
+  "blocks that the rows do not fill": ((1056, 136), 0),
+  "stacked": ((3, 64, 10), 1),
+  "layers behind the groups": ((64, 3, 10), 0),
+  "heads behind the groups": ((256, 3, 10), 0),
+  "joint axes": ((2, 8, 8, 5), (1, 2)),
+  "a convolution": ((3, 3, 16, 8), 2),
+  "one column": ((64, 1), 0),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("pattern", ["1:8", "2:8", "3:16"])
+def test_any_shape_and_axis(name, pattern):
+  shape, axis = SHAPES[name]
+  w, pattern = weights(shape, "float32"), nms.NM.parse(pattern)
+  axes = axis if isinstance(axis, tuple) else (axis,)
+  got = by_kernel(w, Kept(pattern.m, pattern.n), axes)
+  np.testing.assert_array_equal(got, magnitude_mask(w, pattern, axis))
+
+
+def test_no_weights_at_all():
+  assert by_kernel(jnp.zeros((0, 4)), Kept(4, 1), (0,)).shape == (0, 4)
+
+
+def for_tpu(function, *shapes):
+  """The program that `function` becomes on a TPU; no TPU is needed to write it."""
+  return export.export(jax.jit(function), platforms=["tpu"])(*shapes).mlir_module()
+
+
+PHASES = nms.Phases(total=100, dense=10, finetune=20)
+WEIGHT = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["sr_ste", "mdgf_linear", "sdgf_stepwise", "sdgf_geometric"])
+def test_a_program_for_a_tpu_holds_the_kernel(name):
+  """For every family of levels: one, traced n, traced doublings."""
+  options = {"k": 4} if name == "sdgf_geometric" else {}
+  recipe = nms.recipe(name, pattern="2:8", phases=PHASES, **options)
+  assert KERNEL in for_tpu(recipe.effective, WEIGHT, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def test_a_program_for_a_cpu_does_not():
+  text = jax.jit(lambda w: magnitude_mask(w, "2:8")).lower(WEIGHT).as_text()
+  assert KERNEL not in text
+
+
+def test_float64_and_groups_too_long_go_the_other_way():
+  far = jax.ShapeDtypeStruct((8192, 8), jnp.float32)
+  assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "1:8192"), far)
+  half = jax.ShapeDtypeStruct((64, 8), jnp.float16)
+  assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "1:8"), half)
+
+
+def test_shards_are_whole_in_shard_map_alone():
+  """XLA cannot partition a kernel, so a program that it partitions itself goes the other way."""
+  mesh = jax.make_mesh((2,), ("x",))
+  spec = PartitionSpec(None, "x")
+  w = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=NamedSharding(mesh, spec))
+  mask = lambda w: magnitude_mask(w, "2:8")
+  assert KERNEL not in for_tpu(mask, w)
+  mapped = jax.shard_map(mask, mesh=mesh, in_specs=spec, out_specs=spec)
+  assert KERNEL in for_tpu(mapped, w)
+
+
+@pytest.mark.parametrize("over", ["weights", "n", "both"])
+def test_vmap(over):
+  w, n = weights((3, 16, 4), "float32"), jnp.arange(1, 4)
+  mask = lambda w, n: magnitude_mask(w, "1:8", n=n)
+  axes = {"weights": (0, None), "n": (None, 0), "both": (0, 0)}[over]
+  args = w if axes[0] == 0 else w[0], n if axes[1] == 0 else n[1]
+  got = jax.vmap(mask, in_axes=axes)(*args)
+  for i in range(3):
+    alone = mask(*(x if a is None else x[i] for x, a in zip(args, axes, strict=True)))
+    np.testing.assert_array_equal(got[i], alone)
+
+
+COMPILE = """
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+import nm_sparsity_jax as nms
+
+chip = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+at = SingleDeviceSharding(chip)
+w = jax.ShapeDtypeStruct((1024, 4096), jnp.float32, sharding=at)
+step = jax.ShapeDtypeStruct((), jnp.int32, sharding=at)
+x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16, sharding=at)
+recipe = nms.recipe("sr_ste", pattern="2:8", phases=nms.Phases(total=100, dense=10, finetune=20))
+
+def loss(w, x, step):
+  return jnp.sum(jnp.square(x @ recipe.effective(w, step).astype(x.dtype)).astype(jnp.float32))
+
+program = jax.jit(jax.grad(loss)).lower(w, x, step).compile()
+print(program.as_text().count("tpu_custom_call"))
+"""
+
+
+def test_a_tpu_compiler_takes_it():
+  """In a process of its own: libtpu locks a file for as long as a process lives."""
+  pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+  }
+  done = subprocess.run(
+    [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=300
+  )
+  if "already in use" in done.stderr:
+    pytest.skip("another process holds libtpu")
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert int(done.stdout) == 1  # one mask for the forward pass and the backward pass
