@@ -2,7 +2,7 @@
 
     pip install 'jax[tpu]'
     python benchmarks/tpu.py masks
-    python benchmarks/tpu.py masks --plain        what XLA makes of the same masks without our kernel
+    python benchmarks/tpu.py masks --plain        what XLA makes of them without our kernel
     python benchmarks/tpu.py masks --topology v5p:2x2x1 --json benchmarks/results/tpu_masks.json
     python benchmarks/tpu.py step --size base --recipes sr_ste,idp
     python benchmarks/tpu.py step --size base --partitions 4 --scan

@@ -1,7 +1,10 @@
 """The kernel for TPUs: the same bits in interpret mode, and where a program for a TPU holds it."""
 
 import functools
+import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -194,3 +197,27 @@ def test_a_tpu_compiler_takes_it():
     pytest.skip("another process holds libtpu")
   assert done.returncode == 0, done.stderr[-2000:]
   assert int(done.stdout) == 1  # one mask for the forward pass and the backward pass
+
+
+def test_the_page_says_what_was_recorded():
+  """docs/tpu.md's table is that of benchmarks/tpu.py."""
+  root = pathlib.Path(__file__).parents[1]
+  page = (root / "docs" / "tpu.md").read_text()
+
+  def recorded(name, pattern, axis):
+    rows = json.loads((root / "benchmarks" / "results" / name).read_text())["rows"]
+    found = [
+      r["over_one_pass"]
+      for r in rows
+      if (r["pattern"], r["axis"], r["dtype"]) == (pattern, axis, "float32")
+      and r["cut"] == "(None, 'model')"
+    ]
+    assert len(found) == 1
+    return f"{found[0]:.2f}x"
+
+  table = re.findall(r"^\| (\d+:\d+) \| (.+) \|$", page, re.MULTILINE)
+  assert len(table) == 6
+  for pattern, cells in table:
+    names = ["tpu_masks.json"] * 2 + ["tpu_masks_plain.json"] * 2
+    wanted = [recorded(n, pattern, a) for n, a in zip(names, (0, 1, 0, 1), strict=True)]
+    assert cells.split(" | ") == wanted
