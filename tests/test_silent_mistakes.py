@@ -533,3 +533,17 @@ def test_a_gradient_by_any_way_is_silent(how, first):
   for _ in range(2):
     params, opt = moved(tx, grad(params, opt), opt, params)
     nms.sparsify(params, rules, opt)
+
+
+def test_an_evaluation_in_the_program_of_the_step_is_silent():
+  """It calls sparsify on the weights that are updated; the loss beside it has the gradient."""
+  rules, params = rules_of(), params_of()
+  tx = nms.sparse(optax.adam(1e-2), rules)
+
+  @jax.jit
+  def step(params, opt):
+    before = loss(nms.sparsify(params, rules, opt))
+    grads = jax.grad(lambda p: loss(nms.sparsify(p, rules, opt)))(params)
+    return before, moved(tx, grads, opt, params)
+
+  step(params, tx.init(params))
