@@ -1,6 +1,6 @@
 """The mask of a weight on a TPU: one Pallas kernel reads the weight once and writes its mask.
 
-    W [.., K, ..] -> view (lead, K, rest) -> blocks in VMEM -> keys -> kept -> int8, 0 or 1
+    W [.., K, ..] -> view (front, K, rest) -> blocks in VMEM -> keys -> kept -> int8, 0 or 1
 
 XLA on a TPU writes keys, bests and labels of a group to memory and reads them again, up to fifteen
 times. Here they stay on the chip. A block holds whole groups, so blocks need nothing of each other.
@@ -24,9 +24,8 @@ from jax.experimental.pallas import tpu as pltpu
 from nm_sparsity_jax.masks.keys import ABSENT
 from nm_sparsity_jax.masks.selection import Kept
 
-_MAX_M_FOR_RANKS = (
-  8  # two shifts of the block for each of m - 1 rivals; a search takes 31 + log2(m) counts
-)
+# Ranks shift the block twice for each of m - 1 rivals; a search counts 31 + log2(m) times.
+_MAX_M_FOR_RANKS = 8
 _BLOCK = 1 << 17  # weights of a block, where groups are short enough
 _LARGEST_GROUP = 2048  # of which VMEM holds 128 columns, and what is computed from them
 _LANES, _PACKED = 128, 32  # a tile of bytes
