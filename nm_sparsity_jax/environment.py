@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from nm_sparsity_jax import gin_files, installed
 
 # What somebody does, and so needs.
-PURPOSES = ("core", "tasks", "local", "t5x")
+PURPOSES = ("core", "tasks", "local", "t5x", "tpu")
 # Not in the package index, and the commits that were tested.
 UNPUBLISHED = {
   "t5x": "cc342d419ec3e3e9c4bf1df33c82330cafdc1e16",
@@ -76,6 +76,8 @@ def examine(purpose: str) -> Iterator[Finding]:
   if purpose == "t5x":
     for name in UNPUBLISHED:
       yield _unpublished(name)
+  if purpose == "tpu":
+    yield from _of_tpu()
   yield from _conflicts()
   yield _gin_files()
 
@@ -125,6 +127,24 @@ def _requirements(purpose: str) -> Iterator[Finding]:
       yield _compared(name, have, expected)
   for name in missing:
     yield Finding(name, "bad", "is not installed", _install(purpose))
+
+
+def _of_tpu() -> Iterator[Finding]:
+  """Compares jaxlib and libtpu with what the installed jax was released with."""
+  from packaging.requirements import Requirement
+
+  jax = installed.version("jax")
+  for wanted in map(Requirement, installed.requires("jax") if jax else []):
+    have = installed.version(wanted.name)
+    if wanted.name not in ("jaxlib", "libtpu") or not wanted.marker:
+      continue
+    if not wanted.marker.evaluate({"extra": "tpu"}):
+      continue
+    if have is not None and meets(have, str(wanted.specifier)):
+      yield Finding(wanted.name, "ok", have)
+    else:
+      text = f"{have or 'is not installed'}; jax {jax} needs {wanted.specifier}"
+      yield Finding(wanted.name, "bad", text, f"pip install 'jax[tpu]=={jax}'")
 
 
 def meets(have: str, wanted: str) -> bool:

@@ -232,6 +232,7 @@ def test_a_package_index_shows_a_page_without_dead_links(built):
     "local",
     "tracking",
     "t5x",
+    "tpu",
     "docs",
     "dev",
   }  # `hf` comes with what it promises

@@ -32,7 +32,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def environment(monkeypatch, tmp_path):
   """Sets what is installed: distributions, and folders of modules."""
 
-  def make(versions=None, modules=(), direct=None):
+  def make(versions=None, modules=(), direct=None, of_jax=()):
     versions = GOOD if versions is None else versions
 
     class Fake:
@@ -55,7 +55,7 @@ def environment(monkeypatch, tmp_path):
 
     def requires(name):
       version(name)
-      return REQUIRES
+      return of_jax if name == "jax" else REQUIRES
 
     folders = {"nm_sparsity_jax", *({"importlib_resources", *modules} & {*versions, *modules})}
     monkeypatch.setattr(installed.importlib.metadata, "version", version)
@@ -102,6 +102,28 @@ def test_an_old_package_is_named_with_both_versions(environment):
   found = bad("core")
   assert list(found) == ["jax"]
   assert "0.9.9" in found["jax"].text and ">=0.10.2" in found["jax"].text
+
+
+OF_JAX = ['jaxlib<=0.10.2,>=0.10.2; extra == "tpu"', 'libtpu==0.0.42.*; extra == "tpu"', "numpy"]
+
+
+@pytest.mark.parametrize(
+  "have, wrong",
+  [
+    ({"jaxlib": "0.10.2", "libtpu": "0.0.42.1"}, []),
+    ({"jaxlib": "0.10.2"}, ["libtpu"]),
+    ({"jaxlib": "0.10.2", "libtpu": "0.0.41"}, ["libtpu"]),
+    ({"jaxlib": "0.10.1", "libtpu": "0.0.42"}, ["jaxlib"]),
+  ],
+)
+def test_libtpu_and_jax_that_go_together(environment, have, wrong):
+  environment({**GOOD, **have}, of_jax=OF_JAX)
+  found = bad("tpu")
+  assert list(found) == wrong
+  for finding in found.values():
+    assert "jax 0.10.2 needs" in finding.text
+    assert finding.remedy == "pip install 'jax[tpu]==0.10.2'"
+  assert "libtpu" not in bad("core")
 
 
 @pytest.mark.parametrize("name", ["t5", "tensorflow-cpu", "seqio-nightly", "tfds-nightly"])

@@ -860,10 +860,12 @@ def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
 
 
 def test_what_could_never_work_is_refused_at_once(tmp_path):
-  for name in ("evaluate", "report"):
-    with pytest.raises(ValueError, match=rf"None steps \({name}\): give 1 or more\."):
+  for name, macro in (("evaluate", "EVAL_PERIOD"), ("report", "STATS_PERIOD")):
+    with pytest.raises(
+      ValueError, match=rf"{macro}=None: give a whole number of steps, 1 or more\."
+    ):
       train.Periods(**{name: None})
-  with pytest.raises(ValueError, match=r"0.5 steps \(metrics\): give 1 or more, or None\."):
+  with pytest.raises(ValueError, match=r"METRICS_EVERY=0.5: .* steps, 1 or more, or None\."):
     train.Periods(metrics=0.5)
   nothing = dataclasses.replace(EVALUATION, num_examples=0)
   for judged in (None, nothing):

@@ -41,6 +41,21 @@ models.EncoderDecoderModel:
 """
 
 
+# T5X's tiny.gin, with an import of its own: another network may be known to this process already.
+T5X_TINY = """
+from __gin__ import dynamic_registration
+from t5x.examples.t5 import network
+include 't5x/examples/t5/t5_1_1/base.gin'
+network.T5Config:
+  emb_dim = 8
+  num_heads = 4
+  num_encoder_layers = 2
+  num_decoder_layers = 2
+  head_dim = 3
+  mlp_dim = 16
+"""
+
+
 @pytest.mark.t5x
 def test_a_model_file_after_the_run_file_is_named(run_t5x, tmp_path):
   """Point 2: this died of `stored_rules`, after it had asked for DROPOUT_RATE."""
@@ -64,11 +79,13 @@ def test_a_model_file_after_the_run_file_is_named(run_t5x, tmp_path):
 def test_a_model_file_of_t5x_that_changes_the_optimizer_is_told(run_t5x, tmp_path):
   """Adafactor counted from T5X's step 0, not from the first sparse one, and nobody said so."""
   where = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(tmp_path))
-  files = ("t5x/examples/t5/t5_1_1/tiny.gin", "nm_sparsity_jax/finetune.gin")
+  (tmp_path / "tiny.gin").write_text(T5X_TINY)
+  here = f"--gin_search_paths={ROOT / 'tests'},{tmp_path}"
+  files = ("tiny.gin", "nm_sparsity_jax/finetune.gin")
   said = "changes Adafactor.step_offset from %PRETRAINED_STEPS to 0: name the model file before"
-  _, report = run_t5x(files=files[::-1], **FINETUNE, **where, DROPOUT_RATE=0.1)
+  _, report = run_t5x(here, files=files[::-1], **FINETUNE, **where, DROPOUT_RATE=0.1)
   assert has(report["warnings"], said)
-  _, report = run_t5x(files=files, **FINETUNE, **where)
+  _, report = run_t5x(here, files=files, **FINETUNE, **where)
   assert not has(report["warnings"], "comes after")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import test_plan
 from test_plan import ROOT, has
-from test_plan_mistakes import T5X_MODEL
+from test_plan_mistakes import T5X_MODEL, T5X_TINY
 
 from nm_sparsity_jax import configure, plan, rules_text, runs
 from nm_sparsity_jax.runs import results
@@ -104,7 +104,8 @@ def test_rounded_checkpoints_and_samples_at_no_step_are_refused(launch, tmp_path
 
 def test_kernels_are_shown_before_the_checkpoint_is_named(launch, tmp_path):
   """T5X's model files have no NETWORK, and their optimizer waits for PRETRAINED_STEPS."""
-  files = ("t5x/examples/t5/t5_1_1/tiny.gin", "nm_sparsity_jax/finetune.gin")
+  (tmp_path / "tiny.gin").write_text(T5X_TINY)
+  files = ("tiny.gin", "nm_sparsity_jax/finetune.gin")
   code, report = launch(files=files, MODEL_DIR=str(tmp_path / "run"), **SPARSE)
   assert code == 1 and has(report["errors"], "INITIAL_CHECKPOINT_PATH is not set")
   assert {kernel["pattern"] for kernel in report["kernels"]["sparse"]} == {"1:4"}

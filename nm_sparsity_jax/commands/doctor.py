@@ -7,6 +7,7 @@ what you do, so --for says which parts must be there:
   tasks   SeqIO tasks and metrics
   local   nm-sparsity train, eval, quickstart, sweep and report (docs/local.md)
   t5x     t5x.train with our gin files (docs/t5x.md)
+  tpu     a TPU's compiler that fits the installed jax (docs/tpu.md)
 
 Each finding is ok, bad (to fix), or warn: there, but not what was tested.
 

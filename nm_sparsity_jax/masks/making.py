@@ -51,7 +51,8 @@ def nm_mask(scores: jax.Array, pattern: NM | str, axis: Axis = 0) -> jax.Array:
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
 def _score_mask(scores, pattern, axes):
   shape, first = scores.shape, axes[0]
-  grouped = (*shape[:first], -1, pattern.m, *shape[axes[-1] + 1 :])
+  length = math.prod(shape[a] for a in axes)
+  grouped = (*shape[:first], length // pattern.m, pattern.m, *shape[axes[-1] + 1 :])
   keys = score_keys(lax.stop_gradient(scores).reshape(grouped))
   return selection.select(keys, n=pattern.n, axis=first + 1).reshape(shape)
 
