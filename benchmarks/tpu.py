@@ -64,9 +64,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
 
-if ARGS.plain:
-  nms.groups._PLATFORM = "none"
-
 COLLECTIVE = re.compile(
   r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
@@ -131,7 +128,8 @@ def masks():
       limit = account(jax.jit(lambda w: jnp.abs(w) > 0.5).lower(w))["bytes"]
       for text in ARGS.patterns.split(","):
         pattern = nms.NM.parse(text)
-        groups = nms.groups.Groups(shape, axis).sharded(sharding, pattern.m)
+        known = None if ARGS.plain else sharding
+        groups = nms.groups.Groups(shape, axis).sharded(known, pattern.m)
         row = account(jax.jit(lambda w, g=groups, p=pattern: g.magnitude_mask(w, p)).lower(w))
         row |= {"pattern": text, "dtype": dtype, "axis": axis, "cut": str(spec)}
         row["over_one_pass"] = row["bytes"] / limit
@@ -158,6 +156,8 @@ def lower_step(recipe):
   model = Model(
     network.Transformer(config), rules, num_partitions=ARGS.partitions, devices=devices()[:4]
   )
+  if ARGS.plain:
+    model.rules = model.rules.with_shardings({})
   tx = optax.adafactor(1e-3)
   shapes = model.state_shapes(tx)
   state = jax.tree.map(

@@ -6,6 +6,7 @@ Rules, shapes -> [Place, Assignment] -> what is done to which parameter, as a ta
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -74,6 +75,16 @@ class Place:
   def count(self) -> int:
     """Returns the number of groups of the target pattern."""
     return self.groups.count(self.pattern)
+
+  @property
+  def patterns(self) -> tuple[NM, ...]:
+    """Returns the target pattern and those of the levels that fit this axis."""
+    return (self.pattern, *(p for _, p in self.recipe.levels(self.axis_size)))
+
+  @property
+  def whole(self) -> int:
+    """Returns the length that holds whole groups of each of `patterns`."""
+    return math.lcm(*(p.m for p in self.patterns))
 
   @property
   def dropped(self) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -236,11 +235,10 @@ class Rules:
     if axis is None:
       axis = self._axis(path, shape)
     place = Place(path, recipe, Groups(shape, axis), key)
-    patterns = (place.pattern, *(p for _, p in recipe.levels(place.axis_size)))
-    m = math.lcm(*(p.m for p in patterns))
+    m = place.whole
     if place.axis_size % m:
       problem = f"axis {axis} has length {place.axis_size} (shape {shape}), no multiple of {m}"
-      names = ", ".join(map(str, dict.fromkeys(patterns)))
+      names = ", ".join(map(str, dict.fromkeys(place.patterns)))
       if self.indivisible == "error":
         other = "" if axis or len(shape) != 2 or shape[1] % m else _OTHER_AXIS.format(path)
         raise ValueError(

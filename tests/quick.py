@@ -61,13 +61,8 @@ def compilation(older_kernels=True):
       the memory. A run of T5X that goes on from a checkpoint has other last bits then than one that
       was not stopped, so tests of that say no.
   """
-  before, make = jax.config.values["jax_disable_most_optimizations"], _maker(older_kernels)
-  jax.config.update("jax_disable_most_optimizations", True)
-  try:
-    with mock.patch.object(compiler, "get_compile_options", make):
-      yield
-  finally:
-    jax.config.update("jax_disable_most_optimizations", before)
+  with _compiling(_maker(older_kernels), few_optimizations=True):
+    yield
 
 
 @contextlib.contextmanager
@@ -77,10 +72,17 @@ def usual():
   if _made:
     jax.clear_caches()
     _made = False
+  with _compiling(_MAKE, few_optimizations=False):
+    yield
+
+
+@contextlib.contextmanager
+def _compiling(make, few_optimizations):
+  """Compiles by options that `make` makes, for a block."""
   before = jax.config.values["jax_disable_most_optimizations"]
-  jax.config.update("jax_disable_most_optimizations", False)
+  jax.config.update("jax_disable_most_optimizations", few_optimizations)
   try:
-    with mock.patch.object(compiler, "get_compile_options", _MAKE):
+    with mock.patch.object(compiler, "get_compile_options", make):
       yield
   finally:
     jax.config.update("jax_disable_most_optimizations", before)

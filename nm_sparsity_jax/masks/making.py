@@ -50,11 +50,9 @@ def nm_mask(scores: jax.Array, pattern: NM | str, axis: Axis = 0) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
 def _score_mask(scores, pattern, axes):
-  shape, first = scores.shape, axes[0]
-  length = math.prod(shape[a] for a in axes)
-  grouped = (*shape[:first], length // pattern.m, pattern.m, *shape[axes[-1] + 1 :])
+  grouped = selection.in_groups(scores.shape, axes, pattern.m)
   keys = score_keys(lax.stop_gradient(scores).reshape(grouped))
-  return selection.select(keys, n=pattern.n, axis=first + 1).reshape(shape)
+  return selection.select(keys, n=pattern.n, axis=axes[0] + 1).reshape(scores.shape)
 
 
 def magnitude_mask(

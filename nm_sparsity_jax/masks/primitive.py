@@ -10,7 +10,6 @@ kernel cannot be partitioned by XLA. So it serves one device, and whole shards i
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -54,17 +53,15 @@ def mask(
 def groupwise(w, *rest, kept: Kept, axes: tuple[int, ...]):
   """Returns the mask by elementwise passes and reductions within a group, for any dtype."""
   n, doublings, parent = _named(rest, kept)
-  shape, first = w.shape, axes[0]
-  length = math.prod(shape[a] for a in axes)
-  grouped = (*shape[:first], length // kept.group, kept.group, *shape[axes[-1] + 1 :])
+  axis, grouped = axes[0] + 1, selection.in_groups(w.shape, axes, kept.group)
   keys = magnitude_keys(w.reshape(grouped))
   if parent is not None:
     keys = jnp.where(parent.reshape(grouped), keys, keys.dtype.type(ABSENT))
   if kept.most:
-    found = selection.select_in_ladder(keys, kept, n, doublings, axis=first + 1)
+    found = selection.select_in_ladder(keys, kept, n, doublings, axis)
   else:
-    found = selection.select(keys, n, axis=first + 1)
-  return found.reshape(shape)
+    found = selection.select(keys, n, axis)
+  return found.reshape(w.shape)
 
 
 def _by_kernel(w, *rest, kept, axes):

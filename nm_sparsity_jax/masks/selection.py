@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,12 @@ class Kept:
   def group(self) -> int:
     """Returns the length of the longest group."""
     return self.m << self.most
+
+
+def in_groups(shape: tuple[int, ...], axes: tuple[int, ...], m: int) -> tuple[int, ...]:
+  """Returns the shape in which `axes`, which are adjacent, are (groups, m); m is at axes[0] + 1."""
+  length = math.prod(shape[a] for a in axes)
+  return *shape[: axes[0]], length // m, m, *shape[axes[-1] + 1 :]
 
 
 def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:

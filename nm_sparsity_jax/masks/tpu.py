@@ -62,16 +62,17 @@ def mask(
   if not w.size:
     return jnp.zeros(w.shape, bool)
   view = _View.of(w.shape, axes)
+  block = view.block(kept.group)
   arrays = [w] if parent is None else [w, parent.astype(jnp.int8)]
   arrays = [x.transpose(view.order).reshape(view.shape) for x in arrays]
   like = jax.eval_shape(lambda x: x.astype(jnp.int8), arrays[0])  # varies by device as w does
-  spec = pl.BlockSpec((None, *view.block(kept.group)), lambda i, j, k, _: (i, j, k))
+  spec = pl.BlockSpec((None, *block), lambda i, j, k, _: (i, j, k))
   out = pl.pallas_call(
     functools.partial(_kernel, kept, view.last),
     out_shape=like,
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
-      grid=(view.shape[0], *map(pl.cdiv, view.shape[1:], view.block(kept.group))),
+      grid=(view.shape[0], *map(pl.cdiv, view.shape[1:], block)),
       in_specs=[spec] * len(arrays),
       out_specs=spec,
     ),

@@ -110,8 +110,7 @@ def cuts(
         mesh[name] for name in ((split,) if isinstance(split, str) else split or ())
       )
       length = math.prod(place.shape[a] for a in place.axes[i:])
-      m = math.lcm(place.pattern.m, *(p.m for _, p in place.recipe.levels(place.axis_size)))
-      if parts > 1 and length % (parts * m):
+      if parts > 1 and length % (parts * place.whole):
         facts[path] = f"{parts} devices share {length} weights along axis {axis}"
   for name, _, fact in alike(facts):
     yield (
