@@ -79,10 +79,13 @@ def one_line(error: BaseException | str) -> str:
 
   A name from outside is escaped, so that it cannot control the terminal.
   """
-  text = printable(" ".join(str(error).split()))
+  text = str(error)
+  if isinstance(error, OSError) and error.strerror:  # the system's, which numbers its sentences
+    text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+  text = printable(" ".join(text.split()))
   if len(text) > _MOST:
     text = f"{text[:_MOST]}... ({len(text):,} characters)"
-  if isinstance(error, str | ValueError | RuntimeError) and text:
+  if isinstance(error, str | ValueError | RuntimeError | OSError | ImportError) and text:
     return text
   return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -8,6 +8,7 @@ names in it apart can be told in either, so nobody edits English afterwards.
 
 from __future__ import annotations
 
+import numbers
 import sys
 import warnings
 from collections.abc import Mapping
@@ -45,6 +46,24 @@ class SettingError(ValueError):
 
   def __str__(self) -> str:
     return self.told({})
+
+
+_MOST_SEED = (1 << 31) - 1  # jax keeps 32 bits, TensorFlow 64, and numpy takes nothing below 0
+
+
+def check_seed(name: str, seed: Any) -> None:
+  """Refuses a seed that another library would wrap, or refuse in words of its own.
+
+  >>> check_seed("RANDOM_SEED", 3)
+
+  Args:
+    name: of the setting.
+    seed: its value.
+  """
+  if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+    raise ValueError(f"{name}={seed!r}: give a whole number, such as 0.")
+  if not 0 <= int(seed) <= _MOST_SEED:
+    raise ValueError(f"{name}={seed!r}: give a whole number from 0 to {_MOST_SEED:,}.")
 
 
 class UnknownRecipe(ValueError):

@@ -95,6 +95,11 @@ def test_an_error_is_one_line_and_debug_shows_where(capsys):
 def test_one_line_keeps_the_class_where_the_text_says_little():
   assert cli.one_line(ValueError("a\n  b")) == "a b"
   assert cli.one_line(KeyError("a")) == "KeyError: 'a'"
+  assert cli.one_line(FileNotFoundError("no 'a'")) == "no 'a'"
+  assert cli.one_line(ModuleNotFoundError("pip install a")) == "pip install a"
+  assert cli.one_line(PermissionError(13, "Permission denied", "a")) == "a: Permission denied"
+  assert cli.one_line(OSError(28, "No space left on device")) == "No space left on device"
+  assert cli.one_line(FileNotFoundError()) == "FileNotFoundError"
   assert cli.one_line(StopIteration()) == "StopIteration"
 
 

@@ -328,7 +328,11 @@ def test_what_is_no_checkpoint_and_outputs_that_cannot_be(command, tmp_path):
   path = Run("sr_ste").write(tmp_path / "run")
   (tmp_path / "file").write_text("x")
   (tmp_path / "empty").mkdir()
-  assert "there is no checkpoint" in command("verify", tmp_path / "nowhere")[1]
+  nowhere = tmp_path / "nowhere"
+  for argv in (["verify", nowhere], ["finalize", nowhere, tmp_path / "out"]):
+    # Point 26: it began with the class of the error.
+    said = f"nm-sparsity {argv[0]}: there is no checkpoint {str(nowhere)!r}\n"
+    assert command(*argv) == (1, said)
   assert "is not a checkpoint" in command("verify", tmp_path / "empty")[1]
   assert "is not a checkpoint" in command("verify", tmp_path / "file")[1]
   before = files(tmp_path)

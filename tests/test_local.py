@@ -658,6 +658,10 @@ def test_checkpoints_of_another_program_are_refused(tmp_path):
     (dict(BATCH_SIZE="16"), "BATCH_SIZE='16': give a whole number, 1 or more"),
     (dict(BATCH_SIZE=0), "BATCH_SIZE=0: give a whole number, 1 or more"),
     (dict(RANDOM_SEED=None), "RANDOM_SEED=None: give a whole number, such as 0"),
+    (dict(RANDOM_SEED=-1), "RANDOM_SEED=-1: give a whole number from 0 to"),
+    (dict(RANDOM_SEED=1 << 40), "RANDOM_SEED=1099511627776: give a whole number from 0 to"),
+    (dict(DATA_SEED=-3), "DATA_SEED=-3: give a whole number from 0 to"),
+    (dict(DATA_SEED=None), "DATA_SEED=None: give a whole number, such as 0"),
     (dict(LEARNING_RATE=-0.1), "LEARNING_RATE=-0.1: give a number above 0"),
     (dict(LEARNING_RATE="high"), "LEARNING_RATE='high': give a number above 0"),
     (dict(WARMUP_STEPS=None), "WARMUP_STEPS=None: give a whole number of steps"),
@@ -857,6 +861,36 @@ def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
   worse = [dict(rows[1], metrics={"a": {"f1": np.nan}}), rows[2] | {"step": 4}]
   assert evaluation.best_step(worse, "f1") == 4 and evaluation.best_step(worse[:1], "f1") is None
   assert evaluation.best_step([dict(rows[1], loss={"a": np.nan}), rows[2]], None) == 3
+
+
+def test_a_best_metric_that_no_task_has_is_refused_before_the_first_step(
+  tmp_path, capsys, monkeypatch
+):
+  """It was refused at the first evaluation, which may be hours after the start."""
+  monkeypatch.setattr(train, "_steps", lambda *_: pytest.fail("a step was made"))
+  folder = tmp_path / "run"
+  with pytest.raises(ValueError, match="'leters' is not a metric of the tasks: letters"):
+    train.train(run_of(folder, best_metric="leters", evaluation=EVALUATION))
+  assert not folder.exists()
+  macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=2, MODEL_DIR=str(folder))
+  planned = command(*GIN, **macros, BEST_METRIC="letters")
+  assert cli.main(["plan", "--json", "--import=t5x_task", *planned]) == 0
+  notes = json.loads(capsys.readouterr().out)["notes"]
+  assert any("BEST_METRIC='letters' is not checked here" in note for note in notes)
+
+
+def test_the_names_of_metrics_are_known_before_an_evaluation(monkeypatch):
+  judged = dataclasses.replace(EVALUATION, name="tests_mixed", num_examples=3)
+  assert judged.evaluator(model_of(), None).metric_names({}) == {"letters"}
+  evaluation.check_metric("letters", {"letters"})
+
+  def fails(*_):
+    raise ZeroDivisionError
+
+  monkeypatch.setattr(text_evaluation, "_metrics", fails)
+  names = judged.evaluator(model_of(), None).metric_names({})
+  assert names is None
+  evaluation.check_metric("letters", names)  # the first evaluation will tell
 
 
 def test_what_could_never_work_is_refused_at_once(tmp_path):

@@ -1,8 +1,10 @@
 """A run that is refused says one line, soon, and leaves its folder as it was."""
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 import test_local
@@ -82,6 +84,26 @@ def test_a_refusal_leaves_the_folder_as_it_was(kept, tmp_path):
     train.train(test_local.run_of(folder, initial_checkpoint=str(start)), config="theirs")
   after = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*") if "start" not in p.parts}
   assert after == before
+
+
+@pytest.mark.parametrize("program", ["evaluate", "infer"])
+@pytest.mark.parametrize("kept", [(), ("mine.txt", "config.gin")])
+def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
+  program, kept, tmp_path, monkeypatch
+):
+  """Point 15: a task that is not registered left a folder with a config.gin."""
+  state = types.SimpleNamespace(step=3, sparse_step=3)
+  monkeypatch.setattr(checkpoints, "load_for_evaluation", lambda *_: state)
+  folder = tmp_path / "a/found"
+  if kept:
+    folder.mkdir(parents=True)
+  for name in kept:
+    (folder / name).write_text("mine")
+  before = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")}
+  judged = dataclasses.replace(test_local.EVALUATION, name="nm_test_sor")
+  with pytest.raises(ValueError, match="did you mean nm_test_sort"):
+    getattr(train, program)(test_local.model_of(), judged, "checkpoint_3", str(folder), "theirs")
+  assert {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.slow

@@ -691,7 +691,7 @@ assert cli.main(["report", {runs[0]!r}, "--out", "page.html"]) == 1
   )
   assert not done.returncode, done.stderr
   assert done.stderr.splitlines() == [
-    "nm-sparsity report: ModuleNotFoundError: the page needs jinja2: pip install jinja2"
+    "nm-sparsity report: the page needs jinja2: pip install jinja2"
   ]
 
 

@@ -106,7 +106,8 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
     ("[0, 3]", "[]", r"seeds: give seeds, a list of whole numbers; not \[\]"),
     ("[0, 3]", "[true]", "seeds: give"),
     ("[0, 3]", "[1, 1]", "seeds: 1 stands there twice"),
-    ("[0, 3]", "[-1]", "seeds: -1 is below 0"),
+    ("[0, 3]", "[-1]", "seeds=-1: give a whole number from 0 to 2,147,483,647"),
+    ("[0, 3]", "[4_294_967_296]", "seeds=4294967296: give a whole number from 0 to"),
     ('"idp"]', '"idb"]', "recipes: 'idb' is not one of dense, one_shot"),
     ('"idp"]', '"sr_ste"]', "recipes: 'sr_ste' stands there twice"),
     ('"1:8"]', '"8:1"]', "patterns: .*8:1"),
@@ -147,6 +148,28 @@ def test_a_mistake_is_one_line_that_names_file_and_key(old, new, said, here, cap
     assert error.startswith("nm-sparsity sweep: sweep.toml") and len(error.splitlines()) == 1
     assert re.search(said, error), error
   assert not pathlib.Path("out").exists()  # nothing has been started
+
+
+@pytest.mark.parametrize("below", ["", "/sweep", "/checkpoint_5/state"])
+@pytest.mark.parametrize(
+  "files",
+  [["config.gin", "run.json"], ["config.gin", "model-info.txt"], ["checkpoint_5/checkpoint"]],
+)
+def test_a_sweep_does_not_go_into_the_folder_of_a_run(files, below, here, capsys):
+  """Such a sweep was silent, and its log, lock and report lay among the run's files."""
+  for name in files:
+    path = here / "run" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+  file = write(FILE.replace('"out"', f'"run{below}"'))
+  before = sorted(here.rglob("*"))
+  assert cli.main(["sweep", file]) == 1
+  error = capsys.readouterr().err
+  assert f"out: 'run{below}' is, or lies in, the folder of a run, '{here / 'run'}': take" in error
+  assert len(error.splitlines()) == 1 and sorted(here.rglob("*")) == before
+  (here / "runs").mkdir()
+  (here / "runs/config.gin").touch()  # of the user's own
+  assert grid.read(write(FILE.replace('"out"', '"runs/sweep"'))).out.name == "sweep"
 
 
 def test_the_files_of_example_and_documentation_are_right(here):

@@ -108,6 +108,24 @@ def test_killed_and_resumed_it_has_the_same_bits(trained, tmp_path, capfd):
     assert (folder / file).read_text() == (trained / file).read_text()
 
 
+def test_a_best_metric_that_no_split_has_is_refused_before_the_first_step(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(train, "_steps", lambda *_: pytest.fail("a step was made"))
+  flags = words(**MACROS, MODEL_DIR=str(tmp_path / "run"), BEST_METRIC="absolute_eror")
+  assert cli.main(["train", *flags]) == 1
+  said = "BEST_METRIC='absolute_eror' is not a metric of the tasks: absolute_error."
+  assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_an_evaluator_of_your_own_may_find_what_is_not_known_before():
+  class Own(evaluation.Evaluator):
+    def evaluate(self, variables, step):
+      return evaluation.Found({}, {"validation": {"f1": 1.0}})
+
+  assert Own.__new__(Own).metric_names({}) is None
+
+
 def test_eval_says_the_same_of_a_checkpoint(trained, tmp_path, capsys):
   where = dict(CHECKPOINT_PATH=str(trained / "checkpoint_24"), EVAL_OUTPUT_DIR=str(tmp_path))
   flags = words("local_workload_eval", optimizer=False, **where)  # no rules: the checkpoint's

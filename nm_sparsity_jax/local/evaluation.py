@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from nm_sparsity_jax.workloads.base import Devices, Evaluator, Found, Stopped, t
 from nm_sparsity_jax.workloads.text_evaluation import Evaluation  # T5's, a name for gin files
 
 __all__ = [
-  "Evaluation", "Evaluator", "Found", "History", "Splits", "Stopped", "best_step", "loss_line",
-  "metrics_line",
+  "Evaluation", "Evaluator", "Found", "History", "Splits", "Stopped", "best_step", "check_metric",
+  "loss_line", "metrics_line",
 ]  # fmt: skip
 
 
@@ -119,13 +119,24 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
     else:
       values = [found[metric] for found in e["metrics"].values() if metric in found]
       if not values:
-        have = ", ".join(sorted({name for found in e["metrics"].values() for name in found}))
-        raise ValueError(f"BEST_METRIC={metric!r} is not a metric of the tasks: {have}.")
+        check_metric(metric, {name for found in e["metrics"].values() for name in found})
     if metric is not None and directions.less_is_better(e, metric):
       values = [-x for x in values]
     if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
       scores[e["step"]] = mean
   return max(scores, key=lambda step: (scores[step], -step)) if scores else None
+
+
+def check_metric(metric: str, names: Collection[str] | None) -> None:
+  """Refuses a BEST_METRIC that no task has.
+
+  Args:
+    metric: its name.
+    names: of all metrics; None where they are not known yet.
+  """
+  if names is not None and metric not in names:
+    have = ", ".join(sorted(names)) or "they have none"
+    raise ValueError(f"BEST_METRIC={metric!r} is not a metric of the tasks: {have}.")
 
 
 def loss_line(task: str, scalars: Mapping[str, float], headline: Sequence[str]) -> str:

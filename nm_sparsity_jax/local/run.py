@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import numbers
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from nm_sparsity_jax import optim, workloads
+from nm_sparsity_jax import errors, optim, workloads
 from nm_sparsity_jax.local.step import Model
 from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.workloads import Batch
@@ -111,9 +110,8 @@ class Run:
   def __post_init__(self):
     if not isinstance(self.sparse_steps, int) or self.sparse_steps < 1:
       raise ValueError(f"SPARSE_STEPS={self.sparse_steps!r}: give all steps of the run, 1 or more.")
-    for macro, seed in (("RANDOM_SEED", self.random_seed), ("DATA_SEED", self.data_seed)):
-      if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        raise ValueError(f"{macro}={seed!r}: give a whole number, such as 0.")
+    errors.check_seed("RANDOM_SEED", self.random_seed)
+    errors.check_seed("DATA_SEED", self.data_seed)
     has_metrics = self.evaluation is not None and self.evaluation.has_metrics
     if self.best_metric is not None and not has_metrics:
       raise ValueError(

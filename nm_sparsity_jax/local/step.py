@@ -75,7 +75,7 @@ class WrongDevices(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh:
-  """A jitted function that is called, or lowered, with the mesh and the logical axes in force."""
+  """A jitted function that is called, lowered or traced with the mesh and the axes in force."""
 
   jitted: Any
   mesh: Mesh
@@ -89,6 +89,11 @@ class OnMesh:
     """Returns what `jax.jit(...).lower(*args)` does; `args` may be shapes with shardings."""
     with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
       return self.jitted.lower(*args)
+
+  def eval_shape(self, *args: Any) -> Any:
+    """Returns what the function would, as shapes; computes and compiles nothing."""
+    with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
+      return self.jitted.eval_shape(*args)
 
 
 class Model:

@@ -19,14 +19,20 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from nm_sparsity_jax import installed, metrics
 from nm_sparsity_jax.local import checkpoints, folders, reports
-from nm_sparsity_jax.local.evaluation import History, Stopped, loss_line, metrics_line
+from nm_sparsity_jax.local.evaluation import (
+  History,
+  Stopped,
+  check_metric,
+  loss_line,
+  metrics_line,
+)
 from nm_sparsity_jax.local.run import Periods, Run, note_run
 from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.runs import files, lock
@@ -81,6 +87,9 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
   if run.evaluation is not None:
     asked = lambda: stop.name is not None
     evaluator = run.evaluation.evaluator(run.model, str(saved.folder), asked)
+    if run.best_metric is not None:
+      shapes = {"params": run.model.shapes, **state.collections}
+      check_metric(run.best_metric, evaluator.metric_names(shapes))
   note_run(run, saved.folder, offset, first, installed.environment())
   curves, progress = (
     reports.Curves(saved.folder, run.tracker),
@@ -256,9 +265,9 @@ def evaluate(
   Returns:
     0.
   """
-  folder, state = _open(model, checkpoint, output_dir, config, "EVAL_OUTPUT_DIR")
-  step, evaluator = int(state.step), evaluation.evaluator(model, str(folder))
-  found = evaluator.evaluate(model.variables(state), step)
+  with _opened(model, checkpoint, output_dir, config, "EVAL_OUTPUT_DIR") as (folder, state):
+    step, evaluator = int(state.step), evaluation.evaluator(model, str(folder))
+    found = evaluator.evaluate(model.variables(state), step)
   curves = reports.Curves(folder)
   for task, scalars in found.scalars.items():
     curves.open(f"training_eval/{task}", step - 1)
@@ -295,9 +304,9 @@ def infer(
   if not hasattr(evaluation, "silent"):
     raise ValueError(f"{type(model.workload).__name__} makes no predictions that can be written.")
   silent = evaluation.silent()
-  folder, state = _open(model, checkpoint, output_dir, config, "INFER_OUTPUT_DIR")
-  effective = model.effective(state)
-  evaluator = silent.evaluator(model, None)
+  with _opened(model, checkpoint, output_dir, config, "INFER_OUTPUT_DIR") as (folder, state):
+    evaluator = silent.evaluator(model, None)
+    effective = model.effective(state)
   for task in evaluator.tasks:
     path, count = folder / f"{task.name}-predict.jsonl-00000-of-00001", 0
     with files.whole_file(path) as beside, beside.open("w", encoding="utf-8") as file:
@@ -314,14 +323,21 @@ def _prediction_line(example: Mapping[str, Any], text: str) -> str:
   return json.dumps({"inputs": inputs, "prediction": text}) + "\n"
 
 
-def _open(model, checkpoint, output_dir, config, macro) -> tuple[pathlib.Path, TrainState]:
-  """Makes the folder for the findings; returns it with the state of a checkpoint."""
+@contextlib.contextmanager
+def _opened(
+  model: Model, checkpoint: str, output_dir: str, config: str, macro: str
+) -> Iterator[tuple[pathlib.Path, TrainState]]:
+  """Makes the folder for the findings; leaves it as it was where the block fails.
+
+  Yields:
+    The folder, and the state of the checkpoint.
+  """
   folder = folders.of(output_dir, macro)
   folders.refuse_run(folder, macro)
   was = folders.Before.of(folder)
   folders.make(output_dir, macro)
   with folders.as_it_was(folder, was):
     state = checkpoints.load_for_evaluation(checkpoint, model)
-  files.write_atomically(folder / "config.gin", config)
-  print(f"{checkpoint}: step {int(state.step):,}, sparse step {int(state.sparse_step):,}")
-  return folder, state
+    files.write_atomically(folder / "config.gin", config)
+    print(f"{checkpoint}: step {int(state.step):,}, sparse step {int(state.sparse_step):,}")
+    yield folder, state

@@ -41,6 +41,11 @@ def _check_local(found: Findings) -> None:
     run.check()
     if run.source is None:
       run.model.workload.check()
+    if run.best_metric is not None:
+      found.notes.append(
+        f"BEST_METRIC={run.best_metric!r} is not checked here: the run looks for it before its "
+        "first step, among what the metrics of the tasks return"
+      )
   except step.WrongDevices:
     found.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
   model_dir = found.config.argument("model_dir", "Run")

@@ -17,9 +17,9 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import gin_files
+from nm_sparsity_jax import errors, gin_files
 from nm_sparsity_jax.patterns import NM
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.runs import files, folders
 
 _KEYS = {
   "out": "the folder of the sweep, a string",
@@ -156,8 +156,8 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
   patterns = [_pattern(text) for text in _list(given, "patterns", str, needed=is_sparse)]
   _distinct("patterns", patterns)
   seeds = _list(given, "seeds", int)
-  if below := [seed for seed in seeds if seed < 0]:
-    raise ValueError(f"seeds: {below[0]} is below 0.")
+  for seed in seeds:
+    errors.check_seed("seeds", seed)
   variants = _variants(given)
   _check_recipes(recipes, variants)
   _refuse_too_many(recipes, patterns, seeds)
@@ -170,6 +170,8 @@ def _sweep(file: str, given: Mapping[str, Any]) -> Sweep:
   macros = _macros(given, "macros", {})
   folder = pathlib.Path(out).expanduser()
   files.check_folder("out", folder)
+  if run := folders.run_around(folder):
+    raise ValueError(f"out: {out!r} is, or lies in, the folder of a run, {run!r}: take another.")
   named_files = _list(given, "gin_files", str)
   unset = dict.fromkeys(_of_sparse_in(named_files))
   starts = {

@@ -11,7 +11,7 @@ knows nothing of sparsity: it is given effective parameters.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -170,7 +170,7 @@ class Devices(Protocol):
   def jit(self, function: Callable, **kwargs: Any) -> Callable: ...
   def put(self, batch: Batch) -> dict[str, jax.Array]: ...
   def check_batch(self, batch_size: int, parts: int = 1) -> None: ...
-  def eval_step(self) -> Callable: ...
+  def eval_step(self) -> Any: ...
 
 
 class Stopped(Exception):
@@ -216,6 +216,26 @@ class Evaluator:
       for split, values in scalars.items()
     }
     return Found(scalars, {split: values for split, values in metrics.items() if values})
+
+  def metric_names(self, variables: Mapping[str, Any]) -> Collection[str] | None:
+    """Returns the names of the metrics that `evaluate` finds; None where they are not known yet.
+
+    It traces the loss, and computes nothing.
+
+    Args:
+      variables: what `evaluate` takes, or their shapes.
+    """
+    if type(self).evaluate is not Evaluator.evaluate:  # one of your own, which may find others
+      return None
+    names: set[str] = set()
+    for split in self.splits:
+      for batch in self.batches(split)[:1]:
+        sums = self._step.eval_shape(variables, self.devices.put(batch))
+        try:
+          names |= self.devices.workload.scalars(dict.fromkeys(sums.names, 1.0)).keys()
+        except Exception:  # it does not take such sums, and may take real ones
+          return None
+    return names - {"loss"}
 
   def scalars(self, variables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Returns split -> scalars over its examples.

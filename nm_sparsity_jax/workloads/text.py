@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nm_sparsity_jax import errors
 from nm_sparsity_jax.workloads.base import Batch
 
 
@@ -43,6 +44,9 @@ class Source:
   shuffle: bool = True
   seed: int = 0
   use_cached: bool = False
+
+  def __post_init__(self):
+    errors.check_seed("DATA_SEED", self.seed)
 
   def batches(self, start: int = 0) -> Iterator[Batch]:
     """Returns endless batches from number `start` on."""

@@ -15,7 +15,8 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ import numpy as np
 from nm_sparsity_jax.workloads import base, decoding, text
 
 DECODERS = ("beam", "greedy")
+_FEW = 8  # examples of each task that tell the names of its metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,16 +130,25 @@ class Evaluator(base.Evaluator):
       loggers: tuple[Any, ...] = ()
       if folder is not None:
         loggers = (seqio.TensorBoardLogger, _json_logger(seqio, evaluation.write_results))
-      self._seqio = seqio.Evaluator(
-        mixture_or_task_name=evaluation.name,
-        feature_converter=seqio.EncDecFeatureConverter(pack=False),
-        eval_split=evaluation.split,
-        use_cached=evaluation.use_cached,
-        num_examples=evaluation.num_examples,
+      self._seqio = self._judge(
+        evaluation.num_examples,
         logger_cls=loggers,
         log_dir=None if folder is None else os.path.join(folder, "inference_eval"),
-        async_compute_metrics=False,
       )
+
+  def _judge(self, num_examples: int | None, **where: Any):
+    """Returns what postprocesses decoded text of the first examples and calls the metrics."""
+    import seqio
+
+    return seqio.Evaluator(
+      mixture_or_task_name=self._cfg.name,
+      feature_converter=seqio.EncDecFeatureConverter(pack=False),
+      eval_split=self._cfg.split,
+      use_cached=self._cfg.use_cached,
+      num_examples=num_examples,
+      async_compute_metrics=False,
+      **where,
+    )
 
   def evaluate(self, variables: Mapping[str, Any], step: int) -> base.Found:
     """Returns scalars under teacher forcing, and the tasks' metrics."""
@@ -166,15 +177,25 @@ class Evaluator(base.Evaluator):
     """Returns task -> its metrics on decoded validation examples; written under the step too."""
     if self._seqio is None:
       return {}
-    found, _ = self._seqio.evaluate(
-      compute_metrics=True,
-      step=step,
-      predict_fn=lambda dataset: self._decode(effective, dataset)[0],
-      predict_with_aux_fn=lambda dataset: self._decode(effective, dataset),
-      score_fn=lambda dataset: self._score(effective, dataset),
-    )
-    numbers = lambda m: {k: float(v) for k, v in m.items() if np.ndim(v) == 0}
-    return {task: numbers(m) for task, m in found.result().items()}
+    decode = lambda dataset: self._decode(effective, dataset)
+    return _metrics(self._seqio, step, decode, lambda dataset: self._score(effective, dataset))
+
+  def metric_names(self, variables: Mapping[str, Any]) -> Collection[str] | None:
+    """Returns what the metrics of a few examples are called if a model says the targets.
+
+    A metric function tells its names by what it returns. None where one of them fails.
+    """
+    del variables
+    if self._seqio is None:
+      return frozenset()
+    few = min(_FEW, self._cfg.num_examples or _FEW)
+    try:
+      with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few examples may lack a class
+        found = _metrics(self._judge(few), 0, _targets, _scores)
+    except Exception:
+      return None
+    return {name for metrics in found.values() for name in metrics}
 
   def predictions(self, effective: Any, task) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yields (fields, decoded text) of each example of a task, in the order of its split."""
@@ -244,6 +265,37 @@ def _filled(examples, size: int) -> tuple[base.Batch, int]:
   missing = size - len(examples)
   stack = lambda *x: np.pad(np.stack(x), [(0, missing)] + [(0, 0)] * np.ndim(x[0]))
   return jax.tree.map(stack, *examples), len(examples)
+
+
+def _metrics(judge: Any, step: int, decode: Callable, score: Callable) -> dict[str, dict]:
+  """Returns task -> its metrics that are numbers.
+
+  Args:
+    judge: seqio's evaluator.
+    step: under which they are logged.
+    decode: enumerated dataset -> what `Evaluator._decode` returns.
+    score: enumerated dataset -> what `Evaluator._score` returns.
+  """
+  found, _ = judge.evaluate(
+    compute_metrics=True,
+    step=step,
+    predict_fn=lambda dataset: decode(dataset)[0],
+    predict_with_aux_fn=decode,
+    score_fn=score,
+  )
+  numbers = lambda m: {k: float(v) for k, v in m.items() if np.ndim(v) == 0}
+  return {task: numbers(m) for task, m in found.result().items()}
+
+
+def _targets(dataset: Any) -> tuple[list[tuple[int, list[int]]], dict[str, list[float]]]:
+  """Returns what `Evaluator._decode` would of a model that says the targets."""
+  rows = [(int(i), x["decoder_target_tokens"].tolist()) for i, x in dataset.as_numpy_iterator()]
+  return rows, {"scores": [0.0] * len(rows)}
+
+
+def _scores(dataset: Any) -> list[tuple[int, float]]:
+  """Returns what `Evaluator._score` would, all zero."""
+  return [(index, 0.0) for index, _ in _targets(dataset)[0]]
 
 
 def _json_logger(seqio, write_results: int | None):
