@@ -33,7 +33,7 @@ import test_report
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, gin_files, glue, rules_text
 from nm_sparsity_jax.commands import _local
-from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.recipes import RECIPES, registry
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.scores import submission
 
@@ -116,6 +116,16 @@ def sweep_file(folder):
 PREPARED = {'"runs/': finished_runs, '"my_run"': sparse_run, '"sweep.toml"': sweep_file}
 
 
+@pytest.fixture
+def recipes_of_before():
+  """What a block registers goes with it."""
+  before = dict(RECIPES)
+  yield
+  for name in RECIPES.keys() - before.keys():
+    del registry._recipes[name]
+
+
+@pytest.mark.usefixtures("recipes_of_before")
 @of("python")
 def test_python_runs(block, tmp_path, monkeypatch, capsys):
   if block in CORE:

@@ -220,9 +220,10 @@ def test_a_name_is_taken_once(halving):
   ],
 )  # fmt: skip
 def test_what_cannot_be_registered(cls, why):
+  before = dict(RECIPES)
   with pytest.raises(ValueError, match=f"register.*{why}"):
     recipes.register(cls)
-  assert len(RECIPES) == 10
+  assert dict(RECIPES) == before
 
 
 def test_the_table_is_a_view():
@@ -238,7 +239,8 @@ def test_recipes_stand_directly_below_recipe():
 
 
 def test_two_recipes_mask_from_the_end_of_the_dense_phase_on():
-  assert [name for name in RECIPES if results.masks_at_once(name)] == ["one_shot", "sr_ste"]
+  ours = list(RECIPES)[:10]
+  assert [name for name in ours if results.masks_at_once(name)] == ["one_shot", "sr_ste"]
   for name in ("one_shot", "sr_ste"):
     for phases in (PHASES, nms.Phases(total=9)):
       recipe = nms.recipe(name, pattern="1:4", phases=phases)

@@ -127,7 +127,7 @@ def test_the_rules_are_those_of_the_macros_where_no_checkpoint_tells(tmp_path):
 @pytest.mark.parametrize("recipe", nms.recipes.RECIPES)
 def test_the_target_holds_from_the_dense_phase_on_where_nothing_comes_between(recipe):
   run = results.Run(pathlib.Path("run"), {}, False, recipe, {"ff": "1:8"}, 10, 100, 20, 1000)
-  at_once = recipe in ("one_shot", "sr_ste")
+  at_once = results.masks_at_once(recipe)  # which these are: test_registry.py
   assert run.target_from() == {True: 1010, False: 0 if recipe == "dense" else 1080}[at_once]
   assert not run.target_remark()
 

@@ -15,6 +15,9 @@ Reference of all but the baselines: Bambhaniya et al., "Progressive Gradient Flo
 N:M Sparsity Training in Transformers", CPAL 2025, arXiv:2402.04744.
 """
 
+import importlib
+import pkgutil
+
 from nm_sparsity_jax.recipes.base import Need, Recipe
 from nm_sparsity_jax.recipes.baselines import Dense, Idp, OneShot, Snip, SrSte
 from nm_sparsity_jax.recipes.curves import Curve
@@ -31,3 +34,7 @@ __all__ = [
     "RECIPES", "Curve", "Custom", "Dense", "Idp", "MdgfExponential", "MdgfLinear", "Need",
     "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "recipe", "register",
 ]  # fmt: skip
+
+# A recipe in a module of its own needs no other line here: its class says `@register`.
+for _module in pkgutil.iter_modules(__path__):
+  importlib.import_module(f"{__name__}.{_module.name}")

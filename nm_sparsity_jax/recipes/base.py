@@ -100,6 +100,16 @@ class Recipe:
     return tuple(f.name for f in fields if f.default is none and f.default_factory is none)
 
   @property
+  def spelled(self) -> str:
+    """Returns class and fields as a text for fingerprints, whatever `repr` the class has.
+
+    Checkpoints hold fingerprints, so it must not change: it is what a dataclass' own `repr` says.
+    """
+    names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+    fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+    return f"{type(self).__qualname__}({fields})"
+
+  @property
   def gradient_mode(self) -> str:
     """Returns 'masked' or 'straight_through'."""
     return getattr(self, "gradient", None) or self.default_gradient

@@ -71,6 +71,7 @@ def register(cls: C) -> C:
   return cls
 
 
+# In the order in which messages list them. Other modules of this folder register their own.
 for _cls in (
     Dense, OneShot, SrSte, MdgfLinear, MdgfExponential, SdgfStepwise, SdgfGeometric, Custom, Snip,
     Idp,
