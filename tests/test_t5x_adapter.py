@@ -1,6 +1,7 @@
 """In T5X: the same sparse step in training, evaluation and inference; one term, one counter."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -634,6 +635,42 @@ def test_model_parallel(network):
     got[count] = jax.tree.map(np.asarray, (sparse, mine(new).get("mask", {}))), grads
   assert_equal(*(jax.tree.map(lambda w: w != 0, got[c][0]) for c in (8, 1)))
   assert_equal(got[8][1], got[1][1], atol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Averaged(nms.Recipe):
+  """A recipe of a user's own: it masks by an average of the weight, and calls a scalar a score."""
+
+  name = "averaged"
+  stateful = True
+  pattern: nms.NM
+  phases: nms.Phases
+
+  def chosen(self, w, step, axis, stored):
+    return stored
+
+  def renewals(self, step):
+    return jnp.asarray(step, jnp.int32)
+
+  def first_state(self, groups, w):
+    mask = groups.magnitude_mask(w, self.pattern)
+    return {"mask": mask, "average": w, "score": jnp.max(jnp.abs(w))}
+
+  def next_state(self, groups, state, w, step, last, grad, grad_at):
+    return self.first_state(groups, (state["average"] + w) / 2)
+
+
+def test_what_a_recipe_of_ones_own_keeps_is_sharded_by_its_shape():
+  """Before, 'mask' and 'score' were sharded, whatever their shape, and all else was copied."""
+  rules = nms.Rules({"encoder/ff": Averaged(pattern=PATTERN, phases=PHASES)})
+  run = begin(make(rules, optimizer="sgd"), Devices(8, 2))
+  state, _ = run._partitioned_train_step(run.train_state, batch_of())
+  assert the_step(state) == 1
+  weights, kept = dict(flatten(state.params)), mine(state)
+  for path, average in flatten(kept["average"]):
+    assert average.sharding == weights[path].sharding
+    assert not average.sharding.is_fully_replicated
+  assert [x.shape for _, x in flatten(kept["score"])] == [()] * 3
 
 
 @functools.cache

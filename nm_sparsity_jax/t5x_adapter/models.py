@@ -105,7 +105,7 @@ class SparseModel(models.BaseTransformerModel):
     mine = self.collect(jnp.int32(0), jnp.int32(UNKNOWN), state)
     variables[COLLECTION] = mine
     if axes:
-      variables[f"{COLLECTION}_axes"] = _axes_like(mine, axes)
+      variables[f"{COLLECTION}_axes"] = axes_like(mine, axes, self.made)
     return freeze(variables)
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
@@ -270,13 +270,22 @@ def sparse(model: models.BaseTransformerModel, rules: Rules) -> SparseModel:
   return made
 
 
-def _axes_like(mine, params_axes):
-  """Returns logical axes of the collection: masks and scores as their parameters, else none."""
+def axes_like(mine, params_axes, made):
+  """Returns logical axes of the collection: what has the shape of its parameter has its axes too.
+
+  So what a recipe of a user's own keeps is sharded, whatever it is called.
+
+  Args:
+    mine: the collection, whose paths are those of the parameters below a word such as 'mask'.
+    params_axes: logical axes of the parameters.
+    made: path -> shape and dtype of each parameter.
+  """
   names = dict(flatten_axes(params_axes))
   axes = {}
   for path, leaf in flatten(mine):
-    kind, _, rest = path.partition("/")
-    found = names[f"{rest}_axes"] if kind in ("mask", "score") else (None,) * leaf.ndim
+    owner = path.partition("/")[2]
+    is_alike = owner in made and made[owner].shape == leaf.shape
+    found = names[f"{owner}_axes"] if is_alike else (None,) * leaf.ndim
     axes[f"{path}_axes"] = partitioning.AxisMetadata(names=found)
   return traverse_util.unflatten_dict(axes, sep="/")
 
