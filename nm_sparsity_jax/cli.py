@@ -1,6 +1,7 @@
 """`nm-sparsity`: the command line. Each command is a module, imported when it is chosen.
 
     argv -> table of commands -> module.add_arguments(parser), module.run(args) -> exit code
+    an error of the library -> module.FLAGS: what it names -> the flag -> one line
 
 Nothing heavy is imported before the arguments are parsed, so `--help` is quick. Exit codes: 0 =
 done, or yes; 1 = failed, or no; 2 = the command line is wrong.
@@ -14,7 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from nm_sparsity_jax._version import __version__
-from nm_sparsity_jax.text import printable
+from nm_sparsity_jax.errors import SettingError
+from nm_sparsity_jax.text import columns, printable
 
 # name -> (module, help in one line); a name of two words is a command of a group
 COMMANDS = {
@@ -67,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   except Exception as e:
     if args.debug:
       raise
-    print(f"nm-sparsity {name}: {one_line(e)}", file=sys.stderr)
+    told = e.told(getattr(module, "FLAGS", {})) if isinstance(e, SettingError) else e
+    print(f"nm-sparsity {name}: {one_line(told)}", file=sys.stderr)
     return 1
 
 
@@ -94,8 +97,7 @@ def _parser(group: str = "") -> argparse.ArgumentParser:
   """Returns the parser for words that name no command; with a group, for the words after it."""
   prog = f"nm-sparsity {group}".rstrip()
   commands = {n: line for n, (_, line) in COMMANDS.items() if n.startswith(group)}
-  width = max(map(len, commands))
-  lines = [f"  {name.ljust(width)}  {line}" for name, line in commands.items()]
+  lines = [f"  {line}" for line in columns([*commands.items()])]
   parser = argparse.ArgumentParser(
     prog=prog,
     usage=f"{prog} COMMAND ..." if group else f"{prog} [--version] COMMAND ...",

@@ -117,6 +117,15 @@ def narrowing() -> dict[str, str]:
   return _joined([f.narrow for f in _families.values()])
 
 
+def narrowing_text() -> str:
+  """Returns the words that narrow a role, as a sentence lists them.
+
+  >>> narrowing_text()
+  'encoder/, decoder/, self/, cross/'
+  """
+  return ", ".join(f"{word}/" for word in narrowing())
+
+
 def _joined(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
   found: dict[str, list[str]] = {}
   for table in tables:

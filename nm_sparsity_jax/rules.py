@@ -30,7 +30,7 @@ from nm_sparsity_jax.trees import flatten, path_name
 _log = logging.getLogger(__name__)
 
 _POLICIES = ("error", "skip", "pad")
-_OTHER_AXIS = " If it is (out, in), as in torch, the axis is wrong: Rules(..., axes={{{!r}: 1}})."
+_OTHER_AXIS = " If it is (out, in), as in torch, the axis is wrong: Rules(..., axes={{{path}: 1}})."
 _ROLE = r"{'hidden': r'.*/hidden_\d/kernel'}"
 
 
@@ -132,8 +132,8 @@ class Rules:
   @property
   def fingerprint(self) -> int:
     """Returns a hash in 31 bits that is equal for equal rules, in every process."""
-    places, axes, roles, policy = self._key()
-    text = repr((sorted(map(repr, places)), axes, sorted(roles), policy))
+    places = sorted(f"({place!r}, {recipe.spelled})" for place, recipe in self._places)
+    text = repr((places, self._axes, sorted(self._roles), self.indivisible))
     return zlib.crc32(text.encode()) >> 1
 
   def __eq__(self, other):
@@ -211,9 +211,12 @@ class Rules:
   def _match(self, path: str) -> tuple[str, Recipe] | None:
     hits = [place for place, test in zip(self._places, self._tests, strict=True) if test(path)]
     if len(hits) > 1:
-      raise ValueError(
-        f"two rules claim {path!r}: {' and '.join(repr(k) for k, _ in hits)}. Narrow one of "
-        "them, so that every parameter has one recipe."
+      raise SettingError(
+        "places",
+        "two rules claim {path}: {keys}. Narrow one of them, so that every parameter has one "
+        "recipe.",
+        path=repr(path),
+        keys=" and ".join(repr(k) for k, _ in hits),
       )
     return hits[0] if hits else None
 
@@ -240,11 +243,14 @@ class Rules:
       problem = f"axis {axis} has length {place.axis_size} (shape {shape}), no multiple of {m}"
       names = ", ".join(map(str, dict.fromkeys(place.patterns)))
       if self.indivisible == "error":
-        other = "" if axis or len(shape) != 2 or shape[1] % m else _OTHER_AXIS.format(path)
-        raise ValueError(
-          f"{path!r}: {problem}, so {names} cannot be applied. Choose another pattern "
-          "for it, or Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense, or "
-          f"'pad'.{other}"
+        other = "" if axis or len(shape) != 2 or shape[1] % m else _OTHER_AXIS
+        raise SettingError(
+          "indivisible",
+          "{path}: {problem}, so {names} cannot be applied. Choose another pattern for it, or "
+          "Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense, or 'pad'." + other,
+          path=repr(path),
+          problem=problem,
+          names=names,
         )
       if self.indivisible == "skip":
         return problem
@@ -260,13 +266,18 @@ class Rules:
         return axis
     if (axis := vocabulary.axis_of(path, len(shape))) is not None:
       return axis
-    how = f"Rules(..., axes={{{path!r}: ...}}), an int or ascending axes such as (0, 1)"
+    how = "Rules(..., axes={{{path}: ...}}), an int or ascending axes such as (0, 1)"
     if len(shape) == 2:
       how += ": 0 if it is (in, out), as in x @ w, 1 if it is (out, in), as in torch"
-    raise ValueError(
-      f"{path!r} has shape {shape}, which does not tell which axis is contracted. Name the axis "
-      f"that the matrix product sums over: {how}; for layers stacked by a scan, "
-      "rules.with_logical_axes(params_axes)."
+    how += "; for layers stacked by a scan, rules.with_logical_axes(params_axes)."
+    raise SettingError(
+      "axes",
+      "{path} has shape {shape}, which does not tell which axis is contracted. Name {the_axis}",
+      path=repr(path),
+      shape=shape,
+      the_axis=SettingError(
+        "axes", "the axis that the matrix product sums over: " + how, path=repr(path)
+      ),
     )
 
   def assign(self, params: Any, *, partial: bool = False) -> Assignment:

@@ -178,7 +178,7 @@ def fingerprint(place: Place) -> int:
 
   The axis is left out: a layer in a scan and the stacked parameter have different ones.
   """
-  text = repr((place.recipe, place.axis_size, place.pad))
+  text = f"({place.recipe.spelled}, {place.axis_size!r}, {place.pad!r})"
   return zlib.crc32(text.encode()) >> 1
 
 

@@ -6,6 +6,7 @@ paths that are alike -> [group] -> 'encoder/layers_{0..11}/mlp/wi_{0,1}/kernel'
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -37,6 +38,15 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tup
 def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
   """Returns the tree with every leaf replaced by function(path, leaf)."""
   return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
+
+
+def sizes(tree: Any) -> dict[str, int]:
+  """Returns path -> number of entries of each leaf, which may be a shape.
+
+  >>> sizes({"wi": {"kernel": jax.ShapeDtypeStruct((4, 8), "float32")}})
+  {'wi/kernel': 32}
+  """
+  return {path: math.prod(leaf.shape) for path, leaf in flatten(tree)}
 
 
 _Named = list[tuple[tuple[str, ...], list[str]]]  # (words of a name, its paths)

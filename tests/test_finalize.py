@@ -4,6 +4,7 @@ import doctest
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -250,12 +251,45 @@ def test_other_rules_than_the_checkpoints_are_refused_and_both_named(command, tm
   assert "holds" not in command("verify", path, "--rules", str(PLACES))[1]  # the same: fine
 
 
+def test_a_notebook_is_told_of_arguments_where_a_command_names_flags(command, tmp_path):
+  dense = test_plan.write_orbax(tmp_path / "checkpoint_7", {"target": draw()})
+  sparse = Run("mdgf_linear", 4).write(tmp_path / "run")
+  out = tmp_path / "out"
+  verify, finalize = nms.runs.verify, nms.runs.finalize
+  early, other = (sparse, out), (sparse, {"ff": "1:2"})
+  for do, given, flags, said, flag in (
+    (verify, (dense,), [], "n:m, rules={'ff': '1:8'}", "n:m, --rules \"{'ff': '1:8'}\"\n"),
+    (verify, (dense, {"ff": "4:1"}), ["--rules"], "rules, 'ff': '4:1'", ": --rules, 'ff': '4:1'"),
+    (verify, (dense, {"(": "1:4"}), ["--rules"], "Rules: a place has '('", "--rules: a place is"),
+    (
+      verify,
+      other,
+      ["--rules"],
+      "but rules says {'ff': '1:2'}: leave rules",
+      "leave --rules out\n",
+    ),
+    (finalize, early, [], "or add early=True", "or add --early\n"),
+  ):
+    with pytest.raises(ValueError, match=re.escape(said)) as e:
+      do(*given)
+    assert "--" not in str(e.value)
+    first, *rest = given
+    code, text = command(do.__name__, first, *flags, *rest)
+    assert code == 1 and flag in text and text.count("\n") == 1
+
+
 def test_a_stacked_kernel_needs_its_axis(command, tmp_path):
   tree = {"target": {"encoder": {"mlp": {"wi": {"kernel": draw_stacked()}}}}}
   path = test_plan.write_orbax(tmp_path / "checkpoint_1", tree)
   flags = ["--rules", "{'ff': '1:4'}"]
   code, text = command("verify", path, *flags)
-  assert code == 1 and "which axis is contracted" in text and "--axes" in text
+  assert code == 1 and text.endswith(
+    "does not tell which axis is contracted. Name it: --axes \"{'.*/mlp/.*/kernel': 0}\"\n"
+  )
+  with pytest.raises(
+    ValueError, match=r"Name the axis that .* sums over: Rules\(\.\.\., axes=\{'enc"
+  ):
+    nms.runs.verify(path, {"ff": "1:4"})
   _, report = command("verify", path, *flags, "--axes", "{'.*/kernel': 0}")
   assert [(p["axis"], p["groups"]) for p in report["places"]] == [(0, 2 * 3 * 4)]
 

@@ -270,7 +270,9 @@ def test_what_the_config_does_not_say_is_told(tmp_path, report, call):
   assert report(other, *told)["runs"][0]["published"]["row"] == row["row"]
   for flag, value in (("--recipe", "idp"), ("--pattern", "1:8"), ("--dense-steps", "0")):
     code, _, err = call(other, flag, value)
-    assert code == 1 and f"{flag} says" in err
+    assert code == 1 and f"{other}: {flag} says" in err
+  with pytest.raises(ValueError, match=f"^{re.escape(str(other))}: recipe says idp, but the run's"):
+    scores.rows.tell(results.read(str(other)), recipe="idp")
 
 
 def test_mini_glue_and_t5s_own_tasks(tmp_path, report, call):
@@ -344,6 +346,9 @@ def test_runs_that_were_trained_otherwise_are_not_joined(change, said, tmp_path,
   other = singles(tmp_path, row, settings_of(row) | change, ("rte",))
   code, out, err = call("--join", "mine", *one, *other)
   assert code == 1 and not out and re.search(said, err) and err.count("\n") == 1, err
+  assert err.startswith("nm-sparsity glue score: --join mine: ")
+  with pytest.raises(ValueError, match=f"^mine: .*{said}"):
+    results.join("mine", [results.read(str(path)) for path in [*one, *other]])
 
 
 def test_what_else_cannot_be_joined(tmp_path, call):

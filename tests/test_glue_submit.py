@@ -283,6 +283,8 @@ def test_a_file_that_was_named_is_never_passed_over(folder, call, tmp_path):
   for path in (tmp_path / "weird.jsonl", f"{tmp_path}/./weird.jsonl"):
     code, _, err, _ = call(folder, path)
     assert code == 1 and "its name does not say the task. Name it: --task TASK=FILE" in err
+    with pytest.raises(ValueError, match=r"the task. Name it: named=\[\(TASK, FILE\)\]$"):
+      submission.find([str(path)])
 
 
 def test_a_file_tells_its_task_by_name_or_is_told(folder, call, tmp_path):
@@ -311,6 +313,8 @@ def test_mini_glue_is_meant_or_refused(folder, call, tmp_path):
   (tmp_path / name_of("rte", mini=True)).write_text(lines_of(rows))
   code, _, err, target = call(tmp_path)
   assert code == 1 and "--mini makes a zip to try out" in err and not target.exists()
+  with pytest.raises(ValueError, match="is mini-GLUE: mini=True makes a zip to try out$"):
+    submission.find([str(tmp_path)])
   code, report, _, target = call(tmp_path, "--mini")
   assert not code and list(report["files"]) == ["RTE.tsv"]
   assert call("--validate", target, "--mini", out=False)[0] == 0

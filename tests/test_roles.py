@@ -1,13 +1,15 @@
 """Places by name: what each family calls its kernels, and what others read of it."""
 
 import doctest
+import types
 
 import jax.numpy as jnp
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import flops, roles
+from nm_sparsity_jax import flops, roles, trees
 from nm_sparsity_jax.flops import costs, ops, shapes
+from nm_sparsity_jax.plan import places
 
 
 @pytest.fixture
@@ -139,11 +141,47 @@ def test_a_shape_from_outside_brings_its_own_words(families):
 
   cost = flops.inference(Own(), {"block/mix": 0.5})
   assert cost.flops == 24 and cost.select("mix").flops == 8 and cost.select("block").params == 12
-  with pytest.raises(ValueError, match="unknown place 'other'"):
+  with pytest.raises(ValueError, match="unknown place 'other'.* one or more of .*cross/, block/"):
     flops.inference(Own(), {"other": 0.5})
 
 
-@pytest.mark.parametrize("module", [roles, ops, shapes, costs])
+def test_a_plan_names_the_words_of_a_family_from_outside(families):
+  roles.register(OWN)
+  recipe = nms.recipe("sr_ste", pattern="1:2", phases=nms.Phases(total=4))
+  rules = nms.Rules({"mxi": recipe}, roles={"mine": "a/.*"})
+  found = types.SimpleNamespace(errors=[])
+  places.assign(found, rules, {"block_0": {"fc1": {"kernel": jnp.zeros((4, 2))}}})
+  (said,) = found.errors
+  assert (
+    "(ff, q, k, v, o, mix, qk, qkv, mine; with encoder/, decoder/, self/, cross/, late/" in said
+  )
+
+
+def test_a_plan_tells_like_mistakes_once_by_all_their_names():
+  recipe = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=4))
+  layers = {f"layers_{i}": {"mlp": {"wi": {"kernel": jnp.zeros((6, 8))}}} for i in range(3)}
+  found = types.SimpleNamespace(errors=[])
+  places.assign(found, nms.Rules({"ff": recipe}), {"encoder": layers})
+  (said,) = found.errors
+  name = "encoder/layers_{0..2}/mlp/wi/kernel"
+  assert said.startswith(f"{name}: axis 0 has length 6") and said.endswith(f"axes={{{name}: 1}}).")
+
+
+def test_kernels_of_a_network_by_what_rules_chose():
+  shape = flops.T5Shape(layers=1, embed=8, mlp=16, heads=1, input_length=1, target_length=1)
+  recipe = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=4))
+  wi, head = "encoder/layers_0/mlp/wi_0/kernel", "head/kernel"
+  params = {path: jnp.zeros((8, 16)) for path in (wi, head)}
+  assigned = nms.Rules({"ff": recipe}).assign(params).places
+  found, lost = flops.kernels(shape, assigned, trees.sizes(params))
+  assert lost == "" and found == [
+    flops.Kernel(op="encoder/wi_0", params=128, axis=8, recipe=recipe)
+  ]
+  both = nms.Rules({"ff": recipe, head: recipe}).assign(params).places
+  assert flops.kernels(shape, both, trees.sizes(params)) == (found, head)
+
+
+@pytest.mark.parametrize("module", [roles, trees, ops, shapes, costs])
 def test_doctests(module):
   found = doctest.testmod(module)
   assert found.attempted and not found.failed

@@ -5,6 +5,7 @@ Every statement is read from the source, so an import inside a function counts a
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -117,6 +118,103 @@ def test_no_room_is_larger_than_its_share():
   total = sum(sizes.values())
   large = {room: f"{n} of {total} lines" for room, n in sizes.items() if n > SHARE * total}
   assert not large
+
+
+# --- the page about them ------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+NO_IDEA = {"_version", "t5"}  # a number, and the old name of a room
+
+
+def test_the_page_names_every_room_in_the_order_of_imports():
+  told = []
+  for cell in re.findall(r"^\| (`.*?`) \|", PAGE, re.MULTILINE):
+    told += [word.rstrip("/") for word in re.findall(r"`([\w/]+)`", cell)]
+  rooms = [room for room in told if room in ORDER]
+  assert sorted(rooms) == sorted(set(ORDER) - NO_IDEA), "name the new room on the page"
+  known = {room for room, *_ in FILES}
+  upward = [
+    f"{room} stands above {there}"
+    for room, _, _, there in imports()
+    if {room, there} <= {*rooms} & known and rooms.index(there) > rooms.index(room)
+  ]
+  assert not upward
+
+
+def test_the_page_is_short():
+  assert len(PAGE.splitlines()) <= 200
+  wide = [line for line in PAGE.splitlines() if len(line) > 115 and not line.startswith("|")]
+  assert not wide, "a long line is two lines"
+
+
+# --- said once ----------------------------------------------------------------------------------
+
+# A function that stands twice, and why.
+MAY_BE_TWICE = {"__getattr__": "each package that imports lazily has its own"}
+
+
+def source_of(node):
+  """The code of a function without its docstring."""
+  first, *rest = node.body
+  is_doc = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+  return [ast.unparse(line) for line in (rest if is_doc else node.body)]
+
+
+def test_no_function_is_written_twice():
+  found: dict[str, list[str]] = {}
+  for _, file, tree in FILES:
+    for name, node in functions(tree):
+      code = source_of(node)
+      if len(code) > 1 and name not in MAY_BE_TWICE:
+        found.setdefault("\n".join(code), []).append(f"{file}: {name}")
+  assert [places for places in found.values() if len(places) > 1] == []
+
+
+def test_no_table_is_written_twice():
+  found: dict[str, list[str]] = {}
+  for _, file, tree in FILES:
+    for node in tree.body:
+      value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+      if isinstance(value, ast.Dict) and value.keys:
+        found.setdefault(ast.unparse(value), []).append(f"{file}:{node.lineno}")
+  assert [places for places in found.values() if len(places) > 1] == []
+
+
+def test_columns_line_up_by_one_helper():
+  own = {"nm_sparsity_jax/text.py", "nm_sparsity_jax/plan/text.py"}  # the second: a fixed width
+  pads = [
+    f"{file}:{node.lineno}"
+    for _, file, tree in FILES
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute) and node.attr in ("ljust", "rjust") and file not in own
+  ]
+  assert not pads, "use text.columns"
+
+
+# Remarks are plain values, which a command and a notebook both print.
+MAY_NAME_FLAGS = {"nm_sparsity_jax/scores/published.py", "nm_sparsity_jax/scores/submission.py"}
+
+
+def flags_of_commands():
+  """The flags that commands put in place of the names in errors of the library."""
+  for room, _, tree in FILES:
+    for node in tree.body if room == "commands" else ():
+      if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FLAGS":
+        yield from re.findall(r"--[a-z-]+", ast.unparse(node))
+
+
+def test_no_library_room_tells_a_notebook_of_a_flag():
+  flags = {*flags_of_commands(), "--plot", "--png"}
+  assert {"--rules", "--early", "--join", "--task"} < flags
+  told = [
+    f"{file}:{node.lineno}: {node.value}"
+    for room, file, tree in FILES
+    if room not in ("commands", "cli", "quickstart") and file not in MAY_NAME_FLAGS
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    if flags & {*re.findall(r"--[a-z-]+", node.value)} and "\n" not in node.value
+  ]
+  assert not told
 
 
 _BRANCH = (

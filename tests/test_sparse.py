@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import opt_states, optim, recipes
+from nm_sparsity_jax import opt_states, optim, recipes, stored
 from nm_sparsity_jax.recipes import RECIPES
 
 pytestmark = [
@@ -740,6 +740,30 @@ def test_equal_rules_have_one_fingerprint():
   # In another process too: checkpoints hold it.
   one = nms.Rules({"ff": nms.recipe("mdgf_linear", pattern="1:8", phases=nms.Phases(total=10))})
   assert one.fingerprint == 1452790427
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Quiet(nms.Recipe):
+  """A recipe of a user's own, whose repr says where it lies in memory."""
+
+  name = "quiet"
+  pattern: nms.NM
+  phases: nms.Phases
+  scale: float = 1.0
+
+
+def test_a_fingerprint_does_not_hang_on_a_repr():
+  """Before, a run with such a recipe could not go on in another process."""
+  of = lambda **fields: nms.Rules({"a/kernel": Quiet(pattern="2:8", phases=PHASES, **fields)})
+  assert repr(of()) != repr(of()) and of().fingerprint == of().fingerprint
+  assert of(scale=2.0).fingerprint != of().fingerprint
+  place = lambda rules: rules.place("a/kernel", (8, 2))
+  assert stored.fingerprint(place(of())) == stored.fingerprint(place(of()))
+  tx = nms.sparse(sgd(), of())
+  opt = tx.init(params_of())
+  assert nms.step_count(opt, of()) == 0
+  for recipe in MIXED.places.values():
+    assert recipe.spelled == repr(recipe)
 
 
 def test_finalize_waits_for_the_end_of_every_schedule():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nm_sparsity_jax.text import printable
@@ -13,6 +12,16 @@ from nm_sparsity_jax.text import printable
 if TYPE_CHECKING:
   from nm_sparsity_jax.rules import Rules
   from nm_sparsity_jax.runs.checkpoint import Stored
+
+
+# What errors of `runs` name -> what a user of the command line types.
+FLAGS: Mapping[str, str] = {
+  "rules": "--rules",
+  "some_rules": "--rules \"{'ff': '1:8'}\"",
+  "a place has": "--rules: a place is",
+  "the_axis": "it: --axes \"{'.*/mlp/.*/kernel': 0}\"",
+  "early": "--early",
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -45,19 +54,6 @@ def _table(flag: str, text: str | None) -> Mapping[str, Any] | None:
     example = "{'ff': '1:8'}" if flag == "--rules" else "{'.*/mlp/.*/kernel': 0}"
     raise ValueError(f'{flag}={text} is not a dict; strings need quotes: {flag} "{example}"')
   return table
-
-
-@contextlib.contextmanager
-def by_flag() -> Iterator[None]:
-  """Names the flag where settings are refused by the name of their macro; quiets Orbax' threads."""
-  from nm_sparsity_jax import configure
-  from nm_sparsity_jax.runs import checkpoint
-
-  try:
-    with checkpoint.quiet_threads():
-      yield
-  except configure.SettingsError as e:
-    raise ValueError(str(e).replace("SPARSITY_RULES", "--rules")) from e
 
 
 def head(stored: Stored, rules: Rules, asked: str) -> str:

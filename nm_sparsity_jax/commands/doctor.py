@@ -21,6 +21,7 @@ import dataclasses
 import json
 
 from nm_sparsity_jax import environment
+from nm_sparsity_jax.text import columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +47,12 @@ def run(args: argparse.Namespace) -> int:
     told = [dataclasses.asdict(finding) for finding in findings]
     print(json.dumps({"ok": ok, "for": purpose, "findings": told}, indent=2))
     return 0 if ok else 1
-  width = max(len(f.name) for f in findings)
+  marks = {"ok": "ok ", "bad": "BAD", "warn": "!  "}
+  rows = []
   for f in findings:
-    mark = {"ok": "ok ", "bad": "BAD", "warn": "!  "}[f.status]
-    print(f"{mark} {f.name.ljust(width)}  {f.text}")
-    if f.remedy:
-      print(f"    {' ' * width}  -> {f.remedy}")
+    rows.append((f"{marks[f.status]} {f.name}", f.text))
+    rows += [("", f"-> {f.remedy}")] * bool(f.remedy)
+  print("\n".join(columns(rows)))
   bad, warned = (sum(f.status == kind for f in findings) for kind in ("bad", "warn"))
   but = f", but see {warned} marked with !" if warned else ""
   print(f"\n{bad} to fix for {purpose}." if bad else f"\nReady for {purpose}{but}.")

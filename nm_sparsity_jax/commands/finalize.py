@@ -29,6 +29,9 @@ if TYPE_CHECKING:
   from nm_sparsity_jax.runs.proof import Removed
 
 
+FLAGS = _rules.FLAGS
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and where to write."""
   parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
@@ -45,9 +48,10 @@ def run(args: argparse.Namespace) -> int:
   """Makes zeros, writes, proves, prints."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
+  from nm_sparsity_jax.runs import checkpoint
 
   _imports.load(args)
-  with _rules.by_flag():
+  with checkpoint.quiet_threads():
     made = runs.finalize(args.checkpoint, args.out, early=args.early, **_rules.given(args))
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))

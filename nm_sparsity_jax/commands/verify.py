@@ -21,6 +21,8 @@ import os
 
 from nm_sparsity_jax.commands import _imports, _rules
 
+FLAGS = _rules.FLAGS
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the checkpoint, and its rules where it does not hold them."""
@@ -34,9 +36,10 @@ def run(args: argparse.Namespace) -> int:
   """Prints what was found."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
+  from nm_sparsity_jax.runs import checkpoint
 
   _imports.load(args)
-  with _rules.by_flag():
+  with checkpoint.quiet_threads():
     proof = runs.verify(args.checkpoint, **_rules.given(args))
   if args.json:
     print(json.dumps(proof.as_dict(), indent=2))

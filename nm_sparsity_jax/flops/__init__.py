@@ -15,11 +15,11 @@ priced in milliseconds. What is counted:
   arithmetic; what hardware makes of it is measured elsewhere.
 """
 
-from nm_sparsity_jax.flops.costs import Kernel, Priced, inference, price, training
+from nm_sparsity_jax.flops.costs import Kernel, Priced, inference, kernels, price, training
 from nm_sparsity_jax.flops.ops import Cost, Op, Shape
 from nm_sparsity_jax.flops.shapes import T5Shape, ViTShape
 
 __all__ = [
-    "Cost", "Kernel", "Op", "Priced", "Shape", "T5Shape", "ViTShape", "inference", "price",
-    "training",
+    "Cost", "Kernel", "Op", "Priced", "Shape", "T5Shape", "ViTShape", "inference", "kernels",
+    "price", "training",
 ]  # fmt: skip

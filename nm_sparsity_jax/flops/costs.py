@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from nm_sparsity_jax import roles
 from nm_sparsity_jax.flops.ops import Cost, Op, Shape, covers, is_int
 
 
@@ -176,6 +177,36 @@ class Kernel:
   params: int
   axis: int
   recipe: Recipe
+
+
+class Place(Protocol):
+  """What is read of a place: `rules.assign(params).places` has them by path."""
+
+  @property
+  def axis_size(self) -> int: ...
+
+  @property
+  def recipe(self) -> Recipe: ...
+
+
+def kernels(
+  shape: Shape, places: Mapping[str, Place], sizes: Mapping[str, int]
+) -> tuple[list[Kernel], str]:
+  """Returns the sparse parameters of a network, and the first that no operation counts, or "".
+
+      found, lost = flops.kernels(shape, rules.assign(params).places, sizes)
+
+  Args:
+    shape: of the network.
+    places: path -> what is sparse there.
+    sizes: path -> number of weights.
+  """
+  ops, found = {op.name for op in shape.ops()}, []
+  for path, place in places.items():
+    if (name := roles.op_of(path, ops)) is None:
+      return found, path
+    found.append(Kernel(op=name, params=sizes[path], axis=place.axis_size, recipe=place.recipe))
+  return found, ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -111,17 +111,18 @@ def covers(key: str, op: Op, ops: Sequence[Op], prunable: bool = True) -> bool:
       and the word may be left out, as in 'encoder'.
   """
   words = _words(ops, prunable)
-  places = {*roles.narrowing(), *(part for o in ops for part in o.place.split("/"))}
+  parts = (part for o in ops for part in o.place.split("/"))
+  places = dict.fromkeys([*roles.narrowing(), *parts])
   *prefix, last = key.split("/")
   if last not in words and not prunable:
     prefix.append(last)
     named: Sequence[str] = (op.role,)
   else:
     named = words.get(last, ())
-  if not named or not set(prefix) <= places:
+  if not named or not set(prefix) <= {*places}:
     raise ValueError(
-      f"unknown place {key!r}: known are {', '.join(words)}, each optionally after "
-      "'encoder/', 'decoder/', 'self/', 'cross/' or 'decoder/cross/'."
+      f"unknown place {key!r}: known are {', '.join(words)}, each optionally after one or more of "
+      f"{', '.join(f'{place}/' for place in places)}."
     )
   return op.role in named and set(prefix) <= set(op.place.split("/"))
 

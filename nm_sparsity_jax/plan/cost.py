@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nm_sparsity_jax import flops, roles, workloads
+from nm_sparsity_jax import flops, trees, workloads
 from nm_sparsity_jax.places import Assignment
-from nm_sparsity_jax.plan import model, places
+from nm_sparsity_jax.plan import model
 from nm_sparsity_jax.plan.findings import Findings
 
 _T5_ALONE = "they are known only for encoder-decoders like T5"
@@ -25,19 +25,15 @@ def cost(
   """
   own = type(network).__name__ if isinstance(network, workloads.Workload) else ""
   shape = model.shape_of(network, found.lengths)
-  sizes = places.sizes(params)
+  sizes = trees.sizes(params)
   if shape is None or flops.Cost(shape.ops()).params != sum(sizes.values()):
     whose = f"{own}.shape does not tell them" if own else _T5_ALONE
     found.notes.append(f"no FLOPs: {whose}")
     return None
-  ops, kernels = {op.name for op in shape.ops()}, []
-  for path, place in assignment.places.items():
-    name = roles.op_of(path, ops)
-    if name is None:
-      found.notes.append(f"no FLOPs: {path} has no counterpart in {own or 'T5'}")
-      return None
-    kernel = flops.Kernel(op=name, params=sizes[path], axis=place.axis_size, recipe=place.recipe)
-    kernels.append(kernel)
+  kernels, lost = flops.kernels(shape, assignment.places, sizes)
+  if lost:
+    found.notes.append(f"no FLOPs: {lost} has no counterpart in {own or 'T5'}")
+    return None
   known = found.batch_size or (getattr(network, "batch_size", None) if own else None)
   batch = known or 1
   priced = flops.price(shape, kernels, batch)

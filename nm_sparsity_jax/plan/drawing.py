@@ -18,13 +18,13 @@ def plot(report: Mapping[str, Any], path: str) -> None:
   try:
     import matplotlib
   except ImportError as e:
-    raise ModuleNotFoundError("--plot needs matplotlib: pip install matplotlib") from e
+    raise ModuleNotFoundError("a picture needs matplotlib: pip install matplotlib") from e
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt
 
   schedule = report.get("schedule") or []
   if not schedule:
-    raise ValueError("--plot: there is no schedule to draw")
+    raise ValueError("there is no schedule to draw: the report has none.")
   figure, rows = plt.subplots(
     len(schedule), 1, figsize=(8, 2.6 * len(schedule)), squeeze=False, sharex=True
   )

@@ -13,10 +13,10 @@ from typing import Any
 
 from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.configure import SettingsError
+from nm_sparsity_jax.workloads.t5 import LENGTHS
 
 # What a wrong value makes Python raise, where nobody looked at it first.
 _PYTHONS = (AttributeError, LookupError, TypeError, NameError, AssertionError, ArithmeticError)
-LENGTHS = {"inputs": 512, "targets": 128}  # tokens of an example, unless TASK_FEATURE_LENGTHS says
 
 
 @dataclasses.dataclass

@@ -18,8 +18,9 @@ from typing import Any
 
 from nm_sparsity_jax import flops, workloads
 from nm_sparsity_jax.configure import SettingsError
-from nm_sparsity_jax.plan.findings import LENGTHS, Findings
+from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.workloads.t5 import LENGTHS
 
 
 @dataclasses.dataclass(frozen=True)

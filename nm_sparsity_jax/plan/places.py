@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from nm_sparsity_jax import roles
+from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.trees import alike, flatten, group
+from nm_sparsity_jax.trees import alike, group
 
 
 def assign(found: Findings, rules: Rules, params: Any) -> Assignment:
@@ -18,21 +18,21 @@ def assign(found: Findings, rules: Rules, params: Any) -> Assignment:
   examined = rules.examine(params)
   failed: dict[str, list[str]] = {}
   for path, error in examined.failed.items():
-    failed.setdefault(str(error).replace(repr(path), "PATH"), []).append(path)
-  for text, paths in failed.items():
-    found.errors.append(text.replace("PATH", names(paths, words=True)))
+    failed.setdefault(_told(error, ""), []).append(path)
+  for paths in failed.values():
+    found.errors.append(_told(examined.failed[paths[0]], names(paths, words=True)))
   if examined.idle:
     found.errors.append(
       f"rules that match no parameter: {', '.join(map(repr, examined.idle))}. A place is a role "
-      "(ff, q, k, v, o, qk, qkv; with encoder/, decoder/, self/, cross/ before it) or a regex for "
-      "a whole path"
+      f"({', '.join(roles.regexes(rules.roles))}; with {roles.narrowing_text()} before it) or a "
+      "regex for a whole path"
     )
   return examined.assignment
 
 
-def sizes(params: Any) -> dict[str, int]:
-  """Returns path -> number of weights."""
-  return {path: math.prod(leaf.shape) for path, leaf in flatten(params)}
+def _told(error: ValueError, path: str) -> str:
+  """Returns the text of a mistake at some parameters, under a name of all of them."""
+  return error.told({"path": path}) if isinstance(error, SettingError) else str(error)
 
 
 def names(paths: Sequence[str], words: bool = False) -> str:

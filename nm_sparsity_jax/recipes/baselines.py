@@ -9,12 +9,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from nm_sparsity_jax import masks, schedules
+from nm_sparsity_jax import masks
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes.base import NAN, Recipe
 from nm_sparsity_jax.recipes.curves import is_number
-from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
+from nm_sparsity_jax.recipes.levels import leveled_mask, stepwise, value_at, when
 from nm_sparsity_jax.schedules import Phases, Segment, as_step
 
 # --- stored masks --------------------------------------------------------------------------------
@@ -263,15 +263,12 @@ class Idp(Recipe):
   pattern: NM
   phases: Phases
   lam: float = 2e-4
+  levels = stepwise
 
   def __post_init__(self):
     super().__post_init__()
     _check_lam(self)
     self.levels()
-
-  def levels(self, axis_size=None):
-    del axis_size
-    return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
 
   def chosen(self, w, step, axis, stored):
     return leveled_mask(self.levels(), w, step, axis, parent=_given(self, w, stored))

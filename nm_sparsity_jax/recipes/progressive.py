@@ -7,12 +7,13 @@ Transformers", CPAL 2025, arXiv:2402.04744.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nm_sparsity_jax import schedules
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import curves
 from nm_sparsity_jax.recipes.base import Recipe
+from nm_sparsity_jax.recipes.levels import stepwise
 from nm_sparsity_jax.schedules import Phases
 
 # What the recipes here are composed of, beside their levels: a decay, by its kind and `beta`.
@@ -21,6 +22,22 @@ _RATE = property(
   lambda self: curves.rate(self.kind, self.beta, self.phases), doc="beta, or what None stands for."
 )
 _KIND = property(lambda self: self.decay_kind, doc="'linear', 'exponential' or None.")
+
+
+def _check(self: Any) -> None:
+  """Checks what all recipes have, and the rate of D: `__post_init__` of one that fades."""
+  Recipe.__post_init__(self)
+  curves.check_decay(self.name, self.kind, self.beta, self.phases)
+
+
+def _check_levels(self: Any) -> None:
+  """Checks also the levels, and whether D falls: `__post_init__` of one that tightens."""
+  if self.decay_kind not in (None, *curves.KINDS):
+    raise ValueError(
+      f"{self.name}(decay_kind={self.decay_kind!r}): choose 'linear', 'exponential' or None."
+    )
+  _check(self)
+  self.levels()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +59,7 @@ class MdgfLinear(Recipe):
   phases: Phases
   beta: float | None = None
   gradient: str | None = None
-  curve, rate = _CURVE, _RATE
-
-  def __post_init__(self):
-    super().__post_init__()
-    curves.check_decay(self.name, self.kind, self.beta, self.phases)
+  curve, rate, __post_init__ = _CURVE, _RATE, _check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,11 +81,7 @@ class MdgfExponential(Recipe):
   phases: Phases
   beta: float | None = None
   gradient: str | None = None
-  curve, rate = _CURVE, _RATE
-
-  def __post_init__(self):
-    super().__post_init__()
-    curves.check_decay(self.name, self.kind, self.beta, self.phases)
+  curve, rate, __post_init__ = _CURVE, _RATE, _check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,17 +105,8 @@ class SdgfStepwise(Recipe):
   beta: float | None = None
   gradient: str | None = None
   decay_kind: str | None = None
-  kind, curve, rate = _KIND, _CURVE, _RATE
-
-  def __post_init__(self):
-    _check_kind(self.name, self.decay_kind)
-    super().__post_init__()
-    curves.check_decay(self.name, self.kind, self.beta, self.phases)
-    self.levels()
-
-  def levels(self, axis_size=None):
-    del axis_size
-    return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
+  kind, curve, rate, __post_init__ = _KIND, _CURVE, _RATE, _check_levels
+  levels = stepwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,19 +135,8 @@ class SdgfGeometric(Recipe):
   gradient: str | None = None
   decay_kind: str | None = None
   k: int = 16
-  kind, curve, rate = _KIND, _CURVE, _RATE
-
-  def __post_init__(self):
-    _check_kind(self.name, self.decay_kind)
-    super().__post_init__()
-    curves.check_decay(self.name, self.kind, self.beta, self.phases)
-    self.levels()
+  kind, curve, rate, __post_init__ = _KIND, _CURVE, _RATE, _check_levels
 
   def levels(self, axis_size=None):
     levels = schedules.geometric_levels(self.pattern, self.k, axis_size)
     return schedules.share_phase(levels, self.phases)
-
-
-def _check_kind(name: str, kind: str | None) -> None:
-  if kind not in (None, *curves.KINDS):
-    raise ValueError(f"{name}(decay_kind={kind!r}): choose 'linear', 'exponential' or None.")

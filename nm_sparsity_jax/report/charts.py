@@ -283,7 +283,7 @@ def png(chart: Chart, names: Sequence[str], path: pathlib.Path) -> None:
   try:
     import matplotlib
   except ImportError as e:
-    raise ModuleNotFoundError("--png needs matplotlib: pip install matplotlib") from e
+    raise ModuleNotFoundError("a picture needs matplotlib: pip install matplotlib") from e
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt
 

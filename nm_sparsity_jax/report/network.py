@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -72,24 +71,19 @@ def kernels_of(
   Raises:
     ValueError: nothing tells the parameters, or the shape has no operation for one.
   """
-  from nm_sparsity_jax import flops, plan, roles, trees
+  from nm_sparsity_jax import flops, plan, trees
   from nm_sparsity_jax.models.t5 import Transformer
 
   params = trained.shapes_of(folder)
   if params is None:
     params, axes = plan.shapes(Transformer(_t5(gin)[0]))
     rules = rules.with_logical_axes(axes)
-  sizes = {path: math.prod(leaf.shape) for path, leaf in trees.flatten(params)}
-  ops = {op.name for op in shape.ops()}
+  sizes = trees.sizes(params)
   if flops.Cost(shape.ops()).params != sum(sizes.values()):
     raise ValueError("its parameters are not those of the network that config.gin or run.json says")
-  kernels = []
-  for path, place in rules.assign(params).places.items():
-    if (name := roles.op_of(path, ops)) is None:
-      raise ValueError(f"{path} is no part of an operation whose cost is known")
-    kernels.append(
-      flops.Kernel(op=name, params=sizes[path], axis=place.axis_size, recipe=place.recipe)
-    )
+  kernels, lost = flops.kernels(shape, rules.assign(params).places, sizes)
+  if lost:
+    raise ValueError(f"{lost} is no part of an operation whose cost is known")
   return kernels
 
 

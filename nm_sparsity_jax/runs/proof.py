@@ -35,11 +35,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax import apply, configure, roles, rules_text
+from nm_sparsity_jax import apply, roles, rules_text
+from nm_sparsity_jax.errors import SettingError
+from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.places import Assignment, Place
+from nm_sparsity_jax.recipes import Recipe, SrSte
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
+from nm_sparsity_jax.schedules import Phases
 from nm_sparsity_jax.text import printable
 
 _STATE = "flax_mutables/nm_sparsity"
@@ -214,25 +218,43 @@ def _opened(path: str | os.PathLike | Stored) -> Stored:
 def _rules(stored: Stored, given: Given, axes: Mapping[str, Any] | None) -> Rules:
   """Returns the checkpoint's own rules, or those given; where there are both, they must agree."""
   if given is not None and not isinstance(given, Rules):
-    # Any recipe will do: without a run there is only the pattern, taken by magnitude.
-    given = configure.rules(given, "sr_ste", sparse_steps=1, axes=axes)
-  elif given is not None:
+    given = _by_magnitude(given)
+  if given is not None:
     given = given.with_axes(axes or {})
   if stored.rules is None:
     if given is not None:
       return given
-    raise ValueError(
-      f"{stored.path} holds no rules, since no sparse run wrote it: say what should be n:m, "
-      "--rules \"{'ff': '1:8'}\""
+    raise SettingError(
+      "rules",
+      "{path} holds no rules, since no sparse run wrote it: say what should be n:m, {some_rules}",
+      path=stored.path,
+      some_rules="rules={'ff': '1:8'}",
     )
   own = rules_text.parse(stored.rules)
   pairs = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
   if given is not None and pairs(own) != pairs(given):
-    raise ValueError(
-      f"{stored.path} was trained with the rules {pairs(own)}, but --rules says "
-      f"{pairs(given)}: leave --rules out"
+    raise SettingError(
+      "rules",
+      "{path} was trained with the rules {own}, but {rules} says {given}: leave {rules} out",
+      path=stored.path,
+      own=pairs(own),
+      given=pairs(given),
     )
   return own.with_axes(axes or {})
+
+
+def _by_magnitude(places: Mapping[str, Any]) -> Rules:
+  """Returns rules of patterns alone: without a run there is no more, and magnitude decides."""
+  made: dict[str, Recipe] = {}
+  for place, given in places.items():
+    if isinstance(given, Recipe):
+      made[place] = given
+      continue
+    try:
+      made[place] = SrSte(pattern=NM.parse(given), phases=Phases(total=1))
+    except ValueError as e:
+      raise SettingError("rules", "{rules}, {place!r}: {why}", place=place, why=e) from e
+  return Rules(made)
 
 
 def _assign(stored: Stored, rules: Rules) -> Assignment:
@@ -253,9 +275,7 @@ def _assign(stored: Stored, rules: Rules) -> Assignment:
         f"the rules of this checkpoint name the role {lost!r}, which is not registered: import "
         "the module that registers it (commands: --import MODULE)."
       ) from e
-    text, is_stacked, _ = str(e).partition(" Name the axis that")
-    hint = " Name it: --axes \"{'.*/mlp/.*/kernel': 0}\"" if is_stacked else ""
-    raise ValueError(text + hint) from e
+    raise
   if not assignment.places:
     raise ValueError(f"the rules leave all of {stored.path} dense: there is nothing to prove")
   return assignment
@@ -305,8 +325,12 @@ def _refuse_early(stored: Stored, assignment: Assignment) -> None:
   if step is None:
     return  # of no sparse run
   if ahead := apply.unfinished(assignment, step):
-    raise ValueError(
-      f"{stored.path} is at sparse step {ahead}. Take a later checkpoint, or add --early"
+    raise SettingError(
+      "early",
+      "{path} is at sparse step {ahead}. Take a later checkpoint, or add {early}",
+      path=stored.path,
+      ahead=ahead,
+      early="early=True",
     )
 
 

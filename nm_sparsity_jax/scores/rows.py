@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue
+from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.runs import results
 from nm_sparsity_jax.scores import published
 
@@ -77,8 +78,13 @@ def tell(
   for name, value in (("recipe", recipe), ("places", places), ("dense_steps", dense_steps)):
     known = getattr(run, name)
     if value is not None and known is not None and known != value:
-      flag = {"recipe": "--recipe", "places": "--pattern", "dense_steps": "--dense-steps"}[name]
-      raise ValueError(f"{run.path}: {flag} says {value}, but the run's config says {known}")
+      raise SettingError(
+        name,
+        f"{{path}}: {{{name}}} says {{value}}, but the run's config says {{known}}",
+        path=run.path,
+        value=value,
+        known=known,
+      )
     if value is not None:
       setattr(run, name, value)
 
