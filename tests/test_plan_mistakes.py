@@ -22,6 +22,55 @@ TASK = dict(
 )  # fmt: skip
 
 
+# --- evaluations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "name, where", [("eval", "EVAL_OUTPUT_DIR"), ("infer", "INFER_OUTPUT_DIR")]
+)
+def test_a_plan_of_an_evaluation_tells_what_an_evaluation_costs(run, tmp_path, name, where):
+  """It was refused as a program, and where it was not, it priced a training of guessed lengths."""
+  pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
+  files = ("model.gin", f"gin_configs/runs/local_{name}.gin")
+  paths = {"CHECKPOINT_PATH": "nowhere", where: str(tmp_path / "found")}
+  macros = {**SETTINGS, **TASK, **paths}
+  flags = [f"{test_plan.OURS}.vocab_size = 384"]
+  for lengths in (None, {"inputs": 8, "targets": 4}) if name == "eval" else ({"inputs": 8},):
+    _, report = run(files=files, raw=flags, **macros | {"TASK_FEATURE_LENGTHS": lengths})
+    assert report["errors"] == ["there is no checkpoint 'nowhere'"]
+    cost = report["cost"]
+    assert cost["training"] is None and "loss" not in report and "learning_rate" not in report
+    assert (cost["inference"] is None) == (lengths is None) and cost["parameters"]["kept"]
+    text = plan.render(report)
+    assert "training " not in text and "guessed" not in text and "lambda" not in text
+    assert ("FLOPs" in text) == (lengths is not None) and "parameters" in text
+
+
+# --- misspelt arguments -------------------------------------------------------------------------
+
+
+def test_a_misspelt_argument_of_a_function_is_an_error(run):
+  one = test_plan.OURS
+  code, report = run(raw=[f"{one}.emb_dims=8", f"{one}.colour=8"], **SETTINGS)
+  assert code == 1 and report["errors"] == [
+    f"{one}.emb_dims = 8: {one} has no argument 'emb_dims'; did you mean emb_dim?",
+    f"{one}.colour = 8: {one} has no argument 'colour'",
+  ]
+
+
+@pytest.mark.t5x
+def test_a_misspelt_argument_of_t5x_is_an_error(run_t5x):
+  """T5X's run would refuse it too, without a word about what was meant."""
+  wrong = {"train_script.train.eval_perod": 3, "utils.SaveCheckpointConfig.perod": 3}
+  code, report = run_t5x(**FINETUNE, **wrong)
+  assert code == 1
+  for name, value in wrong.items():
+    function, _, argument = name.rpartition(".")
+    meant = argument.replace("perod", "period")
+    said = f"{name} = {value}: {function} has no argument {argument!r}; did you mean {meant}?"
+    assert said in report["errors"]
+
+
 # --- the order of files -------------------------------------------------------------------------
 
 # As T5X's own model files: a macro that must be set, and T5X's own model.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util  # gin uses it and forgets to import it
+import inspect
 import logging
 import os
 import pathlib
@@ -24,7 +25,7 @@ from typing import Any
 from nm_sparsity_jax.gin_files import guard
 from nm_sparsity_jax.gin_files.bound import PROGRAMS, Bound
 from nm_sparsity_jax.gin_files.folders import macros_of_files, not_found
-from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, message, quote, unread
+from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, lacks, message, quote, unread
 from nm_sparsity_jax.gin_files.order import Order
 
 # The run files of its programs, as an error names them.
@@ -148,7 +149,16 @@ class Config(Bound):
           hint = "; T5X is not installed, or without its gin files (docs/t5x.md)"
       self.errors.append(f"{what}: {text}{hint}" if what not in text else text + hint)
     except Exception as e:
-      self.errors.append(f"{what}: {message(e)}")
+      self.errors.append(f"{what}: {message(e)}{self._meant(e)}")
+
+  def _meant(self, error: Exception) -> str:
+    """Returns advice about a misspelt argument of a function that is known."""
+    name, argument = lacks(error) or ("", "")
+    known = self._gin._REGISTRY.get_match(name) if name else None
+    if known is None:
+      return ""
+    close = difflib.get_close_matches(argument, inspect.signature(known.wrapped).parameters, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
   def _near(self, file: str) -> str:
     """Returns advice about a file of this package that is not there."""

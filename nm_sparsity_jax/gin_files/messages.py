@@ -9,6 +9,19 @@ import difflib
 import re
 from collections.abc import Collection
 
+# gin's words for a function, and for an argument that it lacks.
+_NO_ARGUMENT = re.compile(r"Configurable '(\S+)' doesn't have a parameter named '(\S+)'\.?")
+
+
+def lacks(error: BaseException) -> tuple[str, str] | None:
+  """Returns a function and the argument that it lacks; None for another error.
+
+  Args:
+    error: of gin's.
+  """
+  found = _NO_ARGUMENT.search(str(error))
+  return (found[1], found[2]) if found else None
+
 
 def message(error: BaseException) -> str:
   """Returns the text of an error without gin's account of where it came from."""
@@ -19,6 +32,7 @@ def message(error: BaseException) -> str:
     if place := re.search(r'In file "?([^"\n]+?)"?,? line (\d+)', where[0]):
       text += f" ({place[1]}, line {place[2]})"
   text = re.sub(r"No configurable matching '(\S+)'\.?", _unknown, " ".join(text.split()))
+  text = _NO_ARGUMENT.sub(r"\1 has no argument '\2'", text)
   if found := re.search(r"Ambiguous selector '(\S+)', matches (\[.*?\])", text):  # a KeyError
     place = text.rpartition(" (")[2] if text.endswith(")") else ""
     where = f" ({place}" if place else ""

@@ -17,6 +17,9 @@ def cost(
 ) -> dict[str, Any] | None:
   """Returns the part `cost`; None where the FLOPs of the network are unknown, which is noted.
 
+  An evaluation or predictions have no FLOPs of training, and no FLOPs at all without lengths: a
+  guess would say nothing of their examples.
+
   Args:
     found: of the run.
     network: the flax module, or the workload.
@@ -35,21 +38,23 @@ def cost(
     found.notes.append(f"no FLOPs: {lost} has no counterpart in {own or 'T5'}")
     return None
   known = found.batch_size or (getattr(network, "batch_size", None) if own else None)
-  batch = known or 1
-  priced = flops.price(shape, kernels, batch)
+  priced = flops.price(shape, kernels, known or 1)
   lengths = dict.fromkeys(found.lengths) if own else found.lengths
+  lengths_known = found.config.get("TASK_FEATURE_LENGTHS") is not None
+  once = {"dense": priced.inference_dense, "sparse": priced.inference_sparse}
+  training = {
+    "steps": priced.steps,
+    "batch_size": known or 1,
+    "batch_known": known is not None,
+    "dense": priced.training_dense,
+    "sparse": priced.training_sparse,
+  }
   return {
     "input_length": lengths["inputs"],
     "target_length": lengths["targets"],
-    "lengths_known": found.config.is_set("TASK_FEATURE_LENGTHS"),
-    "inference": {"dense": priced.inference_dense, "sparse": priced.inference_sparse},
-    "training": {
-      "steps": priced.steps,
-      "batch_size": batch,
-      "batch_known": known is not None,
-      "dense": priced.training_dense,
-      "sparse": priced.training_sparse,
-    },
+    "lengths_known": lengths_known,
+    "inference": once if own or lengths_known or found.trains else None,
+    "training": training if found.trains else None,
     "parameters": {
       "dense": priced.params,
       "kept": priced.kept,

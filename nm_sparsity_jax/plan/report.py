@@ -80,7 +80,8 @@ def examine(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
   if made.rules is not None and made.rules.places:
     timelines = found.attempt("schedule", schedule.schedule, found, made.rules, assignment)
     found.parts["schedule"] = timelines
-    found.parts["loss"] = found.attempt("loss", schedule.loss, found, made.rules, made)
+    if found.trains:
+      found.parts["loss"] = found.attempt("loss", schedule.loss, found, made.rules, made)
   if assignment is not None and found.whole:
     found.parts["cost"] = found.attempt("cost", cost, found, made.network, assignment, made.params)
   found.parts["learning_rate"] = found.attempt("learning rate", rates.rate, found)

@@ -144,8 +144,9 @@ def _cost_lines(cost: Mapping[str, Any] | None):
   if cost["input_length"] is None:
     tokens = "one example"
   once, whole, params = cost["inference"], cost["training"], cost["parameters"]
-  yield "inference", f"{_of(once['sparse'], once['dense'], 'FLOPs')} for {tokens}"
-  if whole["steps"]:
+  if once:
+    yield "inference", f"{_of(once['sparse'], once['dense'], 'FLOPs')} for {tokens}"
+  if whole and whole["steps"]:
     run_of = f"{whole['steps']:,} steps of {whole['batch_size']}"
     run_of += "" if whole["batch_known"] else " (BATCH_SIZE is not set: guessed)"
     yield "training", f"{_of(whole['sparse'], whole['dense'], 'FLOPs')} for {run_of}"
