@@ -338,7 +338,7 @@ def _compared_recipe(recipe: Recipe, given: Mapping[str, Any]) -> Iterator[tuple
   """Yields (macro, its value, what a recipe has) for each setting that all places share."""
   if given.get("recipe") is not None:
     yield "RECIPE", given["recipe"], recipe.name
-  if recipe.name == "dense":  # which has no others
+  if isinstance(recipe, Dense):  # which has no others
     return
   for name, (macro, value_in) in _HAS.items():
     if given.get(name) is not None:

@@ -106,8 +106,9 @@ def regexes(more: Mapping[str, str] | None = None) -> dict[str, str]:
     more: roles of one set of rules, which stand before those of families.
   """
   joined = _joined([f.roles for f in _families.values()])
+  single = {**joined, **(more or {})}
   for name, parts in COMPOSITES.items():
-    if known := [joined[part] for part in parts if part in joined]:
+    if known := [single[part] for part in parts if part in single]:
       joined[name] = _either(known)
   return {**joined, **(more or {})}
 

@@ -118,6 +118,11 @@ class Rules:
     return dict(self._roles)
 
   @property
+  def is_dense(self) -> bool:
+    """Returns whether every place stays dense."""
+    return all(isinstance(recipe, Dense) for _, recipe in self._places)
+
+  @property
   def indivisible(self) -> str:
     """Returns what to do when m does not divide the axis."""
     return self._indivisible

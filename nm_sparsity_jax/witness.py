@@ -21,7 +21,6 @@ import numpy as np
 
 from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.places import Assignment, Place
-from nm_sparsity_jax.recipes import Dense
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.trees import flatten
 
@@ -139,7 +138,7 @@ def updated(rules: Rules, what: str, params: Any) -> None:
   """
   _check_updated(rules, what, params)
   told = _seen.applied.get(rules.fingerprint)
-  if all(isinstance(recipe, Dense) for recipe in rules.places.values()):
+  if rules.is_dense:
     return
   if told is None and _seen.applied:
     warn(

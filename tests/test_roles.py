@@ -55,6 +55,15 @@ def test_a_family_from_outside_adds_to_the_vocabulary(families):
   assert roles.single({"mix": "1:2"}, family="own") == {"mix": "1:2"}
 
 
+def test_a_word_for_several_roles_means_those_of_the_rules():
+  """Before, 'qk' went on to mean T5's, though the rules said what 'q' and 'k' are."""
+  recipe = nms.recipe("sr_ste", pattern="1:2", phases=nms.Phases(total=4))
+  own = {"q": r"(.*/)?wq/kernel", "k": r"(.*/)?wk/kernel"}
+  params = {f"w{word}": {"kernel": jnp.zeros((4, 2))} for word in "qkv"}
+  found = nms.Rules({"qk": recipe}, roles=own).assign(params)
+  assert list(found.places) == ["wk/kernel", "wq/kernel"] and found.dense == ("wv/kernel",)
+
+
 def test_families_may_know_one_path(families):
   """T5 has a name for it too, and was registered before: the model's own operation counts."""
   op = {"mlp/wi/kernel": "mlp/in"}.get

@@ -217,6 +217,19 @@ def test_no_library_room_tells_a_notebook_of_a_flag():
   assert not told
 
 
+def test_no_recipe_is_told_by_its_name_outside_their_room():
+  """A recipe of a user's own has another name: ask what it does, or `isinstance`."""
+  told = [
+    f"{file}:{node.lineno}: {ast.unparse(node)}"
+    for room, file, tree in FILES
+    if room != "recipes"
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("recipe.name")
+    if any(isinstance(found, ast.Constant) for found in ast.walk(node))
+  ]
+  assert not told
+
+
 _BRANCH = (
   ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.BoolOp, ast.comprehension,
   ast.match_case,

@@ -276,7 +276,7 @@ def load_for_evaluation(path: str, model: Model) -> TrainState:
   like = model.state_shapes(optax.identity())
   wanted, where = to_tree(like, rules), to_tree(model.shardings(like), rules)
   if stored.rules is None:
-    if any(recipe.name != "dense" for recipe in rules.places.values()):
+    if not rules.is_dense:
       raise ValueError(
         f"{path!r} is dense: it has no flax_mutables/nm_sparsity, so no sparse step. Evaluate it "
         "with RECIPE = 'dense', or fine-tune it first (gin_configs/runs/local_finetune.gin)."

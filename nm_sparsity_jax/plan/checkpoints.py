@@ -113,7 +113,7 @@ def _refused(
       "and name the dense checkpoint as INITIAL_CHECKPOINT_PATH"
     )
   elif stored.rules is None:
-    if local and all(recipe.name == "dense" for recipe in rules.places.values()):
+    if local and rules.is_dense:
       return False
     how = "RECIPE = 'dense'" if local else "T5X's own model"
     found.errors.append(f"{stored.path} is dense: it has no sparse step. Evaluate it with {how}")

@@ -8,6 +8,7 @@ from nm_sparsity_jax import workloads
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
+from nm_sparsity_jax.recipes import Dense
 from nm_sparsity_jax.rules import Rules
 
 _Timelines = dict[tuple, dict[str, set[int]]]  # (recipe, segments) -> rule -> lengths of its axes
@@ -65,7 +66,7 @@ def _timelines(found: Findings, rules: Rules, assignment: Assignment | None) -> 
     timelines.setdefault(key, {}).setdefault(place.key, set()).add(place.axis_size)
   if assignment is None:
     for name, recipe in rules.places.items():
-      if found.whole or recipe.name != "dense":
+      if found.whole or not isinstance(recipe, Dense):
         timelines.setdefault((recipe, recipe.timeline()), {})[name] = set()
   return timelines
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import gin_files, plan, workloads
+from nm_sparsity_jax.recipes import Dense
 from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.sweep.grid import Cell, Sweep
@@ -239,7 +240,7 @@ def _changed(run: Run, config: gin_files.Config) -> list[str]:
 def _refuse_sparse(rules: Any) -> None:
   """Raises ValueError where the rules of a dense run make something sparse."""
   for place, recipe in rules.places.items():
-    if recipe.name != "dense":
+    if not isinstance(recipe, Dense):
       raise ValueError(
         f"SPARSITY_RULES gives {place!r} the recipe {recipe.name}, whatever RECIPE is, so this run "
         "would not be dense. Give the place a pattern or None."
