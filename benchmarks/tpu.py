@@ -19,28 +19,31 @@ step    the train step of the local runner, T5.1.1, 512 + 64 tokens a row, bfloa
         Gates: bytes 1.015 for recipes of one level and 1.03 for others, memory 1.02 for recipes
         without a stored mask, compile time 1.25 and 1.6, the same collectives.
 
-XLA counts no bytes of a Pallas kernel. They are added here: the kernel reads each operand once and
-writes its result once. One process at a time can hold libtpu.
+`nm_sparsity_jax.compiled` counts what XLA's own analysis leaves out: the trips of a loop after the
+first, and the bytes of Pallas kernels. One process at a time can hold libtpu.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import os
-import re
+import pathlib
 import sys
 import time
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-PARSER.add_argument("what", choices=("masks", "step"))
+PARSER.add_argument("what", choices=("masks", "step", "eval", "decode", "metrics"))
 PARSER.add_argument("--topology", default="v5e:2x2", help="as libtpu calls it")
 PARSER.add_argument("--patterns", default="1:4,2:4,1:8,4:8,1:16,1:32,4:32,1:128,16:128,64:128")
 PARSER.add_argument("--shape", default="1024x4096", help="of a kernel, for `masks`")
 PARSER.add_argument("--dtypes", default="float32,bfloat16", help="of kernels, for `masks`")
 PARSER.add_argument("--size", default="small", help="of T5.1.1, for `step`")
 PARSER.add_argument("--scan", action="store_true", help="scan over the layers")
+PARSER.add_argument("--t5x", action="store_true", help="T5X's trainer in place of the local runner")
+PARSER.add_argument("--devices", type=int, default=None, help="how many of the topology; all")
 PARSER.add_argument("--batch", type=int, default=128, help="rows, for `step`")
+PARSER.add_argument("--microbatches", type=int, default=1, help="parts of the batch, for `step`")
+PARSER.add_argument("--remat", default="none", help="remat policy of the network: none, minimal")
 PARSER.add_argument("--partitions", type=int, default=1, help="devices that share each weight")
 PARSER.add_argument("--pattern", default="1:8", help="for `step`")
 PARSER.add_argument(
@@ -48,28 +51,23 @@ PARSER.add_argument(
   default="sr_ste,mdgf_linear,mdgf_exponential,sdgf_stepwise,sdgf_geometric,one_shot,snip,idp",
 )
 PARSER.add_argument("--plain", action="store_true", help="XLA's way alone, for comparison")
+PARSER.add_argument("--hlo", help="write the last program to this file")
 PARSER.add_argument("--json", help="write the rows to this file")
 ARGS = PARSER.parse_args()
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-os.environ |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 import _timing
+import _tpu_programs as programs
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax import topology
+from nm_sparsity_jax.compiled import account as account_of
 
-COLLECTIVE = re.compile(
-  r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
-KERNEL = re.compile(r"= (.+?) custom-call\((.*?)\), custom_call_target=\"tpu_custom_call\"")
-ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
-PHASES = nms.Phases(total=1000, dense=100, finetune=200)
 ONE_LEVEL = ("sr_ste", "mdgf_linear", "mdgf_exponential", "one_shot", "snip")
 STORED = ("one_shot", "snip", "idp")
 
@@ -77,42 +75,19 @@ STORED = ("one_shot", "snip", "idp")
 def devices():
   """Returns the chips of the topology, or ends with one line that says why there are none."""
   try:
-    return topologies.get_topology_desc(ARGS.topology, platform="tpu").devices
-  except Exception as e:  # libtpu raises its own kinds
-    reason = str(e).strip().splitlines()[-1]
-    sys.exit(
-      f"error: libtpu gives no topology {ARGS.topology!r}: {reason}. It must be installed (pip "
-      "install 'jax[tpu]'), know the name (v5e:2x2, v5p:2x2x1, v4:2x2x1, v6e:2x2), and be held by "
-      "no other process."
-    )
+    return topology.devices(ARGS.topology)[: ARGS.devices]
+  except topology.NoTopology as e:
+    sys.exit(f"error: {e}")
 
 
 def account(lowered):
   """Compiles, and returns what the compiler says."""
-  start = time.perf_counter()
+  start = time.process_time()  # of all threads: others may use the machine too
   compiled = lowered.compile()
-  seconds = time.perf_counter() - start
-  text, cost, memory = compiled.as_text(), compiled.cost_analysis(), compiled.memory_analysis()
-  return {
-    "bytes": cost.get("bytes accessed", 0.0) + kernel_bytes(text),
-    "flops": cost.get("flops", 0.0),
-    "memory": memory.temp_size_in_bytes + memory.argument_size_in_bytes,
-    "collectives": dict(collections.Counter(COLLECTIVE.findall(text))),
-    "kernels": len(KERNEL.findall(text)),
-    "seconds": seconds,
-  }
-
-
-def kernel_bytes(text):
-  """Returns the bytes that Pallas kernels read and write, by the types of what they take."""
-  types = dict(re.findall(r"(%[\w.-]+) = ([^ ]+?\]\S*) ", text))
-  total = 0
-  for result, operands in KERNEL.findall(text):
-    found = [result, *(types.get(name, "") for name in re.findall(r"%[\w.-]+", operands))]
-    for kind, shape in (pair for one in found for pair in ARRAY.findall(one)):
-      size = 1 if kind == "pred" else max(1, int(re.sub(r"\D", "", kind)) // 8)
-      total += size * int(np.prod([int(n) for n in shape.split(",") if n]))
-  return total
+  seconds = time.process_time() - start
+  if ARGS.hlo:
+    pathlib.Path(ARGS.hlo).write_text(compiled.as_text())
+  return account_of(compiled)._asdict() | {"seconds": seconds}
 
 
 def masks():
@@ -146,44 +121,30 @@ def masks():
   return rows, failed
 
 
-def lower_step(recipe):
-  """Returns the lowered train step of the local runner under a recipe."""
-  from nm_sparsity_jax.local.step import Model
-  from nm_sparsity_jax.models.t5 import network
-
-  config = network.T5Config.t5_1_1(ARGS.size, dtype=jnp.bfloat16, scan_layers=ARGS.scan)
-  rules = nms.Rules({"ff": recipe})
-  model = Model(
-    network.Transformer(config), rules, num_partitions=ARGS.partitions, devices=devices()[:4]
-  )
-  if ARGS.plain:
-    model.rules = model.rules.with_shardings({})
-  tx = optax.adafactor(1e-3)
-  shapes = model.state_shapes(tx)
-  state = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, model.shardings(shapes)
-  )
-  over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
-  tokens = lambda n: jax.ShapeDtypeStruct((ARGS.batch, n), jnp.int32, sharding=over_rows)
-  lengths = {"encoder_input_tokens": 512, "decoder_input_tokens": 64}
-  lengths |= {"decoder_target_tokens": 64, "decoder_loss_weights": 64}
-  batch = {name: tokens(n) for name, n in lengths.items()}
-  return model.train_step(tx, jax.random.PRNGKey(0), state).lower(state, batch)
+def lowered(name):
+  """Returns the program of a recipe, not compiled."""
+  options = {"pattern": ARGS.pattern, "phases": programs.PHASES} if name != "dense" else {}
+  setting = programs.Setting(
+    devices(), ARGS.size, nms.recipe(name, **options), ARGS.batch,
+    ARGS.microbatches, ARGS.partitions, ARGS.scan, ARGS.remat, ARGS.plain,
+  )  # fmt: skip
+  family = programs.T5X if ARGS.t5x else programs.Local
+  return getattr(family(setting), ARGS.what)()
 
 
-def step():
-  """Prints and returns what each recipe adds to the dense step."""
+def over_dense():
+  """Prints and returns what each recipe adds to the dense program."""
   rows, failed = [], []
   print(
     f"{'recipe':18} {'bytes':>7} {'flops':>7} {'memory':>7} {'compile':>8}  kernels  collectives"
   )
   dense = None
   for name in ("dense", *filter(None, ARGS.recipes.split(","))):
-    options = {"pattern": ARGS.pattern, "phases": PHASES} if name != "dense" else {}
-    row = account(lower_step(nms.recipe(name, **options))) | {"recipe": name}
+    row = account(lowered(name)) | {"recipe": name}
     dense = dense or row
     over = {key: row[key] / dense[key] for key in ("bytes", "flops", "memory", "seconds")}
     rows.append(row | {"over_dense": over})
+    _timing.save(ARGS.json, rows, "python " + " ".join(sys.argv))  # each: it takes minutes
     print(
       f"{name:18} {over['bytes']:7.3f} {over['flops']:7.3f} {over['memory']:7.3f} "
       f"{over['seconds']:8.2f} {row['kernels']:8}  {row['collectives']}",
@@ -201,7 +162,7 @@ def step():
 
 
 if __name__ == "__main__":
-  found, missed = {"masks": masks, "step": step}[ARGS.what]()
+  found, missed = masks() if ARGS.what == "masks" else over_dense()
   _timing.save(ARGS.json, found, "python " + " ".join(sys.argv))
   print("\ngates: " + ("; ".join(missed) if missed else "all met"))
   sys.exit(bool(missed))

@@ -15,10 +15,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 ORDER = (
   "_version", "installed", "directions", "text", "errors", "patterns", "trees", "dtypes", "masks",
   "schedules", "groups", "gradients", "recipes", "roles", "places", "rules", "rules_text",
-  "opt_states", "witness",
-  "stored", "apply", "optim", "transform", "layers", "metrics", "flops", "glue", "t5x_tasks",
-  "configure", "models", "t5", "workloads", "gin_files", "runs", "local", "t5x_adapter", "plan",
-  "scores", "report", "sweep", "environment", "quickstart", "commands", "cli",
+  "opt_states", "witness", "stored", "apply", "optim", "transform", "layers", "metrics", "flops",
+  "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5", "workloads",
+  "gin_files", "runs", "local", "t5x_adapter", "plan", "scores", "report", "sweep", "environment",
+  "quickstart", "commands", "cli",
 )  # fmt: skip
 
 # Longer or more branched than the rule, with the reason.

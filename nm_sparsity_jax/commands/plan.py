@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   _flags.add(parser, "where gin files are looked for, before the folder of this package")
   add = parser.add_argument
   add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
+  add("--topology", metavar="NAME", help="compile the step for TPUs such as v5e:4x4 (needs libtpu)")
   add("--plot", metavar="FILE.png", help="draw the schedule (needs matplotlib)")
   add("--json", action="store_true", help="print the report as JSON")
   add("--allow-unknown", action="store_true", help="allow an override that nothing reads")
@@ -50,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
   where = _flags.search_paths(args)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
     report = plan.plan(
-      args.gin_file, args.gin_bindings, where, args.checkpoint, args.imports, args.allow_unknown
-    )
+      args.gin_file, args.gin_bindings, where, args.checkpoint, args.imports, args.allow_unknown,
+      args.topology,
+    )  # fmt: skip
   if args.plot:
     plan.plot(report, args.plot)
   print(json.dumps(report, indent=2) if args.json else plan.render(report, everything=args.all))

@@ -10,7 +10,7 @@ from typing import Any
 
 from nm_sparsity_jax.gin_files import Config, folder
 from nm_sparsity_jax.places import Assignment
-from nm_sparsity_jax.plan import checkpoints, data, model, places, rates, schedule, settings
+from nm_sparsity_jax.plan import checkpoints, chips, data, model, places, rates, schedule, settings
 from nm_sparsity_jax.plan.cost import cost
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.rules import Rules
@@ -23,6 +23,7 @@ def plan(
   checkpoint: str | None = None,
   imports: Collection[str] | None = None,
   allow_unknown: bool = False,
+  topology: str | None = None,
 ) -> dict[str, Any]:
   """Says what a run would do and what stands in its way, without running it.
 
@@ -45,26 +46,30 @@ def plan(
       one, t5x, seqio, flax and optax. None lets the files import and call anything: leave it for
       files that you trust as much as a program.
     allow_unknown: a macro among the overrides that nothing reads is a warning, not an error.
+    topology: also compiles the train step for such TPUs, such as 'v5e:4x4'; needs libtpu.
 
   Returns:
     Plain values, those of `nm-sparsity plan --json`: 'ok', False if there are errors; 'errors',
     'warnings' and 'notes', texts; and, as far as they can be known, 'program', 'kernels',
-    'schedule', 'learning_rate', 'loss', 'cost' and 'restore'. `render` makes text of it, `plot` a
-    picture.
+    'schedule', 'learning_rate', 'loss', 'cost', 'topology' and 'restore'. `render` makes text of
+    it, `plot` a picture.
   """
   where = [*search_paths, folder()]
   found = Config(where, gin_files, bindings, imports, allow_unknown)
   with found as config, warnings.catch_warnings():
     warnings.simplefilter("ignore")  # T5X warns when it is imported
-    return _plain(examine(config, checkpoint))
+    return _plain(examine(config, checkpoint, topology))
 
 
-def examine(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
+def examine(
+  config: Config, checkpoint: str | None = None, topology: str | None = None
+) -> dict[str, Any]:
   """Returns the report on a configuration that was read already.
 
   Args:
     config: gin files and overrides.
     checkpoint: looks at this checkpoint instead of the one that the settings name.
+    topology: also compiles the train step for such TPUs.
   """
   found = Findings(config, checkpoint)
   made = model.make(found)
@@ -84,6 +89,8 @@ def examine(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
       found.parts["loss"] = found.attempt("loss", schedule.loss, found, made.rules, made)
   if assignment is not None and found.whole:
     found.parts["cost"] = found.attempt("cost", cost, found, made.network, assignment, made.params)
+  if topology is not None and not found.errors:
+    found.parts["topology"] = found.attempt("--topology", chips.check, found, made, topology)
   found.parts["learning_rate"] = found.attempt("learning rate", rates.rate, found)
   found.attempt("settings", settings.check, found, made)
   found.attempt("data", data.check, found, made.network)

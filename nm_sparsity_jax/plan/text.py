@@ -24,6 +24,7 @@ def render(report: Mapping[str, Any], everything: bool = False) -> str:
     *_rate_lines(report.get("learning_rate")),
     *_loss_lines(report.get("loss")),
     *_cost_lines(report.get("cost")),
+    *_topology_lines(report.get("topology")),
     *_restore_lines(report.get("restore"), everything),
     *(("note", note) for note in report["notes"]),
   ]
@@ -156,6 +157,23 @@ def _cost_lines(cost: Mapping[str, Any] | None):
     f"({params['kept'] / params['dense']:.1%}) kept; "
     f"{_count(params['in_sparse_kernels'])} are in sparse kernels",
   )
+
+
+def _topology_lines(said: Mapping[str, Any] | None):
+  if not said or "over_dense" not in said:
+    return
+  over, dense, sparse = said["over_dense"], said["dense"], said["sparse"]
+  size = f"{sparse['memory'] / 2**30:.2f} GiB of each chip, {over['memory'] - 1:+.1%}"
+  yield "topology", f"{said['name']}, {said['chips']} chips, a train step over the dense one:"
+  yield "", f"memory       {size}"
+  yield "", f"bytes moved  {over['bytes'] - 1:+.1%}"
+  kinds = {**dense["collectives"], **sparse["collectives"]}
+  same = dense["collectives"] == sparse["collectives"]
+  counts = ", ".join(
+    f"{sparse['collectives'].get(k, 0)} {k} (dense {dense['collectives'].get(k, 0)})" for k in kinds
+  )
+  yield "", f"collectives  {'the same' if same else counts}"
+  yield "", "a compiler's account: nobody knows the time before it runs"
 
 
 def _of(part: float, whole: float, unit: str) -> str:

@@ -52,10 +52,8 @@ optimizers.OptaxStatePartitionRules._RULES.update(
 class SparseModel(models.BaseTransformerModel):
   """Adds sparse weights to a model of T5X; stands before T5X's class in the bases.
 
-  `module` is always the dense network. Where it can have sparse layers (its config has a field
-  `rules`), the loss runs them, so that masks live in the layer's own scan and remat; prediction
-  and scoring make the effective parameters once a batch. Every other network gets effective
-  parameters throughout.
+  `module` is always the dense network, and gets effective parameters. They are made outside its
+  scan, where it is known how devices share each weight.
   """
 
   def __init__(self, *args, rules: Rules | None = None, **kwargs):
@@ -65,8 +63,7 @@ class SparseModel(models.BaseTransformerModel):
   def _take(self, rules: Rules | None) -> None:
     """Sets what this class adds to a model of T5X."""
     config: Any = getattr(self.module, "config", None)
-    self._sparse_layers = hasattr(config, "rules")
-    inner = config.rules if self._sparse_layers else None
+    inner = getattr(config, "rules", None)
     if rules is not None and inner is not None and rules != inner:
       raise ValueError(
         f"the model and its network have different rules: {rules_text.describe(rules)!r} and "
@@ -83,10 +80,15 @@ class SparseModel(models.BaseTransformerModel):
     self.rules = rules
     self._text = rules_text.pack(rules_text.describe(rules))
     self.made: Mapping[str, Any] = {}
-    # Known from get_initial_variables on, which T5X calls first: shapes and dtypes, the axes of
-    # stacked kernels, and the variables that sparse layers read.
+    # Known from get_initial_variables on, which T5X calls first: shapes and dtypes, and the axes of
+    # stacked kernels.
     self.stored_rules = rules
-    self._layer_variables: Mapping[str, Any] = {}
+
+  def with_rules(self, rules: Rules) -> SparseModel:
+    """Returns the same model with other rules."""
+    made = copy.copy(self)
+    made._take(rules)
+    return made
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """Returns T5X's variables, and the collection `nm_sparsity` at step 0."""
@@ -95,12 +97,6 @@ class SparseModel(models.BaseTransformerModel):
     params, axes = variables["params"], variables.get("params_axes")
     self.stored_rules = self.rules.with_logical_axes(axes) if axes else self.rules
     self.made = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flatten(params)}
-    if self._sparse_layers:
-      told = copy.copy(self)
-      told.module = self._with_layers()
-      init = super(SparseModel, told).get_initial_variables
-      shapes = jax.eval_shape(lambda: init(jax.random.PRNGKey(0), input_shapes, input_types))
-      self._layer_variables = {k: v for k, v in shapes.items() if k == COLLECTION}
     state = init_state(params, self.stored_rules)
     mine = self.collect(jnp.int32(0), jnp.int32(UNKNOWN), state)
     variables[COLLECTION] = mine
@@ -112,14 +108,8 @@ class SparseModel(models.BaseTransformerModel):
     """Returns the loss at the step that `flax_mutables` holds, metrics and the same mutables."""
     step, state = self.read(params, flax_mutables)
     witness.optimizes(self.stored_rules)  # the trainer adds SR-STE's term
-    if not self._sparse_layers:
-      params = apply.sparsify(params, self.stored_rules, step, state)
-      loss, metrics = super().loss_fn(params, batch, dropout_rng)
-    else:
-      told = copy.copy(self)
-      known = layers.with_step(self._layer_variables, step, state) if self._layer_variables else {}
-      told.module = _WithVariables(self._with_layers(), known)
-      loss, metrics = super(SparseModel, told).loss_fn(params, batch, dropout_rng)
+    params = apply.sparsify(params, self.stored_rules, step, state)
+    loss, metrics = super().loss_fn(params, batch, dropout_rng)
     return loss, (metrics, flax_mutables)
 
   def eval_fn(self, params, batch, flax_mutables=None):
@@ -201,21 +191,6 @@ class SparseModel(models.BaseTransformerModel):
         "new run with the others, take another MODEL_DIR and name the checkpoint as "
         "INITIAL_CHECKPOINT_PATH."
       )
-
-  def _with_layers(self):
-    """Returns the network with its own sparse layers."""
-    return self.module.clone(config=dataclasses.replace(self.module.config, rules=self.rules))
-
-
-@dataclasses.dataclass(frozen=True)
-class _WithVariables:
-  """A module whose `apply` knows more variables than its caller."""
-
-  module: Any
-  variables: Mapping[str, Any]
-
-  def apply(self, variables, *args, **kwargs):
-    return self.module.apply({**variables, **self.variables}, *args, **kwargs)
 
 
 class SparseEncoderDecoderModel(SparseModel, models.EncoderDecoderModel):

@@ -1,0 +1,203 @@
+"""The programs that benchmarks/tpu.py compiles for chips that are not there.
+
+    devices, T5.1.1, recipe -> [train step, evaluation, decoding, metrics] -> lowered, not compiled
+
+Those of the local runner, and those of T5X with its partitioner, trainer and Adafactor.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nm_sparsity_jax as nms
+
+PHASES = nms.Phases(total=1000, dense=100, finetune=200)
+INPUTS, TARGETS = 512, 64  # tokens of a row
+LENGTHS = {
+  "encoder_input_tokens": INPUTS,
+  "decoder_input_tokens": TARGETS,
+  "decoder_target_tokens": TARGETS,
+  "decoder_loss_weights": TARGETS,
+}
+RELPOS = dict(relpos_bins=32, relpos_max_distance=128)
+
+
+class Setting(NamedTuple):
+  """What a program is compiled for.
+
+  Attributes:
+    devices: of the topology.
+    size: of T5.1.1.
+    recipe: of the FF kernels.
+    batch: rows.
+    microbatches: parts of the batch in the train step.
+    partitions: devices that share each weight; the others share the batch.
+    scan: whether the layers are scanned.
+    remat: the policy of the network.
+    plain: leave our kernel out.
+  """
+
+  devices: Any
+  size: str
+  recipe: nms.Recipe
+  batch: int = 128
+  microbatches: int = 1
+  partitions: int = 1
+  scan: bool = True
+  remat: str = "none"
+  plain: bool = False
+
+  @property
+  def rules(self) -> nms.Rules:
+    """Returns the rules: all FF kernels."""
+    return nms.Rules({"ff": self.recipe})
+
+
+def _tokens(rows: int, sharding: Any) -> dict[str, jax.ShapeDtypeStruct]:
+  make = lambda n: jax.ShapeDtypeStruct((rows, n), jnp.int32, sharding=sharding)
+  return {name: make(n) for name, n in LENGTHS.items()}
+
+
+# --- the local runner -----------------------------------------------------------------------------
+
+
+class Local:
+  """The programs of the local runner."""
+
+  def __init__(self, setting: Setting):
+    from nm_sparsity_jax.local.step import Model
+    from nm_sparsity_jax.models.t5 import network
+
+    self.setting, self.tx = setting, optax.adafactor(1e-3)
+    config = network.T5Config.t5_1_1(
+      setting.size, dtype=jnp.bfloat16, scan_layers=setting.scan, remat_policy=setting.remat
+    )
+    self.model = model = Model(
+      network.Transformer(config),
+      setting.rules,
+      num_partitions=setting.partitions,
+      devices=setting.devices,
+    )
+    if setting.plain:
+      model.rules = model.rules.with_shardings({})
+    shapes = model.state_shapes(self.tx)
+    self.state = _placed(shapes, model.shardings(shapes))
+    self.batch = _tokens(setting.batch, NamedSharding(model.mesh, PartitionSpec("data")))
+
+  def step(self):
+    """Returns the train step."""
+    key = jax.random.PRNGKey(0)
+    step = self.model.train_step(self.tx, key, self.state, self.setting.microbatches)
+    return step.lower(self.state, self.batch)
+
+  def eval(self):
+    """Returns effective weights and a batch's sums as one program, as an evaluation begins."""
+    one = self.model.eval_step().jitted
+    make = lambda state, batch: one(self.model.variables(state), batch)
+    return self.model.jit(make).lower(self.state, self.batch)
+
+  def decode(self):
+    """Returns effective weights and the greedy decoding of a batch as one program."""
+    from nm_sparsity_jax.workloads import decoding
+
+    network: Any = self.model.workload.network
+
+    def run(state, inputs):
+      return decoding.greedy(network, self.model.effective(state), inputs, TARGETS, 1)
+
+    return self.model.jit(run).lower(self.state, self.batch["encoder_input_tokens"])
+
+  def metrics(self):
+    """Returns the first program of a sampled step, which takes the gradient a second time."""
+    before, _ = self.model.samplers(jax.random.PRNGKey(0), self.setting.microbatches)
+    return before.lower(self.state, self.batch)
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+  make = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+  return jax.tree.map(make, shapes, shardings)
+
+
+# --- T5X ------------------------------------------------------------------------------------------
+
+
+class T5X:
+  """The programs of T5X: its own network and model where the recipe is dense, else ours."""
+
+  def __init__(self, setting: Setting):
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+    import t5x_found
+
+    if why := t5x_found.why_not():
+      sys.exit(f"error: {why}")
+    import seqio
+    from t5x import adafactor, decoding, models
+
+    from nm_sparsity_jax import t5x_adapter
+    from nm_sparsity_jax.t5x_adapter.ahead import Ahead
+
+    self.setting = setting
+    is_dense = isinstance(setting.recipe, nms.recipes.Dense)
+    factors = adafactor.standard_logical_factor_rules()
+    optimizer = adafactor.Adafactor(decay_rate=0.8, logical_factor_rules=factors)
+    module, config = self._network(is_dense)
+    vocabulary = seqio.PassThroughVocabulary(config.vocab_size, eos_id=-1)
+    base: Any = models.EncoderDecoderModel
+    more: dict[str, Any] = {}
+    if not is_dense:
+      base, more = t5x_adapter.SparseEncoderDecoderModel, {"rules": setting.rules}
+    model = base(
+      module=module.Transformer(config),
+      input_vocabulary=vocabulary,
+      output_vocabulary=vocabulary,
+      optimizer_def=optimizer,
+      decode_fn=functools.partial(decoding.temperature_sample, temperature=0.0),
+      **more,
+    )
+    parts = setting.microbatches
+    batch = _tokens(setting.batch, None)
+    self.ahead = Ahead(model, setting.devices, batch, setting.partitions, parts)
+
+  def _network(self, is_dense: bool):
+    """Returns the module of the network, T5X's own where it is dense, and its config."""
+    from nm_sparsity_jax.models.t5 import network as ours
+
+    sizes = ours.T5Config.t5_1_1(self.setting.size)
+    if not is_dense:
+      config = ours.T5Config.t5_1_1(
+        self.setting.size, dtype="bfloat16", scan_layers=self.setting.scan,
+        remat_policy=self.setting.remat,
+      )  # fmt: skip
+      return ours, config
+    names = (
+      "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "dropout_rate",
+      "num_encoder_layers", "num_decoder_layers", "mlp_activations", "logits_via_embedding",
+    )  # fmt: skip
+    known: dict[str, Any] = {name: getattr(sizes, name) for name in names}
+    if self.setting.scan:
+      from t5x.examples.scalable_t5 import network as theirs
+
+      known |= dict(scan_layers=True, remat_policy=self.setting.remat)
+    else:
+      from t5x.examples.t5 import network as theirs
+    return theirs, theirs.T5Config(**known, dtype="bfloat16")
+
+  def step(self):
+    """Returns the train step of T5X's trainer."""
+    return self.ahead.train_step()
+
+  def eval(self):
+    """Returns the evaluation step of T5X's trainer."""
+    return self.ahead.eval_step()
+
+  def decode(self):
+    """Returns greedy decoding as T5X's inference does it."""
+    return self.ahead.decoding()

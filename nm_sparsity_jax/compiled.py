@@ -1,0 +1,139 @@
+"""What a compiler says of a program: bytes moved, FLOPs, memory, collectives.
+
+    jax.jit(f).lower(...).compile() -> [account] -> Account
+
+XLA's own cost analysis counts the body of a loop once, however often it runs, and no bytes of a
+Pallas kernel. Here a loop counts by its trips, and a kernel reads each operand once and writes each
+result once.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+_COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_LOOP = re.compile(r" while\(.*?condition=(%[\w.-]+), body=(%[\w.-]+)")
+_CALLED = re.compile(r" (?:call|conditional)\(.*?(to_apply|branch_computations)=(\{.*?\}|\S+)")
+_LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+_COLLECTIVE = re.compile(
+  r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+_KERNEL = re.compile(r"= (.+?) custom-call\((.*?)\), custom_call_target=\"tpu_custom_call\"")
+_DEFINED = re.compile(r"(%[\w.-]+) = ([^ ]+?\]\S*) ")
+_ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
+
+
+class Account(NamedTuple):
+  """What a compiler says of one run of a program, on each device.
+
+  Attributes:
+    bytes: read from and written to memory.
+    flops: floating-point operations.
+    memory: bytes held at most: arguments and temporaries.
+    collectives: kind -> how many stand in the program.
+    kernels: how many Pallas kernels stand in the program.
+  """
+
+  bytes: float
+  flops: float
+  memory: int
+  collectives: Mapping[str, int]
+  kernels: int
+
+
+def account(compiled: Any) -> Account:
+  """Returns what a compiled program costs.
+
+      account(jax.jit(f).lower(x).compile()).bytes
+
+  Args:
+    compiled: of `jax.stages.Lowered.compile`, for one platform.
+  """
+  text = compiled.as_text()
+  program, memory = _Program(text), compiled.memory_analysis()
+  return Account(
+    *program.cost(program.entry),
+    memory.temp_size_in_bytes + memory.argument_size_in_bytes,
+    dict(collections.Counter(_COLLECTIVE.findall(text))),
+    len(_KERNEL.findall(text)),
+  )
+
+
+class Cost(NamedTuple):
+  """Bytes moved and FLOPs."""
+
+  bytes: float
+  flops: float
+
+
+def _sum(costs: Iterable[Cost]) -> Cost:
+  return Cost(*map(sum, zip(Cost(0.0, 0.0), *costs, strict=True)))
+
+
+def _largest(costs: Iterable[Cost]) -> Cost:
+  return max(costs, default=Cost(0.0, 0.0))
+
+
+class _Program:
+  """The computations of an optimized program, by name, as text."""
+
+  def __init__(self, text: str):
+    self.text, self.bodies = text, {}
+    for entry, name, body in _COMPUTATION.findall(text):
+      self.bodies[name] = body
+      self.entry = name if entry else getattr(self, "entry", name)
+    self.types = dict(_DEFINED.findall(text))
+
+  def cost(self, name: str) -> Cost:
+    """Returns what one run of a computation costs, loops by their trips."""
+    return _sum([self._once(name), self._left_out(name)])
+
+  def _left_out(self, name: str) -> Cost:
+    """Returns what XLA's analysis leaves out: kernels, and the trips of a loop after the first."""
+    body = self.bodies[name]
+    found = [self._of_kernels(body)]
+    for condition, inner in _LOOP.findall(body):
+      trips, once, whole = self._trips(condition), self._once(inner), self.cost(inner)
+      found.append(Cost(*(trips * w - o for w, o in zip(whole, once, strict=True))))
+    for kind, names in _CALLED.findall(body):
+      inside = [self._left_out(x) for x in re.findall(r"%[\w.-]+", names) if x in self.bodies]
+      # Of the branches of a condition one is taken: XLA's analysis counts the dearest.
+      found.append(_largest(inside) if kind == "branch_computations" else _sum(inside))
+    return _sum(found)
+
+  @functools.cache  # noqa: B019  (a program lives as long as its account)
+  def _once(self, name: str) -> Cost:
+    """Returns XLA's cost analysis of a computation, which counts each loop's body once."""
+    # No public way leads to a part of a program.
+    from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+    text = self.text.partition("\n")[2].replace("\nENTRY ", "\n", 1)
+    text = text.replace(f"\n{name} (", f"\nENTRY {name} (", 1)
+    module = _hlo.hlo_module_from_text("HloModule part\n" + text)
+    cost = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
+    return Cost(*(max(cost.get(key, 0.0), 0.0) for key in ("bytes accessed", "flops")))
+
+  def _of_kernels(self, body: str) -> Cost:
+    """Returns the bytes that the Pallas kernels of a computation read and write."""
+    total = 0
+    for result, operands in _KERNEL.findall(body):
+      found = [result, *(self.types.get(x, "") for x in re.findall(r"%[\w.-]+", operands))]
+      total += sum(_size(*array) for one in found for array in _ARRAY.findall(one))
+    return Cost(total, 0.0)
+
+  def _trips(self, condition: str) -> int:
+    """Returns how often a loop runs: the number that its counter is compared with, or 1."""
+    return max(map(int, _LIMIT.findall(self.bodies[condition])), default=1)
+
+
+def _size(kind: str, shape: str) -> int:
+  """Returns the bytes of an array of HLO, such as ("bf16", "8,128")."""
+  width = 1 if kind == "pred" else max(1, int(re.sub(r"\D", "", kind)) // 8)
+  return width * math.prod(int(n) for n in shape.split(",") if n)

@@ -1,0 +1,82 @@
+"""What a compiler says of a program: loops by their trips, kernels by what they read and write."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from nm_sparsity_jax import compiled
+from nm_sparsity_jax.compiled import account
+
+X = jnp.ones((64, 64))
+PRODUCT = 2 * 64**3  # FLOPs
+
+
+def compile(function, *args):
+  return jax.jit(function).lower(*args).compile()
+
+
+def times(n, step):
+  return lambda x: lax.fori_loop(0, n, lambda _, x: step(x), x)
+
+
+def product(x):
+  return x @ X
+
+
+def test_a_loop_counts_by_its_trips():
+  found = account(compile(times(7, product), X))
+  assert found.flops == pytest.approx(7 * PRODUCT, rel=0.01)
+  once = account(compile(product, X))
+  assert 7 * once.bytes <= found.bytes <= 7 * 3 * once.bytes  # a CPU also copies what it carries
+
+
+def test_a_loop_in_a_loop_counts_by_both():
+  found = account(compile(times(3, times(5, product)), X))
+  assert found.flops == pytest.approx(15 * PRODUCT, rel=0.01)
+
+
+def test_two_loops_and_what_stands_beside_them_add_up():
+  f = lambda x: product(times(4, product)(x) + times(6, product)(2 * x))
+  assert account(compile(f, X)).flops == pytest.approx(11 * PRODUCT, rel=0.01)
+
+
+def test_of_two_branches_the_dearer_counts():
+  f = lambda yes, x: lax.cond(yes, times(5, product), times(2, product), x)
+  found = account(compile(f, True, X))
+  assert found.flops == pytest.approx(5 * PRODUCT, rel=0.01)
+
+
+def test_memory_holds_arguments():
+  assert account(compile(product, X)).memory >= 4 * X.size
+
+
+KERNEL = """HloModule made, is_scheduled=true
+
+%body (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %p = (s32[], f32[8,128]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %w = f32[8,128]{1,0} get-tuple-element(%p), index=1
+  %mask = s8[8,128]{1,0} custom-call(%w), custom_call_target="tpu_custom_call"
+  ROOT %out = (s32[], f32[8,128]{1,0}) tuple(%i, %w)
+}
+
+%condition (p.1: (s32[], f32[8,128])) -> pred[] {
+  %p.1 = (s32[], f32[8,128]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %limit = s32[] constant(6)
+  ROOT %more = pred[] compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (a: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %a = (s32[], f32[8,128]{1,0}) parameter(0)
+  ROOT %loop = (s32[], f32[8,128]{1,0}) while(%a), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_kernel_reads_its_operands_and_writes_its_result_at_each_trip():
+  program = compiled._Program(KERNEL)
+  without = compiled._Program(KERNEL.replace("tpu_custom_call", "another"))
+  added = program.cost(program.entry).bytes - without.cost(without.entry).bytes
+  assert added == 6 * (4 + 1) * 8 * 128
