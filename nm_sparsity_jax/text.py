@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -56,6 +56,15 @@ def listed(words: Sequence[str]) -> str:
   ('init', 'init, loss and splits')
   """
   return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+
+
+def score_digits(values: Iterable[float | None]) -> int:
+  """Returns the digits of scores behind the point: 1 on a scale up to 100, 3 on one up to 1.
+
+  >>> score_digits([98.6, None]), score_digits([0.986])
+  (1, 3)
+  """
+  return 1 if max((abs(v) for v in values if v is not None), default=0.0) > 2 else 3
 
 
 def first_line(error: BaseException) -> str:

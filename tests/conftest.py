@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import sys
+import warnings
 
 # Before jax is imported: it reads these once.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -114,6 +115,19 @@ def as_users_compile():
 
   with quick.usual():
     yield
+
+
+OURS = r"(nm_sparsity_jax|t5x_tasks)\b"  # of modules
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+  """What our code calls and jax, flax or another package deprecates is an error, also in files that
+  ignore the warnings of what they import."""
+  del item
+  for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+    warnings.filterwarnings("error", category=kind, module=OURS)
+  return (yield)
 
 
 # The files that take longest come first, so that no worker begins one while the other has no more.

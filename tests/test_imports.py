@@ -96,3 +96,14 @@ def test_names_are_there_and_listed():
   assert nm_sparsity_jax.Rules is nm_sparsity_jax.rules.Rules is nm_sparsity_jax.Rules
   with pytest.raises(AttributeError, match="has no attribute 'recipee'"):
     nm_sparsity_jax.recipee  # noqa: B018
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [DeprecationWarning, PendingDeprecationWarning, FutureWarning])
+@pytest.mark.parametrize("module", ["nm_sparsity_jax.local.step", "t5x_tasks.glue"])
+def test_a_call_of_ours_that_is_deprecated_fails_where_all_warnings_are_ignored(kind, module):
+  """Half of the files ignore what their imports warn of, and hid what our own code calls."""
+  code = "import warnings\nwarnings.warn('f is gone in the next version', kind)"
+  with pytest.raises(kind, match="f is gone"):
+    exec(code, {"__name__": module, "kind": kind})
+  exec(code, {"__name__": "seqio.evaluation", "kind": kind})

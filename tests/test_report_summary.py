@@ -55,6 +55,21 @@ def test_the_summary_comes_first_and_says_what_is_kept_and_lost(three):
   assert bars == pytest.approx([80 / 81, 60 / 81, 1, 75 / 81])
   assert "checkpoint: last" in notes[0] and "always answering with it" in notes[0]
   assert "several seeds" in notes[1] and len(notes) == 2
+  *_, note = summary.summary(reading.read(three), "last", seeds=3)
+  assert note.startswith("A row is the mean over the seeds that are done.")
+
+
+def test_a_metric_from_0_to_1_has_three_digits(three):
+  """A run of a user's own metric was said to lose 0.0 of the 0.9 points of dense."""
+  ends = {"base": 0.8, "lower": 0.6, "higher": 0.812}
+  for folder in map(pathlib.Path, three):
+    lines = [{"step": 1050, "accuracy": 0.5}, {"step": 1100, "accuracy": ends[folder.name]}]
+    file = folder / "inference_eval/nm_glue_rte-metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  lost, table, *_ = report.report(three, "last")["summary"]
+  assert "lower loses 0.200 and higher gains 0.012 of the 0.800 points of base" in lost
+  assert [row[1] for row in words(table)] == ["0.800", "0.600", "0.812", "0.750"]
+  assert table.rows[-1][1].bar == pytest.approx(0.75 / 0.812) and words(table)[0][4] == "0.500"
 
 
 def test_a_dense_run_of_another_length_is_no_equal(three, tmp_path):

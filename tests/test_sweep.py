@@ -17,7 +17,7 @@ import quick
 import sweep_stub
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.report import charts
+from nm_sparsity_jax.report import charts, sections
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Relay
 from nm_sparsity_jax.sweep import checks, grid, pages, training
@@ -640,13 +640,20 @@ def test_the_page_shows_means_over_seeds(here, capsys, monkeypatch):
   keys = re.findall(r'id="([^"]+)"', page)
   assert len(keys) == len(set(keys)) and {"metrics-0", "metrics-1"} <= set(keys)
   assert "70.5</td>" in page
+  # Settings are folded, as on the page of single runs.
+  for title in ("Settings and seeds", "Environment"):
+    assert re.search(rf'<h2>{title}, 1:4</h2>\s*<details class="folded">', page), title
   # Figure 4a of the paper: a line for a recipe, dense at every pattern.
   assert {"chart-score_by_pattern", "chart-loss_by_pattern"} <= set(keys)
   (chart,) = re.findall(r'id="chart-score_by_pattern".*?</figure>', page, re.DOTALL)
   assert "dense, 1:8: 50" in chart and "sr_ste, 1:4: 50" in chart and "sr_ste, 1:8: 70.5" in chart
   assert chart.count("<polyline") == 3
+  seeds, made = [], sections.sections
+  kept = lambda runs, checkpoint, of: seeds.append(of) or made(runs, checkpoint, of)
+  monkeypatch.setattr(sections, "sections", kept)
   monkeypatch.setattr(charts, "MAX_RUNS", 2)
   sweep("sweep.toml", capsys)
+  assert seeds == [2, 2]  # a mean is no single run
   page = pathlib.Path("out/report.html").read_text()
   assert (
     "for there are 2 colours: idp." in page and "<title>N:M sparsity: dense, sr_ste</title>" in page

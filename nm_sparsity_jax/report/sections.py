@@ -14,15 +14,16 @@ from nm_sparsity_jax.report.parts import Section
 from nm_sparsity_jax.report.reading import Run
 
 
-def sections(runs: Sequence[Run], checkpoint: str | int = "best") -> list[Section]:
+def sections(runs: Sequence[Run], checkpoint: str | int = "best", seeds: int = 1) -> list[Section]:
   """Returns all sections, in the order of the page.
 
   Args:
     runs: what `reading.read` returned.
     checkpoint: of the scores: 'best', 'last' or a step, as for `nm-sparsity glue score`.
+    seeds: how many runs each of them is the mean of, at most.
   """
   return [
-    Section("summary", "Summary", list(summary.summary(runs, checkpoint))),
+    Section("summary", "Summary", list(summary.summary(runs, checkpoint, seeds))),
     Section("metrics", "Metrics by task", list(curves.metrics(runs))),
     Section("runs", "Runs", list(settings.overview(runs))),
     Section("scores", "Scores", list(scored.table(runs, checkpoint))),

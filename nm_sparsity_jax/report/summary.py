@@ -15,7 +15,7 @@ from nm_sparsity_jax.report.parts import Cell, Table
 from nm_sparsity_jax.report.reading import Run
 from nm_sparsity_jax.report.scored import Measure
 from nm_sparsity_jax.runs import files
-from nm_sparsity_jax.text import listed
+from nm_sparsity_jax.text import listed, score_digits
 
 _MOST_CLASSES = 20  # a task with more answers than these has no classes
 _MOST_PREDICTIONS = 32 << 20  # bytes: a larger file of predictions is not read for its classes
@@ -42,12 +42,13 @@ class Row:
   updates: int
 
 
-def summary(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
+def summary(runs: Sequence[Run], checkpoint: str | int, seeds: int = 1) -> Iterator[Table | str]:
   """Yields what the sparse runs lost in a sentence, a table with bars, and what to know of them.
 
   Args:
     runs: all runs of the page.
     checkpoint: of the scores: 'best', 'last' or a step.
+    seeds: how many runs each of them is the mean of, at most.
   """
   common = scored.common([run for run in runs if scored.measures(run)])
   if any(measure.less for measure in common.values()):  # no share of an error is kept
@@ -66,7 +67,7 @@ def summary(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]
     f"{scored.of_target(checkpoint)}. Weights: what the patterns leave of the sparse kernels. "
     f"Lowest: the worst evaluation on the way.{_classes(chance)}"
   )
-  yield from _cautions(rows, against)
+  yield from _cautions(rows, against, seeds)
 
 
 def _row(number: int, run: Run, common: Mapping[str, Measure], checkpoint: str | int) -> Row | None:
@@ -110,43 +111,48 @@ def lost(rows: Sequence[Row], against: Mapping[int, Row]) -> Iterator[str]:
   for row in rows:
     if dense := against.get(row.number):
       alike[row.weights, dense.name, dense.score].append(row)
+  digits = score_digits([row.score for row in rows])
   for (weights, name, score), those in alike.items():
-    points = [f"{row.name} {_changed(row.score - score)}" for row in those]
-    yield f"With {weights} of the weights, {listed(points)} of the {score:.1f} points of {name}."
+    points = [f"{row.name} {_changed(row.score - score, digits)}" for row in those]
+    told = f"With {weights} of the weights, {listed(points)} of the "
+    yield f"{told}{score:.{digits}f} points of {name}."
   if not against and any(row.weights for row in rows):
     yield "No run here is dense, so nothing tells what the sparse ones lost."
 
 
-def _changed(points: float) -> str:
-  return f"{'gains' if points > 0 else 'loses'} {abs(points):.1f}"
+def _changed(points: float, digits: int) -> str:
+  return f"{'gains' if points > 0 else 'loses'} {abs(points):.{digits}f}"
 
 
 def _table(
   rows: Sequence[Row], against: Mapping[int, Row], quality: str, chance: float | None
 ) -> Table:
   """Returns a row for each run; bars begin at 0, and the longest is the best run's."""
-  top = max(row.score for row in rows)
+  top, digits = max(row.score for row in rows), score_digits([row.score for row in rows])
   head = ["run", quality, "kept", "weights", "lowest", "updates"]
 
   def cells(row: Row) -> Iterator[str | Cell]:
     yield Cell(row.name, run=row.number)
-    yield Cell(f"{row.score:.1f}", bar=row.score / top if top > 0 else 0.0, run=row.number)
+    yield Cell(f"{row.score:.{digits}f}", bar=row.score / top if top > 0 else 0.0, run=row.number)
     dense = against.get(row.number)
     if dense is not None and dense.score > 0:
       yield f"{100 * row.score / dense.score:.1f} % of {dense.name}"
     else:
       yield ""
     yield row.weights or "all"
-    yield "" if row.lowest is None else f"{row.lowest:.1f}"
+    yield "" if row.lowest is None else f"{row.lowest:.{digits}f}"
     yield f"{row.updates:,}"
 
   last: list[Sequence[str | Cell]] = []
   if chance is not None:
-    last = [["largest class", Cell(f"{chance:.1f}", bar=chance / max(top, chance)), *[""] * 4]]
+    chance = chance if digits == 1 else chance / 100  # of a metric from 0 to 1
+    last = [
+      ["largest class", Cell(f"{chance:.{digits}f}", bar=chance / max(top, chance)), *[""] * 4]
+    ]
   return Table(head, [*map(list, map(cells, rows)), *last], words=True)
 
 
-def _cautions(rows: Sequence[Row], against: Mapping[int, Row]) -> Iterator[str]:
+def _cautions(rows: Sequence[Row], against: Mapping[int, Row], seeds: int) -> Iterator[str]:
   """Yields what a reader must know before believing the table."""
   for row in rows:
     if (dense := against.get(row.number)) and dense.updates != row.updates:
@@ -154,7 +160,9 @@ def _cautions(rows: Sequence[Row], against: Mapping[int, Row]) -> Iterator[str]:
         f"{row.name} has had {row.updates:,} updates, {dense.name} {dense.updates:,}: compare it "
         "with a dense run of its own length."
       )
-  if against:
+  if seeds > 1:
+    yield "A row is the mean over the seeds that are done. The intervals above say how sure it is."
+  elif against:
     yield "A run of each recipe shows that it works, not which is best: that takes several seeds."
 
 

@@ -49,6 +49,7 @@ def page(sweep: Sweep, checked: Checked, found: Mapping[str, Any]) -> pathlib.Pa
     Section("results", "Results", list(_results(found, recipes))),
     Section("curves", "Loss of all runs", list(_all_runs(sweep, runs_of, recipes))),
   ]
+  seeds = max(map(len, done.values()))
   shown: list[Run] = []
   for number, pattern in enumerate(sweep.patterns or [None]):
     runs = [
@@ -56,7 +57,7 @@ def page(sweep: Sweep, checked: Checked, found: Mapping[str, Any]) -> pathlib.Pa
       for recipe in recipes
     ]
     shown = [a if a.gin else b for a, b in zip(shown or runs, runs, strict=True)]
-    for section in sections.sections(runs, "last"):
+    for section in sections.sections(runs, "last", seeds):
       if section.key != "scores":  # of single runs; the tables above are in its place
         parts.append(_renamed(section, number, pattern))
   return report.write(report.Report(shown, parts), sweep.out / "report.html")
@@ -154,7 +155,7 @@ def _renamed(section: Section, number: int, pattern: str | None) -> Section:
     for p in section.parts
   ]
   title = section.title if pattern is None else f"{section.title}, {pattern}"
-  return Section(f"{section.key}-{number}", title, parts)
+  return Section(f"{section.key}-{number}", title, parts, section.folded)
 
 
 def _mean(recipe: str, runs: Sequence[Run]) -> Run:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.text import columns
+from nm_sparsity_jax.text import columns, score_digits
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -59,7 +59,7 @@ def _by_measure(
 
 def _by_task(found: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
   """Returns the table of tasks."""
-  digits = _digits([c["mean"] for row in found["rows"] for c in _cells(row)])
+  digits = score_digits([c["mean"] for row in found["rows"] for c in _cells(row)])
   rows = [
     [row["recipe"], row["pattern"] or "", *(_number(c["mean"], digits) for c in _cells(row))]
     for row in found["rows"]
@@ -80,14 +80,9 @@ def _names(tasks: Sequence[str]) -> str:
   return f"mean of {', '.join(tasks)}" if len(tasks) > 1 else "".join(tasks)
 
 
-def _digits(values: Sequence[float | None]) -> int:
-  """Returns the digits to show: 1 for scores from 0 to 100, 3 for scores from 0 to 1."""
-  return 1 if max((abs(v) for v in values if v is not None), default=0.0) > 2 else 3
-
-
 def _digits_of(measure: str, values: Sequence[float]) -> int:
   """Returns the digits to show of a measure: 4 of a loss and of what is counted as one."""
-  return _digits(values) if measure == "score" else 4
+  return score_digits(values) if measure == "score" else 4
 
 
 def _number(value: float | None, digits: int) -> str:
