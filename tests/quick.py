@@ -52,6 +52,10 @@ def environment(*flags, older_kernels=True):
   return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(flags)}
 
 
+# A process of a test in a file of `short_runs` that compiles as a user's does.
+AS_USERS = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
+
+
 @contextlib.contextmanager
 def compilation(older_kernels=True):
   """Leaves most optimizations out, for a block.

@@ -14,6 +14,8 @@ from nm_sparsity_jax import groups
 from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, nm_mask
 from nm_sparsity_jax.patterns import NM
 
+pytestmark = pytest.mark.usefixtures("short_runs")
+
 COLLECTIVES = (
   "all-gather",
   "all-reduce",
@@ -28,6 +30,16 @@ SPECS = {
   "features": PartitionSpec(None, "columns"),
   "both": PartitionSpec("rows", "columns"),
 }
+
+
+AS_USERS = {"4:32", "64:128", "sr_ste", "idp"}  # short and long groups; two recipes
+
+
+@pytest.fixture
+def both_as_users_compile(request, spec):
+  """Compiles some cases as by default where both axes are split."""
+  if spec == "both" and AS_USERS.intersection(request.node.callspec.params.values()):
+    request.getfixturevalue("as_users_compile")
 
 
 def mesh(kind=AxisType.Auto):
@@ -75,6 +87,7 @@ def on_mesh(function, n, where, spec):
   assert collectives(program) == []
 
 
+@pytest.mark.usefixtures("both_as_users_compile")
 @pytest.mark.parametrize("how", [static, traced])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("text", ["1:8", "2:4", "4:32", "16:128", "64:128"])
@@ -83,6 +96,7 @@ def test_same_bits_and_no_collective(text, spec, how):
   on_mesh(how(pattern), pattern.n, mesh(), SPECS[spec])
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("how", [static, traced])
 @pytest.mark.parametrize("text", ["2:4", "64:128"])
 def test_explicit_sharding(text, how):
@@ -92,6 +106,7 @@ def test_explicit_sharding(text, how):
     on_mesh(how(pattern), pattern.n, where, SPECS["both"])
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("how", [static, traced])
 @pytest.mark.parametrize("text", ["2:4", "64:128"])
 def test_shard_map(text, how):
@@ -104,6 +119,7 @@ def test_shard_map(text, how):
   )
 
 
+@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_ladder(kind):
   where = mesh(kind)
@@ -120,6 +136,7 @@ def test_the_search_finds_a_collective_where_there_is_one():
   assert "all-gather" in collectives(gather)
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_a_group_across_shards_communicates():
   """The same function, so the silence above is owed to whole groups and to nothing else."""
   x = jax.device_put(scores(), NamedSharding(mesh(), SPECS["groups"]))
@@ -138,6 +155,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.usefixtures("both_as_users_compile")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_device_masks_its_own_shard(name, spec, monkeypatch):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
@@ -20,6 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, tpu
 from nm_sparsity_jax.masks.selection import Kept
+
+pytestmark = pytest.mark.usefixtures("short_runs")
 
 AWKWARD = np.array([0, -0.0, 1e-40, -1e-40, 1, -1, 2, np.inf, -np.inf, np.nan], np.float32)
 KERNEL = "tpu_custom_call"
@@ -184,12 +187,16 @@ print(program.as_text().count("tpu_custom_call"))
 def test_a_tpu_compiler_takes_it():
   """In a process of its own: libtpu locks a file for as long as a process lives."""
   pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-  }
+  environment = (
+    os.environ
+    | quick.AS_USERS
+    | {
+      "JAX_PLATFORMS": "cpu",
+      "TPU_SKIP_MDS_QUERY": "1",
+      "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+      "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+  )
   done = subprocess.run(
     [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=300
   )

@@ -15,6 +15,7 @@ import nm_sparsity_jax as nms
 EMBED, MLP, BATCH = 128, 512, 32
 # Gradients are made up here: no optimizer takes them.
 pytestmark = [
+  pytest.mark.usefixtures("short_runs"),
   pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning"),
   pytest.mark.filterwarnings("ignore:.* adds lam=:UserWarning"),
 ]
@@ -138,6 +139,14 @@ def dense(mesh):
   return found
 
 
+@pytest.fixture
+def one_as_users_compile(request):
+  """Compiles as by default for one recipe: its bits are compared with another program's."""
+  if request.getfixturevalue("name") == "sr_ste":
+    request.getfixturevalue("as_users_compile")
+
+
+@pytest.mark.usefixtures("one_as_users_compile")
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_collective_more_than_dense_and_the_bits_of_one_device(name, mesh, dense):
   recipe = RECIPES[name]
