@@ -132,10 +132,11 @@ def pytest_runtest_call(item):
 
 # The files that take longest come first, so that no worker begins one while the other has no more.
 LONGEST = (
-  "test_local", "test_t5x_adapter", "test_t5x_thread", "test_docs", "test_every_recipe",
-  "test_t5_t5x", "test_t5", "test_t5x_metrics", "test_quickstart", "test_layers", "test_gin",
-  "test_masks", "test_sparse", "test_t5x_checkpoints", "test_workloads", "test_own_recipe",
-  "test_local_killed", "test_plan", "test_recipes_benchmark", "test_local_t5x",
+  "test_local", "test_t5x_adapter", "test_t5x_thread", "test_t5", "test_quickstart",
+  "test_t5x_metrics", "test_t5_t5x", "test_masks", "test_gin", "test_t5x_checkpoints",
+  "test_sparse", "test_workloads", "test_docs", "test_every_recipe", "test_layers", "test_sweep",
+  "test_plan", "test_own_recipe", "test_local_killed", "test_finalize", "test_recipes_benchmark",
+  "test_local_t5x",
 )  # fmt: skip
 
 

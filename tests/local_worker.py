@@ -19,7 +19,8 @@ def main(cache):
     model = t.model_of(recipe="one_shot", sparse_steps=steps, dense_steps=steps // 4, dropout=0.1)
     tell = lambda done: print("step", done, flush=True) or 0.0
     periods = t.train.Periods(evaluate=1000, checkpoint=3, report=1, metrics=None)
-    source = t.source_of(pack=True, batch_size=8)
+    # SeqIO sets packing up for each process for longer than a short run trains.
+    source = t.source_of(pack=steps > 100, batch_size=8)
     return t.train.train(
       t.run_of(folder, model, source=source, sparse_steps=steps, periods=periods,
                learning_rate=tell, keep_checkpoints=2)

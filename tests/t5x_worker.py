@@ -1,7 +1,7 @@
 """Imports what T5X imports once, then forks for each command: importing is most of a short one.
 
-Reads lines of JSON, `[command, flags, stderr]`, and does what `python -m t5x.COMMAND FLAGS` does,
-with its standard error in a file; prints `ended STATUS` after each.
+Reads lines of JSON, `[command, flags, stderr, environment]`, and does what `python -m t5x.COMMAND
+FLAGS` does in that environment, with its standard error in a file. `ended STATUS` follows each.
 """
 
 import json
@@ -11,12 +11,13 @@ import sys
 import traceback
 
 
-def run(command, flags, stderr):
+def run(command, flags, stderr, environment):
   """Runs one command in this process, as the interpreter's -m does; returns its exit code."""
   file = os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
   os.dup2(file, 2)
   os.dup2(file, 1)
   sys.argv = [command, *flags]
+  os.environ.update(environment)  # XLA reads its flags when a backend starts
   try:
     runpy.run_module(f"t5x.{command}", run_name="__main__", alter_sys=True)
   except SystemExit as e:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import quick
 import t5x_found
 from test_plan_mistakes import T5X_MODEL
 
@@ -67,9 +68,13 @@ def forked(tmp_path_factory):
     subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True, env=env) as worker,
   ):
 
-    def run(command, *files, check=True, **macros):
-      flags, _ = t5x_found.command_line(files, macros)
-      worker.stdin.write(json.dumps([command, flags, str(errors)]) + "\n")
+    def run(command, *files, check=True, goes_on=False, **macros):
+      """`goes_on`: its bits are compared with those of another run; see `quick.compilation`."""
+      flags, environment = t5x_found.command_line(files, macros)
+      if not goes_on:
+        environment = quick.environment()
+      kernels = {"XLA_FLAGS": environment["XLA_FLAGS"]}
+      worker.stdin.write(json.dumps([command, flags, str(errors), kernels]) + "\n")
       worker.stdin.flush()
       for line in worker.stdout:
         if line.startswith("ended "):
@@ -125,7 +130,7 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   whole, scores = saved_arrays(sparse / "checkpoint_18"), last_metric(sparse)
   shutil.rmtree(sparse / "checkpoint_18")
   forget_metrics(sparse)
-  log = forked("train", *run, **finetune, **RULES, **period)
+  log = forked("train", *run, goes_on=True, **finetune, **RULES, **period)
   assert f"{sparse}/checkpoint_12" in log
   jax.tree.map(np.testing.assert_array_equal, saved_arrays(sparse / "checkpoint_18"), whole)
 
@@ -134,7 +139,7 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   common = {"CHECKPOINT_PATH": half, "utils.DatasetConfig.batch_size": 16}
   # Point 4: what is sparse is read from the checkpoint, in T5X's own model file as in ours.
   forked("eval", "gin_configs/runs/t5x_eval.gin", TINY, EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
-         **common)  # fmt: skip
+         goes_on=True, **common)  # fmt: skip
   in_loop, alone = last_metric(sparse), last_metric(tmp_path / "eval")
   assert set(in_loop) == {12, 18} and in_loop == scores and alone == {12: in_loop[12]}
 
