@@ -14,6 +14,7 @@ import sys
 import browser
 import jax
 import pytest
+import quick
 
 from nm_sparsity_jax import cli, quickstart
 from nm_sparsity_jax.recipes import RECIPES
@@ -129,10 +130,9 @@ def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
 def start(tmp_path_factory):
   """Runs a quickstart in a folder: its exit code and all that it said."""
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
-  env = {**os.environ, "XLA_FLAGS": "", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
-  env |= {  # shorter than compiling for speed
+  env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
+  env |= quick.environment() | {  # shorter than compiling for speed
     "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)]),
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("xla")),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
