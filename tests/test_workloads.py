@@ -17,6 +17,7 @@ import optax
 import pytest
 from checkpoint_files import assert_same, read
 
+import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, flops, gin_files, workloads
 from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.trees import flatten
@@ -60,6 +61,9 @@ def trained(tmp_path_factory):
   folder = tmp_path_factory.mktemp("own") / "run"
   assert cli.main(["train", *words(**MACROS, MODEL_DIR=str(folder))]) == 0
   return folder
+
+
+MINE = "--import=own_workload"  # what a gin file imports, plan wants named
 
 
 # --- every command ------------------------------------------------------------------------------
@@ -175,6 +179,134 @@ def test_a_start_from_a_sparse_run_that_is_not_finalized_warns(trained, tmp_path
     load(tmp_path / "final")
 
 
+def predicted(folder, split="validation"):
+  """The lines of a file of predictions."""
+  text = (folder / f"{split}-predict.jsonl-00000-of-00001").read_text()
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def mlp(params, stats, x):
+  """What the example's network says, by numpy, from effective parameters."""
+  for i in range(2):
+    x, norm, seen = x @ params[f"hidden_{i}"]["kernel"], params[f"norm_{i}"], stats[f"norm_{i}"]
+    x = (x - seen["mean"]) / np.sqrt(seen["var"] + 1e-5) * norm["scale"] + norm["bias"]
+    x = np.maximum(x, 0)
+  return (x @ params["out"]["kernel"])[:, 0]
+
+
+def test_infer_writes_what_sparsified_parameters_say(trained, tmp_path, capsys):
+  """Of a checkpoint in the middle, whose rules it holds, and of the finalized one."""
+  infer = lambda path, folder, **macros: cli.main(
+    ["infer", *words("local_workload_infer", optimizer=False, CHECKPOINT_PATH=str(path),
+                     INFER_OUTPUT_DIR=str(folder), **macros)]
+  )  # fmt: skip
+  middle = trained / "checkpoint_24"
+  assert infer(middle, tmp_path / "middle") == 0
+  assert "validation: 64 predictions" in capsys.readouterr().out
+  batches = own_workload.Regression().splits()["validation"]
+  model = model_of(**{k.lower(): MACROS[k] for k in ("RECIPE", "PATTERN", "SPARSE_STEPS",
+                   "DENSE_STEPS", "FINETUNE_STEPS")})  # fmt: skip
+  state = checkpoints.load_for_evaluation(str(middle), model)
+  effective = nms.sparsify(state.params, model.rules, state.sparse_step, state.masks)
+  assert np.any(effective["hidden_1"]["kernel"] != state.params["hidden_1"]["kernel"])
+  tree = jax.device_get((effective, state.collections["batch_stats"]))
+  wanted = np.concatenate([mlp(*tree, batch["x"]) for batch in batches])
+  lines = predicted(tmp_path / "middle")
+  assert [line["inputs"] for line in lines] == [{"idx": i} for i in range(64)]
+  got = [line["prediction"]["output"] for line in lines]
+  np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+  assert cli.main(["finalize", str(trained), str(tmp_path / "final")]) == 0
+  ends = [trained / f"checkpoint_{STEPS}", tmp_path / f"final/checkpoint_{STEPS}"]
+  for i, path in enumerate(ends):
+    assert infer(path, tmp_path / str(i), EVAL_SPLIT="validation") == 0
+  assert predicted(tmp_path / "0") == predicted(tmp_path / "1") != lines
+  assert infer(middle, tmp_path / "none", EVAL_SPLIT="tset") == 1
+  said = "EVAL_SPLIT='tset' is not a split of Regression: choose one of validation"
+  assert said in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+def rows_of(workload, **fields):
+  """The rows that are predicted from new parameters."""
+  model, key = model_of(workload), jax.random.PRNGKey(0)
+  variables = {"params": model.initial_params(key), **model.initial_collections(key)}
+  wanted = evaluation.Splits(**fields).for_predictions(workload)
+  return {name: list(rows) for name, rows in wanted.evaluator(model, None).predictions(variables)}
+
+
+class Answers(own_workload.Regression):
+  """Predicts what it is told to."""
+
+  def __init__(self, predict, **fields):
+    super().__init__()
+    self.says = predict
+    for name, value in fields.items():
+      setattr(self, name, value)
+
+  def predict(self, params, state, batch):
+    return self.says(batch)
+
+  def splits(self):
+    batch, last = ({"x": np.full((4, 16), float(i), np.float32)} for i in range(2))
+    return {"test": [batch | {"real": np.ones(4)}, last | {"real": np.array([1, 0, 1, 0])}]}
+
+
+def test_predictions_are_plain_and_rows_that_fill_a_batch_are_left_out():
+  def says(batch):
+    x = batch["x"]
+    return {
+      "class": jnp.argmax(x, 1), "half": jnp.bfloat16(x[:, :2] / 2), "sure": x[:, 0] > 0.5,
+    }  # fmt: skip
+
+  first = {"class": 0, "half": [0.0, 0.0], "sure": False}
+  last = {"class": 0, "half": [0.5, 0.5], "sure": True}
+  rows = lambda count: [({"idx": i}, first if i < 4 else last) for i in range(count)]
+  assert rows_of(Answers(says, real="real")) == {"test": rows(6)}
+  assert rows_of(Answers(says)) == {"test": rows(8)}
+  two = Answers(says, splits=lambda: dict.fromkeys(("dev", "test"), Answers(says).splits()["test"]))
+  assert rows_of(two) == {"dev": rows(8), "test": rows(8)}
+  assert rows_of(two, split="test") == {"test": rows(8)}
+  assert len(rows_of(two, split="test", batches=1)["test"]) == 4
+
+
+def test_predictions_that_cannot_be_written_are_refused(tmp_path):
+  class Silent(own_workload.Regression):
+    predict = workloads.Workload.predict
+
+  where = str(tmp_path / "checkpoint_1"), str(tmp_path / "out")
+  with pytest.raises(ValueError, match="^Silent lacks predict: define predict.params, state, batc"):
+    train.infer(model_of(Silent()), evaluation.Splits(), *where)
+  assert not list(tmp_path.iterdir())
+  for says, fields, said in (
+    (lambda b: {"y": jnp.mean(b["x"], 0)}, {}, r"'y' of shape \(16,\) for a batch of 4 rows"),
+    (lambda b: {"y": jnp.mean(b["x"])}, {}, r"'y' of shape \(\) for a batch of 4 rows"),
+    (lambda b: b["x"], {}, "^Answers.predict returned .*: give a mapping, name -> an array"),
+    (lambda b: {}, {}, "^Answers.predict returned {}: give a mapping"),
+    (
+      lambda b: {"y": jnp.complex64(b["x"])},
+      {},
+      "'y' of dtype complex64: a file of predictions holds real",
+    ),
+    (lambda b: {"y": 1 / (b["x"] - 1)}, {}, "'y' that is not finite for example 4 of 'test'"),
+    (lambda b: b, {"real": "rael"}, "Answers.real is 'rael', but a batch of 'test' has no such"),
+    (lambda b: b, {"real": "x"}, r"Answers.real: 'x' of 'test' has the shape \(4, 16\)"),
+    (lambda b: b, {"splits": lambda: {"test": []}}, "the split 'test' has no examples"),
+  ):
+    with pytest.raises(ValueError, match=said):
+      rows_of(Answers(says, **fields))
+
+
+def test_plan_refuses_to_infer_what_has_no_predict(trained, tmp_path, capsys, monkeypatch):
+  where = dict(CHECKPOINT_PATH=str(trained / "checkpoint_24"), INFER_OUTPUT_DIR=str(tmp_path / "p"))
+  command = ["plan", "--json", MINE, *words("local_workload_infer", optimizer=False, **where)]
+  assert cli.main(command) == 0
+  report = json.loads(capsys.readouterr().out)
+  assert report["program"] == "infer" and report["cost"]["training"] is None
+  monkeypatch.delattr(own_workload.Regression, "predict")
+  assert cli.main(command) == 1
+  assert "Regression lacks predict: define" in capsys.readouterr().out
+
+
 def test_finalize_and_verify(trained, tmp_path, capsys):
   final = tmp_path / "final"
   assert cli.main(["finalize", str(trained), str(final)]) == 0
@@ -189,9 +321,6 @@ def test_finalize_and_verify(trained, tmp_path, capsys):
     np.testing.assert_array_equal(saved[key], before[key])
 
 
-MINE = "--import=own_workload"  # what a gin file imports, plan wants named
-
-
 def test_plan(tmp_path, capsys):
   assert cli.main(["plan", "--json", MINE, *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
   report = json.loads(capsys.readouterr().out)
@@ -204,6 +333,17 @@ def test_plan(tmp_path, capsys):
   odd = words(**MACROS, MODEL_DIR=str(tmp_path / "run"), BATCH_SIZE=15, MICROBATCHES=2)
   assert cli.main(["plan", "--json", MINE, *odd]) == 1
   assert "BATCH_SIZE=15 must be a multiple" in capsys.readouterr().out
+
+
+def test_plan_asks_for_the_shape_that_a_run_notes(trained, tmp_path, capsys, monkeypatch):
+  """It was asked for the lengths that a T5 usually has."""
+  asked = []
+  monkeypatch.setattr(
+    own_workload.Regression, "shape", lambda self, lengths=None: asked.append(lengths)
+  )
+  assert cli.main(["plan", "--json", MINE, *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
+  noted = json.loads((trained / "run.json").read_text())["workload"]["lengths"]
+  assert asked == [noted] == [None]
 
 
 def test_plan_for_people(tmp_path, capsys):
@@ -348,9 +488,6 @@ def test_what_a_run_needs_of_a_workload_is_named(tmp_path):
     model_of(Taken())
   with pytest.raises(ValueError, match="EVAL_STEPS=0: batches of each split"):
     evaluation.Splits(batches=0)
-  where = str(tmp_path / "checkpoint_1"), str(tmp_path / "out")
-  with pytest.raises(ValueError, match="Regression makes no predictions that can be written"):
-    train.infer(model_of(), evaluation.Splits(), *where)
 
 
 def test_a_workload_is_required(tmp_path, capsys):

@@ -82,13 +82,16 @@ class Regression(Workload):
   def loss(self, params, state, batch, rng):
     variables = {"params": params, **state}
     if rng is None:
-      out = self.network.apply(variables, batch["x"], train=False)
+      out = self.predict(params, state, batch)["output"]
     else:
       x = batch["x"] + 0.01 * jax.random.normal(rng, batch["x"].shape)
       out, state = self.network.apply(variables, x, train=True, mutable=["batch_stats"])
     error = out - batch["y"]
     sums = {"absolute_error": jnp.sum(jnp.abs(error)), "examples": jnp.float32(len(error))}
     return jnp.sum(error**2), sums, state
+
+  def predict(self, params, state, batch):
+    return {"output": self.network.apply({"params": params, **state}, batch["x"], train=False)}
 
   def batches(self, seed, start):
     for position in itertools.count(start):

@@ -5,8 +5,9 @@
     --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.INFER_OUTPUT_DIR="'...'" ...
 
 The checkpoint holds the rules. A setting that says something else is refused. The files are those
-of t5x.infer, with `idx` where a task has it: `nm-sparsity glue submit` reads them. Exit code: 0 =
-done, 1 = failed.
+of t5x.infer, with `idx` where a task has it: `nm-sparsity glue submit` reads them. A workload of
+your own takes gin_configs/runs/local_workload_infer.gin, which writes a file for each split. Exit
+code: 0 = done, 1 = failed.
 """
 
 from __future__ import annotations

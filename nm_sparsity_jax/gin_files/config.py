@@ -30,9 +30,9 @@ from nm_sparsity_jax.gin_files.order import Order
 
 # The run files of its programs, as an error names them.
 _RUNS = {
-  "train": "local_train.gin or local_finetune.gin",
-  "evaluate": "local_eval.gin",
-  "infer": "local_infer.gin",
+  "train": "local_train.gin, local_finetune.gin or local_workload.gin",
+  "evaluate": "local_eval.gin or local_workload_eval.gin",
+  "infer": "local_infer.gin or local_workload_infer.gin",
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax import directions
+from nm_sparsity_jax import directions, workloads
 from nm_sparsity_jax.runs import files, folders
 from nm_sparsity_jax.workloads.base import Devices, Evaluator, Found, Stopped, take
 from nm_sparsity_jax.workloads.text_evaluation import Evaluation  # T5's, a name for gin files
@@ -33,9 +33,11 @@ class Splits:
 
   Attributes:
     batches: how many of each split; None = all.
+    split: the only one that is looked at; None = each.
   """
 
   batches: int | None = None
+  split: str | None = None
 
   def __post_init__(self):
     if self.batches is not None and (not isinstance(self.batches, int) or self.batches < 1):
@@ -53,7 +55,19 @@ class Splits:
     del folder
     batches = lambda name: take(devices.workload.splits()[name], self.batches)
     names = devices.workload.splits()
+    if self.split is not None:
+      if self.split not in names:
+        raise ValueError(
+          f"EVAL_SPLIT={self.split!r} is not a split of {type(devices.workload).__name__}: "
+          f"choose one of {', '.join(names)}, or None for all."
+        )
+      names = [self.split]
     return Evaluator(devices, {name: functools.partial(batches, name) for name in names}, stop)
+
+  def for_predictions(self, workload: workloads.Workload) -> Splits:
+    """Returns itself; refuses a workload that lacks `predict`."""
+    workloads.refuse_without_predict(workload)
+    return self
 
 
 class History:

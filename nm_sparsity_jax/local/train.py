@@ -288,12 +288,14 @@ def infer(
 ) -> int:
   """Writes the predictions of one checkpoint: TASK-predict.jsonl-00000-of-00001, as t5x.infer does.
 
-  A line is {"inputs": {"idx": 3, "inputs_pretokenized": ...}, "prediction": "entailment"}. A file
-  has its name when it is complete.
+  A line is {"inputs": {"idx": 3, "inputs_pretokenized": ...}, "prediction": "entailment"}. Of a
+  workload with splits of its own a file is named after the split, `idx` counts its examples, and
+  "prediction" has what `Workload.predict` returns: {"output": 0.25}. A file has its name when it is
+  complete.
 
   Args:
     model: workload and rules, as in training.
-    evaluation: of which tasks and split, by which search; its lengths, which are needed.
+    evaluation: of which splits; for a T5, of which tasks, by which search, and the lengths.
     checkpoint: its folder, checkpoint_N.
     output_dir: gets the files.
     config: the text for config.gin.
@@ -301,26 +303,18 @@ def infer(
   Returns:
     0.
   """
-  if not hasattr(evaluation, "silent"):
-    raise ValueError(f"{type(model.workload).__name__} makes no predictions that can be written.")
-  silent = evaluation.silent()
+  wanted = evaluation.for_predictions(model.workload)
   with _opened(model, checkpoint, output_dir, config, "INFER_OUTPUT_DIR") as (folder, state):
-    evaluator = silent.evaluator(model, None)
-    effective = model.effective(state)
-  for task in evaluator.tasks:
-    path, count = folder / f"{task.name}-predict.jsonl-00000-of-00001", 0
+    evaluator = wanted.evaluator(model, None)
+    variables = model.variables(state)
+  for name, rows in evaluator.predictions(variables):
+    path, count = folder / f"{name}-predict.jsonl-00000-of-00001", 0
     with files.whole_file(path) as beside, beside.open("w", encoding="utf-8") as file:
-      for example, text in evaluator.predictions(effective, task):
-        file.write(_prediction_line(example, text))
+      for inputs, prediction in rows:
+        file.write(json.dumps({"inputs": inputs, "prediction": prediction}) + "\n")
         count += 1
-    print(f"  {task.name}: {count:,} predictions")
+    print(f"  {name}: {count:,} predictions")
   return 0
-
-
-def _prediction_line(example: Mapping[str, Any], text: str) -> str:
-  shown = {k: v for k, v in example.items() if k == "idx" or k.endswith("_pretokenized")}
-  inputs = {k: v.decode() if isinstance(v, bytes) else v.tolist() for k, v in shown.items()}
-  return json.dumps({"inputs": inputs, "prediction": text}) + "\n"
 
 
 @contextlib.contextmanager

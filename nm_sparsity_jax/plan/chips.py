@@ -25,6 +25,7 @@ from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made, inputs
 from nm_sparsity_jax.recipes import recipe
 from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.workloads.t5 import known_lengths
 
 _TOO_LARGE = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
 _PACKED = ("encoder_segment_ids", "encoder_positions", "decoder_segment_ids", "decoder_positions")
@@ -103,7 +104,7 @@ def _batch(found: Findings, run: Any) -> Mapping[str, Any]:
   return _tokens(found.lengths, run.batch_size, run.source.pack)
 
 
-def _tokens(lengths: Mapping[str, int], rows: int, packed: bool) -> Shapes:
+def _tokens(lengths: Mapping[str, int] | None, rows: int, packed: bool) -> Shapes:
   """Returns the shapes of a batch of an encoder-decoder."""
   wanted = {"encoder_input_tokens": "inputs"}
   wanted |= dict.fromkeys(
@@ -111,8 +112,8 @@ def _tokens(lengths: Mapping[str, int], rows: int, packed: bool) -> Shapes:
   )
   if packed:
     wanted |= {name: "inputs" if name.startswith("encoder") else "targets" for name in _PACKED}
-  make = lambda n: jax.ShapeDtypeStruct((rows, n), jnp.int32)
-  return {name: make(lengths[feature]) for name, feature in wanted.items()}
+  known, make = known_lengths(lengths), lambda n: jax.ShapeDtypeStruct((rows, n), jnp.int32)
+  return {name: make(known[feature]) for name, feature in wanted.items()}
 
 
 def _t5x(found: Findings, made: Made, devices: Sequence[Any]) -> Callable[[Rules | None], Any]:

@@ -8,6 +8,7 @@ from nm_sparsity_jax import flops, trees, workloads
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan import model
 from nm_sparsity_jax.plan.findings import Findings
+from nm_sparsity_jax.workloads.t5 import known_lengths
 
 _T5_ALONE = "they are known only for encoder-decoders like T5"
 
@@ -39,7 +40,7 @@ def cost(
     return None
   known = found.batch_size or (getattr(network, "batch_size", None) if own else None)
   priced = flops.price(shape, kernels, known or 1)
-  lengths = dict.fromkeys(found.lengths) if own else found.lengths
+  lengths = {} if own else known_lengths(found.lengths)
   lengths_known = found.config.get("TASK_FEATURE_LENGTHS") is not None
   once = {"dense": priced.inference_dense, "sparse": priced.inference_sparse}
   training = {
@@ -50,8 +51,8 @@ def cost(
     "sparse": priced.training_sparse,
   }
   return {
-    "input_length": lengths["inputs"],
-    "target_length": lengths["targets"],
+    "input_length": lengths.get("inputs"),
+    "target_length": lengths.get("targets"),
     "lengths_known": lengths_known,
     "inference": once if own or lengths_known or found.trains else None,
     "training": training if found.trains else None,

@@ -13,7 +13,6 @@ from typing import Any
 
 from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.configure import SettingsError
-from nm_sparsity_jax.workloads.t5 import LENGTHS
 
 # What a wrong value makes Python raise, where nobody looked at it first.
 _PYTHONS = (AttributeError, LookupError, TypeError, NameError, AssertionError, ArithmeticError)
@@ -31,7 +30,7 @@ class Findings:
     notes: what you should know.
     parts: name -> part of the report.
     whole: False where the settings ask for rules that could not be made.
-    lengths: feature -> tokens of an example.
+    lengths: feature -> tokens of an example; None where TASK_FEATURE_LENGTHS does not say them.
     batch_size: examples of a step, None if unknown.
   """
 
@@ -42,17 +41,17 @@ class Findings:
   notes: list[str] = dataclasses.field(default_factory=list)
   parts: dict[str, Any] = dataclasses.field(default_factory=dict)
   whole: bool = True
-  lengths: dict[str, int] = dataclasses.field(init=False)
+  lengths: dict[str, int] | None = dataclasses.field(init=False)
   batch_size: int | None = dataclasses.field(init=False)
 
   def __post_init__(self):
     self.errors += self.config.errors
     self.warnings += self.config.warnings
     lengths, self.batch_size = self.config.get("TASK_FEATURE_LENGTHS"), self._whole("BATCH_SIZE")
-    self.lengths = dict(LENGTHS)
+    self.lengths = None
     is_whole = lambda n: isinstance(n, int) and not isinstance(n, bool) and n > 0
     if isinstance(lengths, Mapping) and all(map(is_whole, lengths.values())):
-      self.lengths |= lengths
+      self.lengths = dict(lengths)
     elif lengths is not None:
       self.errors.append(
         f"TASK_FEATURE_LENGTHS={lengths!r}: give a dict from feature to tokens, such as "

@@ -20,7 +20,7 @@ from nm_sparsity_jax import flops, workloads
 from nm_sparsity_jax.configure import SettingsError
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.workloads.t5 import LENGTHS
+from nm_sparsity_jax.workloads.t5 import known_lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def shapes(network: Any, lengths: Mapping[str, int] | None = None) -> tuple[Any,
   config: Any = getattr(network, "config", None)
   if getattr(config, "rules", None) is not None:
     network = network.clone(config=dataclasses.replace(config, rules=None))
-  wanted = inputs(network, {**LENGTHS, **(lengths or {})})
+  wanted = inputs(network, lengths)
   arrays = {name: jax.ShapeDtypeStruct(s, jnp.int32) for name, s in wanted.items()}
   keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
   init = functools.partial(network.init, enable_dropout=False)
@@ -152,19 +152,20 @@ def shapes(network: Any, lengths: Mapping[str, int] | None = None) -> tuple[Any,
   return found["params"], found.get("params_axes")
 
 
-def inputs(network: Any, lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def inputs(network: Any, lengths: Mapping[str, int] | None) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of the inputs that a network of T5X's interface requires."""
-  targets = (1, lengths["targets"])
+  known = known_lengths(lengths)
+  targets = (1, known["targets"])
   found: dict[str, tuple[int, ...]] = {
     "decoder_input_tokens": targets,
     "decoder_target_tokens": targets,
   }
   if "encoder_input_tokens" in inspect.signature(type(network).__call__).parameters:
-    found["encoder_input_tokens"] = (1, lengths["inputs"])
+    found["encoder_input_tokens"] = (1, known["inputs"])
   return found
 
 
-def train_state(model: Any, lengths: Mapping[str, int], trains: bool = True) -> Any:
+def train_state(model: Any, lengths: Mapping[str, int] | None, trains: bool = True) -> Any:
   """Returns T5X's whole state, as shapes.
 
   Args:
@@ -190,17 +191,18 @@ def train_state(model: Any, lengths: Mapping[str, int], trains: bool = True) -> 
   return jax.eval_shape(make, jax.random.PRNGKey(0))
 
 
-def shape_of(network: Any, lengths: Mapping[str, int]) -> flops.Shape | None:
+def shape_of(network: Any, lengths: Mapping[str, int] | None) -> flops.Shape | None:
   """Returns the shape that prices a network, None where none is known.
 
   Args:
     network: a flax module with T5's configuration, or a workload.
-    lengths: tokens of an example, by feature.
+    lengths: tokens of an example, by feature; None = the settings do not say them.
   """
   if isinstance(network, workloads.Workload):
     return network.shape(lengths)
   config: Any = getattr(network, "config", None)
   try:
-    return flops.T5Shape.of(config, lengths["inputs"], lengths["targets"])
+    known = known_lengths(lengths)
+    return flops.T5Shape.of(config, known["inputs"], known["targets"])
   except (AttributeError, ValueError):
     return None

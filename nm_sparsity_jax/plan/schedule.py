@@ -10,6 +10,7 @@ from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
 from nm_sparsity_jax.recipes import Dense
 from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.workloads.t5 import known_lengths
 
 _Timelines = dict[tuple, dict[str, set[int]]]  # (recipe, segments) -> rule -> lengths of its axes
 
@@ -113,7 +114,7 @@ def loss(found: Findings, rules: Rules, made: Made) -> dict[str, Any]:
   else:
     factor = getattr(made.model, "_loss_normalizing_factor", None)
   parts = found.microbatches() or 1
-  tokens = (found.batch_size or 0) * found.lengths["targets"] or None
+  tokens = (found.batch_size or 0) * known_lengths(found.lengths)["targets"] or None
   name = getattr(factor, "name", factor)
   if factor is None:
     scale, text = tokens, "a sum over target tokens"

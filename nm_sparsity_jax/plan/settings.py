@@ -24,17 +24,19 @@ def check(found: Findings, made: Made) -> None:
   if found.config.program and not found.config.local:
     _check_paths(found)
   if found.config.local:
-    found.attempt("run", _check_local, found)
+    found.attempt("run", _check_local, found, made)
   elif found.config.program == "train":
     _check_t5x(found, made)
 
 
-def _check_local(found: Findings) -> None:
+def _check_local(found: Findings, made: Made) -> None:
   """Makes the run, so that its parts check themselves."""
   from nm_sparsity_jax.local import folders, step, train
 
   if found.config.program != "train":
-    found.argument("evaluation")
+    evaluation = found.argument("evaluation")
+    if found.config.program == "infer" and None not in (evaluation, made.network):
+      evaluation.for_predictions(made.network)
     return
   try:
     run = found.config.argument("run")

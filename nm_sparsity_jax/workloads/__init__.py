@@ -5,6 +5,6 @@ imported inside functions.
 """
 
 from nm_sparsity_jax.workloads.base import Batch, Sums, Workload
-from nm_sparsity_jax.workloads.find import describe, of
+from nm_sparsity_jax.workloads.find import describe, of, refuse_without_predict
 
-__all__ = ["Batch", "Sums", "Workload", "describe", "of"]
+__all__ = ["Batch", "Sums", "Workload", "describe", "of", "refuse_without_predict"]

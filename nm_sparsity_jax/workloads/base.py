@@ -3,6 +3,7 @@
     init(rng) -> variables -> [params | state | logical axes]
     batches(seed, start) -> batch -> loss(params, state, batch, rng) -> loss, sums, new state
     splits() -> batches -> loss(..., rng=None) -> sums -> scalars(sums) -> names and values
+                        -> predict(params, state, batch) -> a row of each example, if you define it
 
 The runner owns all the rest: sparsity, devices, the optimizer, checkpoints, curves. A workload
 knows nothing of sparsity: it is given effective parameters.
@@ -10,6 +11,7 @@ knows nothing of sparsity: it is given effective parameters.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +21,7 @@ import numpy as np
 from flax import struct
 
 from nm_sparsity_jax import directions
+from nm_sparsity_jax.workloads import predictions
 
 Batch = Mapping[str, Any]
 
@@ -53,11 +56,14 @@ class Workload:
     weight: which of the sums divides the others; also the unit of the throughput that is printed.
     headline: which of the scalars an evaluation prints as its loss line.
     batch_size: examples of a training batch; None where something else brings the batches.
+    real: which array of a batch is 0 where a row only fills it, so that it gets no prediction;
+      None = each row is an example.
   """
 
   weight: str = "examples"
   headline: Sequence[str] = ("loss",)
   batch_size: int | None = None
+  real: str | None = None
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns new variables, as flax' `module.init` does: float32 parameters, dense.
@@ -101,6 +107,21 @@ class Workload:
 
   def splits(self) -> Mapping[str, Iterable[Batch]]:
     """Returns name -> the finite batches that an evaluation goes through."""
+    raise NotImplementedError
+
+  def predict(self, params: Any, state: Mapping[str, Any], batch: Batch) -> Mapping[str, jax.Array]:
+    """Returns what the model says of each row of a batch; `nm-sparsity infer` writes it.
+
+    It is traced. Only `infer` needs it.
+
+    Args:
+      params: effective parameters.
+      state: collection -> variables.
+      batch: of a split.
+
+    Returns:
+      name -> an array of finite real numbers or booleans; its first axis counts the rows.
+    """
     raise NotImplementedError
 
   def scalars(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -256,6 +277,25 @@ class Evaluator:
       found[split] = self.devices.workload.scalars(sums)
     return found
 
+  def predictions(
+    self, variables: Mapping[str, Any]
+  ) -> Iterator[tuple[str, Iterator[predictions.Row]]]:
+    """Yields each split and what `Workload.predict` says of its examples, in their order.
+
+    Args:
+      variables: effective 'params', and the state.
+    """
+    workload = self.devices.workload
+    step = self.devices.jit(functools.partial(predictions.of_batch, workload))
+    for split in self.splits:
+      yield split, predictions.rows(workload, split, self._predicted(step, split, variables))
+
+  def _predicted(self, step: Callable, split: str, variables: Any) -> Iterator[tuple[Batch, Any]]:
+    """Yields each batch of a split and what is predicted from it."""
+    for batch in self.splits[split]():
+      self.check()
+      yield batch, jax.device_get(step(variables, self.devices.put(batch)))
+
   def batches(self, split: str) -> list[Batch]:
     """Returns the batches of a split, read when they are first asked for."""
     if split not in self._batches:
@@ -268,6 +308,6 @@ class Evaluator:
       raise Stopped
 
 
-def take(batches: Iterable[Batch], count: int | None) -> list[Batch]:
+def take(batches: Iterable[Batch], count: int | None) -> Iterator[Batch]:
   """Returns the first `count` batches; None = all."""
-  return list(itertools.islice(batches, count))
+  return itertools.islice(batches, count)

@@ -59,6 +59,15 @@ def refuse_incomplete(workload: Any) -> None:
     raise ValueError(f"{name} must be a subclass of nm_sparsity_jax.workloads.Workload.")
 
 
+def refuse_without_predict(workload: Workload) -> None:
+  """Raises ValueError where a workload cannot say what it predicts, and names the method."""
+  if type(workload).predict is Workload.predict:
+    raise ValueError(
+      f"{type(workload).__name__} lacks predict: define predict(params, state, batch), which "
+      "returns name -> an array with an entry a row."
+    )
+
+
 def describe(workload: Workload, lengths: Mapping[str, int] | None = None) -> dict[str, Any]:
   """Returns what run.json says of a workload: plain values.
 

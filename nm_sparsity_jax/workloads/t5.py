@@ -22,6 +22,11 @@ PACKED = ("encoder_segment_ids", "decoder_segment_ids")
 LENGTHS = {"inputs": 512, "targets": 128}  # of an example, where the settings do not say
 
 
+def known_lengths(lengths: Mapping[str, int] | None) -> dict[str, int]:
+  """Returns the tokens of an example by feature: those given, else `LENGTHS`."""
+  return {**LENGTHS, **(lengths or {})}
+
+
 class T5(Workload):
   """A T5 of this package, or a network with its interface.
 
@@ -107,7 +112,7 @@ class T5(Workload):
 
   def shape(self, lengths: Mapping[str, int] | None = None) -> flops.T5Shape:
     """Returns the shape of the network for one example of such lengths."""
-    known = {**LENGTHS, **(lengths or {})}
+    known = known_lengths(lengths)
     return flops.T5Shape.of(self.network.config, known["inputs"], known["targets"])
 
   def check(self, source: Any = None) -> None:

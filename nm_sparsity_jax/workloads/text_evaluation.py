@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nm_sparsity_jax.workloads import base, decoding, text
+from nm_sparsity_jax.workloads import base, decoding, predictions, text
 
 DECODERS = ("beam", "greedy")
 _FEW = 8  # examples of each task that tell the names of its metrics
@@ -79,12 +79,16 @@ class Evaluation:
     """Returns what evaluates a T5 as this says; see `Evaluator`."""
     return Evaluator(self, devices, folder, stop)
 
-  def silent(self) -> Evaluation:
+  def for_predictions(self, workload: Any) -> Evaluation:
     """Returns the same evaluation without metrics, for predictions alone.
+
+    Args:
+      workload: not asked: any T5 decodes.
 
     Raises:
       ValueError: the lengths are not given.
     """
+    del workload
     if not self.lengths:
       raise ValueError(
         f"TASK_FEATURE_LENGTHS={self.lengths!r}: predictions need a length, and a test set has "
@@ -197,8 +201,14 @@ class Evaluator(base.Evaluator):
       return None
     return {name for metrics in found.values() for name in metrics}
 
-  def predictions(self, effective: Any, task) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yields (fields, decoded text) of each example of a task, in the order of its split."""
+  def predictions(
+    self, variables: Mapping[str, Any]
+  ) -> Iterator[tuple[str, Iterator[predictions.Row]]]:
+    """Yields each task and (fields, decoded text) of its examples, in the order of its split."""
+    for task in self.tasks:
+      yield task.name, self._said(variables["params"], task)
+
+  def _said(self, effective: Any, task) -> Iterator[predictions.Row]:
     import seqio
 
     lengths = dict(self._cfg.lengths or {})
@@ -209,7 +219,7 @@ class Evaluator(base.Evaluator):
     decoded = self._decoded(effective, features.enumerate())
     decode = task.output_features["targets"].vocabulary.decode
     for example, (_, ids, _) in zip(examples.as_numpy_iterator(), decoded, strict=True):
-      yield example, decode(ids)
+      yield _shown(example), decode(ids)
 
   def _decode(self, effective, dataset):
     """Returns ((index, ids) of every example, {'scores': one of each})."""
@@ -252,6 +262,12 @@ class Evaluator(base.Evaluator):
       self.check()
       indices, examples = zip(*rows, strict=True)
       yield [int(i) for i in indices], *_filled(examples, self._cfg.batch_size)
+
+
+def _shown(example: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the fields of an example that a file of predictions shows."""
+  shown = {k: v for k, v in example.items() if k == "idx" or k.endswith("_pretokenized")}
+  return {k: v.decode() if isinstance(v, bytes) else v.tolist() for k, v in shown.items()}
 
 
 def _batched(rows, size: int) -> Iterator[list[Any]]:
