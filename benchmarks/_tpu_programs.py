@@ -130,7 +130,7 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 
 class T5X:
-  """The programs of T5X: its own network and model where the recipe is dense, else ours."""
+  """The programs of T5X, for its own network: dense as it is, else made sparse."""
 
   def __init__(self, setting: Setting):
     sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
@@ -144,51 +144,39 @@ class T5X:
     from nm_sparsity_jax import t5x_adapter
     from nm_sparsity_jax.t5x_adapter.ahead import Ahead
 
-    self.setting = setting
-    is_dense = isinstance(setting.recipe, nms.recipes.Dense)
     factors = adafactor.standard_logical_factor_rules()
-    optimizer = adafactor.Adafactor(decay_rate=0.8, logical_factor_rules=factors)
-    module, config = self._network(is_dense)
-    vocabulary = seqio.PassThroughVocabulary(config.vocab_size, eos_id=-1)
-    base: Any = models.EncoderDecoderModel
-    more: dict[str, Any] = {}
-    if not is_dense:
-      base, more = t5x_adapter.SparseEncoderDecoderModel, {"rules": setting.rules}
-    model = base(
-      module=module.Transformer(config),
+    network = self._network(setting)
+    vocabulary = seqio.PassThroughVocabulary(network.config.vocab_size, eos_id=-1)
+    model = models.EncoderDecoderModel(
+      module=network,
       input_vocabulary=vocabulary,
       output_vocabulary=vocabulary,
-      optimizer_def=optimizer,
+      optimizer_def=adafactor.Adafactor(decay_rate=0.8, logical_factor_rules=factors),
       decode_fn=functools.partial(decoding.temperature_sample, temperature=0.0),
-      **more,
     )
-    parts = setting.microbatches
-    batch = _tokens(setting.batch, None)
+    if setting.recipe.name != "dense":
+      model = t5x_adapter.sparse(model, setting.rules)
+    batch, parts = _tokens(setting.batch, None), setting.microbatches
     self.ahead = Ahead(model, setting.devices, batch, setting.partitions, parts)
 
-  def _network(self, is_dense: bool):
-    """Returns the module of the network, T5X's own where it is dense, and its config."""
+  @staticmethod
+  def _network(setting: Setting) -> Any:
+    """Returns T5X's network."""
     from nm_sparsity_jax.models.t5 import network as ours
 
-    sizes = ours.T5Config.t5_1_1(self.setting.size)
-    if not is_dense:
-      config = ours.T5Config.t5_1_1(
-        self.setting.size, dtype="bfloat16", scan_layers=self.setting.scan,
-        remat_policy=self.setting.remat,
-      )  # fmt: skip
-      return ours, config
+    sizes = ours.T5Config.t5_1_1(setting.size)
     names = (
       "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "dropout_rate",
       "num_encoder_layers", "num_decoder_layers", "mlp_activations", "logits_via_embedding",
     )  # fmt: skip
     known: dict[str, Any] = {name: getattr(sizes, name) for name in names}
-    if self.setting.scan:
+    if setting.scan:
       from t5x.examples.scalable_t5 import network as theirs
 
-      known |= dict(scan_layers=True, remat_policy=self.setting.remat)
+      known |= dict(scan_layers=True, remat_policy=setting.remat)
     else:
       from t5x.examples.t5 import network as theirs
-    return theirs, theirs.T5Config(**known, dtype="bfloat16")
+    return theirs.Transformer(theirs.T5Config(**known, dtype="bfloat16"))
 
   def step(self):
     """Returns the train step of T5X's trainer."""

@@ -228,3 +228,18 @@ def test_the_page_says_what_was_recorded():
     names = ["tpu_masks.json"] * 2 + ["tpu_masks_plain.json"] * 2
     wanted = [recorded(n, pattern, a) for n, a in zip(names, (0, 1, 0, 1), strict=True)]
     assert cells.split(" | ") == wanted
+
+
+def test_the_page_says_what_was_recorded_of_a_step():
+  """docs/tpu.md's second table is that of benchmarks/tpu.py."""
+  root = pathlib.Path(__file__).parents[1]
+  page = (root / "docs" / "tpu.md").read_text()
+
+  def recorded(name):
+    rows = json.loads((root / "benchmarks" / "results" / name).read_text())["rows"]
+    over = {row["recipe"]: row["over_dense"] for row in rows[1:]}
+    return {recipe: f"{x['bytes']:.3f} | {x['memory']:.3f}" for recipe, x in over.items()}
+
+  local, t5x = recorded("tpu_step_base.json"), recorded("tpu_step_base_t5x.json")
+  wanted = {f"| `{r}` | {cells} | {t5x.get(r, '|')} |" for r, cells in local.items()}
+  assert wanted == set(re.findall(r"^\| `\w+` \|.*\|$", page, re.MULTILINE))
