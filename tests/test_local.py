@@ -827,6 +827,9 @@ def test_the_stream_is_a_function_of_seed_and_position(name, pack):
   assert ("encoder_segment_ids" in whole[0]) == pack
   shapes = {name: x.shape for name, x in whole[0].items()}
   assert source_of(name=name, pack=pack).shapes() == shapes
+  # What the other tests of this file are given is the same.
+  for start in (0, 3):
+    assert same(next(source_of(name=name, pack=pack).batches(start)), whole[start])
 
 
 def test_lines_beyond_the_step_that_is_gone_on_from_are_dropped(tmp_path):
