@@ -61,10 +61,12 @@ def listed(words: Sequence[str]) -> str:
 def score_digits(values: Iterable[float | None]) -> int:
   """Returns the digits of scores behind the point: 1 on a scale up to 100, 3 on one up to 1.
 
-  >>> score_digits([98.6, None]), score_digits([0.986])
-  (1, 3)
+  Zeros alone tell no scale: 1.
+
+  >>> score_digits([98.6, None]), score_digits([0.986]), score_digits([0.0])
+  (1, 3, 1)
   """
-  return 1 if max((abs(v) for v in values if v is not None), default=0.0) > 2 else 3
+  return 3 if 0 < max((abs(v) for v in values if v is not None), default=0.0) <= 2 else 1
 
 
 def first_line(error: BaseException) -> str:
