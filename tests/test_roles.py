@@ -1,6 +1,7 @@
 """Places by name: what each family calls its kernels, and what others read of it."""
 
 import doctest
+import re
 import types
 
 import jax.numpy as jnp
@@ -161,9 +162,8 @@ def test_a_plan_names_the_words_of_a_family_from_outside(families):
   found = types.SimpleNamespace(errors=[])
   places.assign(found, rules, {"block_0": {"fc1": {"kernel": jnp.zeros((4, 2))}}})
   (said,) = found.errors
-  assert (
-    "(ff, q, k, v, o, mix, qk, qkv, mine; with encoder/, decoder/, self/, cross/, late/" in said
-  )
+  # Families that other tests registered may stand between.
+  assert re.search(r"\(ff, q, k, v, o, .*mix, qk, qkv, mine; with encoder/, .*late/", said)
 
 
 def test_a_plan_tells_like_mistakes_once_by_all_their_names():
