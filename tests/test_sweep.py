@@ -172,6 +172,14 @@ def test_a_sweep_does_not_go_into_the_folder_of_a_run(files, below, here, capsys
   assert grid.read(write(FILE.replace('"out"', '"runs/sweep"'))).out.name == "sweep"
 
 
+def test_a_folder_with_a_name_that_is_too_long_is_one_line_that_names_the_file(here, capsys):
+  file = write(FILE.replace('"out"', f'"{"a" * 999}"'))
+  assert cli.main(["sweep", file]) == 1
+  error = capsys.readouterr().err
+  assert f"{file}: out: File name too long: 'aaaa" in error and "Name another place." in error
+  assert len(error.splitlines()) == 1
+
+
 def test_the_files_of_example_and_documentation_are_right(here):
   example = grid.read(str(ROOT / "examples/sweep_mini_glue.toml"))
   assert len(list(example.runs())) == 3 * (1 + 1 + 8 * 2)

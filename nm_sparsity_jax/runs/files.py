@@ -185,7 +185,10 @@ def read_json(path: pathlib.Path, default: Any) -> Any:
 
 def cannot_write(folder: pathlib.Path) -> str:
   """Says why nothing can be written into a folder, which need not be there yet; '' if it can."""
-  there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+  try:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+  except OSError as e:  # such as a name that is too long
+    return f"{e.strerror}: {str(folder)[:80]!r}"
   if not there.is_dir():
     return f"Not a directory: {str(there)!r} is a file"
   return "" if os.access(there, os.W_OK) else f"Permission denied in {str(there)!r}"
