@@ -178,6 +178,10 @@ def test_a_folder_with_a_name_that_is_too_long_is_one_line_that_names_the_file(h
   error = capsys.readouterr().err
   assert f"{file}: out: File name too long: 'aaaa" in error and "Name another place." in error
   assert len(error.splitlines()) == 1
+  file = write(FILE.replace("gin_files = [", f'gin_files = ["{"a" * 999}", '))
+  assert cli.main(["sweep", file]) == 1
+  error = capsys.readouterr().err
+  assert file in error and "aaaa" in error and len(error.splitlines()) == 1
 
 
 def test_the_files_of_example_and_documentation_are_right(here):

@@ -48,7 +48,7 @@ def find(file: str) -> pathlib.Path:
   """
   here, ours = pathlib.Path(file), folder() / file
   for path in (here, ours):
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):  # also where the name is too long
       return path
   places = f"here, in {os.getcwd()}" + ("" if here.is_absolute() else f", nor in {folder()}")
   raise ValueError(f"no file {file!r} {places}. Give its path.")
