@@ -27,7 +27,6 @@ LENGTHS = {
   "decoder_target_tokens": TARGETS,
   "decoder_loss_weights": TARGETS,
 }
-RELPOS = dict(relpos_bins=32, relpos_max_distance=128)
 
 
 class Setting(NamedTuple):
@@ -88,8 +87,7 @@ class Local:
     )
     if setting.plain:
       model.rules = model.rules.with_shardings({})
-    shapes = model.state_shapes(self.tx)
-    self.state = _placed(shapes, model.shardings(shapes))
+    self.state = model.state_like(self.tx)
     self.batch = _tokens(setting.batch, NamedSharding(model.mesh, PartitionSpec("data")))
 
   def step(self):
@@ -119,11 +117,6 @@ class Local:
     """Returns the first program of a sampled step, which takes the gradient a second time."""
     before, _ = self.model.samplers(jax.random.PRNGKey(0), self.setting.microbatches)
     return before.lower(self.state, self.batch)
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-  make = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-  return jax.tree.map(make, shapes, shardings)
 
 
 # --- T5X ------------------------------------------------------------------------------------------

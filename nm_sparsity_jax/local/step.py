@@ -217,6 +217,12 @@ class Model:
     make = lambda params, collections: self._begin(params, collections, optimizer, 0)
     return jax.eval_shape(make, self.shapes, self.collections)
 
+  def state_like(self, optimizer: optax.GradientTransformation) -> TrainState:
+    """Returns what `state_shapes` does, with shardings: enough to lower a step without arrays."""
+    shapes = self.state_shapes(optimizer)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    return jax.tree.map(place, shapes, self.shardings(shapes))
+
   def _begin(self, params, collections, optimizer, step):
     opt_state = sparse(optimizer, self.rules).init(params)
     return TrainState(jnp.int32(step), params, opt_state, collections)

@@ -86,11 +86,12 @@ def _local(found: Findings, devices: Sequence[Any]) -> Callable[[Rules | None], 
       if rules is None
       else Model(workload=given.workload, rules=rules, num_partitions=parts, devices=devices)
     )
-    shapes = model.state_shapes(run.optimizer)
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    state = jax.tree.map(place, shapes, model.shardings(shapes))
-    over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
-    batch = {name: place(x, over_rows) for name, x in _batch(found, run).items()}
+    state, over_rows = (
+      model.state_like(run.optimizer),
+      NamedSharding(model.mesh, PartitionSpec("data")),
+    )
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_rows)
+    batch = {name: place(x) for name, x in _batch(found, run).items()}
     step = model.train_step(run.optimizer, jax.random.PRNGKey(0), state, run.microbatches)
     return step.lower(state, batch)
 
