@@ -31,6 +31,7 @@ pytestmark = [
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   from nm_sparsity_jax.local import checkpoints, evaluation, step, train
+  from nm_sparsity_jax.local import folders as local_folders
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "own_workload"
@@ -165,6 +166,17 @@ def test_eval_spares_the_folder_of_a_run(trained, capsys):
   assert cli.main(["eval", *words("local_workload_eval", optimizer=False, **where)]) == 1
   assert f"EVAL_OUTPUT_DIR='{trained}' holds a run" in capsys.readouterr().err
   assert {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()} == before
+
+
+def test_eval_spares_the_folder_of_a_run_of_t5x(tmp_path):
+  """t5x.train and t5x.eval both write model-info.txt; only a run has checkpoints."""
+  for name in ("config.gin", "model-info.txt"):
+    (tmp_path / name).write_text("")
+  local_folders.refuse_run(tmp_path, "EVAL_OUTPUT_DIR")
+  (tmp_path / "checkpoint_3/state").mkdir(parents=True)
+  (tmp_path / "checkpoint_3/state/_METADATA").write_text("{}")
+  with pytest.raises(ValueError, match=r"^EVAL_OUTPUT_DIR='.*' holds a run, whose curves"):
+    local_folders.refuse_run(tmp_path, "EVAL_OUTPUT_DIR")
 
 
 def test_a_start_from_a_sparse_run_that_is_not_finalized_warns(trained, tmp_path):

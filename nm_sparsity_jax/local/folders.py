@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 
 from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.runs import folders as run_folders
 
 
 def of(model_dir: str, macro: str = "MODEL_DIR") -> pathlib.Path:
@@ -81,7 +82,10 @@ def as_it_was(folder: pathlib.Path, was: Before) -> Iterator[None]:
 
 def refuse_run(folder: pathlib.Path, macro: str) -> None:
   """Refuses the folder of a run where an evaluation would write over its curves and config.gin."""
-  if (folder / "run.json").exists() or (folder / "settings.json").exists():
+  ours = any((folder / name).exists() for name in ("run.json", "settings.json"))
+  # t5x.eval writes model-info.txt too, but saves nothing.
+  of_t5x = (folder / "model-info.txt").exists() and run_folders.latest(folder) is not None
+  if ours or of_t5x:
     raise ValueError(
       f"{macro}={str(folder)!r} holds a run, whose curves and config.gin would be written over: "
       "take another folder."
