@@ -1,0 +1,220 @@
+"""The Vision Transformer, with timm's structure and names.
+
+    images -> patches -> + positions -> blocks of [norm, attention; norm, MLP] -> norm -> logits
+
+Shapes: batch b, tokens n, heads h, head_dim k, width d.
+
+Reference: Dosovitskiy et al., An Image is Worth 16x16 Words: Transformers for Image Recognition at
+Scale, ICLR 2021, arXiv:2010.11929.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION, Dense
+from nm_sparsity_jax.models import image_parts as parts
+from nm_sparsity_jax.rules import Rules
+
+_EPSILON = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTConfig:
+  """Sizes and choices of a Vision Transformer; the defaults are ViT-Base/16.
+
+  >>> ViTConfig(image_size=32, patch=4).tokens
+  65
+
+  Attributes:
+    image_size: pixels of a side.
+    patch: pixels of a side of a patch.
+    channels: of an image.
+    layers: blocks.
+    embed: width d of the residual stream.
+    heads: attention heads.
+    mlp: width between the two kernels of the MLP.
+    classes: logits.
+    class_token: the logits come from a token of their own; else from the mean of all tokens.
+    dropout: behind the positions, the attention and both kernels of the MLP.
+    drop_path: share of the examples that skip a branch of the last block; less before.
+    dtype: of the computation; parameters and logits are float32.
+    remat: the backward pass computes each block again.
+    scan: scan over the blocks, which stacks their parameters on axis 0.
+  """
+
+  image_size: int = 224
+  patch: int = 16
+  channels: int = 3
+  layers: int = 12
+  embed: int = 768
+  heads: int = 12
+  mlp: int = 3072
+  classes: int = 1000
+  class_token: bool = True
+  dropout: float = 0.0
+  drop_path: float = 0.0
+  dtype: str = "float32"
+  remat: bool = False
+  scan: bool = False
+
+  def __post_init__(self):
+    sizes = ("image_size", "patch", "channels", "layers", "embed", "heads", "mlp", "classes")
+    parts.check_config(self, sizes, ("dropout", "drop_path"))
+    parts.check_divides(self, "image_size", "patch")
+    parts.check_divides(self, "embed", "heads")
+
+  @property
+  def tokens(self) -> int:
+    """Returns how many tokens a block sees."""
+    return (self.image_size // self.patch) ** 2 + self.class_token
+
+
+CONFIGS = {
+  # The N:M paper's for CIFAR-10, at 224 pixels.
+  "vit_tiny_3": ViTConfig(layers=3, embed=192, heads=3, mlp=768, classes=10),
+  "vit_b16": ViTConfig(),
+  "vit_test": ViTConfig(
+    image_size=16, patch=4, layers=2, embed=32, heads=2, mlp=64, classes=10
+  ),
+}  # fmt: skip
+
+
+def config(name: str, **changes: Any) -> ViTConfig:
+  """Returns one of `CONFIGS`, with some fields changed.
+
+  >>> config("vit_b16", classes=10).classes
+  10
+
+  Args:
+    name: 'vit_b16', 'vit_tiny_3' or 'vit_test'.
+    **changes: fields of `ViTConfig`.
+  """
+  return parts.choose(CONFIGS, name, changes)
+
+
+class Attention(nn.Module):
+  """Self-attention: softmax(q . k / sqrt(head_dim)) . v, for each head.
+
+  Attributes:
+    heads: h.
+    dropout: of the result.
+    dtype: of the computation; the softmax is float32.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  heads: int
+  dropout: float = 0.0
+  dtype: str = "float32"
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    """Maps [b, n, d] to [b, n, d]."""
+    width, dtype = x.shape[-1], jnp.dtype(self.dtype)
+    dense = functools.partial(
+      Dense, width, dtype=dtype, kernel_init=parts.kernel_init, rules=self.rules
+    )
+    split = lambda y: y.reshape(*y.shape[:-1], self.heads, width // self.heads)
+    q, k, v = (split(dense(name=name)(x)) for name in ("q", "k", "v"))
+    scores = jnp.einsum("bqhk,bnhk->bhqn", q * (width // self.heads) ** -0.5, k)
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(dtype)
+    y = jnp.einsum("bhqn,bnhk->bqhk", weights, v).reshape(x.shape)
+    return nn.Dropout(self.dropout)(dense(name="proj")(y), not train)
+
+
+class Block(nn.Module):
+  """x + attention(norm x), then x + mlp(norm x).
+
+  Attributes:
+    config: sizes.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  config: ViTConfig
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array, rate: Any, train: bool) -> jax.Array:
+    """Maps [b, n, d] to [b, n, d].
+
+    Args:
+      x: [b, n, d].
+      rate: of the drop path.
+      train: dropout and drop path act.
+    """
+    cfg = self.config
+    given: dict[str, Any] = dict(dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules)
+    norm = lambda x, name: parts.layer_norm(x, name, _EPSILON, cfg.dtype)
+    drops = train and cfg.drop_path > 0
+    drop = (lambda y: parts.drop_path(self, y, rate)) if drops else (lambda y: y)
+    x = x + drop(Attention(cfg.heads, **given, name="attn")(norm(x, "norm1"), train))
+    return x + drop(parts.Mlp(cfg.mlp, **given, name="mlp")(norm(x, "norm2"), train))
+
+
+class ViT(nn.Module):
+  """A Vision Transformer.
+
+      network = ViT(config("vit_b16"))
+      variables = network.init(key, images)
+      logits = network.apply(variables, images)
+      logits = network.apply(variables, images, train=True, rngs={"dropout": key})
+
+  Where `rules` name a kernel, `variables` must hold the step: `nms.layers.with_step`.
+
+  Attributes:
+    config: sizes and choices.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  config: ViTConfig
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+    """Maps normalized images [b, image_size, image_size, channels] to float32 logits [b, classes].
+
+    Args:
+      images: float32.
+      train: dropout and drop path act, by the keys of the stream 'dropout'.
+    """
+    cfg = self.config
+    parts.check_images(images, cfg)
+    dtype = jnp.dtype(cfg.dtype)
+    patches = parts.PatchEmbed(cfg.patch, cfg.embed, cfg.dtype, self.rules, name="patch_embed")
+    x = patches(images).reshape(len(images), -1, cfg.embed)
+    if cfg.class_token:
+      token = self.param("cls_token", nn.initializers.normal(1e-6), (1, 1, cfg.embed))
+      token = jnp.broadcast_to(token.astype(dtype), (len(images), 1, cfg.embed))
+      x = jnp.concatenate([token, x], axis=1)
+    positions = self.param("pos_embed", parts.kernel_init, (1, cfg.tokens, cfg.embed))
+    x = nn.Dropout(cfg.dropout)(x + positions.astype(dtype), not train)
+    x = self._through_blocks(x, train)
+    if cfg.class_token:
+      x = parts.layer_norm(x, "norm", _EPSILON, cfg.dtype)[:, 0]
+    else:  # timm's names and order
+      x = parts.layer_norm(jnp.mean(x, axis=1), "fc_norm", _EPSILON, cfg.dtype)
+    return parts.head(x, cfg.classes, "head", self.rules)
+
+  def _through_blocks(self, x: jax.Array, train: bool) -> jax.Array:
+    cfg = self.config
+    rates = parts.drop_path_rates(cfg.drop_path, cfg.layers)
+    run = parts.run_block(cfg.remat, train, cfg.scan)
+    if not cfg.scan:
+      for i, rate in enumerate(rates):
+        x = run(Block(cfg, self.rules, name=f"blocks_{i}"), x, rate)
+      return x
+    scan: Any = nn.scan(
+      lambda block, x, rate: (run(block, x, rate), None),
+      variable_axes={"params": 0, STATE_COLLECTION: 0},
+      variable_broadcast=COLLECTION,
+      split_rngs={"params": True, "dropout": True},
+      length=cfg.layers,
+    )
+    return scan(Block(cfg, self.rules, name="blocks"), x, jnp.asarray(rates))[0]

@@ -1,0 +1,280 @@
+"""ViT, Swin V2 and ResNet: structure, and that sparse layers are `sparsify` bit for bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import layers
+from nm_sparsity_jax.models import vit
+from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.trees import flatten, map_with_names
+
+pytestmark = pytest.mark.usefixtures("short_runs")
+
+# The same for each family: its network, and the name of its tiny config.
+FAMILIES = {"vit": (vit.ViT, vit, "vit_test")}
+family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def network(name, rules=None, **changes):
+  cls, module, tiny = FAMILIES[name]
+  return cls(module.config(tiny, **changes), rules)
+
+
+def normal(seed, *shape):
+  """By numpy: jax.random compiles anew for every shape."""
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def images(net, n=2):
+  return normal(1, n, net.config.image_size, net.config.image_size, net.config.channels)
+
+
+def shapes_of(net):
+  return jax.eval_shape(net.init, jax.random.key(0), images(net))
+
+
+def drawn(net, seed=0):
+  """Variables of a network, none of them 0: a new norm may hide its branch."""
+  rng = np.random.default_rng(seed)
+
+  def draw(path, x):
+    value = rng.normal(size=x.shape) / np.sqrt(x.shape[-2] if x.ndim > 1 else 16)
+    value = value + (path.endswith("scale") and x.ndim == 1)
+    return jnp.asarray(abs(value) + 1 if path.endswith("var") else value, x.dtype)
+
+  return map_with_names(draw, dict(shapes_of(net)))
+
+
+def bits(x):
+  x = np.asarray(x)
+  return x.view(f"u{x.dtype.itemsize}") if x.dtype != bool else x
+
+
+def assert_same_bits(got, want, note=""):
+  got, want = dict(flatten(got)), dict(flatten(want))
+  assert list(got) == list(want)
+  for path in want:
+    assert got[path].dtype == want[path].dtype, path
+    np.testing.assert_array_equal(bits(got[path]), bits(want[path]), err_msg=f"{note} {path}")
+
+
+# --- structure --------------------------------------------------------------------------------
+
+
+def test_vit_b16_has_86_567_656_parameters_under_timms_names():
+  net = vit.ViT(vit.config("vit_b16"))
+  params = dict(flatten(shapes_of(net)["params"]))
+  assert sum(int(np.prod(x.shape)) for x in params.values()) == 86_567_656
+  assert {x.dtype.name for x in params.values()} == {"float32"}
+  of_block = {"norm1/scale", "norm1/bias", "norm2/scale", "norm2/bias"}
+  of_block |= {f"attn/{x}/{y}" for x in ("q", "k", "v", "proj") for y in ("kernel", "bias")}
+  of_block |= {f"mlp/{x}/{y}" for x in ("fc1", "fc2") for y in ("kernel", "bias")}
+  want = {f"blocks_{i}/{x}" for i in range(12) for x in of_block}
+  want |= {"cls_token", "pos_embed", "norm/scale", "norm/bias", "head/kernel", "head/bias"}
+  want |= {"patch_embed/proj/kernel", "patch_embed/proj/bias"}
+  assert set(params) == want
+  assert params["blocks_3/mlp/fc1/kernel"].shape == (768, 3072)  # (in, out)
+  assert params["patch_embed/proj/kernel"].shape == (16, 16, 3, 768)  # HWIO
+
+
+def test_scanned_blocks_are_the_single_ones_stacked_on_axis_0():
+  plain, scanned = network("vit"), network("vit", scan=True)
+  variables = drawn(plain)
+  params = dict(variables["params"])
+  blocks = [params.pop(f"blocks_{i}") for i in range(plain.config.layers)]
+  params["blocks"] = jax.tree.map(lambda *x: jnp.stack(x), *blocks)
+  assert jax.tree.map(jnp.shape, params) == jax.tree.map(
+    jnp.shape, dict(shapes_of(scanned)["params"])
+  )
+  want = jax.jit(plain.apply)(variables, images(plain))
+  got = jax.jit(scanned.apply)({"params": params}, images(plain))
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_class_token_the_mean_of_all_tokens_is_normalized():
+  net = network("vit", class_token=False)
+  params = shapes_of(net)["params"]
+  assert params["pos_embed"].shape == (1, 16, 32)
+  assert "cls_token" not in params and "norm" not in params and "fc_norm" in params
+  assert net.config.tokens == 16
+
+
+@family
+def test_logits_are_float32_where_the_computation_is_bfloat16(name):
+  exact, narrow = network(name), network(name, dtype="bfloat16")
+  variables, x = drawn(exact), images(exact)
+  assert jax.tree.map(jnp.shape, dict(shapes_of(narrow))) == jax.tree.map(jnp.shape, variables)
+  want, got = jax.jit(exact.apply)(variables, x), jax.jit(narrow.apply)(variables, x)
+  assert got.dtype == want.dtype == jnp.float32
+  assert got.shape == (2, 10)
+  scale = float(jnp.abs(want).max())
+  assert 0 < float(jnp.abs(got - want).max()) < 0.1 * scale
+
+
+def mutable(variables):
+  return [key for key in variables if key != "params"]
+
+
+@pytest.mark.parametrize("name, scan", [(n, False) for n in FAMILIES] + [("vit", True)])
+def test_drop_path_skips_branches_of_whole_examples_in_training_alone(name, scan):
+  changes = {"scan": True} if scan else {}
+  net, never = (network(name, drop_path=rate, **changes) for rate in (0.9, 0.0))
+  variables = drawn(net)
+  x = jnp.broadcast_to(images(net, 1), (16, *images(net).shape[1:]))
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def run(net, key):
+    rngs = {"dropout": key}
+    return net.apply(variables, x, train=True, rngs=rngs, mutable=mutable(variables))[0]
+
+  one, again, other = (np.asarray(run(net, jax.random.key(seed))) for seed in (0, 0, 1))
+  np.testing.assert_array_equal(one, again)
+  assert (one != other).any()
+  if name != "resnet":  # there the statistics of the batch mix examples
+    assert 1 < len(np.unique(one[:, 0])) < 16  # equal examples, some with equal branches
+  kept = run(never, jax.random.key(0))
+  np.testing.assert_allclose(kept, np.broadcast_to(kept[:1], kept.shape), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vit"])
+def test_dropout_acts_in_training_alone(name):
+  net = network(name, dropout=0.5)
+  variables, x = drawn(net), images(net)
+  run = jax.jit(lambda key: net.apply(variables, x, train=True, rngs={"dropout": key}))
+  assert (run(jax.random.key(0)) != run(jax.random.key(1))).any()
+  np.testing.assert_array_equal(net.apply(variables, x), network(name).apply(variables, x))
+
+
+@pytest.mark.parametrize(
+  "make, words",
+  [
+    (lambda: vit.config("vit_c16"), "'vit_c16'.*one of vit_tiny_3, vit_b16"),
+    (lambda: vit.config("vit_b16", depth=3), "no field 'depth': its fields are image_size"),
+    (lambda: vit.config("vit_b16", image_size=225), r"patch must divide.*=224 or 240\."),
+    (lambda: vit.config("vit_b16", image_size=8), r"Take image_size=16\."),
+    (lambda: vit.config("vit_b16", heads=7), r"embed=768, heads=7\): heads must divide embed"),
+    (lambda: vit.config("vit_b16", layers=0), r"layers=0\): a size is a whole number from 1"),
+    (lambda: vit.config("vit_b16", drop_path=1.0), r"drop_path=1.0\): it is a share"),
+    (lambda: vit.config("vit_b16", dtype="f32"), "dtype='f32'.*one of float32, bfloat16"),
+    (
+      lambda: jax.eval_shape(network("vit").init, jax.random.key(0), jnp.ones((2, 16, 16, 1))),
+      r"\(2, 16, 16, 1\): the network takes \[batch, 16, 16, 3\]. Resize",
+    ),
+  ],
+)
+def test_a_config_or_image_that_does_not_fit_is_refused_in_a_sentence(make, words):
+  with pytest.raises(ValueError, match=words):
+    make()
+
+
+# --- every recipe: the network is the dense one on sparsify's parameters ------------------------
+
+PHASES = nms.Phases(total=12, dense=2, finetune=3)
+STEPS = range(PHASES.total + 1)
+MORE = {
+  "mdgf_exponential": dict(gradient="straight_through"),
+  "sdgf_stepwise": dict(decay_kind="linear"),
+  "custom": dict(path=((3, "4:8", 1.0), (6, "1:4", 0.5), (8, "1:4", 0.0))),
+  "snip": dict(batches=2),
+}
+
+
+def make(name, pattern="1:4"):
+  return nms.recipe(name, pattern=pattern, phases=PHASES, **MORE.get(name, {}))
+
+
+def rules_for(name, scan):
+  """Each recipe owns a kernel, and another one if there are more kernels than recipes."""
+  found = {}
+  # A scanned network has fewer kernels: these come first.
+  names = sorted(RECIPES, key=lambda recipe: (recipe not in ("idp", "snip", "custom"), recipe))
+  for path, x in flatten(shapes_of(network(name, **scan))["params"]):
+    if path.endswith("kernel") and x.shape[-2] % 8 == 0:
+      found[path] = make(names[len(found) % len(names)])
+  assert scan or {recipe.name for recipe in found.values()} == set(names)
+  # The axis is for `sparsify`: layers know their own, and see no stacked one.
+  return nms.Rules(found, axes={r".*kernel": -2})
+
+
+@functools.cache
+def trajectory(name, scan):
+  """[step] -> (variables, state). The parameters wander, so that parent masks matter."""
+  rules = rules_for(name, dict(scan))
+  variables = drawn(network(name, **dict(scan)))
+  rest = {key: x for key, x in variables.items() if key != "params"}
+
+  @jax.jit
+  def update(params, state, step):
+    grads = jax.tree.map(lambda w: jnp.cos(w * 1000 + step.astype(jnp.float32)) / 16, params)
+    params = jax.tree.map(jnp.subtract, params, grads)
+    return params, nms.update_state(state, params, rules, step + 1, grads)
+
+  found, params = [], variables["params"]
+  state = nms.init_state(params, rules)
+  for step in STEPS:
+    found.append((params, state))
+    params, state = update(params, state, jnp.int32(step))
+  return found, rest
+
+
+@functools.cache
+def sparsify_with_vjp(name, scan):
+  """(params, step, state, dL/dW~) -> (W~, dL/dW) by `sparsify`."""
+  rules = rules_for(name, dict(scan))
+
+  @jax.jit
+  def run(params, step, state, grads):
+    effective, back = jax.vjp(lambda p: nms.sparsify(p, rules, step, state), params)
+    return effective, back(grads)[0]
+
+  return run
+
+
+def outputs_and_grads(net, x):
+  """As in training: batch statistics of the batch, and new averages."""
+
+  def loss(params, rest):
+    new = [key for key in rest if key == "batch_stats"]
+    y, state = net.apply({**rest, "params": params}, x, train=True, mutable=new)
+    return jnp.sum(jnp.sin(y)), (y, dict(state))
+
+  return jax.value_and_grad(loss, has_aux=True)
+
+
+CASES = [(n, how) for n in FAMILIES for how in ("plain", "remat")] + [("vit", "remat scan")]
+CASES += [pytest.param(*case, "as users", marks=pytest.mark.slow) for case in CASES]
+CASES = [case if type(case) is not tuple else (*case, "quickly") for case in CASES]
+
+
+@pytest.mark.filterwarnings("ignore:(idp|sr_ste) at .* adds lam:UserWarning")  # no optimizer
+@pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning")
+@pytest.mark.parametrize("name, how, compiled", CASES)
+def test_sparse_network_is_the_dense_one_on_sparsified_parameters(name, how, compiled, request):
+  if compiled == "as users":
+    request.getfixturevalue("as_users_compile")
+  scan = {"scan": True} if "scan" in how else {}
+  rules, changes = rules_for(name, scan), dict(remat="remat" in how, drop_path=0.0, **scan)
+  sparse, dense = (network(name, r, **changes) for r in (rules, None))
+  x, shapes = images(sparse), dict(shapes_of(sparse))
+  told = {key: shapes[key] for key in (layers.COLLECTION, layers.STATE_COLLECTION)}
+  found, rest = trajectory(name, tuple(scan.items()))
+
+  @jax.jit
+  def run_sparse(params, step, state):
+    return outputs_and_grads(sparse, x)(params, rest | layers.with_step(told, step, state))
+
+  run_dense = jax.jit(lambda params: outputs_and_grads(dense, x)(params, rest))
+  reference = sparsify_with_vjp(name, tuple(scan.items()))
+  for step, (params, state) in zip(STEPS, found, strict=True):
+    step = jnp.int32(step)
+    got, got_grads = run_sparse(params, step, state)
+    effective, _ = reference(params, step, state, params)
+    want, grads = run_dense(effective)
+    assert_same_bits(got, want, f"step {step}")
+    assert_same_bits(got_grads, reference(params, step, state, grads)[1], f"step {step}")
+  assert run_sparse._cache_size() == 1  # one compilation serves all steps
