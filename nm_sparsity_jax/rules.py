@@ -307,13 +307,14 @@ class Rules:
     if idle and not partial:
       known = vocabulary.regexes(dict(self._roles))
       some = ", ".join(name for name, _ in shapes[:4])
-      roles = [key.split("/")[-1] for key in self.places if repr(key) in idle]
-      means = "".join(f" The role {r} means {known[r]!r}." for r in roles if r in known)
+      here = vocabulary.roles_of([name for name, _ in shapes], dict(self._roles))
+      have = f" The network has the roles {', '.join(here)}." if here else ""
       raise ValueError(
         f"rules that match no parameter and so would change nothing: {', '.join(idle)}. "
-        f"The {len(shapes)} parameters begin: {some}.{means} A place is a role "
-        f"({', '.join(known)}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex for the "
-        f"whole path, such as {_example(shapes)!r}; Rules(..., roles={{name: regex}}) adds roles."
+        f"The {len(shapes)} parameters begin: {some}.{have} A place (gin: in SPARSITY_RULES) "
+        f"is a role ({', '.join(known)}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex "
+        f"for the whole path, such as {_example(shapes)!r}; Rules(..., roles={{name: regex}}) adds "
+        "roles."
       )
     for place in assignment.places.values():
       for _, doubt in place.doubts:

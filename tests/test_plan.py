@@ -432,7 +432,7 @@ def own(run, own_module, tmp_path, monkeypatch):
   from nm_sparsity_jax import roles
 
   monkeypatch.syspath_prepend(str(own_module))
-  monkeypatch.setattr(roles, "_families", dict(roles.families()))
+  monkeypatch.setattr(roles.registry, "_families", dict(roles.families()))
   roles.register(
     roles.Family(name="plan_own", roles={"ply": r"layer_\d/kernel"}, op=lambda p: p[:7])
   )

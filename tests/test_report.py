@@ -443,7 +443,7 @@ def test_a_checkpoint_tells_the_parameters_of_any_family(tmp_path, monkeypatch):
   kernels = {"mlp": {"wi": {"kernel": np.ones((8, 4), np.float32)}}}
   checkpoint(folder, run.rules, 100, kernels)
   family = roles.Family(name="of_this_test", op=lambda path: "wi")
-  monkeypatch.setitem(roles._families, family.name, family)
+  monkeypatch.setitem(roles.registry._families, family.name, family)
   (run,) = reading.read([str(folder)])
   dense = flops.training(run.shape, {}, 8, steps=100).flops
   by_role = {"ff": next(iter(run.rules.places.values()))}

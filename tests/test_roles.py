@@ -18,8 +18,8 @@ def families():
   """The vocabulary, put back afterwards."""
   before = roles.families()
   yield roles
-  roles._families.clear()
-  roles._families.update(before)
+  roles.registry._families.clear()
+  roles.registry._families.update(before)
 
 
 OWN = roles.Family(

@@ -465,7 +465,7 @@ def test_defaults_are_the_axes_that_flax_contracts():
   [
     ("mlp/wi/kernel", (16, 2, 4)),
     ("decoder/decoder/self_attention/out/kernel", (16, 2, 16)),
-    ("embedding/kernel", (16, 16, 3, 64)),
+    ("patches/kernel", (16, 16, 3, 64)),
     ("MultiHeadDotProductAttention_0/out/kernel", (8, 4, 8, 32)),
     ("bias", (16,)),
     ("token_embedder/embedding", (16, 16)),

@@ -10,7 +10,7 @@ from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.trees import alike, group
+from nm_sparsity_jax.trees import alike, flatten, group
 
 
 def assign(found: Findings, rules: Rules, params: Any) -> Assignment:
@@ -22,10 +22,12 @@ def assign(found: Findings, rules: Rules, params: Any) -> Assignment:
   for paths in failed.values():
     found.errors.append(_told(examined.failed[paths[0]], names(paths, words=True)))
   if examined.idle:
+    here = roles.roles_of([path for path, _ in flatten(params)], rules.roles)
+    have = f"The network has the roles {', '.join(here)}. " if here else ""
+    words = f"{', '.join(roles.regexes(rules.roles))}; with {roles.narrowing_text()} before it"
     found.errors.append(
-      f"rules that match no parameter: {', '.join(map(repr, examined.idle))}. A place is a role "
-      f"({', '.join(roles.regexes(rules.roles))}; with {roles.narrowing_text()} before it) or a "
-      "regex for a whole path"
+      f"rules that match no parameter: {', '.join(map(repr, examined.idle))}. {have}A place in "
+      f"SPARSITY_RULES is a role ({words}) or a regex for a whole path"
     )
   return examined.assignment
 

@@ -1,0 +1,38 @@
+"""The one vocabulary of places: what 'ff', 'qkv' or 'decoder/cross/q' names in each family.
+
+    'decoder/cross/qkv' -> [roles] -> a test of whole parameter paths -> rules
+    parameter path      -> [roles] -> its role and its operation      -> plan, flops, report, scores
+
+A family of models says by regexes how it names its kernels. `register` adds a family from outside;
+nothing else in the package knows the names that a family gives to its parameters. Those of this
+package are T5's, flax's ViT and its attention, timm's names (of the vision models here),
+big_vision's, Kauldron's and jimm's.
+
+>>> role_of("layers_0/blocks_1/attn/q/kernel"), role_of("layer1_0/downsample_conv/kernel")
+('q', 'shortcut')
+"""
+
+from nm_sparsity_jax.roles.comparing import put_together, single, text_of
+from nm_sparsity_jax.roles.matching import PathTest, compiled, distrust, matches
+from nm_sparsity_jax.roles.models import T5, VIT  # and registers all of this package
+from nm_sparsity_jax.roles.registry import (
+  COMPOSITES,
+  Axis,
+  Family,
+  axis_of,
+  families,
+  narrowing,
+  narrowing_text,
+  op_of,
+  path_test,
+  regexes,
+  register,
+  role_of,
+  roles_of,
+)
+
+__all__ = [
+    "COMPOSITES", "T5", "VIT", "Axis", "Family", "PathTest", "axis_of", "compiled", "distrust",
+    "families", "matches", "narrowing", "narrowing_text", "op_of", "path_test",
+    "put_together", "regexes", "register", "role_of", "roles_of", "single", "text_of",
+]  # fmt: skip
