@@ -1,0 +1,210 @@
+"""The ResNet of bottleneck blocks, with timm's structure and names.
+
+    images -> conv, pool -> four stages of [1x1, 3x3, 1x1 convs; shortcut] -> mean -> logits
+
+Averages of batch statistics are state: `network.init` returns them as 'batch_stats', and
+`network.apply(..., train=True, mutable=["batch_stats"])` returns the new ones.
+
+Shapes: batch b, height h, width w, channels c.
+
+Reference: He et al., Deep Residual Learning for Image Recognition, CVPR 2016, arXiv:1512.03385; as
+in most libraries the 3x3 conv has the stride.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from nm_sparsity_jax.layers import Conv
+from nm_sparsity_jax.models import image_parts as parts
+from nm_sparsity_jax.rules import Rules
+
+_KEPT = 0.9  # of the old average of batch statistics, at each step; torch calls 1 - 0.9 momentum
+_EPSILON = 1e-5
+_WIDER = 4  # a bottleneck's output over its width
+
+# As timm starts convs: the variance keeps that of the gradient.
+_conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNetConfig:
+  """Sizes and choices of a ResNet; the defaults are ResNet-50.
+
+  >>> ResNetConfig(depths=(3, 4, 23, 3)).widths
+  (64, 128, 256, 512)
+
+  Attributes:
+    image_size: pixels of a side.
+    channels: of an image.
+    depths: blocks of each stage.
+    widths: of the bottlenecks of each stage; a stage's output is four times as wide. The first conv
+      is as wide as the bottlenecks of the first stage.
+    classes: logits.
+    stem: pixels of a side of the first kernel; its stride is 2.
+    drop_path: share of the examples that skip the last block; less before.
+    dtype: of the computation; parameters, batch statistics and logits are float32.
+    remat: the backward pass computes each block again.
+  """
+
+  image_size: int = 224
+  channels: int = 3
+  depths: tuple[int, ...] = (3, 4, 6, 3)
+  widths: tuple[int, ...] = (64, 128, 256, 512)
+  classes: int = 1000
+  stem: int = 7
+  drop_path: float = 0.0
+  dtype: str = "float32"
+  remat: bool = False
+
+  def __post_init__(self):
+    for field in ("depths", "widths"):
+      object.__setattr__(self, field, tuple(getattr(self, field)))  # gin makes lists
+    sizes = ("image_size", "channels", "depths", "widths", "classes", "stem")
+    parts.check_config(self, sizes, ("drop_path",))
+    if len(self.depths) != len(self.widths):
+      raise ValueError(
+        f"ResNetConfig(depths={self.depths}, widths={self.widths}): each stage has one of both."
+      )
+    if not self.stem % 2:
+      raise ValueError(f"ResNetConfig(stem={self.stem}): the size of a kernel is odd, such as 7.")
+
+
+CONFIGS = {
+  "resnet50": ResNetConfig(),
+  "resnet_test": ResNetConfig(
+    image_size=32, depths=(1, 2, 1, 1), widths=(64, 16, 16, 32), classes=10
+  ),
+}
+
+
+def config(name: str, **changes: Any) -> ResNetConfig:
+  """Returns one of `CONFIGS`, with some fields changed.
+
+  >>> config("resnet50", classes=10).classes
+  10
+
+  Args:
+    name: 'resnet50' or 'resnet_test'.
+    **changes: fields of `ResNetConfig`.
+  """
+  return parts.choose(CONFIGS, name, changes)
+
+
+def _batch_norm(x: jax.Array, name: str, train: bool, dtype: str, scale: Any = None) -> jax.Array:
+  """Returns `x` normalized over all but its last axis; its statistics are float32."""
+  # flax mixes its float32 statistics with narrower inputs.
+  with jax.numpy_dtype_promotion("standard"):
+    return nn.BatchNorm(
+      use_running_average=not train,
+      momentum=_KEPT,
+      epsilon=_EPSILON,
+      dtype=jnp.dtype(dtype),
+      scale_init=scale or nn.initializers.ones,
+      use_fast_variance=False,
+      name=name,
+    )(x)
+
+
+def _conv(features: int, kernel: int, strides: int, dtype: str, rules: Rules | None, name: str):
+  """Returns a conv without a bias that pads as torch does: alike on both sides."""
+  return Conv(
+    features,
+    (kernel, kernel),
+    strides=strides,
+    padding=kernel // 2,
+    use_bias=False,
+    dtype=jnp.dtype(dtype),
+    kernel_init=_conv_init,
+    rules=rules,
+    name=name,
+  )
+
+
+class Bottleneck(nn.Module):
+  """relu(shortcut x + bn . conv 1x1 . relu . bn . conv 3x3 . relu . bn . conv 1x1 . x).
+
+  Attributes:
+    width: of the 3x3 conv.
+    strides: of the 3x3 conv and of the shortcut.
+    config: sizes.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  width: int
+  strides: int
+  config: ResNetConfig
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array, rate: Any, train: bool) -> jax.Array:
+    """Maps [b, h, w, c] to [b, h / strides, w / strides, 4 width].
+
+    Args:
+      x: [b, h, w, c].
+      rate: of the drop path.
+      train: by statistics of the batch; drop path acts.
+    """
+    cfg = self.config
+    conv = functools.partial(_conv, dtype=cfg.dtype, rules=self.rules)
+    norm = functools.partial(_batch_norm, train=train, dtype=cfg.dtype)
+    y = nn.relu(norm(conv(self.width, 1, 1, name="conv1")(x), "bn1"))
+    y = nn.relu(norm(conv(self.width, 3, self.strides, name="conv2")(y), "bn2"))
+    y = conv(_WIDER * self.width, 1, 1, name="conv3")(y)
+    y = norm(y, "bn3", scale=nn.initializers.zeros)  # a new block is its shortcut
+    if train and cfg.drop_path > 0:
+      y = parts.drop_path(self, y, rate)
+    if self.strides > 1 or x.shape[-1] != y.shape[-1]:
+      x = conv(_WIDER * self.width, 1, self.strides, name="downsample_conv")(x)
+      x = norm(x, "downsample_bn")
+    return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+  """A ResNet.
+
+      network = ResNet(config("resnet50"))
+      variables = network.init(key, images)  # params, batch_stats
+      logits = network.apply(variables, images)
+      logits, new = network.apply(variables, images, train=True, mutable=["batch_stats"])
+
+  Where `rules` name a kernel, `variables` must hold the step: `nms.layers.with_step`.
+
+  Attributes:
+    config: sizes and choices.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  config: ResNetConfig
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+    """Maps normalized images [b, image_size, image_size, channels] to float32 logits [b, classes].
+
+    Args:
+      images: float32.
+      train: normalize by the batch's own statistics and renew the averages; drop path acts, by the
+        keys of the stream 'dropout'.
+    """
+    cfg = self.config
+    parts.check_images(images, cfg)
+    x = _conv(cfg.widths[0], cfg.stem, 2, cfg.dtype, self.rules, "conv1")(images)
+    x = nn.relu(_batch_norm(x, "bn1", train, cfg.dtype))
+    padding: Any = ((1, 1), (1, 1))
+    x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
+    rates = iter(parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)))
+    run = parts.run_block(cfg.remat, train)
+    for stage, (depth, width) in enumerate(zip(cfg.depths, cfg.widths, strict=True)):
+      for i in range(depth):
+        strides = 2 if stage and not i else 1
+        block = Bottleneck(width, strides, cfg, self.rules, name=f"layer{stage + 1}_{i}")
+        x = run(block, x, next(rates))
+    init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch's
+    return parts.head(jnp.mean(x, axis=(1, 2)), cfg.classes, "fc", self.rules, init)

@@ -1,0 +1,409 @@
+"""The Swin Transformer V2, with timm's structure and names.
+
+    images -> patches -> stages of [merge 2x2 tokens, but in the first; blocks] -> norm -> mean
+      -> logits
+    block: x + norm(attention within windows x), then x + norm(mlp x)
+
+Every other block shifts its windows by half of their size. A feature map that is not larger than a
+window is one window, and is not shifted.
+
+Shapes: batch b, height h, width w, windows z, tokens of a window n, heads a, head_dim k, width d.
+
+Reference: Liu et al., Swin Transformer V2: Scaling Up Capacity and Resolution, CVPR 2022,
+arXiv:2111.09883.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from nm_sparsity_jax.layers import Dense
+from nm_sparsity_jax.models import image_parts as parts
+from nm_sparsity_jax.rules import Rules
+
+_EPSILON = 1e-5
+_SHARPEST = math.log(100)  # the largest logarithm of the scale of cosines
+_APART = -100.0  # added between tokens that the shift made neighbours
+_WIDEST_BIAS = 16.0
+_HIDDEN = 512  # of the MLP of positions
+
+
+@dataclasses.dataclass(frozen=True)
+class SwinConfig:
+  """Sizes and choices of a Swin Transformer V2; the defaults are SwinV2-B with window 8.
+
+  >>> SwinConfig().widths
+  (128, 256, 512, 1024)
+
+  Attributes:
+    image_size: pixels of a side.
+    patch: pixels of a side of a patch.
+    channels: of an image.
+    embed: width of the first stage; each next one is twice as wide.
+    depths: blocks of each stage.
+    heads: attention heads of each stage.
+    window: tokens of a side of a window.
+    mlp_ratio: width between the two kernels of an MLP, over that of the stage.
+    classes: logits.
+    dropout: behind the attention and both kernels of the MLP.
+    drop_path: share of the examples that skip a branch of the last block; less before.
+    dtype: of the computation; parameters and logits are float32.
+    remat: the backward pass computes each block again.
+  """
+
+  image_size: int = 256
+  patch: int = 4
+  channels: int = 3
+  embed: int = 128
+  depths: tuple[int, ...] = (2, 2, 18, 2)
+  heads: tuple[int, ...] = (4, 8, 16, 32)
+  window: int = 8
+  mlp_ratio: int = 4
+  classes: int = 1000
+  dropout: float = 0.0
+  drop_path: float = 0.1
+  dtype: str = "float32"
+  remat: bool = False
+
+  def __post_init__(self):
+    for field in ("depths", "heads"):
+      object.__setattr__(self, field, tuple(getattr(self, field)))  # gin makes lists
+    sizes = ("image_size", "patch", "channels", "embed", "depths", "heads", "window", "mlp_ratio")
+    parts.check_config(self, (*sizes, "classes"), ("dropout", "drop_path"))
+    parts.check_divides(self, "image_size", "patch")
+    if len(self.depths) != len(self.heads):
+      raise ValueError(
+        f"SwinConfig(depths={self.depths}, heads={self.heads}): each stage has one of both."
+      )
+    for stage, (width, heads, side) in enumerate(
+      zip(self.widths, self.heads, self.sides, strict=True)
+    ):
+      if width % heads:
+        raise ValueError(
+          f"SwinConfig(embed={self.embed}, heads={self.heads}): the {heads} heads of stage {stage} "
+          f"must divide its {width} channels."
+        )
+      if side > self.window and side % self.window:
+        raise ValueError(
+          f"SwinConfig(image_size={self.image_size}, patch={self.patch}, window={self.window}): "
+          f"stage {stage} has {side} x {side} tokens, which windows of {self.window} do not fill. "
+          "Choose a window that divides the sides of all stages, or an image_size of which they "
+          "are multiples."
+        )
+
+  @property
+  def widths(self) -> tuple[int, ...]:
+    """Returns the width of each stage."""
+    return tuple(self.embed * 2**stage for stage in range(len(self.depths)))
+
+  @property
+  def sides(self) -> tuple[int, ...]:
+    """Returns the tokens of a side of each stage's feature map."""
+    side = self.image_size // self.patch
+    halvings = len(self.depths) - 1
+    if side % 2**halvings:
+      raise ValueError(
+        f"SwinConfig(image_size={self.image_size}, patch={self.patch}): {side} x {side} tokens are "
+        f"not halved {halvings} times. Choose an image_size that is a multiple of "
+        f"{self.patch * 2**halvings}."
+      )
+    return tuple(side // 2**stage for stage in range(len(self.depths)))
+
+
+CONFIGS = {
+  "swinv2_b_w8": SwinConfig(),
+  # Windows that are shifted, one that is all of the map, and one that had to shrink.
+  "swinv2_test": SwinConfig(
+    image_size=32, embed=16, depths=(2, 1, 1), heads=(1, 2, 2), window=4, mlp_ratio=2, classes=10
+  ),
+}
+
+
+def config(name: str, **changes: Any) -> SwinConfig:
+  """Returns one of `CONFIGS`, with some fields changed.
+
+  >>> config("swinv2_b_w8", classes=10).classes
+  10
+
+  Args:
+    name: 'swinv2_b_w8' or 'swinv2_test'.
+    **changes: fields of `SwinConfig`.
+  """
+  return parts.choose(CONFIGS, name, changes)
+
+
+# --- constants of a window --------------------------------------------------------------------
+
+
+def _offsets(window: int) -> np.ndarray:
+  """Returns the offsets from -(window - 1) to window - 1 in both directions, [2w-1, 2w-1, 2].
+
+  They are logarithmic, and 1 stands for the distance 8 of a window whose edge is at 8.
+  """
+  line = np.arange(1 - window, window, dtype=np.float32) * np.float32(8 / max(window - 1, 1))
+  grid = np.stack(np.meshgrid(line, line, indexing="ij"), axis=-1)
+  return (np.sign(grid) * np.log2(np.abs(grid) + 1) / 3).astype(np.float32)
+
+
+def _pairs(window: int) -> np.ndarray:
+  """Returns which of the flattened `_offsets` lies between two tokens, int32 [n, n]."""
+  y, x = np.divmod(np.arange(window**2), window)
+  apart = lambda at: at[:, None] - at[None, :] + window - 1
+  return (apart(y) * (2 * window - 1) + apart(x)).astype(np.int32)
+
+
+def _shift_bias(side: int, window: int, shift: int) -> np.ndarray:
+  """Returns 0 within a region of the map and `_APART` between two, float32 [z, n, n].
+
+  A shift moves rows and columns from one edge to the other, and leaves windows of several regions.
+  """
+  part = np.zeros(side, np.int32)
+  part[side - window :] = 1
+  part[side - shift :] = 2
+  regions = part[:, None] * 3 + part[None, :]
+  windows = np.asarray(_to_windows(regions[None, ..., None], window))[..., 0]
+  same = windows[:, :, None] == windows[:, None, :]
+  return np.where(same, 0, _APART).astype(np.float32)
+
+
+def _to_windows(x: Any, window: int) -> Any:
+  """Cuts [b, h, w, d] into [b z, n, d]."""
+  b, h, w, d = x.shape
+  x = x.reshape(b, h // window, window, w // window, window, d)
+  return x.swapaxes(2, 3).reshape(-1, window**2, d)
+
+
+def _from_windows(x: jax.Array, window: int, side: int) -> jax.Array:
+  """Joins [b z, n, d] to [b, side, side, d]."""
+  parts_of_a_side = side // window
+  x = x.reshape(-1, parts_of_a_side, parts_of_a_side, window, window, x.shape[-1])
+  return x.swapaxes(2, 3).reshape(-1, side, side, x.shape[-1])
+
+
+def _direction(x: jax.Array) -> jax.Array:
+  """Returns x / |x| over the last axis, in float32; 0 stays 0, with a finite gradient."""
+  x = x.astype(jnp.float32)
+  squares = jnp.sum(x * x, axis=-1, keepdims=True)
+  return x * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
+
+
+# --- the network ------------------------------------------------------------------------------
+
+
+class WindowAttention(nn.Module):
+  """Attention within windows: softmax(scale cos(q, k) + positions) . v, for each head.
+
+  The biases of positions come from an MLP of the logarithmic offsets. k has no bias.
+
+  Attributes:
+    heads: a.
+    window: tokens of a side of a window.
+    dropout: of the result.
+    dtype: of the computation; cosines, scale and softmax are float32.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  heads: int
+  window: int
+  dropout: float = 0.0
+  dtype: str = "float32"
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array, train: bool, shift_bias: np.ndarray | None = None) -> jax.Array:
+    """Maps [b z, n, d] to [b z, n, d].
+
+    Args:
+      x: the windows of all examples.
+      train: dropout acts.
+      shift_bias: [z, n, n]; None = windows of one region.
+    """
+    width, dtype = x.shape[-1], jnp.dtype(self.dtype)
+    dense = functools.partial(
+      Dense, width, dtype=dtype, kernel_init=parts.kernel_init, rules=self.rules
+    )
+    split = lambda y: y.reshape(*y.shape[:-1], self.heads, width // self.heads)
+    q, v = split(dense(name="q")(x)), split(dense(name="v")(x))
+    k = split(dense(use_bias=False, name="k")(x))
+    cosines = jnp.einsum("bqak,bnak->baqn", _direction(q), _direction(k))
+    scale = self.param("logit_scale", nn.initializers.constant(math.log(10)), (self.heads, 1, 1))
+    scores = cosines * jnp.exp(jnp.minimum(scale, _SHARPEST))[None] + self._positions()[None]
+    if shift_bias is not None:
+      z, n, _ = shift_bias.shape
+      scores = scores.reshape(-1, z, self.heads, n, n) + shift_bias[None, :, None]
+      scores = scores.reshape(-1, self.heads, n, n)
+    weights = jax.nn.softmax(scores).astype(dtype)
+    y = jnp.einsum("baqn,bnak->bqak", weights, v).reshape(x.shape)
+    return nn.Dropout(self.dropout)(dense(name="proj")(y), not train)
+
+  def _positions(self) -> jax.Array:
+    """Returns the bias between two tokens, float32 [a, n, n]."""
+    dense = functools.partial(Dense, kernel_init=parts.kernel_init, rules=self.rules)
+    offsets = jnp.asarray(_offsets(self.window)).reshape(-1, 2)
+    hidden = nn.relu(dense(_HIDDEN, name="cpb_mlp_0")(offsets))
+    table = dense(self.heads, use_bias=False, name="cpb_mlp_2")(hidden)
+    pairs = jnp.take(table, jnp.asarray(_pairs(self.window)), axis=0)
+    return _WIDEST_BIAS * jax.nn.sigmoid(pairs).transpose(2, 0, 1)
+
+
+class Block(nn.Module):
+  """x + norm(attention x), then x + norm(mlp x).
+
+  Attributes:
+    heads: of the stage.
+    shifted: whether the windows are, where the map is larger than one.
+    config: sizes.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  heads: int
+  shifted: bool
+  config: SwinConfig
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array, rate: Any, train: bool) -> jax.Array:
+    """Maps [b, h, w, d] to [b, h, w, d].
+
+    Args:
+      x: [b, h, w, d].
+      rate: of the drop path.
+      train: dropout and drop path act.
+    """
+    cfg, (side, width) = self.config, x.shape[2:]
+    window = min(cfg.window, side)
+    shift = cfg.window // 2 if self.shifted and side > window else 0
+    given: dict[str, Any] = dict(dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules)
+    drops = train and cfg.drop_path > 0
+    drop = (lambda y: parts.drop_path(self, y, rate)) if drops else (lambda y: y)
+    norm = lambda y, name: drop(_norm(cfg, y, name, zero=True))
+
+    y = jnp.roll(x, (-shift, -shift), (1, 2)) if shift else x
+    attention = WindowAttention(self.heads, window, **given, name="attn")
+    bias = _shift_bias(side, window, shift) if shift else None
+    y = _from_windows(attention(_to_windows(y, window), train, bias), window, side)
+    y = jnp.roll(y, (shift, shift), (1, 2)) if shift else y
+    x = x + norm(y, "norm1")
+    return x + norm(parts.Mlp(cfg.mlp_ratio * width, **given, name="mlp")(x, train), "norm2")
+
+
+class Merge(nn.Module):
+  """Makes one token of each 2 x 2, twice as wide.
+
+  Attributes:
+    config: sizes.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  config: SwinConfig
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [b, h, w, d] to [b, h / 2, w / 2, 2 d]."""
+    b, h, w, d = x.shape
+    # Of the four, the row changes first: timm's order.
+    x = x.reshape(b, h // 2, 2, w // 2, 2, d).transpose(0, 1, 3, 4, 2, 5)
+    reduction = Dense(
+      2 * d,
+      use_bias=False,
+      dtype=jnp.dtype(self.config.dtype),
+      kernel_init=parts.kernel_init,
+      rules=self.rules,
+      name="reduction",
+    )
+    return _norm(self.config, reduction(x.reshape(b, h // 2, w // 2, 4 * d)), "norm")
+
+
+class Stage(nn.Module):
+  """A merge, but in the first stage, and blocks.
+
+  Attributes:
+    stage: its number.
+    config: sizes.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  stage: int
+  config: SwinConfig
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array, rates: np.ndarray, train: bool) -> jax.Array:
+    """Maps [b, h, w, d] to [b, h, w, d], or to [b, h / 2, w / 2, 2 d] with a merge.
+
+    Args:
+      x: [b, h, w, d].
+      rates: of the drop path, of each block.
+      train: dropout and drop path act.
+    """
+    cfg = self.config
+    if self.stage:
+      x = Merge(cfg, self.rules, name="downsample")(x)
+    run = parts.run_block(cfg.remat, train)
+    for i, rate in enumerate(rates):
+      block = Block(cfg.heads[self.stage], i % 2 == 1, cfg, self.rules, name=f"blocks_{i}")
+      x = run(block, x, rate)
+    return x
+
+
+class _Head(nn.Module):
+  """float32 logits [b, classes] of the mean over a feature map [b, h, w, d]."""
+
+  classes: int
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return parts.head(jnp.mean(x, axis=(1, 2)), self.classes, "fc", self.rules)
+
+
+class Swin(nn.Module):
+  """A Swin Transformer V2.
+
+      network = Swin(config("swinv2_b_w8"))
+      variables = network.init(key, images)
+      logits = network.apply(variables, images)
+      logits = network.apply(variables, images, train=True, rngs={"dropout": key})
+
+  Where `rules` name a kernel, `variables` must hold the step: `nms.layers.with_step`.
+
+  Attributes:
+    config: sizes and choices.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  config: SwinConfig
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+    """Maps normalized images [b, image_size, image_size, channels] to float32 logits [b, classes].
+
+    Args:
+      images: float32.
+      train: dropout and drop path act, by the keys of the stream 'dropout'.
+    """
+    cfg = self.config
+    parts.check_images(images, cfg)
+    x = parts.PatchEmbed(
+      cfg.patch, cfg.embed, cfg.dtype, self.rules, _EPSILON, name="patch_embed"
+    )(images)  # fmt: skip
+    rates = parts.drop_path_rates(cfg.drop_path, sum(cfg.depths))
+    rates = np.split(rates, np.cumsum(cfg.depths)[:-1])
+    for i in range(len(cfg.depths)):
+      x = Stage(i, cfg, self.rules, name=f"layers_{i}")(x, rates[i], train)
+    return _Head(cfg.classes, self.rules, name="head")(_norm(cfg, x, "norm"))
+
+
+def _norm(cfg: SwinConfig, x: jax.Array, name: str, zero: bool = False) -> jax.Array:
+  """Returns `x` normalized; `zero`: a new norm gives 0, so that a new block is the identity."""
+  return parts.layer_norm(x, name, _EPSILON, cfg.dtype, zero)
