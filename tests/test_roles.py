@@ -9,7 +9,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import flops, roles, trees
-from nm_sparsity_jax.flops import costs, ops, shapes
+from nm_sparsity_jax.flops import costs, ops, t5, vision
 from nm_sparsity_jax.plan import places
 
 
@@ -190,7 +190,9 @@ def test_kernels_of_a_network_by_what_rules_chose():
   assert flops.kernels(shape, both, trees.sizes(params)) == (found, head)
 
 
-@pytest.mark.parametrize("module", [roles, trees, ops, shapes, costs])
+@pytest.mark.parametrize(
+  "module", [roles, roles.registry, roles.comparing, roles.matching, trees, ops, t5, vision, costs]
+)
 def test_doctests(module):
   found = doctest.testmod(module)
   assert found.attempted and not found.failed

@@ -1,15 +1,19 @@
 """Places in vision models, by the names of timm, big_vision, Kauldron and jimm."""
 
+import functools
+import re
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import roles
+from nm_sparsity_jax import flops, roles, trees
+from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.plan import places
 
 pytestmark = pytest.mark.usefixtures("short_runs")
@@ -135,6 +139,63 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
     assert not failed and not idle
     wanted = {path for path, (_, its, _) in kernels.items() if its == role}
     assert set(assigned.places) == wanted and set(assigned.dense) == {*kernels} - wanted
+
+
+NETWORKS = [
+  (module, network, shape, name)
+  for module, network, shape in (
+    (vit, vit.ViT, flops.ViTShape),
+    (swin, swin.Swin, flops.SwinShape),
+    (resnet, resnet.ResNet, flops.ResNetShape),
+  )
+  for name in module.CONFIGS
+]
+
+
+def shapes_of(network):
+  images = jnp.zeros((1, network.config.image_size, network.config.image_size, 3))
+  make = functools.partial(network.init, train=False)
+  return dict(trees.flatten(jax.eval_shape(make, jax.random.key(0), images)["params"]))
+
+
+@pytest.mark.parametrize("module, network, shape, name", NETWORKS, ids=[n for *_, n in NETWORKS])
+def test_the_networks_here_have_a_role_and_an_operation_for_each_kernel(
+  module, network, shape, name
+):
+  found = shapes_of(network(module.config(name)))
+  ops = {op.name: op for op in shape.of(module.config(name)).ops()}
+  assert sum(op.params for op in ops.values()) == sum(x.size for x in found.values())
+  weights: dict = {}
+  for path, leaf in found.items():
+    named = {role for family in roles.families().values() if (role := family.role(path))}
+    is_kernel = path.endswith("/kernel") and "cpb_mlp" not in path
+    assert len(named) == is_kernel, path
+    if is_kernel:
+      op = ops[roles.op_of(path, ops)]
+      assert {op.role} == named and roles.axis_of(path, leaf.ndim) is not None
+      weights[op.name] = weights.get(op.name, 0) + leaf.size
+  assert weights == {op.name: op.params for op in ops.values() if op.prunable}
+
+
+def test_blocks_that_are_stacked_need_no_axes():
+  found = shapes_of(vit.ViT(vit.config("vit_test", scan=True)))
+  kernels = {
+    path: x.ndim for path, x in found.items() if re.match("blocks/(attn|mlp)/.*kernel", path)
+  }
+  assert len(kernels) == 6
+  assert {roles.axis_of(path, rank) for path, rank in kernels.items()} == {1}
+
+
+def test_words_of_vision_may_narrow_the_roles_of_a_family_of_ones_own(monkeypatch):
+  monkeypatch.setattr(roles.registry, "_families", dict(roles.families()))
+  roles.register(
+    roles.Family(name="mine", roles={"mix": r"(.*/)?mix/kernel"}, narrow={"head": r"(.*/)?out/.*"})
+  )
+  rules = nms.Rules({"head/mix": linear()})
+  assert rules.find("out/mix/kernel") and not rules.find("mix/kernel")
+  assert nms.Rules({"head": linear()}).find("head/kernel")
+  own = nms.Rules({"head": linear()}, roles={"head": "lm/kernel"})
+  assert own.find("lm/kernel") and not own.find("head/kernel")
 
 
 def test_a_convolution_is_grouped_along_its_input_channels_at_one_offset():

@@ -63,10 +63,10 @@ def inference(shape: Shape, densities: Mapping[str, Pattern | float | Recipe]) -
     FLOPs = sum_op s * F_op,    params = sum_op s * P_op
 
   Args:
-    shape: of the network, such as a `ViTShape` or a `T5Shape`.
-    densities: place -> pattern, density in (0, 1], or recipe (its last pattern). A place is ff,
-      q, k, v, o, qk or qkv, after "encoder/", "decoder/", "self/", "cross/", "decoder/cross/" ...
-      to narrow it.
+    shape: of the network, such as a `T5Shape` or a `ViTShape`.
+    densities: place -> pattern, density in (0, 1], or recipe (its last pattern). A place is a
+      role, such as ff, q, qkv or conv, after "encoder/", "decoder/", "self/", "decoder/cross/",
+      "layers_0/" ... to narrow it.
 
   Returns:
     a `Cost` per example.
@@ -109,7 +109,7 @@ def training(
   the weight is pruned. Ops without a recipe cost 3 F. Recomputation (remat) is not counted.
 
   Args:
-    shape: of the network, such as a `ViTShape` or a `T5Shape`.
+    shape: of the network, such as a `T5Shape` or a `ViTShape`.
     recipes: place -> recipe, places as in `inference`. All have one `phases.total`.
     batch_size: examples per step.
     steps: length of the run; needed only where there is no recipe to tell it.

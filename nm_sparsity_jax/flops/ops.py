@@ -12,13 +12,17 @@ from typing import Any, Protocol, TypeGuard
 from nm_sparsity_jax import roles
 
 # What a cost may be selected by, beside roles: several roles together.
-_TOGETHER: Mapping[str, tuple[str, ...]] = {"attention": ("q", "k", "v", "o", "scores")}
+_TOGETHER: Mapping[str, tuple[str, ...]] = {
+  "attention": ("q", "k", "v", "o", "scores"),
+  "embedding": ("embedding", "stem"),  # of tokens, of patches
+  "logits": ("logits", "head"),
+}
 
 
 class Shape(Protocol):
   """The sizes of a network, from which its operations follow.
 
-  Write one for your own family of models; `ViTShape` and `T5Shape` are two.
+  Write one for your own family of models; `T5Shape` and `ResNetShape` are two.
   """
 
   def ops(self) -> tuple[Op, ...]:
@@ -32,10 +36,10 @@ class Op:
 
   Attributes:
     name: for people, such as "decoder/cross/q" or "encoder/wi_0".
-    role: ff, q, k, v, o, scores (both Q K^T and its product with V), logits, embedding, norm,
-      position or bias.
+    role: ff, q, k, v, o, conv, stem, shortcut, merge, head, scores (both Q K^T and its product with
+      V), logits, embedding, norm, position, scale or bias.
     place: "encoder", "decoder" (the MLPs), "encoder/self", "decoder/self", "decoder/cross" (the
-      attentions) or "shared" (T5's token embedding).
+      attentions), "shared" (T5's token embedding), or a stage such as "layers_0" or "layer1".
     flops: dense and forward for one example in `ops()`; what `Cost` says elsewhere.
     params: stored weights; in an inference cost those that are kept.
     axis: length of the contraction axis, along which groups lie; 0 where there is no kernel.

@@ -59,6 +59,9 @@ T5 = register(
 
 # --- vision -----------------------------------------------------------------------------------
 
+# Each regex names the container of its kernel, or begins at the root, so that the words of these
+# families do not reach into other trees.
+
 # The first and the last kernel of an MLP, and the two inputs of a gated one, as projects name them.
 _MLP = {
   "encoder/wi": ("Dense_0", "fc1", "dense_in", "0"),
@@ -106,13 +109,13 @@ BIG_VISION = register(
   Family(
     name="big_vision",
     roles={
-      "stem": r"(.*/)?(embedding|conv_root)/kernel",
+      "stem": r"(img/)?embedding/kernel|(root_block/)?conv_root/kernel",
       "conv": r"(.*/)?block\d+/unit\d+/conv\d/kernel",
       "shortcut": r"(.*/)?block\d+/unit\d+/conv_proj/kernel",
-      "head": r"(.*/)?head/kernel",
+      "head": r"(img/)?head/kernel",
     },
     axes=(
-      (r"(.*/)?embedding/kernel", 4, -2),
+      (r"(img/)?embedding/kernel", 4, -2),
       (_SCANNED + r"MlpBlock_0/Dense_\d/kernel", 3, 1),
       (_SCANNED + r"MultiHeadDotProductAttention_0/(query|key|value)/kernel", 4, 1),
       (_SCANNED + r"MultiHeadDotProductAttention_0/out/kernel", 4, (1, 2)),
@@ -130,7 +133,7 @@ KAULDRON = register(
       "ff": r"(.*/)?layers_\d+/mlp/dense_(in|out)/kernel",
       **_attention_roles(r"(.*/)?layers_\d+/attention/"),
       "stem": r"(.*/)?patchifier/kernel",
-      "head": r"(.*/)?classifier_head/kernel",
+      "head": r"classifier_head/kernel",
     },
     axes=(
       (r"(.*/)?patchifier/kernel", 4, -2),
@@ -148,14 +151,14 @@ JIMM = register(
   Family(
     name="jimm",
     roles={
-      "ff": r"(.*/)?(layers|map_head)/mlp/layers/\d+/kernel|(.*/)?layers/(gate|up|down)/kernel",
+      "ff": r"(.*/)?((layers|map_head)/mlp/layers/\d+|encoder/layers/(gate|up|down))/kernel",
       **_attention_roles(r"(.*/)?(layers|map_head)/attn/"),
       "stem": r"(.*/)?patch_embeddings/kernel",
-      "head": r"(.*/)?classifier/kernel",
+      "head": r"classifier/kernel",
     },
     axes=(
       (r"(.*/)?patch_embeddings/kernel", 4, -2),
-      (r"(.*/)?layers/(mlp/layers/\d+|gate|up|down)/kernel", 3, 1),
+      (r"(.*/)?(layers/mlp/layers/\d+|encoder/layers/(gate|up|down))/kernel", 3, 1),
       (r"(.*/)?layers/attn/(query|key|value)/kernel", 4, 1),
       (r"(.*/)?layers/attn/out/kernel", 4, (1, 2)),
       (_JIMM_HEAD + r"(query|key|value)/kernel", 3, 0),
@@ -169,19 +172,19 @@ JIMM = register(
 # timm's names, in the order of flax: those of `models.vit`, `models.swin` and `models.resnet`. A
 # fused kernel is one of your own; the models here keep q, k and v apart.
 _BLOCK = r"(.*/)?blocks(_\d+)?/"
+_PATCHES = r"patch_embed/proj/kernel"
 _TIMM_BLOCK = {
   "ff": _BLOCK + r"mlp/fc[12]/kernel",
   **{role: _BLOCK + f"attn/{role}/kernel" for role in "qkv"},
   "o": _BLOCK + r"attn/proj/kernel",
-  "stem": r"(.*/)?patch_embed/proj/kernel",
+  "stem": _PATCHES,
 }
-_TIMM_PATCHES = (r"(.*/)?patch_embed/proj/kernel", 4, -2)
 TIMM_VIT = register(
   Family(
     name="timm_vit",
-    roles={**_TIMM_BLOCK, "head": r"(.*/)?head/kernel"},
+    roles={**_TIMM_BLOCK, "head": r"head/kernel"},
     axes=(
-      _TIMM_PATCHES,
+      (_PATCHES, 4, -2),
       (r"(.*/)?blocks/(attn|mlp)/\w+/kernel", 3, 1),  # stacked by a scan, on axis 0
     ),
     places=_VIT_PLACES,
@@ -197,7 +200,8 @@ def _swin_op(path: str) -> str | None:
   stage = re.search(r"(layers_\d+)/", path)
   if stage is None:
     return {"stem": "patch_embedding", "head": "logits"}.get(kind or "")
-  name = {"ff": path.split("/")[-2], "merge": "reduction"}.get(kind or "", kind)
+  own = {"merge": "reduction", "ff": "wi" if "/fc1/" in path else "wo"}
+  name = own.get(kind or "", kind)
   return name and f"{stage[1]}/{name}"
 
 
@@ -206,8 +210,8 @@ TIMM_SWIN = register(
     name="timm_swin",
     roles={
       **_TIMM_BLOCK,
-      "merge": r"(.*/)?downsample/reduction/kernel",
-      "head": r"(.*/)?head/fc/kernel",
+      "merge": r"(.*/)?layers_\d+/downsample/reduction/kernel",
+      "head": r"head/fc/kernel",
     },
     op=_swin_op,
   )
@@ -224,11 +228,11 @@ TIMM_RESNET = register(
     name="timm_resnet",
     roles={
       "stem": r"conv1/kernel",
-      "conv": r"(.*/)?layer\d_\d+/conv\d/kernel",
-      "shortcut": r"(.*/)?layer\d_\d+/downsample_conv/kernel",
+      "conv": r"(.*/)?layer\d+_\d+/conv\d/kernel",
+      "shortcut": r"(.*/)?layer\d+_\d+/downsample_conv/kernel",
       "head": r"fc/kernel",
     },
-    axes=((r"(.*/)?downsample_conv/kernel", 4, -2),),
+    axes=((r"(.*/)?layer\d+_\d+/downsample_conv/kernel", 4, -2),),
     op=_resnet_op,
   )
 )

@@ -57,6 +57,10 @@ FUSED = "qkv"  # what a kernel is that holds them all
 # What several roles are called together.
 COMPOSITES: Mapping[str, tuple[str, ...]] = {"qk": ("q", "k"), "qkv": ("q", "k", "v")}
 
+# Roles that families may have had as narrowing words before vision models had them. The last word
+# of a place is the role, those before it narrow it, so both may be.
+_SINCE_VISION = {"stem", "conv", "shortcut", "merge", "head"}
+
 _families: dict[str, Family] = {}
 
 
@@ -81,7 +85,7 @@ def register(family: Family) -> Family:
         f"roles: the family {family.name!r} defines {role!r} twice: it is a word for "
         f"{'several roles' if role in COMPOSITES else 'paths'} already. Choose another word."
       )
-  if taken := sorted(set(family.narrow) & set(regexes())):
+  if taken := sorted(set(family.narrow) & set(regexes()) - _SINCE_VISION):
     raise ValueError(
       f"roles: the family {family.name!r} defines {taken[0]!r} twice: it is a role already. "
       "Choose another word."
