@@ -28,6 +28,7 @@ def stems(folder):
 
 
 MODELS = [f for f in FILES if re.fullmatch(r"gin_configs/models/(t5_1_\d/\w+|wmt)\.gin", f)]
+VISION = [f for f in FILES if f.startswith("gin_configs/models/vision/")]  # test_vision_runs.py
 PATTERNS, RUNS = stems("patterns"), stems("runs")
 ROWS = [f for f in FILES if re.match(r"gin_configs/paper/table\d+/", f)]
 STEPS = ["SPARSE_STEPS = 1000", "DENSE_STEPS = 100", "FINETUNE_STEPS = 200"]
@@ -216,7 +217,7 @@ def test_a_file_says_what_it_is_and_imports_what_it_may(file):
 
 
 def test_every_file_is_of_a_kind_that_is_tested_here():
-  fragments = [SPARSITY, *MODELS, *ROWS]
+  fragments = [SPARSITY, *MODELS, *VISION, *ROWS]
   fragments += [f"gin_configs/models/{name}.gin" for name in ("common", "t5", "mini", "mini_small")]
   fragments += [f"gin_configs/recipes/{name}.gin" for name in RECIPES]
   fragments += [f"gin_configs/patterns/{name}.gin" for name in PATTERNS]

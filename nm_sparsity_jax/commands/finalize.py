@@ -2,10 +2,11 @@
 
 It takes what `nm-sparsity verify` takes, and a folder for the result. The result has the
 checkpoint's own name, as in T5X: OUT/checkpoint_<step>. It holds parameters, step and sparse
-state, but no optimizer. t5x.eval and t5x.infer open it, with the sparse model or with T5X's own,
-and you can fine-tune it. The command says how much magnitude it removed, reads what it wrote, and
-proves it. One parameter is in memory at a time. sha256.json holds the SHA-256 of each parameter,
-and `nm-sparsity verify` compares it. T5X is not needed.
+state, but no optimizer. Where the run kept a moving average of its parameters (EMA_DECAY), that is
+what is finalized, as it is what was scored. t5x.eval and t5x.infer open it, with the sparse model
+or with T5X's own, and you can fine-tune it. The command says how much magnitude it removed, reads
+what it wrote, and proves it. One parameter is in memory at a time. sha256.json holds the SHA-256 of
+each parameter, and `nm-sparsity verify` compares it. T5X is not needed.
 
 While the schedule is not over, the removed weights may still matter, so the command refuses.
 --early allows it.
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(made.as_dict(), indent=2))
   else:
     print(_rules.head(made.source, made.proof.rules, args.checkpoint))
+    if made.source.average:
+      print("of the moving average of its parameters, as it was scored")
     print(render(made.removed))
     print(f"\n{made.path}, as it was written:\n")
     print(made.proof)

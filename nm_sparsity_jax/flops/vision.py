@@ -25,7 +25,7 @@ class ViTShape:
   Attributes:
     layers: Transformer blocks.
     embed: width d of the residual stream.
-    mlp: width of the MLP.
+    mlp: width of the MLP; 0 = there is none.
     heads: attention heads.
     head_dim: width of a head.
     gated: two input kernels (wi_0 * wi_1) in the MLP instead of one.
@@ -51,7 +51,7 @@ class ViTShape:
   bias: bool = True
 
   def __post_init__(self):
-    parts.check_sizes(self, zero=("classes",))
+    parts.check_sizes(self, zero=("classes", "mlp"))
 
   @classmethod
   def of(cls, config: Any) -> ViTShape:
@@ -73,7 +73,9 @@ class ViTShape:
     """Returns the dense forward FLOPs for one image, and all parameters."""
     n, d, layers = self.tokens + self.class_token, self.embed, self.layers
     joined = self.heads * self.head_dim
-    wi = 1 + self.gated
+    ff = parts.mlp("encoder", layers, n, d, self.mlp, self.gated) if self.mlp else ()
+    biases = (1 + self.gated) * self.mlp + d if self.mlp else 0
+    norms = layers * (2 if self.mlp else 1) + 1
     ops = [
       Op(
         name="encoder/patch_embedding",
@@ -87,8 +89,8 @@ class ViTShape:
       Op(name="encoder/position", role="position", place="encoder", params=n * d),
       Op(name="encoder/class_token", role="position", place="encoder", params=d * self.class_token),
       *parts.attention("encoder/self", layers, n, n, d, joined),
-      *parts.mlp("encoder", layers, n, d, self.mlp, self.gated),
-      Op(name="encoder/norm", role="norm", place="encoder", params=2 * d * (2 * layers + 1)),
+      *ff,
+      Op(name="encoder/norm", role="norm", place="encoder", params=2 * d * norms),
     ]
     if self.bias:
       ops.append(
@@ -96,7 +98,7 @@ class ViTShape:
           name="encoder/bias",
           role="bias",
           place="encoder",
-          params=layers * (3 * joined + d + wi * self.mlp + d) + d + self.classes,
+          params=layers * (3 * joined + d + biases) + d + self.classes,
         )
       )
     if self.classes:

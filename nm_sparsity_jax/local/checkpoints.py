@@ -228,26 +228,54 @@ class _Said(ValueError):
 
 
 def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:
-  """Reads what a new run takes from any checkpoint: Orbax, or T5X's own format.
+  """Reads what a new run takes from any checkpoint: Orbax, T5X's own format, or other weights.
+
+  Of a run that kept an average of its parameters, that is taken: it is what was scored.
 
   Args:
-    path: the checkpoint.
+    path: the checkpoint, or a file of weights that the workload reads.
     model: what is trained.
     key: for collections of the workload that the checkpoint lacks.
 
   Returns:
     Parameters, the workload's collections, and the global step. All are float32.
   """
+  if folders.is_weights(path):
+    return *_read_weights(path, model, key), 0
   stored = checkpoint.read(path)
   like, where = {"target": model.shapes}, {"target": model.shardings(model.shapes)}
   wanted = [f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)]
   is_held = bool(wanted) and set(wanted) <= set(stored.leaves)
   if is_held:
     like[MUTABLES], where[MUTABLES] = model.collections, model.shardings(model.collections)
-  tree = arrays.load(stored, like, where)
+  tree = _load(stored, like, where)
   _warn_of_masks(stored, tree["target"])
   collections = tree[MUTABLES] if is_held else model.initial_collections(key)
   return tree["target"], collections, stored.step or 0
+
+
+def _read_weights(path: str, model: Model, key: jax.Array) -> tuple[Any, Any]:
+  """Returns parameters and state of a file that the workload reads; new state where it has none."""
+  found = dict(model.workload.read_weights(path))
+  put = lambda tree: jax.device_put(tree, model.shardings(tree))
+  params, kept = put(found.pop("params")), found.keys() >= model.collections.keys()
+  return params, put(found) if found and kept else model.initial_collections(key)
+
+
+def _load(stored: checkpoint.Stored, like: Any, where: Any) -> Any:
+  """Loads what trees name; 'target' from the average of the parameters where the run kept one."""
+  if stored.average is None:
+    return arrays.load(stored, like, where)
+  above = stored.average
+  moved = lambda tree: {
+    **{name: x for name, x in tree.items() if name != "target"},
+    **checkpoint.nested({above: tree["target"]}),
+  }
+  found = arrays.load(stored, moved(like), moved(where))
+  average = found.pop("state")
+  for word in above.split("/")[1:]:
+    average = average[word]
+  return {**found, "target": average}
 
 
 def _warn_of_masks(stored: checkpoint.Stored, params: Any) -> None:
@@ -270,7 +298,8 @@ def _warn_of_masks(stored: checkpoint.Stored, params: Any) -> None:
 def load_for_evaluation(path: str, model: Model) -> TrainState:
   """Reads the state of a checkpoint that the model's rules made, without the optimizer's state.
 
-  A dense checkpoint has no sparse step, so it is only taken where all rules are dense.
+  Its parameters are what is scored: their average where the run kept one. A dense checkpoint has no
+  sparse step, so it is only taken where all rules are dense.
   """
   rules, stored = model.given_rules, checkpoint.read(path)
   like = model.state_shapes(optax.identity())
@@ -290,7 +319,7 @@ def load_for_evaluation(path: str, model: Model) -> TrainState:
       tree[MUTABLES][COLLECTION].pop("start")
   for name in ("state", *([] if wanted[MUTABLES] else [MUTABLES])):
     wanted.pop(name)
-  tree = arrays.load(stored, wanted, {name: where[name] for name in wanted})
+  tree = _load(stored, wanted, {name: where[name] for name in wanted})
   collections = dict(tree.get(MUTABLES, {}))
   mine = collections.pop(COLLECTION, {"step": jnp.int32(0)})
   opt_state = _sparse_state(mine, model.rules, ())

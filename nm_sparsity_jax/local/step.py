@@ -26,6 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nm_sparsity_jax import apply, metrics, witness, workloads
 from nm_sparsity_jax.layers import COLLECTION
+from nm_sparsity_jax.local.averages import average_of
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.transform import sparse
 from nm_sparsity_jax.trees import flatten, path_name
@@ -67,6 +68,12 @@ class TrainState:
   def masks(self) -> Any:
     """Returns what `nms.init_state` keeps; `{}` for recipes without state."""
     return self.opt_state.masks
+
+  @property
+  def deployed(self) -> Any:
+    """Returns what is scored and finalized: the average of the parameters where a run has one."""
+    average = average_of(self.opt_state)
+    return self.params if average is None else average
 
 
 class WrongDevices(ValueError):
@@ -228,8 +235,8 @@ class Model:
     return TrainState(jnp.int32(step), params, opt_state, collections)
 
   def effective(self, state: TrainState) -> Any:
-    """Returns the parameters that the dense network runs with at this state."""
-    make = lambda s: apply.sparsify(s.params, self.rules, s.sparse_step, s.masks)
+    """Returns the parameters that an evaluation of this state runs with: see `deployed`."""
+    make = lambda s: apply.sparsify(s.deployed, self.rules, s.sparse_step, s.masks)
     return self.jit(make, out_shardings=self.shardings(self.shapes))(state)
 
   def variables(self, state: TrainState) -> dict[str, Any]:

@@ -25,8 +25,8 @@ _Config = TypeVar("_Config")
 DTYPES = ("float32", "bfloat16", "float16")
 # What the backward pass of a block under remat finds stored, beside its input.
 _STORED = keep.save_only_these_names("nm_mask")
-# As timm starts its transformers.
-kernel_init = nn.initializers.normal(0.02)
+STD = 0.02  # of new kernels, as timm starts its transformers
+kernel_init = nn.initializers.normal(STD)
 
 
 # --- configs ----------------------------------------------------------------------------------
@@ -176,18 +176,21 @@ class Mlp(nn.Module):
     dropout: share of the values that is dropped.
     dtype: of the computation.
     rules: what is sparse, and how; None = dense.
+    std: deviation of new kernels.
   """
 
   hidden: int
   dropout: float = 0.0
   dtype: str = "float32"
   rules: Rules | None = None
+  std: float = STD
 
   @nn.compact
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     """Maps [..., d] to [..., d]."""
+    init = nn.initializers.normal(self.std)
     dense = functools.partial(
-      Dense, dtype=jnp.dtype(self.dtype), kernel_init=kernel_init, rules=self.rules
+      Dense, dtype=jnp.dtype(self.dtype), kernel_init=init, rules=self.rules
     )
     x, width = dense(self.hidden, name="fc1")(x), x.shape[-1]
     x = nn.Dropout(self.dropout)(nn.gelu(x, approximate=False), not train)

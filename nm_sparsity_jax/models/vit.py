@@ -39,7 +39,7 @@ class ViTConfig:
     layers: blocks.
     embed: width d of the residual stream.
     heads: attention heads.
-    mlp: width between the two kernels of the MLP.
+    mlp: width between the two kernels of the MLP; 0 = the blocks have none.
     classes: logits.
     class_token: the logits come from a token of their own; else from the mean of all tokens.
     dropout: behind the positions, the attention and both kernels of the MLP.
@@ -47,6 +47,7 @@ class ViTConfig:
     dtype: of the computation; parameters and logits are float32.
     remat: the backward pass computes each block again.
     scan: scan over the blocks, which stacks their parameters on axis 0.
+    std: deviation of new kernels in the blocks; timm's. A small network learns faster from more.
   """
 
   image_size: int = 224
@@ -63,10 +64,11 @@ class ViTConfig:
   dtype: str = "float32"
   remat: bool = False
   scan: bool = False
+  std: float = parts.STD
 
   def __post_init__(self):
-    sizes = ("image_size", "patch", "channels", "layers", "embed", "heads", "mlp", "classes")
-    parts.check_config(self, sizes, ("dropout", "drop_path"))
+    sizes = ("image_size", "patch", "channels", "layers", "embed", "heads", "classes")
+    parts.check_config(self, sizes + ("mlp",) * (self.mlp != 0), ("dropout", "drop_path"))
     parts.check_divides(self, "image_size", "patch")
     parts.check_divides(self, "embed", "heads")
 
@@ -107,20 +109,21 @@ class Attention(nn.Module):
     dropout: of the result.
     dtype: of the computation; the softmax is float32.
     rules: what is sparse, and how; None = dense.
+    std: deviation of new kernels.
   """
 
   heads: int
   dropout: float = 0.0
   dtype: str = "float32"
   rules: Rules | None = None
+  std: float = parts.STD
 
   @nn.compact
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     """Maps [b, n, d] to [b, n, d]."""
     width, dtype = x.shape[-1], jnp.dtype(self.dtype)
-    dense = functools.partial(
-      Dense, width, dtype=dtype, kernel_init=parts.kernel_init, rules=self.rules
-    )
+    init = nn.initializers.normal(self.std)
+    dense = functools.partial(Dense, width, dtype=dtype, kernel_init=init, rules=self.rules)
     split = lambda y: y.reshape(*y.shape[:-1], self.heads, width // self.heads)
     q, k, v = (split(dense(name=name)(x)) for name in ("q", "k", "v"))
     scores = jnp.einsum("bqhk,bnhk->bhqn", q * (width // self.heads) ** -0.5, k)
@@ -150,11 +153,15 @@ class Block(nn.Module):
       train: dropout and drop path act.
     """
     cfg = self.config
-    given: dict[str, Any] = dict(dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules)
+    given: dict[str, Any] = dict(
+      dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules, std=cfg.std
+    )
     norm = lambda x, name: parts.layer_norm(x, name, _EPSILON, cfg.dtype)
     drops = train and cfg.drop_path > 0
     drop = (lambda y: parts.drop_path(self, y, rate)) if drops else (lambda y: y)
     x = x + drop(Attention(cfg.heads, **given, name="attn")(norm(x, "norm1"), train))
+    if not cfg.mlp:
+      return x
     return x + drop(parts.Mlp(cfg.mlp, **given, name="mlp")(norm(x, "norm2"), train))
 
 

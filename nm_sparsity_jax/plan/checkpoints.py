@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from nm_sparsity_jax import gin_files, rules_text
+from nm_sparsity_jax import gin_files, rules_text, workloads
 from nm_sparsity_jax.plan import places
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
@@ -35,7 +35,7 @@ def check(found: Findings, made: Made) -> dict[str, Any] | None:
   """
   resumed = found.attempt("MODEL_DIR", _resumed, found)
   asks = resumed is None or not found.config.local  # the local runner opens none if it resumes
-  initial = found.attempt("checkpoint", _initial, found) if asks else None
+  initial = found.attempt("checkpoint", _initial, found, made) if asks else None
   if initial is not None:
     _check_settings(found, initial)
   stored = initial if resumed is None else resumed
@@ -44,8 +44,8 @@ def check(found: Findings, made: Made) -> dict[str, Any] | None:
   return _restore(found, stored, made, resumed is not None)
 
 
-def _initial(found: Findings) -> checkpoint.Stored | None:
-  """Opens the checkpoint that the settings name, or that you asked for."""
+def _initial(found: Findings, made: Made) -> checkpoint.Stored | None:
+  """Opens the checkpoint that the settings name, or that you asked for; a workload its weights."""
   path = found.checkpoint
   if path is None and found.config.local:
     is_train = found.config.program == "train"
@@ -54,6 +54,10 @@ def _initial(found: Findings) -> checkpoint.Stored | None:
     path = getattr(found.restore_settings(), "path", None)
     if isinstance(path, list | tuple):
       path = path[0] if path else None
+  if folders.is_weights(path) and isinstance(made.network, workloads.Workload):
+    made.network.read_weights(str(path))
+    found.notes.append(f"the parameters of {path} fit the network, every one of them")
+    return None
   return checkpoint.read(str(path)) if path else None
 
 

@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -60,6 +61,28 @@ class Stored:
   sparse_step: int | None
   rules: str | None
   array: Callable[[str], np.ndarray] = dataclasses.field(repr=False, compare=False)
+
+  @functools.cached_property
+  def average(self) -> str | None:
+    """Returns the key above the moving average of all parameters; None where the run kept none."""
+    params = {key.removeprefix("target/") for key in self.leaves if key.startswith("target/")}
+    found: dict[str, set[str]] = {}
+    for key in self.leaves:
+      if hit := re.match(r"(state/param_states/(?:.*/)?average)/(.+)", key):
+        found.setdefault(hit[1], set()).add(hit[2])
+    return next((above for above, paths in found.items() if params and paths >= params), None)
+
+  def deployed(self, key: str) -> str:
+    """Returns where the values lie that are scored and deployed: in the average, if there is one.
+
+        stored.array(stored.deployed("target/head/kernel"))
+
+    Args:
+      key: of a parameter, or any other, which is returned.
+    """
+    if self.average is None or not key.startswith("target/"):
+      return key
+    return self.average + key.removeprefix("target")
 
 
 def find(name: str) -> str:

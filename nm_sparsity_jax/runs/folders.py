@@ -68,6 +68,15 @@ def named_step(checkpoint: str) -> int | None:
   return int(found[1]) if found else None
 
 
+def is_weights(path: Any) -> bool:
+  """Returns whether a path is that of a file of weights, which a workload reads by itself.
+
+  >>> is_weights("vit_b16.safetensors")
+  True
+  """
+  return str(path).endswith(".safetensors")
+
+
 def is_checkpoint(path: Any) -> bool:
   """Returns whether a folder holds a checkpoint of either format, whatever its name.
 

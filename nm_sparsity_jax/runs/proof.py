@@ -140,7 +140,8 @@ class Finalized:
     found = self.proof.as_dict()
     lost = {r.path: dataclasses.asdict(r) for r in self.removed}
     found["places"] = [place | lost[place["path"]] for place in found["places"]]
-    return {"from": self.source.path, **found}
+    average = {"average": True} if self.source.average else {}
+    return {"from": self.source.path, **average, **found}
 
 
 Given = Rules | Mapping[str, Any] | None
@@ -180,7 +181,8 @@ def finalize(
       made = nms.runs.finalize("runs/sparse", "runs/final")
 
   The new checkpoint holds parameters, step and sparse state, but no optimizer. It opens in T5X,
-  with the sparse model or T5X's own. One parameter is in memory at a time, and the work on it.
+  with the sparse model or T5X's own. Where the run kept a moving average of its parameters, that
+  is what is finalized. One parameter is in memory at a time, and the work on it.
 
   Args:
     path: as in `verify`.
@@ -345,7 +347,7 @@ def _with_zeros(
     is_target = key.startswith("target/")
     place = assignment.places.get(key.removeprefix("target/")) if is_target else None
     if place is None:
-      makes[key] = functools.partial(stored.array, key)
+      makes[key] = functools.partial(stored.array, stored.deployed(key))
     else:
       makes[key] = functools.partial(_finalized, stored, rules, place, removed)
   return makes
@@ -355,7 +357,7 @@ def _finalized(
   stored: Stored, rules: Rules, place: Place, removed: dict[str, Removed]
 ) -> np.ndarray:
   """Returns a parameter with its zeros, and notes what it lost."""
-  before = stored.array(f"target/{place.path}")
+  before = stored.array(stored.deployed(f"target/{place.path}"))
   state = _state(stored, place) if place.recipe.stateful else None
   tree = checkpoint.nested({place.path: before})
   after = apply.finalize(tree, _alone(place, rules), state, early=True)  # looked at already

@@ -145,6 +145,22 @@ class Workload:
     """
     return directions.by_name(metric)
 
+  def read_weights(self, path: str) -> Mapping[str, Any]:
+    """Returns variables from a file of weights that another program wrote.
+
+    A run starts from them where INITIAL_CHECKPOINT_PATH ends in `.safetensors`.
+
+    Args:
+      path: the file.
+
+    Returns:
+      'params', float32 arrays in the structure of `init`, and collections that the file holds.
+    """
+    raise ValueError(
+      f"INITIAL_CHECKPOINT_PATH={path!r}: {type(self).__name__} reads no files of weights, so name "
+      "a checkpoint."
+    )
+
   def shape(self, lengths: Mapping[str, int] | None = None) -> Any:
     """Returns a shape of `nm_sparsity_jax.flops`, whose `ops()` give FLOPs; None if unknown.
 
@@ -210,8 +226,11 @@ class Found(NamedTuple):
   metrics: dict[str, dict[str, float]]
 
 
+KEPT = 1 << 28  # bytes of a split that an evaluator keeps
+
+
 class Evaluator:
-  """Evaluates one model again and again: sums over each split; the data are read once.
+  """Evaluates one model again and again: sums over each split; data that are few are read once.
 
   Args:
     devices: the runner's model.
@@ -250,7 +269,7 @@ class Evaluator:
       return None
     names: set[str] = set()
     for split in self.splits:
-      for batch in self.batches(split)[:1]:
+      for batch in itertools.islice(self.batches(split), 1):
         sums = self._step.eval_shape(variables, self.devices.put(batch))
         try:
           names |= self.devices.workload.scalars(dict.fromkeys(sums.names, 1.0)).keys()
@@ -296,11 +315,24 @@ class Evaluator:
       self.check()
       yield batch, jax.device_get(step(variables, self.devices.put(batch)))
 
-  def batches(self, split: str) -> list[Batch]:
-    """Returns the batches of a split, read when they are first asked for."""
-    if split not in self._batches:
-      self._batches[split] = list(self.splits[split]())
-    return self._batches[split]
+  def batches(self, split: str) -> Iterable[Batch]:
+    """Returns the batches of a split; a small split is read once, a large one each time."""
+    if split in self._batches:
+      return self._batches[split]
+    return self._read(split)
+
+  def _read(self, split: str) -> Iterator[Batch]:
+    """Yields the batches of a split, and keeps them if they are few."""
+    kept, size = [], 0
+    for batch in self.splits[split]():
+      size += sum(np.asarray(x).nbytes for x in batch.values())
+      if size <= KEPT:
+        kept.append(batch)
+      else:
+        kept.clear()
+      yield batch
+    if size <= KEPT:
+      self._batches[split] = kept
 
   def check(self) -> None:
     """Raises `Stopped` where the process is asked to end."""

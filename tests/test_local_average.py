@@ -1,0 +1,250 @@
+"""The average of parameters: what it is, that it is scored and deployed, and that runs keep it."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny_vision
+from checkpoint_files import assert_same, read
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import configure
+from nm_sparsity_jax.images import rebus
+from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.workloads import vision
+
+pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
+pytestmark = [
+  pytest.mark.filterwarnings("ignore"),  # what it imports warns on its own account
+  pytest.mark.usefixtures("short_runs"),
+]
+
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore")
+  from nm_sparsity_jax.local import averages, checkpoints, evaluation, optimizers, step, train
+
+STEPS, DECAY = 8, 0.75
+
+
+def model_of(devices=1, **rules):
+  rules = (
+    dict(recipe="idp", pattern="1:8", sparse_steps=STEPS, dense_steps=2, finetune_steps=2) | rules
+  )
+  workload = vision.Images(tiny_vision.make(), rebus.Rebus(8, validation=16))
+  return step.Model(
+    workload=workload, rules=configure.rules({"mlp/fc./kernel": None}, **rules),
+    devices=jax.devices()[:devices],
+  )  # fmt: skip
+
+
+def run_of(folder, model, **fields):
+  fields = dict(
+    optimizer=optimizers.adamw(0.05, ema_decay=DECAY), sparse_steps=STEPS,
+    evaluation=evaluation.Splits(), keep_checkpoints=None,
+    periods=train.Periods(evaluate=4, checkpoint=1, report=4, metrics=4),
+  ) | fields  # fmt: skip
+  return train.Run(model=model, model_dir=str(folder), **fields)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("average") / "run"
+  assert train.train(run_of(folder, model_of())) == 0
+  return folder
+
+
+AVERAGE = "state/param_states/1/average/"
+
+
+def test_it_is_that_of_the_parameters_after_each_update(trained):
+  """By numpy, from the checkpoints of all steps."""
+  at = {i: read(trained, i) for i in range(1, STEPS + 1)}
+  params = [k.removeprefix("target/") for k in at[1] if k.startswith("target/")]
+  assert {AVERAGE + k for k in params} == {k for k in at[1] if k.startswith(AVERAGE)}
+  for path in params:
+    average = at[1][AVERAGE + path]
+    for i in range(2, STEPS + 1):
+      average = DECAY * average + (1 - DECAY) * at[i][f"target/{path}"]
+      np.testing.assert_allclose(at[i][AVERAGE + path], average, rtol=1e-4, atol=1e-6)
+  kernel = "mlp/fc1/kernel"
+  assert not np.allclose(average := at[STEPS][AVERAGE + kernel], at[STEPS][f"target/{kernel}"])
+  assert average.dtype == np.float32
+
+
+def test_it_begins_with_the_parameters_and_changes_no_update():
+  params = {"a": {"kernel": jnp.ones((4, 2))}}
+  tx = averages.moving_average(0.9)
+  state = tx.init(params)
+  np.testing.assert_array_equal(averages.average_of(state)["a"]["kernel"], np.ones((4, 2)))
+  updates, state = tx.update({"a": {"kernel": jnp.full((4, 2), 2.0)}}, state, params)
+  assert float(updates["a"]["kernel"][0, 0]) == 2
+  np.testing.assert_allclose(averages.average_of(state)["a"]["kernel"], 1.2, rtol=1e-6)
+  assert averages.average_of(optax.adam(1e-3).init(params)) is None
+
+
+def test_an_evaluation_sees_it_under_the_stored_masks(trained, capsys):
+  model = model_of()
+  path = str(trained / f"checkpoint_{STEPS}")
+  state = checkpoints.load_for_evaluation(path, model)
+  saved = read(trained, STEPS)
+  for name, leaf in flatten(state.params):
+    np.testing.assert_array_equal(leaf, saved[AVERAGE + name])
+  effective = nms.sparsify(state.params, model.rules, state.sparse_step, state.masks)
+  for word in ("fc1", "fc2"):
+    mask = saved[f"flax_mutables/nm_sparsity/mask/mlp/{word}/kernel"]
+    kernel = np.asarray(effective["mlp"][word]["kernel"])
+    assert np.count_nonzero(kernel.reshape(4, 8, 32), axis=1).max() == 1
+    kept = kernel != 0  # idp keeps the best of what the stored mask, its parent, keeps
+    assert mask[kept].all()
+    np.testing.assert_array_equal(kernel[kept], saved[f"{AVERAGE}mlp/{word}/kernel"][kept])
+  found = evaluation.Splits().evaluator(model, None).evaluate(
+    {"params": effective, **state.collections}, STEPS
+  )  # fmt: skip
+  entry = json.loads((trained / "evaluations.json").read_text())[-1]
+  assert entry["step"] == STEPS and entry["metrics"] == found.metrics and entry["at_target"]
+  assert train.evaluate(model, evaluation.Splits(), path, str(trained.parent / "eval")) == 0
+  assert ", the moving average of its parameters" in capsys.readouterr().out
+
+
+def test_what_is_scored_is_finalized(trained, tmp_path):
+  made = nms.runs.finalize(str(trained), str(tmp_path))
+  assert made.ok and made.as_dict()["average"] is True
+  model = model_of()
+  state = checkpoints.load_for_evaluation(str(trained / f"checkpoint_{STEPS}"), model)
+  effective = nms.sparsify(state.params, model.rules, state.sparse_step, state.masks)
+  final = read(tmp_path, STEPS)
+  for path, leaf in flatten(jax.device_get(effective)):
+    np.testing.assert_array_equal(final[f"target/{path}"], leaf)
+  assert checkpoint.read(made.path).average is None
+  again = checkpoints.load_for_evaluation(made.path, model)
+  jax.tree.map(np.testing.assert_array_equal, model.effective(again), effective)
+
+
+def test_a_run_starts_from_it(trained):
+  model, key = model_of(), jax.random.PRNGKey(0)
+  params, _, number = checkpoints.load_initial(str(trained / f"checkpoint_{STEPS}"), model, key)
+  saved = read(trained, STEPS)
+  assert number == STEPS
+  np.testing.assert_array_equal(params["mlp"]["fc1"]["kernel"], saved[AVERAGE + "mlp/fc1/kernel"])
+
+
+def test_stopped_and_resumed_in_each_phase_it_has_the_same_bits(trained, tmp_path):
+  """After 1 step (dense), 4 (between), 7 (fine-tune)."""
+  import shutil
+
+  for done in (1, 4, 7):
+    folder = tmp_path / str(done)
+    shutil.copytree(trained, folder)
+    for later in range(done + 1, STEPS + 1):
+      shutil.rmtree(folder / f"checkpoint_{later}")
+    assert train.train(run_of(folder, model_of())) == 0
+    assert_same(read(folder, STEPS), read(trained, STEPS))
+
+
+def test_microbatches_and_devices_move_it_once_a_step():
+  """Eight devices, and four microbatches, have the average of one whole batch."""
+  key, found = jax.random.PRNGKey(0), {}
+  optimizer = optimizers.adamw(0.01, clip_norm=1.0, ema_decay=DECAY)
+  workload = vision.Images(tiny_vision.make(norm=False), rebus.Rebus(32))
+  for name, devices, parts in (("one", 1, 1), ("eight", 8, 1), ("parts", 1, 4)):
+    model = step.Model(
+      workload=workload, rules=configure.rules({"mlp/fc./kernel": "1:8"}, "sr_ste", sparse_steps=8),
+      devices=jax.devices()[:devices],
+    )  # fmt: skip
+    state = model.begin(model.initial_params(key), optimizer, 0, {})
+    update = model.train_step(optimizer, key, state, parts)
+    for i in range(3):
+      state, _ = update(state, model.put(next(workload.batches(0, i))))
+    sharding = state.deployed["mlp"]["fc1"]["kernel"].sharding
+    assert sharding == state.params["mlp"]["fc1"]["kernel"].sharding
+    found[name] = jax.device_get(state.deployed)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+  jax.tree.map(near, found["one"], found["eight"])
+  jax.tree.map(near, found["one"], found["parts"])
+
+
+@pytest.fixture
+def standard_promotion():
+  """optax mixes its counts with floats."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+# --- AdamW and the learning rate ----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_kernels_alone_are_decayed_and_the_gradient_is_clipped():
+  params = {"a": {"kernel": jnp.ones((2,)), "bias": jnp.ones((2,))}, "pos_embed": jnp.ones((2,))}
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  tx = optimizers.adamw(0.1, weight_decay=0.5)
+  updates, _ = tx.update(zeros, tx.init(params), params)
+  assert float(updates["a"]["kernel"][0]) == pytest.approx(-0.05)
+  assert not updates["a"]["bias"].any() and not updates["pos_embed"].any()
+  # The second moment tells what Adam was given.
+  tx = optimizers.adamw(0.1, b2=0.5, clip_norm=1.0)
+  grads = jax.tree.map(lambda x: 10 * jnp.ones_like(x), params)
+  _, state = tx.update(grads, tx.init(params), params)
+  (nu,) = [
+    s.nu for s in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu")) if hasattr(s, "nu")
+  ]
+  assert float(nu["a"]["bias"][0]) == pytest.approx(0.5 / 6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_it_is_optax_adamw_where_nothing_is_asked_for():
+  params = {"a": {"kernel": jnp.linspace(-1.0, 1.0, 6)}}
+  grads = {"a": {"kernel": jnp.linspace(1.0, 3.0, 6)}}
+  made = []
+  for tx in (optimizers.adamw(0.1), optax.adamw(0.1, weight_decay=0.0001)):
+    state, now = tx.init(params), params
+    for _ in range(3):
+      updates, state = tx.update(grads, state, now)
+      now = optax.apply_updates(now, updates)
+    made.append(now)
+  np.testing.assert_array_equal(made[0]["a"]["kernel"], made[1]["a"]["kernel"])
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_cosine_falls_from_the_warm_up_to_the_last_step():
+  rate = optimizers.learning_rate(0.5, "constant * linear_warmup * cosine_decay", 10, 110)
+  wanted = optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 110)
+  for at in (0, 1, 5, 10, 11, 60, 109, 110, 200):
+    assert float(rate(at)) == pytest.approx(max(float(wanted(at)), 1e-8), rel=1e-5, abs=1e-7)
+  assert float(rate(60)) == pytest.approx(0.25)
+  assert float(optimizers.learning_rate(0.5, "constant * cosine_decay", 0, 4)(2)) == pytest.approx(
+    0.25
+  )
+
+
+@pytest.mark.parametrize(
+  "make, said",
+  [
+    (
+      lambda: optimizers.adamw(0.1, ema_decay=1.0),
+      "^EMA_DECAY=1.0: give a number between 0 and 1,",
+    ),
+    (lambda: optimizers.adamw(0.1, clip_norm=0), "^CLIP_NORM=0: give a number above 0, or None.$"),
+    (lambda: optimizers.adamw(0.1, weight_decay=-1), "^WEIGHT_DECAY=-1: give a number from 0 on.$"),
+    (
+      lambda: optimizers.learning_rate(0.1, "constant * cosine_decay", 10),
+      "^LEARNING_RATE_FACTORS has 'cosine_decay', which falls from WARMUP_STEPS=10 to SPARSE_STEP",
+    ),
+    (
+      lambda: optimizers.learning_rate(0.1, "cosine_decay", 10, 10),
+      "which falls from WARMUP_STEPS=10 to SPARSE_STEPS=10: give more SPARSE_STEPS",
+    ),
+    (
+      lambda: averages.moving_average(0.9).update({}, averages.AverageState({})),
+      "^moving_average needs the parameters",
+    ),
+  ],
+)
+def test_a_wrong_setting_is_one_sentence(make, said):
+  with pytest.raises(ValueError, match=said):
+    make()
