@@ -12,6 +12,7 @@ import gc
 import importlib
 import importlib.util  # gin uses it and does not import it
 import json
+import math
 import pathlib
 import sys
 import warnings
@@ -58,7 +59,7 @@ def _fields(config):
 
 
 def _small(network):
-  return network.config.emb_dim <= 128
+  return getattr(network.config, "emb_dim", math.inf) <= 128
 
 
 def _parameters(network):
@@ -177,6 +178,10 @@ def run(case):
       sys.modules["__main__"] = imported(f"t5x.{case['main']}")
     read(case["files"], case.get("bindings", []))
     out = {macro: summary(value(macro), macro) for macro in case.get("make", [])}
+    if case.get("config"):
+      import gin
+
+      out["config"] = gin.config_str()
     if case.get("call"):
       import gin
 

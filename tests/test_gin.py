@@ -30,7 +30,9 @@ def stems(folder):
 MODELS = [f for f in FILES if re.fullmatch(r"gin_configs/models/(t5_1_\d/\w+|wmt)\.gin", f)]
 VISION = [f for f in FILES if f.startswith("gin_configs/models/vision/")]  # test_vision_runs.py
 PATTERNS, RUNS = stems("patterns"), stems("runs")
-ROWS = [f for f in FILES if re.match(r"gin_configs/paper/table\d+/", f)]
+# Those of T5; tests/test_paper_images.py has those of images.
+ROWS = [f for f in FILES if re.match(r"gin_configs/paper/table(4|5|7|9|10|12)/", f)]
+IMAGES = [f for f in FILES if re.match(r"gin_configs/paper/(table[236]|figure3)/", f)]
 STEPS = ["SPARSE_STEPS = 1000", "DENSE_STEPS = 100", "FINETUNE_STEPS = 200"]
 PATH = "RECIPE_FIELDS = {'path': ((100, '1:2', 0.5),)}"
 
@@ -217,12 +219,13 @@ def test_a_file_says_what_it_is_and_imports_what_it_may(file):
 
 
 def test_every_file_is_of_a_kind_that_is_tested_here():
-  fragments = [SPARSITY, *MODELS, *VISION, *ROWS]
+  fragments = [SPARSITY, *MODELS, *VISION, *ROWS, *IMAGES]
   fragments += [f"gin_configs/models/{name}.gin" for name in ("common", "t5", "mini", "mini_small")]
   fragments += [f"gin_configs/recipes/{name}.gin" for name in RECIPES]
   fragments += [f"gin_configs/patterns/{name}.gin" for name in PATTERNS]
   fragments += [f"gin_configs/runs/{name}.gin" for name in RUNS]
-  parts = ("glue", "glue_not_given", "wmt", "wmt_not_given", "t5_1_0")
+  parts = ["glue", "glue_not_given", "wmt", "wmt_not_given", "t5_1_0", "images"]
+  parts += ["images_not_given", "vit_b16", "swinv2_b_w8", "vit_tiny_3", "resnet50"]
   fragments += [f"gin_configs/paper/{name}.gin" for name in parts]
   assert sorted(fragments) == FILES
   assert len(ROWS) == 26 + 16 + 4 + 13 + 8 + 8

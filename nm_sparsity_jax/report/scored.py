@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax import glue, scores
-from nm_sparsity_jax.report import parts
+from nm_sparsity_jax.report import images, parts
 from nm_sparsity_jax.report.parts import Cell, Table
 from nm_sparsity_jax.report.reading import Run, dense_beside
 from nm_sparsity_jax.runs import results
@@ -127,6 +127,7 @@ def table(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
     yield from _glue_table(runs, scored, report) if report else [f"No table of GLUE: {why}."]
     yield from parts.lacking(runs, columns_of, "no metrics of GLUE")
   yield from _others(runs, checkpoint)
+  yield from images.table(runs, checkpoint)
   if not any(run.tasks for run in runs):
     yield "No run has metrics of decoded predictions (inference_eval/)."
   yield from parts.told(

@@ -17,6 +17,7 @@ import functools
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ class Run:
     finetune_steps: the last of them, with the target pattern for certain; None: not known.
     start: the global step before the first of them; None: not known.
     size: of the T5, such as 'base'; None: not known.
+    network: of images, by its name in `models`, such as 'vit_b16'; None: another, or not known.
+    data: the images, such as 'imagenet2012'; None: not known.
     remarks: what was odd.
     name: of its row; empty: that of the folder.
     joined: the folders of the runs that it was joined of.
@@ -58,6 +61,8 @@ class Run:
   finetune_steps: int | None = None
   start: int | None = None
   size: str | None = None
+  network: str | None = None
+  data: str | None = None
   remarks: list[str] = dataclasses.field(default_factory=list)
   name: str = ""
   joined: tuple[pathlib.Path, ...] = ()
@@ -282,8 +287,30 @@ def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
   "RECIPE": str, "PATTERN": str, "SPARSITY_RULES": Mapping, "DENSE_STEPS": int,
   "SPARSE_STEPS": int, "FINETUNE_STEPS": int, "PRETRAINED_STEPS": int,
-  "INITIAL_CHECKPOINT_PATH": str, "T5_SIZE": str,
+  "INITIAL_CHECKPOINT_PATH": str, "T5_SIZE": str, "DATA": str,
 }  # fmt: skip
+
+
+_NAMED = re.compile(r"^(?:\w+\.)*(vit|swin|resnet)\.config\.(\w+) = (.*)$", re.MULTILINE)
+# Of a named configuration; another field makes it a network of other sizes.
+_NO_SIZES = {
+  "name",
+  "image_size",
+  "classes",
+  "dropout",
+  "drop_path",
+  "dtype",
+  "remat",
+  "scan",
+  "std",
+}
+
+
+def _network(gin: str) -> str | None:
+  """Returns the name of the network of images that a config binds; None where it changes sizes."""
+  found = {field: value for _, field, value in _NAMED.findall(gin)}
+  name = re.fullmatch(r"'(\w+)'", found.get("name", ""))
+  return name[1] if name and not set(found) - _NO_SIZES else None
 
 
 def _read_settings(run: Run, folder: pathlib.Path) -> None:
@@ -301,6 +328,7 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
     if said is not None:
       run.remarks.append(f"{name} in {file.name} is not a plain value: {said}")
   run.recipe, run.size = found["RECIPE"], found["T5_SIZE"]
+  run.network, run.data = _network(given.text), found["DATA"]
   run.dense_steps, run.sparse_steps = found["DENSE_STEPS"], found["SPARSE_STEPS"]
   run.finetune_steps = found["FINETUNE_STEPS"]
   _read_phases(run, given.values)

@@ -2,6 +2,7 @@
 
     Table 12   26 rows of nine columns: dense, sr_ste, sdgf_stepwise, sdgf_geometric
     Table 7    overall alone: also snip, idp and mdgf_exponential at 1:32
+    Table 2, 3, 6   top-1 of ViT-B/16 and SwinV2-B on ImageNet, of ResNet-50 on CIFAR-10
 
 Tables 4 (overalls of Table 12) and 5 (WMT) are there as well.
 """
@@ -17,6 +18,8 @@ from nm_sparsity_jax import roles
 from nm_sparsity_jax.runs import results
 
 STEPS, DENSE_STEPS = 100_000, 10_000  # of the paper's runs
+# Tables of networks of images, by the data that they are of.
+IMAGES = {2: "imagenet2012", 3: "imagenet2012", 6: "cifar10"}
 
 
 @functools.cache
@@ -58,6 +61,30 @@ def _match(run: results.Run) -> tuple[dict[str, Any] | None, str]:
   if not rows:
     return None, f"the paper has no GLUE row for {what}"
   return _by_dense_phase(run, what, rows)
+
+
+def match_images(run: results.Run) -> tuple[dict[str, Any] | None, str]:
+  """Returns the published top-1 row for a run on images, with its `table`, or None; and a remark.
+
+  A row is the run's where network, recipe and pattern of each place agree. The paper does not say
+  how long the phases of its networks of images are.
+
+  Args:
+    run: what `results.settings` returned.
+  """
+  rows = [{"table": t, **row} for t in IMAGES for row in tables()[f"table{t}"]]
+  if run.network not in {row["network"] for row in rows}:
+    return None, ""
+  if run.recipe is None or run.places is None:
+    return None, "no published row: it is not known what was trained"
+  rows = [row for row in rows if row["network"] == run.network]
+  for row in rows:
+    if row["recipe"] == run.recipe and roles.single(row["places"]) == run.places:
+      data = IMAGES[row["table"]]
+      other = run.data is not None and run.data != data
+      return row, f"the published row is of {data}, this run of {run.data}" if other else ""
+  what = f"{run.recipe} {roles.text_of(run.places)}".rstrip()
+  return None, f"Table {rows[0]['table']} has no row for {what}"
 
 
 def _by_dense_phase(
