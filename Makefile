@@ -33,7 +33,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv test test-slow test-floors wheel style check docs notebook browser clean
+.PHONY: help quickstart venv kauldron test test-slow test-floors wheel style check docs notebook browser clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ quickstart: $(STAMP)  ## train, prove and score sparse checkpoints, in minutes; 
 	$(VENV)/bin/nm-sparsity quickstart $(ARGS)
 
 venv: $(STAMP)  ## create the environment, or bring it up to date with setup.py
+
+# Kauldron brings 180 packages, some of them older than those of $(VENV).
+kauldron: .venv-kauldron/.installed  ## an environment with Kauldron in .venv-kauldron; `make test` then runs its tests
 
 test: $(STAMP)  ## every test that is not slow; fails where a worker passes PEAK_MIB; names the slowest 20
 	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 --peak-mib $(PEAK_MIB) $(ARGS)
@@ -84,6 +87,12 @@ browser:  ## install Chromium, in which a test looks at reports (Debian or Ubunt
 clean:  ## remove caches and build output; the environment stays
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv-kauldron/.installed: constraints-kauldron.txt
+	$(PYTHON) -m venv .venv-kauldron
+	@echo "Installing into .venv-kauldron. This takes minutes."
+	@.venv-kauldron/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-kauldron.txt -e '.[kauldron]'
+	@touch $@
 
 # The stamp is written last, so an installation that was cut short is tried again.
 $(STAMP): setup.py

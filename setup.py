@@ -29,6 +29,7 @@ def _version() -> str:
 FOLDERS = ("gin_configs", "docs", "examples")
 FILES = (
   "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "constraints-t5x.txt",
+  "constraints-kauldron.txt",
 )  # fmt: skip
 
 
@@ -123,6 +124,10 @@ T5X = [
   "tensorflow-serving-api",
 ]
 
+# The engine for images beyond one machine. The adapter overrides parts of this release. Install it
+# with `-c constraints-kauldron.txt`: it names 30 packages without versions, and xmanager.
+KAULDRON = ["kauldron==1.4.2"]
+
 # libtpu of the version that JAX was built with: a TPU's compiler, also where no TPU is.
 TPU = ["jax[tpu]>=0.10.2"]
 
@@ -180,6 +185,7 @@ setuptools.setup(
     "local": LOCAL,
     "tracking": TRACKING,
     "t5x": T5X,
+    "kauldron": KAULDRON,
     "tpu": TPU,
     "docs": DOCS,
     "dev": DEV,

@@ -199,7 +199,25 @@ def pytest_sessionfinish(session):
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def say_skipped_engines(terminalreporter):
+  """Says why tests of an engine beside this package did not run: a count alone looks like few."""
+  skipped = collections.Counter(
+    (mark, report.longrepr[2])
+    for report in terminalreporter.stats.get("skipped", ())
+    for mark in ENGINES
+    if mark in report.keywords and isinstance(report.longrepr, tuple)
+  )
+  for (mark, reason), n in skipped.items():
+    terminalreporter.write_line(
+      f"{n} tests marked {mark} did not run: {reason.removeprefix('Skipped: ')}"
+    )
+
+
+ENGINES = ("kauldron",)
+
+
 def pytest_terminal_summary(terminalreporter, config):
+  say_skipped_engines(terminalreporter)
   if not PEAKS:
     return
   write = terminalreporter.write_line

@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ("gin_configs", "docs", "examples")  # what a wheel has inside the package
 LOOSE = (
   "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "constraints-t5x.txt",
+  "constraints-kauldron.txt",
 )  # fmt: skip
 HEAVY = ("jax", "flax", "optax", "numpy", "tensorflow", "seqio", "t5x", "gin", "matplotlib")
 

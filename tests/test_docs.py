@@ -33,6 +33,7 @@ import test_report
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, gin_files, glue, rules_text
 from nm_sparsity_jax.commands import _local
+from nm_sparsity_jax.kauldron_adapter import launch
 from nm_sparsity_jax.recipes import RECIPES, registry
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.scores import submission
@@ -144,6 +145,9 @@ def test_python_runs(block, tmp_path, monkeypatch, capsys):
     finally:
       tasks_found.register_again()
     return
+  if "kauldron" in block.code:
+    compile(block.code, "a block", "exec")  # tests/test_kauldron.py makes a trainer of it
+    return
   execute(block.code)
   if block.output:
     assert capsys.readouterr().out == block.output
@@ -192,6 +196,59 @@ def test_the_run_trains_and_goes_on_from_a_checkpoint(tmp_path, monkeypatch, cap
   third = execute(CORE[0].code)
   assert restored == [100, 200]
   jax.tree.map(np.testing.assert_array_equal, first["params"], third["params"])
+
+
+# The part of big_vision's train.py where the lines of docs/vision.md go: {0} to {5}.
+BIG_VISION = """
+{0}
+{1}
+{2}
+opt = tx.init(params)
+train_state = {{"params": params, "opt": opt}}
+
+def update_fn(train_state):
+  def loss_fn(params):
+    {3}
+    return loss(params)
+  params, opt = train_state["params"], train_state["opt"]
+  grads = jax.grad(loss_fn)(params)
+  updates, opt = tx.update(grads, opt, params)
+  return {{"params": optax.apply_updates(params, updates), "opt": opt}}
+
+def eval_logits_fn(train_state, batch):
+  {4}
+  return train_state["params"]
+
+def eval_loss_fn(train_state, batch):
+  {5}
+  return train_state["params"]
+
+for _ in range(total_steps):
+  train_state = jax.jit(update_fn)(train_state)
+"""
+
+
+def test_the_lines_for_big_vision_train_and_score_sparse_weights():
+  import optax
+
+  page = (ROOT / "docs/vision.md").read_text("utf-8").partition("### big_vision")[2]
+  lines = re.findall(r"^\| .+ \| `(.+)` \|$", page, re.MULTILINE)
+  assert len(lines) == 6
+  kernel = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)
+  path = "Transformer/encoderblock_0/MlpBlock_0/Dense_0/kernel"
+  names = execute(
+    BIG_VISION.format(*lines),
+    dict(
+      jax=jax, optax=optax, tx=optax.sgd(0.1), total_steps=4,
+      params=checkpoint.nested({path: kernel}),
+      loss=lambda params: sum(jax.numpy.sum(x**2) for x in jax.tree.leaves(params)),
+    ),
+  )  # fmt: skip
+  state, rules = names["train_state"], names["rules"]
+  assert int(nms.step_count(state["opt"])) == 4
+  assert not nms.verify(state["params"], rules).ok  # stored weights stay dense
+  for name in ("eval_logits_fn", "eval_loss_fn"):
+    assert nms.verify(names[name](state, None), rules).ok
 
 
 # --- command lines ------------------------------------------------------------------------------
@@ -270,6 +327,10 @@ def check_make(argv):
 def check_python(argv):
   if argv[0] == "-c":
     compile(argv[1], "-c", "exec")
+  elif argv[:2] == ["-m", "nm_sparsity_jax.kauldron_adapter.launch"]:
+    args, theirs = launch.parser().parse_known_args(argv[2:])
+    assert all(flag.startswith("--cfg") for flag in theirs)
+    launch.check(args.distributed, launch.cluster(args))
   elif argv[0] == "-m":
     assert argv[1] in ("venv", "t5x.train", "t5x.eval", "t5x.infer")
   else:  # a script of ours: it knows all flags but the last

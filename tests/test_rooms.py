@@ -18,7 +18,8 @@ ORDER = (
   "opt_states", "witness", "stored", "apply", "optim", "transform", "layers", "metrics", "flops",
   "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5", "images",
   "workloads",
-  "gin_files", "runs", "local", "t5x_adapter", "plan", "scores", "report", "sweep", "environment",
+  "gin_files", "runs", "local", "t5x_adapter", "kauldron_adapter", "plan", "scores", "report",
+  "sweep", "environment",
   "quickstart", "commands", "cli",
 )  # fmt: skip
 

@@ -5,8 +5,8 @@
     tree -> [write] -> checkpoint_N/state
 
 Keys are those of T5X's train state: target/..., state/step, state/param_states/...,
-flax_mutables/... Formats: T5X's own (one msgpack file that refers to tensorstore arrays) and Orbax;
-Orbax is what is written.
+flax_mutables/... Formats: T5X's own (one msgpack file that refers to tensorstore arrays) and Orbax,
+which Kauldron writes too, by names of its own; Orbax is what is written.
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
@@ -90,7 +90,7 @@ def find(name: str) -> str:
   try:
     _located(name)
   except ValueError:
-    if newest := folders.latest(name):
+    if newest := folders.latest(name) or folders.latest_of_kauldron(name):
       return newest
     raise
   return name
@@ -242,15 +242,42 @@ def _read_orbax(name: str, state) -> Stored:
   walk(getattr(found, "tree", found), ())
   if not leaves:
     raise ValueError("it names no arrays")
+  names = _of_kauldron(leaves) if state.name == "default" else {key: key for key in leaves}
+  leaves = {key: dataclasses.replace(leaves[name], key=key) for key, name in names.items()}
 
   def array(key: str) -> np.ndarray:
-    wanted: Any = nested({key: ocp.RestoreArgs(restore_type=np.ndarray)})
+    wanted: Any = nested({names[key]: ocp.RestoreArgs(restore_type=np.ndarray)})
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
     with quiet_orbax():
       (_, value), *_ = flat(reader.restore(state, args=args))
     return np.asarray(value)
 
   return _stored(name, "Orbax", leaves, array)
+
+
+# Kauldron's names and T5X's; the first that fits. `nms.sparse` keeps the step twice. The states of
+# an optax chain lie in a tuple there, and are left out: nobody reads moments here.
+_KAULDRON = (
+  ("step", "state/step"),
+  ("params/", "target/"),
+  ("opt_state/count", "flax_mutables/nm_sparsity/step"),
+  ("opt_state/masks/step", None),
+  ("opt_state/masks/", "flax_mutables/nm_sparsity/"),
+  ("opt_state/fingerprint", None),
+  ("opt_state/", "state/param_states/"),
+  ("collections/", "flax_mutables/"),
+)
+
+
+def _of_kauldron(leaves: Mapping[str, Leaf]) -> dict[str, str]:
+  """Returns T5X's key -> Kauldron's key of a checkpoint of Kauldron."""
+  names = {}
+  for key in leaves:
+    fits = lambda word, key=key: key.startswith(word) if word.endswith("/") else key == word
+    theirs, ours = next((pair for pair in _KAULDRON if fits(pair[0])), ("", ""))
+    if ours is not None:
+      names[ours + key.removeprefix(theirs)] = key
+  return names
 
 
 def orbax(name: str) -> Any:

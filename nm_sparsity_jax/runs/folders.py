@@ -2,6 +2,7 @@
 
     MODEL_DIR/checkpoint_1000/state/_METADATA    Orbax: T5X and the local runner
     MODEL_DIR/checkpoint_1000/checkpoint         T5X's own format
+    WORKDIR/checkpoints/ckpt_1000/default/       Kauldron's, by Orbax
     MODEL_DIR/evaluations.json                   the local runner: losses and metrics, by step
 
 A checkpoint is a folder checkpoint_N, N as Python writes it, that holds what either format begins
@@ -58,6 +59,24 @@ def latest(folder: str | os.PathLike) -> str | None:
   return None
 
 
+_KAULDRON = re.compile(r"ckpt_(0|[1-9][0-9]{0,17})")
+
+
+def latest_of_kauldron(workdir: str | os.PathLike) -> str | None:
+  """Returns the newest checkpoint of a run of Kauldron; None where there is none.
+
+  Args:
+    workdir: of the run, or the folder `checkpoints` in it.
+  """
+  for path in (path_of(workdir) / "checkpoints", path_of(workdir)):
+    names = [child.name for child in path.iterdir()] if path.is_dir() else []
+    steps = sorted(int(m[1]) for name in names if (m := _KAULDRON.fullmatch(name)))
+    for step in reversed(steps):
+      if is_checkpoint(path / f"ckpt_{step}"):
+        return os.fspath(path / f"ckpt_{step}")
+  return None
+
+
 def named_step(checkpoint: str) -> int | None:
   """Reads the step in a checkpoint's name; None where it has none.
 
@@ -98,12 +117,15 @@ def legacy_file(checkpoint: Any) -> Any:
 
 
 def orbax_state(checkpoint: Any) -> Any:
-  """Returns the folder that Orbax reads of a checkpoint: state/, or itself; None if neither is one.
+  """Returns the folder that Orbax reads of a checkpoint; None where Orbax wrote none.
+
+  It is state/, Kauldron's default/, or the folder itself.
 
   Args:
     checkpoint: a path of `path_of`.
   """
-  return next((p for p in (checkpoint / "state", checkpoint) if _is_whole(p)), None)
+  inside = (checkpoint / "state", checkpoint / "default", checkpoint)
+  return next((p for p in inside if _is_whole(p)), None)
 
 
 def _is_whole(state: Any) -> bool:

@@ -1,0 +1,286 @@
+"""Kauldron with sparse weights: trains, is scored, resumes, is proven; what it refuses.
+
+Kauldron needs an environment of its own (`make kauldron`), so it runs in forks of one process that
+has imported it: kauldron_worker.py. Checkpoints are read here, without Kauldron.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import kauldron_found
+import numpy as np
+import optax
+import pages
+import pytest
+import quick
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import installed, kauldron_adapter, rules_text, runs, trees
+from nm_sparsity_jax.kauldron_adapter import launch, release
+from nm_sparsity_jax.runs import checkpoint
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+REASON = kauldron_found.why_not()
+needs_kauldron = [
+  pytest.mark.kauldron,
+  pytest.mark.skipif(bool(REASON), reason=REASON),
+  pytest.mark.usefixtures("short_runs"),
+]
+
+
+def environment(devices=1):
+  """Of a process that runs Kauldron."""
+  flags = [f"--xla_force_host_platform_device_count={devices}"]
+  return {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "32", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"} | (
+    quick.environment(*flags)
+  )
+
+
+@pytest.fixture(scope="module")
+def call(tmp_path_factory):
+  """Calls a function of kauldron_runs.py in a fork."""
+  said, pipe = tmp_path_factory.mktemp("worker") / "said.txt", subprocess.PIPE
+  command = [kauldron_found.python(), str(ROOT / "tests/kauldron_worker.py")]
+  env = {**os.environ, **environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
+  with (
+    said.open("w") as errors,
+    subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env) as worker,
+  ):
+
+    def ask(name, devices=1, **arguments):
+      worker.stdin.write(json.dumps([name, arguments, environment(devices)]) + "\n")
+      worker.stdin.flush()
+      line = worker.stdout.readline()
+      assert line, said.read_text()[-3000:]
+      is_fine, value = json.loads(line)
+      assert is_fine, value
+      return value
+
+    yield ask
+    worker.stdin.close()
+    worker.wait(60)
+
+
+@pytest.fixture(scope="module")
+def whole(call, tmp_path_factory):
+  """The folder of a run that was not stopped, and what is known of its end."""
+  folder = tmp_path_factory.mktemp("runs") / "whole"
+  return folder, call("trained", workdir=str(folder))
+
+
+@pytest.fixture(scope="module")
+def said(whole, call, tmp_path_factory):
+  """mistake -> what is said of it."""
+  folder = tmp_path_factory.mktemp("refused")
+  return call("refusals", workdir=str(folder), used=str(whole[0]))
+
+
+def arrays(folder, step):
+  """Every array of a checkpoint, the optimizer's too, without Kauldron: path -> array."""
+  ocp = pytest.importorskip("orbax.checkpoint")
+  path, reader = folder / f"checkpoints/ckpt_{step}/default", ocp.PyTreeCheckpointer()
+  as_numpy = lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray)
+  args = jax.tree.map(as_numpy, reader.metadata(path).item_metadata.tree)
+  return dict(trees.flatten(reader.restore(path, restore_args=args)))
+
+
+class TestRuns:
+  pytestmark = needs_kauldron
+
+  def test_the_checkpoint_of_step_n_holds_n_updates(self, whole):
+    """The loop makes one update more, after the last checkpoint."""
+    folder, end = whole
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {
+      "ckpt_0", "ckpt_4", "ckpt_8", "ckpt_12",
+    }  # fmt: skip
+    for step in (0, 4, 8, 12):
+      stored = checkpoint.read(str(folder / f"checkpoints/ckpt_{step}"))
+      assert (stored.step, stored.sparse_step) == (step, step)
+    assert (end["step"], end["count"]) == (13, 13)
+
+  def test_it_is_scored_by_the_weights_that_are_deployed(self, whole, call):
+    folder, _ = whole
+    found = call("scores", workdir=str(folder))
+    assert found["is sparse"] and found["effective"] == found["final"] != found["stored"]
+    assert found["effective"] < found["begun"] / 2
+
+  def test_it_is_proven_and_finalized_without_kauldron(self, whole, tmp_path):
+    folder, _ = whole
+    assert not runs.verify(str(folder)).ok  # stored weights stay dense
+    made = runs.finalize(str(folder), str(tmp_path / "final"))
+    assert made.ok and made.path.endswith("checkpoint_12") and len(made.removed) == 2
+    with pytest.raises(ValueError, match="is at sparse step 4"):
+      runs.finalize(str(folder / "checkpoints/ckpt_4"), str(tmp_path / "early"))
+
+  @pytest.mark.parametrize("stop", [5, 9])
+  def test_it_goes_on_to_the_same_bits(self, whole, call, tmp_path, stop):
+    """Stopped after ckpt_4 in the sparsify phase, or after ckpt_8 as the fine-tune phase begins."""
+    folder, _ = whole
+    for after in (stop, None):
+      call("trained", workdir=str(tmp_path / "cut"), stop=after)
+    expected, found = arrays(folder, 12), arrays(tmp_path / "cut", 12)
+    assert expected.keys() == found.keys() and any("/trace/" in key for key in expected)
+    for key, x in expected.items():
+      np.testing.assert_array_equal(found[key], x, err_msg=key)
+
+  def test_eight_devices_train_as_one(self, whole, call, tmp_path):
+    folder, _ = whole
+    expected = arrays(folder, 12)
+    for split in (False, True):
+      end = call("trained", devices=8, workdir=str(tmp_path / f"{split}"), split=split)
+      assert (end["devices"], end["split"]) == (8, split)
+      found = arrays(tmp_path / f"{split}", 12)
+      for key, x in expected.items():
+        if "masks/mask" in key:
+          np.testing.assert_array_equal(found[key], x, err_msg=key)
+        elif key.startswith("params/"):
+          np.testing.assert_allclose(found[key], x, atol=1e-4, err_msg=key)
+
+  def test_while_it_is_dense_it_is_kauldrons_own_step(self, call, tmp_path):
+    assert call("of_kauldron_itself", workdir=str(tmp_path)) < 1e-6
+
+  def test_the_launcher_runs_a_konfig_file(self, call, tmp_path):
+    config = f"--cfg={ROOT}/tests/kauldron_tiny.py"
+    arguments = [config, f"--cfg.workdir={tmp_path}", "--cfg.stop_after_steps=1"]
+    assert call("launched", arguments=arguments) == 0
+    assert (tmp_path / "checkpoints/ckpt_0").is_dir()
+
+  def test_the_config_of_the_page_makes_a_trainer(self, call):
+    (block,) = [b for b in pages.blocks() if "kauldron_adapter.SparseTrainStep" in b.code]
+    recipe, steps = call("resolved", text=block.code)
+    assert recipe.startswith("MdgfExponential(") and "total=90000" in recipe and steps == 90_000
+
+
+class TestRefused:
+  pytestmark = needs_kauldron
+
+  @pytest.mark.parametrize(
+    "mistake, words",
+    [
+      ("in memory", "train_ds=InMemoryPipeline: no checkpoint keeps its position"),
+      ("dense evaluator", "evals['eval'] would score the stored weights, which are dense"),
+      ("other evaluator", "evals['eval'] has other rules than the train step"),
+      ("discarded", "evals['eval'] has discard_opt=True"),
+      ("no rules", "trainstep.rules=3: give nms.Rules"),
+      ("other end", "num_train_steps=16, but the run begins at step 0 and its schedule has 12"),
+      ("other rules", "was trained with the rules"),
+      ("fused kernel", "split"),
+      ("twice", "wrapped around an optimizer that holds nms.sparse already"),
+      ("state of others", "made by nms.sparse with other rules than these"),
+      ("no optimizer", "the train state has no optimizer state"),
+    ],
+  )
+  def test_a_mistake_is_one_sentence_before_anything_runs(self, said, mistake, words):
+    assert words in said[mistake], said[mistake]
+    assert "Traceback" not in said[mistake]
+
+  def test_a_dense_run_does_not_become_sparse_in_its_folder(self, call, tmp_path):
+    assert "is of a dense run" in call("after_a_dense_run", workdir=str(tmp_path))
+
+
+# --- without Kauldron ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "version, words",
+  [
+    (None, "Kauldron is not installed: pip install -c constraints-kauldron.txt -e '.[kauldron]'"),
+    ("1.4.4", "Kauldron 1.4.4 is installed, and the train step overrides parts of 1.4.2"),
+  ],
+)
+def test_kauldron_is_missing_or_unsupported(monkeypatch, capsys, version, words):
+  monkeypatch.setattr(installed, "version", lambda name: version)
+  with pytest.raises(ImportError, match="^Kauldron ") as told:
+    kauldron_adapter.SparseTrainStep  # noqa: B018
+  assert words in str(told.value)
+  assert launch.main(["--cfg=x.py"]) == 1
+  error = capsys.readouterr().err
+  assert error.startswith("error: Kauldron ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+  "flags",
+  [
+    ["--process_index=0"],
+    ["--distributed", "--process_count=2"],
+    ["--coordinator_address=a:1", "--process_count=2", "--process_index=0"],
+  ],
+)
+def test_half_of_a_cluster_is_refused(monkeypatch, capsys, flags):
+  monkeypatch.setattr(release, "require", lambda: None)
+  assert launch.main(flags) == 1
+  assert "stand together, beside --distributed" in capsys.readouterr().err
+
+
+def test_the_release_is_said_once():
+  setup = (ROOT / "setup.py").read_text()
+  constraints = (ROOT / "constraints-kauldron.txt").read_text()
+  assert f'"kauldron=={release.VERSION}"' in setup
+  assert f"\nkauldron=={release.VERSION}\n" in constraints
+
+
+def test_importing_the_adapter_imports_no_kauldron():
+  code = (
+    "import sys, nm_sparsity_jax.kauldron_adapter as a; dir(a); print('kauldron' in sys.modules)"
+  )
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert done.stdout == "False\n"
+  with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+    kauldron_adapter.Trainer  # noqa: B018
+
+
+def write_as_kauldron(folder, step, tree):
+  """Writes a checkpoint with Kauldron's names, as its checkpointer does."""
+  ocp = pytest.importorskip("orbax.checkpoint")
+  with ocp.StandardCheckpointer() as writer:
+    writer.save(folder / f"checkpoints/ckpt_{step}/default", tree)
+
+
+FF = "encoder/layers_0/mlp/dense_in"
+
+
+def sparse_tree(step, recipe="sr_ste"):
+  """The arrays of a checkpoint of a tiny network."""
+  rules = nms.Rules({"ff": nms.recipe(recipe, pattern="1:4", phases=nms.Phases(total=8))})
+  rng = np.random.default_rng(step)
+  params = checkpoint.nested({f"{FF}/kernel": rng.normal(size=(16, 4)).astype(np.float32)})
+  opt = nms.sparse(optax.sgd(0.1, momentum=0.9), rules).init(params)
+  opt = opt._replace(count=jnp.int32(step))
+  kept = {"nm_sparsity": {"rules": rules_text.pack(rules_text.describe(rules))}}
+  return params, {
+    "step": jnp.int32(step), "params": params, "collections": kept, "opt_state": opt._asdict(),
+  }  # fmt: skip
+
+
+def test_checkpoints_of_kauldron_are_read_by_the_names_of_t5x(tmp_path):
+  for step in (4, 8):
+    params, tree = sparse_tree(step)
+    write_as_kauldron(tmp_path, step, tree)
+  stored = checkpoint.read(checkpoint.find(str(tmp_path)))
+  assert stored.path == str(tmp_path / "checkpoints/ckpt_8")
+  assert (stored.step, stored.sparse_step) == (8, 8) and stored.rules.startswith("ff: sr_ste 1:4")
+  (kernel,) = [key for key in stored.leaves if key.startswith("target/")]
+  assert kernel == f"target/{FF}/kernel" == stored.leaves[kernel].key
+  (expected,) = jax.tree.leaves(params)
+  np.testing.assert_array_equal(stored.array(kernel), expected)
+  assert runs.finalize(str(tmp_path), str(tmp_path / "final")).ok
+  with pytest.raises(ValueError, match="is a folder of checkpoints|is not a checkpoint"):
+    checkpoint.read(str(tmp_path))
+
+
+def test_a_stored_mask_of_kauldron_is_what_is_deployed(tmp_path):
+  """The last weight of each group, which magnitudes would not choose."""
+  _, tree = sparse_tree(8, "one_shot")
+  masks = tree["opt_state"]["masks"]
+  last = np.arange(16).reshape(16, 1) % 4 == 3
+  masks["mask"] = checkpoint.nested({f"{FF}/kernel": jnp.asarray(np.broadcast_to(last, (16, 4)))})
+  masks["renewed"] = checkpoint.nested({f"{FF}/kernel": jnp.int32(1)})
+  write_as_kauldron(tmp_path, 8, tree)
+  made = runs.finalize(str(tmp_path), str(tmp_path / "final"))
+  kernel = checkpoint.read(made.path).array(f"target/{FF}/kernel")
+  np.testing.assert_array_equal(kernel != 0, np.broadcast_to(last, (16, 4)))
