@@ -128,6 +128,14 @@ T5X = [
 # with `-c constraints-kauldron.txt`: it names 30 packages without versions, and xmanager.
 KAULDRON = ["kauldron==1.4.2"]
 
+# Weights of vision models, in files that cannot run code: timm's own format.
+VISION = ["safetensors>=0.8.0"]
+
+# timm itself, which our vision models are compared with. `dev` lacks it: torch's CPU build takes
+# half a GiB and PyPI's wheel brings CUDA with several more. Without it these tests compare with
+# tests/vision_reference.npz, which timm made.
+VISION_DEV = ["torch>=2.13.0", "torchvision>=0.29.2", "timm>=1.0.31"]
+
 # libtpu of the version that JAX was built with: a TPU's compiler, also where no TPU is.
 TPU = ["jax[tpu]>=0.10.2"]
 
@@ -153,6 +161,7 @@ DEV = [
   _GIN,  # small; most of gin_configs/ needs no more
   _JINJA,
   _ORBAX,
+  *VISION,
   *DOCS,
 ]
 
@@ -187,6 +196,8 @@ setuptools.setup(
     "t5x": T5X,
     "kauldron": KAULDRON,
     "tpu": TPU,
+    "vision": VISION,
+    "vision-dev": VISION_DEV,
     "docs": DOCS,
     "dev": DEV,
   },  # fmt: skip

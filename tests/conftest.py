@@ -139,9 +139,9 @@ def pytest_runtest_call(item):
 LONGEST = (
   "test_local", "test_t5x_adapter", "test_t5x_thread", "test_t5", "test_quickstart",
   "test_t5x_metrics", "test_t5_t5x", "test_masks", "test_gin", "test_t5x_checkpoints",
-  "test_sparse", "test_workloads", "test_docs", "test_every_recipe", "test_layers", "test_sweep",
-  "test_plan", "test_own_recipe", "test_local_killed", "test_finalize", "test_recipes_benchmark",
-  "test_local_t5x",
+  "test_sparse", "test_workloads", "test_vision_models", "test_docs", "test_every_recipe",
+  "test_layers", "test_sweep", "test_plan", "test_own_recipe", "test_local_killed", "test_finalize",
+  "test_recipes_benchmark", "test_local_t5x",
 )  # fmt: skip
 
 

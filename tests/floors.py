@@ -2,8 +2,8 @@
 
     python tests/floors.py >floors.txt && pip install -c floors.txt -e '.[dev,local]'
 
-What only developers install (DEV, DOCS) is left out. setup.py is read as text, so that this runs
-before anything is installed.
+What only developers install (DEV, VISION_DEV, DOCS) is left out. setup.py is read as text, so that
+this runs before anything is installed.
 """
 
 import ast
@@ -18,7 +18,11 @@ def floors() -> dict[str, str]:
   """Returns name -> the oldest version that setup.py allows."""
   found = {}
   for node in ast.parse(SETUP.read_text("utf-8")).body:
-    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) not in ("DEV", "DOCS"):
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) not in (
+      "DEV",
+      "VISION_DEV",
+      "DOCS",
+    ):
       for part in ast.walk(node.value):
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
           if match := _FLOOR.match(part.value):

@@ -239,6 +239,8 @@ def test_a_package_index_shows_a_page_without_dead_links(built):
     "tracking",
     "t5x",
     "tpu",
+    "vision",
+    "vision-dev",
     "docs",
     "dev",
   }  # `hf` comes with what it promises

@@ -16,7 +16,7 @@ ORDER = (
   "_version", "installed", "directions", "text", "errors", "patterns", "trees", "dtypes", "masks",
   "schedules", "groups", "gradients", "recipes", "roles", "places", "rules", "rules_text",
   "opt_states", "witness", "stored", "apply", "optim", "transform", "layers", "metrics", "flops",
-  "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5", "images",
+  "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5", "weights", "images",
   "workloads",
   "gin_files", "runs", "local", "t5x_adapter", "kauldron_adapter", "plan", "scores", "report",
   "sweep", "environment",

@@ -1,0 +1,282 @@
+"""timm's names for the trees of `models.vit`, `models.swin` and `models.resnet`, there and back.
+
+    {"params", "batch_stats"} <-> [to_timm, from_timm] <-> timm's name -> numpy array
+                                                       <-> [read, write] <-> F.safetensors
+
+Nothing is computed, so weights come back bit for bit. Kernels are (in, out) and HWIO here, and
+(out, in) and (out, in, h, w) there: groups of m lie along axis 0 and -2 here, and along 1 there.
+q, k and v are one tensor there. Blocks that a scan stacked are single ones there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.weights import safetensors_file
+from nm_sparsity_jax.weights.timm_names import Source, family_of, keys_of, sources
+
+# What timm may store beside parameters, and what it follows from. None of it is read; of these,
+# `to_timm` writes `num_batches_tracked`, as 0.
+DERIVED = {
+  "relative_coords_table": "the window",
+  "relative_position_index": "the window",
+  "attn_mask": "the window and the image size",
+  "k_bias": "nothing: it is 0",
+  "num_batches_tracked": "the steps of a run: it counts them, and no sum depends on it",
+}
+_HEADS = tuple(f"{head}.{x}" for head in ("head", "head.fc", "fc") for x in ("bias", "weight"))
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+# --- trees ------------------------------------------------------------------------------------
+
+
+def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns timm's state dict of a network's variables: name -> array, zeros of pruning included.
+
+      model.load_state_dict({k: torch.tensor(x) for k, x in to_timm(variables).items()})
+
+  Args:
+    variables: 'params', and 'batch_stats' of a ResNet; other collections hold no weights.
+
+  Raises:
+    ValueError: they are not of a ViT, Swin V2 or ResNet of this package.
+  """
+  flat = _single({key: np.asarray(x) for key, x in _flat(variables).items()})
+  what = f"the tree of {len(flat)} arrays"
+  table = sources(flat)
+  names = {source.name for source in table.values()}
+  if strange := set(flat) ^ set(keys_of(names, what)):
+    raise ValueError(
+      f"{what} is not of a {family_of(names, what)} of this package: of {sorted(strange)[0]!r} it "
+      "has one too many or too few. Give all that init returned."
+    )
+  found: dict[str, list[np.ndarray]] = {}
+  for key, source in sorted(table.items(), key=lambda item: item[1].part):
+    found.setdefault(source.name, []).append(source.give(flat[key]))
+  made = {name: np.concatenate(x) if len(x) > 1 else x[0] for name, x in found.items()}
+  counted = [name for name in made if name.endswith(".running_var")]
+  made |= {n.replace("running_var", "num_batches_tracked"): np.zeros((), np.int64) for n in counted}
+  return made
+
+
+def from_timm(
+  tensors: Mapping[str, Any], like: Mapping[str, Any] | None = None, config: Any = None
+) -> dict[str, Any]:
+  """Returns variables, of numpy arrays, of timm's state dict.
+
+      variables = from_timm(tensors, jax.eval_shape(network.init, key, images), network.config)
+
+  Args:
+    tensors: timm's name -> array.
+    like: the network's variables, or their shapes; None = whatever network the names are of.
+    config: of the network; a Swin V2 of another window or image size is then refused, where the
+      tensors tell. Its parameters do not.
+
+  Returns:
+    'params', and 'batch_stats' of a ResNet; with `like`, stacked and in dtypes as there.
+
+  Raises:
+    ValueError: a name is unknown or missing, or a tensor is of another size, classes or image size.
+  """
+  arrays = {name: np.asarray(x) for name, x in tensors.items()}
+  shapes = {name: x.shape for name, x in arrays.items()}
+  table = layout(shapes, "the state dict", like, config)
+  _check_zero(arrays)
+  flat = {key: source.take(arrays[source.name]) for key, source in table.items()}
+  return _variables(flat, like, "the state dict")
+
+
+def layout(
+  shapes: Shapes, what: str, like: Mapping[str, Any] | None = None, config: Any = None
+) -> dict[str, Source]:
+  """Returns our key -> where its array lies, after every check that needs no values.
+
+  Args:
+    shapes: timm's name -> shape.
+    what: says in an error what was looked at, such as the path of a file.
+    like: as in `from_timm`.
+    config: as in `from_timm`.
+  """
+  wanted = None if like is None else _single(_flat(like))
+  keys = keys_of(shapes, what) if wanted is None else tuple(wanted)
+  table = sources(keys)
+  names = {source.name for source in table.values()}
+  if wanted is not None and (own := family_of(names, "the network")) != (
+    theirs := family_of(shapes, what)
+  ):
+    raise ValueError(f"{what} is of a {theirs}, and the network is a {own}.")
+  _check_names(names, shapes, what, is_ours=wanted is not None)
+  for key, source in table.items():
+    shape = shapes[source.name]
+    if source.kernel and len(shape) not in (2, 4) or source.parts > 1 and shape[0] % source.parts:
+      raise ValueError(f"{what}: {source.name!r} has shape {shape}, which no such network has.")
+    if wanted is not None:
+      _check_shape(source, shape, tuple(wanted[key].shape), what)
+  if config is not None:
+    _check_window(shapes, config, what)
+  return table
+
+
+def _check_names(names: Collection[str], found: Collection[str], what: str, is_ours: bool) -> None:
+  """Refuses names that are missing, and those that are neither wanted nor derived."""
+  whose = "that the network takes" if is_ours else "of such a network"
+  if missing := sorted(set(names) - set(found)):
+    raise ValueError(
+      f"{what} lacks {len(missing)} of the {len(names)} names {whose}, such as {missing[0]!r}: it "
+      "is of another network, or of another size."
+    )
+  modules = {name.rpartition(".")[0] for name in names}
+  modules |= {module.rpartition(".")[0] for module in modules}
+  is_derived = lambda name: (
+    name.rpartition(".")[2] in DERIVED and name.rpartition(".")[0] in modules
+  )
+  if strange := sorted(name for name in set(found) - set(names) if not is_derived(name)):
+    raise ValueError(
+      f"{what} has {len(strange)} names beside those {whose}, such as {strange[0]!r}: it is of "
+      "another network, or of another size."
+    )
+
+
+def _check_shape(
+  source: Source, shape: tuple[int, ...], ours: tuple[int, ...], what: str
+) -> None:  # fmt: skip
+  if source.shape(shape) == ours:
+    return
+  if source.name in _HEADS and source.shape(shape)[:-1] == ours[:-1]:
+    raise ValueError(
+      f"{what} has {shape[0]} classes, and the network {ours[-1]}: set its config's classes, and "
+      "train a new head from there."
+    )
+  if source.name == "pos_embed" and shape[-1] == ours[-1]:
+    raise ValueError(
+      f"{what} is of images of another size: it has positions of {shape[1]} tokens, and the "
+      f"network of {ours[1]}. Set image_size, patch and class_token of its config."
+    )
+  raise ValueError(
+    f"{what} is of another size: {source.name!r} has shape {shape}, which is {source.shape(shape)} "
+    f"here, and the network's is {ours}."
+  )
+
+
+def _check_window(shapes: Shapes, config: Any, what: str) -> None:
+  """Refuses another window or image size, where derived tensors tell of one."""
+  window = getattr(config, "window", None)
+  if window is None:
+    return
+  for name, shape in shapes.items():
+    stage = re.match(r"layers\.(\d+)\.blocks\.\d+\.(?:attn\.)?(\w+)$", name)
+    if stage is None or len(shape) < 3 or stage[2] not in ("relative_coords_table", "attn_mask"):
+      continue
+    side = config.sides[int(stage[1])]
+    mine = min(window, side)
+    if stage[2] == "relative_coords_table" and shape[1] != 2 * mine - 1:
+      raise ValueError(
+        f"{what} is of windows of {(shape[1] + 1) // 2}, and the network's are of {mine} (stage "
+        f"{stage[1]}): set window of its config."
+      )
+    if stage[2] == "attn_mask" and shape[0] != (side // mine) ** 2:
+      raise ValueError(
+        f"{what} is of images of another size: stage {stage[1]} has {shape[0]} windows, and "
+        f"{(side // mine) ** 2} in the network. Set image_size of its config."
+      )
+
+
+def _check_zero(arrays: Mapping[str, np.ndarray]) -> None:
+  for name, x in arrays.items():
+    if name.endswith(".k_bias") and np.any(x):
+      raise ValueError(f"{name!r} is not 0, and k has no bias in this network.")
+
+
+def _flat(variables: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns 'params/...' and 'batch_stats/...' -> leaf."""
+  kept = {key: variables[key] for key in ("params", "batch_stats") if key in variables}
+  return dict(flatten(kept))
+
+
+_STACK = "params/blocks/"
+
+
+def _single(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the leaves with a stack of blocks taken apart; leaves may be shapes."""
+  found: dict[str, Any] = {}
+  for key, x in flat.items():
+    if not key.startswith(_STACK):
+      found[key] = x
+      continue
+    for i in range(x.shape[0]):
+      part = x[i] if isinstance(x, np.ndarray) else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+      found[f"params/blocks_{i}/{key.removeprefix(_STACK)}"] = part
+  return found
+
+
+def _variables(
+  flat: Mapping[str, np.ndarray], like: Mapping[str, Any] | None, what: str
+) -> dict[str, Any]:
+  """Returns a nested tree, with blocks stacked and dtypes as in `like`."""
+  wanted = None if like is None else _flat(like)
+  made: dict[str, np.ndarray] = {}
+  for key in flat if wanted is None else wanted:
+    if wanted is not None and key.startswith(_STACK):
+      path, depth = key.removeprefix(_STACK), wanted[key].shape[0]
+      value = np.stack([flat[f"params/blocks_{i}/{path}"] for i in range(depth)])
+    else:
+      value = flat[key]
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+      raise ValueError(f"{what}: {key!r} is {value.dtype}, and weights are floating.")
+    if wanted is not None and value.dtype != (dtype := wanted[key].dtype):
+      if value.dtype.itemsize > np.dtype(dtype).itemsize:
+        raise ValueError(f"{what}: {key!r} is {value.dtype}, and the network takes {dtype}.")
+      value = value.astype(dtype)
+    made[key] = value
+  return traverse_util.unflatten_dict(made, sep="/")
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def read(
+  path: str | os.PathLike, like: Mapping[str, Any] | None = None, config: Any = None
+) -> dict[str, Any]:
+  """Returns the variables in a safetensors file of timm's names.
+
+      variables = read("model.safetensors", jax.eval_shape(network.init, key, images))
+
+  Args:
+    path: of the file.
+    like: as in `from_timm`.
+    config: as in `from_timm`.
+
+  Raises:
+    ValueError: it is pickled, damaged, or what `from_timm` refuses.
+  """
+  opened = safetensors_file.Opened(path)
+  table = layout(opened.shapes, repr(opened.path), like, config)
+  names = {source.name for source in table.values()}
+  names |= {name for name in opened.shapes if name.endswith(".k_bias")}
+  arrays = {name: opened.array(name) for name in names}
+  _check_zero(arrays)
+  flat = {key: source.take(arrays[source.name]) for key, source in table.items()}
+  return _variables(flat, like, repr(opened.path))
+
+
+def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
+  """Writes a new safetensors file of timm's names.
+
+      write("model.safetensors", variables)
+
+  Args:
+    path: of the file, which must not be there.
+    variables: as in `to_timm`.
+  """
+  safetensors_file.write(path, to_timm(variables))

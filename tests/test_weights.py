@@ -1,0 +1,392 @@
+"""timm's weights: the same logits and gradients, bit for bit there and back, every name accounted.
+
+What timm computes lies in vision_reference.npz; where timm is installed it is asked itself.
+"""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import timm_found
+import vision_reference as reference
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax.models import resnet, swin, vit
+from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.weights import safetensors_file, timm
+
+pytestmark = pytest.mark.usefixtures("short_runs")
+CLASSES = {"vit": (vit, vit.ViT), "swin": (swin, swin.Swin), "resn": (resnet, resnet.ResNet)}
+tiny = pytest.mark.parametrize("name", reference.TINY)
+
+
+def network(name, **changes):
+  module, cls = CLASSES[name[:4].rstrip("_")]
+  return cls(module.config(name, **changes))
+
+
+@functools.cache
+def shapes_of(net):
+  cfg = net.config
+  x = jax.ShapeDtypeStruct((1, cfg.image_size, cfg.image_size, cfg.channels), jnp.float32)
+  return dict(jax.eval_shape(net.init, jax.random.key(0), x))
+
+
+@functools.cache
+def told():
+  with np.load(reference.FILE) as file:
+    return dict(file)
+
+
+def names_of(name):
+  return {key: tuple(x) for key, x in json.loads(told()[f"{name}/names"].tobytes()).items()}
+
+
+def tensors_of(name):
+  return {key: reference.values(key, shape) for key, shape in names_of(name).items()}
+
+
+def variables_of(name):
+  return timm.from_timm(tensors_of(name), shapes_of(network(name)))
+
+
+def assert_same(got, want):
+  got, want = dict(flatten(got)), dict(flatten(want))
+  assert set(got) == set(want)
+  for key, x in want.items():
+    assert got[key].dtype == x.dtype, key
+    np.testing.assert_array_equal(got[key], x, err_msg=key)
+
+
+def assert_close(got, want, what):
+  """Relative to the largest: a single number may be near 0."""
+  error = np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
+  assert error < 1e-5, f"{what}: {error:.1e}"
+
+
+# --- what timm computes -------------------------------------------------------------------------
+
+
+def ours(net, name, variables, count=2):
+  """Logits, and the gradient of a weighted sum of them with respect to the images."""
+  x = jnp.asarray(reference.images(name, net.config.image_size, count))
+  weights = jnp.asarray(reference.hashed(f"weights of {name}", (count, net.config.classes)))
+
+  @jax.jit
+  def run(variables, x):
+    def loss(x):
+      logits = net.apply(variables, x)
+      return jnp.sum(logits * weights), logits
+
+    return jax.grad(loss, has_aux=True)(x)
+
+  gradient, logits = run(variables, x)
+  return logits, gradient
+
+
+@tiny
+def test_logits_and_input_gradients_are_timms(name):
+  logits, gradient = ours(network(name), name, variables_of(name))
+  assert_close(logits, told()[f"{name}/logits"], "logits")
+  assert_close(gradient, told()[f"{name}/gradient"], "gradient")
+
+
+def test_a_scale_of_cosines_beyond_its_clamp_is_clamped_as_timms():
+  name, variables = "swinv2_test", variables_of("swinv2_test")
+  attn = variables["params"]["layers_2"]["blocks_0"]["attn"]
+  attn["logit_scale"] = attn["logit_scale"] + np.float32(reference.CLAMPED)
+  assert attn["logit_scale"].min() > 4.7
+  x = jnp.asarray(reference.images(name, 32))
+  logits = jax.jit(network(name).apply)(variables, x)
+  assert_close(logits, told()[f"{name}/clamped"], "logits")
+  assert np.abs(logits - told()[f"{name}/logits"]).max() > 1e-3
+
+
+def test_batch_statistics_are_timms_but_for_the_unbiased_variance_of_torch():
+  """docs/differences.md, 'Averages of batch statistics'."""
+  name = "resnet_test"
+  net, old = network(name), variables_of(name)
+  x = jnp.asarray(reference.images(name, 32, 8))
+  run = jax.jit(functools.partial(net.apply, train=True, mutable=["batch_stats"]))
+  logits, new = run(old, x)
+  assert_close(logits, told()[f"{name}/train_logits"], "logits in training")
+  new = dict(flatten(jax.device_get(new["batch_stats"])))
+  before = dict(flatten(old["batch_stats"]))
+  sides = {"bn1": 16, "layer1": 8, "layer2": 4, "layer3": 2, "layer4": 1}
+  table = timm.sources([f"batch_stats/{path}" for path in new])
+  for path, mine in new.items():
+    theirs = told()[f"{name}/new/{table[f'batch_stats/{path}'].name}"]
+    side = sides[path.split("_")[0].split("/")[0]]
+    if (
+      path.split("/")[-2] in ("bn1",) and path.startswith("layer") and path.split("_")[1][0] == "0"
+    ):
+      side = {"layer1": 8, "layer2": 8, "layer3": 4, "layer4": 2}[path[:6]]  # before the stride
+    count = 8 * side**2
+    if path.endswith("var"):  # what the batch added to the average is n / (n - 1) times as much
+      mine = 0.9 * before[path] + (mine - 0.9 * before[path]) * count / (count - 1)
+    np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6, err_msg=path)
+
+
+def test_the_committed_reference_is_what_timm_computes():
+  _, library = timm_found.load()
+  made = reference.make(library)
+  assert set(made) == set(told())
+  for key, x in made.items():
+    np.testing.assert_allclose(x, told()[key], rtol=1e-4, atol=1e-5, err_msg=key)
+
+
+@tiny
+def test_timm_loads_a_finalized_network_strictly_and_computes_the_same(name):
+  torch, library = timm_found.load()
+  net, variables = network(name), variables_of(name)
+  params = nms.finalize(variables["params"], some_rules(name), early=True)
+  variables = {**variables, "params": params}
+  theirs = reference.network(library, name)
+  state = {key: torch.tensor(x) for key, x in timm.to_timm(variables).items()}  # float32
+  theirs.load_state_dict(state, strict=True)
+  want = reference.run(theirs, name, net.config.image_size)
+  for got, x, what in zip(ours(net, name, variables), want, ("logits", "gradient"), strict=True):
+    assert_close(got, x, what)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize("name", reference.FULL)
+def test_full_size_networks_are_timms(name):
+  _, library = timm_found.load()
+  net, theirs = network(name), reference.network(library, name)
+  state = {key: reference.values(key, tuple(x.shape)) for key, x in theirs.state_dict().items()}
+  variables = timm.from_timm(state, shapes_of(net))
+  want = reference.run(theirs, name, net.config.image_size, 1)
+  for got, x, what in zip(ours(net, name, variables, 1), want, ("logits", "gradient"), strict=True):
+    assert_close(got, x, what)
+
+
+# --- there and back -----------------------------------------------------------------------------
+
+
+@tiny
+def test_weights_come_back_bit_for_bit_and_every_name_is_accounted_for(name):
+  tensors = tensors_of(name)
+  variables = variables_of(name)
+  assert jax.tree.map(np.shape, variables) == jax.tree.map(
+    lambda x: x.shape, shapes_of(network(name))
+  )
+  assert_same(timm.to_timm(variables), tensors)
+  assert_same(timm.from_timm(timm.to_timm(variables), variables), variables)
+  assert_same(timm.from_timm(tensors), variables)  # the names tell the network
+
+
+@pytest.mark.parametrize(
+  "name, entries", [("vit_b16", 152), ("swinv2_b_w8", 425), ("resnet50", 320)]
+)
+def test_a_full_state_dict_has_as_many_names_as_timms(name, entries):
+  zeros = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), shapes_of(network(name)))
+  keys = [f"{c}/{path}" for c, tree in zeros.items() for path, _ in flatten(tree)]
+  names = {source.name for source in timm.sources(keys).values()}
+  counts = sum(name.endswith("running_var") for name in names)
+  assert len(names) + counts == entries
+  assert set(timm.keys_of(names, "it")) == set(keys)
+
+
+def test_q_k_and_v_are_thirds_of_one_tensor_in_this_order():
+  tensors = tensors_of("vit_test")
+  attn = variables_of("vit_test")["params"]["blocks_1"]["attn"]
+  for i, which in enumerate("qkv"):
+    rows = slice(32 * i, 32 * (i + 1))
+    kernel, bias = (
+      tensors["blocks.1.attn.qkv.weight"][rows],
+      tensors["blocks.1.attn.qkv.bias"][rows],
+    )
+    np.testing.assert_array_equal(attn[which]["kernel"], kernel.T)
+    np.testing.assert_array_equal(attn[which]["bias"], bias)
+  attn = variables_of("swinv2_test")["params"]["layers_1"]["blocks_0"]["attn"]
+  np.testing.assert_array_equal(
+    attn["v"]["bias"], tensors_of("swinv2_test")["layers.1.blocks.0.attn.v_bias"]
+  )
+  assert "bias" not in attn["k"]
+
+
+def test_scanned_blocks_are_single_ones_in_timms_names():
+  net = network("vit_test", scan=True)
+  tensors = tensors_of("vit_test")
+  variables = timm.from_timm(tensors, shapes_of(net))
+  kernel = variables["params"]["blocks"]["mlp"]["fc1"]["kernel"]
+  np.testing.assert_array_equal(kernel[1], tensors["blocks.1.mlp.fc1.weight"].T)
+  assert_same(timm.to_timm(variables), tensors)
+
+
+@tiny
+def test_a_file_holds_the_same_bits(name, tmp_path):
+  variables, path = variables_of(name), tmp_path / "new" / "model.safetensors"
+  timm.write(path, variables)
+  assert_same(timm.read(path, variables, network(name).config), variables)
+  assert_same(timm.read(path), variables)
+  assert not list(path.parent.glob("*.tmp"))
+  with pytest.raises(ValueError, match="is there already: it is never overwritten"):
+    timm.write(path, variables)
+
+
+def test_a_file_of_half_the_width_is_read_into_float32(tmp_path):
+  tensors = {key: x.astype(jnp.bfloat16) for key, x in tensors_of("vit_test").items()}
+  safetensors_file.write(tmp_path / "half.safetensors", tensors)
+  found = timm.read(tmp_path / "half.safetensors", shapes_of(network("vit_test")))
+  for path, x in flatten(found):
+    assert x.dtype == np.float32, path
+  kernel = found["params"]["head"]["kernel"]
+  np.testing.assert_array_equal(kernel, tensors["head.weight"].astype(np.float32).T)
+
+
+# --- zeros ------------------------------------------------------------------------------------
+
+PLACES = {
+  "vit_test": (r"blocks_\d+/mlp/fc\d/kernel", r"blocks_\d+/attn/[qk]/kernel"),
+  "swinv2_test": (
+    r"layers_\d/blocks_\d+/mlp/fc\d/kernel",
+    r"layers_\d/blocks_\d+/attn/[qk]/kernel",
+  ),
+  "resnet_test": (r"layer\d_\d/conv[13]/kernel", r"layer\d_\d/conv2/kernel"),
+}
+
+
+def some_rules(name):
+  first, second = PLACES[name]
+  make = lambda pattern: nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
+  return nms.Rules({first: make("1:4"), second: make("2:8")})
+
+
+@tiny
+def test_zeros_stand_in_groups_along_axis_1_of_timms_tensors(name):
+  variables, rules = variables_of(name), some_rules(name)
+  final = jax.device_get(nms.finalize(variables["params"], rules, early=True))
+  tensors = timm.to_timm({**variables, "params": final})
+  table = timm.sources(timm.keys_of(tensors, "it"))
+  places = rules.assign(final).places
+  found = {
+    path: table[f"params/{path}"].rows(tensors[table[f"params/{path}"].name]) for path in places
+  }
+  assert len(found) > 5
+  # By hand, as a reader in torch would look.
+  for path, x in found.items():
+    n, m = places[path].pattern.n, places[path].pattern.m
+    groups = np.moveaxis(x, 1, -1).reshape(-1, m)
+    np.testing.assert_array_equal((groups != 0).sum(-1), n, err_msg=path)
+  # By `verify`, on timm's arrays as they lie.
+  nested = {path.replace("/", "."): x for path, x in found.items()}
+  regex = lambda path: path.replace("/", r"\.")
+  by_path = {regex(path): place.recipe for path, place in places.items()}
+  transposed = nms.Rules(by_path, axes=dict.fromkeys(by_path, 1))
+  report = nms.verify(nested, transposed)
+  assert report.ok and len(report.places) == len(places)
+  # And the masks are ours, transposed.
+  for path, place in places.items():
+    w = table[f"params/{path}"].rows(tensors_of(name)[table[f"params/{path}"].name])
+    theirs = place.recipe.mask(jnp.asarray(w), jnp.int32(1), 1, None)
+    np.testing.assert_array_equal(theirs, nested[path.replace("/", ".")] != 0, err_msg=path)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_derived_tensors_are_known_by_name():
+  tensors = tensors_of("swinv2_test")
+  attn = "layers.0.blocks.1.attn"
+  more = {
+    f"{attn}.relative_coords_table": np.zeros((1, 7, 7, 2), np.float32),
+    f"{attn}.relative_position_index": np.zeros((16, 16), np.int64),
+    f"{attn}.k_bias": np.zeros(16, np.float32),
+    "layers.0.blocks.1.attn_mask": np.zeros((4, 16, 16), np.float32),
+  }
+  net = network("swinv2_test")
+  found = timm.from_timm(tensors | more, shapes_of(net), net.config)
+  assert_same(found, variables_of("swinv2_test"))
+  assert {name.rpartition(".")[2] for name in more} < set(timm.DERIVED)
+
+
+def change(name, drop=(), **more):
+  tensors = {key: x for key, x in tensors_of(name).items() if key not in drop}
+  return tensors | {key.replace("__", "."): x for key, x in more.items()}
+
+
+def zeros(*shape):
+  return np.zeros(shape, np.float32)
+
+
+COORDS = "layers__0__blocks__0__attn__relative_coords_table"
+REFUSED = {
+  "missing": ("vit_test", dict(drop=["norm.bias"]), {}, "lacks 1 of the 32 names.*'norm.bias'"),
+  "unknown": ("vit_test", dict(cls_tokens=zeros(1)), {}, "1 names beside those.*'cls_tokens'"),
+  "a derived one elsewhere": ("vit_test", dict(foo__k_bias=zeros(1)), {}, "'foo.k_bias'"),
+  "k has a bias": (
+    "swinv2_test", dict(layers__0__blocks__0__attn__k_bias=zeros(16) + 1), {}, "k has no bias",
+  ),
+  "classes": ("vit_test", {}, dict(classes=7), "has 10 classes, and the network 7: set its config"),
+  "classes of swin": ("swinv2_test", {}, dict(classes=7), "has 10 classes, and the network 7"),
+  "classes of resnet": ("resnet_test", {}, dict(classes=7), "has 10 classes, and the network 7"),
+  "image size": (
+    "vit_test", {}, dict(image_size=32), "positions of 17 tokens, and the network of 65. Set image",
+  ),
+  "width": ("vit_test", {}, dict(embed=64), r"of another size: .* shape .* network's is"),
+  "depth": ("vit_test", {}, dict(layers=3), "lacks 12 of the 44 names that the network takes"),
+  "less depth": ("vit_test", {}, dict(layers=1), "12 names beside those that the network takes"),
+  "depths": ("resnet_test", {}, dict(depths=(1, 1, 1, 1)), "names beside"),
+  "window": (
+    "swinv2_test", {COORDS: zeros(1, 15, 15, 2)}, {}, "windows of 8, and the network's are of 4",
+  ),
+  "swin's image size": (
+    "swinv2_test", dict(layers__0__blocks__1__attn_mask=zeros(16, 16, 16)), {},
+    "images of another size: stage 0 has 16 windows, and 4 in the network",
+  ),
+  "integers": ("vit_test", dict(norm__bias=np.zeros(32, np.int8)), {}, "is int8, and weights are"),
+  "float64": ("vit_test", dict(norm__bias=np.zeros(32)), {}, "is float64, and the network"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changed, changes, words", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_in_a_sentence(name, changed, changes, words):
+  net = network(name, **changes)
+  with pytest.raises(ValueError, match=words):
+    timm.from_timm(change(name, **changed), shapes_of(net), net.config)
+
+
+def test_another_family_is_named():
+  with pytest.raises(ValueError, match="is of a ResNet, and the network is a ViT"):
+    timm.from_timm(tensors_of("resnet_test"), shapes_of(network("vit_test")))
+  with pytest.raises(ValueError, match="not of a ViT, a Swin V2 or a ResNet of timm's"):
+    timm.from_timm({"weight": zeros(1)})
+  with pytest.raises(ValueError, match="not of a ViT, a Swin V2 or a ResNet"):
+    timm.to_timm({"params": {"dense": {"kernel": zeros(1, 1)}}})
+  variables = variables_of("vit_test")
+  del variables["params"]["norm"]["bias"]
+  with pytest.raises(ValueError, match="'params/norm/bias' it has one too many or too few"):
+    timm.to_timm(variables)
+
+
+@pytest.mark.parametrize(
+  "file, content, words",
+  [
+    ("model.bin", b"anything", "torch pickled. Opening one can run any code"),
+    ("model.pth", None, "torch pickled"),
+    ("model.safetensors", b"PK\x03\x04" + bytes(64), "torch pickled"),
+    ("model.safetensors", b"\x80\x02" + bytes(64), "torch pickled"),
+    ("model.safetensors", b"", "is not a safetensors file, or damaged"),
+    ("model.safetensors", b"\xff" * 64, "is not a safetensors file, or damaged"),
+    ("model.safetensors", None, "there is no file"),
+  ],
+)
+def test_a_file_that_is_not_safetensors_is_refused_in_a_sentence(file, content, words, tmp_path):
+  if content is not None:
+    (tmp_path / file).write_bytes(content)
+  with pytest.raises((ValueError, FileNotFoundError), match=words):
+    timm.read(tmp_path / file)
+
+
+def test_a_file_that_was_cut_is_damaged(tmp_path):
+  path = tmp_path / "model.safetensors"
+  timm.write(path, variables_of("vit_test"))
+  path.write_bytes(path.read_bytes()[:-1])
+  with pytest.raises(ValueError, match="damaged"):
+    timm.read(path)
