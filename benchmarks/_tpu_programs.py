@@ -18,6 +18,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax import apply
 
 PHASES = nms.Phases(total=1000, dense=100, finetune=200)
 INPUTS, TARGETS = 512, 64  # tokens of a row
@@ -99,7 +100,7 @@ class Local:
   def eval(self):
     """Returns effective weights and a batch's sums as one program, as an evaluation begins."""
     one = self.model.eval_step().jitted
-    make = lambda state, batch: one(self.model.variables(state), batch)
+    make = lambda state, batch: one({"params": self._effective(state), **state.collections}, batch)
     return self.model.jit(make).lower(self.state, self.batch)
 
   def decode(self):
@@ -109,9 +110,12 @@ class Local:
     network: Any = self.model.workload.network
 
     def run(state, inputs):
-      return decoding.greedy(network, self.model.effective(state), inputs, TARGETS, 1)
+      return decoding.greedy(network, self._effective(state), inputs, TARGETS, 1)
 
     return self.model.jit(run).lower(self.state, self.batch["encoder_input_tokens"])
+
+  def _effective(self, state):
+    return apply.sparsify(state.params, self.model.rules, state.sparse_step, state.masks)
 
   def metrics(self):
     """Returns the first program of a sampled step, which takes the gradient a second time."""

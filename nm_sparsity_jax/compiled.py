@@ -13,14 +13,17 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 _COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _LOOP = re.compile(r" while\(.*?condition=(%[\w.-]+), body=(%[\w.-]+)")
-_CALLED = re.compile(r" (?:call|conditional)\(.*?(to_apply|branch_computations)=(\{.*?\}|\S+)")
+_CALLED = re.compile(r" call\([^\n]*?to_apply=(\S+)")
+_BRANCHES = re.compile(
+  r" conditional\([^\n]*?((?:true|false)_computation=\S+ \S+|branch_computations=\{.*?\})"
+)
 _LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 _COLLECTIVE = re.compile(
   r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
@@ -39,6 +42,8 @@ class Account(NamedTuple):
     memory: bytes held at most: arguments and temporaries.
     collectives: kind -> how many stand in the program.
     kernels: how many Pallas kernels stand in the program.
+    least: the bytes where each condition takes its cheapest branch, as in a step that renews no
+      stored mask; `bytes` is of the dearest.
   """
 
   bytes: float
@@ -46,6 +51,7 @@ class Account(NamedTuple):
   memory: int
   collectives: Mapping[str, int]
   kernels: int
+  least: float
 
 
 def account(compiled: Any) -> Account:
@@ -63,6 +69,7 @@ def account(compiled: Any) -> Account:
     memory.temp_size_in_bytes + memory.argument_size_in_bytes,
     dict(collections.Counter(_COLLECTIVE.findall(text))),
     len(_KERNEL.findall(text)),
+    program.cost(program.entry, min).bytes,
   )
 
 
@@ -77,10 +84,6 @@ def _sum(costs: Iterable[Cost]) -> Cost:
   return Cost(*map(sum, zip(Cost(0.0, 0.0), *costs, strict=True)))
 
 
-def _largest(costs: Iterable[Cost]) -> Cost:
-  return max(costs, default=Cost(0.0, 0.0))
-
-
 class _Program:
   """The computations of an optimized program, by name, as text."""
 
@@ -91,22 +94,34 @@ class _Program:
       self.entry = name if entry else getattr(self, "entry", name)
     self.types = dict(_DEFINED.findall(text))
 
-  def cost(self, name: str) -> Cost:
-    """Returns what one run of a computation costs, loops by their trips."""
-    return _sum([self._once(name), self._left_out(name)])
+  def cost(self, name: str, choose: Callable = max) -> Cost:
+    """Returns what one run of a computation costs, loops by their trips.
 
-  def _left_out(self, name: str) -> Cost:
+    Args:
+      name: of the computation.
+      choose: `max` takes the dearest branch of each condition, `min` the cheapest.
+    """
+    return _sum([self._once(name), self._left_out(name, choose)])
+
+  def _left_out(self, name: str, choose: Callable) -> Cost:
     """Returns what XLA's analysis leaves out: kernels, and the trips of a loop after the first."""
     body = self.bodies[name]
     found = [self._of_kernels(body)]
     for condition, inner in _LOOP.findall(body):
-      trips, once, whole = self._trips(condition), self._once(inner), self.cost(inner)
+      trips, once, whole = self._trips(condition), self._once(inner), self.cost(inner, choose)
       found.append(Cost(*(trips * w - o for w, o in zip(whole, once, strict=True))))
-    for kind, names in _CALLED.findall(body):
-      inside = [self._left_out(x) for x in re.findall(r"%[\w.-]+", names) if x in self.bodies]
-      # Of the branches of a condition one is taken: XLA's analysis counts the dearest.
-      found.append(_largest(inside) if kind == "branch_computations" else _sum(inside))
+    for names in _CALLED.findall(body):
+      found += [self._left_out(x, choose) for x in self._named(names)]
+    for names in _BRANCHES.findall(body):
+      branches = self._named(names)
+      # XLA's analysis counts the dearest branch.
+      once = map(max, zip(*map(self._once, branches), strict=True))
+      taken = choose(self.cost(x, choose) for x in branches)
+      found.append(Cost(*(t - o for t, o in zip(taken, once, strict=True))))
     return _sum(found)
+
+  def _named(self, names: str) -> list[str]:
+    return [x for x in re.findall(r"%[\w.-]+", names) if x in self.bodies]
 
   @functools.cache  # noqa: B019  (a program lives as long as its account)
   def _once(self, name: str) -> Cost:

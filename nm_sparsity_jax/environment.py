@@ -115,7 +115,7 @@ def _requirements(purpose: str) -> Iterator[Finding]:
     have = installed.version(wanted.name)
     if have is None:
       missing.append(wanted.name)
-    elif not meets(have, str(wanted.specifier)):
+    elif not installed.meets(have, str(wanted.specifier)):
       floor = f"{wanted.name}{wanted.specifier}"
       text = f"{have}, but {wanted.specifier} is needed"
       yield Finding(wanted.name, "bad", text, f"pip install '{floor}'")
@@ -131,39 +131,16 @@ def _requirements(purpose: str) -> Iterator[Finding]:
 
 def _of_tpu() -> Iterator[Finding]:
   """Compares jaxlib and libtpu with what the installed jax was released with."""
-  from packaging.requirements import Requirement
-
   jax = installed.version("jax")
-  for wanted in map(Requirement, installed.requires("jax") if jax else []):
-    have = installed.version(wanted.name)
-    if wanted.name not in ("jaxlib", "libtpu") or not wanted.marker:
+  for name, wanted in installed.required_for("jax", "tpu").items():
+    have = installed.version(name)
+    if name not in ("jaxlib", "libtpu"):
       continue
-    if not wanted.marker.evaluate({"extra": "tpu"}):
-      continue
-    if have is not None and meets(have, str(wanted.specifier)):
-      yield Finding(wanted.name, "ok", have)
+    if have is not None and installed.meets(have, wanted):
+      yield Finding(name, "ok", have)
     else:
-      text = f"{have or 'is not installed'}; jax {jax} needs {wanted.specifier}"
-      yield Finding(wanted.name, "bad", text, f"pip install 'jax[tpu]=={jax}'")
-
-
-def meets(have: str, wanted: str) -> bool:
-  """Returns whether a version meets a requirement; a release candidate counts as its release.
-
-  >>> meets("0.10.2", ">=0.9"), meets("2.1rc1", ">=2.1"), meets("2.0", ">=2.1,<3")
-  (True, True, False)
-
-  Args:
-    have: a version. One that is none by PEP 440 meets nothing but "".
-    wanted: specifiers such as '>=1.2,<2'; "" is any version.
-  """
-  from packaging.specifiers import SpecifierSet
-  from packaging.version import InvalidVersion, Version
-
-  try:
-    return not wanted or Version(have).base_version in SpecifierSet(wanted)
-  except InvalidVersion:
-    return False
+      text = f"{have or 'is not installed'}; jax {jax} needs {wanted}"
+      yield Finding(name, "bad", text, f"pip install 'jax[tpu]=={jax}'")
 
 
 def same_release(one: str, other: str) -> bool:

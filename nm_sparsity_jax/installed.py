@@ -81,6 +81,40 @@ def requires(name: str) -> list[str]:
     return []
 
 
+def required_for(name: str, extra: str) -> dict[str, str]:
+  """Returns name -> specifiers of what only an extra of a distribution requires.
+
+  Args:
+    name: the distribution.
+    extra: such as 'tpu'.
+  """
+  from packaging.requirements import Requirement
+
+  wanted = map(Requirement, requires(name))
+  return {
+    r.name: str(r.specifier) for r in wanted if r.marker and r.marker.evaluate({"extra": extra})
+  }
+
+
+def meets(have: str, wanted: str) -> bool:
+  """Returns whether a version meets a requirement; a release candidate counts as its release.
+
+  >>> meets("0.10.2", ">=0.9"), meets("2.1rc1", ">=2.1"), meets("2.0", ">=2.1,<3")
+  (True, True, False)
+
+  Args:
+    have: a version. One that is none by PEP 440 meets nothing but "".
+    wanted: specifiers such as '>=1.2,<2'; "" is any version.
+  """
+  from packaging.specifiers import SpecifierSet
+  from packaging.version import InvalidVersion, Version
+
+  try:
+    return not wanted or Version(have).base_version in SpecifierSet(wanted)
+  except InvalidVersion:
+    return False
+
+
 def origin(name: str) -> dict:
   """Returns pip's note on where a distribution comes from (PEP 610); {} without one."""
   try:

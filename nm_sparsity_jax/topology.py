@@ -41,6 +41,8 @@ def devices(name: str) -> Sequence[Any]:
       f"topology {name!r}: libtpu, the compiler for TPUs, is not installed: pip install "
       "'nm-sparsity-jax[tpu]'."
     )
+  if wrong := _of_another_jax():
+    raise NoTopology(f"topology {name!r}: {wrong}.")
   from jax.experimental import topologies
 
   for variable, value in _MACHINE.items():
@@ -52,10 +54,19 @@ def devices(name: str) -> Sequence[Any]:
     if "lockfile" in reason or "libtpu_lock" in reason:
       what = (
         "another process holds libtpu, which serves one at a time: wait for it; if none is left, "
-        "delete the file libtpu_lockfile in the temporary folder"
+        "delete /tmp/libtpu_lockfile"
       )
     elif "PJRT" in reason and "version" in reason:
       what = "libtpu and JAX do not go together: nm-sparsity doctor --for tpu says which do"
     else:
       what = f"libtpu does not know it ({reason[:120]}); it knows {_EXAMPLES} and larger ones"
     raise NoTopology(f"topology {name!r}: {what}.") from e
+
+
+def _of_another_jax() -> str | None:
+  """Returns why libtpu and jax do not go together; None where they do."""
+  jax, have = installed.version("jax"), installed.version("libtpu")
+  wanted = installed.required_for("jax", "tpu").get("libtpu", "")
+  if have is None or installed.meets(have, wanted):
+    return None
+  return f"jax {jax} needs libtpu{wanted}, not {have}: pip install 'jax[tpu]=={jax}'"

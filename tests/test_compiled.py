@@ -47,6 +47,16 @@ def test_of_two_branches_the_dearer_counts():
   assert found.flops == pytest.approx(5 * PRODUCT, rel=0.01)
 
 
+def test_the_least_is_that_of_the_cheaper_branch():
+  f = lambda yes, x: lax.cond(yes, times(5, product), times(2, product), x)
+  found = account(compile(f, True, X))
+  cheap, dear = (account(compile(times(n, product), X)).bytes for n in (2, 5))
+  assert cheap <= found.least < dear
+  assert found.bytes - found.least == pytest.approx(dear - cheap, rel=0.1)
+  plain = account(compile(product, X))
+  assert plain.least == plain.bytes
+
+
 def test_memory_holds_arguments():
   assert account(compile(product, X)).memory >= 4 * X.size
 

@@ -229,7 +229,7 @@ def test_constraints_meet_the_floors_and_name_only_what_is_asked_for(monkeypatch
   tested = env.tested_versions()
   assert len(tested) == sum(not line.startswith("#") for line in lines)
   assert set(floors) <= set(tested)
-  assert all(env.meets(tested[name], floor) for name, floor in floors.items())
+  assert all(installed.meets(tested[name], floor) for name, floor in floors.items())
 
   def needs(name):  # what an installed package asks for, extras apart
     lines = [r for r in importlib.metadata.requires(name) or [] if "extra ==" not in r]
@@ -243,10 +243,10 @@ def test_constraints_meet_the_floors_and_name_only_what_is_asked_for(monkeypatch
 
 
 def test_versions_compare_as_numbers():
-  assert env.meets("0.10.2", ">=0.9") and not env.meets("0.9", ">=0.10")
-  assert env.meets("2", ">=2.0") and env.meets("2.1rc1", ">=2.1")
-  assert env.meets("1.0", "") and env.meets("unknown", "")
-  assert not env.meets("3.0", ">=2,<3") and not env.meets("unknown", ">=1")
+  assert installed.meets("0.10.2", ">=0.9") and not installed.meets("0.9", ">=0.10")
+  assert installed.meets("2", ">=2.0") and installed.meets("2.1rc1", ">=2.1")
+  assert installed.meets("1.0", "") and installed.meets("unknown", "")
+  assert not installed.meets("3.0", ">=2,<3") and not installed.meets("unknown", ">=1")
   assert env.same_release("0.0.20.0", "0.0.20") and env.same_release("1.20rc1", "1.20")
   assert not env.same_release("1.2", "1.20") and env.same_release("unknown", "unknown")
 

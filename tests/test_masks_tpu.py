@@ -84,6 +84,24 @@ def test_ladder(doublings):
   np.testing.assert_array_equal(got, ladder_mask(w, "1:4", doublings=jnp.int32(doublings), most=3))
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_the_level_that_holds_longest_has_a_way_of_its_own(last):
+  """In the kernel and in XLA's way, with the bits of the others."""
+  w = weights((64, 6), "float32")
+  for n in range(1, 9):
+    wanted = magnitude_mask(w, nms.NM(n, 8))
+    np.testing.assert_array_equal(by_kernel(w, Kept(8, last=last), (0,), n=n), wanted)
+    settles = magnitude_mask(w, nms.NM(last, 8), n=jnp.int32(n), settles=True)
+    np.testing.assert_array_equal(settles, wanted)
+  ladder = Kept(4, None, 3, last)
+  for d in range(4):
+    wanted = magnitude_mask(w, nms.NM(last << d, 4 << d))
+    kept = by_kernel(w, ladder, (0,), n=last << d, doublings=d)
+    np.testing.assert_array_equal(kept, wanted)
+    options = dict(doublings=jnp.int32(d), most=3, settles=True)
+    np.testing.assert_array_equal(ladder_mask(w, nms.NM(last, 4), **options), wanted)
+
+
 SHAPES = {
   "last axis": ((6, 64), 1),
   "last axis in blocks": ((40, 1280), 1),
@@ -125,7 +143,16 @@ def test_a_program_for_a_tpu_holds_the_kernel(name):
   """For every family of levels: one, traced n, traced doublings."""
   options = {"k": 4} if name == "sdgf_geometric" else {}
   recipe = nms.recipe(name, pattern="2:8", phases=PHASES, **options)
-  assert KERNEL in for_tpu(recipe.effective, WEIGHT, jax.ShapeDtypeStruct((), jnp.int32))
+  text = for_tpu(recipe.effective, WEIGHT, jax.ShapeDtypeStruct((), jnp.int32))
+  assert text.count(KERNEL) == 1  # all levels in one, so that XLA merges it with its like
+
+
+def test_scores_are_ranked_by_the_kernel():
+  """No score of snip is below 0, so its mask is one of magnitudes."""
+  recipe, groups = nms.recipe("snip", pattern="2:8", phases=PHASES), nms.groups.Groups((64, 256), 0)
+  state = recipe.first_state(groups, jnp.ones(WEIGHT.shape))
+  take = lambda w, step: recipe.next_state(groups, state, w, step, step - 1, w, w)["mask"]
+  assert KERNEL in for_tpu(take, WEIGHT, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def test_a_program_for_a_cpu_does_not():
@@ -230,16 +257,40 @@ def test_the_page_says_what_was_recorded():
     assert cells.split(" | ") == wanted
 
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+OTHERS = {  # record -> the row's first words
+  "tpu_eval_base.json": "evaluation, base",
+  "tpu_decode_base.json": "greedy decoding, base",
+  "tpu_metrics_base.json": "metrics, base",
+}
+
+
+def recorded_over_dense(name, *what):
+  """Recipe -> cells of a row, from a record of benchmarks/tpu.py; the first row is dense."""
+  rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+  assert rows[0]["recipe"] == "dense"
+  digits = {"seconds": 2}
+  cell = lambda over, key: f"{over[key]:.{digits.get(key, 3)}f}"
+  return {r["recipe"]: " | ".join(cell(r["over_dense"], key) for key in what) for r in rows[1:]}
+
+
 def test_the_page_says_what_was_recorded_of_a_step():
-  """docs/tpu.md's second table is that of benchmarks/tpu.py."""
-  root = pathlib.Path(__file__).parents[1]
-  page = (root / "docs" / "tpu.md").read_text()
-
-  def recorded(name):
-    rows = json.loads((root / "benchmarks" / "results" / name).read_text())["rows"]
-    over = {row["recipe"]: row["over_dense"] for row in rows[1:]}
-    return {recipe: f"{x['bytes']:.3f} | {x['memory']:.3f}" for recipe, x in over.items()}
-
-  local, t5x = recorded("tpu_step_base.json"), recorded("tpu_step_base_t5x.json")
-  wanted = {f"| `{r}` | {cells} | {t5x.get(r, '|')} |" for r, cells in local.items()}
+  page = (ROOT / "docs" / "tpu.md").read_text()
+  local = recorded_over_dense("tpu_step_base.json", "bytes", "least", "memory", "seconds")
+  t5x = recorded_over_dense("tpu_step_base_t5x.json", "bytes", "memory", "seconds")
+  wanted = {f"| `{r}` | {cells} | {t5x.get(r, '| |')} |" for r, cells in local.items()}
   assert wanted == set(re.findall(r"^\| `\w+` \|.*\|$", page, re.MULTILINE))
+
+
+def test_the_page_says_what_was_recorded_of_other_programs():
+  page = (ROOT / "docs" / "tpu.md").read_text()
+  wanted = {
+    f"| {words} | `{recipe}` | {cells} |"
+    for name, words in OTHERS.items()
+    for recipe, cells in recorded_over_dense(name, "bytes", "memory", "seconds").items()
+  }
+  assert wanted == set(re.findall(r"^\| \w[^|`]* \| `\w+` \|.*\|$", page, re.MULTILINE))
+  on_disk = {path.name for path in (ROOT / "benchmarks" / "results").glob("tpu_*.json")}
+  masks = {"tpu_masks.json", "tpu_masks_plain.json"}
+  steps = {"tpu_step_base.json", "tpu_step_base_plain.json", "tpu_step_base_t5x.json"}
+  assert on_disk == {*OTHERS, *masks, *steps}  # none that the page leaves out

@@ -123,6 +123,31 @@ def test_what_libtpu_refuses_is_one_sentence(monkeypatch, raised, said):
   assert "\n" not in str(found.value)
 
 
+def test_small_sizes_and_changes_are_readable():
+  kinds = {"collectives": {}}
+  part = {
+    "name": "v5e:2x2",
+    "chips": 4,
+    "dense": kinds,
+    "sparse": {**kinds, "memory": 3 << 20},
+    "over_dense": {"memory": 1.0002, "bytes": 0.9999},
+  }
+  text = "\n".join(line for _, line in plan.text._topology_lines(part))
+  assert "3.00 MiB of each chip, +0.0%" in text and "bytes moved  +0.0%" in text
+
+
+def test_a_libtpu_of_another_jax_is_one_sentence(monkeypatch):
+  versions = {"jax": "0.10.2", "libtpu": "0.0.20"}
+  monkeypatch.setattr(installed, "version", versions.get)
+  monkeypatch.setattr(installed, "requires", lambda _: ['libtpu==0.0.42.*; extra == "tpu"'])
+  with pytest.raises(topology.NoTopology) as found:
+    topology.devices("v5e:2x2")
+  assert str(found.value) == (
+    "topology 'v5e:2x2': jax 0.10.2 needs libtpu==0.0.42.*, not 0.0.20: pip install "
+    "'jax[tpu]==0.10.2'."
+  )
+
+
 @pytest.mark.skipif(installed.version("libtpu") is None, reason="libtpu is not installed")
 def test_a_compiler_of_tpus_gives_chips(monkeypatch):
   chip = topology.devices("v5e:2x2")[0]

@@ -24,7 +24,7 @@ from flax import struct
 from flax.linen import partitioning, spmd
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from nm_sparsity_jax import apply, metrics, witness, workloads
+from nm_sparsity_jax import apply, metrics, opt_states, witness, workloads
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.averages import average_of
 from nm_sparsity_jax.rules import Rules
@@ -320,7 +320,7 @@ class Model:
 
     def before(state: TrainState, batch):
       grads = self._gradient(state, batch, rng, microbatches)[2]
-      return metrics.before(state.params, self.rules, state.sparse_step, state.masks, grads)
+      return metrics.before(state.params, self.rules, self._step(state), state.masks, grads)
 
     def after(state: TrainState, seen: metrics.Before):
       return metrics.after(
@@ -332,13 +332,19 @@ class Model:
 
   def _gradient(self, state: TrainState, batch, rng, parts):
     """Returns the sums of a batch, the new collections, and the mean loss's gradient."""
-    sparsify = lambda params: apply.sparsify(params, self.rules, state.sparse_step, state.masks)
+    step = self._step(state)
+    sparsify = lambda params: apply.sparsify(params, self.rules, step, state.masks)
     effective, pull_back = jax.vjp(sparsify, state.params)
     key = jax.random.fold_in(rng, state.step)
     found, grads = self._accumulate(effective, state.collections, batch, key, parts)
     sums, collections = found
     weight = jnp.maximum(sums.values[sums.names.index(self.workload.weight)], 1.0)
     return sums, collections, pull_back(jax.tree.map(lambda g: g / weight, grads))[0]
+
+  def _step(self, state: TrainState) -> jax.Array:
+    """Returns the sparse step as `nms.sparse` reads it, so that XLA merges the masks of both."""
+    witness.count_read()
+    return opt_states.matched(state.opt_state, self.rules.fingerprint)
 
   def _accumulate(self, effective, collections, batch, key, parts):
     """Returns the sums, the new state, and the summed loss's gradient."""

@@ -62,6 +62,7 @@ def magnitude_mask(
   *,
   n: jax.Array | int | None = None,
   parent: jax.Array | None = None,
+  settles: bool = False,
 ) -> jax.Array:
   """Marks the `n` largest |w| in each group: `nm_mask(abs(w), ...)`, and a little more.
 
@@ -73,6 +74,8 @@ def magnitude_mask(
       every level of a schedule that changes n only.
     parent: bool, shape of `w`. Weights outside it survive only where the parent keeps
       fewer than n of a group.
+    settles: a traced n is most often the pattern's own, as in the last level of a schedule, which
+      then has a way of its own: 1:m is one maximum.
 
   Returns:
     bool, same shape as `w`, True = kept.
@@ -90,7 +93,8 @@ def magnitude_mask(
       f"shape {w.shape} and dtype bool. Pass a mask of the same weight."
     )
   axes = _whole_groups(w.shape, axis, pattern.m)
-  kept = Kept(pattern.m, pattern.n if n is None else None)
+  last = pattern.n if settles and n is not None else None
+  kept = Kept(pattern.m, pattern.n if n is None else None, last=last)
   return _magnitude_mask(w, n, None, parent, kept, axes)
 
 
@@ -101,7 +105,13 @@ def _magnitude_mask(w, n, doublings, parent, kept, axes):
 
 
 def ladder_mask(
-  w: jax.Array, pattern: NM | str, axis: Axis = 0, *, doublings: jax.Array, most: int
+  w: jax.Array,
+  pattern: NM | str,
+  axis: Axis = 0,
+  *,
+  doublings: jax.Array,
+  most: int,
+  settles: bool = False,
 ) -> jax.Array:
   """Returns the magnitude mask of 2^d*n : 2^d*m for a traced d: one program serves all d.
 
@@ -113,6 +123,7 @@ def ladder_mask(
     axis: as in `nm_mask`.
     doublings: d, a traced integer scalar in [0, most].
     most: the largest d.
+    settles: d is most often 0; as in `magnitude_mask`.
 
   Returns:
     bool, same shape as `w`, True = kept.
@@ -123,7 +134,7 @@ def ladder_mask(
   """
   w, pattern = _floating(w), NM.parse(pattern)
   doublings = jnp.asarray(doublings, jnp.int32)
-  kept = Kept(pattern.m, None, most)
+  kept = Kept(pattern.m, None, most, pattern.n if settles else None)
   axes = _whole_groups(w.shape, axis, kept.group)
   return _magnitude_mask(w, jnp.int32(pattern.n) << doublings, doublings, None, kept, axes)
 

@@ -53,6 +53,14 @@ def mask(
 def groupwise(w, *rest, kept: Kept, axes: tuple[int, ...]):
   """Returns the mask by elementwise passes and reductions within a group, for any dtype."""
   n, doublings, parent = _named(rest, kept)
+  if kept.last is not None:
+    settled, final, (climbing, fewer) = kept.split(n, doublings)
+    scalars, parents = jnp.stack([n, fewer]), rest[1:]
+    return lax.cond(
+      settled,
+      lambda: groupwise(w, *parents, kept=final, axes=axes),
+      lambda: groupwise(w, scalars, *parents, kept=climbing, axes=axes),
+    )
   axis, grouped = axes[0] + 1, selection.in_groups(w.shape, axes, kept.group)
   keys = magnitude_keys(w.reshape(grouped))
   if parent is not None:

@@ -33,16 +33,27 @@ class Kept:
     m: the length of the shortest group.
     n: how many to keep, None where it is traced.
     most: groups may be up to 2^most times as long; how often they double is traced then, as n is.
+    last: where n is traced, the n that holds longest, in the shortest groups. It has a way of its
+      own, since 1:m is one maximum.
   """
 
   m: int
   n: int | None = None
   most: int = 0
+  last: int | None = None
 
   @property
   def group(self) -> int:
     """Returns the length of the longest group."""
     return self.m << self.most
+
+  def split(self, n: Any, doublings: Any) -> tuple[Any, Kept, tuple[Kept, Any]]:
+    """Returns whether `last` holds, what to keep then, and what elsewhere, by what doublings."""
+    final = Kept(self.m, self.last)
+    if not self.most:
+      return n == self.last, final, (Kept(self.m), doublings)
+    # A ladder climbs from groups that are doubled already.
+    return n == self.last, final, (Kept(2 * self.m, None, self.most - 1), doublings - 1)
 
 
 def in_groups(shape: tuple[int, ...], axes: tuple[int, ...], m: int) -> tuple[int, ...]:

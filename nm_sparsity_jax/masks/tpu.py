@@ -125,17 +125,31 @@ def _up(size: int, unit: int) -> int:
 
 def _kernel(kept: Kept, last: bool, scalars, w, *refs):
   """Writes the mask of one block; the groups lie along its first axis, or the second if `last`."""
-  keys = _keys(w[...])
+  keys, out = _keys(w[...]), refs[-1]
   if len(refs) == 2:
     keys = jnp.where(refs[0][...].astype(jnp.int32) != 0, keys, ABSENT)
-  if not kept.most and kept.m <= _MAX_M_FOR_RANKS and kept.n != 1:
-    n = scalars[0] if kept.n is None else kept.n
-    refs[-1][...] = (_ranks(keys, kept.m, int(last)) < n).astype(jnp.int32).astype(jnp.int8)
+
+  def write(kept, n, doublings):
+    chosen = _of_block(keys, kept, last, n, doublings)
+    out[...] = chosen.astype(jnp.int8)
+
+  if kept.last is None:
+    write(kept, scalars[0], scalars[1])
     return
+  settled, final, (climbing, fewer) = kept.split(scalars[0], scalars[1])
+  pl.when(settled)(lambda: write(final, final.n, 0))
+  pl.when(jnp.logical_not(settled))(lambda: write(climbing, scalars[0], fewer))
+
+
+def _of_block(keys: jax.Array, kept: Kept, last: bool, n, doublings) -> jax.Array:
+  """Returns which keys of a block are kept, int32, 0 or 1."""
+  n = n if kept.n is None else kept.n
+  if not kept.most and kept.m <= _MAX_M_FOR_RANKS and kept.n != 1:
+    return (_ranks(keys, kept.m, int(last)) < n).astype(jnp.int32)
   keys = keys.T if last else keys
   groups = keys.reshape(keys.shape[0] // kept.m, kept.m, *keys.shape[1:])
-  chosen = _chosen(groups, kept, scalars).astype(jnp.int32).reshape(keys.shape)
-  refs[-1][...] = (chosen.T if last else chosen).astype(jnp.int8)
+  chosen = _chosen(groups, kept, n, doublings).astype(jnp.int32).reshape(keys.shape)
+  return chosen.T if last else chosen
 
 
 def _keys(w: jax.Array) -> jax.Array:
@@ -147,14 +161,13 @@ def _keys(w: jax.Array) -> jax.Array:
   return jnp.where(bits > inf, 1, bits + 2)
 
 
-def _chosen(keys: jax.Array, kept: Kept, scalars) -> jax.Array:
+def _chosen(keys: jax.Array, kept: Kept, n, doublings) -> jax.Array:
   """Returns which keys [groups, m, ...] are among the n largest of their group."""
-  m, n, most = kept.m, kept.n, kept.most
-  n = scalars[0] if n is None else n
+  m, most = kept.m, kept.most
   if most:
     part = lax.broadcasted_iota(jnp.int32, keys.shape, 0) & ((1 << most) - 1)
     place = kept.group - part * m - lax.broadcasted_iota(jnp.int32, keys.shape, 1)
-    count = functools.partial(_count_in_ladder, most=most, doublings=scalars[1])
+    count = functools.partial(_count_in_ladder, most=most, doublings=doublings)
     return _searched(keys, n, kept.group, place, count)
   index = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
   if kept.n == m:

@@ -163,10 +163,12 @@ def _topology_lines(said: Mapping[str, Any] | None):
   if not said or "over_dense" not in said:
     return
   over, dense, sparse = said["over_dense"], said["dense"], said["sparse"]
-  size = f"{sparse['memory'] / 2**30:.2f} GiB of each chip, {over['memory'] - 1:+.1%}"
+  unit, name = (2**30, "GiB") if sparse["memory"] >= 2**30 / 10 else (2**20, "MiB")
+  change = lambda key: f"{over[key] - 1:+.1%}".replace("-0.0%", "+0.0%")
+  size = f"{sparse['memory'] / unit:.2f} {name} of each chip, {change('memory')}"
   yield "topology", f"{said['name']}, {said['chips']} chips, a train step over the dense one:"
   yield "", f"memory       {size}"
-  yield "", f"bytes moved  {over['bytes'] - 1:+.1%}"
+  yield "", f"bytes moved  {change('bytes')}"
   kinds = {**dense["collectives"], **sparse["collectives"]}
   same = dense["collectives"] == sparse["collectives"]
   counts = ", ".join(

@@ -236,7 +236,8 @@ class Snip(Recipe):
     score = jnp.where(add, state["score"] + sensitivity, state["score"])
     seen = state["seen"] + add.astype(jnp.int32)
     due = add & (seen == self.batches)
-    mask = when(due, lambda: groups.score_mask(score, self.pattern), lambda: state["mask"])
+    # No score is below 0, so it is its own magnitude.
+    mask = when(due, lambda: groups.magnitude_mask(score, self.pattern), lambda: state["mask"])
     return {"mask": mask, "score": score, "seen": seen}
 
 

@@ -71,25 +71,31 @@ def leveled_mask(
   final = lambda: masks.magnitude_mask(w, last, axis, parent=parent)
   if len(levels) == 1:
     return final()
+  # The last level holds longest and is often far cheaper than the ladder: 1:m is one maximum.
+  if isinstance(step, jax.core.Tracer):
+    all_in_one = _ladder(levels, w, step, axis, parent, settles=True)
+    if all_in_one is not None:  # one operation, which XLA merges with its like
+      return all_in_one()
   climb = _ladder(levels[:-1], w, step, axis, parent)
   if climb is None:
     return _choice(levels, w, step, axis, parent)
-  # The last level holds longest and is often far cheaper than the ladder: 1:m is one maximum.
   return when(step >= levels[-1][0], final, climb)
 
 
-def _ladder(levels: Levels, w, step, axis, parent) -> Callable[[], jax.Array] | None:
+def _ladder(
+  levels: Levels, w, step, axis, parent, settles: bool = False
+) -> Callable[[], jax.Array] | None:
   """Returns a function for the mask by one program with a traced n or d; None if none fits."""
   patterns = [p for _, p in levels]
   base = patterns[-1]
   if len({p.m for p in patterns}) == 1:
     n = value_at(levels, step, [p.n for p in patterns])
-    return lambda: masks.magnitude_mask(w, base, axis, n=n, parent=parent)
+    return lambda: masks.magnitude_mask(w, base, axis, n=n, parent=parent, settles=settles)
   most = len(patterns) - 1
   doubling = [NM(base.n << d, base.m << d) for d in range(most, -1, -1)]
   if patterns == doubling and parent is None:
     d = value_at(levels, step, range(most, -1, -1))
-    return lambda: masks.ladder_mask(w, base, axis, doublings=d, most=most)
+    return lambda: masks.ladder_mask(w, base, axis, doublings=d, most=most, settles=settles)
   return None
 
 
