@@ -149,8 +149,13 @@ def test_a_libtpu_of_another_jax_is_one_sentence(monkeypatch):
 
 
 @pytest.mark.skipif(installed.version("libtpu") is None, reason="libtpu is not installed")
-def test_a_compiler_of_tpus_gives_chips(monkeypatch):
-  chip = topology.devices("v5e:2x2")[0]
+def test_a_compiler_of_tpus_gives_chips():
+  try:
+    chip = topology.devices("v5e:2x2")[0]
+  except topology.NoTopology as e:
+    if "another process holds libtpu" not in str(e):
+      raise
+    pytest.skip(str(e))
   assert chip.platform == "tpu"
   on_it = jax.sharding.SingleDeviceSharding(chip)
   x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=on_it)
