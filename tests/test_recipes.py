@@ -23,6 +23,20 @@ def make(name, pattern="1:8", phases=PHASES, **fields):
   return nms.recipe(name, pattern=pattern, phases=phases, **fields)
 
 
+@pytest.mark.parametrize("names", [("7:8", "4:8", "1:8"), ("4:16", "2:8", "1:4"), ("6:8", "1:4")])
+@pytest.mark.parametrize("call", [jax.jit, lambda f: f], ids=["traced", "known"])
+def test_the_last_level_holds_from_its_first_step(names, call):
+  """Of one length, of doubling lengths, and of others."""
+  levels = [(5 * i, NM.parse(name)) for i, name in enumerate(names)]
+  w = jax.random.normal(jax.random.PRNGKey(0), (32, 3))
+  take = call(lambda step: recipes.levels.leveled_mask(levels, w, step, 0))
+  for i, (start, pattern) in enumerate(levels):
+    wanted = nms.masks.magnitude_mask(w, pattern)
+    np.testing.assert_array_equal(take(jnp.int32(start)), wanted)
+    if i + 1 < len(levels):
+      np.testing.assert_array_equal(take(jnp.int32(start + 4)), wanted)
+
+
 def refuses(*words):
   """A ValueError whose message says each of `words`: the value, the rule, the fix."""
   return _Refuses(words)
