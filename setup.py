@@ -128,8 +128,9 @@ T5X = [
 # with `-c constraints-kauldron.txt`: it names 30 packages without versions, and xmanager.
 KAULDRON = ["kauldron==1.4.2"]
 
-# Weights of vision models, in files that cannot run code: timm's own format.
-VISION = ["safetensors>=0.8.0"]
+# Weights of vision models, in files that cannot run code: timm's own format. Pillow reads images;
+# grain reads them ahead, in processes of its own.
+VISION = ["safetensors>=0.8.0", "pillow", "grain"]
 
 # timm itself, which our vision models are compared with. `dev` lacks it: torch's CPU build takes
 # half a GiB and PyPI's wheel brings CUDA with several more. Without it these tests compare with

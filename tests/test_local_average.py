@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tiny_vision
-from checkpoint_files import assert_same, read
+from checkpoint_files import read
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import configure
@@ -46,7 +46,7 @@ def run_of(folder, model, **fields):
   fields = dict(
     optimizer=optimizers.adamw(0.05, ema_decay=DECAY), sparse_steps=STEPS,
     evaluation=evaluation.Splits(), keep_checkpoints=None,
-    periods=train.Periods(evaluate=4, checkpoint=1, report=4, metrics=4),
+    periods=train.Periods(evaluate=4, checkpoint=1, report=4, metrics=None),
   ) | fields  # fmt: skip
   return train.Run(model=model, model_dir=str(folder), **fields)
 
@@ -131,19 +131,6 @@ def test_a_run_starts_from_it(trained):
   saved = read(trained, STEPS)
   assert number == STEPS
   np.testing.assert_array_equal(params["mlp"]["fc1"]["kernel"], saved[AVERAGE + "mlp/fc1/kernel"])
-
-
-def test_stopped_and_resumed_in_each_phase_it_has_the_same_bits(trained, tmp_path):
-  """After 1 step (dense), 4 (between), 7 (fine-tune)."""
-  import shutil
-
-  for done in (1, 4, 7):
-    folder = tmp_path / str(done)
-    shutil.copytree(trained, folder)
-    for later in range(done + 1, STEPS + 1):
-      shutil.rmtree(folder / f"checkpoint_{later}")
-    assert train.train(run_of(folder, model_of())) == 0
-    assert_same(read(folder, STEPS), read(trained, STEPS))
 
 
 def test_microbatches_and_devices_move_it_once_a_step():

@@ -13,7 +13,9 @@ import tiny_vision
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import configure
 from nm_sparsity_jax.images import rebus, source
+from nm_sparsity_jax.models import resnet
 from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.weights import timm
 from nm_sparsity_jax.workloads import vision
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
@@ -24,7 +26,7 @@ pytestmark = [
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.local import evaluation, step
+  from nm_sparsity_jax.local import checkpoints, evaluation, step
 
 
 def images_of(batch_size=8, **fields):
@@ -307,3 +309,33 @@ def nms_workload():
   from nm_sparsity_jax import workloads
 
   return workloads.Workload
+
+
+# --- weights of timm ----------------------------------------------------------------------------
+
+
+def test_a_run_starts_from_timms_weights(tmp_path):
+  """Every array of the file, batch statistics too; a file of another network is refused."""
+  pytest.importorskip("safetensors", reason="needs safetensors: pip install -e '.[vision]'")
+  network = resnet.ResNet(resnet.config("resnet_test", image_size=16, depths=(1,), widths=(8,)))
+  workload = vision.Images(network, rebus.Rebus(8))
+  model = step.Model(workload=workload, rules=configure.rules({"conv": "1:8"}, "sr_ste",
+                     sparse_steps=8), devices=jax.devices()[:1])  # fmt: skip
+  variables = dict(jax.jit(workload.init)(jax.random.PRNGKey(7)))
+  variables.pop("params_axes")
+  stats = jax.tree.map(lambda x: x + 0.25, variables["batch_stats"])
+  path = str(tmp_path / "resnet.safetensors")
+  timm.write(path, variables | {"batch_stats": stats})
+  params, kept, number = checkpoints.load_initial(path, model, jax.random.PRNGKey(0))
+  assert number == 0
+  jax.tree.map(np.testing.assert_array_equal, params, variables["params"])
+  jax.tree.map(np.testing.assert_array_equal, kept, {"batch_stats": stats})
+  state = model.begin(params, optax.sgd(0.1), 0, kept)
+  assert int(state.step) == 0
+
+  other = vision.Images(resnet.ResNet(resnet.config("resnet_test", image_size=16)), rebus.Rebus(8))
+  with pytest.raises(ValueError, match="resnet.safetensors' lacks"):
+    other.read_weights(path)
+  (tmp_path / "model.bin").write_bytes(b"\x80\x02")
+  with pytest.raises(ValueError, match="model.bin' is a file that torch pickled"):
+    checkpoints.load_initial(str(tmp_path / "model.bin"), model, jax.random.PRNGKey(0))

@@ -1,13 +1,17 @@
-"""From nothing to sparse, scored checkpoints in minutes: a tiny T5 on mini-GLUE, on this machine.
+"""From nothing to sparse, scored checkpoints in minutes: a tiny T5 or a small ViT, on this machine.
 
 A dense warm-up; from its checkpoint a dense run, and SR-STE, MDGF-Exponential and SDGF-Stepwise at
 1:8 of the feed-forward and attention kernels, all of one length; then finalize, verify, glue score,
 report. Each step is a command that is printed as you would type it, and runs as if you had.
 Downloads nothing.
 
+--task rebus trains a ViT on generated images instead: dense, dense without feed-forward layers, and
+the same recipes at 1:16 of the feed-forward kernels, each from scratch.
+
 Stopped, the same command goes on where it was. --all in the same folder adds the other recipes.
 
   nm-sparsity quickstart
+  nm-sparsity quickstart --task rebus --out rebus
 
 Exit code: 0 = done, 1 = failed or stopped, 130 = interrupted.
 """
@@ -36,11 +40,16 @@ _Main = Callable[[Sequence[str]], int]  # words after `nm-sparsity` -> exit code
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds how much to run, and where."""
   add = parser.add_argument
+  told = ", ".join(f"{task.steps} of {name}" for name, task in quickstart.TASKS.items())
   add("--all", action="store_true", help=f"every recipe: {', '.join(quickstart.ALL)}")
   add("--out", default="quickstart", metavar="DIR", help="gets all of it (default: quickstart)")
   add(
-    "--steps", type=int, default=quickstart.STEPS, metavar="N",
-    help=f"of each recipe's run (default: {quickstart.STEPS}); the dense warm-up has more",
+    "--steps", type=int, metavar="N",
+    help=f"of each recipe's run (default: {told}); the dense warm-up of mini-glue has more",
+  )  # fmt: skip
+  add(
+    "--task", choices=list(quickstart.TASKS), default=quickstart.DEFAULT,
+    help="text, or generated images (default: %(default)s)",
   )  # fmt: skip
 
 
@@ -49,41 +58,37 @@ def run(args: argparse.Namespace) -> int:
   call: _Main = args.main
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # jax sets another one when it is imported
   begin = time.monotonic(), time.process_time()
-  recipes, steps = quickstart.ALL if args.all else quickstart.RECIPES, args.steps
+  task = quickstart.TASKS[args.task]
+  steps = task.steps if args.steps is None else args.steps
   out = os.path.expanduser(args.out).rstrip("/") or "/"
   if "://" in out:
     raise ValueError(f"--out {out}: give a folder of this machine")
   if steps < 10:
     raise ValueError(f"--steps {steps}: give 10 or more, since each phase of a recipe needs some")
-  quickstart.claim(pathlib.Path(out), steps)
+  quickstart.claim(pathlib.Path(out), steps, args.task)
   # What one run compiled, such as the evaluation, the next one finds.
   os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.abspath(f"{out}/.compiled"))
-  begun, last = quickstart.start(steps), quickstart.start(steps) + steps
-  print(
-    f"A tiny T5 on mini-GLUE's MNLI: {begun} dense steps, then {steps} with each of {len(recipes)} "
-    "recipes.\nEach command is shown as you would type it."
-  )
-  names = ["warmup", *recipes]
+  print(f"{task.opening(steps, args.all)}\nEach command is shown as you would type it.")
+  names = task.runs(args.all)
   for i, name in enumerate(names, 1):
-    print(f"\n[{i}/{len(names)}] {quickstart.TITLES[name]}", flush=True)
-    is_first = name == "warmup"
-    argv = quickstart.warmup(out, steps) if is_first else quickstart.finetune(out, steps, name)
-    if code := _train(call, argv, f"{out}/{name}", begun if is_first else last):
+    print(f"\n[{i}/{len(names)}] {task.titles[name]}", flush=True)
+    argv, last = task.train(out, steps, name), task.last(steps, name)
+    if code := _train(call, argv, f"{out}/{name}", last):
       return code
 
   print("\nExact zeros, and the proof")
-  for name in recipes:
-    if name != "dense" and (code := _prove(call, out, name, last)):
+  for name in task.proven(names):
+    if code := _prove(call, out, name, task.last(steps, name)):
       return code
 
   print("\nScores on the validation set\n")
-  for argv in [quickstart.score(out, names), *quickstart.reports(out, names)]:
+  for argv in task.compared(out, names):
     if code := _call(call, argv):
       return code
     print()
   for runs in quickstart.pages(names).values():
     _sum_up(out, runs)
-  _close(out, steps, args.all, begin)
+  _close(args, out, steps, begin)
   return 0
 
 
@@ -153,27 +158,22 @@ def _sum_up(out: str, names: Sequence[str]) -> None:
   print()
 
 
-def _close(out: str, steps: int, is_all: bool, begin: tuple[float, float]) -> None:
+def _close(args: argparse.Namespace, out: str, steps: int, begin: tuple[float, float]) -> None:
   """Says how long it took, and where to go from here."""
+  task = quickstart.TASKS[args.task]
   wall, cpu = time.monotonic() - begin[0], time.process_time() - begin[1]
   print(
     f"Done in {wall // 60:.0f}:{wall % 60:02.0f} ({cpu:.0f} s of CPU time). Curves are in "
     f"{out}/report.html,\ncheckpoints with exact zeros in {out}/final.\n\nWhat next"
   )
-  harder = "mdgf_exponential_1_32"
-  argv = quickstart.finetune(out, steps, "mdgf_exponential", "1:32", harder)
   nexts = [
-    (
-      "1:32, and its place in the table",
-      [argv, quickstart.score(out, ["mdgf_exponential", harder])],
-    ),
+    task.harder(out, steps),
     ("your own checkpoint on your own data: docs/local.md; with T5X: docs/t5x.md", []),
   ]
-  if not is_all:
+  if not args.all:
     more = ["quickstart", "--all"]
-    more += ["--out", out] * (out != "quickstart") + ["--steps", str(steps)] * (
-      steps != quickstart.STEPS
-    )
+    more += ["--task", args.task] * (args.task != quickstart.DEFAULT)
+    more += ["--out", out] * (out != "quickstart") + ["--steps", str(steps)] * (steps != task.steps)
     nexts.insert(0, ("every recipe, in the same folder", [more]))
   activate = pathlib.Path(sys.executable).with_name("activate")
   if shutil.which("nm-sparsity") is None and activate.is_file():

@@ -53,4 +53,13 @@ def source(
         f"IMAGE_SIZE={rebus.SIZE}."
       )
     return rebus.Rebus(batch_size)
-  raise ValueError(f"DATA={data!r}: choose 'rebus'.")
+  fields = {
+    "crop": crop, "erasing": random_erasing, "workers": workers, "rand": rand_augment
+  }  # fmt: skip
+  if "/" in (path := os.fspath(data)):
+    from nm_sparsity_jax.images import folder as folders
+
+    return folders.Folder(path, size, batch_size, **fields)
+  from nm_sparsity_jax.images import tfds
+
+  return tfds.Tfds(path, size, batch_size, folder, **fields)

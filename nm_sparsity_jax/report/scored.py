@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,19 +56,26 @@ def measures(run: Run) -> dict[str, Measure]:
   """Returns what a run is judged by, by name.
 
   These are the columns of GLUE if it has any. Else they are all its tasks, each with the metrics of
-  every step of which more is better, and each metric by itself of which less is better.
+  every step of which more is better, and each metric by itself of which less is better. A metric
+  such as accuracy_top5 does not count beside accuracy.
   """
   if columns := columns_of(run):
     return {name: Measure(*column) for name, column in columns.items()}
   found = {}
   for task, series in run.tasks.items():
     names = sorted(set.intersection(*map(set, series.values()))) if series else []
+    names = [n for n in names if _strict(n) == n or _strict(n) not in names]
     if more := [name for name in names if not run.less_is_better(name)]:
       found[task] = Measure(task, tuple(more))
     for name in names:
       if run.less_is_better(name):
         found[f"{task} {name}"] = Measure(task, (name,), less=True)
   return found
+
+
+def _strict(metric: str) -> str:
+  """Returns the metric that one such as accuracy_top5 is a laxer form of; else itself."""
+  return re.sub(r"_top\d+$", "", metric)
 
 
 def common(judged: Sequence[Run]) -> dict[str, Measure]:

@@ -28,6 +28,7 @@ from flax.linen import partitioning
 from nm_sparsity_jax import flops
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.trees import map_with_names
+from nm_sparsity_jax.weights import timm
 from nm_sparsity_jax.workloads.base import Batch, Workload
 
 LOSSES = ("softmax", "sigmoid")
@@ -169,6 +170,12 @@ class Images(Workload):
         f"to {self.classes - 1}. Set CLASSES to the classes of the data."
       )
     return batch
+
+  def read_weights(self, path: str) -> Mapping[str, Any]:
+    """Returns the variables of a .safetensors file with timm's names, every one of them."""
+    like = dict(jax.eval_shape(self.init, jax.random.PRNGKey(0)))
+    like.pop("params_axes")
+    return timm.read(path, like, self.network.config)
 
   def shape(self, lengths: Mapping[str, int] | None = None) -> Any:
     """Returns the shape of a network of this package for one image; None of any other."""

@@ -1,0 +1,154 @@
+"""RandAugment by Pillow, in timm's words: 'rand-m9-mstd0.5-inc1'.
+
+    'rand-m15-n2' -> [parse] -> RandAugment(magnitude=15, operations=2)
+    picture, its random stream -> [RandAugment.__call__] -> picture
+
+Each of n operations is one of 15, by chance, and half of the time it does nothing. Magnitudes go to
+10, as in timm, which takes a larger one for 10.
+
+Reference: Cubuk et al., RandAugment: Practical Automated Data Augmentation with a Reduced Search
+Space, NeurIPS 2020, arXiv:1909.13719.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+_MOST = 10.0
+_WORD = re.compile(r"(m|n|mstd|inc)(\d+(?:\.\d+)?)")
+_FILL = 124, 116, 104  # ImageNet's mean, where a picture was moved away
+_BICUBIC, _AFFINE = 3, 0  # Pillow's numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class RandAugment:
+  """Changes a picture by chance.
+
+  Attributes:
+    magnitude: from 0 to 10, how much an operation changes.
+    operations: how many there are, one after the other.
+    deviation: of the magnitude, which is drawn for each operation; 0 = it is always the same.
+    increasing: a larger magnitude always changes more; else of some operations the middle one
+      changes least, as in the paper.
+  """
+
+  magnitude: float = 9.0
+  operations: int = 2
+  deviation: float = 0.0
+  increasing: bool = False
+
+  def __call__(self, picture: Any, rng: np.random.Generator) -> Any:
+    """Returns the changed picture.
+
+    Args:
+      picture: Pillow's, RGB.
+      rng: the stream of this picture.
+    """
+    for _ in range(self.operations):
+      change = _CHANGES[int(rng.integers(len(_CHANGES)))]
+      is_done, sign = rng.random() < 0.5, 1 if rng.random() < 0.5 else -1
+      level = self.magnitude + self.deviation * rng.standard_normal()
+      if is_done:
+        picture = change(picture, min(max(level, 0.0), _MOST) / _MOST, sign, self.increasing)
+    return picture
+
+
+def parse(words: str) -> RandAugment:
+  """Returns what timm's words say.
+
+  >>> parse("rand-m9-mstd0.5-inc1")
+  RandAugment(magnitude=9.0, operations=2, deviation=0.5, increasing=True)
+
+  Args:
+    words: 'rand', then m (magnitude), n (operations), mstd (deviation) and inc (1 = increasing).
+  """
+  first, *rest = str(words).split("-")
+  found = [_WORD.fullmatch(word) for word in rest]
+  if first != "rand" or not all(found):
+    raise ValueError(
+      f"RAND_AUGMENT={words!r}: give timm's words, such as 'rand-m15-n2' or 'rand-m9-mstd0.5-inc1'."
+    )
+  said = {hit[1]: float(hit[2]) for hit in found if hit}
+  return RandAugment(
+    said.get("m", 9.0), int(said.get("n", 2)), said.get("mstd", 0.0), bool(said.get("inc", 0))
+  )
+
+
+# --- the operations: (picture, level from 0 to 1, sign, increasing) -> picture --------------------
+
+
+def _by_ops(name: str) -> Callable:
+  """Returns an operation of `PIL.ImageOps` that has no level."""
+
+  def change(picture, level, sign, increasing):
+    from PIL import ImageOps
+
+    return getattr(ImageOps, name)(picture)
+
+  return change
+
+
+def _enhanced(name: str) -> Callable:
+  """Returns an operation of `PIL.ImageEnhance`: 1 changes nothing."""
+
+  def change(picture, level, sign, increasing):
+    from PIL import ImageEnhance
+
+    factor = 1 + sign * 0.9 * level if increasing else 0.1 + 1.8 * level
+    return getattr(ImageEnhance, name)(picture).enhance(max(factor, 0.1))
+
+  return change
+
+
+def _rotated(picture, level, sign, increasing):
+  return picture.rotate(sign * 30 * level, resample=_BICUBIC, fillcolor=_FILL)
+
+
+def _posterized(picture, level, sign, increasing):
+  from PIL import ImageOps
+
+  bits = 4 - int(4 * level) if increasing else int(4 * level)
+  return ImageOps.posterize(picture, max(bits, 1))
+
+
+def _solarized(picture, level, sign, increasing):
+  from PIL import ImageOps
+
+  threshold = int(256 * level)
+  return ImageOps.solarize(picture, 256 - threshold if increasing else threshold)
+
+
+def _brightened(picture, level, sign, increasing):
+  """Adds to what is dark."""
+  more = int(110 * level)
+  return picture.point([min(255, i + more) if i < 128 else i for i in range(256)] * 3)
+
+
+def _sheared(axis: int) -> Callable:
+  def change(picture, level, sign, increasing):
+    share = sign * 0.3 * level
+    matrix = (1, share, 0, 0, 1, 0) if axis == 0 else (1, 0, 0, share, 1, 0)
+    return picture.transform(picture.size, _AFFINE, matrix, resample=_BICUBIC, fillcolor=_FILL)
+
+  return change
+
+
+def _moved(axis: int) -> Callable:
+  def change(picture, level, sign, increasing):
+    by = sign * 0.45 * level * picture.size[axis]
+    matrix = (1, 0, by, 0, 1, 0) if axis == 0 else (1, 0, 0, 0, 1, by)
+    return picture.transform(picture.size, _AFFINE, matrix, resample=_BICUBIC, fillcolor=_FILL)
+
+  return change
+
+
+_CHANGES: tuple[Callable, ...] = (
+  _by_ops("autocontrast"), _by_ops("equalize"), _by_ops("invert"), _rotated, _posterized,
+  _solarized, _brightened, _enhanced("Color"), _enhanced("Contrast"), _enhanced("Brightness"),
+  _enhanced("Sharpness"), _sheared(0), _sheared(1), _moved(0), _moved(1),
+)  # fmt: skip
