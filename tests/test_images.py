@@ -58,6 +58,15 @@ def test_batch_i_is_a_function_of_seed_and_i(pets):
   assert sorted(labels[:8].tolist()) == sorted(labels[8:].tolist()) == [0] * 4 + [1] * 4
 
 
+def test_a_picture_that_comes_again_is_drawn_otherwise(tmp_path):
+  write(tmp_path / "train/one/0.png")
+  (tmp_path / "validation/one").mkdir(parents=True)
+  write(tmp_path / "validation/one/1.png")
+  batches = find.source(str(tmp_path), 16, batch_size=2, crop=0.1).train(0, 0)
+  rows = [row for batch in itertools.islice(batches, 3) for row in batch["image"]]
+  assert len({row.tobytes() for row in rows}) == 6
+
+
 def test_a_crop_shows_a_part_and_a_flip_the_other_side():
   picture = Image.fromarray(np.indices((40, 60)).sum(0).astype(np.uint8)[..., None].repeat(3, -1))
   left, right = augment.centered(picture, 8)[4, [0, -1], 0]
