@@ -42,6 +42,10 @@ class Tfds(indexed.Indexed):
     self.name = name
     self.folder = os.path.expanduser(folder or os.environ.get("TFDS_DATA_DIR") or _HOME)
 
+  def __getstate__(self) -> dict[str, Any]:
+    """Returns what a worker needs: it opens the files by itself."""
+    return {k: x for k, x in vars(self).items() if k not in ("_builder", "tables")}
+
   @functools.cached_property
   def _builder(self) -> Any:
     try:
