@@ -262,6 +262,8 @@ OTHERS = {  # record -> the row's first words
   "tpu_eval_base.json": "evaluation, base",
   "tpu_decode_base.json": "greedy decoding, base",
   "tpu_metrics_base.json": "metrics, base",
+  "tpu_step_base_v4.json": "step, base, v4:2x2x1",
+  "tpu_step_base_v6e.json": "step, base, v6e:2x2",
   "tpu_step_xl_t5x.json": "step of T5X, 3B, v5p:2x2x2",
   "tpu_step_xxl_t5x.json": "step of T5X, 11B, v5p:2x2x2",
 }
