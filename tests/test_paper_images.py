@@ -10,6 +10,7 @@ import pytest
 import test_gin
 
 from nm_sparsity_jax import report, roles
+from nm_sparsity_jax.images import rand_augment
 from nm_sparsity_jax.report import Table
 from nm_sparsity_jax.runs import results
 from nm_sparsity_jax.scores import published
@@ -108,7 +109,7 @@ BEFORE = ["gin_configs/runs/local_images.gin", "gin_configs/runs/local_images_ad
 STEPS = {"vit_b16": 109_200, "swinv2_b_w8": 218_750, "vit_tiny_3": 78_000, "resnet50": 46_800}
 MACROS = """DATA IMAGE_SIZE CLASSES BATCH_SIZE SPARSE_STEPS WARMUP_STEPS LEARNING_RATE WEIGHT_DECAY
   LEARNING_RATE_FACTORS CLIP_NORM LOSS MIXUP CUTMIX LABEL_SMOOTHING RANDOM_ERASING DROP_PATH
-  EMA_DECAY ADAM_B1 ADAM_B2 RANDOM_SEED DATA_SEED DTYPE""".split()
+  EMA_DECAY RAND_AUGMENT ADAM_B1 ADAM_B2 RANDOM_SEED DATA_SEED DTYPE""".split()
 
 
 @functools.cache
@@ -161,6 +162,8 @@ def test_a_row_is_what_its_name_says(file):
   names = "MIXUP CUTMIX LABEL_SMOOTHING RANDOM_ERASING DROP_PATH CLIP_NORM".split()
   assert [found[name] for name in names] == mixing and found["DTYPE"] == "bfloat16"
   assert found["LOSS"] == ("softmax" if swin else "sigmoid")
+  augment = rand_augment.parse(found["RAND_AUGMENT"])
+  assert augment.magnitude == (9 if swin else 15)
 
 
 def test_the_networks_are_the_paper_s():
