@@ -65,7 +65,10 @@ class Indexed(source.Source):
     if not self.workers:
       return map(make, itertools.count(start))
     import grain
+    from absl import flags
 
+    if not flags.FLAGS.is_parsed():  # grain's own flags, which have their defaults then
+      flags.FLAGS.mark_as_parsed()
     numbers = grain.MapDataset.range(start, 2**62).map(make).to_iter_dataset()
     options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=2)
     return iter(numbers.mp_prefetch(options))
