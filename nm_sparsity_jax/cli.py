@@ -28,6 +28,7 @@ COMMANDS = {
   "plan": ("plan", "show what a run would do, and every mistake, before it starts"),
   "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
+  "export": ("export", "write a ViT, SwinV2 or ResNet as timm's safetensors, and prove it"),
   "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
   "sweep": ("sweep", "train a grid of recipes x patterns x seeds from one file, and compare them"),
   "doctor": ("doctor", "say what is missing or in conflict in this environment, and how to fix it"),

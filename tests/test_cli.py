@@ -238,6 +238,7 @@ def test_a_package_index_shows_a_page_without_dead_links(built):
     "local",
     "tracking",
     "t5x",
+    "kauldron",
     "tpu",
     "vision",
     "vision-dev",

@@ -391,3 +391,71 @@ def test_sparse_network_is_the_dense_one_on_sparsified_parameters(name, how, com
     assert_same_bits(got, want, f"step {step}")
     assert_same_bits(got_grads, reference(params, step, state, grads)[1], f"step {step}")
   assert run_sparse._cache_size() == 1  # one compilation serves all steps
+
+
+# --- what the authors' fork does otherwise: docs/differences.md ---------------------------------
+
+
+def densities(name, places, step, state=None):
+  """Place -> share of weights that the effective kernels keep at a step."""
+  params = drawn(shapes_of(network(name)))["params"]
+  rules = nms.Rules(places)
+  effective = dict(flatten(nms.sparsify(params, rules, step, state)))
+  found = {}
+  for place, recipe in places.items():
+    paths = [path for path, made in rules.assign(params).places.items() if made.recipe is recipe]
+    kept = [float((np.asarray(effective[path]) != 0).mean()) for path in paths]
+    assert paths and len(set(kept)) == 1
+    found[place] = kept[0]
+  return found, effective, dict(flatten(params))
+
+
+STEPWISE = nms.recipe("sdgf_stepwise", pattern="1:8", phases=nms.Phases(total=100, finetune=20))
+
+
+def test_query_and_key_of_swin_follow_the_step():
+  places = {
+    "ff": STEPWISE,
+    "qk": nms.recipe("sdgf_stepwise", pattern="1:4", phases=STEPWISE.phases),
+  }
+  for step, ff, qk in (
+    (10, 7 / 8, 3 / 4),
+    (39, 4 / 8, 2 / 4),
+    (79, 1 / 8, 1 / 4),
+    (99, 1 / 8, 1 / 4),
+  ):
+    assert densities("swin", places, step)[0] == {"ff": ff, "qk": qk}
+  decay = nms.recipe("mdgf_exponential", pattern="1:4", phases=STEPWISE.phases)
+  _, effective, params = densities("swin", {"qk": decay}, 90)
+  assert (np.asarray(effective["layers_0/blocks_0/attn/q/kernel"]) == 0).mean() == 0.75
+  assert (np.asarray(effective["layers_0/blocks_0/attn/v/kernel"]) != 0).all()
+  assert (params["layers_0/blocks_0/attn/q/kernel"] != 0).all()
+
+
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_feed_forward_and_attention_keep_their_own_patterns_and_biases_stay(name):
+  sr_ste = lambda pattern: nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=9))
+  found, effective, params = densities(name, {"qkv": sr_ste("1:4"), "ff": sr_ste("1:8")}, 9)
+  assert found == {"qkv": 1 / 4, "ff": 1 / 8}
+  biases = [path for path in params if path.endswith("bias")]
+  of_sparse = [path for path in biases if "/mlp/" in path or "/attn/" in path]
+  assert len(of_sparse) > 10
+  for path in biases:
+    np.testing.assert_array_equal(effective[path], params[path], err_msg=path)
+
+
+def test_convolutions_run_structure_decay_and_the_fine_tune_phase():
+  for step, share in ((10, 7 / 8), (39, 4 / 8), (59, 2 / 8), (79, 1 / 8), (99, 1 / 8)):
+    found, effective, _ = densities("resnet", {"conv": STEPWISE}, step)
+    assert found == {"conv": share}
+    kernel = np.asarray(effective["layer2_0/conv2/kernel"])  # 3 x 3
+    groups = np.moveaxis(kernel, 2, -1).reshape(-1, 8)  # inputs at one offset, for one output
+    assert ((groups != 0).sum(1) == share * 8).all()
+
+
+def test_a_stem_of_3_channels_takes_no_groups_of_8():
+  net = network("resnet", nms.Rules({"stem": STEPWISE}))
+  for act in (lambda: shapes_of(net), lambda: densities("resnet", {"stem": STEPWISE}, 0)):
+    with pytest.raises(ValueError, match="conv1/kernel.*3") as told:
+      act()
+    assert "8" in str(told.value)

@@ -4,6 +4,7 @@
     nms.runs.verify("runs/sparse").ok                   # is the newest checkpoint n:m?
     nms.runs.finalize("runs/sparse", "runs/final")      # exact zeros, written and proven
     nms.runs.rules_of("runs/sparse")                    # what it trains by
+    nms.runs.export("runs/final", "model.safetensors")  # in timm's names, and proven there
 
 The names are imported when they are first used.
 """
@@ -11,13 +12,17 @@ The names are imported when they are first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME = {"verify": "proof", "finalize": "proof", "rules_of": "trained", "read_settings": "trained"}
+_HOME = {
+  "verify": "proof", "finalize": "proof", "rules_of": "trained", "read_settings": "trained",
+  "export": "exported",
+}  # fmt: skip
 
 if TYPE_CHECKING:
+  from nm_sparsity_jax.runs.exported import export
   from nm_sparsity_jax.runs.proof import finalize, verify
   from nm_sparsity_jax.runs.trained import read_settings, rules_of
 
-__all__ = ["finalize", "read_settings", "rules_of", "verify"]
+__all__ = ["export", "finalize", "read_settings", "rules_of", "verify"]
 
 
 def __getattr__(name: str) -> Any:

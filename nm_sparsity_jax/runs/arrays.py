@@ -16,6 +16,7 @@ from flax import traverse_util
 from nm_sparsity_jax.runs import checkpoint, folders
 from nm_sparsity_jax.text import first_line
 from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.weights import timm
 
 
 def load(stored: checkpoint.Stored, like: Any, shardings: Any) -> Any:
@@ -32,6 +33,8 @@ def load(stored: checkpoint.Stored, like: Any, shardings: Any) -> Any:
   Raises:
     ValueError: the checkpoint lacks an array, has another shape, or is damaged.
   """
+  if stored.format == "timm":
+    return _load_timm(stored.path, like, shardings)
   wanted = dict(flatten(like))
   if lost := sorted(set(wanted) - set(stored.leaves)):
     raise ValueError(
@@ -60,6 +63,16 @@ def load(stored: checkpoint.Stored, like: Any, shardings: Any) -> Any:
     for key, leaf in wanted.items()
   }
   return traverse_util.unflatten_dict(values, sep="/")
+
+
+def _load_timm(path: str, like: Any, shardings: Any) -> Any:
+  """Loads from a file of timm's names, in its own words for what does not fit."""
+  collections = like.get("flax_mutables", {})
+  found = timm.read(path, {"params": like["target"], **collections})
+  tree = {"target": found["params"], "flax_mutables": {key: found[key] for key in collections}}
+  values, where = dict(flatten(tree)), dict(flatten(shardings))
+  on_devices = {key: jax.device_put(values[key], where[key]) for key, _ in flatten(like)}
+  return traverse_util.unflatten_dict(on_devices, sep="/")
 
 
 def restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:

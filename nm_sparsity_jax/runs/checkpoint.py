@@ -6,7 +6,8 @@
 
 Keys are those of T5X's train state: target/..., state/step, state/param_states/...,
 flax_mutables/... Formats: T5X's own (one msgpack file that refers to tensorstore arrays) and Orbax,
-which Kauldron writes too, by names of its own; Orbax is what is written.
+which Kauldron writes too, by names of its own. Orbax is what is written. A safetensors file of
+timm's names reads like a dense checkpoint.
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
@@ -27,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import files, folders, limits
+from nm_sparsity_jax.runs import files, folders, foreign, limits
 from nm_sparsity_jax.text import first_line
 
 
@@ -46,7 +47,7 @@ class Stored:
 
   Attributes:
     path: its folder.
-    format: 'Orbax' or 'T5X'.
+    format: 'Orbax', 'T5X' or 'timm'.
     leaves: key -> Leaf.
     step: T5X's global step, None if unknown.
     sparse_step: steps of the sparse run that wrote it, None for a dense one.
@@ -96,6 +97,11 @@ def find(name: str) -> str:
   return name
 
 
+def opened(path: str | os.PathLike | Stored) -> Stored:
+  """Returns the checkpoint that a path means, or the one given."""
+  return path if isinstance(path, Stored) else read(find(os.fspath(path)))
+
+
 def read(name: str) -> Stored:
   """Reads the metadata of a checkpoint; arrays are read when you ask for them."""
   reader, path = _located(name)
@@ -108,6 +114,8 @@ def _located(name: str):
   folder = folders.path_of(name)
   if not folder.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
+  if folder.name.endswith(foreign.SUFFIXES) and folder.is_file():
+    return _read_timm, folder
   if file := folders.legacy_file(folder):
     return _read_legacy, file
   if state := folders.orbax_state(folder):
@@ -217,6 +225,16 @@ def _stored_array(value) -> np.ndarray:
   fill = zarray.get("fill_value") is not None
   spec = {"driver": spec["driver"], "kvstore": kvstore, "fill_missing_data_reads": fill}
   return np.asarray(tensorstore.open(spec).result().read().result())
+
+
+def _read_timm(name: str, file) -> Stored:
+  if not isinstance(file, pathlib.Path):
+    raise _Unreadable(f"{name!r}: copy the file to a local disk")
+  try:
+    found, array = foreign.open_timm(name)
+  except ValueError as e:  # it names the file
+    raise _Unreadable(str(e)) from e
+  return _stored(name, "timm", {key: Leaf(key, *of) for key, of in found.items()}, array)
 
 
 def _read_orbax(name: str, state) -> Stored:

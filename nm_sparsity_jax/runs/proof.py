@@ -164,7 +164,7 @@ def verify(
   Raises:
     ValueError: there are no rules, other rules than the checkpoint's, or it cannot be read.
   """
-  stored = _opened(path)
+  stored = checkpoint.opened(path)
   rules = _rules(stored, rules, axes)
   return _prove(stored, rules, _assign(stored, rules))
 
@@ -194,7 +194,7 @@ def finalize(
   Raises:
     ValueError: the schedule is not over, the output is there already, or what `verify` refuses.
   """
-  stored = _opened(path)
+  stored = checkpoint.opened(path)
   rules = _rules(stored, rules, axes)
   assignment = _assign(stored, rules)
   if not early:
@@ -206,12 +206,6 @@ def finalize(
   written = checkpoint.read(made)
   proof = _prove(written, rules, _assign(written, rules))
   return Finalized(stored, proof, tuple(removed[p] for p in assignment.places))
-
-
-def _opened(path: str | os.PathLike | Stored) -> Stored:
-  if isinstance(path, Stored):
-    return path
-  return checkpoint.read(checkpoint.find(os.fspath(path)))
 
 
 # --- rules --------------------------------------------------------------------------------------

@@ -90,6 +90,12 @@ def refuse_pickled(path: str | os.PathLike) -> None:
     )
 
 
+def refuse_existing(path: str | os.PathLike) -> None:
+  """Raises where `write` would overwrite."""
+  if os.path.lexists(path):
+    raise ValueError(f"{os.fspath(path)!r} is there already: it is never overwritten.")
+
+
 def write(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
   """Writes a new file: all of it, or nothing.
 
@@ -98,8 +104,7 @@ def write(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
     tensors: name -> array.
   """
   file = pathlib.Path(path)
-  if os.path.lexists(file):
-    raise ValueError(f"{os.fspath(path)!r} is there already: it is never overwritten.")
+  refuse_existing(path)
   _library(os.fspath(path))
   from safetensors.numpy import save_file
 
