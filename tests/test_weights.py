@@ -160,9 +160,19 @@ def test_full_size_networks_are_timms(name):
   net, theirs = network(name), reference.network(library, name)
   state = {key: reference.values(key, tuple(x.shape)) for key, x in theirs.state_dict().items()}
   variables = timm.from_timm(state, shapes_of(net))
-  want = reference.run(theirs, name, net.config.image_size, 1)
-  for got, x, what in zip(ours(net, name, variables, 1), want, ("logits", "gradient"), strict=True):
-    assert_close(got, x, what)
+  size = net.config.image_size
+  want = reference.run(theirs, name, size, 1)
+  logits, gradient = ours(net, name, variables, 1)
+  assert_close(logits, want[0], "logits")
+  if name != "resnet50":
+    assert_close(gradient, want[1], "gradient")
+    return
+  # Of ten million relus some are so near 0 that rounding turns them on or off. timm's own gradient
+  # in float32 is off by 2.4e-3 for that. So half of the pixels tell, and timm's error is the limit.
+  error = lambda got: np.abs(np.asarray(got, np.float64) - want[1]) / np.abs(want[1]).max()
+  single = reference.run(theirs.float(), name, size, 1, single=True)[1]
+  assert np.median(error(gradient)) < 1e-6
+  assert error(gradient).max() < 3 * error(single).max() < 1e-2
 
 
 # --- there and back -----------------------------------------------------------------------------

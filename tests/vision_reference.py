@@ -85,16 +85,17 @@ def network(timm, name):
   return net.double().eval()
 
 
-def run(net, name, size, count=2):
+def run(net, name, size, count=2, single=False):
   """Logits, and the gradient of a weighted sum of them with respect to the images (NHWC)."""
   import torch
 
-  x = torch.tensor(images(name, size, count)).double().permute(0, 3, 1, 2).requires_grad_()
+  dtype = torch.float32 if single else torch.float64
+  x = torch.tensor(images(name, size, count)).to(dtype).permute(0, 3, 1, 2).requires_grad_()
   logits = net(x)
   weights = torch.tensor(hashed(f"weights of {name}", tuple(logits.shape)))
   (logits * weights).sum().backward()
-  single = lambda x: x.detach().float().numpy()
-  return single(logits), single(x.grad.permute(0, 2, 3, 1))
+  plain = lambda x: x.detach().float().numpy()
+  return plain(logits), plain(x.grad.permute(0, 2, 3, 1))
 
 
 def make(timm):
