@@ -1,6 +1,7 @@
 """What tests ask of Kauldron, in a process of its own: each returns what JSON knows."""
 
 import dataclasses
+import warnings
 
 import flax.linen as nn
 import jax
@@ -165,6 +166,50 @@ def after_a_dense_run(workdir):
   """What is said of a sparse run in the folder of a dense one."""
   trainer_of(workdir, trainstep=kd.train.TrainStep(), evals={}, stop_after_steps=1).train()
   return said_of(lambda: trainer_of(workdir).train())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded(kd.ckpts.InitTransform):
+  """The weights of another run."""
+
+  workdir: str
+
+  def transform(self, state):
+    return state.replace(params=restored(trainer_of(self.workdir)).params)
+
+
+def started(workdir, used):
+  """Of a run from the weights of another: whether its stored masks are those of these weights."""
+  rules = rules_of("one_shot", dense=0)
+  state = trainer_of(workdir, rules, init_transform=Loaded(workdir=used)).init_state()
+  loaded = restored(trainer_of(used)).params
+  sparse = nms.sparsify(loaded, rules, state.opt_state)
+  by_magnitude = nms.sparsify(loaded, rules, nms.sparse(optax.sgd(1.0), rules).init(loaded))
+  same = lambda a, b: all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
+  return {
+    "loaded": same(state.params, loaded),
+    "masks": same(sparse, by_magnitude),
+    "sparse": nms.verify(sparse, rules).ok,
+    "count": int(state.opt_state.count),
+  }
+
+
+class Other(kd.evals.EvaluatorBase):
+  """An evaluator that takes no init_transform."""
+
+
+def warned(workdir):
+  """What a trainer is warned of, whose evaluators and checkpoints are its own business."""
+  transform = kd.ckpts.MultiTransform(ours=kauldron_adapter.Effective(rules=rules_of()))
+  evaluator = dataclasses.replace(trainer_of(workdir).evals["eval"], init_transform=transform)
+  with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    trainer_of(
+      workdir,
+      evals={"eval": evaluator, "own": Other(run=kd.evals.EveryNSteps(4))},
+      checkpointer=kd.ckpts.Checkpointer(save_interval_steps=5),
+    )
+  return [str(warning.message) for warning in found if warning.category is UserWarning]
 
 
 def said_of(make):

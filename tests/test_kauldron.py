@@ -144,6 +144,16 @@ class TestRuns:
   def test_while_it_is_dense_it_is_kauldrons_own_step(self, call, tmp_path):
     assert call("of_kauldron_itself", workdir=str(tmp_path)) < 1e-6
 
+  def test_masks_are_made_of_the_weights_that_a_run_starts_from(self, whole, call, tmp_path):
+    found = call("started", workdir=str(tmp_path), used=str(whole[0]))
+    assert found == {"loaded": True, "masks": True, "sparse": True, "count": 0}
+
+  def test_what_may_be_meant_is_a_warning(self, call, tmp_path):
+    """And an evaluator may apply more transforms than ours."""
+    own, end = call("warned", workdir=str(tmp_path))
+    assert own.startswith("evals['own'] takes no init_transform, so it scores the stored weights")
+    assert end.startswith("num_train_steps=12 is no multiple of save_interval_steps=5")
+
   def test_the_launcher_runs_a_konfig_file(self, call, tmp_path):
     config = f"--cfg={ROOT}/tests/kauldron_tiny.py"
     arguments = [config, f"--cfg.workdir={tmp_path}", "--cfg.stop_after_steps=1"]
