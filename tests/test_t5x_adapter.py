@@ -18,6 +18,7 @@ import quick
 import t5x_found
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax import groups
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.trees import flatten, map_with_names
 
@@ -635,6 +636,26 @@ def test_model_parallel(network):
     got[count] = jax.tree.map(np.asarray, (sparse, mine(new).get("mask", {}))), grads
   assert_equal(*(jax.tree.map(lambda w: w != 0, got[c][0]) for c in (8, 1)))
   assert_equal(got[8][1], got[1][1], atol=1e-5)
+
+
+def test_evaluation_and_inference_mask_by_shard(monkeypatch):
+  """Without a trainer too: on several TPUs each device makes the masks of its shard in one pass."""
+  model, devices = make(rules_of("sr_ste")), Devices(8, 2)
+  state = begin(model, devices).train_state
+  model = make(rules_of("sr_ste"))  # one that no trainer told anything
+  initializer_of(model, devices, cls=t5x_adapter.SparseTrainStateInitializer)
+  want = jax.jit(model.effective)(state.params, state.flax_mutables)
+  calls = []
+  monkeypatch.setattr(
+    jax, "shard_map", lambda *a, m=jax.shard_map, **k: calls.append(k["in_specs"]) or m(*a, **k)
+  )
+  monkeypatch.setattr(groups, "_PLATFORM", "cpu")
+  compiled = jax.jit(lambda *a: model.effective(*a)).lower(state.params, state.flax_mutables)
+  assert len(calls) == len(model.stored_rules.assign(model.made).places)
+  assert all("model" in spec for spec in calls)
+  compiled = compiled.compile()
+  assert not any(collectives(compiled).values())
+  assert_equal(compiled(state.params, state.flax_mutables), want)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,8 @@ class ShowingInitializer(utils.TrainStateInitializer):
 class SparseTrainStateInitializer(ShowingInitializer):
   """`ShowingInitializer`, which also checks a restored train state against the model.
 
-  Bind it in eval and infer; `SparseTrainer` checks what it is given by itself.
+  It tells the model how devices share the weights, so that masks on several TPUs take one pass.
+  Bind it in eval and infer; `SparseTrainer` does both by itself.
 
       infer_script.infer.train_state_initializer_cls = @t5x_adapter.SparseTrainStateInitializer
 
@@ -69,9 +70,9 @@ class SparseTrainStateInitializer(ShowingInitializer):
 
   def __init__(self, optimizer_def, init_fn, *args, **kwargs):
     super().__init__(optimizer_def, init_fn, *args, **kwargs)
-    self.global_train_state_shape = _CheckedState(
-      self.global_train_state_shape, init_fn.__self__.check
-    )
+    model = init_fn.__self__
+    model.know_shardings(self._partitioner.mesh, self.train_state_axes.params)
+    self.global_train_state_shape = _CheckedState(self.global_train_state_shape, model.check)
 
 
 class _CheckedState:

@@ -20,6 +20,7 @@ import numpy as np
 from flax import traverse_util
 from flax.core import freeze, unfreeze
 from flax.linen import partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 from t5x import models, optimizers, utils
 
 from nm_sparsity_jax import apply, layers, optim, rules_text, witness
@@ -103,6 +104,19 @@ class SparseModel(models.BaseTransformerModel):
     if axes:
       variables[f"{COLLECTION}_axes"] = axes_like(mine, axes, self.made)
     return freeze(variables)
+
+  def know_shardings(self, mesh, axes):
+    """Tells the rules how devices share each parameter; call it after `get_initial_variables`.
+
+    On several TPUs masks then take one pass; see `Rules.with_shardings`.
+
+    Args:
+      mesh: of the partitioner.
+      axes: a tree like the parameters; leaves are `PartitionSpec`.
+    """
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, x), unfreeze(axes), is_leaf=is_spec)
+    self.stored_rules = self.stored_rules.with_shardings(shardings)
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
     """Returns the loss at the step that `flax_mutables` holds, metrics and the same mutables."""

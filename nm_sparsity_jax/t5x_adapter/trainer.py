@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import optax
 from absl import logging
 from clu import asynclib
-from flax.core import freeze, unfreeze
-from jax.sharding import NamedSharding, PartitionSpec
+from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
 from nm_sparsity_jax import optim
@@ -79,8 +78,7 @@ class SparseTrainer(trainer.Trainer):
       if _is_new(train_state):
         train_state = _started(model, train_state, train_state_axes, partitioner, start)
     if train_state_axes is not None:
-      shardings = _shardings(partitioner.mesh, train_state_axes.params)
-      model.stored_rules = model.stored_rules.with_shardings(shardings)
+      model.know_shardings(partitioner.mesh, train_state_axes.params)
     super().__init__(
       model=model,
       train_state=train_state,
@@ -152,12 +150,6 @@ def check_metrics_every(steps: int | None) -> None:
   """
   if steps is not None and (not isinstance(steps, int) or steps < 0):
     raise ValueError(f"METRICS_EVERY={steps!r}: give a whole number of steps, or None for never.")
-
-
-def _shardings(mesh, specs):
-  """Returns how the devices share each parameter."""
-  is_spec = lambda x: isinstance(x, PartitionSpec)
-  return jax.tree.map(lambda s: NamedSharding(mesh, s), unfreeze(specs), is_leaf=is_spec)
 
 
 def sparse_train_step(
