@@ -249,6 +249,11 @@ def test_the_page_says_what_was_recorded():
     assert len(found) == 1
     return f"{found[0]:.2f}x"
 
+  cells = lambda name: [
+    (r["pattern"], r["axis"], r["dtype"], r["cut"], f"{r['over_one_pass']:.2f}")
+    for r in json.loads((root / "benchmarks" / "results" / name).read_text())["rows"]
+  ]
+  assert cells("tpu_masks_jax_0_12.json") == cells("tpu_masks.json")
   table = re.findall(r"^\| (\d+:\d+) \| (.+) \|$", page, re.MULTILINE)
   assert len(table) == 6
   for pattern, cells in table:
@@ -261,6 +266,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 OTHERS = {  # record -> the row's first words
   "tpu_eval_base.json": "evaluation, base",
   "tpu_decode_base.json": "greedy decoding, base",
+  "tpu_eval_base_t5x.json": "evaluation of T5X, base",
+  "tpu_decode_base_t5x.json": "greedy decoding of T5X, base",
   "tpu_metrics_base.json": "metrics, base",
   "tpu_step_base_v4.json": "step, base, v4:2x2x1",
   "tpu_step_base_v6e.json": "step, base, v6e:2x2",
@@ -295,6 +302,6 @@ def test_the_page_says_what_was_recorded_of_other_programs():
   }
   assert wanted == set(re.findall(r"^\| \w[^|`]* \| `\w+` \|.*\|$", page, re.MULTILINE))
   on_disk = {path.name for path in (ROOT / "benchmarks" / "results").glob("tpu_*.json")}
-  masks = {"tpu_masks.json", "tpu_masks_plain.json"}
+  masks = {"tpu_masks.json", "tpu_masks_plain.json", "tpu_masks_jax_0_12.json"}
   steps = {"tpu_step_base.json", "tpu_step_base_plain.json", "tpu_step_base_t5x.json"}
   assert on_disk == {*OTHERS, *masks, *steps}  # none that the page leaves out
