@@ -27,7 +27,7 @@ _HOME = {
 }
 _MODULES = (
     "apply", "configure", "environment", "flops", "gradients", "groups", "layers", "masks",
-    "metrics", "optim", "patterns", "plan", "recipes", "report", "roles", "rules", "runs",
+    "metrics", "optim", "packed", "patterns", "plan", "recipes", "report", "roles", "rules", "runs",
     "schedules", "scores", "stored", "sweep", "workloads",
 )  # fmt: skip
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     masks,
     metrics,
     optim,
+    packed,
     patterns,
     plan,
     recipes,
@@ -69,8 +70,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
     "environment", "finalize", "flops", "gradients", "groups", "init_state", "layers", "masks",
-    "metrics", "nm_mask", "optim", "patterns", "plan", "recipe", "recipes", "report", "roles",
-    "rules", "runs", "schedules", "scores", "sparse", "sparsify", "sr_ste", "step_count",
+    "metrics", "nm_mask", "optim", "packed", "patterns", "plan", "recipe", "recipes", "report",
+    "roles", "rules", "runs", "schedules", "scores", "sparse", "sparsify", "sr_ste", "step_count",
     "stored", "sweep", "update_state", "verify", "workloads",
 ]  # fmt: skip
 

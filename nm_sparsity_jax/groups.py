@@ -132,7 +132,8 @@ class Groups:
     first, merged = here.axes[0], here._merged()
     widths = [(0, self.pad * (a == first)) for a in range(len(merged))]
     x = np.pad(x.transpose(self.order).reshape(merged), widths)
-    cut = x.reshape(*x.shape[:first], -1, pattern.m, *x.shape[first + 1 :])
+    whole = self.size // pattern.m
+    cut = x.reshape(*x.shape[:first], whole, pattern.m, *x.shape[first + 1 :])
     return np.moveaxis(cut, first + 1, -1)
 
   def start(self, group: int, pattern: NM) -> tuple[int, ...]:

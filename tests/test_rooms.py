@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Each room imports only rooms before it. A folder is one room.
 ORDER = (
   "_version", "installed", "directions", "text", "errors", "patterns", "trees", "dtypes", "masks",
-  "schedules", "groups", "gradients", "recipes", "roles", "places", "rules", "rules_text",
+  "schedules", "groups", "packed", "gradients", "recipes", "roles", "places", "rules", "rules_text",
   "opt_states", "witness", "stored", "apply", "optim", "transform", "layers", "metrics", "flops",
   "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5", "weights", "images",
   "workloads",

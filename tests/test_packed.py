@@ -1,0 +1,267 @@
+"""Packed weights: lossless on bits, small, and strict about what they take."""
+
+import dataclasses
+import doctest
+import math
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nm_sparsity_jax.groups import Groups
+from nm_sparsity_jax.packed import (
+  NMPacked,
+  array,
+  bits,
+  check,
+  lost_signs,
+  pack,
+  sizes,
+  sparse_operand,
+  unpack,
+)
+from nm_sparsity_jax.patterns import NM
+
+FLOATS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+PATTERNS = [
+  "1:1",
+  "2:2",
+  "1:4",
+  "2:4",
+  "3:4",
+  "1:5",
+  "2:8",
+  "1:16",
+  "7:16",
+  "1:17",
+  "3:32",
+  "1:128",
+]
+PATTERNS += ["5:256", "256:256"]
+
+
+def weight(seed, shape, axis, pattern, dtype, pad=None):
+  """An n:m weight of any bits: NaN, inf, subnormals and both zeros. Returns it and its groups."""
+  rng = np.random.default_rng(seed)
+  groups = Groups(shape, axis)
+  groups = Groups(shape, axis, -groups.length % pattern.m if pad is None else pad)
+  kind = np.dtype(dtype)
+  w = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
+  split = groups.split(np.arange(w.size).reshape(shape) + 1, pattern)
+  split = split.reshape(math.prod(split.shape[:-1]), pattern.m)
+  order = rng.random(split.shape).argsort(1)
+  drop = np.where(order >= rng.integers(0, pattern.n + 1, (len(split), 1)), split, 0)
+  zeros = np.where(rng.random(w.size + 1) < 0.3, -0.0, 0.0).astype(kind)
+  flat = w.reshape(-1).copy()
+  at = drop[drop > 0] - 1
+  flat[at] = zeros[at]
+  return flat.reshape(shape), groups
+
+
+def raw(x):
+  return x.view(f"u{x.dtype.itemsize}")
+
+
+def as_matrix(w, groups):
+  """(depth, features) as `pack` reads it, by jax's own transposition."""
+  axes = groups.axes
+  rest = [a for a in groups.order if a not in axes]
+  return w.transpose(*axes, *rest).reshape(groups.length, math.prod(w.shape[a] for a in rest))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@given(
+  seed=st.integers(0, 2**32 - 1),
+  shape=st.sampled_from([(37, 5), (8, 1), (5, 7, 3), (4, 3, 6), (2, 3, 4, 5), (300, 2), (0, 3)]),
+  kind=st.sampled_from(sorted(FLOATS)),
+  data=st.data(),
+)
+def test_unpack_gives_the_same_bits(pattern, seed, shape, kind, data):
+  pattern = NM.parse(pattern)
+  several = [(0, 1), (0, 2)] if len(shape) > 2 else []
+  axis = data.draw(st.sampled_from([*range(len(shape)), *several]))
+  w, groups = weight(seed, shape, axis, pattern, FLOATS[kind])
+  packed = pack(w, pattern, groups)
+  check(packed)
+  due, got = raw(as_matrix(w, groups)).copy(), raw(unpack(packed))
+  sign = 1 << (8 * w.dtype.itemsize - 1)
+  assert (got == sign).sum() == (due == sign).sum() - lost_signs(w, pattern, groups)
+  due[due == sign], got[got == sign] = 0, 0
+  np.testing.assert_array_equal(got, due)
+  # The packing of what was unpacked is the same one.
+  again = pack(unpack(packed), pattern)
+  for one, other in zip(jax.tree.leaves(packed), jax.tree.leaves(again), strict=True):
+    assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(0, 19), columns=st.integers(0, 4))
+def test_indices_share_bytes_along_the_rows_low_bits_first(width, seed, rows, columns):
+  indices = np.random.default_rng(seed).integers(0, 1 << width, (rows, columns), np.uint8)
+  squeezed = bits.squeeze(indices, width)
+  assert squeezed.shape == (bits.rows_of(rows, width), columns) and squeezed.dtype == np.uint8
+  assert bits.unused(squeezed, rows, width)
+  np.testing.assert_array_equal(bits.spread(squeezed, rows, width), indices)
+  per = 8 // width
+  for row in range(rows):
+    here = squeezed[row // per] >> (row % per * width) & ((1 << width) - 1)
+    np.testing.assert_array_equal(here, indices[row])
+
+
+def test_minus_zero_comes_first_then_the_lowest_free_place():
+  w = np.array([[0.0, 0.0, -0.0, 0.0]], np.float32).T
+  packed = pack(w, NM(2, 4))
+  assert packed.indices.tolist() == [[0 | 2 << 2]]
+  assert raw(packed.values).tolist() == [[0], [1 << 31]]
+  assert lost_signs(w, NM(2, 4)) == 0 and lost_signs(-np.abs(w), NM(2, 4)) == 2
+
+
+def test_padding_is_kept_only_where_a_group_has_nothing_else():
+  packed = pack(np.ones((5, 1), np.float32)[:5], NM(4, 4))
+  assert packed.depth == 5 and packed.rows == 8 and packed.groups == 2
+  np.testing.assert_array_equal(unpack(packed), np.ones((5, 1)))
+  assert packed.values[:, 0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
+@given(seed=st.integers(0, 2**32 - 1), columns=st.integers(1, 4))
+def test_int8_is_off_by_half_a_step_at_most(seed, columns):
+  rng = np.random.default_rng(seed)
+  w, _ = weight(seed, (24, columns), 0, NM(2, 8), np.float32)
+  size = np.exp(rng.normal(0, 5, (1, columns)))
+  w = np.where((w == 0) & ~np.isnan(w), 0, rng.normal(0, size, w.shape)).astype(np.float32)
+  packed = pack(w, NM(2, 8), dtype=np.int8)
+  check(packed)
+  exact = pack(w, NM(2, 8))
+  np.testing.assert_array_equal(packed.indices, exact.indices)  # what rounds to 0 keeps its place
+  assert packed.values.min() >= -127 and packed.dtype == np.float32
+  step = np.abs(w).max(0) / 127
+  assert (np.abs(unpack(packed) - w) <= step * 0.5001).all()
+
+
+def test_int8_of_zeros_and_of_what_underflows():
+  w = np.array([[0, 1e-38, 127, 2.5]] + [[0] * 4] * 3, np.float32)
+  packed = pack(w, NM(1, 4), dtype=np.int8)
+  assert packed.scale.tolist()[:3] == [1, 1, 1]
+  assert packed.values.tolist() == [[0, 0, 127, 127]]
+  half = np.array([[127, 0.5, 1.5, 2.5]], np.float32).T
+  assert pack(half, NM(4, 4), dtype="int8").values[:, 0].tolist() == [127, 0, 2, 2]  # to even
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_another_dtype_rounds_once(kind):
+  w, _ = weight(3, (16, 8), 0, NM(1, 4), np.float32)
+  w = np.where(np.isfinite(w) & (np.abs(w) < 6e4) & (w != 0), w, 0).astype(np.float32)
+  packed = pack(w, NM(1, 4), dtype=FLOATS[kind])
+  assert raw(unpack(packed)).tolist() == raw(w.astype(FLOATS[kind])).tolist()
+
+
+MATRIX = np.zeros((8, 3), np.float32)
+BAD = MATRIX.copy()
+BAD[4:7, 1] = 1e-40
+
+
+@pytest.mark.parametrize(
+  "call, said",
+  [
+    (lambda: pack(BAD, NM(2, 4), name="wi"), "'wi' is not 2:4 along axis 0: 3 of the 4 .* group 4"),
+    (lambda: pack(BAD, NM(2, 4)), r"begins at \(4, 1\), are not zero"),
+    (lambda: pack(BAD.T, NM(2, 4), Groups((3, 8), 1)), r"group 3, which begins at \(1, 4\)"),
+    (lambda: pack(BAD.reshape(2, 4, 3), NM(2, 8), Groups((2, 4, 3), (0, 1))), r"at \(0, 0, 1\)"),
+    (lambda: pack(MATRIX, NM(1, 257)), "at most 256. Keep such a weight dense"),
+    (lambda: pack(MATRIX.astype(np.float64), NM(1, 4), name="wo"), "'wo' of float64 cannot"),
+    (lambda: pack(MATRIX, NM(1, 4), dtype=np.int16), "cannot be packed as int16"),
+    (lambda: pack(MATRIX, NM(1, 3), Groups((8, 3), 0)), "1:3 over 8 entries .* do not fit"),
+    (lambda: pack(MATRIX, NM(1, 4), Groups((4, 6), 0)), r"a weight of shape \(8, 3\)"),
+    (lambda: pack(MATRIX + np.inf * np.eye(8, 3, dtype=np.float32), NM(4, 4), dtype="int8"),
+     "inf or NaN, which int8 cannot hold"),
+    (lambda: pack(np.full((4, 1), 1e30, np.float32), NM(4, 4), dtype="float16"), "beyond the"),
+    (lambda: sparse_operand(pack(MATRIX, NM(2, 4))), "2:4 is no sparse operand"),
+  ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_in_a_sentence(call, said):
+  with np.errstate(invalid="ignore"), pytest.raises(ValueError, match=said):
+    call()
+
+
+GOOD = pack(np.eye(5, 3, dtype=np.float32), NM(1, 4))  # 2 groups, 3 rows of padding
+INT8 = pack(np.eye(5, 3, dtype=np.float32), NM(1, 4), dtype=np.int8)
+TWO = pack(np.eye(8, 3, dtype=np.float32), NM(2, 4))
+
+
+@pytest.mark.parametrize(
+  "packed, change, said",
+  [
+    (GOOD, {"indices": GOOD.indices | 16}, "bits that stand for no index"),
+    (
+      GOOD,
+      {"values": GOOD.values + 1, "indices": GOOD.indices | 12},
+      "where the last group",
+    ),
+    (GOOD, {"values": GOOD.values[:1]}, "do not have the shapes"),
+    (GOOD, {"indices": GOOD.indices[:0]}, "do not have the shapes"),
+    (GOOD, {"bits": 4}, "its indices have 4 bits"),
+    (GOOD, {"scale": np.ones(3, np.float32)}, "a scale belongs to int8"),
+    (INT8, {"scale": None}, "a scale belongs to int8"),
+    (INT8, {"scale": np.zeros(3, np.float32)}, "not a positive"),
+    (INT8, {"scale": np.ones(2, np.float32)}, r"its scale is float32 \(2,\)"),
+    (INT8, {"values": np.full((2, 3), -128, np.int8)}, "-128"),
+    (TWO, {"indices": TWO.indices * 0}, "do not ascend"),
+    (dataclasses.replace(TWO, m=3, depth=6), {"indices": TWO.indices | 0xCC}, "an index is 3"),
+  ],
+)
+def test_what_pack_cannot_have_made_is_refused(packed, change, said):
+  with pytest.raises(ValueError, match=f"^'wi' is no packed weight of .*{said}"):
+    check(dataclasses.replace(packed, **change), "wi")
+
+
+def test_it_is_a_pytree_whose_numbers_are_static():
+  leaves, tree = jax.tree.flatten(INT8)
+  assert [x.dtype.name for x in leaves] == ["int8", "uint8", "float32"]
+  again = jax.jit(lambda p: jax.tree.map(lambda x: x, p))(INT8)
+  assert isinstance(again, NMPacked) and jax.tree.structure(again) == tree
+  np.testing.assert_array_equal(unpack(again), unpack(INT8))
+  assert hash(tree) == hash(jax.tree.structure(INT8)) and GOOD.shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+  "pattern, kind, due",  # bytes of a weight: values and indices, with m = 8 in 4 bits
+  [("2:4", "float32", 2.125), ("2:4", "bfloat16", 1.125), ("1:4", "float32", 1.0625),
+   ("1:8", "bfloat16", 0.3125), ("1:16", "bfloat16", 0.15625), ("1:32", "float32", 0.15625),
+   ("1:128", "bfloat16", 0.0234375), ("1:4", "int8", 0.3125)],
+)  # fmt: skip
+def test_bytes_of_a_weight(pattern, kind, due):
+  w = np.zeros((768, 256), np.float32)
+  found = sizes(pack(w, NM.parse(pattern), dtype=kind))
+  scale = 4 / 768 if kind == "int8" else 0
+  assert found.total / w.size == due + scale and found.ratio > 1
+  assert kind != "int8" or found.total / w.size <= 0.32
+
+
+def test_xlas_sparse_operand_is_one_step_away():
+  w, _ = weight(5, (32, 6), 0, NM(1, 8), np.float32, pad=0)
+  values, indices = sparse_operand(pack(w, NM(1, 8)))
+  assert values.shape == indices.shape == (4, 6) and indices.dtype == np.uint8
+  full = np.zeros((4, 8, 6), np.float32)
+  np.put_along_axis(full, indices[:, None].astype(int), values[:, None], 1)
+  np.testing.assert_array_equal(full.reshape(32, 6), w)
+
+
+def test_a_large_weight_is_ranked_in_blocks(monkeypatch):
+  w, _ = weight(9, (64, 5), 0, NM(3, 8), np.float32)
+  whole = pack(w, NM(3, 8))
+  monkeypatch.setattr(array, "_BLOCK", 3 * 8 * 5)
+  for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(pack(w, NM(3, 8))), strict=True):
+    assert one.tobytes() == other.tobytes()
+  spoiled = w.copy()
+  spoiled[56:64, 2] = 1
+  with pytest.raises(ValueError, match=r"begins at \(56, 2\)"):
+    pack(spoiled, NM(3, 8))
+
+
+@pytest.mark.parametrize("module", [array, bits])
+def test_docstrings(module):
+  result = doctest.testmod(module, extraglobs={"np": np, "NM": NM})
+  assert result.attempted and not result.failed
