@@ -8,10 +8,13 @@ names in it apart can be told in either, so nobody edits English afterwards.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import numbers
+import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -91,6 +94,31 @@ def warn(text: str, everywhere: bool = True) -> None:
 def forget_warnings() -> None:
   """Lets `warn` say everything once more, as in a new process."""
   _told.clear()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Silences warnings of this package and what imports write, while it is entered.
+
+  TensorFlow writes to the file descriptor of stderr, past Python, when it is imported. So this
+  sends the descriptor itself to nowhere.
+  """
+  loggers = [logging.getLogger(name) for name in ("nm_sparsity_jax", "absl")]
+  levels = [logger.level for logger in loggers]
+  for logger in loggers:
+    logger.setLevel(logging.ERROR)
+  sys.stderr.flush()
+  saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, 2)
+  try:
+    yield
+  finally:
+    sys.stderr.flush()
+    os.dup2(saved, 2)
+    os.close(saved)
+    os.close(nowhere)
+    for logger, level in zip(loggers, levels, strict=True):
+      logger.setLevel(level)
 
 
 _PASSED = ("nm_sparsity_jax", "jax", "flax", "optax")

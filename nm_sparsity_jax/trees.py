@@ -61,21 +61,25 @@ def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str
   'a/layers_{0,1,3}/k'
   >>> group([f"a/layers_{i}/k" for i in range(12)])[0][0]
   'a/layers_{0..11}/k'
+  >>> group([f"blocks.{i}.fc1.weight" for i in range(12)])[0][0]
+  'blocks.{0..11}.fc1.weight'
 
   Args:
-    paths: '/'-joined paths.
+    paths: '/'-joined paths, or PyTorch's, which '.' joins.
     words: also merges paths that differ in a word without a number.
 
   Returns:
     [(name, its paths)].
   """
-  named: _Named = [(tuple(path.split("/")), [path]) for path in paths]
+  dotted = any("." in path for path in paths) and not any("/" in path for path in paths)
+  mark, number = (".", r"()(\d+)") if dotted else ("/", r"(.*_)(\d+)")
+  named: _Named = [(tuple(path.split(mark)), [path]) for path in paths]
   depth = max((len(key) for key, _ in named), default=0)
   for position in range(depth):
-    named = _merge_numbers(named, position)
+    named = _merge_numbers(named, position, number)
   for position in range(depth) if words else ():
     named = _merge_words(named, position)
-  return [("/".join(key), of) for key, of in named]
+  return [(mark.join(key), of) for key, of in named]
 
 
 def alike(facts: Mapping[str, _Fact]) -> Iterator[tuple[str, list[str], _Fact]]:
@@ -92,11 +96,11 @@ def alike(facts: Mapping[str, _Fact]) -> Iterator[tuple[str, list[str], _Fact]]:
       yield name, paths, fact
 
 
-def _merge_numbers(named: _Named, position: int) -> _Named:
+def _merge_numbers(named: _Named, position: int, number: str) -> _Named:
   merged: dict[tuple, list[tuple[str, list[str]]]] = {}
   for key, of in named:
     word = key[position] if position < len(key) else ""
-    found = re.fullmatch(r"(.*_)(\d+)", word)
+    found = re.fullmatch(number, word)
     stem = found[1] if found else None
     left = (key[:position], key[position + 1 :], stem, word if stem is None else "")
     merged.setdefault(left, []).append((found[2] if found else "", of))

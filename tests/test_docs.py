@@ -614,6 +614,25 @@ def test_a_page_of_the_api_lists_names_of_its_modules(page):
   assert len(rows) > 2 and set(rows) <= known, set(rows) - known
 
 
+# Rooms of helpers, which no page shows, and of commands, which `--help` shows.
+WITHOUT_PAGE = {
+  *("installed", "directions", "text", "dtypes", "witness"),
+  *("quickstart", "commands", "cli"),
+}
+
+
+def test_each_room_has_a_page_of_the_api():
+  text = (ROOT / "docs/architecture.md").read_text("utf-8")
+  rows = re.findall(r"^\| (`[a-z].*?) \|", text.partition("## The rooms")[2], re.MULTILINE)
+  rooms = {name.rstrip("/") for row in rows for name in re.findall(r"`(\w+/?)`", row)}
+  files = [*(ROOT / "docs/api").glob("*.md")]
+  shown = set(re.findall(r"^::: (\S+)$", "\n".join(f.read_text("utf-8") for f in files), re.M))
+  named = {m.removeprefix("nm_sparsity_jax.").split(".")[0] for m in shown}
+  assert len(rooms) > 30 and rooms - named == WITHOUT_PAGE
+  nav = (ROOT / "mkdocs.yml").read_text("utf-8")
+  assert [f.name for f in files if f"docs/api/{f.name}" not in nav] == []
+
+
 # --- the notebook -------------------------------------------------------------------------------
 
 

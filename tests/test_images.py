@@ -1,15 +1,17 @@
 """Images that are read: folders and prepared data sets; what is drawn, and what is refused."""
 
 import itertools
+import multiprocessing
 import pathlib
 import pickle
+import shutil
 import sys
 import types
 
 import numpy as np
 import pytest
 
-from nm_sparsity_jax.images import augment, find, folder, rand_augment, tfds
+from nm_sparsity_jax.images import augment, find, folder, indexed, rand_augment, tfds
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install -e '.[vision]'")
 
@@ -45,6 +47,12 @@ def test_a_folder_is_classes_and_splits(pets):
   assert batch["image"].shape == (2, 16, 16, 3) and batch["image"].dtype == np.float32
   assert batch["label"].tolist() == [0, 0] and batch["real"].tolist() == [1, 1]
   assert len(data.tables["train"]) == 8
+
+
+def test_a_folder_without_a_split_is_warned_of(pets):
+  shutil.rmtree(pets / "validation")
+  with pytest.warns(UserWarning, match="no folder beside 'train', so nothing is evaluated: put im"):
+    find.source(str(pets), 16, batch_size=2).check()
 
 
 def test_batch_i_is_a_function_of_seed_and_i(pets):
@@ -123,8 +131,26 @@ def test_workers_read_what_one_process_reads(pets):
   pytest.importorskip("grain", reason="needs grain: pip install -e '.[vision]'")
   make = lambda workers: find.source(str(pets), 16, batch_size=2, crop=0.2, workers=workers)
   alone = itertools.islice(make(0).train(1, 3), 4)
-  for one, other in zip(alone, make(2).train(1, 3), strict=False):
+  ahead = make(2).train(1, 3)
+  for one, other in zip(alone, ahead, strict=False):
     same(one, other)
+  assert multiprocessing.active_children()
+  del ahead
+  assert not multiprocessing.active_children()
+
+
+def test_what_makes_batches_is_closed_when_the_reader_is_done():
+  class Batches(list):
+    closed = False
+
+    def close(self):
+      self.closed = True
+
+  made = Batches([1, 2, 3])
+  read = indexed.ended(made)
+  assert next(read) == 1 and not made.closed
+  del read
+  assert made.closed
 
 
 def test_what_a_worker_gets_is_small(pets, stub):
@@ -142,6 +168,7 @@ def test_what_a_worker_gets_is_small(pets, stub):
     (lambda p: (p / "train/cats/c.jpg").write_bytes(b"no"), "^DATA: .*c.jpg is no image that can"),
     (lambda p: write(p / "validation/birds/b.png"), "'validation' has the class 'birds', and 'tra"),
     (lambda p: (p / "test").mkdir(), "'test' has no images: a file ends in .jpg"),
+    (lambda p: (p / "train/birds").mkdir(), "'train/birds' has no images: a file ends in .jpg"),
   ],
 )  # fmt: skip
 def test_a_file_that_does_not_fit_is_named(pets, make, said):
@@ -237,7 +264,7 @@ def test_what_is_not_prepared_says_where_it_was_looked_for(stub, monkeypatch):
     find.source("imagenet2012", 224).check()
   monkeypatch.delenv("TFDS_DATA_DIR")
   home = str(pathlib.Path("~/tensorflow_datasets").expanduser())
-  with pytest.raises(ValueError, match=f"in {home!r}, where DATA_DIR or TFDS_DATA_DIR says"):
+  with pytest.raises(ValueError, match=f"in {home!r}: set DATA_DIR or TFDS_DATA_DIR to"):
     find.source("imagenet2012", 224).classes  # noqa: B018
   with pytest.raises(ValueError, match="^DATA='cifra10': choose 'rebus', a data set of TensorFlow"):
     find.source("cifra10", 224).check()

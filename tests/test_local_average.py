@@ -224,7 +224,7 @@ def test_a_cosine_falls_from_the_warm_up_to_the_last_step():
     ),
     (
       lambda: optimizers.learning_rate(0.1, "cosine_decay", 10, 10),
-      "which falls from WARMUP_STEPS=10 to SPARSE_STEPS=10: give more SPARSE_STEPS",
+      "which falls from WARMUP_STEPS=10 to SPARSE_STEPS=10: give more SPARSE_STEPS or a smaller W",
     ),
     (
       lambda: averages.moving_average(0.9).update({}, averages.AverageState({})),

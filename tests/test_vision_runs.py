@@ -150,12 +150,26 @@ def test_plan(model, tmp_path, capsys):
     (dict(IMAGE_SIZE=32), "IMAGE_SIZE=32, but DATA='rebus' has pictures of 16: set IMAGE_SIZE=16"),
     (dict(CLASSES=5), "CLASSES=5, but the data have 10 classes: set CLASSES=10"),
     (dict(MICROBATCHES=3), "BATCH_SIZE=8 must be a multiple of 3 microbatches"),
+    (dict(BATCH_SIZE=0), "BATCH_SIZE=0: give a whole number, 1 or more"),
     (dict(SPARSITY_RULES={"stem": "1:8"}), "INDIVISIBLE"),
+    (dict(SPARSITY_RULES={"ff": "1:8"}), "The network has the roles stem, conv, shortcut, head."),
     (dict(LOSS="hinge"), "LOSS='hinge': choose one of softmax, sigmoid"),
   ):
     command = words(model, **MACROS | macros, MODEL_DIR=str(tmp_path / "run"))
     assert cli.main(["plan", *command]) == 1
-    assert said in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert said in out and out.count("\n  - ") == 1, out
+    assert "NETWORK" not in out and "token" not in out, out
+
+
+def test_plan_needs_a_model_file_alone(model, capsys):
+  files = "--gin_file=gin_configs/sparsity.gin", f"--gin_file={model}"
+  macros = "--gin.RECIPE='sr_ste'", "--gin.PATTERN='1:8'", "--gin.SPARSITY_RULES={'conv': None}"
+  command = f"--gin_search_paths={gin_files.folder()}", *files, *macros, "--gin.SPARSE_STEPS=9"
+  assert cli.main(["plan", *command]) == 0
+  out = capsys.readouterr().out
+  assert "layer1_0/conv1/kernel" in out and "mean loss over examples (conv)" in out
+  assert "token" not in out
 
 
 def test_report(trained, tmp_path):

@@ -328,12 +328,12 @@ def zeros(*shape):
 COORDS = "layers__0__blocks__0__attn__relative_coords_table"
 REFUSED = {
   "missing": ("vit_test", dict(drop=["norm.bias"]), {}, "lacks 1 of the 32 names.*'norm.bias'"),
-  "unknown": ("vit_test", dict(cls_tokens=zeros(1)), {}, "1 names beside those.*'cls_tokens'"),
+  "unknown": ("vit_test", dict(cls_tokens=zeros(1)), {}, "1 name beside those.*'cls_tokens'"),
   "a derived one elsewhere": ("vit_test", dict(foo__k_bias=zeros(1)), {}, "'foo.k_bias'"),
   "k has a bias": (
     "swinv2_test", dict(layers__0__blocks__0__attn__k_bias=zeros(16) + 1), {}, "k has no bias",
   ),
-  "classes": ("vit_test", {}, dict(classes=7), "has 10 classes, and the network 7: set its config"),
+  "classes": ("vit_test", {}, dict(classes=7), "has 10 classes, .* 7: give the network 10"),
   "classes of swin": ("swinv2_test", {}, dict(classes=7), "has 10 classes, and the network 7"),
   "classes of resnet": ("resnet_test", {}, dict(classes=7), "has 10 classes, and the network 7"),
   "image size": (

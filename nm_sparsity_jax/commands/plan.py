@@ -1,8 +1,9 @@
 """Shows what a run would do, and every mistake, before it starts.
 
-It takes the gin files and overrides of t5x.train, t5x.eval and t5x.infer: put `nm-sparsity plan`
-in place of `python -m t5x.train` and keep the rest. It shows which kernels become sparse, the
-schedule, the cost, what a checkpoint gives, and all errors at once. A model file and
+It takes the gin files and overrides of `nm-sparsity train`, `eval` and `infer`, and those of
+t5x.train, t5x.eval and t5x.infer: put `nm-sparsity plan` in place of the command and keep the
+rest. It shows which kernels become sparse, the schedule, the cost, what a checkpoint gives, and all
+errors at once. A model file and
 gin_configs/sparsity.gin are enough, and then T5X is not needed. Allocates nothing of the model's
 size. Devices and the contents of the data are not looked at. A gin file may import this package,
 t5x, seqio, flax, optax and the like; name other modules, whose code would run, by --import

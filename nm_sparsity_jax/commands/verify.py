@@ -1,13 +1,14 @@
 """Proves, group by group, that a checkpoint's weights are n:m along the axis that is contracted.
 
-It takes a checkpoint of T5X, in its own format or Orbax. A run's folder stands for its newest
-one. A checkpoint of a sparse run holds its rules; for any other give --rules. One array is in
-memory at a time. T5X is not needed.
+It takes a checkpoint of `nm-sparsity train`, of T5X or of Kauldron, or a .safetensors file of
+timm's names. A run's folder stands for its newest checkpoint. That of a sparse run holds its rules;
+for any other, and for a .safetensors file, give --rules. One array is in memory at a time. T5X is
+not needed.
 
 A run stores dense weights, since masks act on the fly: `nm-sparsity finalize` writes the zeros.
 
   nm-sparsity verify runs/sparse/checkpoint_1100000
-  nm-sparsity verify exported/checkpoint_0 --rules "{'ff': '1:8', 'qkv': '1:4'}"
+  nm-sparsity verify model.safetensors --rules "{'ff': '1:8', 'qkv': '1:4'}"
 
 Exit code: 0 = all of it is n:m and finite; 1 = it is not (inf and NaN are named), no rule makes
 anything sparse, or the checkpoint cannot be read.

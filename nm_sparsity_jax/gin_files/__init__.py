@@ -5,12 +5,12 @@ config.errors           # ['PATTERN is not set: ...', 'SPARSE_STEPS is not set: 
 config.value("RECIPE")  # 'idp'
 """
 
+from nm_sparsity_jax.errors import quiet
 from nm_sparsity_jax.gin_files.bound import LOCAL, PROGRAMS, Unset
 from nm_sparsity_jax.gin_files.config import Config, read, unread_flags
 from nm_sparsity_jax.gin_files.folders import (
   find,
   folder,
-  quiet,
   refuse_missing_module,
   see_modules_here,
 )

@@ -1,4 +1,4 @@
-"""Where gin files and task modules lie, and how to import what they name without noise."""
+"""Where gin files and task modules lie, and where a module that they name is found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
 
 import nm_sparsity_jax
 
@@ -103,28 +102,3 @@ def not_found(record: logging.LogRecord) -> bool:
     record: of the root logger.
   """
   return not str(record.msg).startswith("Path not found")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-  """Silences warnings of this package and what imports write, while it is entered.
-
-  TensorFlow writes to the file descriptor of stderr, past Python, when it is imported. So this
-  sends the descriptor itself to nowhere.
-  """
-  loggers = [logging.getLogger(name) for name in ("nm_sparsity_jax", "absl")]
-  levels = [logger.level for logger in loggers]
-  for logger in loggers:
-    logger.setLevel(logging.ERROR)
-  sys.stderr.flush()
-  saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-  os.dup2(nowhere, 2)
-  try:
-    yield
-  finally:
-    sys.stderr.flush()
-    os.dup2(saved, 2)
-    os.close(saved)
-    os.close(nowhere)
-    for logger, level in zip(loggers, levels, strict=True):
-      logger.setLevel(level)

@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.images import indexed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -68,15 +69,25 @@ class Folder(indexed.Indexed):
         )
       label = self.names.index(folder.name)
       files = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
+      if split == "train" and not files:
+        raise ValueError(self._empty(f"{split}/{folder.name}"))
       found += [(file, label) for file in files]
     if not found:
-      raise ValueError(
-        f"DATA={str(self.path)!r}: {split!r} has no images: a file ends in {', '.join(SUFFIXES)}."
-      )
+      raise ValueError(self._empty(split))
     return Files(found)
+
+  def _empty(self, where: str) -> str:
+    return (
+      f"DATA={str(self.path)!r}: {where!r} has no images: a file ends in {', '.join(SUFFIXES)}."
+    )
 
   def check(self) -> None:
     """Raises ValueError for a file that cannot be read as an RGB image."""
+    if list(self.tables) == ["train"]:
+      warn(
+        f"DATA={str(self.path)!r} has no folder beside 'train', so nothing is evaluated: put "
+        "images into validation/CLASS/."
+      )
     for table in self.tables.values():
       for number in range(min(len(table), _LOOKED_AT)):
         table.look(number)

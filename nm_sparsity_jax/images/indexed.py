@@ -9,6 +9,7 @@ batches ahead.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,11 +72,23 @@ class Indexed(source.Source):
       flags.FLAGS.mark_as_parsed()
     numbers = grain.MapDataset.range(start, 2**62).map(make).to_iter_dataset()
     options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=2)
-    return iter(numbers.mp_prefetch(options))
+    return ended(iter(numbers.mp_prefetch(options)))
 
   def splits(self) -> Mapping[str, Iterable[source.Batch]]:
     """Returns each split but 'train'."""
     return {name: _Split(self, table) for name, table in self.tables.items() if name != "train"}
+
+
+def ended(batches: Any) -> Iterator[source.Batch]:
+  """Yields batches, and closes what makes them when the reader is done.
+
+  Workers that are not closed leave shared memory behind.
+
+  Args:
+    batches: an iterator with a method `close`, such as grain's.
+  """
+  with contextlib.closing(batches):
+    yield from batches
 
 
 @functools.lru_cache(maxsize=4)

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from nm_sparsity_jax.errors import quiet
 from nm_sparsity_jax.images import indexed
 
 _HOME = "~/tensorflow_datasets"
@@ -49,7 +50,8 @@ class Tfds(indexed.Indexed):
   @functools.cached_property
   def _builder(self) -> Any:
     try:
-      import tensorflow_datasets as tfds
+      with quiet():  # TensorFlow writes past Python
+        import tensorflow_datasets as tfds
     except ImportError as e:
       raise ImportError(
         f"DATA={self.name!r} needs tensorflow-datasets: pip install 'nm-sparsity-jax[local]'"
@@ -67,8 +69,8 @@ class Tfds(indexed.Indexed):
       builder, is_there = None, False
     if not is_there:
       raise ValueError(
-        f"DATA={self.name!r} is not prepared as array records in {self.folder!r}, where DATA_DIR "
-        f"or TFDS_DATA_DIR says that it is: `{how}`."
+        f"DATA={self.name!r} is not prepared as array records in {self.folder!r}: set DATA_DIR or "
+        f"TFDS_DATA_DIR to where it is, or prepare it, `{how}`."
       )
     return builder
 

@@ -76,8 +76,8 @@ def _cosine(warmup_steps: int, steps: int | None) -> Callable:
   if isinstance(steps, bool) or not isinstance(steps, int) or steps <= warmup_steps:
     raise ValueError(
       f"LEARNING_RATE_FACTORS has {_COSINE!r}, which falls from WARMUP_STEPS={warmup_steps} to "
-      f"SPARSE_STEPS={steps!r}: give more SPARSE_STEPS (in gin: learning_rate.steps = "
-      "%SPARSE_STEPS)."
+      f"SPARSE_STEPS={steps!r}: give more SPARSE_STEPS or a smaller WARMUP_STEPS (in gin: "
+      "learning_rate.steps = %SPARSE_STEPS)."
     )
   length = float(steps - warmup_steps)
 

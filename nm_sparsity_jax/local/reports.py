@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from nm_sparsity_jax.errors import quiet
 from nm_sparsity_jax.local.run import Run
 from nm_sparsity_jax.local.step import NORMS, patterns_at
 from nm_sparsity_jax.runs import files
@@ -36,7 +37,8 @@ def writer(folder: pathlib.Path, start: int, also: Sequence[Any] = ()) -> Any:
     start: the step that the run goes on from.
     also: other writers that get the same.
   """
-  from nm_sparsity_jax.local import writers
+  with quiet():  # TensorFlow, which clu imports, writes past Python
+    from nm_sparsity_jax.local import writers
 
   _cut(folder / "metrics.jsonl", start)
   return writers.joined(folder, also)

@@ -152,7 +152,7 @@ class Findings:
 
   def report(self) -> dict[str, Any]:
     """Returns all that was found; each error and warning once."""
-    errors = list(dict.fromkeys(self.errors))
+    errors = [*{error.rstrip("."): error for error in self.errors}.values()]
     parts = {name: part for name, part in self.parts.items() if part is not None}
     warnings = list(dict.fromkeys(self.warnings))
     return {

@@ -86,6 +86,10 @@ def _network(found: Findings) -> Any:
       f"NETWORK={network!r} is not a flax module: name a model file, or bind it to a module, "
       "such as @network.Transformer()"
     )
+  if hasattr(getattr(network, "config", None), "image_size"):  # no run file names its workload
+    from nm_sparsity_jax.workloads import vision
+
+    return vision.Images(network, None)
   return network
 
 
@@ -120,7 +124,8 @@ def _t5x_model(found: Findings) -> Any:
 def _shapes(found: Findings, network: Any) -> tuple[Any, Any] | None:
   if network is not None:
     return shapes(network, found.lengths)
-  if found.config.complete and not found.config.errors:
+  named = found.config.is_set("WORKLOAD") or found.config.is_set("NETWORK")  # then it failed
+  if found.config.complete and not found.config.errors and not named:
     found.notes.append("no NETWORK is set, so there are no kernels to show: add a model file")
   return None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from nm_sparsity_jax import workloads
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
@@ -106,9 +106,14 @@ def loss(found: Findings, rules: Rules, made: Made) -> dict[str, Any]:
     made: what its settings make.
   """
   lams = {key: recipe.lam for key, recipe in rules.places.items() if recipe.lam}
-  if found.config.local:  # its loss is the mean that lambda refers to
-    own = isinstance(made.network, workloads.Workload)
-    return {"lambda": lams} | ({"mean_over": made.network.weight} if own else {})
+  own = getattr(made.network, "weight", None)  # of a workload
+  if own or found.config.is_set("WORKLOAD"):  # its loss is the mean that lambda refers to
+    return {"lambda": lams, "mean_over": own}
+  return {"lambda": lams} if found.config.local else _of_t5x(found, made, lams)
+
+
+def _of_t5x(found: Findings, made: Made, lams: Mapping[str, float]) -> dict[str, Any]:
+  """Returns how T5X normalises the loss, and what lambda is beside it then."""
   if made.model is None:
     factor = found.config.get("LOSS_NORMALIZING_FACTOR")
   else:

@@ -50,11 +50,25 @@ def _check_local(found: Findings, made: Made) -> None:
       )
   except step.WrongDevices:
     found.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
+  except Exception as e:
+    if not _is_of_places(made, e):
+      raise
   model_dir = found.config.argument("model_dir", "Run")
   folder = folders.of(model_dir)
   if why := files.cannot_write(folder):
     found.errors.append(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
   settings.refuse_changed(folder, train.settings_of(found.config.settings("Run")))
+
+
+def _is_of_places(made: Made, error: Exception) -> bool:
+  """Returns True for a mistake of rules and parameters, which `places` has noted in its words."""
+  if made.rules is None or made.params is None:
+    return False
+  try:
+    made.rules.assign(made.params)
+  except ValueError as e:
+    return str(e) in str(error)
+  return False
 
 
 def _check_paths(found: Findings) -> None:

@@ -127,8 +127,10 @@ def _loss_lines(loss: Mapping[str, Any] | None):
     text = f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: T5X's loss is {loss['meaning']}"
     yield "loss", text
   for place, lam in loss["lambda"].items():
-    unit = f"over {loss['mean_over']}" if "mean_over" in loss else "per target token"
-    text = f"{lam:g} of the mean loss {unit} ({place})"
+    unit = " per target token"
+    if "mean_over" in loss:  # None where the workload could not be made
+      unit = f" over {loss['mean_over']}" if loss["mean_over"] else ""
+    text = f"{lam:g} of the mean loss{unit} ({place})"
     if place in loss.get("lambda_in_t5x_at_most", ()):
       scaled = loss["lambda_in_t5x_at_most"][place]
       text += f"; beside T5X's loss, at most {scaled:.3g}"

@@ -222,8 +222,9 @@ def _rules(stored: Stored, given: Given, axes: Mapping[str, Any] | None) -> Rule
       return given
     raise SettingError(
       "rules",
-      "{path} holds no rules, since no sparse run wrote it: say what should be n:m, {some_rules}",
+      "{path} holds no rules{why}: say what should be n:m, {some_rules}",
       path=stored.path,
+      why="" if stored.format == "timm" else ", since no sparse run wrote it",
       some_rules="rules={'ff': '1:8'}",
     )
   own = rules_text.parse(stored.rules)

@@ -143,8 +143,8 @@ def _check_names(names: Collection[str], found: Collection[str], what: str, is_o
   )
   if strange := sorted(name for name in set(found) - set(names) if not is_derived(name)):
     raise ValueError(
-      f"{what} has {len(strange)} names beside those {whose}, such as {strange[0]!r}: it is of "
-      "another network, or of another size."
+      f"{what} has {len(strange)} name{'s' * (len(strange) > 1)} beside those {whose}, such as "
+      f"{strange[0]!r}: it is of another network, or of another size."
     )
 
 
@@ -155,8 +155,8 @@ def _check_shape(
     return
   if source.name in _HEADS and source.shape(shape)[:-1] == ours[:-1]:
     raise ValueError(
-      f"{what} has {shape[0]} classes, and the network {ours[-1]}: set its config's classes, and "
-      "train a new head from there."
+      f"{what} has {shape[0]} classes, and the network {ours[-1]}: give the network {shape[0]} "
+      "(CLASSES). Images of fewer classes may train it."
     )
   if source.name == "pos_embed" and shape[-1] == ours[-1]:
     raise ValueError(
