@@ -86,7 +86,9 @@ def _network(found: Findings) -> Any:
       f"NETWORK={network!r} is not a flax module: name a model file, or bind it to a module, "
       "such as @network.Transformer()"
     )
-  if hasattr(getattr(network, "config", None), "image_size"):  # no run file names its workload
+  if network is not None and hasattr(
+    getattr(network, "config", None), "image_size"
+  ):  # no run file names its workload
     from nm_sparsity_jax.workloads import vision
 
     return vision.Images(network, None)
