@@ -86,9 +86,8 @@ def _network(found: Findings) -> Any:
       f"NETWORK={network!r} is not a flax module: name a model file, or bind it to a module, "
       "such as @network.Transformer()"
     )
-  if network is not None and hasattr(
-    getattr(network, "config", None), "image_size"
-  ):  # no run file names its workload
+  config = getattr(network, "config", None)
+  if network is not None and hasattr(config, "image_size"):  # no run file names its workload
     from nm_sparsity_jax.workloads import vision
 
     return vision.Images(network, None)
