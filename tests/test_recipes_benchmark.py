@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 recipes = importlib.import_module("recipes")
 report = importlib.import_module("_recipes_report")
+tasks = importlib.import_module("_recipes_tasks")
 train = importlib.import_module("_recipes_train")
 
 pytestmark = pytest.mark.usefixtures("short_runs")
@@ -390,7 +391,7 @@ def tiny(monkeypatch):
   shape = nms.flops.ViTShape(
     layers=1, embed=8, mlp=16, heads=1, head_dim=8, tokens=4, patch=1, classes=5
   )
-  task = train.Bigram(symbols=5, tests=32, shape=shape)
+  task = tasks.Bigram(symbols=5, tests=32, shape=shape)
   monkeypatch.setitem(train.TASKS, "bigram", task)
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     yield task
@@ -425,7 +426,7 @@ def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny):
   assert y.shape == (64, 3)
   x, y = np.asarray(x), np.asarray(y)
   np.testing.assert_array_equal(y, np.asarray(data["table"])[x[:, :-1], x[:, 1:]])
-  network = train.Network(tiny.shape, tiny.symbols, True)
+  network = tasks.Network(tiny.shape, tiny.symbols, True)
   shapes = jax.eval_shape(network.init, jax.random.key(1), x)["params"]
   draw = np.random.default_rng(0).standard_normal
   params = jax.tree.map(lambda s: draw(s.shape, np.float32), shapes)
@@ -435,7 +436,7 @@ def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny):
     lambda keys, w: w * ("mlp" not in jax.tree_util.keystr(keys)), params
   )
   apply = jax.jit(network.apply)
-  without = jax.jit(train.Network(tiny.shape, tiny.symbols, False).apply)
+  without = jax.jit(tasks.Network(tiny.shape, tiny.symbols, False).apply)
   rest = {**params, "block_0": {k: v for k, v in params["block_0"].items() if k != "mlp"}}
   del rest["block_0"]["LayerNorm_1"]
   logits = apply({"params": zeroed}, x)
@@ -450,7 +451,7 @@ def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny):
 def test_mini_glue_begins_at_a_dense_start(monkeypatch):
   pytest.importorskip("tensorflow_datasets")
   pytest.importorskip("seqio")
-  task = train.MiniGlue(config="mnli", rows=64, tests=128, start=3)
+  task = tasks.MiniGlue(config="mnli", rows=64, tests=128, start=3)
   monkeypatch.setitem(train.TASKS, "mini_mnli", task)
   row = recipes.ROWS["sr_ste, 10 % dense"]
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -1,0 +1,293 @@
+"""What the benchmark of recipes learns: tasks, their networks and their data.
+
+    Task -> network, optimizer;  key -> data -> batch of a step
+
+`bigram` is a random table, `digits` a smoke test, `mini_mnli` text from a dense start, and `rebus`
+the generated pictures of the library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import flops
+from nm_sparsity_jax.images import rebus
+from nm_sparsity_jax.local import optimizers
+from nm_sparsity_jax.models import vit
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
+
+
+class Block(nn.Module):
+  """Attention, then the feed-forward layers whose kernels are made sparse, unless `ff` is False."""
+
+  heads: int
+  mlp: int
+  ff: bool
+
+  @nn.compact
+  def __call__(self, x, mask):
+    h = nn.LayerNorm()(x)
+    x = x + nn.MultiHeadDotProductAttention(self.heads)(h, mask=mask)
+    return x + Mlp(self.mlp, name="mlp")(nn.LayerNorm()(x)) if self.ff else x
+
+
+class Mlp(nn.Module):
+  """Without biases, so that zeroed kernels and no feed-forward layers are the same function."""
+
+  width: int
+
+  @nn.compact
+  def __call__(self, x):
+    h = nn.gelu(nn.Dense(self.width, use_bias=False, name="wi")(x))
+    return nn.Dense(x.shape[-1], use_bias=False, name="wo")(h)
+
+
+class Network(nn.Module):
+  """A pre-norm transformer: causal over symbols, or over all patches where `symbols` is 0."""
+
+  shape: nms.flops.ViTShape
+  symbols: int
+  ff: bool
+
+  @nn.compact
+  def __call__(self, x):
+    s = self.shape
+    mask = nn.make_causal_mask(x) if self.symbols else None
+    normal = nn.initializers.normal(0.3)
+    if self.symbols:
+      x = nn.Embed(self.symbols, s.embed, embedding_init=normal)(x)
+    else:
+      x = nn.Dense(s.embed)(x)
+    x = x + self.param("position", normal, (s.tokens, s.embed))
+    for i in range(s.layers):
+      x = Block(s.heads, s.mlp, self.ff, name=f"block_{i}")(x, mask)
+    x = nn.LayerNorm()(x)
+    return nn.Dense(s.classes)(x if self.symbols else x.mean(1))
+
+
+class TextToText(nn.Module):
+  """The library's T5 as a classifier: the logits of the first word that it answers."""
+
+  config: T5Config
+
+  @nn.compact
+  def __call__(self, inputs):
+    start = jnp.zeros((len(inputs), 1), jnp.int32)
+    t5 = Transformer(self.config, name="t5")
+    return t5(inputs, start, start + 1, enable_dropout=False)[:, 0]
+
+
+def _small(symbols: int) -> nms.flops.ViTShape:
+  return nms.flops.ViTShape(
+    layers=2, embed=128, mlp=512, heads=4, head_dim=32, tokens=12, patch=1, classes=symbols
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+  """What is learned, and by which network.
+
+  Attributes:
+    shape: of the network, for its FLOPs.
+    symbols: that the network reads; 0 where it reads patches.
+    tests: examples that it is scored on.
+    places: what becomes sparse.
+    start: dense steps that come first, once a seed, after which the optimizer begins anew.
+    examples: of a batch.
+    rate: the largest learning rate.
+  """
+
+  shape: Any
+  symbols: int
+  tests: int
+  places: tuple[str, ...] = ("ff",)
+  start: int = 0
+  examples: int = 64
+  rate: float = 1e-3
+
+  def network(self, ff: bool) -> nn.Module:
+    return Network(self.shape, self.symbols, ff)
+
+  def optimizer(self, rate):
+    return optax.adamw(rate)
+
+  def draw(self, key) -> dict[str, Any]:
+    """Returns all data that a seed decides; "test" is what the network is scored on."""
+    raise NotImplementedError
+
+  def fed(self, data, step: int) -> dict[str, Any]:
+    """Returns what a step is given of the data: all, or what a host has made for this step."""
+    del step
+    return data
+
+  def batch(self, data, step):
+    """Returns examples and answers of a step: some of "rows"."""
+    x, y = data["rows"]
+    key = jax.random.fold_in(data["train"], step)
+    chosen = jax.random.randint(key, (self.examples,), 0, len(y))
+    return x[chosen], y[chosen]
+
+  def predictions(self, logits):
+    """Returns the logits that have an answer."""
+    return logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bigram(Task):
+  """y[t] = table[x[t - 1], x[t]], the table random: nothing to learn but its entries."""
+
+  shape: nms.flops.ViTShape = _small(40)
+  symbols: int = 40
+  tests: int = 2048
+
+  def draw(self, key):
+    table, train, test = jax.random.split(key, 3)
+    table = jax.random.randint(table, (self.symbols, self.symbols), 0, self.symbols)
+    data = {"table": table, "train": train}
+    return data | {"test": self._examples(data, test, self.tests)}
+
+  def batch(self, data, step):
+    return self._examples(data, jax.random.fold_in(data["train"], step), self.examples)
+
+  def _examples(self, data, key, count):
+    x = jax.random.randint(key, (count, self.shape.tokens), 0, self.symbols)
+    return x, data["table"][x[:, :-1], x[:, 1:]]
+
+  def predictions(self, logits):
+    return logits[:, 1:]  # the first symbol has none before it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Digits(Task):
+  """sklearn's 8x8 digits in 16 patches, by the paper's ViT-tiny: a smoke test, no ranking."""
+
+  shape: nms.flops.ViTShape = nms.flops.ViTShape(
+    layers=3, embed=192, mlp=768, heads=3, head_dim=64, tokens=16, patch=4, classes=10
+  )
+  symbols: int = 0
+  tests: int = 360
+
+  def draw(self, key):
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    patches = images.reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, 16, 4)
+    order, train = jax.random.split(key)
+    order = jax.random.permutation(order, len(labels))
+    x, y = jnp.float32(patches)[order] / 16, jnp.int32(labels)[order]
+    test, rest = (x[: self.tests], y[: self.tests]), (x[self.tests :], y[self.tests :])
+    return {"rows": rest, "train": train, "test": test}
+
+
+_REBUS = vit.config(
+  "vit_test", image_size=rebus.SIZE, classes=rebus.CLASSES, patch=8, layers=2, embed=128, heads=4,
+  mlp=512, std=0.088,
+)  # fmt: skip
+_T5 = T5Config.t5_1_1(
+  "tiny", vocab_size=256, emb_dim=64, num_heads=4, head_dim=16, mlp_dim=128,
+  num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.0,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniGlue(Task):
+  """A config of mini-GLUE by the library's T5, fine-tuned from a dense start.
+
+  The kernels of attention become sparse too: without feed-forward layers the network does as well.
+  The rows are the same for all seeds; a seed draws their order and the initial weights.
+  """
+
+  config: str
+  rows: int = 20_000
+  length: int = 24
+  shape: nms.flops.T5Shape = nms.flops.T5Shape.of(_T5, 24, 1)
+  symbols: int = _T5.vocab_size
+  tests: int = 2048
+  places: tuple[str, ...] = ("ff", "qkv", "o")
+  start: int = 2000
+
+  def network(self, ff: bool) -> nn.Module:
+    """Returns the network; without `ff`, its feed-forward layers add 0."""
+    off = {} if ff else {"mlp_activations": (jnp.zeros_like, jnp.zeros_like)}
+    return TextToText(dataclasses.replace(_T5, **off))
+
+  def optimizer(self, rate):
+    return optax.adamw(rate, b2=0.98)
+
+  def draw(self, key):
+    split = "validation_matched" if self.config == "mnli" else "validation"
+    rows = _mini_glue(self.config, "train", self.rows, self.length)
+    test = _mini_glue(self.config, split, self.tests, self.length)
+    return {"rows": rows, "train": key, "test": test}
+
+
+@functools.cache
+def _mini_glue(config: str, split: str, rows: int, length: int):
+  """Returns ids of rows of mini-GLUE [rows, length], and the first id of each answer [rows]."""
+  from t5x_tasks import mini
+  from t5x_tasks.vocabulary import mini_words
+
+  words, task = mini_words(), nms.glue.TASKS[config]
+  x, y = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
+  for i, row in enumerate(mini.make(config, split, {split.partition("_")[0]: rows})):
+    text = [task.prefix, *(word for f in task.fields for word in (f"{f}:", row[f]))]
+    ids = [*words.encode(" ".join(text)), 1]
+    x[i, : len(ids)] = ids
+    y[i] = words.encode(task.labels[row["label"]])[0]
+  return jnp.asarray(x), jnp.asarray(y)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rebus(Task):
+  """The pictures of 'rebus' by the ViT of `quickstart --task rebus`, with its optimizer and rate.
+
+  Glyphs, table and the 2,048 pictures that are scored are the same for all seeds. A seed draws the
+  initial weights and the pictures of training.
+  """
+
+  shape: Any = flops.ViTShape.of(_REBUS)
+  symbols: int = 0
+  tests: int = rebus.VALIDATION
+  examples: int = 128
+  rate: float = 2e-3
+
+  def network(self, ff: bool) -> nn.Module:
+    return vit.ViT(_REBUS if ff else dataclasses.replace(_REBUS, mlp=0))
+
+  def optimizer(self, rate):
+    return optimizers.adamw(rate)
+
+  def draw(self, key):
+    source = rebus.Rebus(self.tests)
+    (test,) = source.splits()["validation"]
+    return {
+      "seed": np.uint32(jax.random.bits(key, dtype=jnp.uint32)),
+      "test": (jnp.asarray(test["image"]), jnp.asarray(test["label"])),
+    }
+
+  def fed(self, data, step):
+    """Returns the batch that the library's source has for a seed and a step."""
+    batch = next(rebus.Rebus(self.examples).train(int(data["seed"]), step))
+    return {"image": batch["image"], "label": batch["label"]}
+
+  def batch(self, data, step):
+    del step
+    return data["image"], data["label"]
+
+
+TASKS = {
+  "bigram": Bigram(),
+  "bigram80": Bigram(symbols=80, shape=_small(80)),
+  "digits": Digits(),
+  "mini_mnli": MiniGlue(config="mnli"),
+  "rebus": Rebus(),
+}
