@@ -34,9 +34,9 @@ def pairs(matched: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
   return (*((row, BASE) for row in AGAINST_BASE), *((row, matched[row]) for row in PROGRESSIVE))
 
 
-def differences(a: Mapping[int, Any], b: Mapping[int, Any]) -> list[float]:
-  """Returns points of accuracy of a over b, of the seeds that both have."""
-  return [100 * (a[s]["accuracy"] - b[s]["accuracy"]) for s in sorted(a.keys() & b.keys())]
+def differences(a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[int, float]:
+  """Returns points of accuracy of a over b, by the seeds that both have."""
+  return {s: 100 * (a[s]["accuracy"] - b[s]["accuracy"]) for s in sorted(a.keys() & b.keys())}
 
 
 def t_of(d: Sequence[float]) -> float:
@@ -45,27 +45,30 @@ def t_of(d: Sequence[float]) -> float:
   return mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
 
 
-def max_t(family: Sequence[Sequence[float]]) -> list[float]:
+def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
   """Returns the p of each member, corrected for all: sign-flip, max-T, every flip.
 
   A flip gives each seed a sign, the same in all members. p is the share of flips in which some
   member has a t as far from 0 as the one that was seen.
 
   Args:
-    family: differences by seed, as many in each.
+    family: differences by seed, of two seeds and more.
   """
-  seen = [abs(t_of(d)) for d in family]
-  flips = list(itertools.product((1, -1), repeat=len(family[0])))
-  worst = [
-    max(abs(t_of([x * s for x, s in zip(d, f, strict=True)])) for d in family) for f in flips
-  ]
-  return [sum(w >= t * (1 - 1e-9) for w in worst) / len(flips) for t in seen]
+  seeds = sorted({seed for d in family for seed in d})
+  seen, worst = [abs(t_of([*d.values()])) for d in family], []
+  for signs in itertools.product((1, -1), repeat=len(seeds)):
+    sign = dict(zip(seeds, signs, strict=True))
+    worst.append(max(abs(t_of([x * sign[s] for s, x in d.items()])) for d in family))
+  return [sum(w >= t * (1 - 1e-9) for w in worst) / len(worst) for t in seen]
 
 
-def interval(d: Sequence[float], members: int) -> tuple[float, float]:
+def interval(x: Sequence[float], members: int = 1) -> tuple[float, float]:
   """Returns the interval of the mean by Student's t, 95 % for all members at once (Bonferroni)."""
-  half = stats.t.ppf(1 - LEVEL / (2 * members), len(d) - 1) * statistics.stdev(d) / len(d) ** 0.5
-  return statistics.fmean(d) - float(half), statistics.fmean(d) + float(half)
+  mean = statistics.fmean(x)
+  if len(x) < 2:
+    return mean, mean
+  half = stats.t.ppf(1 - LEVEL / (2 * members), len(x) - 1) * statistics.stdev(x) / len(x) ** 0.5
+  return mean - float(half), mean + float(half)
 
 
 def told(p: float, low: float, high: float) -> str:
@@ -76,3 +79,97 @@ def told(p: float, low: float, high: float) -> str:
   if -MARGIN < low and high < MARGIN:
     words.append(f"equal within {MARGIN:g} points")
   return ", ".join(words) or "not told"
+
+
+def compared(rows: Mapping[str, Mapping[int, Any]], matched: Mapping[str, str]) -> list[list[str]]:
+  """Returns a line for each pair of the family."""
+  asked = pairs(matched)
+  found = {pair: differences(rows[pair[0]], rows[pair[1]]) for pair in asked}
+  found = {pair: d for pair, d in found.items() if len(d) > 1}
+  p_of = dict(zip(found, max_t([*found.values()]), strict=True)) if found else {}
+  lines = []
+  for pair in asked:
+    if pair not in found:
+      lines.append([*pair, *["missing"] * 4])
+      continue
+    d = [*found[pair].values()]
+    low, high = interval(d, len(asked))
+    mean = f"{statistics.fmean(d):+.1f} [{low:+.1f}, {high:+.1f}]"
+    wins = f"{sum(x > 0 for x in d)} of {len(d)}"
+    lines.append([*pair, mean, wins, report.show_p(p_of[pair]), told(p_of[pair], low, high)])
+  return lines
+
+
+def promise(rows: Mapping[str, Mapping[int, Any]]) -> str:
+  """Says whether dense and no_ff keep what the task promises."""
+  said = []
+  for name, limit, is_least in (("dense", LEAST_DENSE, True), ("no_ff", MOST_NO_FF, False)):
+    x = [100 * r["accuracy"] for r in rows[name].values()]
+    if not x:
+      said.append(f"{name} is missing")
+      continue
+    mean = statistics.fmean(x)
+    holds = mean >= limit if is_least else mean <= limit
+    kept = sum(y >= limit if is_least else y <= limit for y in x)
+    said.append(
+      f"{name} has {mean:.1f} %, where at {'least' if is_least else 'most'} {limit:g} % "
+      f"{'are promised' if holds else 'were promised: **not met**'} ({kept} of {len(x)} seeds)"
+    )
+  return "; ".join(said) + "."
+
+
+def section(
+  records: Mapping[Any, Any],
+  runs: Sequence[Any],
+  rows: Mapping[str, Any],
+  matched: Mapping[str, str],
+  exposure: Mapping[str, tuple[int, float]],
+) -> list[str]:
+  """Returns the section.
+
+  Args:
+    records: by run.
+    runs: that are planned.
+    rows: name -> how it trains.
+    matched: see `pairs`.
+    exposure: row -> steps that are wholly dense, and the mean share of a weight that takes part.
+  """
+  mine = {run: records[run] for run in runs if run in records}
+  if not mine:
+    return ["Missing."]
+  usual = {name: {} for name in rows}
+  longer = {}
+  for run, record in mine.items():
+    (usual[run.row] if run.budget.isdigit() else longer)[run.seed] = record
+  planned = sum(run.budget.isdigit() and run.row == "dense" for run in runs)
+  price = {r["flops"] for r in usual["dense"].values()}
+  lines = []
+  shown = [(name, name, found) for name, found in usual.items()]
+  shown.append(("no_ff, for the FLOPs of dense", "no_ff", longer))
+  for title, name, found in shown:
+    label = [title.removesuffix(f", {rows[name].gradient}"), rows[name].mode]
+    label.append(report.count(len(found), planned))
+    if not found:
+      lines.append([*label, *["missing"] * 6])
+      continue
+    x, first = [100 * r["accuracy"] for r in found.values()], next(iter(found.values()))
+    low, high = interval(x)
+    dense, share = exposure[name]
+    lines.append([
+      *label, str(first["steps"]), "all" if not rows[name].sparse else str(dense), f"{share:.2f}",
+      f"{statistics.fmean(x):.1f} [{low:.1f}, {high:.1f}]", f"{report.cross_entropy(found):.3f}",
+      f"{first['flops'] / max(price):.2f}" if price else "missing",
+    ])  # fmt: skip
+  head = (
+    "recipe", "gradient", "seeds", "steps", "dense steps", "mean share", "accuracy, %",
+    "cross-entropy", "training FLOPs",
+  )  # fmt: skip
+  hours = sum(r["seconds"] for r in mine.values()) / 3600
+  out = [
+    f"{len(mine)} of {len(runs)} runs, {hours:.1f} hours of one core; {report.versions(mine)}."
+  ]
+  if len(mine) < len(runs):
+    out += ["", f"**Partial: {len(runs) - len(mine)} planned runs are missing.**"]
+  out += ["", promise(usual), "", *report.markdown(head, lines), ""]
+  head = ("recipe", "over", "points of accuracy", "better in seeds", "p", "told")
+  return [*out, *report.markdown(head, compared(usual, matched)), ""]

@@ -65,17 +65,19 @@ def equal_steps(task, row, pattern: str, dense_steps: int) -> int:
   return low
 
 
-def exposure(row, pattern: str, steps: int) -> float:
-  """Returns the mean over steps of n / m + D (1 - n / m): the share of a weight that takes part."""
+def exposure(row, pattern: str, steps: int) -> tuple[int, float]:
+  """Returns how dense a row trains: its steps of the dense phase, and the mean share of a weight.
+
+  The share at a step is n / m + D (1 - n / m): 1 while dense, and n / m once pruned weights are 0.
+  """
   if not row.sparse:
-    return 1.0
+    return steps, 1.0
   (recipe,) = set(rules_of(("ff",), row, pattern, steps).places.values())
-  levels, total = recipe.levels(int(pattern.split(":")[1])), 0.0
-  for step in range(steps):
-    held = [level for start, level in levels if start <= step]
-    share = held[-1].n / held[-1].m if held else 1.0
-    total += share + float(recipe.decay(step)) * (1 - share)
-  return total / steps
+  decay = np.asarray(jax.vmap(recipe.decay)(jnp.arange(steps)), np.float64)
+  kept = np.ones(steps)
+  for start, level in recipe.levels(int(pattern.split(":")[1])):
+    kept[start:] = level.n / level.m
+  return recipe.phases.dense, float(np.mean(kept + decay * (1 - kept)))
 
 
 class Experiment(NamedTuple):

@@ -306,7 +306,17 @@ def sections(records: dict[Run, dict[str, Any]]) -> dict[str, list[str]]:
     "earlier": report.earlier(records, grid("earlier")),
     "variances": report.variances(records, runs, ROWS),
     "digits": report.digits(records, grid("digits"), ROWS),
+    "rebus": rebus(records),
   }
+
+
+def rebus(records: dict[Run, dict[str, Any]]) -> list[str]:
+  """Returns the section of the ViT on generated pictures."""
+  import _rebus_report
+  import _recipes_train
+
+  exposure = {name: _recipes_train.exposure(row, "1:16", 540) for name, row in REBUS.items()}
+  return _rebus_report.section(records, grid("rebus"), REBUS, MATCHED, exposure)
 
 
 def write_report(paths: list[pathlib.Path], page: pathlib.Path | None) -> None:
