@@ -8,8 +8,12 @@ layers unless told otherwise, 32,128 words), 8 x (64 + 32) tokens, float32, adam
 sparse. Each candidate is the same jitted step of loss, gradient, optimizer and stored masks. The
 floor masks by a fixed threshold: what masking costs before any mask is computed.
 
+--network vit has layers of ViT-B/16 on 4 images of 224, `ff` at 1:8; --network resnet has one
+block and more in each of ResNet-50's four stages on 4 such images, `conv` at 2:8.
+
 Printed: median and middle half of the time over dense and over the floor, and the least time to
-compile over dense's. Gates: over floor <= 1.02 or over dense <= 1.04; compilation <= 1.2.
+compile over dense's. Gates: over floor <= 1.02 or over dense <= 1.04; compilation <= 1.2. Those of
+networks of images: over dense <= 1.05; compilation <= 1.25.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import _timing
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--core", type=int, default=1, help="processor to run on")
 PARSER.add_argument("--blocks", type=int, default=9, help="turns of each candidate")
+PARSER.add_argument("--network", choices=("t5", "vit", "resnet"), default="t5")
 PARSER.add_argument("--layers", type=int, default=4, help="layers of each stack")
 PARSER.add_argument("--only", default="", help="candidates whose name contains this")
 PARSER.add_argument("--compiles", type=int, default=3, help="compilations of each candidate")
@@ -31,79 +36,15 @@ ARGS = PARSER.parse_args()
 if not ARGS.any_device:
   _timing.pin(ARGS.core)
 
+import _train_step_networks as networks
 import jax
 import jax.numpy as jnp
 import optax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import gradients
-from nm_sparsity_jax import rules as rules_lib
+from nm_sparsity_jax import gradients, trees
 
-EMBED, MLP, HEADS, HEAD, VOCAB = 512, 1024, 6, 64, 32128
-BATCH, INPUTS, TARGETS = 8, 64, 32
 TOTAL = 1000
-
-
-def init(key, layers):
-  """Returns parameters with T5X's names and shapes, without relative positions."""
-  keys = iter(jax.random.split(key, 1000))
-  kernel = lambda i, o: {"kernel": jax.random.normal(next(keys), (i, o)) / i**0.5}
-  scale = lambda: {"scale": jnp.ones(EMBED)}
-  attention = lambda: {
-    **{name: kernel(EMBED, HEADS * HEAD) for name in ("query", "key", "value")},
-    "out": kernel(HEADS * HEAD, EMBED),
-  }
-  mlp = lambda: {"wi_0": kernel(EMBED, MLP), "wi_1": kernel(EMBED, MLP), "wo": kernel(MLP, EMBED)}
-  encoder = {
-    f"layers_{i}": {"attention": attention(), "mlp": mlp(), "n0": scale(), "n1": scale()}
-    for i in range(layers)
-  }
-  decoder = {
-      f"layers_{i}": {
-          "self_attention": attention(), "encoder_decoder_attention": attention(), "mlp": mlp(),
-          "n0": scale(), "n1": scale(), "n2": scale(),
-      }
-      for i in range(layers)
-  }  # fmt: skip
-  return {
-    "token_embedder": {"embedding": jax.random.normal(next(keys), (VOCAB, EMBED))},
-    "encoder": encoder,
-    "decoder": decoder,
-    "logits_dense": kernel(EMBED, VOCAB),
-  }
-
-
-def attend(p, x, y, causal=False):
-  heads = lambda t, name: (t @ p[name]["kernel"]).reshape(*t.shape[:-1], HEADS, HEAD)
-  scores = jnp.einsum("bqhd,bkhd->bhqk", heads(x, "query"), heads(y, "key"))
-  if causal:
-    scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9)
-  mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), heads(y, "value"))
-  return mixed.reshape(*x.shape[:-1], HEADS * HEAD) @ p["out"]["kernel"]
-
-
-def gated(p, x):
-  return (jax.nn.gelu(x @ p["wi_0"]["kernel"]) * (x @ p["wi_1"]["kernel"])) @ p["wo"]["kernel"]
-
-
-def norm(p, x):
-  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["scale"]
-
-
-def loss_of(params, batch):
-  x = params["token_embedder"]["embedding"][batch["inputs"]]
-  for p in params["encoder"].values():
-    h = norm(p["n0"], x)
-    x = x + attend(p["attention"], h, h)
-    x = x + gated(p["mlp"], norm(p["n1"], x))
-  y = params["token_embedder"]["embedding"][batch["targets"]]
-  for p in params["decoder"].values():
-    h = norm(p["n0"], y)
-    y = y + attend(p["self_attention"], h, h, causal=True)
-    y = y + attend(p["encoder_decoder_attention"], norm(p["n1"], y), x)
-    y = y + gated(p["mlp"], norm(p["n2"], y))
-  logits = y @ params["logits_dense"]["kernel"]
-  return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
 def threshold(params, rules, mode):
@@ -116,10 +57,10 @@ def threshold(params, rules, mode):
       return w
     return gradients.blend(w, jnp.abs(w) > 0.02, half, mode)
 
-  return rules_lib.map_with_names(apply, params)
+  return trees.map_with_names(apply, params)
 
 
-def train_step(rules, floor=None):
+def train_step(loss_of, rules, floor=None):
   """Returns a jitted (params, opt_state, state, batch) -> the same, and its optimizer."""
   parts = [optax.adamw(1e-4)] if rules is None or floor else [nms.sr_ste(rules), optax.adamw(1e-4)]
   tx = optax.with_extra_args_support(optax.chain(*parts))
@@ -133,7 +74,8 @@ def train_step(rules, floor=None):
 
   def step_fn(params, opt_state, state, batch):
     step = nms.step_count(opt_state)
-    loss, grads = jax.value_and_grad(lambda p: loss_of(effective(p, state, step), batch))(params)
+    value = lambda p: loss_of(effective(p, state, step), batch)
+    loss, grads = jax.value_and_grad(value, has_aux=True)(params)
     updates, opt_state = tx.update(grads, opt_state, params, nm_state=state)
     new = optax.apply_updates(params, updates)
     if state:
@@ -151,12 +93,15 @@ def set_step(opt_state, step):
   return jax.tree_util.tree_map_with_path(at, opt_state)
 
 
-def cases():
+def cases(network):
   """Yields (name, rules or None, floor's gradient mode or None, step to measure at)."""
   phases = nms.Phases(total=TOTAL, dense=100, finetune=200)
   make = lambda name, pattern, **k: nms.Rules(
-    {"ff": nms.recipe(name, pattern=pattern, phases=phases, **k)}
+    {network.place: nms.recipe(name, pattern=pattern, phases=phases, **k)}
   )
+  if network.pattern:
+    yield from one_pattern(network.pattern, make)
+    return
   yield "dense", None, None, 0
   yield "floor masked", make("mdgf_linear", "1:8"), "masked", 0
   yield "floor straight_through", make("mdgf_linear", "1:8"), "straight_through", 0
@@ -182,23 +127,28 @@ def cases():
   yield "sdgf_stepwise x linear 1:32", combined, None, 300
 
 
+def one_pattern(pattern, make):
+  """Yields the cases of a network with one pattern, which has no floor."""
+  yield "dense", None, None, 0
+  for name in ("sr_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise"):
+    yield f"{name} {pattern}", make(name, pattern), None, 300
+
+
 def main():
-  key = jax.random.key(0)
-  batch = {
-    "inputs": jax.random.randint(key, (BATCH, INPUTS), 0, VOCAB),
-    "targets": jax.random.randint(key, (BATCH, TARGETS), 0, VOCAB),
-  }
-  params = init(key, ARGS.layers)
+  network = networks.NETWORKS[ARGS.network](ARGS.layers)
+  params, batch = network.params, network.batch
   arguments, compiled, compile_s, modes = {}, {}, {}, {}
-  chosen = [c for c in cases() if ARGS.only in c[0] or c[0] == "dense" or c[0].startswith("floor")]
+  chosen = [
+    c for c in cases(network) if ARGS.only in c[0] or c[0] == "dense" or c[0].startswith("floor")
+  ]
   carried = {}
   for name, rules, floor, at in chosen:
-    _, tx = train_step(rules, floor)
+    _, tx = train_step(network.loss, rules, floor)
     opt_state = set_step(tx.init(params), at)
     state = nms.init_state(params, rules) if rules is not None and not floor else {}
     if state:
       state["step"] = jnp.int32(at)
-    mode = floor or (rules.places["ff"].gradient_mode if rules else "masked")
+    mode = floor or (rules.places[network.place].gradient_mode if rules else "masked")
     modes[name] = f"floor {mode}"
     shapes = jax.eval_shape(lambda x: x, opt_state)
     carried[name] = (opt_state if name == "dense" else shapes, state, at)
@@ -206,7 +156,7 @@ def main():
   for turn in range(ARGS.compiles):
     for name, (rules, floor, args) in arguments.items():
       jax.clear_caches()  # or a second compilation would only be looked up
-      lowered = train_step(rules, floor)[0].lower(*args)
+      lowered = train_step(network.loss, rules, floor)[0].lower(*args)
       start = _timing.clock()
       compiled[name] = lowered.compile()
       took = _timing.clock() - start
@@ -237,16 +187,17 @@ def main():
   times = _timing.interleave({name: call(name) for name in compiled}, ARGS.blocks, seconds=0.0)
   rows = []
   print(f"{'candidate':34} {'ms':>7}  {'over dense':>20}  {'over floor':>20}  {'compile':>7}")
+  show = lambda r: f"{r[0]:.3f} [{r[1]:.3f}, {r[2]:.3f}]"
   for name in compiled:
-    dense = _timing.ratio(times[name], times["dense"])
-    floor = _timing.ratio(times[name], times[modes[name]])
+    dense, base = _timing.ratio(times[name], times["dense"]), modes[name]
+    floor = _timing.ratio(times[name], times[base]) if base in times else None
     middle = sorted(times[name])[len(times[name]) // 2] * 1e3
     took = compile_s[name] / compile_s["dense"]
-    show = lambda r: f"{r[0]:.3f} [{r[1]:.3f}, {r[2]:.3f}]"
-    print(f"{name:34} {middle:7.1f}  {show(dense):>20}  {show(floor):>20}  {took:7.2f}")
+    told = show(floor) if floor else ""
+    print(f"{name:34} {middle:7.1f}  {show(dense):>20}  {told:>20}  {took:7.2f}")
     rows.append({
-        "candidate": name, "ms": middle, "over_dense": dense, "over_floor": floor,
-        "compile_over_dense": took,
+      "candidate": name, "ms": middle, "over_dense": dense,
+      **({"over_floor": floor} if floor else {}), "compile_over_dense": took,
     })  # fmt: skip
   _timing.save(ARGS.json, rows, "python " + " ".join(sys.argv))
 
