@@ -8,26 +8,13 @@ import os
 import sys
 
 
-def main(cache):
-  gc.disable()  # a fifth of the time of importing
+def serve(cache, run):
+  """Forks `run(steps, folder)` for each line; no backend may have started."""
   import jax
-  import test_local as t  # starts no backend, so a fork is safe
 
   jax.config.update("jax_compilation_cache_dir", cache)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-  def run(steps, folder):
-    model = t.model_of(recipe="one_shot", sparse_steps=steps, dense_steps=steps // 4, dropout=0.1)
-    tell = lambda done: print("step", done, flush=True) or 0.0
-    periods = t.train.Periods(evaluate=1000, checkpoint=3, report=1, metrics=None)
-    # SeqIO sets packing up for each process for longer than a short run trains.
-    source = t.source_of(pack=steps > 100, batch_size=8)
-    return t.train.train(
-      t.run_of(folder, model, source=source, sparse_steps=steps, periods=periods,
-               learning_rate=tell, keep_checkpoints=2)
-    )  # fmt: skip
-
   gc.freeze()  # what is imported stays, and forks share it
   gc.enable()
   for line in sys.stdin:
@@ -37,6 +24,28 @@ def main(cache):
       os._exit(run(int(steps), folder))
     _, status = os.waitpid(pid, 0)
     print("ended", status, flush=True)
+
+
+def tell(done):
+  """A learning rate, which is asked for at every report: says the step."""
+  return print("step", done, flush=True) or 0.0
+
+
+def main(cache):
+  gc.disable()  # a fifth of the time of importing
+  import test_local as t  # starts no backend, so a fork is safe
+
+  def run(steps, folder):
+    model = t.model_of(recipe="one_shot", sparse_steps=steps, dense_steps=steps // 4, dropout=0.1)
+    periods = t.train.Periods(evaluate=1000, checkpoint=3, report=1, metrics=None)
+    # SeqIO sets packing up for each process for longer than a short run trains.
+    source = t.source_of(pack=steps > 100, batch_size=8)
+    return t.train.train(
+      t.run_of(folder, model, source=source, sparse_steps=steps, periods=periods,
+               learning_rate=tell, keep_checkpoints=2)
+    )  # fmt: skip
+
+  serve(cache, run)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 HERE = pathlib.Path(__file__).resolve().parent
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory):
+@contextlib.contextmanager
+def started(script, tmp_path_factory):
+  """A process of a script that forks runs."""
   env = {**os.environ, **quick.environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
   env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, sys.path)])
   errors = (tmp_path_factory.mktemp("worker") / "stderr").open("w+")
-  command = [sys.executable, str(HERE / "local_worker.py"), str(tmp_path_factory.mktemp("xla"))]
+  command = [sys.executable, str(HERE / script), str(tmp_path_factory.mktemp("xla"))]
   pipe = subprocess.PIPE
   with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env) as p:
     try:
@@ -37,8 +38,17 @@ def worker(tmp_path_factory):
       p.wait(60)
 
 
-def run(worker, folder, steps, kill_after=None, delay=0.0):
-  """One process; killed `delay` seconds after so many steps. Its status, and the last step."""
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+  with started("local_worker.py", tmp_path_factory) as process:
+    yield process
+
+
+def run(worker, folder, steps, kill_after=None, delay=0.0, kill_at=None):
+  """One process; killed `delay` seconds after so many steps, or after the step with a number.
+
+  Returns its status, and the last step that it told.
+  """
   folder.mkdir(exist_ok=True)
   worker.stdin.write(f"{steps} {folder}\n")
   worker.stdin.flush()
@@ -48,7 +58,7 @@ def run(worker, folder, steps, kill_after=None, delay=0.0):
     if word == "ended":
       return int(number), last
     last, seen = int(number), seen + 1
-    if seen == kill_after:
+    if seen == kill_after or last == kill_at:
       time.sleep(delay)
       children = pathlib.Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
       for child in children:

@@ -1,0 +1,46 @@
+"""A run on images that is killed in every phase ends with the bits of one that was not."""
+
+import random
+import signal
+
+import pytest
+import test_local_killed as killed
+from checkpoint_files import assert_same, read
+
+from nm_sparsity_jax.runs import folders
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on its own account
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+  with killed.started("vision_worker.py", tmp_path_factory) as process:
+    yield process
+
+
+def at_random(steps, kills):
+  return sorted(random.Random(kills).sample(range(4, steps - 4), kills))
+
+
+@pytest.mark.parametrize(
+  "steps, at",
+  [
+    (36, [8, 20, 31]),  # dense until 12, the pattern from 24 on
+    pytest.param(96, at_random(96, 15), marks=pytest.mark.slow),
+  ],
+  ids=["a phase each", "15"],
+)
+def test_killed_and_resumed_has_the_same_bits(steps, at, worker, tmp_path):
+  whole, folder = tmp_path / "whole", tmp_path / "killed"
+  assert killed.run(worker, whole, steps) == (0, steps - 1)
+  for step in at:
+    status, last = killed.run(worker, folder, steps, kill_at=step)
+    assert status == signal.SIGKILL and last == step
+    assert 0 < folders.steps(folder)[-1] <= step + 4  # the loop looks at sums two steps later
+  assert killed.run(worker, folder, steps) == (0, steps - 1)
+  saved = read(folder, steps)
+  assert_same(saved, read(whole, steps))
+  for kept in ("batch_stats", "/average/", "/mask/"):
+    assert any(kept in key for key in saved)
+  curve = "train/metrics.jsonl"
+  assert (folder / curve).read_text() == (whole / curve).read_text()
