@@ -52,16 +52,20 @@ class Page:
 
   def open(self, file, width, height=900, dark=False):
     """Loads a file in a window of so many pixels."""
-    self._call(
-      "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
-      mobile=width < 600,
-    )  # fmt: skip
+    self.resize(width, height)
     feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     self._call("Emulation.setEmulatedMedia", features=[feature])
     self._events.clear()
     self._call("Page.navigate", url=pathlib.Path(file).resolve().as_uri())
     while "Page.loadEventFired" not in self._events:
       self._note(self._next())
+
+  def resize(self, width, height=900):
+    """Makes the window so large, around the page that it shows."""
+    self._call(
+      "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
+      mobile=width < 600,
+    )  # fmt: skip
 
   def look(self, file, width, dark=False):
     """Opens a file, and fails where it cannot be read at that width."""

@@ -89,12 +89,15 @@ def test_every_public_name_has_an_entry(built):
 
 
 @pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
-@pytest.mark.parametrize("width", [1280, 400])
-def test_pages_are_readable_in_a_browser(site, built, tmp_path, width):
+def test_pages_are_readable_in_a_browser(site, built, tmp_path):
+  """On a phone, where each is loaded, and in a window that grows from there."""
   with browser.page(tmp_path / "profile") as page:
     for file in sorted(built):
-      page.open(file, width)
-      assert page.ask("document.documentElement.scrollWidth") <= width, file
-      assert page.ask("document.querySelector('h1').getBoundingClientRect().width") > width / 4
+      page.open(file, 400)
+      for width in (400, 1280):
+        page.resize(width)
+        assert page.ask("innerWidth") == width
+        assert page.ask("document.documentElement.scrollWidth") <= width, file
+        assert page.ask("document.querySelector('h1').getBoundingClientRect().width") > width / 4
     assert all(r.startswith(("file:", "data:", "blob:")) for r in page.requests), page.requests
     assert not page.messages
