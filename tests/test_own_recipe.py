@@ -3,16 +3,17 @@
 The module lies in a folder of its own. A gin file imports it, or the flag --import names it.
 """
 
+import contextlib
 import html
 import json
 import os
 import pathlib
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
+import commands_forked
 import numpy as np
 import pytest
 import quick
@@ -104,32 +105,25 @@ TRAIN = flags(
 MODULES = ["--import", "own_workload", "--import", "soft_recipe"]  # the role, and the recipe
 
 
-def typed(folder, *argv):
-  """What a command says, as a process in a folder: its exit code, output and errors."""
-  with started(folder, *argv) as process:
-    out, err = process.communicate()
-  return process.returncode, out, err
-
-
-def started(folder, *argv):
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory, short_runs):
+  """What a command says in a folder, in a process that knows the package alone."""
   env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **quick.environment()}
-  return subprocess.Popen(
-    [sys.executable, "-m", "nm_sparsity_jax.cli", *argv], cwd=folder, env=env, text=True,
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  )  # fmt: skip
+  with commands_forked.commands(tmp_path_factory.mktemp("said"), env) as commands:
+    yield commands
 
 
 @pytest.fixture(scope="module")
-def trained(folder):
+def trained(folder, typed):
   """A run that was killed after its second checkpoint, and resumed by the same command."""
-  with started(folder, "train", *TRAIN) as process:
-    for _ in range(6000):
-      if folders.steps(folder / "run")[1:] or process.poll() is not None:
-        break
-      time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-  assert process.returncode == -signal.SIGKILL
+  pid = typed.begin(folder, "train", *TRAIN)
+  for _ in range(6000):
+    if folders.steps(folder / "run")[1:] or not typed.runs(pid):
+      break
+    time.sleep(0.02)
+  with contextlib.suppress(ProcessLookupError):
+    os.kill(pid, signal.SIGKILL)
+  assert typed.end()[0] == -signal.SIGKILL
   assert folders.steps(folder / "run")[-1] < STEPS
   code, _, err = typed(folder, "train", *TRAIN)
   assert not code, err
@@ -137,7 +131,7 @@ def trained(folder):
   return folder
 
 
-def test_it_is_planned_through_the_flag_with_gin_or_without(folder):
+def test_it_is_planned_through_the_flag_with_gin_or_without(folder, typed):
   search = f"--gin_search_paths=.,{ROOT}"
   code, out, err = typed(folder, "plan", "--json", search, *TRAIN)
   assert code == 1 and "--import own_workload" in out and "--import soft_recipe" in out
@@ -153,7 +147,7 @@ def test_it_is_planned_through_the_flag_with_gin_or_without(folder):
   assert json.loads(out)["schedule"] == report["schedule"]
 
 
-def test_killed_and_resumed_it_ends_with_its_own_deployed_weights(trained):
+def test_killed_and_resumed_it_ends_with_its_own_deployed_weights(trained, typed):
   """finalize writes `Recipe.final` of what the checkpoint keeps, and verify proves it."""
   code, out, err = typed(trained, "finalize", "run", "final", *MODULES)
   assert not code, out + err
@@ -175,7 +169,7 @@ def test_killed_and_resumed_it_ends_with_its_own_deployed_weights(trained):
     np.testing.assert_allclose(after.array(f"target/{name}/kernel"), want, rtol=1e-6)
 
 
-def test_it_is_evaluated_and_reported(trained):
+def test_it_is_evaluated_and_reported(trained, typed):
   where = dict(CHECKPOINT_PATH=f"run/checkpoint_{STEPS}", EVAL_OUTPUT_DIR="eval")
   argv = flags("local_workload_eval", "soft.gin", **where)
   code, _, err = typed(trained, "eval", *argv)
@@ -195,7 +189,9 @@ UNKNOWN = (
 )
 
 
-def test_without_the_module_one_line_names_recipe_rule_and_flag(trained, monkeypatch, capsys):
+def test_without_the_module_one_line_names_recipe_rule_and_flag(
+  trained, typed, monkeypatch, capsys
+):
   monkeypatch.chdir(trained)
   told = UNKNOWN.format(kind="recipe", name="'soft'")
   for argv in (["verify", "run"], ["finalize", "run", "other"]):
@@ -230,7 +226,7 @@ def test_a_sweep_of_it_names_the_flag(folder, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_sweep_hands_the_flag_to_its_runs(folder):
+def test_a_sweep_hands_the_flag_to_its_runs(folder, typed):
   (folder / "sweep.toml").write_text(SWEEP)
   code, out, err = typed(folder, "sweep", "sweep.toml", "--json", "--import=soft_recipe")
   assert not code, err
