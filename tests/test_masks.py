@@ -27,10 +27,24 @@ BYTES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 SIZES = (*range(1, 41), 48, 64, 96, 127, 128, 254, 255, 256, 257, 509, 512, 640)
 # On both sides of the bounds where a mask takes another path (16, 32) `make test` keeps sizes.
 ALIKE = {9, 10, 11, 13, 14, 18, 19, 21, 22, 23, 25, 26, 27, 28, 29, 30, 34, 35, 37, 38, 39, 96, 509}
-EVERY_SIZE = [
-  pytest.param(i, m, marks=[pytest.mark.slow] if m in ALIKE else [], id=f"m{m}")
-  for i, m in enumerate(SIZES)
-]
+# On each side of a bound one size is compiled as users compile it, and in `make test-slow` all of
+# them: a mask rounds nothing, so most compile quickly.
+AS_USERS = {4, 15, 16, 17, 32, 33, 128, 255, 512}
+
+
+def sizes():
+  """(i, m, whether it compiles as users compile), those that do first."""
+  for quickly in (False, True):
+    for i, m in enumerate(SIZES):
+      slow = m in ALIKE | AS_USERS if quickly else m not in AS_USERS
+      marks = [pytest.mark.slow] if slow else []
+      yield pytest.param(i, m, quickly, marks=marks, id=f"m{m}{'-quickly' * quickly}")
+
+
+@pytest.fixture
+def as_users_unless(request, quickly):
+  if not quickly:
+    request.getfixturevalue("as_users_compile")
 
 
 def ranks(scores, m, axis=0, parent=None):
@@ -132,10 +146,11 @@ def every_n(m, axis, traced=True):
   return jax.jit(run)
 
 
-@pytest.mark.usefixtures("as_users_compile")
-@pytest.mark.parametrize("i, m", EVERY_SIZE)
+@pytest.mark.usefixtures("as_users_unless")
+@pytest.mark.parametrize("i, m, quickly", list(sizes()))
 @given(data=st.data())
-def test_mask_is_its_equation(i, m, data):
+def test_mask_is_its_equation(i, m, quickly, data):
+  del quickly
   dtype, (shape, axis) = FLOATS[i % 3], layouts(m)[i % 7]
   x = data.draw(scores(shape, dtype))
   n = data.draw(st.integers(1, m))
@@ -302,15 +317,26 @@ def paths(m, bits, name):
     return labels, jax.jit(lambda *args: run(*args)).lower(*shapes).compile()
 
 
-PATHS = [(4, 32, "cpu"), (3, 15, "tpu"), (8, 16, "cpu"), (17, 31, "cpu"), (17, 31, "tpu")]
-PATHS += [(32, 15, "cpu"), (128, 31, "cpu"), (254, 15, "cpu"), (255, 32, "cpu"), (255, 32, "tpu")]
-PATHS += [(512, 16, "cpu")]
+# As users compile them; the others compile quickly, and in `make test-slow` as users' too.
+PATHS = [(4, 32, "cpu"), (17, 31, "cpu"), (17, 31, "tpu"), (255, 32, "cpu"), (512, 16, "cpu")]
+OTHERS = [(3, 15, "tpu"), (8, 16, "cpu"), (32, 15, "cpu"), (128, 31, "cpu"), (254, 15, "cpu")]
+OTHERS += [(255, 32, "tpu")]
 
 
-@pytest.mark.usefixtures("as_users_compile")
-@pytest.mark.parametrize("m, bits, name", PATHS)
+def every_path():
+  """(m, bits, platform, whether it compiles quickly), those that do last."""
+  for path in PATHS + OTHERS:
+    marks = [] if path in PATHS else [pytest.mark.slow]
+    yield pytest.param(*path, False, marks=marks, id="-".join(map(str, path)))
+  for path in OTHERS:
+    yield pytest.param(*path, True, id="-".join(map(str, (*path, "quickly"))))
+
+
+@pytest.mark.usefixtures("as_users_unless")
+@pytest.mark.parametrize("m, bits, name, quickly", list(every_path()))
 @given(data=st.data())
-def test_all_algorithms_agree_bit_for_bit(m, bits, name, data):
+def test_all_algorithms_agree_bit_for_bit(m, bits, name, quickly, data):
+  del quickly
   rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
   # The largest key is that of a score of +inf; a magnitude needs one bit less.
   top = {15: 0x7F82, 16: 0xFF02, 31: 0x7F800002, 32: 0xFF000002}[bits]
