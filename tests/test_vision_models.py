@@ -275,6 +275,15 @@ def test_a_token_without_a_direction_has_a_finite_gradient():
       lambda: jax.eval_shape(network("vit").init, jax.random.key(0), jnp.ones((2, 16, 16, 1))),
       r"\(2, 16, 16, 1\): the network takes \[batch, 16, 16, 3\]. Resize",
     ),
+    (lambda: vit.config("vit_b16", drop_path="0.1"), r"drop_path='0.1'\): it is a share"),
+    (lambda: resnet.config("resnet50", depths=3), r"depths=3\): give a number for each stage"),
+    (lambda: swin.config("swinv2_b_w8", heads=4), r"heads=4\): give a number for each stage"),
+    (
+      lambda: jax.eval_shape(
+        network("vit").init, jax.random.key(0), jnp.ones((2, 16, 16, 3), jnp.uint8)
+      ),
+      "images of uint8: the network takes floats about 0, such as those that .*augment.normalized",
+    ),
   ],
 )
 def test_a_config_or_image_that_does_not_fit_is_refused_in_a_sentence(make, words):

@@ -182,7 +182,8 @@ def test_report(trained, tmp_path):
   page = tmp_path / "report.html"
   assert cli.main(["report", str(trained), "--out", str(page)]) == 0
   text = page.read_text()
-  assert "accuracy" in text and "FLOPs" in text
+  assert "Score: accuracy of validation, checkpoint: " in text and "FLOPs" in text
+  assert "validation: loss" in text and "Validation loss" not in text
 
 
 def sweep_file(model, folder):
@@ -207,7 +208,19 @@ def test_a_sweep_is_checked(model, tmp_path, monkeypatch):
 
   monkeypatch.chdir(tmp_path)
   grid = sweep.read(sweep_file(with_conv(model, tmp_path), tmp_path))
-  assert [run.steps for run in sweep.check(grid).runs.values()] == [4, 4]
+  checked = sweep.check(grid)
+  assert [run.steps for run in checked.runs.values()] == [4, 4]
+  sweep.check_tasks(grid, checked)
+
+
+def test_a_sweep_looks_at_its_data_before_anything_starts(model, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  path = sweep_file(with_conv(model, tmp_path), tmp_path)
+  path.write_text(path.read_text().replace("BATCH_SIZE = 8", "BATCH_SIZE = 9"))
+  assert cli.main(["sweep", str(path)]) == 1
+  said = capsys.readouterr()
+  assert "sweep.toml: macros: BATCH_SIZE=9: MIXUP and CUTMIX mix rows in pairs" in said.err
+  assert not (tmp_path / "runs" / "dense-seed0").exists()
 
 
 def with_conv(model, folder):

@@ -66,12 +66,27 @@ def check_config(config: Any, sizes: tuple[str, ...], rates: tuple[str, ...]) ->
     if not several or not all(type(x) is int and x > 0 for x in several):
       raise ValueError(f"{name}({field}={value!r}): a size is a whole number from 1 on.")
   for field in rates:
-    if not 0 <= getattr(config, field) < 1:
-      raise ValueError(
-        f"{name}({field}={getattr(config, field)!r}): it is a share, at least 0 and below 1."
-      )
+    value = getattr(config, field)
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+      raise ValueError(f"{name}({field}={value!r}): it is a share, at least 0 and below 1.")
   if config.dtype not in DTYPES:
     raise ValueError(f"{name}(dtype={config.dtype!r}): choose one of {', '.join(DTYPES)}.")
+
+
+def make_tuples(config: Any, *fields: str) -> None:
+  """Makes tuples of fields that have an entry for each stage; refuses one number.
+
+  Args:
+    config: frozen, with fields of these names.
+    *fields: which gin makes lists of.
+  """
+  for field in fields:
+    value = getattr(config, field)
+    if not isinstance(value, list | tuple):
+      raise ValueError(
+        f"{type(config).__name__}({field}={value!r}): give a number for each stage, such as (1, 2)."
+      )
+    object.__setattr__(config, field, tuple(value))
 
 
 def check_divides(config: Any, field: str, by: str) -> None:
@@ -92,7 +107,7 @@ def check_divides(config: Any, field: str, by: str) -> None:
 
 
 def check_images(images: jax.Array, config: Any) -> None:
-  """Refuses images of a shape that the network is not made for.
+  """Refuses images of a shape or of a type that the network is not made for.
 
   Args:
     images: [b, h, w, c].
@@ -103,6 +118,11 @@ def check_images(images: jax.Array, config: Any) -> None:
     raise ValueError(
       f"images of shape {images.shape}: the network takes [batch, {', '.join(map(str, want))}]. "
       "Resize them, or set image_size and channels of its config."
+    )
+  if not jnp.issubdtype(images.dtype, jnp.floating):
+    raise ValueError(
+      f"images of {images.dtype}: the network takes floats about 0, such as those that "
+      "nm_sparsity_jax.images.augment.normalized makes of uint8."
     )
 
 

@@ -64,8 +64,7 @@ class ResNetConfig:
   remat: bool = False
 
   def __post_init__(self):
-    for field in ("depths", "widths"):
-      object.__setattr__(self, field, tuple(getattr(self, field)))  # gin makes lists
+    parts.make_tuples(self, "depths", "widths")
     sizes = ("image_size", "channels", "depths", "widths", "classes", "stem")
     parts.check_config(self, sizes, ("drop_path",))
     if len(self.depths) != len(self.widths):

@@ -74,8 +74,7 @@ class SwinConfig:
   remat: bool = False
 
   def __post_init__(self):
-    for field in ("depths", "heads"):
-      object.__setattr__(self, field, tuple(getattr(self, field)))  # gin makes lists
+    parts.make_tuples(self, "depths", "heads")
     sizes = ("image_size", "patch", "channels", "embed", "depths", "heads", "window", "mlp_ratio")
     parts.check_config(self, (*sizes, "classes"), ("dropout", "drop_path"))
     parts.check_divides(self, "image_size", "patch")

@@ -50,7 +50,7 @@ def _of_other_families(runs: Sequence[Run]) -> Iterator[Chart | None]:
     of = lambda run, task=task, tag=tag: (
       {} if run.counts_tokens else run.evals.get(task, {}).get(tag, {})
     )
-    yield parts.chart(runs, f"eval_{tag}_{task}", f"Validation {tag}, {task}", of)
+    yield parts.chart(runs, f"eval_{tag}_{task}", f"{task}: {tag}", of)
 
 
 def metrics(runs: Sequence[Run]) -> Iterator[Chart | str]:

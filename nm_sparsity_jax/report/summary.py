@@ -62,12 +62,18 @@ def summary(runs: Sequence[Run], checkpoint: str | int, seeds: int = 1) -> Itera
   yield from lost(rows, against)
   chance = _largest_class(runs, common)
   yield _table(rows, against, " and ".join(common), chance)
+  told = [_told(name, measure) for name, measure in common.items()]
   yield (
-    f"Score: {'the mean of ' * (len(common) > 1)}{listed([*common])}, checkpoint: "
+    f"Score: {'the mean of ' * (len(common) > 1)}{listed(told)}, checkpoint: "
     f"{scored.of_target(checkpoint)}. Weights: what the patterns leave of the sparse kernels. "
     f"Lowest: the worst evaluation on the way.{_classes(chance)}"
   )
   yield from _cautions(rows, against, seeds)
+
+
+def _told(name: str, measure: Measure) -> str:
+  """Returns what a score is: a column of GLUE has a name of its own, a task has metrics."""
+  return f"{listed(measure.metrics)} of {name}" if name == measure.task else name
 
 
 def _row(number: int, run: Run, common: Mapping[str, Measure], checkpoint: str | int) -> Row | None:

@@ -2,7 +2,7 @@
 
     Sweep -> [check] gin files, macros, rules on the network's shapes, settings of what is there
           -> Checked: a Run for each cell, the tasks
-          -> [check_tasks] seqio
+          -> [check_tasks] seqio, and the workload's own check
 
 Every mistake is one line that names the file and its key.
 """
@@ -29,10 +29,12 @@ class Checked:
   Attributes:
     runs: name of a cell -> what is known of its run, in the order in which they are done.
     tasks: name, module, and rows of the embedding: what `check_tasks` looks at.
+    workload: that of the first run, whose data it looks at; None = T5's, which has tasks.
   """
 
   runs: Mapping[str, Run]
   tasks: frozenset[tuple[str, str | None, int]]
+  workload: workloads.Workload | None = None
 
   def all_done(self) -> bool:
     """Returns whether nothing is left to train."""
@@ -72,19 +74,29 @@ def check(sweep: Sweep, trusted: bool = True) -> Checked:
     wrong = [f"{changed[0]}.{more} Keep the old settings, or take another `out`."]
   if wrong:
     raise ValueError(f"{sweep.file}: " + "; ".join(dict.fromkeys(wrong)))
-  return Checked(runs, frozenset(found.tasks))
+  return Checked(runs, frozenset(found.tasks), found.workload)
 
 
 def check_tasks(sweep: Sweep, checked: Checked) -> None:
-  """Refuses tasks that are not registered or do not fit the embedding; imports seqio.
+  """Refuses tasks that are not registered or do not fit the embedding, and data that do not fit.
+
+  Tasks need seqio, which this imports.
 
   Args:
     sweep: what `read` returns.
     checked: what `check` returns.
 
   Raises:
-    ValueError: a task is not there, or the vocabulary is larger than the embedding.
+    ValueError: a task is not there, the vocabulary is larger than the embedding, or the workload
+      refuses its data.
   """
+  if checked.workload is not None:
+    try:
+      checked.workload.check()
+    except ValueError as e:
+      raise ValueError(f"{sweep.file}: macros: {e}") from e
+  if not checked.tasks:
+    return
   from nm_sparsity_jax.local import data
 
   for name, module, rows in sorted(checked.tasks, key=str):
@@ -105,12 +117,14 @@ class _Findings:
     wrong: mistakes, each with its key.
     refused: what is said of rules -> of which runs.
     tasks: name, module, and rows of the embedding.
+    workload: of the first run that has one.
   """
 
   def __init__(self):
     self.wrong: list[str] = []
     self.refused: dict[str, list[Cell]] = {}
     self.tasks: set[tuple[str, str | None, int]] = set()
+    self.workload: workloads.Workload | None = None
     self._described: dict[tuple[str, str], str] = {}  # recipe, text of rules -> the cell
     self._shapes: Any = None  # of all runs, which have one network
 
@@ -131,6 +145,8 @@ class _Findings:
       network = _network(config)
       if not isinstance(network, workloads.Workload):
         self.tasks |= _tasks(config, network.config.vocab_size)
+      elif self.workload is None:
+        self.workload = network
       if self._shapes is None:
         self._shapes = plan.shapes(network, config.get("TASK_FEATURE_LENGTHS"))
       params, axes = self._shapes
