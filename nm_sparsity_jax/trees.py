@@ -35,6 +35,22 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tup
   return [(path_name(keys), x) for keys, x in leaves]
 
 
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a tree of dicts of the leaves at 'a/b/c'; for dicts it undoes `flatten`.
+
+  >>> nested({"mlp/wi/kernel": 1, "mlp/wo/kernel": 2})
+  {'mlp': {'wi': {'kernel': 1}, 'wo': {'kernel': 2}}}
+  """
+  tree: dict[str, Any] = {}
+  for path, leaf in leaves.items():
+    *folders, last = path.split("/")
+    node = tree
+    for word in folders:
+      node = node.setdefault(word, {})
+    node[last] = leaf
+  return tree
+
+
 def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
   """Returns the tree with every leaf replaced by function(path, leaf)."""
   return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)

@@ -37,6 +37,7 @@ from nm_sparsity_jax.kauldron_adapter import launch
 from nm_sparsity_jax.recipes import RECIPES, registry
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.scores import submission
+from nm_sparsity_jax.trees import nested
 
 pytestmark = pytest.mark.usefixtures("short_runs")
 ROOT = pages.ROOT
@@ -240,7 +241,7 @@ def test_the_lines_for_big_vision_train_and_score_sparse_weights():
     BIG_VISION.format(*lines),
     dict(
       jax=jax, optax=optax, tx=optax.sgd(0.1), total_steps=4,
-      params=checkpoint.nested({path: kernel}),
+      params=nested({path: kernel}),
       loss=lambda params: sum(jax.numpy.sum(x**2) for x in jax.tree.leaves(params)),
     ),
   )  # fmt: skip

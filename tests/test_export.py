@@ -10,6 +10,7 @@ import test_weights as weights
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, rules_text
 from nm_sparsity_jax.runs import arrays, checkpoint, writing
+from nm_sparsity_jax.sweep import checks
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import safetensors_file, timm
 
@@ -81,9 +82,9 @@ def test_a_checkpoint_of_another_network_is_not_exported(tmp_path):
 def test_arrays_of_timms_file_load_as_those_of_any_checkpoint(name, scan, tmp_path):
   file = tmp_path / "model.safetensors"
   safetensors_file.write(file, weights.tensors_of(name))
-  stored = checkpoint.read(str(file))
-  assert (stored.format, stored.step, stored.rules) == ("timm", None, None)
   shapes = weights.shapes_of(weights.network(name, **({"scan": True} if scan else {})))
+  stored = checkpoint.read(str(file), shapes)
+  assert (stored.format, stored.step, stored.rules) == ("timm", None, None)
   like = {"target": shapes["params"]}
   if "batch_stats" in shapes:
     like["flax_mutables"] = {"batch_stats": shapes["batch_stats"]}
@@ -93,9 +94,29 @@ def test_arrays_of_timms_file_load_as_those_of_any_checkpoint(name, scan, tmp_pa
   got = {"params": tree["target"], **tree.get("flax_mutables", {})}
   weights.assert_same(jax.device_get(got), want)
   other = weights.shapes_of(weights.network(name, classes=7))
-  like = {**like, "target": other["params"]}
   with pytest.raises(ValueError, match=r"model.safetensors' has 10 classes, and the network 7"):
-    arrays.load(stored, like, jax.tree.map(lambda _: device, like))
+    checkpoint.read(str(file), other)
+
+
+@pytest.mark.parametrize("name, scan", [("vit_test", True), ("swinv2_test", False)])
+def test_a_network_is_held_against_the_header_alone(name, scan, tmp_path, monkeypatch):
+  """So `plan` and `sweep` read no tensor of a start from timm's weights."""
+  file = tmp_path / "model.safetensors"
+  safetensors_file.write(file, weights.tensors_of(name))
+  net = weights.network(name, **({"scan": True} if scan else {}))
+  shapes = weights.shapes_of(net)
+  monkeypatch.setattr(safetensors_file.Opened, "array", lambda *_: pytest.fail("it read a tensor"))
+  stored = checkpoint.read(str(file), shapes, net.config)
+  want = {f"target/{path}": x.shape for path, x in flatten(shapes["params"])}
+  assert {key: leaf.shape for key, leaf in stored.leaves.items()} == want
+  assert checks._step_of(str(file)) == 0
+
+
+def test_a_folder_is_what_lies_in_it_whatever_its_name(tmp_path):
+  written(tmp_path / "run", "vit_test", finalized=False)
+  path = (tmp_path / "run/checkpoint_7").rename(tmp_path / "start.safetensors")
+  stored = checkpoint.read(str(path))
+  assert (stored.format, stored.step, checks._step_of(str(path))) == ("Orbax", 7, 7)
 
 
 def test_a_pickled_checkpoint_is_refused_where_checkpoints_are_read(tmp_path):

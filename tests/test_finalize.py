@@ -20,7 +20,7 @@ from checkpoint_files import load
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
 from nm_sparsity_jax.runs import checkpoint, proof
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.trees import flatten, nested
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints are Orbax's: pip install -e '.[dev]'")
 
@@ -39,7 +39,7 @@ SPARSE = [path for path in SHAPES if "mlp" in path or "query" in path]
 def draw(seed=0, dtype=np.float32):
   rng = np.random.default_rng(seed)
   weights = {path: rng.normal(size=shape).astype(dtype) for path, shape in SHAPES.items()}
-  return checkpoint.nested(weights)
+  return nested(weights)
 
 
 def packed(rules):

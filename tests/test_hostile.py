@@ -26,7 +26,7 @@ import test_plan
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, roles, rules_text
 from nm_sparsity_jax.patterns import NM
-from nm_sparsity_jax.runs import checkpoint, events, files, limits, results
+from nm_sparsity_jax.runs import checkpoint, events, files, limits, orbax, results
 from nm_sparsity_jax.scores import submission
 from nm_sparsity_jax.sweep import grid
 
@@ -424,11 +424,11 @@ def test_a_line_is_not_endless():
 def test_what_comes_too_late_is_not_told(capsys):
   """Point 26: damaged OCDBT ended in tracebacks of tensorstore's threads, by chance."""
   before = sys.unraisablehook
-  checkpoint._ignore_late_callbacks.cache_clear()
+  orbax._ignore_late_callbacks.cache_clear()
   try:
     told = []
     sys.unraisablehook = told.append
-    checkpoint.orbax("a checkpoint")
+    orbax.library("a checkpoint")
     for error in (RuntimeError("Event loop is closed"), RuntimeError("another")):
       raised = types.SimpleNamespace(exc_type=type(error), exc_value=error)
       sys.unraisablehook(raised)

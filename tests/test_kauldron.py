@@ -23,6 +23,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import installed, kauldron_adapter, rules_text, runs, trees
 from nm_sparsity_jax.kauldron_adapter import launch, release
 from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.trees import nested
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 REASON = kauldron_found.why_not()
@@ -258,7 +259,7 @@ def sparse_tree(step, recipe="sr_ste"):
   """The arrays of a checkpoint of a tiny network."""
   rules = nms.Rules({"ff": nms.recipe(recipe, pattern="1:4", phases=nms.Phases(total=8))})
   rng = np.random.default_rng(step)
-  params = checkpoint.nested({f"{FF}/kernel": rng.normal(size=(16, 4)).astype(np.float32)})
+  params = nested({f"{FF}/kernel": rng.normal(size=(16, 4)).astype(np.float32)})
   opt = nms.sparse(optax.sgd(0.1, momentum=0.9), rules).init(params)
   opt = opt._replace(count=jnp.int32(step))
   kept = {"nm_sparsity": {"rules": rules_text.pack(rules_text.describe(rules))}}
@@ -288,8 +289,8 @@ def test_a_stored_mask_of_kauldron_is_what_is_deployed(tmp_path):
   _, tree = sparse_tree(8, "one_shot")
   masks = tree["opt_state"]["masks"]
   last = np.arange(16).reshape(16, 1) % 4 == 3
-  masks["mask"] = checkpoint.nested({f"{FF}/kernel": jnp.asarray(np.broadcast_to(last, (16, 4)))})
-  masks["renewed"] = checkpoint.nested({f"{FF}/kernel": jnp.int32(1)})
+  masks["mask"] = nested({f"{FF}/kernel": jnp.asarray(np.broadcast_to(last, (16, 4)))})
+  masks["renewed"] = nested({f"{FF}/kernel": jnp.int32(1)})
   write_as_kauldron(tmp_path, 8, tree)
   made = runs.finalize(str(tmp_path), str(tmp_path / "final"))
   kernel = checkpoint.read(made.path).array(f"target/{FF}/kernel")

@@ -539,7 +539,7 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
     # As the start of another run, and for an evaluation.
     for load in (
       lambda path: checkpoints.load_initial(path, model, jax.random.PRNGKey(0))[0],
-      lambda path: checkpoints.load_for_evaluation(path, model).params,
+      lambda path: checkpoints.load_for_evaluation(checkpoints.opened(path, model), model).params,
     ):
       try:
         params = load(str(tmp_path / "checkpoint_24"))

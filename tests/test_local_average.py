@@ -1,7 +1,8 @@
-"""The average of parameters: what it is, that it is scored and deployed, and that runs keep it."""
+"""The average of what is trained: what it is, that it is scored and deployed, that runs keep it."""
 
 import json
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +32,20 @@ with warnings.catch_warnings():
 STEPS, DECAY = 8, 0.75
 
 
-def model_of(devices=1, **rules):
+def model_of(devices=1, ema_decay: float | None = DECAY, **rules):
   rules = (
     dict(recipe="idp", pattern="1:8", sparse_steps=STEPS, dense_steps=2, finetune_steps=2) | rules
   )
   workload = vision.Images(tiny_vision.make(), rebus.Rebus(8, validation=16))
   return step.Model(
     workload=workload, rules=configure.rules({"mlp/fc./kernel": None}, **rules),
-    devices=jax.devices()[:devices],
+    devices=jax.devices()[:devices], ema_decay=ema_decay,
   )  # fmt: skip
 
 
 def run_of(folder, model, **fields):
   fields = dict(
-    optimizer=optimizers.adamw(0.05, ema_decay=DECAY), sparse_steps=STEPS,
+    optimizer=optimizers.adamw(0.05), sparse_steps=STEPS,
     evaluation=evaluation.Splits(), keep_checkpoints=None,
     periods=train.Periods(evaluate=4, checkpoint=1, report=4, metrics=None),
   ) | fields  # fmt: skip
@@ -58,42 +59,70 @@ def trained(tmp_path_factory):
   return folder
 
 
-AVERAGE = "state/param_states/1/average/"
+AVERAGE = "state/average/"
+KERNEL, STATISTICS = "target/mlp/fc1/kernel", "flax_mutables/batch_stats/"
 
 
-def test_it_is_that_of_the_parameters_after_each_update(trained):
+def test_it_is_that_of_parameters_and_batch_statistics_after_each_update(trained):
   """By numpy, from the checkpoints of all steps."""
   at = {i: read(trained, i) for i in range(1, STEPS + 1)}
-  params = [k.removeprefix("target/") for k in at[1] if k.startswith("target/")]
-  assert {AVERAGE + k for k in params} == {k for k in at[1] if k.startswith(AVERAGE)}
-  for path in params:
-    average = at[1][AVERAGE + path]
+  keys = [k for k in at[1] if k.startswith(("target/", STATISTICS))]
+  assert {AVERAGE + k for k in keys} == {k for k in at[1] if k.startswith(AVERAGE)}
+  for key in keys:
+    average = at[1][AVERAGE + key]
     for i in range(2, STEPS + 1):
-      average = DECAY * average + (1 - DECAY) * at[i][f"target/{path}"]
-      np.testing.assert_allclose(at[i][AVERAGE + path], average, rtol=1e-4, atol=1e-6)
-  kernel = "mlp/fc1/kernel"
-  assert not np.allclose(average := at[STEPS][AVERAGE + kernel], at[STEPS][f"target/{kernel}"])
-  assert average.dtype == np.float32
+      average = DECAY * average + (1 - DECAY) * at[i][key]
+      np.testing.assert_allclose(at[i][AVERAGE + key], average, rtol=1e-4, atol=1e-6)
+  moving = (KERNEL, *(k for k in keys if k.startswith(STATISTICS)))
+  assert len(moving) > 2
+  for key in moving:
+    assert not np.allclose(at[STEPS][AVERAGE + key], at[STEPS][key])
+    assert at[STEPS][AVERAGE + key].dtype == np.float32
 
 
-def test_it_begins_with_the_parameters_and_changes_no_update():
-  params = {"a": {"kernel": jnp.ones((4, 2))}}
-  tx = averages.moving_average(0.9)
-  state = tx.init(params)
-  np.testing.assert_array_equal(averages.average_of(state)["a"]["kernel"], np.ones((4, 2)))
-  updates, state = tx.update({"a": {"kernel": jnp.full((4, 2), 2.0)}}, state, params)
-  assert float(updates["a"]["kernel"][0, 0]) == 2
-  np.testing.assert_allclose(averages.average_of(state)["a"]["kernel"], 1.2, rtol=1e-6)
-  assert averages.average_of(optax.adam(1e-3).init(params)) is None
+def test_it_begins_with_what_a_run_starts_from_and_leaves_whole_numbers():
+  start = {"params": {"kernel": jnp.ones((4, 2))}, "state": {"seen": jnp.int32(3)}}
+  average = averages.begin(start)
+  new = {"params": {"kernel": jnp.full((4, 2), 3.0)}, "state": {"seen": jnp.int32(4)}}
+  average = averages.moved(average, new, 0.9)
+  np.testing.assert_allclose(average["params"]["kernel"], 1.2, rtol=1e-6)
+  assert int(average["state"]["seen"]) == 4 and average["state"]["seen"].dtype == jnp.int32
 
 
-def test_an_evaluation_sees_it_under_the_stored_masks(trained, capsys):
+class LookaheadState(NamedTuple):
+  """Of an optimizer of another, with a copy of all parameters for a purpose of its own."""
+
+  average: Any
+
+
+def test_a_state_of_another_optimizer_is_not_taken_for_it(tmp_path):
+  other = optax.GradientTransformation(
+    lambda params: LookaheadState(jax.tree.map(jnp.zeros_like, params)),
+    lambda updates, state, params=None: (updates, state),
+  )
+  model, key = model_of(ema_decay=None), jax.random.PRNGKey(0)
+  kept = model.initial_collections(key)
+  state = model.begin(model.initial_params(key), optax.chain(other, optax.sgd(0.1)), 0, kept)
+  assert state.average == {}
+  path = str(tmp_path / "checkpoint_0")
+  checkpoint.write(path, jax.device_get(checkpoints.to_tree(state, model.given_rules)))
+  stored = checkpoint.read(path)
+  zeros = KERNEL.replace("target", "state/param_states/0/average")
+  assert zeros in stored.leaves and not stored.average
+  assert stored.deployed(KERNEL) == KERNEL
+  got = checkpoints.load_for_evaluation(stored, model)
+  jax.tree.map(np.testing.assert_array_equal, got.params, state.params)
+
+
+def test_an_evaluation_sees_it_under_the_stored_masks(trained, capsys, monkeypatch):
   model = model_of()
   path = str(trained / f"checkpoint_{STEPS}")
-  state = checkpoints.load_for_evaluation(path, model)
+  state = checkpoints.load_for_evaluation(checkpoint.read(path), model)
   saved = read(trained, STEPS)
   for name, leaf in flatten(state.params):
-    np.testing.assert_array_equal(leaf, saved[AVERAGE + name])
+    np.testing.assert_array_equal(leaf, saved[f"{AVERAGE}target/{name}"])
+  for name, leaf in flatten(state.collections):
+    np.testing.assert_array_equal(leaf, saved[f"{AVERAGE}flax_mutables/{name}"])
   effective = nms.sparsify(state.params, model.rules, state.sparse_step, state.masks)
   for word in ("fc1", "fc2"):
     mask = saved[f"flax_mutables/nm_sparsity/mask/mlp/{word}/kernel"]
@@ -101,13 +130,16 @@ def test_an_evaluation_sees_it_under_the_stored_masks(trained, capsys):
     assert np.count_nonzero(kernel.reshape(4, 8, 32), axis=1).max() == 1
     kept = kernel != 0  # idp keeps the best of what the stored mask, its parent, keeps
     assert mask[kept].all()
-    np.testing.assert_array_equal(kernel[kept], saved[f"{AVERAGE}mlp/{word}/kernel"][kept])
+    np.testing.assert_array_equal(kernel[kept], saved[f"{AVERAGE}target/mlp/{word}/kernel"][kept])
   found = evaluation.Splits().evaluator(model, None).evaluate(
     {"params": effective, **state.collections}, STEPS
   )  # fmt: skip
   entry = json.loads((trained / "evaluations.json").read_text())[-1]
   assert entry["step"] == STEPS and entry["metrics"] == found.metrics and entry["at_target"]
+  opened, read_it = [], checkpoint.read
+  monkeypatch.setattr(checkpoint, "read", lambda *args: opened.append(args) or read_it(*args))
   assert train.evaluate(model, evaluation.Splits(), path, str(trained.parent / "eval")) == 0
+  assert len(opened) == 1
   assert ", the moving average of its parameters" in capsys.readouterr().out
 
 
@@ -115,39 +147,45 @@ def test_what_is_scored_is_finalized(trained, tmp_path):
   made = nms.runs.finalize(str(trained), str(tmp_path))
   assert made.ok and made.as_dict()["average"] is True
   model = model_of()
-  state = checkpoints.load_for_evaluation(str(trained / f"checkpoint_{STEPS}"), model)
+  state = checkpoints.load_for_evaluation(
+    checkpoint.read(str(trained / f"checkpoint_{STEPS}")), model
+  )
   effective = nms.sparsify(state.params, model.rules, state.sparse_step, state.masks)
   final = read(tmp_path, STEPS)
   for path, leaf in flatten(jax.device_get(effective)):
     np.testing.assert_array_equal(final[f"target/{path}"], leaf)
-  assert checkpoint.read(made.path).average is None
-  again = checkpoints.load_for_evaluation(made.path, model)
+  for path, leaf in flatten(jax.device_get(state.collections)):
+    np.testing.assert_array_equal(final[f"flax_mutables/{path}"], leaf)
+  assert not checkpoint.read(made.path).average
+  again = checkpoints.load_for_evaluation(checkpoint.read(made.path), model)
   jax.tree.map(np.testing.assert_array_equal, model.effective(again), effective)
 
 
 def test_a_run_starts_from_it(trained):
   model, key = model_of(), jax.random.PRNGKey(0)
-  params, _, number = checkpoints.load_initial(str(trained / f"checkpoint_{STEPS}"), model, key)
+  params, kept, number = checkpoints.load_initial(str(trained / f"checkpoint_{STEPS}"), model, key)
   saved = read(trained, STEPS)
   assert number == STEPS
-  np.testing.assert_array_equal(params["mlp"]["fc1"]["kernel"], saved[AVERAGE + "mlp/fc1/kernel"])
+  np.testing.assert_array_equal(params["mlp"]["fc1"]["kernel"], saved[AVERAGE + KERNEL])
+  for path, leaf in flatten(kept):
+    np.testing.assert_array_equal(leaf, saved[f"{AVERAGE}flax_mutables/{path}"])
 
 
 def test_microbatches_and_devices_move_it_once_a_step():
   """Eight devices, and four microbatches, have the average of one whole batch."""
   key, found = jax.random.PRNGKey(0), {}
-  optimizer = optimizers.adamw(0.01, clip_norm=1.0, ema_decay=DECAY)
+  optimizer = optimizers.adamw(0.01, clip_norm=1.0)
   workload = vision.Images(tiny_vision.make(norm=False), rebus.Rebus(32))
   for name, devices, parts in (("one", 1, 1), ("eight", 8, 1), ("parts", 1, 4)):
     model = step.Model(
       workload=workload, rules=configure.rules({"mlp/fc./kernel": "1:8"}, "sr_ste", sparse_steps=8),
-      devices=jax.devices()[:devices],
+      devices=jax.devices()[:devices], ema_decay=DECAY,
     )  # fmt: skip
     state = model.begin(model.initial_params(key), optimizer, 0, {})
     update = model.train_step(optimizer, key, state, parts)
     for i in range(3):
       state, _ = update(state, model.put(next(workload.batches(0, i))))
-    sharding = state.deployed["mlp"]["fc1"]["kernel"].sharding
+    sharding = state.deployed["params"]["mlp"]["fc1"]["kernel"].sharding
     assert sharding == state.params["mlp"]["fc1"]["kernel"].sharding
     found[name] = jax.device_get(state.deployed)
   near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
@@ -213,7 +251,7 @@ def test_a_cosine_falls_from_the_warm_up_to_the_last_step():
   "make, said",
   [
     (
-      lambda: optimizers.adamw(0.1, ema_decay=1.0),
+      lambda: model_of(ema_decay=1.0),
       "^EMA_DECAY=1.0: give a number between 0 and 1,",
     ),
     (lambda: optimizers.adamw(0.1, clip_norm=0), "^CLIP_NORM=0: give a number above 0, or None.$"),
@@ -225,10 +263,6 @@ def test_a_cosine_falls_from_the_warm_up_to_the_last_step():
     (
       lambda: optimizers.learning_rate(0.1, "cosine_decay", 10, 10),
       "which falls from WARMUP_STEPS=10 to SPARSE_STEPS=10: give more SPARSE_STEPS or a smaller W",
-    ),
-    (
-      lambda: averages.moving_average(0.9).update({}, averages.AverageState({})),
-      "^moving_average needs the parameters",
     ),
   ],
 )

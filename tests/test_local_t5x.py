@@ -102,11 +102,11 @@ def test_a_run_starts_from_t5x(kind, tmp_path):
   assert number == STEP and kept == {}
   assert_equal(params, state.params)
   dense = model_of(**(IDP | dict(recipe="dense", pattern=None)))
-  got = checkpoints.load_for_evaluation(str(path), dense)
+  got = checkpoints.load_for_evaluation(checkpoints.opened(str(path), dense), dense)
   assert int(got.step) == STEP and int(got.sparse_step) == 0
   assert_equal(got.params, state.params)
   with pytest.raises(ValueError, match="is dense: it has no flax_mutables"):
-    checkpoints.load_for_evaluation(str(path), local)
+    checkpoints.load_for_evaluation(checkpoints.opened(str(path), local), local)
   run = run_of(tmp_path / "run", local, initial_checkpoint=str(path), pretrained_steps=5)
   with pytest.raises(ValueError, match=f"PRETRAINED_STEPS=5, but .* is of step {STEP}"):
     train.train(run)
@@ -127,13 +127,15 @@ def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
   manager.close()
   path = str(tmp_path / "sparse/checkpoint_1005")
   local = model_of(**IDP)
-  got = checkpoints.load_for_evaluation(path, local)
+  got = checkpoints.load_for_evaluation(checkpoints.opened(path, local), local)
   assert (int(got.step), int(got.sparse_step)) == (1005, 5)
   assert_equal(got.params, state.params)
   assert_equal(got.masks, {k: mine(state)[k] for k in stored})
   assert_equal(local.effective(got), model.effective(state.params, state.flax_mutables))
   with pytest.raises(ValueError, match=r"the rules \[ff: idp 1:8.*has \[ff: idp 1:4"):
-    checkpoints.load_for_evaluation(path, model_of(**(IDP | dict(pattern="1:4"))))
+    checkpoints.load_for_evaluation(
+      checkpoints.opened(path, local), model_of(**(IDP | dict(pattern="1:4")))
+    )
 
 
 def test_same_beams_as_t5x_from_one_to_four(what_t5x_wants):

@@ -17,6 +17,7 @@ from nm_sparsity_jax import cli, configure, flops, gin_files
 from nm_sparsity_jax.images import rebus, source
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.report import reading, scored
+from nm_sparsity_jax.weights import timm
 from nm_sparsity_jax.workloads import vision
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
@@ -80,7 +81,7 @@ def test_it_trains_and_says_what_it_is(trained):
   saved = read(trained, STEPS)
   stats = [k for k in saved if k.startswith("flax_mutables/batch_stats/") and k.endswith("mean")]
   assert len(stats) == 5 and all(np.any(saved[k]) for k in stats)
-  assert [k for k in saved if k.startswith("state/param_states/") and "/average/" in k]
+  assert [k for k in saved if k.startswith("state/average/target/")]
   lines = [json.loads(x) for x in (trained / "train/metrics.jsonl").read_text().splitlines()]
   assert {"accuracy", "accuracy_top5", "grad_norm", "learning_rate"} < set(lines[-1])
   noted = json.loads((trained / "run.json").read_text())["workload"]
@@ -137,8 +138,10 @@ def test_finalize_and_verify(trained, tmp_path, capsys):
   kernel = saved["target/layer1_0/conv2/kernel"]
   groups = kernel.reshape(3, 3, -1, 8, kernel.shape[-1])
   assert (np.count_nonzero(groups, axis=3) <= 1).all()  # input channels at one offset
-  for key in (k for k in before if "batch_stats" in k):
-    np.testing.assert_array_equal(saved[key], before[key])
+  statistics = [key for key in before if key.startswith("flax_mutables/batch_stats/")]
+  assert statistics
+  for key in statistics:
+    np.testing.assert_array_equal(saved[key], before[f"state/average/{key}"])
 
 
 def test_plan(model, tmp_path, capsys):
@@ -173,6 +176,20 @@ def test_plan_needs_a_model_file_alone(model, capsys):
   out = capsys.readouterr().out
   assert "layer1_0/conv1/kernel" in out and "mean loss over examples (conv)" in out
   assert "token" not in out
+
+
+def test_plan_of_a_start_from_timms_weights(model, tmp_path, capsys):
+  pytest.importorskip("safetensors", reason="needs safetensors: pip install -e '.[vision]'")
+  config = resnet.config("resnet_test", image_size=16, depths=(1,), widths=(8,))
+  shapes = jax.eval_shape(resnet.ResNet(config).init, jax.random.key(0), jnp.zeros((1, 16, 16, 3)))
+  path = tmp_path / "model.safetensors"
+  timm.write(path, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
+  macros = MACROS | dict(MODEL_DIR=str(tmp_path / "run"), INITIAL_CHECKPOINT_PATH=str(path))
+  assert cli.main(["plan", *words(model, **macros)]) == 0
+  out = capsys.readouterr().out
+  assert "(timm" in out and "global steps" in out and "T5X" not in out
+  assert cli.main(["plan", *words(model, **macros, CLASSES=5)]) == 1
+  assert "model.safetensors' has 10 classes, and the network 5" in capsys.readouterr().out
 
 
 def test_report(trained, tmp_path):
@@ -275,13 +292,14 @@ def test_eight_devices_take_the_steps_of_one():
   workload = vision.Images(network, rebus.Rebus(8))
   rules = configure.rules({"ff": "1:8"}, "mdgf_linear", sparse_steps=4)
   rate, key = 0.001, jax.random.PRNGKey(0)
-  optimizer = optimizers.adamw(rate, ema_decay=0.9)
+  optimizer = optimizers.adamw(rate)
   batches = list(itertools.islice(workload.batches(0, 0), 3))
   models, found = {}, {}
   for devices, partitions in ((1, 1), (8, 2)):
     model = models[devices] = step.Model(
-      workload=workload, rules=rules, devices=jax.devices()[:devices], num_partitions=partitions
-    )
+      workload=workload, rules=rules, devices=jax.devices()[:devices], num_partitions=partitions,
+      ema_decay=0.9,
+    )  # fmt: skip
     state = model.begin(model.initial_params(key), optimizer, 0, {})
     first, update = jax.device_get(state.params), model.train_step(optimizer, key, state)
     told = [first, *(jax.device_get(model.put(batch)) for batch in batches)]

@@ -13,9 +13,9 @@ import tiny_vision
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import configure
 from nm_sparsity_jax.images import rebus, source
-from nm_sparsity_jax.models import resnet
+from nm_sparsity_jax.models import resnet, swin
 from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import timm
+from nm_sparsity_jax.weights import safetensors_file, timm
 from nm_sparsity_jax.workloads import vision
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
@@ -166,13 +166,13 @@ def test_axes_lay_feed_forward_and_attention_over_devices_and_a_scan_is_known():
   axes = vision.axes_of(params, scan=True)
   is_names = lambda x: hasattr(x, "names")
   found = {path: x.names for path, x in flatten(axes, is_names)}
-  assert found["blocks/attn/q/kernel_axes"] == ("layers", "embed", "joined_kv")
-  assert found["blocks/mlp/fc2/kernel_axes"] == ("layers", "mlp", "embed")
+  assert found["blocks/attn/q/kernel_axes"] == (None, "embed", "joined_kv")
+  assert found["blocks/mlp/fc2/kernel_axes"] == (None, "mlp", "embed")
   assert found["patch_embed/proj/kernel_axes"] == (None,) * 4
   rules = nms.Rules({"blocks/mlp/fc./kernel": nms.recipe("sr_ste", pattern="1:8",
                      phases=nms.Phases(total=4))})  # fmt: skip
-  places = rules.with_logical_axes(axes).assign(params).places
-  assert {path: place.axis for path, place in places.items()} == {
+  assert rules.with_logical_axes(axes) == rules  # the family says where groups lie
+  assert {path: place.axis for path, place in rules.assign(params).places.items()} == {
     "blocks/mlp/fc1/kernel": 1, "blocks/mlp/fc2/kernel": 1
   }  # fmt: skip
 
@@ -299,19 +299,11 @@ def test_a_network_with_rules_of_its_own_is_refused():
     vision.Images(network, rebus.Rebus())
 
 
-def test_weights_of_another_program_are_refused_where_none_are_read():
-  with pytest.raises(ValueError, match="^INITIAL_CHECKPOINT_PATH='a.safetensors': Other reads no"):
-    Other = type("Other", (nms_workload(),), {})
-    Other().read_weights("a.safetensors")
-
-
-def nms_workload():
-  from nm_sparsity_jax import workloads
-
-  return workloads.Workload
-
-
 # --- weights of timm ----------------------------------------------------------------------------
+
+
+def dense(workload):
+  return step.Model(workload=workload, rules=nms.Rules({".*": nms.recipe("dense")}))
 
 
 def test_a_run_starts_from_timms_weights(tmp_path):
@@ -335,7 +327,22 @@ def test_a_run_starts_from_timms_weights(tmp_path):
 
   other = vision.Images(resnet.ResNet(resnet.config("resnet_test", image_size=16)), rebus.Rebus(8))
   with pytest.raises(ValueError, match="resnet.safetensors' lacks"):
-    other.read_weights(path)
+    checkpoints.opened(path, dense(other))
   (tmp_path / "model.bin").write_bytes(b"\x80\x02")
   with pytest.raises(ValueError, match="model.bin' is a file that torch pickled"):
     checkpoints.load_initial(str(tmp_path / "model.bin"), model, jax.random.PRNGKey(0))
+
+
+def test_a_run_is_not_started_from_weights_of_another_window(tmp_path):
+  """Shapes do not tell of it; a table beside the weights does, where a file has one."""
+  pytest.importorskip("safetensors", reason="needs safetensors: pip install -e '.[vision]'")
+  workload = vision.Images(swin.Swin(swin.config("swinv2_test")), rebus.Rebus(8))
+  model = dense(workload)
+  tensors = timm.to_timm({"params": jax.tree.map(lambda x: np.zeros(x.shape), model.shapes)})
+  tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
+  table = {"layers.0.blocks.0.attn.relative_coords_table": np.zeros((1, 15, 15, 2), np.float32)}
+  for name, more in (("one", {}), ("other", table)):
+    safetensors_file.write(tmp_path / f"{name}.safetensors", tensors | more)
+  assert checkpoints.opened(str(tmp_path / "one.safetensors"), model).format == "timm"
+  with pytest.raises(ValueError, match="is of windows of 8, and the network's are of 4"):
+    checkpoints.opened(str(tmp_path / "other.safetensors"), model)

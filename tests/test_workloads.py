@@ -218,7 +218,7 @@ def test_infer_writes_what_sparsified_parameters_say(trained, tmp_path, capsys):
   batches = own_workload.Regression().splits()["validation"]
   model = model_of(**{k.lower(): MACROS[k] for k in ("RECIPE", "PATTERN", "SPARSE_STEPS",
                    "DENSE_STEPS", "FINETUNE_STEPS")})  # fmt: skip
-  state = checkpoints.load_for_evaluation(str(middle), model)
+  state = checkpoints.load_for_evaluation(checkpoints.opened(str(middle), model), model)
   effective = nms.sparsify(state.params, model.rules, state.sparse_step, state.masks)
   assert np.any(effective["hidden_1"]["kernel"] != state.params["hidden_1"]["kernel"])
   tree = jax.device_get((effective, state.collections["batch_stats"]))

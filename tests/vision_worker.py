@@ -26,8 +26,8 @@ def main(cache):
     rules = configure.rules({"conv": "1:8"}, "idp", **phases)
     return train.train(
       train.Run(
-        model=step.Model(workload=workload, rules=rules),
-        optimizer=optimizers.adamw(0.01, clip_norm=1.0, ema_decay=0.9),
+        model=step.Model(workload=workload, rules=rules, ema_decay=0.9),
+        optimizer=optimizers.adamw(0.01, clip_norm=1.0),
         model_dir=folder,
         sparse_steps=steps,
         periods=train.Periods(evaluate=1000, checkpoint=3, report=1, metrics=None),

@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
   """Makes zeros, writes, proves, prints."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
-  from nm_sparsity_jax.runs import checkpoint
+  from nm_sparsity_jax.runs import orbax
 
   _imports.load(args)
-  with checkpoint.quiet_threads():
+  with orbax.quiet_threads():
     made = runs.finalize(args.checkpoint, args.out, early=args.early, **_rules.given(args))
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))

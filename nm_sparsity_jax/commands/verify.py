@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
   """Prints what was found."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
-  from nm_sparsity_jax.runs import checkpoint
+  from nm_sparsity_jax.runs import orbax
 
   _imports.load(args)
-  with checkpoint.quiet_threads():
+  with orbax.quiet_threads():
     proof = runs.verify(args.checkpoint, **_rules.given(args))
   if args.json:
     print(json.dumps(proof.as_dict(), indent=2))

@@ -1,64 +1,48 @@
-"""A moving average of the parameters, kept by a link at the end of an optimizer's chain.
+"""The moving average of what a run trains: the parameters, and the workload's state beside them.
 
-    params, updates -> [moving_average] -> the same updates
-    state: decay * average + (1 - decay) * new parameters
+    variables after a step -> [moved] -> decay * average + (1 - decay) * variables
 
-The average is part of the optimizer's state, so it is saved, resumed and laid over devices as that
-is. An update is made of all microbatches, so it moves once a step.
+It is a part of the train state, so it is saved, resumed and laid over devices as that is. State
+such as batch statistics is averaged with the parameters, as in timm: averaged weights with the
+statistics of the newest ones would be a network that never was.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-
-from nm_sparsity_jax.opt_states import named
 
 
-class AverageState(NamedTuple):
-  """The state of `moving_average`.
-
-  Attributes:
-    average: of the parameters, a tree like theirs.
-  """
-
-  average: Any
+def check(decay: Any) -> None:
+  """Refuses what is no decay; None is one: there is no average."""
+  is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
+  if decay is not None and not (is_number and 0 < decay < 1):
+    raise ValueError(f"EMA_DECAY={decay!r}: give a number between 0 and 1, or None.")
 
 
-def moving_average(decay: float) -> optax.GradientTransformation:
-  """Keeps decay * average + (1 - decay) * parameters after each update, and changes no update.
-
-  It begins with the parameters, as timm's does. It must be the last link of a chain:
-
-      optax.chain(optax.adamw(1e-3), moving_average(0.9999))
+def begin(variables: Any) -> Any:
+  """Returns the average at the start of a run: a copy of what the run starts from, as timm's is.
 
   Args:
+    variables: {'params': ..., collection: ...}.
+  """
+  return jax.tree.map(jnp.copy, variables)
+
+
+def moved(average: Any, variables: Any, decay: float) -> Any:
+  """Returns decay * average + (1 - decay) * variables; of what is no float, the newest.
+
+      moved(average, {"params": params, **collections}, 0.9999)
+
+  Args:
+    average: what `begin` or `moved` returned.
+    variables: after an update, in the same structure.
     decay: above 0 and below 1.
   """
 
-  def init(params):
-    return AverageState(jax.tree.map(jnp.copy, params))
+  def move(a, x):
+    return a + (1 - decay) * (x - a) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-  def update(updates, state, params=None):
-    if params is None:
-      raise ValueError("moving_average needs the parameters: tx.update(grads, opt_state, params).")
-    new = optax.apply_updates(params, updates)
-    average = jax.tree.map(lambda a, p: a + (1 - decay) * (p - a), state.average, new)
-    return updates, AverageState(average)
-
-  return optax.GradientTransformation(init, update)
-
-
-def average_of(opt_state: Any) -> Any:
-  """Returns the average that a state of an optimizer holds; None without one.
-
-      average_of(tx.init(params))
-
-  Args:
-    opt_state: of optax, in `nms.sparse` or not.
-  """
-  found = (s.average for s in named(opt_state) if isinstance(s, AverageState))
-  return next(found, None)
+  return jax.tree.map(move, average, variables)

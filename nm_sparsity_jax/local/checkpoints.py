@@ -34,9 +34,9 @@ from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.opt_states import SparseState
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import arrays, checkpoint, folders
+from nm_sparsity_jax.runs import arrays, checkpoint, folders, orbax
 from nm_sparsity_jax.text import first_line
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.trees import flatten, nested
 
 MUTABLES = "flax_mutables"  # T5X's name for all collections
 _PREFIX = folders.PREFIX
@@ -61,9 +61,17 @@ def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
       "step": state.step,
       # Without empty nodes, as T5X saves it.
       "param_states": traverse_util.unflatten_dict(opt_state, sep="/"),
+      **_average(state.average),
     },
     MUTABLES: {COLLECTION: mine, **state.collections},
   }
+
+
+def _average(average: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns an average where `Stored.deployed` looks for it; no optimizer has names there."""
+  collections = {name: x for name, x in average.items() if name != "params"}
+  mutables = {MUTABLES: collections} if collections else {}
+  return {"average": {"target": average["params"], **mutables}} if average else {}
 
 
 def _start(state: TrainState) -> Any:
@@ -89,7 +97,10 @@ def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainS
   )
   collections = dict(tree[MUTABLES])
   opt_state = _sparse_state(collections.pop(COLLECTION), rules, inner)
-  return TrainState(tree["state"]["step"], tree["target"], opt_state, collections)
+  average = tree["state"].get("average", {})
+  if average:
+    average = {"params": average["target"], **average.get(MUTABLES, {})}
+  return TrainState(tree["state"]["step"], tree["target"], opt_state, collections, average)
 
 
 def _sparse_state(mine: Mapping[str, Any], rules: Rules, inner: Any) -> SparseState:
@@ -112,7 +123,7 @@ class Checkpoints:
   def __init__(self, folder: str | os.PathLike, keep: int | None):
     if keep is not None and keep < 1:
       raise ValueError(f"KEEP_CHECKPOINTS={keep}: keep at least one, or None for all.")
-    ocp = checkpoint.orbax(str(folder))
+    ocp = orbax.library(str(folder))
     self._ocp, self._keep = ocp, keep
     self.folder = pathlib.Path(folder).absolute()
     self.best: int | None = None  # the step that is never removed
@@ -121,8 +132,8 @@ class Checkpoints:
       step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
     )
     self._quiet = contextlib.ExitStack()
-    self._quiet.enter_context(checkpoint.quiet_threads())
-    with checkpoint.quiet_orbax():
+    self._quiet.enter_context(orbax.quiet_threads())
+    with orbax.quiet():
       self._manager = ocp.CheckpointManager(
         self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
       )
@@ -139,7 +150,7 @@ class Checkpoints:
     """Starts to write; the tree may be donated afterwards."""
     if step == self._saving or step in self.steps():
       return
-    with self._explained(step), checkpoint.quiet_orbax():
+    with self._explained(step), orbax.quiet():
       self.wait()
       self._prune()
       # A copy on the host: on a CPU the background would else read what the next step writes to.
@@ -151,13 +162,13 @@ class Checkpoints:
   def wait(self) -> None:
     """Waits until the last one is complete."""
     if self._saving is not None:
-      with self._explained(self._saving), checkpoint.quiet_orbax():
+      with self._explained(self._saving), orbax.quiet():
         self._manager.wait_until_finished()
         self._saving = None
 
   def abandon(self) -> None:
     """Ends Orbax' threads, which would otherwise print much at the end of a refused process."""
-    with contextlib.suppress(Exception), checkpoint.quiet_orbax():
+    with contextlib.suppress(Exception), orbax.quiet():
       self._manager.close()
 
   def close(self) -> None:
@@ -166,7 +177,7 @@ class Checkpoints:
       self.wait()
       self._prune()
     finally:
-      with contextlib.suppress(Exception), checkpoint.quiet_orbax():
+      with contextlib.suppress(Exception), orbax.quiet():
         self._manager.close()
       self._quiet.close()
 
@@ -227,22 +238,26 @@ class _Said(ValueError):
   """An error that is already explained."""
 
 
-def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:
-  """Reads what a new run takes from any checkpoint: Orbax, T5X's own format, or other weights.
+def opened(path: str, model: Model) -> checkpoint.Stored:
+  """Opens any checkpoint; a file of timm's weights is held against the model's network."""
+  variables = {"params": model.shapes, **model.collections}
+  return checkpoint.read(path, variables, model.workload.network_config)
 
-  Of a run that kept an average of its parameters, that is taken: it is what was scored.
+
+def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:
+  """Reads what a new run takes from any checkpoint: Orbax, T5X's own format, or timm's weights.
+
+  Of a run that kept an average, that is taken: it is what was scored.
 
   Args:
-    path: the checkpoint, or a file of weights that the workload reads.
+    path: the checkpoint.
     model: what is trained.
     key: for collections of the workload that the checkpoint lacks.
 
   Returns:
     Parameters, the workload's collections, and the global step. All are float32.
   """
-  if folders.is_weights(path):
-    return *_read_weights(path, model, key), 0
-  stored = checkpoint.read(path)
+  stored = opened(path, model)
   like, where = {"target": model.shapes}, {"target": model.shardings(model.shapes)}
   wanted = [f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)]
   is_held = bool(wanted) and set(wanted) <= set(stored.leaves)
@@ -254,28 +269,14 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
   return tree["target"], collections, stored.step or 0
 
 
-def _read_weights(path: str, model: Model, key: jax.Array) -> tuple[Any, Any]:
-  """Returns parameters and state of a file that the workload reads; new state where it has none."""
-  found = dict(model.workload.read_weights(path))
-  put = lambda tree: jax.device_put(tree, model.shardings(tree))
-  params, kept = put(found.pop("params")), found.keys() >= model.collections.keys()
-  return params, put(found) if found and kept else model.initial_collections(key)
-
-
 def _load(stored: checkpoint.Stored, like: Any, where: Any) -> Any:
-  """Loads what trees name; 'target' from the average of the parameters where the run kept one."""
-  if stored.average is None:
+  """Loads what trees name, from the average where the run kept one."""
+  if not stored.average:
     return arrays.load(stored, like, where)
-  above = stored.average
-  moved = lambda tree: {
-    **{name: x for name, x in tree.items() if name != "target"},
-    **checkpoint.nested({above: tree["target"]}),
-  }
-  found = arrays.load(stored, moved(like), moved(where))
-  average = found.pop("state")
-  for word in above.split("/")[1:]:
-    average = average[word]
-  return {**found, "target": average}
+  moved = lambda tree: nested({stored.deployed(key): x for key, x in flatten(tree)})
+  found = dict(flatten(arrays.load(stored, moved(like), moved(where))))
+  leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
+  return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _warn_of_masks(stored: checkpoint.Stored, params: Any) -> None:
@@ -295,25 +296,30 @@ def _warn_of_masks(stored: checkpoint.Stored, params: Any) -> None:
       )
 
 
-def load_for_evaluation(path: str, model: Model) -> TrainState:
+def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> TrainState:
   """Reads the state of a checkpoint that the model's rules made, without the optimizer's state.
 
-  Its parameters are what is scored: their average where the run kept one. A dense checkpoint has no
-  sparse step, so it is only taken where all rules are dense.
+  It holds what is scored: the average where the run kept one. A dense checkpoint has no sparse
+  step, so it is only taken where all rules are dense.
+
+  Args:
+    stored: what `opened` returns.
+    model: workload and rules, as in training.
   """
-  rules, stored = model.given_rules, checkpoint.read(path)
+  rules = model.given_rules
   like = model.state_shapes(optax.identity())
   wanted, where = to_tree(like, rules), to_tree(model.shardings(like), rules)
   if stored.rules is None:
     if not rules.is_dense:
       raise ValueError(
-        f"{path!r} is dense: it has no flax_mutables/nm_sparsity, so no sparse step. Evaluate it "
-        "with RECIPE = 'dense', or fine-tune it first (gin_configs/runs/local_finetune.gin)."
+        f"{stored.path!r} is dense: it has no flax_mutables/nm_sparsity, so no sparse step. "
+        "Evaluate it with RECIPE = 'dense', or fine-tune it first "
+        "(gin_configs/runs/local_finetune.gin)."
       )
     for tree in (wanted, where):
       tree[MUTABLES].pop(COLLECTION)
   else:
-    refuse_other_rules(stored.rules, rules, path)
+    refuse_other_rules(stored.rules, rules, stored.path)
     for tree in (wanted, where):
       tree[MUTABLES][COLLECTION].pop("rules")
       tree[MUTABLES][COLLECTION].pop("start")

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nm_sparsity_jax.local.averages import moving_average
 from nm_sparsity_jax.trees import map_with_names
 
 FACTORS: dict[str, Callable] = {
@@ -95,11 +94,10 @@ def adamw(
   eps: float = 1e-8,
   weight_decay: float = 0.0001,
   clip_norm: float | None = None,
-  ema_decay: float | None = None,
 ) -> optax.GradientTransformation:
-  """Returns AdamW that decays kernels alone, clips the gradient, and averages the parameters.
+  """Returns AdamW that decays kernels alone, and clips the gradient.
 
-      adamw(1e-3, weight_decay=0.05, clip_norm=1.0, ema_decay=0.9999)
+      adamw(1e-3, weight_decay=0.05, clip_norm=1.0)
 
   Biases, norms, tokens and embeddings of positions are not decayed. SR-STE's term is part of the
   gradient that is clipped.
@@ -111,15 +109,11 @@ def adamw(
     eps: beside the root of the second moment [ADAM_EPS].
     weight_decay: times the learning rate [WEIGHT_DECAY].
     clip_norm: the largest norm of the gradient; None = any [CLIP_NORM].
-    ema_decay: see `averages.moving_average`; evaluations, `infer` and `finalize` use the average.
-      None = there is none [EMA_DECAY].
   """
   _refuse("WEIGHT_DECAY", weight_decay, lambda x: x >= 0, "a number from 0 on")
   _refuse("CLIP_NORM", clip_norm, lambda x: x > 0, "a number above 0, or None")
-  _refuse("EMA_DECAY", ema_decay, lambda x: 0 < x < 1, "a number between 0 and 1, or None")
   links = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
   links.append(optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=_kernels))
-  links += [] if ema_decay is None else [moving_average(ema_decay)]
   return optax.chain(*links)
 
 

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nm_sparsity_jax import apply, metrics, opt_states, witness, workloads
 from nm_sparsity_jax.layers import COLLECTION
-from nm_sparsity_jax.local.averages import average_of
+from nm_sparsity_jax.local import averages
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.transform import sparse
 from nm_sparsity_jax.trees import flatten, path_name
@@ -51,12 +51,14 @@ class TrainState:
     params: float32.
     opt_state: `SparseState`, of `nms.sparse` around the optimizer.
     collections: the workload's state, such as {'batch_stats': ...}; `{}` for T5.
+    average: of 'params' and of the collections, see `averages`; `{}` where the run keeps none.
   """
 
   step: jax.Array
   params: Any
   opt_state: Any
   collections: Any
+  average: Any = struct.field(default_factory=dict)
 
   @property
   def sparse_step(self) -> jax.Array:
@@ -71,9 +73,8 @@ class TrainState:
 
   @property
   def deployed(self) -> Any:
-    """Returns what is scored and finalized: the average of the parameters where a run has one."""
-    average = average_of(self.opt_state)
-    return self.params if average is None else average
+    """Returns the variables that are scored and finalized: the average where a run keeps one."""
+    return self.average or {"params": self.params, **self.collections}
 
 
 class WrongDevices(ValueError):
@@ -114,6 +115,9 @@ class Model:
     num_partitions: devices that share each weight; the others share the batch.
     devices: to run on; None = all local ones.
     workload: of any model family, in place of `network`.
+    ema_decay: keeps a moving average of what is trained, which is what evaluations use, `finalize`
+      writes and a next run starts from; a number between 0 and 1, such as 0.9999. None = there is
+      none [EMA_DECAY].
   """
 
   def __init__(
@@ -125,7 +129,10 @@ class Model:
     num_partitions: int = 1,
     devices: Sequence[Any] | None = None,
     workload: Any = None,
+    ema_decay: float | None = None,
   ):
+    averages.check(ema_decay)
+    self.ema_decay = ema_decay
     family = network if workload is None else workload
     self.workload = workloads.of(family, z_loss=z_loss, label_smoothing=label_smoothing)
     self.given_rules = Rules({}) if rules is None else rules
@@ -232,16 +239,18 @@ class Model:
 
   def _begin(self, params, collections, optimizer, step):
     opt_state = sparse(optimizer, self.rules).init(params)
-    return TrainState(jnp.int32(step), params, opt_state, collections)
+    variables = {"params": params, **collections}
+    average = {} if self.ema_decay is None else averages.begin(variables)
+    return TrainState(jnp.int32(step), params, opt_state, collections, average)
 
   def effective(self, state: TrainState) -> Any:
     """Returns the parameters that an evaluation of this state runs with: see `deployed`."""
-    make = lambda s: apply.sparsify(s.deployed, self.rules, s.sparse_step, s.masks)
+    make = lambda s: apply.sparsify(s.deployed["params"], self.rules, s.sparse_step, s.masks)
     return self.jit(make, out_shardings=self.shardings(self.shapes))(state)
 
   def variables(self, state: TrainState) -> dict[str, Any]:
     """Returns what an evaluation runs with: effective 'params', and the workload's state."""
-    return {"params": self.effective(state), **state.collections}
+    return {**state.deployed, "params": self.effective(state)}
 
   # --- loss ---------------------------------------------------------------------------------------
 
@@ -298,7 +307,10 @@ class Model:
       with jax.numpy_dtype_promotion("standard"):
         norms = jnp.stack([optax.global_norm(grads), optax.global_norm(updates)])
       params = optax.apply_updates(state.params, updates)
-      new = TrainState(state.step + 1, params, opt_state, collections)
+      average = state.average
+      if self.ema_decay is not None:
+        average = averages.moved(average, {"params": params, **collections}, self.ema_decay)
+      new = TrainState(state.step + 1, params, opt_state, collections, average)
       return new, Sums(jnp.concatenate([sums.values, norms]), (*sums.names, *NORMS))
 
     out = self.shardings(like), self.replicated

@@ -37,7 +37,6 @@ from nm_sparsity_jax.local.run import Periods, Run, note_run
 from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.runs import files, lock
 from nm_sparsity_jax.runs import settings as run_settings
-from nm_sparsity_jax.runs.checkpoint import read
 from nm_sparsity_jax.runs.signals import Signals
 
 __all__ = ["FREE", "Periods", "Run", "evaluate", "infer", "settings_of", "train"]
@@ -101,7 +100,7 @@ def go(run: Run, saved: checkpoints.Checkpoints, stop: Signals) -> int:
   curves.open("train", first)
   try:
     progress.say(f"{saved.folder}: from step {first:,} to {last:,}")
-    if state.deployed is not state.params:
+    if state.average:
       progress.say("  evaluations use the moving average of the parameters")
     done = _steps(process, state, key)
     saved.close()
@@ -224,7 +223,7 @@ def _evaluate(p: _Process, state: TrainState, done: int) -> None:
   for task, values in found.metrics.items():
     p.watch.curves.track(f"inference_eval/{task}", step, values)
     say(metrics_line(task, values))
-  density = lambda s: metrics.density(s.deployed, model.rules, s.sparse_step, s.masks)[:2]
+  density = lambda s: metrics.density(s.deployed["params"], model.rules, s.sparse_step, s.masks)[:2]
   densities = model.jit(density)(state)
   p.history.note(step, found, bool(densities[0] <= densities[1] * (1 + 1e-6)))
   p.saved.best = p.history.best
@@ -334,8 +333,9 @@ def _opened(
   was = folders.Before.of(folder)
   folders.make(output_dir, macro)
   with folders.as_it_was(folder, was):
-    state = checkpoints.load_for_evaluation(checkpoint, model)
+    stored = checkpoints.opened(checkpoint, model)
+    state = checkpoints.load_for_evaluation(stored, model)
     files.write_atomically(folder / "config.gin", config)
-    kept = ", the moving average of its parameters" if read(checkpoint).average else ""
+    kept = ", the moving average of its parameters" if stored.average else ""
     print(f"{checkpoint}: step {int(state.step):,}, sparse step {int(state.sparse_step):,}{kept}")
     yield folder, state

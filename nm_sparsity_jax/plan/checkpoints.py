@@ -7,6 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from nm_sparsity_jax import gin_files, rules_text, workloads
 from nm_sparsity_jax.plan import places
 from nm_sparsity_jax.plan.findings import Findings
@@ -20,6 +22,7 @@ from nm_sparsity_jax.trees import flatten, group
 _SECTIONS = {
   "target": "parameters",
   "state/param_states": "optimizer",
+  "state/average": "average",
   "state": "step",
   "flax_mutables/nm_sparsity": "sparse state",
   "flax_mutables": "mutables",
@@ -45,7 +48,7 @@ def check(found: Findings, made: Made) -> dict[str, Any] | None:
 
 
 def _initial(found: Findings, made: Made) -> checkpoint.Stored | None:
-  """Opens the checkpoint that the settings name, or that you asked for; a workload its weights."""
+  """Opens the checkpoint that the settings name, or that you asked for."""
   path = found.checkpoint
   if path is None and found.config.local:
     is_train = found.config.program == "train"
@@ -54,11 +57,12 @@ def _initial(found: Findings, made: Made) -> checkpoint.Stored | None:
     path = getattr(found.restore_settings(), "path", None)
     if isinstance(path, list | tuple):
       path = path[0] if path else None
-  if folders.is_weights(path) and isinstance(made.network, workloads.Workload):
-    made.network.read_weights(str(path))
-    found.notes.append(f"the parameters of {path} fit the network, every one of them")
+  if not path:
     return None
-  return checkpoint.read(str(path)) if path else None
+  if made.params is None or not isinstance(made.network, workloads.Workload):
+    return checkpoint.read(str(path))
+  like = jax.eval_shape(made.network.init, jax.random.PRNGKey(0))
+  return checkpoint.read(str(path), like, made.network.network_config)
 
 
 def _resumed(found: Findings) -> checkpoint.Stored | None:

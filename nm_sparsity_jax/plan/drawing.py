@@ -44,7 +44,7 @@ def plot(report: Mapping[str, Any], path: str) -> None:
     axes.plot([], [], color="tab:blue", label="n / m")
     axes.plot([], [], color="tab:orange", label="D")
     axes.legend(loc="upper right", fontsize=8)
-  rows[-1, 0].set_xlabel(f"sparse step (T5X's step is {offset:,} more)")
+  rows[-1, 0].set_xlabel(f"sparse step (the global step is {offset:,} more)")
   figure.tight_layout()
   figure.savefig(path, dpi=120)
   plt.close(figure)

@@ -11,7 +11,7 @@ from typing import Any
 
 from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.trees import alike
+from nm_sparsity_jax.trees import alike, flatten, nested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +48,14 @@ def restore(
     fallback: `RestoreCheckpointConfig.fallback_to_scratch`.
   """
   errors: list[str] = []
-  state: Any = checkpoint.nested(stored.leaves)
+  state: Any = nested(stored.leaves)
   for function in transformations:
     try:
-      state = function(state, checkpoint.nested(model))
+      state = function(state, nested(model))
     except Exception as e:
       errors.append(f"restoring from {stored.path}: {gin_files.message(e)}")
       break
-  found = dict(checkpoint.flat(state))
+  found = dict(flatten(state))
   load: dict[str, tuple[checkpoint.Leaf, str | None]] = {}
   initialise: list[str] = []
   other: dict[str, tuple] = {}  # key -> (shape there, shape here)

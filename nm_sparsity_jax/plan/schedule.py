@@ -16,7 +16,7 @@ _Timelines = dict[tuple, dict[str, set[int]]]  # (recipe, segments) -> rule -> l
 
 
 def schedule(found: Findings, rules: Rules, assignment: Assignment | None) -> list[dict[str, Any]]:
-  """Returns the part `schedule`: sparse steps beside T5X's.
+  """Returns the part `schedule`: sparse steps beside global ones.
 
   Recipes that differ have a timeline each, and so have axes of lengths that differ in theirs.
 

@@ -90,7 +90,7 @@ def _render_schedule(schedule: Sequence[Mapping[str, Any]]) -> str:
       )
       for s in part["segments"]
     ]
-    columns = ("sparse steps", "T5X steps", "phase", "pattern", "D")
+    columns = ("sparse steps", "global steps", "phase", "pattern", "D")
     blocks.append("\n".join([head, *(f"  {line}" for line in table(columns, rows))]))
   return "\n\n".join(blocks)
 

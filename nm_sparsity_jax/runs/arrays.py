@@ -11,12 +11,10 @@ import pathlib
 from typing import Any
 
 import jax
-from flax import traverse_util
 
-from nm_sparsity_jax.runs import checkpoint, folders
+from nm_sparsity_jax.runs import checkpoint, folders, orbax
 from nm_sparsity_jax.text import first_line
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import timm
+from nm_sparsity_jax.trees import flatten, nested
 
 
 def load(stored: checkpoint.Stored, like: Any, shardings: Any) -> Any:
@@ -33,8 +31,6 @@ def load(stored: checkpoint.Stored, like: Any, shardings: Any) -> Any:
   Raises:
     ValueError: the checkpoint lacks an array, has another shape, or is damaged.
   """
-  if stored.format == "timm":
-    return _load_timm(stored.path, like, shardings)
   wanted = dict(flatten(like))
   if lost := sorted(set(wanted) - set(stored.leaves)):
     raise ValueError(
@@ -62,17 +58,7 @@ def load(stored: checkpoint.Stored, like: Any, shardings: Any) -> Any:
     key: jax.device_put(stored.array(key).astype(leaf.dtype), where[key])
     for key, leaf in wanted.items()
   }
-  return traverse_util.unflatten_dict(values, sep="/")
-
-
-def _load_timm(path: str, like: Any, shardings: Any) -> Any:
-  """Loads from a file of timm's names, in its own words for what does not fit."""
-  collections = like.get("flax_mutables", {})
-  found = timm.read(path, {"params": like["target"], **collections})
-  tree = {"target": found["params"], "flax_mutables": {key: found[key] for key in collections}}
-  values, where = dict(flatten(tree)), dict(flatten(shardings))
-  on_devices = {key: jax.device_put(values[key], where[key]) for key, _ in flatten(like)}
-  return traverse_util.unflatten_dict(on_devices, sep="/")
+  return nested(values)
 
 
 def restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
@@ -83,12 +69,12 @@ def restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
     like: a tree of shapes and dtypes; the checkpoint may hold more.
     shardings: the same tree of shardings.
   """
-  ocp = checkpoint.orbax(str(path))
+  ocp = orbax.library(str(path))
 
   def args(leaf, sharding):
     return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
   restore_args = jax.tree.map(args, like, shardings)
-  with checkpoint.quiet_orbax(), ocp.PyTreeCheckpointer() as reader:
+  with orbax.quiet(), ocp.PyTreeCheckpointer() as reader:
     wanted = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
     return reader.restore(path, args=wanted)

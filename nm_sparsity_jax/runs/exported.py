@@ -17,6 +17,7 @@ from nm_sparsity_jax import apply
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, proof
 from nm_sparsity_jax.runs.checkpoint import Stored
+from nm_sparsity_jax.trees import nested
 from nm_sparsity_jax.weights import safetensors_file, timm
 
 _COLLECTIONS = ("batch_stats",)  # beside the parameters
@@ -109,7 +110,7 @@ def _variables(stored: Stored) -> dict[str, Any]:
     ):  # fmt: skip
       if key.startswith(f"{above}/"):
         arrays[collection + key.removeprefix(above)] = stored.array(stored.deployed(key))
-  return checkpoint.nested(arrays)
+  return nested(arrays)
 
 
 def _report(opened: safetensors_file.Opened, found: proof.Proof) -> apply.Report:

@@ -87,19 +87,6 @@ def named_step(checkpoint: str) -> int | None:
   return int(found[1]) if found else None
 
 
-# What a workload reads, and what it refuses: a pickle runs code when it is opened.
-_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")
-
-
-def is_weights(path: Any) -> bool:
-  """Returns whether a path is that of a file of weights, which a workload reads by itself.
-
-  >>> is_weights("vit_b16.safetensors")
-  True
-  """
-  return str(path).endswith(_WEIGHTS)
-
-
 def is_checkpoint(path: Any) -> bool:
   """Returns whether a folder holds a checkpoint of either format, whatever its name.
 

@@ -45,6 +45,7 @@ from nm_sparsity_jax.runs import checkpoint, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.schedules import Phases
 from nm_sparsity_jax.text import printable
+from nm_sparsity_jax.trees import flatten, nested
 
 _STATE = "flax_mutables/nm_sparsity"
 
@@ -265,7 +266,7 @@ def _assign(stored: Stored, rules: Rules) -> Assignment:
   if not shapes:
     raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
   try:
-    assignment = rules.assign(checkpoint.nested(shapes))
+    assignment = rules.assign(nested(shapes))
   except ValueError as e:
     if stored.rules is not None and (lost := _unknown_role(rules, shapes)):
       raise ValueError(
@@ -307,7 +308,7 @@ def _prove(stored: Stored, rules: Rules, assignment: Assignment) -> Proof:
     if key in sums and writing.sha256(array) != sums[key]:
       lost.add(key)
     if place is not None:
-      (found[path],) = apply.verify(checkpoint.nested({path: array}), _alone(place, rules)).places
+      (found[path],) = apply.verify(nested({path: array}), _alone(place, rules)).places
   changed = sorted(key.removeprefix("target/") for key in lost)
   report = apply.Report(tuple(found[p] for p in assignment.places), assignment.skipped)
   return Proof(stored, rules, report, tuple(changed))
@@ -354,9 +355,9 @@ def _finalized(
   """Returns a parameter with its zeros, and notes what it lost."""
   before = stored.array(stored.deployed(f"target/{place.path}"))
   state = _state(stored, place) if place.recipe.stateful else None
-  tree = checkpoint.nested({place.path: before})
+  tree = nested({place.path: before})
   after = apply.finalize(tree, _alone(place, rules), state, early=True)  # looked at already
-  (made,) = (np.asarray(leaf) for _, leaf in checkpoint.flat(after))
+  (made,) = (np.asarray(leaf) for _, leaf in flatten(after))
   removed[place.path] = _removed(place, before, made)
   return made
 
@@ -367,7 +368,7 @@ def _state(stored: Stored, place: Place) -> dict[str, Any]:
   for key in stored.leaves:
     kind, _, path = key.removeprefix(f"{_STATE}/").partition("/")
     if key.startswith(f"{_STATE}/") and path == place.path:
-      state[kind] = checkpoint.nested({path: stored.array(key)})
+      state[kind] = nested({path: stored.array(key)})
   return state
 
 

@@ -299,7 +299,7 @@ def shapes_of(folder: str | os.PathLike) -> Any:
   import jax
   import jax.numpy as jnp
 
-  from nm_sparsity_jax.runs import checkpoint
+  from nm_sparsity_jax.trees import nested
 
   newest = _opened(folder)
   if newest is None:
@@ -309,7 +309,7 @@ def shapes_of(folder: str | os.PathLike) -> Any:
     for key, leaf in newest.leaves.items()
     if key.startswith("target/") and leaf.shape is not None
   }
-  return checkpoint.nested(found) or None
+  return nested(found) or None
 
 
 def _configured(settings: Settings) -> Rules:

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import files, folders, signals
-from nm_sparsity_jax.runs.checkpoint import check_new, nested, orbax, quiet_orbax
+from nm_sparsity_jax.runs import files, folders, orbax, signals
+from nm_sparsity_jax.runs.checkpoint import check_new
+from nm_sparsity_jax.trees import nested
 
 _FILE = "sha256.json"
 Makes = Callable[[], np.ndarray]
@@ -40,7 +41,7 @@ def write(folder: str, arrays: Mapping[str, Makes]) -> None:
     arrays: key such as 'target/ff/kernel' -> what makes the array. Each is called once.
   """
   check_new(folder)
-  ocp = orbax(folder)
+  ocp = orbax.library(folder)
   found: dict[str, str] = {}
   failed: list[Exception] = []
   try:
@@ -58,7 +59,7 @@ def _write(
   found: dict[str, str],
   failed: list[Exception],
 ) -> None:
-  with signals.Deferred() as stop, files.whole_folder(folder) as unfinished, quiet_orbax():
+  with signals.Deferred() as stop, files.whole_folder(folder) as unfinished, orbax.quiet():
     leaves = {key: _Promise(key, make, found, failed, stop) for key, make in arrays.items()}
     registry = ocp.type_handlers.create_type_handler_registry((_Promise, _handler(ocp)))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

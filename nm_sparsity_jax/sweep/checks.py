@@ -234,10 +234,10 @@ def _run(sweep: Sweep, cell: Cell, config: gin_files.Config, before: Mapping[str
 
 @functools.cache
 def _step_of(path: str) -> int:
-  """Reads the step of a checkpoint; a file of weights has none."""
+  """Reads the step of a checkpoint; a file of timm's weights has none."""
   from nm_sparsity_jax.runs import checkpoint
 
-  return 0 if folders.is_weights(path) else checkpoint.read(path).step or 0
+  return checkpoint.read(path).step or 0
 
 
 def _changed(run: Run, config: gin_files.Config) -> list[str]:

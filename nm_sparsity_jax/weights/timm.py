@@ -2,6 +2,7 @@
 
     {"params", "batch_stats"} <-> [to_timm, from_timm] <-> timm's name -> numpy array
                                                        <-> [read, write] <-> F.safetensors
+    F.safetensors -> [hold] -> our key -> shape, dtype -> array, when it is asked for
 
 Nothing is computed, so weights come back bit for bit. Kernels are (in, out) and HWIO here, and
 (out, in) and (out, in, h, w) there: groups of m lie along axis 0 and -2 here, and along 1 there.
@@ -10,17 +11,17 @@ q, k and v are one tensor there. Blocks that a scan stacked are single ones ther
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.trees import flatten, nested
 from nm_sparsity_jax.weights import safetensors_file
 from nm_sparsity_jax.weights.timm_names import Source, family_of, keys_of, sources
 
@@ -90,24 +91,14 @@ def from_timm(
     ValueError: a name is unknown or missing, or a tensor is of another size, classes or image size.
   """
   arrays = {name: np.asarray(x) for name, x in tensors.items()}
-  shapes = {name: x.shape for name, x in arrays.items()}
-  table = layout(shapes, "the state dict", like, config)
-  _check_zero(arrays)
-  flat = {key: source.take(arrays[source.name]) for key, source in table.items()}
-  return _variables(flat, like, "the state dict")
+  told = {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
+  return _variables(_held(told, arrays.__getitem__, "the state dict", like, config), like)
 
 
-def layout(
+def _layout(
   shapes: Shapes, what: str, like: Mapping[str, Any] | None = None, config: Any = None
 ) -> dict[str, Source]:
-  """Returns our key -> where its array lies, after every check that needs no values.
-
-  Args:
-    shapes: timm's name -> shape.
-    what: says in an error what was looked at, such as the path of a file.
-    like: as in `from_timm`.
-    config: as in `from_timm`.
-  """
+  """Returns our key -> where its array lies, where names and shapes are those of such a network."""
   wanted = None if like is None else _single(_flat(like))
   keys = keys_of(shapes, what) if wanted is None else tuple(wanted)
   table = sources(keys)
@@ -192,12 +183,6 @@ def _check_window(shapes: Shapes, config: Any, what: str) -> None:
       )
 
 
-def _check_zero(arrays: Mapping[str, np.ndarray]) -> None:
-  for name, x in arrays.items():
-    if name.endswith(".k_bias") and np.any(x):
-      raise ValueError(f"{name!r} is not 0, and k has no bias in this network.")
-
-
 def _flat(variables: Mapping[str, Any]) -> dict[str, Any]:
   """Returns 'params/...' and 'batch_stats/...' -> leaf."""
   kept = {key: variables[key] for key in ("params", "batch_stats") if key in variables}
@@ -220,26 +205,84 @@ def _single(flat: Mapping[str, Any]) -> dict[str, Any]:
   return found
 
 
-def _variables(
-  flat: Mapping[str, np.ndarray], like: Mapping[str, Any] | None, what: str
-) -> dict[str, Any]:
-  """Returns a nested tree, with blocks stacked and dtypes as in `like`."""
+def _parts(key: str, wanted: Mapping[str, Any]) -> list[str]:
+  """Returns the keys of the single arrays that a key of the network holds, one for each block."""
+  if not key.startswith(_STACK):
+    return [key]
+  path = key.removeprefix(_STACK)
+  return [f"params/blocks_{i}/{path}" for i in range(wanted[key].shape[0])]
+
+
+# --- what is held -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+  """The arrays of a network that tensors of timm's names hold.
+
+  Attributes:
+    leaves: our key, such as 'params/head/kernel' -> shape, dtype as stored.
+    array: key -> its values, in our layout, read now.
+  """
+
+  leaves: Mapping[str, tuple[tuple[int, ...], str]]
+  array: Callable[[str], np.ndarray]
+
+
+def _held(
+  told: Mapping[str, tuple[tuple[int, ...], str]],
+  tensor: Callable[[str], np.ndarray],
+  what: str,
+  like: Mapping[str, Any] | None,
+  config: Any,
+) -> Held:
+  """Holds tensors against a network, and returns its arrays; only biases of k are read.
+
+  Args:
+    told: timm's name -> shape, dtype.
+    tensor: timm's name -> its values.
+    what: says in an error what was looked at, such as the path of a file.
+    like: as in `from_timm`.
+    config: as in `from_timm`.
+  """
+  table = _layout({name: shape for name, (shape, _) in told.items()}, what, like, config)
   wanted = None if like is None else _flat(like)
-  made: dict[str, np.ndarray] = {}
-  for key in flat if wanted is None else wanted:
-    if wanted is not None and key.startswith(_STACK):
-      path, depth = key.removeprefix(_STACK), wanted[key].shape[0]
-      value = np.stack([flat[f"params/blocks_{i}/{path}"] for i in range(depth)])
-    else:
-      value = flat[key]
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-      raise ValueError(f"{what}: {key!r} is {value.dtype}, and weights are floating.")
-    if wanted is not None and value.dtype != (dtype := wanted[key].dtype):
-      if value.dtype.itemsize > np.dtype(dtype).itemsize:
-        raise ValueError(f"{what}: {key!r} is {value.dtype}, and the network takes {dtype}.")
-      value = value.astype(dtype)
-    made[key] = value
-  return traverse_util.unflatten_dict(made, sep="/")
+  leaves: dict[str, tuple[tuple[int, ...], str]] = {}
+  for key in table if wanted is None else wanted:
+    parts = [table[part] for part in _parts(key, wanted or {})]
+    for part in parts:
+      _check_dtype(key, told[part.name][1], wanted and wanted[key].dtype, what)
+    shape, dtype = told[parts[0].name]
+    stack = (len(parts),) if key.startswith(_STACK) else ()
+    leaves[key] = (*stack, *parts[0].shape(shape)), dtype
+  for name in told:
+    if name.endswith(".k_bias") and np.any(tensor(name)):
+      raise ValueError(f"{what}: {name!r} is not 0, and k has no bias in this network.")
+
+  def array(key: str) -> np.ndarray:
+    found = [table[part].take(tensor(table[part].name)) for part in _parts(key, wanted or {})]
+    return np.stack(found) if key.startswith(_STACK) else np.array(found[0], order="C")
+
+  return Held(leaves, array)
+
+
+def _check_dtype(key: str, dtype: str, wanted: Any, what: str) -> None:
+  """Refuses what is not floating, and what the network's dtype cannot hold."""
+  try:
+    found = jnp.dtype(dtype)
+  except TypeError:  # one of the file's that numpy does not have
+    found = None
+  if found is None or not jnp.issubdtype(found, jnp.floating):
+    raise ValueError(f"{what}: {key!r} is {dtype}, and weights are floating.")
+  if wanted is not None and found.itemsize > np.dtype(wanted).itemsize:
+    raise ValueError(f"{what}: {key!r} is {dtype}, and the network takes {wanted}.")
+
+
+def _variables(held: Held, like: Mapping[str, Any] | None) -> dict[str, Any]:
+  """Returns a nested tree of all arrays, in dtypes as in `like`."""
+  wanted = {} if like is None else _flat(like)
+  made = {key: held.array(key) for key in held.leaves}
+  return nested({k: x.astype(wanted[k].dtype) if k in wanted else x for k, x in made.items()})
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -260,14 +303,27 @@ def read(
   Raises:
     ValueError: it is pickled, damaged, or what `from_timm` refuses.
   """
+  return _variables(hold(path, like, config), like)
+
+
+def hold(
+  path: str | os.PathLike, like: Mapping[str, Any] | None = None, config: Any = None
+) -> Held:
+  """Reads the header of a safetensors file of timm's names; arrays are read when you ask for them.
+
+      hold("model.safetensors").array("params/head/kernel")
+
+  Args:
+    path: of the file.
+    like: as in `from_timm`.
+    config: as in `from_timm`.
+
+  Raises:
+    ValueError: as in `read`.
+  """
   opened = safetensors_file.Opened(path)
-  table = layout(opened.shapes, repr(opened.path), like, config)
-  names = {source.name for source in table.values()}
-  names |= {name for name in opened.shapes if name.endswith(".k_bias")}
-  arrays = {name: opened.array(name) for name in names}
-  _check_zero(arrays)
-  flat = {key: source.take(arrays[source.name]) for key, source in table.items()}
-  return _variables(flat, like, repr(opened.path))
+  told = {name: (shape, opened.dtypes[name]) for name, shape in opened.shapes.items()}
+  return _held(told, opened.array, repr(opened.path), like, config)
 
 
 def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:

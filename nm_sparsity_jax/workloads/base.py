@@ -58,12 +58,15 @@ class Workload:
     batch_size: examples of a training batch; None where something else brings the batches.
     real: which array of a batch is 0 where a row only fills it, so that it gets no prediction;
       None = each row is an example.
+    network_config: what its variables do not tell of a network, such as the window of a Swin V2: a
+      file of timm's weights is held against it; None = nothing.
   """
 
   weight: str = "examples"
   headline: Sequence[str] = ("loss",)
   batch_size: int | None = None
   real: str | None = None
+  network_config: Any = None
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns new variables, as flax' `module.init` does: float32 parameters, dense.
@@ -144,22 +147,6 @@ class Workload:
       metric: a name of `scalars`, such as 'absolute_error'.
     """
     return directions.by_name(metric)
-
-  def read_weights(self, path: str) -> Mapping[str, Any]:
-    """Returns variables from a file of weights that another program wrote.
-
-    A run starts from them where INITIAL_CHECKPOINT_PATH ends in `.safetensors`.
-
-    Args:
-      path: the file.
-
-    Returns:
-      'params', float32 arrays in the structure of `init`, and collections that the file holds.
-    """
-    raise ValueError(
-      f"INITIAL_CHECKPOINT_PATH={path!r}: {type(self).__name__} reads no files of weights, so name "
-      "a checkpoint."
-    )
 
   def shape(self, lengths: Mapping[str, int] | None = None) -> Any:
     """Returns a shape of `nm_sparsity_jax.flops`, whose `ops()` give FLOPs; None if unknown.

@@ -28,7 +28,6 @@ from flax.linen import partitioning
 from nm_sparsity_jax import flops
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.trees import map_with_names
-from nm_sparsity_jax.weights import timm
 from nm_sparsity_jax.workloads.base import Batch, Workload
 
 LOSSES = ("softmax", "sigmoid")
@@ -43,7 +42,6 @@ _AXES = (
   (r"attn/[qkv]/bias", ("joined_kv",)),
   (r"attn/proj/kernel", ("joined_kv", "embed")),
 )
-_STACKED = "layers"  # the axis that a scan over blocks adds, the first
 # What an image costs, by the class of a network's config.
 _SHAPES: dict[type, Any] = {
   vit.ViTConfig: flops.ViTShape, swin.SwinConfig: flops.SwinShape,
@@ -86,6 +84,7 @@ class Images(Workload):
     cutmix: float = 0.0,
   ):
     self.network: Any = network
+    self.network_config = self.network.config
     self.data, self.kind = data, loss
     if getattr(network, "rules", None) is not None:
       raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
@@ -105,7 +104,7 @@ class Images(Workload):
     return self.network.config.classes
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
-    """Returns parameters and state, and logical axes for model parallelism and for a scan."""
+    """Returns parameters and state, and logical axes for model parallelism."""
     config = self.network.config
     images = jnp.zeros((1, config.image_size, config.image_size, config.channels), jnp.float32)
     found = dict(self.network.init(rng, images, train=False))
@@ -171,12 +170,6 @@ class Images(Workload):
       )
     return batch
 
-  def read_weights(self, path: str) -> Mapping[str, Any]:
-    """Returns the variables of a .safetensors file with timm's names, every one of them."""
-    like = dict(jax.eval_shape(self.init, jax.random.PRNGKey(0)))
-    like.pop("params_axes")
-    return timm.read(path, like, self.network.config)
-
   def shape(self, lengths: Mapping[str, int] | None = None) -> Any:
     """Returns the shape of a network of this package for one image; None of any other."""
     del lengths
@@ -238,11 +231,13 @@ def _odd(rows: int) -> str:
 
 
 def axes_of(params: Any, scan: bool) -> Any:
-  """Returns flax's `params_axes` of a network with timm's names.
+  """Returns flax's `params_axes` of a network with timm's names: how devices may share it.
+
+  Along which axis the groups of a kernel lie, its family says in `roles`, stacked or not.
 
   Args:
     params: its parameters, or their shapes.
-    scan: whether those under 'blocks/' are stacked.
+    scan: whether those under 'blocks/' are stacked, along their first axis.
   """
 
   def names(path, leaf):
@@ -250,7 +245,7 @@ def axes_of(params: Any, scan: bool) -> Any:
     own = next((axes for regex, axes in _AXES if re.fullmatch(f"(.*/)?{regex}", path)), None)
     rank = leaf.ndim - stacked
     own = own if own is not None and len(own) == rank else (None,) * rank
-    return partitioning.AxisMetadata(names=(*((_STACKED,) if stacked else ()), *own))
+    return partitioning.AxisMetadata(names=(*((None,) if stacked else ()), *own))
 
   return _with_suffix(map_with_names(names, params))
 
