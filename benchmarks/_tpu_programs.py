@@ -115,7 +115,9 @@ class Local:
     return self.model.jit(run).lower(self.state, self.batch["encoder_input_tokens"])
 
   def _effective(self, state):
-    return apply.sparsify(state.deployed["params"], self.model.rules, state.sparse_step, state.masks)
+    return apply.sparsify(
+      state.deployed["params"], self.model.rules, state.sparse_step, state.masks
+    )
 
   def metrics(self):
     """Returns the first program of a sampled step, which takes the gradient a second time."""

@@ -6,20 +6,25 @@ Rules, shapes -> [Place, Assignment] -> what is done to which parameter, as a ta
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from nm_sparsity_jax import masks, roles
+from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Recipe
 from nm_sparsity_jax.schedules import Segment
 from nm_sparsity_jax.text import table
-from nm_sparsity_jax.trees import alike, group
+from nm_sparsity_jax.trees import alike, flatten, group
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,3 +235,125 @@ class Examined(NamedTuple):
   assignment: Assignment
   failed: Mapping[str, ValueError]
   idle: tuple[str, ...]
+
+
+# --- a whole tree ---------------------------------------------------------------------------------
+
+
+class Table(Protocol):
+  """What is asked here of `Rules`, which say of one parameter what becomes of it."""
+
+  @property
+  def places(self) -> Mapping[str, Recipe]: ...
+  @property
+  def axes(self) -> Mapping[str, masks.Axis]: ...
+  @property
+  def roles(self) -> Mapping[str, str]: ...
+  def match(self, path: str) -> tuple[str, Recipe] | None: ...
+  def place(self, path: str, shape: Sequence[int]) -> Place | str | None: ...
+
+
+def assign(rules: Table, params: Any, beside: Any, partial: bool) -> Assignment:
+  """Does what `Rules.assign` says.
+
+  Args:
+    rules: the table, hashable by value.
+    params: arrays or shapes.
+    beside: what equal rules may differ in: their places are told apart by it too.
+    partial: as in `Rules.assign`.
+  """
+  shapes = _shapes(params)
+  assignment, idle = _assigned(rules, shapes, beside)
+  if not shapes and not partial:
+    raise ValueError(
+      f"there are no parameters in this {type(params).__name__}, so the rules match none: give a "
+      "tree of arrays, such as model.init(...)['params'] or nnx.state(model, nnx.Param)."
+    )
+  if idle and not partial:
+    known = roles.regexes(rules.roles)
+    some = ", ".join(name for name, _ in shapes[:4])
+    here = roles.roles_of([name for name, _ in shapes], rules.roles)
+    have = f" The network has the roles {', '.join(here)}." if here else ""
+    raise ValueError(
+      f"rules that match no parameter and so would change nothing: {', '.join(idle)}. "
+      f"The {len(shapes)} parameters begin: {some}.{have} A place (gin: in SPARSITY_RULES) "
+      f"is a role ({', '.join(known)}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex "
+      f"for the whole path, such as {_example(shapes)!r}; Rules(..., roles={{name: regex}}) adds "
+      "roles."
+    )
+  for place in assignment.places.values():
+    for _, doubt in place.doubts:
+      warn(doubt, everywhere=False)
+  return assignment
+
+
+def examine(rules: Table, params: Any) -> Examined:
+  """Does what `Rules.examine` says.
+
+  Args:
+    rules: the table.
+    params: arrays or shapes.
+  """
+  return _examined(rules, _shapes(params))
+
+
+def _shapes(params: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+  return tuple((name, tuple(x.shape)) for name, x in flatten(params) if hasattr(x, "shape"))
+
+
+def _examined(rules: Table, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Examined:
+  places: dict[str, Place] = {}
+  skipped: dict[str, str] = {}
+  dense: list[str] = []
+  failed: dict[str, ValueError] = {}
+  used: set[str] = set()
+  known = dict(shapes)
+  for path, shape in shapes:
+    try:
+      found = rules.match(path)
+      used |= {found[0]} if found else set()
+      place = rules.place(path, shape)
+    except ValueError as e:
+      failed[path], place = e, None
+    if isinstance(place, Place):
+      places[path] = dataclasses.replace(place, bias=_bias(known, place))
+    elif place is None:
+      dense.append(path)
+    else:
+      skipped[path] = place
+  idle = tuple(key for key in rules.places if key not in used)
+  return Examined(Assignment(places, skipped, tuple(dense)), failed, idle)
+
+
+def _bias(shapes: Mapping[str, tuple[int, ...]], place: Place) -> int | None:
+  """Returns the length of the bias beside a matrix, None without one."""
+  folder = place.path.rpartition("/")[0]
+  if len(place.shape) != 2:
+    return None
+  named = ("/".join(filter(None, (folder, name))) for name in ("bias", "b"))
+  return next((shapes[n][0] for n in named if len(shapes.get(n, ())) == 1), None)
+
+
+def _example(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+  """Returns a regex that matches a whole path among these: of a matrix, where there is one."""
+  paths = [path for path, shape in shapes if len(shape) > 1] or [path for path, _ in shapes]
+  usual = not paths or any(path.endswith("/kernel") for path in paths)
+  return ".*/kernel" if usual else re.escape(paths[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _assigned(rules: Table, shapes, beside) -> tuple[Assignment, list[str]]:
+  del beside  # equal rules mean other places on other devices, or once a family has joined
+  assignment, failed, unmatched = _examined(rules, shapes)
+  for path, _ in shapes:
+    if path in failed:
+      raise failed[path]
+    if path in assignment.skipped:
+      _log.warning("%s stays dense: %s", path, assignment.skipped[path])
+    elif path in assignment.places and (remarks := assignment.places[path].remarks):
+      _log.warning("%s: %s", path, "; ".join(remarks))
+  idle = [repr(key) for key in unmatched]
+  for regex, axis in rules.axes.items():
+    if not any(roles.matches(regex, path) for path, _ in shapes):
+      idle.append(f"axes={{{regex!r}: {axis!r}}}")
+  return assignment, idle

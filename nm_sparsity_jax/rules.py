@@ -9,8 +9,6 @@ plan, so that they agree. (`axes=` is for the stored tree; a layer groups along 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,15 +17,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from nm_sparsity_jax import masks
+from nm_sparsity_jax import masks, places
 from nm_sparsity_jax import roles as vocabulary
-from nm_sparsity_jax.errors import SettingError, warn
+from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.places import Assignment, Examined, Place
 from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.trees import flatten, path_name
-
-_log = logging.getLogger(__name__)
 
 _POLICIES = ("error", "skip", "pad")
 _OTHER_AXIS = " If it is (out, in), as in torch, the axis is wrong: Rules(..., axes={{{path}: 1}})."
@@ -210,10 +206,11 @@ class Rules:
 
   def find(self, path: str) -> Recipe | None:
     """Returns the recipe of a path, None where no place names it."""
-    found = self._match(path)
+    found = self.match(path)
     return found[1] if found else None
 
-  def _match(self, path: str) -> tuple[str, Recipe] | None:
+  def match(self, path: str) -> tuple[str, Recipe] | None:
+    """Returns the place that names a path, and its recipe; None where none does."""
     hits = [place for place, test in zip(self._places, self._tests, strict=True) if test(path)]
     if len(hits) > 1:
       raise SettingError(
@@ -235,7 +232,7 @@ class Rules:
       shape: shape of the parameter.
       axis: its contraction axis where the caller knows it (a layer does).
     """
-    found = self._match(path)
+    found = self.match(path)
     if not found or isinstance(found[1], Dense):
       return None
     key, recipe = found
@@ -297,29 +294,8 @@ class Rules:
     Returns:
       An `Assignment`; its `str` is a table.
     """
-    shapes = _shapes(params)
-    assignment, idle = _assign(self, shapes, (self._tests, self._shardings))
-    if not shapes and not partial:
-      raise ValueError(
-        f"there are no parameters in this {type(params).__name__}, so the rules match none: give a "
-        "tree of arrays, such as model.init(...)['params'] or nnx.state(model, nnx.Param)."
-      )
-    if idle and not partial:
-      known = vocabulary.regexes(dict(self._roles))
-      some = ", ".join(name for name, _ in shapes[:4])
-      here = vocabulary.roles_of([name for name, _ in shapes], dict(self._roles))
-      have = f" The network has the roles {', '.join(here)}." if here else ""
-      raise ValueError(
-        f"rules that match no parameter and so would change nothing: {', '.join(idle)}. "
-        f"The {len(shapes)} parameters begin: {some}.{have} A place (gin: in SPARSITY_RULES) "
-        f"is a role ({', '.join(known)}; narrowed as in encoder/ff, decoder/cross/qkv) or a regex "
-        f"for the whole path, such as {_example(shapes)!r}; Rules(..., roles={{name: regex}}) adds "
-        "roles."
-      )
-    for place in assignment.places.values():
-      for _, doubt in place.doubts:
-        warn(doubt, everywhere=False)
-    return assignment
+    beside = self._tests, self._shardings
+    return places.assign(self, params, beside, partial)
 
   def examine(self, params: Any) -> Examined:
     """Applies the table to a whole tree and returns all mistakes instead of raising the first.
@@ -336,7 +312,7 @@ class Rules:
     Args:
       params: arrays or shapes, as for `assign`.
     """
-    return _examine(self, _shapes(params))
+    return places.examine(self, params)
 
 
 def require(rules: Any, call: str) -> Rules:
@@ -352,68 +328,6 @@ def require(rules: Any, call: str) -> Rules:
     f"{call} got a {type(rules).__name__} as its rules: give nms.Rules, such as "
     "nms.Rules({'.*/kernel': recipe}), in that order of arguments."
   )
-
-
-def _shapes(params: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-  return tuple((name, tuple(x.shape)) for name, x in flatten(params) if hasattr(x, "shape"))
-
-
-def _examine(rules: Rules, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Examined:
-  places: dict[str, Place] = {}
-  skipped: dict[str, str] = {}
-  dense: list[str] = []
-  failed: dict[str, ValueError] = {}
-  used: set[str] = set()
-  known = dict(shapes)
-  for path, shape in shapes:
-    try:
-      found = rules._match(path)
-      used |= {found[0]} if found else set()
-      place = rules.place(path, shape)
-    except ValueError as e:
-      failed[path], place = e, None
-    if isinstance(place, Place):
-      places[path] = dataclasses.replace(place, bias=_bias(known, place))
-    elif place is None:
-      dense.append(path)
-    else:
-      skipped[path] = place
-  idle = tuple(key for key in rules.places if key not in used)
-  return Examined(Assignment(places, skipped, tuple(dense)), failed, idle)
-
-
-def _bias(shapes: Mapping[str, tuple[int, ...]], place: Place) -> int | None:
-  """Returns the length of the bias beside a matrix, None without one."""
-  folder = place.path.rpartition("/")[0]
-  if len(place.shape) != 2:
-    return None
-  named = ("/".join(filter(None, (folder, name))) for name in ("bias", "b"))
-  return next((shapes[n][0] for n in named if len(shapes.get(n, ())) == 1), None)
-
-
-def _example(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-  """Returns a regex that matches a whole path among these: of a matrix, where there is one."""
-  paths = [path for path, shape in shapes if len(shape) > 1] or [path for path, _ in shapes]
-  usual = not paths or any(path.endswith("/kernel") for path in paths)
-  return ".*/kernel" if usual else re.escape(paths[0])
-
-
-@functools.lru_cache(maxsize=256)
-def _assign(rules: Rules, shapes, beside) -> tuple[Assignment, list[str]]:
-  del beside  # equal rules mean other places on other devices, or once a family has joined
-  assignment, failed, unmatched = _examine(rules, shapes)
-  for path, _ in shapes:
-    if path in failed:
-      raise failed[path]
-    if path in assignment.skipped:
-      _log.warning("%s stays dense: %s", path, assignment.skipped[path])
-    elif path in assignment.places and (remarks := assignment.places[path].remarks):
-      _log.warning("%s: %s", path, "; ".join(remarks))
-  idle = [repr(key) for key in unmatched]
-  for regex, axis in rules._axes:
-    if not any(vocabulary.matches(regex, path) for path, _ in shapes):
-      idle.append(f"axes={{{regex!r}: {axis!r}}}")
-  return assignment, idle
 
 
 def _one_or_several(axis: masks.Axis) -> masks.Axis:

@@ -137,7 +137,9 @@ def parsed(path):
   """The digests of a page's parts, by name."""
   text = pathlib.Path(path).read_text("utf-8")
   # Of runs with one value each the chart of speed is a table, which no figure holds.
-  text = re.sub(r"<table(?:(?!</table>).)*<th>Steps per second</th>.*?</table>", "", text, flags=re.S)
+  text = re.sub(
+    r"<table(?:(?!</table>).)*<th>Steps per second</th>.*?</table>", "", text, flags=re.S
+  )
   parts = Parts(same_everywhere(text)).parts
   return {name: sha(*part)[:16] for name, part in parts.items()}
 

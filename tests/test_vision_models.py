@@ -9,7 +9,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import layers
-from nm_sparsity_jax.models import resnet, swin, vit
+from nm_sparsity_jax.models import resnet, swin, swin_windows, vit
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.trees import flatten, map_with_names
 
@@ -242,7 +242,7 @@ def test_windows_shift_in_every_other_block_and_shrink_with_the_feature_map():
 
 def test_a_token_without_a_direction_has_a_finite_gradient():
   x = jnp.zeros((1, 2, 4)).at[0, 1].set(1.0)
-  y, back = jax.vjp(swin._direction, x)
+  y, back = jax.vjp(swin_windows._direction, x)
   np.testing.assert_allclose(y[0], [[0, 0, 0, 0], [0.5, 0.5, 0.5, 0.5]])
   assert jnp.isfinite(back(jnp.ones_like(y))[0]).all()
 
