@@ -185,6 +185,7 @@ setuptools.setup(
   packages=setuptools.find_packages(include=["nm_sparsity_jax*", "t5x_tasks*"]),
   package_data={
     "nm_sparsity_jax": ["py.typed", "published.json", "*.gin"],
+    "nm_sparsity_jax.packed": ["table.json"],
     "nm_sparsity_jax.report": ["page.html.jinja", "page.css"],
   },
   cmdclass={"build_py": BuildWithData},

@@ -3,7 +3,7 @@
     weight (exact zeros) -> [pack] -> NMPacked(values, indices, scale) -> [unpack] -> the same bits
 
 The canonical layout is one for memory, files and backends. `array` knows it, `bits` knows how
-indices share bytes.
+indices share bytes. `dot` multiplies: `choice` says by which backend, and `xla` is one of them.
 """
 
 from nm_sparsity_jax.packed.array import (
@@ -17,7 +17,9 @@ from nm_sparsity_jax.packed.array import (
   sparse_operand,
   unpack,
 )
+from nm_sparsity_jax.packed.dot import BACKENDS, nm_dot, prepare
 
 __all__ = [
-  "MOST", "NMPacked", "Sizes", "check", "lost_signs", "pack", "sizes", "sparse_operand", "unpack",
+  "BACKENDS", "MOST", "NMPacked", "Sizes", "check", "lost_signs", "nm_dot", "pack", "prepare",
+  "sizes", "sparse_operand", "unpack",
 ]  # fmt: skip

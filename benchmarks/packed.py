@@ -1,0 +1,137 @@
+"""Products of packed weights against the best dense product, in one process on pinned cores.
+
+    python benchmarks/packed.py                          # one core, float32
+    python benchmarks/packed.py --values int8 --rows 1 16 --patterns 1:4 1:8 --cores 2
+
+Dense is the best of XLA's x @ W and x @ W^T and numpy's (OpenBLAS). All are timed in turns, over
+several weights at few rows, so that weights come from memory as those of a model do. A ratio is
+that of median times: their geometric mean over the shapes, and the smallest in brackets.
+"""
+
+import argparse
+import json
+import os
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser.add_argument("--cores", type=int, default=1)
+parser.add_argument("--first-core", type=int, default=0)
+parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 128, 1024])
+parser.add_argument("--patterns", nargs="+", default="2:4 1:4 1:8 1:16 1:32 1:64 1:128".split())
+parser.add_argument("--shapes", nargs="+", default="768x3072 3072x768 1024x4096 4096x1024".split())
+parser.add_argument("--backends", nargs="+", default=["xla_scan"])
+parser.add_argument("--values", default="float32")
+parser.add_argument("--turns", type=int, default=11)
+parser.add_argument("--busy", action="store_true", help="time of the processor, not of the clock")
+parser.add_argument("--json", action="store_true", help="print the rows of table.json")
+ARGS = parser.parse_args()
+
+os.sched_setaffinity(0, set(range(ARGS.first_core, ARGS.first_core + ARGS.cores)))
+for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "PJRT_NPROC"):
+  os.environ[variable] = str(ARGS.cores)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nm_sparsity_jax import packed
+from nm_sparsity_jax.patterns import NM
+
+
+def sparse(rng, depth, features, pattern):
+  """Returns a random n:m weight, packed."""
+  groups = depth // pattern.m
+  at = np.argsort(rng.random((groups, pattern.m, features), np.float32), axis=1)[:, : pattern.n]
+  w = np.zeros((groups, pattern.m, features), np.float32)
+  values = rng.standard_normal((groups, pattern.n, features), np.float32)
+  np.put_along_axis(w, at, values, 1)
+  return packed.pack(w.reshape(depth, features), pattern, dtype=ARGS.values)
+
+
+def product(backend):
+  return functools.partial(packed.nm_dot, backend=backend)
+
+
+def copies(rows):
+  return 4 if rows <= 16 else 2 if rows <= 128 else 1
+
+
+def candidates(x, patterns, shape, number):
+  """Returns name -> a call that multiplies x by `number` weights."""
+  rng = np.random.default_rng(0)
+  depth, features = shape
+  dense = [rng.standard_normal(shape, np.float32) for _ in range(number)]
+  xj = jnp.asarray(x)
+  found = {}
+
+  def jitted(name, function, weights):
+    call = jax.jit(lambda x, weights: [function(x, w) for w in weights])
+    weights = jax.tree.map(jnp.asarray, weights)
+    jax.block_until_ready(call(xj, weights))
+    found[name] = lambda: jax.block_until_ready(call(xj, weights))
+
+  jitted("dense x@W", lambda x, w: x @ w, dense)
+  jitted("dense x@W.T", lambda x, w: x @ w.T, [np.ascontiguousarray(w.T) for w in dense])
+  found["dense numpy"] = lambda: [x @ w for w in dense]
+  for pattern in patterns:
+    one = sparse(rng, depth, features, NM.parse(pattern))
+    for backend in ARGS.backends:
+      ready = packed.prepare(one, len(x), backend)
+      weights = [jax.tree.map(lambda a: jnp.array(a, copy=True), ready) for _ in range(number)]
+      jitted((pattern, backend), product(backend), weights)
+      got = np.asarray(product(backend)(xj, jax.tree.map(jnp.asarray, ready)))
+      due = x @ packed.unpack(one).astype(np.float32)
+      assert np.abs(got - due).max() <= 1e-4 * np.abs(due).max(), (pattern, backend)
+  return found
+
+
+def timed(calls):
+  clock = time.process_time if ARGS.busy else time.perf_counter
+  times = {name: [] for name in calls}
+  for _ in range(ARGS.turns):
+    for name, call in calls.items():
+      call()  # warm: caches of the last candidate are gone
+      start = clock()
+      call()
+      times[name].append(clock() - start)
+  return {name: float(np.median(found)) for name, found in times.items()}
+
+
+def main():
+  ratios = {}
+  for rows in ARGS.rows:
+    for text in ARGS.shapes:
+      shape = tuple(map(int, text.split("x")))
+      x = np.random.default_rng(1).standard_normal((rows, shape[0]), np.float32)
+      times = timed(candidates(x, ARGS.patterns, shape, copies(rows)))
+      best = min(t for name, t in times.items() if isinstance(name, str))
+      for name, spent in times.items():
+        if not isinstance(name, str):
+          ratios.setdefault((name[1], name[0], rows), []).append(best / spent)
+      which = min((n for n in times if isinstance(n, str)), key=times.__getitem__)
+      print(
+        f"# {text}, {rows} rows: dense {best * 1e6 / copies(rows):.0f} us ({which})", flush=True
+      )
+  mean = {key: float(np.exp(np.mean(np.log(found)))) for key, found in ratios.items()}
+  for backend in ARGS.backends:
+    print(f"\n{backend}, {ARGS.values}, {ARGS.cores} cores: times the best dense; rows {ARGS.rows}")
+    for pattern in ARGS.patterns:
+      cells = [
+        f"{mean[backend, pattern, rows]:6.2f} ({min(ratios[backend, pattern, rows]):.2f})"
+        for rows in ARGS.rows
+      ]
+      print(f"{pattern:>6}", *cells, flush=True)
+    if ARGS.json:
+      n_over_m = lambda pattern: f"{NM.parse(pattern).m / NM.parse(pattern).n:g}"
+      worst = {
+        n_over_m(p): [round(min(ratios[backend, p, rows]), 2) for rows in ARGS.rows]
+        for p in ARGS.patterns
+      }
+      print(json.dumps({backend: {"rows": ARGS.rows, "speed": worst}}))
+
+
+if __name__ == "__main__":
+  main()

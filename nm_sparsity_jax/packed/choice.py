@@ -1,0 +1,65 @@
+"""Which product is the fastest, by what was measured.
+
+    pattern, rows of x, platform -> [best] -> 'xla_scan', 'unpack' or 'dense'
+
+table.json has the speed of each backend over the best dense product, for m / n and rows of x.
+Between two measured points the slower one counts. Beyond the last ones the last one counts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+import pathlib
+from typing import Any
+
+import jax
+
+from nm_sparsity_jax.packed.array import NMPacked
+
+_TABLE = pathlib.Path(__file__).with_name("table.json")
+_FAIR = 1.0  # a ratio from which on a backend is taken
+_UNPACK = 0.1  # what is left of a dense product's speed where the weight is made first
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+  """Returns {"backends": {name: {"rows": rows of x, "speed": {m / n: ratio for each rows}}}}."""
+  return json.loads(_TABLE.read_text("utf-8"))
+
+
+def speed(backend: str, packed: NMPacked, batch: int) -> float:
+  """Returns how many times faster than a dense product a backend is; 0 where nothing is known.
+
+  >>> from nm_sparsity_jax.packed import pack
+  >>> w = pack(np.zeros((8, 4), np.float32), NM(2, 4))
+  >>> speed("xla_scan", w, batch=1) < 1 < speed("xla_scan", w, batch=128)
+  True
+  """
+  known = table()["backends"].get(backend, {"rows": [], "speed": {}})
+  sparsity = packed.m / packed.n
+  fitting = [key for key in known["speed"] if float(key) <= sparsity]
+  if not fitting:
+    return 0.0
+  ratios, rows = known["speed"][max(fitting, key=float)], known["rows"]
+  above = min(bisect.bisect_left(rows, batch), len(rows) - 1)
+  below = above if rows[above] <= batch else max(above - 1, 0)
+  return min(ratios[below], ratios[above])
+
+
+def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None) -> str:
+  """Returns the backend that the table has as the fastest.
+
+  Args:
+    packed: the weight.
+    batch: rows of x in one call.
+    dense: whether 'dense' may be the answer: the weight is unpacked once, outside jit.
+    platform: None for that of jax's default device.
+  """
+  platform = jax.default_backend() if platform is None else platform
+  found = {"unpack": _UNPACK}
+  if platform == "cpu":  # nothing was measured elsewhere
+    found["xla_scan"] = speed("xla_scan", packed, batch)
+  fastest = max(found, key=lambda name: found[name])
+  return "dense" if dense and found[fastest] < _FAIR else fastest

@@ -1,0 +1,238 @@
+"""Products of packed weights: every backend against the dense one, gradients, the choice."""
+
+import doctest
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxlib import _hlo
+
+from nm_sparsity_jax.packed import (
+  BACKENDS,
+  NMPacked,
+  array,
+  choice,
+  dot,
+  nm_dot,
+  pack,
+  prepare,
+  sparse_operand,
+  unpack,
+  xla,
+)  # fmt: skip
+from nm_sparsity_jax.patterns import NM
+
+pytestmark = pytest.mark.usefixtures("short_runs")
+
+REAL = [name for name in BACKENDS if name != "auto"]
+BFLOAT16 = ml_dtypes.bfloat16
+
+
+def weight(seed, depth, features, pattern):
+  """A random n:m weight of float32."""
+  rng = np.random.default_rng(seed)
+  groups = -(-depth // pattern.m)
+  rank = rng.random((groups, pattern.m, features)).argsort(1).argsort(1)
+  w = np.where(rank < pattern.n, rng.standard_normal(rank.shape), 0).astype(np.float32)
+  return w.reshape(groups * pattern.m, features)[:depth]
+
+
+def inputs(seed, *shape, dtype=np.float32):
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+
+
+def close(got, due, tolerance=2e-6):
+  got, due = np.asarray(got, np.float64), np.asarray(due, np.float64)
+  np.testing.assert_allclose(got, due, rtol=0, atol=tolerance * max(np.abs(due).max(initial=0), 1))
+
+
+@pytest.mark.parametrize("backend", REAL)
+@pytest.mark.parametrize(
+  "pattern, depth, features, lead",
+  [("2:4", 37, 5, (3,)), ("1:8", 40, 19, (2, 9)), ("3:12", 50, 33, (1,)), ("1:32", 70, 4, (130,)),
+   ("2:200", 300, 7, ()), ("1:4", 3, 1, (1, 1))],
+)  # fmt: skip
+def test_a_product_is_the_dense_one(backend, pattern, depth, features, lead):
+  w, x = weight(1, depth, features, NM.parse(pattern)), inputs(2, *lead, depth)
+  packed = pack(w, NM.parse(pattern))
+  y = jax.jit(functools.partial(nm_dot, backend=backend))(x, packed)
+  assert y.shape == (*lead, features) and y.dtype == x.dtype
+  close(y, np.asarray(x, np.float64) @ w.astype(np.float64))
+  ready = prepare(packed, batch=max(1, x.size // depth), backend=backend)
+  close(nm_dot(x, ready, backend), y)
+
+
+@pytest.mark.parametrize("backend", REAL)
+@pytest.mark.parametrize("values", ["bfloat16", "float16", "int8"])
+def test_other_values_add_up_in_float32(backend, values):
+  if backend == "cpu_ffi" and values == "float16":
+    pytest.skip("the kernels take no float16")
+  packed = pack(weight(3, 64, 24, NM(2, 8)), NM(2, 8), dtype=values)
+  exact = unpack(packed).astype(np.float64)
+  for dtype, tolerance in ((np.float32, 2e-6), (BFLOAT16, 1e-2)):
+    x = inputs(4, 5, 64, dtype=dtype)
+    y = nm_dot(x, packed, backend)
+    assert y.dtype == x.dtype
+    close(y, np.asarray(x, np.float64) @ exact, tolerance)
+
+
+@pytest.mark.parametrize("backend", REAL)
+def test_nothing_in_and_nothing_out(backend):
+  packed = pack(weight(5, 8, 4, NM(2, 4)), NM(2, 4))
+  assert nm_dot(jnp.zeros((0, 8)), packed, backend).shape == (0, 4)
+  assert nm_dot(jnp.zeros((2, 0, 8)), packed, backend).shape == (2, 0, 4)
+  none = pack(np.zeros((8, 0), np.float32), NM(2, 4))
+  assert nm_dot(jnp.zeros((3, 8)), none, backend).shape == (3, 0)
+  flat = pack(np.zeros((0, 4), np.float32), NM(2, 4))
+  assert nm_dot(jnp.zeros((3, 0)), flat, backend).tolist() == [[0.0] * 4] * 3
+
+
+@pytest.mark.parametrize("backend", REAL)
+@pytest.mark.parametrize("values", ["float32", "int8"])
+def test_the_gradient_of_x_is_the_dense_one(backend, values):
+  packed = pack(weight(6, 30, 12, NM(1, 4)), NM(1, 4), dtype=values)
+  x, dense = inputs(7, 2, 3, 30), jnp.asarray(unpack(packed))
+  loss = lambda x, dot: jnp.sum(jnp.sin(dot(x)))
+  got = jax.jit(jax.grad(lambda x: loss(x, lambda x: nm_dot(x, packed, backend))))(x)
+  close(got, jax.grad(lambda x: loss(x, lambda x: x @ dense))(x), 1e-5)
+  half = inputs(8, 2, 30, dtype=BFLOAT16)
+  assert jax.grad(lambda x: jnp.sum(nm_dot(x, packed, backend)))(half).dtype == half.dtype
+
+
+@pytest.mark.parametrize("backend", REAL)
+def test_a_packed_weight_has_no_gradient(backend):
+  packed, x = pack(weight(9, 16, 4, NM(1, 4)), NM(1, 4)), inputs(10, 2, 16)
+  with pytest.raises(ValueError, match="a packed weight has no gradient"):
+    jax.grad(lambda p: nm_dot(x, p, backend).sum(), allow_int=True)(packed)
+  # Beside other weights that learn it is a constant.
+  tree = {"bias": jnp.ones(4), "kernel": packed}
+  learn = lambda bias: (nm_dot(x, tree["kernel"], backend) + bias[None]).sum()
+  assert jax.grad(learn)(tree["bias"]).tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("backend", REAL)
+def test_vmap_over_x_and_over_weights(backend):
+  weights = [pack(weight(seed, 24, 5, NM(2, 4)), NM(2, 4), dtype="int8") for seed in (1, 2, 3)]
+  x = inputs(11, 3, 2, 24)
+  one = functools.partial(nm_dot, backend=backend)
+  close(jax.vmap(one, (0, None))(x, weights[0]), nm_dot(x, weights[0], backend))
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
+  due = np.stack([np.asarray(a) @ unpack(w) for a, w in zip(x, weights, strict=True)])
+  close(jax.vmap(one)(x, stacked), due)
+  close(jax.vmap(one, (None, 0))(x[0], stacked), np.stack([x[0] @ unpack(w) for w in weights]))
+
+
+@given(seed=st.integers(0, 2**32 - 1), pattern=st.sampled_from(["2:4", "1:8", "3:16", "2:17"]))
+def test_the_weight_that_xla_makes_has_the_same_bits(seed, pattern):
+  packed = pack(weight(seed, 34, 3, NM.parse(pattern)), NM.parse(pattern))
+  assert np.asarray(xla.dense(packed)).tobytes() == unpack(packed).tobytes()
+
+
+def test_a_pruned_weight_does_not_see_inf():
+  packed = pack(np.array([[0, 0], [5, 0]], np.float32), NM(1, 2))
+  x = jnp.array([[jnp.inf, 1.0]])
+  for backend in REAL:
+    assert nm_dot(x, prepare(packed, 1, backend), backend)[0, 0] == 5 or backend == "unpack"
+
+
+@pytest.mark.parametrize(
+  "call, said",
+  [
+    (lambda w: nm_dot(jnp.zeros((2, 9)), w), r"x of shape \(2, 9\) and a weight of shape \(8, 4\)"),
+    (lambda w: nm_dot(jnp.zeros((2, 9)), unpack(w)), r"do not fit: the last axis of x"),
+    (lambda w: nm_dot(jnp.zeros((2, 8)), w, "cuda"), "'cuda' is unknown: take one of auto"),
+    (lambda w: prepare(w, 4, "cuda"), "'cuda' is unknown"),
+  ],
+)
+def test_what_does_not_fit_is_refused_in_a_sentence(call, said):
+  with pytest.raises(ValueError, match=said):
+    call(pack(weight(1, 8, 4, NM(2, 4)), NM(2, 4)))
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def test_the_table_is_whole():
+  for name, known in choice.table()["backends"].items():
+    assert name.split()[0] in BACKENDS and known["rows"] == sorted(known["rows"])
+    assert all(len(ratios) == len(known["rows"]) for ratios in known["speed"].values())
+    assert list(known["speed"]) == sorted(known["speed"], key=float)
+
+
+@pytest.fixture
+def table(monkeypatch):
+  """One backend, faster than dense at m / n = 8 from 16 rows on."""
+  known = {"rows": [1, 16], "speed": {"2": [0.5, 0.6], "8": [0.9, 3.0]}}
+  monkeypatch.setattr(choice, "table", lambda: {"backends": {"xla_scan": known}})
+
+
+@pytest.mark.parametrize(
+  "pattern, batch, ratio",
+  [("1:8", 16, 3.0), ("1:8", 1, 0.9), ("1:8", 9, 0.9), ("1:8", 999, 3.0), ("1:16", 16, 3.0),
+   ("1:4", 16, 0.6), ("2:4", 1, 0.5), ("3:4", 1, 0.0)],
+)  # fmt: skip
+def test_between_two_points_the_slower_one_counts(table, pattern, batch, ratio):
+  w = pack(np.zeros((16, 2), np.float32), NM.parse(pattern))
+  assert choice.speed("xla_scan", w, batch) == ratio
+  best = choice.best(w, batch, dense=True, platform="cpu")
+  assert best == ("xla_scan" if ratio >= 1 else "dense")
+
+
+def test_what_is_slower_than_dense_is_unpacked_once(table):
+  w = pack(weight(1, 16, 2, NM(2, 4)), NM(2, 4))
+  ready = prepare(w, batch=1)
+  assert not isinstance(ready, NMPacked)
+  np.testing.assert_array_equal(ready, unpack(w))
+  assert isinstance(prepare(w, batch=1, memory=True), NMPacked)
+  assert choice.best(w, 1, dense=True, platform="tpu") == "dense"
+  assert choice.best(w, 1, dense=False, platform="tpu") == "unpack"
+
+
+def test_indices_are_spread_once_for_the_scan(table):
+  w = pack(weight(1, 16, 2, NM(1, 8)), NM(1, 8))
+  ready = prepare(w, batch=16)
+  assert ready.bits == 8 and ready.indices.shape == ready.values.shape
+  text = jax.jit(nm_dot).lower(jnp.zeros((16, 16)), ready).as_text()
+  assert "shift_right" not in text  # the call does no work that could have been done before
+  assert "shift_right" in jax.jit(nm_dot).lower(jnp.zeros((16, 16)), w).as_text()
+
+
+# --- XLA's own sparse operand ---------------------------------------------------------------------
+
+
+def test_xla_reads_the_operand_of_a_1_m_weight():
+  """A dot over a tuple {values, indices}: XLA's parser takes it, and its shapes are ours."""
+  packed = pack(weight(1, 32, 6, NM(1, 8)), NM(1, 8))
+  values, indices = sparse_operand(packed)
+  shape = lambda kind, x: f"{kind}[{','.join(map(str, x.shape))}]{{1,0}}"
+  v, i = shape("f32", values), shape("u8", indices)
+  text = f"""HloModule sparse
+ENTRY main {{
+  x = f32[3,32]{{1,0}} parameter(0)
+  v = {v} parameter(1)
+  i = {i} parameter(2)
+  w = ({v}, {i}) tuple(v, i)
+  ROOT y = f32[3,6]{{1,0}} dot(x, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+"""
+  read = _hlo.hlo_module_from_text(text).to_string()
+  (operand,) = re.findall(
+    r"= \((f32\[4,6\]\{1,0\}), (?:/\*.*?\*/)?(u8\[4,6\]\{1,0\})\) tuple", read
+  )
+  assert operand == (v, i)
+  assert re.search(r"dot\(.*\), lhs_contracting_dims=\{1\}, rhs_contracting_dims=\{0\}", read)
+  with pytest.raises(Exception, match="(?i)pars|error"):
+    _hlo.hlo_module_from_text(text.replace("tuple(v, i)", "tuple(v)"))
+
+
+@pytest.mark.parametrize("module", [dot, choice, xla])
+def test_docstrings(module):
+  names = {"np": np, "jnp": jnp, "NM": NM, "pack": array.pack}
+  result = doctest.testmod(module, extraglobs=names)
+  assert result.attempted and not result.failed
