@@ -43,13 +43,15 @@ def sparse(
       params = nms.finalize(params, rules, opt)
 
   In each update it adds SR-STE's term to the gradient, for the recipes that have one, and hands
-  the sum to `tx`. It counts the updates that are really applied, and refreshes the stored masks
-  from the parameters after the update. snip's scores take the gradient without the term.
+  the sum to `tx`. It counts the updates that `tx` applies, and refreshes the stored masks from
+  the parameters after the update. snip's scores take the gradient without the term.
 
   It works inside and around `optax.MultiSteps`, `apply_if_finite`, `masked`, `multi_transform`,
   `inject_hyperparams` and `chain`. Use one for all parameters. In a chain it is the last link,
   since it takes its masks from the parameters that its own updates lead to. Mini-steps of
   `optax.MultiSteps`, and updates that `apply_if_finite` rejects, count nothing and change no mask.
+  So a guard inside it must decide alone: one with links after it, or of a part of the parameters,
+  is refused.
 
   Args:
     tx: any optax optimizer, without `nms.sr_ste` and without another `nms.sparse`.
@@ -182,6 +184,13 @@ def _check_inner(inner_state: Any, rules: Rules) -> None:
     link for n in nodes for link in opt_states.links(n)[1:]
     if any(isinstance(s, optax.MultiStepsState) for s in opt_states.walk(link))
   ]  # fmt: skip
+  if _hides_a_guard(inner_state):
+    raise ValueError(
+      "nms.sparse is wrapped around an optax.apply_if_finite that does not decide alone: behind "
+      "it, or beside it, other links move the parameters although it rejects an update, so the "
+      "steps would be miscounted. Put it around all of them, "
+      "nms.sparse(optax.apply_if_finite(optax.chain(...), n), rules)."
+    )
   for recipe in rules.places.values() if multi else ():
     if recipe.needs_gradients and (behind or recipe.lam):
       what = "links of a chain stand" if behind else "SR-STE's term stands"
@@ -190,6 +199,30 @@ def _check_inner(inner_state: Any, rules: Rules) -> None:
         f"inside nms.sparse and change{'' if behind else 's'} it: write "
         "optax.MultiSteps(nms.sparse(tx, rules), k)."
       )
+
+
+def _guards(state: Any) -> list[optax.ApplyIfFiniteState]:
+  """Returns the states of the `optax.apply_if_finite` in a state."""
+  return [s for s in opt_states.walk(state) if isinstance(s, optax.ApplyIfFiniteState)]
+
+
+# What hands on the zeros of a rejected update as they are, and where its inner state lies.
+_HAND_ON = {
+  "ApplyIfFiniteState": "inner_state",
+  "MultiStepsState": "inner_opt_state",
+  "InjectHyperparamsState": "inner_state",
+  "InjectStatefulHyperparamsState": "inner_state",
+}
+
+
+def _hides_a_guard(state: Any) -> bool:
+  """Returns whether something may move a parameter though an `apply_if_finite` here rejects."""
+  if not _guards(state):
+    return False
+  if chain := opt_states.links(state):
+    return any(map(_guards, chain[:-1])) or _hides_a_guard(chain[-1])
+  inner = _HAND_ON.get(type(state).__name__)
+  return inner is None or _hides_a_guard(getattr(state, inner))
 
 
 def _multi(inner_state: Any) -> optax.MultiStepsState | None:
@@ -202,14 +235,14 @@ def _applied(before: Any, after: Any, updates: Any) -> jax.Array:
   """Returns 1 where the wrapped optimizer applies this update, else 0: int32.
 
   `optax.MultiSteps` applies one at the end of a step. `optax.apply_if_finite` rejects an update by
-  zeros; one that is not finite and not zero was accepted, after too many errors.
+  zeros, which nothing changes (`_hides_a_guard`); one that is not finite and not zero was accepted,
+  after too many errors.
   """
   applied = jnp.bool_(True)
   old, new = _multi(before), _multi(after)
   if old is not None and new is not None:
     applied = jnp.asarray(new.gradient_step) != jnp.asarray(old.gradient_step)
-  guards = [s for s in opt_states.walk(after) if isinstance(s, optax.ApplyIfFiniteState)]
-  if guards:
+  if guards := _guards(after):
     moved = [jnp.any(u != 0) for u in jax.tree.leaves(updates)]
     finite = [jnp.asarray(s.last_finite) for s in guards]
     applied &= jnp.all(jnp.stack(finite)) | jnp.any(jnp.stack(moved))

@@ -326,6 +326,42 @@ def test_a_guard_that_gives_up_counts_again(order):
   assert found(run).count == 1 + 2  # the fourth and the fifth
 
 
+def test_a_guard_that_does_not_decide_alone_is_refused():
+  """Another link would move the parameters, and the rejected gradient would be in snip's score."""
+  decay, part = optax.add_decayed_weights(0.5), {name: name == "a" for name in params_of()}
+  label = {name: "x" if name == "a" else "y" for name in params_of()}
+  for tx in (
+    optax.chain(finite(optax.identity()), decay, sgd()),
+    optax.named_chain(("guard", finite(sgd())), ("decay", decay)),
+    optax.chain(optax.chain(CLIP, finite(sgd()), decay)),
+    finite(optax.chain(finite(optax.identity()), decay)),
+    multi(optax.chain(finite(sgd()), decay)),
+    optax.masked(finite(sgd()), part),
+    optax.multi_transform({"x": finite(sgd()), "y": sgd()}, label),
+  ):
+    with refused("apply_if_finite that does not decide alone.*Put it around all of them"):
+      nms.sparse(tx, MIXED).init(params_of())
+  for tx in (
+    finite(optax.chain(CLIP, decay, sgd())),
+    optax.chain(CLIP, finite(finite(optax.chain(decay, sgd())))),
+    injected(lambda learning_rate: finite(sgd(learning_rate))),
+    multi(finite(sgd())),
+  ):
+    nms.sparse(tx, NO_TERMS).init(params_of())
+
+
+def test_a_gradient_that_is_not_finite_ranks_nothing():
+  """snip keeps no mask of it, and says so."""
+  rules = nms.Rules({"b/kernel": make("snip", batches=2)})
+  tx = nms.sparse(optax.chain(optax.zero_nans(), sgd()), rules)
+  params, opt = fed(tx, [grads_of(i, bad=i == 2) for i in range(STEPS)])
+  assert opt.count == STEPS
+  with refused("out of date: .* renewed 0 times instead of 1. .*missed, or is not finite"):
+    nms.sparsify(params, rules, opt)
+  with refused("the mask of snip was never taken"):
+    nms.finalize(params, rules, opt)
+
+
 def multi(tx, **kwargs):
   return optax.MultiSteps(tx, 2, **kwargs)
 
