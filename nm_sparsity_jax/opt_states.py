@@ -86,7 +86,7 @@ def sparse_state(opt_state: Any) -> SparseState | None:
       "by itself: put one nms.sparse around the whole optimizer, nms.sparse(optax.chain(...), "
       "rules)."
     )
-  refuse_sr_ste(nodes)
+  refuse(opt_state, sr_ste=TWICE)
   (state,) = found
   masks = _nested(state.masks)
   _refuse_later_links(nodes, needs_last=bool(masks))
@@ -129,13 +129,26 @@ def matched(state: SparseState, fingerprint: int) -> jax.Array:
   return count
 
 
-def refuse_sr_ste(nodes: list[Any]) -> None:
-  """Raises where `nms.sr_ste` is among the states that `nms.sparse` is used with."""
-  if any(isinstance(s, SrSteState) for s in nodes):
-    raise ValueError(
-      "the optimizer holds nms.sr_ste beside nms.sparse, so SR-STE's term would be added twice: "
-      "leave nms.sr_ste out."
-    )
+def refuse(opt_state: Any, *, sparse: str = "", sr_ste: str = "", multi_steps: str = "") -> None:
+  """Raises with the first sentence that is given for something an optimizer state holds.
+
+  Args:
+    opt_state: of arrays or of shapes.
+    sparse: what to say of `nms.sparse`.
+    sr_ste: what to say of `nms.sr_ste`.
+    multi_steps: what to say of `optax.MultiSteps`.
+  """
+  nodes = list(walk(opt_state))
+  kinds = (SparseState, sparse), (SrSteState, sr_ste), (optax.MultiStepsState, multi_steps)
+  for kind, sentence in kinds:
+    if sentence and any(isinstance(s, kind) for s in nodes):
+      raise ValueError(sentence)
+
+
+TWICE = (
+  "the optimizer holds nms.sr_ste beside nms.sparse, so SR-STE's term would be added twice: leave "
+  "nms.sr_ste out."
+)
 
 
 def links(node: Any) -> tuple[Any, ...]:
@@ -169,7 +182,7 @@ def walk(node: Any) -> Iterator[Any]:
   """
   if hasattr(node, "opt_state") and not isinstance(node, Mapping):
     node = node.opt_state  # nnx.Optimizer, a train state
-  if isinstance(node, Mapping) and {"count", "fingerprint"} <= {*node} <= {*SparseState._fields}:
+  if _was_sparse(node):
     node = SparseState(**{name: node.get(name, {}) for name in SparseState._fields})
   if names := _names(node):
     children = [getattr(node, name) for name in names]
@@ -182,6 +195,17 @@ def walk(node: Any) -> Iterator[Any]:
   yield node
   for child in children:
     yield from walk(child)
+
+
+def _was_sparse(node: Any) -> bool:
+  """Returns whether a serializer made this dict of a `SparseState`; parameters are no counts."""
+  if not isinstance(node, Mapping):
+    return False
+  if not {"count", "fingerprint"} <= {*node} <= {*SparseState._fields}:
+    return False
+  counts = [x for name in ("count", "fingerprint") for x in jax.tree.leaves(node[name])]
+  is_int = lambda x: jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.integer)
+  return len(counts) == 2 and all(map(is_int, counts))
 
 
 def named(opt_state: Any) -> list[Any]:
@@ -203,7 +227,14 @@ def field(state: Any, name: str) -> Any:
 
 def unboxed(count: Any) -> jax.Array:
   """Returns a scalar as int32, out of the box that `nnx.Optimizer` keeps it in."""
-  return jnp.asarray(jax.tree.leaves(count)[0], jnp.int32)
+  (found,) = jax.tree.leaves(count)
+  if shape := jnp.shape(found):
+    raise ValueError(
+      f"the optimizer state is that of several runs or devices: its count has shape {shape}. Call "
+      "this inside jax.vmap too, or give it the parameters and the state of one of them, "
+      "jax.tree.map(lambda x: x[0], opt_state)."
+    )
+  return jnp.asarray(found, jnp.int32)
 
 
 def _nested(masks: Any) -> dict[str, Any]:

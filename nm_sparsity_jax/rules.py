@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from nm_sparsity_jax import masks, places
@@ -52,7 +53,8 @@ class Rules:
       Layers of this package know their own axis and do not ask.
     indivisible: what to do when m does not divide the axis: 'error', 'skip' (leave that
       parameter dense) or 'pad' (the last group is short and keeps at most n of what it has).
-    roles: more roles, name -> regex, beside those of `nm_sparsity_jax.roles`.
+    roles: more roles, name -> regex, beside those of `nm_sparsity_jax.roles`. A role that families
+      know means your regex alone, in these rules: `roles={"head": "lm/kernel"}`.
   """
 
   def __init__(
@@ -95,7 +97,14 @@ class Rules:
     self._shardings: tuple[tuple[str, NamedSharding], ...] = ()
     for regex, _ in self._axes:
       vocabulary.compiled(regex, "axes")
-    for _, regex in self._roles:
+    words = vocabulary.narrowing().keys() - vocabulary.regexes().keys()
+    for role, regex in self._roles:
+      vocabulary.check_word(role, "the roles of these rules")
+      if role in words:
+        raise ValueError(
+          f"Rules(..., roles={{{role!r}: ...}}): {role!r} narrows a role, as in '{role}/ff', so it "
+          "cannot be one. Choose another word."
+        )
       vocabulary.compiled(regex, "roles")
 
   @property
@@ -331,7 +340,8 @@ def require(rules: Any, call: str) -> Rules:
 
 
 def _one_or_several(axis: masks.Axis) -> masks.Axis:
-  """Returns (0,) as 0, so that equal rules are equal."""
+  """Returns (0,) as 0, and numpy's ints as Python's, so that equal rules are equal."""
+  plain = lambda a: int(a) if isinstance(a, np.integer) else a
   if not isinstance(axis, Sequence):
-    return axis
-  return axis[0] if len(axis) == 1 else tuple(axis)
+    return plain(axis)
+  return plain(axis[0]) if len(axis) == 1 else tuple(map(plain, axis))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nm_sparsity_jax import fields
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.patterns import NM
 
@@ -66,9 +67,10 @@ class Phases:
   finetune: int = 0
 
   def __post_init__(self):
+    fields.settle(self)
     for name in ("total", "dense", "finetune"):
       value = getattr(self, name)
-      if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+      if isinstance(value, bool) or not isinstance(value, int):
         mention = f"{{{name}=}}{{given!r}}"
         raise SettingError(
           name, f"Phases({mention}): give a whole number of steps, such as 10_000.", given=value

@@ -282,6 +282,11 @@ def _put(state: State, path: str, values: Mapping[str, jax.Array]) -> None:
     *parents, leaf = path.split("/")
     for word in parents:
       tree = tree.setdefault(word, {})
+      if not isinstance(tree, dict):
+        raise ValueError(
+          f"{path!r} and a part of it, up to {word!r}, are both names of parameters with stored "
+          "masks, which are kept by paths: rename one of them, without a '/'."
+        )
     tree[leaf] = value
 
 

@@ -83,7 +83,9 @@ def sparse(
       raise ValueError("nms.sparse needs the parameters: tx.update(grads, opt_state, params).")
     if not isinstance(state, SparseState):
       raise ValueError(
-        "nms.sparse got a state that it did not make: start from opt_state = tx.init(params)."
+        f"nms.sparse got a {type(state).__name__}, which is no state that it made. A new run "
+        "starts from opt_state = tx.init(params). A run that goes on restores its checkpoint into "
+        "that structure, such as jax.eval_shape(tx.init, params)."
       )
     witness.updated(rules, "nms.sparse", params)
     now = opt_states.matched(state, rules.fingerprint)
@@ -140,6 +142,11 @@ def _check(tx: Any, rules: Any) -> None:
       "nms.Rules, such as nms.sparse(optax.adamw(1e-3), rules)."
     )
   owner = tx if isinstance(tx, optax.MultiSteps) else getattr(tx.update, "__self__", None)
+  if isinstance(owner, optax.MultiSteps) and not hasattr(owner, "_use_grad_mean"):
+    raise ValueError(
+      f"nms.sparse cannot tell whether the MultiSteps of optax {optax.__version__} takes a mean or "
+      "a sum: write optax.MultiSteps(nms.sparse(tx, rules), k)."
+    )
   if not getattr(owner, "_use_grad_mean", True):
     raise ValueError(
       "nms.sparse around optax.MultiSteps(use_grad_mean=False) would add SR-STE's term once for "
@@ -168,12 +175,12 @@ def _refuse_left_out(params: Any, rules: Rules) -> None:
 def _check_inner(inner_state: Any, rules: Rules) -> None:
   """Raises where the wrapped optimizer holds what would act twice or out of step."""
   nodes = list(opt_states.walk(inner_state))
-  if opt_states.holds_sparse(inner_state):
-    raise ValueError(
-      "nms.sparse is wrapped around an optimizer that holds nms.sparse already, so SR-STE's term "
-      "would be added twice: use one, around the whole optimizer."
-    )
-  opt_states.refuse_sr_ste(nodes)
+  opt_states.refuse(
+    inner_state,
+    sparse="nms.sparse is wrapped around an optimizer that holds nms.sparse already, so SR-STE's "
+    "term would be added twice: use one, around the whole optimizer.",
+    sr_ste=opt_states.TWICE,
+  )
   multi = [s for s in nodes if isinstance(s, optax.MultiStepsState)]
   if len(multi) > 1:
     raise ValueError(

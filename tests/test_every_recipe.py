@@ -107,6 +107,15 @@ CASES = {
   "snip": Case(make("snip", batches=2), ((5, "1:4"),)),
   "idp": Case(make("idp", "3:8"), EIGHTHS, mode=ST),
 }
+# Rules.fingerprint of {"ff": recipe}: it stands in checkpoints, so it never changes.
+FINGERPRINTS = {
+  "dense": 1800484732, "one_shot": 1861437180, "one_shot st": 111649550, "sr_ste": 1452527396,
+  "mdgf_linear": 318905352, "mdgf_linear slow": 711118396, "mdgf_linear st": 1122246474,
+  "mdgf_exponential": 1239212077, "mdgf_exponential st": 796695318, "sdgf_stepwise": 1980027917,
+  "sdgf_stepwise linear": 82100169, "sdgf_geometric": 1203112730,
+  "sdgf_geometric exp st": 200667001, "custom": 1305863199, "custom st": 65677657,
+  "snip": 1173719804, "idp": 235209570,
+}  # fmt: skip
 every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 # Another case of the same recipe runs the code of these: its masks, its D, its gradient. What costs
 # a program for each case leaves them to `make test-slow`. `make test` holds their masks, D and
@@ -656,3 +665,10 @@ def test_a_resume_within_a_level_of_the_paper_example():
     out = recipe.effective(weights(30), jnp.int32(step))
     kept[step] = int((np.asarray(out) != 0).sum()) * 8 // out.size
   assert kept == {10: 7, 30: 4, 40: 2, 59: 2, 79: 1, 99: 1}
+
+
+def test_states_of_before_belong_to_these_recipes():
+  """If this fails, CONTRIBUTING.md says how a recipe gains a field."""
+  assert {
+    name: nms.Rules({"ff": CASES[name].recipe}).fingerprint for name in FINGERPRINTS
+  } == FINGERPRINTS

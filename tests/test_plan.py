@@ -357,7 +357,7 @@ def test_a_flag_without_a_value_is_a_mistake_of_the_command_line(capsys):
 # --- a model family of one's own ---------------------------------------------------------------
 
 OWN = """
-import dataclasses, itertools
+import dataclasses, itertools, os
 import jax.numpy as jnp
 from nm_sparsity_jax import flops
 from nm_sparsity_jax.workloads import Workload
@@ -405,6 +405,11 @@ class Silent(Own):
 class Wide(Own):
   def __init__(self):
     super().__init__(width=10)
+
+class Elsewhere(Own):
+  def __init__(self):
+    super().__init__()
+    self.data = os.environ["PLAN_OWN_DATA"]
 
 class Lacking(Workload):
   def init(self, rng):
@@ -460,6 +465,11 @@ def test_a_workload_is_planned_like_t5(own):
 def test_what_a_workload_refuses_or_does_not_tell(own):
   code, report = own("Lacking")
   assert code == 1 and has(report["errors"], "Lacking lacks loss, batches and splits: define")
+  code, report = own("Elsewhere")
+  said = (
+    "WORKLOAD: a setting is missing, or has a value of the wrong kind (KeyError: 'PLAN_OWN_DATA')"
+  )
+  assert code == 1 and report["errors"] == [said]
   code, report = own(MICROBATCHES=7)
   assert code == 1 and has(report["errors"], "BATCH_SIZE=48 must be a multiple of 7 microbatches")
   code, report = own("Silent")

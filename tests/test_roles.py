@@ -82,6 +82,9 @@ def test_families_may_know_one_path(families):
     (roles.Family(name="a", roles={"qk": "x"}), "'qk' twice: it is a word for several roles"),
     (roles.Family(name="a", roles={"decoder": "x"}), "'decoder' twice: it is a word for paths"),
     (roles.Family(name="a", narrow={"ff": "x"}), "'ff' twice: it is a role already"),
+    (roles.Family(name="a", roles="ff"), "the family 'a' has roles='ff': give a dict from word to"),
+    (roles.Family(name="a", roles={"b": None}), "the family 'a' has None for 'b': give a regex"),
+    (roles.Family(name="a", roles={"b/c": "x"}), "of the family 'a' hold 'b/c', which is no word"),
     (roles.Family(name="a", roles={"b": "("}), "the family 'a' has '\\(', which is not a regular"),
   ],
 )
@@ -90,6 +93,25 @@ def test_a_word_has_one_meaning(families, family, text):
   with pytest.raises(ValueError, match=text):
     roles.register(family)
   assert roles.families() == before
+
+
+def test_a_module_may_register_its_family_again(families):
+  """A cell of a notebook, or importlib.reload, that changed it; another module may not."""
+  for word in ("b", "c"):
+    roles.register(roles.Family(name="a", roles={word: f"{word}/kernel"}))
+  assert "c" in roles.regexes() and "b" not in roles.regexes()
+  elsewhere = {"__name__": "elsewhere", "roles": roles}
+  with pytest.raises(ValueError, match="the family 'a' is registered already"):
+    exec("roles.register(roles.Family(name='a'))", elsewhere)
+
+
+def test_roles_of_rules_are_words_for_kernels():
+  recipe = nms.recipe("sr_ste", pattern="1:2", phases=nms.Phases(total=4))
+  own = nms.Rules({"ff": recipe}, roles={"ff": "lm/kernel"})  # in place of what families call so
+  assert own.find("lm/kernel") and not own.find("encoder/mlp/wi/kernel")
+  for role, text in (("encoder", "'encoder' narrows a role, as in"), ("a/b", "which is no word")):
+    with pytest.raises(ValueError, match=text):
+      nms.Rules({"ff": recipe}, roles={role: ".*"})
 
 
 @pytest.mark.parametrize(

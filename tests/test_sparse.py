@@ -654,6 +654,23 @@ def test_a_state_of_init_state_is_no_optimizer_state():
     nms.sparsify(params_of(), MIXED, nms.sparse(ADAM, MIXED).init(params_of()), masks)
 
 
+def test_parameters_called_as_a_state_is_are_parameters():
+  params = {name: {"kernel": jnp.ones((8, 2))} for name in ("masks", "count", "fingerprint")}
+  rules = nms.Rules({"masks/kernel": make("sr_ste"), "count/kernel": make("one_shot")})
+  opt = nms.sparse(ADAM, rules).init(params)
+  assert nms.step_count(opt) == nms.step_count(flax.serialization.to_state_dict(opt)) == 0
+  assert set(opt_states.sparse_state(opt).masks["mask"]) == {"count"}
+
+
+def test_a_state_of_several_runs():
+  """Outside of vmap numpy said that a truth value is ambiguous."""
+  params = jax.tree.map(lambda x: jnp.stack([x, x]), params_of())
+  opt = jax.vmap(nms.sparse(ADAM, NO_TERMS).init)(params)
+  for read in (nms.step_count, lambda opt: nms.finalize(params_of(), NO_TERMS, opt)):
+    with refused(r"its count has shape \(2,\)\. Call this inside jax\.vmap too"):
+      read(opt)
+
+
 def test_two_of_them():
   ours = nms.sparse(ADAM, MIXED)
   with refused("would be added twice: use one"):
@@ -729,6 +746,13 @@ def test_multi_steps_that_it_cannot_follow():
   )
 
 
+def test_an_optax_that_does_not_say_what_multi_steps_does(monkeypatch):
+  tx = multi(ADAM)
+  monkeypatch.delattr(tx, "_use_grad_mean")
+  with refused("cannot tell whether the MultiSteps of optax .* takes a mean or a sum"):
+    nms.sparse(tx, MIXED)
+
+
 def test_arguments():
   tx = nms.sparse(ADAM, MIXED)
   opt = tx.init(params_of())
@@ -736,8 +760,10 @@ def test_arguments():
     tx.update(params_of(), opt)
   with refused("give an optax optimizer and nms.Rules"):
     nms.sparse(MIXED, ADAM)
-  with refused("it did not make: .*tx.init"):
-    tx.update(params_of(), ADAM.init(params_of()), params_of())
+  plain = flax.serialization.to_state_dict(opt)  # as Orbax restores it without a target
+  for state in (ADAM.init(params_of()), plain):
+    with refused("which is no state that it made.*run that goes on restores its checkpoint into"):
+      tx.update(params_of(), state, params_of())
   with refused("match no parameter"):
     tx.init({"other": params_of()["a"]})
 

@@ -78,3 +78,10 @@ def test_the_end_of_a_run_has_all_that_is_kept():
   with pytest.raises(ValueError, match="made for another recipe"):
     stored.final(place(), state)
   assert stored.final(place(nms.recipe("sr_ste", pattern="2:8", phases=PHASES)), None) == {}
+
+
+def test_a_parameter_below_another():
+  w = jnp.ones((8, 2))
+  rules = nms.Rules({".*": nms.recipe("one_shot", pattern="1:4", phases=PHASES)}, axes={".*": 0})
+  with pytest.raises(ValueError, match="'a/b' and a part of it, up to 'a', are both names of para"):
+    nms.init_state({"a": w, "a/b": w}, rules)

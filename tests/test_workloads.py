@@ -431,6 +431,45 @@ def test_state_goes_through_microbatches():
   np.testing.assert_allclose(np.linalg.norm(four) / np.linalg.norm(one), 0.3439 / 0.1, rtol=0.1)
 
 
+class Weighed(workloads.Workload):
+  """Its loss of a step is `scale` * (1 - w), summed over rows that weigh `scale` each."""
+
+  weight, batch_size = "rows", 4
+
+  def __init__(self, scale):
+    self.scale = scale
+
+  def init(self, rng):
+    return {"params": {"w": jnp.zeros(())}}
+
+  def batches(self, seed, start):
+    return iter([{"x": jnp.ones(4)}])
+
+  def splits(self):
+    return {}
+
+  def loss(self, params, state, batch, rng):
+    sums = {"rows": self.scale * jnp.sum(batch["x"])}
+    return jnp.sum(self.scale * batch["x"] * (1 - params["w"])), sums, state
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_gradient_is_that_of_the_mean_however_small_the_weight(parts):
+  """Before, a weight below 1 scaled the gradient; without any weight there is nothing to divide."""
+  optimizer, key = optax.sgd(1.0), jax.random.PRNGKey(0)
+  for scale, moved in ((2.0, 1.0), (2.0**-9, 1.0), (0.0, 0.0)):
+    model = step.Model(
+      Weighed(scale), nms.Rules({".*": nms.recipe("dense")}), devices=jax.devices()[:1]
+    )
+    state = model.begin(model.initial_params(key), optimizer, 0)
+    batch = model.put({"x": np.ones(4, np.float32)})
+    state, _ = model.train_step(optimizer, key, state, parts)(state, batch)
+    assert state.params["w"] == moved
+  mean = workloads.Workload.scalars
+  assert mean(Weighed(1), {"loss": 0.5, "rows": 0.25}) == {"loss": 2.0}
+  assert mean(Weighed(1), {"loss": 0.0, "rows": 0.0}) == {"loss": 0.0}
+
+
 def test_a_fine_tune_takes_the_state_of_its_checkpoint(trained):
   model, key = model_of(), jax.random.PRNGKey(5)
   path = str(trained / f"checkpoint_{STEPS}")
@@ -462,6 +501,8 @@ def test_what_lacks_a_method_is_named():
     step.Model()
   with pytest.raises(ValueError, match="z_loss: Regression is a workload with its own loss"):
     step.Model(workload=own_workload.Regression(), z_loss=0.1)
+  with pytest.raises(ValueError, match="a network, Half, and a workload, Regression: bind one"):
+    step.Model(Half(), workload=own_workload.Regression())
 
 
 def test_a_loss_without_its_weight_is_named(tmp_path):

@@ -6,7 +6,7 @@ config.value("RECIPE")  # 'idp'
 """
 
 from nm_sparsity_jax.errors import quiet
-from nm_sparsity_jax.gin_files.bound import LOCAL, PROGRAMS, Unset
+from nm_sparsity_jax.gin_files.bound import LOCAL, PROGRAMS, Unbound, Unset
 from nm_sparsity_jax.gin_files.config import Config, read, unread_flags
 from nm_sparsity_jax.gin_files.folders import (
   find,
@@ -17,6 +17,6 @@ from nm_sparsity_jax.gin_files.folders import (
 from nm_sparsity_jax.gin_files.messages import ask_for, message
 
 __all__ = [
-    "LOCAL", "PROGRAMS", "Config", "Unset", "ask_for", "find", "folder", "message", "quiet",
-    "read", "refuse_missing_module", "see_modules_here", "unread_flags",
+    "LOCAL", "PROGRAMS", "Config", "Unbound", "Unset", "ask_for", "find", "folder", "message",
+    "quiet", "read", "refuse_missing_module", "see_modules_here", "unread_flags",
 ]  # fmt: skip

@@ -25,6 +25,10 @@ class Unset(Exception):
   """A value needs macros that are not set; `Config.errors` names them already."""
 
 
+class Unbound(KeyError):
+  """No file mentions a macro, or binds an argument. (A `KeyError` of what gin calls is another.)"""
+
+
 class Bound:
   """Holds one table of gin's: scope and selector -> argument -> value.
 
@@ -143,11 +147,11 @@ class Bound:
 
     Raises:
       Unset: the macro, or one that it needs, has no value.
-      KeyError: no file mentions the macro.
+      Unbound: no file mentions the macro.
     """
     bound = self._macro(name)
     if bound is None:
-      raise KeyError(name)
+      raise Unbound(name)
     return self._make(bound["value"])
 
   def get(self, name: str, default: Any = None) -> Any:
@@ -162,18 +166,18 @@ class Bound:
     self._table[name, "gin.macro"]["value"] = value
 
   def argument(self, name: str, of: str | None = None) -> Any:
-    """Returns an argument of the program, or of another function `of`; KeyError if unbound."""
+    """Returns an argument of the program, or of another function `of`; else Unbound."""
     if of is None:
-      if self._program_key is None:
-        raise KeyError(name)
+      if self._program_key is None or name not in self._table[self._program_key]:
+        raise Unbound(name)
       return self._make(self._table[self._program_key][name])
     for (scope, selector), bound in self._table.items():
       if not scope and selector.split(".")[-1] == of and name in bound:
         return self._make(bound[name])
-    raise KeyError(name)
+    raise Unbound(name)
 
   def argument_of(self, macro: str, name: str) -> Any:
-    """Returns an argument that is bound for the function that a macro calls; KeyError if unbound.
+    """Returns an argument that is bound for the function that a macro calls; else Unbound.
 
     Args:
       macro: such as OPTIMIZER = @optimizers.adamw().
@@ -182,12 +186,12 @@ class Bound:
     bound = self._macro(macro)
     value: Any = None if bound is None else bound["value"]
     if not isinstance(value, self._gin.ConfigurableReference):
-      raise KeyError(macro)
+      raise Unbound(macro)
     for scope in dict.fromkeys(("/".join(value.scopes), "")):
       arguments = self._table.get((scope, value.configurable.selector), {})
       if name in arguments:
         return self._make(arguments[name])
-    raise KeyError(name)
+    raise Unbound(name)
 
   def _make(self, value) -> Any:
     if self._required(value) or self.needs(value):

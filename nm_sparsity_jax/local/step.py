@@ -108,13 +108,14 @@ class Model:
   """A workload and its rules, laid out over the local devices.
 
   Args:
-    network: a T5 of this package, or one with its interface, dense; or give `workload`.
+    network: a workload, or a T5 of this package or with its interface, dense: what `workloads.of`
+      takes.
     rules: what is sparse, and how.
     z_loss: see `workloads.t5.T5`; None = its default.
     label_smoothing: see `workloads.t5.T5`; None = its default.
     num_partitions: devices that share each weight; the others share the batch.
     devices: to run on; None = all local ones.
-    workload: of any model family, in place of `network`.
+    workload: another name of `network`, which gin files of other families than T5's bind.
     ema_decay: keeps a moving average of what is trained, which is what evaluations use, `finalize`
       writes and a next run starts from; a number between 0 and 1, such as 0.9999. None = there is
       none [EMA_DECAY].
@@ -131,6 +132,11 @@ class Model:
     workload: Any = None,
     ema_decay: float | None = None,
   ):
+    if network is not None and workload is not None:
+      raise ValueError(
+        f"the model has a network, {type(network).__name__}, and a workload, "
+        f"{type(workload).__name__}: bind one of them, NETWORK or WORKLOAD."
+      )
     averages.check(ema_decay)
     self.ema_decay = ema_decay
     family = network if workload is None else workload
@@ -350,7 +356,8 @@ class Model:
     key = jax.random.fold_in(rng, state.step)
     found, grads = self._accumulate(effective, state.collections, batch, key, parts)
     sums, collections = found
-    weight = jnp.maximum(sums.values[sums.names.index(self.workload.weight)], 1.0)
+    weight = sums.values[sums.names.index(self.workload.weight)]
+    weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)  # nothing to learn from
     return sums, collections, pull_back(jax.tree.map(lambda g: g / weight, grads))[0]
 
   def _step(self, state: TrainState) -> jax.Array:

@@ -89,7 +89,7 @@ class Findings:
       return function(*args)
     except gin_files.Unset:  # said already
       return None
-    except KeyError as e:
+    except gin_files.Unbound as e:
       if what not in ("NETWORK", "RULES", "MODEL", "WORKLOAD"):
         self.note(e, what)
     except Exception as e:
@@ -105,7 +105,9 @@ class Findings:
     """
     if isinstance(error, _PYTHONS):
       text = " ".join(str(error).split("\n  In call to")[0].split())
-      self.errors.append(f"{what}: a setting is missing, or has a value of the wrong kind ({text})")
+      text = f"(KeyError: {text})" if isinstance(error, KeyError) else f"({text})"
+      if not any(e.endswith(text) for e in self.errors):  # a run fails where a part of it did
+        self.errors.append(f"{what}: a setting is missing, or has a value of the wrong kind {text}")
       return
     if not isinstance(error, SettingsError):
       self.errors.append(gin_files.message(error))
@@ -121,7 +123,7 @@ class Findings:
     """
     try:
       return self.config.argument(name, of)
-    except (gin_files.Unset, KeyError):
+    except (gin_files.Unset, gin_files.Unbound):
       return None
     except Exception as e:
       self.note(e, name)
@@ -137,7 +139,7 @@ class Findings:
     """Returns the learning rate that OPTIMIZER is made with; None where nothing sets one."""
     try:
       return self.config.argument_of("OPTIMIZER", "learning_rate")
-    except (KeyError, gin_files.Unset):
+    except (gin_files.Unbound, gin_files.Unset):
       return None
     except Exception as e:
       self.note(e, "OPTIMIZER")
@@ -147,7 +149,7 @@ class Findings:
     """Returns the microbatches of T5X's trainer, None if nothing sets them."""
     try:
       return self.config.argument("num_microbatches", "SparseTrainer")
-    except (KeyError, gin_files.Unset):
+    except (gin_files.Unbound, gin_files.Unset):
       return None
 
   def report(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ N:M Sparsity Training in Transformers", CPAL 2025, arXiv:2402.04744.
 import importlib
 import pkgutil
 
+from nm_sparsity_jax.fields import added
 from nm_sparsity_jax.recipes.base import Need, Recipe
 from nm_sparsity_jax.recipes.baselines import Dense, Idp, OneShot, Snip, SrSte
 from nm_sparsity_jax.recipes.curves import Curve
@@ -32,7 +33,8 @@ from nm_sparsity_jax.recipes.registry import RECIPES, recipe, register
 
 __all__ = [
     "RECIPES", "Curve", "Custom", "Dense", "Idp", "MdgfExponential", "MdgfLinear", "Need",
-    "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "recipe", "register",
+    "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "added", "recipe",
+    "register",
 ]  # fmt: skip
 
 # A recipe in a module of its own needs no other line here: its class says `@register`.

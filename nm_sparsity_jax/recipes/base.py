@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nm_sparsity_jax import gradients, masks
+from nm_sparsity_jax import fields, gradients, masks
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import curves
@@ -59,6 +59,7 @@ class Recipe:
       chosen             the mask of the level that holds; by magnitude
       final              what is deployed; the weight where the mask keeps it, else 0
       stateful, renewals, first_state, next_state   a mask that is kept, as `OneShot` does
+      __post_init__      checks of your own; call that of `Recipe` first, which casts numbers
       needs, together    what `nms.configure.rules` must know to name every mistake
 
   Attributes:
@@ -84,6 +85,7 @@ class Recipe:
   lam: float = 0.0
 
   def __post_init__(self):
+    fields.settle(self)
     object.__setattr__(self, "pattern", NM.parse(self.pattern))  # type: ignore[arg-type]
     if not isinstance(self.phases, Phases):
       raise ValueError(
@@ -95,19 +97,14 @@ class Recipe:
   @classmethod
   def required(cls) -> tuple[str, ...]:
     """Returns the names of the fields without a default."""
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    all_of_them = dataclasses.fields(cls)  # type: ignore[arg-type]
     none = dataclasses.MISSING
-    return tuple(f.name for f in fields if f.default is none and f.default_factory is none)
+    return tuple(f.name for f in all_of_them if f.default is none and f.default_factory is none)
 
   @property
   def spelled(self) -> str:
-    """Returns class and fields as a text for fingerprints, whatever `repr` the class has.
-
-    Checkpoints hold fingerprints, so it must not change: it is what a dataclass' own `repr` says.
-    """
-    names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
-    fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-    return f"{type(self).__qualname__}({fields})"
+    """Returns class and fields as a text for fingerprints; see `fields.spelled`."""
+    return fields.spelled(self)
 
   @property
   def gradient_mode(self) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from nm_sparsity_jax import masks
+from nm_sparsity_jax import fields, masks
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes.base import NAN, Recipe
@@ -71,6 +71,7 @@ class Dense(Recipe):
   phases: Phases | None = None
 
   def __post_init__(self):
+    fields.settle(self)
     if self.pattern is not None:
       object.__setattr__(self, "pattern", NM.parse(self.pattern))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.patterns import NM
@@ -44,7 +46,7 @@ class Custom(Recipe):
   def __post_init__(self):
     super().__post_init__()
     try:
-      path = tuple((step, NM.parse(pattern), float(d)) for step, pattern, d in self.path)
+      path = tuple((_whole(step), NM.parse(pattern), float(d)) for step, pattern, d in self.path)
     except (TypeError, ValueError) as e:
       raise ValueError(f"custom(path={self.path!r}): entries are (step, pattern, D). {e}") from e
     if not path:
@@ -68,6 +70,11 @@ class Custom(Recipe):
   def curve(self):
     knots = (*((step, d) for step, _, d in self.path), (self.phases.finetune_start, 0.0))
     return curves.piecewise(knots, self.phases.dense)
+
+
+def _whole(step: Any) -> Any:
+  """Returns numpy's whole number as Python's."""
+  return int(step) if isinstance(step, np.integer) else step
 
 
 def _check_entry(i: int, path: tuple[tuple[int, NM, float], ...], phases: Phases) -> None:

@@ -43,10 +43,12 @@ def register(cls: C) -> C:
         phases: nms.Phases
 
   Then `nms.recipe("mine", ...)`, RECIPE = "mine" and the rules in a checkpoint mean this class. A
-  program that reads such a checkpoint imports the module that registers it first.
+  program that reads such a checkpoint imports the module that registers it first. A class that a
+  notebook or a reload defines again replaces itself.
 
   Args:
-    cls: a frozen dataclass below `Recipe`. Values of its fields are literals, or patterns.
+    cls: a frozen dataclass directly below `Recipe`. Values of its fields are numbers, texts,
+      patterns, or tuples of these.
 
   Returns:
     `cls`, so that it can be used as a decorator.
@@ -60,15 +62,32 @@ def register(cls: C) -> C:
     )
   if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
     raise ValueError(f"register({cls.__name__}): write @dataclasses.dataclass(frozen=True).")
+  if tall := [c for c in cls.__mro__[1:] if issubclass(c, Recipe) and c is not Recipe]:
+    raise ValueError(
+      f"register({cls.__name__}): it stands below {tall[0].__name__}, but a recipe stands directly "
+      "below nms.Recipe: write class "
+      f"{cls.__name__}(nms.Recipe), and take over the methods that you want."
+    )
   if {"pattern", "phases"} - {f.name for f in dataclasses.fields(cls)}:
     raise ValueError(f"register({cls.__name__}): a recipe has the fields pattern and phases.")
-  if _recipes.get(name, cls) is not cls:
+  lacks = [f for f in ("first_state", "next_state") if getattr(cls, f) is getattr(Recipe, f)]
+  if cls.stateful and lacks:
+    raise ValueError(
+      f"register({cls.__name__}): it is stateful, so it must define {' and '.join(lacks)}, as "
+      "OneShot does; stateful = False is a recipe whose mask follows from the weight."
+    )
+  if name in _recipes and not _is_again(_recipes[name], cls):
     raise ValueError(
       f"register({cls.__name__}): the name {name!r} is taken by {_recipes[name].__qualname__}; "
       "give yours another name."
     )
   _recipes[name] = cls
   return cls
+
+
+def _is_again(old: type, new: type) -> bool:
+  """Returns whether a class is one known before, or its definition run once more."""
+  return (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
 
 
 # In the order in which messages list them. Other modules of this folder register their own.

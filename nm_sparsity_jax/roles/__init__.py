@@ -20,6 +20,7 @@ from nm_sparsity_jax.roles.registry import (
   Axis,
   Family,
   axis_of,
+  check_word,
   families,
   narrowing,
   narrowing_text,
@@ -32,7 +33,7 @@ from nm_sparsity_jax.roles.registry import (
 )
 
 __all__ = [
-    "COMPOSITES", "T5", "VIT", "Axis", "Family", "PathTest", "axis_of", "compiled", "distrust",
-    "families", "matches", "narrowing", "narrowing_text", "op_of", "path_test",
+    "COMPOSITES", "T5", "VIT", "Axis", "Family", "PathTest", "axis_of", "check_word", "compiled",
+    "distrust", "families", "matches", "narrowing", "narrowing_text", "op_of", "path_test",
     "put_together", "regexes", "register", "role_of", "roles_of", "single", "text_of",
 ]  # fmt: skip

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from nm_sparsity_jax.roles.matching import PathTest, compiled, matches
 
@@ -62,12 +64,15 @@ COMPOSITES: Mapping[str, tuple[str, ...]] = {"qk": ("q", "k"), "qkv": ("q", "k",
 _SINCE_VISION = {"stem", "conv", "shortcut", "merge", "head"}
 
 _families: dict[str, Family] = {}
+_registered_by: dict[str, str] = {}  # name of a family -> the module that did it
 
 
 def register(family: Family) -> Family:
   """Adds a family to the vocabulary, for all rules made from then on.
 
   Call it where your module defines its models, so that a run that names the module knows them.
+  Families add up: where two give one role, it names the kernels of both. A module that registers a
+  family again, as a notebook or a reload does, replaces its own.
 
   Args:
     family: its name must be new, its roles must not be words for something else.
@@ -75,17 +80,21 @@ def register(family: Family) -> Family:
   Returns:
     The family.
   """
-  if family.name in _families:
+  _refuse_kinds(family)
+  by = sys._getframe(1).f_globals.get("__name__", "")
+  if family.name in _families and _registered_by[family.name] != by:
     raise ValueError(
       f"roles: the family {family.name!r} is registered already; give yours another name."
     )
+  others = [f for f in _families.values() if f.name != family.name]
+  words, known = _joined([f.narrow for f in others]), {role for f in others for role in f.roles}
   for role in family.roles:
-    if role in COMPOSITES or role in narrowing() or role in family.narrow:
+    if role in COMPOSITES or role in words or role in family.narrow:
       raise ValueError(
         f"roles: the family {family.name!r} defines {role!r} twice: it is a word for "
         f"{'several roles' if role in COMPOSITES else 'paths'} already. Choose another word."
       )
-  if taken := sorted(set(family.narrow) & set(regexes()) - _SINCE_VISION):
+  if taken := sorted(set(family.narrow) & {*known, *COMPOSITES} - _SINCE_VISION):
     raise ValueError(
       f"roles: the family {family.name!r} defines {taken[0]!r} twice: it is a role already. "
       "Choose another word."
@@ -93,8 +102,41 @@ def register(family: Family) -> Family:
   axes = (a for a, _, _ in family.axes)
   for regex in (*family.roles.values(), *family.narrow.values(), *axes, family.fused):
     compiled(regex, f"the family {family.name!r}")
-  _families[family.name] = family
+  _families[family.name], _registered_by[family.name] = family, by
   return family
+
+
+def _refuse_kinds(family: Family) -> None:
+  """Raises where roles or words of a family are no texts, or no words."""
+  for name in ("roles", "narrow"):
+    table = getattr(family, name)
+    if not isinstance(table, Mapping):
+      raise ValueError(
+        f"roles: the family {family.name!r} has {name}={table!r}: give a dict from word to regex, "
+        r"such as {'ff': r'.*/fc\d/kernel'}."
+      )
+    for word, regex in table.items():
+      check_word(word, f"the words of the family {family.name!r}")
+      if not isinstance(regex, str):
+        raise ValueError(
+          f"roles: the family {family.name!r} has {regex!r} for {word!r}: give a regex as a text."
+        )
+
+
+def check_word(word: Any, whose: str) -> None:
+  """Raises where a role is no word: a place splits at '/', and the text of rules at ': '.
+
+  >>> check_word("ff", "these rules")
+
+  Args:
+    word: of a role, or one that narrows roles.
+    whose: names the table in the error.
+  """
+  if not isinstance(word, str) or not re.fullmatch(r"[\w.-]+", word):
+    raise ValueError(
+      f"roles: {whose} hold {word!r}, which is no word: take letters, digits, '_', '-' and '.', "
+      "as in 'ff'. What stands before a '/' in a place narrows it."
+    )
 
 
 def families() -> Mapping[str, Family]:

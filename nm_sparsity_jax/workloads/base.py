@@ -85,7 +85,8 @@ class Workload:
   ) -> tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, Any]]:
     """Returns the summed loss of a batch, more sums over it, and the new state.
 
-    It is traced. The gradient is that of the summed loss / sums[weight], whatever the microbatches.
+    It is traced. The gradient is that of the summed loss / sums[weight], whatever the microbatches;
+    where that sum is 0, as in a batch of padding alone, it divides by 1.
 
     Args:
       params: effective parameters.
@@ -130,12 +131,12 @@ class Workload:
   def scalars(self, sums: Mapping[str, float]) -> dict[str, float]:
     """Returns what is written of sums, name -> value; 'loss' must be one of them.
 
-    By default each sum / sums[weight].
+    By default each sum / sums[weight]; where that is 0, each sum.
 
     Args:
       sums: 'loss' and the sums of `loss`, added up over batches.
     """
-    weight = max(sums[self.weight], 1.0)
+    weight = sums[self.weight] or 1.0
     return {name: x / weight for name, x in sums.items() if name != self.weight}
 
   def less_is_better(self, metric: str) -> bool:
