@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from nm_sparsity_jax import errors, optim, workloads
+from nm_sparsity_jax import errors, opt_states, workloads
 from nm_sparsity_jax.local.step import Model
 from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.workloads import Batch
@@ -142,27 +142,18 @@ class Run:
   def check(self) -> None:
     """Raises ValueError where settings do not fit each other; reads no data."""
     self.model.check_batch(self.batch_size, self.microbatches)
-    _refuse_in_chain(jax.eval_shape(self.optimizer.init, self.model.shapes))
+    opt_states.refuse(
+      jax.eval_shape(self.optimizer.init, self.model.shapes),
+      sparse="the optimizer holds nms.sparse, but the runner wraps the optimizer itself: leave "
+      "nms.sparse out.",
+      sr_ste="the optimizer holds nms.sr_ste, but the runner adds SR-STE's term itself.",
+      multi_steps="the optimizer is optax.MultiSteps: set MICROBATCHES instead.",
+    )
 
   def describe(self) -> dict[str, Any]:
     """Returns what run.json says of the workload; see `workloads.describe`."""
     found = workloads.describe(self.model.workload, getattr(self.source, "lengths", None))
     return found | {"batch_size": self.batch_size}
-
-
-def _refuse_in_chain(opt_state: Any) -> None:
-  """Refuses links of an optimizer that do what the step does itself."""
-  if optim.holds_sparse(opt_state):
-    raise ValueError(
-      "the optimizer holds nms.sparse, but the runner wraps the optimizer itself: leave nms.sparse "
-      "out."
-    )
-  ours = lambda x: isinstance(x, optim.SrSteState | optax.MultiStepsState)
-  for leaf in jax.tree.leaves(opt_state, is_leaf=ours):
-    if isinstance(leaf, optim.SrSteState):
-      raise ValueError("the optimizer holds nms.sr_ste, but the runner adds SR-STE's term itself.")
-    if isinstance(leaf, optax.MultiStepsState):
-      raise ValueError("the optimizer is optax.MultiSteps: set MICROBATCHES instead.")
 
 
 def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment: Any) -> None:

@@ -15,8 +15,8 @@ A report is plain values, as `nm-sparsity plan --json` prints them.
 """
 
 from nm_sparsity_jax.plan.drawing import plot
-from nm_sparsity_jax.plan.model import shapes
+from nm_sparsity_jax.plan.model import network_of, shapes
 from nm_sparsity_jax.plan.report import examine, plan
 from nm_sparsity_jax.plan.text import render
 
-__all__ = ["examine", "plan", "plot", "render", "shapes"]
+__all__ = ["examine", "network_of", "plan", "plot", "render", "shapes"]

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from nm_sparsity_jax import flops, workloads
+from nm_sparsity_jax import flops, gin_files, workloads
 from nm_sparsity_jax.configure import SettingsError
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.rules import Rules
@@ -44,10 +44,8 @@ class Made:
 
 def make(found: Findings) -> Made:
   """Makes what can be made, and notes what cannot."""
-  if found.config.is_set("WORKLOAD"):
-    network = found.attempt("WORKLOAD", workload_of, found)
-  else:
-    network = found.attempt("NETWORK", _network, found)
+  what = "WORKLOAD" if found.config.is_set("WORKLOAD") else "NETWORK"
+  network = found.attempt(what, network_of, found.config)
   rules = found.attempt("RULES", _rules, found)
   model = None
   if rules is not None or found.whole:
@@ -66,28 +64,27 @@ def make(found: Findings) -> Made:
   return Made(network, rules, model, None, params)
 
 
-def workload_of(found: Findings) -> workloads.Workload:
-  """Returns the workload that WORKLOAD names; refuses one that lacks a method."""
-  return workloads.of(found.config.value("WORKLOAD"))
+def network_of(config: gin_files.Config) -> Any:
+  """Returns what a run trains: the workload that WORKLOAD names, else a network.
 
+  It refuses a workload that lacks a method, and a network that is none. T5X's own model files have
+  no NETWORK: there it is what MODEL is made of, which can be made before all that the optimizer
+  needs is set.
 
-def _network(found: Findings) -> Any:
-  """Returns the network; refuses what is not one.
-
-  T5X's own model files have no NETWORK: there it is what MODEL is made of, which can be made
-  before all that the optimizer needs is set.
+  Args:
+    config: the settings of the run.
   """
-  has_none = not found.config.is_set("NETWORK")
-  network = (
-    found.config.argument_of("MODEL", "module") if has_none else found.config.value("NETWORK")
-  )
+  if config.is_set("WORKLOAD"):
+    return workloads.of(config.value("WORKLOAD"))
+  has_none = not config.is_set("NETWORK")
+  network = config.argument_of("MODEL", "module") if has_none else config.value("NETWORK")
   if network is not None and not hasattr(network, "init"):
     raise ValueError(
       f"NETWORK={network!r} is not a flax module: name a model file, or bind it to a module, "
       "such as @network.Transformer()"
     )
-  config = getattr(network, "config", None)
-  if network is not None and hasattr(config, "image_size"):  # no run file names its workload
+  own = getattr(network, "config", None)
+  if network is not None and hasattr(own, "image_size"):  # no run file names its workload
     from nm_sparsity_jax.workloads import vision
 
     return vision.Images(network, None)

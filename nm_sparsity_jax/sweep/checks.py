@@ -142,7 +142,7 @@ class _Findings:
       return
     try:
       rules = config.value("RULES")
-      network = _network(config)
+      network = plan.network_of(config)
       if not isinstance(network, workloads.Workload):
         self.tasks |= _tasks(config, network.config.vocab_size)
       elif self.workload is None:
@@ -171,13 +171,6 @@ class _Findings:
         f"patterns: {cell.name} has the rules of {other}: SPARSITY_RULES names patterns of its "
         "own. Give places without one, {'ff': None}, in a gin file"
       )
-
-
-def _network(config: gin_files.Config) -> Any:
-  """Returns the workload that a run trains, else its network."""
-  if config.is_set("WORKLOAD"):
-    return workloads.of(config.value("WORKLOAD"))
-  return config.value("NETWORK")
 
 
 def _tasks(config: gin_files.Config, rows: int) -> set[tuple[str, str | None, int]]:

@@ -32,12 +32,15 @@ COLLECTION = layers.COLLECTION
 UNKNOWN = -1  # the start of a run that has not begun
 
 
-def refuse_sparse(*_: Any) -> None:
+HOLDS_SPARSE = (
+  "the optimizer chain holds nms.sparse, but in T5X the trainer counts, keeps the stored masks and "
+  "adds SR-STE's term, for every optimizer: it would act twice. Take it out of the chain."
+)
+
+
+def _refuse_sparse(*_: Any) -> None:
   """Refuses `nms.sparse`: T5X cannot shard its state, and the trainer does the same work."""
-  raise ValueError(
-    "the optimizer chain holds nms.sparse, but in T5X the trainer counts, keeps the stored masks "
-    "and adds SR-STE's term, for every optimizer: it would act twice. Take it out of the chain."
-  )
+  raise ValueError(HOLDS_SPARSE)
 
 
 # T5X shards an optax state by a table of known types; ours hold a replicated count.
@@ -45,7 +48,7 @@ optimizers.OptaxStatePartitionRules._RULES.update(
   {
     optim.CountStepsState: lambda state, axes: optim.CountStepsState(count=None),  # type: ignore
     optim.SrSteState: lambda state, axes: optim.SrSteState(count=None),  # type: ignore
-    optim.SparseState: refuse_sparse,
+    optim.SparseState: _refuse_sparse,
   }
 )
 

@@ -12,16 +12,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 from absl import logging
 from clu import asynclib
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
-from nm_sparsity_jax import optim
+from nm_sparsity_jax import opt_states, optim
 from nm_sparsity_jax.stored import init_state, update_state
 from nm_sparsity_jax.t5x_adapter import measure
-from nm_sparsity_jax.t5x_adapter.models import COLLECTION, UNKNOWN, SparseModel, refuse_sparse
+from nm_sparsity_jax.t5x_adapter.models import COLLECTION, HOLDS_SPARSE, UNKNOWN, SparseModel
 from nm_sparsity_jax.t5x_adapter.restore import refuse_relative
 
 
@@ -299,22 +298,12 @@ def refuse_in_chain(train_state) -> None:
   Args:
     train_state: T5X's, of arrays or of shapes.
   """
-
-  def has(kind):
-    is_one = lambda x: isinstance(x, kind)
-    leaves = jax.tree_util.tree_leaves(train_state.param_states, is_leaf=is_one)
-    return any(map(is_one, leaves))
-
-  if has(optim.SparseState):
-    refuse_sparse()
-  if has(optim.SrSteState):
-    raise ValueError(
-      "the optimizer chain holds nms.sr_ste, but in T5X the trainer adds SR-STE's term, for every "
-      "optimizer: it would act twice. Take it out of the chain."
-    )
-  if has(optax.MultiStepsState):
-    raise ValueError(
-      "the optimizer holds optax.MultiSteps, under which T5X's steps are not updates: TRAIN_STEPS "
-      "would end the run in the middle of its schedule. Take it out and set "
-      "t5x_adapter.SparseTrainer.num_microbatches, which accumulates gradients within a step."
-    )
+  opt_states.refuse(
+    train_state.param_states,
+    sparse=HOLDS_SPARSE,
+    sr_ste="the optimizer chain holds nms.sr_ste, but in T5X the trainer adds SR-STE's term, for "
+    "every optimizer: it would act twice. Take it out of the chain.",
+    multi_steps="the optimizer holds optax.MultiSteps, under which T5X's steps are not updates: "
+    "TRAIN_STEPS would end the run in the middle of its schedule. Take it out and set "
+    "t5x_adapter.SparseTrainer.num_microbatches, which accumulates gradients within a step.",
+  )
