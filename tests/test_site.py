@@ -101,3 +101,19 @@ def test_pages_are_readable_in_a_browser(site, built, tmp_path):
         assert page.ask("document.querySelector('h1').getBoundingClientRect().width") > width / 4
     assert all(r.startswith(("file:", "data:", "blob:")) for r in page.requests), page.requests
     assert not page.messages
+
+
+# Tables, and code of at most 100 columns, that a reader of a common window has to scroll.
+CUT = """[
+  ...document.querySelectorAll('.md-typeset table:not([class])'),
+  ...[...document.querySelectorAll('.md-typeset pre > code')].filter(
+    c => c.textContent.split('\\n').every(line => line.length <= 100))
+].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80)).join('|')"""
+
+
+@pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
+def test_tables_and_lines_of_100_columns_fit_into_a_window(site, tmp_path):
+  with browser.page(tmp_path / "profile") as page:
+    for name in ("index", "docs/core", "docs/vision", "docs/tpu", "docs/results"):
+      page.open(site / f"{name}.html", 1280)
+      assert page.ask(CUT) == "", name
