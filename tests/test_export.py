@@ -49,6 +49,9 @@ def test_export_writes_timms_names_with_the_zeros_and_proves_them(name, tmp_path
   assert cli.main(["verify", str(file), "--rules", rules]) == 0
   assert "(timm)" in capsys.readouterr().out
   assert cli.main(["verify", str(file), "--rules", str({first: "1:8"})]) == 1
+  capsys.readouterr()
+  assert cli.main(["verify", str(file)]) == 1
+  assert "holds no rules: say what should be n:m, --rules" in capsys.readouterr().err
 
 
 def test_a_sparse_run_that_is_not_finalized_is_not_exported(tmp_path, capsys):
@@ -140,3 +143,4 @@ def test_scanned_blocks_are_proven_one_by_one(tmp_path):
   made = nms.runs.export(tmp_path / "checkpoint_1", tmp_path / "m.safetensors", rules)
   assert made.ok and len(made.report.places) == 4
   assert "blocks.1.mlp.fc2.weight" in {place.path for place in made.report.places}
+  assert "blocks.{0,1}.mlp.fc2.weight" in str(made.report)
