@@ -6,11 +6,16 @@ without a floor has no version known to fail. constraints-t5x.txt has the versio
 run together with T5X, which is one frozen commit.
 """
 
+import os
 import pathlib
+import platform
 import re
 import shutil
+import sys
 
 import setuptools
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 _ROOT = pathlib.Path(__file__).resolve().parent
@@ -51,6 +56,64 @@ class BuildWithData(build_py):
         shutil.copytree(_ROOT / name, package / name, ignore=skip)
       for name in FILES:
         shutil.copy(_ROOT / name, package)
+
+
+KERNELS = "libnm_sparsity.so"
+_NATIVE = "nm_sparsity_jax/packed/native"
+_X86 = platform.machine() in ("x86_64", "AMD64")
+_AVX2 = ["-mavx2", "-mfma"]
+_AVX512 = [*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))]
+# Each file has its own instruction set, and one looks at runtime which of them is there.
+_UNITS = {
+  "core_portable.cc": [],
+  **({"core_avx2.cc": _AVX2, "core_avx512.cc": _AVX512} if _X86 else {}),
+  "run.cc": ["-DNM_X86"] if _X86 else [],
+  "ffi.cc": [],
+}
+
+
+class BuildKernels(build_ext):
+  """Builds the C++ kernels of packed weights: a plain library, the same for every Python.
+
+  Without a compiler, or with NM_SPARSITY_KERNELS=0, there is none; `nm-sparsity doctor` says so.
+  """
+
+  def get_ext_filename(self, fullname):
+    """Returns where it lies: its name has no version of Python."""
+    return os.path.join(*fullname.split(".")[:-1], KERNELS)
+
+  def run(self):
+    """Never fails: the kernels are an extra."""
+    if os.environ.get("NM_SPARSITY_KERNELS") == "0":
+      return
+    try:
+      super().run()
+    except Exception as e:  # no compiler, or one that cannot compile this
+      print(f"{KERNELS} is not built: {e}", file=sys.stderr)
+
+  def build_extension(self, ext):
+    """Compiles each file with its own flags, and links them."""
+    flags = ["-O3", "-std=c++17", "-fvisibility=hidden", "-w"]
+    objects = []
+    for name, own in _UNITS.items():
+      objects += self.compiler.compile(
+        [f"{_NATIVE}/{name}"],
+        output_dir=self.build_temp,
+        include_dirs=[_NATIVE],
+        extra_postargs=[*flags, *own],
+      )
+    path = self.get_ext_fullpath(ext.name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    self.compiler.link_shared_object(objects, path, target_lang="c++")
+
+
+class WheelForEveryPython(bdist_wheel):
+  """Names a wheel for its platform where the kernels are in it, and for all without them."""
+
+  def get_tag(self):
+    """Returns (Python, ABI, platform)."""
+    built = any(pathlib.Path(self.bdist_dir or ".").rglob(KERNELS))
+    return "py3", "none", super().get_tag()[2] if built else "any"
 
 
 def _description() -> str:
@@ -188,7 +251,17 @@ setuptools.setup(
     "nm_sparsity_jax.packed": ["table.json"],
     "nm_sparsity_jax.report": ["page.html.jinja", "page.css"],
   },
-  cmdclass={"build_py": BuildWithData},
+  ext_modules=[
+    setuptools.Extension(
+      "nm_sparsity_jax.packed.libnm_sparsity",
+      [f"{_NATIVE}/{name}" for name in _UNITS],
+    )
+  ],
+  cmdclass={
+    "build_py": BuildWithData,
+    "build_ext": BuildKernels,
+    "bdist_wheel": WheelForEveryPython,
+  },
   entry_points={"console_scripts": ["nm-sparsity = nm_sparsity_jax.cli:main"]},
   install_requires=CORE,
   extras_require={

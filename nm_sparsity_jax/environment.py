@@ -79,6 +79,7 @@ def examine(purpose: str) -> Iterator[Finding]:
   if purpose == "tpu":
     yield from _of_tpu()
   yield from _conflicts()
+  yield _kernels()
   yield _gin_files()
 
 
@@ -235,6 +236,15 @@ def _conflicts() -> Iterator[Finding]:
       "is not installed: tensorflow-datasets imports it without declaring it",
       "pip install importlib_resources",
     )
+
+
+def _kernels() -> Finding:
+  """Says which kernels of packed weights this machine runs: without them XLA multiplies."""
+  library, why = installed.kernels()
+  if library is None:
+    is_there = "is not there" not in why
+    return Finding("packed kernels", "warn" if is_there else "ok", why, _install("core"))
+  return Finding("packed kernels", "ok", library.nm_sparsity_isa(0).decode())
 
 
 def _gin_files() -> Finding:

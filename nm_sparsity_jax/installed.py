@@ -3,6 +3,7 @@
 version("jax")               -> "0.10.2", or None
 versions("Python", "jax")    -> {"Python": "3.11.7", "jax": "0.10.2"}
 folder_of("t5x")             -> the folder of a module
+kernels()                    -> the library of C++ kernels, or why there is none
 commit_of("t5x")             -> the git commit that it comes from, where that is known
 environment()                -> devices, cores, platform, versions: what bits depend on
 
@@ -12,6 +13,8 @@ Only `environment` imports something, jax.
 from __future__ import annotations
 
 import collections
+import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -29,6 +32,33 @@ _TRAINS = (
   "Python", NAME, "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "seqio", "tensorflow",
   "numpy",
 )  # fmt: skip
+
+
+LIBRARY = "libnm_sparsity.so"  # the kernels of packed weights; setup.py builds it
+KERNELS_VERSION = 1  # as in packed/native/job.h
+
+
+def kernels() -> tuple[ctypes.CDLL | None, str]:
+  """Returns (the library of kernels, ''), or (None, why it cannot be used)."""
+  package = folder_of("nm_sparsity_jax")
+  return load_kernels(str(package / "packed" / LIBRARY) if package else LIBRARY)
+
+
+@functools.cache
+def load_kernels(path: str) -> tuple[ctypes.CDLL | None, str]:
+  """Returns what `kernels` does, of a library that lies at `path`."""
+  again = "installing this package where g++ is builds it"
+  if not pathlib.Path(path).is_file():
+    return None, f"{LIBRARY} is not there: {again}"
+  try:
+    library = ctypes.CDLL(path)
+    number = library.nm_sparsity_version()
+    library.nm_sparsity_isa.restype = ctypes.c_char_p
+  except (OSError, AttributeError) as e:  # of another machine, or something else
+    return None, f"{LIBRARY} cannot be loaded ({e}): {again}"
+  if number != KERNELS_VERSION:
+    return None, f"{LIBRARY} is of version {number}, and {KERNELS_VERSION} is needed: {again}"
+  return library, ""
 
 
 def version(name: str) -> str | None:

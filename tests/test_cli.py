@@ -19,6 +19,8 @@ from nm_sparsity_jax import cli
 from nm_sparsity_jax.gin_files import folders
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Compiling takes half a minute: tests/test_packed_native.py does it.
+QUICK = os.environ | {"NM_SPARSITY_KERNELS": "0"}
 DATA = ("gin_configs", "docs", "examples")  # what a wheel has inside the package
 LOOSE = (
   "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "constraints-t5x.txt",
@@ -142,7 +144,12 @@ def built(tmp_path_factory):
   for kind in ("wheel", "sdist", "editable"):
     code = f"import setuptools.build_meta as b; print(b.build_{kind}({str(folder)!r}))"
     done = subprocess.run(
-      [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False
+      [sys.executable, "-c", code],
+      cwd=source,
+      capture_output=True,
+      text=True,
+      env=QUICK,
+      check=False,
     )
     assert not done.returncode, done.stderr[-2000:]
     name = done.stdout.splitlines()[-1]
@@ -274,7 +281,12 @@ def test_gin_path_of_an_sdist_unpacked_and_installed(built, tmp_path):
   assert gin_path_of(unpacked) == unpacked
   code = f"import setuptools.build_meta as b; print(b.build_wheel({str(tmp_path)!r}))"
   done = subprocess.run(
-    [sys.executable, "-c", code], cwd=unpacked, capture_output=True, text=True, check=False
+    [sys.executable, "-c", code],
+    cwd=unpacked,
+    capture_output=True,
+    text=True,
+    env=QUICK,
+    check=False,
   )
   assert not done.returncode, done.stderr[-2000:]
   wheel = tmp_path / done.stdout.splitlines()[-1]

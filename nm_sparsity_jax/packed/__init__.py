@@ -3,7 +3,8 @@
     weight (exact zeros) -> [pack] -> NMPacked(values, indices, scale) -> [unpack] -> the same bits
 
 The canonical layout is one for memory, files and backends. `array` knows it, `bits` knows how
-indices share bytes. `dot` multiplies: `choice` says by which backend, and `xla` is one of them.
+indices share bytes. `dot` multiplies: `choice` says by which backend: `xla`, or
+`cpu` with the C++ kernels of native/.
 """
 
 from nm_sparsity_jax.packed.array import (

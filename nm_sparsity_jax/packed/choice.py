@@ -1,6 +1,6 @@
 """Which product is the fastest, by what was measured.
 
-    pattern, rows of x, platform -> [best] -> 'xla_scan', 'unpack' or 'dense'
+    pattern, rows of x, platform -> [best] -> 'cpu_ffi', 'xla_scan', 'unpack' or 'dense'
 
 table.json has the speed of each backend over the best dense product, for m / n and rows of x.
 Between two measured points the slower one counts. Beyond the last ones the last one counts.
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from nm_sparsity_jax.packed import cpu
 from nm_sparsity_jax.packed.array import NMPacked
 
 _TABLE = pathlib.Path(__file__).with_name("table.json")
@@ -61,5 +62,7 @@ def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None)
   found = {"unpack": _UNPACK}
   if platform == "cpu":  # nothing was measured elsewhere
     found["xla_scan"] = speed("xla_scan", packed, batch)
+    if not cpu.missing(packed):
+      found["cpu_ffi"] = speed(f"cpu_ffi {cpu.isa()}", packed, batch)
   fastest = max(found, key=lambda name: found[name])
   return "dense" if dense and found[fastest] < _FAIR else fastest

@@ -1,0 +1,159 @@
+#include "run.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+namespace nm {
+
+extern const Isa portable;
+#ifdef NM_X86
+extern const Isa avx2, avx512;
+#endif
+
+const Isa* isa_of(int number) {
+#ifdef NM_X86
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512dq");
+  if (number == 3 || (number == 0 && has_avx512)) return has_avx512 ? &avx512 : nullptr;
+  if (number == 2 || (number == 0 && has_avx2)) return has_avx2 ? &avx2 : nullptr;
+#endif
+  return number == 0 || number == 1 ? &portable : nullptr;
+}
+
+namespace {
+
+constexpr long kSmall = 1 << 18;  // multiplications below which one thread is enough
+
+// Memory that a thread keeps for its next product, unless it is large.
+class Buffer {
+ public:
+  ~Buffer() { std::free(kept_); }
+  float* get(long floats) {
+    if (floats > size_) {
+      std::free(kept_);
+      size_ = (floats + 15) / 16 * 16;
+      kept_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+      if (!kept_) size_ = 0;
+    }
+    return kept_;
+  }
+  void shrink() {
+    if (size_ > (1 << 20)) {
+      std::free(kept_);
+      kept_ = nullptr, size_ = 0;
+    }
+  }
+
+ private:
+  float* kept_ = nullptr;
+  long size_ = 0;
+};
+
+// Rows of x from which on `many` is the faster one.
+long many_from(const Job& job) {
+  return job.m <= 16 ? kMostFew + 1 : job.m <= 32 ? 10 : job.m <= 64 ? 6 : 4;
+}
+
+// Columns that are shared out. A helper may start late, so it owns a share of this.
+struct Work {
+  Job job;
+  const Isa* isa;
+  bool many;
+  long tile, tiles;
+  std::atomic<long> next{0};
+  std::atomic<bool> failed{false};
+  long done = 0;
+  std::mutex mutex;
+  std::condition_variable all;
+
+  void take() {
+    long finished = 0;
+    for (long i; (i = next.fetch_add(1)) < tiles; ++finished) {
+      static thread_local Buffer own;
+      float* scratch = own.get(kScratch);
+      if (!scratch) {
+        failed = true;
+        continue;
+      }
+      const long first = i * tile, last = std::min(first + tile, job.features);
+      (many ? isa->many : isa->few)(job, first, last, scratch);
+    }
+    if (finished) {
+      std::lock_guard<std::mutex> lock(mutex);
+      done += finished;
+      if (done == tiles) all.notify_all();
+    }
+  }
+};
+
+// Copies x with its padding: rows as they are for `few`, transposed blocks for `many`.
+float* arrange(Job& job, long depth, const Isa& isa, bool many, Buffer& buffer) {
+  const long length = job.groups * job.m;
+  const char* x = reinterpret_cast<const char*>(job.x);
+  if (!many) {
+    job.stride = length + 256;
+    float* to = buffer.get(job.batch * job.stride);
+    if (!to) return nullptr;
+    for (long b = 0; b < job.batch; ++b) {
+      std::memcpy(to + b * job.stride, x + b * depth * 4, depth * 4);
+      std::fill(to + b * job.stride + depth, to + (b + 1) * job.stride, 0.0f);
+    }
+    return to;
+  }
+  job.lanes = job.batch <= 16 ? 16 : job.batch <= 32 ? 32 : kMostLanes;
+  const long blocks = (job.batch + job.lanes - 1) / job.lanes;
+  float* to = buffer.get(blocks * length * job.lanes);
+  if (!to) return nullptr;
+  for (long i = 0; i < blocks; ++i) {
+    float* block = to + i * length * job.lanes;
+    const long lanes = std::min(job.lanes, job.batch - i * job.lanes);
+    if (lanes < job.lanes) std::fill(block, block + length * job.lanes, 0.0f);
+    else std::fill(block + depth * job.lanes, block + length * job.lanes, 0.0f);
+    isa.turn(reinterpret_cast<const float*>(x + i * job.lanes * depth * 4), depth, block, job.lanes,
+             lanes, depth);
+  }
+  return to;
+}
+
+}  // namespace
+
+const char* run(Job job, long depth, const Isa& isa, int threads, const Spread& spread) {
+  if (!job.batch || !job.features) return nullptr;
+  if (!job.rows) {
+    std::fill(job.y, job.y + job.batch * job.features, 0.0f);
+    return nullptr;
+  }
+  if (job.groups * job.m > (1L << 31) / kMostLanes - 512) return "the weight is too deep";
+  static thread_local Buffer arranged;
+  const bool many = job.batch >= many_from(job);
+  job.x = arrange(job, depth, isa, many, arranged);
+  if (!job.x) return "there is no memory for x";
+  auto work = std::make_shared<Work>();
+  const bool small = threads <= 1 || job.rows * job.features * job.batch < kSmall;
+  // Shares for each thread, so that a late one holds up nobody; whole tiles of 64 columns.
+  const long shares = small ? 1 : 4L * threads;
+  const long least = many ? 64 : 256;
+  work->tile = std::max(least, (job.features + shares * 64 - 1) / (shares * 64) * 64);
+  work->tiles = (job.features + work->tile - 1) / work->tile;
+  work->job = job, work->isa = &isa, work->many = many;
+  const int helpers = static_cast<int>(std::min<long>(threads, work->tiles)) - 1;
+  if (!small && helpers > 0) spread(helpers, [work] { work->take(); });
+  work->take();
+  {
+    // Only for columns that somebody works on: nothing here waits for a thread to become free.
+    std::unique_lock<std::mutex> lock(work->mutex);
+    work->all.wait(lock, [&] { return work->done == work->tiles; });
+  }
+  arranged.shrink();
+  return work->failed ? "there is no memory for sums" : nullptr;
+}
+
+}  // namespace nm
