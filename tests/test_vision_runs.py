@@ -192,6 +192,18 @@ def test_plan_of_a_start_from_timms_weights(model, tmp_path, capsys):
   assert "model.safetensors' has 10 classes, and the network 5" in capsys.readouterr().out
 
 
+def test_an_optimizer_that_is_missing_is_named(model, capsys):
+  command = [w for w in words(model, **MACROS, MODEL_DIR="run") if "adamw" not in w]
+  assert cli.main(["plan", *command]) == 1
+  assert "of images local_images_adamw.gin" in capsys.readouterr().out
+
+
+def test_a_source_of_a_module_that_no_file_imports_says_where_it_belongs(model, capsys):
+  command = [w for w in words(model, **MACROS, MODEL_DIR="run") if "DATA" not in w]
+  assert cli.main(["plan", *command, "--gin.DATA=@mine.Source()"]) == 1
+  assert "A gin file of yours may set it below its line `import mine`" in capsys.readouterr().out
+
+
 def test_report(trained, tmp_path):
   """The score is top-1: top-5 is a metric beside it, and does not count."""
   runs = reading.read([trained])

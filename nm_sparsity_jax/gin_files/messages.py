@@ -31,7 +31,9 @@ def message(error: BaseException) -> str:
     text = text[: where.start()]
     if place := re.search(r'In file "?([^"\n]+?)"?,? line (\d+)', where[0]):
       text += f" ({place[1]}, line {place[2]})"
-  text = re.sub(r"No configurable matching '(\S+)'\.?", _unknown, " ".join(text.split()))
+  text = re.sub(
+    r"No configurable matching (?:reference )?'(\S+)'\.?", _unknown, " ".join(text.split())
+  )
   text = _NO_ARGUMENT.sub(r"\1 has no argument '\2'", text)
   if found := re.search(r"Ambiguous selector '(\S+)', matches (\[.*?\])", text):  # a KeyError
     place = text.rpartition(" (")[2] if text.endswith(")") else ""
@@ -60,7 +62,11 @@ def quote(value: str) -> str:
 
 
 def _unknown(found: re.Match) -> str:
-  return f"nothing here is called {found[1]!r}: no file that was read imports it"
+  text = f"nothing here is called {found[1]!r}: no file that was read imports it"
+  if found[1].startswith("@") and "." in found[1]:  # a reference on the command line, say
+    module = found[1].lstrip("@").rpartition(".")[0]
+    text += f". A gin file of yours may set it below its line `import {module}`"
+  return text
 
 
 def how_to_get(module: str) -> str:
@@ -91,7 +97,8 @@ def ask_for(name: str) -> str:
   if name == "OPTIMIZER":
     return (
       "OPTIMIZER is not set: an optimizer file does that, such as "
-      "--gin_file=gin_configs/runs/local_adamw.gin (of T5X t5x_adamw.gin), the command line cannot"
+      "--gin_file=gin_configs/runs/local_adamw.gin (of images "
+      "local_images_adamw.gin, of T5X t5x_adamw.gin), the command line cannot"
     )
   if name in ("NETWORK", "VOCABULARY", "MODEL"):
     return f"{name} is not set: a model file does that (--gin_file=...), the command line cannot"
