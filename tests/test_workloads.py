@@ -373,22 +373,24 @@ def test_report(trained, tmp_path):
   assert "validation" in text and "FLOPs" in text
 
 
-def test_sweep(tmp_path, capsys, monkeypatch):
+# A dense run beside the sparse ones: test_sweep.py has it of runs that are not trained.
+@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sweep(dense, tmp_path, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   for name in ("own_workload.py", "own_workload.gin"):
     shutil.copy(EXAMPLE / name, tmp_path)
   files = [f"gin_configs/runs/{run}.gin" for run in ("local_workload", "local_adamw")]
   files.insert(1, "own_workload.gin")
   pathlib.Path("sweep.toml").write_text(
-    f"out = 'runs'\ngin_files = {files}\nrecipes = ['dense', 'sr_ste']\npatterns = ['1:4']\n"
-    "seeds = [0]\nbaseline = 'sr_ste'\n[macros]\nSPARSE_STEPS = 4\nEVAL_PERIOD = 4\n"
-    "STATS_PERIOD = 2\nMETRICS_EVERY = 2\n"
+    f"out = 'runs'\ngin_files = {files}\nrecipes = ['sr_ste']\npatterns = ['1:4']\n"
+    f"dense = {str(dense).lower()}\nseeds = [0]\nbaseline = 'sr_ste'\n"
+    "[macros]\nSPARSE_STEPS = 4\nEVAL_PERIOD = 4\nSTATS_PERIOD = 2\nMETRICS_EVERY = 2\n"
   )
   assert cli.main(["sweep", "sweep.toml"]) == 0
   capsys.readouterr()
   assert cli.main(["sweep", "sweep.toml", "--json"]) == 0
   report = json.loads(capsys.readouterr().out)
-  assert report["done"] == 2 and all(row["loss"]["mean"] > 0 for row in report["rows"])
+  assert report["done"] == 1 + dense and all(row["loss"]["mean"] > 0 for row in report["rows"])
 
 
 # --- the step -----------------------------------------------------------------------------------
