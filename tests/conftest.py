@@ -92,6 +92,32 @@ def programs_of_one_file():
   gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def programs_of_this_worker(tmp_path_factory):
+  """A program that another test compiled is read from a file: many train the same once more, and
+  the single operations of eager mode come again in every file.
+
+  Counts of `jit` see no difference, and what a program gives is the same to the bit. It returns
+  the variables of processes that do the same, in a folder of theirs: jax writes a file in place, so
+  one that is killed may leave a part of it, and one that reads it then warns.
+  """
+  from jax.experimental.compilation_cache import compilation_cache
+
+  folder = tmp_path_factory.getbasetemp()  # no other worker's
+  settings = {
+    "jax_compilation_cache_dir": str(folder / "xla"),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+  }
+  if jax.config.values["jax_compilation_cache_dir"] is not None:
+    return {}  # it has one, as in tests/mutations.py, and its processes have the same
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()  # what was imported may have compiled without one
+  settings["jax_compilation_cache_dir"] += "-of-processes"
+  return {name.upper(): str(value) for name, value in settings.items()}
+
+
 @pytest.fixture(autouse=True)
 def room_for_the_next():
   """Programs that a test leaves go before the end of the file too, where they take too much."""
@@ -103,12 +129,13 @@ def room_for_the_next():
 
 
 @pytest.fixture(scope="module")
-def short_runs():
+def short_runs(programs_of_this_worker):
   """Compiles quickly (tests/quick.py), here and in processes that tests start."""
   import quick
 
   with quick.compilation(), pytest.MonkeyPatch.context() as patch:
-    for name, value in quick.environment(os.environ["XLA_FLAGS"]).items():
+    variables = quick.environment(os.environ["XLA_FLAGS"]) | programs_of_this_worker
+    for name, value in variables.items():
       patch.setenv(name, value)
     yield
 
@@ -137,11 +164,11 @@ def pytest_runtest_call(item):
 
 # The files that take longest come first, so that no worker begins one while the other has no more.
 LONGEST = (
-  "test_local", "test_t5x_adapter", "test_t5x_thread", "test_t5", "test_quickstart",
-  "test_t5x_metrics", "test_t5_t5x", "test_masks", "test_gin", "test_t5x_checkpoints",
-  "test_sparse", "test_workloads", "test_vision_models", "test_docs", "test_every_recipe",
-  "test_layers", "test_sweep", "test_plan", "test_own_recipe", "test_local_killed", "test_finalize",
-  "test_recipes_benchmark", "test_local_t5x",
+  "test_local", "test_t5x_adapter", "test_t5x_thread", "test_t5_t5x", "test_t5x_metrics",
+  "test_quickstart", "test_docs", "test_every_recipe", "test_gin", "test_t5", "test_vision_models",
+  "test_layers", "test_sparse", "test_workloads", "test_plan", "test_t5x_checkpoints", "test_sweep",
+  "test_masks", "test_vision_runs", "test_local_killed", "test_finalize", "test_recipes_benchmark",
+  "test_local_t5x",
 )  # fmt: skip
 
 

@@ -51,24 +51,10 @@ IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_compilation(tmp_path_factory):
-  """These runs are shorter than compiling for speed, and many compile the same."""
-  from jax.experimental.compilation_cache import compilation_cache
-
-  wanted = dict(
-    jax_compilation_cache_dir=str(tmp_path_factory.mktemp("xla")),
-    jax_persistent_cache_min_compile_time_secs=0.0,
-    jax_persistent_cache_min_entry_size_bytes=-1,
-  )
-  before = {name: jax.config.values[name] for name in wanted}
-  for name, value in wanted.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
+def quick_compilation():
+  """These runs are shorter than compiling for speed."""
   with quick.compilation(), replay.kept():
     yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
   MODELS.clear()
   gc.collect()  # what Orbax never awaited warns here, not in another file's tests
 

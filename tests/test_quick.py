@@ -1,9 +1,12 @@
 """Tests of bits see what a user compiles, in a file that compiles quickly too."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import quick
 from jax._src import compiler
+from test_apply import caught_compilations
 
 
 def state():
@@ -44,3 +47,18 @@ def test_it_has_no_program_that_was_made_quickly():
       double(jnp.ones(3))
       with quick.usual():
         assert double._cache_size() == 1  # its own it keeps
+
+
+def test_a_program_that_is_read_from_a_file_has_the_same_bits_and_is_counted():
+  """Else a test that no call compiles anew could not fail."""
+  x = jnp.linspace(0.1, 0.9, 101)
+  found = []
+  for _ in range(2):
+    jax.clear_caches()
+    program = jax.jit(lambda x: jnp.sin(x) / 3 @ x)
+    with jax.log_compiles(), caught_compilations() as messages:
+      value = program(x).item()
+    assert sum("lambda" in text for text in messages) == 1
+    found.append((value, program.lower(x).compile().memory_analysis().temp_size_in_bytes))
+  assert found[0] == found[1]
+  assert [*pathlib.Path(jax.config.values["jax_compilation_cache_dir"]).glob("*lambda*")]
