@@ -302,10 +302,6 @@ def test_a_network_with_rules_of_its_own_is_refused():
 # --- weights of timm ----------------------------------------------------------------------------
 
 
-def dense(workload):
-  return step.Model(workload=workload, rules=nms.Rules({".*": nms.recipe("dense")}))
-
-
 def test_a_run_starts_from_timms_weights(tmp_path):
   """Every array of the file, batch statistics too; a file of another network is refused."""
   pytest.importorskip("safetensors", reason="needs safetensors: pip install -e '.[vision]'")
@@ -327,7 +323,7 @@ def test_a_run_starts_from_timms_weights(tmp_path):
 
   other = vision.Images(resnet.ResNet(resnet.config("resnet_test", image_size=16)), rebus.Rebus(8))
   with pytest.raises(ValueError, match="resnet.safetensors' lacks"):
-    checkpoints.opened(path, dense(other))
+    checkpoints.opened(path, step.Model(workload=other))
   (tmp_path / "model.bin").write_bytes(b"\x80\x02")
   with pytest.raises(ValueError, match="model.bin' is a file that torch pickled"):
     checkpoints.load_initial(str(tmp_path / "model.bin"), model, jax.random.PRNGKey(0))
@@ -337,7 +333,7 @@ def test_a_run_is_not_started_from_weights_of_another_window(tmp_path):
   """Shapes do not tell of it; a table beside the weights does, where a file has one."""
   pytest.importorskip("safetensors", reason="needs safetensors: pip install -e '.[vision]'")
   workload = vision.Images(swin.Swin(swin.config("swinv2_test")), rebus.Rebus(8))
-  model = dense(workload)
+  model = step.Model(workload=workload)
   tensors = timm.to_timm({"params": jax.tree.map(lambda x: np.zeros(x.shape), model.shapes)})
   tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
   table = {"layers.0.blocks.0.attn.relative_coords_table": np.zeros((1, 15, 15, 2), np.float32)}

@@ -27,6 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from nm_sparsity_jax import apply, metrics, opt_states, witness, workloads
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local import averages
+from nm_sparsity_jax.recipes import Dense
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.transform import sparse
 from nm_sparsity_jax.trees import flatten, path_name
@@ -110,7 +111,7 @@ class Model:
   Args:
     network: a workload, or a T5 of this package or with its interface, dense: what `workloads.of`
       takes.
-    rules: what is sparse, and how.
+    rules: what is sparse, and how; None = nothing is.
     z_loss: see `workloads.t5.T5`; None = its default.
     label_smoothing: see `workloads.t5.T5`; None = its default.
     num_partitions: devices that share each weight; the others share the batch.
@@ -141,7 +142,7 @@ class Model:
     self.ema_decay = ema_decay
     family = network if workload is None else workload
     self.workload = workloads.of(family, z_loss=z_loss, label_smoothing=label_smoothing)
-    self.given_rules = Rules({}) if rules is None else rules
+    self.given_rules = Rules({".*": Dense()}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
     if num_partitions < 1 or len(devices) % num_partitions:
       raise WrongDevices(
