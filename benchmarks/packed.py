@@ -20,6 +20,7 @@ parser.add_argument("--patterns", nargs="+", default="2:4 1:4 1:8 1:16 1:32 1:64
 parser.add_argument("--shapes", nargs="+", default="768x3072 3072x768 1024x4096 4096x1024".split())
 parser.add_argument("--backends", nargs="+", default=["cpu_ffi", "xla_scan"])
 parser.add_argument("--values", default="float32")
+parser.add_argument("--isa", default="best", help="best, portable, avx2 or avx512, of cpu_ffi")
 parser.add_argument("--turns", type=int, default=11)
 parser.add_argument("--busy", action="store_true", help="time of the processor, not of the clock")
 parser.add_argument("--json", action="store_true", help="print the rows of table.json")
@@ -38,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax import packed
+from nm_sparsity_jax.packed import cpu
 from nm_sparsity_jax.patterns import NM
 
 
@@ -52,6 +54,8 @@ def sparse(rng, depth, features, pattern):
 
 
 def product(backend):
+  if backend == "cpu_ffi":
+    return functools.partial(cpu.dot, isa=ARGS.isa)
   return functools.partial(packed.nm_dot, backend=backend)
 
 
@@ -117,7 +121,8 @@ def main():
       )
   mean = {key: float(np.exp(np.mean(np.log(found)))) for key, found in ratios.items()}
   for backend in ARGS.backends:
-    print(f"\n{backend}, {ARGS.values}, {ARGS.cores} cores: times the best dense; rows {ARGS.rows}")
+    name = f"cpu_ffi {cpu.isa(ARGS.isa)}" if backend == "cpu_ffi" else backend
+    print(f"\n{name}, {ARGS.values}, {ARGS.cores} cores: times the best dense; rows {ARGS.rows}")
     for pattern in ARGS.patterns:
       cells = [
         f"{mean[backend, pattern, rows]:6.2f} ({min(ratios[backend, pattern, rows]):.2f})"
@@ -130,7 +135,7 @@ def main():
         n_over_m(p): [round(min(ratios[backend, p, rows]), 2) for rows in ARGS.rows]
         for p in ARGS.patterns
       }
-      print(json.dumps({backend: {"rows": ARGS.rows, "speed": worst}}))
+      print(json.dumps({name: {"rows": ARGS.rows, "speed": worst}}))
 
 
 if __name__ == "__main__":

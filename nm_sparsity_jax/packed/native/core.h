@@ -177,7 +177,8 @@ NM_INLINE void rows_of(const Job& job, long j, long first, long width, float* su
 template <class V, int T, int BITS>
 void few_of(const Job& job, long first, long last, float* sums) {
   constexpr int R = T <= 64 ? 4 : T == 128 ? 2 : 1;
-  const long most = job.batch <= 2 ? 1024 : job.batch <= 4 ? 512 : 256;
+  // Long pieces of a row, so that memory is read ahead; sums of all rows of x stay in the cache.
+  const long most = job.batch <= 4 ? 4096 : job.batch <= 8 ? 2048 : 1024;
   const long whole = first + (last - first) / W * W;
   for (long f = first; f < whole; f += most) {
     const long width = whole - f < most ? whole - f : most;
@@ -268,6 +269,10 @@ constexpr int kColumns = 16;     // that are unpacked at once: one cache line of
 constexpr long kTile = 256;      // columns that one slab of x^T serves
 constexpr long kMostRows = 128;  // of the weight that are unpacked at once
 
+static_assert(nm::kMostFew * 1024 <= nm::kScratch, "sums of `few` do not fit");
+static_assert(kTile * nm::kMostLanes + 2 * kMostRows * kColumns <= nm::kScratch,
+              "sums of `many` do not fit");
+
 struct Unpacked {
   float values[kMostRows][kColumns];
   int32_t places[kMostRows][kColumns];  // of columns of x^T
@@ -321,7 +326,8 @@ NM_INLINE void add(const Unpacked& u, long rows, const float* x, float* sums) {
 template <class V, int L>
 void many_of(const Job& job, long first, long last, float* sums) {
   Unpacked& unpacked = *reinterpret_cast<Unpacked*>(sums + kTile * L);
-  const long reach = (job.m <= 8 ? 128 : 256) * nm::kMostLanes / L;  // of x^T, so that it stays near
+  // Rows of x^T that fit the first cache beside what is unpacked of them, or nearly.
+  const long near = job.m <= 4 ? 32 : job.m <= 8 ? 64 : 256, reach = near * nm::kMostLanes / L;
   long step = job.m > 64 ? kMostRows : reach / job.m * job.n / 4 * 4;
   step = step < 4 ? 4 : step > kMostRows ? kMostRows : step;
   for (long f = first; f < last; f += kTile) {

@@ -35,7 +35,7 @@ struct Isa {
 };
 
 constexpr long kScratch = 32 * 1024;
-constexpr long kMostFew = 16;   // rows of x that `few` takes
+constexpr long kMostFew = 32;   // rows of x that `few` takes
 constexpr long kMostLanes = 64;
 
 }  // namespace nm

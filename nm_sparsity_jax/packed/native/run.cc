@@ -59,7 +59,7 @@ class Buffer {
 
 // Rows of x from which on `many` is the faster one.
 long many_from(const Job& job) {
-  return job.m <= 16 ? kMostFew + 1 : job.m <= 32 ? 10 : job.m <= 64 ? 6 : 4;
+  return job.m <= 16 ? kMostFew + 1 : job.m <= 32 ? 17 : job.m <= 64 ? 12 : 8;
 }
 
 // Columns that are shared out. A helper may start late, so it owns a share of this.
