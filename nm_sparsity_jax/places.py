@@ -5,6 +5,7 @@ Rules, shapes -> [Place, Assignment] -> what is done to which parameter, as a ta
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import logging
@@ -352,6 +353,12 @@ def _assigned(rules: Table, shapes, beside) -> tuple[Assignment, list[str]]:
       _log.warning("%s stays dense: %s", path, assignment.skipped[path])
     elif path in assignment.places and (remarks := assignment.places[path].remarks):
       _log.warning("%s: %s", path, "; ".join(remarks))
+  times = collections.Counter(path for path, _ in shapes)
+  if twice := next((path for path in assignment.places if times[path] > 1), None):
+    raise ValueError(
+      f"{times[twice]} parameters have the path {twice!r}, by which masks are kept: rename one, "
+      "without a '/' in its name."
+    )
   idle = [repr(key) for key in unmatched]
   for regex, axis in rules.axes.items():
     if not any(roles.matches(regex, path) for path, _ in shapes):

@@ -85,3 +85,7 @@ def test_a_parameter_below_another():
   rules = nms.Rules({".*": nms.recipe("one_shot", pattern="1:4", phases=PHASES)}, axes={".*": 0})
   with pytest.raises(ValueError, match="'a/b' and a part of it, up to 'a', are both names of para"):
     nms.init_state({"a": w, "a/b": w}, rules)
+  with pytest.raises(
+    ValueError, match="2 parameters have the path 'a/b/c', by which masks are kept"
+  ):
+    nms.init_state({"a": {"b/c": w}, "a/b": {"c": w}}, rules)

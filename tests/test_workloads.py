@@ -472,6 +472,21 @@ def test_the_gradient_is_that_of_the_mean_however_small_the_weight(parts):
   assert mean(Weighed(1), {"loss": 0.0, "rows": 0.0}) == {"loss": 0.0}
 
 
+def test_rules_that_no_checkpoint_can_keep_are_refused_before_the_first_step(tmp_path):
+  for place, why in (
+    (".*|a\nb", "a checkpoint cannot keep the rule"),
+    (".*|" + LONG, "takes .* bytes"),
+  ):
+    model = step.Model(
+      Weighed(1), nms.Rules({place: nms.recipe("dense")}), devices=jax.devices()[:1]
+    )
+    with pytest.raises(ValueError, match=why):
+      run_of(tmp_path, model).check()
+
+
+LONG = "".join(map(chr, np.random.default_rng(0).integers(0x4E00, 0x9F00, 4000)))
+
+
 def test_a_fine_tune_takes_the_state_of_its_checkpoint(trained):
   model, key = model_of(), jax.random.PRNGKey(5)
   path = str(trained / f"checkpoint_{STEPS}")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from nm_sparsity_jax import errors, opt_states, workloads
+from nm_sparsity_jax import errors, opt_states, rules_text, workloads
 from nm_sparsity_jax.local.step import Model
 from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.workloads import Batch
@@ -142,6 +142,7 @@ class Run:
   def check(self) -> None:
     """Raises ValueError where settings do not fit each other; reads no data."""
     self.model.check_batch(self.batch_size, self.microbatches)
+    rules_text.pack(rules_text.describe(self.model.given_rules))  # every checkpoint keeps this text
     opt_states.refuse(
       jax.eval_shape(self.optimizer.init, self.model.shapes),
       sparse="the optimizer holds nms.sparse, but the runner wraps the optimizer itself: leave "
