@@ -81,12 +81,15 @@ def told(p: float, low: float, high: float) -> str:
   return ", ".join(words) or "not told"
 
 
-def compared(rows: Mapping[str, Mapping[int, Any]], matched: Mapping[str, str]) -> list[list[str]]:
-  """Returns a line for each pair of the family."""
+def compared(
+  rows: Mapping[str, Mapping[int, Any]], matched: Mapping[str, str], planned: int
+) -> list[list[str]]:
+  """Returns a line for each pair of the family; claims nothing before all of its runs are there."""
   asked = pairs(matched)
   found = {pair: differences(rows[pair[0]], rows[pair[1]]) for pair in asked}
   found = {pair: d for pair, d in found.items() if len(d) > 1}
   p_of = dict(zip(found, max_t([*found.values()]), strict=True)) if found else {}
+  is_whole = [len(d) for d in found.values()] == [planned] * len(asked)
   lines = []
   for pair in asked:
     if pair not in found:
@@ -96,7 +99,8 @@ def compared(rows: Mapping[str, Mapping[int, Any]], matched: Mapping[str, str]) 
     low, high = interval(d, len(asked))
     mean = f"{statistics.fmean(d):+.1f} [{low:+.1f}, {high:+.1f}]"
     wins = f"{sum(x > 0 for x in d)} of {len(d)}"
-    lines.append([*pair, mean, wins, report.show_p(p_of[pair]), told(p_of[pair], low, high)])
+    shown = told(p_of[pair], low, high) if is_whole else "when all runs are there"
+    lines.append([*pair, mean, wins, report.show_p(p_of[pair]), shown])
   return lines
 
 
@@ -172,4 +176,4 @@ def section(
     out += ["", f"**Partial: {len(runs) - len(mine)} planned runs are missing.**"]
   out += ["", promise(usual), "", *report.markdown(head, lines), ""]
   head = ("recipe", "over", "points of accuracy", "better in seeds", "p", "told")
-  return [*out, *report.markdown(head, compared(usual, matched)), ""]
+  return [*out, *report.markdown(head, compared(usual, matched, planned)), ""]

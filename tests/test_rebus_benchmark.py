@@ -150,3 +150,16 @@ def test_a_missing_row_is_said():
   assert "no_ff has 90.0 %, where at most 55 % were promised: **not met** (0 of 8 seeds)" in text
   assert "| one_shot | either | 0 of 8 | missing |" in text
   assert report.section({}, runs, recipes.REBUS, recipes.MATCHED, exposure) == ["Missing."]
+
+
+def test_nothing_is_told_before_all_runs_are_there():
+  rng = np.random.default_rng(0)
+  made = lambda mean: {s: {"accuracy": mean + rng.normal() / 100} for s in range(400, 408)}
+  rows = {name: made(0.5) for name in recipes.REBUS} | {"mdgf_linear, masked": made(0.7)}
+  lines = report.compared(rows, recipes.MATCHED, planned=8)
+  told = {tuple(line[:2]): line[-1] for line in lines}
+  assert told["mdgf_linear, masked", "sr_ste, 40 % dense"] == "more"
+  assert told["one_shot", report.BASE] == "equal within 5 points"
+  del rows["one_shot"][407]
+  lines = report.compared(rows, recipes.MATCHED, planned=8)
+  assert {line[-1] for line in lines} == {"when all runs are there"}
