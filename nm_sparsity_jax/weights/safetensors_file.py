@@ -12,10 +12,13 @@ that torch pickled can run any code when it is opened, so none is.
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import pathlib
+import struct
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,6 +30,8 @@ _DTYPES = {
   "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
   "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
+_AT_ONCE = 1 << 24  # bytes that are copied at a time where an array is written
+_THEIRS = {ours: theirs for theirs, ours in _DTYPES.items()}
 
 
 class Opened:
@@ -117,6 +122,60 @@ def write(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
     os.replace(beside, file)
   finally:
     beside.unlink(missing_ok=True)
+
+
+def write_each(
+  path: str | os.PathLike,
+  header: Mapping[str, tuple[str, tuple[int, ...]]],
+  tensors: Iterator[np.ndarray],
+) -> None:
+  """Writes a file, one tensor in memory at a time.
+
+  Args:
+    path: of the file; what was there is overwritten, also where this fails.
+    header: name -> numpy's name of the dtype, and shape.
+    tensors: at least as many arrays, in this order; the others are left.
+
+  Raises:
+    ValueError: an array is not what the header says.
+  """
+  told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+  end = 0
+  for name, (dtype, shape) in header.items():
+    start, end = end, end + dtype_of(dtype).itemsize * math.prod(shape)
+    told[name] = {"dtype": _THEIRS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+  text = json.dumps(told, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+  with open(path, "wb") as file:
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name, (dtype, shape) in header.items():
+      array = next(tensors)
+      if (str(array.dtype), array.shape) != (dtype, tuple(shape)):
+        raise ValueError(
+          f"{name!r} is {array.dtype} {array.shape}, and {dtype} {tuple(shape)} was announced."
+        )
+      _write_rows(file, array.astype(array.dtype.newbyteorder("<"), copy=False))
+      del array  # or it would stay while the next one is made
+
+
+def _write_rows(file: BinaryIO, array: np.ndarray) -> None:
+  """Writes an array in C order, some rows at a time where it lies otherwise."""
+  rows = array if array.ndim else array[None]
+  at_once = max(1, _AT_ONCE // max(rows[:1].nbytes, 1))
+  for start in range(0, len(rows), at_once):
+    part = np.ascontiguousarray(rows[start : start + at_once])
+    file.write(part.reshape(-1).view(np.uint8).data)
+
+
+def dtype_of(name: str) -> np.dtype:
+  """Returns numpy's dtype of a name of `Opened.dtypes`.
+
+  >>> dtype_of("bfloat16").itemsize
+  2
+  """
+  if name not in _THEIRS:
+    raise ValueError(f"{name!r} is no dtype of a safetensors file that numpy has.")
+  return np.dtype(name)
 
 
 def _library(path: str) -> Any:
