@@ -200,6 +200,13 @@ VISION = ["safetensors>=0.8.0", "pillow", "grain"]
 # tests/vision_reference.npz, which timm made.
 VISION_DEV = ["torch>=2.13.0", "torchvision>=0.29.2", "timm>=1.0.31"]
 
+# Weights of T5 in Hugging Face's files. These need neither torch nor transformers.
+HF = ["safetensors>=0.8.0"]
+
+# transformers itself, which our T5 is compared with. `dev` lacks it, for torch's size. Without it
+# these tests compare with tests/huggingface_reference.npz, which transformers made.
+HF_DEV = ["torch>=2.13.0", "transformers>=5.23.0"]
+
 # libtpu of the version that JAX was built with: a TPU's compiler, also where no TPU is.
 TPU = ["jax[tpu]>=0.10.2"]
 
@@ -273,6 +280,8 @@ setuptools.setup(
     "tpu": TPU,
     "vision": VISION,
     "vision-dev": VISION_DEV,
+    "hf": HF,
+    "hf-dev": HF_DEV,
     "docs": DOCS,
     "dev": DEV,
   },  # fmt: skip

@@ -249,9 +249,11 @@ def test_a_package_index_shows_a_page_without_dead_links(built):
     "tpu",
     "vision",
     "vision-dev",
+    "hf",
+    "hf-dev",
     "docs",
     "dev",
-  }  # `hf` comes with what it promises
+  }
   for version in ("3.11", "3.12", "3.13"):
     assert f"Programming Language :: Python :: {version}" in told.get_all("Classifier")
 

@@ -15,7 +15,7 @@ from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
 from nm_sparsity_jax.plan.restore import Restore, restore
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, folders
+from nm_sparsity_jax.runs import checkpoint, folders, foreign
 from nm_sparsity_jax.trees import flatten, group
 
 # The beginning of a key -> the section that counts it.
@@ -59,10 +59,17 @@ def _initial(found: Findings, made: Made) -> checkpoint.Stored | None:
       path = path[0] if path else None
   if not path:
     return None
-  if made.params is None or not isinstance(made.network, workloads.Workload):
-    return checkpoint.read(str(path))
-  like = jax.eval_shape(made.network.init, jax.random.PRNGKey(0))
-  return checkpoint.read(str(path), like, made.network.network_config)
+  if made.params is not None and isinstance(made.network, workloads.Workload):
+    like = jax.eval_shape(made.network.init, jax.random.PRNGKey(0))
+    return checkpoint.read(str(path), like, made.network.network_config)
+  own = getattr(made.network, "config", None) if found.config.local else None
+  stored = checkpoint.read(str(path), config=own)
+  if stored.format == foreign.HUGGING_FACE and not found.config.local:
+    raise ValueError(
+      f"{stored.path} is a folder of Hugging Face's T5, which T5X does not read: `nm-sparsity "
+      "convert` makes a checkpoint of it"
+    )
+  return stored
 
 
 def _resumed(found: Findings) -> checkpoint.Stored | None:

@@ -5,6 +5,8 @@
     nms.runs.finalize("runs/sparse", "runs/final")      # exact zeros, written and proven
     nms.runs.rules_of("runs/sparse")                    # what it trains by
     nms.runs.export("runs/final", "model.safetensors")  # in timm's names, and proven there
+    nms.runs.export("runs/final", "model")              # a T5: as Hugging Face's
+    nms.runs.convert("t5-small", "start")               # and back, for T5X
 
 The names are imported when they are first used.
 """
@@ -14,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
   "verify": "proof", "finalize": "proof", "rules_of": "trained", "read_settings": "trained",
-  "export": "exported",
+  "convert": "exported", "export": "exported",
 }  # fmt: skip
 
 if TYPE_CHECKING:
-  from nm_sparsity_jax.runs.exported import export
+  from nm_sparsity_jax.runs.exported import convert, export
   from nm_sparsity_jax.runs.proof import finalize, verify
   from nm_sparsity_jax.runs.trained import read_settings, rules_of
 
-__all__ = ["export", "finalize", "read_settings", "rules_of", "verify"]
+__all__ = ["convert", "export", "finalize", "read_settings", "rules_of", "verify"]
 
 
 def __getattr__(name: str) -> Any:

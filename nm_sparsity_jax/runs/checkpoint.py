@@ -6,7 +6,8 @@
 
 Keys are those of T5X's train state: target/..., state/step, state/param_states/...,
 flax_mutables/... `legacy` reads T5X's own format, `orbax` Orbax, which is what is written, and
-`foreign` a safetensors file of timm's names, which is like a dense checkpoint.
+`foreign` a safetensors file of timm's names or a folder of Hugging Face's T5, which are like dense
+checkpoints.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Stored:
 
   Attributes:
     path: its folder.
-    format: 'Orbax', 'T5X' or 'timm'.
+    format: 'Orbax', 'T5X', 'timm' or 'Hugging Face'.
     leaves: key -> Leaf.
     step: T5X's global step, None if unknown.
     sparse_step: steps of the sparse run that wrote it, None for a dense one.
@@ -97,11 +98,13 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
       checkpoint.read("model.safetensors", jax.eval_shape(network.init, key, images)).leaves
 
   Args:
-    name: of its folder, of T5X's file in it, or of a safetensors file of timm's names.
+    name: of its folder, of T5X's file in it, of a safetensors file of timm's names, or of a folder
+      of Hugging Face's T5.
     like: the variables of the network that takes it, or their shapes. A file of timm's names is
       held against them, and has the network's keys: a scan stacks blocks. Of any checkpoint that a
       program of T5X's layout wrote, nothing is asked here.
-    config: of the network: of a Swin V2 some files tell the window, which shapes do not.
+    config: of the network: of a Swin V2 some files tell the window, which shapes do not; a folder
+      of Hugging Face's T5 is held against it.
 
   Raises:
     ValueError: it is damaged, or a file of timm's names that the network does not take.
@@ -124,6 +127,8 @@ def _located(name: str):
     return legacy.read, file
   if state := folders.orbax_state(folder):
     return orbax.read, state
+  if foreign.is_folder(folder):
+    return foreign.read, folder
   if inside := folders.latest(name):
     raise ValueError(f"{name!r} is a folder of checkpoints: name one, such as {inside!r}")
   empty = folders.named_steps(name)

@@ -19,7 +19,7 @@ class Contents:
   """What one checkpoint holds, by T5X's keys.
 
   Attributes:
-    format: 'Orbax', 'T5X' or 'timm'.
+    format: 'Orbax', 'T5X', 'timm' or 'Hugging Face'.
     leaves: key -> shape and dtype; None where the format does not tell one.
     array: key -> its values, read now.
   """

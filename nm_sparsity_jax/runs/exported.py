@@ -1,6 +1,8 @@
-"""A checkpoint in timm's names, and the proof that its tensors there are n:m.
+"""A checkpoint in the names of other libraries, and the proof that its tensors there are n:m.
 
-path -> [export] -> F.safetensors -> read back -> Report: groups along axis 1 of timm's tensors
+images -> [export] -> F.safetensors of timm's names -> read back -> Report: groups along axis 1
+T5     ->          -> a folder of Hugging Face's T5 ->                      of their tensors
+                      a folder of Hugging Face's T5 -> [convert] -> OUT/checkpoint_0, for T5X
 """
 
 from __future__ import annotations
@@ -15,10 +17,17 @@ import numpy as np
 
 from nm_sparsity_jax import apply
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, proof
+from nm_sparsity_jax.runs import checkpoint, foreign, proof, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.trees import nested
-from nm_sparsity_jax.weights import safetensors_file, timm
+from nm_sparsity_jax.weights import (
+  huggingface,
+  huggingface_config,
+  huggingface_folder,
+  huggingface_names,
+  safetensors_file,
+  timm,
+)
 
 _COLLECTIONS = ("batch_stats",)  # beside the parameters
 
@@ -29,15 +38,17 @@ class Exported:
 
   Attributes:
     source: the checkpoint that was read.
-    path: of the file.
+    path: of the file or folder.
     tensors: how many it holds.
-    report: what was found in the file, in timm's layout; None for a dense checkpoint.
+    report: what was found in it, in the other library's layout; None for a dense checkpoint.
+    config: config.json of a folder; None for a file.
   """
 
   source: Stored
   path: str
   tensors: int
   report: apply.Report | None
+  config: Mapping[str, Any] | None = None
 
   @property
   def ok(self) -> bool:
@@ -61,28 +72,39 @@ def export(
   out: str | os.PathLike,
   rules: proof.Given = None,
   axes: Mapping[str, Any] | None = None,
+  feed_forward: str | None = None,
 ) -> Exported:
-  """Writes the weights of a checkpoint as a safetensors file of timm's names, and proves it.
+  """Writes the weights of a checkpoint in the names of another library, and proves them there.
 
-      nms.runs.export("runs/final", "model.safetensors")
+      nms.runs.export("runs/final", "model.safetensors")  # images: timm's
+      nms.runs.export("runs/final", "model")  # a T5: a folder of Hugging Face's
 
-  The file is read back. Each tensor must have the bits that were written, and each sparse one must
-  be n:m along axis 1, where the contracted channels stand there.
+  What was written is read back. Each tensor must have the bits that were written, and each sparse
+  one must be n:m along axis 1, where what is contracted stands there.
 
   Args:
-    path: a checkpoint of a ViT, Swin V2 or ResNet of this package; finalized, if it is sparse.
-    out: the file, F.safetensors, which must not be there.
+    path: a checkpoint of a ViT, Swin V2, ResNet or T5 of this package, or of T5X's T5; finalized,
+      if it is sparse.
+    out: the file, F.safetensors, or the folder, which must not be there.
     rules: as in `verify`, for a checkpoint that holds none and is sparse.
     axes: as in `verify`.
+    feed_forward: of a T5, `feed_forward_proj` of config.json, which weights do not tell; None =
+      'gated-gelu' where the MLP has two input projections, else 'relu'.
 
   Raises:
     ValueError: it is of another network, or sparse and not finalized; or the file cannot be.
   """
   file = os.fspath(out)
-  if not file.endswith(safetensors_file.SUFFIX):
-    raise ValueError(f"{file!r}: name a file that ends in {safetensors_file.SUFFIX}.")
   safetensors_file.refuse_existing(file)
   stored = checkpoint.opened(path)
+  params = [key.removeprefix("target/") for key in stored.leaves if key.startswith("target/")]
+  is_t5 = huggingface_names.is_t5(params)
+  if file.endswith(safetensors_file.SUFFIX) == is_t5:
+    what = "a folder for a T5: config.json lies beside its tensors"
+    end = f"a file that ends in {safetensors_file.SUFFIX}"
+    raise ValueError(f"{file!r}: name {what if is_t5 else end}.")
+  if stored.format == foreign.HUGGING_FACE:
+    raise ValueError(f"{stored.path!r} is a folder of Hugging Face's T5 already.")
   found = None
   if stored.rules is not None or rules is not None:
     found = proof.verify(stored, rules, axes)
@@ -91,6 +113,8 @@ def export(
         f"{stored.path} is not {'n:m' if not found.changed else 'what was written'}: export what "
         "`nm-sparsity finalize` writes."
       )
+  if is_t5:
+    return _to_folder(stored, file, found, feed_forward)
   tensors = timm.to_timm(_variables(stored))
   safetensors_file.write(file, tensors)
   opened = safetensors_file.Opened(file)
@@ -99,6 +123,91 @@ def export(
       raise ValueError(f"{file!r}: {name!r} is not what was written.")
   report = None if found is None else _report(opened, found)
   return Exported(stored, file, len(tensors), report)
+
+
+def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool = False) -> str:
+  """Writes a folder of Hugging Face's T5 as a dense checkpoint that T5X restores.
+
+      nms.runs.convert("t5-small", "start")  # 'start/checkpoint_0'
+
+  One array is in memory at a time. All are float32, as T5X's parameters are.
+
+  Args:
+    path: of the folder.
+    out: a folder, which gets checkpoint_0; that must be new.
+    scan_layers: stack the layers along axis 1, for a network with scan_layers=True.
+
+  Returns:
+    The path of the checkpoint.
+
+  Raises:
+    ValueError: the folder is refused by `weights.huggingface.read`, or the output is there already.
+  """
+  config = huggingface_folder.Folder(path).config
+  config = dataclasses.replace(config, scan_layers=scan_layers)
+  held = huggingface.hold(path, config)
+  made = os.path.join(out, "checkpoint_0")
+  arrays: dict[str, writing.Makes] = {"state/step": lambda: np.asarray(np.int32(0))}
+  for key in held.leaves:
+    arrays[f"target/{key}"] = lambda key=key: held.array(key).astype(np.float32, copy=False)
+  writing.write(made, arrays)
+  return made
+
+
+def _to_folder(
+  stored: Stored, out: str, found: proof.Proof | None, feed_forward: str | None
+) -> Exported:
+  """Writes a folder of Hugging Face's T5, one array in memory at a time, and reads it back."""
+  key_of = lambda path: stored.deployed(f"target/{path}")
+  shapes = {
+    key.removeprefix("target/"): leaf.shape or ()
+    for key, leaf in stored.leaves.items()
+    if key.startswith("target/")
+  }
+  activations = None
+  if feed_forward is not None:
+    activations = huggingface_config.activations_of(feed_forward, "--feed-forward")
+  config = huggingface_names.config_of(shapes, stored.path, activations)
+  table = huggingface_names.sources(config)
+  for place in found.report.places if found else ():
+    if not table[place.path].turned:
+      raise ValueError(f"{place.path!r} is no kernel: its groups lie along no axis there.")
+  dtypes = {path: stored.leaves[key_of(path)].dtype or "float32" for path in shapes}
+  sums: dict[str, str] = {}
+
+  def note(name: str, tensor: np.ndarray) -> None:
+    sums[name] = writing.sha256(tensor)
+
+  huggingface.write_each(
+    out, config, dtypes, lambda path: stored.array(key_of(path)), seen=note
+  )  # fmt: skip
+  folder = huggingface_folder.Folder(out)
+  for name, wanted in sums.items():
+    if writing.sha256(folder.array(name)) != wanted:
+      raise ValueError(f"{out!r}: {name!r} is not what was written.")
+  report = None if found is None else _report_of_folder(folder, found, table)
+  return Exported(stored, out, len(sums), report, folder.json)
+
+
+def _report_of_folder(
+  folder: huggingface_folder.Folder,
+  found: proof.Proof,
+  table: Mapping[str, huggingface_names.Source],
+) -> apply.Report:
+  """Proves the groups of each place on Hugging Face's tensors, where they lie along axis 1."""
+  places = []
+  for place in found.report.places:
+    recipe: Any = found.rules.find(place.path)
+    for name in table[place.path].names:
+      places += _proven(name, folder.array(name), recipe, found.rules)
+  return apply.Report(tuple(places), found.report.skipped)
+
+
+def _proven(name: str, array: np.ndarray, recipe: Any, rules: Rules) -> tuple[Any, ...]:
+  """Returns what is found of one tensor whose groups lie along axis 1."""
+  regex = re.escape(name)
+  alone = Rules({f"(?:{regex})": recipe}, {regex: 1}, rules.indivisible)
+  return apply.verify({name: array}, alone).places
 
 
 def _variables(stored: Stored) -> dict[str, Any]:
@@ -124,8 +233,5 @@ def _report(opened: safetensors_file.Opened, found: proof.Proof) -> apply.Report
       if not re.fullmatch(single, key):
         continue
       name = source.name + (f"[{source.part} of {source.parts}]" if source.parts > 1 else "")
-      regex = re.escape(name)
-      rules = Rules({f"(?:{regex})": recipe}, {regex: 1}, found.rules.indivisible)
-      rows = source.rows(opened.array(source.name))
-      places += apply.verify({name: rows}, rules).places
+      places += _proven(name, source.rows(opened.array(source.name)), recipe, found.rules)
   return apply.Report(tuple(places), found.report.skipped)

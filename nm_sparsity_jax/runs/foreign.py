@@ -1,16 +1,23 @@
-"""A safetensors file of timm's names, told in the keys of a checkpoint.
+"""Weights in names of other libraries, told in the keys of a checkpoint.
 
-path -> [read] -> key such as target/blocks_0/mlp/fc1/kernel -> shape, dtype -> array
+F.safetensors, of timm's names      -> [read] -> key such as target/head/kernel -> shape, dtype
+FOLDER, Hugging Face's T5           ->                                          -> array
+key -> array -> [write_like] -> another such folder
 """
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
+
+from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.runs.contents import Contents, Unreadable
-from nm_sparsity_jax.weights import safetensors_file, timm
+from nm_sparsity_jax.weights import huggingface, huggingface_folder, safetensors_file, timm
+
+HUGGING_FACE = "Hugging Face"  # the format of a folder
 
 # Names of files that `read` reads, or refuses in a sentence.
 SUFFIXES = (safetensors_file.SUFFIX, *safetensors_file.PICKLED)
@@ -19,13 +26,13 @@ SUFFIXES = (safetensors_file.SUFFIX, *safetensors_file.PICKLED)
 def read(
   name: str, file: Any, like: Mapping[str, Any] | None = None, config: Any = None
 ) -> Contents:
-  """Reads the header of a file.
+  """Reads the header of a file, or the headers in a folder.
 
   Args:
-    name: of the file, as given.
+    name: of the file or folder, as given.
     file: its path, of `folders.path_of`.
     like: as in `timm.from_timm`.
-    config: as in `timm.from_timm`.
+    config: as in `timm.from_timm`; of a T5, as in `huggingface.read`.
 
   Raises:
     ValueError: it is pickled, damaged, of another network, or not on a local disk.
@@ -33,12 +40,60 @@ def read(
   if not isinstance(file, pathlib.Path):
     raise Unreadable(f"{name!r}: copy the file to a local disk")
   try:
-    held = timm.hold(name, like, config)
+    if file.is_dir():
+      return _read_huggingface(name, config)
+    held = _hold_timm(name, like, config)
   except ValueError as e:  # it names the file
     raise Unreadable(str(e)) from e
   own = {_key(key): key for key in held.leaves}
   leaves = {key: held.leaves[name] for key, name in own.items()}
   return Contents("timm", leaves, lambda key: held.array(own[key]))
+
+
+def _hold_timm(name: str, like: Mapping[str, Any] | None, config: Any) -> timm.Held:
+  try:
+    return timm.hold(name, like, config)
+  except ValueError:
+    if "shared.weight" in _names(name):
+      raise ValueError(
+        f"{name!r} holds a T5 in Hugging Face's names: name its folder, which has config.json."
+      ) from None
+    raise
+
+
+def _names(name: str) -> Collection[str]:
+  try:
+    return safetensors_file.Opened(name).shapes
+  except ValueError:
+    return ()
+
+
+def _read_huggingface(name: str, config: Any) -> Contents:
+  if config is not None and not isinstance(config, T5Config):
+    raise ValueError(f"{name!r} is a T5 of Hugging Face, and the network is none.")
+  held = huggingface.hold(name, config)
+  leaves = {f"target/{key}": leaf for key, leaf in held.leaves.items()}
+  return Contents(HUGGING_FACE, leaves, lambda key: held.array(key.removeprefix("target/")))
+
+
+def is_folder(path: Any) -> bool:
+  """Returns whether a path of `folders.path_of` is that of a folder that `read` reads."""
+  return isinstance(path, pathlib.Path) and huggingface_folder.is_folder(path)
+
+
+def write_like(path: str, out: str, arrays: Mapping[str, Callable[[], np.ndarray]]) -> None:
+  """Writes a folder of Hugging Face's T5 like another one, with other values.
+
+  Args:
+    path: of the other one: config.json, tokenizer and dtypes are its.
+    out: of the new folder.
+    arrays: key such as 'target/token_embedder/embedding' -> what makes the array.
+  """
+  folder, held = huggingface_folder.Folder(path), huggingface.hold(path)
+  dtypes = {key: dtype for key, (_, dtype) in held.leaves.items()}
+  huggingface.write_each(
+    out, folder.config, dtypes, lambda key: arrays[f"target/{key}"](), folder.json, folder.beside()
+  )
 
 
 def _key(key: str) -> str:

@@ -41,7 +41,7 @@ from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.places import Assignment, Place
 from nm_sparsity_jax.recipes import Recipe, SrSte
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, writing
+from nm_sparsity_jax.runs import checkpoint, foreign, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.schedules import Phases
 from nm_sparsity_jax.text import printable
@@ -187,7 +187,8 @@ def finalize(
 
   Args:
     path: as in `verify`.
-    out: a folder, which gets checkpoint_<step>; that must be new.
+    out: a folder, which gets checkpoint_<step>; that must be new. Of a folder of Hugging Face's T5
+      it is the new folder itself.
     rules: as in `verify`.
     axes: as in `verify`.
     early: finalize though the schedule is not over and removed weights may still matter.
@@ -200,10 +201,15 @@ def finalize(
   assignment = _assign(stored, rules)
   if not early:
     _refuse_early(stored, assignment)
-  made = os.path.join(out, f"checkpoint_{stored.step or 0}")
+  is_folder = stored.format == foreign.HUGGING_FACE
+  made = os.fspath(out) if is_folder else os.path.join(out, f"checkpoint_{stored.step or 0}")
   checkpoint.check_new(made)
   removed: dict[str, Removed] = {}
-  writing.write(made, _with_zeros(stored, rules, assignment, removed))
+  zeroed = _with_zeros(stored, rules, assignment, removed)
+  if is_folder:
+    foreign.write_like(stored.path, made, zeroed)
+  else:
+    writing.write(made, zeroed)
   written = checkpoint.read(made)
   proof = _prove(written, rules, _assign(written, rules))
   return Finalized(stored, proof, tuple(removed[p] for p in assignment.places))

@@ -59,7 +59,7 @@ class Workload:
     real: which array of a batch is 0 where a row only fills it, so that it gets no prediction;
       None = each row is an example.
     network_config: what its variables do not tell of a network, such as the window of a Swin V2: a
-      file of timm's weights is held against it; None = nothing.
+      file of timm's weights, or a folder of Hugging Face's, is held against it; None = nothing.
   """
 
   weight: str = "examples"

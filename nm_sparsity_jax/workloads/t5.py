@@ -41,6 +41,7 @@ class T5(Workload):
 
   def __init__(self, network: nn.Module, z_loss: float = 0.0001, label_smoothing: float = 0.0):
     self.network: Any = network
+    self.network_config = self.network.config
     if self.network.config.rules is not None:
       raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
     self.z_loss, self.label_smoothing = z_loss, label_smoothing
