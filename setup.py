@@ -6,6 +6,7 @@ without a floor has no version known to fail. constraints-t5x.txt has the versio
 run together with T5X, which is one frozen commit.
 """
 
+import importlib.util
 import os
 import pathlib
 import platform
@@ -76,6 +77,8 @@ class BuildKernels(build_ext):
   """Builds the C++ kernels of packed weights: a plain library, the same for every Python.
 
   Without a compiler, or with NM_SPARSITY_KERNELS=0, there is none; `nm-sparsity doctor` says so.
+  jaxlib has the headers of XLA's foreign functions. pyproject.toml brings that of the floor, since
+  a newer jaxlib takes a library that was built with older headers, and not the other way round.
   """
 
   def get_ext_filename(self, fullname):
@@ -94,12 +97,16 @@ class BuildKernels(build_ext):
   def build_extension(self, ext):
     """Compiles each file with its own flags, and links them."""
     flags = ["-O3", "-std=c++17", "-fvisibility=hidden", "-w"]
+    jaxlib = importlib.util.find_spec("jaxlib")
+    if jaxlib is None or jaxlib.origin is None:
+      raise ModuleNotFoundError("jaxlib, whose headers the kernels need, is not there")
+    headers = str(pathlib.Path(jaxlib.origin).parent / "include")
     objects = []
     for name, own in _UNITS.items():
       objects += self.compiler.compile(
         [f"{_NATIVE}/{name}"],
         output_dir=self.build_temp,
-        include_dirs=[_NATIVE],
+        include_dirs=[_NATIVE, headers],
         extra_postargs=[*flags, *own],
       )
     path = self.get_ext_fullpath(ext.name)
