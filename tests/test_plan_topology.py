@@ -117,6 +117,7 @@ def test_what_libtpu_refuses_is_one_sentence(monkeypatch, raised, said):
     raise RuntimeError(raised)
 
   monkeypatch.setattr(installed, "version", lambda name: "0.0.42.1")
+  monkeypatch.setattr(topology, "_of_another_jax", lambda: None)
   monkeypatch.setattr(topologies, "get_topology_desc", refuse)
   with pytest.raises(topology.NoTopology, match=f"topology 'v9e:1x1': .*{said}") as found:
     topology.devices("v9e:1x1")

@@ -147,7 +147,7 @@ DECAYING = [
 ]
 
 
-@pytest.mark.parametrize("beta", [0, 0.0, -0.1, float("inf"), float("nan")])
+@pytest.mark.parametrize("beta", [0.0, -0.1, float("inf"), float("nan")])
 @pytest.mark.parametrize("name, fields", DECAYING)
 def test_beta_is_positive(name, fields, beta):
   with refuses(f"{name}(beta={beta!r})", "beta must be a positive", "None chooses it"):

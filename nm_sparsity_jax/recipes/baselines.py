@@ -218,8 +218,8 @@ class Snip(Recipe):
     first, last = self.phases.dense, self.sparse_from - 1
     return (
       f"snip sums the gradients of steps {first} to {last}, each once: call nms.update_state("
-      "state, params, rules, step, grads=grads) after each of these updates. Once one is missed, "
-      f"or is not finite, there is no mask: go back to a checkpoint of step {first} or before."
+      "state, params, rules, step, grads=grads) after each of these updates. Once one is missed "
+      f"there is no mask: go back to a checkpoint of step {first} or before."
     )
 
   def first_state(self, groups, w):
@@ -237,13 +237,9 @@ class Snip(Recipe):
     score = jnp.where(add, state["score"] + sensitivity, state["score"])
     seen = state["seen"] + add.astype(jnp.int32)
     due = add & (seen == self.batches)
-
-    def take():
-      # No score is below 0, so it is its own magnitude. One of inf or NaN ranks nothing.
-      return groups.magnitude_mask(score, self.pattern), jnp.all(jnp.isfinite(score))
-
-    mask, fine = when(due, take, lambda: (state["mask"], jnp.bool_(True)))
-    return {"mask": mask, "score": score, "seen": jnp.where(fine, seen, 0)}
+    # No score is below 0, so it is its own magnitude.
+    mask = when(due, lambda: groups.magnitude_mask(score, self.pattern), lambda: state["mask"])
+    return {"mask": mask, "score": score, "seen": seen}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
