@@ -128,6 +128,21 @@ def test_gin_path_says_what_is_wrong(monkeypatch, tmp_path, capsys):
   assert "no gin_configs/ in" in capsys.readouterr().err
 
 
+def build(kind, folder, source):
+  """Has the build backend make a kind of file of a checkout in `folder`; returns its name."""
+  code = f"import setuptools.build_meta as b; print(b.build_{kind}({str(folder)!r}))"
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=source,
+    capture_output=True,
+    text=True,
+    env=QUICK,
+    check=False,
+  )
+  assert not done.returncode, done.stderr[-2000:]
+  return done.stdout.splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
   """What the build backend makes of this checkout: kind -> file; and the checkout's copy."""
@@ -142,17 +157,7 @@ def built(tmp_path_factory):
     shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
   files = {}
   for kind in ("wheel", "sdist", "editable"):
-    code = f"import setuptools.build_meta as b; print(b.build_{kind}({str(folder)!r}))"
-    done = subprocess.run(
-      [sys.executable, "-c", code],
-      cwd=source,
-      capture_output=True,
-      text=True,
-      env=QUICK,
-      check=False,
-    )
-    assert not done.returncode, done.stderr[-2000:]
-    name = done.stdout.splitlines()[-1]
+    name = build(kind, folder, source)
     files[kind] = folder / f"{kind}-{name}"
     (folder / name).rename(files[kind])
   return files, source
@@ -281,17 +286,7 @@ def test_gin_path_of_an_sdist_unpacked_and_installed(built, tmp_path):
   shutil.unpack_archive(built[0]["sdist"], tmp_path, "gztar", filter="data")
   (unpacked,) = tmp_path.glob("nm_sparsity_jax-*")
   assert gin_path_of(unpacked) == unpacked
-  code = f"import setuptools.build_meta as b; print(b.build_wheel({str(tmp_path)!r}))"
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    cwd=unpacked,
-    capture_output=True,
-    text=True,
-    env=QUICK,
-    check=False,
-  )
-  assert not done.returncode, done.stderr[-2000:]
-  wheel = tmp_path / done.stdout.splitlines()[-1]
+  wheel = tmp_path / build("wheel", tmp_path, unpacked)
   site = tmp_path / "site"
   wheel.rename(tmp_path / f"x-{wheel.name}")
   assert gin_path_of(install(tmp_path / f"x-{wheel.name}", site)) == site / "nm_sparsity_jax"
