@@ -26,15 +26,16 @@ _HOME = {
   "step_count": "optim",
 }
 _MODULES = (
-    "apply", "configure", "environment", "flops", "gradients", "groups", "layers", "masks",
-    "metrics", "optim", "packed", "patterns", "plan", "recipes", "report", "roles", "rules", "runs",
-    "schedules", "scores", "stored", "sweep", "workloads",
+    "apply", "configure", "deployed", "environment", "flops", "gradients", "groups", "layers",
+    "masks", "metrics", "optim", "packed", "patterns", "plan", "recipes", "report", "roles",
+    "rules", "runs", "schedules", "scores", "stored", "sweep", "workloads",
 )  # fmt: skip
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
   from nm_sparsity_jax import (
     apply,
     configure,
+    deployed,
     environment,
     flops,
     gradients,
@@ -69,10 +70,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
-    "environment", "finalize", "flops", "gradients", "groups", "init_state", "layers", "masks",
-    "metrics", "nm_mask", "optim", "packed", "patterns", "plan", "recipe", "recipes", "report",
-    "roles", "rules", "runs", "schedules", "scores", "sparse", "sparsify", "sr_ste", "step_count",
-    "stored", "sweep", "update_state", "verify", "workloads",
+    "deployed", "environment", "finalize", "flops", "gradients", "groups", "init_state", "layers",
+    "masks", "metrics", "nm_mask", "optim", "packed", "patterns", "plan", "recipe", "recipes",
+    "report", "roles", "rules", "runs", "schedules", "scores", "sparse", "sparsify", "sr_ste",
+    "step_count", "stored", "sweep", "update_state", "verify", "workloads",
 ]  # fmt: skip
 
 

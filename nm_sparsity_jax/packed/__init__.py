@@ -12,6 +12,7 @@ from nm_sparsity_jax.packed.array import (
   NMPacked,
   Sizes,
   check,
+  like,
   lost_signs,
   pack,
   sizes,
@@ -21,6 +22,6 @@ from nm_sparsity_jax.packed.array import (
 from nm_sparsity_jax.packed.dot import BACKENDS, nm_dot, prepare
 
 __all__ = [
-  "BACKENDS", "MOST", "NMPacked", "Sizes", "check", "lost_signs", "nm_dot", "pack", "prepare",
-  "sizes", "sparse_operand", "unpack",
+  "BACKENDS", "MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "nm_dot", "pack",
+  "prepare", "sizes", "sparse_operand", "unpack",
 ]  # fmt: skip

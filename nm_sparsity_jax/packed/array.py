@@ -22,8 +22,8 @@ from nm_sparsity_jax.packed import bits as squeezing
 from nm_sparsity_jax.packed.bits import MOST
 from nm_sparsity_jax.patterns import NM
 
-__all__ = ["MOST", "NMPacked", "Sizes", "check", "lost_signs", "pack", "sizes", "sparse_operand",
-           "unpack"]  # fmt: skip
+__all__ = ["MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "pack", "sizes",
+           "sparse_operand", "unpack"]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")  # of values
 _LEVELS = 127  # of int8, to either side: -128 has no partner and is not used
@@ -127,6 +127,29 @@ def sizes(packed: NMPacked) -> Sizes:
     bytes_of(packed.indices),
     bytes_of(packed.scale),
     dense=packed.depth * packed.features * packed.dtype.itemsize,
+  )
+
+
+def like(pattern: NM, groups: Groups, dtype: Any) -> NMPacked:
+  """Returns what `pack` would, with shapes and dtypes in place of arrays.
+
+  >>> like(NM(1, 4), Groups((8, 100), 0), np.float32).indices.shape
+  (1, 100)
+
+  Args:
+    pattern: n:m.
+    groups: where the groups of the weight lie.
+    dtype: of the values.
+  """
+  bits = squeezing.width(pattern.m)
+  rows = groups.size // pattern.m * pattern.n
+  columns = math.prod(groups.shape) // max(groups.length, 1)
+  array = lambda kind, *shape: jax.ShapeDtypeStruct(shape, kind)
+  return NMPacked(
+    array(np.dtype(dtype), rows, columns),
+    array(np.dtype(np.uint8), squeezing.rows_of(rows, bits), columns),
+    array(np.dtype(np.float32), columns) if np.dtype(dtype) == np.int8 else None,
+    *(pattern.n, pattern.m, groups.length, bits),
   )
 
 
