@@ -1,24 +1,34 @@
 """A whole parameter tree whose sparse kernels are packed: what is deployed.
 
-    params (exact zeros), rules -> [decide] -> which kernels are packed, and why others are not
+    params (exact zeros) -> [unstacked] -> a tree that no scan stacks
+    tree, rules -> [decide] -> which kernels are packed, and why others are not
+                -> [pack_tree] -> the tree, with NMPacked in place of these kernels -> [prepare]
+                               -> what network.apply({"params": ...}) reads the fastest
 
-Decisions need shapes alone, so what writes a file and what fills a network decide alike.
+Decisions need shapes alone, so what writes a file and what fills a network decide alike. The
+network is the dense one, without rules and without a scan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax.packed import MOST, like, sizes
+from nm_sparsity_jax import packed as of_one
+from nm_sparsity_jax.models.t5 import T5Config
+from nm_sparsity_jax.models.vit import ViTConfig
+from nm_sparsity_jax.packed import MOST, NMPacked, Sizes, like, lost_signs, pack, sizes, unpack
 from nm_sparsity_jax.places import Place
 from nm_sparsity_jax.rules import Rules, require
 from nm_sparsity_jax.text import printable, table
-from nm_sparsity_jax.trees import alike, flatten
+from nm_sparsity_jax.trees import alike, flatten, map_with_names, nested, path_name
 
 VALUES = ("float32", "bfloat16", "float16", "int8")  # of a packed weight
 _FLOATS = VALUES[:3]  # what `packed.pack` takes
@@ -110,3 +120,263 @@ def _refused(place: Place, own: np.dtype, kind: np.dtype) -> str:
   if found.total >= zeros:
     return f"{pattern} takes {found.total:,} bytes packed, and {zeros:,} with its zeros"
   return ""
+
+
+# --- trees ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What `pack_tree` did; its `str` is a table.
+
+  Attributes:
+    sizes: path -> bytes of each packed kernel, and of the same with its zeros.
+    patterns: path -> its n:m.
+    dense: path -> why a parameter keeps its zeros.
+    rest: bytes of these.
+    lost: path -> how many -0.0 became +0.0, where there were any.
+  """
+
+  sizes: Mapping[str, Sizes]
+  patterns: Mapping[str, str]
+  dense: Mapping[str, str]
+  rest: int
+  lost: Mapping[str, int]
+
+  @property
+  def total(self) -> int:
+    """Returns the bytes of the whole tree."""
+    return self.rest + sum(found.total for found in self.sizes.values())
+
+  @property
+  def zeros(self) -> int:
+    """Returns the bytes of the whole tree with its zeros."""
+    return self.rest + sum(found.dense for found in self.sizes.values())
+
+  def __str__(self) -> str:
+    facts = {path: (self.patterns[path], found) for path, found in self.sizes.items()}
+    rows = [
+      (name, pattern, f"{found.dense:,}", f"{found.total:,}", f"{found.ratio:.2f}x", len(paths))
+      for name, paths, (pattern, found) in alike(facts)
+    ]
+    head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "kernels"
+    lines = table(head, rows) if rows else ["nothing is packed"]
+    lines += [f"dense  {name}: {why}" for name, _, why in alike(self.dense)]
+    lines += [f"{name}: {count:,} -0.0 are +0.0 now" for name, _, count in alike(self.lost)]
+    lines += [f"in all {self.total:,} bytes, and {self.zeros:,} with zeros"]
+    return "\n".join(map(printable, lines))
+
+
+def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report]:
+  """Returns the tree with packed kernels, and what was packed and what was not.
+
+      tree, report = pack_tree(nms.finalize(params, rules, opt), rules)
+      logits = network.apply({"params": tree}, x)   # the dense network, without rules
+
+  Args:
+    params: the finalized parameters, not scanned: see `unstacked`.
+    rules: the rules.
+    dtype: as in `decide`; int8 rounds, with one scale for each column.
+
+  Raises:
+    ValueError: a kernel is not n:m, or a value does not fit `dtype`.
+  """
+  decision = decide(params, rules, dtype)
+  dense = dict(decision.dense)
+  found: dict[str, NMPacked] = {}
+  lost: dict[str, int] = {}
+  for path, w in flatten(params):
+    if path not in decision.packed:
+      continue
+    if why := decision.in_network(path):
+      dense[path] = why
+      continue
+    place, w = decision.packed[path], np.asarray(w)
+    found[path] = pack(w, place.pattern, place.groups, decision.dtypes[path], path)
+    if count := lost_signs(w, place.pattern, place.groups):
+      lost[path] = count
+  zeros = {p: math.prod(w.shape) * np.dtype(w.dtype).itemsize for p, w in flatten(params)}
+  told = {p: dataclasses.replace(sizes(packed), dense=zeros[p]) for p, packed in found.items()}
+  patterns = {path: str(packed.pattern) for path, packed in found.items()}
+  rest = sum(zeros[path] for path in dense)
+  tree = map_with_names(lambda path, w: found.get(path, w), params)
+  return tree, Report(told, patterns, dense, rest, lost)
+
+
+def is_packed(tree: Any) -> bool:
+  """Returns whether a tree holds a packed kernel."""
+  return any(isinstance(x, NMPacked) for x in jax.tree.leaves(tree, is_leaf=_is_packed))
+
+
+def unpack_tree(tree: Any) -> Any:
+  """Returns the tree with the zeros of its packed kernels, in numpy arrays.
+
+  int8 values come back as float32, rounded.
+
+  Args:
+    tree: of `pack_tree`.
+  """
+  return _map_packed(lambda path, x: unpack(x), tree)
+
+
+def prepare(
+  tree: Any, rows: int | Callable[[str], int], backend: str = "auto", memory: bool = False
+) -> Any:
+  """Returns the tree on the device, each packed kernel as the fastest product reads it.
+
+      params = prepare(tree, rows_of(network.config, batch=1, inputs=512))
+
+  Call it once, outside jit, and drop the other tree. Where a dense product is faster for so many
+  rows, the kernel gets its zeros back.
+
+  Args:
+    tree: of `pack_tree`.
+    rows: of x in one call of a layer; or path -> rows, as `rows_of` returns.
+    backend: as in `packed.nm_dot`.
+    memory: keep kernels packed also where a dense product is faster.
+  """
+  count = rows if callable(rows) else lambda path: rows
+  ready = lambda path, x: of_one.prepare(x, count(path), backend, memory)
+  return jax.tree.map(jnp.asarray, _map_packed(ready, tree))
+
+
+def rows_of(
+  config: Any, batch: int, inputs: int = 1, targets: int = 1, beams: int = 1
+) -> Callable[[str], int]:
+  """Returns path -> rows of x that a kernel gets in one call; of another network, `batch` for all.
+
+  >>> rows = rows_of(T5Config.t5_1_1("base"), batch=2, inputs=512, beams=4)
+  >>> rows("encoder/layers_0/mlp/wo/kernel"), rows("decoder/layers_0/mlp/wo/kernel")
+  (1024, 8)
+
+  Args:
+    config: of the network.
+    batch: examples at once.
+    inputs: tokens of an input of a T5.
+    targets: tokens of a target that its decoder sees at once: 1 where it decodes.
+    beams: of the search.
+  """
+
+  def rows(path: str) -> int:
+    if isinstance(config, ViTConfig):
+      return batch * (1 if path.startswith("head/") else config.tokens)
+    if not isinstance(config, T5Config):
+      return batch
+    if path.startswith("encoder/"):
+      return batch * inputs
+    reads_inputs = re.search(r"/encoder_decoder_attention/(key|value)/", path)
+    return batch * beams * (inputs if reads_inputs else targets)
+
+  return rows
+
+
+def _is_packed(x: Any) -> bool:
+  return isinstance(x, NMPacked)
+
+
+def _map_packed(function: Callable[[str, NMPacked], Any], tree: Any) -> Any:
+  """Returns the tree with function(path, kernel) in place of each packed kernel."""
+
+  def one(keys, x):
+    return function(path_name(keys), x) if isinstance(x, NMPacked) else x
+
+  return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_packed)
+
+
+# --- trees that a scan stacks ---------------------------------------------------------------------
+
+
+def unstacked(params: Any, config: Any) -> tuple[dict[str, Any], Any]:
+  """Returns the tree and the config of the same network without a scan over its layers.
+
+      tree, config = unstacked(params, network.config)
+
+  Kernels have two axes then. Nothing is computed.
+
+  Args:
+    params: of a T5 or a ViT of this package, or their shapes; scanned or not.
+    config: of the network, a `T5Config` or `ViTConfig`; of another network, its tree is as it was.
+
+  Raises:
+    ValueError: layers differ in what the network without a scan has once.
+  """
+  made: dict[str, Any] = {}
+  for key, x in flatten(params):
+    if isinstance(x, jax.ShapeDtypeStruct):
+      parts = shapes_apart(key, x.shape, config).items()
+      made |= {own: jax.ShapeDtypeStruct(shape, x.dtype) for own, shape in parts}
+    else:
+      made |= apart(key, x, config)
+  return nested(made), without_scan(config)
+
+
+def without_scan(config: Any) -> Any:
+  """Returns the config of the same network without a scan over its layers.
+
+  >>> without_scan(ViTConfig(scan=True)).scan
+  False
+  """
+  scans = {T5Config: "scan_layers", ViTConfig: "scan"}.get(type(config))
+  return dataclasses.replace(config, **{scans: False}) if scans else config
+
+
+def shapes_apart(key: str, shape: tuple[int, ...], config: Any) -> dict[str, tuple[int, ...]]:
+  """Returns the keys and shapes that `apart` gives of an array.
+
+  >>> shapes_apart("blocks/mlp/fc1/kernel", (2, 8, 32), ViTConfig(scan=True))
+  {'blocks_0/mlp/fc1/kernel': (8, 32), 'blocks_1/mlp/fc1/kernel': (8, 32)}
+  """
+  found = _stacked(key, config)
+  if found is None:
+    return {key: tuple(shape)}
+  name, axis = found
+  own = _joined(name, (*shape[:axis], *shape[axis + 1 :]))
+  return {name.format(i): own for i in range(shape[axis])}
+
+
+def apart(key: str, array: Any, config: Any) -> Iterator[tuple[str, Any]]:
+  """Yields the keys and arrays, views, that one array is without a scan over layers.
+
+  Args:
+    key: its path among the parameters.
+    array: its values.
+    config: as in `unstacked`.
+
+  Raises:
+    ValueError: as in `unstacked`.
+  """
+  found = _stacked(key, config)
+  if found is None:
+    yield key, array
+    return
+  name, axis = found
+  layers = np.moveaxis(np.asarray(array), axis, 0)
+  if "{}" not in name:
+    if any(not np.array_equal(layers[0], other) for other in layers[1:]):
+      raise ValueError(
+        f"the layers differ in {key!r}: T5X learns a table of relative positions for each layer "
+        "where it scans over them. Without a scan a T5 has one table of relative positions for all "
+        "layers, and so has Hugging Face's: train with scan_layers=False."
+      )
+    layers = layers[:1]
+  for i, layer in enumerate(layers):
+    yield name.format(i), layer.reshape(_joined(name, layer.shape))
+
+
+def _stacked(key: str, config: Any) -> tuple[str, int] | None:
+  """Returns (key of a layer, with {} for its number; axis of the layers), None where it is none."""
+  if isinstance(config, T5Config) and config.scan_layers:
+    if hit := re.fullmatch(r"(encoder|decoder)/\1/(.+)", key):
+      layer = "" if hit[2].startswith("relpos_bias/") else "layers_{}/"
+      return f"{hit[1]}/{layer}{hit[2]}", config.param_scan_axis
+  if isinstance(config, ViTConfig) and config.scan and key.startswith("blocks/"):
+    return key.replace("blocks/", "blocks_{}/", 1), 0
+  return None
+
+
+def _joined(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+  """Returns the shape of a layer's array; attention kernels have heads and head_dim as one axis."""
+  if len(shape) != 3 or not name.endswith("/kernel"):
+    return shape
+  joined = 2 if name.endswith("/out/kernel") else 1
+  return math.prod(shape[:joined]), math.prod(shape[joined:])

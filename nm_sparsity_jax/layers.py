@@ -14,6 +14,9 @@ of its kernel and knows its own contraction axis. Where a recipe owns the kernel
 which `init` creates (steps as -1, "none given") and `with_step` fills in. Everywhere else it is
 the plain layer, with no variable beside its parameters.
 
+A deployed network is the plain one, `rules=None`, and its kernels may be packed (`deployed`). Such
+a kernel lies in `params` where the array would, and the layer multiplies by `packed.nm_dot`.
+
 The recipe sees the parameter in its stored dtype, before any cast to the compute dtype, so a
 network of these layers equals its dense twin (`rules=None`) on `apply.sparsify(params, ...)`, bit
 for bit.
@@ -21,9 +24,10 @@ for bit.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import flax
@@ -38,6 +42,7 @@ from jax import lax
 
 from nm_sparsity_jax import masks, opt_states, witness
 from nm_sparsity_jax.errors import warn
+from nm_sparsity_jax.packed import NMPacked, nm_dot
 from nm_sparsity_jax.places import Place
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.schedules import as_step
@@ -90,6 +95,8 @@ class DenseGeneral(nn.Module):
     features = as_tuple(self.features)
     inputs = jnp.asarray(inputs, self.dtype)
     axes = tuple(a if a >= 0 else inputs.ndim + a for a in as_tuple(self.axis))
+    if (y := packed_product(self, inputs, features, axes)) is not None:
+      return y
     contracted = tuple(inputs.shape[a] for a in axes)
     kernel = partitioning.param_with_axes(
       "kernel",
@@ -112,6 +119,27 @@ class Dense(nn.Dense):
 
   rules: Rules | None = None
 
+  @nn.compact
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Returns y."""
+    packed = packed_kernel(self)
+    if packed is None:
+      # Without flax's wrapper: `capture_intermediates` and interceptors would see two calls.
+      return inspect.unwrap(nn.Dense.__call__)(self, inputs)
+    if self.dot_general is not None or self.dot_general_cls is not None:
+      raise ValueError(
+        f"{_path(self)!r} is packed, and the layer has a dot_general of its own: leave that out."
+      )
+    bias = None
+    if self.use_bias:
+      bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+    stand_in = jnp.zeros((), packed.dtype)  # flax looks at its dtype
+    x, _, bias = self.promote_dtype(inputs, stand_in, bias, dtype=self.dtype)
+    assert x is not None
+    y = packed_product(self, x, (self.features,))
+    assert y is not None
+    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+
   @nn.nowrap
   def param(self, name, init_fn, *init_args, **init_kwargs):
     """Returns flax's parameter, with the kernel made effective: its readers see W~."""
@@ -132,6 +160,11 @@ class Conv(nn.Conv):
   @nn.nowrap
   def param(self, name, init_fn, *init_args, **init_kwargs):
     """Returns flax's parameter, with the kernel made effective: its readers see W~."""
+    if packed_kernel(self) is not None:
+      raise ValueError(
+        f"{_path(self)!r} is packed, and a convolution takes its kernel with the zeros: "
+        "nms.deployed.pack_tree leaves it so."
+      )
     value = super().param(name, init_fn, *init_args, **init_kwargs)
     return effective_kernel(self, value, axis=-2) if name == "kernel" else value
 
@@ -201,7 +234,7 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
   rules: Rules | None = layer.rules  # type: ignore
   if rules is None:
     return w
-  path = "/".join((*layer.path, "kernel"))
+  path = _path(layer)
   place = rules.place(path, w.shape, axis)
   if not isinstance(place, Place):
     if place and layer.is_initializing():
@@ -226,6 +259,66 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
     return place.effective(w, step)
   mask = _read_mask(layer, place)
   return place.effective(w, in_time(place, step, _read_stamps(layer, place)), mask)
+
+
+def packed_kernel(layer: nn.Module) -> NMPacked | None:
+  """Returns the kernel of a layer that is applied to packed parameters; None where it is an array.
+
+  Use it in a layer of your own, before `self.param`, which takes arrays alone:
+
+      if (packed := nms.layers.packed_kernel(self)) is not None:
+        return nms.packed.nm_dot(x, packed)
+
+  Args:
+    layer: its kernel is `params/kernel`.
+
+  Raises:
+    ValueError: the layer has rules.
+  """
+  if not layer.has_variable("params", "kernel"):
+    return None
+  found = layer.get_variable("params", "kernel")
+  if not isinstance(found, NMPacked):
+    return None
+  if getattr(layer, "rules", None) is not None:
+    raise ValueError(
+      f"{_path(layer)!r} is packed, and the layer has rules, which would prune it once more: apply "
+      "the network without them (rules=None; of a T5, network.dense_twin())."
+    )
+  return found
+
+
+def packed_product(
+  layer: nn.Module, inputs: jax.Array, features: Sequence[int], axes: Sequence[int] = (-1,)
+) -> jax.Array | None:
+  """Returns `inputs` times the packed kernel of a layer; None where the kernel is an array.
+
+  Args:
+    layer: as in `packed_kernel`.
+    inputs: in the dtype of the computation.
+    features: (f, ...), which come last in the result.
+    axes: of `inputs` to contract, in the order of the kernel.
+
+  Returns:
+    [..., f, ...] in the dtype of `inputs`.
+  """
+  packed = packed_kernel(layer)
+  if packed is None:
+    return None
+  x = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
+  lead, depth = x.shape[: -len(axes)], math.prod(x.shape[-len(axes) :])
+  if packed.shape != (depth, math.prod(features)) or jnp.ndim(packed.values) != 2:
+    raise ValueError(
+      f"{_path(layer)!r}: the packed kernel is {packed.shape}, with values "
+      f"{jnp.shape(packed.values)}, and the layer takes {(depth, math.prod(features))}. The tree "
+      "is of another network, or of one that scans: nms.deployed.unstacked makes the tree and the "
+      "config of the same network without a scan."
+    )
+  return nm_dot(x.reshape(*lead, depth), packed).reshape(*lead, *features)
+
+
+def _path(layer: nn.Module) -> str:
+  return "/".join((*layer.path, "kernel"))
 
 
 def _create_variables(layer: nn.Module, place: Place, w: jax.Array) -> None:

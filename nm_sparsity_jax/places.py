@@ -19,6 +19,7 @@ import jax
 from nm_sparsity_jax import masks, roles
 from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.groups import Groups
+from nm_sparsity_jax.packed import NMPacked
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.recipes import Recipe
 from nm_sparsity_jax.schedules import Segment
@@ -299,7 +300,13 @@ def examine(rules: Table, params: Any) -> Examined:
 
 
 def _shapes(params: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-  return tuple((name, tuple(x.shape)) for name, x in flatten(params) if hasattr(x, "shape"))
+  leaves = flatten(params, lambda x: isinstance(x, NMPacked))
+  if name := next((name for name, x in leaves if isinstance(x, NMPacked)), None):
+    raise ValueError(
+      f"{name!r} is packed, and rules speak of weights with their zeros: give the tree that "
+      "nms.deployed.unpack_tree(params) makes, or the one before nms.deployed.pack_tree."
+    )
+  return tuple((name, tuple(x.shape)) for name, x in leaves if hasattr(x, "shape"))
 
 
 def _examined(rules: Table, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Examined:

@@ -1,6 +1,7 @@
 """Whole trees with packed kernels: what is packed, and networks that run on them."""
 
 import doctest
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,16 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import deployed
+from nm_sparsity_jax import deployed, layers
+from nm_sparsity_jax import packed as packing
+from nm_sparsity_jax.models import vit
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
+from nm_sparsity_jax.models.t5.layers import SplitDenseGeneral
+from nm_sparsity_jax.packed import choice, cpu
+from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.workloads import decoding
+from nm_sparsity_jax.workloads.t5 import T5
+from nm_sparsity_jax.workloads.vision import Images
 
 pytestmark = pytest.mark.usefixtures("short_runs")
 PHASES = nms.Phases(total=1)
@@ -74,6 +84,305 @@ def test_levels_of_structure_are_packed_by_the_last_one():
   )
   found = deployed.decide({"a": {"kernel": np.zeros((16, 8), np.float32)}}, rules)
   assert str(found.packed["a/kernel"].pattern) == "1:8"
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def weight(seed, *axes, pattern="1:4"):
+  """Finalized values; groups along axis 0."""
+  w = jnp.asarray(np.random.default_rng(seed).standard_normal(axes).astype(np.float32))
+  rules = nms.Rules({"kernel": one_shot(pattern)})
+  return np.array(nms.finalize({"kernel": w}, rules, early=True)["kernel"])
+
+
+def inputs(seed, *axes):
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(axes).astype(np.float32))
+
+
+def close(got, due, tolerance=1e-5):
+  got, due = np.asarray(got, np.float64), np.asarray(due, np.float64)
+  np.testing.assert_allclose(got, due, rtol=0, atol=tolerance * max(np.abs(due).max(), 1))
+
+
+LAYERS = {
+  "general": (layers.DenseGeneral((2, 3), axis=(-2, -1)), (5, 2, 8), (16, 6)),
+  "order": (layers.DenseGeneral(6, axis=(2, 1)), (5, 2, 8), (16, 6)),
+  "narrow": (layers.DenseGeneral(6, dtype=jnp.bfloat16), (5, 16), (16, 6)),
+  "split": (SplitDenseGeneral((2, 3), axis=(-2, -1)), (5, 2, 8), (2, 8, 2, 3)),
+  "bias": (layers.Dense(6), (4, 5, 16), (16, 6)),
+  "no_bias": (layers.Dense(6, use_bias=False), (16,), (16, 6)),
+  "compute": (layers.Dense(6, dtype=jnp.bfloat16), (5, 16), (16, 6)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_takes_a_packed_kernel_where_it_takes_the_array(name):
+  layer, x, stored = LAYERS[name]
+  w, x = weight(1, 16, 6), inputs(2, *x)
+  beside = {"bias": inputs(3, 6)} if getattr(layer, "use_bias", False) else {}
+  due = layer.apply({"params": {"kernel": jnp.asarray(w.reshape(stored)), **beside}}, x)
+  packed = {"kernel": packing.pack(w, nms.NM(1, 4)), **beside}
+  got = jax.jit(layer.apply)({"params": packed}, x)
+  assert got.shape == due.shape and got.dtype == due.dtype
+  close(got, due, 0.02 if got.dtype == jnp.bfloat16 else 1e-6)
+
+
+def test_a_packed_kernel_of_bfloat16_computes_in_the_dtype_of_inputs():
+  narrow = packing.pack(weight(1, 16, 6), nms.NM(1, 4), dtype=jnp.bfloat16)
+  x, params = inputs(2, 5, 16), {"kernel": narrow}
+  general = layers.DenseGeneral(6).apply({"params": params}, x)
+  assert general.dtype == jnp.float32
+  close(general, np.asarray(x) @ packing.unpack(narrow).astype(np.float32), 1e-6)
+  dense = layers.Dense(6, dtype=jnp.float32, use_bias=False).apply({"params": params}, x)
+  close(dense, general, 1e-6)
+
+
+def test_a_call_of_dense_is_seen_once():
+  layer, x = layers.Dense(6), inputs(2, 5, 16)
+  _, seen = layer.apply(layer.init(jax.random.key(0), x), x, capture_intermediates=True)
+  assert len(seen["intermediates"]["__call__"]) == 1
+
+
+RULES = nms.Rules({"kernel": one_shot("1:4")})
+
+
+@pytest.mark.parametrize(
+  "layer, x, said",
+  [
+    (layers.Dense(6, rules=RULES), (5, 16), "'kernel' is packed, and the layer has rules"),
+    (layers.DenseGeneral(6, rules=RULES), (5, 16), "without them .rules=None; of a T5, network.de"),
+    (layers.Conv(6, (1, 1)), (1, 2, 2, 16), "a convolution takes its kernel with the zeros"),
+    (layers.Dense(6), (5, 24), r"the packed kernel is \(16, 6\), .* takes \(24, 6\)"),
+    (layers.Dense(6, dot_general=jax.lax.dot_general), (5, 16), "has a dot_general of its own"),
+  ],
+)
+def test_a_packed_kernel_where_it_does_not_belong(layer, x, said):
+  kernel = packing.pack(weight(1, 16, 6), nms.NM(1, 4))
+  with pytest.raises(ValueError, match=said):
+    layer.apply({"params": {"kernel": kernel, "bias": inputs(3, 6)}}, inputs(2, *x))
+
+
+def test_rules_refuse_a_packed_tree():
+  tree = {"a": {"kernel": packing.pack(weight(1, 16, 6), nms.NM(1, 4))}}
+  rules = nms.Rules({".*": one_shot("1:4")})
+  finalize = functools.partial(nms.finalize, early=True)
+  for call in (
+    nms.verify,
+    finalize,
+    nms.init_state,
+    deployed.pack_tree,
+    functools.partial(nms.sparsify, step=0),
+  ):
+    with pytest.raises(ValueError, match="'a/kernel' is packed, and rules speak of weights with"):
+      call(tree, rules)
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+HERE = [
+  "xla_scan",
+  pytest.param("cpu_ffi", marks=pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing())),
+]
+PLACES = nms.Rules({"ff": one_shot("1:8"), "q": one_shot("2:4"), "o": one_shot("1:4")})
+
+
+@pytest.fixture(params=HERE)
+def backend(request, monkeypatch):
+  """What layers take, whatever the table has."""
+  monkeypatch.setattr(choice, "best", lambda *args, **kwargs: request.param)
+  return request.param
+
+
+def hashed(shapes, scale=0.3):
+  """Values for a tree of shapes; compiles nothing."""
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda x: rng.normal(0, scale, x.shape).astype(np.float32), shapes)
+
+
+@functools.cache
+def t5():
+  """(a scanned T5, its finalized parameters, the same network without a scan, its tree)."""
+  config = T5Config(
+    vocab_size=48, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, num_encoder_layers=1,
+    num_decoder_layers=1, mlp_activations=("gelu", "linear"), scan_layers=True,
+  )  # fmt: skip
+  network, one = Transformer(config), jnp.ones((1, 1), jnp.int32)
+  init = lambda rng: network.init(rng, one, one, one, enable_dropout=False)
+  shapes = jax.eval_shape(init, jax.random.key(0))
+  rules, params = PLACES.with_logical_axes(shapes["params_axes"]), hashed(shapes["params"])
+  params = jax.tree.map(np.asarray, nms.finalize(params, rules, early=True))
+  tree, plain = deployed.unstacked(params, config)
+  return network, params, Transformer(plain), tree
+
+
+INPUTS = jnp.asarray(np.random.default_rng(5).integers(2, 48, (3, 7)).astype(np.int32))
+
+
+def logits_of_t5(network, params):
+  """float32 logits of the targets, and the loss, of an evaluation."""
+  batch = {
+    "encoder_input_tokens": INPUTS,
+    "decoder_input_tokens": INPUTS[:, :5],
+    "decoder_target_tokens": INPUTS[:, 1:6],
+    "decoder_loss_weights": jnp.ones((3, 5), jnp.int32),
+  }
+  workload = T5(network)
+  loss, sums, _ = workload.loss(params, {}, batch, None)
+  return workload.logits(params, batch, None), loss / sums["tokens"]
+
+
+def greedy_of_t5(network, params):
+  return decoding.greedy(network, params, INPUTS, 5)[0]
+
+
+def beams_of_t5(network, params):
+  return decoding.beam_search(network, params, INPUTS, 5, beams=2)[0]
+
+
+@functools.cache
+def finalized_t5(function):
+  """What the finalized network, which scans, computes."""
+  network, params, *_ = t5()
+  return jax.jit(functools.partial(function, network))(params)
+
+
+def packed_t5(function, backend, dtype=None):
+  """What the packed one computes."""
+  *_, network, tree = t5()
+  params = deployed.prepare(deployed.pack_tree(tree, PLACES, dtype)[0], 3, backend)
+  assert deployed.is_packed(params)
+  return jax.jit(functools.partial(function, network))(params)
+
+
+def test_a_packed_t5_has_the_logits_and_the_loss_of_the_finalized_one(backend):
+  for a, b in zip(packed_t5(logits_of_t5, backend), finalized_t5(logits_of_t5), strict=True):
+    close(a, b, 1e-5)
+
+
+SEARCHES = [greedy_of_t5, pytest.param(beams_of_t5, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_packed_t5_says_what_the_finalized_one_says(search, backend):
+  due = np.asarray(finalized_t5(search))
+  np.testing.assert_array_equal(packed_t5(search, backend), due)
+  assert len(np.unique(due)) > 3  # it says something
+
+
+@pytest.mark.slow
+def test_int8_costs_little(monkeypatch):
+  monkeypatch.setattr(choice, "best", lambda *args, **kwargs: "xla_scan")
+  due = np.asarray(finalized_t5(logits_of_t5)[0])
+  got = np.asarray(packed_t5(logits_of_t5, "xla_scan", "int8")[0])
+  assert 0 < np.abs(got - due).max() < 0.01 * np.abs(due).max()
+
+
+def test_a_tree_is_restored():
+  *_, tree = t5()
+  packed, report = deployed.pack_tree(tree, PLACES)
+  assert len(report.sizes) == 2 * 3 + 3 + 3
+  restored = dict(flatten(deployed.unpack_tree(packed)))
+  for path, w in flatten(tree):
+    np.testing.assert_array_equal(restored[path], w, err_msg=path)
+
+
+class _NoImages:
+  batch_size, size, channels = 3, 16, 3
+
+
+def said_of(network, params, images):
+  """(logits, loss, what is predicted) of an evaluation."""
+  workload = Images(network, _NoImages())
+  batch = {"image": images, "label": jnp.arange(3), "real": jnp.ones(3)}
+
+  @jax.jit
+  def run(params):
+    logits = network.apply({"params": params}, images)
+    loss, _, _ = workload.loss(params, {}, batch, None)
+    return logits, loss, workload.predict(params, {}, batch)
+
+  return run(params)
+
+
+def test_a_packed_vit_sees_what_the_finalized_one_sees(backend):
+  config = vit.config("vit_test", scan=True, layers=1)
+  network = vit.ViT(config)
+  images = inputs(7, 3, 16, 16, 3)
+  shapes = jax.eval_shape(network.init, jax.random.key(0), images)["params"]
+  params = nms.finalize(hashed(shapes, 0.1), PLACES, early=True)
+  tree, plain = deployed.unstacked(params, config)
+  packed, report = deployed.pack_tree(tree, PLACES)
+  assert len(report.sizes) == 4
+  prepared = deployed.prepare(packed, deployed.rows_of(plain, batch=3), backend)
+  due, got = said_of(network, params, images), said_of(vit.ViT(plain), prepared, images)
+  jax.tree.map(close, got, due)
+
+
+# --- trees that a scan stacks --------------------------------------------------------------------
+
+
+def test_a_stack_is_taken_apart():
+  config = vit.ViTConfig(scan=True)
+  w, table = np.arange(24.0).reshape(2, 3, 4), np.ones(3)
+  tree, plain = deployed.unstacked({"blocks": {"fc1": {"kernel": w}}, "norm": table}, config)
+  assert not plain.scan and tree["norm"] is table
+  np.testing.assert_array_equal(tree["blocks_1"]["fc1"]["kernel"], w[1])
+  shapes = {"blocks": {"fc1": {"kernel": shape(2, 3, 4)}}}
+  told, _ = deployed.unstacked(shapes, config)
+  assert told["blocks_1"]["fc1"]["kernel"].shape == (3, 4)
+  assert deployed.unstacked(shapes, None) == (shapes, None)
+
+
+# --- trees ----------------------------------------------------------------------------------------
+
+
+def test_a_report_says_what_was_packed_and_what_it_saves():
+  w = weight(1, 16, 8)
+  w[0] = -0.0
+  tree = {"a": {"kernel": w, "bias": np.zeros(8, np.float32)}}
+  packed, report = deployed.pack_tree(tree, RULES_OF_A)
+  assert report.sizes["a/kernel"].dense == 512 and report.sizes["a/kernel"].total == 136
+  assert report.total == 136 + 32 and report.zeros == 512 + 32
+  assert "a/kernel  1:4" in str(report) and "in all 168 bytes, and 544 with zeros" in str(report)
+  assert jax.tree.leaves(packed["a"]["bias"])[0] is tree["a"]["bias"]
+  narrow = deployed.pack_tree(tree, RULES_OF_A, "int8")[1]
+  assert (narrow.sizes["a/kernel"].total, narrow.sizes["a/kernel"].dense) == (72, 512)
+
+
+RULES_OF_A = nms.Rules({"a/kernel": one_shot("1:4")})
+
+
+def test_a_tree_that_is_not_n_m_names_the_kernel():
+  tree = {"a": {"kernel": np.ones((16, 8), np.float32)}}
+  with pytest.raises(ValueError, match=r"'a/kernel' is not 1:4 along axis 0: 4 of the 4"):
+    deployed.pack_tree(tree, RULES_OF_A)
+
+
+def test_a_convolution_keeps_its_zeros_in_a_network():
+  w = np.zeros((3, 3, 16, 8), np.float32)
+  rules = nms.Rules({"a/kernel": one_shot("1:4")}, axes={"a/kernel": 2})
+  packed, report = deployed.pack_tree({"a": {"kernel": w}}, rules)
+  assert packed["a"]["kernel"] is w
+  assert report.dense == {"a/kernel": "a layer takes a kernel of 4 axes with its zeros"}
+
+
+def test_prepare_unpacks_where_a_dense_product_is_faster(monkeypatch):
+  monkeypatch.setattr(choice, "best", lambda packed, batch, dense: "dense" if dense else "unpack")
+  tree, _ = deployed.pack_tree({"a": {"kernel": weight(1, 16, 8)}}, RULES_OF_A)
+  assert isinstance(deployed.prepare(tree, 4)["a"]["kernel"], jax.Array)
+  assert deployed.is_packed(deployed.prepare(tree, 4, memory=True))
+
+
+def test_rows_are_those_that_a_kernel_sees():
+  config = T5Config.t5_1_1("tiny")
+  rows = deployed.rows_of(config, batch=2, inputs=10, targets=5, beams=3)
+  assert rows("encoder/layers_0/attention/key/kernel") == 20
+  assert rows("decoder/layers_0/encoder_decoder_attention/key/kernel") == 60
+  assert rows("decoder/layers_0/encoder_decoder_attention/query/kernel") == 30
+  rows = deployed.rows_of(vit.config("vit_test"), batch=2)
+  assert (rows("blocks_0/mlp/fc1/kernel"), rows("head/kernel")) == (34, 2)
+  assert deployed.rows_of(None, batch=2)("a/kernel") == 2
 
 
 def test_examples():

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
+from nm_sparsity_jax import deployed
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import huggingface_config, huggingface_folder
@@ -27,7 +28,6 @@ from nm_sparsity_jax.weights.huggingface_folder import FLOATS, SHARD_BYTES, Fold
 from nm_sparsity_jax.weights.huggingface_names import (
   COPIES,
   UNREAD,
-  Source,
   config_of,
   difference,
   sources,
@@ -50,11 +50,7 @@ def to_huggingface(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
   """
   arrays = {key: np.asarray(x) for key, x in flatten(params)}
   config = config_of({key: x.shape for key, x in arrays.items()}, "the tree")
-  return {
-    name: tensor
-    for key, source in sources(config).items()
-    for name, tensor in source.give(arrays[key])
-  }
+  return dict(_tensors(config, list(sources(config)), arrays.__getitem__))
 
 
 def from_huggingface(tensors: Mapping[str, Any], config: T5Config) -> dict[str, Any]:
@@ -182,8 +178,14 @@ def write_each(
   header = {name: (dtypes[key], table[key].theirs) for key in keys for name in table[key].names}
   if json_values is None:
     json_values = huggingface_config.to_json(config, dtypes[keys[0]])
-  values = _tensors(table, keys, array, seen)
-  huggingface_folder.write(path, json_values, header, values, beside, most)
+
+  def values() -> Iterator[np.ndarray]:
+    for name, tensor in _tensors(config, keys, array):
+      seen(name, tensor)
+      yield tensor
+      del tensor  # or it would keep its array while the next one is read
+
+  huggingface_folder.write(path, json_values, header, values(), beside, most)
 
 
 def _size(key: str, dtype: str) -> int:
@@ -193,13 +195,11 @@ def _size(key: str, dtype: str) -> int:
 
 
 def _tensors(
-  table: Mapping[str, Source],
-  keys: Sequence[str],
-  array: Callable[[str], np.ndarray],
-  seen: Callable[[str, np.ndarray], Any],
-) -> Iterator[np.ndarray]:
+  config: T5Config, keys: Sequence[str], array: Callable[[str], np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields their names and tensors, which are views of our arrays."""
+  table = sources(deployed.without_scan(config))
   for key in keys:
-    for name, tensor in table[key].give(array(key)):
-      seen(name, tensor)
-      yield tensor
-    del tensor  # or it would keep this array while the next one is read
+    for own, one in deployed.apart(key, array(key), config):
+      yield table[own].names[0], table[own].give(one)
+    del one  # or it would keep this array while the next one is read

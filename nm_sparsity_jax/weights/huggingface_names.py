@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,27 +78,9 @@ class Source:
       del one  # or it would stay while the next one is read
     return made
 
-  def give(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields their names and tensors, which are views of our array.
-
-    Args:
-      array: ours.
-
-    Raises:
-      ValueError: the layers differ, and there they share one tensor.
-    """
-    layers = [array] if self.axis is None else np.moveaxis(array, self.axis, 0)
-    given: dict[str, np.ndarray] = {}
-    for name, layer in zip(self.names, layers, strict=True):
-      first = given.setdefault(name, layer)
-      if first is layer:
-        yield name, layer.reshape(self.theirs[::-1]).T if self.turned else layer
-      elif not np.array_equal(first, layer):
-        raise ValueError(
-          f"the layers differ in what Hugging Face's T5 keeps once, {name!r}: it has one table of "
-          "relative positions for all layers. T5X learns one for each layer where it scans over "
-          "them, so such a model has no T5 there: train with scan_layers=False."
-        )
+  def give(self, array: np.ndarray) -> np.ndarray:
+    """Returns their tensor, a view of our array of one layer; see `deployed.apart`."""
+    return array.reshape(self.theirs[::-1]).T if self.turned else array
 
   def _ours(self, tensor: np.ndarray) -> np.ndarray:
     return tensor.T.reshape(self.shape) if self.turned else tensor

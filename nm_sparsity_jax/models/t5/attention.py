@@ -16,7 +16,7 @@ from flax.linen import partitioning, spmd
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax.layers import DenseGeneral, as_tuple, effective_kernel
+from nm_sparsity_jax.layers import DenseGeneral, as_tuple, effective_kernel, packed_product
 from nm_sparsity_jax.models.t5.masks import combine_biases, combine_masks
 from nm_sparsity_jax.rules import Rules
 
@@ -38,6 +38,8 @@ class SplitDenseGeneral(DenseGeneral):
     features = as_tuple(self.features)
     inputs = jnp.asarray(inputs, self.dtype)
     axes = tuple(a % inputs.ndim for a in as_tuple(self.axis))
+    if (y := packed_product(self, inputs, features, axes)) is not None:
+      return y
     contracted = tuple(inputs.shape[a] for a in axes)
 
     def init(key, shape, dtype):
