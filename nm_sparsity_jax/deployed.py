@@ -64,8 +64,16 @@ class Decision:
     }
     rows = [(name, *told, len(paths)) for name, paths, told in alike(facts)]
     lines = table(("packed", "shape", "pattern", "values", "remarks", "kernels"), rows)
-    lines += [f"dense  {name}: {why}" for name, _, why in alike(self.dense)]
-    return "\n".join(map(printable, lines))
+    return "\n".join(map(printable, [*lines, *_why(self.dense)]))
+
+
+def _why(dense: Mapping[str, str]) -> Iterator[str]:
+  """Yields a line for each reason, with its parameters."""
+  reasons: dict[str, list[str]] = {}
+  for name, _, why in alike(dense):
+    reasons.setdefault(why, []).append(name)
+  for why, names in reasons.items():
+    yield f"with zeros, {why}: {', '.join(names)}"
 
 
 def decide(params: Any, rules: Rules, dtype: Any = None) -> Decision:
@@ -161,7 +169,7 @@ class Report:
     ]
     head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "kernels"
     lines = table(head, rows) if rows else ["nothing is packed"]
-    lines += [f"dense  {name}: {why}" for name, _, why in alike(self.dense)]
+    lines += _why(self.dense)
     lines += [f"{name}: {count:,} -0.0 are +0.0 now" for name, _, count in alike(self.lost)]
     lines += [f"in all {self.total:,} bytes, and {self.zeros:,} with zeros"]
     return "\n".join(map(printable, lines))

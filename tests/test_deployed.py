@@ -68,7 +68,8 @@ def test_what_is_packed_and_why_not():
     "table/embedding": "a table or vector, and only kernels are packed",
     "off/kernel": "no rule makes it sparse",
   }
-  assert "dense  all/kernel: 4:4 keeps every weight" in str(found)
+  assert "with zeros, 4:4 keeps every weight: all/kernel" in str(found)
+  assert "with zeros, no rule makes it sparse: a/bias, off/kernel" in str(found)
   assert deployed.decide(shapes, rules, "int8").dtypes["a/kernel"] == "int8"
 
 
