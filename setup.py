@@ -198,17 +198,14 @@ T5X = [
 # with `-c constraints-kauldron.txt`: it names 30 packages without versions, and xmanager.
 KAULDRON = ["kauldron==1.4.2"]
 
-# Weights of vision models, in files that cannot run code: timm's own format. Pillow reads images;
-# grain reads them ahead, in processes of its own.
-VISION = ["safetensors>=0.8.0", "pillow", "grain"]
+# Pillow reads images; grain reads them ahead, in processes of its own. timm's weights need no
+# more than the core.
+VISION = ["pillow", "grain"]
 
 # timm itself, which our vision models are compared with. `dev` lacks it: torch's CPU build takes
 # half a GiB and PyPI's wheel brings CUDA with several more. Without it these tests compare with
 # tests/vision_reference.npz, which timm made.
 VISION_DEV = ["torch>=2.13.0", "torchvision>=0.29.2", "timm>=1.0.31"]
-
-# Weights of T5 in Hugging Face's files. These need neither torch nor transformers.
-HF = ["safetensors>=0.8.0"]
 
 # transformers itself, which our T5 is compared with. `dev` lacks it, for torch's size. Without it
 # these tests compare with tests/huggingface_reference.npz, which transformers made.
@@ -235,6 +232,7 @@ DEV = [
   "pyright[nodejs]==1.1.414",
   "matplotlib",
   "setuptools>=77",  # the tests build a wheel
+  "safetensors>=0.8.0",  # whose bytes our files have
   "qwix>=0.1.8",  # the peer that benchmarks/ measures against
   _GIN,  # small; most of gin_configs/ needs no more
   _JINJA,
@@ -287,7 +285,6 @@ setuptools.setup(
     "tpu": TPU,
     "vision": VISION,
     "vision-dev": VISION_DEV,
-    "hf": HF,
     "hf-dev": HF_DEV,
     "docs": DOCS,
     "dev": DEV,

@@ -254,7 +254,6 @@ def test_a_package_index_shows_a_page_without_dead_links(built):
     "tpu",
     "vision",
     "vision-dev",
-    "hf",
     "hf-dev",
     "docs",
     "dev",

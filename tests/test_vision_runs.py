@@ -179,7 +179,6 @@ def test_plan_needs_a_model_file_alone(model, capsys):
 
 
 def test_plan_of_a_start_from_timms_weights(model, tmp_path, capsys):
-  pytest.importorskip("safetensors", reason="needs safetensors: pip install -e '.[vision]'")
   config = resnet.config("resnet_test", image_size=16, depths=(1,), widths=(8,))
   shapes = jax.eval_shape(resnet.ResNet(config).init, jax.random.key(0), jnp.zeros((1, 16, 16, 3)))
   path = tmp_path / "model.safetensors"

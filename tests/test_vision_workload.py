@@ -304,7 +304,6 @@ def test_a_network_with_rules_of_its_own_is_refused():
 
 def test_a_run_starts_from_timms_weights(tmp_path):
   """Every array of the file, batch statistics too; a file of another network is refused."""
-  pytest.importorskip("safetensors", reason="needs safetensors: pip install -e '.[vision]'")
   network = resnet.ResNet(resnet.config("resnet_test", image_size=16, depths=(1,), widths=(8,)))
   workload = vision.Images(network, rebus.Rebus(8))
   model = step.Model(workload=workload, rules=configure.rules({"conv": "1:8"}, "sr_ste",
@@ -331,7 +330,6 @@ def test_a_run_starts_from_timms_weights(tmp_path):
 
 def test_a_run_is_not_started_from_weights_of_another_window(tmp_path):
   """Shapes do not tell of it; a table beside the weights does, where a file has one."""
-  pytest.importorskip("safetensors", reason="needs safetensors: pip install -e '.[vision]'")
   workload = vision.Images(swin.Swin(swin.config("swinv2_test")), rebus.Rebus(8))
   model = step.Model(workload=workload)
   tensors = timm.to_timm({"params": jax.tree.map(lambda x: np.zeros(x.shape), model.shapes)})

@@ -5,6 +5,7 @@ What timm computes lies in vision_reference.npz; where timm is installed it is a
 
 import functools
 import json
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import vision_reference as reference
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.models import resnet, swin, vit
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.trees import flatten, nested
 from nm_sparsity_jax.weights import safetensors_file, timm
 
 pytestmark = pytest.mark.usefixtures("short_runs")
@@ -238,6 +239,25 @@ def test_a_file_holds_the_same_bits(name, tmp_path):
   assert not list(path.parent.glob("*.tmp"))
   with pytest.raises(ValueError, match="is there already: it is never overwritten"):
     timm.write(path, variables)
+
+
+def test_one_array_is_in_memory_where_a_file_is_written(tmp_path):
+  shapes = shapes_of(network("vit_test", scan=True))
+  arrays = dict(flatten(timm.from_timm(tensors_of("vit_test"), shapes)))
+  alive = []
+
+  def array(key):
+    assert all(ref() is None for ref in alive), key
+    made = arrays[key].copy()
+    alive.append(weakref.ref(made))
+    return made
+
+  leaves = {key: (x.shape, str(x.dtype)) for key, x in arrays.items()}
+  timm.write_each(tmp_path / "a.safetensors", leaves, array)
+  assert len(alive) == len(arrays)
+  want = safetensors_file.Opened(tmp_path / "a.safetensors")
+  for name, x in timm.to_timm(nested(arrays)).items():
+    np.testing.assert_array_equal(want.array(name), x)
 
 
 def test_a_file_of_half_the_width_is_read_into_float32(tmp_path):

@@ -19,7 +19,6 @@ from nm_sparsity_jax import apply
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, foreign, proof, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.trees import nested
 from nm_sparsity_jax.weights import (
   huggingface,
   huggingface_config,
@@ -115,14 +114,7 @@ def export(
       )
   if is_t5:
     return _to_folder(stored, file, found, feed_forward)
-  tensors = timm.to_timm(_variables(stored))
-  safetensors_file.write(file, tensors)
-  opened = safetensors_file.Opened(file)
-  for name, x in tensors.items():
-    if (back := opened.array(name)).dtype != x.dtype or back.tobytes() != x.tobytes():
-      raise ValueError(f"{file!r}: {name!r} is not what was written.")
-  report = None if found is None else _report(opened, found)
-  return Exported(stored, file, len(tensors), report)
+  return _to_file(stored, file, found)
 
 
 def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool = False) -> str:
@@ -210,16 +202,39 @@ def _proven(name: str, array: np.ndarray, recipe: Any, rules: Rules) -> tuple[An
   return apply.verify({name: array}, alone).places
 
 
-def _variables(stored: Stored) -> dict[str, Any]:
-  """Returns what is deployed of a checkpoint: parameters and averages of batch statistics."""
-  arrays: dict[str, np.ndarray] = {}
+def _to_file(stored: Stored, out: str, found: proof.Proof | None) -> Exported:
+  """Writes a file of timm's names, one array in memory at a time, and reads it back."""
+  keys = _keys(stored)
+  leaves = {}
+  for name, key in keys.items():
+    shape, dtype = stored.leaves[key].shape, stored.leaves[key].dtype
+    if shape is None or dtype is None:
+      raise ValueError(f"{stored.path!r} is not of a network of images: {key} has no shape.")
+    leaves[name] = shape, dtype
+  sums: dict[tuple[str, int, int], str] = {}
+
+  def note(name: str, first: int, rows: np.ndarray) -> None:
+    sums[name, first, first + len(rows)] = writing.sha256(rows)
+
+  timm.write_each(out, leaves, lambda name: stored.array(keys[name]), note)
+  opened = safetensors_file.Opened(out)
+  for (name, first, stop), wanted in sums.items():
+    if writing.sha256(opened.array(name)[first:stop]) != wanted:
+      raise ValueError(f"{out!r}: {name!r} is not what was written.")
+  report = None if found is None else _report(opened, found)
+  return Exported(stored, out, len(opened.shapes), report)
+
+
+def _keys(stored: Stored) -> dict[str, str]:
+  """Returns our key -> that of the checkpoint, of parameters and averages of batch statistics."""
+  keys: dict[str, str] = {}
   for key in stored.leaves:
     for above, collection in (
       ("target", "params"), *((f"flax_mutables/{name}", name) for name in _COLLECTIONS)
     ):  # fmt: skip
       if key.startswith(f"{above}/"):
-        arrays[collection + key.removeprefix(above)] = stored.array(stored.deployed(key))
-  return nested(arrays)
+        keys[collection + key.removeprefix(above)] = stored.deployed(key)
+  return keys
 
 
 def _report(opened: safetensors_file.Opened, found: proof.Proof) -> apply.Report:

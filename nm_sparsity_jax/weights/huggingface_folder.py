@@ -188,13 +188,11 @@ def _is_map(told: Any) -> bool:
 
 # --- writing --------------------------------------------------------------------------------------
 
-Header = Mapping[str, tuple[str, tuple[int, ...]]]
-
 
 def write(
   path: str | os.PathLike,
   json_values: Mapping[str, Any],
-  header: Header,
+  header: safetensors_file.Header,
   tensors: Iterable[np.ndarray],
   beside: Sequence[str | os.PathLike] = (),
   most: int = SHARD_BYTES,
@@ -226,14 +224,16 @@ def write(
 
 
 def _write_files(
-  folder: pathlib.Path, header: Header, tensors: Iterator[np.ndarray], most: int
+  folder: pathlib.Path, header: safetensors_file.Header, tensors: Iterator[np.ndarray], most: int
 ) -> None:
   shards = _shards(header, most)
   files: dict[str, str] = {}
   for i, shard in enumerate(shards, 1):
     several = f"model-{i:05}-of-{len(shards):05}{safetensors_file.SUFFIX}"
     file = several if len(shards) > 1 else WEIGHTS
-    safetensors_file.write_each(folder / file, shard, tensors)
+    with safetensors_file.Writer(folder / file, shard) as writer:
+      for name in shard:
+        writer.add(name, next(tensors))
     files |= dict.fromkeys(shard, file)
   if len(shards) > 1:
     total = sum(map(_bytes, header.values()))
@@ -249,7 +249,9 @@ def _bytes(leaf: tuple[str, tuple[int, ...]]) -> int:
   return safetensors_file.dtype_of(dtype).itemsize * math.prod(shape)
 
 
-def _shards(header: Header, most: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+def _shards(
+  header: safetensors_file.Header, most: int
+) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
   """Returns the header in parts of at most `most` bytes; a larger tensor is alone in its own."""
   parts: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
   size = 0

@@ -1,34 +1,39 @@
 """Safetensors files: the names in one, one tensor at a time, and a new one.
 
     path -> [Opened] -> name -> shape, dtype -> array, when it is asked for
-    name -> array    -> [write] -> a file, whole or not at all
+    name -> dtype, shape; arrays, in any order -> [Writer] -> a file, whole or not at all
 
-The library `safetensors` holds each shape against the bytes of the file when it opens it. A file
-that torch pickled can run any code when it is opened, so none is.
+`safetensors_header` reads the header. Tensors are read by position, not mapped: a file that becomes
+shorter meanwhile is an error. A file that torch pickled can run any code when it is opened, so none
+is.
 """
-
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import pathlib
+import stat
 import struct
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+import ml_dtypes  # noqa: F401  numpy then knows bfloat16
 import numpy as np
 
 from nm_sparsity_jax.text import first_line
+from nm_sparsity_jax.weights import safetensors_header
 
 SUFFIX = ".safetensors"
 PICKLED = (".bin", ".pth", ".pt", ".pkl", ".ckpt", ".tar")
+PT = {"format": "pt"}  # torch's loaders ask for it
+# In the order in which the library `safetensors` writes them.
 _DTYPES = {
-  "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
-  "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+  "U64": "uint64", "I64": "int64", "F64": "float64", "F32": "float32", "U32": "uint32",
+  "I32": "int32", "BF16": "bfloat16", "F16": "float16", "U16": "uint16", "I16": "int16",
+  "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 _AT_ONCE = 1 << 24  # bytes that are copied at a time where an array is written
 _THEIRS = {ours: theirs for theirs, ours in _DTYPES.items()}
@@ -42,6 +47,7 @@ class Opened:
 
   Attributes:
     path: as given.
+    metadata: what the file tells beside its tensors.
     shapes: name -> shape.
     dtypes: name -> numpy's name of the dtype, or the file's where numpy has none.
 
@@ -52,32 +58,72 @@ class Opened:
   def __init__(self, path: str | os.PathLike):
     self.path = os.fspath(path)
     refuse_pickled(self.path)
-    self.shapes: dict[str, tuple[int, ...]] = {}
-    self.dtypes: dict[str, str] = {}
-    with self._file() as file:
-      for name in file.keys():
-        found = file.get_slice(name)
-        self.shapes[name] = tuple(found.get_shape())
-        self.dtypes[name] = _DTYPES.get(str(found.get_dtype()), str(found.get_dtype()))
+    with self._open() as file:
+      self._state = _state(file)
+      size = os.fstat(file).st_size
+      length = int.from_bytes(_read(file, 0, 8).tobytes(), "little") if size >= 8 else 0
+      self._begin = 8 + length
+      if size < 8 or length > min(safetensors_header.MOST, size - 8):
+        raise ValueError(f"it has {size:,} bytes, and says that its header has {length:,}")
+      text = _read(file, 8, length).tobytes()
+      self.metadata, self._entries = safetensors_header.parse(text, size - self._begin)
+    self.shapes = {name: entry.shape for name, entry in self._entries.items()}
+    self.dtypes = {n: _DTYPES.get(entry.dtype, entry.dtype) for n, entry in self._entries.items()}
 
   def array(self, name: str) -> np.ndarray:
-    """Reads one tensor."""
-    with self._file() as file:
-      return np.asarray(file.get_tensor(name))
+    """Reads one tensor.
+
+    Args:
+      name: of a tensor of the file.
+
+    Raises:
+      ValueError: the file was changed since it was opened, or numpy has no such dtype.
+    """
+    entry, dtype = self._entries[name], dtype_of(self.dtypes[name])
+    with self._open() as file:
+      if _state(file) != self._state:
+        raise ValueError("it was changed while it was read")
+      raw = _read(file, self._begin + entry.start, entry.stop - entry.start)
+    if entry.dtype == "BOOL" and (raw > 1).any():
+      raise ValueError(f"{self.path!r} is damaged: {name!r} holds bytes that are no bool.")
+    found = raw.view(dtype).reshape(entry.shape)
+    return found if sys.byteorder == "little" else found.byteswap()
 
   @contextlib.contextmanager
-  def _file(self) -> Iterator[Any]:
+  def _open(self) -> Iterator[int]:
     try:
-      with _library(self.path).safe_open(self.path, framework="numpy") as file:
-        yield file
+      # A pipe would wait for its writer.
+      file = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
       raise FileNotFoundError(f"there is no file {self.path!r}") from None
-    except ModuleNotFoundError:
-      raise
-    except Exception as e:
+    try:
+      if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise ValueError("it is no regular file")
+      yield file
+    except (ValueError, MemoryError) as e:
       raise ValueError(
         f"{self.path!r} is not a safetensors file, or damaged ({first_line(e)})."
       ) from e
+    finally:
+      os.close(file)
+
+
+def _state(file: int) -> tuple[int, ...]:
+  """Returns what is another one once the file has been written or replaced."""
+  found = os.fstat(file)
+  return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(file: int, start: int, count: int) -> np.ndarray:
+  """Returns bytes of a file; `count` must be known to lie in it."""
+  found = np.empty(count, np.uint8)
+  done = 0
+  while done < count:
+    read = os.preadv(file, [found.data[done : done + _AT_ONCE]], start + done)
+    if not read:
+      raise ValueError("it became shorter while it was read")
+    done += read
+  return found
 
 
 def refuse_pickled(path: str | os.PathLike) -> None:
@@ -96,66 +142,137 @@ def refuse_pickled(path: str | os.PathLike) -> None:
 
 
 def refuse_existing(path: str | os.PathLike) -> None:
-  """Raises where `write` would overwrite."""
+  """Raises where `Writer` would overwrite."""
   if os.path.lexists(path):
     raise ValueError(f"{os.fspath(path)!r} is there already: it is never overwritten.")
 
 
-def write(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
-  """Writes a new file: all of it, or nothing.
+# --- writing --------------------------------------------------------------------------------------
+
+Header = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class Writer:
+  """Writes a new file, one array in memory at a time: all of it, or nothing.
+
+      with Writer("a.safetensors", {"a": ("float32", (2,))}) as writer:
+        writer.add("a", np.zeros(2, np.float32))
 
   Args:
     path: of the file, which must not be there; its folder is made.
-    tensors: name -> array.
-  """
-  file = pathlib.Path(path)
-  refuse_existing(path)
-  _library(os.fspath(path))
-  from safetensors.numpy import save_file
-
-  # Of a transposed array the library would write the bytes as they lie.
-  whole = {name: np.array(x, order="C") for name, x in tensors.items()}
-  file.parent.mkdir(parents=True, exist_ok=True)
-  beside = file.with_name(file.name + ".tmp")
-  try:
-    save_file(whole, beside, metadata={"format": "pt"})  # torch's loaders ask for it
-    os.replace(beside, file)
-  finally:
-    beside.unlink(missing_ok=True)
-
-
-def write_each(
-  path: str | os.PathLike,
-  header: Mapping[str, tuple[str, tuple[int, ...]]],
-  tensors: Iterator[np.ndarray],
-) -> None:
-  """Writes a file, one tensor in memory at a time.
-
-  Args:
-    path: of the file; what was there is overwritten, also where this fails.
-    header: name -> numpy's name of the dtype, and shape.
-    tensors: at least as many arrays, in this order; the others are left.
+    tensors: name -> numpy's name of the dtype, and shape: where each lies follows from these.
+    metadata: what is told beside them.
 
   Raises:
-    ValueError: an array is not what the header says.
+    ValueError: the file is there, cannot be written, or not every tensor was added once.
   """
-  told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-  end = 0
-  for name, (dtype, shape) in header.items():
-    start, end = end, end + dtype_of(dtype).itemsize * math.prod(shape)
-    told[name] = {"dtype": _THEIRS[dtype], "shape": list(shape), "data_offsets": [start, end]}
-  text = json.dumps(told, separators=(",", ":")).encode()
-  text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
-  with open(path, "wb") as file:
-    file.write(struct.pack("<Q", len(text)) + text)
-    for name, (dtype, shape) in header.items():
-      array = next(tensors)
-      if (str(array.dtype), array.shape) != (dtype, tuple(shape)):
-        raise ValueError(
-          f"{name!r} is {array.dtype} {array.shape}, and {dtype} {tuple(shape)} was announced."
-        )
-      _write_rows(file, array.astype(array.dtype.newbyteorder("<"), copy=False))
-      del array  # or it would stay while the next one is made
+
+  def __init__(
+    self, path: str | os.PathLike, tensors: Header, metadata: Mapping[str, str] | None = None
+  ):
+    self._path = pathlib.Path(path)
+    refuse_existing(path)
+    self._tensors = {name: (dtype_of(dtype), tuple(s)) for name, (dtype, s) in tensors.items()}
+    theirs = {name: (_THEIRS[str(dtype)], s) for name, (dtype, s) in self._tensors.items()}
+    text = safetensors_header.text_of(theirs, PT if metadata is None else metadata)
+    self._head = struct.pack("<Q", len(text)) + text
+    self._left = {name: _bytes(leaf) for name, leaf in self._tensors.items()}
+    self._starts: dict[str, int] = {}
+    end = len(self._head)
+    for name, size in self._left.items():
+      self._starts[name], end = end, end + size
+    self._unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+
+  def __enter__(self) -> Writer:
+    with self._told():
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      self._file: BinaryIO = open(self._unfinished, "wb")
+    try:
+      with self._told():
+        self._file.write(self._head)
+    except BaseException:
+      self._drop()
+      raise
+    return self
+
+  def add(self, name: str, array: np.ndarray, first: int = 0) -> None:
+    """Writes a tensor, or some rows of it.
+
+    Args:
+      name: of the tensor.
+      array: its values.
+      first: the row that the array begins with, where others are added by other calls.
+    """
+    dtype, shape = self._tensors[name]
+    rows = (*shape[:1], *array.shape[1:]) if shape else ()
+    fits = first + len(array) <= shape[0] if shape and array.ndim else array.shape == shape
+    if array.dtype != dtype or rows != shape or not fits or array.nbytes > self._left[name]:
+      raise ValueError(f"{name!r} is {array.dtype} {array.shape}, and not {dtype} {shape}.")
+    self._left[name] -= array.nbytes
+    whole = max(shape[0], 1) if shape else 1
+    with self._told():
+      self._file.seek(self._starts[name] + first * (_bytes((dtype, shape)) // whole))
+      _write_rows(self._file, array.astype(array.dtype.newbyteorder("<"), copy=False))
+
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    try:
+      if kind is None:
+        if lost := [name for name, left in self._left.items() if left]:
+          raise ValueError(f"{os.fspath(self._path)!r}: {lost[0]!r} was not written.")
+        with self._told():
+          self._file.close()
+          os.replace(self._unfinished, self._path)
+    finally:
+      self._drop()
+
+  def _drop(self) -> None:
+    with contextlib.suppress(OSError):  # a full disk, again
+      self._file.close()
+    self._unfinished.unlink(missing_ok=True)
+
+  @contextlib.contextmanager
+  def _told(self) -> Iterator[None]:
+    try:
+      yield
+    except OSError as e:
+      raise ValueError(f"{os.fspath(self._path)!r} could not be written: {e.strerror or e}.") from e
+
+
+def write(
+  path: str | os.PathLike,
+  tensors: Mapping[str, np.ndarray],
+  metadata: Mapping[str, str] | None = None,
+) -> None:
+  """Writes a new file of arrays that are in memory, as the library `safetensors` does.
+
+  Args:
+    path: as in `Writer`.
+    tensors: name -> array.
+    metadata: as in `Writer`.
+  """
+  header = in_order({name: (str(x.dtype), x.shape) for name, x in tensors.items()})
+  with Writer(path, header, metadata) as writer:
+    for name in header:
+      writer.add(name, tensors[name])
+
+
+def in_order(tensors: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
+  """Returns the tensors in the library's order: then each lies at a multiple of its own width.
+
+  >>> list(in_order({"a": ("int8", ()), "b": ("float32", ()), "c": ("float32", ())}))
+  ['b', 'c', 'a']
+
+  Args:
+    tensors: as in `Writer`.
+  """
+  ranks = {ours: rank for rank, ours in enumerate(_THEIRS)}
+  order = sorted(tensors, key=lambda name: (ranks[str(dtype_of(tensors[name][0]))], name))
+  return {name: tensors[name] for name in order}
+
+
+def _bytes(leaf: tuple[np.dtype, tuple[int, ...]]) -> int:
+  dtype, shape = leaf
+  return dtype.itemsize * math.prod(shape)
 
 
 def _write_rows(file: BinaryIO, array: np.ndarray) -> None:
@@ -176,12 +293,3 @@ def dtype_of(name: str) -> np.dtype:
   if name not in _THEIRS:
     raise ValueError(f"{name!r} is no dtype of a safetensors file that numpy has.")
   return np.dtype(name)
-
-
-def _library(path: str) -> Any:
-  """Imports safetensors, or says what to install."""
-  try:
-    import safetensors
-  except ImportError as e:
-    raise ModuleNotFoundError(f"{path!r} is a safetensors file: pip install safetensors") from e
-  return safetensors

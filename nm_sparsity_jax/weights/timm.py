@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -53,7 +53,20 @@ def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
   Raises:
     ValueError: they are not of a ViT, Swin V2 or ResNet of this package.
   """
-  flat = _single({key: np.asarray(x) for key, x in _flat(variables).items()})
+  arrays = {key: np.asarray(x) for key, x in _flat(variables).items()}
+  table = _table(arrays)
+  found: dict[str, dict[int, np.ndarray]] = {}
+  for key, x in arrays.items():
+    for name, first, rows in _given(table, key, x):
+      found.setdefault(name, {})[first] = rows
+  whole = lambda parts: np.concatenate([parts[i] for i in sorted(parts)])
+  made = {n: whole(parts) if len(parts) > 1 else parts[0] for n, parts in found.items()}
+  return made | dict.fromkeys(_counted(made), np.zeros((), np.int64))
+
+
+def _table(arrays: Mapping[str, Any]) -> dict[str, Source]:
+  """Returns single key -> where its array lies, of a whole network; arrays may be shapes."""
+  flat = _single(arrays)
   what = f"the tree of {len(flat)} arrays"
   table = sources(flat)
   names = {source.name for source in table.values()}
@@ -62,13 +75,23 @@ def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
       f"{what} is not of a {family_of(names, what)} of this package: of {sorted(strange)[0]!r} it "
       "has one too many or too few. Give all that init returned."
     )
-  found: dict[str, list[np.ndarray]] = {}
-  for key, source in sorted(table.items(), key=lambda item: item[1].part):
-    found.setdefault(source.name, []).append(source.give(flat[key]))
-  made = {name: np.concatenate(x) if len(x) > 1 else x[0] for name, x in found.items()}
-  counted = [name for name in made if name.endswith(".running_var")]
-  made |= {n.replace("running_var", "num_batches_tracked"): np.zeros((), np.int64) for n in counted}
-  return made
+  return table
+
+
+def _given(
+  table: Mapping[str, Source], key: str, array: np.ndarray
+) -> Iterator[tuple[str, int, np.ndarray]]:
+  """Yields timm's names, the row that comes first there, and rows, which are views of our array."""
+  for i, part in enumerate(_parts(key, array.shape)):
+    source = table[part]
+    rows = source.give(array[i] if key.startswith(_STACK) else array)
+    yield source.name, source.part * len(rows), rows
+
+
+def _counted(names: Iterable[str]) -> list[str]:
+  """Returns the names of counters that stand beside averages of a batch norm."""
+  ends = "running_var", "num_batches_tracked"
+  return [name.replace(*ends) for name in names if name.endswith(ends[0])]
 
 
 def from_timm(
@@ -205,12 +228,12 @@ def _single(flat: Mapping[str, Any]) -> dict[str, Any]:
   return found
 
 
-def _parts(key: str, wanted: Mapping[str, Any]) -> list[str]:
+def _parts(key: str, shape: tuple[int, ...]) -> list[str]:
   """Returns the keys of the single arrays that a key of the network holds, one for each block."""
   if not key.startswith(_STACK):
     return [key]
   path = key.removeprefix(_STACK)
-  return [f"params/blocks_{i}/{path}" for i in range(wanted[key].shape[0])]
+  return [f"params/blocks_{i}/{path}" for i in range(shape[0])]
 
 
 # --- what is held -----------------------------------------------------------------------------
@@ -247,9 +270,10 @@ def _held(
   """
   table = _layout({name: shape for name, (shape, _) in told.items()}, what, like, config)
   wanted = None if like is None else _flat(like)
+  parts_of = lambda key: _parts(key, () if wanted is None else tuple(wanted[key].shape))
   leaves: dict[str, tuple[tuple[int, ...], str]] = {}
   for key in table if wanted is None else wanted:
-    parts = [table[part] for part in _parts(key, wanted or {})]
+    parts = [table[part] for part in parts_of(key)]
     for part in parts:
       _check_dtype(key, told[part.name][1], wanted and wanted[key].dtype, what)
     shape, dtype = told[parts[0].name]
@@ -260,7 +284,7 @@ def _held(
       raise ValueError(f"{what}: {name!r} is not 0, and k has no bias in this network.")
 
   def array(key: str) -> np.ndarray:
-    found = [table[part].take(tensor(table[part].name)) for part in _parts(key, wanted or {})]
+    found = [table[part].take(tensor(table[part].name)) for part in parts_of(key)]
     return np.stack(found) if key.startswith(_STACK) else np.array(found[0], order="C")
 
   return Held(leaves, array)
@@ -335,4 +359,43 @@ def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
     path: of the file, which must not be there.
     variables: as in `to_timm`.
   """
-  safetensors_file.write(path, to_timm(variables))
+  arrays = {key: np.asarray(x) for key, x in _flat(variables).items()}
+  leaves = {key: (x.shape, str(x.dtype)) for key, x in arrays.items()}
+  write_each(path, leaves, arrays.__getitem__)
+
+
+def write_each(
+  path: str | os.PathLike,
+  leaves: Mapping[str, tuple[tuple[int, ...], str]],
+  array: Callable[[str], np.ndarray],
+  seen: Callable[[str, int, np.ndarray], Any] = lambda name, first, rows: None,
+) -> None:
+  """Writes a new file, with one array of ours in memory at a time.
+
+  Args:
+    path: as in `write`.
+    leaves: key such as 'params/head/kernel' -> shape, numpy's name of the dtype.
+    array: key -> our array; each is asked for once.
+    seen: is told timm's name, the row that comes first, and rows of that tensor.
+  """
+  # Arrays of the right shapes that take no memory.
+  shapes = {
+    key: np.broadcast_to(np.zeros((), safetensors_file.dtype_of(dtype)), shape)
+    for key, (shape, dtype) in leaves.items()
+  }
+  table = _table(shapes)
+  header: dict[str, tuple[str, tuple[int, ...]]] = {}
+  for key, x in shapes.items():
+    for name, first, rows in _given(table, key, x):
+      length = max(header[name][1][0] if name in header else 0, first + len(rows))
+      header[name] = str(x.dtype), (length, *rows.shape[1:])
+  counted = _counted(header)
+  header |= dict.fromkeys(counted, ("int64", ()))
+  with safetensors_file.Writer(path, safetensors_file.in_order(header)) as writer:
+    for key in leaves:
+      for name, first, rows in _given(table, key, array(key)):
+        seen(name, first, rows)
+        writer.add(name, rows, first)
+      del rows  # or it would keep this array while the next one is read
+    for name in counted:
+      writer.add(name, np.zeros((), np.int64))
