@@ -31,6 +31,7 @@ from nm_sparsity_jax.text import printable, table
 from nm_sparsity_jax.trees import alike, flatten, map_with_names, nested, path_name
 
 VALUES = ("float32", "bfloat16", "float16", "int8")  # of a packed weight
+ZEROS = "a convolution, or stacked by a scan (nms.deployed.unstacked)"
 _FLOATS = VALUES[:3]  # what `packed.pack` takes
 
 
@@ -54,8 +55,7 @@ class Decision:
     Args:
       path: of `packed`.
     """
-    rank = len(self.packed[path].shape)
-    return "" if rank == 2 else f"a layer takes a kernel of {rank} axes with its zeros"
+    return "" if len(self.packed[path].shape) == 2 else ZEROS
 
   def __str__(self) -> str:
     facts = {

@@ -2,6 +2,7 @@
 
 import doctest
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -271,6 +272,24 @@ def test_a_packed_t5_says_what_the_finalized_one_says(search, backend):
   assert len(np.unique(due)) > 3  # it says something
 
 
+@pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing() or "-")
+def test_a_decode_loop_copies_no_packed_kernel(monkeypatch):
+  monkeypatch.setattr(choice, "best", lambda *args, **kwargs: "cpu_ffi")
+  *_, network, tree = t5()
+  params = deployed.prepare(deployed.pack_tree(tree, PLACES)[0], 3, "cpu_ffi")
+  search = jax.jit(functools.partial(greedy_of_t5, network))
+  text = search.lower(params).compile().as_text()
+  made = dict(re.findall(r"^\s*(?:ROOT )?%(\S+) = \S+ ([\w-]+)\(", text, re.MULTILINE))
+  calls = re.findall(r'custom-call\((.*)\), custom_call_target="nm_sparsity_dot"', text)
+  assert len(calls) == 12
+  read = [name.strip(" %") for call in calls for name in call.split(",")[1:3]]
+  assert {made[name] for name in read} <= {"parameter", "get-tuple-element"}
+  kernels = [x for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, packing.NMPacked))]
+  shapes = {x.values.shape for x in kernels if isinstance(x, packing.NMPacked)}
+  copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)
+  assert not shapes & {tuple(map(int, found.split(","))) for found in copied}
+
+
 @pytest.mark.slow
 def test_int8_costs_little(monkeypatch):
   monkeypatch.setattr(choice, "best", lambda *args, **kwargs: "xla_scan")
@@ -365,7 +384,7 @@ def test_a_convolution_keeps_its_zeros_in_a_network():
   rules = nms.Rules({"a/kernel": one_shot("1:4")}, axes={"a/kernel": 2})
   packed, report = deployed.pack_tree({"a": {"kernel": w}}, rules)
   assert packed["a"]["kernel"] is w
-  assert report.dense == {"a/kernel": "a layer takes a kernel of 4 axes with its zeros"}
+  assert report.dense == {"a/kernel": deployed.ZEROS}
 
 
 def test_prepare_unpacks_where_a_dense_product_is_faster(monkeypatch):
