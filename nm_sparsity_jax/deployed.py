@@ -57,6 +57,21 @@ class Decision:
     """
     return "" if len(self.packed[path].shape) == 2 else ZEROS
 
+  def of_network(self) -> Decision:
+    """Returns what becomes of each parameter in a network, which takes fewer kernels packed."""
+    dense = {path: why for path in self.packed if (why := self.in_network(path))}
+    packed = {path: place for path, place in self.packed.items() if path not in dense}
+    return Decision(packed, {**self.dense, **dense}, {p: self.dtypes[p] for p in packed})
+
+  def like(self, path: str) -> NMPacked:
+    """Returns a packed kernel, with shapes in place of arrays.
+
+    Args:
+      path: of `packed`.
+    """
+    place = self.packed[path]
+    return like(place.pattern, place.groups, self.dtypes[path])
+
   def __str__(self) -> str:
     facts = {
       path: (p.shape, str(p.pattern), self.dtypes[path], self.in_network(path))
@@ -140,6 +155,7 @@ class Report:
   Attributes:
     sizes: path -> bytes of each packed kernel, and of the same with its zeros.
     patterns: path -> its n:m.
+    weights: path -> how many weights a packed kernel has, zeros included.
     dense: path -> why a parameter keeps its zeros.
     rest: bytes of these.
     lost: path -> how many -0.0 became +0.0, where there were any.
@@ -147,6 +163,7 @@ class Report:
 
   sizes: Mapping[str, Sizes]
   patterns: Mapping[str, str]
+  weights: Mapping[str, int]
   dense: Mapping[str, str]
   rest: int
   lost: Mapping[str, int]
@@ -164,10 +181,11 @@ class Report:
   def __str__(self) -> str:
     facts = {path: (self.patterns[path], found) for path, found in self.sizes.items()}
     rows = [
-      (name, pattern, f"{found.dense:,}", f"{found.total:,}", f"{found.ratio:.2f}x", len(paths))
+      (name, pattern, f"{found.dense:,}", f"{found.total:,}", f"{found.ratio:.2f}x",
+       f"{found.total / max(self.weights[paths[0]], 1):.4f}", len(paths))
       for name, paths, (pattern, found) in alike(facts)
-    ]
-    head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "kernels"
+    ]  # fmt: skip
+    head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "a weight", "kernels"
     lines = table(head, rows) if rows else ["nothing is packed"]
     lines += _why(self.dense)
     lines += [f"{name}: {count:,} -0.0 are +0.0 now" for name, _, count in alike(self.lost)]
@@ -189,26 +207,39 @@ def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report
   Raises:
     ValueError: a kernel is not n:m, or a value does not fit `dtype`.
   """
-  decision = decide(params, rules, dtype)
-  dense = dict(decision.dense)
-  found: dict[str, NMPacked] = {}
+  decision = decide(params, rules, dtype).of_network()
   lost: dict[str, int] = {}
-  for path, w in flatten(params):
+
+  def one(path: str, w: Any) -> Any:
     if path not in decision.packed:
-      continue
-    if why := decision.in_network(path):
-      dense[path] = why
-      continue
+      return w
     place, w = decision.packed[path], np.asarray(w)
-    found[path] = pack(w, place.pattern, place.groups, decision.dtypes[path], path)
     if count := lost_signs(w, place.pattern, place.groups):
       lost[path] = count
-  zeros = {p: math.prod(w.shape) * np.dtype(w.dtype).itemsize for p, w in flatten(params)}
-  told = {p: dataclasses.replace(sizes(packed), dense=zeros[p]) for p, packed in found.items()}
-  patterns = {path: str(packed.pattern) for path, packed in found.items()}
-  rest = sum(zeros[path] for path in dense)
-  tree = map_with_names(lambda path, w: found.get(path, w), params)
-  return tree, Report(told, patterns, dense, rest, lost)
+    return pack(w, place.pattern, place.groups, decision.dtypes[path], path)
+
+  return map_with_names(one, params), report(decision, params, lost)
+
+
+def report(decision: Decision, params: Any, lost: Mapping[str, int]) -> Report:
+  """Returns what a decision means for a tree, in bytes.
+
+  Args:
+    decision: of `decide`.
+    params: the tree, or its shapes.
+    lost: path -> how many -0.0 became +0.0, where there were any.
+  """
+  known = dict(flatten(params))
+  weights = {path: math.prod(x.shape) for path, x in known.items()}
+  zeros = {path: n * np.dtype(known[path].dtype).itemsize for path, n in weights.items()}
+  told = {
+    path: dataclasses.replace(sizes(decision.like(path)), dense=zeros[path])
+    for path in decision.packed
+  }
+  patterns = {path: str(place.pattern) for path, place in decision.packed.items()}
+  rest = sum(zeros[path] for path in decision.dense)
+  weights = {path: weights[path] for path in decision.packed}
+  return Report(told, patterns, weights, decision.dense, rest, lost)
 
 
 def is_packed(tree: Any) -> bool:

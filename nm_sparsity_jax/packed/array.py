@@ -142,7 +142,7 @@ def like(pattern: NM, groups: Groups, dtype: Any) -> NMPacked:
     dtype: of the values.
   """
   bits = squeezing.width(pattern.m)
-  rows = groups.size // pattern.m * pattern.n
+  rows = -(-groups.length // pattern.m) * pattern.n
   columns = math.prod(groups.shape) // max(groups.length, 1)
   array = lambda kind, *shape: jax.ShapeDtypeStruct(shape, kind)
   return NMPacked(
@@ -280,7 +280,8 @@ def _groups(w: np.ndarray, pattern: NM, groups: Groups | None) -> Groups:
       f"groups of {pattern} over {groups.size} entries of shape {groups.shape} do not fit a weight "
       f"of shape {w.shape}: take the groups of its own place in the rules."
     )
-  return groups
+  # Padded for a longer level of its recipe, it may end in groups that are padding alone.
+  return dataclasses.replace(groups, pad=-groups.length % pattern.m)
 
 
 def _cut(w: np.ndarray, pattern: NM, groups: Groups) -> np.ndarray:

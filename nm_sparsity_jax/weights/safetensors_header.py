@@ -53,7 +53,7 @@ def parse(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
     ValueError: it has another form, or its ranges are not those of its tensors, one after the
       other, to the end of the file.
   """
-  here = _Text(text.decode())
+  here = Text(text.decode())
   metadata: dict[str, str] = {}
   entries: dict[str, Entry] = {}
   for name in here.keys():
@@ -103,11 +103,20 @@ _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]++|\\.)*+"')
 _WHOLE = re.compile(r"(?:0|[1-9][0-9]{0,18})(?![0-9.eE])")
 
 
-class _Text:
-  """A text, and how far it is read."""
+class Text:
+  """JSON of one form, read from its beginning to its end.
 
-  def __init__(self, text: str):
-    self.text, self.at = text, 0
+  >>> here = Text('{"a": [1, 2], "b": "c"}')
+  >>> [here.numbers() if key == "a" else here.string() for key in here.keys()]
+  [[1, 2], 'c']
+
+  Args:
+    text: the JSON.
+    what: it is, for errors.
+  """
+
+  def __init__(self, text: str, what: str = "its header"):
+    self.text, self.at, self.what = text, 0, what
 
   def keys(self) -> Iterator[str]:
     """Yields each key of an object, where its value begins; the value is read in between."""
@@ -132,6 +141,10 @@ class _Text:
     found.encode()  # half a pair of surrogates is no text
     return found
 
+  def number(self) -> int:
+    """Reads a whole number."""
+    return int(self._match(_WHOLE, "a whole number"))
+
   def numbers(self) -> list[int]:
     """Reads a list of whole numbers."""
     self.need("[")
@@ -139,7 +152,7 @@ class _Text:
     while not self.has("]"):
       if found:
         self.need(",")
-      found.append(int(self._match(_WHOLE, "a whole number")))
+      found.append(self.number())
       if len(found) > _MOST_AXES:
         raise ValueError(f"a list has more than {_MOST_AXES} numbers")
     return found
@@ -174,7 +187,7 @@ class _Text:
 
   def _fail(self, what: str):
     found = self.text[self.at : self.at + 20]
-    raise ValueError(f"{found!r} stands at character {self.at:,} of its header, not {what}")
+    raise ValueError(f"{found!r} stands at character {self.at:,} of {self.what}, not {what}")
 
 
 def _check_name(name: str) -> None:
@@ -184,7 +197,7 @@ def _check_name(name: str) -> None:
     )
 
 
-def _entry(here: _Text, name: str) -> Entry:
+def _entry(here: Text, name: str) -> Entry:
   """Reads one tensor's object."""
   dtype, lists = "", {"shape": [], "data_offsets": []}
   seen: list[str] = []

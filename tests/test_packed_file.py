@@ -1,0 +1,342 @@
+"""Packed files: the same bits back, one array at a time, and nothing taken on trust."""
+
+import json
+import os
+import struct
+import weakref
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import test_packed
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import deployed, packed
+from nm_sparsity_jax.packed import NMPacked
+from nm_sparsity_jax.trees import flatten, nested
+from nm_sparsity_jax.weights import packed_file, safetensors_file
+from nm_sparsity_jax.weights.packed_file import Opened
+
+
+def recipe(pattern):
+  return nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
+
+
+# name -> shape, axis, pattern
+KERNELS = {
+  "params/layers_0/wide/kernel": ((64, 5), 0, "1:8"),
+  "params/layers_0/two/kernel": ((16, 7), 0, "2:4"),
+  "params/layers_1/padded/kernel": ((37, 3), 0, "3:32"),
+  "params/conv/kernel": ((3, 2, 16, 4), 2, "1:4"),
+  "params/joint/kernel": ((4, 8, 6), (0, 1), "1:16"),
+  "params/apart/kernel": ((4, 3, 8, 2), (0, 2), "2:16"),
+}
+RULES = nms.Rules(
+  {name.removeprefix("params/"): recipe(pattern) for name, (_, _, pattern) in KERNELS.items()},
+  axes={name.removeprefix("params/"): axis for name, (_, axis, _) in KERNELS.items()},
+  indivisible="pad",
+)
+
+
+def variables(dtype=np.float32, any_bits=True):
+  """Arrays by their names: kernels of any bits, or of finite numbers; and what stays dense."""
+  made = {}
+  for i, (name, (shape, axis, pattern)) in enumerate(KERNELS.items()):
+    pattern = nms.NM.parse(pattern)
+    w, groups = test_packed.weight(i, shape, axis, pattern, dtype)
+    if not any_bits:
+      normal = np.random.default_rng(i).standard_normal(w.shape).astype(dtype)
+      w = np.where(w == 0, w, normal)
+    made[name] = w
+  made["params/layers_0/wide/bias"] = np.arange(5, dtype=dtype)
+  made["params/embed/embedding"] = np.zeros((9, 4), dtype)
+  made["batch_stats/bn/mean"] = np.arange(4, dtype=np.float32)
+  return made
+
+
+def written(tmp_path, arrays=None, dtype=None):
+  path = tmp_path / "a.safetensors"
+  report = packed_file.write(path, nested(arrays or variables()), RULES, dtype)
+  return path, report
+
+
+def bits_of(x):
+  """The bits, where the sign of a zero does not count."""
+  raw = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").copy()
+  raw[raw == 1 << (8 * x.dtype.itemsize - 1)] = 0
+  return raw
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_the_same_bits_come_back(dtype, tmp_path):
+  arrays = variables(dtype)
+  path, report = written(tmp_path, arrays)
+  opened = Opened(path)
+  assert set(opened.leaves) == set(arrays) and set(opened.kernels) == set(KERNELS)
+  for name, x in arrays.items():
+    back = opened.array(name)
+    assert opened.leaves[name] == (x.shape, x.dtype.name) == (back.shape, back.dtype.name)
+    np.testing.assert_array_equal(bits_of(back), bits_of(x), err_msg=name)
+  again = nested({name: opened.array(name) for name in arrays})
+  assert written(tmp_path / "again", again)[0].read_bytes() == path.read_bytes()
+  size = os.path.getsize(path)
+  header = struct.unpack("<Q", path.read_bytes()[:8])[0]
+  assert report.total == size - 8 - header
+  assert report.dense["batch_stats/bn/mean"] == "no parameter"
+  assert report.dense["embed/embedding"] == "no rule makes it sparse"
+  # Eight weights are one value and one nibble (a whole byte, rounded up).
+  assert report.sizes["layers_0/wide/kernel"].total == 5 * (8 * np.dtype(dtype).itemsize + 4)
+
+
+def test_the_header_is_as_documented(tmp_path):
+  path, _ = written(tmp_path)
+  file = safetensors_file.Opened(path)
+  assert file.metadata["format"] == "nm_sparsity_jax/1"
+  assert nms.rules_text.parse(file.metadata["rules"]) == RULES
+  assert json.loads(file.metadata["packed"])["params/apart/kernel"] == dict(
+    n=2, m=16, axis=[0, 2], shape=[4, 3, 8, 2], dtype="float32", index_bits=4, pad=0
+  )
+  name = "params/layers_1/padded/kernel"
+  assert file.shapes[f"{name}.nm_values"] == (6, 3) and file.dtypes[f"{name}.nm_indices"] == "uint8"
+  assert file.shapes[f"{name}.nm_indices"] == (6, 3) and f"{name}.nm_scale" not in file.shapes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_values_of_another_dtype_are_those_of_pack(dtype, tmp_path):
+  arrays = variables(any_bits=False)
+  path, report = written(tmp_path, arrays, dtype)
+  opened = Opened(path)
+  for name, kernel in opened.kernels.items():
+    want = packed.pack(arrays[name], kernel.pattern, kernel.groups, dtype)
+    for a, b in zip(jax.tree.leaves(opened.packed(name)), jax.tree.leaves(want), strict=True):
+      assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    np.testing.assert_array_equal(opened.array(name), kernel.with_zeros(want))
+  assert opened.leaves["params/conv/kernel"][1] == ("float32" if dtype == "int8" else dtype)
+  assert opened.leaves["params/layers_0/wide/bias"][1] == "float32"  # no kernel
+  wide = report.sizes["layers_0/wide/kernel"]
+  assert wide.total == 5 * (8 * np.dtype(dtype).itemsize + 4 + 4 * (dtype == "int8"))
+  assert wide.dense == 64 * 5 * 4
+
+
+def test_a_network_takes_what_is_read(tmp_path):
+  path, _ = written(tmp_path, variables(any_bits=False))
+  tree = packed_file.read(path)
+  assert set(tree) == {"params", "batch_stats"}
+  wide = tree["params"]["layers_0"]["wide"]
+  assert isinstance(wide["kernel"], NMPacked)
+  assert isinstance(tree["params"]["conv"]["kernel"], np.ndarray)  # a layer takes it with zeros
+  x = np.ones((2, 64), np.float32)
+  y = nms.layers.Dense(5).apply({"params": deployed.prepare(wide, 2)}, jnp.asarray(x))
+  want = x @ Opened(path).array("params/layers_0/wide/kernel") + wide["bias"]
+  np.testing.assert_allclose(np.asarray(y), want, rtol=1e-5, atol=1e-5)
+
+
+def test_one_array_is_in_memory(tmp_path):
+  arrays, alive = variables(), []
+
+  def given():
+    for name, x in reversed(arrays.items()):  # in any order
+      assert all(ref() is None for ref in alive), name
+      made = x.copy()
+      alive.append(weakref.ref(made))
+      yield name, made
+      del made
+
+  leaves = {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
+  packed_file.write_each(tmp_path / "b.safetensors", leaves, given(), RULES)
+  assert len(alive) == len(arrays)
+  path, _ = written(tmp_path)
+  assert (tmp_path / "b.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_a_kernel_that_is_not_n_m_leaves_no_file(tmp_path):
+  arrays = variables()
+  arrays["params/layers_0/two/kernel"][8:12, 3] = 1
+  said = (
+    r"^'layers_0/two/kernel' is not 2:4 along axis 0: 4 of the 4 entries of group 17, which begins "
+    r"at \(8, 3\), are not zero. Finalize it first \(nms.finalize\)"
+  )
+  with pytest.raises(ValueError, match=said):
+    written(tmp_path, arrays)
+  assert os.listdir(tmp_path) == []
+  arrays = variables() | {"params/a.nm_scale": np.zeros(2, np.float32)}
+  with pytest.raises(ValueError, match="'params/a.nm_scale' ends like a part of a packed kernel"):
+    written(tmp_path, arrays)
+  with pytest.raises(ValueError, match="'params' is no path of a tree, such as params/head/kernel"):
+    packed_file.write_each(tmp_path / "a", {"params": ((2,), "float32")}, (), RULES)
+
+
+def test_padding_for_a_longer_level_is_not_in_the_file(tmp_path):
+  """The axis is padded to 32 for its first level, and the target 1:4 needs 20."""
+  path = ((0, "8:32", 0.0), (5, "1:4", 0.0))
+  longer = nms.recipe("custom", pattern="1:4", phases=nms.Phases(total=9), path=path)
+  rules = nms.Rules({"a/kernel": longer}, indivisible="pad")
+  w = np.zeros((18, 6), np.float32)
+  w[::4] = 1
+  assert rules.assign({"a/kernel": w}).places["a/kernel"].pad == 14
+  packed_file.write(tmp_path / "a", {"params": {"a": {"kernel": w}}}, rules)
+  opened = Opened(tmp_path / "a")
+  np.testing.assert_array_equal(opened.array("params/a/kernel"), w)
+  assert opened.packed("params/a/kernel").values.shape == (5, 6)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+W = "params/layers_0/wide/kernel"  # 1:8, indices of 4 bits
+TWO = "params/layers_0/two/kernel"  # 2:4, of 2 bits
+PAD = "params/layers_1/padded/kernel"  # 3:32, of 8 bits, 27 rows of padding
+
+
+def changed(tmp_path, change, dtype=None):
+  """A packed file in which `change` has changed tensors, metadata and what is told of kernels."""
+  path, _ = written(tmp_path, variables(any_bits=False), dtype)
+  file = safetensors_file.Opened(path)
+  tensors = {name: file.array(name) for name in file.shapes}
+  metadata = dict(file.metadata)
+  told = json.loads(metadata.pop("packed"))
+  change(tensors, metadata, told)
+  path.unlink()
+  safetensors_file.write(path, tensors, {"packed": json.dumps(told), **metadata})
+  return path
+
+
+def told_of(name, **changes):
+  return lambda tensors, metadata, told: told[name].update(changes)
+
+
+def put(name, index, value):
+  def change(tensors, metadata, told):
+    tensors[name][index] = value
+
+  return change
+
+
+def metadata_of(**changes):
+  return lambda tensors, metadata, told: metadata.update(changes)
+
+
+HEADERS = {
+  "a file of another program": (
+    metadata_of(format="pt"), "is no packed file: its metadata have no format nm_sparsity_jax/1"
+  ),
+  "an unknown version": (
+    metadata_of(format="nm_sparsity_jax/2"), "version '2', and this package reads version 1: upda"
+  ),
+  "a version of more words": (metadata_of(format="nm_sparsity_jax/1 "), "of version '1 ', and"),
+  "an unknown key": (metadata_of(code="import os"), "its metadata have 'code', or lack it"),
+  "no rules": (lambda t, metadata, told: metadata.pop("rules"), "have 'rules', or lack it"),
+  "packed that is no JSON": (metadata_of(packed="{'a'"), "\"'a'\" stands at .* of its metadata"),
+  "packed with more behind it": (metadata_of(packed="{}{}"), "stands at .*, not its end"),
+  "a kernel twice": (metadata_of(packed='{"a":{},"a":{}}'), "'a' is told with the keys"),
+  "a kernel told twice": (
+    metadata_of(packed=json.dumps({"a": dict(n=1, m=4, axis=[0], shape=[4, 4], dtype="int8",
+                index_bits=2, pad=0)}).replace("}}", '}, "a": {}}')), "the key 'a' stands twice"
+  ),
+  "a key too many": (told_of(W, code="rm"), "not a whole number"),
+  "a number too many": (told_of(W, k=1), "is told with the keys axis, dtype, index_bits, k, m"),
+  "a float": (told_of(W, n=1.0), "not a whole number"),
+  "a bool": (told_of(W, n=True), "not a whole number"),
+  "n = m": (told_of(W, n=8), "is 8:8, and must be n:m with 0 < n < m <= 256"),
+  "n = 0": (told_of(W, n=0), "is 0:8, and must be n:m"),
+  "m = 257": (told_of(W, m=257), "is 1:257, and must be n:m"),
+  "no axis": (told_of(W, axis=[]), r"has groups along \[\] of the shape"),
+  "an axis beyond": (told_of(W, axis=[2]), r"has groups along \[2\] of the shape \[64, 5\]"),
+  "an axis twice": (told_of(W, axis=[0, 0]), r"has groups along \[0, 0\] of the shape"),
+  "another shape": (told_of(W, shape=[64, 6]), r"is float32 \(8, 5\), and must be float32 \(8, 6"),
+  "a huge shape": (told_of(W, shape=[1 << 40, 1 << 20]), "has the shape"),
+  "a huge empty shape": (told_of(W, shape=[1 << 60, 0]), "has the shape"),
+  "another padding": (told_of(W, pad=8), "is padded by 8"),
+  "no padding": (told_of(PAD, pad=0), r"of 3:32 and shape \[37, 3\] is padded by 0"),
+  "another n": (told_of(W, n=2), r"is float32 \(8, 5\), and must be float32 \(16, 5\)"),
+  "an unknown dtype": (told_of(W, dtype="object"), "has values of 'object'"),
+  "another dtype": (told_of(W, dtype="bfloat16"), "is float32 .*, and must be bfloat16"),
+  "int8 without its scale": (told_of(W, dtype="int8"), "is float32 .*, and must be int8"),
+  "other bits": (told_of(W, index_bits=8), "has indices of 8 bits, and 4 at m = 8"),
+  "a part is missing": (
+    lambda tensors, metadata, told: tensors.pop(f"{W}.nm_indices"), "wide/kernel.nm_indices' is mis"
+  ),
+  "an orphan": (
+    lambda tensors, metadata, told: told.pop(W), r"kernel.nm_\w+' is a part of no packed kernel"
+  ),
+  "a scale too many": (
+    lambda tensors, metadata, told: tensors.update({f"{W}.nm_scale": np.ones(5, np.float32)}),
+    "wide/kernel.nm_scale' is a part of no packed kernel",
+  ),
+  "packed and dense": (
+    lambda tensors, metadata, told: tensors.update({W: np.ones(5, np.float32)}),
+    "a name is packed and not packed",
+  ),
+  "a name inside another": (
+    lambda tensors, metadata, told: tensors.update({f"{W}/a": np.ones(5, np.float32)}),
+    "wide/kernel/a' is no path of a tree",
+  ),
+  "a name of a run's state": (
+    lambda tensors, metadata, told: tensors.update({"nm_sparsity/rules": np.ones(5, np.float32)}),
+    "'nm_sparsity/rules' is no path of a tree",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_header_that_does_not_fit_is_one_sentence(what, tmp_path):
+  change, words = HEADERS[what]
+  path = changed(tmp_path, change)
+  with pytest.raises(ValueError, match=words) as e:
+    Opened(path)
+  assert str(e.value).startswith(repr(str(path))) and "\n" not in str(e.value)
+  assert len(str(e.value)) < 1000
+
+
+CONTENTS = {
+  "an index beyond its group": (put(f"{PAD}.nm_indices", (0, 0), 32), PAD, "an index is 32, and"),
+  "an index twice": (put(f"{TWO}.nm_indices", (0, 0), 0b01_01), TWO, "indices of a group do not a"),
+  "indices backwards": (put(f"{TWO}.nm_indices", (0, 0), 0b01_10), TWO, "of a group do not ascend"),
+  "a value in the padding": (
+    lambda t, metadata, told: (
+      put(f"{PAD}.nm_indices", (slice(3, 6), 0), [29, 30, 31])(t, metadata, told),
+      put(f"{PAD}.nm_values", (5, 0), 1)(t, metadata, told),
+    ), PAD, "a value other than .0 stands where the last group is padded",
+  ),
+  "a scale of 0": (put(f"{W}.nm_scale", 0, 0), W, "a scale is not a positive, finite number"),
+  "a scale of NaN": (put(f"{W}.nm_scale", 0, np.nan), W, "a scale is not a positive, finite"),
+  "-128": (put(f"{W}.nm_values", (0, 0), -128), W, "a value is -128, which is not used"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONTENTS)
+def test_a_kernel_that_pack_cannot_have_made_is_one_sentence(what, tmp_path):
+  change, name, words = CONTENTS[what]
+  path = changed(tmp_path, change, "int8" if "scale" in what or "128" in what else None)
+  opened = Opened(path)
+  for read in (opened.packed, opened.array, opened.leaf):
+    with pytest.raises(ValueError, match=words) as e:
+      read(name)
+    start = f"{str(path)!r} is no packed file of version 1, or damaged ('{name}' is no packed weig"
+    assert str(e.value).startswith(start)
+  assert isinstance(opened.leaf("params/embed/embedding"), np.ndarray)
+
+
+def test_unused_bits_of_indices_are_0(tmp_path):
+  def change(tensors, metadata, told):
+    tensors["params/short/kernel.nm_values"] = np.ones((1, 4), np.float32)
+    tensors["params/short/kernel.nm_indices"] = np.full((1, 4), 0x40, np.uint8)
+    told["params/short/kernel"] = told[W] | dict(shape=[8, 4])
+
+  with pytest.raises(ValueError, match="bits that stand for no index are not 0"):
+    Opened(changed(tmp_path, change)).packed("params/short/kernel")
+
+
+def test_tensors_are_read_when_they_are_asked_for(tmp_path, monkeypatch):
+  path, _ = written(tmp_path)
+  monkeypatch.setattr(safetensors_file.Opened, "array", lambda *_: pytest.fail("it read a tensor"))
+  assert Opened(path).leaves[W] == ((64, 5), "float32")
+
+
+def test_the_tree_of_a_file_is_that_which_was_written(tmp_path):
+  path, _ = written(tmp_path)
+  tree = deployed.unpack_tree(packed_file.read(path))
+  assert {name: x.shape for name, x in flatten(tree)} == {
+    n: x.shape for n, x in variables().items()
+  }
