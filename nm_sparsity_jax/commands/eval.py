@@ -4,8 +4,8 @@
     --gin_file=gin_configs/runs/local_eval.gin \\
     --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.EVAL_OUTPUT_DIR="'...'" ...
 
-The checkpoint holds the rules. A setting that says something else is refused. Exit code: 0 = done,
-1 = failed.
+The checkpoint holds the rules, and so does a packed file, which may stand in its place. A setting
+that says something else is refused. Exit code: 0 = done, 1 = failed.
 """
 
 from __future__ import annotations

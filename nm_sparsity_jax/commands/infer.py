@@ -4,10 +4,11 @@
     --gin_file=gin_configs/runs/local_infer.gin \\
     --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.INFER_OUTPUT_DIR="'...'" ...
 
-The checkpoint holds the rules. A setting that says something else is refused. The files are those
-of t5x.infer, with `idx` where a task has it: `nm-sparsity glue submit` reads them. A workload of
-your own takes gin_configs/runs/local_workload_infer.gin, which writes a file for each split. Exit
-code: 0 = done, 1 = failed.
+The checkpoint holds the rules, and so does a packed file, which may stand in its place. A setting
+that says something else is refused. The files are those of t5x.infer, with `idx` where a task has
+it: `nm-sparsity glue submit` reads them. A workload of your own takes
+gin_configs/runs/local_workload_infer.gin, which writes a file for each split. Exit code: 0 = done,
+1 = failed.
 """
 
 from __future__ import annotations

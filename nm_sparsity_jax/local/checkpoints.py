@@ -258,6 +258,11 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
     Parameters, the workload's collections, and the global step. All are float32.
   """
   stored = opened(path, model)
+  if stored.packed is not None:
+    raise ValueError(
+      f"INITIAL_CHECKPOINT_PATH: {path!r} is a packed file, which is deployed and does not learn: "
+      "start from the checkpoint that was packed."
+    )
   like, where = {"target": model.shapes}, {"target": model.shardings(model.shapes)}
   wanted = [f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)]
   is_held = bool(wanted) and set(wanted) <= set(stored.leaves)

@@ -20,12 +20,12 @@ import json
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from nm_sparsity_jax import installed, metrics
-from nm_sparsity_jax.local import checkpoints, folders, reports
+from nm_sparsity_jax.local import checkpoints, folders, packed_files, reports
 from nm_sparsity_jax.local.evaluation import (
   History,
   Stopped,
@@ -260,16 +260,17 @@ def evaluate(
   Args:
     model: workload and rules, as in training.
     evaluation: what is evaluated, and how.
-    checkpoint: its folder, checkpoint_N.
+    checkpoint: its folder, checkpoint_N, or a packed file.
     output_dir: gets what training writes for an evaluation.
     config: the text for config.gin.
 
   Returns:
     0.
   """
-  with _opened(model, checkpoint, output_dir, config, "EVAL_OUTPUT_DIR") as (folder, state):
-    step, evaluator = int(state.step), evaluation.evaluator(model, str(folder))
-    found = evaluator.evaluate(model.variables(state), step)
+  with _opened(model, evaluation, checkpoint, output_dir, config, "EVAL_OUTPUT_DIR") as opened:
+    folder, model, variables, step = opened
+    with packed_files.explained(checkpoint):
+      found = evaluation.evaluator(model, str(folder)).evaluate(variables, step)
   curves = reports.Curves(folder)
   for task, scalars in found.scalars.items():
     curves.open(f"training_eval/{task}", step - 1)
@@ -298,7 +299,7 @@ def infer(
   Args:
     model: workload and rules, as in training.
     evaluation: of which splits; for a T5, of which tasks, by which search, and the lengths.
-    checkpoint: its folder, checkpoint_N.
+    checkpoint: its folder, checkpoint_N, or a packed file.
     output_dir: gets the files.
     config: the text for config.gin.
 
@@ -306,12 +307,13 @@ def infer(
     0.
   """
   wanted = evaluation.for_predictions(model.workload)
-  with _opened(model, checkpoint, output_dir, config, "INFER_OUTPUT_DIR") as (folder, state):
+  with _opened(model, wanted, checkpoint, output_dir, config, "INFER_OUTPUT_DIR") as opened:
+    folder, model, variables, _ = opened
     evaluator = wanted.evaluator(model, None)
-    variables = model.variables(state)
   for name, rows in evaluator.predictions(variables):
     path, count = folder / f"{name}-predict.jsonl-00000-of-00001", 0
-    with files.whole_file(path) as beside, beside.open("w", encoding="utf-8") as file:
+    whole, explained = files.whole_file(path), packed_files.explained(checkpoint)
+    with explained, whole as beside, beside.open("w", encoding="utf-8") as file:
       for inputs, prediction in rows:
         file.write(json.dumps({"inputs": inputs, "prediction": prediction}) + "\n")
         count += 1
@@ -319,23 +321,37 @@ def infer(
   return 0
 
 
+class _Opened(NamedTuple):
+  """What is evaluated: the folder for the findings, the model, its variables, the global step."""
+
+  folder: pathlib.Path
+  model: Model
+  variables: dict[str, Any]
+  step: int
+
+
 @contextlib.contextmanager
 def _opened(
-  model: Model, checkpoint: str, output_dir: str, config: str, macro: str
-) -> Iterator[tuple[pathlib.Path, TrainState]]:
-  """Makes the folder for the findings; leaves it as it was where the block fails.
-
-  Yields:
-    The folder, and the state of the checkpoint.
-  """
+  model: Model, evaluation: Any, checkpoint: str, output_dir: str, config: str, macro: str
+) -> Iterator[_Opened]:
+  """Makes the folder for the findings, and leaves it as it was where the block fails."""
   folder = folders.of(output_dir, macro)
   folders.refuse_run(folder, macro)
   was = folders.Before.of(folder)
   folders.make(output_dir, macro)
   with folders.as_it_was(folder, was):
     stored = checkpoints.opened(checkpoint, model)
-    state = checkpoints.load_for_evaluation(stored, model)
+    if stored.packed is not None:
+      if stored.rules is not None and not model.given_rules.is_dense:
+        checkpoints.refuse_other_rules(stored.rules, model.given_rules, stored.path)
+      held = stored.packed()
+      model, variables = packed_files.load(stored.path, held, model, evaluation)
+      step, said = stored.step or 0, f"{checkpoint}: {packed_files.told(held, variables)}"
+    else:
+      state = checkpoints.load_for_evaluation(stored, model)
+      variables, step = model.variables(state), int(state.step)
+      kept = ", the moving average of its parameters" if stored.average else ""
+      said = f"{checkpoint}: step {step:,}, sparse step {int(state.sparse_step):,}{kept}"
     files.write_atomically(folder / "config.gin", config)
-    kept = ", the moving average of its parameters" if stored.average else ""
-    print(f"{checkpoint}: step {int(state.step):,}, sparse step {int(state.sparse_step):,}{kept}")
-    yield folder, state
+    print(said)
+    yield _Opened(folder, model, variables, step)

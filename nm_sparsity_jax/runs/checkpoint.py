@@ -7,7 +7,7 @@
 Keys are those of T5X's train state: target/..., state/step, state/param_states/...,
 flax_mutables/... `legacy` reads T5X's own format, `orbax` Orbax, which is what is written, and
 `foreign` a safetensors file of timm's names or a folder of Hugging Face's T5, which are like dense
-checkpoints.
+checkpoints, and a packed file, whose arrays have their zeros here.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Stored:
 
   Attributes:
     path: its folder.
-    format: 'Orbax', 'T5X', 'timm' or 'Hugging Face'.
+    format: 'Orbax', 'T5X', 'timm', 'Hugging Face' or 'packed'.
     leaves: key -> Leaf.
     step: T5X's global step, None if unknown.
     sparse_step: steps of the sparse run that wrote it, None for a dense one.
     rules: the text of that run's rules, None for a dense one.
     array: key -> its values, read now. ValueError where they cannot be.
+    packed: as in `Contents`.
   """
 
   path: str
@@ -56,6 +57,9 @@ class Stored:
   sparse_step: int | None
   rules: str | None
   array: Callable[[str], np.ndarray] = dataclasses.field(repr=False, compare=False)
+  packed: Callable[[], dict[str, Any]] | None = dataclasses.field(
+    default=None, repr=False, compare=False
+  )
 
   @property
   def average(self) -> bool:
@@ -154,8 +158,9 @@ def _stored(name: str, found: Contents) -> Stored:
     if key in leaves and math.prod(leaves[key].shape or ()) > rules_text.TEXT_BYTES:
       raise ValueError(f"{key} has shape {leaves[key].shape}")
   step, sparse_step, rules = (array(key) if key in leaves else None for key in _SMALL)
-  text = None if rules is None else rules_text.unpack(rules)
-  return Stored(name, found.format, leaves, _number(step), _number(sparse_step), text, array)
+  text = found.rules if rules is None else rules_text.unpack(rules)
+  numbers = _number(step), _number(sparse_step)
+  return Stored(name, found.format, leaves, *numbers, text, array, found.packed)
 
 
 def _number(x: np.ndarray | None) -> int | None:

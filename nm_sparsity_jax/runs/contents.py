@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +20,18 @@ class Contents:
   """What one checkpoint holds, by T5X's keys.
 
   Attributes:
-    format: 'Orbax', 'T5X', 'timm' or 'Hugging Face'.
+    format: 'Orbax', 'T5X', 'timm', 'Hugging Face' or 'packed'.
     leaves: key -> shape and dtype; None where the format does not tell one.
     array: key -> its values, read now.
+    packed: of a packed file: reads the variables, with kernels as `NMPacked`; None of any other.
+    rules: the text of the rules, where it is no array.
   """
 
   format: str
   leaves: Mapping[str, tuple[tuple[int, ...] | None, str | None]]
   array: Callable[[str], np.ndarray]
+  packed: Callable[[], dict[str, Any]] | None = None
+  rules: str | None = None
 
 
 class Unreadable(ValueError):

@@ -1,7 +1,8 @@
 """Weights in names of other libraries, told in the keys of a checkpoint.
 
 F.safetensors, of timm's names      -> [read] -> key such as target/head/kernel -> shape, dtype
-FOLDER, Hugging Face's T5           ->                                          -> array
+F.safetensors, packed               ->                                          -> array
+FOLDER, Hugging Face's T5           ->
 key -> array -> [write_like] -> another such folder
 """
 
@@ -15,7 +16,13 @@ import numpy as np
 
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.runs.contents import Contents, Unreadable
-from nm_sparsity_jax.weights import huggingface, huggingface_folder, safetensors_file, timm
+from nm_sparsity_jax.weights import (
+  huggingface,
+  huggingface_folder,
+  packed_file,
+  safetensors_file,
+  timm,
+)
 
 HUGGING_FACE = "Hugging Face"  # the format of a folder
 
@@ -42,12 +49,29 @@ def read(
   try:
     if file.is_dir():
       return _read_huggingface(name, config)
+    if _is_packed(name):
+      return _read_packed(name)
     held = _hold_timm(name, like, config)
   except ValueError as e:  # it names the file
     raise Unreadable(str(e)) from e
   own = {_key(key): key for key in held.leaves}
   leaves = {key: held.leaves[name] for key, name in own.items()}
   return Contents("timm", leaves, lambda key: held.array(own[key]))
+
+
+def _is_packed(name: str) -> bool:
+  try:
+    return packed_file.is_packed(safetensors_file.Opened(name))
+  except ValueError:  # what reads it as timm's says why
+    return False
+
+
+def _read_packed(name: str) -> Contents:
+  opened = packed_file.Opened(name)
+  own = {_key(key): key for key in opened.leaves}
+  leaves = {key: opened.leaves[name] for key, name in own.items()}
+  array = lambda key: opened.array(own[key])
+  return Contents("packed", leaves, array, lambda: packed_file.read(name), opened.rules)
 
 
 def _hold_timm(name: str, like: Mapping[str, Any] | None, config: Any) -> timm.Held:

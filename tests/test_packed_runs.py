@@ -1,0 +1,157 @@
+"""infer and eval on a packed file: the tokens and numbers of the finalized checkpoint."""
+
+import functools
+import json
+import pathlib
+import warnings
+
+import jax
+import numpy as np
+import pytest
+import quick
+from flax import linen as nn
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import cli, rules_text
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
+from nm_sparsity_jax.packed import choice
+from nm_sparsity_jax.runs import checkpoint, writing
+from nm_sparsity_jax.trees import flatten, nested
+from nm_sparsity_jax.weights import packed_file
+
+pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
+# seqio, TensorFlow, clu and Orbax warn on their own account.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+with warnings.catch_warnings():
+  warnings.simplefilter("ignore")
+  import t5x_task  # noqa: F401  (registers the task)
+
+  from nm_sparsity_jax.local import packed_files
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RECIPE = functools.partial(nms.recipe, "sr_ste", phases=nms.Phases(total=7))
+RULES = nms.Rules({"ff": RECIPE(pattern="1:8"), "qkv": RECIPE(pattern="2:4")})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+  """These programs run for less time than compiling them for speed takes."""
+  with quick.compilation():
+    yield
+
+
+@pytest.fixture(scope="module")
+def finalized(tmp_path_factory):
+  """A finalized checkpoint of the network of local_tiny.gin, of random weights that say much."""
+  folder = tmp_path_factory.mktemp("finalized")
+  config = T5Config.t5_1_1(
+    "tiny", vocab_size=384, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, num_encoder_layers=1,
+    num_decoder_layers=1,
+  )  # fmt: skip
+  one, rng = np.ones((1, 1), np.int32), np.random.default_rng(0)
+  init = functools.partial(Transformer(config).init, enable_dropout=False)
+  shapes = jax.eval_shape(init, jax.random.key(0), one, one, one)["params"]
+  params = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes)
+  params = jax.device_get(nms.finalize(params, RULES, 7))
+  text = np.asarray(rules_text.pack(rules_text.describe(RULES)))
+  tree = {"target": params, "state": {"step": np.int32(7)}}
+  tree["flax_mutables"] = {"nm_sparsity": {"step": np.int32(7), "rules": text}}
+  flat = {key: lambda x=x: np.asarray(x) for key, x in flatten(tree)}
+  writing.write(f"{folder}/checkpoint_7", flat)
+  return folder / "checkpoint_7"
+
+
+def words(command, path, out, **macros):
+  """The command that looks at a checkpoint."""
+  kind = {"infer": "INFER_OUTPUT_DIR", "eval": "EVAL_OUTPUT_DIR"}[command]
+  macros = {"EVAL_SPLIT": "validation", "CHECKPOINT_PATH": str(path), kind: str(out), **macros}
+  files = [f"gin_configs/runs/local_{command}.gin", "tests/local_tiny.gin"]
+  return [
+    command, f"--gin_search_paths={ROOT}", *(f"--gin_file={name}" for name in files),
+    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
+  ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def packed(finalized):
+  """The packed file of it."""
+  stored, path = checkpoint.read(str(finalized)), finalized.with_name("packed.safetensors")
+  params = {
+    key.removeprefix("target/"): stored.array(key)
+    for key in stored.leaves
+    if key.startswith("target/")
+  }
+  packed_file.write(path, {"params": nested(params)}, RULES)
+  return path
+
+
+@pytest.fixture
+def multiplied(monkeypatch):
+  """Layers multiply by packed kernels, whatever the table has; counts how many were asked."""
+  asked = []
+  monkeypatch.setattr(choice, "best", lambda kernel, *a, **k: asked.append(kernel) or "xla_scan")
+  return asked
+
+
+SCANNED = {"network.T5Config.preset.scan_layers": True}
+
+
+@pytest.mark.parametrize(
+  "more", [{}, pytest.param(SCANNED, marks=pytest.mark.slow)], ids=["layers", "scan"]
+)
+def test_infer_says_token_by_token_what_the_finalized_one_says(
+  finalized, packed, multiplied, more, tmp_path, capsys
+):
+  said = []
+  for path, settings in ((finalized, {}), (packed, more)):
+    out = tmp_path / path.name
+    assert cli.main(words("infer", path, out, DECODER="greedy", **settings)) == 0
+    (file,) = out.glob("*.jsonl-*")
+    said.append([json.loads(line)["prediction"] for line in file.read_text().splitlines()])
+  assert said[0] == said[1] and len(set(said[0])) > 3
+  told = f"{packed}: packed, 1:8 and 2:4; 15 of 15 kernels are multiplied so"
+  assert told in capsys.readouterr().out
+  assert len(multiplied) > 2 * 15  # of fifteen kernels: once prepared, and where they are traced
+
+
+def test_eval_finds_what_it_finds_of_the_finalized_one(
+  finalized, packed, multiplied, tmp_path, capsys
+):
+  said = []
+  for path in (finalized, packed):
+    capsys.readouterr()
+    out = tmp_path / path.name
+    assert cli.main(words("eval", path, out, EVALUATOR_NUM_EXAMPLES=0)) == 0
+    said.append(capsys.readouterr().out.partition("\n")[2])
+  assert said[0] == said[1] and "loss 5." in said[0]
+  assert multiplied
+
+
+def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
+  wide = {"network.T5Config.preset.mlp_dim": 64}
+  for macros, said in (
+    (wide, "another network: 6 have other shapes (decoder/layers_0/mlp/wi_0/kernel: (16, 32), "
+           "not (16, 64))"),
+    (dict(NUM_PARTITIONS=2), "NUM_PARTITIONS=2: devices do not share packed kernels"),
+    (dict(PATTERN="1:4"), "1:4"),
+  ):  # fmt: skip
+    assert cli.main(words("infer", packed, tmp_path / "out", **macros)) == 1
+    assert said in capsys.readouterr().err
+  start = dict(MODEL_DIR=str(tmp_path / "run"), INITIAL_CHECKPOINT_PATH=str(packed))
+  start |= dict(RECIPE="sr_ste", PATTERN="1:8", SPARSE_STEPS=9)
+  files = ("local_train", "local_adamw")
+  train = [
+    "train", f"--gin_search_paths={ROOT}", *(f"--gin_file=gin_configs/runs/{f}.gin" for f in files),
+    "--gin_file=tests/local_tiny.gin", *(f"--gin.{name}={x!r}" for name, x in start.items()),
+  ]  # fmt: skip
+  assert cli.main(train) == 1
+  assert "is a packed file, which is deployed and does not learn" in capsys.readouterr().err
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_takes_arrays_alone_is_a_sentence():
+  kernel = nms.packed.pack(np.zeros((8, 4), np.float32), nms.NM(1, 4))
+  with pytest.raises(ValueError, match="'F' holds packed kernels, .* write nms.layers.Dense for"):
+    with packed_files.explained("F"):
+      nn.Dense(4, use_bias=False).apply({"params": {"kernel": kernel}}, np.ones((1, 8), np.float32))
