@@ -13,6 +13,7 @@ from flax import linen as nn
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, rules_text
+from nm_sparsity_jax.models import vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.packed import choice
 from nm_sparsity_jax.runs import checkpoint, writing
@@ -27,7 +28,8 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   import t5x_task  # noqa: F401  (registers the task)
 
-  from nm_sparsity_jax.local import packed_files
+  from nm_sparsity_jax.local import evaluation, packed_files, step
+  from nm_sparsity_jax.workloads.vision import Images
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECIPE = functools.partial(nms.recipe, "sr_ste", phases=nms.Phases(total=7))
@@ -142,12 +144,49 @@ def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
   start |= dict(RECIPE="sr_ste", PATTERN="1:8", SPARSE_STEPS=9)
   files = ("local_train", "local_adamw")
   train = [
-    "train", f"--gin_search_paths={ROOT}", *(f"--gin_file=gin_configs/runs/{f}.gin" for f in files),
+    f"--gin_search_paths={ROOT}", *(f"--gin_file=gin_configs/runs/{f}.gin" for f in files),
     "--gin_file=tests/local_tiny.gin", *(f"--gin.{name}={x!r}" for name, x in start.items()),
   ]  # fmt: skip
-  assert cli.main(train) == 1
+  assert cli.main(["train", *train]) == 1
   assert "is a packed file, which is deployed and does not learn" in capsys.readouterr().err
+  assert cli.main(["plan", "--import=t5x_task", *train]) == 1
+  assert "which `nm-sparsity infer` and `eval` alone take" in capsys.readouterr().out
   assert not list(tmp_path.iterdir())
+
+
+def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, capsys):
+  command = words("infer", packed, tmp_path / "out", **SCANNED)
+  assert cli.main(["plan", "--json", "--import=t5x_task", *command[1:]]) == 0
+  restore = json.loads(capsys.readouterr().out)["restore"]
+  assert restore["format"] == "packed" and restore["sections"]["parameters"]["load"] == 29
+
+
+def test_other_commands_see_its_zeros(packed, tmp_path, capsys):
+  assert cli.main(["verify", str(packed)]) == 0
+  assert "by its own rules" in capsys.readouterr().out
+  assert cli.main(["export", str(packed), str(tmp_path / "model")]) == 0
+  assert cli.main(["verify", str(tmp_path / "model"), "--rules", "{'ff': '1:8'}"]) == 0
+
+
+class _NoImages:
+  batch_size, size, channels = 8, 16, 3
+
+  def splits(self):
+    return {}
+
+
+def test_a_vit_that_scans_is_evaluated_without_a_scan():
+  network = vit.ViT(vit.config("vit_test", scan=True))
+  model = step.Model(workload=Images(network, _NoImages()))
+  params = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), model.shapes)
+  tree, _ = nms.deployed.unstacked(params, network.config)
+  tree, report = nms.deployed.pack_tree(tree, RULES)
+  assert len(report.sizes) == 2 * 5
+  made, ready = packed_files.load("F", {"params": tree}, model, evaluation.Splits())
+  assert not made.workload.network.config.scan and model.workload.network.config.scan
+  batch = {"image": jax.ShapeDtypeStruct((8, 16, 16, 3), np.float32)}
+  said = jax.eval_shape(made.workload.predict, ready["params"], {}, batch)
+  assert said["label"].shape == (8,)
 
 
 def test_a_layer_that_takes_arrays_alone_is_a_sentence():

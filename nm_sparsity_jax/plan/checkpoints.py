@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from nm_sparsity_jax import gin_files, rules_text, workloads
+from nm_sparsity_jax import deployed, gin_files, rules_text, workloads
 from nm_sparsity_jax.plan import places
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
@@ -61,9 +61,15 @@ def _initial(found: Findings, made: Made) -> checkpoint.Stored | None:
     return None
   if made.params is not None and isinstance(made.network, workloads.Workload):
     like = jax.eval_shape(made.network.init, jax.random.PRNGKey(0))
-    return checkpoint.read(str(path), like, made.network.network_config)
-  own = getattr(made.network, "config", None) if found.config.local else None
-  stored = checkpoint.read(str(path), config=own)
+    stored = checkpoint.read(str(path), like, made.network.network_config)
+  else:
+    own = getattr(made.network, "config", None) if found.config.local else None
+    stored = checkpoint.read(str(path), config=own)
+  if stored.packed is not None and not (found.config.local and found.config.program != "train"):
+    raise ValueError(
+      f"{stored.path} is a packed file, which `nm-sparsity infer` and `eval` alone take: name the "
+      "checkpoint that was packed"
+    )
   if stored.format == foreign.HUGGING_FACE and not found.config.local:
     raise ValueError(
       f"{stored.path} is a folder of Hugging Face's T5, which T5X does not read: `nm-sparsity "
@@ -156,7 +162,11 @@ def _restore(
     fallback = settings.fallback_to_scratch and not resuming
     taken = _t5x_restore(found, stored, made.state, settings, resuming)
   elif made.params is not None:  # the optimizer and the like do not matter to a fragment
-    model = {f"target/{path}": leaf for path, leaf in flatten(made.params)}
+    params = made.params
+    if stored.packed is not None:  # its network does not scan
+      whose = "network_config" if isinstance(made.network, workloads.Workload) else "config"
+      params, _ = deployed.unstacked(params, getattr(made.network, whose, None))
+    model = {f"target/{path}": leaf for path, leaf in flatten(params)}
     taken = restore(stored, model, getattr(settings, "dtype", None), fallback=fallback)
     drop = [key for key in taken.drop if key.startswith("target/")]
     taken = dataclasses.replace(taken, drop=drop)
