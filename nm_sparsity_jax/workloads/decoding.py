@@ -1,6 +1,6 @@
 """Greedy and beam search with the network's KV cache, as jitted loops.
 
-    effective params, inputs -> encoder, once -> one token a turn through the cache -> ids, scores
+    effective params, inputs -> [start], once -> [step], one token a turn -> ids, scores
 
 Token 0 is both the start and padding. Beam search is T5X's: same scores, same stop, so the same
 weights give the same decodes (a search with one beam is not greedy: it may pass by an early end).
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 from jax import lax
 
+from nm_sparsity_jax.models.t5.attention import DECODED, PREPARED
 from nm_sparsity_jax.models.t5.network import Transformer
 
 _NEVER = -1e7  # a score that no hypothesis has
@@ -40,7 +40,7 @@ def greedy(
 
   def turn(carry):
     i, tokens, cache, ids, score, ended = carry
-    logits, cache = step(cache, tokens)
+    logits, cache = step(cache, tokens, i)
     log_probs = jax.nn.log_softmax(logits)
     tokens = jnp.where(ended, 0, jnp.argmax(log_probs, -1).astype(jnp.int32))
     gained = jnp.take_along_axis(log_probs, tokens[:, None], 1)[:, 0]
@@ -93,7 +93,7 @@ def beam_search(
     )
 
   def turn(s: _Beams) -> _Beams:
-    logits, cache = step(s.cache, s.last.reshape(-1))
+    logits, cache = step(s.cache, s.last.reshape(-1), s.i)
     log_probs = jax.nn.log_softmax(logits).reshape(rows, k, -1) + s.live_scores[..., None]
     size = log_probs.shape[-1]
     # Of 2 k candidates at least k go on, for each beam ends in one way only.
@@ -127,8 +127,24 @@ def beam_search(
   return ids, jnp.where(has_ended, end.ended_scores[:, 0], end.live_scores[:, 0])
 
 
-def _decoder(network: Transformer, params: Any, inputs: jax.Array, length: int, beams: int):
-  """Returns a step, (cache, tokens [b * beams]) -> (logits, cache), and the empty cache."""
+def _decoder(network: Any, params: Any, inputs: jax.Array, length: int, beams: int):
+  """Returns a step, (kept, tokens [b * beams], position) -> (logits, kept), and what is kept."""
+  if not hasattr(network, "start"):
+    return _t5x_decoder(network, params, inputs, length, beams)
+  made = network.apply(
+    {"params": params}, inputs, length, beams, mutable=[PREPARED, DECODED], method="start"
+  )[1]
+
+  def step(decoded, tokens, position):
+    known = {"params": params, PREPARED: made[PREPARED], DECODED: decoded}
+    logits, new = network.apply(known, tokens, position, mutable=[DECODED], method="step")
+    return logits, new[DECODED]
+
+  return step, made[DECODED]
+
+
+def _t5x_decoder(network: Any, params: Any, inputs: jax.Array, length: int, beams: int):
+  """Returns the same through T5X's interface, for a network that has no other."""
   encode = functools.partial(network.apply, enable_dropout=False, method=network.encode)
   encoded: Any = encode({"params": params}, inputs)
   encoded, inputs = (jnp.repeat(x, beams, 0) for x in (encoded, inputs))
@@ -137,7 +153,8 @@ def _decoder(network: Transformer, params: Any, inputs: jax.Array, length: int, 
   shapes = jax.eval_shape(lambda p: make({"params": p}, inputs, blank, blank)[1]["cache"], params)
   cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-  def step(cache, tokens):
+  def step(cache, tokens, position):
+    del position  # the cache knows it
     logits, new = network.apply(
       {"params": params, "cache": cache},
       encoded,
@@ -157,9 +174,7 @@ def _decoder(network: Transformer, params: Any, inputs: jax.Array, length: int, 
 
 def _map_rows(function, cache):
   """Applies `function(x, axis of the rows)` to keys and values; scanned layers stand before it."""
-  flat = traverse_util.flatten_dict(cache)
-  rows = lambda name, x: function(x, x.ndim - 4) if name[-1] != "cache_index" else x
-  return traverse_util.unflatten_dict({name: rows(name, x) for name, x in flat.items()})
+  return jax.tree.map(lambda x: function(x, x.ndim - 4) if x.ndim >= 4 else x, cache)
 
 
 def _gather(x: jax.Array, parent: jax.Array, axis: int) -> jax.Array:

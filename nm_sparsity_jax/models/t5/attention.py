@@ -20,6 +20,9 @@ from nm_sparsity_jax.layers import DenseGeneral, as_tuple, effective_kernel, pac
 from nm_sparsity_jax.models.t5.masks import combine_biases, combine_masks
 from nm_sparsity_jax.rules import Rules
 
+# What the fast decoding step keeps, beside T5X's own 'cache': see `Transformer.start`.
+PREPARED = "prepared"  # computed once a sequence
+DECODED = "decoded"  # grows by a position at each token
 # Not -inf: the softmax of a query that sees no key must stay finite.
 _MASKED = -1e10
 
@@ -117,6 +120,11 @@ class MultiHeadDotProductAttention(nn.Module):
       cached_key, cached_value   [b, h, d, k], zeros until written
       cache_index                int32 scalar, the position to write next
 
+  This is T5X's. The step of `Transformer.start` keeps other ones, where a token writes one place:
+
+      decoded/keys, values       [b, h, length, d], of the decoder over itself
+      prepared/keys_and_values   two of [b, h, k, d], of the decoder over what the encoder read
+
   Attributes:
     num_heads: h.
     head_dim: d.
@@ -141,23 +149,31 @@ class MultiHeadDotProductAttention(nn.Module):
   def __call__(
     self,
     inputs_q: jax.Array,
-    inputs_kv: jax.Array,
+    inputs_kv: jax.Array | None,
     mask: jax.Array | None = None,
     bias: jax.Array | None = None,
     *,
     decode: bool = False,
     deterministic: bool = False,
+    position: jax.Array | None = None,
+    length: int | None = None,
+    once: bool = False,
   ) -> jax.Array:
     """Attends.
 
     Args:
       inputs_q: [b, q, e].
-      inputs_kv: [b, k, features].
+      inputs_kv: [b, k, features]; None = see `once`.
       mask: broadcasts to [b, h, q, k].
       bias: broadcasts to [b, h, q, k]; while decoding it has all q = k positions of the cache.
       decode: the first such call makes the cache, as long as `inputs_kv`; later calls bring one
         position each, add it and see those before.
       deterministic: no dropout.
+      position: int32 scalar: q = k = 1, and this is the place of the one in its sequence. The first
+        such call makes room for `length` places, all zeros, and later ones fill them and see those
+        before.
+      length: positions to decode at most.
+      once: keys and values are computed by the first such call; later ones need no `inputs_kv`.
 
     Returns:
       [b, q, e].
@@ -178,9 +194,11 @@ class MultiHeadDotProductAttention(nn.Module):
       return self.kernel_init(key, shape, dtype) / divisor.astype(dtype)
 
     query = project("query", inputs_q, query_init)
-    key = project("key", inputs_kv, self.kernel_init)
-    value = project("value", inputs_kv, self.kernel_init)
-    if decode:
+    key_and_value = lambda: tuple(project(x, inputs_kv, self.kernel_init) for x in ("key", "value"))
+    key, value = self._prepared(key_and_value) if once else key_and_value()
+    if position is not None:
+      key, value, mask = self._decoded(key, value, position, length)
+    elif decode:
       key, value, mask, bias = self._through_cache(query, key, value, mask, bias)
     if mask is not None:
       seen = jnp.where(mask > 0, 0.0, _MASKED).astype(self.dtype)
@@ -204,6 +222,26 @@ class MultiHeadDotProductAttention(nn.Module):
       kernel_axes=(*heads, "embed"),
       name="out",
     )(x)
+
+  def _prepared(self, make):
+    """Returns the keys and values that `make` computes in the first call alone."""
+    turned = lambda arrays: tuple(jnp.swapaxes(x, 1, 2) for x in arrays)
+    return turned(self.variable(PREPARED, "keys_and_values", lambda: turned(make())).value)
+
+  def _decoded(self, key, value, position, length):
+    """Returns keys, values and mask of all positions; puts these at `position`."""
+    made = self.has_variable(DECODED, "keys")
+    rows, _, heads, width = key.shape
+    found = []
+    for name, new in (("keys", key), ("values", value)):
+      kept = self.variable(DECODED, name, jnp.zeros, (rows, heads, length, width), new.dtype)
+      if made:
+        kept.value = lax.dynamic_update_slice_in_dim(
+          kept.value, jnp.swapaxes(new, 1, 2), position, axis=2
+        )
+      found.append(jnp.swapaxes(kept.value, 1, 2))
+    past = lax.broadcasted_iota(jnp.int32, (1, 1, 1, found[0].shape[1]), 3) <= position
+    return *found, past.astype(jnp.float32)
 
   def _through_cache(self, query, key, value, mask, bias):
     """Returns keys, values, mask and bias for one decoded position; makes a missing cache."""

@@ -147,8 +147,14 @@ class Embed(nn.Module):
       "embedding", self.embedding_init, shape, jnp.float32, axes=("vocab", "embed")
     )
 
-  def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Maps ids [...] to vectors [..., features]."""
+  def __call__(self, inputs: jax.Array, gather: bool = False) -> jax.Array:
+    """Maps ids [...] to vectors [..., features].
+
+    Args:
+      inputs: the ids.
+      gather: look up by a gather, whatever `one_hot` says. It reads the rows of these ids alone;
+        an id outside of the table has a row of zeros, as by a product.
+    """
     if self.cast_input_dtype:
       inputs = inputs.astype(self.cast_input_dtype)
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -157,6 +163,9 @@ class Embed(nn.Module):
         f"Embed got ids of dtype {inputs.dtype}. Input type must be an integer or unsigned integer."
         " Cast them, or set cast_input_dtype."
       )
+    if gather:
+      rows = jnp.asarray(self.embedding).at[inputs].get(mode="fill", fill_value=0)
+      return spmd.with_logical_constraint(rows.astype(self.dtype), ("batch", "length", "embed"))
     table = jnp.asarray(self.embedding, self.dtype)
     if self.one_hot:
       return jnp.dot(jax.nn.one_hot(inputs, self.num_embeddings, dtype=self.dtype), table)

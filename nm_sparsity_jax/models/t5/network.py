@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from nm_sparsity_jax.models.t5 import layers
+from nm_sparsity_jax.models.t5.attention import PREPARED
 from nm_sparsity_jax.models.t5.config import T5Config
 from nm_sparsity_jax.models.t5.stacks import (
   DecoderLayer,
@@ -51,11 +52,12 @@ class Encoder(nn.Module):
     encoder_input_tokens: jax.Array,
     encoder_mask: jax.Array | None = None,
     deterministic: bool = False,
+    gather: bool = False,
   ) -> jax.Array:
-    """Maps ids [b, k] and mask [b, 1, k, k] to [b, k, e]."""
+    """Maps ids [b, k] and mask [b, 1, k, k] to [b, k, e]; `gather` is that of `Embed`."""
     cfg = self.config
     embedding: Any = self.shared_embedding
-    x = embedding(encoder_input_tokens.astype(jnp.int32))
+    x = embedding(encoder_input_tokens.astype(jnp.int32), gather=gather)
     x = dropout(cfg)(x, deterministic).astype(cfg.dtype)
     x = through_layers(
       cfg,
@@ -85,7 +87,7 @@ class Decoder(nn.Module):
   @nn.compact
   def __call__(
     self,
-    encoded: jax.Array,
+    encoded: jax.Array | None,
     decoder_input_tokens: jax.Array,
     decoder_positions: jax.Array | None = None,
     decoder_mask: jax.Array | None = None,
@@ -93,12 +95,13 @@ class Decoder(nn.Module):
     deterministic: bool = False,
     decode: bool = False,
     max_decode_length: int | None = None,
+    position: jax.Array | None = None,
   ) -> jax.Array:
     """Maps encoded [b, k, e], ids [b, q] to float32 logits [b, q, vocab]; `Transformer.decode`."""
     del decoder_positions  # relative positions need none
     cfg = self.config
     embedding: Any = self.shared_embedding
-    y = embedding(decoder_input_tokens.astype(jnp.int32))
+    y = embedding(decoder_input_tokens.astype(jnp.int32), gather=position is not None)
     y = dropout(cfg)(y, deterministic).astype(cfg.dtype)
     y = through_layers(
       cfg,
@@ -112,6 +115,7 @@ class Decoder(nn.Module):
       deterministic=deterministic,
       decode=decode,
       max_decode_length=max_decode_length,
+      position=position,
     )
     y = layer_norm(cfg, "decoder_norm")(y)
     y = dropout(cfg)(y, deterministic)
@@ -245,6 +249,67 @@ class Transformer(nn.Module):
       deterministic=not enable_dropout,
       decode=decode,
       max_decode_length=max_decode_length,
+    )
+
+  def start(self, encoder_input_tokens: jax.Array, length: int, beams: int = 1) -> None:
+    """Reads the inputs of `step`: what it makes is in two collections, 'prepared' and 'decoded'.
+
+        _, kept = network.apply(
+          {"params": params}, inputs, 20, mutable=["prepared", "decoded"], method="start"
+        )
+
+    Encoder, and keys, values and position biases of the decoder, are computed here, once.
+
+    Args:
+      encoder_input_tokens: [b, k] ids, 0 = padding.
+      length: tokens to decode at most.
+      beams: hypotheses for each row.
+    """
+    tokens, dtype = encoder_input_tokens > 0, self.config.dtype
+    mask = layers.make_attention_mask(tokens, tokens, dtype=dtype)
+    encoded = self.encoder(encoder_input_tokens, mask, deterministic=True, gather=True)
+    encoded, tokens = (jnp.repeat(x, beams, 0) for x in (encoded, tokens))
+    cross = layers.make_attention_mask(jnp.ones_like(tokens[:, :1]), tokens, dtype=dtype)
+    self.put_variable(PREPARED, "mask", cross)
+    self._next(encoded, jnp.zeros((tokens.shape[0], 1), jnp.int32), jnp.int32(0), length)
+
+  def step(self, decoder_input_tokens: jax.Array, position: jax.Array) -> jax.Array:
+    """Returns the logits of the next token, [b * beams, vocab], float32.
+
+        logits, new = network.apply(
+          {"params": params, **kept}, tokens, i, mutable=["decoded"], method="step"
+        )
+        kept |= new
+
+    Numbers are those of `decode` with decode=True, which is T5X's, and reads and writes more: all
+    rows of the token embedding, all of the cache, and where XLA does not see that they stay the
+    same, keys and values of the input.
+
+    Args:
+      decoder_input_tokens: [b * beams], the last token of each hypothesis; 0 at position 0.
+      position: int32 scalar, 0, 1, ...; below the length that `start` got.
+    """
+    if not self.has_variable(PREPARED, "mask"):
+      raise ValueError(
+        "step: there is no collection 'prepared'. Call network.apply(..., inputs, length, "
+        "mutable=['prepared', 'decoded'], method='start') first, and pass on what it makes."
+      )
+    mask: Any = self.get_variable(PREPARED, "mask")
+    if decoder_input_tokens.shape != mask.shape[:1]:
+      raise ValueError(
+        f"step: tokens of shape {decoder_input_tokens.shape}, but `start` read {mask.shape[0]} "
+        f"rows (inputs times beams). Pass one token for each, of shape {mask.shape[:1]}."
+      )
+    return self._next(None, decoder_input_tokens[:, None], position)[:, 0]
+
+  def _next(self, encoded, tokens, position, length=None):
+    return self.decoder(
+      encoded,
+      tokens,
+      encoder_decoder_mask=self.get_variable(PREPARED, "mask"),
+      deterministic=True,
+      max_decode_length=length,
+      position=position,
     )
 
   def __call__(

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import partitioning, spmd
 from jax import checkpoint_policies as keep
+from jax import lax
 
 from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION
 from nm_sparsity_jax.models.t5 import layers
+from nm_sparsity_jax.models.t5.attention import DECODED, PREPARED
 from nm_sparsity_jax.models.t5.config import T5Config
 
 # What the backward pass does not compute again, beside the input of each layer.
@@ -118,32 +121,58 @@ class DecoderLayer(nn.Module):
   def __call__(
     self,
     inputs: jax.Array,
-    encoded: jax.Array,
+    encoded: jax.Array | None,
     decoder_mask: jax.Array | None = None,
     encoder_decoder_mask: jax.Array | None = None,
     deterministic: bool = False,
     decode: bool = False,
     max_decode_length: int | None = None,
+    position: jax.Array | None = None,
   ) -> jax.Array:
-    """Maps [b, q, e] and encoded [b, k, e] to [b, q, e]; see `Transformer.decode`."""
+    """Maps [b, q, e] and encoded [b, k, e] to [b, q, e]; see `Transformer.decode` and `step`."""
     cfg = self.config
-    length = max_decode_length if decode and max_decode_length else inputs.shape[-2]
     positions: Any = self.relative_embedding or _relative_positions(cfg)
-    bias = positions(length, length, False)
+    if position is not None:
+      bias = self._bias_at(position, positions, max_decode_length)
+    else:
+      length = max_decode_length if decode and max_decode_length else inputs.shape[-2]
+      bias = positions(length, length, False)
     inputs = _on_stream(inputs)
     x = layer_norm(cfg, "pre_self_attention_layer_norm")(inputs)
     x = _attention(cfg, "self_attention")(
-      x, x, decoder_mask, bias, deterministic=deterministic, decode=decode
+      x,
+      x,
+      decoder_mask,
+      bias,
+      deterministic=deterministic,
+      decode=decode,
+      position=position,
+      length=max_decode_length,
     )
     x = _on_stream(inputs + dropout(cfg)(x, deterministic))
     y = layer_norm(cfg, "pre_cross_attention_layer_norm")(x)
     y = _attention(cfg, "encoder_decoder_attention")(
-      y, encoded, encoder_decoder_mask, deterministic=deterministic
+      y, encoded, encoder_decoder_mask, deterministic=deterministic, once=position is not None
     )
     y = _on_stream(x + dropout(cfg)(y, deterministic))
     z = layer_norm(cfg, "pre_mlp_layer_norm")(y)
     z = _mlp(cfg)(z, deterministic=deterministic)
     return _on_stream(y + dropout(cfg)(z, deterministic))
+
+  def _bias_at(self, position, positions, length):
+    """Returns the bias [1, h, 1, length] of one query.
+
+    The bias depends on key - query alone, so each row is a piece of the last one, which has all
+    distances of the past. What stands behind it is of keys in the future, which are masked.
+    """
+
+    def every_distance():
+      last = positions(length, length, False)[:, :, -1:]
+      return jnp.pad(last, ((0, 0), (0, 0), (0, 0), (0, length - 1)), mode="edge")
+
+    biases = self.variable(PREPARED, "biases", every_distance).value
+    length = (biases.shape[-1] + 1) // 2
+    return lax.dynamic_slice_in_dim(biases, length - 1 - position, length, axis=-1)
 
 
 def through_layers(
@@ -158,7 +187,7 @@ def through_layers(
     name: of the scanned stack.
     x: [b, q, e].
     *context: arrays or None that every layer gets after `x`.
-    **static: what is no array.
+    **static: what is no array, and what no scan needs to know.
   """
 
   def run(layer, x, *context):
@@ -181,7 +210,7 @@ def through_layers(
     variable_axes={
       "params": cfg.param_scan_axis,
       STATE_COLLECTION: cfg.param_scan_axis,
-      "cache": 0,
+      **dict.fromkeys(("cache", PREPARED, DECODED), 0),
     },
     variable_broadcast=COLLECTION,
     split_rngs={"params": True, "dropout": True},

@@ -1,0 +1,223 @@
+"""A token of a T5 that decodes: milliseconds by parts, and what reading its weights once takes.
+
+    python benchmarks/decode.py                               # 12 layers of base size, one row
+    python benchmarks/decode.py --version t5_1_1 --layers 4 --inputs 512 --steps 64 --rows 4
+
+`before` is the search through T5X's cache, `after` the one through `start` and `step`. Weights are
+random, and no row ends. All candidates take turns in one process on one pinned core; a figure is a
+median. A token is the time of a search over `--steps` tokens less that of one over a single token.
+`layers` is what a token takes more than one of the same network with one layer, for all layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import statistics
+import sys
+
+import _timing
+import numpy as np
+
+
+def arguments():
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--core", type=int, default=0)
+  parser.add_argument("--blocks", type=int, default=7)
+  parser.add_argument("--version", default="t5_1_0", help="t5_1_0 (tied head) or t5_1_1")
+  parser.add_argument("--size", default="base")
+  parser.add_argument("--layers", type=int, default=12, help="of the decoder")
+  parser.add_argument("--vocabulary", type=int, default=32128)
+  parser.add_argument("--inputs", type=int, default=64, help="tokens that the encoder reads")
+  parser.add_argument("--steps", type=int, default=16, help="tokens to decode")
+  parser.add_argument("--rows", type=int, default=1)
+  parser.add_argument("--scan", action="store_true", help="over the layers")
+  parser.add_argument("--json", help="write the figures to this file")
+  return parser.parse_args()
+
+
+class Before:
+  """A network with T5X's interface alone."""
+
+  def __init__(self, network):
+    self.apply, self.encode, self.decode = network.apply, network.encode, network.decode
+
+
+def dense(args):
+  """Returns (network, random parameters); one layer of the encoder is enough."""
+  import jax
+  import jax.numpy as jnp
+
+  from nm_sparsity_jax.models.t5 import T5Config, Transformer
+
+  network = Transformer(
+    T5Config.preset(
+      args.version,
+      args.size,
+      vocab_size=args.vocabulary,
+      num_encoder_layers=1,
+      num_decoder_layers=args.layers,
+      scan_layers=args.scan,
+      dropout_rate=0.0,
+    )
+  )
+  tokens = jnp.ones((1, 1), jnp.int32)
+  shapes = jax.eval_shape(network.init, jax.random.key(0), tokens, tokens, tokens)["params"]
+  rng = np.random.default_rng(0)
+  draw = lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32) / 32)
+  return network, jax.tree.map(draw, shapes)
+
+
+def one_layer(network, params):
+  """Returns the same network and parameters with the first layer of the decoder alone."""
+  import jax
+
+  config = network.config
+  others = re.compile("layers_(?!0$)")
+  decoder = {name: x for name, x in params["decoder"].items() if not others.match(name)}
+  if config.scan_layers:
+    first = lambda x: jax.numpy.take(x, np.array([0]), config.param_scan_axis)
+    decoder["decoder"] = jax.tree.map(first, decoder["decoder"])
+  return type(network)(config.replace(num_decoder_layers=1)), params | {"decoder": decoder}
+
+
+def searches(network, params, args):
+  """Returns number of tokens -> a call that decodes so many."""
+  import jax
+  import jax.numpy as jnp
+
+  from nm_sparsity_jax.workloads import decoding
+
+  inputs = jnp.full((args.rows, args.inputs), 2, jnp.int32)
+  run = jax.jit(
+    lambda params, inputs, n: decoding.greedy(network, params, inputs, n, eos_id=-1),
+    static_argnums=2,
+  )
+  return {n: lambda n=n: jax.block_until_ready(run(params, inputs, n)) for n in (1, args.steps)}
+
+
+def parts(network, params, args):
+  """Returns name -> a call that embeds `--steps` tokens, or makes logits, one after the other."""
+  import jax
+  import jax.numpy as jnp
+  from jax import lax
+
+  from nm_sparsity_jax.models.t5 import layers
+
+  cfg = network.config
+  embed = layers.Embed(cfg.vocab_size, cfg.emb_dim, one_hot=True)
+
+  def logits(params, x):
+    if cfg.logits_via_embedding:
+      return embed.apply({"params": params["token_embedder"]}, x, method="attend")
+    return x @ params["decoder"]["logits_dense"]["kernel"]
+
+  def lookup(gather, params, token):
+    x = embed.apply({"params": params["token_embedder"]}, token, gather=gather)
+    return jnp.argmax(x, -1).astype(jnp.int32)  # the next token: nothing can be left out
+
+  def head(params, token):
+    x = jnp.ones((args.rows, 1, cfg.emb_dim)) * token[..., None].astype(jnp.float32)
+    return jnp.argmax(logits(params, x), -1).astype(jnp.int32)
+
+  def repeated(one):
+    first = jnp.ones((args.rows, 1), jnp.int32)
+    loop = lambda params: lax.fori_loop(0, args.steps, lambda _, x: one(params, x), first)
+    run = jax.jit(loop)
+    return lambda: jax.block_until_ready(run(params))
+
+  return {
+    ("embedding", "before"): repeated(functools.partial(lookup, False)),
+    ("embedding", "after"): repeated(functools.partial(lookup, True)),
+    ("head", "before"): repeated(head),
+    ("head", "after"): repeated(head),
+  }
+
+
+def read(network, params, args):
+  """Returns part -> bytes of weights that a token cannot do without."""
+  from nm_sparsity_jax.trees import flatten
+
+  cfg, size = network.config, {path: x.nbytes for path, x in flatten(params)}
+  # Keys and values of the input are computed once a sequence.
+  once = re.compile("(encoder|token_embedder|.*encoder_decoder_attention/(key|value))/.*")
+  head = "token_embedder/embedding" if cfg.logits_via_embedding else "decoder/logits_dense/kernel"
+  layers = sum(n for path, n in size.items() if path != head and not once.fullmatch(path))
+  row = size["token_embedder/embedding"] // cfg.vocab_size
+  found = {"embedding": args.rows * row, "layers": layers, "head": size[head]}
+  return found | {"token": sum(found.values())}
+
+
+def reading():
+  """Returns calls that read 256 MiB, and these bytes: the fastest says what the memory gives."""
+  import jax
+  import jax.numpy as jnp
+
+  weights, x = np.ones((1 << 11, 1 << 15), np.float32), np.ones((1, 1 << 11), np.float32)
+  there, product = jnp.asarray(weights), jax.jit(jnp.matmul)
+  calls = {
+    "numpy": lambda: x @ weights,
+    "max": lambda: weights.max(),
+    "xla": lambda: jax.block_until_ready(product(x, there)),
+  }
+  return {("memory", name): call for name, call in calls.items()}, weights.nbytes
+
+
+def account(network, params, args):
+  """Returns a row for each part: milliseconds a token before and after, and the bound.
+
+  Args:
+    network: a `Transformer`, dense.
+    params: its parameters; kernels may be packed.
+    args: of the command.
+  """
+  calls, size = reading()
+  candidates = {**calls, **parts(network, params, args)}
+  short = one_layer(network, params)
+  for name, (net, tree) in {"token": (network, params), "one layer": short}.items():
+    for when, which in (("before", Before(net)), ("after", net)):
+      for n, call in searches(which, tree, args).items():
+        candidates[name, when, n] = call
+  times = _timing.interleave(candidates, args.blocks)
+  median = {name: statistics.median(found) for name, found in times.items()}
+  rate = size / min(median[name] for name in calls)
+
+  def a_token(name, when):
+    return (median[name, when, args.steps] - median[name, when, 1]) / (args.steps - 1)
+
+  spent = {}
+  for when in ("before", "after"):
+    whole = a_token("token", when)
+    spent |= {(x, when): median[x, when] / args.steps for x in ("embedding", "head")}
+    depth = network.config.num_decoder_layers
+    spent["layers", when] = (whole - a_token("one layer", when)) * depth / (depth - 1)
+    spent["token", when] = whole
+  rows = [
+    {
+      "part": name,
+      **{f"{when}_ms": round(spent[name, when] * 1e3, 2) for when in ("before", "after")},
+      "bound_ms": round(count / rate * 1e3, 2),
+      "megabytes": round(count / 1e6, 1),
+    }
+    for name, count in read(network, params, args).items()
+  ]
+  return rows, rate
+
+
+def main():
+  args = arguments()
+  _timing.pin(args.core)
+  rows, rate = account(*dense(args), args)
+  print(f"one core reads {rate / 1e9:.1f} GB/s\n")
+  print("| part | before, ms | after, ms | bound, ms | weights, MB |\n|---|---|---|---|---|")
+  for row in rows:
+    print("|", " | ".join(f"{x:.2f}" if isinstance(x, float) else x for x in row.values()), "|")
+  command = "python benchmarks/decode.py " + " ".join(sys.argv[1:])
+  _timing.save(args.json, rows, command.strip())
+
+
+if __name__ == "__main__":
+  main()
