@@ -151,7 +151,11 @@ def test_what_is_scored_is_finalized(trained, tmp_path):
     checkpoint.read(str(trained / f"checkpoint_{STEPS}")), model
   )
   effective = nms.sparsify(state.params, model.rules, state.sparse_step, state.masks)
-  final = read(tmp_path, STEPS)
+  final, saved = read(tmp_path, STEPS), read(trained, STEPS)
+  statistics = [key for key in saved if key.startswith(STATISTICS)]
+  assert statistics
+  for key in statistics:
+    np.testing.assert_array_equal(final[key], saved[AVERAGE + key])
   for path, leaf in flatten(jax.device_get(effective)):
     np.testing.assert_array_equal(final[f"target/{path}"], leaf)
   for path, leaf in flatten(jax.device_get(state.collections)):
