@@ -168,6 +168,14 @@ def test_a_kernel_that_is_not_n_m_leaves_no_file(tmp_path):
     packed_file.write_each(tmp_path / "a", {"params": ((2,), "float32")}, (), RULES)
 
 
+def test_a_file_without_a_packed_kernel_is_not_written(tmp_path):
+  tree = {"params": {"embed": {"embedding": np.zeros((8, 4), np.float32)}}}
+  said = r"nothing would be packed \('embed/embedding': a table or vector, and only kernels are pa"
+  with pytest.raises(ValueError, match=said):
+    packed_file.write(tmp_path / "a", tree, nms.Rules({"embed.*": recipe("1:4")}, {"embed.*": 0}))
+  assert os.listdir(tmp_path) == []
+
+
 def test_padding_for_a_longer_level_is_not_in_the_file(tmp_path):
   """The axis is padded to 32 for its first level, and the target 1:4 needs 20."""
   path = ((0, "8:32", 0.0), (5, "1:4", 0.0))

@@ -166,7 +166,7 @@ def verify(
     ValueError: there are no rules, other rules than the checkpoint's, or it cannot be read.
   """
   stored = checkpoint.opened(path)
-  rules = _rules(stored, rules, axes)
+  rules = rules_for(stored, rules, axes)
   return _prove(stored, rules, _assign(stored, rules))
 
 
@@ -197,7 +197,7 @@ def finalize(
     ValueError: the schedule is not over, the output is there already, or what `verify` refuses.
   """
   stored = checkpoint.opened(path)
-  rules = _rules(stored, rules, axes)
+  rules = rules_for(stored, rules, axes)
   assignment = _assign(stored, rules)
   if not early:
     _refuse_early(stored, assignment)
@@ -218,8 +218,14 @@ def finalize(
 # --- rules --------------------------------------------------------------------------------------
 
 
-def _rules(stored: Stored, given: Given, axes: Mapping[str, Any] | None) -> Rules:
-  """Returns the checkpoint's own rules, or those given; where there are both, they must agree."""
+def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = None) -> Rules:
+  """Returns the checkpoint's own rules, or those given; where there are both, they must agree.
+
+  Args:
+    stored: the checkpoint.
+    given: as in `verify`.
+    axes: as in `verify`.
+  """
   if given is not None and not isinstance(given, Rules):
     given = _by_magnitude(given)
   if given is not None:
@@ -309,6 +315,8 @@ def _prove(stored: Stored, rules: Rules, assignment: Assignment) -> Proof:
     path = key.removeprefix("target/")
     place = assignment.places.get(path) if key.startswith("target/") else None
     if place is None and key not in sums:
+      if stored.packed is not None:
+        stored.array(key)  # what reads a packed file looks at every entry
       continue
     array = stored.array(key)
     if key in sums and writing.sha256(array) != sums[key]:

@@ -325,6 +325,10 @@ def write_each(
   _refuse_names(leaves)
   params = {p.removeprefix(f"{PARAMS}/"): x for p, x in shapes.items() if _is_param(p)}
   decision = deployed.decide(params, rules, dtype)
+  if not decision.packed:
+    named = [path for path in decision.dense if rules.match(path)] or list(decision.dense)
+    why = f"{named[0]!r}: {decision.dense[named[0]]}" if named else "there are no parameters"
+    raise ValueError(f"nothing would be packed ({why}).")
   header: dict[str, tuple[str, tuple[int, ...]]] = {}
   for name, (own, kind) in leaves.items():
     if (key := name.removeprefix(f"{PARAMS}/")) not in decision.packed or not _is_param(name):
