@@ -6,6 +6,7 @@ NaN, -value, index). Scores come from few values, so that ties are common.
 
 import doctest
 import functools
+import itertools
 import math
 
 import jax
@@ -25,8 +26,8 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 BYTES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 # 254, 255 and 256, as 65534 ... below, are where counts outgrow an integer type.
 SIZES = (*range(1, 41), 48, 64, 96, 127, 128, 254, 255, 256, 257, 509, 512, 640)
-# On both sides of the bounds where a mask takes another path (16, 32) `make test` keeps sizes.
-ALIKE = {9, 10, 11, 13, 14, 18, 19, 21, 22, 23, 25, 26, 27, 28, 29, 30, 34, 35, 37, 38, 39, 96, 509}
+# On both sides of the bounds where a mask takes another path (8, 16, 32) `make test` keeps sizes.
+ALIKE = {10, 11, 13, 14, 18, 19, 21, 22, 23, 25, 26, 27, 28, 29, 30, 34, 35, 37, 38, 39, 96, 509}
 # On each side of a bound one size is compiled as users compile it, and in `make test-slow` all of
 # them: a mask rounds nothing, so most compile quickly.
 AS_USERS = {4, 15, 16, 17, 32, 33, 128, 255, 512}
@@ -297,8 +298,10 @@ def paths(m, bits, name):
     }
     if m <= 32:
       found["ranks", None] = selection._ranks(keys, 1) < traced.astype(jnp.uint8)
+      found["ranks at once", None] = selection._ranks_at_once(keys, 1) < traced.astype(jnp.uint8)
     for n in some_n(m)[:-1]:
       found["selected", n] = selection.select(keys, n, 1)
+      found["selected, small", n] = selection.select(keys, n, 1, small=True)
       if m <= 32:
         found["network", n] = cut(selection.kth_by_network, n)
     labels.extend(found)
@@ -406,11 +409,27 @@ def test_parent_goes_before_everything_else(m, data):
   np.testing.assert_array_equal(kept, np.minimum(left, n))
 
 
-# Transforms. 2:4 is a network, a traced n of 40 is bisection, 1:4 an extreme.
+# On a CPU short groups have one small program, whatever n is.
+
+
+@pytest.mark.parametrize("m, axis", [(4, 0), (8, 0), (8, 1), (9, 0)])
+def test_a_cpu_compares_in_groups_of_up_to_eight(m, axis):
+  w, n, is_small = jnp.asarray(weights(2 * m, 2 * m)), jnp.int32(3), m <= 8 and axis == 0
+  static = jax.jit(lambda w: magnitude_mask(w, NM(2, m), axis)).lower(w).as_text()
+  traced = jax.jit(lambda w, n: magnitude_mask(w, NM(1, m), axis, n=n, settles=True)).lower(w, n)
+  assert ("stablehlo.minimum" in static) == (not is_small or m == 4)  # a network
+  assert ("stablehlo.case" in traced.as_text()) != is_small  # a way of its own for the last level
+  for last, n in itertools.product((1, 2), range(1, m + 1)):
+    found = magnitude_mask(w, NM(last, m), axis, n=jnp.int32(n), settles=True)
+    same(found, ranks(abs(w), m, axis) < n)
+    same(magnitude_mask(w, NM(n, m), axis), ranks(abs(w), m, axis) < n)
+
+
+# Transforms. 4:16 is a network, a traced n of 40 is bisection, 1:4 an extreme.
 
 
 def fixed_n(w):
-  return nm_mask(w, "2:4")
+  return nm_mask(w, "4:16")
 
 
 def traced_n(w, n=7):

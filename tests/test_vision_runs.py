@@ -1,5 +1,6 @@
 """Runs on images by gin files: every command, killed in every phase, one device and eight."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -28,7 +29,7 @@ pytestmark = [
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.local import optimizers, step
+  from nm_sparsity_jax.local import checkpoints, optimizers, step
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 10
@@ -127,6 +128,30 @@ def test_eval_and_infer_agree_with_the_run(model, trained, tmp_path, capsys):
   right = np.mean([row["label"] for row in said] == labels)
   assert right == pytest.approx(json.loads(alone)["accuracy"])
   assert all(0 <= row["probability"] <= 1 for row in said)
+
+
+def test_a_checkpoint_of_other_classes_or_another_image_size_names_the_setting(trained, tmp_path):
+  """A ResNet has no weight that hangs on the size of images; the positions of a ViT do."""
+
+  def model(network):
+    return step.Model(workload=vision.Images(network, rebus.Rebus(8)), devices=jax.devices()[:1])
+
+  config = resnet.config("resnet_test", image_size=16, depths=(1,), widths=(8,), classes=5)
+  path = str(trained / f"checkpoint_{STEPS}")
+  with pytest.raises(
+    ValueError,
+    match="^state/average/target/fc/bias has shape .10,. in .* network: set CLASSES as it",
+  ):
+    checkpoints.load_initial(path, model(resnet.ResNet(config)), jax.random.PRNGKey(0))
+  small, large = (model(vit.ViT(vit.config("vit_test", image_size=x))) for x in (16, 32))
+  store = checkpoints.Checkpoints(tmp_path, None)
+  state = small.begin(small.initial_params(jax.random.PRNGKey(0)), optax.sgd(0.1), 0, {})
+  store.save(0, checkpoints.to_tree(state, small.given_rules))
+  store.close()
+  with pytest.raises(
+    ValueError, match="^target/pos_embed has shape .*: set IMAGE_SIZE as it was there.$"
+  ):
+    checkpoints.load_initial(str(tmp_path / "checkpoint_0"), large, jax.random.PRNGKey(0))
 
 
 def test_finalize_and_verify(trained, tmp_path, capsys):
@@ -293,6 +318,21 @@ def test_every_model_file_makes_its_network():
       assert (made.layers, made.embed, made.mlp, made.patch, made.tokens) == (2, 128, 512, 8, 5)
 
 
+def gradient_of(state):
+  """The gradient of the step before."""
+  return jax.device_get(optax.tree_utils.tree_get(state.opt_state, "trace"))
+
+
+def parts_of(model, update, state, batch):
+  """The gradient of the mean loss of each device's two rows, by the program of all devices."""
+  start, where = jax.device_get(state), jax.tree.map(lambda x: x.sharding, state)
+  found = []
+  for rows in np.eye(4, dtype=np.int32).repeat(2, axis=1):
+    again = jax.device_put(jax.tree.map(np.array, start), where)
+    found.append(gradient_of(update(again, model.put(batch | {"real": rows}))[0]))
+  return found
+
+
 def test_eight_devices_take_the_steps_of_one():
   """Two share each kernel of feed-forward and attention, four the batch; blocks are scanned.
 
@@ -303,9 +343,9 @@ def test_eight_devices_take_the_steps_of_one():
   workload = vision.Images(network, rebus.Rebus(8))
   rules = configure.rules({"ff": "1:8"}, "mdgf_linear", sparse_steps=4)
   rate, key = 0.001, jax.random.PRNGKey(0)
-  optimizer = optimizers.adamw(rate)
+  optimizer = optax.chain(optax.trace(0.0), optimizers.adamw(rate))  # it keeps the gradient
   batches = list(itertools.islice(workload.batches(0, 0), 3))
-  models, found = {}, {}
+  models, found, parts = {}, {}, []
   for devices, partitions in ((1, 1), (8, 2)):
     model = models[devices] = step.Model(
       workload=workload, rules=rules, devices=jax.devices()[:devices], num_partitions=partitions,
@@ -313,19 +353,24 @@ def test_eight_devices_take_the_steps_of_one():
     )  # fmt: skip
     state = model.begin(model.initial_params(key), optimizer, 0, {})
     first, update = jax.device_get(state.params), model.train_step(optimizer, key, state)
+    if devices == 8:
+      parts = parts_of(model, update, state, batches[0])
     told = [first, *(jax.device_get(model.put(batch)) for batch in batches)]
     sums, gradient = [], None
     for batch in batches:
       state, got = update(state, model.put(batch))
       sums.append(np.asarray(got.values))
-      # Adam's first moment after a step is a tenth of the first gradient.
-      gradient = gradient or jax.device_get(optax.tree_utils.tree_get(state.opt_state, "mu"))
+      gradient = gradient or gradient_of(state)
     found[devices] = told, gradient, sums, state
   kernel = state.params["blocks"]["mlp"]["fc1"]["kernel"]
   assert kernel.sharding.shard_shape(kernel.shape) == (2, 32, 32)
 
   one, eight = found[1], found[8]
   jax.tree.map(np.testing.assert_array_equal, one[0], eight[0])
+  # Devices add nothing but their parts, one after the other: the same bits.
+  assert len(parts) == 4
+  added = functools.reduce(lambda *trees: jax.tree.map(np.add, *trees), parts)
+  jax.tree.map(lambda g, total: np.testing.assert_array_equal(4 * g, total), eight[1], added)
   # The state of eight, masked by eight and by one. D is 1, then between, and 0 at the end.
   for at in range(5):
     same = eight[3].replace(opt_state=eight[3].opt_state._replace(count=jnp.int32(at)))

@@ -268,18 +268,19 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
   is_held = bool(wanted) and set(wanted) <= set(stored.leaves)
   if is_held:
     like[MUTABLES], where[MUTABLES] = model.collections, model.shardings(model.collections)
-  tree = _load(stored, like, where)
+  tree = _load(stored, like, where, model)
   _warn_of_masks(stored, tree["target"])
   collections = tree[MUTABLES] if is_held else model.initial_collections(key)
   return tree["target"], collections, stored.step or 0
 
 
-def _load(stored: checkpoint.Stored, like: Any, where: Any) -> Any:
+def _load(stored: checkpoint.Stored, like: Any, where: Any, model: Model) -> Any:
   """Loads what trees name, from the average where the run kept one."""
   if not stored.average:
-    return arrays.load(stored, like, where)
+    return arrays.load(stored, like, where, model.workload.setting_of)
   moved = lambda tree: nested({stored.deployed(key): x for key, x in flatten(tree)})
-  found = dict(flatten(arrays.load(stored, moved(like), moved(where))))
+  setting_of = model.workload.setting_of
+  found = dict(flatten(arrays.load(stored, moved(like), moved(where), setting_of)))
   leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -330,7 +331,7 @@ def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> TrainState:
       tree[MUTABLES][COLLECTION].pop("start")
   for name in ("state", *([] if wanted[MUTABLES] else [MUTABLES])):
     wanted.pop(name)
-  tree = _load(stored, wanted, {name: where[name] for name in wanted})
+  tree = _load(stored, wanted, {name: where[name] for name in wanted}, model)
   collections = dict(tree.get(MUTABLES, {}))
   mine = collections.pop(COLLECTION, {"step": jnp.int32(0)})
   opt_state = _sparse_state(mine, model.rules, ())

@@ -23,6 +23,10 @@ from nm_sparsity_jax.masks.pins import pinned
 # Which selection is cheapest for which m; measured by benchmarks/masks.py.
 _MAX_M_FOR_NETWORK = 32  # a min-max network: its program, and so its compilation, grows with m
 _MAX_M_FOR_RANKS = 16  # m comparisons per weight, for a traced n
+# Up to here a small program compares, whatever n is. It takes up to twice as long as a network or a
+# maximum, and half of their compilation, of which a train step has one for each shape of a kernel.
+# A network of four is small too.
+MAX_M_OF_SMALL, _MAX_M_OF_SMALL_NETWORK = 8, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +66,16 @@ def in_groups(shape: tuple[int, ...], axes: tuple[int, ...], m: int) -> tuple[in
   return *shape[: axes[0]], length // m, m, *shape[axes[-1] + 1 :]
 
 
-def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
-  """Returns the mask of the n largest keys along `axis`, which is one whole group."""
+def select(keys: jax.Array, n: jax.Array | int, axis: int, small: bool = False) -> jax.Array:
+  """Returns the mask of the n largest keys along `axis`, which is one whole group.
+
+  Args:
+    keys: unsigned integers.
+    n: how many to keep; it may be traced.
+    axis: the axis of the groups.
+    small: prefer a program that compiles quickly. It is for groups of up to `MAX_M_OF_SMALL`
+      along another axis than the last: there a reduction takes four times as long as `_ranks`.
+  """
   m = keys.shape[axis]
   kth = functools.partial(kth_by_bisection, n=n, axis=axis)
   if isinstance(n, int):
@@ -73,10 +85,12 @@ def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
       return _one_extreme(keys, axis, largest=True)
     if n == m - 1:
       return ~_one_extreme(keys, axis, largest=False)
+    if small and _MAX_M_OF_SMALL_NETWORK < m <= MAX_M_OF_SMALL:
+      return _ranks_at_once(keys, axis) < jnp.uint8(n)
     if m <= _MAX_M_FOR_NETWORK:
       kth = functools.partial(kth_by_network, n=n, axis=axis)
   elif m <= _MAX_M_FOR_RANKS:
-    return _ranks(keys, axis) < n.astype(jnp.uint8)
+    return (_ranks_at_once if small else _ranks)(keys, axis) < n.astype(jnp.uint8)
   return cut(keys, from_end(keys.shape, axis), kth)
 
 
@@ -121,6 +135,18 @@ def _ranks(keys: jax.Array, axis: int) -> jax.Array:
     wins_ties = (index > keys.dtype.type(j)).astype(keys.dtype)
     rank = rank + (rival + wins_ties > keys).astype(jnp.uint8)
   return rank
+
+
+def _ranks_at_once(keys: jax.Array, axis: int) -> jax.Array:
+  """Counts as `_ranks` does, by one comparison with all rivals: a third of the program."""
+  keys = pinned(keys)
+  m, others = keys.shape[axis], range(keys.ndim)
+  shape = (*keys.shape[: axis + 1], m, *keys.shape[axis + 1 :])  # rivals lie behind `axis`
+  own = lax.broadcast_in_dim(keys, shape, [a + (a > axis) for a in others])
+  rivals = lax.broadcast_in_dim(keys, shape, [a + (a >= axis) for a in others])
+  wins_ties = jnp.asarray(np.tri(m, k=-1), keys.dtype)
+  wins_ties = lax.broadcast_in_dim(wins_ties, shape, (axis, axis + 1))
+  return jnp.sum(rivals + wins_ties > own, axis + 1, dtype=jnp.uint8)
 
 
 def cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:

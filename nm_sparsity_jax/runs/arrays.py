@@ -8,6 +8,7 @@ Stored, shapes, shardings -> [load] -> tree of jax arrays
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,13 +18,19 @@ from nm_sparsity_jax.text import first_line
 from nm_sparsity_jax.trees import flatten, nested
 
 
-def load(stored: checkpoint.Stored, like: Any, shardings: Any) -> Any:
+def load(
+  stored: checkpoint.Stored,
+  like: Any,
+  shardings: Any,
+  setting_of: Callable[[str], str | None] = lambda path: None,
+) -> Any:
   """Loads the part of a checkpoint that a tree names.
 
   Args:
     stored: the checkpoint; more than is wanted may be in it.
     like: nested dict such as {'target': params} whose leaves have shape and dtype.
     shardings: the same tree of shardings.
+    setting_of: path of a parameter -> the setting that its shape hangs on, or None.
 
   Returns:
     The tree of `like`, of jax arrays.
@@ -40,9 +47,11 @@ def load(stored: checkpoint.Stored, like: Any, shardings: Any) -> Any:
   for key, leaf in wanted.items():
     shape = stored.leaves[key].shape
     if shape is not None and tuple(shape) != tuple(leaf.shape):
+      setting = setting_of(key.rpartition("target/")[2])
+      why = f"set {setting} as it was there" if setting else "it is of another model or vocabulary"
       raise ValueError(
         f"{key} has shape {tuple(shape)} in {stored.path}, and {tuple(leaf.shape)} in this "
-        "network: it is of another model or vocabulary."
+        f"network: {why}."
       )
   if stored.format == "Orbax":
     path = folders.path_of(stored.path)

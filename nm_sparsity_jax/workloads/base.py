@@ -157,6 +157,17 @@ class Workload:
     """
     return None
 
+  def setting_of(self, path: str) -> str | None:
+    """Returns which setting the shape of a parameter hangs on; None if no single one.
+
+    A checkpoint whose parameter has another shape is refused by that name.
+
+    Args:
+      path: of a parameter, such as 'head/kernel'.
+    """
+    del path
+    return None
+
   def check(self, source: Any = None) -> None:
     """Raises ValueError where data do not fit the model; called before the first step.
 

@@ -177,6 +177,12 @@ class Images(Workload):
     kind = next((shape for made, shape in _SHAPES.items() if isinstance(config, made)), None)
     return None if kind is None else kind.of(config)
 
+  def setting_of(self, path: str) -> str | None:
+    """Returns CLASSES of a head, and IMAGE_SIZE of the positions of a ViT."""
+    if re.fullmatch(r"(head/|head/fc/|fc/)(kernel|bias)", path):
+      return "CLASSES"
+    return "IMAGE_SIZE" if path == "pos_embed" else None
+
   def check(self, source: Any = None) -> None:
     """Raises ValueError where the images do not fit the network, or cannot be read."""
     del source
