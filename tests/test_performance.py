@@ -9,7 +9,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs/performance.md").read_text("utf8")
 
 
-@pytest.mark.parametrize("file", ["train_step_cpu"])
+FILES = ["train_step_cpu", "train_step_vit_cpu", "train_step_resnet_cpu"]
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_a_table_is_the_file_that_its_command_wrote(file):
   found = json.loads((ROOT / f"benchmarks/results/{file}.json").read_text())
   has_floor = "over_floor" in found["rows"][0]
