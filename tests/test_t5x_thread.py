@@ -189,6 +189,7 @@ t5x_tasks.register_mini:
 MINI_RULES = dict(RECIPE="sdgf_stepwise", PATTERN="1:4", SPARSE_STEPS=20, FINETUNE_STEPS=4)
 
 
+@pytest.mark.slow  # test_gin.py runs T5X's infer on a GLUE test set; test_local_glue.py hands it in
 def test_train_score_infer_submit(forked, tmp_path, capsys):
   model, task = "gin_configs/models/mini.gin", tmp_path / "task.gin"
   task.write_text(MINI_TASK)
