@@ -2,6 +2,7 @@
 
     python tests/fuzz.py 10000           that many files, by two processes
     python tests/fuzz.py --only 4711     one of them again, with what it printed
+    python tests/fuzz.py --of packed 100000    packed files alone
 
 Each file is a sound one with some bytes changed, cut, doubled or replaced by what breaks parsers.
 The command that reads it must end within 5 seconds of processor time and with 1 GiB more memory. It
@@ -20,6 +21,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import resource
 import select
 import shutil
@@ -70,6 +72,36 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
   return bytes(found)
 
 
+NUMBERS = [0, 1, 2, 3, 4, 8, 16, 31, 32, 255, 256, 257, 1 << 31, 1 << 48, (1 << 63) - 1, 10**18]
+
+
+def mutate_packed(data: bytes, rng: random.Random) -> bytes:
+  """Returns a safetensors file with wounds that reach behind its first check.
+
+  Its header has another number, or wounds and the right length; or its tensors have wounds and keep
+  their length.
+  """
+  length = int.from_bytes(data[:8], "little")
+  head, tensors = data[8 : 8 + length], data[8 + length :]
+  how = rng.randrange(4)
+  if how == 0:
+    return mutate(data, rng)
+  if how == 1:
+    for _ in range(rng.choice((1, 1, 2))):
+      found = rng.choice(list(re.finditer(rb"[0-9]+", head)))
+      number = rng.choice([*NUMBERS, int(found[0]) + 1, max(int(found[0]) - 1, 0)])
+      head = head[: found.start()] + b"%d" % number + head[found.end() :]
+  elif how == 2:
+    head = mutate(head, rng)
+  else:
+    tensors = bytearray(tensors)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+      tensors[rng.randrange(len(tensors))] = rng.choice(
+        (0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256))
+      )
+  return struct.pack("<Q", len(head)) + head + bytes(tensors)
+
+
 # --- what is read -------------------------------------------------------------------------------
 
 
@@ -82,12 +114,43 @@ class Reader:
     folder: holds the sound files.
     files: those that are mutated, by a pattern of names.
     call: folder -> exit code; reads it.
+    wound: bytes of a file -> those of a wounded one.
   """
 
   share: int
   folder: pathlib.Path
   files: str
   call: Callable[[pathlib.Path], int]
+  wound: Callable[[bytes, random.Random], bytes] = mutate
+
+
+def packed_readers(home: pathlib.Path) -> dict[str, Reader]:
+  """Makes small packed files; their reader takes every array, `verify` a few of them."""
+  sys.path.insert(0, str(HERE))
+  import test_packed_file as packed
+
+  from nm_sparsity_jax import cli
+  from nm_sparsity_jax.trees import nested
+
+  def read(folder: pathlib.Path) -> int:
+    try:
+      packed.read_all(folder / "a.safetensors")
+    except ValueError as e:
+      print(e, file=sys.stderr)
+      return 1
+    return 0
+
+  def verify(folder: pathlib.Path) -> int:
+    return cli.main(["verify", str(folder / "a.safetensors")])
+
+  for name, arrays, dtype in packed.sound_files():
+    file = home / name / "a.safetensors"
+    packed.packed_file.write(file, nested(arrays), packed.RULES, dtype)
+  kinds = {"verify": (4, "float", verify), "float": (48, "float", read), "int8": (48, "int8", read)}
+  return {
+    name: Reader(share, home / folder, "*", call, mutate_packed)
+    for name, (share, folder, call) in kinds.items()
+  }
 
 
 def readers(home: pathlib.Path) -> dict[str, Reader]:
@@ -212,7 +275,7 @@ def attempt(all_of: dict[str, Reader], number: int, home: pathlib.Path) -> tuple
     for text in file:
       text.write_text(text.read_text().replace("HERE", str(folder)))
   wounded = rng.choice(sorted(p for p in folder.glob(reader.files) if p.is_file()))
-  wounded.write_bytes(mutate(wounded.read_bytes(), rng))
+  wounded.write_bytes(reader.wound(wounded.read_bytes(), rng))
   out, err = io.StringIO(), io.StringIO()
   code: object = None
   signal.setitimer(signal.ITIMER_PROF, SECONDS)
@@ -246,7 +309,7 @@ def limit_memory() -> None:
   resource.setrlimit(resource.RLIMIT_DATA, (now + BYTES, now + BYTES))
 
 
-def work(first: int, stop: int, step: int) -> None:
+def work(first: int, stop: int, step: int, of: str) -> None:
   """Reads some of the files; prints where it is and what was wrong, as JSON."""
   said = os.fdopen(os.dup(1), "w")
   os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -262,7 +325,7 @@ def work(first: int, stop: int, step: int) -> None:
   signal.signal(signal.SIGPROF, late)
   tell(ready="")
   with tempfile.TemporaryDirectory() as home:
-    all_of = readers(pathlib.Path(home) / "sound")
+    all_of = KINDS[of](pathlib.Path(home) / "sound")
     tell(ready="all")
     for name in all_of:  # what is imported and compiled at first counts for nobody
       number = next(i for i in range(-1, -10_000, -1) if chosen(all_of, i)[0] == name)
@@ -281,17 +344,27 @@ def work(first: int, stop: int, step: int) -> None:
 # --- all files ----------------------------------------------------------------------------------
 
 
-def run(count: int, workers: int = 2, start: int = 0) -> list[str]:
+KINDS = {"all": readers, "packed": packed_readers}
+
+
+def run(count: int, workers: int = 2, start: int = 0, of: str = "all") -> list[str]:
   """Reads that many mutated files; returns what was wrong."""
   with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-    each = pool.map(lambda i: list(_worker(start + i, start + count, workers)), range(workers))
+    each = pool.map(lambda i: list(_worker(start + i, start + count, workers, of)), range(workers))
     return [wrong for found in each for wrong in found]
 
 
-def _worker(first: int, stop: int, step: int) -> Iterator[str]:
+def _worker(first: int, stop: int, step: int, of: str) -> Iterator[str]:
   """Yields what was wrong; begins a new process behind a file that ended the one before."""
   while first < stop:
-    argv = [sys.executable, str(HERE / "fuzz.py"), "--work", str(first), str(stop), str(step)]
+    argv = [
+      sys.executable,
+      str(HERE / "fuzz.py"),
+      "--work",
+      *map(str, (first, stop, step)),
+      "--of",
+      of,
+    ]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, env=environment) as child:
       at, why = first - step, "died"
@@ -325,20 +398,22 @@ def main() -> int:
   parser.add_argument("--start", type=int, default=0, help="the number of the first file")
   parser.add_argument("--workers", type=int, default=2)
   parser.add_argument("--only", type=int, help="one file again, with what was said")
+  parser.add_argument("--of", choices=KINDS, default="all", help="which files")
   parser.add_argument("--work", nargs=3, type=int, help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.work:
-    work(*args.work)
+    first, stop, step = args.work
+    work(first, stop, step, args.of)
     return 0
   if args.only is not None:
     signal.signal(signal.SIGPROF, lambda *_: (_ for _ in ()).throw(Late()))
     with tempfile.TemporaryDirectory() as home:
-      all_of = readers(pathlib.Path(home) / "sound")
+      all_of = KINDS[args.of](pathlib.Path(home) / "sound")
       wrong, everything = attempt(all_of, args.only, pathlib.Path(home))
     print(everything, wrong or "as it should be", sep="\n")
     return bool(wrong)
   begun = time.monotonic()
-  wrong = run(args.count, args.workers, args.start)
+  wrong = run(args.count, args.workers, args.start, args.of)
   print(f"{len(wrong)} of {args.count} ended wrongly, in {time.monotonic() - begun:.0f} s")
   return bool(wrong)
 

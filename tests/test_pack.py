@@ -170,6 +170,10 @@ def test_verify_reads_every_kernel_of_a_packed_file(tmp_path, capsys):
   )
   assert said.count("\n") == 1
   file.unlink()
+  safetensors_file.write(file, tensors, opened.metadata | {"rules": "ff: srste 1:4, total=1"})
+  assert cli.main(["verify", str(file)]) == 1
+  assert f"{file}: the rules of this checkpoint name the recipe 'srste'" in capsys.readouterr().err
+  file.unlink()
   safetensors_file.write(file, tensors, opened.metadata | {"rules": rules})
   assert cli.main(["verify", str(file)]) == 1
   assert "or damaged ('params/blocks_0/attn/q/kernel' is no packed" in capsys.readouterr().err

@@ -2,9 +2,12 @@
 
 import json
 import os
+import random
 import struct
 import weakref
+from typing import Any
 
+import fuzz
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -40,7 +43,7 @@ RULES = nms.Rules(
 )
 
 
-def variables(dtype=np.float32, any_bits=True):
+def variables(dtype: Any = np.float32, any_bits=True):
   """Arrays by their names: kernels of any bits, or of finite numbers; and what stays dense."""
   made = {}
   for i, (name, (shape, axis, pattern)) in enumerate(KERNELS.items()):
@@ -60,6 +63,19 @@ def written(tmp_path, arrays=None, dtype=None):
   path = tmp_path / "a.safetensors"
   report = packed_file.write(path, nested(arrays or variables()), RULES, dtype)
   return path, report
+
+
+def read_all(path):
+  """Reads every array of a packed file."""
+  opened = Opened(path)
+  return {name: opened.array(name) for name in opened.leaves}
+
+
+def sound_files():
+  """(name, arrays, dtype) of packed files that tests/fuzz.py wounds."""
+  half = dict(list(variables(ml_dtypes.bfloat16).items())[3:])
+  yield "float", variables() | half, None
+  yield "int8", variables(any_bits=False), "int8"
 
 
 def bits_of(x):
@@ -334,6 +350,22 @@ def test_unused_bits_of_indices_are_0(tmp_path):
 
   with pytest.raises(ValueError, match="bits that stand for no index are not 0"):
     Opened(changed(tmp_path, change)).packed("params/short/kernel")
+
+
+def test_wounded_files_are_read_or_refused_in_a_sentence(tmp_path):
+  """As 100,000 are among the slow tests, in processes with limits."""
+  path, refused = tmp_path / "b.safetensors", 0
+  for name, arrays, dtype in sound_files():
+    packed_file.write(tmp_path / name, nested(arrays), RULES, dtype)
+    sound = (tmp_path / name).read_bytes()
+    for seed in range(150):
+      path.write_bytes(fuzz.mutate_packed(sound, random.Random(seed)))
+      try:
+        read_all(path)
+      except ValueError as e:
+        refused += 1
+        assert str(path) in str(e) and "\n" not in str(e) and len(str(e)) < 2000
+  assert refused > 200
 
 
 def test_tensors_are_read_when_they_are_asked_for(tmp_path, monkeypatch):

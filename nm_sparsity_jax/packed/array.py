@@ -215,7 +215,10 @@ def unpack(packed: NMPacked) -> np.ndarray:
   full = np.zeros((packed.groups, packed.m, packed.features), values.dtype)
   np.put_along_axis(full, places.reshape(by_group).astype(np.intp), values.reshape(by_group), 1)
   w = full.reshape(packed.groups * packed.m, packed.features)[: packed.depth]
-  return w if packed.scale is None else w.astype(np.float32) * np.asarray(packed.scale)
+  if packed.scale is None:
+    return w
+  with np.errstate(over="ignore"):  # of the largest float32, rounded up: inf
+    return w.astype(np.float32) * np.asarray(packed.scale)
 
 
 def lost_signs(w: Any, pattern: NM, groups: Groups | None = None) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from nm_sparsity_jax import apply
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, foreign, proof, writing
+from nm_sparsity_jax.runs import checkpoint, foreign, given, proof, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.weights import (
   huggingface,
@@ -69,7 +69,7 @@ class Exported:
 def export(
   path: str | os.PathLike | Stored,
   out: str | os.PathLike,
-  rules: proof.Given = None,
+  rules: given.Given = None,
   axes: Mapping[str, Any] | None = None,
   feed_forward: str | None = None,
 ) -> Exported:

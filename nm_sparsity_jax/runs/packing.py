@@ -21,7 +21,7 @@ from nm_sparsity_jax import deployed
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.roles import matches
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, proof, writing
+from nm_sparsity_jax.runs import checkpoint, given, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.weights import huggingface_names, packed_file, safetensors_file
 
@@ -71,7 +71,7 @@ class Written:
 def pack(
   path: str | os.PathLike | Stored,
   out: str | os.PathLike,
-  rules: proof.Given = None,
+  rules: given.Given = None,
   axes: Mapping[str, Any] | None = None,
   dtype: str | None = None,
 ) -> Written:
@@ -107,7 +107,7 @@ def pack(
     for key, (shape, dtype) in whole.items()
     for name, shape in _apart(apart, key, shape).items()
   }
-  made = _rules_apart(proof.rules_for(stored, rules, axes), whole, apart)
+  made = _rules_apart(given.rules_for(stored, rules, axes), whole, apart)
   sums: dict[str, str] = {}
 
   def note(name: str, tensor: np.ndarray) -> None:

@@ -28,22 +28,17 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax import apply, roles, rules_text
+from nm_sparsity_jax import apply, rules_text
 from nm_sparsity_jax.errors import SettingError
-from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.places import Assignment, Place
-from nm_sparsity_jax.recipes import Recipe, SrSte
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, foreign, writing
+from nm_sparsity_jax.runs import checkpoint, foreign, given, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.schedules import Phases
 from nm_sparsity_jax.text import printable
 from nm_sparsity_jax.trees import flatten, nested
 
@@ -145,11 +140,8 @@ class Finalized:
     return {"from": self.source.path, **average, **found}
 
 
-Given = Rules | Mapping[str, Any] | None
-
-
 def verify(
-  path: str | os.PathLike | Stored, rules: Given = None, axes: Mapping[str, Any] | None = None
+  path: str | os.PathLike | Stored, rules: given.Given = None, axes: Mapping[str, Any] | None = None
 ) -> Proof:
   """Proves, group by group, that a checkpoint's weights are n:m along the contracted axis.
 
@@ -166,14 +158,16 @@ def verify(
     ValueError: there are no rules, other rules than the checkpoint's, or it cannot be read.
   """
   stored = checkpoint.opened(path)
-  rules = rules_for(stored, rules, axes)
-  return _prove(stored, rules, _assign(stored, rules))
+  with given.named(stored):
+    rules = given.rules_for(stored, rules, axes)
+    assignment = given.assign(stored, rules)
+  return _prove(stored, rules, assignment)
 
 
 def finalize(
   path: str | os.PathLike | Stored,
   out: str | os.PathLike,
-  rules: Given = None,
+  rules: given.Given = None,
   axes: Mapping[str, Any] | None = None,
   early: bool = False,
 ) -> Finalized:
@@ -197,8 +191,8 @@ def finalize(
     ValueError: the schedule is not over, the output is there already, or what `verify` refuses.
   """
   stored = checkpoint.opened(path)
-  rules = rules_for(stored, rules, axes)
-  assignment = _assign(stored, rules)
+  rules = given.rules_for(stored, rules, axes)
+  assignment = given.assign(stored, rules)
   if not early:
     _refuse_early(stored, assignment)
   is_folder = stored.format == foreign.HUGGING_FACE
@@ -211,91 +205,8 @@ def finalize(
   else:
     writing.write(made, zeroed)
   written = checkpoint.read(made)
-  proof = _prove(written, rules, _assign(written, rules))
+  proof = _prove(written, rules, given.assign(written, rules))
   return Finalized(stored, proof, tuple(removed[p] for p in assignment.places))
-
-
-# --- rules --------------------------------------------------------------------------------------
-
-
-def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = None) -> Rules:
-  """Returns the checkpoint's own rules, or those given; where there are both, they must agree.
-
-  Args:
-    stored: the checkpoint.
-    given: as in `verify`.
-    axes: as in `verify`.
-  """
-  if given is not None and not isinstance(given, Rules):
-    given = _by_magnitude(given)
-  if given is not None:
-    given = given.with_axes(axes or {})
-  if stored.rules is None:
-    if given is not None:
-      return given
-    raise SettingError(
-      "rules",
-      "{path} holds no rules{why}: say what should be n:m, {some_rules}",
-      path=stored.path,
-      why="" if stored.format == "timm" else ", since no sparse run wrote it",
-      some_rules="rules={'ff': '1:8'}",
-    )
-  own = rules_text.parse(stored.rules)
-  pairs = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
-  if given is not None and pairs(own) != pairs(given):
-    raise SettingError(
-      "rules",
-      "{path} was trained with the rules {own}, but {rules} says {given}: leave {rules} out",
-      path=stored.path,
-      own=pairs(own),
-      given=pairs(given),
-    )
-  return own.with_axes(axes or {})
-
-
-def _by_magnitude(places: Mapping[str, Any]) -> Rules:
-  """Returns rules of patterns alone: without a run there is no more, and magnitude decides."""
-  made: dict[str, Recipe] = {}
-  for place, given in places.items():
-    if isinstance(given, Recipe):
-      made[place] = given
-      continue
-    try:
-      made[place] = SrSte(pattern=NM.parse(given), phases=Phases(total=1))
-    except ValueError as e:
-      raise SettingError("rules", "{rules}, {place!r}: {why}", place=place, why=e) from e
-  return Rules(made)
-
-
-def _assign(stored: Stored, rules: Rules) -> Assignment:
-  """Assigns the rules to the parameters of a checkpoint, by shapes alone."""
-  shapes = {}
-  for key, leaf in stored.leaves.items():
-    if key.startswith("target/"):
-      if leaf.shape is None:
-        raise ValueError(f"{stored.path!r} is damaged: {key} has no shape")
-      shapes[key.removeprefix("target/")] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-  if not shapes:
-    raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
-  try:
-    assignment = rules.assign(nested(shapes))
-  except ValueError as e:
-    if stored.rules is not None and (lost := _unknown_role(rules, shapes)):
-      raise ValueError(
-        f"the rules of this checkpoint name the role {lost!r}, which is not registered: import "
-        "the module that registers it (commands: --import MODULE)."
-      ) from e
-    raise
-  if not assignment.places:
-    raise ValueError(f"the rules leave all of {stored.path} dense: there is nothing to prove")
-  return assignment
-
-
-def _unknown_role(rules: Rules, paths: Iterable[str]) -> str | None:
-  """Returns a word of the rules that is neither a role nor a parameter; None without one."""
-  known = {*roles.regexes(rules.roles), *paths}
-  words = (place for place in rules.places if re.fullmatch(r"\w+", place))
-  return next((word for word in words if word not in known), None)
 
 
 def _alone(place: Place, rules: Rules) -> Rules:

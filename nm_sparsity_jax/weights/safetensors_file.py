@@ -79,7 +79,10 @@ class Opened:
     Raises:
       ValueError: the file was changed since it was opened, or numpy has no such dtype.
     """
-    entry, dtype = self._entries[name], dtype_of(self.dtypes[name])
+    entry = self._entries[name]
+    if entry.dtype not in _DTYPES:
+      raise ValueError(f"{self.path!r}: {name!r} is {entry.dtype}, which numpy does not have.")
+    dtype = dtype_of(self.dtypes[name])
     with self._open() as file:
       if _state(file) != self._state:
         raise ValueError("it was changed while it was read")

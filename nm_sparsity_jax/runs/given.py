@@ -1,0 +1,126 @@
+"""The rules by which a checkpoint is looked at: its own, or those that somebody gives.
+
+checkpoint, rules or none -> [rules_for] -> Rules -> [assign] -> Assignment of its parameters
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nm_sparsity_jax import roles, rules_text
+from nm_sparsity_jax.errors import SettingError
+from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.places import Assignment
+from nm_sparsity_jax.recipes import Recipe, SrSte
+from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.runs.checkpoint import Stored
+from nm_sparsity_jax.schedules import Phases
+from nm_sparsity_jax.trees import nested
+
+Given = Rules | Mapping[str, Any] | None
+
+
+def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = None) -> Rules:
+  """Returns the checkpoint's own rules, or those given; where there are both, they must agree.
+
+  Args:
+    stored: the checkpoint.
+    given: as in `proof.verify`.
+    axes: as in `proof.verify`.
+  """
+  if given is not None and not isinstance(given, Rules):
+    given = _by_magnitude(given)
+  if given is not None:
+    given = given.with_axes(axes or {})
+  if stored.rules is None:
+    if given is not None:
+      return given
+    raise SettingError(
+      "rules",
+      "{path} holds no rules{why}: say what should be n:m, {some_rules}",
+      path=stored.path,
+      why="" if stored.format == "timm" else ", since no sparse run wrote it",
+      some_rules="rules={'ff': '1:8'}",
+    )
+  own = rules_text.parse(stored.rules)
+  pairs = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
+  if given is not None and pairs(own) != pairs(given):
+    raise SettingError(
+      "rules",
+      "{path} was trained with the rules {own}, but {rules} says {given}: leave {rules} out",
+      path=stored.path,
+      own=pairs(own),
+      given=pairs(given),
+    )
+  return own.with_axes(axes or {})
+
+
+def _by_magnitude(places: Mapping[str, Any]) -> Rules:
+  """Returns rules of patterns alone: without a run there is no more, and magnitude decides."""
+  made: dict[str, Recipe] = {}
+  for place, given in places.items():
+    if isinstance(given, Recipe):
+      made[place] = given
+      continue
+    try:
+      made[place] = SrSte(pattern=NM.parse(given), phases=Phases(total=1))
+    except ValueError as e:
+      raise SettingError("rules", "{rules}, {place!r}: {why}", place=place, why=e) from e
+  return Rules(made)
+
+
+def assign(stored: Stored, rules: Rules) -> Assignment:
+  """Assigns the rules to the parameters of a checkpoint, by shapes alone.
+
+  Args:
+    stored: the checkpoint.
+    rules: what `rules_for` returned.
+  """
+  shapes = {}
+  for key, leaf in stored.leaves.items():
+    if key.startswith("target/"):
+      if leaf.shape is None:
+        raise ValueError(f"{stored.path!r} is damaged: {key} has no shape")
+      shapes[key.removeprefix("target/")] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+  if not shapes:
+    raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
+  try:
+    assignment = rules.assign(nested(shapes))
+  except ValueError as e:
+    if stored.rules is not None and (lost := _unknown_role(rules, shapes)):
+      raise ValueError(
+        f"the rules of this checkpoint name the role {lost!r}, which is not registered: import "
+        "the module that registers it (commands: --import MODULE)."
+      ) from e
+    raise
+  if not assignment.places:
+    raise ValueError(f"the rules leave all of {stored.path} dense: there is nothing to prove")
+  return assignment
+
+
+def _unknown_role(rules: Rules, paths: Iterable[str]) -> str | None:
+  """Returns a word of the rules that is neither a role nor a parameter; None without one."""
+  known = {*roles.regexes(rules.roles), *paths}
+  words = (place for place in rules.places if re.fullmatch(r"\w+", place))
+  return next((word for word in words if word not in known), None)
+
+
+@contextlib.contextmanager
+def named(stored: Stored) -> Iterator[None]:
+  """Names a packed file in errors of its rules: they are a text that anybody can write.
+
+  Args:
+    stored: the checkpoint.
+  """
+  try:
+    yield
+  except ValueError as e:
+    if stored.packed is None or stored.path in str(e):
+      raise
+    raise ValueError(f"{stored.path}: {e}") from e
