@@ -141,7 +141,7 @@ def read(network, params, args):
   """Returns part -> bytes of weights that a token cannot do without."""
   from nm_sparsity_jax.trees import flatten
 
-  cfg, size = network.config, {path: x.nbytes for path, x in flatten(params)}
+  cfg, size = network.config, {path: _bytes(x) for path, x in flatten(params)}
   # Keys and values of the input are computed once a sequence.
   once = re.compile("(encoder|token_embedder|.*encoder_decoder_attention/(key|value))/.*")
   head = "token_embedder/embedding" if cfg.logits_via_embedding else "decoder/logits_dense/kernel"
@@ -149,6 +149,12 @@ def read(network, params, args):
   row = size["token_embedder/embedding"] // cfg.vocab_size
   found = {"embedding": args.rows * row, "layers": layers, "head": size[head]}
   return found | {"token": sum(found.values())}
+
+
+def _bytes(x):
+  import jax
+
+  return sum(part.nbytes for part in jax.tree.leaves(x))  # a packed kernel has several
 
 
 def reading():
