@@ -90,9 +90,17 @@ def machine() -> dict[str, str]:
   }
 
 
-def save(path: str | None, rows: list[dict], command: str) -> None:
-  """Writes rows as JSON, with the machine and the command that made them."""
+def save(path: str | None, rows: list[dict], command: str, **more: str | None) -> None:
+  """Writes rows as JSON, with the machine and the command that made them.
+
+  Args:
+    path: of the file; None writes nothing.
+    rows: one figure or candidate each.
+    command: that made them.
+    **more: what else they depend on, said beside the machine.
+  """
   if path:
+    made_by = {"command": command, "machine": machine() | more}
     with open(path, "w", encoding="utf8") as f:
-      json.dump({"command": command, "machine": machine(), "rows": rows}, f, indent=1)
+      json.dump(made_by | {"rows": rows}, f, indent=1)
       f.write("\n")

@@ -39,11 +39,13 @@ class Account(NamedTuple):
   Attributes:
     bytes: read from and written to memory.
     flops: floating-point operations.
-    memory: bytes held at most: arguments and temporaries.
+    memory: bytes of all arguments and temporaries together.
     collectives: kind -> how many stand in the program.
     kernels: how many Pallas kernels stand in the program.
     least: the bytes where each condition takes its cheapest branch, as in a step that renews no
       stored mask; `bytes` is of the dearest.
+    peak: bytes held at once at most, results included. It is what must fit. A TPU's temporaries
+      need not all live at one time, so it may be below `memory`.
   """
 
   bytes: float
@@ -52,6 +54,7 @@ class Account(NamedTuple):
   collectives: Mapping[str, int]
   kernels: int
   least: float
+  peak: int
 
 
 def account(compiled: Any) -> Account:
@@ -70,6 +73,7 @@ def account(compiled: Any) -> Account:
     dict(collections.Counter(_COLLECTIVE.findall(text))),
     len(_KERNEL.findall(text)),
     program.cost(program.entry, min).bytes,
+    memory.peak_memory_in_bytes,
   )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from nm_sparsity_jax import masks
 from nm_sparsity_jax.patterns import NM
@@ -169,10 +169,10 @@ class Groups:
 
   def _by_shard(self) -> bool:
     """Returns whether each device works on its own shard: XLA cannot cut a TPU's kernel itself."""
-    if self.sharding is None or self.sharding.mesh.size == 1:
+    mesh = None if self.sharding is None else self.sharding.mesh
+    if not isinstance(mesh, Mesh) or mesh.size == 1:  # an abstract mesh has no devices
       return False
-    devices = self.sharding.mesh.devices
-    return devices is not None and devices.flat[0].platform == _PLATFORM
+    return mesh.devices.flat[0].platform == _PLATFORM
 
   def _transposed(self) -> Groups:
     """Returns the same groups after `order`."""

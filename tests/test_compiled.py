@@ -61,6 +61,14 @@ def test_memory_holds_arguments():
   assert account(compile(product, X)).memory >= 4 * X.size
 
 
+def test_the_peak_is_what_lives_at_one_time():
+  """A result and the argument that it takes the place of are one."""
+  new = compile(lambda x: x + 1, X)
+  assert account(new).peak == 2 * X.nbytes
+  in_place = jax.jit(lambda x: x + 1, donate_argnums=0).lower(X).compile()
+  assert account(in_place).peak == X.nbytes
+
+
 KERNEL = """HloModule made, is_scheduled=true
 
 %body (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {

@@ -119,6 +119,26 @@ def test_shard_map(text, how):
   )
 
 
+@pytest.mark.parametrize("varying", ["n", "parent"])
+def test_a_mask_varies_over_devices_as_what_it_is_made_of(varying):
+  """A weight that all devices hold has other masks where n or the parent differ."""
+
+  def mask(w):
+    i = jax.lax.axis_index("rows")
+    if varying == "n":
+      return magnitude_mask(w, "1:8", n=i + 1)
+    return magnitude_mask(w, "1:8", parent=w > i.astype(w.dtype))
+
+  x, whole = scores(), PartitionSpec()
+  with pytest.raises(ValueError, match="replication"):
+    jax.jit(jax.shard_map(mask, mesh=mesh(), in_specs=whole, out_specs=whole))(x)
+  rows = PartitionSpec("rows")
+  got = jax.jit(jax.shard_map(mask, mesh=mesh(), in_specs=whole, out_specs=rows))(x)
+  for i, part in enumerate(np.split(np.asarray(got), 4)):
+    given = dict(n=i + 1) if varying == "n" else dict(parent=jnp.asarray(x) > float(i))
+    np.testing.assert_array_equal(part, magnitude_mask(x, "1:8", **given))
+
+
 @pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_ladder(kind):
@@ -193,6 +213,17 @@ def test_each_device_masks_its_own_shard(name, spec, monkeypatch):
   assert calls
   np.testing.assert_array_equal(np.asarray(w), np.asarray(alone))
   assert spoken == []
+
+
+def test_a_mesh_without_devices_is_passed_over():
+  """As of an array inside jit, where shardings are part of the types."""
+  recipe = nms.recipe("sr_ste", pattern="2:8", phases=nms.Phases(total=8))
+  rules = nms.Rules({"w": recipe}, axes={"w": 0})
+  where = jax.sharding.AbstractMesh((4, 2), ("rows", "columns"))
+  aware = rules.with_shardings({"w": NamedSharding(where, SPECS["features"])})
+  params = {"w": jnp.asarray(scores())}
+  got, wanted = (nms.sparsify(params, r, 5)["w"] for r in (aware, rules))
+  np.testing.assert_array_equal(got, wanted)
 
 
 def test_a_sharding_that_cuts_a_group_is_passed_over():

@@ -1,10 +1,7 @@
 """The kernel for TPUs: the same bits in interpret mode, and where a program for a TPU holds it."""
 
 import functools
-import json
 import os
-import pathlib
-import re
 import subprocess
 import sys
 
@@ -13,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick
+import test_every_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import export
+from jax import export, lax
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, tpu
+from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, primitive, tpu
 from nm_sparsity_jax.masks.selection import Kept
 
 pytestmark = pytest.mark.usefixtures("short_runs")
@@ -77,6 +76,21 @@ def test_bits_of_the_reference_on_any_weights(seed, n):
   )
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_bits_of_the_reference_on_any_shape_and_pattern(data):
+  """Groups of any length, on any axis, in both dtypes, n known and traced, with a parent or not."""
+  draw = lambda *ends: data.draw(st.integers(*ends))
+  m, flag = draw(2, 20), lambda: data.draw(st.booleans())
+  shape = [draw(1, 5) for _ in range(draw(1, 3))]
+  axis, n = draw(0, len(shape) - 1), draw(1, m)
+  shape[axis] = m * draw(1, 6)
+  w = weights(shape, data.draw(st.sampled_from(["float32", "bfloat16"])), seed=draw(0, 99))
+  parent = weights(shape, "float32", seed=100) > 0 if flag() else None
+  got = by_kernel(w, Kept(m, None if flag() else n), (axis,), n=n, parent=parent)
+  np.testing.assert_array_equal(got, magnitude_mask(w, nms.NM(n, m), axis, parent=parent))
+
+
 @pytest.mark.parametrize("doublings", range(4))
 def test_ladder(doublings):
   w = weights((64, 6), "bfloat16")
@@ -129,6 +143,61 @@ def test_no_weights_at_all():
   assert by_kernel(jnp.zeros((0, 4)), Kept(4, 1), (0,)).shape == (0, 4)
 
 
+@pytest.fixture
+def interpreted():
+  """Programs for this CPU hold the kernel too, in interpret mode; a list has its calls."""
+  calls = []
+
+  def run(w, *rest, kept, axes):
+    calls.append(kept)
+    n, doublings, parent = primitive._named(rest, kept)
+    scalars = jnp.asarray([n, doublings], jnp.int32)
+    return tpu.mask(w, scalars, parent, axes, kept, interpret=True)
+
+  def lower_by(function):
+    lower = mlir.lower_fun(function, multiple_results=False)
+    mlir.register_lowering(primitive._mask, lower, platform="cpu")
+    jax.clear_caches()
+
+  lower_by(run)
+  yield calls
+  lower_by(primitive.groupwise)
+
+
+def history(recipe):
+  """A function from weights at every step to the masks of two layers, by scan, vmap and remat."""
+
+  def of_one(ws):
+    groups = nms.groups.Groups(ws.shape[1:], 0)
+    stateful = recipe.stateful
+    start = recipe.first_state(groups, ws[0]) if stateful else {}
+
+    @jax.checkpoint
+    def at(state, x):
+      step, w = x
+      if stateful:
+        state = recipe.next_state(groups, state, w, step, step - 1, w, w)
+      return state, recipe.mask(w, step, 0, state.get("mask"))
+
+    return lax.scan(at, start, (jnp.arange(1, len(ws) + 1), ws))[1]
+
+  return jax.jit(jax.vmap(of_one))
+
+
+CASES = {case.name: case.recipe for case in test_every_recipe.CASES.values()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_recipe_has_the_same_masks_by_the_kernel(name, dtype, request):
+  ws = weights((2, 24, 16, 3), dtype)
+  wanted = history(CASES[name])(ws)
+  calls = request.getfixturevalue("interpreted")
+  got = history(CASES[name])(ws)
+  np.testing.assert_array_equal(got, wanted)
+  assert bool(calls) == (name != "dense")
+
+
 def for_tpu(function, *shapes):
   """The program that `function` becomes on a TPU; no TPU is needed to write it."""
   return export.export(jax.jit(function), platforms=["tpu"])(*shapes).mlir_module()
@@ -163,8 +232,32 @@ def test_a_program_for_a_cpu_does_not():
 def test_float64_and_groups_too_long_go_the_other_way():
   far = jax.ShapeDtypeStruct((8192, 8), jnp.float32)
   assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "1:8192"), far)
+  near = jax.ShapeDtypeStruct((4096, 8), jnp.float32)
+  assert KERNEL in for_tpu(lambda w: magnitude_mask(w, "1:2048"), near)
   half = jax.ShapeDtypeStruct((64, 8), jnp.float16)
   assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "1:8"), half)
+
+
+@pytest.mark.parametrize(
+  "m, axis, held", [(75, 0, False), (63, 0, False), (100, 0, True), (100, 1, False)]
+)
+def test_groups_that_fill_no_tiles_go_the_other_way(m, axis, held):
+  """VMEM has no room for a block of whole groups and whole tiles of 32 rows or 128 columns."""
+  shape = [256, 256]
+  shape[axis] = 100 * m
+  w = jax.ShapeDtypeStruct(shape, jnp.float32)
+  text = for_tpu(lambda w: magnitude_mask(w, nms.NM(2, m), axis), w)
+  assert (KERNEL in text) == held
+
+
+@pytest.mark.parametrize("pattern", ["2:8", "3:16"])
+def test_numbers_of_64_bits_in_other_code_change_nothing(pattern):
+  with jax.enable_x64(True):
+    assert KERNEL in for_tpu(lambda w: magnitude_mask(w, pattern), WEIGHT)
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    assert KERNEL in for_tpu(lambda w, n: magnitude_mask(w, pattern, n=n), WEIGHT, n)
+    ladder = lambda w, d: ladder_mask(w, pattern, doublings=d, most=1, settles=True)
+    assert KERNEL in for_tpu(ladder, WEIGHT, n)
 
 
 def test_shards_are_whole_in_shard_map_alone():
@@ -207,6 +300,10 @@ def loss(w, x, step):
   return jnp.sum(jnp.square(x @ recipe.effective(w, step).astype(x.dtype)).astype(jnp.float32))
 
 program = jax.jit(jax.grad(loss)).lower(w, x, step).compile()
+ODD = ((4800, 256), "2:75", 0), ((4032, 256), "2:63", 0), ((6, 60), "3:15", 1)
+for shape, pattern, axis in ODD:
+  odd = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at)
+  jax.jit(lambda w: nms.masks.magnitude_mask(w, pattern, axis)).lower(odd).compile()
 print(program.as_text().count("tpu_custom_call"))
 """
 
@@ -231,89 +328,3 @@ def test_a_tpu_compiler_takes_it():
     pytest.skip("another process holds libtpu")
   assert done.returncode == 0, done.stderr[-2000:]
   assert int(done.stdout) == 1  # one mask for the forward pass and the backward pass
-
-
-def test_the_page_says_what_was_recorded():
-  """docs/tpu.md's table is that of benchmarks/tpu.py."""
-  root = pathlib.Path(__file__).parents[1]
-  page = (root / "docs" / "tpu.md").read_text()
-
-  def recorded(name, pattern, axis):
-    rows = json.loads((root / "benchmarks" / "results" / name).read_text())["rows"]
-    found = [
-      r["over_one_pass"]
-      for r in rows
-      if (r["pattern"], r["axis"], r["dtype"]) == (pattern, axis, "float32")
-      and r["cut"] == "(None, 'model')"
-    ]
-    assert len(found) == 1
-    return f"{found[0]:.2f}x"
-
-  cells = lambda name: [
-    (r["pattern"], r["axis"], r["dtype"], r["cut"], f"{r['over_one_pass']:.2f}")
-    for r in json.loads((root / "benchmarks" / "results" / name).read_text())["rows"]
-  ]
-  assert cells("tpu_masks_jax_0_12.json") == cells("tpu_masks.json")
-  table = re.findall(r"^\| (\d+:\d+) \| (.+) \|$", page, re.MULTILINE)
-  assert len(table) == 6
-  for pattern, cells in table:
-    names = ["tpu_masks.json"] * 2 + ["tpu_masks_plain.json"] * 2
-    wanted = [recorded(n, pattern, a) for n, a in zip(names, (0, 1, 0, 1), strict=True)]
-    assert cells.split(" | ") == wanted
-
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-OTHERS = {  # record -> the row's first words
-  "tpu_eval_base.json": "evaluation, base",
-  "tpu_decode_base.json": "greedy decoding, base",
-  "tpu_eval_base_t5x.json": "evaluation of T5X, base",
-  "tpu_decode_base_t5x.json": "greedy decoding of T5X, base",
-  "tpu_metrics_base.json": "metrics, base",
-  "tpu_step_base_v4.json": "step, base, v4:2x2x1",
-  "tpu_step_base_v6e.json": "step, base, v6e:2x2",
-  "tpu_step_xl_t5x.json": "step of T5X, 3B, v5p:2x2x2",
-  "tpu_step_xxl_t5x.json": "step of T5X, 11B, v5p:2x2x2",
-}
-
-
-def recorded_over_dense(name, *what):
-  """Recipe -> cells of a row, from a record of benchmarks/tpu.py; the first row is dense."""
-  rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
-  assert rows[0]["recipe"] == "dense"
-  digits = {"seconds": 2}
-  cell = lambda over, key: f"{over[key]:.{digits.get(key, 3)}f}"
-  return {r["recipe"]: " | ".join(cell(r["over_dense"], key) for key in what) for r in rows[1:]}
-
-
-def test_the_page_says_what_was_recorded_of_a_step():
-  page = (ROOT / "docs" / "tpu.md").read_text()
-  local = recorded_over_dense("tpu_step_base.json", "bytes", "least", "memory", "seconds")
-  t5x = recorded_over_dense("tpu_step_base_t5x.json", "bytes", "memory", "seconds")
-  wanted = {f"| `{r}` | {cells} | {t5x.get(r, '| |')} |" for r, cells in local.items()}
-  assert wanted == set(re.findall(r"^\| `\w+` \|.*\|$", page, re.MULTILINE))
-
-
-def test_compile_times_that_took_turns_meet_our_limits():
-  """As docs/tpu.md says of the local runner: no compilation is longer than 1.25 or 1.6 of dense."""
-  record = ROOT / "benchmarks" / "results" / "tpu_step_base.json"
-  rows = {row["recipe"]: row for row in json.loads(record.read_text())["rows"]}
-  assert len(rows["dense"]["turns"]) >= 2
-  for name, row in rows.items():
-    assert row["seconds"] == min(row["turns"])
-    assert row["over_dense"]["seconds"] == row["seconds"] / rows["dense"]["seconds"]
-    limit = 1.6 if name.startswith(("sdgf", "idp")) else 1.25
-    assert row["over_dense"]["seconds"] <= limit, name
-
-
-def test_the_page_says_what_was_recorded_of_other_programs():
-  page = (ROOT / "docs" / "tpu.md").read_text()
-  wanted = {
-    f"| {words} | `{recipe}` | {cells} |"
-    for name, words in OTHERS.items()
-    for recipe, cells in recorded_over_dense(name, "bytes", "memory", "seconds").items()
-  }
-  assert wanted == set(re.findall(r"^\| \w[^|`]* \| `\w+` \|.*\|$", page, re.MULTILINE))
-  on_disk = {path.name for path in (ROOT / "benchmarks" / "results").glob("tpu_*.json")}
-  masks = {"tpu_masks.json", "tpu_masks_plain.json", "tpu_masks_jax_0_12.json"}
-  steps = {"tpu_step_base.json", "tpu_step_base_plain.json", "tpu_step_base_t5x.json"}
-  assert on_disk == {*OTHERS, *masks, *steps}  # none that the page leaves out

@@ -130,8 +130,8 @@ def test_small_sizes_and_changes_are_readable():
     "name": "v5e:2x2",
     "chips": 4,
     "dense": kinds,
-    "sparse": {**kinds, "memory": 3 << 20},
-    "over_dense": {"memory": 1.0002, "bytes": 0.9999},
+    "sparse": {**kinds, "memory": 9 << 20, "peak": 3 << 20},
+    "over_dense": {"peak": 1.0002, "bytes": 0.9999},
   }
   text = "\n".join(line for _, line in plan.text._topology_lines(part))
   assert "3.00 MiB of each chip, +0.0%" in text and "bytes moved  +0.0%" in text

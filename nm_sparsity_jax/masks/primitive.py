@@ -47,7 +47,18 @@ def mask(
   zero = jnp.int32(0)
   scalars = () if n is None else (jnp.stack([n, zero if doublings is None else doublings]),)
   parents = () if parent is None else (parent,)
-  return _mask.bind(lax.stop_gradient(w), *scalars, *parents, kept=kept, axes=axes)
+  operands = _alike(lax.stop_gradient(w), *scalars, *parents)
+  return _mask.bind(*operands, kept=kept, axes=axes)
+
+
+def _alike(*arrays: jax.Array) -> list[jax.Array]:
+  """Returns arrays that vary over the same axes of a `shard_map`, as the mask of them does."""
+  varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+  over = frozenset().union(*varying)
+  lacking = [tuple(sorted(over - axes)) for axes in varying]
+  return [
+    lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, lacking, strict=True)
+  ]
 
 
 def groupwise(w, *rest, kept: Kept, axes: tuple[int, ...], small: bool = False):
@@ -124,7 +135,8 @@ _lower_kernel = mlir.lower_fun(_by_kernel, multiple_results=False)
 
 def _lower_on_tpu(ctx, *args, kept, axes):
   whole = _is_whole(ctx.module_context.axis_context)
-  lower = _lower_kernel if whole and tpu.serves(ctx.avals_in[0].dtype, kept) else _lower_groupwise
+  by_kernel = whole and tpu.serves(ctx.avals_in[0], kept, axes)
+  lower = _lower_kernel if by_kernel else _lower_groupwise
   return lower(ctx, *args, kept=kept, axes=axes)
 
 

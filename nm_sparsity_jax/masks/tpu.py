@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,29 @@ from nm_sparsity_jax.masks.selection import Kept
 # Ranks shift the block twice for each of m - 1 rivals; a search counts 31 + log2(m) times.
 _MAX_M_FOR_RANKS = 8
 _BLOCK = 1 << 17  # weights of a block, where groups are short enough
-_LARGEST_GROUP = 2048  # of which VMEM holds 128 columns, and what is computed from them
+# Of a block along the groups: VMEM holds 128 of them, and what comes of them. Groups that fill no
+# whole registers of 8 rows are spread over more.
+_LONGEST, _LONGEST_SPREAD, _ROWS = 2048, 1024, 8
 _LANES, _PACKED = 128, 32  # a tile of bytes
 _DTYPES = ("float32", "bfloat16")
 
 
-def serves(dtype, kept: Kept) -> bool:
-  """Returns whether the kernel serves weights of `dtype`; XLA's way serves the others."""
-  return str(dtype) in _DTYPES and kept.group <= _LARGEST_GROUP
+def serves(w: Any, kept: Kept, axes: tuple[int, ...]) -> bool:
+  """Returns whether the kernel serves a weight; XLA's way serves the others.
+
+  A block holds whole groups and whole tiles. Groups of 75 fill whole tiles of 32 once in 2,400
+  weights. VMEM has no room for so long a block.
+
+  Args:
+    w: an array, or its shape and dtype.
+    kept: what to keep.
+    axes: the axes of the groups.
+  """
+  if not w.size:
+    return True
+  view = _View.of(w.shape, axes)
+  longest = _LONGEST_SPREAD if kept.m % _ROWS > 0 and kept.m > _ROWS else _LONGEST
+  return str(w.dtype) in _DTYPES and view.block(kept.group)[view.last] <= longest
 
 
 def mask(
@@ -67,18 +82,19 @@ def mask(
   arrays = [x.transpose(view.order).reshape(view.shape) for x in arrays]
   like = jax.eval_shape(lambda x: x.astype(jnp.int8), arrays[0])  # varies by device as w does
   spec = pl.BlockSpec((None, *block), lambda i, j, k, _: (i, j, k))
-  out = pl.pallas_call(
-    functools.partial(_kernel, kept, view.last),
-    out_shape=like,
-    grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=1,
-      grid=(view.shape[0], *map(pl.cdiv, view.shape[1:], block)),
-      in_specs=[spec] * len(arrays),
-      out_specs=spec,
-    ),
-    interpret=interpret,
-    name="nm_mask",
-  )(scalars, *arrays)
+  with jax.enable_x64(False):  # else Python's numbers are of 64 bits, which a TPU does not take
+    out = pl.pallas_call(
+      functools.partial(_kernel, kept, view.last),
+      out_shape=like,
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(view.shape[0], *map(pl.cdiv, view.shape[1:], block)),
+        in_specs=[spec] * len(arrays),
+        out_specs=spec,
+      ),
+      interpret=interpret,
+      name="nm_mask",
+    )(scalars, *arrays)
   back = sorted(range(w.ndim), key=view.order.__getitem__)
   return out.reshape([w.shape[a] for a in view.order]).transpose(back) != 0
 

@@ -55,7 +55,7 @@ def check(found: Findings, made: Made, name: str) -> dict[str, Any] | None:
         "take a larger topology, more NUM_PARTITIONS, more microbatches, or remat"
       )
   if not dense["needs"] and not sparse["needs"]:
-    part["over_dense"] = {key: sparse[key] / dense[key] for key in ("bytes", "flops", "memory")}
+    part["over_dense"] = {key: sparse[key] / dense[key] for key in ("bytes", "flops", "peak")}
   return part
 
 
@@ -86,10 +86,8 @@ def _local(found: Findings, devices: Sequence[Any]) -> Callable[[Rules | None], 
       if rules is None
       else Model(workload=given.workload, rules=rules, num_partitions=parts, devices=devices)
     )
-    state, over_rows = (
-      model.state_like(run.optimizer),
-      NamedSharding(model.mesh, PartitionSpec("data")),
-    )
+    state = model.state_like(run.optimizer)
+    over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_rows)
     batch = {name: place(x) for name, x in _batch(found, run).items()}
     step = model.train_step(run.optimizer, jax.random.PRNGKey(0), state, run.microbatches)

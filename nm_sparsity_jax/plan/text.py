@@ -165,9 +165,9 @@ def _topology_lines(said: Mapping[str, Any] | None):
   if not said or "over_dense" not in said:
     return
   over, dense, sparse = said["over_dense"], said["dense"], said["sparse"]
-  unit, name = (2**30, "GiB") if sparse["memory"] >= 2**30 / 10 else (2**20, "MiB")
+  unit, name = (2**30, "GiB") if sparse["peak"] >= 2**30 / 10 else (2**20, "MiB")
   change = lambda key: f"{over[key] - 1:+.1%}".replace("-0.0%", "+0.0%")
-  size = f"{sparse['memory'] / unit:.2f} {name} of each chip, {change('memory')}"
+  size = f"{sparse['peak'] / unit:.2f} {name} of each chip, {change('peak')}"
   yield "topology", f"{said['name']}, {said['chips']} chips, a train step over the dense one:"
   yield "", f"memory       {size}"
   yield "", f"bytes moved  {change('bytes')}"
