@@ -16,9 +16,8 @@ from nm_sparsity_jax import cli, rules_text
 from nm_sparsity_jax.models import vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.packed import choice
-from nm_sparsity_jax.runs import checkpoint, writing
-from nm_sparsity_jax.trees import flatten, nested
-from nm_sparsity_jax.weights import packed_file
+from nm_sparsity_jax.runs import writing
+from nm_sparsity_jax.trees import flatten
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
 # seqio, TensorFlow, clu and Orbax warn on their own account.
@@ -77,14 +76,9 @@ def words(command, path, out, **macros):
 
 @pytest.fixture(scope="module")
 def packed(finalized):
-  """The packed file of it."""
-  stored, path = checkpoint.read(str(finalized)), finalized.with_name("packed.safetensors")
-  params = {
-    key.removeprefix("target/"): stored.array(key)
-    for key in stored.leaves
-    if key.startswith("target/")
-  }
-  packed_file.write(path, {"params": nested(params)}, RULES)
+  """The packed file that `pack` makes of it."""
+  path = finalized.with_name("packed.safetensors")
+  assert cli.main(["pack", str(finalized), str(path)]) == 0
   return path
 
 
