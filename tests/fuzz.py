@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import logging
 import os
 import pathlib
 import random
@@ -139,6 +140,9 @@ def packed_readers(home: pathlib.Path) -> dict[str, Reader]:
       print(e, file=sys.stderr)
       return 1
     return 0
+
+  # A remark on padding is a line of its own.
+  logging.getLogger("nm_sparsity_jax.places").setLevel(logging.ERROR)
 
   def verify(folder: pathlib.Path) -> int:
     return cli.main(["verify", str(folder / "a.safetensors")])
