@@ -65,19 +65,23 @@ def test_a_step_is_that_through_the_cache_of_t5x(scan):
     tokens = rng.integers(1, want.shape[-1], len(inputs)).astype(np.int32)  # each row its own
 
 
-def products(jaxpr):
-  """Returns the multiplications of every product in a program, and how often it writes a piece."""
-  count, writes = 0, 0
+def equations(jaxpr):
+  """Yields name, shapes of the operands, shape of the result and settings of each equation."""
   for eqn in jaxpr.eqns:
     for inner in jaxprs_in_params(eqn.params):
-      more = products(inner)
-      count, writes = count + more[0], writes + more[1]
-    writes += eqn.primitive.name == "dynamic_update_slice"
-    if eqn.primitive.name == "dot_general":
-      contracted = eqn.params["dimension_numbers"][0][0]
-      depth = [eqn.invars[0].aval.shape[axis] for axis in contracted]
-      count += int(np.prod(depth) * np.prod(eqn.outvars[0].aval.shape))
-  return count, writes
+      yield from equations(inner)
+    shapes = [x.aval.shape for x in eqn.invars]
+    yield eqn.primitive.name, shapes, eqn.outvars[0].aval.shape, eqn.params
+
+
+def products(program):
+  """Returns the multiplications of every product in a program."""
+  count = 0
+  for name, shapes, out, params in program:
+    if name == "dot_general":
+      depth = [shapes[0][axis] for axis in params["dimension_numbers"][0][0]]
+      count += int(np.prod(depth) * np.prod(out))
+  return count
 
 
 def test_a_step_multiplies_each_weight_once_a_row():
@@ -85,13 +89,18 @@ def test_a_step_multiplies_each_weight_once_a_row():
   params, cfg = {"params": parameters(model)}, model.config
   kept, step = started(model, params)
   rows, width = len(BATCH[0]) * BEAMS, cfg.num_heads * cfg.head_dim
-  program = jax.make_jaxpr(step)(kept, jnp.zeros(rows, jnp.int32), jnp.int32(0))
+  made = jax.make_jaxpr(step)(kept, jnp.zeros(rows, jnp.int32), jnp.int32(0))
+  program = list(equations(made.jaxpr))
   # q, k, v, o of one attention, q and o of the other: keys and values of the input are there.
   layer = 6 * cfg.emb_dim * width + 3 * cfg.emb_dim * cfg.mlp_dim
   attention = 2 * width * (LENGTH + BATCH[0].shape[1])
   want = rows * (3 * (layer + attention) + cfg.emb_dim * cfg.vocab_size)
-  assert products(program.jaxpr) == (want, 2 * 3)
-  assert {x.shape for x in jax.tree.leaves(kept["decoded"])} == {(rows, 2, LENGTH, 8)}
+  assert products(program) == want
+  whole = {(rows, 2, 8, LENGTH), (rows, 2, 8, BATCH[0].shape[1])}
+  assert {x.shape for x in jax.tree.leaves(kept) if x.size > rows * 2 * 8} == whole
+  # A token writes its place, and what is kept is multiplied as it lies.
+  found = [name for name, shapes, *_ in program if whole & {*shapes}]
+  assert sorted(found) == sorted(["dynamic_update_slice"] * 6 + ["dot_general"] * 12)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

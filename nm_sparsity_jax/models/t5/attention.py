@@ -67,6 +67,7 @@ def dot_product_attention(
   deterministic: bool = False,
   dtype: Dtype = jnp.float32,
   float32_logits: bool = False,
+  length_last: bool = False,
 ) -> jax.Array:
   """Returns softmax(query . key + bias) . value, for each head.
 
@@ -82,11 +83,15 @@ def dot_product_attention(
     deterministic: no dropout.
     dtype: of the attention weights.
     float32_logits: compute the logits in float32, whatever `dtype` is.
+    length_last: key and value come as they are kept for decoding, [..., h, d, k]. XLA then
+      multiplies them as they lie; turned in a loop, it would copy them at each token.
 
   Returns:
     [..., q, h, d'].
   """
   q, k, v = query.shape, key.shape, value.shape
+  if length_last:
+    k, v = ((*x[:-3], x[-1], *x[-3:-1]) for x in (k, v))
   if not (q[:-3] == k[:-3] == v[:-3] and q[-2:] == k[-2:] and k[:-1] == v[:-1]):
     raise ValueError(
       f"attention over query {q}, key {k}, value {v}: they must be [..., q, h, d], [..., k, h, d] "
@@ -94,7 +99,8 @@ def dot_product_attention(
     )
   if float32_logits:
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-  logits = jnp.einsum("...qhd,...khd->...hqk", query, key)
+  kept = "...hdk" if length_last else "...khd"
+  logits = jnp.einsum(f"...qhd,{kept}->...hqk", query, key)
   if bias is not None:
     logits = logits + bias.astype(logits.dtype)
   weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
@@ -107,7 +113,7 @@ def dot_product_attention(
     shape = (*weights.shape[:-2], 1, weights.shape[-1])
     keep = jax.random.bernoulli(dropout_rng, keep_prob, shape)
     weights = weights * (keep.astype(dtype) / jnp.asarray(keep_prob, dtype))
-  return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+  return jnp.einsum(f"...hqk,{kept}->...qhd", weights, value)
 
 
 class MultiHeadDotProductAttention(nn.Module):
@@ -122,8 +128,8 @@ class MultiHeadDotProductAttention(nn.Module):
 
   This is T5X's. The step of `Transformer.start` keeps other ones, where a token writes one place:
 
-      decoded/keys, values       [b, h, length, d], of the decoder over itself
-      prepared/keys_and_values   two of [b, h, k, d], of the decoder over what the encoder read
+      decoded/keys, values       [b, h, d, length], of the decoder over itself
+      prepared/keys_and_values   two of [b, h, d, k], of the decoder over what the encoder read
 
   Attributes:
     num_heads: h.
@@ -214,6 +220,7 @@ class MultiHeadDotProductAttention(nn.Module):
       deterministic=deterministic,
       dtype=self.dtype,
       float32_logits=self.float32_logits,
+      length_last=once or position is not None,
     )
     return dense(
       inputs_q.shape[-1],
@@ -224,32 +231,30 @@ class MultiHeadDotProductAttention(nn.Module):
     )(x)
 
   def _prepared(self, make):
-    """Returns the keys and values that `make` computes in the first call alone."""
-    turned = lambda arrays: tuple(jnp.swapaxes(x, 1, 2) for x in arrays)
-    return turned(self.variable(PREPARED, "keys_and_values", lambda: turned(make())).value)
+    """Returns the keys and values [b, h, d, k] that `make` computes in the first call alone."""
+    last = lambda: tuple(_length_last(x) for x in make())
+    return self.variable(PREPARED, "keys_and_values", last).value
 
   def _decoded(self, key, value, position, length):
-    """Returns keys, values and mask of all positions; puts these at `position`."""
+    """Returns keys, values [b, h, d, length] and mask of all; puts these at `position`."""
     made = self.has_variable(DECODED, "keys")
     rows, _, heads, width = key.shape
     found = []
     for name, new in (("keys", key), ("values", value)):
-      kept = self.variable(DECODED, name, jnp.zeros, (rows, heads, length, width), new.dtype)
+      kept = self.variable(DECODED, name, jnp.zeros, (rows, heads, width, length), new.dtype)
       if made:
         kept.value = lax.dynamic_update_slice_in_dim(
-          kept.value, jnp.swapaxes(new, 1, 2), position, axis=2
+          kept.value, _length_last(new), position, axis=3
         )
-      found.append(jnp.swapaxes(kept.value, 1, 2))
-    past = lax.broadcasted_iota(jnp.int32, (1, 1, 1, found[0].shape[1]), 3) <= position
+      found.append(kept.value)
+    past = lax.broadcasted_iota(jnp.int32, (1, 1, 1, found[0].shape[-1]), 3) <= position
     return *found, past.astype(jnp.float32)
 
   def _through_cache(self, query, key, value, mask, bias):
     """Returns keys, values, mask and bias for one decoded position; makes a missing cache."""
     made = self.has_variable("cache", "cached_key")
-    # The length is the last axis: lanes of a TPU then run along it.
-    last = lambda x: jnp.moveaxis(x, -3, -1)
-    keys = self.variable("cache", "cached_key", jnp.zeros_like, last(key))
-    values = self.variable("cache", "cached_value", jnp.zeros_like, last(value))
+    keys = self.variable("cache", "cached_key", jnp.zeros_like, _length_last(key))
+    values = self.variable("cache", "cached_value", jnp.zeros_like, _length_last(value))
     index = self.variable("cache", "cache_index", lambda: jnp.int32(0))
     if not made:
       return key, value, mask, bias
@@ -269,11 +274,16 @@ class MultiHeadDotProductAttention(nn.Module):
     now = index.value
     # A choice and no scatter: it fuses, and a TPU likes it.
     here = lax.broadcasted_iota(jnp.int32, keys.value.shape, keys.value.ndim - 1) == now
-    keys.value = jnp.where(here, last(key), keys.value)
-    values.value = jnp.where(here, last(value), values.value)
+    keys.value = jnp.where(here, _length_last(key), keys.value)
+    values.value = jnp.where(here, _length_last(value), values.value)
     index.value = now + 1
     past = lax.broadcasted_iota(jnp.int32, (expected[0], 1, 1, length), 3) <= now
     if bias is not None:
       bias = lax.dynamic_slice_in_dim(bias, now, 1, axis=-2)
     first = lambda x: jnp.moveaxis(x, -1, -3)
     return first(keys.value), first(values.value), combine_masks(mask, past), bias
+
+
+def _length_last(x: jax.Array) -> jax.Array:
+  """Returns keys or values [b, k, h, d] as they are kept, [b, h, d, k]: for the lanes of a TPU."""
+  return jnp.moveaxis(x, -3, -1)
