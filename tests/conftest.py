@@ -94,28 +94,38 @@ def programs_of_one_file():
 
 @pytest.fixture(autouse=True, scope="session")
 def programs_of_this_worker(tmp_path_factory):
-  """A program that another test compiled is read from a file: many train the same once more, and
-  the single operations of eager mode come again in every file.
+  """A program that another test compiled, or an earlier run of tests, is read from a file.
 
-  Counts of `jit` see no difference, and what a program gives is the same to the bit. It returns
-  the variables of processes that do the same, in a folder of theirs: jax writes a file in place, so
-  one that is killed may leave a part of it, and one that reads it then warns.
+  Many tests train the same once more, and the single operations of eager mode come again in every
+  file. tests/programs.py keeps them from run to run.
+
+  Counts of `jit` see no difference, and what a program gives is the same to the bit. It gives the
+  variables of processes that do the same, in a folder of theirs: jax writes a file in place, so one
+  that is killed may leave a part of it, and one that reads it then warns.
   """
   from jax.experimental.compilation_cache import compilation_cache
 
-  folder = tmp_path_factory.getbasetemp()  # no other worker's
+  if jax.config.values["jax_compilation_cache_dir"] is not None:
+    yield {}  # it has one, as in tests/mutations.py, and its processes have the same
+    return
+  import programs
+
+  here, there = (tmp_path_factory.getbasetemp() / name for name in ("xla", "xla-of-processes"))
   settings = {
-    "jax_compilation_cache_dir": str(folder / "xla"),
+    "jax_compilation_cache_dir": str(here),
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",  # names of programs know no folder then
   }
-  if jax.config.values["jax_compilation_cache_dir"] is not None:
-    return {}  # it has one, as in tests/mutations.py, and its processes have the same
+  programs.take(here)
+  programs.take(there)
   for name, value in settings.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()  # what was imported may have compiled without one
-  settings["jax_compilation_cache_dir"] += "-of-processes"
-  return {name.upper(): str(value) for name, value in settings.items()}
+  settings["jax_compilation_cache_dir"] = str(there)
+  yield {name.upper(): str(value) for name, value in settings.items()}
+  programs.give(here)
+  programs.give(there)
 
 
 @pytest.fixture(autouse=True)

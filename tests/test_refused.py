@@ -93,7 +93,7 @@ def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
 ):
   """Point 15: a task that is not registered left a folder with a config.gin."""
   state = types.SimpleNamespace(step=3, sparse_step=3)
-  stored = types.SimpleNamespace(average=False)
+  stored = types.SimpleNamespace(average=False, packed=None)
   monkeypatch.setattr(checkpoints, "opened", lambda *_: stored)
   monkeypatch.setattr(checkpoints, "load_for_evaluation", lambda *_: state)
   folder = tmp_path / "a/found"

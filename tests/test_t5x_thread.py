@@ -52,16 +52,12 @@ def t5x(command, *files, check=True, devices=1, **macros):
 
 
 @pytest.fixture(scope="module")
-def forked(tmp_path_factory):
+def forked(tmp_path_factory, programs_of_this_worker):
   """`t5x` above, in forks of one process that has imported what T5X imports."""
   _, env = t5x_found.command_line((), {})
   command, pipe = [sys.executable, str(ROOT / "tests/t5x_worker.py")], subprocess.PIPE
   folder = tmp_path_factory.mktemp("worker")
-  env |= {  # a run that goes on, eval and infer have programs of the run before
-    "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-  }
+  env |= programs_of_this_worker  # a run that goes on, eval and infer have those of the run before
   errors = folder / "errors.txt"
   with (
     (folder / "worker.txt").open("w+") as said,
