@@ -96,6 +96,8 @@ def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
   stored = types.SimpleNamespace(average=False, packed=None)
   monkeypatch.setattr(checkpoints, "opened", lambda *_: stored)
   monkeypatch.setattr(checkpoints, "load_for_evaluation", lambda *_: state)
+  model = test_local.model_of()
+  monkeypatch.setattr(type(model), "variables", lambda *_: {"params": {}})
   folder = tmp_path / "a/found"
   if kept:
     folder.mkdir(parents=True)
@@ -104,7 +106,7 @@ def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
   before = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")}
   judged = dataclasses.replace(test_local.EVALUATION, name="nm_test_sor")
   with pytest.raises(ValueError, match="did you mean nm_test_sort"):
-    getattr(train, program)(test_local.model_of(), judged, "checkpoint_3", str(folder), "theirs")
+    getattr(train, program)(model, judged, "checkpoint_3", str(folder), "theirs")
   assert {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")} == before
 
 
