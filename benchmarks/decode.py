@@ -2,11 +2,13 @@
 
     python benchmarks/decode.py                               # 12 layers of base size, one row
     python benchmarks/decode.py --version t5_1_1 --layers 4 --inputs 512 --steps 64 --rows 4
+    python benchmarks/decode.py --patterns 1:8 1:32           # packed weights over dense ones
 
 `before` is the search through T5X's cache, `after` the one through `start` and `step`. Weights are
 random, and no row ends. All candidates take turns in one process on one pinned core; a figure is a
 median. A token is the time of a search over `--steps` tokens less that of one over a single token.
 `layers` is what a token takes more than one of the same network with one layer, for all layers.
+With `--patterns`, feed-forward and attention kernels are packed; embedding and head stay dense.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def arguments():
   parser.add_argument("--steps", type=int, default=16, help="tokens to decode")
   parser.add_argument("--rows", type=int, default=1)
   parser.add_argument("--scan", action="store_true", help="over the layers")
+  parser.add_argument("--patterns", nargs="+", help="time packed weights too, such as 1:8")
   parser.add_argument("--json", help="write the figures to this file")
   return parser.parse_args()
 
@@ -213,12 +216,64 @@ def account(network, params, args):
   return rows, rate
 
 
+def packed(network, params, args, pattern):
+  """Returns the parameters with packed kernels of feed-forward and attention layers."""
+  import nm_sparsity_jax as nms
+
+  kernels = dict.fromkeys(("ff", "q", "k", "v", "o"), pattern)
+  rules = nms.configure.rules(kernels, recipe="sr_ste", sparse_steps=1)
+  tree, _ = nms.deployed.pack_tree(nms.finalize(params, rules, 1), rules)
+  return nms.deployed.prepare(tree, nms.deployed.rows_of(network.config, args.rows, args.inputs))
+
+
+def over_dense(network, params, args):
+  """Returns a row for dense weights, and for each of `--patterns`.
+
+  `bound` is what reading each weight once would give: a token cannot be faster by more, as long as
+  the head is dense and memory is what limits.
+  """
+  trees = {"dense": params, **{p: packed(network, params, args, p) for p in args.patterns}}
+  candidates, bytes_of = {}, {}
+  for name, tree in trees.items():
+    bytes_of[name] = read(network, tree, args)
+    for part, (net, own) in {"token": (network, tree), "one": one_layer(network, tree)}.items():
+      for n, call in searches(net, own, args).items():
+        candidates[name, part, n] = call
+  times = _timing.interleave(candidates, args.blocks)
+  median = {name: statistics.median(found) for name, found in times.items()}
+
+  def a_token(name, part):
+    return (median[name, part, args.steps] - median[name, part, 1]) / (args.steps - 1)
+
+  depth = network.config.num_decoder_layers
+  spent = {
+    (name, "layers"): (a_token(name, "token") - a_token(name, "one")) * depth / (depth - 1)
+    for name in trees
+  } | {(name, "token"): a_token(name, "token") for name in trees}
+  rows = []
+  for name in trees:
+    row: dict = {"weights": name}
+    for part in ("layers", "token"):
+      row[f"{part}_ms"] = round(spent[name, part] * 1e3, 2)
+      row[f"{part}_x"] = round(spent["dense", part] / spent[name, part], 2)
+      row[f"{part}_bound"] = round(bytes_of["dense"][part] / bytes_of[name][part], 2)
+    rows.append(row)
+  return rows
+
+
 def main():
   args = arguments()
   _timing.pin(args.core)
-  rows, rate = account(*dense(args), args)
-  print(f"one core reads {rate / 1e9:.1f} GB/s\n")
-  print("| part | before, ms | after, ms | bound, ms | weights, MB |\n|---|---|---|---|---|")
+  if args.patterns:
+    rows, head = over_dense(*dense(args), args), []
+    for part in ("layers", "token"):
+      head += [f"{part}, ms", "over dense", "bound"]
+    head = ["weights", *head]
+  else:
+    rows, rate = account(*dense(args), args)
+    print(f"one core reads {rate / 1e9:.1f} GB/s\n")
+    head = ["part", "before, ms", "after, ms", "bound, ms", "weights, MB"]
+  print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
   for row in rows:
     print("|", " | ".join(f"{x:.2f}" if isinstance(x, float) else x for x in row.values()), "|")
   command = "python benchmarks/decode.py " + " ".join(sys.argv[1:])

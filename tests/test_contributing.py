@@ -64,7 +64,7 @@ def test_a_newcomer_adds_a_recipe_a_role_and_a_command(tmp_path):
   ignored = shutil.ignore_patterns("__pycache__")
   shutil.copytree(ROOT / "nm_sparsity_jax", tmp_path / "nm_sparsity_jax", ignore=ignored)
   (tmp_path / "tests").mkdir()
-  suite = "conftest", "quick", "test_every_recipe", "test_recipes", "test_registry"
+  suite = "conftest", "programs", "quick", "test_every_recipe", "test_recipes", "test_registry"
   for name in (*(f"tests/{stem}.py" for stem in suite), "pyproject.toml"):
     shutil.copy(ROOT / name, tmp_path / name)
   package, said = tmp_path / "nm_sparsity_jax", section()

@@ -9,8 +9,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs/performance.md").read_text("utf8")
 
 
-def test_the_account_of_a_token_is_the_file_that_its_command_wrote():
-  found = json.loads((ROOT / "benchmarks/results/decode_cpu.json").read_text())
+@pytest.mark.parametrize("file", ["decode_cpu", "decode_packed_cpu"])
+def test_the_account_of_a_token_is_the_file_that_its_command_wrote(file):
+  found = json.loads((ROOT / f"benchmarks/results/{file}.json").read_text())
   for row in found["rows"]:
     cells = [f"{x:.2f}" if isinstance(x, float) else x for x in row.values()]
     assert f"| {' | '.join(cells)} |\n" in PAGE
