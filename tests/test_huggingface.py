@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import weakref
 
 import huggingface_found
 import huggingface_reference as reference
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference_arrays import OneAtATime, Reference
 
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trees import flatten
@@ -33,18 +33,8 @@ SCANS = {
 scans = pytest.mark.parametrize("scan", SCANS)
 
 
-@functools.cache
-def told():
-  with np.load(reference.FILE) as file:
-    return dict(file)
-
-
-def names_of(name):
-  return {key: tuple(x) for key, x in json.loads(told()[f"{name}/names"].tobytes()).items()}
-
-
-def tensors_of(name):
-  return {key: reference.values(key, shape) for key, shape in names_of(name).items()}
+known = Reference(reference)
+names_of, tensors_of = known.names, known.tensors
 
 
 def config_of_name(name, **changes):
@@ -90,15 +80,15 @@ def ids_of(config, params, name):
 def test_logits_and_greedy_generations_are_those_of_transformers(name):
   config = config_of_name(name)
   params = huggingface.from_huggingface(tensors_of(name), config)
-  assert_close(logits_of(config, params, name), told()[f"{name}/logits"], "logits")
-  np.testing.assert_array_equal(ids_of(config, params, name), told()[f"{name}/ids"])
-  assert len(np.unique(told()[f"{name}/ids"])) > 6  # no token that is always the likeliest
+  assert_close(logits_of(config, params, name), known.arrays[f"{name}/logits"], "logits")
+  np.testing.assert_array_equal(ids_of(config, params, name), known.arrays[f"{name}/ids"])
+  assert len(np.unique(known.arrays[f"{name}/ids"])) > 6  # no token that is always the likeliest
 
 
 def test_a_scanned_network_has_the_same_logits():
   config = config_of_name("v1_1", scan_layers=True)
   params = huggingface.from_huggingface(tensors_of("v1_1"), config)
-  assert_close(logits_of(config, params, "v1_1"), told()["v1_1/logits"], "logits")
+  assert_close(logits_of(config, params, "v1_1"), known.arrays["v1_1/logits"], "logits")
 
 
 @pytest.mark.parametrize("both_ways", [True, False])
@@ -106,14 +96,14 @@ def test_distances_fall_into_the_buckets_of_transformers(both_ways):
   from nm_sparsity_jax.models.t5.layers import RelativePositionBiases
 
   mine = RelativePositionBiases._relative_position_bucket(reference.FAR, both_ways)
-  np.testing.assert_array_equal(mine, told()[f"buckets/{both_ways}"])
+  np.testing.assert_array_equal(mine, known.arrays[f"buckets/{both_ways}"])
 
 
 def test_the_committed_reference_is_what_transformers_computes():
   made = reference.make(*huggingface_found.load())
-  assert set(made) == set(told())
+  assert set(made) == set(known.arrays)
   for key, x in made.items():
-    np.testing.assert_allclose(x, told()[key], rtol=1e-4, atol=1e-5, err_msg=key)
+    np.testing.assert_allclose(x, known.arrays[key], rtol=1e-4, atol=1e-5, err_msg=key)
 
 
 @both
@@ -125,8 +115,8 @@ def test_transformers_loads_what_we_write_and_we_read_what_it_saves(name, tmp_pa
   for key, x in tensors_of(name).items():
     np.testing.assert_array_equal(kept[key].detach().numpy(), x, err_msg=key)
   logits, ids = reference.run(torch, net, name)
-  assert_close(logits, told()[f"{name}/logits"], "logits")
-  np.testing.assert_array_equal(ids, told()[f"{name}/ids"])
+  assert_close(logits, known.arrays[f"{name}/logits"], "logits")
+  np.testing.assert_array_equal(ids, known.arrays[f"{name}/ids"])
   reference.network(torch, transformers, name).save_pretrained(tmp_path / "theirs")
   config = config_of_name(name)
   want = huggingface.from_huggingface(tensors_of(name), config)
@@ -190,25 +180,12 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
   """An array is gone when the next one is asked for."""
   config = config_of_name("v1_0", scan_layers=True)
   params = dict(flatten(huggingface.from_huggingface(tensors_of("v1_0"), config)))
-  alive = []
-
-  def array(key):
-    assert all(ref() is None for ref in alive), key
-    made = params[key].copy()
-    alive.append(weakref.ref(made))
-    return made
-
+  array = OneAtATime(lambda key: params[key].copy())
   dtypes = dict.fromkeys(params, "float32")
   huggingface.write_each(tmp_path / "out", config, dtypes, array)
-  assert len(alive) == len(params)
-  folder, alive[:] = Folder(tmp_path / "out"), []
+  assert len(array.made) == len(params)
 
-  def read(name):
-    assert all(ref() is None for ref in alive), name
-    made = folder.array(name)
-    alive.append(weakref.ref(made))
-    return made
-
+  read = OneAtATime(Folder(tmp_path / "out").array)
   for source in sources(config).values():
     assert source.take(read).shape == source.ours
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import struct
-import weakref
 from typing import Any
 
 import fuzz
@@ -14,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import test_packed
+from reference_arrays import OneAtATime
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import deployed, packed
@@ -150,19 +150,12 @@ def test_a_network_takes_what_is_read(tmp_path):
 
 
 def test_one_array_is_in_memory(tmp_path):
-  arrays, alive = variables(), []
-
-  def given():
-    for name, x in reversed(arrays.items()):  # in any order
-      assert all(ref() is None for ref in alive), name
-      made = x.copy()
-      alive.append(weakref.ref(made))
-      yield name, made
-      del made
-
+  arrays = variables()
+  array = OneAtATime(lambda name: arrays[name].copy())
+  given = ((name, array(name)) for name in reversed(arrays))  # in any order
   leaves = {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
-  packed_file.write_each(tmp_path / "b.safetensors", leaves, given(), RULES)
-  assert len(alive) == len(arrays)
+  packed_file.write_each(tmp_path / "b.safetensors", leaves, given, RULES)
+  assert len(array.made) == len(arrays)
   path, _ = written(tmp_path)
   assert (tmp_path / "b.safetensors").read_bytes() == path.read_bytes()
 

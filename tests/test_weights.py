@@ -4,8 +4,6 @@ What timm computes lies in vision_reference.npz; where timm is installed it is a
 """
 
 import functools
-import json
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import timm_found
 import vision_reference as reference
+from reference_arrays import OneAtATime, Reference
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.models import resnet, swin, vit
@@ -36,18 +35,8 @@ def shapes_of(net):
   return dict(jax.eval_shape(net.init, jax.random.key(0), x))
 
 
-@functools.cache
-def told():
-  with np.load(reference.FILE) as file:
-    return dict(file)
-
-
-def names_of(name):
-  return {key: tuple(x) for key, x in json.loads(told()[f"{name}/names"].tobytes()).items()}
-
-
-def tensors_of(name):
-  return {key: reference.values(key, shape) for key, shape in names_of(name).items()}
+known = Reference(reference)
+names_of, tensors_of = known.names, known.tensors
 
 
 def variables_of(name):
@@ -91,8 +80,8 @@ def ours(net, name, variables, count=2):
 @tiny
 def test_logits_and_input_gradients_are_timms(name):
   logits, gradient = ours(network(name), name, variables_of(name))
-  assert_close(logits, told()[f"{name}/logits"], "logits")
-  assert_close(gradient, told()[f"{name}/gradient"], "gradient")
+  assert_close(logits, known.arrays[f"{name}/logits"], "logits")
+  assert_close(gradient, known.arrays[f"{name}/gradient"], "gradient")
 
 
 def test_a_scale_of_cosines_beyond_its_clamp_is_clamped_as_timms():
@@ -102,8 +91,8 @@ def test_a_scale_of_cosines_beyond_its_clamp_is_clamped_as_timms():
   assert attn["logit_scale"].min() > 4.7
   x = jnp.asarray(reference.images(name, 32))
   logits = jax.jit(network(name).apply)(variables, x)
-  assert_close(logits, told()[f"{name}/clamped"], "logits")
-  assert np.abs(logits - told()[f"{name}/logits"]).max() > 1e-3
+  assert_close(logits, known.arrays[f"{name}/clamped"], "logits")
+  assert np.abs(logits - known.arrays[f"{name}/logits"]).max() > 1e-3
 
 
 def test_batch_statistics_are_timms_but_for_the_unbiased_variance_of_torch():
@@ -113,13 +102,13 @@ def test_batch_statistics_are_timms_but_for_the_unbiased_variance_of_torch():
   x = jnp.asarray(reference.images(name, 32, 8))
   run = jax.jit(functools.partial(net.apply, train=True, mutable=["batch_stats"]))
   logits, new = run(old, x)
-  assert_close(logits, told()[f"{name}/train_logits"], "logits in training")
+  assert_close(logits, known.arrays[f"{name}/train_logits"], "logits in training")
   new = dict(flatten(jax.device_get(new["batch_stats"])))
   before = dict(flatten(old["batch_stats"]))
   sides = {"bn1": 16, "layer1": 8, "layer2": 4, "layer3": 2, "layer4": 1}
   table = timm.sources([f"batch_stats/{path}" for path in new])
   for path, mine in new.items():
-    theirs = told()[f"{name}/new/{table[f'batch_stats/{path}'].name}"]
+    theirs = known.arrays[f"{name}/new/{table[f'batch_stats/{path}'].name}"]
     side = sides[path.split("_")[0].split("/")[0]]
     if (
       path.split("/")[-2] in ("bn1",) and path.startswith("layer") and path.split("_")[1][0] == "0"
@@ -134,9 +123,9 @@ def test_batch_statistics_are_timms_but_for_the_unbiased_variance_of_torch():
 def test_the_committed_reference_is_what_timm_computes():
   _, library = timm_found.load()
   made = reference.make(library)
-  assert set(made) == set(told())
+  assert set(made) == set(known.arrays)
   for key, x in made.items():
-    np.testing.assert_allclose(x, told()[key], rtol=1e-4, atol=1e-5, err_msg=key)
+    np.testing.assert_allclose(x, known.arrays[key], rtol=1e-4, atol=1e-5, err_msg=key)
 
 
 @tiny
@@ -244,17 +233,10 @@ def test_a_file_holds_the_same_bits(name, tmp_path):
 def test_one_array_is_in_memory_where_a_file_is_written(tmp_path):
   shapes = shapes_of(network("vit_test", scan=True))
   arrays = dict(flatten(timm.from_timm(tensors_of("vit_test"), shapes)))
-  alive = []
-
-  def array(key):
-    assert all(ref() is None for ref in alive), key
-    made = arrays[key].copy()
-    alive.append(weakref.ref(made))
-    return made
-
+  array = OneAtATime(lambda key: arrays[key].copy())
   leaves = {key: (x.shape, str(x.dtype)) for key, x in arrays.items()}
   timm.write_each(tmp_path / "a.safetensors", leaves, array)
-  assert len(alive) == len(arrays)
+  assert len(array.made) == len(arrays)
   want = safetensors_file.Opened(tmp_path / "a.safetensors")
   for name, x in timm.to_timm(nested(arrays)).items():
     np.testing.assert_array_equal(want.array(name), x)
