@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import deployed, layers
+from nm_sparsity_jax import deployed, layers, unscanned
 from nm_sparsity_jax import packed as packing
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
@@ -413,5 +413,7 @@ def test_rows_are_those_that_a_kernel_sees():
   assert deployed.rows_of(None, batch=2)("a/kernel") == 2
 
 
-def test_examples():
-  assert doctest.testmod(deployed).failed == 0
+@pytest.mark.parametrize("module", [deployed, unscanned])
+def test_examples(module):
+  found = doctest.testmod(module)
+  assert found.attempted and not found.failed

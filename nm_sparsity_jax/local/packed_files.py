@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax.errors import ScopeParamShapeError
 
-from nm_sparsity_jax import deployed
+from nm_sparsity_jax import deployed, unscanned
 from nm_sparsity_jax.local.step import Model
 from nm_sparsity_jax.packed import NMPacked
 from nm_sparsity_jax.text import first_line, listed
@@ -71,7 +71,7 @@ def explained(path: str) -> Iterator[None]:
 def without_scan(workload: Workload) -> Workload:
   """Returns the workload of the same network without a scan over its layers."""
   config = workload.network_config
-  plain = deployed.without_scan(config)
+  plain = unscanned.without_scan(config)
   if plain == config:
     return workload
   made: Any = copy.copy(workload)

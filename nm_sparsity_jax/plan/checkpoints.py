@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from nm_sparsity_jax import deployed, gin_files, rules_text, workloads
+from nm_sparsity_jax import gin_files, rules_text, unscanned, workloads
 from nm_sparsity_jax.plan import places
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
@@ -165,7 +165,7 @@ def _restore(
     params = made.params
     if stored.packed is not None:  # its network does not scan
       whose = "network_config" if isinstance(made.network, workloads.Workload) else "config"
-      params, _ = deployed.unstacked(params, getattr(made.network, whose, None))
+      params, _ = unscanned.unstacked(params, getattr(made.network, whose, None))
     model = {f"target/{path}": leaf for path, leaf in flatten(params)}
     taken = restore(stored, model, getattr(settings, "dtype", None), fallback=fallback)
     drop = [key for key in taken.drop if key.startswith("target/")]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax import deployed
+from nm_sparsity_jax import deployed, unscanned
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.roles import matches
 from nm_sparsity_jax.rules import Rules
@@ -101,7 +101,7 @@ def pack(
   if stored.packed is not None:
     raise ValueError(f"{stored.path!r} is a packed file already: pack the finalized checkpoint.")
   whole = _leaves(stored)
-  apart = functools.partial(deployed.shapes_apart, config=_config(stored, whole))
+  apart = functools.partial(unscanned.shapes_apart, config=_config(stored, whole))
   single = {
     name: (shape, dtype)
     for key, (shape, dtype) in whole.items()
@@ -162,7 +162,7 @@ def _name(key: str) -> str | None:
 
 
 def _config(stored: Stored, leaves: _Leaves) -> Any:
-  """Returns the config of a network that scans, as far as `deployed.apart` asks; None without."""
+  """Returns the config of a network that scans, as far as `unscanned.apart` asks; None without."""
   shapes = {key.removeprefix(_PARAMS): shape for key, (shape, _) in leaves.items()}
   if huggingface_names.is_t5(shapes) and any(key.startswith("encoder/encoder/") for key in shapes):
     return huggingface_names.config_of(shapes, stored.path)
@@ -189,7 +189,7 @@ def _arrays(stored: Stored, leaves: _Leaves) -> Iterator[tuple[str, np.ndarray]]
     if not name.startswith(_PARAMS):
       yield name, array
       continue
-    for own, part in deployed.apart(name.removeprefix(_PARAMS), array, config):
+    for own, part in unscanned.apart(name.removeprefix(_PARAMS), array, config):
       yield f"{_PARAMS}{own}", part
 
 

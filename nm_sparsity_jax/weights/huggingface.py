@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
-from nm_sparsity_jax import deployed
+from nm_sparsity_jax import unscanned
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import huggingface_config, huggingface_folder
@@ -198,8 +198,8 @@ def _tensors(
   config: T5Config, keys: Sequence[str], array: Callable[[str], np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
   """Yields their names and tensors, which are views of our arrays."""
-  table = sources(deployed.without_scan(config))
+  table = sources(unscanned.without_scan(config))
   for key in keys:
-    for own, one in deployed.apart(key, array(key), config):
+    for own, one in unscanned.apart(key, array(key), config):
       yield table[own].names[0], table[own].give(one)
     del one  # or it would keep this array while the next one is read

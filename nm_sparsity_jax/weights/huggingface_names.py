@@ -79,7 +79,7 @@ class Source:
     return made
 
   def give(self, array: np.ndarray) -> np.ndarray:
-    """Returns their tensor, a view of our array of one layer; see `deployed.apart`."""
+    """Returns their tensor, a view of our array of one layer; see `unscanned.apart`."""
     return array.reshape(self.theirs[::-1]).T if self.turned else array
 
   def _ours(self, tensor: np.ndarray) -> np.ndarray:

@@ -287,7 +287,7 @@ def write(
 
   Args:
     path: of the file, which must not be there.
-    variables: 'params', finalized and not scanned (`deployed.unstacked`); and other collections.
+    variables: 'params', finalized and not scanned (`unscanned.unstacked`); and other collections.
     rules: the rules.
     dtype: as in `deployed.decide`.
   """
