@@ -41,7 +41,7 @@ def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
   phases = nms.Phases(
     total=steps, dense=steps * row.dense // 100, finetune=steps * row.finetune // 100
   )
-  fields = {"gradient": row.gradient, "decay_kind": row.decay_kind}
+  fields = {"gradient": row.gradient, "decay_kind": row.decay_kind, "lam": row.lam}
   recipe = nms.recipe(row.recipe, pattern=pattern, phases=phases, **fields)
   return nms.Rules(dict.fromkeys(places, recipe))
 
@@ -56,8 +56,12 @@ def training_flops(task, row, pattern: str, steps: int) -> float:
 def equal_steps(task, row, pattern: str, dense_steps: int) -> int:
   """Returns the most steps of a row that cost no more than `dense_steps` of the dense network."""
   dense = nms.flops.Cost(task.shape.ops()).select("attention", "ff").flops
-  price = 3 * task.examples * dense * dense_steps
-  low, high = dense_steps, 4 * dense_steps
+  return affordable(task, row, pattern, 3 * task.examples * dense * dense_steps, 4 * dense_steps)
+
+
+def affordable(task, row, pattern: str, price: float, most: int) -> int:
+  """Returns the most steps of a row, up to `most`, that cost no more than `price`."""
+  low, high = 1, most
   while low < high:
     middle = (low + high + 1) // 2
     fits = training_flops(task, row, pattern, middle) <= price
@@ -94,17 +98,23 @@ def falling(steps: int, peak: float):
   return optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 10), steps)
 
 
+def held(steps: int, peak: float):
+  """Returns the learning rate of a row without decay: a warm-up of 10 %, then constant."""
+  return optax.warmup_constant_schedule(0.0, peak, max(1, steps // 10))
+
+
 def level(steps: int, peak: float):
   """Returns the learning rate of a dense start: a warm-up of half its steps, then constant."""
   return optax.warmup_constant_schedule(0.0, peak, steps // 2)
 
 
 @functools.lru_cache(maxsize=64)
-def experiment(task, row, pattern: str, steps: int, rate=falling) -> Experiment:
+def experiment(task, row, pattern: str, steps: int, rate=None) -> Experiment:
   """Returns the functions of one row: the seed comes in as a key and as data."""
   rules = rules_of(task.places, row, pattern, steps)
   network = task.network(row.ff)
-  tx = optax.chain(nms.sr_ste(rules), task.optimizer(rate(steps, task.rate)))
+  rate = rate or (held if row.constant else falling)
+  tx = optax.chain(nms.sr_ste(rules), task.optimizer(rate(steps, row.rate or task.rate)))
   every = max(1, steps // SAMPLES)
 
   def loss_of(params, inputs, targets):
@@ -167,8 +177,20 @@ def start_of(task_name: str, row, seed: int):
   return carry[0], {"start": about}
 
 
-def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str, Any]:
-  """Runs one seed of one row, and says all that is worth keeping of it."""
+def train(
+  task_name: str, row, pattern: str, steps: int, seed: int, onlooker=None
+) -> dict[str, Any]:
+  """Runs one seed of one row, and says all that is worth keeping of it.
+
+  Args:
+    task_name: of TASKS.
+    row: how it trains.
+    pattern: the target, "-" without sparsity.
+    steps: how long.
+    seed: draws everything.
+    onlooker: called with (task, row, rules); what it returns is called with (carry, step, data) at
+      each sample, and its figures join the curve.
+  """
   task = TASKS[task_name]
   dense = type(row)("dense", ff=row.ff)
   first, about_start = start_of(task_name, dense, seed)
@@ -180,10 +202,12 @@ def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str,
   first = jax.tree.map(jnp.copy, first)  # the first step gives up its own
   carry = run.init(key, task.fed(data, 0), first)
   every, curve = max(1, steps // SAMPLES), []
+  look = onlooker(task, row, run.rules) if onlooker else lambda *_: {}
   for step in range(steps):
+    seen = look(carry, step, data) if step % every == 0 else {}
     carry, watched = run.train_step(carry, task.fed(data, step))
     if step % every == 0:
-      curve.append({"step": step} | watched)
+      curve.append({"step": step} | watched | seen)
   params, opt_state, state = carry
   if int(nms.step_count(opt_state)) != steps:
     raise AssertionError(f"{steps} steps were wanted, {nms.step_count(opt_state)} were taken.")
@@ -196,7 +220,8 @@ def train(task_name: str, row, pattern: str, steps: int, seed: int) -> dict[str,
       raise AssertionError(f"{row} at {pattern} is not what it should be:\n{proof}")
     density = float(np.mean([p.density for p in proof.places]))
   loss, accuracy = run.score(final, data)
-  names = ("step", "loss", *(WATCHED if row.sparse else ()))
+  rest = ("step", "loss", *(() if row.sparse else WATCHED))
+  names = ["step", "loss", *(name for name in curve[0] if name not in rest)]
   return {
     "steps": steps,
     "accuracy": float(accuracy),

@@ -5,6 +5,7 @@
     python benchmarks/recipes.py --out MINI.jsonl --task mini_glue from dense starts
     python benchmarks/recipes.py --out E.jsonl --task earlier      another plan of phases
     python benchmarks/recipes.py --out R.jsonl --task rebus        a ViT on generated pictures
+    python benchmarks/recipes.py --out S.jsonl --task study        benchmarks/STUDY.md
     python benchmarks/recipes.py --out DIGITS.jsonl --task digits  a smoke test
     python benchmarks/recipes.py --list
     python benchmarks/recipes.py --report RUNS.jsonl [DIGITS.jsonl] [--into docs/results.md]
@@ -25,48 +26,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import _study
 import _timing
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-  """One way to train.
-
-  Attributes:
-    recipe: name of the recipe; "dense" where there is none.
-    gradient: the gradient mode, None where the recipe has but one.
-    dense: steps before the sparse ones, in percent of all.
-    finetune: steps at the end, with the target pattern and nothing else, in percent of all.
-    decay_kind: decay on top of a recipe that walks through levels.
-    ff: whether the network has feed-forward layers at all.
-  """
-
-  recipe: str
-  gradient: str | None = None
-  dense: int = 10
-  finetune: int = 20
-  decay_kind: str | None = None
-  ff: bool = True
-
-  @property
-  def sparse(self) -> bool:
-    return self.recipe != "dense"
-
-  @property
-  def mode(self) -> str:
-    """Returns what a table says of the gradient."""
-    one = {"dense": "", "one_shot": "either", "snip": "either"}
-    return self.gradient or one.get(self.recipe, "straight_through")
-
+from _recipes_rows import Row, Run
 
 # A frozen mask is the same in both modes: what it prunes is never used again. SR-STE and IDP are
 # defined by the straight-through gradient.
@@ -116,16 +88,6 @@ REBUS = (
   | {"one_shot": ROWS["one_shot"]}
 )
 ALL_ROWS = ROWS | EARLIER | REBUS
-
-
-class Run(NamedTuple):
-  """One line of the results. Rows without sparsity have the pattern "-"."""
-
-  task: str
-  pattern: str
-  budget: str
-  row: str
-  seed: int
 
 
 def bigram_grid() -> Iterator[Run]:
@@ -185,12 +147,17 @@ def rebus_grid() -> Iterator[Run]:
     yield Run("rebus", "-", "540 flops", "no_ff", seed)
 
 
+def study_grid() -> Iterator[Run]:
+  yield from _study.study().queue
+
+
 GRIDS = {
   "bigram": bigram_grid,
   "earlier": earlier_grid,
   "mini_glue": mini_glue_grid,
   "digits": digits_grid,
   "rebus": rebus_grid,
+  "study": study_grid,
 }
 
 
@@ -236,15 +203,35 @@ def append(path: pathlib.Path, record: dict[str, Any]) -> None:
     os.fsync(f.fileno())
 
 
-def steps_of(run: Run) -> int:
-  """Returns the length of a run."""
-  number, *unit = run.budget.split()
-  if not unit:
-    return int(number)
-  import _recipes_train
+def steps_of(run: Run, row: Row | None = None) -> int:
+  """Returns the length of a run: "1600", "400 flops" or "flops of 1600 sr_ste at 1:16"."""
+  if run.budget.isdigit():
+    return int(run.budget)
+  import _recipes_train as trained
 
-  task = _recipes_train.TASKS[run.task]
-  return _recipes_train.equal_steps(task, ALL_ROWS[run.row], run.pattern, int(number))
+  task, row = trained.TASKS[run.task], row or ALL_ROWS[run.row]
+  if not run.budget.startswith("flops of "):
+    return trained.equal_steps(task, row, run.pattern, int(run.budget.split()[0]))
+  number, recipe, _, pattern = run.budget.removeprefix("flops of ").split()
+  price = trained.training_flops(task, Row(recipe), pattern, int(number))
+  return trained.affordable(task, row, run.pattern, price, 4 * int(number))
+
+
+def row_of(run: Run, done: Mapping[Run, Any]) -> Row | None:
+  """Returns how a run trains; None for a row of the study that waits for tuning."""
+  if run in _study.study().queue:
+    return _study.row_of(_study.study(), run.row, done)
+  return ALL_ROWS[run.row]
+
+
+def onlooker_of(run: Run, row: Row):
+  """Returns what measures the noise of a run of the study; None for the others."""
+  if run not in _study.study().queue or not row.sparse or run.task != "bigram80":
+    return None
+  import _study_noise
+
+  batches = _study.study().declared["microbatches"]
+  return functools.partial(_study_noise.Onlooker, batches=batches)
 
 
 def work(runs: list[Run], path: pathlib.Path, most: int | None = None) -> None:
@@ -256,10 +243,16 @@ def work(runs: list[Run], path: pathlib.Path, most: int | None = None) -> None:
     print(f"{path}: {torn} torn lines are left out; their runs are done again.", flush=True)
   left = [run for run in runs if run not in done]
   print(f"{len(runs) - len(left)} of {len(runs)} runs are there.", flush=True)
+  if waiting := [run for run in left if row_of(run, done) is None]:
+    print(f"{len(waiting)} runs wait for tuning.", flush=True)
+    left = [run for run in left if run not in waiting]
   for i, run in enumerate(left[:most], 1):
-    row = ALL_ROWS[run.row]
-    result = _recipes_train.train(run.task, row, run.pattern, steps_of(run), run.seed)
-    append(path, run._asdict() | result)
+    row = row_of(run, done)
+    result = _recipes_train.train(
+      run.task, row, run.pattern, steps_of(run, row), run.seed, onlooker_of(run, row)
+    )
+    done[run] = run._asdict() | result | {"settings": dataclasses.asdict(row)}
+    append(path, done[run])
     print(
       f"{time.strftime('%H:%M:%S')} {i}/{len(left)} {' | '.join(map(str, run))}: "
       f"{100 * result['accuracy']:.2f} %, {result['cross_entropy']:.4f}, {result['seconds']} s",

@@ -1,0 +1,219 @@
+"""What the study asks, read from study.toml: rows, contrasts of hypotheses, tuning, the queue.
+
+    study.toml -> [Study] -> runs in the order of the queue;  records of tuning -> tuned rows
+
+STUDY.md beside this file says how the parts fit together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+import statistics
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from _recipes_rows import Row, Run
+
+FILE = pathlib.Path(__file__).with_name("study.toml")
+LEAST_SEEDS = 8
+MEASURES = ("ln cross-entropy", "points", "ln noise")
+EXPECTED = ("less", "more", "not more")
+
+
+class Cell(NamedTuple):
+  """All seeds of a row at one task, pattern and budget."""
+
+  task: str
+  pattern: str
+  budget: str
+  row: str
+
+  def runs(self, seeds) -> list[Run]:
+    return [Run(*self, seed) for seed in seeds]
+
+
+class Pair(NamedTuple):
+  """A cell and what it is compared with, seed by seed."""
+
+  row: Cell
+  over: Cell
+
+
+class Contrast(NamedTuple):
+  """A difference that a test asks about: of `pair`, less that of `beyond` where there is one."""
+
+  pair: Pair
+  beyond: Pair | None
+  measure: str
+  expect: str
+
+  @property
+  def cells(self) -> list[Cell]:
+    return [cell for pair in (self.pair, self.beyond) if pair for cell in pair]
+
+
+class Gate(NamedTuple):
+  """Points of accuracy by which `pair.row` must be behind, or the task ranks nothing."""
+
+  pair: Pair
+  points: float
+
+
+class Hypothesis(NamedTuple):
+  """One family of contrasts, corrected together."""
+
+  name: str
+  says: str
+  needs: str
+  matched: bool
+  contrasts: tuple[Contrast, ...]
+  gates: tuple[Gate, ...]
+
+  @property
+  def cells(self) -> list[Cell]:
+    """Returns the cells in the order of the queue, each once."""
+    asked = (cell for contrast in self.contrasts for cell in contrast.cells)
+    gates = (cell for gate in self.gates for cell in gate.pair)
+    return list(dict.fromkeys([*asked, *gates]))
+
+
+class Study(NamedTuple):
+  """All of study.toml.
+
+  Attributes:
+    declared: the file itself.
+    rows: name -> how it trains; those of tuning are among them, tuned ones are not.
+    tried: recipe -> the names of its rows of tuning.
+    hypotheses: by name.
+    queue: every run, the most wanted first.
+  """
+
+  declared: dict[str, Any]
+  rows: dict[str, Row]
+  tried: dict[str, tuple[str, ...]]
+  hypotheses: dict[str, Hypothesis]
+  queue: tuple[Run, ...]
+
+
+def _cell(entry: Mapping[str, Any], name: str, sparse: bool, over: str = "") -> Cell:
+  """Returns a cell of an entry; `over` is the prefix of what differs for the second of a pair."""
+  read = lambda key: entry.get(f"{over}{key}", entry[key])
+  return Cell(read("task"), read("pattern") if sparse else "-", read("budget"), name)
+
+
+def _pair(entry: Mapping[str, Any], rows: Mapping[str, Row]) -> Pair:
+  sparse = lambda name: name not in rows or rows[name].sparse  # a tuned row is
+  row, over = entry["row"], entry["over"]
+  return Pair(_cell(entry, row, sparse(row)), _cell(entry, over, sparse(over), "over_"))
+
+
+def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row]) -> Hypothesis:
+  usual = {k: v for k, v in entry.items() if k not in ("contrasts", "gates", "says", "needs")}
+  contrasts, gates = [], []
+  for own in entry["contrasts"]:
+    asked = usual | own
+    beyond = asked.pop("beyond", None)
+    other = _pair(asked | beyond, rows) if beyond else None
+    contrasts.append(Contrast(_pair(asked, rows), other, asked["measure"], asked["expect"]))
+  for own in entry["gates"]:
+    gates.append(Gate(_pair({"budget": "", **usual} | own, rows), own["points"]))
+  matched = entry.get("matched", False)
+  return Hypothesis(name, entry["says"], entry["needs"], matched, tuple(contrasts), tuple(gates))
+
+
+def _tuning(declared: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
+  """Returns recipe -> name -> row of each setting that is tried."""
+  tried = {}
+  for recipe, entry in declared["tuning"]["recipes"].items():
+    found = itertools.product(*entry["grid"].values())
+    settings = [entry["row"] | dict(zip(entry["grid"], values, strict=True)) for values in found]
+    tried[recipe] = {f"{recipe}, tuning {i:02}": Row(**each) for i, each in enumerate(settings)}
+  return tried
+
+
+def _queue(declared, hypotheses, rows, tried) -> Iterator[Run]:
+  """Yields every run, with repeats."""
+  tests, tuning = declared["test_seeds"], declared["tuning"]
+  for stage in declared["queue"]["order"]:
+    if stage == "tuning":
+      for seed in tuning["seeds"]:
+        for name in itertools.chain(*tried.values()):
+          yield Run(tuning["task"], tuning["pattern"], tuning["budget"], name, seed)
+      continue
+    for cell in hypotheses[stage].cells:
+      yield from cell.runs(tests)
+  for entry in declared["queue"]["described"]:
+    for pattern, name in itertools.product(entry["patterns"], entry["rows"]):
+      yield from _cell({"pattern": pattern, **entry}, name, rows[name].sparse).runs(tests)
+
+
+@functools.cache
+def study(path: pathlib.Path = FILE) -> Study:
+  """Reads a study, and refuses one that breaks its own rules."""
+  declared = tomllib.loads(path.read_text("utf8"))
+  rows = {name: Row(**fields) for name, fields in declared["rows"].items()}
+  tried = _tuning(declared)
+  hypotheses = {
+    name: _hypothesis(name, entry, rows) for name, entry in declared["hypotheses"].items()
+  }
+  queue = tuple(dict.fromkeys(_queue(declared, hypotheses, rows, tried)))
+  rows |= {name: row for found in tried.values() for name, row in found.items()}
+  names = {recipe: tuple(found) for recipe, found in tried.items()}
+  made = Study(declared, rows, names, hypotheses, queue)
+  check(made)
+  return made
+
+
+def check(made: Study) -> None:
+  """Raises a ValueError for seeds, budgets or words that would spoil the tests."""
+  tests, tuning = set(made.declared["test_seeds"]), made.declared["tuning"]
+  if both := tests & set(tuning["seeds"]):
+    raise ValueError(
+      f"seeds {sorted(both)} are in tuning and in the tests: what was chosen on a seed looks "
+      "better there than it is. Give test_seeds others."
+    )
+  if len(tests) < LEAST_SEEDS or len(tests) < len(made.declared["test_seeds"]):
+    raise ValueError(
+      f"test_seeds has {len(tests)} different seeds: a sign-flip test needs {LEAST_SEEDS}."
+    )
+  for recipe, names in made.tried.items():
+    if len({made.rows[name] for name in names}) != tuning["settings"]:
+      raise ValueError(
+        f"{recipe} is tuned over {len(names)} settings, not {tuning['settings']} different ones: "
+        "each recipe gets as many."
+      )
+  for hypothesis in made.hypotheses.values():
+    for c in hypothesis.contrasts:
+      if c.measure not in MEASURES or c.expect not in EXPECTED:
+        raise ValueError(f"{hypothesis.name} has {c.measure!r}, {c.expect!r}: say one of "
+                         f"{MEASURES}, and one of {EXPECTED}.")  # fmt: skip
+      for cell in c.cells:
+        recipe, _, word = cell.row.rpartition(", ")
+        if cell.row not in made.rows and not (word == "tuned" and recipe in made.tried):
+          raise ValueError(f"{hypothesis.name} asks for {cell.row!r}: declare it in [rows].")
+
+
+def tuned(made: Study, recipe: str, records: Mapping[Run, Mapping[str, Any]]) -> str | None:
+  """Returns the row of tuning with the least mean ln(cross-entropy); None before all are there."""
+  tuning = made.declared["tuning"]
+  mean = {}
+  for name in made.tried[recipe]:
+    runs = Cell(tuning["task"], tuning["pattern"], tuning["budget"], name).runs(tuning["seeds"])
+    if any(run not in records for run in runs):
+      return None
+    mean[name] = statistics.fmean(math.log(records[run]["cross_entropy"]) for run in runs)
+  return min(mean, key=mean.__getitem__)
+
+
+def row_of(made: Study, name: str, records: Mapping[Run, Mapping[str, Any]]) -> Row | None:
+  """Returns how a row trains; None for a tuned one whose tuning is not over."""
+  recipe, _, word = name.rpartition(", ")
+  if word != "tuned":
+    return made.rows[name]
+  best = tuned(made, recipe, records)
+  return best and dataclasses.replace(made.rows[best])

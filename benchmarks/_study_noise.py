@@ -1,0 +1,84 @@
+"""How noisy a gradient is: batches of one size at one state of a run, by the weights in use.
+
+weights, step, 16 batches of fresh examples -> 16 gradients -> noise, loss, flips of the mask
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax.trees import flatten
+
+EXAMPLES = 16  # of a batch
+APART = 2**31 - 1  # folded into the key of training: no step of a run is that one
+
+
+@functools.lru_cache(maxsize=64)
+def _measure(task, row, rules, batches: int):
+  """Returns the compiled measurement of a row: noise, loss, and the masks in use."""
+  network = task.network(row.ff)
+  small = dataclasses.replace(task, examples=EXAMPLES)
+
+  @jax.jit
+  def measure(params, state, step, data):
+    masks = nms.metrics.masks_of(params, rules, step, state)
+    used = nms.sparsify(params, rules, step, state)
+    fresh = data | {"train": jax.random.fold_in(data["train"], APART)}
+
+    def loss_of(weights, number):
+      x, y = small.batch(fresh, number)
+      logits = small.predictions(network.apply({"params": weights}, x))
+      return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    def one(number):
+      loss, grads = jax.value_and_grad(loss_of)(used, number)
+      flat = dict(flatten(grads))
+      return loss, {path: flat[path] * mask for path, mask in masks.items()}
+
+    losses, grads = jax.lax.map(one, step * batches + jnp.arange(batches))
+    return noise(grads), losses.mean(), masks
+
+  return measure
+
+
+def noise(grads: dict[str, jax.Array]) -> jax.Array:
+  """Returns the sum of variances over the squared length of the true mean, estimated.
+
+  The mean of n gradients is longer than the true one by 1 / n of the variance, which is taken off.
+
+  Args:
+    grads: path -> [n, ...], one gradient a batch.
+  """
+  n = len(next(iter(grads.values())))
+  spread = sum(jnp.sum(jnp.var(g, axis=0, ddof=1)) for g in grads.values())
+  length = sum(jnp.sum(jnp.square(jnp.mean(g, axis=0))) for g in grads.values())
+  return spread / jnp.maximum(length - spread / n, 1e-30)
+
+
+class Onlooker:
+  """Measures a run at its samples, without a change to it.
+
+  Args:
+    task: of `_recipes_tasks`; it draws fresh examples for every step.
+    row: how the run trains.
+    rules: of the run.
+    batches: whose gradients are compared.
+  """
+
+  def __init__(self, task, row, rules: nms.Rules, batches: int):
+    self._measure = _measure(task, row, rules, batches)
+    self._masks: dict[str, jax.Array] | None = None
+
+  def __call__(self, carry, step: int, data) -> dict[str, Any]:
+    """Returns noise, the loss of the same batches, and the flips of the mask since last time."""
+    params, _, state = carry
+    found, loss, masks = self._measure(params, state, step, data)
+    before, self._masks = self._masks or masks, masks
+    return {"noise": found, "noise_loss": loss, "flips": nms.metrics.flip_rate(before, masks).kept}
