@@ -91,7 +91,7 @@ def test_a_refusal_leaves_the_folder_as_it_was(kept, tmp_path):
 def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
   program, kept, tmp_path, monkeypatch
 ):
-  """Point 15: a task that is not registered left a folder with a config.gin."""
+  """Point 15: what is refused after the folder was made left it with a config.gin."""
   state = types.SimpleNamespace(step=3, sparse_step=3)
   stored = types.SimpleNamespace(average=False, packed=None)
   monkeypatch.setattr(checkpoints, "opened", lambda *_: stored)
@@ -104,10 +104,28 @@ def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
   for name in kept:
     (folder / name).write_text("mine")
   before = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")}
-  judged = dataclasses.replace(test_local.EVALUATION, name="nm_test_sor")
-  with pytest.raises(ValueError, match="did you mean nm_test_sort"):
-    getattr(train, program)(model, judged, "checkpoint_3", str(folder), "theirs")
+
+  def refuses(*_):
+    raise ValueError("late")
+
+  monkeypatch.setattr(type(test_local.EVALUATION), "evaluator", refuses)
+  with pytest.raises(ValueError, match="late"):
+    getattr(train, program)(model, test_local.EVALUATION, "checkpoint_3", str(folder), "theirs")
   assert {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("program", ["evaluate", "infer"])
+@pytest.mark.parametrize(
+  ("judged", "said"),
+  [
+    (dataclasses.replace(test_local.EVALUATION, name="nm_test_sor"), "did you mean nm_test_sort"),
+    (dataclasses.replace(test_local.EVALUATION, split="dev"), "has a split 'dev'"),
+  ],
+)
+def test_an_unknown_task_is_refused_before_a_checkpoint_is_read(program, judged, said, tmp_path):
+  with pytest.raises(ValueError, match=said):  # there is no checkpoint
+    getattr(train, program)(test_local.model_of(), judged, "checkpoint_3", str(tmp_path / "a"))
+  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

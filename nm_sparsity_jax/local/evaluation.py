@@ -54,15 +54,24 @@ class Splits:
     """Returns what evaluates the splits of a model's workload; it writes nothing by itself."""
     del folder
     batches = lambda name: take(devices.workload.splits()[name], self.batches)
-    names = devices.workload.splits()
-    if self.split is not None:
-      if self.split not in names:
-        raise ValueError(
-          f"EVAL_SPLIT={self.split!r} is not a split of {type(devices.workload).__name__}: "
-          f"choose one of {', '.join(names)}, or None for all."
-        )
-      names = [self.split]
+    names = self._names(devices)
     return Evaluator(devices, {name: functools.partial(batches, name) for name in names}, stop)
+
+  def check(self, devices: Devices) -> None:
+    """Refuses a split that the workload of a model lacks, before a checkpoint is read."""
+    self._names(devices)
+
+  def _names(self, devices: Devices) -> list[str]:
+    """Returns the splits that are looked at."""
+    names = list(devices.workload.splits())
+    if self.split is None:
+      return names
+    if self.split not in names:
+      raise ValueError(
+        f"EVAL_SPLIT={self.split!r} is not a split of {type(devices.workload).__name__}: "
+        f"choose one of {', '.join(names)}, or None for all."
+      )
+    return [self.split]
 
   def for_predictions(self, workload: workloads.Workload) -> Splits:
     """Returns itself; refuses a workload that lacks `predict`."""

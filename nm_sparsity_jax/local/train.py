@@ -337,6 +337,7 @@ def _opened(
   """Makes the folder for the findings, and leaves it as it was where the block fails."""
   folder = folders.of(output_dir, macro)
   folders.refuse_run(folder, macro)
+  evaluation.check(model)  # before anything is read or computed
   was = folders.Before.of(folder)
   folders.make(output_dir, macro)
   with folders.as_it_was(folder, was):

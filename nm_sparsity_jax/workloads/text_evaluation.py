@@ -73,6 +73,36 @@ class Evaluation:
     """Returns whether there are metrics of decoded text."""
     return self.num_examples != 0
 
+  def check(self, devices: base.Devices) -> None:
+    """Refuses what no evaluator can be made of, before a checkpoint is read.
+
+    Args:
+      devices: the runner's model, of a `t5.T5`.
+
+    Raises:
+      ValueError: a task, its split, its vocabulary or the batch does not fit.
+    """
+    self.found(devices)
+
+  def found(self, devices: base.Devices) -> tuple[Any, list[Any]]:
+    """Returns the task or mixture, and those of its tasks that have the split.
+
+    Args:
+      devices: as in `check`.
+
+    Raises:
+      ValueError: as in `check`.
+    """
+    devices.check_batch(self.batch_size)
+    seqio = text.import_seqio(self.module)
+    known = text.mixture_or_task(self.name, self.module)
+    network: Any = devices.workload
+    text.check_vocabulary(self.name, network.network.config.vocab_size)
+    tasks = [t for t in seqio.get_subtasks(known) if self.split in t.splits]
+    if not tasks:
+      raise ValueError(f"no task of {self.name} has a split {self.split!r}.")
+    return known, tasks
+
   def evaluator(
     self, devices: base.Devices, folder: str | None, stop: Callable[[], bool] = lambda: False
   ) -> Evaluator:
@@ -115,14 +145,8 @@ class Evaluator(base.Evaluator):
     stop: Callable[[], bool] = lambda: False,
   ):
     self._cfg = evaluation
-    devices.check_batch(evaluation.batch_size)
-    seqio = text.import_seqio(evaluation.module)
-    known = text.mixture_or_task(evaluation.name, evaluation.module)
+    known, self.tasks = evaluation.found(devices)
     self._t5: Any = devices.workload
-    text.check_vocabulary(evaluation.name, self._t5.network.config.vocab_size)
-    self.tasks = [t for t in seqio.get_subtasks(known) if evaluation.split in t.splits]
-    if not self.tasks:
-      raise ValueError(f"no task of {evaluation.name} has a split {evaluation.split!r}.")
     has_losses = evaluation.loss_batches != 0 and evaluation.lengths is not None
     splits = {t.name: functools.partial(self._loss_batches, t) for t in self.tasks}
     super().__init__(devices, splits if has_losses else {}, stop)
@@ -131,6 +155,7 @@ class Evaluator(base.Evaluator):
     self._decoders: dict[tuple[int, int], Callable] = {}
     self._eos = known.output_features["targets"].vocabulary.eos_id or 1
     if evaluation.num_examples != 0 and any(t.metric_objs for t in self.tasks):
+      seqio = text.import_seqio(evaluation.module)
       loggers: tuple[Any, ...] = ()
       if folder is not None:
         loggers = (seqio.TensorBoardLogger, _json_logger(seqio, evaluation.write_results))
