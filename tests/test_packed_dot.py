@@ -21,6 +21,7 @@ from nm_sparsity_jax.packed import (
   choice,
   cpu,
   dot,
+  gpu,
   nm_dot,
   pack,
   prepare,
@@ -30,7 +31,7 @@ from nm_sparsity_jax.packed import (
 )  # fmt: skip
 from nm_sparsity_jax.patterns import NM
 
-pytestmark = pytest.mark.usefixtures("short_runs")
+pytestmark = pytest.mark.usefixtures("short_runs", "kernels_of_a_gpu")
 
 REAL = [
   pytest.param(
@@ -43,6 +44,12 @@ REAL = [
   if name != "auto"
 ]
 BFLOAT16 = ml_dtypes.bfloat16
+
+
+@pytest.fixture
+def kernels_of_a_gpu(monkeypatch):
+  """They are followed in plain JAX: no machine of ours has a GPU."""
+  monkeypatch.setattr(gpu, "INTERPRET", True)
 
 
 def weight(seed, depth, features, pattern):

@@ -3,8 +3,8 @@
     weight (exact zeros) -> [pack] -> NMPacked(values, indices, scale) -> [unpack] -> the same bits
 
 The canonical layout is one for memory, files and backends. `array` knows it, `bits` knows how
-indices share bytes. `dot` multiplies: `choice` says by which backend: `xla`, or
-`cpu` with the C++ kernels of native/.
+indices share bytes. `dot` multiplies: `choice` says by which backend: `xla`,
+`cpu` with the C++ kernels of native/, or `gpu`, which asks for Pallas.
 """
 
 from nm_sparsity_jax.packed.array import (

@@ -1,6 +1,6 @@
 """Which product is the fastest, by what was measured.
 
-    pattern, rows of x, platform -> [best] -> 'cpu_ffi', 'xla_scan', 'unpack' or 'dense'
+    pattern, rows of x, platform -> [best] -> 'cpu_ffi', 'xla_scan', 'unpack', 'gpu' or 'dense'
 
 table.json has the speed of each backend over the best dense product, for m / n and rows of x.
 Between two measured points the slower one counts. Beyond the last ones the last one counts.
@@ -60,9 +60,11 @@ def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None)
   """
   platform = jax.default_backend() if platform is None else platform
   found = {"unpack": _UNPACK}
-  if platform == "cpu":  # nothing was measured elsewhere
+  if platform == "cpu":
     found["xla_scan"] = speed("xla_scan", packed, batch)
     if not cpu.missing(packed):
       found["cpu_ffi"] = speed(f"cpu_ffi {cpu.isa()}", packed, batch)
+  if platform == "gpu":  # 0 until the table has what was measured on one
+    found["gpu"] = speed("gpu", packed, batch)
   fastest = max(found, key=lambda name: found[name])
   return "dense" if dense and found[fastest] < _FAIR else fastest
