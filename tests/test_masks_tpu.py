@@ -303,6 +303,10 @@ ODD = ((4800, 256), "2:75", 0), ((4032, 256), "2:63", 0), ((6, 60), "3:15", 1)
 for shape, pattern, axis in ODD:
   odd = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at)
   jax.jit(lambda w: nms.masks.magnitude_mask(w, pattern, axis)).lower(odd).compile()
+at = SingleDeviceSharding(topology.devices("v4:2x2x1")[0])  # it compares no bytes
+for pattern, axis in (("2:4", 0), ("4:8", 1), ("8:8", 0)):
+  old = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=at)
+  jax.jit(lambda w: nms.masks.magnitude_mask(w, pattern, axis)).lower(old).compile()
 print(program.as_text().count("tpu_custom_call"))
 """
 

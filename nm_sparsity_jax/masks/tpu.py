@@ -161,7 +161,8 @@ def _of_block(keys: jax.Array, kept: Kept, last: bool, n, doublings) -> jax.Arra
   """Returns which keys of a block are kept, int32, 0 or 1."""
   n = n if kept.n is None else kept.n
   if not kept.most and kept.m <= _MAX_M_FOR_RANKS and kept.n != 1:
-    return (_ranks(keys, kept.m, int(last)) < n).astype(jnp.int32)
+    # The sign of a difference, not a comparison: a v4 cannot write booleans of ranks as bytes.
+    return lax.shift_right_logical(_ranks(keys, kept.m, int(last)) - n, 31)
   keys = keys.T if last else keys
   groups = keys.reshape(keys.shape[0] // kept.m, kept.m, *keys.shape[1:])
   chosen = _chosen(groups, kept, n, doublings).astype(jnp.int32).reshape(keys.shape)
