@@ -8,7 +8,8 @@
     python benchmarks/recipes.py --out S.jsonl --task study        benchmarks/STUDY.md
     python benchmarks/recipes.py --out DIGITS.jsonl --task digits  a smoke test
     python benchmarks/recipes.py --list
-    python benchmarks/recipes.py --report RUNS.jsonl [DIGITS.jsonl] [--into docs/results.md]
+    python benchmarks/recipes.py --report            committed records -> docs/results.md, pictures
+    python benchmarks/recipes.py --report RUNS.jsonl [DIGITS.jsonl] [--into PAGE.md]
 
     grid -> what RUNS.jsonl lacks -> train -> one line of JSON each -> RUNS.jsonl -> tables
 
@@ -39,6 +40,9 @@ from typing import Any
 import _study
 import _timing
 from _recipes_rows import Row, Run
+
+RESULTS = pathlib.Path(__file__).with_name("results")
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "results.md"
 
 # A frozen mask is the same in both modes: what it prunes is never used again. SR-STE and IDP are
 # defined by the straight-through gradient.
@@ -300,7 +304,15 @@ def sections(records: dict[Run, dict[str, Any]]) -> dict[str, list[str]]:
     "variances": report.variances(records, runs, ROWS),
     "digits": report.digits(records, grid("digits"), ROWS),
     "rebus": rebus(records),
+    "study": study_section(records),
   }
+
+
+def study_section(records: dict[Run, dict[str, Any]]) -> list[str]:
+  """Returns the section of declared hypotheses."""
+  import _study_report
+
+  return _study_report.section(records, _study.study())
 
 
 def rebus(records: dict[Run, dict[str, Any]]) -> list[str]:
@@ -313,10 +325,14 @@ def rebus(records: dict[Run, dict[str, Any]]) -> list[str]:
 
 
 def write_report(paths: list[pathlib.Path], page: pathlib.Path | None) -> None:
-  """Prints the tables; or puts them between the markers of a page, and a picture beside it."""
+  """Prints the tables; or puts them between the markers of a page, and a picture beside it.
+
+  Without paths it reads all records that are committed, and writes docs/results.md.
+  """
   import _recipes_report as report
 
-  records = results_of(paths)
+  page = page if paths else page or PAGE
+  records = results_of(paths or sorted(RESULTS.glob("recipes*.jsonl")))
   parts = sections(records)
   if page is None:
     print("\n\n".join("\n".join([f"## {name}", "", *part]) for name, part in parts.items()))
@@ -353,10 +369,10 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--most", type=int, help="at most this many runs now; the rest later")
   parser.add_argument("--core", type=int, help="processor to run on; the I-th by default")
   parser.add_argument("--list", action="store_true", help="show the runs and do none")
-  parser.add_argument("--report", type=pathlib.Path, nargs="+", metavar="RUNS", help="show tables")
+  parser.add_argument("--report", type=pathlib.Path, nargs="*", metavar="RUNS", help="show tables")
   parser.add_argument("--into", type=pathlib.Path, metavar="PAGE", help="where --report writes")
   args = parser.parse_args(argv)
-  if args.report:
+  if args.report is not None:
     write_report(args.report, args.into)
     return 0
   runs = share(grid(args.task), *args.worker)

@@ -1,0 +1,149 @@
+"""The section of the study in docs/results.md: verdicts, contrasts, and the cells behind them.
+
+verdicts, records -> [section] -> Markdown; what is not there is said, and nothing stands for it
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import _recipes_report as report
+import _study_tests as tests
+from _study import Cell, Hypothesis, Study, tuned
+
+TASKS = {"bigram80": "80 symbols", "mini_mnli": "mini MNLI"}
+
+
+def show(measure: str, x: float) -> str:
+  """Returns a difference as a reader takes it: points, or a factor of the measured thing."""
+  return f"{x:+.1f} points" if measure == "points" else f"{math.exp(x):.3f}"
+
+
+def show_interval(measure: str, low: float | None, high: float | None) -> str:
+  if low is None or high is None:
+    return "missing"
+  ends = [f"{x:+.1f}" if measure == "points" else f"{math.exp(x):.3f}" for x in (low, high)]
+  return f"{ends[0]} to {ends[1]}"
+
+
+def name_of(shown: tests.Shown) -> str:
+  """Says which cells a contrast compares."""
+  c = shown.contrast
+  row, over = c.pair
+  text = f"{TASKS[row.task]}, {row.pattern}: {row.row} over {over.row}"
+  if over.pattern not in (row.pattern, "-"):
+    text += f" at {over.pattern}"
+  if c.beyond:
+    other = c.beyond.row
+    text += f", beyond {other.row} over {c.beyond.over.row}"
+    if other.pattern != row.pattern:
+      text += f" at {other.pattern}"
+  return text
+
+
+def headline(verdict: tests.Verdict) -> str:
+  """Returns the line of a hypothesis: its word, why, and the largest contrast that decided."""
+  line = f"- **{verdict.hypothesis.name}: {verdict.word}.** {verdict.hypothesis.says}"
+  line += f" {verdict.why[:1].upper()}{verdict.why[1:]}."
+  if verdict.word == "not decided":
+    return line
+  wanted = "holds" if verdict.word == "supported" else "fails"
+  decisive = [s for s in verdict.shown if s.says == wanted and s.mean is not None]
+  best = max(decisive, key=lambda s: abs(s.mean or 0.0))
+  measure = best.contrast.measure
+  ends = show_interval(measure, best.low, best.high)
+  return f"{line} Largest: {name_of(best)}, {show(measure, best.mean or 0.0)} ({ends})."
+
+
+def contrasts(verdict: tests.Verdict, seeds: int) -> list[str]:
+  """Returns the table of a hypothesis. Without its whole family no contrast has a p or a word."""
+  lines = []
+  for shown in verdict.shown:
+    measure, d = shown.contrast.measure, [*shown.differences.values()]
+    cells = [name_of(shown), measure.removeprefix("ln "), shown.contrast.expect]
+    cells.append(report.count(len(d), seeds))
+    if not d:
+      lines.append([*cells, *["missing"] * 5])
+      continue
+    cells.append(show(measure, statistics.fmean(d)))
+    cells.append(show_interval(measure, shown.low, shown.high))
+    cells.append(f"{sum(x < 0 for x in d)} of {len(d)}")
+    cells += ["", "when all runs are there"] if shown.p is None else [
+      report.show_p(shown.p), shown.says,
+    ]  # fmt: skip
+    lines.append(cells)
+  head = (
+    "contrast", "of", "expected", "seeds", "mean", "interval", "less in seeds", "p", "told",
+  )  # fmt: skip
+  title = f"#### {verdict.hypothesis.name}: {verdict.there} of {verdict.wanted} runs are there"
+  return [title, "", *report.markdown(head, lines), ""]
+
+
+def cells(records: tests.Records, study: Study) -> list[str]:
+  """Returns a line for each cell that has a run."""
+  seeds, lines = study.declared["test_seeds"], []
+  asked = (Cell(*run[:4]) for run in study.queue if run.seed in seeds)
+  for cell in dict.fromkeys(asked):
+    found = {run.seed: records[run] for run in cell.runs(seeds) if run in records}
+    if not found:
+      continue
+    first = next(iter(found.values()))
+    noise = tests.of_seeds(cell, "ln noise", records, study) if "noise" in first["curve"] else {}
+    lines.append([
+      TASKS[cell.task], cell.pattern, cell.row, cell.budget, report.count(len(found), len(seeds)),
+      f"{report.mean_accuracy(found.values()):.2f}", f"{report.cross_entropy(found):.4f}",
+      f"{math.exp(statistics.fmean(noise.values())):.1f}" if len(noise) == len(found) else "",
+      str(first["steps"]), f"{first['flops'] / 1e12:.2f}",
+    ])  # fmt: skip
+  head = (
+    "task", "pattern", "row", "budget", "seeds", "accuracy, %", "cross-entropy", "noise", "steps",
+    "training TFLOPs",
+  )  # fmt: skip
+  return report.markdown(head, lines) if lines else ["Missing."]
+
+
+def tuning(records: tests.Records, study: Study) -> list[str]:
+  """Says how far tuning is, and what it chose."""
+  said = []
+  for recipe, names in study.tried.items():
+    there = sum(run in records for run in study.queue if run.row in names)
+    wanted = len(names) * len(study.declared["tuning"]["seeds"])
+    best = tuned(study, recipe, records)
+    said.append(
+      f"{recipe}: {there} of {wanted} runs"
+      + (f", {best} is chosen ({study.rows[best]})" if best else "")
+    )
+  return [f"Tuning: {'; '.join(said)}."]
+
+
+def section(records: dict[Any, Any], study: Study) -> list[str]:
+  """Returns the section. `records`: by run, those of other studies among them."""
+  mine = {run: records[run] for run in study.queue if run in records}
+  said = tests.verdicts(mine, study)
+  hours = sum(r["seconds"] for r in mine.values()) / 3600
+  out = [f"{len(mine)} of {len(study.queue)} runs are there, {hours:.1f} hours of one core."]
+  if mine:
+    out[0] += f" {report.versions(mine)}."
+  out += ["", *map(headline, said), ""]
+  for each in said:
+    if any(shown.differences for shown in each.shown):
+      out += contrasts(each, len(study.declared["test_seeds"]))
+  return [*out, "#### Cells", "", *cells(mine, study), "", *tuning(mine, study), ""]
+
+
+def unmatched(hypothesis: Hypothesis, exposure, within: float) -> list[str]:
+  """Returns pairs of a hypothesis whose rows take part in training unequally.
+
+  Args:
+    hypothesis: whose pairs are looked at, where it says that they are matched.
+    exposure: called with a cell, returns the mean share of a weight that takes part.
+    within: how far apart the shares may be.
+  """
+  pairs = [p for c in hypothesis.contrasts for p in (c.pair, c.beyond) if p and hypothesis.matched]
+  return [
+    f"{p.row.row} over {p.over.row} at {p.row.pattern}"
+    for p in dict.fromkeys(pairs)
+    if abs(exposure(p.row) - exposure(p.over)) > within
+  ]

@@ -1,0 +1,357 @@
+"""The declared study: what is asked, the tests, one run, and the page against its records."""
+
+import dataclasses
+import importlib
+import itertools
+import json
+import math
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nm_sparsity_jax as nms
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+declared = importlib.import_module("_study")
+flips = importlib.import_module("_flips")
+noise = importlib.import_module("_study_noise")
+recipes = importlib.import_module("recipes")
+report = importlib.import_module("_study_report")
+study_tests = importlib.import_module("_study_tests")
+tasks = importlib.import_module("_recipes_tasks")
+train = importlib.import_module("_recipes_train")
+
+pytestmark = pytest.mark.usefixtures("short_runs")
+STUDY = declared.study()
+SEEDS = STUDY.declared["test_seeds"]
+CURVE = {"noise_loss": [4.0, 2.0], "noise": [1.0, 4.0]}
+
+
+# --- what is declared -------------------------------------------------------------------------
+
+
+def test_seeds_are_fresh_and_not_those_of_tuning():
+  tuning = set(STUDY.declared["tuning"]["seeds"])
+  others = {run.seed for name in recipes.GRIDS if name != "study" for run in recipes.grid(name)}
+  assert len(set(SEEDS)) >= 8 and not set(SEEDS) & (tuning | others) and not tuning & others
+  for run in STUDY.queue:
+    assert run.seed in (tuning if ", tuning " in run.row else SEEDS)
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"test_seeds": [500, *SEEDS[1:]]}, "[500] are in tuning and in the tests"),
+    ({"test_seeds": SEEDS[:7]}, "7 different seeds: a sign-flip test needs 8"),
+    ({"test_seeds": [*SEEDS, 600]}, "8 different seeds"),
+    ({"tuning": {**STUDY.declared["tuning"], "settings": 23}}, "each recipe gets as many"),
+  ],
+)
+def test_a_study_that_breaks_its_rules_is_refused(change, words):
+  with pytest.raises(ValueError, match=re.escape(words)):
+    declared.check(STUDY._replace(declared=STUDY.declared | change))
+
+
+def test_a_row_that_is_not_declared_is_refused():
+  rows = {k: v for k, v in STUDY.rows.items() if k != "sr_ste, 19 % dense"}
+  with pytest.raises(ValueError, match="H1 asks for 'sr_ste, 19 % dense'"):
+    declared.check(STUDY._replace(rows=rows))
+
+
+def test_the_hypotheses_and_the_queue():
+  assert list(STUDY.hypotheses) == ["H1", "H2", "H3", "H4", "H5", "H6"]
+  assert STUDY.declared["level"] == flips.LEVEL == 0.05
+  first = STUDY.hypotheses["H1"].contrasts[0]
+  assert STUDY.queue[:16] == tuple(run for cell in first.cells for run in cell.runs(SEEDS))
+  wanted = {run for h in STUDY.hypotheses.values() for c in h.cells for run in c.runs(SEEDS)}
+  assert wanted <= set(STUDY.queue) and len(set(STUDY.queue)) == len(STUDY.queue)
+  for name, row in STUDY.rows.items():
+    assert recipes.ALL_ROWS.get(name, row) == row  # one name is one way to train
+
+
+def test_the_page_of_the_study_counts_its_runs():
+  page, left = (ROOT / "benchmarks" / "STUDY.md").read_text("utf8"), set(STUDY.queue)
+  for stage in [*STUDY.declared["queue"]["order"], "described"]:
+    mine = {run for run in left if ", tuning " in run.row} if stage == "tuning" else left
+    if stage in STUDY.hypotheses:
+      mine = left & {r for c in STUDY.hypotheses[stage].cells for r in c.runs(SEEDS)}
+    assert f"| {stage} | {len(mine)} |" in page
+    left -= mine
+  assert not left and len(page.splitlines()) <= 80
+
+
+def test_matched_rows_take_part_as_much():
+  within = STUDY.declared["matched_within"]
+  share = lambda c: train.exposure(STUDY.rows[c.row], c.pattern, int(c.budget))[1]
+  for name in ("H1", "H5"):
+    assert STUDY.hypotheses[name].matched
+    assert not report.unmatched(STUDY.hypotheses[name], share, within)
+  first = STUDY.hypotheses["H1"].contrasts[0]
+  wrong = first._replace(pair=first.pair._replace(over=first.pair.over._replace(row="dense")))
+  found = report.unmatched(STUDY.hypotheses["H1"]._replace(contrasts=(wrong,)), share, within)
+  assert found == ["mdgf_exponential, masked over dense at 1:16"]
+
+
+def test_each_recipe_is_tuned_as_much_and_on_its_own_records():
+  assert {len(names) for names in STUDY.tried.values()} == {24}
+  tuning = [run for run in STUDY.queue if ", tuning " in run.row]
+  ce = lambda run: 0.5 if run.row.endswith(" 07") else 0.7
+  records = {run: {"cross_entropy": ce(run)} for run in tuning}
+  # Better on the seeds of the tests, which tuning must not see.
+  records |= {
+    run._replace(seed=SEEDS[0]): {"cross_entropy": 0.1} for run in tuning if run.row.endswith(" 03")
+  }
+  assert declared.tuned(STUDY, "sr_ste", records) == "sr_ste, tuning 07"
+  assert declared.row_of(STUDY, "sr_ste, tuned", records) == STUDY.rows["sr_ste, tuning 07"]
+  assert STUDY.rows["sr_ste, tuning 07"].rate == 1e-3
+  del records[tuning[0]]
+  assert declared.row_of(STUDY, f"{tuning[0].row.split(',')[0]}, tuned", records) is None
+  rates = {name: {STUDY.rows[row].rate for row in rows} for name, rows in STUDY.tried.items()}
+  assert len(set(map(frozenset, rates.values()))) == 1
+
+
+def test_a_budget_is_the_price_of_sr_ste():
+  run = next(r for r in STUDY.queue if r.budget.startswith("flops") and "stepwise" in r.row)
+  row, task = STUDY.rows[run.row], train.TASKS[run.task]
+  price = train.training_flops(task, recipes.ROWS["sr_ste, 10 % dense"], run.pattern, 1600)
+  steps = recipes.steps_of(run, row)
+  costs = [train.training_flops(task, row, run.pattern, steps + more) for more in (0, 1)]
+  assert costs[0] <= price < costs[1] and steps > 1600
+
+
+# --- the tests --------------------------------------------------------------------------------
+
+
+def records_of(seed=0, spread=0.02, gain=0.5):
+  """Records of all test runs of H1; challengers have `gain` times the cross-entropy at 1:16."""
+  rng = np.random.default_rng(seed)
+  luck = dict(zip(SEEDS, rng.normal(0, 2, 8), strict=True))  # of a seed, shared by all its rows
+  records = {}
+  for cell in STUDY.hypotheses["H1"].cells:
+    for run in cell.runs(SEEDS):
+      ce = math.exp(luck[run.seed] + rng.normal(0, spread))
+      if not cell.row.startswith("sr_ste") and cell.pattern == "1:16":
+        ce *= gain
+      accuracy = 0.5 if cell.row == "no_ff" else 0.9
+      about = {"steps": 1600, "flops": 1e12, "seconds": 1.0, "versions": {}, "curve": CURVE}
+      records[run] = {"cross_entropy": ce, "accuracy": accuracy, **about}
+  return records
+
+
+def test_pairs_are_of_the_same_seed():
+  records = records_of(spread=0.0)
+  shuffled = sorted(records, key=lambda run: (run.seed * 7 % 11 * len(run.row) % 13, run))
+  records = {run: records[run] for run in shuffled}
+  contrast = STUDY.hypotheses["H1"].contrasts[0]
+  found = study_tests.differences(contrast, records, STUDY)
+  assert found.keys() == set(SEEDS)
+  np.testing.assert_allclose([*found.values()], math.log(0.5), rtol=1e-9)
+  del records[contrast.pair.over.runs(SEEDS)[0]]
+  assert study_tests.differences(contrast, records, STUDY).keys() == set(SEEDS[1:])
+
+
+def test_p_is_corrected_for_the_whole_family():
+  records = records_of(spread=0.3, gain=0.7)
+  shown = study_tests.family(STUDY.hypotheses["H1"].contrasts, records, STUDY)
+  d = np.array([[s.differences[seed] for seed in SEEDS] for s in shown]).T  # [seeds, contrasts]
+  wanted = numpy_p(d)
+  np.testing.assert_allclose([s.p for s in shown], wanted)
+  alone = [numpy_p(d[:, [i]])[0] for i in range(d.shape[1])]
+  assert max(w - a for w, a in zip(wanted, alone, strict=True)) > 0.05
+
+
+def test_what_a_contrast_says():
+  says = lambda *x: study_tests.says(*x, within=0.05)
+  assert says("less", 0.01, -0.5, -0.8, -0.2) == "holds"
+  assert says("less", 0.20, -0.5, -1.2, 0.2) == "open"
+  assert says("less", 0.01, 0.5, 0.2, 0.8) == "fails"
+  assert says("less", 0.20, 0.0, -0.04, 0.04) == "fails"  # equal is no gain
+  assert says("less", 0.01, -0.02, -0.03, -0.01) == "fails"  # nor is a gain below the margin
+  assert says("more", 0.01, 0.5, 0.2, 0.8) == "holds"
+  assert says("more", 0.01, -0.5, -0.8, -0.2) == "fails"
+  assert says("not more", 0.50, 0.0, -0.04, 0.04) == "holds"
+  assert says("not more", 0.01, 0.5, 0.2, 0.8) == "fails"
+  assert says("not more", 0.20, 0.0, -0.5, 0.5) == "open"
+
+
+def test_what_a_family_comes_to():
+  decided = lambda needs, *words: study_tests.decided(needs, words)[0]
+  assert decided("any", "holds", "fails") == "supported" == decided("all", "holds", "holds")
+  assert decided("any", "fails", "fails") == "contradicted" == decided("all", "holds", "fails")
+  assert decided("any", "open", "fails") == "not decided" == decided("all", "holds", "open")
+
+
+def test_a_verdict_needs_every_run():
+  records = records_of()
+  whole = study_tests.verdict(STUDY.hypotheses["H1"], records, STUDY)
+  assert whole.word == "supported" and {s.says for s in whole.shown[:6]} == {"holds"}
+  assert "**H1: supported.**" in report.headline(whole) and "Largest:" in report.headline(whole)
+  assert study_tests.verdict(
+    STUDY.hypotheses["H1"], records_of(spread=0.001, gain=1.0), STUDY
+  ).word == "contradicted"  # fmt: skip
+  some = dict(records)
+  del some[STUDY.queue[0]]
+  part = study_tests.verdict(STUDY.hypotheses["H1"], some, STUDY)
+  assert (part.word, part.why) == ("not decided", "207 of 208 runs are there")
+  assert {s.p for s in part.shown} == {None} and {s.says for s in part.shown} == {"missing"}
+  text = "\n".join(report.section(some, STUDY))
+  assert "**H1: not decided.**" in text and "when all runs are there" in text
+  assert "| 7 of 8 |" in text and "**H3: not decided.**" in text and "16 of 40 runs" in text
+
+
+def test_a_task_that_needs_no_feed_forward_layers_decides_nothing():
+  records = {run: {**r, "accuracy": 0.9} for run, r in records_of().items()}
+  found = study_tests.verdict(STUDY.hypotheses["H1"], records, STUDY)
+  assert found.word == "not decided"
+  assert found.why == "the task is rejected: no_ff is 0.0 points behind dense"
+
+
+def test_noise_is_read_where_the_loss_first_falls():
+  curve = {"noise_loss": [4.0, 3.0, 2.0, 3.0, 1.0], "noise": [1.0, 2.0, 8.0, 50.0, 90.0]}
+  np.testing.assert_allclose(study_tests.noise_at(curve, 2.5), math.log(4.0))
+  assert study_tests.noise_at(curve, 0.5) is None
+
+
+# --- a run ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+  """A task that compiles in seconds, under a user's promotion modes."""
+  shape = nms.flops.ViTShape(
+    layers=1, embed=8, mlp=16, heads=1, head_dim=8, tokens=4, patch=1, classes=5
+  )
+  task = tasks.Bigram(symbols=5, tests=32, shape=shape)
+  monkeypatch.setitem(train.TASKS, "bigram", task)
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield task
+
+
+def test_what_is_scored_is_finalized(tiny, monkeypatch):
+  zeros = lambda params, *_: jax.tree.map(jnp.zeros_like, params)
+  monkeypatch.setattr(nms, "finalize", zeros)
+  found = train.train("bigram", recipes.Row("dense"), "-", 4, 0)
+  np.testing.assert_allclose(found["cross_entropy"], math.log(5), rtol=1e-6)
+
+
+def test_a_look_does_not_change_a_run(tiny):
+  row = recipes.Row("sr_ste", lam=1e-2, rate=2e-3, constant=True)
+  look = lambda *args: noise.Onlooker(*args, batches=4)
+  one, other = (train.train("bigram", row, "1:4", 6, 0, each) for each in (None, look))
+  assert one["cross_entropy"] == other["cross_entropy"]
+  assert one["curve"]["loss"] == other["curve"]["loss"]
+  assert len(other["curve"]["noise"]) == 6 and min(other["curve"]["noise"]) > 0
+  assert other["curve"]["flips"][0] == 0 and "noise" not in one["curve"]
+  (place,) = train.rules_of(("ff",), row, "1:4", 6).places.values()
+  assert place.lam == 1e-2
+
+
+def test_a_constant_rate_is_constant_after_its_warm_up():
+  rates = [float(train.held(100, 2e-3)(step)) for step in (0, 5, 10, 50, 99)]
+  np.testing.assert_allclose(rates, [0, 1e-3, 2e-3, 2e-3, 2e-3], rtol=1e-6)
+
+
+def test_noise_by_hand():
+  draws = np.random.default_rng(0).normal(1.0, 2.0, (16, 3, 50))
+  spread = draws.var(0, ddof=1).sum()
+  wanted = spread / (np.square(draws.mean(0)).sum() - spread / 16)
+  found = noise.noise({"a": jnp.asarray(draws[:, 0]), "b": jnp.asarray(draws[:, 1:])})
+  np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_a_killed_queue_goes_on_where_it_was(tmp_path):
+  """The third run is killed by SIGKILL while half of its line is written."""
+  path = tmp_path / "runs.jsonl"
+  script = textwrap.dedent(f"""
+    import os, signal, sys, types
+    sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+    import recipes
+    stub = types.ModuleType("_recipes_train")
+    stub.train = lambda task, row, pattern, steps, seed, look: dict(
+      accuracy=0.5, cross_entropy=1.0, seconds=0.0)
+    sys.modules["_recipes_train"] = stub
+    recipes.onlooker_of = lambda run, row: None
+    whole = recipes.append
+    def append(path, record):
+      if record["seed"] == 602 and "kill" in sys.argv:
+        with open(path, "a") as f:
+          f.write('{{"task": "bigram80", "patt')
+        os.kill(os.getpid(), signal.SIGKILL)
+      whole(path, record)
+    recipes.append = append
+    runs = recipes.grid("study")[:5]
+    recipes.work(runs, recipes.pathlib.Path({str(path)!r}))
+  """)
+  run = lambda *args: subprocess.run([sys.executable, "-c", script, *args], check=False)
+  assert run("kill").returncode == -signal.SIGKILL
+  assert len(recipes.read(path)[0]) == 2 and run().returncode == 0
+  found, torn = recipes.read(path)
+  assert list(found) == recipes.grid("study")[:5] and torn == 1
+  (first, *_) = found.values()
+  assert first["settings"] == dataclasses.asdict(recipes.ROWS["mdgf_exponential, masked"])
+
+
+# --- the page against the records, in numpy alone -----------------------------------------------
+
+
+def numpy_p(d):
+  """Sign-flip max-T p of [seeds, contrasts], all flips."""
+  signs = np.array(list(itertools.product((1, -1), repeat=len(d))))
+  flipped = signs[:, :, None] * d
+  t = np.abs(flipped.mean(1) / (flipped.std(1, ddof=1) / len(d) ** 0.5))
+  return (t.max(1)[:, None] >= t[0] * (1 - 1e-9)).mean(0)
+
+
+def lines_of(page, title):
+  """The cells of each line of the table below a title of the page."""
+  after = page.partition(f"\n#### {title}")[2].partition("\n| --- ")[2].partition("\n\n")[0]
+  return [line.strip("| ").split(" | ") for line in after.splitlines()[1:]]
+
+
+def test_ten_random_cells_of_the_page_by_numpy():
+  path = ROOT / "benchmarks" / "results" / "recipes_study.jsonl"
+  cells = {}
+  for record in map(json.loads, path.read_text("utf8").splitlines()):
+    key = tuple(record[name] for name in ("task", "pattern", "row", "budget"))
+    cells.setdefault(key, []).append(record)
+  page = (ROOT / "docs" / "results.md").read_text("utf8")
+  tables = {v: k for k, v in report.TASKS.items()}
+  asked = []
+  for line in lines_of(page, "Cells"):
+    task, pattern, row, budget, count, accuracy, ce, _, steps, flops = line
+    found = cells.pop((tables[task], pattern, row, budget))
+    column = lambda name, found=found: np.array([record[name] for record in found])
+    assert count.split()[0] == str(len(found))
+    asked += [
+      (accuracy, f"{100 * column('accuracy').mean():.2f}"),
+      (ce, f"{np.exp(np.log(column('cross_entropy')).mean()):.4f}"),
+      (steps, f"{column('steps')[0]}"),
+      (flops, f"{column('flops')[0] / 1e12:.2f}"),
+    ]
+  assert not {key for key in cells if ", tuning " not in key[2]}  # every record is on the page
+  asked += contrasts_of(page, path)
+  for said, wanted in random.Random(0).sample(asked, min(10, len(asked))):
+    assert said == wanted
+
+
+def contrasts_of(page, path):
+  """(said, wanted) of the means of H1's contrasts, paired by seed in numpy."""
+  at = {}
+  for record in map(json.loads, path.read_text("utf8").splitlines()):
+    at[record["pattern"], record["row"], record["seed"], record["budget"]] = record["cross_entropy"]
+  for line in lines_of(page, "H1"):
+    pattern, row, over = re.fullmatch(r"80 symbols, (\S+): (.*) over (.*)", line[0]).groups()
+    both = [(at.get((pattern, name, s, "1600")) for name in (row, over)) for s in SEEDS]
+    d = np.log([pair for pair in map(tuple, both) if None not in pair])
+    if len(d):
+      yield line[4], f"{np.exp((d[:, 0] - d[:, 1]).mean()):.3f}"
