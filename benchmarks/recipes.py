@@ -281,13 +281,15 @@ def results_of(paths: list[pathlib.Path]) -> dict[Run, dict[str, Any]]:
   return records
 
 
-def picture(records: dict[Run, dict[str, Any]]) -> str:
-  """Returns the picture of the README as SVG text."""
+def pictures(records: dict[Run, dict[str, Any]]) -> dict[str, str]:
+  """Returns name -> SVG text: the picture of the README, and those of the study."""
   import _recipes_picture
   import _recipes_report as report
+  import _study_picture
 
   tables = report.split(records, grid("bigram"), ROWS)
-  return _recipes_picture.svg(_recipes_picture.panels(tables))
+  readme = _recipes_picture.svg(_recipes_picture.panels(tables))
+  return {"recipes.svg": readme} | _study_picture.pictures(records, _study.study())
 
 
 def sections(records: dict[Run, dict[str, Any]]) -> dict[str, list[str]]:
@@ -341,7 +343,8 @@ def write_report(paths: list[pathlib.Path], page: pathlib.Path | None) -> None:
   for name, lines in parts.items():
     text = report.fill(text, name, lines)
   page.write_text(text, "utf8")
-  page.with_name("recipes.svg").write_text(picture(records), "utf8")
+  for name, drawn in pictures(records).items():
+    page.with_name(name).write_text(drawn, "utf8")
 
 
 def parse_worker(text: str) -> tuple[int, int]:

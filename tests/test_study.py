@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 declared = importlib.import_module("_study")
 flips = importlib.import_module("_flips")
 noise = importlib.import_module("_study_noise")
+picture = importlib.import_module("_study_picture")
 recipes = importlib.import_module("recipes")
 report = importlib.import_module("_study_report")
 study_tests = importlib.import_module("_study_tests")
@@ -34,7 +36,10 @@ train = importlib.import_module("_recipes_train")
 pytestmark = pytest.mark.usefixtures("short_runs")
 STUDY = declared.study()
 SEEDS = STUDY.declared["test_seeds"]
-CURVE = {"noise_loss": [4.0, 2.0], "noise": [1.0, 4.0]}
+CURVE = {
+  "step": [0, 800], "loss": [4.0, 2.0], "D": [1.0, 0.0], "density": [1.0, 0.1],
+  "noise_loss": [4.0, 2.0], "noise": [1.0, 4.0],
+}  # fmt: skip
 
 
 # --- what is declared -------------------------------------------------------------------------
@@ -220,6 +225,20 @@ def test_noise_is_read_where_the_loss_first_falls():
   curve = {"noise_loss": [4.0, 3.0, 2.0, 3.0, 1.0], "noise": [1.0, 2.0, 8.0, 50.0, 90.0]}
   np.testing.assert_allclose(study_tests.noise_at(curve, 2.5), math.log(4.0))
   assert study_tests.noise_at(curve, 0.5) is None
+
+
+def test_the_pictures_are_well_formed_and_say_what_is_missing():
+  whole, none = (picture.pictures(records, STUDY) for records in (records_of(), {}))
+  assert len(whole) == 5 and whole == picture.pictures(records_of(), STUDY)
+  for name in whole:
+    for drawn in (whole[name], none[name]):
+      assert ElementTree.fromstring(drawn).tag.endswith("svg") and "nan" not in drawn
+  assert "not told" not in none["study_told.svg"] and ">holds<" in whole["study_told.svg"]
+  for name in none.keys() - {"study_told.svg"}:
+    assert "no run of it is there" in none[name]
+  assert none["study_told.svg"].count(">missing<") == sum(
+    len(h.contrasts) for h in STUDY.hypotheses.values()
+  )
 
 
 # --- a run ------------------------------------------------------------------------------------

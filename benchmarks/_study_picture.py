@@ -1,0 +1,244 @@
+"""The five pictures of the study: what is told, losses over time, price, gain and noise.
+
+records, verdicts -> lines of points, or a grid of cells -> SVG; what has not run is said in it
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import _study_report as report
+import _study_tests as tests
+from _study import Cell, Study
+
+WIDTH, TOP, LEFT, ROW = 720, 46, 66, 24
+COLOURS = {  # that most colour-blind people tell apart
+  "sr_ste": "#d55e00", "mdgf_exponential": "#0072b2", "mdgf_linear": "#009e73",
+  "sdgf_stepwise": "#b8860b", "one_shot": "#7a4fb5", "dense": "#222222", "no_ff": "#6b6b6b",
+}  # fmt: skip
+FILLS = {"holds": "#9fd3b6", "fails": "#f0b8a0", "open": "url(#open)", "missing": "#ffffff"}
+WORDS = {"holds": "holds", "fails": "fails", "open": "not told", "missing": "missing"}
+HATCH = (
+  '<defs><pattern id="open" width="6" height="6" patternUnits="userSpaceOnUse" '
+  'patternTransform="rotate(45)"><rect width="6" height="6" fill="#f4f4f4"/>'
+  '<line x1="0" y1="0" x2="0" y2="6" stroke="#b5b5b5" stroke-width="2"/></pattern></defs>'
+)
+
+
+class Line(NamedTuple):
+  """Points of one colour; joined where `joined`."""
+
+  name: str
+  points: Sequence[tuple[float, float]]
+  joined: bool = True
+
+
+class Axis(NamedTuple):
+  """What one direction shows. `ticks`: value -> what is written there."""
+
+  name: str
+  ticks: Mapping[float, str]
+
+
+def text(x: float, y: float, words: str, anchor="start", size=13, colour="#222222") -> str:
+  return (
+    f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">'
+    f"{html.escape(words)}</text>"
+  )
+
+
+def page(title: str, height: float, parts: Sequence[str]) -> str:
+  """Returns a whole picture."""
+  return "\n".join([
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+    'font-family="sans-serif">',
+    f"<title>{html.escape(title)}</title>",
+    f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>',
+    HATCH, text(8, 22, title, size=15), *parts, "</svg>", "",
+  ])  # fmt: skip
+
+
+def colour_of(name: str) -> str:
+  return COLOURS.get(name.partition(",")[0], "#444444")
+
+
+def chart(lines: Sequence[Line], x: Axis, y: Axis, top: float, height: float) -> list[str]:
+  """Returns one chart of lines and points, or says that nothing has run."""
+  right, bottom = WIDTH - 20, top + height
+  parts = [text(LEFT, top - 6, y.name, size=12)]
+  if not any(line.points for line in lines):
+    return [*parts, text(LEFT + 20, top + height / 2, "no run of it is there", colour="#6b6b6b")]
+  ends = lambda axis, at: _ends([*axis.ticks, *(p[at] for line in lines for p in line.points)])
+  place = lambda value, low, high, start, end: start + (end - start) * (value - low) / (high - low)
+  px: Callable[[float], float] = lambda v: place(v, *ends(x, 0), LEFT, right)
+  py: Callable[[float], float] = lambda v: place(v, *ends(y, 1), bottom, top)
+  for value, words in y.ticks.items():
+    parts.append(
+      f'<line x1="{LEFT}" x2="{right}" y1="{py(value):.1f}" y2="{py(value):.1f}" stroke="#e4e4e4"/>'
+    )
+    parts.append(text(LEFT - 6, py(value) + 4, words, "end", 12))
+  for value, words in x.ticks.items():
+    parts.append(text(px(value), bottom + 17, words, "middle", 12))
+  parts.append(text(right, bottom + 34, x.name, "end", 12))
+  for line in lines:
+    colour = colour_of(line.name)
+    dashes = ' stroke-dasharray="6 4"' if "50 %" in line.name else ""
+    at = [(px(a), py(b)) for a, b in line.points]
+    if line.joined and len(at) > 1:
+      path = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
+      parts.append(
+        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
+      )
+    if not line.joined or len(at) < 8:
+      parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colour}"/>' for a, b in at]
+  return parts
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+  low, high = min(values), max(values)
+  return (low, high) if high > low else (low - 1, high + 1)
+
+
+def legend(lines: Sequence[Line], top: float) -> list[str]:
+  """Returns a line for each name that has a point, two in a row."""
+  parts, names = [], [line.name for line in lines if line.points]
+  for i, name in enumerate(dict.fromkeys(names)):
+    x, y = LEFT + (i % 2) * 320, top + (i // 2) * 19
+    dashes = ' stroke-dasharray="6 4"' if "50 %" in name else ""
+    parts.append(
+      f'<line x1="{x}" x2="{x + 24}" y1="{y}" y2="{y}" stroke="{colour_of(name)}" '
+      f'stroke-width="2"{dashes}/>'
+    )
+    parts.append(text(x + 30, y + 4, name, size=12))
+  return parts
+
+
+def told(said: Sequence[tests.Verdict]) -> str:
+  """Returns the map of all contrasts: what holds, what fails, what is not told (hatched)."""
+  parts, y = [], TOP
+  for each in said:
+    parts.append(text(8, y + 12, f"{each.hypothesis.name}: {each.word}, {each.why}"))
+    y += ROW
+    for shown in each.shown:
+      word = shown.says
+      parts.append(
+        f'<rect x="8" y="{y}" width="96" height="{ROW - 4}" fill="{FILLS[word]}" stroke="#888888"/>'
+      )
+      parts.append(text(56, y + 14, WORDS[word], "middle", 11))
+      first, _, beyond = report.name_of(shown).partition(", beyond ")
+      parts.append(text(112, y + 14, first, size=11))
+      if beyond:
+        y += 15
+        parts.append(text(126, y + 14, f"beyond {beyond}", size=11))
+      y += ROW
+    y += 6
+  return page("What the contrasts of each hypothesis tell", y + 10, parts)
+
+
+def _cells(records: tests.Records, study: Study, **like: str) -> dict[Cell, list[Any]]:
+  """Returns the records of each cell whose fields are those, in the order of the queue."""
+  seeds, found = study.declared["test_seeds"], {}
+  for cell in dict.fromkeys(Cell(*run[:4]) for run in study.queue if run.seed in seeds):
+    if all(getattr(cell, key) == wanted for key, wanted in like.items()):
+      there = [records[run] for run in cell.runs(seeds) if run in records]
+      if there:
+        found[cell] = there
+  return found
+
+
+def course(records: tests.Records, study: Study) -> str:
+  """Returns losses over time at 1:16, with D and the density below: means over seeds."""
+  cells = _cells(records, study, task="bigram80", pattern="1:16", budget="1600")
+  steps, parts, top = {s: str(s) for s in range(0, 1601, 400)}, [], TOP + 14
+  lines: list[Line] = []
+  for name, ticks in (
+    ("loss", {0: "0", 2: "2", 4: "4"}), ("D", {0: "0", 1: "1"}), ("density", {0: "0", 1: "1"}),
+  ):  # fmt: skip
+    lines = []
+    for cell, of_seeds in cells.items():
+      curves = [r["curve"] for r in of_seeds]
+      mean = map(statistics.fmean, zip(*(c[name] for c in curves), strict=True))
+      lines.append(Line(cell.row, [*zip(curves[0]["step"], mean, strict=True)]))
+    height = 190 if name == "loss" else 70
+    parts += chart(lines, Axis("step", steps), Axis(name, ticks), top, height)
+    top += height + 56
+  parts += legend(lines, top)
+  end = top + 19 * (len(lines) // 2 + 1)
+  return page("80 symbols, 1:16: loss of training, and what decays", end, parts)
+
+
+def price(records: tests.Records, study: Study) -> str:
+  """Returns cross-entropy against training FLOPs at both patterns."""
+  parts, top, lines = [], TOP + 14, []
+  for pattern in ("1:16", "1:32"):
+    lines = [
+      Line(cell.row, [(rs[0]["flops"] / 1e12, _mean_log(rs))], joined=False)
+      for cell, rs in _cells(records, study, task="bigram80", pattern=pattern).items()
+    ]
+    ticks = {math.log(v): f"{v:g}" for v in (0.1, 0.3, 1.0, 3.0)}
+    flops = Axis("training TFLOPs", {v: f"{v:g}" for v in (1.5, 2.0, 2.5, 3.0)})
+    parts += chart(lines, flops, Axis(f"cross-entropy at {pattern}", ticks), top, 170)
+    parts += legend(lines, top + 226)
+    top += 226 + 19 * (len(lines) // 2 + 2)
+  return page("Price and cross-entropy, mean over seeds", top, parts)
+
+
+def _mean_log(records: Sequence[Mapping[str, Any]]) -> float:
+  return statistics.fmean(math.log(r["cross_entropy"]) for r in records)
+
+
+def gain(records: tests.Records, study: Study) -> str:
+  """Returns the gain over a control that is dense for as long, on both scales."""
+  parts, top = [], TOP + 14
+  for measure, ticks in (
+    ("ln cross-entropy", {math.log(v): f"{v:g}" for v in (0.25, 0.5, 1.0, 2.0)}),
+    ("points", {v: f"{v:+d}" for v in (-20, 0, 20, 40)}),
+  ):
+    found: dict[str, list[tuple[float, float]]] = {}
+    for contrast in study.hypotheses["H1"].contrasts:
+      d = tests.differences(contrast._replace(measure=measure), records, study)
+      if d:
+        row = contrast.pair.row
+        at = math.log2(int(row.pattern[2:])), statistics.fmean(d.values())
+        found.setdefault(row.row, []).append(at)
+    lines = [Line(name, points) for name, points in found.items()]
+    name = "factor of cross-entropy" if measure != "points" else "points of accuracy"
+    parts += chart(lines, Axis("pattern", {4: "1:16", 5: "1:32"}), Axis(name, ticks), top, 150)
+    parts += legend(lines, top + 204)
+    top += 204 + 19 * (len(lines) // 2 + 2)
+  return page("Gain over SR-STE that is dense for as long", top, parts)
+
+
+def noise(records: tests.Records, study: Study) -> str:
+  """Returns noise across batches at the same loss against sparsity."""
+  found: dict[str, list[tuple[float, float]]] = {}
+  rows = dict.fromkeys(c.row for each in study.hypotheses["H4"].contrasts for c in each.cells)
+  for row in rows:
+    for m in (4, 8, 16, 32):
+      cell = Cell("bigram80", f"1:{m}", "1600", row)
+      values = tests.of_seeds(cell, "ln noise", records, study)
+      if values:
+        found.setdefault(row, []).append((math.log2(m), statistics.fmean(values.values())))
+  lines = [Line(name, points) for name, points in found.items()]
+  ticks = {math.log(v): f"{v:g}" for v in (5, 10, 20, 40, 80)}
+  patterns = Axis("pattern", {math.log2(m): f"1:{m}" for m in (4, 8, 16, 32)})
+  title = f"Noise of gradients where the loss falls to {study.declared['noise_at_loss']:g}"
+  parts = chart(lines, patterns, Axis("noise over signal", ticks), TOP + 14, 210)
+  parts += legend(lines, TOP + 280)
+  return page(title, TOP + 290 + 19 * (len(lines) // 2 + 1), parts)
+
+
+def pictures(records: Mapping[Any, Any], study: Study) -> dict[str, str]:
+  """Returns name of a file -> SVG text: the same records give the same bytes."""
+  mine = {run: records[run] for run in study.queue if run in records}
+  return {
+    "study_told.svg": told(tests.verdicts(mine, study)),
+    "study_course.svg": course(mine, study),
+    "study_price.svg": price(mine, study),
+    "study_gain.svg": gain(mine, study),
+    "study_noise.svg": noise(mine, study),
+  }
