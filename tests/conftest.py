@@ -84,9 +84,12 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_of_one_file():
+def programs_of_one_file(programs_of_this_worker, exchange):
   """What a file compiled goes with it, else a worker holds the programs of all of them."""
+  del programs_of_this_worker
+  exchange()
   yield
+  exchange()
   jax.clear_caches()
   give_back()
   gc.freeze()
@@ -110,7 +113,7 @@ def programs_of_this_worker(tmp_path_factory):
     return
   import programs
 
-  here, there = (tmp_path_factory.getbasetemp() / name for name in ("xla", "xla-of-processes"))
+  here, there = (tmp_path_factory.getbasetemp() / name for name in FOLDERS)
   settings = {
     "jax_compilation_cache_dir": str(here),
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -126,6 +129,20 @@ def programs_of_this_worker(tmp_path_factory):
   yield {name.upper(): str(value) for name, value in settings.items()}
   programs.give(here)
   programs.give(there)
+
+
+@pytest.fixture(scope="session")
+def exchange(tmp_path_factory, programs_of_this_worker):
+  """Call it between files: this worker and the other one then have each other's programs."""
+  base = tmp_path_factory.getbasetemp()
+  if "PYTEST_XDIST_WORKER" not in os.environ or not programs_of_this_worker:
+    return lambda: None
+  import programs
+
+  return programs.Exchange(base.parent / "xla-of-all", [base / name for name in FOLDERS]).meet
+
+
+FOLDERS = "xla", "xla-of-processes"  # of programs, below a worker's temporary folder
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,8 @@
 jax names a program by its code, its options and the versions, so a change of the code that matters
 gives another name. A worker has a folder of its own, since jax writes a file in place and another
 worker could read a part of it. At the start it gets what the store has; at the end the store gets
-what is new. A run that is killed gives it nothing.
+what is new. A run that is killed gives it nothing. Between two files of tests the workers of one run
+give each other what they compiled (`Exchange`).
 
 NM_TEST_PROGRAMS names the store; an empty value is for none.
 """
@@ -47,6 +48,38 @@ def take(folder):
         os.link(entry, target)
       except OSError:  # on another disk
         shutil.copyfile(entry, target)
+
+
+class Exchange:
+  """What the folders of one run give each other: a program is compiled by one of them alone.
+
+  Args:
+    place: a folder that all workers of a run know.
+    folders: those of this worker.
+  """
+
+  def __init__(self, place, folders):
+    self.place, self.folders = place, [(folder, set()) for folder in folders]
+    place.mkdir(parents=True, exist_ok=True)
+
+  def meet(self):
+    """Puts what is new in the folders into the place, and then the other way round."""
+    for folder, known in self.folders:
+      for name in _names(folder) - known:
+        known.add(name)
+        target = self.place / name
+        if not target.exists() and whole(folder / name):
+          with contextlib.suppress(FileExistsError):  # another worker was faster
+            os.link(folder / name, target)
+    for folder, known in self.folders:
+      for name in _names(self.place) - known:
+        known.add(name)
+        with contextlib.suppress(FileExistsError):  # a part, of a process that was killed
+          os.link(self.place / name, folder / name)
+
+
+def _names(folder):
+  return {entry.name for entry in os.scandir(folder) if entry.name.endswith("-cache")}
 
 
 def give(folder):

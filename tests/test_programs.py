@@ -39,6 +39,21 @@ def test_nothing_is_kept_where_that_is_not_wanted(tmp_path, monkeypatch):
   assert programs.store() is None and names(tmp_path / "second") == []
 
 
+def test_workers_of_a_run_give_each_other_what_they_compiled(tmp_path):
+  content = compilation_cache.compress_executable(b"a program" * 100)
+  place, first, second = (tmp_path / name for name in ("all", "first", "second"))
+  entry(first, "one", content)
+  entry(first, "cut", content[:-5])
+  entry(second, "two", content)
+  one, two = (programs.Exchange(place, [folder]) for folder in (first, second))
+  one.meet(), two.meet(), one.meet()
+  assert names(place) == names(second) == ["one-cache", "two-cache"]
+  assert names(first) == ["cut-cache", "one-cache", "two-cache"]
+  entry(first, "later", content)
+  one.meet(), two.meet()
+  assert (second / "later-cache").read_bytes() == content
+
+
 def test_a_program_has_one_name_in_every_folder(programs_of_this_worker):
   """Else no folder would serve another: jax would write a path of the folder into the name."""
   del programs_of_this_worker
