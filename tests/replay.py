@@ -63,7 +63,9 @@ class _Stream:
       yield _copied(self.seen[number])
 
 
-_FIRST = 32  # batches that are read at first; most runs are shorter
+# Batches that are read at first, small ones: most runs are shorter, and to set a pipeline up once more
+# takes longer than these.
+_FIRST = 128
 
 
 @contextlib.contextmanager

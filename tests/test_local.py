@@ -150,7 +150,7 @@ def lines(folder, room="train"):
 
 def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  common = dict(source=source_of(batch_size=64, pack=True))
+  common = dict(source=source_of(pack=True))
   steps = train.Periods(evaluate=60, report=20, metrics=None)
   rules = dict(recipe="dense", pattern=None, sparse_steps=120, dense_steps=0, finetune_steps=0)
   model = model_of(**rules)
