@@ -3,8 +3,8 @@
 jax names a program by its code, its options and the versions, so a change of the code that matters
 gives another name. A worker has a folder of its own, since jax writes a file in place and another
 worker could read a part of it. At the start it gets what the store has; at the end the store gets
-what is new. A run that is killed gives it nothing. Between two files of tests the workers of one run
-give each other what they compiled (`Exchange`).
+what is new. A run that is killed gives it nothing. Between two files of tests the workers of one
+run give each other what they compiled (`Exchange`).
 
 NM_TEST_PROGRAMS names the store; an empty value is for none.
 """

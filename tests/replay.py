@@ -63,8 +63,8 @@ class _Stream:
       yield _copied(self.seen[number])
 
 
-# Batches that are read at first, small ones: most runs are shorter, and to set a pipeline up once more
-# takes longer than these.
+# Batches that are read at first: most runs are shorter, and to set a pipeline up once more takes
+# longer than to read these.
 _FIRST = 128
 
 

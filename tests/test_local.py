@@ -401,7 +401,7 @@ def test_stopped_in_an_evaluation(tmp_path, capsys, monkeypatch):
 
 def test_the_best_stays_when_the_run_goes_on(tmp_path):
   model = model_of(recipe="one_shot", dense_steps=1, finetune_steps=0)
-  steps = train.Periods(evaluate=8, checkpoint=1, report=1, metrics=None)
+  steps = train.Periods(evaluate=8, checkpoint=2, report=1, metrics=None)
   fields = dict(periods=steps, evaluation=EVALUATION, keep_checkpoints=1)
   for number, best in (10, {8}), (13, {8}), (None, None):
     stop = number and at_step(number - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
