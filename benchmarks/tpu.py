@@ -14,8 +14,9 @@ it does, how much memory it needs, and how long it took to compile. It does not 
 program runs. This is a compiler's account, not a measurement.
 
 masks   the mask of a kernel cut over the devices, over one pass: the bytes of `abs(w) > constant`.
-        Gates on axis 0: 2.5 for m up to 32 and for 1:m, 4 for the others; twice that on the last
-        axis.
+        Then its effective weights under a recipe, at a step that is traced, over a pass that reads
+        the weights and writes them. Gates on axis 0: 2.5 for m up to 32 and for 1:m, 4 for the
+        others; twice that on the last axis.
 step    the train step of the local runner, T5.1.1, 512 + 64 tokens a row, bfloat16, over the dense
         step.
         Gates: bytes 1.015 for recipes of one level and 1.03 for others, peak memory 1.02 for
@@ -34,6 +35,7 @@ first, and the bytes of Pallas kernels. One process at a time can hold libtpu.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -55,10 +57,7 @@ PARSER.add_argument("--microbatches", type=int, default=1, help="parts of the ba
 PARSER.add_argument("--remat", default="none", help="remat policy of the network: none, minimal")
 PARSER.add_argument("--partitions", type=int, default=1, help="devices that share each weight")
 PARSER.add_argument("--pattern", default="1:8", help="for `step`")
-PARSER.add_argument(
-  "--recipes",
-  default="sr_ste,mdgf_linear,mdgf_exponential,sdgf_stepwise,sdgf_geometric,one_shot,snip,idp",
-)
+PARSER.add_argument("--recipes", help="names; by default one of each family for `masks`, else all")
 PARSER.add_argument("--plain", action="store_true", help="XLA's way alone, for comparison")
 PARSER.add_argument("--hlo", help="write the last program to this file")
 PARSER.add_argument("--json", help="write the rows to this file")
@@ -81,6 +80,8 @@ from nm_sparsity_jax import installed, topology
 from nm_sparsity_jax.compiled import account as account_of
 
 COMMAND = "python " + " ".join(sys.argv)
+EVERY = "sr_ste,mdgf_linear,mdgf_exponential,sdgf_stepwise,sdgf_geometric,one_shot,snip,idp"
+FAMILIES = "sr_ste,sdgf_stepwise,sdgf_geometric"  # n known, n traced, length of groups traced
 ONE_LEVEL = ("sr_ste", "mdgf_linear", "mdgf_exponential", "one_shot", "snip")
 STORED = ("one_shot", "snip", "idp")
 OVER = ("bytes", "flops", "memory", "peak", "seconds")  # of each row, over those of dense
@@ -92,6 +93,11 @@ def devices():
     return topology.devices(ARGS.topology)[: ARGS.devices]
   except topology.NoTopology as e:
     sys.exit(f"error: {e}")
+
+
+def _names(default):
+  """Returns the recipes that the command names."""
+  return [*filter(None, (default if ARGS.recipes is None else ARGS.recipes).split(","))]
 
 
 def account(lowered):
@@ -110,34 +116,60 @@ def save(rows):
 
 
 def masks():
-  """Prints and returns the bytes of masks over those of one pass."""
+  """Prints and returns the bytes of masks and of effective weights over those of one pass."""
   mesh = Mesh(np.array(devices()[:4]).reshape(2, 2), ("data", "model"))
   shape = tuple(int(x) for x in ARGS.shape.split("x"))
+  cuts = ((0, (None, "model")), (0, ("model", None)), (1, (None, "model")))
   rows, failed = [], []
-  print(f"{'pattern':8} {'dtype':9} axis {'cut':8} over one pass  kernels  collectives  seconds")
-  for dtype in ARGS.dtypes.split(","):
-    for axis, spec in ((0, (None, "model")), (0, ("model", None)), (1, (None, "model"))):
-      sharding = NamedSharding(mesh, PartitionSpec(*spec))
-      w = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-      limit = account(jax.jit(lambda w: jnp.abs(w) > 0.5).lower(w))["bytes"]
-      for text in ARGS.patterns.split(","):
-        pattern = nms.NM.parse(text)
-        known = None if ARGS.plain else sharding
-        groups = nms.groups.Groups(shape, axis).sharded(known, pattern.m)
-        row = account(jax.jit(lambda w, g=groups, p=pattern: g.magnitude_mask(w, p)).lower(w))
-        row |= {"pattern": text, "dtype": dtype, "axis": axis, "cut": str(spec)}
-        row["over_one_pass"] = row["bytes"] / limit
-        rows.append(row)
-        gate = (2.5 if pattern.m <= 32 or pattern.n == 1 else 4.0) * (1 + axis)
-        wrong = row["over_one_pass"] > gate or row["collectives"]
-        failed += [f"{text} {dtype} axis {axis}: {row['over_one_pass']:.2f}"] if wrong else []
-        cut = "columns" if spec[0] is None else "rows"
-        print(
-          f"{text:8} {dtype:9} {axis:4} {cut:8} {row['over_one_pass']:13.2f} {row['kernels']:8} "
-          f"{sum(row['collectives'].values()):12} {row['seconds']:8.1f}",
-          flush=True,
-        )
+  print(f"{'what':16} {'pattern':8} {'dtype':9} axis {'cut':8} passes kernels collectives seconds")
+  for what, dtype, (axis, spec) in itertools.product(
+    ("mask", *_names(FAMILIES)), ARGS.dtypes.split(","), cuts
+  ):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    like = (
+      jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
+      jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),
+    )
+    limit = account(jax.jit(_one_pass(what)).lower(*like))["bytes"]
+    for text in ARGS.patterns.split(","):
+      pattern = nms.NM.parse(text)
+      row = account(jax.jit(_made(what, pattern, axis, sharding)).lower(*like))
+      row |= {"what": what, "pattern": text, "dtype": dtype, "axis": axis, "cut": str(spec)}
+      row["over_one_pass"] = row["bytes"] / limit
+      rows.append(row)
+      gate = (2.5 if pattern.m <= 32 or pattern.n == 1 else 4.0) * (1 + axis)
+      if row["over_one_pass"] > gate or row["collectives"]:
+        failed.append(f"{what} {text} {dtype} axis {axis}: {row['over_one_pass']:.2f}")
+      cut = "columns" if spec[0] is None else "rows"
+      print(
+        f"{what:16} {text:8} {dtype:9} {axis:4} {cut:8} {row['over_one_pass']:6.2f} "
+        f"{row['kernels']:7} {sum(row['collectives'].values()):11} {row['seconds']:7.1f}",
+        flush=True,
+      )
   return rows, failed
+
+
+def _one_pass(what):
+  """Returns the pass that counts as one: it reads each weight, and writes a bool or a weight."""
+  if what == "mask":
+    return lambda w, step: jnp.abs(w) > 0.5
+  return lambda w, step: jnp.where(jnp.abs(w) > 0.5, w, 0)
+
+
+def _made(what, pattern, axis, sharding):
+  """Returns what makes the mask of a weight, or the effective weight of a recipe, at a step."""
+  sharding = None if ARGS.plain else sharding
+  if what == "mask":
+
+    def mask(w, step):
+      del step
+      groups = nms.groups.Groups(w.shape, axis).sharded(sharding, pattern.m)
+      return groups.magnitude_mask(w, pattern)
+
+    return mask
+  recipe = nms.recipe(what, pattern=pattern, phases=programs.PHASES)
+  rules = nms.Rules({"w": recipe}, axes={"w": axis}).with_shardings({"w": sharding})
+  return lambda w, step: nms.sparsify({"w": w}, rules, step)["w"]
 
 
 def lowered(name):
@@ -155,7 +187,7 @@ def lowered(name):
 
 def over_dense():
   """Prints and returns what each recipe adds to the dense program."""
-  wanted, rows = [*filter(None, ARGS.recipes.split(","))], {}
+  wanted, rows = _names(EVERY), {}
   if ARGS.more and os.path.exists(ARGS.json):
     found = json.loads(pathlib.Path(ARGS.json).read_text())["rows"]
     rows = {row["recipe"]: row for row in found}
