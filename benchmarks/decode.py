@@ -3,6 +3,7 @@
     python benchmarks/decode.py                               # 12 layers of base size, one row
     python benchmarks/decode.py --version t5_1_1 --layers 4 --inputs 512 --steps 64 --rows 4
     python benchmarks/decode.py --patterns 1:8 1:32           # packed weights over dense ones
+    python benchmarks/decode.py --peaks dense 1:8 1:32        # memory of a process, each in its own
 
 `before` is the search through T5X's cache, `after` the one through `start` and `step`. Weights are
 random, and no row ends. All candidates take turns in one process on one pinned core; a figure is a
@@ -19,6 +20,7 @@ import re
 import statistics
 import sys
 
+import _memory
 import _timing
 import numpy as np
 
@@ -38,6 +40,8 @@ def arguments():
   parser.add_argument("--rows", type=int, default=1)
   parser.add_argument("--scan", action="store_true", help="over the layers")
   parser.add_argument("--patterns", nargs="+", help="time packed weights too, such as 1:8")
+  parser.add_argument("--peaks", nargs="+", metavar="KIND", help="memory: 'dense' or n:m")
+  parser.add_argument("--peak", metavar="KIND", help="only run one of these, and print its memory")
   parser.add_argument("--json", help="write the figures to this file")
   return parser.parse_args()
 
@@ -51,6 +55,17 @@ class Before:
 
 def dense(args):
   """Returns (network, random parameters); one layer of the encoder is enough."""
+  import jax
+  import jax.numpy as jnp
+
+  network, shapes = shaped(args)
+  rng = np.random.default_rng(0)
+  draw = lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32) / 32)
+  return network, jax.tree.map(draw, shapes)
+
+
+def shaped(args):
+  """Returns (network, shapes of its parameters)."""
   import jax
   import jax.numpy as jnp
 
@@ -68,10 +83,8 @@ def dense(args):
     )
   )
   tokens = jnp.ones((1, 1), jnp.int32)
-  shapes = jax.eval_shape(network.init, jax.random.key(0), tokens, tokens, tokens)["params"]
-  rng = np.random.default_rng(0)
-  draw = lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32) / 32)
-  return network, jax.tree.map(draw, shapes)
+  init = jax.eval_shape(network.init, jax.random.key(0), tokens, tokens, tokens)
+  return network, init["params"]
 
 
 def one_layer(network, params):
@@ -261,10 +274,34 @@ def over_dense(network, params, args):
   return rows
 
 
+def peak(args):
+  """Decodes with one kind of weights, and says what the process held at most."""
+  from nm_sparsity_jax import deployed
+
+  network, shapes = shaped(args)
+  rows = deployed.rows_of(network.config, args.rows, args.inputs)
+  params = _memory.tree(shapes, args.peak, rows)
+  searches(network, params, args)[args.steps]()
+
+  _memory.report()
+
+
+def peaks(args):
+  """Returns a row for each of `--peaks`: the most that a process of its own holds."""
+  words = [word for word in sys.argv[1:] if word not in ("--peaks", *args.peaks)]
+  words = words[: words.index("--json")] if "--json" in words else words
+  most = lambda kind: round(_memory.most(__file__, *words, "--peak", kind) / 1e6)
+  return [{"weights": kind, "peak_MB": most(kind)} for kind in args.peaks]
+
+
 def main():
   args = arguments()
   _timing.pin(args.core)
-  if args.patterns:
+  if args.peak:
+    return peak(args)
+  if args.peaks:
+    rows, head = peaks(args), ["weights", "peak, MB"]
+  elif args.patterns:
     rows, head = over_dense(*dense(args), args), []
     for part in ("layers", "token"):
       head += [f"{part}, ms", "over dense", "bound"]
@@ -275,9 +312,11 @@ def main():
     head = ["part", "before, ms", "after, ms", "bound, ms", "weights, MB"]
   print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
   for row in rows:
-    print("|", " | ".join(f"{x:.2f}" if isinstance(x, float) else x for x in row.values()), "|")
+    print(
+      "|", " | ".join(f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()), "|"
+    )
   command = "python benchmarks/decode.py " + " ".join(sys.argv[1:])
-  _timing.save(args.json, rows, command.strip())
+  return _timing.save(args.json, rows, command.strip())
 
 
 if __name__ == "__main__":

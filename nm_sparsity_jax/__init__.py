@@ -26,14 +26,15 @@ _HOME = {
   "step_count": "optim",
 }
 _MODULES = (
-    "apply", "configure", "deployed", "environment", "flops", "gradients", "groups", "layers",
-    "masks", "metrics", "optim", "packed", "patterns", "plan", "recipes", "report", "roles",
-    "rules", "runs", "schedules", "scores", "stored", "sweep", "workloads",
+    "apply", "benches", "configure", "deployed", "environment", "flops", "gradients", "groups",
+    "layers", "masks", "metrics", "optim", "packed", "patterns", "plan", "recipes", "report",
+    "roles", "rules", "runs", "schedules", "scores", "stored", "sweep", "workloads",
 )  # fmt: skip
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
   from nm_sparsity_jax import (
     apply,
+    benches,
     configure,
     deployed,
     environment,
@@ -69,11 +70,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
   from nm_sparsity_jax.transform import sparse
 
 __all__ = [
-    "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "configure", "count_steps",
-    "deployed", "environment", "finalize", "flops", "gradients", "groups", "init_state", "layers",
-    "masks", "metrics", "nm_mask", "optim", "packed", "patterns", "plan", "recipe", "recipes",
-    "report", "roles", "rules", "runs", "schedules", "scores", "sparse", "sparsify", "sr_ste",
-    "step_count", "stored", "sweep", "update_state", "verify", "workloads",
+    "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "benches", "configure",
+    "count_steps", "deployed", "environment", "finalize", "flops", "gradients", "groups",
+    "init_state", "layers", "masks", "metrics", "nm_mask", "optim", "packed", "patterns", "plan",
+    "recipe", "recipes", "report", "roles", "rules", "runs", "schedules", "scores", "sparse",
+    "sparsify", "sr_ste", "step_count", "stored", "sweep", "update_state", "verify", "workloads",
 ]  # fmt: skip
 
 

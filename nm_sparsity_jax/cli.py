@@ -31,6 +31,7 @@ COMMANDS = {
   "export": ("export", "write a checkpoint as timm's or Hugging Face's safetensors, and prove it"),
   "convert": ("convert", "make a checkpoint for T5X of a folder of Hugging Face's T5"),
   "pack": ("pack", "write a finalized checkpoint without its zeros, and say what that saves"),
+  "bench": ("bench", "measure packed weights against dense ones: per layer and end to end"),
   "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
   "sweep": ("sweep", "train a grid of recipes x patterns x seeds from one file, and compare them"),
   "doctor": ("doctor", "say what is missing or in conflict in this environment, and how to fix it"),

@@ -32,7 +32,7 @@ import test_report
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, gin_files, glue, rules_text
-from nm_sparsity_jax.commands import _local
+from nm_sparsity_jax.commands import _local, bench
 from nm_sparsity_jax.kauldron_adapter import launch
 from nm_sparsity_jax.recipes import RECIPES, registry
 from nm_sparsity_jax.runs import checkpoint
@@ -425,7 +425,7 @@ def test_runs_of_t5x_are_planned(block, t5x, tmp_path, capsys, monkeypatch):
 def test_local_runs_are_made(block, tmp_path, monkeypatch):
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
   monkeypatch.chdir(beside(block, tmp_path))
-  arguments = {"train": ["run"]}
+  arguments = {"train": ["run"], "bench": ["model"]}
   # The checkpoint and the task of an example are nowhere; tests/test_refused.py has what looks.
   monkeypatch.setattr(_local, "_refuse_missing", lambda _: None)
   with relaxed():
@@ -434,7 +434,10 @@ def test_local_runs_are_made(block, tmp_path, monkeypatch):
         assert cli.main([command, *argv]) == 0
         continue
       args = parser_of(command).parse_args(argv)
-      config, _ = _local.read(args, {"eval": "evaluate"}.get(command, command))
+      if command == "bench":
+        config = bench.configuration(args)
+      else:
+        config, _ = _local.read(args, {"eval": "evaluate"}.get(command, command))
       assert program == "nm-sparsity" and not config.warnings
       for name in arguments.get(command, ["model", "evaluation", "checkpoint", "output_dir"]):
         try:

@@ -124,6 +124,40 @@ def test_eval_finds_what_it_finds_of_the_finalized_one(
   assert multiplied
 
 
+def test_with_memory_every_kernel_stays_packed(finalized, packed, tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(choice, "speed", lambda *_: 0.5)  # a dense product is faster throughout
+  few = {"EVALUATOR_NUM_EXAMPLES": 0, "EVAL_STEPS": 1}
+  told = []
+  for flags in ([], ["--memory"]):
+    assert cli.main([*words("eval", packed, tmp_path / "out", **few), *flags]) == 0
+    said = capsys.readouterr().out
+    told.append(said.partition("; ")[2].partition(" kernels")[0])
+    assert "loss 5." in said
+  assert told == ["0 of 15", "15 of 15"]
+  assert cli.main([*words("eval", finalized, tmp_path / "no", **few), "--memory"]) == 1
+  assert "--memory: " in (said := capsys.readouterr().err)
+  assert "is not a packed file, and only its kernels can stay packed" in said
+
+
+def test_bench_takes_what_infer_takes(finalized, packed, tmp_path, capsys):
+  for path in (finalized, packed):
+    _, *flags = words("infer", path, tmp_path / "unused")
+    page = tmp_path / f"{path.name}.html"
+    argv = ["bench", str(path), *flags, "--turns", "3", "--tokens", "3", "--json"]
+    assert cli.main([*argv, "--out", str(page)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["title"] == str(path) and page.stat().st_size > 5000
+    assert sum(p["kernels"] for p in told["products"]) == 15
+    # 8 rows in the encoder: an input of the task has so many tokens.
+    assert {p["rows"] for p in told["products"]} == {1, 8}
+    assert {p["pattern"] for p in told["products"]} == {"1:8", "2:4"}
+    assert [w["name"] for w in told["wholes"]] == ["the inputs", "a token"]
+    assert told["packed_bytes"] < told["dense_bytes"]
+  assert not (tmp_path / "unused").exists()
+  assert cli.main([*argv, "--dtype", "int8"]) == 1
+  assert "--dtype=int8: a packed file has values of its own dtype" in capsys.readouterr().err
+
+
 def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
   wide = {"network.T5Config.preset.mlp_dim": 64}
   for macros, said in (

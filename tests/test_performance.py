@@ -18,6 +18,16 @@ def test_the_account_of_a_token_is_the_file_that_its_command_wrote(file):
   assert f"{found['command']}\n" in PAGE
 
 
+def test_what_rounding_costs_is_the_file_that_its_command_wrote():
+  page = (ROOT / "docs/deploy.md").read_text("utf-8")
+  found = json.loads((ROOT / "benchmarks/results/rounding.json").read_text())
+  for row in found["rows"]:
+    held = "with zeros" if row["bytes"] is None else f"{row['bytes']:,}"
+    cells = [row["task"], row["values"], held, f"{row['loss']:.4f}", f"{row['accuracy']:g}"]
+    assert f"| {' | '.join(cells)} |\n" in page
+  assert f"{found['command']}\n" in page and len(found["rows"]) == 8
+
+
 FILES = ["train_step_cpu", "train_step_vit_cpu", "train_step_resnet_cpu"]
 
 

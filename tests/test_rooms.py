@@ -20,7 +20,7 @@ ORDER = (
   "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5",
   "unscanned", "deployed", "weights", "images", "workloads",
   "gin_files", "runs", "local", "t5x_adapter", "kauldron_adapter", "plan", "scores", "report",
-  "sweep", "environment",
+  "benches", "sweep", "environment",
   "quickstart", "commands", "cli",
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nm_sparsity_jax.commands import _imports
 
@@ -34,6 +34,20 @@ def add(parser: argparse.ArgumentParser, search_paths: str) -> None:
   ):  # fmt: skip
     add(f"--{name}", nargs="?", help=argparse.SUPPRESS)
   parser.parse_args = _with_overrides(parser)  # type: ignore[method-assign]
+
+
+# What errors of `local` name -> what a user of the command line types.
+MEMORY: Mapping[str, str] = {"memory": "--memory"}
+
+
+def add_of_one(parser: argparse.ArgumentParser) -> None:
+  """Adds what a program takes that opens one checkpoint: --memory, and what `add` adds."""
+  parser.add_argument(
+    "--memory",
+    action="store_true",
+    help="of a packed file: keep all kernels packed, also where a dense product is faster",
+  )
+  add(parser, "where gin files are looked for, before the folder of this package")
 
 
 def checkpoint(text: str) -> str | int:

@@ -13,7 +13,9 @@ from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.commands import _flags, _imports
 
 
-def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]:
+def read(
+  args: argparse.Namespace, program: str, with_data: bool = True
+) -> tuple[gin_files.Config, str]:
   """Returns the configuration of a program of the local runner, and its text for config.gin."""
   if not args.gin_file:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
@@ -23,7 +25,7 @@ def read(args: argparse.Namespace, program: str) -> tuple[gin_files.Config, str]
   paths = [*_flags.search_paths(args), gin_files.folder()]
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
   _refuse_missing(config)
-  if config.settings("Source") or config.settings("Evaluation"):  # of T5; others need no seqio
+  if with_data and (config.settings("Source") or config.settings("Evaluation")):  # of T5: seqio
     _prepare_seqio(args)
   return config, config.text()
 
@@ -62,7 +64,9 @@ def call(args: argparse.Namespace, program: str) -> int:
   from nm_sparsity_jax.local import train
 
   names = ("model", "evaluation", "checkpoint", "output_dir")
-  return getattr(train, program)(**{n: argument(config, n) for n in names}, config=text)
+  return getattr(train, program)(
+    **{n: argument(config, n) for n in names}, config=text, memory=args.memory
+  )
 
 
 def argument(config: gin_files.Config, name: str) -> Any:

@@ -17,10 +17,12 @@ import argparse
 
 from nm_sparsity_jax.commands import _flags
 
+FLAGS = _flags.MEMORY
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds T5X's flags."""
-  _flags.add(parser, "where gin files are looked for, before the folder of this package")
+  """Adds --memory, and T5X's flags."""
+  _flags.add_of_one(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from nm_sparsity_jax.workloads import Workload
 
 
 def load(
-  path: str, variables: dict[str, Any], model: Model, evaluation: Any
+  path: str, variables: dict[str, Any], model: Model, evaluation: Any, memory: bool = False
 ) -> tuple[Model, dict[str, Any]]:
   """Returns the model that runs on the variables of a packed file, and these on its devices.
 
@@ -33,6 +33,7 @@ def load(
     variables: 'params', some of them packed, and the workload's state.
     model: of the same network, scanned or not.
     evaluation: tells how many rows a layer sees at once.
+    memory: keep kernels packed also where a dense product is faster.
 
   Raises:
     ValueError: the file is of another network, or devices are to share weights.
@@ -42,13 +43,28 @@ def load(
       f"NUM_PARTITIONS={parts}: devices do not share packed kernels, and {path!r} holds some. Set "
       "NUM_PARTITIONS=1, or evaluate the finalized checkpoint."
     )
+  made = model_of(path, variables, model)
+  rows = rows_of(made.workload, evaluation)
+  ready = {**variables, "params": deployed.prepare(variables["params"], rows, memory=memory)}
+  return made, jax.device_put(ready, made.replicated)
+
+
+def model_of(path: str, variables: dict[str, Any], model: Model) -> Model:
+  """Returns the model that runs on the variables of a packed file: without rules and a scan.
+
+  Args:
+    path: of the file.
+    variables: 'params', some of them packed, and the workload's state.
+    model: of the same network, scanned or not.
+
+  Raises:
+    ValueError: the file is of another network.
+  """
   made = Model(without_scan(model.workload), devices=model.mesh.devices.flatten().tolist())
   wanted = _shapes({"params": made.shapes, **made.collections})
   if said := difference(wanted, _shapes(variables)):
     raise ValueError(f"{path!r} is of another network: {said}.")
-  rows = rows_of(made.workload, evaluation)
-  ready = {**variables, "params": deployed.prepare(variables["params"], rows)}
-  return made, jax.device_put(ready, made.replicated)
+  return made
 
 
 @contextlib.contextmanager

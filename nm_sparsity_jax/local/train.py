@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 
 from nm_sparsity_jax import installed, metrics
+from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.local import checkpoints, folders, packed_files, reports
 from nm_sparsity_jax.local.evaluation import (
   History,
@@ -254,6 +255,7 @@ def evaluate(
   checkpoint: str,
   output_dir: str,
   config: str = "",
+  memory: bool = False,
 ) -> int:
   """Evaluates one checkpoint, of this runner or of T5X, with the weights of its step.
 
@@ -263,11 +265,14 @@ def evaluate(
     checkpoint: its folder, checkpoint_N, or a packed file.
     output_dir: gets what training writes for an evaluation.
     config: the text for config.gin.
+    memory: keep all kernels of a packed file packed, also where a dense product is faster.
 
   Returns:
     0.
   """
-  with _opened(model, evaluation, checkpoint, output_dir, config, "EVAL_OUTPUT_DIR") as opened:
+  with _opened(
+    model, evaluation, checkpoint, output_dir, config, "EVAL_OUTPUT_DIR", memory
+  ) as opened:
     folder, model, variables, step = opened
     with packed_files.explained(checkpoint):
       found = evaluation.evaluator(model, str(folder)).evaluate(variables, step)
@@ -288,6 +293,7 @@ def infer(
   checkpoint: str,
   output_dir: str,
   config: str = "",
+  memory: bool = False,
 ) -> int:
   """Writes the predictions of one checkpoint: TASK-predict.jsonl-00000-of-00001, as t5x.infer does.
 
@@ -302,12 +308,13 @@ def infer(
     checkpoint: its folder, checkpoint_N, or a packed file.
     output_dir: gets the files.
     config: the text for config.gin.
+    memory: keep all kernels of a packed file packed, also where a dense product is faster.
 
   Returns:
     0.
   """
   wanted = evaluation.for_predictions(model.workload)
-  with _opened(model, wanted, checkpoint, output_dir, config, "INFER_OUTPUT_DIR") as opened:
+  with _opened(model, wanted, checkpoint, output_dir, config, "INFER_OUTPUT_DIR", memory) as opened:
     folder, model, variables, _ = opened
     evaluator = wanted.evaluator(model, None)
   for name, rows in evaluator.predictions(variables):
@@ -332,7 +339,13 @@ class _Opened(NamedTuple):
 
 @contextlib.contextmanager
 def _opened(
-  model: Model, evaluation: Any, checkpoint: str, output_dir: str, config: str, macro: str
+  model: Model,
+  evaluation: Any,
+  checkpoint: str,
+  output_dir: str,
+  config: str,
+  macro: str,
+  memory: bool,
 ) -> Iterator[_Opened]:
   """Makes the folder for the findings, and leaves it as it was where the block fails."""
   folder = folders.of(output_dir, macro)
@@ -346,8 +359,15 @@ def _opened(
       if stored.rules is not None and not model.given_rules.is_dense:
         checkpoints.refuse_other_rules(stored.rules, model.given_rules, stored.path)
       held = stored.packed()
-      model, variables = packed_files.load(stored.path, held, model, evaluation)
+      model, variables = packed_files.load(stored.path, held, model, evaluation, memory)
       step, said = stored.step or 0, f"{checkpoint}: {packed_files.told(held, variables)}"
+    elif memory:
+      raise SettingError(
+        "memory",
+        "{memory}: {path!r} is not a packed file, and only its kernels can stay packed. Pack "
+        "it by `nm-sparsity pack`, or leave this out.",
+        path=checkpoint,
+      )
     else:
       state = checkpoints.load_for_evaluation(stored, model)
       variables, step = model.variables(state), int(state.step)

@@ -18,9 +18,11 @@ What stands where:
 """
 
 from nm_sparsity_jax.report.making import Report, png, report, versions, write
+from nm_sparsity_jax.report.page import page_of
 from nm_sparsity_jax.report.parts import Cell, Section, Strip, Table
 from nm_sparsity_jax.report.reading import Run
 
 __all__ = [
-    "Cell", "Report", "Run", "Section", "Strip", "Table", "png", "report", "versions", "write",
+    "Cell", "Report", "Run", "Section", "Strip", "Table", "page_of", "png", "report", "versions",
+    "write",
 ]  # fmt: skip

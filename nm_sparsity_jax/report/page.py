@@ -34,12 +34,35 @@ def render(runs: Sequence[Run], sections: Sequence[Section], versions: Mapping[s
   Raises:
     ModuleNotFoundError: jinja2 is not installed.
   """
+  names = [run.name for run in runs]
+  return page_of(f"N:M sparsity: {', '.join(names)}", names, sections, versions, runs)
+
+
+def page_of(
+  title: str,
+  names: Sequence[str],
+  sections: Sequence[Section],
+  versions: Mapping[str, str],
+  runs: Sequence[Run] = (),
+) -> str:
+  """Returns a page of what is no run's too.
+
+  Args:
+    title: of the page.
+    names: of what is compared, in the order of their colours.
+    sections: what is shown.
+    versions: name -> version of what made the page.
+    runs: for their gin configurations.
+
+  Raises:
+    ModuleNotFoundError: jinja2 is not installed.
+  """
   template = _template()
   import markupsafe  # it comes with jinja2
 
-  names = [run.name for run in runs]
   return template.render(
-    title=f"N:M sparsity: {', '.join(names)}",
+    title=title,
+    names=names,
     light=charts.LIGHT,
     dark=charts.DARK,
     style=markupsafe.Markup((_FOLDER / "page.css").read_text("utf-8")),

@@ -1,0 +1,76 @@
+"""How much memory a process takes at most, with weights of one kind: each kind in its own process.
+
+The weights are random. They are made and prepared one kernel at a time, as a packed file is read,
+so no process ever holds a network that it does not run.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+
+DENSE = "dense"
+PLACES = ("ff", "q", "k", "v", "o")
+
+
+def rules_of(pattern):
+  """Returns the rules of feed-forward and attention kernels."""
+  import nm_sparsity_jax as nms
+
+  return nms.configure.rules(dict.fromkeys(PLACES, pattern), recipe="sr_ste", sparse_steps=1)
+
+
+def tree(shapes, kind, rows, values=None, keep=False):
+  """Returns random parameters on the device: dense, or n:m ones prepared for the fastest product.
+
+  Args:
+    shapes: of the parameters of a network that does not scan.
+    kind: 'dense' or n:m.
+    rows: path -> rows of x, as `deployed.rows_of` returns.
+    values: dtype of packed values; None: float32.
+    keep: kernels stay as `deployed.pack_tree` makes them.
+  """
+  import jax.numpy as jnp
+
+  from nm_sparsity_jax import deployed, packed
+  from nm_sparsity_jax.benches import layers
+  from nm_sparsity_jax.patterns import NM
+  from nm_sparsity_jax.trees import map_with_names
+
+  rng = np.random.default_rng(0)
+  chosen = () if kind == DENSE else deployed.decide(shapes, rules_of(kind)).of_network().packed
+
+  def one(path, x):
+    if path in chosen:
+      kernel = layers.random(x.shape[0], x.shape[1], NM.parse(kind), values)
+      return kernel if keep else packed.prepare(kernel, rows(path))
+    return jnp.asarray(rng.standard_normal(x.shape, np.float32) / 32)
+
+  return map_with_names(one, shapes)
+
+
+def report():
+  """Prints the most that this process has held so far, in bytes: what `most` reads.
+
+  It asks Linux for the peak of this program: `ru_maxrss` begins with that of the parent.
+  """
+  status = pathlib.Path("/proc/self/status").read_text("utf-8")
+  (kilobytes,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+  print(int(kilobytes) * 1024)
+
+
+def most(*argv):
+  """Returns the bytes that a program held at most, which it prints last; see `report`.
+
+  Args:
+    *argv: the program and its arguments.
+  """
+  done = subprocess.run(
+    [sys.executable, *argv], capture_output=True, text=True, check=True, env=dict(os.environ)
+  )
+  return int(done.stdout.split()[-1])

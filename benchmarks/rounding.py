@@ -1,0 +1,98 @@
+"""What rounding packed weights costs a trained network: scores of a quickstart's sparse runs.
+
+    nm-sparsity quickstart --out mini
+    nm-sparsity quickstart --task rebus --out rebus
+    python benchmarks/rounding.py mini rebus --json benchmarks/results/rounding.json
+
+Each sparse run is finalized and packed as it is, in bfloat16 and in int8, and `nm-sparsity eval`
+scores the finalized checkpoint and the three files on the whole validation set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+
+import _timing
+
+CONFIGS = "gin_configs"
+FILES = {
+  "mini-glue": ("models/mini_small.gin", "runs/local_eval.gin", "runs/local_mini.gin"),
+  "rebus": ("runs/local_images_eval.gin", "runs/local_rebus.gin", "models/vision/vit_rebus.gin"),
+}
+VALUES = ("float32", "bfloat16", "int8")
+
+
+def arguments():
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("folders", nargs="+", help="of quickstarts")
+  parser.add_argument("--runs", nargs="+", help="names of runs (default: all sparse ones)")
+  parser.add_argument("--json", help="write the figures to this file")
+  return parser.parse_args()
+
+
+def said(*argv):
+  """Returns what a command prints; it must succeed."""
+  from nm_sparsity_jax import cli
+
+  with contextlib.redirect_stdout(io.StringIO()) as told:
+    code = cli.main([str(word) for word in argv])
+  assert not code, f"nm-sparsity {' '.join(map(str, argv))}"
+  return told.getvalue()
+
+
+def scores(task, checkpoint, out):
+  """Returns name -> score of a checkpoint or a packed file: its loss, and its accuracy."""
+  macros = {"CHECKPOINT_PATH": str(checkpoint), "EVAL_OUTPUT_DIR": str(out)}
+  files = [f"--gin_file={CONFIGS}/{name}" for name in FILES[task]]
+  told = said("eval", *files, *(f"--gin.{name}={value!r}" for name, value in macros.items()))
+  found = re.findall(r"\b(loss|accuracy) ([\d.]+)", told)
+  # mini-GLUE's teacher-forced accuracy counts tokens; the one of decoded text stands last.
+  return {name: float(value) for name, value in found}
+
+
+def rows_of(folder, names):
+  """Returns a row for each run of a quickstart and each kind of values."""
+  from nm_sparsity_jax import quickstart
+
+  task = json.loads((folder / "quickstart.json").read_text()).get("task", quickstart.DEFAULT)
+  sparse = set(quickstart.TASKS[task].titles) - {"warmup", "dense", "no_ff"}
+  found = [path.name for path in sorted(folder.iterdir()) if path.name in (names or sparse)]
+  for name in found:
+    with tempfile.TemporaryDirectory() as room:
+      room = pathlib.Path(room)
+      said("finalize", folder / name, room / "final")
+      (final,) = (room / "final").glob("checkpoint_*")
+      exact = scores(task, final, room / "exact")
+      yield {"task": task, "run": name, "values": "finalized", "bytes": None, **exact}
+      for values in VALUES:
+        file = room / f"{values}.safetensors"
+        packed = json.loads(said("pack", room / "final", file, "--dtype", values, "--json"))
+        size = sum(kernel["bytes"] for kernel in packed["packed"].values())
+        told = scores(task, file, room / values)
+        yield {"task": task, "run": name, "values": values, "bytes": size, **told}
+
+
+def main():
+  args = arguments()
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  rows = []
+  for folder in map(pathlib.Path, args.folders):
+    for row in rows_of(folder, args.runs):
+      rows.append(row)
+      print("|", " | ".join(f"{x:,}" if isinstance(x, int) else str(x) for x in row.values()), "|")
+      sys.stdout.flush()
+  _timing.save(args.json, rows, "python benchmarks/rounding.py " + " ".join(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+  main()

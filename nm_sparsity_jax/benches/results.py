@@ -1,0 +1,221 @@
+"""What was found: plain values, and tables of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from nm_sparsity_jax.text import printable, table
+
+BOUND = (
+  "The bound is what packing can give at most: the time if the packed products took their bytes' "
+  "share of what the dense ones take, and all else stayed. Where a token only reads weights, that "
+  "is the ratio of the bytes of weights that it reads."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """One product x . W, of kernels that are alike.
+
+  Attributes:
+    name: of the kernels.
+    kernels: how many they are.
+    pattern: n:m.
+    values: dtype of the packed values.
+    depth: length of the axis that is contracted.
+    features: columns.
+    rows: of x.
+    dense: seconds of the best dense product, in float32.
+    dense_way: 'x @ W' or 'x @ W.T', whichever is faster.
+    packed: seconds of the packed product.
+    packed_way: its backend.
+    is_taken: whether `prepare` keeps the kernel packed; else it takes the dense product.
+    dense_bytes: of one kernel with its zeros, in float32.
+    packed_bytes: of one kernel without.
+  """
+
+  name: str
+  kernels: int
+  pattern: str
+  values: str
+  depth: int
+  features: int
+  rows: int
+  dense: float
+  dense_way: str
+  packed: float
+  packed_way: str
+  is_taken: bool
+  dense_bytes: int
+  packed_bytes: int
+
+  @property
+  def times(self) -> float:
+    """Returns how many times faster the packed product is."""
+    return ratio(self.dense, self.packed)
+
+  @property
+  def shape(self) -> str:
+    """Returns depth and features, as 'depth x features'."""
+    return f"{self.depth:,} x {self.features:,}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  """What a network computes at once, with all that is not a packed product.
+
+  Attributes:
+    name: such as 'a token'.
+    dense: seconds with dense weights.
+    packed: seconds with packed ones.
+    products: seconds of the dense products that packing replaces, each measured alone.
+    bound: how many times faster it can be at most; see `BOUND`.
+    dense_memory: bytes of weights and temporaries that the dense program holds at most, as XLA
+      says.
+    packed_memory: the same of the packed one.
+  """
+
+  name: str
+  dense: float
+  packed: float
+  products: float
+  bound: float
+  dense_memory: int
+  packed_memory: int
+
+  @property
+  def times(self) -> float:
+    """Returns how many times faster it is with packed weights."""
+    return ratio(self.dense, self.packed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+  """What a bench found; its `str` is two tables.
+
+  Attributes:
+    title: what was looked at.
+    products: each distinct product.
+    wholes: what the network computes at once; none where products alone were asked for.
+    dense_bytes: of all weights with zeros, in float32.
+    packed_bytes: of all weights.
+    threads: that XLA multiplies with.
+    turns: of each call; figures are medians.
+    notes: sentences on what you should know.
+    machine: name -> value: processor and versions.
+  """
+
+  title: str
+  products: Sequence[Product]
+  wholes: Sequence[Whole]
+  dense_bytes: int
+  packed_bytes: int
+  threads: int
+  turns: int
+  notes: Sequence[str]
+  machine: Mapping[str, str]
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the findings as values that JSON knows; times are seconds."""
+    told = dataclasses.asdict(self)
+    for name in ("products", "wholes"):
+      rows = zip(told[name], getattr(self, name), strict=True)
+      told[name] = [{**row, "times": one.times} for row, one in rows]
+    return told
+
+  @property
+  def how(self) -> str:
+    """Returns a sentence on how it was measured."""
+    clock = "processor time" if self.threads == 1 else "time of the clock"
+    return (
+      f"{self.threads} thread{'s' * (self.threads != 1)}, {clock}, medians of {self.turns} turns; "
+      "dense weights are float32."
+    )
+
+  def __str__(self) -> str:
+    lines = [self.title, self.how, ""]
+    lines += table(_HEAD, [_row(p) for p in self.products])
+    if self.wholes:
+      lines += ["", *table(_WHOLE, [_whole_row(w) for w in self.wholes]), "", BOUND]
+      lines += [f"All weights: {self.dense_bytes:,} bytes dense, {self.packed_bytes:,} packed."]
+    return "\n".join(map(printable, [*lines, *self.notes]))
+
+
+_HEAD = (
+  "kernels", "count", "shape", "rows", "pattern", "values", "dense, us", "by", "packed, us", "by",
+  "faster", "bytes dense", "packed", "taken",
+)  # fmt: skip
+_WHOLE = (
+  "end to end", "dense, ms", "packed, ms", "faster", "bound", "memory dense, MB", "packed, MB",
+)  # fmt: skip
+
+
+def _row(p: Product) -> tuple[Any, ...]:
+  return (
+    p.name, p.kernels, p.shape, p.rows, p.pattern, p.values, micro(p.dense), p.dense_way,
+    micro(p.packed), p.packed_way, times(p.times), f"{p.dense_bytes:,}", f"{p.packed_bytes:,}",
+    taken(p),
+  )  # fmt: skip
+
+
+def _whole_row(w: Whole) -> tuple[Any, ...]:
+  return (
+    w.name, milli(w.dense), milli(w.packed), times(w.times), times(w.bound), mega(w.dense_memory),
+    mega(w.packed_memory),
+  )  # fmt: skip
+
+
+def taken(product: Product) -> str:
+  """Returns which product `prepare` takes."""
+  return "packed" if product.is_taken else "dense"
+
+
+def micro(seconds: float) -> str:
+  """Returns microseconds as text."""
+  return f"{seconds * 1e6:,.1f}"
+
+
+def milli(seconds: float) -> str:
+  """Returns milliseconds as text."""
+  return f"{seconds * 1e3:,.2f}"
+
+
+def mega(count: int) -> str:
+  """Returns millions of bytes as text."""
+  return f"{count / 1e6:,.1f}"
+
+
+def times(value: float) -> str:
+  """Returns a ratio as text; '-' where it is not known."""
+  return f"{value:.2f}x" if value else "-"
+
+
+def ratio(dense: float, packed: float) -> float:
+  """Returns dense / packed; 0 where one of them is too short to be measured."""
+  return dense / packed if dense > 0 and packed > 0 else 0.0
+
+
+def bound(whole: float, products: Iterable[tuple[float, float]]) -> tuple[float, float]:
+  """Returns (seconds of the dense products, how many times faster a whole can be at most).
+
+  >>> bound(10.0, [(8.0, 0.25)])
+  (8.0, 2.5)
+
+  Args:
+    whole: seconds with dense weights.
+    products: (seconds of dense products, the share of their bytes that is left when packed).
+  """
+  told = list(products)
+  spent = sum(seconds for seconds, _ in told)
+  left = sum(seconds * share for seconds, share in told)
+  rest = max(whole - spent, 0.0)
+  return spent, (rest + spent) / (rest + left) if rest + left else 0.0
+
+
+def lines(found: Found) -> Iterator[str]:
+  """Yields the sentences that stand below the tables."""
+  if found.wholes:
+    yield BOUND
+  yield from found.notes

@@ -1,0 +1,273 @@
+"""nm-sparsity bench: each product and the whole, dense and packed; a page with bars."""
+
+import functools
+import json
+import time
+from typing import Any
+
+import browser
+import jax
+import numpy as np
+import pytest
+
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import benches, cli, unscanned
+from nm_sparsity_jax.benches import layers, networks, results, timing
+from nm_sparsity_jax.models import swin, vit
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
+from nm_sparsity_jax.packed import cpu
+
+pytestmark = pytest.mark.usefixtures("short_runs")
+PHASES = nms.Phases(total=1)
+
+
+def rules_of(pattern="1:8", place="ff"):
+  return nms.Rules({place: nms.recipe("sr_ste", pattern=pattern, phases=PHASES)})
+
+
+TINY = T5Config.t5_1_1(
+  "tiny", vocab_size=64, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, num_encoder_layers=2,
+  num_decoder_layers=2,
+)  # fmt: skip
+
+
+def finalized(network, rules, *given, **more):
+  """Random parameters of a network, finalized, and its other collections."""
+  init = functools.partial(network.init, **more)
+  shapes = jax.eval_shape(init, jax.random.key(0), *given)
+  rng = np.random.default_rng(0)
+  draw = lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32)
+  made = {name: jax.tree.map(draw, x) for name, x in shapes.items() if name != "params_axes"}
+  params = jax.device_get(nms.finalize(made.pop("params"), rules, 1))
+  return params, made
+
+
+@pytest.fixture(scope="module")
+def of_t5():
+  """A bench of a tiny T5."""
+  one = np.ones((1, 1), np.int32)
+  params, _ = finalized(Transformer(TINY), rules_of(), one, one, one, enable_dropout=False)
+  found = benches.bench(
+    Transformer(TINY), params, rules_of(), dtype="int8", batch=2, inputs=5, tokens=3, turns=3,
+    title="tiny <b>",
+  )  # fmt: skip
+  return found
+
+
+# --- what is timed --------------------------------------------------------------------------------
+
+
+def test_calls_take_turns_and_the_cold_ones_find_no_weight_in_the_cache(monkeypatch):
+  called = []
+  monkeypatch.setattr(timing, "_SECONDS", 0.0)
+  calls = {name: lambda name=name: called.append(name) for name in "abc"}
+  found = timing.interleave(calls, 3)
+  assert "".join(called) == "aabbcc" + "abc" + "bca" + "cab"
+  assert {name: len(times) for name, times in found.items()} == dict.fromkeys("abc", 3)
+  read = []
+  monkeypatch.setattr(
+    timing.np, "ones", lambda size, _: type("", (), {"max": lambda self: read.append(size)})()
+  )
+  timing.interleave({"a": lambda: None}, 3, cold=True)
+  assert read == [timing._CACHE] * 4 and 4 * timing._CACHE >= 1 << 27
+
+
+def test_one_thread_is_timed_by_its_own_time(monkeypatch):
+  monkeypatch.setenv("PJRT_NPROC", "1")
+  assert timing.threads() == 1 and timing.clock() is time.process_time
+  monkeypatch.setenv("PJRT_NPROC", "2")
+  assert timing.threads() == 2 and timing.clock() is time.perf_counter
+
+
+def test_a_bound_is_the_share_of_bytes():
+  # A token that only reads weights: 10 s, of which 8 are products of a quarter of the bytes.
+  assert results.bound(10.0, [(6.0, 0.25), (2.0, 0.25)]) == (8.0, 10 / (2 + 2))
+  assert results.bound(10.0, []) == (0, 1.0)
+  spent, at_most = results.bound(1.0, [(2.0, 0.5)])  # measured alone they took longer
+  assert (spent, at_most) == (2.0, 2.0)
+  assert results.bound(0.0, []) == (0, 0.0)
+
+
+def test_a_product_is_the_best_dense_one_beside_the_packed_one(monkeypatch):
+  told = {"x @ W": 4.0, "x @ W.T": 2.0, "xla_scan": 1.0}
+  monkeypatch.setattr(
+    timing, "interleave", lambda calls, turns, cold: {n: [told[n]] * turns for n in calls}
+  )
+  kernel = layers.random(16, 8, nms.NM(1, 8))
+  found = layers.measured("k", [kernel], 20, 3, 3, "xla_scan")
+  assert found.dense == 2.0 / 2 and found.dense_way == "x @ W.T" and found.times == 2.0
+  assert found.packed_way == "xla_scan" and found.kernels == 3
+  assert (found.dense_bytes, found.packed_bytes) == (16 * 8 * 4, 2 * 8 * 4 + 8)
+
+
+@pytest.mark.parametrize("values", ["float32", "int8"])
+def test_what_is_timed_are_products_of_one_weight(values, monkeypatch):
+  seen = {}
+
+  def once(name, call):
+    seen[name] = call()
+    return [1.0]
+
+  monkeypatch.setattr(
+    timing, "interleave", lambda calls, *_, **__: {n: once(n, call) for n, call in calls.items()}
+  )
+  kernel = layers.random(32, 8, nms.NM(2, 8), values)
+  layers.measured("k", [kernel], 4, 1, 3, "xla_scan")
+  first, *others = seen.values()
+  assert len(first) == 4 and np.abs(first[0]).max() > 1
+  for other in others:
+    np.testing.assert_allclose(first, other, rtol=1e-4, atol=1e-4)
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+
+def test_a_t5_reads_inputs_and_decodes_a_token(of_t5):
+  assert [w.name for w in of_t5.wholes] == ["the inputs", "a token"]
+  # wi_0, wi_1 and wo of two layers: 2 * 5 rows in the encoder, 2 in the decoder.
+  told = {(p.shape, p.rows): p.kernels for p in of_t5.products}
+  assert told == {
+    ("16 x 32", 10): 4, ("32 x 16", 10): 2, ("16 x 32", 2): 4, ("32 x 16", 2): 2,
+  }  # fmt: skip
+  assert {(p.pattern, p.values) for p in of_t5.products} == {("1:8", "int8")}
+  inputs, token = of_t5.wholes
+  alone = {(p.shape, p.rows): p.dense for p in of_t5.products}
+  in_token = 4 * alone["16 x 32", 2] + 2 * alone["32 x 16", 2]
+  assert token.products == pytest.approx(in_token)  # the encoder is not read at each token
+  in_inputs = 4 * alone["16 x 32", 10] + 2 * alone["32 x 16", 10]
+  assert inputs.products == pytest.approx(in_inputs)  # and XLA leaves the decoder out
+  assert inputs.bound >= 1 and token.bound >= 1 and inputs.dense > 0 < inputs.packed
+  # Each value has a byte, eight weights one, and all else is float32 on both sides.
+  spared = 6 * (2 * 16 * 32 * 4) - sum(p.kernels * p.packed_bytes for p in of_t5.products)
+  assert of_t5.dense_bytes - of_t5.packed_bytes == spared
+  assert inputs.dense_memory - inputs.packed_memory == spared // 2
+  assert "stay in the cache" in str(of_t5) and of_t5.notes[-1].startswith("the inputs, a token: ")
+
+
+def test_a_token_is_what_more_of_them_take():
+  work = networks.Work("a token", lambda params, n: n, (1, 5), lambda path: True)
+  assert work.seconds({1: [1.0, 9.0, 2.0], 5: [3.0, 12.0, 3.0]}) == 0.5
+  assert work.seconds({1: [1.0], 5: [0.5]}) == 0.0  # too short to be measured
+
+
+NETWORKS = {
+  "vit": (vit.ViT(vit.config("vit_test", scan=True)), 2 * 17),
+  "swin": (
+    swin.Swin(swin.config("swinv2_test")),
+    2,
+  ),  # windows of other sizes: `rows_of` says batch
+}
+
+
+@pytest.mark.parametrize("name", ["vit", pytest.param("swin", marks=pytest.mark.slow)])
+def test_a_network_of_images_makes_a_forward_pass(name):
+  network, rows = NETWORKS[name]
+  config = network.config
+  images = np.ones((1, config.image_size, config.image_size, config.channels), np.float32)
+  params, state = finalized(network, rules_of(), images, train=False)
+  found = benches.bench(network, params, rules_of(), state=state, batch=2, turns=3)
+  (whole,) = found.wholes
+  assert whole.name == "a forward pass" and whole.bound > 1 and whole.packed > 0
+  assert {p.rows for p in found.products} == {rows}
+
+
+def test_a_packed_tree_needs_no_rules_and_a_kernel_that_is_not_nm_is_named():
+  network = NETWORKS["vit"][0]
+  images = np.ones((1, 16, 16, 3), np.float32)
+  params, _ = finalized(network, rules_of(), images, train=False)
+  bench: Any = functools.partial(benches.bench, network, turns=3)
+  with pytest.raises(ValueError, match="nothing is packed here, and no rules say what is n:m"):
+    bench(params)
+  with pytest.raises(ValueError, match="'blocks_0/attn/k/kernel'.* is not 1:8 .* of group 0"):
+    bench(params, rules_of(place="k"))
+  keeps = "no kernel of this network is packed: .*keeps every weight"
+  with pytest.warns(UserWarning, match="8:8 keeps 8"), pytest.raises(ValueError, match=keeps):
+    bench(params, rules_of("8:8"))
+  for name, value in (("batch", 0), ("inputs", 0), ("turns", 2), ("tokens", 1)):
+    with pytest.raises(ValueError, match=f"{name}={value}: "):
+      bench(params, rules_of(), **{name: value})
+  with pytest.raises(ValueError, match="backend 'cublas' is unknown: take one of auto"):
+    bench(params, rules_of(), backend="cublas")
+  tree, _ = unscanned.unstacked(params, network.config)
+  tree, _ = nms.deployed.pack_tree(tree, rules_of())
+  with pytest.raises(ValueError, match="object: nobody knows what to feed it"):
+    benches.bench(object(), tree, turns=3)
+
+
+# --- products alone -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "pattern, depth, said",
+  [
+    ("1:512", 512, "1:512 is not packed: an index reaches through 256 entries at most"),
+    ("4:4", 16, "4:4 is not packed: it keeps every weight"),
+    ("1:8", 12, "1:8 is not packed: a depth of 12 is not a multiple of 8"),
+    ("8:1", 16, "Did you mean '1:8'"),
+  ],
+)
+def test_a_pattern_that_the_kernels_lack_is_one_sentence(pattern, depth, said, capsys):
+  assert cli.main(["bench", "--shapes", f"{depth},8,1", "--pattern", pattern]) == 1
+  told = capsys.readouterr().err
+  assert said in told and told.count("\n") == 1
+
+
+def test_without_a_compiler_it_says_so_and_scans(monkeypatch, capsys):
+  monkeypatch.setattr(cpu, "missing", lambda packed=None: "g++ is not there")
+  assert cli.main(["bench", "--shapes", "16,8,1", "16,8,20", "--turns", "3", "--json"]) == 0
+  told = json.loads(capsys.readouterr().out)
+  assert {p["packed_way"] for p in told["products"]} == {"xla_scan"}
+  assert "xla_scan multiplies instead: g++ is not there." in told["notes"][0]
+  assert cli.main(["bench", "--shapes", "16,8,1", "--backend", "cpu_ffi", "--turns", "3"]) == 1
+  assert "backend 'cpu_ffi' cannot be used: g++ is not there." in capsys.readouterr().err
+
+
+def test_what_is_typed_wrong_is_one_line(tmp_path, capsys):
+  for argv, said in (
+    ([], "give a checkpoint, or --shapes"),
+    (["F", "--shapes", "8,8,1"], "not both"),
+    (["F", "--pattern", "1:8"], "a checkpoint has patterns of its own"),
+    (["--shapes", "8,8,1", "--out", str(tmp_path)], "is a folder: name a file in it"),
+    (["--shapes", "8,8,1", "--cores", "4096"], "--cores=4096: this process has"),
+    (["--shapes", "8,0,1"], "features=0: give a whole number, 1 or more"),
+  ):
+    assert cli.main(["bench", *argv]) == 1
+    assert said in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    cli.main(["bench", "--shapes", "8x8"])
+  assert "'8x8' is not K,F,ROWS" in capsys.readouterr().err
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def test_text_json_and_page_say_the_same(of_t5, tmp_path):
+  text, told = str(of_t5), of_t5.as_dict()
+  assert json.loads(json.dumps(told)) == told | {"machine": dict(of_t5.machine)} or told
+  page = benches.write(of_t5, tmp_path / "new" / "bench.html").read_text("utf-8")
+  for whole in of_t5.wholes:
+    for number in (results.milli(whole.dense), results.times(whole.bound)):
+      assert number in text and number in page
+  assert results.BOUND in text and f"{told['threads']} thread" in text
+  assert "&lt;b&gt;" in page and "<b>tiny" not in page and page.count('class="bar"') > 20
+  assert "gin configuration" not in page
+
+
+@pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
+def test_a_browser_shows_bars(of_t5, tmp_path):
+  file = benches.write(of_t5, tmp_path / "bench.html")
+  with browser.page(tmp_path / "profile") as page:
+    for width in (1280, 400):
+      page.look(file, width, dark=width == 400)
+    assert set(page.requests) == {file.resolve().as_uri()} and page.messages == []
+    widths = page.ask(
+      """[...document.querySelectorAll("#whole table")][0].querySelectorAll(".bar b").length"""
+    )
+    assert widths == 3 * len(of_t5.wholes)
+    shares = page.ask(
+      """[...document.querySelectorAll("#whole table .bar")].slice(0, 2).map(
+        b => b.firstChild.getBoundingClientRect().width / b.getBoundingClientRect().width)"""
+    )
+    first = of_t5.wholes[0]
+    top = max(first.dense, first.packed)
+    assert shares == pytest.approx([first.dense / top, first.packed / top], abs=0.02)
