@@ -1,6 +1,7 @@
 """For digests.py: command lines, right ones and wrong ones, and what they print."""
 
 import collections
+import contextlib
 import functools
 import json
 import os
@@ -72,18 +73,34 @@ def documented(block):
       pathlib.Path(name[1]).write_text(other.code)
   pathlib.Path("my_tasks.py").touch()
   made_up_runs()
-  said = []
-  for command, *words in typed(block):
-    command = "plan" if command in ("train", "eval", "infer") else command
-    words = [w.replace("gs://", "/gs/").replace("'...'", "'/gs'") for w in words if w != "..."]
-    if command == "plan" and not any(w.startswith("--gin_search_paths") for w in words):
-      words.append(f"--gin_search_paths={ROOT}")
-    if command == "plan":
-      words.append("--import=my_tasks")
-    if command == "sweep":
-      words = [str(ROOT / words[0]), "--table"]
-    said.append(call(command, *words))
-  return said
+  with without("final"):
+    said = [planned(*words) for words in typed(block)]
+  return json.loads(json.dumps(said).replace("DIR/tmp/", "/tmp/"))
+
+
+@contextlib.contextmanager
+def without(name):
+  """Hides what another job left under a name that pages use, if one did."""
+  hidden = pathlib.Path(f"hidden_{name}")
+  if there := pathlib.Path(name).exists():
+    pathlib.Path(name).rename(hidden)
+  yield
+  if there:
+    hidden.rename(name)
+
+
+def planned(command, *words):
+  """What a command of a page prints: one that trains is planned, and /tmp is an empty folder."""
+  command = "plan" if command in ("train", "eval", "infer") else command
+  words = [w.replace("gs://", "/gs/").replace("'...'", "'/gs'") for w in words if w != "..."]
+  words = [re.sub("(^|')/tmp/", rf"\1{work()}/tmp/", w) for w in words]
+  if command == "plan" and not any(w.startswith("--gin_search_paths") for w in words):
+    words.append(f"--gin_search_paths={ROOT}")
+  if command == "plan":
+    words.append("--import=my_tasks")
+  if command == "sweep":
+    words = [str(ROOT / words[0]), "--table"]
+  return call(command, *words)
 
 
 _WORDS = re.compile(r"--gin_file=|nm-sparsity (report|glue|sweep)")
