@@ -18,6 +18,20 @@ def test_the_account_of_a_token_is_the_file_that_its_command_wrote(file):
   assert f"{found['command']}\n" in PAGE
 
 
+def test_encoding_is_the_files_that_its_commands_wrote():
+  targets = {"dense": "", "1:8": "2.7", "1:32": "6"}
+  found = json.loads((ROOT / "benchmarks/results/encode_cpu.json").read_text())
+  for row in found["rows"]:
+    ratios = (f"{row['over_dense']:.2f}", targets[row["weights"]], f"{row['bound']:.2f}")
+    bytes_ = (f"{row['weights_MB']:,}", f"{row['peak_MB']:,}")
+    cells = [row["weights"], f"{row['pass_ms']:.1f}", *ratios, *bytes_]
+    assert f"| {' | '.join(cells)} |\n".replace("|  |", "| |") in PAGE
+  peaks = json.loads((ROOT / "benchmarks/results/decode_peak_cpu.json").read_text())
+  for row in peaks["rows"]:
+    assert f"| {row['weights']} | {row['peak_MB']:,} |\n" in PAGE
+  assert found["command"] in PAGE and peaks["command"] in PAGE
+
+
 def test_what_rounding_costs_is_the_file_that_its_command_wrote():
   page = (ROOT / "docs/deploy.md").read_text("utf-8")
   found = json.loads((ROOT / "benchmarks/results/rounding.json").read_text())
