@@ -194,7 +194,7 @@ LONGEST = (
   "test_local", "test_t5x_adapter", "test_t5x_thread", "test_t5_t5x", "test_t5x_metrics",
   "test_quickstart", "test_docs", "test_every_recipe", "test_gin", "test_t5", "test_vision_models",
   "test_layers", "test_sparse", "test_workloads", "test_plan", "test_t5x_checkpoints", "test_sweep",
-  "test_masks", "test_vision_runs", "test_local_killed", "test_finalize", "test_recipes_benchmark",
+  "test_masks", "test_vision_runs", "test_finalize", "test_recipes_benchmark",
   "test_local_t5x",
 )  # fmt: skip
 

@@ -62,7 +62,7 @@ def quick_compilation():
 class Model(step.Model):
   """A model that makes its programs once, where each run would make them anew.
 
-  What a new process makes anew, test_local_killed.py and test_workloads.py resume with.
+  What a new process makes anew, test_workloads.py and test_quickstart.py resume with.
   """
 
   def __init__(self, *args, **kwargs):

@@ -69,7 +69,12 @@ def run(worker, folder, steps, kill_after=None, delay=0.0, kill_at=None):
 
 @pytest.mark.parametrize(
   "kills, steps, seed",
-  [(2, 42, 0), pytest.param(20, 120, 1, marks=pytest.mark.slow)],
+  # The loop is one for all workloads, and test_workloads.py kills a process of it in `make test`. A
+  # text goes on in test_local.py, and in a new process in test_quickstart.py.
+  [
+    pytest.param(2, 42, 0, marks=pytest.mark.slow),
+    pytest.param(20, 120, 1, marks=pytest.mark.slow),
+  ],
   ids=["2", "20"],
 )
 def test_killed_and_resumed_is_uninterrupted(kills, steps, seed, worker, tmp_path):
