@@ -139,7 +139,6 @@ def later(*values, name, repeated):
 
 # The others come last: see `as_users_where_rounded`, which forgets what was compiled quickly.
 IN_ORDER = sorted(CASES.items(), key=lambda item: item[0] not in HARD)
-every_in_order = pytest.mark.parametrize("case", [pytest.param(c, id=n) for n, c in IN_ORDER])
 each = pytest.mark.parametrize("case", [later(c, name=n, repeated=True) for n, c in IN_ORDER])
 every_dtype = pytest.mark.parametrize(
   "case, dtype",
@@ -411,7 +410,7 @@ def test_jvp_agrees_with_vjp(case):
 
 
 @pytest.mark.usefixtures("as_users_where_rounded")
-@every_in_order
+@each
 def test_eager_equals_jit_bit_for_bit(case):
   w, ct = weights(19), weights(20)
   for step in STEPS:
