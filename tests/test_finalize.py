@@ -454,7 +454,7 @@ def slow(array):
   calls.append(1)
   if len(calls) == 3:
     print("half", flush=True)
-    time.sleep(5)  # a signal does not end it: Python sleeps on
+    time.sleep(2)  # a signal does not end it: Python sleeps on
   return sha256(array)
 writing.sha256 = slow
 sys.exit(cli.main(["finalize", {str(path)!r}, {str(tmp_path / "a/b")!r}]))
