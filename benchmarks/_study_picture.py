@@ -150,19 +150,31 @@ def _cells(records: tests.Records, study: Study, **like: str) -> dict[Cell, list
   return found
 
 
+def rate(step: int, steps: int, constant: bool) -> float:
+  """Returns the learning rate over its largest, as `_recipes_train` has it."""
+  warm = max(1, steps // 10)
+  if step < warm or constant:
+    return min(1.0, step / warm)
+  return (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2
+
+
 def course(records: tests.Records, study: Study) -> str:
-  """Returns losses over time at 1:16, with D and the density below: means over seeds."""
+  """Returns losses over time at 1:16, with D, density and rate below: means over seeds."""
   cells = _cells(records, study, task="bigram80", pattern="1:16", budget="1600")
   steps, parts, top = {s: str(s) for s in range(0, 1601, 400)}, [], TOP + 14
   lines: list[Line] = []
   for name, ticks in (
     ("loss", {0: "0", 2: "2", 4: "4"}), ("D", {0: "0", 1: "1"}), ("density", {0: "0", 1: "1"}),
+    ("rate, of the largest", {0: "0", 1: "1"}),
   ):  # fmt: skip
     lines = []
     for cell, of_seeds in cells.items():
-      curves = [r["curve"] for r in of_seeds]
-      mean = map(statistics.fmean, zip(*(c[name] for c in curves), strict=True))
-      lines.append(Line(cell.row, [*zip(curves[0]["step"], mean, strict=True)]))
+      at = of_seeds[0]["curve"]["step"]
+      if name.startswith("rate"):
+        y = [rate(step, 1600, of_seeds[0]["settings"]["constant"]) for step in at]
+      else:
+        y = map(statistics.fmean, zip(*(r["curve"][name] for r in of_seeds), strict=True))
+      lines.append(Line(cell.row, [*zip(at, y, strict=True)]))
     height = 190 if name == "loss" else 70
     parts += chart(lines, Axis("step", steps), Axis(name, ticks), top, height)
     top += height + 56

@@ -137,18 +137,19 @@ def test_a_budget_is_the_price_of_sr_ste():
 # --- the tests --------------------------------------------------------------------------------
 
 
-def records_of(seed=0, spread=0.02, gain=0.5):
+def records_of(seed=0, spread=0.02, gain=0.5, names=("H1",)):
   """Records of all test runs of H1; challengers have `gain` times the cross-entropy at 1:16."""
   rng = np.random.default_rng(seed)
   luck = dict(zip(SEEDS, rng.normal(0, 2, 8), strict=True))  # of a seed, shared by all its rows
   records = {}
-  for cell in STUDY.hypotheses["H1"].cells:
+  for cell in [cell for name in names for cell in STUDY.hypotheses[name].cells]:
     for run in cell.runs(SEEDS):
       ce = math.exp(luck[run.seed] + rng.normal(0, spread))
       if not cell.row.startswith("sr_ste") and cell.pattern == "1:16":
         ce *= gain
       accuracy = 0.5 if cell.row == "no_ff" else 0.9
       about = {"steps": 1600, "flops": 1e12, "seconds": 1.0, "versions": {}, "curve": CURVE}
+      about["settings"] = {"constant": "constant" in cell.row}
       records[run] = {"cross_entropy": ce, "accuracy": accuracy, **about}
   return records
 
@@ -227,6 +228,16 @@ def test_noise_is_read_where_the_loss_first_falls():
   assert study_tests.noise_at(curve, 0.5) is None
 
 
+def test_a_whole_study_is_shown_whole():
+  records = records_of(names=tuple(STUDY.hypotheses))
+  text = "\n".join(report.section(records, STUDY))
+  for name, hypothesis in STUDY.hypotheses.items():
+    assert re.search(rf"\*\*{name}: (supported|contradicted|not decided)\.\*\*", text)
+    lines = lines_of(text, name)
+    assert len(lines) == len(hypothesis.contrasts) and "missing" not in str(lines)
+  assert "sr_ste, tuned" in text and all(picture.pictures(records, STUDY).values())
+
+
 def test_the_pictures_are_well_formed_and_say_what_is_missing():
   whole, none = (picture.pictures(records, STUDY) for records in (records_of(), {}))
   assert len(whole) == 5 and whole == picture.pictures(records_of(), STUDY)
@@ -278,6 +289,9 @@ def test_a_look_does_not_change_a_run(tiny):
 def test_a_constant_rate_is_constant_after_its_warm_up():
   rates = [float(train.held(100, 2e-3)(step)) for step in (0, 5, 10, 50, 99)]
   np.testing.assert_allclose(rates, [0, 1e-3, 2e-3, 2e-3, 2e-3], rtol=1e-6)
+  for step, (shape, constant) in itertools.product((0, 5, 50, 99), (("held", 1), ("falling", 0))):
+    wanted = getattr(train, shape)(100, 1.0)(step)  # the picture has no jax
+    np.testing.assert_allclose(picture.rate(step, 100, constant), wanted, atol=1e-6)
 
 
 def test_noise_by_hand():
