@@ -1,6 +1,7 @@
 """The local runner on the families that other tests of runs do not train: Swin, and bfloat16."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from checkpoint_files import assert_same, read
 
 from nm_sparsity_jax import cli, gin_files
+from nm_sparsity_jax.runs import untold
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = [
@@ -82,6 +84,25 @@ def test_a_swin_trains_resumes_and_is_proven(tmp_path, capsys):
   kinds = {("mlp/fc" in path, pattern) for path, pattern in places.items()}
   assert len(places) == 4 and kinds == {(True, "1:4"), (False, "2:4")}
   assert not any("cpb" in path or "downsample" in path for path in places)
+
+  # No shape tells the window: the folder of the run does, and then the finalized checkpoint.
+  other = SWIN.replace("window = 2", "window = 4")
+  for made in (run / "checkpoint_4", final / "checkpoint_4"):
+    words_of = f"{made} was trained with window=2, and this network has window=4, .* to 2"
+    flags = dict(CHECKPOINT_PATH=str(made), EVAL_OUTPUT_DIR=str(tmp_path / "no"))
+    for command in ("eval", "plan"):
+      asked = words(tmp_path, other, "local_images_eval", EVAL_STEPS=1, **flags)
+      assert cli.main([command, *asked]) == 1
+      said = " ".join("".join(capsys.readouterr()).split())
+      assert re.search(words_of, said), said
+    flags = dict(INITIAL_CHECKPOINT_PATH=str(made), MODEL_DIR=str(tmp_path / "next"))
+    assert cli.main(["train", *words(tmp_path, other, **(MACROS | flags))]) == 1
+    assert re.search(words_of, " ".join("".join(capsys.readouterr()).split()))
+  assert not (tmp_path / "no").exists() and not (tmp_path / "next").exists()
+  hashes = final / "checkpoint_4/sha256.json"
+  hashes.write_text(json.dumps(json.loads(hashes.read_text()) | {"untold": {"window": "2"}}))
+  with pytest.raises(ValueError, match="sha256.json is damaged: under 'untold'"):
+    untold.refuse(str(final / "checkpoint_4"), None)
 
 
 def test_a_vit_trains_in_bfloat16(tmp_path):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import folders, foreign, legacy, orbax
+from nm_sparsity_jax.runs import folders, foreign, legacy, orbax, untold
 from nm_sparsity_jax.runs.contents import Contents, damage
 from nm_sparsity_jax.trees import flatten
 
@@ -107,13 +107,16 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
     like: the variables of the network that takes it, or their shapes. A file of timm's names is
       held against them, and has the network's keys: a scan stacks blocks. Of any checkpoint that a
       program of T5X's layout wrote, nothing is asked here.
-    config: of the network: of a Swin V2 some files tell the window, which shapes do not; a folder
-      of Hugging Face's T5 is held against it.
+    config: of the network: of a Swin V2 some files tell the window, which shapes do not, and so
+      does the folder of a run; a folder of Hugging Face's T5 is held against it.
 
   Raises:
-    ValueError: it is damaged, or a file of timm's names that the network does not take.
+    ValueError: it is damaged, of another window, or a file of timm's names that the network does
+      not take.
   """
   reader, path = _located(name)
+  if config is not None and reader is not foreign.read:
+    untold.refuse(name, config)
   with damage(name, "its metadata"):
     if reader is foreign.read:
       return _stored(name, foreign.read(name, path, like, config))

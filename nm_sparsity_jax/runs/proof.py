@@ -37,7 +37,7 @@ from nm_sparsity_jax import apply, rules_text
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.places import Assignment, Place
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, foreign, given, writing
+from nm_sparsity_jax.runs import checkpoint, foreign, given, untold, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.text import printable
 from nm_sparsity_jax.trees import flatten, nested
@@ -203,7 +203,7 @@ def finalize(
   if is_folder:
     foreign.write_like(stored.path, made, zeroed)
   else:
-    writing.write(made, zeroed)
+    writing.write(made, zeroed, untold.noted(stored.path))
   written = checkpoint.read(made)
   proof = _prove(written, rules, given.assign(written, rules))
   return Finalized(stored, proof, tuple(removed[p] for p in assignment.places))

@@ -28,7 +28,9 @@ _FILE = "sha256.json"
 Makes = Callable[[], np.ndarray]
 
 
-def write(folder: str, arrays: Mapping[str, Makes]) -> None:
+def write(
+  folder: str, arrays: Mapping[str, Makes], untold: Mapping[str, int] | None = None
+) -> None:
   """Writes a new Orbax checkpoint that T5X can open: all of it, or nothing.
 
   A signal that asks the process to end waits for the array that is being written, and ends it when
@@ -39,13 +41,14 @@ def write(folder: str, arrays: Mapping[str, Makes]) -> None:
   Args:
     folder: .../checkpoint_N on a local disk. It must not be there yet; what is above it is made.
     arrays: key such as 'target/ff/kernel' -> what makes the array. Each is called once.
+    untold: what no shape tells of its network; see `runs.untold`.
   """
   check_new(folder)
   ocp = orbax.library(folder)
   found: dict[str, str] = {}
   failed: list[Exception] = []
   try:
-    _write(folder, arrays, ocp, found, failed)
+    _write(folder, arrays, ocp, found, failed, untold or {})
   except ValueError:
     if failed:  # what reads said so already
       raise failed[0] from None
@@ -58,6 +61,7 @@ def _write(
   ocp: Any,
   found: dict[str, str],
   failed: list[Exception],
+  untold: Mapping[str, int],
 ) -> None:
   with signals.Deferred() as stop, files.whole_folder(folder) as unfinished, orbax.quiet():
     leaves = {key: _Promise(key, make, found, failed, stop) for key, make in arrays.items()}
@@ -66,7 +70,8 @@ def _write(
     with ocp.Checkpointer(handler) as writer:
       writer.save(unfinished / "state", nested(leaves))
     stop.check()
-    sums = json.dumps({"sha256": found}, indent=1, sort_keys=True)
+    notes = {"sha256": found} | ({"untold": dict(untold)} if untold else {})
+    sums = json.dumps(notes, indent=1, sort_keys=True)
     (unfinished / _FILE).write_text(sums + "\n")
     (unfinished / "dataset").mkdir()  # T5X asks for it where a run starts from this
 

@@ -168,6 +168,13 @@ class Workload:
     del path
     return None
 
+  def untold(self) -> Mapping[str, int]:
+    """Returns fields of `network_config` that no shape of a parameter tells: name -> number.
+
+    A run notes them, and a network with others is refused its checkpoints.
+    """
+    return {}
+
   def check(self, source: Any = None) -> None:
     """Raises ValueError where data do not fit the model; called before the first step.
 
