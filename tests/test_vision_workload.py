@@ -1,6 +1,8 @@
 """The workload of images: losses, mixing, top-1 and top-5, filled rows, and what it refuses."""
 
+import dataclasses
 import itertools
+import json
 import warnings
 
 import jax
@@ -13,7 +15,8 @@ import tiny_vision
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import configure
 from nm_sparsity_jax.images import rebus, source
-from nm_sparsity_jax.models import resnet, swin
+from nm_sparsity_jax.models import resnet, swin, vit
+from nm_sparsity_jax.runs import untold
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import safetensors_file, timm
 from nm_sparsity_jax.workloads import vision
@@ -340,3 +343,24 @@ def test_a_run_is_not_started_from_weights_of_another_window(tmp_path):
   assert checkpoints.opened(str(tmp_path / "one.safetensors"), model).format == "timm"
   with pytest.raises(ValueError, match="is of windows of 8, and the network's are of 4"):
     checkpoints.opened(str(tmp_path / "other.safetensors"), model)
+
+
+@pytest.mark.parametrize(
+  "network, setting, value",
+  [
+    (swin.Swin(swin.config("swinv2_test")), "window", 4),
+    (vit.ViT(vit.config("vit_test")), "heads", 2),
+  ],
+)
+def test_what_no_shape_tells_is_noted_and_held_against_a_network(network, setting, value, tmp_path):
+  noted = vision.Images(network, rebus.Rebus(8)).untold()
+  assert noted == {setting: value}
+  (tmp_path / "run.json").write_text(json.dumps({"start": 0, "workload": {"untold": noted}}))
+  untold.refuse(str(tmp_path / "checkpoint_1"), network.config)
+  other = dataclasses.replace(network.config, **{setting: 1})
+  words = (
+    f"checkpoint_1 was trained with {setting}={value}, and this network has {setting}=1, .* to "
+  )
+  with pytest.raises(ValueError, match=f"{words}{value}"):
+    untold.refuse(str(tmp_path / "checkpoint_1"), other)
+  untold.refuse(str(tmp_path / "elsewhere/checkpoint_1"), other)  # nobody noted anything there
