@@ -85,12 +85,11 @@ def network(timm, name):
   return net.double().eval()
 
 
-def run(net, name, size, count=2, single=False):
+def run(net, name, size, count=2):
   """Logits, and the gradient of a weighted sum of them with respect to the images (NHWC)."""
   import torch
 
-  dtype = torch.float32 if single else torch.float64
-  x = torch.tensor(images(name, size, count)).to(dtype).permute(0, 3, 1, 2).requires_grad_()
+  x = torch.tensor(images(name, size, count)).double().permute(0, 3, 1, 2).requires_grad_()
   logits = net(x)
   weights = torch.tensor(hashed(f"weights of {name}", tuple(logits.shape)))
   (logits * weights).sum().backward()
