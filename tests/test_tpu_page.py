@@ -104,6 +104,7 @@ OTHERS = {  # record -> the row's first words
   "tpu_step_base_v6e.json": "step, base, v6e:2x2",
   "tpu_step_small_unscanned.json": "step, small, no scan",
   "tpu_step_large.json": "step, large",
+  "tpu_step_xl.json": "step, 3B, v5p:2x2x2",
   "tpu_step_xl_t5x.json": "step of T5X, 3B, v5p:2x2x2",
   "tpu_step_xxl_t5x.json": "step of T5X, 11B, v5p:2x2x2",
 }
