@@ -131,7 +131,9 @@ class Groups:
     here = self._transposed()
     first, merged = here.axes[0], here._merged()
     widths = [(0, self.pad * (a == first)) for a in range(len(merged))]
-    x = np.pad(x.transpose(self.order).reshape(merged), widths)
+    x = x.transpose(self.order).reshape(merged)
+    if self.pad:  # or it would be a copy
+      x = np.pad(x, widths)
     whole = self.size // pattern.m
     cut = x.reshape(*x.shape[:first], whole, pattern.m, *x.shape[first + 1 :])
     return np.moveaxis(cut, first + 1, -1)

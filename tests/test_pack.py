@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -177,3 +179,43 @@ def test_verify_reads_every_kernel_of_a_packed_file(tmp_path, capsys):
   safetensors_file.write(file, tensors, opened.metadata | {"rules": rules})
   assert cli.main(["verify", str(file)]) == 1
   assert "or damaged ('params/blocks_0/attn/q/kernel' is no packed" in capsys.readouterr().err
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+MEASURED = """
+import sys
+import numpy as np
+from nm_sparsity_jax import runs
+from nm_sparsity_jax.runs import writing
+
+def now(name):
+  lines = open("/proc/self/status").read().splitlines()
+  return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+def pack(side, dtype):
+  w = np.ones((side // 4, 4, side), np.float32)
+  w[:, 1::2] = 0
+  folder = f"{sys.argv[1]}/{side}-{dtype}"
+  arrays = {"target/dense/kernel": w.reshape(side, side), "state/step": np.asarray(np.int32(1))}
+  writing.write(f"{folder}/checkpoint_1", {key: lambda x=x: x for key, x in arrays.items()})
+  del w, arrays
+  open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+  before = now("VmRSS")
+  runs.pack(folder, f"{folder}.safetensors", {"dense/kernel": "2:4"}, dtype=dtype)
+  return (now("VmHWM") - before) / (side * side * 4)
+
+pack(64, None)
+print(pack(3072, None), pack(3072, "int8"))
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells of a peak")
+def test_the_peak_of_memory_is_three_arrays(tmp_path):
+  """2:4 has the largest part of packed values; int8 rounds in float64, some rows at a time."""
+  ran = subprocess.run(
+    [sys.executable, "-c", MEASURED, str(tmp_path)], capture_output=True, text=True, check=False
+  )
+  assert not ran.returncode, ran.stderr
+  floats, rounded = map(float, ran.stdout.split())
+  assert floats < 3 and rounded < 3

@@ -27,7 +27,7 @@ __all__ = ["MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "pack", "
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")  # of values
 _LEVELS = 127  # of int8, to either side: -128 has no partner and is not used
-_BLOCK = 1 << 22  # entries that are ranked at once
+_BLOCK = 1 << 20  # entries that are ranked at once: a few MB, however large a weight is
 
 
 @jax.tree_util.register_dataclass
@@ -350,15 +350,27 @@ def _cast(values: np.ndarray, kind: np.dtype, name: str) -> tuple[np.ndarray, np
     if (finite(values) & ~finite(cast)).any():
       raise ValueError(f"{name!r} has values beyond the range of {kind}: keep {values.dtype}.")
     return cast, None
-  if not finite(values).all():
+  if not all(finite(part).all() for part in _row_blocks(values)):
     raise ValueError(f"{name!r} has inf or NaN, which int8 cannot hold: keep {values.dtype}.")
-  wide = values.astype(np.float64)
-  scale = (np.abs(wide).max(0, initial=0) / _LEVELS).astype(np.float32)
+  most = np.zeros(values.shape[1], np.float64)
+  for part in _row_blocks(values):
+    np.maximum(most, np.abs(part.astype(np.float64)).max(0, initial=0), out=most)
+  scale = (most / _LEVELS).astype(np.float32)
   # A backend may flush a subnormal scale to 0, so such a column counts as zeros.
   usable = scale >= np.finfo(np.float32).tiny
   scale = np.where(usable, scale, np.float32(1))
-  rounded = np.rint(np.where(usable, wide, 0) / scale.astype(np.float64))
-  return np.clip(rounded, -_LEVELS, _LEVELS).astype(np.int8), scale
+  rounded = np.empty(values.shape, np.int8)
+  for part, made in zip(_row_blocks(values), _row_blocks(rounded), strict=True):
+    exact = np.where(usable, part.astype(np.float64), 0) / scale.astype(np.float64)
+    made[...] = np.clip(np.rint(exact), -_LEVELS, _LEVELS)
+  return rounded, scale
+
+
+def _row_blocks(x: np.ndarray) -> Iterator[np.ndarray]:
+  """Yields views of some rows each: what is made of one in float64 stays small."""
+  step = max(1, _BLOCK // max(x.shape[1], 1))
+  for first in range(0, len(x), step):
+    yield x[first : first + step]
 
 
 def _wrong_shape(packed: NMPacked) -> str:

@@ -48,13 +48,11 @@ def squeeze(indices: np.ndarray, bits: int) -> np.ndarray:
   [[33], [3]]
   """
   per = 8 // bits
-  rows, columns = indices.shape
-  full = np.zeros((rows_of(rows, bits) * per, columns), np.uint8)
-  full[:rows] = indices
-  shares = (
-    full.reshape(len(full) // per, per, columns) << (np.arange(per, dtype=np.uint8) * bits)[:, None]
-  )
-  return np.bitwise_or.reduce(shares.astype(np.uint8), axis=1)
+  squeezed = np.zeros((rows_of(len(indices), bits), indices.shape[1]), np.uint8)
+  for i in range(per):
+    share = indices[i::per]
+    squeezed[: len(share)] |= share << np.uint8(i * bits)
+  return squeezed
 
 
 def spread(squeezed: Any, rows: int, bits: int, xp: Any = np) -> Any:
