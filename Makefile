@@ -33,7 +33,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv kauldron test test-slow test-floors wheel style check docs notebook browser clean
+.PHONY: help quickstart venv kauldron test test-slow test-floors sanitize wheel style check docs notebook browser clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -57,6 +57,9 @@ test-floors:  ## the tests of `make test` on the floors of setup.py
 	@mkdir -p build
 	$(PYTHON) tests/floors.py >build/floors.txt
 	$(MAKE) test VENV=$(VENV)-floors CONSTRAINTS=build/floors.txt
+
+sanitize: $(STAMP)  ## the C++ kernels of packed weights under the sanitizers of g++
+	$(PY) -m pytest -m slow -k sanitizers tests/test_packed_native.py $(ARGS)
 
 wheel: $(STAMP)  ## build dist/*.whl and try it in a new environment and an empty folder
 	rm -rf build/lib dist

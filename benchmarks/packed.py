@@ -2,6 +2,7 @@
 
     python benchmarks/packed.py                          # one core, float32
     python benchmarks/packed.py --values int8 --rows 1 16 --patterns 1:4 1:8 --cores 2
+    python benchmarks/packed.py --peers --record peers.json     # where OpenVINO or PyTorch is
 
 Dense is the best of XLA's x @ W and x @ W^T and numpy's (OpenBLAS). All are timed in turns, over
 several weights at few rows, so that weights come from memory as those of a model do. A ratio is
@@ -24,6 +25,8 @@ parser.add_argument("--isa", default="best", help="best, portable, avx2 or avx51
 parser.add_argument("--turns", type=int, default=11)
 parser.add_argument("--busy", action="store_true", help="time of the processor, not of the clock")
 parser.add_argument("--json", action="store_true", help="print the rows of table.json")
+parser.add_argument("--record", help="a file for the ratios, the command and the versions")
+parser.add_argument("--peers", action="store_true", help="dense products of OpenVINO and PyTorch")
 ARGS = parser.parse_args()
 
 os.sched_setaffinity(0, set(range(ARGS.first_core, ARGS.first_core + ARGS.cores)))
@@ -32,6 +35,12 @@ for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "PJRT_NPROC"):
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import shlex
+import sys
 import time
 
 import jax
@@ -59,6 +68,54 @@ def product(backend):
   return functools.partial(packed.nm_dot, backend=backend)
 
 
+def of_openvino(x, weights):
+  """Returns a call of OpenVINO's dense product in float32, on each weight in turn."""
+  openvino = importlib.import_module("openvino")
+  opset13 = importlib.import_module("openvino.opset13")
+  requests = []
+  for w in weights:
+    node = opset13.parameter(x.shape, np.float32)
+    product = opset13.matmul(node, opset13.constant(np.ascontiguousarray(w.T)), False, True)
+    told = {"INFERENCE_NUM_THREADS": ARGS.cores, "INFERENCE_PRECISION_HINT": "f32"}
+    told |= {"ENABLE_CPU_PINNING": False, "ENABLE_HYPER_THREADING": False}
+    model = openvino.Core().compile_model(openvino.Model([product], [node]), "CPU", told)
+    requests.append(model.create_infer_request())
+  return lambda: [request.infer([x], share_outputs=True) for request in requests]
+
+
+def of_torch(x, weights):
+  """Returns a call of PyTorch's dense int8 product, which rounds x at each call."""
+  torch = importlib.import_module("torch")
+  torch.set_num_threads(ARGS.cores)
+  layers = []
+  for w in weights:
+    layer = torch.nn.Linear(*w.shape, bias=False)
+    layer.weight.data = torch.from_numpy(np.ascontiguousarray(w.T))
+    layers.append(
+      torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(layer), {torch.nn.Linear})
+    )
+  xt = torch.from_numpy(x)
+
+  def call():
+    with torch.inference_mode():
+      return [layer(xt) for layer in layers]
+
+  return call
+
+
+PEERS = {"openvino": ("OpenVINO float32", of_openvino), "torch": ("PyTorch int8", of_torch)}
+
+
+def peers_of(x, weights):
+  """Returns ("dense", name) -> a call, for each peer that is installed and takes the weights."""
+  found = {}
+  for module, (name, make) in PEERS.items():
+    if ARGS.peers and importlib.util.find_spec(module):
+      found["dense", name] = make(x, weights)
+      found["dense", name]()
+  return found
+
+
 def copies(rows):
   return 4 if rows <= 16 else 2 if rows <= 128 else 1
 
@@ -80,6 +137,7 @@ def candidates(x, patterns, shape, number):
   jitted("dense x@W", lambda x, w: x @ w, dense)
   jitted("dense x@W.T", lambda x, w: x @ w.T, [np.ascontiguousarray(w.T) for w in dense])
   found["dense numpy"] = lambda: [x @ w for w in dense]
+  found |= peers_of(x, dense)
   for pattern in patterns:
     one = sparse(rng, depth, features, NM.parse(pattern))
     for backend in ARGS.backends:
@@ -104,6 +162,31 @@ def timed(calls):
   return {name: float(np.median(found)) for name, found in times.items()}
 
 
+def record(mean, ratios):
+  """Writes what was measured, and what measured it."""
+  words = [word for word in sys.argv[1:] if word not in ("--record", ARGS.record)]
+  packages = ["jax", "jaxlib", "numpy"] + [p for p in PEERS if ARGS.peers]
+  rows = [
+    {"backend": b, "pattern": p, "rows": r, "mean": round(mean[b, p, r], 2)}
+    | {"least": round(min(ratios[b, p, r]), 2)}
+    for b, p, r in mean
+  ]
+  told = {
+    "command": shlex.join(["python", "benchmarks/packed.py", *words]),
+    "versions": {
+      name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)
+    },
+    "python": platform.python_version(),
+    "cores": ARGS.cores,
+    "values": ARGS.values,
+    "isa": cpu.isa(ARGS.isa),
+    "shapes": ARGS.shapes,
+    "ratios": rows,
+  }
+  with open(ARGS.record, "w", encoding="utf-8") as file:
+    file.write(json.dumps(told, indent=1) + "\n")
+
+
 def main():
   ratios = {}
   for rows in ARGS.rows:
@@ -120,6 +203,11 @@ def main():
         f"# {text}, {rows} rows: dense {best * 1e6 / copies(rows):.0f} us ({which})", flush=True
       )
   mean = {key: float(np.exp(np.mean(np.log(found)))) for key, found in ratios.items()}
+  if ARGS.record:
+    record(mean, ratios)
+  for name, pattern, rows in mean:
+    if pattern == "dense":
+      print(f"# {name}, {rows} rows: {mean[name, pattern, rows]:.2f} of the best dense")
   for backend in ARGS.backends:
     name = f"cpu_ffi {cpu.isa(ARGS.isa)}" if backend == "cpu_ffi" else backend
     print(f"\n{name}, {ARGS.values}, {ARGS.cores} cores: times the best dense; rows {ARGS.rows}")

@@ -41,6 +41,7 @@ def inputs(seed, *shape):
 @pytest.mark.parametrize(
   "pattern, values, depth, features, batch",
   [("2:4", "float32", 37, 67, 3), ("1:8", "bfloat16", 64, 80, 16), ("3:16", "int8", 50, 33, 40),
+   ("1:8", "float32", 96, 80, 150), ("1:32", "float32", 70, 48, 150),
    ("1:32", "int8", 96, 16, 1), ("1:128", "bfloat16", 300, 300, 70), ("5:256", "float32", 9, 5, 2)],
 )  # fmt: skip
 def test_each_instruction_set_gives_the_dense_product(isa, pattern, values, depth, features, batch):
@@ -53,7 +54,7 @@ def test_each_instruction_set_gives_the_dense_product(isa, pattern, values, dept
 
 
 @there
-@pytest.mark.parametrize("batch", [3, 40])
+@pytest.mark.parametrize("batch", [3, 40, 200])
 def test_bits_do_not_depend_on_threads(batch):
   packed, x = weight(3, 256, 1200, NM(2, 4)), inputs(4, batch, 256)
   one = np.asarray(cpu.dot(x, packed, threads=1))

@@ -42,6 +42,23 @@ def test_what_rounding_costs_is_the_file_that_its_command_wrote():
   assert f"{found['command']}\n" in page and len(found["rows"]) == 8
 
 
+PRODUCTS = ["cpu", "cpu_avx2", "cpu_two", "cpu_bfloat16", "cpu_int8"]
+
+
+@pytest.mark.parametrize("file", PRODUCTS)
+def test_the_table_of_products_is_the_file_that_its_command_wrote(file):
+  found = json.loads((ROOT / f"benchmarks/results/packed_{file}.json").read_text())
+  of = {}
+  for row in found["ratios"]:
+    of.setdefault((row["backend"], row["pattern"]), {})[row["rows"]] = row
+  for (backend, pattern), rows in of.items():
+    cells = (f"{row['mean']:.2f} ({row['least']:.2f})" for row in rows.values())
+    name = f"{backend}, {pattern}" if pattern != "dense" else backend
+    line = f"| {name} | {' | '.join(cells)} |\n"
+    assert line in PAGE, f"docs/performance.md lacks a line of {file}:\n{line}"
+  assert f"{found['command']}\n" in PAGE
+
+
 FILES = ["train_step_cpu", "train_step_vit_cpu", "train_step_resnet_cpu"]
 
 

@@ -105,7 +105,7 @@ int main(int count, char** words) {
   const long patterns[][2] = {{1, 1}, {2, 4}, {1, 4}, {3, 4}, {1, 3}, {1, 8}, {3, 8}, {7, 16}, {1, 16},
                               {1, 17}, {2, 32}, {1, 32}, {3, 64}, {1, 128}, {2, 128}, {1, 200},
                               {5, 256}};
-  const long features[] = {1, 15, 16, 63, 80, 300, 1100}, batches[] = {0, 1, 2, 3, 7, 13, 17, 33, 70};
+  const long features[] = {1, 15, 16, 63, 80, 300, 1100}, batches[] = {0, 1, 2, 3, 7, 13, 17, 33, 70, 150};
   long tried = 0;
   for (const auto& p : patterns)
     for (int isa = 1; isa <= 3; ++isa) {

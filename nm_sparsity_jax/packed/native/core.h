@@ -243,8 +243,12 @@ NM_INLINE void exchange(F* v) {
 
 void turn(const float* src, long from, float* dst, long to, long rows, long columns) {
   const long whole_rows = rows / W * W, whole_columns = columns / W * W;
-  for (long r = 0; r < whole_rows; r += W)
-    for (long c = 0; c < whole_columns; c += W) {
+  // The inner loop walks along the longer lines, so that memory is read and written ahead.
+  const bool down = to > from;
+  const long outer = down ? whole_columns : whole_rows, inner = down ? whole_rows : whole_columns;
+  for (long o = 0; o < outer; o += W)
+    for (long p = 0; p < inner; p += W) {
+      const long r = down ? p : o, c = down ? o : p;
       F v[W];
       for (int i = 0; i < W; ++i) v[i] = load(src + (r + i) * from + c);
       exchange<1>(v);
@@ -327,28 +331,24 @@ template <class V, int L>
 void many_of(const Job& job, long first, long last, float* sums) {
   Unpacked& unpacked = *reinterpret_cast<Unpacked*>(sums + kTile * L);
   // Rows of x^T that fit the first cache beside what is unpacked of them, or nearly.
-  const long near = job.m <= 4 ? 32 : job.m <= 8 ? 64 : 256, reach = near * nm::kMostLanes / L;
+  const long reach = job.m <= 4 ? 64 : (job.m <= 16 ? 128 : 256) * 64 / L;
   long step = job.m > 64 ? kMostRows : reach / job.m * job.n / 4 * 4;
   step = step < 4 ? 4 : step > kMostRows ? kMostRows : step;
   for (long f = first; f < last; f += kTile) {
     const long width = last - f < kTile ? last - f : kTile;
-    for (long b = 0; b < job.batch; b += L) {
-      const float* x = job.x + b * job.groups * job.m;
-      for (long i = 0; i < kTile * L; ++i) sums[i] = 0;
-      for (long j = 0; j < job.rows; j += step) {
-        const long end = j + step < job.rows ? j + step : job.rows;
-        for (long c = 0; c < width; c += kColumns) {
-          const long here = width - c < kColumns ? width - c : kColumns;
-          unpack<V>(job, j, end, f + c, here, &unpacked);
-          add<L>(unpacked, end - j, x, sums + c * L);
-        }
+    for (long i = 0; i < kTile * L; ++i) sums[i] = 0;
+    for (long j = 0; j < job.rows; j += step) {
+      const long end = j + step < job.rows ? j + step : job.rows;
+      for (long c = 0; c < width; c += kColumns) {
+        const long here = width - c < kColumns ? width - c : kColumns;
+        unpack<V>(job, j, end, f + c, here, &unpacked);
+        add<L>(unpacked, end - j, job.x, sums + c * L);
       }
-      if (job.scale)
-        for (long c = 0; c < width; ++c)
-          for (int l = 0; l < L; ++l) sums[c * L + l] = scaled(job, sums[c * L + l], f + c);
-      const long lanes = job.batch - b < L ? job.batch - b : L;
-      turn(sums, L, job.y + b * job.features + f, job.features, width, lanes);
     }
+    if (job.scale)
+      for (long c = 0; c < width; ++c)
+        for (int l = 0; l < L; ++l) sums[c * L + l] = scaled(job, sums[c * L + l], f + c);
+    turn(sums, L, job.y + f, job.features, width, job.batch);
   }
 }
 
@@ -356,7 +356,8 @@ template <class V>
 void many_of(const Job& job, long first, long last, float* scratch) {
   if (job.lanes == 16) return many_of<V, 16>(job, first, last, scratch);
   if (job.lanes == 32) return many_of<V, 32>(job, first, last, scratch);
-  many_of<V, 64>(job, first, last, scratch);
+  if (job.lanes == 64) return many_of<V, 64>(job, first, last, scratch);
+  many_of<V, 128>(job, first, last, scratch);
 }
 
 void many(const Job& job, long first, long last, float* scratch) {

@@ -15,7 +15,7 @@ struct Job {
   const void* values;      // [rows, features]
   const uint8_t* indices;  // [ceil(rows * bits / 8), features]
   const float* scale;      // [features], or null
-  const float* x;          // few: [batch, stride]; many: [blocks, groups * m, lanes]
+  const float* x;          // few: [batch, stride]; many: [groups * m, lanes]
   float* y;                // [batch, features]
   long batch, features, rows, n, m, groups, stride, lanes;
   int bits;
@@ -34,9 +34,9 @@ struct Isa {
   void (*turn)(const float* src, long from, float* dst, long to, long rows, long columns);
 };
 
-constexpr long kScratch = 32 * 1024;
+constexpr long kScratch = 40 * 1024;
 constexpr long kMostFew = 32;   // rows of x that `few` takes
-constexpr long kMostLanes = 64;
+constexpr long kMostLanes = 128;
 
 }  // namespace nm
 
