@@ -98,13 +98,13 @@ clean:  ## remove caches and build output; the environment stays
 	@touch $@
 
 # The stamp is written last, so an installation that was cut short is tried again.
-$(STAMP): setup.py
+$(STAMP): setup.py $(wildcard nm_sparsity_jax/packed/native/*)
 	@py=$(PY); [ -x $$py ] || py=$(PYTHON); \
 	command -v $$py >/dev/null || { \
 	  echo "error: no '$$py' here. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \
 	$$py -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: '$$py' is $$($$py --version 2>&1); Python 3.11 or newer is needed. Name one and a new place: make VENV=.venv-new PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): once, and again when setup.py changes. This can take minutes."
+	@echo "Installing into $(VENV): once, and again when setup.py or the C++ kernels change. This can take minutes."
 	@$(PY) -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[$(subst $(empty) ,$(comma),$(strip $(EXTRAS)))]'
 	@touch $@

@@ -3,6 +3,8 @@
 import dataclasses
 import doctest
 import functools
+import json
+import pathlib
 import re
 
 import jax
@@ -30,6 +32,8 @@ from nm_sparsity_jax.packed import (
   xla,
 )  # fmt: skip
 from nm_sparsity_jax.patterns import NM
+
+RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks/results"
 
 pytestmark = pytest.mark.usefixtures("short_runs", "kernels_of_a_gpu")
 
@@ -185,6 +189,41 @@ def test_the_table_is_whole():
     assert name.split()[0] in BACKENDS and known["rows"] == sorted(known["rows"])
     assert all(len(ratios) == len(known["rows"]) for ratios in known["speed"].values())
     assert list(known["speed"]) == sorted(known["speed"], key=float)
+
+
+@pytest.mark.parametrize(
+  "name, file", [("cpu_ffi avx512", "cpu"), ("cpu_ffi avx2", "cpu_avx2"),
+                 ("cpu_ffi avx512, several cores", "cpu_two")],
+)  # fmt: skip
+def test_the_table_has_the_slowest_shape_of_what_was_measured(name, file):
+  known = choice.table()["backends"][name]
+  found = json.loads((RESULTS / f"packed_{file}.json").read_text())["ratios"]
+  rows = [row for row in found if row["backend"] == "cpu_ffi"]
+  assert len(rows) == len(known["rows"]) * len(known["speed"])
+  for row in rows:
+    pattern = NM.parse(row["pattern"])
+    ratios = known["speed"][f"{pattern.m // pattern.n}"]
+    assert ratios[known["rows"].index(row["rows"])] == row["least"], row
+
+
+def test_several_cores_have_rows_of_their_own(monkeypatch):
+  w = pack(np.zeros((16, 2), np.float32), NM(2, 4))
+  known = {
+    "cpu_ffi avx512": {"rows": [1], "speed": {"2": [1.3]}},
+    "cpu_ffi avx512, several cores": {"rows": [1], "speed": {"2": [0.7]}},
+    "cpu_ffi avx2": {"rows": [1], "speed": {"2": [1.2]}},
+  }
+  monkeypatch.setattr(choice, "table", lambda: {"backends": known})
+  monkeypatch.setattr(cpu, "missing", lambda packed=None: "")
+  best = functools.partial(choice.best, w, 1, dense=True, platform="cpu")
+  for kind, cores, way in [
+    ("avx512", 1, "cpu_ffi"),
+    ("avx512", 2, "dense"),
+    ("avx2", 2, "cpu_ffi"),
+  ]:
+    monkeypatch.setattr(cpu, "isa", lambda kind=kind: kind)
+    monkeypatch.setattr(choice, "cores", lambda cores=cores: cores)
+    assert best() == way
 
 
 @pytest.fixture

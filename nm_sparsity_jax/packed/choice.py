@@ -4,6 +4,7 @@
 
 table.json has the speed of each backend over the best dense product, for m / n and rows of x.
 Between two measured points the slower one counts. Beyond the last ones the last one counts.
+Several cores have rows of their own where they were measured: dense products gain more from them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import bisect
 import functools
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -28,6 +30,19 @@ _UNPACK = 0.1  # what is left of a dense product's speed where the weight is mad
 def table() -> dict[str, Any]:
   """Returns {"backends": {name: {"rows": rows of x, "speed": {m / n: ratio for each rows}}}}."""
   return json.loads(_TABLE.read_text("utf-8"))
+
+
+def cores() -> int:
+  """Returns how many cores this process may use."""
+  allowed = getattr(os, "sched_getaffinity", None)  # not there outside Linux
+  return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
+def _kernels() -> str:
+  """Returns the table's name of the C++ kernels of this process."""
+  one = f"cpu_ffi {cpu.isa()}"
+  several = f"{one}, several cores"
+  return several if cores() > 1 and several in table()["backends"] else one
 
 
 def speed(backend: str, packed: NMPacked, batch: int) -> float:
@@ -63,7 +78,7 @@ def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None)
   if platform == "cpu":
     found["xla_scan"] = speed("xla_scan", packed, batch)
     if not cpu.missing(packed):
-      found["cpu_ffi"] = speed(f"cpu_ffi {cpu.isa()}", packed, batch)
+      found["cpu_ffi"] = speed(_kernels(), packed, batch)
   if platform == "gpu":  # 0 until the table has what was measured on one
     found["gpu"] = speed("gpu", packed, batch)
   fastest = max(found, key=lambda name: found[name])
