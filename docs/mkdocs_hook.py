@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = (
   "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "gin_configs/README.md",
-  "examples/own_workload/README.md",
+  "examples/own_workload/README.md", "benchmarks/STUDY.md",
 )  # fmt: skip
 STYLE = "docs/site.css"
 _LINK = re.compile(r"\]\(([^)#\s:]+)[^)\s]*\)")

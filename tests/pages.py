@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted(
   [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
   + [*ROOT.glob("docs/**/*.md"), *ROOT.glob("gin_configs/**/*.md")]
-  + [*ROOT.glob("examples/**/*.md")]
+  + [*ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 )
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
