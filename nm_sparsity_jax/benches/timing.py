@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from nm_sparsity_jax.packed import choice
+
 LEAST = 3  # turns
 _SECONDS, _MOST = 0.02, 5  # a turn repeats a short call
 _CACHE = 1 << 25  # floats, 128 MiB: more than a cache holds
@@ -24,9 +26,8 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 def threads() -> int:
   """Returns how many threads XLA multiplies with: the cores of this process, or PJRT_NPROC."""
-  if told := os.environ.get("PJRT_NPROC", ""):
-    return int(told)
-  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+  told = os.environ.get("PJRT_NPROC", "")
+  return int(told) if told else choice.cores()
 
 
 def clock() -> Callable[[], float]:
