@@ -211,6 +211,10 @@ VISION_DEV = ["torch>=2.13.0", "torchvision>=0.29.2", "timm>=1.0.31"]
 # these tests compare with tests/huggingface_reference.npz, which transformers made.
 HF_DEV = ["torch>=2.13.0", "transformers>=5.23.0"]
 
+# Core ML packages, by way of torch. coremltools 9.0 has wheels for Python 3.11 to 3.13. It runs no
+# model on Linux. `dev` lacks it, for torch's size; its tests skip without it.
+COREML = ["torch>=2.13.0", "coremltools>=9.0"]
+
 # libtpu of the version that JAX was built with: a TPU's compiler, also where no TPU is.
 TPU = ["jax[tpu]>=0.10.2"]
 
@@ -286,6 +290,7 @@ setuptools.setup(
     "vision": VISION,
     "vision-dev": VISION_DEV,
     "hf-dev": HF_DEV,
+    "coreml": COREML,
     "docs": DOCS,
     "dev": DEV,
   },  # fmt: skip

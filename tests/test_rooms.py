@@ -18,7 +18,7 @@ ORDER = (
   "rules_text",
   "opt_states", "witness", "stored", "apply", "optim", "transform", "layers", "metrics", "flops",
   "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5",
-  "unscanned", "deployed", "weights", "images", "workloads",
+  "unscanned", "deployed", "weights", "coreml", "images", "workloads",
   "gin_files", "runs", "local", "t5x_adapter", "kauldron_adapter", "plan", "scores", "report",
   "benches", "sweep", "environment",
   "quickstart", "commands", "cli",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -177,21 +177,27 @@ def _to_folder(
   for name, wanted in sums.items():
     if writing.sha256(folder.array(name)) != wanted:
       raise ValueError(f"{out!r}: {name!r} is not what was written.")
-  report = None if found is None else _report_of_folder(folder, found, table)
+  report = None if found is None else report_of_folder(folder.array, found, table)
   return Exported(stored, out, len(sums), report, folder.json)
 
 
-def _report_of_folder(
-  folder: huggingface_folder.Folder,
+def report_of_folder(
+  array: Callable[[str], np.ndarray],
   found: proof.Proof,
   table: Mapping[str, huggingface_names.Source],
 ) -> apply.Report:
-  """Proves the groups of each place on Hugging Face's tensors, where they lie along axis 1."""
+  """Proves the groups of each place on Hugging Face's tensors, where they lie along axis 1.
+
+  Args:
+    array: their name -> tensor.
+    found: of the checkpoint.
+    table: of its network.
+  """
   places = []
   for place in found.report.places:
     recipe: Any = found.rules.find(place.path)
     for name in table[place.path].names:
-      places += _proven(name, folder.array(name), recipe, found.rules)
+      places += _proven(name, array(name), recipe, found.rules)
   return apply.Report(tuple(places), found.report.skipped)
 
 
@@ -221,7 +227,8 @@ def _to_file(stored: Stored, out: str, found: proof.Proof | None) -> Exported:
   for (name, first, stop), wanted in sums.items():
     if writing.sha256(opened.array(name)[first:stop]) != wanted:
       raise ValueError(f"{out!r}: {name!r} is not what was written.")
-  report = None if found is None else _report(opened, found)
+  names = timm.keys_of(opened.shapes, repr(opened.path))
+  report = None if found is None else report_of_file(opened.array, found, timm.sources(names))
   return Exported(stored, out, len(opened.shapes), report)
 
 
@@ -237,9 +244,16 @@ def _keys(stored: Stored) -> dict[str, str]:
   return keys
 
 
-def _report(opened: safetensors_file.Opened, found: proof.Proof) -> apply.Report:
-  """Proves the groups of each place on timm's tensors, where they lie along axis 1."""
-  table = timm.sources(timm.keys_of(opened.shapes, repr(opened.path)))
+def report_of_file(
+  array: Callable[[str], np.ndarray], found: proof.Proof, table: Mapping[str, timm.Source]
+) -> apply.Report:
+  """Proves the groups of each place on timm's tensors, where they lie along axis 1.
+
+  Args:
+    array: timm's name -> tensor.
+    found: of the checkpoint.
+    table: of its network.
+  """
   places = []
   for place in found.report.places:
     recipe: Any = found.rules.find(place.path)
@@ -248,5 +262,5 @@ def _report(opened: safetensors_file.Opened, found: proof.Proof) -> apply.Report
       if not re.fullmatch(single, key):
         continue
       name = source.name + (f"[{source.part} of {source.parts}]" if source.parts > 1 else "")
-      places += _proven(name, source.rows(opened.array(source.name)), recipe, found.rules)
+      places += _proven(name, source.rows(array(source.name)), recipe, found.rules)
   return apply.Report(tuple(places), found.report.skipped)
