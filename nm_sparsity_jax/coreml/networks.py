@@ -189,7 +189,8 @@ class _ViT(nn.Module):
     """Maps normalized images [1, channels, h, w] to logits [1, classes]."""
     x = self.patch_embed.proj(images).flatten(2).transpose(1, 2)
     if self.config.class_token:
-      x = torch.cat([self.cls_token, x], 1)
+      # A sum, not torch.cat: coremltools looks for weights in no list of arrays.
+      x = F.pad(x, (0, 0, 1, 0)) + F.pad(self.cls_token, (0, 0, 0, self.config.tokens - 1))
     x = x + self.pos_embed
     for block in self.blocks:
       x = x + block.attn(block.norm1(x))
