@@ -58,6 +58,9 @@ def test_a_vit_keeps_its_bits_its_zeros_and_n_m(tmp_path, capsys):
   assert "and " in said and "with zeros" in said and "torch and JAX differ by" in said
   read, tensors = package.Package(out), timm.to_timm(variables)
   assert "blocks_0_mlp_fc1_weight" in read.sparse
+  token = np.zeros((1, 17, 32), np.float32)
+  token[:, :1] = tensors["cls_token"]
+  assert read.holds(token) and not read.holds(token * 2)
   for name in ("blocks.0.attn.qkv.weight", "blocks.1.mlp.fc2.weight", "pos_embed", "head.weight"):
     np.testing.assert_array_equal(read.array(name), tensors[name])
   recipe = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=1))
@@ -69,25 +72,60 @@ def test_a_vit_keeps_its_bits_its_zeros_and_n_m(tmp_path, capsys):
 @extra
 def test_what_torch_computes_otherwise_is_refused(tmp_path, monkeypatch):
   test_export.written(tmp_path / "run", "vit_test", finalized=True)
-  with pytest.raises(ValueError, match="torch and JAX differ by .* Do heads"):
+  with pytest.raises(ValueError, match="torch and JAX differ by .* Do the heads"):
     monkeypatch.setattr(to_coreml, "_AGREES", 1e-12)
     nms.runs.export_coreml(tmp_path / "run", tmp_path / "model.mlpackage", heads=2)
   assert not (tmp_path / "model.mlpackage").exists()
 
 
-@pytest.mark.parametrize("factor", [1, 2])
-def test_a_package_with_other_weights_is_refused(factor, monkeypatch):
+@pytest.mark.parametrize("wrong", ["", "w", "token"])
+def test_a_package_with_other_weights_is_refused(wrong, monkeypatch):
   """A package and a module that are not there: so it runs without the extra."""
-  w = np.array([[0.0, -0.0, 1e-40, 3.0]], np.float32)
-  read = types.SimpleNamespace(array=lambda _: (w + 0) * factor, bytes=1, sparse=("w",))
-  module = types.SimpleNamespace(named_parameters=lambda: [("w", w), ("bias", w[0])])
-  monkeypatch.setattr(package, "Package", lambda _: read)
-  call = lambda: to_coreml._read_back(None, "m", module, {"w": w}, lambda _: None, 1, 0.0)
-  if factor == 1:
-    assert call().tensors == 1
+  w, padded = np.array([[0.0, -0.0, 1e-40, 3.0]], np.float32), np.array([[5.0, 0.0]], np.float32)
+  read = package.Package.__new__(package.Package)
+  read._arrays = {"w": (w + 0) * (1 + (wrong == "w")), "op_1": padded + (wrong == "token")}
+  named = [("w", w), ("bias", w[0]), ("token", padded[:, :1])]
+  module = types.SimpleNamespace(named_parameters=lambda: named)
+  monkeypatch.setattr(package, "folded", lambda _: {"token": padded})
+  call = lambda: to_coreml._read_back("m", read, module, dict(named))
+  if not wrong:
+    assert call() == 2
   else:
-    with pytest.raises(ValueError, match="'m': 'w' is not what was written"):
+    with pytest.raises(ValueError, match=f"'m': '{wrong}' is not what was written"):
       call()
+
+
+@extra
+def test_a_package_that_is_refused_leaves_no_file(tmp_path, monkeypatch):
+  test_export.written(tmp_path / "run", "vit_test", finalized=True)
+  monkeypatch.setattr(package.Package, "holds", lambda *_: False)
+  with pytest.raises(ValueError, match=r"model.mlpackage': 'cls_token' is not what was written"):
+    nms.runs.export_coreml(tmp_path / "run", tmp_path / "new" / "model.mlpackage", heads=2)
+  assert not list((tmp_path / "new").iterdir())
+
+
+@extra
+def test_what_is_not_finalized_is_refused(tmp_path, capsys):
+  test_export.written(tmp_path / "run", "vit_test", finalized=False)
+  words = ["export", str(tmp_path / "run"), str(tmp_path / "m.mlpackage"), "--to", "coreml"]
+  assert cli.main([*words, "--heads", "2"]) == 1
+  assert "export what `nm-sparsity finalize` writes" in capsys.readouterr().err
+  assert not (tmp_path / "m.mlpackage").exists()
+
+
+@extra
+def test_zeros_take_no_bytes(tmp_path):
+  """1:8 of float32: a value of 4 bytes in 8, and a bit for each."""
+  torch = pytest.importorskip("torch")
+  module = torch.nn.Linear(1024, 512, bias=False)
+  w = np.asarray(np.random.default_rng(0).standard_normal((512, 1024)), np.float32)
+  w *= np.asarray(nms.nm_mask(np.abs(w), nms.NM(1, 8), axis=1))
+  package.load(module, {"weight": w})
+  out = str(tmp_path / "m.mlpackage")
+  whole = package.convert(module, np.ones((1, 1024), np.float32), "x", "y", out)
+  read = package.Package(out)
+  np.testing.assert_array_equal(read.array("weight"), w)
+  assert read.bytes / w.size == pytest.approx(0.625, abs=0.02) and whole / w.size > 4
 
 
 @extra
@@ -110,12 +148,21 @@ def test_another_network_is_refused(tmp_path):
   [
     (["model.safetensors", "--to", "coreml"], "name a package that ends in .mlpackage"),
     (["model.safetensors", "--heads", "2"], "--heads is for Core ML: add --to coreml"),
-    (["m.mlpackage", "--to", "coreml", "--length", "-1"], "length=-1: it is a whole number"),
+    (["m.mlpackage", "--to", "coreml", "--length", "-1"], "--length=-1: it is a whole number"),
+    (["m.mlpackage", "--to", "coreml", "--length", "0"], "--length=0: it is a whole number"),
+    (["", "--to", "coreml"], "name a package that ends in .mlpackage"),
   ],
 )
 def test_words_that_do_not_fit_are_refused_in_a_sentence(words, said, tmp_path, capsys):
   assert cli.main(["export", str(tmp_path), str(tmp_path / words[0]), *words[1:]]) == 1
   assert said in capsys.readouterr().err
+
+
+def test_an_existing_package_is_never_overwritten(tmp_path, capsys):
+  (tmp_path / "m.mlpackage").mkdir()
+  words = ["export", str(tmp_path), str(tmp_path / "m.mlpackage"), "--to", "coreml"]
+  assert cli.main(words) == 1
+  assert "m.mlpackage' is there already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["torch", "coremltools"])

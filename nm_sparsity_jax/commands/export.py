@@ -36,7 +36,7 @@ from typing import Any
 
 from nm_sparsity_jax.commands import _imports, _rules
 
-FLAGS = _rules.FLAGS
+FLAGS = {**_rules.FLAGS, "heads": "--heads", "length": "--length"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
   _imports.load(args)
   given = {**_rules.given(args), "feed_forward": args.feed_forward}
-  own = {name: getattr(args, name) for name in ("heads", "length") if getattr(args, name)}
+  own = {key: value for key in ("heads", "length") if (value := getattr(args, key)) is not None}
   if own and args.to is None:
     raise ValueError(f"--{min(own)} is for Core ML: add --to coreml.")
   with orbax.quiet_threads():

@@ -118,11 +118,17 @@ class _Encoder(nn.Module):
     self.encoder.final_layer_norm = _Norm(cfg.emb_dim)
     self.register_buffer("buckets", torch.from_numpy(buckets(length)), persistent=False)
 
+  def folded(self):
+    """Returns what coremltools computes of parameters: name -> the array in the package."""
+    attention = self.encoder.block[0].layer[0].SelfAttention
+    bias = attention.relative_attention_bias(self.buckets).permute(2, 0, 1)[None]
+    return {"encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": bias}
+
   def forward(self, ids):
     """Maps ids [1, length], 0 = padding, to [1, length, emb_dim]."""
-    table = self.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
     hidden = (ids == 0).to(torch.float32)[:, None, None, :] * _HIDDEN
-    bias = table(self.buckets).permute(2, 0, 1)[None] + hidden
+    (bias,) = self.folded().values()
+    bias = bias + hidden
     x = self.shared(ids)
     for block in self.encoder.block:
       attention, mlp = block.layer
@@ -185,12 +191,18 @@ class _ViT(nn.Module):
     self.head = nn.Linear(cfg.embed, cfg.classes)
     self.config = cfg
 
+  def folded(self):
+    """Returns what coremltools computes of parameters: name -> the array in the package."""
+    if not self.config.class_token:
+      return {}
+    return {"cls_token": F.pad(self.cls_token, (0, 0, 0, self.config.tokens - 1))}
+
   def forward(self, images):
     """Maps normalized images [1, channels, h, w] to logits [1, classes]."""
     x = self.patch_embed.proj(images).flatten(2).transpose(1, 2)
     if self.config.class_token:
       # A sum, not torch.cat: coremltools looks for weights in no list of arrays.
-      x = F.pad(x, (0, 0, 1, 0)) + F.pad(self.cls_token, (0, 0, 0, self.config.tokens - 1))
+      x = F.pad(x, (0, 0, 1, 0)) + self.folded()["cls_token"]
     x = x + self.pos_embed
     for block in self.blocks:
       x = x + block.attn(block.norm1(x))

@@ -20,9 +20,7 @@ import numpy as np
 SUFFIX = ".mlpackage"
 _PACKAGES = ("torch", "coremltools")
 _SPARSE = "constexpr_sparse_to_dense"
-_LEAST = (
-  1 / 16
-)  # share of zeros from which on they are left out: the places of the others take 1 / 32
+_LEAST = 1 / 16  # share of zeros from which on they are left out; a bit for each place costs 1 / 32
 
 
 def require() -> None:
@@ -60,6 +58,13 @@ def run(module: Any, x: np.ndarray) -> np.ndarray:
   torch: Any = importlib.import_module("torch")
   with torch.no_grad():
     return module(torch.from_numpy(x)).numpy()
+
+
+def folded(module: Any) -> dict[str, np.ndarray]:
+  """Returns what coremltools computes of parameters of a module: name -> the array it keeps."""
+  torch: Any = importlib.import_module("torch")
+  with torch.no_grad():
+    return {name: array.numpy() for name, array in module.folded().items()}
 
 
 def convert(module: Any, example: np.ndarray, given: str, made: str, out: str) -> int:
@@ -146,6 +151,11 @@ class Package:
       KeyError: it is not there.
     """
     return self._arrays[name_of(name)]
+
+  def holds(self, array: np.ndarray) -> bool:
+    """Returns whether an array with these bits is in the package, by whatever name."""
+    wanted = array.tobytes()
+    return any(a.size == array.size and a.tobytes() == wanted for a in self._arrays.values())
 
 
 def name_of(name: str) -> str:

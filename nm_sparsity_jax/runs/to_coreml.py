@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 
 from nm_sparsity_jax.coreml import package
+from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.models.vit import ViT, ViTConfig
 from nm_sparsity_jax.runs import checkpoint, exported, foreign, given, proof
@@ -97,14 +99,16 @@ def export_coreml(
   if not file.endswith(package.SUFFIX):
     raise ValueError(f"{file!r}: name a package that ends in {package.SUFFIX}.")
   if type(length) is not int or length < 1:
-    raise ValueError(f"length={length!r}: it is a whole number of ids, at least 1.")
+    raise SettingError(
+      "length", "{length=}{given!r}: it is a whole number of ids, at least 1.", given=length
+    )
   safetensors_file.refuse_existing(file)
   package.require()
   stored = checkpoint.opened(path)
   if stored.format == foreign.HUGGING_FACE:
     raise ValueError(
       f"{stored.path!r} is a folder of Hugging Face's T5: make a checkpoint of it first "
-      "(nm-sparsity convert), and name that with --rules."
+      "(nm-sparsity convert), and name that with its rules."
     )
   with tempfile.TemporaryDirectory() as folder:
     if huggingface_names.is_t5([key.removeprefix("target/") for key in stored.leaves]):
@@ -144,13 +148,12 @@ def _encoder(
   difference = _difference(
     package.run(module, ids)[:, told], np.asarray(ours(params))[:, told], stored.path
   )
-  size = package.convert(module, ids, "ids", "encoded", out)
   if found is not None:
     encoder = [place for place in found.report.places if place.path.startswith("encoder/")]
     report = dataclasses.replace(found.report, places=tuple(encoder))
     found = dataclasses.replace(found, report=report)
   report = lambda array: found and exported.report_of_folder(array, found, table)
-  return _read_back(stored, out, module, tensors, report, size, difference)
+  return _written(stored, out, module, (ids, "ids", "encoded"), tensors, report, difference)
 
 
 def _vit(
@@ -168,10 +171,9 @@ def _vit(
   package.load(module, tensors)
   ours = np.asarray(jax.jit(ViT(config).apply)(variables, images))
   difference = _difference(package.run(module, theirs), ours, stored.path)
-  size = package.convert(module, theirs, "images", "logits", out)
   table = timm.sources(timm.keys_of(source.shapes, stored.path))
   report = lambda array: found and exported.report_of_file(array, found, table)
-  return _read_back(stored, out, module, tensors, report, size, difference)
+  return _written(stored, out, module, (theirs, "images", "logits"), tensors, report, difference)
 
 
 def _config(shapes: Mapping[str, tuple[int, ...]], heads: int | None, what: str) -> ViTConfig:
@@ -180,10 +182,12 @@ def _config(shapes: Mapping[str, tuple[int, ...]], heads: int | None, what: str)
     raise ValueError(f"{what} is a {family}, and Core ML packages are of a ViT or a T5's encoder.")
   embed, channels, patch, _ = shapes["patch_embed.proj.weight"]
   if heads is None or type(heads) is not int or heads < 1 or embed % heads:
-    raise ValueError(
-      f"heads={heads!r}: say how many attention heads the ViT has, which its weights do not tell; "
-      f"they divide its width, {embed}. A published ViT of this width has {max(1, embed // 64)}."
-    )
+    raise SettingError(
+      "heads",
+      "{heads=}{given!r}: say how many attention heads the ViT has, which its weights do not tell; "
+      "they divide its width, {embed}. A published ViT of this width has {published}.",
+      given=heads, embed=embed, published=max(1, embed // 64),
+    )  # fmt: skip
   class_token = "cls_token" in shapes
   side = round((shapes["pos_embed"][1] - class_token) ** 0.5)
   blocks = {hit[1] for name in shapes if (hit := re.match(r"blocks\.(\d+)\.", name))}
@@ -206,34 +210,55 @@ def _difference(theirs: np.ndarray, ours: np.ndarray, what: str) -> float:
   if not found <= _AGREES * max(1.0, float(np.abs(ours).max())):
     raise ValueError(
       f"{what}: torch and JAX differ by {found:.3g} on a random example, and may by {_AGREES} of "
-      "the largest result. Do heads and --feed-forward fit the network?"
+      "the largest result. Do the heads and feed_forward_proj fit the network?"
     )
   return found
 
 
-def _read_back(
+def _written(
   stored: Stored,
   out: str,
   module: Any,
+  example: tuple[np.ndarray, str, str],
   tensors: Mapping[str, np.ndarray],
   report: Any,
-  size: int,
   difference: float,
 ) -> Converted:
-  """Compares each weight in the package with what was written, and proves the sparse ones."""
-  read = package.Package(out)
-  kernels = [n for n, w in module.named_parameters() if w.ndim > 1 and _is_stored(n)]
+  """Writes the package and reads it back; it gets its name when it is proven."""
+  folder, name = os.path.split(os.path.abspath(out))
+  unfinished = os.path.join(folder, f".{os.getpid()}.{name}")  # coremltools wants the suffix
+  try:
+    os.makedirs(folder, exist_ok=True)
+    size = package.convert(module, *example, unfinished)
+    read = package.Package(unfinished)
+    compared = _read_back(out, read, module, tensors)
+    made = Converted(
+      stored,
+      out,
+      compared,
+      report(read.array),
+      None,
+      read.bytes,
+      size,
+      difference,
+      len(read.sparse),
+    )
+    os.rename(unfinished, out)
+  except OSError as e:
+    raise ValueError(f"{out!r} could not be written: {e.strerror or e}.") from e
+  finally:
+    shutil.rmtree(unfinished, ignore_errors=True)
+  return made
+
+
+def _read_back(out: str, read: Any, module: Any, tensors: Mapping[str, np.ndarray]) -> int:
+  """Compares each array of two axes and more in a package with what was written; counts them."""
+  kernels = [name for name, w in module.named_parameters() if w.ndim > 1]
+  folded = package.folded(module)
   for name in kernels:
     # A zero that is not stored has no sign.
-    wanted = np.asarray(tensors[name], np.float32) + np.float32(0)
-    if read.array(name).tobytes() != wanted.tobytes():
+    wanted = np.asarray(folded.get(name, tensors[name]), np.float32) + np.float32(0)
+    same = read.holds(wanted) if name in folded else read.array(name).tobytes() == wanted.tobytes()
+    if not same:
       raise ValueError(f"{out!r}: {name!r} is not what was written.")
-  return Converted(
-    stored, out, len(kernels), report(read.array), None, read.bytes, size, difference,
-    len(read.sparse)
-  )  # fmt: skip
-
-
-def _is_stored(name: str) -> bool:
-  """Returns whether a package has this weight itself: a table of positions becomes a bias."""
-  return "relative_attention_bias" not in name
+  return len(kernels)
