@@ -28,7 +28,7 @@ COMMANDS = {
   "plan": ("plan", "show what a run would do, and every mistake, before it starts"),
   "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
-  "export": ("export", "write a checkpoint as timm's or Hugging Face's safetensors, and prove it"),
+  "export": ("export", "write a checkpoint for timm, Hugging Face or Core ML, and prove it"),
   "convert": ("convert", "make a checkpoint for T5X of a folder of Hugging Face's T5"),
   "pack": ("pack", "write a finalized checkpoint without its zeros, and say what that saves"),
   "bench": ("bench", "measure packed weights against dense ones: per layer and end to end"),
