@@ -719,14 +719,14 @@ TINIER = [
   "network.T5Config.preset.num_decoder_layers = 1", "BATCH_SIZE = 8",
   "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}",
 ]  # fmt: skip
+FEW = ["SPARSE_STEPS = 6", "DENSE_STEPS = 1", "FINETUNE_STEPS = 1"]
 
 
 def small_runs(folder):
-  """A dense pre-training, a GLUE row from its checkpoint, a test set with `idx`; a WMT row."""
+  """A dense pre-training, a GLUE row from its checkpoint, a test set with `idx`."""
   row = "gin_configs/paper/table12/sdgf_stepwise_ff_1_8_qkv_1_4_10k_dense.gin"
   runs = "gin_configs/runs/t5x_"
-  few = [*TINIER, "SPARSE_STEPS = 6", "DENSE_STEPS = 1", "FINETUNE_STEPS = 1"]
-  small = [*few, "T5_SIZE = 'tiny'"]
+  small = [*TINIER, *FEW, "T5_SIZE = 'tiny'"]
   dense, sparse = folder / "dense", folder / "sparse"
   return {
     "dense": dict(
@@ -755,9 +755,16 @@ def small_runs(folder):
         "utils.DatasetConfig.batch_size = 8",
       ],
     ),
+  }  # fmt: skip
+
+
+def small_wmt(folder):
+  """A row of WMT, which pre-trains with evaluation by beam search."""
+  few = [*TINIER, *FEW]
+  return {
     "wmt": dict(
       main="train", call="train",
-      files=[f"{runs}adamw.gin", f"{runs}wmt.gin",
+      files=["gin_configs/runs/t5x_adamw.gin", "gin_configs/runs/t5x_wmt.gin",
              "gin_configs/paper/table5/mdgf_exponential_ff_1_16.gin"],
       bindings=[
         *[x.replace("preset", "wmt") for x in few], f"MODEL_DIR = '{folder}/wmt'",
@@ -774,10 +781,19 @@ def test_rows_of_the_paper_run():
   (folder,), found = FOLDERS, with_t5x()
   cases = small_runs(folder)
   assert {name: found[name] for name in cases} == dict.fromkeys(cases, {})
-  assert (folder / "sparse/checkpoint_12").is_dir() and (folder / "wmt/checkpoint_6").is_dir()
+  assert (folder / "sparse/checkpoint_12").is_dir()
   (written,) = (folder / "infer").glob("nm_glue_rte-predict.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
   assert [line["inputs"] for line in lines] == [
     {"idx": i, "inputs_pretokenized": f"rte {i}", "targets_pretokenized": "yes"} for i in range(8)
   ]
   assert all(isinstance(line["prediction"], str) for line in lines)
+
+
+# That a row of WMT is what it should be, test_a_row_of_the_paper_runs_by_its_command holds; of its
+# run file test_a_run_is_made does; test_t5x_thread.py decodes between the steps of a run.
+@pytest.mark.t5x
+@pytest.mark.slow
+def test_a_row_of_wmt_runs(tmp_path):
+  assert probe_t5x(small_wmt(tmp_path)) == {"wmt": {}}
+  assert (tmp_path / "wmt/checkpoint_6").is_dir()
