@@ -11,11 +11,14 @@ import types
 import numpy as np
 import pytest
 import test_export
+import test_huggingface
 import test_huggingface_runs
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import apply, cli
 from nm_sparsity_jax.coreml import package
+from nm_sparsity_jax.models import vit
+from nm_sparsity_jax.models.t5 import Transformer
 from nm_sparsity_jax.runs import to_coreml
 from nm_sparsity_jax.weights import huggingface, timm
 
@@ -67,6 +70,38 @@ def test_a_vit_keeps_its_bits_its_zeros_and_n_m(tmp_path, capsys):
   kernel = read.array("blocks.0.mlp.fc1.weight")
   counted = apply.verify({"kernel": kernel}, nms.Rules({"kernel": recipe}, {"kernel": 1}))
   assert counted.ok and len(counted.places) == 1
+
+
+@extra
+@pytest.mark.parametrize("name", ["v1_0", "v1_1"])
+def test_the_program_of_a_t5s_package_computes_what_jax_does(name, tmp_path):
+  import mil
+
+  params = test_huggingface_runs.written(tmp_path / "run", name, scan_layers=False)
+  out = tmp_path / "encoder.mlpackage"
+  nms.runs.export_coreml(tmp_path / "run", out, length=12)
+  tensors = huggingface.to_huggingface(params)
+  ids = np.random.default_rng(1).integers(1, len(tensors["shared.weight"]), (1, 12))
+  ids = ids.astype(np.int32)
+  ids[0, 9:] = 0
+  network = Transformer(test_huggingface.config_of_name(name))
+  ours = network.apply({"params": params}, ids, None, False, method=network.encode)
+  made = mil.run(out, ids)
+  np.testing.assert_allclose(made[:, :9], np.asarray(ours)[:, :9], atol=1e-4, rtol=0)
+
+
+@extra
+def test_the_program_of_a_vits_package_computes_what_jax_does(tmp_path):
+  import mil
+
+  variables = test_export.written(tmp_path / "run", "vit_test", finalized=True)
+  out = tmp_path / "model.mlpackage"
+  nms.runs.export_coreml(tmp_path / "run", out, heads=2)
+  images = np.random.default_rng(1).standard_normal((1, 16, 16, 3)).astype(np.float32)
+  ours = np.asarray(vit.ViT(vit.config("vit_test")).apply(variables, images))
+  made = mil.run(out, images.transpose(0, 3, 1, 2))
+  np.testing.assert_allclose(made, ours, atol=1e-4, rtol=0)
+  assert np.abs(ours).max() > 1e-2
 
 
 @extra
