@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
+import math
 import platform
 import time
 from typing import Any, NamedTuple
@@ -212,21 +214,21 @@ def train(
   if int(nms.step_count(opt_state)) != steps:
     raise AssertionError(f"{steps} steps were wanted, {nms.step_count(opt_state)} were taken.")
 
-  final = nms.finalize(params, run.rules, state or steps)
-  density = 1.0
-  if row.sparse:
-    proof = nms.verify(final, run.rules)
-    if not proof.ok:
-      raise AssertionError(f"{row} at {pattern} is not what it should be:\n{proof}")
-    density = float(np.mean([p.density for p in proof.places]))
-  loss, accuracy = run.score(final, data)
+  diverged = any(not np.isfinite(seen["loss"]) for seen in curve) or not _is_finite(params)
+  if diverged:
+    loss, accuracy = by_chance(task, row, params, data)
+    final_density, curve = None, list(itertools.takewhile(_is_finite, curve))
+  else:
+    final = nms.finalize(params, run.rules, state or steps)
+    final_density = density(final, row, pattern, run.rules)
+    loss, accuracy = run.score(final, data)
   rest = ("step", "loss", *(() if row.sparse else WATCHED))
-  names = ["step", "loss", *(name for name in curve[0] if name not in rest)]
+  names = ["step", "loss", *(name for name in (curve or [{}])[0] if name not in rest)]
   return {
     "steps": steps,
     "accuracy": float(accuracy),
     "cross_entropy": float(loss),
-    "density": density,
+    "density": final_density,
     "largest": _largest(data["test"][1]),
     "flops": training_flops(task, row, pattern, steps),
     "curve": {name: [_short(point[name]) for point in curve] for name in names},
@@ -234,8 +236,31 @@ def train(
     | {name: importlib.metadata.version(name) for name in VERSIONS[:-1]}
     | {VERSIONS[-1]: nms.__version__},
     "seconds": round(time.process_time() - began, 1),
+    **({"diverged": True} if diverged else {}),
     **about_start,
   }
+
+
+def density(final, row, pattern: str, rules: nms.Rules) -> float:
+  """Returns the share of weights that finalized places keep, after a proof of their pattern."""
+  if not row.sparse:
+    return 1.0
+  proof = nms.verify(final, rules)
+  if not proof.ok:
+    raise AssertionError(f"{row} at {pattern} is not what it should be:\n{proof}")
+  return float(np.mean([p.density for p in proof.places]))
+
+
+def by_chance(task, row, params, data) -> tuple[float, float]:
+  """Returns cross-entropy and accuracy of a guess: what a run scores whose weights are lost."""
+  network = task.network(row.ff)
+  predict = lambda params, inputs: task.predictions(network.apply({"params": params}, inputs))
+  classes = jax.eval_shape(predict, params, data["test"][0]).shape[-1]
+  return math.log(classes), 1 / classes
+
+
+def _is_finite(tree) -> bool:
+  return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
 
 
 def _largest(answers) -> float:

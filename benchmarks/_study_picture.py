@@ -168,7 +168,10 @@ def course(records: tests.Records, study: Study) -> str:
     ("rate, of the largest", {0: "0", 1: "1"}),
   ):  # fmt: skip
     lines = []
-    for cell, of_seeds in cells.items():
+    for cell, all_seeds in cells.items():
+      of_seeds = [r for r in all_seeds if not r.get("diverged")]  # whose curve ends early
+      if not of_seeds:
+        continue
       at = of_seeds[0]["curve"]["step"]
       if name.startswith("rate"):
         y = [rate(step, 1600, of_seeds[0]["settings"]["constant"]) for step in at]

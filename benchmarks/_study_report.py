@@ -90,7 +90,7 @@ def cells(records: tests.Records, study: Study) -> list[str]:
     if not found:
       continue
     first = next(iter(found.values()))
-    noise = tests.of_seeds(cell, "ln noise", records, study) if "noise" in first["curve"] else {}
+    noise = tests.of_seeds(cell, "ln noise", records, study)
     lines.append([
       TASKS[cell.task], cell.pattern, cell.row, cell.budget, report.count(len(found), len(seeds)),
       f"{report.mean_accuracy(found.values()):.2f}", f"{report.cross_entropy(found):.4f}",
@@ -125,7 +125,8 @@ def section(records: dict[Any, Any], study: Study) -> list[str]:
   hours = sum(r["seconds"] for r in mine.values()) / 3600
   out = [f"{len(mine)} of {len(study.queue)} runs are there, {hours:.1f} hours of one core."]
   if mine:
-    out[0] += f" {report.versions(mine)}."
+    lost = sum(r.get("diverged", False) for r in mine.values())
+    out[0] += f" {report.versions(mine)}. {lost or 'None'} diverged."
   out += ["", *map(headline, said), ""]
   for each in said:
     if any(shown.differences for shown in each.shown):

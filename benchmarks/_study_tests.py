@@ -80,6 +80,8 @@ def value(record: Mapping[str, Any], measure: str, study: Study) -> float | None
   """Returns what is measured of a run."""
   if measure == "points":
     return 100 * record["accuracy"]
+  if measure == "ln noise" and "noise" not in record["curve"]:
+    return None  # not measured, or diverged before its first sample
   if measure == "ln noise":
     return noise_at(record["curve"], study.declared["noise_at_loss"])
   return math.log(record["cross_entropy"])

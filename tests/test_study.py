@@ -208,11 +208,11 @@ def test_a_verdict_needs_every_run():
   some = dict(records)
   del some[STUDY.queue[0]]
   part = study_tests.verdict(STUDY.hypotheses["H1"], some, STUDY)
-  assert (part.word, part.why) == ("not decided", "207 of 208 runs are there")
+  assert (part.word, part.why) == ("not decided", "215 of 216 runs are there")
   assert {s.p for s in part.shown} == {None} and {s.says for s in part.shown} == {"missing"}
   text = "\n".join(report.section(some, STUDY))
   assert "**H1: not decided.**" in text and "when all runs are there" in text
-  assert "| 7 of 8 |" in text and "**H3: not decided.**" in text and "16 of 40 runs" in text
+  assert "| 7 of 8 |" in text and "**H3: not decided.**" in text and "24 of 48 runs" in text
 
 
 def test_a_task_that_needs_no_feed_forward_layers_decides_nothing():
@@ -220,6 +220,25 @@ def test_a_task_that_needs_no_feed_forward_layers_decides_nothing():
   found = study_tests.verdict(STUDY.hypotheses["H1"], records, STUDY)
   assert found.word == "not decided"
   assert found.why == "the task is rejected: no_ff is 0.0 points behind dense"
+
+
+def test_every_gate_is_asked_at_equal_flops():
+  for name, hypothesis in STUDY.hypotheses.items():
+    flops = [gate for gate in hypothesis.gates if "flops" in gate.pair.row.budget]
+    assert {gate.pair.row.row for gate in flops} == {"no_ff"}, name
+    assert {gate.pair.over.budget for gate in flops} == {"1600"}, name
+  records = records_of()
+  for run in records:
+    if run.budget == "1600 flops":
+      records[run] = records[run] | {"accuracy": 0.86}
+  found = study_tests.verdict(STUDY.hypotheses["H1"], records, STUDY)
+  assert found.why == "the task is rejected: no_ff is 4.0 points behind dense"
+  run = next(run for run in records if run.budget == "1600 flops")
+  task, dense = train.TASKS[run.task], recipes.Row("dense")
+  price = train.training_flops(task, dense, "-", 1600)
+  steps = recipes.steps_of(run, STUDY.rows["no_ff"])
+  costs = [train.training_flops(task, STUDY.rows["no_ff"], "-", steps + i) for i in (0, 1)]
+  assert costs[0] <= price < costs[1]
 
 
 def test_noise_is_read_where_the_loss_first_falls():
@@ -272,6 +291,24 @@ def test_what_is_scored_is_finalized(tiny, monkeypatch):
   monkeypatch.setattr(nms, "finalize", zeros)
   found = train.train("bigram", recipes.Row("dense"), "-", 4, 0)
   np.testing.assert_allclose(found["cross_entropy"], math.log(5), rtol=1e-6)
+
+
+def test_a_run_that_diverges_scores_as_a_guess_does(tiny, tmp_path):
+  row = recipes.Row("sr_ste", lam=1e-2, rate=1e38, constant=True)
+  look = lambda *args: noise.Onlooker(*args, batches=4)
+  found = train.train("bigram", row, "1:4", 12, 0, look)
+  assert found["diverged"] and (found["accuracy"], found["density"]) == (0.2, None)
+  np.testing.assert_allclose(found["cross_entropy"], math.log(5))
+  assert 0 < len(found["curve"]["loss"]) < 12
+  about = {"task": "bigram80", "pattern": "1:16", "budget": "1600", "row": "sr_ste, 10 % dense"}
+  about |= {"seed": 600, "settings": dataclasses.asdict(row)}
+  recipes.append(tmp_path / "runs.jsonl", about | found)  # no NaN is in it
+  records, _ = recipes.read(tmp_path / "runs.jsonl")
+  assert "1 diverged." in report.section(records, STUDY)[0]
+  assert all(picture.pictures(records, STUDY).values())
+  (record,) = records.values()
+  assert study_tests.value(record, "ln noise", STUDY) is None
+  assert "diverged" not in train.train("bigram", recipes.Row("dense"), "-", 4, 0)
 
 
 def test_a_look_does_not_change_a_run(tiny):
@@ -375,6 +412,13 @@ def test_ten_random_cells_of_the_page_by_numpy():
   asked += contrasts_of(page, path)
   for said, wanted in random.Random(0).sample(asked, min(10, len(asked))):
     assert said == wanted
+
+
+def test_what_is_told_stands_before_the_tables_and_is_short():
+  page = (ROOT / "docs" / "results.md").read_text("utf8")
+  told, _, tables = page.partition("\n## Appendix")
+  assert len(told.splitlines()) <= 250 and "\n<!-- begin study" in told
+  assert all(f"<!-- begin {name}: generated -->" in tables for name in ("bigram", "mini_glue"))
 
 
 def contrasts_of(page, path):
