@@ -428,7 +428,7 @@ def contrasts_of(page, path):
     at[record["pattern"], record["row"], record["seed"], record["budget"]] = record["cross_entropy"]
   for line in lines_of(page, "H1"):
     pattern, row, over = re.fullmatch(r"80 symbols, (\S+): (.*) over (.*)", line[0]).groups()
-    both = [(at.get((pattern, name, s, "1600")) for name in (row, over)) for s in SEEDS]
-    d = np.log([pair for pair in map(tuple, both) if None not in pair])
+    both = [tuple(at.get((pattern, name, s, "1600")) for name in (row, over)) for s in SEEDS]
+    d = np.log([pair for pair in both if None not in pair])
     if len(d):
       yield line[4], f"{np.exp((d[:, 0] - d[:, 1]).mean()):.3f}"
