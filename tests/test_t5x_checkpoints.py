@@ -6,6 +6,7 @@ format (a msgpack file beside tensorstore zarrs) and Orbax. They are read as `t5
 INITIAL_CHECKPOINT_PATH, with the restore settings of gin_configs/runs/t5x_finetune.gin.
 """
 
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -15,11 +16,13 @@ import warnings
 import flax
 import gin
 import gin_probe
+import huggingface_reference
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import t5x_found
+import test_huggingface
 import test_own_recipe
 
 import nm_sparsity_jax as nms
@@ -41,6 +44,8 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   import t5x
   import tensorflow as tf
   from t5x import utils
+  from t5x.examples.scalable_t5 import network as scalable_network
+  from t5x.examples.t5 import network as t5_network
   from test_t5x_adapter import (
     Devices,
     assert_equal,
@@ -203,6 +208,29 @@ def test_evaluation_refuses_a_dense_checkpoint(dense):
       utils.create_checkpoint_manager_and_restore(
         start, Devices(), settings, str(path), None, use_orbax=True
       )
+
+
+# --- nm-sparsity convert ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, scan", [("v1_0", False), ("v1_1", True)])
+def test_t5x_restores_a_converted_folder_of_hugging_face(name, scan, tmp_path):
+  """Its own network gives the logits that transformers gives with these weights."""
+  folder = test_huggingface.folder_of(name, tmp_path / "hf")
+  to = ["convert", str(folder), str(tmp_path / "start")]
+  assert cli.main([*to, *["--scan-layers"] * scan]) == 0
+  theirs = scalable_network if scan else t5_network
+  config = test_huggingface.config_of_name(name, scan_layers=scan)
+  fields = (field.name for field in dataclasses.fields(theirs.T5Config))
+  module = theirs.Transformer(theirs.T5Config(**{f: getattr(config, f) for f in fields}))
+  state = restore(make(None, module=module, dense=True), tmp_path / "start/checkpoint_0")
+  assert int(state.step) == 0
+  x, y = huggingface_reference.inputs(name), huggingface_reference.targets(name)
+  run = jax.jit(lambda params: module.apply(
+    {"params": params}, x, huggingface_reference.shifted(y), y, enable_dropout=False
+  ))  # fmt: skip
+  want = test_huggingface.known.arrays[f"{name}/logits"]
+  test_huggingface.assert_close(run(state.params), want, "logits")
 
 
 # --- nm-sparsity verify, finalize ---------------------------------------------------------------
