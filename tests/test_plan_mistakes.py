@@ -46,6 +46,18 @@ def test_a_plan_of_an_evaluation_tells_what_an_evaluation_costs(run, tmp_path, n
     assert ("FLOPs" in text) == (lengths is not None) and "parameters" in text
 
 
+def test_a_checkpoint_that_is_not_there_is_said_once(run, tmp_path):
+  """Its rules are asked for first, and failed with the same words."""
+  pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
+  files = ("model.gin", "gin_configs/runs/local_eval.gin")
+  paths = {"CHECKPOINT_PATH": "nowhere", "EVAL_OUTPUT_DIR": str(tmp_path / "found")}
+  flags = [f"{test_plan.OURS}.vocab_size = 384"]
+  unset = {"RECIPE": None, "PATTERN": None}
+  _, report = run(files=files, raw=flags, **{**SETTINGS, **TASK, **paths, **unset})
+  (said,) = report["errors"]
+  assert said.startswith("there is no checkpoint 'nowhere', so its rules are unknown.")
+
+
 # --- misspelt arguments -------------------------------------------------------------------------
 
 

@@ -110,7 +110,9 @@ class Findings:
         self.errors.append(f"{what}: a setting is missing, or has a value of the wrong kind {text}")
       return
     if not isinstance(error, SettingsError):
-      self.errors.append(gin_files.message(error))
+      text = gin_files.message(error)
+      if not any(e.startswith(text) for e in self.errors):  # the rules were to come from there too
+        self.errors.append(text)
       return
     if self.config.complete:  # else a file that could not be read may set it
       self.errors += [gin_files.ask_for(n) for n in error.missing if n not in self.config.lost]
