@@ -20,7 +20,7 @@ Feed-forward kernels are sparse. A budget is a number of steps, or "400 flops": 
 what 400 dense ones do. `dense` and `no_ff` (no feed-forward layers) show how much there is to win.
 
 A run depends on its line alone: it has one thread, so the same bits on any number of cores. A
-killed one is done again. Stop and start at will, with as many workers as before.
+killed one is done again. Stop and start at will, with as many processes as you like on one file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
+import itertools
 import os
 import pathlib
 import re
@@ -39,6 +39,7 @@ from typing import Any
 
 import _study
 import _timing
+from _recipes_file import append, claims, read
 from _recipes_rows import Row, Run
 
 RESULTS = pathlib.Path(__file__).with_name("results")
@@ -176,37 +177,6 @@ def share(runs: list[Run], worker: int, workers: int) -> list[Run]:
   return [run for run in runs if rows[run._replace(seed=0)] % workers == worker]
 
 
-def read(path: pathlib.Path) -> tuple[dict[Run, dict[str, Any]], int]:
-  """Returns the records of a results file by run, and the number of torn lines."""
-  found: dict[Run, dict[str, Any]] = {}
-  torn = 0
-  for line in path.read_text("utf8").splitlines() if path.exists() else ():
-    if not line:
-      continue
-    try:
-      record = json.loads(line)
-    except json.JSONDecodeError:
-      torn += 1
-      continue
-    run = Run(*(record[name] for name in Run._fields))
-    if run in found:
-      raise ValueError(f"{path} has two results of {run}: delete one of these lines.")
-    found[run] = record
-  return found, torn
-
-
-def append(path: pathlib.Path, record: dict[str, Any]) -> None:
-  """Adds a line by one write; after a torn line it begins a new one."""
-  line = json.dumps(record, allow_nan=False) + "\n"
-  with open(path, "ab+", buffering=0) as f:
-    size = f.seek(0, os.SEEK_END)
-    if size:
-      f.seek(size - 1)
-      line = line if f.read(1) == b"\n" else "\n" + line
-    f.write(line.encode())
-    os.fsync(f.fileno())
-
-
 def steps_of(run: Run, row: Row | None = None) -> int:
   """Returns the length of a run: "1600", "400 flops" or "flops of 1600 sr_ste at 1:16"."""
   if run.budget.isdigit():
@@ -239,9 +209,7 @@ def onlooker_of(run: Run, row: Row):
 
 
 def work(runs: list[Run], path: pathlib.Path, most: int | None = None) -> None:
-  """Does the runs that the file lacks, in order; at most so many."""
-  import _recipes_train
-
+  """Does the runs that the file lacks and no other process is at, in order; at most so many."""
   done, torn = read(path)
   if torn:
     print(f"{path}: {torn} torn lines are left out; their runs are done again.", flush=True)
@@ -250,18 +218,44 @@ def work(runs: list[Run], path: pathlib.Path, most: int | None = None) -> None:
   if waiting := [run for run in left if row_of(run, done) is None]:
     print(f"{len(waiting)} runs wait for tuning.", flush=True)
     left = [run for run in left if run not in waiting]
-  for i, run in enumerate(left[:most], 1):
-    row = row_of(run, done)
-    result = _recipes_train.train(
-      run.task, row, run.pattern, steps_of(run, row), run.seed, onlooker_of(run, row)
-    )
-    done[run] = run._asdict() | result | {"settings": dataclasses.asdict(row)}
-    append(path, done[run])
-    print(
-      f"{time.strftime('%H:%M:%S')} {i}/{len(left)} {' | '.join(map(str, run))}: "
-      f"{100 * result['accuracy']:.2f} %, {result['cross_entropy']:.4f}, {result['seconds']} s",
-      flush=True,
-    )
+  with claims(path) as mine:
+    free = (run for run in left if mine.take(run))
+    for i, run in enumerate(itertools.islice(free, most), 1):
+      done[run] = result = one(run, done)
+      append(path, result)
+      print(
+        f"{time.strftime('%H:%M:%S')} {i}/{len(left)} {' | '.join(map(str, run))}: "
+        f"{100 * result['accuracy']:.2f} %, {result['cross_entropy']:.4f}, {result['seconds']} s",
+        flush=True,
+      )
+
+
+def one(run: Run, done: Mapping[Run, Any]) -> dict[str, Any]:
+  """Does a run, and returns its record."""
+  import _recipes_train
+
+  row = row_of(run, done)
+  result = _recipes_train.train(
+    run.task, row, run.pattern, steps_of(run, row), run.seed, onlooker_of(run, row)
+  )
+  return run._asdict() | result | {"settings": dataclasses.asdict(row)}
+
+
+def keep_programs(folder: pathlib.Path) -> None:
+  """Keeps what jax compiles in a folder, and takes from there what another process compiled.
+
+  A program that is loaded gives the bits of one that is compiled: jax names it by its code, its
+  options and the versions. Call it before the first program.
+  """
+  import jax
+
+  for name, value in {
+    "jax_compilation_cache_dir": str(folder),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",  # names of programs know no folder then
+  }.items():
+    jax.config.update(name, value)
 
 
 def results_of(paths: list[pathlib.Path]) -> dict[Run, dict[str, Any]]:
@@ -371,6 +365,9 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--seeds", type=int, help="at most this many seeds of each row")
   parser.add_argument("--most", type=int, help="at most this many runs now; the rest later")
   parser.add_argument("--core", type=int, help="processor to run on; the I-th by default")
+  parser.add_argument(
+    "--programs", type=pathlib.Path, help="folder of compiled programs, kept for the next process"
+  )
   parser.add_argument("--list", action="store_true", help="show the runs and do none")
   parser.add_argument("--report", type=pathlib.Path, nargs="*", metavar="RUNS", help="show tables")
   parser.add_argument("--into", type=pathlib.Path, metavar="PAGE", help="where --report writes")
@@ -390,7 +387,10 @@ def main(argv: list[str] | None = None) -> int:
   if args.out is None:
     parser.error("--out: where do the results go?")
   os.environ["PJRT_NPROC"] = "1"  # one thread also where a process cannot be pinned
-  _timing.pin(args.worker[0] % (os.cpu_count() or 1) if args.core is None else args.core)
+  core = args.worker[0] % (os.cpu_count() or 1) if args.core is None else args.core
+  _timing.pin(core)
+  if args.programs is not None:
+    keep_programs(args.programs / f"core-{core}")  # jax writes a file in place: one for a process
   work(runs, args.out, args.most)
   return 0
 

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import pathlib
 import resource
 import sys
 import warnings
@@ -165,6 +166,24 @@ def short_runs(programs_of_this_worker):
     for name, value in variables.items():
       patch.setenv(name, value)
     yield
+
+
+@pytest.fixture
+def tiny_table(monkeypatch):
+  """The table of benchmarks/recipes.py, so small that it compiles in seconds; a user's modes."""
+  monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+  import _recipes_tasks
+  import _recipes_train
+
+  import nm_sparsity_jax as nms
+
+  shape = nms.flops.ViTShape(
+    layers=1, embed=8, mlp=16, heads=1, head_dim=8, tokens=4, patch=1, classes=5
+  )
+  task = _recipes_tasks.Bigram(symbols=5, tests=32, shape=shape)
+  monkeypatch.setitem(_recipes_train.TASKS, "bigram", task)
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield task
 
 
 @pytest.fixture

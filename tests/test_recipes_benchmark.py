@@ -143,6 +143,13 @@ def test_a_run_is_not_there_twice(tmp_path):
     recipes.read(path)
 
 
+def test_a_run_that_is_there_is_not_claimed_again(tmp_path):
+  path, two = tmp_path / "runs.jsonl", RUN._replace(seed=101)
+  recipes.append(path, RUN._asdict())
+  with recipes.claims(path) as mine:
+    assert not mine.take(RUN) and mine.take(two)
+
+
 def test_no_record_is_nan(tmp_path):
   with pytest.raises(ValueError, match="JSON"):
     recipes.append(tmp_path / "runs.jsonl", {"cross_entropy": math.nan})
@@ -386,19 +393,7 @@ def test_the_page_is_what_the_results_say():
 # --- one tiny run -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-  """A task that compiles in seconds, under a user's promotion modes."""
-  shape = nms.flops.ViTShape(
-    layers=1, embed=8, mlp=16, heads=1, head_dim=8, tokens=4, patch=1, classes=5
-  )
-  task = tasks.Bigram(symbols=5, tests=32, shape=shape)
-  monkeypatch.setitem(train.TASKS, "bigram", task)
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield task
-
-
-def test_a_run_is_done_once_and_repeats(tiny, tmp_path, monkeypatch, capsys):
+def test_a_run_is_done_once_and_repeats(tiny_table, tmp_path, monkeypatch, capsys):
   path = tmp_path / "runs.jsonl"
   runs = [recipes.Run("bigram", "1:4", "12", "idp", seed) for seed in (1, 2)]
   path.write_text('{"task": "bigram", "pat')
@@ -421,13 +416,13 @@ def test_a_run_is_done_once_and_repeats(tiny, tmp_path, monkeypatch, capsys):
   assert path.read_bytes() == before and "2 of 2 runs are there" in capsys.readouterr().out
 
 
-def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny):
-  data = tiny.draw(jax.random.key(0))
-  x, y = tiny.batch(data, 3)
+def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny_table):
+  data = tiny_table.draw(jax.random.key(0))
+  x, y = tiny_table.batch(data, 3)
   assert y.shape == (64, 3)
   x, y = np.asarray(x), np.asarray(y)
   np.testing.assert_array_equal(y, np.asarray(data["table"])[x[:, :-1], x[:, 1:]])
-  network = tasks.Network(tiny.shape, tiny.symbols, True)
+  network = tasks.Network(tiny_table.shape, tiny_table.symbols, True)
   shapes = jax.eval_shape(network.init, jax.random.key(1), x)["params"]
   draw = np.random.default_rng(0).standard_normal
   params = jax.tree.map(lambda s: draw(s.shape, np.float32), shapes)
@@ -437,7 +432,7 @@ def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny):
     lambda keys, w: w * ("mlp" not in jax.tree_util.keystr(keys)), params
   )
   apply = jax.jit(network.apply)
-  without = jax.jit(tasks.Network(tiny.shape, tiny.symbols, False).apply)
+  without = jax.jit(tasks.Network(tiny_table.shape, tiny_table.symbols, False).apply)
   rest = {**params, "block_0": {k: v for k, v in params["block_0"].items() if k != "mlp"}}
   del rest["block_0"]["LayerNorm_1"]
   logits = apply({"params": zeroed}, x)

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 from xml.etree import ElementTree
 
 import jax
@@ -274,26 +273,14 @@ def test_the_pictures_are_well_formed_and_say_what_is_missing():
 # --- a run ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-  """A task that compiles in seconds, under a user's promotion modes."""
-  shape = nms.flops.ViTShape(
-    layers=1, embed=8, mlp=16, heads=1, head_dim=8, tokens=4, patch=1, classes=5
-  )
-  task = tasks.Bigram(symbols=5, tests=32, shape=shape)
-  monkeypatch.setitem(train.TASKS, "bigram", task)
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield task
-
-
-def test_what_is_scored_is_finalized(tiny, monkeypatch):
+def test_what_is_scored_is_finalized(tiny_table, monkeypatch):
   zeros = lambda params, *_: jax.tree.map(jnp.zeros_like, params)
   monkeypatch.setattr(nms, "finalize", zeros)
   found = train.train("bigram", recipes.Row("dense"), "-", 4, 0)
   np.testing.assert_allclose(found["cross_entropy"], math.log(5), rtol=1e-6)
 
 
-def test_a_run_that_diverges_scores_as_a_guess_does(tiny, tmp_path):
+def test_a_run_that_diverges_scores_as_a_guess_does(tiny_table, tmp_path):
   row = recipes.Row("sr_ste", lam=1e-2, rate=1e38, constant=True)
   look = lambda *args: noise.Onlooker(*args, batches=4)
   found = train.train("bigram", row, "1:4", 12, 0, look)
@@ -311,7 +298,7 @@ def test_a_run_that_diverges_scores_as_a_guess_does(tiny, tmp_path):
   assert "diverged" not in train.train("bigram", recipes.Row("dense"), "-", 4, 0)
 
 
-def test_a_look_does_not_change_a_run(tiny):
+def test_a_look_does_not_change_a_run(tiny_table):
   row = recipes.Row("sr_ste", lam=1e-2, rate=2e-3, constant=True)
   look = lambda *args: noise.Onlooker(*args, batches=4)
   one, other = (train.train("bigram", row, "1:4", 6, 0, each) for each in (None, look))
@@ -339,36 +326,66 @@ def test_noise_by_hand():
   np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
+WORKER = """
+import fcntl, os, pathlib, signal, sys, time, types
+sys.path.insert(0, {benchmarks!r})
+import recipes
+stub = types.ModuleType("_recipes_train")
+def train(task, row, pattern, steps, seed, look):
+  time.sleep({seconds})
+  return dict(accuracy=0.5, cross_entropy=1.0, seconds=0.0, by=sys.argv[1])
+stub.train = train
+sys.modules["_recipes_train"] = stub
+recipes.onlooker_of = lambda run, row: None
+path, whole, done = pathlib.Path({path!r}), recipes.append, []
+def append(path, record):
+  done.append(record)
+  if sys.argv[1] == "killed" and len(done) == 3:
+    with open(path, "ab") as f:  # as the real one has it
+      fcntl.flock(f, fcntl.LOCK_EX)
+      f.write(b'{{"task": "bigram80", "patt')
+      f.flush()
+      os.kill(os.getpid(), signal.SIGKILL)
+  whole(path, record)
+recipes.append = append
+path.with_name(sys.argv[1]).touch()
+while not all(path.with_name(name).exists() for name in sys.argv[1:]):
+  time.sleep(0.01)
+recipes.work(recipes.grid("study")[:{runs}], path)
+"""
+
+
+def worker(path, runs, *names, seconds=0.0):
+  """Starts a process on the first runs of the queue; it begins when all those names are there."""
+  script = WORKER.format(
+    benchmarks=str(ROOT / "benchmarks"), path=str(path), runs=runs, seconds=seconds
+  )
+  return subprocess.Popen([sys.executable, "-c", script, *names], stdout=subprocess.DEVNULL)
+
+
 def test_a_killed_queue_goes_on_where_it_was(tmp_path):
   """The third run is killed by SIGKILL while half of its line is written."""
   path = tmp_path / "runs.jsonl"
-  script = textwrap.dedent(f"""
-    import os, signal, sys, types
-    sys.path.insert(0, {str(ROOT / "benchmarks")!r})
-    import recipes
-    stub = types.ModuleType("_recipes_train")
-    stub.train = lambda task, row, pattern, steps, seed, look: dict(
-      accuracy=0.5, cross_entropy=1.0, seconds=0.0)
-    sys.modules["_recipes_train"] = stub
-    recipes.onlooker_of = lambda run, row: None
-    whole = recipes.append
-    def append(path, record):
-      if record["seed"] == 602 and "kill" in sys.argv:
-        with open(path, "a") as f:
-          f.write('{{"task": "bigram80", "patt')
-        os.kill(os.getpid(), signal.SIGKILL)
-      whole(path, record)
-    recipes.append = append
-    runs = recipes.grid("study")[:5]
-    recipes.work(runs, recipes.pathlib.Path({str(path)!r}))
-  """)
-  run = lambda *args: subprocess.run([sys.executable, "-c", script, *args], check=False)
-  assert run("kill").returncode == -signal.SIGKILL
-  assert len(recipes.read(path)[0]) == 2 and run().returncode == 0
+  assert worker(path, 5, "killed").wait(60) == -signal.SIGKILL
+  assert len(recipes.read(path)[0]) == 2 and worker(path, 5, "other").wait(60) == 0
   found, torn = recipes.read(path)
   assert list(found) == recipes.grid("study")[:5] and torn == 1
   (first, *_) = found.values()
   assert first["settings"] == dataclasses.asdict(recipes.ROWS["mdgf_exponential, masked"])
+
+
+def test_two_processes_on_one_queue_lose_and_double_no_run(tmp_path):
+  """One of them is killed by SIGKILL while half of its third line is written."""
+  path, runs = tmp_path / "runs.jsonl", recipes.grid("study")[:12]
+  names = ("killed", "other")
+  both = [worker(path, 12, *order, seconds=0.05) for order in (names, names[::-1])]
+  assert [each.wait(60) for each in both] == [-signal.SIGKILL, 0]
+  found, torn = recipes.read(path)  # refuses a run that is there twice
+  by = [record["by"] for record in found.values()]
+  assert torn == 1 and by.count("killed") == 2 and len(runs) - 1 <= len(by) <= len(runs)
+  assert worker(path, 12, "last").wait(60) == 0  # has what the killed one had claimed
+  found, _ = recipes.read(path)
+  assert sorted(found) == sorted(runs) and len(path.read_text("utf8").splitlines()) == 13
 
 
 # --- the page against the records, in numpy alone -----------------------------------------------
