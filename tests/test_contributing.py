@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # In the copy: all three, then the conformance suite of the recipe, and tests that list all recipes.
@@ -59,6 +61,7 @@ def add_line(path, above, new):
   path.write_text("".join(found))
 
 
+@pytest.mark.usefixtures("short_runs")
 def test_a_newcomer_adds_a_recipe_a_role_and_a_command(tmp_path):
   """Nothing is written but what CONTRIBUTING says."""
   ignored = shutil.ignore_patterns("__pycache__")
@@ -84,7 +87,7 @@ def test_a_newcomer_adds_a_recipe_a_role_and_a_command(tmp_path):
   done = subprocess.run(
     [sys.executable, "-c", PROGRAM],
     cwd=tmp_path,
-    env={**os.environ, "PYTHONPATH": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+    env={**os.environ, "PYTHONPATH": str(tmp_path)},
     capture_output=True,
     text=True,
     check=False,

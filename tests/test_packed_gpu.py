@@ -37,9 +37,21 @@ def due(x, packed):
   return np.asarray(x, np.float64) @ unpack(packed).astype(np.float64)
 
 
+def thinned(cases, values):
+  """Every case with every type of values. `make test` has one of each, and each type has cases."""
+  thin = lambda i, j: () if (i - j) % len(values) == 0 else pytest.mark.slow
+  return [
+    pytest.param(*case, name, marks=thin(i, j))
+    for i, case in enumerate(cases)
+    for j, name in enumerate(values)
+  ]
+
+
+TYPES = ["float32", "bfloat16", "float16", "int8"]
+
+
 @pytest.mark.parametrize("way", gpu.KERNELS)
-@pytest.mark.parametrize("values", ["float32", "bfloat16", "float16", "int8"])
-@pytest.mark.parametrize("pattern, depth, features, batch", CASES)
+@pytest.mark.parametrize("pattern, depth, features, batch, values", thinned(CASES, TYPES))
 def test_a_kernel_is_the_dense_product(way, values, pattern, depth, features, batch):
   packed, x = case(pattern, depth, features, batch, values)
   got = jax.jit(functools.partial(gpu.dot, way=way, interpret=True))(x, packed)
@@ -80,9 +92,11 @@ def test_few_rows_and_many_zeros_are_gathered():
 CALL = "__gpu$xla.gpu.triton"
 
 
+LOWERED = [["2:4"], ["1:8"], ["3:12"], ["1:32"], ["1:128"]]
+
+
 @pytest.mark.parametrize("way", gpu.KERNELS)
-@pytest.mark.parametrize("values", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:12", "1:32", "1:128"])
+@pytest.mark.parametrize("pattern, values", thinned(LOWERED, ["float32", "bfloat16", "int8"]))
 # JAX 0.12 says so at each lowering, and asks for which GPU it lowers.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_a_kernel_lowers_to_triton(way, values, pattern):
