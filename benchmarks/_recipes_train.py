@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import itertools
 import math
+import pathlib
 import platform
 import time
 from typing import Any, NamedTuple
@@ -34,6 +35,21 @@ WATCHED = {
   "second_moment_all": "nm/second_moment_var/all",
   "second_moment_kept": "nm/second_moment_var/kept",
 }
+
+
+def keep_programs(folder: pathlib.Path) -> None:
+  """Keeps what jax compiles in a folder, and takes from there what another process compiled.
+
+  A program that is loaded gives the bits of one that is compiled: jax names it by its code, its
+  options and the versions. Call it before the first program.
+  """
+  for name, value in {
+    "jax_compilation_cache_dir": str(folder),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",  # names of programs know no folder then
+  }.items():
+    jax.config.update(name, value)
 
 
 def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:

@@ -1,13 +1,12 @@
-"""The section of the study in docs/results.md: verdicts, contrasts, and the cells behind them.
+"""The verdicts of the study in docs/results.md, and in its appendix the contrasts and the cells.
 
-verdicts, records -> [section] -> Markdown; what is not there is said, and nothing stands for it
+verdicts, records -> [section], [tables] -> Markdown; what is missing is said, and nothing fills it
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 import _recipes_report as report
 import _study_tests as tests
@@ -28,9 +27,9 @@ def show_interval(measure: str, low: float | None, high: float | None) -> str:
   return f"{ends[0]} to {ends[1]}"
 
 
-def name_of(shown: tests.Shown) -> str:
+def name_of(each: tests.Shown) -> str:
   """Says which cells a contrast compares."""
-  c = shown.contrast
+  c = each.contrast
   row, over = c.pair
   text = f"{TASKS[row.task]}, {row.pattern}: {row.row} over {over.row}"
   if over.pattern not in (row.pattern, "-"):
@@ -43,35 +42,45 @@ def name_of(shown: tests.Shown) -> str:
   return text
 
 
+def decisive(verdict: tests.Verdict) -> tests.Shown:
+  """Returns the largest of the contrasts that made a verdict, of one that is decided."""
+  wanted = "holds" if verdict.word == "supported" else "fails"
+  found = [s for s in verdict.shown if s.says == wanted and s.mean is not None]
+  return max(found, key=lambda s: abs(s.mean or 0.0))
+
+
+def shown(contrast: tests.Shown) -> str:
+  """Returns the mean and the interval of a contrast."""
+  measure = contrast.contrast.measure
+  ends = show_interval(measure, contrast.low, contrast.high)
+  return f"{show(measure, contrast.mean or 0.0)} ({ends})"
+
+
 def headline(verdict: tests.Verdict) -> str:
   """Returns the line of a hypothesis: its word, why, and the largest contrast that decided."""
   line = f"- **{verdict.hypothesis.name}: {verdict.word}.** {verdict.hypothesis.says}"
   line += f" {verdict.why[:1].upper()}{verdict.why[1:]}."
   if verdict.word == "not decided":
     return line
-  wanted = "holds" if verdict.word == "supported" else "fails"
-  decisive = [s for s in verdict.shown if s.says == wanted and s.mean is not None]
-  best = max(decisive, key=lambda s: abs(s.mean or 0.0))
-  measure = best.contrast.measure
-  ends = show_interval(measure, best.low, best.high)
-  return f"{line} Largest: {name_of(best)}, {show(measure, best.mean or 0.0)} ({ends})."
+  best = decisive(verdict)
+  return f"{line} Largest: {name_of(best)}, {shown(best)}."
 
 
 def contrasts(verdict: tests.Verdict, seeds: int) -> list[str]:
   """Returns the table of a hypothesis. Without its whole family no contrast has a p or a word."""
   lines = []
-  for shown in verdict.shown:
-    measure, d = shown.contrast.measure, [*shown.differences.values()]
-    cells = [name_of(shown), measure.removeprefix("ln "), shown.contrast.expect]
+  for each in verdict.shown:
+    measure, d = each.contrast.measure, [*each.differences.values()]
+    cells = [name_of(each), measure.removeprefix("ln "), each.contrast.expect]
     cells.append(report.count(len(d), seeds))
     if not d:
       lines.append([*cells, *["missing"] * 5])
       continue
     cells.append(show(measure, statistics.fmean(d)))
-    cells.append(show_interval(measure, shown.low, shown.high))
+    cells.append(show_interval(measure, each.low, each.high))
     cells.append(f"{sum(x < 0 for x in d)} of {len(d)}")
-    cells += ["", "when all runs are there"] if shown.p is None else [
-      report.show_p(shown.p), shown.says,
+    cells += ["", "when all runs are there"] if each.p is None else [
+      report.show_p(each.p), each.says,
     ]  # fmt: skip
     lines.append(cells)
   head = (
@@ -118,20 +127,24 @@ def tuning(records: tests.Records, study: Study) -> list[str]:
   return [f"Tuning: {'; '.join(said)}."]
 
 
-def section(records: dict[Any, Any], study: Study) -> list[str]:
-  """Returns the section. `records`: by run, those of other studies among them."""
+def section(records: tests.Records, study: Study) -> list[str]:
+  """Returns the verdicts. `records`: by run, those of other studies among them."""
   mine = {run: records[run] for run in study.queue if run in records}
-  said = tests.verdicts(mine, study)
   hours = sum(r["seconds"] for r in mine.values()) / 3600
   out = [f"{len(mine)} of {len(study.queue)} runs are there, {hours:.1f} hours of one core."]
   if mine:
     lost = sum(r.get("diverged", False) for r in mine.values())
     out[0] += f" {report.versions(mine)}. {lost or 'None'} diverged."
-  out += ["", *map(headline, said), ""]
-  for each in said:
-    if any(shown.differences for shown in each.shown):
+  return [*out, "", *map(headline, tests.verdicts(mine, study))]
+
+
+def tables(records: tests.Records, study: Study) -> list[str]:
+  """Returns the contrasts of the families that have any, the cells, and how far tuning is."""
+  mine, out = {run: records[run] for run in study.queue if run in records}, []
+  for each in tests.verdicts(mine, study):
+    if any(contrast.differences for contrast in each.shown):
       out += contrasts(each, len(study.declared["test_seeds"]))
-  return [*out, "#### Cells", "", *cells(mine, study), "", *tuning(mine, study), ""]
+  return [*out, "#### Cells", "", *cells(mine, study), "", *tuning(mine, study)]
 
 
 def unmatched(hypothesis: Hypothesis, exposure, within: float) -> list[str]:

@@ -43,6 +43,7 @@ from _recipes_file import append, claims, read
 from _recipes_rows import Row, Run
 
 RESULTS = pathlib.Path(__file__).with_name("results")
+README = pathlib.Path(__file__).parents[1] / "README.md"
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "results.md"
 
 # A frozen mask is the same in both modes: what it prunes is never used again. SR-STE and IDP are
@@ -241,23 +242,6 @@ def one(run: Run, done: Mapping[Run, Any]) -> dict[str, Any]:
   return run._asdict() | result | {"settings": dataclasses.asdict(row)}
 
 
-def keep_programs(folder: pathlib.Path) -> None:
-  """Keeps what jax compiles in a folder, and takes from there what another process compiled.
-
-  A program that is loaded gives the bits of one that is compiled: jax names it by its code, its
-  options and the versions. Call it before the first program.
-  """
-  import jax
-
-  for name, value in {
-    "jax_compilation_cache_dir": str(folder),
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",  # names of programs know no folder then
-  }.items():
-    jax.config.update(name, value)
-
-
 def results_of(paths: list[pathlib.Path]) -> dict[Run, dict[str, Any]]:
   """Returns the records of several results files, by run."""
   records: dict[Run, dict[str, Any]] = {}
@@ -289,6 +273,7 @@ def pictures(records: dict[Run, dict[str, Any]]) -> dict[str, str]:
 def sections(records: dict[Run, dict[str, Any]]) -> dict[str, list[str]]:
   """Returns the generated parts of docs/results.md, by name."""
   import _recipes_report as report
+  import _study_advice
 
   runs = grid("bigram")
   return {
@@ -300,15 +285,15 @@ def sections(records: dict[Run, dict[str, Any]]) -> dict[str, list[str]]:
     "variances": report.variances(records, runs, ROWS),
     "digits": report.digits(records, grid("digits"), ROWS),
     "rebus": rebus(records),
-    "study": study_section(records),
-  }
+  } | _study_advice.sections(records, _study.study())
 
 
-def study_section(records: dict[Run, dict[str, Any]]) -> list[str]:
-  """Returns the section of declared hypotheses."""
-  import _study_report
+def readme(records: dict[Run, dict[str, Any]]) -> str:
+  """Returns README with the lines of its advice as the records have them."""
+  import _study_advice
 
-  return _study_report.section(records, _study.study())
+  lines = _study_advice.readme(records, _study.study(), grid("bigram"), ROWS)
+  return _study_advice.replace(README.read_text("utf8"), lines)
 
 
 def rebus(records: dict[Run, dict[str, Any]]) -> list[str]:
@@ -337,6 +322,8 @@ def write_report(paths: list[pathlib.Path], page: pathlib.Path | None) -> None:
   for name, lines in parts.items():
     text = report.fill(text, name, lines)
   page.write_text(text, "utf8")
+  if page == PAGE:
+    README.write_text(readme(records), "utf8")
   for name, drawn in pictures(records).items():
     page.with_name(name).write_text(drawn, "utf8")
 
@@ -390,7 +377,11 @@ def main(argv: list[str] | None = None) -> int:
   core = args.worker[0] % (os.cpu_count() or 1) if args.core is None else args.core
   _timing.pin(core)
   if args.programs is not None:
-    keep_programs(args.programs / f"core-{core}")  # jax writes a file in place: one for a process
+    import _recipes_train
+
+    _recipes_train.keep_programs(
+      args.programs / f"core-{core}"
+    )  # jax writes a file in place: one for a process
   work(runs, args.out, args.most)
   return 0
 

@@ -1,12 +1,10 @@
-"""The declared study: what is asked, the tests, one run, and the page against its records."""
+"""The declared study: what is asked, the tests, and one run. test_study_page.py has the page."""
 
 import dataclasses
 import importlib
 import itertools
-import json
 import math
 import pathlib
-import random
 import re
 import signal
 import subprocess
@@ -17,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from study_records import SEEDS, STUDY, lines_of, numpy_p, records_of
 
 import nm_sparsity_jax as nms
 
@@ -33,12 +32,6 @@ tasks = importlib.import_module("_recipes_tasks")
 train = importlib.import_module("_recipes_train")
 
 pytestmark = pytest.mark.usefixtures("short_runs")
-STUDY = declared.study()
-SEEDS = STUDY.declared["test_seeds"]
-CURVE = {
-  "step": [0, 800], "loss": [4.0, 2.0], "D": [1.0, 0.0], "density": [1.0, 0.1],
-  "noise_loss": [4.0, 2.0], "noise": [1.0, 4.0],
-}  # fmt: skip
 
 
 # --- what is declared -------------------------------------------------------------------------
@@ -136,23 +129,6 @@ def test_a_budget_is_the_price_of_sr_ste():
 # --- the tests --------------------------------------------------------------------------------
 
 
-def records_of(seed=0, spread=0.02, gain=0.5, names=("H1",)):
-  """Records of all test runs of H1; challengers have `gain` times the cross-entropy at 1:16."""
-  rng = np.random.default_rng(seed)
-  luck = dict(zip(SEEDS, rng.normal(0, 2, 8), strict=True))  # of a seed, shared by all its rows
-  records = {}
-  for cell in [cell for name in names for cell in STUDY.hypotheses[name].cells]:
-    for run in cell.runs(SEEDS):
-      ce = math.exp(luck[run.seed] + rng.normal(0, spread))
-      if not cell.row.startswith("sr_ste") and cell.pattern == "1:16":
-        ce *= gain
-      accuracy = 0.5 if cell.row == "no_ff" else 0.9
-      about = {"steps": 1600, "flops": 1e12, "seconds": 1.0, "versions": {}, "curve": CURVE}
-      about["settings"] = {"constant": "constant" in cell.row}
-      records[run] = {"cross_entropy": ce, "accuracy": accuracy, **about}
-  return records
-
-
 def test_pairs_are_of_the_same_seed():
   records = records_of(spread=0.0)
   shuffled = sorted(records, key=lambda run: (run.seed * 7 % 11 * len(run.row) % 13, run))
@@ -209,7 +185,7 @@ def test_a_verdict_needs_every_run():
   part = study_tests.verdict(STUDY.hypotheses["H1"], some, STUDY)
   assert (part.word, part.why) == ("not decided", "215 of 216 runs are there")
   assert {s.p for s in part.shown} == {None} and {s.says for s in part.shown} == {"missing"}
-  text = "\n".join(report.section(some, STUDY))
+  text = "\n".join(report.section(some, STUDY) + report.tables(some, STUDY))
   assert "**H1: not decided.**" in text and "when all runs are there" in text
   assert "| 7 of 8 |" in text and "**H3: not decided.**" in text and "24 of 48 runs" in text
 
@@ -248,7 +224,7 @@ def test_noise_is_read_where_the_loss_first_falls():
 
 def test_a_whole_study_is_shown_whole():
   records = records_of(names=tuple(STUDY.hypotheses))
-  text = "\n".join(report.section(records, STUDY))
+  text = "\n".join(report.section(records, STUDY) + report.tables(records, STUDY))
   for name, hypothesis in STUDY.hypotheses.items():
     assert re.search(rf"\*\*{name}: (supported|contradicted|not decided)\.\*\*", text)
     lines = lines_of(text, name)
@@ -386,66 +362,3 @@ def test_two_processes_on_one_queue_lose_and_double_no_run(tmp_path):
   assert worker(path, 12, "last").wait(60) == 0  # has what the killed one had claimed
   found, _ = recipes.read(path)
   assert sorted(found) == sorted(runs) and len(path.read_text("utf8").splitlines()) == 13
-
-
-# --- the page against the records, in numpy alone -----------------------------------------------
-
-
-def numpy_p(d):
-  """Sign-flip max-T p of [seeds, contrasts], all flips."""
-  signs = np.array(list(itertools.product((1, -1), repeat=len(d))))
-  flipped = signs[:, :, None] * d
-  t = np.abs(flipped.mean(1) / (flipped.std(1, ddof=1) / len(d) ** 0.5))
-  return (t.max(1)[:, None] >= t[0] * (1 - 1e-9)).mean(0)
-
-
-def lines_of(page, title):
-  """The cells of each line of the table below a title of the page."""
-  after = page.partition(f"\n#### {title}")[2].partition("\n| --- ")[2].partition("\n\n")[0]
-  return [line.strip("| ").split(" | ") for line in after.splitlines()[1:]]
-
-
-def test_ten_random_cells_of_the_page_by_numpy():
-  path = ROOT / "benchmarks" / "results" / "recipes_study.jsonl"
-  cells = {}
-  for record in map(json.loads, path.read_text("utf8").splitlines()):
-    key = tuple(record[name] for name in ("task", "pattern", "row", "budget"))
-    cells.setdefault(key, []).append(record)
-  page = (ROOT / "docs" / "results.md").read_text("utf8")
-  tables = {v: k for k, v in report.TASKS.items()}
-  asked = []
-  for line in lines_of(page, "Cells"):
-    task, pattern, row, budget, count, accuracy, ce, _, steps, flops = line
-    found = cells.pop((tables[task], pattern, row, budget))
-    column = lambda name, found=found: np.array([record[name] for record in found])
-    assert count.split()[0] == str(len(found))
-    asked += [
-      (accuracy, f"{100 * column('accuracy').mean():.2f}"),
-      (ce, f"{np.exp(np.log(column('cross_entropy')).mean()):.4f}"),
-      (steps, f"{column('steps')[0]}"),
-      (flops, f"{column('flops')[0] / 1e12:.2f}"),
-    ]
-  assert not {key for key in cells if ", tuning " not in key[2]}  # every record is on the page
-  asked += contrasts_of(page, path)
-  for said, wanted in random.Random(0).sample(asked, min(10, len(asked))):
-    assert said == wanted
-
-
-def test_what_is_told_stands_before_the_tables_and_is_short():
-  page = (ROOT / "docs" / "results.md").read_text("utf8")
-  told, _, tables = page.partition("\n## Appendix")
-  assert len(told.splitlines()) <= 250 and "\n<!-- begin study" in told
-  assert all(f"<!-- begin {name}: generated -->" in tables for name in ("bigram", "mini_glue"))
-
-
-def contrasts_of(page, path):
-  """(said, wanted) of the means of H1's contrasts, paired by seed in numpy."""
-  at = {}
-  for record in map(json.loads, path.read_text("utf8").splitlines()):
-    at[record["pattern"], record["row"], record["seed"], record["budget"]] = record["cross_entropy"]
-  for line in lines_of(page, "H1"):
-    pattern, row, over = re.fullmatch(r"80 symbols, (\S+): (.*) over (.*)", line[0]).groups()
-    both = [tuple(at.get((pattern, name, s, "1600")) for name in (row, over)) for s in SEEDS]
-    d = np.log([pair for pair in both if None not in pair])
-    if len(d):
-      yield line[4], f"{np.exp((d[:, 0] - d[:, 1]).mean()):.3f}"

@@ -1,0 +1,300 @@
+"""What a reader does with the study: advice, claims of the paper, what a winner weighs, README.
+
+    verdicts, records of all studies, packed_cpu.json -> lines of Markdown
+
+A hypothesis that is not decided gives the older tables instead, and they are called exploratory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import _flips
+import _recipes_report as older
+import _study_report as report
+import _study_tests as tests
+from _recipes_rows import Run
+from _study import Study
+
+TASK, STEPS = "bigram80", "1600"
+SEEDS = range(100, 108)  # of the older tables
+SPEEDS = pathlib.Path(__file__).with_name("results") / "packed_cpu.json"
+PATTERNS = ("1:4", "1:8", "1:16", "1:32")  # 2:4 was never run
+
+
+class Old(NamedTuple):
+  """A row of the older tables at a pattern, against another."""
+
+  pattern: str
+  row: str
+  over: str = older.BASE
+
+
+class Advice(NamedTuple):
+  """What to do where a hypothesis is supported, contradicted, or not decided; and older figures."""
+
+  supported: str
+  contradicted: str
+  undecided: str
+  old: tuple[Old, ...]
+
+
+EXPONENTIAL = "mdgf_exponential, masked"
+ADVICE = {
+  "H1": Advice(
+    "Take a progressive recipe: it gains more than longer dense training does.",
+    "Keep `sr_ste` and make its dense phase longer: no recipe gains beyond that.",
+    "Run `mdgf_exponential` beside `sr_ste`, with your own budget and the same seeds.",
+    (Old("1:16", EXPONENTIAL),),
+  ),
+  "H2": Advice(
+    "Hold the learning rate constant with `sdgf_stepwise`.",
+    "Leave `sdgf_stepwise`: a constant rate does not make up for what it loses.",
+    "With a cosine, leave `sdgf_stepwise` with its usual 20 % of fine-tuning.",
+    (Old("1:16", "sdgf_stepwise, masked"),),
+  ),
+  "H3": Advice(
+    "Tune both: a lead over `sr_ste` survives its tuning.",
+    "Tune `sr_ste` before you change the recipe: then no lead is left.",
+    "Tune `sr_ste` as much as what you hold against it. Its dense share alone tells little.",
+    (Old("1:16", "sr_ste, 0 % dense"),),
+  ),
+  "H5": Advice(
+    "Look to progressive recipes the more, the sparser the pattern is.",
+    "Do not count on a larger gain at 1:32 than at 1:16.",
+    "Do not count on a larger gain at 1:32 than at 1:16.",
+    (Old("1:16", EXPONENTIAL), Old("1:32", EXPONENTIAL)),
+  ),
+  "H6": Advice(
+    "Take a progressive recipe also where training FLOPs are what you pay.",
+    "Take `sr_ste` where training FLOPs are what you pay.",
+    "Count training FLOPs before you choose.",
+    (),
+  ),
+}
+# The paper's claim, and the hypothesis that is its test here; or why there is none.
+CLAIMS = (
+  ("Recipes that let gradients flow beat SR-STE at high sparsity.", "H1",
+   "SR-STE is dense for as long"),
+  ("High sparsity makes gradients noisier, and decay takes noise away.", "H4",
+   "noise across batches at the same loss"),
+  ("The gain grows with sparsity.", "H5", "from 1:16 to 1:32"),
+  ("The recipes are better at the same training FLOPs.", "H6", "those of SR-STE"),
+  ("For T5 at 1:8 `sdgf_stepwise` is best; for ViT at 1:4 SR-STE is.", "",
+   "it needs the paper's networks and data"),
+  ("Up to 2 % are gained on images and 5 % on text.", "", "it needs the paper's networks and data"),
+)  # fmt: skip
+HERE = {"supported": "supported here", "contradicted": "contradicted here"}
+
+
+def factor(records: tests.Records, old: Old) -> tuple[int, str]:
+  """Returns how many seeds compare two older rows, and their ratio of cross-entropies in words."""
+  log = lambda row, seed: math.log(
+    records[Run(TASK, old.pattern, STEPS, row, seed)]["cross_entropy"]
+  )
+  there = [s for s in SEEDS if all(Run(TASK, old.pattern, STEPS, r, s) in records for r in old[1:])]
+  d = [log(old.row, seed) - log(old.over, seed) for seed in there]
+  if len(d) < 2:
+    return len(d), "missing"
+  ends = report.show_interval("", *_flips.interval(d))
+  return len(d), f"{math.exp(statistics.fmean(d)):.3f} ({ends})"
+
+
+def explored(records: tests.Records, olds: Sequence[Old]) -> str:
+  """Says what the older tables have, and that nobody declared it before."""
+  if not olds:
+    price = lambda row: records[Run(TASK, "1:16", STEPS, row, SEEDS[0])]["flops"]
+    ratio = price(EXPONENTIAL) / price(older.BASE)
+    return (
+      "The older tables at equal FLOPs are rejected, so they say nothing. At 1:16 "
+      f"{EXPONENTIAL} costs {ratio:.2f} times the training FLOPs of {older.BASE}."
+    )
+  said = []
+  for old in olds:
+    n, words = factor(records, old)
+    said.append(f"at {old.pattern} {old.row} over {old.over} {words}, {n} seeds")
+  return f"Exploratory, from an older table (80 symbols, {STEPS} steps): {'; '.join(said)}."
+
+
+def advice(records: tests.Records, said: Sequence[tests.Verdict]) -> list[str]:
+  """Returns a line for each question, with its setting and interval."""
+  lines = []
+  for each in said:
+    name = each.hypothesis.name
+    if name not in ADVICE:
+      continue
+    does = getattr(ADVICE[name], each.word.removeprefix("not ").replace("decided", "undecided"))
+    if each.word == "not decided":
+      why = f"{name} is not decided yet: {each.why}. {explored(records, ADVICE[name].old)}"
+    else:
+      best = report.decisive(each)
+      why = f"{name} is {each.word}: {report.name_of(best)}, {report.shown(best)}."
+    lines.append(f"- **{does}** {why}")
+  return lines
+
+
+def claims(said: Sequence[tests.Verdict]) -> list[str]:
+  """Returns the paper's claims with what this study says of each."""
+  by_name, lines = {each.hypothesis.name: each for each in said}, []
+  for claim, name, how in CLAIMS:
+    if not name:
+      lines.append([claim, "not testable here", how])
+      continue
+    each = by_name[name]
+    word = "not testable here" if "is rejected" in each.why else HERE.get(each.word)
+    lines.append([claim, word or "not yet decided", f"{name} ({how}): {each.why}"])
+  return older.markdown(("the paper says", "verdict", "by"), lines)
+
+
+def winner(
+  pattern: str, records: tests.Records, said: Sequence[tests.Verdict], study: Study
+) -> tuple[str, list[Any], str] | None:
+  """Returns the row with the least cross-entropy, its records, and which study they are of.
+
+  The declared study chooses where H1 has all of its runs there; before that the older table does.
+  """
+  h1 = next(each for each in said if each.hypothesis.name == "H1")
+  tested = {c for c in h1.hypothesis.cells if c.pattern == pattern and c.budget == STEPS}
+  if tested and h1.there == h1.wanted:
+    found = {c.row: [records[r] for r in c.runs(study.declared["test_seeds"])] for c in tested}
+    of = "declared"
+  else:
+    names = {r.row for r in records if r[:3] == (TASK, pattern, STEPS) and r.seed in SEEDS}
+    runs = {row: [Run(TASK, pattern, STEPS, row, s) for s in SEEDS] for row in names}
+    found = {row: [records[run] for run in of if run in records] for row, of in runs.items()}
+    most = max(map(len, found.values()), default=0)  # others have a part of the seeds
+    found = {row: of for row, of in found.items() if len(of) == most}
+    of = "older, exploratory"
+  least = lambda row: statistics.fmean(math.log(r["cross_entropy"]) for r in found[row])
+  best = min(sorted(found), key=least, default=None)
+  return (best, found[best], of) if best else None
+
+
+def packed_kib(pattern: str) -> tuple[float, float]:
+  """Returns KiB of the feed-forward kernels of a network of the study: packed, and with zeros."""
+  import _recipes_tasks
+
+  import nm_sparsity_jax as nms
+  from nm_sparsity_jax import packed
+  from nm_sparsity_jax.groups import Groups
+
+  shape, n_m = _recipes_tasks.TASKS[TASK].shape, nms.NM.parse(pattern)
+  kernels = [(shape.embed, shape.mlp), (shape.mlp, shape.embed)] * shape.layers
+  sizes = [packed.sizes(packed.like(n_m, Groups(k, 0), "float32")) for k in kernels]
+  return sum(s.total for s in sizes) / 1024, sum(s.dense for s in sizes) / 1024
+
+
+def deployed(records: tests.Records, said: Sequence[tests.Verdict], study: Study) -> list[str]:
+  """Returns what the winner scores, weighs and gains at 1:8 and 1:16."""
+  measured = json.loads(SPEEDS.read_text("utf8"))
+  speed = {
+    (r["pattern"], r["rows"]): f"{r['mean']:.1f} ({r['least']:.1f})"
+    for r in measured["ratios"]
+    if r["backend"] == "cpu_ffi"
+  }
+  lines = []
+  for pattern in ("1:8", "1:16"):
+    if (best := winner(pattern, records, said, study)) is None:
+      continue
+    row, found, of = best
+    small, whole = packed_kib(pattern)
+    lines.append([
+      pattern, row, f"{of}, {len(found)} seeds", f"{older.mean_accuracy(found):.2f}",
+      f"{small:.0f} of {whole:.0f} KiB", speed[pattern, 1], speed[pattern, 128],
+    ])  # fmt: skip
+  head = ("pattern", "least cross-entropy", "records", "accuracy, %", "packed kernels",
+          "one row, times faster", "128 rows")  # fmt: skip
+  widths = sorted({int(n) for shape in measured["shapes"] for n in shape.split("x")})
+  return [
+    *older.markdown(head, lines), "",
+    *textwrap.wrap(
+      f"The rows are of 80 symbols in {STEPS} steps. Packed are their feed-forward kernels in "
+      "float32, without the rest of the network. The speed is of products of "
+      f"{widths[0]} to {widths[-1]} wide weights by `nm_dot` on {measured['cores']} core with "
+      f"{measured['isa']}, over XLA's dense product: the mean over shapes, and in brackets the "
+      "least of them. It is not of this network.",
+      110,
+    ),
+  ]  # fmt: skip
+
+
+def of_pattern(pattern: str, tables: Sequence[older.Table], rows: Mapping[str, Any]) -> str:
+  """Returns README's line of a pattern: what is ahead of SR-STE in both older tables."""
+  asked = [
+    t for t in tables
+    if t.pattern == pattern and (t.task, t.budget) in (("bigram", "400"), (TASK, STEPS))
+  ]  # fmt: skip
+  ahead, seeds = [], min(len(t.rows[older.BASE]) for t in asked)
+  for table in asked:
+    compared = older.compare(table, rows)
+    ahead.append({n for n, (d, p) in compared.items() if p is not None and p < _flips.LEVEL
+                  and d.mean < 0})  # fmt: skip
+  both = [name for name in rows if all(name in each for each in ahead)]
+  modes: dict[str, list[str]] = {}
+  for name in both:
+    modes.setdefault(rows[name].recipe, []).append(f"`{rows[name].mode}`")
+  named = " and ".join(f"`{recipe}` with {' and '.join(m)}" for recipe, m in modes.items())
+  word = "are" if len(modes) > 1 else "is"
+  said = f"{named} {word} ahead" if both else "no recipe is ahead"
+  return f"- **{pattern}:** {said} in both tables ({seeds} seeds)."
+
+
+def readme(
+  records: tests.Records, study: Study, runs: Sequence[Any], rows: Mapping[str, Any]
+) -> list[str]:
+  """Returns the lines of README's advice, one for each pattern that was run.
+
+  Args:
+    records: of all studies, by run.
+    study: the declared one.
+    runs: of the older tables.
+    rows: of the older tables.
+  """
+  h1 = tests.verdict(study.hypotheses["H1"], records, study)
+  patterns = {c.pair.row.pattern for c in h1.hypothesis.contrasts}
+  tables, lines = older.split(records, runs, rows), []
+  for pattern in PATTERNS:
+    line = of_pattern(pattern, tables, rows)
+    if pattern in patterns:
+      line += f" Beyond more dense steps: {beyond(h1, pattern)}."
+    lines.append(line)
+  return lines
+
+
+def replace(text: str, lines: Sequence[str]) -> str:
+  """Puts each line in the place of the one that begins with the same pattern."""
+  for line in lines:
+    start = re.escape(line.partition(":**")[0])
+    text, n = re.subn(rf"^{start}:\*\*.*$", lambda _, line=line: line, text, flags=re.MULTILINE)
+    if n != 1:
+      raise ValueError(f"README has {n} lines that begin with {line[:12]!r}: it needs one.")
+  return text
+
+
+def sections(records: tests.Records, study: Study) -> dict[str, list[str]]:
+  """Returns the generated parts of the page that are of the declared study, by name."""
+  mine = {run: records[run] for run in study.queue if run in records}
+  said = tests.verdicts(mine, study)
+  return {
+    "advice": advice(records, said),
+    "study": report.section(records, study),
+    "claims": claims(said),
+    "deployed": deployed(records, said, study),
+    "study_tables": report.tables(records, study),
+  }
+
+
+def beyond(h1: tests.Verdict, pattern: str) -> str:
+  """Says which recipes of a pattern gain beyond SR-STE that is dense for as long."""
+  if h1.word == "not decided":
+    return "not decided yet"
+  gains = [s.contrast.pair.row.row for s in h1.shown
+           if s.contrast.pair.row.pattern == pattern and s.says == "holds"]  # fmt: skip
+  return "; ".join(f"`{row}`" for row in gains) or "no recipe"

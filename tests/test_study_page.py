@@ -1,0 +1,140 @@
+"""The page of the declared study and README's advice, against the committed records."""
+
+import importlib
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from study_records import ROOT, SEEDS, STUDY, lines_of, records_of
+
+advice = importlib.import_module("_study_advice")
+recipes = importlib.import_module("recipes")
+report = importlib.import_module("_study_report")
+study_tests = importlib.import_module("_study_tests")
+
+# --- the page against the records, in numpy alone -----------------------------------------------
+
+
+def test_ten_random_cells_of_the_page_by_numpy():
+  path = ROOT / "benchmarks" / "results" / "recipes_study.jsonl"
+  cells = {}
+  for record in map(json.loads, path.read_text("utf8").splitlines()):
+    key = tuple(record[name] for name in ("task", "pattern", "row", "budget"))
+    cells.setdefault(key, []).append(record)
+  page = (ROOT / "docs" / "results.md").read_text("utf8")
+  tables = {v: k for k, v in report.TASKS.items()}
+  asked = []
+  for line in lines_of(page, "Cells"):
+    task, pattern, row, budget, count, accuracy, ce, _, steps, flops = line
+    found = cells.pop((tables[task], pattern, row, budget))
+    column = lambda name, found=found: np.array([record[name] for record in found])
+    assert count.split()[0] == str(len(found))
+    asked += [
+      (accuracy, f"{100 * column('accuracy').mean():.2f}"),
+      (ce, f"{np.exp(np.log(column('cross_entropy')).mean()):.4f}"),
+      (steps, f"{column('steps')[0]}"),
+      (flops, f"{column('flops')[0] / 1e12:.2f}"),
+    ]
+  assert not {key for key in cells if ", tuning " not in key[2]}  # every record is on the page
+  asked += contrasts_of(page, path)
+  for said, wanted in random.Random(0).sample(asked, min(10, len(asked))):
+    assert said == wanted
+
+
+def test_what_is_told_stands_before_the_tables_and_is_short():
+  page = (ROOT / "docs" / "results.md").read_text("utf8")
+  told, _, tables = page.partition("\n## Appendix")
+  assert len(told.splitlines()) <= 250
+  begins = lambda text, *names: all(f"<!-- begin {name}: generated -->" in text for name in names)
+  assert begins(told, "advice", "study", "claims", "deployed")
+  assert begins(tables, "study_tables", "bigram", "mini_glue")
+  assert told.index("begin advice") < told.index("begin study") < told.index("begin claims")
+
+
+def committed():
+  """The records of all studies that are committed, without those of the declared one."""
+  paths = sorted((ROOT / "benchmarks" / "results").glob("recipes*.jsonl"))
+  return recipes.results_of([path for path in paths if path.name != "recipes_study.jsonl"])
+
+
+def test_advice_is_five_lines_with_a_setting_and_an_interval():
+  older, everything = committed(), records_of(names=tuple(STUDY.hypotheses))
+  for more in ({}, everything):
+    parts = advice.sections(older | more, STUDY)
+    lines = [line for line in parts["advice"] if line]
+    assert len(lines) == 5
+    assert all(re.search(r"\(\S+ to \S+\)|rejected|stays|is rejected", line) for line in lines)
+    assert ("Exploratory" in parts["advice"][0]) == (not more)
+  does, why = lines[0].split("** ")
+  assert does == "- **Take a progressive recipe: it gains more than longer dense training does."
+  assert why.startswith("H1 is supported: 80 symbols, 1:16: ")
+  no_gain = advice.sections(older | records_of(spread=0.001, gain=1.0), STUDY)
+  assert no_gain["advice"][0].startswith("- **Keep `sr_ste` and make its dense phase longer")
+  assert "| contradicted here | H1 (SR-STE is dense for as long): of 12" in "".join(
+    no_gain["claims"]
+  )
+
+
+def test_older_figures_of_the_advice_by_numpy():
+  path, at = ROOT / "benchmarks" / "results" / "recipes.jsonl", {}
+  for r in map(json.loads, path.read_text("utf8").splitlines()):
+    if (r["task"], r["pattern"], r["budget"]) == ("bigram80", "1:16", "1600"):
+      at[r["row"], r["seed"]] = np.log(r["cross_entropy"])
+  d = np.array(
+    [at["mdgf_exponential, masked", s] - at["sr_ste, 10 % dense", s] for s in range(100, 108)]
+  )
+  half = 2.364624 * d.std(ddof=1) / 8**0.5  # t(0.975, 7)
+  mean, low, high = (f"{np.exp(x):.3f}" for x in (d.mean(), d.mean() - half, d.mean() + half))
+  said = advice.factor(committed(), advice.Old("1:16", "mdgf_exponential, masked"))
+  assert said == (8, f"{mean} ({low} to {high})")
+
+
+def test_a_claim_of_the_paper_has_a_verdict_only_where_its_test_is_decided():
+  words = lambda more: [
+    line.split(" | ")[1] for line in advice.sections(committed() | more, STUDY)["claims"][2:]
+  ]
+  assert words({}) == ["not yet decided"] * 4 + ["not testable here"] * 2
+  whole = words(records_of(names=tuple(STUDY.hypotheses)))
+  assert whole[0] == "supported here"
+  rejected = {run: {**r, "accuracy": 0.9} for run, r in records_of().items()}
+  assert words(rejected)[0] == "not testable here"
+
+
+def test_the_winner_is_of_the_declared_study_once_it_is_whole():
+  older, whole = committed(), records_of()
+  said = lambda records: study_tests.verdicts(
+    {run: records[run] for run in STUDY.queue if run in records}, STUDY
+  )
+  row, found, of = advice.winner("1:16", older, said(older), STUDY)
+  assert (row, len(found), of) == ("mdgf_exponential, masked", 8, "older, exploratory")
+  best = STUDY.hypotheses["H1"].contrasts[1].pair.row
+  records = older | whole | {run: {**whole[run], "cross_entropy": 1e-9} for run in best.runs(SEEDS)}
+  assert advice.winner("1:16", records, said(records), STUDY)[::2] == (best.row, "declared")
+  small, dense = advice.packed_kib("1:8")
+  assert (small, dense) == (1024 * (32 + 4) / (8 * 32), 1024)  # an index of 3 bits takes 4
+
+
+def test_readme_has_a_line_for_each_pattern_and_none_that_was_not_run():
+  lines = (ROOT / "README.md").read_text("utf8").splitlines()
+  said = [line for line in lines if re.match(r"- \*\*\d+:\d+:\*\*", line)]
+  assert [line.split("**")[1] for line in said] == ["1:4:", "1:8:", "1:16:", "1:32:"]
+  text = "\n".join(lines) + "\n"
+  records = recipes.results_of(sorted((ROOT / "benchmarks" / "results").glob("recipes*.jsonl")))
+  assert recipes.readme(records) == text, "run the command at the foot of docs/results.md"
+  with pytest.raises(ValueError, match="README has 0 lines"):
+    advice.replace(text, ["- **2:4:** take it"])
+
+
+def contrasts_of(page, path):
+  """(said, wanted) of the means of H1's contrasts, paired by seed in numpy."""
+  at = {}
+  for record in map(json.loads, path.read_text("utf8").splitlines()):
+    at[record["pattern"], record["row"], record["seed"], record["budget"]] = record["cross_entropy"]
+  for line in lines_of(page, "H1"):
+    pattern, row, over = re.fullmatch(r"80 symbols, (\S+): (.*) over (.*)", line[0]).groups()
+    both = [tuple(at.get((pattern, name, s, "1600")) for name in (row, over)) for s in SEEDS]
+    d = np.log([pair for pair in both if None not in pair])
+    if len(d):
+      yield line[4], f"{np.exp((d[:, 0] - d[:, 1]).mean()):.3f}"
