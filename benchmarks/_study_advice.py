@@ -63,7 +63,7 @@ ADVICE = {
   "H3": Advice(
     "Tune both: a lead over `sr_ste` survives its tuning.",
     "Tune `sr_ste` before you change the recipe: then no lead is left.",
-    "Tune `sr_ste` as much as what you hold against it. Its dense share alone tells little.",
+    "Tune `sr_ste` as much as what you hold against it.",
     (Old("1:16", "sr_ste, 0 % dense"),),
   ),
   "H5": Advice(
