@@ -467,7 +467,7 @@ sys.exit(cli.main(["finalize", {str(path)!r}, {str(tmp_path / "a/b")!r}]))
   assert {p.name for p in tmp_path.iterdir()} == {"run"}
 
 
-MEGABYTES, KERNELS = 128, 32
+MEGABYTES, KERNELS = 96, 24
 MEASURED = f"""
 import json, sys, tempfile
 import numpy as np

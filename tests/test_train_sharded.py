@@ -38,6 +38,8 @@ RECIPES = {
   "one_shot": nms.recipe("one_shot", pattern="1:8", phases=PHASES),
   "snip": nms.recipe("snip", pattern="1:8", phases=PHASES),
 }
+# One differs from another in the numbers of its curve, its levels or its scores alone.
+ALIKE = {"mdgf_linear", "sdgf_geometric", "one_shot"}
 COLLECTIVE = re.compile(
   r"= (?P<type>.+?) (?P<kind>all-gather|all-reduce|all-to-all|collective-broadcast|"
   r"collective-permute|ragged-all-to-all|reduce-scatter)(-start)?\("
@@ -147,7 +149,10 @@ def one_as_users_compile(request):
 
 
 @pytest.mark.usefixtures("one_as_users_compile")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in RECIPES],
+)
 def test_no_collective_more_than_dense_and_the_bits_of_one_device(name, mesh, dense):
   recipe = RECIPES[name]
   rules = nms.Rules({"ff": recipe})

@@ -87,17 +87,17 @@ def test_a_swin_trains_resumes_and_is_proven(tmp_path, capsys):
 
   # No shape tells the window: the folder of the run does, and then the finalized checkpoint.
   other = SWIN.replace("window = 2", "window = 4")
-  for made in (run / "checkpoint_4", final / "checkpoint_4"):
+  told = (run / "checkpoint_4", ("eval", "plan")), (final / "checkpoint_4", ("eval", "train"))
+  for made, commands in told:
     words_of = f"{made} was trained with window=2, and this network has window=4, .* to 2"
     flags = dict(CHECKPOINT_PATH=str(made), EVAL_OUTPUT_DIR=str(tmp_path / "no"))
-    for command in ("eval", "plan"):
-      asked = words(tmp_path, other, "local_images_eval", EVAL_STEPS=1, **flags)
-      assert cli.main([command, *asked]) == 1
+    looked = words(tmp_path, other, "local_images_eval", EVAL_STEPS=1, **flags)
+    flags = dict(INITIAL_CHECKPOINT_PATH=str(made), MODEL_DIR=str(tmp_path / "next"))
+    started = words(tmp_path, other, **(MACROS | flags))
+    for command in commands:
+      assert cli.main([command, *(started if command == "train" else looked)]) == 1
       said = " ".join("".join(capsys.readouterr()).split())
       assert re.search(words_of, said), said
-    flags = dict(INITIAL_CHECKPOINT_PATH=str(made), MODEL_DIR=str(tmp_path / "next"))
-    assert cli.main(["train", *words(tmp_path, other, **(MACROS | flags))]) == 1
-    assert re.search(words_of, " ".join("".join(capsys.readouterr()).split()))
   assert not (tmp_path / "no").exists() and not (tmp_path / "next").exists()
   hashes = final / "checkpoint_4/sha256.json"
   hashes.write_text(json.dumps(json.loads(hashes.read_text()) | {"untold": {"window": "2"}}))

@@ -94,7 +94,14 @@ def test_it_trains_and_says_what_it_is(trained):
   assert set(found[0]["metrics"]["validation"]) == {"accuracy", "accuracy_top5"}
 
 
-@pytest.mark.parametrize("done", [1, 4, 8], ids=["dense", "sparsify", "fine-tune"])
+@pytest.mark.parametrize(
+  "done",
+  [
+    pytest.param(1, id="dense", marks=pytest.mark.slow),
+    pytest.param(4, id="sparsify"),
+    pytest.param(8, id="fine-tune"),
+  ],
+)
 def test_killed_and_resumed_it_has_the_same_bits(done, model, trained, tmp_path):
   """What a kill leaves: the checkpoints so far, and a part of the next."""
   folder = tmp_path / "run"
