@@ -63,7 +63,7 @@ def shapes_apart(key: str, shape: tuple[int, ...], config: Any) -> dict[str, tup
   >>> shapes_apart("blocks/mlp/fc1/kernel", (2, 8, 32), ViTConfig(scan=True))
   {'blocks_0/mlp/fc1/kernel': (8, 32), 'blocks_1/mlp/fc1/kernel': (8, 32)}
   """
-  found = _stacked(key, config)
+  found = stacked(key, config)
   if found is None:
     return {key: tuple(shape)}
   name, axis = found
@@ -71,18 +71,19 @@ def shapes_apart(key: str, shape: tuple[int, ...], config: Any) -> dict[str, tup
   return {name.format(i): own for i in range(shape[axis])}
 
 
-def apart(key: str, array: Any, config: Any) -> Iterator[tuple[str, Any]]:
+def apart(key: str, array: Any, config: Any, first: int = 0) -> Iterator[tuple[str, Any]]:
   """Yields the keys and arrays, views, that one array is without a scan over layers.
 
   Args:
     key: its path among the parameters.
-    array: its values.
+    array: its values, of all layers or of some.
     config: as in `unstacked`.
+    first: the number of the first of these layers.
 
   Raises:
     ValueError: as in `unstacked`.
   """
-  found = _stacked(key, config)
+  found = stacked(key, config)
   if found is None:
     yield key, array
     return
@@ -96,12 +97,20 @@ def apart(key: str, array: Any, config: Any) -> Iterator[tuple[str, Any]]:
         "layers, and so has Hugging Face's: train with scan_layers=False."
       )
     layers = layers[:1]
-  for i, layer in enumerate(layers):
+  for i, layer in enumerate(layers, first):
     yield name.format(i), layer.reshape(_joined(name, layer.shape))
 
 
-def _stacked(key: str, config: Any) -> tuple[str, int] | None:
-  """Returns (key of a layer, with {} for its number; axis of the layers), None where it is none."""
+def stacked(key: str, config: Any) -> tuple[str, int] | None:
+  """Returns (key of a layer, with {} for its number; axis of the layers), None where it is none.
+
+  >>> stacked("blocks/mlp/fc1/kernel", ViTConfig(scan=True))
+  ('blocks_{}/mlp/fc1/kernel', 0)
+
+  Args:
+    key: its path among the parameters.
+    config: as in `unstacked`.
+  """
   if isinstance(config, T5Config) and config.scan_layers:
     if hit := re.fullmatch(r"(encoder|decoder)/\1/(.+)", key):
       layer = "" if hit[2].startswith("relpos_bias/") else "layers_{}/"

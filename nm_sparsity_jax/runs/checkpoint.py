@@ -1,7 +1,7 @@
 """Checkpoints as T5X lays them out: what one holds, one array of it, a new one.
 
     path -> [read] -> Stored: key -> Leaf(shape, dtype)
-                              key -> array, one at a time
+                              key -> array, one at a time, or a piece of it
     tree -> [write] -> checkpoint_N/state
 
 Keys are those of T5X's train state: target/..., state/step, state/param_states/...,
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,9 @@ class Stored:
     rules: the text of that run's rules, None for a dense one.
     array: key -> its values, read now. ValueError where they cannot be.
     packed: as in `Contents`.
+    chunks: as in `Contents`.
+    part: key, axis, start, stop -> its values there. Where the file has no pieces along this axis
+      all of it is read.
   """
 
   path: str
@@ -59,6 +62,12 @@ class Stored:
   array: Callable[[str], np.ndarray] = dataclasses.field(repr=False, compare=False)
   packed: Callable[[], dict[str, Any]] | None = dataclasses.field(
     default=None, repr=False, compare=False
+  )
+  chunks: Mapping[str, tuple[int, ...]] = dataclasses.field(
+    default_factory=dict, repr=False, compare=False
+  )
+  part: Callable[[str, int, int, int], np.ndarray] = dataclasses.field(
+    default=lambda *_: np.empty(0), repr=False, compare=False
   )
 
   @property
@@ -75,6 +84,29 @@ class Stored:
       key: of a parameter, of the workload's state, or any other, which is returned.
     """
     return _AVERAGE + key if _AVERAGE + key in self.leaves else key
+
+  def length(self, key: str, axis: int) -> int:
+    """Returns how long the pieces are, along an axis, in which an array lies in the files."""
+    whole = (self.leaves[key].shape or ())[axis]
+    return self.chunks[key][axis] if key in self.chunks else whole
+
+  def pieces(
+    self, key: str, axis: int | None, step: int | None = None
+  ) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields where each piece of an array begins along an axis, and the piece, with all its axes.
+
+    Args:
+      key: of the array.
+      axis: the axis; None for the whole array in one piece.
+      step: how long a piece is; None = as it lies in the files.
+    """
+    if axis is None:
+      yield 0, self.array(key)
+      return
+    step = self.length(key, axis) if step is None else step
+    whole = (self.leaves[key].shape or ())[axis]
+    for start in range(0, whole, step):
+      yield start, self.part(key, axis, start, min(start + step, whole))
 
 
 _AVERAGE = "state/average/"  # before the key of what it is the average of; written by `local`
@@ -156,6 +188,12 @@ def _stored(name: str, found: Contents) -> Stored:
     with damage(name, key):
       return found.array(key)
 
+  def part(key: str, axis: int, start: int, stop: int) -> np.ndarray:
+    with damage(name, key):
+      if found.part is not None:
+        return found.part(key, axis, start, stop)
+      return found.array(key)[(slice(None),) * axis + (slice(start, stop),)]
+
   leaves = {key: Leaf(key, shape, dtype) for key, (shape, dtype) in found.leaves.items()}
   for key in _SMALL:
     if key in leaves and math.prod(leaves[key].shape or ()) > rules_text.TEXT_BYTES:
@@ -163,7 +201,7 @@ def _stored(name: str, found: Contents) -> Stored:
   step, sparse_step, rules = (array(key) if key in leaves else None for key in _SMALL)
   text = found.rules if rules is None else rules_text.unpack(rules)
   numbers = _number(step), _number(sparse_step)
-  return Stored(name, found.format, leaves, *numbers, text, array, found.packed)
+  return Stored(name, found.format, leaves, *numbers, text, array, found.packed, found.chunks, part)
 
 
 def _number(x: np.ndarray | None) -> int | None:

@@ -122,7 +122,7 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
 
       nms.runs.convert("t5-small", "start")  # 'start/checkpoint_0'
 
-  One array is in memory at a time. All are float32, as T5X's parameters are.
+  One array of the folder is in memory at a time. All are float32, as T5X's parameters are.
 
   Args:
     path: of the folder.
@@ -139,11 +139,22 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   config = dataclasses.replace(config, scan_layers=scan_layers)
   held = huggingface.hold(path, config)
   made = os.path.join(out, "checkpoint_0")
-  arrays: dict[str, writing.Makes] = {"state/step": lambda: np.asarray(np.int32(0))}
-  for key in held.leaves:
-    arrays[f"target/{key}"] = lambda key=key: held.array(key).astype(np.float32, copy=False)
+  arrays: dict[str, writing.Makes | writing.Layers] = {
+    "state/step": lambda: np.asarray(np.int32(0))
+  }
+  for key, (shape, _) in held.leaves.items():
+    axis = held.axis(key) if len(shape) > 2 else None
+    if axis is None:
+      arrays[f"target/{key}"] = lambda key=key: _float32(held.array(key))
+    else:
+      layers = lambda key=key: map(_float32, held.layers(key))
+      arrays[f"target/{key}"] = writing.Layers(shape, "float32", axis, layers)
   writing.write(made, arrays)
   return made
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+  return array.astype(np.float32, copy=False)
 
 
 def _to_folder(

@@ -51,7 +51,12 @@ def read(name: str, file: Any) -> Contents:
       values["/".join(keys)] = array
 
   walk(contents["optimizer"], ())
-  return Contents("T5X", found, lambda key: _array(values[key]))
+  chunks = {key: _chunks(value) for key, value in values.items() if isinstance(value, tuple)}
+  return Contents(
+    "T5X", found, lambda key: _array(values[key]),
+    chunks={key: chunk for key, chunk in chunks.items() if chunk},
+    part=lambda key, *where: _array(values[key], *where),
+  )  # fmt: skip
 
 
 def _spec(
@@ -85,10 +90,18 @@ def _zarr_dtype(name: str) -> str:
   return name if name == "bfloat16" else str(np.dtype(name))
 
 
-def _array(value) -> np.ndarray:
-  """Returns a value that the file holds, or an array that it refers to."""
+def _chunks(value: tuple[Mapping[str, Any], Any]) -> tuple[int, ...]:
+  """Returns the shape of the pieces of an array beside the file; () where it is not told."""
+  spec, folder = value
+  zarray = folder / _name(spec) / ".zarray"
+  return tuple(files.parse_json(zarray.read_text())["chunks"]) if zarray.is_file() else ()
+
+
+def _array(value, axis: int = 0, start: int | None = None, stop: int | None = None) -> np.ndarray:
+  """Returns a value that the file holds, or an array that it refers to; all of it, or a part."""
+  where = (slice(None),) * axis + (slice(start, stop),)
   if not isinstance(value, tuple):
-    return value
+    return value if start is None else value[where]
   import tensorstore
 
   spec, folder = value
@@ -99,4 +112,5 @@ def _array(value) -> np.ndarray:
   # Without a fill value every chunk is written, so one that is absent was lost.
   fill = zarray.get("fill_value") is not None
   spec = {"driver": spec["driver"], "kvstore": kvstore, "fill_missing_data_reads": fill}
-  return np.asarray(tensorstore.open(spec).result().read().result())
+  found = tensorstore.open(spec).result()
+  return np.asarray((found if start is None else found[where]).read().result())

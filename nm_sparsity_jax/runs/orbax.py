@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import pathlib
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import limits
+from nm_sparsity_jax.runs import files, limits
 from nm_sparsity_jax.runs.contents import Contents
 from nm_sparsity_jax.trees import flatten, nested
 
@@ -36,6 +37,7 @@ def read(name: str, state: Any) -> Contents:
     told: Any = reader.metadata(state)
   told = getattr(told, "item_metadata", told)
   leaves: dict[str, Any] = {}
+  chunks: dict[str, tuple[int, ...]] = {}
   there = limits.bytes_there(state)
 
   def walk(node, keys):
@@ -48,6 +50,8 @@ def read(name: str, state: Any) -> Contents:
       chunk = getattr(getattr(node, "storage", None), "chunk_shape", None)
       limits.check_array(key, shape, dtype, there, chunk)
       leaves[key] = shape, dtype
+      if chunk is not None and len(chunk) == len(shape):
+        chunks[key] = tuple(chunk)
 
   walk(getattr(told, "tree", told), ())
   if not leaves:
@@ -61,7 +65,32 @@ def read(name: str, state: Any) -> Contents:
       (_, value), *_ = flatten(reader.restore(state, args=args))
     return np.asarray(value)
 
-  return Contents("Orbax", {key: leaves[name] for key, name in names.items()}, array)
+  held = {key: leaves[name] for key, name in names.items()}
+  if not _lies_as_zarr(state):
+    return Contents("Orbax", held, array)
+  pieces = {key: chunks[name] for key, name in names.items() if name in chunks}
+  part = lambda key, *where: _part(state, names[key], *where)
+  return Contents("Orbax", held, array, chunks=pieces, part=part)
+
+
+def _lies_as_zarr(state: Any) -> bool:
+  """Returns whether a part can be read by tensorstore itself: a local folder, zarr 2 in it."""
+  if not isinstance(state, pathlib.Path):
+    return False
+  return not files.read_json(state / "_METADATA", {}).get("use_zarr3", False)
+
+
+def _part(state: pathlib.Path, name: str, axis: int, start: int, stop: int) -> np.ndarray:
+  """Reads a part of an array along an axis. Orbax has no call for this."""
+  import tensorstore
+
+  inside, folder = name.replace("/", "."), f"file://{state.absolute()}/"
+  kvstore: Any = f"{folder}{inside}/"
+  if (state / "manifest.ocdbt").is_file():
+    kvstore = {"driver": "ocdbt", "base": folder, "path": f"{inside}/"}
+  spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
+  found: Any = tensorstore.open(spec).result()
+  return np.asarray(found[(slice(None),) * axis + (slice(start, stop),)].read().result())
 
 
 # Kauldron's names and T5X's; the first that fits. `nms.sparse` keeps the step twice. The states of

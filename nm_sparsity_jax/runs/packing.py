@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax import deployed, unscanned
-from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.roles import matches
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, given, writing
+from nm_sparsity_jax.runs import checkpoint, given, stacks, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.weights import huggingface_names, packed_file, safetensors_file
+from nm_sparsity_jax.weights import packed_file, safetensors_file
 
 _TARGET, _STATE, _PARAMS = "target/", "flax_mutables/", "params/"
 _RUNS_OWN = "nm_sparsity"
@@ -79,7 +78,8 @@ def pack(
 
       print(nms.runs.pack("runs/final", "model.safetensors").report)
 
-  One array is in memory at a time; of a scanned network it has all layers.
+  One array is in memory at a time. Of a scanned network it is one layer's, where the checkpoint
+  was written so: `finalize` and `convert` do. Else it has all layers.
 
   Args:
     path: a finalized checkpoint of any network, a folder of Hugging Face's T5, or a file of timm's
@@ -164,11 +164,7 @@ def _name(key: str) -> str | None:
 def _config(stored: Stored, leaves: _Leaves) -> Any:
   """Returns the config of a network that scans, as far as `unscanned.apart` asks; None without."""
   shapes = {key.removeprefix(_PARAMS): shape for key, (shape, _) in leaves.items()}
-  if huggingface_names.is_t5(shapes) and any(key.startswith("encoder/encoder/") for key in shapes):
-    return huggingface_names.config_of(shapes, stored.path)
-  if any(key.startswith("blocks/") for key in shapes):
-    return ViTConfig(scan=True)
-  return None
+  return stacks.config_of(shapes, stored.path)
 
 
 def _apart(apart: Any, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -179,18 +175,23 @@ def _apart(apart: Any, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int
 
 
 def _arrays(stored: Stored, leaves: _Leaves) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields names and arrays, one array of the checkpoint in memory at a time."""
+  """Yields names and arrays, one array of the checkpoint in memory at a time, or a piece of it."""
   config = _config(stored, leaves)
   for key in stored.leaves:
     name = _name(key)
     if name is None:
       continue
-    array = stored.array(stored.deployed(key))
     if not name.startswith(_PARAMS):
-      yield name, array
+      yield name, stored.array(stored.deployed(key))
       continue
-    for own, part in unscanned.apart(name.removeprefix(_PARAMS), array, config):
-      yield f"{_PARAMS}{own}", part
+    path = name.removeprefix(_PARAMS)
+    found = unscanned.stacked(path, config)
+    axis = found[1] if found and "{}" in found[0] else None
+    for first, array in stored.pieces(stored.deployed(key), axis):
+      for own, part in unscanned.apart(path, array, config, first):
+        yield f"{_PARAMS}{own}", part
+        del part  # or it would stay while the next one is read
+      del array
 
 
 # --- rules ----------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
     path, out   -> [finalize] -> out/checkpoint_N with zeros, its Proof, what was removed
 
 A checkpoint of a sparse run holds its rules; say those of any other one. One array is in memory at
-a time. T5X is not needed. `finalize` writes the SHA-256 of each array beside them, and `verify`
-compares these where they are.
+a time, or the piece of it that the files hold. T5X is not needed. `finalize` writes the SHA-256 of
+each array beside them, and `verify` compares these where they are.
 
 >>> import tempfile, numpy as np
 >>> from nm_sparsity_jax.runs import checkpoint, writing
@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,9 @@ import numpy as np
 from nm_sparsity_jax import apply, rules_text
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.places import Assignment, Place
+from nm_sparsity_jax.recipes import Recipe
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, foreign, given, untold, writing
+from nm_sparsity_jax.runs import checkpoint, foreign, given, stacks, untold, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.text import printable
 from nm_sparsity_jax.trees import flatten, nested
@@ -221,22 +222,65 @@ def _alone(place: Place, rules: Rules) -> Rules:
 def _prove(stored: Stored, rules: Rules, assignment: Assignment) -> Proof:
   found = {}
   sums = writing.hashes(stored.path)
-  lost = {key for key in sums if key not in stored.leaves}
+  wanted = {key: (None, (x,)) for key, x in sums.whole.items()} | dict(sums.layers)
+  lost = {key for key in wanted if key not in stored.leaves}
   for key in stored.leaves:
     path = key.removeprefix("target/")
     place = assignment.places.get(path) if key.startswith("target/") else None
-    if place is None and key not in sums:
+    if place is None and key not in wanted:
       if stored.packed is not None:
         stored.array(key)  # what reads a packed file looks at every entry
       continue
-    array = stored.array(key)
-    if key in sums and writing.sha256(array) != sums[key]:
+    axis, hashes = wanted.get(key) or (_free_axis(stored, key, place), None)
+    if axis is not None and not 0 <= axis < len(stored.leaves[key].shape or ()):
+      axis, hashes = None, ()  # of another array
+    proofs: list[apply.Verified] = []
+    is_written = _look(stored, key, axis, hashes, place, rules, proofs)
+    if not is_written:
       lost.add(key)
     if place is not None:
-      (found[path],) = apply.verify(nested({path: array}), _alone(place, rules)).places
+      found[path] = apply.joined(proofs, place.shape)
   changed = sorted(key.removeprefix("target/") for key in lost)
   report = apply.Report(tuple(found[p] for p in assignment.places), assignment.skipped)
   return Proof(stored, rules, report, tuple(changed))
+
+
+def _look(
+  stored: Stored,
+  key: str,
+  axis: int | None,
+  hashes: Sequence[str] | None,
+  place: Place | None,
+  rules: Rules,
+  proofs: list[apply.Verified],
+) -> bool:
+  """Looks at the pieces of an array along an axis; says whether they have their hashes.
+
+  `proofs` gets what is found of each piece of a place.
+  """
+  fits, count = True, 0
+  for start, piece in stored.pieces(key, axis, None if hashes is None else 1):
+    if hashes is not None:
+      fits &= count < len(hashes) and writing.sha256(piece) == hashes[count]
+    count += 1
+    if place is not None:
+      (one,) = apply.verify(nested({place.path: piece}), _alone(place, rules)).places
+      if one.first is not None and axis is not None:
+        first = (*one.first[:axis], one.first[axis] + start, *one.first[axis + 1 :])
+        one = dataclasses.replace(one, first=first)
+      proofs.append(one)
+    del piece  # or it would stay while the next one is read
+  return fits and (hashes is None or count == len(hashes))
+
+
+def _free_axis(stored: Stored, key: str, place: Place | None) -> int | None:
+  """Returns the axis along which the files hold the smallest pieces of whole groups, or None."""
+  shape = stored.leaves[key].shape
+  if place is None or shape is None or key not in stored.chunks:
+    return None
+  part = {a: stored.length(key, a) / max(n, 1) for a, n in enumerate(shape)}
+  free = [a for a in part if a not in place.groups.axes and part[a] < 1]
+  return min(free, key=part.__getitem__, default=None)
 
 
 # --- zeros --------------------------------------------------------------------------------------
@@ -259,48 +303,95 @@ def _refuse_early(stored: Stored, assignment: Assignment) -> None:
 
 def _with_zeros(
   stored: Stored, rules: Rules, assignment: Assignment, removed: dict[str, Removed]
-) -> dict[str, writing.Makes]:
+) -> dict[str, writing.Makes | writing.Layers]:
   """Returns what makes each array that is to be written; `removed` gets what a place loses."""
-  makes: dict[str, writing.Makes] = {"state/step": lambda: np.asarray(np.int32(0))}  # T5X wants one
+  makes: dict[str, writing.Makes | writing.Layers] = {
+    "state/step": lambda: np.asarray(np.int32(0))  # T5X wants one
+  }
+  layered = {} if stored.format == foreign.HUGGING_FACE else stacks.axes_of(stored)
   for key in stored.leaves:
     if not key.startswith(("target/", "flax_mutables/")) and key != "state/step":
       continue  # the optimizer's: moments of weights that are gone
     is_target = key.startswith("target/")
     place = assignment.places.get(key.removeprefix("target/")) if is_target else None
+    axis = layered.get(key)
     if place is None:
-      makes[key] = functools.partial(stored.array, stored.deployed(key))
+      pieces = functools.partial(_copied, stored, key, axis)
     else:
-      makes[key] = functools.partial(_finalized, stored, rules, place, removed)
+      pieces = functools.partial(_finalized, stored, rules, place, removed, axis)
+    leaf = stored.leaves[stored.deployed(key)]
+    if axis is not None and leaf.shape is not None and leaf.dtype is not None:
+      makes[key] = writing.Layers(leaf.shape, leaf.dtype, axis, pieces)
+    else:
+      makes[key] = functools.partial(_only, pieces)
   return makes
 
 
-def _finalized(
-  stored: Stored, rules: Rules, place: Place, removed: dict[str, Removed]
-) -> np.ndarray:
-  """Returns a parameter with its zeros, and notes what it lost."""
-  before = stored.array(stored.deployed(f"target/{place.path}"))
-  state = _state(stored, place) if place.recipe.stateful else None
-  tree = nested({place.path: before})
-  after = apply.finalize(tree, _alone(place, rules), state, early=True)  # looked at already
-  (made,) = (np.asarray(leaf) for _, leaf in flatten(after))
-  removed[place.path] = _removed(place, before, made)
+def _only(pieces: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
+  (made,) = pieces()
   return made
 
 
-def _state(stored: Stored, place: Place) -> dict[str, Any]:
-  """Returns all that the checkpoint keeps of a place; its recipe says what is deployed of it."""
+def _copied(stored: Stored, key: str, axis: int | None) -> Iterator[np.ndarray]:
+  """Yields an array, layer by layer along an axis."""
+  for _, piece in stored.pieces(stored.deployed(key), axis):
+    yield from _layers(piece, axis)
+    del piece  # or it would stay while the next one is read
+
+
+def _finalized(
+  stored: Stored, rules: Rules, place: Place, removed: dict[str, Removed], axis: int | None
+) -> Iterator[np.ndarray]:
+  """Yields a parameter with its zeros, layer by layer along an axis, and notes what it lost."""
+  key = stored.deployed(f"target/{place.path}")
+  sums, weights = np.zeros(5), 0
+  # What a recipe of somebody else deploys may depend on the whole array.
+  is_by_group = type(place.recipe).final is Recipe.final
+  for start, before in stored.pieces(key, axis if is_by_group else None):
+    state = _state(stored, place, axis, start, before) if place.recipe.stateful else None
+    tree = nested({place.path: before})
+    after = apply.finalize(tree, _alone(place, rules), state, early=True)  # looked at already
+    (made,) = (np.asarray(leaf) for _, leaf in flatten(after))
+    sums += _sums(before, made)
+    weights += before.size
+    del tree, before, after, state
+    yield from _layers(made, axis)
+    del made  # or it would stay while the next one is read
+  removed[place.path] = _removed(place, weights, sums)
+
+
+def _layers(piece: np.ndarray, axis: int | None) -> Iterator[np.ndarray]:
+  if axis is None:
+    yield piece
+    return
+  for i in range(piece.shape[axis]):
+    yield piece[(slice(None),) * axis + (slice(i, i + 1),)]
+
+
+def _state(
+  stored: Stored, place: Place, axis: int | None, start: int, piece: np.ndarray
+) -> dict[str, Any]:
+  """Returns all that the checkpoint keeps of a place; its recipe says what is deployed of it.
+
+  Of what is as large as the parameter it is the same piece.
+  """
   state: dict[str, Any] = {"step": stored.sparse_step}
-  for key in stored.leaves:
+  for key, leaf in stored.leaves.items():
     kind, _, path = key.removeprefix(f"{_STATE}/").partition("/")
     if key.startswith(f"{_STATE}/") and path == place.path:
-      state[kind] = nested({path: stored.array(key)})
+      if axis is None or leaf.shape != place.shape:
+        value = stored.array(key)
+      else:
+        value = stored.part(key, axis, start, start + piece.shape[axis])
+      state[kind] = nested({path: value})
   return state
 
 
 _AT_ONCE = 1 << 20  # weights that are looked at in float64 at a time
 
 
-def _removed(place: Place, before: np.ndarray, after: np.ndarray) -> Removed:
+def _sums(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+  """Returns weights that became 0, the sums of their |w| and of all, and the same of squares."""
   before, after = before.reshape(-1), after.reshape(-1)
   sums = np.zeros(5)
   with np.errstate(all="ignore"):  # inf and NaN: `verify` warns of them
@@ -309,8 +400,10 @@ def _removed(place: Place, before: np.ndarray, after: np.ndarray) -> Removed:
       was = np.abs(before[part].astype(np.float64))
       lost = np.where(after[part] == 0, was, 0.0)
       sums += ((lost != 0).sum(), lost.sum(), was.sum(), (lost**2).sum(), (was**2).sum())
+  return sums
+
+
+def _removed(place: Place, size: int, sums: np.ndarray) -> Removed:
   weights, lost, was, lost_squares, squares = map(float, sums)
   share = lambda part, whole: part / whole if whole else 0.0
-  return Removed(
-    place.path, share(weights, before.size), share(lost, was), share(lost_squares, squares)
-  )
+  return Removed(place.path, share(weights, size), share(lost, was), share(lost_squares, squares))

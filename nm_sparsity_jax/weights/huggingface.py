@@ -102,11 +102,15 @@ class Held:
     config: of the network that they are for.
     leaves: key of T5X's tree -> shape, dtype as stored.
     array: key -> its values, in our layout, read now.
+    axis: key -> the axis along which it stacks layers; None where it does not.
+    layers: key -> one layer after the other, with all axes, read now.
   """
 
   config: T5Config
   leaves: Mapping[str, tuple[tuple[int, ...], str]]
   array: Callable[[str], np.ndarray]
+  axis: Callable[[str], int | None]
+  layers: Callable[[str], Iterator[np.ndarray]]
 
 
 def hold(path: str | os.PathLike, config: T5Config | None = None) -> Held:
@@ -126,7 +130,13 @@ def hold(path: str | os.PathLike, config: T5Config | None = None) -> Held:
     huggingface_config.check_equal(folder.config, config, repr(folder.path))
   table = sources(config or folder.config)
   leaves = {key: (source.ours, folder.dtypes[source.names[0]]) for key, source in table.items()}
-  return Held(config or folder.config, leaves, lambda key: table[key].take(folder.array))
+  return Held(
+    config or folder.config,
+    leaves,
+    lambda key: table[key].take(folder.array),
+    lambda key: table[key].axis,
+    lambda key: table[key].layers(folder.array),
+  )
 
 
 def write(

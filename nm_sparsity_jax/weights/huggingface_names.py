@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,17 @@ class Source:
       layers[i] = self._ours(one)
       del one  # or it would stay while the next one is read
     return made
+
+  def layers(self, read: Callable[[str], np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields our array of one layer after the other, with an axis of length 1 where `axis` is.
+
+    Args:
+      read: their name -> tensor.
+    """
+    for name in self.names:
+      one = np.array(self._ours(read(name)), order="C")
+      yield one if self.axis is None else np.expand_dims(one, self.axis)
+      del one  # or it would stay while the next one is read
 
   def give(self, array: np.ndarray) -> np.ndarray:
     """Returns their tensor, a view of our array of one layer; see `unscanned.apart`."""
