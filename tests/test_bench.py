@@ -12,10 +12,10 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import benches, cli, unscanned
-from nm_sparsity_jax.benches import layers, networks, results, timing
+from nm_sparsity_jax.benches import layers, networks, results, timing, tuning
 from nm_sparsity_jax.models import swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
-from nm_sparsity_jax.packed import cpu
+from nm_sparsity_jax.packed import choice, cpu
 
 pytestmark = pytest.mark.usefixtures("short_runs")
 PHASES = nms.Phases(total=1)
@@ -137,11 +137,31 @@ def test_a_t5_reads_inputs_and_decodes_a_token(of_t5):
   in_inputs = 4 * alone["16 x 32", 10] + 2 * alone["32 x 16", 10]
   assert inputs.products == pytest.approx(in_inputs)  # and XLA leaves the decoder out
   assert inputs.bound >= 1 and token.bound >= 1 and inputs.dense > 0 < inputs.packed
+  assert token.bytes_bound >= token.bound and token.int8_head > 0 == inputs.int8_head
   # Each value has a byte, eight weights one, and all else is float32 on both sides.
   spared = 6 * (2 * 16 * 32 * 4) - sum(p.kernels * p.packed_bytes for p in of_t5.products)
   assert of_t5.dense_bytes - of_t5.packed_bytes == spared
   assert inputs.dense_memory - inputs.packed_memory == spared // 2
   assert "stay in the cache" in str(of_t5) and of_t5.notes[-1].startswith("the inputs, a token: ")
+
+
+def test_three_lines_at_the_end_are_the_bounds_and_what_was_reached():
+  """A head of 1 s in a token of 10: as int8 it takes a quarter."""
+  shares = [(8.0, 0.125)]
+  assert results.bytes_bound(shares) == 8.0 and results.bytes_bound([]) == 0.0
+  token = results.Whole(
+    "a token", 10.0, 4.0, 8.0, results.bound(10.0, shares)[1], 0, 0,
+    results.bytes_bound(shares), results.bound(10.0, [*shares, (1.0, 0.25)])[1],
+  )  # fmt: skip
+  inputs = results.Whole("the inputs", 1.0, 0.5, 0.8, 4.0, 0, 0, 6.0)
+  found = results.Found("T5", [], [inputs, token], 8, 2, 1, 3, ["A note."], {})
+  assert str(found).splitlines()[-4:] == [
+    "A note.",
+    "At most by the bytes of the packed products alone: the inputs 6.00x, a token 8.00x.",
+    "At most with all else as it is (head, softmax, norms are dense): the inputs 4.00x, a token "
+    "3.33x; with a head of one byte a weight, which is not built: a token 4.44x.",
+    "Reached: the inputs 2.00x, a token 2.50x.",
+  ]
 
 
 def test_a_token_is_what_more_of_them_take():
@@ -224,8 +244,9 @@ def test_without_a_compiler_it_says_so_and_scans(monkeypatch, capsys):
 
 def test_what_is_typed_wrong_is_one_line(tmp_path, capsys):
   for argv, said in (
-    ([], "give a checkpoint, or --shapes"),
-    (["F", "--shapes", "8,8,1"], "not both"),
+    ([], "give one of these: a checkpoint, or --shapes"),
+    (["F", "--shapes", "8,8,1"], "give one of these"),
+    (["F", "--tune"], "give one of these"),
     (["F", "--pattern", "1:8"], "a checkpoint has patterns of its own"),
     (["--shapes", "8,8,1", "--out", str(tmp_path)], "is a folder: name a file in it"),
     (["--shapes", "8,8,1", "--cores", "4096"], "--cores=4096: this process has"),
@@ -238,6 +259,50 @@ def test_what_is_typed_wrong_is_one_line(tmp_path, capsys):
   assert "'8x8' is not K,F,ROWS" in capsys.readouterr().err
 
 
+# --- the table of this machine --------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_table(tmp_path, monkeypatch):
+  """Where this machine's table would lie."""
+  monkeypatch.setenv(choice.TUNED, str(tmp_path / "new" / "table.json"))
+  choice.table.cache_clear()
+  yield tmp_path / "new" / "table.json"
+  choice.table.cache_clear()
+
+
+def test_tune_writes_the_table_that_auto_reads(own_table, monkeypatch, capsys):
+  """Of two shapes the slower one counts, and `auto` goes by it at once."""
+  told = {(16, 8): 5.0, (8, 16): 3.0}
+  one = functools.partial(
+    results.Product, "tuned", 1, "", "float32", dense_way="", packed=1.0, packed_way="",
+    is_taken=True, dense_bytes=1, packed_bytes=1,
+  )  # fmt: skip
+
+  def measured(name, kernels, rows, count, turns, way):
+    (depth, features) = kernels[0].shape
+    slow = told[depth, features] / (1 if way == "cpu_ffi" else 10)
+    return one(depth=depth, features=features, rows=rows, dense=slow * rows)
+
+  monkeypatch.setattr(layers, "measured", measured)
+  monkeypatch.setattr(cpu, "missing", lambda packed=None: "")
+  monkeypatch.setattr(cpu, "isa", lambda: "avx512")
+  monkeypatch.setattr(choice, "cores", lambda: 2)
+  for name, value in (("SHAPES", tuple(told)), ("PATTERNS", ("1:8", "2:4")), ("ROWS", (1, 4))):
+    monkeypatch.setattr(tuning, name, value)
+  assert cli.main(["bench", "--tune"]) == 0
+  assert capsys.readouterr().out == f"{own_table}\n"
+  known = choice.table()["backends"]
+  assert known["cpu_ffi avx512, several cores"] == {
+    "rows": [1, 4], "speed": {"2": [3.0, 12.0], "8": [3.0, 12.0]}
+  }  # fmt: skip
+  assert known["xla_scan"]["speed"]["8"] == [0.3, 1.2]
+  assert choice.speed("xla_scan", layers.random(16, 8, nms.NM(1, 8)), 1) == 0.3
+  for name, value in (("rows", ()), ("rows", (4, 1)), ("turns", 2)):
+    with pytest.raises(ValueError, match=f"{name}="):
+      benches.tune(**{name: value})
+
+
 # --- what is shown --------------------------------------------------------------------------------
 
 
@@ -248,6 +313,8 @@ def test_text_json_and_page_say_the_same(of_t5, tmp_path):
   for whole in of_t5.wholes:
     for number in (results.milli(whole.dense), results.times(whole.bound)):
       assert number in text and number in page
+  for line in results.summary(of_t5):
+    assert line in text and line in page
   assert results.BOUND in text and f"{told['threads']} thread" in text
   assert "&lt;b&gt;" in page and "<b>tiny" not in page and page.count('class="bar"') > 20
   assert "gin configuration" not in page

@@ -226,6 +226,31 @@ def test_several_cores_have_rows_of_their_own(monkeypatch):
     assert best() == way
 
 
+def test_a_table_of_this_machine_takes_the_place_of_ours(tmp_path, monkeypatch):
+  file = tmp_path / "table.json"
+  ours = choice.table()["backends"]
+  monkeypatch.setenv(choice.TUNED, str(file))
+  read = choice.table.__wrapped__
+  assert read()["backends"] == ours  # nobody wrote one
+  own = {"xla_scan": {"rows": [1], "speed": {"2": [7.5]}}}
+  file.write_text(choice.tuned_text(own))
+  assert read()["backends"] == ours | own
+  told = json.loads(file.read_text())
+  for other in ({"processor": "another"}, {"cores": 4096}):
+    file.write_text(json.dumps(told | {"machine": told["machine"] | other}))
+    assert read()["backends"] == ours
+  cell = lambda rows, ratios: {"backends": {"xla_scan": {"rows": rows, "speed": {"2": ratios}}}}
+  wrong = (
+    "{", "[]", "3", json.dumps({"backends": {}}), json.dumps(told | cell([1, 2], [1.0])),
+    json.dumps(told | cell([2, 1], [1.0, 1.0])), json.dumps(told | cell([1], ["fast"])),
+    json.dumps(told | cell([1], [-1.0])), json.dumps(told | cell([], [])),
+  )  # fmt: skip
+  for text in wrong:
+    file.write_text(text)
+    with pytest.raises(ValueError, match="table.json' is no table of speeds .*: delete it, or let"):
+      read()
+
+
 @pytest.fixture
 def table(monkeypatch):
   """One backend, faster than dense at m / n = 8 from 16 rows on."""

@@ -11,7 +11,7 @@ by several weights, since starting one takes microseconds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from nm_sparsity_jax.packed import MOST, NMPacked, choice, cpu
 from nm_sparsity_jax.patterns import NM
 
 _DENSE = ("x @ W", "x @ W.T")
+_PRODUCT = dict(zip(_DENSE, (lambda x, w: x @ w, lambda x, w: x @ w.T), strict=True))
 
 
 def measured(
@@ -68,22 +69,41 @@ def measured(
   )
 
 
+def dense_seconds(depth: int, features: int, rows: int, turns: int) -> float:
+  """Returns what one dense product takes, the best of `x @ W` and `x @ W.T`.
+
+  Args:
+    depth: the axis that is contracted.
+    features: columns.
+    rows: of x.
+    turns: of each product; the figure is a median.
+  """
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.standard_normal((rows, depth), np.float32))
+  w = rng.standard_normal((depth, features), np.float32)
+  held = {_DENSE[0]: w, _DENSE[1]: np.ascontiguousarray(w.T)}
+  calls = {name: _call(_PRODUCT[name], x, [one]) for name, one in held.items()}
+  times = timing.interleave(calls, turns, cold=True)
+  return min(statistics.median(found) for found in times.values())
+
+
 def _calls(x: jax.Array, weights: Sequence[NMPacked], way: str) -> dict[str, Any]:
   """Returns name -> a call that multiplies x by each weight."""
   dense = [np.asarray(of_one.unpack(w), np.float32) for w in weights]
   ready = [of_one.prepare(w, len(x), way, memory=True) for w in weights]
   candidates = {
-    _DENSE[0]: (lambda x, w: x @ w, dense),
-    _DENSE[1]: (lambda x, w: x @ w.T, [np.ascontiguousarray(w.T) for w in dense]),
+    _DENSE[0]: (_PRODUCT[_DENSE[0]], dense),
+    _DENSE[1]: (_PRODUCT[_DENSE[1]], [np.ascontiguousarray(w.T) for w in dense]),
     way: (lambda x, w: of_one.nm_dot(x, w, way), ready),
   }
+  return {name: _call(function, x, held) for name, (function, held) in candidates.items()}
 
-  def call(function, held):
-    run = jax.jit(lambda x, held: [function(x, w) for w in held])
-    there = jax.tree.map(lambda a: jnp.array(a, copy=True), held)  # each lies elsewhere
-    return lambda: jax.block_until_ready(run(x, there))
 
-  return {name: call(*candidate) for name, candidate in candidates.items()}
+def _call(function: Callable[..., Any], x: jax.Array, held: Sequence[Any]) -> Callable[[], Any]:
+  """Returns a call that multiplies x by each weight."""
+  run = jax.jit(lambda x, held: [function(x, w) for w in held])
+  there = jax.tree.map(lambda a: jnp.array(a, copy=True), held)  # each lies elsewhere
+  return lambda: jax.block_until_ready(run(x, there))
 
 
 def _copies(rows: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from nm_sparsity_jax import deployed, installed, unscanned
 from nm_sparsity_jax.benches import layers, networks, timing
-from nm_sparsity_jax.benches.results import Found, Product, Whole, bound
+from nm_sparsity_jax.benches.results import Found, Product, Whole, bound, bytes_bound
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.packed import BACKENDS, NMPacked, cpu
@@ -171,11 +171,22 @@ def _whole(work: networks.Work, ready: dict[str, Any], of: dict[str, Product], t
   read = [p for path, p in of.items() if work.reads(path)]
   shares = [(p.dense, p.packed_bytes / p.dense_bytes) for p in read]
   products_, at_most = bound(spent["dense"], shares)
+  heads = _head(work, ready["dense"], turns)
+  int8 = bound(spent["dense"], [*shares, *heads])[1] if heads else 0.0
   memory = {side: networks.memory(programs[work.numbers[-1]]) for side, programs in made.items()}
   return Whole(
     work.name, spent["dense"], spent["packed"], products_, at_most, memory["dense"],
-    memory["packed"],
+    memory["packed"], bytes_bound(shares), int8,
   )  # fmt: skip
+
+
+def _head(work: networks.Work, dense: Any, turns: int) -> list[tuple[float, float]]:
+  """Returns (seconds of the head's dense product, the share of its bytes with one a weight)."""
+  w = dict(flatten(dense)).get(work.head)
+  if w is None or w.ndim != 2:
+    return []
+  depth, features = reversed(w.shape) if work.head.endswith("/embedding") else w.shape
+  return [(layers.dense_seconds(depth, features, work.head_rows, turns), 1 / 4)]
 
 
 # --- small ones -----------------------------------------------------------------------------------

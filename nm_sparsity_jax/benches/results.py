@@ -72,6 +72,8 @@ class Whole:
     packed: seconds with packed ones.
     products: seconds of the dense products that packing replaces, each measured alone.
     bound: how many times faster it can be at most; see `BOUND`.
+    bytes_bound: the same of the packed products alone, by their bytes.
+    int8_head: `bound` where the head had a byte a weight; 0 where there is no head.
     dense_memory: bytes of weights and temporaries that the dense program holds at most, as XLA
       says.
     packed_memory: the same of the packed one.
@@ -84,6 +86,8 @@ class Whole:
   bound: float
   dense_memory: int
   packed_memory: int
+  bytes_bound: float = 0.0
+  int8_head: float = 0.0
 
   @property
   def times(self) -> float:
@@ -140,7 +144,7 @@ class Found:
     if self.wholes:
       lines += ["", *table(_WHOLE, [_whole_row(w) for w in self.wholes]), "", BOUND]
       lines += [f"All weights: {self.dense_bytes:,} bytes dense, {self.packed_bytes:,} packed."]
-    return "\n".join(map(printable, [*lines, *self.notes]))
+    return "\n".join(map(printable, [*lines, *self.notes, *summary(self)]))
 
 
 _HEAD = (
@@ -197,6 +201,20 @@ def ratio(dense: float, packed: float) -> float:
   return dense / packed if dense > 0 and packed > 0 else 0.0
 
 
+def bytes_bound(products: Iterable[tuple[float, float]]) -> float:
+  """Returns how many times faster the products alone can be, by their bytes; 0 without any.
+
+  >>> bytes_bound([(8.0, 0.25)])
+  4.0
+
+  Args:
+    products: as in `bound`.
+  """
+  told = list(products)
+  left = sum(seconds * share for seconds, share in told)
+  return sum(seconds for seconds, _ in told) / left if left else 0.0
+
+
 def bound(whole: float, products: Iterable[tuple[float, float]]) -> tuple[float, float]:
   """Returns (seconds of the dense products, how many times faster a whole can be at most).
 
@@ -219,3 +237,19 @@ def lines(found: Found) -> Iterator[str]:
   if found.wholes:
     yield BOUND
   yield from found.notes
+  yield from summary(found)
+
+
+def summary(found: Found) -> Iterator[str]:
+  """Yields the three lines at the end: two bounds, and what was reached."""
+  if not found.wholes:
+    return
+  of = lambda name: ", ".join(
+    f"{w.name} {times(getattr(w, name))}" for w in found.wholes if getattr(w, name)
+  )
+  yield f"At most by the bytes of the packed products alone: {of('bytes_bound') or '-'}."
+  head = of("int8_head")
+  also = f"; with a head of one byte a weight, which is not built: {head}" if head else ""
+  rest = "all else as it is (head, softmax, norms are dense)"
+  yield f"At most with {rest}: {of('bound') or '-'}{also}."
+  yield f"Reached: {of('times') or '-'}."

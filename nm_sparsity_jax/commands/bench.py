@@ -4,8 +4,10 @@ CKPT is a packed file or a finalized checkpoint, with the gin files and settings
 is written to INFER_OUTPUT_DIR, and no task is read. For each distinct product it tells the time of
 the best dense product and of the packed one, and their bytes. End to end it times what the network
 computes at once: a T5 reads inputs and decodes a token, others make a forward pass. Beside it
-stands what packing can give at most. --shapes measures products of random weights alone.
+stands what packing can give at most. --shapes measures products of random weights alone. --tune
+measures them too, for some minutes, and writes the table that `auto` reads on this machine.
 
+  nm-sparsity bench --tune
   nm-sparsity bench --shapes 1024,4096,1 1024,4096,128 --pattern 1:8
   nm-sparsity bench model.safetensors --cores 1 --out bench.html \\
     --gin_file=gin_configs/models/t5_1_1/tiny.gin --gin_file=gin_configs/runs/local_infer.gin ...
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--shapes", nargs="+", metavar="K,F,ROWS", type=_shape,
     help="products alone: of weights (K, F) and so many rows of x",
   )  # fmt: skip
+  add("--tune", action="store_true", help="write this machine's own table for --backend auto")
   add("--pattern", metavar="N:M", help="of --shapes (default: 1:8)")
   add(
     "--dtype", choices=("float32", "bfloat16", "int8"),
@@ -61,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Measures, prints, writes."""
-  if (args.checkpoint is None) == (args.shapes is None):
-    raise ValueError("give a checkpoint, or --shapes K,F,ROWS for products alone; not both.")
+  if (args.checkpoint is not None) + (args.shapes is not None) + args.tune != 1:
+    raise ValueError(
+      "give one of these: a checkpoint, or --shapes K,F,ROWS for products alone, or --tune."
+    )
   if args.shapes is None and args.pattern:
     raise ValueError(f"--pattern={args.pattern}: a checkpoint has patterns of its own.")
   out = None if args.out is None else pathlib.Path(args.out)
@@ -71,6 +76,9 @@ def run(args: argparse.Namespace) -> int:
   _take_cores(args.cores)
   from nm_sparsity_jax import benches
 
+  if args.tune:
+    print(benches.tune(turns=args.turns))
+    return 0
   if args.shapes is None:
     found = _of_checkpoint(args)
   else:

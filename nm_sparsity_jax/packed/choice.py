@@ -5,6 +5,8 @@
 table.json has the speed of each backend over the best dense product, for m / n and rows of x.
 Between two measured points the slower one counts. Beyond the last ones the last one counts.
 Several cores have rows of their own where they were measured: dense products gain more from them.
+`nm-sparsity bench --tune` measures this machine and writes a table of its own. Its backends take
+the place of ours, on the processor and the number of cores that it was written on.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import functools
 import json
 import os
 import pathlib
+import platform
 from typing import Any
 
 import jax
@@ -22,6 +25,8 @@ from nm_sparsity_jax.packed import cpu
 from nm_sparsity_jax.packed.array import NMPacked
 
 _TABLE = pathlib.Path(__file__).with_name("table.json")
+TUNED = "NM_SPARSITY_TABLE"  # the variable that names this machine's own table
+_HOME = "~/.cache/nm-sparsity/table.json"  # where it lies without
 _FAIR = 1.0  # a ratio from which on a backend is taken
 _UNPACK = 0.1  # what is left of a dense product's speed where the weight is made first
 
@@ -29,7 +34,60 @@ _UNPACK = 0.1  # what is left of a dense product's speed where the weight is mad
 @functools.cache
 def table() -> dict[str, Any]:
   """Returns {"backends": {name: {"rows": rows of x, "speed": {m / n: ratio for each rows}}}}."""
-  return json.loads(_TABLE.read_text("utf-8"))
+  known = json.loads(_TABLE.read_text("utf-8"))
+  known["backends"] |= _tuned(tuned_file())
+  return known
+
+
+def tuned_file() -> pathlib.Path:
+  """Returns where this machine's own table lies, or would lie."""
+  return pathlib.Path(os.environ.get(TUNED, _HOME)).expanduser()
+
+
+def tuned_text(backends: dict[str, Any]) -> str:
+  """Returns what `table` reads from `tuned_file`.
+
+  Args:
+    backends: as `table` has them, of what was measured here.
+  """
+  return json.dumps({"machine": _machine(), "backends": backends}, indent=1) + "\n"
+
+
+def _tuned(file: pathlib.Path) -> dict[str, Any]:
+  """Returns the backends of this machine's own table; {} without one, or of another machine."""
+  if not file.is_file():
+    return {}
+  try:
+    found = json.loads(file.read_text("utf-8"))
+    backends = {name: _checked(known) for name, known in found["backends"].items()}
+    return backends if found["machine"] == _machine() else {}
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise ValueError(
+      f"{str(file)!r} is no table of speeds ({type(e).__name__}: {e}): delete it, or let "
+      "`nm-sparsity bench --tune` write it again."
+    ) from e
+
+
+def _checked(known: Any) -> dict[str, Any]:
+  """Returns rows and speeds of one backend; raises where they do not fit each other."""
+  rows, speed = known["rows"], known["speed"]
+  numbers = [*rows, *(x for ratios in speed.values() for x in ratios), *map(float, speed)]
+  if not rows or rows != sorted(rows) or any(len(x) != len(rows) for x in speed.values()):
+    raise ValueError("rows and speeds do not fit each other")
+  if not all(isinstance(x, int | float) and 0 <= x < 1e9 for x in numbers):
+    raise ValueError("a number is out of range")
+  return {"rows": rows, "speed": speed}
+
+
+def _machine() -> dict[str, Any]:
+  """Returns what a table hangs on."""
+  found = platform.processor() or platform.machine()
+  try:
+    lines = pathlib.Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    found = next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
+  except (OSError, StopIteration):  # outside Linux, or another kind of processor
+    pass
+  return {"processor": found, "cores": cores()}
 
 
 def cores() -> int:
@@ -38,11 +96,15 @@ def cores() -> int:
   return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
-def _kernels() -> str:
-  """Returns the table's name of the C++ kernels of this process."""
+def kernels(measured: bool = True) -> str:
+  """Returns the table's name of the C++ kernels of this process.
+
+  Args:
+    measured: that of one core where nothing was measured on several.
+  """
   one = f"cpu_ffi {cpu.isa()}"
   several = f"{one}, several cores"
-  return several if cores() > 1 and several in table()["backends"] else one
+  return several if cores() > 1 and not (measured and several not in table()["backends"]) else one
 
 
 def speed(backend: str, packed: NMPacked, batch: int) -> float:
@@ -78,7 +140,7 @@ def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None)
   if platform == "cpu":
     found["xla_scan"] = speed("xla_scan", packed, batch)
     if not cpu.missing(packed):
-      found["cpu_ffi"] = speed(_kernels(), packed, batch)
+      found["cpu_ffi"] = speed(kernels(), packed, batch)
   if platform == "gpu":  # 0 until the table has what was measured on one
     found["gpu"] = speed("gpu", packed, batch)
   fastest = max(found, key=lambda name: found[name])
