@@ -25,7 +25,10 @@ from nm_sparsity_jax.packed import MOST, NMPacked, choice, cpu
 from nm_sparsity_jax.patterns import NM
 
 _DENSE = ("x @ W", "x @ W.T")
-_PRODUCT = dict(zip(_DENSE, (lambda x, w: x @ w, lambda x, w: x @ w.T), strict=True))
+_PRODUCT: dict[str, Callable[..., Any]] = {
+  _DENSE[0]: lambda x, w: x @ w,
+  _DENSE[1]: lambda x, w: x @ w.T,
+}
 
 
 def measured(

@@ -202,7 +202,8 @@ def finalize(
   removed: dict[str, Removed] = {}
   zeroed = _with_zeros(stored, rules, assignment, removed)
   if is_folder:
-    foreign.write_like(stored.path, made, zeroed)
+    arrays = {key: x for key, x in zeroed.items() if not isinstance(x, writing.Layers)}  # all
+    foreign.write_like(stored.path, made, arrays)
   else:
     writing.write(made, zeroed, untold.noted(stored.path))
   written = checkpoint.read(made)

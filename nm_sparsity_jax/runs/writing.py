@@ -130,7 +130,7 @@ def hashes(path: str) -> Hashes:
   is_stack = lambda x: (
     isinstance(x, dict) and type(x.get("axis")) is int and isinstance(x.get("sha256"), list)
   )
-  stacks = layers.values() if isinstance(layers, dict) else [None]
+  stacks: list[Any] = list(layers.values()) if isinstance(layers, dict) else [None]
   if not all(is_stack(x) and all(map(is_hash, x["sha256"])) for x in stacks):
     raise ValueError(f"{file} is damaged: it holds no SHA-256 for each layer")
   return Hashes(sums, {key: (x["axis"], tuple(x["sha256"])) for key, x in layers.items()})
