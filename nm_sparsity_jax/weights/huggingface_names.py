@@ -87,7 +87,7 @@ class Source:
     for name in self.names:
       one = np.array(self._ours(read(name)), order="C")
       yield one if self.axis is None else np.expand_dims(one, self.axis)
-      del one  # or it would stay while the next one is read
+      del one
 
   def give(self, array: np.ndarray) -> np.ndarray:
     """Returns their tensor, a view of our array of one layer; see `unscanned.apart`."""
