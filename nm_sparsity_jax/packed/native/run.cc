@@ -58,7 +58,11 @@ class Buffer {
 };
 
 // Rows of x from which on `many` is the faster one.
-long many_from(const Job& job) {
+long many_from(const Job& job, const Isa& isa) {
+#ifdef NM_X86
+  // Eight lanes pick from more than eight x's by several shuffles, for each row of x.
+  if (&isa == &avx2 && job.m > 8 && job.m <= 64) return job.m <= 16 ? 12 : job.m <= 32 ? 6 : 4;
+#endif
   return job.m <= 16 ? kMostFew + 1 : job.m <= 32 ? 17 : job.m <= 64 ? 12 : 8;
 }
 
@@ -157,7 +161,7 @@ const char* run(Job job, long depth, const Isa& isa, int threads, const Spread& 
   }
   if (job.groups * job.m > (1L << 31) / kMostLanes - 512) return "the weight is too deep";
   // Blocks of rows one after the other: what is arranged of x stays in the second cache.
-  const bool many = job.batch >= many_from(job);
+  const bool many = job.batch >= many_from(job, isa);
   const long batch = job.batch, most = many ? lanes_of(job) : batch;
   const float* x = job.x;
   float* y = job.y;
