@@ -212,11 +212,12 @@ def pytest_runtest_call(item):
 
 # The files that take longest come first, so that no worker begins one while the other has no more.
 LONGEST = (
-  "test_local", "test_t5x_adapter", "test_t5x_thread", "test_t5_t5x", "test_t5x_metrics",
-  "test_quickstart", "test_docs", "test_every_recipe", "test_gin", "test_t5", "test_vision_models",
-  "test_layers", "test_sparse", "test_workloads", "test_plan", "test_t5x_checkpoints", "test_sweep",
-  "test_masks", "test_vision_runs", "test_finalize", "test_recipes_benchmark",
-  "test_local_t5x",
+  "test_t5x_adapter", "test_local", "test_t5x_metrics", "test_t5x_thread", "test_t5_t5x",
+  "test_gin", "test_docs", "test_quickstart", "test_sweep", "test_every_recipe", "test_t5",
+  "test_vision_models", "test_workloads", "test_t5x_checkpoints", "test_plan", "test_vision_runs",
+  "test_layers", "test_sparse", "test_masks", "test_vision_workload", "test_local_t5x",
+  "test_finalize", "test_packed_runs", "test_vision_families", "test_recipes_benchmark",
+  "test_local_glue", "test_plan_topology", "test_site", "test_train_sharded", "test_fuzz",
 )  # fmt: skip
 
 

@@ -709,7 +709,6 @@ def test_the_page_of_many_runs_in_a_browser(here, capsys):
   with browser.page(here / "profile") as page:
     for width in (1280, 400):
       page.look(file, width)
-      page.shoot(here / f"{width}.png")
     assert set(page.requests) == {file.as_uri()} and page.messages == []
     assert page.ask("document.querySelectorAll('figure').length") == 2  # scores and losses
     assert page.ask("document.querySelectorAll('.bar').length") >= 36  # of single evaluations

@@ -370,8 +370,9 @@ def outputs_and_grads(net, x):
 COMPARED_QUICKLY = SMALLER | {"swin": dict(depths=(2, 1), heads=(1, 2))}
 CASES = [(n, how) for n in FAMILIES for how in ("plain", "remat")] + [("vit", "remat scan")]
 CASES += [pytest.param(*case, "as users", marks=pytest.mark.slow) for case in CASES]
-# Remat is one function of all families: `make test` has it where blocks have a state, and in scans.
-REPEATED = {("vit", "remat"), ("swin", "remat")}
+# Remat is one function of all families: `make test` has it where blocks have a state, and in scans,
+# and without it the two others.
+REPEATED = {("vit", "remat"), ("swin", "remat"), ("resnet", "plain")}
 CASES = [
   case if type(case) is not tuple
   else pytest.param(*case, "quickly", marks=[pytest.mark.slow] if case in REPEATED else [])
