@@ -462,7 +462,7 @@ def test_mini_glue_begins_at_a_dense_start(monkeypatch):
     other, _ = train.start_of("mini_mnli", recipes.ROWS["dense"], 8)
     assert not np.array_equal(*(p["t5"]["token_embedder"]["embedding"] for p in (weights, other)))
     x, y = task.draw(jax.random.key(0))["test"]
-    params = task.network(True).init(jax.random.key(1), x)["params"]
+    params = jax.jit(task.network(True).init)(jax.random.key(1), x)["params"]
     logits = task.network(False).apply({"params": params}, x)
     places = train.rules_of(task.places, row, "1:8", 10).assign(params).places
     assert len(places) == 3 * 3 + 4 * 4  # of two and one layers, with attention across
