@@ -281,7 +281,8 @@ def say_skipped_engines(terminalreporter):
     (mark, report.longrepr[2])
     for report in terminalreporter.stats.get("skipped", ())
     for mark in ENGINES
-    if mark in report.keywords and isinstance(report.longrepr, tuple)
+    # A module that skips as a whole leaves a report without marks.
+    if mark in getattr(report, "keywords", ()) and isinstance(report.longrepr, tuple)
   )
   for (mark, reason), n in skipped.items():
     terminalreporter.write_line(
