@@ -56,7 +56,8 @@ def warmup(out: str, steps: int) -> list[str]:
   """
   files = ("runs/local_train.gin", "runs/local_mini.gin", "recipes/dense.gin")
   period = 2 * start(steps) // _EVALUATIONS
-  return _line(files, period, MODEL_DIR=f"{out}/warmup", SPARSE_STEPS=start(steps))
+  macros = {"MODEL_DIR": f"{out}/warmup", "SPARSE_STEPS": start(steps)}
+  return _line(files, period, **macros, WARMUP_STEPS=start(steps) // 10)
 
 
 def start(steps: int) -> int:
@@ -85,6 +86,7 @@ def finetune(out: str, steps: int, recipe: str, pattern: str = "", name: str = "
     "INITIAL_CHECKPOINT_PATH": f"{out}/warmup/checkpoint_{start(steps)}",
     "PRETRAINED_STEPS": start(steps),
     "SPARSE_STEPS": steps,
+    "WARMUP_STEPS": steps // 10,
     "DENSE_STEPS": steps // 10,
     "FINETUNE_STEPS": steps // 2,
   }
