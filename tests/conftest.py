@@ -275,26 +275,19 @@ def pytest_sessionfinish(session):
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def say_skipped_engines(terminalreporter):
-  """Says why tests of an engine beside this package did not run: a count alone looks like few."""
-  skipped = collections.Counter(
-    (mark, report.longrepr[2])
+def say_skipped(terminalreporter):
+  """Says why tests did not run: a count alone hides that T5X, say, is absent."""
+  reasons = collections.Counter(
+    report.longrepr[2].removeprefix("Skipped: ")
     for report in terminalreporter.stats.get("skipped", ())
-    for mark in ENGINES
-    # A module that skips as a whole leaves a report without marks.
-    if mark in getattr(report, "keywords", ()) and isinstance(report.longrepr, tuple)
+    if isinstance(report.longrepr, tuple)
   )
-  for (mark, reason), n in skipped.items():
-    terminalreporter.write_line(
-      f"{n} tests marked {mark} did not run: {reason.removeprefix('Skipped: ')}"
-    )
-
-
-ENGINES = ("kauldron",)
+  for reason, n in reasons.most_common():  # a module that skips as a whole counts once
+    terminalreporter.write_line(f"{n} tests or modules did not run: {reason}")
 
 
 def pytest_terminal_summary(terminalreporter, config):
-  say_skipped_engines(terminalreporter)
+  say_skipped(terminalreporter)
   if not PEAKS:
     return
   write = terminalreporter.write_line
