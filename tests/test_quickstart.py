@@ -297,8 +297,13 @@ def test_all_of_it_within_four_minutes_and_convincing(tmp_path):
   assert min(curves["warmup"][-1], *curves["dense"]) > 70 and curves["dense"][-1] > 93
   for name in sparse:
     assert len(curves[name]) == 12
-    lowest = min(curves[name])
-    assert lowest < curves["dense"][-1] - 8 and curves[name][-1] > max(85, lowest + 5), name
+    # The learning rate rises again in each run, so only dense at the same step tells a fall, and
+    # only once the run is sparse: from the second of its twelve evaluations on.
+    sparse_part = list(zip(curves["dense"], curves[name], strict=True))[1:]
+    fall = max(beside - mean for beside, mean in sparse_part)
+    lowest = min(mean for _, mean in sparse_part)
+    assert fall > (2 if name.startswith("mdgf") else 10), (name, fall)
+    assert curves[name][-1] > max(85, lowest + 5), name
 
 
 @pytest.mark.slow

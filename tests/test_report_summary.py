@@ -59,6 +59,16 @@ def test_the_summary_comes_first_and_says_what_is_kept_and_lost(three):
   assert note.startswith("A row is the mean over the seeds that are done.")
 
 
+def test_the_lowest_score_of_a_sparse_run_is_one_of_its_sparse_steps(three):
+  """A dip while a run is dense still, or its learning rate warms up, is no fall of sparsity."""
+  for folder in map(pathlib.Path, three):
+    file = folder / "inference_eval/nm_glue_rte-metrics.jsonl"
+    first = json.dumps({"step": 1005, "accuracy": 3.0})
+    file.write_text(f"{first}\n{file.read_text()}")
+  table = report.report(three, "last")["summary"][1]
+  assert [row[4] for row in words(table)] == ["3.0", "57.5", "78.5", ""]
+
+
 def test_a_metric_from_0_to_1_has_three_digits(three):
   """A run of a user's own metric was said to lose 0.0 of the 0.9 points of dense."""
   ends = {"base": 0.8, "lower": 0.6, "higher": 0.812}

@@ -29,7 +29,8 @@ class Row:
     number: of the run, which is its colour.
     name: of the run.
     score: the mean of the common tasks at the step that counts.
-    lowest: the worst mean of several evaluations; None where there is only one.
+    lowest: the worst mean of several evaluations, of a sparse run those at sparse steps; None
+      where there is only one.
     weights: the share of the weights that the patterns leave, such as '12.5 %'; '' if dense.
     updates: how many the weights have had, those before the sparse run too.
   """
@@ -66,7 +67,7 @@ def summary(runs: Sequence[Run], checkpoint: str | int, seeds: int = 1) -> Itera
   yield (
     f"Score: {'the mean of ' * (len(common) > 1)}{listed(told)}, checkpoint: "
     f"{scored.of_target(checkpoint)}. Weights: what the patterns leave of the sparse kernels. "
-    f"Lowest: the worst evaluation on the way.{_classes(chance)}"
+    f"Lowest: the worst evaluation, of a sparse run since it is sparse.{_classes(chance)}"
   )
   yield from _cautions(rows, against, seeds)
 
@@ -84,7 +85,8 @@ def _row(number: int, run: Run, common: Mapping[str, Measure], checkpoint: str |
   score = scored.mean_score(run, common, checkpoint)
   if not math.isfinite(score):
     return None
-  means = [mean for _, mean in scored.means(run, common)]
+  sparse_from = min((s.start for r in sparse.values() for s in r.timeline() if s.pattern), default=0)
+  means = [m for step, m in scored.means(run, common) if step - run.offset >= sparse_from]
   left = [recipe.pattern.density for recipe in sparse.values()]
   ends = dict.fromkeys(f"{100 * f(left):.4g}" for f in (min, max)) if left else ()
   return Row(
