@@ -271,11 +271,16 @@ def test_between_two_points_the_slower_one_counts(table, pattern, batch, ratio):
   assert best == ("xla_scan" if ratio >= 1 else "dense")
 
 
-def test_what_is_slower_than_dense_is_unpacked_once(table):
-  w = pack(weight(1, 16, 2, NM(2, 4)), NM(2, 4))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.bfloat16])
+def test_what_is_slower_than_dense_is_unpacked_once(table, dtype, kind):
+  """And in float32: XLA's product of bfloat16, or its conversion at each call, took ten times."""
+  w = pack(weight(1, 16, 2, NM(2, 4)), NM(2, 4), dtype=dtype)
   ready = prepare(w, batch=1)
-  assert not isinstance(ready, NMPacked)
-  np.testing.assert_array_equal(ready, unpack(w))
+  assert not isinstance(ready, NMPacked) and ready.dtype == np.float32
+  np.testing.assert_array_equal(ready, unpack(w).astype(np.float32))
+  text = jax.jit(nm_dot).lower(jnp.zeros((4, 16), kind), ready).as_text()
+  assert "dot_general" in text and "16x2xf32>) -> tensor<16x2xbf16>" not in text
   assert isinstance(prepare(w, batch=1, memory=True), NMPacked)
   assert choice.best(w, 1, dense=True, platform="tpu") == "dense"
   assert choice.best(w, 1, dense=False, platform="tpu") == "unpack"
