@@ -65,6 +65,8 @@ PARSER.add_argument("--more", action="store_true", help="add rows, or turns of a
 ARGS = PARSER.parse_args()
 if ARGS.more and not ARGS.json:
   PARSER.error("--more adds to the file of --json: name it")
+if ARGS.what == "metrics" and ARGS.t5x:
+  PARSER.error("metrics are those of the local runner: leave --t5x out")
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -102,6 +102,19 @@ def test_without_a_run_or_without_libtpu_it_is_one_sentence(run, monkeypatch):  
     topology.devices("v5e:2x2")
 
 
+def test_the_command_says_in_one_sentence_why_there_are_no_chips(compiled_for, monkeypatch):
+  if reason := tasks_found.why_not():
+    pytest.skip(reason)
+
+  def refuse(name):
+    raise topology.NoTopology(f"topology {name!r}: libtpu does not know it")
+
+  monkeypatch.setattr(topology, "devices", refuse)
+  code, report = compiled_for("v9e:1x1", RECIPE="sr_ste")
+  assert code == 1
+  assert report["errors"] == ["topology 'v9e:1x1': libtpu does not know it"]
+
+
 @pytest.mark.parametrize(
   "raised, said",
   [
