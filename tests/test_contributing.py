@@ -100,3 +100,18 @@ def test_a_newcomer_adds_a_recipe_a_role_and_a_command(tmp_path):
   assert "Says hello." in done.stdout and "\nhelp 0\n" in done.stdout
   passed = re.search(r"(\d+) passed, \d+ deselected", done.stdout)
   assert passed and int(passed[1]) > 15, done.stdout[-300:]
+
+
+def test_each_step_of_the_workflow_is_a_make_target():
+  """Issue 13, point 20: what runs there also runs here, on every Python that setup.py names."""
+  workflow = (ROOT / ".github/workflows/test.yml").read_text()
+  targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+  steps = re.findall(r"- run: (.+)", workflow)
+  assert len(steps) >= 9 and {step.split()[0] for step in steps} == {"make"}
+  assert {step.split()[1] for step in steps} <= targets
+  assert {"check", "test", "test-floors", "wheel"} <= {step.split()[1] for step in steps}
+  newest = re.search(r"python: \[(.*)\]", workflow)[1]
+  named = set(re.findall(r"\d\.\d+", newest))
+  assert named == {"3.11", "3.12", "3.13"}
+  setup = (ROOT / "setup.py").read_text()
+  assert f'python_requires=">={min(named, key=lambda x: int(x[2:]))}' in setup

@@ -3,8 +3,10 @@
 The module lies in a folder of its own. A gin file imports it, or the flag --import names it.
 """
 
+import argparse
 import contextlib
 import html
+import importlib
 import json
 import os
 import pathlib
@@ -240,8 +242,19 @@ def test_a_sweep_hands_the_flag_to_its_runs(folder, typed):
 COMMANDS = {
   "train": ["--gin_file=x.gin"], "eval": ["--gin_file=x.gin"], "infer": ["--gin_file=x.gin"],
   "plan": ["--gin_file=x.gin"], "verify": ["x"], "finalize": ["x", "y"], "report": ["x"],
-  "glue score": ["x"], "sweep": ["x.toml"],
+  "glue score": ["x"], "sweep": ["x.toml"], "export": ["x", "y"], "pack": ["x", "y.safetensors"],
+  "bench": ["x", "--gin_file=x.gin"],
 }  # fmt: skip
+
+
+def test_no_command_with_the_flag_is_left_out():
+  takes = set()
+  for name, (module, _) in cli.COMMANDS.items():
+    parser = argparse.ArgumentParser(prog=name)
+    importlib.import_module(f"nm_sparsity_jax.commands.{module}").add_arguments(parser)
+    if "--import" in parser.format_help():
+      takes.add(name)
+  assert takes == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -122,6 +122,11 @@ def test_nothing_private_of_another_room_is_reached_through_its_module():
           there = room_of(f"{node.module}.{alias.name}")
           if there is not None and there != room:
             modules[alias.asname or alias.name] = there
+      if isinstance(node, ast.Import):
+        for alias in node.names:
+          there = room_of(alias.name)
+          if alias.asname and there is not None and there != room:
+            modules[alias.asname] = there
     for node in ast.walk(tree):
       if (
         isinstance(node, ast.Attribute)
