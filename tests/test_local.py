@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -27,7 +28,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure
 from nm_sparsity_jax.commands import _local
 from nm_sparsity_jax.models.t5 import network
-from nm_sparsity_jax.runs import files, folders
+from nm_sparsity_jax.runs import checkpoint, files, folders
 from nm_sparsity_jax.trees import flatten
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
@@ -326,6 +327,16 @@ def test_a_run_of_an_earlier_version_goes_on(recipe, tmp_path):
   store.close()
   again = checkpoints.to_tree(checkpoints.from_tree(tree, like, model.rules), rules)
   assert_same(jax.device_get(dict(flatten(again))), read(before, 4))
+  # It is evaluated, finalized and proven as it is.
+  stored = checkpoint.read(before / "checkpoint_4")
+  scored = jax.device_get(checkpoints.load_for_evaluation(stored, model).params)
+  found = {f"target/{key}": x for key, x in flatten(scored)}
+  assert_same(found, {k: x for k, x in read(before, 4).items() if k.startswith("target/")})
+  assert cli.main(["finalize", str(before), str(tmp_path / "final"), "--early"]) == 0
+  assert cli.main(["verify", str(tmp_path / "final")]) == 0
+  zeros = read(tmp_path / "final", 4)
+  sparse = [x for k, x in zeros.items() if re.fullmatch(r"target/.*/mlp/w[io]/kernel", k)]
+  assert len(sparse) == 4 and {(x == 0).mean() for x in sparse} == {0.75}
   periods = train.Periods(evaluate=100, checkpoint=4, report=1, metrics=None)
   run = lambda folder: run_of(
     folder, model, source=source_of(batch_size=8), sparse_steps=8, periods=periods

@@ -85,8 +85,8 @@ def _row(number: int, run: Run, common: Mapping[str, Measure], checkpoint: str |
   score = scored.mean_score(run, common, checkpoint)
   if not math.isfinite(score):
     return None
-  sparse_from = min((s.start for r in sparse.values() for s in r.timeline() if s.pattern), default=0)
-  means = [m for step, m in scored.means(run, common) if step - run.offset >= sparse_from]
+  first = min((s.start for r in sparse.values() for s in r.timeline() if s.pattern), default=0)
+  means = [m for step, m in scored.means(run, common) if step - run.offset >= first]
   left = [recipe.pattern.density for recipe in sparse.values()]
   ends = dict.fromkeys(f"{100 * f(left):.4g}" for f in (min, max)) if left else ()
   return Row(
