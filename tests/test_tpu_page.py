@@ -196,11 +196,16 @@ def test_the_prose_says_what_was_recorded():
   narrow = {f"{r['over_one_pass']:.2f}" for r in masks if r["dtype"] == "bfloat16"}
   assert narrow == {"1.67"} and "In bfloat16 each mask takes 1.67 passes" in page
   assert not any(r["collectives"] for r in masks)
-  plain = [over("tpu_step_base_plain.json", r) for r in ("sr_ste", "sdgf_geometric")]
-  assert "bytes are {} for `sr_ste` and {} for `sdgf_geometric`".format(*plain) in page
+  plain = [
+    over(f"tpu_step_{size}_plain.json", r)
+    for r in ("sr_ste", "sdgf_geometric")
+    for size in ("base", "xl")
+  ]
+  said = "bytes of `sr_ste` are {} at base and {} at 3B, those of `sdgf_geometric` {} and {}."
+  assert said.format(*plain) in page
   base, large = rows("tpu_step_base.json"), rows("tpu_step_large.json")
-  turns = sorted(f"{seconds:.0f}" for seconds in base["dense"]["turns"])
-  assert "two turns among them, {} and {} seconds".format(*turns) in page
+  turns = (f"{seconds:.0f}" for seconds in sorted(base["dense"]["turns"]))
+  assert "two turns at base, {} and {} seconds".format(*turns) in page
   weights = 24 * 3 * 768 * 2048  # of the FF kernels of T5.1.1 base
   more = (base["sr_ste"]["bytes"] - base["dense"]["bytes"]) / weights
   assert f"`sr_ste` moves {more:.0f} bytes more" in page
@@ -210,7 +215,7 @@ def test_the_prose_says_what_was_recorded():
   held = lambda name, recipe: f"{rows(name)[recipe]['peak'] / 2**30:.1f}"
   most = [held("tpu_step_xxl_t5x.json", r) for r in ("dense", "sr_ste")]
   assert "the dense step holds {} GiB and that of `sr_ste` {}.".format(*most) in page
-  assert f"once, {held('tpu_step_base.json', 'dense')} GiB in the dense step" in page
+  assert f"once, {held('tpu_step_base.json', 'dense')} GiB in the dense step of base" in page
   assert all(r["collectives"] == large["dense"]["collectives"] for r in large.values())
   chips = [over(f"tpu_step_base{chip}.json", "sr_ste") for chip in ("", "_v6e", "_v4")]
   said = "`sr_ste` are {} of dense on a v5e (limit 1.015), {} on a v6e and {} on a v4"
