@@ -175,6 +175,22 @@ RECIPES = {
 }
 
 
+def trained(rules, params, steps=4):
+  """The weight 'w' after so many steps, and how the devices of a step communicate."""
+  tx = nms.sparse(optax.sgd(0.1), rules)
+
+  @jax.jit
+  def step(params, opt):
+    loss = lambda p: jnp.sum(jnp.square(nms.sparsify(p, rules, opt)["w"] - 1))
+    updates, opt = tx.update(jax.grad(loss)(params), opt, params)
+    return optax.apply_updates(params, updates), opt
+
+  opt = tx.init(params)
+  for _ in range(steps):
+    params, opt = step(params, opt)
+  return params["w"], collectives(step.lower(params, opt).compile())
+
+
 @pytest.mark.usefixtures("both_as_users_compile")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", RECIPES)
@@ -187,29 +203,14 @@ def test_each_device_masks_its_own_shard(name, spec, monkeypatch):
   assert aware == rules and aware.fingerprint == rules.fingerprint
   start = {"w": jax.random.normal(jax.random.key(0), SHAPE)}
   with_axes = lambda rules: rules.with_axes({"w": 0})
-
-  def train(rules, params, steps=4):
-    tx = nms.sparse(optax.sgd(0.1), rules)
-
-    @jax.jit
-    def step(params, opt):
-      loss = lambda p: jnp.sum(jnp.square(nms.sparsify(p, rules, opt)["w"] - 1))
-      updates, opt = tx.update(jax.grad(loss)(params), opt, params)
-      return optax.apply_updates(params, updates), opt
-
-    opt = tx.init(params)
-    for _ in range(steps):
-      params, opt = step(params, opt)
-    return params["w"], collectives(step.lower(params, opt).compile())
-
-  alone, _ = train(with_axes(rules), start)
+  alone, _ = trained(with_axes(rules), start)
   calls = []
   monkeypatch.setattr(
     jax, "shard_map", lambda *a, m=jax.shard_map, **k: calls.append(1) or m(*a, **k)
   )
   monkeypatch.setattr(groups, "_PLATFORM", "cpu")
   shared = with_axes(rules).with_shardings({"w": sharding})
-  w, spoken = train(shared, jax.device_put(start, sharding))
+  w, spoken = trained(shared, jax.device_put(start, sharding))
   assert calls
   np.testing.assert_array_equal(np.asarray(w), np.asarray(alone))
   assert spoken == []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import quick
 import test_every_recipe
+import test_masks_sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export, lax
@@ -18,6 +19,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax import groups
 from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, primitive, tpu
 from nm_sparsity_jax.masks.selection import Kept
 
@@ -213,6 +215,28 @@ def test_every_recipe_has_the_same_masks_by_the_kernel(name, dtype, request):
   assert bool(calls) == (name != "dense")
 
 
+@pytest.mark.parametrize("name", ["sr_ste", "sdgf_geometric", "idp"])
+def test_each_device_has_the_same_masks_by_the_kernel(name, monkeypatch, request):
+  """Under `shard_map`, as rules that know the shardings run it on several TPUs."""
+  phases = nms.Phases(total=8, dense=1, finetune=2)
+  options = test_masks_sharded.RECIPES[name]
+  rules = nms.Rules({"w": nms.recipe(name, pattern="2:8", phases=phases, **options)}, axes={"w": 0})
+  start = {"w": jax.random.normal(jax.random.key(0), test_masks_sharded.SHAPE)}
+  alone, _ = test_masks_sharded.trained(rules, start)
+  sharding = NamedSharding(test_masks_sharded.mesh(), test_masks_sharded.SPECS["both"])
+  monkeypatch.setattr(groups, "_PLATFORM", "cpu")
+  # Pallas' interpreter knows nothing of axes that vary.
+  monkeypatch.setattr(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False))
+  calls, shapes = request.getfixturevalue("interpreted"), []
+  mask = tpu.mask
+  monkeypatch.setattr(tpu, "mask", lambda w, *a, **k: shapes.append(w.shape) or mask(w, *a, **k))
+  shared = rules.with_shardings({"w": sharding})
+  w, spoken = test_masks_sharded.trained(shared, jax.device_put(start, sharding))
+  assert calls and set(shapes) == {(128, 4)}  # a shard, not the weight
+  np.testing.assert_array_equal(np.asarray(w), np.asarray(alone))
+  assert spoken == []
+
+
 def for_tpu(function, *shapes):
   """The program that `function` becomes on a TPU; no TPU is needed to write it."""
   return export.export(jax.jit(function), platforms=["tpu"])(*shapes).mlir_module()
@@ -302,6 +326,7 @@ COMPILE = """
 import jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 import nm_sparsity_jax as nms
+from nm_sparsity_jax import groups
 from nm_sparsity_jax import topology
 
 at = SingleDeviceSharding(topology.devices("v5e:2x2")[0])
