@@ -1,6 +1,7 @@
 """What users get wrong before a run: `plan` names the setting, whatever else is wrong."""
 
 import re
+import warnings
 
 import hypothesis
 import numpy as np
@@ -313,6 +314,35 @@ def test_another_optimizer_is_named_where_a_run_goes_on(run_t5x, tmp_path):
   with pytest.raises(ValueError, match="another OPTIMIZER: its state is count, mu, nu"):
     t5x_adapter.resume_sparse(tree, theirs, is_resuming=True)
   assert t5x_adapter.resume_sparse(tree, theirs) is tree  # what a run starts from may have another
+
+
+@pytest.mark.t5x
+def test_a_start_from_a_sparse_run_that_is_not_finalized_is_said(run_t5x, tmp_path):
+  """Point 5: its stored weights are dense, and its network never saw them that way."""
+  import jax
+
+  import nm_sparsity_jax as nms
+  from nm_sparsity_jax import configure, rules_text, t5x_adapter
+
+  rules = configure.rules({"ff": None}, "sr_ste", "1:4", 12, 2, 4)
+  text = rules_text.pack(configure.describe(rules))
+  mine = {"step": np.int32(4), "start": np.int32(2), "rules": np.asarray(text)}
+  tree = test_plan.t5x_checkpoint(flax_mutables={"nm_sparsity": mine})
+  ones = jax.tree.map(np.ones_like, tree["target"])
+  said = "is of a sparse run and not finalized, so it holds dense weights"
+  for name, target in ("sparse", ones), ("final", nms.finalize(ones, rules, early=True)):
+    tree["target"] = jax.tree.map(np.asarray, target)
+    path = str(test_plan.write_orbax(tmp_path / f"{name}/checkpoint_6", tree))
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      assert t5x_adapter.start(path) == path
+    start = FINETUNE | {"RECIPE": "sr_ste", "INITIAL_CHECKPOINT_PATH": path, "MODEL_DIR": "/new"}
+    code, report = run_t5x(**start)
+    assert not code, report["errors"]
+    for texts in ([str(w.message) for w in caught], report["warnings"]):
+      assert has(texts, said, "nm-sparsity finalize") == (name == "sparse"), texts
+  page = " ".join((ROOT / "docs/t5x.md").read_text().split())
+  assert "**T5X's own model does not. It would run an unfinalized checkpoint with dense" in page
 
 
 def test_the_local_runner_names_another_optimizer(run, tmp_path):

@@ -34,7 +34,7 @@ from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
 from nm_sparsity_jax.opt_states import SparseState
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import arrays, checkpoint, folders, orbax
+from nm_sparsity_jax.runs import arrays, checkpoint, folders, orbax, unfinalized
 from nm_sparsity_jax.text import first_line
 from nm_sparsity_jax.trees import flatten, nested
 
@@ -269,7 +269,8 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
   if is_held:
     like[MUTABLES], where[MUTABLES] = model.collections, model.shardings(model.collections)
   tree = _load(stored, like, where, model)
-  _warn_of_masks(stored, tree["target"])
+  if said := unfinalized.told(stored):
+    warn(f"INITIAL_CHECKPOINT_PATH: {said}")
   collections = tree[MUTABLES] if is_held else model.initial_collections(key)
   return tree["target"], collections, stored.step or 0
 
@@ -283,23 +284,6 @@ def _load(stored: checkpoint.Stored, like: Any, where: Any, model: Model) -> Any
   found = dict(flatten(arrays.load(stored, moved(like), moved(where), setting_of)))
   leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _warn_of_masks(stored: checkpoint.Stored, params: Any) -> None:
-  """Warns of a start from a sparse run that is not finalized: only its masks made it sparse."""
-  try:
-    places = rules_text.parse(stored.rules).assign(params).places if stored.rules else {}
-  except ValueError:  # rules of another model, or a recipe that is not registered
-    return
-  arrays = dict(flatten(params))
-  for path, place in list(places.items())[:1]:
-    used = int(jnp.count_nonzero(arrays[path])) / max(arrays[path].size, 1)
-    if used > place.pattern.density:
-      warn(
-        f"INITIAL_CHECKPOINT_PATH: {stored.path} is of a sparse run and not finalized, so it holds "
-        f"dense weights that its network never saw ({path!r} is not {place.pattern}): start from "
-        "what `nm-sparsity finalize` writes, or go on in its own MODEL_DIR."
-      )
 
 
 def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> TrainState:

@@ -15,7 +15,7 @@ from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
 from nm_sparsity_jax.plan.restore import Restore, restore
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, folders, foreign
+from nm_sparsity_jax.runs import checkpoint, folders, foreign, unfinalized
 from nm_sparsity_jax.trees import flatten, group
 
 # The beginning of a key -> the section that counts it.
@@ -41,6 +41,8 @@ def check(found: Findings, made: Made) -> dict[str, Any] | None:
   initial = found.attempt("checkpoint", _initial, found, made) if asks else None
   if initial is not None:
     _check_settings(found, initial)
+    if resumed is None and found.trains and (said := unfinalized.told(initial)):
+      found.warnings.append(f"INITIAL_CHECKPOINT_PATH: {said}")
   stored = initial if resumed is None else resumed
   if stored is None or _refused(found, stored, made.rules, resumed is not None):
     return None

@@ -23,7 +23,8 @@ from etils import epath
 from t5x import state_utils, utils
 
 from nm_sparsity_jax import layers
-from nm_sparsity_jax.runs import checkpoint, folders, trained
+from nm_sparsity_jax.errors import warn
+from nm_sparsity_jax.runs import checkpoint, folders, trained, unfinalized
 
 
 def require_sparse(checkpoint, model_state):
@@ -231,6 +232,8 @@ def start(path, run=None):
       f"INITIAL_CHECKPOINT_PATH={path!r} has no folder 'dataset', and T5X asks for one. An empty "
       f"one will do: mkdir {data}"
     )
+  if said := unfinalized.told(stored):
+    warn(f"INITIAL_CHECKPOINT_PATH: {said}")
   return path
 
 
