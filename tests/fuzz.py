@@ -297,10 +297,12 @@ def attempt(all_of: dict[str, Reader], number: int, home: pathlib.Path) -> tuple
   wrong = ""
   if code not in (0, 1):
     wrong = f"ended with {code}"
-  elif code == 1 and not said:
-    if line.count("\n") != 1 or len(line) > 5000:
+  elif "Traceback (most recent" in said + line:
+    wrong = f"shows a traceback: {(said + line)[-300:]!r}"
+  elif code == 1:
+    if line.count("\n") != (not said) or len(line) > 5000:  # a report that was printed says all
       wrong = f"said {line.count(chr(10))} lines, {len(line)} characters: {line[:300]!r}"
-    elif str(folder) not in line and wounded.name not in line:
+    elif not said and str(folder) not in line and wounded.name not in line:
       wrong = f"names no file: {line[:300]!r}"
   what = f"{number} {name} {wounded.relative_to(folder)}"
   return f"{what}: {wrong}" if wrong else "", f"{what}: {code}\n{said}{line}"
