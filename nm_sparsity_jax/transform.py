@@ -83,7 +83,7 @@ def sparse(
       raise ValueError("nms.sparse needs the parameters: tx.update(grads, opt_state, params).")
     if not isinstance(state, SparseState):
       raise ValueError(
-        f"nms.sparse got a {type(state).__name__}, which is no state that it made. A new run "
+        f"nms.sparse got a {type(state).__name__}, which it did not make. A new run "
         "starts from opt_state = tx.init(params). A run that goes on restores its checkpoint into "
         "that structure, such as jax.eval_shape(tx.init, params)."
       )

@@ -31,6 +31,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import warnings
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -284,7 +285,11 @@ def attempt(all_of: dict[str, Reader], number: int, home: pathlib.Path) -> tuple
   code: object = None
   signal.setitimer(signal.ITIMER_PROF, SECONDS)
   try:
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+      contextlib.redirect_stdout(out),
+      contextlib.redirect_stderr(err),
+      warnings.catch_warnings(record=True),  # that weights look transposed, say, is no error
+    ):
       code = reader.call(folder)
   except Late:
     code = "late"

@@ -153,7 +153,7 @@ class TestRuns:
     """And an evaluator may apply more transforms than ours."""
     own, end = call("warned", workdir=str(tmp_path))
     assert own.startswith("evals['own'] takes no init_transform, so it scores the stored weights")
-    assert end.startswith("num_train_steps=12 is no multiple of save_interval_steps=5")
+    assert end.startswith("num_train_steps=12 is not a multiple of save_interval_steps=5")
 
   def test_the_launcher_runs_a_konfig_file(self, call, tmp_path):
     config = f"--cfg={ROOT}/tests/kauldron_tiny.py"

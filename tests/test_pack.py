@@ -167,7 +167,7 @@ def test_verify_reads_every_kernel_of_a_packed_file(tmp_path, capsys):
   file.unlink()
   safetensors_file.write(file, tensors, opened.metadata)
   assert cli.main(["verify", str(file)]) == 1
-  assert "no packed file of version 1, or damaged ('params/blocks_0/attn/q/k" in (
+  assert "not a packed file of version 1, or damaged ('params/blocks_0/attn/q/k" in (
     said := capsys.readouterr().err
   )
   assert said.count("\n") == 1
@@ -178,7 +178,7 @@ def test_verify_reads_every_kernel_of_a_packed_file(tmp_path, capsys):
   file.unlink()
   safetensors_file.write(file, tensors, opened.metadata | {"rules": rules})
   assert cli.main(["verify", str(file)]) == 1
-  assert "or damaged ('params/blocks_0/attn/q/kernel' is no packed" in capsys.readouterr().err
+  assert "or damaged ('params/blocks_0/attn/q/kernel' is not a packed" in capsys.readouterr().err
 
 
 # --- memory ---------------------------------------------------------------------------------------

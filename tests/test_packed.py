@@ -213,7 +213,7 @@ TWO = pack(np.eye(8, 3, dtype=np.float32), NM(2, 4))
   ],
 )
 def test_what_pack_cannot_have_made_is_refused(packed, change, said):
-  with pytest.raises(ValueError, match=f"^'wi' is no packed weight of .*{said}"):
+  with pytest.raises(ValueError, match=f"^'wi' is not a packed weight of .*{said}"):
     check(dataclasses.replace(packed, **change), "wi")
 
 

@@ -247,7 +247,9 @@ def test_a_table_of_this_machine_takes_the_place_of_ours(tmp_path, monkeypatch):
   )  # fmt: skip
   for text in wrong:
     file.write_text(text)
-    with pytest.raises(ValueError, match="table.json' is no table of speeds .*: delete it, or let"):
+    with pytest.raises(
+      ValueError, match="table.json' is not a table of speeds .*: delete it, or let"
+    ):
       read()
 
 

@@ -173,7 +173,9 @@ def test_a_kernel_that_is_not_n_m_leaves_no_file(tmp_path):
   arrays = variables() | {"params/a.nm_scale": np.zeros(2, np.float32)}
   with pytest.raises(ValueError, match="'params/a.nm_scale' ends like a part of a packed kernel"):
     written(tmp_path, arrays)
-  with pytest.raises(ValueError, match="'params' is no path of a tree, such as params/head/kernel"):
+  with pytest.raises(
+    ValueError, match="'params' is not a path of a tree, such as params/head/kernel"
+  ):
     packed_file.write_each(tmp_path / "a", {"params": ((2,), "float32")}, (), RULES)
 
 
@@ -236,7 +238,7 @@ def metadata_of(**changes):
 
 HEADERS = {
   "a file of another program": (
-    metadata_of(format="pt"), "is no packed file: its metadata have no format nm_sparsity_jax/1"
+    metadata_of(format="pt"), "is not a packed file: its metadata have no format nm_sparsity_jax/1"
   ),
   "an unknown version": (
     metadata_of(format="nm_sparsity_jax/2"), "version '2', and this package reads version 1: upda"
@@ -287,11 +289,11 @@ HEADERS = {
   ),
   "a name inside another": (
     lambda tensors, metadata, told: tensors.update({f"{W}/a": np.ones(5, np.float32)}),
-    "wide/kernel/a' is no path of a tree",
+    "wide/kernel/a' is not a path of a tree",
   ),
   "a name of a run's state": (
     lambda tensors, metadata, told: tensors.update({"nm_sparsity/rules": np.ones(5, np.float32)}),
-    "'nm_sparsity/rules' is no path of a tree",
+    "'nm_sparsity/rules' is not a path of a tree",
   ),
 }  # fmt: skip
 
@@ -330,7 +332,9 @@ def test_a_kernel_that_pack_cannot_have_made_is_one_sentence(what, tmp_path):
   for read in (opened.packed, opened.array, opened.leaf):
     with pytest.raises(ValueError, match=words) as e:
       read(name)
-    start = f"{str(path)!r} is no packed file of version 1, or damaged ('{name}' is no packed weig"
+    start = (
+      f"{str(path)!r} is not a packed file of version 1, or damaged ('{name}' is not a packed weig"
+    )
     assert str(e.value).startswith(start)
   assert isinstance(opened.leaf("params/embed/embedding"), np.ndarray)
 

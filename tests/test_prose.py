@@ -54,6 +54,7 @@ def test_no_message_has_to_be_read_twice():
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
       if isinstance(node, ast.Constant) and isinstance(node.value, str):
         wrong += [f"{file.name}: {phrase}" for phrase in TWICE if phrase in node.value]
+        wrong += [f"{file.name}: {m}" for m in re.findall(r"\bis no \w+ (?:of|that)\b", node.value)]
   assert not wrong, "\n".join(wrong)
 
 

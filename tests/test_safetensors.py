@@ -231,7 +231,7 @@ def test_what_is_there_is_never_overwritten(tmp_path):
     safetensors_file.write(tmp_path / "a.safetensors/b", {"a": A})
   with pytest.raises(ValueError, match="the name 'a.b' has not 1 to 512".replace(".", r"\\n")):
     safetensors_file.write(tmp_path / "c", {"a\nb": A})
-  with pytest.raises(ValueError, match="'complex64' is no dtype"):
+  with pytest.raises(ValueError, match="'complex64' is not a dtype"):
     safetensors_file.write(tmp_path / "c", {"a": A.astype("complex64")})
 
 

@@ -759,7 +759,7 @@ def test_arguments():
     nms.sparse(MIXED, ADAM)
   plain = flax.serialization.to_state_dict(opt)  # as Orbax restores it without a target
   for state in (ADAM.init(params_of()), plain):
-    with refused("which is no state that it made.*run that goes on restores its checkpoint into"):
+    with refused("which it did not make.*run that goes on restores its checkpoint into"):
       tx.update(params_of(), state, params_of())
   with refused("match no parameter"):
     tx.init({"other": params_of()["a"]})

@@ -271,7 +271,7 @@ def test_no_evaluation_is_lost_where_checkpoints_come_more_often(t5x, tmp_path):
 
   owes = lambda period=4: t5x_adapter.owes_evaluation(str(tmp_path), 6, 100, eval_period=period)
   note_losses(tmp_path, 10)
-  # A kill at 12: T5X is due at 16, which is no multiple of 4 from step 6 on. A kill after it saved.
+  # A kill at 12: T5X is due at 16, no multiple of 4 from step 6 on. A kill after it saved.
   for step, is_owed in ((12, False), (14, True), (16, True)):
     (tmp_path / f"checkpoint_{step}/state").mkdir(parents=True)
     (tmp_path / f"checkpoint_{step}/state/_METADATA").write_text("{}")

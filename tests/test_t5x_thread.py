@@ -5,6 +5,7 @@ Then mini-GLUE, as far as the file that is handed in.
 
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def saved_arrays(checkpoint):
 
 def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  forked("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=6)
+  plain = forked("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=6)
   finetune = dict(
     MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_6"), BATCH_SIZE=16,
     EVAL_PERIOD=6, EVAL_STEPS=2,
@@ -120,6 +121,9 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   assert told[0] < told[1] < log.index("Initialize/restore complete")
   assert log.count("schedule of ff") == log.count("parameter  ") == 1
   assert "Not restoring param=" not in log and "Initializing param=" not in log
+  # And no more warnings than T5X's own of a dense run.
+  warned = [re.findall(r"^W\d{4} .*|^.*Warning: .*", text, re.MULTILINE) for text in (plain, log)]
+  assert len(warned[1]) <= len(warned[0]) + 1, warned[1]
 
   # Taken away after half of the way, the same command does the rest again, to the same bits.
   # Point 11: the evaluation that is not there is made first.

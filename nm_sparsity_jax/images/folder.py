@@ -134,7 +134,7 @@ def _opened(path: pathlib.Path) -> Any:
   try:
     picture = Image.open(path)
   except (OSError, SyntaxError, ValueError) as e:
-    raise ValueError(f"DATA: {path} is no image that can be read. Take it out.") from e
+    raise ValueError(f"DATA: {path} is not an image that can be read. Take it out.") from e
   if picture.mode in ("L", "LA", "1", "F") or picture.mode.startswith("I"):
     picture.close()
     raise ValueError(

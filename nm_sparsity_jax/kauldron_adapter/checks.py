@@ -87,7 +87,7 @@ def _warn_without_end(trainer: Any) -> None:
   is_saved = steps in (saved.save_on_steps or ()) or not (steps or 0) % saved.save_interval_steps
   if not is_saved:
     warn(
-      f"num_train_steps={steps} is no multiple of save_interval_steps="
+      f"num_train_steps={steps} is not a multiple of save_interval_steps="
       f"{saved.save_interval_steps}: no checkpoint holds the end of the run."
     )
 

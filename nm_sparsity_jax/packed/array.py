@@ -268,7 +268,7 @@ def check(packed: NMPacked, name: str = "the weight") -> None:
   """
   for wrong in itertools.chain((_wrong_shape(packed),), _wrong_entries(packed)):
     if wrong:
-      raise ValueError(f"{name!r} is no packed weight of {packed.pattern}: {wrong}.")
+      raise ValueError(f"{name!r} is not a packed weight of {packed.pattern}: {wrong}.")
 
 
 # --- inside ---------------------------------------------------------------------------------------

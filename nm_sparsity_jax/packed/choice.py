@@ -63,7 +63,7 @@ def _tuned(file: pathlib.Path) -> dict[str, Any]:
     return backends if found["machine"] == _machine() else {}
   except (ValueError, KeyError, TypeError, AttributeError) as e:
     raise ValueError(
-      f"{str(file)!r} is no table of speeds ({type(e).__name__}: {e}): delete it, or let "
+      f"{str(file)!r} is not a table of speeds ({type(e).__name__}: {e}): delete it, or let "
       "`nm-sparsity bench --tune` write it again."
     ) from e
 

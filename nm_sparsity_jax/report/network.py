@@ -83,7 +83,7 @@ def kernels_of(
     raise ValueError("its parameters are not those of the network that config.gin or run.json says")
   kernels, lost = flops.kernels(shape, rules.assign(params).places, sizes)
   if lost:
-    raise ValueError(f"{lost} is no part of an operation whose cost is known")
+    raise ValueError(f"{lost} is not a part of an operation whose cost is known")
   return kernels
 
 

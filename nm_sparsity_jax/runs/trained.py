@@ -220,7 +220,7 @@ def _newest(run: str | os.PathLike | None) -> str | None:
 
   try:
     return checkpoint.find(os.fspath(run)) if run else None
-  except Exception:  # there is none, it is no path, or the bucket cannot be looked at
+  except Exception:  # there is none, it is not a path, or the bucket cannot be looked at
     return None
 
 

@@ -306,7 +306,7 @@ def validate(path: str, mini: bool = False) -> list[str]:
     mini: True for mini-GLUE: any of the files, with any number of rows.
 
   Raises:
-    ValueError: it is no zip that can be read.
+    ValueError: it is not a zip that can be read.
   """
   names, data = _unzipped(path)
   by_file = {task.file: task for task in TASKS.values()}

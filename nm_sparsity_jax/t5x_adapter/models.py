@@ -252,7 +252,7 @@ def sparse(model: models.BaseTransformerModel, rules: Rules) -> SparseModel:
     return model
   if not isinstance(model, models.BaseTransformerModel):
     raise ValueError(
-      f"MODEL={model!r} is no model of T5X: name a model file, such as "
+      f"MODEL={model!r} is not a model of T5X: name a model file, such as "
       "t5x/examples/t5/t5_1_1/base.gin, before the run file."
     )
   cls = type(model)

@@ -142,7 +142,7 @@ class SparseTrainer(trainer.Trainer):
 
 
 def check_metrics_every(steps: int | None) -> None:
-  """Refuses what is no number of steps: METRICS_EVERY.
+  """Refuses what is not a number of steps: METRICS_EVERY.
 
   Args:
     steps: from one sample to the next; None or 0 = never.

@@ -91,7 +91,7 @@ class Opened:
     leaves: name -> shape and dtype with its zeros, of all.
 
   Raises:
-    ValueError: it is no packed file of version 1, or damaged.
+    ValueError: it is not a packed file of version 1, or damaged.
   """
 
   def __init__(self, path: str | os.PathLike):
@@ -147,7 +147,9 @@ class Opened:
 
   def _damaged(self, error: ValueError) -> ValueError:
     why = first_line(error).rstrip(".")
-    return ValueError(f"{self.path!r} is no packed file of version {VERSION}, or damaged ({why}).")
+    return ValueError(
+      f"{self.path!r} is not a packed file of version {VERSION}, or damaged ({why})."
+    )
 
 
 def read(path: str | os.PathLike) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
 def _check_format(opened: safetensors_file.Opened) -> None:
   if not is_packed(opened):
     raise ValueError(
-      f"{opened.path!r} is no packed file: its metadata have no format {FORMAT}{VERSION}, which "
+      f"{opened.path!r} is not a packed file: its metadata have no format {FORMAT}{VERSION}, which "
       "`nm-sparsity pack` writes."
     )
   if (version := opened.metadata["format"].removeprefix(FORMAT)) != VERSION:
@@ -253,7 +255,7 @@ def check_names(names: Sequence[str]) -> None:
     words = name.split("/")
     above = {"/".join(words[:i]) for i in range(1, len(words))}
     if len(words) < 2 or not all(words) or words[0] == _RESERVED or known & above:
-      raise ValueError(f"{name!r} is no path of a tree, such as {PARAMS}/head/kernel")
+      raise ValueError(f"{name!r} is not a path of a tree, such as {PARAMS}/head/kernel")
   if len(known) != len(names):
     raise ValueError("a name is packed and not packed")
 

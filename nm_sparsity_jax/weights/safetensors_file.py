@@ -294,5 +294,5 @@ def dtype_of(name: str) -> np.dtype:
   2
   """
   if name not in _THEIRS:
-    raise ValueError(f"{name!r} is no dtype of a safetensors file that numpy has.")
+    raise ValueError(f"{name!r} is not a dtype of a safetensors file that numpy has.")
   return np.dtype(name)
