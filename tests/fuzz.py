@@ -31,8 +31,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-import warnings
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 
