@@ -1,6 +1,7 @@
 """The kernel for TPUs: the same bits in interpret mode, and where a program for a TPU holds it."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -351,14 +352,67 @@ print(program.as_text().count("tpu_custom_call"))
 """
 
 
-def test_a_tpu_compiler_takes_it():
-  """In a process of its own: libtpu locks a file for as long as a process lives."""
+# A whole step: two layers by a scan, weights cut over two of four chips, Adafactor, SR-STE's term.
+STEP = """
+import json
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import nm_sparsity_jax as nms
+from nm_sparsity_jax import compiled, topology
+
+mesh = Mesh(np.array(topology.devices("v5e:2x2")).reshape(2, 2), ("data", "model"))
+cut = lambda *axes: NamedSharding(mesh, P(*axes))
+shapes = {"wi": (2, 256, 512), "wo": (2, 512, 256)}
+where = {"wi": cut(None, None, "model"), "wo": cut(None, "model", None)}
+shape = lambda x, at=cut(): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+params = {k: jax.ShapeDtypeStruct(shapes[k], jnp.float32, sharding=where[k]) for k in shapes}
+x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16, sharding=cut("data"))
+
+def compile(name):
+  options = {} if name == "dense" else {"pattern": "1:8", "phases": nms.Phases(100, 10, 20)}
+  recipe = nms.recipe(name, **options)
+  rules = nms.Rules(dict.fromkeys(shapes, recipe), axes=dict.fromkeys(shapes, 1))
+  rules = rules.with_shardings(where)
+  tx = nms.sparse(optax.adafactor(1e-3), rules)
+
+  def loss(params, opt, x):
+    layer = lambda x, w: (jax.nn.relu(x @ w["wi"].astype(x.dtype)) @ w["wo"].astype(x.dtype), None)
+    return jnp.sum(jax.lax.scan(layer, x, nms.sparsify(params, rules, opt))[0].astype(jnp.float32))
+
+  def step(params, opt, x):
+    updates, opt = tx.update(jax.grad(loss)(params, opt, x), opt, params)
+    return optax.apply_updates(params, updates), opt
+
+  opt = jax.tree.map(shape, jax.eval_shape(tx.init, params))
+  found = compiled.account(jax.jit(step).lower(params, opt, x).compile())
+  return {"kernels": found.kernels, "collectives": found.collectives}
+
+print(json.dumps({name: compile(name) for name in ("dense", "sr_ste", "sdgf_stepwise", "idp")}))
+"""
+
+
+def by_libtpu(program):
+  """What a program prints, in a process of its own: libtpu locks a file while a process lives."""
   pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
   environment = os.environ | quick.AS_USERS | {"JAX_PLATFORMS": "cpu"}
   done = subprocess.run(
-    [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=300
+    [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300
   )
   if "another process holds libtpu" in done.stderr:
     pytest.skip("another process holds libtpu")
   assert done.returncode == 0, done.stderr[-2000:]
-  assert int(done.stdout) == 1  # one mask for the forward pass and the backward pass
+  return json.loads(done.stdout)
+
+
+def test_a_tpu_compiler_takes_it():
+  assert by_libtpu(COMPILE) == 1  # one mask for the forward pass and the backward pass
+
+
+def test_a_tpu_compiler_takes_a_train_step():
+  """With the kernel for each weight, and no other communication than a dense step has."""
+  found = by_libtpu(STEP)
+  dense = found.pop("dense")
+  assert not dense["kernels"] and dense["collectives"]
+  for name, sparse in found.items():
+    assert sparse["kernels"] >= 2, name
+    assert sparse["collectives"] == dense["collectives"], name
