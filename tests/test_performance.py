@@ -77,3 +77,46 @@ def test_a_table_is_the_file_that_its_command_wrote(file):
   text = "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]])
   assert f"\n{text}\n\n" in PAGE, f"the table of {file}.json is\n\n{text}"
   assert found["command"].partition(" --json")[0] in PAGE
+
+
+def test_the_tables_of_t5x_are_the_file_that_its_command_wrote():
+  """Issue 12, point 5: a step, its compilation, and greedy decoding, over T5X's own."""
+  found = json.loads((ROOT / "benchmarks/results/t5x_step_cpu.json").read_text())
+  text = PAGE.partition("## In T5X")[2].partition("## Products of packed weights")[0]
+  for row in found["rows"]:
+    cells = [
+      row["candidate"].removeprefix("decode "),
+      "{:.3f} [{:.3f}, {:.3f}]".format(*row["over_dense"]),
+    ]
+    if (compiled := row["compile_over_dense"]) is not None:
+      cells.append(f"{compiled:.2f}")
+    assert f"| {' | '.join(cells)} |\n" in text
+  assert f"{found['command']}\n" in text
+
+
+def test_what_a_sampled_step_costs_is_what_its_command_wrote():
+  found = json.loads((ROOT / "benchmarks/results/t5x_sampled_cpu.json").read_text())
+  rows = {row["candidate"]: row for row in found["rows"]}
+  # The row of a recipe is the mean over 99 steps that do not sample and one that does.
+  mean, sampled = [], []
+  for name in ("sr_ste 1:8", "sdgf_geometric 1:8", "idp 1:8"):
+    once = rows[f"{name} sampled"]["over_dense"][0]
+    plain = (100 * rows[name]["over_dense"][0] - once) / 99
+    sampled.append(f"{rows[f'{name} sampled']['compile_over_dense']:.2f}")
+    mean.append(f"{once / plain:.2f}")
+  page = " ".join(PAGE.split())
+  assert f"It took {mean[0]} times as long as a step of the same recipe" in page
+  assert "`sr_ste`, {} under `sdgf_geometric` and {} under `idp`".format(*mean[1:]) in page
+  assert "That takes {}, {} and {} times as long".format(*sampled) in page
+  only = "^(sr_ste 1:8|sdgf_geometric|idp)"
+  assert found["command"].replace(only, f'"{only}"') + "\n" in PAGE
+
+
+def test_another_processor_gave_what_the_page_says():
+  found = json.loads((ROOT / "benchmarks/results/decode_packed_xeon.json").read_text())
+  layers, token = ([row[key] for row in found["rows"][1:]] for key in ("layers_x", "token_x"))
+  page = " ".join(PAGE.split())
+  assert (
+    "{:.2f} and {:.2f} in the layers, and {:.2f} and {:.2f} of a token".format(*layers, *token)
+    in page
+  )
