@@ -369,7 +369,8 @@ params = {k: jax.ShapeDtypeStruct(shapes[k], jnp.float32, sharding=where[k]) for
 x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16, sharding=cut("data"))
 
 def compile(name):
-  options = {} if name == "dense" else {"pattern": "1:8", "phases": nms.Phases(100, 10, 20)}
+  phases = nms.Phases(total=100, dense=10, finetune=20)
+  options = {} if name == "dense" else {"pattern": "1:8", "phases": phases}
   recipe = nms.recipe(name, **options)
   rules = nms.Rules(dict.fromkeys(shapes, recipe), axes=dict.fromkeys(shapes, 1))
   rules = rules.with_shardings(where)
