@@ -55,9 +55,10 @@ def warmup(out: str, steps: int) -> list[str]:
     steps: of a recipe's run; this one has `start(steps)`.
   """
   files = ("runs/local_train.gin", "runs/local_mini.gin", "recipes/dense.gin")
-  period = 2 * start(steps) // _EVALUATIONS
-  macros = {"MODEL_DIR": f"{out}/warmup", "SPARSE_STEPS": start(steps)}
-  return _line(files, period, **macros, WARMUP_STEPS=start(steps) // 10)
+  length = start(steps)
+  period = 2 * length // _EVALUATIONS
+  macros = {"MODEL_DIR": f"{out}/warmup", "SPARSE_STEPS": length, "WARMUP_STEPS": length // 10}
+  return _line(files, period, **macros)
 
 
 def start(steps: int) -> int:

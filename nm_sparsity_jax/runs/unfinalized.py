@@ -34,7 +34,7 @@ def told(stored: Stored) -> str:
     places = given.assign(stored, given.rules_for(stored, None)).places
     path, place = min(places.items(), key=lambda item: math.prod(item[1].shape))
     _, piece = next(stored.pieces(stored.deployed(f"target/{path}"), 0))
-  except ValueError:  # rules of another model, or a recipe that is not registered
+  except (ValueError, OSError):  # rules of another model, an unknown recipe, a damaged array
     return ""
   density = place.pattern.density
   used = np.count_nonzero(piece) / max(piece.size, 1)
