@@ -94,8 +94,8 @@ def test_a_product_is_the_best_dense_one_beside_the_packed_one(monkeypatch):
     timing, "interleave", lambda calls, turns, cold: {n: [told[n]] * turns for n in calls}
   )
   kernel = layers.random(16, 8, nms.NM(1, 8))
-  found = layers.measured("k", [kernel], 20, 3, 3, "xla_scan")
-  assert found.dense == 2.0 / 2 and found.dense_way == "x @ W.T" and found.times == 2.0
+  found = layers.measured("k", [kernel], 16, 3, 3, "xla_scan")
+  assert found.dense == 2.0 / 4 and found.dense_way == "x @ W.T" and found.times == 2.0
   assert found.packed_way == "xla_scan" and found.kernels == 3
   assert (found.dense_bytes, found.packed_bytes) == (16 * 8 * 4, 2 * 8 * 4 + 8)
 
@@ -142,7 +142,9 @@ def test_a_t5_reads_inputs_and_decodes_a_token(of_t5):
   spared = 6 * (2 * 16 * 32 * 4) - sum(p.kernels * p.packed_bytes for p in of_t5.products)
   assert of_t5.dense_bytes - of_t5.packed_bytes == spared
   assert inputs.dense_memory - inputs.packed_memory == spared // 2
-  assert "stay in the cache" in str(of_t5) and of_t5.notes[-1].startswith("the inputs, a token: ")
+  small = [w.name for w in of_t5.wholes if w.products > w.dense]  # on a busy machine maybe none
+  assert ("stay in the cache" in str(of_t5)) is bool(small)
+  assert not small or of_t5.notes[-1].startswith(f"{', '.join(small)}: ")
 
 
 def test_three_lines_at_the_end_are_the_bounds_and_what_was_reached():
@@ -296,8 +298,9 @@ def test_tune_writes_the_table_that_auto_reads(own_table, monkeypatch, capsys):
   assert known["cpu_ffi avx512, several cores"] == {
     "rows": [1, 4], "speed": {"2": [3.0, 12.0], "8": [3.0, 12.0]}
   }  # fmt: skip
-  assert known["xla_scan"]["speed"]["8"] == [0.3, 1.2]
-  assert choice.speed("xla_scan", layers.random(16, 8, nms.NM(1, 8)), 1) == 0.3
+  name = "xla_scan, several cores"
+  assert choice.row("xla_scan") == name and known[name]["speed"]["8"] == [0.3, 1.2]
+  assert choice.speed(name, layers.random(16, 8, nms.NM(1, 8)), 1) == 0.3
   for name, value in (("rows", ()), ("rows", (4, 1)), ("turns", 2)):
     with pytest.raises(ValueError, match=f"{name}="):
       benches.tune(**{name: value})

@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(call, said):
 
 def test_the_table_is_whole():
   for name, known in choice.table()["backends"].items():
-    assert name.split()[0] in BACKENDS and known["rows"] == sorted(known["rows"])
+    assert name.split()[0].strip(",") in BACKENDS and known["rows"] == sorted(known["rows"])
     assert all(len(ratios) == len(known["rows"]) for ratios in known["speed"].values())
     assert list(known["speed"]) == sorted(known["speed"], key=float)
 
@@ -206,16 +206,19 @@ def test_the_table_has_the_slowest_shape_of_what_was_measured(name, file):
     assert ratios[known["rows"].index(row["rows"])] == row["least"], row
 
 
-def test_the_table_promises_of_plain_xla_no_more_than_was_measured():
-  """It has the slowest of three measurements, and one of them is recorded."""
-  known = choice.table()["backends"]["xla_scan"]
-  found = json.loads((RESULTS / "packed_cpu.json").read_text())["ratios"]
+@pytest.mark.parametrize(
+  "name, file", [("xla_scan", "cpu"), ("xla_scan, several cores", "cpu_two")]
+)
+def test_the_table_promises_of_plain_xla_no_more_than_was_measured(name, file):
+  """It has the slowest of several measurements, and one of them is recorded."""
+  known = choice.table()["backends"][name]
+  found = json.loads((RESULTS / f"packed_{file}.json").read_text())["ratios"]
   rows = [row for row in found if row["backend"] == "xla_scan"]
   assert len(rows) == len(known["rows"]) * len(known["speed"])
   for row in rows:
     pattern = NM.parse(row["pattern"])
     ratios = known["speed"][f"{pattern.m // pattern.n}"]
-    assert 0.5 * row["least"] < ratios[known["rows"].index(row["rows"])] <= row["least"], row
+    assert 0.1 * row["least"] < ratios[known["rows"].index(row["rows"])] <= row["least"], row
 
 
 def test_several_cores_have_rows_of_their_own(monkeypatch):
@@ -224,6 +227,8 @@ def test_several_cores_have_rows_of_their_own(monkeypatch):
     "cpu_ffi avx512": {"rows": [1], "speed": {"2": [1.3]}},
     "cpu_ffi avx512, several cores": {"rows": [1], "speed": {"2": [0.7]}},
     "cpu_ffi avx2": {"rows": [1], "speed": {"2": [1.2]}},
+    "xla_scan": {"rows": [1], "speed": {"2": [1.1]}},
+    "xla_scan, several cores": {"rows": [1], "speed": {"2": [0.9]}},
   }
   monkeypatch.setattr(choice, "table", lambda: {"backends": known})
   monkeypatch.setattr(cpu, "missing", lambda packed=None: "")
@@ -232,6 +237,8 @@ def test_several_cores_have_rows_of_their_own(monkeypatch):
     ("avx512", 1, "cpu_ffi"),
     ("avx512", 2, "dense"),
     ("avx2", 2, "cpu_ffi"),
+    ("", 1, "xla_scan"),
+    ("", 2, "dense"),
   ]:
     monkeypatch.setattr(cpu, "isa", lambda kind=kind: kind)
     monkeypatch.setattr(choice, "cores", lambda cores=cores: cores)

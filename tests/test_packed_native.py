@@ -41,8 +41,9 @@ def inputs(seed, *shape):
 @pytest.mark.parametrize(
   "pattern, values, depth, features, batch",
   [("2:4", "float32", 37, 67, 3), ("1:8", "bfloat16", 64, 80, 16), ("3:16", "int8", 50, 33, 40),
-   ("1:8", "float32", 96, 80, 150), ("1:32", "float32", 70, 48, 150),
-   ("1:32", "int8", 96, 16, 1), ("1:128", "bfloat16", 300, 300, 70), ("5:256", "float32", 9, 5, 2)],
+   ("1:8", "float32", 96, 80, 150), ("1:32", "float32", 70, 48, 150), ("1:32", "int8", 96, 16, 1),
+   ("1:64", "int8", 130, 48, 40), ("1:8", "float32", 40, 33, 5),
+   ("1:128", "bfloat16", 300, 300, 70), ("5:256", "float32", 9, 5, 2)],
 )  # fmt: skip
 def test_each_instruction_set_gives_the_dense_product(isa, pattern, values, depth, features, batch):
   if not cpu.isa(isa):
@@ -54,22 +55,30 @@ def test_each_instruction_set_gives_the_dense_product(isa, pattern, values, dept
 
 
 @there
-@pytest.mark.parametrize("batch", [3, 40, 200])
-def test_bits_do_not_depend_on_threads(batch):
-  packed, x = weight(3, 256, 1200, NM(2, 4)), inputs(4, batch, 256)
-  one = np.asarray(cpu.dot(x, packed, threads=1))
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize(
+  "pattern, values, batch",
+  [("2:4", "float32", 3), ("1:8", "int8", 40), ("1:8", "float32", 200), ("1:128", "int8", 200),
+   ("2:64", "bfloat16", 70)],
+)  # fmt: skip
+def test_bits_do_not_depend_on_threads(pattern, values, batch, isa):
+  """The product is large enough for several threads; `check.cc` sees that they are asked."""
+  if not cpu.isa(isa):
+    pytest.skip(f"this machine has no {isa}")
+  packed, x = weight(3, 1030, 6001, NM.parse(pattern), values), inputs(4, batch, 1030)
+  one = np.asarray(cpu.dot(x, packed, isa, threads=1))
   for threads in (2, 0):
-    assert np.asarray(cpu.dot(x, packed, threads=threads)).tobytes() == one.tobytes()
+    assert np.asarray(cpu.dot(x, packed, isa, threads=threads)).tobytes() == one.tobytes()
 
 
 MANY = """
 import concurrent.futures, jax, jax.numpy as jnp, numpy as np
 from nm_sparsity_jax.packed import cpu, pack
 from nm_sparsity_jax.patterns import NM
-w = np.zeros((64, 4, 1024), np.float32)
-w[:, 1] = np.random.default_rng(0).standard_normal((64, 1024))
-w = pack(w.reshape(256, 1024), NM(1, 4))
-x = jnp.ones((8, 256))
+w = np.zeros((256, 4, 2048), np.float32)
+w[:, 1] = np.random.default_rng(0).standard_normal((256, 2048))
+w = pack(w.reshape(1024, 2048), NM(1, 4))  # large enough for two threads
+x = jnp.ones((8, 1024))
 f = jax.jit(lambda x: sum(cpu.dot(x * i, w) for i in range(8)))
 due = np.asarray(f(x))
 with concurrent.futures.ThreadPoolExecutor(64) as pool:
@@ -190,10 +199,12 @@ def test_a_build_makes_a_library_that_fits(tmp_path):
 
 @compiler
 @pytest.mark.slow
-def test_sanitizers_find_nothing(tmp_path):
-  """Every pattern, value and instruction set; odd shapes, batch 0, wild indices, odd addresses."""
-  flags = ["-O1", "-g", "-std=c++17", "-w", "-fsanitize=address,undefined"]
-  flags += ["-fno-sanitize-recover=undefined"]
+@pytest.mark.parametrize("kind, seeds", [("address,undefined", 20), ("thread", 8)])
+def test_sanitizers_find_nothing(tmp_path, kind, seeds):
+  """Every pattern, value and instruction set; odd shapes, batch 0, wild indices, odd addresses;
+  helpers that come at once, never, and when the buffers of their product are gone."""
+  flags = ["-O1", "-g", "-std=c++17", "-w", f"-fsanitize={kind}"]
+  flags += ["-fno-sanitize-recover=undefined"] * ("undefined" in kind)
   avx2 = ["-mavx2", "-mfma"]
   avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
   units = {"core_portable.cc": [], "run.cc": [], "check.cc": []}
@@ -205,6 +216,6 @@ def test_sanitizers_find_nothing(tmp_path):
     subprocess.run(["g++", *flags, *own, "-c", NATIVE / name, "-o", objects[-1]], check=True)
   program = tmp_path / "check"
   subprocess.run(["g++", *flags, *objects, "-o", program, "-lpthread"], check=True)
-  for seed in range(1, 21):
+  for seed in range(1, seeds + 1):
     done = subprocess.run([program, str(seed)], capture_output=True, text=True, check=False)
     assert not done.returncode and "products" in done.stdout, done.stdout + done.stderr[-2000:]

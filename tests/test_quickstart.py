@@ -333,3 +333,38 @@ def test_all_of_rebus_within_six_minutes_and_convincing(tmp_path):
     print(name, score, seeds)
     assert len(seeds) >= 7
     assert abs(score - statistics.fmean(seeds)) < 3 * statistics.stdev(seeds), (name, score, seeds)
+  packed_as_finalized(tmp_path, env)
+
+
+def packed_as_finalized(folder, env):
+  """A trained ViT, packed: `infer` says the classes of the finalized one, `eval` its scores."""
+
+  def said(*words):
+    command = [sys.executable, "-m", "nm_sparsity_jax.cli", *words]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout
+
+  said("finalize", "quickstart/mdgf_exponential", "final")
+  said("pack", "final", "packed.safetensors")
+  (final,) = folder.glob("final/checkpoint_*")
+  found = []
+  for path in (str(final), "packed.safetensors"):
+    told = {}
+    for command, kind in (("eval", "EVAL_OUTPUT_DIR"), ("infer", "INFER_OUTPUT_DIR")):
+      files = f"runs/local_images_{command} runs/local_rebus models/vision/vit_rebus".split()
+      out = f"{command} of {pathlib.Path(path).name}"
+      settings = {"CHECKPOINT_PATH": path, kind: out, "EVAL_SPLIT": "validation"}
+      told[command] = said(
+        command,
+        "--memory",
+        *(f"--gin_file=gin_configs/{name}.gin" for name in files),
+        *(f"--gin.{name}={value!r}" for name, value in settings.items()),
+      )
+    (file,) = folder.glob(f"{out}/*.jsonl-*")
+    classes = [json.loads(line)["prediction"] for line in file.read_text().splitlines()]
+    found.append((re.findall(r"(accuracy) ([\d.]+)", told["eval"]), classes))
+  assert "4 of 4 kernels are multiplied so" in told["infer"]
+  assert (
+    found[0][0] and found[0] == found[1] and len(found[0][1]) == 2048 and len(set(found[0][1])) > 9
+  )

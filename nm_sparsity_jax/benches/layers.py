@@ -103,14 +103,27 @@ def _calls(x: jax.Array, weights: Sequence[NMPacked], way: str) -> dict[str, Any
 
 
 def _call(function: Callable[..., Any], x: jax.Array, held: Sequence[Any]) -> Callable[[], Any]:
-  """Returns a call that multiplies x by each weight."""
-  run = jax.jit(lambda x, held: [function(x, w) for w in held])
+  """Returns a call that multiplies x by each weight.
+
+  With several cores each product waits for the one before, as layers do: XLA would hand independent
+  ones to all of them.
+  """
+
+  def chained(x: jax.Array, held: Sequence[Any]) -> list[jax.Array]:
+    found = []
+    for w in held:
+      found.append(function(x, w))
+      if timing.threads() > 1:
+        x = x.at[0, 0].set(found[-1][0, 0])
+    return found
+
+  run = jax.jit(chained)
   there = jax.tree.map(lambda a: jnp.array(a, copy=True), held)  # each lies elsewhere
   return lambda: jax.block_until_ready(run(x, there))
 
 
 def _copies(rows: int) -> int:
-  return 4 if rows <= 16 else 2 if rows <= 128 else 1
+  return 4 if rows <= 16 else 1
 
 
 def random(depth: int, features: int, pattern: NM, dtype: Any = None) -> NMPacked:

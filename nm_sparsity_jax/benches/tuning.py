@@ -47,11 +47,9 @@ def tune(
   if turns < timing.LEAST:
     raise ValueError(f"turns={turns!r}: a median needs {timing.LEAST} or more.")
   made = sorted({NM.parse(text) for text in patterns}, key=lambda x: x.m / x.n)
-  ways = {"xla_scan": "xla_scan"}
-  if not cpu.missing():
-    ways["cpu_ffi"] = choice.kernels(measured=False)
   found: dict[str, Any] = {}
-  for way, name in ways.items():
+  for way in ("xla_scan", *([] if cpu.missing() else ["cpu_ffi"])):
+    name = choice.row(way, measured=False)
     speed = {f"{x.m / x.n:g}": [_slowest(x, n, shapes, way, turns) for n in rows] for x in made}
     found[name] = {"rows": list(rows), "speed": speed}
   file = choice.tuned_file()

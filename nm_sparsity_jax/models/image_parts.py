@@ -188,6 +188,24 @@ def run_block(remat: bool, train: bool, scanned: bool = False) -> Callable[..., 
   return nn.remat(run, prevent_cse=not scanned, policy=_STORED) if remat else run
 
 
+def gelu(x: jax.Array) -> jax.Array:
+  """Returns x P(X <= x) of a standard normal X (Hendrycks & Gimpel, 2016, arXiv:1606.08415).
+
+      gelu(x) = x (1 + erf(x / sqrt 2)) / 2
+
+  PyTorch has this form too. `jax.nn.gelu(approximate=False)` uses erfc, which keeps the digits of
+  tiny results and takes more than twice as long on a CPU.
+
+  >>> np.asarray(gelu(jnp.array([-1.0, 0.0, 1.0]))).round(4)
+  array([-0.1587,  0.    ,  0.8413], dtype=float32)
+
+  Args:
+    x: any shape. The sum is float32: in bfloat16 1 + erf has no digits left below -2.
+  """
+  wide = x.astype(jnp.float32)
+  return (wide * (0.5 + 0.5 * jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+
+
 class Mlp(nn.Module):
   """fc2 . gelu(fc1 . x), with dropout behind both.
 
@@ -213,7 +231,7 @@ class Mlp(nn.Module):
       Dense, dtype=jnp.dtype(self.dtype), kernel_init=init, rules=self.rules
     )
     x, width = dense(self.hidden, name="fc1")(x), x.shape[-1]
-    x = nn.Dropout(self.dropout)(nn.gelu(x, approximate=False), not train)
+    x = nn.Dropout(self.dropout)(gelu(x), not train)
     return nn.Dropout(self.dropout)(dense(width, name="fc2")(x), not train)
 
 

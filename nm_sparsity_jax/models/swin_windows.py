@@ -121,7 +121,8 @@ class WindowAttention(nn.Module):
       scores = scores.reshape(-1, z, self.heads, n, n) + shift_bias[None, :, None]
       scores = scores.reshape(-1, self.heads, n, n)
     weights = jax.nn.softmax(scores).astype(dtype)
-    y = jnp.einsum("baqn,bnak->bqak", weights, v).reshape(x.shape)
+    y = jnp.einsum("baqn,bnak->baqk", weights, v)  # then swapped: XLA on a CPU is faster so
+    y = y.swapaxes(1, 2).reshape(x.shape)
     return nn.Dropout(self.dropout)(dense(name="proj")(y), not train)
 
   def _positions(self) -> jax.Array:

@@ -128,7 +128,8 @@ class Attention(nn.Module):
     q, k, v = (split(dense(name=name)(x)) for name in ("q", "k", "v"))
     scores = jnp.einsum("bqhk,bnhk->bhqn", q * (width // self.heads) ** -0.5, k)
     weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(dtype)
-    y = jnp.einsum("bhqn,bnhk->bqhk", weights, v).reshape(x.shape)
+    y = jnp.einsum("bhqn,bnhk->bhqk", weights, v)  # then swapped: XLA on a CPU is faster so
+    y = y.swapaxes(1, 2).reshape(x.shape)
     return nn.Dropout(self.dropout)(dense(name="proj")(y), not train)
 
 

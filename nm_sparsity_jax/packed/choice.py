@@ -4,7 +4,8 @@
 
 table.json has the speed of each backend over the best dense product, for m / n and rows of x.
 Between two measured points the slower one counts. Beyond the last ones the last one counts.
-Several cores have rows of their own where they were measured: dense products gain more from them.
+Several cores have rows of their own where they were measured: a kernel may gain more or less from
+them than a dense product does.
 `nm-sparsity bench --tune` measures this machine and writes a table of its own. Its backends take
 the place of ours, on the processor and the number of cores that it was written on.
 """
@@ -96,13 +97,14 @@ def cores() -> int:
   return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
-def kernels(measured: bool = True) -> str:
-  """Returns the table's name of the C++ kernels of this process.
+def row(backend: str, measured: bool = True) -> str:
+  """Returns the table's name of a backend of a CPU, for the cores of this process.
 
   Args:
+    backend: 'cpu_ffi' or 'xla_scan'.
     measured: that of one core where nothing was measured on several.
   """
-  one = f"cpu_ffi {cpu.isa()}"
+  one = f"cpu_ffi {cpu.isa()}" if backend == "cpu_ffi" else backend
   several = f"{one}, several cores"
   return several if cores() > 1 and not (measured and several not in table()["backends"]) else one
 
@@ -138,9 +140,9 @@ def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None)
   platform = jax.default_backend() if platform is None else platform
   found = {"unpack": _UNPACK}
   if platform == "cpu":
-    found["xla_scan"] = speed("xla_scan", packed, batch)
+    found["xla_scan"] = speed(row("xla_scan"), packed, batch)
     if not cpu.missing(packed):
-      found["cpu_ffi"] = speed(kernels(), packed, batch)
+      found["cpu_ffi"] = speed(row("cpu_ffi"), packed, batch)
   if platform == "gpu":  # 0 until the table has what was measured on one
     found["gpu"] = speed("gpu", packed, batch)
   fastest = max(found, key=lambda name: found[name])

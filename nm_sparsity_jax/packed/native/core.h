@@ -16,6 +16,7 @@ namespace {
 using nm::Job;
 
 constexpr int W = NM_WIDTH;
+constexpr bool WIDE = W == 16;  // with 32 registers
 
 typedef float F __attribute__((vector_size(4 * W)));
 typedef float Fu __attribute__((vector_size(4 * W), aligned(1), may_alias));
@@ -94,7 +95,7 @@ NM_INLINE float scaled(const Job& job, float v, long f) {
   return job.scale ? v * reinterpret_cast<const Float*>(job.scale)[f] : v;
 }
 
-// --- few rows: x in registers ---------------------------------------------------------------------
+// --- `few`: rows of x in registers ----------------------------------------------------------------
 
 // T floats of x, of which an index picks one for each lane.
 template <int T>
@@ -132,7 +133,8 @@ struct Table {
 #endif
 };
 
-// Adds R rows of the weight, from row j on, times NB rows of x to `sums` [NB, width].
+// Adds R rows of the weight, from row j on, times NB rows of x to `sums` [NB, width]. It asks for the
+// next R rows of the weight: no processor foresees so short a piece of each row.
 template <class V, int T, int BITS, int R, int NB>
 NM_INLINE void step(const Job& job, long j, const float* x, long first, long width, float* sums,
                     long apart) {
@@ -154,6 +156,10 @@ NM_INLINE void step(const Job& job, long j, const float* x, long first, long wid
       if (r * BITS % 8 == 0) at = bytes(lines[r] + c);
       const I here = R == 1 ? at >> shift : at >> (r * BITS % 8);
       const F v = V::at(values[r], c);
+      if (T <= 16) {  // 1:32 and beyond are so small that they lie in a cache
+        __builtin_prefetch(values[r] + (c + R * job.features) * V::kBytes);
+        if (r * BITS % 8 == 0) __builtin_prefetch(lines[r] + c + R * BITS / 8 * job.features);
+      }
       for (int b = 0; b < NB; ++b) total[b] += v * tables[b][r].look(here);
     }
     for (int b = 0; b < NB; ++b) store(sums + b * apart + c, total[b]);
@@ -162,7 +168,7 @@ NM_INLINE void step(const Job& job, long j, const float* x, long first, long wid
 
 template <class V, int T, int BITS, int R>
 NM_INLINE void rows_of(const Job& job, long j, long first, long width, float* sums, long apart) {
-  constexpr int MOST = T <= 16 ? 4 : T == 32 ? 2 : 1;
+  constexpr int MOST = T <= 16 ? 4 : T == 32 ? (WIDE ? 4 : 2) : WIDE && T == 64 ? 2 : 1;
   long b = 0;
   if constexpr (MOST >= 4)
     for (; b + 4 <= job.batch; b += 4)
@@ -174,15 +180,19 @@ NM_INLINE void rows_of(const Job& job, long j, long first, long width, float* su
     step<V, T, BITS, R, 1>(job, j, job.x + b * job.stride, first, width, sums + b * apart, apart);
 }
 
+constexpr long kSums = 4096;  // of as many columns and rows of x
+
 template <class V, int T, int BITS>
 void few_of(const Job& job, long first, long last, float* sums) {
-  constexpr int R = T <= 64 ? 4 : T == 128 ? 2 : 1;
-  // Long pieces of a row, so that memory is read ahead; sums of all rows of x stay in the cache.
-  const long most = job.batch <= 4 ? 4096 : job.batch <= 8 ? 2048 : 1024;
+  // So that x stays in registers, as far as it can.
+  constexpr int R = T <= 16 ? 4 : WIDE ? (T == 32 ? 3 : T <= 128 ? 2 : 1) : T <= 64 ? 4 : T == 128 ? 2 : 1;
+  // Pieces of a row of the weight for which the sums of all rows of x stay in the first cache.
+  const long most = job.batch <= 16 ? kSums / job.batch / W * W : kSums / 16;
   const long whole = first + (last - first) / W * W;
   for (long f = first; f < whole; f += most) {
     const long width = whole - f < most ? whole - f : most;
-    for (long i = 0; i < job.batch * most; ++i) sums[i] = 0;
+    for (long b = 0; b < job.batch; ++b)
+      for (long c = 0; c < width; ++c) sums[b * most + c] = 0;
     long j = 0;
     for (; j + R <= job.rows; j += R) rows_of<V, T, BITS, R>(job, j, f, width, sums, most);
     for (; j < job.rows; ++j) rows_of<V, T, BITS, 1>(job, j, f, width, sums, most);
@@ -203,6 +213,8 @@ void few_of(const Job& job, long first, long last, float* sums) {
 template <class V>
 void few_of(const Job& job, long first, long last, float* sums) {
   if (job.bits == 2) return few_of<V, 4, 2>(job, first, last, sums);
+  if constexpr (W == 8)
+    if (job.bits == 4 && job.m <= 8) return few_of<V, 8, 4>(job, first, last, sums);
   if (job.bits == 4) return few_of<V, 16, 4>(job, first, last, sums);
   if (job.m <= 16) return few_of<V, 16, 8>(job, first, last, sums);
   if (job.m <= 32) return few_of<V, 32, 8>(job, first, last, sums);
@@ -267,13 +279,13 @@ void turn(const float* src, long from, float* dst, long to, long rows, long colu
 }
 #endif
 
-// --- many rows: columns of x^T added up -----------------------------------------------------------
+// --- `many`: columns of x^T added up --------------------------------------------------------------
 
 constexpr int kColumns = 16;     // that are unpacked at once: one cache line of float32
 constexpr long kTile = 256;      // columns that one slab of x^T serves
 constexpr long kMostRows = 128;  // of the weight that are unpacked at once
 
-static_assert(nm::kMostFew * 1024 <= nm::kScratch, "sums of `few` do not fit");
+static_assert(nm::kMostFew * kSums / 16 <= nm::kScratch, "sums of `few` do not fit");
 static_assert(kTile * nm::kMostLanes + 2 * kMostRows * kColumns <= nm::kScratch,
               "sums of `many` do not fit");
 
@@ -291,6 +303,10 @@ NM_INLINE void unpack(const Job& job, long j, long end, long f, long width, Unpa
     if (width == kColumns) {
       const uint8_t* line = job.indices + (j + i) * job.bits / 8 * job.features + f;
       const int shift = (j + i) * job.bits % 8, mask = (1 << job.bits) - 1;
+      // What the next call for these columns unpacks.
+      __builtin_prefetch(static_cast<const char*>(job.values) +
+                         ((end + i) * job.features + f) * V::kBytes);
+      __builtin_prefetch(line + (end - j) * job.bits / 8 * job.features);
       for (int c = 0; c < kColumns; c += W) {
         I at = ((bytes(line + c) >> shift) & mask) + base;
         at = at < top ? at : all(top);  // an index that is wrong reads what is there
@@ -336,7 +352,7 @@ void many_of(const Job& job, long first, long last, float* sums) {
   step = step < 4 ? 4 : step > kMostRows ? kMostRows : step;
   for (long f = first; f < last; f += kTile) {
     const long width = last - f < kTile ? last - f : kTile;
-    for (long i = 0; i < kTile * L; ++i) sums[i] = 0;
+    for (long i = 0; i < (width + kColumns - 1) / kColumns * kColumns * L; ++i) sums[i] = 0;
     for (long j = 0; j < job.rows; j += step) {
       const long end = j + step < job.rows ? j + step : job.rows;
       for (long c = 0; c < width; c += kColumns) {
@@ -356,8 +372,7 @@ template <class V>
 void many_of(const Job& job, long first, long last, float* scratch) {
   if (job.lanes == 16) return many_of<V, 16>(job, first, last, scratch);
   if (job.lanes == 32) return many_of<V, 32>(job, first, last, scratch);
-  if (job.lanes == 64) return many_of<V, 64>(job, first, last, scratch);
-  many_of<V, 128>(job, first, last, scratch);
+  many_of<V, 64>(job, first, last, scratch);
 }
 
 void many(const Job& job, long first, long last, float* scratch) {

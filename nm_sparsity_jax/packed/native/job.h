@@ -26,17 +26,17 @@ struct Job {
 // kScratch floats and is aligned to 64 bytes.
 struct Isa {
   const char* name;
-  // Rows of x stay in registers and are permuted: for few of them. Needs 256 floats behind each.
+  // Rows of x stay in registers and are permuted. Needs 256 floats behind each.
   void (*few)(const Job&, long first, long last, float* scratch);
-  // Columns of x^T are added up: for many rows.
+  // Columns of x^T are added up.
   void (*many)(const Job&, long first, long last, float* scratch);
   // dst[c * to + r] = src[r * from + c].
   void (*turn)(const float* src, long from, float* dst, long to, long rows, long columns);
 };
 
-constexpr long kScratch = 40 * 1024;
-constexpr long kMostFew = 32;   // rows of x that `few` takes
-constexpr long kMostLanes = 128;
+constexpr long kScratch = 24 * 1024;
+constexpr long kMostFew = 32;    // rows of x that `few` takes at once
+constexpr long kMostLanes = 64;  // rows of x that `many` takes at once
 
 }  // namespace nm
 
