@@ -163,13 +163,21 @@ def verdict(hypothesis: Hypothesis, records: Records, study: Study) -> Verdict:
   elif any(each.says == "missing" for each in shown):
     why = "some runs never have what is measured"
   elif closed := [(gate, gap) for gate, gap in gaps if gap is None or gap < gate.points]:
-    gate, gap = closed[0]
-    why = (
-      f"the task is rejected: {gate.pair.row.row} is {gap:.1f} points behind {gate.pair.over.row}"
-    )
+    why = f"the task is rejected: {_closed(*closed[0])}"
   else:
     word, why = decided(hypothesis.needs, [each.says for each in shown])
   return Verdict(hypothesis, word, why, shown, there, len(runs))
+
+
+def _closed(gate: Gate, gap: float | None) -> str:
+  """Says why a gate is shut."""
+  row, over = gate.pair
+  where = " at the same training FLOPs" if row.budget != over.budget else ""
+  if gap is None:  # a run of it has no score
+    return f"{row.row}{where} was not compared with {over.row}"
+  return (
+    f"{row.row}{where} is {abs(gap):.1f} points {'behind' if gap >= 0 else 'ahead of'} {over.row}"
+  )
 
 
 def decided(needs: str, words: Sequence[str]) -> tuple[str, str]:
