@@ -293,6 +293,7 @@ class Rebus(Task):
 TASKS = {
   "bigram": Bigram(),
   "bigram80": Bigram(symbols=80, shape=_small(80)),
+  "bigram160": Bigram(symbols=160, shape=_small(160), rate=4e-3),
   "digits": Digits(),
   "mini_mnli": MiniGlue(config="mnli"),
   "rebus": Rebus(),

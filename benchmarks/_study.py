@@ -65,10 +65,11 @@ class Gate(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-  """One family of contrasts, corrected together."""
+  """One family of contrasts, corrected together; `again` names another that it asks again."""
 
   name: str
   says: str
+  again: str
   needs: str
   matched: bool
   contrasts: tuple[Contrast, ...]
@@ -113,7 +114,8 @@ def _pair(entry: Mapping[str, Any], rows: Mapping[str, Row]) -> Pair:
 
 
 def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row]) -> Hypothesis:
-  usual = {k: v for k, v in entry.items() if k not in ("contrasts", "gates", "says", "needs")}
+  about = ("says", "needs", "again")
+  usual = {k: v for k, v in entry.items() if k not in ("contrasts", "gates", *about)}
   contrasts, gates = [], []
   for own in entry["contrasts"]:
     asked = usual | own
@@ -123,7 +125,8 @@ def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row]) ->
   for own in entry["gates"]:
     gates.append(Gate(_pair({"budget": "", **usual} | own, rows), own["points"]))
   matched = entry.get("matched", False)
-  return Hypothesis(name, entry["says"], entry["needs"], matched, tuple(contrasts), tuple(gates))
+  says, again, needs = entry["says"], entry.get("again", ""), entry["needs"]
+  return Hypothesis(name, says, again, needs, matched, tuple(contrasts), tuple(gates))
 
 
 def _tuning(declared: Mapping[str, Any]) -> dict[str, dict[str, Row]]:

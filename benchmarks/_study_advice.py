@@ -107,8 +107,15 @@ def factor(records: tests.Records, old: Old) -> tuple[int, str]:
   return len(d), f"{math.exp(statistics.fmean(d)):.3f} ({ends})"
 
 
-def explored(records: tests.Records, olds: Sequence[Old]) -> str:
-  """Says what the older tables have, and that nobody declared it before."""
+def explored(records: tests.Records, each: tests.Verdict, olds: Sequence[Old]) -> str:
+  """Says what the runs of a rejected task have, or the older tables; neither decides."""
+  if each.there == each.wanted:
+    _, counts = tests.decided(each.hypothesis.needs, [shown.says for shown in each.shown])
+    best = max(each.shown, key=lambda shown: abs(shown.mean or 0.0))
+    return (
+      f"Exploratory, from its runs: {counts}; the largest, {report.name_of(best)}, "
+      f"{report.shown(best)}."
+    )
   if not olds:
     price = lambda row: records[Run(TASK, "1:16", STEPS, row, SEEDS[0])]["flops"]
     ratio = price(EXPONENTIAL) / price(older.BASE)
@@ -126,13 +133,12 @@ def explored(records: tests.Records, olds: Sequence[Old]) -> str:
 def advice(records: tests.Records, said: Sequence[tests.Verdict]) -> list[str]:
   """Returns a line for each question, with its setting and interval."""
   lines = []
-  for each in said:
+  for question in ADVICE:
+    each = tests.answer(question, said)
     name = each.hypothesis.name
-    if name not in ADVICE:
-      continue
-    does = getattr(ADVICE[name], each.word.removeprefix("not ").replace("decided", "undecided"))
+    does = getattr(ADVICE[question], each.word.removeprefix("not ").replace("decided", "undecided"))
     if each.word == "not decided":
-      why = f"{name} is not decided yet: {each.why}. {explored(records, ADVICE[name].old)}"
+      why = f"{name} is not decided: {each.why}. {explored(records, each, ADVICE[question].old)}"
     else:
       best = report.decisive(each)
       why = f"{name} is {each.word}: {report.name_of(best)}, {report.shown(best)}."
@@ -142,14 +148,14 @@ def advice(records: tests.Records, said: Sequence[tests.Verdict]) -> list[str]:
 
 def claims(said: Sequence[tests.Verdict]) -> list[str]:
   """Returns the paper's claims with what this study says of each."""
-  by_name, lines = {each.hypothesis.name: each for each in said}, []
+  lines = []
   for claim, name, how in CLAIMS:
     if not name:
       lines.append([claim, "not testable here", how])
       continue
-    each = by_name[name]
+    each = tests.answer(name, said)
     word = "not testable here" if "is rejected" in each.why else HERE.get(each.word)
-    lines.append([claim, word or "not yet decided", f"{name} ({how}): {each.why}"])
+    lines.append([claim, word or "not yet decided", f"{each.hypothesis.name} ({how}): {each.why}"])
   return older.markdown(("the paper says", "verdict", "by"), lines)
 
 

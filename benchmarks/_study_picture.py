@@ -241,7 +241,7 @@ def noise(records: tests.Records, study: Study) -> str:
   lines = [Line(name, points) for name, points in found.items()]
   ticks = {math.log(v): f"{v:g}" for v in (5, 10, 20, 40, 80)}
   patterns = Axis("pattern", {math.log2(m): f"1:{m}" for m in (4, 8, 16, 32)})
-  title = f"Noise of gradients where the loss falls to {study.declared['noise_at_loss']:g}"
+  title = f"Noise of gradients where the loss falls to {study.declared['noise_at_loss']['bigram80']:g}"
   parts = chart(lines, patterns, Axis("noise over signal", ticks), TOP + 14, 210)
   parts += legend(lines, TOP + 280)
   return page(title, TOP + 290 + 19 * (len(lines) // 2 + 1), parts)

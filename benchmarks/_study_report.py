@@ -12,7 +12,7 @@ import _recipes_report as report
 import _study_tests as tests
 from _study import Cell, Hypothesis, Study, tuned
 
-TASKS = {"bigram80": "80 symbols", "mini_mnli": "mini MNLI"}
+TASKS = {"bigram80": "80 symbols", "bigram160": "160 symbols", "mini_mnli": "mini MNLI"}
 
 
 def show(measure: str, x: float) -> str:

@@ -76,21 +76,21 @@ def noise_at(curve: Mapping[str, Sequence[float]], loss: float) -> float | None:
   return None
 
 
-def value(record: Mapping[str, Any], measure: str, study: Study) -> float | None:
+def value(record: Mapping[str, Any], measure: str, task: str, study: Study) -> float | None:
   """Returns what is measured of a run."""
   if measure == "points":
     return 100 * record["accuracy"]
-  if measure == "ln noise" and "noise" not in record["curve"]:
-    return None  # not measured, or diverged before its first sample
   if measure == "ln noise":
-    return noise_at(record["curve"], study.declared["noise_at_loss"])
+    at = study.declared["noise_at_loss"].get(task)
+    is_there = at and "noise" in record["curve"]  # diverged runs may lack it
+    return noise_at(record["curve"], at) if is_there else None
   return math.log(record["cross_entropy"])
 
 
 def of_seeds(cell: Cell, measure: str, records: Records, study: Study) -> dict[int, float]:
   """Returns seed -> what is measured, of the runs that are there and have it."""
   runs = [run for run in cell.runs(study.declared["test_seeds"]) if run in records]
-  found = {run.seed: value(records[run], measure, study) for run in runs}
+  found = {run.seed: value(records[run], measure, cell.task, study) for run in runs}
   return {seed: x for seed, x in found.items() if x is not None}
 
 
@@ -192,3 +192,10 @@ def decided(needs: str, words: Sequence[str]) -> tuple[str, str]:
 def verdicts(records: Records, study: Study) -> list[Verdict]:
   """Returns all verdicts in the order of study.toml."""
   return [verdict(each, records, study) for each in study.hypotheses.values()]
+
+
+def answer(name: str, said: Sequence[Verdict]) -> Verdict:
+  """Returns the verdict on a hypothesis, or on the one that asks it again and is decided."""
+  asked = [v for v in said if name in (v.hypothesis.name, v.hypothesis.again)]
+  own = next(v for v in asked if v.hypothesis.name == name)
+  return next((v for v in [own, *asked] if v.word != "not decided"), own)

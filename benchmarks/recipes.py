@@ -201,7 +201,7 @@ def row_of(run: Run, done: Mapping[Run, Any]) -> Row | None:
 
 def onlooker_of(run: Run, row: Row):
   """Returns what measures the noise of a run of the study; None for the others."""
-  if run not in _study.study().queue or not row.sparse or run.task != "bigram80":
+  if run not in _study.study().queue or not row.sparse or "bigram" not in run.task:
     return None
   import _study_noise
 

@@ -14,7 +14,7 @@ STUDY = importlib.import_module("_study").study()
 SEEDS = STUDY.declared["test_seeds"]
 CURVE = {
   "step": [0, 800], "loss": [4.0, 2.0], "D": [1.0, 0.0], "density": [1.0, 0.1],
-  "noise_loss": [4.0, 2.0], "noise": [1.0, 4.0],
+  "noise_loss": [4.5, 2.0], "noise": [1.0, 4.0],
 }  # fmt: skip
 
 
