@@ -6,9 +6,11 @@ records, verdicts -> lines of points, or a grid of cells -> SVG; what has not ru
 from __future__ import annotations
 
 import html
+import itertools
 import math
+import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import _study_report as report
@@ -22,6 +24,12 @@ COLOURS = {  # that most colour-blind people tell apart
 }  # fmt: skip
 FILLS = {"holds": "#9fd3b6", "fails": "#f0b8a0", "open": "url(#open)", "missing": "#ffffff"}
 WORDS = {"holds": "holds", "fails": "fails", "open": "not told", "missing": "missing"}
+PRICED = (("bigram80", "1:16"), ("bigram80", "1:32"), ("bigram160", "1:8"), ("bigram160", "1:16"))
+SCALES = (  # measure, what an axis says, its ticks
+  ("ln cross-entropy", "factor of cross-entropy",
+   {math.log(v): f"{v:g}" for v in (0.25, 0.5, 1.0, 2.0)}),
+  ("points", "points of accuracy", {v: f"{v:+d}" for v in (-20, 0, 20, 40)}),
+)  # fmt: skip
 HATCH = (
   '<defs><pattern id="open" width="6" height="6" patternUnits="userSpaceOnUse" '
   'patternTransform="rotate(45)"><rect width="6" height="6" fill="#f4f4f4"/>'
@@ -30,11 +38,12 @@ HATCH = (
 
 
 class Line(NamedTuple):
-  """Points of one colour; joined where `joined`."""
+  """Points of one colour; joined where `joined`. `tag` is written beside each."""
 
   name: str
   points: Sequence[tuple[float, float]]
   joined: bool = True
+  tag: str = ""
 
 
 class Axis(NamedTuple):
@@ -94,8 +103,18 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, top: float, height: float) ->
         f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
       )
     if not line.joined or len(at) < 8:
-      parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colour}"/>' for a, b in at]
+      parts += [dot(line.name, a, b) for a, b in at]
+      parts += [text(a, b - 8, line.tag, "middle", 10) for a, b in at if line.tag]
   return parts
+
+
+def dot(name: str, x: float, y: float) -> str:
+  """Returns the point of a row: hollow with 50 % of fine-tuning, a square at a constant rate."""
+  fill = "#ffffff" if "50 %" in name else colour_of(name)
+  paint = f'fill="{fill}" stroke="{colour_of(name)}" stroke-width="1.5"'
+  if "constant" in name:
+    return f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" {paint}/>'
+  return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {paint}/>'
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
@@ -105,13 +124,15 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 def legend(lines: Sequence[Line], top: float) -> list[str]:
   """Returns a line for each name that has a point, two in a row."""
-  parts, names = [], [line.name for line in lines if line.points]
-  for i, name in enumerate(dict.fromkeys(names)):
+  parts, named = [], {line.name: line for line in lines if line.points}
+  for i, (name, line) in enumerate(named.items()):
     x, y = LEFT + (i % 2) * 320, top + (i // 2) * 19
     dashes = ' stroke-dasharray="6 4"' if "50 %" in name else ""
     parts.append(
       f'<line x1="{x}" x2="{x + 24}" y1="{y}" y2="{y}" stroke="{colour_of(name)}" '
       f'stroke-width="2"{dashes}/>'
+      if line.joined
+      else dot(name, x + 12, y)
     )
     parts.append(text(x + 30, y + 4, name, size=12))
   return parts
@@ -121,7 +142,7 @@ def told(said: Sequence[tests.Verdict]) -> str:
   """Returns the map of all contrasts: what holds, what fails, what is not told (hatched)."""
   parts, y = [], TOP
   for each in said:
-    parts.append(text(8, y + 12, f"{each.hypothesis.name}: {each.word}, {each.why}"))
+    parts.append(text(8, y + 12, f"{each.hypothesis.name}: {each.word}, {each.why}", size=12))
     y += ROW
     for shown in each.shown:
       word = shown.says
@@ -130,6 +151,7 @@ def told(said: Sequence[tests.Verdict]) -> str:
       )
       parts.append(text(56, y + 14, WORDS[word], "middle", 11))
       first, _, beyond = report.name_of(shown).partition(", beyond ")
+      first += ", points" if shown.contrast.measure == "points" else ""
       parts.append(text(112, y + 14, first, size=11))
       if beyond:
         y += 15
@@ -187,18 +209,20 @@ def course(records: tests.Records, study: Study) -> str:
 
 
 def price(records: tests.Records, study: Study) -> str:
-  """Returns cross-entropy against training FLOPs at both patterns."""
+  """Returns cross-entropy against training FLOPs at both patterns of each table."""
   parts, top, lines = [], TOP + 14, []
-  for pattern in ("1:16", "1:32"):
-    lines = [
-      Line(cell.row, [(rs[0]["flops"] / 1e12, _mean_log(rs))], joined=False)
-      for cell, rs in _cells(records, study, task="bigram80", pattern=pattern).items()
-    ]
+  for task, pattern in PRICED:
+    lines = []
+    for cell, rs in _cells(records, study, task=task, pattern=pattern).items():
+      name, dense = re.subn(r", \d+ % dense$", ", with that % of dense steps", cell.row)
+      tag = re.findall(r"\d+", cell.row)[0] if dense else ""
+      lines.append(Line(name, [(rs[0]["flops"] / 1e12, _mean_log(rs))], joined=False, tag=tag))
     ticks = {math.log(v): f"{v:g}" for v in (0.1, 0.3, 1.0, 3.0)}
     flops = Axis("training TFLOPs", {v: f"{v:g}" for v in (1.5, 2.0, 2.5, 3.0)})
-    parts += chart(lines, flops, Axis(f"cross-entropy at {pattern}", ticks), top, 170)
+    name = f"cross-entropy, {report.TASKS[task]}, {pattern}"
+    parts += chart(lines, flops, Axis(name, ticks), top, 170)
     parts += legend(lines, top + 226)
-    top += 226 + 19 * (len(lines) // 2 + 2)
+    top += 226 + 19 * (len({line.name for line in lines}) // 2 + 2)
   return page("Price and cross-entropy, mean over seeds", top, parts)
 
 
@@ -207,44 +231,51 @@ def _mean_log(records: Sequence[Mapping[str, Any]]) -> float:
 
 
 def gain(records: tests.Records, study: Study) -> str:
-  """Returns the gain over a control that is dense for as long, on both scales."""
+  """Returns the gain over a control that is dense for as long, on both scales, of each table."""
   parts, top = [], TOP + 14
-  for measure, ticks in (
-    ("ln cross-entropy", {math.log(v): f"{v:g}" for v in (0.25, 0.5, 1.0, 2.0)}),
-    ("points", {v: f"{v:+d}" for v in (-20, 0, 20, 40)}),
-  ):
+  for hypothesis, (measure, name, ticks) in itertools.product(("H1", "H7"), SCALES):
     found: dict[str, list[tuple[float, float]]] = {}
-    for contrast in study.hypotheses["H1"].contrasts:
+    contrasts = study.hypotheses[hypothesis].contrasts
+    for contrast in contrasts:
       d = tests.differences(contrast._replace(measure=measure), records, study)
       if d:
         row = contrast.pair.row
         at = math.log2(int(row.pattern[2:])), statistics.fmean(d.values())
         found.setdefault(row.row, []).append(at)
     lines = [Line(name, points) for name, points in found.items()]
-    name = "factor of cross-entropy" if measure != "points" else "points of accuracy"
-    parts += chart(lines, Axis("pattern", {4: "1:16", 5: "1:32"}), Axis(name, ticks), top, 150)
+    patterns = dict.fromkeys(c.pair.row.pattern for c in contrasts)
+    of = f"{name}, {report.TASKS[contrasts[0].pair.row.task]}"
+    parts += chart(lines, _patterns(patterns), Axis(of, ticks), top, 150)
     parts += legend(lines, top + 204)
     top += 204 + 19 * (len(lines) // 2 + 2)
   return page("Gain over SR-STE that is dense for as long", top, parts)
 
 
+def _patterns(names: Iterable[str]) -> Axis:
+  """Returns an axis of patterns 1:m."""
+  return Axis("pattern", {math.log2(int(name[2:])): name for name in names})
+
+
 def noise(records: tests.Records, study: Study) -> str:
-  """Returns noise across batches at the same loss against sparsity."""
-  found: dict[str, list[tuple[float, float]]] = {}
-  rows = dict.fromkeys(c.row for each in study.hypotheses["H4"].contrasts for c in each.cells)
-  for row in rows:
-    for m in (4, 8, 16, 32):
-      cell = Cell("bigram80", f"1:{m}", "1600", row)
-      values = tests.of_seeds(cell, "ln noise", records, study)
-      if values:
-        found.setdefault(row, []).append((math.log2(m), statistics.fmean(values.values())))
-  lines = [Line(name, points) for name, points in found.items()]
-  ticks = {math.log(v): f"{v:g}" for v in (5, 10, 20, 40, 80)}
-  patterns = Axis("pattern", {math.log2(m): f"1:{m}" for m in (4, 8, 16, 32)})
-  title = f"Noise of gradients where the loss falls to {study.declared['noise_at_loss']['bigram80']:g}"
-  parts = chart(lines, patterns, Axis("noise over signal", ticks), TOP + 14, 210)
-  parts += legend(lines, TOP + 280)
-  return page(title, TOP + 290 + 19 * (len(lines) // 2 + 1), parts)
+  """Returns noise across batches at the same loss against sparsity, of each table."""
+  parts, top = [], TOP + 14
+  for hypothesis, task in (("H4", "bigram80"), ("H10", "bigram160")):
+    cells = dict.fromkeys(c for each in study.hypotheses[hypothesis].contrasts for c in each.cells)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for cell in sorted(cells, key=lambda c: int(c.pattern[2:])):
+      if values := tests.of_seeds(cell, "ln noise", records, study):
+        at = math.log2(int(cell.pattern[2:])), statistics.fmean(values.values())
+        found.setdefault(cell.row, []).append(at)
+    lines = [
+      Line(name, found[name]) for name in dict.fromkeys(c.row for c in cells) if name in found
+    ]
+    ticks = {math.log(v): f"{v:g}" for v in (5, 10, 20, 40, 80)}
+    loss = study.declared["noise_at_loss"][task]
+    of = Axis(f"noise over signal, {report.TASKS[task]}, where the loss falls to {loss:g}", ticks)
+    parts += chart(lines, _patterns(("1:4", "1:8", "1:16", "1:32")), of, top, 190)
+    parts += legend(lines, top + 246)
+    top += 246 + 19 * (len(lines) // 2 + 2)
+  return page("Noise of gradients at the same loss", top, parts)
 
 
 def pictures(records: Mapping[Any, Any], study: Study) -> dict[str, str]:

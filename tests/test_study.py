@@ -209,7 +209,8 @@ def test_every_gate_is_asked_at_equal_flops():
     if run.budget == "1600 flops":
       records[run] = records[run] | {"accuracy": 0.86}
   found = study_tests.verdict(STUDY.hypotheses["H1"], records, STUDY)
-  assert found.why == "the task is rejected: no_ff at the same training FLOPs is 4.0 points behind dense"
+  behind = "no_ff at the same training FLOPs is 4.0 points behind dense"
+  assert found.why == f"the task is rejected: {behind}"
   run = next(run for run in records if run.budget == "1600 flops")
   task, dense = train.TASKS[run.task], recipes.Row("dense")
   price = train.training_flops(task, dense, "-", 1600)
