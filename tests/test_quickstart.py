@@ -357,12 +357,13 @@ def packed_as_finalized(folder, env):
       settings = {"CHECKPOINT_PATH": path, kind: out, "EVAL_SPLIT": "validation"}
       told[command] = said(
         command,
-        "--memory",
+        *(["--memory"] if path == "packed.safetensors" else []),  # else all are unpacked here
         *(f"--gin_file=gin_configs/{name}.gin" for name in files),
         *(f"--gin.{name}={value!r}" for name, value in settings.items()),
       )
     (file,) = folder.glob(f"{out}/*.jsonl-*")
-    classes = [json.loads(line)["prediction"] for line in file.read_text().splitlines()]
+    said_of_each = [json.loads(line)["prediction"] for line in file.read_text().splitlines()]
+    classes = [said["label"] for said in said_of_each]
     found.append((re.findall(r"(accuracy) ([\d.]+)", told["eval"]), classes))
   assert "4 of 4 kernels are multiplied so" in told["infer"]
   assert (
