@@ -242,8 +242,8 @@ def packed(network, params, args, pattern):
 def over_dense(network, params, args):
   """Returns a row for dense weights, and for each of `--patterns`.
 
-  `bound` is what reading each weight once would give: a token cannot be faster by more, as long as
-  the head is dense and memory is what limits.
+  `bound` of the layers is the ratio of their bytes. That of a token has this of the layers, and all
+  else takes as long as in a token of dense weights.
   """
   trees = {"dense": params, **{p: packed(network, params, args, p) for p in args.patterns}}
   candidates, bytes_of = {}, {}
@@ -269,9 +269,18 @@ def over_dense(network, params, args):
     for part in ("layers", "token"):
       row[f"{part}_ms"] = round(spent[name, part] * 1e3, 2)
       row[f"{part}_x"] = round(spent["dense", part] / spent[name, part], 2)
-      row[f"{part}_bound"] = round(bytes_of["dense"][part] / bytes_of[name][part], 2)
+      row[f"{part}_bound"] = round(bound(part, bytes_of["dense"], bytes_of[name], spent), 2)
     rows.append(row)
   return rows
+
+
+def bound(part, dense, own, spent):
+  """Returns how many times faster a token, or its layers, can be by the bytes of its layers."""
+  ratio = dense["layers"] / own["layers"]
+  if part == "layers":
+    return ratio
+  layers, token = spent["dense", "layers"], spent["dense", "token"]
+  return token / (token - layers + layers / ratio)
 
 
 def peak(args):

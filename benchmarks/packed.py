@@ -35,6 +35,7 @@ os.sched_setaffinity(0, set(range(ARGS.first_core, ARGS.first_core + ARGS.cores)
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "PJRT_NPROC"):
   os.environ[variable] = str(ARGS.cores)
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.pop("OPENBLAS_CORETYPE", None)  # it may hold OpenBLAS to less than the processor has
 
 import functools
 import importlib
@@ -135,14 +136,20 @@ def candidates(x, patterns, shape, number):
       found = []
       for w in weights:
         found.append(function(x, w))
-        if ARGS.cores > 1:
-          x = x.at[0, 0].set(found[-1][0, 0])
-      return found
+        if ARGS.cores > 1:  # x is changed where it lies, since the caller gives it up
+          x = x.at[0, 0].set(0 * found[-1][0, 0])
+      return x, found
 
-    call = jax.jit(chained)
+    call = jax.jit(chained, donate_argnums=0)
     weights = jax.tree.map(jnp.asarray, weights)
-    jax.block_until_ready(call(xj, weights))
-    found[name] = lambda: jax.block_until_ready(call(xj, weights))
+    held = [jnp.array(x, copy=True)]
+
+    def run():
+      held[0], products = call(held[0], weights)
+      jax.block_until_ready(products)
+
+    run()
+    found[name] = run
 
   jitted("dense x@W", lambda x, w: x @ w, dense)
   jitted("dense x@W.T", lambda x, w: x @ w.T, [np.ascontiguousarray(w.T) for w in dense])
@@ -188,6 +195,15 @@ def timed(calls):
   return {name: float(np.median([turn[name] for turn in turns])) for name in calls}
 
 
+def processor():
+  """Returns name, family and model, since one name is of many processors."""
+  with open("/proc/cpuinfo", encoding="utf8") as file:
+    told = dict(line.split(":", 1) for line in file.read().partition("\n\n")[0].splitlines())
+  told = {key.strip(): value.strip() for key, value in told.items()}
+  family, model = (told.get(key, "?") for key in ("cpu family", "model"))
+  return f"{told.get('model name', platform.machine())}, family {family}, model {model}"
+
+
 def record(mean, ratios):
   """Writes what was measured, and what measured it."""
   words = [word for word in sys.argv[1:] if word not in ("--record", ARGS.record)]
@@ -203,6 +219,7 @@ def record(mean, ratios):
       name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)
     },
     "python": platform.python_version(),
+    "processor": processor(),
     "cores": ARGS.cores,
     "values": ARGS.values,
     "isa": cpu.isa(ARGS.isa),

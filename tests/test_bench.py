@@ -100,8 +100,9 @@ def test_a_product_is_the_best_dense_one_beside_the_packed_one(monkeypatch):
   assert (found.dense_bytes, found.packed_bytes) == (16 * 8 * 4, 2 * 8 * 4 + 8)
 
 
-@pytest.mark.parametrize("values", ["float32", "int8"])
-def test_what_is_timed_are_products_of_one_weight(values, monkeypatch):
+@pytest.mark.parametrize("values, threads", [("float32", 1), ("float32", 2), ("int8", 2)])
+def test_what_is_timed_are_products_of_one_weight(values, threads, monkeypatch):
+  monkeypatch.setenv("PJRT_NPROC", str(threads))
   seen = {}
 
   def once(name, call):
@@ -115,6 +116,8 @@ def test_what_is_timed_are_products_of_one_weight(values, monkeypatch):
   layers.measured("k", [kernel], 4, 1, 3, "xla_scan")
   first, *others = seen.values()
   assert len(first) == 4 and np.abs(first[0]).max() > 1
+  # With several threads a product reads an x that the one before has changed.
+  assert np.array_equal(first[0], first[1]) == (threads == 1)
   for other in others:
     np.testing.assert_allclose(first, other, rtol=1e-4, atol=1e-4)
 
@@ -295,11 +298,12 @@ def test_tune_writes_the_table_that_auto_reads(own_table, monkeypatch, capsys):
   assert cli.main(["bench", "--tune"]) == 0
   assert capsys.readouterr().out == f"{own_table}\n"
   known = choice.table()["backends"]
-  assert known["cpu_ffi avx512, several cores"] == {
+  assert known["cpu_ffi avx512, several cores, tiny"] == {
     "rows": [1, 4], "speed": {"2": [3.0, 12.0], "8": [3.0, 12.0]}
   }  # fmt: skip
   name = "xla_scan, several cores"
-  assert choice.row("xla_scan") == name and known[name]["speed"]["8"] == [0.3, 1.2]
+  assert choice.row("xla_scan") == name
+  assert known[f"{name}, tiny"]["speed"]["8"] == [0.3, 1.2]
   assert choice.speed(name, layers.random(16, 8, nms.NM(1, 8)), 1) == 0.3
   for name, value in (("rows", ()), ("rows", (4, 1)), ("turns", 2)):
     with pytest.raises(ValueError, match=f"{name}="):

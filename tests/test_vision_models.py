@@ -9,7 +9,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import layers
-from nm_sparsity_jax.models import resnet, swin, swin_windows, vit
+from nm_sparsity_jax.models import image_parts, resnet, swin, swin_windows, vit
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.trees import flatten, map_with_names
 
@@ -151,6 +151,20 @@ def test_without_a_class_token_the_mean_of_all_tokens_is_normalized():
   assert params["pos_embed"].shape == (1, 16, 32)
   assert "cls_token" not in params and "norm" not in params and "fc_norm" in params
   assert net.config.tokens == 16
+
+
+@pytest.mark.parametrize(
+  "kind, within", [("float32", 1e-3), ("bfloat16", 4e-3), ("float64", 1e-12)]
+)
+def test_gelu_by_erf_is_the_one_by_erfc(kind, within):
+  """In bfloat16 a sum 1 + erf of its own would be 0, or off by a quarter, from -2 on."""
+  with jax.enable_x64(kind == "float64"):
+    x = jnp.linspace(-4, 4, 801, dtype=kind)
+    wide = "float64" if kind == "float64" else "float32"
+    want, got = jax.nn.gelu(x.astype(wide), approximate=False), image_parts.gelu(x)
+    assert got.dtype == x.dtype
+    far = jnp.abs(got.astype(want.dtype) - want)
+    assert float((far / jnp.maximum(jnp.abs(want), 1e-3)).max()) < within
 
 
 @family

@@ -109,17 +109,23 @@ def _call(function: Callable[..., Any], x: jax.Array, held: Sequence[Any]) -> Ca
   ones to all of them.
   """
 
-  def chained(x: jax.Array, held: Sequence[Any]) -> list[jax.Array]:
+  def chained(x: jax.Array, held: Sequence[Any]) -> tuple[jax.Array, list[jax.Array]]:
     found = []
     for w in held:
       found.append(function(x, w))
-      if timing.threads() > 1:
-        x = x.at[0, 0].set(found[-1][0, 0])
-    return found
+      if timing.threads() > 1:  # x is changed where it lies, since the caller gives it up
+        x = x.at[0, 0].set(0 * found[-1][0, 0])
+    return x, found
 
-  run = jax.jit(chained)
+  run = jax.jit(chained, donate_argnums=0)
   there = jax.tree.map(lambda a: jnp.array(a, copy=True), held)  # each lies elsewhere
-  return lambda: jax.block_until_ready(run(x, there))
+  inputs = [jnp.array(x, copy=True)]
+
+  def call() -> Any:
+    inputs[0], products = run(inputs[0], there)
+    return jax.block_until_ready(products)
+
+  return call
 
 
 def _copies(rows: int) -> int:

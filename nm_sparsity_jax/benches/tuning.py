@@ -29,7 +29,8 @@ def tune(
 
       print(tune())
 
-  Of the shapes the slowest one counts, so a product that is taken is faster than a dense one.
+  Of the shapes the slowest one counts, so a product that is taken is faster than a dense one. The
+  default shapes are large: smaller weights keep our rows, unless you give some.
 
   Args:
     shapes: (depth, features) of the weights; None = `SHAPES`.
@@ -50,13 +51,27 @@ def tune(
   found: dict[str, Any] = {}
   for way in ("xla_scan", *([] if cpu.missing() else ["cpu_ffi"])):
     name = choice.row(way, measured=False)
-    speed = {f"{x.m / x.n:g}": [_slowest(x, n, shapes, way, turns) for n in rows] for x in made}
-    found[name] = {"rows": list(rows), "speed": speed}
+    for kind, own in _kinds(shapes, made).items():
+      speed = {f"{x.m / x.n:g}": [_slowest(x, n, of, way, turns) for n in rows] for x, of in own}
+      found[name + kind] = {"rows": list(rows), "speed": speed}
   file = choice.tuned_file()
   file.parent.mkdir(parents=True, exist_ok=True)
   files.write_atomically(file, choice.tuned_text(found))
   choice.table.cache_clear()
   return file
+
+
+def _kinds(shapes: Sequence[tuple[int, int]], patterns: Sequence[NM]) -> dict[str, Any]:
+  """Returns a kind of weight -> [(pattern, its shapes)], as rows of the table have them."""
+  found: dict[str, Any] = {}
+  for pattern in patterns:
+    of: dict[str, list[tuple[int, int]]] = {}
+    for shape in shapes:
+      if pattern.m <= shape[0]:
+        of.setdefault(choice.kinds(shape, pattern)[-1], []).append(shape)
+    for kind, own in of.items():
+      found.setdefault(kind, []).append((pattern, own))
+  return found
 
 
 def _slowest(

@@ -200,9 +200,9 @@ def gelu(x: jax.Array) -> jax.Array:
   array([-0.1587,  0.    ,  0.8413], dtype=float32)
 
   Args:
-    x: any shape. The sum is float32: in bfloat16 1 + erf has no digits left below -2.
+    x: any shape. The sum is float32 or wider: in bfloat16 1 + erf has no digits left below -2.
   """
-  wide = x.astype(jnp.float32)
+  wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
   return (wide * (0.5 + 0.5 * jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 

@@ -237,9 +237,10 @@ def lost_signs(w: Any, pattern: NM, groups: Groups | None = None) -> int:
 
 
 def sparse_operand(packed: NMPacked) -> tuple[np.ndarray, np.ndarray]:
-  """Returns XLA's sparse operand of a 1:m weight: ({values [depth / m, features], indices}).
+  """Returns a 1:m weight as XLA's sparse operand has it: ({values [depth / m, features], indices}).
 
-  The indices are uint8, one to a byte.
+  The indices are uint8, one to a byte. XLA had such operands of a dot in 2025. The one of jaxlib
+  0.10 reads no `sparsity` of a dot, so nothing runs on them.
 
   >>> [x.tolist() for x in sparse_operand(pack(np.array([[0], [5.0]], np.float32), NM(1, 2)))]
   [[[5.0]], [[1]]]

@@ -3,7 +3,9 @@
     pattern, rows of x, platform -> [best] -> 'cpu_ffi', 'xla_scan', 'unpack', 'gpu' or 'dense'
 
 table.json has the speed of each backend over the best dense product, for m / n and rows of x.
-Between two measured points the slower one counts. Beyond the last ones the last one counts.
+Between two measured points the slower one counts. Beyond the last ones the last one counts. Smaller
+weights have rows of their own, since a call costs as much for them, and so have groups of more than
+16 of which several are kept, since their x does not fit registers.
 Several cores have rows of their own where they were measured: a kernel may gain more or less from
 them than a dense product does.
 `nm-sparsity bench --tune` measures this machine and writes a table of its own. Its backends take
@@ -15,20 +17,25 @@ from __future__ import annotations
 import bisect
 import functools
 import json
+import math
 import os
 import pathlib
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from nm_sparsity_jax.packed import cpu
 from nm_sparsity_jax.packed.array import NMPacked
+from nm_sparsity_jax.patterns import NM
 
 _TABLE = pathlib.Path(__file__).with_name("table.json")
 TUNED = "NM_SPARSITY_TABLE"  # the variable that names this machine's own table
 _HOME = "~/.cache/nm-sparsity/table.json"  # where it lies without
 _FAIR = 1.0  # a ratio from which on a backend is taken
+SIZES = (("", 1 << 21), ("medium", 1 << 17), ("small", 1 << 14), ("tiny", 0))  # from so many on
+WIDE = "wide groups"
 _UNPACK = 0.1  # what is left of a dense product's speed where the weight is made first
 
 
@@ -117,10 +124,31 @@ def speed(backend: str, packed: NMPacked, batch: int) -> float:
   >>> speed("xla_scan", w, batch=1) < speed("xla_scan", w, batch=128)
   True
   """
-  known = table()["backends"].get(backend, {"rows": [], "speed": {}})
-  sparsity = packed.m / packed.n
-  fitting = [key for key in known["speed"] if float(key) <= sparsity]
-  if not fitting:
+  known = table()["backends"]
+  names = [f"{backend}{kind}" for kind in kinds(packed.shape, packed.pattern)]
+  there = [known[name] for name in names if name in known] or [known.get(backend)]
+  return min(_speed(row, packed.m / packed.n, batch) for row in there)
+
+
+def kinds(shape: tuple[int, ...], pattern: NM) -> list[str]:
+  """Returns which rows of a backend are of such a weight, as ends of their names.
+
+  >>> kinds((128, 512), NM(1, 8)), kinds((1024, 4096), NM(8, 32))
+  ([', small'], ['', ', wide groups'])
+
+  Args:
+    shape: of the weight with its zeros.
+    pattern: n:m.
+  """
+  size = next(name for name, least in SIZES if math.prod(shape) >= least)
+  found = [size, *([WIDE] if pattern.n > 1 and pattern.m > 16 else [])]
+  return [f", {name}" if name else "" for name in found]
+
+
+def _speed(known: Mapping[str, Any] | None, sparsity: float, batch: int) -> float:
+  """Returns the ratio that a row of the table has; 0 where it has none."""
+  fitting = [key for key in known["speed"] if float(key) <= sparsity] if known else []
+  if not known or not fitting:
     return 0.0
   ratios, rows = known["speed"][max(fitting, key=float)], known["rows"]
   above = min(bisect.bisect_left(rows, batch), len(rows) - 1)

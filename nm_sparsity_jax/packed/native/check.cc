@@ -49,7 +49,8 @@ std::vector<std::function<void()>> late;  // helpers whose product is done and w
 long spread = 0;                          // helpers that were asked for
 
 // Returns whether one product is right; with wild indices it must only stay inside its buffers.
-bool one(const Shape& s, nm::Kind kind, int bits, int isa, int threads, bool wild) {
+// With `effort` 1 a thread more is worth it however small the product is.
+bool one(const Shape& s, nm::Kind kind, int bits, int isa, int threads, bool wild, long effort = 1) {
   const long off = below(2), groups = (s.depth + s.m - 1) / s.m, rows = groups * s.n;
   const long lines = (rows * bits + 7) / 8, width = bytes_of(kind);
   Exact<uint8_t> indices(lines * s.features, off);
@@ -89,7 +90,7 @@ bool one(const Shape& s, nm::Kind kind, int bits, int isa, int threads, bool wil
                                 for (int i = 0; i < count && when == 0; ++i) helpers.emplace_back(help);
                                 for (int i = 0; i < count && when == 1; ++i) late.push_back(help);
                               },
-                              1);  // a thread is worth it however small the product is
+                              effort);
   for (auto& helper : helpers) helper.join();
   if (wrong) return false;
   for (long b = 0; b < s.batch && !wild; ++b)
@@ -136,5 +137,17 @@ int main(int count, char** words) {
         }
     }
   std::printf("%ld products, %ld helpers\n", tried, spread);
-  return spread < tried / 20;  // a quarter has threads, and half of these enough to do
+  if (spread < tried / 20) return 1;  // a quarter has threads, and half of these enough to do
+  // By the library's own measure a large product asks for threads, and a small one does not.
+  for (const long batch : {2L, 200L}) {
+    spread = 0;
+    const Shape s{1, 8, 1024, 600, batch};
+    if (!one(s, nm::kFloat32, 4, 0, 3, false, nm::kEffort) || (spread > 0) != (batch > 2)) {
+      std::printf("batch %ld: %ld helpers\n", batch, spread);
+      return 1;
+    }
+    for (const auto& help : late) help();
+    late.clear();
+  }
+  return 0;
 }
