@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxlib import _hlo
 
+from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.packed import (
   BACKENDS,
   NMPacked,
@@ -184,6 +185,13 @@ def test_what_does_not_fit_is_refused_in_a_sentence(call, said):
 # --- the choice -----------------------------------------------------------------------------------
 
 
+KINDS = [
+  (f"{cores}{kind and f', {kind}'}", f"{kind and f'_{kind.split()[0]}'}{two}")
+  for cores, two in (("", ""), (", several cores", "_two"))
+  for kind in ("", "medium", "small", "tiny", "wide groups")
+]  # end of a name in the table, and of a record's
+
+
 def test_the_table_is_whole():
   for name, known in choice.table()["backends"].items():
     assert name.split()[0].strip(",") in BACKENDS and known["rows"] == sorted(known["rows"])
@@ -192,8 +200,8 @@ def test_the_table_is_whole():
 
 
 @pytest.mark.parametrize(
-  "name, file", [("cpu_ffi avx512", "cpu"), ("cpu_ffi avx2", "cpu_avx2"),
-                 ("cpu_ffi avx512, several cores", "cpu_two")],
+  "name, file", [("cpu_ffi avx2", "cpu_avx2"), *((f"cpu_ffi avx512{name}", f"cpu{file}")
+                                                 for name, file in KINDS)],
 )  # fmt: skip
 def test_the_table_has_the_slowest_shape_of_what_was_measured(name, file):
   known = choice.table()["backends"][name]
@@ -206,9 +214,7 @@ def test_the_table_has_the_slowest_shape_of_what_was_measured(name, file):
     assert ratios[known["rows"].index(row["rows"])] == row["least"], row
 
 
-@pytest.mark.parametrize(
-  "name, file", [("xla_scan", "cpu"), ("xla_scan, several cores", "cpu_two")]
-)
+@pytest.mark.parametrize("name, file", [(f"xla_scan{name}", f"cpu{file}") for name, file in KINDS])
 def test_the_table_promises_of_plain_xla_no_more_than_was_measured(name, file):
   """It has the slowest of several measurements, and one of them is recorded."""
   known = choice.table()["backends"][name]
@@ -219,6 +225,24 @@ def test_the_table_promises_of_plain_xla_no_more_than_was_measured(name, file):
     pattern = NM.parse(row["pattern"])
     ratios = known["speed"][f"{pattern.m // pattern.n}"]
     assert 0.1 * row["least"] < ratios[known["rows"].index(row["rows"])] <= row["least"], row
+
+
+@pytest.mark.parametrize(
+  "shape, pattern, batch, way",
+  [((1024, 4096), "2:4", 1, "cpu_ffi"), ((64, 64), "2:4", 1, "dense"),
+   ((128, 512), "1:4", 1, "dense"), ((128, 512), "1:8", 16, "cpu_ffi"),
+   ((1024, 4096), "32:64", 16, "dense"),
+   ((1024, 4096), "16:32", 1024, "dense"), ((1024, 4096), "4:32", 1, "cpu_ffi")],
+)  # fmt: skip
+def test_auto_takes_what_was_measured_as_no_slower_than_dense(
+  shape, pattern, batch, way, monkeypatch
+):
+  monkeypatch.setattr(cpu, "missing", lambda packed=None: "")
+  monkeypatch.setattr(cpu, "isa", lambda: "avx512")
+  monkeypatch.setattr(choice, "cores", lambda: 1)
+  w = array.like(NM.parse(pattern), Groups(shape, 0), "float32")
+  assert choice.best(w, batch, dense=True, platform="cpu") == way
+  assert choice.best(w, batch, dense=False, platform="cpu") != "unpack"
 
 
 def test_several_cores_have_rows_of_their_own(monkeypatch):

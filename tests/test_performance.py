@@ -59,6 +59,19 @@ def test_the_table_of_products_is_the_file_that_its_command_wrote(file):
   assert f"{found['command']}\n" in PAGE
 
 
+def test_the_table_of_small_weights_and_wide_groups_is_four_files():
+  lines = PAGE.partition("\n| weights | 1 row | 16 rows |")[2].partition("\n\n")[0].splitlines()[2:]
+  files = {"256x1024 to": "medium", "128x512": "small", "64x64": "tiny", "1024x4096": "wide"}
+  for line in lines:
+    name, *cells = line.strip("| ").split(" | ")
+    (file,) = (file for start, file in files.items() if name.startswith(start))
+    found = json.loads((ROOT / f"benchmarks/results/packed_cpu_{file}.json").read_text())
+    pattern = name.rpartition(", ")[2]
+    rows = [r for r in found["ratios"] if (r["backend"], r["pattern"]) == ("cpu_ffi", pattern)]
+    assert cells == [f"{r['mean']:.2f} ({r['least']:.2f})" for r in rows], line
+  assert len(lines) == 8
+
+
 FILES = ["train_step_cpu", "train_step_vit_cpu", "train_step_resnet_cpu"]
 
 

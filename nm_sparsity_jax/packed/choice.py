@@ -36,7 +36,6 @@ _HOME = "~/.cache/nm-sparsity/table.json"  # where it lies without
 _FAIR = 1.0  # a ratio from which on a backend is taken
 SIZES = (("", 1 << 21), ("medium", 1 << 17), ("small", 1 << 14), ("tiny", 0))  # from so many on
 WIDE = "wide groups"
-_UNPACK = 0.1  # what is left of a dense product's speed where the weight is made first
 
 
 @functools.cache
@@ -166,12 +165,14 @@ def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None)
     platform: None for that of jax's default device.
   """
   platform = jax.default_backend() if platform is None else platform
-  found = {"unpack": _UNPACK}
+  found: dict[str, float] = {}
   if platform == "cpu":
     found["xla_scan"] = speed(row("xla_scan"), packed, batch)
     if not cpu.missing(packed):
       found["cpu_ffi"] = speed(row("cpu_ffi"), packed, batch)
   if platform == "gpu":  # 0 until the table has what was measured on one
     found["gpu"] = speed("gpu", packed, batch)
-  fastest = max(found, key=lambda name: found[name])
-  return "dense" if dense and found[fastest] < _FAIR else fastest
+  fastest = max(found, key=lambda name: found[name], default="unpack")
+  if not found.get(fastest):  # nothing is known: to make the weight first is a tenth as fast
+    fastest = "unpack"
+  return "dense" if dense and found.get(fastest, 0.0) < _FAIR else fastest
