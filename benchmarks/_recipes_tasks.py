@@ -104,6 +104,7 @@ class Task:
     start: dense steps that come first, once a seed, after which the optimizer begins anew.
     examples: of a batch.
     rate: the largest learning rate.
+    packages: whose versions a record has beside the usual ones.
   """
 
   shape: Any
@@ -113,6 +114,7 @@ class Task:
   start: int = 0
   examples: int = 64
   rate: float = 1e-3
+  packages: tuple[str, ...] = ()
 
   def network(self, ff: bool) -> nn.Module:
     return Network(self.shape, self.symbols, ff)
@@ -139,6 +141,15 @@ class Task:
   def predictions(self, logits):
     """Returns the logits that have an answer."""
     return logits
+
+  def counted(self, answers):
+    """Returns which answers count in a mean; None where all of them do."""
+    del answers
+
+  def further(self, network, params, data) -> dict[str, float]:
+    """Returns what else a record says of finalized weights; of lost ones where `params` is None."""
+    del network, params, data
+    return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _recipes_tasks import TASKS
+from _recipes_cmudict import Cmudict
+from _recipes_tasks import TASKS as SMALL
 
 import nm_sparsity_jax as nms
 
+TASKS = SMALL | {"cmudict": Cmudict()}
 SAMPLES = 20
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "nm-sparsity-jax")
 WATCHED = {
@@ -138,7 +140,8 @@ def experiment(task, row, pattern: str, steps: int, rate=None) -> Experiment:
   def loss_of(params, inputs, targets):
     logits = task.predictions(network.apply({"params": params}, inputs))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return losses.mean(), (logits.argmax(-1) == targets).mean()
+    counted = task.counted(targets)
+    return losses.mean(where=counted), (logits.argmax(-1) == targets).mean(where=counted)
 
   @jax.jit
   def init(key, data, params):
@@ -231,25 +234,29 @@ def train(
     raise AssertionError(f"{steps} steps were wanted, {nms.step_count(opt_state)} were taken.")
 
   diverged = any(not np.isfinite(seen["loss"]) for seen in curve) or not _is_finite(params)
+  network = task.network(row.ff)
   if diverged:
     loss, accuracy = by_chance(task, row, params, data)
+    further = task.further(network, None, data)
     final_density, curve = None, list(itertools.takewhile(_is_finite, curve))
   else:
     final = nms.finalize(params, run.rules, state or steps)
     final_density = density(final, row, pattern, run.rules)
     loss, accuracy = run.score(final, data)
+    further = task.further(network, final, data)
   rest = ("step", "loss", *(() if row.sparse else WATCHED))
   names = ["step", "loss", *(name for name in (curve or [{}])[0] if name not in rest)]
   return {
     "steps": steps,
     "accuracy": float(accuracy),
     "cross_entropy": float(loss),
+    **further,
     "density": final_density,
-    "largest": _largest(data["test"][1]),
+    "largest": _largest(task, data["test"][1]),
     "flops": training_flops(task, row, pattern, steps),
     "curve": {name: [_short(point[name]) for point in curve] for name in names},
     "versions": {"python": platform.python_version()}
-    | {name: importlib.metadata.version(name) for name in VERSIONS[:-1]}
+    | {name: importlib.metadata.version(name) for name in (*VERSIONS[:-1], *task.packages)}
     | {VERSIONS[-1]: nms.__version__},
     "seconds": round(time.process_time() - began, 1),
     **({"diverged": True} if diverged else {}),
@@ -279,8 +286,10 @@ def _is_finite(tree) -> bool:
   return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
 
 
-def _largest(answers) -> float:
+def _largest(task, answers) -> float:
   """Returns the share of the commonest answer."""
+  counted = task.counted(answers)
+  answers = answers if counted is None else answers[counted]
   return float(np.bincount(np.ravel(answers)).max() / np.size(answers))
 
 

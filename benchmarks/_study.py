@@ -21,7 +21,7 @@ from _recipes_rows import Row, Run
 
 FILE = pathlib.Path(__file__).with_name("study.toml")
 LEAST_SEEDS = 8
-MEASURES = ("ln cross-entropy", "points", "ln noise")
+MEASURES = ("ln cross-entropy", "points", "ln noise", "ln phoneme error rate")
 EXPECTED = ("less", "more", "not more")
 
 

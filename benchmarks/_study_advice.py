@@ -68,8 +68,8 @@ ADVICE = {
   ),
   "H5": Advice(
     "Look to progressive recipes the more, the sparser the pattern is.",
-    "Do not count on a larger gain at 1:32 than at 1:16.",
-    "Do not count on a larger gain at 1:32 than at 1:16.",
+    "Do not count on a larger gain where the pattern is sparser.",
+    "Do not count on a larger gain where the pattern is sparser.",
     (Old("1:16", EXPONENTIAL), Old("1:32", EXPONENTIAL)),
   ),
   "H6": Advice(
@@ -83,9 +83,10 @@ ADVICE = {
 CLAIMS = (
   ("Recipes that let gradients flow beat SR-STE at high sparsity.", "H1",
    "SR-STE is dense for as long"),
+  ("They do so on examples that are held out.", "H11", "SR-STE is dense for as long"),
   ("High sparsity makes gradients noisier, and decay takes noise away.", "H4",
    "noise across batches at the same loss"),
-  ("The gain grows with sparsity.", "H5", "from 1:16 to 1:32"),
+  ("The gain grows with sparsity.", "H5", "over the same SR-STE"),
   ("The recipes are better at the same training FLOPs.", "H6", "those of SR-STE"),
   ("For T5 at 1:8 `sdgf_stepwise` is best; for ViT at 1:4 SR-STE is.", "",
    "it needs the paper's networks and data"),
@@ -155,35 +156,59 @@ def claims(said: Sequence[tests.Verdict]) -> list[str]:
       continue
     each = tests.answer(name, said)
     word = "not testable here" if "is rejected" in each.why else HERE.get(each.word)
-    lines.append([claim, word or "not yet decided", f"{each.hypothesis.name} ({how}): {each.why}"])
+    word = word or ("not decided here" if each.is_open else "not yet decided")
+    lines.append([claim, word, f"{each.hypothesis.name} ({how}; {where(each)}): {each.why}"])
   return older.markdown(("the paper says", "verdict", "by"), lines)
+
+
+def where(each: tests.Verdict) -> str:
+  """Says of which tasks and patterns the contrasts of a verdict are."""
+  cells = [cell for c in each.hypothesis.contrasts for cell in c.cells]
+  tasks = dict.fromkeys(report.TASKS[cell.task] for cell in cells)
+  return f"{' and '.join(tasks)}, {' and '.join(patterns_of(each))}"
+
+
+def patterns_of(each: tests.Verdict) -> list[str]:
+  """Returns the patterns that the contrasts of a verdict compare."""
+  found = {cell.pattern for c in each.hypothesis.contrasts for cell in c.cells}
+  return [pattern for pattern in PATTERNS if pattern in found]
+
+
+class Winner(NamedTuple):
+  """The row with the least cross-entropy at a pattern, and what says so."""
+
+  row: str
+  task: str
+  of: str
+  records: list[Any]
 
 
 def winner(
   pattern: str, records: tests.Records, said: Sequence[tests.Verdict], study: Study
-) -> tuple[str, list[Any], str] | None:
-  """Returns the row with the least cross-entropy, its records, and which study they are of.
+) -> Winner | None:
+  """Returns the best row of a pattern.
 
-  The declared study chooses where H1 has all of its runs there; before that the older table does.
+  The declared study chooses, among the rows of H1 or of what answers it, where all of its runs are
+  there. Before that the older table does.
   """
-  h1 = next(each for each in said if each.hypothesis.name == "H1")
+  h1 = tests.answer("H1", said)
   tested = {c for c in h1.hypothesis.cells if c.pattern == pattern and c.budget == STEPS}
   if tested and h1.there == h1.wanted:
     found = {c.row: [records[r] for r in c.runs(study.declared["test_seeds"])] for c in tested}
-    of = "declared"
+    task, of = next(iter(tested)).task, "declared"
   else:
     names = {r.row for r in records if r[:3] == (TASK, pattern, STEPS) and r.seed in SEEDS}
     runs = {row: [Run(TASK, pattern, STEPS, row, s) for s in SEEDS] for row in names}
     found = {row: [records[run] for run in of if run in records] for row, of in runs.items()}
     most = max(map(len, found.values()), default=0)  # others have a part of the seeds
     found = {row: of for row, of in found.items() if len(of) == most}
-    of = "older, exploratory"
+    task, of = TASK, "older, exploratory"
   least = lambda row: statistics.fmean(math.log(r["cross_entropy"]) for r in found[row])
   best = min(sorted(found), key=least, default=None)
-  return (best, found[best], of) if best else None
+  return Winner(best, task, of, found[best]) if best else None
 
 
-def packed_kib(pattern: str) -> tuple[float, float]:
+def packed_kib(pattern: str, task: str = TASK) -> tuple[float, float]:
   """Returns KiB of the feed-forward kernels of a network of the study: packed, and with zeros."""
   import _recipes_tasks
 
@@ -191,7 +216,7 @@ def packed_kib(pattern: str) -> tuple[float, float]:
   from nm_sparsity_jax import packed
   from nm_sparsity_jax.groups import Groups
 
-  shape, n_m = _recipes_tasks.TASKS[TASK].shape, nms.NM.parse(pattern)
+  shape, n_m = _recipes_tasks.TASKS[task].shape, nms.NM.parse(pattern)
   kernels = [(shape.embed, shape.mlp), (shape.mlp, shape.embed)] * shape.layers
   sizes = [packed.sizes(packed.like(n_m, Groups(k, 0), "float32")) for k in kernels]
   return sum(s.total for s in sizes) / 1024, sum(s.dense for s in sizes) / 1024
@@ -209,10 +234,10 @@ def deployed(records: tests.Records, said: Sequence[tests.Verdict], study: Study
   for pattern in ("1:8", "1:16"):
     if (best := winner(pattern, records, said, study)) is None:
       continue
-    row, found, of = best
-    small, whole = packed_kib(pattern)
+    small, whole = packed_kib(pattern, best.task)
     lines.append([
-      pattern, row, f"{of}, {len(found)} seeds", f"{older.mean_accuracy(found):.2f}",
+      pattern, best.row, f"{report.TASKS[best.task]}, {best.of}, {len(best.records)} seeds",
+      f"{older.mean_accuracy(best.records):.2f}",
       f"{small:.0f} of {whole:.0f} KiB", speed[pattern, 1], speed[pattern, 128],
     ])  # fmt: skip
   head = ("pattern", "least cross-entropy", "records", "accuracy, %", "packed kernels",
@@ -221,7 +246,7 @@ def deployed(records: tests.Records, said: Sequence[tests.Verdict], study: Study
   return [
     *older.markdown(head, lines), "",
     *textwrap.wrap(
-      f"The rows are of 80 symbols in {STEPS} steps. Packed are their feed-forward kernels in "
+      f"The rows are of {STEPS} steps. Packed are their feed-forward kernels in "
       "float32, without the rest of the network. The speed is of products of "
       f"{widths[0]} to {widths[-1]} wide weights by `nm_dot` on {measured['cores']} core with "
       f"{measured['isa']}, over XLA's dense product: the mean over shapes, and in brackets the "
@@ -263,13 +288,13 @@ def readme(
     runs: of the older tables.
     rows: of the older tables.
   """
-  h1 = tests.verdict(study.hypotheses["H1"], records, study)
-  patterns = {c.pair.row.pattern for c in h1.hypothesis.contrasts}
+  said = tests.verdicts({run: records[run] for run in study.queue if run in records}, study)
   tables, lines = older.split(records, runs, rows), []
   for pattern in PATTERNS:
     line = of_pattern(pattern, tables, rows)
-    if pattern in patterns:
-      line += f" Beyond more dense steps: {beyond(h1, pattern)}."
+    asked = [each for each in said if "H1" in (each.hypothesis.name, each.hypothesis.again)]
+    if asked := [each for each in asked if pattern in patterns_of(each)]:
+      line += f" Beyond more dense steps{beyond(tests.answer('H1', asked), pattern)}."
     lines.append(line)
   return lines
 
@@ -300,7 +325,8 @@ def sections(records: tests.Records, study: Study) -> dict[str, list[str]]:
 def beyond(h1: tests.Verdict, pattern: str) -> str:
   """Says which recipes of a pattern gain beyond SR-STE that is dense for as long."""
   if h1.word == "not decided":
-    return "not decided yet"
-  gains = [s.contrast.pair.row.row for s in h1.shown
-           if s.contrast.pair.row.pattern == pattern and s.says == "holds"]  # fmt: skip
-  return "; ".join(f"`{row}`" for row in gains) or "no recipe"
+    return ": not decided" if h1.there == h1.wanted else ": not decided yet"
+  shown = [each for each in h1.shown if each.contrast.pair.row.pattern == pattern]
+  gains = [each.contrast.pair.row.row for each in shown if each.says == "holds"]
+  of = f" ({report.TASKS[shown[0].contrast.pair.row.task]}, 8 seeds)"
+  return f"{of}: {'; '.join(f'`{row}`' for row in gains) or 'no recipe'}"

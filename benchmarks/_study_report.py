@@ -12,7 +12,10 @@ import _recipes_report as report
 import _study_tests as tests
 from _study import Cell, Hypothesis, Study, tuned
 
-TASKS = {"bigram80": "80 symbols", "bigram160": "160 symbols", "mini_mnli": "mini MNLI"}
+TASKS = {
+  "bigram80": "80 symbols", "bigram160": "160 symbols", "mini_mnli": "mini MNLI",
+  "cmudict": "spelling to phonemes",
+}
 
 
 def show(measure: str, x: float) -> str:
@@ -61,9 +64,18 @@ def headline(verdict: tests.Verdict) -> str:
   line = f"- **{verdict.hypothesis.name}: {verdict.word}.** {verdict.hypothesis.says}"
   line += f" {verdict.why[:1].upper()}{verdict.why[1:]}."
   if verdict.word == "not decided":
-    return line
+    return f"{line}{undecided(verdict)}"
   best = decisive(verdict)
   return f"{line} Largest: {name_of(best)}, {shown(best)}."
+
+
+def undecided(verdict: tests.Verdict) -> str:
+  """Says what the contrasts of a rejected task have, once all of its runs are there."""
+  words = [each.says for each in verdict.shown]
+  if verdict.is_open or verdict.there < verdict.wanted or "missing" in words:
+    return ""
+  _, why = tests.decided(verdict.hypothesis.needs, words)
+  return f" Its contrasts decide nothing: {why}."
 
 
 def contrasts(verdict: tests.Verdict, seeds: int) -> list[str]:

@@ -61,6 +61,7 @@ class Verdict(NamedTuple):
   shown: tuple[Shown, ...]
   there: int
   wanted: int
+  is_open: bool  # all runs are there and the task ranks; still no word
 
 
 def noise_at(curve: Mapping[str, Sequence[float]], loss: float) -> float | None:
@@ -84,7 +85,7 @@ def value(record: Mapping[str, Any], measure: str, task: str, study: Study) -> f
     at = study.declared["noise_at_loss"].get(task)
     is_there = at and "noise" in record["curve"]  # diverged runs may lack it
     return noise_at(record["curve"], at) if is_there else None
-  return math.log(record["cross_entropy"])
+  return math.log(record[measure.removeprefix("ln ").replace(" ", "_").replace("-", "_")])
 
 
 def of_seeds(cell: Cell, measure: str, records: Records, study: Study) -> dict[int, float]:
@@ -156,7 +157,7 @@ def verdict(hypothesis: Hypothesis, records: Records, study: Study) -> Verdict:
   runs = [run for c in hypothesis.cells for run in c.runs(study.declared["test_seeds"])]
   there = sum(run in records for run in runs)
   shown = family(hypothesis.contrasts, records, study)
-  word, why = "not decided", ""
+  word, why, ranks = "not decided", "", False
   gaps = [(gate, behind(gate, records, study)) for gate in hypothesis.gates]
   if there < len(runs):
     why = f"{there} of {len(runs)} runs are there"
@@ -166,7 +167,9 @@ def verdict(hypothesis: Hypothesis, records: Records, study: Study) -> Verdict:
     why = f"the task is rejected: {_closed(*closed[0])}"
   else:
     word, why = decided(hypothesis.needs, [each.says for each in shown])
-  return Verdict(hypothesis, word, why, shown, there, len(runs))
+    ranks = True
+  is_open = ranks and word == "not decided"
+  return Verdict(hypothesis, word, why, shown, there, len(runs), is_open)
 
 
 def _closed(gate: Gate, gap: float | None) -> str:
@@ -195,7 +198,11 @@ def verdicts(records: Records, study: Study) -> list[Verdict]:
 
 
 def answer(name: str, said: Sequence[Verdict]) -> Verdict:
-  """Returns the verdict on a hypothesis, or on the one that asks it again and is decided."""
+  """Returns what is known best of a hypothesis, or of one that asks it again.
+
+  A decided one comes first, then one whose task ranks and whose contrasts are open, then its own.
+  """
   asked = [v for v in said if name in (v.hypothesis.name, v.hypothesis.again)]
-  own = next(v for v in asked if v.hypothesis.name == name)
-  return next((v for v in [own, *asked] if v.word != "not decided"), own)
+  asked.sort(key=lambda v: v.hypothesis.name != name)
+  known = lambda v: (v.word != "not decided", v.is_open)
+  return max(asked, key=known)

@@ -28,9 +28,11 @@ def records_of(seed=0, spread=0.02, gain=0.5, names=("H1",)):
       ce = math.exp(luck[run.seed] + rng.normal(0, spread))
       if not cell.row.startswith("sr_ste") and cell.pattern == "1:16":
         ce *= gain
-      accuracy = 0.5 if cell.row == "no_ff" else 0.9
+      is_low = "no_ff" if cell.task != "cmudict" else "sr_ste, 10 % dense"  # as a gate asks
+      accuracy = 0.5 if cell.row == is_low else 0.9
       about = {"steps": 1600, "flops": 1e12, "seconds": 1.0, "versions": {}, "curve": CURVE}
       about["settings"] = {"constant": "constant" in cell.row}
+      about["phoneme_error_rate"] = ce
       records[run] = {"cross_entropy": ce, "accuracy": accuracy, **about}
   return records
 

@@ -66,7 +66,7 @@ def test_a_row_that_is_not_declared_is_refused():
 
 
 def test_the_hypotheses_and_the_queue():
-  assert list(STUDY.hypotheses) == [f"H{i}" for i in range(1, 11)]
+  assert list(STUDY.hypotheses) == [f"H{i}" for i in range(1, 13)]
   again = {h.name: h.again for h in STUDY.hypotheses.values() if h.again}
   assert again == {"H7": "H1", "H8": "H2", "H9": "H5", "H10": "H4"}
   assert STUDY.declared["level"] == flips.LEVEL == 0.05
@@ -92,7 +92,7 @@ def test_the_page_of_the_study_counts_its_runs():
 def test_matched_rows_take_part_as_much():
   within = STUDY.declared["matched_within"]
   share = lambda c: train.exposure(STUDY.rows[c.row], c.pattern, int(c.budget))[1]
-  for name in ("H1", "H5", "H7", "H9"):
+  for name in ("H1", "H5", "H7", "H9", "H11", "H12"):
     assert STUDY.hypotheses[name].matched
     assert not report.unmatched(STUDY.hypotheses[name], share, within)
   first = STUDY.hypotheses["H1"].contrasts[0]
@@ -201,6 +201,9 @@ def test_a_task_that_needs_no_feed_forward_layers_decides_nothing():
 
 def test_every_gate_is_asked_at_equal_flops():
   for name, hypothesis in STUDY.hypotheses.items():
+    if all(cell.task == "cmudict" for cell in hypothesis.cells):
+      assert {gate.pair.row.row for gate in hypothesis.gates} == {"sr_ste, 10 % dense"}
+      continue  # its attention is sparse too
     flops = [gate for gate in hypothesis.gates if "flops" in gate.pair.row.budget]
     assert {gate.pair.row.row for gate in flops} == {"no_ff"}, name
     assert {gate.pair.over.budget for gate in flops} == {"1600"}, name
