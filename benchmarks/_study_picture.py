@@ -24,7 +24,16 @@ COLOURS = {  # that most colour-blind people tell apart
 }  # fmt: skip
 FILLS = {"holds": "#9fd3b6", "fails": "#f0b8a0", "open": "url(#open)", "missing": "#ffffff"}
 WORDS = {"holds": "holds", "fails": "fails", "open": "not told", "missing": "missing"}
-PRICED = (("bigram80", "1:16"), ("bigram80", "1:32"), ("bigram160", "1:8"), ("bigram160", "1:16"))
+PRICED = (  # task, pattern, ticks of cross-entropy
+  ("bigram80", "1:16", (0.01, 0.03, 0.1, 0.3, 1, 3, 10)),
+  ("bigram80", "1:32", (0.3, 1, 3, 10)),
+  ("bigram160", "1:8", (2, 3, 4)),
+  ("bigram160", "1:16", (2, 3, 4)),
+)
+COURSE = (  # of those that H7 compares, at 1:16; more lines cannot be told apart
+  "sr_ste, 10 % dense", "sr_ste, 30 % dense", "mdgf_exponential, masked",
+  "mdgf_linear, masked, 50 % fine-tuning", "sdgf_stepwise, masked, 50 % fine-tuning",
+)  # fmt: skip
 SCALES = (  # measure, what an axis says, its ticks
   ("ln cross-entropy", "factor of cross-entropy",
    {math.log(v): f"{v:g}" for v in (0.25, 0.5, 1.0, 2.0)}),
@@ -75,6 +84,11 @@ def colour_of(name: str) -> str:
   return COLOURS.get(name.partition(",")[0], "#444444")
 
 
+def dashes_of(name: str) -> str:
+  """Returns how a line is broken: with 50 % of fine-tuning or 30 % of dense steps."""
+  return ' stroke-dasharray="6 4"' if "50 %" in name or "30 %" in name else ""
+
+
 def chart(lines: Sequence[Line], x: Axis, y: Axis, top: float, height: float) -> list[str]:
   """Returns one chart of lines and points, or says that nothing has run."""
   right, bottom = WIDTH - 20, top + height
@@ -95,7 +109,7 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, top: float, height: float) ->
   parts.append(text(right, bottom + 34, x.name, "end", 12))
   for line in lines:
     colour = colour_of(line.name)
-    dashes = ' stroke-dasharray="6 4"' if "50 %" in line.name else ""
+    dashes = dashes_of(line.name)
     at = [(px(a), py(b)) for a, b in line.points]
     if line.joined and len(at) > 1:
       path = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
@@ -109,11 +123,15 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, top: float, height: float) ->
 
 
 def dot(name: str, x: float, y: float) -> str:
-  """Returns the point of a row: hollow with 50 % of fine-tuning, a square at a constant rate."""
+  """Returns the point of a row.
+
+  It is hollow with 50 % of fine-tuning, a square at a constant rate, on its tip where it is tuned.
+  """
   fill = "#ffffff" if "50 %" in name else colour_of(name)
   paint = f'fill="{fill}" stroke="{colour_of(name)}" stroke-width="1.5"'
-  if "constant" in name:
-    return f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" {paint}/>'
+  if "constant" in name or "tuned" in name:
+    turn = f' transform="rotate(45 {x:.1f} {y:.1f})"' if "tuned" in name else ""
+    return f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" {paint}{turn}/>'
   return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {paint}/>'
 
 
@@ -127,7 +145,7 @@ def legend(lines: Sequence[Line], top: float) -> list[str]:
   parts, named = [], {line.name: line for line in lines if line.points}
   for i, (name, line) in enumerate(named.items()):
     x, y = LEFT + (i % 2) * 320, top + (i // 2) * 19
-    dashes = ' stroke-dasharray="6 4"' if "50 %" in name else ""
+    dashes = dashes_of(name)
     parts.append(
       f'<line x1="{x}" x2="{x + 24}" y1="{y}" y2="{y}" stroke="{colour_of(name)}" '
       f'stroke-width="2"{dashes}/>'
@@ -139,17 +157,23 @@ def legend(lines: Sequence[Line], top: float) -> list[str]:
 
 
 def told(said: Sequence[tests.Verdict]) -> str:
-  """Returns the map of all contrasts: what holds, what fails, what is not told (hatched)."""
+  """Returns the map of all contrasts: what holds, what fails, what is not told (hatched).
+
+  Those of a rejected task are pale, since they decide nothing.
+  """
   parts, y = [], TOP
   for each in said:
     parts.append(text(8, y + 12, f"{each.hypothesis.name}: {each.word}, {each.why}", size=12))
     y += ROW
+    pale = each.word == "not decided" and not each.is_open
+    paint, ink = (' fill-opacity="0.3"', "#777777") if pale else ("", "#222222")
     for shown in each.shown:
       word = shown.says
       parts.append(
-        f'<rect x="8" y="{y}" width="96" height="{ROW - 4}" fill="{FILLS[word]}" stroke="#888888"/>'
+        f'<rect x="8" y="{y}" width="96" height="{ROW - 4}" fill="{FILLS[word]}"{paint} '
+        'stroke="#888888"/>'
       )
-      parts.append(text(56, y + 14, WORDS[word], "middle", 11))
+      parts.append(text(56, y + 14, WORDS[word], "middle", 11, ink))
       first, _, beyond = report.name_of(shown).partition(", beyond ")
       first += ", points" if shown.contrast.measure == "points" else ""
       parts.append(text(112, y + 14, first, size=11))
@@ -182,11 +206,12 @@ def rate(step: int, steps: int, constant: bool) -> float:
 
 def course(records: tests.Records, study: Study) -> str:
   """Returns losses over time at 1:16, with D, density and rate below: means over seeds."""
-  cells = _cells(records, study, task="bigram80", pattern="1:16", budget="1600")
+  found = _cells(records, study, task="bigram160", pattern="1:16", budget="1600")
+  cells = {cell: found[cell] for row in COURSE for cell in found if cell.row == row}
   steps, parts, top = {s: str(s) for s in range(0, 1601, 400)}, [], TOP + 14
   lines: list[Line] = []
   for name, ticks in (
-    ("loss", {0: "0", 2: "2", 4: "4"}), ("D", {0: "0", 1: "1"}), ("density", {0: "0", 1: "1"}),
+    ("loss", {2: "2", 4: "4", 6: "6"}), ("D", {0: "0", 1: "1"}), ("density", {0: "0", 1: "1"}),
     ("rate, of the largest", {0: "0", 1: "1"}),
   ):  # fmt: skip
     lines = []
@@ -205,19 +230,19 @@ def course(records: tests.Records, study: Study) -> str:
     top += height + 56
   parts += legend(lines, top)
   end = top + 19 * (len(lines) // 2 + 1)
-  return page("80 symbols, 1:16: loss of training, and what decays", end, parts)
+  return page("160 symbols, 1:16: loss of training, and what decays", end, parts)
 
 
 def price(records: tests.Records, study: Study) -> str:
   """Returns cross-entropy against training FLOPs at both patterns of each table."""
   parts, top, lines = [], TOP + 14, []
-  for task, pattern in PRICED:
+  for task, pattern, values in PRICED:
     lines = []
     for cell, rs in _cells(records, study, task=task, pattern=pattern).items():
       name, dense = re.subn(r", \d+ % dense$", ", with that % of dense steps", cell.row)
       tag = re.findall(r"\d+", cell.row)[0] if dense else ""
       lines.append(Line(name, [(rs[0]["flops"] / 1e12, _mean_log(rs))], joined=False, tag=tag))
-    ticks = {math.log(v): f"{v:g}" for v in (0.1, 0.3, 1.0, 3.0)}
+    ticks = {math.log(v): f"{v:g}" for v in values}
     flops = Axis("training TFLOPs", {v: f"{v:g}" for v in (1.5, 2.0, 2.5, 3.0)})
     name = f"cross-entropy, {report.TASKS[task]}, {pattern}"
     parts += chart(lines, flops, Axis(name, ticks), top, 170)
@@ -269,7 +294,7 @@ def noise(records: tests.Records, study: Study) -> str:
     lines = [
       Line(name, found[name]) for name in dict.fromkeys(c.row for c in cells) if name in found
     ]
-    ticks = {math.log(v): f"{v:g}" for v in (5, 10, 20, 40, 80)}
+    ticks = {math.log(v): f"{v:g}" for v in (10, 20, 40, 80, 160)}
     loss = study.declared["noise_at_loss"][task]
     of = Axis(f"noise over signal, {report.TASKS[task]}, where the loss falls to {loss:g}", ticks)
     parts += chart(lines, _patterns(("1:4", "1:8", "1:16", "1:32")), of, top, 190)

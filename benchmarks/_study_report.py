@@ -13,7 +13,9 @@ import _study_tests as tests
 from _study import Cell, Hypothesis, Study, tuned
 
 TASKS = {
-  "bigram80": "80 symbols", "bigram160": "160 symbols", "mini_mnli": "mini MNLI",
+  "bigram80": "80 symbols",
+  "bigram160": "160 symbols",
+  "mini_mnli": "mini MNLI",
   "cmudict": "spelling to phonemes",
 }
 

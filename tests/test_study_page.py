@@ -95,7 +95,7 @@ def test_a_claim_of_the_paper_has_a_verdict_only_where_its_test_is_decided():
   words = lambda more: [
     line.split(" | ")[1] for line in advice.sections(committed() | more, STUDY)["claims"][2:]
   ]
-  assert words({}) == ["not yet decided"] * 4 + ["not testable here"] * 2
+  assert words({}) == ["not yet decided"] * 5 + ["not testable here"] * 2
   whole = words(records_of(names=tuple(STUDY.hypotheses)))
   assert whole[0] == "supported here"
   rejected = {run: {**r, "accuracy": 0.9} for run, r in records_of().items()}
@@ -127,9 +127,10 @@ def test_readme_says_what_gains_beyond_more_dense_steps():
     line.removeprefix("- **").split(":** ")
     for line in advice.readme(committed() | records, STUDY, recipes.grid("bigram"), recipes.ROWS)
   )
-  tail = lambda records, pattern: lines(records)[pattern].partition("(3 seeds). ")[2] or lines(
-    records
-  )[pattern].partition("(8 seeds). ")[2]
+  tail = lambda records, pattern: (
+    lines(records)[pattern].partition("(3 seeds). ")[2]
+    or lines(records)[pattern].partition("(8 seeds). ")[2]
+  )
   rows = [c.pair.row.row for c in STUDY.hypotheses["H7"].contrasts[3:]]
   gains = f"Beyond more dense steps (160 symbols, 8 seeds): {'; '.join(f'`{r}`' for r in rows)}"
   assert tail(again(), "1:16") == f"{gains}."
