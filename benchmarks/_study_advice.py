@@ -294,7 +294,8 @@ def readme(
     line = of_pattern(pattern, tables, rows)
     asked = [each for each in said if "H1" in (each.hypothesis.name, each.hypothesis.again)]
     if asked := [each for each in asked if pattern in patterns_of(each)]:
-      line += f" Beyond more dense steps{beyond(tests.answer('H1', asked), pattern)}."
+      ahead = beyond(tests.answer("H1", asked), pattern)
+      line += f" Ahead of an `sr_ste` that is dense for as long{ahead}."
     lines.append(line)
   return lines
 

@@ -132,11 +132,17 @@ def test_readme_says_what_gains_beyond_more_dense_steps():
     or lines(records)[pattern].partition("(8 seeds). ")[2]
   )
   rows = [c.pair.row.row for c in STUDY.hypotheses["H7"].contrasts[3:]]
-  gains = f"Beyond more dense steps (160 symbols, 8 seeds): {'; '.join(f'`{r}`' for r in rows)}"
+  named = "; ".join(f"`{row}`" for row in rows)
+  gains = f"Ahead of an `sr_ste` that is dense for as long (160 symbols, 8 seeds): {named}"
   assert tail(again(), "1:16") == f"{gains}."
-  assert tail(again(), "1:8") == "Beyond more dense steps (160 symbols, 8 seeds): no recipe."
-  assert tail(again(), "1:32") == "Beyond more dense steps: not decided."
-  assert tail({}, "1:32") == "Beyond more dense steps: not decided yet." and not tail({}, "1:4")
+  assert (
+    tail(again(), "1:8")
+    == "Ahead of an `sr_ste` that is dense for as long (160 symbols, 8 seeds): no recipe."
+  )
+  assert tail(again(), "1:32") == "Ahead of an `sr_ste` that is dense for as long: not decided."
+  assert tail(
+    {}, "1:32"
+  ) == "Ahead of an `sr_ste` that is dense for as long: not decided yet." and not tail({}, "1:4")
 
 
 def test_the_winner_is_of_the_declared_study_once_it_is_whole():
