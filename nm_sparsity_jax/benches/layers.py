@@ -4,12 +4,16 @@ kernels that are alike, rows of x -> [measured] -> Product
 depth, features, n:m -> [random] -> a packed kernel
 
 With few rows a product is as fast as its weight is read. The layers of a model come from memory, so
-other memory is read before each call: one weight alone would stay in the cache. A call multiplies
-by several weights, since starting one takes microseconds.
+other memory is read before each call: one weight alone would stay in the cache. A model that a
+core's cache holds stays there, and so do its weights here.
+
+A call takes microseconds of its own, so it multiplies by several weights, and where they stay in
+the cache by all of them again and again. What a call without a product takes is subtracted.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,12 +33,22 @@ _PRODUCT: dict[str, Callable[..., Any]] = {
   _DENSE[0]: lambda x, w: x @ w,
   _DENSE[1]: lambda x, w: x @ w.T,
 }
+_NOTHING = "nothing"
+_NEAR = 1 << 20  # bytes: so many stay in the cache of a core
+_WORK, _AGAIN = 1 << 23, 64  # multiplications and additions of a call from the cache; most turns
+_ROOM = 1 << 24  # bytes of dense weights of a call from memory
 
 
 def measured(
-  name: str, kernels: Sequence[NMPacked], rows: int, count: int, turns: int, backend: str
+  name: str,
+  kernels: Sequence[NMPacked],
+  rows: int,
+  count: int,
+  turns: int,
+  backend: str,
+  beside: int | None = None,
 ) -> Product:
-  """Returns what one product takes, dense and packed.
+  """Returns what one product takes, dense and packed, without the cost of a call.
 
   Args:
     name: of the kernels.
@@ -43,14 +57,17 @@ def measured(
     count: how many such kernels there are.
     turns: of each product.
     backend: as in `packed.nm_dot`.
+    beside: bytes of the network's weights; None: a small weight is of a small network, a large one
+      of a large one.
   """
   first = kernels[0]
   way = choice.best(first, rows, dense=False) if backend == "auto" else backend
-  weights = [kernels[i % len(kernels)] for i in range(_copies(rows))]
+  plan = _plan(first.depth, first.features, rows, beside)
+  weights = [kernels[i % len(kernels)] for i in range(plan.copies)]
   x = np.random.default_rng(0).standard_normal((rows, first.depth), np.float32)
-  calls = _calls(jnp.asarray(x), weights, way)
-  times = timing.interleave(calls, turns, cold=True)
-  spent = {name: statistics.median(found) / len(weights) for name, found in times.items()}
+  calls = _calls(jnp.asarray(x), weights, way, plan.again)
+  nothing, found = _timed(calls, turns, plan)
+  spent = {name: statistics.median(times) for name, times in found.items()}
   dense = min(_DENSE, key=spent.__getitem__)
   ready = of_one.prepare(first, rows, backend)
   is_ffi = way == "cpu_ffi"
@@ -69,10 +86,46 @@ def measured(
     is_taken=isinstance(ready, NMPacked),
     dense_bytes=4 * first.depth * first.features,
     packed_bytes=of_one.sizes(first).total,
+    call=nothing,
+    half=timing.quartiles(timing.ratios(found[dense], found[way])),
   )
 
 
-def dense_seconds(depth: int, features: int, rows: int, turns: int) -> float:
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """How a product is timed: weights of a call, turns of a call, bytes that are read before it."""
+
+  copies: int
+  again: int
+  cold: int
+
+
+def _plan(depth: int, features: int, rows: int, beside: int | None) -> _Plan:
+  """Returns how a product is timed."""
+  one, few = 4 * depth * features, rows <= 16
+  copies = 4 if few else 1
+  if (copies * one if beside is None else beside) <= _NEAR:
+    work = copies * rows * depth * features
+    return _Plan(copies, max(1, min(_AGAIN, _WORK // work)), 0)
+  copies = max(copies, min(16, _ROOM // one)) if few else 1
+  return _Plan(copies, 1, timing.CACHE if beside is None else min(beside, timing.CACHE))
+
+
+def _timed(
+  calls: dict[str, Any], turns: int, plan: _Plan
+) -> tuple[float, dict[str, Sequence[float]]]:
+  """Returns the share of one product in the cost of a call, and name -> seconds of each turn."""
+  times = timing.interleave(calls, turns, cold=plan.cold, nothing=_NOTHING)
+  number = plan.copies * plan.again
+  nothing = statistics.median(times.pop(_NOTHING)) / number
+  return nothing, {
+    name: [max(spent / number - nothing, 0.0) for spent in found] for name, found in times.items()
+  }
+
+
+def dense_seconds(
+  depth: int, features: int, rows: int, turns: int, beside: int | None = None
+) -> float:
   """Returns what one dense product takes, the best of `x @ W` and `x @ W.T`.
 
   Args:
@@ -80,56 +133,76 @@ def dense_seconds(depth: int, features: int, rows: int, turns: int) -> float:
     features: columns.
     rows: of x.
     turns: of each product; the figure is a median.
+    beside: as in `measured`.
   """
+  plan = _plan(depth, features, rows, beside)
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.standard_normal((rows, depth), np.float32))
   w = rng.standard_normal((depth, features), np.float32)
   held = {_DENSE[0]: w, _DENSE[1]: np.ascontiguousarray(w.T)}
-  calls = {name: _call(_PRODUCT[name], x, [one]) for name, one in held.items()}
-  times = timing.interleave(calls, turns, cold=True)
-  return min(statistics.median(found) for found in times.values())
+  calls = {
+    name: _call(_PRODUCT[name], x, [one] * plan.copies, features, plan.again)
+    for name, one in held.items()
+  }
+  calls[_NOTHING] = _call(None, x, [w] * plan.copies, features, plan.again)
+  _, found = _timed(calls, turns, plan)
+  return min(statistics.median(times) for times in found.values())
 
 
-def _calls(x: jax.Array, weights: Sequence[NMPacked], way: str) -> dict[str, Any]:
-  """Returns name -> a call that multiplies x by each weight."""
+def _calls(x: jax.Array, weights: Sequence[NMPacked], way: str, again: int) -> dict[str, Any]:
+  """Returns name -> a call that multiplies x by each weight; one that multiplies nothing too."""
   dense = [np.asarray(of_one.unpack(w), np.float32) for w in weights]
   ready = [of_one.prepare(w, len(x), way, memory=True) for w in weights]
   candidates = {
     _DENSE[0]: (_PRODUCT[_DENSE[0]], dense),
     _DENSE[1]: (_PRODUCT[_DENSE[1]], [np.ascontiguousarray(w.T) for w in dense]),
     way: (lambda x, w: of_one.nm_dot(x, w, way), ready),
+    _NOTHING: (None, ready),
   }
-  return {name: _call(function, x, held) for name, (function, held) in candidates.items()}
+  features = weights[0].features
+  return {
+    name: _call(function, x, held, features, again) for name, (function, held) in candidates.items()
+  }
 
 
-def _call(function: Callable[..., Any], x: jax.Array, held: Sequence[Any]) -> Callable[[], Any]:
-  """Returns a call that multiplies x by each weight.
+def _call(
+  function: Callable[..., Any] | None,
+  x: jax.Array,
+  held: Sequence[Any],
+  features: int,
+  again: int = 1,
+) -> Callable[[], Any]:
+  """Returns a call that multiplies x by each weight, `again` times over.
 
-  With several cores each product waits for the one before, as layers do: XLA would hand independent
-  ones to all of them.
+  x is changed by what was found, where it lies, since the caller gives it up. So the next turn
+  multiplies anew. With several cores each product waits for the one before, as layers do: XLA would
+  hand independent ones to all of them. Without a function all is done but the products.
   """
 
-  def chained(x: jax.Array, held: Sequence[Any]) -> tuple[jax.Array, list[jax.Array]]:
+  def turn(_: Any, state: Any, held: Sequence[Any]) -> Any:
+    x, before = state
     found = []
-    for w in held:
-      found.append(function(x, w))
-      if timing.threads() > 1:  # x is changed where it lies, since the caller gives it up
+    for w, last in zip(held, before, strict=True):
+      found.append(last if function is None else function(x, w))
+      if timing.threads() > 1 or len(found) == len(held):
         x = x.at[0, 0].set(0 * found[-1][0, 0])
     return x, found
 
+  def chained(state: Any, held: Sequence[Any]) -> Any:
+    if again == 1:
+      return turn(0, state, held)
+    return jax.lax.fori_loop(0, again, lambda i, state: turn(i, state, held), state)
+
   run = jax.jit(chained, donate_argnums=0)
-  there = jax.tree.map(lambda a: jnp.array(a, copy=True), held)  # each lies elsewhere
-  inputs = [jnp.array(x, copy=True)]
+  there = jax.tree.map(lambda a: jnp.array(a, copy=True), list(held))  # each lies elsewhere
+  products = [jnp.zeros((len(x), features), jnp.float32) for _ in held]
+  state = [(jnp.array(x, copy=True), products)]
 
   def call() -> Any:
-    inputs[0], products = run(inputs[0], there)
-    return jax.block_until_ready(products)
+    state[0] = run(state[0], there)
+    return jax.block_until_ready(state[0])[1]
 
   return call
-
-
-def _copies(rows: int) -> int:
-  return 4 if rows <= 16 else 1
 
 
 def random(depth: int, features: int, pattern: NM, dtype: Any = None) -> NMPacked:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax import deployed, installed, unscanned
-from nm_sparsity_jax.benches import layers, networks, timing
-from nm_sparsity_jax.benches.results import Found, Product, Whole, bound, bytes_bound
+from nm_sparsity_jax.benches import layers, networks, results, timing
+from nm_sparsity_jax.benches.results import Found, Product, Whole, bound, bytes_bound, head_bound
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.packed import BACKENDS, NMPacked, cpu
@@ -97,8 +97,8 @@ def bench(
   kernels = {path: x for path, x in _flat(tree) if isinstance(x, NMPacked)}
   rows_of = deployed.rows_of(getattr(network, "config", None), batch, inputs)
   rows = {path: rows_of(path) for path in kernels}
-  found = dict(_layers(kernels, rows, turns, backend))
   unpacked = jax.tree.map(_float32, deployed.unpack_tree(tree))
+  found = dict(_layers(kernels, rows, turns, backend, _bytes(unpacked)))
   ready = {"dense": unpacked, "packed": deployed.prepare(tree, rows_of, backend)}
   todo = networks.works(network, state or {}, batch, inputs, tokens)
   wholes = [_whole(work, ready, found, turns) for work in todo]
@@ -109,11 +109,7 @@ def bench(
       "How many rows a kernel of this network gets is not known: each product was measured with "
       "the batch, and the bound is rough."
     )
-  if small := [w.name for w in wholes if w.products > w.dense]:
-    notes.append(
-      f"{', '.join(small)}: the products alone, with weights from memory, take longer than the "
-      "whole, whose weights stay in the cache. The bound is too high there."
-    )
+  notes += _unknown(wholes)
   distinct = list({id(p): p for p in found.values()}.values())
   return _found(title or type(network).__name__, distinct, wholes, held, turns, backend, notes)
 
@@ -137,7 +133,7 @@ def _packed(network: Any, params: Any, rules: Rules | None, dtype: Any) -> tuple
 
 
 def _layers(
-  kernels: dict[str, NMPacked], rows: dict[str, int], turns: int, backend: str
+  kernels: dict[str, NMPacked], rows: dict[str, int], turns: int, backend: str, beside: int
 ) -> Iterator[tuple[str, Product]]:
   """Yields each path with the product of its shape; each distinct one is measured once."""
   facts = {
@@ -152,7 +148,7 @@ def _layers(
   for fact, paths in groups.items():
     few = [kernels[path] for path in paths[:4]]
     count, name = len(paths), ", ".join(names[fact])
-    product = layers.measured(name, few, fact[-1], count, turns, backend)
+    product = layers.measured(name, few, fact[-1], count, turns, backend, beside)
     yield from ((path, product) for path in paths)
 
 
@@ -164,29 +160,40 @@ def _whole(work: networks.Work, ready: dict[str, Any], of: dict[str, Product], t
 
   names = [(side, n) for side in ready for n in work.numbers]
   times = timing.interleave({name: call(*name) for name in names}, turns)
-  spent = {
-    side: work.seconds({n: found for (own, n), found in times.items() if own == side})
-    for side in ready
-  }
+  of_side = {side: {n: found for (own, n), found in times.items() if own == side} for side in ready}
+  spent = {side: work.seconds(found) for side, found in of_side.items()}
+  dense, packed = (work.each(of_side[side]) for side in ("dense", "packed"))
   read = [p for path, p in of.items() if work.reads(path)]
   shares = [(p.dense, p.packed_bytes / p.dense_bytes) for p in read]
   products_, at_most = bound(spent["dense"], shares)
-  heads = _head(work, ready["dense"], turns)
-  int8 = bound(spent["dense"], [*shares, *heads])[1] if heads else 0.0
+  head = _head(work, ready["dense"], turns)
+  int8 = head_bound(spent["dense"], shares, head) if head else 0.0
   memory = {side: networks.memory(programs[work.numbers[-1]]) for side, programs in made.items()}
   return Whole(
     work.name, spent["dense"], spent["packed"], products_, at_most, memory["dense"],
     memory["packed"], bytes_bound(shares), int8,
+    timing.quartiles(timing.ratios(dense, packed)),
   )  # fmt: skip
 
 
-def _head(work: networks.Work, dense: Any, turns: int) -> list[tuple[float, float]]:
-  """Returns (seconds of the head's dense product, the share of its bytes with one a weight)."""
+def _head(work: networks.Work, dense: Any, turns: int) -> float:
+  """Returns the seconds of the head's dense product; 0 without a head."""
   w = dict(flatten(dense)).get(work.head)
   if w is None or w.ndim != 2:
-    return []
+    return 0.0
   depth, features = reversed(w.shape) if work.head.endswith("/embedding") else w.shape
-  return [(layers.dense_seconds(depth, features, work.head_rows, turns), 1 / 4)]
+  return layers.dense_seconds(depth, features, work.head_rows, turns, _bytes(dense))
+
+
+def _unknown(wholes: Sequence[Whole]) -> list[str]:
+  """Returns sentences on the wholes whose bound is not known; none where all are."""
+  if lost := [w.name for w in wholes if not (w.dense and w.packed)]:
+    return [f"{', '.join(lost)}: {results.SHORT}. Decode more tokens (--tokens), or repeat it."]
+  names = [w.name for w in wholes if w.products > w.dense]
+  return names and [
+    f"{', '.join(names)}: the bound is not known. Measured one by one, the products take longer "
+    "than the whole: they are too short to time, or the whole has their weights in a nearer cache."
+  ]
 
 
 # --- small ones -----------------------------------------------------------------------------------
@@ -227,11 +234,22 @@ def _found(
   given, notes = notes, []
   if why := cpu.missing():
     notes.append(f"The C++ kernels cannot be used, and xla_scan multiplies instead: {why}.")
-  if backend == "auto" and (lost := [p for p in rows if not p.is_taken]):
+  lost = sum(p.kernels for p in rows if not p.is_taken) if backend == "auto" else 0
+  if lost:
+    what = "kernel gets its" if lost == 1 else "kernels get their"
+    alone = f"{lost} of these `auto` would multiply densely"
+    said = f"{lost} {what} zeros back end to end" if wholes else alone
     notes.append(
-      f"{sum(p.kernels for p in lost)} kernels get their zeros back end to end, since the measured "
-      "table has no packed product that is faster for so many rows."
+      f"{said}, since the measured table has no packed product that is faster for so many rows."
     )
+  if short := sum(p.is_short for p in rows):
+    notes.append(
+      f"{short} of {len(rows)} products: {results.SHORT}, since the cost of a call hides them. "
+      "Their times are rough."
+    )
+  notes += _noise([(w.name, w) for w in wholes])
+  timed = [p for p in rows if not p.is_short]
+  notes += _noise([(f"a product of {p.shape} at {p.rows} rows", p) for p in timed])
   if jax.default_backend() != "cpu":
     notes.append("No product was tuned for this device: figures of a CPU are what to compare.")
   notes += given
@@ -239,3 +257,16 @@ def _found(
   machine["device"] = jax.devices()[0].device_kind
   machine |= installed.versions(installed.NAME, "Python", "jax", "jaxlib")
   return Found(title, rows, wholes, held[0], held[1], timing.threads(), turns, notes, machine)
+
+
+def _noise(named: Sequence[tuple[str, Product | Whole]]) -> list[str]:
+  """Returns a sentence on the one whose turns differ most; none where none differ much."""
+  wide = [(name, one) for name, one in named if results.is_wide(one)]
+  if not wide:
+    return []
+  name, one = max(wide, key=lambda x: x[1].half[1] / x[1].half[0])
+  others = f", and {len(wide) - 1} more differ" if len(wide) > 1 else ""
+  return [
+    f"Turns differ: half of those of {name} lie in {results.half(one)}{others}. Other work runs "
+    f"here: repeat it{', or take one core (--cores 1)' * (timing.threads() > 1)}."
+  ]

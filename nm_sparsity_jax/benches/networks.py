@@ -62,11 +62,19 @@ class Work:
     Args:
       times: number -> seconds of each turn.
     """
+    return max(statistics.median(self.each(times)), 0.0)
+
+  def each(self, times: Mapping[int, Sequence[float]]) -> list[float]:
+    """Returns the work's time in each turn; below 0 where it is too short to be measured.
+
+    Args:
+      times: number -> seconds of each turn.
+    """
     first, *rest = self.numbers
     if not rest:
-      return statistics.median(times[first])
+      return list(times[first])
     pairs = zip(times[rest[-1]], times[first], strict=True)
-    return max(statistics.median(a - b for a, b in pairs) / (rest[-1] - first), 0.0)
+    return [(a - b) / (rest[-1] - first) for a, b in pairs]
 
 
 def memory(program: Any) -> int:

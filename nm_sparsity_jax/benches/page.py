@@ -46,23 +46,21 @@ def sections(found: Found) -> list[Section]:
 
 def _wholes(found: Found) -> Iterator[Table]:
   """Yields the times end to end: three bars for each, the last at the bound."""
-  head = ["", "milliseconds", "faster"]
+  head = ["", "milliseconds", "faster", "half of the turns"]
   rows = []
   for w in found.wholes:
     at_most = w.dense / w.bound if w.bound else 0.0
     top = max(w.dense, w.packed) or 1.0
+    limit = Cell(results.milli(at_most), at_most / top) if at_most else results.UNKNOWN
     rows += [
-      [f"{w.name}, dense", Cell(results.milli(w.dense), w.dense / top, run=0), "1.00x"],
+      [f"{w.name}, dense", Cell(results.milli(w.dense), w.dense / top, run=0), "1.00x", ""],
       [
         f"{w.name}, packed",
         Cell(results.milli(w.packed), w.packed / top, run=1),
         results.times(w.times),
+        results.half(w),
       ],
-      [
-        f"{w.name}, at the bound",
-        Cell(results.milli(at_most), at_most / top),
-        results.times(w.bound),
-      ],
+      [f"{w.name}, at the bound", limit, results.at_most(w), ""],
     ]
   yield Table(head, rows, words=True)
 
@@ -94,7 +92,7 @@ def _layers(found: Found) -> Iterator[Table]:
       p.name, f"{p.kernels}", p.shape, f"{p.rows:,}", p.pattern, p.values,
       Cell(results.micro(p.dense), p.dense / slow, run=0),
       Cell(results.micro(p.packed), p.packed / slow, run=1),
-      results.times(p.times),
+      results.faster(p),
       Cell(f"{p.dense_bytes:,}", p.dense_bytes / large, run=0),
       Cell(f"{p.packed_bytes:,}", p.packed_bytes / large, run=1),
       f"{p.dense_way}; {p.packed_way}", results.taken(p),
