@@ -160,6 +160,25 @@ def test_bench_takes_what_infer_takes(finalized, packed, tmp_path, capsys):
   assert "--dtype=int8: a packed file has values of its own dtype" in capsys.readouterr().err
 
 
+def test_bench_takes_a_folder_of_checkpoints_and_no_task(finalized, tmp_path, capsys):
+  """Its newest checkpoint is taken, as `pack` does. No task is read, so none need be named."""
+  (tmp_path / "runs").mkdir()
+  (tmp_path / "runs" / "checkpoint_7").symlink_to(finalized)
+  lines = (ROOT / "tests" / "local_tiny.gin").read_text("utf-8").splitlines()
+  lines = [x for x in lines if not x.startswith(("MIXTURE_OR_TASK", "TASK_FEATURE_LENGTHS"))]
+  network = tmp_path / "network.gin"
+  network.write_text("\n".join(lines), "utf-8")
+  flags = [f"--gin_search_paths={ROOT}", "--gin_file=gin_configs/runs/local_infer.gin"]
+  flags += [f"--gin_file={network}"]
+  flags += ["--turns", "3", "--tokens", "3", "--inputs", "5", "--backend", "xla_scan", "--json"]
+  assert cli.main(["bench", str(tmp_path / "runs"), *flags]) == 0
+  told, said = capsys.readouterr()
+  newest = f"{tmp_path}/runs/checkpoint_7"
+  assert said == f"{tmp_path}/runs: its newest checkpoint is taken, {newest}\n"
+  told = json.loads(told)
+  assert told["title"] == newest and {p["rows"] for p in told["products"]} == {1, 5}
+
+
 def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
   wide = {"network.T5Config.preset.mlp_dim": 64}
   for macros, said in (

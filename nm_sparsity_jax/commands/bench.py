@@ -1,11 +1,13 @@
 """Measures packed weights against dense ones on this machine: per layer and end to end.
 
-CKPT is a packed file or a finalized checkpoint, with the gin files and settings of `infer`. Nothing
-is written to INFER_OUTPUT_DIR, and no task is read. For each distinct product it tells the time of
-the best dense product and of the packed one, and their bytes. End to end it times what the network
+CKPT is a packed file, a finalized checkpoint, or a folder of them: then the newest. It comes with
+the gin files and settings of `infer`. Nothing is written to INFER_OUTPUT_DIR. No task is read, so
+you need not name one. For each distinct product it tells the time of the best dense product and of
+the packed one, without the cost of a call, and their bytes. End to end it times what the network
 computes at once: a T5 reads inputs and decodes a token, others make a forward pass. Beside it
-stands what packing can give at most. --shapes measures products of random weights alone. --tune
-measures them too, for some minutes, and writes the table that `auto` reads on this machine.
+stands what packing can give at most, where that is known. --shapes measures products of random
+weights alone. --tune measures them too, for some minutes, and writes the table that `auto` reads on
+this machine.
 
   nm-sparsity bench --tune
   nm-sparsity bench --shapes 1024,4096,1 1024,4096,128 --pattern 1:8
@@ -27,14 +29,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.commands import _flags, _rules
+from nm_sparsity_jax.runs import files
 
 FLAGS = _rules.FLAGS
+_OF_A_TASK = ("MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS")  # a bench reads none
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to measure, how, and where to write."""
   add = parser.add_argument
-  add("checkpoint", nargs="?", metavar="CKPT", help="a packed file, or a finalized checkpoint")
+  add(
+    "checkpoint", nargs="?", metavar="CKPT",
+    help="a packed file, a finalized checkpoint, or a folder of them",
+  )  # fmt: skip
   add(
     "--shapes", nargs="+", metavar="K,F,ROWS", type=_shape,
     help="products alone: of weights (K, F) and so many rows of x",
@@ -45,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--dtype", choices=("float32", "bfloat16", "int8"),
     help="of packed values; of a packed file they are as they are",
   )  # fmt: skip
-  add("--batch", type=int, default=1, metavar="N", help="examples at once (default: 1)")
+  add("--batch", type=int, metavar="N", help="examples at once (default: 1)")
   add(
     "--inputs", type=int, metavar="N",
     help="tokens of an input of a T5 (default: that of TASK_FEATURE_LENGTHS, or 64)",
   )  # fmt: skip
-  add("--tokens", type=int, default=16, metavar="N", help="that a T5 decodes (default: 16)")
+  add("--tokens", type=int, metavar="N", help="that a T5 decodes (default: 16)")
   add("--turns", type=int, default=9, metavar="N", help="of each call (default: 9)")
   add(
     "--backend", default="auto", choices=("auto", "cpu_ffi", "xla_scan"),
@@ -64,15 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Measures, prints, writes."""
-  if (args.checkpoint is not None) + (args.shapes is not None) + args.tune != 1:
-    raise ValueError(
-      "give one of these: a checkpoint, or --shapes K,F,ROWS for products alone, or --tune."
-    )
-  if args.shapes is None and args.pattern:
-    raise ValueError(f"--pattern={args.pattern}: a checkpoint has patterns of its own.")
+  _refuse(args)
   out = None if args.out is None else pathlib.Path(args.out)
-  if out is not None and out.is_dir():
-    raise ValueError(f"--out: {args.out!r} is a folder: name a file in it.")
   _take_cores(args.cores)
   from nm_sparsity_jax import benches
 
@@ -89,6 +89,40 @@ def run(args: argparse.Namespace) -> int:
     benches.write(found, out)
     print(out, file=sys.stderr if args.json else sys.stdout)
   return 0
+
+
+_ONE = "a checkpoint, or --shapes K,F,ROWS for products alone, or --tune"
+
+
+def _refuse(args: argparse.Namespace) -> None:
+  """Raises where what was typed does not fit together, or a path cannot be."""
+  told = {"a checkpoint": args.checkpoint, "--shapes": args.shapes, "--tune": args.tune or None}
+  given = [name for name, value in told.items() if value is not None]
+  if len(given) > 1:
+    raise ValueError(f"{' and '.join(given)} were given: give one of these: {_ONE}.")
+  if not given:
+    raise ValueError(f"give one of these: {_ONE}.")
+  why = {"--shapes": "--shapes gives the rows itself", "--tune": "--tune has rows of its own"}
+  for name in ("batch", "inputs", "tokens") if args.checkpoint is None else ():
+    if (value := getattr(args, name)) is not None:
+      raise ValueError(f"--{name}={value}: {why[given[0]]}. Leave it out.")
+  if args.pattern and args.tune:
+    raise ValueError(f"--pattern={args.pattern}: --tune has patterns of its own. Leave it out.")
+  if args.pattern and args.shapes is None:
+    raise ValueError(f"--pattern={args.pattern}: a checkpoint has patterns of its own.")
+  if args.out is not None:
+    files.check_folder("--out", pathlib.Path(args.out).parent)
+    if pathlib.Path(args.out).is_dir():
+      raise ValueError(f"--out: {args.out!r} is a folder: name a file in it.")
+  if args.checkpoint is not None:
+    _refuse_missing(args.checkpoint)
+
+
+def _refuse_missing(path: str) -> None:
+  """Raises where no checkpoint is at a path of this machine."""
+  if "://" not in path and not pathlib.Path(path).exists():
+    looked = "" if os.path.isabs(path) else f": looked at {os.path.abspath(path)}"
+    raise ValueError(f"there is no checkpoint {path!r}{looked}. Name one that is there.")
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -123,7 +157,14 @@ def configuration(args: argparse.Namespace) -> Any:
 
   nowhere = [f"CHECKPOINT_PATH = {args.checkpoint!r}", "INFER_OUTPUT_DIR = 'nowhere'"]
   args.gin_bindings = [*nowhere, *args.gin_bindings]
-  return _local.read(args, "infer", with_data=False)[0]
+  try:
+    return _local.read(args, "infer", with_data=False)[0]
+  except ValueError as e:  # a macro that nothing reads is refused, so only those that it asks for
+    asked = [f"{name} = None" for name in _OF_A_TASK if f"{name} is not set" in str(e)]
+    if not asked:
+      raise
+    args.gin_bindings = [*asked, *args.gin_bindings]
+    return _local.read(args, "infer", with_data=False)[0]
 
 
 def _of_checkpoint(args: argparse.Namespace) -> Any:
@@ -131,8 +172,11 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax import benches, runs
   from nm_sparsity_jax.commands import _local
   from nm_sparsity_jax.local import checkpoints, packed_files
-  from nm_sparsity_jax.runs import orbax
+  from nm_sparsity_jax.runs import checkpoint, orbax
 
+  named, args.checkpoint = args.checkpoint, checkpoint.find(args.checkpoint)
+  if args.checkpoint != named:
+    print(f"{named}: its newest checkpoint is taken, {args.checkpoint}", file=sys.stderr)
   config = configuration(args)
   model = _local.argument(config, "model")
   lengths: Any = config.get("TASK_FEATURE_LENGTHS")
@@ -152,9 +196,9 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
     getattr(workload, "network", workload),
     variables.pop("params"),
     state=variables,
-    batch=args.batch,
-    inputs=args.inputs or inputs or 64,
-    tokens=args.tokens,
+    batch=1 if args.batch is None else args.batch,
+    inputs=inputs or 64 if args.inputs is None else args.inputs,
+    tokens=16 if args.tokens is None else args.tokens,
     turns=args.turns,
     backend=args.backend,
     title=str(args.checkpoint),
