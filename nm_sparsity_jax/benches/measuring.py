@@ -188,7 +188,7 @@ def _head(work: networks.Work, dense: Any, turns: int) -> float:
 def _unknown(wholes: Sequence[Whole]) -> list[str]:
   """Returns sentences on the wholes whose bound is not known; none where all are."""
   if lost := [w.name for w in wholes if not (w.dense and w.packed)]:
-    return [f"{', '.join(lost)}: {results.SHORT}. Decode more tokens (--tokens), or repeat it."]
+    return [f"{', '.join(lost)}: {results.SHORT}. Decode more tokens, or repeat it."]
   names = [w.name for w in wholes if w.products > w.dense]
   return names and [
     f"{', '.join(names)}: the bound is not known. Measured one by one, the products take longer "
@@ -268,5 +268,5 @@ def _noise(named: Sequence[tuple[str, Product | Whole]]) -> list[str]:
   others = f", and {len(wide) - 1} more differ" if len(wide) > 1 else ""
   return [
     f"Turns differ: half of those of {name} lie in {results.half(one)}{others}. Other work runs "
-    f"here: repeat it{', or take one core (--cores 1)' * (timing.threads() > 1)}."
+    f"here: repeat it{', or take one core' * (timing.threads() > 1)}."
   ]
