@@ -212,7 +212,7 @@ def test_from_a_notebook(command, tmp_path):
 # --- rules --------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_without_rules_needs_them(command, tmp_path):
+def test_a_checkpoint_without_rules_needs_them(command, tmp_path, capsys):
   path = tmp_path / "checkpoint_7"
   test_plan.write_orbax(path, {"target": draw()})
   code, text = command("verify", path)
@@ -226,7 +226,23 @@ def test_a_checkpoint_without_rules_needs_them(command, tmp_path):
   for name, w in flatten(load(tmp_path / "checkpoint_0")["target"]):
     np.testing.assert_array_equal(w, want[name])
   assert not command("verify", tmp_path / "checkpoint_0", *flags)[0]
+  assert not command("verify", tmp_path / "checkpoint_0")[0]  # it notes what it was finalized by
+  assert cli.main(["verify", str(tmp_path / "checkpoint_0")]) == 0
+  said = capsys.readouterr().out
+  assert "by the rules that it was finalized by:\n  ff: 1:4\n  q: 2:4\n" in said
+  assert not command("finalize", tmp_path / "checkpoint_0", tmp_path / "again")[0]
+  assert not command("verify", tmp_path / "again")[0]
+  assert not command("pack", tmp_path / "again", tmp_path / "a.safetensors")[0]
   assert command("verify", tmp_path / "checkpoint_0", "--rules", "{'ff': '1:2', 'o|q': '1:4'}")[0]
+
+
+def test_noted_rules_that_are_no_text_are_named(command, tmp_path):
+  test_plan.write_orbax(tmp_path / "checkpoint_7", {"target": draw()})
+  assert not command("finalize", tmp_path, tmp_path / "out", "--rules", str(PLACES))[0]
+  file = tmp_path / "out/checkpoint_0/sha256.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | {"rules": 3}))
+  code, text = command("verify", tmp_path / "out")
+  assert code == 1 and "sha256.json is damaged: under 'rules' it holds 3, not a text" in text
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_timms_file_and_theirs_of_a_t5_are_packed_by_given_rules(tmp_path, capsy
   folder = huggingface.folder_of("v1_0", tmp_path / "hf")
   ff = "{'ff': '1:8'}"
   assert cli.main(["finalize", str(folder), str(tmp_path / "final"), "--rules", ff]) == 0
-  capsys.readouterr()
+  assert capsys.readouterr().out.endswith("`pack` and `export` as well.\n")
   pack(capsys, tmp_path / "final", tmp_path / "c.safetensors", "--rules", ff)
   kernels = packed_file.Opened(tmp_path / "c.safetensors").kernels
   assert {str(kernel.pattern) for kernel in kernels.values()} == {"1:8"}
@@ -128,6 +128,10 @@ def test_what_cannot_be_packed_is_one_line(tmp_path, capsys):
   assert "is there already: it is never overwritten" in refused(capsys, tmp_path / "final", file)
   assert "is a packed file already" in refused(capsys, file, tmp_path / "b.safetensors")
   assert "name a file that ends in .safetensors" in refused(capsys, file, tmp_path / "b.bin")
+  assert cli.main(["finalize", str(file), str(tmp_path / "again")]) == 1
+  said = capsys.readouterr().err
+  assert f"{str(file)!r} is a packed file, and finalized already: use it as it is, or `ex" in said
+  assert not (tmp_path / "again").exists()
 
 
 def test_a_regex_of_a_stack_becomes_that_of_its_layers(tmp_path, capsys):

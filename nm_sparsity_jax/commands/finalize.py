@@ -6,7 +6,8 @@ state, but no optimizer. Where the run kept a moving average of its parameters (
 what is finalized, as it is what was scored. t5x.eval and t5x.infer open it, with the sparse model
 or with T5X's own, and you can fine-tune it. The command says how much magnitude it removed, reads
 what it wrote, and proves it. One parameter is in memory at a time. sha256.json holds the SHA-256 of
-each parameter, and `nm-sparsity verify` compares it. T5X is not needed.
+each parameter, and `nm-sparsity verify` compares it. It also holds the rules that you give with
+--rules. T5X is not needed.
 
 While the schedule is not over, the removed weights may still matter, so the command refuses.
 --early allows it.
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     print(render(made.removed))
     print(f"\n{made.path}, as it was written:\n")
     print(made.proof)
+    if made.proof.stored.told_rules is None:  # a folder of Hugging Face's has no place for them
+      print("It holds no rules: give --rules to `nm-sparsity verify`, `pack` and `export` as well.")
   return 0 if made.ok else 1
 
 

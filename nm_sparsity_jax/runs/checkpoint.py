@@ -71,6 +71,11 @@ class Stored:
   )
 
   @property
+  def told_rules(self) -> str | None:
+    """Returns the text of the run's rules, else of those that `finalize` was given, else None."""
+    return untold.rules(self.path) if self.rules is None else self.rules
+
+  @property
   def average(self) -> bool:
     """Returns whether the run kept a moving average of what it trained."""
     return any(key.startswith(f"{_AVERAGE}target/") for key in self.leaves)

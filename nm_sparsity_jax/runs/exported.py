@@ -105,7 +105,7 @@ def export(
   if stored.format == foreign.HUGGING_FACE:
     raise ValueError(f"{stored.path!r} is a folder of Hugging Face's T5 already.")
   found = None
-  if stored.rules is not None or rules is not None:
+  if stored.told_rules is not None or rules is not None:
     found = proof.verify(stored, rules, axes)
     if not found.ok:
       raise ValueError(

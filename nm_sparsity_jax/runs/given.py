@@ -29,6 +29,8 @@ Given = Rules | Mapping[str, Any] | None
 def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = None) -> Rules:
   """Returns the checkpoint's own rules, or those given; where there are both, they must agree.
 
+  Rules that were given to `finalize` bind nobody: those given now stand in their place.
+
   Args:
     stored: the checkpoint.
     given: as in `proof.verify`.
@@ -41,6 +43,8 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   if stored.rules is None:
     if given is not None:
       return given
+    if (told := stored.told_rules) is not None:
+      return rules_text.parse(told).with_axes(axes or {})
     raise SettingError(
       "rules",
       "{path} holds no rules{why}: say what should be n:m, {some_rules}",
@@ -73,6 +77,22 @@ def _by_magnitude(places: Mapping[str, Any]) -> Rules:
     except ValueError as e:
       raise SettingError("rules", "{rules}, {place!r}: {why}", place=place, why=e) from e
   return Rules(made)
+
+
+def to_note(stored: Stored, rules: Rules) -> str | None:
+  """Returns the text of rules that a finalized checkpoint notes; None where it holds them already.
+
+  Args:
+    stored: the checkpoint that is finalized.
+    rules: by which it is.
+  """
+  if stored.rules is not None:
+    return None
+  with contextlib.suppress(ValueError):  # a recipe of somebody else that no text can name
+    text = rules_text.describe(rules)
+    rules_text.parse(text)
+    return text
+  return None
 
 
 def assign(stored: Stored, rules: Rules) -> Assignment:

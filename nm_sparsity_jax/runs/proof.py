@@ -192,6 +192,10 @@ def finalize(
     ValueError: the schedule is not over, the output is there already, or what `verify` refuses.
   """
   stored = checkpoint.opened(path)
+  if stored.packed is not None:
+    raise ValueError(
+      f"{stored.path!r} is a packed file, and finalized already: use it as it is, or `export` it."
+    )
   rules = given.rules_for(stored, rules, axes)
   assignment = given.assign(stored, rules)
   if not early:
@@ -205,7 +209,7 @@ def finalize(
     arrays = {key: x for key, x in zeroed.items() if not isinstance(x, writing.Layers)}  # all
     foreign.write_like(stored.path, made, arrays)
   else:
-    writing.write(made, zeroed, untold.noted(stored.path))
+    writing.write(made, zeroed, untold.noted(stored.path), given.to_note(stored, rules))
   written = checkpoint.read(made)
   proof = _prove(written, rules, given.assign(written, rules))
   return Finalized(stored, proof, tuple(removed[p] for p in assignment.places))

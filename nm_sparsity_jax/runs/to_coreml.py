@@ -121,7 +121,7 @@ def export_coreml(
 
 
 def _found(stored: Stored, rules: Any, axes: Any) -> proof.Proof | None:
-  return None if stored.rules is None and rules is None else proof.verify(stored, rules, axes)
+  return None if stored.told_rules is None and rules is None else proof.verify(stored, rules, axes)
 
 
 def _encoder(

@@ -2,6 +2,7 @@
 
 run.json beside a checkpoint, or sha256.json in a finalized one -> [noted] -> setting: number
 config of the network that takes it -> [refuse] -> ValueError
+sha256.json in a finalized one -> [rules] -> text of the rules that somebody gave `finalize`
 """
 
 from __future__ import annotations
@@ -32,6 +33,21 @@ def noted(name: str) -> dict[str, int]:
   if not isinstance(told, Mapping) or not all(type(x) is int for x in told.values()):
     raise ValueError(f"{file} is damaged: under 'untold' it holds {told!r:.80}, not whole numbers.")
   return dict(told)
+
+
+def rules(name: str) -> str | None:
+  """Returns the text of the rules that somebody gave `finalize`; None where nobody did.
+
+  A checkpoint of a sparse run keeps its rules as an array, and has no such note.
+
+  Args:
+    name: of its folder.
+  """
+  file = folders.path_of(name) / _IN_CHECKPOINT
+  found = files.read_json(file, {}).get("rules")
+  if not isinstance(found, str | None):
+    raise ValueError(f"{file} is damaged: under 'rules' it holds {found!r:.80}, not a text.")
+  return found
 
 
 def refuse(name: str, config: Any) -> None:

@@ -61,7 +61,10 @@ class Hashes:
 
 
 def write(
-  folder: str, arrays: Mapping[str, Makes | Layers], untold: Mapping[str, int] | None = None
+  folder: str,
+  arrays: Mapping[str, Makes | Layers],
+  untold: Mapping[str, int] | None = None,
+  rules: str | None = None,
 ) -> None:
   """Writes a new Orbax checkpoint that T5X can open: all of it, or nothing.
 
@@ -75,13 +78,15 @@ def write(
     arrays: key such as 'target/ff/kernel' -> what makes the array, or its layers. Each is called
       once.
     untold: what no shape tells of its network; see `runs.untold`.
+    rules: the text of those that somebody gave for it; None where its arrays hold them, or nobody.
   """
   check_new(folder)
   ocp = orbax.library(folder)
   found: dict[str, Any] = {}
   failed: list[Exception] = []
   try:
-    _write(folder, arrays, ocp, found, failed, untold or {})
+    notes = ({"untold": dict(untold)} if untold else {}) | ({"rules": rules} if rules else {})
+    _write(folder, arrays, ocp, found, failed, notes)
   except ValueError:
     if failed:  # what reads said so already
       raise failed[0] from None
@@ -94,7 +99,7 @@ def _write(
   ocp: Any,
   found: dict[str, Any],
   failed: list[Exception],
-  untold: Mapping[str, int],
+  told: Mapping[str, Any],
 ) -> None:
   with signals.Deferred() as stop, files.whole_folder(folder) as unfinished, orbax.quiet():
     leaves = {key: _Promise(key, make, found, failed, stop) for key, make in arrays.items()}
@@ -105,8 +110,7 @@ def _write(
     stop.check()
     whole = {key: x for key, x in found.items() if isinstance(x, str)}
     layers = {key: x for key, x in found.items() if not isinstance(x, str)}
-    notes = {"sha256": whole} | ({"layers": layers} if layers else {})
-    notes |= {"untold": dict(untold)} if untold else {}
+    notes = {"sha256": whole} | ({"layers": layers} if layers else {}) | told
     sums = json.dumps(notes, indent=1, sort_keys=True)
     (unfinished / _FILE).write_text(sums + "\n")
     (unfinished / "dataset").mkdir()  # T5X asks for it where a run starts from this
