@@ -9,7 +9,7 @@ import test_weights as weights
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, rules_text
-from nm_sparsity_jax.runs import arrays, checkpoint, writing
+from nm_sparsity_jax.runs import arrays, checkpoint, trained, writing
 from nm_sparsity_jax.sweep import checks
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import safetensors_file, timm
@@ -127,8 +127,20 @@ def test_a_pickled_checkpoint_is_refused_where_checkpoints_are_read(tmp_path):
   with pytest.raises(ValueError, match="torch pickled. Opening one can run any code"):
     nms.runs.verify(tmp_path / "pytorch_model.bin", {"ff": "1:4"})
   (tmp_path / "model.safetensors").write_bytes(b"nothing")
-  with pytest.raises(ValueError, match="is not a safetensors file, or damaged"):
+  with pytest.raises(ValueError, match="is not a safetensors file, since"):
     nms.runs.verify(tmp_path / "model.safetensors", {"ff": "1:4"})
+
+
+def test_a_file_of_no_known_kind_is_refused_in_one_sentence(tmp_path, capsys):
+  file = tmp_path / "foreign.safetensors"
+  safetensors_file.write(file, {"w": np.ones((8, 4), np.float32)})
+  assert cli.main(["verify", str(file), "--rules", "{'ff': '1:4'}"]) == 1
+  due = f"{str(file)!r} (its first tensor is 'w') is of no kind known here: give a file of `nm-spar"
+  said = capsys.readouterr().err
+  assert due in said and "(a Swin V2 has 'layers.0.blocks.0.attn.logit_scale', a " in said
+  assert said.endswith("or the folder of a Hugging Face T5.\n") and said.count("\n") == 1
+  with pytest.raises(ValueError, match="or the folder of a Hugging Face T5.$"):  # infer and eval
+    trained.stored_rules(str(file))
 
 
 def test_scanned_blocks_are_proven_one_by_one(tmp_path):

@@ -199,7 +199,10 @@ def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
   assert cli.main(["train", *train]) == 1
   assert "is a packed file, which is deployed and does not learn" in capsys.readouterr().err
   assert cli.main(["plan", "--import=t5x_task", *train]) == 1
-  assert "which `nm-sparsity infer` and `eval` alone take" in capsys.readouterr().out
+  due = (
+    f"{str(packed)!r} is a packed file, and no run starts from one: name the checkpoint that was"
+  )
+  assert due in capsys.readouterr().out
   assert not list(tmp_path.iterdir())
 
 

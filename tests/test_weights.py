@@ -388,8 +388,8 @@ def test_another_family_is_named():
     ("model.pth", None, "torch pickled"),
     ("model.safetensors", b"PK\x03\x04" + bytes(64), "torch pickled"),
     ("model.safetensors", b"\x80\x02" + bytes(64), "torch pickled"),
-    ("model.safetensors", b"", "is not a safetensors file, or damaged"),
-    ("model.safetensors", b"\xff" * 64, "is not a safetensors file, or damaged"),
+    ("model.safetensors", b"", "is empty: copy it again"),
+    ("model.safetensors", b"\xff" * 64, "is not a safetensors file, since"),
     ("model.safetensors", None, "there is no file"),
   ],
 )
@@ -404,5 +404,5 @@ def test_a_file_that_was_cut_is_damaged(tmp_path):
   path = tmp_path / "model.safetensors"
   timm.write(path, variables_of("vit_test"))
   path.write_bytes(path.read_bytes()[:-1])
-  with pytest.raises(ValueError, match="damaged"):
+  with pytest.raises(ValueError, match=r"was cut: [\d,]+ of [\d,]+ bytes of tensors are there"):
     timm.read(path)

@@ -267,9 +267,18 @@ def check(packed: NMPacked, name: str = "the weight") -> None:
   Raises:
     ValueError: a shape, an index, a bit of padding or a scale is wrong.
   """
-  for wrong in itertools.chain((_wrong_shape(packed),), _wrong_entries(packed)):
-    if wrong:
-      raise ValueError(f"{name!r} is not a packed weight of {packed.pattern}: {wrong}.")
+  if said := wrong(packed):
+    raise ValueError(f"{name!r} is not a packed weight of {packed.pattern}: it {said}.")
+
+
+def wrong(packed: NMPacked) -> str:
+  """Says what a packed weight has that `pack` cannot have made, such as 'has ...'; '' for nothing.
+
+  Args:
+    packed: with arrays, not shapes.
+  """
+  found = itertools.chain((_wrong_shape(packed),), _wrong_entries(packed))
+  return next((said for said in found if said), "")
 
 
 # --- inside ---------------------------------------------------------------------------------------
@@ -380,11 +389,11 @@ def _wrong_shape(packed: NMPacked) -> str:
   rows = squeezing.rows_of(packed.rows, packed.bits)
   due = (packed.rows, packed.features), (rows, packed.features)
   if packed.bits not in (squeezing.width(packed.m), 8):
-    return f"its indices have {packed.bits} bits"
+    return f"has indices of {packed.bits} bits"
   if told[0][0] not in DTYPES or told[1][0] != "uint8" or (told[0][1], told[1][1]) != due:
-    return f"values {told[0]} and indices {told[1]} do not have the shapes {due[0]} and {due[1]}"
+    return f"has values {told[0]} and indices {told[1]}, not of the shapes {due[0]} and {due[1]}"
   if (told[0][0] == "int8") != (packed.scale is not None):
-    return "a scale belongs to int8 values, and to no others"
+    return "has a scale without int8 values, or int8 values without a scale"
   return ""
 
 
@@ -392,24 +401,24 @@ def _wrong_entries(packed: NMPacked) -> Iterator[str]:
   """Yields what is wrong with the entries themselves."""
   indices, values = np.asarray(packed.indices), np.asarray(packed.values)
   if not squeezing.unused(indices, packed.rows, packed.bits):
-    yield "bits that stand for no index are not 0"
+    yield "has bits that stand for no index, and are not 0"
   places = squeezing.spread(indices, packed.rows, packed.bits)
   by_group = places.reshape(packed.groups, packed.n, packed.features)
   if (by_group >= packed.m).any():
-    yield f"an index is {int(by_group.max())}, and a group has {packed.m} entries"
+    yield f"has an index of {int(by_group.max())} in a group of {packed.m}"
   if (by_group[:, 1:] <= by_group[:, :-1]).any():
-    yield "indices of a group do not ascend"
+    yield "has a group whose indices do not ascend"
   over = packed.groups * packed.m - packed.depth
   beyond = by_group[-1:] >= packed.m - over
   padding = values[packed.rows - packed.n :].view(f"u{values.dtype.itemsize}")
   if packed.groups and (padding[beyond.reshape(padding.shape)] != 0).any():
-    yield "a value other than +0 stands where the last group is padded"
+    yield "has a value other than +0 where the last group is padded"
   if packed.scale is None:
     return
   scale = np.asarray(packed.scale)
   if scale.shape != (packed.features,) or scale.dtype != np.float32:
-    yield f"its scale is {scale.dtype} {scale.shape}"
+    yield f"has a scale that is {scale.dtype} {scale.shape}"
   elif not (np.isfinite(scale) & (scale > 0)).all():
-    yield "a scale is not a positive, finite number"
+    yield "has a scale that is not a positive, finite number"
   if (values == -128).any():
-    yield "a value is -128, which is not used"
+    yield "has a value of -128, which is not used"

@@ -68,9 +68,9 @@ def _initial(found: Findings, made: Made) -> checkpoint.Stored | None:
     own = getattr(made.network, "config", None) if found.config.local else None
     stored = checkpoint.read(str(path), config=own)
   if stored.packed is not None and not (found.config.local and found.config.program != "train"):
+    why = "no run starts from one" if found.config.program == "train" else "T5X reads none"
     raise ValueError(
-      f"{stored.path} is a packed file, which `nm-sparsity infer` and `eval` alone take: name the "
-      "checkpoint that was packed"
+      f"{stored.path!r} is a packed file, and {why}: name the checkpoint that was packed"
     )
   if stored.format == foreign.HUGGING_FACE and not found.config.local:
     raise ValueError(

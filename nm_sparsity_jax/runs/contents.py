@@ -50,4 +50,6 @@ def damage(name: str, what: str):
   except (ModuleNotFoundError, Unreadable):
     raise
   except Exception as e:
+    if isinstance(e, ValueError) and str(e).startswith(repr(name)[:-1]):  # or a file inside
+      raise Unreadable(str(e)) from e
     raise Unreadable(f"{name!r} is damaged: {what} cannot be read ({first_line(e)})") from e

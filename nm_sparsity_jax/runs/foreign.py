@@ -22,6 +22,7 @@ from nm_sparsity_jax.weights import (
   packed_file,
   safetensors_file,
   timm,
+  timm_names,
 )
 
 HUGGING_FACE = "Hugging Face"  # the format of a folder
@@ -78,9 +79,17 @@ def _hold_timm(name: str, like: Mapping[str, Any] | None, config: Any) -> timm.H
   try:
     return timm.hold(name, like, config)
   except ValueError:
-    if "shared.weight" in _names(name):
+    names = _names(name)
+    if "shared.weight" in names:
       raise ValueError(
         f"{name!r} holds a T5 in Hugging Face's names: name its folder, which has config.json."
+      ) from None
+    if names and not {*timm_names.TELLING.values()} & {*names}:
+      known = ", ".join(f"a {family} has {x!r}" for family, x in timm_names.TELLING.items())
+      raise ValueError(
+        f"{name!r} (its first tensor is {next(iter(names))!r}) is of no kind known here: give a "
+        f"file of `nm-sparsity pack`, a file of timm's names ({known}), or the folder of a Hugging "
+        "Face T5."
       ) from None
     raise
 

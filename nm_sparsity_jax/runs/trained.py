@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nm_sparsity_jax.errors import UnknownRecipe
 from nm_sparsity_jax.runs import files, folders
+from nm_sparsity_jax.runs.contents import Unreadable
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.rules import Rules
@@ -177,6 +178,8 @@ def stored_rules(
   try:
     stored = checkpoint.read(checkpoint.find(path))
     reason = f"{path} is dense: it has no sparse step. Evaluate it with {why}"
+  except Unreadable as e:  # whatever the settings say
+    stored, reason = None, str(e).rstrip(".")
   except Exception as e:  # also what a bucket raises
     stored, reason = None, f"{str(e).rstrip('.')}, so its rules are unknown"
   if stored is None or stored.rules is None:

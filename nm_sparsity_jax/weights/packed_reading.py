@@ -19,7 +19,8 @@ import numpy as np
 
 from nm_sparsity_jax import deployed
 from nm_sparsity_jax.groups import Groups
-from nm_sparsity_jax.packed import MOST, NMPacked, check, like, unpack
+from nm_sparsity_jax.packed import MOST, NMPacked, like, unpack
+from nm_sparsity_jax.packed.array import wrong
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.text import first_line
 from nm_sparsity_jax.trees import nested
@@ -102,7 +103,10 @@ class Opened:
       self.rules, self.kernels = _read_metadata(self._file.metadata)
       dense = _check_tensors(self._file, self.kernels)
     except ValueError as e:
-      raise self._damaged(e) from e
+      why = first_line(e).rstrip(".")
+      raise ValueError(
+        f"{self.path!r} is not a packed file of version {VERSION}, or damaged ({why})."
+      ) from e
     self.leaves: dict[str, tuple[tuple[int, ...], str]] = {
       name: (self._file.shapes[name], self._file.dtypes[name]) for name in dense
     }
@@ -121,10 +125,9 @@ class Opened:
     wanted = self.kernels[name].like
     found = {part: self._file.array(full) for part, full, _ in parts(name, wanted)}
     made = dataclasses.replace(wanted, **found)
-    try:
-      check(made, name)
-    except ValueError as e:
-      raise self._damaged(e) from e
+    if said := wrong(made):
+      short = name.removeprefix(f"{PARAMS}/")
+      raise ValueError(f"{self.path!r} is damaged: {short!r} {said}: copy it again, or pack again.")
     return made
 
   def leaf(self, name: str) -> NMPacked | np.ndarray:
@@ -144,12 +147,6 @@ class Opened:
     """
     kernel = self.kernels.get(name)
     return self._file.array(name) if kernel is None else kernel.with_zeros(self.packed(name))
-
-  def _damaged(self, error: ValueError) -> ValueError:
-    why = first_line(error).rstrip(".")
-    return ValueError(
-      f"{self.path!r} is not a packed file of version {VERSION}, or damaged ({why})."
-    )
 
 
 def read(path: str | os.PathLike) -> dict[str, Any]:

@@ -61,12 +61,15 @@ class Opened:
     with self._open() as file:
       self._state = _state(file)
       size = os.fstat(file).st_size
-      length = int.from_bytes(_read(file, 0, 8).tobytes(), "little") if size >= 8 else 0
+      start = _read(file, 0, min(size, 9)).tobytes()
+      length = int.from_bytes(start[:8], "little")
       self._begin = 8 + length
-      if size < 8 or length > min(safetensors_header.MOST, size - 8):
-        raise ValueError(f"it has {size:,} bytes, and says that its header has {length:,}")
+      _refuse_start(self.path, start, size, length)
       text = _read(file, 8, length).tobytes()
-      self.metadata, self._entries = safetensors_header.parse(text, size - self._begin)
+      try:
+        self.metadata, self._entries = safetensors_header.parse(text, size - self._begin)
+      except safetensors_header.Cut as e:
+        raise _Said(f"{self.path!r} was cut: {e}: copy it again.") from e
     self.shapes = {name: entry.shape for name, entry in self._entries.items()}
     self.dtypes = {n: _DTYPES.get(entry.dtype, entry.dtype) for n, entry in self._entries.items()}
 
@@ -103,12 +106,35 @@ class Opened:
       if not stat.S_ISREG(os.fstat(file).st_mode):
         raise ValueError("it is no regular file")
       yield file
+    except _Said:
+      raise
     except (ValueError, MemoryError) as e:
       raise ValueError(
         f"{self.path!r} is not a safetensors file, or damaged ({first_line(e)})."
       ) from e
     finally:
       os.close(file)
+
+
+class _Said(ValueError):
+  """An error that names its file already."""
+
+
+def _refuse_start(path: str, start: bytes, size: int, length: int) -> None:
+  """Refuses a file by its first 9 bytes: a length, and the first sign of a header."""
+  if not size:
+    raise _Said(f"{path!r} is empty: copy it again, or name another file.")
+  if size < 8 or length > size - 8 and start[8:] not in (b"", b"{"):
+    raise _Said(
+      f"{path!r} is not a safetensors file, since it does not begin with the length of a header: "
+      "name another file."
+    )
+  if length > safetensors_header.MOST:
+    raise ValueError(f"it has {size:,} bytes, and says that its header has {length:,}")
+  if length > size - 8:
+    raise _Said(
+      f"{path!r} was cut: {size - 8:,} of {length:,} bytes of its header are there: copy it again."
+    )
 
 
 def _state(file: int) -> tuple[int, ...]:

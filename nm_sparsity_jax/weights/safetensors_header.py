@@ -29,6 +29,10 @@ _MOST_AXES = 32
 _MOST_NUMBERS = 1 << 62  # of bytes: numpy counts them in 64 bits
 
 
+class Cut(ValueError):
+  """A file ends before its tensors do; `str` says how many bytes are there."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
   """One tensor: what it is, and the range of its bytes behind the header."""
@@ -50,6 +54,7 @@ def parse(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
     size: how many bytes lie behind it.
 
   Raises:
+    Cut: the file ends before its tensors do.
     ValueError: it has another form, or its ranges are not those of its tensors, one after the
       other, to the end of the file.
   """
@@ -231,5 +236,7 @@ def _check_ranges(entries: Mapping[str, Entry], size: int) -> None:
     if entry.start != end:
       raise ValueError(f"{name!r} begins at byte {entry.start:,}, and should at {end:,}")
     end = entry.stop
+  if end > size:
+    raise Cut(f"{size:,} of {end:,} bytes of tensors are there")
   if end != size:
     raise ValueError(f"its tensors have {end:,} bytes, and {size:,} are there")

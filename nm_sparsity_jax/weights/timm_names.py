@@ -113,16 +113,17 @@ def family_of(names: Iterable[str], what: str) -> str:
     what: says in an error what was looked at.
   """
   names = set(names)
-  for family, telling in _TELLING.items():
+  for family, telling in TELLING.items():
     if telling in names:
       return family
   raise ValueError(
     f"{what} is not of a ViT, a Swin V2 or a ResNet of timm's: it has no "
-    f"{', no '.join(map(repr, _TELLING.values()))}."
+    f"{', no '.join(map(repr, TELLING.values()))}."
   )
 
 
-_TELLING = {
+# Family -> a name that only its state dict has.
+TELLING = {
   "Swin V2": "layers.0.blocks.0.attn.logit_scale",
   "ResNet": "layer1.0.conv1.weight",
   "ViT": "pos_embed",
