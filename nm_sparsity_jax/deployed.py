@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -279,10 +280,22 @@ def prepare(
     rows: of x in one call of a layer; or path -> rows, as `rows_of` returns.
     backend: as in `packed.nm_dot`.
     memory: keep kernels packed also where a dense product is faster.
+
+  Raises:
+    ValueError: rows are no whole number from 1 on, or the backend is unknown or not there.
   """
+  if not callable(rows):
+    _check_rows(rows)
   count = rows if callable(rows) else lambda path: rows
-  ready = lambda path, x: of_one.prepare(x, count(path), backend, memory)
+  ready = lambda path, x: of_one.prepare(x, _check_rows(count(path)), backend, memory)
   return jax.tree.map(jnp.asarray, _map_packed(ready, tree))
+
+
+def _check_rows(rows: Any) -> int:
+  """Returns a number of rows; refuses what is none."""
+  if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
+    raise ValueError(f"{rows=}: give a whole number, 1 or more.")
+  return int(rows)
 
 
 def rows_of(

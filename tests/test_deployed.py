@@ -402,6 +402,15 @@ def test_prepare_unpacks_where_a_dense_product_is_faster(monkeypatch):
   assert deployed.is_packed(deployed.prepare(tree, 4, memory=True))
 
 
+@pytest.mark.parametrize("rows", [0, -1, 1.5, True, None])
+def test_rows_are_a_whole_number(rows):
+  tree, _ = deployed.pack_tree({"a": {"kernel": weight(1, 16, 8)}}, RULES_OF_A)
+  for given in (rows, lambda path: rows):
+    with pytest.raises(ValueError, match=f"^rows={rows}: give a whole number, 1 or more.$"):
+      deployed.prepare(tree, given)
+  deployed.prepare(tree, np.int32(3))
+
+
 def test_rows_are_those_that_a_kernel_sees():
   config = T5Config.t5_1_1("tiny")
   rows = deployed.rows_of(config, batch=2, inputs=10, targets=5, beams=3)

@@ -20,7 +20,7 @@ from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import huggingface, huggingface_config, safetensors_file
 from nm_sparsity_jax.weights.huggingface_folder import Folder
-from nm_sparsity_jax.weights.huggingface_names import config_of, sources
+from nm_sparsity_jax.weights.huggingface_names import config_of, difference, sources
 from nm_sparsity_jax.workloads import decoding
 
 pytestmark = pytest.mark.usefixtures("short_runs")
@@ -290,12 +290,18 @@ def test_all_names_that_do_not_fit_are_in_one_error(tmp_path):
   assert str(e.value) == (
     f"{str(path)!r} is not the T5 that its config.json tells: of tensors, 3 of 55 are missing "
     "(encoder.block.{0..2}.layer.0.SelfAttention.q.weight), 1 is unknown (classifier.weight), "
-    "1 has another shape (shared.weight: (90, 16), not (96, 16))."
+    "1 has another shape (shared.weight is (90, 16) there and (96, 16) here)."
   )
   with pytest.raises(ValueError, match="the state dict is of another network: of tensors, 1 of 55"):
     tensors = tensors_of("v1_0")
     tensors.pop("shared.weight")
     huggingface.from_huggingface(tensors, config_of_name("v1_0"))
+
+
+def test_names_that_are_left_out_of_an_error_are_counted():
+  wanted = dict.fromkeys(("q", "r", "s", "layers_0/k", "layers_1/k"), (1,))
+  said = difference(wanted, {})
+  assert said == "5 of 5 are missing (q, r, s and 2 more)"
 
 
 def test_copies_of_the_embedding_must_be_equal_to_it(tmp_path):

@@ -244,6 +244,14 @@ def test_bytes_of_a_weight(pattern, kind, due):
   assert kind != "int8" or found.total / w.size <= 0.32
 
 
+def test_a_pattern_may_be_its_text():
+  w = np.diag(np.ones(8, np.float32))
+  one, other = pack(w, "1:8"), pack(w, NM(1, 8))
+  assert one.pattern == NM(1, 8) and one.indices.tobytes() == other.indices.tobytes()
+  with pytest.raises(ValueError, match="'1-8' is not a pattern: write two whole numbers"):
+    pack(w, "1-8")
+
+
 def test_xlas_sparse_operand_is_one_step_away():
   w, _ = weight(5, (32, 6), 0, NM(1, 8), np.float32, pad=0)
   values, indices = sparse_operand(pack(w, NM(1, 8)))

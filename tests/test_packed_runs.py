@@ -106,7 +106,7 @@ def test_infer_says_token_by_token_what_the_finalized_one_says(
     (file,) = out.glob("*.jsonl-*")
     said.append([json.loads(line)["prediction"] for line in file.read_text().splitlines()])
   assert said[0] == said[1] and len(set(said[0])) > 3
-  told = f"{packed}: packed, 1:8 and 2:4; 15 of 15 kernels are multiplied so"
+  told = f"{packed}: packed, 1:8 and 2:4; 15 of 15 kernels stay packed\n"
   assert told in capsys.readouterr().out
   assert len(multiplied) > 2 * 15  # of fifteen kernels: once prepared, and where they are traced
 
@@ -115,11 +115,14 @@ def test_eval_finds_what_it_finds_of_the_finalized_one(
   finalized, packed, multiplied, tmp_path, capsys
 ):
   said = []
-  for path in (finalized, packed):
+  for path in (finalized.parent, packed):
     capsys.readouterr()
     out = tmp_path / path.name
     assert cli.main(words("eval", path, out, EVALUATOR_NUM_EXAMPLES=0)) == 0
-    said.append(capsys.readouterr().out.partition("\n")[2])
+    said.append(capsys.readouterr().out)
+  newest = f"{finalized}, the newest in {finalized.parent}: step 7, sparse step 7\n"
+  assert said[0].startswith(newest)  # a folder stands for it, as in `verify`
+  said = [text.partition("\n")[2] for text in said]
   assert said[0] == said[1] and "loss 5." in said[0]
   assert multiplied
 
@@ -131,9 +134,10 @@ def test_with_memory_every_kernel_stays_packed(finalized, packed, tmp_path, caps
   for flags in ([], ["--memory"]):
     assert cli.main([*words("eval", packed, tmp_path / "out", **few), *flags]) == 0
     said = capsys.readouterr().out
-    told.append(said.partition("; ")[2].partition(" kernels")[0])
+    told.append(said.partition("; ")[2].partition("\n")[0])
     assert "loss 5." in said
-  assert told == ["0 of 15", "15 of 15"]
+  back = "15 get their zeros back, since a dense product is faster (--memory keeps all packed)"
+  assert told == [f"0 of 15 kernels stay packed; {back}", "15 of 15 kernels stay packed"]
   assert cli.main([*words("eval", finalized, tmp_path / "no", **few), "--memory"]) == 1
   assert "--memory: " in (said := capsys.readouterr().err)
   assert "is not a packed file, and only its kernels can stay packed" in said
@@ -182,8 +186,8 @@ def test_bench_takes_a_folder_of_checkpoints_and_no_task(finalized, tmp_path, ca
 def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
   wide = {"network.T5Config.preset.mlp_dim": 64}
   for macros, said in (
-    (wide, "another network: 6 have other shapes (decoder/layers_0/mlp/wi_0/kernel: (16, 32), "
-           "not (16, 64))"),
+    (wide, "another network: 6 have other shapes (decoder/layers_0/mlp/wi_0/kernel is (16, 32) in "
+           "the file and (16, 64) in the model): choose its model file (--gin_file=gin_confi"),
     (dict(NUM_PARTITIONS=2), "NUM_PARTITIONS=2: devices do not share packed kernels"),
     (dict(PATTERN="1:4"), "1:4"),
   ):  # fmt: skip
@@ -204,6 +208,12 @@ def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
   )
   assert due in capsys.readouterr().out
   assert not list(tmp_path.iterdir())
+
+
+def test_plan_looks_at_the_newest_in_a_folder_as_infer_does(finalized, tmp_path, capsys):
+  command = words("infer", finalized.parent, tmp_path / "out")
+  assert cli.main(["plan", "--json", "--import=t5x_task", *command[1:]]) == 0
+  assert json.loads(capsys.readouterr().out)["restore"]["path"] == str(finalized)
 
 
 def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, capsys):

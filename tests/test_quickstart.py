@@ -365,7 +365,7 @@ def packed_as_finalized(folder, env):
     said_of_each = [json.loads(line)["prediction"] for line in file.read_text().splitlines()]
     classes = [said["label"] for said in said_of_each]
     found.append((re.findall(r"(accuracy) ([\d.]+)", told["eval"]), classes))
-  assert "4 of 4 kernels are multiplied so" in told["infer"]
+  assert "4 of 4 kernels stay packed" in told["infer"]
   assert (
     found[0][0] and found[0] == found[1] and len(found[0][1]) == 2048 and len(set(found[0][1])) > 9
   )

@@ -238,8 +238,15 @@ class _Said(ValueError):
   """An error that is already explained."""
 
 
-def opened(path: str, model: Model) -> checkpoint.Stored:
-  """Opens any checkpoint; a file of timm's weights is held against the model's network."""
+def opened(path: str, model: Model, newest: bool = False) -> checkpoint.Stored:
+  """Opens any checkpoint; a file of timm's weights is held against the model's network.
+
+  Args:
+    path: of the checkpoint.
+    model: what takes it.
+    newest: a run's folder stands for its newest checkpoint.
+  """
+  path = checkpoint.find(path) if newest else path
   variables = {"params": model.shapes, **model.collections}
   return checkpoint.read(path, variables, model.workload.network_config)
 

@@ -62,8 +62,11 @@ def model_of(path: str, variables: dict[str, Any], model: Model) -> Model:
   """
   made = Model(without_scan(model.workload), devices=model.mesh.devices.flatten().tolist())
   wanted = _shapes({"params": made.shapes, **made.collections})
-  if said := difference(wanted, _shapes(variables)):
-    raise ValueError(f"{path!r} is of another network: {said}.")
+  if said := difference(wanted, _shapes(variables), ("in the file", "in the model")):
+    raise ValueError(
+      f"{path!r} is of another network: {said}: choose its model file "
+      "(--gin_file=gin_configs/models/...)."
+    )
   return made
 
 
@@ -105,7 +108,7 @@ def rows_of(workload: Workload, evaluation: Any) -> Any:
 
 
 def told(held: Any, prepared: Any) -> str:
-  """Says which patterns a packed file holds, and how many kernels are multiplied packed.
+  """Says which patterns a packed file holds, and how many kernels stay packed.
 
   Args:
     held: the variables of the file.
@@ -113,7 +116,11 @@ def told(held: Any, prepared: Any) -> str:
   """
   kernels, kept = _kernels(held), len(_kernels(prepared))
   found = listed(sorted({str(x.pattern) for x in kernels})) if kernels else "nothing"
-  return f"packed, {found}; {kept} of {len(kernels)} kernels are multiplied so"
+  said = f"packed, {found}; {kept} of {len(kernels)} kernels stay packed"
+  if not (left := len(kernels) - kept):
+    return said
+  them = f"{left} get their zeros" if left > 1 else "1 gets its zeros"
+  return f"{said}; {them} back, since a dense product is faster (--memory keeps all packed)"
 
 
 def _kernels(tree: Any) -> list[NMPacked]:

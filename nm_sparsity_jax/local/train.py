@@ -262,7 +262,7 @@ def evaluate(
   Args:
     model: workload and rules, as in training.
     evaluation: what is evaluated, and how.
-    checkpoint: its folder, checkpoint_N, or a packed file.
+    checkpoint: its folder, a run's folder for its newest one, or a packed file.
     output_dir: gets what training writes for an evaluation.
     config: the text for config.gin.
     memory: keep all kernels of a packed file packed, also where a dense product is faster.
@@ -305,7 +305,7 @@ def infer(
   Args:
     model: workload and rules, as in training.
     evaluation: of which splits; for a T5, of which tasks, by which search, and the lengths.
-    checkpoint: its folder, checkpoint_N, or a packed file.
+    checkpoint: its folder, a run's folder for its newest one, or a packed file.
     output_dir: gets the files.
     config: the text for config.gin.
     memory: keep all kernels of a packed file packed, also where a dense product is faster.
@@ -354,13 +354,16 @@ def _opened(
   was = folders.Before.of(folder)
   folders.make(output_dir, macro)
   with folders.as_it_was(folder, was):
-    stored = checkpoints.opened(checkpoint, model)
+    stored = checkpoints.opened(checkpoint, model, newest=True)
+    which = (
+      stored.path if stored.path == checkpoint else f"{stored.path}, the newest in {checkpoint}"
+    )
     if stored.packed is not None:
       if stored.rules is not None and not model.given_rules.is_dense:
         checkpoints.refuse_other_rules(stored.rules, model.given_rules, stored.path)
       held = stored.packed()
       model, variables = packed_files.load(stored.path, held, model, evaluation, memory)
-      step, said = stored.step or 0, f"{checkpoint}: {packed_files.told(held, variables)}"
+      step, said = stored.step or 0, f"{which}: {packed_files.told(held, variables)}"
     elif memory:
       raise SettingError(
         "memory",
@@ -372,7 +375,7 @@ def _opened(
       state = checkpoints.load_for_evaluation(stored, model)
       variables, step = model.variables(state), int(state.step)
       kept = ", the moving average of its parameters" if stored.average else ""
-      said = f"{checkpoint}: step {step:,}, sparse step {int(state.sparse_step):,}{kept}"
+      said = f"{which}: step {step:,}, sparse step {int(state.sparse_step):,}{kept}"
     files.write_atomically(folder / "config.gin", config)
     print(said)
     yield _Opened(folder, model, variables, step)

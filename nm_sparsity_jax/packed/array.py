@@ -155,7 +155,7 @@ def like(pattern: NM, groups: Groups, dtype: Any) -> NMPacked:
 
 def pack(
   w: Any,
-  pattern: NM,
+  pattern: NM | str,
   groups: Groups | None = None,
   dtype: Any = None,
   name: str = "the weight",
@@ -171,7 +171,7 @@ def pack(
 
   Args:
     w: what `finalize` returned for one parameter: float32, bfloat16 or float16.
-    pattern: n:m.
+    pattern: n:m, or its text.
     groups: where the groups of w lie, as its place in the rules has them; the others of its axes
       become columns, in their order. None: along axis 0, the last group padded.
     dtype: of the values; int8 rounds, with one scale for each column. None: that of w.
@@ -180,7 +180,7 @@ def pack(
   Raises:
     ValueError: a group has more than n entries that are not zero, or a value does not fit `dtype`.
   """
-  w = np.asarray(w)
+  w, pattern = np.asarray(w), NM.parse(pattern)
   kind = np.dtype(w.dtype if dtype is None else dtype)
   if w.dtype.name not in DTYPES[:3] or kind.name not in DTYPES:
     raise ValueError(

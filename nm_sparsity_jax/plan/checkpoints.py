@@ -49,16 +49,24 @@ def check(found: Findings, made: Made) -> dict[str, Any] | None:
   return _restore(found, stored, made, resumed is not None)
 
 
+def _named(found: Findings) -> Any:
+  """Returns the path of the checkpoint that you asked for, or that the settings name, if any."""
+  if found.checkpoint is not None:
+    return found.checkpoint
+  if found.config.local:
+    if found.config.program == "train":
+      return found.config.get("INITIAL_CHECKPOINT_PATH")
+    path = found.config.get("CHECKPOINT_PATH")
+    return checkpoint.find(str(path)) if path else None  # a folder stands for its newest
+  path = getattr(found.restore_settings(), "path", None)
+  if isinstance(path, list | tuple):
+    path = path[0] if path else None
+  return path
+
+
 def _initial(found: Findings, made: Made) -> checkpoint.Stored | None:
   """Opens the checkpoint that the settings name, or that you asked for."""
-  path = found.checkpoint
-  if path is None and found.config.local:
-    is_train = found.config.program == "train"
-    path = found.config.get("INITIAL_CHECKPOINT_PATH" if is_train else "CHECKPOINT_PATH")
-  elif path is None:
-    path = getattr(found.restore_settings(), "path", None)
-    if isinstance(path, list | tuple):
-      path = path[0] if path else None
+  path = _named(found)
   if not path:
     return None
   if made.params is not None and isinstance(made.network, workloads.Workload):

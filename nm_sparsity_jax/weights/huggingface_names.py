@@ -265,15 +265,18 @@ def _config_of(shapes: Shapes, activations: Sequence[str] | None) -> T5Config:
 # --- what does not fit ----------------------------------------------------------------------------
 
 
-def difference(wanted: Shapes, found: Mapping[str, Any]) -> str:
+def difference(
+  wanted: Shapes, found: Mapping[str, Any], where: tuple[str, str] = ("there", "here")
+) -> str:
   """Says in one clause all that is missing, unknown and of another shape; '' where nothing is.
 
-  >>> difference({"a.0.w": (2,), "a.1.w": (2,), "b": (3,)}, {"b": (4,), "c": (1,)})
-  '2 of 3 are missing (a.{0,1}.w), 1 is unknown (c), 1 has another shape (b: (4,), not (3,))'
+  >>> difference({"a.0.w": (2,), "a.1.w": (2,), "b": (3,)}, {"b": (4,)})
+  '2 of 3 are missing (a.{0,1}.w), 1 has another shape (b is (4,) there and (3,) here)'
 
   Args:
     wanted: name -> shape, of all that must be there.
     found: name -> shape, of all that is.
+    where: says where what is found lies, and where what is wanted.
   """
   said = []
   if missing := [name for name in wanted if name not in found]:
@@ -286,7 +289,8 @@ def difference(wanted: Shapes, found: Mapping[str, Any]) -> str:
   if other:
     have = "has another shape" if len(other) == 1 else "have other shapes"
     name = other[0]
-    example = f"{name}: {tuple(found[name])}, not {tuple(wanted[name])}"
+    there, here = where
+    example = f"{name} is {tuple(found[name])} {there} and {tuple(wanted[name])} {here}"
     said.append(f"{len(other)} {have} ({example})")
   return ", ".join(said)
 
@@ -295,8 +299,9 @@ _SHOWN = 3  # groups of names in an error
 
 
 def grouped(names: Sequence[str]) -> str:
-  """Returns names in few words: those of like layers are one."""
+  """Returns names in few words: those of like layers are one, and names left out are counted."""
   parts = [re.sub(r"/\.(\d+)\b", r"/._\1", name.replace(".", "/.")) for name in names]
-  rows = [name.replace("/._", ".").replace("/.", ".") for name, _ in group(parts)]
-  more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-  return ", ".join(rows[:_SHOWN]) + more
+  rows = group(parts)
+  shown = [name.replace("/._", ".").replace("/.", ".") for name, _ in rows[:_SHOWN]]
+  left = sum(len(members) for _, members in rows[_SHOWN:])
+  return ", ".join(shown) + (f" and {left} more" if left else "")
