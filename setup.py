@@ -92,7 +92,11 @@ class BuildKernels(build_ext):
     try:
       super().run()
     except Exception as e:  # no compiler, or one that cannot compile this
-      print(f"{KERNELS} is not built: {e}", file=sys.stderr)
+      print(
+        f"{KERNELS} is not built: {e}. Packed weights run without it, more slowly: `nm-sparsity "
+        "doctor` says how to build it.",
+        file=sys.stderr,
+      )
 
   def build_extension(self, ext):
     """Compiles each file with its own flags, and links them."""

@@ -18,8 +18,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,7 +50,7 @@ class Finding:
 
   Attributes:
     name: of a package, or of what else it is about.
-    status: 'ok'; 'bad', which must be mended; or 'warn', which is there but was not tested.
+    status: 'ok'; 'bad', which must be mended; or 'warn': not what was tested, or slower.
     text: what was found.
     remedy: what mends it, '' where nothing needs it.
   """
@@ -62,6 +64,16 @@ class Finding:
 def default_purpose() -> str:
   """Returns 't5x' where T5X is found, else 'core'."""
   return "t5x" if installed.folder_of("t5x") else "core"
+
+
+def ready_for(beside: str) -> list[str]:
+  """Returns the other purposes of which nothing is missing.
+
+  Args:
+    beside: the purpose that was looked at.
+  """
+  others = [purpose for purpose in PURPOSES if purpose not in ("core", beside)]
+  return [p for p in others if all(finding.status != "bad" for finding in examine(p))]
 
 
 def examine(purpose: str) -> Iterator[Finding]:
@@ -174,11 +186,18 @@ def _compared(name: str, have: str, tested: str | None) -> Finding:
 def _install(purpose: str) -> str:
   """Returns the command that installs what a purpose needs, from a checkout where this is one."""
   extra = "" if purpose == "core" else f"[{purpose}]"
-  package = installed.folder_of("nm_sparsity_jax")
-  if package is None or not (package.parent / "setup.py").is_file():
+  if (checkout := _checkout()) is None:
     return f"pip install '{installed.NAME}{extra}'"
   constraints = "-c constraints-t5x.txt " if purpose == "t5x" else ""
-  return f"pip install {constraints}-e '.{extra}' in {package.parent}"
+  return f"pip install {constraints}-e '.{extra}' in {checkout}"
+
+
+def _checkout() -> pathlib.Path | None:
+  """Returns the checkout that this package runs from; None where it was installed from one."""
+  package = installed.folder_of("nm_sparsity_jax")
+  if package is None or not (package.parent / "setup.py").is_file():
+    return None
+  return package.parent
 
 
 def _unpublished(name: str) -> Finding:
@@ -241,10 +260,14 @@ def _conflicts() -> Iterator[Finding]:
 def _kernels() -> Finding:
   """Says which kernels of packed weights this machine runs: without them XLA multiplies."""
   library, why = installed.kernels()
-  if library is None:
-    is_there = "is not there" not in why
-    return Finding("packed kernels", "warn" if is_there else "ok", why, _install("core"))
-  return Finding("packed kernels", "ok", library.nm_sparsity_isa(0).decode())
+  if library is not None:
+    return Finding("packed kernels", "ok", library.nm_sparsity_isa(0).decode())
+  checkout = _checkout()
+  where = "the checkout" if checkout is None else checkout
+  how = "--force-reinstall --no-deps --no-cache-dir ." if checkout is None else "--no-deps -e ."
+  compiler = "" if shutil.which("g++") else "install g++, then "
+  remedy = f"{compiler}in {where}: pip install {how}"
+  return Finding("packed kernels", "warn", why, remedy)
 
 
 def _gin_files() -> Finding:

@@ -5,6 +5,7 @@ Nothing runs a package on Linux. Tests that need the extra `coreml` skip without
 
 import importlib.util
 import json
+import logging
 import sys
 import types
 
@@ -163,16 +164,48 @@ def test_zeros_take_no_bytes(tmp_path):
   assert read.bytes / w.size == pytest.approx(0.625, abs=0.02) and whole / w.size > 4
 
 
-@extra
-@pytest.mark.parametrize("heads", [None, 3, 0])
-def test_a_vit_needs_its_heads(heads, tmp_path):
+@pytest.fixture
+def no_import(monkeypatch):
+  """What is checked here is checked before torch and coremltools are imported, which takes long."""
+  monkeypatch.setattr(package, "require", lambda: pytest.fail("they are imported"))
+
+
+@pytest.mark.parametrize(
+  "words, said",
+  [
+    ([], "the weights of a ViT do not tell its attention heads: give --heads, a divisor of its wi"),
+    (["--heads=3"], "--heads=3 does not divide the ViT's width, 32: give its number of heads."),
+    (["--heads=0"], "--heads=0 does not divide the ViT's width, 32: give its number of heads."),
+    (["--heads=2", "--length=5"], "which takes images: leave --length out."),
+  ],
+)
+def test_settings_that_are_no_vits_are_refused(words, said, no_import, tmp_path, capsys):
   test_export.written(tmp_path / "run", "vit_test", finalized=True)
-  with pytest.raises(ValueError, match="say how many attention heads the ViT has.* width, 32"):
-    nms.runs.export_coreml(tmp_path / "run", tmp_path / "model.mlpackage", heads=heads)
+  out = str(tmp_path / "model.mlpackage")
+  assert cli.main(["export", str(tmp_path / "run"), out, "--to", "coreml", *words]) == 1
+  assert said in (told := capsys.readouterr().err) and told.count("\n") == 1
 
 
-@extra
-def test_another_network_is_refused(tmp_path):
+def test_a_t5_takes_no_heads(no_import, tmp_path, capsys):
+  test_huggingface_runs.written(tmp_path / "run", "v1_0")
+  words = ["export", str(tmp_path / "run"), str(tmp_path / "m.mlpackage"), "--to", "coreml"]
+  assert cli.main([*words, "--heads", "12"]) == 1
+  told = capsys.readouterr().err
+  assert "--heads=12 is of a ViT, and '" in told
+  assert told.endswith("is a T5, whose weights tell its heads: leave --heads out.\n")
+
+
+def test_what_coremltools_tells_when_it_is_imported_is_silenced(monkeypatch, caplog):
+  warned = []
+  noisy = lambda name: warned.append(name) or logging.warning("Failed to load _MLModelProxy")
+  monkeypatch.setattr(package.importlib, "import_module", noisy)
+  package.require()
+  assert warned == ["torch", "coremltools"] and not caplog.records
+  logging.warning("others are told")
+  assert caplog.records
+
+
+def test_another_network_is_refused(no_import, tmp_path):
   test_export.written(tmp_path / "run", "resnet_test", finalized=True)
   with pytest.raises(ValueError, match="is a ResNet, and Core ML packages are of a ViT or a T5's"):
     nms.runs.export_coreml(tmp_path / "run", tmp_path / "model.mlpackage", heads=2)
@@ -202,7 +235,8 @@ def test_an_existing_package_is_never_overwritten(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["torch", "coremltools"])
 def test_without_the_extra_one_sentence_says_what_brings_it(name, tmp_path, monkeypatch):
+  test_export.written(tmp_path / "run", "vit_test", finalized=True)
   for other in ("torch", "coremltools"):
     monkeypatch.setitem(sys.modules, other, None if other == name else np)
   with pytest.raises(ModuleNotFoundError, match=rf"Core ML needs {name}: pip install .*\[coreml\]"):
-    nms.runs.export_coreml(tmp_path, tmp_path / "model.mlpackage", heads=2)
+    nms.runs.export_coreml(tmp_path / "run", tmp_path / "model.mlpackage", heads=2)

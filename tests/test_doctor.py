@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -57,6 +58,8 @@ def environment(monkeypatch, tmp_path):
       version(name)
       return of_jax if name == "jax" else REQUIRES
 
+    kernels = types.SimpleNamespace(nm_sparsity_isa=lambda _: b"avx2")
+    monkeypatch.setattr(installed, "kernels", lambda: (kernels, ""))
     folders = {"nm_sparsity_jax", *({"importlib_resources", *modules} & {*versions, *modules})}
     monkeypatch.setattr(installed.importlib.metadata, "version", version)
     monkeypatch.setattr(installed.importlib.metadata, "requires", requires)
@@ -214,6 +217,32 @@ def test_a_checkout_is_installed_from_where_it_lies(environment):
   remedy = f"pip install -c constraints-t5x.txt -e '.[t5x]' in {checkout}"
   assert bad("t5x")["seqio"].remedy == remedy
   assert bad("core")["jax"].remedy == f"pip install -e '.' in {checkout}"
+
+
+def test_missing_kernels_are_a_warning_that_says_how_to_build_them(environment, monkeypatch):
+  environment(modules=THREE)
+  kernels = lambda: {f.name: f for f in env.examine("core")}["packed kernels"]
+  assert kernels().status == "ok" and kernels().text == "avx2"
+  path = str(environment.folder / installed.LIBRARY)
+  monkeypatch.setattr(installed, "kernels", lambda: installed.load_kernels(path))
+  monkeypatch.setattr(env.shutil, "which", lambda name: None)
+  how = "in the checkout: pip install --force-reinstall --no-deps --no-cache-dir ."
+  assert (kernels().status, kernels().remedy) == ("warn", f"install g++, then {how}")
+  assert kernels().text.startswith("libnm_sparsity.so is not there: ")
+  monkeypatch.setattr(env.shutil, "which", lambda name: "/usr/bin/g++")
+  assert kernels().remedy == how
+  checkout = environment.folder / "nm_sparsity_jax"
+  checkout.mkdir()
+  (checkout / "setup.py").touch()
+  assert kernels().remedy == f"in {checkout}: pip install --no-deps -e ."
+
+
+def test_the_last_line_names_what_else_is_ready(environment, capsys):
+  environment(GOOD, of_jax=OF_JAX)
+  assert cli.main(["doctor"]) == 0
+  assert capsys.readouterr().out.endswith("\nReady for core. Ready for tasks as well.\n")
+  assert cli.main(["doctor", "--for", "core"]) == 0
+  assert capsys.readouterr().out.endswith("\nReady for core.\n")
 
 
 def test_constraints_meet_the_floors_and_name_only_what_is_asked_for(monkeypatch):

@@ -9,7 +9,8 @@ what you do, so --for says which parts must be there:
   t5x     t5x.train with our gin files (docs/t5x.md)
   tpu     a TPU's compiler that fits the installed jax (docs/tpu.md)
 
-Each finding is ok, bad (to fix), or warn: there, but not what was tested.
+Each finding is ok, bad (to fix), or warn: not what was tested, or slower than it could be. Without
+--for, the last line also names what else the installed extras are enough for.
 
 Exit code: 0 = nothing is bad, 1 = something is.
 """
@@ -21,7 +22,7 @@ import dataclasses
 import json
 
 from nm_sparsity_jax import environment
-from nm_sparsity_jax.text import columns
+from nm_sparsity_jax.text import columns, listed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,5 +56,7 @@ def run(args: argparse.Namespace) -> int:
   print("\n".join(columns(rows)))
   bad, warned = (sum(f.status == kind for f in findings) for kind in ("bad", "warn"))
   but = f", but see {warned} marked with !" if warned else ""
-  print(f"\n{bad} to fix for {purpose}." if bad else f"\nReady for {purpose}{but}.")
+  more = [] if bad or args.purpose else environment.ready_for(purpose)
+  also = f" Ready for {listed(more)} as well." if more else ""
+  print(f"\n{bad} to fix for {purpose}." if bad else f"\nReady for {purpose}{but}.{also}")
   return 0 if ok else 1

@@ -49,10 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--to", choices=("coreml",), help="OUT is F.mlpackage: a T5's encoder or a ViT for Core ML"
   )
   parser.add_argument(
-    "--heads", type=int, metavar="N", help="attention heads of a ViT, for Core ML"
+    "--heads", type=int, metavar="N", help="attention heads of a ViT, for Core ML; not of a T5"
   )
   parser.add_argument(
-    "--length", type=int, metavar="N", help="ids that a T5's encoder takes in Core ML; else 128"
+    "--length",
+    type=int,
+    metavar="N",
+    help="ids that a T5's encoder takes in Core ML; 128 if not given",
   )
   _rules.add(parser)
   _imports.add(parser)

@@ -31,7 +31,8 @@ def require() -> None:
   """
   for name in _PACKAGES:
     try:
-      importlib.import_module(name)
+      with _quiet():  # coremltools warns of what it lacks outside macOS
+        importlib.import_module(name)
     except ImportError as e:
       raise ModuleNotFoundError(
         f"Core ML needs {name}: pip install 'nm-sparsity-jax[coreml]' ({e})", name=name

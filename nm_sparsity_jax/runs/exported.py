@@ -221,9 +221,9 @@ def _proven(name: str, array: np.ndarray, recipe: Any, rules: Rules) -> tuple[An
 
 def _to_file(stored: Stored, out: str, found: proof.Proof | None) -> Exported:
   """Writes a file of timm's names, one array in memory at a time, and reads it back."""
-  keys = _keys(stored)
+  names = keys(stored)
   leaves = {}
-  for name, key in keys.items():
+  for name, key in names.items():
     shape, dtype = stored.leaves[key].shape, stored.leaves[key].dtype
     if shape is None or dtype is None:
       raise ValueError(f"{stored.path!r} is not of a network of images: {key} has no shape.")
@@ -233,26 +233,30 @@ def _to_file(stored: Stored, out: str, found: proof.Proof | None) -> Exported:
   def note(name: str, first: int, rows: np.ndarray) -> None:
     sums[name, first, first + len(rows)] = writing.sha256(rows)
 
-  timm.write_each(out, leaves, lambda name: stored.array(keys[name]), note)
+  timm.write_each(out, leaves, lambda name: stored.array(names[name]), note)
   opened = safetensors_file.Opened(out)
   for (name, first, stop), wanted in sums.items():
     if writing.sha256(opened.array(name)[first:stop]) != wanted:
       raise ValueError(f"{out!r}: {name!r} is not what was written.")
-  names = timm.keys_of(opened.shapes, repr(opened.path))
-  report = None if found is None else report_of_file(opened.array, found, timm.sources(names))
+  table = timm.sources(timm.keys_of(opened.shapes, repr(opened.path)))
+  report = None if found is None else report_of_file(opened.array, found, table)
   return Exported(stored, out, len(opened.shapes), report)
 
 
-def _keys(stored: Stored) -> dict[str, str]:
-  """Returns our key -> that of the checkpoint, of parameters and averages of batch statistics."""
-  keys: dict[str, str] = {}
+def keys(stored: Stored) -> dict[str, str]:
+  """Returns our key -> that of the checkpoint, of parameters and averages of batch statistics.
+
+  Args:
+    stored: the checkpoint.
+  """
+  found: dict[str, str] = {}
   for key in stored.leaves:
     for above, collection in (
       ("target", "params"), *((f"flax_mutables/{name}", name) for name in _COLLECTIONS)
     ):  # fmt: skip
       if key.startswith(f"{above}/"):
-        keys[collection + key.removeprefix(above)] = stored.deployed(key)
-  return keys
+        found[collection + key.removeprefix(above)] = stored.deployed(key)
+  return found
 
 
 def report_of_file(

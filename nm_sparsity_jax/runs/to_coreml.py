@@ -34,6 +34,7 @@ from nm_sparsity_jax.weights import (
 )
 
 _AGREES = 1e-4  # of the largest result
+_LENGTH = 128  # ids that a T5 takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ def export_coreml(
   axes: Mapping[str, Any] | None = None,
   feed_forward: str | None = None,
   heads: int | None = None,
-  length: int = 128,
+  length: int | None = None,
 ) -> Converted:
   """Writes the encoder of a T5, or a ViT, as a Core ML package in float32, and proves it there.
 
@@ -88,8 +89,8 @@ def export_coreml(
     rules: as in `export`.
     axes: as in `export`.
     feed_forward: as in `export`.
-    heads: attention heads of a ViT, which weights do not tell.
-    length: ids of a text that a T5 takes.
+    heads: attention heads of a ViT, which its weights do not tell; None for a T5.
+    length: ids of a text that a T5 takes; None = 128, and for a ViT.
 
   Raises:
     ValueError: as in `export`; or the network is neither, or torch computes something else.
@@ -98,26 +99,75 @@ def export_coreml(
   file = os.fspath(out)
   if not file.endswith(package.SUFFIX):
     raise ValueError(f"{file!r}: name a package that ends in {package.SUFFIX}.")
-  if type(length) is not int or length < 1:
+  if length is not None and (type(length) is not int or length < 1):
     raise SettingError(
       "length", "{length=}{given!r}: it is a whole number of ids, at least 1.", given=length
     )
   safetensors_file.refuse_existing(file)
-  package.require()
   stored = checkpoint.opened(path)
   if stored.format == foreign.HUGGING_FACE:
     raise ValueError(
       f"{stored.path!r} is a folder of Hugging Face's T5: make a checkpoint of it first "
       "(nm-sparsity convert), and name that with its rules."
     )
+  is_t5 = huggingface_names.is_t5([key.removeprefix("target/") for key in stored.leaves])
+  _refuse_other_settings(stored, is_t5, heads, length)
+  package.require()  # takes seconds
   with tempfile.TemporaryDirectory() as folder:
-    if huggingface_names.is_t5([key.removeprefix("target/") for key in stored.leaves]):
+    if is_t5:
       theirs = os.path.join(folder, "model")
       exported.export(stored, theirs, rules, axes, feed_forward)
-      return _encoder(stored, theirs, file, _found(stored, rules, axes), length)
+      return _encoder(stored, theirs, file, _found(stored, rules, axes), length or _LENGTH)
     theirs = os.path.join(folder, "model.safetensors")
     exported.export(stored, theirs, rules, axes)
+    assert heads is not None
     return _vit(stored, theirs, file, _found(stored, rules, axes), heads)
+
+
+def _refuse_other_settings(
+  stored: Stored, is_t5: bool, heads: int | None, length: int | None
+) -> None:
+  """Refuses another network, and settings that are not this network's."""
+  if is_t5:
+    if heads is not None:
+      raise SettingError(
+        "heads",
+        "{heads=}{given!r} is of a ViT, and {path!r} is a T5, whose weights tell its heads: leave "
+        "{heads} out.",
+        given=heads, path=stored.path,
+      )  # fmt: skip
+    return
+  leaves = exported.keys(stored)
+  names = [source.name for source in timm.sources(leaves).values()]
+  if (family := timm_names.family_of(names, repr(stored.path))) != "ViT":
+    raise ValueError(
+      f"{stored.path!r} is a {family}, and Core ML packages are of a ViT or a T5's encoder."
+    )
+  if length is not None:
+    raise SettingError(
+      "length",
+      "{length=}{given!r} is of a T5, and {path!r} is a ViT, which takes images: leave {length} "
+      "out.",
+      given=length, path=stored.path,
+    )  # fmt: skip
+  _check_heads(heads, (stored.leaves[leaves["params/pos_embed"]].shape or (0,))[-1])
+
+
+def _check_heads(heads: int | None, embed: int) -> None:
+  """Refuses a number of heads that a ViT of this width cannot have."""
+  if heads is None:
+    raise SettingError(
+      "heads",
+      "the weights of a ViT do not tell its attention heads: give {heads}, a divisor of its width, "
+      "{embed}; a published ViT of this width has {published}.",
+      embed=embed, published=max(1, embed // 64),
+    )  # fmt: skip
+  if type(heads) is not int or heads < 1 or embed % heads:
+    raise SettingError(
+      "heads",
+      "{heads=}{given!r} does not divide the ViT's width, {embed}: give its number of heads.",
+      given=heads, embed=embed,
+    )  # fmt: skip
 
 
 def _found(stored: Stored, rules: Any, axes: Any) -> proof.Proof | None:
@@ -156,13 +206,11 @@ def _encoder(
   return _written(stored, out, module, (ids, "ids", "encoded"), tensors, report, difference)
 
 
-def _vit(
-  stored: Stored, file: str, out: str, found: proof.Proof | None, heads: int | None
-) -> Converted:
+def _vit(stored: Stored, file: str, out: str, found: proof.Proof | None, heads: int) -> Converted:
   networks: Any = importlib.import_module("nm_sparsity_jax.coreml.networks")
   source = safetensors_file.Opened(file)
   tensors = {name: source.array(name) for name in source.shapes}
-  config = _config(source.shapes, heads, stored.path)
+  config = _config(source.shapes, heads)
   variables = timm.from_timm(tensors)
   shape = 1, config.image_size, config.image_size, config.channels
   images = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -176,18 +224,9 @@ def _vit(
   return _written(stored, out, module, (theirs, "images", "logits"), tensors, report, difference)
 
 
-def _config(shapes: Mapping[str, tuple[int, ...]], heads: int | None, what: str) -> ViTConfig:
+def _config(shapes: Mapping[str, tuple[int, ...]], heads: int) -> ViTConfig:
   """Returns what timm's tensors tell of a ViT."""
-  if (family := timm_names.family_of(shapes, what)) != "ViT":
-    raise ValueError(f"{what} is a {family}, and Core ML packages are of a ViT or a T5's encoder.")
   embed, channels, patch, _ = shapes["patch_embed.proj.weight"]
-  if heads is None or type(heads) is not int or heads < 1 or embed % heads:
-    raise SettingError(
-      "heads",
-      "{heads=}{given!r}: say how many attention heads the ViT has, which its weights do not tell; "
-      "they divide its width, {embed}. A published ViT of this width has {published}.",
-      given=heads, embed=embed, published=max(1, embed // 64),
-    )  # fmt: skip
   class_token = "cls_token" in shapes
   side = round((shapes["pos_embed"][1] - class_token) ** 0.5)
   blocks = {hit[1] for name in shapes if (hit := re.match(r"blocks\.(\d+)\.", name))}
