@@ -276,6 +276,19 @@ class Rebus(Task):
     return "1:32", [argv]
 
 
+def packed(out: str, name: str) -> list[str]:
+  """Returns the command that writes one of the final checkpoints without its zeros.
+
+  >>> packed("quickstart", "sr_ste")
+  ['pack', 'quickstart/final/sr_ste', 'quickstart/model.safetensors']
+
+  Args:
+    out: the folder of the quickstart.
+    name: of a run that was finalized.
+  """
+  return ["pack", f"{out}/final/{name}", f"{out}/model.safetensors"]
+
+
 TASKS: dict[str, Task] = {"mini-glue": MiniGlue(), "rebus": Rebus()}
 DEFAULT = "mini-glue"
 

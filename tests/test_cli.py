@@ -57,6 +57,20 @@ except SystemExit as e:
   assert spent < 1
 
 
+@pytest.mark.parametrize(
+  "name, kinds",
+  [
+    ("verify", ["a packed file", "file of timm's names", "a folder of Hugging Face's T5"]),
+    ("finalize", ["but no packed file", "A folder of Hugging Face's T5 becomes another one"]),
+  ],
+)
+def test_help_names_each_kind_that_is_taken(name, kinds, capsys):
+  with pytest.raises(SystemExit):
+    cli.main([name, "--help"])
+  said = " ".join(capsys.readouterr().out.split())
+  assert all(kind in said for kind in kinds)
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_each_command_is_a_module_that_is_there(name, capsys):
   module = importlib.import_module(f"nm_sparsity_jax.commands.{cli.COMMANDS[name][0]}")

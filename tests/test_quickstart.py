@@ -32,6 +32,7 @@ def lines(out="my quickstart", steps=40):
   for name in quickstart.ALL:
     yield quickstart.finetune(out, steps, name)
   yield quickstart.finetune(out, steps, "mdgf_exponential", "1:32", "harder")
+  yield quickstart.packed(out, "sr_ste")
   yield quickstart.score(out, names)
   yield from quickstart.reports(out, names)
 
@@ -226,6 +227,16 @@ def test_its_report_has_every_part(whole):
   assert parts["density"].count("mlp/wo/kernel") == 2 and "0.125" in parts["density"]
   assert jax.__version__ in parts["environment"] and "1 x cpu" in parts["environment"]
   assert "MNLI-m" in parts["scores"] and "RANDOM_SEED" in parts["settings"]
+
+
+def test_its_last_words_pack_a_checkpoint_that_is_there(whole):
+  folder, said = whole
+  line = next(x for x in said[said.index("What next") :].splitlines() if "nm-sparsity pack" in x)
+  _, command, final, file = shlex.split(line)
+  made = folder.parent / file
+  assert cli.main([command, str(folder.parent / final), str(made)]) == 0
+  assert made.stat().st_size
+  made.unlink()
 
 
 @pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")

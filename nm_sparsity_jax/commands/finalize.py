@@ -1,13 +1,16 @@
 """Writes a checkpoint with exact zeros: the pattern of every place, as `nms.finalize` makes it.
 
-It takes what `nm-sparsity verify` takes, and a folder for the result. The result has the
-checkpoint's own name, as in T5X: OUT/checkpoint_<step>. It holds parameters, step and sparse
-state, but no optimizer. Where the run kept a moving average of its parameters (EMA_DECAY), that is
-what is finalized, as it is what was scored. t5x.eval and t5x.infer open it, with the sparse model
-or with T5X's own, and you can fine-tune it. The command says how much magnitude it removed, reads
-what it wrote, and proves it. One parameter is in memory at a time. sha256.json holds the SHA-256 of
-each parameter, and `nm-sparsity verify` compares it. It also holds the rules that you give with
---rules. T5X is not needed.
+It takes what `nm-sparsity verify` takes, but no packed file, and a folder for the result. The
+result has the checkpoint's own name, as in T5X: OUT/checkpoint_<step>. It holds parameters, step
+and sparse state, but no optimizer. Where the run kept a moving average of its parameters
+(EMA_DECAY), that is what is finalized, as it is what was scored. t5x.eval and t5x.infer open it,
+with the sparse model or with T5X's own, and you can fine-tune it. The command says how much
+magnitude it removed, reads what it wrote, and proves it. One parameter is in memory at a time.
+sha256.json holds the SHA-256 of each parameter, which `nm-sparsity verify` compares, and the rules
+that you gave with --rules. T5X is not needed.
+
+A folder of Hugging Face's T5 becomes another one, OUT itself. It has no place for rules: `verify`,
+`pack` and `export` need --rules once more.
 
 While the schedule is not over, the removed weights may still matter, so the command refuses.
 --early allows it.
@@ -36,8 +39,12 @@ FLAGS = _rules.FLAGS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and where to write."""
-  parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
-  parser.add_argument("out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new")
+  parser.add_argument(
+    "checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above"
+  )
+  parser.add_argument(
+    "out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new: see above"
+  )
   _rules.add(parser)
   _imports.add(parser)
   parser.add_argument(

@@ -166,8 +166,10 @@ def _close(args: argparse.Namespace, out: str, steps: int, begin: tuple[float, f
     f"Done in {wall // 60:.0f}:{wall % 60:02.0f} ({cpu:.0f} s of CPU time). Curves are in "
     f"{out}/report.html,\ncheckpoints with exact zeros in {out}/final.\n\nWhat next"
   )
+  final = task.proven(task.runs(args.all))[-1]
   nexts = [
     task.harder(out, steps),
+    ("a file without the zeros: docs/deploy.md", [quickstart.packed(out, final)]),
     ("your own checkpoint on your own data: docs/local.md; with T5X: docs/t5x.md", []),
   ]
   if not args.all:

@@ -1,9 +1,9 @@
 """Proves, group by group, that a checkpoint's weights are n:m along the axis that is contracted.
 
-It takes a checkpoint of `nm-sparsity train`, of T5X or of Kauldron, or a .safetensors file of
-timm's names. A run's folder stands for its newest checkpoint. That of a sparse run holds its rules;
-for any other, and for a .safetensors file, give --rules. One array is in memory at a time. T5X is
-not needed.
+It takes a checkpoint of `nm-sparsity train`, of T5X or of Kauldron, a packed file, a .safetensors
+file of timm's names, or a folder of Hugging Face's T5. A run's folder stands for its newest
+checkpoint. A checkpoint of a sparse run, one that `nm-sparsity finalize` wrote, and a packed file
+hold their rules. For all else give --rules. One array is in memory at a time. T5X is not needed.
 
 A run stores dense weights, since masks act on the fly: `nm-sparsity finalize` writes the zeros.
 
@@ -27,7 +27,9 @@ FLAGS = _rules.FLAGS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the checkpoint, and its rules where it does not hold them."""
-  parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
+  parser.add_argument(
+    "checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above"
+  )
   _rules.add(parser)
   _imports.add(parser)
   parser.add_argument("--json", action="store_true", help="print the findings as JSON")
