@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from nm_sparsity_jax.errors import UnknownRecipe
 from nm_sparsity_jax.runs import files, folders
-from nm_sparsity_jax.runs.contents import Unreadable
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.rules import Rules
@@ -174,6 +173,7 @@ def stored_rules(
   """
   from nm_sparsity_jax import configure, rules_text
   from nm_sparsity_jax.runs import checkpoint
+  from nm_sparsity_jax.runs.contents import Unreadable
 
   try:
     stored = checkpoint.read(checkpoint.find(path))

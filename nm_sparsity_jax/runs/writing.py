@@ -110,7 +110,7 @@ def _write(
     stop.check()
     whole = {key: x for key, x in found.items() if isinstance(x, str)}
     layers = {key: x for key, x in found.items() if not isinstance(x, str)}
-    notes = {"sha256": whole} | ({"layers": layers} if layers else {}) | told
+    notes = {"sha256": whole, **({"layers": layers} if layers else {}), **told}
     sums = json.dumps(notes, indent=1, sort_keys=True)
     (unfinished / _FILE).write_text(sums + "\n")
     (unfinished / "dataset").mkdir()  # T5X asks for it where a run starts from this
