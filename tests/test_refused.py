@@ -93,8 +93,8 @@ def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
 ):
   """Point 15: what is refused after the folder was made left it with a config.gin."""
   state = types.SimpleNamespace(step=3, sparse_step=3)
-  stored = types.SimpleNamespace(average=False, packed=None)
-  monkeypatch.setattr(checkpoints, "opened", lambda *_: stored)
+  stored = types.SimpleNamespace(path="checkpoint_3", average=False, packed=None)
+  monkeypatch.setattr(checkpoints, "opened", lambda *_, newest: stored)
   monkeypatch.setattr(checkpoints, "load_for_evaluation", lambda *_: state)
   model = test_local.model_of()
   monkeypatch.setattr(type(model), "variables", lambda *_: {"params": {}})
