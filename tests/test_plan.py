@@ -942,7 +942,11 @@ def of_data(report):
 
 
 @pytest.mark.t5x
-def test_a_run_that_would_evaluate_nothing_is_warned_of(run_t5x, tasks):
+def test_a_run_that_would_evaluate_nothing_is_warned_of(run_t5x, tasks, monkeypatch):
+  import seqio
+
+  mine = [name for name in seqio.MixtureRegistry.names() if name.startswith("nm_")]
+  monkeypatch.setattr(seqio.MixtureRegistry, "names", lambda: mine)  # none of another test
   for name, found in {
     "nm_glue_mini_mnli": [
       "nm_glue_mini_mnli has no split 'validation', so nothing is evaluated: choose "

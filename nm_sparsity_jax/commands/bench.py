@@ -114,8 +114,6 @@ def _refuse(args: argparse.Namespace) -> None:
     files.check_folder("--out", pathlib.Path(args.out).parent)
     if pathlib.Path(args.out).is_dir():
       raise ValueError(f"--out: {args.out!r} is a folder: name a file in it.")
-  if args.checkpoint is not None:
-    _refuse_missing(args.checkpoint)
 
 
 def _refuse_missing(path: str) -> None:
@@ -170,10 +168,12 @@ def configuration(args: argparse.Namespace) -> Any:
 def _of_checkpoint(args: argparse.Namespace) -> Any:
   """Returns what is found of a checkpoint; one that is not packed is packed first."""
   from nm_sparsity_jax import benches, runs
-  from nm_sparsity_jax.commands import _local
+  from nm_sparsity_jax.commands import _imports, _local
   from nm_sparsity_jax.local import checkpoints, packed_files
   from nm_sparsity_jax.runs import checkpoint, orbax
 
+  _imports.load(args)
+  _refuse_missing(args.checkpoint)
   named, args.checkpoint = args.checkpoint, checkpoint.find(args.checkpoint)
   if args.checkpoint != named:
     print(f"{named}: its newest checkpoint is taken, {args.checkpoint}", file=sys.stderr)
