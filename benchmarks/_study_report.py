@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import _recipes_report as report
 import _study_tests as tests
@@ -118,13 +120,21 @@ def cells(records: tests.Records, study: Study) -> list[str]:
       TASKS[cell.task], cell.pattern, cell.row, cell.budget, report.count(len(found), len(seeds)),
       f"{report.mean_accuracy(found.values()):.2f}", f"{report.cross_entropy(found):.4f}",
       f"{math.exp(statistics.fmean(noise.values())):.1f}" if len(noise) == len(found) else "",
-      str(first["steps"]), f"{first['flops'] / 1e12:.2f}",
+      str(first["steps"]), f"{first['flops'] / 1e12:.2f}", wrong_phonemes(found.values()),
     ])  # fmt: skip
   head = (
     "task", "pattern", "row", "budget", "seeds", "accuracy, %", "cross-entropy", "noise", "steps",
-    "training TFLOPs",
+    "training TFLOPs", "wrong phonemes, %",
   )  # fmt: skip
   return report.markdown(head, lines) if lines else ["Missing."]
+
+
+def wrong_phonemes(records: Iterable[Mapping[str, Any]]) -> str:
+  """Returns the geometric mean of phoneme error rates in percent; "" of other tasks."""
+  rates = [record.get("phoneme_error_rate") for record in records]
+  if None in rates:
+    return ""
+  return f"{100 * math.exp(statistics.fmean(map(math.log, rates))):.2f}"
 
 
 def tuning(records: tests.Records, study: Study) -> list[str]:

@@ -27,7 +27,7 @@ def test_ten_random_cells_of_the_page_by_numpy():
   tables = {v: k for k, v in report.TASKS.items()}
   asked = []
   for line in lines_of(page, "Cells"):
-    task, pattern, row, budget, count, accuracy, ce, _, steps, flops = line
+    task, pattern, row, budget, count, accuracy, ce, _, steps, flops, *wrong = line
     found = cells.pop((tables[task], pattern, row, budget))
     column = lambda name, found=found: np.array([record[name] for record in found])
     assert count.split()[0] == str(len(found))
@@ -37,6 +37,9 @@ def test_ten_random_cells_of_the_page_by_numpy():
       (steps, f"{column('steps')[0]}"),
       (flops, f"{column('flops')[0] / 1e12:.2f}"),
     ]
+    if task == report.TASKS["cmudict"]:
+      rates = np.log(column("phoneme_error_rate"))
+      asked.append((wrong[0], f"{100 * np.exp(rates.mean()):.2f}"))
   assert not {key for key in cells if ", tuning " not in key[2]}  # every record is on the page
   asked += contrasts_of(page, path)
   for said, wanted in random.Random(0).sample(asked, min(10, len(asked))):
@@ -175,13 +178,20 @@ def test_readme_has_a_line_for_each_pattern_and_none_that_was_not_run():
 
 
 def contrasts_of(page, path):
-  """(said, wanted) of the means of H1's contrasts, paired by seed in numpy."""
+  """(said, wanted) of the means of contrasts, paired by seed in numpy."""
   at = {}
   for record in map(json.loads, path.read_text("utf8").splitlines()):
-    at[record["pattern"], record["row"], record["seed"], record["budget"]] = record["cross_entropy"]
-  for line in lines_of(page, "H1"):
-    pattern, row, over = re.fullmatch(r"80 symbols, (\S+): (.*) over (.*)", line[0]).groups()
-    both = [tuple(at.get((pattern, name, s, "1600")) for name in (row, over)) for s in SEEDS]
-    d = np.log([pair for pair in both if None not in pair])
-    if len(d):
-      yield line[4], f"{np.exp((d[:, 0] - d[:, 1]).mean()):.3f}"
+    key = tuple(record[name] for name in ("task", "pattern", "row", "seed", "budget"))
+    at[key] = record
+  tables = {v: k for k, v in report.TASKS.items()}
+  for name, budget in (("H1", "1600"), ("H7", "1600"), ("H11", "1000")):
+    for line in lines_of(page, f"{name}:"):
+      task, pattern, row, over = re.fullmatch(r"(.*), (\S+): (.*) over (.*)", line[0]).groups()
+      measured = line[1].replace(" ", "_").replace("-", "_")
+      of = lambda row, seed, task=task, pattern=pattern, budget=budget: at.get(
+        (tables[task], pattern, row, seed, budget)
+      )
+      both = [(of(row, seed), of(over, seed)) for seed in SEEDS]
+      d = np.log([[x[measured] for x in pair] for pair in both if None not in pair])
+      if len(d):
+        yield line[4], f"{np.exp((d[:, 0] - d[:, 1]).mean()):.3f}"
