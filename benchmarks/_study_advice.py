@@ -111,10 +111,9 @@ def factor(records: tests.Records, old: Old) -> tuple[int, str]:
 def explored(records: tests.Records, each: tests.Verdict, olds: Sequence[Old]) -> str:
   """Says what the runs of a rejected task have, or the older tables; neither decides."""
   if each.there == each.wanted:
-    _, counts = tests.decided(each.hypothesis.needs, [shown.says for shown in each.shown])
     best = max(each.shown, key=lambda shown: abs(shown.mean or 0.0))
     return (
-      f"Exploratory, from its runs: {counts}; the largest, {report.name_of(best)}, "
+      f"Exploratory, from its runs: {report.counts(each)}; the largest, {report.name_of(best)}, "
       f"{report.shown(best)}."
     )
   if not olds:
@@ -329,5 +328,6 @@ def beyond(h1: tests.Verdict, pattern: str) -> str:
     return ": not decided" if h1.there == h1.wanted else ": not decided yet"
   shown = [each for each in h1.shown if each.contrast.pair.row.pattern == pattern]
   gains = [each.contrast.pair.row.row for each in shown if each.says == "holds"]
-  of = f" ({report.TASKS[shown[0].contrast.pair.row.task]}, 8 seeds)"
+  seeds = len(shown[0].differences)
+  of = f" ({report.TASKS[shown[0].contrast.pair.row.task]}, {seeds} seeds)"
   return f"{of}: {'; '.join(f'`{row}`' for row in gains) or 'no recipe'}"

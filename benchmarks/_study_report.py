@@ -75,11 +75,15 @@ def headline(verdict: tests.Verdict) -> str:
 
 def undecided(verdict: tests.Verdict) -> str:
   """Says what the contrasts of a rejected task have, once all of its runs are there."""
-  words = [each.says for each in verdict.shown]
-  if verdict.is_open or verdict.there < verdict.wanted or "missing" in words:
+  is_missing = any(each.says == "missing" for each in verdict.shown)
+  if verdict.is_open or verdict.there < verdict.wanted or is_missing:
     return ""
-  _, why = tests.decided(verdict.hypothesis.needs, words)
-  return f" Its contrasts decide nothing: {why}."
+  return f" Its contrasts decide nothing: {counts(verdict)}."
+
+
+def counts(verdict: tests.Verdict) -> str:
+  """Says how many contrasts of a verdict hold, fail and are open, also of a rejected task."""
+  return tests.decided(verdict.hypothesis.needs, [each.says for each in verdict.shown])[1]
 
 
 def contrasts(verdict: tests.Verdict, seeds: int) -> list[str]:

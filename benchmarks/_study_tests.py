@@ -157,7 +157,7 @@ def verdict(hypothesis: Hypothesis, records: Records, study: Study) -> Verdict:
   runs = [run for c in hypothesis.cells for run in c.runs(study.declared["test_seeds"])]
   there = sum(run in records for run in runs)
   shown = family(hypothesis.contrasts, records, study)
-  word, why, ranks = "not decided", "", False
+  word, why, is_open = "not decided", "", False
   gaps = [(gate, behind(gate, records, study)) for gate in hypothesis.gates]
   if there < len(runs):
     why = f"{there} of {len(runs)} runs are there"
@@ -167,8 +167,7 @@ def verdict(hypothesis: Hypothesis, records: Records, study: Study) -> Verdict:
     why = f"the task is rejected: {_closed(*closed[0])}"
   else:
     word, why = decided(hypothesis.needs, [each.says for each in shown])
-    ranks = True
-  is_open = ranks and word == "not decided"
+    is_open = word == "not decided"
   return Verdict(hypothesis, word, why, shown, there, len(runs), is_open)
 
 

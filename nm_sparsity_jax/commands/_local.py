@@ -41,9 +41,22 @@ def _refuse_missing(config: gin_files.Config) -> None:
   resumes = isinstance(folder, str) and "://" not in folder and folders.steps(folder)
   for name in ("CHECKPOINT_PATH",) if resumes else ("INITIAL_CHECKPOINT_PATH", "CHECKPOINT_PATH"):
     path = config.get(name)
-    if isinstance(path, str) and "://" not in path and not folders.path_of(path).exists():
-      looked = "" if os.path.isabs(path) else f": looked at {folders.path_of(path)}"
-      raise ValueError(f"{name}: there is no checkpoint {path!r}{looked}")
+    if isinstance(path, str) and (said := missing(path)):
+      raise ValueError(f"{name}: {said}")
+
+
+def missing(path: str) -> str:
+  """Says that no checkpoint is at a path of this machine, and where that is; '' where one is.
+
+  Args:
+    path: of a checkpoint; a bucket is not asked.
+  """
+  from nm_sparsity_jax.runs import folders
+
+  if "://" in path or folders.path_of(path).exists():
+    return ""
+  looked = "" if os.path.isabs(path) else f": looked at {folders.path_of(path)}"
+  return f"there is no checkpoint {path!r}{looked}"
 
 
 def _prepare_seqio(args: argparse.Namespace) -> None:

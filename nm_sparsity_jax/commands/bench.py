@@ -116,13 +116,6 @@ def _refuse(args: argparse.Namespace) -> None:
       raise ValueError(f"--out: {args.out!r} is a folder: name a file in it.")
 
 
-def _refuse_missing(path: str) -> None:
-  """Raises where no checkpoint is at a path of this machine."""
-  if "://" not in path and not pathlib.Path(path).exists():
-    looked = "" if os.path.isabs(path) else f": looked at {os.path.abspath(path)}"
-    raise ValueError(f"there is no checkpoint {path!r}{looked}. Name one that is there.")
-
-
 def _shape(text: str) -> tuple[int, int, int]:
   """Returns the value of --shapes."""
   try:
@@ -173,7 +166,8 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax.runs import checkpoint, orbax
 
   _imports.load(args)
-  _refuse_missing(args.checkpoint)
+  if said := _local.missing(args.checkpoint):
+    raise ValueError(f"{said}. Name one that is there.")
   named, args.checkpoint = args.checkpoint, checkpoint.find(args.checkpoint)
   if args.checkpoint != named:
     print(f"{named}: its newest checkpoint is taken, {args.checkpoint}", file=sys.stderr)

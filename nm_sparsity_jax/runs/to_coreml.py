@@ -129,13 +129,8 @@ def _refuse_other_settings(
 ) -> None:
   """Refuses another network, and settings that are not this network's."""
   if is_t5:
-    if heads is not None:
-      raise SettingError(
-        "heads",
-        "{heads=}{given!r} is of a ViT, and {path!r} is a T5, whose weights tell its heads: leave "
-        "{heads} out.",
-        given=heads, path=stored.path,
-      )  # fmt: skip
+    why = "is of a ViT, and {path!r} is a T5, whose weights tell its heads"
+    _refuse_given("heads", heads, why, stored.path)
     return
   leaves = exported.keys(stored)
   names = [source.name for source in timm.sources(leaves).values()]
@@ -143,14 +138,16 @@ def _refuse_other_settings(
     raise ValueError(
       f"{stored.path!r} is a {family}, and Core ML packages are of a ViT or a T5's encoder."
     )
-  if length is not None:
-    raise SettingError(
-      "length",
-      "{length=}{given!r} is of a T5, and {path!r} is a ViT, which takes images: leave {length} "
-      "out.",
-      given=length, path=stored.path,
-    )  # fmt: skip
+  why = "is of a T5, and {path!r} is a ViT, which takes images"
+  _refuse_given("length", length, why, stored.path)
   _check_heads(heads, (stored.leaves[leaves["params/pos_embed"]].shape or (0,))[-1])
+
+
+def _refuse_given(name: str, value: int | None, why: str, path: str) -> None:
+  """Refuses a setting that belongs to the other kind of network."""
+  if value is not None:
+    template = f"{{{name}=}}{{given!r}} {why}: leave {{{name}}} out."
+    raise SettingError(name, template, given=value, path=path)
 
 
 def _check_heads(heads: int | None, embed: int) -> None:
