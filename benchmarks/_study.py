@@ -65,7 +65,10 @@ class Gate(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-  """One family of contrasts, corrected together; `again` names another that it asks again."""
+  """One family of contrasts, corrected together; `again` names another that it asks again.
+
+  `seeds` are those of its contrasts. A gate has the seeds of the hypothesis that first ran its cells.
+  """
 
   name: str
   says: str
@@ -74,6 +77,7 @@ class Hypothesis(NamedTuple):
   matched: bool
   contrasts: tuple[Contrast, ...]
   gates: tuple[Gate, ...]
+  seeds: tuple[int, ...]
 
   @property
   def cells(self) -> list[Cell]:
@@ -91,6 +95,7 @@ class Study(NamedTuple):
     rows: name -> how it trains; those of tuning are among them, tuned ones are not.
     tried: recipe -> the names of its rows of tuning.
     hypotheses: by name.
+    seeds: cell of the tests -> its seeds, in the order of the queue.
     queue: every run, the most wanted first.
   """
 
@@ -98,7 +103,12 @@ class Study(NamedTuple):
   rows: dict[str, Row]
   tried: dict[str, tuple[str, ...]]
   hypotheses: dict[str, Hypothesis]
+  seeds: dict[Cell, tuple[int, ...]]
   queue: tuple[Run, ...]
+
+  def runs(self, cell: Cell) -> list[Run]:
+    """Returns the runs of a cell of the tests."""
+    return cell.runs(self.seeds[cell])
 
 
 def _cell(entry: Mapping[str, Any], name: str, sparse: bool, over: str = "") -> Cell:
@@ -113,8 +123,8 @@ def _pair(entry: Mapping[str, Any], rows: Mapping[str, Row]) -> Pair:
   return Pair(_cell(entry, row, sparse(row)), _cell(entry, over, sparse(over), "over_"))
 
 
-def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row]) -> Hypothesis:
-  about = ("says", "needs", "again")
+def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row], seeds) -> Hypothesis:
+  about = ("says", "needs", "again", "seeds")
   usual = {k: v for k, v in entry.items() if k not in ("contrasts", "gates", *about)}
   contrasts, gates = [], []
   for own in entry["contrasts"]:
@@ -126,7 +136,8 @@ def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row]) ->
     gates.append(Gate(_pair({"budget": "", **usual} | own, rows), own["points"]))
   matched = entry.get("matched", False)
   says, again, needs = entry["says"], entry.get("again", ""), entry["needs"]
-  return Hypothesis(name, says, again, needs, matched, tuple(contrasts), tuple(gates))
+  seeds = tuple(entry.get("seeds", seeds))
+  return Hypothesis(name, says, again, needs, matched, tuple(contrasts), tuple(gates), seeds)
 
 
 def _tuning(declared: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
@@ -139,9 +150,24 @@ def _tuning(declared: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
   return tried
 
 
-def _queue(declared, hypotheses, rows, tried) -> Iterator[Run]:
+def _seeds(declared, hypotheses, rows) -> dict[Cell, tuple[int, ...]]:
+  """Returns the seeds of each cell of the tests: of what first asks for it."""
+  seeds, usual = {}, tuple(declared["test_seeds"])
+  for stage in declared["queue"]["order"]:
+    if stage in hypotheses:
+      of = hypotheses[stage]
+      asked = {cell for contrast in of.contrasts for cell in contrast.cells}
+      for cell in of.cells:
+        seeds.setdefault(cell, of.seeds if cell in asked else usual)
+  for entry in declared["queue"]["described"]:
+    for pattern, name in itertools.product(entry["patterns"], entry["rows"]):
+      seeds.setdefault(_cell({"pattern": pattern, **entry}, name, rows[name].sparse), usual)
+  return seeds
+
+
+def _queue(declared, hypotheses, seeds, tried) -> Iterator[Run]:
   """Yields every run, with repeats."""
-  tests, tuning = declared["test_seeds"], declared["tuning"]
+  tuning = declared["tuning"]
   for stage in declared["queue"]["order"]:
     if stage == "tuning":
       for seed in tuning["seeds"]:
@@ -149,10 +175,9 @@ def _queue(declared, hypotheses, rows, tried) -> Iterator[Run]:
           yield Run(tuning["task"], tuning["pattern"], tuning["budget"], name, seed)
       continue
     for cell in hypotheses[stage].cells:
-      yield from cell.runs(tests)
-  for entry in declared["queue"]["described"]:
-    for pattern, name in itertools.product(entry["patterns"], entry["rows"]):
-      yield from _cell({"pattern": pattern, **entry}, name, rows[name].sparse).runs(tests)
+      yield from cell.runs(seeds[cell])
+  for cell in seeds:
+    yield from cell.runs(seeds[cell])
 
 
 @functools.cache
@@ -162,12 +187,14 @@ def study(path: pathlib.Path = FILE) -> Study:
   rows = {name: Row(**fields) for name, fields in declared["rows"].items()}
   tried = _tuning(declared)
   hypotheses = {
-    name: _hypothesis(name, entry, rows) for name, entry in declared["hypotheses"].items()
+    name: _hypothesis(name, entry, rows, declared["test_seeds"])
+    for name, entry in declared["hypotheses"].items()
   }
-  queue = tuple(dict.fromkeys(_queue(declared, hypotheses, rows, tried)))
+  seeds = _seeds(declared, hypotheses, rows)
+  queue = tuple(dict.fromkeys(_queue(declared, hypotheses, seeds, tried)))
   rows |= {name: row for found in tried.values() for name, row in found.items()}
   names = {recipe: tuple(found) for recipe, found in tried.items()}
-  made = Study(declared, rows, names, hypotheses, queue)
+  made = Study(declared, rows, names, hypotheses, seeds, queue)
   check(made)
   return made
 
@@ -191,6 +218,7 @@ def check(made: Study) -> None:
         "each recipe gets as many."
       )
   for hypothesis in made.hypotheses.values():
+    _check_seeds(made, hypothesis, tests, set(tuning["seeds"]))
     for c in hypothesis.contrasts:
       if c.measure not in MEASURES or c.expect not in EXPECTED:
         raise ValueError(f"{hypothesis.name} has {c.measure!r}, {c.expect!r}: say one of "
@@ -199,6 +227,27 @@ def check(made: Study) -> None:
         recipe, _, word = cell.row.rpartition(", ")
         if cell.row not in made.rows and not (word == "tuned" and recipe in made.tried):
           raise ValueError(f"{hypothesis.name} asks for {cell.row!r}: declare it in [rows].")
+
+
+def _check_seeds(made: Study, hypothesis: Hypothesis, tests: set[int], tuning: set[int]) -> None:
+  """Raises a ValueError where a hypothesis with seeds of its own shares them with other runs."""
+  own = set(hypothesis.seeds)
+  if own != tests:
+    if both := own & (tests | tuning):
+      raise ValueError(
+        f"{hypothesis.name} has seeds {sorted(both)}, which test_seeds or tuning have too: "
+        "give it others."
+      )
+    if len(own) < LEAST_SEEDS or len(own) < len(hypothesis.seeds):
+      raise ValueError(
+        f"{hypothesis.name} has {len(own)} different seeds: a sign-flip test needs {LEAST_SEEDS}."
+      )
+  for cell in (cell for contrast in hypothesis.contrasts for cell in contrast.cells):
+    if set(made.seeds.get(cell, own)) != own:
+      raise ValueError(
+        f"{hypothesis.name} asks {cell.row!r} of seeds {sorted(own)}, and an earlier hypothesis of "
+        f"{sorted(made.seeds[cell])}: a cell has one set of seeds."
+      )
 
 
 def tuned(made: Study, recipe: str, records: Mapping[Run, Mapping[str, Any]]) -> str | None:

@@ -193,7 +193,7 @@ def winner(
   h1 = tests.answer("H1", said)
   tested = {c for c in h1.hypothesis.cells if c.pattern == pattern and c.budget == STEPS}
   if tested and h1.there == h1.wanted:
-    found = {c.row: [records[r] for r in c.runs(study.declared["test_seeds"])] for c in tested}
+    found = {c.row: [records[r] for r in study.runs(c)] for c in tested}
     task, of = next(iter(tested)).task, "declared"
   else:
     names = {r.row for r in records if r[:3] == (TASK, pattern, STEPS) and r.seed in SEEDS}

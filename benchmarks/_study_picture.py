@@ -187,10 +187,10 @@ def told(said: Sequence[tests.Verdict]) -> str:
 
 def _cells(records: tests.Records, study: Study, **like: str) -> dict[Cell, list[Any]]:
   """Returns the records of each cell whose fields are those, in the order of the queue."""
-  seeds, found = study.declared["test_seeds"], {}
-  for cell in dict.fromkeys(Cell(*run[:4]) for run in study.queue if run.seed in seeds):
+  found = {}
+  for cell in study.seeds:
     if all(getattr(cell, key) == wanted for key, wanted in like.items()):
-      there = [records[run] for run in cell.runs(seeds) if run in records]
+      there = [records[run] for run in study.runs(cell) if run in records]
       if there:
         found[cell] = there
   return found

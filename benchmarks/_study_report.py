@@ -86,13 +86,13 @@ def counts(verdict: tests.Verdict) -> str:
   return tests.decided(verdict.hypothesis.needs, [each.says for each in verdict.shown])[1]
 
 
-def contrasts(verdict: tests.Verdict, seeds: int) -> list[str]:
+def contrasts(verdict: tests.Verdict) -> list[str]:
   """Returns the table of a hypothesis. Without its whole family no contrast has a p or a word."""
   lines = []
   for each in verdict.shown:
     measure, d = each.contrast.measure, [*each.differences.values()]
     cells = [name_of(each), measure.removeprefix("ln "), each.contrast.expect]
-    cells.append(report.count(len(d), seeds))
+    cells.append(report.count(len(d), len(verdict.hypothesis.seeds)))
     if not d:
       lines.append([*cells, *["missing"] * 5])
       continue
@@ -112,10 +112,9 @@ def contrasts(verdict: tests.Verdict, seeds: int) -> list[str]:
 
 def cells(records: tests.Records, study: Study) -> list[str]:
   """Returns a line for each cell that has a run."""
-  seeds, lines = study.declared["test_seeds"], []
-  asked = (Cell(*run[:4]) for run in study.queue if run.seed in seeds)
-  for cell in dict.fromkeys(asked):
-    found = {run.seed: records[run] for run in cell.runs(seeds) if run in records}
+  lines = []
+  for cell, seeds in study.seeds.items():
+    found = {run.seed: records[run] for run in study.runs(cell) if run in records}
     if not found:
       continue
     first = next(iter(found.values()))
@@ -171,7 +170,7 @@ def tables(records: tests.Records, study: Study) -> list[str]:
   mine, out = {run: records[run] for run in study.queue if run in records}, []
   for each in tests.verdicts(mine, study):
     if any(contrast.differences for contrast in each.shown):
-      out += contrasts(each, len(study.declared["test_seeds"]))
+      out += contrasts(each)
   return [*out, "#### Cells", "", *cells(mine, study), "", *tuning(mine, study)]
 
 

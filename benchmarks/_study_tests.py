@@ -90,7 +90,7 @@ def value(record: Mapping[str, Any], measure: str, task: str, study: Study) -> f
 
 def of_seeds(cell: Cell, measure: str, records: Records, study: Study) -> dict[int, float]:
   """Returns seed -> what is measured, of the runs that are there and have it."""
-  runs = [run for run in cell.runs(study.declared["test_seeds"]) if run in records]
+  runs = [run for run in study.runs(cell) if run in records]
   found = {run.seed: value(records[run], measure, cell.task, study) for run in runs}
   return {seed: x for seed, x in found.items() if x is not None}
 
@@ -132,8 +132,8 @@ def says(expect: str, p: float, mean: float, low: float, high: float, within: fl
 def family(contrasts: Sequence[Contrast], records: Records, study: Study) -> tuple[Shown, ...]:
   """Returns what the contrasts of one family show, corrected for all of them."""
   found = [differences(contrast, records, study) for contrast in contrasts]
-  wanted = set(study.declared["test_seeds"])
-  is_whole = all(d.keys() == wanted for d in found)
+  wanted = [set(study.seeds[contrast.pair.row]) for contrast in contrasts]
+  is_whole = all(d.keys() == seeds for d, seeds in zip(found, wanted, strict=True))
   ps = _flips.max_t(found) if is_whole else [None] * len(found)
   shown = []
   for contrast, d, p in zip(contrasts, found, ps, strict=True):
@@ -149,12 +149,13 @@ def family(contrasts: Sequence[Contrast], records: Records, study: Study) -> tup
 def behind(gate: Gate, records: Records, study: Study) -> float | None:
   """Returns the points by which a gate's row is behind; None before all of its runs are there."""
   d = _pair(gate.pair, "points", records, study)
-  return 0.0 - statistics.fmean(d.values()) if len(d) == len(study.declared["test_seeds"]) else None
+  is_whole = len(d) == len(study.seeds[gate.pair.row])
+  return 0.0 - statistics.fmean(d.values()) if is_whole else None
 
 
 def verdict(hypothesis: Hypothesis, records: Records, study: Study) -> Verdict:
   """Returns what a hypothesis comes to; nothing is decided before all of its runs are there."""
-  runs = [run for c in hypothesis.cells for run in c.runs(study.declared["test_seeds"])]
+  runs = [run for cell in hypothesis.cells for run in study.runs(cell)]
   there = sum(run in records for run in runs)
   shown = family(hypothesis.contrasts, records, study)
   word, why, is_open = "not decided", "", False

@@ -40,9 +40,24 @@ pytestmark = pytest.mark.usefixtures("short_runs")
 def test_seeds_are_fresh_and_not_those_of_tuning():
   tuning = set(STUDY.declared["tuning"]["seeds"])
   others = {run.seed for name in recipes.GRIDS if name != "study" for run in recipes.grid(name)}
-  assert len(set(SEEDS)) >= 8 and not set(SEEDS) & (tuning | others) and not tuning & others
+  tests = {seed for seeds in STUDY.seeds.values() for seed in seeds}
+  assert tests >= set(SEEDS) and not tests & (tuning | others) and not tuning & others
   for run in STUDY.queue:
-    assert run.seed in (tuning if ", tuning " in run.row else SEEDS)
+    assert run.seed in (tuning if ", tuning " in run.row else tests)
+
+
+def test_a_later_hypothesis_has_seeds_of_its_own_and_the_gate_of_an_earlier_one():
+  h12, h13 = (STUDY.hypotheses[name] for name in ("H12", "H13"))
+  assert h13.gates == h12.gates and h12.seeds == tuple(SEEDS) and not set(h13.seeds) & set(SEEDS)
+  for run in (run for cell in h13.cells for run in STUDY.runs(cell)):
+    is_gate = run.row in ("dense", "sr_ste, 10 % dense")
+    assert run.seed in (SEEDS if is_gate else h13.seeds)
+  records = records_of(names=("H12", "H13"))
+  found = study_tests.verdict(h13, records, STUDY)
+  assert (found.there, found.wanted, found.word) == (56, 56, "supported")
+  assert [[*s.differences] for s in found.shown] == [[*h13.seeds]] * 2
+  shut = {run: {**record, "accuracy": 0.9} for run, record in records.items()}
+  assert "is rejected" in study_tests.verdict(h13, shut, STUDY).why
 
 
 @pytest.mark.parametrize(
@@ -59,6 +74,21 @@ def test_a_study_that_breaks_its_rules_is_refused(change, words):
     declared.check(STUDY._replace(declared=STUDY.declared | change))
 
 
+@pytest.mark.parametrize(
+  ("seeds", "words"),
+  [
+    ((607, *range(609, 616)), "H13 has seeds [607], which test_seeds or tuning have too"),
+    ((502, *range(609, 616)), "H13 has seeds [502]"),
+    (tuple(range(608, 615)), "H13 has 7 different seeds"),
+    (tuple(range(700, 708)), "a cell has one set of seeds"),
+  ],
+)
+def test_seeds_that_other_runs_have_seen_are_refused(seeds, words):
+  h13 = STUDY.hypotheses["H13"]._replace(seeds=seeds)
+  with pytest.raises(ValueError, match=re.escape(words)):
+    declared.check(STUDY._replace(hypotheses=STUDY.hypotheses | {"H13": h13}))
+
+
 def test_a_row_that_is_not_declared_is_refused():
   rows = {k: v for k, v in STUDY.rows.items() if k != "sr_ste, 19 % dense"}
   with pytest.raises(ValueError, match="H1 asks for 'sr_ste, 19 % dense'"):
@@ -66,13 +96,13 @@ def test_a_row_that_is_not_declared_is_refused():
 
 
 def test_the_hypotheses_and_the_queue():
-  assert list(STUDY.hypotheses) == [f"H{i}" for i in range(1, 13)]
+  assert list(STUDY.hypotheses) == [f"H{i}" for i in range(1, 14)]
   again = {h.name: h.again for h in STUDY.hypotheses.values() if h.again}
   assert again == {"H7": "H1", "H8": "H2", "H9": "H5", "H10": "H4"}
   assert STUDY.declared["level"] == flips.LEVEL == 0.05
   first = STUDY.hypotheses["H1"].contrasts[0]
   assert STUDY.queue[:16] == tuple(run for cell in first.cells for run in cell.runs(SEEDS))
-  wanted = {run for h in STUDY.hypotheses.values() for c in h.cells for run in c.runs(SEEDS)}
+  wanted = {run for h in STUDY.hypotheses.values() for c in h.cells for run in STUDY.runs(c)}
   assert wanted <= set(STUDY.queue) and len(set(STUDY.queue)) == len(STUDY.queue)
   for name, row in STUDY.rows.items():
     assert recipes.ALL_ROWS.get(name, row) == row  # one name is one way to train
@@ -83,7 +113,7 @@ def test_the_page_of_the_study_counts_its_runs():
   for stage in [*STUDY.declared["queue"]["order"], "described"]:
     mine = {run for run in left if ", tuning " in run.row} if stage == "tuning" else left
     if stage in STUDY.hypotheses:
-      mine = left & {r for c in STUDY.hypotheses[stage].cells for r in c.runs(SEEDS)}
+      mine = left & {r for c in STUDY.hypotheses[stage].cells for r in STUDY.runs(c)}
     assert f"| {stage} | {len(mine)} |" in page
     left -= mine
   assert not left and len(page.splitlines()) <= 90
@@ -92,7 +122,7 @@ def test_the_page_of_the_study_counts_its_runs():
 def test_matched_rows_take_part_as_much():
   within = STUDY.declared["matched_within"]
   share = lambda c: train.exposure(STUDY.rows[c.row], c.pattern, int(c.budget))[1]
-  for name in ("H1", "H5", "H7", "H9", "H11", "H12"):
+  for name in ("H1", "H5", "H7", "H9", "H11", "H12", "H13"):
     assert STUDY.hypotheses[name].matched
     assert not report.unmatched(STUDY.hypotheses[name], share, within)
   first = STUDY.hypotheses["H1"].contrasts[0]

@@ -184,14 +184,15 @@ def contrasts_of(page, path):
     key = tuple(record[name] for name in ("task", "pattern", "row", "seed", "budget"))
     at[key] = record
   tables = {v: k for k, v in report.TASKS.items()}
-  for name, budget in (("H1", "1600"), ("H7", "1600"), ("H11", "1000")):
+  for name, budget in (("H1", "1600"), ("H7", "1600"), ("H11", "1000"), ("H12", "1000"), ("H13", "1000")):
+    seeds = STUDY.hypotheses[name].seeds
     for line in lines_of(page, f"{name}:"):
       task, pattern, row, over = re.fullmatch(r"(.*), (\S+): (.*) over (.*)", line[0]).groups()
       measured = line[1].replace(" ", "_").replace("-", "_")
       of = lambda row, seed, task=task, pattern=pattern, budget=budget: at.get(
         (tables[task], pattern, row, seed, budget)
       )
-      both = [(of(row, seed), of(over, seed)) for seed in SEEDS]
+      both = [(of(row, seed), of(over, seed)) for seed in seeds]
       d = np.log([[x[measured] for x in pair] for pair in both if None not in pair])
       if len(d):
         yield line[4], f"{np.exp((d[:, 0] - d[:, 1]).mean()):.3f}"
