@@ -67,7 +67,7 @@ class Gate(NamedTuple):
 class Hypothesis(NamedTuple):
   """One family of contrasts, corrected together; `again` names another that it asks again.
 
-  `seeds` are those of its contrasts. A gate has the seeds of the hypothesis that first ran its cells.
+  `seeds` are those of its contrasts. A gate that an earlier hypothesis has too keeps its seeds.
   """
 
   name: str
@@ -155,10 +155,8 @@ def _seeds(declared, hypotheses, rows) -> dict[Cell, tuple[int, ...]]:
   seeds, usual = {}, tuple(declared["test_seeds"])
   for stage in declared["queue"]["order"]:
     if stage in hypotheses:
-      of = hypotheses[stage]
-      asked = {cell for contrast in of.contrasts for cell in contrast.cells}
-      for cell in of.cells:
-        seeds.setdefault(cell, of.seeds if cell in asked else usual)
+      for cell in hypotheses[stage].cells:
+        seeds.setdefault(cell, hypotheses[stage].seeds)
   for entry in declared["queue"]["described"]:
     for pattern, name in itertools.product(entry["patterns"], entry["rows"]):
       seeds.setdefault(_cell({"pattern": pattern, **entry}, name, rows[name].sparse), usual)

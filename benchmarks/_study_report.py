@@ -12,7 +12,7 @@ from typing import Any
 
 import _recipes_report as report
 import _study_tests as tests
-from _study import Cell, Hypothesis, Study, tuned
+from _study import Hypothesis, Study, tuned
 
 TASKS = {
   "bigram80": "80 symbols",

@@ -184,8 +184,8 @@ def contrasts_of(page, path):
     key = tuple(record[name] for name in ("task", "pattern", "row", "seed", "budget"))
     at[key] = record
   tables = {v: k for k, v in report.TASKS.items()}
-  for name, budget in (("H1", "1600"), ("H7", "1600"), ("H11", "1000"), ("H12", "1000"), ("H13", "1000")):
-    seeds = STUDY.hypotheses[name].seeds
+  for name in ("H1", "H7", "H11", "H12", "H13"):
+    seeds, budget = STUDY.hypotheses[name].seeds, "1600" if name in ("H1", "H7") else "1000"
     for line in lines_of(page, f"{name}:"):
       task, pattern, row, over = re.fullmatch(r"(.*), (\S+): (.*) over (.*)", line[0]).groups()
       measured = line[1].replace(" ", "_").replace("-", "_")
