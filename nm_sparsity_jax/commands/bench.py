@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--tokens", type=int, metavar="N", help="that a T5 decodes (default: 16)")
   add("--turns", type=int, default=9, metavar="N", help="of each call (default: 9)")
   add(
-    "--backend", default="auto", choices=("auto", "cpu_ffi", "xla_scan"),
+    "--backend", choices=("auto", "cpu_ffi", "xla_scan"),
     help="of packed products (default: auto, the fastest by a measured table)",
   )  # fmt: skip
   add("--cores", type=int, metavar="N", help="run on so many cores (default: all there are)")
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     found = _of_checkpoint(args)
   else:
     pattern = args.pattern or "1:8"
-    found = benches.products(args.shapes, pattern, args.dtype, args.turns, args.backend)
+    backend = args.backend or "auto"
+    found = benches.products(args.shapes, pattern, args.dtype, args.turns, backend)
   print(json.dumps(found.as_dict(), indent=2) if args.json else found)
   if out is not None:
     benches.write(found, out)
@@ -92,6 +93,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 _ONE = "a checkpoint, or --shapes K,F,ROWS for products alone, or --tune"
+_ROWS = ("batch", "inputs", "tokens")
+# What is measured -> the settings that it has no use for, and why.
+_USELESS: dict[str, dict[str, str]] = {
+  "a checkpoint": {"pattern": "a checkpoint has patterns of its own"},
+  "--shapes": dict.fromkeys(_ROWS, "--shapes gives the rows itself"),
+  "--tune": {
+    **dict.fromkeys(_ROWS, "--tune has rows of its own"),
+    "pattern": "--tune has patterns of its own",
+    "dtype": "--tune measures float32",
+    "backend": "--tune measures every backend",
+    "out": "--tune writes a table, and prints where",
+    "json": "--tune writes a table, and prints where",
+  },
+}
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -102,14 +117,11 @@ def _refuse(args: argparse.Namespace) -> None:
     raise ValueError(f"{' and '.join(given)} were given: give one of these: {_ONE}.")
   if not given:
     raise ValueError(f"give one of these: {_ONE}.")
-  why = {"--shapes": "--shapes gives the rows itself", "--tune": "--tune has rows of its own"}
-  for name in ("batch", "inputs", "tokens") if args.checkpoint is None else ():
-    if (value := getattr(args, name)) is not None:
-      raise ValueError(f"--{name}={value}: {why[given[0]]}. Leave it out.")
-  if args.pattern and args.tune:
-    raise ValueError(f"--pattern={args.pattern}: --tune has patterns of its own. Leave it out.")
-  if args.pattern and args.shapes is None:
-    raise ValueError(f"--pattern={args.pattern}: a checkpoint has patterns of its own.")
+  for name, why in _USELESS[given[0]].items():
+    value = getattr(args, name)
+    if value is not None and value is not False:
+      typed = f"--{name}" if value is True else f"--{name}={value}"
+      raise ValueError(f"{typed}: {why}. Leave it out.")
   if args.out is not None:
     files.check_folder("--out", pathlib.Path(args.out).parent)
     if pathlib.Path(args.out).is_dir():
@@ -194,6 +206,6 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
     inputs=inputs or 64 if args.inputs is None else args.inputs,
     tokens=16 if args.tokens is None else args.tokens,
     turns=args.turns,
-    backend=args.backend,
+    backend=args.backend or "auto",
     title=str(args.checkpoint),
   )
