@@ -84,6 +84,7 @@ CLAIMS = (
   ("Recipes that let gradients flow beat SR-STE at high sparsity.", "H1",
    "SR-STE is dense for as long"),
   ("They do so on examples that are held out.", "H11", "SR-STE is dense for as long"),
+  ("They do so there by another recipe, and at 1:16.", "H12", "SR-STE is dense for as long"),
   ("High sparsity makes gradients noisier, and decay takes noise away.", "H4",
    "noise across batches at the same loss"),
   ("The gain grows with sparsity.", "H5", "over the same SR-STE"),
