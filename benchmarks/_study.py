@@ -14,7 +14,7 @@ import math
 import pathlib
 import statistics
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from _recipes_rows import Row, Run
@@ -67,7 +67,8 @@ class Gate(NamedTuple):
 class Hypothesis(NamedTuple):
   """One family of contrasts, corrected together; `again` names another that it asks again.
 
-  `seeds` are those of its contrasts. A gate that an earlier hypothesis has too keeps its seeds.
+  `seeds` are those of its contrasts. A cell that an earlier hypothesis has too keeps its seeds, and
+  both cells of a gate have the same.
   """
 
   name: str
@@ -205,10 +206,7 @@ def check(made: Study) -> None:
       f"seeds {sorted(both)} are in tuning and in the tests: what was chosen on a seed looks "
       "better there than it is. Give test_seeds others."
     )
-  if len(tests) < LEAST_SEEDS or len(tests) < len(made.declared["test_seeds"]):
-    raise ValueError(
-      f"test_seeds has {len(tests)} different seeds: a sign-flip test needs {LEAST_SEEDS}."
-    )
+  _check_count("test_seeds", made.declared["test_seeds"])
   for recipe, names in made.tried.items():
     if len({made.rows[name] for name in names}) != tuning["settings"]:
       raise ValueError(
@@ -227,24 +225,36 @@ def check(made: Study) -> None:
           raise ValueError(f"{hypothesis.name} asks for {cell.row!r}: declare it in [rows].")
 
 
+def _check_count(name: str, seeds: Sequence[int]) -> None:
+  """Raises a ValueError where seeds are too few, or one is there twice."""
+  if len(set(seeds)) < max(LEAST_SEEDS, len(seeds)):
+    raise ValueError(
+      f"{name} = {list(seeds)}: a sign-flip test needs {LEAST_SEEDS} different seeds or more, each "
+      "once. Give it others."
+    )
+
+
 def _check_seeds(made: Study, hypothesis: Hypothesis, tests: set[int], tuning: set[int]) -> None:
-  """Raises a ValueError where a hypothesis with seeds of its own shares them with other runs."""
+  """Raises a ValueError for seeds that others have seen, are too few, or differ within a pair."""
   own = set(hypothesis.seeds)
-  if own != tests:
-    if both := own & (tests | tuning):
-      raise ValueError(
-        f"{hypothesis.name} has seeds {sorted(both)}, which test_seeds or tuning have too: "
-        "give it others."
-      )
-    if len(own) < LEAST_SEEDS or len(own) < len(hypothesis.seeds):
-      raise ValueError(
-        f"{hypothesis.name} has {len(own)} different seeds: a sign-flip test needs {LEAST_SEEDS}."
-      )
+  _check_count(f"{hypothesis.name}.seeds", hypothesis.seeds)
+  if own != tests and (both := own & (tests | tuning)):
+    raise ValueError(
+      f"{hypothesis.name} has seeds {sorted(both)}, which test_seeds or tuning have too: "
+      "give it others."
+    )
   for cell in (cell for contrast in hypothesis.contrasts for cell in contrast.cells):
     if set(made.seeds.get(cell, own)) != own:
       raise ValueError(
         f"{hypothesis.name} asks {cell.row!r} of seeds {sorted(own)}, and an earlier hypothesis of "
-        f"{sorted(made.seeds[cell])}: a cell has one set of seeds."
+        f"{sorted(made.seeds[cell])}: a cell has one set of seeds. Give {hypothesis.name} those, "
+        "or ask of another row."
+      )
+  for row, over in (gate.pair for gate in hypothesis.gates):
+    if made.seeds.get(row) != made.seeds.get(over):
+      raise ValueError(
+        f"{hypothesis.name} has a gate of {row.row!r} over {over.row!r}, whose seeds differ: a "
+        "gate is paired by seed. Ask of two rows with the same seeds."
       )
 
 

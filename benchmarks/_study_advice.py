@@ -83,8 +83,9 @@ ADVICE = {
 CLAIMS = (
   ("Recipes that let gradients flow beat SR-STE at high sparsity.", "H1",
    "SR-STE is dense for as long"),
-  ("They do so on examples that are held out.", "H11", "SR-STE is dense for as long"),
-  ("They do so there by another recipe, and at 1:16.", "H12", "SR-STE is dense for as long"),
+  ("They do so on examples that are held out: one recipe at 1:8.", "H11",
+   "SR-STE is dense for as long"),
+  ("They do so there: another recipe, or at 1:16.", "H12", "SR-STE is dense for as long"),
   ("High sparsity makes gradients noisier, and decay takes noise away.", "H4",
    "noise across batches at the same loss"),
   ("The gain grows with sparsity.", "H5", "over the same SR-STE"),
@@ -158,7 +159,7 @@ def claims(said: Sequence[tests.Verdict]) -> list[str]:
     word = "not testable here" if "is rejected" in each.why else HERE.get(each.word)
     word = word or ("not decided here" if each.is_open else "not yet decided")
     lines.append([claim, word, f"{each.hypothesis.name} ({how}; {where(each)}): {each.why}"])
-  return older.markdown(("the paper says", "verdict", "by"), lines)
+  return older.markdown(("the claim, as asked here", "verdict", "by"), lines)
 
 
 def where(each: tests.Verdict) -> str:

@@ -56,6 +56,8 @@ def test_what_is_typed_wrong_is_one_line(tmp_path, capsys):
     (["--tune", "--dtype", "int8"], "--dtype=int8: --tune measures float32. Leave it out."),
     (["--tune", "--backend", "auto"], "--backend=auto: --tune measures every backend."),
     (["--tune", "--out", "bench.html"], "--out=bench.html: --tune writes a table"),
+    (["--tune", "--gin_file", "a.gin"], "--gin_file=a.gin: gin is read for a checkpoint alone."),
+    (["--shapes", "8,8,1", "--gin.X=1"], "--gin_bindings=X = 1: gin is read for a"),
     (["--tune", "--json"], "bench: --json: --tune writes a table, and prints where. Leave it out."),
     (["F.safetensors"], "there is no checkpoint 'F.safetensors': looked at "),
     (["--shapes", "8,8,1", "--out", f"{__file__}/a/b.html"], "--out: "),

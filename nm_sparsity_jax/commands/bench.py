@@ -94,12 +94,14 @@ def run(args: argparse.Namespace) -> int:
 
 _ONE = "a checkpoint, or --shapes K,F,ROWS for products alone, or --tune"
 _ROWS = ("batch", "inputs", "tokens")
+_GIN = dict.fromkeys(("gin_file", "gin_bindings"), "gin is read for a checkpoint alone")
 # What is measured -> the settings that it has no use for, and why.
 _USELESS: dict[str, dict[str, str]] = {
   "a checkpoint": {"pattern": "a checkpoint has patterns of its own"},
-  "--shapes": dict.fromkeys(_ROWS, "--shapes gives the rows itself"),
+  "--shapes": {**dict.fromkeys(_ROWS, "--shapes gives the rows itself"), **_GIN},
   "--tune": {
     **dict.fromkeys(_ROWS, "--tune has rows of its own"),
+    **_GIN,
     "pattern": "--tune has patterns of its own",
     "dtype": "--tune measures float32",
     "backend": "--tune measures every backend",
@@ -119,7 +121,8 @@ def _refuse(args: argparse.Namespace) -> None:
     raise ValueError(f"give one of these: {_ONE}.")
   for name, why in _USELESS[given[0]].items():
     value = getattr(args, name)
-    if value is not None and value is not False:
+    if value is not None and value is not False and value != []:
+      value = value[0] if isinstance(value, list) else value
       typed = f"--{name}" if value is True else f"--{name}={value}"
       raise ValueError(f"{typed}: {why}. Leave it out.")
   if args.out is not None:
