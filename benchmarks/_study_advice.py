@@ -86,6 +86,7 @@ CLAIMS = (
   ("They do so on examples that are held out: one recipe at 1:8.", "H11",
    "SR-STE is dense for as long"),
   ("They do so there: another recipe, or at 1:16.", "H12", "SR-STE is dense for as long"),
+  ("They do so there: `sdgf_stepwise`.", "H13", "SR-STE is dense for as long"),
   ("High sparsity makes gradients noisier, and decay takes noise away.", "H4",
    "noise across batches at the same loss"),
   ("The gain grows with sparsity.", "H5", "over the same SR-STE"),
@@ -144,8 +145,19 @@ def advice(records: tests.Records, said: Sequence[tests.Verdict]) -> list[str]:
     else:
       best = report.decisive(each)
       why = f"{name} is {each.word}: {report.name_of(best)}, {report.shown(best)}."
-    lines.append(f"- **{does}** {why}")
+    lines.append(f"- **{does}** {why}{held_out(said) if question == 'H1' else ''}")
   return lines
+
+
+def held_out(said: Sequence[tests.Verdict]) -> str:
+  """Says what comes of H1 on words that are held out, hypothesis by hypothesis."""
+  lines = []
+  for each in said:
+    cells = [shown.contrast.pair.row for shown in each.shown]
+    if all(cell.task == "cmudict" for cell in cells):
+      names = dict.fromkeys(f"`{cell.row.partition(',')[0]}`" for cell in cells)
+      lines.append(f"{each.hypothesis.name} ({' and '.join(names)}) is {each.word}")
+  return f" On words that are held out {', '.join(lines)}."
 
 
 def claims(said: Sequence[tests.Verdict]) -> list[str]:

@@ -73,6 +73,8 @@ def test_advice_is_five_lines_with_a_setting_and_an_interval():
   does, why = lines[0].split("** ")
   assert does == "- **Take a progressive recipe: it gains more than longer dense training does."
   assert why.startswith("H1 is supported: 80 symbols, 1:16: ")
+  assert "held out H11 (`mdgf_linear`) is contradicted, H12 (" in why  # none gains at 1:8 there
+  assert why.endswith("H13 (`sdgf_stepwise`) is supported.")
   no_gain = advice.sections(older | records_of(spread=0.001, gain=1.0), STUDY)
   assert no_gain["advice"][0].startswith("- **Keep `sr_ste` and make its dense phase longer")
   assert (
@@ -98,7 +100,7 @@ def test_a_claim_of_the_paper_has_a_verdict_only_where_its_test_is_decided():
   words = lambda more: [
     line.split(" | ")[1] for line in advice.sections(committed() | more, STUDY)["claims"][2:]
   ]
-  assert words({}) == ["not yet decided"] * 6 + ["not testable here"] * 2
+  assert words({}) == ["not yet decided"] * 7 + ["not testable here"] * 2
   whole = words(records_of(names=tuple(STUDY.hypotheses)))
   assert whole[0] == "supported here"
   rejected = {run: {**r, "accuracy": 0.9} for run, r in records_of().items()}
