@@ -21,6 +21,7 @@ _HOME = {
   "finalize": "apply",
   "verify": "apply",
   "sparse": "transform",
+  "dense_params": "transform",
   "sr_ste": "optim",
   "count_steps": "optim",
   "step_count": "optim",
@@ -67,14 +68,15 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
   from nm_sparsity_jax.rules import Rules
   from nm_sparsity_jax.schedules import Phases
   from nm_sparsity_jax.stored import init_state, update_state
-  from nm_sparsity_jax.transform import sparse
+  from nm_sparsity_jax.transform import dense_params, sparse
 
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "benches", "configure",
-    "count_steps", "deployed", "environment", "finalize", "flops", "gradients", "groups",
-    "init_state", "layers", "masks", "metrics", "nm_mask", "optim", "packed", "patterns", "plan",
-    "recipe", "recipes", "report", "roles", "rules", "runs", "schedules", "scores", "sparse",
-    "sparsify", "sr_ste", "step_count", "stored", "sweep", "update_state", "verify", "workloads",
+    "count_steps", "dense_params", "deployed", "environment", "finalize", "flops", "gradients",
+    "groups", "init_state", "layers", "masks", "metrics", "nm_mask", "optim", "packed",
+    "patterns", "plan", "recipe", "recipes", "report", "roles", "rules", "runs", "schedules",
+    "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "sweep", "update_state",
+    "verify", "workloads",
 ]  # fmt: skip
 
 

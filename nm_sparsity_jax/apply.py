@@ -15,9 +15,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax import dtypes, masks, opt_states, witness
-from nm_sparsity_jax.errors import warn
-from nm_sparsity_jax.places import Assignment, Place
+from nm_sparsity_jax import dtypes, masks
+from nm_sparsity_jax.places import Place
 from nm_sparsity_jax.rules import Rules, require
 from nm_sparsity_jax.schedules import as_step
 
@@ -27,170 +26,85 @@ from nm_sparsity_jax.text import printable, table
 from nm_sparsity_jax.trees import alike, flatten, map_with_names
 
 
-def sparsify(params: Any, rules: Rules, step: Any, state: State | None = None) -> Any:
-  """Returns effective parameters for a dense model: to predict, score, export, or train.
+def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | None = None) -> Any:
+  """Returns the effective parameters W~ of the dense parameters W, for a dense model.
 
-      loss = lambda p: model_loss(nms.sparsify(p, rules, opt))   # opt: the state of nms.sparse
+      loss = lambda w: model_loss(nms.sparsify(w, rules, step))
 
   Differentiable, in the gradient mode of each recipe. Same structure, shapes and dtypes; what no
-  rule names is passed through.
+  rule names is passed through. An optimizer of `nms.sparse` does this itself, and its parameters
+  are W~ already.
 
   Args:
-    params: the stored parameters.
+    params: the dense parameters.
     rules: the rules.
-    step: the optimizer state of an optimizer made by `nms.sparse(tx, rules)`, which also holds the
-      stored masks; or the number of updates applied, `nms.step_count(opt_state)`.
-    state: with a number, what `init_state` made and `update_state` refreshed, for the recipes that
-      keep a mask.
+    step: the number of updates applied, such as `nms.step_count(opt_state)`.
+    state: what `init_state` made and `update_state` refreshed, for the recipes that keep a mask.
 
-  A stored mask that should have been renewed by `step` and was not (a forgotten `update_state`), or
-  an optimizer state made with other rules, is an error; where the step is traced it makes the
-  weights NaN, so that it cannot pass unseen.
+  A stored mask that should have been renewed by `step` and was not (a forgotten `update_state`) is
+  an error; where the step is traced it makes the weights NaN, so that it cannot pass unseen.
   """
-  require(rules, "nms.sparsify(params, rules, opt)")
-  places = (assignment := rules.assign(params)).places
-  if opt_states.is_step(step):
-    witness.sparsified(rules, assignment, params, witness.NUMBER, step)
-  else:
-    told = opt_states.count_in(step)
-    witness.sparsified(rules, assignment, params, witness.STATE, told)
-    if state is not None:
-      raise ValueError(
-        "nms.sparsify got an optimizer state and state=: pass the optimizer state alone, it holds "
-        "the stored masks."
-      )
-    step, state = opt_states.read(step, rules.fingerprint)
-    if not places:  # no weight would show the wrong rules
-      return _spoiled(params, step < 0)
+  places = require(rules, "nms.sparsify(params, rules, step)").assign(params).places
+  step = as_step(step)
 
   def apply(path, w):
     place = places.get(path)
-    if place is None:
-      return w
-    _refuse_dtype(path, w)
-    return place.effective(w, *current(place, step, state))
+    return w if place is None else place.effective(w, *current(place, step, state))
 
-  made = map_with_names(apply, params)
-  arrays, of_places = dict(flatten(params)), dict(flatten(made))
-  witness.masked(rules, {p: arrays[p] for p in places}, {p: of_places[p] for p in places})
-  return made
+  require_floating(places, dict(flatten(params)))
+  return map_with_names(apply, params)
 
 
-def finalize(params: Any, rules: Rules, state: Any = None, early: bool = False) -> Any:
-  """Returns the trained parameters with exact zeros: the target pattern of every place, D = 0.
+def finalize(
+  params: Any,
+  rules: Rules,
+  step: jax.Array | int,
+  state: State | None = None,
+  early: bool = False,
+) -> Any:
+  """Returns trained dense parameters with exact zeros: the target pattern of every place, D = 0.
 
-      params = nms.finalize(params, rules, opt)   # opt: the state of nms.sparse
+      params = nms.finalize(params, rules, step)
 
-  Survivors keep their bits. Stateful recipes keep their stored mask, so they need `state`.
+  Survivors keep their bits. The parameters of an optimizer of `nms.sparse` need no such call.
 
   Args:
     params: the trained parameters.
     rules: the rules.
-    state: how far the run is, so that its end is not missed: the state of an optimizer made by
-      `nms.sparse(tx, rules)`; or the stored masks of `init_state` and `update_state`, which hold
-      the step; or, where no recipe keeps a mask, the number of updates applied.
-    early: finalize though the schedule of a place is not over, or though nothing tells the step,
-      which is a warning otherwise.
+    step: the number of updates applied. While the schedule of a place is not over it is an error;
+      where it is traced, the weights become NaN.
+    state: the stored masks, for the recipes that keep one.
+    early: finalize though a schedule is not over.
   """
-  require(rules, "nms.finalize(params, rules, opt)")
-  assignment, places = (found := rules.assign(params)), found.places
-  step: Any = None
-  wrong: Any = False
-  whose = "nms.finalize got"
-  if state is None or _is_masks(state):
-    if state:
-      step, whose = state.get("step"), "the last nms.update_state was at"
-  elif opt_states.is_step(state):
-    step, state = as_step(state), None
-  else:
-    step, state = opt_states.read(state, rules.fingerprint)
-    wrong = step < 0
-    if not early:
-      _refuse_early(assignment, step, "the optimizer state is at")
+  assignment = require(rules, "nms.finalize(params, rules, step)").assign(params)
+  places, step = assignment.places, as_step(step)
+  if not early and not isinstance(step, jax.core.Tracer):
+    if ahead := assignment.unfinished(int(step)):
+      raise ValueError(
+        f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True)."
+      )
 
   def apply(path, w):
     place = places.get(path)
     if place is None:
       return w
-    _refuse_dtype(path, w)
-    _warn_of_nan(path, w)
-    return place.recipe.final(w, place.groups, final(place, state))
+    done = place.recipe.final(w, place.groups, final(place, state))
+    if early or place.recipe.phases is None or not isinstance(step, jax.core.Tracer):
+      return done
+    return jnp.where(step < place.recipe.phases.finetune_start, jnp.full_like(done, jnp.nan), done)
 
-  done = _spoiled(map_with_names(apply, params), wrong)
-  if not early and step is not None:
-    _refuse_early(assignment, step, whose)
-  elif not early and any(place.recipe.phases for place in places.values()):
-    warn(
-      "nms.finalize(params, rules) does not know the step, so it may remove weights that still "
-      "matter: call nms.finalize(params, rules, opt_state), or the step in its place, or with "
-      "early=True if the schedule may be cut short."
-    )
-  return done
+  require_floating(places, dict(flatten(params)))
+  return map_with_names(apply, params)
 
 
-def _refuse_dtype(path: str, w: Any) -> None:
+def require_floating(places: Mapping[str, Place], arrays: Mapping[str, Any]) -> None:
   """Raises where a rule names a parameter that has no magnitudes to rank, such as int8 weights."""
-  if not jnp.issubdtype(w.dtype, jnp.floating):
-    raise ValueError(
-      f"{path!r} has dtype {w.dtype}, and masks need real floating-point weights: leave it out of "
-      "the rules, or convert it, such as w.astype(jnp.float32)."
-    )
-
-
-def _refuse_early(assignment: Assignment, step: Any, whose: str) -> None:
-  """Raises where `step` is known and a schedule is not over; `whose` says where it is from."""
-  if not isinstance(step, jax.core.Tracer) and (ahead := unfinished(assignment, int(step))):
-    raise ValueError(
-      f"{whose} step {ahead}. Train on, or call nms.finalize(params, rules, opt_state, early=True)."
-    )
-
-
-_LOST = (
-  "under jit a step or a stored mask that does not match makes the weights NaN, such as a step "
-  "that is off by one, a forgotten nms.update_state, or other Rules. Pass the state of nms.sparse "
-  "to nms.sparsify, and go back to a checkpoint with finite weights"
-)
-
-
-def _warn_of_nan(path: str, w: Any) -> None:
-  """Warns where a sparse parameter is known to be NaN throughout."""
-  wide = jnp.issubdtype(w.dtype, jnp.floating) and w.dtype.itemsize > 1
-  if wide and w.size and not isinstance(w, jax.core.Tracer) and bool(jnp.all(jnp.isnan(w))):
-    warn(f"every weight of {path!r} is NaN: {_LOST}.")
-
-
-def unfinished(assignment: Assignment, step: int) -> str | None:
-  """Returns where a place stands at `step`, in words; None if its schedule is over.
-
-  >>> unfinished(rules.assign(params), 40)  # doctest: +SKIP
-  "40, with pattern 1:8 and D = 0.5 at 'ff', where the schedule is over at 60"
-  """
-  for place in assignment.places.values():
-    phases = place.recipe.phases
-    if phases is not None and step < phases.finetune_start:
-      now = next(s for s in place.recipe.timeline(place.axis_size) if s.start <= step < s.stop)
-      d = float(place.recipe.decay(step))
-      return (
-        f"{step:,}, with pattern {now.pattern or 'dense'} and D = {d:.3g} at {place.key!r}, where "
-        f"the schedule is over at {phases.finetune_start:,}"
+  for path in places:
+    if not jnp.issubdtype(arrays[path].dtype, jnp.floating):
+      raise ValueError(
+        f"{path!r} has dtype {arrays[path].dtype}, and masks need real floating-point weights: "
+        "leave it out of the rules, or convert it, such as w.astype(jnp.float32)."
       )
-  return None
-
-
-def _is_masks(state: Any) -> bool:
-  """Returns whether `state` is what `init_state` makes, and no optimizer state."""
-  if not isinstance(state, Mapping) or opt_states.holds_sparse(state):
-    return False
-  return not state or "mask" in state or "step" in state
-
-
-def _spoiled(params: Any, wrong: Any) -> Any:
-  """Returns `params`, with NaN in place of every float where a traced `wrong` holds."""
-  if not isinstance(wrong, jax.core.Tracer):
-    return params
-  spoil = lambda w: jnp.where(wrong, jnp.full_like(w, jnp.nan), w)
-  inexact = lambda w: jnp.issubdtype(w.dtype, jnp.inexact)
-  return jax.tree.map(lambda w: spoil(w) if inexact(w) else w, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +137,10 @@ class Verified:
     if self.not_finite:
       found.append(f"{self.not_finite} inf or NaN")
     if self.not_finite == math.prod(self.shape) > 0:
-      found.append(f"no weight is left: {_LOST}")
+      found.append(
+        "no weight is left: under jit a step, a stored mask or rules that do not match make the "
+        "weights NaN; go back to a checkpoint with finite weights"
+      )
     return tuple(found)
 
 

@@ -40,8 +40,7 @@ from flax.linen import partitioning
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax import masks, opt_states, witness
-from nm_sparsity_jax.errors import warn
+from nm_sparsity_jax import masks
 from nm_sparsity_jax.packed import NMPacked, nm_dot
 from nm_sparsity_jax.places import Place
 from nm_sparsity_jax.rules import Rules
@@ -172,14 +171,12 @@ class Conv(nn.Conv):
 def with_step(variables: Variables, step: Any, state: State | None = None) -> Variables:
   """Returns `variables` with the step, and the stored mask, of every sparse layer.
 
-      model.apply(with_step({**variables, "params": params}, opt), x)  # opt: of nms.sparse
       model.apply(with_step({**variables, "params": params}, step, state), x)
 
   Args:
     variables: what `model.init` returned, parameters exchanged or not (they are not looked at). The
       leaves of the collection `nm_sparsity` may be shapes, as of `jax.eval_shape(model.init, ...)`.
-    step: the state of an optimizer made by `nms.sparse`, which also holds the stored masks; or the
-      updates applied so far, `nms.step_count(opt_state)`.
+    step: the updates applied so far, `nms.step_count(opt_state)`.
     state: what `nms.init_state` or `nms.update_state` returned; its masks become the collection
       `nm_sparsity_state`. None keeps the masks that `variables` got by an earlier call; those of
       `init` stand for nothing, and a stateful recipe refuses them.
@@ -187,12 +184,7 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
   Returns:
     A new mapping of the same type.
   """
-  if not opt_states.is_step(step):
-    witness.layers_told(witness.STATE, opt_states.count_in(step))
-    step, state = opt_states.read(step)
-  else:
-    witness.layers_told(witness.NUMBER, step)
-    step = as_step(step)
+  step = as_step(step)
   if not jax.tree_util.tree_leaves(variables.get(COLLECTION, {})):
     raise ValueError(
       f"with_step found no sparse layer: variables hold {sorted(variables)}, and no step under "
@@ -249,12 +241,9 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
   if layer.is_initializing():
     if place.remarks:
       _log.warning("%s: %s", path, "; ".join(place.remarks))
-    for _, doubt in place.doubts:
-      warn(doubt, everywhere=False)
     _create_variables(layer, place, w)
     return w
   step = _read_step(layer, place)
-  witness.layer_applied(rules, place, w)
   if not place.recipe.stateful:
     return place.effective(w, step)
   mask = _read_mask(layer, place)

@@ -1,39 +1,40 @@
-"""The optax side: where the step comes from, and SR-STE's term.
+"""Links of an optax chain, for those who compose by hand: SR-STE's term, and a count of steps.
 
 gradients -> [sr_ste: + lambda * (1 - mask) * W] -> any optax optimizer -> updates
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import optax
 
-from nm_sparsity_jax import witness
-from nm_sparsity_jax.opt_states import (
-  CountStepsState,
-  SparseState,
-  SrSteState,
-  field,
-  holds_sparse,
-  is_part,
-  named,
-  read,
-  sparse_state,
-  unboxed,
-  walk,
-)
 from nm_sparsity_jax.rules import Rules, require
 from nm_sparsity_jax.stored import State, current
+from nm_sparsity_jax.transform import SparseState, scalar, states
 from nm_sparsity_jax.trees import flatten, map_with_names
 
-__all__ = [
-    "CountStepsState", "SparseState", "SrSteState", "add_sr_ste", "count_steps", "holds_sparse",
-    "sr_ste", "step_count",
-]  # fmt: skip
+
+class SrSteState(NamedTuple):
+  """The state of `nms.sr_ste`.
+
+  Attributes:
+    count: the updates applied so far, an int32 scalar.
+  """
+
+  count: jax.Array
+
+
+class CountStepsState(NamedTuple):
+  """The state of `nms.count_steps`.
+
+  Attributes:
+    count: the updates applied so far, an int32 scalar.
+  """
+
+  count: jax.Array
 
 
 def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
@@ -55,18 +56,16 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
 
   Reference: Zhou et al., ICLR 2021, arXiv:2102.04010, equation 8.
   """
-
-  witness.optimizes(require(rules, "nms.sr_ste(rules)"))
+  require(rules, "nms.sr_ste(rules)")
 
   def init(params):
-    rules.assign(params, partial=is_part(params))
+    rules.assign(params)
     return SrSteState(jnp.zeros((), jnp.int32))
 
   def update(updates, state, params=None, *, nm_state: State | None = None, **extra):
     del extra
     if params is None:
       raise ValueError("nms.sr_ste needs the parameters: tx.update(grads, opt_state, params).")
-    witness.updated(rules, "nms.sr_ste", params)
     updates = add_sr_ste(updates, params, rules, state.count, nm_state)
     return updates, SrSteState(state.count + 1)
 
@@ -85,16 +84,21 @@ def add_sr_ste(
 
   Args:
     grads: gradients, like `params`.
-    params: the parameters that they were taken at.
+    params: the dense parameters W.
     rules: the rules.
-    step: the step that they were taken at.
+    step: the step that the gradients were taken at.
     state: stored masks (idp).
     scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
       mean times a factor, the factor.
   """
-  places = rules.assign(params, partial=is_part(params)).places
-  wanted = {path: p for path, p in places.items() if p.recipe.lam}
+  places = rules.assign(params).places
+  wanted = {path: place for path, place in places.items() if place.recipe.lam}
   arrays = dict(flatten(params))
+  if lost := wanted.keys() - {path for path, _ in flatten(grads)}:
+    raise ValueError(
+      f"SR-STE's term reaches no gradient at {min(lost)!r}: give the gradients of all sparse "
+      "parameters."
+    )
 
   def add(path, g):
     if path not in wanted:
@@ -127,7 +131,7 @@ def count_steps() -> optax.GradientTransformation:
   return optax.GradientTransformation(init, update)
 
 
-def step_count(opt_state: Any, rules: Rules | None = None) -> jax.Array:
+def step_count(opt_state: Any) -> jax.Array:
   """Returns the number of optimizer updates applied, an int32 scalar: the `step`.
 
       step = nms.step_count(opt_state)
@@ -138,57 +142,19 @@ def step_count(opt_state: Any, rules: Rules | None = None) -> jax.Array:
 
   Args:
     opt_state: the state of any optax optimizer.
-    rules: with rules, `opt_state` must be of an optimizer made by `nms.sparse(tx, rules)`; other
-      rules raise. Pass them where a run goes on from a checkpoint.
   """
-  witness.count_read()
-  if rules is not None:
-    require(rules, "nms.step_count(opt, rules)")
-    return read(opt_state, rules.fingerprint)[0]
-  sparse = sparse_state(opt_state)
-  if sparse is not None:
-    if not isinstance(sparse.count, jax.core.Tracer) and sparse.count < 0:
-      raise ValueError(
-        "the optimizer state has lost its count: under jit nms.sparse met rules or a state of "
-        "another run, and the weights became NaN. Go back to the last checkpoint with finite "
-        "weights, and give nms.sparse, nms.sparsify and nms.finalize the same Rules."
-      )
-    return sparse.count
-  found = named(opt_state)
-  _refuse_late_term(list(walk(opt_state)))
-  multi = [s for s in found if isinstance(s, optax.MultiStepsState)]
-  ours = [s for s in found if isinstance(s, SrSteState | CountStepsState)]
-  if multi:
-    inside = named(multi[0])
-    outside = [s for s in ours if not any(s is t for t in inside)]
-    if any(isinstance(s, SrSteState) for s in outside):
-      raise ValueError(
-        "nms.sr_ste stands outside optax.MultiSteps, where it counts and acts on every "
-        "mini-step. Write optax.MultiSteps(optax.chain(nms.sr_ste(rules), ...), k)."
-      )
-    return unboxed(multi[0].gradient_step)
-  for state in (*ours, *(s for s in found if type(s).__name__ not in _CYCLES)):
-    count = jax.tree.leaves(field(state, "count"))
-    if count and jnp.shape(count[0]) == ():
-      return unboxed(count)
+  for kinds, field in (
+    ((SparseState,), "count"),
+    ((optax.MultiStepsState,), "gradient_step"),
+    ((SrSteState, CountStepsState), "count"),
+  ):
+    if found := states(opt_state, *kinds):
+      return scalar(getattr(found[0], field))
+  for path, count in optax.tree.get_all_with_path(opt_state, "count"):
+    begins_anew = getattr(path[-1], "tuple_name", "") in ("ApplyEvery", "ReduceLROnPlateauState")
+    if not begins_anew and len(jax.tree.leaves(count)) == 1:
+      return scalar(count)
   raise ValueError(
     "the optimizer state has no step count: add one, "
     "optax.chain(nms.count_steps(), your_optimizer)."
   )
-
-
-def _refuse_late_term(nodes: list[Any]) -> None:
-  """Raises where `nms.sr_ste` stands behind a link that keeps moments of the gradient."""
-  has_term = lambda link: any(isinstance(s, SrSteState) for s in walk(link))
-  for links in (n for n in nodes if type(n) is tuple):
-    late = next((i for i, link in enumerate(links) if has_term(link)), 0)
-    moments = (x for link in links[:late] for x in jax.tree.leaves(link) if jnp.ndim(x))
-    if next(moments, None) is not None:
-      raise ValueError(
-        f"nms.sr_ste is link {late + 1} of its optax.chain, behind a link that keeps moments of "
-        "the gradient, so its term is added to the update with the wrong sign and scale: put it "
-        "first, optax.chain(nms.sr_ste(rules), ...), or use nms.sparse(tx, rules)."
-      )
-
-
-_CYCLES = ("ApplyEvery", "ReduceLROnPlateauState")

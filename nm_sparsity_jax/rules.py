@@ -8,17 +8,20 @@ plan, so that they agree. (`axes=` is for the stored tree; a layer groups along 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+import logging
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from nm_sparsity_jax import masks, places
+from nm_sparsity_jax import masks
 from nm_sparsity_jax import roles as vocabulary
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.groups import Groups
@@ -27,7 +30,8 @@ from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.trees import flatten, path_name
 
 _POLICIES = ("error", "skip", "pad")
-_OTHER_AXIS = " If it is (out, in), as in torch, the axis is wrong: Rules(..., axes={{{path}: 1}})."
+_log = logging.getLogger(__name__)
+_Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 _ROLE = r"{'hidden': r'.*/hidden_\d/kernel'}"
 
 
@@ -93,10 +97,13 @@ class Rules:
     self._axes = tuple((k, _one_or_several(v)) for k, v in (axes or {}).items())
     self._roles = tuple((roles or {}).items())
     self._indivisible = indivisible
-    self._tests = tuple(vocabulary.path_test(key, dict(self._roles)) for key, _ in self._places)
-    self._shardings: tuple[tuple[str, NamedSharding], ...] = ()
+    self._shardings: Mapping[str, NamedSharding] = {}
     for regex, _ in self._axes:
       vocabulary.compiled(regex, "axes")
+    tests = [vocabulary.path_test(key, dict(self._roles)) for key, _ in self._places]
+    self._by_place = vocabulary.Table(zip(tests, self._places, strict=True))
+    self._by_axis = vocabulary.Table((regex, (regex, axis)) for regex, axis in self._axes)
+    self._assigned: dict[_Shapes, Assignment] = {}  # what `assign` returned
     words = vocabulary.narrowing().keys() - vocabulary.regexes().keys()
     for role, regex in self._roles:
       vocabulary.check_word(role, "the roles of these rules")
@@ -139,7 +146,7 @@ class Rules:
     # In `axes` the first regex wins, so there the order counts.
     return frozenset(self._places), self._axes, frozenset(self._roles), self.indivisible
 
-  @property
+  @functools.cached_property
   def fingerprint(self) -> int:
     """Returns a hash in 31 bits that is equal for equal rules, in every process."""
     places = sorted(f"({place!r}, {recipe.spelled})" for place, recipe in self._places)
@@ -150,7 +157,7 @@ class Rules:
     return isinstance(other, Rules) and self._key() == other._key()
 
   def __hash__(self):
-    return hash(self._key())
+    return self.fingerprint
 
   def __repr__(self):
     given = f"axes={dict(self._axes)!r}, indivisible={self.indivisible!r}"
@@ -187,7 +194,7 @@ class Rules:
       path = re.sub(r"_axes$", "", path_name(keys))
       names = tuple(getattr(names, "names", names))
       own = [i for i, name in enumerate(names) if name not in stacked]
-      if not path.endswith("kernel") or len(own) == len(names):
+      if not path.endswith("kernel") or len(own) == len(names) or self.find(path) is None:
         continue
       if len(own) == 2 or (len(own) == 3 and vocabulary.role_of(path) in ("q", "k", "v")):
         found.setdefault(re.escape(path), own[0])
@@ -208,10 +215,47 @@ class Rules:
     Args:
       shardings: a tree like the parameters; leaves are `NamedSharding`. Others are passed over.
     """
-    found = flatten(shardings)
     rules = Rules(self.places, self.axes, self.indivisible, self.roles)
-    rules._shardings = tuple((path, s) for path, s in found if isinstance(s, NamedSharding))
+    found = flatten(shardings)
+    rules._shardings = {path: s for path, s in found if isinstance(s, NamedSharding)}
     return rules
+
+  def for_model(self, function: Callable[..., Any], params: Any, *inputs: Any) -> Rules:
+    """Returns the same rules, with the axes that a program contracts its parameters along.
+
+        rules = rules.for_model(lambda p, x: model.apply({"params": p}, x), params, x)
+
+    The program is traced and not computed, so arrays and `jax.ShapeDtypeStruct` both serve. Every
+    product of every parameter that a rule names is looked at. One that is contracted along two
+    axes, such as a tied embedding, or in no product, is refused with that reason.
+
+    Args:
+      function: the forward pass, called as function(params, *inputs).
+      params: the parameters, by whose paths the rules name them.
+      *inputs: what it needs beside them.
+    """
+    from nm_sparsity_jax import trace
+
+    shapes = dict(_shapes(params))
+    named = [path for path in shapes if not isinstance(self.find(path), Dense | None)]
+    known, unknown = trace.axes(function, params, *inputs)
+    if refused := [f"{path!r}: {unknown[path]}" for path in named if path not in known]:
+      raise ValueError(
+        "for_model finds no axis that the program contracts these parameters along, so leave them "
+        f"out of the rules: {'; '.join(refused)}."
+      )
+    found: dict[str, masks.Axis] = {}
+    for path in named:
+      here = self._axis(path, shapes)
+      if here is not None and masks.check_axis(shapes[path], here, gaps=True) == known[path]:
+        continue
+      if given := self._by_axis.find(path):
+        raise ValueError(
+          f"axes={{{given[0][0]!r}: {given[0][1]}}}, but the program contracts {path!r} along "
+          f"{known[path]}: leave axes= out."
+        )
+      found[re.escape(path)] = _one_or_several(known[path])
+    return self.with_axes(found)
 
   def find(self, path: str) -> Recipe | None:
     """Returns the recipe of a path, None where no place names it."""
@@ -220,7 +264,7 @@ class Rules:
 
   def match(self, path: str) -> tuple[str, Recipe] | None:
     """Returns the place that names a path, and its recipe; None where none does."""
-    hits = [place for place, test in zip(self._places, self._tests, strict=True) if test(path)]
+    hits = self._by_place.find(path)
     if len(hits) > 1:
       raise SettingError(
         "places",
@@ -231,34 +275,32 @@ class Rules:
       )
     return hits[0] if hits else None
 
-  def place(
-    self, path: str, shape: Sequence[int], axis: masks.Axis | None = None
-  ) -> Place | str | None:
+  def place(self, path: str, shape: Sequence[int], axis: masks.Axis) -> Place | str | None:
     """Returns the `Place` of one parameter, why it is skipped, or None where no rule names it.
 
     Args:
       path: '/'-joined path.
       shape: shape of the parameter.
-      axis: its contraction axis where the caller knows it (a layer does).
+      axis: its contraction axis.
     """
     found = self.match(path)
     if not found or isinstance(found[1], Dense):
       return None
-    key, recipe = found
-    shape = tuple(shape)
-    if axis is None:
-      axis = self._axis(path, shape)
+    return self._place(path, tuple(shape), axis, *found)
+
+  def _place(
+    self, path: str, shape: tuple[int, ...], axis: masks.Axis, key: str, recipe: Recipe
+  ) -> Place | str:
     place = Place(path, recipe, Groups(shape, axis), key)
     m = place.whole
     if place.axis_size % m:
       problem = f"axis {axis} has length {place.axis_size} (shape {shape}), no multiple of {m}"
       names = ", ".join(map(str, dict.fromkeys(place.patterns)))
       if self.indivisible == "error":
-        other = "" if axis or len(shape) != 2 or shape[1] % m else _OTHER_AXIS
         raise SettingError(
           "indivisible",
           "{path}: {problem}, so {names} cannot be applied. Choose another pattern for it, or "
-          "Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense, or 'pad'." + other,
+          "Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense, or 'pad'.",
           path=repr(path),
           problem=problem,
           names=names,
@@ -267,44 +309,32 @@ class Rules:
         return problem
       place = dataclasses.replace(place, groups=Groups(shape, axis, -place.axis_size % m))
     recipe.levels(place.axis_size)  # raises where a schedule does not fit
-    sharding = dict(self._shardings).get(path)
+    sharding = self._shardings.get(path)
     return dataclasses.replace(place, groups=place.groups.sharded(sharding, m))
 
-  def _axis(self, path: str, shape: tuple[int, ...]) -> masks.Axis:
-    for regex, axis in self._axes:
-      if vocabulary.matches(regex, path):
-        masks.check_axis(shape, axis, gaps=True)
-        return axis
-    if (axis := vocabulary.axis_of(path, len(shape))) is not None:
-      return axis
-    how = "Rules(..., axes={{{path}: ...}}), an int or ascending axes such as (0, 1)"
-    if len(shape) == 2:
-      how += ": 0 if it is (in, out), as in x @ w, 1 if it is (out, in), as in torch"
-    how += "; for layers stacked by a scan, rules.with_logical_axes(params_axes)."
-    raise SettingError(
-      "axes",
-      "{path} has shape {shape}, which does not tell which axis is contracted. Name {the_axis}",
-      path=repr(path),
-      shape=shape,
-      the_axis=SettingError(
-        "axes", "the axis that the matrix product sums over: " + how, path=repr(path)
-      ),
-    )
+  def _axis(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axis | None:
+    """Returns the contraction axis of a stored parameter, None where nothing tells it."""
+    if given := self._by_axis.find(path):
+      masks.check_axis(shapes[path], given[0][1], gaps=True)
+      return given[0][1]
+    return _default_axis(path, shapes)
 
-  def assign(self, params: Any, *, partial: bool = False) -> Assignment:
+  def assign(self, params: Any) -> Assignment:
     """Applies the table to a whole tree and checks it.
 
         print(rules.assign(params))   # what becomes sparse, and how
 
     Args:
       params: arrays or shapes, in any nesting that jax knows (dicts, nnx.State, boxes).
-      partial: allow places that name no parameter (a part of the tree was masked out).
 
     Returns:
       An `Assignment`; its `str` is a table.
     """
-    beside = self._tests, self._shardings
-    return places.assign(self, params, beside, partial)
+    shapes = _shapes(params)
+    found = self._assigned.get(shapes)
+    if found is None:
+      found = self._assigned[shapes] = self._checked(shapes)
+    return found
 
   def examine(self, params: Any) -> Examined:
     """Applies the table to a whole tree and returns all mistakes instead of raising the first.
@@ -321,7 +351,131 @@ class Rules:
     Args:
       params: arrays or shapes, as for `assign`.
     """
-    return places.examine(self, params)
+    return self._examined(_shapes(params))
+
+  def _examined(self, shapes: _Shapes) -> Examined:
+    known = dict(shapes)
+    places: dict[str, Place] = {}
+    skipped: dict[str, str] = {}
+    dense: list[str] = []
+    failed: dict[str, ValueError] = {}
+    used: set[str] = set()
+    for path, shape in shapes:
+      place = None
+      try:
+        if found := self.match(path):
+          used.add(found[0])
+          if not isinstance(found[1], Dense):
+            axis = self._axis(path, known)
+            if axis is None:
+              raise AmbiguousAxis(path, shape)
+            place = self._place(path, shape, axis, *found)
+      except ValueError as e:
+        failed[path] = e
+      if isinstance(place, Place):
+        places[path] = place
+      elif place is None:
+        dense.append(path)
+      else:
+        skipped[path] = place
+    idle = tuple(key for key, _ in self._places if key not in used)
+    return Examined(Assignment(places, skipped, tuple(dense)), failed, idle)
+
+  def _checked(self, shapes: _Shapes) -> Assignment:
+    """Returns the assignment of a tree; raises its first mistake, or all axes that are missing."""
+    assignment, failed, idle = self._examined(shapes)
+    if not shapes:
+      raise ValueError(
+        "there are no parameters, so the rules match none: give a tree of arrays, such as "
+        "model.init(...)['params'] or nnx.state(model, nnx.Param)."
+      )
+    asked = [e for e in failed.values() if isinstance(e, AmbiguousAxis)]
+    if len(asked) > 1:
+      raise AmbiguousAxis.of_all(asked)
+    for error in failed.values():
+      raise error
+    paths = [path for path, _ in shapes]
+    for path, why in assignment.skipped.items():
+      _log.warning("%s stays dense: %s", path, why)
+    for path, place in assignment.places.items():
+      if place.remarks:
+        _log.warning("%s: %s", path, "; ".join(place.remarks))
+    times = collections.Counter(paths)
+    if twice := next((path for path in assignment.places if times[path] > 1), None):
+      raise ValueError(
+        f"{times[twice]} parameters have the path {twice!r}, by which masks are kept: rename one, "
+        "without a '/' in its name."
+      )
+    wrong = [repr(key) for key in idle]
+    used = {regex for path in paths for regex, _ in self._by_axis.find(path)}
+    wrong += [f"axes={{{regex!r}: {axis!r}}}" for regex, axis in self._axes if regex not in used]
+    if wrong:
+      known = vocabulary.regexes(self.roles)
+      here = vocabulary.roles_of(paths, self.roles)
+      have = f" The network has the roles {', '.join(here)}." if here else ""
+      raise ValueError(
+        f"rules that match no parameter and so would change nothing: {', '.join(wrong)}. "
+        f"The {len(paths)} parameters begin: {', '.join(paths[:4])}.{have} A place (gin: in "
+        f"SPARSITY_RULES) is a role ({', '.join(known)}; narrowed as in encoder/ff, "
+        f"decoder/cross/qkv) or a regex for the whole path, such as {_example(shapes)!r}; "
+        "Rules(..., roles={name: regex}) adds roles."
+      )
+    return assignment
+
+
+class AmbiguousAxis(ValueError):
+  """Shapes and names of these parameters leave open which of their axes a product sums over."""
+
+  def __init__(self, path: str, shape: tuple[int, ...]):
+    self.found = [(path, shape)]
+    super().__init__(self._text())
+
+  @classmethod
+  def of_all(cls, errors: Sequence[AmbiguousAxis]) -> AmbiguousAxis:
+    """Returns one error for the parameters of several."""
+    joined = cls(*errors[0].found[0])
+    joined.found = [found for error in errors for found in error.found]
+    joined.args = (joined._text(),)
+    return joined
+
+  def _text(self) -> str:
+    one = f"{{{re.escape(self.found[0][0])!r}: 0}}"
+    return (
+      "which axis the product sums over is not known for "
+      + ", ".join(f"{path!r} of shape {shape}" for path, shape in self.found)
+      + ": let the program tell, rules.for_model(lambda p, x: model.apply({'params': p}, x), "
+      f"params, x), or name it, Rules(..., axes={one})."
+    )
+
+
+# A module that is named so is a convolution, whose kernel is (..., in, out).
+_CONV = re.compile(r"(.*/)?(\w*[cC]onv(?!Transpose)\w*|patch_embed/proj)/kernel")
+
+
+def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axis | None:
+  """Returns the axis that a stored kernel is contracted along, None where that is in doubt.
+
+  Of a `kernel` of rank 2 it is the first axis, and of a convolution's, (..., in, out), the last but
+  one. A bias beside it has the length of the outputs; one of another length is a doubt.
+  """
+  folder, _, name = path.rpartition("/")
+  shape, bias = shapes[path], shapes.get(f"{folder}/bias" if folder else "bias")
+  if name != "kernel" or bias not in (None, shape[-1:]):
+    return None
+  if len(shape) == 2:
+    return 0
+  return -2 if 3 <= len(shape) <= 5 and _CONV.fullmatch(path) else None
+
+
+def _shapes(params: Any) -> _Shapes:
+  return tuple((path, tuple(x.shape)) for path, x in flatten(params) if hasattr(x, "shape"))
+
+
+def _example(shapes: _Shapes) -> str:
+  """Returns a regex that matches a whole path among these: of a matrix, where there is one."""
+  paths = [path for path, shape in shapes if len(shape) > 1] or [path for path, _ in shapes]
+  usual = any(path.endswith("/kernel") for path in paths)
+  return ".*/kernel" if usual else re.escape(paths[0])
 
 
 def require(rules: Any, call: str) -> Rules:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax import masks
-from nm_sparsity_jax import roles as vocabulary
 from nm_sparsity_jax.errors import UnknownRecipe
 from nm_sparsity_jax.recipes import RECIPES, Recipe, recipe
 from nm_sparsity_jax.rules import Rules
@@ -81,7 +80,6 @@ def parse(text: str) -> Rules:
     raise ValueError(
       f"this version reads these rules as other rules, {_short(repr(now))}:\n{_short(text)}"
     )
-  vocabulary.distrust(*rules.places, *rules.axes, *rules.roles.values())
   return rules
 
 

@@ -10,7 +10,6 @@ nowhere else, so a mask that is missing, foreign or out of date cannot act unsee
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,8 +17,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from nm_sparsity_jax import opt_states
-from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.places import Place
 from nm_sparsity_jax.rules import Rules, require
 from nm_sparsity_jax.schedules import as_step
@@ -65,9 +62,13 @@ def init_state(params: Any, rules: Rules) -> State:
     `params`.
   """
   require(rules, "nms.init_state(params, rules)")
-  arrays = dict(flatten(params))
+  return first_masks(rules.assign(params).places, dict(flatten(params)))
+
+
+def first_masks(places: Mapping[str, Place], arrays: Mapping[str, jax.Array]) -> State:
+  """Returns what `init_state` does, from path -> place and path -> weight."""
   state: State = {}
-  for path, place in rules.assign(params, partial=opt_states.is_part(params)).places.items():
+  for path, place in places.items():
     if place.recipe.stateful:
       state.setdefault("step", jnp.int32(0))
       kept = place.recipe.first_state(place.groups, arrays[path])
@@ -102,14 +103,28 @@ def update_state(
     step: the number of updates applied, after this one: `nms.step_count(opt_state)`.
     grads: gradients of the step just taken, of its whole batch (under `optax.MultiSteps` the mean
       over the mini-steps); only snip needs them.
-    grads_at: the parameters that `grads` were taken at, for snip's exact |g * W|; None = `params`,
-      with a warning where there is snip.
+    grads_at: the parameters that `grads` were taken at, for snip's exact |g * W|; None = `params`.
 
   Returns:
     The new state, same structure.
   """
-  assignment = rules.assign(params, partial=opt_states.is_part(params))
-  places = {p: x for p, x in assignment.places.items() if x.recipe.stateful}
+  places = rules.assign(params).places
+  arrays = dict(flatten(params))
+  gradients = dict(flatten(grads)) if grads is not None else {}
+  taken_at = dict(flatten(grads_at)) if grads_at is not None else arrays
+  return renewed_masks(places, state, arrays, step, gradients, taken_at)
+
+
+def renewed_masks(
+  places: Mapping[str, Place],
+  state: State,
+  arrays: Mapping[str, jax.Array],
+  step: jax.Array | int,
+  grads: Mapping[str, jax.Array],
+  grads_at: Mapping[str, jax.Array],
+) -> State:
+  """Returns what `update_state` does, from path -> place and path -> array."""
+  places = {p: x for p, x in places.items() if x.recipe.stateful}
   if sorted(places) != (kept := sorted(stored_masks(state))):
     raise ValueError(
       f"the state keeps masks for {kept}, but the rules want them for {sorted(places)}: it was "
@@ -118,17 +133,12 @@ def update_state(
   if not state:
     return state
   step, last = as_step(step), state["step"]
-  arrays = dict(flatten(params))
-  gradients = dict(flatten(grads)) if grads is not None else {}
-  taken_at = dict(flatten(grads_at)) if grads_at is not None else arrays
   new: State = {"step": jnp.maximum(last, step)}
   for path, place in places.items():
-    old, w, at = _kept(place, state), arrays[path], taken_at.get(path, arrays[path])
-    grad = _gradient(place, gradients.get(path))
-    kept = place.recipe.next_state(place.groups, old, w, step, last, grad, at)
+    old, w = _kept(place, state), arrays[path]
+    grad = _gradient(place, grads.get(path))
+    kept = place.recipe.next_state(place.groups, old, w, step, last, grad, grads_at.get(path, w))
     _put(new, path, kept | _stamp(place, kept, new["step"]) | {"made": old["made"]})
-  if grads_at is None:
-    _warn_without_grads_at(places)
   return new
 
 
@@ -173,15 +183,6 @@ def stored_masks(state: State | None) -> dict[str, jax.Array]:
   return dict(flatten(state["mask"])) if state else {}
 
 
-def fingerprint(place: Place) -> int:
-  """Returns a hash of recipe, axis length and padding in 31 bits: it differs where masks differ.
-
-  The axis is left out: a layer in a scan and the stacked parameter have different ones.
-  """
-  text = f"({place.recipe.spelled}, {place.axis_size!r}, {place.pad!r})"
-  return zlib.crc32(text.encode()) >> 1
-
-
 def in_time(place: Place, step: jax.Array | int, stamps: Stamps) -> jax.Array:
   """Returns `step`, or -1 where the stored mask is wrong for it: of other rules, old, or new.
 
@@ -193,7 +194,7 @@ def in_time(place: Place, step: jax.Array | int, stamps: Stamps) -> jax.Array:
     stamps: what is known of the mask.
   """
   step, recipe = as_step(step), place.recipe
-  foreign = jnp.asarray(stamps.made) != fingerprint(place)
+  foreign = jnp.asarray(stamps.made) != place.fingerprint
   due = recipe.renewals(step)
   wrong = foreign | (jnp.asarray(stamps.renewed) != due) | (step < stamps.last)
   if not isinstance(wrong, jax.core.Tracer) and bool(wrong):
@@ -230,7 +231,7 @@ def _refuse_untaken(place: Place, stamps: Stamps) -> None:
   """Raises where a mask is known to be of other rules, or never to have been taken."""
   recipe = place.recipe
   assert recipe.phases is not None
-  foreign = jnp.asarray(stamps.made) != fingerprint(place)
+  foreign = jnp.asarray(stamps.made) != place.fingerprint
   if not isinstance(foreign, jax.core.Tracer) and foreign:
     in_time(place, stamps.last, stamps)
   fine = (jnp.asarray(stamps.renewed) > 0) | (recipe.renewals(recipe.phases.total) == 0)
@@ -258,21 +259,10 @@ def _gradient(place: Place, grad: jax.Array | None) -> jax.Array | None:
   return grad
 
 
-def _warn_without_grads_at(places: Mapping[str, Place]) -> None:
-  """Warns where a score would use other weights than those that the gradient was taken at."""
-  scored = [place for place in places.values() if place.recipe.needs_gradients]
-  if scored:
-    warn(
-      f"{scored[0].recipe.name} at {scored[0].key!r} scores |gradient * weight|, but without "
-      "grads_at= the weights are those after the update: call nms.update_state(..., grads=grads, "
-      "grads_at=params) with the parameters that the gradients were taken at."
-    )
-
-
 def _stamp(place: Place, kept: State, step: jax.Array | int) -> dict[str, jax.Array]:
   """Returns what `in_time` compares."""
   renewed = jnp.asarray(place.recipe.renewed(kept, step), jnp.int32)
-  return {"made": jnp.int32(fingerprint(place)), "renewed": renewed}
+  return {"made": jnp.int32(place.fingerprint), "renewed": renewed}
 
 
 def _put(state: State, path: str, values: Mapping[str, jax.Array]) -> None:

@@ -1,6 +1,6 @@
 """What a run of Kauldron would do wrong without a word, refused before it begins.
 
-trainer, rules   -> [refuse_silent_mistakes] -> evaluators, data, the length of the run
+trainer, rules   -> [refuse_silent_mistakes] -> data, the length of the run
 folder, rules    -> [refuse_other_rules] -> the rules of its newest checkpoint
 """
 
@@ -8,20 +8,19 @@ folder, rules    -> [refuse_other_rules] -> the rules of its newest checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kauldron import kd
 
 from nm_sparsity_jax import rules_text
 from nm_sparsity_jax.errors import warn
-from nm_sparsity_jax.kauldron_adapter import evaluation
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, folders
 
 
 def refuse_silent_mistakes(trainer: Any, rules: Rules) -> None:
-  """Refuses a trainer that would score other weights, or could not resume to the same bits.
+  """Refuses a trainer that could not resume to the same bits.
 
   Args:
     trainer: Kauldron's, while it is made.
@@ -31,44 +30,9 @@ def refuse_silent_mistakes(trainer: Any, rules: Rules) -> None:
     raise ValueError(
       f"trainstep.rules={rules!r}: give nms.Rules, such as nms.Rules({{'ff': recipe}})."
     )
-  for name, evaluator in (trainer.evals or {}).items():
-    _refuse_dense(name, evaluator, rules)
   if isinstance(trainer.checkpointer, kd.ckpts.Checkpointer):
     _refuse_unresumable(trainer.train_ds)
     _warn_without_end(trainer)
-
-
-def _refuse_dense(name: str, evaluator: Any, rules: Rules) -> None:
-  """Raises where an evaluator would score the stored weights, which are dense."""
-  if not hasattr(evaluator, "init_transform"):
-    warn(
-      f"evals[{name!r}] takes no init_transform, so it scores the stored weights, which are dense: "
-      "override its evaluate, super().evaluate(kauldron_adapter.effective(state, rules), step)."
-    )
-    return
-  found = [x for x in _parts(evaluator.init_transform) if isinstance(x, evaluation.Effective)]
-  if not found:
-    raise ValueError(
-      f"evals[{name!r}] would score the stored weights, which are dense: give it init_transform="
-      "kauldron_adapter.Effective(rules=rules)."
-    )
-  if any(transform.rules != rules for transform in found):
-    raise ValueError(
-      f"evals[{name!r}] has other rules than the train step: give both the same nms.Rules."
-    )
-  if evaluator.discard_opt:
-    raise ValueError(
-      f"evals[{name!r}] has discard_opt=True, but the optimizer state holds the step and the "
-      "stored masks: leave discard_opt out."
-    )
-
-
-def _parts(transform: Any) -> Iterator[Any]:
-  """Yields a transform, and those that a `MultiTransform` applies."""
-  yield transform
-  if isinstance(transform, kd.ckpts.MultiTransform):
-    for part in transform._transforms.values():
-      yield from _parts(part)
 
 
 def _refuse_unresumable(train_ds: Any) -> None:

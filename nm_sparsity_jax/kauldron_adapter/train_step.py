@@ -1,7 +1,4 @@
-"""The train step: Kauldron's loss of the effective weights, and `nms.sparse` around its optimizer.
-
-batch, state -> [sparsify] -> loss -> gradients -> [nms.sparse] -> state: step + 1, count + 1, masks
-"""
+"""Kauldron's train step with `nms.sparse` around its optimizer, and rules in its checkpoints."""
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
 
@@ -14,11 +11,10 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import optax
 from kauldron import kd
 from kauldron.utils import config_util
 
-from nm_sparsity_jax import apply, transform
+from nm_sparsity_jax import transform
 from nm_sparsity_jax.kauldron_adapter import checks
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.rules import Rules
@@ -30,9 +26,9 @@ class SparseTrainStep(kd.train.TrainStep):
 
       kd.train.Trainer(trainstep=kauldron_adapter.SparseTrainStep(rules=rules), ...)
 
-  It wraps the trainer's optimizer by `nms.sparse`. The stored parameters stay dense while masks act
-  on them. Kauldron's loop saves ckpt_N before update N + 1, so ckpt_N holds N updates; the state
-  that `Trainer.train` returns has one more. Deploy the checkpoint.
+  It wraps the trainer's optimizer by `nms.sparse`, so the parameters are the effective weights, and
+  evaluators take them as they are. Kauldron's loop saves ckpt_N before update N + 1, so ckpt_N
+  holds N updates; the state that `Trainer.train` returns has one more. Deploy the checkpoint.
 
   Args:
     rules: what is sparse, and how. The schedule ends at `num_train_steps` of the trainer.
@@ -57,49 +53,24 @@ class SparseTrainStep(kd.train.TrainStep):
       checks.refuse_other_end(self.rules, int(state.step), self.num_train_steps)
     return state
 
-  @functools.cached_property
-  def sparse_optimizer(self) -> optax.GradientTransformationExtraArgs:
-    """Returns the trainer's optimizer within `nms.sparse`."""
-    return transform.sparse(self.optimizer, self.rules)
-
   @functools.partial(jax.jit, static_argnames="self", donate_argnames="state")
   def _init_optimizer(self, state: Any) -> Any:
     kept = {COLLECTION: jax.tree.map(jnp.asarray, checks.kept_text(self.rules))}
     state = state.replace(
-      opt_state=self.sparse_optimizer.init(state.params),
+      opt_state=self._sparse_step(state.params).optimizer.init(state.params),
       collections={**state.collections, **kept},
     )
     return kd.sharding.with_sharding_constraint(state, self.sharding.state)
 
   def _step(self, state: Any, batch: Any) -> Any:
-    before = kd.train.Context.from_state_and_batch(state=state, batch=batch)
-    rules = self._with_shardings(state.params)
-
-    def loss(params):
-      return kd.train.forward_with_loss(
-        before.replace(params=apply.sparsify(params, rules, state.opt_state)),
-        model=self.model,
-        losses=self.aux.losses,
-        rngs=self.rng_streams.train_rngs(state.step),
-        is_training=True,
-      )
-
-    grads, context = jax.grad(loss, has_aux=True, allow_int=True)(state.params)
-    updates, opt_state = self.sparse_optimizer.update(grads, state.opt_state, state.params)
+    new, context = self._sparse_step(state.params)._step(state, batch)
     kept = {name: x for name, x in state.collections.items() if name == COLLECTION}
-    new = state.replace(
-      step=state.step + 1,
-      params=optax.apply_updates(state.params, updates),
-      opt_state=opt_state,
-      collections={**context.collections, **kept},
-    )
-    context = context.replace(
-      params=state.params, grads=grads, updates=updates, opt_state=state.opt_state
-    )
-    return new, self.aux.update_context(context)
+    return new.replace(collections={**new.collections, **kept}), context
 
-  def _with_shardings(self, params: Any) -> Rules:
-    """Returns the rules with what the trainer says of how devices share each parameter."""
+  def _sparse_step(self, params: Any) -> kd.train.TrainStep:
+    """Returns Kauldron's own step, with an optimizer that knows how devices share weights."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     placed = kd.sharding.with_sharding_constraint(shapes, self.sharding.params)
-    return self.rules.with_shardings(jax.tree.map(lambda x: x.sharding, placed))
+    rules = self.rules.with_shardings(jax.tree.map(lambda x: x.sharding, placed))
+    own = {f.name: getattr(self, f.name) for f in dataclasses.fields(kd.train.TrainStep) if f.init}
+    return kd.train.TrainStep(**own | {"optimizer": transform.sparse(self.optimizer, rules)})

@@ -1,10 +1,11 @@
 """Checkpoints in T5X's layout, written by Orbax in the background.
 
-    TrainState <-> {target, state/{step, param_states}, flax_mutables/{nm_sparsity, ...}}
+    TrainState <-> {target, state/{step, param_states, nm_sparsity}, flax_mutables}
                <-> checkpoint_N/
 
-`flax_mutables/nm_sparsity` holds what `nms.sparse` keeps, a workload's own collections lie beside
-it, and `param_states` are the state of the optimizer within.
+`target` holds the effective weights, so T5X and everybody else reads it as any dense checkpoint.
+`state/nm_sparsity` holds what `nms.sparse` keeps beside `param_states`, the state of the optimizer
+within. `flax_mutables` are the workload's own collections.
 
 A checkpoint is written beside its name and renamed when it is whole, so what is called
 checkpoint_N is complete however the process ended. `t5x.eval` opens these, and this opens T5X's.
@@ -25,18 +26,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import serialization, traverse_util
 
 from nm_sparsity_jax import rules_text
 from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local.step import Model, TrainState
-from nm_sparsity_jax.opt_states import SparseState
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import arrays, checkpoint, folders, orbax, unfinalized
 from nm_sparsity_jax.text import first_line
-from nm_sparsity_jax.trees import flatten, nested
+from nm_sparsity_jax.transform import SparseState
+from nm_sparsity_jax.trees import flatten, map_with_names, nested
 
 MUTABLES = "flax_mutables"  # T5X's name for all collections
 _PREFIX = folders.PREFIX
@@ -48,22 +48,24 @@ def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
 
   Args:
     state: a state, or its shapes or shardings.
-    rules: those given, before any scan is read off.
+    rules: as stored, those of the step.
   """
   inner = serialization.to_state_dict(state.opt_state.inner_state)
   opt_state = traverse_util.flatten_dict(inner, sep="/")
   kept = {k: v for k, v in state.masks.items() if k != "step"}
+  if dense := dict(flatten(state.opt_state.dense)):
+    kept["dense"] = nested(dense)
   text = rules_text.pack(rules_text.describe(rules))
-  mine = {"step": state.sparse_step, "start": _start(state), "rules": text, **kept}
   return {
     "target": state.params,
     "state": {
       "step": state.step,
       # Without empty nodes, as T5X saves it.
       "param_states": traverse_util.unflatten_dict(opt_state, sep="/"),
+      COLLECTION: {"step": state.sparse_step, "rules": text, **kept},
       **_average(state.average),
     },
-    MUTABLES: {COLLECTION: mine, **state.collections},
+    MUTABLES: dict(state.collections),
   }
 
 
@@ -72,12 +74,6 @@ def _average(average: Mapping[str, Any]) -> dict[str, Any]:
   collections = {name: x for name, x in average.items() if name != "params"}
   mutables = {MUTABLES: collections} if collections else {}
   return {"average": {"target": average["params"], **mutables}} if average else {}
-
-
-def _start(state: TrainState) -> Any:
-  """Returns the global step before the run's first, or a shape or sharding like the step's."""
-  is_known = isinstance(state.step, jax.Array)
-  return state.step - state.sparse_step if is_known else state.sparse_step
 
 
 def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainState:
@@ -95,21 +91,23 @@ def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainS
   inner = serialization.from_state_dict(
     inner, traverse_util.unflatten_dict({**empty, **filled}, sep="/")
   )
-  collections = dict(tree[MUTABLES])
-  opt_state = _sparse_state(collections.pop(COLLECTION), rules, inner)
+  opt_state = _sparse_state(tree["state"][COLLECTION], like.opt_state, rules, inner)
   average = tree["state"].get("average", {})
   if average:
     average = {"params": average["target"], **average.get(MUTABLES, {})}
+  collections = dict(tree.get(MUTABLES, {}))
   return TrainState(tree["state"]["step"], tree["target"], opt_state, collections, average)
 
 
-def _sparse_state(mine: Mapping[str, Any], rules: Rules, inner: Any) -> SparseState:
-  """Returns the state of `nms.sparse`, from its collection in a checkpoint."""
-  kept = {k: v for k, v in mine.items() if k not in ("step", "rules", "start")}
+def _sparse_state(mine: Mapping[str, Any], like: Any, rules: Rules, inner: Any) -> SparseState:
+  """Returns the state of `nms.sparse`, from its part of a checkpoint."""
+  masks = {k: v for k, v in mine.items() if k not in ("step", "rules", "dense")}
   # Its own copy: a buffer cannot be donated twice.
-  masks = {**kept, "step": jnp.copy(mine["step"])} if kept else {}
+  masks = {**masks, "step": jnp.copy(mine["step"])} if masks else {}
+  dense = dict(flatten(mine.get("dense", {})))
+  dense = map_with_names(lambda path, _: dense[path], like.dense)
   fingerprint = jnp.full_like(mine["step"], rules.fingerprint)
-  return SparseState(mine["step"], fingerprint, masks, inner)
+  return SparseState(mine["step"], fingerprint, dense, masks, inner)
 
 
 class Checkpoints:
@@ -212,11 +210,14 @@ class Checkpoints:
   def restore(self, step: int, like: TrainState, model: Model) -> tuple[Any, str]:
     """Reads one of these checkpoints onto the devices: its tree, and the text of its rules."""
     path = self.folder / f"{_PREFIX}_{step}"
-    rules, shardings = model.given_rules, model.shardings(like)
+    rules, shardings = model.rules, model.shardings(like)
     wanted, where = to_tree(like, rules), to_tree(shardings, rules)
     text = jax.ShapeDtypeStruct((rules_text.TEXT_BYTES,), np.uint8)
-    wanted[MUTABLES][COLLECTION]["rules"] = text
-    where[MUTABLES][COLLECTION]["rules"] = model.replicated
+    wanted["state"][COLLECTION]["rules"] = text
+    where["state"][COLLECTION]["rules"] = model.replicated
+    for tree in (wanted, where):
+      if not tree[MUTABLES]:
+        tree.pop(MUTABLES)
     try:
       tree = arrays.restore(path / "state", wanted, where)
     except Exception as e:
@@ -226,7 +227,7 @@ class Checkpoints:
         f"{path} cannot be read: it is damaged, or of another program ({first_line(e)}). Move it "
         f"away, and the same command {then}."
       ) from e
-    return tree, rules_text.unpack(tree[MUTABLES][COLLECTION]["rules"])
+    return tree, rules_text.unpack(tree["state"][COLLECTION]["rules"])
 
 
 def _remove(folder: pathlib.Path) -> None:
@@ -293,40 +294,31 @@ def _load(stored: checkpoint.Stored, like: Any, where: Any, model: Model) -> Any
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> TrainState:
-  """Reads the state of a checkpoint that the model's rules made, without the optimizer's state.
+def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> dict[str, Any]:
+  """Reads what is scored of a checkpoint that the model's rules made: W~, and the workload's state.
 
-  It holds what is scored: the average where the run kept one. A dense checkpoint has no sparse
-  step, so it is only taken where all rules are dense.
+  It is that of the average where the run kept one. A dense checkpoint has no sparse step, so it is
+  only taken where all rules are dense.
 
   Args:
     stored: what `opened` returns.
     model: workload and rules, as in training.
   """
-  rules = model.given_rules
-  like = model.state_shapes(optax.identity())
-  wanted, where = to_tree(like, rules), to_tree(model.shardings(like), rules)
-  if stored.rules is None:
-    if not rules.is_dense:
-      raise ValueError(
-        f"{stored.path!r} is dense: it has no flax_mutables/nm_sparsity, so no sparse step. "
-        "Evaluate it with RECIPE = 'dense', or fine-tune it first "
-        "(gin_configs/runs/local_finetune.gin)."
-      )
-    for tree in (wanted, where):
-      tree[MUTABLES].pop(COLLECTION)
-  else:
-    refuse_other_rules(stored.rules, rules, stored.path)
-    for tree in (wanted, where):
-      tree[MUTABLES][COLLECTION].pop("rules")
-      tree[MUTABLES][COLLECTION].pop("start")
-  for name in ("state", *([] if wanted[MUTABLES] else [MUTABLES])):
-    wanted.pop(name)
-  tree = _load(stored, wanted, {name: where[name] for name in wanted}, model)
-  collections = dict(tree.get(MUTABLES, {}))
-  mine = collections.pop(COLLECTION, {"step": jnp.int32(0)})
-  opt_state = _sparse_state(mine, model.rules, ())
-  return TrainState(jnp.int32(stored.step or 0), tree["target"], opt_state, collections)
+  if stored.rules is not None:
+    refuse_other_rules(stored.rules, model.rules, stored.path)
+  elif not model.rules.is_dense:
+    raise ValueError(
+      f"{stored.path!r} is dense: it has no sparse step. Evaluate it with RECIPE = 'dense', or "
+      "fine-tune it first (gin_configs/runs/local_finetune.gin)."
+    )
+  like: dict[str, Any] = {"target": model.shapes}
+  if model.collections:
+    like[MUTABLES] = model.collections
+  tree = _load(stored, like, {name: model.shardings(x) for name, x in like.items()}, model)
+  params = tree["target"]
+  if stored.sparse_step is not None and (stored.average or not stored.in_place):
+    params = model.effective(params, jnp.int32(stored.sparse_step), stored.masks())
+  return {"params": params, **tree.get(MUTABLES, {})}
 
 
 def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from nm_sparsity_jax import errors, opt_states, rules_text, workloads
+from nm_sparsity_jax import errors, optim, rules_text, transform, workloads
 from nm_sparsity_jax.local.step import Model
 from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.workloads import Batch
@@ -142,14 +142,15 @@ class Run:
   def check(self) -> None:
     """Raises ValueError where settings do not fit each other; reads no data."""
     self.model.check_batch(self.batch_size, self.microbatches)
-    rules_text.pack(rules_text.describe(self.model.given_rules))  # every checkpoint keeps this text
-    opt_states.refuse(
-      jax.eval_shape(self.optimizer.init, self.model.shapes),
-      sparse="the optimizer holds nms.sparse, but the runner wraps the optimizer itself: leave "
-      "nms.sparse out.",
-      sr_ste="the optimizer holds nms.sr_ste, but the runner adds SR-STE's term itself.",
-      multi_steps="the optimizer is optax.MultiSteps: set MICROBATCHES instead.",
-    )
+    rules_text.pack(rules_text.describe(self.model.rules))  # every checkpoint keeps this text
+    opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
+    kinds = transform.SparseState, optim.SrSteState, optax.MultiStepsState
+    if found := transform.states(opt_state, *kinds):
+      raise ValueError(
+        f"the optimizer holds a {type(found[0]).__name__}, but the runner wraps it by nms.sparse "
+        "itself, which adds SR-STE's term: give a bare optimizer of optax, and MICROBATCHES in "
+        "place of optax.MultiSteps."
+      )
 
   def describe(self) -> dict[str, Any]:
     """Returns what run.json says of the workload; see `workloads.describe`."""

@@ -1,8 +1,7 @@
 """One optimizer step of any workload, on all local devices.
 
-    params, sparse step, stored masks -> [sparsify, once] -> W~ -> [workload.loss, microbatch by
-    microbatch] -> mean over the workload's weight -> gradients
-    -> [nms.sparse: + SR-STE's term, optax, step + 1, stored masks] -> new params
+    params = W~ -> [workload.loss, microbatch by microbatch] -> mean over the workload's weight
+    -> gradients -> [nms.sparse: optax on W, step + 1, stored masks] -> params = W~ of the next step
 
 The network is the dense one, on effective parameters, in training, evaluation and decoding alike.
 Parameters and optimizer state are float32 whatever the network computes in.
@@ -24,12 +23,12 @@ from flax import struct
 from flax.linen import partitioning, spmd
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from nm_sparsity_jax import apply, metrics, opt_states, witness, workloads
+from nm_sparsity_jax import apply, metrics, workloads
 from nm_sparsity_jax.layers import COLLECTION
 from nm_sparsity_jax.local import averages
 from nm_sparsity_jax.recipes import Dense
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.transform import sparse
+from nm_sparsity_jax.transform import dense_params, sparse
 from nm_sparsity_jax.trees import flatten, path_name
 from nm_sparsity_jax.workloads import Batch, Sums
 
@@ -49,10 +48,10 @@ class TrainState:
 
   Attributes:
     step: int32 scalar, the global step: that of the initial checkpoint, and one per update.
-    params: float32.
-    opt_state: `SparseState`, of `nms.sparse` around the optimizer.
+    params: float32, the effective weights W~.
+    opt_state: `SparseState`, of `nms.sparse` around the optimizer; it holds the dense weights W.
     collections: the workload's state, such as {'batch_stats': ...}; `{}` for T5.
-    average: of 'params' and of the collections, see `averages`; `{}` where the run keeps none.
+    average: of W and of the collections, see `averages`; `{}` where the run keeps none.
   """
 
   step: jax.Array
@@ -64,7 +63,6 @@ class TrainState:
   @property
   def sparse_step(self) -> jax.Array:
     """Returns the updates that this run has applied, int32; also the position in the data."""
-    witness.count_read()
     return self.opt_state.count
 
   @property
@@ -73,9 +71,9 @@ class TrainState:
     return self.opt_state.masks
 
   @property
-  def deployed(self) -> Any:
-    """Returns the variables that are scored and finalized: the average where a run keeps one."""
-    return self.average or {"params": self.params, **self.collections}
+  def dense(self) -> Any:
+    """Returns the dense parameters W."""
+    return dense_params(self.params, self.opt_state)
 
 
 class WrongDevices(ValueError):
@@ -250,14 +248,20 @@ class Model:
     average = {} if self.ema_decay is None else averages.begin(variables)
     return TrainState(jnp.int32(step), params, opt_state, collections, average)
 
-  def effective(self, state: TrainState) -> Any:
-    """Returns the parameters that an evaluation of this state runs with: see `deployed`."""
-    make = lambda s: apply.sparsify(s.deployed["params"], self.rules, s.sparse_step, s.masks)
-    return self.jit(make, out_shardings=self.shardings(self.shapes))(state)
+  def effective(self, dense: Any, step: jax.Array, masks: Any) -> Any:
+    """Returns W~ of dense parameters, such as those of an average."""
+    make = lambda params, step, masks: apply.sparsify(params, self.rules, step, masks)
+    return self.jit(make, out_shardings=self.shardings(self.shapes))(dense, step, masks)
 
   def variables(self, state: TrainState) -> dict[str, Any]:
-    """Returns what an evaluation runs with: effective 'params', and the workload's state."""
-    return {**state.deployed, "params": self.effective(state)}
+    """Returns what is scored: effective 'params' and the workload's state, or those of the average.
+
+    The average is one of W: an average of W~ would not be n:m.
+    """
+    if not state.average:
+      return {"params": state.params, **state.collections}
+    params = self.effective(state.average["params"], state.sparse_step, state.masks)
+    return {**state.average, "params": params}
 
   # --- loss ---------------------------------------------------------------------------------------
 
@@ -316,7 +320,8 @@ class Model:
       params = optax.apply_updates(state.params, updates)
       average = state.average
       if self.ema_decay is not None:
-        average = averages.moved(average, {"params": params, **collections}, self.ema_decay)
+        dense = dense_params(params, opt_state)
+        average = averages.moved(average, {"params": dense, **collections}, self.ema_decay)
       new = TrainState(state.step + 1, params, opt_state, collections, average)
       return new, Sums(jnp.concatenate([sums.values, norms]), (*sums.names, *NORMS))
 
@@ -339,11 +344,13 @@ class Model:
 
     def before(state: TrainState, batch):
       grads = self._gradient(state, batch, rng, microbatches)[2]
-      return metrics.before(state.params, self.rules, self._step(state), state.masks, grads)
+      dense, at = state.dense, (self.rules, state.sparse_step, state.masks)
+      _, pull_back = jax.vjp(lambda w: apply.sparsify(w, *at), dense)
+      return metrics.before(dense, *at, *pull_back(grads))
 
     def after(state: TrainState, seen: metrics.Before):
       return metrics.after(
-        state.params, self.rules, state.sparse_step, state.masks, seen, state.opt_state,
+        state.dense, self.rules, state.sparse_step, state.masks, seen, state.opt_state,
         per_place=("density", "density_target"),
       )  # fmt: skip
 
@@ -351,20 +358,12 @@ class Model:
 
   def _gradient(self, state: TrainState, batch, rng, parts):
     """Returns the sums of a batch, the new collections, and the mean loss's gradient."""
-    step = self._step(state)
-    sparsify = lambda params: apply.sparsify(params, self.rules, step, state.masks)
-    effective, pull_back = jax.vjp(sparsify, state.params)
     key = jax.random.fold_in(rng, state.step)
-    found, grads = self._accumulate(effective, state.collections, batch, key, parts)
+    found, grads = self._accumulate(state.params, state.collections, batch, key, parts)
     sums, collections = found
     weight = sums.values[sums.names.index(self.workload.weight)]
     weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)  # nothing to learn from
-    return sums, collections, pull_back(jax.tree.map(lambda g: g / weight, grads))[0]
-
-  def _step(self, state: TrainState) -> jax.Array:
-    """Returns the sparse step as `nms.sparse` reads it, so that XLA merges the masks of both."""
-    witness.count_read()
-    return opt_states.matched(state.opt_state, self.rules.fingerprint)
+    return sums, collections, jax.tree.map(lambda g: g / weight, grads)
 
   def _accumulate(self, effective, collections, batch, key, parts):
     """Returns the sums, the new state, and the summed loss's gradient."""

@@ -166,7 +166,7 @@ def _resume(run: Run, saved, history: History, step: int) -> TrainState:
   model = run.model
   like = model.state_shapes(run.optimizer)
   tree, text = saved.restore(step, like, model)
-  checkpoints.refuse_other_rules(text, model.given_rules, f"{saved.folder}/checkpoint_{step}")
+  checkpoints.refuse_other_rules(text, model.rules, f"{saved.folder}/checkpoint_{step}")
   history.read(until=step)
   saved.best = history.best
   return checkpoints.from_tree(tree, like, model.rules)
@@ -203,7 +203,7 @@ def _save(p: _Process, state: TrainState, done: int) -> None:
   """Saves after a look at every step so far: a state that is not finite is never saved."""
   p.watch.catch_up()
   p.watch.curves.flush()
-  p.saved.save(p.offset + done, checkpoints.to_tree(state, p.run.model.given_rules))
+  p.saved.save(p.offset + done, checkpoints.to_tree(state, p.run.model.rules))
 
 
 def _evaluate(p: _Process, state: TrainState, done: int) -> None:
@@ -224,7 +224,7 @@ def _evaluate(p: _Process, state: TrainState, done: int) -> None:
   for task, values in found.metrics.items():
     p.watch.curves.track(f"inference_eval/{task}", step, values)
     say(metrics_line(task, values))
-  density = lambda s: metrics.density(s.deployed["params"], model.rules, s.sparse_step, s.masks)[:2]
+  density = lambda s: metrics.density(s.dense, model.rules, s.sparse_step, s.masks)[:2]
   densities = model.jit(density)(state)
   p.history.note(step, found, bool(densities[0] <= densities[1] * (1 + 1e-6)))
   p.saved.best = p.history.best
@@ -360,7 +360,7 @@ def _opened(
     )
     if stored.packed is not None:
       if stored.rules is not None and not model.given_rules.is_dense:
-        checkpoints.refuse_other_rules(stored.rules, model.given_rules, stored.path)
+        checkpoints.refuse_other_rules(stored.rules, model.rules, stored.path)
       held = stored.packed()
       model, variables = packed_files.load(stored.path, held, model, evaluation, memory)
       step, said = stored.step or 0, f"{which}: {packed_files.told(held, variables)}"
@@ -372,10 +372,9 @@ def _opened(
         path=checkpoint,
       )
     else:
-      state = checkpoints.load_for_evaluation(stored, model)
-      variables, step = model.variables(state), int(state.step)
+      variables, step = checkpoints.load_for_evaluation(stored, model), stored.step or 0
       kept = ", the moving average of its parameters" if stored.average else ""
-      said = f"{which}: step {step:,}, sparse step {int(state.sparse_step):,}{kept}"
+      said = f"{which}: step {step:,}, sparse step {stored.sparse_step or 0:,}{kept}"
     files.write_atomically(folder / "config.gin", config)
     print(said)
     yield _Opened(folder, model, variables, step)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax.opt_states import named
 from nm_sparsity_jax.places import Place
 from nm_sparsity_jax.trees import flatten
 
@@ -42,17 +41,13 @@ def second_moments(opt_state: Any, params: Any = None) -> dict[str, jax.Array]:
   """
   found: dict[str, jax.Array] = {}
   keeps_any = False
-  for state in named(opt_state):
-    if getattr(state, "nu", None) is not None:
+  for state in _holders(opt_state):
+    if not _is_factored(state):
       moments = dict(flatten(state.nu))
-    elif _is_factored(state):
-      if params is None:
-        raise ValueError(
-          "Adafactor's second moment is factored: pass params, whose shapes it needs."
-        )
-      moments = _rebuilt(state, {path: jnp.shape(leaf) for path, leaf in flatten(params)})
+    elif params is None:
+      raise ValueError("Adafactor's second moment is factored: pass params, whose shapes it needs.")
     else:
-      continue
+      moments = _rebuilt(state, {path: jnp.shape(leaf) for path, leaf in flatten(params)})
     if both := sorted(found.keys() & moments.keys()):
       raise ValueError(
         f"the optimizer state holds two second moments (`nu`) of {both[0]!r}, the later one in "
@@ -73,7 +68,7 @@ def any_factored(opt_state: Any, places: Mapping[str, Place]) -> bool:
   """Returns whether the second moment of any of these places is rebuilt from factors."""
   if isinstance(opt_state, SecondMoments):
     return opt_state.is_factored
-  states = [state for state in named(opt_state) if _is_factored(state)]
+  states = [state for state in _holders(opt_state) if _is_factored(state)]
   whole = {path: v.shape for state in states for path, v in flatten(state.v)}
   return any(whole.get(path, place.shape) != place.shape for path, place in places.items())
 
@@ -90,6 +85,12 @@ def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axe
   rows, columns = jnp.expand_dims(rows, column_axes), jnp.expand_dims(columns, row_axes)
   mean = jnp.mean(rows, row_axes, keepdims=True)
   return rows / jnp.where(mean == 0, 1, mean) * columns  # 0 before the first gradient
+
+
+def _holders(opt_state: Any) -> list[Any]:
+  """Returns the states that hold a second moment, Adam's or Adafactor's, in order."""
+  holds = lambda x: getattr(x, "nu", None) is not None or _is_factored(x)
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=holds) if holds(x)]
 
 
 def _is_factored(state: Any) -> bool:

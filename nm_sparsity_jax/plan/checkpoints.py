@@ -136,8 +136,7 @@ def _refused(
     return False
   if local and resuming:  # the check of its settings says it
     return False
-  # As the model has them: before the axes of scanned kernels are read.
-  now = rules_text.describe(found.config.get("RULES", rules))
+  now = rules_text.describe(rules)
   if stored.rules is None and resuming:
     found.errors.append(
       f"{stored.path} is of a dense run, and T5X would resume that one: take an empty MODEL_DIR "

@@ -187,6 +187,51 @@ class Recipe:
     keep = self.mask(w, step, axis, mask)
     return gradients.blend(w, keep, self.decay(step), self.gradient_mode)
 
+  def pull_back(
+    self,
+    grad: jax.Array,
+    w: jax.Array,
+    seen: jax.Array,
+    step: jax.Array | int,
+    mask: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns dL/dW of dL/dW~, in the recipe's gradient mode, with SR-STE's term.
+
+        masked            g * (mask + D * (1 - mask))
+        straight_through  g
+        both              + lam * (1 - mask) * W
+
+    Which weights the mask kept can be read off `seen`, so no mask is made a second time: a pruned
+    one is D * W there, and a kept one is W, up to rounding. Override it beside `effective`.
+
+    Args:
+      grad: dL/dW~, shape of `w`.
+      w: the dense weight W.
+      seen: the weight that the forward pass computed with, W~ of `w` at `step`.
+      step: the step of that pass.
+      mask: the stored mask of a stateful recipe at that step.
+    """
+    if self.gradient_mode == "straight_through" and not self.lam:
+      return grad
+    dtype = jnp.promote_types(w.dtype, jnp.float32)
+    out, wide, d = grad.astype(dtype), w.astype(dtype), self.decay(step).astype(dtype)
+    kept = self.was_kept(wide, seen.astype(dtype), d, mask)
+    if self.gradient_mode == "masked":
+      out = jnp.where(kept, out, d * out)
+    if self.lam:
+      out = out + dtype.type(self.lam) * jnp.where(kept, jnp.zeros_like(wide), wide)
+    return out.astype(grad.dtype)
+
+  def was_kept(
+    self, w: jax.Array, seen: jax.Array, decay: jax.Array, mask: jax.Array | None
+  ) -> jax.Array:
+    """Returns the mask that a forward pass had, bool: is W~ nearer to W than to D * W?
+
+    A weight that is 0 counts as kept, since W~ is W.
+    """
+    del mask
+    return jnp.abs(seen) >= (1 + decay) / 2 * jnp.abs(w)
+
   def final(
     self, w: jax.Array, groups: Groups, state: Mapping[str, jax.Array] | None = None
   ) -> jax.Array:

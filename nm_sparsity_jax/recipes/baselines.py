@@ -44,6 +44,12 @@ def _frozen(
   return _given(self, w, stored) & (step >= 0)  # else D = NaN would meet no pruned weight
 
 
+def _as_stored(self: Recipe, w, seen, decay, mask: jax.Array | None) -> jax.Array:
+  """Returns the stored mask: `was_kept` of a recipe that takes its mask once."""
+  del seen, decay
+  return _given(self, w, mask)
+
+
 def _once(self: Recipe, step: jax.Array | int) -> jax.Array:
   """Returns 1 from `sparse_from` on: `renewals` of a recipe that takes its mask once."""
   return (as_step(step) >= self.sparse_from).astype(jnp.int32)
@@ -123,7 +129,7 @@ class OneShot(Recipe):
   pattern: NM
   phases: Phases
   gradient: str | None = None
-  chosen, renewals = _frozen, _once
+  chosen, renewals, was_kept = _frozen, _once, _as_stored
 
   def first_state(self, groups, w):
     if self.phases.dense == 0:
@@ -189,7 +195,7 @@ class Snip(Recipe):
   phases: Phases
   batches: int = 1
   gradient: str | None = None
-  chosen, renewals = _frozen, _once
+  chosen, renewals, was_kept = _frozen, _once, _as_stored
 
   def __post_init__(self):
     super().__post_init__()

@@ -13,7 +13,7 @@ big_vision's, Kauldron's and jimm's.
 """
 
 from nm_sparsity_jax.roles.comparing import put_together, single, text_of
-from nm_sparsity_jax.roles.matching import PathTest, compiled, distrust, matches
+from nm_sparsity_jax.roles.matching import PathTest, Table, compiled, matches
 from nm_sparsity_jax.roles.models import T5, VIT  # and registers all of this package
 from nm_sparsity_jax.roles.registry import (
   COMPOSITES,
@@ -34,6 +34,6 @@ from nm_sparsity_jax.roles.registry import (
 
 __all__ = [
     "COMPOSITES", "T5", "VIT", "Axis", "Family", "PathTest", "axis_of", "check_word", "compiled",
-    "distrust", "families", "matches", "narrowing", "narrowing_text", "op_of", "path_test",
+    "Table", "families", "matches", "narrowing", "narrowing_text", "op_of", "path_test",
     "put_together", "regexes", "register", "role_of", "roles_of", "single", "text_of",
 ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Regexes against whole paths; one that a file brought has a limit of time."""
+"""Regexes against whole paths of parameters."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-import time
 
 from nm_sparsity_jax.errors import SettingError
 
@@ -35,23 +35,8 @@ class PathTest:
     return all(matches(regex, path) for regex in self.regexes)
 
 
-# Seconds that a regex of a file took so far; in the table are those that a file brought.
-_strangers: dict[str, float] = {}
-_MOST_SECONDS = 2.0  # for all paths that one of them is held against
-
-
-def distrust(*regexes: str) -> None:
-  """Notes regexes that a file brought: from now on they are matched within a limit of time.
-
-  Whoever writes a regex into settings of their own waits for it; a checkpoint, or a run that
-  somebody sent, may hold one that takes for ever. Roles and families are not touched.
-
-  Args:
-    *regexes: texts of regexes, or of roles.
-  """
-  for regex in regexes:
-    if re.search(r"[*+{?|]", regex):  # without these it matches in one pass
-      _strangers.setdefault(regex, 0.0)
+# Python's `re` keeps 512 patterns and compiles the others anew at every call.
+_compile = functools.cache(re.compile)
 
 
 def matches(regex: str, path: str) -> bool:
@@ -59,31 +44,14 @@ def matches(regex: str, path: str) -> bool:
 
   >>> matches(r".*/mlp/.*", "encoder/mlp/wi")
   True
-
-  Raises:
-    ValueError: the regex came from a file, and takes longer than it may.
   """
-  spent = _strangers.get(regex)
-  if spent is None:
-    return re.fullmatch(regex, path) is not None
-  import regex as bounded
-
-  begun = time.monotonic()
-  try:
-    return bounded.fullmatch(regex, path, timeout=max(_MOST_SECONDS - spent, 0.001)) is not None
-  except TimeoutError:
-    raise ValueError(
-      f"the regex {regex[:200]!r} takes more than {_MOST_SECONDS:g} seconds on {path[:200]!r} and "
-      "the paths before it. It came from a file: name the places yourself."
-    ) from None
-  finally:
-    _strangers[regex] = spent + time.monotonic() - begun
+  return _compile(regex).fullmatch(path) is not None
 
 
 def compiled(regex: str, where: str) -> re.Pattern[str]:
   """Compiles a regex, or says where the wrong one stands."""
   try:
-    return re.compile(regex)
+    return _compile(regex)
   except re.error as e:
     raise SettingError(
       where,
@@ -92,3 +60,36 @@ def compiled(regex: str, where: str) -> re.Pattern[str]:
       why=e,
       **{f"{where} has": f"Rules: {where} has"},
     ) from e
+
+
+class Table:
+  """Regex -> value, asked by whole paths: all values whose regex matches.
+
+  Most regexes of a long table are the path of one parameter. These are found by equality, so that
+  thousands of rules on thousands of parameters are quick.
+
+  >>> Table([(r"layer_1/kernel", 1), (r".*/kernel", 2)]).find("layer_1/kernel")
+  [1, 2]
+  """
+
+  def __init__(self, rows):
+    self._paths: dict[str, list] = {}
+    self._tests: list = []
+    for i, (test, value) in enumerate(rows):
+      regexes = (test,) if isinstance(test, str) else test.regexes
+      is_path = len(regexes) == 1 and _PATH.fullmatch(regexes[0])
+      if is_path:
+        self._paths.setdefault(re.sub(r"\\(\W)", r"\1", regexes[0]), []).append((i, value))
+      elif len(regexes) == 1 and not getattr(test, "fused", ()):
+        self._tests.append((_compile(regexes[0]).fullmatch, i, value))
+      else:
+        self._tests.append((test, i, value))
+
+  def find(self, path: str) -> list:
+    """Returns the values whose regex matches `path`, in the order of the table."""
+    hits = [(i, value) for test, i, value in self._tests if test(path)]
+    hits += self._paths.get(path, ())
+    return [value for _, value in sorted(hits, key=lambda hit: hit[0])]
+
+
+_PATH = re.compile(r"(?:[\w/ -]|\\\W)*")  # no character of it has a meaning in a regex

@@ -23,7 +23,7 @@ import numpy as np
 
 from nm_sparsity_jax.runs import folders, foreign, legacy, orbax, untold
 from nm_sparsity_jax.runs.contents import Contents, damage
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.trees import flatten, nested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,17 @@ class Stored:
   def told_rules(self) -> str | None:
     """Returns the text of the run's rules, else of those that `finalize` was given, else None."""
     return untold.rules(self.path) if self.rules is None else self.rules
+
+  @property
+  def in_place(self) -> bool:
+    """Returns whether the run trained in place: its parameters are W~, and W lies beside them."""
+    return any(key.startswith("state/dense/") for key in self.leaves)
+
+  def masks(self) -> dict[str, Any]:
+    """Returns the stored masks, as `nms.init_state` makes them; `{}` where it keeps none."""
+    kept = {key.removeprefix(_STATE): key for key in self.leaves if key.startswith(_STATE)}
+    tree = {k: self.array(key) for k, key in kept.items() if k not in ("step", "start", "rules")}
+    return nested({"step": np.int32(self.sparse_step or 0), **tree}) if tree else {}
 
   @property
   def average(self) -> bool:
@@ -183,6 +194,7 @@ def _located(name: str):
   )
 
 
+_STATE = "flax_mutables/nm_sparsity/"
 _SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_sparsity/rules")
 
 

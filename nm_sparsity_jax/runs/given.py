@@ -38,13 +38,19 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   """
   if given is not None and not isinstance(given, Rules):
     given = _by_magnitude(given)
+  if axes and stored.told_rules is not None:
+    raise SettingError(
+      "axes",
+      "{path} knows the axes of its groups, and {axes} would say others: leave {axes} out",
+      path=stored.path,
+    )
   if given is not None:
     given = given.with_axes(axes or {})
   if stored.rules is None:
     if given is not None:
       return given
     if (told := stored.told_rules) is not None:
-      return rules_text.parse(told).with_axes(axes or {})
+      return rules_text.parse(told)
     raise SettingError(
       "rules",
       "{path} holds no rules{why}: say what should be n:m, {some_rules}",
@@ -62,7 +68,7 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
       own=pairs(own),
       given=pairs(given),
     )
-  return own.with_axes(axes or {})
+  return own
 
 
 def _by_magnitude(places: Mapping[str, Any]) -> Rules:

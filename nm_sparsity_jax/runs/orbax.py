@@ -14,7 +14,7 @@ import functools
 import logging
 import pathlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ def read(name: str, state: Any) -> Contents:
   walk(getattr(told, "tree", told), ())
   if not leaves:
     raise ValueError("it names no arrays")
-  names = _of_kauldron(leaves) if state.name == "default" else {key: key for key in leaves}
+  names = _named(leaves, _KAULDRON if state.name == "default" else _LOCAL)
 
   def array(key: str) -> np.ndarray:
     wanted: Any = nested({names[key]: ocp.RestoreArgs(restore_type=np.ndarray)})
@@ -102,17 +102,25 @@ _KAULDRON = (
   ("opt_state/masks/step", None),
   ("opt_state/masks/", "flax_mutables/nm_sparsity/"),
   ("opt_state/fingerprint", None),
+  ("opt_state/dense/", "state/dense/"),
   ("opt_state/", "state/param_states/"),
   ("collections/", "flax_mutables/"),
 )
 
 
-def _of_kauldron(leaves: Collection[str]) -> dict[str, str]:
-  """Returns T5X's key -> Kauldron's key of a checkpoint of Kauldron."""
+# The local runner trains in place, so its state is the optimizer's. T5X's keys stay as they are.
+_LOCAL = (
+  ("state/nm_sparsity/dense/", "state/dense/"),
+  ("state/nm_sparsity/", "flax_mutables/nm_sparsity/"),
+)
+
+
+def _named(leaves: Collection[str], table: Sequence[tuple[str, str | None]]) -> dict[str, str]:
+  """Returns T5X's key -> the checkpoint's own key."""
   names = {}
   for key in leaves:
     fits = lambda word, key=key: key.startswith(word) if word.endswith("/") else key == word
-    theirs, ours = next((pair for pair in _KAULDRON if fits(pair[0])), ("", ""))
+    theirs, ours = next((pair for pair in table if fits(pair[0])), ("", ""))
     if ours is not None:
       names[ours + key.removeprefix(theirs)] = key
   return names

@@ -296,7 +296,7 @@ def _refuse_early(stored: Stored, assignment: Assignment) -> None:
   step = stored.sparse_step
   if step is None:
     return  # of no sparse run
-  if ahead := apply.unfinished(assignment, step):
+  if ahead := assignment.unfinished(step):
     raise SettingError(
       "early",
       "{path} is at sparse step {ahead}. Take a later checkpoint, or add {early}",
@@ -316,7 +316,7 @@ def _with_zeros(
   layered = {} if stored.format == foreign.HUGGING_FACE else stacks.axes_of(stored)
   for key in stored.leaves:
     if not key.startswith(("target/", "flax_mutables/")) and key != "state/step":
-      continue  # the optimizer's: moments of weights that are gone
+      continue  # the optimizer's: W, and moments of weights that are gone
     is_target = key.startswith("target/")
     place = assignment.places.get(key.removeprefix("target/")) if is_target else None
     axis = layered.get(key)
@@ -355,7 +355,7 @@ def _finalized(
   for start, before in stored.pieces(key, axis if is_by_group else None):
     state = _state(stored, place, axis, start, before) if place.recipe.stateful else None
     tree = nested({place.path: before})
-    after = apply.finalize(tree, _alone(place, rules), state, early=True)  # looked at already
+    after = apply.finalize(tree, _alone(place, rules), 0, state, early=True)  # looked at already
     (made,) = (np.asarray(leaf) for _, leaf in flatten(after))
     sums += _sums(before, made)
     weights += before.size

@@ -317,14 +317,12 @@ def shapes_of(folder: str | os.PathLike) -> Any:
 
 def _configured(settings: Settings) -> Rules:
   """Returns the rules that the macros of gin_configs/sparsity.gin say."""
-  from nm_sparsity_jax import configure, roles
+  from nm_sparsity_jax import configure
 
   if not settings.text:
     raise ValueError("there is no config.gin")
   if "RECIPE" not in {*settings.values, *settings.references}:
     raise ValueError("config.gin has no macro RECIPE")
-  if isinstance(places := settings.get("SPARSITY_RULES"), Mapping):
-    roles.distrust(*(place for place in places if isinstance(place, str)))
   return configure.rules(
     recipe=settings.get("RECIPE"),
     pattern=settings.get("PATTERN"),

@@ -28,7 +28,7 @@ def told(stored: Stored) -> str:
   Args:
     stored: the checkpoint.
   """
-  if not stored.rules:
+  if not stored.rules or stored.in_place:
     return ""
   try:
     places = given.assign(stored, given.rules_for(stored, None)).places

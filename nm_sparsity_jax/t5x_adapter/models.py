@@ -23,7 +23,7 @@ from flax.linen import partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from t5x import models, optimizers, utils
 
-from nm_sparsity_jax import apply, layers, optim, rules_text, witness
+from nm_sparsity_jax import apply, layers, optim, rules_text
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.stored import State, init_state
 from nm_sparsity_jax.trees import flatten
@@ -100,6 +100,7 @@ class SparseModel(models.BaseTransformerModel):
     variables = unfreeze(variables)
     params, axes = variables["params"], variables.get("params_axes")
     self.stored_rules = self.rules.with_logical_axes(axes) if axes else self.rules
+    self._text = rules_text.pack(rules_text.describe(self.stored_rules))
     self.made = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flatten(params)}
     state = init_state(params, self.stored_rules)
     mine = self.collect(jnp.int32(0), jnp.int32(UNKNOWN), state)
@@ -124,7 +125,6 @@ class SparseModel(models.BaseTransformerModel):
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
     """Returns the loss at the step that `flax_mutables` holds, metrics and the same mutables."""
     step, state = self.read(params, flax_mutables)
-    witness.optimizes(self.stored_rules)  # the trainer adds SR-STE's term
     params = apply.sparsify(params, self.stored_rules, step, state)
     loss, metrics = super().loss_fn(params, batch, dropout_rng)
     return loss, (metrics, flax_mutables)

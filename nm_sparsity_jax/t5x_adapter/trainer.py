@@ -12,12 +12,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 from absl import logging
 from clu import asynclib
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
-from nm_sparsity_jax import opt_states, optim
+from nm_sparsity_jax import optim, transform
 from nm_sparsity_jax.stored import init_state, update_state
 from nm_sparsity_jax.t5x_adapter import measure
 from nm_sparsity_jax.t5x_adapter.models import COLLECTION, HOLDS_SPARSE, UNKNOWN, SparseModel
@@ -298,12 +299,19 @@ def refuse_in_chain(train_state) -> None:
   Args:
     train_state: T5X's, of arrays or of shapes.
   """
-  opt_states.refuse(
-    train_state.param_states,
-    sparse=HOLDS_SPARSE,
-    sr_ste="the optimizer chain holds nms.sr_ste, but in T5X the trainer adds SR-STE's term, for "
-    "every optimizer: it would act twice. Take it out of the chain.",
-    multi_steps="the optimizer holds optax.MultiSteps, under which T5X's steps are not updates: "
-    "TRAIN_STEPS would end the run in the middle of its schedule. Take it out and set "
-    "t5x_adapter.SparseTrainer.num_microbatches, which accumulates gradients within a step.",
-  )
+  for kind, why in (
+    (transform.SparseState, HOLDS_SPARSE),
+    (
+      optim.SrSteState,
+      "the optimizer chain holds nms.sr_ste, but in T5X the trainer adds SR-STE's term, for every "
+      "optimizer: it would act twice. Take it out of the chain.",
+    ),
+    (
+      optax.MultiStepsState,
+      "the optimizer holds optax.MultiSteps, under which T5X's steps are not updates: TRAIN_STEPS "
+      "would end the run in the middle of its schedule. Take it out and set "
+      "t5x_adapter.SparseTrainer.num_microbatches, which accumulates gradients within a step.",
+    ),
+  ):
+    if transform.states(train_state.param_states, kind):
+      raise ValueError(why)
