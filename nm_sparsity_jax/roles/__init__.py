@@ -17,9 +17,7 @@ from nm_sparsity_jax.roles.matching import PathTest, Table, compiled, matches
 from nm_sparsity_jax.roles.models import T5, VIT  # and registers all of this package
 from nm_sparsity_jax.roles.registry import (
   COMPOSITES,
-  Axis,
   Family,
-  axis_of,
   check_word,
   families,
   narrowing,
@@ -33,7 +31,7 @@ from nm_sparsity_jax.roles.registry import (
 )
 
 __all__ = [
-    "COMPOSITES", "T5", "VIT", "Axis", "Family", "PathTest", "axis_of", "check_word", "compiled",
+    "COMPOSITES", "T5", "VIT", "Family", "PathTest", "check_word", "compiled",
     "Table", "families", "matches", "narrowing", "narrowing_text", "op_of", "path_test",
     "put_together", "regexes", "register", "role_of", "roles_of", "single", "text_of",
 ]  # fmt: skip

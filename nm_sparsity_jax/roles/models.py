@@ -48,10 +48,6 @@ T5 = register(
       "self": r"(?!.*encoder_decoder_attention/).*[aA]ttention.*",
       "cross": r"(.*/)?encoder_decoder_attention/.*",
     },
-    axes=(
-      (r"(.*/)?[cC]onv\w*/kernel", None, -2),  # (..., in, out): groups of inputs at one offset
-      (r"(.*/)?kernel", 2, 0),
-    ),
     places={"ff": ("encoder", "decoder"), **dict.fromkeys("qkvo", _T5_ATTENTIONS)},
     op=_t5_op,
   )
@@ -94,10 +90,6 @@ VIT = register(
       **_attention_roles(_FLAX_ATTENTION),
     },
     narrow={"encoder": r"(.*/)?encoderblock(_\d+)?/.*"},
-    axes=(
-      (_FLAX_OWN + r"(query|key|value)/kernel", 3, 0),
-      (_FLAX_OWN + r"out/kernel", 3, (0, 1)),
-    ),
     places=_VIT_PLACES,
     op=_vit_op,
   )
@@ -114,12 +106,6 @@ BIG_VISION = register(
       "shortcut": r"(.*/)?block\d+/unit\d+/conv_proj/kernel",
       "head": r"(img/)?head/kernel",
     },
-    axes=(
-      (r"(img/)?embedding/kernel", 4, -2),
-      (_SCANNED + r"MlpBlock_0/Dense_\d/kernel", 3, 1),
-      (_SCANNED + r"MultiHeadDotProductAttention_0/(query|key|value)/kernel", 4, 1),
-      (_SCANNED + r"MultiHeadDotProductAttention_0/out/kernel", 4, (1, 2)),
-    ),
     op=_vit_op,
   )
 )
@@ -135,11 +121,6 @@ KAULDRON = register(
       "stem": r"(.*/)?patchifier/kernel",
       "head": r"classifier_head/kernel",
     },
-    axes=(
-      (r"(.*/)?patchifier/kernel", 4, -2),
-      (_KAULDRON + r"(query|key|value)/kernel", 3, 0),
-      (_KAULDRON + r"out/kernel", 3, (0, 1)),
-    ),
     places=_VIT_PLACES,
     op=_vit_op,
   )
@@ -156,14 +137,6 @@ JIMM = register(
       "stem": r"(.*/)?patch_embeddings/kernel",
       "head": r"classifier/kernel",
     },
-    axes=(
-      (r"(.*/)?patch_embeddings/kernel", 4, -2),
-      (r"(.*/)?(layers/mlp/layers/\d+|encoder/layers/(gate|up|down))/kernel", 3, 1),
-      (r"(.*/)?layers/attn/(query|key|value)/kernel", 4, 1),
-      (r"(.*/)?layers/attn/out/kernel", 4, (1, 2)),
-      (_JIMM_HEAD + r"(query|key|value)/kernel", 3, 0),
-      (_JIMM_HEAD + r"out/kernel", 3, (0, 1)),
-    ),
     places=_VIT_PLACES,
     op=_vit_op,
   )
@@ -183,10 +156,6 @@ TIMM_VIT = register(
   Family(
     name="timm_vit",
     roles={**_TIMM_BLOCK, "head": r"head/kernel"},
-    axes=(
-      (_PATCHES, 4, -2),
-      (r"(.*/)?blocks/(attn|mlp)/\w+/kernel", 3, 1),  # stacked by a scan, on axis 0
-    ),
     places=_VIT_PLACES,
     fused=r"(.*/)?\w*qkv\w*/kernel",
     op=_vit_op,
@@ -232,7 +201,6 @@ TIMM_RESNET = register(
       "shortcut": r"(.*/)?layer\d+_\d+/downsample_conv/kernel",
       "head": r"fc/kernel",
     },
-    axes=((r"(.*/)?layer\d+_\d+/downsample_conv/kernel", 4, -2),),
     op=_resnet_op,
   )
 )

@@ -13,8 +13,6 @@ from typing import Any
 
 from nm_sparsity_jax.roles.matching import PathTest, compiled, matches
 
-Axis = int | tuple[int, ...]
-
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Family:
@@ -30,8 +28,6 @@ class Family:
     name: of the family, such as 't5'.
     roles: role -> regex of the kernels that have it.
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
-    axes: (regex, rank or None for three and more, contraction axis) of kernels whose axis needs
-      no naming.
     places: role -> where its kernels stand, such as ('encoder/self', 'decoder/self'), the `place`
       of the operations in `flops`.
     fused: regex of the kernels that hold q, k and v side by side; 'qkv' names them, and no part of
@@ -42,7 +38,6 @@ class Family:
   name: str
   roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
   narrow: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  axes: Sequence[tuple[str, int | None, Axis]] = ()
   places: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
   fused: str = ""
   op: Callable[[str], str | None] | None = None
@@ -99,8 +94,7 @@ def register(family: Family) -> Family:
       f"roles: the family {family.name!r} defines {taken[0]!r} twice: it is a role already. "
       "Choose another word."
     )
-  axes = (a for a, _, _ in family.axes)
-  for regex in (*family.roles.values(), *family.narrow.values(), *axes, family.fused):
+  for regex in (*family.roles.values(), *family.narrow.values(), family.fused):
     compiled(regex, f"the family {family.name!r}")
   _families[family.name], _registered_by[family.name] = family, by
   return family
@@ -218,15 +212,6 @@ def _parts(role: str, more: Mapping[str, str]) -> tuple[str, ...]:
 
 def _fused() -> list[str]:
   return list(dict.fromkeys(f.fused for f in _families.values() if f.fused))
-
-
-def axis_of(path: str, rank: int) -> Axis | None:
-  """Returns the contraction axis of a stored kernel, None where path and rank do not tell it."""
-  for family in _families.values():
-    for regex, of_rank, axis in family.axes:
-      if (of_rank or max(rank, 3)) == rank and re.fullmatch(regex, path):
-        return axis
-  return None
 
 
 def roles_of(paths: Sequence[str], more: Mapping[str, str] | None = None) -> list[str]:
