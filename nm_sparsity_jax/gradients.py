@@ -61,7 +61,7 @@ def blend(w: jax.Array, mask: jax.Array, decay: jax.Array, mode: str) -> jax.Arr
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _blend(w, mask, decay, mode):
   del mode  # of the gradient
-  wide = _wide(w.dtype)
+  wide = wider(w.dtype)
   faded = _round(w.astype(wide) * decay.astype(wide), w.dtype)
   # D = 1 is a choice too, no product: XLA on a CPU makes 1.0 * 1e-40 zero.
   return jnp.where(mask | (decay == 1), w, jnp.where(decay == 0, jnp.zeros_like(w), faded))
@@ -73,7 +73,7 @@ def _blend_jvp(mode, primals, tangents):
   out, change = _blend(w, mask, decay, mode), tangents[0]
   if mode == "masked":
     # One product, so that its transpose, the backward pass, is one product too.
-    wide = _wide(w.dtype)
+    wide = wider(w.dtype)
     scale = jnp.where(mask, jnp.ones((), wide), decay.astype(wide))
     change = (change.astype(wide) * scale).astype(w.dtype)
   return out, change
@@ -85,8 +85,9 @@ def _pinned(decay):
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _wide(dtype):
-  return dtype if dtype.itemsize >= 4 else jnp.float32
+def wider(dtype: jnp.dtype) -> jnp.dtype:
+  """Returns the dtype that a product with D is computed in: float32 at least."""
+  return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
 def _round(x, dtype):

@@ -12,6 +12,7 @@ mixed precision. So loss, evaluation, checkpoint and export see the weights that
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from jax.sharding import NamedSharding
 
 from nm_sparsity_jax import stored
 from nm_sparsity_jax.apply import require_floating
+from nm_sparsity_jax.gradients import wider
+from nm_sparsity_jax.places import Place
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.trees import flatten, map_with_names
 
@@ -111,7 +114,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         f"there is no gradient for {lost[0]!r}, which a rule makes sparse: take the gradient of "
         "all sparse parameters, or leave it out of the rules."
       )
-    step = _checked_step(state, rules)
+    step = _checked_step(state, rules, places)
     begins = state.count == 0
     dense = {path: jnp.where(begins, seen[path].astype(w.dtype), w) for path, w in kept.items()}
     masks = state.masks
@@ -128,7 +131,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     with _relaxed():
       moves, inner_state = inner.update(full, state.inner_state, at_w, **extra)
     moved = {p: dense[p] + u.astype(dense[p].dtype) for p, u in flatten(moves) if p in places}
-    count = step + 1
+    count = jnp.where(step < 0, step, step + 1)  # below 0: the rules are others
     if masks:
       masks = stored.renewed_masks(places, masks, moved, count, grads, dense)
 
@@ -137,11 +140,11 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         return u
       place = places[path]
       now = place.effective(moved[path], *stored.current(place, count, masks))
-      return (now - seen[path].astype(now.dtype)).astype(grads[path].dtype)
+      move, dtype = now - seen[path].astype(now.dtype), seen[path].dtype
+      # Zeros are exact only where the update is not shorter than the parameter.
+      return move.astype(dtype) if grads[path].dtype == dtype else move
 
     dense = map_with_names(lambda p, w: moved[p], state.dense)
-    # A count below 0 says that the rules are others; it stays.
-    count = jnp.where(step < 0, step, count)
     new = SparseState(count, state.fingerprint, dense, masks, inner_state)
     return map_with_names(change, moves), new
 
@@ -189,13 +192,16 @@ def scalar(count: Any) -> jax.Array:
   return jnp.asarray(found, jnp.int32)
 
 
-def _checked_step(state: SparseState, rules: Rules) -> jax.Array:
+def _checked_step(state: SparseState, rules: Rules, places: Mapping[str, Place]) -> jax.Array:
   """Returns the count of `state`; -1, which makes weights NaN, where other rules made it.
 
-  Raises where that is known while nothing is traced.
+  Raises where that is known: while nothing is traced, and where the state is of other kernels.
   """
   same = (state.fingerprint == rules.fingerprint) & (state.count >= 0)
-  if not isinstance(same, jax.core.Tracer) and not bool(same):
+  stateful = {path for path, place in places.items() if place.recipe.stateful}
+  kernels = dict(flatten(state.dense)).keys(), stored.stored_masks(state.masks).keys()
+  others = kernels != (places.keys(), stateful)
+  if others or (not isinstance(same, jax.core.Tracer) and not bool(same)):
     raise ValueError(
       "the optimizer state was made by nms.sparse with other rules than these: go on with the "
       "rules of its checkpoint, or start a new run by tx.init(params)."
@@ -210,7 +216,7 @@ def _sharding(w: Any) -> Any:
 
 def _master(w: jax.Array) -> jax.Array:
   """Returns a copy, since trainers donate both, in float32 or the longer dtype of the parameter."""
-  return jnp.array(w, jnp.promote_types(w.dtype, jnp.float32), copy=True)
+  return jnp.array(w, wider(w.dtype), copy=True)
 
 
 @contextlib.contextmanager

@@ -286,7 +286,7 @@ def test_transformations(how):
 def test_other_dtypes(dtype):
   """W is float32 or wider; the inner optimizer and its moments see the parameters' dtype."""
   with jax.enable_x64(dtype == "float64"):
-    tx = nms.sparse(optax.adam(1e-2), RULES)
+    tx = nms.sparse(optax.adam(1e-2, eps=1e-4), RULES)  # the usual eps is 0 in float16
     params, opt = train(tx, params_of(dtype=jnp.dtype(dtype)))
     wide = "float64" if dtype == "float64" else "float32"
     assert {x.dtype.name for x in jax.tree.leaves(opt.dense)} == {wide}
@@ -307,7 +307,7 @@ def test_no_term_in_the_dense_phase(dtype):
   tx = nms.sparse(optax.sgd(1.0), rules_of(names, lam=0.5))
   params = params_of(names=names, dtype=jnp.dtype(dtype))
   opt = tx.init(params)._replace(count=jnp.int32(2))
-  params = jax.tree.map(lambda w: w * (1 - 2.0 ** -7), params)
+  params = jax.tree.map(lambda w: w * (1 - 2.0**-7), params)
   _, after = tx.update(jax.tree.map(jnp.zeros_like, params), opt, params)
   same(after.dense, opt.dense)
 

@@ -99,10 +99,16 @@ def _named(rest, kept: Kept) -> tuple[Any, Any, Any]:
 _mask = Primitive("nm_mask")
 
 
-@_mask.def_impl
 @functools.partial(jax.jit, static_argnames=("kept", "axes"))
-def _outside_jit(*args, kept, axes):
+def _compiled(*args, kept, axes):
   return _mask.bind(*args, kept=kept, axes=axes)
+
+
+@_mask.def_impl
+def _outside_jit(*args, kept, axes):
+  # Under `jax.disable_jit` the compiled one would come back here.
+  run = groupwise if jax.config.jax_disable_jit else _compiled
+  return run(*args, kept=kept, axes=axes)
 
 
 @_mask.def_abstract_eval

@@ -213,7 +213,7 @@ class Recipe:
     """
     if self.gradient_mode == "straight_through" and not self.lam:
       return grad
-    dtype = jnp.promote_types(w.dtype, jnp.float32)
+    dtype = gradients.wider(w.dtype)
     out, wide, d = grad.astype(dtype), w.astype(dtype), self.decay(step).astype(dtype)
     kept = self.was_kept(wide, seen.astype(dtype), d, mask)
     if self.gradient_mode == "masked":
@@ -227,10 +227,11 @@ class Recipe:
   ) -> jax.Array:
     """Returns the mask that a forward pass had, bool: is W~ nearer to W than to D * W?
 
-    A weight that is 0 counts as kept, since W~ is W.
+    Where W~ is W, since W is 0 or D is 1, a weight counts as kept. (Parameters may be an ulp away
+    from W, so they are not asked there.)
     """
     del mask
-    return jnp.abs(seen) >= (1 + decay) / 2 * jnp.abs(w)
+    return (decay == 1) | (jnp.abs(seen) >= (1 + decay) / 2 * jnp.abs(w))
 
   def final(
     self, w: jax.Array, groups: Groups, state: Mapping[str, jax.Array] | None = None
