@@ -266,15 +266,14 @@ def test_a_chain_inside_clips_what_the_recipe_made_of_the_gradient():
 
 @pytest.mark.parametrize("how", ["donated", "vmap", "disable_jit"])
 def test_transformations(how):
-  want, steps = trajectory(), 6
-  start = params_of(), TX.init(params_of())
+  want, steps, params = trajectory(), 6, params_of()
   if how == "vmap":  # each seed is its own run
     many = jax.tree.map(lambda a, b: jnp.stack([a, b]), params_of(0), params_of(1))
     run = many, jax.vmap(TX.init)(many)
     step = jax.jit(jax.vmap(lambda run: train_step(TX)(run)[0]))
     want = jax.tree.map(lambda a, b: jnp.stack([a, b], 1), want, train(TX, params_of(1)))
   else:
-    run, step = start, lambda run: train_step(TX)(run)[0]
+    run, step = (params, TX.init(params)), lambda run: train_step(TX)(run)[0]
     step = jax.jit(step, donate_argnums=0) if how == "donated" else step
   with jax.disable_jit(how == "disable_jit"):
     for _ in range(steps):
