@@ -165,7 +165,8 @@ class Rules:
 
   def with_axes(self, axes: Mapping[str, masks.Axis]) -> Rules:
     """Returns the same rules with more `axes`, which come first."""
-    return Rules(self.places, {**axes, **dict(self._axes)}, self.indivisible, dict(self._roles))
+    rest = {regex: axis for regex, axis in self._axes if regex not in axes}
+    return Rules(self.places, {**axes, **rest}, self.indivisible, dict(self._roles))
 
   def with_logical_axes(
     self, logical_axes: Any, stacked: Sequence[str] = ("layers", "stack")
