@@ -2,8 +2,6 @@
 
 import dataclasses
 import pathlib
-import subprocess
-import sys
 import types
 
 import pytest
@@ -27,42 +25,37 @@ def refused(capsys, *argv):
 
 
 def test_a_vocabulary_too_small_makes_no_folder_and_starts_no_thread(tmp_path, capsys, monkeypatch):
-  """Point 15: Orbax' thread said 35 lines more, and MODEL_DIR was there."""
-
   def made(*_):
     raise AssertionError("Orbax was started")
 
   monkeypatch.setattr(checkpoints, "Checkpoints", made)
   where = dict(MODEL_DIR=str(tmp_path / "a/run"), VOCAB_SIZE=128)
   line = refused(capsys, "train", *command(*GIN, **MACROS, **where))
-  assert "'inputs' has 259 ids, but the network embeds 128. Set VOCAB_SIZE=384" in line
+  assert "VOCAB_SIZE=384" in line
   assert not list(tmp_path.iterdir())
 
 
 def test_a_module_or_a_checkpoint_that_is_not_there(tmp_path, capsys, monkeypatch):
-  """Point 15: it took 17 seconds of imports, and did not say where it looked."""
   monkeypatch.setattr(_local, "_prepare_seqio", lambda _: pytest.fail("seqio was imported"))
   here, root = pathlib.Path.cwd(), str(tmp_path / "run")
   line = refused(
     capsys, "train", *command(*GIN, **MACROS, MODEL_DIR=root, MIXTURE_OR_TASK_MODULE="no_such.one")
   )
-  assert f"MIXTURE_OR_TASK_MODULE='no_such.one': there is no such module in {here} nor" in line
+  assert "no_such.one" in line and str(here) in line
   start = dict(MODEL_DIR=root, INITIAL_CHECKPOINT_PATH="none/checkpoint_7")
   line = refused(capsys, "train", *command(*GIN, **MACROS, **start))
-  assert "INITIAL_CHECKPOINT_PATH: there is no checkpoint 'none/checkpoint_7'" in line
-  assert f"looked at {here / 'none/checkpoint_7'}" in line
+  assert "INITIAL_CHECKPOINT_PATH" in line and str(here / "none/checkpoint_7") in line
   where = dict(EVAL_OUTPUT_DIR=root, CHECKPOINT_PATH="none/checkpoint_7")
   line = refused(capsys, "eval", *command("local_eval.gin", **MACROS, **where))
-  assert "CHECKPOINT_PATH: there is no checkpoint 'none/checkpoint_7'" in line
+  assert "CHECKPOINT_PATH: there is no checkpoint" in line
   assert not list(tmp_path.iterdir())
   for module in ("no_such", "no_such.one", "pathlib.one", "", "."):
-    with pytest.raises(ValueError, match="there is no such module in"):
+    with pytest.raises(ValueError, match="no such module"):
       gin_files.refuse_missing_module(module)
   gin_files.refuse_missing_module("json.decoder")
 
 
 def test_a_run_that_goes_on_needs_its_start_no_more(tmp_path, monkeypatch):
-  """Point 15: the start of a run may have been removed since."""
   (tmp_path / "checkpoint_1/state").mkdir(parents=True)
   (tmp_path / "checkpoint_1/state/_METADATA").touch()
   macros = {"MODEL_DIR": str(tmp_path), "INITIAL_CHECKPOINT_PATH": "/no/checkpoint_1"}
@@ -70,20 +63,23 @@ def test_a_run_that_goes_on_needs_its_start_no_more(tmp_path, monkeypatch):
   _local._refuse_missing(config)
 
 
+def files_of(folder, kept=()):
+  """What lies in a folder; first writes these into its a/b, as a user may have."""
+  for name in kept:
+    (folder / "a/b").mkdir(parents=True, exist_ok=True)
+    (folder / "a/b" / name).write_text("mine")
+  return {p: p.is_file() and p.read_text() for p in folder.rglob("*") if "start" not in p.parts}
+
+
 @pytest.mark.parametrize("kept", [(), ("mine.txt", "config.gin")])
 def test_a_refusal_leaves_the_folder_as_it_was(kept, tmp_path):
-  """Point 15: the start is of another model, which is seen when the folder has been made."""
-  start, folder = tmp_path / "start/checkpoint_3", tmp_path / "a/run"
+  """The start is of another model, which is seen when the folder has been made."""
+  start = tmp_path / "start/checkpoint_3"
   checkpoint.write(str(start), {"target": {"w": test_local.np.zeros(3, "float32")}})
-  if kept:
-    folder.mkdir(parents=True)
-  for name in kept:
-    (folder / name).write_text("mine")
-  before = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*") if "start" not in p.parts}
-  with pytest.raises(ValueError, match="it is of another model"):
-    train.train(test_local.run_of(folder, initial_checkpoint=str(start)), config="theirs")
-  after = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*") if "start" not in p.parts}
-  assert after == before
+  before = files_of(tmp_path, kept)
+  with pytest.raises(ValueError, match="another model"):
+    train.train(test_local.run_of(tmp_path / "a/b", initial_checkpoint=str(start)), config="theirs")
+  assert files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize("program", ["evaluate", "infer"])
@@ -91,27 +87,22 @@ def test_a_refusal_leaves_the_folder_as_it_was(kept, tmp_path):
 def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
   program, kept, tmp_path, monkeypatch
 ):
-  """Point 15: what is refused after the folder was made left it with a config.gin."""
-  state = types.SimpleNamespace(step=3, sparse_step=3)
-  stored = types.SimpleNamespace(path="checkpoint_3", average=False, packed=None)
+  stored = types.SimpleNamespace(
+    path="checkpoint_3", step=3, sparse_step=3, average=False, packed=None
+  )
   monkeypatch.setattr(checkpoints, "opened", lambda *_, newest: stored)
-  monkeypatch.setattr(checkpoints, "load_for_evaluation", lambda *_: state)
-  model = test_local.model_of()
-  monkeypatch.setattr(type(model), "variables", lambda *_: {"params": {}})
-  folder = tmp_path / "a/found"
-  if kept:
-    folder.mkdir(parents=True)
-  for name in kept:
-    (folder / name).write_text("mine")
-  before = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")}
+  monkeypatch.setattr(checkpoints, "load_for_evaluation", lambda *_: {"params": {}})
+  before = files_of(tmp_path, kept)
 
   def refuses(*_):
     raise ValueError("late")
 
   monkeypatch.setattr(type(test_local.EVALUATION), "evaluator", refuses)
   with pytest.raises(ValueError, match="late"):
-    getattr(train, program)(model, test_local.EVALUATION, "checkpoint_3", str(folder), "theirs")
-  assert {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")} == before
+    getattr(train, program)(
+      test_local.model_of(), test_local.EVALUATION, "checkpoint_3", str(tmp_path / "a/b"), "theirs"
+    )
+  assert files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize("program", ["evaluate", "infer"])
@@ -126,15 +117,3 @@ def test_an_unknown_task_is_refused_before_a_checkpoint_is_read(program, judged,
   with pytest.raises(ValueError, match=said):  # there is no checkpoint
     getattr(train, program)(test_local.model_of(), judged, "checkpoint_3", str(tmp_path / "a"))
   assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_refused_command_says_one_line_to_its_end(tmp_path):
-  """Point 15: the lines came from a thread, when the interpreter ended."""
-  argv = command(*GIN, **MACROS, MODEL_DIR=str(tmp_path / "run"), VOCAB_SIZE=128)
-  root = pathlib.Path(__file__).resolve().parents[1]
-  done = subprocess.run(
-    [sys.executable, "-m", "nm_sparsity_jax.cli", "train", *argv],
-    cwd=root / "tests", capture_output=True, text=True, check=False,
-  )  # fmt: skip
-  assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr

@@ -318,8 +318,8 @@ def test_a_plan_shows_the_roles_and_tells_like_mistakes_once():
             for paths in PROJECTS[name].values() for path in paths}  # fmt: skip
   assigned = nms.Rules({r"(.*/)?kernel": RECIPE}, {".*": 0}).assign(tree(shapes))
   shown = {row["path"]: row["role"] for row in places.kernels(assigned)["sparse"]}
-  assert shown["layers_1/downsample/reduction/kernel"] == "merge"
-  assert [role for path, role in shown.items() if "cpb_mlp" in path] == [None]
+  words = {word for role in shown.values() if role for word in role.split(",")}  # of like kernels
+  assert {*"qkvo", "ff", "stem", "conv", "shortcut", "head", "merge"} == words
   layers = {f"layers_{i}/mlp/wi/kernel": (6, 8) for i in range(3)}
   found = types.SimpleNamespace(errors=[])
   places.assign(found, nms.Rules({"ff": RECIPE}), tree(layers))
