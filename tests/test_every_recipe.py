@@ -326,6 +326,26 @@ def test_forward_and_gradient_are_the_equation_in_float64(case, dtype):
       assert_same_bits(grad, ct)
 
 
+pulled = jax.jit(lambda recipe, *args: recipe.pull_back(*args), static_argnums=0)
+
+
+@every_dtype
+def test_pull_back_is_the_backward_pass_with_the_term(case, dtype):
+  """Also of weights that are an ulp away from W~, as parameters may be that an update made."""
+  w, ct = weights(8, dtype=dtype), weights(9, dtype=dtype)
+  lam = np.float32(case.recipe.lam)
+  for step in STEPS if dtype == "f32" else a_step_of_each_level(case):
+    keep = stored(case, w, step)
+    out, grad, mask, _ = run(case, w, step, ct)
+    term = np.where(mask, 0, lam * np.asarray(w).astype(np.float32))
+    want = np.asarray(grad).astype(np.float32) + term
+    for seen in (out, np.nextafter(out, out * 0)):
+      got = pulled(case.recipe, ct, w, seen, jnp.int32(step), keep)
+      assert got.dtype == ct.dtype
+      got = np.asarray(got).astype(np.float32)
+      np.testing.assert_allclose(got, want, ULP[dtype], err_msg=f"step {step}")
+
+
 @pytest.mark.usefixtures("as_users_where_rounded")
 @each
 def test_any_axis_equals_transposing(case):
