@@ -6,8 +6,9 @@ w, step -> [levels: pattern now -> mask] x [curve: D now] x [gradient mode] -> W
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -159,12 +160,7 @@ class Recipe:
     mask: jax.Array | None = None,
   ) -> jax.Array:
     """Returns the mask that holds at `step`, bool, shape of `w`; all True in the dense phase."""
-    step = as_step(step)
-    if isinstance(step, jax.core.Tracer) and _is_hashable(self):
-      # Traced once for all weights of one shape.
-      axis = axis if isinstance(axis, int) else tuple(axis)
-      return _traced_mask(self, lax.stop_gradient(w), step, axis, mask)
-    return _mask(self, w, step, axis, mask)
+    return _once_a_shape(_mask, self, step, axis, w, mask)
 
   def effective(
     self,
@@ -184,8 +180,7 @@ class Recipe:
     Returns:
       Shape and dtype of `w`; differentiable with respect to it.
     """
-    keep = self.mask(w, step, axis, mask)
-    return gradients.blend(w, keep, self.decay(step), self.gradient_mode)
+    return _once_a_shape(_effective, self, step, axis, w, mask)
 
   def pull_back(
     self,
@@ -213,14 +208,7 @@ class Recipe:
     """
     if self.gradient_mode == "straight_through" and not self.lam:
       return grad
-    dtype = gradients.wider(w.dtype)
-    out, wide, d = grad.astype(dtype), w.astype(dtype), self.decay(step).astype(dtype)
-    kept = self.was_kept(wide, seen.astype(dtype), d, mask)
-    if self.gradient_mode == "masked":
-      out = jnp.where(kept, out, d * out)
-    if self.lam:
-      out = out + dtype.type(self.lam) * jnp.where(kept, jnp.zeros_like(wide), wide)
-    return out.astype(grad.dtype)
+    return _once_a_shape(_pull_back, self, step, 0, grad, w, seen, mask)
 
   def was_kept(
     self, w: jax.Array, seen: jax.Array, decay: jax.Array, mask: jax.Array | None
@@ -329,15 +317,44 @@ class Recipe:
     raise NotImplementedError(f"{self.name} is stateful, so it must define next_state.")
 
 
-def _mask(recipe, w, step, axis, stored):
+def _once_a_shape(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:
+  """Returns function(recipe, axis, step, *arrays), traced once for all weights of one shape."""
+  step = as_step(step)
+  axis = axis if isinstance(axis, int) else tuple(axis)
+  if isinstance(step, jax.core.Tracer) and _is_hashable(recipe):
+    return _jitted(function, recipe, axis, step, *arrays)
+  return function(recipe, axis, step, *arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _jitted(function, recipe, axis, step, *arrays):
+  return function(recipe, axis, step, *arrays)
+
+
+def _mask(recipe, axis, step, w, stored):
   """Returns the mask of a recipe that holds at a step."""
   dense = (step >= 0) & (step < recipe.sparse_from)
-  keep = recipe.chosen(w, step, axis, stored) | dense
+  keep = recipe.chosen(lax.stop_gradient(w), step, axis, stored) | dense
   # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.
   return masks.pinned(keep.astype(jnp.uint8)) > 0
 
 
-_traced_mask = jax.jit(_mask, static_argnums=(0, 3))
+def _effective(recipe, axis, step, w, stored):
+  keep = recipe.mask(w, step, axis, stored)
+  return gradients.blend(w, keep, recipe.decay(step), recipe.gradient_mode)
+
+
+def _pull_back(recipe, axis, step, grad, w, seen, stored):
+  del axis
+  dtype = gradients.wider(w.dtype)
+  out, wide = grad.astype(dtype), w.astype(dtype)
+  d = gradients.pinned(recipe.decay(step)).astype(dtype)
+  kept = recipe.was_kept(wide, seen.astype(dtype), d, stored)
+  if recipe.gradient_mode == "masked":
+    out = jnp.where(kept, out, d * out)
+  if recipe.lam:
+    out = out + dtype.type(recipe.lam) * jnp.where(kept, jnp.zeros_like(wide), wide)
+  return out.astype(grad.dtype)
 
 
 def _is_hashable(recipe: Recipe) -> bool:
