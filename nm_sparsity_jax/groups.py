@@ -43,12 +43,12 @@ class Groups:
   pad: int = 0
   sharding: NamedSharding | None = dataclasses.field(default=None, compare=False, repr=False)
 
-  @property
+  @functools.cached_property
   def axes(self) -> tuple[int, ...]:
     """Returns `axis` as a tuple of ascending, non-negative ints."""
     return masks.check_axis(self.shape, self.axis, gaps=True)
 
-  @property
+  @functools.cached_property
   def length(self) -> int:
     """Returns the length of the grouped axis without padding."""
     return math.prod(self.shape[a] for a in self.axes)
@@ -58,7 +58,7 @@ class Groups:
     """Returns the length of the grouped axis, padding included."""
     return self.length + self.pad
 
-  @property
+  @functools.cached_property
   def order(self) -> tuple[int, ...]:
     """Returns the transposition that makes the grouped axes adjacent: axes between them go first.
 

@@ -6,6 +6,7 @@ paths that are alike -> [group] -> 'encoder/layers_{0..11}/mlp/wi_{0,1}/kernel'
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ import jax
 _Fact = TypeVar("_Fact", bound=Hashable)
 
 
-def path_name(keys: Sequence[Any]) -> str:
+@functools.cache
+def path_name(keys: tuple[Any, ...]) -> str:
   """Returns 'a/b/0/kernel' for a jax key path, without a trailing `.value` (of flax boxes)."""
   if keys and getattr(keys[-1], "name", None) in ("value", "raw_value"):
     keys = keys[:-1]
