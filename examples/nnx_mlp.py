@@ -1,4 +1,4 @@
-"""An NNX model with N:M weights: nothing of the model changes, the loss sees sparsified parameters.
+"""An NNX model with N:M weights: of a program for dense ones, only the optimizer changes.
 
     python examples/nnx_mlp.py
 
@@ -36,23 +36,13 @@ rules = nms.Rules({"(hidden|out)/kernel": recipe})  # a place is a role or a reg
 @nnx.jit
 def train_step(model, optimizer, x, y):
   """Does one update; the optimizer's state holds the step of the schedule."""
-  # What the optimizer trains, and the rest: here BatchNorm's statistics.
-  graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-  def loss_fn(params):
-    sparse = nms.sparsify(params, rules, optimizer.opt_state)
-    run = nnx.merge(graph, sparse, rest, copy=True)
-    loss = jnp.mean((run(x) - y) ** 2)
-    return loss, nnx.state(run, nnx.Not(nnx.Param))
-
-  (loss, rest), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+  loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
   optimizer.update(model, grads)
-  nnx.update(model, rest)
   return loss
 
 
 def main():
-  """Trains, finalizes, verifies."""
+  """Trains and verifies."""
   key = jax.random.key(0)
   x = jax.random.normal(key, (256, 16))
   y = jnp.tanh(x @ jax.random.normal(jax.random.fold_in(key, 1), (16, 4)) / 4)
@@ -64,11 +54,9 @@ def main():
     if step % 60 == 0 or step == STEPS - 1:
       print(f"step {step:3d}  D {float(recipe.decay(step)):.2f}  loss {float(loss):.4f}")
 
-  final = nms.finalize(nnx.state(model, nnx.Param), rules, optimizer.opt_state)
-  nnx.update(model, final)  # a plain nnx model with exact zeros
   model.eval()
   print(f"final loss {float(jnp.mean((model(x) - y) ** 2)):.4f}")
-  print(nms.verify(final, rules))
+  print(nms.verify(nnx.state(model, nnx.Param), rules))
 
 
 if __name__ == "__main__":

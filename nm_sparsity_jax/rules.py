@@ -104,15 +104,7 @@ class Rules:
     self._by_place = vocabulary.Table(zip(tests, self._places, strict=True))
     self._by_axis = vocabulary.Table((regex, (regex, axis)) for regex, axis in self._axes)
     self._assigned: dict[_Shapes, Assignment] = {}  # what `assign` returned
-    words = vocabulary.narrowing().keys() - vocabulary.regexes().keys()
-    for role, regex in self._roles:
-      vocabulary.check_word(role, "the roles of these rules")
-      if role in words:
-        raise ValueError(
-          f"Rules(..., roles={{{role!r}: ...}}): {role!r} narrows a role, as in '{role}/ff', so it "
-          "cannot be one. Choose another word."
-        )
-      vocabulary.compiled(regex, "roles")
+    _check_roles(self._roles)
 
   @property
   def places(self) -> dict[str, Recipe]:
@@ -407,21 +399,25 @@ class Rules:
         f"{times[twice]} parameters have the path {twice!r}, by which masks are kept: rename one, "
         "without a '/' in its name."
       )
-    wrong = [repr(key) for key in idle]
     used = {regex for path in paths for regex, _ in self._by_axis.find(path)}
+    wrong = [repr(key) for key in idle]
     wrong += [f"axes={{{regex!r}: {axis!r}}}" for regex, axis in self._axes if regex not in used]
     if wrong:
-      known = vocabulary.regexes(self.roles)
-      here = vocabulary.roles_of(paths, self.roles)
-      have = f" The network has the roles {', '.join(here)}." if here else ""
-      raise ValueError(
-        f"rules that match no parameter and so would change nothing: {', '.join(wrong)}. "
-        f"The {len(paths)} parameters begin: {', '.join(paths[:4])}.{have} A place (gin: in "
-        f"SPARSITY_RULES) is a role ({', '.join(known)}; narrowed as in encoder/ff, "
-        f"decoder/cross/qkv) or a regex for the whole path, such as {_example(shapes)!r}; "
-        "Rules(..., roles={name: regex}) adds roles."
-      )
+      raise ValueError(self._idle(wrong, shapes))
     return assignment
+
+  def _idle(self, wrong: Sequence[str], shapes: _Shapes) -> str:
+    """Returns the error of places that name no parameter: what there is, and how to name it."""
+    paths = [path for path, _ in shapes]
+    here = vocabulary.roles_of(paths, self.roles)
+    have = f" The network has the roles {', '.join(here)}." if here else ""
+    return (
+      f"rules that match no parameter and so would change nothing: {', '.join(wrong)}. "
+      f"The {len(paths)} parameters begin: {', '.join(paths[:4])}.{have} A place (gin: in "
+      f"SPARSITY_RULES) is a role ({', '.join(vocabulary.regexes(self.roles))}; narrowed as in "
+      "encoder/ff, decoder/cross/qkv) or a regex for the whole path, such as "
+      f"{_example(shapes)!r}; Rules(..., roles={{name: regex}}) adds roles."
+    )
 
 
 class AmbiguousAxis(ValueError):
@@ -466,6 +462,19 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   if len(shape) == 2:
     return 0
   return -2 if 3 <= len(shape) <= 5 and _CONV.fullmatch(path) else None
+
+
+def _check_roles(roles: Sequence[tuple[str, str]]) -> None:
+  """Refuses a role that is no word, or one that narrows roles, and what is no regex."""
+  words = vocabulary.narrowing().keys() - vocabulary.regexes().keys()
+  for role, regex in roles:
+    vocabulary.check_word(role, "the roles of these rules")
+    if role in words:
+      raise ValueError(
+        f"Rules(..., roles={{{role!r}: ...}}): {role!r} narrows a role, as in '{role}/ff', so it "
+        "cannot be one. Choose another word."
+      )
+    vocabulary.compiled(regex, "roles")
 
 
 def _shapes(params: Any) -> _Shapes:

@@ -108,18 +108,14 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     if params is None:
       raise ValueError("nms.sparse needs the parameters: tx.update(grads, opt_state, params).")
     places = rules.assign(params).places
-    seen, grads, kept = (dict(flatten(tree)) for tree in (params, updates, state.dense))
+    seen, grads = dict(flatten(params)), dict(flatten(updates))
     if lost := [path for path in places if path not in grads]:
       raise ValueError(
         f"there is no gradient for {lost[0]!r}, which a rule makes sparse: take the gradient of "
         "all sparse parameters, or leave it out of the rules."
       )
     step = _checked_step(state, rules, places)
-    begins = state.count == 0
-    dense = {path: jnp.where(begins, seen[path].astype(w.dtype), w) for path, w in kept.items()}
-    masks = state.masks
-    if masks:  # those of weights that were loaded after `init`
-      masks = jax.lax.cond(begins, lambda: stored.first_masks(places, dense), lambda: state.masks)
+    dense, masks = _at_start(state, places, seen)
     pulled = {
       path: place.pull_back(
         grads[path], dense[path], seen[path], *stored.current(place, step, masks)
@@ -144,8 +140,8 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
       # Zeros are exact only where the update is not shorter than the parameter.
       return move.astype(dtype) if grads[path].dtype == dtype else move
 
-    dense = map_with_names(lambda p, w: moved[p], state.dense)
-    new = SparseState(count, state.fingerprint, dense, masks, inner_state)
+    kept = map_with_names(lambda path, _: moved[path], state.dense)
+    new = SparseState(count, state.fingerprint, kept, masks, inner_state)
     return map_with_names(change, moves), new
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -207,6 +203,22 @@ def _checked_step(state: SparseState, rules: Rules, places: Mapping[str, Place])
       "rules of its checkpoint, or start a new run by tx.init(params)."
     )
   return jnp.where(same, state.count, jnp.int32(-1))
+
+
+def _at_start(
+  state: SparseState, places: Mapping[str, Place], params: Mapping[str, Any]
+) -> tuple[dict[str, jax.Array], Any]:
+  """Returns W by path, and the stored masks; before the first update they are of the parameters.
+
+  These may have been loaded after `init`.
+  """
+  begins = state.count == 0
+  kept = dict(flatten(state.dense))
+  dense = {path: jnp.where(begins, params[path].astype(w.dtype), w) for path, w in kept.items()}
+  if not state.masks:
+    return dense, state.masks
+  first = lambda: stored.first_masks(places, dense)
+  return dense, jax.lax.cond(begins, first, lambda: state.masks)
 
 
 def _sharding(w: Any) -> Any:
