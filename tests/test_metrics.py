@@ -527,22 +527,6 @@ def test_the_share_of_all_is_one_and_of_nothing_zero():
   assert sums.ratio(jnp.float32(0), 0) == sums.ratio(jnp.float32(0), jnp.float32(0)) == 0
 
 
-def test_under_cond_scan_and_vmap():
-  rules = nms.Rules({"ff": make("mdgf_exponential")})
-  params = draw(0)
-  observe = lambda t: metrics.summary(params, rules, t, grads=params, per_place=False)
-  shapes = jax.eval_shape(observe, jnp.int32(0))
-  skip = lambda t: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  steps = jnp.arange(PHASES.total, dtype=jnp.int32)
-  _, rows = jax.lax.scan(
-    lambda c, t: (c, jax.lax.cond(t % 5 == 0, observe, skip, t)), jnp.int32(0), steps
-  )
-  every = jax.jit(jax.vmap(observe))(steps)
-  for name in shapes:
-    np.testing.assert_allclose(rows[name][::5], every[name][::5], rtol=1e-6, err_msg=name)
-  assert not rows["nm/density"][1] and rows["nm/density"][15] == 0.25
-
-
 def test_the_examples_in_the_docstrings_run():
   found = doctest.testmod(flips)
   assert found.attempted and not found.failed
