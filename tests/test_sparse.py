@@ -418,9 +418,10 @@ class Recorder(nms.recipes.SrSte):
 
 def test_a_recipe_is_handed_the_gradient_without_the_term():
   recipe = Recorder(pattern="2:8", phases=PHASES, lam=0.5)
-  tx, params = nms.sparse(INNER, nms.Rules({"idp/kernel": recipe})), params_of()
+  rules, params = nms.Rules({"idp/kernel": recipe}), params_of()
+  tx = nms.sparse(INNER, rules)
   opt = tx.init(params)._replace(count=jnp.int32(9))
-  _, after = tx.update(params_of(3), opt, params)
+  _, after = tx.update(params_of(3), opt, nms.sparsify(params, rules, 9, opt.masks))
   same(after.masks["grad"]["idp"], params_of(3)["idp"])
 
 
