@@ -96,11 +96,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     dense = map_with_names(lambda p, w: _master(w) if p in places else optax.MaskedNode(), params)
     with _relaxed():
       inner_state = inner.init(params)
-    if isinstance(inner_state, optax.MultiStepsState | optax.ApplyIfFiniteState):
-      raise ValueError(
-        f"nms.sparse is wrapped around a {type(inner_state).__name__}, and would count updates "
-        "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
-      )
+    _refuse_skips(inner_state)
     masks = stored.init_state(params, rules)
     return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
 
@@ -136,9 +132,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         return u
       place = places[path]
       now = place.effective(moved[path], *stored.current(place, count, masks))
-      move, dtype = now - seen[path].astype(now.dtype), seen[path].dtype
-      # Zeros are exact only where the update is not shorter than the parameter.
-      return move.astype(dtype) if grads[path].dtype == dtype else move
+      return _move(now, seen[path], grads[path])
 
     kept = map_with_names(lambda path, _: moved[path], state.dense)
     new = SparseState(count, state.fingerprint, kept, masks, inner_state)
@@ -219,6 +213,22 @@ def _at_start(
     return dense, state.masks
   first = lambda: stored.first_masks(places, dense)
   return dense, jax.lax.cond(begins, first, lambda: state.masks)
+
+
+def _move(now: jax.Array, seen: jax.Array, grad: jax.Array) -> jax.Array:
+  """Returns the update of a parameter that is `seen` and becomes `now`, the new W~."""
+  move = now - seen.astype(now.dtype)
+  # Zeros are exact only where the update is not shorter than the parameter.
+  return move.astype(seen.dtype) if grad.dtype == seen.dtype else move
+
+
+def _refuse_skips(inner_state: Any) -> None:
+  """Refuses a wrapped optimizer that skips updates: `nms.sparse` would count them."""
+  if isinstance(inner_state, optax.MultiStepsState | optax.ApplyIfFiniteState):
+    raise ValueError(
+      f"nms.sparse is wrapped around a {type(inner_state).__name__}, and would count updates that "
+      "it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
+    )
 
 
 def _sharding(w: Any) -> Any:

@@ -626,7 +626,7 @@ def test_a_page_of_the_api_lists_names_of_its_modules(page):
 
 # Rooms of helpers, which no page shows, and of commands, which `--help` shows.
 WITHOUT_PAGE = {
-  *("installed", "directions", "text", "dtypes", "fields", "witness"),
+  *("installed", "directions", "text", "dtypes", "fields"),
   *("quickstart", "commands", "cli"),
 }
 

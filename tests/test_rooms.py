@@ -14,9 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Each room imports only rooms before it. A folder is one room.
 ORDER = (
   "_version", "installed", "directions", "text", "errors", "patterns", "fields", "trees", "dtypes",
-  "masks", "schedules", "groups", "packed", "gradients", "recipes", "roles", "places", "rules",
-  "rules_text",
-  "opt_states", "witness", "stored", "apply", "optim", "transform", "layers", "metrics", "flops",
+  "masks", "schedules", "groups", "packed", "gradients", "recipes", "roles", "places", "trace",
+  "rules", "rules_text", "stored", "apply", "transform", "optim", "layers", "metrics", "flops",
   "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5",
   "unscanned", "deployed", "weights", "coreml", "images", "workloads",
   "gin_files", "runs", "local", "t5x_adapter", "kauldron_adapter", "plan", "scores", "report",
