@@ -16,7 +16,7 @@ ORDER = (
   "_version", "installed", "directions", "text", "errors", "patterns", "fields", "trees", "dtypes",
   "masks", "schedules", "groups", "packed", "gradients", "recipes", "roles", "places", "rules",
   "rules_text",
-  "opt_states", "witness", "stored", "apply", "optim", "transform", "layers", "metrics", "flops",
+  "stored", "apply", "transform", "optim", "layers", "metrics", "flops",
   "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5",
   "unscanned", "deployed", "weights", "coreml", "images", "workloads",
   "gin_files", "runs", "local", "t5x_adapter", "kauldron_adapter", "plan", "scores", "report",
@@ -279,11 +279,12 @@ def functions(tree):
 
 
 def lines_of(node):
-  """How many lines of a function are code: its docstring explains and does not count."""
+  """How many lines of a function are its own code: no docstring, and no function inside it."""
+  length = lambda n: n.end_lineno - n.lineno + 1
   first, *_ = node.body
   doc = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-  text = (first.end_lineno - first.lineno + 1) if doc else 0
-  return node.end_lineno - node.lineno + 1 - text
+  inside = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+  return length(node) - (length(first) if doc else 0) - sum(map(length, inside))
 
 
 def branches_of(node):
