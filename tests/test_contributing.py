@@ -22,7 +22,7 @@ print(nms.__file__)
 recipe = nms.recipe("yours", pattern="1:4", phases=nms.Phases(total=4))
 rules = nms.Rules({"yours": recipe})
 params = {"yours": {"kernel": jnp.arange(16.0).reshape(8, 2) + 1}}
-done = nms.finalize(params, rules, early=True)
+done = nms.finalize(params, rules, 4)
 print(nms.verify(done, rules).ok, int((done["yours"]["kernel"] != 0).sum()))
 print(roles.role_of("yours/kernel"))
 print(cli.main(["yours", "reader"]))
