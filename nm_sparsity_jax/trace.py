@@ -145,72 +145,46 @@ class _Walk:
     return [get(v) for v in jaxpr.outvars]
 
   def _equation(self, eqn: Any, known: list[Any], times: int) -> Sequence[Any]:
-    name, none = eqn.primitive.name, [None] * len(eqn.outvars)
+    """Returns what is known of the outputs of one equation."""
+    name = eqn.primitive.name
     if name in ("dot_general", "conv_general_dilated", "gather"):
       return [self._product(eqn, known, times)]
-    if name == "scan":
-      return self._scan(eqn, known, times)
-    if name == "while":
-      return self._while(eqn, known, times)
-    if name == "cond":
-      return self._cond(eqn, known, times)
+    loop = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name)
+    if loop is not None:
+      return loop(eqn, known, times)
     if (inner := _inner(eqn)) is not None:
       return self.run(inner, _bound(inner.invars, known), times)
-    if not any(known):
-      return none
     if name == "dynamic_slice" and known[0]:
       known = known[:1]  # whichever rows data picks, its axes are the same
     if _DATA in known:
       return [_DATA] * len(eqn.outvars)
-    is_mask = all(var.aval.dtype == bool for var in eqn.outvars)
-    if is_mask or (name.startswith(("reduce_", "arg")) and name != "reduce_precision"):
-      return none  # a statistic of a weight, or a mask of it, is no weight
-    follow = _FOLLOW.get(name)
-    outs = []
-    for i, var in enumerate(eqn.outvars):
-      tracks = []
-      for j, of in enumerate(known):
-        for track in of or ():
-          dims = None
-          if track.dims is not None and follow is not None:
-            dims = follow(eqn, j, i, track.dims)
-          elif track.dims is not None and name in _SAME_SHAPE:
-            dims = track.dims if eqn.invars[j].aval.shape == var.aval.shape else None
-          lost = "" if dims is not None else track.lost or name
-          tracks.append(_Track(track.path, dims, lost))
-      outs.append(tuple(dict.fromkeys(tracks)))
-    return outs
+    if not any(known) or _is_statistic(eqn):
+      return [None] * len(eqn.outvars)
+    return [_followed(eqn, known, i) for i in range(len(eqn.outvars))]
 
   def _product(self, eqn: Any, known: list[Any], times: int) -> Any:
     """Notes a product; what it returns is no weight, or one that nobody can follow."""
     kind, axes, macs = _contracted(eqn)
-    macs *= times
-    self.macs += macs if kind != "lookup" else 0
+    self.macs += macs * times
     for of, contracted in zip(known, axes, strict=False):
-      if of is None or of == _DATA:
-        continue
-      for track in of:
-        if track.dims is None:
-          self.lost.setdefault(track.path, track.lost)
-          continue
-        summed = {a for d in contracted for part, _ in track.dims[d] for a in part}
-        left = {
-          a
-          for d, dim in enumerate(track.dims)
-          for part, n in dim
-          for a in part
-          if d not in contracted and n > 1
-        }
-        if summed & left and kind == "dot":
-          self.lost.setdefault(
-            track.path, f"{eqn.primitive.name}, which sums over a part of an axis"
-          )
-        else:
-          self.products[track.path].append(Product(tuple(sorted(summed)), macs, kind))
+      for track in () if of is None or of == _DATA else of:
+        self._note(track, contracted, kind, macs * times)
     if _DATA in known:
       return _DATA
     tracks = [track for of in known for track in of or ()]
     return tuple(_Track(t.path, None, "a product of weights") for t in tracks) or None
+
+  def _note(self, track: _Track, contracted: Sequence[int], kind: str, macs: int) -> None:
+    """Notes what a product that sums over some axes of a value does with its parameter."""
+    if track.dims is None:
+      self.lost.setdefault(track.path, track.lost)
+      return
+    summed = frozenset[int]().union(*(_all_of(track.dims[d]) for d in contracted))
+    left = [dim for d, dim in enumerate(track.dims) if d not in contracted]
+    if kind == "dot" and any(summed & part for dim in left for part, n in dim if n > 1):
+      self.lost.setdefault(track.path, "a product that sums over a part of an axis")
+    else:
+      self.products[track.path].append(Product(tuple(sorted(summed)), macs, kind))
 
   def _scan(self, eqn: Any, known: list[Any], times: int) -> list[Any]:
     p = eqn.params
@@ -237,6 +211,29 @@ class _Walk:
       for branch in eqn.params["branches"]
     ]
     return [_either(outs) for outs in zip(*found, strict=True)]
+
+
+def _is_statistic(eqn: Any) -> bool:
+  """Returns whether an equation makes a statistic or a mask of a weight, which is no weight."""
+  name = eqn.primitive.name
+  if name.startswith(("reduce_", "arg")) and name != "reduce_precision":
+    return True
+  return all(var.aval.dtype == bool for var in eqn.outvars)
+
+
+def _followed(eqn: Any, known: list[Any], i: int) -> tuple[_Track, ...]:
+  """Returns the parameters that output i of an equation depends on, and where their axes are."""
+  name, shape, tracks = eqn.primitive.name, eqn.outvars[i].aval.shape, []
+  follow = _FOLLOW.get(name)
+  for j, of in enumerate(known):
+    for track in of or ():
+      dims = None
+      if track.dims is not None and follow is not None:
+        dims = follow(eqn, j, i, track.dims)
+      elif name in _SAME_SHAPE and eqn.invars[j].aval.shape == shape:
+        dims = track.dims
+      tracks.append(_Track(track.path, dims, "" if dims is not None else track.lost or name))
+  return tuple(dict.fromkeys(tracks))
 
 
 def _bound(variables: Sequence[Any], known: Sequence[Any]) -> dict[Any, Any]:

@@ -25,7 +25,7 @@ from nm_sparsity_jax import stored
 from nm_sparsity_jax.apply import require_floating
 from nm_sparsity_jax.gradients import wider
 from nm_sparsity_jax.places import Place
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.rules import Rules, require
 from nm_sparsity_jax.trees import flatten, map_with_names
 
 
@@ -78,11 +78,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   Returns:
     A transformation whose state is a `SparseState`. Its `update` needs the parameters.
   """
-  if not isinstance(rules, Rules) or not hasattr(tx, "update"):
-    raise ValueError(
-      f"nms.sparse({type(tx).__name__}, {type(rules).__name__}): give an optax optimizer and "
-      "nms.Rules, such as nms.sparse(optax.adamw(1e-3), rules)."
-    )
+  require(rules, "nms.sparse(tx, rules)")
   inner = optax.with_extra_args_support(tx)
 
   def init(params):

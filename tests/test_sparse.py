@@ -435,7 +435,7 @@ def test_mistakes_are_said():
   for word, do in (
     ("parameters", lambda: TX.update(params, opt)),
     ("gradient", lambda: TX.update(some, opt, params)),
-    ("optax optimizer", lambda: nms.sparse(RULES, INNER)),
+    ("nms.Rules", lambda: nms.sparse(RULES, INNER)),
     ("match no parameter", lambda: TX.init({"bias": params["bias"]})),
     ("int32", lambda: nms.sparse(INNER, whole).init({"bias": jnp.ones(8, jnp.int32)})),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
