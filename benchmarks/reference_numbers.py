@@ -125,17 +125,25 @@ def flat(tree):
   return {name(keys): np.asarray(leaf) for keys, leaf in leaves}
 
 
-def parameters(checkpoint):
-  """Returns the parameters that a checkpoint stores; of an embedding, some letters."""
+def restored(checkpoint):
+  """Returns what a checkpoint stores."""
   reader, path = ocp.PyTreeCheckpointer(), checkpoint / "state"
   shapes = reader.metadata(path).item_metadata.tree
   as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
-  for name, x in flat(reader.restore(path, restore_args=as_numpy)["target"]).items():
+  return reader.restore(path, restore_args=as_numpy)
+
+
+def parameters(checkpoint):
+  """Yields the parameters that a checkpoint stores; of an embedding, some letters."""
+  for name, x in flat(restored(checkpoint)["target"]).items():
     yield name, x.take(LETTERS, x.shape.index(384)) if 384 in x.shape else x
 
 
-# What the optimizer has: today what a checkpoint stores.
-dense_parameters = parameters
+def dense_parameters(checkpoint):
+  """Yields the dense parameters: of a run in place those of sparse kernels are the optimizer's."""
+  dense = flat(restored(checkpoint)["state"].get("nm_sparsity", {}).get("dense", {}))
+  for name, x in parameters(checkpoint):
+    yield name, dense.get(name, x)
 
 
 def of_runs(trainer, folder):
