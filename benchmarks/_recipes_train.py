@@ -240,7 +240,7 @@ def train(
     further = task.further(network, None, data)
     final_density, curve = None, list(itertools.takewhile(_is_finite, curve))
   else:
-    final = nms.finalize(params, run.rules, state or steps)
+    final = nms.finalize(params, run.rules, steps, state)
     final_density = density(final, row, pattern, run.rules)
     loss, accuracy = run.score(final, data)
     further = task.further(network, final, data)

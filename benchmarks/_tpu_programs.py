@@ -18,7 +18,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import apply
 
 PHASES = nms.Phases(total=1000, dense=100, finetune=200)
 INPUTS, TARGETS = 512, 64  # tokens of a row
@@ -98,26 +97,19 @@ class Local:
     return step.lower(self.state, self.batch)
 
   def eval(self):
-    """Returns effective weights and a batch's sums as one program, as an evaluation begins."""
-    one = self.model.eval_step().jitted
-    make = lambda state, batch: one({"params": self._effective(state), **state.collections}, batch)
-    return self.model.jit(make).lower(self.state, self.batch)
+    """Returns a batch's sums: the parameters are the effective weights."""
+    return self.model.eval_step().lower(self.model.variables(self.state), self.batch)
 
   def decode(self):
-    """Returns effective weights and the greedy decoding of a batch as one program."""
+    """Returns the greedy decoding of a batch."""
     from nm_sparsity_jax.workloads import decoding
 
     network: Any = self.model.workload.network
 
-    def run(state, inputs):
-      return decoding.greedy(network, self._effective(state), inputs, TARGETS, 1)
+    def run(params, inputs):
+      return decoding.greedy(network, params, inputs, TARGETS, 1)
 
-    return self.model.jit(run).lower(self.state, self.batch["encoder_input_tokens"])
-
-  def _effective(self, state):
-    return apply.sparsify(
-      state.deployed["params"], self.model.rules, state.sparse_step, state.masks
-    )
+    return self.model.jit(run).lower(self.state.params, self.batch["encoder_input_tokens"])
 
   def metrics(self):
     """Returns the first program of a sampled step, which takes the gradient a second time."""

@@ -21,8 +21,8 @@ step    the train step of the local runner, T5.1.1, 512 + 64 tokens a row, bfloa
         step.
         Gates: bytes 1.015 for recipes of one level and 1.03 for others, peak memory 1.02 for
         recipes without a stored mask, compile time 1.25 and 1.6, the same collectives.
-eval    effective weights and the first batch of an evaluation.
-decode  effective weights and the greedy decoding of a batch.
+eval    a batch of an evaluation; of T5X with its effective weights.
+decode  the greedy decoding of a batch; of T5X with its effective weights.
 metrics the program of a sampled step before the update, over the dense train step.
 
 A compile time is processor time. Others on the machine make it longer, so let dense and recipes

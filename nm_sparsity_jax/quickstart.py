@@ -26,7 +26,7 @@ ALL = (
 )  # fmt: skip
 STEPS = 240
 _EVALUATIONS = 12  # of each recipe's run; half as many of the warm-up
-_LAST = ("--checkpoint", "last")  # what is finalized; the best one would flatter
+_LAST = ("--checkpoint", "last")  # what is proven; the best one would flatter
 _NOTE = "quickstart.json"
 
 _PERIODS = ("EVAL_PERIOD", "STATS_PERIOD", "METRICS_EVERY")
@@ -277,16 +277,16 @@ class Rebus(Task):
 
 
 def packed(out: str, name: str) -> list[str]:
-  """Returns the command that writes one of the final checkpoints without its zeros.
+  """Returns the command that writes the last checkpoint of a run without its zeros.
 
   >>> packed("quickstart", "sr_ste")
-  ['pack', 'quickstart/final/sr_ste', 'quickstart/model.safetensors']
+  ['pack', 'quickstart/sr_ste', 'quickstart/model.safetensors']
 
   Args:
     out: the folder of the quickstart.
-    name: of a run that was finalized.
+    name: of a sparse run.
   """
-  return ["pack", f"{out}/final/{name}", f"{out}/model.safetensors"]
+  return ["pack", f"{out}/{name}", f"{out}/model.safetensors"]
 
 
 TASKS: dict[str, Task] = {"mini-glue": MiniGlue(), "rebus": Rebus()}

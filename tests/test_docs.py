@@ -484,7 +484,7 @@ def test_the_task_of_the_page_is_learned_and_proved(tmp_path):
   said = in_bash(commands.code, tmp_path)
   found = re.search(r"largest_digit: accuracy ([\d.]+)$", said.stdout + said.stderr, re.MULTILINE)
   assert found and float(found[1]) > 90
-  assert said.stdout.count("\nok\n") == 2  # finalize's proof, and verify's
+  assert said.stdout.endswith("ok\n")
 
 
 @pytest.mark.slow
@@ -499,7 +499,7 @@ def test_the_example_of_a_workload_runs_as_typed(tmp_path):
   code = block.code.replace("/tmp/own/", f"{tmp_path}/").replace("2000", "20")
   said = in_bash(code, tmp_path).stdout
   assert "Nothing stands in the way." in said and "10 runs, seeds 0, 1" in said
-  assert said.count("\nok\n") == 2  # finalize's proof, and verify's
+  assert said.count("\nok\n") == 1
   assert (tmp_path / "report.html").is_file() and (tmp_path / "own_sweep/report.html").is_file()
 
 

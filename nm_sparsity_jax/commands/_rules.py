@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # What errors of `runs` name -> what a user of the command line types.
 FLAGS: Mapping[str, str] = {
+  "axes": "--axes",
   "rules": "--rules",
   "some_rules": "--rules \"{'ff': '1:8'}\"",
   "a place has": "--rules: a place is",

@@ -1,8 +1,8 @@
 """From nothing to sparse, scored checkpoints in minutes: a tiny T5 or a small ViT, on this machine.
 
 A dense warm-up; from its checkpoint a dense run, and SR-STE, MDGF-Exponential and SDGF-Stepwise at
-1:8 of the feed-forward and attention kernels, all of one length; then finalize, verify, glue score,
-report. Each step is a command that is printed as you would type it, and runs as if you had.
+1:8 of the feed-forward and attention kernels, all of one length; then verify, glue score, report.
+Each step is a command that is printed as you would type it, and runs as if you had.
 Downloads nothing.
 
 --task rebus trains a ViT on generated images instead: dense, dense without feed-forward layers, and
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
   print("\nExact zeros, and the proof")
   for name in task.proven(names):
-    if code := _prove(call, out, name, task.last(steps, name)):
+    if code := _prove(call, f"{out}/{name}"):
       return code
 
   print("\nScores on the validation set\n")
@@ -116,16 +116,9 @@ def _train(main: _Main, argv: Sequence[str], folder: str, last: int) -> int:
   return code
 
 
-def _prove(main: _Main, out: str, name: str, last: int) -> int:
-  """Finalizes and verifies one run, and says it in a line."""
-  final = f"{out}/final/{name}"
-  if not os.path.isdir(f"{final}/checkpoint_{last}"):
-    code, found = _asked(main, ["finalize", f"{out}/{name}", final])
-    if code:
-      return code
-    lost = [place["magnitude"] for place in found["places"]]
-    print(f"  removed {min(lost):.0%} to {max(lost):.0%} of the sum of |w|")
-  code, found = _asked(main, ["verify", final])
+def _prove(main: _Main, folder: str) -> int:
+  """Verifies one run, and says it in a line."""
+  code, found = _asked(main, ["verify", folder])
   if not code:
     places = found["places"]
     patterns = ", ".join(dict.fromkeys(place["pattern"] for place in places))
@@ -164,7 +157,7 @@ def _close(args: argparse.Namespace, out: str, steps: int, begin: tuple[float, f
   wall, cpu = time.monotonic() - begin[0], time.process_time() - begin[1]
   print(
     f"Done in {wall // 60:.0f}:{wall % 60:02.0f} ({cpu:.0f} s of CPU time). Curves are in "
-    f"{out}/report.html,\ncheckpoints with exact zeros in {out}/final.\n\nWhat next"
+    f"{out}/report.html.\n\nWhat next"
   )
   final = task.proven(task.runs(args.all))[-1]
   nexts = [
