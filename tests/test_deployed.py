@@ -96,7 +96,7 @@ def weight(seed, *axes, pattern="1:4"):
   """Finalized values; groups along axis 0."""
   w = jnp.asarray(np.random.default_rng(seed).standard_normal(axes).astype(np.float32))
   rules = nms.Rules({"kernel": one_shot(pattern)})
-  return np.array(nms.finalize({"kernel": w}, rules, early=True)["kernel"])
+  return np.array(nms.finalize({"kernel": w}, rules, 0, early=True)["kernel"])
 
 
 def inputs(seed, *axes):
@@ -214,7 +214,7 @@ def t5():
   init = lambda rng: network.init(rng, one, one, one, enable_dropout=False)
   shapes = jax.eval_shape(init, jax.random.key(0))
   rules, params = PLACES.with_logical_axes(shapes["params_axes"]), hashed(shapes["params"])
-  params = jax.tree.map(np.asarray, nms.finalize(params, rules, early=True))
+  params = jax.tree.map(np.asarray, nms.finalize(params, rules, 0, early=True))
   tree, plain = deployed.unstacked(params, config)
   return network, params, Transformer(plain), tree
 
@@ -322,7 +322,7 @@ def test_a_packed_vit_sees_what_the_finalized_one_sees(backend):
   network = vit.ViT(config)
   images = inputs(7, 3, 16, 16, 3)
   shapes = jax.eval_shape(network.init, jax.random.key(0), images)["params"]
-  params = nms.finalize(hashed(shapes, 0.1), PLACES, early=True)
+  params = nms.finalize(hashed(shapes, 0.1), PLACES, 0, early=True)
   tree, plain = deployed.unstacked(params, config)
   packed, report = deployed.pack_tree(tree, PLACES)
   assert len(report.sizes) == 4

@@ -106,7 +106,7 @@ def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, k
   assert not code and report["ok"] and report["checkpoint"] == str(path)
   assert report["from"] == str(tmp_path / "run/checkpoint_112")
   found = load(path)
-  want = dict(flatten(nms.finalize(run.params, run.rules, run.state, early=True)))
+  want = dict(flatten(nms.finalize(run.params, run.rules, 0, run.state, early=True)))
   got = dict(flatten(found["target"]))
   assert got.keys() == want.keys() == SHAPES.keys()
   for name, w in want.items():
@@ -222,7 +222,7 @@ def test_a_checkpoint_without_rules_needs_them(command, tmp_path, capsys):
   code, report = command("finalize", path, tmp_path, *flags)
   assert not code and report["ok"] and report["checkpoint"] == str(tmp_path / "checkpoint_0")
   made = configure.rules(PLACES, "sr_ste", sparse_steps=1)
-  want = dict(flatten(nms.finalize(draw(), made, early=True)))
+  want = dict(flatten(nms.finalize(draw(), made, 0, early=True)))
   for name, w in flatten(load(tmp_path / "checkpoint_0")["target"]):
     np.testing.assert_array_equal(w, want[name])
   assert not command("verify", tmp_path / "checkpoint_0", *flags)[0]

@@ -194,7 +194,7 @@ def test_learns_dense_then_sparse_from_that_checkpoint(tmp_path, capfd):
   # The files prove n:m.
   saved = read(sparse, 180)
   params = {k.removeprefix("target/"): v for k, v in saved.items() if k.startswith("target/")}
-  report = nms.verify(nms.finalize(nest(params), model.rules, early=True), model.rules)
+  report = nms.verify(nms.finalize(nest(params), model.rules, 0, early=True), model.rules)
   assert report.ok and {p.density for p in report.places} == {0.25}
   assert int(saved["state/step"]) == 180
   assert int(saved["flax_mutables/nm_sparsity/step"]) == 60
