@@ -113,7 +113,8 @@ def of_kauldron_itself(workdir):
     for _ in range(2):
       batch = kd.sharding.device_put(next(batches), trainer.sharding.batch)
       state, _ = trainer.trainstep.step(state, batch)
-    found.append(jax.device_get(state.params))
+    w = state.params if dense else nms.dense_params(state.params, state.opt_state)
+    found.append(jax.device_get(w))
   apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), *found)
   return max(jax.tree.leaves(apart))
 

@@ -118,12 +118,15 @@ class TestRuns:
     with pytest.raises(ValueError, match="sparse step 4"):
       runs.finalize(str(early), str(tmp_path / "early"))
 
-  @pytest.mark.parametrize("stop", [5, 9])
-  def test_it_goes_on_to_the_same_bits(self, whole, call, tmp_path, stop):
-    """Stopped after ckpt_4 in the sparsify phase, or after ckpt_8 as the fine-tune phase begins."""
+  @pytest.mark.parametrize("recipe, stop", [("mdgf_linear", 5), ("idp", 9)])
+  def test_it_goes_on_to_the_same_bits(self, whole, call, tmp_path, recipe, stop):
+    """Stopped after ckpt_4, where D is between 0 and 1, or after ckpt_8, with stored masks."""
     folder, _ = whole
+    if recipe != "idp":
+      folder = tmp_path / "whole"
+      call("trained", workdir=str(folder), recipe=recipe)
     for after in (stop, None):
-      call("trained", workdir=str(tmp_path / "cut"), stop=after)
+      call("trained", workdir=str(tmp_path / "cut"), stop=after, recipe=recipe)
     expected, found = arrays(folder, 12), arrays(tmp_path / "cut", 12)
     assert expected.keys() == found.keys() and any("/trace/" in key for key in expected)
     for key, x in expected.items():
