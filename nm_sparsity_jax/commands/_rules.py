@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FLAGS: Mapping[str, str] = {
   "axes": "--axes",
   "rules": "--rules",
+  "axes": "--axes",
   "some_rules": "--rules \"{'ff': '1:8'}\"",
   "a place has": "--rules: a place is",
   "the_axis": "it: --axes \"{'.*/mlp/.*/kernel': 0}\"",
