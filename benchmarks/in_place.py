@@ -99,7 +99,7 @@ def costs(recipe, dtype, turns):
 
 
 def leaves(count, recipe):
-  """An update of many small leaves: how long it takes to trace, lower and compile."""
+  """Prints how long an update of many small leaves takes to trace, lower and compile."""
   params = {f"layer_{i}": {"kernel": jnp.full((16, 16), i + 1.0)} for i in range(count)}
   found = {}
   optax.adamw(1e-3).init(params)
@@ -123,7 +123,7 @@ def leaves(count, recipe):
 
 
 def calls(recipe):
-  """Python calls into the package, of the first and of a later trace."""
+  """Prints the Python calls into the package, of the first and of a later trace."""
   root = os.path.dirname(nms.__file__)
   params = {name: {"kernel": jnp.ones((16, 8))} for name in "ab"}
   rules = rules_of(recipe)

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from nm_sparsity_jax import masks
+from nm_sparsity_jax import masks, trace
 from nm_sparsity_jax import roles as vocabulary
 from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.groups import Groups
@@ -227,8 +227,6 @@ class Rules:
       params: the parameters, by whose paths the rules name them.
       *inputs: what it needs beside them.
     """
-    from nm_sparsity_jax import trace
-
     shapes = dict(_shapes(params))
     named = [path for path in shapes if not isinstance(self.find(path), Dense | None)]
     known, unknown = trace.axes(function, params, *inputs)

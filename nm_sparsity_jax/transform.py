@@ -25,7 +25,7 @@ from nm_sparsity_jax import stored
 from nm_sparsity_jax.apply import require_floating
 from nm_sparsity_jax.gradients import wider
 from nm_sparsity_jax.places import Place
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.rules import Rules, require
 from nm_sparsity_jax.trees import flatten, map_with_names
 
 
@@ -78,11 +78,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   Returns:
     A transformation whose state is a `SparseState`. Its `update` needs the parameters.
   """
-  if not isinstance(rules, Rules) or not hasattr(tx, "update"):
-    raise ValueError(
-      f"nms.sparse({type(tx).__name__}, {type(rules).__name__}): give an optax optimizer and "
-      "nms.Rules, such as nms.sparse(optax.adamw(1e-3), rules)."
-    )
+  require(rules, "nms.sparse(tx, rules)")
   inner = optax.with_extra_args_support(tx)
 
   def init(params):
@@ -96,11 +92,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     dense = map_with_names(lambda p, w: _master(w) if p in places else optax.MaskedNode(), params)
     with _relaxed():
       inner_state = inner.init(params)
-    if isinstance(inner_state, optax.MultiStepsState | optax.ApplyIfFiniteState):
-      raise ValueError(
-        f"nms.sparse is wrapped around a {type(inner_state).__name__}, and would count updates "
-        "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
-      )
+    _refuse_skips(inner_state)
     masks = stored.init_state(params, rules)
     return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
 
@@ -136,9 +128,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         return u
       place = places[path]
       now = place.effective(moved[path], *stored.current(place, count, masks))
-      move, dtype = now - seen[path].astype(now.dtype), seen[path].dtype
-      # Zeros are exact only where the update is not shorter than the parameter.
-      return move.astype(dtype) if grads[path].dtype == dtype else move
+      return _move(now, seen[path], grads[path])
 
     kept = map_with_names(lambda path, _: moved[path], state.dense)
     new = SparseState(count, state.fingerprint, kept, masks, inner_state)
@@ -219,6 +209,22 @@ def _at_start(
     return dense, state.masks
   first = lambda: stored.first_masks(places, dense)
   return dense, jax.lax.cond(begins, first, lambda: state.masks)
+
+
+def _move(now: jax.Array, seen: jax.Array, grad: jax.Array) -> jax.Array:
+  """Returns the update of a parameter that is `seen` and becomes `now`, the new W~."""
+  move = now - seen.astype(now.dtype)
+  # Zeros are exact only where the update is not shorter than the parameter.
+  return move.astype(seen.dtype) if grad.dtype == seen.dtype else move
+
+
+def _refuse_skips(inner_state: Any) -> None:
+  """Refuses a wrapped optimizer that skips updates: `nms.sparse` would count them."""
+  if isinstance(inner_state, optax.MultiStepsState | optax.ApplyIfFiniteState):
+    raise ValueError(
+      f"nms.sparse is wrapped around a {type(inner_state).__name__}, and would count updates that "
+      "it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
+    )
 
 
 def _sharding(w: Any) -> Any:

@@ -307,7 +307,6 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process():
-  """Warnings that were given, and what was seen of a program, are forgotten."""
-  for name, forget in (("errors", "forget_warnings"), ("witness", "forget")):
-    if module := sys.modules.get(f"nm_sparsity_jax.{name}"):
-      getattr(module, forget)()
+  """Warnings that were given are forgotten."""
+  if module := sys.modules.get("nm_sparsity_jax.errors"):
+    module.forget_warnings()

@@ -263,6 +263,10 @@ def test_a_wrong_mask_is_an_error_and_nan_where_it_is_traced(made_by, upto, rule
     with pytest.raises(ValueError, match=word):
       use(params, rules, step, state)
   assert np.isnan(kernel(sparsify(params, rules, step, state))).any()
+  if word == "another recipe":  # nor does a renewal make it that of these rules
+    later = update(state, params, rules, step + 1, params)
+    with pytest.raises(ValueError, match=word):
+      nms.sparsify(params, rules, step + 1, later)
 
 
 @pytest.mark.parametrize("calls", [(6, 7, 8, 9), (5, 7, 8, 9), (12,)])

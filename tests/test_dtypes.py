@@ -118,7 +118,7 @@ def test_masks_refuse_what_cannot_be_pruned(name):
   for call in (
     lambda: masks.nm_mask(w, "1:2"),
     lambda: masks.magnitude_mask(w, "1:2"),
-    lambda: nms.finalize({"a": {"kernel": w}}, rules("1:2"), early=True),
+    lambda: nms.finalize({"a": {"kernel": w}}, rules("1:2"), 9),
     lambda: nms.sparsify({"a": {"kernel": w}}, rules("1:2"), 0),
   ):
     with pytest.raises(ValueError, match=f"dtype {name} .*astype"):
@@ -131,7 +131,7 @@ def test_finalized_weights_of_every_float_are_proven(name):
   one = np.arange(1 << width, dtype=np.uint8)
   w = np.random.default_rng(0).permutation(one).reshape(-1, 2).view(np.dtype(name))
   params = {"a": {"kernel": jnp.asarray(w)}}
-  done = nms.finalize(params, rules("1:4"), early=True)
+  done = nms.finalize(params, rules("1:4"), 9)
   found = nms.verify(jax.tree.map(np.asarray, done), rules("1:4"))
   (place,) = found.places
   assert not place.bad_groups and found.ok == (not place.not_finite)

@@ -351,39 +351,6 @@ def test_sparse_net_is_the_dense_net_on_sparsified_parameters(
 # --- the same, from the equation ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gradient", ["masked", "straight_through"])
-def test_an_identity_input_shows_the_effective_weight_and_its_gradient(gradient):
-  phases = nms.Phases(total=20, dense=4, finetune=4)
-  recipe = nms.recipe("mdgf_linear", pattern="1:4", phases=phases, beta=0.125, gradient=gradient)
-  layer = layers.DenseGeneral(3, rules=nms.Rules({"kernel": recipe}))
-  eye, g = jnp.eye(8), normal(1, 8, 3)
-  variables = layer.init(jax.random.key(0), eye)
-  w = np.asarray(variables["params"]["kernel"])
-  groups = np.abs(w).reshape(2, 4, 3)
-  mask = (groups == groups.max(1, keepdims=True)).reshape(8, 3)
-
-  @jax.jit
-  def run(params, step):
-    told = layers.with_step(variables, step)
-    y, back = jax.vjp(lambda p: layer.apply({**told, "params": p}, eye), params)
-    return y, back(g)[0]["kernel"]
-
-  for step, decay in [(0, 1), (4, 1), (5, 0.875), (8, 0.5), (12, 0), (16, 0), (30, 0)]:
-    y, dw = run(variables["params"], jnp.int32(step))
-    factor = np.where(mask, 1, decay).astype(np.float32)
-    np.testing.assert_array_equal(y, w * factor)
-    np.testing.assert_array_equal(dw, g * factor if gradient == "masked" else g)
-
-
-@pytest.mark.parametrize("kind, kwargs", [("Dense", {"use_bias": False}), ("DenseGeneral", {})])
-def test_the_mask_comes_from_the_stored_dtype(kind, kwargs):
-  rules = nms.Rules({"kernel": SR_STE})
-  layer = getattr(layers, kind)(1, dtype=jnp.bfloat16, rules=rules, **kwargs)
-  w = jnp.array([1.0, 1.001, 0.5, 0.25])[:, None]  # the first two are one number in bfloat16
-  variables = {"params": {"kernel": w}, layers.COLLECTION: {"step": jnp.int32(0)}}
-  np.testing.assert_array_equal(layer.apply(variables, jnp.eye(4))[:, 0], [0, 1, 0, 0])
-
-
 @pytest.mark.usefixtures("as_users_compile")
 def test_conv_groups_inputs_at_one_offset_within_its_feature_group_and_masks_before_flax_does():
   rules = nms.Rules({"kernel": SR_STE}, axes={"kernel": -2})

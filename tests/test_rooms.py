@@ -14,9 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Each room imports only rooms before it. A folder is one room.
 ORDER = (
   "_version", "installed", "directions", "text", "errors", "patterns", "fields", "trees", "dtypes",
-  "masks", "schedules", "groups", "packed", "gradients", "recipes", "roles", "places", "rules",
-  "rules_text",
-  "stored", "apply", "transform", "optim", "layers", "metrics", "flops",
+  "masks", "schedules", "groups", "packed", "gradients", "recipes", "roles", "places", "trace",
+  "rules", "rules_text", "stored", "apply", "transform", "optim", "layers", "metrics", "flops",
   "compiled", "topology", "glue", "t5x_tasks", "configure", "models", "t5",
   "unscanned", "deployed", "weights", "coreml", "images", "workloads",
   "gin_files", "runs", "local", "t5x_adapter", "kauldron_adapter", "plan", "scores", "report",
@@ -279,12 +278,11 @@ def functions(tree):
 
 
 def lines_of(node):
-  """How many lines of a function are its own code: no docstring, and no function inside it."""
-  length = lambda n: n.end_lineno - n.lineno + 1
+  """How many lines of a function are code: its docstring explains and does not count."""
   first, *_ = node.body
   doc = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-  inside = [n for n in node.body if isinstance(n, ast.FunctionDef)]
-  return length(node) - (length(first) if doc else 0) - sum(map(length, inside))
+  text = (first.end_lineno - first.lineno + 1) if doc else 0
+  return node.end_lineno - node.lineno + 1 - text
 
 
 def branches_of(node):

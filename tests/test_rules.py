@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.rules import AmbiguousAxis
-from nm_sparsity_jax.trees import flatten, nested
+from nm_sparsity_jax.trees import nested
 
 PHASES = nms.Phases(total=100, dense=10, finetune=20)
 LINEAR = nms.recipe("mdgf_linear", pattern="1:8", phases=PHASES)
@@ -114,15 +113,6 @@ def test_a_dense_recipe_counts_as_a_rule_and_leaves_the_weight_alone():
   assignment = rules.assign(tree({"mlp/wi/kernel": (7, 3), "attention/query/kernel": (16, 2)}))
   assert list(assignment.places) == ["attention/query/kernel"]
   assert assignment.dense == ("mlp/wi/kernel",)
-
-
-def test_different_patterns_do_not_touch_each_other():
-  names = {"mlp/wi/kernel": "1:8", "attention/query/kernel": "3:4"}
-  params = nested({path: normal(i, 16, 8) for i, path in enumerate(names)})
-  of = lambda pattern: nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=10))
-  both = dict(flatten(nms.sparsify(params, nms.Rules({"ff": of("1:8"), "q": of("3:4")}), 3)))
-  for path, w in flatten(params):
-    np.testing.assert_array_equal(both[path], jnp.where(nms.nm_mask(abs(w), names[path]), w, 0))
 
 
 # --- an axis that m does not divide ---------------------------------------------------------------
@@ -304,29 +294,6 @@ def test_scanned_kernels_take_their_axis_from_logical_names(wi, wo, axis, kind):
   assert [(p.axis, p.axis_size) for p in places.values()] == [(axis, 16), (axis, 24)]
   by_hand = nms.Rules({"ff": LINEAR}, axes={".*": 2}, indivisible="pad").with_logical_axes(names)
   assert by_hand.assign(params).places[WI].axis == 2
-
-
-def test_flax_writes_these_logical_names():
-  class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-      kernel = partitioning.param_with_axes(
-        "kernel", nn.initializers.lecun_normal(), (16, 16), axes=("embed", "mlp")
-      )
-      return x @ kernel, None
-
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      scanned = partitioning.scan_with_axes(
-          Layer, variable_axes={"params": 1}, split_rngs={"params": True}, length=3,
-          axis_name="layers", axes_collections=("params",),
-      )  # fmt: skip
-      return scanned(name="mlp")(x, None)[0]
-
-  variables = Model().init(jax.random.key(0), jnp.zeros((1, 16)))
-  rules = nms.Rules({"mlp/kernel": LINEAR}).with_logical_axes(variables["params_axes"])
-  assert rules.assign(variables["params"]).places["mlp/kernel"].axis == 0
 
 
 @pytest.mark.parametrize(

@@ -401,6 +401,30 @@ def test_many_kernels_of_one_shape_are_traced_once():
   assert sorted(calls) == [(8, 2), (16, 2)]
 
 
+class Recorder(nms.recipes.SrSte):
+  """SR-STE that keeps the gradient it is handed."""
+
+  name, stateful = "recorder", True
+
+  def chosen(self, w, step, axis, stored):
+    return super().chosen(w, step, axis, None)
+
+  def first_state(self, groups, w):
+    return {"mask": jnp.ones_like(w, bool), "grad": jnp.zeros_like(w)}
+
+  def next_state(self, groups, state, w, step, last, grad, grad_at):
+    return state | {"grad": grad}
+
+
+def test_a_recipe_is_handed_the_gradient_without_the_term():
+  recipe = Recorder(pattern="2:8", phases=PHASES, lam=0.5)
+  rules, params = nms.Rules({"idp/kernel": recipe}), params_of()
+  tx = nms.sparse(INNER, rules)
+  opt = tx.init(params)._replace(count=jnp.int32(9))
+  _, after = tx.update(params_of(3), opt, nms.sparsify(params, rules, 9, opt.masks))
+  same(after.masks["grad"]["idp"], params_of(3)["idp"])
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -411,7 +435,7 @@ def test_mistakes_are_said():
   for word, do in (
     ("parameters", lambda: TX.update(params, opt)),
     ("gradient", lambda: TX.update(some, opt, params)),
-    ("optax optimizer", lambda: nms.sparse(RULES, INNER)),
+    ("nms.Rules", lambda: nms.sparse(RULES, INNER)),
     ("match no parameter", lambda: TX.init({"bias": params["bias"]})),
     ("int32", lambda: nms.sparse(INNER, whole).init({"bias": jnp.ones(8, jnp.int32)})),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),

@@ -107,7 +107,7 @@ def _compiled(*args, kept, axes):
 @_mask.def_impl
 def _outside_jit(*args, kept, axes):
   # Under `jax.disable_jit` the compiled one would come back here.
-  run = groupwise if jax.config.jax_disable_jit else _compiled
+  run = groupwise if jax.config.values["jax_disable_jit"] else _compiled
   return run(*args, kept=kept, axes=axes)
 
 
