@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 # What errors of `runs` name -> what a user of the command line types.
 FLAGS: Mapping[str, str] = {
-  "axes": "--axes",
   "rules": "--rules",
   "axes": "--axes",
   "some_rules": "--rules \"{'ff': '1:8'}\"",

@@ -62,7 +62,7 @@ def summary(
   The names depend on the arguments that are given, never on values or the step.
 
   Args:
-    params: the stored parameters of a forward pass.
+    params: the dense parameters of a forward pass.
     rules: the rules.
     step: the step of that pass, int32 scalar.
     state: the state of stateful recipes at that step.
@@ -119,7 +119,7 @@ def before(
       scalars = metrics.after(params, rules, step + 1, state, seen, opt_state)
 
   Args:
-    params: the stored parameters that the gradient was taken at.
+    params: the dense parameters that the gradient was taken at.
     rules: the rules.
     step: the step that it was taken at, int32 scalar.
     state: the state of stateful recipes at that step.
@@ -151,7 +151,7 @@ def after(
       nm/n/<rule>, nm/m/<rule>   of its places; 0 where they do not share one
 
   Args:
-    params: the stored parameters after the update.
+    params: the dense parameters after the update.
     rules: the rules.
     step: the step after the update.
     state: the state of stateful recipes after the update.

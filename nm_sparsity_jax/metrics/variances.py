@@ -49,7 +49,7 @@ def grad_abs_variance(
   the factor D, so `all` falls with D whatever the noise; `kept` is free of that.
 
   Args:
-    grads: gradients with respect to the stored parameters, nested as `params`.
+    grads: gradients with respect to the dense parameters, nested as `params`.
     params: the parameters that they were taken at.
     rules: the rules.
     step: the step that they were taken at.

@@ -71,6 +71,16 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   return own
 
 
+def is_of(stored: Stored, rules: Rules) -> bool:
+  """Returns whether a checkpoint was trained with these rules, which its network has resolved.
+
+  A packed file holds no stack of layers, so it knows no axes of one.
+  """
+  if stored.packed is None or stored.rules is None:
+    return stored.rules == rules_text.describe(rules)
+  return dict(rules_text.parse(stored.rules).places) == dict(rules.places)
+
+
 def _by_magnitude(places: Mapping[str, Any]) -> Rules:
   """Returns rules of patterns alone: without a run there is no more, and magnitude decides."""
   made: dict[str, Recipe] = {}
