@@ -244,7 +244,7 @@ def _odd(rows: int) -> str:
 def axes_of(params: Any, scan: bool) -> Any:
   """Returns flax's `params_axes` of a network with timm's names: how devices may share it.
 
-  Along which axis the groups of a kernel lie, its family says in `roles`, stacked or not.
+  The axis of a scan is called 'layers', so that rules know where the groups of a stack lie.
 
   Args:
     params: its parameters, or their shapes.
@@ -256,7 +256,7 @@ def axes_of(params: Any, scan: bool) -> Any:
     own = next((axes for regex, axes in _AXES if re.fullmatch(f"(.*/)?{regex}", path)), None)
     rank = leaf.ndim - stacked
     own = own if own is not None and len(own) == rank else (None,) * rank
-    return partitioning.AxisMetadata(names=(*((None,) if stacked else ()), *own))
+    return partitioning.AxisMetadata(names=(*(("layers",) if stacked else ()), *own))
 
   return _with_suffix(map_with_names(names, params))
 
