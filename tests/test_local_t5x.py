@@ -1,6 +1,5 @@
 """Either engine opens the other's checkpoints, and says the same of them."""
 
-import dataclasses
 import functools
 import json
 import warnings
@@ -26,13 +25,12 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   import seqio
   from t5x import eval as t5x_eval
   from t5x import models, utils
-  from test_local import EVALUATION, model_of, run_of, train
+  from test_local import model_of, run_of, train
   from test_t5x_adapter import (
     Devices,
     assert_equal,
     initializer_of,
     make,
-    mine,
     one_initialization,  # noqa: F401  (a fixture)
     what_t5x_wants,  # noqa: F401  (a fixture)
   )
@@ -60,37 +58,25 @@ def ran(tmp_path_factory):
   return str(folder / "checkpoint_13")
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_t5x_evaluates_a_local_checkpoint(beams, ran, tmp_path):
-  """Half of the way: D and the pattern are those of that step. One beam, and three."""
-  evaluation = dataclasses.replace(EVALUATION, num_decodes=beams)
-  assert train.evaluate(model_of(**IDP), evaluation, ran, str(tmp_path / "a")) == 0
-  (tmp_path / "t5x/inference_eval").mkdir(parents=True)
-  model = make(configure.rules({"ff": None}, **IDP), "ours")
-  model.predict_batch_with_aux = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
-  t5x_eval.evaluate(
-    model=model,
-    dataset_cfg=utils.DatasetConfig(
-      mixture_or_task_name="nm_test_sort", task_feature_lengths=None, split="validation",
-      batch_size=32, shuffle=False, seed=42, pack=False,
-    ),
-    restore_checkpoint_cfg=utils.RestoreCheckpointConfig(
-      path=ran, mode="specific", dtype="float32",
-      state_transformation_fns=[t5x_adapter.require_sparse],
-    ),
-    partitioner=Devices(),
-    output_dir=str(tmp_path / "t5x"),
-    inference_evaluator_cls=functools.partial(seqio.Evaluator, logger_cls=[seqio.JSONLogger]),
-    train_state_initializer_cls=t5x_adapter.SparseTrainStateInitializer,
-    summarize_config_fn=lambda **kwargs: None,
-  )  # fmt: skip
-  (got,), (want,) = scores_in(tmp_path / "a"), scores_in(tmp_path / "t5x")
-  assert got == want and got["step"] == 13
-  # Not only the score: every prediction.
-  name = "inference_eval/nm_test_sort-000013.jsonl"
-  predictions = lambda f: [json.loads(x)["prediction"] for x in (f / name).read_text().splitlines()]
-  assert predictions(tmp_path / "a") == predictions(tmp_path / "t5x")
-  assert len(set(predictions(tmp_path / "a"))) > 3
+def test_a_local_checkpoint_is_a_dense_one_to_t5x(ran, tmp_path):
+  """It holds effective weights, which a sparse model would mask once more: it refuses them."""
+  with pytest.raises(ValueError, match="is dense"):
+    t5x_eval.evaluate(
+      model=make(configure.rules({"ff": None}, **IDP), "ours"),
+      dataset_cfg=utils.DatasetConfig(
+        mixture_or_task_name="nm_test_sort", task_feature_lengths=None, split="validation",
+        batch_size=32, shuffle=False, seed=42, pack=False,
+      ),
+      restore_checkpoint_cfg=utils.RestoreCheckpointConfig(
+        path=ran, mode="specific", dtype="float32",
+        state_transformation_fns=[t5x_adapter.require_sparse],
+      ),
+      partitioner=Devices(),
+      output_dir=str(tmp_path),
+      inference_evaluator_cls=functools.partial(seqio.Evaluator, logger_cls=[seqio.JSONLogger]),
+      train_state_initializer_cls=t5x_adapter.SparseTrainStateInitializer,
+      summarize_config_fn=lambda **kwargs: None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["legacy", "orbax"])
@@ -103,9 +89,8 @@ def test_a_run_starts_from_t5x(kind, tmp_path):
   assert_equal(params, state.params)
   dense = model_of(**(IDP | dict(recipe="dense", pattern=None)))
   got = checkpoints.load_for_evaluation(checkpoints.opened(str(path), dense), dense)
-  assert int(got.step) == STEP and int(got.sparse_step) == 0
-  assert_equal(got.params, state.params)
-  with pytest.raises(ValueError, match="is dense: it has no flax_mutables"):
+  assert_equal(got["params"], state.params)
+  with pytest.raises(ValueError, match="is dense"):
     checkpoints.load_for_evaluation(checkpoints.opened(str(path), local), local)
   run = run_of(tmp_path / "run", local, initial_checkpoint=str(path), pretrained_steps=5)
   with pytest.raises(ValueError, match=f"PRETRAINED_STEPS=5, but .* is of step {STEP}"):
@@ -128,10 +113,7 @@ def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
   path = str(tmp_path / "sparse/checkpoint_1005")
   local = model_of(**IDP)
   got = checkpoints.load_for_evaluation(checkpoints.opened(path, local), local)
-  assert (int(got.step), int(got.sparse_step)) == (1005, 5)
-  assert_equal(got.params, state.params)
-  assert_equal(got.masks, {k: mine(state)[k] for k in stored})
-  assert_equal(local.effective(got), model.effective(state.params, state.flax_mutables))
+  assert_equal(got["params"], model.effective(state.params, state.flax_mutables))
   with pytest.raises(ValueError, match=r"the rules \[ff: idp 1:8.*has \[ff: idp 1:4"):
     checkpoints.load_for_evaluation(
       checkpoints.opened(path, local), model_of(**(IDP | dict(pattern="1:4")))

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -314,7 +315,8 @@ def _is_no_fresh_start(record):
 
 
 def _is_sparse(checkpoint):
-  return layers.COLLECTION in checkpoint.get("flax_mutables", {})
+  mutables = checkpoint.get("flax_mutables", {})  # where it has none, Orbax has a marker there
+  return isinstance(mutables, Mapping) and layers.COLLECTION in mutables
 
 
 def _refuse_missing(checkpoint, model_state, fresh):
