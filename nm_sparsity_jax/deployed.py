@@ -203,11 +203,11 @@ class Report:
 def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report]:
   """Returns the tree with packed kernels, and what was packed and what was not.
 
-      tree, report = pack_tree(nms.finalize(params, rules, opt), rules)
+      tree, report = pack_tree(params, rules)
       logits = network.apply({"params": tree}, x)   # the dense network, without rules
 
   Args:
-    params: the finalized parameters, not scanned: see `unstacked`.
+    params: the trained parameters, n:m and not scanned: see `unstacked`.
     rules: the rules.
     dtype: as in `decide`; int8 rounds, with one scale for each column.
 

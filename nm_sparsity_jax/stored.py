@@ -222,7 +222,7 @@ def _kept(place: Place, state: State | None) -> dict[str, jax.Array]:
     raise ValueError(
       f"{place.recipe.name} at {place.path!r} keeps its mask as state, and state={what} has {lost} "
       "for it: carry state = nms.init_state(params, rules) whole, refresh it by nms.update_state, "
-      "and pass it (nms.finalize(params, rules, state), or tx.update(..., nm_state=state))."
+      "and pass it, as in nms.sparsify(params, rules, step, state)."
     )
   return found
 

@@ -51,10 +51,7 @@ def trainer_of(workdir, rules=None, **changes):
   cfg.workdir = workdir
   made = konfig.resolve(cfg)
   if rules is not None:
-    step = dataclasses.replace(made.trainstep, rules=rules)
-    transform = kauldron_adapter.Effective(rules=rules)
-    evals = {k: dataclasses.replace(e, init_transform=transform) for k, e in made.evals.items()}
-    changes = {"trainstep": step, "evals": evals} | changes
+    changes = {"trainstep": dataclasses.replace(made.trainstep, rules=rules)} | changes
   return dataclasses.replace(made, **changes)
 
 
@@ -99,21 +96,11 @@ def restored(trainer, step=-1):
 
 
 def scores(workdir):
-  """The loss of the test images by the stored, the effective and the finalized weights."""
-  step = 12
+  """The loss of the test images at the start and at the end, by Kauldron's own evaluator."""
   trainer = trainer_of(workdir)
-  state, rules = restored(trainer, step), trainer.trainstep.rules
-  sparse = trainer.evals["eval"]
-  plain = dataclasses.replace(sparse, init_transform=kd.ckpts.NoopTransform())
-  loss = lambda e, state: float(e.evaluate(state, step).compute().loss_values["losses/xent"])
-  final = nms.finalize(state.params, rules, state.opt_state)
-  return {
-    "begun": loss(sparse, restored(trainer, 0)),
-    "effective": loss(sparse, state),
-    "stored": loss(plain, state),
-    "final": loss(plain, state.replace(params=final)),
-    "is sparse": nms.verify(final, rules).ok,
-  }
+  evaluator = trainer.evals["eval"]
+  loss = lambda state: float(evaluator.evaluate(state, 12).compute().loss_values["losses/xent"])
+  return [loss(restored(trainer, step)) for step in (0, 12)]
 
 
 def of_kauldron_itself(workdir):
@@ -126,7 +113,8 @@ def of_kauldron_itself(workdir):
     for _ in range(2):
       batch = kd.sharding.device_put(next(batches), trainer.sharding.batch)
       state, _ = trainer.trainstep.step(state, batch)
-    found.append(jax.device_get(state.params))
+    w = state.params if dense else nms.dense_params(state.params, state.opt_state)
+    found.append(jax.device_get(w))
   apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), *found)
   return max(jax.tree.leaves(apart))
 
@@ -134,30 +122,15 @@ def of_kauldron_itself(workdir):
 def refusals(workdir, used):
   """What is said of each mistake."""
   rules, other = rules_of(), rules_of("sr_ste")
-  evaluator = trainer_of(workdir).evals["eval"]
-  with_eval = lambda **changes: {"evals": {"eval": dataclasses.replace(evaluator, **changes)}}
   memory = kd.data.InMemoryPipeline(loader=in_memory, batch_size=16, seed=0)
-  fused = rules_of(place="qk")
+  twice = nms.sparse(optax.adamw(1e-2), rules)
   mistakes = {
     "in memory": lambda: trainer_of(workdir, train_ds=memory),
-    "dense evaluator": lambda: trainer_of(
-      workdir, **with_eval(init_transform=kd.ckpts.NoopTransform())
-    ),
-    "other evaluator": lambda: trainer_of(
-      workdir, **with_eval(init_transform=kauldron_adapter.Effective(rules=other))
-    ),
-    "discarded": lambda: trainer_of(workdir, **with_eval(discard_opt=True)),
     "no rules": lambda: trainer_of(workdir, trainstep=kauldron_adapter.SparseTrainStep(rules=3)),
     "other end": lambda: trainer_of(workdir, num_train_steps=16).train(),
     "other rules": lambda: trainer_of(used, other).train(),
-    "fused kernel": lambda: trainer_of(workdir, fused, model=Fused()).init_state(),
-    "twice": lambda: trainer_of(
-      workdir, optimizer=nms.sparse(optax.adamw(1e-2), rules)
-    ).init_state(),
-    "state of others": lambda: kauldron_adapter.effective(restored(trainer_of(used)), other),
-    "no optimizer": lambda: kauldron_adapter.effective(
-      trainer_of(workdir).init_state(skip_optimizer=True), rules
-    ),
+    "fused kernel": lambda: trainer_of(workdir, rules_of(place="qk"), model=Fused()).init_state(),
+    "twice": lambda: trainer_of(workdir, optimizer=twice).init_state(),
   }
   return {name: said_of(make) for name, make in mistakes.items()}
 
@@ -181,34 +154,30 @@ class Loaded(kd.ckpts.InitTransform):
 def started(workdir, used):
   """Of a run from the weights of another: whether its stored masks are those of these weights."""
   rules = rules_of("one_shot", dense=0)
-  state = trainer_of(workdir, rules, init_transform=Loaded(workdir=used)).init_state()
-  loaded = restored(trainer_of(used)).params
-  sparse = nms.sparsify(loaded, rules, state.opt_state)
-  by_magnitude = nms.sparsify(loaded, rules, nms.sparse(optax.sgd(1.0), rules).init(loaded))
-  same = lambda a, b: all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
+  trainer = trainer_of(workdir, rules, init_transform=Loaded(workdir=used))
+  state, loaded = trainer.init_state(), restored(trainer_of(used)).params
+  begins = same(state.params, loaded)
+  batch = kd.sharding.device_put(next(iter(trainer.train_ds)), trainer.sharding.batch)
+  state, _ = trainer.trainstep.step(state, batch)
+  masks = nms.init_state(loaded, rules)["mask"]
   return {
-    "loaded": same(state.params, loaded),
-    "masks": same(sparse, by_magnitude),
-    "sparse": nms.verify(sparse, rules).ok,
+    "loaded": begins,
+    "masks": same(state.opt_state.masks["mask"], masks),
+    "sparse": nms.verify(state.params, rules).ok,
     "count": int(state.opt_state.count),
   }
 
 
-class Other(kd.evals.EvaluatorBase):
-  """An evaluator that takes no init_transform."""
+def same(a, b):
+  """Whether two trees are equal."""
+  return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
 
 
 def warned(workdir):
-  """What a trainer is warned of, whose evaluators and checkpoints are its own business."""
-  transform = kd.ckpts.MultiTransform(ours=kauldron_adapter.Effective(rules=rules_of()))
-  evaluator = dataclasses.replace(trainer_of(workdir).evals["eval"], init_transform=transform)
+  """What a trainer is warned of that keeps no checkpoint of its end."""
   with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
-    trainer_of(
-      workdir,
-      evals={"eval": evaluator, "own": Other(run=kd.evals.EveryNSteps(4))},
-      checkpointer=kd.ckpts.Checkpointer(save_interval_steps=5),
-    )
+    trainer_of(workdir, checkpointer=kd.ckpts.Checkpointer(save_interval_steps=5))
   return [str(warning.message) for warning in found if warning.category is UserWarning]
 
 

@@ -36,7 +36,6 @@ def get_config():
       run=kd.evals.EveryNSteps(12),
       num_batches=None,
       ds=_data(seed=1, training=False),
-      init_transform=kauldron_adapter.Effective(rules=rules),
     )
   }
   cfg.log_metrics_every = cfg.log_summaries_every = 1000  # each is a program of its own

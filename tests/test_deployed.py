@@ -57,8 +57,7 @@ def test_what_is_packed_and_why_not():
     },
     axes={"out/kernel": 1, "table/.*": 0, "conv/kernel": 2},
   )
-  with pytest.warns(UserWarning, match="keeps|outputs"):
-    found = deployed.decide(shapes, rules)
+  found = deployed.decide(shapes, rules)
   assert list(found.packed) == ["a/kernel", "conv/kernel"]
   assert found.packed["a/kernel"].groups.axes == (0,)
   assert [bool(found.in_network(path)) for path in found.packed] == [False, True]
@@ -96,7 +95,7 @@ def weight(seed, *axes, pattern="1:4"):
   """Finalized values; groups along axis 0."""
   w = jnp.asarray(np.random.default_rng(seed).standard_normal(axes).astype(np.float32))
   rules = nms.Rules({"kernel": one_shot(pattern)})
-  return np.array(nms.finalize({"kernel": w}, rules, early=True)["kernel"])
+  return np.array(nms.finalize({"kernel": w}, rules, 0, early=True)["kernel"])
 
 
 def inputs(seed, *axes):
@@ -166,21 +165,6 @@ def test_a_packed_kernel_where_it_does_not_belong(layer, x, said):
     layer.apply({"params": {"kernel": kernel, "bias": inputs(3, 6)}}, inputs(2, *x))
 
 
-def test_rules_refuse_a_packed_tree():
-  tree = {"a": {"kernel": packing.pack(weight(1, 16, 6), nms.NM(1, 4))}}
-  rules = nms.Rules({".*": one_shot("1:4")})
-  finalize = functools.partial(nms.finalize, early=True)
-  for call in (
-    nms.verify,
-    finalize,
-    nms.init_state,
-    deployed.pack_tree,
-    functools.partial(nms.sparsify, step=0),
-  ):
-    with pytest.raises(ValueError, match="'a/kernel' is packed, and rules speak of weights with"):
-      call(tree, rules)
-
-
 # --- networks -------------------------------------------------------------------------------------
 
 HERE = [
@@ -214,7 +198,7 @@ def t5():
   init = lambda rng: network.init(rng, one, one, one, enable_dropout=False)
   shapes = jax.eval_shape(init, jax.random.key(0))
   rules, params = PLACES.with_logical_axes(shapes["params_axes"]), hashed(shapes["params"])
-  params = jax.tree.map(np.asarray, nms.finalize(params, rules, early=True))
+  params = jax.tree.map(np.asarray, nms.finalize(params, rules, 0, early=True))
   tree, plain = deployed.unstacked(params, config)
   return network, params, Transformer(plain), tree
 
@@ -322,7 +306,8 @@ def test_a_packed_vit_sees_what_the_finalized_one_sees(backend):
   network = vit.ViT(config)
   images = inputs(7, 3, 16, 16, 3)
   shapes = jax.eval_shape(network.init, jax.random.key(0), images)["params"]
-  params = nms.finalize(hashed(shapes, 0.1), PLACES, early=True)
+  rules = PLACES.with_axes({"blocks/.*": 1})
+  params = nms.finalize(hashed(shapes, 0.1), rules, 0, early=True)
   tree, plain = deployed.unstacked(params, config)
   packed, report = deployed.pack_tree(tree, PLACES)
   assert len(report.sizes) == 4

@@ -22,7 +22,7 @@ def written(folder, name, finalized, sparse=True):
   variables, rules = weights.variables_of(name), weights.some_rules(name)
   params = variables["params"]
   if finalized:
-    params = jax.device_get(nms.finalize(params, rules, early=True))
+    params = jax.device_get(nms.finalize(params, rules, 0, early=True))
   tree = {"target": params, "state": {"step": np.int32(7)}, "flax_mutables": {}}
   if "batch_stats" in variables:
     tree["flax_mutables"]["batch_stats"] = variables["batch_stats"]
@@ -149,7 +149,7 @@ def test_scanned_blocks_are_proven_one_by_one(tmp_path):
   )
   recipe = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=1))
   rules = nms.Rules({r"blocks/mlp/fc\d/kernel": recipe}, axes={r"blocks/.*": 1})
-  params = jax.device_get(nms.finalize(variables["params"], rules, early=True))
+  params = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
   flat = {f"target/{key}": lambda x=x: np.asarray(x) for key, x in flatten(params)}
   writing.write(str(tmp_path / "checkpoint_1"), flat)
   made = nms.runs.export(tmp_path / "checkpoint_1", tmp_path / "m.safetensors", rules)

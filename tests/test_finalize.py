@@ -106,7 +106,7 @@ def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, k
   assert not code and report["ok"] and report["checkpoint"] == str(path)
   assert report["from"] == str(tmp_path / "run/checkpoint_112")
   found = load(path)
-  want = dict(flatten(nms.finalize(run.params, run.rules, run.state, early=True)))
+  want = dict(flatten(nms.finalize(run.params, run.rules, 0, run.state, early=True)))
   got = dict(flatten(found["target"]))
   assert got.keys() == want.keys() == SHAPES.keys()
   for name, w in want.items():
@@ -222,7 +222,7 @@ def test_a_checkpoint_without_rules_needs_them(command, tmp_path, capsys):
   code, report = command("finalize", path, tmp_path, *flags)
   assert not code and report["ok"] and report["checkpoint"] == str(tmp_path / "checkpoint_0")
   made = configure.rules(PLACES, "sr_ste", sparse_steps=1)
-  want = dict(flatten(nms.finalize(draw(), made, early=True)))
+  want = dict(flatten(nms.finalize(draw(), made, 0, early=True)))
   for name, w in flatten(load(tmp_path / "checkpoint_0")["target"]):
     np.testing.assert_array_equal(w, want[name])
   assert not command("verify", tmp_path / "checkpoint_0", *flags)[0]
@@ -302,15 +302,19 @@ def test_a_stacked_kernel_needs_its_axis(command, tmp_path):
   path = test_plan.write_orbax(tmp_path / "checkpoint_1", tree)
   flags = ["--rules", "{'ff': '1:4'}"]
   code, text = command("verify", path, *flags)
-  assert code == 1 and text.endswith(
-    "does not tell which axis is contracted. Name it: --axes \"{'.*/mlp/.*/kernel': 0}\"\n"
-  )
-  with pytest.raises(
-    ValueError, match=r"Name the axis that .* sums over: Rules\(\.\.\., axes=\{'enc"
-  ):
+  assert code == 1 and "(8, 3, 4)" in text and "--axes" in text
+  with pytest.raises(ValueError, match="axes=") as e:
     nms.runs.verify(path, {"ff": "1:4"})
-  _, report = command("verify", path, *flags, "--axes", "{'.*/kernel': 0}")
+  assert "--" not in str(e.value)
+  flags += ["--axes", "{'.*/kernel': 0}"]
+  _, report = command("verify", path, *flags)
   assert [(p["axis"], p["groups"]) for p in report["places"]] == [(0, 2 * 3 * 4)]
+  # What `finalize` notes has the axes; rules that are given bring their own.
+  assert not command("finalize", path, tmp_path / "out", *flags)[0]
+  assert not command("verify", tmp_path / "out")[0]
+  assert not command("verify", tmp_path / "out", *flags)[0]
+  code, text = command("verify", tmp_path / "out", *flags[2:])
+  assert code == 1 and "leave --axes out" in text
 
 
 def draw_stacked():

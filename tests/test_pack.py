@@ -141,7 +141,7 @@ def test_a_regex_of_a_stack_becomes_that_of_its_layers(tmp_path, capsys):
   recipe = lambda pattern: nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
   places = {r"blocks/mlp/fc\d/kernel": recipe("1:4"), "head/kernel": recipe("1:2")}
   rules = nms.Rules(places, axes={r"blocks/.*": 1, "head.*": 0})
-  params = jax.device_get(nms.finalize(variables["params"], rules, early=True))
+  params = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
   flat = {f"target/{key}": lambda x=x: np.asarray(x) for key, x in flatten(params)}
   writing.write(str(tmp_path / "checkpoint_1"), flat)
   file = tmp_path / "model.safetensors"

@@ -342,7 +342,7 @@ def test_a_start_from_a_sparse_run_that_is_not_finalized_is_said(run_t5x, tmp_pa
   tree = test_plan.t5x_checkpoint(flax_mutables={"nm_sparsity": mine})
   ones = jax.tree.map(np.ones_like, tree["target"])
   said = "is of a sparse run and not finalized, so it holds dense weights"
-  for name, target in ("sparse", ones), ("final", nms.finalize(ones, rules, early=True)):
+  for name, target in ("sparse", ones), ("final", nms.finalize(ones, rules, 0, early=True)):
     tree["target"] = jax.tree.map(np.asarray, target)
     path = str(test_plan.write_orbax(tmp_path / f"{name}/checkpoint_6", tree))
     with warnings.catch_warnings(record=True) as caught:

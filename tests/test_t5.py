@@ -491,7 +491,7 @@ def trajectory(scan, rules):
     if step in SEEN:
       found[step] = params, state
     params, state = update(params, state, jnp.int32(step))
-  assert nms.verify(nms.finalize(params, rules, state, early=True), rules).ok
+  assert nms.verify(nms.finalize(params, rules, 0, state, early=True), rules).ok
   return found, sparsify_with_vjp
 
 

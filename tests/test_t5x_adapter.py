@@ -241,7 +241,7 @@ def finish(rules, optimizer, network="t5"):
     state, _ = step(state, batch_of(t, network=network))
     assert the_step(state) == t + 1
   rules, last = model.stored_rules, model.read(state.params, state.flax_mutables)[1]
-  final = jax.jit(lambda p, kept: nms.finalize(p, rules, kept, early=True))(state.params, last)
+  final = jax.jit(lambda p, kept: nms.finalize(p, rules, 0, kept, early=True))(state.params, last)
   # Exactly n:m is also what the model predicts with now.
   assert_equal(effective(state.params, state.flax_mutables), final)
   sparse = set(rules.assign(state.params).places)
@@ -849,7 +849,7 @@ def test_a_run_from_a_dense_checkpoint_and_its_resumption(
     assert int(final.step) == pretrained + PHASES.total and the_step(final) == PHASES.total
     finals[pretrained] = final
     _, last = read(final.params, final.flax_mutables)
-    done = nms.finalize(final.params, model.stored_rules, last, early=True)
+    done = nms.finalize(final.params, model.stored_rules, 0, last, early=True)
     if name != "dense":
       report = nms.verify(done, rules_of(name))
       assert report.ok and {p.density for p in report.places} == {0.25}

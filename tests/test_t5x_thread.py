@@ -167,7 +167,7 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
     RULES["SPARSITY_RULES"], "idp", "1:4", sparse_steps=12, dense_steps=2, finetune_steps=4
   )
   assert set(mine) == {"step", "start", "mask", "made", "renewed", "rules"}
-  report = nms.verify(nms.finalize(saved["target"], rules, mine, early=True), rules)
+  report = nms.verify(nms.finalize(saved["target"], rules, 0, mine, early=True), rules)
   assert report.ok and {p.pattern: p.density for p in report.places} == {"1:4": 0.25, "2:4": 0.5}
 
 

@@ -132,7 +132,7 @@ def test_the_committed_reference_is_what_timm_computes():
 def test_timm_loads_a_finalized_network_strictly_and_computes_the_same(name):
   torch, library = timm_found.load()
   net, variables = network(name), variables_of(name)
-  params = nms.finalize(variables["params"], some_rules(name), early=True)
+  params = nms.finalize(variables["params"], some_rules(name), 0, early=True)
   variables = {**variables, "params": params}
   theirs = reference.network(library, name)
   state = {key: torch.tensor(x) for key, x in timm.to_timm(variables).items()}  # float32
@@ -277,7 +277,7 @@ def some_rules(name):
 @tiny
 def test_zeros_stand_in_groups_along_axis_1_of_timms_tensors(name):
   variables, rules = variables_of(name), some_rules(name)
-  final = jax.device_get(nms.finalize(variables["params"], rules, early=True))
+  final = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
   tensors = timm.to_timm({**variables, "params": final})
   table = timm.sources(timm.keys_of(tensors, "it"))
   places = rules.assign(final).places

@@ -19,8 +19,8 @@ from checkpoint_files import assert_same, read
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, flops, gin_files, workloads
-from nm_sparsity_jax.runs import folders
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.runs import checkpoint, folders
+from nm_sparsity_jax.trees import flatten, map_with_names
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = [
@@ -179,16 +179,19 @@ def test_eval_spares_the_folder_of_a_run_of_t5x(tmp_path):
     local_folders.refuse_run(tmp_path, "EVAL_OUTPUT_DIR")
 
 
-def test_a_start_from_a_sparse_run_that_is_not_finalized_warns(trained, tmp_path):
-  """Its stored weights are dense, and its network has never seen them that way."""
+def test_a_finished_run_is_n_m_before_finalize_and_one_under_way_is_not(trained, tmp_path, capsys):
+  """Its parameters are what is deployed, so `finalize` removes nothing and a run may start."""
   model, key = model_of(), jax.random.PRNGKey(0)
-  assert cli.main(["finalize", str(trained), str(tmp_path / "final")]) == 0
-  load = lambda folder: checkpoints.load_initial(f"{folder}/checkpoint_{STEPS}", model, key)
-  with pytest.warns(UserWarning, match="of a sparse run and not finalized, so it holds dense"):
-    load(trained)
+  assert cli.main(["verify", str(trained)]) == 0
+  assert cli.main(["verify", str(trained / "checkpoint_24")]) == 1
+  assert "schedule" in capsys.readouterr().out
+  assert cli.main(["finalize", str(trained), str(tmp_path / "final"), "--json"]) == 0
+  told = json.loads(capsys.readouterr().out)
+  assert {place["magnitude"] for place in told["places"]} == {0}
+  load = lambda folder: checkpoints.load_initial(f"{folder}/checkpoint_{STEPS}", model, key)[0]
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    load(tmp_path / "final")
+    jax.tree.map(np.testing.assert_array_equal, load(trained), load(tmp_path / "final"))
 
 
 def predicted(folder, split="validation"):
@@ -218,10 +221,16 @@ def test_infer_writes_what_sparsified_parameters_say(trained, tmp_path, capsys):
   batches = own_workload.Regression().splits()["validation"]
   model = model_of(**{k.lower(): MACROS[k] for k in ("RECIPE", "PATTERN", "SPARSE_STEPS",
                    "DENSE_STEPS", "FINETUNE_STEPS")})  # fmt: skip
-  state = checkpoints.load_for_evaluation(checkpoints.opened(str(middle), model), model)
-  effective = nms.sparsify(state.params, model.rules, state.sparse_step, state.masks)
-  assert np.any(effective["hidden_1"]["kernel"] != state.params["hidden_1"]["kernel"])
-  tree = jax.device_get((effective, state.collections["batch_stats"]))
+  found = checkpoints.load_for_evaluation(checkpoints.opened(str(middle), model), model)
+  saved = read(trained, 24)
+  kernel, dense = "hidden_1/kernel", {k.rpartition("dense/")[2]: saved[k] for k in saved}
+  assert np.any(dense[kernel] != found["params"]["hidden_1"]["kernel"])
+  w = map_with_names(lambda path, x: dense.get(path, x), found["params"])
+  masks = checkpoint.read(str(middle)).masks()
+  effective = nms.sparsify(w, model.rules, 24, masks)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)  # updates are added: a last bit
+  jax.tree.map(near, effective, found["params"])
+  tree = jax.device_get((effective, found["batch_stats"]))
   wanted = np.concatenate([mlp(*tree, batch["x"]) for batch in batches])
   lines = predicted(tmp_path / "middle")
   assert [line["inputs"] for line in lines] == [{"idx": i} for i in range(64)]

@@ -71,7 +71,7 @@ def bench(
 ) -> Found:
   """Measures a network with packed weights, and the same one with dense weights.
 
-      found = bench(network, nms.finalize(params, rules, opt), rules, batch=1)
+      found = bench(network, params, rules, batch=1)
       print(found)
 
   Args:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # What errors of `runs` name -> what a user of the command line types.
 FLAGS: Mapping[str, str] = {
   "rules": "--rules",
+  "axes": "--axes",
   "some_rules": "--rules \"{'ff': '1:8'}\"",
   "a place has": "--rules: a place is",
   "the_axis": "it: --axes \"{'.*/mlp/.*/kernel': 0}\"",

@@ -5,7 +5,8 @@ file of timm's names, or a folder of Hugging Face's T5. A run's folder stands fo
 checkpoint. A checkpoint of a sparse run, one that `nm-sparsity finalize` wrote, and a packed file
 hold their rules. For all else give --rules. One array is in memory at a time. T5X is not needed.
 
-A run stores dense weights, since masks act on the fly: `nm-sparsity finalize` writes the zeros.
+A local run and one of Kauldron store the weights that are deployed: n:m once the schedule is over.
+T5X stores dense weights, since its masks act on the fly: `nm-sparsity finalize` writes the zeros.
 
   nm-sparsity verify runs/sparse/checkpoint_1100000
   nm-sparsity verify model.safetensors --rules "{'ff': '1:8', 'qkv': '1:4'}"
@@ -49,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
   else:
     print(_rules.head(proof.stored, proof.rules, args.checkpoint))
     print(proof)
-    if not proof.ok and proof.stored.sparse_step is not None:
-      print(
-        "A run's weights stay dense while masks act on them: `nm-sparsity finalize` makes zeros."
-      )
+    if not proof.ok and proof.stored.in_place:
+      print("The weights of this run are n:m when its schedule is over.")
+    elif not proof.ok and proof.stored.sparse_step is not None:
+      print("T5X stores dense weights, on which masks act: `nm-sparsity finalize` makes zeros.")
   return 0 if proof.ok else 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from kauldron import kd
 
-from nm_sparsity_jax import rules_text
+from nm_sparsity_jax import optim, rules_text, transform
 from nm_sparsity_jax.errors import warn
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, folders
@@ -70,6 +70,19 @@ def refuse_other_end(rules: Rules, start: int, num_train_steps: int | None) -> N
       f"num_train_steps={num_train_steps}, but the run begins at step {start} and its schedule has "
       f"{max(ends)} steps: set num_train_steps={start + max(ends)}, or Phases(total="
       f"{num_train_steps - start}). To stop earlier set stop_after_steps."
+    )
+
+
+def refuse_twice(opt_state: Any) -> None:
+  """Refuses an optimizer that does what the train step adds.
+
+  Args:
+    opt_state: of the trainer's own optimizer.
+  """
+  if found := transform.states(opt_state, transform.SparseState, optim.SrSteState):
+    raise ValueError(
+      f"the optimizer holds a {type(found[0]).__name__}, but the train step wraps it by nms.sparse "
+      "itself, which adds SR-STE's term: give a bare optimizer of optax."
     )
 
 

@@ -56,8 +56,10 @@ class SparseTrainStep(kd.train.TrainStep):
   @functools.partial(jax.jit, static_argnames="self", donate_argnames="state")
   def _init_optimizer(self, state: Any) -> Any:
     kept = {COLLECTION: jax.tree.map(jnp.asarray, checks.kept_text(self.rules))}
+    opt_state = self._sparse_step(state.params).optimizer.init(state.params)
+    checks.refuse_twice(opt_state.inner_state)
     state = state.replace(
-      opt_state=self._sparse_step(state.params).optimizer.init(state.params),
+      opt_state=opt_state,
       collections={**state.collections, **kept},
     )
     return kd.sharding.with_sharding_constraint(state, self.sharding.state)

@@ -36,7 +36,7 @@ from nm_sparsity_jax.local.evaluation import (
 )
 from nm_sparsity_jax.local.run import Periods, Run, note_run
 from nm_sparsity_jax.local.step import Model, TrainState
-from nm_sparsity_jax.runs import files, lock
+from nm_sparsity_jax.runs import files, given, lock
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Signals
 
@@ -359,8 +359,9 @@ def _opened(
       stored.path if stored.path == checkpoint else f"{stored.path}, the newest in {checkpoint}"
     )
     if stored.packed is not None:
-      if stored.rules is not None and not model.given_rules.is_dense:
-        checkpoints.refuse_other_rules(stored.rules, model.rules, stored.path)
+      if stored.rules is not None and not model.rules.is_dense:
+        if not given.is_of(stored, model.rules):
+          checkpoints.refuse_other_rules(stored.rules, model.rules, stored.path)
       held = stored.packed()
       model, variables = packed_files.load(stored.path, held, model, evaluation, memory)
       step, said = stored.step or 0, f"{which}: {packed_files.told(held, variables)}"

@@ -15,7 +15,7 @@ from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made
 from nm_sparsity_jax.plan.restore import Restore, restore
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.runs import checkpoint, folders, foreign, unfinalized
+from nm_sparsity_jax.runs import checkpoint, folders, foreign, given, unfinalized
 from nm_sparsity_jax.trees import flatten, group
 
 # The beginning of a key -> the section that counts it.
@@ -147,7 +147,7 @@ def _refused(
       return False
     how = "RECIPE = 'dense'" if local else "T5X's own model"
     found.errors.append(f"{stored.path} is dense: it has no sparse step. Evaluate it with {how}")
-  elif stored.rules != now:
+  elif not given.is_of(stored, rules):
     found.errors.append(
       f"{stored.path} was trained with the rules ({_in_line(stored.rules)}), not with these "
       f"({_in_line(now)}): use its rules" + (", or another MODEL_DIR" if resuming else "")

@@ -18,7 +18,7 @@ from nm_sparsity_jax.errors import SettingError
 from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.recipes import Recipe, SrSte
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.rules import AmbiguousAxis, Rules
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.schedules import Phases
 from nm_sparsity_jax.trees import nested
@@ -38,10 +38,10 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   """
   if given is not None and not isinstance(given, Rules):
     given = _by_magnitude(given)
-  if axes and stored.told_rules is not None:
+  if axes and (stored.rules if given is not None else stored.told_rules) is not None:
     raise SettingError(
       "axes",
-      "{path} knows the axes of its groups, and {axes} would say others: leave {axes} out",
+      "{path} knows the axes of its groups from its rules: leave {axes} out",
       path=stored.path,
     )
   if given is not None:
@@ -69,6 +69,16 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
       given=pairs(given),
     )
   return own
+
+
+def is_of(stored: Stored, rules: Rules) -> bool:
+  """Returns whether a checkpoint was trained with these rules, which its network has resolved.
+
+  A packed file holds no stack of layers, so it knows no axes of one.
+  """
+  if stored.packed is None or stored.rules is None:
+    return stored.rules == rules_text.describe(rules)
+  return dict(rules_text.parse(stored.rules).places) == dict(rules.places)
 
 
 def _by_magnitude(places: Mapping[str, Any]) -> Rules:
@@ -118,6 +128,13 @@ def assign(stored: Stored, rules: Rules) -> Assignment:
     raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
   try:
     assignment = rules.assign(nested(shapes))
+  except AmbiguousAxis as e:
+    raise SettingError(
+      "axes",
+      "which axis the product sums over is not known for {kernels}: name {the_axis}",
+      kernels=", ".join(f"{path!r} of shape {shape}" for path, shape in e.found),
+      the_axis="it: axes={'.*/mlp/.*/kernel': 0}",
+    ) from e
   except ValueError as e:
     if stored.rules is not None and (lost := _unknown_role(rules, shapes)):
       raise ValueError(

@@ -148,10 +148,11 @@ def verify(
 
       print(nms.runs.verify("runs/sparse/checkpoint_1000"))
 
-  A run stores dense weights, since masks act on the fly: `finalize` writes the zeros.
+  A local run and one of Kauldron store the effective weights, which are n:m when the schedule is
+  over. T5X stores dense weights, since its masks act on the fly: `finalize` writes the zeros.
 
   Args:
-    path: a checkpoint of T5X, in its own format or Orbax; a run's folder means its newest one.
+    path: a checkpoint of a local run, of Kauldron or of T5X; a run's folder means its newest one.
     rules: `Rules`, or place -> pattern such as {'ff': '1:8'}; None takes the checkpoint's own.
     axes: path -> contracted axis, for kernels that a scan over layers has stacked.
 

@@ -2,8 +2,8 @@
 
     checkpoint -> its rules -> the smallest sparse kernel, one piece -> [told] -> a sentence, or ''
 
-A sparse run stores dense weights and masks them on the fly. A run that starts from them without
-`finalize` trains another network than the one that was scored.
+T5X stores dense weights, and so does a moving average; masks act on them on the fly. A run that
+starts from them without `finalize` trains another network than the one that was scored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def told(stored: Stored) -> str:
   Args:
     stored: the checkpoint.
   """
-  if not stored.rules or stored.in_place:
+  if not stored.rules or stored.in_place and not stored.average:
     return ""
   try:
     places = given.assign(stored, given.rules_for(stored, None)).places

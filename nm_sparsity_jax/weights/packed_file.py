@@ -39,11 +39,11 @@ def write(
 ) -> deployed.Report:
   """Writes a new packed file of a network that is in memory.
 
-      print(write("F.safetensors", {"params": nms.finalize(params, rules, opt)}, rules))
+      print(write("F.safetensors", {"params": params}, rules))
 
   Args:
     path: of the file, which must not be there.
-    variables: 'params', finalized and not scanned (`unscanned.unstacked`); and other collections.
+    variables: 'params', n:m and not scanned (`unscanned.unstacked`); and other collections.
     rules: the rules.
     dtype: as in `deployed.decide`.
   """
