@@ -1,5 +1,6 @@
 """Either engine opens the other's checkpoints, and says the same of them."""
 
+import dataclasses
 import functools
 import json
 import warnings
@@ -25,7 +26,7 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   import seqio
   from t5x import eval as t5x_eval
   from t5x import models, utils
-  from test_local import model_of, run_of, train
+  from test_local import EVALUATION, model_of, run_of, train
   from test_t5x_adapter import (
     Devices,
     assert_equal,
@@ -58,24 +59,51 @@ def ran(tmp_path_factory):
   return str(folder / "checkpoint_13")
 
 
-def test_a_local_checkpoint_is_a_dense_one_to_t5x(ran, tmp_path):
-  """It holds effective weights, which a sparse model would mask once more: it refuses them."""
+def evaluated_by_t5x(model, path, folder, **fields):
+  """Evaluates a checkpoint as t5x.eval does."""
+  (folder / "inference_eval").mkdir(parents=True)
+  restoring = {"state_transformation_fns": fields.pop("transformations", [])}
+  t5x_eval.evaluate(
+    model=model,
+    dataset_cfg=utils.DatasetConfig(
+      mixture_or_task_name="nm_test_sort", task_feature_lengths=None, split="validation",
+      batch_size=32, shuffle=False, seed=42, pack=False,
+    ),
+    restore_checkpoint_cfg=utils.RestoreCheckpointConfig(
+      path=path, mode="specific", dtype="float32", **restoring
+    ),
+    partitioner=Devices(),
+    output_dir=str(folder),
+    inference_evaluator_cls=functools.partial(seqio.Evaluator, logger_cls=[seqio.JSONLogger]),
+    summarize_config_fn=lambda **kwargs: None,
+    **fields,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(beams, ran, tmp_path):
+  """Half of the way, its weights are those of the pattern then: T5X's dense model takes them."""
+  evaluation = dataclasses.replace(EVALUATION, num_decodes=beams)
+  assert train.evaluate(model_of(**IDP), evaluation, ran, str(tmp_path / "a")) == 0
+  model = make(None, "ours", dense=True)
+  model.predict_batch_with_aux = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
+  evaluated_by_t5x(model, ran, tmp_path / "t5x")
+  (got,), (want,) = scores_in(tmp_path / "a"), scores_in(tmp_path / "t5x")
+  assert got == want and got["step"] == 13
+  # Not only the score: every prediction.
+  name = "inference_eval/nm_test_sort-000013.jsonl"
+  predictions = lambda f: [json.loads(x)["prediction"] for x in (f / name).read_text().splitlines()]
+  assert predictions(tmp_path / "a") == predictions(tmp_path / "t5x")
+  assert len(set(predictions(tmp_path / "a"))) > 3
+
+
+def test_a_sparse_model_of_t5x_refuses_a_local_checkpoint(ran, tmp_path):
+  """It would mask effective weights once more."""
+  model = make(configure.rules({"ff": None}, **IDP), "ours")
   with pytest.raises(ValueError, match="is dense"):
-    t5x_eval.evaluate(
-      model=make(configure.rules({"ff": None}, **IDP), "ours"),
-      dataset_cfg=utils.DatasetConfig(
-        mixture_or_task_name="nm_test_sort", task_feature_lengths=None, split="validation",
-        batch_size=32, shuffle=False, seed=42, pack=False,
-      ),
-      restore_checkpoint_cfg=utils.RestoreCheckpointConfig(
-        path=ran, mode="specific", dtype="float32",
-        state_transformation_fns=[t5x_adapter.require_sparse],
-      ),
-      partitioner=Devices(),
-      output_dir=str(tmp_path),
-      inference_evaluator_cls=functools.partial(seqio.Evaluator, logger_cls=[seqio.JSONLogger]),
+    evaluated_by_t5x(
+      model, ran, tmp_path, transformations=[t5x_adapter.require_sparse],
       train_state_initializer_cls=t5x_adapter.SparseTrainStateInitializer,
-      summarize_config_fn=lambda **kwargs: None,
     )  # fmt: skip
 
 

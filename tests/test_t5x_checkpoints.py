@@ -269,7 +269,11 @@ def test_a_finalized_checkpoint_is_the_run_to_t5x(
   model, state = sparse_state(network)
   run = write(kind, model, state, tmp_path / "run").parent
   assert cli.main(["verify", str(run)]) == 1
-  assert "NOT n:m" in capsys.readouterr().out
+  assert "NOT n:m" in (out := capsys.readouterr().out)
+  assert ("axis encoder" in out) == (network == "scanned")  # its rules know where groups lie
+  wrong = ["finalize", str(run), str(tmp_path / "out"), "--axes", "{'.*/kernel': 1}"]
+  assert cli.main(wrong) == 1 and not (tmp_path / "out").exists()
+  assert "leave --axes out" in capsys.readouterr().err
   assert cli.main(["finalize", str(run), str(tmp_path / "out")]) == 0
   path = tmp_path / "out" / run.joinpath(f"checkpoint_{STEP}").name
   assert cli.main(["verify", str(path)]) == 0
