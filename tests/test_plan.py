@@ -17,7 +17,7 @@ import t5x_found
 import tasks_found
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure, gin_files, plan, trees
+from nm_sparsity_jax import cli, configure, gin_files, plan, rules_text, trees
 from nm_sparsity_jax.plan import data
 from nm_sparsity_jax.plan import report as whole
 from nm_sparsity_jax.runs import checkpoint, folders
@@ -906,13 +906,20 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, tmp_path):
 
 
 @pytest.mark.t5x
-def test_eval_of_a_dense_checkpoint_is_refused(run_t5x, tmp_path):
-  path = write_orbax(tmp_path / "checkpoint_6", t5x_checkpoint())
+@pytest.mark.parametrize("local", [False, True])
+def test_eval_of_a_dense_checkpoint_is_refused(run_t5x, tmp_path, local):
+  """One of a local run is such a one to T5X, though it holds rules."""
+  tree = t5x_checkpoint()
+  if local:
+    text = rules_text.describe(configure.rules({"ff": None}, "sr_ste", "1:4", 12))
+    mine = {"step": np.int32(6), "rules": np.asarray(rules_text.pack(text))}
+    tree["state"]["nm_sparsity"] = mine | {"dense": tree["target"]}
+  path = write_orbax(tmp_path / "checkpoint_6", tree)
   files = ("gin_configs/runs/t5x_eval.gin", TINY[1])
   macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=12, CHECKPOINT_PATH=str(path))
   code, report = run_t5x(files=files, **macros, EVAL_OUTPUT_DIR="x")
   assert code == 1 and report["program"] == "evaluate"
-  assert has(report["errors"], "is dense: it has no sparse step")
+  assert has(report["errors"], "is dense", "masked already" if local else "no sparse step")
 
 
 @pytest.mark.t5x

@@ -137,16 +137,18 @@ def _refused(
   if local and resuming:  # the check of its settings says it
     return False
   now = rules_text.describe(rules)
-  if stored.rules is None and resuming:
+  in_place = stored.in_place and not local  # to T5X the weights of a local run are a dense one's
+  if (stored.rules is None or in_place) and resuming:
     found.errors.append(
       f"{stored.path} is of a dense run, and T5X would resume that one: take an empty MODEL_DIR "
       "and name the dense checkpoint as INITIAL_CHECKPOINT_PATH"
     )
-  elif stored.rules is None:
+  elif stored.rules is None or in_place:
     if local and rules.is_dense:
       return False
     how = "RECIPE = 'dense'" if local else "T5X's own model"
-    found.errors.append(f"{stored.path} is dense: it has no sparse step. Evaluate it with {how}")
+    why = "its weights are masked already" if in_place else "it has no sparse step"
+    found.errors.append(f"{stored.path} is dense: {why}. Evaluate it with {how}")
   elif not given.is_of(stored, rules):
     found.errors.append(
       f"{stored.path} was trained with the rules ({_in_line(stored.rules)}), not with these "

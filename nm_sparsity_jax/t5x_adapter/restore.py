@@ -41,8 +41,9 @@ def require_sparse(checkpoint, model_state):
   """
   if not _is_sparse(checkpoint):
     raise ValueError(
-      "this checkpoint is dense: it has no flax_mutables/nm_sparsity, so no sparse step. Evaluate "
-      "it with T5X's own model, or fine-tune it first (runs/t5x_finetune.gin)."
+      "this checkpoint is dense, or of a local run, whose weights are masked already: it has no "
+      "flax_mutables/nm_sparsity. Evaluate it with T5X's own model, or fine-tune it first "
+      "(runs/t5x_finetune.gin)."
     )
   return _with_the_same_masks(checkpoint, model_state)
 
