@@ -146,6 +146,10 @@ def test_an_evaluation_sees_it_under_the_stored_masks(trained, capsys, monkeypat
 def test_what_is_scored_is_finalized(trained, tmp_path):
   model = model_of()
   load = lambda path: checkpoints.load_for_evaluation(checkpoint.read(str(path)), model)
+  # Its parameters are n:m, but they are not what was scored.
+  assert not nms.runs.verify(str(trained)).ok
+  with pytest.raises(ValueError, match="n:m|not zero"):
+    nms.runs.pack(str(trained), str(tmp_path / "f.safetensors"))
   made = nms.runs.finalize(str(trained), str(tmp_path))
   assert made.ok and made.as_dict()["average"] is True
   assert not checkpoint.read(made.path).average

@@ -6,7 +6,8 @@ checkpoint. A checkpoint of a sparse run, one that `nm-sparsity finalize` wrote,
 hold their rules. For all else give --rules. One array is in memory at a time. T5X is not needed.
 
 A local run and one of Kauldron store the weights that are deployed: n:m once the schedule is over.
-T5X stores dense weights, since its masks act on the fly: `nm-sparsity finalize` writes the zeros.
+T5X stores dense weights, on which masks act, and a moving average (EMA_DECAY), which is looked at
+where a run keeps one, is dense too: `nm-sparsity finalize` writes the zeros.
 
   nm-sparsity verify runs/sparse/checkpoint_1100000
   nm-sparsity verify model.safetensors --rules "{'ff': '1:8', 'qkv': '1:4'}"
@@ -50,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
   else:
     print(_rules.head(proof.stored, proof.rules, args.checkpoint))
     print(proof)
-    if not proof.ok and proof.stored.in_place:
+    if not proof.ok and proof.stored.average:
+      print("The moving average of a run is dense: `nm-sparsity finalize` makes zeros.")
+    elif not proof.ok and proof.stored.in_place:
       print("The weights of this run are n:m when its schedule is over.")
     elif not proof.ok and proof.stored.sparse_step is not None:
       print("T5X stores dense weights, on which masks act: `nm-sparsity finalize` makes zeros.")

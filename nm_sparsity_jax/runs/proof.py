@@ -149,7 +149,8 @@ def verify(
       print(nms.runs.verify("runs/sparse/checkpoint_1000"))
 
   A local run and one of Kauldron store the effective weights, which are n:m when the schedule is
-  over. T5X stores dense weights, since its masks act on the fly: `finalize` writes the zeros.
+  over. T5X stores dense weights, on which masks act, and so is the moving average of a run that
+  keeps one, which is what is looked at then: `finalize` writes the zeros.
 
   Args:
     path: a checkpoint of a local run, of Kauldron or of T5X; a run's folder means its newest one.
@@ -237,11 +238,12 @@ def _prove(stored: Stored, rules: Rules, assignment: Assignment) -> Proof:
       if stored.packed is not None:
         stored.array(key)  # what reads a packed file looks at every entry
       continue
-    axis, hashes = wanted.get(key) or (_free_axis(stored, key, place), None)
+    read = stored.deployed(key)  # the average where the run kept one: that is what was scored
+    axis, hashes = wanted.get(key) or (_free_axis(stored, read, place), None)
     if axis is not None and not 0 <= axis < len(stored.leaves[key].shape or ()):
       axis, hashes = None, ()  # of another array
     proofs: list[apply.Verified] = []
-    is_written = _look(stored, key, axis, hashes, place, rules, proofs)
+    is_written = _look(stored, read, axis, hashes, place, rules, proofs)
     if not is_written:
       lost.add(key)
     if place is not None:
