@@ -30,7 +30,7 @@ COMMANDS = {
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
   "export": ("export", "write a checkpoint for timm, Hugging Face or Core ML, and prove it"),
   "convert": ("convert", "make a checkpoint for T5X of a folder of Hugging Face's T5"),
-  "pack": ("pack", "write a finalized checkpoint without its zeros, and say what that saves"),
+  "pack": ("pack", "write a checkpoint without its zeros, and say what that saves"),
   "bench": ("bench", "measure packed weights against dense ones: per layer and end to end"),
   "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
   "sweep": ("sweep", "train a grid of recipes x patterns x seeds from one file, and compare them"),

@@ -37,6 +37,7 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   )
   from test_t5x_checkpoints import STEP, closed_loops, dense_state, write  # noqa: F401
 
+  import nm_sparsity_jax as nms
   from nm_sparsity_jax import configure, t5x_adapter
   from nm_sparsity_jax.local import checkpoints
   from nm_sparsity_jax.workloads import decoding
@@ -62,7 +63,7 @@ def ran(tmp_path_factory):
 def evaluated_by_t5x(model, path, folder, **fields):
   """Evaluates a checkpoint as t5x.eval does."""
   (folder / "inference_eval").mkdir(parents=True)
-  restoring = {"state_transformation_fns": fields.pop("transformations", [])}
+  restoring = {"state_transformation_fns": (fields := dict(fields)).pop("transformations", [])}
   t5x_eval.evaluate(
     model=model,
     dataset_cfg=utils.DatasetConfig(
@@ -97,14 +98,29 @@ def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(beams, ran, tmp_path):
   assert len(set(predictions(tmp_path / "a"))) > 3
 
 
+def test_what_is_finalized_opens_with_either_model_of_t5x(ran, tmp_path):
+  nms.runs.finalize(ran, tmp_path, early=True)
+  path, found = str(tmp_path / "checkpoint_13"), []
+  for name, model, fields in (
+    ("dense", make(None, "ours", dense=True), {}),
+    ("sparse", make(configure.rules({"ff": None}, **IDP), "ours"), SPARSE),
+  ):
+    evaluated_by_t5x(model, path, tmp_path / name, **fields)
+    found.append(scores_in(tmp_path / name))
+  assert found[0] == found[1]
+
+
+SPARSE = dict(
+  transformations=[t5x_adapter.require_sparse],
+  train_state_initializer_cls=t5x_adapter.SparseTrainStateInitializer,
+)
+
+
 def test_a_sparse_model_of_t5x_refuses_a_local_checkpoint(ran, tmp_path):
   """It would mask effective weights once more."""
   model = make(configure.rules({"ff": None}, **IDP), "ours")
   with pytest.raises(ValueError, match="is dense"):
-    evaluated_by_t5x(
-      model, ran, tmp_path, transformations=[t5x_adapter.require_sparse],
-      train_state_initializer_cls=t5x_adapter.SparseTrainStateInitializer,
-    )  # fmt: skip
+    evaluated_by_t5x(model, ran, tmp_path, **SPARSE)
 
 
 @pytest.mark.parametrize("kind", ["legacy", "orbax"])

@@ -188,6 +188,10 @@ def test_a_finished_run_is_n_m_before_finalize_and_one_under_way_is_not(trained,
   assert cli.main(["finalize", str(trained), str(tmp_path / "final"), "--json"]) == 0
   told = json.loads(capsys.readouterr().out)
   assert {place["magnitude"] for place in told["places"]} == {0}
+  files = [tmp_path / f"{name}.safetensors" for name in ("run", "final")]
+  for source, file in zip((trained, tmp_path / "final"), files, strict=True):
+    assert cli.main(["pack", str(source), str(file)]) == 0
+  assert files[0].read_bytes() == files[1].read_bytes()
   load = lambda folder: checkpoints.load_initial(f"{folder}/checkpoint_{STEPS}", model, key)[0]
   with warnings.catch_warnings():
     warnings.simplefilter("error")

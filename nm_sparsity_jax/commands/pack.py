@@ -1,9 +1,10 @@
-"""Writes a finalized checkpoint without its zeros: n values of every m, and their places.
+"""Writes a checkpoint without its zeros: n values of every m, and their places.
 
-It takes what `nm-sparsity finalize` writes, a folder of Hugging Face's T5, or a .safetensors file
-of timm's names. The last two need --rules. A kernel that is not n:m is an error that names its
-first group. Layers that a scan stacked are taken apart. One array is in memory at a time. The
-command reads back what it wrote, and says what each kernel takes, what stayed dense and why.
+It takes the last checkpoint of a local run or of one of Kauldron, what `nm-sparsity finalize`
+writes, a folder of Hugging Face's T5, or a .safetensors file of timm's names. The last two need
+--rules. A kernel that is not n:m is an error that names its first group. Layers that a scan stacked
+are taken apart. One array is in memory at a time. The command reads back what it wrote, and says
+what each kernel takes, what stayed dense and why.
 
   nm-sparsity finalize runs/sparse runs/final
   nm-sparsity pack runs/final model.safetensors
@@ -28,7 +29,7 @@ FLAGS = _rules.FLAGS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read, what to write, and the dtype of values."""
   parser.add_argument(
-    "checkpoint", metavar="CKPT", help="a finalized checkpoint, or a folder of them"
+    "checkpoint", metavar="CKPT", help="a checkpoint that is n:m, or a folder of them"
   )
   parser.add_argument("out", metavar="FILE", help="F.safetensors, which must be new")
   parser.add_argument(

@@ -82,8 +82,8 @@ def export(
   one must be n:m along axis 1, where what is contracted stands there.
 
   Args:
-    path: a checkpoint of a ViT, Swin V2, ResNet or T5 of this package, or of T5X's T5; finalized,
-      if it is sparse.
+    path: a checkpoint of a ViT, Swin V2, ResNet or T5 of this package, or of T5X's T5; n:m, if
+      it is sparse.
     out: the file, F.safetensors, or the folder, which must not be there.
     rules: as in `verify`, for a checkpoint that holds none and is sparse.
     axes: as in `verify`.
@@ -91,7 +91,7 @@ def export(
       'gated-gelu' where the MLP has two input projections, else 'relu'.
 
   Raises:
-    ValueError: it is of another network, or sparse and not finalized; or the file cannot be.
+    ValueError: it is of another network, or sparse and not n:m; or the file cannot be.
   """
   file = os.fspath(out)
   safetensors_file.refuse_existing(file)

@@ -1,4 +1,4 @@
-"""A finalized checkpoint as a packed file: what is deployed, without the zeros.
+"""A checkpoint as a packed file: what is deployed, without the zeros.
 
 checkpoint, its rules -> [pack] -> F.safetensors -> read back -> Written: bytes, what stayed dense
 
@@ -74,7 +74,7 @@ def pack(
   axes: Mapping[str, Any] | None = None,
   dtype: str | None = None,
 ) -> Written:
-  """Writes the weights of a finalized checkpoint without their zeros, and reads them back.
+  """Writes the weights of a checkpoint that are n:m without their zeros, and reads them back.
 
       print(nms.runs.pack("runs/final", "model.safetensors").report)
 
@@ -82,8 +82,8 @@ def pack(
   was written so: `finalize` and `convert` do. Else it has all layers.
 
   Args:
-    path: a finalized checkpoint of any network, a folder of Hugging Face's T5, or a file of timm's
-      names.
+    path: a checkpoint of any network that is n:m, a folder of Hugging Face's T5, or a file of
+      timm's names.
     out: the file, F.safetensors, which must not be there.
     rules: as in `verify`.
     axes: as in `verify`.
@@ -99,7 +99,9 @@ def pack(
   safetensors_file.refuse_existing(file)
   stored = checkpoint.opened(path)
   if stored.packed is not None:
-    raise ValueError(f"{stored.path!r} is a packed file already: pack the finalized checkpoint.")
+    raise ValueError(
+      f"{stored.path!r} is a packed file already: pack the checkpoint that it was made of."
+    )
   whole = _leaves(stored)
   apart = functools.partial(unscanned.shapes_apart, config=_config(stored, whole))
   single = {

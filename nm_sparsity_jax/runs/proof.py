@@ -316,6 +316,9 @@ def _with_zeros(
   makes: dict[str, writing.Makes | writing.Layers] = {
     "state/step": lambda: np.asarray(np.int32(0))  # T5X wants one
   }
+  if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
+    start = np.int32((stored.step or 0) - stored.sparse_step)
+    makes[f"{_STATE}/start"] = lambda: np.asarray(start)
   layered = {} if stored.format == foreign.HUGGING_FACE else stacks.axes_of(stored)
   for key in stored.leaves:
     if not key.startswith(("target/", "flax_mutables/")) and key != "state/step":
