@@ -11,27 +11,10 @@ from typing import Any
 
 import numpy as np
 
-_ADDED = "nm_sparsity_jax.added"
-
-
-def added(default: Any) -> Any:
-  """Returns a field that a class gains after a release: fingerprints of before stay what they are.
-
-      scale: float = nms.recipes.added(1.0)
-
-  At its default it is left out of `spelled`, so that checkpoints of before belong to these rules.
-
-  Args:
-    default: what the class did before it had the field.
-  """
-  return dataclasses.field(default=default, metadata={_ADDED: True})
-
-
 def spelled(value: Any) -> str:
   """Returns class and fields as a text for fingerprints, whatever `repr` the class has.
 
-  Checkpoints hold fingerprints, so it must not change. It is what a dataclass' own `repr` says,
-  without the fields that were `added` later and stand at their default.
+  Checkpoints hold fingerprints, so it must not change. It is what a dataclass' own `repr` says.
 
   >>> from nm_sparsity_jax.schedules import Phases
   >>> spelled(Phases(total=9))
@@ -43,8 +26,6 @@ def spelled(value: Any) -> str:
   words = []
   for field in dataclasses.fields(value):
     held = getattr(value, field.name)
-    if field.metadata.get(_ADDED) and held == field.default:
-      continue
     words.append(f"{field.name}={spelled(held) if _is_plain(held) else repr(held)}")
   return f"{type(value).__qualname__}({', '.join(words)})"
 

@@ -174,7 +174,8 @@ RECIPES = {
 
 def trained(params, steps=4):
   """The weights after so many steps, and how the devices of a step communicate."""
-  tx = nms.sparse(optax.sgd(0.1), nms.Rules(RECIPES, axes={".*": 0}))
+  rules = nms.Rules({name: RECIPES[name] for name in params}, axes={".*": 0})
+  tx = nms.sparse(optax.sgd(0.1), rules)
 
   @jax.jit
   def step(params, opt):

@@ -208,7 +208,7 @@ def test_mistakes_are_named():
   for word, do in (
     ("parameters", lambda: tx.update(params, state)),
     ("no gradient", lambda: tx.update({"other": params["other"]}, state, params)),
-    ("nm_state", lambda: idp.update(ZEROS, state, params)),
+    ("mask as state", lambda: idp.update(ZEROS, state, params)),
     ("out of date", lambda: idp.update(ZEROS, late, params, nm_state=masks)),
     ("multiple of 4", lambda: tx.init(params_of(shape=(6, 5)))),
     ("match no parameter", lambda: tx.init({"other": params["other"]})),

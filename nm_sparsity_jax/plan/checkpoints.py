@@ -136,27 +136,32 @@ def _refused(
     return False
   if local and resuming:  # the check of its settings says it
     return False
-  now = rules_text.describe(rules)
-  in_place = stored.in_place and not local  # to T5X the weights of a local run are a dense one's
-  if (stored.rules is None or in_place) and resuming:
-    found.errors.append(
+  # To T5X the weights of a local run are those of a dense model.
+  if stored.rules is None or (stored.in_place and not local):
+    if local and rules.is_dense:
+      return False
+    found.errors.append(_dense(stored, local, resuming))
+    return True
+  if given.is_of(stored, rules):
+    return False
+  found.errors.append(
+    f"{stored.path} was trained with the rules ({_in_line(stored.rules)}), not with these "
+    f"({_in_line(rules_text.describe(rules))}): use its rules"
+    + (", or another MODEL_DIR" if resuming else "")
+  )
+  return True
+
+
+def _dense(stored: checkpoint.Stored, local: bool, resuming: bool) -> str:
+  """Says why a model with rules does not open a dense checkpoint."""
+  if resuming:
+    return (
       f"{stored.path} is of a dense run, and T5X would resume that one: take an empty MODEL_DIR "
       "and name the dense checkpoint as INITIAL_CHECKPOINT_PATH"
     )
-  elif stored.rules is None or in_place:
-    if local and rules.is_dense:
-      return False
-    how = "RECIPE = 'dense'" if local else "T5X's own model"
-    why = "its weights are masked already" if in_place else "it has no sparse step"
-    found.errors.append(f"{stored.path} is dense: {why}. Evaluate it with {how}")
-  elif not given.is_of(stored, rules):
-    found.errors.append(
-      f"{stored.path} was trained with the rules ({_in_line(stored.rules)}), not with these "
-      f"({_in_line(now)}): use its rules" + (", or another MODEL_DIR" if resuming else "")
-    )
-  else:
-    return False
-  return True
+  how = "RECIPE = 'dense'" if local else "T5X's own model"
+  why = "its weights are masked already" if stored.rules is not None else "it has no sparse step"
+  return f"{stored.path} is dense: {why}. Evaluate it with {how}"
 
 
 def _in_line(text: str) -> str:

@@ -18,7 +18,6 @@ N:M Sparsity Training in Transformers", CPAL 2025, arXiv:2402.04744.
 import importlib
 import pkgutil
 
-from nm_sparsity_jax.fields import added
 from nm_sparsity_jax.recipes.base import Need, Recipe
 from nm_sparsity_jax.recipes.baselines import Dense, Idp, OneShot, Snip, SrSte
 from nm_sparsity_jax.recipes.curves import Curve
@@ -33,7 +32,7 @@ from nm_sparsity_jax.recipes.registry import RECIPES, recipe, register
 
 __all__ = [
     "RECIPES", "Curve", "Custom", "Dense", "Idp", "MdgfExponential", "MdgfLinear", "Need",
-    "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "added", "recipe",
+    "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "recipe",
     "register",
 ]  # fmt: skip
 
