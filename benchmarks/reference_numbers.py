@@ -197,7 +197,7 @@ def of_flops():
 
 
 def of_networks():
-  """Logits of networks whose weights are drawn by path, then finalized."""
+  """Yields logits of networks whose weights are drawn, then finalized."""
   from nm_sparsity_jax.models import vit
   from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
@@ -274,7 +274,7 @@ def compare(noted, found):
 
 
 def machine():
-  """What bits depend on beside the code."""
+  """Returns what bits depend on beside the code."""
   names = "jax", "jaxlib", "flax", "optax", "numpy", "tensorflow", "seqio"
   cpu = pathlib.Path("/proc/cpuinfo")
   found = re.search("model name.*: (.*)", cpu.read_text() if cpu.exists() else "")

@@ -17,7 +17,6 @@ from nm_sparsity_jax.models import swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.packed import cpu
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 PHASES = nms.Phases(total=1)
 
 

@@ -19,7 +19,6 @@ from nm_sparsity_jax import layers
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.trees import flatten
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 T5X_LAYERS = pathlib.Path.home() / ".cache/nm-sparsity/t5x/t5x/t5x/examples/t5/layers.py"
 
 # --- the dense twin ---------------------------------------------------------------------------
@@ -376,11 +375,7 @@ def case_id(x):
 @pytest.mark.filterwarnings("ignore:(idp|sr_ste) at .* adds lam:UserWarning")  # no optimizer
 @pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning")
 @pytest.mark.parametrize("how, kind, names, store, compute", CASES, ids=case_id)
-def test_sparse_net_is_the_dense_net_on_sparsified_parameters(
-  how, kind, names, store, compute, request
-):
-  if names == ALL:  # some, in what is between, compile quickly; the slow ones have all there too
-    request.getfixturevalue("as_users_compile")
+def test_sparse_net_is_the_dense_net_on_sparsified_parameters(how, kind, names, store, compute):
   rules = rules_for(how, kind, names)
   dtype = jnp.dtype(compute)
   sparse, dense = (Net(how, kind, names, dtype, r) for r in (rules, None))
@@ -441,7 +436,6 @@ def test_the_mask_comes_from_the_stored_dtype(kind, kwargs):
   np.testing.assert_array_equal(layer.apply(variables, jnp.eye(4))[:, 0], [0, 1, 0, 0])
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_conv_groups_inputs_at_one_offset_within_its_feature_group_and_masks_before_flax_does():
   rules = nms.Rules({"kernel": SR_STE}, axes={"kernel": -2})
   keep = (normal(5, 2, 3, 4, 6) > 0).astype(jnp.float32)

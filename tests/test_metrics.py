@@ -18,7 +18,6 @@ from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.trees import flatten
 
 pytestmark = [
-  pytest.mark.usefixtures("short_runs"),
   # Gradients are made up here: no optimizer takes them.
   pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning"),
   pytest.mark.filterwarnings("ignore:.* adds lam=:UserWarning"),

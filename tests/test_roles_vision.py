@@ -16,7 +16,6 @@ from nm_sparsity_jax import flops, roles, trees
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.plan import places
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 PHASES = nms.Phases(total=8, dense=2, finetune=2)
 
 

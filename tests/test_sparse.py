@@ -21,7 +21,6 @@ from nm_sparsity_jax import opt_states, optim, recipes, stored
 from nm_sparsity_jax.recipes import RECIPES
 
 pytestmark = [
-  pytest.mark.usefixtures("short_runs"),
   # Gradients are made up here, so no loss has masked weights.
   pytest.mark.filterwarnings("ignore:nms.(sparse|sr_ste) updates weights:UserWarning"),
 ]
@@ -139,7 +138,6 @@ WAYS += [
 ]
 
 
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("name, jit", WAYS)
 def test_equals_the_pieces(name, jit):
   """Every recipe, through all phases: parameters and masks have the bits of the pieces."""
@@ -511,7 +509,6 @@ def test_scan_and_donation():
   same(jax.jit(loop, donate_argnums=0)(start), (params, opt))
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_eight_devices():
   """The bits of one device, the parameters' shards for the masks, and no communication."""
   tx, _, params, opt = half_way()

@@ -15,7 +15,6 @@ import nm_sparsity_jax as nms
 EMBED, MLP, BATCH = 128, 512, 32
 # Gradients are made up here: no optimizer takes them.
 pytestmark = [
-  pytest.mark.usefixtures("short_runs"),
   pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning"),
   pytest.mark.filterwarnings("ignore:.* adds lam=:UserWarning"),
 ]
@@ -141,14 +140,6 @@ def dense(mesh):
   return found
 
 
-@pytest.fixture
-def one_as_users_compile(request):
-  """Compiles as by default for one recipe: its bits are compared with another program's."""
-  if request.getfixturevalue("name") == "sr_ste":
-    request.getfixturevalue("as_users_compile")
-
-
-@pytest.mark.usefixtures("one_as_users_compile")
 @pytest.mark.parametrize(
   "name",
   [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in RECIPES],
