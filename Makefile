@@ -8,7 +8,6 @@
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
-PEAK_MIB ?= 2048
 ARGS    ?=
 CONSTRAINTS ?=
 
@@ -28,12 +27,12 @@ comma   := ,
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed-$(subst $(empty) ,-,$(strip $(EXTRAS)))
 PYTEST  := $(PY) -m pytest -n $(WORKERS)
-# One worker runs all of a file: what its tests share is made once. tests/conftest.py orders files.
-BY_FILE := --dist loadfile --no-loadscope-reorder
+# One worker runs all of a file: what its tests share is made once.
+BY_FILE := --dist loadfile
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv kauldron test test-slow test-floors sanitize wheel style check docs notebook browser clean
+.PHONY: help quickstart venv kauldron test test-slow test-floors mutants sanitize wheel style check docs notebook browser clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -46,17 +45,29 @@ venv: $(STAMP)  ## create the environment, or bring it up to date with setup.py
 # Kauldron brings 180 packages, some of them older than those of $(VENV).
 kauldron: .venv-kauldron/.installed  ## an environment with Kauldron in .venv-kauldron; `make test` then runs its tests
 
-test: $(STAMP)  ## every test that is not slow; fails where a worker passes PEAK_MIB; names the slowest 20
-	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 --peak-mib $(PEAK_MIB) $(ARGS)
+test: $(STAMP)  ## every test that is not slow; names the slowest 20, and why tests were skipped
+	$(PYTEST) $(BY_FILE) -m "not slow" --durations=20 -rs $(ARGS)
 
-test-slow: $(STAMP)  ## the slow tests
-	$(PYTEST) -m slow $(ARGS)
+test-slow: $(STAMP)  ## the slow tests, with programs that are compiled as users compile them
+	AS_USERS=1 $(PYTEST) -m slow $(ARGS)
 
 # The oldest versions that setup.py allows, in an environment of their own.
 test-floors:  ## the tests of `make test` on the floors of setup.py
 	@mkdir -p build
 	$(PYTHON) tests/floors.py >build/floors.txt
 	$(MAKE) test VENV=$(VENV)-floors CONSTRAINTS=build/floors.txt
+
+# cosmic-ray edits the checkout and puts it back: commit before. A module takes hours.
+MODULE ?= nm_sparsity_jax/recipes
+mutants: $(STAMP)  ## break MODULE in many places, one at a time, and name what no test notices
+	@mkdir -p build
+	@$(PY) -m pip install --quiet --disable-pip-version-check cosmic-ray
+	@printf '%s\n' '[cosmic-ray]' 'module-path = "$(MODULE)"' 'timeout = 600.0' \
+	  'test-command = "$(PY) -m pytest -x -q tests/test_masks.py tests/test_every_recipe.py tests/test_recipes.py"' \
+	  '[cosmic-ray.distributor]' 'name = "local"' >build/mutants.toml
+	$(VENV)/bin/cosmic-ray init --force build/mutants.toml build/mutants.sqlite
+	$(VENV)/bin/cosmic-ray exec build/mutants.toml build/mutants.sqlite
+	$(VENV)/bin/cr-report --surviving-only --show-diff build/mutants.sqlite
 
 sanitize: $(STAMP)  ## the C++ kernels of packed weights under the sanitizers of g++
 	$(PY) -m pytest -m slow -k sanitizers tests/test_packed_native.py $(ARGS)

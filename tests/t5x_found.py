@@ -8,8 +8,6 @@ import pathlib
 import sys
 from unittest import mock
 
-import quick
-
 _THREE = ("t5x", "airio", "jestimator")
 NEEDED = ("seqio", "tensorflow", "gin", "fiddle", "cached_property", "clu", "tensorstore", "orbax")
 
@@ -56,6 +54,5 @@ def command_line(files, macros, devices=1) -> tuple[list[str], dict[str, str]]:
   flags = [f"--gin_search_paths={','.join([*here, str(checkout)])}"]
   flags += [f"--gin_file={f}" for f in files] + [f"--gin.{k}={v!r}" for k, v in macros.items()]
   path = os.pathsep.join([*here, *filter(None, sys.path)])
-  xla = [f"--xla_force_host_platform_device_count={devices}"] if devices > 1 else []
-  env = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-  return flags, env | quick.environment(*xla, older_kernels=False)
+  own = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+  return flags, os.environ | own

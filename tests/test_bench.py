@@ -17,7 +17,6 @@ from nm_sparsity_jax.models import swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.packed import cpu
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 PHASES = nms.Phases(total=1)
 
 
@@ -39,7 +38,9 @@ def finalized(network, rules, *given, **more):
   draw = lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32)
   made = {name: jax.tree.map(draw, x) for name, x in shapes.items() if name != "params_axes"}
   params = made.pop("params")
-  rules = rules.for_model(lambda p, *a: network.apply({"params": p, **made}, *a, **more), params, *given)
+  rules = rules.for_model(
+    lambda p, *a: network.apply({"params": p, **made}, *a, **more), params, *given
+  )
   return jax.device_get(nms.finalize(params, rules, 1)), made
 
 

@@ -10,9 +10,6 @@ from nm_sparsity_jax import benches, cli
 from nm_sparsity_jax.benches import layers, results, tuning
 from nm_sparsity_jax.packed import choice, cpu
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
-
 # --- products alone -------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from nm_sparsity_jax.models.t5 import Transformer
 from nm_sparsity_jax.runs import to_coreml
 from nm_sparsity_jax.weights import huggingface, timm
 
-pytestmark = [pytest.mark.usefixtures("short_runs"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 MISSING = [name for name in ("torch", "coremltools") if importlib.util.find_spec(name) is None]
 extra = pytest.mark.skipif(

@@ -22,7 +22,6 @@ from nm_sparsity_jax.workloads import decoding
 from nm_sparsity_jax.workloads.t5 import T5
 from nm_sparsity_jax.workloads.vision import Images
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 PHASES = nms.Phases(total=1)
 
 

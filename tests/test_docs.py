@@ -39,7 +39,6 @@ from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.scores import submission
 from nm_sparsity_jax.trees import nested
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 ROOT = pages.ROOT
 BLOCKS = pages.blocks()
 README = (ROOT / "README.md").read_text("utf-8")
@@ -423,7 +422,7 @@ def in_bash(code, folder):
   )
   (folder / "nm-sparsity").chmod(0o755)
   path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-  env = os.environ | dict(PATH=path, PYTHONPATH=str(ROOT), XLA_FLAGS="", JAX_PLATFORMS="cpu")
+  env = os.environ | dict(PATH=path, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
   done = subprocess.run(
     ["/bin/bash", "-euc", code], env=env, cwd=folder, capture_output=True, text=True, check=False
   )

@@ -311,7 +311,7 @@ def test_devices_are_listed_on_request(environment, capsys):
   assert "ok  devices" not in capsys.readouterr().out
   assert cli.main(["doctor", "--for", "core", "--devices"]) == 0
   out = capsys.readouterr().out  # it was asked for, so it is no cause for a warning
-  assert "\nok  devices " in out and "8 x cpu (JAX_PLATFORMS=cpu)" in out
+  assert "\nok  devices " in out and "1 x cpu (JAX_PLATFORMS=cpu)" in out
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import gradients
 from nm_sparsity_jax.recipes import RECIPES
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 PHASES = nms.Phases(total=24, dense=3, finetune=5)  # 16 sparsify steps; j* = 16.8 - 3
 STEPS = range(PHASES.total + 2)
 FINETUNE = 19
@@ -128,20 +126,11 @@ def later(*values, name, repeated):
   return pytest.param(*values, marks=marks, id="-".join([name, *values[1:]]))
 
 
-# The others come last: see `as_users_where_rounded`, which forgets what was compiled quickly.
-IN_ORDER = sorted(CASES.items(), key=lambda item: item[0] not in HARD)
-each = pytest.mark.parametrize("case", [later(c, name=n, repeated=True) for n, c in IN_ORDER])
+each = pytest.mark.parametrize("case", [later(c, name=n, repeated=True) for n, c in CASES.items()])
 every_dtype = pytest.mark.parametrize(
   "case, dtype",
   [later(c, d, name=n, repeated=d != "f32") for d in DTYPES for n, c in CASES.items()],
 )
-
-
-@pytest.fixture
-def as_users_where_rounded(request, case):
-  """Bits of different programs are compared as a user compiles them, where a product is rounded."""
-  if case not in [CASES[name] for name in HARD]:
-    request.getfixturevalue("as_users_compile")
 
 
 def weights(seed=0, shape=SHAPE, dtype="f32"):
@@ -311,7 +300,6 @@ def test_pull_back_is_the_backward_pass_with_the_term(case, dtype):
       np.testing.assert_allclose(got, want, ULP[dtype], err_msg=f"step {step}")
 
 
-@pytest.mark.usefixtures("as_users_where_rounded")
 @each
 def test_any_axis_equals_transposing(case):
   w, ct = weights(10), weights(11)
@@ -335,7 +323,6 @@ def test_any_axis_equals_transposing(case):
     assert_same_bits(got[0].reshape(SHAPE), run(case, whole, step)[0])
 
 
-@pytest.mark.usefixtures("as_users_where_rounded")
 @each
 def test_vmap_over_weights_and_over_steps(case):
   ws, steps = weights(14, (2, *SHAPE)), jnp.arange(PHASES.total, dtype=jnp.int32)
@@ -353,7 +340,6 @@ def test_vmap_over_weights_and_over_steps(case):
     assert_same_bits(got[step], run(case, ws[0], int(step))[0])
 
 
-@pytest.mark.usefixtures("as_users_where_rounded")
 @each
 def test_scan_and_checkpoint(case):
   w, ct = weights(15), weights(16)
@@ -379,7 +365,6 @@ def test_scan_and_checkpoint(case):
     np.testing.assert_allclose(grads[t], grad, rtol=1e-6)
 
 
-@pytest.mark.usefixtures("as_users_where_rounded")
 @each
 def test_jvp_agrees_with_vjp(case):
   w, tangent = weights(17), weights(18)
@@ -394,7 +379,6 @@ def test_jvp_agrees_with_vjp(case):
     np.testing.assert_allclose(moved, grad, rtol=1e-6)
 
 
-@pytest.mark.usefixtures("as_users_where_rounded")
 @each
 def test_eager_equals_jit_bit_for_bit(case):
   w, ct = weights(19), weights(20)
@@ -409,7 +393,6 @@ def test_eager_equals_jit_bit_for_bit(case):
         assert_same_bits(a, b)
 
 
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("name", ["mdgf_linear", "mdgf_exponential", "custom"])
 def test_decay_of_a_long_run_is_the_same_eager_jitted_and_scanned(name):
   phases = nms.Phases(total=100_003, dense=10_001, finetune=20_000)

@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 
-import quick
-
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -17,7 +15,7 @@ def run(name):
     capture_output=True,
     text=True,
     cwd=ROOT,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | quick.environment(),
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
     timeout=300,
   )
   assert not done.returncode, done.stderr

@@ -14,8 +14,6 @@ from nm_sparsity_jax.sweep import checks
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import safetensors_file, timm
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 
 def written(folder, name, finalized, sparse=True):
   """A checkpoint as the local runner lays it out, at the end of its schedule."""

@@ -11,7 +11,6 @@ import subprocess
 import sys
 
 import pytest
-import quick
 import t5x_found
 
 from nm_sparsity_jax import configure
@@ -288,7 +287,7 @@ def case(files, bindings=(), make=("RULES",)):
 
 def probe(cases, mode, env=None):
   path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-  env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **(env or {})}
+  env = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **(env or {})}
   done = subprocess.run(
     [sys.executable, str(ROOT / "tests/gin_probe.py"), mode], input=json.dumps(cases), env=env,
     capture_output=True, text=True, check=False, cwd="/",  # files are found by search path
@@ -585,7 +584,7 @@ def probe_t5x(cases):
   stub = str(ROOT / "tests/t5x_stub")
   # The stub hides the real tasks, which would download.
   path = os.pathsep.join([stub, str(ROOT), *filter(None, sys.path), *t5x_found.paths()])
-  return probe(cases, "t5x", {"PYTHONPATH": path, **quick.environment()})
+  return probe(cases, "t5x", {"PYTHONPATH": path})
 
 
 FOLDERS = []

@@ -377,7 +377,7 @@ def test_a_full_disk_ends_a_run_with_one_line(tmp_path):
   root = pathlib.Path(nms.__file__).parents[1]
   for name in ("own_workload.py", "own_workload.gin"):
     shutil.copy(root / "examples/own_workload" / name, tmp_path)
-  env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+  env = os.environ | {"PYTHONPATH": str(root), "TF_CPP_MIN_LOG_LEVEL": "3"}
   command = [sys.executable, "-c", FULL_DISK]
   done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
   assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]

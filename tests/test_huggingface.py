@@ -23,7 +23,6 @@ from nm_sparsity_jax.weights.huggingface_folder import Folder
 from nm_sparsity_jax.weights.huggingface_names import config_of, difference, sources
 from nm_sparsity_jax.workloads import decoding
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 both = pytest.mark.parametrize("name", reference.TINY)
 SCANS = {
   "layers": {},

@@ -18,7 +18,6 @@ from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import huggingface, safetensors_file
 from nm_sparsity_jax.weights.huggingface_folder import Folder
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 RULES = {"ff": "1:4", "qkv": "2:8", "o": "1:4"}
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import optax
 import pages
 import pytest
-import quick
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import installed, kauldron_adapter, rules_text, runs, trees
@@ -30,16 +29,15 @@ REASON = kauldron_found.why_not()
 needs_kauldron = [
   pytest.mark.kauldron,
   pytest.mark.skipif(bool(REASON), reason=REASON),
-  pytest.mark.usefixtures("short_runs"),
 ]
 
 
 def environment(devices=1):
   """Of a process that runs Kauldron."""
-  flags = [f"--xla_force_host_platform_device_count={devices}"]
-  return {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "32", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"} | (
-    quick.environment(*flags)
-  )
+  return {
+    "JAX_PLATFORMS": "cpu", "PJRT_NPROC": "32", "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+    "JAX_NUM_CPU_DEVICES": str(devices),
+  }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

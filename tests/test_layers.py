@@ -19,7 +19,6 @@ from nm_sparsity_jax import layers
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.trees import flatten
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 T5X_LAYERS = pathlib.Path.home() / ".cache/nm-sparsity/t5x/t5x/t5x/examples/t5/layers.py"
 
 # --- the dense twin ---------------------------------------------------------------------------
@@ -319,11 +318,7 @@ def case_id(x):
 
 
 @pytest.mark.parametrize("how, kind, names, store, compute", CASES, ids=case_id)
-def test_sparse_net_is_the_dense_net_on_sparsified_parameters(
-  how, kind, names, store, compute, request
-):
-  if names == ALL:  # some, in what is between, compile quickly
-    request.getfixturevalue("as_users_compile")
+def test_sparse_net_is_the_dense_net_on_sparsified_parameters(how, kind, names, store, compute):
   rules = rules_for(how, kind, names)
   dtype = jnp.dtype(compute)
   sparse, dense = (Net(how, kind, names, dtype, r) for r in (rules, None))
@@ -351,7 +346,6 @@ def test_sparse_net_is_the_dense_net_on_sparsified_parameters(
 # --- the same, from the equation ------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_conv_groups_inputs_at_one_offset_within_its_feature_group_and_masks_before_flax_does():
   rules = nms.Rules({"kernel": SR_STE}, axes={"kernel": -2})
   keep = (normal(5, 2, 3, 4, 6) > 0).astype(jnp.float32)

@@ -8,7 +8,6 @@ import pytest
 from nm_sparsity_jax.models.t5 import network
 from nm_sparsity_jax.workloads import decoding
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 SIZES = dict(
   vocab_size=12, emb_dim=16, num_heads=2, head_dim=4, mlp_dim=32, num_encoder_layers=1,
   num_decoder_layers=2, mlp_activations=("gelu", "linear"), dropout_rate=0.0,

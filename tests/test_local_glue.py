@@ -16,7 +16,7 @@ if reason := tasks_found.why_not():
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from test_local import command, quick_compilation  # noqa: F401  (it skips as well; a fixture)
+  from test_local import command  # (it skips as well)
 
 # Another size of the data, by gin alone; two tasks of the mixture's, since each costs a second.
 TASK = """

@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-import quick
 from checkpoint_files import assert_same, read
 
 from nm_sparsity_jax.runs import folders
@@ -25,7 +24,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 @contextlib.contextmanager
 def started(script, tmp_path_factory):
   """A process of a script that forks runs."""
-  env = {**os.environ, **quick.environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
+  env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
   env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, sys.path)])
   errors = (tmp_path_factory.mktemp("worker") / "stderr").open("w+")
   command = [sys.executable, str(HERE / script), str(tmp_path_factory.mktemp("xla"))]

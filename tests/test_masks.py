@@ -20,32 +20,18 @@ from nm_sparsity_jax import masks
 from nm_sparsity_jax.masks import magnitude_mask, making, nm_mask, selection
 from nm_sparsity_jax.patterns import NM
 
-# The equation and the order are held of what a user compiles; the rest compiles quickly.
-pytestmark = pytest.mark.usefixtures("short_runs")
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 BYTES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 # 254, 255 and 256, as 65534 ... below, are where counts outgrow an integer type.
 SIZES = (*range(1, 41), 48, 64, 96, 127, 128, 254, 255, 256, 257, 509, 512, 640)
 # On both sides of the bounds where a mask takes another path (8, 16, 32) `make test` keeps sizes.
 ALIKE = {5, 6, 10, 11, 12, 13, 14, *range(18, 31), *range(34, 41), 48, 96, 509}
-# On each side of a bound one size is compiled as users compile it, and in `make test-slow` all of
-# them: a mask rounds nothing, so most compile quickly.
-AS_USERS = {4, 15, 16, 17, 32, 33, 128, 255, 512}
 
 
 def sizes():
-  """(i, m, whether it compiles as users compile), those that do first."""
-  for quickly in (False, True):
-    for i, m in enumerate(SIZES):
-      slow = m in ALIKE | AS_USERS if quickly else m not in AS_USERS
-      marks = [pytest.mark.slow] if slow else []
-      yield pytest.param(i, m, quickly, marks=marks, id=f"m{m}{'-quickly' * quickly}")
-
-
-@pytest.fixture
-def as_users_unless(request, quickly):
-  if not quickly:
-    request.getfixturevalue("as_users_compile")
+  """(i, m); those that repeat what their neighbours show are slow."""
+  for i, m in enumerate(SIZES):
+    yield pytest.param(i, m, marks=[pytest.mark.slow] if m in ALIKE else [], id=f"m{m}")
 
 
 def ranks(scores, m, axis=0, parent=None):
@@ -147,11 +133,9 @@ def every_n(m, axis, traced=True):
   return jax.jit(run)
 
 
-@pytest.mark.usefixtures("as_users_unless")
-@pytest.mark.parametrize("i, m, quickly", list(sizes()))
+@pytest.mark.parametrize("i, m", list(sizes()))
 @given(data=st.data())
-def test_mask_is_its_equation(i, m, quickly, data):
-  del quickly
+def test_mask_is_its_equation(i, m, data):
   dtype, (shape, axis) = FLOATS[i % 3], layouts(m)[i % 7]
   x = data.draw(scores(shape, dtype))
   n = data.draw(st.integers(1, m))
@@ -182,7 +166,6 @@ def test_reference_on_a_group_worked_by_hand():
   assert ranks(x, 8, parent=parent).tolist() == [1, 4, 2, 0, 5, 6, 3, 7]
 
 
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("dtype", BYTES, ids=name_of)
 def test_order_of_every_pair_of_8_bit_floats(dtype):
   x = np.array([(a, b) for a in range(256) for b in range(256)], np.uint8).view(dtype)
@@ -190,7 +173,6 @@ def test_order_of_every_pair_of_8_bit_floats(dtype):
   same(magnitude_mask(x, "1:2", axis=1), ranks(magnitude(x), 2, 1) < 1)
 
 
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 def test_order_of_all_neighbours(dtype):
   """Every 16-bit float; of 32 bits every exponent and sign with the edges of the fraction."""
@@ -206,7 +188,6 @@ def test_order_of_all_neighbours(dtype):
   same(magnitude_mask(pairs, "1:2", axis=1), ranks(magnitude(pairs), 2, 1) < 1)
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_ties_zeros_subnormals_nan_by_example():
   def kept(values, pattern):
     return np.flatnonzero(nm_mask(jnp.array(values, jnp.float32), pattern)).tolist()
@@ -320,26 +301,14 @@ def paths(m, bits, name):
     return labels, jax.jit(lambda *args: run(*args)).lower(*shapes).compile()
 
 
-# As users compile them; the others compile quickly, and in `make test-slow` as users' too.
 PATHS = [(4, 32, "cpu"), (17, 31, "cpu"), (17, 31, "tpu"), (255, 32, "cpu"), (512, 16, "cpu")]
-OTHERS = [(3, 15, "tpu"), (8, 16, "cpu"), (32, 15, "cpu"), (128, 31, "cpu"), (254, 15, "cpu")]
-OTHERS += [(255, 32, "tpu")]
+PATHS += [(3, 15, "tpu"), (8, 16, "cpu"), (32, 15, "cpu"), (128, 31, "cpu"), (254, 15, "cpu")]
+PATHS += [(255, 32, "tpu")]
 
 
-def every_path():
-  """(m, bits, platform, whether it compiles quickly), those that do last."""
-  for path in PATHS + OTHERS:
-    marks = [] if path in PATHS else [pytest.mark.slow]
-    yield pytest.param(*path, False, marks=marks, id="-".join(map(str, path)))
-  for path in OTHERS:
-    yield pytest.param(*path, True, id="-".join(map(str, (*path, "quickly"))))
-
-
-@pytest.mark.usefixtures("as_users_unless")
-@pytest.mark.parametrize("m, bits, name, quickly", list(every_path()))
+@pytest.mark.parametrize("m, bits, name", PATHS)
 @given(data=st.data())
-def test_all_algorithms_agree_bit_for_bit(m, bits, name, quickly, data):
-  del quickly
+def test_all_algorithms_agree_bit_for_bit(m, bits, name, data):
   rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
   # The largest key is that of a score of +inf; a magnitude needs one bit less.
   top = {15: 0x7F82, 16: 0xFF02, 31: 0x7F800002, 32: 0xFF000002}[bits]

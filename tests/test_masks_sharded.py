@@ -14,8 +14,6 @@ from nm_sparsity_jax import groups
 from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, nm_mask
 from nm_sparsity_jax.patterns import NM
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 COLLECTIVES = (
   "all-gather",
   "all-reduce",
@@ -30,16 +28,6 @@ SPECS = {
   "features": PartitionSpec(None, "columns"),
   "both": PartitionSpec("rows", "columns"),
 }
-
-
-AS_USERS = {"4:32", "64:128"}  # short and long groups
-
-
-@pytest.fixture
-def both_as_users_compile(request, spec):
-  """Compiles some cases as by default where both axes are split."""
-  if spec == "both" and AS_USERS.intersection(request.node.callspec.params.values()):
-    request.getfixturevalue("as_users_compile")
 
 
 def mesh(kind=AxisType.Auto):
@@ -87,7 +75,6 @@ def on_mesh(function, n, where, spec):
   assert collectives(program) == []
 
 
-@pytest.mark.usefixtures("both_as_users_compile")
 @pytest.mark.parametrize("how", [static, traced])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("text", ["1:8", "2:4", "4:32", "16:128", "64:128"])
@@ -96,7 +83,6 @@ def test_same_bits_and_no_collective(text, spec, how):
   on_mesh(how(pattern), pattern.n, mesh(), SPECS[spec])
 
 
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("how", [static, traced])
 @pytest.mark.parametrize("text", ["2:4", "64:128"])
 def test_explicit_sharding(text, how):
@@ -106,7 +92,6 @@ def test_explicit_sharding(text, how):
     on_mesh(how(pattern), pattern.n, where, SPECS["both"])
 
 
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("how", [static, traced])
 @pytest.mark.parametrize("text", ["2:4", "64:128"])
 def test_shard_map(text, how):
@@ -139,7 +124,6 @@ def test_a_mask_varies_over_devices_as_what_it_is_made_of(varying):
     np.testing.assert_array_equal(part, magnitude_mask(x, "1:8", **given))
 
 
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_ladder(kind):
   where = mesh(kind)
@@ -156,7 +140,6 @@ def test_the_search_finds_a_collective_where_there_is_one():
   assert "all-gather" in collectives(gather)
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_a_group_across_shards_communicates():
   """The same function, so the silence above is owed to whole groups and to nothing else."""
   x = jax.device_put(scores(), NamedSharding(mesh(), SPECS["groups"]))
@@ -189,7 +172,6 @@ def trained(params, steps=4):
   return params, opt, collectives(step.lower(params, opt).compile())
 
 
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_device_trains_its_own_shard(spec, monkeypatch):
   """As on several TPUs: `init` learns the shardings, masks are made in `shard_map`, same bits."""

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quick
 import test_every_recipe
 import test_masks_sharded
 from hypothesis import given, settings
@@ -23,8 +22,6 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import groups
 from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, primitive, tpu
 from nm_sparsity_jax.masks.selection import Kept
-
-pytestmark = pytest.mark.usefixtures("short_runs")
 
 AWKWARD = np.array([0, -0.0, 1e-40, -1e-40, 1, -1, 2, np.inf, -np.inf, np.nan], np.float32)
 KERNEL = "tpu_custom_call"
@@ -391,7 +388,7 @@ print(json.dumps({name: compile(name) for name in ("dense", "sr_ste", "sdgf_step
 def by_libtpu(program):
   """What a program prints, in a process of its own: libtpu locks a file while a process lives."""
   pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-  environment = os.environ | quick.AS_USERS | {"JAX_PLATFORMS": "cpu"}
+  environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(
     [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300
   )

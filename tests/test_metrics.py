@@ -17,8 +17,6 @@ from nm_sparsity_jax.metrics import flips, sums
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.trees import flatten
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 PHASES = nms.Phases(total=20, dense=3, finetune=5)
 WI, WO = "mlp/wi/kernel", "mlp/wo/kernel"
 

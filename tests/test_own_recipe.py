@@ -4,7 +4,6 @@ The module lies in a folder of its own. A gin file imports it, or the flag --imp
 """
 
 import argparse
-import contextlib
 import html
 import importlib
 import json
@@ -12,13 +11,12 @@ import os
 import pathlib
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
-import commands_forked
 import numpy as np
 import pytest
-import quick
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.runs import checkpoint, folders
@@ -29,7 +27,6 @@ pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "own_workload"
 STEPS = 24
-pytestmark = pytest.mark.usefixtures("short_runs")
 
 RECIPE = '''\
 """A recipe whose deployed weights are scaled, and shrunk by what it stores."""
@@ -107,25 +104,31 @@ TRAIN = flags(
 MODULES = ["--import", "own_workload", "--import", "soft_recipe"]  # the role, and the recipe
 
 
-@pytest.fixture(scope="module")
-def typed(tmp_path_factory, short_runs):
-  """What a command says in a folder, in a process that knows the package alone."""
-  env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **quick.environment()}
-  with commands_forked.commands(tmp_path_factory.mktemp("said"), env) as commands:
-    yield commands
+def begin(folder, *argv):
+  """Starts a command in a folder, in a process that knows the package alone."""
+  return subprocess.Popen(
+    [sys.executable, "-m", "nm_sparsity_jax.cli", *argv], cwd=folder, text=True,
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+  )  # fmt: skip
+
+
+def typed(folder, *argv):
+  """What a command says: its exit code, output and errors."""
+  process = begin(folder, *argv)
+  out, err = process.communicate()
+  return process.returncode, out, err
 
 
 @pytest.fixture(scope="module")
-def trained(folder, typed):
+def trained(folder):
   """A run that was killed after its second checkpoint, and resumed by the same command."""
-  pid = typed.begin(folder, "train", *TRAIN)
-  for _ in range(6000):
-    if folders.steps(folder / "run")[1:] or not typed.runs(pid):
-      break
+  process = begin(folder, "train", *TRAIN)
+  while process.poll() is None and not folders.steps(folder / "run")[1:]:
     time.sleep(0.02)
-  with contextlib.suppress(ProcessLookupError):
-    os.kill(pid, signal.SIGKILL)
-  assert typed.end()[0] == -signal.SIGKILL
+  process.kill()
+  process.communicate()
+  assert process.returncode == -signal.SIGKILL
   assert folders.steps(folder / "run")[-1] < STEPS
   code, _, err = typed(folder, "train", *TRAIN)
   assert not code, err
@@ -133,7 +136,7 @@ def trained(folder, typed):
   return folder
 
 
-def test_it_is_planned_through_the_flag_with_gin_or_without(folder, typed):
+def test_it_is_planned_through_the_flag_with_gin_or_without(folder):
   search = f"--gin_search_paths=.,{ROOT}"
   code, out, err = typed(folder, "plan", "--json", search, *TRAIN)
   assert code == 1 and "--import own_workload" in out and "--import soft_recipe" in out
@@ -149,7 +152,7 @@ def test_it_is_planned_through_the_flag_with_gin_or_without(folder, typed):
   assert json.loads(out)["schedule"] == report["schedule"]
 
 
-def test_killed_and_resumed_it_ends_with_its_own_deployed_weights(trained, typed):
+def test_killed_and_resumed_it_ends_with_its_own_deployed_weights(trained):
   """finalize writes `Recipe.final` of what the checkpoint keeps, and verify proves it."""
   code, out, err = typed(trained, "finalize", "run", "final", *MODULES)
   assert not code, out + err
@@ -171,7 +174,7 @@ def test_killed_and_resumed_it_ends_with_its_own_deployed_weights(trained, typed
     np.testing.assert_allclose(after.array(f"target/{name}/kernel"), want, rtol=1e-6)
 
 
-def test_it_is_evaluated_and_reported(trained, typed):
+def test_it_is_evaluated_and_reported(trained):
   where = dict(CHECKPOINT_PATH=f"run/checkpoint_{STEPS}", EVAL_OUTPUT_DIR="eval")
   argv = flags("local_workload_eval", "soft.gin", **where)
   code, _, err = typed(trained, "eval", *argv)
@@ -191,9 +194,7 @@ UNKNOWN = (
 )
 
 
-def test_without_the_module_one_line_names_recipe_rule_and_flag(
-  trained, typed, monkeypatch, capsys
-):
+def test_without_the_module_one_line_names_recipe_rule_and_flag(trained, monkeypatch, capsys):
   monkeypatch.chdir(trained)
   told = UNKNOWN.format(kind="recipe", name="'soft'")
   for argv in (["verify", "run"], ["finalize", "run", "other"]):
@@ -228,7 +229,7 @@ def test_a_sweep_of_it_names_the_flag(folder, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_sweep_hands_the_flag_to_its_runs(folder, typed):
+def test_a_sweep_hands_the_flag_to_its_runs(folder):
   (folder / "sweep.toml").write_text(SWEEP)
   code, out, err = typed(folder, "sweep", "sweep.toml", "--json", "--import=soft_recipe")
   assert not code, err

@@ -20,8 +20,6 @@ from nm_sparsity_jax.runs import writing
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import packed_file, safetensors_file, timm
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 
 def pack(capsys, *argv):
   """What the command says; it must succeed."""

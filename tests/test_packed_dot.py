@@ -36,7 +36,7 @@ from nm_sparsity_jax.patterns import NM
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks/results"
 
-pytestmark = pytest.mark.usefixtures("short_runs", "kernels_of_a_gpu")
+pytestmark = pytest.mark.usefixtures("kernels_of_a_gpu")
 
 REAL = [
   pytest.param(

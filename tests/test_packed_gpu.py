@@ -14,8 +14,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from nm_sparsity_jax.packed import choice, gpu, nm_dot, pack, prepare, unpack
 from nm_sparsity_jax.patterns import NM
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 # Depths and columns that are no multiple of a tile, of a byte of indices or of a group.
 CASES = [
   ("2:4", 37, 65, 3), ("1:4", 3, 1, 1), ("1:8", 130, 19, 17), ("3:12", 50, 33, 1),

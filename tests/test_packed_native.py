@@ -16,8 +16,6 @@ from nm_sparsity_jax import environment, installed
 from nm_sparsity_jax.packed import cpu, pack, unpack
 from nm_sparsity_jax.patterns import NM
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "nm_sparsity_jax/packed/native"
 there = pytest.mark.skipif(bool(cpu.missing()), reason=f"no kernels: {cpu.missing()}")
@@ -91,7 +89,7 @@ print("done")
 @there
 def test_64_calls_at_once_in_a_pool_of_two_threads():
   """A kernel runs on a thread of the pool, so it must not wait for another to become free."""
-  env = os.environ | {"PJRT_NPROC": "2", "XLA_FLAGS": ""}
+  env = os.environ | {"PJRT_NPROC": "2"}
   done = subprocess.run(
     [sys.executable, "-c", MANY], capture_output=True, text=True, env=env, timeout=120, check=False
   )

@@ -8,7 +8,6 @@ import warnings
 import jax
 import numpy as np
 import pytest
-import quick
 from flax import linen as nn
 
 import nm_sparsity_jax as nms
@@ -33,13 +32,6 @@ with warnings.catch_warnings():
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECIPE = functools.partial(nms.recipe, "sr_ste", phases=nms.Phases(total=7))
 RULES = nms.Rules({"ff": RECIPE(pattern="1:8"), "qkv": RECIPE(pattern="2:4")})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-  """These programs run for less time than compiling them for speed takes."""
-  with quick.compilation():
-    yield
 
 
 @pytest.fixture(scope="module")

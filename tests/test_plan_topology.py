@@ -23,7 +23,6 @@ RULES = dict(
   MIXTURE_OR_TASK_MODULE="t5x_task", TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8},
 )  # fmt: skip
 THESE = ("--import=t5x_task", f"--gin_search_paths={TESTS.parent},{TESTS}")
-pytestmark = pytest.mark.usefixtures("short_runs")
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import sys
 import browser
 import jax
 import pytest
-import quick
 
 from nm_sparsity_jax import cli, quickstart
 from nm_sparsity_jax.recipes import RECIPES
@@ -178,14 +177,11 @@ def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
 
 
 @pytest.fixture(scope="module")
-def start(programs_of_this_worker):
+def start():
   """Runs a quickstart in a folder: its exit code and all that it said."""
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
   env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
-  env |= quick.environment() | {  # shorter than compiling for speed
-    "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)]),
-  }
-  env |= programs_of_this_worker
+  env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
   command, pipe = [sys.executable, str(HERE / "quickstart_worker.py")], subprocess.PIPE
   with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as p:
 
@@ -287,7 +283,7 @@ def test_every_recipe_trains_and_is_proven(start, tmp_path):
 def test_all_of_it_within_four_minutes_and_convincing(tmp_path):
   """Issue 13, point 19: dense far above the largest class; sparse runs fall, and come back."""
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
-  env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(HERE.parent)}
+  env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
   command = [sys.executable, "-m", "nm_sparsity_jax.cli", "quickstart"]
   done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
@@ -322,7 +318,7 @@ def test_all_of_rebus_within_six_minutes_and_convincing(tmp_path):
   """One seed lies where the recorded seeds do. Issue 15's 85 % and 55 % are promises of their mean:
   tests/test_rebus_benchmark.py. Never ranks."""
   pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
-  env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(HERE.parent)}
+  env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
   command = [sys.executable, "-m", "nm_sparsity_jax.cli", "quickstart", "--task", "rebus"]
   done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)

@@ -22,8 +22,6 @@ report = importlib.import_module("_rebus_report")
 tasks = importlib.import_module("_recipes_tasks")
 train = importlib.import_module("_recipes_train")
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 
 @pytest.fixture(autouse=True)
 def as_users():

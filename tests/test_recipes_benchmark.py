@@ -21,7 +21,6 @@ report = importlib.import_module("_recipes_report")
 tasks = importlib.import_module("_recipes_tasks")
 train = importlib.import_module("_recipes_train")
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 RUN = recipes.Run("bigram", "1:16", "400", "idp", 100)
 
 

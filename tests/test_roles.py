@@ -17,7 +17,6 @@ from nm_sparsity_jax.flops import costs, ops, t5, vision
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.plan import places
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 PHASES = nms.Phases(total=8, dense=2, finetune=2)
 RECIPE = nms.recipe("mdgf_linear", pattern="1:4", phases=PHASES)
 

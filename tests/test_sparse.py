@@ -19,8 +19,6 @@ from nm_sparsity_jax import optim
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.transform import SparseState
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 PHASES = nms.Phases(total=48, dense=4, finetune=12)
 STEPS = 50
 FIELDS = {

@@ -31,8 +31,6 @@ study_tests = importlib.import_module("_study_tests")
 tasks = importlib.import_module("_recipes_tasks")
 train = importlib.import_module("_recipes_train")
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 
 # --- what is declared -------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import types
 
 import browser
 import pytest
-import quick
 import sweep_stub
 
 from nm_sparsity_jax import cli
@@ -722,8 +721,6 @@ def test_real_runs_killed_and_resumed_end_with_the_same_bits(tmp_path, monkeypat
 
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-  for name, value in quick.environment().items():
-    monkeypatch.setenv(name, value)
   more = "BATCH_SIZE = 16\nCHECKPOINT_PERIOD = 3\nDROPOUT_RATE = 0.1\n"
   text = SMALL.partition("[start]")[0].replace('baseline = "sr_ste"', "")
   text = text.replace("[0, 3]", "[7]").replace('["sr_ste", "idp"]', '["one_shot"]')

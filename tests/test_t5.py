@@ -18,7 +18,6 @@ from nm_sparsity_jax.models.t5 import T5Config, Transformer, config, layers, mas
 from nm_sparsity_jax.trees import flatten, map_with_names
 
 pytestmark = [
-  pytest.mark.usefixtures("short_runs"),
   # Gradients are made up here: no optimizer takes them.
   pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning"),
   pytest.mark.filterwarnings("ignore:.* adds lam=:UserWarning"),
@@ -496,20 +495,17 @@ def trajectory(scan, rules):
 
 
 @pytest.mark.parametrize(
-  "scan, policy, rules, as_users",
+  "scan, policy, rules",
   [
-    pytest.param(False, "none", RULES, False, id="plain-none-all-quickly"),
-    pytest.param(True, "nm_masks", SOME, False, id="scanned-nm_masks-some-quickly"),
-    pytest.param(False, "none", RULES, True, id="plain-none-all", marks=pytest.mark.slow),
-    pytest.param(True, "nm_masks", RULES, True, id="scanned-nm_masks-all", marks=pytest.mark.slow),
-    pytest.param(False, "minimal", RULES, True, id="plain-minimal-all", marks=pytest.mark.slow),
-    pytest.param(True, "none", RULES, True, id="scanned-none-all", marks=pytest.mark.slow),
+    pytest.param(False, "none", RULES, id="plain-none-all"),
+    pytest.param(True, "nm_masks", SOME, id="scanned-nm_masks-some"),
+    pytest.param(True, "nm_masks", RULES, id="scanned-nm_masks-all", marks=pytest.mark.slow),
+    pytest.param(False, "minimal", RULES, id="plain-minimal-all", marks=pytest.mark.slow),
+    pytest.param(True, "none", RULES, id="scanned-none-all", marks=pytest.mark.slow),
   ],
 )
-def test_sparse_is_dense_on_sparsified_parameters(scan, policy, rules, as_users, request):
+def test_sparse_is_dense_on_sparsified_parameters(scan, policy, rules):
   """Loss and gradients of every recipe in every phase, to the bit, with dropout."""
-  if as_users:  # of every recipe in `make test` too, layer by layer: test_layers.py
-    request.getfixturevalue("as_users_compile")
   sparse = sparse_model(scan, rules, remat_policy=policy)
   rest = {k: v for k, v in shapes_of(sparse).items() if k != "params"}
   run_dense = loss_and_grads(sparse.dense_twin(), **DROPOUT)

@@ -14,7 +14,6 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax.layers import with_step
 from nm_sparsity_jax.models.t5 import layers
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 LENGTH, BEAMS = 6, 2
 # Keys of the input are computed by `start`, all else by `step`.
 RULES = nms.Rules({"ff": EACH["mdgf_linear"], "cross/k": EACH["sdgf_geometric"]})

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import quick
 import t5x_found
 
 import nm_sparsity_jax as nms
@@ -56,8 +55,7 @@ def what_t5x_wants():
   before = {name: jax.config.values[name] for name in T5X_WANTS}
   for name, value in T5X_WANTS.items():
     jax.config.update(name, value)
-  with quick.compilation():
-    yield
+  yield
   for name, value in before.items():
     jax.config.update(name, value)
 
@@ -703,9 +701,8 @@ def test_what_a_recipe_of_ones_own_keeps_is_sharded_by_its_shape():
 
 
 @functools.cache
-def collectives_of(name, network, parts, as_users):
+def collectives_of(name, network, parts):
   """Those of the train step with a recipe in all places; name None = T5X's own, dense."""
-  del as_users  # compiled otherwise
   rules = name and nms.Rules({place: recipe(name) for place in ("ff", "qkv", "o")})
   model, partitioner = make(rules, network, dense=name is None), Devices(8, 2)
   cls = t5x_adapter.SparseTrainer if name else trainer.Trainer
@@ -718,28 +715,23 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-  "name, network, parts, as_users",
+  "name, network, parts",
   [
-    # Devices are given their parts before anything is optimized, so what is compiled quickly tells.
-    ("sr_ste", "t5", None, False),
-    pytest.param("sr_ste", "t5", None, True, marks=SLOW),
+    ("sr_ste", "t5", None),
     # That of each recipe, without T5X: test_train_sharded.py.
-    pytest.param("sdgf_stepwise", "t5", None, True, marks=SLOW),
-    pytest.param("sr_ste", "ours", 4, True, marks=SLOW),
-    pytest.param("idp", "t5", 4, True, marks=SLOW),
-    pytest.param("idp", "ours_scanned", None, True, marks=SLOW),
+    pytest.param("sdgf_stepwise", "t5", None, marks=SLOW),
+    pytest.param("sr_ste", "ours", 4, marks=SLOW),
+    pytest.param("idp", "t5", 4, marks=SLOW),
+    pytest.param("idp", "ours_scanned", None, marks=SLOW),
   ],
 )
-def test_masks_add_no_communication(name, network, parts, as_users, request):
+def test_masks_add_no_communication(name, network, parts):
   """The compiled train step has the collectives of the dense one.
 
   With microbatches lambda needs the number of the whole batch's targets: one scalar to reduce.
   """
-  if as_users:
-    jax.config.update("jax_disable_most_optimizations", False)
-    request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", True))
-  counts = collectives_of(name, network, parts, as_users)
-  wanted = dict(collectives_of(None, network, parts, as_users))
+  counts = collectives_of(name, network, parts)
+  wanted = dict(collectives_of(None, network, parts))
   wanted["all-reduce"] += bool(parts)
   assert sum(wanted.values()) > 1 and counts == wanted
 
@@ -780,15 +772,6 @@ def train(model, model_dir, steps, restore=None, cls=None, **kw):
   )[1]  # fmt: skip
 
 
-@pytest.fixture
-def usual_kernels():
-  """The bits of a run that goes on are those of its whole; see tests/quick.py."""
-  jax.clear_caches()
-  with quick.compilation(older_kernels=False):
-    yield
-  jax.clear_caches()
-
-
 @pytest.fixture(scope="module")
 def dense_checkpoints(tmp_path_factory):
   """Of T5X's own model and trainer: after two steps, and the same with its step rewritten."""
@@ -821,7 +804,7 @@ EVERY += [
 
 @pytest.mark.parametrize("name, optimizer, starts, kills", EVERY)
 def test_a_run_from_a_dense_checkpoint_and_its_resumption(
-  name, optimizer, starts, kills, usual_kernels, dense_checkpoints, tmp_path
+  name, optimizer, starts, kills, dense_checkpoints, tmp_path
 ):
   paths, params = dense_checkpoints
   make_it = lambda pretrained: make(rules_of(name), optimizer_def=OPTIMIZERS[optimizer](pretrained))

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import quick
 import t5x_found
 from test_plan_mistakes import T5X_MODEL
 
@@ -47,44 +46,8 @@ def t5x(command, *files, check=True, devices=1, **macros):
   command = [sys.executable, "-m", f"t5x.{command}", *args]
   both = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
   done = subprocess.run(command, env=env, text=True, check=False, **both)
-  if check:
-    assert not done.returncode, done.stdout[-3000:]
+  assert bool(done.returncode) != check, done.stdout[-3000:]
   return done.stdout
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory, programs_of_this_worker):
-  """`t5x` above, in forks of one process that has imported what T5X imports."""
-  _, env = t5x_found.command_line((), {})
-  command, pipe = [sys.executable, str(ROOT / "tests/t5x_worker.py")], subprocess.PIPE
-  folder = tmp_path_factory.mktemp("worker")
-  env |= programs_of_this_worker  # a run that goes on, eval and infer have those of the run before
-  errors = folder / "errors.txt"
-  with (
-    (folder / "worker.txt").open("w+") as said,
-    subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True, env=env) as worker,
-  ):
-
-    def run(command, *files, check=True, goes_on=False, **macros):
-      """`goes_on`: its bits are compared with those of another run; see `quick.compilation`."""
-      flags, environment = t5x_found.command_line(files, macros)
-      if not goes_on:
-        environment = quick.environment()
-      kernels = {"XLA_FLAGS": environment["XLA_FLAGS"]}
-      worker.stdin.write(json.dumps([command, flags, str(errors), kernels]) + "\n")
-      worker.stdin.flush()
-      for line in worker.stdout:
-        if line.startswith("ended "):
-          break
-      else:
-        raise AssertionError(f"the worker has ended: {(folder / 'worker.txt').read_text()}")
-      code, text = int(line.split()[1]), errors.read_text()
-      assert bool(code) != check, text[-3000:]
-      return text
-
-    yield run
-    worker.stdin.close()
-    worker.wait(60)
 
 
 def last_metric(folder):
@@ -106,16 +69,16 @@ def saved_arrays(checkpoint):
   return reader.restore(path, restore_args=jax.tree.map(as_numpy, shapes))
 
 
-def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
+def test_dense_then_sparse_then_eval_then_infer_then_verify(tmp_path):
   dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-  plain = forked("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=6)
+  plain = t5x("train", "tests/t5x_dense.gin", MODEL_DIR=str(dense), TRAIN_STEPS=6)
   finetune = dict(
     MODEL_DIR=str(sparse), INITIAL_CHECKPOINT_PATH=str(dense / "checkpoint_6"), BATCH_SIZE=16,
     EVAL_PERIOD=6, EVAL_STEPS=2,
   )  # fmt: skip
   period = {"utils.SaveCheckpointConfig.period": 6}
   run = "gin_configs/runs/t5x_finetune.gin", TINY
-  log = t5x("train", *run, **finetune, **RULES, **period)  # as users type it; the others in forks
+  log = t5x("train", *run, **finetune, **RULES, **period)
   # Point 9: once, before anything is restored and compiled; nothing that looks like a failure.
   told = log.index("parameter "), log.index("schedule of ff: idp 1:4")
   assert told[0] < told[1] < log.index("Initialize/restore complete")
@@ -130,7 +93,7 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   whole, scores = saved_arrays(sparse / "checkpoint_18"), last_metric(sparse)
   shutil.rmtree(sparse / "checkpoint_18")
   forget_metrics(sparse)
-  log = forked("train", *run, goes_on=True, **finetune, **RULES, **period)
+  log = t5x("train", *run, **finetune, **RULES, **period)
   assert f"{sparse}/checkpoint_12" in log
   jax.tree.map(np.testing.assert_array_equal, saved_arrays(sparse / "checkpoint_18"), whole)
 
@@ -138,14 +101,14 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
   half = str(sparse / "checkpoint_12")
   common = {"CHECKPOINT_PATH": half, "utils.DatasetConfig.batch_size": 16}
   # Point 4: what is sparse is read from the checkpoint, in T5X's own model file as in ours.
-  forked("eval", "gin_configs/runs/t5x_eval.gin", TINY, EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
-         goes_on=True, **common)  # fmt: skip
+  t5x("eval", "gin_configs/runs/t5x_eval.gin", TINY, EVAL_OUTPUT_DIR=str(tmp_path / "eval"),
+         **common)  # fmt: skip
   in_loop, alone = last_metric(sparse), last_metric(tmp_path / "eval")
   assert set(in_loop) == {12, 18} and in_loop == scores and alone == {12: in_loop[12]}
 
   split = {"utils.DatasetConfig.split": "validation"}
   (tmp_path / "theirs.gin").write_text(T5X_MODEL)
-  forked("infer", tmp_path / "theirs.gin", "nm_sparsity_jax/infer.gin", **TASK,
+  t5x("infer", tmp_path / "theirs.gin", "nm_sparsity_jax/infer.gin", **TASK,
          INFER_OUTPUT_DIR=str(tmp_path / "infer"), **common, **split)  # fmt: skip
   (written,) = (tmp_path / "infer").glob("*.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
@@ -153,9 +116,9 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(forked, tmp_path):
 
   # Other rules are refused, by name; a dense checkpoint and bfloat16 too.
   other = {**RULES, "PATTERN": "2:4"}
-  error = forked("train", *run, check=False, **finetune, **other, **period)
+  error = t5x("train", *run, check=False, **finetune, **other, **period)
   assert "ff: idp 1:4, total=12, dense=2, finetune=4" in error and "ff: idp 2:4" in error
-  error = forked("eval", "gin_configs/runs/t5x_eval.gin", TINY, check=False,
+  error = t5x("eval", "gin_configs/runs/t5x_eval.gin", TINY, check=False,
                  EVAL_OUTPUT_DIR=str(tmp_path / "no"), **common, **other)  # fmt: skip
   assert f"PATTERN='2:4', but {half} was trained with '1:4': leave PATTERN out." in error
 
@@ -190,11 +153,11 @@ MINI_RULES = dict(RECIPE="sdgf_stepwise", PATTERN="1:4", SPARSE_STEPS=20, FINETU
 
 
 @pytest.mark.slow  # test_gin.py runs T5X's infer on a GLUE test set; test_local_glue.py hands it in
-def test_train_score_infer_submit(forked, tmp_path, capsys):
+def test_train_score_infer_submit(tmp_path, capsys):
   model, task = "gin_configs/models/mini.gin", tmp_path / "task.gin"
   task.write_text(MINI_TASK)
   runs = "gin_configs/runs/t5x_"
-  forked(
+  t5x(
     "train",
     model,
     f"{runs}adamw.gin",
@@ -218,7 +181,7 @@ def test_train_score_infer_submit(forked, tmp_path, capsys):
   assert run["columns"]["MRPC"]["step"] == 20 and run["columns"]["MRPC"]["values"] == last
   assert run["recipe"] == "sdgf_stepwise" and run["mini"]
 
-  forked("infer", model, f"{runs}infer_glue_test.gin", task, INFER_OUTPUT_DIR=str(tmp_path / "i"),
+  t5x("infer", model, f"{runs}infer_glue_test.gin", task, INFER_OUTPUT_DIR=str(tmp_path / "i"),
       CHECKPOINT_PATH=str(tmp_path / "m/checkpoint_20"),
       TASK_FEATURE_LENGTHS={"inputs": 24, "targets": 4},
       **{"utils.DatasetConfig.batch_size": 8}, **MINI_RULES)  # fmt: skip

@@ -15,7 +15,6 @@ from nm_sparsity_jax import cli, gin_files
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = [
   pytest.mark.filterwarnings("ignore"),  # what it imports warns on its own account
-  pytest.mark.usefixtures("short_runs"),
 ]
 
 with warnings.catch_warnings():

@@ -12,8 +12,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import metrics
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 # mlp is split in two: 256 rows of wo a shard, whole groups of up to 256.
 EMBED, MLP, BATCH = 128, 512, 32
 SPECS = {
@@ -114,7 +112,6 @@ def dense(names):
   return found
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_no_collective_more_than_dense_and_the_masks_of_one_device():
   program, (params, opt, x, y), tx = compiled(RULES, RECIPES)
   assert not more(collectives(program), dense(RECIPES))

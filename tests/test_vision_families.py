@@ -15,7 +15,6 @@ from nm_sparsity_jax.runs import untold
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = [
   pytest.mark.filterwarnings("ignore"),  # what it imports warns on its own account
-  pytest.mark.usefixtures("short_runs"),
 ]
 # Windows of 2 x 2 patches of 4 x 4.
 SWIN = """

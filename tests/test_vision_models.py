@@ -13,8 +13,6 @@ from nm_sparsity_jax.models import image_parts, resnet, swin, swin_windows, vit
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.trees import flatten, map_with_names
 
-pytestmark = pytest.mark.usefixtures("short_runs")
-
 # The same for each family: its network, and the name of its tiny config.
 FAMILIES = {
   "vit": (vit.ViT, vit, "vit_test"),
@@ -379,30 +377,22 @@ def outputs_and_grads(net, x):
   return jax.value_and_grad(loss, has_aux=True)
 
 
-# Each kind of layer once; all of the tiny network is compared as users compile it. That `plain` and
-# `remat` take the same spares each other two programs.
-COMPARED_QUICKLY = SMALLER | {"swin": dict(depths=(2, 1), heads=(1, 2))}
+# Each kind of layer once. That `plain` and `remat` take the same spares each other two programs.
+COMPARED_PARTS = SMALLER | {"swin": dict(depths=(2, 1), heads=(1, 2))}
 CASES = [(n, how) for n in FAMILIES for how in ("plain", "remat")] + [("vit", "remat scan")]
-CASES += [pytest.param(*case, "as users", marks=pytest.mark.slow) for case in CASES]
 # Remat is one function of all families: `make test` has it where blocks have a state, and in scans,
 # and without it the two others.
 REPEATED = {("vit", "remat"), ("swin", "remat"), ("resnet", "plain")}
 CASES = [
-  case if type(case) is not tuple
-  else pytest.param(*case, "quickly", marks=[pytest.mark.slow] if case in REPEATED else [])
-  for case in CASES
-]  # fmt: skip
+  pytest.param(*case, marks=[pytest.mark.slow] if case in REPEATED else []) for case in CASES
+]
 
 
 @pytest.mark.filterwarnings("ignore:(idp|sr_ste) at .* adds lam:UserWarning")  # no optimizer
 @pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning")
-@pytest.mark.parametrize("name, how, compiled", CASES)
-def test_sparse_network_is_the_dense_one_on_sparsified_parameters(name, how, compiled, request):
-  if compiled == "as users":
-    request.getfixturevalue("as_users_compile")
-  changes = {"scan": True} if "scan" in how else {}
-  if compiled == "quickly" and not changes:
-    changes = COMPARED_QUICKLY[name]
+@pytest.mark.parametrize("name, how", CASES)
+def test_sparse_network_is_the_dense_one_on_sparsified_parameters(name, how):
+  changes = {"scan": True} if "scan" in how else COMPARED_PARTS[name]
   rules, key = rules_for(name, changes), tuple(changes.items())
   remat = dict(remat="remat" in how, drop_path=0.0, **changes)
   sparse, dense = (network(name, r, **remat) for r in (rules, None))

@@ -18,7 +18,6 @@ from nm_sparsity_jax.models import image_parts, resnet, swin, vit
 from nm_sparsity_jax.trees import flatten, nested
 from nm_sparsity_jax.weights import safetensors_file, timm
 
-pytestmark = pytest.mark.usefixtures("short_runs")
 CLASSES = {"vit": (vit, vit.ViT), "swin": (swin, swin.Swin), "resn": (resnet, resnet.ResNet)}
 tiny = pytest.mark.parametrize("name", reference.TINY)
 
@@ -143,7 +142,6 @@ def test_timm_loads_a_finalized_network_strictly_and_computes_the_same(name):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize("name", reference.FULL)
 def test_full_size_networks_are_timms(name, monkeypatch):
   _, library = timm_found.load()

@@ -25,7 +25,6 @@ from nm_sparsity_jax.trees import flatten, map_with_names
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = [
   pytest.mark.filterwarnings("ignore"),  # what it imports warns on its own account
-  pytest.mark.usefixtures("short_runs"),
 ]
 
 with warnings.catch_warnings():
@@ -95,6 +94,7 @@ def test_killed_and_resumed_it_has_the_same_bits(trained, tmp_path, capfd):
   flags = words(**MACROS, MODEL_DIR=str(folder))
   command = [sys.executable, "-m", "nm_sparsity_jax.cli", "train", *flags]
   env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(ROOT)])}
+  env["JAX_NUM_CPU_DEVICES"] = str(jax.device_count())  # sums depend on it
   with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as process:
     for _ in range(6000):
       if folders.steps(folder)[1:] or process.poll() is not None:
