@@ -156,7 +156,6 @@ CORE = [
   "optax>=0.2.8",
   "numpy>=2.0",
   "packaging",  # `nm-sparsity doctor` compares versions
-  "regex",  # matches a regex of somebody else's file within a limit of time
 ]
 
 # SeqIO tasks and their metrics. SeqIO brings tensorflow-text, which needs `tensorflow`

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+
 def spelled(value: Any) -> str:
   """Returns class and fields as a text for fingerprints, whatever `repr` the class has.
 

@@ -25,8 +25,6 @@ os.environ.setdefault("PJRT_NPROC", "32")
 # Each thread of that pool would keep an arena of its own; the workers start with these.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")
-# A table that somebody tuned on this machine says nothing of the one that is released.
-os.environ["NM_SPARSITY_TABLE"] = os.devnull
 # All workers and the processes that tests start share JAX's cache of compiled programs. Set
 # JAX_COMPILATION_CACHE_DIR to keep it for the next run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

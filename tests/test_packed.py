@@ -20,7 +20,6 @@ from nm_sparsity_jax.packed import (
   lost_signs,
   pack,
   sizes,
-  sparse_operand,
   unpack,
 )
 from nm_sparsity_jax.patterns import NM
@@ -178,7 +177,6 @@ BAD[4:7, 1] = 1e-40
     (lambda: pack(MATRIX + np.inf * np.eye(8, 3, dtype=np.float32), NM(4, 4), dtype="int8"),
      "inf or NaN, which int8 cannot hold"),
     (lambda: pack(np.full((4, 1), 1e30, np.float32), NM(4, 4), dtype="float16"), "beyond the"),
-    (lambda: sparse_operand(pack(MATRIX, NM(2, 4))), "2:4 is no sparse operand"),
   ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_a_sentence(call, said):
@@ -250,15 +248,6 @@ def test_a_pattern_may_be_its_text():
   assert one.pattern == NM(1, 8) and one.indices.tobytes() == other.indices.tobytes()
   with pytest.raises(ValueError, match="'1-8' is not a pattern: write two whole numbers"):
     pack(w, "1-8")
-
-
-def test_xlas_sparse_operand_is_one_step_away():
-  w, _ = weight(5, (32, 6), 0, NM(1, 8), np.float32, pad=0)
-  values, indices = sparse_operand(pack(w, NM(1, 8)))
-  assert values.shape == indices.shape == (4, 6) and indices.dtype == np.uint8
-  full = np.zeros((4, 8, 6), np.float32)
-  np.put_along_axis(full, indices[:, None].astype(int), values[:, None], 1)
-  np.testing.assert_array_equal(full.reshape(32, 6), w)
 
 
 def test_a_large_weight_is_ranked_in_blocks(monkeypatch):

@@ -5,7 +5,6 @@ import doctest
 import functools
 import json
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxlib import _hlo
 
 from nm_sparsity_jax.groups import Groups
 from nm_sparsity_jax.packed import (
@@ -24,19 +22,15 @@ from nm_sparsity_jax.packed import (
   choice,
   cpu,
   dot,
-  gpu,
   nm_dot,
   pack,
   prepare,
-  sparse_operand,
   unpack,
   xla,
 )  # fmt: skip
 from nm_sparsity_jax.patterns import NM
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks/results"
-
-pytestmark = pytest.mark.usefixtures("kernels_of_a_gpu")
 
 REAL = [
   pytest.param(
@@ -49,12 +43,6 @@ REAL = [
   if name != "auto"
 ]
 BFLOAT16 = ml_dtypes.bfloat16
-
-
-@pytest.fixture
-def kernels_of_a_gpu(monkeypatch):
-  """They are followed in plain JAX: no machine of ours has a GPU."""
-  monkeypatch.setattr(gpu, "INTERPRET", True)
 
 
 def weight(seed, depth, features, pattern):
@@ -270,33 +258,6 @@ def test_several_cores_have_rows_of_their_own(monkeypatch):
     assert best() == way
 
 
-def test_a_table_of_this_machine_takes_the_place_of_ours(tmp_path, monkeypatch):
-  file = tmp_path / "table.json"
-  ours = choice.table()["backends"]
-  monkeypatch.setenv(choice.TUNED, str(file))
-  read = choice.table.__wrapped__
-  assert read()["backends"] == ours  # nobody wrote one
-  own = {"xla_scan": {"rows": [1], "speed": {"2": [7.5]}}}
-  file.write_text(choice.tuned_text(own))
-  assert read()["backends"] == ours | own
-  told = json.loads(file.read_text())
-  for other in ({"processor": "another"}, {"cores": 4096}):
-    file.write_text(json.dumps(told | {"machine": told["machine"] | other}))
-    assert read()["backends"] == ours
-  cell = lambda rows, ratios: {"backends": {"xla_scan": {"rows": rows, "speed": {"2": ratios}}}}
-  wrong = (
-    "{", "[]", "3", json.dumps({"backends": {}}), json.dumps(told | cell([1, 2], [1.0])),
-    json.dumps(told | cell([2, 1], [1.0, 1.0])), json.dumps(told | cell([1], ["fast"])),
-    json.dumps(told | cell([1], [-1.0])), json.dumps(told | cell([], [])),
-  )  # fmt: skip
-  for text in wrong:
-    file.write_text(text)
-    with pytest.raises(
-      ValueError, match="table.json' is not a table of speeds .*: delete it, or let"
-    ):
-      read()
-
-
 @pytest.fixture
 def table(monkeypatch):
   """One backend, faster than dense at m / n = 8 from 16 rows on."""
@@ -339,34 +300,6 @@ def test_indices_are_spread_once_for_the_scan(table):
   text = jax.jit(nm_dot).lower(jnp.zeros((16, 16)), ready).as_text()
   assert "shift_right" not in text  # the call does no work that could have been done before
   assert "shift_right" in jax.jit(nm_dot).lower(jnp.zeros((16, 16)), w).as_text()
-
-
-# --- the operand that XLA had for a sparse dot ----------------------------------------------------
-
-
-def test_xla_reads_a_dot_over_values_and_indices_but_knows_no_sparsity():
-  """XLA's parser takes the tuple. It looks at no shape in it, and refuses what made it sparse."""
-  packed = pack(weight(1, 32, 6, NM(1, 8)), NM(1, 8))
-  values, indices = sparse_operand(packed)
-  shape = lambda kind, x: f"{kind}[{','.join(map(str, x.shape))}]{{1,0}}"
-  v, i = shape("f32", values), shape("u8", indices)
-  text = f"""HloModule sparse
-ENTRY main {{
-  x = f32[3,32]{{1,0}} parameter(0)
-  v = {v} parameter(1)
-  i = {i} parameter(2)
-  w = ({v}, {i}) tuple(v, i)
-  ROOT y = f32[3,6]{{1,0}} dot(x, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-}}
-"""
-  read = _hlo.hlo_module_from_text(text).to_string()
-  (operand,) = re.findall(
-    r"= \((f32\[4,6\]\{1,0\}), (?:/\*.*?\*/)?(u8\[4,6\]\{1,0\})\) tuple", read
-  )
-  assert operand == (v, i)
-  assert re.search(r"dot\(.*\), lhs_contracting_dims=\{1\}, rhs_contracting_dims=\{0\}", read)
-  with pytest.raises(Exception, match='unexpected attribute "sparsity"'):
-    _hlo.hlo_module_from_text(text.replace("dims={0}\n", "dims={0}, sparsity=R.0@1:8\n"))
 
 
 @pytest.mark.parametrize("module", [dot, choice, xla])

@@ -241,7 +241,7 @@ def test_equal_values_have_one_text():
   assert len({r.fingerprint for r in axes}) == 1
 
 
-def test_a_whole_number_that_an_older_version_wrote_is_read():
+def test_a_whole_number_is_read_as_the_float_of_its_field():
   assert rules_text.parse("ff: sr_ste 1:4, total=9, lam=0").places["ff"].lam == 0.0
 
 

@@ -1,4 +1,4 @@
-"""runs.settings: what a resumed run must share, as values and as older versions wrote them."""
+"""runs.settings: what a resumed run must share."""
 
 import json
 import math
@@ -10,30 +10,10 @@ from nm_sparsity_jax import gin_files
 from nm_sparsity_jax.runs import settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-# A settings.json that a version before format 2 wrote, of the run in `config`.
-OLD = {
-  "model": (
-    "Model(label_smoothing=0.0, network=Transformer(config=preset(dropout_rate=0.1, "
-    "dtype='bfloat16', remat_policy='none', scan_layers=False, size='tiny', version='t5_1_1',"
-    " vocab_size=32128)), num_partitions=1, rules=rules(beta=None, dense_steps=0, "
-    "fields=None, finetune_steps=0, gradient=None, indivisible='error', pattern='1:4', "
-    "places={'decoder/qkv': '2:4', 'ff': None}, recipe='idp', sparse_steps=9), z_loss=0.0001)"
-  ),
-  "optimizer": (
-    "adamw(b1=0.9, b2=0.999, eps=1e-08, learning_rate=learning_rate(factors='constant * "
-    "linear_warmup', rate=0.001, warmup_steps=100), weight_decay=0.0001)"
-  ),
-  "source": (
-    "Source(batch_size=128, lengths=(8), module=None, name='x', pack=False, seed=0, "
-    "shuffle=True, use_cached=False)"
-  ),
-  "model_dir": "'run'",
-  "sparse_steps": "9",
-  "initial_checkpoint": "None",
-  "pretrained_steps": "None",
-  "microbatches": "1",
-  "random_seed": "0",
-}
+NAMES = {
+  "model", "optimizer", "source", "model_dir", "sparse_steps", "initial_checkpoint",
+  "pretrained_steps", "microbatches", "random_seed",
+}  # fmt: skip
 
 
 def with_checkpoint(folder):
@@ -43,7 +23,7 @@ def with_checkpoint(folder):
 
 
 def config(**changes):
-  """The bound arguments of a run that OLD is of, but for changes of macros."""
+  """The bound arguments of a run, but for changes of macros."""
   pytest.importorskip("gin")
   pytest.importorskip("seqio", reason="the local runner needs it")
   runs = "gin_configs/runs/local"
@@ -57,7 +37,7 @@ def config(**changes):
   bindings.append("data.Source.lengths = (8,)")
   made = gin_files.Config([ROOT], [*files, "gin_configs/sparsity.gin"], bindings)
   assert not made.errors
-  return {name: value for name, value in made.settings("Run").items() if name in OLD}
+  return {name: value for name, value in made.settings("Run").items() if name in NAMES}
 
 
 def test_settings_are_nested_plain_values():
@@ -80,26 +60,6 @@ def test_values_without_a_form_in_json_keep_their_text():
   assert settings.text(found) == "{1: b'x', 2: {'': 3j}}"
 
 
-def test_the_text_is_that_of_older_versions():
-  assert {name: settings.text(value) for name, value in config().items()} == OLD
-
-
-def test_an_old_run_goes_on_when_nothing_changed_and_else_names_it(tmp_path):
-  folder = with_checkpoint(tmp_path)
-  (folder / "settings.json").write_text(json.dumps(OLD))
-  assert settings.changed(folder, config()) == ""
-  settings.agree(folder, config())
-  assert json.loads((folder / "settings.json").read_text()) == OLD  # an older version may go on too
-  now = config(PATTERN="1:8", DATA_SEED=3, SPARSITY_RULES={"ff": "1:2"})
-  assert settings.changed(folder, now) == (
-    "model.rules.pattern was '1:4', and is '1:8'; "
-    "model.rules.places.'decoder/qkv' was '2:4', and is not set; "
-    "model.rules.places.'ff' was None, and is '1:2'; source.seed was 0, and is 3"
-  )
-  del now["microbatches"]
-  assert "microbatches was 1, and is not set" in settings.changed(folder, now)
-
-
 def test_a_new_run_compares_values(tmp_path):
   folder = tmp_path / "run"
   folder.mkdir()
@@ -107,6 +67,13 @@ def test_a_new_run_compares_values(tmp_path):
   assert settings.changed(folder, config(PATTERN="1:8")) == ""  # no checkpoint: it may begin anew
   settings.agree(folder, config(PATTERN="1:8"))
   with_checkpoint(folder)
+  now = config(PATTERN="1:8", DATA_SEED=3, SPARSITY_RULES={"ff": "1:2"})
+  assert settings.changed(folder, now) == (
+    "model.rules.places.'decoder/qkv' was '2:4', and is not set; "
+    "model.rules.places.'ff' was None, and is '1:2'; source.seed was 0, and is 3"
+  )
+  del now["microbatches"]
+  assert "microbatches was 1, and is not set" in settings.changed(folder, now)
   before = (folder / "settings.json").read_bytes()
   settings.agree(folder, config(PATTERN="1:8"))
   with pytest.raises(

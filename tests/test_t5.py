@@ -621,13 +621,3 @@ def test_gin_files_of_both_paths_bind_one_class(order):
   finally:
     gin.clear_config()
   assert isinstance(made, Transformer) and made.config.vocab_size == 384
-
-
-def test_the_former_path_has_the_same_objects():
-  from nm_sparsity_jax import t5
-  from nm_sparsity_jax.t5 import layers as former_layers
-  from nm_sparsity_jax.t5 import network as former
-
-  assert t5.T5Config is former.T5Config is T5Config and former.Transformer is Transformer
-  for name in ("RelativePositionBiases", "MultiHeadDotProductAttention", "MlpBlock"):
-    assert getattr(former_layers, name) is getattr(layers, name)

@@ -14,7 +14,6 @@ What stands where:
     layers      one product: dense, packed
     networks    what a network computes at once: a pass, the inputs of a T5, its next token
     measuring   both of them -> Found
-    tuning      products alone -> the table of this machine, for `auto`
     results     Found: plain values, tables
     page        Found -> HTML, by `report`
 """
@@ -22,6 +21,5 @@ What stands where:
 from nm_sparsity_jax.benches.measuring import bench, products
 from nm_sparsity_jax.benches.page import write
 from nm_sparsity_jax.benches.results import Found, Product, Whole
-from nm_sparsity_jax.benches.tuning import tune
 
-__all__ = ["Found", "Product", "Whole", "bench", "products", "tune", "write"]
+__all__ = ["Found", "Product", "Whole", "bench", "products", "write"]

@@ -6,10 +6,8 @@ you need not name one. For each distinct product it tells the time of the best d
 the packed one, without the cost of a call, and their bytes. End to end it times what the network
 computes at once: a T5 reads inputs and decodes a token, others make a forward pass. Beside it
 stands what packing can give at most, where that is known. --shapes measures products of random
-weights alone. --tune measures them too, for some minutes, and writes the table that `auto` reads on
-this machine.
+weights alone.
 
-  nm-sparsity bench --tune
   nm-sparsity bench --shapes 1024,4096,1 1024,4096,128 --pattern 1:8
   nm-sparsity bench model.safetensors --cores 1 --out bench.html \\
     --gin_file=gin_configs/models/t5_1_1/tiny.gin --gin_file=gin_configs/runs/local_infer.gin ...
@@ -46,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--shapes", nargs="+", metavar="K,F,ROWS", type=_shape,
     help="products alone: of weights (K, F) and so many rows of x",
   )  # fmt: skip
-  add("--tune", action="store_true", help="write this machine's own table for --backend auto")
   add("--pattern", metavar="N:M", help="of --shapes (default: 1:8)")
   add(
     "--dtype", choices=("float32", "bfloat16", "int8"),
@@ -76,9 +73,6 @@ def run(args: argparse.Namespace) -> int:
   _take_cores(args.cores)
   from nm_sparsity_jax import benches
 
-  if args.tune:
-    print(benches.tune(turns=args.turns))
-    return 0
   if args.shapes is None:
     found = _of_checkpoint(args)
   else:
@@ -92,28 +86,19 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-_ONE = "a checkpoint, or --shapes K,F,ROWS for products alone, or --tune"
+_ONE = "a checkpoint, or --shapes K,F,ROWS for products alone"
 _ROWS = ("batch", "inputs", "tokens")
 _GIN = dict.fromkeys(("gin_file", "gin_bindings"), "gin is read for a checkpoint alone")
 # What is measured -> the settings that it has no use for, and why.
 _USELESS: dict[str, dict[str, str]] = {
   "a checkpoint": {"pattern": "a checkpoint has patterns of its own"},
   "--shapes": {**dict.fromkeys(_ROWS, "--shapes gives the rows itself"), **_GIN},
-  "--tune": {
-    **dict.fromkeys(_ROWS, "--tune has rows of its own"),
-    **_GIN,
-    "pattern": "--tune has patterns of its own",
-    "dtype": "--tune measures float32",
-    "backend": "--tune measures every backend",
-    "out": "--tune writes a table, and prints where",
-    "json": "--tune writes a table, and prints where",
-  },
 }
 
 
 def _refuse(args: argparse.Namespace) -> None:
   """Raises where what was typed does not fit together, or a path cannot be."""
-  told = {"a checkpoint": args.checkpoint, "--shapes": args.shapes, "--tune": args.tune or None}
+  told = {"a checkpoint": args.checkpoint, "--shapes": args.shapes}
   given = [name for name, value in told.items() if value is not None]
   if len(given) > 1:
     raise ValueError(f"{' and '.join(given)} were given: give one of these: {_ONE}.")

@@ -3,8 +3,8 @@
     weight (exact zeros) -> [pack] -> NMPacked(values, indices, scale) -> [unpack] -> the same bits
 
 The canonical layout is one for memory, files and backends. `array` knows it, `bits` knows how
-indices share bytes. `dot` multiplies: `choice` says by which backend: `xla`,
-`cpu` with the C++ kernels of native/, or `gpu`, which asks for Pallas.
+indices share bytes. `dot` multiplies: `choice` says by which backend, `xla` or
+`cpu` with the C++ kernels of native/.
 """
 
 from nm_sparsity_jax.packed.array import (
@@ -16,12 +16,11 @@ from nm_sparsity_jax.packed.array import (
   lost_signs,
   pack,
   sizes,
-  sparse_operand,
   unpack,
 )
 from nm_sparsity_jax.packed.dot import BACKENDS, nm_dot, prepare
 
 __all__ = [
   "BACKENDS", "MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "nm_dot", "pack",
-  "prepare", "sizes", "sparse_operand", "unpack",
+  "prepare", "sizes", "unpack",
 ]  # fmt: skip

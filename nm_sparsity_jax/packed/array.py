@@ -23,7 +23,7 @@ from nm_sparsity_jax.packed.bits import MOST
 from nm_sparsity_jax.patterns import NM
 
 __all__ = ["MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "pack", "sizes",
-           "sparse_operand", "unpack"]  # fmt: skip
+           "unpack"]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")  # of values
 _LEVELS = 127  # of int8, to either side: -128 has no partner and is not used
@@ -234,27 +234,6 @@ def lost_signs(w: Any, pattern: NM, groups: Groups | None = None) -> int:
     free = pattern.n - used.sum(1)
     lost += int(np.maximum(minus.sum(1) - np.maximum(free, 0), 0).sum())
   return lost
-
-
-def sparse_operand(packed: NMPacked) -> tuple[np.ndarray, np.ndarray]:
-  """Returns a 1:m weight as XLA's sparse operand has it: ({values [depth / m, features], indices}).
-
-  The indices are uint8, one to a byte. XLA had such operands of a dot in 2025. The one of jaxlib
-  0.10 reads no `sparsity` of a dot, so nothing runs on them.
-
-  >>> [x.tolist() for x in sparse_operand(pack(np.array([[0], [5.0]], np.float32), NM(1, 2)))]
-  [[[5.0]], [[1]]]
-
-  Raises:
-    ValueError: n is not 1.
-  """
-  if packed.n != 1:
-    raise ValueError(
-      f"a weight of {packed.pattern} is no sparse operand of XLA, which has one index for each "
-      "group: take a pattern 1:m."
-    )
-  places = squeezing.spread(np.asarray(packed.indices), packed.rows, packed.bits)
-  return np.asarray(packed.values), places
 
 
 def check(packed: NMPacked, name: str = "the weight") -> None:

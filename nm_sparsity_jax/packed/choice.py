@@ -1,6 +1,6 @@
 """Which product is the fastest, by what was measured.
 
-    pattern, rows of x, platform -> [best] -> 'cpu_ffi', 'xla_scan', 'unpack', 'gpu' or 'dense'
+    pattern, rows of x, platform -> [best] -> 'cpu_ffi', 'xla_scan', 'unpack' or 'dense'
 
 table.json has the speed of each backend over the best dense product, for m / n and rows of x.
 Between two measured points the slower one counts. Beyond the last ones the last one counts. Smaller
@@ -8,8 +8,6 @@ weights have rows of their own, since a call costs as much for them, and so have
 16 of which several are kept, since their x does not fit registers.
 Several cores have rows of their own where they were measured: a kernel may gain more or less from
 them than a dense product does.
-`nm-sparsity bench --tune` measures this machine and writes a table of its own. Its backends take
-the place of ours, on the processor and the number of cores that it was written on.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import json
 import math
 import os
 import pathlib
-import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +28,6 @@ from nm_sparsity_jax.packed.array import NMPacked
 from nm_sparsity_jax.patterns import NM
 
 _TABLE = pathlib.Path(__file__).with_name("table.json")
-TUNED = "NM_SPARSITY_TABLE"  # the variable that names this machine's own table
-_HOME = "~/.cache/nm-sparsity/table.json"  # where it lies without
 _FAIR = 1.0  # a ratio from which on a backend is taken
 SIZES = (("", 1 << 21), ("medium", 1 << 17), ("small", 1 << 14), ("tiny", 0))  # from so many on
 WIDE = "wide groups"
@@ -41,60 +36,7 @@ WIDE = "wide groups"
 @functools.cache
 def table() -> dict[str, Any]:
   """Returns {"backends": {name: {"rows": rows of x, "speed": {m / n: ratio for each rows}}}}."""
-  known = json.loads(_TABLE.read_text("utf-8"))
-  known["backends"] |= _tuned(tuned_file())
-  return known
-
-
-def tuned_file() -> pathlib.Path:
-  """Returns where this machine's own table lies, or would lie."""
-  return pathlib.Path(os.environ.get(TUNED, _HOME)).expanduser()
-
-
-def tuned_text(backends: dict[str, Any]) -> str:
-  """Returns what `table` reads from `tuned_file`.
-
-  Args:
-    backends: as `table` has them, of what was measured here.
-  """
-  return json.dumps({"machine": _machine(), "backends": backends}, indent=1) + "\n"
-
-
-def _tuned(file: pathlib.Path) -> dict[str, Any]:
-  """Returns the backends of this machine's own table; {} without one, or of another machine."""
-  if not file.is_file():
-    return {}
-  try:
-    found = json.loads(file.read_text("utf-8"))
-    backends = {name: _checked(known) for name, known in found["backends"].items()}
-    return backends if found["machine"] == _machine() else {}
-  except (ValueError, KeyError, TypeError, AttributeError) as e:
-    raise ValueError(
-      f"{str(file)!r} is not a table of speeds ({type(e).__name__}: {e}): delete it, or let "
-      "`nm-sparsity bench --tune` write it again."
-    ) from e
-
-
-def _checked(known: Any) -> dict[str, Any]:
-  """Returns rows and speeds of one backend; raises where they do not fit each other."""
-  rows, speed = known["rows"], known["speed"]
-  numbers = [*rows, *(x for ratios in speed.values() for x in ratios), *map(float, speed)]
-  if not rows or rows != sorted(rows) or any(len(x) != len(rows) for x in speed.values()):
-    raise ValueError("rows and speeds do not fit each other")
-  if not all(isinstance(x, int | float) and 0 <= x < 1e9 for x in numbers):
-    raise ValueError("a number is out of range")
-  return {"rows": rows, "speed": speed}
-
-
-def _machine() -> dict[str, Any]:
-  """Returns what a table hangs on."""
-  found = platform.processor() or platform.machine()
-  try:
-    lines = pathlib.Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    found = next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
-  except (OSError, StopIteration):  # outside Linux, or another kind of processor
-    pass
-  return {"processor": found, "cores": cores()}
+  return json.loads(_TABLE.read_text("utf-8"))
 
 
 def cores() -> int:
@@ -170,8 +112,6 @@ def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None)
     found["xla_scan"] = speed(row("xla_scan"), packed, batch)
     if not cpu.missing(packed):
       found["cpu_ffi"] = speed(row("cpu_ffi"), packed, batch)
-  if platform == "gpu":  # 0 until the table has what was measured on one
-    found["gpu"] = speed("gpu", packed, batch)
   fastest = max(found, key=lambda name: found[name], default="unpack")
   if not found.get(fastest):  # nothing is known: to make the weight first is a tenth as fast
     fastest = "unpack"

@@ -1,6 +1,6 @@
 """x . W of a packed weight W: one call for every backend, with the gradient with respect to x.
 
-    x (..., depth), NMPacked -> choice -> xla, cpu or gpu -> (..., features)
+    x (..., depth), NMPacked -> choice -> xla or cpu -> (..., features)
     NMPacked, rows of x -> [prepare] -> what the chosen backend reads, or a plain array
 
 The weight is deployed and does not learn: asking for its gradient is an error.
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from nm_sparsity_jax.packed import choice, cpu, gpu, xla
+from nm_sparsity_jax.packed import choice, cpu, xla
 from nm_sparsity_jax.packed.array import NMPacked, unpack
 
-BACKENDS = ("auto", "cpu_ffi", "xla_scan", "unpack", "gpu")
+BACKENDS = ("auto", "cpu_ffi", "xla_scan", "unpack")
 
 
 def nm_dot(x: jax.Array, packed: NMPacked | jax.Array, backend: str = "auto") -> jax.Array:
@@ -37,8 +37,7 @@ def nm_dot(x: jax.Array, packed: NMPacked | jax.Array, backend: str = "auto") ->
     x: floats [..., depth].
     packed: the weight; or a plain array (depth, features), which `prepare` returns where a dense
       product is faster.
-    backend: 'cpu_ffi', 'xla_scan', 'unpack' or 'gpu'; 'auto' takes the fastest by a measured table,
-      which has nothing of a GPU.
+    backend: 'cpu_ffi', 'xla_scan' or 'unpack'; 'auto' takes the fastest by a measured table.
 
   Raises:
     ValueError: the depths differ, or the backend is unknown or cannot be used here.
@@ -103,14 +102,12 @@ def _chosen(packed: NMPacked, batch: int, backend: str) -> str:
     raise ValueError(f"backend {backend!r} is unknown: take one of {', '.join(BACKENDS)}.")
   if backend == "cpu_ffi" and (why := cpu.missing(packed)):
     raise ValueError(f"backend 'cpu_ffi' cannot be used: {why}.")
-  if backend == "gpu" and (why := gpu.missing()):
-    raise ValueError(f"backend 'gpu' cannot be used: {why}.")
   return backend
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(backend: str, x: jax.Array, packed: NMPacked) -> jax.Array:
-  products = {"cpu_ffi": cpu.dot, "xla_scan": xla.scan, "unpack": xla.unpacked, "gpu": gpu.dot}
+  products = {"cpu_ffi": cpu.dot, "xla_scan": xla.scan, "unpack": xla.unpacked}
   return products[backend](x, packed).astype(x.dtype)
 
 

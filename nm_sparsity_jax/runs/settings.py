@@ -12,7 +12,6 @@ A nested value is a number, a text, a bool, None, a list, or a dict:
 
 from __future__ import annotations
 
-import ast
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,6 @@ from typing import Any
 from nm_sparsity_jax.runs import files, folders
 
 _FILE = "settings.json"
-_FORMAT = 2
 _UNSET = {"": "=", "text": "not set"}
 _MACROS = {"optimizer": "OPTIMIZER"}  # another function as a whole: a file binds the macro
 _SHOWN = 6  # differences that a message names
@@ -29,9 +27,6 @@ _SHOWN = 6  # differences that a message names
 
 def text(value: Any) -> str:
   """Returns a nested value as one line of Python-like text, for messages.
-
-  Versions before format 2 stored this text, so it also compares a run with an old settings.json.
-  A list of one element has brackets without a comma, as in those versions.
 
   >>> text({"": "Source", "name": "rte", "sizes": [8, 4]})
   "Source(name='rte', sizes=(8, 4))"
@@ -92,11 +87,6 @@ def changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
   before = files.read_json(folder / _FILE, None)
   if before is None or not folders.steps(folder):
     return ""
-  if before.get("format") == _FORMAT:
-    before = before["settings"]
-  else:  # name -> text: both sides take the same way through text, so that the same stays the same
-    before = {name: _parsed(old) for name, old in before.items()}
-    settings = {name: _parsed(text(new)) for name, new in settings.items()}
   found = [
     difference
     for name in sorted({*before, *settings})
@@ -143,27 +133,5 @@ def write(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
     folder: the run's.
     settings: name -> nested value.
   """
-  found = json.dumps({"format": _FORMAT, "settings": settings}, indent=1)
+  found = json.dumps(settings, indent=1)
   files.write_atomically(folder / _FILE, found + "\n")
-
-
-def _parsed(old: str) -> Any:
-  """Returns the nested value of a text that `text` made; a list of one becomes its element."""
-  try:
-    return _value(ast.parse(old, mode="eval").body)
-  except SyntaxError:
-    return {"": "=", "text": old}
-
-
-def _value(tree: ast.expr) -> Any:
-  if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
-    return {"": tree.func.id} | {k.arg or "**": _value(k.value) for k in tree.keywords}
-  if isinstance(tree, ast.Tuple):
-    return [_value(x) for x in tree.elts]
-  if isinstance(tree, ast.Dict):
-    pairs = {ast.unparse(k): _value(v) for k, v in zip(tree.keys, tree.values, strict=True) if k}
-    return {"": "{}"} | pairs
-  try:
-    return ast.literal_eval(tree)
-  except ValueError:
-    return {"": "=", "text": ast.unparse(tree)}
