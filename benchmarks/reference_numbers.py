@@ -4,7 +4,7 @@
     python benchmarks/reference_numbers.py --check
     python benchmarks/reference_numbers.py --check --only local/
 
-It takes about four minutes. `--check` computes all numbers again and prints for each name: equal,
+It takes about eight minutes. `--check` computes all numbers again and prints for each name: equal,
 or the largest difference and where it is. It accepts the differences that ACCEPTED lists.
 
     local/RECIPE/dense/...      parameters that the optimizer has after 20 steps of `train`
@@ -47,7 +47,10 @@ import t5x_found
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, flops
 
-ACCEPTED = {}  # a regular expression of names -> (reason, largest difference)
+# A regular expression of names -> (reason, largest difference).
+ACCEPTED = {
+  "local/(?!dense/).*": ("the optimizer steps W, so XLA compiles and rounds another program", 3e-7),
+}
 RECIPES = (
   "dense", "one_shot", "sr_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise",
   "sdgf_geometric", "custom", "snip", "idp",
