@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
 from checkpoint_files import assert_same, read
 
@@ -95,3 +97,92 @@ def test_killed_and_resumed_is_uninterrupted(kills, steps, seed, worker, tmp_pat
   assert folders.steps(folder) == [steps - 3, steps]
   assert not any("tmp" in p.name or "removed" in p.name for p in folder.iterdir())
   assert kills == 2 or left_behind  # some were hit while they wrote
+
+
+NNX = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+import nm_sparsity_jax as nms
+
+folder, steps = sys.argv[1], 40
+phases = nms.Phases(total=steps, dense=5, finetune=10)
+rules = nms.Rules({
+  "hidden/kernel": nms.recipe("idp", pattern="2:8", phases=phases),
+  "out/kernel": nms.recipe("mdgf_linear", pattern="1:4", phases=phases),
+})
+
+
+class Model(nnx.Module):
+  def __init__(self, rngs):
+    self.hidden, self.out = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 4, rngs=rngs)
+
+  def __call__(self, x):
+    return self.out(nnx.relu(self.hidden(x)))
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+  grads = nnx.grad(lambda model: jnp.mean((model(x) - jnp.sin(x[:, :4])) ** 2))(model)
+  optimizer.update(model, grads)
+
+
+model = Model(nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, nms.sparse(optax.adamw(1e-2), rules), wrt=nnx.Param)
+graph, state = nnx.split((model, optimizer))
+manager = ocp.CheckpointManager(folder)
+done = manager.latest_step() or 0
+if done:
+  state = manager.restore(done, args=ocp.args.StandardRestore(state))
+  model, optimizer = nnx.merge(graph, state)
+for step in range(done, steps):
+  train_step(model, optimizer, jax.random.normal(jax.random.key(step), (8, 16)))
+  manager.save(step + 1, args=ocp.args.StandardSave(nnx.state((model, optimizer))))
+  print(step + 1, flush=True)
+manager.wait_until_finished()
+assert nms.verify(nnx.state(model, nnx.Param), rules).ok
+"""
+
+
+def test_nnx_with_orbax_killed_and_resumed_is_uninterrupted(tmp_path):
+  """`nms.sparse` in a program of a user: its state is a tree that any checkpointer saves."""
+  import orbax.checkpoint as ocp
+
+  (tmp_path / "train.py").write_text(NNX)
+  path = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
+
+  def run(folder, kill_at=None):
+    command = [sys.executable, str(tmp_path / "train.py"), str(folder)]
+    told = []
+    with subprocess.Popen(
+      command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    ) as process:
+      for line in process.stdout:
+        told.append(int(line))
+        if told[-1] == kill_at:
+          process.kill()
+    return process.returncode, told
+
+  assert run(tmp_path / "whole") == (0, list(range(1, 41)))
+  assert run(tmp_path / "killed", 7)[0] == -signal.SIGKILL
+  code, told = run(tmp_path / "killed", 23)
+  assert code == -signal.SIGKILL and told[0] > 1  # it goes on from what was saved
+  code, told = run(tmp_path / "killed")
+  assert code == 0 and told[0] > 8 and told[-1] == 40
+  ends = [
+    ocp.CheckpointManager(tmp_path / name).restore(40, args=ocp.args.StandardRestore())
+    for name in ("whole", "killed")
+  ]
+  assert_same_trees(*ends)
+
+
+def assert_same_trees(a, b):
+  a, b = jax.tree.flatten(a), jax.tree.flatten(b)
+  assert a[1] == b[1] and len(a[0]) > 10
+  for x, y in zip(a[0], b[0], strict=True):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
