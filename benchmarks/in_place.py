@@ -139,8 +139,8 @@ def costs(network, recipe, dtype, turns, device=None):
   for name, tx, step in steps(rules, loss):
     opt = tx.init(params)
     program, seconds = compiled(step, params, opt, x, device)
-    found = account(program)
-    rows[name] = found.memory / 2**20, found.bytes / 2**20, seconds  # results lie in donated buffers
+    found = account(program)  # its memory has no results: they lie in donated buffers
+    rows[name] = found.memory / 2**20, found.bytes / 2**20, seconds
     running[name] = program, jax.tree.map(jnp.copy, params), opt
   for _ in range(0 if device else turns):
     for name, (program, p, opt) in running.items():
