@@ -172,7 +172,7 @@ class _Walk:
     if _DATA in known:
       return _DATA
     tracks = [track for of in known for track in of or ()]
-    return tuple(_Track(t.path, None, "a product of weights") for t in tracks) or None
+    return tuple(_Track(t.path, None, "a product of weights or constants") for t in tracks) or None
 
   def _note(self, track: _Track, contracted: Sequence[int], kind: str, macs: int) -> None:
     """Notes what a product that sums over some axes of a value does with its parameter."""

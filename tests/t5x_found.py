@@ -9,6 +9,7 @@ import sys
 from unittest import mock
 
 _THREE = ("t5x", "airio", "jestimator")
+_HOME = pathlib.Path.home() / ".cache/nm-sparsity/t5x"
 NEEDED = ("seqio", "tensorflow", "gin", "fiddle", "cached_property", "clu", "tensorstore", "orbax")
 
 
@@ -16,9 +17,12 @@ def paths() -> list[str]:
   """What `sys.path` lacks so that t5x, airio and jestimator can be imported."""
   if importlib.util.find_spec("t5x") is not None:
     return []
-  home = pathlib.Path.home() / ".cache/nm-sparsity/t5x"
-  root = pathlib.Path(os.environ.get("T5X_PATH") or home)
-  return [str(root / name) for name in _THREE if (root / name).is_dir()]
+  return [str(folder() / name) for name in _THREE if (folder() / name).is_dir()]
+
+
+def folder() -> pathlib.Path:
+  """Where the checkouts lie beside each other."""
+  return pathlib.Path(os.environ.get("T5X_PATH") or _HOME)
 
 
 def why_not() -> str:
