@@ -158,6 +158,13 @@ def test_for_model_refuses_an_axis_that_the_program_does_not_have(axes, word):
     rules.for_model(function, params, x)
 
 
-def test_for_model_refuses_what_is_in_no_product():
-  with pytest.raises(ValueError, match="no product"):
-    nms.Rules({"w": RECIPE}).for_model(lambda p, x: x * p["w"], {"w": jnp.ones(4)}, jnp.ones(4))
+@pytest.mark.parametrize(
+  "function, inputs, word",
+  [
+    (lambda p, x: x * p["w"], (jnp.ones(4),), "no product"),
+    (lambda p: jnp.ones(4) @ p["w"], (), "no inputs"),
+  ],
+)
+def test_for_model_refuses_a_program_that_tells_nothing(function, inputs, word):
+  with pytest.raises(ValueError, match=word):
+    nms.Rules({"w": RECIPE}).for_model(function, {"w": jnp.ones(4)}, *inputs)
