@@ -34,9 +34,11 @@ needs_kauldron = [
 
 def environment(devices=1):
   """Of a process that runs Kauldron."""
+  # A fork has imported jax, which then reads XLA's flags alone.
+  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
   return {
     "JAX_PLATFORMS": "cpu", "PJRT_NPROC": "32", "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
-    "JAX_NUM_CPU_DEVICES": str(devices),
+    "XLA_FLAGS": flags,
   }  # fmt: skip
 
 
