@@ -87,7 +87,7 @@ def test_it_trains_and_says_what_it_is(trained):
   noted = json.loads((trained / "run.json").read_text())["workload"]
   assert noted["class"] == "nm_sparsity_jax.workloads.vision.Images"
   params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
-  assert flops.Cost(tuple(flops.Op(**op) for op in noted["shape"])).params == params
+  assert flops.Cost(tuple(flops.Op(**op) for op in noted["ops"])).params == params
   found = json.loads((trained / "evaluations.json").read_text())
   assert [e["at_target"] for e in found] == [False, True, True]
   assert set(found[0]["metrics"]["validation"]) == {"accuracy", "accuracy_top5"}
@@ -316,7 +316,7 @@ def test_every_model_file_makes_its_network():
     files = ["gin_configs/runs/local_images.gin", f"gin_configs/models/vision/{name}.gin"]
     with gin_files.Config([gin_files.folder()], files, ["DATA = 'rebus'"]) as config:
       workload = vision.Images(config.value("NETWORK"), source.Source())
-    assert workload.shape().ops()
+    assert workload.cost().flops
     made = workload.network.config
     if name in FILES:
       assert made == FILES[name]
