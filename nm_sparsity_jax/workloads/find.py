@@ -72,18 +72,18 @@ def describe(workload: Workload, lengths: Mapping[str, int] | None = None) -> di
   """Returns what run.json says of a workload: plain values.
 
   'class': module and name; 'weight'; 'lengths'; 'shape': its operations, each
-  a dict of the fields of `flops.Op`, or None where the FLOPs are not known; 'untold', where there
-  is such, what no shape tells of the network.
+  a dict of the fields of `flops.Op`, or None where the FLOPs are not known; 'network_settings',
+  where there are such: those that shapes do not reveal.
 
   Args:
     workload: of any family.
     lengths: feature -> tokens of an example, where there are such.
   """
-  kind, shape, untold = type(workload), workload.shape(lengths), dict(workload.untold())
+  kind, shape, settings = type(workload), workload.shape(lengths), workload.network_settings()
   return {
     "class": f"{kind.__module__}.{kind.__qualname__}",
     "weight": workload.weight,
     "lengths": None if lengths is None else dict(lengths),
     "shape": None if shape is None else [dataclasses.asdict(op) for op in shape.ops()],
-    **({"untold": untold} if untold else {}),
+    **({"network_settings": dict(settings)} if settings else {}),
   }
