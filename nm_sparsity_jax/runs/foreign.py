@@ -9,7 +9,7 @@ key -> array -> [write_like] -> another such folder
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -114,18 +114,18 @@ def is_folder(path: Any) -> bool:
   return isinstance(path, pathlib.Path) and huggingface_folder.is_folder(path)
 
 
-def write_like(path: str, out: str, arrays: Mapping[str, Callable[[], np.ndarray]]) -> None:
+def write_like(path: str, out: str, arrays: Mapping[str, np.ndarray]) -> None:
   """Writes a folder of Hugging Face's T5 like another one, with other values.
 
   Args:
     path: of the other one: config.json, tokenizer and dtypes are its.
     out: of the new folder.
-    arrays: key such as 'target/token_embedder/embedding' -> what makes the array.
+    arrays: by key, such as 'target/token_embedder/embedding'.
   """
   folder, held = huggingface_folder.Folder(path), huggingface.hold(path)
   dtypes = {key: dtype for key, (_, dtype) in held.leaves.items()}
   huggingface.write_each(
-    out, folder.config, dtypes, lambda key: arrays[f"target/{key}"](), folder.json, folder.beside()
+    out, folder.config, dtypes, lambda key: arrays[f"target/{key}"], folder.json, folder.beside()
   )
 
 

@@ -168,7 +168,7 @@ def _check_heads(heads: int | None, embed: int) -> None:
 
 
 def _found(stored: Stored, rules: Any, axes: Any) -> proof.Proof | None:
-  return None if stored.told_rules is None and rules is None else proof.verify(stored, rules, axes)
+  return None if stored.known_rules is None and rules is None else proof.verify(stored, rules, axes)
 
 
 def _encoder(

@@ -183,7 +183,7 @@ class Workload:
     del path
     return None
 
-  def untold(self) -> Mapping[str, int]:
+  def network_settings(self) -> Mapping[str, int]:
     """Returns fields of `network_config` that no shape of a parameter tells: name -> number.
 
     A run notes them, and a network with others is refused its checkpoints.

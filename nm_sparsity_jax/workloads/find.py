@@ -75,14 +75,14 @@ def describe(workload: Workload, lengths: Mapping[str, int] | None = None) -> di
   """Returns what run.json says of a workload: plain values.
 
   'class': module and name; 'weight'; 'lengths'; 'ops': of its cost, each a dict of the fields of
-  `flops.Op`, or None where it cannot be traced, which is logged; 'untold', where there is such,
-  what no shape tells of the network.
+  `flops.Op`, or None where it cannot be traced, which is logged; 'network_settings', where there
+  are such: those that shapes do not reveal.
 
   Args:
     workload: of any family.
     lengths: feature -> tokens of an example, where there are such.
   """
-  kind, untold = type(workload), dict(workload.untold())
+  kind, settings = type(workload), workload.network_settings()
   try:
     ops = [dataclasses.asdict(op) for op in workload.cost(lengths).ops]
   except Exception as e:  # of your own code: a run does without
@@ -93,5 +93,5 @@ def describe(workload: Workload, lengths: Mapping[str, int] | None = None) -> di
     "weight": workload.weight,
     "lengths": None if lengths is None else dict(lengths),
     "ops": ops,
-    **({"untold": untold} if untold else {}),
+    **({"network_settings": dict(settings)} if settings else {}),
   }

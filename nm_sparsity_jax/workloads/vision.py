@@ -181,7 +181,7 @@ class Images(Workload):
       return "CLASSES"
     return "IMAGE_SIZE" if path == "pos_embed" else None
 
-  def untold(self) -> Mapping[str, int]:
+  def network_settings(self) -> Mapping[str, int]:
     """Returns the window of a Swin V2, and the heads of a ViT."""
     fields = {name: getattr(self.network.config, name, None) for name in ("window", "heads")}
     return {name: x for name, x in fields.items() if type(x) is int}
