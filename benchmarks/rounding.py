@@ -25,7 +25,7 @@ import _timing
 CONFIGS = "gin_configs"
 FILES = {
   "mini-glue": ("models/mini_small.gin", "runs/local_eval.gin", "runs/local_mini.gin"),
-  "rebus": ("runs/local_images_eval.gin", "runs/local_rebus.gin", "models/vision/vit_rebus.gin"),
+  "rebus": ("runs/local_images_eval.gin", "runs/local_rebus.gin"),
 }
 VALUES = ("float32", "bfloat16", "int8")
 

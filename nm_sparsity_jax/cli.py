@@ -25,6 +25,7 @@ COMMANDS = {
   "train": ("train", "train on the devices of this machine, without T5X"),
   "eval": ("eval", "evaluate a checkpoint on the devices of this machine, without T5X"),
   "infer": ("infer", "write the predictions of a checkpoint, without T5X"),
+  "rows": ("rows", "list the paper's rows with their published scores, and search them"),
   "plan": ("plan", "show what a run would do, and every mistake, before it starts"),
   "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),

@@ -31,7 +31,7 @@ _NOTE = "quickstart.json"
 
 _PERIODS = ("EVAL_PERIOD", "STATS_PERIOD", "METRICS_EVERY")
 _MODEL = ("models/mini_small.gin", "runs/local_adamw.gin")
-_PATTERN = "patterns/ff_qkv_1_8.gin"
+_PATTERN = {"SPARSITY_RULES": {"ff": None, "qkv": None}, "PATTERN": "1:8"}
 TITLES = {
   "warmup": "dense warm-up: the checkpoint that all recipes start from",
   "dense": "dense: as many steps more, to compare with",
@@ -54,10 +54,15 @@ def warmup(out: str, steps: int) -> list[str]:
     out: the folder of the quickstart.
     steps: of a recipe's run; this one has `start(steps)`.
   """
-  files = ("runs/local_train.gin", "runs/local_mini.gin", "recipes/dense.gin")
+  files = ("runs/local_train.gin", "runs/local_mini.gin")
   length = start(steps)
   period = 2 * length // _EVALUATIONS
-  macros = {"MODEL_DIR": f"{out}/warmup", "SPARSE_STEPS": length, "WARMUP_STEPS": length // 10}
+  macros = {
+    "RECIPE": "dense",
+    "MODEL_DIR": f"{out}/warmup",
+    "SPARSE_STEPS": length,
+    "WARMUP_STEPS": length // 10,
+  }
   return _line(files, period, **macros)
 
 
@@ -81,8 +86,9 @@ def finetune(out: str, steps: int, recipe: str, pattern: str = "", name: str = "
     name: of the run's folder; the recipe's if it is "".
   """
   files = [f"runs/{run}.gin" for run in ("local_finetune", "local_mini")]
-  files += [f"recipes/{recipe}.gin", *([_PATTERN] if recipe != "dense" else [])]
   macros: dict[str, Any] = {
+    "RECIPE": recipe,
+    **(_PATTERN if recipe != "dense" else {}),
     "MODEL_DIR": f"{out}/{name or recipe}",
     "INITIAL_CHECKPOINT_PATH": f"{out}/warmup/checkpoint_{start(steps)}",
     "PRETRAINED_STEPS": start(steps),
@@ -245,9 +251,9 @@ class Rebus(Task):
   def train(self, out, steps, name, pattern="1:16", folder=""):
     """Returns the command of a run; `pattern` and `folder` are of a sparser one."""
     recipe = "dense" if name == "no_ff" else name
-    files = ["runs/local_images.gin", "runs/local_rebus.gin", "models/vision/vit_rebus.gin"]
-    files += ["runs/local_images_adamw.gin", f"recipes/{recipe}.gin"]
+    files = [f"runs/local_{run}.gin" for run in ("images", "rebus", "images_adamw")]
     macros: dict[str, Any] = {
+      "RECIPE": recipe,
       "MODEL_DIR": f"{out}/{folder or name}",
       "SPARSE_STEPS": steps,
       "WARMUP_STEPS": steps // 10,

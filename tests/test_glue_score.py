@@ -24,9 +24,6 @@ from nm_sparsity_jax.scores import published
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLES = published.tables()
 ROWS = TABLES["table12"]
-# Those of T5; tests/test_paper_images.py has those of images.
-OF_T5 = [name for name in TABLES if name not in ("table2", "table3", "table6")]
-PAPER = [p for name in OF_T5 for p in sorted((ROOT / "gin_configs/paper").glob(f"{name}/*.gin"))]
 TITLES = [c.title for c in glue.COLUMNS]
 
 
@@ -124,44 +121,6 @@ def test_tables_4_and_7_are_the_rows_of_table_12_and_the_deltas_are_right():
       deltas.append(stepwise["delta"])
   assert deltas == [-0.4, 1.5, 4.9, 2.3, 5.3]
   assert all(len(TABLES[f"table{n}"]) == size for n, size in ((4, 16), (5, 13), (7, 4), (12, 26)))
-
-
-def macros(file):
-  """The settings that a gin file of paper/ makes, by the text of the files it includes."""
-  found = {}
-  for line in file.read_text().splitlines():
-    if include := re.match(r"include '(.*)'", line):
-      found |= macros(ROOT / include[1])
-    elif pair := re.match(r"([A-Z_]+) = (.*)", line):
-      found[pair[1]] = pair[2].split("  #")[0]
-  return found
-
-
-@pytest.mark.parametrize("file", PAPER, ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_a_run_of_a_paper_file_is_matched_with_the_row_that_its_header_quotes(file, tmp_path):
-  table, said = file.parent.name, file.read_text()
-  text = "\n".join(f"{k} = {v}" for k, v in macros(file).items())
-  (tmp_path / "config.gin").write_text(text)
-  run = results.settings(tmp_path)
-  key = "accuracy" if table == "table5" else "overall"
-  (value,) = re.findall(rf"^# Published: {key} ([\d.]+)", said, re.MULTILINE)
-  rows = [
-    row
-    for row in TABLES[table]
-    if row["recipe"] == run.recipe
-    and roles.single(row["places"]) == run.places
-    and row.get("dense_steps") in (None, run.dense_steps)
-  ]
-  assert [row[key] for row in rows] == [float(value)]
-  if table == "table5":
-    return
-  row, remark = published.match(run)
-  assert row["overall"] == float(value)
-  assert bool(remark) == (row["table"] == 7)
-  if table == "table12":  # the header's columns too
-    numbers = re.search(r"overall [\d.]+; (.*?)\.\n", said, re.DOTALL)[1]
-    numbers = [float(n) for n in re.findall(r"(?<![\w-])\d[\d.]*", numbers)]
-    assert numbers == [n for title in TITLES for n in row["columns"][title][:2]]
 
 
 # --- which published row --------------------------------------------------------------------------

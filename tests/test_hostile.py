@@ -1,6 +1,6 @@
 """Files that somebody else wrote, or that a disk damaged: a limit before the work, one line after.
 
-What they say is never executed; tests/test_hostile_gin.py holds that.
+What they say is never executed. A gin file is a program, and not among them.
 """
 
 import contextlib

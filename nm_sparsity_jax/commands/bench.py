@@ -10,7 +10,8 @@ weights alone.
 
   nm-sparsity bench --shapes 1024,4096,1 1024,4096,128 --pattern 1:8
   nm-sparsity bench model.safetensors --cores 1 --out bench.html \\
-    --gin_file=gin_configs/models/t5_1_1/tiny.gin --gin_file=gin_configs/runs/local_infer.gin ...
+    --gin_file=gin_configs/models/t5.gin --gin.T5_SIZE="'tiny'" \\
+    --gin_file=gin_configs/runs/local_infer.gin ...
 
 Exit code: 0 = done, 1 = not.
 """

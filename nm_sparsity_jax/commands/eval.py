@@ -1,6 +1,6 @@
 """Evaluates a checkpoint, of `nm-sparsity train` or of T5X, with the weights of its step.
 
-  nm-sparsity eval --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
+  nm-sparsity eval --gin_file=gin_configs/models/t5.gin --gin.T5_SIZE="'tiny'" \\
     --gin_file=gin_configs/runs/local_eval.gin \\
     --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.EVAL_OUTPUT_DIR="'...'" ...
 

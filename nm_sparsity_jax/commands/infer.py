@@ -1,6 +1,6 @@
 """Writes the predictions of a checkpoint of `nm-sparsity train` or T5X: a JSONL file for each task.
 
-  nm-sparsity infer --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
+  nm-sparsity infer --gin_file=gin_configs/models/t5.gin --gin.T5_SIZE="'tiny'" \\
     --gin_file=gin_configs/runs/local_infer.gin \\
     --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.INFER_OUTPUT_DIR="'...'" ...
 

@@ -5,9 +5,8 @@ t5x.train, t5x.eval and t5x.infer: put `nm-sparsity plan` in place of the comman
 rest. It shows which kernels become sparse, the schedule, the cost, what a checkpoint gives, and all
 errors at once. A model file and
 gin_configs/sparsity.gin are enough, and then T5X is not needed. Allocates nothing of the model's
-size. Devices and the contents of the data are not looked at. A gin file may import this package,
-t5x, seqio, flax, optax and the like; name other modules, whose code would run, by --import
-MODULE.
+size. Devices and the contents of the data are not looked at. A gin file is a program, as it is for
+T5X: what it imports runs. Plan only files that you would run.
 
   nm-sparsity plan --gin_file=MODEL.gin \\
     --gin_file=gin_configs/runs/t5x_finetune.gin --gin.RECIPE="'sr_ste'" ...
@@ -47,14 +46,13 @@ def run(args: argparse.Namespace) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import gin_files, plan
 
-  gin_files.see_modules_here(first=False)
+  gin_files.see_modules_here()
   _imports.load(args)
   where = _flags.search_paths(args)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
     report = plan.plan(
-      args.gin_file, args.gin_bindings, where, args.checkpoint, args.imports, args.allow_unknown,
-      args.topology,
-    )  # fmt: skip
+      args.gin_file, args.gin_bindings, where, args.checkpoint, args.allow_unknown, args.topology
+    )
   if args.plot:
     plan.plot(report, args.plot)
   print(json.dumps(report, indent=2) if args.json else plan.render(report, everything=args.all))

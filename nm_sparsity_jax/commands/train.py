@@ -2,9 +2,9 @@
 
 You can kill or stop it (SIGTERM saves and ends with 0): the same command continues the run.
 
-  nm-sparsity train --gin_file=gin_configs/models/t5_1_1/tiny.gin \\
+  nm-sparsity train --gin_file=gin_configs/models/t5.gin --gin.T5_SIZE="'tiny'" \\
     --gin_file=gin_configs/runs/local_adamw.gin --gin_file=gin_configs/runs/local_finetune.gin \\
-    --gin_file=gin_configs/recipes/mdgf_exponential.gin --gin.PATTERN="'1:8'" ...
+    --gin.RECIPE="'mdgf_exponential'" --gin.PATTERN="'1:8'" ...
 
 Exit code: 0 = done, or stopped and saved; 1 = failed; 130 = interrupted and saved.
 """

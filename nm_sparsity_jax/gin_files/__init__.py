@@ -7,14 +7,13 @@ config.value("RECIPE")  # 'idp'
 
 from nm_sparsity_jax.errors import quiet
 from nm_sparsity_jax.gin_files.bound import LOCAL, PROGRAMS, Unbound, Unset
-from nm_sparsity_jax.gin_files.config import Config, read, unread_flags
+from nm_sparsity_jax.gin_files.config import Config, ask_for, message, read, unread_flags
 from nm_sparsity_jax.gin_files.folders import (
   find,
   folder,
   refuse_missing_module,
   see_modules_here,
 )
-from nm_sparsity_jax.gin_files.messages import ask_for, message
 
 __all__ = [
     "LOCAL", "PROGRAMS", "Config", "Unbound", "Unset", "ask_for", "find", "folder", "message",

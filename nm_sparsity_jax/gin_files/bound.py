@@ -69,28 +69,10 @@ class Bound:
     bound = self._macro(name)
     return bound is not None and not self._required(bound["value"])
 
-  def _texts(self) -> dict[str, str | None]:
-    """Returns macro, or function.argument -> its value as text, None for what must still be set."""
-    of = {}
-    for (scope, selector), bound in self._table.items():
-      if selector == "gin.macro":
-        of[scope] = bound["value"]
-      else:
-        of |= {f"{scope and scope + '/'}{selector.split('.')[-1]}.{n}": v for n, v in bound.items()}
-    return {name: None if self._required(v) else repr(v) for name, v in of.items()}
-
   def read_macros(self) -> set[str]:
     """Returns the macros that a value, or `plan`, reads."""
     references = self._references(self._table)
     return {"/".join(r.scopes) for r in references if self._is_macro(r)} | set(MADE)
-
-  def _is_sparse_model(self) -> bool:
-    """Returns False where MODEL is a class of T5X that takes no rules."""
-    value: Any = (self._macro("MODEL") or {}).get("value")
-    if not isinstance(value, self._gin.ConfigurableReference) or self._is_macro(value):
-      return True
-    above = getattr(value.configurable.wrapped, "__mro__", ())
-    return not above or any(one.__name__ == "SparseModel" for one in above)
 
   def _required(self, value) -> bool:
     if not isinstance(value, self._gin.ConfigurableReference):

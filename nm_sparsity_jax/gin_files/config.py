@@ -15,18 +15,14 @@ import importlib.util  # gin uses it and forgets to import it
 import inspect
 import logging
 import os
-import pathlib
 import re
 import sys
 import types
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from nm_sparsity_jax.gin_files import guard
 from nm_sparsity_jax.gin_files.bound import PROGRAMS, Bound
 from nm_sparsity_jax.gin_files.folders import macros_of_files, not_found
-from nm_sparsity_jax.gin_files.messages import ask_for, how_to_get, lacks, message, quote, unread
-from nm_sparsity_jax.gin_files.order import Order
 
 # The run files of its programs, as an error names them.
 _RUNS = {
@@ -52,6 +48,8 @@ class _Main(types.ModuleType):
 class Config(Bound):
   """Holds one gin configuration and all mistakes in it.
 
+  A gin file is a program: what it imports runs, and making a value calls what it names.
+
   gin has one table for a process. A `Config` takes it until `close`, which gives back what was in
   it before. In a `with` block it is closed at the end. Two threads cannot hold one each.
 
@@ -59,8 +57,6 @@ class Config(Bound):
     search_paths: folders to look for gin files in, first one first.
     files: gin files, in order.
     bindings: overrides such as "PATTERN = '1:8'", read after the files.
-    imports: modules beside `guard.ALLOWED` that the files may import and call; None allows all, as
-      for a program that is going to run.
     allow_unknown: an override that nothing reads is a warning; the local runner refuses it anyway.
 
   Attributes (beside those of `Bound`):
@@ -75,7 +71,6 @@ class Config(Bound):
     search_paths: Sequence[str | os.PathLike[str]],
     files: Sequence[str],
     bindings: Sequence[str],
-    imports: Collection[str] | None = None,
     allow_unknown: bool = False,
   ):
     try:
@@ -85,21 +80,22 @@ class Config(Bound):
     self.errors: list[str] = []
     self.warnings: list[str] = []
     self.lost: set[str] = set()
-    self._imports = imports
     self._outer = [table.copy() for table in _tables(gin)], gin.config_is_locked()
-    self._allow_unknown, self._order = allow_unknown, Order()
+    self._allow_unknown = allow_unknown
     gin.clear_config()
     super().__init__(gin, gin._CONFIG)  # as it grows
     before = list(gin._LOCATION_PREFIXES)
     main = sys.modules["__main__"]
     sys.modules["__main__"] = _Main("__main__")
     logging.getLogger().addFilter(not_found)
-    self._folders = [pathlib.Path(path) for path in search_paths]
     try:
       for path in search_paths:
         gin.add_config_file_search_path(os.fspath(path))
-      with guard.reading(gin, imports):
-        self._read_all(files, bindings)
+      for file in files:
+        self._read(file, gin.parse_config_file)
+      self.complete = not self.errors
+      for binding in bindings:
+        self._read(binding, self._parse)
     finally:
       logging.getLogger().removeFilter(not_found)
       sys.modules["__main__"] = main
@@ -107,85 +103,39 @@ class Config(Bound):
     self._table = dict(gin._CONFIG)
     self._find_program()
     if self.complete:  # else what is unset may have been set in what could not be read
-      unset = self.unset() - self.lost
-      late = self._order.late(self._texts(), unset, self._is_sparse_model())
-      self.errors += [*late.errors, *(ask_for(name) for name in sorted(unset - {*late.lost}))]
-      self.warnings += late.warnings
+      self.errors += [ask_for(name) for name in sorted(self.unset() - self.lost)]
       self._unread(bindings)
 
-  def _read_all(self, files: Sequence[str], bindings: Sequence[str]) -> None:
-    for file in files:
-      self._read(file, self._gin.parse_config_file)
-      self._find_program()
-      self._order.note(file, self.program is not None, self._texts())
-    self.complete = not self.errors
-    for binding in bindings:
-      self._read(binding, self._parse)
-    if self._imports is not None and (why := guard.programs(self._gin, self._imports)):
-      self.errors.append(why)
-      self._gin.clear_config()  # so that nothing calls it
-      self.complete = False
-
-  def refuse_module(self, module: str) -> None:
-    """Raises ValueError where a setting names a module that may not be imported."""
-    if self._imports is not None:
-      guard.refuse_import(module, self._imports)
-
   def _read(self, what: str, parse) -> None:
+    """Reads a file or a binding; notes an error and goes on where that fails."""
     try:
       parse(what)
-    except ModuleNotFoundError as e:
-      found = re.search(r"No module named '([\w.]+)'", str(e))  # gin's copy of it has no name
-      name = found[1] if found else str(e.name)
-      self.errors.append(f"{what}: needs the Python module {name!r}, {how_to_get(name)}")
-    except OSError as e:
-      text = message(e)
-      hint = ""
-      if found := re.search(r"Unable to open file: (\S+?)\. ", text):
-        text = f"{found[1]} is not in {text.partition('paths: ')[2].rstrip('.')}"
-        if found[1].startswith("gin_configs/"):
-          hint = f"; {self._near(found[1])}"
-        elif found[1].startswith("t5x/"):
-          hint = "; T5X is not installed, or without its gin files (docs/t5x.md)"
-      self.errors.append(f"{what}: {text}{hint}" if what not in text else text + hint)
+    except RecursionError:
+      self.errors.append(f"{what}: gin files include each other: leave one `include` out")
     except Exception as e:
-      self.errors.append(f"{what}: {message(e)}{self._meant(e)}")
+      text = f"{message(e)}{self._meant(e)}"
+      self.errors.append(text if what in text else f"{what}: {text}")
 
   def _meant(self, error: Exception) -> str:
     """Returns advice about a misspelt argument of a function that is known."""
-    name, argument = lacks(error) or ("", "")
-    known = self._gin._REGISTRY.get_match(name) if name else None
-    if known is None:
+    found = _NO_ARGUMENT.search(str(error))
+    known = self._gin._REGISTRY.get_match(found[1]) if found else None
+    if found is None or known is None:
       return ""
-    close = difflib.get_close_matches(argument, inspect.signature(known.wrapped).parameters, 1)
+    close = difflib.get_close_matches(found[2], inspect.signature(known.wrapped).parameters, 1)
     return f"; did you mean {close[0]}?" if close else ""
 
-  def _near(self, file: str) -> str:
-    """Returns advice about a file of this package that is not there."""
-    ours = [folder for folder in self._folders if (folder / "gin_configs").is_dir()]
-    if not ours:
-      return "add --gin_search_paths=$(nm-sparsity gin-path)"
-    there = {f.stem: f.relative_to(d) for d in ours for f in d.glob("gin_configs/**/*.gin")}
-    close = difflib.get_close_matches(pathlib.Path(file).stem, there, 1)
-    folder = ours[0] / "gin_configs"
-    return f"did you mean {there[close[0]]}?" if close else f"what there is lies in {folder}"
-
   def _parse(self, binding: str) -> None:
-    """Reads one binding; where quotes are missing, adds them and notes the mistake."""
     name, _, value = (part.strip() for part in binding.partition("="))
     try:
       self._gin.parse_config([binding])
     except SyntaxError:
-      quoted = quote(value)
-      try:
-        self._gin.parse_config([f"{name} = {quoted}"])
-      except Exception:
-        self.lost.add(name)
-        raise SyntaxError(f"{value!r} is not a Python value") from None
-      self.errors.append(
-        f"{name} = {value}: a string needs quotes beside those of the shell, "
-        f'--gin.{name}="{quoted}". Nothing was run; other mistakes are named as if they were there'
-      )
+      self.lost.add(name)
+      text = "..." if {*value} & {*"'\"{[("} else value
+      raise SyntaxError(
+        f"not a Python value; a string needs quotes beside those of the shell, "
+        f"--gin.{name}=\"'{text}'\""
+      ) from None
     except Exception:
       self.lost.add(name)
       raise
@@ -199,9 +149,17 @@ class Config(Bound):
     ours = macros_of_files() if self.program is None else set()
     for binding in bindings:
       name = binding.partition("=")[0].strip()
-      if name not in read and self._macro(name) is not None:
-        text, is_wrong = unread(name, read, ours, self.local, self._allow_unknown)
-        (self.errors if is_wrong else self.warnings).append(text)
+      if name in read or self._macro(name) is None:
+        continue
+      text = unread(name, {*read, *ours} - {name})
+      if name in ours:
+        self.warnings.append(text)
+      elif self.local:  # which refuses it anyway
+        self.errors.append(text)
+      elif self._allow_unknown:
+        self.warnings.append(text)
+      else:
+        self.errors.append(f"{text} Or let it pass: --allow-unknown")
 
   def text(self) -> str:
     """Returns the whole configuration as the text of one gin file."""
@@ -225,6 +183,69 @@ class Config(Bound):
 def _tables(gin: Any) -> tuple[Any, ...]:
   """Returns what `gin.clear_config` empties, but for constants, which it keeps."""
   return gin._CONFIG, gin._IMPORTS, gin._SINGLETONS, gin._OPERATIVE_CONFIG
+
+
+# gin's words for a function, and for an argument that it lacks.
+_NO_ARGUMENT = re.compile(r"Configurable '(\S+)' doesn't have a parameter named '(\S+)'\.?")
+
+
+def message(error: BaseException) -> str:
+  """Returns the text of an error as one line, without gin's account of where it came from."""
+  text = re.split(r"\s*\n\s*In call to configurable", str(error))[0]
+  where = re.search(r"\s*\n\s*In (?:file|bindings string).*", text, re.DOTALL)
+  if where:
+    text = text[: where.start()]
+    if place := re.search(r'In file "?([^"\n]+?)"?,? line (\d+)', where[0]):
+      text += f" ({place[1]}, line {place[2]})"
+  text = _NO_ARGUMENT.sub(r"\1 has no argument '\2'", " ".join(text.split()))
+  if module := re.search(r"No module named '([\w.]+)'", text):
+    return (
+      f"needs the Python module {module[1]!r}, which is not installed: `nm-sparsity doctor` says "
+      "what is missing"
+    )
+  plain = isinstance(error, ValueError | RuntimeError | OSError | SyntaxError | NameError)
+  if text and (plain or "Ambiguous selector" in text):
+    return text
+  return f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+_EXAMPLES = {
+  "RECIPE": "\"'mdgf_exponential'\"",
+  "PATTERN": "\"'1:8'\"",
+  "SPARSE_STEPS": "100_000",
+  "PRETRAINED_STEPS": "1_000_000  (the step in the checkpoint's name)",
+  "MODEL_DIR": "\"'gs://bucket/run'\"",
+  "INITIAL_CHECKPOINT_PATH": "\"'gs://bucket/run/checkpoint_1000000'\"",
+  "CHECKPOINT_PATH": "\"'gs://bucket/run/checkpoint_1100000'\"",
+  "TASK_FEATURE_LENGTHS": "\"{'inputs': 512, 'targets': 128}\"",
+  "DROPOUT_RATE": "0.1",
+  "ROW": "\"'...'\", a row that `nm-sparsity rows` lists",
+  "T5_SIZE": "\"'base'\"",
+}
+
+
+def ask_for(name: str) -> str:
+  """Returns what to say about a macro that is not set."""
+  if name == "OPTIMIZER":
+    return (
+      "OPTIMIZER is not set: an optimizer file does that, such as "
+      "--gin_file=gin_configs/runs/local_adamw.gin (of images "
+      "local_images_adamw.gin, of T5X t5x_adamw.gin), the command line cannot"
+    )
+  if name in ("NETWORK", "VOCABULARY", "MODEL"):
+    return f"{name} is not set: a model file does that (--gin_file=...), the command line cannot"
+  return f"{name} is not set: --gin.{name}={_EXAMPLES.get(name, '...')}"
+
+
+def unread(name: str, known: Collection[str]) -> str:
+  """Returns what to say about an override that nothing reads.
+
+  Args:
+    name: the macro.
+    known: macros that the user may have meant.
+  """
+  close = difflib.get_close_matches(name, sorted(known), 1)
+  return f"{name} is set, but nothing reads it" + (f"; did you mean {close[0]}?" if close else ".")
 
 
 def read(
@@ -267,5 +288,5 @@ def unread_flags(argv: Sequence[str]) -> list[str]:
   for flag in argv:
     given = re.match(r"--?gin(?:\.|_bindings=)\s*(\w+)\s*=", flag)
     if given and given[1] not in read and bound.is_set(given[1]):
-      found.append(unread(given[1], read, (), False, True)[0])
+      found.append(unread(given[1], read))
   return found

@@ -81,16 +81,13 @@ def refuse_missing_module(module: str) -> None:
     )
 
 
-def see_modules_here(first: bool = True) -> None:
+def see_modules_here() -> None:
   """Makes modules in the current folder importable, as `python -m` does.
 
   Users keep task modules where they stand; a command that pip installed does not look there.
-
-  Args:
-    first: False looks there last: a folder that somebody sent may hold a seqio.py.
   """
   if os.getcwd() not in sys.path and "" not in sys.path:
-    sys.path.insert(0 if first else len(sys.path), os.getcwd())
+    sys.path.insert(0, os.getcwd())
 
 
 def not_found(record: logging.LogRecord) -> bool:

@@ -3,8 +3,8 @@
     from nm_sparsity_jax import gin_files, plan
 
     report = plan.plan(
-      ["gin_configs/models/t5_1_1/base.gin", "gin_configs/sparsity.gin"],
-      ["RECIPE = 'sr_ste'", "PATTERN = '1:8'", "SPARSE_STEPS = 100_000"],
+      ["gin_configs/models/t5.gin", "gin_configs/sparsity.gin"],
+      ["T5_SIZE = 'base'", "RECIPE = 'sr_ste'", "PATTERN = '1:8'", "SPARSE_STEPS = 100_000"],
       search_paths=[gin_files.folder()],
     )
     report["ok"], report["cost"]["inference"]

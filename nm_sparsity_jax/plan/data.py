@@ -38,7 +38,6 @@ def _task(found: Findings) -> Any:
   from nm_sparsity_jax.local import data
 
   if module := found.config.get("MIXTURE_OR_TASK_MODULE"):
-    found.config.refuse_module(module)
     gin_files.refuse_missing_module(module)
     importlib.import_module(module)
   task = data.mixture_or_task(name, module)

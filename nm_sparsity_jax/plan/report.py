@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.gin_files import Config, folder
@@ -21,7 +21,6 @@ def plan(
   bindings: Sequence[str] = (),
   search_paths: Sequence[str | os.PathLike[str]] = (".",),
   checkpoint: str | None = None,
-  imports: Collection[str] | None = None,
   allow_unknown: bool = False,
   topology: str | None = None,
 ) -> dict[str, Any]:
@@ -29,8 +28,8 @@ def plan(
 
   >>> from nm_sparsity_jax import gin_files
   >>> report = plan(
-  ...   ["gin_configs/models/t5_1_1/tiny.gin", "gin_configs/sparsity.gin"],
-  ...   ["RECIPE = 'sr_ste'", "PATTERN = '1:8'", "SPARSE_STEPS = 100"],
+  ...   ["gin_configs/models/t5.gin", "gin_configs/sparsity.gin"],
+  ...   ["T5_SIZE = 'tiny'", "RECIPE = 'sr_ste'", "PATTERN = '1:8'", "SPARSE_STEPS = 100"],
   ...   search_paths=[gin_files.folder()],
   ... )
   >>> report["ok"], [kernel["pattern"] for kernel in report["kernels"]["sparse"]][:2]
@@ -38,13 +37,11 @@ def plan(
 
   Args:
     gin_files: those of t5x.train, t5x.eval, t5x.infer, or of the local runner. A model file and
-      gin_configs/sparsity.gin are enough; then T5X is not needed.
+      gin_configs/sparsity.gin are enough; then T5X is not needed. They are programs: what they
+      import runs.
     bindings: overrides such as "PATTERN = '1:8'".
     search_paths: folders to look for gin files in, before the folder of this package.
     checkpoint: looks at this checkpoint instead of the one that the settings name.
-    imports: modules of your own that the files may import, beside well-known packages such as this
-      one, t5x, seqio, flax and optax. None lets the files import and call anything: leave it for
-      files that you trust as much as a program.
     allow_unknown: a macro among the overrides that nothing reads is a warning, not an error.
     topology: also compiles the train step for such TPUs, such as 'v5e:4x4'; needs libtpu.
 
@@ -55,7 +52,7 @@ def plan(
     it, `plot` a picture.
   """
   where = [*search_paths, folder()]
-  found = Config(where, gin_files, bindings, imports, allow_unknown)
+  found = Config(where, gin_files, bindings, allow_unknown)
   with found as config, warnings.catch_warnings():
     warnings.simplefilter("ignore")  # T5X warns when it is imported
     return _plain(examine(config, checkpoint, topology))

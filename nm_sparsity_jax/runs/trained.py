@@ -100,7 +100,21 @@ def parse_settings(text: str) -> Settings:
       values[name] = plain(value)
     except ValueError:
       references[name] = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+  if of_row := [name for name, value in references.items() if "paper.setting()" in value]:
+    row = _settings_of_row(values.get("TABLE"), values.get("ROW"))
+    values |= {name: row[name] for name in of_row if name in row}
+    references = {name: value for name, value in references.items() if name not in row}
   return Settings(text, values, references)
+
+
+def _settings_of_row(table: Any, row: Any) -> Mapping[str, Any]:
+  """Returns the macros that a row of the paper sets; none where there is no such row."""
+  from nm_sparsity_jax import paper
+
+  try:
+    return paper.find(table, row).settings()
+  except (ValueError, TypeError):
+    return {}
 
 
 _SHOWN = 200  # characters of a value that messages show

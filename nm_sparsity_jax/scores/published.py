@@ -1,32 +1,23 @@
-"""The paper's rows, shipped as published.json, and which of them a run compares with.
+"""Which of the paper's rows a run compares with.
 
     Table 12   26 rows of nine columns: dense, sr_ste, sdgf_stepwise, sdgf_geometric
     Table 7    overall alone: also snip, idp and mdgf_exponential at 1:32
     Table 2, 3, 6   top-1 of ViT-B/16 and SwinV2-B on ImageNet, of ResNet-50 on CIFAR-10
 
-Tables 4 (overalls of Table 12) and 5 (WMT) are there as well.
+`paper` has all of them.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.resources
-import json
 from typing import Any
 
 from nm_sparsity_jax import roles
+from nm_sparsity_jax.paper import tables
 from nm_sparsity_jax.runs import results
 
 STEPS, DENSE_STEPS = 100_000, 10_000  # of the paper's runs
 # Tables of networks of images, by the data that they are of.
 IMAGES = {2: "imagenet2012", 3: "imagenet2012", 6: "cifar10"}
-
-
-@functools.cache
-def tables() -> dict[str, Any]:
-  """Returns the content of published.json."""
-  file = importlib.resources.files("nm_sparsity_jax") / "published.json"
-  return json.loads(file.read_text("utf-8"))
 
 
 def match(run: results.Run) -> tuple[dict[str, Any] | None, str]:

@@ -41,24 +41,22 @@ class Checked:
     return all(run.is_done() for run in self.runs.values())
 
 
-def check(sweep: Sweep, trusted: bool = True) -> Checked:
+def check(sweep: Sweep) -> Checked:
   """Reads the configuration of every run; starts nothing.
 
   Args:
     sweep: what `read` returns.
-    trusted: False lets the gin files import well-known packages and the sweep's `imports` alone.
 
   Raises:
     ValueError: a setting is wrong, or differs from that of a run that is there.
   """
-  gin_files.see_modules_here(first=trusted)
+  gin_files.see_modules_here()
   found = _Findings()
   runs: dict[str, Run] = {}
   changed: list[str] = []
   seen: set[tuple[str, str | None, bool]] = set()
   for cell in sweep.runs():
-    where, imports = [".", gin_files.folder()], None if trusted else sweep.imports
-    with gin_files.Config(where, sweep.gin_files, cell.bindings, imports) as config:
+    with gin_files.Config([".", gin_files.folder()], sweep.gin_files, cell.bindings) as config:
       kind = cell.recipe, cell.pattern, sweep.is_start(cell)
       if kind not in seen:  # seeds change nothing of what is looked at here
         seen.add(kind)

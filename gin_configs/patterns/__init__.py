@@ -1,1 +1,0 @@
-"""Makes this folder a package: gin looks on sys.path too, and fails on other folders."""

@@ -1,0 +1,415 @@
+"""The paper's rows: as printed, as gin files make them, by the command `rows`, beside runs."""
+
+import itertools
+import json
+import pathlib
+import re
+
+import pytest
+import test_gin
+
+from nm_sparsity_jax import cli, configure, gin_files, paper, plan, report
+from nm_sparsity_jax.images import rand_augment
+from nm_sparsity_jax.report import Table
+from nm_sparsity_jax.runs import results
+from nm_sparsity_jax.scores import published
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+GIN = ROOT / "gin_configs/paper"
+ROWS = [row for table in paper.rows().values() for row in table.values()]
+IDS = [f"{row.table} {row.name}" for row in ROWS]
+
+# --- as printed ---------------------------------------------------------------------------------
+
+# Table: its dense score; recipes, or the lengths of a phase; then pattern and scores by these.
+GRIDS = {
+  "table2": ("76.389", "sr_ste mdgf_linear mdgf_exponential sdgf_stepwise sdgf_geometric", """
+    2:4 77.761 77.613 76.381 77.081 77.363
+    1:4 78.782 78.512 78.579 77.357 78.347
+    1:8 77.869 78.019 78.009 77.025 78.175
+    1:16 75.637 76.594 77.325 75.923 76.869
+    1:32 73.056 75.807 76.068 74.394 74.910
+    1:128 72.069 74.012 74.180 71.725 69.801
+    ff=1:4,qk=1:4 78.145 77.755 78.113 77.163 78.229
+    ff=1:8,qk=1:8 75.527 76.473 77.349 76.617 76.334
+    ff=1:8,qk=1:4 78.144 78.025 78.273 77.163 76.839
+    ff=1:8,qkv=1:4 78.222 78.319 78.319 77.309 78.213"""),
+  "table3": ("83.45", "sr_ste mdgf_exponential sdgf_stepwise sdgf_geometric", """
+    1:4 82.355 82.491 82.267 82.469
+    1:8 81.437 81.466 81.382 81.382
+    1:16 80.154 80.542 80.386 80.274
+    1:32 78.972 79.545 76.480 79.277
+    ff=1:8,qk=1:8 81.441 81.550 81.218 81.438"""),
+  "table4": ("86.2", "sr_ste sdgf_stepwise sdgf_geometric", """
+    1:4 84.1 83.7 83.4
+    1:32 79.4 80.9 79.3
+    ff=1:8,qk=1:8 75.8 80.7 76.8
+    ff=1:8,qkv=1:4 78 80.3 78.9
+    ff=1:8,qkv=1:8 74.2 79.5 75.8"""),
+  "table5": ("0.747", "sr_ste sdgf_stepwise mdgf_exponential", """
+    1:16 0.709 0.717 0.717
+    1:32 0.707 0.713 0.714
+    1:64 0.707 0.710 0.711
+    1:128 0.707 0.708 0.711"""),
+  "table6": ("85.09", "sr_ste mdgf_exponential", """
+    2:8 83.33 83.60
+    1:8 80.78 82.48"""),
+  "table7": ("", "sr_ste snip idp mdgf_exponential", """
+    1:32 79.4 79.5 80.6 80.9"""),
+  "table9": ("", "dense_steps=2500 dense_steps=5000 dense_steps=10000 dense_steps=20000", """
+    mdgf_linear,1:16 0.7155 0.7160 0.7157 0.7156
+    mdgf_linear,1:32 0.7134 0.7127 0.7137 0.7126
+    mdgf_linear,1:64 0.7106 0.7110 0.7103 0.7107
+    mdgf_linear,1:128 0.7100 0.7093 0.7094 0.7104
+    sdgf_stepwise,1:16 0.7157 0.7160 0.7164 0.7165
+    sdgf_stepwise,1:32 0.7134 0.7136 0.7141 0.7128
+    sdgf_stepwise,1:64 0.7108 0.7117 0.7107 0.7115
+    sdgf_stepwise,1:128 0.7106 0.7100 0.7098 0.7107"""),
+  "table10": ("", "finetune_steps=20000 finetune_steps=40000", """
+    mdgf_linear,1:16 0.7153 0.7161
+    mdgf_linear,1:32 0.7130 0.7132
+    mdgf_linear,1:64 0.7107 0.7106
+    mdgf_linear,1:128 0.7098 0.7097
+    sdgf_stepwise,1:16 0.7160 0.7121
+    sdgf_stepwise,1:32 0.7125 0.7093
+    sdgf_stepwise,1:64 0.7095 0.7081
+    sdgf_stepwise,1:128 0.7072 0.7065"""),
+}  # fmt: skip
+
+# Recipe, patterns, dense steps; overall score, and those of TASKS. The table calls SDGF MDGF.
+TASKS = "CoLA MNLI MRPC QNLI QQP RTE SST-2 STS-B"
+TABLE_12 = """
+dense 86.2 58.9 87.2/87 92.4/89.2 93.6 92.0/89.2 82.3 95 90.1/90.0
+sr_ste,1:4,0 83.1 41.8 85.2/85.3 92.8/90.0 92.3 91.8/88.9 79.1 93.6 89.5/89.2
+sr_ste,1:4,10k 84.1 48.1 85.7/85.6 92.4/89.5 92.1 91.8/89.0 82.7 93.6 87.9/87.7
+sdgf_stepwise,1:4,10k 83.7 48.8 85.3/85.4 92.4/89.2 92.3 91.8/89.0 80.5 93.5 86.5/86.3
+sdgf_geometric,1:4,0 83.3 48.4 85.3/85.3 92.0/89.0 91.8 91.8/88.9 78 92.8 87.3/87.4
+sdgf_geometric,1:4,10k 83.4 47.2 85.4/85.3 92.6/89.7 92 91.8/89.0 79.8 92.9 86.7/86.4
+sr_ste,1:32,0 77.1 19 81.3/81.3 90.9/87.0 86.9 90.6/87.4 71.1 89.9 86.7/86.8
+sr_ste,1:32,10k 79.4 29.4 82.2/82.6 91.5/88.5 89.6 91.2/88.2 72.6 91.4 87.1/87.2
+sdgf_stepwise,1:32,10k 80.9 38.3 83.6/83.7 92.5/89.7 90.5 91.5/88.5 74.4 91.2 85.2/85.0
+sdgf_geometric,1:32,0 77.6 20.2 81.3/81.6 91.8/88.5 87.2 90.8/87.7 73.3 90.1 85.8/85.5
+sdgf_geometric,1:32,10k 79.3 29.2 82.3/82.9 91.3/88.0 90.4 91.3/88.3 73.3 90.5 85.4/85.4
+sr_ste,ff=1:8,qk=1:8,0 74.4 15.7 77.2/77.6 89.9/85.8 83.6 89.7/86.2 67.5 88.2 84.1/83.9
+sr_ste,ff=1:8,qk=1:8,10k 75.8 19.9 78.6/79.4 89.7/86.0 84 90.1/86.7 70 89.4 84.5/84.2
+sdgf_stepwise,ff=1:8,qk=1:8,10k 80.7 38.7 83.1/83.2 90.9/87.7 89.9 91.2/88.2 76.2 91.9 84.5/84.5
+sdgf_geometric,ff=1:8,qk=1:8,0 75.8 21.6 78.8/79 90.0/86.0 83.6 90.1/86.6 69.7 88.9 84.0/83.9
+sdgf_geometric,ff=1:8,qk=1:8,10k 76.8 22.3 80.7/80.9 89.8/85.8 86.3 90.5/87.4 70 91.1 83.7/83.4
+sr_ste,ff=1:8,qkv=1:8,0 73.2 13.5 76.3/76.4 89.0/84.6 83.2 89.5/85.9 63.9 87 84.3/84.2
+sr_ste,ff=1:8,qkv=1:8,10k 74.2 16.1 77.7/77.6 88.5/84.1 82.9 89.9/86.3 66.4 88.8 84.4/84.2
+sdgf_stepwise,ff=1:8,qkv=1:8,10k 79.5 33 82.3/82.3 91.3/87.7 89.2 91.0/88.0 74.4 91.1 84.5/84.8
+sdgf_geometric,ff=1:8,qkv=1:8,0 75.5 22.1 78.6/78.7 90.5/86.8 83.4 90.0/86.5 67.9 88.2 84.2/84.2
+sdgf_geometric,ff=1:8,qkv=1:8,10k 75.8 19.5 79.4/79.6 89.4/85.3 84.5 90.2/86.8 70.4 89.8 83.3/83.0
+sr_ste,ff=1:8,qkv=1:4,0 75.1 15 78.4/79 90.5/86.8 84.2 90.1/86.6 67.9 88.4 86.2/86.1
+sr_ste,ff=1:8,qkv=1:4,10k 78 24.5 81.2/81.6 91.1/87.7 87.1 90.6/87.3 72.2 90.9 85.8/85.8
+sdgf_stepwise,ff=1:8,qkv=1:4,10k 80.3 36.4 83.2/83.4 90.9/87.3 90.3 91.3/88.3 74.7 90.9 85.2/85.0
+sdgf_geometric,ff=1:8,qkv=1:4,0 76.8 20.2 80.5/80.8 91.3/87.7 85.4 90.3/87.0 70.8 90.4 84.9/84.9
+sdgf_geometric,ff=1:8,qkv=1:4,10k 78.9 27.7 82.4/82.4 91.3/87.7 88.8 91.0/88.1 74.4 91.3 84.5/84.5
+"""
+
+
+def grid(table):
+  """Name of each row -> score, as printed."""
+  dense, columns, text = GRIDS[table]
+  found = {"dense": dense} if dense else {}
+  for line in text.strip().splitlines():
+    first, *scores = line.strip().replace(",", " ").rsplit(maxsplit=len(columns.split()))
+    for column, score in zip(columns.split(), scores, strict=True):
+      found[f"{first} {column}" if "=" in column else f"{column} {first}"] = score
+  return found
+
+
+@pytest.mark.parametrize("table", GRIDS)
+def test_a_table_is_as_printed(table):
+  found = {name: float(row.score.split()[1]) for name, row in paper.rows()[table].items()}
+  assert found == {name: float(score) for name, score in grid(table).items()}
+
+
+def test_table_12_is_as_printed():
+  lines = [line.split() for line in TABLE_12.strip().splitlines()]
+  names = [name.replace(",10k", ",10000").replace(",", " ") for name, *_ in lines]
+  assert names == [name.replace("dense_steps=", "") for name in paper.rows()["table12"]]
+  for (_, overall, *tasks), row in zip(lines, paper.rows()["table12"].values(), strict=True):
+    assert row.published["overall"] == float(overall)
+    columns = {title: values[:2] for title, values in row.published["columns"].items()}
+    columns["MNLI"] = columns.pop("MNLI-m") + columns.pop("MNLI-mm")
+    for title, printed in zip(TASKS.split(), tasks, strict=True):
+      assert columns[title] == [float(x) for x in printed.split("/")], (row.name, title)
+
+
+def test_every_table_has_a_file():
+  assert len(ROWS) == 186 and all(row.score or row.table == "figure3" for row in ROWS)
+  assert {f"{table}.gin" for table in paper.rows()} <= {file.name for file in GIN.glob("*.gin")}
+
+
+# --- as gin makes them --------------------------------------------------------------------------
+
+TOTAL = {
+  "table2": 109_200, "table3": 218_750, "table6": 46_800, "figure3": 78_000,
+  **dict.fromkeys(("table4", "table7", "table12"), 100_000),
+  **dict.fromkeys(("table5", "table9", "table10"), 200_000),
+}  # fmt: skip
+GLUE, IMAGES = ("table4", "table7", "table12"), ("table2", "table3", "table6", "figure3")
+
+
+def expected_rules(row):
+  """What the name of a row says: recipe, patterns and phases."""
+  total = TOTAL[row.table]
+  phases = {"dense_steps": total // 10, "finetune_steps": total // 10}
+  if row.table in IMAGES:
+    phases["finetune_steps"] = total // 5
+  recipe, *words = row.name.split()
+  if row.table == "table12" and recipe == "dense":
+    phases["dense_steps"] = 0
+  places = {}
+  for word in words:
+    place, _, value = word.rpartition("=")
+    if place in phases:
+      phases[place] = int(value)
+    else:
+      places[place or ("conv" if row.table == "table6" else "ff")] = value
+  rules = configure.rules(places or {"ff": None}, recipe, sparse_steps=total, **phases)
+  return configure.describe(rules)
+
+
+def read(table, *bindings):
+  """The configuration of a table's file alone, without a run file."""
+  return gin_files.Config([ROOT], [f"gin_configs/paper/{table}.gin"], bindings)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_a_row_trains_what_it_says_and_its_run_is_matched_with_it(row, tmp_path):
+  with read(row.table, f"ROW = {row.name!r}") as config:
+    assert not config.errors
+    assert configure.describe(config.value("RULES")) == expected_rules(row)
+    text = config.text()
+  assert f"ROW = {row.name!r}" in text
+  (tmp_path / "config.gin").write_text(text)
+  run = results.settings(tmp_path)
+  assert run.recipe == row.published["recipe"] and not run.remarks
+  if row.table in GLUE:
+    found, _ = published.match(run)
+    assert found and found["overall"] == row.published["overall"]
+  elif row.score and row.table in IMAGES:
+    found, remark = published.match_images(run)
+    assert found == {"table": int(row.table.removeprefix("table")), **row.published} and not remark
+
+
+@pytest.mark.parametrize("table", paper.rows())
+def test_the_header_of_a_table_has_its_command(table):
+  text = (GIN / f"{table}.gin").read_text().partition("from __gin__")[0]
+  files, row = re.findall(r"--gin_file=(\S+)", text), re.search(r"--gin.ROW=\"'(.*?)'\"", text)
+  assert f"`nm-sparsity rows {table}`" in text and row and paper.find(table, row[1])
+  run = BEFORE if table in IMAGES else RUNS_OF_T5[table in GLUE]
+  assert files == [*run, f"gin_configs/paper/{table}.gin"] and all(
+    (ROOT / f).is_file() for f in files
+  )
+  assert ("nm-sparsity train" if table in IMAGES else "python -m t5x.train") in text
+
+
+BEFORE = ["gin_configs/runs/local_images.gin", "gin_configs/runs/local_images_adamw.gin"]
+RUNS_OF_T5 = [
+  ["gin_configs/runs/t5x_adamw.gin", f"gin_configs/runs/t5x_{run}.gin"]
+  for run in ("wmt", "finetune")
+]
+NAMES = """BATCH_SIZE SPARSE_STEPS LEARNING_RATE WARMUP_STEPS ADAM_B1 ADAM_B2 RANDOM_SEED DATA_SEED
+  DTYPE PRETRAINED_STEPS""".split()
+# First those of NAMES; then what else the paper gives, or what we chose; then the network.
+GIVEN = {
+  "table12": (
+    [128, 100_000, 0.001, 1000, 0.9, 0.999, 0, 0, "bfloat16", 1_000_000],
+    {"PACK": False, "LOSS_NORMALIZING_FACTOR": None,
+     "MIXTURE_OR_TASK_NAME": "nm_glue_proportional"},
+    {"emb_dim": 768, "mlp_dim": 2048, "num_heads": 12, "num_encoder_layers": 12},
+  ),
+  "table5": (
+    [512, 200_000, 0.0625, 1000, 0.9, 0.92, 0, 0, "bfloat16", 0],
+    {"PACK": True, "LOSS_NORMALIZING_FACTOR": 233472, "MIXTURE_OR_TASK_NAME": "nm_wmt17_ende",
+     "WEIGHT_DECAY": 0.0},
+    {"emb_dim": 1024, "mlp_dim": 4096, "num_heads": 16, "num_encoder_layers": 6},
+  ),
+  "table2": (
+    [4096, 109_200, 0.001, 4_680, 0.9, 0.999, 0, 0, "bfloat16", 0],
+    {"DATA": "imagenet2012", "WEIGHT_DECAY": 0.01, "MIXUP": 0.5, "CUTMIX": 0.0, "LOSS": "sigmoid",
+     "CLIP_NORM": 1.0},
+    {"layers": 12, "embed": 768, "classes": 1000, "dropout": 0.1, "drop_path": 0.1},
+  ),
+  "table3": (
+    [2048, 218_750, 0.001, 12_500, 0.9, 0.999, 0, 0, "bfloat16", 0],
+    {"DATA": "imagenet2012", "WEIGHT_DECAY": 0.05, "MIXUP": 0.8, "CUTMIX": 1.0, "LOSS": "softmax",
+     "LABEL_SMOOTHING": 0.1, "RANDOM_ERASING": 0.25, "CLIP_NORM": 5.0},
+    {"window": 8, "depths": (2, 2, 18, 2), "image_size": 256, "drop_path": 0.5},
+  ),
+  "table6": (
+    [128, 46_800, 7.07e-5, 1_950, 0.9, 0.999, 0, 0, "bfloat16", 0],
+    {"DATA": "cifar10", "WEIGHT_DECAY": 0.05, "EMA_DECAY": None},
+    {"depths": (3, 4, 6, 3), "classes": 10, "stem": 7, "drop_path": 0.1},
+  ),
+  "figure3": (
+    [128, 78_000, 7.07e-5, 5_850, 0.9, 0.999, 0, 0, "bfloat16", 0],
+    {"DATA": "cifar10", "WEIGHT_DECAY": 0.05, "EMA_DECAY": None},
+    {"layers": 3, "heads": 3, "embed": 192, "classes": 10},
+  ),
+}  # fmt: skip
+GIVEN |= {table: GIVEN["table12"] for table in GLUE}
+GIVEN |= {table: GIVEN["table5"] for table in ("table9", "table10")}
+
+
+@pytest.mark.parametrize("table", paper.rows())
+def test_a_table_sets_what_the_paper_gives(table):
+  values, more, network = GIVEN[table]
+  with read(table, f"ROW = {[*paper.rows()[table]][-1]!r}") as config:
+    assert [config.value(name) for name in NAMES] == values
+    assert {name: config.value(name) for name in more} == more
+    made = config.value("NETWORK").config
+    assert {name: getattr(made, name) for name in network} == network
+    assert made.dtype == "bfloat16"
+    if table in IMAGES:
+      assert config.value("LEARNING_RATE_FACTORS") == "constant * linear_warmup * cosine_decay"
+      augment = rand_augment.parse(config.value("RAND_AUGMENT"))
+      assert augment.magnitude == (9 if table == "table3" else 15)
+
+
+def test_what_a_row_sets_can_be_overridden():
+  rules = lambda table, *bindings: configure.describe(read(table, *bindings).value("RULES"))
+  row = "ROW = 'MDGF_Linear  dense_steps=2500 1:16'"  # in any order and case
+  assert rules("table9", row) == "ff: mdgf_linear 1:16, total=200000, dense=2500, finetune=20000"
+  found = rules("table9", row, "DENSE_STEPS = 7", "PATTERN = '1:8'", "RECIPE = 'sr_ste'")
+  assert found == "ff: sr_ste 1:8, total=200000, dense=7, finetune=20000"
+  with gin_files.Config(
+    [ROOT], [f"gin_configs/paper/{name}.gin" for name in ("table4", "t5_1_0")], ["ROW = 'dense'"]
+  ) as config:
+    assert config.value("PRETRAINED_STEPS") == 999_900
+    assert config.value("NETWORK").config.mlp_dim == 3072
+
+
+def test_a_wrong_row_is_answered_by_the_nearest():
+  said = "ROW='sr_ste 1:4' is no row of table12; the nearest are 'sr_ste 1:4 dense_steps=0', "
+  found = plan.plan(["gin_configs/paper/table12.gin"], ["ROW = 'sr_ste 1:4'"])
+  (error,) = found["errors"]
+  assert error.startswith(said)
+  (error,) = plan.plan(["gin_configs/paper/table12.gin"])["errors"]
+  assert error.startswith("ROW is not set") and "nm-sparsity rows" in error
+  with pytest.raises(ValueError, match="choose one of table2"):
+    paper.find("table1", "dense")
+
+
+def bound(file):
+  """The macros that a gin file binds, with those of files that it includes."""
+  names = set(re.findall(r"(?m)^([A-Z][A-Z0-9_]*) = ", (ROOT / file).read_text("utf-8")))
+  return names.union(*(bound(inside) for inside in test_gin.included(file)))
+
+
+def test_a_table_binds_macros_that_the_run_files_know():
+  models = [f"gin_configs/models/{name}.gin" for name in ("vit", "swin", "resnet")]
+  known = set().union(*(bound(file) for file in (*BEFORE, *models))) | {"TABLE", "ROW"}
+  for table in IMAGES:
+    assert bound(f"gin_configs/paper/{table}.gin") <= known
+
+
+SAID_ELSEWHERE = ("USE_CACHED_TASKS", "INITIAL_CHECKPOINT_PATH", "T5_SIZE")
+
+
+@pytest.mark.parametrize("name, count", [("glue", 14), ("wmt", 11), ("images", 22)])
+def test_what_the_paper_omits_is_marked(name, count):
+  block = (GIN / f"{name}.gin").read_text().split("\n\n")[2]
+  found = [line for line in block.splitlines() if line.split()[0] not in SAID_ELSEWHERE]
+  found = [line for line in found if line != "PRETRAINED_STEPS = 0"]  # it says: from scratch
+  assert len(found) == count and all("  # not given" in line for line in found)
+
+
+# --- by the command -----------------------------------------------------------------------------
+
+
+def rows(capsys, *words):
+  code = cli.main(["rows", *words])
+  return code, *capsys.readouterr()
+
+
+def test_rows_are_listed_and_searched(capsys):
+  code, out, _ = rows(capsys)
+  assert not code and len(out.splitlines()) == 1 + len(ROWS)
+  code, out, _ = rows(capsys, "table12", "1:32", "dense_steps=10_000")
+  assert not code and re.findall(r"overall ([\d.]+)", out) == ["79.4", "80.9", "79.3"]
+  code, out, _ = rows(capsys, "--json", "vit_b16", "SR-STE", "2:4")
+  assert [(row["ROW"], row["top1"]) for row in json.loads(out)] == [("sr_ste 2:4", 77.761)]
+  code, out, err = rows(capsys, "table12", "mdgf_exponential")
+  assert code == 1 and "the nearest" in err and "mdgf_exponential" in out
+
+
+@pytest.mark.parametrize("table", paper.rows())
+def test_a_single_row_is_shown_with_the_command_of_its_table(capsys, table):
+  name = [*paper.rows()[table]][0]
+  code, out, _ = rows(capsys, table, name)
+  files = re.findall(r"--gin_file=(\S+)", out)
+  assert not code and f"--gin.ROW=\"'{name}'\"" in out
+  assert files == re.findall(r"--gin_file=(\S+)", (GIN / f"{table}.gin").read_text())
+
+
+# --- beside runs --------------------------------------------------------------------------------
+
+CONFIG = """
+RECIPE = {recipe!r}
+PATTERN = {pattern!r}
+SPARSITY_RULES = {rules!r}
+SPARSE_STEPS = 100
+DENSE_STEPS = 10
+FINETUNE_STEPS = 20
+DATA = {data!r}
+{more}vit.config.name = 'vit_b16'
+vit.config.classes = %CLASSES
+"""
+
+
+def write(folder, scores, split="validation", **given):
+  """A run of ViT-B/16 on images; scores is step -> accuracy."""
+  given = {"recipe": "mdgf_exponential", "pattern": "1:16", "rules": {"ff": None},
+           "data": "imagenet2012", "more": "", **given}  # fmt: skip
+  (folder / "train").mkdir(parents=True)
+  lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in scores]
+  (folder / "train/metrics.jsonl").write_text("".join(lines))
+  noted = [
+    {"step": step, "at_target": step > 80, "loss": {split: 1.0},
+     "metrics": {split: {"accuracy": value, "accuracy_top5": 0.9}}}
+    for step, value in scores.items()
+  ]  # fmt: skip
+  (folder / "evaluations.json").write_text(json.dumps(noted))
+  (folder / "run.json").write_text(json.dumps({"start": 0, "processes": []}))
+  (folder / "config.gin").write_text(CONFIG.format(**given))
+  return str(folder)
+
+
+def beside(paths, checkpoint="best"):
+  """The table of top-1 of a report, as texts, and the sentences behind it."""
+  parts = list(report.report(paths, checkpoint)["scores"])
+  at = [i for i, part in enumerate(parts) if isinstance(part, Table) and part.head == ["", "top-1"]]
+  if not at:
+    return None, []
+  cells = [[getattr(cell, "text", cell) for cell in row] for row in parts[at[0]].rows]
+  said = itertools.takewhile(lambda part: isinstance(part, str), parts[at[0] + 1 :])
+  return cells, [line for line in said if "published row" in line or "has no row" in line]
+
+
+def test_a_report_shows_the_published_row(tmp_path):
+  mine = write(tmp_path / "mine", {50: 0.9, 90: 0.775, 100: 0.7812})
+  other = write(tmp_path / "other", {90: 0.7}, pattern="3:8")
+  dense = write(tmp_path / "dense", {100: 0.76}, recipe="dense", split="test", data="/my/images")
+  wide = write(tmp_path / "wide", {100: 0.8}, more="vit.config.layers = 13\n")
+  cells, said = beside([mine, other, dense, wide])
+  assert cells == [
+    ["mine", "78.120 @ 100"],  # step 50 is before the target pattern
+    ["published, Table 2, MDGF-Exponential", "77.325"],
+    ["delta", "+0.795"],
+    ["other", "70.000 @ 90"],
+    ["dense", "76.000 @ 100"],
+    ["published, Table 2, Dense", "76.389"],
+    ["delta", "-0.389"],
+  ]
+  assert said == [
+    "other: Table 2 has no row for mdgf_exponential 3:8 FF.",
+    "dense: the published row is of imagenet2012, this run of /my/images.",
+  ]
+  cells, said = beside([mine], checkpoint=50)
+  assert cells == [["mine", "90.000 @ 50"]]
+  assert said == ["mine: no published row: step 50 is before the target pattern."]
+  assert beside([wide]) == (None, [])
