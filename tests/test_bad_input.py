@@ -98,9 +98,8 @@ def test_by_gin(module, line, files, word, here, capsys):
   macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=4, MODEL_DIR="run")
   argv = ["--gin_file=gin_configs/runs/local_workload.gin", *files, "--gin_file=mine.gin"]
   argv += [f"--gin.{k}={v!r}" for k, v in macros.items()]
-  named = ["--import=own_workload", f"--import={module}"]
   where = f"--gin_search_paths=.,{test_own_recipe.ROOT}"
-  assert cli.main(["plan", where, *named, *argv]) == 1
+  assert cli.main(["plan", where, *argv]) == 1
   told, refused = capsys.readouterr()
   assert ("\n1 error\n" in told and word in told) or (word in refused and refused.count("\n") == 1)
   assert cli.main(["train", *argv]) == 1

@@ -362,7 +362,7 @@ def plan(argv, folder, capsys, monkeypatch):
   if not any(f.startswith("--gin_search_paths") for f in flags):
     flags.append(f"--gin_search_paths={ROOT}")
   with relaxed(), t5x_found.closed_loops():
-    cli.main(["plan", *flags, "--import=my_tasks", "--json"])
+    cli.main(["plan", *flags, "--json"])
   return json.loads(capsys.readouterr().out)
 
 

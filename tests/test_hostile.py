@@ -304,8 +304,8 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 from nm_sparsity_jax import cli
 files = ["gin_configs/runs/local_workload.gin", "own_workload.gin",
-         "gin_configs/runs/local_adamw.gin", "gin_configs/recipes/sr_ste.gin"]
-macros = ["PATTERN='1:8'", "SPARSE_STEPS=4", "MODEL_DIR='run'"]
+         "gin_configs/runs/local_adamw.gin"]
+macros = ["RECIPE='sr_ste'", "PATTERN='1:8'", "SPARSE_STEPS=4", "MODEL_DIR='run'"]
 argv = [*(f"--gin_file={f}" for f in files), *(f"--gin.{m}" for m in macros)]
 sys.exit(cli.main(["train", *argv]))
 """

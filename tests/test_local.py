@@ -541,7 +541,7 @@ def test_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "was started with other settings" in error and all(w in error for w in words), error
     assert len(error.splitlines()) == 1
-    cli.main(["plan", "--json", "--import=t5x_task", *command(*GIN, **(macros | change))])
+    cli.main(["plan", "--json", *command(*GIN, **(macros | change))])
     errors = json.loads(capsys.readouterr().out)["errors"]
     assert any(all(w in text for w in ("other settings", *words)) for text in errors), errors
   assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
@@ -634,7 +634,7 @@ def test_mistakes_are_one_line(change, words, tmp_path, capsys):
   error = capsys.readouterr().err
   assert words in error and len(error.splitlines()) == 1, error
   # `plan` says the same before; how many devices there will be it cannot know.
-  cli.main(["plan", "--json", "--import=t5x_task", *command(*GIN, **macros)])
+  cli.main(["plan", "--json", *command(*GIN, **macros)])
   report = json.loads(capsys.readouterr().out)
   if "NUM_PARTITIONS" in change:
     assert report["ok"] and "NUM_PARTITIONS is not checked" in " ".join(report["notes"])
@@ -827,7 +827,7 @@ def test_a_best_metric_that_no_task_has_is_refused_before_the_first_step(
   assert not folder.exists()
   macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=2, MODEL_DIR=str(folder))
   planned = command(*GIN, **macros, BEST_METRIC="letters")
-  assert cli.main(["plan", "--json", "--import=t5x_task", *planned]) == 0
+  assert cli.main(["plan", "--json", *planned]) == 0
   notes = json.loads(capsys.readouterr().out)["notes"]
   assert any("BEST_METRIC='letters' is not checked here" in note for note in notes)
 

@@ -194,7 +194,7 @@ def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
   ]  # fmt: skip
   assert cli.main(["train", *train]) == 1
   assert "is a packed file, which is deployed and does not learn" in capsys.readouterr().err
-  assert cli.main(["plan", "--import=t5x_task", *train]) == 1
+  assert cli.main(["plan", *train]) == 1
   due = (
     f"{str(packed)!r} is a packed file, and no run starts from one: name the checkpoint that was"
   )
@@ -204,13 +204,13 @@ def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
 
 def test_plan_looks_at_the_newest_in_a_folder_as_infer_does(finalized, tmp_path, capsys):
   command = words("infer", finalized.parent, tmp_path / "out")
-  assert cli.main(["plan", "--json", "--import=t5x_task", *command[1:]]) == 0
+  assert cli.main(["plan", "--json", *command[1:]]) == 0
   assert json.loads(capsys.readouterr().out)["restore"]["path"] == str(finalized)
 
 
 def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, capsys):
   command = words("infer", packed, tmp_path / "out", **SCANNED)
-  assert cli.main(["plan", "--json", "--import=t5x_task", *command[1:]]) == 0
+  assert cli.main(["plan", "--json", *command[1:]]) == 0
   restore = json.loads(capsys.readouterr().out)["restore"]
   assert restore["format"] == "packed" and restore["sections"]["parameters"]["load"] == 29
 

@@ -84,7 +84,7 @@ def test_a_misspelt_argument_of_t5x_is_an_error(run_t5x):
     assert said in report["errors"]
 
 
-# --- the order of files -------------------------------------------------------------------------
+# --- any files ---------------------------------------------------------------------------------
 
 # As T5X's own model files: a macro that must be set, and T5X's own model.
 T5X_MODEL = """
@@ -118,68 +118,22 @@ network.T5Config:
 """
 
 
-@pytest.mark.t5x
-def test_a_model_file_after_the_run_file_is_named(run_t5x, tmp_path):
-  """Point 2: this died of `stored_rules`, after it had asked for DROPOUT_RATE."""
-  (tmp_path / "theirs.gin").write_text(T5X_MODEL)
-  late = ("gin_configs/runs/t5x_finetune.gin", "theirs.gin")
-  where = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(tmp_path))
-  here = f"--gin_search_paths={ROOT},{ROOT / 'tests'},{tmp_path}"
-  said = "theirs.gin comes after gin_configs/runs/t5x_finetune.gin and takes back"
-  code, report = run_t5x(here, files=late, **FINETUNE, **where)
-  assert code == 1
-  assert f"{said} DROPOUT_RATE, MODEL: name the model file before the run file" in report["errors"]
-  assert not has(report["errors"], "DROPOUT_RATE is not set")
-  code, report = run_t5x(here, files=late, **FINETUNE, **where, DROPOUT_RATE=0.1)
-  assert f"{said} MODEL: name the model file before the run file" in report["errors"]
-  code, report = run_t5x(here, files=late[::-1], **FINETUNE, **where)
-  assert not has(report["errors"], "comes after") and not has(report["errors"], "DROPOUT_RATE")
-  assert report["kernels"]["sparse"] and report["learning_rate"]
-
-
-@pytest.mark.t5x
-def test_a_model_file_of_t5x_that_changes_the_optimizer_is_told(run_t5x, tmp_path):
-  """Adafactor counted from T5X's step 0, not from the first sparse one, and nobody said so."""
-  where = dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(tmp_path))
-  (tmp_path / "tiny.gin").write_text(T5X_TINY)
-  here = f"--gin_search_paths={ROOT / 'tests'},{tmp_path}"
-  files = ("tiny.gin", "nm_sparsity_jax/finetune.gin")
-  said = "changes Adafactor.step_offset from %PRETRAINED_STEPS to 0: name the model file before"
-  _, report = run_t5x(here, files=files[::-1], **FINETUNE, **where, DROPOUT_RATE=0.1)
-  assert has(report["warnings"], said)
-  _, report = run_t5x(here, files=files, **FINETUNE, **where)
-  assert not has(report["warnings"], "comes after")
-
-
-def test_a_model_file_that_changes_the_run_is_told(run, tmp_path):
-  """Point 2: our model files have macros that a run file sets as well."""
-  (tmp_path / "own.gin").write_text(MODEL + "DROPOUT_RATE = 0.3\n")
-  settings = SETTINGS | TASK | {"MODEL_DIR": str(tmp_path / "run")}
-  late = ("gin_configs/runs/local_adamw.gin", "gin_configs/runs/local_train.gin", "own.gin")
-  said = "own.gin comes after gin_configs/runs/local_train.gin and changes DROPOUT_RATE from 0.0"
-  _, report = run(files=late, **settings)
-  assert has(report["warnings"], said, "to 0.3: name the model file before the run file")
-  _, report = run(files=late, **settings, DROPOUT_RATE=0.1)
-  assert not has(report["warnings"], "comes after")
-  _, report = run(files=("own.gin", *late[:2]), **settings)
-  assert not has(report["warnings"], "comes after")
-
-
 FILES = (
   "model.gin", "gin_configs/sparsity.gin", "gin_configs/runs/local_adamw.gin",
   "gin_configs/runs/local_train.gin", "gin_configs/runs/local_finetune.gin",
   "gin_configs/runs/local_eval.gin", "gin_configs/runs/local_infer.gin",
-  "gin_configs/runs/local_workload.gin", "gin_configs/recipes/idp.gin", "gin_configs/runs/none.gin",
-  "gin_configs/patterns/ff_1_4.gin", "gin_configs/models/t5_1_1/tiny.gin",
+  "gin_configs/runs/local_workload.gin", "gin_configs/runs/none.gin",
+  "gin_configs/paper/table12.gin", "gin_configs/models/t5.gin",
 )  # fmt: skip
 OF_T5X = (
   "gin_configs/runs/t5x_finetune.gin", "gin_configs/runs/t5x_eval.gin",
   "gin_configs/runs/t5x_adamw.gin", "gin_configs/runs/t5x_pretrain.gin", "theirs.gin",
   "t5x/examples/t5/t5_1_1/small.gin", str(ROOT / "tests/t5x_tiny.gin"), "model.gin",
-  "gin_configs/recipes/sr_ste.gin",
+  "gin_configs/paper/table12.gin",
 )  # fmt: skip
 OVERRIDES = (
-  "RECIPE = 'sr_ste'", "RECIPE = 3", "PATTERN = '1:4'", "PATTERN = 4", "SPARSE_STEPS = 100",
+  "RECIPE = 'sr_ste'", "RECIPE = 3", "T5_SIZE = 'tiny'", "ROW = 3", "ROW = 'dense'",
+  "PATTERN = '1:4'", "PATTERN = 4", "SPARSE_STEPS = 100",
   "SPARSE_STEPS = -1", "SPARSE_STEPS = 'x'", "SPARSITY_RULES = {'ff': 1}", "BATCH_SIZE = '8'",
   "BATCH_SIZE = 0", "TASK_FEATURE_LENGTHS = 512", "TASK_FEATURE_LENGTHS = {'inputs': 8}",
   "PRETRAINED_STEPS = 'many'", "PRETRAINED_STEPS = 5", "MODEL_DIR = 5", "MODEL_DIR = None",
@@ -380,14 +334,14 @@ def test_the_local_runner_names_another_optimizer(run, tmp_path):
 def test_plan_finds_our_gin_files_as_train_does(tmp_path, monkeypatch, capsys):
   """Point 14: outside a checkout, `plan` looked into the current folder alone."""
   monkeypatch.chdir(tmp_path)
-  argv = ["--gin_file=gin_configs/models/t5_1_1/tiny.gin", "--gin_file=gin_configs/sparsity.gin"]
+  argv = ["--gin_file=gin_configs/models/mini.gin", "--gin_file=gin_configs/sparsity.gin"]
   argv += [f"--gin.{k}={v!r}" for k, v in SETTINGS.items()]
   assert cli.main(["plan", *argv]) == 0
   assert "Nothing stands in the way." in capsys.readouterr().out
   # A file of one's own comes first.
-  own = tmp_path / "gin_configs/models/t5_1_1/tiny.gin"
+  own = tmp_path / "gin_configs/models/mini.gin"
   own.parent.mkdir(parents=True)
-  own.write_text(f"include '{gin_files.folder()}/gin_configs/models/t5_1_1/tiny.gin'\nX = %Y")
+  own.write_text(f"include '{gin_files.folder()}/gin_configs/models/mini.gin'\nX = %Y")
   assert cli.main(["plan", *argv]) == 0
 
 
@@ -427,8 +381,8 @@ def test_a_learning_rate_that_the_optimizer_ignores_is_told(run_t5x, tmp_path):
 
 def test_a_batch_that_was_guessed_is_told_and_parameters_are_counted_in_billions(run):
   """Point 10: one example was taken without a word, and 11 G parameters are 11 B."""
-  xxl = ("gin_configs/models/t5_1_1/xxl.gin", "gin_configs/sparsity.gin")
-  text = plan.render(run(files=xxl, **SETTINGS)[1])
+  xxl = ("gin_configs/models/t5.gin", "gin_configs/sparsity.gin")
+  text = plan.render(run(files=xxl, **SETTINGS, T5_SIZE="xxl")[1])
   assert "100 steps of 1 (BATCH_SIZE is not set: guessed)" in text
   assert re.search(r"parameters  [\d.]+ B of 11.1 B \([\d.]+%\) kept; [\d.]+ B are in", text), text
   text = plan.render(run(**SETTINGS, raw=["BATCH_SIZE = 7"])[1])

@@ -359,7 +359,7 @@ def packed_as_finalized(folder, env):
   for path in (str(final), "packed.safetensors"):
     told = {}
     for command, kind in (("eval", "EVAL_OUTPUT_DIR"), ("infer", "INFER_OUTPUT_DIR")):
-      files = f"runs/local_images_{command} runs/local_rebus models/vision/vit_rebus".split()
+      files = [f"runs/local_images_{command}", "runs/local_rebus"]
       out = f"{command} of {pathlib.Path(path).name}"
       settings = {"CHECKPOINT_PATH": path, kind: out, "EVAL_SPLIT": "validation"}
       told[command] = said(

@@ -27,8 +27,9 @@ def config(**changes):
   pytest.importorskip("gin")
   pytest.importorskip("seqio", reason="the local runner needs it")
   runs = "gin_configs/runs/local"
-  files = ["gin_configs/models/t5_1_1/tiny.gin", f"{runs}_adamw.gin", f"{runs}_train.gin"]
+  files = ["gin_configs/models/t5.gin", f"{runs}_adamw.gin", f"{runs}_train.gin"]
   macros = dict(
+    T5_SIZE="tiny",
     MODEL_DIR="run", RECIPE="idp", PATTERN="1:4", SPARSE_STEPS=9, MIXTURE_OR_TASK_NAME="x",
     TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 4},
     SPARSITY_RULES={"ff": None, "decoder/qkv": "2:4"}, DROPOUT_RATE=0.1,

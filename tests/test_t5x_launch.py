@@ -145,8 +145,8 @@ def test_gin_finds_the_files_without_search_paths_and_without_a_word(t5x, monkey
     with caplog.at_level(logging.ERROR):
       gin.parse_config_file("t5x/examples/t5/t5_1_1/small.gin")
       gin.parse_config_file("nm_sparsity_jax/finetune.gin")
-      gin.parse_config_file("gin_configs/recipes/idp.gin")
-    assert gin.query_parameter("RECIPE/gin.macro.value") == "idp"
+      gin.parse_config_file("gin_configs/runs/t5x_model.gin")
+    assert gin.query_parameter("NUM_DECODES/gin.macro.value") == 1
     assert not caplog.records
   finally:
     root.filters[:] = filters

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 # Windows of 2 x 2 patches of 4 x 4.
 SWIN = """
-include 'gin_configs/models/vision/swinv2_b_w8.gin'
+include 'gin_configs/models/swin.gin'
 from nm_sparsity_jax.models import swin
 swin.config:
   name = 'swinv2_test'
@@ -27,7 +27,7 @@ swin.config:
   window = 2
 """
 VIT = """
-include 'gin_configs/models/vision/vit_rebus.gin'
+include 'gin_configs/runs/local_rebus.gin'
 from nm_sparsity_jax.models import vit
 vit.config:
   layers = 1

@@ -63,9 +63,6 @@ def trained(tmp_path_factory):
   return folder
 
 
-MINE = "--import=own_workload"  # what a gin file imports, plan wants named
-
-
 # --- every command ------------------------------------------------------------------------------
 
 
@@ -323,7 +320,7 @@ def test_predictions_that_cannot_be_written_are_refused(tmp_path):
 
 def test_plan_refuses_to_infer_what_has_no_predict(trained, tmp_path, capsys, monkeypatch):
   where = dict(CHECKPOINT_PATH=str(trained / "checkpoint_24"), INFER_OUTPUT_DIR=str(tmp_path / "p"))
-  command = ["plan", "--json", MINE, *words("local_workload_infer", optimizer=False, **where)]
+  command = ["plan", "--json", *words("local_workload_infer", optimizer=False, **where)]
   assert cli.main(command) == 0
   report = json.loads(capsys.readouterr().out)
   assert report["program"] == "infer" and report["cost"]["training"] is None
@@ -347,7 +344,7 @@ def test_finalize_and_verify(trained, tmp_path, capsys):
 
 
 def test_plan(tmp_path, capsys):
-  assert cli.main(["plan", "--json", MINE, *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
+  assert cli.main(["plan", "--json", *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
   report = json.loads(capsys.readouterr().out)
   kernels = {k["path"]: k for k in report["kernels"]["sparse"]}
   assert sum(k["count"] for k in kernels.values()) == 2 and report["program"] == "train"
@@ -355,7 +352,7 @@ def test_plan(tmp_path, capsys):
   hidden = 2 * (16 * 32 + 32 * 32)
   assert once == {"dense": hidden + 2 * 32, "sparse": hidden / 8 + 2 * 32}
   odd = words(**MACROS, MODEL_DIR=str(tmp_path / "run"), BATCH_SIZE=15, MICROBATCHES=2)
-  assert cli.main(["plan", "--json", MINE, *odd]) == 1
+  assert cli.main(["plan", "--json", *odd]) == 1
   assert "BATCH_SIZE=15 must be a multiple" in capsys.readouterr().out
 
 
@@ -365,7 +362,7 @@ def test_plan_asks_for_the_example_that_a_run_notes(trained, tmp_path, capsys, m
   monkeypatch.setattr(
     own_workload.Regression, "example", lambda self, lengths=None: asked.append(lengths)
   )
-  assert cli.main(["plan", "--json", MINE, *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
+  assert cli.main(["plan", "--json", *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
   noted = json.loads((trained / "run.json").read_text())["workload"]["lengths"]
   assert asked == [noted] == [None]
 
@@ -378,7 +375,7 @@ def test_a_run_does_without_flops_where_its_code_fails(monkeypatch, caplog):
 
 def test_plan_for_people(tmp_path, capsys):
   macros = MACROS | dict(RECIPE="sr_ste", MODEL_DIR=str(tmp_path / "run"))
-  assert cli.main(["plan", MINE, *words(**macros)]) == 0
+  assert cli.main(["plan", *words(**macros)]) == 0
   text = capsys.readouterr().out
   assert "FLOPs (" in text and "for one example" in text
   assert "0.0002 of the mean loss over examples (hidden)" in text

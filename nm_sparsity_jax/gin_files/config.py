@@ -131,10 +131,10 @@ class Config(Bound):
       self._gin.parse_config([binding])
     except SyntaxError:
       self.lost.add(name)
-      text = "..." if {*value} & {*"'\"{[("} else value
+      quoted = "{'ff': '1:8'}" if {*value} & {*"'\"{[("} else f"'{value}'"
       raise SyntaxError(
-        f"not a Python value; a string needs quotes beside those of the shell, "
-        f"--gin.{name}=\"'{text}'\""
+        "not a Python value; a string needs quotes beside those of the shell, such as "
+        f'--gin.{name}="{quoted}"'
       ) from None
     except Exception:
       self.lost.add(name)
@@ -151,7 +151,7 @@ class Config(Bound):
       name = binding.partition("=")[0].strip()
       if name in read or self._macro(name) is None:
         continue
-      text = unread(name, {*read, *ours} - {name})
+      text = unread(name, () if name in ours else {*read, *ours})
       if name in ours:
         self.warnings.append(text)
       elif self.local:  # which refuses it anyway
@@ -159,7 +159,8 @@ class Config(Bound):
       elif self._allow_unknown:
         self.warnings.append(text)
       else:
-        self.errors.append(f"{text} Or let it pass: --allow-unknown")
+        more = "" if text.endswith("?") else "."
+        self.errors.append(f"{text}{more} Or let it pass: --allow-unknown")
 
   def text(self) -> str:
     """Returns the whole configuration as the text of one gin file."""
@@ -189,6 +190,10 @@ def _tables(gin: Any) -> tuple[Any, ...]:
 _NO_ARGUMENT = re.compile(r"Configurable '(\S+)' doesn't have a parameter named '(\S+)'\.?")
 
 
+_NOT_FOUND = re.compile(r"Unable to open file: (\S+)\. Searched config paths: \['', (.*)\]\.")
+_UNKNOWN = re.compile(r"No configurable matching (?:reference )?'(\S+)'\.?")
+
+
 def message(error: BaseException) -> str:
   """Returns the text of an error as one line, without gin's account of where it came from."""
   text = re.split(r"\s*\n\s*In call to configurable", str(error))[0]
@@ -198,6 +203,10 @@ def message(error: BaseException) -> str:
     if place := re.search(r'In file "?([^"\n]+?)"?,? line (\d+)', where[0]):
       text += f" ({place[1]}, line {place[2]})"
   text = _NO_ARGUMENT.sub(r"\1 has no argument '\2'", " ".join(text.split()))
+  text = _UNKNOWN.sub(
+    r"no gin file that was read imports '\1': set it in one, below its line `import ...`", text
+  )
+  text = _NOT_FOUND.sub(r"\1 is not here, nor in \2", text)
   if module := re.search(r"No module named '([\w.]+)'", text):
     return (
       f"needs the Python module {module[1]!r}, which is not installed: `nm-sparsity doctor` says "
@@ -245,7 +254,7 @@ def unread(name: str, known: Collection[str]) -> str:
     known: macros that the user may have meant.
   """
   close = difflib.get_close_matches(name, sorted(known), 1)
-  return f"{name} is set, but nothing reads it" + (f"; did you mean {close[0]}?" if close else ".")
+  return f"{name} is set, but nothing reads it" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def read(
