@@ -158,7 +158,7 @@ def _note_missing(named: Mapping[str, Any], recipe, pattern, sparse_steps, wrong
   if named and recipe is None:
     wrong.missing["RECIPE"] = (
       f"{', '.join(map(repr, named))} in SPARSITY_RULES need a recipe, but RECIPE names no recipe. "
-      f"Choose one of: {', '.join(RECIPES)}. A recipe file stands after the run file."
+      f"Choose one of: {', '.join(RECIPES)}."
     )
   if pattern is None and None in named.values() and _needs(recipe, "pattern"):
     wrong.missing["PATTERN"] = (
