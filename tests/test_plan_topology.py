@@ -22,7 +22,7 @@ RULES = dict(
   PATTERN="1:4", SPARSE_STEPS=40, BATCH_SIZE=16, MIXTURE_OR_TASK_NAME="nm_test_sort",
   MIXTURE_OR_TASK_MODULE="t5x_task", TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8},
 )  # fmt: skip
-THESE = f"--gin_search_paths={TESTS.parent},{TESTS}"
+THESE = (f"--gin_search_paths={TESTS.parent},{TESTS}",)
 
 
 @pytest.fixture
