@@ -13,6 +13,7 @@ import pytest
 import t5x_found
 
 from nm_sparsity_jax import paper
+from nm_sparsity_jax.runs import results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GIN = ROOT / "gin_configs"
@@ -499,6 +500,9 @@ def test_rows_of_the_paper_run():
   cases = small_runs(folder)
   assert {name: found[name] for name in cases} == dict.fromkeys(cases, {})
   assert (folder / "sparse/checkpoint_12").is_dir()
+  run = results.settings(folder / "sparse")  # by the ROW in config.gin
+  assert run.recipe == "sdgf_stepwise" and run.places == dict(ff="1:8", q="1:4", k="1:4", v="1:4")
+  assert "ROW = 'sdgf_stepwise" in (folder / "sparse/config.gin").read_text()
   (written,) = (folder / "infer").glob("nm_glue_rte-predict.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
   assert [line["inputs"] for line in lines] == [

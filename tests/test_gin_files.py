@@ -96,3 +96,26 @@ def test_a_running_program_names_flags_that_nothing_reads():
     assert gin_files.unread_flags(["--gin_bindings=DENSE_STEP = 3"]) == [said]
   finally:
     gin.clear_config()
+
+
+def test_files_that_include_each_other_are_named(tmp_path):
+  pytest.importorskip("gin")
+  (tmp_path / "a.gin").write_text("include 'b.gin'\n")
+  (tmp_path / "b.gin").write_text("include 'a.gin'\n")
+  with gin_files.Config([tmp_path], ["a.gin"], []) as config:
+    (error,) = config.errors
+  assert "a.gin: gin files include each other" in error
+
+
+def test_a_gin_file_is_a_program(tmp_path, monkeypatch):
+  """What it imports runs, and what it names is called."""
+  pytest.importorskip("gin")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  (tmp_path / "my_own_numbers.py").write_text("def number():\n  return 7\n")
+  (tmp_path / "a.gin").write_text(
+    "from __gin__ import dynamic_registration\nimport my_own_numbers\n"
+    "X = @my_own_numbers.number()\n"
+  )
+  with gin_files.Config([tmp_path], ["a.gin"], []) as config:
+    assert not config.errors and config.value("X") == 7
+  sys.modules.pop("my_own_numbers")

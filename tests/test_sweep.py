@@ -750,3 +750,13 @@ def test_real_runs_killed_and_resumed_end_with_the_same_bits(tmp_path, monkeypat
   assert [run["tasks"] for run in found["runs"]] == [run["tasks"] for run in want["runs"]]
   assert found["rows"][0]["score"]["n"] == 1 and found["tasks"] == ["nm_test_sort"]
   assert_same(read(tmp_path / folder, 60), read(tmp_path / "whole/one_shot-1_4-seed7", 60))
+
+
+@pytest.mark.parametrize("key", ['"X\\nimport os\\nY"', '"a..b"', '"@x"', '"X = 1"', '""', '"1X"'])
+def test_keys_of_a_sweep_are_identifiers(tmp_path, key):
+  """A key of TOML brings no lines of gin."""
+  file = tmp_path / "sweep.toml"
+  head = f"out = '{tmp_path}'\ngin_files = ['a.gin']\nrecipes = ['sr_ste']\npatterns = ['1:4']\n"
+  file.write_text(f"{head}seeds = [0]\n[macros]\n{key} = 1\n")
+  with pytest.raises(ValueError, match="is not the name of a gin macro"):
+    grid.read(str(file))
