@@ -18,9 +18,10 @@ from reference_arrays import OneAtATime, Reference
 
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import huggingface, huggingface_config, safetensors_file
-from nm_sparsity_jax.weights.huggingface_folder import Folder
-from nm_sparsity_jax.weights.huggingface_names import config_of, difference, sources
+from nm_sparsity_jax.weights import huggingface, safetensors_file
+from nm_sparsity_jax.weights.huggingface import Folder, config_of, sources
+from nm_sparsity_jax.weights.names import difference
+from nm_sparsity_jax.weights.safetensors_file import Lazy
 from nm_sparsity_jax.workloads import decoding
 
 both = pytest.mark.parametrize("name", reference.TINY)
@@ -37,7 +38,7 @@ names_of, tensors_of = known.names, known.tensors
 
 
 def config_of_name(name, **changes):
-  config = huggingface_config.from_json({**reference.COMMON, **reference.TINY[name]}, name)
+  config = huggingface.from_json({**reference.COMMON, **reference.TINY[name]}, name)
   return dataclasses.replace(config, **changes)
 
 
@@ -143,7 +144,7 @@ def test_weights_go_there_and_back_bit_for_bit(name, scan, tmp_path):
   huggingface.write(tmp_path / "out", params, config)
   assert_same(huggingface.read(tmp_path / "out", config), params)
   opened = safetensors_file.Opened(tmp_path / "out/model.safetensors")
-  assert_same({key: opened.array(key) for key in opened.shapes}, tensors)
+  assert_same({key: np.asarray(x) for key, x in opened.tensors.items()}, tensors)
   written = json.loads((tmp_path / "out/config.json").read_text())
   assert "sparsity_config" not in written and written["model_type"] == "t5"
 
@@ -177,16 +178,13 @@ def test_layers_that_differ_where_t5_shares_are_refused(tmp_path):
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
   """An array is gone when the next one is asked for."""
-  config = config_of_name("v1_0", scan_layers=True)
+  config = config_of_name("v1_0")
   params = dict(flatten(huggingface.from_huggingface(tensors_of("v1_0"), config)))
   array = OneAtATime(lambda key: params[key].copy())
-  dtypes = dict.fromkeys(params, "float32")
-  huggingface.write_each(tmp_path / "out", config, dtypes, array)
+  lazy = {k: Lazy(x.shape, x.dtype, lambda k=k: array(k)) for k, x in params.items()}
+  tensors = huggingface.to_tensors(lazy, config)
+  huggingface.write_folder(tmp_path / "out", tensors, huggingface.to_json(config))
   assert len(array.made) == len(params)
-
-  read = OneAtATime(Folder(tmp_path / "out").array)
-  for source in sources(config).values():
-    assert source.take(read).shape == source.ours
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -214,23 +212,23 @@ SIZES = [(version, size) for version, sizes in PUBLISHED.items() for size in siz
 @pytest.mark.parametrize("version, size", SIZES)
 def test_every_published_size_goes_there_and_back(version, size):
   config = T5Config.preset(version, size)
-  made = huggingface_config.to_json(config)
+  made = huggingface.to_json(config)
   names = ("d_model", "num_heads", "num_layers", "d_kv", "d_ff")
   assert tuple(made[name] for name in names) == PUBLISHED[version][size]
   assert made["tie_word_embeddings"] == (version == "t5_1_0")
   assert made["feed_forward_proj"] == {"t5_1_0": "relu", "t5_1_1": "gated-gelu"}[version]
-  assert huggingface_config.from_json(made, "it") == config
+  assert huggingface.from_json(made, "it") == config
   for scanned in (config, dataclasses.replace(config, scan_layers=True)):
     shapes = {key: source.ours for key, source in sources(scanned).items()}
     assert config_of(shapes, "it") == scanned
 
 
 def test_what_config_json_leaves_out_is_what_transformers_takes():
-  config = huggingface_config.from_json({"model_type": "t5", "num_layers": 3}, "it")
+  config = huggingface.from_json({"model_type": "t5", "num_layers": 3}, "it")
   assert config == T5Config.t5_1_0("small", num_encoder_layers=3, num_decoder_layers=3)
   # transformers 5 says by two words what transformers 4 says by one.
   five = dict(model_type="t5", tie_word_embeddings=True, scale_decoder_outputs=False)
-  assert not huggingface_config.from_json(five, "it").logits_via_embedding
+  assert not huggingface.from_json(five, "it").logits_via_embedding
 
 
 CONFIGS = {
@@ -252,13 +250,13 @@ CONFIGS = {
 def test_a_config_of_what_we_do_not_compute_is_refused(what):
   changes, said = CONFIGS[what]
   with pytest.raises(ValueError, match=said):
-    huggingface_config.from_json({"model_type": "t5", **changes}, "it")
+    huggingface.from_json({"model_type": "t5", **changes}, "it")
 
 
 def test_an_activation_that_transformers_lacks_is_refused():
   config = config_of_name("v1_0", mlp_activations=("tanh", "relu"))
   with pytest.raises(ValueError, match=r"\('tanh', 'relu'\): transformers' T5 has"):
-    huggingface_config.to_json(config)
+    huggingface.to_json(config)
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -362,12 +360,9 @@ FOLDERS = {
   "not json": (lambda p: (p / "config.json").write_text("{"), "is no JSON object"),
   "a list": (lambda p: (p / "config.json").write_text("[]"), "no JSON object .it holds a list"),
   "deep": (lambda p: (p / "config.json").write_text("[" * 99999), "is no JSON object"),
-  "long": (
-    lambda p: (p / "config.json").write_text(" " * 2**21), "has 2,097,152 bytes, and at most"
-  ),
   "cut": (
     lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:-4]),
-    "model.safetensors' was cut: [0-9,]+ of [0-9,]+ bytes of tensors are there: copy it again.",
+    "model.safetensors' is not a safetensors file, or damaged",
   ),
   "index without a map": (lambda p: _index(p, {}), "has no weight_map from names to files beside"),
   "index outside": (
@@ -390,14 +385,6 @@ def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(what, tmp_path):
   with pytest.raises((ValueError, FileNotFoundError), match=said) as e:
     Folder(path)
   assert str(path) in str(e.value) and "\n" not in str(e.value)
-
-
-def test_more_layers_than_tensors_are_refused_before_they_are_listed(tmp_path):
-  path = changed(tmp_path, lambda tensors, values: values.update(num_layers=10**9))
-  with pytest.raises(
-    ValueError, match="has 55 tensors, and its config.json tells 1000000002 layer"
-  ):
-    Folder(path)
 
 
 def test_integers_are_no_weights(tmp_path):

@@ -92,7 +92,8 @@ import sys
 import numpy as np
 from nm_sparsity_jax import runs
 from nm_sparsity_jax.models.t5 import T5Config
-from nm_sparsity_jax.weights import huggingface, huggingface_names
+from nm_sparsity_jax.weights import huggingface
+from nm_sparsity_jax.weights.safetensors_file import Lazy
 
 AXES = {r".*/(wi|wo)/kernel": 0}
 
@@ -111,10 +112,14 @@ def all_of(layers, wide, mlp):
     vocab_size=64, emb_dim=wide, num_heads=1, head_dim=8, num_encoder_layers=layers,
     num_decoder_layers=1, mlp_dim=mlp, mlp_activations=("relu",), logits_via_embedding=True,
   )
-  table = huggingface_names.sources(config)
+  draw = lambda shape: np.random.default_rng(0).standard_normal(shape, np.float32)
+  arrays = {
+    key: Lazy(source.ours, np.dtype("float32"), lambda shape=source.ours: draw(shape))
+    for key, source in huggingface.sources(config).items()
+  }
   folder = f"{sys.argv[1]}/{layers}-{mlp}"
-  draw = lambda key: np.random.default_rng(0).standard_normal(table[key].ours, np.float32)
-  huggingface.write_each(f"{folder}-hf", config, dict.fromkeys(table, "float32"), draw)
+  tensors = huggingface.to_tensors(arrays, config)
+  huggingface.write_folder(f"{folder}-hf", tensors, huggingface.to_json(config))
   start, final, rules = f"{folder}-start", f"{folder}-final", {"ff": "1:8"}
   steps = (
     lambda: runs.convert(f"{folder}-hf", start, scan_layers=True),

@@ -8,9 +8,10 @@ T5     ->          -> a folder of Hugging Face's T5 ->                      of t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,8 @@ from nm_sparsity_jax import apply
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, foreign, given, proof, writing
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.weights import (
-  huggingface,
-  huggingface_config,
-  huggingface_folder,
-  huggingface_names,
-  safetensors_file,
-  timm,
-)
+from nm_sparsity_jax.weights import huggingface, safetensors_file, timm
+from nm_sparsity_jax.weights.safetensors_file import Lazy
 
 _COLLECTIONS = ("batch_stats",)  # beside the parameters
 
@@ -97,7 +92,7 @@ def export(
   safetensors_file.refuse_existing(file)
   stored = checkpoint.opened(path)
   params = [key.removeprefix("target/") for key in stored.leaves if key.startswith("target/")]
-  is_t5 = huggingface_names.is_t5(params)
+  is_t5 = huggingface.is_t5(params)
   if file.endswith(safetensors_file.SUFFIX) == is_t5:
     what = "a folder for a T5: config.json lies beside its tensors"
     end = f"a file that ends in {safetensors_file.SUFFIX}"
@@ -135,20 +130,19 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   Raises:
     ValueError: the folder is refused by `weights.huggingface.read`, or the output is there already.
   """
-  config = huggingface_folder.Folder(path).config
-  config = dataclasses.replace(config, scan_layers=scan_layers)
-  held = huggingface.hold(path, config)
+  folder = huggingface.Folder(path)
+  config = dataclasses.replace(folder.config, scan_layers=scan_layers)
   made = os.path.join(out, "checkpoint_0")
   arrays: dict[str, writing.Makes | writing.Layers] = {
     "state/step": lambda: np.asarray(np.int32(0))
   }
-  for key, (shape, _) in held.leaves.items():
-    axis = held.axis(key) if len(shape) > 2 else None
-    if axis is None:
-      arrays[f"target/{key}"] = lambda key=key: _float32(held.array(key))
+  for key, source in huggingface.sources(config).items():
+    layers = lambda source=source: map(_float32, source.layers(folder.tensors))
+    if source.axis is None or len(source.ours) < 3:
+      take = lambda source=source: _float32(source.take(folder.tensors))
+      arrays[f"target/{key}"] = take
     else:
-      layers = lambda key=key: map(_float32, held.layers(key))
-      arrays[f"target/{key}"] = writing.Layers(shape, "float32", axis, layers)
+      arrays[f"target/{key}"] = writing.Layers(source.ours, "float32", source.axis, layers)
   writing.write(made, arrays)
   return made
 
@@ -161,46 +155,74 @@ def _to_folder(
   stored: Stored, out: str, found: proof.Proof | None, feed_forward: str | None
 ) -> Exported:
   """Writes a folder of Hugging Face's T5, one array in memory at a time, and reads it back."""
-  key_of = lambda path: stored.deployed(f"target/{path}")
-  shapes = {
-    key.removeprefix("target/"): leaf.shape or ()
-    for key, leaf in stored.leaves.items()
+  keys = {
+    key.removeprefix("target/"): stored.deployed(key)
+    for key in stored.leaves
     if key.startswith("target/")
   }
   activations = None
   if feed_forward is not None:
-    activations = huggingface_config.activations_of(feed_forward, "--feed-forward")
-  config = huggingface_names.config_of(shapes, stored.path, activations)
-  table = huggingface_names.sources(config)
+    activations = huggingface.activations_of(feed_forward, "--feed-forward")
+  arrays = _lazy(stored, keys, 1)
+  shapes = {path: x.shape for path, x in arrays.items()}
+  config = huggingface.config_of(shapes, stored.path, activations)
+  table = huggingface.sources(config)
   for place in found.report.places if found else ():
     if not table[place.path].turned:
       raise ValueError(f"{place.path!r} is no kernel: its groups lie along no axis there.")
-  dtypes = {path: stored.leaves[key_of(path)].dtype or "float32" for path in shapes}
-  sums: dict[str, str] = {}
-
-  def note(name: str, tensor: np.ndarray) -> None:
-    sums[name] = writing.sha256(tensor)
-
-  huggingface.write_each(
-    out, config, dtypes, lambda path: stored.array(key_of(path)), seen=note
-  )  # fmt: skip
-  folder = huggingface_folder.Folder(out)
-  for name, wanted in sums.items():
-    if writing.sha256(folder.array(name)) != wanted:
-      raise ValueError(f"{out!r}: {name!r} is not what was written.")
-  report = None if found is None else report_of_folder(folder.array, found, table)
+  tensors, sums = _noted(huggingface.to_tensors(arrays, config))
+  dtype = str(arrays["token_embedder/embedding"].dtype)
+  huggingface.write_folder(out, tensors, huggingface.to_json(config, dtype))
+  folder = huggingface.Folder(out)
+  _check_sums(out, folder.tensors, sums)
+  report = None if found is None else report_of_folder(folder.tensors, found, table)
   return Exported(stored, out, len(sums), report, folder.json)
 
 
+def _lazy(stored: Stored, keys: Mapping[str, str], kept: int) -> dict[str, Lazy]:
+  """Returns path -> array of a checkpoint; the last ones stay in memory.
+
+  Tensors of other libraries are of one layer, or join arrays. So an array is asked for several
+  times, one time after the other.
+  """
+  array = functools.lru_cache(kept)(stored.array)
+  found = {}
+  for path, key in keys.items():
+    shape, dtype = stored.leaves[key].shape, stored.leaves[key].dtype
+    if shape is None or dtype is None:
+      raise ValueError(f"{stored.path!r} cannot be exported: {key} has no shape.")
+    found[path] = Lazy(shape, np.dtype(dtype), lambda key=key: array(key))
+  return found
+
+
+def _noted(tensors: Mapping[str, Lazy]) -> tuple[dict[str, Lazy], dict[str, str]]:
+  """Returns the tensors, and what gets the hash of each one that is made."""
+  sums: dict[str, str] = {}
+
+  def make(name: str) -> np.ndarray:
+    array = np.asarray(tensors[name])
+    sums[name] = writing.sha256(array)
+    return array
+
+  noted = {
+    name: Lazy(x.shape, x.dtype, lambda name=name: make(name)) for name, x in tensors.items()
+  }
+  return noted, sums
+
+
+def _check_sums(out: str, tensors: Mapping[str, Lazy], sums: Mapping[str, str]) -> None:
+  for name, wanted in sums.items():
+    if writing.sha256(np.asarray(tensors[name])) != wanted:
+      raise ValueError(f"{out!r}: {name!r} is not what was written.")
+
+
 def report_of_folder(
-  array: Callable[[str], np.ndarray],
-  found: proof.Proof,
-  table: Mapping[str, huggingface_names.Source],
+  tensors: Mapping[str, Lazy], found: proof.Proof, table: Mapping[str, huggingface.Source]
 ) -> apply.Report:
   """Proves the groups of each place on Hugging Face's tensors, where they lie along axis 1.
 
   Args:
-    array: their name -> tensor.
+    tensors: of the folder.
     found: of the checkpoint.
     table: of its network.
   """
@@ -208,7 +230,7 @@ def report_of_folder(
   for place in found.report.places:
     recipe: Any = found.rules.find(place.path)
     for name in table[place.path].names:
-      places += _proven(name, array(name), recipe, found.rules)
+      places += _proven(name, np.asarray(tensors[name]), recipe, found.rules)
   return apply.Report(tuple(places), found.report.skipped)
 
 
@@ -221,26 +243,13 @@ def _proven(name: str, array: np.ndarray, recipe: Any, rules: Rules) -> tuple[An
 
 def _to_file(stored: Stored, out: str, found: proof.Proof | None) -> Exported:
   """Writes a file of timm's names, one array in memory at a time, and reads it back."""
-  names = keys(stored)
-  leaves = {}
-  for name, key in names.items():
-    shape, dtype = stored.leaves[key].shape, stored.leaves[key].dtype
-    if shape is None or dtype is None:
-      raise ValueError(f"{stored.path!r} is not of a network of images: {key} has no shape.")
-    leaves[name] = shape, dtype
-  sums: dict[tuple[str, int, int], str] = {}
-
-  def note(name: str, first: int, rows: np.ndarray) -> None:
-    sums[name, first, first + len(rows)] = writing.sha256(rows)
-
-  timm.write_each(out, leaves, lambda name: stored.array(names[name]), note)
-  opened = safetensors_file.Opened(out)
-  for (name, first, stop), wanted in sums.items():
-    if writing.sha256(opened.array(name)[first:stop]) != wanted:
-      raise ValueError(f"{out!r}: {name!r} is not what was written.")
-  table = timm.sources(timm.keys_of(opened.shapes, repr(opened.path)))
-  report = None if found is None else report_of_file(opened.array, found, table)
-  return Exported(stored, out, len(opened.shapes), report)
+  # q, k and v are one tensor there.
+  tensors, sums = _noted(timm.to_tensors(_lazy(stored, keys(stored), 3)))
+  safetensors_file.write(out, tensors)
+  written = safetensors_file.Opened(out).tensors
+  _check_sums(out, written, sums)
+  report = None if found is None else report_of_file(written, found)
+  return Exported(stored, out, len(written), report)
 
 
 def keys(stored: Stored) -> dict[str, str]:
@@ -259,16 +268,14 @@ def keys(stored: Stored) -> dict[str, str]:
   return found
 
 
-def report_of_file(
-  array: Callable[[str], np.ndarray], found: proof.Proof, table: Mapping[str, timm.Source]
-) -> apply.Report:
+def report_of_file(tensors: Mapping[str, Lazy], found: proof.Proof) -> apply.Report:
   """Proves the groups of each place on timm's tensors, where they lie along axis 1.
 
   Args:
-    array: timm's name -> tensor.
+    tensors: of the file.
     found: of the checkpoint.
-    table: of its network.
   """
+  table = timm.sources(timm.keys_of(tensors))
   places = []
   for place in found.report.places:
     recipe: Any = found.rules.find(place.path)
@@ -277,5 +284,5 @@ def report_of_file(
       if not re.fullmatch(single, key):
         continue
       name = source.name + (f"[{source.part} of {source.parts}]" if source.parts > 1 else "")
-      places += _proven(name, source.rows(array(source.name)), recipe, found.rules)
+      places += _proven(name, source.rows(np.asarray(tensors[source.name])), recipe, found.rules)
   return apply.Report(tuple(places), found.report.skipped)

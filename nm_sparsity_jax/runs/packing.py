@@ -125,9 +125,9 @@ def _read_back(file: str, sums: Mapping[str, str]) -> None:
   opened = packed_file.Opened(file)
   for name in opened.kernels:
     opened.packed(name)
-  tensors = safetensors_file.Opened(file)
+  tensors = safetensors_file.Opened(file).tensors
   for name, wanted in sums.items():
-    if writing.sha256(tensors.array(name)) != wanted:
+    if writing.sha256(np.asarray(tensors[name])) != wanted:
       raise ValueError(f"{file!r}: {name!r} is not what was written.")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from nm_sparsity_jax import unscanned
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.weights import huggingface_names
+from nm_sparsity_jax.weights import huggingface
 
 _TARGET = "target/"
 
@@ -27,8 +27,8 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], path: str) -> Any:
   Raises:
     ValueError: it is of a T5 that T5X does not know.
   """
-  if huggingface_names.is_t5(shapes) and any(key.startswith("encoder/encoder/") for key in shapes):
-    return huggingface_names.config_of(shapes, path)
+  if huggingface.is_t5(shapes) and any(key.startswith("encoder/encoder/") for key in shapes):
+    return huggingface.config_of(shapes, path)
   if any(key.startswith("blocks/") for key in shapes):
     return ViTConfig(scan=True)
   return None

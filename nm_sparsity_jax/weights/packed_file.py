@@ -1,16 +1,16 @@
-"""A file of a network whose sparse kernels are packed, version 1.
+"""A file of a network whose sparse kernels are packed.
 
-    name -> shape, dtype; names and arrays, one at a time; rules -> [write_each] -> F.safetensors
-    F.safetensors -> `packed_reading`: [Opened], [read]
+    name -> array, one at a time; rules -> [write_each] -> F.safetensors
+    F.safetensors -> [Opened] -> name -> NMPacked, or array, when it is asked for
+                  -> [read]   -> {"params", ...}: what network.apply takes, after `deployed.prepare`
 
 It is a safetensors file. A packed kernel NAME is two or three tensors of it: NAME.nm_values,
-NAME.nm_indices and, of int8, NAME.nm_scale, in the canonical layout of `packed`. Its metadata are
+NAME.nm_indices and, of int8, NAME.nm_scale, in the canonical layout of `packed`. Its metadata have
+one entry, "nm_sparsity_jax", which is JSON:
 
-    format   nm_sparsity_jax/1
+    version  1
     rules    the text of the rules
     packed   {NAME: {"n", "m", "axis", "shape", "dtype", "index_bits", "pad"}}
-
-What reads one stands here too: a user imports this module alone.
 """
 
 from __future__ import annotations
@@ -18,20 +18,77 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from nm_sparsity_jax import deployed, rules_text
-from nm_sparsity_jax.packed import lost_signs, pack
+from nm_sparsity_jax.groups import Groups
+from nm_sparsity_jax.packed import MOST, NMPacked, like, lost_signs, pack, unpack
+from nm_sparsity_jax.packed.array import wrong
+from nm_sparsity_jax.patterns import NM
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import packed_reading, safetensors_file
-from nm_sparsity_jax.weights.packed_reading import PARAMS, Kernel, Opened, is_packed, read
+from nm_sparsity_jax.text import first_line
+from nm_sparsity_jax.trees import flatten, nested
+from nm_sparsity_jax.weights import safetensors_file
 
-__all__ = ["Kernel", "Opened", "is_packed", "read", "write", "write_each"]
+_ENTRY, _VERSION = "nm_sparsity_jax", 1
+_PARAMS = "params/"
+_PARTS = ("nm_values", "nm_indices", "nm_scale")
+_RESERVED = "nm_sparsity"  # the collection of a run's own state
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """What a file says of a packed kernel.
+
+  Attributes:
+    pattern: n:m.
+    groups: where the groups lie in the weight with its zeros; its shape.
+    dtype: of the values.
+  """
+
+  pattern: NM
+  groups: Groups
+  dtype: str
+
+  @property
+  def like(self) -> NMPacked:
+    """Returns the packed kernel, with shapes in place of arrays."""
+    return like(self.pattern, self.groups, self.dtype)
+
+  @property
+  def is_matrix(self) -> bool:
+    """Returns whether a layer takes it packed: it is (in, out), with groups along axis 0."""
+    return len(self.groups.shape) == 2 and self.groups.axes == (0,)
+
+  @property
+  def json(self) -> dict[str, Any]:
+    """Returns what the metadata say of it."""
+    return {
+      "n": self.pattern.n,
+      "m": self.pattern.m,
+      "axis": list(self.groups.axes),
+      "shape": list(self.groups.shape),
+      "dtype": self.dtype,
+      "index_bits": self.like.bits,
+      "pad": self.groups.pad,
+    }
+
+  def with_zeros(self, packed: NMPacked) -> np.ndarray:
+    """Returns the weight with its zeros, in its own shape.
+
+    Args:
+      packed: the kernel, with arrays.
+    """
+    axes, shape = self.groups.axes, self.groups.shape
+    order = (*axes, *(a for a in self.groups.order if a not in axes))
+    return unpack(packed).reshape([shape[a] for a in order]).transpose(np.argsort(order))
+
+
+# --- writing --------------------------------------------------------------------------------------
 
 
 def write(
@@ -76,86 +133,215 @@ def write_each(
   Raises:
     ValueError: a kernel is not n:m, or a name cannot be kept.
   """
-  shape = lambda leaf: jax.ShapeDtypeStruct(leaf[0], safetensors_file.dtype_of(leaf[1]))
-  shapes = {name: shape(leaf) for name, leaf in leaves.items()}
-  _refuse_names(leaves)
-  params = {p.removeprefix(f"{PARAMS}/"): x for p, x in shapes.items() if _is_param(p)}
+  for name in leaves:
+    if _is_part(name):
+      raise ValueError(
+        f"{name!r} ends like a part of a packed kernel ({', '.join(_PARTS)}): rename it."
+      )
+  _check_names(leaves)
+  shapes = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()}
+  params = {p.removeprefix(_PARAMS): x for p, x in shapes.items() if p.startswith(_PARAMS)}
   decision = deployed.decide(params, rules, dtype)
   if not decision.packed:
     named = [path for path in decision.dense if rules.match(path)] or list(decision.dense)
     why = f"{named[0]!r}: {decision.dense[named[0]]}" if named else "there are no parameters"
     raise ValueError(f"nothing would be packed ({why}).")
-  header: dict[str, tuple[str, tuple[int, ...]]] = {}
-  for name, (own, kind) in leaves.items():
-    if (key := name.removeprefix(f"{PARAMS}/")) not in decision.packed or not _is_param(name):
-      header[name] = kind, tuple(own)
-      continue
-    for _, full, part in packed_reading.parts(name, decision.like(key)):
-      header[full] = np.dtype(part.dtype).name, part.shape
-  lost: dict[str, int] = {}
-  told = _metadata(decision, rules)
-  with safetensors_file.Writer(path, safetensors_file.in_order(header), told) as writer:
-    for name, array in arrays:
-      for full, tensor in _tensors(name, array, decision, lost):
-        seen(full, tensor)
-        writer.add(full, tensor)
-      del array, tensor  # or they would stay while the next one is made
-  return _report(decision, shapes, lost)
-
-
-def _is_param(name: str) -> bool:
-  return name.startswith(f"{PARAMS}/")
-
-
-def _refuse_names(names: Iterable[str]) -> None:
-  for name in names:
-    if packed_reading.is_part(name):
-      parts = ", ".join(packed_reading.PARTS)
-      raise ValueError(f"{name!r} ends like a part of a packed kernel ({parts}): rename it.")
-  packed_reading.check_names(list(names))
-
-
-def _metadata(decision: deployed.Decision, rules: Rules) -> dict[str, str]:
-  text = rules_text.describe(rules)
-  rules_text.pack(text)  # refuses what no checkpoint could keep
-  told = {
-    f"{PARAMS}/{path}": {
-      "n": place.pattern.n,
-      "m": place.pattern.m,
-      "axis": list(place.axes),
-      "shape": list(place.shape),
-      "dtype": decision.dtypes[path],
-      "index_bits": decision.like(path).bits,
-      "pad": -place.groups.length % place.pattern.m,
-    }
+  kernels = {
+    f"{_PARAMS}{path}": Kernel(
+      place.pattern,
+      # Recipes may pad for a longer group than the last one, which is the one that is kept.
+      dataclasses.replace(place.groups, pad=-place.groups.length % place.pattern.m),
+      decision.dtypes[path],
+    )
     for path, place in decision.packed.items()
   }
-  packed = json.dumps(told, separators=(",", ":"), ensure_ascii=False)
-  return {"format": packed_reading.FORMAT + packed_reading.VERSION, "packed": packed, "rules": text}
-
-
-def _tensors(
-  name: str, array: np.ndarray, decision: deployed.Decision, lost: dict[str, int]
-) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields the names and tensors that one array is in the file; `lost` gets what it loses."""
-  path = name.removeprefix(f"{PARAMS}/")
-  if path not in decision.packed or not _is_param(name):
-    yield name, array
-    return
-  place = decision.packed[path]
-  if count := lost_signs(array, place.pattern, place.groups):
-    lost[path] = count
-  made = pack(array, place.pattern, place.groups, decision.dtypes[path], path)
-  for _, full, tensor in packed_reading.parts(name, made):
-    yield full, tensor
-
-
-def _report(
-  decision: deployed.Decision, shapes: Mapping[str, Any], lost: Mapping[str, int]
-) -> deployed.Report:
-  """Returns the report, with the arrays of other collections among those that keep their zeros."""
-  own = {name.removeprefix(f"{PARAMS}/") if _is_param(name) else name: x
-         for name, x in shapes.items()}  # fmt: skip
-  beside = dict.fromkeys((name for name in shapes if not _is_param(name)), "no parameter")
+  tensors: dict[str, Any] = {name: x for name, x in shapes.items() if name not in kernels}
+  for name, kernel in kernels.items():
+    tensors |= {full: part for _, full, part in _parts(name, kernel.like)}
+  text = rules_text.describe(rules)
+  rules_text.pack(text)  # refuses what no checkpoint could keep
+  told = {"version": _VERSION, "rules": text, "packed": {k: x.json for k, x in kernels.items()}}
+  metadata = {_ENTRY: json.dumps(told)}
+  lost: dict[str, int] = {}
+  with safetensors_file.create(path, tensors, metadata) as put:
+    for name, array in arrays:
+      made = [(name, array)]
+      if name in kernels:
+        key = name.removeprefix(_PARAMS)
+        place = decision.packed[key]
+        if count := lost_signs(array, place.pattern, place.groups):
+          lost[key] = count
+        packed = pack(array, place.pattern, place.groups, kernels[name].dtype, key)
+        made = [(full, tensor) for _, full, tensor in _parts(name, packed)]
+        del packed
+      for full, tensor in made:
+        seen(full, tensor)
+        put(full, tensor)
+      del array, made, tensor  # or they would stay while the next one is read
+  beside = dict.fromkeys((name for name in shapes if not name.startswith(_PARAMS)), "no parameter")
   whole = dataclasses.replace(decision, dense={**decision.dense, **beside})
+  own = {name.removeprefix(_PARAMS): x for name, x in shapes.items()}
   return deployed.report(whole, own, lost)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def is_packed(opened: safetensors_file.Opened) -> bool:
+  """Returns whether an opened file is a packed file, of any version."""
+  return _ENTRY in opened.metadata
+
+
+class Opened:
+  """A packed file whose header was read and checked.
+
+      opened = Opened("F.safetensors")
+      opened.leaf("params/encoder/layers_0/mlp/wi/kernel")  # an NMPacked
+
+  Args:
+    path: of the file, on a local disk.
+
+  Attributes:
+    path: as given.
+    rules: the text of the rules.
+    kernels: name -> what is known of a packed kernel.
+    leaves: name -> shape and dtype with its zeros, of all.
+
+  Raises:
+    ValueError: it is not a packed file of this version, or damaged.
+  """
+
+  def __init__(self, path: str | os.PathLike):
+    file = safetensors_file.Opened(path)
+    self.path, self._tensors = file.path, file.tensors
+    if not is_packed(file):
+      raise ValueError(
+        f"{self.path!r} is not a packed file, which `nm-sparsity pack` writes: its metadata have no "
+        f"{_ENTRY}."
+      )
+    try:
+      told = json.loads(file.metadata[_ENTRY])
+      if told["version"] != _VERSION:
+        raise ValueError(
+          f"it is of version {told['version']!r:.40}, and this package reads {_VERSION}: update the "
+          "package, or pack the checkpoint again"
+        )
+      self.rules = str(told["rules"])
+      self.kernels = {name: _kernel(name, values) for name, values in told["packed"].items()}
+      dense = _dense(file.tensors, self.kernels)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+      why = first_line(e).rstrip(".")
+      raise ValueError(f"{self.path!r} is not a packed file, or damaged ({why}).") from e
+    self.leaves = {name: (x.shape, x.dtype.name) for name, x in dense.items()}
+    for name, kernel in self.kernels.items():
+      self.leaves[name] = kernel.groups.shape, kernel.like.dtype.name
+
+  def packed(self, name: str) -> NMPacked:
+    """Reads a packed kernel, and refuses what `pack` cannot have made.
+
+    Args:
+      name: of `kernels`.
+
+    Raises:
+      ValueError: an index, a bit of padding or a scale is wrong.
+    """
+    wanted = self.kernels[name].like
+    found = {part: np.asarray(self._tensors[full]) for part, full, _ in _parts(name, wanted)}
+    made = dataclasses.replace(wanted, **found)
+    if said := wrong(made):
+      short = name.removeprefix(_PARAMS)
+      raise ValueError(f"{self.path!r} is damaged: {short!r} {said}: copy it again, or pack again.")
+    return made
+
+  def leaf(self, name: str) -> NMPacked | np.ndarray:
+    """Reads what a network takes at a name: a packed matrix, or an array.
+
+    Args:
+      name: of `leaves`.
+    """
+    kernel = self.kernels.get(name)
+    return self.packed(name) if kernel is not None and kernel.is_matrix else self.array(name)
+
+  def array(self, name: str) -> np.ndarray:
+    """Reads an array with its zeros, in its own shape.
+
+    Args:
+      name: of `leaves`.
+    """
+    kernel = self.kernels.get(name)
+    if kernel is None:
+      return np.asarray(self._tensors[name])
+    return kernel.with_zeros(self.packed(name))
+
+
+def read(path: str | os.PathLike) -> dict[str, Any]:
+  """Returns the variables in a packed file: packed kernels where a layer takes them, and arrays.
+
+      variables = read("F.safetensors")
+      params = nms.deployed.prepare(variables["params"], rows=1)
+
+  Args:
+    path: of the file.
+
+  Raises:
+    ValueError: as in `Opened`, or `Opened.packed`.
+  """
+  opened = Opened(path)
+  return nested({name: opened.leaf(name) for name in opened.leaves})
+
+
+def _kernel(name: str, told: Mapping[str, Any]) -> Kernel:
+  n, m, axes, shape = (told[key] for key in ("n", "m", "axis", "shape"))
+  if any(type(x) is not int or x < 0 for x in (n, m, *axes, *shape)):
+    raise ValueError(f"{name!r} has a size that is not a whole number")
+  if not 0 < n < m <= MOST:
+    raise ValueError(f"{name!r} is {n}:{m}, and must be n:m with 0 < n < m <= {MOST}")
+  if not axes or axes != sorted(set(axes)) or axes[-1] >= len(shape):
+    raise ValueError(f"{name!r} has groups along {axes} of the shape {shape}")
+  if told["dtype"] not in deployed.VALUES:
+    raise ValueError(f"{name!r} has values of {str(told['dtype'])[:40]!r}")
+  axis = axes[0] if len(axes) == 1 else tuple(axes)
+  groups = Groups(tuple(shape), axis, 0)
+  kernel = Kernel(NM(n, m), dataclasses.replace(groups, pad=-groups.length % m), told["dtype"])
+  if told != kernel.json:
+    raise ValueError(f"{name!r} is told as {told}, and must be {kernel.json}")
+  return kernel
+
+
+def _dense(tensors: Mapping[str, Any], kernels: Mapping[str, Kernel]) -> dict[str, Any]:
+  """Returns the tensors that are not packed; refuses parts that are missing, strange or left."""
+  left = dict(tensors)
+  for name, kernel in kernels.items():
+    for _, full, want in _parts(name, kernel.like):
+      found = left.pop(full, None)
+      if found is None or (found.shape, found.dtype) != (want.shape, want.dtype):
+        said = "missing" if found is None else f"{found.dtype} {found.shape}"
+        raise ValueError(f"{full!r} is {said}, and must be {want.dtype} {want.shape}")
+  for name in left:
+    if _is_part(name):
+      raise ValueError(f"{name!r} is a part of no packed kernel")
+    if name in kernels:
+      raise ValueError(f"{name!r} is packed and not packed")
+  _check_names({**left, **kernels})
+  return left
+
+
+def _check_names(names: Collection[str]) -> None:
+  """Refuses names that make no tree."""
+  for name in names:
+    words = name.split("/")
+    is_inside = any("/".join(words[:i]) in names for i in range(1, len(words)))
+    if len(words) < 2 or not all(words) or words[0] == _RESERVED or is_inside:
+      raise ValueError(f"{name!r} is not a path of a tree, such as {_PARAMS}head/kernel")
+
+
+def _is_part(name: str) -> bool:
+  return name.rpartition(".")[2] in _PARTS
+
+
+def _parts(name: str, packed: NMPacked) -> Iterator[tuple[str, str, Any]]:
+  """Yields field of NMPacked, name of its tensor, and the array or shape that the field holds."""
+  for part in _PARTS:
+    field = part.removeprefix("nm_")
+    if (held := getattr(packed, field)) is not None:
+      yield field, f"{name}.{part}", held
