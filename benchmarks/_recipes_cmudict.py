@@ -13,7 +13,6 @@ import functools
 import hashlib
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -22,7 +21,6 @@ import numpy as np
 import optax
 from _recipes_tasks import Task
 
-import nm_sparsity_jax as nms
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
 LETTERS, TOKENS = 12, 12  # of a word, and of its phonemes with the end: 97 % of the words fit
@@ -157,7 +155,6 @@ class Cmudict(Task):
   """
 
   config: T5Config = _T5
-  shape: Any = nms.flops.T5Shape.of(_T5, LETTERS, TOKENS)
   symbols: int = _T5.vocab_size
   tests: int = 4096
   places: tuple[str, ...] = ("ff", "qkv", "o")
@@ -169,6 +166,9 @@ class Cmudict(Task):
     """Returns the network; without `ff`, its feed-forward layers add 0."""
     off = {} if ff else {"mlp_activations": (jnp.zeros_like,) * len(self.config.mlp_activations)}
     return Speller(dataclasses.replace(self.config, **off))
+
+  def example(self):
+    return jax.ShapeDtypeStruct((1, LETTERS + TOKENS), jnp.int32)
 
   def optimizer(self, rate):
     return optax.adamw(rate, b2=0.98)

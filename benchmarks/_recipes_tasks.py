@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,11 +19,21 @@ import numpy as np
 import optax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import flops
 from nm_sparsity_jax.images import rebus
 from nm_sparsity_jax.local import optimizers
 from nm_sparsity_jax.models import vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
+
+
+class Sizes(NamedTuple):
+  """Of a `Network`."""
+
+  layers: int
+  embed: int
+  mlp: int
+  heads: int
+  tokens: int
+  classes: int
 
 
 class Block(nn.Module):
@@ -54,20 +64,20 @@ class Mlp(nn.Module):
 class Network(nn.Module):
   """A pre-norm transformer: causal over symbols, or over all patches where `symbols` is 0."""
 
-  shape: nms.flops.ViTShape
+  sizes: Sizes
   symbols: int
   ff: bool
 
   @nn.compact
   def __call__(self, x):
-    s = self.shape
+    s = self.sizes
     mask = nn.make_causal_mask(x) if self.symbols else None
     normal = nn.initializers.normal(0.3)
     if self.symbols:
       x = nn.Embed(self.symbols, s.embed, embedding_init=normal)(x)
     else:
       x = nn.Dense(s.embed)(x)
-    x = x + self.param("position", normal, (s.tokens, s.embed))
+    x = x + self.param("position", normal, (s.tokens, s.embed))[None]
     for i in range(s.layers):
       x = Block(s.heads, s.mlp, self.ff, name=f"block_{i}")(x, mask)
     x = nn.LayerNorm()(x)
@@ -86,10 +96,8 @@ class TextToText(nn.Module):
     return t5(inputs, start, start + 1, enable_dropout=False)[:, 0]
 
 
-def _small(symbols: int) -> nms.flops.ViTShape:
-  return nms.flops.ViTShape(
-    layers=2, embed=128, mlp=512, heads=4, head_dim=32, tokens=12, patch=1, classes=symbols
-  )
+def _small(symbols: int) -> Sizes:
+  return Sizes(layers=2, embed=128, mlp=512, heads=4, tokens=12, classes=symbols)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +105,6 @@ class Task:
   """What is learned, and by which network.
 
   Attributes:
-    shape: of the network, for its FLOPs.
     symbols: that the network reads; 0 where it reads patches.
     tests: examples that it is scored on.
     places: what becomes sparse.
@@ -107,7 +114,6 @@ class Task:
     packages: whose versions a record has beside the usual ones.
   """
 
-  shape: Any
   symbols: int
   tests: int
   places: tuple[str, ...] = ("ff",)
@@ -117,7 +123,18 @@ class Task:
   packages: tuple[str, ...] = ()
 
   def network(self, ff: bool) -> nn.Module:
-    return Network(self.shape, self.symbols, ff)
+    raise NotImplementedError
+
+  def example(self) -> jax.ShapeDtypeStruct:
+    """Returns one example as the network reads it, as a shape."""
+    raise NotImplementedError
+
+  @functools.cached_property
+  def cost(self) -> nms.flops.Cost:
+    """Returns the forward FLOPs of an example, with feed-forward layers."""
+    network, x = self.network(ff=True), self.example()
+    variables = jax.eval_shape(network.init, jax.random.key(0), x)
+    return nms.flops.forward(network.apply, variables, x)
 
   def optimizer(self, rate):
     return optax.adamw(rate)
@@ -156,9 +173,15 @@ class Task:
 class Bigram(Task):
   """y[t] = table[x[t - 1], x[t]], the table random: nothing to learn but its entries."""
 
-  shape: nms.flops.ViTShape = _small(40)
+  sizes: Sizes = _small(40)
   symbols: int = 40
   tests: int = 2048
+
+  def network(self, ff):
+    return Network(self.sizes, self.symbols, ff)
+
+  def example(self):
+    return jax.ShapeDtypeStruct((1, self.sizes.tokens), jnp.int32)
 
   def draw(self, key):
     table, train, test = jax.random.split(key, 3)
@@ -170,7 +193,7 @@ class Bigram(Task):
     return self._examples(data, jax.random.fold_in(data["train"], step), self.examples)
 
   def _examples(self, data, key, count):
-    x = jax.random.randint(key, (count, self.shape.tokens), 0, self.symbols)
+    x = jax.random.randint(key, (count, self.sizes.tokens), 0, self.symbols)
     return x, data["table"][x[:, :-1], x[:, 1:]]
 
   def predictions(self, logits):
@@ -181,11 +204,15 @@ class Bigram(Task):
 class Digits(Task):
   """sklearn's 8x8 digits in 16 patches, by the paper's ViT-tiny: a smoke test, no ranking."""
 
-  shape: nms.flops.ViTShape = nms.flops.ViTShape(
-    layers=3, embed=192, mlp=768, heads=3, head_dim=64, tokens=16, patch=4, classes=10
-  )
+  sizes: Sizes = Sizes(layers=3, embed=192, mlp=768, heads=3, tokens=16, classes=10)
   symbols: int = 0
   tests: int = 360
+
+  def network(self, ff):
+    return Network(self.sizes, self.symbols, ff)
+
+  def example(self):
+    return jax.ShapeDtypeStruct((1, self.sizes.tokens, 4), jnp.float32)
 
   def draw(self, key):
     from sklearn.datasets import load_digits
@@ -220,7 +247,6 @@ class MiniGlue(Task):
   config: str
   rows: int = 20_000
   length: int = 24
-  shape: nms.flops.T5Shape = nms.flops.T5Shape.of(_T5, 24, 1)
   symbols: int = _T5.vocab_size
   tests: int = 2048
   places: tuple[str, ...] = ("ff", "qkv", "o")
@@ -230,6 +256,9 @@ class MiniGlue(Task):
     """Returns the network; without `ff`, its feed-forward layers add 0."""
     off = {} if ff else {"mlp_activations": (jnp.zeros_like, jnp.zeros_like)}
     return TextToText(dataclasses.replace(_T5, **off))
+
+  def example(self):
+    return jax.ShapeDtypeStruct((1, self.length), jnp.int32)
 
   def optimizer(self, rate):
     return optax.adamw(rate, b2=0.98)
@@ -272,7 +301,6 @@ class Rebus(Task):
   initial weights and the pictures of training.
   """
 
-  shape: Any = flops.ViTShape.of(_REBUS)
   symbols: int = 0
   tests: int = rebus.VALIDATION
   examples: int = 128
@@ -280,6 +308,9 @@ class Rebus(Task):
 
   def network(self, ff: bool) -> nn.Module:
     return vit.ViT(_REBUS if ff else dataclasses.replace(_REBUS, mlp=0))
+
+  def example(self):
+    return jax.ShapeDtypeStruct((1, rebus.SIZE, rebus.SIZE, rebus.CHANNELS), jnp.float32)
 
   def optimizer(self, rate):
     return optimizers.adamw(rate)
@@ -303,8 +334,8 @@ class Rebus(Task):
 
 TASKS = {
   "bigram": Bigram(),
-  "bigram80": Bigram(symbols=80, shape=_small(80)),
-  "bigram160": Bigram(symbols=160, shape=_small(160), rate=4e-3),
+  "bigram80": Bigram(symbols=80, sizes=_small(80)),
+  "bigram160": Bigram(symbols=160, sizes=_small(160), rate=4e-3),
   "digits": Digits(),
   "mini_mnli": MiniGlue(config="mnli"),
   "rebus": Rebus(),

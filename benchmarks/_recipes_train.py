@@ -68,14 +68,14 @@ def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
 
 def training_flops(task, row, pattern: str, steps: int) -> float:
   """Returns the FLOPs of attention and feed-forward layers over all steps."""
-  recipes = dict(rules_of(task.places, row, pattern, steps).places) if row.sparse else {}
-  cost = nms.flops.training(task.shape, recipes, task.examples, steps=steps)
+  sparse = rules_of(task.places, row, pattern, steps).places if row.sparse else {}
+  cost = nms.flops.training(task.cost, sparse, task.examples, steps=steps)
   return cost.select("attention", *(("ff",) if row.ff else ())).flops
 
 
 def equal_steps(task, row, pattern: str, dense_steps: int) -> int:
   """Returns the most steps of a row that cost no more than `dense_steps` of the dense network."""
-  dense = nms.flops.Cost(task.shape.ops()).select("attention", "ff").flops
+  dense = task.cost.select("attention", "ff").flops
   return affordable(task, row, pattern, 3 * task.examples * dense * dense_steps, 4 * dense_steps)
 
 

@@ -229,8 +229,8 @@ def packed_kib(pattern: str, task: str = TASK) -> tuple[float, float]:
   from nm_sparsity_jax import packed
   from nm_sparsity_jax.groups import Groups
 
-  shape, n_m = _recipes_tasks.TASKS[task].shape, nms.NM.parse(pattern)
-  kernels = [(shape.embed, shape.mlp), (shape.mlp, shape.embed)] * shape.layers
+  net, n_m = _recipes_tasks.TASKS[task].sizes, nms.NM.parse(pattern)
+  kernels = [(net.embed, net.mlp), (net.mlp, net.embed)] * net.layers
   sizes = [packed.sizes(packed.like(n_m, Groups(k, 0), "float32")) for k in kernels]
   return sum(s.total for s in sizes) / 1024, sum(s.dense for s in sizes) / 1024
 

@@ -193,16 +193,20 @@ def of_masks():
 
 
 def of_flops():
+  from nm_sparsity_jax.models import vit
+  from nm_sparsity_jax.workloads.vision import Images
+
   price = lambda cost, *words: cost.select(*words).flops
-  dense = flops.inference(flops.ViTShape(), {})
-  for part in ("q", "k", "v", "o", "self/scores", "self/values", "wi", "wo"):
-    found = [op.flops for op in dense.ops if part in (op.role, op.name.partition("/")[2])]
-    yield f"flops/table 17/{part}", np.float64(sum(found))
+  dense = Images(vit.ViT(vit.config("vit_b16", class_token=False)), None).cost()
+  parts = {role: role for role in "qkvo"} | {"wi": ".*/fc1/kernel", "wo": ".*/fc2/kernel"}
+  parts |= {"self/scores": ".*->bhqn/product", "self/values": ".*->bhqk/product"}
+  for part, place in parts.items():
+    yield f"flops/table 17/{part}", np.float64(price(dense, place))
   for part in (("q", "k", "v", "o"), ("scores",), ("ff",)):
     found = dense.select(*part)
     yield f"flops/table 1/{' '.join(part)}", np.array([found.flops, found.params], np.float64)
   for pattern in ("1:1", "2:4", "1:4", "1:8", "1:16", "1:32", "1:128"):
-    cost = flops.inference(flops.ViTShape(), {"ff": nms.NM.parse(pattern)})
+    cost = flops.inference(dense, {"ff": pattern})
     found = price(cost, "attention"), price(cost, "ff"), price(cost, "attention", "ff")
     yield f"flops/table 18/{pattern}", np.array(found, np.float64)
 

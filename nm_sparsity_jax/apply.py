@@ -220,34 +220,6 @@ def verify(params: Any, rules: Rules) -> Report:
   return Report(tuple(found), assignment.skipped)
 
 
-def joined(pieces: Sequence[Verified], shape: tuple[int, ...]) -> Verified:
-  """Returns the proof of a parameter whose pieces, of equal size, were looked at one by one.
-
-  >>> one = Verified("ff/kernel", (4, 1), 0, "1:4", 1, 0, 1, 0.25, None)
-  >>> joined([one, one], (4, 2)).groups
-  2
-
-  Args:
-    pieces: the proofs, each with `first` counted in the whole parameter.
-    shape: of the parameter.
-  """
-  if len(pieces) == 1:
-    return pieces[0]
-  total = lambda name: sum(getattr(piece, name) for piece in pieces)
-  weights = [math.prod(piece.shape) for piece in pieces]
-  dense = sum(p.density * n for p, n in zip(pieces, weights, strict=True))
-  return dataclasses.replace(
-    pieces[0],
-    shape=shape,
-    groups=total("groups"),
-    bad_groups=total("bad_groups"),
-    most=max(piece.most for piece in pieces),
-    density=dense / max(sum(weights), 1),
-    first=next((piece.first for piece in pieces if piece.first is not None), None),
-    not_finite=total("not_finite"),
-  )
-
-
 def _verify(place: Place, w: np.ndarray) -> Verified:
   pattern = place.pattern
   used = dtypes.used(w, place.path)

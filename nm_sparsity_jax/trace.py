@@ -1,11 +1,16 @@
-"""What a program does with each parameter, read off its jaxpr: along which axes it is contracted.
+"""What a program does with each parameter, read off its jaxpr: axes, products, multiply-adds.
 
     function, params, inputs -> [jax.make_jaxpr] -> equations -> [Walk] -> path -> products
                                                                         -> path -> axes, or why not
+                                                                        -> multiply-adds
 
 Values are followed from the parameters on, as long as they depend on parameters alone: through
 transposes, reshapes, casts, slices and loops, up to the product with data. What cannot be followed
 into a product is refused by name, so no answer is a guess. Nothing is computed.
+
+A product with a one-hot, which T5 looks words up by, is a look-up and no arithmetic. A `while` loop
+whose turns data decide counts as one turn, and a `cond` as all of its branches. What a kernel of
+Pallas multiplies is not seen.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,12 +36,10 @@ class Product(NamedTuple):
 
   Attributes:
     axes: of the parameter, which the product sums over, ascending.
-    macs: multiply-adds, with those of all turns of a loop.
     kind: 'dot', 'conv', or 'lookup' for rows that are picked by data.
   """
 
   axes: tuple[int, ...]
-  macs: int
   kind: str
 
 
@@ -48,13 +51,36 @@ class Traced:
     products: path -> its products, in order.
     lost: path -> the primitive through which it could not be followed into a product.
     shapes: path -> shape of the parameter.
-    macs: multiply-adds of all products of the program.
+    macs: path -> multiply-adds of its products, with those of all turns of a loop. Parameters that
+      meet in one product, such as joined kernels, share them by size.
+    others: the products of no parameter that could be followed, such as attention scores: the names
+      of the scopes around the equation, as jax has them, and its multiply-adds.
   """
 
   products: Mapping[str, tuple[Product, ...]]
   lost: Mapping[str, str]
   shapes: Mapping[str, tuple[int, ...]]
-  macs: int
+  macs: Mapping[str, int]
+  others: tuple[tuple[str, int], ...]
+
+  def axes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Returns path -> the axes that a parameter is contracted along, and path -> why none."""
+    known: dict[str, tuple[int, ...]] = {}
+    refused: dict[str, str] = {}
+    for path, shape in self.shapes.items():
+      found = list(dict.fromkeys(p.axes for p in self.products.get(path, ())))
+      is_used = any(p.kind != "lookup" for p in self.products.get(path, ()))
+      if path in self.lost:
+        refused[path] = f"it could not be followed through {self.lost[path]}"
+      elif not is_used:
+        refused[path] = f"its shape is {shape}, and no product sums over it"
+      elif len(found) > 1:
+        refused[path] = f"it is summed over along {' and along '.join(map(str, found))}"
+      elif not found[0]:
+        refused[path] = "its product sums over no axis of it"
+      else:
+        known[path] = found[0]
+    return known, refused
 
 
 class _Track(NamedTuple):
@@ -80,23 +106,7 @@ def axes(
     params: arrays or shapes, in any nesting that jax knows.
     *inputs: arrays, shapes, and values that are no arrays.
   """
-  traced = trace(function, params, *inputs)
-  known: dict[str, tuple[int, ...]] = {}
-  refused: dict[str, str] = {}
-  for path, shape in traced.shapes.items():
-    found = list(dict.fromkeys(p.axes for p in traced.products.get(path, ())))
-    is_used = any(p.kind != "lookup" for p in traced.products.get(path, ()))
-    if path in traced.lost:
-      refused[path] = f"it could not be followed through {traced.lost[path]}"
-    elif not is_used:
-      refused[path] = f"its shape is {shape}, and no product sums over it"
-    elif len(found) > 1:
-      refused[path] = f"it is summed over along {' and along '.join(map(str, found))}"
-    elif not found[0]:
-      refused[path] = "its product sums over no axis of it"
-    else:
-      known[path] = found[0]
-  return known, refused
+  return trace(function, params, *inputs).axes()
 
 
 def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
@@ -113,14 +123,14 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
 
   closed = jax.make_jaxpr(flat)(*arrays)
   shapes = {path: tuple(x.shape) for path, x in flatten(params) if is_array(x)}
-  walk = _Walk()
+  walk = _Walk({path: math.prod(shape) for path, shape in shapes.items()})
   env: dict[Any, Any] = dict.fromkeys(closed.jaxpr.invars, _DATA)
   for var, (path, shape) in zip(closed.jaxpr.invars, shapes.items(), strict=False):
     dims = tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
     env[var] = (_Track(path, dims),)
   walk.run(closed.jaxpr, env, 1)
   products = {path: tuple(found) for path, found in walk.products.items()}
-  return Traced(products, walk.lost, shapes, walk.macs)
+  return Traced(products, walk.lost, shapes, dict(walk.macs), tuple(walk.others))
 
 
 _DATA = "data"  # a value that depends on inputs; one that depends on nothing has no entry
@@ -129,31 +139,44 @@ _DATA = "data"  # a value that depends on inputs; one that depends on nothing ha
 class _Walk:
   """Goes through equations, and notes the products of parameters."""
 
-  def __init__(self):
+  def __init__(self, sizes: Mapping[str, int]):
+    self.sizes = sizes
     self.products: dict[str, list[Product]] = collections.defaultdict(list)
     self.lost: dict[str, str] = {}
-    self.macs = 0
+    self.macs: dict[str, int] = collections.defaultdict(int)
+    self.others: list[tuple[str, int]] = []
 
-  def run(self, jaxpr: Any, env: dict[Any, Any], times: int) -> list[Any]:
-    """Returns what is known of the outputs; `env` says what is known of the inputs."""
+  def run(self, jaxpr: Any, env: dict[Any, Any], turns: int, scope: str = "") -> list[Any]:
+    """Returns what is known of the outputs.
+
+    Args:
+      jaxpr: the equations.
+      env: what is known of the inputs.
+      turns: how often loops around it run it.
+      scope: names of the scopes around it.
+    """
     get = lambda v: None if isinstance(v, core.Literal) else env.get(v)
+    made = _made(jaxpr)
     for eqn in jaxpr.eqns:
       known = [get(v) for v in eqn.invars]
-      for var, out in zip(eqn.outvars, self._equation(eqn, known, times), strict=True):
+      around = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+      if eqn.primitive.name in ("dot_general", "conv_general_dilated", "gather"):
+        outs = [self._product(eqn, known, turns, around, any(_picks(v, made) for v in eqn.invars))]
+      else:
+        outs = self._equation(eqn, known, turns, around)
+      for var, out in zip(eqn.outvars, outs, strict=True):
         if out:
           env[var] = out
     return [get(v) for v in jaxpr.outvars]
 
-  def _equation(self, eqn: Any, known: list[Any], times: int) -> Sequence[Any]:
-    """Returns what is known of the outputs of one equation."""
+  def _equation(self, eqn: Any, known: list[Any], turns: int, scope: str) -> Sequence[Any]:
+    """Returns what is known of the outputs of one equation, which is no product."""
     name = eqn.primitive.name
-    if name in ("dot_general", "conv_general_dilated", "gather"):
-      return [self._product(eqn, known, times)]
     loop = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name)
     if loop is not None:
-      return loop(eqn, known, times)
+      return loop(eqn, known, turns, scope)
     if (inner := _inner(eqn)) is not None:
-      return self.run(inner, _bound(inner.invars, known), times)
+      return self.run(inner, _bound(inner.invars, known), turns, scope)
     if name == "dynamic_slice" and known[0]:
       known = known[:1]  # whichever rows data picks, its axes are the same
     if _DATA in known:
@@ -162,19 +185,31 @@ class _Walk:
       return [None] * len(eqn.outvars)
     return [_followed(eqn, known, i) for i in range(len(eqn.outvars))]
 
-  def _product(self, eqn: Any, known: list[Any], times: int) -> Any:
+  def _product(self, eqn: Any, known: list[Any], turns: int, scope: str, picks: bool) -> Any:
     """Notes a product; what it returns is no weight, or one that nobody can follow."""
     kind, axes, macs = _contracted(eqn)
-    self.macs += macs * times
+    if picks:
+      kind, macs = "lookup", 0
+    factors = []
     for of, contracted in zip(known, axes, strict=False):
       for track in () if of is None or of == _DATA else of:
-        self._note(track, contracted, kind, macs * times)
-    if _DATA in known:
+        self._note(track, contracted, kind)
+        factors += [track.path] if track.dims is not None else []
+    self._count(dict.fromkeys(factors), macs * turns, scope)
+    if _DATA in known or kind == "lookup":  # rows of a table are data, whoever picks them
       return _DATA
     tracks = [track for of in known for track in of or ()]
     return tuple(_Track(t.path, None, "a product of weights or constants") for t in tracks) or None
 
-  def _note(self, track: _Track, contracted: Sequence[int], kind: str, macs: int) -> None:
+  def _count(self, paths: Collection[str], macs: int, scope: str) -> None:
+    """Notes the multiply-adds of a product of these parameters, or of one without any."""
+    if not paths and macs:
+      self.others.append((scope, macs))
+    whole = sum(self.sizes[path] for path in paths)
+    for path in paths:
+      self.macs[path] += macs * self.sizes[path] // max(whole, 1)
+
+  def _note(self, track: _Track, contracted: Sequence[int], kind: str) -> None:
     """Notes what a product that sums over some axes of a value does with its parameter."""
     if track.dims is None:
       self.lost.setdefault(track.path, track.lost)
@@ -184,30 +219,31 @@ class _Walk:
     if kind == "dot" and any(summed & part for dim in left for part, n in dim if n > 1):
       self.lost.setdefault(track.path, "a product that sums over a part of an axis")
     else:
-      self.products[track.path].append(Product(tuple(sorted(summed)), macs, kind))
+      self.products[track.path].append(Product(tuple(sorted(summed)), kind))
 
-  def _scan(self, eqn: Any, known: list[Any], times: int) -> list[Any]:
+  def _scan(self, eqn: Any, known: list[Any], turns: int, scope: str) -> list[Any]:
     p = eqn.params
     consts, carries = p["num_consts"], p["num_carry"]
     body, length = p["jaxpr"].jaxpr, p["length"]
     first = [_carried(k) for k in known[consts : consts + carries]]
     layers = [_unstacked(k) for k in known[consts + carries :]]
     given = [*known[:consts], *first, *layers]
-    outs = self.run(body, _bound(body.invars, given), times * length)
+    outs = self.run(body, _bound(body.invars, given), turns * length, scope)
     # A carry that is the same weight after a turn is so after all of them.
     last = [k if k == out else _lost(k, out, "scan") for k, out in zip(first, outs, strict=False)]
     return [*last, *(_lost(None, out, "scan") for out in outs[carries:])]
 
-  def _while(self, eqn: Any, known: list[Any], times: int) -> list[Any]:
+  def _while(self, eqn: Any, known: list[Any], turns: int, scope: str) -> list[Any]:
     skip = eqn.params["cond_nconsts"]
     body, consts = eqn.params["body_jaxpr"].jaxpr, eqn.params["body_nconsts"]
     first = [_carried(k) for k in known[skip + consts :]]
-    outs = self.run(body, _bound(body.invars, [*known[skip : skip + consts], *first]), times)
+    given = [*known[skip : skip + consts], *first]
+    outs = self.run(body, _bound(body.invars, given), turns, scope)
     return [k if k == out else _lost(k, out, "while") for k, out in zip(first, outs, strict=True)]
 
-  def _cond(self, eqn: Any, known: list[Any], times: int) -> list[Any]:
+  def _cond(self, eqn: Any, known: list[Any], turns: int, scope: str) -> list[Any]:
     found = [
-      self.run(branch.jaxpr, _bound(branch.jaxpr.invars, known[1:]), times)
+      self.run(branch.jaxpr, _bound(branch.jaxpr.invars, known[1:]), turns, scope)
       for branch in eqn.params["branches"]
     ]
     return [_either(outs) for outs in zip(*found, strict=True)]
@@ -247,6 +283,29 @@ def _inner(eqn: Any) -> Any:
       inner = getattr(found, "jaxpr", found)
       return inner if len(inner.invars) == len(eqn.invars) else None
   return None
+
+
+def _made(jaxpr: Any) -> dict[Any, Any]:
+  """Returns variable -> the equation that makes it."""
+  return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+# What moves the entries of a one-hot, and leaves each as it is.
+_MOVES = frozenset(
+  "convert_element_type copy copy_p transpose reshape broadcast_in_dim squeeze".split()
+)
+
+
+def _picks(var: Any, made: Mapping[Any, Any]) -> bool:
+  """Returns whether a value is a one-hot: the outcome of == as numbers."""
+  while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
+    if (inner := _inner(eqn)) is not None:
+      var, made = inner.outvars[eqn.outvars.index(var)], _made(inner)
+    elif eqn.primitive.name in _MOVES:
+      var = eqn.invars[0]
+    else:
+      return eqn.primitive.name == "eq"
+  return False
 
 
 def _carried(known: Any) -> Any:

@@ -71,14 +71,13 @@ def shapes_apart(key: str, shape: tuple[int, ...], config: Any) -> dict[str, tup
   return {name.format(i): own for i in range(shape[axis])}
 
 
-def apart(key: str, array: Any, config: Any, first: int = 0) -> Iterator[tuple[str, Any]]:
+def apart(key: str, array: Any, config: Any) -> Iterator[tuple[str, Any]]:
   """Yields the keys and arrays, views, that one array is without a scan over layers.
 
   Args:
     key: its path among the parameters.
-    array: its values, of all layers or of some.
+    array: its values.
     config: as in `unstacked`.
-    first: the number of the first of these layers.
 
   Raises:
     ValueError: as in `unstacked`.
@@ -97,7 +96,7 @@ def apart(key: str, array: Any, config: Any, first: int = 0) -> Iterator[tuple[s
         "layers, and so has Hugging Face's: train with scan_layers=False."
       )
     layers = layers[:1]
-  for i, layer in enumerate(layers, first):
+  for i, layer in enumerate(layers):
     yield name.format(i), layer.reshape(_joined(name, layer.shape))
 
 

@@ -83,12 +83,8 @@ def tiny_table(monkeypatch):
   import _recipes_tasks
   import _recipes_train
 
-  import nm_sparsity_jax as nms
-
-  shape = nms.flops.ViTShape(
-    layers=1, embed=8, mlp=16, heads=1, head_dim=8, tokens=4, patch=1, classes=5
-  )
-  task = _recipes_tasks.Bigram(symbols=5, tests=32, shape=shape)
+  sizes = _recipes_tasks.Sizes(layers=1, embed=8, mlp=16, heads=1, tokens=4, classes=5)
+  task = _recipes_tasks.Bigram(symbols=5, tests=32, sizes=sizes)
   monkeypatch.setitem(_recipes_train.TASKS, "bigram", task)
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     yield task

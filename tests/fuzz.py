@@ -161,22 +161,14 @@ def packed_readers(home: pathlib.Path) -> dict[str, Reader]:
 def readers(home: pathlib.Path) -> dict[str, Reader]:
   """Makes the sound folders; returns name -> reader."""
   sys.path.insert(0, str(HERE))
-  import test_finalize
   import test_hostile
 
   from nm_sparsity_jax import cli, gin_files
-  from nm_sparsity_jax.runs import proof
 
   def command(*argv: str) -> Callable[[pathlib.Path], int]:
     return lambda folder: cli.main([word.replace("HERE", str(folder)) for word in argv])
 
-  run = test_finalize.Run("sr_ste")
-  run.write(home / "source")
-  proof.finalize(home / "source", home / "orbax")
-  run.write(home / "t5x", "T5X")
   scored = test_hostile.a_run(home / "scored")
-  report = test_hostile.a_run(home / "run")
-  (report / "train/events.out.tfevents.1").write_bytes(b"".join(map(event, range(20))))
   sweep = home / "sweep"
   sweep.mkdir()
   (sweep / "a.gin").write_text("SPARSE_STEPS = 10\n")
@@ -203,10 +195,7 @@ def readers(home: pathlib.Path) -> dict[str, Reader]:
       rows = "".join(f"{i}\t{'entailment' if name == 'RTE' else '1'}\n" for i in range(50))
       file.writestr(f"{name}.tsv", f"index\tprediction\n{rows}")
   found = {
-    "orbax": Reader(8, home / "orbax", "**/*", command("verify", "HERE")),
-    "t5x": Reader(12, home / "t5x", "**/*", command("verify", "HERE")),
     "score": Reader(14, scored, "**/*[nl]", command("glue", "score", "HERE")),
-    "report": Reader(20, report, "**/*", command("report", "HERE", "--out", "HERE/page.html")),
     "toml": Reader(12, sweep, "*.toml", command("sweep", "--table", "HERE/sweep.toml")),
     "gin": Reader(12, plan, "*.gin", command("plan", "--gin_file=HERE/a.gin")),
     "predictions": Reader(
@@ -217,24 +206,6 @@ def readers(home: pathlib.Path) -> dict[str, Reader]:
   with contextlib.suppress(ImportError):  # the tasks need seqio
     found["tsv"] = tsv(home / "tsv")
   return found
-
-
-def event(step: int) -> bytes:
-  """A record of an event file, with sound checksums."""
-  from nm_sparsity_jax.runs import events
-
-  def masked(data: bytes) -> bytes:
-    crc = 0xFFFFFFFF
-    for byte in data:
-      crc = events._CRC32C[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-  value = b"\x0a\x04loss\x15" + struct.pack("<f", 1 / (step + 1))
-  summary = b"\x0a" + bytes([len(value)]) + value
-  data = b"\x10" + bytes([step]) + b"\x2a" + bytes([len(summary)]) + summary
-  head = struct.pack("<Q", len(data))
-  return head + masked(head) + data + masked(data)
 
 
 def tsv(folder: pathlib.Path) -> Reader:

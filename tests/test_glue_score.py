@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import re
-import struct
 import subprocess
 import sys
 
@@ -495,7 +494,7 @@ def test_a_partial_run_has_no_overall_and_says_what_is_missing(tmp_path, report,
       {f"inference_eval/nm_glue_{n}-metrics.jsonl": "" for n in ("cola", "mini_rte")},
       "of GLUE and of mini-GLUE",
     ),
-    ({"inference_eval/nm_glue_rte/events.out.tfevents.1": "x" * 20}, "the checksum does not agree"),
+    ({"inference_eval/nm_glue_rte/events.out.tfevents.1": "x" * 20}, "is damaged"),
   ],
 )
 def test_bad_input_is_one_line_and_no_row(files, said, tmp_path, call):
@@ -574,14 +573,8 @@ def test_events_as_tensorflow_wrote_them(data, more, tmp_path):
     broken = bytearray(raw)
     broken[at] ^= 4
     file.write_bytes(bytes(broken))
-    with pytest.raises(ValueError, match="broken at byte"):
+    with pytest.raises(ValueError, match="damaged"):
       list(events.scalars(file))
-
-
-def test_a_message_that_ends_in_the_middle_is_an_error():
-  with pytest.raises(IndexError):
-    list(events._fields(b"\x0a\x05abc"))
-  assert events._tensor(b"\x08\x01\x2a\x04" + struct.pack("<f", 2.5)) == 2.5  # float_val, packed
 
 
 def test_events_and_jsonl_of_the_same_run_give_the_same_row(tmp_path, report):
@@ -633,10 +626,8 @@ def test_events_fill_the_steps_that_jsonl_lacks(tmp_path, report):
 
 
 def test_neither_command_imports_anything_heavy(tmp_path):
-  """Not when it works, either: events are read, a zip is checked."""
-  run = pathlib.Path(write(tmp_path / "run", {"rte": {1: {"accuracy": 50}}}))
-  (run / "inference_eval/nm_glue_cola").mkdir()
-  (run / "inference_eval/nm_glue_cola/events.out.tfevents.1").write_bytes(base64.b64decode(TF2))
+  """Not when it works, either: lines of JSON are read, a zip is checked."""
+  write(tmp_path / "run", {"rte": {1: {"accuracy": 50}}})
   (tmp_path / "nm_glue_mini_rte-predict.jsonl").write_text(
     '{"inputs": {"idx": 0}, "prediction": "entailment"}\n'
   )

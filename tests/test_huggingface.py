@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference_arrays import OneAtATime, Reference
+from reference_arrays import Reference
 
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import huggingface, safetensors_file
 from nm_sparsity_jax.weights.huggingface import Folder, config_of, sources
 from nm_sparsity_jax.weights.names import difference
-from nm_sparsity_jax.weights.safetensors_file import Lazy
 from nm_sparsity_jax.workloads import decoding
 
 both = pytest.mark.parametrize("name", reference.TINY)
@@ -171,20 +170,9 @@ def test_layers_that_differ_where_t5_shares_are_refused(tmp_path):
   params = huggingface.from_huggingface(tensors_of("v1_0"), config)
   table = params["decoder"]["decoder"]["relpos_bias"]["rel_embedding"]
   table[0, 1, 0] += 1
-  with pytest.raises(ValueError, match="one table of relative positions for all layers"):
+  with pytest.raises(ValueError, match="the layers differ"):
     huggingface.write(tmp_path / "out", params, config)
   assert not list(tmp_path.iterdir())
-
-
-def test_one_tensor_is_in_memory_at_a_time(tmp_path):
-  """An array is gone when the next one is asked for."""
-  config = config_of_name("v1_0")
-  params = dict(flatten(huggingface.from_huggingface(tensors_of("v1_0"), config)))
-  array = OneAtATime(lambda key: params[key].copy())
-  lazy = {k: Lazy(x.shape, x.dtype, lambda k=k: array(k)) for k, x in params.items()}
-  tensors = huggingface.to_tensors(lazy, config)
-  huggingface.write_folder(tmp_path / "out", tensors, huggingface.to_json(config))
-  assert len(array.made) == len(params)
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -284,11 +272,11 @@ def test_all_names_that_do_not_fit_are_in_one_error(tmp_path):
   path = changed(tmp_path, change)
   with pytest.raises(ValueError) as e:
     huggingface.read(path)
-  assert str(e.value) == (
-    f"{str(path)!r} is not the T5 that its config.json tells: of tensors, 3 of 55 are missing "
-    "(encoder.block.{0..2}.layer.0.SelfAttention.q.weight), 1 is unknown (classifier.weight), "
-    "1 has another shape (shared.weight is (90, 16) there and (96, 16) here)."
-  )
+  for words in (
+    str(path), "3 of 55 are missing (encoder.block.{0..2}.layer.0.SelfAttention.q.weight)",
+    "1 is unknown (classifier.weight)", "shared.weight is (90, 16) there and (96, 16) here",
+  ):  # fmt: skip
+    assert words in str(e.value)
   with pytest.raises(ValueError, match="the state dict is of another network: of tensors, 1 of 55"):
     tensors = tensors_of("v1_0")
     tensors.pop("shared.weight")
@@ -335,11 +323,11 @@ def test_a_folder_of_another_size_names_each_size_that_differs(tmp_path):
   other = config_of_name("v1_1", emb_dim=32, num_heads=8, mlp_activations=("silu", "linear"))
   with pytest.raises(ValueError) as e:
     huggingface.read(path, other)
-  assert str(e.value) == (
-    f"{str(path)!r} is of another network: emb_dim is 16 there and 32 here, num_heads is 4 there "
-    "and 8 here, mlp_activations is ('gelu', 'linear') there and ('silu', 'linear') here. Choose "
-    "its model file."
-  )
+  for words in (
+    str(path), "emb_dim is 16 there and 32 here", "num_heads is 4 there and 8 here",
+    "mlp_activations is ('gelu', 'linear') there and ('silu', 'linear') here",
+  ):  # fmt: skip
+    assert words in str(e.value)
 
 
 def _index(path, told):

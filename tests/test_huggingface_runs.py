@@ -13,7 +13,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, rules_text
 from nm_sparsity_jax.local import checkpoints, step
 from nm_sparsity_jax.models.t5 import Transformer
-from nm_sparsity_jax.runs import checkpoint, writing
+from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import huggingface, safetensors_file
 from nm_sparsity_jax.weights.huggingface import Folder
@@ -38,8 +38,8 @@ def written(folder, name, **changes):
   text = np.asarray(rules_text.pack(rules_text.describe(rules)))
   tree = {"target": params, "state": {"step": np.int32(7)}}
   tree["flax_mutables"] = {"nm_sparsity": {"step": np.int32(7), "rules": text}}
-  flat = {key: lambda x=x: np.asarray(x) for key, x in flatten(tree)}
-  writing.write(f"{folder}/checkpoint_7", flat)
+  flat = {key: np.asarray(x) for key, x in flatten(tree)}
+  checkpoint.write(f"{folder}/checkpoint_7", flat)
   return params
 
 

@@ -16,7 +16,7 @@ import test_weights as weights
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, deployed
 from nm_sparsity_jax.models.vit import ViTConfig
-from nm_sparsity_jax.runs import writing
+from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import packed_file, safetensors_file, timm
 
@@ -140,8 +140,8 @@ def test_a_regex_of_a_stack_becomes_that_of_its_layers(tmp_path, capsys):
   places = {r"blocks/mlp/fc\d/kernel": recipe("1:4"), "head/kernel": recipe("1:2")}
   rules = nms.Rules(places, axes={r"blocks/.*": 1, "head.*": 0})
   params = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
-  flat = {f"target/{key}": lambda x=x: np.asarray(x) for key, x in flatten(params)}
-  writing.write(str(tmp_path / "checkpoint_1"), flat)
+  flat = {f"target/{key}": np.asarray(x) for key, x in flatten(params)}
+  checkpoint.write(str(tmp_path / "checkpoint_1"), flat)
   file = tmp_path / "model.safetensors"
   nms.runs.pack(tmp_path / "checkpoint_1", file, rules)
   opened = packed_file.Opened(file)
@@ -194,7 +194,7 @@ MEASURED = """
 import sys
 import numpy as np
 from nm_sparsity_jax import runs
-from nm_sparsity_jax.runs import writing
+from nm_sparsity_jax.runs import checkpoint
 
 def now(name):
   lines = open("/proc/self/status").read().splitlines()
@@ -205,7 +205,7 @@ def pack(side, dtype):
   w[:, 1::2] = 0
   folder = f"{sys.argv[1]}/{side}-{dtype}"
   arrays = {"target/dense/kernel": w.reshape(side, side), "state/step": np.asarray(np.int32(1))}
-  writing.write(f"{folder}/checkpoint_1", {key: lambda x=x: x for key, x in arrays.items()})
+  checkpoint.write(f"{folder}/checkpoint_1", arrays)
   del w, arrays
   open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
   before = now("VmRSS")

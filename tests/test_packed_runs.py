@@ -15,7 +15,7 @@ from nm_sparsity_jax import cli, rules_text
 from nm_sparsity_jax.models import vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.packed import choice
-from nm_sparsity_jax.runs import writing
+from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.trees import flatten
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
@@ -50,8 +50,8 @@ def finalized(tmp_path_factory):
   text = np.asarray(rules_text.pack(rules_text.describe(RULES)))
   tree = {"target": params, "state": {"step": np.int32(7)}}
   tree["flax_mutables"] = {"nm_sparsity": {"step": np.int32(7), "rules": text}}
-  flat = {key: lambda x=x: np.asarray(x) for key, x in flatten(tree)}
-  writing.write(f"{folder}/checkpoint_7", flat)
+  flat = {key: np.asarray(x) for key, x in flatten(tree)}
+  checkpoint.write(f"{folder}/checkpoint_7", flat)
   return folder / "checkpoint_7"
 
 

@@ -18,9 +18,11 @@ import tasks_found
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli, configure, gin_files, plan, rules_text, trees
-from nm_sparsity_jax.plan import data
+from nm_sparsity_jax.models.t5 import network
+from nm_sparsity_jax.plan import data, model
 from nm_sparsity_jax.plan import report as whole
 from nm_sparsity_jax.runs import checkpoint, folders
+from nm_sparsity_jax.workloads.t5 import T5
 
 pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config")
 
@@ -131,13 +133,11 @@ def test_cost_is_that_of_flops(run, recipe):
     "SPARSITY_RULES": {"ff": None, "decoder/cross/qkv": "2:8"},
   }
   _, report = run(**settings, raw=[f"TASK_FEATURE_LENGTHS = {LENGTHS}", "BATCH_SIZE = 7"])
-  shape = nms.flops.T5Shape(
-    layers=2, decoder_layers=3, embed=32, mlp=48, heads=2, head_dim=8, vocab=64,
-    input_length=10, target_length=6,
-  )  # fmt: skip
+  sizes = dict(num_encoder_layers=2, num_decoder_layers=3, emb_dim=32, mlp_dim=48, num_heads=2)
+  made = network.T5Config.t5_1_1("tiny", vocab_size=64, head_dim=8, **sizes)
+  dense = T5(network.Transformer(made)).cost({"inputs": 10, "targets": 6})
   places = configure.rules(settings["SPARSITY_RULES"], recipe, "1:4", sparse_steps=100).places
-  once, whole = nms.flops.inference(shape, places), nms.flops.training(shape, places, 7)
-  dense = nms.flops.Cost(shape.ops())
+  once, whole = nms.flops.inference(dense, places), nms.flops.training(dense, places, 7)
   cost = report["cost"]
   assert cost["inference"]["sparse"] == pytest.approx(once.flops, rel=1e-9)
   assert cost["inference"]["dense"] == dense.flops
@@ -357,21 +357,9 @@ def test_a_flag_without_a_value_is_a_mistake_of_the_command_line(capsys):
 # --- a model family of one's own ---------------------------------------------------------------
 
 OWN = """
-import dataclasses, itertools, os
+import itertools, os
 import jax.numpy as jnp
-from nm_sparsity_jax import flops
 from nm_sparsity_jax.workloads import Workload
-
-@dataclasses.dataclass
-class Shape:
-  width: int
-
-  def ops(self):
-    return tuple(
-      flops.Op(name=f"layer_{i}", role="ff", place="encoder", flops=2 * 8 * self.width,
-               params=8 * self.width, axis=8, prunable=True)
-      for i in range(2)
-    )
 
 class Own(Workload):
   weight = "pixels"
@@ -383,7 +371,8 @@ class Own(Workload):
     return {"params": {f"layer_{i}": {"kernel": jnp.zeros((8, self.width))} for i in range(2)}}
 
   def loss(self, params, state, batch, rng):
-    return jnp.zeros(()), {"pixels": jnp.ones(())}, state
+    outs = [batch["x"] @ params[f"layer_{i}"]["kernel"] for i in range(2)]
+    return sum(map(jnp.sum, outs)), {"pixels": jnp.ones(())}, state
 
   def batches(self, seed, start):
     return itertools.repeat({"x": jnp.zeros((self.batch_size, 8))})
@@ -391,16 +380,13 @@ class Own(Workload):
   def splits(self):
     return {}
 
-  def shape(self, lengths=None):
-    return Shape(self.width)
-
   def check(self, source=None):
     if self.width > 9:
       raise ValueError("width=10: too wide for these data.")
 
 class Silent(Own):
-  def shape(self, lengths=None):
-    return None
+  def example(self, lengths=None):
+    raise OSError("no data here")
 
 class Wide(Own):
   def __init__(self):
@@ -438,9 +424,7 @@ def own(run, own_module, tmp_path, monkeypatch):
 
   monkeypatch.syspath_prepend(str(own_module))
   monkeypatch.setattr(roles.registry, "_families", dict(roles.families()))
-  roles.register(
-    roles.Family(name="plan_own", roles={"ply": r"layer_\d/kernel"}, op=lambda p: p[:7])
-  )
+  roles.register(roles.Family(name="plan_own", roles={"ply": r"layer_\d/kernel"}))
 
   def call(name="Own", files=WORKLOAD, **macros):
     (tmp_path / "own.gin").write_text(OWN_GIN % name)
@@ -474,7 +458,7 @@ def test_what_a_workload_refuses_or_does_not_tell(own):
   assert code == 1 and has(report["errors"], "BATCH_SIZE=48 must be a multiple of 7 microbatches")
   code, report = own("Silent")
   assert not code and "cost" not in report
-  assert report["notes"] == ["no FLOPs: Silent.shape does not tell them"]
+  assert has(report["notes"], "no FLOPs", "OSError: no data here")
   code, report = own("Own", SPARSITY_RULES={"ply": "1:3"})
   assert code == 1 and has(report["errors"], "layer_{0,1}/kernel", "length 8", "1:3")
   code, report = own("Wide")
@@ -774,6 +758,35 @@ def t5x_checkpoint(**more):
   target = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes["params"])
   moments = {"0": {"mu": target}}
   return {"target": target, "state": {"step": np.int32(6), "param_states": moments}, **more}
+
+
+@pytest.mark.t5x
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.usefixtures("t5x")
+def test_cost_of_t5xs_own_networks(scan):
+  """Word and position look-ups by one-hots are no FLOPs, in T5X's code as in ours."""
+  from t5x.examples.decoder_only import network as decoder_only
+  from t5x.examples.scalable_t5 import network as scalable
+  from t5x.examples.t5 import network as plain
+
+  theirs, more = (scalable, dict(scan_layers=True)) if scan else (plain, {})
+  sizes = dict(vocab_size=64, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
+  stacks = dict(num_encoder_layers=2, num_decoder_layers=3)
+
+  def cost(module):
+    return model.cost_of(module, plan.shapes(module, LENGTHS)[0], LENGTHS)
+
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    found = cost(theirs.Transformer(theirs.T5Config(**sizes, **stacks, **more)))
+    alone = cost(decoder_only.DecoderWrapper(decoder_only.TransformerConfig(
+      **sizes, num_layers=3, mlp_activations=("relu",))))  # fmt: skip
+  ours = cost(network.Transformer(network.T5Config(**sizes, **stacks)))
+  assert found.flops == ours.flops
+  for place in ("ff", "encoder/q", "decoder/cross/qkv", "decoder/self/scores", "attention"):
+    assert found.select(place).flops == ours.select(place).flops, place
+  tokens = LENGTHS["targets"]
+  products = 3 * (4 * 16 * 16 + 2 * 16 * 32 + 2 * tokens * 16) + 16 * 64
+  assert alone.flops == 2 * tokens * products
 
 
 @pytest.fixture

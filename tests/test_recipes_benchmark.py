@@ -421,7 +421,7 @@ def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny_table):
   assert y.shape == (64, 3)
   x, y = np.asarray(x), np.asarray(y)
   np.testing.assert_array_equal(y, np.asarray(data["table"])[x[:, :-1], x[:, 1:]])
-  network = tasks.Network(tiny_table.shape, tiny_table.symbols, True)
+  network = tasks.Network(tiny_table.sizes, tiny_table.symbols, True)
   shapes = jax.eval_shape(network.init, jax.random.key(1), x)["params"]
   draw = np.random.default_rng(0).standard_normal
   params = jax.tree.map(lambda s: draw(s.shape, np.float32), shapes)
@@ -431,7 +431,7 @@ def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny_table):
     lambda keys, w: w * ("mlp" not in jax.tree_util.keystr(keys)), params
   )
   apply = jax.jit(network.apply)
-  without = jax.jit(tasks.Network(tiny_table.shape, tiny_table.symbols, False).apply)
+  without = jax.jit(tasks.Network(tiny_table.sizes, tiny_table.symbols, False).apply)
   rest = {**params, "block_0": {k: v for k, v in params["block_0"].items() if k != "mlp"}}
   del rest["block_0"]["LayerNorm_1"]
   logits = apply({"params": zeroed}, x)

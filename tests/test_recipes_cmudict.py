@@ -27,8 +27,7 @@ def tiny(monkeypatch):
     spelled.Cmudict().config, emb_dim=16, num_heads=2, head_dim=8, num_encoder_layers=1,
     num_decoder_layers=1, mlp_dim=32,
   )  # fmt: skip
-  shape = nms.flops.T5Shape.of(small, spelled.LETTERS, spelled.TOKENS)
-  task = spelled.Cmudict(config=small, shape=shape, tests=64, examples=16)
+  task = spelled.Cmudict(config=small, tests=64, examples=16)
   monkeypatch.setitem(train.TASKS, "cmudict", task)
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     yield task

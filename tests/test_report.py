@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -16,16 +15,18 @@ import time
 import browser
 import numpy as np
 import pytest
+from tensorboard.compat.proto import event_pb2
+from tensorboard.summary.writer import record_writer
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure, flops, report, roles
-from nm_sparsity_jax.models.t5 import T5Config
+from nm_sparsity_jax import cli, configure, flops, report
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.report import charts as drawing
 from nm_sparsity_jax.report import network, page, plain, reading, schedule, scored, sections
 from nm_sparsity_jax.report.charts import Chart, Line
 from nm_sparsity_jax.report.parts import Cell, Section, Strip, Table
-from nm_sparsity_jax.runs import events as event_files
 from nm_sparsity_jax.runs import trained
+from nm_sparsity_jax.workloads.t5 import T5
 
 CONFIG = """
 from __gin__ import dynamic_registration
@@ -52,36 +53,15 @@ PATHS = ("encoder/layers_2/mlp/wo/kernel", "encoder/layers_10/mlp/wo/kernel")
 # --- a run's folder, as T5X leaves it -------------------------------------------------------------
 
 
-def _field(number, data):
-  if isinstance(data, int):
-    return _varint(number << 3) + _varint(data)
-  return _varint(number << 3 | 2) + _varint(len(data)) + data
-
-
-def _varint(value):
-  low, high = value & 127, value >> 7
-  return bytes([low | 128]) + _varint(high) if high else bytes([low])
-
-
 def events(file, series):
   """An event file of TensorBoard: tag -> step -> value."""
   file.parent.mkdir(parents=True, exist_ok=True)
-  out = b""
-  for tag, points in series.items():
-    for step, value in points.items():
-      entry = _field(1, tag.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", value)
-      record = _field(2, step) + _field(5, _field(1, entry))
-      head = struct.pack("<Q", len(record))
-      out += head + _checksum(head) + record + _checksum(record)
-  file.write_bytes(out)
-
-
-def _checksum(data):
-  crc = 0xFFFFFFFF
-  for byte in data:
-    crc = event_files._CRC32C[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-  crc ^= 0xFFFFFFFF
-  return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+  with file.open("wb") as out:
+    writer = record_writer.RecordWriter(out)
+    for tag, points in series.items():
+      for step, value in points.items():
+        summary = {"value": [{"tag": tag, "simple_value": value}]}
+        writer.write(event_pb2.Event(step=step, summary=summary).SerializeToString())
 
 
 def write(folder, recipe="mdgf_exponential", pattern="1:8", plus=0.0, tasks=("nm_glue_rte",)):
@@ -231,11 +211,11 @@ def test_the_published_row_stands_below(tmp_path):
 def test_scores_against_flops_and_pattern(runs):
   found = charts(runs, checkpoint="last")
   lines = found["score_by_flops"].lines
-  shape = flops.T5Shape.of(T5Config.t5_1_1("tiny", vocab_size=256), 16, 4)
+  dense = t5_cost(T5Config.t5_1_1("tiny", vocab_size=256))
   for run, line, plus in zip(reading.read(runs), lines, (0, 0.5), strict=True):
     recipes = dict(run.rules.places)
     for (x, y), step in zip(line.points, (50, 100), strict=True):
-      assert x == flops.training(shape, recipes, 8, until=step).flops
+      assert x == flops.training(dense, recipes, 8, until=step).flops
       assert y == (1000 + step) / 20 + plus  # RTE alone: the task that both have
   assert lines[1].points[1][0] < lines[0].points[1][0]
   assert "RTE" in found["score_by_flops"].title and "SST" not in found["score_by_flops"].title
@@ -305,32 +285,6 @@ def test_runs_of_one_recipe_are_joined_and_mini_glue_is_no_glue(tmp_path):
   assert "does not compare with GLUE" in by_key["scores"][0]
 
 
-def test_flops_until_a_step_are_sums_over_steps():
-  """The whole run is the sum of its steps, each priced by the segment that it lies in."""
-  recipes = _recipes()
-  shape = flops.T5Shape(layers=1, embed=16, mlp=32, heads=1, head_dim=16, vocab=8, input_length=4,
-                        target_length=2)  # fmt: skip
-  dense = 3 * flops.Cost(shape.ops()).flops
-  for recipe in recipes:
-    cost = [flops.training(shape, {"ff": recipe}, until=t).flops for t in range(31)]
-    assert cost[0] == 0 and cost[30] == flops.training(shape, {"ff": recipe}).flops
-    assert cost[5] == pytest.approx(5 * dense)
-    for segment in recipe.timeline(16):
-      prices = {
-        round(b - a)
-        for a, b in zip(cost[segment.start : segment.stop], cost[segment.start + 1 :], strict=False)
-      }
-      assert len(prices) == 1
-  with pytest.raises(ValueError, match="until=31.*from 0 to 30"):
-    flops.training(shape, {"ff": recipes[0]}, until=31)
-
-
-def _recipes():
-  phases = nms.Phases(total=30, dense=5, finetune=5)
-  names = ("sr_ste", "sdgf_stepwise", "mdgf_linear")
-  return [nms.recipe(name, pattern="1:4", phases=phases) for name in names]
-
-
 def sentences(runs, key):
   parts = {s.key: s.parts for s in sections.sections(reading.read(runs))}[key]
   return [part for part in parts if isinstance(part, str)]
@@ -392,10 +346,15 @@ network.T5Config.vocab_size = %VOCAB_SIZE
 VOCAB_SIZE = 256
 network.Transformer.config = @network.T5Config()
 """
-OWN_SHAPE = flops.T5Shape(
-  layers=2, decoder_layers=3, embed=64, mlp=128, heads=4, head_dim=16, vocab=256, input_length=16,
-  target_length=4,
+OWN_CONFIG = T5Config.t5_1_1(
+  "tiny", emb_dim=64, mlp_dim=128, num_encoder_layers=2, num_decoder_layers=3, num_heads=4,
+  head_dim=16, vocab_size=256,
 )  # fmt: skip
+
+
+def t5_cost(config):
+  """The cost of a T5 for the lengths of CONFIG."""
+  return T5(Transformer(config)).cost({"inputs": 16, "targets": 4})
 
 
 def own(folder, places="{'ff': None}"):
@@ -410,10 +369,10 @@ def own(folder, places="{'ff': None}"):
 def test_flops_of_t5xs_own_model_files(tmp_path):
   """Issue 13, point 7: config.gin binds the sizes one by one; `plan` prices such a run."""
   (run,) = reading.read([own(tmp_path / "run")])
-  assert run.shape == OWN_SHAPE
+  assert run.cost == t5_cost(OWN_CONFIG)
   recipes = dict(run.rules.places)
-  dense = flops.training(OWN_SHAPE, {}, 8, steps=100).flops
-  assert run.flops(100) == (flops.training(OWN_SHAPE, recipes, 8).flops, dense)
+  dense = flops.training(run.cost, {}, 8, steps=100).flops
+  assert run.flops(100) == (flops.training(run.cost, recipes, 8).flops, dense)
   assert "score_by_flops" in charts([str(run.path)])
 
 
@@ -431,28 +390,15 @@ def test_flops_of_rules_by_regex(tmp_path):
     regex.flops(101)
 
 
-def test_a_checkpoint_tells_the_parameters_of_any_family(tmp_path, monkeypatch):
-  """Issue 13, point 7: without a T5 in config.gin, paths and shapes are the checkpoint's."""
+def test_a_run_of_another_family_notes_its_operations(tmp_path):
   folder = tmp_path / "mlp"
   other_family(folder, [OP])
   file = folder / "config.gin"
   file.write_text(file.read_text().replace("{'ff': None}", "{r'.*mlp/wi/kernel': None}"))
   (run,) = reading.read([str(folder)])
-  with pytest.raises(ValueError, match="config.gin binds no T5Config"):
-    run.flops(100)
-  kernels = {"mlp": {"wi": {"kernel": np.ones((8, 4), np.float32)}}}
-  checkpoint(folder, run.rules, 100, kernels)
-  family = roles.Family(name="of_this_test", op=lambda path: "wi")
-  monkeypatch.setitem(roles.registry._families, family.name, family)
-  (run,) = reading.read([str(folder)])
-  dense = flops.training(run.shape, {}, 8, steps=100).flops
-  by_role = {"ff": next(iter(run.rules.places.values()))}
-  assert run.flops(100) == (flops.training(run.shape, by_role, 8).flops, dense)
-  ocp = pytest.importorskip("orbax.checkpoint")
-  more = {"target": kernels | {"b": np.ones(3)}, "state": {"step": np.int32(110)}}
-  ocp.PyTreeCheckpointer().save((folder / "checkpoint_110/state").absolute(), more)
-  with pytest.raises(ValueError, match="not those of the network"):
-    reading.read([str(folder)])[0].kernels  # noqa: B018
+  recipe = next(iter(run.rules.places.values()))
+  dense = flops.training(run.cost, {}, 8, steps=100).flops
+  assert run.flops(100) == (flops.training(run.cost, {"ff": recipe}, 8).flops, dense)
 
 
 def test_flops_of_inherited_steps_count_where_they_are_known(tmp_path):
@@ -615,7 +561,7 @@ def test_pngs(runs, tmp_path):
     (lambda d: (d / "train").mkdir() or [str(d)], "holds no metrics yet"),
     (lambda d: [write(d / "a"), str(d / "a")], "are one folder: name it once"),
     (lambda d: [str(d)] * 10, "10 runs: more than 9 cannot be told apart"),
-    (lambda d: _broken(d), "broken at byte"),
+    (lambda d: _broken(d), "is damaged"),
   ],
 )
 def test_mistakes_are_one_line(make_it, said, tmp_path, capsys):
@@ -753,13 +699,12 @@ def other_family(folder, ops=None, metrics=None):
   (folder / "evaluations.json").write_text(json.dumps(noted))
   config = re.sub(r"(TASK_FEATURE_LENGTHS|network|PRETRAINED|    ).*\n", "", CONFIG)
   (folder / "config.gin").write_text(config.format(recipe="sr_ste", pattern="1:4"))
-  note = {"start": 0, "processes": []} | ({"workload": {"shape": ops}} if ops else {})
+  note = {"start": 0, "processes": []} | ({"workload": {"ops": ops}} if ops else {})
   (folder / "run.json").write_text(json.dumps(note))
   return str(folder)
 
 
-OP = {"name": "wi", "role": "ff", "place": "mlp", "flops": 64, "params": 32, "axis": 8,
-      "prunable": True}  # fmt: skip
+OP = {"name": "mlp/wi/kernel", "flops": 64, "params": 32, "axis": 8}
 
 
 def test_a_run_of_another_family(tmp_path):
@@ -788,14 +733,14 @@ def test_another_family_is_judged_by_what_its_evaluations_note(tmp_path):
     ["vectors absolute_error, less is better", "1 @ 50"], ["vectors r2", "0.5 @ 100"],
   ]  # fmt: skip
   assert found.charts["score_by_pattern"].lines[0].points == [(0.0, 0.5)]
-  shape = network.shape_of(pathlib.Path(folder), "")
-  assert shape.ops() == (flops.Op(**OP),)
-  cost = flops.training(shape, dict(found.runs[0].rules.places), 8, until=100).flops
+  dense = network.cost_of(pathlib.Path(folder), "")
+  assert dense.ops == (flops.Op(**OP),)
+  cost = flops.training(dense, dict(found.runs[0].rules.places), 8, until=100).flops
   assert found.charts["score_by_flops"].lines[0].points[-1] == (cost, 0.5)
-  assert 0 < cost < flops.training(shape, {}, 8, steps=100).flops
+  assert 0 < cost < flops.training(dense, {}, 8, steps=100).flops
   other_family(tmp_path / "odd", [{"nope": 1}])
   with pytest.raises(ValueError, match=r"run.json notes operations that cannot be read: .*nope"):
-    network.shape_of(tmp_path / "odd", "")
+    network.cost_of(tmp_path / "odd", "")
 
 
 def test_the_best_of_an_error_is_the_least(tmp_path):

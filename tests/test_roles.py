@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import flops, roles, trees
-from nm_sparsity_jax.flops import costs, ops, t5, vision
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.plan import places
 
@@ -140,54 +139,22 @@ def test_words_narrow_a_role(project, place, role, stack, kind):
 
 
 NETWORKS = [
-  (module, network, shape, name)
-  for module, network, shape in (
-    (vit, vit.ViT, flops.ViTShape),
-    (swin, swin.Swin, flops.SwinShape),
-    (resnet, resnet.ResNet, flops.ResNetShape),
-  )
+  (module, network, name)
+  for module, network in ((vit, vit.ViT), (swin, swin.Swin), (resnet, resnet.ResNet))
   for name in module.CONFIGS
 ]
 
 
-@pytest.mark.parametrize("module, network, shape, name", NETWORKS, ids=[n for *_, n in NETWORKS])
-def test_the_networks_here_have_a_role_and_an_operation_for_each_kernel(
-  module, network, shape, name
-):
+@pytest.mark.parametrize("module, network, name", NETWORKS, ids=[n for *_, n in NETWORKS])
+def test_the_networks_here_have_a_role_for_each_kernel(module, network, name):
   config = module.config(name)
   make = functools.partial(network(config).init, train=False)
   images = jnp.zeros((1, config.image_size, config.image_size, 3))
   found = dict(trees.flatten(jax.eval_shape(make, jax.random.key(0), images)["params"]))
-  ops = {op.name: op for op in shape.of(config).ops()}
-  assert sum(op.params for op in ops.values()) == sum(x.size for x in found.values())
-  weights: dict = {}
-  for path, leaf in found.items():
+  for path in found:
     named = {role for family in roles.families().values() if (role := family.role(path))}
     is_kernel = path.endswith("/kernel") and "cpb_mlp" not in path
     assert len(named) == is_kernel, path
-    if is_kernel:
-      op = ops[roles.op_of(path, ops)]
-      assert {op.role} == named
-      weights[op.name] = weights.get(op.name, 0) + leaf.size
-  assert weights == {op.name: op.params for op in ops.values() if op.prunable}
-
-
-@pytest.mark.parametrize(
-  "path, op",
-  [
-    ("encoder/layers_0/mlp/wi_1/kernel", "encoder/wi_1"),
-    ("decoder/layers/mlp/wo/kernel", "decoder/wo"),
-    ("decoder/layers_2/self_attention/query/kernel", "decoder/self/q"),
-    ("decoder/layers_2/encoder_decoder_attention/out/kernel", "decoder/cross/o"),
-    ("Transformer/encoderblock_3/MlpBlock_0/Dense_1/kernel", "encoder/wo"),
-    ("encoderblock_3/MultiHeadDotProductAttention_0/value/kernel", "encoder/self/v"),
-    ("decoder/logits_dense/kernel", None),
-  ],
-)
-def test_operations_of_kernels(path, op):
-  assert roles.op_of(path) == op
-  known = flops.T5Shape(layers=1, embed=8, mlp=8, heads=1, input_length=1, target_length=1).ops()
-  assert op in {None, *(o.name for o in (*known, *flops.ViTShape().ops()))}
 
 
 # --- a family from outside ------------------------------------------------------------------------
@@ -196,8 +163,6 @@ OWN = roles.Family(
   name="own",
   roles={"ff": r"(.*/)?fc\d/kernel", "mix": r"(.*/)?mix/kernel"},
   narrow={"late": r"block_[5-9]/.*", "head": r"(.*/)?out/.*"},
-  places={"ff": ("block",), "mix": ("block",)},
-  op=lambda path: f"block/{path.split('/')[-2]}",
 )
 
 
@@ -212,8 +177,8 @@ def test_a_family_from_outside_adds_to_the_vocabulary():
   for place, named in (("ff", (0, 2, 3)), ("late/ff", (2,)), ("mix", (1,))):
     found = nms.Rules({place: RECIPE}).assign(params).places
     assert list(found) == [paths[i] for i in named]
-  assert roles.role_of(paths[1]) == "mix" and roles.op_of(paths[1]) == "block/mix"
-  assert roles.single({"mix": "1:2"}, family="own") == {"mix": "1:2"}
+  assert roles.role_of(paths[1]) == "mix"
+  assert roles.single({"mix": "1:2"}) == {"mix": "1:2"}
   # A word that narrows here is a role of vision models, too.
   narrowed = nms.Rules({"head/mix": RECIPE}).find
   assert narrowed("out/mix/kernel") and not narrowed("mix/kernel")
@@ -222,16 +187,6 @@ def test_a_family_from_outside_adds_to_the_vocabulary():
   found = types.SimpleNamespace(errors=[])
   places.assign(found, nms.Rules({"mxi": RECIPE}, roles={"mine": "a/.*"}), params)
   assert all(word in found.errors[0] for word in ("mix", "mine", "late/"))
-
-
-@pytest.mark.usefixtures("families")
-def test_families_may_know_one_path():
-  """T5 has a name for it too, and was registered before: the model's own operation counts."""
-  op = {"mlp/wi/kernel": "mlp/in"}.get
-  roles.register(roles.Family(name="mine", roles={"ff": "mlp/wi/kernel"}, op=op))
-  for among, found in (({"mlp/in"}, "mlp/in"), ({"encoder/wi"}, "encoder/wi"), ({"head"}, None)):
-    assert roles.op_of("mlp/wi/kernel", among) == found
-  assert roles.op_of("mlp/wi/kernel") == "encoder/wi"
 
 
 @pytest.mark.usefixtures("families")
@@ -326,55 +281,8 @@ def test_a_plan_shows_the_roles_and_tells_like_mistakes_once():
   assert said.startswith("layers_{0..2}/mlp/wi/kernel")
 
 
-def test_prices_of_kernels_are_those_of_places():
-  shape = flops.ViTShape(layers=2, embed=32, mlp=64, heads=2, head_dim=16, tokens=4, patch=12)
-  sparse = [op for op in shape.ops() if op.role == "ff"]
-  halves = [
-    flops.Kernel(op=op.name, params=op.params // 2, axis=op.axis, recipe=RECIPE)
-    for op in sparse
-    for _ in range(2)  # layers
-  ]
-  found, inference = (
-    flops.price(shape, halves, batch_size=3),
-    flops.inference(shape, {"ff": RECIPE}),
-  )
-  assert found.inference_sparse == pytest.approx(inference.flops)
-  assert (found.kept, found.params) == (inference.params, flops.Cost(shape.ops()).params)
-  assert found.sparse_params == sum(op.params for op in sparse)
-  whole = flops.training(shape, {"ff": RECIPE}, 3).flops
-  assert found.training_sparse == pytest.approx(whole) and found.steps == PHASES.total
-  assert found.training_dense == flops.training(shape, {}, 3, steps=PHASES.total).flops > whole
-  with pytest.raises(ValueError, match="nowhere"):
-    flops.price(shape, [flops.Kernel(op="nowhere", params=1, axis=4, recipe=RECIPE)])
-  for until in (-1, 1.5, PHASES.total + 1):
-    with pytest.raises(ValueError, match="until="):
-      flops.price(shape, halves, until=until)
-
-
-def test_a_shape_from_outside_brings_its_own_words():
-  class Own:
-    def ops(self):
-      kernel = dict(place="block", axis=8, prunable=True, flops=16.0, params=8)
-      return tuple(flops.Op(name=f"block/{role}", role=role, **kernel) for role in ("mix", "ff"))
-
-  cost = flops.inference(Own(), {"block/mix": 0.5})
-  assert cost.flops == 24 and cost.select("mix").flops == 8 and cost.select("block").params == 12
-  with pytest.raises(ValueError, match="block/"):
-    flops.inference(Own(), {"other": 0.5})
-
-
-def test_kernels_of_a_network_by_what_rules_chose():
-  shape = flops.T5Shape(layers=1, embed=8, mlp=16, heads=1, input_length=1, target_length=1)
-  wi, head = "encoder/layers_0/mlp/wi_0/kernel", "head/kernel"
-  params = tree({wi: (8, 16), head: (8, 16)})
-  want = [flops.Kernel(op="encoder/wi_0", params=128, axis=8, recipe=RECIPE)]
-  for given_rules, lost in (({"ff": RECIPE}, ""), ({"ff": RECIPE, head: RECIPE}, head)):
-    assigned = nms.Rules(given_rules).assign(params).places
-    assert flops.kernels(shape, assigned, trees.sizes(params)) == (want, lost)
-
-
 @pytest.mark.parametrize(
-  "module", [roles, roles.registry, roles.comparing, roles.matching, trees, ops, t5, vision, costs]
+  "module", [roles, roles.registry, roles.comparing, roles.matching, trees, flops]
 )
 def test_doctests(module):
   found = doctest.testmod(module)

@@ -2,20 +2,19 @@
 
 import json
 import os
+import pathlib
 import struct
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy as library
-from reference_arrays import OneAtATime
 
 from nm_sparsity_jax.weights import safetensors_file
-from nm_sparsity_jax.weights.safetensors_file import Lazy, Opened
+from nm_sparsity_jax.weights.safetensors_file import Opened
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint8", "uint16", "int64", "bool")
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
@@ -26,7 +25,7 @@ A = np.arange(6, dtype=np.float32).reshape(2, 3)
 def arrays(draw):
   """An array of any bits, whose axes may lie in any order."""
   dtype, shape = jnp.dtype(draw(st.sampled_from(DTYPES))), draw(SHAPES)
-  high = 2 if dtype == bool else 256
+  high = 2 if dtype.name == "bool" else 256
   raw = np.random.default_rng(draw(st.integers(0, 99))).integers(
     0, high, (*shape, dtype.itemsize), np.uint8
   )
@@ -57,15 +56,6 @@ def test_every_bit_comes_back_and_the_file_is_that_of_the_library(
   assert os.listdir(folder / "new") == ["a"]
 
 
-def test_one_array_is_in_memory_at_a_time(tmp_path):
-  array = OneAtATime(lambda i: A + i)
-  lazy = {f"a{i}": Lazy(A.shape, A.dtype, lambda i=i: array(i)) for i in range(4)}
-  safetensors_file.write(tmp_path / "a", lazy)
-  assert len(array.made) == 4
-  np.testing.assert_array_equal(Opened(tmp_path / "a").tensors["a3"], A + 3)
-  assert Opened(tmp_path / "a").metadata == {"format": "pt"}  # which torch's loaders ask for
-
-
 # --- what is refused ----------------------------------------------------------------------------
 
 ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
@@ -77,17 +67,17 @@ def of(header, data=bytes(16)):
 
 
 NONE = {
-  "nothing": (b"", "not a safetensors file, or damaged"),
-  "a text": (b"garbage, and more of it", "not a safetensors file, or damaged"),
-  "a list": (of([]), "not a safetensors file, or damaged"),
-  "a length beyond the file": (struct.pack("<Q", 1 << 40) + b"{}", "not a safetensors file"),
-  "cut": (of({"a": ENTRY})[:-1], "not a safetensors file, or damaged"),
-  "too long": (of({"a": ENTRY}) + b"a", "not a safetensors file, or damaged"),
-  "another size": (of({"a": ENTRY | {"shape": [3]}}), "not a safetensors file, or damaged"),
-  "an overlap": (of({"a": ENTRY, "b": ENTRY}), "not a safetensors file, or damaged"),
-  "float8": (of({"a": ENTRY | {"dtype": "F8_E4M3", "shape": [16]}}), "'a' is F8_E4M3, and F64"),
-  "a zip of torch": (b"PK\x03\x04" + bytes(64), "torch pickled. Opening one can run any code"),
-  "a pickle": (b"\x80\x02" + bytes(64), "torch pickled"),
+  "nothing": (b"", "damaged"),
+  "a text": (b"garbage, and more of it", "damaged"),
+  "a list": (of([]), "damaged"),
+  "a length beyond the file": (struct.pack("<Q", 1 << 40) + b"{}", "damaged"),
+  "cut": (of({"a": ENTRY})[:-1], "damaged"),
+  "too long": (of({"a": ENTRY}) + b"a", "damaged"),
+  "another size": (of({"a": ENTRY | {"shape": [3]}}), "damaged"),
+  "an overlap": (of({"a": ENTRY, "b": ENTRY}), "damaged"),
+  "float8": (of({"a": ENTRY | {"dtype": "F8_E4M3", "shape": [16]}}), "F8_E4M3"),
+  "a zip of torch": (b"PK\x03\x04" + bytes(64), "pickled"),
+  "a pickle": (b"\x80\x02" + bytes(64), "pickled"),
 }
 
 
@@ -129,31 +119,27 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
     np.asarray(opened.tensors["a"])
 
 
-LIKE = {"a": jax.ShapeDtypeStruct((2, 3), "float32")}
-
-
-@pytest.mark.parametrize(
-  "given, words",
-  [
-    ({}, "'a' was not written"),
-    ({"a": A.T}, "'a' is float32"),
-    ({"a": A.astype(np.float64)}, "'a' is float64"),
-  ],
-)
-def test_a_failure_leaves_no_file(given, words, tmp_path):
-  with pytest.raises(ValueError, match=words), safetensors_file.create(tmp_path / "a", LIKE) as put:
-    for name, x in given.items():
-      put(name, x)
-  with pytest.raises(KeyboardInterrupt), safetensors_file.create(tmp_path / "a", LIKE):
-    raise KeyboardInterrupt
-  assert os.listdir(tmp_path) == []
-
-
-def test_what_is_there_or_cannot_be_written_is_refused(tmp_path):
+def test_a_failure_leaves_no_file_and_what_is_there_stays(tmp_path, monkeypatch):
   safetensors_file.write(tmp_path / "a", {"a": A})
-  with pytest.raises(ValueError, match="is there already"):
-    safetensors_file.write(tmp_path / "a", {})
-  for path, x in ((tmp_path / "a/b", A), (tmp_path / "b", A.astype("datetime64[s]"))):
-    with pytest.raises(ValueError, match="could not be written"):
-      safetensors_file.write(path, {"a": x})
-  assert os.listdir(tmp_path) == ["a"]
+  before = (tmp_path / "a").read_bytes()
+  for path, x, words in (
+    ("a", A + 1, "is there already"),
+    ("a/b", A, "could not be written"),
+    ("b", A.astype("datetime64[s]"), "could not be written"),
+  ):
+    with pytest.raises(ValueError, match=words):
+      safetensors_file.write(tmp_path / path, {"a": x})
+
+  def stopped(tensors, path, metadata):
+    pathlib.Path(path).write_bytes(b"half of it")
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(library, "save_file", stopped)
+  with pytest.raises(KeyboardInterrupt):
+    safetensors_file.write(tmp_path / "b", {"a": A})
+  assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == before
+
+
+def test_torchs_loaders_find_what_they_ask_for(tmp_path):
+  safetensors_file.write(tmp_path / "a", {"a": A})
+  assert Opened(tmp_path / "a").metadata == {"format": "pt"}

@@ -87,7 +87,7 @@ def test_it_trains_and_says_what_it_is(trained):
   noted = json.loads((trained / "run.json").read_text())["workload"]
   assert noted["class"] == "nm_sparsity_jax.workloads.vision.Images"
   params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
-  assert flops.Cost(tuple(flops.Op(**op) for op in noted["shape"])).params == params
+  assert flops.Cost(tuple(flops.Op(**op) for op in noted["ops"])).params == params
   found = json.loads((trained / "evaluations.json").read_text())
   assert [e["at_target"] for e in found] == [False, True, True]
   assert set(found[0]["metrics"]["validation"]) == {"accuracy", "accuracy_top5"}
@@ -219,7 +219,7 @@ def test_plan_of_a_start_from_timms_weights(model, tmp_path, capsys):
   out = capsys.readouterr().out
   assert "(timm" in out and "global steps" in out and "T5X" not in out
   assert cli.main(["plan", *words(model, **macros, CLASSES=5)]) == 1
-  assert "model.safetensors' has 10 classes, and the network 5" in capsys.readouterr().out
+  assert "fc.bias is (10,) there and (5,) here" in capsys.readouterr().out
 
 
 def test_an_optimizer_that_is_missing_is_named(model, capsys):
@@ -316,7 +316,7 @@ def test_every_model_file_makes_its_network():
     files = ["gin_configs/runs/local_images.gin", f"gin_configs/models/vision/{name}.gin"]
     with gin_files.Config([gin_files.folder()], files, ["DATA = 'rebus'"]) as config:
       workload = vision.Images(config.value("NETWORK"), source.Source())
-    assert workload.shape().ops()
+    assert workload.cost().flops
     made = workload.network.config
     if name in FILES:
       assert made == FILES[name]

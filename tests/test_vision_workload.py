@@ -16,7 +16,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import configure
 from nm_sparsity_jax.images import rebus, source
 from nm_sparsity_jax.models import resnet, swin, vit
-from nm_sparsity_jax.runs import untold
+from nm_sparsity_jax.runs import network_settings
 from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import safetensors_file, timm
 from nm_sparsity_jax.workloads import vision
@@ -352,14 +352,16 @@ def test_a_run_is_not_started_from_weights_of_another_window(tmp_path):
   ],
 )
 def test_what_no_shape_tells_is_noted_and_held_against_a_network(network, setting, value, tmp_path):
-  noted = vision.Images(network, rebus.Rebus(8)).untold()
+  noted = vision.Images(network, rebus.Rebus(8)).network_settings()
   assert noted == {setting: value}
-  (tmp_path / "run.json").write_text(json.dumps({"start": 0, "workload": {"untold": noted}}))
-  untold.refuse(str(tmp_path / "checkpoint_1"), network.config)
+  (tmp_path / "run.json").write_text(
+    json.dumps({"start": 0, "workload": {"network_settings": noted}})
+  )
+  network_settings.check(str(tmp_path / "checkpoint_1"), network.config)
   other = dataclasses.replace(network.config, **{setting: 1})
   words = (
     f"checkpoint_1 was trained with {setting}={value}, and this network has {setting}=1, .* to "
   )
   with pytest.raises(ValueError, match=f"{words}{value}"):
-    untold.refuse(str(tmp_path / "checkpoint_1"), other)
-  untold.refuse(str(tmp_path / "elsewhere/checkpoint_1"), other)  # nobody noted anything there
+    network_settings.check(str(tmp_path / "checkpoint_1"), other)
+  network_settings.check(str(tmp_path / "elsewhere/checkpoint_1"), other)  # has no note

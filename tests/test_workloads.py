@@ -84,7 +84,7 @@ def test_it_trains_and_says_what_it_is(trained):
   assert set(found[0]["metrics"]["validation"]) == {"absolute_error"}
   noted = json.loads((trained / "run.json").read_text())["workload"]
   assert noted["class"] == "own_workload.Regression" and noted["weight"] == "examples"
-  ops = tuple(flops.Op(**op) for op in noted["shape"])
+  ops = tuple(flops.Op(**op) for op in noted["ops"])
   params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
   assert flops.Cost(ops).params == params and noted["batch_size"] == 32
 
@@ -352,23 +352,28 @@ def test_plan(tmp_path, capsys):
   kernels = {k["path"]: k for k in report["kernels"]["sparse"]}
   assert sum(k["count"] for k in kernels.values()) == 2 and report["program"] == "train"
   once = report["cost"]["inference"]
-  dense = flops.Cost(own_workload.Shape(16, 32).ops())
-  assert once["dense"] == dense.flops
-  assert once["sparse"] == dense.flops - 7 / 8 * dense.select("hidden").flops
+  hidden = 2 * (16 * 32 + 32 * 32)
+  assert once == {"dense": hidden + 2 * 32, "sparse": hidden / 8 + 2 * 32}
   odd = words(**MACROS, MODEL_DIR=str(tmp_path / "run"), BATCH_SIZE=15, MICROBATCHES=2)
   assert cli.main(["plan", "--json", MINE, *odd]) == 1
   assert "BATCH_SIZE=15 must be a multiple" in capsys.readouterr().out
 
 
-def test_plan_asks_for_the_shape_that_a_run_notes(trained, tmp_path, capsys, monkeypatch):
+def test_plan_asks_for_the_example_that_a_run_notes(trained, tmp_path, capsys, monkeypatch):
   """It was asked for the lengths that a T5 usually has."""
   asked = []
   monkeypatch.setattr(
-    own_workload.Regression, "shape", lambda self, lengths=None: asked.append(lengths)
+    own_workload.Regression, "example", lambda self, lengths=None: asked.append(lengths)
   )
   assert cli.main(["plan", "--json", MINE, *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
   noted = json.loads((trained / "run.json").read_text())["workload"]["lengths"]
   assert asked == [noted] == [None]
+
+
+def test_a_run_does_without_flops_where_its_code_fails(monkeypatch, caplog):
+  monkeypatch.setattr(own_workload.Regression, "example", lambda self, lengths=None: 1 / 0)
+  assert workloads.describe(own_workload.Regression())["ops"] is None
+  assert "no FLOPs of Regression" in caplog.text
 
 
 def test_plan_for_people(tmp_path, capsys):

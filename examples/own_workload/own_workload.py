@@ -3,7 +3,6 @@
 Nothing here is of the package's networks or data. `own_workload.gin` names the class.
 """
 
-import dataclasses
 import itertools
 
 import jax
@@ -11,17 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from nm_sparsity_jax import flops, roles
+from nm_sparsity_jax import roles
 from nm_sparsity_jax.workloads import Workload
 
-# SPARSITY_RULES may say 'hidden', and costs know which operation a kernel is.
-roles.register(
-  roles.Family(
-    name="own_mlp",
-    roles={"hidden": r"hidden_\d+/kernel"},
-    op=lambda path: path.removesuffix("/kernel") if path.startswith("hidden_") else None,
-  )
-)
+# SPARSITY_RULES may say 'hidden'.
+roles.register(roles.Family(name="own_mlp", roles={"hidden": r"hidden_\d+/kernel"}))
 
 
 class Mlp(nn.Module):
@@ -39,26 +32,6 @@ class Mlp(nn.Module):
       x = nn.Dense(self.width, use_bias=False, name=f"hidden_{i}")(x)
       x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9, name=f"norm_{i}")(x))
     return nn.Dense(1, use_bias=False, name="out")(x)[:, 0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-  """What the MLP costs: one operation for each matrix, and the norms."""
-
-  inputs: int
-  width: int
-
-  def ops(self):
-    """Returns the operations; `nm-sparsity plan` and `report` read them."""
-    matrices = {"hidden_0": (self.inputs, self.width), "hidden_1": (self.width, self.width)}
-    found = [
-      flops.Op(name=name, role="hidden", place="mlp", flops=2 * a * b, params=a * b, axis=a,
-               prunable=True)
-      for name, (a, b) in matrices.items()
-    ]  # fmt: skip
-    out = flops.Op(name="out", role="out", place="mlp", flops=2 * self.width, params=self.width)
-    norms = flops.Op(name="norms", role="norm", place="mlp", params=4 * self.width)
-    return (*found, out, norms)
 
 
 class Regression(Workload):
@@ -102,9 +75,6 @@ class Regression(Workload):
 
   def less_is_better(self, metric):
     return metric in ("loss", "absolute_error")
-
-  def shape(self, lengths=None):
-    return Shape(self.inputs, self.network.width)
 
   def _batch(self, seed):
     truth = np.random.default_rng(0).normal(size=(self.inputs, 4)).astype(np.float32)

@@ -72,7 +72,7 @@ def head(stored: Stored, rules: Rules, asked: str) -> str:
   sparse = "" if stored.sparse_step is None else f", sparse step {stored.sparse_step:,}"
   whose = "its own rules" if stored.rules is not None else "--rules"
   lines = rules_text.describe(rules).splitlines()
-  if stored.rules is None and stored.told_rules == "\n".join(lines):
+  if stored.rules is None and stored.known_rules == "\n".join(lines):
     whose = "the rules that it was finalized by"
   if stored.rules is None:
     lines = [f"{place}: {recipe.pattern}" for place, recipe in rules.places.items()]

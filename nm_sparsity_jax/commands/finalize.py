@@ -6,9 +6,8 @@ result has the checkpoint's own name, as in T5X: OUT/checkpoint_<step>. It holds
 and sparse state, but no optimizer. Where the run kept a moving average of its parameters
 (EMA_DECAY), that is what is finalized, as it is what was scored. t5x.eval and t5x.infer open it,
 with the sparse model or with T5X's own, and you can fine-tune it. The command says how much
-magnitude it removed, reads what it wrote, and proves it. One parameter is in memory at a time.
-sha256.json holds the SHA-256 of each parameter, which `nm-sparsity verify` compares, and the rules
-that you gave with --rules. T5X is not needed.
+magnitude it removed, reads what it wrote, and proves it. Its notes.json holds the rules that you
+gave with --rules, so that `nm-sparsity verify` needs none. T5X is not needed.
 
 A folder of Hugging Face's T5 becomes another one, OUT itself. It has no place for rules: `verify`,
 `pack` and `export` need --rules once more.
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     print(render(made.removed))
     print(f"\n{made.path}, as it was written:\n")
     print(made.proof)
-    if made.proof.stored.told_rules is None:  # a folder of Hugging Face's has no place for them
+    if made.proof.stored.known_rules is None:  # a folder of Hugging Face's has no place for them
       print("It holds no rules: give --rules to `nm-sparsity verify`, `pack` and `export` as well.")
   return 0 if made.ok else 1
 

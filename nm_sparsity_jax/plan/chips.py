@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nm_sparsity_jax import compiled, topology
@@ -25,10 +24,9 @@ from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.plan.model import Made, inputs
 from nm_sparsity_jax.recipes import recipe
 from nm_sparsity_jax.rules import Rules
-from nm_sparsity_jax.workloads.t5 import known_lengths
+from nm_sparsity_jax.workloads.t5 import tokens
 
 _TOO_LARGE = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
-_PACKED = ("encoder_segment_ids", "encoder_positions", "decoder_segment_ids", "decoder_positions")
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
@@ -100,19 +98,7 @@ def _batch(found: Findings, run: Any) -> Mapping[str, Any]:
   """Returns a batch of the local runner: of a workload's own the first, of a text task shapes."""
   if run.source is None:
     return next(iter(run.batches(0)))
-  return _tokens(found.lengths, run.batch_size, run.source.pack)
-
-
-def _tokens(lengths: Mapping[str, int] | None, rows: int, packed: bool) -> Shapes:
-  """Returns the shapes of a batch of an encoder-decoder."""
-  wanted = {"encoder_input_tokens": "inputs"}
-  wanted |= dict.fromkeys(
-    ("decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights"), "targets"
-  )
-  if packed:
-    wanted |= {name: "inputs" if name.startswith("encoder") else "targets" for name in _PACKED}
-  known, make = known_lengths(lengths), lambda n: jax.ShapeDtypeStruct((rows, n), jnp.int32)
-  return {name: make(known[feature]) for name, feature in wanted.items()}
+  return tokens(found.lengths, run.batch_size, run.source.pack)
 
 
 def _t5x(found: Findings, made: Made, devices: Sequence[Any]) -> Callable[[Rules | None], Any]:
@@ -122,7 +108,7 @@ def _t5x(found: Findings, made: Made, devices: Sequence[Any]) -> Callable[[Rules
   if found.batch_size is None:
     raise ValueError("--topology needs BATCH_SIZE, the examples of a step")
   dataset = found.argument("train_dataset_cfg")
-  batch = _tokens(found.lengths, found.batch_size, bool(getattr(dataset, "pack", False)))
+  batch = tokens(found.lengths, found.batch_size, bool(getattr(dataset, "pack", False)))
   if "encoder_input_tokens" not in inputs(made.model.module, found.lengths):
     batch = {name: x for name, x in batch.items() if name.startswith("decoder")}
   partitions = found.argument("num_partitions", "PjitPartitioner") or 1

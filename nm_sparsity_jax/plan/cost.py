@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from nm_sparsity_jax import flops, trees, workloads
+from nm_sparsity_jax import flops, workloads
 from nm_sparsity_jax.places import Assignment
 from nm_sparsity_jax.plan import model
 from nm_sparsity_jax.plan.findings import Findings
 from nm_sparsity_jax.workloads.t5 import known_lengths
-
-_T5_ALONE = "they are known only for encoder-decoders like T5"
 
 
 def cost(
@@ -27,28 +26,26 @@ def cost(
     assignment: where it is sparse.
     params: its parameters, as shapes.
   """
-  own = type(network).__name__ if isinstance(network, workloads.Workload) else ""
-  shape = model.shape_of(network, found.lengths)
-  sizes = trees.sizes(params)
-  if shape is None or flops.Cost(shape.ops()).params != sum(sizes.values()):
-    whose = f"{own}.shape does not tell them" if own else _T5_ALONE
-    found.notes.append(f"no FLOPs: {whose}")
+  own = isinstance(network, workloads.Workload)
+  try:
+    dense = model.cost_of(network, params, found.lengths)
+  except Exception as e:  # of the network's own code
+    found.notes.append(f"no FLOPs: the forward pass cannot be traced ({type(e).__name__}: {e})")
     return None
-  kernels, lost = flops.kernels(shape, assignment.places, sizes)
-  if lost:
-    found.notes.append(f"no FLOPs: {lost} has no counterpart in {own or 'T5'}")
-    return None
+  places = assignment.places
+  sparse = flops.inference(dense, places)
   known = found.batch_size or (getattr(network, "batch_size", None) if own else None)
-  priced = flops.price(shape, kernels, known or 1)
+  phases = [place.recipe.phases for place in places.values() if place.recipe.phases]
+  steps = phases[0].total if phases else 0
   lengths = {} if own else known_lengths(found.lengths)
   lengths_known = found.config.get("TASK_FEATURE_LENGTHS") is not None
-  once = {"dense": priced.inference_dense, "sparse": priced.inference_sparse}
+  once = {"dense": dense.flops, "sparse": sparse.flops}
   training = {
-    "steps": priced.steps,
+    "steps": steps,
     "batch_size": known or 1,
     "batch_known": known is not None,
-    "dense": priced.training_dense,
-    "sparse": priced.training_sparse,
+    "dense": 3 * dense.flops * steps * (known or 1),
+    "sparse": flops.training(dense, places, known or 1).flops if steps else 0,
   }
   return {
     "input_length": lengths.get("inputs"),
@@ -57,8 +54,8 @@ def cost(
     "inference": once if own or lengths_known or found.trains else None,
     "training": training if found.trains else None,
     "parameters": {
-      "dense": priced.params,
-      "kept": priced.kept,
-      "in_sparse_kernels": priced.sparse_params,
+      "dense": dense.params,
+      "kept": sparse.params,
+      "in_sparse_kernels": sum(math.prod(place.shape) for place in places.values()),
     },
   }

@@ -139,20 +139,31 @@ def shapes(network: Any, lengths: Mapping[str, int] | None = None) -> tuple[Any,
     The parameters; their logical axes, None where the network names none.
   """
   import jax
-  import jax.numpy as jnp
 
   if isinstance(network, workloads.Workload):
     found = jax.eval_shape(network.init, jax.random.PRNGKey(0))
     return found["params"], found.get("params_axes")
-  config: Any = getattr(network, "config", None)
-  if getattr(config, "rules", None) is not None:
-    network = network.clone(config=dataclasses.replace(config, rules=None))
-  wanted = inputs(network, lengths)
-  arrays = {name: jax.ShapeDtypeStruct(s, jnp.int32) for name, s in wanted.items()}
+  network = _dense(network)
   keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
   init = functools.partial(network.init, enable_dropout=False)
-  found = jax.eval_shape(lambda arrays: init(keys, **arrays), arrays)
+  found = jax.eval_shape(lambda arrays: init(keys, **arrays), _arrays(network, lengths))
   return found["params"], found.get("params_axes")
+
+
+def _dense(network: Any) -> Any:
+  """Returns a network without rules of its own."""
+  config: Any = getattr(network, "config", None)
+  if getattr(config, "rules", None) is None:
+    return network
+  return network.clone(config=dataclasses.replace(config, rules=None))
+
+
+def _arrays(network: Any, lengths: Mapping[str, int] | None) -> dict[str, Any]:
+  """Returns the inputs that a network of T5X's interface requires, as shapes."""
+  import jax
+
+  wanted = inputs(network, lengths)
+  return {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in wanted.items()}
 
 
 def inputs(network: Any, lengths: Mapping[str, int] | None) -> dict[str, tuple[int, ...]]:
@@ -194,18 +205,16 @@ def train_state(model: Any, lengths: Mapping[str, int] | None, trains: bool = Tr
   return jax.eval_shape(make, jax.random.PRNGKey(0))
 
 
-def shape_of(network: Any, lengths: Mapping[str, int] | None) -> flops.Shape | None:
-  """Returns the shape that prices a network, None where none is known.
+def cost_of(network: Any, params: Any, lengths: Mapping[str, int] | None) -> flops.Cost:
+  """Returns the dense forward FLOPs of one example of a network.
 
   Args:
-    network: a flax module with T5's configuration, or a workload.
+    network: a flax module of T5X's interface, or a workload.
+    params: its parameters, as shapes.
     lengths: tokens of an example, by feature; None = the settings do not say them.
   """
   if isinstance(network, workloads.Workload):
-    return network.shape(lengths)
-  config: Any = getattr(network, "config", None)
-  try:
-    known = known_lengths(lengths)
-    return flops.T5Shape.of(config, known["inputs"], known["targets"])
-  except (AttributeError, ValueError):
-    return None
+    return network.cost(lengths)
+  module = _dense(network)
+  apply = lambda params, arrays: module.apply({"params": params}, **arrays, enable_dropout=False)
+  return flops.forward(apply, params, _arrays(module, lengths))

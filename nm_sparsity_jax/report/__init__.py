@@ -11,7 +11,7 @@
 What stands where:
 
     reading     folders of runs -> Run
-    network     the shape of a run's network (its rules: `runs.rules_of`)
+    network     the cost of a run's network (its rules: `runs.rules_of`)
     sections    Run -> Section, from curves, schedule, scored, cost, settings; made of parts
     charts      lines of points -> SVG or PNG
     page        sections -> HTML

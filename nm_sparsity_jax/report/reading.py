@@ -126,14 +126,9 @@ class Run:
     return self.offset, (self.last_step or 0) if steps is None else self.offset + steps
 
   @functools.cached_property
-  def shape(self) -> Any:
-    """Returns the `flops.Shape` of its network; see `network.shape_of`."""
-    return network.shape_of(self.path, self.gin)
-
-  @functools.cached_property
-  def kernels(self) -> Any:
-    """Returns its sparse parameters, each a `flops.Kernel`; see `network.kernels_of`."""
-    return network.kernels_of(self.path, self.gin, self.rules, self.shape)
+  def cost(self) -> Any:
+    """Returns the dense forward `flops.Cost` of its network; see `network.cost_of`."""
+    return network.cost_of(self.path, self.gin)
 
   def flops(self, until: int) -> tuple[float, float]:
     """Returns FLOPs of the first steps, and what a dense run would have spent on them.
@@ -146,16 +141,13 @@ class Run:
     """
     from nm_sparsity_jax import flops
 
-    shape, recipes = self.shape, self.sparse
+    cost, rules = self.cost, self.rules
     settings = trained.parse_settings(self.gin)
     batch, steps = settings.get("BATCH_SIZE"), settings.get("SPARSE_STEPS")
     if not isinstance(batch, int) or not isinstance(steps, int):
       raise ValueError("BATCH_SIZE and SPARSE_STEPS are not numbers in config.gin")
-    dense = flops.training(shape, {}, batch, steps=steps, until=until).flops
-    try:
-      return flops.training(shape, recipes, batch, steps=steps, until=until).flops, dense
-    except ValueError:  # a place that is no role, such as a regex, or groups that do not divide
-      return flops.price(shape, self.kernels, batch, until=until).training_sparse, dense
+    spent = lambda sparse: flops.training(cost, sparse, batch, steps=steps, until=until).flops
+    return spent(rules), spent({})
 
 
 def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:

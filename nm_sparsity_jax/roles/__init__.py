@@ -1,7 +1,7 @@
 """The one vocabulary of places: what 'ff', 'qkv' or 'decoder/cross/q' names in each family.
 
     'decoder/cross/qkv' -> [roles] -> a test of whole parameter paths -> rules
-    parameter path      -> [roles] -> its role and its operation      -> plan, flops, report, scores
+    parameter path      -> [roles] -> its role                        -> plan, flops, report, scores
 
 A family of models says by regexes how it names its kernels. `register` adds a family from outside;
 nothing else in the package knows the names that a family gives to its parameters. Those of this
@@ -12,9 +12,9 @@ big_vision's, Kauldron's and jimm's.
 ('q', 'shortcut')
 """
 
+from nm_sparsity_jax.roles import models as _models  # noqa: F401, registers all of this package
 from nm_sparsity_jax.roles.comparing import put_together, single, text_of
 from nm_sparsity_jax.roles.matching import PathTest, Table, compiled, matches
-from nm_sparsity_jax.roles.models import T5, VIT  # and registers all of this package
 from nm_sparsity_jax.roles.registry import (
   COMPOSITES,
   Family,
@@ -22,7 +22,6 @@ from nm_sparsity_jax.roles.registry import (
   families,
   narrowing,
   narrowing_text,
-  op_of,
   path_test,
   regexes,
   register,
@@ -31,7 +30,7 @@ from nm_sparsity_jax.roles.registry import (
 )
 
 __all__ = [
-    "COMPOSITES", "T5", "VIT", "Family", "PathTest", "check_word", "compiled",
-    "Table", "families", "matches", "narrowing", "narrowing_text", "op_of", "path_test",
+    "COMPOSITES", "Family", "PathTest", "check_word", "compiled",
+    "Table", "families", "matches", "narrowing", "narrowing_text", "path_test",
     "put_together", "regexes", "register", "role_of", "roles_of", "single", "text_of",
 ]  # fmt: skip

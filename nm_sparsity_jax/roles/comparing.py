@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nm_sparsity_jax.patterns import NM
-from nm_sparsity_jax.roles.registry import COMPOSITES, families
+from nm_sparsity_jax.roles.registry import COMPOSITES
+
+# Where the kernels of a role stand in a T5. A place that names all of them is the role itself.
+_ATTENTIONS = ("encoder/self", "decoder/self", "decoder/cross")
+_STAND = {"ff": ("encoder", "decoder"), **dict.fromkeys("qkvo", _ATTENTIONS)}
 
 
-def single(places: Mapping[str, NM | str], family: str = "t5") -> dict[str, str]:
+def single(places: Mapping[str, NM | str]) -> dict[str, str]:
   """Returns the same places in one form, to compare: no word for several roles, wholes for parts.
 
   >>> single({"encoder/ff": "1:8", "decoder/ff": "1:8", "qk": "1:4"})
@@ -19,16 +23,14 @@ def single(places: Mapping[str, NM | str], family: str = "t5") -> dict[str, str]
 
   Args:
     places: place -> pattern; a place that is a regex is left as it is.
-    family: whose places they are.
   """
-  stand = families()[family].places
   found: dict[str, str] = {}
   for place, pattern in places.items():
     *where, role = place.split("/")
     for part in COMPOSITES.get(role, (role,)):
-      inside = [s for s in stand.get(part, ()) if set(where) <= set(s.split("/"))]
+      inside = [s for s in _STAND.get(part, ()) if set(where) <= set(s.split("/"))]
       found |= dict.fromkeys([f"{s}/{part}" for s in inside] or [place], str(NM.parse(pattern)))
-  for role, all_of_it in stand.items():
+  for role, all_of_it in _STAND.items():
     stacks = list(dict.fromkeys(s.split("/")[0] for s in all_of_it))
     for stack in sorted(stacks):
       if of_stack := [s for s in all_of_it if s.startswith(f"{stack}/")]:
@@ -47,17 +49,15 @@ def put_together(places: dict[str, str], whole: str, parts: Sequence[str]) -> bo
   return True
 
 
-def text_of(places: Mapping[str, str], family: str = "t5") -> str:
+def text_of(places: Mapping[str, str]) -> str:
   """Returns places and their patterns for people.
 
   >>> text_of({"ff": "1:8", "q": "1:4", "k": "1:4"})
   '1:8 FF, 1:4 QK'
   """
-  stand = families()[family].places
-  stacks = dict.fromkeys(s.split("/")[0] for those in stand.values() for s in those)
-  inner = dict.fromkeys(s for those in stand.values() for s in those if "/" in s)
+  stacks = dict.fromkeys(s.split("/")[0] for s in _ATTENTIONS)
   rest, words = dict(places), {}
-  for stack in ("", *(f"{s}/" for s in (*stacks, *inner))):
+  for stack in ("", *(f"{s}/" for s in (*stacks, *_ATTENTIONS))):
     for name in ("ff", *reversed(list(COMPOSITES))):
       whole = f"{stack}{name}" if stack else name.upper()
       if put_together(rest, whole, [f"{stack}{p}" for p in COMPOSITES.get(name, (name,))]):

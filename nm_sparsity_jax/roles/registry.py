@@ -1,6 +1,6 @@
 """Families of models, and the words that they add up to.
 
-Family -> [register] -> word -> regex of whole paths -> role, axis and operation of a path
+Family -> [register] -> word -> regex of whole paths -> role of a path
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.roles.matching import PathTest, compiled, matches
@@ -28,19 +28,14 @@ class Family:
     name: of the family, such as 't5'.
     roles: role -> regex of the kernels that have it.
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
-    places: role -> where its kernels stand, such as ('encoder/self', 'decoder/self'), the `place`
-      of the operations in `flops`.
     fused: regex of the kernels that hold q, k and v side by side; 'qkv' names them, and no part of
       it can.
-    op: path -> the name of its operation in the family's shape (`flops.Op.name`), or None.
   """
 
   name: str
   roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
   narrow: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  places: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
   fused: str = ""
-  op: Callable[[str], str | None] | None = None
 
   def role(self, path: str) -> str | None:
     """Returns the role of a kernel, None where the family gives it none."""
@@ -231,18 +226,3 @@ def roles_of(paths: Sequence[str], more: Mapping[str, str] | None = None) -> lis
 def role_of(path: str) -> str | None:
   """Returns the role of a kernel in whatever family names it, None where none does."""
   return next((r for f in _families.values() if (r := f.role(path))), None)
-
-
-def op_of(path: str, among: Collection[str] | None = None) -> str | None:
-  """Returns what `flops` calls the operation of a kernel, None where no family says.
-
-  >>> op_of("decoder/layers_3/encoder_decoder_attention/key/kernel")
-  'decoder/cross/k'
-
-  Args:
-    path: of the kernel.
-    among: the operations of the model's shape. Two families may know one path, and each has a name
-      of its own for it: the first name that is an operation counts. None takes the first name.
-  """
-  names = [n for f in _families.values() if f.op and (n := f.op(path))]
-  return next((n for n in names if among is None or n in among), None)

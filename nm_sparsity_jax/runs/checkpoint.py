@@ -1,8 +1,8 @@
 """Checkpoints as T5X lays them out: what one holds, one array of it, a new one.
 
     path -> [read] -> Stored: key -> Leaf(shape, dtype)
-                              key -> array, one at a time, or a piece of it
-    tree -> [write] -> checkpoint_N/state
+                              key -> array, one at a time
+    key -> array -> [write] -> checkpoint_N/state
 
 Keys are those of T5X's train state: target/..., state/step, state/param_states/...,
 flax_mutables/... `legacy` reads T5X's own format, `orbax` Orbax, which is what is written, and
@@ -13,17 +13,17 @@ checkpoints, and a packed file, whose arrays have their zeros here.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import folders, foreign, legacy, orbax, untold
+from nm_sparsity_jax.runs import files, folders, foreign, legacy, network_settings, orbax
 from nm_sparsity_jax.runs.contents import Contents, damage
-from nm_sparsity_jax.trees import flatten, nested
+from nm_sparsity_jax.trees import nested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,6 @@ class Stored:
     rules: the text of that run's rules, None for a dense one.
     array: key -> its values, read now. ValueError where they cannot be.
     packed: as in `Contents`.
-    chunks: as in `Contents`.
-    part: key, axis, start, stop -> its values there. Where the file has no pieces along this axis
-      all of it is read.
   """
 
   path: str
@@ -63,17 +60,14 @@ class Stored:
   packed: Callable[[], dict[str, Any]] | None = dataclasses.field(
     default=None, repr=False, compare=False
   )
-  chunks: Mapping[str, tuple[int, ...]] = dataclasses.field(
-    default_factory=dict, repr=False, compare=False
-  )
-  part: Callable[[str, int, int, int], np.ndarray] = dataclasses.field(
-    default=lambda *_: np.empty(0), repr=False, compare=False
-  )
 
   @property
-  def told_rules(self) -> str | None:
+  def known_rules(self) -> str | None:
     """Returns the text of the run's rules, else of those that `finalize` was given, else None."""
-    return untold.rules(self.path) if self.rules is None else self.rules
+    if self.rules is not None:
+      return self.rules
+    found = files.read_json(folders.path_of(self.path) / network_settings.NOTES, {})
+    return None if found.get("rules") is None else str(found["rules"])
 
   @property
   def in_place(self) -> bool:
@@ -100,29 +94,6 @@ class Stored:
       key: of a parameter, of the workload's state, or any other, which is returned.
     """
     return _AVERAGE + key if _AVERAGE + key in self.leaves else key
-
-  def length(self, key: str, axis: int) -> int:
-    """Returns how long the pieces are, along an axis, in which an array lies in the files."""
-    whole = (self.leaves[key].shape or ())[axis]
-    return self.chunks[key][axis] if key in self.chunks else whole
-
-  def pieces(
-    self, key: str, axis: int | None, step: int | None = None
-  ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields where each piece of an array begins along an axis, and the piece, with all its axes.
-
-    Args:
-      key: of the array.
-      axis: the axis; None for the whole array in one piece.
-      step: how long a piece is; None = as it lies in the files.
-    """
-    if axis is None:
-      yield 0, self.array(key)
-      return
-    step = self.length(key, axis) if step is None else step
-    whole = (self.leaves[key].shape or ())[axis]
-    for start in range(0, whole, step):
-      yield start, self.part(key, axis, start, min(start + step, whole))
 
 
 _AVERAGE = "state/average/"  # before the key of what it is the average of; written by `local`
@@ -164,7 +135,7 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
   """
   reader, path = _located(name)
   if config is not None and reader is not foreign.read:
-    untold.refuse(name, config)
+    network_settings.check(name, config)
   with damage(name, "its metadata"):
     if reader is foreign.read:
       return _stored(name, foreign.read(name, path, like, config))
@@ -205,12 +176,6 @@ def _stored(name: str, found: Contents) -> Stored:
     with damage(name, key):
       return found.array(key)
 
-  def part(key: str, axis: int, start: int, stop: int) -> np.ndarray:
-    with damage(name, key):
-      if found.part is not None:
-        return found.part(key, axis, start, stop)
-      return found.array(key)[(slice(None),) * axis + (slice(start, stop),)]
-
   leaves = {key: Leaf(key, shape, dtype) for key, (shape, dtype) in found.leaves.items()}
   for key in _SMALL:
     if key in leaves and math.prod(leaves[key].shape or ()) > rules_text.TEXT_BYTES:
@@ -218,7 +183,7 @@ def _stored(name: str, found: Contents) -> Stored:
   step, sparse_step, rules = (array(key) if key in leaves else None for key in _SMALL)
   text = found.rules if rules is None else rules_text.unpack(rules)
   numbers = _number(step), _number(sparse_step)
-  return Stored(name, found.format, leaves, *numbers, text, array, found.packed, found.chunks, part)
+  return Stored(name, found.format, leaves, *numbers, text, array, found.packed)
 
 
 def _number(x: np.ndarray | None) -> int | None:
@@ -235,15 +200,27 @@ def check_new(folder: str) -> None:
     raise ValueError(f"{folder!r} is there already: it is never overwritten")
 
 
-def write(folder: str, tree: Mapping[str, Any]) -> None:
+def write(
+  folder: str,
+  arrays: Mapping[str, Any],
+  settings: Mapping[str, int] | None = None,
+  rules: str | None = None,
+) -> None:
   """Writes a new Orbax checkpoint that T5X can open: all of it, or nothing.
 
-  `writing.write` does the same with one array in memory at a time.
+      write("out/checkpoint_7", {"target/ff/kernel": np.zeros((8, 4), np.float32)})
 
   Args:
     folder: .../checkpoint_N on a local disk. It must not be there yet; what is above it is made.
-    tree: target, state and so on, of numpy arrays.
+    arrays: key such as 'target/ff/kernel' -> numpy array.
+    settings: of its network, which shapes do not reveal; see `runs.network_settings`.
+    rules: the text of those that somebody gave for it; None where its arrays hold them, or nobody.
   """
-  from nm_sparsity_jax.runs import writing
-
-  writing.write(folder, {key: functools.partial(np.asarray, x) for key, x in flatten(tree)})
+  check_new(folder)
+  ocp = orbax.library(folder)
+  with files.whole_folder(folder) as unfinished, orbax.quiet():
+    with ocp.PyTreeCheckpointer() as writer:
+      writer.save(unfinished / "state", nested(dict(arrays)))
+    notes = {"network_settings": dict(settings or {}), "rules": rules}
+    (unfinished / network_settings.NOTES).write_text(json.dumps(notes, indent=1) + "\n")
+    (unfinished / "dataset").mkdir()  # T5X asks for it where a run starts from this

@@ -25,8 +25,6 @@ class Contents:
     array: key -> its values, read now.
     packed: of a packed file: reads the variables, with kernels as `NMPacked`; None of any other.
     rules: the text of the rules, where it is no array.
-    chunks: key -> shape of the pieces in which an array lies in the files, where they tell it.
-    part: key, axis, start, stop -> its values there, read now; None where only all can be read.
   """
 
   format: str
@@ -34,8 +32,6 @@ class Contents:
   array: Callable[[str], np.ndarray]
   packed: Callable[[], dict[str, Any]] | None = None
   rules: str | None = None
-  chunks: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-  part: Callable[[str, int, int, int], np.ndarray] | None = None
 
 
 class Unreadable(ValueError):

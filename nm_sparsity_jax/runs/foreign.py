@@ -9,7 +9,7 @@ key -> array -> [write_like] -> another such folder
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.runs.contents import Contents, Unreadable
 from nm_sparsity_jax.weights import huggingface, packed_file, safetensors_file, timm
-from nm_sparsity_jax.weights.safetensors_file import Lazy
 
 HUGGING_FACE = "Hugging Face"  # the format of a folder
 
@@ -96,22 +95,19 @@ def is_folder(path: Any) -> bool:
   return isinstance(path, pathlib.Path) and huggingface.is_folder(path)
 
 
-def write_like(path: str, out: str, arrays: Mapping[str, Callable[[], np.ndarray]]) -> None:
+def write_like(path: str, out: str, arrays: Mapping[str, np.ndarray]) -> None:
   """Writes a folder of Hugging Face's T5 like another one, with other values.
 
   Args:
     path: of the other one: config.json, tokenizer and dtypes are its.
     out: of the new folder.
-    arrays: key such as 'target/token_embedder/embedding' -> what makes the array.
+    arrays: by key, such as 'target/token_embedder/embedding'.
   """
   folder = huggingface.Folder(path)
-  lazy = {
-    key: Lazy(
-      x.shape, x.dtype, lambda key=key, x=x: arrays[f"target/{key}"]().astype(x.dtype, copy=False)
-    )
-    for key, x in folder.arrays().items()
+  own = {
+    key: arrays[f"target/{key}"].astype(x.dtype, copy=False) for key, x in folder.arrays().items()
   }
-  tensors = huggingface.to_tensors(lazy, folder.config)
+  tensors = huggingface.to_tensors(own, folder.config)
   huggingface.write_folder(out, tensors, folder.json, folder.beside())
 
 

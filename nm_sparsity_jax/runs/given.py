@@ -38,7 +38,7 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   """
   if given is not None and not isinstance(given, Rules):
     given = _by_magnitude(given)
-  if axes and (stored.rules if given is not None else stored.told_rules) is not None:
+  if axes and (stored.rules if given is not None else stored.known_rules) is not None:
     raise SettingError(
       "axes",
       "{path} knows the axes of its groups from its rules: leave {axes} out",
@@ -49,7 +49,7 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   if stored.rules is None:
     if given is not None:
       return given
-    if (told := stored.told_rules) is not None:
+    if (told := stored.known_rules) is not None:
       return rules_text.parse(told)
     raise SettingError(
       "rules",

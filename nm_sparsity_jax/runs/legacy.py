@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import files, limits
+from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.runs.contents import Contents, Unreadable
 
 _MOST_MSGPACK = 1 << 30  # bytes: arrays of any size lie beside the file
@@ -36,11 +36,10 @@ def read(name: str, file: Any) -> Contents:
     raise Unreadable(f"{name!r} has version {version}: T5X reads 2 and 3")
   found: dict[str, Any] = {}
   values: dict[str, Any] = {}
-  there = limits.bytes_there(file.parent)
 
   def walk(node, keys):
     if isinstance(node, dict) and {"driver", "kvstore"} <= node.keys():
-      found["/".join(keys)] = _spec("/".join(keys), node, file.parent, there)
+      found["/".join(keys)] = _shape_and_dtype(node, file.parent)
       values["/".join(keys)] = (node, file.parent)
     elif isinstance(node, dict):
       for key, child in node.items():
@@ -51,31 +50,22 @@ def read(name: str, file: Any) -> Contents:
       values["/".join(keys)] = array
 
   walk(contents["optimizer"], ())
-  chunks = {key: _chunks(value) for key, value in values.items() if isinstance(value, tuple)}
-  return Contents(
-    "T5X", found, lambda key: _array(values[key]),
-    chunks={key: chunk for key, chunk in chunks.items() if chunk},
-    part=lambda key, *where: _array(values[key], *where),
-  )  # fmt: skip
+  return Contents("T5X", found, lambda key: _array(values[key]))
 
 
-def _spec(
-  key: str, spec: Mapping[str, Any], folder: Any, there: int | None
+def _shape_and_dtype(
+  spec: Mapping[str, Any], folder: Any
 ) -> tuple[tuple[int, ...] | None, str | None]:
-  """Returns shape and dtype of an array that the msgpack file refers to, from its metadata."""
+  """Returns those of an array that the msgpack file refers to, from its metadata."""
   if spec["driver"] != "zarr":
-    raise ValueError(f"{key} is stored by {spec['driver']!r}: T5X stores by 'zarr'")
+    raise ValueError(f"an array is stored by {spec['driver']!r}: T5X stores by 'zarr'")
   zarray = folder / _name(spec) / ".zarray"
   if zarray.is_file():
     found = files.parse_json(zarray.read_text())
-    dtype = _zarr_dtype(found["dtype"])
-    limits.check_array(key, found["shape"], dtype, there, found["chunks"])
-    return tuple(found["shape"]), dtype
-  shape, dtype = (spec.get("metadata") or {}).get("shape"), spec.get("dtype")
-  if shape is None:
-    return None, dtype
-  limits.check_array(key, shape, dtype, there)
-  return tuple(map(int, shape)), dtype
+    name = found["dtype"]
+    return tuple(found["shape"]), name if name == "bfloat16" else str(np.dtype(name))
+  shape = (spec.get("metadata") or {}).get("shape")
+  return None if shape is None else tuple(map(int, shape)), spec.get("dtype")
 
 
 def _name(spec: Mapping[str, Any]) -> str:
@@ -86,22 +76,10 @@ def _name(spec: Mapping[str, Any]) -> str:
   return name
 
 
-def _zarr_dtype(name: str) -> str:
-  return name if name == "bfloat16" else str(np.dtype(name))
-
-
-def _chunks(value: tuple[Mapping[str, Any], Any]) -> tuple[int, ...]:
-  """Returns the shape of the pieces of an array beside the file; () where it is not told."""
-  spec, folder = value
-  zarray = folder / _name(spec) / ".zarray"
-  return tuple(files.parse_json(zarray.read_text())["chunks"]) if zarray.is_file() else ()
-
-
-def _array(value, axis: int = 0, start: int | None = None, stop: int | None = None) -> np.ndarray:
-  """Returns a value that the file holds, or an array that it refers to; all of it, or a part."""
-  where = (slice(None),) * axis + (slice(start, stop),)
+def _array(value: Any) -> np.ndarray:
+  """Returns a value that the file holds, or an array that it refers to."""
   if not isinstance(value, tuple):
-    return value if start is None else value[where]
+    return value
   import tensorstore
 
   spec, folder = value
@@ -112,5 +90,4 @@ def _array(value, axis: int = 0, start: int | None = None, stop: int | None = No
   # Without a fill value every chunk is written, so one that is absent was lost.
   fill = zarray.get("fill_value") is not None
   spec = {"driver": spec["driver"], "kvstore": kvstore, "fill_missing_data_reads": fill}
-  found = tensorstore.open(spec).result()
-  return np.asarray((found if start is None else found[where]).read().result())
+  return np.asarray(tensorstore.open(spec).result().read().result())

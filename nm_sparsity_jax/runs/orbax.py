@@ -12,14 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import pathlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import files, limits
 from nm_sparsity_jax.runs.contents import Contents
 from nm_sparsity_jax.trees import flatten, nested
 
@@ -37,21 +35,13 @@ def read(name: str, state: Any) -> Contents:
     told: Any = reader.metadata(state)
   told = getattr(told, "item_metadata", told)
   leaves: dict[str, Any] = {}
-  chunks: dict[str, tuple[int, ...]] = {}
-  there = limits.bytes_there(state)
 
   def walk(node, keys):
     if isinstance(node, Mapping):
       for key, child in node.items():
         walk(child, (*keys, str(key)))
     elif hasattr(node, "dtype"):
-      key = "/".join(keys)
-      shape, dtype = tuple(getattr(node, "shape", ())), str(np.dtype(node.dtype))
-      chunk = getattr(getattr(node, "storage", None), "chunk_shape", None)
-      limits.check_array(key, shape, dtype, there, chunk)
-      leaves[key] = shape, dtype
-      if chunk is not None and len(chunk) == len(shape):
-        chunks[key] = tuple(chunk)
+      leaves["/".join(keys)] = tuple(getattr(node, "shape", ())), str(np.dtype(node.dtype))
 
   walk(getattr(told, "tree", told), ())
   if not leaves:
@@ -65,32 +55,7 @@ def read(name: str, state: Any) -> Contents:
       (_, value), *_ = flatten(reader.restore(state, args=args))
     return np.asarray(value)
 
-  held = {key: leaves[name] for key, name in names.items()}
-  if not _lies_as_zarr(state):
-    return Contents("Orbax", held, array)
-  pieces = {key: chunks[name] for key, name in names.items() if name in chunks}
-  part = lambda key, *where: _part(state, names[key], *where)
-  return Contents("Orbax", held, array, chunks=pieces, part=part)
-
-
-def _lies_as_zarr(state: Any) -> bool:
-  """Returns whether a part can be read by tensorstore itself: a local folder, zarr 2 in it."""
-  if not isinstance(state, pathlib.Path):
-    return False
-  return not files.read_json(state / "_METADATA", {}).get("use_zarr3", False)
-
-
-def _part(state: pathlib.Path, name: str, axis: int, start: int, stop: int) -> np.ndarray:
-  """Reads a part of an array along an axis. Orbax has no call for this."""
-  import tensorstore
-
-  inside, folder = name.replace("/", "."), f"file://{state.absolute()}/"
-  kvstore: Any = f"{folder}{inside}/"
-  if (state / "manifest.ocdbt").is_file():
-    kvstore = {"driver": "ocdbt", "base": folder, "path": f"{inside}/"}
-  spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
-  found: Any = tensorstore.open(spec).result()
-  return np.asarray(found[(slice(None),) * axis + (slice(start, stop),)].read().result())
+  return Contents("Orbax", {key: leaves[name] for key, name in names.items()}, array)
 
 
 # Kauldron's names and T5X's; the first that fits. `nms.sparse` keeps the step twice. The states of

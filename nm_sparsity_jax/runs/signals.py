@@ -1,7 +1,6 @@
 """Signals that ask a process to save and to end.
 
 SIGTERM, SIGINT -> Signals.name, which a loop looks at between two steps
-                -> Deferred: the process ends when it has cleaned up
                 -> Relay: a child is told to end; the second ctrl-C kills it
 """
 
@@ -56,28 +55,6 @@ class Signals:
     """
     if again:
       raise KeyboardInterrupt
-
-
-class Deferred(Signals):
-  """Keeps the first signal back until the `with` block has cleaned up, and then sends it.
-
-      with Deferred() as stop, whole_folder("out") as folder:
-        for part in parts:
-          stop.check()                  # raises, so the folder goes
-          write(folder, part)
-
-  A process that is told to end so ends as it would have, but leaves no half of what it wrote.
-  """
-
-  def check(self) -> None:
-    """Raises where a signal waits."""
-    if self.name is not None:
-      raise InterruptedError(f"{self.name} came")
-
-  def __exit__(self, *error):
-    super().__exit__(*error)
-    if self.name is not None:
-      signal.raise_signal(signal.Signals[self.name])
 
 
 class Child(Protocol):

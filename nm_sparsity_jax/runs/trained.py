@@ -2,7 +2,6 @@
 
     config.gin        -> [read_settings] -> Settings: values of gin macros
     newest checkpoint -> [rules_of]      -> Rules, those of the macros where no checkpoint tells
-    newest checkpoint -> [shapes_of]     -> its parameters, as shapes
     run.json          -> [started]       -> where it began, what it ran with
 
 A checkpoint of a sparse run holds the text of its rules, so it is believed first: the macros may be
@@ -291,28 +290,6 @@ def _opened(folder: str | os.PathLike) -> Stored | None:
     return None if newest is None else checkpoint.read(newest)
   except (ValueError, OSError, ImportError):  # copied in part, say, or Orbax is not installed
     return None
-
-
-def shapes_of(folder: str | os.PathLike) -> Any:
-  """Returns the parameters of a run's newest checkpoint as shapes; None where none can be read.
-
-  Args:
-    folder: the run's.
-  """
-  import jax
-  import jax.numpy as jnp
-
-  from nm_sparsity_jax.trees import nested
-
-  newest = _opened(folder)
-  if newest is None:
-    return None
-  found = {
-    key.removeprefix("target/"): jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-    for key, leaf in newest.leaves.items()
-    if key.startswith("target/") and leaf.shape is not None
-  }
-  return nested(found) or None
 
 
 def _configured(settings: Settings) -> Rules:

@@ -1,6 +1,6 @@
 """Whether a checkpoint to start from holds weights that its own network never saw.
 
-    checkpoint -> its rules -> the smallest sparse kernel, one piece -> [told] -> a sentence, or ''
+    checkpoint -> its rules -> the smallest sparse kernel -> [told] -> a sentence, or ''
 
 T5X stores dense weights, and so does a moving average; masks act on them on the fly. A run that
 starts from them without `finalize` trains another network than the one that was scored.
@@ -22,7 +22,7 @@ def told(stored: Stored) -> str:
       if said := unfinalized.told(stored):
         warn(f"INITIAL_CHECKPOINT_PATH: {said}")
 
-  It reads one piece of one kernel. '' also where the rules or the array cannot be read: what reads
+  It reads one kernel. '' also where the rules or the array cannot be read: what reads
   the whole checkpoint says why.
 
   Args:
@@ -33,12 +33,11 @@ def told(stored: Stored) -> str:
   try:
     places = given.assign(stored, given.rules_for(stored, None)).places
     path, place = min(places.items(), key=lambda item: math.prod(item[1].shape))
-    _, piece = next(stored.pieces(stored.deployed(f"target/{path}"), 0))
+    array = stored.array(stored.deployed(f"target/{path}"))
   except (ValueError, OSError):  # rules of another model, an unknown recipe, a damaged array
     return ""
   density = place.pattern.density
-  used = np.count_nonzero(piece) / max(piece.size, 1)
-  if used <= (1 + density) / 2:  # a piece may cut a group, so it is not held to the pattern itself
+  if np.count_nonzero(array) <= (1 + density) / 2 * array.size:
     return ""
   return (
     f"{stored.path} is of a sparse run and not finalized, so it holds dense weights that its "

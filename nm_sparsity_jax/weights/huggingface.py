@@ -26,7 +26,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,43 +102,39 @@ class Source:
       return self.shape
     return math.prod(self.shape[self.turned :]), math.prod(self.shape[: self.turned])
 
-  def layers(self, tensors: Mapping[str, Any]) -> Iterator[np.ndarray]:
-    """Yields our array of one layer after the other, with an axis of length 1 where `axis` is.
+  def take(self, tensors: Mapping[str, Any]) -> np.ndarray:
+    """Returns our array of their tensors.
 
     Args:
       tensors: their name -> array, or `Lazy`.
     """
-    for name in self.names:
-      one = np.asarray(tensors[name])
-      one = np.array(one.T.reshape(self.shape) if self.turned else one, order="C")
-      yield one if self.axis is None else np.expand_dims(one, self.axis)
-
-  def take(self, tensors: Mapping[str, Any]) -> np.ndarray:
-    """Returns our array of their tensors, which are read one after the other."""
-    layers = self.layers(tensors)
-    if self.axis is None:
-      return next(layers)
-    dtypes = {str(tensors[name].dtype) for name in self.names}
-    if len(dtypes) > 1:
+    if len(dtypes := {str(tensors[name].dtype) for name in self.names}) > 1:
       raise ValueError(f"{self.names[0]!r} and its like in other layers are {sorted(dtypes)}.")
-    made = np.empty(self.ours, tensors[self.names[0]].dtype)
-    for i, one in enumerate(layers):
-      np.moveaxis(made, self.axis, 0)[i] = one.squeeze(self.axis)
-    return made
+    arrays = [np.asarray(tensors[name]) for name in self.names]
+    if self.turned:
+      arrays = [x.T.reshape(self.shape) for x in arrays]
+    return np.array(arrays[0], order="C") if self.axis is None else np.stack(arrays, self.axis)
 
-  def give(self, key: str, array: Any, layer: int) -> np.ndarray:
-    """Returns their tensor of one layer, a view of our array."""
-    array = np.asarray(array)
-    if self.axis is not None:
-      layers = np.moveaxis(array, self.axis, 0)
-      array = layers[layer]
-      if len(set(self.names)) < len(layers) and any(not np.array_equal(x, array) for x in layers):
-        raise ValueError(
-          f"the layers differ in {key!r}: T5X learns a table of relative positions for each layer "
-          "where it scans over them, and Hugging Face's T5 has one for all: train with "
-          "scan_layers=False."
-        )
-    return array.reshape(self.theirs[::-1]).T if self.turned else array
+  def give(self, key: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns their tensors of our array, which are views of it.
+
+    Args:
+      key: of the array, for an error.
+      array: ours.
+
+    Raises:
+      ValueError: layers differ in what is one tensor there.
+    """
+    layers = [array] if self.axis is None else list(np.moveaxis(array, self.axis, 0))
+    if len(set(self.names)) < len(layers) and any((x != layers[0]).any() for x in layers):
+      raise ValueError(
+        f"the layers differ in {key!r}: T5X learns a table of relative positions for each layer "
+        "where it scans over them, and Hugging Face's T5 has one for all: train with "
+        "scan_layers=False."
+      )
+    if self.turned:
+      layers = [x.reshape(self.theirs[::-1]).T for x in layers]
+    return dict(zip(self.names, layers, strict=True))
 
 
 def sources(config: T5Config) -> dict[str, Source]:
@@ -198,26 +194,26 @@ def _layer(stack: str, config: T5Config) -> dict[str, tuple[str, tuple[int, ...]
 # --- there and back -------------------------------------------------------------------------------
 
 
-def to_tensors(arrays: Mapping[str, Any], config: T5Config) -> dict[str, Lazy]:
-  """Returns Hugging Face's name -> tensor, a view that is made when it is asked for.
+def to_tensors(arrays: Mapping[str, np.ndarray], config: T5Config) -> dict[str, np.ndarray]:
+  """Returns Hugging Face's name -> tensor, a view of an array.
 
   Args:
-    arrays: key of T5X's tree -> array, or `Lazy`.
+    arrays: key of T5X's tree -> array.
     config: of their network.
+
+  Raises:
+    ValueError: they are of another network, or layers differ in what is one tensor there.
   """
   table = sources(config)
   if said := difference(
     {key: source.ours for key, source in table.items()}, {k: x.shape for k, x in arrays.items()}
   ):
     raise ValueError(f"the tree is not of the network of this config: {said}.")
-  found: dict[str, Lazy] = {}
-  for key, source in table.items():
-    if str(arrays[key].dtype) not in _FLOATS:
-      raise ValueError(f"{key} is {arrays[key].dtype}, and weights are {', '.join(_FLOATS)}.")
-    for i, name in enumerate(source.names):
-      give = lambda source=source, key=key, i=i: source.give(key, arrays[key], i)
-      found[name] = Lazy(source.theirs, np.dtype(arrays[key].dtype), give)
-  return found
+  for key, x in arrays.items():
+    if str(x.dtype) not in _FLOATS:
+      raise ValueError(f"{key} is {x.dtype}, and weights are {', '.join(_FLOATS)}.")
+  given = (source.give(key, np.asarray(arrays[key])) for key, source in table.items())
+  return {name: x for tensors in given for name, x in tensors.items()}
 
 
 def from_tensors(tensors: Mapping[str, Any], config: T5Config, what: str) -> dict[str, Lazy]:
@@ -255,7 +251,7 @@ def to_huggingface(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
   """
   arrays = dict(flatten(params))
   config = config_of({key: x.shape for key, x in arrays.items()}, "the tree")
-  return {name: np.asarray(x) for name, x in to_tensors(arrays, config).items()}
+  return to_tensors(arrays, config)
 
 
 def from_huggingface(tensors: Mapping[str, Any], config: T5Config) -> dict[str, Any]:
@@ -616,7 +612,7 @@ class Folder:
 def _tensors(folder: pathlib.Path) -> dict[str, Lazy]:
   """Returns name -> array, of all files in a folder."""
   if (folder / _INDEX).is_file():
-    told = _read_json(folder / _INDEX).get("weight_map")
+    told: Any = _read_json(folder / _INDEX).get("weight_map")
     files = set(told.values()) if isinstance(told, dict) else set()
     # A file that lies elsewhere is not of this folder.
     if not files or any(not isinstance(x, str) or x != os.path.basename(x) for x in files):
@@ -645,12 +641,12 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
 
 def write_folder(
   path: str | os.PathLike,
-  tensors: Mapping[str, Lazy],
+  tensors: Mapping[str, np.ndarray],
   json_values: Mapping[str, Any],
   beside: Sequence[str | os.PathLike] = (),
   most: int = _SHARD_BYTES,
 ) -> None:
-  """Writes a new folder, one tensor in memory at a time: all of it, or nothing.
+  """Writes a new folder: all of it, or nothing.
 
   Args:
     path: of the folder, which must not be there; what is above it is made.
@@ -659,33 +655,24 @@ def write_folder(
     beside: more files, which are copied into it.
     most: bytes of the tensors of one file, where more than one tensor is in it.
   """
-  folder = pathlib.Path(os.path.abspath(path))
-  safetensors_file.refuse_existing(path)
-  unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-  size = lambda x: math.prod(x.shape) * x.dtype.itemsize
-  shards: list[dict[str, Lazy]] = [{}]
+  shards: list[dict[str, np.ndarray]] = [{}]
   for name, x in tensors.items():
-    if shards[-1] and sum(map(size, shards[-1].values())) + size(x) > most:
+    if shards[-1] and sum(held.nbytes for held in shards[-1].values()) + x.nbytes > most:
       shards.append({})
     shards[-1][name] = x
-  dump = lambda file, values: (unfinished / file).write_text(
-    json.dumps(values, indent=2, sort_keys=True) + "\n"
-  )
-  try:
-    unfinished.mkdir(parents=True)
+  with safetensors_file.whole(path) as unfinished:
+    unfinished.mkdir()
+    dump = lambda file, values: (unfinished / file).write_text(
+      json.dumps(values, indent=2, sort_keys=True) + "\n"
+    )
     files: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
       file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else _WEIGHTS
       safetensors_file.write(unfinished / file, shard)
       files |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-      total = sum(map(size, tensors.values()))
+      total = sum(x.nbytes for x in tensors.values())
       dump(_INDEX, {"metadata": {"total_size": total}, "weight_map": files})
     dump(_CONFIG, json_values)
     for file in beside:
       shutil.copy(file, unfinished)
-    os.rename(unfinished, folder)
-  except OSError as e:
-    raise ValueError(f"{os.fspath(path)!r} could not be written: {e.strerror or e}.") from e
-  finally:
-    shutil.rmtree(unfinished, ignore_errors=True)

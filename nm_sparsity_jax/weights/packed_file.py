@@ -1,6 +1,6 @@
 """A file of a network whose sparse kernels are packed.
 
-    name -> array, one at a time; rules -> [write_each] -> F.safetensors
+    variables, rules -> [write] -> F.safetensors
     F.safetensors -> [Opened] -> name -> NMPacked, or array, when it is asked for
                   -> [read]   -> {"params", ...}: what network.apply takes, after `deployed.prepare`
 
@@ -18,10 +18,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from nm_sparsity_jax import deployed, rules_text
@@ -94,93 +93,51 @@ class Kernel:
 def write(
   path: str | os.PathLike, variables: Mapping[str, Any], rules: Rules, dtype: str | None = None
 ) -> deployed.Report:
-  """Writes a new packed file of a network that is in memory.
+  """Writes a new packed file of a network: all of it, or nothing.
 
       print(write("F.safetensors", {"params": params}, rules))
 
   Args:
     path: of the file, which must not be there.
     variables: 'params', n:m and not scanned (`unscanned.unstacked`); and other collections.
-    rules: the rules.
+    rules: of the tree 'params'.
     dtype: as in `deployed.decide`.
-  """
-  arrays = {name: np.asarray(x) for name, x in flatten(variables)}
-  leaves = {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
-  return write_each(path, leaves, arrays.items(), rules, dtype)
-
-
-def write_each(
-  path: str | os.PathLike,
-  leaves: Mapping[str, tuple[tuple[int, ...], str]],
-  arrays: Iterable[tuple[str, np.ndarray]],
-  rules: Rules,
-  dtype: str | None = None,
-  seen: Callable[[str, np.ndarray], Any] = lambda name, tensor: None,
-) -> deployed.Report:
-  """Writes a new packed file, one array in memory at a time: all of it, or nothing.
-
-  Args:
-    path: of the file, which must not be there.
-    leaves: name such as 'params/head/kernel' -> shape, numpy's name of the dtype.
-    arrays: each name and its array, in any order.
-    rules: of the tree below 'params'.
-    dtype: as in `deployed.decide`.
-    seen: is told the name of each tensor of the file, and its values.
 
   Returns:
     What was packed, what was not, and why.
 
   Raises:
-    ValueError: a kernel is not n:m, or a name cannot be kept.
+    ValueError: a kernel is not n:m, nothing is to be packed, or a name cannot be kept.
   """
-  for name in leaves:
-    if _is_part(name):
-      raise ValueError(
-        f"{name!r} ends like a part of a packed kernel ({', '.join(_PARTS)}): rename it."
-      )
-  _check_names(leaves)
-  shapes = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()}
-  params = {p.removeprefix(_PARAMS): x for p, x in shapes.items() if p.startswith(_PARAMS)}
+  arrays = {name: np.asarray(x) for name, x in flatten(variables)}
+  if parts := [name for name in arrays if _is_part(name)]:
+    raise ValueError(
+      f"{parts[0]!r} ends like a part of a packed kernel ({', '.join(_PARTS)}): rename it."
+    )
+  _check_names(arrays)
+  params = {p.removeprefix(_PARAMS): x for p, x in arrays.items() if p.startswith(_PARAMS)}
   decision = deployed.decide(params, rules, dtype)
   if not decision.packed:
     named = [path for path in decision.dense if rules.match(path)] or list(decision.dense)
     why = f"{named[0]!r}: {decision.dense[named[0]]}" if named else "there are no parameters"
     raise ValueError(f"nothing would be packed ({why}).")
-  kernels = {
-    f"{_PARAMS}{path}": Kernel(
-      place.pattern,
-      # Recipes may pad for a longer group than the last one, which is the one that is kept.
-      dataclasses.replace(place.groups, pad=-place.groups.length % place.pattern.m),
-      decision.dtypes[path],
-    )
-    for path, place in decision.packed.items()
-  }
-  tensors: dict[str, Any] = {name: x for name, x in shapes.items() if name not in kernels}
-  for name, kernel in kernels.items():
-    tensors |= {full: part for _, full, part in _parts(name, kernel.like)}
   text = rules_text.describe(rules)
   rules_text.pack(text)  # refuses what no checkpoint could keep
-  told = {"version": _VERSION, "rules": text, "packed": {k: x.json for k, x in kernels.items()}}
-  metadata = {_ENTRY: json.dumps(told)}
-  lost: dict[str, int] = {}
-  with safetensors_file.create(path, tensors, metadata) as put:
-    for name, array in arrays:
-      made = [(name, array)]
-      if name in kernels:
-        key = name.removeprefix(_PARAMS)
-        place = decision.packed[key]
-        if count := lost_signs(array, place.pattern, place.groups):
-          lost[key] = count
-        packed = pack(array, place.pattern, place.groups, kernels[name].dtype, key)
-        made = [(full, tensor) for _, full, tensor in _parts(name, packed)]
-        del packed
-      for full, tensor in made:
-        seen(full, tensor)
-        put(full, tensor)
-      del array, made, tensor  # or they would stay while the next one is read
-  beside = dict.fromkeys((name for name in shapes if not name.startswith(_PARAMS)), "no parameter")
+  tensors, told, lost = dict(arrays), {}, {}
+  for key, place in decision.packed.items():
+    name, w = f"{_PARAMS}{key}", tensors.pop(f"{_PARAMS}{key}")
+    # Recipes may pad for a longer group than the last one, which is the one that is kept.
+    groups = dataclasses.replace(place.groups, pad=-place.groups.length % place.pattern.m)
+    kernel = Kernel(place.pattern, groups, decision.dtypes[key])
+    tensors |= _parts(name, pack(w, place.pattern, place.groups, kernel.dtype, key))
+    told[name] = kernel.json
+    if count := lost_signs(w, place.pattern, place.groups):
+      lost[key] = count
+  metadata = {"version": _VERSION, "rules": text, "packed": told}
+  safetensors_file.write(path, tensors, {_ENTRY: json.dumps(metadata)})
+  beside = dict.fromkeys((name for name in arrays if not name.startswith(_PARAMS)), "no parameter")
   whole = dataclasses.replace(decision, dense={**decision.dense, **beside})
-  own = {name.removeprefix(_PARAMS): x for name, x in shapes.items()}
+  own = {name.removeprefix(_PARAMS): x for name, x in arrays.items()}
   return deployed.report(whole, own, lost)
 
 
@@ -216,15 +173,15 @@ class Opened:
     self.path, self._tensors = file.path, file.tensors
     if not is_packed(file):
       raise ValueError(
-        f"{self.path!r} is not a packed file, which `nm-sparsity pack` writes: its metadata have no "
-        f"{_ENTRY}."
+        f"{self.path!r} is not a packed file, which `nm-sparsity pack` writes: its metadata have "
+        f"no {_ENTRY}."
       )
     try:
       told = json.loads(file.metadata[_ENTRY])
       if told["version"] != _VERSION:
         raise ValueError(
-          f"it is of version {told['version']!r:.40}, and this package reads {_VERSION}: update the "
-          "package, or pack the checkpoint again"
+          f"it is of version {told['version']!r:.40}, and this package reads {_VERSION}: update "
+          "the package, or pack the checkpoint again"
         )
       self.rules = str(told["rules"])
       self.kernels = {name: _kernel(name, values) for name, values in told["packed"].items()}
@@ -246,8 +203,8 @@ class Opened:
       ValueError: an index, a bit of padding or a scale is wrong.
     """
     wanted = self.kernels[name].like
-    found = {part: np.asarray(self._tensors[full]) for part, full, _ in _parts(name, wanted)}
-    made = dataclasses.replace(wanted, **found)
+    found = {full: np.asarray(self._tensors[full]) for full in _parts(name, wanted)}
+    made = dataclasses.replace(wanted, **{_field(full): x for full, x in found.items()})
     if said := wrong(made):
       short = name.removeprefix(_PARAMS)
       raise ValueError(f"{self.path!r} is damaged: {short!r} {said}: copy it again, or pack again.")
@@ -303,8 +260,10 @@ def _kernel(name: str, told: Mapping[str, Any]) -> Kernel:
   axis = axes[0] if len(axes) == 1 else tuple(axes)
   groups = Groups(tuple(shape), axis, 0)
   kernel = Kernel(NM(n, m), dataclasses.replace(groups, pad=-groups.length % m), told["dtype"])
-  if told != kernel.json:
-    raise ValueError(f"{name!r} is told as {told}, and must be {kernel.json}")
+  wanted = kernel.json
+  for key in (*wanted, *told):
+    if told.get(key) != wanted.get(key):
+      raise ValueError(f"{key} of {name!r} is {told.get(key)!r}, and must be {wanted.get(key)!r}")
   return kernel
 
 
@@ -312,7 +271,7 @@ def _dense(tensors: Mapping[str, Any], kernels: Mapping[str, Kernel]) -> dict[st
   """Returns the tensors that are not packed; refuses parts that are missing, strange or left."""
   left = dict(tensors)
   for name, kernel in kernels.items():
-    for _, full, want in _parts(name, kernel.like):
+    for full, want in _parts(name, kernel.like).items():
       found = left.pop(full, None)
       if found is None or (found.shape, found.dtype) != (want.shape, want.dtype):
         said = "missing" if found is None else f"{found.dtype} {found.shape}"
@@ -339,9 +298,16 @@ def _is_part(name: str) -> bool:
   return name.rpartition(".")[2] in _PARTS
 
 
-def _parts(name: str, packed: NMPacked) -> Iterator[tuple[str, str, Any]]:
-  """Yields field of NMPacked, name of its tensor, and the array or shape that the field holds."""
-  for part in _PARTS:
-    field = part.removeprefix("nm_")
-    if (held := getattr(packed, field)) is not None:
-      yield field, f"{name}.{part}", held
+def _parts(name: str, packed: NMPacked) -> dict[str, Any]:
+  """Returns name of a tensor -> the array or shape of each part of a packed kernel."""
+  names = [f"{name}.{part}" for part in _PARTS]
+  return {full: x for full in names if (x := getattr(packed, _field(full))) is not None}
+
+
+def _field(name: str) -> str:
+  """Returns the field of NMPacked that a tensor is.
+
+  >>> _field("params/head/kernel.nm_values")
+  'values'
+  """
+  return name.rpartition(".nm_")[2]

@@ -1,7 +1,7 @@
-"""Safetensors files: arrays that are read when they are asked for, and written one at a time.
+"""Safetensors files: arrays that are read when they are asked for, and written all at once.
 
     path -> [Opened] -> name -> Lazy: shape, dtype -> np.asarray reads it
-    name -> array or Lazy -> [write] -> a file, whole or not at all
+    name -> array -> [write] -> a file, whole or not at all
 
 The library `safetensors` knows the format. A file that torch pickled can run any code when it is
 opened, so none is.
@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import math
 import os
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes  # noqa: F401  numpy then knows bfloat16
 import numpy as np
-import safetensors
+import safetensors.numpy
 
 from nm_sparsity_jax.text import first_line
 
@@ -113,86 +112,54 @@ def refuse_pickled(path: str | os.PathLike) -> None:
 
 
 def refuse_existing(path: str | os.PathLike) -> None:
-  """Raises where `create` would overwrite."""
+  """Raises where `write` would overwrite."""
   if os.path.lexists(path):
     raise ValueError(f"{os.fspath(path)!r} is there already: it is never overwritten.")
 
 
 @contextlib.contextmanager
-def create(
-  path: str | os.PathLike, like: Mapping[str, Any], metadata: Mapping[str, str] | None = None
-) -> Iterator[Callable[[str, np.ndarray], None]]:
-  """Writes a new file with one array in memory at a time: all of it, or nothing.
-
-      with create("a.safetensors", {"a": jax.ShapeDtypeStruct((2,), "float32")}) as put:
-        put("a", np.zeros(2, np.float32))
+def whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+  """Makes a new file or folder that has its name when the `with` block ends well.
 
   Args:
-    path: of the file, which must not be there; its folder is made.
-    like: name -> what has a shape and a dtype.
-    metadata: what is told beside them; None = what torch's loaders ask for.
+    path: of it, which must not be there; what is above it is made.
 
   Yields:
-    A function that writes the array of a name. Each name is written once, in any order.
+    The path to write to, beside it. An error removes what is there.
 
   Raises:
-    ValueError: the file is there, cannot be written, or not every array was given.
+    ValueError: it is there, or cannot be written.
   """
   refuse_existing(path)
-  file = pathlib.Path(path)
-  unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-  leaves = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in like.items()}
-  left = set(leaves)
+  made = pathlib.Path(os.path.abspath(path))
+  unfinished = made.with_name(f".{made.name}.{os.getpid()}")
   try:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    _write_zeros(unfinished, leaves, PT if metadata is None else metadata)
-    with open(unfinished, "r+b") as opened:
-      begin = 8 + int.from_bytes(opened.read(8), "little")
-      header = json.loads(opened.read(begin - 8))
-
-      def put(name: str, array: np.ndarray) -> None:
-        if (array.shape, array.dtype) != leaves[name]:
-          shape, dtype = leaves[name]
-          raise ValueError(f"{name!r} is {array.dtype} {array.shape}, and not {dtype} {shape}.")
-        left.remove(name)
-        opened.seek(begin + header[name]["data_offsets"][0])
-        np.asarray(array, order="C").tofile(opened)
-
-      yield put
-    if left:
-      raise ValueError(f"{os.fspath(path)!r}: {min(left)!r} was not written.")
-    os.replace(unfinished, file)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    yield unfinished
+    os.rename(unfinished, made)
   except (safetensors.SafetensorError, OSError) as e:
-    raise ValueError(f"{os.fspath(path)!r} could not be written: {e}.") from e
+    raise ValueError(f"{os.fspath(path)!r} could not be written ({first_line(e)}).") from e
   finally:
+    shutil.rmtree(unfinished, ignore_errors=True)  # a folder
     with contextlib.suppress(OSError):
       unfinished.unlink()
-
-
-def _write_zeros(path: pathlib.Path, leaves: Mapping[str, Any], metadata: Mapping[str, str]):
-  # The library wants all tensors at once. It gets the same zeros for each of them, and `create`
-  # then writes the values into the file.
-  sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in leaves.items()}
-  zeros = np.zeros(max(sizes.values(), default=0), np.uint8)
-  specs = {
-    name: safetensors.TensorSpec(
-      dtype=dtype.name, shape=shape, data_ptr=zeros.ctypes.data, data_len=sizes[name]
-    )
-    for name, (shape, dtype) in leaves.items()
-  }
-  safetensors.serialize_file(specs, path, dict(metadata) or None)
 
 
 def write(
   path: str | os.PathLike, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
 ) -> None:
-  """Writes a new file of arrays, each of which is made, written and dropped.
+  """Writes a new file of arrays: all of it, or nothing.
 
   Args:
-    path: as in `create`.
-    tensors: name -> array, or `Lazy`.
-    metadata: as in `create`.
+    path: of the file, which must not be there; its folder is made.
+    tensors: name -> array.
+    metadata: what is told beside them; None = what torch's loaders ask for.
+
+  Raises:
+    ValueError: the file is there, or cannot be written.
   """
-  with create(path, tensors, metadata) as put:
-    for name, x in tensors.items():
-      put(name, np.asarray(x))
+  # The library writes the bytes as they lie in memory, so a view must become an array of its own.
+  arrays = {name: np.asarray(x, order="C") for name, x in tensors.items()}
+  told = dict(PT if metadata is None else metadata)
+  with whole(path) as unfinished:
+    safetensors.numpy.save_file(arrays, unfinished, told or None)  # it cannot read {} again

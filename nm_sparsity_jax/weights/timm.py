@@ -2,7 +2,7 @@
 
     {"params", "batch_stats"} <-> [to_timm, from_timm] <-> timm's name -> numpy array
                               <-> [write, read]        <-> F.safetensors
-    key -> array <-> [to_tensors, from_tensors] <-> timm's name -> tensor, when it is asked for
+    key -> array <-> [to_tensors, from_tensors] <-> timm's name -> tensor
 
 Nothing is computed, so weights come back bit for bit. Kernels are (in, out) and HWIO here, and
 (out, in) and (out, in, h, w) there: groups of m lie along axis 0 and -2 here, and along 1 there.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -84,6 +84,13 @@ class Source:
     if not self.kernel or array.ndim not in _OURS:
       return array
     return array.transpose(np.argsort(_OURS[array.ndim]))
+
+  def theirs(self, shape: tuple[int, ...] | None, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the shape of timm's tensor, of that of our array; of any array, the tensor's own."""
+    if shape is None:
+      return tensors[self.name].shape if self.name in tensors else ()
+    theirs = self.give(np.broadcast_to(np.int8(0), shape)).shape
+    return (self.parts * theirs[0], *theirs[1:]) if self.parts > 1 else theirs
 
 
 def sources(keys: Collection[str]) -> dict[str, Source]:
@@ -160,37 +167,29 @@ def family_of(names: Iterable[str], what: str) -> str:
 # --- there and back -------------------------------------------------------------------------------
 
 
-def to_tensors(arrays: Mapping[str, Any]) -> dict[str, Lazy]:
-  """Returns timm's name -> tensor, which is made when it is asked for.
+def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Returns timm's name -> tensor.
 
   Args:
-    arrays: key such as 'params/head/kernel' -> array, or `Lazy`; of a whole network.
+    arrays: key such as 'params/head/kernel' -> array; of a whole network.
 
   Raises:
     ValueError: they are not of a ViT, Swin V2 or ResNet.
   """
-  single = {part: (key, i) for key, x in arrays.items() for i, part in _single(key, x.shape)}
-  layer = lambda key, i: np.asarray(arrays[key])[i] if key.startswith(_STACK) else arrays[key]
-  parts: dict[str, dict[int, tuple[Source, str, int]]] = {}
-  for part, source in sources(single).items():
-    parts.setdefault(source.name, {})[source.part] = source, *single[part]
+  single: dict[str, np.ndarray] = {}
+  for key, x in arrays.items():
+    layers = x if key.startswith(_STACK) else [x]
+    single |= dict(zip(_single(key, x.shape), layers, strict=True))
+  parts: dict[str, dict[int, np.ndarray]] = {}
+  for key, source in sources(single).items():
+    parts.setdefault(source.name, {})[source.part] = source.give(np.asarray(single[key]))
   family_of(parts, f"the tree of {len(single)} arrays")
-
-  def made(name: str) -> np.ndarray:
-    rows = [s.give(np.asarray(layer(key, i))) for _, (s, key, i) in sorted(parts[name].items())]
-    return np.concatenate(rows) if len(rows) > 1 else rows[0]
-
-  found: dict[str, Lazy] = {}
-  for name, own in parts.items():
-    source, key, _ = own[0]
-    # The shape, of an array that takes no memory.
-    shape = arrays[key].shape[1:] if key.startswith(_STACK) else arrays[key].shape
-    first, *rest = source.give(np.broadcast_to(np.int8(0), shape)).shape or (None,)
-    whole = () if first is None else (first * len(own), *rest)
-    found[name] = Lazy(whole, np.dtype(arrays[key].dtype), lambda name=name: made(name))
+  found = {
+    name: np.concatenate([x for _, x in sorted(own.items())]) if len(own) > 1 else own[0]
+    for name, own in parts.items()
+  }
   for name in [name for name in found if name.endswith(".running_var")]:
-    count = name.replace("running_var", "num_batches_tracked")
-    found[count] = Lazy((), np.dtype("int64"), lambda: np.zeros((), np.int64))
+    found[name.replace("running_var", "num_batches_tracked")] = np.zeros((), np.int64)
   return found
 
 
@@ -208,46 +207,48 @@ def from_tensors(
   family = family_of(tensors, what)
   own = {name: x for name, x in tensors.items() if name.rpartition(".")[2] not in DERIVED}
   shapes = _flat(like) if like is not None else dict.fromkeys(keys_of(own))
-  parts = {
-    key: [key] if x is None else [part for _, part in _single(key, x.shape)]
-    for key, x in shapes.items()
-  }
-  table = sources([part for several in parts.values() for part in several])
-  names = {source.name for source in table.values()}
-  wanted = {name: own[name].shape if name in own else () for name in names}
-  if like is not None:
-    if (ours := family_of(names, "the network")) != family:
-      raise ValueError(f"{what} is of a {family}, and the network is a {ours}.")
-    wanted = {name: x.shape for name, x in to_tensors(shapes).items() if name in names}
+  parts = {k: {k: None} if x is None else _single(k, x.shape) for k, x in shapes.items()}
+  single = {part: shape for several in parts.values() for part, shape in several.items()}
+  table = sources(single)
+  if (ours := family_of([x.name for x in table.values()], "the network")) != family:
+    raise ValueError(f"{what} is of a {family}, and the network is a {ours}.")
+  wanted = {x.name: x.theirs(single[part], own) for part, x in table.items()}
   if said := difference(wanted, {name: x.shape for name, x in own.items()}):
     raise ValueError(
       f"{what} is of another network: {said}. Give the network its sizes, classes (CLASSES) and "
       "image_size."
     )
-  _check_window(tensors, config, what)
+  _check_derived(tensors, config, what)
+  return {
+    key: _lazy(key, [table[part] for part in several], own, shapes[key], what)
+    for key, several in parts.items()
+  }
+
+
+def _lazy(
+  key: str, places: Sequence[Source], tensors: Mapping[str, Any], leaf: Any, what: str
+) -> Lazy:
+  """Returns our array, of the tensors that its layers lie in; `leaf` is the network's."""
+  x = tensors[places[0].name]
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise ValueError(f"{what}: {key!r} is {x.dtype}, and weights are floating.")
+  if leaf is not None and x.dtype.itemsize > np.dtype(leaf.dtype).itemsize:
+    raise ValueError(f"{what}: {key!r} is {x.dtype}, and the network takes {leaf.dtype}.")
+  is_stack = key.startswith(_STACK)
+
+  def make() -> np.ndarray:
+    arrays = [place.take(np.asarray(tensors[place.name])) for place in places]
+    return np.stack(arrays) if is_stack else np.array(arrays[0], order="C")
+
+  shape = places[0].take(np.broadcast_to(np.int8(0), x.shape)).shape
+  return Lazy((len(places), *shape) if is_stack else shape, x.dtype, make)
+
+
+def _check_derived(tensors: Mapping[str, Any], config: Any, what: str) -> None:
+  """Refuses a bias of k, and another window or image size, where derived tensors tell of one."""
   for name, x in tensors.items():
     if name.endswith(".k_bias") and np.any(np.asarray(x)):
       raise ValueError(f"{what}: {name!r} is not 0, and k has no bias in this network.")
-  found: dict[str, Lazy] = {}
-  for key, several in parts.items():
-    x = own[table[several[0]].name]
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(f"{what}: {key!r} is {x.dtype}, and weights are floating.")
-    if (leaf := shapes[key]) is not None and x.dtype.itemsize > np.dtype(leaf.dtype).itemsize:
-      raise ValueError(f"{what}: {key!r} is {x.dtype}, and the network takes {leaf.dtype}.")
-
-    def make(key: str = key, several: list[str] = several) -> np.ndarray:
-      arrays = [table[part].take(np.asarray(own[table[part].name])) for part in several]
-      return np.stack(arrays) if key.startswith(_STACK) else np.array(arrays[0], order="C")
-
-    shape = table[several[0]].take(np.broadcast_to(np.int8(0), x.shape)).shape
-    stack = (len(several),) if key.startswith(_STACK) else ()
-    found[key] = Lazy((*stack, *shape), x.dtype, make)
-  return found
-
-
-def _check_window(tensors: Mapping[str, Any], config: Any, what: str) -> None:
-  """Refuses another window or image size, where derived tensors tell of one."""
   for name, x in tensors.items() if hasattr(config, "window") else ():
     stage = re.match(r"layers\.(\d+)\.blocks\.\d+\.(?:attn\.)?(\w+)$", name)
     if stage is None or stage[2] not in ("relative_coords_table", "attn_mask"):
@@ -269,11 +270,11 @@ def _flat(variables: Mapping[str, Any]) -> dict[str, Any]:
   return dict(flatten({k: variables[k] for k in ("params", "batch_stats") if k in variables}))
 
 
-def _single(key: str, shape: tuple[int, ...]) -> list[tuple[int, str]]:
-  """Returns the number and key of each block's array that one array holds."""
+def _single(key: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...] | None]:
+  """Returns key -> shape of each block's array that one array holds, in the order of blocks."""
   if not key.startswith(_STACK):
-    return [(0, key)]
-  return [(i, f"params/blocks_{i}/{key.removeprefix(_STACK)}") for i in range(shape[0])]
+    return {key: shape}
+  return {f"params/blocks_{i}/{key.removeprefix(_STACK)}": shape[1:] for i in range(shape[0])}
 
 
 def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -287,7 +288,7 @@ def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
   Raises:
     ValueError: they are not of a ViT, Swin V2 or ResNet of this package.
   """
-  return {name: np.asarray(x) for name, x in to_tensors(_flat(variables)).items()}
+  return to_tensors(_flat(variables))
 
 
 def from_timm(

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from nm_sparsity_jax import directions
+from nm_sparsity_jax import directions, flops
 from nm_sparsity_jax.workloads import predictions
 
 Batch = Mapping[str, Any]
@@ -47,8 +47,8 @@ class Workload:
         def splits(self):
           return {"validation": [make_batch(np.random.default_rng(0))]}
 
-  Where rules are to name kernels by roles such as 'ff', and costs are to be known, your module also
-  calls `nm_sparsity_jax.roles.register`; regexes for whole paths need nothing.
+  Where rules are to name kernels by roles such as 'ff', your module also calls
+  `nm_sparsity_jax.roles.register`; regexes for whole paths need nothing.
 
   A batch is a flat dict of arrays whose first axis counts examples, as many in every batch.
 
@@ -149,13 +149,28 @@ class Workload:
     """
     return directions.by_name(metric)
 
-  def shape(self, lengths: Mapping[str, int] | None = None) -> Any:
-    """Returns a shape of `nm_sparsity_jax.flops`, whose `ops()` give FLOPs; None if unknown.
+  def example(self, lengths: Mapping[str, int] | None = None) -> Batch:
+    """Returns a batch of one row, as arrays or shapes; FLOPs are counted of it.
+
+    By default it is a row of the first training batch, which is read for that.
 
     Args:
       lengths: feature -> tokens of an example, where the settings of a run say them.
     """
-    return None
+    del lengths
+    batch = next(iter(self.batches(0, 0)))
+    return jax.eval_shape(lambda batch: {name: x[:1] for name, x in batch.items()}, dict(batch))
+
+  def cost(self, lengths: Mapping[str, int] | None = None) -> flops.Cost:
+    """Returns the dense forward FLOPs of one example, those of `loss` without a key.
+
+    Args:
+      lengths: as of `example`.
+    """
+    variables = dict(jax.eval_shape(self.init, jax.random.PRNGKey(0)))
+    params, _ = variables.pop("params"), variables.pop("params_axes", None)
+    forward = lambda params, state, batch: self.loss(params, state, batch, None)
+    return flops.forward(forward, params, variables, self.example(lengths))
 
   def setting_of(self, path: str) -> str | None:
     """Returns which setting the shape of a parameter hangs on; None if no single one.
@@ -168,7 +183,7 @@ class Workload:
     del path
     return None
 
-  def untold(self) -> Mapping[str, int]:
+  def network_settings(self) -> Mapping[str, int]:
     """Returns fields of `network_config` that no shape of a parameter tells: name -> number.
 
     A run notes them, and a network with others is refused its checkpoints.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.text import listed
 from nm_sparsity_jax.workloads.base import REQUIRED, Workload
+
+_log = logging.getLogger(__name__)
 
 
 def of(family: Any, **settings: Any) -> Workload:
@@ -71,19 +74,24 @@ def refuse_without_predict(workload: Workload) -> None:
 def describe(workload: Workload, lengths: Mapping[str, int] | None = None) -> dict[str, Any]:
   """Returns what run.json says of a workload: plain values.
 
-  'class': module and name; 'weight'; 'lengths'; 'shape': its operations, each
-  a dict of the fields of `flops.Op`, or None where the FLOPs are not known; 'untold', where there
-  is such, what no shape tells of the network.
+  'class': module and name; 'weight'; 'lengths'; 'ops': of its cost, each a dict of the fields of
+  `flops.Op`, or None where it cannot be traced, which is logged; 'network_settings', where there
+  are such: those that shapes do not reveal.
 
   Args:
     workload: of any family.
     lengths: feature -> tokens of an example, where there are such.
   """
-  kind, shape, untold = type(workload), workload.shape(lengths), dict(workload.untold())
+  kind, settings = type(workload), workload.network_settings()
+  try:
+    ops = [dataclasses.asdict(op) for op in workload.cost(lengths).ops]
+  except Exception as e:  # of your own code: a run does without
+    _log.warning("no FLOPs of %s: %s", kind.__name__, e)
+    ops = None
   return {
     "class": f"{kind.__module__}.{kind.__qualname__}",
     "weight": workload.weight,
     "lengths": None if lengths is None else dict(lengths),
-    "shape": None if shape is None else [dataclasses.asdict(op) for op in shape.ops()],
-    **({"untold": untold} if untold else {}),
+    "ops": ops,
+    **({"network_settings": dict(settings)} if settings else {}),
   }

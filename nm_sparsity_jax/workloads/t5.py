@@ -14,17 +14,32 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from nm_sparsity_jax import flops
 from nm_sparsity_jax.workloads import text
 from nm_sparsity_jax.workloads.base import Batch, Workload
 
 PACKED = ("encoder_segment_ids", "decoder_segment_ids")
+POSITIONS = ("encoder_positions", "decoder_positions")
 LENGTHS = {"inputs": 512, "targets": 128}  # of an example, where the settings do not say
 
 
 def known_lengths(lengths: Mapping[str, int] | None) -> dict[str, int]:
   """Returns the tokens of an example by feature: those given, else `LENGTHS`."""
   return {**LENGTHS, **(lengths or {})}
+
+
+def tokens(lengths: Mapping[str, int] | None, rows: int, packed: bool = False) -> Batch:
+  """Returns the shapes of a batch of an encoder-decoder.
+
+  Args:
+    lengths: tokens of an example, by feature.
+    rows: examples.
+    packed: whether a row holds several short ones.
+  """
+  known = known_lengths(lengths)
+  own = "decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights"
+  names = "encoder_input_tokens", *own, *((*PACKED, *POSITIONS) if packed else ())
+  length = lambda name: known["inputs" if name.startswith("encoder") else "targets"]
+  return {name: jax.ShapeDtypeStruct((rows, length(name)), jnp.int32) for name in names}
 
 
 class T5(Workload):
@@ -111,10 +126,9 @@ class T5(Workload):
       "accuracy": sums["correct"] / tokens,
     }
 
-  def shape(self, lengths: Mapping[str, int] | None = None) -> flops.T5Shape:
-    """Returns the shape of the network for one example of such lengths."""
-    known = known_lengths(lengths)
-    return flops.T5Shape.of(self.network.config, known["inputs"], known["targets"])
+  def example(self, lengths: Mapping[str, int] | None = None) -> Batch:
+    """Returns the shapes of one example of such lengths."""
+    return tokens(lengths, 1)
 
   def check(self, source: Any = None) -> None:
     """Raises ValueError where the vocabulary has ids that the embedding has no row for."""

@@ -25,8 +25,6 @@ import numpy as np
 from flax import linen as nn
 from flax.linen import partitioning
 
-from nm_sparsity_jax import flops
-from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.trees import map_with_names
 from nm_sparsity_jax.workloads.base import Batch, Workload
 
@@ -42,11 +40,6 @@ _AXES = (
   (r"attn/[qkv]/bias", ("joined_kv",)),
   (r"attn/proj/kernel", ("joined_kv", "embed")),
 )
-# What an image costs, by the class of a network's config.
-_SHAPES: dict[type, Any] = {
-  vit.ViTConfig: flops.ViTShape, swin.SwinConfig: flops.SwinShape,
-  resnet.ResNetConfig: flops.ResNetShape,
-}  # fmt: skip
 
 
 class Images(Workload):
@@ -106,7 +99,7 @@ class Images(Workload):
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters and state, and logical axes for model parallelism."""
     config = self.network.config
-    images = jnp.zeros((1, config.image_size, config.image_size, config.channels), jnp.float32)
+    images = jnp.zeros(self._image, jnp.float32)
     found = dict(self.network.init(rng, images, train=False))
     return {**found, "params_axes": axes_of(found["params"], getattr(config, "scan", False))}
 
@@ -170,12 +163,17 @@ class Images(Workload):
       )
     return batch
 
-  def shape(self, lengths: Mapping[str, int] | None = None) -> Any:
-    """Returns the shape of a network of this package for one image; None of any other."""
+  def example(self, lengths: Mapping[str, int] | None = None) -> Batch:
+    """Returns the shapes of one image; no data are read."""
     del lengths
+    number = jax.ShapeDtypeStruct((1,), jnp.int32)
+    images = jax.ShapeDtypeStruct(self._image, jnp.float32)
+    return {"image": images, "label": number, "real": number}
+
+  @property
+  def _image(self) -> tuple[int, int, int, int]:
     config = self.network.config
-    kind = next((shape for made, shape in _SHAPES.items() if isinstance(config, made)), None)
-    return None if kind is None else kind.of(config)
+    return 1, config.image_size, config.image_size, config.channels
 
   def setting_of(self, path: str) -> str | None:
     """Returns CLASSES of a head, and IMAGE_SIZE of the positions of a ViT."""
@@ -183,7 +181,7 @@ class Images(Workload):
       return "CLASSES"
     return "IMAGE_SIZE" if path == "pos_embed" else None
 
-  def untold(self) -> Mapping[str, int]:
+  def network_settings(self) -> Mapping[str, int]:
     """Returns the window of a Swin V2, and the heads of a ViT."""
     fields = {name: getattr(self.network.config, name, None) for name in ("window", "heads")}
     return {name: x for name, x in fields.items() if type(x) is int}
