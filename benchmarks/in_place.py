@@ -60,7 +60,7 @@ def mlp():
 
 
 def t5():
-  """T5-small: layers are sparse, embedding and logits dense."""
+  """Returns T5-small, whose layers are sparse, embedding and logits dense."""
   network = t5_model.Transformer(t5_model.T5Config.t5_1_1("small"))
   source, target = jax.random.randint(jax.random.key(1), (2, 8, 64), 1, 32000)
   inputs = source, jnp.pad(target, ((0, 0), (1, 0)))[:, :-1], target
@@ -76,7 +76,7 @@ def t5():
 
 
 def vit():
-  """ViT-tiny: blocks are sparse, stem and head dense."""
+  """Returns ViT-tiny, whose blocks are sparse, stem and head dense."""
   config = dict(layers=12, embed=192, heads=3, mlp=768)
   network = vit_model.ViT(vit_model.ViTConfig(**config))
   images = jax.random.normal(jax.random.key(1), (16, 224, 224, 3))

@@ -191,8 +191,8 @@ def training(
   for op, recipe in zip(chosen, recipes, strict=True):
     if not hasattr(recipe, "timeline"):
       raise ValueError(
-        f"{recipe!r} on {op.name}: training needs a recipe, since a pattern or a density alone does "
-        "not say from which step on it holds. Use nms.recipe(name, pattern=..., phases=...), or "
+        f"{recipe!r} on {op.name}: training needs a recipe, since a pattern or a density does not "
+        "say from which step on it holds. Use nms.recipe(name, pattern=..., phases=...), or "
         "inference() for the FLOPs of the result."
       )
   total = _length(recipes, steps)

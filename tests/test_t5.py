@@ -1,6 +1,5 @@
 """T5: T5X's tree held as text; cache, packing, remat and scan; sparse = `sparsify`, bit for bit."""
 
-import copy
 import doctest
 import functools
 import itertools
@@ -603,21 +602,3 @@ def test_nothing_heavy_is_looked_for():
 def test_docstrings(module):
   result = doctest.testmod(module)
   assert result.attempted and not result.failed
-
-
-@pytest.mark.parametrize("order", [("", "models."), ("models.", "")])
-def test_gin_files_of_both_paths_bind_one_class(order):
-  """A user's file with the former path, read before or after ours with the new one."""
-  gin = pytest.importorskip("gin", reason="gin-config is not installed").config
-  read = "from __gin__ import dynamic_registration\nfrom nm_sparsity_jax.{}t5 import network\n"
-  makes = "NETWORK = @network.Transformer()\n"
-  makes += "network.Transformer.config = @network.T5Config.preset()\n"
-  sizes = "network.T5Config.preset:\n  version = 't5_1_1'\n  size = 'tiny'\n"
-  gin.clear_config()
-  try:
-    gin.parse_config(read.format(order[0]) + makes + sizes)
-    gin.parse_config(read.format(order[1]) + "network.T5Config.preset.vocab_size = 384\n")
-    made = copy.deepcopy(gin._CONFIG["NETWORK", "gin.macro"]["value"])
-  finally:
-    gin.clear_config()
-  assert isinstance(made, Transformer) and made.config.vocab_size == 384

@@ -1,6 +1,7 @@
 """Scalars of TensorBoard's event files, by tensorboard's own reader and messages."""
 
-# pyright: reportMissingImports=false
+# tensorboard ships no types of its messages.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
