@@ -41,14 +41,14 @@ class Encoder(torch.nn.Module):
 
 
 def image_network(file, name, options):
-  """A network of timm with exported weights: images [1, 3, h, w] -> logits [1, classes]."""
+  """Returns a network of timm with exported weights: images [1, 3, h, w] -> logits [1, classes]."""
   import timm
 
   return timm.create_model(name, checkpoint_path=str(file), **options)
 
 
 def convert(module, example, takes, returns):
-  """A module as a package in float32, with its zeros."""
+  """Converts a module to a package in float32, with its zeros."""
   program = torch.export.export(module.eval(), (example,)).run_decompositions({})
   for node in list(program.graph.nodes):
     if node.target is torch.ops.aten.alias.default:  # coremltools does not know it: it is x -> x
@@ -64,7 +64,7 @@ def convert(module, example, takes, returns):
 
 
 def without_zeros(package):
-  """The package in which arrays with many zeros are their values, and a bit for each place."""
+  """Returns the package that keeps of arrays with many zeros the values, and a bit a place."""
   # At a threshold of 0 nothing but zeros goes.
   zeros = optimize.OpThresholdPrunerConfig(
     threshold=0.0, minimum_sparsity_percentile=LEAST, weight_threshold=0
@@ -73,13 +73,13 @@ def without_zeros(package):
 
 
 def sparse_arrays(package):
-  """The names of the arrays that a package holds without zeros."""
+  """Returns the names of the arrays that a package holds without zeros."""
   (block,) = package.get_spec().mlProgram.functions["main"].block_specializations.values()
   return [op.outputs[0].name for op in block.operations if op.type == "constexpr_sparse_to_dense"]
 
 
 def option(text):
-  """NAME=VALUE as a pair; a value that is no literal is a string."""
+  """Splits NAME=VALUE; a value that is not a literal is a string."""
   name, _, value = text.partition("=")
   try:
     return name, ast.literal_eval(value)
