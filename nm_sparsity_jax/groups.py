@@ -64,8 +64,8 @@ class Groups:
 
     It is the identity unless an axis lies between them.
     """
-    between = tuple(a for a in range(self.axes[0], self.axes[-1]) if a not in self.axes)
-    return (*between, *(a for a in range(len(self.shape)) if a not in between))
+    between = [a for a in range(self.axes[0], self.axes[-1]) if a not in self.axes]
+    return (*between, *[a for a in range(len(self.shape)) if a not in between])
 
   def count(self, pattern: NM) -> int:
     """Returns how many groups of `pattern` the weight has."""

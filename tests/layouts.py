@@ -264,17 +264,15 @@ def every(*names, axes=(0,)):
 DENSE = {"kernel": (0,)}
 QKV = ("query", "key", "value")
 ATTENTION = every(*QKV) | every("out", axes=(0, 1))
-# T5 looks its embeddings up by a product, with one-hot vectors.
-T5_ENDS = every("logits_dense") | {"(.*/)?token_embedder/embedding": (0,)}
-T5_INNER = T5_ENDS | every(*QKV, "wi_0", "wi_1", "wo") | {".*/rel_embedding": (1,)}
+# T5 looks its embeddings up by a product with one-hot vectors, which sums over nothing.
+T5_ENDS = every("logits_dense")
+T5_INNER = T5_ENDS | every(*QKV, "wi_0", "wi_1", "wo")
 T5_PLAIN, T5_SPLIT = T5_INNER | every("out"), T5_INNER | every("out", axes=(0, 1))
 T5_AXIS_1 = (
   T5_ENDS | every(*QKV, "wi_0", "wi_1", "wo") | every("out", axes=(0, 2))
-  | {".*/rel_embedding": (2,)}
 )  # fmt: skip
 T5_AXIS_0 = (
   T5_ENDS | every(*QKV, "wi_0", "wi_1", "wo", axes=(1,)) | every("out", axes=(1, 2))
-  | {".*/rel_embedding": (2,)}
 )  # fmt: skip
 
 VIT_HEAD = {"patch_embed/proj/kernel": (2,)} | every("head")

@@ -1,8 +1,7 @@
-"""What tests of weights share: arrays that another library made, and a reader of one at a time."""
+"""What tests of weights share: arrays that another library made."""
 
 import functools
 import json
-import weakref
 
 import numpy as np
 
@@ -30,16 +29,3 @@ class Reference:
   def tensors(self, name):
     """Hashed weights for these names."""
     return {key: self.module.values(key, shape) for key, shape in self.names(name).items()}
-
-
-class OneAtATime:
-  """A call that makes an array; it fails where one of those before is still in memory."""
-
-  def __init__(self, make):
-    self.make, self.made = make, []
-
-  def __call__(self, key):
-    assert all(ref() is None for ref in self.made), key
-    array = self.make(key)
-    self.made.append(weakref.ref(array))
-    return array

@@ -269,7 +269,6 @@ def test_a_package_index_shows_a_page_without_dead_links(built):
     "vision",
     "vision-dev",
     "hf-dev",
-    "coreml",
     "docs",
     "dev",
   }

@@ -308,7 +308,9 @@ def check_python(argv):
       [sys.executable, ROOT / argv[0], *argv[1:], "--nope"],
       capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert done.stderr.splitlines()[-1].endswith("error: unrecognized arguments: --nope")
+    last = done.stderr.splitlines()[-1]
+    if not last.endswith("No module named 'coremltools'"):  # test_coreml.py runs it where it can
+      assert last.endswith("error: unrecognized arguments: --nope")
 
 
 CHECKS = {

@@ -95,7 +95,7 @@ def test_arrays_of_timms_file_load_as_those_of_any_checkpoint(name, scan, tmp_pa
   got = {"params": tree["target"], **tree.get("flax_mutables", {})}
   weights.assert_same(jax.device_get(got), want)
   other = weights.shapes_of(weights.network(name, classes=7))
-  with pytest.raises(ValueError, match=r"model.safetensors' has 10 classes, and the network 7"):
+  with pytest.raises(ValueError, match=r"another network: .* there and \(7,\) here"):
     checkpoint.read(str(file), other)
 
 
@@ -106,7 +106,7 @@ def test_a_network_is_held_against_the_header_alone(name, scan, tmp_path, monkey
   safetensors_file.write(file, weights.tensors_of(name))
   net = weights.network(name, **({"scan": True} if scan else {}))
   shapes = weights.shapes_of(net)
-  monkeypatch.setattr(safetensors_file.Opened, "array", lambda *_: pytest.fail("it read a tensor"))
+  monkeypatch.setattr(safetensors_file.Opened, "_read", lambda *_: pytest.fail("it read a tensor"))
   stored = checkpoint.read(str(file), shapes, net.config)
   want = {f"target/{path}": x.shape for path, x in flatten(shapes["params"])}
   assert {key: leaf.shape for key, leaf in stored.leaves.items()} == want
@@ -125,7 +125,7 @@ def test_a_pickled_checkpoint_is_refused_where_checkpoints_are_read(tmp_path):
   with pytest.raises(ValueError, match="torch pickled. Opening one can run any code"):
     nms.runs.verify(tmp_path / "pytorch_model.bin", {"ff": "1:4"})
   (tmp_path / "model.safetensors").write_bytes(b"nothing")
-  with pytest.raises(ValueError, match="is not a safetensors file, since"):
+  with pytest.raises(ValueError, match="is not a safetensors file, or damaged"):
     nms.runs.verify(tmp_path / "model.safetensors", {"ff": "1:4"})
 
 

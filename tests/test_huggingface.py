@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference_arrays import OneAtATime, Reference
+from reference_arrays import Reference
 
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import huggingface, huggingface_config, safetensors_file
-from nm_sparsity_jax.weights.huggingface_folder import Folder
-from nm_sparsity_jax.weights.huggingface_names import config_of, difference, sources
+from nm_sparsity_jax.weights import huggingface, safetensors_file
+from nm_sparsity_jax.weights.huggingface import Folder, config_of, sources
+from nm_sparsity_jax.weights.names import difference
 from nm_sparsity_jax.workloads import decoding
 
 both = pytest.mark.parametrize("name", reference.TINY)
@@ -37,7 +37,7 @@ names_of, tensors_of = known.names, known.tensors
 
 
 def config_of_name(name, **changes):
-  config = huggingface_config.from_json({**reference.COMMON, **reference.TINY[name]}, name)
+  config = huggingface.from_json({**reference.COMMON, **reference.TINY[name]}, name)
   return dataclasses.replace(config, **changes)
 
 
@@ -143,7 +143,7 @@ def test_weights_go_there_and_back_bit_for_bit(name, scan, tmp_path):
   huggingface.write(tmp_path / "out", params, config)
   assert_same(huggingface.read(tmp_path / "out", config), params)
   opened = safetensors_file.Opened(tmp_path / "out/model.safetensors")
-  assert_same({key: opened.array(key) for key in opened.shapes}, tensors)
+  assert_same({key: np.asarray(x) for key, x in opened.tensors.items()}, tensors)
   written = json.loads((tmp_path / "out/config.json").read_text())
   assert "sparsity_config" not in written and written["model_type"] == "t5"
 
@@ -170,23 +170,9 @@ def test_layers_that_differ_where_t5_shares_are_refused(tmp_path):
   params = huggingface.from_huggingface(tensors_of("v1_0"), config)
   table = params["decoder"]["decoder"]["relpos_bias"]["rel_embedding"]
   table[0, 1, 0] += 1
-  with pytest.raises(ValueError, match="one table of relative positions for all layers"):
+  with pytest.raises(ValueError, match="the layers differ"):
     huggingface.write(tmp_path / "out", params, config)
   assert not list(tmp_path.iterdir())
-
-
-def test_one_tensor_is_in_memory_at_a_time(tmp_path):
-  """An array is gone when the next one is asked for."""
-  config = config_of_name("v1_0", scan_layers=True)
-  params = dict(flatten(huggingface.from_huggingface(tensors_of("v1_0"), config)))
-  array = OneAtATime(lambda key: params[key].copy())
-  dtypes = dict.fromkeys(params, "float32")
-  huggingface.write_each(tmp_path / "out", config, dtypes, array)
-  assert len(array.made) == len(params)
-
-  read = OneAtATime(Folder(tmp_path / "out").array)
-  for source in sources(config).values():
-    assert source.take(read).shape == source.ours
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -214,23 +200,23 @@ SIZES = [(version, size) for version, sizes in PUBLISHED.items() for size in siz
 @pytest.mark.parametrize("version, size", SIZES)
 def test_every_published_size_goes_there_and_back(version, size):
   config = T5Config.preset(version, size)
-  made = huggingface_config.to_json(config)
+  made = huggingface.to_json(config)
   names = ("d_model", "num_heads", "num_layers", "d_kv", "d_ff")
   assert tuple(made[name] for name in names) == PUBLISHED[version][size]
   assert made["tie_word_embeddings"] == (version == "t5_1_0")
   assert made["feed_forward_proj"] == {"t5_1_0": "relu", "t5_1_1": "gated-gelu"}[version]
-  assert huggingface_config.from_json(made, "it") == config
+  assert huggingface.from_json(made, "it") == config
   for scanned in (config, dataclasses.replace(config, scan_layers=True)):
     shapes = {key: source.ours for key, source in sources(scanned).items()}
     assert config_of(shapes, "it") == scanned
 
 
 def test_what_config_json_leaves_out_is_what_transformers_takes():
-  config = huggingface_config.from_json({"model_type": "t5", "num_layers": 3}, "it")
+  config = huggingface.from_json({"model_type": "t5", "num_layers": 3}, "it")
   assert config == T5Config.t5_1_0("small", num_encoder_layers=3, num_decoder_layers=3)
   # transformers 5 says by two words what transformers 4 says by one.
   five = dict(model_type="t5", tie_word_embeddings=True, scale_decoder_outputs=False)
-  assert not huggingface_config.from_json(five, "it").logits_via_embedding
+  assert not huggingface.from_json(five, "it").logits_via_embedding
 
 
 CONFIGS = {
@@ -252,13 +238,13 @@ CONFIGS = {
 def test_a_config_of_what_we_do_not_compute_is_refused(what):
   changes, said = CONFIGS[what]
   with pytest.raises(ValueError, match=said):
-    huggingface_config.from_json({"model_type": "t5", **changes}, "it")
+    huggingface.from_json({"model_type": "t5", **changes}, "it")
 
 
 def test_an_activation_that_transformers_lacks_is_refused():
   config = config_of_name("v1_0", mlp_activations=("tanh", "relu"))
   with pytest.raises(ValueError, match=r"\('tanh', 'relu'\): transformers' T5 has"):
-    huggingface_config.to_json(config)
+    huggingface.to_json(config)
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -286,11 +272,11 @@ def test_all_names_that_do_not_fit_are_in_one_error(tmp_path):
   path = changed(tmp_path, change)
   with pytest.raises(ValueError) as e:
     huggingface.read(path)
-  assert str(e.value) == (
-    f"{str(path)!r} is not the T5 that its config.json tells: of tensors, 3 of 55 are missing "
-    "(encoder.block.{0..2}.layer.0.SelfAttention.q.weight), 1 is unknown (classifier.weight), "
-    "1 has another shape (shared.weight is (90, 16) there and (96, 16) here)."
-  )
+  for words in (
+    str(path), "3 of 55 are missing (encoder.block.{0..2}.layer.0.SelfAttention.q.weight)",
+    "1 is unknown (classifier.weight)", "shared.weight is (90, 16) there and (96, 16) here",
+  ):  # fmt: skip
+    assert words in str(e.value)
   with pytest.raises(ValueError, match="the state dict is of another network: of tensors, 1 of 55"):
     tensors = tensors_of("v1_0")
     tensors.pop("shared.weight")
@@ -337,11 +323,11 @@ def test_a_folder_of_another_size_names_each_size_that_differs(tmp_path):
   other = config_of_name("v1_1", emb_dim=32, num_heads=8, mlp_activations=("silu", "linear"))
   with pytest.raises(ValueError) as e:
     huggingface.read(path, other)
-  assert str(e.value) == (
-    f"{str(path)!r} is of another network: emb_dim is 16 there and 32 here, num_heads is 4 there "
-    "and 8 here, mlp_activations is ('gelu', 'linear') there and ('silu', 'linear') here. Choose "
-    "its model file."
-  )
+  for words in (
+    str(path), "emb_dim is 16 there and 32 here", "num_heads is 4 there and 8 here",
+    "mlp_activations is ('gelu', 'linear') there and ('silu', 'linear') here",
+  ):  # fmt: skip
+    assert words in str(e.value)
 
 
 def _index(path, told):
@@ -362,12 +348,9 @@ FOLDERS = {
   "not json": (lambda p: (p / "config.json").write_text("{"), "is no JSON object"),
   "a list": (lambda p: (p / "config.json").write_text("[]"), "no JSON object .it holds a list"),
   "deep": (lambda p: (p / "config.json").write_text("[" * 99999), "is no JSON object"),
-  "long": (
-    lambda p: (p / "config.json").write_text(" " * 2**21), "has 2,097,152 bytes, and at most"
-  ),
   "cut": (
     lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:-4]),
-    "model.safetensors' was cut: [0-9,]+ of [0-9,]+ bytes of tensors are there: copy it again.",
+    "model.safetensors' is not a safetensors file, or damaged",
   ),
   "index without a map": (lambda p: _index(p, {}), "has no weight_map from names to files beside"),
   "index outside": (
@@ -390,14 +373,6 @@ def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(what, tmp_path):
   with pytest.raises((ValueError, FileNotFoundError), match=said) as e:
     Folder(path)
   assert str(path) in str(e.value) and "\n" not in str(e.value)
-
-
-def test_more_layers_than_tensors_are_refused_before_they_are_listed(tmp_path):
-  path = changed(tmp_path, lambda tensors, values: values.update(num_layers=10**9))
-  with pytest.raises(
-    ValueError, match="has 55 tensors, and its config.json tells 1000000002 layer"
-  ):
-    Folder(path)
 
 
 def test_integers_are_no_weights(tmp_path):

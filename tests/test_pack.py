@@ -162,10 +162,11 @@ def test_verify_reads_every_kernel_of_a_packed_file(tmp_path, capsys):
   file = tmp_path / "model.safetensors"
   pack(capsys, tmp_path / "run", file)
   opened = safetensors_file.Opened(file)
-  tensors = {name: opened.array(name) for name in opened.shapes}
+  tensors = {name: np.asarray(x) for name, x in opened.tensors.items()}
   tensors["params/blocks_0/attn/q/kernel.nm_indices"][:] = 0xFF
-  lines = opened.metadata["rules"].splitlines()
-  rules = next(line for line in lines if "mlp" in line)
+  told = json.loads(opened.metadata["nm_sparsity_jax"])
+  with_rules = lambda text: {"nm_sparsity_jax": json.dumps(told | {"rules": text})}
+  rules = next(line for line in told["rules"].splitlines() if "mlp" in line)
   file.unlink()
   safetensors_file.write(file, tensors, opened.metadata)
   assert cli.main(["verify", str(file)]) == 1
@@ -178,11 +179,11 @@ def test_verify_reads_every_kernel_of_a_packed_file(tmp_path, capsys):
   for line in capsys.readouterr().err.splitlines():
     assert line.partition(": ")[2] == f"{due}copy it again, or pack again."
   file.unlink()
-  safetensors_file.write(file, tensors, opened.metadata | {"rules": "ff: srste 1:4, total=1"})
+  safetensors_file.write(file, tensors, with_rules("ff: srste 1:4, total=1"))
   assert cli.main(["verify", str(file)]) == 1
   assert f"{file}: the rules of this checkpoint name the recipe 'srste'" in capsys.readouterr().err
   file.unlink()
-  safetensors_file.write(file, tensors, opened.metadata | {"rules": rules})
+  safetensors_file.write(file, tensors, with_rules(rules))
   assert cli.main(["verify", str(file)]) == 1
   assert due in capsys.readouterr().err
 

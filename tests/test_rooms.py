@@ -17,7 +17,7 @@ ORDER = (
   "masks", "schedules", "groups", "packed", "gradients", "recipes", "roles", "places", "trace",
   "rules", "rules_text", "stored", "apply", "transform", "optim", "layers", "metrics", "flops",
   "compiled", "topology", "glue", "paper", "t5x_tasks", "configure", "models", "t5",
-  "unscanned", "deployed", "weights", "coreml", "images", "workloads",
+  "unscanned", "deployed", "weights", "images", "workloads",
   "gin_files", "runs", "local", "t5x_adapter", "kauldron_adapter", "plan", "scores", "report",
   "benches", "sweep", "environment",
   "quickstart", "commands", "cli",

@@ -219,7 +219,7 @@ def test_plan_of_a_start_from_timms_weights(model, tmp_path, capsys):
   out = capsys.readouterr().out
   assert "(timm" in out and "global steps" in out and "T5X" not in out
   assert cli.main(["plan", *words(model, **macros, CLASSES=5)]) == 1
-  assert "model.safetensors' has 10 classes, and the network 5" in capsys.readouterr().out
+  assert "fc.bias is (10,) there and (5,) here" in capsys.readouterr().out
 
 
 def test_an_optimizer_that_is_missing_is_named(model, capsys):

@@ -323,7 +323,7 @@ def test_a_run_starts_from_timms_weights(tmp_path):
   assert int(state.step) == 0
 
   other = vision.Images(resnet.ResNet(resnet.config("resnet_test", image_size=16)), rebus.Rebus(8))
-  with pytest.raises(ValueError, match="resnet.safetensors' lacks"):
+  with pytest.raises(ValueError, match="resnet.safetensors' is of a"):
     checkpoints.opened(path, step.Model(workload=other))
   (tmp_path / "model.bin").write_bytes(b"\x80\x02")
   with pytest.raises(ValueError, match="model.bin' is a file that torch pickled"):
@@ -340,7 +340,7 @@ def test_a_run_is_not_started_from_weights_of_another_window(tmp_path):
   for name, more in (("one", {}), ("other", table)):
     safetensors_file.write(tmp_path / f"{name}.safetensors", tensors | more)
   assert checkpoints.opened(str(tmp_path / "one.safetensors"), model).format == "timm"
-  with pytest.raises(ValueError, match="is of windows of 8, and the network's are of 4"):
+  with pytest.raises(ValueError, match="is of 8, and the network has 4"):
     checkpoints.opened(str(tmp_path / "other.safetensors"), model)
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import timm_found
 import vision_reference as reference
-from reference_arrays import OneAtATime, Reference
+from reference_arrays import Reference
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.models import image_parts, resnet, swin, vit
-from nm_sparsity_jax.trees import flatten, nested
+from nm_sparsity_jax.trees import flatten
 from nm_sparsity_jax.weights import safetensors_file, timm
 
 CLASSES = {"vit": (vit, vit.ViT), "swin": (swin, swin.Swin), "resn": (resnet, resnet.ResNet)}
@@ -191,7 +191,7 @@ def test_a_full_state_dict_has_as_many_names_as_timms(name, entries):
   names = {source.name for source in timm.sources(keys).values()}
   counts = sum(name.endswith("running_var") for name in names)
   assert len(names) + counts == entries
-  assert set(timm.keys_of(names, "it")) == set(keys)
+  assert set(timm.keys_of(names)) == set(keys)
 
 
 def test_q_k_and_v_are_thirds_of_one_tensor_in_this_order():
@@ -232,18 +232,6 @@ def test_a_file_holds_the_same_bits(name, tmp_path):
     timm.write(path, variables)
 
 
-def test_one_array_is_in_memory_where_a_file_is_written(tmp_path):
-  shapes = shapes_of(network("vit_test", scan=True))
-  arrays = dict(flatten(timm.from_timm(tensors_of("vit_test"), shapes)))
-  array = OneAtATime(lambda key: arrays[key].copy())
-  leaves = {key: (x.shape, str(x.dtype)) for key, x in arrays.items()}
-  timm.write_each(tmp_path / "a.safetensors", leaves, array)
-  assert len(array.made) == len(arrays)
-  want = safetensors_file.Opened(tmp_path / "a.safetensors")
-  for name, x in timm.to_timm(nested(arrays)).items():
-    np.testing.assert_array_equal(want.array(name), x)
-
-
 def test_a_file_of_half_the_width_is_read_into_float32(tmp_path):
   tensors = {key: x.astype(jnp.bfloat16) for key, x in tensors_of("vit_test").items()}
   safetensors_file.write(tmp_path / "half.safetensors", tensors)
@@ -277,7 +265,7 @@ def test_zeros_stand_in_groups_along_axis_1_of_timms_tensors(name):
   variables, rules = variables_of(name), some_rules(name)
   final = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
   tensors = timm.to_timm({**variables, "params": final})
-  table = timm.sources(timm.keys_of(tensors, "it"))
+  table = timm.sources(timm.keys_of(tensors))
   places = rules.assign(final).places
   found = {
     path: table[f"params/{path}"].rows(tensors[table[f"params/{path}"].name]) for path in places
@@ -331,28 +319,23 @@ def zeros(*shape):
 
 COORDS = "layers__0__blocks__0__attn__relative_coords_table"
 REFUSED = {
-  "missing": ("vit_test", dict(drop=["norm.bias"]), {}, "lacks 1 of the 32 names.*'norm.bias'"),
-  "unknown": ("vit_test", dict(cls_tokens=zeros(1)), {}, "1 name beside those.*'cls_tokens'"),
-  "a derived one elsewhere": ("vit_test", dict(foo__k_bias=zeros(1)), {}, "'foo.k_bias'"),
+  "missing": ("vit_test", dict(drop=["norm.bias"]), {}, r"1 of 32 is missing \(norm.bias\)"),
+  "unknown": ("vit_test", dict(cls_tokens=zeros(1)), {}, r"1 is unknown \(cls_tokens\)"),
   "k has a bias": (
     "swinv2_test", dict(layers__0__blocks__0__attn__k_bias=zeros(16) + 1), {}, "k has no bias",
   ),
-  "classes": ("vit_test", {}, dict(classes=7), "has 10 classes, .* 7: give the network 10"),
-  "classes of swin": ("swinv2_test", {}, dict(classes=7), "has 10 classes, and the network 7"),
-  "classes of resnet": ("resnet_test", {}, dict(classes=7), "has 10 classes, and the network 7"),
-  "image size": (
-    "vit_test", {}, dict(image_size=32), "positions of 17 tokens, and the network of 65. Set image",
-  ),
-  "width": ("vit_test", {}, dict(embed=64), r"of another size: .* shape .* network's is"),
-  "depth": ("vit_test", {}, dict(layers=3), "lacks 12 of the 44 names that the network takes"),
-  "less depth": ("vit_test", {}, dict(layers=1), "12 names beside those that the network takes"),
-  "depths": ("resnet_test", {}, dict(depths=(1, 1, 1, 1)), "names beside"),
-  "window": (
-    "swinv2_test", {COORDS: zeros(1, 15, 15, 2)}, {}, "windows of 8, and the network's are of 4",
-  ),
+  "classes": ("vit_test", {}, dict(classes=7), r"\(10,\) there and \(7,\) here.*\(CLASSES\)"),
+  "classes of swin": ("swinv2_test", {}, dict(classes=7), r"\(10,\) there and \(7,\) here"),
+  "classes of resnet": ("resnet_test", {}, dict(classes=7), r"\(10,\) there and \(7,\) here"),
+  "image size": ("vit_test", {}, dict(image_size=32), r"pos_embed is \(1, 17, 32\) there.*image_s"),
+  "width": ("vit_test", {}, dict(embed=64), "have other shapes"),
+  "depth": ("vit_test", {}, dict(layers=3), "12 of 44 are missing"),
+  "less depth": ("vit_test", {}, dict(layers=1), "12 are unknown"),
+  "depths": ("resnet_test", {}, dict(depths=(1, 1, 1, 1)), "are unknown"),
+  "window": ("swinv2_test", {COORDS: zeros(1, 15, 15, 2)}, {}, "is of 8, and the network has 4"),
   "swin's image size": (
     "swinv2_test", dict(layers__0__blocks__1__attn_mask=zeros(16, 16, 16)), {},
-    "images of another size: stage 0 has 16 windows, and 4 in the network",
+    "attn_mask' is of 16, and the network has 4: set its image_size",
   ),
   "integers": ("vit_test", dict(norm__bias=np.zeros(32, np.int8)), {}, "is int8, and weights are"),
   "float64": ("vit_test", dict(norm__bias=np.zeros(32)), {}, "is float64, and the network"),
@@ -373,34 +356,3 @@ def test_another_family_is_named():
     timm.from_timm({"weight": zeros(1)})
   with pytest.raises(ValueError, match="not of a ViT, a Swin V2 or a ResNet"):
     timm.to_timm({"params": {"dense": {"kernel": zeros(1, 1)}}})
-  variables = variables_of("vit_test")
-  del variables["params"]["norm"]["bias"]
-  with pytest.raises(ValueError, match="'params/norm/bias' it has one too many or too few"):
-    timm.to_timm(variables)
-
-
-@pytest.mark.parametrize(
-  "file, content, words",
-  [
-    ("model.bin", b"anything", "torch pickled. Opening one can run any code"),
-    ("model.pth", None, "torch pickled"),
-    ("model.safetensors", b"PK\x03\x04" + bytes(64), "torch pickled"),
-    ("model.safetensors", b"\x80\x02" + bytes(64), "torch pickled"),
-    ("model.safetensors", b"", "is empty: copy it again"),
-    ("model.safetensors", b"\xff" * 64, "is not a safetensors file, since"),
-    ("model.safetensors", None, "there is no file"),
-  ],
-)
-def test_a_file_that_is_not_safetensors_is_refused_in_a_sentence(file, content, words, tmp_path):
-  if content is not None:
-    (tmp_path / file).write_bytes(content)
-  with pytest.raises((ValueError, FileNotFoundError), match=words):
-    timm.read(tmp_path / file)
-
-
-def test_a_file_that_was_cut_is_damaged(tmp_path):
-  path = tmp_path / "model.safetensors"
-  timm.write(path, variables_of("vit_test"))
-  path.write_bytes(path.read_bytes()[:-1])
-  with pytest.raises(ValueError, match=r"was cut: [\d,]+ of [\d,]+ bytes of tensors are there"):
-    timm.read(path)

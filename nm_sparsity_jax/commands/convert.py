@@ -1,7 +1,7 @@
 """Writes a folder of Hugging Face's T5 as a checkpoint that T5X restores: OUT/checkpoint_0.
 
 It is dense and of step 0. Name it as INITIAL_CHECKPOINT_PATH of a run in T5X. The local runner
-takes the folder itself. One array is in memory at a time.
+takes the folder itself.
 
   nm-sparsity convert t5-small start
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint for another library: timm's for images, Hugging Face's for a T5, or Core ML.
+"""Writes a checkpoint for another library: timm's for images, Hugging Face's for a T5.
 
 Zeros stay zeros. Where the checkpoint is sparse, it must be n:m: the last one of a local run or of
 one of Kauldron, or what `nm-sparsity finalize` wrote. The command reads back what it wrote,
@@ -16,12 +16,6 @@ it has several files. transformers loads it: `T5ForConditionalGeneration.from_pr
 
   nm-sparsity export runs/final model
 
-The encoder of a T5, or a ViT, becomes a Core ML package, which leaves zeros out. It needs the extra
-`coreml`, and memory for all weights. Its results in torch are compared with ours first.
-
-  nm-sparsity export runs/final model.mlpackage --to coreml --heads 12
-  nm-sparsity export runs/final encoder.mlpackage --to coreml --length 256
-
 To start a run from such a file or folder, name it as INITIAL_CHECKPOINT_PATH. For a run in T5X,
 `nm-sparsity convert` makes a checkpoint of the folder first.
 
@@ -33,11 +27,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any
 
 from nm_sparsity_jax.commands import _imports, _rules
 
-FLAGS = {**_rules.FLAGS, "heads": "--heads", "length": "--length"}
+FLAGS = _rules.FLAGS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,18 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
   parser.add_argument(
     "out", metavar="OUT", help="F.safetensors, or a folder for a T5; it must be new"
-  )
-  parser.add_argument(
-    "--to", choices=("coreml",), help="OUT is F.mlpackage: a T5's encoder or a ViT for Core ML"
-  )
-  parser.add_argument(
-    "--heads", type=int, metavar="N", help="attention heads of a ViT, for Core ML; not of a T5"
-  )
-  parser.add_argument(
-    "--length",
-    type=int,
-    metavar="N",
-    help="ids that a T5's encoder takes in Core ML; 128 if not given",
   )
   _rules.add(parser)
   _imports.add(parser)
@@ -77,21 +58,13 @@ def run(args: argparse.Namespace) -> int:
 
   _imports.load(args)
   given = {**_rules.given(args), "feed_forward": args.feed_forward}
-  own = {key: value for key in ("heads", "length") if (value := getattr(args, key)) is not None}
-  if own and args.to is None:
-    raise ValueError(f"--{min(own)} is for Core ML: add --to coreml.")
   with orbax.quiet_threads():
-    if args.to is None:
-      made: Any = runs.export(args.checkpoint, args.out, **given)
-    else:
-      made = runs.export_coreml(args.checkpoint, args.out, **given, **own)
+    made = runs.export(args.checkpoint, args.out, **given)
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))
     return 0 if made.ok else 1
   print(f"{made.path}: {made.tensors} tensors of {made.source.path}, as they were written")
   if made.config is not None:
     print(f"T5 with feed_forward_proj = {made.config['feed_forward_proj']!r}")
-  if args.to is not None:
-    print(made.sizes)
   print("It is dense: nothing to prove." if made.report is None else f"\n{made.report}")
   return 0 if made.ok else 1

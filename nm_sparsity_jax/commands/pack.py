@@ -3,8 +3,8 @@
 It takes the last checkpoint of a local run or of one of Kauldron, what `nm-sparsity finalize`
 writes, a folder of Hugging Face's T5, or a .safetensors file of timm's names. The last two need
 --rules. A kernel that is not n:m is an error that names its first group. Layers that a scan stacked
-are taken apart. One array is in memory at a time. The command reads back what it wrote, and says
-what each kernel takes, what stayed dense and why.
+are taken apart. The command reads back what it wrote, and says what each kernel takes, what stayed
+dense and why.
 
   nm-sparsity finalize runs/sparse runs/final
   nm-sparsity pack runs/final model.safetensors

@@ -19,7 +19,7 @@ from nm_sparsity_jax.local.step import Model
 from nm_sparsity_jax.packed import NMPacked
 from nm_sparsity_jax.text import first_line, listed
 from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights.huggingface_names import difference
+from nm_sparsity_jax.weights.names import difference
 from nm_sparsity_jax.workloads import Workload
 
 

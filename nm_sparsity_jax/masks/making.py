@@ -144,13 +144,14 @@ def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[in
   rank = len(shape)
   axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
   bad = [a for a in axes if isinstance(a, bool) or not isinstance(a, (int, np.integer))]
-  if not axes or bad or any(not -rank <= a < rank for a in axes):
+  if not axes or bad or not set(axes) <= set(range(-rank, rank)):
     raise ValueError(
       f"axis={axis!r} does not name an axis of an array of shape {tuple(shape)}: give an "
       f"int in [{-rank}, {rank - 1}] or several adjacent ones, such as (0, 1)."
     )
-  axes = tuple(int(a) % rank for a in axes)
-  if any(b <= a or (b > a + 1 and not gaps) for a, b in zip(axes, axes[1:], strict=False)):
+  axes = tuple([int(a) % rank for a in axes])
+  steps = np.diff(axes)
+  if np.any(steps < 1 if gaps else steps != 1):
     raise ValueError(
       f"axis={axis!r}: several axes must be adjacent and ascending, such as (0, 1); they are "
       "read as one axis of their joint length. Transpose the weight first."

@@ -6,7 +6,6 @@
     nms.runs.rules_of("runs/sparse")                    # what it trains by
     nms.runs.export("runs/final", "model.safetensors")  # in timm's names, and proven there
     nms.runs.export("runs/final", "model")              # a T5: as Hugging Face's
-    nms.runs.export_coreml("runs/final", "m.mlpackage")  # a T5's encoder: for Core ML
     nms.runs.pack("runs/final", "p.safetensors")        # without the zeros
     nms.runs.convert("t5-small", "start")               # and back, for T5X
 
@@ -18,19 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
   "verify": "proof", "finalize": "proof", "rules_of": "trained", "read_settings": "trained",
-  "convert": "exported", "export": "exported", "export_coreml": "to_coreml", "pack": "packing",
+  "convert": "exported", "export": "exported", "pack": "packing",
 }  # fmt: skip
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.runs.exported import convert, export
   from nm_sparsity_jax.runs.packing import pack
   from nm_sparsity_jax.runs.proof import finalize, verify
-  from nm_sparsity_jax.runs.to_coreml import export_coreml
   from nm_sparsity_jax.runs.trained import read_settings, rules_of
 
-__all__ = [
-  "convert", "export", "export_coreml", "finalize", "pack", "read_settings", "rules_of", "verify",
-]  # fmt: skip
+__all__ = ["convert", "export", "finalize", "pack", "read_settings", "rules_of", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,7 @@ from nm_sparsity_jax import apply
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, foreign, given, proof
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.weights import (
-  huggingface,
-  huggingface_config,
-  huggingface_folder,
-  huggingface_names,
-  safetensors_file,
-  timm,
-)
-
-_COLLECTIONS = ("batch_stats",)  # beside the parameters
+from nm_sparsity_jax.weights import huggingface, safetensors_file, timm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +88,7 @@ def export(
   safetensors_file.refuse_existing(file)
   stored = checkpoint.opened(path)
   params = [key.removeprefix("target/") for key in stored.leaves if key.startswith("target/")]
-  is_t5 = huggingface_names.is_t5(params)
+  is_t5 = huggingface.is_t5(params)
   if file.endswith(safetensors_file.SUFFIX) == is_t5:
     what = "a folder for a T5: config.json lies beside its tensors"
     end = f"a file that ends in {safetensors_file.SUFFIX}"
@@ -132,116 +123,96 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   Raises:
     ValueError: the folder is refused by `weights.huggingface.read`, or the output is there already.
   """
-  config = huggingface_folder.Folder(path).config
-  config = dataclasses.replace(config, scan_layers=scan_layers)
-  held = huggingface.hold(path, config)
+  folder = huggingface.Folder(path)
+  config = dataclasses.replace(folder.config, scan_layers=scan_layers)
+  params = {key: np.asarray(x, np.float32) for key, x in folder.arrays(config).items()}
   made = os.path.join(out, "checkpoint_0")
-  arrays = {f"target/{key}": held.array(key).astype(np.float32, copy=False) for key in held.leaves}
+  arrays = {f"target/{key}": x for key, x in params.items()}
   checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))})
   return made
+
+
+def _arrays(stored: Stored) -> dict[str, np.ndarray]:
+  """Returns what is deployed: 'params/head/kernel', 'batch_stats/bn1/mean' -> array."""
+  names = {"target/": "params/", "flax_mutables/batch_stats/": "batch_stats/"}
+  return {
+    ours + key.removeprefix(theirs): stored.array(stored.deployed(key))
+    for key in stored.leaves
+    for theirs, ours in names.items()
+    if key.startswith(theirs)
+  }
 
 
 def _to_folder(
   stored: Stored, out: str, found: proof.Proof | None, feed_forward: str | None
 ) -> Exported:
-  """Writes a folder of Hugging Face's T5, one array in memory at a time, and reads it back."""
-  key_of = lambda path: stored.deployed(f"target/{path}")
-  shapes = {
-    key.removeprefix("target/"): leaf.shape or ()
-    for key, leaf in stored.leaves.items()
-    if key.startswith("target/")
-  }
+  """Writes a folder of Hugging Face's T5, and reads it back."""
+  arrays = {key.removeprefix("params/"): x for key, x in _arrays(stored).items()}
   activations = None
   if feed_forward is not None:
-    activations = huggingface_config.activations_of(feed_forward, "--feed-forward")
-  config = huggingface_names.config_of(shapes, stored.path, activations)
-  table = huggingface_names.sources(config)
+    activations = huggingface.activations_of(feed_forward, "--feed-forward")
+  shapes = {key: x.shape for key, x in arrays.items()}
+  config = huggingface.config_of(shapes, stored.path, activations)
+  table = huggingface.sources(config)
   for place in found.report.places if found else ():
     if not table[place.path].turned:
       raise ValueError(f"{place.path!r} is no kernel: its groups lie along no axis there.")
-  dtypes = {path: stored.leaves[key_of(path)].dtype or "float32" for path in shapes}
-  huggingface.write_each(out, config, dtypes, lambda path: stored.array(key_of(path)))
-  folder = huggingface_folder.Folder(out)
-  report = None if found is None else report_of_folder(folder.array, found, table)
-  return Exported(stored, out, len(folder.dtypes), report, folder.json)
-
-
-def report_of_folder(
-  array: Callable[[str], np.ndarray],
-  found: proof.Proof,
-  table: Mapping[str, huggingface_names.Source],
-) -> apply.Report:
-  """Proves the groups of each place on Hugging Face's tensors, where they lie along axis 1.
-
-  Args:
-    array: their name -> tensor.
-    found: of the checkpoint.
-    table: of its network.
-  """
-  places = []
-  for place in found.report.places:
-    recipe: Any = found.rules.find(place.path)
-    for name in table[place.path].names:
-      places += _proven(name, array(name), recipe, found.rules)
-  return apply.Report(tuple(places), found.report.skipped)
-
-
-def _proven(name: str, array: np.ndarray, recipe: Any, rules: Rules) -> tuple[Any, ...]:
-  """Returns what is found of one tensor whose groups lie along axis 1."""
-  regex = re.escape(name)
-  alone = Rules({f"(?:{regex})": recipe}, {regex: 1}, rules.indivisible)
-  return apply.verify({name: array}, alone).places
+  tensors = huggingface.to_tensors(arrays, config)
+  dtype = str(arrays["token_embedder/embedding"].dtype)
+  huggingface.write_folder(out, tensors, huggingface.to_json(config, dtype))
+  folder = huggingface.Folder(out)
+  rows = lambda path: ((name, np.asarray(folder.tensors[name])) for name in table[path].names)
+  return _written(stored, out, found, tensors, folder.tensors, rows, folder.json)
 
 
 def _to_file(stored: Stored, out: str, found: proof.Proof | None) -> Exported:
-  """Writes a file of timm's names, one array in memory at a time, and reads it back."""
-  names = keys(stored)
-  leaves = {}
-  for name, key in names.items():
-    shape, dtype = stored.leaves[key].shape, stored.leaves[key].dtype
-    if shape is None or dtype is None:
-      raise ValueError(f"{stored.path!r} is not of a network of images: {key} has no shape.")
-    leaves[name] = shape, dtype
-  timm.write_each(out, leaves, lambda name: stored.array(names[name]))
-  opened = safetensors_file.Opened(out)
-  table = timm.sources(timm.keys_of(opened.shapes, repr(opened.path)))
-  report = None if found is None else report_of_file(opened.array, found, table)
-  return Exported(stored, out, len(opened.shapes), report)
+  """Writes a file of timm's names, and reads it back."""
+  tensors = timm.to_tensors(_arrays(stored))
+  safetensors_file.write(out, tensors)
+  written = safetensors_file.Opened(out).tensors
+  table = timm.sources(timm.keys_of(written))
+
+  def rows(path: str) -> Iterator[tuple[str, np.ndarray]]:
+    single = re.escape(f"params/{path}").replace("params/blocks/", r"params/blocks_\d+/")
+    for key, source in table.items():
+      if re.fullmatch(single, key):
+        name = source.name + (f"[{source.part} of {source.parts}]" if source.parts > 1 else "")
+        yield name, source.rows(np.asarray(written[source.name]))
+
+  return _written(stored, out, found, tensors, written, rows)
 
 
-def keys(stored: Stored) -> dict[str, str]:
-  """Returns our key -> that of the checkpoint, of parameters and averages of batch statistics.
+def _written(
+  stored: Stored,
+  out: str,
+  found: proof.Proof | None,
+  tensors: Mapping[str, np.ndarray],
+  written: Mapping[str, Any],
+  rows: Callable[[str], Iterable[tuple[str, np.ndarray]]],
+  config: Mapping[str, Any] | None = None,
+) -> Exported:
+  """Compares what was read back, and proves the groups of each place, which lie along axis 1.
 
   Args:
     stored: the checkpoint.
+    out: the file or folder.
+    found: the proof of the checkpoint.
+    tensors: what was written.
+    written: what was read.
+    rows: path of a parameter -> the name and rows of each tensor that holds its groups.
+    config: of the folder.
   """
-  found: dict[str, str] = {}
-  for key in stored.leaves:
-    for above, collection in (
-      ("target", "params"), *((f"flax_mutables/{name}", name) for name in _COLLECTIONS)
-    ):  # fmt: skip
-      if key.startswith(f"{above}/"):
-        found[collection + key.removeprefix(above)] = stored.deployed(key)
-  return found
-
-
-def report_of_file(
-  array: Callable[[str], np.ndarray], found: proof.Proof, table: Mapping[str, timm.Source]
-) -> apply.Report:
-  """Proves the groups of each place on timm's tensors, where they lie along axis 1.
-
-  Args:
-    array: timm's name -> tensor.
-    found: of the checkpoint.
-    table: of its network.
-  """
+  for name, x in tensors.items():
+    if np.asarray(written[name]).tobytes() != x.tobytes():
+      raise ValueError(f"{out!r}: {name!r} is not what was written.")
+  if found is None:
+    return Exported(stored, out, len(tensors), None, config)
   places = []
   for place in found.report.places:
     recipe: Any = found.rules.find(place.path)
-    single = re.escape(f"params/{place.path}").replace("params/blocks/", r"params/blocks_\d+/")
-    for key, source in table.items():
-      if not re.fullmatch(single, key):
-        continue
-      name = source.name + (f"[{source.part} of {source.parts}]" if source.parts > 1 else "")
-      places += _proven(name, source.rows(array(source.name)), recipe, found.rules)
-  return apply.Report(tuple(places), found.report.skipped)
+    for name, array in rows(place.path):
+      regex = re.escape(name)
+      alone = Rules({f"(?:{regex})": recipe}, {regex: 1}, found.rules.indivisible)
+      places += apply.verify({name: array}, alone).places
+  report = apply.Report(tuple(places), found.report.skipped)
+  return Exported(stored, out, len(tensors), report, config)

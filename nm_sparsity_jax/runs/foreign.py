@@ -9,21 +9,14 @@ key -> array -> [write_like] -> another such folder
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.runs.contents import Contents, Unreadable
-from nm_sparsity_jax.weights import (
-  huggingface,
-  huggingface_folder,
-  packed_file,
-  safetensors_file,
-  timm,
-  timm_names,
-)
+from nm_sparsity_jax.weights import huggingface, packed_file, safetensors_file, timm
 
 HUGGING_FACE = "Hugging Face"  # the format of a folder
 
@@ -50,21 +43,19 @@ def read(
   try:
     if file.is_dir():
       return _read_huggingface(name, config)
-    if _is_packed(name):
+    opened = safetensors_file.Opened(name)
+    if packed_file.is_packed(opened):
       return _read_packed(name)
-    held = _hold_timm(name, like, config)
+    return _contents("timm", _timm_arrays(opened, like, config))
   except ValueError as e:  # it names the file
     raise Unreadable(str(e)) from e
-  own = {_key(key): key for key in held.leaves}
-  leaves = {key: held.leaves[name] for key, name in own.items()}
-  return Contents("timm", leaves, lambda key: held.array(own[key]))
 
 
-def _is_packed(name: str) -> bool:
-  try:
-    return packed_file.is_packed(safetensors_file.Opened(name))
-  except ValueError:  # what reads it as timm's says why
-    return False
+def _contents(format_: str, arrays: Mapping[str, Any]) -> Contents:
+  """Returns what arrays hold, by our keys such as 'params/head/kernel'."""
+  own = {_key(key): x for key, x in arrays.items()}
+  leaves = {key: (x.shape, x.dtype.name) for key, x in own.items()}
+  return Contents(format_, leaves, lambda key: np.asarray(own[key]))
 
 
 def _read_packed(name: str) -> Contents:
@@ -75,43 +66,33 @@ def _read_packed(name: str) -> Contents:
   return Contents("packed", leaves, array, lambda: packed_file.read(name), opened.rules)
 
 
-def _hold_timm(name: str, like: Mapping[str, Any] | None, config: Any) -> timm.Held:
-  try:
-    return timm.hold(name, like, config)
-  except ValueError:
-    names = _names(name)
-    if "shared.weight" in names:
-      raise ValueError(
-        f"{name!r} holds a T5 in Hugging Face's names: name its folder, which has config.json."
-      ) from None
-    if names and not {*timm_names.TELLING.values()} & {*names}:
-      known = ", ".join(f"a {family} has {x!r}" for family, x in timm_names.TELLING.items())
-      raise ValueError(
-        f"{name!r} (its first tensor is {next(iter(names))!r}) is of no kind known here: give a "
-        f"file of `nm-sparsity pack`, a file of timm's names ({known}), or the folder of a Hugging "
-        "Face T5."
-      ) from None
-    raise
-
-
-def _names(name: str) -> Collection[str]:
-  try:
-    return safetensors_file.Opened(name).shapes
-  except ValueError:
-    return ()
+def _timm_arrays(
+  opened: safetensors_file.Opened, like: Mapping[str, Any] | None, config: Any
+) -> Mapping[str, Any]:
+  names = list(opened.tensors)
+  if "shared.weight" in names:
+    raise ValueError(
+      f"{opened.path!r} holds a T5 in Hugging Face's names: name its folder, which has config.json."
+    )
+  if names and not {*timm.FAMILIES.values()} & {*names}:
+    known = ", ".join(f"a {family} has {x!r}" for family, x in timm.FAMILIES.items())
+    raise ValueError(
+      f"{opened.path!r} (its first tensor is {names[0]!r}) is of no kind known here: give a file "
+      f"of `nm-sparsity pack`, of timm's names ({known}), or the folder of a Hugging Face T5."
+    )
+  return timm.from_tensors(opened.tensors, repr(opened.path), like, config)
 
 
 def _read_huggingface(name: str, config: Any) -> Contents:
   if config is not None and not isinstance(config, T5Config):
     raise ValueError(f"{name!r} is a T5 of Hugging Face, and the network is none.")
-  held = huggingface.hold(name, config)
-  leaves = {f"target/{key}": leaf for key, leaf in held.leaves.items()}
-  return Contents(HUGGING_FACE, leaves, lambda key: held.array(key.removeprefix("target/")))
+  arrays = huggingface.Folder(name).arrays(config)
+  return _contents(HUGGING_FACE, {f"params/{key}": x for key, x in arrays.items()})
 
 
 def is_folder(path: Any) -> bool:
   """Returns whether a path of `folders.path_of` is that of a folder that `read` reads."""
-  return isinstance(path, pathlib.Path) and huggingface_folder.is_folder(path)
+  return isinstance(path, pathlib.Path) and huggingface.is_folder(path)
 
 
 def write_like(path: str, out: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -122,11 +103,12 @@ def write_like(path: str, out: str, arrays: Mapping[str, np.ndarray]) -> None:
     out: of the new folder.
     arrays: by key, such as 'target/token_embedder/embedding'.
   """
-  folder, held = huggingface_folder.Folder(path), huggingface.hold(path)
-  dtypes = {key: dtype for key, (_, dtype) in held.leaves.items()}
-  huggingface.write_each(
-    out, folder.config, dtypes, lambda key: arrays[f"target/{key}"], folder.json, folder.beside()
-  )
+  folder = huggingface.Folder(path)
+  own = {
+    key: arrays[f"target/{key}"].astype(x.dtype, copy=False) for key, x in folder.arrays().items()
+  }
+  tensors = huggingface.to_tensors(own, folder.config)
+  huggingface.write_folder(out, tensors, folder.json, folder.beside())
 
 
 def _key(key: str) -> str:

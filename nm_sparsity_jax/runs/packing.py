@@ -2,20 +2,17 @@
 
 checkpoint, its rules -> [pack] -> F.safetensors -> read back -> Written: bytes, what stayed dense
 
-Layers that a scan stacked are taken apart, one array at a time: networks with packed kernels do not
-scan. Their rules are those of the layers then.
+Layers that a scan stacked are taken apart: networks with packed kernels do not scan. Their rules
+are those of the layers then.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from nm_sparsity_jax import deployed, unscanned
 from nm_sparsity_jax.models.vit import ViTConfig
@@ -23,9 +20,10 @@ from nm_sparsity_jax.roles import matches
 from nm_sparsity_jax.rules import Rules
 from nm_sparsity_jax.runs import checkpoint, given
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.weights import huggingface_names, packed_file, safetensors_file
+from nm_sparsity_jax.trees import flatten, nested
+from nm_sparsity_jax.weights import huggingface, packed_file, safetensors_file
 
-_TARGET, _STATE, _PARAMS = "target/", "flax_mutables/", "params/"
+_TARGET, _STATE = "target/", "flax_mutables/"
 _RUNS_OWN = "nm_sparsity"
 
 
@@ -79,8 +77,6 @@ def pack(
 
       print(nms.runs.pack("runs/final", "model.safetensors").report)
 
-  One array is in memory at a time; of a scanned network it has all layers.
-
   Args:
     path: a checkpoint of any network that is n:m, a folder of Hugging Face's T5, or a file of
       timm's names.
@@ -102,100 +98,53 @@ def pack(
     raise ValueError(
       f"{stored.path!r} is a packed file already: pack the checkpoint that it was made of."
     )
-  whole = _leaves(stored)
-  apart = functools.partial(unscanned.shapes_apart, config=_config(stored, whole))
-  single = {
-    name: (shape, dtype)
-    for key, (shape, dtype) in whole.items()
-    for name, shape in _apart(apart, key, shape).items()
-  }
-  made = _rules_apart(given.rules_for(stored, rules, axes), whole, apart)
-  report = packed_file.write_each(file, single, _arrays(stored, whole), made, dtype)
+  given_rules = given.rules_for(stored, rules, axes)
+  variables = _variables(stored)
+  shapes = {key: x.shape for key, x in flatten(variables["params"])}
+  config = _config(shapes, stored.path)
+  made = _rules_apart(given_rules, shapes, config)
+  params, _ = unscanned.unstacked(variables["params"], config)
+  report = packed_file.write(file, {**variables, "params": params}, made, dtype)
   opened = packed_file.Opened(file)
   for name in opened.kernels:  # the reader checks every entry
     opened.packed(name)
   return Written(stored, file, os.path.getsize(file), report)
 
 
-# --- what is written ------------------------------------------------------------------------------
-
-_Leaves = dict[str, tuple[tuple[int, ...], str]]
-
-
-def _leaves(stored: Stored) -> _Leaves:
-  """Returns name such as 'params/head/kernel' -> shape and dtype of what is deployed."""
-  found: _Leaves = {}
+def _variables(stored: Stored) -> dict[str, Any]:
+  """Returns what is deployed: the parameters, and the state of the network."""
+  found = {}
   for key in stored.leaves:
-    name = _name(key)
-    if name is None:
-      continue
-    leaf = stored.leaves[stored.deployed(key)]
-    if leaf.shape is None or leaf.dtype is None:
-      array = stored.array(leaf.key)
-      found[name] = array.shape, str(array.dtype)
-    else:
-      found[name] = leaf.shape, leaf.dtype
-  if not any(name.startswith(_PARAMS) for name in found):
+    if key.startswith(_TARGET):
+      found[f"params/{key.removeprefix(_TARGET)}"] = stored.array(stored.deployed(key))
+    elif key.startswith(_STATE) and not key.startswith(f"{_STATE}{_RUNS_OWN}/"):
+      found[key.removeprefix(_STATE)] = stored.array(stored.deployed(key))
+  tree = nested(found)
+  if "params" not in tree:
     raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
-  return found
+  return tree
 
 
-def _name(key: str) -> str | None:
-  """Returns the name in a packed file of a key of a checkpoint; None where it is not deployed."""
-  if key.startswith(_TARGET):
-    return f"{_PARAMS}{key.removeprefix(_TARGET)}"
-  if key.startswith(_STATE) and not key.startswith(f"{_STATE}{_RUNS_OWN}/"):
-    return key.removeprefix(_STATE)
-  return None
-
-
-def _config(stored: Stored, leaves: _Leaves) -> Any:
-  """Returns the config of a network that scans, as far as `unscanned.apart` asks; None without."""
-  shapes = {key.removeprefix(_PARAMS): shape for key, (shape, _) in leaves.items()}
-  if huggingface_names.is_t5(shapes) and any(key.startswith("encoder/encoder/") for key in shapes):
-    return huggingface_names.config_of(shapes, stored.path)
+def _config(shapes: Mapping[str, tuple[int, ...]], path: str) -> Any:
+  """Returns the config of a network that scans, as far as `unscanned` asks; None without a scan."""
+  if huggingface.is_t5(shapes) and any(key.startswith("encoder/encoder/") for key in shapes):
+    return huggingface.config_of(shapes, path)
   if any(key.startswith("blocks/") for key in shapes):
     return ViTConfig(scan=True)
   return None
 
 
-def _apart(apart: Any, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-  """Returns names and shapes of the arrays that one array is without a scan."""
-  if not name.startswith(_PARAMS):
-    return {name: shape}
-  return {f"{_PARAMS}{key}": own for key, own in apart(name.removeprefix(_PARAMS), shape).items()}
-
-
-def _arrays(stored: Stored, leaves: _Leaves) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields names and arrays, one array of the checkpoint in memory at a time."""
-  config = _config(stored, leaves)
-  for key in stored.leaves:
-    name = _name(key)
-    if name is None:
-      continue
-    if not name.startswith(_PARAMS):
-      yield name, stored.array(stored.deployed(key))
-      continue
-    array = stored.array(stored.deployed(key))
-    for own, part in unscanned.apart(name.removeprefix(_PARAMS), array, config):
-      yield f"{_PARAMS}{own}", part
-    del array  # or it would stay while the next one is read
-
-
-# --- rules ----------------------------------------------------------------------------------------
-
-
-def _rules_apart(rules: Rules, leaves: _Leaves, apart: Any) -> Rules:
+def _rules_apart(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: Any) -> Rules:
   """Returns the rules of a network without a scan that mean the same; without a scan, the same.
 
   A regex of the rules may name a stack alone. Then the regex of its layers stands in its place.
   """
-  paths = {key.removeprefix(_PARAMS): x[0] for key, x in leaves.items() if key.startswith(_PARAMS)}
-  single = {key: list(apart(key, shape)) for key, shape in paths.items()}
+  apart = unscanned.shapes_apart
+  single = {path: list(apart(path, shape, config)) for path, shape in shapes.items()}
   stacked = {key: layers for key, layers in single.items() if layers != [key]}
   if not stacked:
     return rules
-  found = {path: hit for path in paths if (hit := rules.match(path))}
+  found = {path: hit for path in shapes if (hit := rules.match(path))}
   table = dict(rules.places)
   for path, (key, recipe) in found.items():
     layers = stacked.get(path, [path])

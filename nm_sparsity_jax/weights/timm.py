@@ -1,8 +1,8 @@
 """timm's names for the trees of `models.vit`, `models.swin` and `models.resnet`, there and back.
 
     {"params", "batch_stats"} <-> [to_timm, from_timm] <-> timm's name -> numpy array
-                                                       <-> [read, write] <-> F.safetensors
-    F.safetensors -> [hold] -> our key -> shape, dtype -> array, when it is asked for
+                              <-> [write, read]        <-> F.safetensors
+    key -> array <-> [to_tensors, from_tensors] <-> timm's name -> tensor
 
 Nothing is computed, so weights come back bit for bit. Kernels are (in, out) and HWIO here, and
 (out, in) and (out, in, h, w) there: groups of m lie along axis 0 and -2 here, and along 1 there.
@@ -14,16 +14,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.trees import flatten, nested
 from nm_sparsity_jax.weights import safetensors_file
-from nm_sparsity_jax.weights.timm_names import Source, family_of, keys_of, sources
+from nm_sparsity_jax.weights.names import difference
+from nm_sparsity_jax.weights.safetensors_file import Lazy
 
 # What timm may store beside parameters, and what it follows from. None of it is read; of these,
 # `to_timm` writes `num_batches_tracked`, as 0.
@@ -34,12 +34,247 @@ DERIVED = {
   "k_bias": "nothing: it is 0",
   "num_batches_tracked": "the steps of a run: it counts them, and no sum depends on it",
 }
-_HEADS = tuple(f"{head}.{x}" for head in ("head", "head.fc", "fc") for x in ("bias", "weight"))
+# Family -> a name that only its state dict has.
+FAMILIES = {
+  "Swin V2": "layers.0.blocks.0.attn.logit_scale",
+  "ResNet": "layer1.0.conv1.weight",
+  "ViT": "pos_embed",
+}
+_STACK = "params/blocks/"  # of a ViT that scans; its layers lie along axis 0
 
-Shapes = Mapping[str, tuple[int, ...]]
+# --- the table of names ---------------------------------------------------------------------------
+
+_LEAVES = {"kernel": "weight", "scale": "weight", "mean": "running_mean", "var": "running_var"}
+_MODULES = {"downsample_conv": "downsample.0", "downsample_bn": "downsample.1"}
+_OURS = {2: (1, 0), 4: (2, 3, 1, 0)}  # axes of timm's kernel in our order
 
 
-# --- trees ------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Where one of our arrays lies among timm's.
+
+  Attributes:
+    name: timm's.
+    part: its number among the parts, equal and along axis 0, of that tensor.
+    parts: how many.
+    kernel: whether its axes are in another order.
+  """
+
+  name: str
+  part: int = 0
+  parts: int = 1
+  kernel: bool = False
+
+  def rows(self, tensor: Any) -> np.ndarray:
+    """Returns the part of timm's tensor, in timm's layout; a view."""
+    each = len(tensor) // self.parts if self.parts > 1 else None
+    return tensor if each is None else tensor[self.part * each : (self.part + 1) * each]
+
+  def take(self, tensor: np.ndarray) -> np.ndarray:
+    """Returns our array, a view of timm's tensor.
+
+    >>> Source("head.weight", kernel=True).take(np.zeros((3, 2))).shape
+    (2, 3)
+    """
+    rows = self.rows(tensor)
+    return rows.transpose(_OURS[rows.ndim]) if self.kernel and rows.ndim in _OURS else rows
+
+  def give(self, array: np.ndarray) -> np.ndarray:
+    """Returns timm's rows of our array, a view."""
+    if not self.kernel or array.ndim not in _OURS:
+      return array
+    return array.transpose(np.argsort(_OURS[array.ndim]))
+
+  def theirs(self, shape: tuple[int, ...] | None, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the shape of timm's tensor, of that of our array; of any array, the tensor's own."""
+    if shape is None:
+      return tensors[self.name].shape if self.name in tensors else ()
+    theirs = self.give(np.broadcast_to(np.int8(0), shape)).shape
+    return (self.parts * theirs[0], *theirs[1:]) if self.parts > 1 else theirs
+
+
+def sources(keys: Collection[str]) -> dict[str, Source]:
+  """Returns key -> where its array lies among timm's.
+
+  Args:
+    keys: such as 'params/blocks_0/attn/q/kernel' and 'batch_stats/bn1/mean', of a whole network.
+  """
+  return {key: _source(key, keys) for key in keys}
+
+
+def _source(key: str, keys: Collection[str]) -> Source:
+  *words, leaf = key.split("/")[1:]
+  module = lambda word: (
+    _MODULES.get(word) or re.sub(r"^(blocks|layers|layer\d+|cpb_mlp)_(\d+)$", r"\1.\2", word)
+  )
+  if words[-2:-1] == ["attn"] and words[-1] in "qkv":
+    attention, which = ".".join(map(module, words[:-1])), words[-1]
+    if leaf == "kernel":
+      return Source(f"{attention}.qkv.weight", "qkv".index(which), 3, kernel=True)
+    if key.replace(f"/{which}/bias", "/k/bias") in keys:
+      return Source(f"{attention}.qkv.bias", "qkv".index(which), 3)
+    return Source(f"{attention}.{which}_bias")  # of Swin V2, whose k has none
+  name = ".".join([*map(module, words), _LEAVES.get(leaf, leaf)])
+  return Source(name, kernel=leaf == "kernel")
+
+
+def keys_of(names: Iterable[str]) -> list[str]:
+  """Returns the keys of our arrays that timm's names stand for; `sources` undoes it.
+
+  >>> keys_of(["blocks.0.norm1.weight", "blocks.0.mlp.fc1.weight"])
+  ['params/blocks_0/norm1/scale', 'params/blocks_0/mlp/fc1/kernel']
+  """
+  found = []
+  for name in names:
+    module, _, leaf = name.rpartition(".")
+    for ours, theirs in _MODULES.items():
+      module = re.sub(rf"\b{re.escape(theirs)}$", ours, module)
+    module = re.sub(r"\b(blocks|layers|layer\d+|cpb_mlp)\.(\d+)", r"\1_\2", module)
+    collection = "batch_stats" if leaf.startswith("running_") else "params"
+    if leaf == "weight":
+      leaf = "scale" if re.search(r"(norm|bn)\d?$", module) else "kernel"
+    if leaf in DERIVED:
+      continue
+    if leaf in ("q_bias", "v_bias"):
+      module, leaf = f"{module}.{leaf[0]}", "bias"
+    modules = [module]
+    if module.endswith(".qkv"):
+      modules = [f"{module.removesuffix('qkv')}{which}" for which in "qkv"]
+    found += [
+      "/".join(filter(None, (collection, *m.split("."), leaf.removeprefix("running_"))))
+      for m in modules
+    ]
+  return found
+
+
+def family_of(names: Iterable[str], what: str) -> str:
+  """Returns 'ViT', 'Swin V2' or 'ResNet', the family that a state dict is of.
+
+  Args:
+    names: timm's.
+    what: says in an error what was looked at.
+  """
+  names = set(names)
+  for family, telling in FAMILIES.items():
+    if telling in names:
+      return family
+  raise ValueError(
+    f"{what} is not of a ViT, a Swin V2 or a ResNet of timm's: it has no "
+    f"{', no '.join(map(repr, FAMILIES.values()))}."
+  )
+
+
+# --- there and back -------------------------------------------------------------------------------
+
+
+def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Returns timm's name -> tensor.
+
+  Args:
+    arrays: key such as 'params/head/kernel' -> array; of a whole network.
+
+  Raises:
+    ValueError: they are not of a ViT, Swin V2 or ResNet.
+  """
+  single: dict[str, np.ndarray] = {}
+  for key, x in arrays.items():
+    layers = x if key.startswith(_STACK) else [x]
+    single |= dict(zip(_single(key, x.shape), layers, strict=True))
+  parts: dict[str, dict[int, np.ndarray]] = {}
+  for key, source in sources(single).items():
+    parts.setdefault(source.name, {})[source.part] = source.give(np.asarray(single[key]))
+  family_of(parts, f"the tree of {len(single)} arrays")
+  found = {
+    name: np.concatenate([x for _, x in sorted(own.items())]) if len(own) > 1 else own[0]
+    for name, own in parts.items()
+  }
+  for name in [name for name in found if name.endswith(".running_var")]:
+    found[name.replace("running_var", "num_batches_tracked")] = np.zeros((), np.int64)
+  return found
+
+
+def from_tensors(
+  tensors: Mapping[str, Any], what: str, like: Mapping[str, Any] | None = None, config: Any = None
+) -> dict[str, Lazy]:
+  """Returns our key -> array, which is made when it is asked for.
+
+  Args:
+    tensors: timm's name -> array, or `Lazy`. Biases of k are read.
+    what: says in an error what was looked at, such as the path of a file.
+    like: as in `from_timm`.
+    config: as in `from_timm`.
+  """
+  family = family_of(tensors, what)
+  own = {name: x for name, x in tensors.items() if name.rpartition(".")[2] not in DERIVED}
+  shapes = _flat(like) if like is not None else dict.fromkeys(keys_of(own))
+  parts = {k: {k: None} if x is None else _single(k, x.shape) for k, x in shapes.items()}
+  single = {part: shape for several in parts.values() for part, shape in several.items()}
+  table = sources(single)
+  if (ours := family_of([x.name for x in table.values()], "the network")) != family:
+    raise ValueError(f"{what} is of a {family}, and the network is a {ours}.")
+  wanted = {x.name: x.theirs(single[part], own) for part, x in table.items()}
+  if said := difference(wanted, {name: x.shape for name, x in own.items()}):
+    raise ValueError(
+      f"{what} is of another network: {said}. Give the network its sizes, classes (CLASSES) and "
+      "image_size."
+    )
+  _check_derived(tensors, config, what)
+  return {
+    key: _lazy(key, [table[part] for part in several], own, shapes[key], what)
+    for key, several in parts.items()
+  }
+
+
+def _lazy(
+  key: str, places: Sequence[Source], tensors: Mapping[str, Any], leaf: Any, what: str
+) -> Lazy:
+  """Returns our array, of the tensors that its layers lie in; `leaf` is the network's."""
+  x = tensors[places[0].name]
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise ValueError(f"{what}: {key!r} is {x.dtype}, and weights are floating.")
+  if leaf is not None and x.dtype.itemsize > np.dtype(leaf.dtype).itemsize:
+    raise ValueError(f"{what}: {key!r} is {x.dtype}, and the network takes {leaf.dtype}.")
+  is_stack = key.startswith(_STACK)
+
+  def make() -> np.ndarray:
+    arrays = [place.take(np.asarray(tensors[place.name])) for place in places]
+    return np.stack(arrays) if is_stack else np.array(arrays[0], order="C")
+
+  shape = places[0].take(np.broadcast_to(np.int8(0), x.shape)).shape
+  return Lazy((len(places), *shape) if is_stack else shape, x.dtype, make)
+
+
+def _check_derived(tensors: Mapping[str, Any], config: Any, what: str) -> None:
+  """Refuses a bias of k, and another window or image size, where derived tensors tell of one."""
+  for name, x in tensors.items():
+    if name.endswith(".k_bias") and np.any(np.asarray(x)):
+      raise ValueError(f"{what}: {name!r} is not 0, and k has no bias in this network.")
+  for name, x in tensors.items() if hasattr(config, "window") else ():
+    stage = re.match(r"layers\.(\d+)\.blocks\.\d+\.(?:attn\.)?(\w+)$", name)
+    if stage is None or stage[2] not in ("relative_coords_table", "attn_mask"):
+      continue
+    side = config.sides[int(stage[1])]
+    window = min(config.window, side)
+    if stage[2] == "relative_coords_table":
+      own, theirs = ("window", window), (x.shape[1] + 1) // 2
+    else:
+      own, theirs = ("image_size: its number of windows", (side // window) ** 2), x.shape[0]
+    if theirs != own[1]:
+      raise ValueError(
+        f"{what}: {name!r} is of {theirs}, and the network has {own[1]}: set its {own[0]}."
+      )
+
+
+def _flat(variables: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns 'params/...' and 'batch_stats/...' -> leaf."""
+  return dict(flatten({k: variables[k] for k in ("params", "batch_stats") if k in variables}))
+
+
+def _single(key: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...] | None]:
+  """Returns key -> shape of each block's array that one array holds, in the order of blocks."""
+  if not key.startswith(_STACK):
+    return {key: shape}
+  return {f"params/blocks_{i}/{key.removeprefix(_STACK)}": shape[1:] for i in range(shape[0])}
 
 
 def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -53,49 +288,14 @@ def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
   Raises:
     ValueError: they are not of a ViT, Swin V2 or ResNet of this package.
   """
-  arrays = {key: np.asarray(x) for key, x in _flat(variables).items()}
-  table = _table(arrays)
-  found: dict[str, dict[int, np.ndarray]] = {}
-  for key, x in arrays.items():
-    for name, first, rows in _given(table, key, x):
-      found.setdefault(name, {})[first] = rows
-  whole = lambda parts: np.concatenate([parts[i] for i in sorted(parts)])
-  made = {n: whole(parts) if len(parts) > 1 else parts[0] for n, parts in found.items()}
-  return made | dict.fromkeys(_counted(made), np.zeros((), np.int64))
-
-
-def _table(arrays: Mapping[str, Any]) -> dict[str, Source]:
-  """Returns single key -> where its array lies, of a whole network; arrays may be shapes."""
-  flat = _single(arrays)
-  what = f"the tree of {len(flat)} arrays"
-  table = sources(flat)
-  names = {source.name for source in table.values()}
-  if strange := set(flat) ^ set(keys_of(names, what)):
-    raise ValueError(
-      f"{what} is not of a {family_of(names, what)} of this package: of {sorted(strange)[0]!r} it "
-      "has one too many or too few. Give all that init returned."
-    )
-  return table
-
-
-def _given(
-  table: Mapping[str, Source], key: str, array: np.ndarray
-) -> Iterator[tuple[str, int, np.ndarray]]:
-  """Yields timm's names, the row that comes first there, and rows, which are views of our array."""
-  for i, part in enumerate(_parts(key, array.shape)):
-    source = table[part]
-    rows = source.give(array[i] if key.startswith(_STACK) else array)
-    yield source.name, source.part * len(rows), rows
-
-
-def _counted(names: Iterable[str]) -> list[str]:
-  """Returns the names of counters that stand beside averages of a batch norm."""
-  ends = "running_var", "num_batches_tracked"
-  return [name.replace(*ends) for name in names if name.endswith(ends[0])]
+  return to_tensors(_flat(variables))
 
 
 def from_timm(
-  tensors: Mapping[str, Any], like: Mapping[str, Any] | None = None, config: Any = None
+  tensors: Mapping[str, Any],
+  like: Mapping[str, Any] | None = None,
+  config: Any = None,
+  what: str = "the state dict",
 ) -> dict[str, Any]:
   """Returns variables, of numpy arrays, of timm's state dict.
 
@@ -106,6 +306,7 @@ def from_timm(
     like: the network's variables, or their shapes; None = whatever network the names are of.
     config: of the network; a Swin V2 of another window or image size is then refused, where the
       tensors tell. Its parameters do not.
+    what: says in an error what was looked at.
 
   Returns:
     'params', and 'batch_stats' of a ResNet; with `like`, stacked and in dtypes as there.
@@ -113,203 +314,10 @@ def from_timm(
   Raises:
     ValueError: a name is unknown or missing, or a tensor is of another size, classes or image size.
   """
-  arrays = {name: np.asarray(x) for name, x in tensors.items()}
-  told = {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
-  return _variables(_held(told, arrays.__getitem__, "the state dict", like, config), like)
-
-
-def _layout(
-  shapes: Shapes, what: str, like: Mapping[str, Any] | None = None, config: Any = None
-) -> dict[str, Source]:
-  """Returns our key -> where its array lies, where names and shapes are those of such a network."""
-  wanted = None if like is None else _single(_flat(like))
-  keys = keys_of(shapes, what) if wanted is None else tuple(wanted)
-  table = sources(keys)
-  names = {source.name for source in table.values()}
-  if wanted is not None and (own := family_of(names, "the network")) != (
-    theirs := family_of(shapes, what)
-  ):
-    raise ValueError(f"{what} is of a {theirs}, and the network is a {own}.")
-  _check_names(names, shapes, what, is_ours=wanted is not None)
-  for key, source in table.items():
-    shape = shapes[source.name]
-    if source.kernel and len(shape) not in (2, 4) or source.parts > 1 and shape[0] % source.parts:
-      raise ValueError(f"{what}: {source.name!r} has shape {shape}, which no such network has.")
-    if wanted is not None:
-      _check_shape(source, shape, tuple(wanted[key].shape), what)
-  if config is not None:
-    _check_window(shapes, config, what)
-  return table
-
-
-def _check_names(names: Collection[str], found: Collection[str], what: str, is_ours: bool) -> None:
-  """Refuses names that are missing, and those that are neither wanted nor derived."""
-  whose = "that the network takes" if is_ours else "of such a network"
-  if missing := sorted(set(names) - set(found)):
-    raise ValueError(
-      f"{what} lacks {len(missing)} of the {len(names)} names {whose}, such as {missing[0]!r}: it "
-      "is of another network, or of another size."
-    )
-  modules = {name.rpartition(".")[0] for name in names}
-  modules |= {module.rpartition(".")[0] for module in modules}
-  is_derived = lambda name: (
-    name.rpartition(".")[2] in DERIVED and name.rpartition(".")[0] in modules
-  )
-  if strange := sorted(name for name in set(found) - set(names) if not is_derived(name)):
-    raise ValueError(
-      f"{what} has {len(strange)} name{'s' * (len(strange) > 1)} beside those {whose}, such as "
-      f"{strange[0]!r}: it is of another network, or of another size."
-    )
-
-
-def _check_shape(
-  source: Source, shape: tuple[int, ...], ours: tuple[int, ...], what: str
-) -> None:  # fmt: skip
-  if source.shape(shape) == ours:
-    return
-  if source.name in _HEADS and source.shape(shape)[:-1] == ours[:-1]:
-    raise ValueError(
-      f"{what} has {shape[0]} classes, and the network {ours[-1]}: give the network {shape[0]} "
-      "(CLASSES). Images of fewer classes may train it."
-    )
-  if source.name == "pos_embed" and shape[-1] == ours[-1]:
-    raise ValueError(
-      f"{what} is of images of another size: it has positions of {shape[1]} tokens, and the "
-      f"network of {ours[1]}. Set image_size, patch and class_token of its config."
-    )
-  raise ValueError(
-    f"{what} is of another size: {source.name!r} has shape {shape}, which is {source.shape(shape)} "
-    f"here, and the network's is {ours}."
-  )
-
-
-def _check_window(shapes: Shapes, config: Any, what: str) -> None:
-  """Refuses another window or image size, where derived tensors tell of one."""
-  window = getattr(config, "window", None)
-  if window is None:
-    return
-  for name, shape in shapes.items():
-    stage = re.match(r"layers\.(\d+)\.blocks\.\d+\.(?:attn\.)?(\w+)$", name)
-    if stage is None or len(shape) < 3 or stage[2] not in ("relative_coords_table", "attn_mask"):
-      continue
-    side = config.sides[int(stage[1])]
-    mine = min(window, side)
-    if stage[2] == "relative_coords_table" and shape[1] != 2 * mine - 1:
-      raise ValueError(
-        f"{what} is of windows of {(shape[1] + 1) // 2}, and the network's are of {mine} (stage "
-        f"{stage[1]}): set window of its config."
-      )
-    if stage[2] == "attn_mask" and shape[0] != (side // mine) ** 2:
-      raise ValueError(
-        f"{what} is of images of another size: stage {stage[1]} has {shape[0]} windows, and "
-        f"{(side // mine) ** 2} in the network. Set image_size of its config."
-      )
-
-
-def _flat(variables: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns 'params/...' and 'batch_stats/...' -> leaf."""
-  kept = {key: variables[key] for key in ("params", "batch_stats") if key in variables}
-  return dict(flatten(kept))
-
-
-_STACK = "params/blocks/"
-
-
-def _single(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the leaves with a stack of blocks taken apart; leaves may be shapes."""
-  found: dict[str, Any] = {}
-  for key, x in flat.items():
-    if not key.startswith(_STACK):
-      found[key] = x
-      continue
-    for i in range(x.shape[0]):
-      part = x[i] if isinstance(x, np.ndarray) else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-      found[f"params/blocks_{i}/{key.removeprefix(_STACK)}"] = part
-  return found
-
-
-def _parts(key: str, shape: tuple[int, ...]) -> list[str]:
-  """Returns the keys of the single arrays that a key of the network holds, one for each block."""
-  if not key.startswith(_STACK):
-    return [key]
-  path = key.removeprefix(_STACK)
-  return [f"params/blocks_{i}/{path}" for i in range(shape[0])]
-
-
-# --- what is held -----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-  """The arrays of a network that tensors of timm's names hold.
-
-  Attributes:
-    leaves: our key, such as 'params/head/kernel' -> shape, dtype as stored.
-    array: key -> its values, in our layout, read now.
-  """
-
-  leaves: Mapping[str, tuple[tuple[int, ...], str]]
-  array: Callable[[str], np.ndarray]
-
-
-def _held(
-  told: Mapping[str, tuple[tuple[int, ...], str]],
-  tensor: Callable[[str], np.ndarray],
-  what: str,
-  like: Mapping[str, Any] | None,
-  config: Any,
-) -> Held:
-  """Holds tensors against a network, and returns its arrays; only biases of k are read.
-
-  Args:
-    told: timm's name -> shape, dtype.
-    tensor: timm's name -> its values.
-    what: says in an error what was looked at, such as the path of a file.
-    like: as in `from_timm`.
-    config: as in `from_timm`.
-  """
-  table = _layout({name: shape for name, (shape, _) in told.items()}, what, like, config)
-  wanted = None if like is None else _flat(like)
-  parts_of = lambda key: _parts(key, () if wanted is None else tuple(wanted[key].shape))
-  leaves: dict[str, tuple[tuple[int, ...], str]] = {}
-  for key in table if wanted is None else wanted:
-    parts = [table[part] for part in parts_of(key)]
-    for part in parts:
-      _check_dtype(key, told[part.name][1], wanted and wanted[key].dtype, what)
-    shape, dtype = told[parts[0].name]
-    stack = (len(parts),) if key.startswith(_STACK) else ()
-    leaves[key] = (*stack, *parts[0].shape(shape)), dtype
-  for name in told:
-    if name.endswith(".k_bias") and np.any(tensor(name)):
-      raise ValueError(f"{what}: {name!r} is not 0, and k has no bias in this network.")
-
-  def array(key: str) -> np.ndarray:
-    found = [table[part].take(tensor(table[part].name)) for part in parts_of(key)]
-    return np.stack(found) if key.startswith(_STACK) else np.array(found[0], order="C")
-
-  return Held(leaves, array)
-
-
-def _check_dtype(key: str, dtype: str, wanted: Any, what: str) -> None:
-  """Refuses what is not floating, and what the network's dtype cannot hold."""
-  try:
-    found = jnp.dtype(dtype)
-  except TypeError:  # one of the file's that numpy does not have
-    found = None
-  if found is None or not jnp.issubdtype(found, jnp.floating):
-    raise ValueError(f"{what}: {key!r} is {dtype}, and weights are floating.")
-  if wanted is not None and found.itemsize > np.dtype(wanted).itemsize:
-    raise ValueError(f"{what}: {key!r} is {dtype}, and the network takes {wanted}.")
-
-
-def _variables(held: Held, like: Mapping[str, Any] | None) -> dict[str, Any]:
-  """Returns a nested tree of all arrays, in dtypes as in `like`."""
   wanted = {} if like is None else _flat(like)
-  made = {key: held.array(key) for key in held.leaves}
-  return nested({k: x.astype(wanted[k].dtype) if k in wanted else x for k, x in made.items()})
-
-
-# --- files ------------------------------------------------------------------------------------
+  made = from_tensors(tensors, what, like, config)
+  return nested({k: np.asarray(x, wanted[k].dtype if k in wanted else None)
+                 for k, x in made.items()})  # fmt: skip
 
 
 def read(
@@ -327,27 +335,7 @@ def read(
   Raises:
     ValueError: it is pickled, damaged, or what `from_timm` refuses.
   """
-  return _variables(hold(path, like, config), like)
-
-
-def hold(
-  path: str | os.PathLike, like: Mapping[str, Any] | None = None, config: Any = None
-) -> Held:
-  """Reads the header of a safetensors file of timm's names; arrays are read when you ask for them.
-
-      hold("model.safetensors").array("params/head/kernel")
-
-  Args:
-    path: of the file.
-    like: as in `from_timm`.
-    config: as in `from_timm`.
-
-  Raises:
-    ValueError: as in `read`.
-  """
-  opened = safetensors_file.Opened(path)
-  told = {name: (shape, opened.dtypes[name]) for name, shape in opened.shapes.items()}
-  return _held(told, opened.array, repr(opened.path), like, config)
+  return from_timm(safetensors_file.Opened(path).tensors, like, config, repr(os.fspath(path)))
 
 
 def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
@@ -359,43 +347,4 @@ def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
     path: of the file, which must not be there.
     variables: as in `to_timm`.
   """
-  arrays = {key: np.asarray(x) for key, x in _flat(variables).items()}
-  leaves = {key: (x.shape, str(x.dtype)) for key, x in arrays.items()}
-  write_each(path, leaves, arrays.__getitem__)
-
-
-def write_each(
-  path: str | os.PathLike,
-  leaves: Mapping[str, tuple[tuple[int, ...], str]],
-  array: Callable[[str], np.ndarray],
-  seen: Callable[[str, int, np.ndarray], Any] = lambda name, first, rows: None,
-) -> None:
-  """Writes a new file, with one array of ours in memory at a time.
-
-  Args:
-    path: as in `write`.
-    leaves: key such as 'params/head/kernel' -> shape, numpy's name of the dtype.
-    array: key -> our array; each is asked for once.
-    seen: is told timm's name, the row that comes first, and rows of that tensor.
-  """
-  # Arrays of the right shapes that take no memory.
-  shapes = {
-    key: np.broadcast_to(np.zeros((), safetensors_file.dtype_of(dtype)), shape)
-    for key, (shape, dtype) in leaves.items()
-  }
-  table = _table(shapes)
-  header: dict[str, tuple[str, tuple[int, ...]]] = {}
-  for key, x in shapes.items():
-    for name, first, rows in _given(table, key, x):
-      length = max(header[name][1][0] if name in header else 0, first + len(rows))
-      header[name] = str(x.dtype), (length, *rows.shape[1:])
-  counted = _counted(header)
-  header |= dict.fromkeys(counted, ("int64", ()))
-  with safetensors_file.Writer(path, safetensors_file.in_order(header)) as writer:
-    for key in leaves:
-      for name, first, rows in _given(table, key, array(key)):
-        seen(name, first, rows)
-        writer.add(name, rows, first)
-      del rows  # or it would keep this array while the next one is read
-    for name in counted:
-      writer.add(name, np.zeros((), np.int64))
+  safetensors_file.write(path, to_tensors(_flat(variables)))
