@@ -102,7 +102,7 @@ clean:  ## remove caches and build output; the environment stays
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv-kauldron/.installed: constraints-kauldron.txt
+.venv-kauldron/.installed: setup.py constraints-kauldron.txt
 	$(PYTHON) -m venv .venv-kauldron
 	@echo "Installing into .venv-kauldron. This takes minutes."
 	@.venv-kauldron/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-kauldron.txt -e '.[kauldron]'
