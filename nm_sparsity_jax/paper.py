@@ -103,8 +103,8 @@ def find(table: str, row: str) -> Row:
       return found
   near = ", ".join(repr(one.name) for one in nearest(wanted, [*rows()[table].values()]))
   raise ValueError(
-    f"ROW={row!r} is no row of {table}; the nearest are {near}. `nm-sparsity rows {table}` lists "
-    "all"
+    f"no row of {table} is called ROW={row!r}; the nearest are {near}. `nm-sparsity rows {table}` "
+    "lists all"
   )
 
 

@@ -284,10 +284,12 @@ def test_what_a_row_sets_can_be_overridden():
 
 
 def test_a_wrong_row_is_answered_by_the_nearest():
-  said = "ROW='sr_ste 1:4' is no row of table12; the nearest are 'sr_ste 1:4 dense_steps=0', "
+  said = (
+    "no row of table12 is called ROW='sr_ste 1:4'; the nearest are 'sr_ste 1:4 dense_steps=0', "
+  )
   found = plan.plan(["gin_configs/paper/table12.gin"], ["ROW = 'sr_ste 1:4'"])
   (error,) = found["errors"]
-  assert error.startswith(said)
+  assert said in error
   (error,) = plan.plan(["gin_configs/paper/table12.gin"])["errors"]
   assert error.startswith("ROW is not set") and "nm-sparsity rows" in error
   with pytest.raises(ValueError, match="choose one of table2"):
