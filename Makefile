@@ -109,7 +109,7 @@ clean:  ## remove caches and build output; the environment stays
 	@touch $@
 
 # The stamp is written last, so an installation that was cut short is tried again.
-$(STAMP): setup.py $(wildcard nm_sparsity_jax/packed/native/*)
+$(STAMP): setup.py $(wildcard nm_sparsity_jax/core/packed/native/*)
 	@py=$(PY); [ -x $$py ] || py=$(PYTHON); \
 	command -v $$py >/dev/null || { \
 	  echo "error: no '$$py' here. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \

@@ -60,7 +60,7 @@ class BuildWithData(build_py):
 
 
 KERNELS = "libnm_sparsity.so"
-_NATIVE = "nm_sparsity_jax/packed/native"
+_NATIVE = "nm_sparsity_jax/core/packed/native"
 _X86 = platform.machine() in ("x86_64", "AMD64")
 _AVX2 = ["-mavx2", "-mfma"]
 _AVX512 = [*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))]
@@ -265,13 +265,14 @@ setuptools.setup(
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["nm_sparsity_jax*", "t5x_tasks*"]),
   package_data={
-    "nm_sparsity_jax": ["py.typed", "published.json", "*.gin"],
-    "nm_sparsity_jax.packed": ["table.json"],
-    "nm_sparsity_jax.report": ["page.html.jinja", "page.css"],
+    "nm_sparsity_jax": ["py.typed", "*.gin"],
+    "nm_sparsity_jax.runs": ["published.json"],
+    "nm_sparsity_jax.core.packed": ["table.json"],
+    "nm_sparsity_jax.analysis.report": ["page.html.jinja", "page.css"],
   },
   ext_modules=[
     setuptools.Extension(
-      "nm_sparsity_jax.packed.libnm_sparsity",
+      "nm_sparsity_jax.core.packed.libnm_sparsity",
       [f"{_NATIVE}/{name}" for name in _UNITS],
     )
   ],

@@ -37,13 +37,17 @@ def tree(shapes, kind, rows, values=None, keep=False):
   """
   import jax.numpy as jnp
 
-  from nm_sparsity_jax import deployed, packed
-  from nm_sparsity_jax.benches import layers
-  from nm_sparsity_jax.patterns import NM
-  from nm_sparsity_jax.trees import map_with_names
+  from nm_sparsity_jax.analysis.bench import layers
+  from nm_sparsity_jax.core import packed
+  from nm_sparsity_jax.core.patterns import NM
+  from nm_sparsity_jax.core.trees import map_with_names
+  from nm_sparsity_jax.deploy import inference_tree
 
   rng = np.random.default_rng(0)
-  chosen = () if kind == DENSE else deployed.decide(shapes, rules_of(kind)).of_network().packed
+  if kind == DENSE:
+    chosen = ()
+  else:
+    chosen = inference_tree.decide(shapes, rules_of(kind)).of_network().packed
 
   def one(path, x):
     if path in chosen:

@@ -19,10 +19,11 @@ import numpy as np
 import optax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.images import rebus
-from nm_sparsity_jax.local import optimizers
 from nm_sparsity_jax.models import vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
+from nm_sparsity_jax.runs import glue
+from nm_sparsity_jax.trainer import optimizers
+from nm_sparsity_jax.trainer.images import rebus
 
 
 class Sizes(NamedTuple):
@@ -276,7 +277,7 @@ def _mini_glue(config: str, split: str, rows: int, length: int):
   from t5x_tasks import mini
   from t5x_tasks.vocabulary import mini_words
 
-  words, task = mini_words(), nms.glue.TASKS[config]
+  words, task = mini_words(), glue.TASKS[config]
   x, y = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
   for i, row in enumerate(mini.make(config, split, {split.partition("_")[0]: rows})):
     text = [task.prefix, *(word for f in task.fields for word in (f"{f}:", row[f]))]

@@ -226,8 +226,8 @@ def packed_kib(pattern: str, task: str = TASK) -> tuple[float, float]:
   import _recipes_tasks
 
   import nm_sparsity_jax as nms
-  from nm_sparsity_jax import packed
-  from nm_sparsity_jax.groups import Groups
+  from nm_sparsity_jax.core import packed
+  from nm_sparsity_jax.core.groups import Groups
 
   net, n_m = _recipes_tasks.TASKS[task].sizes, nms.NM.parse(pattern)
   kernels = [(net.embed, net.mlp), (net.mlp, net.embed)] * net.layers

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.core.trees import flatten
 
 EXAMPLES = 16  # of a batch
 APART = 2**31 - 1  # folded into the key of training: no step of a run is that one

@@ -72,8 +72,8 @@ class Local:
   """The programs of the local runner."""
 
   def __init__(self, setting: Setting):
-    from nm_sparsity_jax.local.step import Model
     from nm_sparsity_jax.models.t5 import network
+    from nm_sparsity_jax.trainer.step import Model
 
     self.setting, self.tx = setting, optax.adafactor(1e-3)
     config = network.T5Config.t5_1_1(
@@ -102,7 +102,7 @@ class Local:
 
   def decode(self):
     """Returns the greedy decoding of a batch."""
-    from nm_sparsity_jax.workloads import decoding
+    from nm_sparsity_jax.trainer.workloads import decoding
 
     network: Any = self.model.workload.network
 
@@ -132,8 +132,8 @@ class T5X:
     import seqio
     from t5x import adafactor, decoding, models
 
-    from nm_sparsity_jax import t5x_adapter
-    from nm_sparsity_jax.t5x_adapter.ahead import Ahead
+    from nm_sparsity_jax.integrations import t5x as t5x_adapter
+    from nm_sparsity_jax.integrations.t5x.ahead import Ahead
 
     factors = adafactor.standard_logical_factor_rules()
     network = self._network(setting)

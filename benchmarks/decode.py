@@ -105,7 +105,7 @@ def searches(network, params, args):
   import jax
   import jax.numpy as jnp
 
-  from nm_sparsity_jax.workloads import decoding
+  from nm_sparsity_jax.trainer.workloads import decoding
 
   inputs = jnp.full((args.rows, args.inputs), 2, jnp.int32)
   run = jax.jit(
@@ -155,7 +155,7 @@ def parts(network, params, args):
 
 def read(network, params, args):
   """Returns part -> bytes of weights that a token cannot do without."""
-  from nm_sparsity_jax.trees import flatten
+  from nm_sparsity_jax.core.trees import flatten
 
   cfg, size = network.config, {path: _bytes(x) for path, x in flatten(params)}
   # Keys and values of the input are computed once a sequence.
@@ -235,8 +235,9 @@ def packed(network, params, args, pattern):
 
   kernels = dict.fromkeys(("ff", "q", "k", "v", "o"), pattern)
   rules = nms.configure.rules(kernels, recipe="sr_ste", sparse_steps=1)
-  tree, _ = nms.deployed.pack_tree(nms.finalize(params, rules, 1), rules)
-  return nms.deployed.prepare(tree, nms.deployed.rows_of(network.config, args.rows, args.inputs))
+  tree, _ = nms.inference_tree.pack_tree(nms.finalize(params, rules, 1), rules)
+  rows = nms.inference_tree.rows_of(network.config, args.rows, args.inputs)
+  return nms.inference_tree.prepare(tree, rows)
 
 
 def over_dense(network, params, args):
@@ -285,10 +286,10 @@ def bound(part, dense, own, spent):
 
 def peak(args):
   """Decodes with one kind of weights, and says what the process held at most."""
-  from nm_sparsity_jax import deployed
+  from nm_sparsity_jax.deploy import inference_tree
 
   network, shapes = shaped(args)
-  rows = deployed.rows_of(network.config, args.rows, args.inputs)
+  rows = inference_tree.rows_of(network.config, args.rows, args.inputs)
   params = _memory.tree(shapes, args.peak, rows)
   searches(network, params, args)[args.steps]()
 

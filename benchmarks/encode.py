@@ -3,7 +3,7 @@
     python benchmarks/encode.py                                  # ViT-L/16, 24 layers, one core
     python benchmarks/encode.py --layers 4 --patterns 1:4 --values int8
 
-Feed-forward and attention kernels are packed; patches, norms and head stay dense. `nms.benches`
+Feed-forward and attention kernels are packed; patches, norms and head stay dense. `nms.bench`
 measures: dense and packed weights take turns in one process on one pinned core, and a figure is a
 median. The peak is the resident memory of a process that has weights of one kind alone, and runs
 them: interpreter, XLA and compilation are in it.
@@ -52,10 +52,10 @@ def peak(args):
   """Runs one kind of weights, and says what the process held at most."""
   import jax
 
-  from nm_sparsity_jax import deployed
+  from nm_sparsity_jax.deploy import inference_tree
 
   network, shapes, images = network_of(args)
-  rows = deployed.rows_of(network.config, args.batch)
+  rows = inference_tree.rows_of(network.config, args.batch)
   params = _memory.tree(shapes, args.peak, rows, args.values)
   run = jax.jit(functools.partial(network.apply, train=False))
   for _ in range(2):
@@ -65,17 +65,18 @@ def peak(args):
 
 def measured(args):
   """Yields a row for dense weights and one for each pattern."""
-  from nm_sparsity_jax import benches, deployed
+  from nm_sparsity_jax.analysis import bench
+  from nm_sparsity_jax.deploy import inference_tree
 
   network, shapes, _ = network_of(args)
-  rows = deployed.rows_of(network.config, args.batch)
+  rows = inference_tree.rows_of(network.config, args.batch)
   same = ["--layers", str(args.layers), "--batch", str(args.batch), "--core", str(args.core)]
   same += ["--values", args.values] if args.values else []
   held = lambda kind: round(_memory.most(__file__, "--peak", kind, *same) / 1e6)
   is_first = True
   for pattern in args.patterns:
     tree = _memory.tree(shapes, pattern, rows, args.values, keep=True)
-    found = benches.bench(network, tree, batch=args.batch, turns=args.turns)
+    found = bench.bench(network, tree, batch=args.batch, turns=args.turns)
     (whole,) = found.wholes
     if is_first:
       is_first = False

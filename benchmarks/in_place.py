@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import optax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import topology
-from nm_sparsity_jax.compiled import account
+from nm_sparsity_jax.analysis import topology
+from nm_sparsity_jax.analysis.compiled import account
 from nm_sparsity_jax.models import t5 as t5_model
 from nm_sparsity_jax.models import vit as vit_model
 

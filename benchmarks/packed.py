@@ -50,9 +50,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax import packed
-from nm_sparsity_jax.packed import cpu
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core import packed
+from nm_sparsity_jax.core.packed import cpu
+from nm_sparsity_jax.core.patterns import NM
 
 
 def sparse(rng, depth, features, pattern):

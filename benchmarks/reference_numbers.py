@@ -45,7 +45,8 @@ import orbax.checkpoint as ocp
 import t5x_found
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, flops
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.training import flops
 
 # A regular expression of names -> (reason, largest difference).
 ACCEPTED = {
@@ -194,7 +195,7 @@ def of_masks():
 
 def of_flops():
   from nm_sparsity_jax.models import vit
-  from nm_sparsity_jax.workloads.vision import Images
+  from nm_sparsity_jax.trainer.workloads.vision import Images
 
   price = lambda cost, *words: cost.select(*words).flops
   dense = Images(vit.ViT(vit.config("vit_b16", class_token=False)), None).cost()

@@ -60,7 +60,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.trees import map_with_names
+from nm_sparsity_jax.core.trees import map_with_names
 
 warnings.simplefilter("ignore")  # TensorFlow, seqio and clu warn on their own account
 import functools
@@ -70,7 +70,7 @@ from absl import logging
 from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, utils
 from t5x.examples.t5 import network as t5x_network
 
-from nm_sparsity_jax import t5x_adapter
+from nm_sparsity_jax.integrations import t5x as t5x_adapter
 from nm_sparsity_jax.models.t5 import network
 
 logging.set_verbosity(logging.ERROR)  # how Adafactor factors

@@ -28,8 +28,8 @@ metrics the program of a sampled step before the update, over the dense train st
 A compile time is processor time. Others on the machine make it longer, so let dense and recipes
 take turns, each in a process of its own (--more): the least of the turns counts.
 
-`nm_sparsity_jax.compiled` counts what XLA's own analysis leaves out: the trips of a loop after the
-first, and the bytes of Pallas kernels. One process at a time can hold libtpu.
+`nm_sparsity_jax.analysis.compiled` counts what XLA's own analysis leaves out: the trips of a
+loop after the first, and the bytes of Pallas kernels. One process at a time can hold libtpu.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import installed, topology
-from nm_sparsity_jax.compiled import account as account_of
+from nm_sparsity_jax.analysis import topology
+from nm_sparsity_jax.analysis.compiled import account as account_of
+from nm_sparsity_jax.core import installed
 
 COMMAND = "python " + " ".join(sys.argv)
 EVERY = "sr_ste,mdgf_linear,mdgf_exponential,sdgf_stepwise,sdgf_geometric,one_shot,snip,idp"

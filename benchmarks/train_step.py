@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import optax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import gradients, trees
+from nm_sparsity_jax.core import gradients, trees
 
 TOTAL = 1000
 

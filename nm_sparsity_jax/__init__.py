@@ -9,71 +9,83 @@ from typing import TYPE_CHECKING, Any
 from nm_sparsity_jax._version import __version__
 
 _HOME = {
-  "NM": "patterns",
-  "nm_mask": "masks",
-  "Phases": "schedules",
+  "NM": "core.patterns",
+  "nm_mask": "core.masks",
+  "Phases": "core.schedules",
   "Recipe": "recipes",
   "recipe": "recipes",
-  "Rules": "rules",
-  "init_state": "stored",
-  "update_state": "stored",
-  "sparsify": "apply",
-  "finalize": "apply",
-  "verify": "apply",
-  "sparse": "transform",
-  "dense_params": "transform",
-  "sr_ste": "optim",
-  "count_steps": "optim",
-  "step_count": "optim",
+  "Rules": "training.rules",
+  "init_state": "training.stored",
+  "update_state": "training.stored",
+  "sparsify": "training.apply",
+  "finalize": "training.apply",
+  "verify": "training.apply",
+  "sparse": "training.transform",
+  "dense_params": "training.transform",
+  "sr_ste": "training.optim",
+  "count_steps": "training.optim",
+  "step_count": "training.optim",
 }
-_MODULES = (
-    "apply", "benches", "configure", "deployed", "environment", "flops", "gradients", "groups",
-    "layers", "masks", "metrics", "optim", "packed", "patterns", "plan", "recipes", "report",
-    "roles", "rules", "runs", "schedules", "scores", "stored", "sweep", "workloads",
-)  # fmt: skip
+_MODULES = {
+  "apply": "training.apply",
+  "bench": "analysis.bench",
+  "configure": "training.configure",
+  "environment": "cli.environment",
+  "flops": "training.flops",
+  "gradients": "core.gradients",
+  "groups": "core.groups",
+  "inference_tree": "deploy.inference_tree",
+  "layers": "training.layers",
+  "masks": "core.masks",
+  "metrics": "training.metrics",
+  "optim": "training.optim",
+  "packed": "core.packed",
+  "patterns": "core.patterns",
+  "plan": "analysis.plan",
+  "recipes": "recipes",
+  "report": "analysis.report",
+  "roles": "training.roles",
+  "rules": "training.rules",
+  "runs": "runs",
+  "schedules": "core.schedules",
+  "scores": "analysis.scores",
+  "stored": "training.stored",
+  "sweep": "analysis.sweep",
+  "workloads": "trainer.workloads",
+}
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to the table
-  from nm_sparsity_jax import (
+  from nm_sparsity_jax import recipes, runs
+  from nm_sparsity_jax.analysis import bench, plan, report, scores, sweep
+  from nm_sparsity_jax.cli import environment
+  from nm_sparsity_jax.core import gradients, groups, masks, packed, patterns, schedules
+  from nm_sparsity_jax.core.masks import nm_mask
+  from nm_sparsity_jax.core.patterns import NM
+  from nm_sparsity_jax.core.schedules import Phases
+  from nm_sparsity_jax.deploy import inference_tree
+  from nm_sparsity_jax.recipes import Recipe, recipe
+  from nm_sparsity_jax.trainer import workloads
+  from nm_sparsity_jax.training import (
     apply,
-    benches,
     configure,
-    deployed,
-    environment,
     flops,
-    gradients,
-    groups,
     layers,
-    masks,
     metrics,
     optim,
-    packed,
-    patterns,
-    plan,
-    recipes,
-    report,
     roles,
     rules,
-    runs,
-    schedules,
-    scores,
     stored,
-    sweep,
-    workloads,
   )
-  from nm_sparsity_jax.apply import finalize, sparsify, verify
-  from nm_sparsity_jax.masks import nm_mask
-  from nm_sparsity_jax.optim import count_steps, sr_ste, step_count
-  from nm_sparsity_jax.patterns import NM
-  from nm_sparsity_jax.recipes import Recipe, recipe
-  from nm_sparsity_jax.rules import Rules
-  from nm_sparsity_jax.schedules import Phases
-  from nm_sparsity_jax.stored import init_state, update_state
-  from nm_sparsity_jax.transform import dense_params, sparse
+  from nm_sparsity_jax.training.apply import finalize, sparsify, verify
+  from nm_sparsity_jax.training.optim import count_steps, sr_ste, step_count
+  from nm_sparsity_jax.training.rules import Rules
+  from nm_sparsity_jax.training.stored import init_state, update_state
+  from nm_sparsity_jax.training.transform import dense_params, sparse
 
 __all__ = [
-    "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "benches", "configure",
-    "count_steps", "dense_params", "deployed", "environment", "finalize", "flops", "gradients",
-    "groups", "init_state", "layers", "masks", "metrics", "nm_mask", "optim", "packed",
+    "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "bench", "configure",
+    "count_steps", "dense_params", "environment", "finalize", "flops", "gradients", "groups",
+    "inference_tree", "init_state", "layers", "masks", "metrics", "nm_mask", "optim", "packed",
     "patterns", "plan", "recipe", "recipes", "report", "roles", "rules", "runs", "schedules",
     "scores", "sparse", "sparsify", "sr_ste", "step_count", "stored", "sweep", "update_state",
     "verify", "workloads",
@@ -82,7 +94,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
   if name in _MODULES:
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{_MODULES[name]}")
   if name in _HOME:
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value

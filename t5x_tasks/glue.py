@@ -5,8 +5,8 @@
       -> ids, the end appended                                       seqio
       -> label or -1 -> f1, accuracy                                 [metrics]
 
-`nm_sparsity_jax.glue.TASKS` says what each config is. `idx` passes through, and so do the texts, as
-`inputs_pretokenized` and `targets_pretokenized`.
+`nm_sparsity_jax.runs.glue.TASKS` says what each config is. `idx` passes through, and so do the
+texts, as `inputs_pretokenized` and `targets_pretokenized`.
 
 Reference: Raffel et al., JMLR 2020, arXiv:1910.10683, appendix D.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 import seqio
 import tensorflow as tf
 
-from nm_sparsity_jax import glue
+from nm_sparsity_jax.runs import glue
 from t5x_tasks import metrics, mini, registry, sources
 from t5x_tasks.vocabulary import mini_words
 

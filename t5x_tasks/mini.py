@@ -29,7 +29,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from nm_sparsity_jax import glue
+from nm_sparsity_jax.runs import glue
 
 T = TypeVar("T")
 

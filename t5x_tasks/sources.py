@@ -32,7 +32,7 @@ import seqio
 import tensorflow as tf
 from absl import logging
 
-from nm_sparsity_jax import glue
+from nm_sparsity_jax.runs import glue
 
 Columns = Mapping[str, np.ndarray]
 

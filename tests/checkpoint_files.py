@@ -5,7 +5,7 @@ import pathlib
 import jax
 import numpy as np
 
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.core.trees import flatten
 
 
 def load(checkpoint):

@@ -106,5 +106,5 @@ def pytest_runtest_call(item):
 @pytest.fixture(autouse=True)
 def as_in_a_new_process():
   """Warnings that were given are forgotten."""
-  if module := sys.modules.get("nm_sparsity_jax.errors"):
+  if module := sys.modules.get("nm_sparsity_jax.core.errors"):
     module.forget_warnings()

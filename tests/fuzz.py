@@ -132,7 +132,7 @@ def packed_readers(home: pathlib.Path) -> dict[str, Reader]:
   import test_packed_file as packed
 
   from nm_sparsity_jax import cli
-  from nm_sparsity_jax.trees import nested
+  from nm_sparsity_jax.core.trees import nested
 
   def read(folder: pathlib.Path) -> int:
     try:
@@ -143,7 +143,7 @@ def packed_readers(home: pathlib.Path) -> dict[str, Reader]:
     return 0
 
   # A remark on padding is a line of its own.
-  logging.getLogger("nm_sparsity_jax.places").setLevel(logging.ERROR)
+  logging.getLogger("nm_sparsity_jax.training.sites").setLevel(logging.ERROR)
 
   def verify(folder: pathlib.Path) -> int:
     return cli.main(["verify", str(folder / "a.safetensors")])
@@ -163,7 +163,8 @@ def readers(home: pathlib.Path) -> dict[str, Reader]:
   sys.path.insert(0, str(HERE))
   import test_hostile
 
-  from nm_sparsity_jax import cli, gin_files
+  from nm_sparsity_jax import cli
+  from nm_sparsity_jax.integrations import gin_files
 
   def command(*argv: str) -> Callable[[pathlib.Path], int]:
     return lambda folder: cli.main([word.replace("HERE", str(folder)) for word in argv])

@@ -41,8 +41,8 @@ def value(macro):
 
 def summary(found, macro):
   """A text or a dict that JSON can hold."""
-  from nm_sparsity_jax import configure
-  from nm_sparsity_jax.rules import Rules
+  from nm_sparsity_jax.training import configure
+  from nm_sparsity_jax.training.rules import Rules
 
   if isinstance(found, Rules):
     return configure.describe(found)
@@ -76,7 +76,8 @@ def _model(model):
   import numpy as np
   from t5x import adafactor
 
-  from nm_sparsity_jax import configure, t5x_adapter
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
+  from nm_sparsity_jax.training import configure
 
   optimizer = model.optimizer_def
   out = {

@@ -28,7 +28,7 @@ def why_not() -> str:
   """Why Kauldron's tests cannot run here; empty where they can."""
   if (found := python()) is None:
     return f"no Python with Kauldron is here: {HOW}"
-  code = "from nm_sparsity_jax.kauldron_adapter import release; release.require()"
+  code = "from nm_sparsity_jax.integrations.kauldron import release; release.require()"
   env = {**os.environ, "PYTHONPATH": str(ROOT)}
   done = subprocess.run([found, "-c", code], capture_output=True, text=True, env=env, check=False)
   return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""

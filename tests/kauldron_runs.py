@@ -10,8 +10,8 @@ import optax
 from kauldron import kd, konfig, kontext
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import kauldron_adapter
-from nm_sparsity_jax.kauldron_adapter import launch
+from nm_sparsity_jax.integrations import kauldron as kauldron_adapter
+from nm_sparsity_jax.integrations.kauldron import launch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ with konfig.imports():
   from kauldron import kd
 
   import nm_sparsity_jax as nms
-  from nm_sparsity_jax import kauldron_adapter
+  from nm_sparsity_jax.integrations import kauldron as kauldron_adapter
 
 
 def get_config():

@@ -20,10 +20,10 @@ import pytest
 import t5x_found
 from flax import nnx
 
-from nm_sparsity_jax import layers
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.training import layers
 
 KEY = jax.random.key(0)
 

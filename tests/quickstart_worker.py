@@ -12,9 +12,10 @@ import sys
 
 def main():
   gc.disable()  # a fifth of the time of importing
-  from nm_sparsity_jax import cli, quickstart
-  from nm_sparsity_jax.local import data, reports, train  # noqa: F401 (starts no backend)
+  from nm_sparsity_jax import cli
+  from nm_sparsity_jax.cli import quickstart_steps
   from nm_sparsity_jax.models.t5 import T5Config
+  from nm_sparsity_jax.trainer import data, reports, train  # noqa: F401 (starts no backend)
 
   data.import_seqio("t5x_tasks")
   import t5x_tasks
@@ -24,14 +25,14 @@ def main():
   of_size = T5Config._of_size.__func__
   T5Config._of_size = classmethod(lambda *args: of_size(*args[:3], args[3] | small))
   t5x_tasks.register_mini(rows={"train": 256, "validation": 64})
-  quickstart._EVALUATIONS = 2
+  quickstart_steps._EVALUATIONS = 2
 
   def run(folder, argv, stop):
     os.chdir(folder)
     said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
-    quickstart.RECIPES = ("sdgf_stepwise",)
+    quickstart_steps.RECIPES = ("sdgf_stepwise",)
     show = reports.Progress.show
 
     def show_and_stop(self, step, *rest):

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import metrics, recipes
-from nm_sparsity_jax.groups import Groups
-from nm_sparsity_jax.places import Place
+from nm_sparsity_jax import recipes
+from nm_sparsity_jax.core.groups import Groups
+from nm_sparsity_jax.training import metrics
+from nm_sparsity_jax.training.sites import Place
 
 # 4 dense steps, 12 sparsify steps, 4 fine-tune steps. 2:8 walks through 7, 4 and 2 of 8.
 PHASES = nms.Phases(total=20, dense=4, finetune=4)

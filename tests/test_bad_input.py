@@ -8,8 +8,10 @@ import pytest
 import test_own_recipe
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, roles, workloads
+from nm_sparsity_jax import cli
 from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.trainer import workloads
+from nm_sparsity_jax.training import roles
 
 RULES = nms.Rules({"ff": nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=9))})
 
@@ -52,7 +54,7 @@ def test_in_python(word, do):
 
 MODULES = {
   "half_a_workload": (
-    "from nm_sparsity_jax.workloads import Workload\nclass Half(Workload):\n"
+    "from nm_sparsity_jax.trainer.workloads import Workload\nclass Half(Workload):\n"
     "  def init(self, rng): ...\n"
   ),
   "a_sparse_optimizer": (
@@ -62,7 +64,7 @@ MODULES = {
   ),
   "taken_recipe": test_own_recipe.RECIPE.replace('"soft"', '"sr_ste"').replace("Soft", "Mine"),
   "role_twice": (
-    "from nm_sparsity_jax import roles\n"
+    "from nm_sparsity_jax.training import roles\n"
     "roles.register(roles.Family(name='mine', roles={'encoder': '.*'}))\n"
   ),
 }

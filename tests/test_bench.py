@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import benches, unscanned
-from nm_sparsity_jax.benches import layers, measuring, networks, results, timing
+from nm_sparsity_jax.analysis import bench as benches
+from nm_sparsity_jax.analysis.bench import layers, measuring, networks, results, timing
+from nm_sparsity_jax.core.packed import cpu
+from nm_sparsity_jax.deploy import unstack_layers
 from nm_sparsity_jax.models import swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
-from nm_sparsity_jax.packed import cpu
 
 PHASES = nms.Phases(total=1)
 
@@ -333,8 +334,8 @@ def test_a_packed_tree_needs_no_rules_and_a_kernel_that_is_not_nm_is_named():
       bench(params, rules_of(), **{name: value})
   with pytest.raises(ValueError, match="backend 'cublas' is unknown: take one of auto"):
     bench(params, rules_of(), backend="cublas")
-  tree, _ = unscanned.unstacked(params, network.config)
-  tree, _ = nms.deployed.pack_tree(tree, rules_of())
+  tree, _ = unstack_layers.unstacked(params, network.config)
+  tree, _ = nms.inference_tree.pack_tree(tree, rules_of())
   with pytest.raises(ValueError, match="object: nobody knows what to feed it"):
     benches.bench(object(), tree, turns=3)
 

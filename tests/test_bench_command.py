@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.packed import cpu
+from nm_sparsity_jax.core.packed import cpu
 
 # --- products alone -------------------------------------------------------------------------------
 

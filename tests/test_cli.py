@@ -16,7 +16,7 @@ import pytest
 
 import nm_sparsity_jax
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.gin_files import folders
+from nm_sparsity_jax.integrations.gin_files import folders
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Compiling takes half a minute: tests/test_packed_native.py does it.
@@ -73,7 +73,7 @@ def test_help_names_each_kind_that_is_taken(name, kinds, capsys):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_each_command_is_a_module_that_is_there(name, capsys):
-  module = importlib.import_module(f"nm_sparsity_jax.commands.{cli.COMMANDS[name][0]}")
+  module = importlib.import_module(f"nm_sparsity_jax.cli.{cli.COMMANDS[name][0]}")
   module.add_arguments(argparse.ArgumentParser())
   assert callable(module.run)
   with pytest.raises(SystemExit) as e:
@@ -210,8 +210,8 @@ def test_gin_path_of_a_wheel(built, tmp_path):
   assert gin_path_of(site) == site / "nm_sparsity_jax"
   script = (site / "bin/nm-sparsity").read_text()
   assert "nm_sparsity_jax.cli" in script
-  assert (site / "nm_sparsity_jax/published.json").is_file()
-  assert {file.name for file in (site / "nm_sparsity_jax/report").glob("page.*")} == {
+  assert (site / "nm_sparsity_jax/runs/published.json").is_file()
+  assert {file.name for file in (site / "nm_sparsity_jax/analysis/report").glob("page.*")} == {
     "page.py", "page.html.jinja", "page.css",
   }  # fmt: skip
   assert all((site / "nm_sparsity_jax/gin_configs" / p.relative_to(ROOT / "gin_configs")).is_file()

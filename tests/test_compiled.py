@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from nm_sparsity_jax import compiled
-from nm_sparsity_jax.compiled import account
+from nm_sparsity_jax.analysis import compiled
+from nm_sparsity_jax.analysis.compiled import account
 
 X = jnp.ones((64, 64))
 PRODUCT = 2 * 64**3  # FLOPs

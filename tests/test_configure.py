@@ -6,8 +6,8 @@ import doctest
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import configure
 from nm_sparsity_jax.recipes import RECIPES
+from nm_sparsity_jax.training import configure
 
 CUSTOM = {"path": ((0, "2:4", 1.0), (5, "1:4", 0.5))}
 PHASES = nms.Phases(total=20, dense=0, finetune=4)

@@ -73,7 +73,7 @@ def test_a_newcomer_adds_a_recipe_a_role_and_a_command(tmp_path):
 
   written = modules(said)
   assert [name for name, _ in written] == [
-    "nm_sparsity_jax/recipes/yours.py", "nm_sparsity_jax/commands/yours.py"
+    "nm_sparsity_jax/recipes/yours.py", "nm_sparsity_jax/cli/yours.py"
   ]  # fmt: skip
   for name, code in written:
     assert not (tmp_path / name).exists()

@@ -17,7 +17,7 @@ import timm_found
 import vision_reference
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.weights import safetensors_file
+from nm_sparsity_jax.deploy import safetensors_file
 
 PACKAGES = ("torch", "coremltools", "transformers", "timm")
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import deployed, layers, unscanned
-from nm_sparsity_jax import packed as packing
+from nm_sparsity_jax.core import packed as packing
+from nm_sparsity_jax.core.packed import choice, cpu
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.deploy import inference_tree, unstack_layers
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.models.t5.layers import SplitDenseGeneral
-from nm_sparsity_jax.packed import choice, cpu
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.workloads import decoding
-from nm_sparsity_jax.workloads.t5 import T5
-from nm_sparsity_jax.workloads.vision import Images
+from nm_sparsity_jax.trainer.workloads import decoding
+from nm_sparsity_jax.trainer.workloads.t5 import T5
+from nm_sparsity_jax.trainer.workloads.vision import Images
+from nm_sparsity_jax.training import layers
 
 PHASES = nms.Phases(total=1)
 
@@ -56,7 +57,7 @@ def test_what_is_packed_and_why_not():
     },
     axes={"out/kernel": 1, "table/.*": 0, "conv/kernel": 2},
   )
-  found = deployed.decide(shapes, rules)
+  found = inference_tree.decide(shapes, rules)
   assert list(found.packed) == ["a/kernel", "conv/kernel"]
   assert found.packed["a/kernel"].groups.axes == (0,)
   assert [bool(found.in_network(path)) for path in found.packed] == [False, True]
@@ -70,20 +71,20 @@ def test_what_is_packed_and_why_not():
   }
   assert "with zeros, 4:4 keeps every weight: all/kernel" in str(found)
   assert "with zeros, no rule makes it sparse: a/bias, off/kernel" in str(found)
-  assert deployed.decide(shapes, rules, "int8").dtypes["a/kernel"] == "int8"
+  assert inference_tree.decide(shapes, rules, "int8").dtypes["a/kernel"] == "int8"
 
 
 def test_a_dtype_that_no_packed_weight_has_is_refused():
   rules = nms.Rules({"a/kernel": one_shot("1:4")})
   with pytest.raises(ValueError, match=r"dtype='int4': packed values are float32, bfloat16"):
-    deployed.decide({"a": {"kernel": shape(16, 8)}}, rules, "int4")
+    inference_tree.decide({"a": {"kernel": shape(16, 8)}}, rules, "int4")
 
 
 def test_levels_of_structure_are_packed_by_the_last_one():
   rules = nms.Rules(
     {"a/kernel": nms.recipe("sdgf_stepwise", pattern="1:8", phases=nms.Phases(total=9))}
   )
-  found = deployed.decide({"a": {"kernel": np.zeros((16, 8), np.float32)}}, rules)
+  found = inference_tree.decide({"a": {"kernel": np.zeros((16, 8), np.float32)}}, rules)
   assert str(found.packed["a/kernel"].pattern) == "1:8"
 
 
@@ -198,7 +199,7 @@ def t5():
   shapes = jax.eval_shape(init, jax.random.key(0))
   rules, params = PLACES.with_logical_axes(shapes["params_axes"]), hashed(shapes["params"])
   params = jax.tree.map(np.asarray, nms.finalize(params, rules, 0, early=True))
-  tree, plain = deployed.unstacked(params, config)
+  tree, plain = inference_tree.unstacked(params, config)
   return network, params, Transformer(plain), tree
 
 
@@ -233,8 +234,8 @@ def finalized_t5(function):
 def packed_t5(function, backend, dtype=None):
   """What the packed one computes."""
   *_, network, tree = t5()
-  params = deployed.prepare(deployed.pack_tree(tree, PLACES, dtype)[0], 3, backend)
-  assert deployed.is_packed(params)
+  params = inference_tree.prepare(inference_tree.pack_tree(tree, PLACES, dtype)[0], 3, backend)
+  assert inference_tree.is_packed(params)
   return jax.jit(functools.partial(function, network))(params)
 
 
@@ -251,7 +252,7 @@ def test_a_packed_t5_says_what_the_finalized_one_says(run, backend):
 def test_a_decode_loop_copies_no_packed_kernel(monkeypatch):
   monkeypatch.setattr(choice, "best", lambda *args, **kwargs: "cpu_ffi")
   *_, network, tree = t5()
-  params = deployed.prepare(deployed.pack_tree(tree, PLACES)[0], 3, "cpu_ffi")
+  params = inference_tree.prepare(inference_tree.pack_tree(tree, PLACES)[0], 3, "cpu_ffi")
   search = jax.jit(functools.partial(teacher_and_greedy, network))
   text = search.lower(params).compile().as_text()
   made = dict(re.findall(r"^\s*(?:ROOT )?%(\S+) = \S+ ([\w-]+)\(", text, re.MULTILINE))
@@ -275,9 +276,9 @@ def test_int8_costs_little(monkeypatch):
 
 def test_a_tree_is_restored():
   *_, tree = t5()
-  packed, report = deployed.pack_tree(tree, PLACES)
+  packed, report = inference_tree.pack_tree(tree, PLACES)
   assert len(report.sizes) == 2 * 3 + 3 + 3
-  restored = dict(flatten(deployed.unpack_tree(packed)))
+  restored = dict(flatten(inference_tree.unpack_tree(packed)))
   for path, w in flatten(tree):
     np.testing.assert_array_equal(restored[path], w, err_msg=path)
 
@@ -307,10 +308,10 @@ def test_a_packed_vit_sees_what_the_finalized_one_sees(backend):
   shapes = jax.eval_shape(network.init, jax.random.key(0), images)["params"]
   rules = PLACES.with_axes({"blocks/.*": 1})
   params = nms.finalize(hashed(shapes, 0.1), rules, 0, early=True)
-  tree, plain = deployed.unstacked(params, config)
-  packed, report = deployed.pack_tree(tree, PLACES)
+  tree, plain = inference_tree.unstacked(params, config)
+  packed, report = inference_tree.pack_tree(tree, PLACES)
   assert len(report.sizes) == 4
-  prepared = deployed.prepare(packed, deployed.rows_of(plain, batch=3), backend)
+  prepared = inference_tree.prepare(packed, inference_tree.rows_of(plain, batch=3), backend)
   due, got = said_of(network, params, images), said_of(vit.ViT(plain), prepared, images)
   jax.tree.map(close, got, due)
 
@@ -325,7 +326,7 @@ def test_other_networks_take_packed_kernels(name):
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), variables)
   every = {"swin": ("ff", "qkv", "o", "merge"), "resnet": ("conv", "head")}[name]
   rules = nms.Rules({place: one_shot("1:4") for place in every})
-  tree, report = deployed.pack_tree(zeros["params"], rules)
+  tree, report = inference_tree.pack_tree(zeros["params"], rules)
   assert len(report.sizes) == {"swin": 4 * 6 + 2, "resnet": 1}[name]
   apply = lambda tree: network.apply({**zeros, "params": tree}, images)
   assert jax.eval_shape(apply, tree).shape == (2, 10)
@@ -337,13 +338,13 @@ def test_other_networks_take_packed_kernels(name):
 def test_a_stack_is_taken_apart():
   config = vit.ViTConfig(scan=True)
   w, table = np.arange(24.0).reshape(2, 3, 4), np.ones(3)
-  tree, plain = deployed.unstacked({"blocks": {"fc1": {"kernel": w}}, "norm": table}, config)
+  tree, plain = inference_tree.unstacked({"blocks": {"fc1": {"kernel": w}}, "norm": table}, config)
   assert not plain.scan and tree["norm"] is table
   np.testing.assert_array_equal(tree["blocks_1"]["fc1"]["kernel"], w[1])
   shapes = {"blocks": {"fc1": {"kernel": shape(2, 3, 4)}}}
-  told, _ = deployed.unstacked(shapes, config)
+  told, _ = inference_tree.unstacked(shapes, config)
   assert told["blocks_1"]["fc1"]["kernel"].shape == (3, 4)
-  assert deployed.unstacked(shapes, None) == (shapes, None)
+  assert inference_tree.unstacked(shapes, None) == (shapes, None)
 
 
 # --- trees ----------------------------------------------------------------------------------------
@@ -353,12 +354,12 @@ def test_a_report_says_what_was_packed_and_what_it_saves():
   w = weight(1, 16, 8)
   w[0] = -0.0
   tree = {"a": {"kernel": w, "bias": np.zeros(8, np.float32)}}
-  packed, report = deployed.pack_tree(tree, RULES_OF_A)
+  packed, report = inference_tree.pack_tree(tree, RULES_OF_A)
   assert report.sizes["a/kernel"].dense == 512 and report.sizes["a/kernel"].total == 136
   assert report.total == 136 + 32 and report.zeros == 512 + 32
   assert "a/kernel  1:4" in str(report) and "in all 168 bytes, and 544 with zeros" in str(report)
   assert jax.tree.leaves(packed["a"]["bias"])[0] is tree["a"]["bias"]
-  narrow = deployed.pack_tree(tree, RULES_OF_A, "int8")[1]
+  narrow = inference_tree.pack_tree(tree, RULES_OF_A, "int8")[1]
   assert (narrow.sizes["a/kernel"].total, narrow.sizes["a/kernel"].dense) == (72, 512)
 
 
@@ -368,45 +369,45 @@ RULES_OF_A = nms.Rules({"a/kernel": one_shot("1:4")})
 def test_a_tree_that_is_not_n_m_names_the_kernel():
   tree = {"a": {"kernel": np.ones((16, 8), np.float32)}}
   with pytest.raises(ValueError, match=r"'a/kernel' is not 1:4 along axis 0: 4 of the 4"):
-    deployed.pack_tree(tree, RULES_OF_A)
+    inference_tree.pack_tree(tree, RULES_OF_A)
 
 
 def test_a_convolution_keeps_its_zeros_in_a_network():
   w = np.zeros((3, 3, 16, 8), np.float32)
   rules = nms.Rules({"a/kernel": one_shot("1:4")}, axes={"a/kernel": 2})
-  packed, report = deployed.pack_tree({"a": {"kernel": w}}, rules)
+  packed, report = inference_tree.pack_tree({"a": {"kernel": w}}, rules)
   assert packed["a"]["kernel"] is w
-  assert report.dense == {"a/kernel": deployed.ZEROS}
+  assert report.dense == {"a/kernel": inference_tree.ZEROS}
 
 
 def test_prepare_unpacks_where_a_dense_product_is_faster(monkeypatch):
   monkeypatch.setattr(choice, "best", lambda packed, batch, dense: "dense" if dense else "unpack")
-  tree, _ = deployed.pack_tree({"a": {"kernel": weight(1, 16, 8)}}, RULES_OF_A)
-  assert isinstance(deployed.prepare(tree, 4)["a"]["kernel"], jax.Array)
-  assert deployed.is_packed(deployed.prepare(tree, 4, memory=True))
+  tree, _ = inference_tree.pack_tree({"a": {"kernel": weight(1, 16, 8)}}, RULES_OF_A)
+  assert isinstance(inference_tree.prepare(tree, 4)["a"]["kernel"], jax.Array)
+  assert inference_tree.is_packed(inference_tree.prepare(tree, 4, memory=True))
 
 
 @pytest.mark.parametrize("rows", [0, -1, 1.5, True, None])
 def test_rows_are_a_whole_number(rows):
-  tree, _ = deployed.pack_tree({"a": {"kernel": weight(1, 16, 8)}}, RULES_OF_A)
+  tree, _ = inference_tree.pack_tree({"a": {"kernel": weight(1, 16, 8)}}, RULES_OF_A)
   for given in (rows, lambda path: rows):
     with pytest.raises(ValueError, match=f"^rows={rows}: give a whole number, 1 or more.$"):
-      deployed.prepare(tree, given)
-  deployed.prepare(tree, np.int32(3))
+      inference_tree.prepare(tree, given)
+  inference_tree.prepare(tree, np.int32(3))
 
 
 def test_rows_are_those_that_a_kernel_sees():
   config = T5Config.t5_1_1("tiny")
-  rows = deployed.rows_of(config, batch=2, inputs=10, targets=5, beams=3)
+  rows = inference_tree.rows_of(config, batch=2, inputs=10, targets=5, beams=3)
   assert rows("encoder/layers_0/attention/key/kernel") == 20
   assert rows("decoder/layers_0/encoder_decoder_attention/key/kernel") == 60
   assert rows("decoder/layers_0/encoder_decoder_attention/query/kernel") == 30
-  rows = deployed.rows_of(vit.config("vit_test"), batch=2)
+  rows = inference_tree.rows_of(vit.config("vit_test"), batch=2)
   assert (rows("blocks_0/mlp/fc1/kernel"), rows("head/kernel")) == (34, 2)
-  assert deployed.rows_of(None, batch=2)("a/kernel") == 2
+  assert inference_tree.rows_of(None, batch=2)("a/kernel") == 2
 
 
-@pytest.mark.parametrize("module", [deployed, unscanned])
+@pytest.mark.parametrize("module", [inference_tree, unstack_layers])
 def test_examples(module):
   found = doctest.testmod(module)
   assert found.attempted and not found.failed

@@ -31,13 +31,15 @@ import test_glue_submit
 import test_report
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure, gin_files, glue, rules_text
-from nm_sparsity_jax.commands import _local, bench
-from nm_sparsity_jax.kauldron_adapter import launch
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis.scores import submission
+from nm_sparsity_jax.cli import _local, bench
+from nm_sparsity_jax.core.trees import nested
+from nm_sparsity_jax.integrations import gin_files
+from nm_sparsity_jax.integrations.kauldron import launch
 from nm_sparsity_jax.recipes import RECIPES, registry
-from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.scores import submission
-from nm_sparsity_jax.trees import nested
+from nm_sparsity_jax.runs import checkpoint, glue
+from nm_sparsity_jax.training import configure, rules_text
 
 ROOT = pages.ROOT
 BLOCKS = pages.blocks()
@@ -266,7 +268,7 @@ def files_of(argv):
 
 def parser_of(command):
   parser = argparse.ArgumentParser(allow_abbrev=False)
-  module = importlib.import_module(f"nm_sparsity_jax.commands.{cli.COMMANDS[command][0]}")
+  module = importlib.import_module(f"nm_sparsity_jax.cli.{cli.COMMANDS[command][0]}")
   module.add_arguments(parser)
   parser.add_argument("--debug", action="store_true")
   return parser
@@ -297,7 +299,7 @@ def check_make(argv):
 def check_python(argv):
   if argv[0] == "-c":
     compile(argv[1], "-c", "exec")
-  elif argv[:2] == ["-m", "nm_sparsity_jax.kauldron_adapter.launch"]:
+  elif argv[:2] == ["-m", "nm_sparsity_jax.integrations.kauldron.launch"]:
     args, theirs = launch.parser().parse_known_args(argv[2:])
     assert all(flag.startswith("--cfg") for flag in theirs)
     launch.check(args.distributed, launch.cluster(args))

@@ -12,8 +12,9 @@ import types
 import pytest
 
 import nm_sparsity_jax
-from nm_sparsity_jax import cli, installed
-from nm_sparsity_jax import environment as env
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.cli import environment as env
+from nm_sparsity_jax.core import installed
 
 GOOD = {
   "nm-sparsity-jax": "0.1.0", "jax": "0.10.2", "flax": "0.12.8", "seqio": "0.0.20",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import dtypes, masks
+from nm_sparsity_jax.core import dtypes, masks
 
 # name -> bits, patterns of zero, what is not finite: written down from the formats, not computed.
 SIGNED = lambda width: {0, 1 << (width - 1)}

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import gradients
+from nm_sparsity_jax.core import gradients
 from nm_sparsity_jax.recipes import RECIPES
 
 PHASES = nms.Phases(total=24, dense=3, finetune=5)  # 16 sparsify steps; j* = 16.8 - 3

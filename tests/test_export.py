@@ -8,11 +8,12 @@ import pytest
 import test_weights as weights
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, rules_text
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis.sweep import checks
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.deploy import safetensors_file, timm
 from nm_sparsity_jax.runs import arrays, checkpoint, trained
-from nm_sparsity_jax.sweep import checks
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import safetensors_file, timm
+from nm_sparsity_jax.training import rules_text
 
 
 def written(folder, name, finalized, sparse=True):

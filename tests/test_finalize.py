@@ -16,9 +16,10 @@ import test_plan
 from checkpoint_files import load
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure
-from nm_sparsity_jax.runs import checkpoint, proof
-from nm_sparsity_jax.trees import flatten, nested
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.runs import checkpoint, verify_checkpoint
+from nm_sparsity_jax.training import configure
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints are Orbax's: pip install -e '.[dev]'")
 
@@ -189,7 +190,7 @@ def test_a_mask_that_was_never_taken_is_no_mask(command, tmp_path):
 
 def test_from_a_notebook(command, tmp_path):
   """The library says what the commands print, and its examples hold."""
-  failed, tried = doctest.testmod(proof)
+  failed, tried = doctest.testmod(verify_checkpoint)
   assert tried and not failed
   run = Run("idp")
   run.write(tmp_path)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import flops
-from nm_sparsity_jax.flops import Cost, Op
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
-from nm_sparsity_jax.workloads import t5, vision
+from nm_sparsity_jax.trainer.workloads import t5, vision
+from nm_sparsity_jax.training import flops
+from nm_sparsity_jax.training.flops import Cost, Op
 
 GIGA = 1e9
 NM = nms.NM

@@ -12,8 +12,7 @@ import sys
 import pytest
 import t5x_found
 
-from nm_sparsity_jax import paper
-from nm_sparsity_jax.runs import results
+from nm_sparsity_jax.runs import paper, results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GIN = ROOT / "gin_configs"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.integrations import gin_files
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = """

@@ -16,10 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax import cli, glue, roles, scores
-from nm_sparsity_jax import text as words
-from nm_sparsity_jax.runs import events, results
-from nm_sparsity_jax.scores import published
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis import scores
+from nm_sparsity_jax.analysis.scores import published
+from nm_sparsity_jax.core import text as words
+from nm_sparsity_jax.runs import events, glue, results
+from nm_sparsity_jax.training import roles
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLES = published.tables()

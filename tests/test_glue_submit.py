@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.scores import submission
+from nm_sparsity_jax.analysis.scores import submission
 
 TASKS = submission.TASKS
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax import groups as groups_lib
-from nm_sparsity_jax import masks
-from nm_sparsity_jax.groups import Groups
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core import groups as groups_lib
+from nm_sparsity_jax.core import masks
+from nm_sparsity_jax.core.groups import Groups
+from nm_sparsity_jax.core.patterns import NM
 
 
 @st.composite

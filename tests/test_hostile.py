@@ -23,11 +23,12 @@ import pytest
 import test_finalize
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, rules_text
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis.scores import submission
+from nm_sparsity_jax.analysis.sweep import grid
+from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.runs import checkpoint, files, orbax, results
-from nm_sparsity_jax.scores import submission
-from nm_sparsity_jax.sweep import grid
+from nm_sparsity_jax.training import rules_text
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints are Orbax's: pip install -e '.[dev]'")
 KERNEL = "encoder/layers_0/mlp/wo/kernel"

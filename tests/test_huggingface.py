@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from reference_arrays import Reference
 
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.deploy import huggingface, safetensors_file
+from nm_sparsity_jax.deploy.huggingface import Folder, config_of, sources
+from nm_sparsity_jax.deploy.names import difference
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import huggingface, safetensors_file
-from nm_sparsity_jax.weights.huggingface import Folder, config_of, sources
-from nm_sparsity_jax.weights.names import difference
-from nm_sparsity_jax.workloads import decoding
+from nm_sparsity_jax.trainer.workloads import decoding
 
 both = pytest.mark.parametrize("name", reference.TINY)
 SCANS = {

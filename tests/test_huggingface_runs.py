@@ -10,13 +10,14 @@ import pytest
 import test_huggingface as weights
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, rules_text
-from nm_sparsity_jax.local import checkpoints, step
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.deploy import huggingface, safetensors_file
+from nm_sparsity_jax.deploy.huggingface import Folder
 from nm_sparsity_jax.models.t5 import Transformer
 from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import huggingface, safetensors_file
-from nm_sparsity_jax.weights.huggingface import Folder
+from nm_sparsity_jax.trainer import checkpoints, step
+from nm_sparsity_jax.training import rules_text
 
 RULES = {"ff": "1:4", "qkv": "2:8", "o": "1:4"}
 

@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 
-from nm_sparsity_jax.images import augment, find, folder, indexed, rand_augment, tfds
+from nm_sparsity_jax.trainer.images import augment, find, folder, indexed, rand_augment, tfds
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install -e '.[vision]'")
 

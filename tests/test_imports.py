@@ -66,7 +66,7 @@ def test_the_core_looks_for_nothing_heavy():
 
 
 def test_values_need_no_flax():
-  roots, _, _ = after("import nm_sparsity_jax.patterns")
+  roots, _, _ = after("import nm_sparsity_jax.core.patterns")
   assert "flax" not in roots
 
 
@@ -79,8 +79,10 @@ def test_the_spy_sees():
 def test_type_checkers_see_the_same_names():
   source = pathlib.Path(nm_sparsity_jax.__file__).read_text()
   (block,) = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.If)][:1]
-  found = {a.name: n.module.rpartition(".")[2] for n in block.body for a in n.names}
-  home = nm_sparsity_jax._HOME | dict.fromkeys(nm_sparsity_jax._MODULES, "nm_sparsity_jax")
+  found = {a.name: f"{n.module}.{a.name}" for n in block.body for a in n.names}
+  home = {name: f"{module}.{name}" for name, module in nm_sparsity_jax._HOME.items()}
+  home |= nm_sparsity_jax._MODULES
+  home = {name: f"nm_sparsity_jax.{dotted}" for name, dotted in home.items()}
   assert found == home
   assert set(nm_sparsity_jax.__all__) == {"__version__", *home}
 
@@ -92,14 +94,14 @@ def test_names_are_there_and_listed():
   for name in CORE:
     assert name in nm_sparsity_jax.__all__
   # A second look finds the same object.
-  assert nm_sparsity_jax.Rules is nm_sparsity_jax.rules.Rules is nm_sparsity_jax.Rules
+  assert nm_sparsity_jax.Rules is nm_sparsity_jax.training.rules.Rules is nm_sparsity_jax.Rules
   with pytest.raises(AttributeError, match="has no attribute 'recipee'"):
     nm_sparsity_jax.recipee  # noqa: B018
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [DeprecationWarning, PendingDeprecationWarning, FutureWarning])
-@pytest.mark.parametrize("module", ["nm_sparsity_jax.local.step", "t5x_tasks.glue"])
+@pytest.mark.parametrize("module", ["nm_sparsity_jax.trainer.step", "t5x_tasks.glue"])
 def test_a_call_of_ours_that_is_deprecated_fails_where_all_warnings_are_ignored(kind, module):
   """Half of the files ignore what their imports warn of, and hid what our own code calls."""
   code = "import warnings\nwarnings.warn('f is gone in the next version', kind)"

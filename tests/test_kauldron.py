@@ -19,10 +19,13 @@ import pages
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import installed, kauldron_adapter, rules_text, runs, trees
-from nm_sparsity_jax.kauldron_adapter import launch, release
+from nm_sparsity_jax import runs
+from nm_sparsity_jax.core import installed, trees
+from nm_sparsity_jax.core.trees import nested
+from nm_sparsity_jax.integrations import kauldron as kauldron_adapter
+from nm_sparsity_jax.integrations.kauldron import launch, release
 from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.trees import nested
+from nm_sparsity_jax.training import rules_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 REASON = kauldron_found.why_not()
@@ -233,7 +236,8 @@ def test_the_release_is_said_once():
 
 def test_importing_the_adapter_imports_no_kauldron():
   code = (
-    "import sys, nm_sparsity_jax.kauldron_adapter as a; dir(a); print('kauldron' in sys.modules)"
+    "import sys; from nm_sparsity_jax.integrations import kauldron as a; "
+    "dir(a); print('kauldron' in sys.modules)"
   )
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert done.stdout == "False\n"

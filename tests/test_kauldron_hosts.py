@@ -23,7 +23,7 @@ def launched(folder, processes, *flags):
   with socket.socket() as free:
     free.bind(("localhost", 0))
     address = f"localhost:{free.getsockname()[1]}"
-  launch = [kauldron_found.python(), "-m", "nm_sparsity_jax.kauldron_adapter.launch"]
+  launch = [kauldron_found.python(), "-m", "nm_sparsity_jax.integrations.kauldron.launch"]
   launch += [f"--cfg={ROOT}/tests/kauldron_tiny.py", f"--cfg.workdir={folder}", *flags]
   cluster = ["--distributed", f"--coordinator_address={address}", f"--process_count={processes}"]
 

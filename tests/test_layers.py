@@ -15,9 +15,9 @@ import pytest
 from flax import linen as nn
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import layers
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.training import layers
 
 T5X_LAYERS = pathlib.Path.home() / ".cache/nm-sparsity/t5x/t5x/t5x/examples/t5/layers.py"
 

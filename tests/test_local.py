@@ -21,11 +21,12 @@ import pytest
 from checkpoint_files import assert_same, read
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure
-from nm_sparsity_jax.commands import _local
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.cli import _local
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.models.t5 import network
 from nm_sparsity_jax.runs import files, folders
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.training import configure
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
 # seqio, TensorFlow, clu and Orbax warn on their own account.
@@ -35,8 +36,8 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   import t5x_task  # registers the task
 
-  from nm_sparsity_jax.local import checkpoints, data, evaluation, reports, step, train
-  from nm_sparsity_jax.workloads import t5, text_evaluation
+  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, reports, step, train
+  from nm_sparsity_jax.trainer.workloads import t5, text_evaluation
 
 LENGTHS = {"inputs": 8, "targets": 8}
 SIZES = dict(

@@ -13,11 +13,11 @@ import tiny_vision
 from checkpoint_files import read
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import configure
-from nm_sparsity_jax.images import rebus
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.workloads import vision
+from nm_sparsity_jax.trainer.images import rebus
+from nm_sparsity_jax.trainer.workloads import vision
+from nm_sparsity_jax.training import configure
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.local import averages, checkpoints, evaluation, optimizers, step, train
+  from nm_sparsity_jax.trainer import averages, checkpoints, evaluation, optimizers, step, train
 
 STEPS, DECAY = 8, 0.75
 

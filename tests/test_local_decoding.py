@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nm_sparsity_jax.models.t5 import network
-from nm_sparsity_jax.workloads import decoding
+from nm_sparsity_jax.trainer.workloads import decoding
 
 SIZES = dict(
   vocab_size=12, emb_dim=16, num_heads=2, head_dim=4, mlp_dim=32, num_encoder_layers=1,

@@ -7,7 +7,8 @@ import zipfile
 import pytest
 import tasks_found
 
-from nm_sparsity_jax import cli, glue
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.runs import glue
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # seqio, TensorFlow, clu and Orbax, on their own
 

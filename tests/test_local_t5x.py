@@ -38,9 +38,10 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from test_t5x_checkpoints import STEP, closed_loops, dense_state, write  # noqa: F401
 
   import nm_sparsity_jax as nms
-  from nm_sparsity_jax import configure, t5x_adapter
-  from nm_sparsity_jax.local import checkpoints
-  from nm_sparsity_jax.workloads import decoding
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
+  from nm_sparsity_jax.trainer import checkpoints
+  from nm_sparsity_jax.trainer.workloads import decoding
+  from nm_sparsity_jax.training import configure
 
 IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune_steps=4)
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax import masks
-from nm_sparsity_jax.masks import magnitude_mask, making, nm_mask, selection
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core import masks
+from nm_sparsity_jax.core.masks import magnitude_mask, making, nm_mask, selection
+from nm_sparsity_jax.core.patterns import NM
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 BYTES = (jnp.float8_e4m3fn, jnp.float8_e5m2)

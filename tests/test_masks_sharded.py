@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import groups
-from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, nm_mask
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core import groups
+from nm_sparsity_jax.core.masks import ladder_mask, magnitude_mask, nm_mask
+from nm_sparsity_jax.core.patterns import NM
 
 COLLECTIVES = (
   "all-gather",

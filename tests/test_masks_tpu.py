@@ -19,9 +19,9 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import groups
-from nm_sparsity_jax.masks import ladder_mask, magnitude_mask, primitive, tpu
-from nm_sparsity_jax.masks.selection import Kept
+from nm_sparsity_jax.core import groups
+from nm_sparsity_jax.core.masks import ladder_mask, magnitude_mask, primitive, tpu
+from nm_sparsity_jax.core.masks.selection import Kept
 
 AWKWARD = np.array([0, -0.0, 1e-40, -1e-40, 1, -1, 2, np.inf, -np.inf, np.nan], np.float32)
 KERNEL = "tpu_custom_call"

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import metrics
-from nm_sparsity_jax.metrics import flips, sums
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.training import metrics
+from nm_sparsity_jax.training.metrics import flips, sums
 
 PHASES = nms.Phases(total=20, dense=3, finetune=5)
 WI, WO = "mlp/wi/kernel", "mlp/wo/kernel"

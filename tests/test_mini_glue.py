@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tasks_found
 
-from nm_sparsity_jax import glue
+from nm_sparsity_jax.runs import glue
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TensorFlow and seqio, on their own account
 

@@ -8,8 +8,8 @@ import optax
 import pytest
 import tasks_found
 
-from nm_sparsity_jax import glue
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
+from nm_sparsity_jax.runs import glue
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis.sweep import grid
 from nm_sparsity_jax.runs import checkpoint, folders
-from nm_sparsity_jax.sweep import grid
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 
@@ -250,7 +250,7 @@ def test_no_command_with_the_flag_is_left_out():
   takes = set()
   for name, (module, _) in cli.COMMANDS.items():
     parser = argparse.ArgumentParser(prog=name)
-    importlib.import_module(f"nm_sparsity_jax.commands.{module}").add_arguments(parser)
+    importlib.import_module(f"nm_sparsity_jax.cli.{module}").add_arguments(parser)
     if "--import" in parser.format_help():
       takes.add(name)
   assert takes == set(COMMANDS)

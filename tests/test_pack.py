@@ -14,11 +14,12 @@ import test_huggingface_runs as t5
 import test_weights as weights
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, deployed
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.deploy import inference_tree, packed_file, safetensors_file, timm
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import packed_file, safetensors_file, timm
+from nm_sparsity_jax.training import rules_text
 
 
 def pack(capsys, *argv):
@@ -45,7 +46,7 @@ def test_a_t5_is_packed_and_proven(name, scan, tmp_path, capsys):
   file = tmp_path / "new" / "model.safetensors"
   said = pack(capsys, tmp_path / "run", file)
   config = huggingface.config_of_name(name, scan_layers=scan)
-  want, _ = deployed.unstacked(params, config)
+  want, _ = inference_tree.unstacked(params, config)
   opened = packed_file.Opened(file)
   assert {key.removeprefix("params/") for key in opened.leaves} == {k for k, _ in flatten(want)}
   for path, x in flatten(want):
@@ -145,12 +146,12 @@ def test_a_regex_of_a_stack_becomes_that_of_its_layers(tmp_path, capsys):
   file = tmp_path / "model.safetensors"
   nms.runs.pack(tmp_path / "checkpoint_1", file, rules)
   opened = packed_file.Opened(file)
-  found = nms.rules_text.parse(opened.rules)
+  found = rules_text.parse(opened.rules)
   assert set(found.places) == {r"blocks_\d+/mlp/fc1/kernel", r"blocks_\d+/mlp/fc2/kernel",
                                "head/kernel"}  # fmt: skip
   assert found.axes == {"head/kernel": 0}
   assert len(opened.kernels) == 5
-  want, _ = deployed.unstacked(params, ViTConfig(scan=True))
+  want, _ = inference_tree.unstacked(params, ViTConfig(scan=True))
   for path, x in flatten(want):
     np.testing.assert_array_equal(opened.array(f"params/{path}"), x, err_msg=path)
   assert cli.main(["verify", str(file)]) == 0

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax.groups import Groups
-from nm_sparsity_jax.packed import (
+from nm_sparsity_jax.core.groups import Groups
+from nm_sparsity_jax.core.packed import (
   NMPacked,
   array,
   bits,
@@ -22,7 +22,7 @@ from nm_sparsity_jax.packed import (
   sizes,
   unpack,
 )
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core.patterns import NM
 
 FLOATS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 PATTERNS = [

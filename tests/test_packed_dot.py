@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax.groups import Groups
-from nm_sparsity_jax.packed import (
+from nm_sparsity_jax.core.groups import Groups
+from nm_sparsity_jax.core.packed import (  # fmt: skip
   BACKENDS,
   NMPacked,
   array,
@@ -27,8 +27,8 @@ from nm_sparsity_jax.packed import (
   prepare,
   unpack,
   xla,
-)  # fmt: skip
-from nm_sparsity_jax.patterns import NM
+)
+from nm_sparsity_jax.core.patterns import NM
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks/results"
 

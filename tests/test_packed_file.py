@@ -15,11 +15,12 @@ import pytest
 import test_packed
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import deployed, packed
-from nm_sparsity_jax.packed import NMPacked
-from nm_sparsity_jax.trees import flatten, nested
-from nm_sparsity_jax.weights import packed_file, safetensors_file
-from nm_sparsity_jax.weights.packed_file import Opened
+from nm_sparsity_jax.core import packed
+from nm_sparsity_jax.core.packed import NMPacked
+from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy import inference_tree, packed_file, safetensors_file
+from nm_sparsity_jax.deploy.packed_file import Opened
+from nm_sparsity_jax.training import rules_text
 
 
 def recipe(pattern):
@@ -109,7 +110,7 @@ def test_the_header_is_as_documented(tmp_path):
   path, _ = written(tmp_path)
   file = safetensors_file.Opened(path)
   told = json.loads(file.metadata["nm_sparsity_jax"])
-  assert told["version"] == 1 and nms.rules_text.parse(told["rules"]) == RULES
+  assert told["version"] == 1 and rules_text.parse(told["rules"]) == RULES
   assert told["packed"]["params/apart/kernel"] == dict(
     n=2, m=16, axis=[0, 2], shape=[4, 3, 8, 2], dtype="float32", index_bits=4, pad=0
   )
@@ -145,7 +146,7 @@ def test_a_network_takes_what_is_read(tmp_path):
   assert isinstance(wide["kernel"], NMPacked)
   assert isinstance(tree["params"]["conv"]["kernel"], np.ndarray)  # a layer takes it with zeros
   x = np.ones((2, 64), np.float32)
-  y = nms.layers.Dense(5).apply({"params": deployed.prepare(wide, 2)}, jnp.asarray(x))
+  y = nms.layers.Dense(5).apply({"params": inference_tree.prepare(wide, 2)}, jnp.asarray(x))
   want = x @ Opened(path).array("params/layers_0/wide/kernel") + wide["bias"]
   np.testing.assert_allclose(np.asarray(y), want, rtol=1e-5, atol=1e-5)
 
@@ -348,7 +349,7 @@ def test_tensors_are_read_when_they_are_asked_for(tmp_path, monkeypatch):
 
 def test_the_tree_of_a_file_is_that_which_was_written(tmp_path):
   path, _ = written(tmp_path)
-  tree = deployed.unpack_tree(packed_file.read(path))
+  tree = inference_tree.unpack_tree(packed_file.read(path))
   assert {name: x.shape for name, x in flatten(tree)} == {
     n: x.shape for n, x in variables().items()
   }

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nm_sparsity_jax import environment, installed
-from nm_sparsity_jax.packed import cpu, pack, unpack
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.cli import environment
+from nm_sparsity_jax.core import installed
+from nm_sparsity_jax.core.packed import cpu, pack, unpack
+from nm_sparsity_jax.core.patterns import NM
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-NATIVE = ROOT / "nm_sparsity_jax/packed/native"
+NATIVE = ROOT / "nm_sparsity_jax/core/packed/native"
 there = pytest.mark.skipif(bool(cpu.missing()), reason=f"no kernels: {cpu.missing()}")
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the path")
 

@@ -11,12 +11,13 @@ import pytest
 from flax import linen as nn
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, rules_text
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.core.packed import choice
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.models import vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
-from nm_sparsity_jax.packed import choice
 from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.training import rules_text
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
 # seqio, TensorFlow, clu and Orbax warn on their own account.
@@ -26,8 +27,8 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   import t5x_task  # noqa: F401  (registers the task)
 
-  from nm_sparsity_jax.local import evaluation, packed_files, step
-  from nm_sparsity_jax.workloads.vision import Images
+  from nm_sparsity_jax.trainer import evaluation, packed_files, step
+  from nm_sparsity_jax.trainer.workloads.vision import Images
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECIPE = functools.partial(nms.recipe, "sr_ste", phases=nms.Phases(total=7))
@@ -233,8 +234,8 @@ def test_a_vit_that_scans_is_evaluated_without_a_scan():
   network = vit.ViT(vit.config("vit_test", scan=True))
   model = step.Model(workload=Images(network, _NoImages()))
   params = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), model.shapes)
-  tree, _ = nms.deployed.unstacked(params, network.config)
-  tree, report = nms.deployed.pack_tree(tree, RULES)
+  tree, _ = nms.inference_tree.unstacked(params, network.config)
+  tree, report = nms.inference_tree.pack_tree(tree, RULES)
   assert len(report.sizes) == 2 * 5
   made, ready = packed_files.load("F", {"params": tree}, model, evaluation.Splits())
   assert not made.workload.network.config.scan and model.workload.network.config.scan

@@ -8,11 +8,14 @@ import re
 import pytest
 import test_gin
 
-from nm_sparsity_jax import cli, configure, gin_files, paper, plan, report
-from nm_sparsity_jax.images import rand_augment
-from nm_sparsity_jax.report import Table
-from nm_sparsity_jax.runs import results
-from nm_sparsity_jax.scores import published
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis import plan, report
+from nm_sparsity_jax.analysis.report import Table
+from nm_sparsity_jax.analysis.scores import published
+from nm_sparsity_jax.integrations import gin_files
+from nm_sparsity_jax.runs import paper, results
+from nm_sparsity_jax.trainer.images import rand_augment
+from nm_sparsity_jax.training import configure
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GIN = ROOT / "gin_configs/paper"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax import patterns
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core import patterns
+from nm_sparsity_jax.core.patterns import NM
 
 
 @given(st.integers(1, 1024).flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m))))

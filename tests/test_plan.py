@@ -17,12 +17,16 @@ import t5x_found
 import tasks_found
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure, gin_files, plan, rules_text, trees
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis import plan
+from nm_sparsity_jax.analysis.plan import data, model
+from nm_sparsity_jax.analysis.plan import report as whole
+from nm_sparsity_jax.core import trees
+from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.models.t5 import network
-from nm_sparsity_jax.plan import data, model
-from nm_sparsity_jax.plan import report as whole
 from nm_sparsity_jax.runs import checkpoint, folders
-from nm_sparsity_jax.workloads.t5 import T5
+from nm_sparsity_jax.trainer.workloads.t5 import T5
+from nm_sparsity_jax.training import configure, rules_text
 
 pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config")
 
@@ -326,9 +330,9 @@ def test_a_run_file_without_t5x_says_so(run, monkeypatch):
 
   for name in [name for name in sys.modules if name.split(".")[0] == "t5x"]:
     monkeypatch.delitem(sys.modules, name)
-  for name in [name for name in sys.modules if name == "nm_sparsity_jax.t5x_adapter"]:
+  for name in [name for name in sys.modules if name == "nm_sparsity_jax.integrations.t5x"]:
     monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("nm_sparsity_jax.t5x_adapter", raising=False)
+    monkeypatch.delattr("nm_sparsity_jax.integrations.t5x", raising=False)
   monkeypatch.setattr(sys, "meta_path", [Block(), *sys.meta_path])
   code, report = run(files=["model.gin", "gin_configs/runs/t5x_finetune.gin"], **SETTINGS)
   assert code == 1 and has(report["errors"], "'t5x'", "nm-sparsity doctor")
@@ -406,7 +410,7 @@ def own_module(tmp_path_factory):
 @pytest.fixture
 def own(run, own_module, tmp_path, monkeypatch):
   """Plans a run of a class of OWN."""
-  from nm_sparsity_jax import roles
+  from nm_sparsity_jax.training import roles
 
   monkeypatch.syspath_prepend(str(own_module))
   monkeypatch.setattr(roles.registry, "_families", dict(roles.families()))

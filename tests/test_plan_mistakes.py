@@ -10,8 +10,10 @@ import test_plan
 from hypothesis import strategies as st
 from test_plan import FINETUNE, MODEL, ROOT, SETTINGS, has
 
-from nm_sparsity_jax import cli, gin_files, plan, runs
-from nm_sparsity_jax.local import train
+from nm_sparsity_jax import cli, runs
+from nm_sparsity_jax.analysis import plan
+from nm_sparsity_jax.integrations import gin_files
+from nm_sparsity_jax.trainer import train
 
 run, t5x, run_t5x = test_plan.run, test_plan.t5x, test_plan.run_t5x
 closed_loops = test_plan.closed_loops
@@ -210,7 +212,7 @@ def test_relative_paths_are_made_absolute_or_refused(run_t5x, tmp_path):
   """Point 1: `plan` let them pass, and the run died at its first save."""
   from t5x import utils
 
-  from nm_sparsity_jax import t5x_adapter
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
   test_plan.write_orbax(tmp_path / "start/checkpoint_6", test_plan.t5x_checkpoint())
   where = dict(MODEL_DIR="new", INITIAL_CHECKPOINT_PATH="start/checkpoint_6")
@@ -238,7 +240,7 @@ def test_relative_paths_are_made_absolute_or_refused(run_t5x, tmp_path):
 @pytest.mark.t5x
 def test_the_trainer_refuses_a_relative_folder_before_the_first_step(t5x):
   """Point 1: the run died at its first save."""
-  from nm_sparsity_jax import t5x_adapter
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
   class Model(t5x_adapter.SparseEncoderDecoderModel):
     def __init__(self):
@@ -254,7 +256,8 @@ def test_the_trainer_refuses_a_relative_folder_before_the_first_step(t5x):
 @pytest.mark.t5x
 def test_another_optimizer_is_named_where_a_run_goes_on(run_t5x, tmp_path):
   """Point 6: T5X died of a pytree, and `plan` said that 106 of 162 arrays lack."""
-  from nm_sparsity_jax import configure, rules_text, t5x_adapter
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
+  from nm_sparsity_jax.training import configure, rules_text
 
   text = rules_text.pack(
     configure.describe(configure.rules({"ff": None}, "sr_ste", "1:4", 12, 2, 4))
@@ -288,7 +291,8 @@ def test_a_start_from_a_sparse_run_that_is_not_finalized_is_said(run_t5x, tmp_pa
   import jax
 
   import nm_sparsity_jax as nms
-  from nm_sparsity_jax import configure, rules_text, t5x_adapter
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
+  from nm_sparsity_jax.training import configure, rules_text
 
   rules = configure.rules({"ff": None}, "sr_ste", "1:4", 12, 2, 4)
   text = rules_text.pack(configure.describe(rules))

@@ -10,9 +10,10 @@ import pytest
 import tasks_found
 from test_plan import run, t5x  # noqa: F401  (fixtures)
 
-from nm_sparsity_jax import installed, plan, topology
-from nm_sparsity_jax.compiled import account
-from nm_sparsity_jax.plan import chips
+from nm_sparsity_jax.analysis import plan, topology
+from nm_sparsity_jax.analysis.compiled import account
+from nm_sparsity_jax.analysis.plan import chips
+from nm_sparsity_jax.core import installed
 
 pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config")
 TESTS = pathlib.Path(__file__).resolve().parent

@@ -17,28 +17,29 @@ import browser
 import jax
 import pytest
 
-from nm_sparsity_jax import cli, quickstart
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis.report import charts, reading, scored
+from nm_sparsity_jax.cli import quickstart_steps
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.report import charts, reading, scored
 
 HERE = pathlib.Path(__file__).resolve().parent
 
 
 def lines(out="my quickstart", steps=40):
   """All commands that it may print."""
-  names = ["warmup", *quickstart.ALL]
-  yield quickstart.warmup(out, steps)
-  for name in quickstart.ALL:
-    yield quickstart.finetune(out, steps, name)
-  yield quickstart.finetune(out, steps, "mdgf_exponential", "1:32", "harder")
-  yield quickstart.packed(out, "sr_ste")
-  yield quickstart.score(out, names)
-  yield from quickstart.reports(out, names)
+  names = ["warmup", *quickstart_steps.ALL]
+  yield quickstart_steps.warmup(out, steps)
+  for name in quickstart_steps.ALL:
+    yield quickstart_steps.finetune(out, steps, name)
+  yield quickstart_steps.finetune(out, steps, "mdgf_exponential", "1:32", "harder")
+  yield quickstart_steps.packed(out, "sr_ste")
+  yield quickstart_steps.score(out, names)
+  yield from quickstart_steps.reports(out, names)
 
 
 def rebus_lines(out="my rebus", steps=40):
   """All commands of the other task."""
-  task = quickstart.TASKS["rebus"]
+  task = quickstart_steps.TASKS["rebus"]
   for name in task.runs(True):
     yield task.train(out, steps, name)
   yield from task.harder(out, steps)[1]
@@ -47,60 +48,62 @@ def rebus_lines(out="my rebus", steps=40):
 
 @pytest.mark.parametrize("argv", [*lines(), *rebus_lines()], ids=lambda argv: argv[0])
 def test_a_shell_reads_what_is_printed_as_what_is_run(argv):
-  text = quickstart.typed(argv)
+  text = quickstart_steps.typed(argv)
   assert shlex.split(text.replace("\\\n", " ")) == ["nm-sparsity", *argv]
   assert max(map(len, text.splitlines())) <= 100
   name = next(n for n in cli.COMMANDS if argv[: n.count(" ") + 1] == n.split())
   parser = argparse.ArgumentParser()
-  importlib.import_module(f"nm_sparsity_jax.commands.{cli.COMMANDS[name][0]}").add_arguments(parser)
+  importlib.import_module(f"nm_sparsity_jax.cli.{cli.COMMANDS[name][0]}").add_arguments(parser)
   parser.parse_args(argv[name.count(" ") + 1 :])
 
 
 def test_quotes_are_those_that_a_user_would_type():
-  text = quickstart.typed(quickstart.warmup("out", 10))
+  text = quickstart_steps.typed(quickstart_steps.warmup("out", 10))
   assert "--gin.MODEL_DIR=\"'out/warmup'\"" in text and "--gin.SPARSE_STEPS=25 " in text
-  assert quickstart.typed(["verify", "$a b"]) == "nm-sparsity verify '$a b'"
+  assert quickstart_steps.typed(["verify", "$a b"]) == "nm-sparsity verify '$a b'"
 
 
 @pytest.mark.parametrize("odd", ["$HOME", 'a"b', "`ls`", "back\\slash", "it's"])
 def test_odd_folders_reach_the_command_as_they_are(odd):
-  argv = quickstart.finetune(odd, 10, "custom")
-  text = quickstart.typed(argv).replace("nm-sparsity", "printf '%s\\0'", 1)
+  argv = quickstart_steps.finetune(odd, 10, "custom")
+  text = quickstart_steps.typed(argv).replace("nm-sparsity", "printf '%s\\0'", 1)
   done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
   assert done.stdout.split("\0")[:-1] == argv
 
 
 def test_every_recipe_is_there_and_a_page_holds_its_runs():
-  assert sorted(quickstart.ALL) == sorted(RECIPES)
-  assert set(quickstart.RECIPES) < set(quickstart.ALL)
-  assert sorted(quickstart.STATEFUL) == sorted(n for n, c in RECIPES.items() if c.stateful)
-  pages = quickstart.reports("out", ["warmup", *quickstart.ALL])
+  assert sorted(quickstart_steps.ALL) == sorted(RECIPES)
+  assert set(quickstart_steps.RECIPES) < set(quickstart_steps.ALL)
+  assert sorted(quickstart_steps.STATEFUL) == sorted(n for n, c in RECIPES.items() if c.stateful)
+  pages = quickstart_steps.reports("out", ["warmup", *quickstart_steps.ALL])
   assert [len(argv) - 5 for argv in pages] == [8, 4]
-  assert max(len(argv) - 5 for argv in pages) <= charts.MAX_RUNS < len(quickstart.ALL) + 1
-  (page,) = quickstart.reports("out", ["warmup", *quickstart.RECIPES])
+  assert max(len(argv) - 5 for argv in pages) <= charts.MAX_RUNS < len(quickstart_steps.ALL) + 1
+  (page,) = quickstart_steps.reports("out", ["warmup", *quickstart_steps.RECIPES])
   assert page[-1] == "out/report.html" and len(page) == 10
 
 
 def test_dense_and_sparse_runs_are_as_long_and_often_evaluated():
   """Issue 13, point 19: as many updates, twelve points to look at, and the last one counts."""
-  flags = {name: quickstart.finetune("out", 240, name) for name in quickstart.RECIPES}
+  flags = {name: quickstart_steps.finetune("out", 240, name) for name in quickstart_steps.RECIPES}
   assert "dense" in flags and len(flags) == 4
   for argv in flags.values():
     assert {"--gin.SPARSE_STEPS=240", "--gin.EVAL_PERIOD=20", "--gin.METRICS_EVERY=20"} <= {*argv}
     assert "--gin.INITIAL_CHECKPOINT_PATH='out/warmup/checkpoint_600'" in argv
-  for argv in [quickstart.score("out", flags), *quickstart.reports("out", [*flags])]:
+  for argv in [quickstart_steps.score("out", flags), *quickstart_steps.reports("out", [*flags])]:
     assert argv[argv.index("--checkpoint") + 1] == "last"
-  assert "--gin.PATTERN='1:32'" in quickstart.finetune("out", 240, "sr_ste", "1:32")
+  assert "--gin.PATTERN='1:32'" in quickstart_steps.finetune("out", 240, "sr_ste", "1:32")
 
 
-@pytest.mark.parametrize("recipe", ["warmup", *quickstart.ALL])
+@pytest.mark.parametrize("recipe", ["warmup", *quickstart_steps.ALL])
 def test_gin_takes_each_run_and_reads_every_override(recipe):
   pytest.importorskip("seqio", reason="run files of the local runner need .[local]")
-  from nm_sparsity_jax import gin_files
-  from nm_sparsity_jax.commands import _flags
+  from nm_sparsity_jax.cli import _flags
+  from nm_sparsity_jax.integrations import gin_files
 
   argv = (
-    quickstart.finetune("out", 40, recipe) if recipe != "warmup" else quickstart.warmup("out", 40)
+    quickstart_steps.finetune("out", 40, recipe)
+    if recipe != "warmup"
+    else quickstart_steps.warmup("out", 40)
   )
   parser = argparse.ArgumentParser()
   _flags.add(parser, "")
@@ -120,7 +123,7 @@ def test_gin_takes_each_run_and_reads_every_override(recipe):
 
 def test_the_task_rebus_is_data_too():
   """Runs of one length, from scratch, of which two are dense, and one page."""
-  task = quickstart.TASKS["rebus"]
+  task = quickstart_steps.TASKS["rebus"]
   assert task.runs(False) == ["dense", "no_ff", "sr_ste", "mdgf_exponential", "sdgf_stepwise"]
   assert sorted(task.runs(True)) == sorted([*RECIPES, "no_ff"]) and {*task.runs(True)} <= {
     *task.titles
@@ -134,15 +137,15 @@ def test_the_task_rebus_is_data_too():
   assert len(task.compared("out", task.runs(False))) == 1
 
 
-@pytest.mark.parametrize("name", quickstart.TASKS["rebus"].runs(True))
+@pytest.mark.parametrize("name", quickstart_steps.TASKS["rebus"].runs(True))
 def test_gin_takes_each_run_of_rebus(name):
   pytest.importorskip("clu", reason="run files of the local runner need .[local]")
-  from nm_sparsity_jax import gin_files
-  from nm_sparsity_jax.commands import _flags
+  from nm_sparsity_jax.cli import _flags
+  from nm_sparsity_jax.integrations import gin_files
 
   parser = argparse.ArgumentParser()
   _flags.add(parser, "")
-  args = parser.parse_args(quickstart.TASKS["rebus"].train("out", 40, name)[1:])
+  args = parser.parse_args(quickstart_steps.TASKS["rebus"].train("out", 40, name)[1:])
   config = gin_files.Config([gin_files.folder()], args.gin_file, args.gin_bindings)
   assert not config.errors and not config.warnings and config.program == "train"
   (made,) = set(config.value("RULES").places.values())
@@ -164,8 +167,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path, capsys):
   assert "holds something else: choose a new or an empty folder" in said("--out", tmp_path)
   assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
   assert "cannot be written to: Not a directory" in said("--out", tmp_path / "mine.txt" / "q")
-  quickstart.claim(tmp_path / "q", 40)
-  quickstart.claim(tmp_path / "q", 40)
+  quickstart_steps.claim(tmp_path / "q", 40)
+  quickstart_steps.claim(tmp_path / "q", 40)
   assert "was begun with --steps 40, not 41" in said("--out", tmp_path / "q", "--steps", 41)
   said_of = "was begun with --task mini-glue, not rebus: choose another --out"
   assert said_of in said("--out", tmp_path / "q", "--task", "rebus")
@@ -272,10 +275,10 @@ def test_stopped_and_gone_on_with_is_the_same_table(start, whole, tmp_path):
 def test_every_recipe_trains_and_is_proven(start, tmp_path):
   code, said = start(tmp_path, "--all", *STEPS)
   assert code == 0, said
-  sparse = [name for name in quickstart.ALL if name != "dense"]
+  sparse = [name for name in quickstart_steps.ALL if name != "dense"]
   assert said.count("1:8 proven: 672 groups of 15 kernels") == len(sparse) == 9
   scored = re.findall(r"^(\w+) +- .*\d\.\d", said[said.index("Scores on") :], re.MULTILINE)
-  assert scored == ["warmup", *quickstart.ALL]
+  assert scored == ["warmup", *quickstart_steps.ALL]
   assert (tmp_path / "quickstart/report-masks.html").is_file()
 
 
@@ -293,10 +296,10 @@ def test_all_of_it_within_four_minutes_and_convincing(tmp_path):
   spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
   print(done.stdout, f"{spent:.0f} s of CPU time")
   assert spent < 360
-  sparse = [name for name in quickstart.RECIPES if name != "dense"]
+  sparse = [name for name in quickstart_steps.RECIPES if name != "dense"]
   assert done.stdout.count("1:8 proven: 15,360 groups") == len(sparse)
 
-  names = ["warmup", *quickstart.RECIPES]
+  names = ["warmup", *quickstart_steps.RECIPES]
   runs = reading.read([tmp_path / "quickstart" / name for name in names])
   curves = {run.name: [mean for _, mean in scored.means(run, scored.common(runs))] for run in runs}
   assert {run.last_step for run in runs[1:]} == {840} and runs[0].last_step == 600
@@ -327,7 +330,7 @@ def test_all_of_rebus_within_six_minutes_and_convincing(tmp_path):
   spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
   print(done.stdout, f"{spent:.0f} s of CPU time")
   assert spent < 360
-  task = quickstart.TASKS["rebus"]
+  task = quickstart_steps.TASKS["rebus"]
   sparse = task.proven(task.runs(False))
   assert done.stdout.count("1:16 proven: 16,384 groups of 4 kernels") == len(sparse) == 3
   assert (tmp_path / "quickstart/report.html").is_file()

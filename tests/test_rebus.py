@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from nm_sparsity_jax.images import find, rebus, source
+from nm_sparsity_jax.trainer.images import find, rebus, source
 
 # Of batch 0 of seed 0 of 32 pictures, and of the first 32 of 'validation': noted on 2026-11-23.
 TRAIN = "61d19744a5a64424b22a56ec3544c0ba8a271cffcef12470ed38337f69bc8883"

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nm_sparsity_jax import gin_files, quickstart
-from nm_sparsity_jax.images import rebus
-from nm_sparsity_jax.local import optimizers
+from nm_sparsity_jax.cli import quickstart_steps
+from nm_sparsity_jax.integrations import gin_files
+from nm_sparsity_jax.trainer import optimizers
+from nm_sparsity_jax.trainer.images import rebus
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -54,7 +55,7 @@ def test_a_matched_row_is_as_dense_as_its_recipe():
 
 
 def test_the_task_is_that_of_the_quickstart():
-  command = quickstart.TASKS["rebus"].train("out", 540, "sr_ste")
+  command = quickstart_steps.TASKS["rebus"].train("out", 540, "sr_ste")
   files = [word.partition("=")[2] for word in command if word.startswith("--gin_file=")]
   own = [word.removeprefix("--gin.") for word in command if word.startswith("--gin.")]
   with gin_files.Config([gin_files.folder()], files, own) as config:
@@ -63,7 +64,7 @@ def test_the_task_is_that_of_the_quickstart():
     factors = config.value("LEARNING_RATE_FACTORS")
   task = tasks.TASKS["rebus"]
   assert workload.network.config == task.network(True).config
-  assert workload.batch_size == task.examples and quickstart.Rebus.steps == 540
+  assert workload.batch_size == task.examples and quickstart_steps.Rebus.steps == 540
   (place,) = train.rules_of(
     ("ff",), recipes.REBUS["sr_ste, 10 % dense"], "1:16", 540
   ).places.items()

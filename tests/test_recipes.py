@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import errors, recipes
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax import recipes
+from nm_sparsity_jax.core import errors
+from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.recipes import RECIPES, custom, registry
 
 PHASES = nms.Phases(total=100, dense=10, finetune=20)

@@ -13,6 +13,7 @@ import pytest
 import scipy.stats
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.runs import glue
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -476,7 +477,7 @@ def test_mini_glue_begins_at_a_dense_start(monkeypatch):
   texts = [words.decode([int(i) for i in row if i > 1]) for row in x[:3]]
   rows = mini.make("mnli", "validation_matched", {"validation": 3})
   assert texts == [f"mnli hypothesis: {r['hypothesis']} premise: {r['premise']}" for r in rows]
-  labels = nms.glue.TASKS["mnli"].labels
+  labels = glue.TASKS["mnli"].labels
   assert [words.decode([int(i)]) for i in y[:3]] == [labels[r["label"]] for r in rows]
 
 

@@ -8,10 +8,11 @@ import pytest
 import test_local
 from test_local import GIN, command
 
-from nm_sparsity_jax import cli, gin_files
-from nm_sparsity_jax.commands import _local
-from nm_sparsity_jax.local import checkpoints, train
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.cli import _local
+from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import checkpoint
+from nm_sparsity_jax.trainer import checkpoints, train
 
 MACROS = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=2)
 

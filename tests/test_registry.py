@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import configure, recipes, rules_text, stored
-from nm_sparsity_jax.errors import SettingError, UnknownRecipe
+from nm_sparsity_jax import recipes
+from nm_sparsity_jax.core.errors import SettingError, UnknownRecipe
 from nm_sparsity_jax.recipes import RECIPES, curves, registry
 from nm_sparsity_jax.runs import results
+from nm_sparsity_jax.training import configure, rules_text, stored
 
 PHASES = nms.Phases(total=20, dense=4, finetune=4)
 STEPS = dict(sparse_steps=20, dense_steps=4, finetune_steps=4)

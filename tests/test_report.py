@@ -19,14 +19,24 @@ from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer import record_writer
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure, flops, report
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis import report
+from nm_sparsity_jax.analysis.report import charts as drawing
+from nm_sparsity_jax.analysis.report import (
+  network,
+  page,
+  plain,
+  reading,
+  schedule,
+  scored,
+  sections,
+)
+from nm_sparsity_jax.analysis.report.charts import Chart, Line
+from nm_sparsity_jax.analysis.report.parts import Cell, Section, Strip, Table
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
-from nm_sparsity_jax.report import charts as drawing
-from nm_sparsity_jax.report import network, page, plain, reading, schedule, scored, sections
-from nm_sparsity_jax.report.charts import Chart, Line
-from nm_sparsity_jax.report.parts import Cell, Section, Strip, Table
 from nm_sparsity_jax.runs import trained
-from nm_sparsity_jax.workloads.t5 import T5
+from nm_sparsity_jax.trainer.workloads.t5 import T5
+from nm_sparsity_jax.training import configure, flops
 
 CONFIG = """
 from __gin__ import dynamic_registration

@@ -8,11 +8,11 @@ import re
 import pytest
 from test_report import make, write
 
-from nm_sparsity_jax import report
-from nm_sparsity_jax.report import page, reading, summary
-from nm_sparsity_jax.report.charts import Chart, Line
-from nm_sparsity_jax.report.parts import Section, Table
-from nm_sparsity_jax.report.plain import plain
+from nm_sparsity_jax.analysis import report
+from nm_sparsity_jax.analysis.report import page, reading, summary
+from nm_sparsity_jax.analysis.report.charts import Chart, Line
+from nm_sparsity_jax.analysis.report.parts import Section, Table
+from nm_sparsity_jax.analysis.report.plain import plain
 
 
 def made(folder, recipe="sr_ste", plus=0.0, targets=()):

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import flops, roles, trees
+from nm_sparsity_jax.analysis.plan import places
+from nm_sparsity_jax.core import trees
 from nm_sparsity_jax.models import resnet, swin, vit
-from nm_sparsity_jax.plan import places
+from nm_sparsity_jax.training import flops, roles
 
 PHASES = nms.Phases(total=8, dense=2, finetune=2)
 RECIPE = nms.recipe("mdgf_linear", pattern="1:4", phases=PHASES)

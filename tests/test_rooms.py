@@ -13,15 +13,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Each room imports only rooms before it. A folder is one room.
 ORDER = (
-  "_version", "installed", "directions", "text", "errors", "patterns", "fields", "trees", "dtypes",
-  "masks", "schedules", "groups", "packed", "gradients", "recipes", "roles", "places", "trace",
-  "rules", "rules_text", "stored", "apply", "transform", "optim", "layers", "metrics", "flops",
-  "compiled", "topology", "glue", "paper", "t5x_tasks", "configure", "models", "t5",
-  "unscanned", "deployed", "weights", "images", "workloads",
-  "gin_files", "runs", "local", "t5x_adapter", "kauldron_adapter", "plan", "scores", "report",
-  "benches", "sweep", "environment",
-  "quickstart", "commands", "cli",
+  "_version", "core", "recipes", "training", "models", "deploy", "runs", "trainer",
+  "integrations", "analysis", "cli",
 )  # fmt: skip
+ENTRIES, FLOORS = 12, 13
 
 # Longer or more branched than the rule, with the reason.
 MAY_BE_LONG: dict[str, str] = {}
@@ -29,15 +24,17 @@ LINES, BRANCHES, SHARE = 60, 15, 0.12
 
 
 def sources():
-  """(room, name of the file, syntax tree) of every file of the two packages."""
+  """(module as words, name of the file, syntax tree) of every file of the two packages."""
   for package in ("nm_sparsity_jax", "t5x_tasks"):
     for path in sorted((ROOT / package).rglob("*.py")):
-      inside = path.relative_to(ROOT / package)
-      room = package if package == "t5x_tasks" else inside.parts[0].removesuffix(".py")
-      yield room, str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))
+      words = path.relative_to(ROOT).with_suffix("").parts
+      words = words[:-1] if words[-1] == "__init__" else words
+      words = words[1:] if package == "nm_sparsity_jax" else words
+      yield words, str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))
 
 
 FILES = [found for found in sources() if found[1] != "nm_sparsity_jax/__init__.py"]
+MODULES = {words for words, *_ in FILES}
 
 
 def modules_of(tree):
@@ -50,86 +47,146 @@ def modules_of(tree):
       yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room_of(dotted):
-  """The room that a dotted name of ours lies in, None for other packages."""
+def words_of(dotted):
+  """The words below the package of a dotted name of ours, none for other packages."""
   first, *rest = dotted.split(".")
   if first == "t5x_tasks":
-    return first
-  return rest[0] if first == "nm_sparsity_jax" and rest else None
+    return (first, *rest)
+  return tuple(rest) if first == "nm_sparsity_jax" else ()
+
+
+def module_of(words):
+  """The module that a name of ours lies in."""
+  while words and words not in MODULES:
+    words = words[:-1]
+  return words
 
 
 def imports():
-  """(room, file, dotted name, its room) of each import of ours from another room."""
-  for room, file, tree in FILES:
+  """(module, file, words of the name) of each import of ours."""
+  for module, file, tree in FILES:
     for dotted in modules_of(tree):
-      there = room_of(dotted)
-      if there is not None and there != room:
-        yield room, file, dotted, there
+      if words := words_of(dotted):
+        yield module, file, words
+
+
+def area(words):
+  """The part of a room: a folder of it, or a module."""
+  return words[:2]
+
+
+def folder(words):
+  """The folder that a module lies in; two levels are told apart."""
+  is_folder = any(len(other) > len(words) and other[: len(words)] == words for other in MODULES)
+  return words[:2] if is_folder else words[:-1][:2]
 
 
 def test_every_room_has_its_place():
-  rooms = {room for room, *_ in FILES if room != "py"}
-  assert sorted(rooms) == sorted(set(ORDER) & rooms), "name the new room in ORDER"
+  rooms = {module[0] for module, *_ in FILES}
+  assert rooms == {*ORDER, "t5x_tasks"}, "name the new room in ORDER"
+  assert len(rooms - {"t5x_tasks"}) + 1 <= ENTRIES  # __init__.py is one
 
 
 def test_imports_point_one_way():
   upward = [
-    f"{file}: {room} imports {dotted}"
-    for room, file, dotted, there in imports()
-    if there in ORDER and ORDER.index(there) > ORDER.index(room)
+    f"{file}: {'.'.join(words)}"
+    for module, file, words in imports()
+    if words[0] in ORDER and module[0] in ORDER
+    if ORDER.index(words[0]) > ORDER.index(module[0])
   ]
   assert not upward
 
 
+def depths(edges):
+  """How many floors each node stands above the ground; a circle is an error."""
+  found: dict = {}
+
+  def depth(node, above=()):
+    assert node not in above, f"a circle: {' -> '.join('.'.join(n) for n in (*above, node))}"
+    if node not in found:
+      below = [depth(there, (*above, node)) for there in edges.get(node, ())]
+      found[node] = 1 + max(below, default=0)
+    return found[node]
+
+  for node in edges:
+    depth(node)
+  return found
+
+
+def graph(of):
+  """{what a file belongs to: what it imports}, as `of` names both."""
+  edges: dict = {}
+  for module, _, words in imports():
+    here, there = of(module), of(module_of(words))
+    edges.setdefault(here, set())
+    if there and there != here:
+      edges[here].add(there)
+  return edges
+
+
+def test_no_file_imports_itself_through_others():
+  # A package imports its modules, and they each other, but none of them the package.
+  assert max(depths(graph(tuple)).values()) > 3
+
+
+def test_the_house_has_few_floors():
+  """A floor is a folder, with the folders inside it that it imports and that import it."""
+  folders = graph(folder)
+  joined = {f for f in folders if f[:1] in folders[f] and f in folders.get(f[:1], ())}
+  floors = depths(graph(lambda words: folder(words)[: 1 if folder(words) in joined else 2]))
+  top = max(floors, key=lambda f: floors[f])
+  assert floors[top] <= FLOORS, f"{'.'.join(top)} stands on floor {floors[top]}"
+
+
 # A room named by a text, though it stands below, and why: docs/architecture.md has the first.
 MAY_NAME = {
-  ("sweep", "cli"): "each run of a sweep is a process of its own, which a signal or a crash ends",
-  ("gin_files", "local"): "gin calls the programs of a run file by their package",
+  ("analysis", "cli"): "each run of a sweep is a process of its own, which a signal or crash ends",
 }
 
 
 def test_a_room_below_is_named_by_a_text_for_a_reason_alone():
   named = {
-    (room, there)
-    for room, _, tree in FILES
+    (module[0], words[0])
+    for module, _, tree in FILES
     for node in ast.walk(tree)
     if isinstance(node, ast.Constant) and isinstance(node.value, str)
     if re.fullmatch(r"nm_sparsity_jax(\.\w+)+", node.value)
-    if (there := room_of(node.value)) in ORDER and ORDER.index(there) > ORDER.index(room)
+    if (words := words_of(node.value)) and words[0] in ORDER and module[0] in ORDER
+    if ORDER.index(words[0]) > ORDER.index(module[0])
   }
   assert named == set(MAY_NAME)
 
 
+def owner_of(words):
+  """Who may import a name: the part of a room that its first private word lies in."""
+  private = [i for i, word in enumerate(words) if word.startswith("_") and word != "_version"]
+  return words[: min(private[0], 2)] if private and not words[-1].startswith("__") else ()
+
+
 def test_nothing_private_is_imported_by_another_room():
   private = [
-    f"{file}: {dotted}"
-    for _, file, dotted, _ in imports()
-    if any(w.startswith("_") and w != "_version" for w in dotted.split("."))
-    and not dotted.endswith("__version__")
+    f"{file}: {'.'.join(words)}"
+    for module, file, words in imports()
+    if (owner := owner_of(words)) != module[: len(owner)]
   ]
   assert not private
 
 
 def test_nothing_private_of_another_room_is_reached_through_its_module():
   reached = []
-  for room, file, tree in FILES:
-    modules = {}
+  for module, file, tree in FILES:
+    theirs = {}
     for node in ast.walk(tree):
-      if isinstance(node, ast.ImportFrom):
+      if isinstance(node, ast.ImportFrom | ast.Import):
         for alias in node.names:
-          there = room_of(f"{node.module}.{alias.name}")
-          if there is not None and there != room:
-            modules[alias.asname or alias.name] = there
-      if isinstance(node, ast.Import):
-        for alias in node.names:
-          there = room_of(alias.name)
-          if alias.asname and there is not None and there != room:
-            modules[alias.asname] = there
+          dotted = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+          if (words := words_of(dotted)) and area(words) != area(module):
+            theirs[alias.asname or alias.name] = words
     for node in ast.walk(tree):
       if (
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
-        and node.value.id in modules
+        and node.value.id in theirs
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
       ):
@@ -138,33 +195,23 @@ def test_nothing_private_of_another_room_is_reached_through_its_module():
 
 
 def test_no_room_is_larger_than_its_share():
-  sizes: dict[str, int] = {}
-  for room, file, _ in FILES:
-    sizes[room] = sizes.get(room, 0) + len((ROOT / file).read_text("utf-8").splitlines())
+  sizes: dict[tuple, int] = {}
+  for module, file, _ in FILES:
+    lines = len((ROOT / file).read_text("utf-8").splitlines())
+    sizes[area(module)] = sizes.get(area(module), 0) + lines
   total = sum(sizes.values())
-  large = {room: f"{n} of {total} lines" for room, n in sizes.items() if n > SHARE * total}
+  large = {part: f"{n} of {total} lines" for part, n in sizes.items() if n > SHARE * total}
   assert not large
 
 
 # --- the page about them ------------------------------------------------------------------------
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-NO_IDEA = {"_version", "t5"}  # a number, and the old name of a room
 
 
 def test_the_page_names_every_room_in_the_order_of_imports():
-  told = []
-  for cell in re.findall(r"^\| (`.*?`) \|", PAGE, re.MULTILINE):
-    told += [word.rstrip("/") for word in re.findall(r"`([\w/]+)`", cell)]
-  rooms = [room for room in told if room in ORDER]
-  assert sorted(rooms) == sorted(set(ORDER) - NO_IDEA), "name the new room on the page"
-  known = {room for room, *_ in FILES}
-  upward = [
-    f"{room} stands above {there}"
-    for room, _, _, there in imports()
-    if {room, there} <= {*rooms} & known and rooms.index(there) > rooms.index(room)
-  ]
-  assert not upward
+  rooms = [room.rstrip("/") for room in re.findall(r"^\| `([\w/]+)` \|", PAGE, re.MULTILINE)]
+  assert rooms == [room for room in ORDER if room != "_version"]
 
 
 def test_the_page_is_short():
@@ -207,7 +254,10 @@ def test_no_table_is_written_twice():
 
 
 def test_columns_line_up_by_one_helper():
-  own = {"nm_sparsity_jax/text.py", "nm_sparsity_jax/plan/text.py"}  # the second: a fixed width
+  own = {
+    "nm_sparsity_jax/core/text.py",
+    "nm_sparsity_jax/analysis/plan/text.py",
+  }  # the second: a fixed width
   pads = [
     f"{file}:{node.lineno}"
     for _, file, tree in FILES
@@ -218,13 +268,16 @@ def test_columns_line_up_by_one_helper():
 
 
 # Remarks are plain values, which a command and a notebook both print.
-MAY_NAME_FLAGS = {"nm_sparsity_jax/scores/published.py", "nm_sparsity_jax/scores/submission.py"}
+MAY_NAME_FLAGS = {
+  "nm_sparsity_jax/analysis/scores/published.py",
+  "nm_sparsity_jax/analysis/scores/submission.py",
+}
 
 
 def flags_of_commands():
   """The flags that commands put in place of the names in errors of the library."""
-  for room, _, tree in FILES:
-    for node in tree.body if room == "commands" else ():
+  for module, _, tree in FILES:
+    for node in tree.body if module[0] == "cli" else ():
       if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FLAGS":
         yield from re.findall(r"--[a-z-]+", ast.unparse(node))
 
@@ -234,8 +287,8 @@ def test_no_library_room_tells_a_notebook_of_a_flag():
   assert {"--rules", "--early", "--join", "--task"} < flags
   told = [
     f"{file}:{node.lineno}: {node.value}"
-    for room, file, tree in FILES
-    if room not in ("commands", "cli", "quickstart") and file not in MAY_NAME_FLAGS
+    for module, file, tree in FILES
+    if module[0] != "cli" and file not in MAY_NAME_FLAGS
     for node in ast.walk(tree)
     if isinstance(node, ast.Constant) and isinstance(node.value, str)
     if flags & {*re.findall(r"--[a-z-]+", node.value)} and "\n" not in node.value
@@ -247,8 +300,8 @@ def test_no_recipe_is_told_by_its_name_outside_their_room():
   """A recipe of a user's own has another name: ask what it does, or `isinstance`."""
   told = [
     f"{file}:{node.lineno}: {ast.unparse(node)}"
-    for room, file, tree in FILES
-    if room != "recipes"
+    for module, file, tree in FILES
+    if module[0] != "recipes"
     for node in ast.walk(tree)
     if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("recipe.name")
     if any(isinstance(found, ast.Constant) for found in ast.walk(node))
@@ -306,14 +359,19 @@ def test_a_function_fits_on_a_screen():
 
 
 @pytest.mark.parametrize(
-  "code, dotted",
+  "code, words",
   [
-    ("import nm_sparsity_jax.local.step", "local"),
-    ("def f():\n  from nm_sparsity_jax import plan", "plan"),
-    ("from nm_sparsity_jax.runs.files import x", "runs"),
-    ("import t5x_tasks", "t5x_tasks"),
-    ("import jax", None),
+    ("import nm_sparsity_jax.trainer.step", ("trainer", "step")),
+    ("def f():\n  from nm_sparsity_jax import runs", ("runs",)),
+    ("from nm_sparsity_jax.runs.files import x", ("runs", "files", "x")),
+    ("import t5x_tasks", ("t5x_tasks",)),
+    ("import jax", ()),
   ],
 )
-def test_imports_are_found_wherever_they_stand(code, dotted):
-  assert [room_of(name) for name in modules_of(ast.parse(code))] == [dotted]
+def test_imports_are_found_wherever_they_stand(code, words):
+  assert [words_of(name) for name in modules_of(ast.parse(code))] == [words]
+
+
+def test_a_circle_is_found():
+  with pytest.raises(AssertionError, match="circle"):
+    depths({("a",): {("b",)}, ("b",): {("a",)}})

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.rules import AmbiguousAxis
-from nm_sparsity_jax.trees import nested
+from nm_sparsity_jax.core.trees import nested
+from nm_sparsity_jax.training.rules import AmbiguousAxis
 
 PHASES = nms.Phases(total=100, dense=10, finetune=20)
 LINEAR = nms.recipe("mdgf_linear", pattern="1:8", phases=PHASES)

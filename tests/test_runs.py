@@ -12,9 +12,10 @@ import threading
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import configure, text
+from nm_sparsity_jax.core import text
 from nm_sparsity_jax.runs import checkpoint as reader
 from nm_sparsity_jax.runs import files, folders, lock, results, signals, trained
+from nm_sparsity_jax.training import configure
 
 
 @pytest.mark.parametrize("module", [folders, lock, results, text, trained])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import safetensors.numpy as library
 
-from nm_sparsity_jax.weights import safetensors_file
-from nm_sparsity_jax.weights.safetensors_file import Opened
+from nm_sparsity_jax.deploy import safetensors_file
+from nm_sparsity_jax.deploy.safetensors_file import Opened
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint8", "uint16", "int64", "bool")
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)

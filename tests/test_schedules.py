@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import schedules
-from nm_sparsity_jax.patterns import NM
-from nm_sparsity_jax.schedules import Phases
+from nm_sparsity_jax.core import schedules
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.schedules import Phases
 
 STEPWISE = {
   "1:2": "1:2",

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from nm_sparsity_jax import gin_files
+from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

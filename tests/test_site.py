@@ -83,8 +83,8 @@ def test_nothing_is_fetched_from_outside(site, built):
 
 def test_every_public_name_has_an_entry(built):
   ids = set().union(*(page.ids for page in built.values()))
-  home = {**nms._HOME, **dict.fromkeys(nms._MODULES, "")}
-  want = {f"nm_sparsity_jax.{module}.{name}".replace("..", ".") for name, module in home.items()}
+  home = [f"{module}.{name}" for name, module in nms._HOME.items()] + [*nms._MODULES.values()]
+  want = {f"nm_sparsity_jax.{dotted}" for dotted in home}
   assert want <= ids, want - ids
 
 

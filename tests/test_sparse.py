@@ -15,9 +15,9 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import optim
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.transform import SparseState
+from nm_sparsity_jax.training import optim
+from nm_sparsity_jax.training.transform import SparseState
 
 PHASES = nms.Phases(total=48, dense=4, finetune=12)
 STEPS = 50

@@ -16,10 +16,10 @@ import pytest
 import sweep_stub
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.report import charts, sections
+from nm_sparsity_jax.analysis.report import charts, sections
+from nm_sparsity_jax.analysis.sweep import checks, grid, pages, training
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Relay
-from nm_sparsity_jax.sweep import checks, grid, pages, training
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
 
@@ -518,7 +518,7 @@ def test_a_dense_run_is_dense_whatever_the_gin_files_say(here):
   assert "BETA" not in grid.read(write(text)).cells[0].macros
   file.write_text(
     "from __gin__ import dynamic_registration\nfrom nm_sparsity_jax import recipes\n"
-    "from nm_sparsity_jax import schedules\n"
+    "from nm_sparsity_jax.core import schedules\n"
     "SPARSITY_RULES = {'ff': None, 'qk': @recipes.recipe()}\n"
     "recipes.recipe:\n  name = 'sr_ste'\n  pattern = '1:4'\n  phases = @schedules.Phases()\n"
     "schedules.Phases:\n  total = 4\n  dense = 0\n  finetune = 0\n"
@@ -597,7 +597,7 @@ def test_a_score_needs_every_task_and_tasks_have_columns(here, capsys):
 
 def test_a_sweep_from_a_program(here):
   """The example of the package's docstring, with the words that it prints."""
-  from nm_sparsity_jax import sweep
+  from nm_sparsity_jax.analysis import sweep
 
   outcomes(idp__1_4_s3="nan")
   grid = sweep.read(write(SMALL))
@@ -618,7 +618,7 @@ def test_a_sweep_from_a_program(here):
 
 
 def test_the_names_of_the_package_are_there():
-  from nm_sparsity_jax import sweep
+  from nm_sparsity_jax.analysis import sweep
 
   assert all(callable(getattr(sweep, name)) for name in sweep.__all__)
   assert set(sweep.__all__) == set(sweep._HOME)

@@ -12,9 +12,9 @@ from test_imports import HEAVY, after
 from test_layers import EACH, PHASES, STEPS, assert_same_bits, with_near_ties
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION, with_step
+from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.models.t5 import T5Config, Transformer, config, layers, masks
-from nm_sparsity_jax.trees import flatten, map_with_names
+from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION, with_step
 
 pytestmark = [
   # Gradients are made up here: no optimizer takes them.

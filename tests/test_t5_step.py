@@ -11,8 +11,8 @@ from test_layers import EACH
 from test_t5 import BATCH, make, parameters, shapes_of
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.layers import with_step
 from nm_sparsity_jax.models.t5 import layers
+from nm_sparsity_jax.training.layers import with_step
 
 LENGTH, BEAMS = 6, 2
 # Keys of the input are computed by `start`, all else by `step`.

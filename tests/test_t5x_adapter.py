@@ -17,9 +17,9 @@ import pytest
 import t5x_found
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import groups
+from nm_sparsity_jax.core import groups
+from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.trees import flatten, map_with_names
 
 pytestmark = [
   pytest.mark.t5x,
@@ -39,7 +39,7 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from t5x.examples.scalable_t5 import network as scalable_network
   from t5x.examples.t5 import network as t5_network
 
-  from nm_sparsity_jax import t5x_adapter
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
   from nm_sparsity_jax.models.t5 import network
 
 
@@ -484,7 +484,7 @@ def test_an_adafactor_that_counts_from_elsewhere_is_told(capsys):
 
 def test_groups_that_devices_cut_are_named():
   """Nothing said that masks make devices exchange weights in each step."""
-  from nm_sparsity_jax.t5x_adapter.initializers import cuts
+  from nm_sparsity_jax.integrations.t5x.initializers import cuts
 
   shapes = {f"layers_{i}": {"mlp": {"wo": {"kernel": np.zeros((48, 16))}}} for i in range(2)}
   places = nms.Rules({"ff": recipe("sr_ste", pattern="1:8")}).assign({"encoder": shapes}).places

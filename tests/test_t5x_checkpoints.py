@@ -26,9 +26,10 @@ import test_huggingface
 import test_own_recipe
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import apply, cli
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.recipes import registry
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.training import apply
 
 pytestmark = [
   pytest.mark.t5x,
@@ -58,7 +59,7 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
     what_t5x_wants,  # noqa: F401  (a fixture)
   )
 
-  from nm_sparsity_jax import t5x_adapter
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEP = 1_000_000  # as in checkpoint_1000000

@@ -13,8 +13,10 @@ import test_plan
 from test_plan import ROOT, has
 from test_plan_mistakes import T5X_MODEL, T5X_TINY
 
-from nm_sparsity_jax import configure, plan, rules_text, runs
+from nm_sparsity_jax import runs
+from nm_sparsity_jax.analysis import plan
 from nm_sparsity_jax.runs import results
+from nm_sparsity_jax.training import configure, rules_text
 
 pytestmark = pytest.mark.t5x
 
@@ -130,7 +132,7 @@ def test_gin_finds_the_files_without_search_paths_and_without_a_word(t5x, monkey
 
   monkeypatch.setattr(gin, "_LOCATION_PREFIXES", [""])
   monkeypatch.setitem(sys.modules, "__main__", importlib.import_module("t5x.train"))
-  monkeypatch.delitem(sys.modules, "nm_sparsity_jax.gin_files.search", raising=False)
+  monkeypatch.delitem(sys.modules, "nm_sparsity_jax.integrations.gin_files.search", raising=False)
   monkeypatch.chdir("/")
   # As in a new process: other tests make gin know our own T5Config, which T5X's files do not mean.
   known = selector_map.SelectorMap()
@@ -246,7 +248,7 @@ def note_losses(folder, *steps):
 
 def test_a_step_that_was_saved_and_not_evaluated_is_evaluated_on_resuming(t5x, tmp_path):
   """Point 11: a process that ended between the two left a hole in the curves."""
-  from nm_sparsity_jax import t5x_adapter
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
   owes = lambda: t5x_adapter.owes_evaluation(str(tmp_path), 6, 26, eval_period=2)
   assert not owes()  # a new run
@@ -267,7 +269,7 @@ def test_a_step_that_was_saved_and_not_evaluated_is_evaluated_on_resuming(t5x, t
 
 def test_no_evaluation_is_lost_where_checkpoints_come_more_often(t5x, tmp_path):
   """T5X counts the period from the step that a process started at: two kills skipped a step."""
-  from nm_sparsity_jax import t5x_adapter
+  from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
   owes = lambda period=4: t5x_adapter.owes_evaluation(str(tmp_path), 6, 100, eval_period=period)
   note_losses(tmp_path, 10)

@@ -11,8 +11,8 @@ import pytest
 import t5x_found
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import metrics
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.training import metrics
 
 pytestmark = [pytest.mark.t5x, pytest.mark.filterwarnings("ignore")]
 
@@ -26,7 +26,7 @@ with warnings.catch_warnings():
   from t5x import adafactor, optimizers, trainer
   from test_t5x_adapter import one_initialization, what_t5x_wants  # noqa: F401  (fixtures)
 
-  from nm_sparsity_jax.t5x_adapter import COLLECTION, SampledStep, measure
+  from nm_sparsity_jax.integrations.t5x import COLLECTION, SampledStep, measure
 
 RULES = {
   "ff": t.recipe("sr_ste", lam=0.5),

@@ -19,7 +19,8 @@ import t5x_found
 from test_plan_mistakes import T5X_MODEL
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, configure
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.training import configure
 
 pytestmark = pytest.mark.t5x
 

@@ -64,9 +64,9 @@ def texts(name, split):
 
 
 def test_the_table_alone_needs_nothing():
-  roots, loaded, looked_for = after("import nm_sparsity_jax.glue")
+  roots, loaded, looked_for = after("import nm_sparsity_jax.runs.glue")
   assert not roots & {"jax", "numpy", *HEAVY} and not looked_for
-  assert [m for m in loaded if "glue" in m] == ["nm_sparsity_jax.glue"]
+  assert [m for m in loaded if "glue" in m] == ["nm_sparsity_jax.runs.glue"]
 
 
 def test_the_import_registers_all_reads_nothing_and_may_be_repeated(monkeypatch):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import trace
-from nm_sparsity_jax.rules import AmbiguousAxis
-from nm_sparsity_jax.trees import flatten
+from nm_sparsity_jax.core import trace
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.training.rules import AmbiguousAxis
 
 # T5X, Haiku and what they import warn on their own account.
 pytestmark = pytest.mark.filterwarnings("ignore")

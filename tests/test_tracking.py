@@ -10,7 +10,8 @@ import warnings
 
 import pytest
 
-from nm_sparsity_jax import cli, gin_files
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.integrations import gin_files
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = [
@@ -19,7 +20,7 @@ pytestmark = [
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.local import reports, tracking, train, writers
+  from nm_sparsity_jax.trainer import reports, tracking, train, writers
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples/own_workload"
 sys.path.append(str(EXAMPLE))
@@ -80,7 +81,7 @@ def notes(tmp_path, monkeypatch):
   file = tmp_path / "notes.gin"
   file.write_text(
     "from __gin__ import dynamic_registration\nimport notes_of_this_test\n"
-    "from nm_sparsity_jax.local import train\ntrain.Run.tracker = @notes_of_this_test.Notes()\n"
+    "from nm_sparsity_jax.trainer import train\ntrain.Run.tracker = @notes_of_this_test.Notes()\n"
   )
   monkeypatch.syspath_prepend(tmp_path)
   module = importlib.import_module("notes_of_this_test")  # once: gin knows its class from then on

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import metrics
+from nm_sparsity_jax.training import metrics
 
 # mlp is split in two: 256 rows of wo a shard, whole groups of up to 256.
 EMBED, MLP, BATCH = 128, 512, 32

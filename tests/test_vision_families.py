@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from checkpoint_files import assert_same, read
 
-from nm_sparsity_jax import cli, gin_files
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import network_settings
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import layers
+from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.models import image_parts, resnet, swin, swin_windows, vit
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.trees import flatten, map_with_names
+from nm_sparsity_jax.training import layers
 
 # The same for each family: its network, and the name of its tiny config.
 FAMILIES = {

@@ -14,12 +14,14 @@ import optax
 import pytest
 from checkpoint_files import assert_same, read
 
-from nm_sparsity_jax import cli, configure, flops, gin_files
-from nm_sparsity_jax.images import rebus, source
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis.report import reading, scored
+from nm_sparsity_jax.deploy import timm
+from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.models import resnet, swin, vit
-from nm_sparsity_jax.report import reading, scored
-from nm_sparsity_jax.weights import timm
-from nm_sparsity_jax.workloads import vision
+from nm_sparsity_jax.trainer.images import rebus, source
+from nm_sparsity_jax.trainer.workloads import vision
+from nm_sparsity_jax.training import configure, flops
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = [
@@ -28,7 +30,7 @@ pytestmark = [
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.local import checkpoints, optimizers, step
+  from nm_sparsity_jax.trainer import checkpoints, optimizers, step
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 10
@@ -85,7 +87,7 @@ def test_it_trains_and_says_what_it_is(trained):
   lines = [json.loads(x) for x in (trained / "train/metrics.jsonl").read_text().splitlines()]
   assert {"accuracy", "accuracy_top5", "grad_norm", "learning_rate"} < set(lines[-1])
   noted = json.loads((trained / "run.json").read_text())["workload"]
-  assert noted["class"] == "nm_sparsity_jax.workloads.vision.Images"
+  assert noted["class"] == "nm_sparsity_jax.trainer.workloads.vision.Images"
   params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
   assert flops.Cost(tuple(flops.Op(**op) for op in noted["ops"])).params == params
   found = json.loads((trained / "evaluations.json").read_text())
@@ -263,7 +265,7 @@ def sweep_file(model, folder):
 
 
 def test_a_sweep_is_checked(model, tmp_path, monkeypatch):
-  from nm_sparsity_jax import sweep
+  from nm_sparsity_jax.analysis import sweep
 
   monkeypatch.chdir(tmp_path)
   grid = sweep.read(sweep_file(with_conv(model, tmp_path), tmp_path))

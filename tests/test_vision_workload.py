@@ -13,13 +13,13 @@ import pytest
 import tiny_vision
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import configure
-from nm_sparsity_jax.images import rebus, source
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.deploy import safetensors_file, timm
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.runs import network_settings
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import safetensors_file, timm
-from nm_sparsity_jax.workloads import vision
+from nm_sparsity_jax.trainer.images import rebus, source
+from nm_sparsity_jax.trainer.workloads import vision
+from nm_sparsity_jax.training import configure
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.local import checkpoints, evaluation, step
+  from nm_sparsity_jax.trainer import checkpoints, evaluation, step
 
 
 def images_of(batch_size=8, **fields):
@@ -216,7 +216,7 @@ class Counted(rebus.Rebus):
 
 
 def test_a_large_split_is_read_again_and_says_the_same(monkeypatch):
-  from nm_sparsity_jax.workloads import base
+  from nm_sparsity_jax.trainer.workloads import base
 
   found, data = {}, Counted(512, validation=600)
   workload = vision.Images(tiny_vision.make(), data)

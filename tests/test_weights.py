@@ -14,9 +14,9 @@ import vision_reference as reference
 from reference_arrays import Reference
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.deploy import safetensors_file, timm
 from nm_sparsity_jax.models import image_parts, resnet, swin, vit
-from nm_sparsity_jax.trees import flatten
-from nm_sparsity_jax.weights import safetensors_file, timm
 
 CLASSES = {"vit": (vit, vit.ViT), "swin": (swin, swin.Swin), "resn": (resnet, resnet.ResNet)}
 tiny = pytest.mark.parametrize("name", reference.TINY)

@@ -10,11 +10,11 @@ import local_worker
 def main(cache):
   gc.disable()
   warnings.simplefilter("ignore")  # what is imported warns on its own account
-  from nm_sparsity_jax import configure
-  from nm_sparsity_jax.images import rebus
-  from nm_sparsity_jax.local import checkpoints, optimizers, step, train, writers
   from nm_sparsity_jax.models import resnet
-  from nm_sparsity_jax.workloads import vision
+  from nm_sparsity_jax.trainer import checkpoints, optimizers, step, train, writers
+  from nm_sparsity_jax.trainer.images import rebus
+  from nm_sparsity_jax.trainer.workloads import vision
+  from nm_sparsity_jax.training import configure
 
   del checkpoints, writers  # imported now, with TensorFlow, and not by every run
 

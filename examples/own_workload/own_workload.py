@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from nm_sparsity_jax import roles
-from nm_sparsity_jax.workloads import Workload
+from nm_sparsity_jax.trainer.workloads import Workload
+from nm_sparsity_jax.training import roles
 
 # SPARSITY_RULES may say 'hidden'.
 roles.register(roles.Family(name="own_mlp", roles={"hidden": r"hidden_\d+/kernel"}))

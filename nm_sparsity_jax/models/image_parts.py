@@ -17,8 +17,8 @@ import numpy as np
 from flax import linen as nn
 from jax import checkpoint_policies as keep
 
-from nm_sparsity_jax.layers import Conv, Dense
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.training.layers import Conv, Dense
+from nm_sparsity_jax.training.rules import Rules
 
 _Config = TypeVar("_Config")
 
@@ -122,7 +122,7 @@ def check_images(images: jax.Array, config: Any) -> None:
   if not jnp.issubdtype(images.dtype, jnp.floating):
     raise ValueError(
       f"images of {images.dtype}: the network takes floats about 0, such as those that "
-      "nm_sparsity_jax.images.augment.normalized makes of uint8."
+      "nm_sparsity_jax.trainer.images.augment.normalized makes of uint8."
     )
 
 

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from nm_sparsity_jax.layers import Conv
 from nm_sparsity_jax.models import image_parts as parts
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.training.layers import Conv
+from nm_sparsity_jax.training.rules import Rules
 
 _KEPT = 0.9  # of the old average of batch statistics, at each step; torch calls 1 - 0.9 momentum
 _EPSILON = 1e-5

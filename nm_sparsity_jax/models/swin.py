@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from nm_sparsity_jax.layers import Dense
 from nm_sparsity_jax.models import image_parts as parts
 from nm_sparsity_jax.models import swin_windows as windows
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.training.layers import Dense
+from nm_sparsity_jax.training.rules import Rules
 
 _EPSILON = 1e-5
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from nm_sparsity_jax.layers import Dense
 from nm_sparsity_jax.models import image_parts as parts
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.training.layers import Dense
+from nm_sparsity_jax.training.rules import Rules
 
 _SHARPEST = math.log(100)  # the largest logarithm of the scale of cosines
 _APART = -100.0  # added between tokens that the shift made neighbours

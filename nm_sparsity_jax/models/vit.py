@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION, Dense
 from nm_sparsity_jax.models import image_parts as parts
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION, Dense
+from nm_sparsity_jax.training.rules import Rules
 
 _EPSILON = 1e-6
 

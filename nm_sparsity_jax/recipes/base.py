@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nm_sparsity_jax import fields, gradients, masks
-from nm_sparsity_jax.groups import Groups
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core import fields, gradients, masks
+from nm_sparsity_jax.core.groups import Groups
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.schedules import Phases, Segment, as_step
 from nm_sparsity_jax.recipes import curves
 from nm_sparsity_jax.recipes.levels import leveled_mask
-from nm_sparsity_jax.schedules import Phases, Segment, as_step
 
 NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
 

@@ -9,13 +9,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from nm_sparsity_jax import fields, masks
-from nm_sparsity_jax.errors import SettingError
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core import fields, masks
+from nm_sparsity_jax.core.errors import SettingError
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.schedules import Phases, Segment, as_step
 from nm_sparsity_jax.recipes.base import NAN, Recipe
 from nm_sparsity_jax.recipes.curves import is_number
 from nm_sparsity_jax.recipes.levels import leveled_mask, stepwise, value_at, when
-from nm_sparsity_jax.schedules import Phases, Segment, as_step
 
 # --- stored masks --------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nm_sparsity_jax import schedules
-from nm_sparsity_jax.errors import SettingError
-from nm_sparsity_jax.schedules import Phases
+from nm_sparsity_jax.core import schedules
+from nm_sparsity_jax.core.errors import SettingError
+from nm_sparsity_jax.core.schedules import Phases
 
 
 @dataclasses.dataclass(frozen=True)

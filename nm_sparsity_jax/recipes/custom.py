@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nm_sparsity_jax.errors import SettingError
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core.errors import SettingError
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes import curves
 from nm_sparsity_jax.recipes.base import Need, Recipe
-from nm_sparsity_jax.schedules import Phases
 
 _PATH = Need("((0, '4:8', 1.0), (5000, '1:8', 0.5))", "entries (step, pattern, D)")
 

@@ -16,8 +16,8 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from nm_sparsity_jax import masks, schedules
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core import masks, schedules
+from nm_sparsity_jax.core.patterns import NM
 
 Levels = Sequence[tuple[int, NM]]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from nm_sparsity_jax import schedules
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core import schedules
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes import curves
 from nm_sparsity_jax.recipes.base import Recipe
 from nm_sparsity_jax.recipes.levels import stepwise
-from nm_sparsity_jax.schedules import Phases
 
 # What the recipes here are composed of, beside their levels: a decay, by its kind and `beta`.
 _CURVE = property(lambda self: curves.decay(self.kind, self.beta, self.phases))

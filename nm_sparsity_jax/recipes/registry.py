@@ -11,8 +11,9 @@ import types
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from nm_sparsity_jax.errors import SettingError
-from nm_sparsity_jax.patterns import NM
+from nm_sparsity_jax.core.errors import SettingError
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes.base import Recipe
 from nm_sparsity_jax.recipes.baselines import Dense, Idp, OneShot, Snip, SrSte
 from nm_sparsity_jax.recipes.custom import Custom
@@ -22,7 +23,6 @@ from nm_sparsity_jax.recipes.progressive import (
   SdgfGeometric,
   SdgfStepwise,
 )
-from nm_sparsity_jax.schedules import Phases
 
 _recipes: dict[str, type[Recipe]] = {}
 

@@ -21,10 +21,10 @@ _HOME = {
 }  # fmt: skip
 
 if TYPE_CHECKING:
-  from nm_sparsity_jax.runs.exported import convert, export
-  from nm_sparsity_jax.runs.packing import pack
-  from nm_sparsity_jax.runs.proof import finalize, verify
+  from nm_sparsity_jax.runs.export_checkpoint import convert, export
+  from nm_sparsity_jax.runs.pack_checkpoint import pack
   from nm_sparsity_jax.runs.trained import read_settings, rules_of
+  from nm_sparsity_jax.runs.verify_checkpoint import finalize, verify
 
 __all__ = ["convert", "export", "finalize", "pack", "read_settings", "rules_of", "verify"]
 

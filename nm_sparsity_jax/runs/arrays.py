@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
+from nm_sparsity_jax.core.text import first_line
+from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.runs import checkpoint, folders, orbax
-from nm_sparsity_jax.text import first_line
-from nm_sparsity_jax.trees import flatten, nested
 
 
 def load(

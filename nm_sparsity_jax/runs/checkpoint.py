@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.runs import files, folders, foreign, legacy, network_settings, orbax
+from nm_sparsity_jax.core.trees import nested
+from nm_sparsity_jax.runs import files, folders, legacy, network_settings, orbax, other_formats
 from nm_sparsity_jax.runs.contents import Contents, damage
-from nm_sparsity_jax.trees import nested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +134,11 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
       not take.
   """
   reader, path = _located(name)
-  if config is not None and reader is not foreign.read:
+  if config is not None and reader is not other_formats.read:
     network_settings.check(name, config)
   with damage(name, "its metadata"):
-    if reader is foreign.read:
-      return _stored(name, foreign.read(name, path, like, config))
+    if reader is other_formats.read:
+      return _stored(name, other_formats.read(name, path, like, config))
     return _stored(name, reader(name, path))
 
 
@@ -147,14 +147,14 @@ def _located(name: str):
   folder = folders.path_of(name)
   if not folder.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
-  if folder.name.endswith(foreign.SUFFIXES) and folder.is_file():
-    return foreign.read, folder
+  if folder.name.endswith(other_formats.SUFFIXES) and folder.is_file():
+    return other_formats.read, folder
   if file := folders.legacy_file(folder):
     return legacy.read, file
   if state := folders.orbax_state(folder):
     return orbax.read, state
-  if foreign.is_folder(folder):
-    return foreign.read, folder
+  if other_formats.is_folder(folder):
+    return other_formats.read, folder
   if inside := folders.latest(name):
     raise ValueError(f"{name!r} is a folder of checkpoints: name one, such as {inside!r}")
   empty = folders.named_steps(name)
@@ -170,7 +170,7 @@ _SMALL = ("state/step", "flax_mutables/nm_sparsity/step", "flax_mutables/nm_spar
 
 
 def _stored(name: str, found: Contents) -> Stored:
-  from nm_sparsity_jax import rules_text
+  from nm_sparsity_jax.training import rules_text
 
   def array(key: str) -> np.ndarray:
     with damage(name, key):

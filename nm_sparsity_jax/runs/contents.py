@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.text import first_line
+from nm_sparsity_jax.core.text import first_line
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from nm_sparsity_jax.text import first_line
+from nm_sparsity_jax.core.text import first_line
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.runs.contents import Contents
-from nm_sparsity_jax.trees import flatten, nested
 
 
 def read(name: str, state: Any) -> Contents:

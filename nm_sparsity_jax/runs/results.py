@@ -21,10 +21,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax import glue, roles
-from nm_sparsity_jax.errors import SettingError
-from nm_sparsity_jax.runs import events, files, folders
+from nm_sparsity_jax.core.errors import SettingError
+from nm_sparsity_jax.runs import events, files, folders, glue
 from nm_sparsity_jax.runs.trained import config_of, parse_settings, start_of, started
+from nm_sparsity_jax.training import roles
 
 Series = dict[int, dict[str, float]]  # step -> metric -> value
 
@@ -100,7 +100,7 @@ def masks_at_once(recipe: str) -> bool:
     recipe: its name; False for one that is not known here.
   """
   from nm_sparsity_jax import recipes
-  from nm_sparsity_jax.schedules import Phases
+  from nm_sparsity_jax.core.schedules import Phases
 
   # Long phases and a pattern with many levels, so that whatever comes between shows.
   phases = Phases(total=10_000, dense=1_000, finetune=1_000)
@@ -346,7 +346,7 @@ def _read_phases(run: Run, values: Mapping[str, Any]) -> None:
   """Gives a phase that is set to None its share of all steps."""
   if run.sparse_steps is None:
     return
-  from nm_sparsity_jax import configure  # imports jax
+  from nm_sparsity_jax.training import configure  # imports jax
 
   dense, finetune = configure.phase_steps(run.sparse_steps, None, None)
   if values.get("DENSE_STEPS", 0) is None:

@@ -19,12 +19,12 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nm_sparsity_jax.errors import UnknownRecipe
+from nm_sparsity_jax.core.errors import UnknownRecipe
 from nm_sparsity_jax.runs import files, folders
 
 if TYPE_CHECKING:
-  from nm_sparsity_jax.rules import Rules
   from nm_sparsity_jax.runs.checkpoint import Stored
+  from nm_sparsity_jax.training.rules import Rules
 
 
 def config_of(folder: str | os.PathLike) -> pathlib.Path | None:
@@ -109,7 +109,7 @@ def parse_settings(text: str) -> Settings:
 
 def _settings_of_row(table: Any, row: Any) -> Mapping[str, Any]:
   """Returns the macros that a row of the paper sets; none where there is no such row."""
-  from nm_sparsity_jax import paper
+  from nm_sparsity_jax.runs import paper
 
   try:
     return paper.find(table, row).settings()
@@ -184,9 +184,9 @@ def stored_rules(
   Raises:
     ValueError: a setting does not agree, or nothing tells the rules.
   """
-  from nm_sparsity_jax import configure, rules_text
   from nm_sparsity_jax.runs import checkpoint
   from nm_sparsity_jax.runs.contents import Unreadable
+  from nm_sparsity_jax.training import configure, rules_text
 
   try:
     stored = checkpoint.read(checkpoint.find(path))
@@ -282,7 +282,7 @@ def _step_of(path: str) -> int:
 
 def _stored(folder: str | os.PathLike) -> Rules | None:
   """Returns the rules in the newest checkpoint; None where it has none or cannot be read."""
-  from nm_sparsity_jax import rules_text
+  from nm_sparsity_jax.training import rules_text
 
   newest = _opened(folder)
   if newest is None or newest.rules is None:
@@ -308,7 +308,7 @@ def _opened(folder: str | os.PathLike) -> Stored | None:
 
 def _configured(settings: Settings) -> Rules:
   """Returns the rules that the macros of gin_configs/sparsity.gin say."""
-  from nm_sparsity_jax import configure
+  from nm_sparsity_jax.training import configure
 
   if not settings.text:
     raise ValueError("there is no config.gin")

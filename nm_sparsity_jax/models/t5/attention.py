@@ -16,9 +16,9 @@ from flax.linen import partitioning, spmd
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax.layers import DenseGeneral, as_tuple, effective_kernel, packed_product
 from nm_sparsity_jax.models.t5.masks import combine_biases, combine_masks
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.training.layers import DenseGeneral, as_tuple, effective_kernel, packed_product
+from nm_sparsity_jax.training.rules import Rules
 
 # What the fast decoding step keeps, beside T5X's own 'cache': see `Transformer.start`.
 PREPARED = "prepared"  # computed once a sequence

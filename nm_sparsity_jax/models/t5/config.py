@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype
 
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.training.rules import Rules
 
 # emb_dim, num_heads, layers of encoder and of decoder, head_dim, mlp_dim
 _T5_1_1 = {

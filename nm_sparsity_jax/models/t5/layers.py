@@ -27,7 +27,6 @@ from flax.linen import partitioning, spmd
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax.layers import DenseGeneral
 from nm_sparsity_jax.models.t5.attention import (
   MultiHeadDotProductAttention,
   SplitDenseGeneral,
@@ -40,7 +39,8 @@ from nm_sparsity_jax.models.t5.masks import (
   make_causal_mask,
   make_decoder_mask,
 )
-from nm_sparsity_jax.rules import Rules
+from nm_sparsity_jax.training.layers import DenseGeneral
+from nm_sparsity_jax.training.rules import Rules
 
 __all__ = [
   "DenseGeneral",

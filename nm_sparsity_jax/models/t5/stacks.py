@@ -12,10 +12,10 @@ from flax.linen import partitioning, spmd
 from jax import checkpoint_policies as keep
 from jax import lax
 
-from nm_sparsity_jax.layers import COLLECTION, STATE_COLLECTION
 from nm_sparsity_jax.models.t5 import layers
 from nm_sparsity_jax.models.t5.attention import DECODED, PREPARED
 from nm_sparsity_jax.models.t5.config import T5Config
+from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION
 
 # What the backward pass does not compute again, beside the input of each layer.
 _REMAT: dict[str, Callable | None] = {

@@ -1,0 +1,87 @@
+"""Which kernels become sparse: rules on the shapes of all parameters, every mistake collected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nm_sparsity_jax.analysis.plan.findings import Findings
+from nm_sparsity_jax.core.errors import SettingError
+from nm_sparsity_jax.core.trees import alike, flatten, group
+from nm_sparsity_jax.training import roles
+from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.training.sites import Assignment
+
+
+def assign(found: Findings, rules: Rules, params: Any) -> Assignment:
+  """Assigns places to parameters, and notes the mistakes; those of like layers once."""
+  examined = rules.examine(params)
+  failed: dict[str, list[str]] = {}
+  for path, error in examined.failed.items():
+    failed.setdefault(_told(error, ""), []).append(path)
+  for paths in failed.values():
+    found.errors.append(_told(examined.failed[paths[0]], names(paths, words=True)))
+  if examined.idle:
+    here = roles.roles_of([path for path, _ in flatten(params)], rules.roles)
+    have = f"The network has the roles {', '.join(here)}. " if here else ""
+    words = f"{', '.join(roles.regexes(rules.roles))}; with {roles.narrowing_text()} before it"
+    found.errors.append(
+      f"rules that match no parameter: {', '.join(map(repr, examined.idle))}. {have}A place in "
+      f"SPARSITY_RULES is a role ({words}) or a regex for a whole path"
+    )
+  return examined.assignment
+
+
+def _told(error: ValueError, path: str) -> str:
+  """Returns the text of a mistake at some parameters, under a name of all of them."""
+  return error.told({"path": path}) if isinstance(error, SettingError) else str(error)
+
+
+def names(paths: Sequence[str], words: bool = False) -> str:
+  """Returns paths as one line, with paths that are alike as one."""
+  return ", ".join(name for name, _ in group(paths, words))
+
+
+def kernels(assignment: Assignment) -> dict[str, Any]:
+  """Returns the part `kernels`: what is sparse, what is skipped and why, what no rule names."""
+  skipped = [{**_entry(name, of), "why": why} for name, of, why in alike(assignment.skipped)]
+  dense = [path for path in assignment.dense if path.endswith("kernel")]
+  others = len(assignment.dense) - len(dense)
+  sparse = _sparse(assignment)
+  return {
+    "sparse": sparse,
+    "skipped": skipped,
+    "dense": [_entry(*named) for named in group(dense, words=True)],
+    "other_dense": others,
+  }
+
+
+def _sparse(assignment: Assignment) -> list[dict[str, Any]]:
+  """Returns the sparse kernels; those that are alike share an entry."""
+  facts = {
+    path: (p.key, p.shape, p.axis, str(p.pattern), p.count, p.recipe.name, p.remarks)
+    for path, p in assignment.places.items()
+  }
+  return [
+    {
+      **_entry(name, of),
+      "role": _role(of),
+      "rule": rule,
+      "shape": list(shape),
+      "axis": axis,
+      "pattern": pattern,
+      "groups": groups,
+      "recipe": recipe,
+      "remarks": list(remarks),
+    }
+    for name, of, (rule, shape, axis, pattern, groups, recipe, remarks) in alike(facts)
+  ]
+
+
+def _role(paths: Sequence[str]) -> str | None:
+  found = {role for path in paths if (role := roles.role_of(path))}
+  return ",".join(sorted(found)) or None
+
+
+def _entry(name: str, paths: Sequence[str]) -> dict[str, Any]:
+  return {"path": name, "count": len(paths), "paths": paths}

@@ -1,0 +1,27 @@
+"""Scores of GLUE: rows beside the published ones, and the official submission.
+
+    rows        a run's metrics -> its row of the paper's Table 12, beside the published row
+    text        such a report -> text, Markdown, LaTeX, CSV
+    published   the rows of the paper, and which of them a run compares with
+    submission  predictions -> GLUE's official zip, and the check of one
+
+Score two runs in a notebook:
+
+    from nm_sparsity_jax import scores
+
+    report = scores.score(["runs/sr_ste", "runs/stepwise"], checkpoint="last")
+    report["runs"][0]["columns"]["RTE"]["mean"]
+    print(scores.text.text(report))
+
+Make the zip for gluebenchmark.com:
+
+    files, problems = scores.submission.find(["predictions/"])
+    report, tables = scores.submission.make(files, fill={"wnli"})
+    if not problems + report["problems"]:
+      scores.submission.write("submission.zip", tables)
+"""
+
+from nm_sparsity_jax.analysis.scores import published, rows, submission, text
+from nm_sparsity_jax.analysis.scores.rows import choose, score
+
+__all__ = ["choose", "published", "rows", "score", "submission", "text"]

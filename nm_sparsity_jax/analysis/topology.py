@@ -1,0 +1,72 @@
+"""TPUs that are not there: their chips, for which libtpu compiles.
+
+"v5e:2x2" -> [devices] -> shardings -> jax.jit(f).lower(...).compile() -> compiled.account
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from nm_sparsity_jax.core import installed
+
+# libtpu asks the machine for these unless they are set, and waits for an answer.
+_MACHINE = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+}
+_EXAMPLES = "v5e:2x2, v5p:2x2x1, v4:2x2x1, v6e:2x2"
+
+
+class NoTopology(ValueError):
+  """No chips of that name can be compiled for, here and now."""
+
+
+def devices(name: str) -> Sequence[Any]:
+  """Returns the chips of a topology, which need not exist, for shardings and meshes.
+
+      devices = topology.devices("v5e:2x2")
+      mesh = jax.sharding.Mesh(np.reshape(devices, (2, 2)), ("data", "model"))
+
+  Raises NoTopology, with one sentence, where libtpu is missing, does not know the name, fits
+  another JAX, or is held by another process.
+
+  Args:
+    name: a topology as libtpu calls it, such as 'v5e:4x4'.
+  """
+  if installed.version("libtpu") is None:
+    raise NoTopology(
+      f"topology {name!r}: libtpu, the compiler for TPUs, is not installed: pip install "
+      "'nm-sparsity-jax[tpu]'."
+    )
+  if wrong := _of_another_jax():
+    raise NoTopology(f"topology {name!r}: {wrong}.")
+  from jax.experimental import topologies
+
+  for variable, value in _MACHINE.items():
+    os.environ.setdefault(variable, value)
+  try:
+    return topologies.get_topology_desc(name, platform="tpu").devices
+  except Exception as e:  # libtpu raises its own kinds
+    reason = " ".join(str(e).split())
+    if "lockfile" in reason or "libtpu_lock" in reason:
+      what = (
+        "another process holds libtpu, which serves one at a time: wait for it; if none is left, "
+        "delete /tmp/libtpu_lockfile"
+      )
+    elif "PJRT" in reason and "version" in reason:
+      what = "libtpu and JAX do not go together: nm-sparsity doctor --for tpu says which do"
+    else:
+      what = f"libtpu does not know it ({reason[:120]}); it knows {_EXAMPLES} and larger ones"
+    raise NoTopology(f"topology {name!r}: {what}.") from e
+
+
+def _of_another_jax() -> str | None:
+  """Returns why libtpu and jax do not go together; None where they do."""
+  jax, have = installed.version("jax"), installed.version("libtpu")
+  wanted = installed.required_for("jax", "tpu").get("libtpu", "")
+  if have is None or installed.meets(have, wanted):
+    return None
+  return f"jax {jax} needs libtpu{wanted}, not {have}: pip install 'jax[tpu]=={jax}'"

@@ -1,0 +1,118 @@
+"""`nm-sparsity`: the command line. Each command is a module, imported when it is chosen.
+
+    argv -> table of commands -> module.add_arguments(parser), module.run(args) -> exit code
+    an error of the library -> module.FLAGS: what it names -> the flag -> one line
+
+Nothing heavy is imported before the arguments are parsed, so `--help` is quick. Exit codes: 0 =
+done, or yes; 1 = failed, or no; 2 = the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from nm_sparsity_jax._version import __version__
+from nm_sparsity_jax.core.errors import SettingError
+from nm_sparsity_jax.core.text import columns, printable
+
+# name -> (module, help in one line); a name of two words is a command of a group
+COMMANDS = {
+  "gin-path": ("gin_path", "print the folder that holds gin_configs/, docs/ and examples/"),
+  "quickstart": ("quickstart", "train, prune and score a tiny T5, in minutes on a CPU"),
+  "train": ("train", "train on the devices of this machine, without T5X"),
+  "eval": ("eval", "evaluate a checkpoint on the devices of this machine, without T5X"),
+  "infer": ("infer", "write the predictions of a checkpoint, without T5X"),
+  "rows": ("rows", "list the paper's rows with their published scores, and search them"),
+  "plan": ("plan", "show what a run would do, and every mistake, before it starts"),
+  "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
+  "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
+  "export": ("export", "write a checkpoint for timm, Hugging Face or Core ML, and prove it"),
+  "convert": ("convert", "make a checkpoint for T5X of a folder of Hugging Face's T5"),
+  "pack": ("pack", "write a checkpoint without its zeros, and say what that saves"),
+  "bench": ("bench", "measure packed weights against dense ones: per layer and end to end"),
+  "report": ("report", "make one HTML page of runs: curves, schedules, scores, settings"),
+  "sweep": ("sweep", "train a grid of recipes x patterns x seeds from one file, and compare them"),
+  "doctor": ("doctor", "say what is missing or in conflict in this environment, and how to fix it"),
+  "glue score": ("glue_score", "make a run's row of GLUE scores, beside the published one"),
+  "glue submit": ("glue_submit", "make GLUE's official zip of predictions, or check one"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one command and returns its exit code."""
+  argv = list(sys.argv[1:] if argv is None else argv)
+  name = next((n for n in COMMANDS if argv[: n.count(" ") + 1] == n.split()), None)
+  if name is None:
+    group = next((n.split()[0] for n in COMMANDS if " " in n and argv[:1] == n.split()[:1]), "")
+    parser = _parser(group)
+    parser.parse_args(argv[1:] if group else argv)  # --help, --version and mistakes end here
+    parser.print_help()
+    return 2
+  rest = argv[name.count(" ") + 1 :]
+  module_name, help_line = COMMANDS[name]
+  module = importlib.import_module(f"nm_sparsity_jax.cli.{module_name}")
+  parser = argparse.ArgumentParser(
+    prog=f"nm-sparsity {name}",
+    description=module.__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  module.add_arguments(parser)
+  parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+  parser.set_defaults(main=main)  # for a command that runs others
+  args = parser.parse_args(rest)
+  try:
+    return module.run(args)
+  except BrokenPipeError:  # `| head` has seen enough
+    sys.stderr.close()
+    return 1
+  except KeyboardInterrupt:
+    return 130
+  except Exception as e:
+    if args.debug:
+      raise
+    told = e.told(getattr(module, "FLAGS", {})) if isinstance(e, SettingError) else e
+    print(f"nm-sparsity {name}: {one_line(told)}", file=sys.stderr)
+    return 1
+
+
+_MOST = 4000  # characters of an error's line
+
+
+def one_line(error: BaseException | str) -> str:
+  """Returns an error as one line: its text, with its class where the text alone says too little.
+
+  A name from outside is escaped, so that it cannot control the terminal.
+  """
+  text = str(error)
+  if isinstance(error, OSError) and error.strerror:  # the system's, which numbers its sentences
+    text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+  text = printable(" ".join(text.split()))
+  if len(text) > _MOST:
+    text = f"{text[:_MOST]}... ({len(text):,} characters)"
+  if isinstance(error, str | ValueError | RuntimeError | OSError | ImportError) and text:
+    return text
+  return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _parser(group: str = "") -> argparse.ArgumentParser:
+  """Returns the parser for words that name no command; with a group, for the words after it."""
+  prog = f"nm-sparsity {group}".rstrip()
+  commands = {n: line for n, (_, line) in COMMANDS.items() if n.startswith(group)}
+  lines = [f"  {line}" for line in columns([*commands.items()])]
+  parser = argparse.ArgumentParser(
+    prog=prog,
+    usage=f"{prog} COMMAND ..." if group else f"{prog} [--version] COMMAND ...",
+    description="N:M sparse training: what surrounds a run.",
+    epilog="commands:\n" + "\n".join(lines) + f"\n\n`{prog} COMMAND --help` says more.",
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  if not group:
+    parser.add_argument("--version", action="version", version=f"nm-sparsity {__version__}")
+  words = dict.fromkeys(n.removeprefix(group).split()[0] for n in commands)
+  parser.add_argument("command", choices=words, nargs="?", help=argparse.SUPPRESS)
+  return parser

@@ -1,0 +1,201 @@
+"""Measures packed weights against dense ones on this machine: per layer and end to end.
+
+CKPT is a packed file, a finalized checkpoint, or a folder of them: then the newest. It comes with
+the gin files and settings of `infer`. Nothing is written to INFER_OUTPUT_DIR. No task is read, so
+you need not name one. For each distinct product it tells the time of the best dense product and of
+the packed one, without the cost of a call, and their bytes. End to end it times what the network
+computes at once: a T5 reads inputs and decodes a token, others make a forward pass. Beside it
+stands what packing can give at most, where that is known. --shapes measures products of random
+weights alone.
+
+  nm-sparsity bench --shapes 1024,4096,1 1024,4096,128 --pattern 1:8
+  nm-sparsity bench model.safetensors --cores 1 --out bench.html \\
+    --gin_file=gin_configs/models/t5.gin --gin.T5_SIZE="'tiny'" \\
+    --gin_file=gin_configs/runs/local_infer.gin ...
+
+Exit code: 0 = done, 1 = not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from nm_sparsity_jax.cli import _flags, _rules
+from nm_sparsity_jax.runs import files
+
+FLAGS = _rules.FLAGS
+_OF_A_TASK = ("MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS")  # a bench reads none
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds what to measure, how, and where to write."""
+  add = parser.add_argument
+  add(
+    "checkpoint", nargs="?", metavar="CKPT",
+    help="a packed file, a finalized checkpoint, or a folder of them",
+  )  # fmt: skip
+  add(
+    "--shapes", nargs="+", metavar="K,F,ROWS", type=_shape,
+    help="products alone: of weights (K, F) and so many rows of x",
+  )  # fmt: skip
+  add("--pattern", metavar="N:M", help="of --shapes (default: 1:8)")
+  add(
+    "--dtype", choices=("float32", "bfloat16", "int8"),
+    help="of packed values; of a packed file they are as they are",
+  )  # fmt: skip
+  add("--batch", type=int, metavar="N", help="examples at once (default: 1)")
+  add(
+    "--inputs", type=int, metavar="N",
+    help="tokens of an input of a T5 (default: that of TASK_FEATURE_LENGTHS, or 64)",
+  )  # fmt: skip
+  add("--tokens", type=int, metavar="N", help="that a T5 decodes (default: 16)")
+  add("--turns", type=int, default=9, metavar="N", help="of each call (default: 9)")
+  add(
+    "--backend", choices=("auto", "cpu_ffi", "xla_scan"),
+    help="of packed products (default: auto, the fastest by a measured table)",
+  )  # fmt: skip
+  add("--cores", type=int, metavar="N", help="run on so many cores (default: all there are)")
+  add("--out", metavar="FILE", help="also write a page with bars")
+  add("--json", action="store_true", help="print the findings as JSON")
+  _flags.add(parser, "where gin files are looked for, before the folder of this package")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Measures, prints, writes."""
+  _refuse(args)
+  out = None if args.out is None else pathlib.Path(args.out)
+  _take_cores(args.cores)
+  from nm_sparsity_jax.analysis import bench
+
+  if args.shapes is None:
+    found = _of_checkpoint(args)
+  else:
+    pattern = args.pattern or "1:8"
+    backend = args.backend or "auto"
+    found = bench.products(args.shapes, pattern, args.dtype, args.turns, backend)
+  print(json.dumps(found.as_dict(), indent=2) if args.json else found)
+  if out is not None:
+    bench.write(found, out)
+    print(out, file=sys.stderr if args.json else sys.stdout)
+  return 0
+
+
+_ONE = "a checkpoint, or --shapes K,F,ROWS for products alone"
+_ROWS = ("batch", "inputs", "tokens")
+_GIN = dict.fromkeys(("gin_file", "gin_bindings"), "gin is read for a checkpoint alone")
+# What is measured -> the settings that it has no use for, and why.
+_USELESS: dict[str, dict[str, str]] = {
+  "a checkpoint": {"pattern": "a checkpoint has patterns of its own"},
+  "--shapes": {**dict.fromkeys(_ROWS, "--shapes gives the rows itself"), **_GIN},
+}
+
+
+def _refuse(args: argparse.Namespace) -> None:
+  """Raises where what was typed does not fit together, or a path cannot be."""
+  told = {"a checkpoint": args.checkpoint, "--shapes": args.shapes}
+  given = [name for name, value in told.items() if value is not None]
+  if len(given) > 1:
+    raise ValueError(f"{' and '.join(given)} were given: give one of these: {_ONE}.")
+  if not given:
+    raise ValueError(f"give one of these: {_ONE}.")
+  for name, why in _USELESS[given[0]].items():
+    value = getattr(args, name)
+    if value is not None and value is not False and value != []:
+      value = value[0] if isinstance(value, list) else value
+      typed = f"--{name}" if value is True else f"--{name}={value}"
+      raise ValueError(f"{typed}: {why}. Leave it out.")
+  if args.out is not None:
+    files.check_folder("--out", pathlib.Path(args.out).parent)
+    if pathlib.Path(args.out).is_dir():
+      raise ValueError(f"--out: {args.out!r} is a folder: name a file in it.")
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+  """Returns the value of --shapes."""
+  try:
+    depth, features, rows = map(int, text.split(","))
+  except ValueError:
+    raise argparse.ArgumentTypeError(f"{text!r} is not K,F,ROWS, such as 1024,4096,1") from None
+  return depth, features, rows
+
+
+def _take_cores(count: int | None) -> None:
+  """Keeps the process on its first cores; XLA counts them when it is imported."""
+  if count is None:
+    return
+  if not hasattr(os, "sched_setaffinity"):
+    raise ValueError("--cores: this system cannot keep a process on some cores.")
+  there = sorted(os.sched_getaffinity(0))
+  if not 1 <= count <= len(there):
+    raise ValueError(f"--cores={count}: this process has {len(there)}.")
+  os.sched_setaffinity(0, there[:count])
+  os.environ["PJRT_NPROC"] = str(count)
+
+
+def configuration(args: argparse.Namespace) -> Any:
+  """Returns that of `infer`, of the checkpoint that the arguments name; it reads no data.
+
+  Args:
+    args: of the command.
+  """
+  from nm_sparsity_jax.cli import _local
+
+  nowhere = [f"CHECKPOINT_PATH = {args.checkpoint!r}", "INFER_OUTPUT_DIR = 'nowhere'"]
+  args.gin_bindings = [*nowhere, *args.gin_bindings]
+  try:
+    return _local.read(args, "infer", with_data=False)[0]
+  except ValueError as e:  # a macro that nothing reads is refused, so only those that it asks for
+    asked = [f"{name} = None" for name in _OF_A_TASK if f"{name} is not set" in str(e)]
+    if not asked:
+      raise
+    args.gin_bindings = [*asked, *args.gin_bindings]
+    return _local.read(args, "infer", with_data=False)[0]
+
+
+def _of_checkpoint(args: argparse.Namespace) -> Any:
+  """Returns what is found of a checkpoint; one that is not packed is packed first."""
+  from nm_sparsity_jax import runs
+  from nm_sparsity_jax.analysis import bench
+  from nm_sparsity_jax.cli import _imports, _local
+  from nm_sparsity_jax.runs import checkpoint, orbax
+  from nm_sparsity_jax.trainer import checkpoints, packed_files
+
+  _imports.load(args)
+  if said := _local.missing(args.checkpoint):
+    raise ValueError(f"{said}. Name one that is there.")
+  named, args.checkpoint = args.checkpoint, checkpoint.find(args.checkpoint)
+  if args.checkpoint != named:
+    print(f"{named}: its newest checkpoint is taken, {args.checkpoint}", file=sys.stderr)
+  config = configuration(args)
+  model = _local.argument(config, "model")
+  lengths: Any = config.get("TASK_FEATURE_LENGTHS")
+  inputs = lengths.get("inputs") if isinstance(lengths, Mapping) else None
+  with tempfile.TemporaryDirectory() as room, orbax.quiet_threads():
+    stored = checkpoints.opened(args.checkpoint, model)
+    if stored.packed is None:
+      file = f"{room}/packed.safetensors"
+      runs.pack(args.checkpoint, file, dtype=args.dtype)
+      stored = checkpoints.opened(file, model)
+    elif args.dtype is not None:
+      raise ValueError(f"--dtype={args.dtype}: a packed file has values of its own dtype.")
+    assert stored.packed is not None
+    variables = dict(stored.packed())
+  workload: Any = packed_files.model_of(args.checkpoint, variables, model).workload
+  return bench.bench(
+    getattr(workload, "network", workload),
+    variables.pop("params"),
+    state=variables,
+    batch=1 if args.batch is None else args.batch,
+    inputs=inputs or 64 if args.inputs is None else args.inputs,
+    tokens=16 if args.tokens is None else args.tokens,
+    turns=args.turns,
+    backend=args.backend or "auto",
+    title=str(args.checkpoint),
+  )

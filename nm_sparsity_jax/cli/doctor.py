@@ -1,0 +1,62 @@
+"""Says what is missing or in conflict in this environment, and how to fix it.
+
+It looks at installed metadata and imports neither T5X nor TensorFlow. What you need depends on
+what you do, so --for says which parts must be there:
+
+  core    masks, rules and layers in your own training loop
+  tasks   SeqIO tasks and metrics
+  local   nm-sparsity train, eval, quickstart, sweep and report (docs/local.md)
+  t5x     t5x.train with our gin files (docs/t5x.md)
+  tpu     a TPU's compiler that fits the installed jax (docs/tpu.md)
+
+Each finding is ok, bad (to fix), or warn: not what was tested, or slower than it could be. Without
+--for, the last line also names what else the installed extras are enough for.
+
+Exit code: 0 = nothing is bad, 1 = something is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from nm_sparsity_jax.cli import environment
+from nm_sparsity_jax.core.text import columns, listed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds what must be there, and how to tell it."""
+  parser.add_argument(
+    "--for",
+    dest="purpose",
+    choices=environment.PURPOSES,
+    help="what must be there; by default t5x where T5X is found, else core",
+  )
+  parser.add_argument("--devices", action="store_true", help="start jax and list its devices")
+  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the findings."""
+  purpose = args.purpose or environment.default_purpose()
+  findings = list(environment.examine(purpose))
+  if args.devices:
+    findings.append(environment.devices())
+  ok = all(f.status != "bad" for f in findings)
+  if args.json:
+    told = [dataclasses.asdict(finding) for finding in findings]
+    print(json.dumps({"ok": ok, "for": purpose, "findings": told}, indent=2))
+    return 0 if ok else 1
+  marks = {"ok": "ok ", "bad": "BAD", "warn": "!  "}
+  rows = []
+  for f in findings:
+    rows.append((f"{marks[f.status]} {f.name}", f.text))
+    rows += [("", f"-> {f.remedy}")] * bool(f.remedy)
+  print("\n".join(columns(rows)))
+  bad, warned = (sum(f.status == kind for f in findings) for kind in ("bad", "warn"))
+  but = f", but see {warned} marked with !" if warned else ""
+  more = [] if bad or args.purpose else environment.ready_for(purpose)
+  also = f" Ready for {listed(more)} as well." if more else ""
+  print(f"\n{bad} to fix for {purpose}." if bad else f"\nReady for {purpose}{but}.{also}")
+  return 0 if ok else 1

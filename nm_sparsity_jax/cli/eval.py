@@ -1,0 +1,29 @@
+"""Evaluates a checkpoint, of `nm-sparsity train` or of T5X, with the weights of its step.
+
+  nm-sparsity eval --gin_file=gin_configs/models/t5.gin --gin.T5_SIZE="'tiny'" \\
+    --gin_file=gin_configs/runs/local_eval.gin \\
+    --gin.CHECKPOINT_PATH="'.../checkpoint_1000'" --gin.EVAL_OUTPUT_DIR="'...'" ...
+
+The checkpoint holds the rules, and so does a packed file, which may stand in its place. A setting
+that says something else is refused. Exit code: 0 = done, 1 = failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from nm_sparsity_jax.cli import _flags
+
+FLAGS = _flags.MEMORY
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds --memory, and T5X's flags."""
+  _flags.add_of_one(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Evaluates."""
+  from nm_sparsity_jax.cli import _local
+
+  return _local.call(args, "evaluate")

@@ -1,0 +1,70 @@
+"""Writes a checkpoint for another library: timm's for images, Hugging Face's for a T5.
+
+Zeros stay zeros. Where the checkpoint is sparse, it must be n:m: the last one of a local run or of
+one of Kauldron, or what `nm-sparsity finalize` wrote. The command reads back what it wrote,
+compares each tensor, and proves the pattern along axis 1 of their tensors, (out, in) and
+(out, in, height, width).
+
+A ViT, SwinV2 or ResNet becomes a file. timm loads it:
+`timm.create_model(NAME, checkpoint_path="model.safetensors")`.
+
+  nm-sparsity finalize runs/sparse runs/final
+  nm-sparsity export runs/final model.safetensors
+
+A T5, of this package or of T5X, becomes a folder with model.safetensors and config.json; above 5 GB
+it has several files. transformers loads it: `T5ForConditionalGeneration.from_pretrained("model")`.
+
+  nm-sparsity export runs/final model
+
+To start a run from such a file or folder, name it as INITIAL_CHECKPOINT_PATH. For a run in T5X,
+`nm-sparsity convert` makes a checkpoint of the folder first.
+
+Exit code: 0 = written, and proven if it is sparse; 1 = not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from nm_sparsity_jax.cli import _imports, _rules
+
+FLAGS = _rules.FLAGS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds what to read and what to write."""
+  parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
+  parser.add_argument(
+    "out", metavar="OUT", help="F.safetensors, or a folder for a T5; it must be new"
+  )
+  _rules.add(parser)
+  _imports.add(parser)
+  parser.add_argument(
+    "--feed-forward",
+    metavar="WORDS",
+    help="feed_forward_proj of a T5, which weights do not tell; else gated-gelu (T5 1.1) or relu "
+    "(T5 1.0)",
+  )
+  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Writes, reads back, proves, prints."""
+  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
+  from nm_sparsity_jax import runs
+  from nm_sparsity_jax.runs import orbax
+
+  _imports.load(args)
+  given = {**_rules.given(args), "feed_forward": args.feed_forward}
+  with orbax.quiet_threads():
+    made = runs.export(args.checkpoint, args.out, **given)
+  if args.json:
+    print(json.dumps(made.as_dict(), indent=2))
+    return 0 if made.ok else 1
+  print(f"{made.path}: {made.tensors} tensors of {made.source.path}, as they were written")
+  if made.config is not None:
+    print(f"T5 with feed_forward_proj = {made.config['feed_forward_proj']!r}")
+  print("It is dense: nothing to prove." if made.report is None else f"\n{made.report}")
+  return 0 if made.ok else 1

@@ -1,0 +1,23 @@
+"""Prints the folder that holds gin_configs/, docs/ and examples/.
+
+  python -m t5x.train --gin_search_paths=$(nm-sparsity gin-path) \\
+    --gin_file=gin_configs/runs/t5x_finetune.gin ...
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from nm_sparsity_jax.integrations import gin_files
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds nothing: the command takes no arguments."""
+  del parser
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the folder."""
+  del args
+  print(gin_files.folder())
+  return 0

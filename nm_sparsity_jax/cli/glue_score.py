@@ -1,0 +1,101 @@
+"""Makes a run's row of the paper's Table 12 from seqio's metrics, beside the published row.
+
+It takes folders of runs: t5x.train's MODEL_DIR, t5x.eval's EVAL_OUTPUT_DIR, or any folder that
+holds an inference_eval/ with TASK-metrics.jsonl or TensorBoard events of nm_glue_*,
+nm_glue_mini_* or T5's glue_*_v002. It reads the recipe and the pattern from the run's config.gin.
+Each column is a task; a pair counts with its mean. Overall is the mean of nine columns, and '-'
+if one is missing.
+
+  nm-sparsity glue score runs/sr_ste runs/sdgf_stepwise --checkpoint last
+
+Runs of one task each, trained alike, are one row by --join NAME DIR...:
+
+  nm-sparsity glue score --join sr_ste runs/sr_ste_* --join stepwise runs/stepwise_*
+
+With several rows '*' (bold in Markdown and LaTeX) marks the best of each column. A delta is the
+run's value minus the published one, which is rounded to 0.1.
+
+Exit code: 0 = each run has a row, 1 = a run has no row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nm_sparsity_jax.analysis.scores import rows, text
+from nm_sparsity_jax.cli import _flags, _imports
+from nm_sparsity_jax.runs import results
+from nm_sparsity_jax.training import roles
+
+_FORMS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+  "json": ("the report as JSON", lambda report: json.dumps(report, indent=2)),
+  "csv": ("CSV, one line a run, its steps, the published row and the delta", text.as_csv),
+  "markdown": ("a Markdown table", text.markdown),
+  "latex": ("a LaTeX tabular", text.latex),
+}
+
+# What errors of `scores` and `runs` name -> what a user of the command line types.
+FLAGS: Mapping[str, str] = {
+  "recipe": "--recipe", "places": "--pattern", "dense_steps": "--dense-steps", "join": "--join ",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the runs, the checkpoint, what config.gin does not say, and the form of the output."""
+  add = parser.add_argument
+  add("runs", nargs="*", metavar="DIR", help="folder of a run")
+  add(
+    "--join", nargs="+", action="append", default=[], metavar=("NAME", "DIR"),
+    help="one row, of this name, of runs that were trained alike on tasks of their own; may be "
+    "repeated",
+  )  # fmt: skip
+  add(
+    "--checkpoint", type=_flags.checkpoint, default="best", metavar="best|last|STEP",
+    help="the step of each task: the one with the best mean of its metrics (the default; the "
+    "earliest of equals), its last one, or this one (T5X counts from pre-training on)",
+  )  # fmt: skip
+  _imports.add(parser)
+  unsaid = parser.add_argument_group("where a run's config.gin does not say")
+  unsaid.add_argument("--recipe", metavar="NAME", help="such as sdgf_stepwise, or dense")
+  unsaid.add_argument(
+    "--pattern", type=_places, metavar="N:M", help="of ff; or by place: ff=1:8,qkv=1:4"
+  )
+  unsaid.add_argument("--dense-steps", type=int, metavar="STEPS", help="length of the dense phase")
+  form = parser.add_mutually_exclusive_group()
+  for name in _FORMS:
+    form.add_argument(
+      f"--{name}", dest="form", action="store_const", const=name, default="text",
+      help=f"print {_FORMS[name][0]}",
+    )  # fmt: skip
+
+
+def _places(text: str) -> dict[str, str]:
+  try:
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    return roles.single({place or "ff": pattern for place, _, pattern in pairs})
+  except ValueError as e:
+    raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def run(args: argparse.Namespace) -> int:
+  """Reads, scores, prints."""
+  if not args.runs and not args.join:
+    raise ValueError("give the folder of a run, or several, or --join NAME DIR...")
+  if lone := [name for name, *paths in args.join if not paths]:
+    raise ValueError(f"--join {lone[0]}: a name for the row comes first, then the folders of runs")
+
+  _imports.load(args)
+
+  def read(path: str) -> results.Run:
+    run = results.read(path)
+    rows.tell(run, args.recipe, args.pattern, args.dense_steps)
+    return run
+
+  runs = [read(path) for path in args.runs]
+  runs += [results.join(name, [read(path) for path in paths]) for name, *paths in args.join]
+  report = rows.score(runs, args.checkpoint)
+  print(_FORMS[args.form][1](report) if args.form != "text" else text.text(report))
+  return 0

@@ -1,0 +1,59 @@
+"""Writes a checkpoint without its zeros: n values of every m, and their places.
+
+It takes the last checkpoint of a local run or of one of Kauldron, what `nm-sparsity finalize`
+writes, a folder of Hugging Face's T5, or a .safetensors file of timm's names. The last two need
+--rules. A kernel that is not n:m is an error that names its first group. Layers that a scan stacked
+are taken apart. The command reads back what it wrote, and says what each kernel takes, what stayed
+dense and why.
+
+  nm-sparsity finalize runs/sparse runs/final
+  nm-sparsity pack runs/final model.safetensors
+  nm-sparsity pack runs/final small.safetensors --dtype int8
+
+`nm-sparsity verify`, `eval` and `infer` take the file in place of a checkpoint.
+
+Exit code: 0 = written, 1 = not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from nm_sparsity_jax.cli import _imports, _rules
+
+FLAGS = _rules.FLAGS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds what to read, what to write, and the dtype of values."""
+  parser.add_argument(
+    "checkpoint", metavar="CKPT", help="a checkpoint that is n:m, or a folder of them"
+  )
+  parser.add_argument("out", metavar="FILE", help="F.safetensors, which must be new")
+  parser.add_argument(
+    "--dtype",
+    choices=("float32", "bfloat16", "float16", "int8"),
+    help="of packed values; else as they are. int8 rounds, with one scale for each column",
+  )
+  _rules.add(parser)
+  _imports.add(parser)
+  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Packs, reads back, prints the sizes."""
+  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
+  from nm_sparsity_jax import runs
+  from nm_sparsity_jax.runs import orbax
+
+  _imports.load(args)
+  with orbax.quiet_threads():
+    made = runs.pack(args.checkpoint, args.out, **_rules.given(args), dtype=args.dtype)
+  if args.json:
+    print(json.dumps(made.as_dict(), indent=2))
+    return 0
+  print(f"{made.path}: {made.bytes:,} bytes, of {made.source.path}, read back as written\n")
+  print(made.report)
+  return 0

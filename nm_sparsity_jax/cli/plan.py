@@ -1,0 +1,60 @@
+"""Shows what a run would do, and every mistake, before it starts.
+
+It takes the gin files and overrides of `nm-sparsity train`, `eval` and `infer`, and those of
+t5x.train, t5x.eval and t5x.infer: put `nm-sparsity plan` in place of the command and keep the
+rest. It shows which kernels become sparse, the schedule, the cost, what a checkpoint gives, and all
+errors at once. A model file and
+gin_configs/sparsity.gin are enough, and then T5X is not needed. Allocates nothing of the model's
+size. Devices and the contents of the data are not looked at. A gin file is a program, as it is for
+T5X: what it imports runs. Plan only files that you would run.
+
+  nm-sparsity plan --gin_file=MODEL.gin \\
+    --gin_file=gin_configs/runs/t5x_finetune.gin --gin.RECIPE="'sr_ste'" ...
+
+Exit code: 0 = nothing stands in the way, 1 = there are errors.
+"""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+
+from nm_sparsity_jax.cli import _flags, _imports
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds T5X's flags, and what to show."""
+  _flags.add(parser, "where gin files are looked for, before the folder of this package")
+  add = parser.add_argument
+  add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
+  add("--topology", metavar="NAME", help="compile the step for TPUs such as v5e:4x4 (needs libtpu)")
+  add("--plot", metavar="FILE.png", help="draw the schedule (needs matplotlib)")
+  add("--json", action="store_true", help="print the report as JSON")
+  add("--allow-unknown", action="store_true", help="allow an override that nothing reads")
+  add("--all", action="store_true", help="list everything, also long lists")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Plans, plots, prints."""
+  if not args.gin_file and not args.gin_bindings:
+    raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
+  from nm_sparsity_jax.analysis import plan
+  from nm_sparsity_jax.integrations import gin_files
+
+  gin_files.see_modules_here()
+  _imports.load(args)
+  where = _flags.search_paths(args)
+  with contextlib.nullcontext() if args.debug else gin_files.quiet():
+    report = plan.plan(
+      args.gin_file, args.gin_bindings, where, args.checkpoint, args.allow_unknown, args.topology
+    )
+  if args.plot:
+    plan.plot(report, args.plot)
+  print(json.dumps(report, indent=2) if args.json else plan.render(report, everything=args.all))
+  return 0 if report["ok"] else 1

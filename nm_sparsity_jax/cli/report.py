@@ -1,0 +1,54 @@
+"""Makes one self-contained HTML page of runs: their curves, schedules, scores and settings.
+
+It takes folders of runs, t5x.train's MODEL_DIR or the local runner's. It reads what TensorBoard
+would read in train/, training_eval/ and inference_eval/, and config.gin. Up to nine runs share
+each chart. The page fetches nothing and runs no script; a part that has no data says so.
+
+  nm-sparsity report runs/sr_ste runs/mdgf --out report.html
+
+Exit code: 0 = written, 1 = a folder is not a run's, has no metrics, or is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+
+from nm_sparsity_jax.cli import _imports
+from nm_sparsity_jax.runs import files
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the runs, the checkpoint, and where to write."""
+  from nm_sparsity_jax.cli import _flags
+
+  add = parser.add_argument
+  add("runs", nargs="+", metavar="RUN", help="folder of a run")
+  add("--out", default="report.html", metavar="FILE", help="the page (default: report.html)")
+  add("--png", metavar="DIR", help="also write each chart into this folder (needs matplotlib)")
+  add(
+    "--checkpoint", type=_flags.checkpoint, default="best", metavar="best|last|STEP",
+    help="of the scores, as for `nm-sparsity glue score` (default: best)",
+  )  # fmt: skip
+  _imports.add(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Reads, draws, writes."""
+  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
+  from nm_sparsity_jax.analysis import report
+
+  out = pathlib.Path(args.out)
+  files.check_folder("--out", out.parent)
+  if out.is_dir():
+    raise ValueError(f"--out: {str(out)!r} is a folder: name a file in it.")
+  if args.png:
+    files.check_folder("--png", pathlib.Path(args.png))
+  _imports.load(args)
+  found = report.report(args.runs, args.checkpoint)
+  print(report.write(found, out))
+  if args.png:
+    report.png(found, args.png)
+    print(pathlib.Path(args.png))
+  return 0

@@ -1,0 +1,63 @@
+"""Trains a grid of recipes x patterns x seeds from one small file, and makes a table and a report.
+
+Each run is one `nm-sparsity train` in a folder of its own. You can stop or kill it: the same
+command continues, even days later, and tries a failed run again. It checks all settings before
+anything starts. docs/sweep.md describes the file.
+
+  nm-sparsity sweep examples/sweep_mini_glue.toml             # here, or where gin-path prints
+  nm-sparsity sweep examples/sweep_mini_glue.toml --table     # of what is done, starts nothing
+
+Exit code: 0 = done, or stopped by SIGTERM and saved; 1 = a setting is wrong or a run failed; 130
+= interrupted and saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+
+from nm_sparsity_jax.cli import _imports
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the file, and what is shown."""
+  add = parser.add_argument
+  add("file", metavar="FILE", help="a TOML file: out, gin_files, recipes, patterns, seeds, macros")
+  add("--table", action="store_true", help="print the table of what is done, and start nothing")
+  add("--json", action="store_true", help="print the table as JSON, every run with its scores")
+  _imports.add(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Checks, trains, prints, reports."""
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  environment = dict(os.environ)  # of the runs, which use the devices that there are
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  from nm_sparsity_jax.analysis.sweep import checks, grid, pages, tables, texts, training
+  from nm_sparsity_jax.integrations import gin_files
+
+  _imports.load(args)
+  sweep = grid.read(args.file, args.imports)
+  with contextlib.nullcontext() if args.debug else gin_files.quiet():
+    checked = checks.check(sweep)
+    if not args.table and not checked.all_done():
+      checks.check_tasks(sweep, checked)
+  code, stopped = 0, None
+  if not args.table:
+    outcome = training.train(sweep, checked, _say, environment)
+    stopped = outcome.stopped
+    code = 1 if outcome.failed else 0
+    if stopped is not None:
+      code = 130 if stopped == "SIGINT" else 0
+  found = tables.table(sweep, checked)
+  if not args.table and not stopped and (written := pages.page(sweep, checked, found)):
+    _say(str(written))
+  print(json.dumps(found, indent=2) if args.json else texts.text(found))
+  return code
+
+
+def _say(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,14 @@
+"""Which weights survive: scores in, boolean masks out. True means kept.
+
+    params + step -> recipe -> [mask] -> effective weight -> layer -> loss
+
+Pure functions of arrays; steps, schedules, Flax and T5X live downstream. Nothing is
+sorted, gathered or transposed. Every pass is elementwise or reduces within a group, so
+any axis of any rank works, and a sharded array needs no communication as long as each
+shard holds whole groups.
+"""
+
+from nm_sparsity_jax.core.masks.making import Axis, check_axis, ladder_mask, magnitude_mask, nm_mask
+from nm_sparsity_jax.core.masks.pins import pinned
+
+__all__ = ["Axis", "check_axis", "ladder_mask", "magnitude_mask", "nm_mask", "pinned"]

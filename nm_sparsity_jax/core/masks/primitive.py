@@ -1,0 +1,159 @@
+"""The mask of a weight as one operation, which each platform carries out in its own way.
+
+    w, [n, doublings], [parent] -> nm_mask -> on a TPU `tpu.mask`, one pass; elsewhere `groupwise`
+
+The way is chosen when the program is lowered, so one program serves CPU, GPU and TPU. A Pallas
+kernel cannot be partitioned by XLA. So it serves one device, and whole shards inside `shard_map`;
+`groupwise` serves the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from nm_sparsity_jax.core.masks import selection, tpu
+from nm_sparsity_jax.core.masks.keys import ABSENT, magnitude_keys
+from nm_sparsity_jax.core.masks.selection import Kept
+
+
+def mask(
+  w: jax.Array,
+  kept: Kept,
+  axes: tuple[int, ...],
+  n: jax.Array | None = None,
+  doublings: jax.Array | None = None,
+  parent: jax.Array | None = None,
+) -> jax.Array:
+  """Returns the magnitude mask of a weight; no gradient flows through it.
+
+  Args:
+    w: float array [..., K, ...].
+    kept: what is known of the pattern.
+    axes: the axes of the groups, adjacent and ascending.
+    n: how many to keep, where `kept` does not know it.
+    doublings: how often the groups double, where they may.
+    parent: bool, shape of `w`, or None.
+
+  Returns:
+    bool, shape of `w`, True = kept.
+  """
+  zero = jnp.int32(0)
+  scalars = () if n is None else (jnp.stack([n, zero if doublings is None else doublings]),)
+  parents = () if parent is None else (parent,)
+  operands = _alike(lax.stop_gradient(w), *scalars, *parents)
+  return _mask.bind(*operands, kept=kept, axes=axes)
+
+
+def _alike(*arrays: jax.Array) -> list[jax.Array]:
+  """Returns arrays that vary over the same axes of a `shard_map`, as the mask of them does."""
+  varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+  over = frozenset().union(*varying)
+  lacking = [tuple(sorted(over - axes)) for axes in varying]
+  return [
+    lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, lacking, strict=True)
+  ]
+
+
+def groupwise(w, *rest, kept: Kept, axes: tuple[int, ...], small: bool = False):
+  """Returns the mask by elementwise passes and reductions within a group, for any dtype."""
+  n, doublings, parent = _named(rest, kept)
+  small = small and kept.group <= selection.MAX_M_OF_SMALL and axes[-1] < w.ndim - 1
+  if kept.last is not None and not small:
+    settled, final, (climbing, fewer) = kept.split(n, doublings)
+    scalars, parents = jnp.stack([n, fewer]), rest[1:]
+    return lax.cond(
+      settled,
+      lambda: groupwise(w, *parents, kept=final, axes=axes),
+      lambda: groupwise(w, scalars, *parents, kept=climbing, axes=axes),
+    )
+  axis, grouped = axes[0] + 1, selection.in_groups(w.shape, axes, kept.group)
+  keys = magnitude_keys(w.reshape(grouped))
+  if parent is not None:
+    keys = jnp.where(parent.reshape(grouped), keys, keys.dtype.type(ABSENT))
+  if kept.most:
+    found = selection.select_in_ladder(keys, kept, n, doublings, axis)
+  else:
+    found = selection.select(keys, n, axis, small)
+  return found.reshape(w.shape)
+
+
+def _by_kernel(w, *rest, kept, axes):
+  n, doublings, parent = _named(rest, kept)
+  return tpu.mask(w, jnp.asarray([n, doublings], jnp.int32), parent, axes, kept)
+
+
+def _named(rest, kept: Kept) -> tuple[Any, Any, Any]:
+  """Returns n and the doublings, as known or as traced, and the parent or None."""
+  rest = list(rest)
+  n, doublings = (kept.n, 0) if kept.n is not None else rest.pop(0)
+  return n, doublings, rest.pop() if rest else None
+
+
+_mask = Primitive("nm_mask")
+
+
+@functools.partial(jax.jit, static_argnames=("kept", "axes"))
+def _compiled(*args, kept, axes):
+  return _mask.bind(*args, kept=kept, axes=axes)
+
+
+@_mask.def_impl
+def _outside_jit(*args, kept, axes):
+  # Under `jax.disable_jit` the compiled one would come back here.
+  run = groupwise if jax.config.values["jax_disable_jit"] else _compiled
+  return run(*args, kept=kept, axes=axes)
+
+
+@_mask.def_abstract_eval
+def _shape(w, *rest, kept, axes):
+  del rest, kept, axes
+  return w.update(dtype=jnp.dtype(bool), weak_type=False)
+
+
+def _batched(args, dims, *, kept, axes):
+  """Moves the axis of a vmap to the front; a vmap over n itself goes group by group."""
+  if kept.n is None and dims[1] is not None:
+    return jax.vmap(functools.partial(groupwise, kept=kept, axes=axes), in_axes=dims)(*args), 0
+  size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+
+  def to_front(x, d):
+    return jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+
+  whole = [kept.n is None and i == 1 for i in range(len(args))]  # n and doublings hold for all
+  args = [x if w else to_front(x, d) for x, d, w in zip(args, dims, whole, strict=True)]
+  return _mask.bind(*args, kept=kept, axes=tuple(a + 1 for a in axes)), 0
+
+
+batching.primitive_batchers[_mask] = _batched
+
+_lower_groupwise = mlir.lower_fun(groupwise, multiple_results=False)
+# A step has a mask for each shape of a kernel, and a CPU compiles for longer than it masks.
+_lower_small = mlir.lower_fun(functools.partial(groupwise, small=True), multiple_results=False)
+_lower_kernel = mlir.lower_fun(_by_kernel, multiple_results=False)
+
+
+def _lower_on_tpu(ctx, *args, kept, axes):
+  whole = _is_whole(ctx.module_context.axis_context)
+  by_kernel = whole and tpu.serves(ctx.avals_in[0], kept, axes)
+  lower = _lower_kernel if by_kernel else _lower_groupwise
+  return lower(ctx, *args, kept=kept, axes=axes)
+
+
+def _is_whole(context) -> bool:
+  """Returns whether XLA will partition nothing: one device, or all axes of the mesh are manual."""
+  manual = getattr(context, "manual_axes", None)
+  if manual is not None:
+    return set(manual) == set(context.mesh.axis_names)
+  return getattr(context, "num_devices", None) == 1
+
+
+mlir.register_lowering(_mask, _lower_groupwise)
+mlir.register_lowering(_mask, _lower_small, platform="cpu")
+mlir.register_lowering(_mask, _lower_on_tpu, platform="tpu")

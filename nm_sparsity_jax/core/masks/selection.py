@@ -1,0 +1,327 @@
+"""Which of the keys of a group are the n largest; the lower index wins a tie.
+
+    keys [..., groups, m, ...], n -> [select] -> bool
+
+Nothing is sorted, gathered or transposed: every pass is elementwise or reduces within a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from nm_sparsity_jax.core.masks.pins import pinned
+
+# Which selection is cheapest for which m; measured by benchmarks/masks.py.
+_MAX_M_FOR_NETWORK = 32  # a min-max network: its program, and so its compilation, grows with m
+_MAX_M_FOR_RANKS = 16  # m comparisons per weight, for a traced n
+# Up to here a small program compares, whatever n is. It takes up to twice as long as a network or a
+# maximum, and half of their compilation, of which a train step has one for each shape of a kernel.
+# A network of four is small too.
+MAX_M_OF_SMALL, _MAX_M_OF_SMALL_NETWORK = 8, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """What to keep of each group, as far as it is known before the program runs.
+
+  Attributes:
+    m: the length of the shortest group.
+    n: how many to keep, None where it is traced.
+    most: groups may be up to 2^most times as long; how often they double is traced then, as n is.
+    last: where n is traced, the n that holds longest, in the shortest groups. It has a way of its
+      own, since 1:m is one maximum.
+  """
+
+  m: int
+  n: int | None = None
+  most: int = 0
+  last: int | None = None
+
+  @property
+  def group(self) -> int:
+    """Returns the length of the longest group."""
+    return self.m << self.most
+
+  def split(self, n: Any, doublings: Any) -> tuple[Any, Kept, tuple[Kept, Any]]:
+    """Returns whether `last` holds, what to keep then, and what elsewhere, by what doublings."""
+    final = Kept(self.m, self.last)
+    if not self.most:
+      return n == self.last, final, (Kept(self.m), doublings)
+    # A ladder climbs from groups that are doubled already.
+    return n == self.last, final, (Kept(2 * self.m, None, self.most - 1), doublings - 1)
+
+
+def in_groups(shape: tuple[int, ...], axes: tuple[int, ...], m: int) -> tuple[int, ...]:
+  """Returns the shape in which `axes`, which are adjacent, are (groups, m); m is at axes[0] + 1."""
+  length = math.prod(shape[a] for a in axes)
+  return *shape[: axes[0]], length // m, m, *shape[axes[-1] + 1 :]
+
+
+def select(keys: jax.Array, n: jax.Array | int, axis: int, small: bool = False) -> jax.Array:
+  """Returns the mask of the n largest keys along `axis`, which is one whole group.
+
+  Args:
+    keys: unsigned integers.
+    n: how many to keep; it may be traced.
+    axis: the axis of the groups.
+    small: prefer a program that compiles quickly. It is for groups of up to `MAX_M_OF_SMALL`
+      along another axis than the last: there a reduction takes four times as long as `_ranks`.
+  """
+  m = keys.shape[axis]
+  kth = functools.partial(kth_by_bisection, n=n, axis=axis)
+  if isinstance(n, int):
+    if n == m:
+      return jnp.ones(keys.shape, bool)
+    if n == 1:
+      return _one_extreme(keys, axis, largest=True)
+    if n == m - 1:
+      return ~_one_extreme(keys, axis, largest=False)
+    if small and _MAX_M_OF_SMALL_NETWORK < m <= MAX_M_OF_SMALL:
+      return _ranks_at_once(keys, axis) < jnp.uint8(n)
+    if m <= _MAX_M_FOR_NETWORK:
+      kth = functools.partial(kth_by_network, n=n, axis=axis)
+  elif m <= _MAX_M_FOR_RANKS:
+    return (_ranks_at_once if small else _ranks)(keys, axis) < n.astype(jnp.uint8)
+  return cut(keys, from_end(keys.shape, axis), kth)
+
+
+def select_in_ladder(
+  keys: jax.Array, kept: Kept, n: jax.Array, doublings: jax.Array, axis: int
+) -> jax.Array:
+  """Returns the mask of the n largest keys of each of the groups that `axis` holds.
+
+  Args:
+    keys: `axis` is a group of the largest length.
+    kept: the shortest group, and how often it may double.
+    n: how many to keep of a group.
+    doublings: how often it does double.
+    axis: the axis of the groups.
+  """
+  shape = (*keys.shape[:axis], 1 << kept.most, kept.m, *keys.shape[axis + 1 :])
+  count_in = functools.partial(count_in_ladder, axis=axis + 1, doublings=doublings)
+  kth = functools.partial(
+    kth_by_bisection, n=n, axis=axis + 1, size=keys.shape[axis], count_in=count_in
+  )
+  places = from_end(keys.shape, axis).reshape(shape)
+  way = cut_at_once if places.dtype == jnp.uint8 else cut
+  return way(keys.reshape(shape), places, kth).reshape(keys.shape)
+
+
+def _one_extreme(keys: jax.Array, axis: int, *, largest: bool) -> jax.Array:
+  """Marks one entry a group: the first of the largest, or the last of the smallest."""
+  m = keys.shape[axis]
+  best = _fold(keys, jnp.maximum if largest else jnp.minimum, axis)
+  label = _iota(keys.shape, axis, jnp.uint32, m if largest else 1, -1 if largest else 1)
+  hit = jnp.where(keys == best, label, jnp.uint32(0))
+  return label == _fold(hit, jnp.maximum, axis)
+
+
+def _ranks(keys: jax.Array, axis: int) -> jax.Array:
+  """Counts the keys of a group that come before each key: larger, or equal with a lower index."""
+  keys = pinned(keys)
+  index = _iota(keys.shape, axis, keys.dtype)
+  rank = jnp.zeros(keys.shape, jnp.uint8)
+  for j in range(keys.shape[axis]):
+    rival = lax.slice_in_dim(keys, j, j + 1, axis=axis)
+    wins_ties = (index > keys.dtype.type(j)).astype(keys.dtype)
+    rank = rank + (rival + wins_ties > keys).astype(jnp.uint8)
+  return rank
+
+
+def _ranks_at_once(keys: jax.Array, axis: int) -> jax.Array:
+  """Counts as `_ranks` does, by one comparison with all rivals: a third of the program."""
+  keys = pinned(keys)
+  m, others = keys.shape[axis], range(keys.ndim)
+  shape = (*keys.shape[: axis + 1], m, *keys.shape[axis + 1 :])  # rivals lie behind `axis`
+  own = lax.broadcast_in_dim(keys, shape, [a + (a > axis) for a in others])
+  rivals = lax.broadcast_in_dim(keys, shape, [a + (a >= axis) for a in others])
+  wins_ties = jnp.asarray(np.tri(m, k=-1), keys.dtype)
+  wins_ties = lax.broadcast_in_dim(wins_ties, shape, (axis, axis + 1))
+  return jnp.sum(rivals + wins_ties > own, axis + 1, dtype=jnp.uint8)
+
+
+def cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
+  """Keeps the keys above the n-th largest, and the first ones among its equals.
+
+  Keys above become one high place, equals their place counted from the end, the rest 0: all
+  places that matter differ, so the n-th largest place is an exact cut.
+  """
+  small = from_end.dtype.type
+  threshold = kth(keys)
+  place = jnp.where(keys == threshold, from_end, small(0))
+  top = small(np.iinfo(small).max - 1)  # the very last one is `pinned`'s
+  place = pinned(jnp.where(keys > threshold, top, place))
+  return place >= kth(place)
+
+
+def cut_at_once(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
+  """Keeps what `cut` keeps, by one search instead of two; for places of one byte."""
+  key, place = kth(keys, then=from_end)
+  return (keys > key) | ((keys == key) & (from_end >= place))
+
+
+def from_end(shape, axis: int) -> jax.Array:
+  """Returns m, m - 1, ..., 1 along `axis`, in the fewest bits."""
+  m = shape[axis]
+  return _iota(shape, axis, _count_dtype(m), m, -1)
+
+
+def _count_dtype(m: int):
+  """Returns the smallest unsigned dtype that holds m and two more values."""
+  return jnp.uint8 if m < 254 else jnp.uint16 if m < 65534 else jnp.uint32
+
+
+def kth_by_network(keys: jax.Array, n: int, axis: int) -> jax.Array:
+  """Returns the n-th largest key of each group, by a min-max network pruned to that one output.
+
+  Batcher, "Sorting networks and their applications", AFIPS 1968 (odd-even merge sort).
+  """
+  m = keys.shape[axis]
+  target = m - n  # in ascending order
+  wanted, plan = {target}, []
+  for a, b in reversed(_batcher(m)):
+    if a in wanted or b in wanted:
+      plan.append((a, b, a in wanted, b in wanted))
+      wanted |= {a, b}
+  rows = [lax.slice_in_dim(keys, j, j + 1, axis=axis) for j in range(m)]
+  for a, b, low, high in reversed(plan):
+    x, y = rows[a], rows[b]
+    if low:
+      rows[a] = jnp.minimum(x, y)
+    if high:
+      rows[b] = jnp.maximum(x, y)
+  return pinned(rows[target])
+
+
+def _batcher(m: int) -> list[tuple[int, int]]:
+  """Returns the comparators of the odd-even merge sort of m keys, in order."""
+  pairs = []
+  p = 1
+  while p < m:
+    k = p
+    while k:
+      for j in range(k % p, m - k, 2 * k):
+        for i in range(j, j + min(k, m - j - k)):
+          if i // (2 * p) == (i + k) // (2 * p):
+            pairs.append((i, i + k))
+      k //= 2
+    p *= 2
+  return pairs
+
+
+def kth_by_bisection(
+  keys: jax.Array,
+  n: jax.Array | int,
+  axis: int,
+  size: int | None = None,
+  count_in: Callable | None = None,
+  then: jax.Array | None = None,
+) -> Any:
+  """Returns the n-th largest key of each group, found bit by bit; n may be traced.
+
+  Eight bits make a digit, which needs one byte a key: among the keys that share all digits
+  found so far it is bisected, counting in each pass the digits at or above a candidate.
+
+  Args:
+    keys: unsigned integers.
+    n: how many to keep.
+    axis: a group, or a part of one (see `ladder_mask`).
+    size: the length of a group, where `axis` is a part of one.
+    count_in: hits -> how many in the group, `axis` of length 1; None adds up along `axis`.
+    then: one digit more, uint8, by which equal keys are ordered. The key and this digit are
+      returned.
+  """
+  unsigned = keys.dtype.type
+  count = _count_dtype(size or keys.shape[axis])
+  count_in = count_in or functools.partial(_fold, combine=jnp.add, axis=axis)
+  # Zeros made from the keys, so that they are sharded (or vary by device) as the keys are.
+  zeros = functools.partial(jnp.zeros_like, lax.slice_in_dim(keys, 0, 1, axis=axis))
+  need = zeros(count) + jnp.asarray(n).astype(count)
+
+  def bisect(digit, need):
+    def next_bit(found):
+      bit, low, above = found
+      candidate = low | bit
+      hits = count_in((digit >= candidate).astype(count))
+      enough = hits >= need
+      low, above = jnp.where(enough, candidate, low), jnp.where(enough, above, hits)
+      return bit >> jnp.uint8(1), low, above
+
+    start = jnp.uint8(128), zeros(jnp.uint8), zeros(count)
+    return lax.while_loop(lambda found: found[0] > 0, next_bit, start)[1:]
+
+  def next_digit(found):
+    shift, prefix, need, *_ = found
+    at = shift.astype(keys.dtype)
+    rest = (keys ^ prefix) >> at  # below 256 just where all earlier digits agree
+    digit = jnp.where(rest < unsigned(256), rest, unsigned(0)).astype(jnp.uint8)
+    low, above = bisect(digit, need)
+    return shift - 8, prefix | (low.astype(keys.dtype) << at), need - above
+
+  def next_of_both(found):
+    assert then is not None
+    shift, prefix, need, _ = found
+    at, is_key = jnp.maximum(shift, 0).astype(keys.dtype), shift >= 0
+    rest = (keys ^ prefix) >> at
+    digit = jnp.where(rest < unsigned(256), rest, unsigned(0)).astype(jnp.uint8)
+    digit = jnp.where(is_key, digit, jnp.where(rest == unsigned(0), then, jnp.uint8(0)))
+    low, above = bisect(digit, need)
+    added = jnp.where(is_key, low, jnp.uint8(0)).astype(keys.dtype) << at
+    return shift - 8, prefix | added, need - above, low
+
+  if keys.dtype.itemsize == 1:
+    return bisect(keys, need)[0]
+  start = jnp.int32(8 * (keys.dtype.itemsize - 1)), zeros(keys.dtype), need
+  if then is None:
+    return lax.while_loop(lambda found: found[0] >= 0, next_digit, start)[1]
+  found = lax.while_loop(lambda x: x[0] >= -8, next_of_both, (*start, zeros(jnp.uint8)))
+  return found[1], found[3]
+
+
+def count_in_ladder(hits: jax.Array, axis: int, doublings: jax.Array) -> jax.Array:
+  """Counts hits in groups of 2^doublings parts: `axis` is a part, `axis - 1` counts the parts.
+
+  Each doubling adds to every part the count of the part that it is paired with.
+  """
+  counts = pinned(_fold(hits, jnp.add, axis))
+  shape = counts.shape
+  most = shape[axis - 1].bit_length() - 1
+  counts = counts.reshape(*shape[: axis - 1], *(2,) * most, *shape[axis:])
+  for d in range(1, most + 1):
+    paired = lax.rev(counts, (axis - 1 + most - d,))
+    counts = jnp.where(doublings >= d, counts + paired, counts)
+  return pinned(counts).reshape(shape)
+
+
+def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:
+  """Reduces `axis` to length 1: by eights, then the rest in two halves.
+
+  One long reduction reads a column with the stride of a row, which wastes the cache (up to 4x
+  slower on a CPU when a row is a large power of two); eight rows at a time stream. The halves
+  keep XLA from merging the two reductions into the long one again.
+  """
+  m = x.shape[axis]
+  add = functools.partial(jnp.sum, dtype=x.dtype)
+  whole = add if combine is jnp.add else jnp.max if combine is jnp.maximum else jnp.min
+  by = next(d for d in range(8, 0, -1) if m % d == 0)
+  if m <= 16 or by == 1:
+    return whole(x, axis=axis, keepdims=True)
+  parts = whole(x.reshape(*x.shape[:axis], m // by, by, *x.shape[axis + 1 :]), axis=axis + 1)
+  half = m // by // 2
+  halves = [lax.slice_in_dim(parts, *ends, axis=axis) for ends in ((0, half), (half, m // by))]
+  return combine(*(whole(x, axis=axis, keepdims=True) for x in halves))
+
+
+def _iota(shape, axis: int, dtype, first: int = 0, step: int = 1) -> jax.Array:
+  """Returns first, first + step, ... along `axis`, broadcast to `shape`."""
+  values = np.arange(shape[axis]) * step + first
+  return lax.broadcast_in_dim(jnp.asarray(values, dtype), shape, (axis,))

@@ -1,0 +1,26 @@
+"""One weight that is n:m, kept without its zeros.
+
+    weight (exact zeros) -> [pack] -> NMPacked(values, indices, scale) -> [unpack] -> the same bits
+
+The canonical layout is one for memory, files and backends. `array` knows it, `bits` knows how
+indices share bytes. `dot` multiplies: `choice` says by which backend, `xla` or
+`cpu` with the C++ kernels of native/.
+"""
+
+from nm_sparsity_jax.core.packed.array import (
+  MOST,
+  NMPacked,
+  Sizes,
+  check,
+  like,
+  lost_signs,
+  pack,
+  sizes,
+  unpack,
+)
+from nm_sparsity_jax.core.packed.dot import BACKENDS, nm_dot, prepare
+
+__all__ = [
+  "BACKENDS", "MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "nm_dot", "pack",
+  "prepare", "sizes", "unpack",
+]  # fmt: skip

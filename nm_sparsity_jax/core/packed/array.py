@@ -1,0 +1,403 @@
+"""A weight without its zeros: the canonical layout, and the way there and back on bits.
+
+    weight, pattern, Groups -> [pack] -> NMPacked -> [unpack] -> (depth, features), the same bits
+
+Everything here is numpy on bit patterns: no backend can flush a subnormal or merge two NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from nm_sparsity_jax.core.dtypes import finite
+from nm_sparsity_jax.core.groups import Groups
+from nm_sparsity_jax.core.packed import bits as squeezing
+from nm_sparsity_jax.core.packed.bits import MOST
+from nm_sparsity_jax.core.patterns import NM
+
+__all__ = ["MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "pack", "sizes",
+           "unpack"]  # fmt: skip
+
+DTYPES = ("float32", "bfloat16", "float16", "int8")  # of values
+_LEVELS = 127  # of int8, to either side: -128 has no partner and is not used
+_BLOCK = 1 << 20  # entries that are ranked at once: a few MB, however large a weight is
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NMPacked:
+  """One n:m weight (depth, features) without its zeros: n values of every m along the depth.
+
+  Row g * n + i of `values` is what the i-th kept entry of group g is, in each column; its place in
+  the group is the same row of the indices, which ascend within a group. It is a pytree: jit takes
+  it, and the numbers below are static.
+
+  Attributes:
+    values: [ceil(depth / m) * n, features], of float32, bfloat16, float16 or int8.
+    indices: uint8, 8 / bits of them in a byte along the rows; see `bits`.
+    scale: float32 [features] of int8 values, else None. The weight is value * scale.
+    n: how many of a group are kept.
+    m: the length of a group.
+    depth: the length of the axis that a layer contracts, without padding.
+    bits: of an index: 2, 4 or 8.
+  """
+
+  values: Any
+  indices: Any
+  scale: Any
+  n: int = dataclasses.field(metadata={"static": True})
+  m: int = dataclasses.field(metadata={"static": True})
+  depth: int = dataclasses.field(metadata={"static": True})
+  bits: int = dataclasses.field(metadata={"static": True})
+
+  @property
+  def pattern(self) -> NM:
+    """Returns n:m."""
+    return NM(self.n, self.m)
+
+  @property
+  def features(self) -> int:
+    """Returns the number of columns."""
+    return self.values.shape[-1]
+
+  @property
+  def groups(self) -> int:
+    """Returns the number of groups in a column, a padded one included."""
+    return -(-self.depth // self.m)
+
+  @property
+  def rows(self) -> int:
+    """Returns the number of kept entries in a column."""
+    return self.groups * self.n
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """Returns the shape of the weight with its zeros."""
+    return self.depth, self.features
+
+  @property
+  def dtype(self) -> np.dtype:
+    """Returns the dtype of the weight with its zeros; that of int8 values is float32."""
+    return np.dtype(np.float32) if self.scale is not None else np.dtype(self.values.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """Bytes of a packed weight, and of the same weight with its zeros.
+
+  Attributes:
+    values: bytes of values.
+    indices: bytes of indices.
+    scale: bytes of the scales, 0 without int8.
+    dense: bytes of the weight with its zeros, in the dtype it unpacks to.
+  """
+
+  values: int
+  indices: int
+  scale: int
+  dense: int
+
+  @property
+  def total(self) -> int:
+    """Returns the bytes of the packed weight."""
+    return self.values + self.indices + self.scale
+
+  @property
+  def ratio(self) -> float:
+    """Returns how many times smaller the packed weight is."""
+    return self.dense / max(self.total, 1)
+
+
+def sizes(packed: NMPacked) -> Sizes:
+  """Returns what a packed weight takes; its leaves may be shapes.
+
+  >>> sizes(pack(np.zeros((8, 100), np.float32), NM(1, 4)))
+  Sizes(values=800, indices=100, scale=0, dense=3200)
+  """
+  bytes_of = lambda x: 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
+  return Sizes(
+    bytes_of(packed.values),
+    bytes_of(packed.indices),
+    bytes_of(packed.scale),
+    dense=packed.depth * packed.features * packed.dtype.itemsize,
+  )
+
+
+def like(pattern: NM, groups: Groups, dtype: Any) -> NMPacked:
+  """Returns what `pack` would, with shapes and dtypes in place of arrays.
+
+  >>> like(NM(1, 4), Groups((8, 100), 0), np.float32).indices.shape
+  (1, 100)
+
+  Args:
+    pattern: n:m.
+    groups: where the groups of the weight lie.
+    dtype: of the values.
+  """
+  bits = squeezing.width(pattern.m)
+  rows = -(-groups.length // pattern.m) * pattern.n
+  columns = math.prod(groups.shape) // max(groups.length, 1)
+  array = lambda kind, *shape: jax.ShapeDtypeStruct(shape, kind)
+  return NMPacked(
+    array(np.dtype(dtype), rows, columns),
+    array(np.dtype(np.uint8), squeezing.rows_of(rows, bits), columns),
+    array(np.dtype(np.float32), columns) if np.dtype(dtype) == np.int8 else None,
+    *(pattern.n, pattern.m, groups.length, bits),
+  )
+
+
+def pack(
+  w: Any,
+  pattern: NM | str,
+  groups: Groups | None = None,
+  dtype: Any = None,
+  name: str = "the weight",
+) -> NMPacked:
+  """Returns an n:m weight without its zeros, as numpy arrays. Nothing that is not zero is lost.
+
+  -0.0 is zero and 1e-40 is not. A group with fewer than n entries that are not zero keeps zeros as
+  well, those of sign minus first; `lost_signs` counts the -0.0 that found no place.
+
+  >>> packed = pack(np.array([[0, 3], [5, 0]], np.float32), NM(1, 2))
+  >>> packed.values.tolist(), packed.indices.tolist()
+  ([[5.0, 3.0]], [[1, 0]])
+
+  Args:
+    w: what `finalize` returned for one parameter: float32, bfloat16 or float16.
+    pattern: n:m, or its text.
+    groups: where the groups of w lie, as its place in the rules has them; the others of its axes
+      become columns, in their order. None: along axis 0, the last group padded.
+    dtype: of the values; int8 rounds, with one scale for each column. None: that of w.
+    name: of the parameter, for errors.
+
+  Raises:
+    ValueError: a group has more than n entries that are not zero, or a value does not fit `dtype`.
+  """
+  w, pattern = np.asarray(w), NM.parse(pattern)
+  kind = np.dtype(w.dtype if dtype is None else dtype)
+  if w.dtype.name not in DTYPES[:3] or kind.name not in DTYPES:
+    raise ValueError(
+      f"{name!r} of {w.dtype} cannot be packed as {kind}: take a weight of "
+      f"{', '.join(DTYPES[:3])}, and values of these or int8."
+    )
+  bits = squeezing.width(pattern.m)
+  groups = _groups(w, pattern, groups)
+  cut = _cut(w, pattern, groups)
+  values = np.empty((cut.shape[0] * pattern.n, cut.shape[2]), w.dtype)
+  places = np.empty(values.shape, np.uint8)
+  for first, block in _blocks(cut):
+    at = _kept(block, pattern, groups, first, name)
+    rows = slice(first * pattern.n, (first + len(block)) * pattern.n)
+    places[rows] = at.reshape(values[rows].shape)
+    values[rows] = np.take_along_axis(block, at, axis=1).reshape(values[rows].shape)
+  values, scale = _cast(values, kind, name)
+  return NMPacked(
+    values, squeezing.squeeze(places, bits), scale, pattern.n, pattern.m, groups.length, bits
+  )
+
+
+def unpack(packed: NMPacked) -> np.ndarray:
+  """Returns the weight (depth, features) with its zeros; that of int8 values is float32.
+
+  >>> unpack(pack(np.array([[0, 3], [5, 0]], np.float32), NM(1, 2))).tolist()
+  [[0.0, 3.0], [5.0, 0.0]]
+  """
+  values = np.asarray(packed.values)
+  places = squeezing.spread(np.asarray(packed.indices), packed.rows, packed.bits)
+  by_group = (packed.groups, packed.n, packed.features)
+  full = np.zeros((packed.groups, packed.m, packed.features), values.dtype)
+  np.put_along_axis(full, places.reshape(by_group).astype(np.intp), values.reshape(by_group), 1)
+  w = full.reshape(packed.groups * packed.m, packed.features)[: packed.depth]
+  if packed.scale is None:
+    return w
+  with np.errstate(over="ignore"):  # of the largest float32, rounded up: inf
+    return w.astype(np.float32) * np.asarray(packed.scale)
+
+
+def lost_signs(w: Any, pattern: NM, groups: Groups | None = None) -> int:
+  """Counts the -0.0 that `pack` turns into +0.0, since their group is full.
+
+  >>> lost_signs(np.array([[-0.0], [3]], np.float32), NM(1, 2))
+  1
+  """
+  w = np.asarray(w)
+  lost = 0
+  for _, block in _blocks(_cut(w, pattern, _groups(w, pattern, groups))):
+    used, minus = _classes(block)
+    free = pattern.n - used.sum(1)
+    lost += int(np.maximum(minus.sum(1) - np.maximum(free, 0), 0).sum())
+  return lost
+
+
+def check(packed: NMPacked, name: str = "the weight") -> None:
+  """Refuses a packed weight that `pack` cannot have made.
+
+  Args:
+    packed: with arrays, not shapes.
+    name: of the parameter, for errors.
+
+  Raises:
+    ValueError: a shape, an index, a bit of padding or a scale is wrong.
+  """
+  if said := wrong(packed):
+    raise ValueError(f"{name!r} is not a packed weight of {packed.pattern}: it {said}.")
+
+
+def wrong(packed: NMPacked) -> str:
+  """Says what a packed weight has that `pack` cannot have made, such as 'has ...'; '' for nothing.
+
+  Args:
+    packed: with arrays, not shapes.
+  """
+  found = itertools.chain((_wrong_shape(packed),), _wrong_entries(packed))
+  return next((said for said in found if said), "")
+
+
+# --- inside ---------------------------------------------------------------------------------------
+
+
+def _groups(w: np.ndarray, pattern: NM, groups: Groups | None) -> Groups:
+  """Returns where the groups lie, and refuses what is not whole groups of w."""
+  if groups is None:
+    groups = Groups(w.shape, 0, -w.shape[0] % pattern.m) if w.ndim else Groups((), 0)
+  if groups.shape != w.shape or groups.size % pattern.m:
+    raise ValueError(
+      f"groups of {pattern} over {groups.size} entries of shape {groups.shape} do not fit a weight "
+      f"of shape {w.shape}: take the groups of its own place in the rules."
+    )
+  # Padded for a longer level of its recipe, it may end in groups that are padding alone.
+  return dataclasses.replace(groups, pad=-groups.length % pattern.m)
+
+
+def _cut(w: np.ndarray, pattern: NM, groups: Groups) -> np.ndarray:
+  """Returns the weight as (groups of a column, m, columns)."""
+  split = groups.split(w, pattern)  # groups come last; their numbers stand where the axis was
+  at = groups.order.index(groups.axes[0])
+  by_number = np.moveaxis(split, (at, -1), (0, 1))
+  columns = math.prod(by_number.shape[2:])
+  return by_number.reshape(*by_number.shape[:2], columns)
+
+
+def _number(groups: Groups, pattern: NM, group: int, column: int) -> int:
+  """Returns the number that `Groups` gives to a group of a column."""
+  at = groups.order.index(groups.axes[0])
+  rest = [groups.shape[a] for a in groups.order if a not in groups.axes]
+  index = list(np.unravel_index(column, rest)) if rest else []
+  index.insert(at, np.intp(group))
+  return int(np.ravel_multi_index(index, [*rest[:at], groups.size // pattern.m, *rest[at:]]))
+
+
+def _blocks(cut: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+  """Yields (number of its first group, block) of groups, few enough to be ranked at once."""
+  step = max(1, _BLOCK // max(cut[:1].size, 1))
+  for first in range(0, len(cut), step):
+    yield first, cut[first : first + step]
+
+
+def _classes(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (not zero, -0.0) of each entry, by its bits."""
+  raw = block.view(f"u{block.dtype.itemsize}")
+  used = (raw << np.asarray(1, raw.dtype)) != 0
+  return used, ~used & (raw != 0)
+
+
+def _kept(block: np.ndarray, pattern: NM, groups: Groups, first: int, name: str) -> np.ndarray:
+  """Returns the ascending places [groups, n, columns] that are kept."""
+  used, minus = _classes(block)
+  count = used.sum(1)
+  if (count > pattern.n).any():
+    group, column = np.unravel_index(int(np.argmax(count > pattern.n)), count.shape)
+    number = _number(groups, pattern, first + int(group), int(column))
+    raise ValueError(
+      f"{name!r} is not {pattern} along axis {groups.axis}: {count[group, column]} of the "
+      f"{pattern.m} entries of group {number:,}, which begins at {groups.start(number, pattern)}, "
+      "are not zero. Finalize it first (nms.finalize), or take the pattern that it has."
+    )
+  order = np.arange(pattern.m, dtype=np.uint16)[:, None]
+  rank = order + pattern.m * (2 - 2 * used.astype(np.uint16) - minus)
+  if pattern.n == 1:
+    best = rank.min(1, keepdims=True)
+  else:
+    best = np.partition(rank, pattern.n - 1, axis=1)[:, : pattern.n]
+  return np.sort(best % pattern.m, axis=1).astype(np.intp)
+
+
+def _cast(values: np.ndarray, kind: np.dtype, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+  """Returns (values of dtype `kind`, their scales)."""
+  if kind == values.dtype:
+    return values, None
+  if kind != np.int8:
+    with np.errstate(over="ignore"):
+      cast = values.astype(kind)
+    if (finite(values) & ~finite(cast)).any():
+      raise ValueError(f"{name!r} has values beyond the range of {kind}: keep {values.dtype}.")
+    return cast, None
+  if not all(finite(part).all() for part in _row_blocks(values)):
+    raise ValueError(f"{name!r} has inf or NaN, which int8 cannot hold: keep {values.dtype}.")
+  most = np.zeros(values.shape[1], np.float64)
+  for part in _row_blocks(values):
+    np.maximum(most, np.abs(part.astype(np.float64)).max(0, initial=0), out=most)
+  scale = (most / _LEVELS).astype(np.float32)
+  # A backend may flush a subnormal scale to 0, so such a column counts as zeros.
+  usable = scale >= np.finfo(np.float32).tiny
+  scale = np.where(usable, scale, np.float32(1))
+  rounded = np.empty(values.shape, np.int8)
+  for part, made in zip(_row_blocks(values), _row_blocks(rounded), strict=True):
+    exact = np.where(usable, part.astype(np.float64), 0) / scale.astype(np.float64)
+    made[...] = np.clip(np.rint(exact), -_LEVELS, _LEVELS)
+  return rounded, scale
+
+
+def _row_blocks(x: np.ndarray) -> Iterator[np.ndarray]:
+  """Yields views of some rows each: what is made of one in float64 stays small."""
+  step = max(1, _BLOCK // max(x.shape[1], 1))
+  for first in range(0, len(x), step):
+    yield x[first : first + step]
+
+
+def _wrong_shape(packed: NMPacked) -> str:
+  """Says what is wrong with shapes and dtypes, '' where nothing is."""
+  told = [(x.dtype.name, tuple(x.shape)) for x in (packed.values, packed.indices)]
+  rows = squeezing.rows_of(packed.rows, packed.bits)
+  due = (packed.rows, packed.features), (rows, packed.features)
+  if packed.bits not in (squeezing.width(packed.m), 8):
+    return f"has indices of {packed.bits} bits"
+  if told[0][0] not in DTYPES or told[1][0] != "uint8" or (told[0][1], told[1][1]) != due:
+    return f"has values {told[0]} and indices {told[1]}, not of the shapes {due[0]} and {due[1]}"
+  if (told[0][0] == "int8") != (packed.scale is not None):
+    return "has a scale without int8 values, or int8 values without a scale"
+  return ""
+
+
+def _wrong_entries(packed: NMPacked) -> Iterator[str]:
+  """Yields what is wrong with the entries themselves."""
+  indices, values = np.asarray(packed.indices), np.asarray(packed.values)
+  if not squeezing.unused(indices, packed.rows, packed.bits):
+    yield "has bits that stand for no index, and are not 0"
+  places = squeezing.spread(indices, packed.rows, packed.bits)
+  by_group = places.reshape(packed.groups, packed.n, packed.features)
+  if (by_group >= packed.m).any():
+    yield f"has an index of {int(by_group.max())} in a group of {packed.m}"
+  if (by_group[:, 1:] <= by_group[:, :-1]).any():
+    yield "has a group whose indices do not ascend"
+  over = packed.groups * packed.m - packed.depth
+  beyond = by_group[-1:] >= packed.m - over
+  padding = values[packed.rows - packed.n :].view(f"u{values.dtype.itemsize}")
+  if packed.groups and (padding[beyond.reshape(padding.shape)] != 0).any():
+    yield "has a value other than +0 where the last group is padded"
+  if packed.scale is None:
+    return
+  scale = np.asarray(packed.scale)
+  if scale.shape != (packed.features,) or scale.dtype != np.float32:
+    yield f"has a scale that is {scale.dtype} {scale.shape}"
+  elif not (np.isfinite(scale) & (scale > 0)).all():
+    yield "has a scale that is not a positive, finite number"
+  if (values == -128).any():
+    yield "has a value of -128, which is not used"

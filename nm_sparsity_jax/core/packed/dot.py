@@ -1,0 +1,145 @@
+"""x . W of a packed weight W: one call for every backend, with the gradient with respect to x.
+
+    x (..., depth), NMPacked -> choice -> xla or cpu -> (..., features)
+    NMPacked, rows of x -> [prepare] -> what the chosen backend reads, or a plain array
+
+The weight is deployed and does not learn: asking for its gradient is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from nm_sparsity_jax.core.packed import choice, cpu, xla
+from nm_sparsity_jax.core.packed.array import NMPacked, unpack
+
+BACKENDS = ("auto", "cpu_ffi", "xla_scan", "unpack")
+
+
+def nm_dot(x: jax.Array, packed: NMPacked | jax.Array, backend: str = "auto") -> jax.Array:
+  """Returns x . W over the last axis of x, in the dtype of x. Sums are float32.
+
+  It can be differentiated with respect to x, and mapped by `vmap`. Where x is inf or NaN at a
+  pruned weight, a dense product is NaN and this is not.
+
+  >>> w = pack(np.array([[0, 3], [5, 0]], np.float32), NM(1, 2))
+  >>> nm_dot(jnp.array([[1.0, 2.0]]), w).tolist()
+  [[10.0, 3.0]]
+
+  Args:
+    x: floats [..., depth].
+    packed: the weight; or a plain array (depth, features), which `prepare` returns where a dense
+      product is faster.
+    backend: 'cpu_ffi', 'xla_scan' or 'unpack'; 'auto' takes the fastest by a measured table.
+
+  Raises:
+    ValueError: the depths differ, or the backend is unknown or cannot be used here.
+  """
+  if x.shape[-1:] != packed.shape[:1]:
+    raise ValueError(
+      f"x of shape {x.shape} and a weight of shape {packed.shape} do not fit: the last axis of x "
+      "must be as long as the weight is deep."
+    )
+  lead = x.shape[:-1]
+  if isinstance(packed, NMPacked):
+    batch = math.prod(lead)
+    backend = _chosen(packed, batch, backend)
+    flat = x.reshape(batch, x.shape[-1])
+    empty = not batch * packed.features * packed.rows
+    if empty:
+      return jnp.zeros((*lead, packed.features), x.dtype)
+    y: jax.Array = _dot(backend, flat, packed)
+    return y.reshape(*lead, packed.features)
+  kind = xla.shared(x, packed)
+  contract = (((x.ndim - 1,), (0,)), ((), ()))
+  y = lax.dot_general(
+    x.astype(kind), packed.astype(kind), contract, preferred_element_type=jnp.float32
+  )
+  return y.astype(x.dtype)
+
+
+def prepare(
+  packed: NMPacked, batch: int, backend: str = "auto", memory: bool = False
+) -> NMPacked | jax.Array:
+  """Returns a weight as the fastest product with `batch` rows of x reads it. Call it outside jit.
+
+  Where nothing beats a dense product this is the dense weight, in a plain array: making it inside
+  jit, at each call, costs ten times as much as the product. On a CPU the array is float32, since
+  XLA multiplies shorter floats several times more slowly there.
+
+  >>> w = pack(np.array([[0, 3], [5, 0]], np.float32), NM(1, 2))
+  >>> type(prepare(w, batch=1, memory=True)).__name__
+  'NMPacked'
+
+  Args:
+    packed: the weight.
+    batch: rows of x in one call: batch x beams in a decoder, batch x tokens in an encoder.
+    backend: as in `nm_dot`.
+    memory: keep it packed also where a dense product is faster.
+  """
+  if backend == "auto":
+    backend = choice.best(packed, batch, dense=not memory)
+  _chosen(packed, batch, "auto" if backend == "dense" else backend)
+  if backend == "dense":
+    w = jnp.asarray(unpack(packed))
+    return w.astype(jnp.float32) if jax.default_backend() == "cpu" else w
+  ready = xla.prepare(packed) if backend == "xla_scan" else packed
+  return jax.tree.map(jnp.asarray, ready)
+
+
+def _chosen(packed: NMPacked, batch: int, backend: str) -> str:
+  """Returns the backend that is meant, or says why it cannot be."""
+  if backend == "auto":
+    return choice.best(packed, batch, dense=False)
+  if backend not in BACKENDS:
+    raise ValueError(f"backend {backend!r} is unknown: take one of {', '.join(BACKENDS)}.")
+  if backend == "cpu_ffi" and (why := cpu.missing(packed)):
+    raise ValueError(f"backend 'cpu_ffi' cannot be used: {why}.")
+  return backend
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(backend: str, x: jax.Array, packed: NMPacked) -> jax.Array:
+  products = {"cpu_ffi": cpu.dot, "xla_scan": xla.scan, "unpack": xla.unpacked}
+  return products[backend](x, packed).astype(x.dtype)
+
+
+def _forward(backend: str, x: Any, packed: Any) -> tuple[jax.Array, NMPacked]:
+  learnt = [leaf for leaf in jax.tree.leaves(packed, is_leaf=_is_primal) if leaf.perturbed]
+  if learnt:
+    raise ValueError(
+      "a packed weight has no gradient: it is deployed, and its zeros are not there to learn. "
+      "Differentiate with respect to x, or train the weight before nms.packed.pack."
+    )
+  packed = jax.tree.map(lambda leaf: leaf.value, packed, is_leaf=_is_primal)
+  return _dot(backend, x.value, packed), packed
+
+
+def _is_primal(leaf: Any) -> bool:
+  return hasattr(leaf, "perturbed")
+
+
+def _backward(backend: str, packed: NMPacked, dy: Any) -> tuple[Any, Any]:
+  del backend
+  none = jax.tree.map(lambda _: None, packed)
+  if isinstance(dy, SymbolicZero):
+    like: Any = dy.aval
+    return jnp.zeros((like.shape[0], packed.depth), like.dtype), none
+  # dx = (dy * scale) . W^T, and the weight is made for it.
+  w = xla.dense(packed)
+  kind = xla.shared(dy, w)
+  scaled = xla.scaled(dy.astype(jnp.float32), packed).astype(kind)
+  dx = lax.dot_general(
+    scaled, w.astype(kind), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+  )
+  return dx.astype(dy.dtype), none
+
+
+_dot.defvjp(_forward, _backward, symbolic_zeros=True)

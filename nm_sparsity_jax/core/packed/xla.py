@@ -1,0 +1,106 @@
+"""Products of a packed weight in plain XLA, on every platform.
+
+    x (batch, depth), NMPacked -> [scan] or [unpacked] -> (batch, features), float32
+
+`scan` walks over the kept rows: it is the one formulation that beats a dense product on a CPU.
+`unpacked` makes the dense weight first: it saves memory between products, never time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from nm_sparsity_jax.core.packed import bits as squeezing
+from nm_sparsity_jax.core.packed.array import NMPacked
+
+_LANES = 128  # rows of x that one scan takes
+
+
+def prepare(packed: NMPacked) -> NMPacked:
+  """Returns the packed weight with an index in each byte, which the scan need not spread."""
+  places = squeezing.spread(np.asarray(packed.indices), packed.rows, packed.bits)
+  return dataclasses.replace(packed, indices=places, bits=8)
+
+
+def places(packed: NMPacked) -> jax.Array:
+  """Returns uint8 indices [rows, features], inside jit too."""
+  return squeezing.spread(packed.indices, packed.rows, packed.bits, jnp)
+
+
+def dense(packed: NMPacked) -> jax.Array:
+  """Returns the weight (depth, features) with its zeros, as `unpack` does, inside jit too.
+
+  int8 values come back as floats, without their scale.
+  """
+  values = packed.values
+  if packed.scale is not None:
+    values = values.astype(jnp.float32)
+  cut = (packed.groups, packed.n, 1, packed.features)
+  at, values = places(packed).reshape(cut), values.reshape(cut)
+  here = lax.broadcasted_iota(jnp.uint8, (1, packed.m, 1), 1)
+  w = jnp.zeros((packed.groups, packed.m, packed.features), values.dtype)
+  for i in range(packed.n):
+    w = jnp.where(at[:, i] == here, values[:, i], w)
+  return w.reshape(packed.groups * packed.m, packed.features)[: packed.depth]
+
+
+def unpacked(x: jax.Array, packed: NMPacked) -> jax.Array:
+  """Returns x . W by making W: float32 [batch, features]."""
+  w = dense(packed)
+  kind = shared(x, w)
+  y = lax.dot(x.astype(kind), w.astype(kind), preferred_element_type=jnp.float32)
+  return scaled(y, packed)
+
+
+def shared(x: jax.Array, w: jax.Array) -> np.dtype:
+  """Returns the dtype in which x and w are multiplied: theirs, or float32 where they differ."""
+  return x.dtype if x.dtype == w.dtype else np.dtype(np.float32)
+
+
+def scaled(y: jax.Array, packed: NMPacked) -> jax.Array:
+  """Returns sums of int8 values times the scale of their column; other sums as they are."""
+  return y if packed.scale is None else y * packed.scale[None]
+
+
+def scan(x: jax.Array, packed: NMPacked) -> jax.Array:
+  """Returns x . W by adding up kept rows: float32 [batch, features]."""
+  batch = x.shape[0]
+  if batch <= _LANES:
+    return scaled(_scan(x, packed), packed)
+  blocks = -(-batch // _LANES)
+  full = jnp.pad(x, ((0, blocks * _LANES - batch), (0, 0)))
+  y = lax.map(lambda part: _scan(part, packed), full.reshape(blocks, _LANES, x.shape[1]))
+  return scaled(y.reshape(blocks * _LANES, packed.features)[:batch], packed)
+
+
+def _scan(x: jax.Array, packed: NMPacked) -> jax.Array:
+  batch = x.shape[0]
+  padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, packed.groups * packed.m - packed.depth)))
+  columns = padded[0] if batch == 1 else padded.T
+  first = np.arange(packed.rows, dtype=np.int32) // packed.n * packed.m
+
+  def add(total: jax.Array, row: Any) -> tuple[jax.Array, None]:
+    values, at, start = row
+    picked = columns.at[at.astype(jnp.int32) + start].get(mode="promise_in_bounds")
+    values = values.astype(jnp.float32)
+    return total + (values if batch == 1 else values[:, None]) * picked, None
+
+  start = jnp.zeros((packed.features,) if batch == 1 else (packed.features, batch), jnp.float32)
+  rows = (packed.values, places(packed), jnp.asarray(first))
+  total, _ = lax.scan(add, start, rows, unroll=unroll(batch, packed.rows))
+  return total[None] if batch == 1 else total.T
+
+
+def unroll(batch: int, rows: int) -> int:
+  """Returns how many kept rows one turn of the loop adds: XLA fuses them, up to a point.
+
+  >>> unroll(1, 96), unroll(16, 96), unroll(16, 6)
+  (1, 8, 6)
+  """
+  return 1 if batch < 16 else max(1, min(8, rows))

@@ -1,0 +1,251 @@
+"""What holds at a step: phases, levels of a pattern, decay factors, the timeline.
+
+    step -> [schedules: pattern now, D now] -> masks -> effective weight
+
+A step counts the optimizer updates that this sparse run has applied: 0 in the first forward
+pass. It is never a global step of a checkpoint that the run started from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nm_sparsity_jax.core import fields
+from nm_sparsity_jax.core.errors import SettingError
+from nm_sparsity_jax.core.patterns import NM
+
+
+def as_step(step: jax.Array | int) -> jax.Array:
+  """Returns `step` as an int32 scalar; refuses floats, and arrays with axes."""
+  if isinstance(step, bool) or not jnp.issubdtype(_dtype(step), jnp.integer):
+    raise ValueError(
+      f"step={step!r} is not a whole number: pass the optimizer's step count, a Python int or a "
+      "traced integer scalar such as nms.step_count(opt_state). Under jit a Python float becomes "
+      "a float tracer; pass jnp.int32(step) instead."
+    )
+  if jnp.shape(step):
+    raise ValueError(
+      f"step has shape {jnp.shape(step)}, but it must be one scalar. Where training is "
+      "replicated and every device keeps a count, pass one of them: step[0]."
+    )
+  if isinstance(step, (int, np.integer)) and step < 0:
+    raise ValueError(f"step={step} is negative: the first step of the sparse run is 0.")
+  return jnp.asarray(step, jnp.int32)
+
+
+def _dtype(x) -> Any:
+  try:
+    return jnp.result_type(x)
+  except TypeError:  # a text, a list
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phases:
+  """The three phases of a run: dense, sparsify, fine-tune.
+
+      dense [0, dense) -> sparsify [dense, total - finetune) -> fine-tune [total - finetune, total)
+
+  >>> Phases(total=100_000, dense=10_000, finetune=20_000).sparsify
+  70000
+
+  Attributes:
+    total: steps of the sparse run.
+    dense: steps at the start in which every recipe equals dense.
+    finetune: steps at the end with the binary target mask and D = 0.
+  """
+
+  total: int
+  dense: int = 0
+  finetune: int = 0
+
+  def __post_init__(self):
+    fields.settle(self)
+    for name in ("total", "dense", "finetune"):
+      value = getattr(self, name)
+      if isinstance(value, bool) or not isinstance(value, int):
+        mention = f"{{{name}=}}{{given!r}}"
+        raise SettingError(
+          name, f"Phases({mention}): give a whole number of steps, such as 10_000.", given=value
+        )
+    if self.dense < 0 or self.finetune < 0 or self.total < 1:
+      raise SettingError(
+        "total",
+        "{phases}: {total} must be at least 1, {dense} and {finetune} at least 0.",
+        phases=self,
+      )
+    if self.total < self.dense + self.finetune:
+      raise SettingError(
+        "total",
+        "{phases}: {total} >= {dense} + {finetune} must hold, but {sum}. Raise {total_steps} or "
+        "shorten a phase.",
+        phases=self,
+        sum=f"{self.total} < {self.dense} + {self.finetune}",
+        total_steps="total (SPARSE_STEPS)",
+      )
+
+  def told(self, names: Mapping[str, str]) -> str:
+    """Returns the phases in words for an error, with `names` for total, dense and finetune."""
+    if "total" not in names:
+      return repr(self)
+    return ", ".join(f"{names[x]}={getattr(self, x)!r}" for x in ("total", "dense", "finetune"))
+
+  @property
+  def sparsify(self) -> int:
+    """Returns the steps of the sparsify phase, total - dense - finetune."""
+    return self.total - self.dense - self.finetune
+
+  @property
+  def finetune_start(self) -> int:
+    """Returns the first step of the fine-tune phase, total - finetune."""
+    return self.total - self.finetune
+
+
+# --- levels -----------------------------------------------------------------------------------
+
+
+def stepwise_levels(pattern: NM) -> tuple[NM, ...]:
+  """Returns m-1, then floor(m / 2^d) while larger than n, then n (of m), strictly decreasing.
+
+  >>> [str(p) for p in stepwise_levels(NM(1, 8))]
+  ['7:8', '4:8', '2:8', '1:8']
+  """
+  kept = [pattern.m - 1, *(pattern.m >> d for d in range(1, pattern.m.bit_length()))]
+  falling: list[int] = []
+  for n in kept:
+    if n > pattern.n and (not falling or n < falling[-1]):
+      falling.append(n)
+  return tuple(NM(n, pattern.m) for n in (*falling, pattern.n))
+
+
+def geometric_levels(pattern: NM, k: int = 16, axis_size: int | None = None) -> tuple[NM, ...]:
+  """Returns k*n/2^d : k*m/2^d down to n:m, without levels whose group does not divide `axis_size`.
+
+  Only the first levels can fall away: what a longer group divides, a shorter one divides too.
+
+  >>> [str(p) for p in geometric_levels(NM(1, 8))]
+  ['16:128', '8:64', '4:32', '2:16', '1:8']
+  >>> [str(p) for p in geometric_levels(NM(1, 32), axis_size=768)]
+  ['8:256', '4:128', '2:64', '1:32']
+  """
+  if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k & (k - 1):
+    raise ValueError(f"k={k!r} must be a power of two: the group halves from k*m down to m.")
+  factors = [k >> d for d in range(k.bit_length())]
+  levels = tuple(NM(f * pattern.n, f * pattern.m) for f in factors)
+  return tuple(p for p in levels if p == pattern or axis_size is None or axis_size % p.m == 0)
+
+
+def share_phase(levels: Sequence[NM], phases: Phases) -> tuple[tuple[int, NM], ...]:
+  """Returns the start of each of L levels that share S sparsify steps: dense + floor(i * S / L)."""
+  if phases.sparsify < len(levels):
+    raise SettingError(
+      "total",
+      "{count} levels ({levels}) need at least as many sparsify steps, but {total} - {dense} - "
+      "{finetune} = {steps} in {phases}. Raise {total}, or choose a recipe or pattern with fewer "
+      "levels.",
+      count=len(levels),
+      levels=", ".join(map(str, levels)),
+      steps=phases.sparsify,
+      phases=phases,
+    )
+  return tuple((phases.dense + i * phases.sparsify // len(levels), p) for i, p in enumerate(levels))
+
+
+# --- decay factors ----------------------------------------------------------------------------
+#
+# D(j) in [0, 1], j = step - dense; D = 1 for j <= 0. Each is written so that jit and eager
+# mode agree to the bit: no product is followed by a sum that a compiler could fuse with it.
+
+
+def default_horizon(phases: Phases) -> float:
+  """Returns j* = min(0.7 * total, total - finetune) - dense, when a decay is over by default.
+
+  The paper's rule of thumb: D reaches 0 at about 70 % of the budget.
+  """
+  horizon = min(0.7 * phases.total, phases.finetune_start) - phases.dense
+  if horizon <= 0:
+    raise SettingError(
+      "beta",
+      "{beta=}None lets D reach 0 after min(0.7 * {total}, {total} - {finetune}) - {dense} = "
+      "{horizon:g} steps of the sparsify phase, which must be positive: {phases}. Shorten the "
+      "dense or fine-tune phase, or give {beta}.",
+      horizon=horizon,
+      phases=phases,
+    )
+  return horizon
+
+
+def linear_decay(j, horizon: float, xp=jnp):
+  """Returns D = max(1 - j / horizon, 0): MDGF-Linear with beta = 1 / horizon."""
+  horizon = min(horizon, 1e30)  # float32 holds it and its inverse
+  left = xp.float32(horizon) - xp.asarray(j).astype(xp.float32)
+  line = xp.maximum(left * xp.float32(1 / horizon), xp.float32(0))
+  return xp.where(xp.asarray(j) <= 0, xp.float32(1), xp.minimum(line, xp.float32(1)))
+
+
+def linear_end(horizon: float) -> int:
+  """Returns the first j at which `linear_decay` is 0; the horizon is rounded to float32."""
+  return math.ceil(np.float32(min(horizon, 2**31 - 1)))
+
+
+def exponential_decay(j, beta: float, xp=jnp):
+  """Returns D = exp(-beta * j), as MDGF-Exponential has it; 0 from `exponential_end` on."""
+  j = xp.asarray(j)
+  d = xp.exp(xp.float32(-beta) * xp.maximum(j.astype(xp.float32), xp.float32(0)))
+  return xp.where(j < exponential_end(beta), d, xp.float32(0))
+
+
+def exponential_end(beta: float) -> int:
+  """Returns the first j at which exp(-beta * j) counts as 0: e^-87 is the last normal float32."""
+  return min(math.ceil(87 / beta), 2**31 - 1)
+
+
+def piecewise_linear(step, knots: Sequence[tuple[int, float]], xp=jnp):
+  """Returns D, which runs linearly between (step, D) knots and is constant outside."""
+  step = xp.asarray(step)
+  value = xp.float32(knots[0][1]) * xp.ones(step.shape, xp.float32)
+  for (a, da), (b, db) in zip(knots, knots[1:], strict=False):
+    slope = (db - da) / (b - a)
+    # The line by its zero: one difference, one product.
+    zero = xp.float32(a - da / slope if slope else 0)
+    line = (step.astype(xp.float32) - zero) * xp.float32(slope)
+    low, high = min(da, db), max(da, db)
+    line = xp.clip(line, xp.float32(low), xp.float32(high)) if slope else xp.float32(da)
+    value = xp.where(step > a, line, value)
+    value = xp.where(step >= b, xp.float32(db), value)
+  return value
+
+
+# --- timeline ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """Steps [start, stop) with one pattern; D runs from `decay_start` to `decay_stop`.
+
+  Attributes:
+    start: first step.
+    stop: first step that no longer belongs to it.
+    pattern: the pattern, None = dense.
+    decay_start: D at `start`.
+    decay_stop: where D is heading at `stop`; a jump belongs to the next segment. In a segment
+      with `decay_start` > 0 D is positive at each of its steps.
+  """
+
+  start: int
+  stop: int
+  pattern: NM | None
+  decay_start: float
+  decay_stop: float
+
+  @property
+  def density(self) -> float:
+    """Returns the share of weights that are not 0: 1 while D > 0, else n / m."""
+    return 1.0 if self.pattern is None or self.decay_start > 0 else self.pattern.density

@@ -1,0 +1,84 @@
+"""Runs Kauldron's main on a konfig file, on one host or as one of several.
+
+    python -m nm_sparsity_jax.integrations.kauldron.launch --cfg=vit_b.py --cfg.workdir=gs://bucket/run
+
+Kauldron's main never starts `jax.distributed`. This does, where you ask: `--distributed` where the
+hosts know one another (a TPU slice, Slurm), with three flags more where they do not. All other
+arguments are Kauldron's.
+"""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+
+from nm_sparsity_jax.integrations.kauldron import release
+
+
+def parser() -> argparse.ArgumentParser:
+  """Returns the parser of what this adds to Kauldron's flags."""
+  made = argparse.ArgumentParser(
+    prog="python -m nm_sparsity_jax.integrations.kauldron.launch",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  made.add_argument("--distributed", action="store_true", help="this host is one of several")
+  made.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
+  made.add_argument("--process_count", type=int, metavar="N", help="of all hosts")
+  made.add_argument("--process_index", type=int, metavar="I", help="of this one, from 0")
+  return made
+
+
+def main(argv: Sequence[str]) -> int:
+  """Starts what was asked for, then Kauldron; returns the exit code.
+
+  Args:
+    argv: the arguments, without the program.
+  """
+  args, theirs = parser().parse_known_args(argv)
+  try:
+    release.require()
+    check(args.distributed, cluster(args))
+  except (ImportError, ValueError) as e:
+    print(f"error: {e}", file=sys.stderr)
+    return 1
+  if args.distributed:
+    import jax
+
+    jax.distributed.initialize(*cluster(args))
+  sys.argv = ["kauldron", *theirs]
+  runpy.run_module("kauldron.main", run_name="__main__", alter_sys=True)
+  return 0
+
+
+def cluster(args: argparse.Namespace) -> tuple[str | None, int | None, int | None]:
+  """Returns the address of process 0, how many processes there are, and which one this is.
+
+  Args:
+    args: of `parser`.
+  """
+  return args.coordinator_address, args.process_count, args.process_index
+
+
+def check(distributed: bool, cluster: Sequence[str | int | None]) -> None:
+  """Raises where flags of a cluster stand without --distributed, or not all of them.
+
+  Args:
+    distributed: whether this host is one of several.
+    cluster: the three values of `cluster`.
+  """
+  given = [value is not None for value in cluster]
+  if any(given) and not (distributed and all(given)):
+    raise ValueError(
+      "--coordinator_address, --process_count and --process_index stand together, beside "
+      "--distributed; a TPU slice needs --distributed alone."
+    )
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

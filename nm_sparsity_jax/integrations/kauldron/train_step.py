@@ -1,0 +1,78 @@
+"""Kauldron's train step with `nms.sparse` around its optimizer, and rules in its checkpoints."""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from kauldron import kd
+from kauldron.utils import config_util
+
+from nm_sparsity_jax.integrations.kauldron import checks
+from nm_sparsity_jax.training import transform
+from nm_sparsity_jax.training.layers import COLLECTION
+from nm_sparsity_jax.training.rules import Rules
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, frozen=True)
+class SparseTrainStep(kd.train.TrainStep):
+  """Kauldron's train step with sparse weights; `rules` is all that it adds to a trainer.
+
+      kd.train.Trainer(trainstep=kauldron_adapter.SparseTrainStep(rules=rules), ...)
+
+  It wraps the trainer's optimizer by `nms.sparse`, so the parameters are the effective weights, and
+  evaluators take them as they are. Kauldron's loop saves ckpt_N before update N + 1, so ckpt_N
+  holds N updates; the state that `Trainer.train` returns has one more. Deploy the checkpoint.
+
+  Args:
+    rules: what is sparse, and how. The schedule ends at `num_train_steps` of the trainer.
+    **kwargs: as of Kauldron's train step.
+  """
+
+  rules: Rules
+  workdir: Any = config_util.ROOT_CFG_REF.workdir
+  num_train_steps: int | None = config_util.ROOT_CFG_REF.num_train_steps
+
+  def update_from_root_cfg(self, root_cfg: Any) -> SparseTrainStep:
+    """Returns the step of a trainer; refuses a trainer that would go wrong without a word."""
+    checks.refuse_silent_mistakes(root_cfg, self.rules)
+    return super().update_from_root_cfg(root_cfg)
+
+  def init(self, elem_spec: Any, *, skip_transforms: bool = False, **kwargs: Any) -> Any:
+    """Returns the first train state, as Kauldron's; refuses checkpoints of other rules."""
+    if skip_transforms:  # a checkpoint will be restored
+      checks.refuse_other_rules(self.workdir, self.rules)
+    state = super().init(elem_spec, skip_transforms=skip_transforms, **kwargs)
+    if not skip_transforms and not isinstance(state.step, jax.core.Tracer):
+      checks.refuse_other_end(self.rules, int(state.step), self.num_train_steps)
+    return state
+
+  @functools.partial(jax.jit, static_argnames="self", donate_argnames="state")
+  def _init_optimizer(self, state: Any) -> Any:
+    kept = {COLLECTION: jax.tree.map(jnp.asarray, checks.kept_text(self.rules))}
+    opt_state = self._sparse_step(state.params).optimizer.init(state.params)
+    checks.refuse_twice(opt_state.inner_state)
+    state = state.replace(
+      opt_state=opt_state,
+      collections={**state.collections, **kept},
+    )
+    return kd.sharding.with_sharding_constraint(state, self.sharding.state)
+
+  def _step(self, state: Any, batch: Any) -> Any:
+    new, context = self._sparse_step(state.params)._step(state, batch)
+    kept = {name: x for name, x in state.collections.items() if name == COLLECTION}
+    return new.replace(collections={**new.collections, **kept}), context
+
+  def _sparse_step(self, params: Any) -> kd.train.TrainStep:
+    """Returns Kauldron's own step, with an optimizer that knows how devices share weights."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    placed = kd.sharding.with_sharding_constraint(shapes, self.sharding.params)
+    rules = self.rules.with_shardings(jax.tree.map(lambda x: x.sharding, placed))
+    own = {f.name: getattr(self, f.name) for f in dataclasses.fields(kd.train.TrainStep) if f.init}
+    return kd.train.TrainStep(**own | {"optimizer": transform.sparse(self.optimizer, rules)})

@@ -1,0 +1,120 @@
+"""T5X's initializers, which also show what becomes sparse and check what was restored.
+
+shapes, mesh -> [ShowingInitializer] -> the table, the schedule, groups that devices cut
+restored     -> [SparseTrainStateInitializer] -> a train state of this model, or an error
+"""
+
+# T5X is not on PyPI: where types are checked without it, it is unknown.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import traverse_util
+from flax.core import unfreeze
+from t5x import utils
+
+from nm_sparsity_jax.core.trees import alike
+from nm_sparsity_jax.integrations import gin_files
+from nm_sparsity_jax.training.sites import Place
+
+
+class ShowingInitializer(utils.TrainStateInitializer):
+  """T5X's initializer, which also prints what becomes sparse, and when, before anything compiles.
+
+  It warns of groups that devices cut, and of macros among the flags that nothing reads.
+
+  T5X makes one as soon as it knows the shape of a batch. Bind it in training:
+
+      train_script.train.train_state_initializer_cls = @t5x_adapter.ShowingInitializer
+
+  Args:
+    optimizer_def: as of T5X's.
+    init_fn: `get_initial_variables` of a model of this package.
+    input_shapes: as of T5X's.
+    partitioner: as of T5X's.
+    input_types: as of T5X's.
+  """
+
+  def __init__(self, optimizer_def, init_fn, input_shapes, partitioner, input_types=None):
+    super().__init__(optimizer_def, init_fn, input_shapes, partitioner, input_types)
+    if jax.process_index() == 0:
+      model = init_fn.__self__
+      assignment = model.stored_rules.assign(model.made)
+      axes = traverse_util.flatten_dict(unfreeze(self.train_state_axes.params), sep="/")
+      doubts = [*cuts(assignment.places, axes, partitioner.mesh.shape)]
+      doubts += gin_files.unread_flags(sys.argv)
+      told = "".join(f"warning: {doubt}\n" for doubt in doubts)
+      # T5X logs to stderr, hundreds of lines; this is all that stands in stdout.
+      print(f"\n{assignment}\n\n{assignment.schedule}\n{told}", flush=True)
+
+
+class SparseTrainStateInitializer(ShowingInitializer):
+  """`ShowingInitializer`, which also checks a restored train state against the model.
+
+  It tells the model how devices share the weights, so that masks on several TPUs take one pass.
+  Bind it in eval and infer; `SparseTrainer` does both by itself.
+
+      infer_script.infer.train_state_initializer_cls = @t5x_adapter.SparseTrainStateInitializer
+
+  Args:
+    optimizer_def: as of T5X's.
+    init_fn: `get_initial_variables` of a model of this package.
+    *args, **kwargs: as of `ShowingInitializer`.
+  """
+
+  def __init__(self, optimizer_def, init_fn, *args, **kwargs):
+    super().__init__(optimizer_def, init_fn, *args, **kwargs)
+    model = init_fn.__self__
+    model.know_shardings(self._partitioner.mesh, self.train_state_axes.params)
+    self.global_train_state_shape = _CheckedState(self.global_train_state_shape, model.check)
+
+
+class _CheckedState:
+  """A train state of shapes, whose `restore_state` checks what comes out."""
+
+  def __init__(self, state, check):
+    self._state, self._check = state, check
+
+  def __getattr__(self, name):
+    return getattr(self._state, name)
+
+  def restore_state(self, state_dict):
+    restored = self._state.restore_state(state_dict)
+    self._check(restored)
+    return restored
+
+
+def cuts(
+  places: Mapping[str, Place], axes: Mapping[str, Any], mesh: Mapping[str, int]
+) -> Iterator[str]:
+  """Yields a sentence for the places whose groups do not lie on one device each.
+
+  Their masks are right, but devices exchange weights for them in each step.
+
+  Args:
+    places: path -> sparse parameter.
+    axes: path -> its mesh axes, as of a `PartitionSpec`; None where it is not split.
+    mesh: mesh axis -> devices along it.
+  """
+  facts = {}
+  for path, place in places.items():
+    names = tuple(axes.get(path) or ())
+    for i, axis in enumerate(place.axes):
+      split = names[axis] if axis < len(names) else None
+      parts = math.prod(
+        mesh[name] for name in ((split,) if isinstance(split, str) else split or ())
+      )
+      length = math.prod(place.shape[a] for a in place.axes[i:])
+      if parts > 1 and length % (parts * place.whole):
+        facts[path] = f"{parts} devices share {length} weights along axis {axis}"
+  for name, _, fact in alike(facts):
+    yield (
+      f"{name}: {fact}, and cut its groups: they exchange weights in each step. Take fewer "
+      "partitions, or another pattern there."
+    )

@@ -1,0 +1,171 @@
+"""The paper's rows: what each trains, and the score that it was published with.
+
+    table, row -> [setting] -> RECIPE, PATTERN, SPARSITY_RULES and phases, by gin_configs/paper/
+    words      -> [search]  -> rows with their scores
+
+published.json holds the tables.
+
+>>> find("table12", "sdgf_stepwise ff=1:8 qkv=1:4 dense_steps=10000").settings()["SPARSITY_RULES"]
+{'ff': '1:8', 'qkv': '1:4'}
+>>> [row.name for row in search(["table6", "1:8"])]
+['sr_ste 1:8', 'mdgf_exponential 1:8']
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib.resources
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SCORES = {"top1": "top-1", "overall": "overall", "accuracy": "accuracy"}
+_PHASES = ("dense_steps", "finetune_steps")
+
+
+@functools.cache
+def tables() -> dict[str, Any]:
+  """Returns the content of published.json: table -> its rows, and `about`."""
+  file = importlib.resources.files("nm_sparsity_jax.runs") / "published.json"
+  return json.loads(file.read_text("utf-8"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One row of a table.
+
+  Attributes:
+    table: such as 'table12', a file of gin_configs/paper/.
+    name: what ROW is set to.
+    published: the row of published.json.
+  """
+
+  table: str
+  name: str
+  published: Mapping[str, Any]
+
+  @property
+  def score(self) -> str:
+    """Returns the published score, such as 'overall 84.1'; '' where there is none."""
+    kind = next((kind for kind in SCORES if kind in self.published), None)
+    return f"{SCORES[kind]} {self.published[kind]}" if kind else ""
+
+  def settings(self) -> dict[str, Any]:
+    """Returns the macros that the row sets: name -> value."""
+    places = self.published["places"]
+    patterns = set(places.values())
+    one = len(patterns) == 1
+    return {
+      "RECIPE": self.published["recipe"],
+      "PATTERN": patterns.pop() if one else None,
+      "SPARSITY_RULES": dict.fromkeys(places) if one else dict(places) or {"ff": None},
+      "DENSE_STEPS": self.published.get("dense_steps") or 0,
+      "FINETUNE_STEPS": self.published.get("finetune_steps"),
+    }
+
+
+def _name(published: Mapping[str, Any]) -> str:
+  """Returns recipe, patterns and phases, such as 'sr_ste ff=1:8 qk=1:4 dense_steps=0'."""
+  places = published["places"]
+  patterns = [*places.values()] if len(places) == 1 else [f"{k}={v}" for k, v in places.items()]
+  phases = [f"{k}={published[k]}" for k in _PHASES if published.get(k) is not None]
+  return " ".join([published["recipe"], *patterns, *phases])
+
+
+@functools.cache
+def rows() -> Mapping[str, Mapping[str, Row]]:
+  """Returns table -> name -> row, of all tables that a network was trained for."""
+  return {
+    table: {(name := _name(row)): Row(table, name, row) for row in found}
+    for table, found in tables().items()
+    if table != "about"
+  }
+
+
+def find(table: str, row: str) -> Row:
+  """Returns a row by its name.
+
+  Args:
+    table: such as 'table12'.
+    row: its name, in any order of the words.
+
+  Raises:
+    ValueError: names the nearest rows.
+  """
+  if table not in rows():
+    raise ValueError(f"TABLE={table!r}: choose one of {', '.join(rows())}")
+  wanted = sorted(map(_plain, str(row).split()))
+  for name, found in rows()[table].items():
+    if sorted(name.split()) == wanted:
+      return found
+  near = ", ".join(repr(one.name) for one in nearest(wanted, [*rows()[table].values()]))
+  raise ValueError(
+    f"no row of {table} is called ROW={row!r}; the nearest are {near}. `nm-sparsity rows {table}` "
+    "lists all"
+  )
+
+
+def setting(table: str, row: str, macro: str) -> Any:
+  """Returns the value that a row gives a macro, for a gin file.
+
+  Args:
+    table: such as 'table12' [TABLE].
+    row: its name [ROW].
+    macro: such as 'RECIPE'.
+
+  Raises:
+    ValueError: names the nearest rows.
+  """
+  return find(table, row).settings()[macro]
+
+
+def search(words: Sequence[str]) -> list[Row]:
+  """Returns the rows that have every word: a table, recipe, pattern, place, network or score.
+
+  >>> [row.name for row in search(["stepwise", "table7"])], len(search(["table4", "qkv=1:8"]))
+  ([], 3)
+  """
+  return [row for row in _all() if set(map(_plain, words)) <= _words(row)]
+
+
+def nearest(words: Sequence[str], among: Sequence[Row] | None = None, count: int = 3) -> list[Row]:
+  """Returns the rows that share the most words, then the most letters, the nearest first.
+
+  Args:
+    words: of a search, or of a name.
+    among: rows to choose from; None = all.
+    count: how many.
+  """
+  wanted, text = set(map(_plain, words)), " ".join(words).lower()
+
+  def closeness(row: Row) -> tuple[int, float]:
+    likeness = difflib.SequenceMatcher(None, text, row.name).ratio()
+    return len(wanted & _words(row)), likeness
+
+  return sorted(among or _all(), key=closeness, reverse=True)[:count]
+
+
+def _all() -> list[Row]:
+  return [row for table in rows().values() for row in table.values()]
+
+
+def _plain(word: str) -> str:
+  """Returns a word in the form in which rows have it: 'dense_steps=10000' for 10_000."""
+  return re.sub(r"(?<=\d)_(?=\d)", "", word).lower()
+
+
+@functools.cache
+def _words_of(table: str, name: str) -> frozenset[str]:
+  row = rows()[table][name].published
+  printed = row["row"].partition(" (")[0].lower()  # without the phase, which is a number here
+  whole = [table, *name.split(), printed, row.get("network", "")]
+  parts = re.findall(r"[^=]+", " ".join(whole).replace(" ", "="))
+  scores = [str(row[kind]) for kind in SCORES if kind in row]
+  return frozenset([*whole, *parts, *row["recipe"].split("_"), *printed.split("-"), *scores])
+
+
+def _words(row: Row) -> frozenset[str]:
+  return _words_of(row.table, row.name)

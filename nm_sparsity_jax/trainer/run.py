@@ -1,0 +1,179 @@
+"""What a run is: its parts, when things happen, and what it refuses before its first step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import optax
+
+from nm_sparsity_jax.core import errors
+from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.trainer import workloads
+from nm_sparsity_jax.trainer.step import Model
+from nm_sparsity_jax.trainer.workloads import Batch
+from nm_sparsity_jax.training import optim, rules_text, transform
+
+_PERIODS = {  # field -> macro
+  "evaluate": "EVAL_PERIOD", "checkpoint": "CHECKPOINT_PERIOD", "report": "STATS_PERIOD",
+  "metrics": "METRICS_EVERY",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Periods:
+  """Says when things happen, in steps of this run; each also happens at the last step.
+
+  Attributes:
+    evaluate: a checkpoint is saved, and evaluated.
+    checkpoint: a checkpoint is saved; None = where there is an evaluation.
+    report: means over these steps are written, and a line where there is no terminal.
+    metrics: density, flips and variances are sampled; None = never.
+  """
+
+  evaluate: int = 1000
+  checkpoint: int | None = None
+  report: int = 50
+  metrics: int | None = 100
+
+  def __post_init__(self):
+    for name, macro in _PERIODS.items():
+      value = getattr(self, name)
+      may_be_none = name in ("checkpoint", "metrics")
+      if not (isinstance(value, int) and value >= 1 or value is None and may_be_none):
+        also = ", or None" if may_be_none else ""
+        raise ValueError(f"{macro}={value!r}: give a whole number of steps, 1 or more{also}.")
+
+  def saves(self, step: int, total: int) -> bool:
+    """Returns whether a checkpoint is saved after `step` of `total` steps."""
+    return self.evaluates(step, total) or bool(self.checkpoint and step % self.checkpoint == 0)
+
+  def evaluates(self, step: int, total: int) -> bool:
+    """Returns whether there is an evaluation after `step` of `total` steps."""
+    return step == total or step % self.evaluate == 0
+
+  def reports(self, step: int, total: int) -> bool:
+    """Returns whether means are written after `step` of `total` steps."""
+    return step == total or step % self.report == 0
+
+  def samples(self, step: int) -> bool:
+    """Returns whether metrics are sampled at the step with this number."""
+    return bool(self.metrics) and step % self.metrics == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """What a run is.
+
+  Attributes:
+    model: workload, rules and devices.
+    optimizer: of optax, without `nms.sparse`, `nms.sr_ste` and `optax.MultiSteps`: the step does
+      what they do.
+    source: training data, such as T5's `data.Source`; None = the workload's own batches.
+    model_dir: folder of the run.
+    sparse_steps: all its steps.
+    initial_checkpoint: its parameters, and no more, are started from; None = random ones.
+    pretrained_steps: the step of that checkpoint, to be checked; None = any.
+    microbatches: parts of a batch, one after the other: less memory, the same gradient.
+    random_seed: of parameters and dropout.
+    data_seed: of the workload's own batches; a source has its own.
+    evaluation: what is evaluated: T5's `evaluation.Evaluation`, or `evaluation.Splits`; None =
+      nothing.
+    periods: when things happen.
+    keep_checkpoints: how many of the newest stay, beside the best; None = all.
+    best_metric: by which a checkpoint is best: a metric of the tasks, its mean over tasks, better
+      in the direction that the workload says; None = the validation loss, smaller is better. Only
+      checkpoints of the target pattern count.
+    learning_rate: step -> its value, to be reported.
+    tracker: gets the curves beside TensorBoard, such as `tracking.Mlflow()`; None = nobody.
+  """
+
+  model: Model
+  optimizer: optax.GradientTransformation
+  model_dir: str
+  sparse_steps: int
+  source: Any = None
+  initial_checkpoint: str | None = None
+  pretrained_steps: int | None = None
+  microbatches: int = 1
+  random_seed: int = 0
+  data_seed: int = 0
+  evaluation: Any = None
+  periods: Periods = dataclasses.field(default_factory=Periods)
+  keep_checkpoints: int | None = 3
+  best_metric: str | None = None
+  learning_rate: Callable[[int], Any] | None = None
+  tracker: Any = None
+
+  def __post_init__(self):
+    if not isinstance(self.sparse_steps, int) or self.sparse_steps < 1:
+      raise ValueError(f"SPARSE_STEPS={self.sparse_steps!r}: give all steps of the run, 1 or more.")
+    errors.check_seed("RANDOM_SEED", self.random_seed)
+    errors.check_seed("DATA_SEED", self.data_seed)
+    has_metrics = self.evaluation is not None and self.evaluation.has_metrics
+    if self.best_metric is not None and not has_metrics:
+      raise ValueError(
+        f"BEST_METRIC={self.best_metric!r}, but nothing is decoded, so there are no metrics: set "
+        "EVALUATOR_NUM_EXAMPLES, or leave BEST_METRIC None for the validation loss."
+      )
+
+  @property
+  def batch_size(self) -> int:
+    """Returns the examples of a training batch."""
+    brings = self.model.workload if self.source is None else self.source
+    if brings.batch_size is None:
+      name = type(brings).__name__
+      raise ValueError(f"{name} has no batch_size: set it to the examples of a training batch.")
+    return brings.batch_size
+
+  @property
+  def unit(self) -> str:
+    """Returns what a batch is measured in: the workload's weight."""
+    return self.model.workload.weight
+
+  def batches(self, start: int) -> Iterator[Batch]:
+    """Returns training batches from number `start` on."""
+    if self.source is not None:
+      return self.source.batches(start=start)
+    return iter(self.model.workload.batches(self.data_seed, start))
+
+  def check(self) -> None:
+    """Raises ValueError where settings do not fit each other; reads no data."""
+    self.model.check_batch(self.batch_size, self.microbatches)
+    rules_text.pack(rules_text.describe(self.model.rules))  # every checkpoint keeps this text
+    opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
+    kinds = transform.SparseState, optim.SrSteState, optax.MultiStepsState
+    if found := transform.states(opt_state, *kinds):
+      raise ValueError(
+        f"the optimizer holds a {type(found[0]).__name__}, but the runner wraps it by nms.sparse "
+        "itself, which adds SR-STE's term: give a bare optimizer of optax, and MICROBATCHES in "
+        "place of optax.MultiSteps."
+      )
+
+  def describe(self) -> dict[str, Any]:
+    """Returns what run.json says of the workload; see `workloads.describe`."""
+    found = workloads.describe(self.model.workload, getattr(self.source, "lengths", None))
+    return found | {"batch_size": self.batch_size}
+
+
+def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment: Any) -> None:
+  """Writes run.json: where a run starts, its workload, and what each process ran with.
+
+  Args:
+    run: the run.
+    folder: of the run.
+    start: the global step before its first one.
+    step: the global step that this process goes on from.
+    environment: what the bits depend on, beside the settings.
+  """
+  path = folder / "run.json"
+  before = files.read_json(path, {"processes": []})["processes"]
+  kept = [p for p in before if p["from"] < step]
+  if not kept or kept[-1]["environment"] != environment:
+    kept.append({"from": step, "environment": environment})
+  found = {"start": start, "workload": run.describe(), "processes": kept}
+  files.write_atomically(path, json.dumps(found, indent=1) + "\n")

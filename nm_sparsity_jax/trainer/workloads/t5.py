@@ -1,0 +1,137 @@
+"""T5: a teacher-forced loss per target token, on batches of seqio.
+
+The network is the dense one. Batches come from a source (`text.Source`), evaluations from
+`text_evaluation.Evaluation`: a T5 has none of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from nm_sparsity_jax.trainer.workloads import text
+from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
+
+PACKED = ("encoder_segment_ids", "decoder_segment_ids")
+POSITIONS = ("encoder_positions", "decoder_positions")
+LENGTHS = {"inputs": 512, "targets": 128}  # of an example, where the settings do not say
+
+
+def known_lengths(lengths: Mapping[str, int] | None) -> dict[str, int]:
+  """Returns the tokens of an example by feature: those given, else `LENGTHS`."""
+  return {**LENGTHS, **(lengths or {})}
+
+
+def tokens(lengths: Mapping[str, int] | None, rows: int, packed: bool = False) -> Batch:
+  """Returns the shapes of a batch of an encoder-decoder.
+
+  Args:
+    lengths: tokens of an example, by feature.
+    rows: examples.
+    packed: whether a row holds several short ones.
+  """
+  known = known_lengths(lengths)
+  own = "decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights"
+  names = "encoder_input_tokens", *own, *((*PACKED, *POSITIONS) if packed else ())
+  length = lambda name: known["inputs" if name.startswith("encoder") else "targets"]
+  return {name: jax.ShapeDtypeStruct((rows, length(name)), jnp.int32) for name in names}
+
+
+class T5(Workload):
+  """A T5 of this package, or a network with its interface.
+
+  Args:
+    network: dense, without rules of its own.
+    z_loss: weight of log(Z)^2, which keeps the logits from drifting.
+    label_smoothing: share of the probability that goes to all other tokens.
+  """
+
+  weight = "tokens"
+  headline = ("loss", "accuracy")
+
+  def __init__(self, network: nn.Module, z_loss: float = 0.0001, label_smoothing: float = 0.0):
+    self.network: Any = network
+    self.network_config = self.network.config
+    if self.network.config.rules is not None:
+      raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
+    self.z_loss, self.label_smoothing = z_loss, label_smoothing
+
+  def init(self, rng: jax.Array) -> Mapping[str, Any]:
+    """Returns parameters, T5X's for its key, and their logical axes."""
+    tokens = jnp.ones((1, 1), jnp.int32)
+    return self.network.init(rng, tokens, tokens, tokens, enable_dropout=False)
+
+  def loss(self, params, state, batch, rng):
+    """Returns the cross entropy and z-loss of the target tokens; z_loss, correct, tokens."""
+    targets = batch["decoder_target_tokens"]
+    logits = self.logits(params, batch, rng)
+    weights = batch["decoder_loss_weights"].astype(jnp.float32)
+    log_z = jax.nn.logsumexp(logits, -1)
+    hit = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    cross_entropy = log_z - hit
+    if self.label_smoothing:
+      share = self.label_smoothing
+      each = share / (logits.shape[-1] - 1)  # of every other token
+      others = logits.shape[-1] * log_z - jnp.sum(logits, -1) - cross_entropy
+      entropy = -((1 - share) * np.log(1 - share) + share * np.log(each))
+      cross_entropy = (1 - share) * cross_entropy + each * others - entropy
+    z_loss = self.z_loss * log_z**2
+    correct = (jnp.argmax(logits, -1) == targets).astype(jnp.float32)
+    summed = [jnp.sum(weights * x) for x in (cross_entropy + z_loss, z_loss, correct)]
+    sums = {"z_loss": summed[1], "correct": summed[2], "tokens": jnp.sum(weights)}
+    return summed[0], sums, state
+
+  def score(self, params: Any, batch: Batch) -> jax.Array:
+    """Returns the log likelihood of the targets of each row."""
+    logits = self.logits(params, batch, None)
+    log_probs = jax.nn.log_softmax(logits)
+    hit = jnp.take_along_axis(log_probs, batch["decoder_target_tokens"][..., None], -1)[..., 0]
+    return jnp.sum(hit * batch["decoder_loss_weights"].astype(jnp.float32), -1)
+
+  def logits(self, params: Any, batch: Batch, rng: jax.Array | None) -> jax.Array:
+    """Returns the float32 logits of each target position; with a key, under dropout."""
+    return self.network.apply(
+      {"params": params},
+      batch["encoder_input_tokens"],
+      batch["decoder_input_tokens"],
+      batch["decoder_target_tokens"],
+      **{name: batch[name] for name in PACKED if name in batch},
+      enable_dropout=rng is not None,
+      rngs=None if rng is None else {"dropout": rng},
+    ).astype(jnp.float32)
+
+  def batches(self, seed: int, start: int) -> Iterator[Batch]:
+    """Refuses: a T5 is trained on a source."""
+    raise ValueError("a T5 has no batches of its own: give the run a source (local.data.Source).")
+
+  def splits(self) -> Mapping[str, Iterable[Batch]]:
+    """Refuses: a T5 is evaluated on tasks."""
+    raise ValueError(
+      "a T5 has no splits of its own: give the run an evaluation (local.evaluation.Evaluation)."
+    )
+
+  def scalars(self, sums: Mapping[str, float]) -> dict[str, float]:
+    """Returns means per target token, under T5X's names."""
+    tokens = max(sums["tokens"], 1.0)
+    return {
+      "loss": sums["loss"] / tokens,
+      "loss_per_nonpadding_target_token": sums["loss"] / tokens,
+      "cross_ent_loss": (sums["loss"] - sums["z_loss"]) / tokens,
+      "z_loss": sums["z_loss"] / tokens,
+      "accuracy": sums["correct"] / tokens,
+    }
+
+  def example(self, lengths: Mapping[str, int] | None = None) -> Batch:
+    """Returns the shapes of one example of such lengths."""
+    return tokens(lengths, 1)
+
+  def check(self, source: Any = None) -> None:
+    """Raises ValueError where the vocabulary has ids that the embedding has no row for."""
+    if source is not None:
+      text.import_seqio(source.module)
+      text.check_vocabulary(source.name, self.network.config.vocab_size)

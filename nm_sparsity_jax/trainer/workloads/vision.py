@@ -1,0 +1,368 @@
+"""Images with one label each: ViT, SwinV2, ResNet, and networks of their interface.
+
+    image, label -> [mixup or cutmix, by the step's key] -> network -> logits -> loss, top-1, top-5
+
+The network is the dense one:
+
+    network.init(rng, images, train=False) -> {"params", other collections = state}
+    network.apply(variables, images, train, rngs={"dropout": key}, mutable=[...]) -> logits
+    network.config: image_size, channels, classes
+
+A `Source` of `nm_sparsity_jax.trainer.images` brings the batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax.linen import partitioning
+
+from nm_sparsity_jax.core.trees import map_with_names
+from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
+
+LOSSES = ("softmax", "sigmoid")
+TOP = 5
+
+# Path of a parameter -> its logical axes; those of others have no name.
+_AXES = (
+  (r"mlp/fc1/kernel", ("embed", "mlp")),
+  (r"mlp/fc1/bias", ("mlp",)),
+  (r"mlp/fc2/kernel", ("mlp", "embed")),
+  (r"attn/[qkv]/kernel", ("embed", "joined_kv")),
+  (r"attn/[qkv]/bias", ("joined_kv",)),
+  (r"attn/proj/kernel", ("joined_kv", "embed")),
+)
+
+
+class Images(Workload):
+  """A network that names images, and the images.
+
+      Images(vit.ViT(vit.config("vit_test")), rebus.Rebus(batch_size=128), mixup=0.5)
+
+  Sums are 'accuracy', rows whose best logit is the label's, and 'accuracy_top5', rows where it is
+  among the best five. In training that label is the one with the larger share of a mixed row. An
+  evaluation neither mixes nor smooths.
+
+  Args:
+    network: dense, without rules of its own; see the module.
+    data: an `images.Source`.
+    loss: 'softmax', the cross entropy of one label; or 'sigmoid', the binary cross entropy of each
+      class, its mean over classes (timm's BCE) [LOSS].
+    label_smoothing: share of the target that is spread over all classes [LABEL_SMOOTHING].
+    mixup: alpha of Beta(alpha, alpha), of which the share of a row is drawn; its partner, the row
+      beside it, has the rest. 0 = never. One share for a batch, as in timm [MIXUP].
+    cutmix: alpha of the share of a row's area; a box of it shows the partner. 0 = never. With both,
+      each batch takes one of them by a coin [CUTMIX].
+  """
+
+  weight = "examples"
+  headline = ("loss", "accuracy")
+  real = "real"
+
+  def __init__(
+    self,
+    network: nn.Module,
+    data: Any,
+    loss: str = "softmax",
+    label_smoothing: float = 0.0,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+  ):
+    self.network: Any = network
+    self.network_config = self.network.config
+    self.data, self.kind = data, loss
+    if getattr(network, "rules", None) is not None:
+      raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
+    if loss not in LOSSES:
+      raise ValueError(f"LOSS={loss!r}: choose one of {', '.join(LOSSES)}.")
+    self.label_smoothing = _number("LABEL_SMOOTHING", label_smoothing, below=1.0)
+    self.mixup, self.cutmix = _number("MIXUP", mixup), _number("CUTMIX", cutmix)
+
+  @property
+  def batch_size(self) -> int:
+    """Returns the images of a training batch."""
+    return self.data.batch_size
+
+  @property
+  def classes(self) -> int:
+    """Returns how many classes the network tells apart."""
+    return self.network.config.classes
+
+  def init(self, rng: jax.Array) -> Mapping[str, Any]:
+    """Returns parameters and state, and logical axes for model parallelism."""
+    config = self.network.config
+    images = jnp.zeros(self._image, jnp.float32)
+    found = dict(self.network.init(rng, images, train=False))
+    return {**found, "params_axes": axes_of(found["params"], getattr(config, "scan", False))}
+
+  def loss(self, params, state, batch, rng):
+    """Returns the loss of the real rows; how many are right, right in five, and there."""
+    images, real = batch["image"], batch["real"].astype(jnp.float32)
+    smoothing = 0.0 if rng is None else self.label_smoothing
+    targets = smoothed(batch["label"], self.classes, smoothing)
+    if rng is None:
+      logits = self._logits(params, state, images)
+    else:
+      mix_key, dropout_key = jax.random.split(rng)
+      if self.mixup or self.cutmix:
+        images, targets = mixed(images, targets, mix_key, self.mixup, self.cutmix)
+      logits, state = self.network.apply(
+        {"params": params, **state},
+        images,
+        train=True,
+        rngs={"dropout": dropout_key},
+        mutable=[*state],
+      )
+      logits = logits.astype(jnp.float32)
+    each = cross_entropy(logits, targets) if self.kind == "softmax" else binary(logits, targets)
+    place = rank(logits, jnp.argmax(targets, -1))
+    sums = {
+      "accuracy": jnp.sum(jnp.where(place < 1, real, jnp.zeros_like(real))),
+      "accuracy_top5": jnp.sum(jnp.where(place < TOP, real, jnp.zeros_like(real))),
+      "examples": jnp.sum(real),
+    }
+    return jnp.sum(each * real), sums, state
+
+  def predict(self, params, state, batch):
+    """Returns the label of the best logit of each image, and its probability."""
+    logits = self._logits(params, state, batch["image"])
+    found = jax.nn.softmax(logits) if self.kind == "softmax" else jax.nn.sigmoid(logits)
+    return {"label": jnp.argmax(logits, -1), "probability": jnp.max(found, -1)}
+
+  def _logits(self, params: Any, state: Mapping[str, Any], images: jax.Array) -> jax.Array:
+    """Returns the float32 logits of an evaluation."""
+    variables = {"params": params, **state}
+    return self.network.apply(variables, images, train=False).astype(jnp.float32)
+
+  def batches(self, seed: int, start: int) -> Iterator[Batch]:
+    """Returns endless training batches; batch i is a function of (seed, i)."""
+    for number, batch in zip(itertools.count(start), self.data.train(seed, start), strict=False):
+      yield self._looked_at(f"training batch {number}", batch)
+
+  def splits(self) -> Mapping[str, Iterable[Batch]]:
+    """Returns the splits of the data."""
+    looked_at = lambda name, split: _Mapped(split, lambda b: self._looked_at(f"{name!r}", b))
+    return {name: looked_at(name, split) for name, split in self.data.splits().items()}
+
+  def _looked_at(self, where: str, batch: Batch) -> Batch:
+    """Returns a batch; refuses labels that the network has no class for."""
+    labels = np.asarray(batch["label"])
+    if labels.size and not 0 <= labels.min() <= labels.max() < self.classes:
+      wrong = labels[(labels < 0) | (labels >= self.classes)][0]
+      raise ValueError(
+        f"CLASSES={self.classes}, but an image of {where} has the label {wrong}: labels go from 0 "
+        f"to {self.classes - 1}. Set CLASSES to the classes of the data."
+      )
+    return batch
+
+  def example(self, lengths: Mapping[str, int] | None = None) -> Batch:
+    """Returns the shapes of one image; no data are read."""
+    del lengths
+    number = jax.ShapeDtypeStruct((1,), jnp.int32)
+    images = jax.ShapeDtypeStruct(self._image, jnp.float32)
+    return {"image": images, "label": number, "real": number}
+
+  @property
+  def _image(self) -> tuple[int, int, int, int]:
+    config = self.network.config
+    return 1, config.image_size, config.image_size, config.channels
+
+  def setting_of(self, path: str) -> str | None:
+    """Returns CLASSES of a head, and IMAGE_SIZE of the positions of a ViT."""
+    if re.fullmatch(r"(head/|head/fc/|fc/)(kernel|bias)", path):
+      return "CLASSES"
+    return "IMAGE_SIZE" if path == "pos_embed" else None
+
+  def network_settings(self) -> Mapping[str, int]:
+    """Returns the window of a Swin V2, and the heads of a ViT."""
+    fields = {name: getattr(self.network.config, name, None) for name in ("window", "heads")}
+    return {name: x for name, x in fields.items() if type(x) is int}
+
+  def check(self, source: Any = None) -> None:
+    """Raises ValueError where the images do not fit the network, or cannot be read."""
+    del source
+    config, data = self.network.config, self.data
+    if config.image_size != data.size:
+      raise ValueError(
+        f"IMAGE_SIZE={data.size}, but the network takes images of {config.image_size}: set "
+        "IMAGE_SIZE, which both read, or the image_size of the network."
+      )
+    if config.channels != data.channels:
+      raise ValueError(
+        f"DATA has images of {data.channels} channels, and the network takes {config.channels}: "
+        f"set the network's channels to {data.channels}."
+      )
+    if config.classes < data.classes:
+      raise ValueError(
+        f"CLASSES={config.classes}, but the data have {data.classes} classes: set "
+        f"CLASSES={data.classes}."
+      )
+    if (self.mixup or self.cutmix) and self.batch_size % 2:
+      raise ValueError(_odd(self.batch_size))
+    data.check()
+
+
+class _Mapped:
+  """Batches, each looked at when it is read."""
+
+  def __init__(self, batches: Iterable[Batch], look: Any):
+    self._batches, self._look = batches, look
+
+  def __iter__(self) -> Iterator[Batch]:
+    return map(self._look, self._batches)
+
+
+def _number(macro: str, value: Any, below: float = math.inf) -> float:
+  """Returns a setting that must be a number from 0 on; refuses any other."""
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  if not is_number or not 0 <= value < below:
+    rest = f" and below {below:g}" if below < math.inf else ""
+    raise ValueError(f"{macro}={value!r}: give a number from 0 on{rest}.")
+  return float(value)
+
+
+def _odd(rows: int) -> str:
+  return (
+    f"BATCH_SIZE={rows}: MIXUP and CUTMIX mix rows in pairs, so a batch, and each of its "
+    "MICROBATCHES, needs an even number of images."
+  )
+
+
+# --- axes -----------------------------------------------------------------------------------------
+
+
+def axes_of(params: Any, scan: bool) -> Any:
+  """Returns flax's `params_axes` of a network with timm's names: how devices may share it.
+
+  The axis of a scan is called 'layers', so that rules know where the groups of a stack lie.
+
+  Args:
+    params: its parameters, or their shapes.
+    scan: whether those under 'blocks/' are stacked, along their first axis.
+  """
+
+  def names(path, leaf):
+    stacked = scan and re.match(r"(.*/)?blocks/", path) is not None
+    own = next((axes for regex, axes in _AXES if re.fullmatch(f"(.*/)?{regex}", path)), None)
+    rank = leaf.ndim - stacked
+    own = own if own is not None and len(own) == rank else (None,) * rank
+    return partitioning.AxisMetadata(names=(*(("layers",) if stacked else ()), *own))
+
+  return _with_suffix(map_with_names(names, params))
+
+
+def _with_suffix(tree: Any) -> Any:
+  """Returns a tree whose leaves are called NAME_axes, as flax has them."""
+  if not isinstance(tree, Mapping):
+    return tree
+  is_leaf = lambda x: not isinstance(x, Mapping)
+  return {f"{k}_axes" if is_leaf(v) else k: _with_suffix(v) for k, v in tree.items()}
+
+
+# --- targets and losses ---------------------------------------------------------------------------
+
+
+def smoothed(labels: jax.Array, classes: int, smoothing: float) -> jax.Array:
+  """Returns targets, float32 [rows, classes]: timm's, where each class has its share."""
+  off = smoothing / classes
+  hit = labels[:, None] == jnp.arange(classes)[None]
+  return jnp.where(hit, jnp.float32(1 - smoothing + off), jnp.float32(off))
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """Returns the cross entropy of each row.
+
+      cross_entropy(jnp.zeros((2, 10)), jnp.full((2, 10), 0.1))  # [log 10, log 10]
+
+  Args:
+    logits: float32 [rows, classes].
+    targets: the same shape; each row sums to 1.
+  """
+  return -jnp.sum(targets * jax.nn.log_softmax(logits), -1)
+
+
+def binary(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """Returns the binary cross entropy of each row, the mean over classes.
+
+      binary(jnp.zeros((2, 10)), jnp.zeros((2, 10)))  # [log 2, log 2]
+
+  Args:
+    logits: float32 [rows, classes].
+    targets: the same shape, from 0 to 1.
+  """
+  either = targets * jax.nn.log_sigmoid(logits) + (1 - targets) * jax.nn.log_sigmoid(-logits)
+  return -jnp.mean(either, -1)
+
+
+def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  """Returns how many classes come before the label of each row, int32; 0 = it is the best.
+
+  Of equal logits the lower class comes first, as in an argmax. A NaN comes before all.
+
+      rank(jnp.array([[1.0, 3.0, 2.0]]), jnp.array([2]))  # [1]
+
+  Args:
+    logits: float32 [rows, classes].
+    labels: int32 [rows].
+  """
+  hit = jnp.take_along_axis(logits, labels[:, None], -1)
+  classes = jnp.arange(logits.shape[-1])[None]
+  before = jnp.where(classes < labels[:, None], ~(logits < hit), ~(logits <= hit))
+  return jnp.sum(before & (classes != labels[:, None]), -1, dtype=jnp.int32)
+
+
+# --- mixing ---------------------------------------------------------------------------------------
+
+
+def mixed(
+  images: jax.Array, targets: jax.Array, rng: jax.Array, mixup: float, cutmix: float
+) -> tuple[jax.Array, jax.Array]:
+  """Returns rows that are mixed in pairs, and their targets: a function of the key.
+
+  Rows 2j and 2j + 1 are partners, so that devices which share a batch need not exchange any.
+
+      mixed(images, targets, key, mixup=0.8, cutmix=1.0)
+
+  Args:
+    images: float32 [rows, height, width, channels].
+    targets: float32 [rows, classes].
+    rng: a key.
+    mixup: see `Images`.
+    cutmix: see `Images`.
+  """
+  if len(images) % 2:
+    raise ValueError(_odd(len(images)))
+  partner = lambda x: x.reshape(-1, 2, *x.shape[1:])[:, ::-1].reshape(x.shape)
+  keys = jax.random.split(rng, 4)
+  alpha = jnp.float32(mixup or 1.0)
+  share = jax.random.beta(keys[0], alpha, alpha, dtype=jnp.float32)
+  inside, area = _box(images.shape[1:3], keys[1], keys[2], cutmix or 1.0)
+  coin = jax.random.bernoulli(keys[3]) if mixup and cutmix else jnp.bool_(bool(cutmix))
+  share = jnp.where(coin, 1 - area, share)
+  boxed = jnp.where(inside[None, :, :, None], partner(images), images)
+  blended = share * images + (1 - share) * partner(images)
+  return jnp.where(coin, boxed, blended), share * targets + (1 - share) * partner(targets)
+
+
+def _box(
+  shape: tuple[int, ...], share_key: jax.Array, place_key: jax.Array, alpha: float
+) -> tuple[jax.Array, jax.Array]:
+  """Returns a random box of an image, bool [height, width], and its share of the area."""
+  a = jnp.float32(alpha)
+  side = jnp.sqrt(1 - jax.random.beta(share_key, a, a, dtype=jnp.float32))
+  sides = []
+  for key, length in zip(jax.random.split(place_key), shape, strict=True):
+    half = (side * length).astype(jnp.int32) // 2
+    center = jax.random.randint(key, (), 0, length)
+    at = jnp.arange(length)
+    sides.append((at >= center - half) & (at < center + half))
+  inside = sides[0][:, None] & sides[1][None, :]
+  return inside, jnp.mean(inside.astype(jnp.float32))

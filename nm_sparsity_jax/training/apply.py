@@ -1,0 +1,233 @@
+"""A whole parameter tree: effective parameters, exact zeros, proof.
+
+params, rules, step, state -> [sparsify] -> dense model;  at the end [finalize] -> [verify]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from nm_sparsity_jax.core import dtypes, masks
+from nm_sparsity_jax.core.schedules import as_step
+from nm_sparsity_jax.core.text import printable, table
+from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
+from nm_sparsity_jax.training.rules import Rules, require
+from nm_sparsity_jax.training.sites import Place
+
+# `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
+from nm_sparsity_jax.training.stored import State, current, final, init_state, update_state  # noqa: F401
+
+
+def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | None = None) -> Any:
+  """Returns the effective parameters W~ of the dense parameters W, for a dense model.
+
+      loss = lambda w: model_loss(nms.sparsify(w, rules, step))
+
+  Differentiable, in the gradient mode of each recipe. Same structure, shapes and dtypes; what no
+  rule names is passed through. An optimizer of `nms.sparse` does this itself, and its parameters
+  are W~ already.
+
+  Args:
+    params: the dense parameters.
+    rules: the rules.
+    step: the number of updates applied, such as `nms.step_count(opt_state)`.
+    state: what `init_state` made and `update_state` refreshed, for the recipes that keep a mask.
+
+  A stored mask that should have been renewed by `step` and was not (a forgotten `update_state`) is
+  an error; where the step is traced it makes the weights NaN, so that it cannot pass unseen.
+  """
+  places = require(rules, "nms.sparsify(params, rules, step)").assign(params).places
+  step = as_step(step)
+
+  def apply(path, w):
+    place = places.get(path)
+    return w if place is None else place.effective(w, *current(place, step, state))
+
+  require_floating(places, dict(flatten(params)))
+  return map_with_names(apply, params)
+
+
+def finalize(
+  params: Any,
+  rules: Rules,
+  step: jax.Array | int,
+  state: State | None = None,
+  early: bool = False,
+) -> Any:
+  """Returns trained dense parameters with exact zeros: the target pattern of every place, D = 0.
+
+      params = nms.finalize(params, rules, step)
+
+  Survivors keep their bits. The parameters of an optimizer of `nms.sparse` need no such call.
+
+  Args:
+    params: the trained parameters.
+    rules: the rules.
+    step: the number of updates applied. While the schedule of a place is not over it is an error;
+      where it is traced, the weights become NaN.
+    state: the stored masks, for the recipes that keep one.
+    early: finalize though a schedule is not over.
+  """
+  assignment = require(rules, "nms.finalize(params, rules, step)").assign(params)
+  places, step = assignment.places, as_step(step)
+  if not early and not isinstance(step, jax.core.Tracer):
+    if ahead := assignment.unfinished(int(step)):
+      raise ValueError(
+        f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True)."
+      )
+
+  def apply(path, w):
+    place = places.get(path)
+    if place is None:
+      return w
+    done = place.recipe.final(w, place.groups, final(place, state))
+    if early or place.recipe.phases is None or not isinstance(step, jax.core.Tracer):
+      return done
+    return jnp.where(step < place.recipe.phases.finetune_start, jnp.full_like(done, jnp.nan), done)
+
+  require_floating(places, dict(flatten(params)))
+  return map_with_names(apply, params)
+
+
+def require_floating(places: Mapping[str, Place], arrays: Mapping[str, Any]) -> None:
+  """Raises where a rule names a parameter that has no magnitudes to rank, such as int8 weights."""
+  for path in places:
+    if not jnp.issubdtype(arrays[path].dtype, jnp.floating):
+      raise ValueError(
+        f"{path!r} has dtype {arrays[path].dtype}, and masks need real floating-point weights: "
+        "leave it out of the rules, or convert it, such as w.astype(jnp.float32)."
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+  """One parameter's proof.
+
+  `first` is the index of the first weight of the first bad group; `not_finite` counts inf and NaN,
+  which are no zeros: they may be n:m, and still be of no use.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  axis: masks.Axis
+  pattern: str
+  groups: int
+  bad_groups: int
+  most: int
+  density: float
+  first: tuple[int, ...] | None
+  not_finite: int = 0
+
+  @property
+  def warnings(self) -> tuple[str, ...]:
+    """Returns in words what is wrong although it may be n:m; empty where nothing is."""
+    found = []
+    if not self.groups:
+      found.append(f"it has no weights, shape {self.shape}")
+    elif not self.density:
+      found.append("every weight is zero: its data may be lost")
+    if self.not_finite:
+      found.append(f"{self.not_finite} inf or NaN")
+    if self.not_finite == math.prod(self.shape) > 0:
+      found.append(
+        "no weight is left: under jit a step, a stored mask or rules that do not match make the "
+        "weights NaN; go back to a checkpoint with finite weights"
+      )
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What `verify` found; `str` is a table that ends in the verdict, `ok`.
+
+  It is ok when there are places, all of them are n:m, and no weight of them is inf or NaN.
+
+  Attributes:
+    places: the parameters that must be n:m.
+    skipped: path -> why a rule left it dense ('skip' policy); not part of the verdict.
+  """
+
+  places: tuple[Verified, ...]
+  skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  @property
+  def ok(self) -> bool:
+    return self.verdict == "ok"
+
+  @property
+  def verdict(self) -> str:
+    """Returns `ok`, or what is wrong."""
+    if not self.places:
+      why = "every rule was skipped" if self.skipped else "no rule makes anything sparse"
+      return f"NOTHING TO PROVE: {why}"
+    if any(p.bad_groups for p in self.places):
+      return "NOT n:m"
+    if lost := sum(p.not_finite for p in self.places):
+      return f"NOT FINITE: {lost} weights are inf or NaN"
+    return "ok"
+
+  def __str__(self) -> str:
+    head = "parameter", "pattern", "axis", "groups", "bad", "density", "first bad group at"
+    by_path = {p.path: p for p in self.places}
+    facts = {  # bad kernels stand apart
+      p.path: (p.pattern, p.axis, p.shape, bool(p.bad_groups), bool(p.warnings))
+      for p in self.places
+    }
+    rows = [_row(name, [by_path[path] for path in paths]) for name, paths, _ in alike(facts)]
+    lines = table(head, rows) if rows else []
+    lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
+    lines += [f"warning  {p.path}: {what}" for p in self.places for what in p.warnings]
+    return "\n".join([*map(printable, lines), self.verdict])
+
+
+def _row(name: str, like: Sequence[Verified]) -> tuple[Any, ...]:
+  """Returns the row of kernels that are alike: groups and bad ones of all, the mean density."""
+  one, density = like[0], sum(p.density for p in like) / len(like)
+  groups, bad = sum(p.groups for p in like), sum(p.bad_groups for p in like)
+  first = next((p for p in like if p.first is not None), None)
+  where = "" if first is None else first.first if len(like) == 1 else f"{first.path} {first.first}"
+  return name, one.pattern, one.axis, groups, bad, f"{density:.4f}", where
+
+
+def verify(params: Any, rules: Rules) -> Report:
+  """Counts the groups of each sparse parameter that have more than n weights that are not zero.
+
+      print(nms.verify(params, rules))   # a table, and the verdict
+
+  -0.0 is zero; 1e-40 is not.
+
+  Args:
+    params: the finalized parameters.
+    rules: the rules.
+
+  Returns:
+    A `Report`; `report.ok` is the verdict as a bool.
+  """
+  require(rules, "nms.verify(params, rules)")
+  arrays = dict(flatten(params))
+  found = []
+  assignment = rules.assign(params)
+  for path, place in assignment.places.items():
+    found.append(_verify(place, np.asarray(arrays[path])))
+  return Report(tuple(found), assignment.skipped)
+
+
+def _verify(place: Place, w: np.ndarray) -> Verified:
+  pattern = place.pattern
+  used = dtypes.used(w, place.path)
+  counts = place.groups.split(used, pattern).sum(-1)
+  bad = counts > pattern.n
+  first = place.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None
+  return Verified(
+      place.path, place.shape, place.axis, str(pattern), counts.size, int(bad.sum()),
+      int(counts.max(initial=0)), float(used.sum() / max(w.size, 1)), first,
+      int((~dtypes.finite(w)).sum()),
+  )  # fmt: skip

@@ -1,0 +1,342 @@
+"""How much arithmetic a pattern and a schedule cost: FLOPs and parameters of any network.
+
+    function, params, inputs -> [forward] -> dense cost, operation by operation
+                                             x density  -> inference
+                                             x timeline -> training
+
+Shapes serve as parameters and inputs: the program is traced, and nothing is computed. What counts:
+
+- One multiply-add is two FLOPs, as in Tables 1, 17 and 18 of "Progressive Gradient Flow for
+  Robust N:M Sparsity Training in Transformers" (arXiv 2402.04744). Only matrix products and
+  convolutions count. Softmax, norms, activations, pooling, table look-ups, optimizer and mask
+  selection do not.
+- Attention counts over the full square, also where it is causal: that is what the product computes.
+- FLOPs of an n:m matrix are n/m of the dense ones: an ideal machine. `flops` prices the
+  arithmetic; what hardware makes of it is measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from nm_sparsity_jax.core import trace
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.recipes import Recipe
+from nm_sparsity_jax.training import roles
+from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.training.sites import Place
+
+__all__ = ["Cost", "Op", "forward", "inference", "training"]
+
+# What is sparse: `Rules`; or a place, as rules name it, and what is applied to its kernels. A
+# `Place` knows its own axis, so `rules.assign(params).places` serves.
+Sparse = Rules | Mapping[str, NM | str | float | Recipe | Place]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Op:
+  """One parameter with all its products, or one product of data with data.
+
+  Attributes:
+    name: the path of the parameter; of a product without a parameter the names of the scopes around
+      it, as jax has them, and 'product'.
+    flops: dense and forward in `forward()`; what `Cost` says elsewhere.
+    params: stored weights; in an inference cost those that are kept.
+    axis: length of the axes that the products sum over, along which groups lie; 0 where there is
+      none, or more than one choice.
+  """
+
+  name: str
+  flops: float = 0
+  params: int = 0
+  axis: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """FLOPs and parameters, operation by operation; the sums are taken on demand.
+
+  >>> kernel = Op(name="mlp/wi/kernel", flops=64, params=32, axis=8)
+  >>> cost = Cost((kernel, Op(name="norm", params=4)))
+  >>> cost.flops, cost.params, cost.select("ff").params
+  (64, 36, 32)
+  """
+
+  ops: tuple[Op, ...]
+
+  @property
+  def flops(self) -> float:
+    """Returns the sum over all operations."""
+    return sum(op.flops for op in self.ops)
+
+  @property
+  def params(self) -> int:
+    """Returns the sum over all operations."""
+    return sum(op.params for op in self.ops)
+
+  def select(self, *places: str) -> Cost:
+    """Returns the part that any place names.
+
+    Args:
+      *places: as in `Rules`: a role, narrowed as in 'decoder/cross/qk', or a regex of whole names.
+        'scores' names the products without a parameter, Q K^T and its product with V in attention;
+        'attention' names these and q, k, v and o.
+    """
+    named = [_named(place, self.ops) for place in places]
+    return Cost(tuple(op for op in self.ops if any(op in ops for ops in named)))
+
+
+def forward(function: Callable[..., Any], params: Any, *inputs: Any) -> Cost:
+  """Returns the cost of a forward pass, for the examples that the inputs hold; give it one.
+
+      cost = flops.forward(lambda p, x: model.apply({"params": p}, x), params, x)
+
+  >>> import jax
+  >>> params = {"mlp": {"wi": {"kernel": jax.ShapeDtypeStruct((8, 4), "float32")}}}
+  >>> x = jax.ShapeDtypeStruct((1, 8), "float32")
+  >>> forward(lambda p, x: x @ p["mlp"]["wi"]["kernel"], params, x).ops
+  (Op(name='mlp/wi/kernel', flops=64, params=32, axis=8),)
+
+  Args:
+    function: called as function(params, *inputs).
+    params: arrays or shapes, in any nesting that jax knows.
+    *inputs: arrays, shapes, and values that are no arrays.
+  """
+  traced = trace.trace(function, params, *inputs)
+  axes, _ = traced.axes()
+  kernels = (
+    Op(
+      name=path,
+      flops=2 * traced.macs.get(path, 0),
+      params=math.prod(shape),
+      axis=math.prod(shape[a] for a in axes[path]) if path in axes else 0,
+    )
+    for path, shape in traced.shapes.items()
+  )
+  others = (Op(name=f"{scope}/{_PRODUCT}", flops=2 * macs) for scope, macs in traced.others)
+  return Cost((*kernels, *others))
+
+
+_PRODUCT = "product"
+
+
+def inference(dense: Cost, sparse: Sparse) -> Cost:
+  """Returns the forward FLOPs of what is sparse, and the parameters that are kept.
+
+  With density s = n/m of each operation (1 where nothing names it; S_FF in the paper's Table 18,
+  which calls it "sparsity"):
+
+    FLOPs = sum_op s * F_op,    params = sum_op s * P_op
+
+  Args:
+    dense: of one example, by `forward`.
+    sparse: `Rules`; or place -> pattern, density in (0, 1], or recipe (its last pattern).
+
+  Raises:
+    ValueError: for a place that names nothing, two that name one operation, a density outside
+      (0, 1], or a pattern whose groups do not divide an operation's axis.
+
+  >>> cost = Cost((Op(name="mlp/wi/kernel", flops=64, params=32, axis=8),))
+  >>> inference(cost, {"ff": "1:8"}).flops
+  8.0
+  """
+  chosen = _assign(dense.ops, sparse)
+  kept = []
+  for op in dense.ops:
+    s = _density(chosen[op], op) if op in chosen else 1.0
+    kept.append(dataclasses.replace(op, flops=op.flops * s, params=round(op.params * s)))
+  return Cost(tuple(kept))
+
+
+def training(
+  dense: Cost,
+  sparse: Sparse,
+  batch_size: int = 1,
+  *,
+  steps: int | None = None,
+  until: int | None = None,
+) -> Cost:
+  """Returns the FLOPs of a run, forward and backward, and the parameters that it stores (all).
+
+  At each step an operation of dense forward FLOPs F costs
+
+    forward  F s  +  input gradient  F s  +  weight gradient  F     (straight_through)
+                                                              F s   (masked)
+
+  where s = 1 while D > 0 or before a pattern holds, else the density n/m of that step's pattern.
+  A straight-through weight gradient needs every entry; a masked one is exactly 0 where D = 0 and
+  the weight is pruned. Operations without a recipe cost 3 F. Recomputation (remat) is not counted.
+
+  Args:
+    dense: of one example, by `forward`.
+    sparse: as in `inference`, but recipes alone. All have one `phases.total`.
+    batch_size: examples per step.
+    steps: length of the run; needed only where there is no recipe to tell it.
+    until: count the steps [0, until) alone, what it has cost so far; None = all.
+
+  Raises:
+    ValueError: as `inference`; also for runs of different lengths, and for a timeline that does
+      not cover [0, total) without gaps.
+
+  >>> cost = Cost((Op(name="mlp/wi/kernel", flops=64, params=32, axis=8),))
+  >>> training(cost, {}, steps=10).flops == 3 * 10 * 64
+  True
+  """
+  if not _is_int(batch_size) or batch_size < 1:
+    raise ValueError(f"batch_size={batch_size!r}: examples per step must be an int >= 1.")
+  chosen = _assign(dense.ops, sparse)
+  recipes = [_recipe_and_axis(value, op)[0] for op, value in chosen.items()]
+  for op, recipe in zip(chosen, recipes, strict=True):
+    if not hasattr(recipe, "timeline"):
+      raise ValueError(
+        f"{recipe!r} on {op.name}: training needs a recipe, since a pattern or a density does not "
+        "say from which step on it holds. Use nms.recipe(name, pattern=..., phases=...), or "
+        "inference() for the FLOPs of the result."
+      )
+  total = _length(recipes, steps)
+  until = total if until is None else until
+  if not _is_int(until) or not 0 <= until <= total:
+    raise ValueError(f"until={until!r}: a step of the run, an int from 0 to {total}.")
+  done = []
+  for op in dense.ops:
+    weighed = _weighed_steps(chosen[op], op, total, until) if op in chosen else 3.0 * until
+    done.append(dataclasses.replace(op, flops=op.flops * batch_size * weighed))
+  return Cost(tuple(done))
+
+
+def _length(recipes: Sequence[Recipe], steps: int | None) -> int:
+  """Returns the steps of a run, which recipes and `steps` must agree on."""
+  totals = dict.fromkeys(recipe.phases.total for recipe in recipes if recipe.phases)
+  if steps is not None:
+    totals[steps] = None
+  if len(totals) != 1:
+    raise ValueError(
+      f"the run would have {' and '.join(map(str, totals)) or 'no number of'} steps: give every "
+      "recipe the same Phases.total, or `steps` where there is no recipe."
+    )
+  (total,) = totals
+  if not _is_int(total) or total < 1:
+    raise ValueError(f"a run of {total!r} steps: the length must be an int >= 1.")
+  return total
+
+
+def _weighed_steps(value: Recipe | Place, op: Op, total: int, until: int) -> float:
+  """Returns the training FLOPs of steps [0, until) in units of F: the sum of s + s + (1 or s)."""
+  recipe, axis = _recipe_and_axis(value, op)
+  if recipe.phases is None:  # dense for ever
+    return 3.0 * until
+  segments = recipe.timeline(axis_size=axis)
+  bounds = [0, *(s.stop for s in segments)]
+  if [s.start for s in segments] != bounds[:-1] or bounds[-1] != total:
+    raise ValueError(
+      f"the timeline of {recipe!r} for {op.name} has the segments "
+      f"{[(s.start, s.stop) for s in segments]}: they must follow one another "
+      f"from 0 to phases.total={total}."
+    )
+  sparse_steps = 0.0  # sum of s
+  for segment in segments:
+    length = max(0, min(segment.stop, until) - segment.start)
+    if segment.pattern is None or segment.decay_start > 0 or length < 1:
+      # D runs linearly and reaches decay_stop only at `stop`, which is the next segment's.
+      at_zero = 0
+    elif segment.decay_stop > 0:
+      at_zero = 1  # D rises from 0: only the first step is sparse
+    else:
+      at_zero = length
+    s = _share(segment.pattern, op, axis) if at_zero and segment.pattern else 1.0
+    sparse_steps += at_zero * s + (length - at_zero)
+  if recipe.gradient_mode == "straight_through":
+    return 2 * sparse_steps + until
+  if recipe.gradient_mode == "masked" or sparse_steps == until:
+    return 3 * sparse_steps
+  raise ValueError(
+    f"{recipe!r} has gradient_mode={recipe.gradient_mode!r}; known are 'masked' and "
+    "'straight_through', and the cost of the weight gradient depends on it."
+  )
+
+
+def _recipe_and_axis(value: Any, op: Op) -> tuple[Any, int]:
+  """Returns what is applied to an operation, and the length of its axis with padding."""
+  return (value.recipe, value.axis_size) if isinstance(value, Place) else (value, op.axis)
+
+
+def _density(value: Any, op: Op) -> float:
+  """Returns the density of a pattern, a number or a recipe's last segment, for one operation."""
+  value, axis = _recipe_and_axis(value, op)
+  if hasattr(value, "timeline"):
+    segments = value.timeline(axis_size=axis)  # none where it is dense for ever
+    pattern = segments[-1].pattern if segments else None
+    return 1.0 if pattern is None else _share(pattern, op, axis)
+  if isinstance(value, (NM, str)):
+    return _share(NM.parse(value), op, axis)
+  if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+    return float(value)
+  raise ValueError(
+    f"density {value!r} for {op.name}: give a pattern such as NM(1, 8), a recipe, "
+    "or the share of weights *kept*, a number in (0, 1]."
+  )
+
+
+def _share(pattern: NM, op: Op, axis: int) -> float:
+  if axis % pattern.m:
+    raise ValueError(
+      f"{pattern} on {op.name}: groups of {pattern.m} do not divide its contraction axis of "
+      f"{axis}. Choose another pattern, or give the density as a number."
+    )
+  return pattern.n / pattern.m
+
+
+def _assign(ops: Sequence[Op], sparse: Sparse) -> dict[Op, Any]:
+  """Gives each operation the value of the one place that names it; others are left out."""
+  if isinstance(sparse, Rules):
+    # Along its axis alone, an operation is padded or skipped as the parameter would be.
+    found = {op: sparse.place(op.name, (op.axis,), 0) for op in ops if op.axis}
+    if not sparse.is_dense and not any(found.values()):
+      raise ValueError(f"these rules name no kernel of this model; it has {_kernels(ops)}.")
+    return {op: place for op, place in found.items() if isinstance(place, Place)}
+  owner: dict[Op, str] = {}
+  for key in sparse:
+    for op in _named(key, ops, kernels=True):
+      if op in owner:
+        raise ValueError(
+          f"{owner[op]!r} and {key!r} both name {op.name}: one kernel, one value. "
+          "Narrow one of them, for example by 'encoder/' or 'decoder/cross/'."
+        )
+      owner[op] = key
+  return {op: sparse[key] for op, key in owner.items()}
+
+
+def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
+  """Returns the operations that a place names; raises where there are none.
+
+  Args:
+    place: a role, narrowed by words; a regex; or a whole path.
+    ops: of the network.
+    kernels: of these, only what has an axis, unless the place is a whole path.
+  """
+  if exact := [op for op in ops if op.name == place]:
+    return exact
+  known = roles.regexes()
+  own = {"scores": rf"(.*/)?{_PRODUCT}"}
+  own["attention"] = "|".join(f"(?:{r})" for r in (known["qkv"], known["o"], own["scores"]))
+  test = roles.path_test(place, {} if kernels else own)
+  found = [op for op in ops if (op.axis or not kernels) and test(op.name)]
+  if not found:
+    raise ValueError(
+      f"{place!r} names nothing in this model; it has {_kernels(ops)}. A place is a role "
+      f"({', '.join(known)}), narrowed as in encoder/ff, or a regex for a whole path."
+    )
+  return found
+
+
+def _kernels(ops: Sequence[Op]) -> str:
+  """Returns the kernels of a network, for people."""
+  names = [op.name for op in ops if op.axis]
+  return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+  return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,222 @@
+"""One parameter that a recipe owns, and what rules mean for a whole tree.
+
+Rules, shapes -> [Place, Assignment] -> what is done to which parameter, as a table
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+from nm_sparsity_jax.core import masks
+from nm_sparsity_jax.core.groups import Groups
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.schedules import Segment
+from nm_sparsity_jax.core.text import table
+from nm_sparsity_jax.core.trees import alike, group
+from nm_sparsity_jax.recipes import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """One parameter that a recipe owns.
+
+  Attributes:
+    path: '/'-joined path in the parameter tree.
+    recipe: what is applied to it.
+    groups: where its groups lie.
+    key: the rule that chose it.
+  """
+
+  path: str
+  recipe: Recipe
+  groups: Groups
+  key: str = ""
+
+  @property
+  def pattern(self) -> NM:
+    """Returns the target pattern."""
+    assert self.recipe.pattern is not None  # Dense makes no Place
+    return self.recipe.pattern
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Returns the shape of the parameter."""
+    return self.groups.shape
+
+  @property
+  def axis(self) -> masks.Axis:
+    """Returns the axis of the groups; see `Groups`."""
+    return self.groups.axis
+
+  @property
+  def pad(self) -> int:
+    """Returns the number of entries that complete the last group ('pad' policy)."""
+    return self.groups.pad
+
+  @property
+  def axis_size(self) -> int:
+    """Returns the length of the grouped axis, padding included."""
+    return self.groups.size
+
+  @property
+  def axes(self) -> tuple[int, ...]:
+    """Returns `axis` as a tuple of ascending, non-negative ints."""
+    return self.groups.axes
+
+  @property
+  def count(self) -> int:
+    """Returns the number of groups of the target pattern."""
+    return self.groups.count(self.pattern)
+
+  @property
+  def patterns(self) -> tuple[NM, ...]:
+    """Returns the target pattern and those of the levels that fit this axis."""
+    return (self.pattern, *(p for _, p in self.recipe.levels(self.axis_size)))
+
+  @property
+  def whole(self) -> int:
+    """Returns the length that holds whole groups of each of `patterns`."""
+    return math.lcm(*(p.m for p in self.patterns))
+
+  @property
+  def dropped(self) -> tuple[str, ...]:
+    """Returns the levels of the recipe that do not fit this axis."""
+    kept = {p for _, p in self.recipe.levels(self.axis_size)}
+    return tuple(str(p) for _, p in self.recipe.levels() if p not in kept)
+
+  @property
+  def remarks(self) -> tuple[str, ...]:
+    """Returns what is unusual about this place, in words; empty where nothing is."""
+    remarks = []
+    if 2 * self.pattern.n > self.pattern.m:
+      remarks.append(f"keeps {self.pattern.n} of {self.pattern.m}")
+    if self.pad:
+      remarks.append(f"axis padded by {self.pad}")
+    if self.dropped:
+      remarks.append(f"levels {', '.join(self.dropped)} do not divide {self.axis_size}: dropped")
+    segments = self.recipe.timeline(self.axis_size)
+    after = [*(later.decay_start for later in segments[1:]), 0.0]
+    for a, d in zip(segments, after, strict=False):
+      # The exponential decay of beta=None ends at 1/1000: that is how it is meant.
+      if a.pattern is not None and a.decay_stop > 0.002 and d == 0:
+        remarks.append(f"D jumps from {a.decay_stop:.3g} to 0 at step {a.stop}")
+    return tuple(remarks)
+
+  @functools.cached_property
+  def fingerprint(self) -> int:
+    """Returns a hash of recipe, axis length and padding in 31 bits: it differs where masks differ.
+
+    The axis is left out: a layer in a scan and the stacked parameter have different ones.
+    """
+    text = f"({self.recipe.spelled}, {self.axis_size!r}, {self.pad!r})"
+    return zlib.crc32(text.encode()) >> 1
+
+  def effective(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
+    """Returns `Recipe.effective` at this place."""
+    stored = () if mask is None else (mask,)
+    return self.groups.apply(
+      lambda w, *m, axis: self.recipe.effective(w, step, axis, *m), w, *stored
+    )
+
+  def pull_back(
+    self, grad: jax.Array, w: jax.Array, seen: jax.Array, step, mask: jax.Array | None = None
+  ) -> jax.Array:
+    """Returns `Recipe.pull_back` at this place; nothing in it depends on where the groups lie."""
+    return self.recipe.pull_back(grad, w, seen, step, mask)
+
+  def mask(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
+    """Returns `Recipe.mask` at this place."""
+    stored = () if mask is None else (mask,)
+    return self.groups.apply(lambda w, *m, axis: self.recipe.mask(w, step, axis, *m), w, *stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+  """What rules mean for one parameter tree. `print` it before a run.
+
+  Attributes:
+    places: path -> Place, the sparse parameters.
+    skipped: path -> why a rule did not apply ('skip' policy).
+    dense: paths that no rule names.
+  """
+
+  places: Mapping[str, Place]
+  skipped: Mapping[str, str]
+  dense: tuple[str, ...]
+
+  def __str__(self) -> str:
+    head = "parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"
+    facts = {
+      p.path: (p.shape, p.axis, p.recipe.pattern, p.count, p.recipe.name, "; ".join(p.remarks))
+      for p in self.places.values()
+    }
+    # Like layers are one row. Its groups are those of all of them.
+    rows = [
+      (name, *told[:3], told[3] * len(paths), *told[4:]) for name, paths, told in alike(facts)
+    ]
+    lines = table(head, rows)
+    lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
+    if self.dense:
+      lines.append(f"dense    {', '.join(name for name, _ in group(self.dense))}")
+    return "\n".join(lines)
+
+  @property
+  def schedule(self) -> str:
+    """Says when which pattern and D hold: a table for each recipe and length of an axis."""
+    timelines: dict[tuple, list[Place]] = {}
+    for place in self.places.values():
+      key = place.recipe, place.recipe.timeline(place.axis_size)
+      timelines.setdefault(key, []).append(place)
+    blocks = []
+    for (recipe, segments), of in timelines.items():
+      keys = ", ".join(dict.fromkeys(place.key for place in of))
+      rows = [
+        (f"{s.start:,} .. {s.stop - 1:,}", s.pattern or "dense", _decay_text(s)) for s in segments
+      ]
+      lines = table(("sparse steps", "pattern", "D"), rows)
+      head = f"schedule of {keys}: {recipe.name} {recipe.pattern}"
+      blocks.append("\n".join([head, *(f"  {line}" for line in lines)]))
+    return "\n".join(blocks)
+
+  def unfinished(self, step: int) -> str | None:
+    """Returns where a place stands at `step`, in words; None if every schedule is over.
+
+    >>> rules.assign(params).unfinished(40)  # doctest: +SKIP
+    "40, with pattern 1:8 and D = 0.5 at 'ff', where the schedule is over at 60"
+    """
+    for place in self.places.values():
+      phases = place.recipe.phases
+      if phases is not None and step < phases.finetune_start:
+        now = next(s for s in place.recipe.timeline(place.axis_size) if s.start <= step < s.stop)
+        d = float(place.recipe.decay(step))
+        return (
+          f"{step:,}, with pattern {now.pattern or 'dense'} and D = {d:.3g} at {place.key!r}, "
+          f"where the schedule is over at {phases.finetune_start:,}"
+        )
+    return None
+
+
+def _decay_text(segment: Segment) -> str:
+  a, b = float(segment.decay_start), float(segment.decay_stop)
+  return f"{a:.3g}" if a == b else f"{a:.3g} -> {b:.3g}"
+
+
+class Examined(NamedTuple):
+  """What rules mean for one parameter tree, with all mistakes.
+
+  Attributes:
+    assignment: what the rules assign; a parameter with a mistake counts as dense.
+    failed: path -> the error that `Rules.assign` would raise for it.
+    idle: places that match no parameter.
+  """
+
+  assignment: Assignment
+  failed: Mapping[str, ValueError]
+  idle: tuple[str, ...]

@@ -1,0 +1,244 @@
+"""One optax transformation that trains sparse weights in place.
+
+    params = W~ of this step -> the user's loss -> gradients
+    gradients -> [pull_back: to W, + SR-STE's term] -> wrapped optimizer -> W of the next step
+                          |-> count + 1, stored masks
+    W, count, masks -> W~ -> updates = W~ - params
+
+The dense weights W of the sparse kernels lie in the state, as a master copy does in training of
+mixed precision. So loss, evaluation, checkpoint and export see the weights that are deployed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from nm_sparsity_jax.core.gradients import wider
+from nm_sparsity_jax.core.trees import flatten, map_with_names
+from nm_sparsity_jax.training import stored
+from nm_sparsity_jax.training.apply import require_floating
+from nm_sparsity_jax.training.rules import Rules, require
+from nm_sparsity_jax.training.sites import Place
+
+
+class SparseState(NamedTuple):
+  """The state of `nms.sparse`. All leaves are arrays.
+
+  Attributes:
+    count: the updates applied so far, an int32 scalar.
+    fingerprint: `Rules.fingerprint` of the rules that made the state, an int32 scalar.
+    dense: W of the sparse kernels, float32 where the parameter is shorter; `optax.MaskedNode` in
+      place of all other parameters.
+    masks: what `nms.init_state` keeps; `{}` where no recipe keeps a mask.
+    inner_state: the state of the wrapped transformation.
+  """
+
+  count: Any
+  fingerprint: Any
+  dense: Any
+  masks: Any
+  inner_state: Any
+
+
+def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTransformationExtraArgs:
+  """Wraps an optimizer so that it trains N:M sparse weights, in any loop that takes an optimizer.
+
+      tx = nms.sparse(optax.adamw(1e-2), rules)
+      ...                                   # a program for dense weights, as it is
+      print(nms.verify(params, rules))
+
+  `params` are the effective weights W~ of the step, so a loss, an evaluation or an export takes
+  them as they are, and at the end of the schedule they are n:m. With W the dense weights that lie
+  in the state, t the updates so far and g the gradient at W~, an update does
+
+      g_W = g * (mask + D(t) * (1 - mask)) or g, by the recipe's mode   + lam * (1 - mask) * W
+      W   = W + update of `tx` for g_W at W
+      W~  = W * (mask + D(t + 1) * (1 - mask)),   the new `params`
+
+  It is the outermost transformation, but for `optax.MultiSteps` and `optax.apply_if_finite`, which
+  stand around it: what they skip counts nothing. Clipping and schedules go inside.
+
+  The first forward pass sees the weights that you start from, also with `dense=0`. They are taken
+  as W at the first update, so weights may be loaded after `init`. `optax.apply_updates` adds
+  W~ - params to params, so a weight that is kept may differ from W~ in its last bit. Zeros are
+  exact.
+
+  Args:
+    tx: any optax optimizer.
+    rules: what becomes sparse, and how.
+
+  Returns:
+    A transformation whose state is a `SparseState`. Its `update` needs the parameters.
+  """
+  require(rules, "nms.sparse(tx, rules)")
+  inner = optax.with_extra_args_support(tx)
+
+  def init(params):
+    nonlocal rules
+    places = rules.assign(params).places
+    require_floating(places, dict(flatten(params)))
+    # A tracer does not tell how its array is sharded, and a TPU's kernel must know it.
+    shardings = jax.tree.map(_sharding, params)
+    if any(isinstance(s, NamedSharding) for s in jax.tree.leaves(shardings)):
+      rules = rules.with_shardings(shardings)
+    dense = map_with_names(lambda p, w: _master(w) if p in places else optax.MaskedNode(), params)
+    with _relaxed():
+      inner_state = inner.init(params)
+    _refuse_skips(inner_state)
+    masks = stored.init_state(params, rules)
+    return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
+
+  def update(updates, state, params=None, **extra):
+    if params is None:
+      raise ValueError("nms.sparse needs the parameters: tx.update(grads, opt_state, params).")
+    places = rules.assign(params).places
+    seen, grads = dict(flatten(params)), dict(flatten(updates))
+    if lost := [path for path in places if path not in grads]:
+      raise ValueError(
+        f"there is no gradient for {lost[0]!r}, which a rule makes sparse: take the gradient of "
+        "all sparse parameters, or leave it out of the rules."
+      )
+    step = _checked_step(state, rules, places)
+    dense, masks = _at_start(state, places, seen)
+    pulled = {
+      path: place.pull_back(
+        grads[path], dense[path], seen[path], *stored.current(place, step, masks)
+      )
+      for path, place in places.items()
+    }
+    at_w = map_with_names(lambda p, x: dense[p].astype(x.dtype) if p in places else x, params)
+    full = map_with_names(lambda p, g: pulled.get(p, g), updates)
+    with _relaxed():
+      moves, inner_state = inner.update(full, state.inner_state, at_w, **extra)
+    moved = {p: dense[p] + u.astype(dense[p].dtype) for p, u in flatten(moves) if p in places}
+    count = jnp.where(step < 0, step, step + 1)  # below 0: the rules are others
+    if masks:
+      masks = stored.renewed_masks(places, masks, moved, count, grads, dense)
+
+    def change(path, u):
+      if path not in places:
+        return u
+      place = places[path]
+      now = place.effective(moved[path], *stored.current(place, count, masks))
+      return _move(now, seen[path], grads[path])
+
+    kept = map_with_names(lambda path, _: moved[path], state.dense)
+    new = SparseState(count, state.fingerprint, kept, masks, inner_state)
+    return map_with_names(change, moves), new
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def dense_params(params: Any, opt_state: Any) -> Any:
+  """Returns the dense weights W of a run whose optimizer is `nms.sparse(tx, rules)`.
+
+      w = nms.dense_params(params, opt_state)   # to average them, or to look at what is pruned
+
+  What no rule names is passed through. A kernel is float32 where its parameter is shorter.
+
+  Args:
+    params: the parameters, W~.
+    opt_state: the optimizer's state, which holds a `SparseState`.
+  """
+  state = sparse_state(opt_state)
+  begins = scalar(state.count) == 0  # the weights may have been loaded since
+  kept = dict(flatten(state.dense))
+  pick = lambda p, w: jnp.where(begins, w.astype(kept[p].dtype), kept[p]) if p in kept else w
+  return map_with_names(pick, params)
+
+
+def sparse_state(opt_state: Any) -> SparseState:
+  """Returns the one state of `nms.sparse` in an optimizer state; raises where there is not one."""
+  found = states(opt_state, SparseState)
+  if len(found) != 1:
+    raise ValueError(
+      f"the optimizer state holds {len(found)} states of nms.sparse, not one: make the optimizer "
+      "by tx = nms.sparse(tx, rules) and pass the state of that tx."
+    )
+  return found[0]
+
+
+def states(opt_state: Any, *kinds: type) -> list[Any]:
+  """Returns the states of these types in an optimizer state, outer ones alone, in order."""
+  is_one = lambda x: isinstance(x, kinds)
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]
+
+
+def scalar(count: Any) -> jax.Array:
+  """Returns a count as int32, out of the box that `nnx.Optimizer` keeps it in."""
+  (found,) = jax.tree.leaves(count)
+  return jnp.asarray(found, jnp.int32)
+
+
+def _checked_step(state: SparseState, rules: Rules, places: Mapping[str, Place]) -> jax.Array:
+  """Returns the count of `state`; -1, which makes weights NaN, where other rules made it.
+
+  Raises where that is known: while nothing is traced, and where the state is of other kernels.
+  """
+  same = (state.fingerprint == rules.fingerprint) & (state.count >= 0)
+  stateful = {path for path, place in places.items() if place.recipe.stateful}
+  kernels = dict(flatten(state.dense)).keys(), stored.stored_masks(state.masks).keys()
+  others = kernels != (places.keys(), stateful)
+  if others or (not isinstance(same, jax.core.Tracer) and not bool(same)):
+    raise ValueError(
+      "the optimizer state was made by nms.sparse with other rules than these: go on with the "
+      "rules of its checkpoint, or start a new run by tx.init(params)."
+    )
+  return jnp.where(same, state.count, jnp.int32(-1))
+
+
+def _at_start(
+  state: SparseState, places: Mapping[str, Place], params: Mapping[str, Any]
+) -> tuple[dict[str, jax.Array], Any]:
+  """Returns W by path, and the stored masks; before the first update they are of the parameters.
+
+  These may have been loaded after `init`.
+  """
+  begins = state.count == 0
+  kept = dict(flatten(state.dense))
+  dense = {path: jnp.where(begins, params[path].astype(w.dtype), w) for path, w in kept.items()}
+  if not state.masks:
+    return dense, state.masks
+  first = lambda: stored.first_masks(places, dense)
+  return dense, jax.lax.cond(begins, first, lambda: state.masks)
+
+
+def _move(now: jax.Array, seen: jax.Array, grad: jax.Array) -> jax.Array:
+  """Returns the update of a parameter that is `seen` and becomes `now`, the new W~."""
+  move = now - seen.astype(now.dtype)
+  # Zeros are exact only where the update is not shorter than the parameter.
+  return move.astype(seen.dtype) if grad.dtype == seen.dtype else move
+
+
+def _refuse_skips(inner_state: Any) -> None:
+  """Refuses a wrapped optimizer that skips updates: `nms.sparse` would count them."""
+  if isinstance(inner_state, optax.MultiStepsState | optax.ApplyIfFiniteState):
+    raise ValueError(
+      f"nms.sparse is wrapped around a {type(inner_state).__name__}, and would count updates that "
+      "it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
+    )
+
+
+def _sharding(w: Any) -> Any:
+  known = isinstance(w, jax.Array) and not isinstance(w, jax.core.Tracer)
+  return w.sharding if known else None
+
+
+def _master(w: jax.Array) -> jax.Array:
+  """Returns a copy, since trainers donate both, in float32 or the longer dtype of the parameter."""
+  return jnp.array(w, wider(w.dtype), copy=True)
+
+
+@contextlib.contextmanager
+def _relaxed():
+  """Allows standard promotion, for code that is not ours."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
