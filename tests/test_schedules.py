@@ -170,7 +170,7 @@ def test_phases_add_up():
 @pytest.mark.parametrize(
   "fields, words",
   [
-    ({"total": 10, "dense": 6, "finetune": 5}, ["10 < 6 + 5", "Raise total", "SPARSE_STEPS"]),
+    ({"total": 10, "dense": 6, "finetune": 5}, ["dense + finetune = 11", "Raise total"]),
     ({"total": 0}, ["total=0", "at least 1"]),
     ({"total": -5}, ["total=-5", "at least 1"]),
     ({"total": 10, "dense": -1}, ["dense=-1", "at least 0"]),

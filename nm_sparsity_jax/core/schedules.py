@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.core import fields
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.patterns import NM
 
 
@@ -71,31 +70,14 @@ class Phases:
     for name in ("total", "dense", "finetune"):
       value = getattr(self, name)
       if isinstance(value, bool) or not isinstance(value, int):
-        mention = f"{{{name}=}}{{given!r}}"
-        raise SettingError(
-          name, f"Phases({mention}): give a whole number of steps, such as 10_000.", given=value
-        )
+        raise ValueError(f"Phases({name}={value!r}): give a whole number of steps, such as 10_000.")
     if self.dense < 0 or self.finetune < 0 or self.total < 1:
-      raise SettingError(
-        "total",
-        "{phases}: {total} must be at least 1, {dense} and {finetune} at least 0.",
-        phases=self,
-      )
+      raise ValueError(f"{self}: total must be at least 1, dense and finetune at least 0.")
     if self.total < self.dense + self.finetune:
-      raise SettingError(
-        "total",
-        "{phases}: {total} >= {dense} + {finetune} must hold, but {sum}. Raise {total_steps} or "
-        "shorten a phase.",
-        phases=self,
-        sum=f"{self.total} < {self.dense} + {self.finetune}",
-        total_steps="total (SPARSE_STEPS)",
+      raise ValueError(
+        f"{self}: total must be at least dense + finetune = {self.dense + self.finetune}. Raise "
+        "total or shorten a phase."
       )
-
-  def told(self, names: Mapping[str, str]) -> str:
-    """Returns the phases in words for an error, with `names` for total, dense and finetune."""
-    if "total" not in names:
-      return repr(self)
-    return ", ".join(f"{names[x]}={getattr(self, x)!r}" for x in ("total", "dense", "finetune"))
 
   @property
   def sparsify(self) -> int:
@@ -145,15 +127,10 @@ def geometric_levels(pattern: NM, k: int = 16, axis_size: int | None = None) -> 
 def share_phase(levels: Sequence[NM], phases: Phases) -> tuple[tuple[int, NM], ...]:
   """Returns the start of each of L levels that share S sparsify steps: dense + floor(i * S / L)."""
   if phases.sparsify < len(levels):
-    raise SettingError(
-      "total",
-      "{count} levels ({levels}) need at least as many sparsify steps, but {total} - {dense} - "
-      "{finetune} = {steps} in {phases}. Raise {total}, or choose a recipe or pattern with fewer "
-      "levels.",
-      count=len(levels),
-      levels=", ".join(map(str, levels)),
-      steps=phases.sparsify,
-      phases=phases,
+    raise ValueError(
+      f"{len(levels)} levels ({', '.join(map(str, levels))}) need at least as many sparsify steps, "
+      f"but {phases} has {phases.sparsify}. Raise total, or choose a recipe or pattern with fewer "
+      "levels."
     )
   return tuple((phases.dense + i * phases.sparsify // len(levels), p) for i, p in enumerate(levels))
 
@@ -171,13 +148,10 @@ def default_horizon(phases: Phases) -> float:
   """
   horizon = min(0.7 * phases.total, phases.finetune_start) - phases.dense
   if horizon <= 0:
-    raise SettingError(
-      "beta",
-      "{beta=}None lets D reach 0 after min(0.7 * {total}, {total} - {finetune}) - {dense} = "
-      "{horizon:g} steps of the sparsify phase, which must be positive: {phases}. Shorten the "
-      "dense or fine-tune phase, or give {beta}.",
-      horizon=horizon,
-      phases=phases,
+    raise ValueError(
+      "beta=None lets D reach 0 after min(0.7 * total, total - finetune) - dense = "
+      f"{horizon:g} steps of the sparsify phase, which must be positive: {phases}. Shorten the "
+      "dense or fine-tune phase, or give beta."
     )
   return horizon
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from nm_sparsity_jax.core import fields, masks
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases, Segment, as_step
 from nm_sparsity_jax.recipes.base import NAN, Recipe
@@ -202,13 +201,9 @@ class Snip(Recipe):
     if isinstance(self.batches, bool) or not isinstance(self.batches, int) or self.batches < 1:
       raise ValueError(f"snip(batches={self.batches!r}): give a whole number of at least 1.")
     if self.batches > self.phases.sparsify:
-      raise SettingError(
-        "batches",
-        "snip(batches={batches}) sums that many gradients in the sparsify phase, which has "
-        "{steps} steps in {phases}. Raise {total} or lower batches.",
-        batches=self.batches,
-        steps=self.phases.sparsify,
-        phases=self.phases,
+      raise ValueError(
+        f"snip(batches={self.batches}) sums that many gradients in the sparsify phase, which has "
+        f"{self.phases.sparsify} steps in {self.phases}. Raise total or lower batches."
       )
 
   @property

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nm_sparsity_jax.core import schedules
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.schedules import Phases
 
 
@@ -92,19 +91,11 @@ def rate(kind: str | None, beta: float | None, phases: Phases) -> float:
 def check_decay(name: str, kind: str | None, beta: float | None, phases: Phases) -> None:
   """Refuses a beta that no decay uses, one that is not positive, and phases too short for None."""
   if kind is None and beta is not None:
-    raise SettingError(
-      "beta",
-      "{name}({beta=}{given!r}) needs decay_kind='linear' or 'exponential'.",
-      name=name,
-      given=beta,
-    )
+    raise ValueError(f"{name}(beta={beta!r}) needs decay_kind='linear' or 'exponential'.")
   if beta is not None and not (is_number(beta) and 0 < beta < math.inf):
-    raise SettingError(
-      "beta",
-      "{name}({beta=}{given!r}): {beta} must be a positive plain number, or D would not fall. "
-      "None chooses it from the phases.",
-      name=name,
-      given=beta,
+    raise ValueError(
+      f"{name}(beta={beta!r}): give a positive plain number, or D would not fall. None chooses it "
+      "from the phases."
     )
   if kind is not None and beta is None:
     schedules.default_horizon(phases)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes import curves
@@ -82,15 +81,9 @@ def _check_entry(i: int, path: tuple[tuple[int, NM, float], ...], phases: Phases
   step, _, d = path[i]
   low, high = phases.dense, phases.finetune_start
   if isinstance(step, bool) or not isinstance(step, int) or not low <= step < high:
-    raise SettingError(
-      "path",
-      "custom: entry {entry} starts at step {step!r}; give a whole number in the sparsify phase "
-      "[{low}, {high}) of {phases}.",
-      entry=i,
-      step=step,
-      low=low,
-      high=high,
-      phases=phases,
+    raise ValueError(
+      f"custom: entry {i} starts at step {step!r}; give a whole number in the sparsify "
+      f"phase [{low}, {high}) of {phases}."
     )
   if not 0 <= d <= 1:
     raise ValueError(

@@ -11,7 +11,6 @@ import types
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes.base import Recipe
@@ -126,13 +125,10 @@ def recipe(
   cls = RECIPES[name]
   known = sorted(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
   given = {k: v for k, v in fields.items() if v is not None}
-  if unknown := {k: given[k] for k in sorted(set(given) - set(known))}:
-    raise SettingError(
-      next(iter(unknown)),
-      "{name} has no field {unknown}. Its fields: {known}. Leave the others None.",
-      name=name,
-      unknown=_Given(unknown),
-      known=_Named(known),
+  if unknown := sorted(set(given) - set(known)):
+    values = ", ".join(f"{field}={given[field]!r}" for field in unknown)
+    raise ValueError(
+      f"{name} has no field {values}. Its fields: {', '.join(known)}. Leave the others None."
     )
   given |= {"pattern": pattern, "phases": phases}
   for field in ("pattern", "phases", *cls.required()):
@@ -145,18 +141,3 @@ def _example(cls: type[Recipe], field: str) -> str:
   """Returns a value for a field, as you would write it."""
   usual = {"pattern": "'1:8'", "phases": "nms.Phases(total=100_000)"}
   return cls.needs[field].example if field in cls.needs else usual.get(field, "...")
-
-
-class _Given(dict):
-  """Settings with their values, in a sentence."""
-
-  def told(self, names: Mapping[str, str]) -> str:
-    called = lambda name: names.get(f"{name}=", f"{names.get(name, name)}=")
-    return ", ".join(f"{called(name)}{value!r}" for name, value in self.items())
-
-
-class _Named(list):
-  """Names of settings, in a sentence."""
-
-  def told(self, names: Mapping[str, str]) -> str:
-    return ", ".join(names.get(name, name) for name in self)
