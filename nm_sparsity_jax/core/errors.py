@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import numbers
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 _MOST_SEED = (1 << 31) - 1  # jax keeps 32 bits, TensorFlow 64, and numpy takes nothing below 0
 
@@ -22,9 +23,8 @@ def check_seed(name: str, seed: Any) -> None:
     name: of the setting.
     seed: its value.
   """
-  if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-    raise ValueError(f"{name}={seed!r}: give a whole number, such as 0.")
-  if not 0 <= int(seed) <= _MOST_SEED:
+  is_whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+  if not is_whole or not 0 <= seed <= _MOST_SEED:
     raise ValueError(f"{name}={seed!r}: give a whole number from 0 to {_MOST_SEED:,}.")
 
 
