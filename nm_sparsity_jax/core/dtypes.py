@@ -25,10 +25,12 @@ def used(w: np.ndarray, name: str = "an array") -> np.ndarray:
   """
   if not (jnp.issubdtype(w.dtype, jnp.floating) or jnp.issubdtype(w.dtype, jnp.integer)):
     raise ValueError(f"{name!r} has dtype {w.dtype}: verify takes real floats and integers.")
-  return w != 0
+  with np.errstate(invalid="ignore"):  # a signalling NaN
+    return w != 0
 
 
 def finite(w: np.ndarray) -> np.ndarray:
   """Marks what is neither infinite nor NaN, in arrays that `used` takes."""
   # numpy's isfinite knows no integers of four bits; float32 holds all of one byte.
-  return np.isfinite(w.astype(np.float32) if w.dtype.itemsize == 1 else w)
+  with np.errstate(invalid="ignore"):
+    return np.isfinite(w.astype(np.float32) if w.dtype.itemsize == 1 else w)
