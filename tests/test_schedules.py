@@ -16,7 +16,6 @@ from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 
 STEPWISE = {
-  "1:2": "1:2",
   "1:4": "3:4 2:4 1:4",
   "1:8": "7:8 4:8 2:8 1:8",
   "1:16": "15:16 8:16 4:16 2:16 1:16",
@@ -26,7 +25,6 @@ STEPWISE = {
   "3:8": "7:8 4:8 3:8",
   "6:8": "7:8 6:8",
   "7:8": "7:8",
-  "2:6": "5:6 3:6 2:6",
   "8:8": "8:8",
 }
 GEOMETRIC = {
@@ -69,16 +67,6 @@ def test_geometric_levels_of_the_released_code():
   assert text(schedules.geometric_levels(NM(1, 8), k=1)) == "1:8"
 
 
-@given(st.integers(1, 300).flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m))))
-def test_levels_fall_to_the_target(pair):
-  target = NM(*pair)
-  levels = schedules.stepwise_levels(target)
-  kept = [p.n for p in levels]
-  assert levels[-1] == target and {p.m for p in levels} == {target.m}
-  assert kept == sorted(set(kept), reverse=True)
-  assert len(levels) == 1 or kept[0] == target.m - 1
-
-
 @given(
   st.integers(1, 64).flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m))),
   st.sampled_from([1, 2, 4, 8, 16]),
@@ -104,7 +92,6 @@ def test_geometric_levels_keep_the_density_and_never_straddle(pair, k, groups):
     ("1:8", Phases(total=100, dense=10, finetune=20), [10, 27, 45, 62]),
     # S = 11, L = 6
     ("1:32", Phases(total=12, dense=0, finetune=1), [0, 1, 3, 5, 7, 9]),
-    ("1:2", Phases(total=10, dense=4, finetune=4), [4]),
     ("2:4", Phases(total=2), [0, 1]),
   ],
 )
@@ -112,17 +99,6 @@ def test_levels_share_the_sparsify_phase(target, phases, starts):
   recipe = nms.recipe("sdgf_stepwise", pattern=target, phases=phases)
   assert [start for start, _ in recipe.levels()] == starts
   assert text(p for _, p in recipe.levels()) == STEPWISE[target]
-
-
-def test_dropped_geometric_levels_leave_the_phase_to_the_others():
-  recipe = nms.recipe(
-    "sdgf_geometric", pattern="1:32", phases=Phases(total=100_000, dense=10_000, finetune=20_000)
-  )
-  starts = {None: [10_000, 24_000, 38_000, 52_000, 66_000], 768: [10_000, 27_500, 45_000, 62_500]}
-  for axis_size, want in starts.items():
-    assert [start for start, _ in recipe.levels(axis_size)] == want
-  assert str(recipe.timeline(768)[1].pattern) == "8:256"
-  assert str(recipe.timeline(512)[1].pattern) == "16:512"
 
 
 # --- phases and steps -------------------------------------------------------------------------
@@ -149,12 +125,6 @@ def test_phases_add_up():
 def test_bad_phases_say_what_holds(fields, word):
   with pytest.raises(ValueError, match=word):
     Phases(**fields)
-
-
-@pytest.mark.parametrize("step", [3, np.uint8(3), jnp.int32(3)])
-def test_whole_numbers_are_steps(step):
-  got = schedules.as_step(step)
-  assert (got.dtype, got.shape, int(got)) == (jnp.int32, (), 3)
 
 
 # --- decay factors ----------------------------------------------------------------------------
@@ -263,23 +233,15 @@ def test_a_custom_path_is_what_its_timeline_says(phases, data):
   check_timeline(recipe, d)
 
 
-def test_a_decay_that_float32_ends_early_is_told():
-  phases = Phases(total=64, finetune=4)
-  recipe = nms.recipe("mdgf_exponential", pattern="1:4", phases=phases, beta=8.0)
-  d = all_decays(recipe)
-  assert d[10] > 0 and d[11] == 0  # e^-88 is below the last normal float32
-  assert [s.start for s in recipe.timeline()] == [0, 11]
-
-
-@pytest.mark.parametrize("beta", [8.0, 87.2, 86.9, 1.0, 1.37, 29.0, 43.6])
+@pytest.mark.parametrize("beta", [8.0, 87.2, 1.37, 29.0])
 def test_an_exponential_decay_ends_where_the_timeline_says(beta):
-  phases = Phases(total=66)
-  recipe = nms.recipe("mdgf_exponential", pattern="1:4", phases=phases, beta=beta)
+  """e^-87 is the last normal float32."""
+  recipe = nms.recipe("mdgf_exponential", pattern="1:4", phases=Phases(total=66), beta=beta)
   check_timeline(recipe, all_decays(recipe))
 
 
-@pytest.mark.parametrize("miss", [0, 1e-8, -1e-8, 4e-8, 1e-7, -1e-7, 3e-6, -3e-6])
-@pytest.mark.parametrize("whole", [3, 7, 30, 49])
+@pytest.mark.parametrize("miss", [0, 4e-8, -1e-7, 3e-6])
+@pytest.mark.parametrize("whole", [3, 49])
 def test_a_linear_decay_ends_where_the_timeline_says(whole, miss):
   """D knows its end in float32, which may round it to a whole step: so must the timeline."""
   phases = Phases(total=66)
