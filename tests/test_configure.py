@@ -58,8 +58,8 @@ def test_places_share_or_differ():
     ({"ff": "8:1"}, {}, "8:1|NM"),
     ({"ff": None}, {}, "PATTERN, which is not set"),
     ({"ff": "1:4"}, {"sparse_steps": None}, "sr_ste needs SPARSE_STEPS"),
-    ({"ff": "1:4"}, {"beta": 0.1}, "sr_ste has no field BETA=0.1"),
-    ({"ff": "1:4"}, {"dense_steps": 30}, "Raise SPARSE_STEPS or"),
+    ({"ff": "1:4"}, {"beta": 0.1}, "BETA: sr_ste has no field beta=0.1"),
+    ({"ff": "1:4"}, {"dense_steps": 30}, "SPARSE_STEPS, .*Raise total or"),
     ({}, {}, "would leave everything dense"),
   ],
 )

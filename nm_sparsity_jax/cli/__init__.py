@@ -1,7 +1,7 @@
 """`nm-sparsity`: the command line. Each command is a module, imported when it is chosen.
 
     argv -> table of commands -> module.add_arguments(parser), module.run(args) -> exit code
-    an error of the library -> module.FLAGS: what it names -> the flag -> one line
+    an error of the library -> one line
 
 Nothing heavy is imported before the arguments are parsed, so `--help` is quick. Exit codes: 0 =
 done, or yes; 1 = failed, or no; 2 = the command line is wrong.
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 
 from nm_sparsity_jax._version import __version__
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.text import columns, printable
 
 # name -> (module, help in one line); a name of two words is a command of a group
@@ -74,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except Exception as e:
     if args.debug:
       raise
-    told = e.told(getattr(module, "FLAGS", {})) if isinstance(e, SettingError) else e
-    print(f"nm-sparsity {name}: {one_line(told)}", file=sys.stderr)
+    print(f"nm-sparsity {name}: {one_line(e)}", file=sys.stderr)
     return 1
 
 

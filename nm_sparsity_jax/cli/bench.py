@@ -27,10 +27,9 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from nm_sparsity_jax.cli import _flags, _rules
+from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.runs import files
 
-FLAGS = _rules.FLAGS
 _OF_A_TASK = ("MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS")  # a bench reads none
 
 

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
   from nm_sparsity_jax.runs.verify_checkpoint import Removed
 
 
-FLAGS = _rules.FLAGS
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and where to write."""
   parser.add_argument(

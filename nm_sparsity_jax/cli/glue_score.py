@@ -37,11 +37,6 @@ _FORMS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
   "latex": ("a LaTeX tabular", text.latex),
 }
 
-# What errors of `scores` and `runs` name -> what a user of the command line types.
-FLAGS: Mapping[str, str] = {
-  "recipe": "--recipe", "places": "--pattern", "dense_steps": "--dense-steps", "join": "--join ",
-}  # fmt: skip
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the runs, the checkpoint, what config.gin does not say, and the form of the output."""

@@ -24,9 +24,6 @@ from typing import Any
 from nm_sparsity_jax.analysis.scores import submission
 from nm_sparsity_jax.core.text import columns
 
-# What errors of `scores` name -> what a user of the command line types.
-FLAGS: Mapping[str, str] = {"named": "--task TASK=FILE", "mini": "--mini", "out": "--out "}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read, what to write, and what may be made up."""

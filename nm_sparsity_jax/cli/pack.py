@@ -23,8 +23,6 @@ import os
 
 from nm_sparsity_jax.cli import _imports, _rules
 
-FLAGS = _rules.FLAGS
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read, what to write, and the dtype of values."""

@@ -24,8 +24,6 @@ import os
 
 from nm_sparsity_jax.cli import _imports, _rules
 
-FLAGS = _rules.FLAGS
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the checkpoint, and its rules where it does not hold them."""

@@ -40,8 +40,7 @@ KERNELS_VERSION = 1  # as in packed/native/job.h
 
 def kernels() -> tuple[ctypes.CDLL | None, str]:
   """Returns (the library of kernels, ''), or (None, why it cannot be used)."""
-  package = folder_of("nm_sparsity_jax")
-  return load_kernels(str(package / "packed" / LIBRARY) if package else LIBRARY)
+  return load_kernels(str(pathlib.Path(__file__).parent / "packed" / LIBRARY))
 
 
 @functools.cache

@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nm_sparsity_jax.core import fields, gradients, masks
+from nm_sparsity_jax.core import gradients, masks, schedules
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.schedules import Phases, Segment, as_step
-from nm_sparsity_jax.recipes import curves
+from nm_sparsity_jax.core.schedules import Curve, Phases, Segment, as_step
 from nm_sparsity_jax.recipes.levels import leveled_mask
 
 NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
@@ -42,9 +41,8 @@ class Need(NamedTuple):
 class Recipe:
   """What a rule applies to a weight.
 
-  A recipe is a frozen, keyword-only dataclass directly below this class, and final: to vary one,
-  write your own, and `register` it. A name and the fields `pattern: NM` and `phases: Phases` make
-  one that works:
+  A recipe is a frozen, keyword-only dataclass. To vary one, write your own, and `register` it. A
+  name and the fields `pattern: NM` and `phases: Phases` make one that works:
 
       @dataclasses.dataclass(frozen=True, kw_only=True)
       class Mine(nms.Recipe):
@@ -60,18 +58,19 @@ class Recipe:
       chosen             the mask of the level that holds; by magnitude
       final              what is deployed; the weight where the mask keeps it, else 0
       stateful, renewals, first_state, next_state   a mask that is kept, as `OneShot` does
-      __post_init__      checks of your own; call that of `Recipe` first, which casts numbers
+      __post_init__      checks of your own; call that of `Recipe` first
       needs, together    what `nms.configure.rules` must know to name every mistake
 
   Attributes:
     name: the name that `recipe` knows it by.
     stateful: whether it keeps a mask; see `stored.init_state`.
     needs_gradients: whether `next_state` must be given the gradient of each update.
-    default_gradient: the gradient mode where the field `gradient` is None or absent.
+    default_gradient: the gradient mode where `gradient` is None.
     needs: fields that must be given though they have a default -> an example.
     together: fields that others are only right beside, as `beta` is beside `decay_kind`.
     pattern: the target pattern, None for dense.
     phases: the steps of the sparse run, None for dense.
+    gradient: 'masked', 'straight_through', or None for `default_gradient`.
     lam: weight of the SR-STE term, 0 where there is none.
   """
 
@@ -83,17 +82,27 @@ class Recipe:
   together: ClassVar[tuple[str, ...]] = ()
   pattern: NM | None
   phases: Phases | None
+  gradient: str | None = None
   lam: float = 0.0
 
   def __post_init__(self):
-    fields.settle(self)
+    for field in dataclasses.fields(self):  # type: ignore[arg-type]
+      value = getattr(self, field.name)
+      # Python's numbers, and floats where the default is one: equal recipes have one text.
+      if isinstance(value, np.generic):
+        value = value.item()
+      if isinstance(field.default, float) and isinstance(value, int):
+        value = float(value)
+      object.__setattr__(self, field.name, value)
     object.__setattr__(self, "pattern", NM.parse(self.pattern))  # type: ignore[arg-type]
     if not isinstance(self.phases, Phases):
       raise ValueError(
         f"{type(self).__name__}(phases={self.phases!r}): give the steps of the sparse run, for "
         "example Phases(total=100_000, dense=10_000, finetune=20_000)."
       )
-    gradients.check_mode(getattr(self, "gradient", None))
+    gradients.check_mode(self.gradient)
+    if not 0 <= self.lam < math.inf:
+      raise ValueError(f"{self.name}(lam={self.lam!r}): give a number >= 0, such as 2e-4.")
 
   @classmethod
   def required(cls) -> tuple[str, ...]:
@@ -104,13 +113,13 @@ class Recipe:
 
   @property
   def spelled(self) -> str:
-    """Returns class and fields as a text for fingerprints; see `fields.spelled`."""
-    return fields.spelled(self)
+    """Returns class and fields as a text for fingerprints, which checkpoints hold."""
+    return repr(self)
 
   @property
   def gradient_mode(self) -> str:
     """Returns 'masked' or 'straight_through'."""
-    return getattr(self, "gradient", None) or self.default_gradient
+    return self.gradient or self.default_gradient
 
   @property
   def sparse_from(self) -> int:
@@ -130,9 +139,9 @@ class Recipe:
     return ((self.sparse_from, self.pattern),)
 
   @property
-  def curve(self) -> curves.Curve:
+  def curve(self) -> Curve:
     """Returns D(j) of the sparsify phase, for j = step - dense."""
-    return curves.hard()
+    return schedules.hard()
 
   def decay(self, step: jax.Array | int) -> jax.Array:
     """Returns D at `step`, a float32 scalar in [0, 1]; NaN at a negative step: none was given."""
@@ -150,7 +159,8 @@ class Recipe:
       raise ValueError(
         f"{self.name} derives its mask from the weight and keeps none, but mask= was given."
       )
-    return leveled_mask(self.levels(_length(w, axis)), w, step, axis)
+    length = math.prod(w.shape[a] for a in masks.check_axis(w.shape, axis))
+    return leveled_mask(self.levels(length), w, step, axis)
 
   def mask(
     self,
@@ -253,8 +263,11 @@ class Recipe:
       else:
         pattern = next(q for first, q in reversed(levels) if first <= start)
         new = Segment(start, stop, pattern, *_decay_between(curve, p, start, stop))
-      if segments and _same_state(segments[-1], new):
-        new = dataclasses.replace(segments.pop(), stop=stop)
+      constant = (new.pattern, new.decay_start, new.decay_start)
+      before = segments and segments[-1]
+      if before and (before.pattern, before.decay_start, before.decay_stop) == constant:
+        if new.decay_stop == new.decay_start:  # nothing changes here
+          new = dataclasses.replace(segments.pop(), stop=stop)
       segments.append(new)
     return tuple(segments)
 
@@ -321,7 +334,7 @@ def _once_a_shape(function: Callable, recipe: Recipe, step: Any, axis: Any, *arr
   """Returns function(recipe, axis, step, *arrays), traced once for all weights of one shape."""
   step = as_step(step)
   axis = axis if isinstance(axis, int) else tuple(axis)
-  if isinstance(step, jax.core.Tracer) and _is_hashable(recipe):
+  if isinstance(step, jax.core.Tracer):
     return _jitted(function, recipe, axis, step, *arrays)
   return function(recipe, axis, step, *arrays)
 
@@ -357,33 +370,13 @@ def _pull_back(recipe, axis, step, grad, w, seen, stored):
   return out.astype(grad.dtype)
 
 
-def _is_hashable(recipe: Recipe) -> bool:
-  """Returns whether a recipe can be a static argument; a list in a field forbids it."""
-  try:
-    hash(recipe)
-  except TypeError:
-    return False
-  return True
-
-
 def _phases(recipe: Recipe) -> Phases:
   """Returns the phases of a recipe that is not dense."""
   assert recipe.phases is not None
   return recipe.phases
 
 
-def _length(w: jax.Array, axis: masks.Axis) -> int:
-  return math.prod(w.shape[a] for a in masks.check_axis(w.shape, axis))
-
-
-def _same_state(a: Segment, b: Segment) -> bool:
-  """Returns whether nothing changes from one segment to the next."""
-  return a.pattern == b.pattern and a.decay_start == a.decay_stop == b.decay_start == b.decay_stop
-
-
-def _decay_between(
-  curve: curves.Curve, phases: Phases, start: int, stop: int
-) -> tuple[float, float]:
+def _decay_between(curve: Curve, phases: Phases, start: int, stop: int) -> tuple[float, float]:
   """Returns D at `start`, and the D that it approaches by `stop`, where both lie in one phase."""
   if start >= phases.finetune_start:
     return 0.0, 0.0

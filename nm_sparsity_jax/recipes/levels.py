@@ -16,16 +16,10 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from nm_sparsity_jax.core import masks, schedules
+from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.patterns import NM
 
 Levels = Sequence[tuple[int, NM]]
-
-
-def stepwise(self: Any, axis_size: int | None = None) -> tuple[tuple[int, NM], ...]:
-  """Returns m-1, m/2, ..., n of m, which share the sparsify phase: `levels` of a recipe."""
-  del axis_size
-  return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
 
 
 def when(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:

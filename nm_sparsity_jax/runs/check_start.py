@@ -20,7 +20,7 @@ def told(stored: Stored) -> str:
   """Returns what is wrong with a start from a sparse run that is not finalized; '' if nothing is.
 
       if said := unfinalized.told(stored):
-        warn(f"INITIAL_CHECKPOINT_PATH: {said}")
+        warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}")
 
   It reads one kernel. '' also where the rules or the array cannot be read: what reads
   the whole checkpoint says why.

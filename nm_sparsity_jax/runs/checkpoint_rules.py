@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.core.trees import nested
@@ -39,11 +38,7 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   if given is not None and not isinstance(given, Rules):
     given = _by_magnitude(given)
   if axes and (stored.rules if given is not None else stored.known_rules) is not None:
-    raise SettingError(
-      "axes",
-      "{path} knows the axes of its groups from its rules: leave {axes} out",
-      path=stored.path,
-    )
+    raise ValueError(f"{stored.path} knows the axes of its groups from its rules: leave axes out")
   if given is not None:
     given = given.with_axes(axes or {})
   if stored.rules is None:
@@ -51,22 +46,16 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
       return given
     if (told := stored.known_rules) is not None:
       return rules_text.parse(told)
-    raise SettingError(
-      "rules",
-      "{path} holds no rules{why}: say what should be n:m, {some_rules}",
-      path=stored.path,
-      why="" if stored.format == "timm" else ", since no sparse run wrote it",
-      some_rules="rules={'ff': '1:8'}",
+    why = "" if stored.format == "timm" else ", since no sparse run wrote it"
+    raise ValueError(
+      f"{stored.path} holds no rules{why}: say what should be n:m, rules={{'ff': '1:8'}}"
     )
   own = rules_text.parse(stored.rules)
   pairs = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
   if given is not None and pairs(own) != pairs(given):
-    raise SettingError(
-      "rules",
-      "{path} was trained with the rules {own}, but {rules} says {given}: leave {rules} out",
-      path=stored.path,
-      own=pairs(own),
-      given=pairs(given),
+    raise ValueError(
+      f"{stored.path} was trained with the rules {pairs(own)}, but rules={pairs(given)}: leave "
+      "rules out"
     )
   return own
 
@@ -91,7 +80,7 @@ def _by_magnitude(places: Mapping[str, Any]) -> Rules:
     try:
       made[place] = SrSte(pattern=NM.parse(given), phases=Phases(total=1))
     except ValueError as e:
-      raise SettingError("rules", "{rules}, {place!r}: {why}", place=place, why=e) from e
+      raise ValueError(f"rules, {place!r}: {e}") from e
   return Rules(made)
 
 
@@ -129,11 +118,10 @@ def assign(stored: Stored, rules: Rules) -> Assignment:
   try:
     assignment = rules.assign(nested(shapes))
   except AmbiguousAxis as e:
-    raise SettingError(
-      "axes",
-      "which axis the product sums over is not known for {kernels}: name {the_axis}",
-      kernels=", ".join(f"{path!r} of shape {shape}" for path, shape in e.found),
-      the_axis="it: axes={'.*/mlp/.*/kernel': 0}",
+    kernels = ", ".join(f"{path!r} of shape {shape}" for path, shape in e.found)
+    raise ValueError(
+      f"which axis the product sums over is not known for {kernels}: name it: "
+      "axes={'.*/mlp/.*/kernel': 0}"
     ) from e
   except ValueError as e:
     if stored.rules is not None and (lost := _unknown_role(rules, shapes)):

@@ -21,7 +21,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.runs import events, files, folders, glue
 from nm_sparsity_jax.runs.trained import config_of, parse_settings, start_of, started
 from nm_sparsity_jax.training import roles
@@ -155,27 +154,14 @@ def join(name: str, runs: Sequence[Run]) -> Run:
   for run in others:
     for field in _COMMON:
       if (a := getattr(first, field)) != (b := getattr(run, field)):
-        raise SettingError(
-          "name",
-          "{join}{name}: {first} has {what} {a}, and {other} {b}, so they are not one row. Score "
-          "them apart",
-          join="",
-          name=name,
-          first=first.path,
-          what=field,
-          a=a,
-          other=run.path,
-          b=b,
+        raise ValueError(
+          f"{name}: {first.path} has {field} {a}, and {run.path} {b}, so they are not one row. "
+          "Score them apart"
         )
     if twice := sorted(tasks.keys() & run.tasks.keys()):
-      raise SettingError(
-        "name",
-        "{join}{name}: {first} and {other} both have metrics of {twice}: leave one out",
-        join="",
-        name=name,
-        first=owners[twice[0]].path,
-        other=run.path,
-        twice=", ".join(twice),
+      raise ValueError(
+        f"{name}: {owners[twice[0]].path} and {run.path} both have metrics of {', '.join(twice)}: "
+        "leave one out"
       )
     tasks |= run.tasks
     owners |= dict.fromkeys(run.tasks, run)

@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, network_settings, other_formats
 from nm_sparsity_jax.runs.checkpoint import Stored
@@ -239,12 +238,8 @@ def _refuse_early(stored: Stored, assignment: Assignment) -> None:
   if step is None:
     return  # of no sparse run
   if ahead := assignment.unfinished(step):
-    raise SettingError(
-      "early",
-      "{path} is at sparse step {ahead}. Take a later checkpoint, or add {early}",
-      path=stored.path,
-      ahead=ahead,
-      early="early=True",
+    raise ValueError(
+      f"{stored.path} is at sparse step {ahead}. Take a later checkpoint, or add early=True"
     )
 
 

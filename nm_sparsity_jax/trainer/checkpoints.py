@@ -20,6 +20,7 @@ import os
 import pathlib
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import serialization, traverse_util
 
-from nm_sparsity_jax.core.errors import warn
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, map_with_names, nested
 from nm_sparsity_jax.runs import arrays, check_start, checkpoint, folders, orbax
@@ -278,7 +278,7 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
     like[MUTABLES], where[MUTABLES] = model.collections, model.shardings(model.collections)
   tree = _load(stored, like, where, model)
   if said := check_start.told(stored):
-    warn(f"INITIAL_CHECKPOINT_PATH: {said}")
+    warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
   collections = tree[MUTABLES] if is_held else model.initial_collections(key)
   return tree["target"], collections, stored.step or 0
 

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 
 from nm_sparsity_jax.core import installed
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.runs import checkpoint_rules, files, lock
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Signals
@@ -367,11 +366,9 @@ def _opened(
       model, variables = packed_files.load(stored.path, held, model, evaluation, memory)
       step, said = stored.step or 0, f"{which}: {packed_files.told(held, variables)}"
     elif memory:
-      raise SettingError(
-        "memory",
-        "{memory}: {path!r} is not a packed file, and only its kernels can stay packed. Pack "
-        "it by `nm-sparsity pack`, or leave this out.",
-        path=checkpoint,
+      raise ValueError(
+        f"memory=True: {checkpoint!r} is not a packed file, and only its kernels can stay packed. "
+        "Pack it by `nm-sparsity pack`, or leave this out."
       )
     else:
       variables, step = checkpoints.load_for_evaluation(stored, model), stored.step or 0

@@ -22,7 +22,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core import masks, trace
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.trees import flatten, path_name
 from nm_sparsity_jax.recipes import Dense, Recipe
@@ -87,12 +86,7 @@ class Rules:
       if table is not None and not isinstance(table, Mapping):
         raise ValueError(f"Rules(..., {name}={table!r}): give a dict, such as {name}={example}.")
     if indivisible not in _POLICIES:
-      raise SettingError(
-        "indivisible",
-        "{indivisible=}{given!r}: choose one of {policies}.",
-        given=indivisible,
-        policies=", ".join(_POLICIES),
-      )
+      raise ValueError(f"indivisible={indivisible!r}: choose one of {', '.join(_POLICIES)}.")
     self._places = tuple(places.items())
     self._axes = tuple((k, _one_or_several(v)) for k, v in (axes or {}).items())
     self._roles = tuple((roles or {}).items())
@@ -263,12 +257,10 @@ class Rules:
     """Returns the place that names a path, and its recipe; None where none does."""
     hits = self._by_place.find(path)
     if len(hits) > 1:
-      raise SettingError(
-        "places",
-        "two rules claim {path}: {keys}. Narrow one of them, so that every parameter has one "
-        "recipe.",
-        path=repr(path),
-        keys=" and ".join(repr(k) for k, _ in hits),
+      keys = " and ".join(repr(k) for k, _ in hits)
+      raise ValueError(
+        f"two rules claim {path!r}: {keys}. Narrow one of them, so that every parameter has one "
+        "recipe."
       )
     return hits[0] if hits else None
 
@@ -294,13 +286,9 @@ class Rules:
       problem = f"axis {axis} has length {place.axis_size} (shape {shape}), no multiple of {m}"
       names = ", ".join(map(str, dict.fromkeys(place.patterns)))
       if self.indivisible == "error":
-        raise SettingError(
-          "indivisible",
-          "{path}: {problem}, so {names} cannot be applied. Choose another pattern for it, or "
-          "Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense, or 'pad'.",
-          path=repr(path),
-          problem=problem,
-          names=names,
+        raise ValueError(
+          f"{path!r}: {problem}, so {names} cannot be applied. Choose another pattern for it, or "
+          "Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense, or 'pad'."
         )
       if self.indivisible == "skip":
         return problem

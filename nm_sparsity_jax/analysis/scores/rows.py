@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.analysis.scores import published
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.runs import glue, results
 
 TITLES = ("overall", *(c.title for c in glue.COLUMNS))
@@ -77,13 +76,7 @@ def tell(
   for name, value in (("recipe", recipe), ("places", places), ("dense_steps", dense_steps)):
     known = getattr(run, name)
     if value is not None and known is not None and known != value:
-      raise SettingError(
-        name,
-        f"{{path}}: {{{name}}} says {{value}}, but the run's config says {{known}}",
-        path=run.path,
-        value=value,
-        known=known,
-      )
+      raise ValueError(f"{run.path}: {name}={value}, but the run's config says {known}")
     if value is not None:
       setattr(run, name, value)
 

@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.analysis.scores.predictions import read
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.runs import files as whole
 from nm_sparsity_jax.runs import glue
 
@@ -77,16 +76,11 @@ def _named(path: pathlib.Path, given: bool, mini: bool) -> tuple[str, int, int] 
   config, is_mini = (found and glue.config_of(found[1])) or ("", False)
   if not found or config not in TASKS:
     if given or config == "mnli":  # what a folder holds besides is no concern
-      raise SettingError(
-        "named",
-        "{path}: its name does not say the task. Name it: {named}",
-        path=path,
-        named="named=[(TASK, FILE)]",
-      )
+      raise ValueError(f"{path}: its name does not say the task. Name it: named=[(TASK, FILE)]")
     return None
   if is_mini != mini:
-    kind = "mini-GLUE: {mini} makes a zip to try out" if is_mini else "not of mini-GLUE"
-    raise SettingError("mini", f"{{path}}: is {kind}", path=path, mini="mini=True")
+    kind = "mini-GLUE: mini=True makes a zip to try out" if is_mini else "not of mini-GLUE"
+    raise ValueError(f"{path}: is {kind}")
   return config, int(found[2] or 0), int(found[3] or 1)
 
 
@@ -360,10 +354,7 @@ def check_writable(path: str) -> None:
       raise IsADirectoryError(errno.EISDIR, "it is a folder")
     whole.probe(target.parent)
   except OSError as e:
-    why = e.strerror
-    raise SettingError(
-      "out", "{out}{path} cannot be written: {why}", out="", path=path, why=why
-    ) from e
+    raise ValueError(f"{path} cannot be written: {e.strerror}") from e
 
 
 def write(path: str, tables: Mapping[str, bytes]) -> None:

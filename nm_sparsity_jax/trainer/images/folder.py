@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from nm_sparsity_jax.core.errors import warn
 from nm_sparsity_jax.trainer.images import indexed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -84,9 +84,10 @@ class Folder(indexed.Indexed):
   def check(self) -> None:
     """Raises ValueError for a file that cannot be read as an RGB image."""
     if list(self.tables) == ["train"]:
-      warn(
+      warnings.warn(
         f"DATA={str(self.path)!r} has no folder beside 'train', so nothing is evaluated: put "
-        "images into validation/CLASS/."
+        "images into validation/CLASS/.",
+        stacklevel=2,
       )
     for table in self.tables.values():
       for number in range(min(len(table), _LOOKED_AT)):

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nm_sparsity_jax.core import masks
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes import RECIPES, Dense, Recipe
@@ -25,17 +24,15 @@ from nm_sparsity_jax.training.rules import Rules
 # The text of rules lives in `rules_text`. Users also know it as `configure.describe`.
 from nm_sparsity_jax.training.rules_text import TEXT_BYTES, describe, pack, parse, unpack  # noqa: F401
 
-# What errors of the core name -> what a user of macros set. "gradient=" is no "gradient": it is a
-# macro where it gets a value, and a field of a recipe where fields are listed.
+# An argument that an error names, as in "beta=-1" -> the macro that a user set.
 MACROS: Mapping[str, str] = {
-  "total": "SPARSE_STEPS",
-  "total_steps": "SPARSE_STEPS",
-  "dense": "DENSE_STEPS",
-  "finetune": "FINETUNE_STEPS",
-  "beta": "BETA",
-  "gradient=": "GRADIENT=",
-  "indivisible": "INDIVISIBLE",
-  "a place has": "SPARSITY_RULES: a place is",
+  "beta=": "BETA",
+  "gradient=": "GRADIENT",
+  "total=": "SPARSE_STEPS",
+  "dense=": "DENSE_STEPS",
+  "finetune=": "FINETUNE_STEPS",
+  "indivisible=": "INDIVISIBLE",
+  "a place has": "SPARSITY_RULES",
 }
 
 
@@ -125,7 +122,8 @@ class SettingsError(ValueError):
     try:
       return function(*args, **kwargs)
     except (ValueError, TypeError) as e:
-      self.note(e.told(MACROS) if isinstance(e, SettingError) else str(e))
+      macros = [macro for argument, macro in MACROS.items() if argument in str(e)]
+      self.note(f"{', '.join(macros)}: {e}" if macros else str(e))
       return None
 
   def note(self, text: str) -> None:

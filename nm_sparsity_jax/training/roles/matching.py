@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import re
 
-from nm_sparsity_jax.core.errors import SettingError
-
 
 @dataclasses.dataclass(frozen=True)
 class PathTest:
@@ -25,12 +23,9 @@ class PathTest:
 
   def __call__(self, path: str) -> bool:
     if self.fused and all(matches(regex, path) for regex in self.fused):
-      raise SettingError(
-        "places",
-        "{path} holds q, k and v side by side, so the place {key} cannot name a part of it: split "
-        "it into three kernels, or name all of it by 'qkv'.",
-        path=repr(path),
-        key=repr(self.key),
+      raise ValueError(
+        f"{path!r} holds q, k and v side by side, so the place {self.key!r} cannot name a part of "
+        "it: split it into three kernels, or name all of it by 'qkv'."
       )
     return all(matches(regex, path) for regex in self.regexes)
 
@@ -53,12 +48,8 @@ def compiled(regex: str, where: str) -> re.Pattern[str]:
   try:
     return _compile(regex)
   except re.error as e:
-    raise SettingError(
-      where,
-      f"{{{where} has}} {{regex!r}}, which is not a regular expression: {{why}}.",
-      regex=regex,
-      why=e,
-      **{f"{where} has": f"Rules: {where} has"},
+    raise ValueError(
+      f"Rules: {where} has {regex!r}, which is not a regular expression: {e}."
     ) from e
 
 
