@@ -27,13 +27,13 @@ from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.recipes import Recipe
 from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.sites import Site
 
 __all__ = ["Cost", "Op", "forward", "inference", "training"]
 
 # What is sparse: `Rules`; or a place, as rules name it, and what is applied to its kernels. A
-# `Place` knows its own axis, so `rules.assign(params).places` serves.
-Sparse = Rules | Mapping[str, NM | str | float | Recipe | Place]
+# `Site` knows its own axis, so `rules.assign(params).places` serves.
+Sparse = Rules | Mapping[str, NM | str | float | Recipe | Site]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def _length(recipes: Sequence[Recipe], steps: int | None) -> int:
   return total
 
 
-def _weighed_steps(value: Recipe | Place, op: Op, total: int, until: int) -> float:
+def _weighed_steps(value: Recipe | Site, op: Op, total: int, until: int) -> float:
   """Returns the training FLOPs of steps [0, until) in units of F: the sum of s + s + (1 or s)."""
   recipe, axis = _recipe_and_axis(value, op)
   if recipe.phases is None:  # dense for ever
@@ -260,7 +260,7 @@ def _weighed_steps(value: Recipe | Place, op: Op, total: int, until: int) -> flo
 
 def _recipe_and_axis(value: Any, op: Op) -> tuple[Any, int]:
   """Returns what is applied to an operation, and the length of its axis with padding."""
-  return (value.recipe, value.axis_size) if isinstance(value, Place) else (value, op.axis)
+  return (value.recipe, value.axis_size) if isinstance(value, Site) else (value, op.axis)
 
 
 def _density(value: Any, op: Op) -> float:
@@ -293,10 +293,10 @@ def _assign(ops: Sequence[Op], sparse: Sparse) -> dict[Op, Any]:
   """Gives each operation the value of the one place that names it; others are left out."""
   if isinstance(sparse, Rules):
     # Along its axis alone, an operation is padded or skipped as the parameter would be.
-    found = {op: sparse.place(op.name, (op.axis,), 0) for op in ops if op.axis}
+    found = {op: sparse.site(op.name, (op.axis,), 0) for op in ops if op.axis}
     if not sparse.is_dense and not any(found.values()):
       raise ValueError(f"these rules name no kernel of this model; it has {_kernels(ops)}.")
-    return {op: place for op, place in found.items() if isinstance(place, Place)}
+    return {op: site for op, site in found.items() if isinstance(site, Site)}
   owner: dict[Op, str] = {}
   for key in sparse:
     for op in _named(key, ops, kernels=True):
@@ -322,7 +322,7 @@ def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
   known = roles.regexes()
   own = {"scores": rf"(.*/)?{_PRODUCT}"}
   own["attention"] = "|".join(f"(?:{r})" for r in (known["qkv"], known["o"], own["scores"]))
-  test = roles.path_test(place, {} if kernels else own)
+  test = roles.matcher(place, {} if kernels else own)
   found = [op for op in ops if (op.axis or not kernels) and test(op.name)]
   if not found:
     raise ValueError(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from nm_sparsity_jax.analysis.plan.findings import Findings
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.trees import alike, flatten, group
 from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.rules import Rules
@@ -14,27 +13,12 @@ from nm_sparsity_jax.training.sites import Assignment
 
 
 def assign(found: Findings, rules: Rules, params: Any) -> Assignment:
-  """Assigns places to parameters, and notes the mistakes; those of like layers once."""
-  examined = rules.examine(params)
-  failed: dict[str, list[str]] = {}
-  for path, error in examined.failed.items():
-    failed.setdefault(_told(error, ""), []).append(path)
-  for paths in failed.values():
-    found.errors.append(_told(examined.failed[paths[0]], names(paths, words=True)))
-  if examined.idle:
-    here = roles.roles_of([path for path, _ in flatten(params)], rules.roles)
-    have = f"The network has the roles {', '.join(here)}. " if here else ""
-    words = f"{', '.join(roles.regexes(rules.roles))}; with {roles.narrowing_text()} before it"
-    found.errors.append(
-      f"rules that match no parameter: {', '.join(map(repr, examined.idle))}. {have}A place in "
-      f"SPARSITY_RULES is a role ({words}) or a regex for a whole path"
-    )
-  return examined.assignment
-
-
-def _told(error: ValueError, path: str) -> str:
-  """Returns the text of a mistake at some parameters, under a name of all of them."""
-  return error.told({"path": path}) if isinstance(error, SettingError) else str(error)
+  """Assigns places to parameters; notes a mistake, and then all of them count as dense."""
+  try:
+    return rules.assign(params)
+  except ValueError as e:
+    found.errors.append(str(e))
+    return Assignment({}, {}, tuple(path for path, _ in flatten(params)))
 
 
 def names(paths: Sequence[str], words: bool = False) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.sites import Site
 
 
 class SecondMoments(NamedTuple):
@@ -64,7 +64,7 @@ def second_moments(opt_state: Any, params: Any = None) -> dict[str, jax.Array]:
   return found
 
 
-def any_factored(opt_state: Any, places: Mapping[str, Place]) -> bool:
+def any_factored(opt_state: Any, places: Mapping[str, Site]) -> bool:
   """Returns whether the second moment of any of these places is rebuilt from factors."""
   if isinstance(opt_state, SecondMoments):
     return opt_state.is_factored

@@ -12,7 +12,7 @@ from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.training.metrics import sums
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.sites import Site
 from nm_sparsity_jax.training.stored import State, current
 
 
@@ -110,7 +110,7 @@ def density(
   return density_of(rules.assign(params).places, masks_of(params, rules, step, state), step)
 
 
-def density_of(places: Mapping[str, Place], masks: dict[str, jax.Array], step) -> Density:
+def density_of(places: Mapping[str, Site], masks: dict[str, jax.Array], step) -> Density:
   """Returns what `density` does, from masks that exist already."""
   shares, targets = {}, {}
   for path, place in places.items():

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.sites import Site
 
 _MAX_COUNT = 2**32 - 1  # what one uint32 can count
 
@@ -36,7 +36,7 @@ def add_up(values: Sequence[jax.Array]) -> jax.Array:
   return jnp.sum(jnp.stack(values)) if values else jnp.float32(0)
 
 
-def mean_by_size(places: Mapping[str, Place], values: dict[str, jax.Array]) -> jax.Array:
+def mean_by_size(places: Mapping[str, Site], values: dict[str, jax.Array]) -> jax.Array:
   """Returns the mean over all weights, exact where all values agree; 1 without weights."""
   sizes = {path: math.prod(place.shape) for path, place in places.items()}
   total = sum(sizes.values())
