@@ -97,8 +97,11 @@ def _rules(found: Findings) -> Rules | None:
   try:
     return found.config.value("RULES")
   except ValueError as e:
-    found.note(e)
     found.whole = False
+    asked, _, says_more = str(e).partition(" is not set")
+    # A value that could not be read, or a file, may set it: that is said already.
+    if not says_more or (found.config.complete and asked not in found.config.lost):
+      found.note(e)
     return None
 
 
