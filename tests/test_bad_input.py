@@ -37,12 +37,6 @@ class Mine(nms.Recipe):
     ("lacks loss", lambda: workloads.of(Half())),
     ("is taken", lambda: nms.recipes.register(Mine)),
     ("twice", lambda: roles.register(roles.Family(name="mine", roles={"encoder": ".*"}))),
-    ("sparsify", lambda: nms.sparsify(RULES, params_of(), 3)),
-    ("finalize", lambda: nms.finalize(params_of(), None, 9)),
-    ("verify", lambda: nms.verify(params_of(), RULES.places)),
-    ("init_state", lambda: nms.init_state(RULES, params_of())),
-    ("int8", lambda: nms.sparsify(params_of("int8"), RULES, 3)),
-    ("complex64", lambda: nms.finalize(params_of("complex64"), RULES, 9)),
   ],
 )
 def test_in_python(word, do):

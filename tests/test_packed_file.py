@@ -178,7 +178,7 @@ def test_padding_for_a_longer_level_is_not_in_the_file(tmp_path):
   rules = nms.Rules({"a/kernel": longer}, indivisible="pad")
   w = np.zeros((18, 6), np.float32)
   w[::4] = 1
-  assert rules.assign({"a/kernel": w}).places["a/kernel"].pad == 14
+  assert rules.assign({"a/kernel": w}).places["a/kernel"].groups.pad == 14
   packed_file.write(tmp_path / "a", {"params": {"a": {"kernel": w}}}, rules)
   opened = Opened(tmp_path / "a")
   np.testing.assert_array_equal(opened.array("params/a/kernel"), w)

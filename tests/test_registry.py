@@ -104,14 +104,23 @@ def test_what_is_deployed_is_what_it_says(halving):
 
 def test_settings_make_it(halving):
   made = configure.rules({"ff": "1:4"}, "halving", fields={"scale": 3.0}, **STEPS)
-  assert made == nms.Rules({"ff": nms.recipe("halving", pattern="1:4", phases=PHASES, scale=3.0)})
-  for fields, word in (
-    (None, "needs"),
-    ({"scale": -1.0}, "scale must be positive"),
-    ({"scale": 1.0, "k": 2}, "k=2"),
+  recipe = nms.recipe("halving", pattern="1:4", phases=PHASES, scale=3.0)
+  assert made == nms.Rules({"ff": recipe})
+  for fields, words in (
+    ({"scale": -1.0}, "halving: scale must be positive."),
+    ({"scale": 1.0, "k": 2}, "halving has no field k=2"),
   ):
-    with pytest.raises(ValueError, match=word):
+    with pytest.raises(ValueError, match=words):
       configure.rules({"ff": "1:4"}, "halving", fields=fields, **STEPS)
+
+
+def test_a_field_is_judged_beside_those_it_goes_with():
+  """A beta without a kind of decay is wrong; with one it is right, in whatever order they come."""
+  fields = {"decay_kind": "linear"}
+  made = configure.rules({"ff": "1:4"}, "sdgf_stepwise", beta=0.2, fields=fields, **STEPS)
+  assert made.places["ff"].beta == 0.2
+  with pytest.raises(ValueError, match="beta=0.2.*decay_kind"):
+    configure.rules({"ff": "1:4"}, "sdgf_stepwise", beta=0.2, **STEPS)
 
 
 def test_the_text_in_a_checkpoint_means_it():

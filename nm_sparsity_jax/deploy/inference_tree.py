@@ -29,8 +29,8 @@ from nm_sparsity_jax.core.trees import alike, flatten, map_with_names, path_name
 from nm_sparsity_jax.deploy.unstack_layers import unstacked
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.models.vit import ViTConfig
-from nm_sparsity_jax.training.rules import Rules, require
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.training.sites import Site
 
 __all__ = [
   "VALUES", "ZEROS", "Decision", "Report", "decide", "is_packed", "pack_tree", "prepare", "report",
@@ -47,12 +47,12 @@ class Decision:
   """What becomes of each parameter of a tree; its `str` is a table.
 
   Attributes:
-    packed: path -> Place, of the kernels that a file holds packed.
+    packed: path -> Site, of the kernels that a file holds packed.
     dense: path -> why a parameter keeps its zeros.
     dtypes: path -> numpy's name of the dtype of the packed values.
   """
 
-  packed: Mapping[str, Place]
+  packed: Mapping[str, Site]
   dense: Mapping[str, str]
   dtypes: Mapping[str, str]
 
@@ -112,12 +112,11 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> Decision:
     rules: the rules.
     dtype: of the values: 'float32', 'bfloat16', 'float16' or 'int8'. None: that of each kernel.
   """
-  require(rules, "nms.inference_tree.decide(params, rules)")
   if dtype is not None and np.dtype(dtype).name not in VALUES:
     raise ValueError(f"dtype={dtype!r}: packed values are {', '.join(VALUES)}, or as they are.")
   known = {path: np.dtype(getattr(x, "dtype", np.float32)) for path, x in flatten(params)}
   assignment = rules.assign(params)
-  packed: dict[str, Place] = {}
+  packed: dict[str, Site] = {}
   dense: dict[str, str] = {}
   dtypes: dict[str, str] = {}
   for path, own in known.items():
@@ -132,7 +131,7 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> Decision:
   return Decision(packed, dense, dtypes)
 
 
-def _refused(place: Place, own: np.dtype, kind: np.dtype) -> str:
+def _refused(place: Site, own: np.dtype, kind: np.dtype) -> str:
   """Says why a kernel stays dense, '' where it is packed."""
   pattern = place.pattern
   if place.path.rpartition("/")[-1] != "kernel":

@@ -25,7 +25,6 @@ from nm_sparsity_jax.deploy import (
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.training.roles import matches
 from nm_sparsity_jax.training.rules import Rules
 
 _TARGET, _STATE = "target/", "flax_mutables/"
@@ -167,4 +166,4 @@ def _rules_apart(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: An
 
 def _axis(rules: Rules, path: str) -> Any:
   """Returns what `axes` of the rules say of a path, None where they do not."""
-  return next((axis for regex, axis in rules.axes.items() if matches(regex, path)), None)
+  return next((axis for regex, axis in rules.axes.items() if re.fullmatch(regex, path)), None)

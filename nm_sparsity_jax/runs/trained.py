@@ -198,7 +198,7 @@ def stored_rules(
   if stored is None or stored.rules is None:
     try:
       return configure.rules(**{**_DEFAULTS, **{k: v for k, v in given.items() if v is not None}})
-    except configure.SettingsError as e:
+    except ValueError as e:
       is_given = any(value is not None for value in given.values())
       said = f" (The settings do not tell them: {e})" if is_given else ""
       raise ValueError(f"{reason}.{said}") from e

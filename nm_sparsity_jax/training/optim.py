@@ -12,17 +12,13 @@ import jax.numpy as jnp
 import optax
 
 from nm_sparsity_jax.core.trees import flatten, map_with_names
-from nm_sparsity_jax.training.rules import Rules, require
+from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.stored import State, current
 from nm_sparsity_jax.training.transform import SparseState, scalar, states
 
 
 class SrSteState(NamedTuple):
-  """The state of `nms.sr_ste`.
-
-  Attributes:
-    count: the updates applied so far, an int32 scalar.
-  """
+  """The state of `nms.sr_ste`, as `CountStepsState`."""
 
   count: jax.Array
 
@@ -56,7 +52,6 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
 
   Reference: Zhou et al., ICLR 2021, arXiv:2102.04010, equation 8.
   """
-  require(rules, "nms.sr_ste(rules)")
 
   def init(params):
     rules.assign(params)
@@ -91,24 +86,18 @@ def add_sr_ste(
     scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
       mean times a factor, the factor.
   """
-  places = rules.assign(params).places
-  wanted = {path: place for path, place in places.items() if place.recipe.lam}
-  arrays = dict(flatten(params))
-  if lost := wanted.keys() - {path for path, _ in flatten(grads)}:
-    raise ValueError(
-      f"SR-STE's term reaches no gradient at {min(lost)!r}: give the gradients of all sparse "
-      "parameters."
-    )
+  sites, arrays = rules.assign(params).places, dict(flatten(params))
 
   def add(path, g):
-    if path not in wanted:
+    site = sites.get(path)
+    if site is None or not site.recipe.lam:
       return g
-    w, place = arrays[path], wanted[path]
-    pruned = jnp.where(place.mask(w, *current(place, step, state)), jnp.zeros_like(w), w)
-    lam = jnp.float32(place.recipe.lam * scale)
+    w = arrays[path]
+    pruned = jnp.where(site.mask(w, *current(site, step, state)), jnp.zeros_like(w), w)
+    lam = jnp.float32(site.recipe.lam * scale)
     return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
 
-  return map_with_names(add, grads) if wanted else grads
+  return map_with_names(add, grads)
 
 
 def count_steps() -> optax.GradientTransformation:

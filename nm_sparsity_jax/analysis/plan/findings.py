@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.training.configure import SettingsError
 
 # What a wrong value makes Python raise, where nobody looked at it first.
 _PYTHONS = (AttributeError, LookupError, TypeError, NameError, AssertionError, ArithmeticError)
@@ -109,14 +108,9 @@ class Findings:
       if not any(e.endswith(text) for e in self.errors):  # a run fails where a part of it did
         self.errors.append(f"{what}: a setting is missing, or has a value of the wrong kind {text}")
       return
-    if not isinstance(error, SettingsError):
-      text = gin_files.message(error)
-      if not any(e.startswith(text) for e in self.errors):  # the rules were to come from there too
-        self.errors.append(text)
-      return
-    if self.config.complete:  # else a file that could not be read may set it
-      self.errors += [gin_files.ask_for(n) for n in error.missing if n not in self.config.lost]
-    self.errors += error.errors
+    text = gin_files.message(error)
+    if not any(e.startswith(text) for e in self.errors):  # the rules were to come from there too
+      self.errors.append(text)
 
   def argument(self, name: str, of: str | None = None) -> Any:
     """Returns an argument of the program, or of another function `of`.

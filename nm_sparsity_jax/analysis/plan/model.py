@@ -21,7 +21,6 @@ from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.trainer import workloads
 from nm_sparsity_jax.trainer.workloads.t5 import known_lengths
 from nm_sparsity_jax.training import flops
-from nm_sparsity_jax.training.configure import SettingsError
 from nm_sparsity_jax.training.rules import Rules
 
 
@@ -94,15 +93,16 @@ def network_of(config: gin_files.Config) -> Any:
 
 
 def _rules(found: Findings) -> Rules | None:
-  """Returns the rules; with errors in the settings, those that can be made."""
+  """Returns the rules; None where the settings are wrong, which is noted."""
   try:
     return found.config.value("RULES")
-  except SettingsError as e:
-    found.note(e)
+  except ValueError as e:
     found.whole = False
-    if e.rules is not None:
-      found.config.put("RULES", e.rules)
-    return e.rules
+    asked, _, says_more = str(e).partition(" is not set")
+    # A value that could not be read, or a file, may set it: that is said already.
+    if not says_more or (found.config.complete and asked not in found.config.lost):
+      found.note(e)
+    return None
 
 
 def _t5x_model(found: Findings) -> Any:

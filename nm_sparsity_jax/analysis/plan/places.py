@@ -13,22 +13,12 @@ from nm_sparsity_jax.training.sites import Assignment
 
 
 def assign(found: Findings, rules: Rules, params: Any) -> Assignment:
-  """Assigns places to parameters, and notes the mistakes; those of like layers once."""
-  examined = rules.examine(params)
-  failed: dict[str, list[str]] = {}
-  for path, error in examined.failed.items():
-    failed.setdefault(str(error).replace(repr(path), "{}"), []).append(path)
-  for text, paths in failed.items():
-    found.errors.append(text.replace("{}", names(paths, words=True)))
-  if examined.idle:
-    here = roles.roles_of([path for path, _ in flatten(params)], rules.roles)
-    have = f"The network has the roles {', '.join(here)}. " if here else ""
-    words = f"{', '.join(roles.regexes(rules.roles))}; with {roles.narrowing_text()} before it"
-    found.errors.append(
-      f"rules that match no parameter: {', '.join(map(repr, examined.idle))}. {have}A place in "
-      f"SPARSITY_RULES is a role ({words}) or a regex for a whole path"
-    )
-  return examined.assignment
+  """Assigns places to parameters; notes a mistake, and then all of them count as dense."""
+  try:
+    return rules.assign(params)
+  except ValueError as e:
+    found.errors.append(str(e))
+    return Assignment({}, {}, tuple(path for path, _ in flatten(params)))
 
 
 def names(paths: Sequence[str], words: bool = False) -> str:
