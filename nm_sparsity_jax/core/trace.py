@@ -96,7 +96,7 @@ class _Value(NamedTuple):
 
 
 _CONSTANT, _DATA = _Value(False), _Value(True)
-_OF_WEIGHTS = "a product of weights or constants"
+_WITH_CONSTANT = "a product with a constant"
 
 
 def axes(
@@ -207,13 +207,14 @@ class _Walk:
 
   def _lose(self, tracks: Iterable[_Track], why: str) -> None:
     for track in tracks:
-      self.lost.setdefault(track.path, why)
+      unknown = f"it could not be followed through {track.lost}"
+      self.lost.setdefault(track.path, why if track.dims is not None else unknown)
 
   def _met(self, known: Sequence[_Value], name: str) -> list[_Value]:
     """Notes that weights meet data outside of a product, after which nobody can follow them."""
-    # What a product with a constant makes, such as with the first state of a recurrent network, is
-    # as good as what a product with data makes.
-    weights = [track for track in _weights(known) if track.lost != _OF_WEIGHTS]
+    # A product with a constant, such as the first state of a recurrent network, is as good as one
+    # with data.
+    weights = [track for track in _weights(known) if track.lost != _WITH_CONSTANT]
     self._lose(weights, f"it meets data outside of a product, in {name}")
     return [value if value.is_data else _CONSTANT for value in known]
 
@@ -233,7 +234,8 @@ class _Walk:
     self._count(factors, product.macs * turns, scope)
     if _any_data(known):
       return _Value(True, () if of_data else _results(eqn, known, product))
-    return _Value(False, tuple(_Track(track.path, None, _OF_WEIGHTS) for track in weights))
+    of_weights = all(value.tracks for value in known)
+    return _lost(known, "a product of weights" if of_weights else _WITH_CONSTANT)
 
   def _count(self, paths: Collection[str], macs: int, scope: str) -> None:
     """Notes the multiply-adds of a product of these parameters, or of one without any."""
@@ -246,7 +248,7 @@ class _Walk:
   def _note(self, track: _Track, contracted: Sequence[int], name: str) -> None:
     """Notes what a product that sums over some axes of a value does with its parameter."""
     if track.dims is None:
-      self._lose([track], f"it could not be followed through {track.lost}")
+      self._lose([track], "")
       return
     summed = _all_of(*(track.dims[d] for d in contracted))
     left = [dim for d, dim in enumerate(track.dims) if d not in contracted]
@@ -264,7 +266,7 @@ class _Walk:
     given = known[:consts], known[consts : consts + carries], layers
     carry = self._carry(body, *given, "scan")
     outs = self.run(body, [*known[:consts], *carry, *layers], turns * p["length"], scope)
-    return [*carry, *(_lost(out, "scan") for out in outs[carries:])]
+    return [*carry, *(_lost([out], "scan") for out in outs[carries:])]
 
   def _while(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
     p = eqn.params
@@ -352,9 +354,9 @@ def _unstacked(value: _Value) -> _Value:
   return value._replace(tracks=tuple(tracks))
 
 
-def _lost(value: _Value, name: str) -> _Value:
-  """Returns a value of which nobody knows where its axes are."""
-  return _Value(value.is_data, tuple(_Track(t.path, None, name) for t in _weights([value])))
+def _lost(known: Sequence[_Value], name: str) -> _Value:
+  """Returns what depends on these values, without knowing where axes of weights are in it."""
+  return _Value(_any_data(known), tuple(_Track(t.path, None, name) for t in _weights(known)))
 
 
 # --- one-hots -------------------------------------------------------------------------------------
@@ -443,9 +445,8 @@ def _results(eqn: Any, known: Sequence[_Value], product: _Product) -> tuple[_Tra
     return ()
   shape, tracks = eqn.outvars[0].aval.shape, []
   end = len(shape) - len(product.kept[1])
-  for value, kept, start in zip(
-    known, product.kept, (end - len(product.kept[0]), end), strict=True
-  ):
+  starts = (end - len(product.kept[0]), end)
+  for value, kept, start in zip(known, product.kept, starts, strict=True):
     for track in _weights([value]):
       if track.dims is not None and len(_all_of(*(track.dims[a] for a in kept))) > 1:
         dims = _unknown(shape)
@@ -479,7 +480,8 @@ def _transpose(eqn, j, i, dims):
 def _reshape(eqn, j, i, dims):
   """Cuts the pieces of all axes anew; None where an axis would be cut across its rows."""
   del j, i
-  pieces = [piece for dim in dims for piece in dim if piece[1] != 1]
+  order = eqn.params["dimensions"] or range(len(dims))  # vmap of a convolution has one
+  pieces = [piece for a in order for piece in dims[a] if piece[1] != 1]
   out = []
   for size in eqn.outvars[0].aval.shape:
     dim, have = [], 1
