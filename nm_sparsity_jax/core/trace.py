@@ -225,7 +225,7 @@ class _Walk:
     for value, summed, kept in zip(known, product.summed, product.kept, strict=True):
       if of_data:
         mixtures = [track for track in value.tracks if _is_mixture(track, summed, kept)]
-        self._lose(mixtures, "its product with data is a kernel that other data meets")
+        self._lose(mixtures, "its product with data mixes kernels, which other data meets")
       elif not value.is_data:
         for track in value.tracks:
           self._note(track, summed, eqn.primitive.name)
