@@ -366,8 +366,11 @@ class AmbiguousAxis(ValueError):
     )
 
 
-# A module that is named so is a convolution, whose kernel is (..., in, out).
-_CONV = re.compile(r"(.*/)?(\w*[cC]onv(?!Transpose)\w*|patch_embed/proj)/kernel")
+# flax's own names, and the roles of families: such a module is a convolution, whose kernel is
+# (..., in, out). A name that a user chose may be that of a transposed one.
+_CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
+_CONV_ROLES = ("stem", "conv", "shortcut")
+_EINSUM = re.compile(r"(.*/)?Einsum_\d+/kernel")  # its kernel may be (out, in)
 _LITERAL = re.compile(r"[\w -]*/(?:[\w/ -]|\\\W)*")  # a path: no character has another meaning
 
 
@@ -382,8 +385,9 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
   if len(shape) == 2:
-    return 0
-  return -2 if 3 <= len(shape) <= 5 and _CONV.fullmatch(path) else None
+    return None if _EINSUM.fullmatch(path) else 0
+  is_conv = _CONV.fullmatch(path) or vocabulary.role_of(path) in _CONV_ROLES
+  return -2 if 3 <= len(shape) <= 5 and is_conv else None
 
 
 def _shapes(params: Any) -> _Shapes:
