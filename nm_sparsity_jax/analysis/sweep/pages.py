@@ -19,7 +19,7 @@ from nm_sparsity_jax.analysis.report import charts, reading, sections
 from nm_sparsity_jax.analysis.report.charts import Chart, Line
 from nm_sparsity_jax.analysis.report.parts import Section, Table, key_of, some
 from nm_sparsity_jax.analysis.report.reading import Run
-from nm_sparsity_jax.analysis.sweep import texts
+from nm_sparsity_jax.analysis.sweep import results
 from nm_sparsity_jax.analysis.sweep.checks import Checked
 from nm_sparsity_jax.analysis.sweep.grid import Sweep
 from nm_sparsity_jax.core.patterns import NM
@@ -65,11 +65,11 @@ def page(sweep: Sweep, checked: Checked, found: Mapping[str, Any]) -> pathlib.Pa
 
 def _results(found: Mapping[str, Any], recipes: Sequence[str]):
   """Yields the tables, the notes, and the charts over the patterns."""
-  yield texts.heading(found)
-  for title, (head, *rows) in texts.tables(found):
+  yield results.heading(found)
+  for title, (head, *rows) in results.tables(found):
     yield f"{title[:1].upper()}{title[1:]}."
     yield Table(head, rows)
-  yield from texts.notes(found)
+  yield from results.notes(found)
   yield from _by_pattern(found, recipes)
   yield "Below, a line is a recipe, the mean over its seeds at each step; settings are of one seed."
   if left_out := [r for r in dict.fromkeys(x["recipe"] for x in found["rows"]) if r not in recipes]:
