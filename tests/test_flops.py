@@ -31,7 +31,7 @@ def images(network):
 
 @functools.cache
 def t5_cost(config, inputs=512, targets=114):
-  return t5.T5(Transformer(config)).cost({"inputs": inputs, "targets": targets})
+  return t5.T5(Transformer(config), lengths={"inputs": inputs, "targets": targets}).cost()
 
 
 VIT = vit.ViT(vit.config("vit_b16", class_token=False))  # the paper's tables have no class token

@@ -17,6 +17,7 @@ from nm_sparsity_jax.deploy.huggingface import Folder
 from nm_sparsity_jax.models.t5 import Transformer
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.trainer import checkpoints, step
+from nm_sparsity_jax.trainer.workloads.t5 import T5
 from nm_sparsity_jax.training import rules_text
 
 RULES = {"ff": "1:4", "qkv": "2:8", "o": "1:4"}
@@ -146,17 +147,19 @@ def test_convert_makes_a_checkpoint_of_the_network(scan, dense, tmp_path):
 def test_a_local_run_starts_from_a_folder_of_its_network(scan, dense):
   folder = str(dense[0])
   config = weights.config_of_name("v1_1", scan_layers=scan)
-  model = step.Model(Transformer(config), some_rules())
+  model = step.Model(T5(Transformer(config)), some_rules())
   params, _, number = checkpoints.load_initial(folder, model, jax.random.key(0))
   want = huggingface.from_huggingface(weights.tensors_of("v1_1"), config)
   weights.assert_same(jax.device_get(params), want)
   assert number == 0
-  other = step.Model(Transformer(weights.config_of_name("v1_1", mlp_dim=48)), some_rules())
+  other = step.Model(T5(Transformer(weights.config_of_name("v1_1", mlp_dim=48))), some_rules())
   with pytest.raises(ValueError, match="is of another network: mlp_dim is 40 there and 48 here"):
     checkpoints.load_initial(folder, other, jax.random.key(0))
   relu = weights.config_of_name("v1_1", mlp_activations=("relu", "linear"))  # the same shapes
   with pytest.raises(ValueError, match="mlp_activations is .'gelu', 'linear'. there"):
-    checkpoints.load_initial(folder, step.Model(Transformer(relu), some_rules()), jax.random.key(0))
+    checkpoints.load_initial(
+      folder, step.Model(T5(Transformer(relu)), some_rules()), jax.random.key(0)
+    )
 
 
 def test_a_file_of_a_t5_and_a_pickled_one_are_refused_where_checkpoints_are_read(tmp_path):

@@ -139,7 +139,7 @@ def test_cost_is_that_of_flops(run, recipe):
   _, report = run(**settings, raw=[f"TASK_FEATURE_LENGTHS = {LENGTHS}", "BATCH_SIZE = 7"])
   sizes = dict(num_encoder_layers=2, num_decoder_layers=3, emb_dim=32, mlp_dim=48, num_heads=2)
   made = network.T5Config.t5_1_1("tiny", vocab_size=64, head_dim=8, **sizes)
-  dense = T5(network.Transformer(made)).cost({"inputs": 10, "targets": 6})
+  dense = T5(network.Transformer(made), lengths={"inputs": 10, "targets": 6}).cost()
   places = configure.rules(settings["SPARSITY_RULES"], recipe, "1:4", sparse_steps=100).places
   once, whole = nms.flops.inference(dense, places), nms.flops.training(dense, places, 7)
   cost = report["cost"]
@@ -370,12 +370,12 @@ class Own(Workload):
   def splits(self):
     return {}
 
-  def check(self, source=None):
+  def check(self):
     if self.width > 9:
       raise ValueError("width=10: too wide for these data.")
 
 class Silent(Own):
-  def example(self, lengths=None):
+  def example(self):
     raise OSError("no data here")
 
 class Wide(Own):

@@ -364,7 +364,7 @@ OWN_CONFIG = T5Config.t5_1_1(
 
 def t5_cost(config):
   """The cost of a T5 for the lengths of CONFIG."""
-  return T5(Transformer(config)).cost({"inputs": 16, "targets": 4})
+  return T5(Transformer(config), lengths={"inputs": 16, "targets": 4}).cost()
 
 
 def own(folder, places="{'ff': None}"):

@@ -11,7 +11,7 @@ from nm_sparsity_jax.runs import settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NAMES = {
-  "model", "optimizer", "source", "model_dir", "sparse_steps", "initial_checkpoint",
+  "model", "optimizer", "data_seed", "model_dir", "sparse_steps", "initial_checkpoint",
   "pretrained_steps", "microbatches", "random_seed",
 }  # fmt: skip
 
@@ -35,7 +35,7 @@ def config(**changes):
     SPARSITY_RULES={"ff": None, "decoder/qkv": "2:4"}, DROPOUT_RATE=0.1,
   )  # fmt: skip
   bindings = [f"{name} = {value!r}" for name, value in (macros | changes).items()]
-  bindings.append("data.Source.lengths = (8,)")
+  bindings.append("t5.T5.lengths = (8,)")
   made = gin_files.Config([ROOT], [*files, "gin_configs/sparsity.gin"], bindings)
   assert not made.errors
   return {name: value for name, value in made.settings("Run").items() if name in NAMES}
@@ -44,8 +44,8 @@ def config(**changes):
 def test_settings_are_nested_plain_values():
   found = config()
   assert found == json.loads(json.dumps(found))
-  assert found["sparse_steps"] == 9 and found["source"][""] == "Source"
-  assert found["source"]["lengths"] == [8] and found["source"]["pack"] is False
+  assert found["sparse_steps"] == 9 and found["model"]["workload"]["data"][""] == "Source"
+  assert found["model"]["workload"]["lengths"] == [8]
   assert found["model"]["rules"]["places"] == {"ff": None, "decoder/qkv": "2:4"}
   assert found["optimizer"]["learning_rate"]["rate"] == 0.001
 
@@ -70,8 +70,8 @@ def test_a_new_run_compares_values(tmp_path):
   with_checkpoint(folder)
   now = config(PATTERN="1:8", DATA_SEED=3, SPARSITY_RULES={"ff": "1:2"})
   assert settings.changed(folder, now) == (
-    "model.rules.places.'decoder/qkv' was '2:4', and is not set; "
-    "model.rules.places.'ff' was None, and is '1:2'; source.seed was 0, and is 3"
+    "data_seed was 0, and is 3; model.rules.places.'decoder/qkv' was '2:4', and is not set; "
+    "model.rules.places.'ff' was None, and is '1:2'"
   )
   del now["microbatches"]
   assert "microbatches was 1, and is not set" in settings.changed(folder, now)

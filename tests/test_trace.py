@@ -213,7 +213,9 @@ def psum(w, x):
   "function",
   [
     lambda p, x: jax.lax.map(lambda row: row @ p["w"], x),
-    lambda p, x: jax.lax.fori_loop(0, 4, lambda i, h: h + x.reshape(4, 2, 16)[i] @ (p["w"] / i), 0.0),
+    lambda p, x: jax.lax.fori_loop(
+      0, 4, lambda i, h: h + x.reshape(4, 2, 16)[i] @ (p["w"] / i), 0.0
+    ),
     lambda p, x: jax.lax.ragged_dot(x, p["w"][None], jnp.array([8])),
     lambda p, x: on_four_devices(lambda w, x: x @ w, P(), P("d"))(p["w"], x),
     lambda p, x: on_four_devices(psum, P("d"), P(None, "d"))(p["w"], x),

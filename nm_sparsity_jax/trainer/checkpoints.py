@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +39,6 @@ from nm_sparsity_jax.training.transform import SparseState
 
 MUTABLES = "flax_mutables"  # T5X's name for all collections
 _PREFIX = folders.PREFIX
-_DOOMED = ".removed"  # behind the name of a checkpoint that is being removed
 
 
 def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
@@ -119,8 +117,6 @@ class Checkpoints:
   """
 
   def __init__(self, folder: str | os.PathLike, keep: int | None):
-    if keep is not None and keep < 1:
-      raise ValueError(f"KEEP_CHECKPOINTS={keep}: keep at least one, or None for all.")
     ocp = orbax.library(str(folder))
     self._ocp, self._keep = ocp, keep
     self.folder = pathlib.Path(folder).absolute()
@@ -148,9 +144,9 @@ class Checkpoints:
     """Starts to write; the tree may be donated afterwards."""
     if step == self._saving or step in self.steps():
       return
-    with self._explained(step), orbax.quiet():
-      self.wait()
-      self._prune()
+    self.wait()
+    self._remove_old()
+    with self._explained(step):
       # A copy on the host: on a CPU the background would else read what the next step writes to.
       tree = jax.tree.map(lambda x: np.array(x), tree)
       args = self._ocp.args.Composite(state=self._ocp.args.PyTreeSave(tree))
@@ -160,52 +156,44 @@ class Checkpoints:
   def wait(self) -> None:
     """Waits until the last one is complete."""
     if self._saving is not None:
-      with self._explained(self._saving), orbax.quiet():
+      with self._explained(self._saving):
         self._manager.wait_until_finished()
-        self._saving = None
-
-  def abandon(self) -> None:
-    """Ends Orbax' threads, which would otherwise print much at the end of a refused process."""
-    with contextlib.suppress(Exception), orbax.quiet():
-      self._manager.close()
+      self._saving = None
 
   def close(self) -> None:
     """Waits, and removes what need not stay."""
     try:
       self.wait()
-      self._prune()
+      self._remove_old()
     finally:
-      with contextlib.suppress(Exception), orbax.quiet():
-        self._manager.close()
-      self._quiet.close()
+      self.abandon()
+
+  def abandon(self) -> None:
+    """Ends Orbax' threads, which would otherwise print much at the end of a refused process."""
+    with contextlib.suppress(Exception), orbax.quiet():
+      self._manager.close()
+    self._quiet.close()
 
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:
     try:
-      yield
-    except _Said:
-      raise
+      with orbax.quiet():
+        yield
     except Exception as e:
-      raise _Said(self.no_room(f"{self.folder}/{_PREFIX}_{step}", e)) from e
+      raise ValueError(self.not_written(f"{self.folder}/{_PREFIX}_{step}", e)) from e
 
-  def no_room(self, what: str, error: BaseException) -> str:
+  def not_written(self, what: str, error: BaseException) -> str:
     """Returns a sentence: what could not be written, why, and where the run continues."""
     return (
       f"{what} could not be written ({first_line(error)}). The newest complete checkpoint is "
       f"{self.newest()}; with room on the disk, the same command continues from it."
     )
 
-  def _prune(self) -> None:
-    for path in self.folder.glob(f"*{_DOOMED}"):  # what a kill left
-      if re.fullmatch(rf"{_PREFIX}_\d+{re.escape(_DOOMED)}", path.name) and path.is_dir():
-        _remove(path)
-    if self._keep is not None:
-      for step in self.steps()[: -self._keep]:
-        if step != self.best:
-          path = self.folder / f"{_PREFIX}_{step}"
-          doomed = path.with_name(path.name + _DOOMED)
-          os.replace(path, doomed)  # at once: what a kill leaves of it is no checkpoint
-          _remove(doomed)
+  def _remove_old(self) -> None:
+    # Orbax' policies keep the newest or the best by a metric of the save; ours is known after it.
+    for step in self.steps()[: -self._keep] if self._keep else ():
+      if step != self.best:
+        shutil.rmtree(self.folder / f"{_PREFIX}_{step}", ignore_errors=True)
 
   def restore(self, step: int, like: TrainState, model: Model) -> tuple[Any, str]:
     """Reads one of these checkpoints onto the devices: its tree, and the text of its rules."""
@@ -228,15 +216,6 @@ class Checkpoints:
         f"away, and the same command {then}."
       ) from e
     return tree, rules_text.unpack(tree["state"][COLLECTION]["rules"])
-
-
-def _remove(folder: pathlib.Path) -> None:
-  """Removes what it can. The rest is no checkpoint any more, and the next call tries again."""
-  shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Said(ValueError):
-  """An error that is already explained."""
 
 
 def opened(path: str, model: Model, newest: bool = False) -> checkpoint.Stored:
@@ -271,25 +250,25 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
       f"INITIAL_CHECKPOINT_PATH: {path!r} is a packed file, which is deployed and does not learn: "
       "start from the checkpoint that was packed."
     )
-  like, where = {"target": model.shapes}, {"target": model.shardings(model.shapes)}
+  like = {"target": model.shapes}
   wanted = [f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)]
   is_held = bool(wanted) and set(wanted) <= set(stored.leaves)
   if is_held:
-    like[MUTABLES], where[MUTABLES] = model.collections, model.shardings(model.collections)
-  tree = _load(stored, like, where, model)
+    like[MUTABLES] = model.collections
+  tree = _load(stored, like, model)
   if said := check_start.told(stored):
     warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
-  collections = tree[MUTABLES] if is_held else model.initial_collections(key)
+  collections = tree[MUTABLES] if is_held else model.initial(key)[1]
   return tree["target"], collections, stored.step or 0
 
 
-def _load(stored: checkpoint.Stored, like: Any, where: Any, model: Model) -> Any:
-  """Loads what trees name, from the average where the run kept one."""
+def _load(stored: checkpoint.Stored, like: Any, model: Model) -> Any:
+  """Loads what a tree names, from the average where the run kept one."""
+  where = {name: model.shardings(x) for name, x in like.items()}
   if not stored.average:
-    return arrays.load(stored, like, where, model.workload.setting_of)
+    return arrays.load(stored, like, where)
   moved = lambda tree: nested({stored.deployed(key): x for key, x in flatten(tree)})
-  setting_of = model.workload.setting_of
-  found = dict(flatten(arrays.load(stored, moved(like), moved(where), setting_of)))
+  found = dict(flatten(arrays.load(stored, moved(like), moved(where))))
   leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -314,7 +293,7 @@ def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> dict[str, An
   like: dict[str, Any] = {"target": model.shapes}
   if model.collections:
     like[MUTABLES] = model.collections
-  tree = _load(stored, like, {name: model.shardings(x) for name, x in like.items()}, model)
+  tree = _load(stored, like, model)
   params = tree["target"]
   if stored.sparse_step is not None and (stored.average or not stored.in_place):
     params = model.effective(params, jnp.int32(stored.sparse_step), stored.masks())
@@ -325,12 +304,9 @@ def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:
   """Raises where the text of a checkpoint's rules differs from that of these rules."""
   now = rules_text.describe(rules)
   if stored != now:
+    there, here = ("; ".join(text.splitlines()) for text in (stored, now))
     raise ValueError(
-      f"{path} was trained with the rules [{_joined(stored)}], but this run has [{_joined(now)}]. "
-      "Continue with the checkpoint's rules. For a new run with the others, take another MODEL_DIR "
-      "and name the checkpoint as INITIAL_CHECKPOINT_PATH."
+      f"{path} was trained with the rules [{there}], but this run has [{here}]. Continue with the "
+      "checkpoint's rules. For a new run with the others, take another MODEL_DIR and name the "
+      "checkpoint as INITIAL_CHECKPOINT_PATH."
     )
-
-
-def _joined(text: str) -> str:
-  return "; ".join(text.splitlines())

@@ -23,7 +23,7 @@ from nm_sparsity_jax.analysis import compiled, topology
 from nm_sparsity_jax.analysis.plan.findings import Findings
 from nm_sparsity_jax.analysis.plan.model import Made, inputs
 from nm_sparsity_jax.recipes import recipe
-from nm_sparsity_jax.trainer.workloads.t5 import tokens
+from nm_sparsity_jax.trainer.workloads.t5 import T5, tokens
 from nm_sparsity_jax.training.rules import Rules
 
 _TOO_LARGE = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
@@ -96,9 +96,10 @@ def _local(found: Findings, devices: Sequence[Any]) -> Callable[[Rules | None], 
 
 def _batch(found: Findings, run: Any) -> Mapping[str, Any]:
   """Returns a batch of the local runner: of a workload's own the first, of a text task shapes."""
-  if run.source is None:
-    return next(iter(run.batches(0)))
-  return tokens(found.lengths, run.batch_size, run.source.pack)
+  workload = run.model.workload
+  if not isinstance(workload, T5):
+    return next(iter(workload.batches(0, 0)))
+  return tokens(found.lengths, workload.batch_size, workload.data.pack)
 
 
 def _t5x(found: Findings, made: Made, devices: Sequence[Any]) -> Callable[[Rules | None], Any]:

@@ -76,7 +76,7 @@ def network_of(config: gin_files.Config) -> Any:
     config: the settings of the run.
   """
   if config.is_set("WORKLOAD"):
-    return workloads.of(config.value("WORKLOAD"))
+    return config.value("WORKLOAD")
   has_none = not config.is_set("NETWORK")
   network = config.argument_of("MODEL", "module") if has_none else config.value("NETWORK")
   if network is not None and not hasattr(network, "init"):
@@ -216,7 +216,7 @@ def cost_of(network: Any, params: Any, lengths: Mapping[str, int] | None) -> flo
     lengths: tokens of an example, by feature; None = the settings do not say them.
   """
   if isinstance(network, workloads.Workload):
-    return network.cost(lengths)
+    return network.cost()
   module = _dense(network)
   apply = lambda params, arrays: module.apply({"params": params}, **arrays, enable_dropout=False)
   return flops.forward(apply, params, _arrays(module, lengths))

@@ -79,7 +79,7 @@ def _t5_cost(gin: str) -> flops.Cost:
   from nm_sparsity_jax.trainer.workloads.t5 import T5
 
   config, lengths = _t5(gin)
-  return T5(Transformer(config)).cost(lengths)
+  return T5(Transformer(config), lengths=lengths).cost()
 
 
 def _literal(name: str, text: str) -> Any:

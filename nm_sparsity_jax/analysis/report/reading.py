@@ -20,7 +20,7 @@ from typing import Any
 
 from nm_sparsity_jax.analysis.report import charts, network
 from nm_sparsity_jax.runs import events, folders, results, trained
-from nm_sparsity_jax.trainer import directions
+from nm_sparsity_jax.trainer import evaluation
 
 Points = dict[int, float]  # global step -> value
 LOSS = "loss_per_nonpadding_target_token"
@@ -72,7 +72,7 @@ class Run:
     Args:
       metric: its name.
     """
-    return directions.less_is_better(self._directions, metric)
+    return evaluation.less_is_better(self._directions, metric)
 
   @property
   def offset(self) -> int:
