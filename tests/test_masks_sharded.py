@@ -161,7 +161,8 @@ def trained(params, steps=4):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_each_device_trains_its_own_shard(spec, monkeypatch):
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_each_device_trains_its_own_shard(spec, kind, monkeypatch):
   """As on several TPUs: `init` learns the shardings, masks are made in `shard_map`, same bits."""
   w = np.random.default_rng(1).normal(size=(len(RECIPES), *SHAPE)).astype(np.float32)
   start = dict(zip(RECIPES, map(jnp.asarray, w), strict=True))
@@ -169,12 +170,32 @@ def test_each_device_trains_its_own_shard(spec, monkeypatch):
   calls, shard_map = [], jax.shard_map
   monkeypatch.setattr(jax, "shard_map", lambda *a, **k: calls.append(1) or shard_map(*a, **k))
   monkeypatch.setattr(groups, "_PLATFORM", "cpu")
-  sharding = NamedSharding(mesh(), SPECS[spec])
+  sharding = NamedSharding(mesh(kind), SPECS[spec])
   *shared, spoken = trained(jax.device_put(start, sharding))
   assert calls and spoken == []
   jax.tree.map(np.testing.assert_array_equal, shared, alone)
   for leaf in jax.tree.leaves((shared[1].dense, shared[1].masks["mask"])):
     assert leaf.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_a_step_may_stand_in_a_shard_map_of_the_users(monkeypatch):
+  """Data parallel by hand: `init` saw replicated weights, and each device updates all of them."""
+  monkeypatch.setattr(groups, "_PLATFORM", "cpu")
+  where, rules = mesh(), nms.Rules({"idp": RECIPES["idp"]}, axes={".*": 0})
+  start = {"idp": jnp.asarray(np.random.default_rng(1).normal(size=SHAPE), jnp.float32)}
+  tx = nms.sparse(optax.sgd(0.1), rules)
+
+  def step(params, opt):
+    updates, opt = tx.update(jax.tree.map(lambda w: 2 * (w - 1), params), opt, params)
+    return optax.apply_updates(params, updates), opt
+
+  alone = jax.jit(step)(start, tx.init(start))
+  params = jax.device_put(start, NamedSharding(where, PartitionSpec()))
+  whole = PartitionSpec()
+  shared = jax.jit(
+    jax.shard_map(step, mesh=where, in_specs=whole, out_specs=whole, check_vma=False)
+  )(params, tx.init(params))
+  jax.tree.map(np.testing.assert_array_equal, shared, alone)
 
 
 def test_a_sharding_that_cuts_a_group_is_passed_over():

@@ -121,7 +121,8 @@ class Site:
 
   def _apply(self, function, w, step, mask):
     arrays = (w,) if mask is None else (w, mask)
-    return self.groups.apply(lambda w, *m, axis: function(w, step, axis, *m), *arrays)
+    call = lambda step, w, *m, axis: function(w, step, axis, *m)
+    return self.groups.apply(call, *arrays, scalar=step)
 
 
 @dataclasses.dataclass(frozen=True)
