@@ -361,8 +361,8 @@ class AmbiguousAxis(ValueError):
     super().__init__(
       "which axis the product sums over is not known for "
       + ", ".join(f"{path!r} of shape {shape}" for path, shape in found)
-      + ": let the program tell, rules.for_model(lambda p, x: model.apply({'params': p}, x), "
-      f"params, x), or name it, Rules(..., axes={{{re.escape(found[0][0])!r}: 0}})."
+      + ": let the forward pass tell, rules = rules.for_model(forward, params, *inputs), or name "
+      f"it, Rules(..., axes={{{re.escape(found[0][0])!r}: AXIS}})."
     )
 
 
