@@ -25,7 +25,6 @@ class Halving(nms.Recipe):
   """D halves at the middle of the sparsify phase; what is deployed is `scale` times the weight."""
 
   name = "halving"
-  needs = {"scale": recipes.Need("2.0", "what to multiply with")}
   pattern: nms.NM
   phases: nms.Phases
   scale: float | None = None
@@ -36,7 +35,7 @@ class Halving(nms.Recipe):
     super().__post_init__()
     if self.kept is not None:
       object.__setattr__(self, "kept", nms.NM.parse(self.kept))
-    if self.scale is not None and self.scale <= 0:
+    if not self.scale or self.scale <= 0:
       raise ValueError(f"{self.name}: scale must be positive.")
 
   def levels(self, axis_size=None):
@@ -106,7 +105,7 @@ def test_settings_make_it(halving):
   made = configure.rules({"ff": "1:4"}, "halving", fields={"scale": 3.0}, **STEPS)
   assert made == nms.Rules({"ff": nms.recipe("halving", pattern="1:4", phases=PHASES, scale=3.0)})
   for fields, word in (
-    (None, "needs"),
+    (None, "scale must be positive"),
     ({"scale": -1.0}, "scale must be positive"),
     ({"scale": 1.0, "k": 2}, "k=2"),
   ):

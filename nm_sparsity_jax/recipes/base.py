@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.core
@@ -24,18 +24,6 @@ from nm_sparsity_jax.core.schedules import Curve, Phases, Segment, as_step
 from nm_sparsity_jax.recipes.levels import leveled_mask
 
 NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
-
-
-class Need(NamedTuple):
-  """What a recipe asks for in a field that it needs.
-
-  Attributes:
-    example: a value as one writes it.
-    meaning: what the value is, in words.
-  """
-
-  example: str
-  meaning: str
 
 
 class Recipe:
@@ -59,15 +47,12 @@ class Recipe:
       final              what is deployed; the weight where the mask keeps it, else 0
       stateful, renewals, first_state, next_state   a mask that is kept, as `OneShot` does
       __post_init__      checks of your own; call that of `Recipe` first
-      needs, together    what `nms.configure.rules` must know to name every mistake
 
   Attributes:
     name: the name that `recipe` knows it by.
     stateful: whether it keeps a mask; see `stored.init_state`.
     needs_gradients: whether `next_state` must be given the gradient of each update.
     default_gradient: the gradient mode where `gradient` is None.
-    needs: fields that must be given though they have a default -> an example.
-    together: fields that others are only right beside, as `beta` is beside `decay_kind`.
     pattern: the target pattern, None for dense.
     phases: the steps of the sparse run, None for dense.
     gradient: 'masked', 'straight_through', or None for `default_gradient`.
@@ -78,8 +63,6 @@ class Recipe:
   stateful: ClassVar[bool] = False
   needs_gradients: ClassVar[bool] = False
   default_gradient: ClassVar[str] = "masked"
-  needs: ClassVar[Mapping[str, Need]] = {}
-  together: ClassVar[tuple[str, ...]] = ()
   pattern: NM
   phases: Phases
   gradient: str | None = None

@@ -189,20 +189,8 @@ def _right_fields(name: str, fields: Mapping[str, Any], wrong: SettingsError):
   """Returns the fields that are right in themselves; None where none can be used."""
   if name not in RECIPES:
     return wrong.tried(make_recipe, name)
-  cls = RECIPES[name]
-  for field, need in cls.needs.items():
-    if not fields.get(field):
-      wrong.note(
-        f"{name} needs a {field}: RECIPE_FIELDS = {{{field!r}: {need.example}}}, {need.meaning}."
-      )
-      return None
-  # Beside a pattern and phases that suit every field, and what others need beside them.
   common = {"pattern": NM(1, 2), "phases": Phases(total=2**31 - 1)}
-  common |= {field: fields[field] for field in (*cls.needs, *cls.together) if field in fields}
-  tried = lambda field: wrong.tried(make_recipe, name, **common | {field: fields.get(field)})
-  right = {field: fields[field] for field in fields if tried(field)}
-  # Without the beta that is wrong it would take one of its own, and say what is wrong with that.
-  return None if "beta" in fields and "beta" not in right else right
+  return fields if wrong.tried(make_recipe, name, **{**common, **fields}) else None
 
 
 class _Common(NamedTuple):
