@@ -2,9 +2,7 @@
 
 import doctest
 
-import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -35,23 +33,9 @@ def all_of(name):
   return np.arange(256, dtype=np.uint8).view(np.dtype(name)), np.arange(256) % (1 << width)
 
 
-def numbers():
-  """The dtypes of real numbers that ml_dtypes has."""
-  for name in dir(ml_dtypes):
-    kind = getattr(ml_dtypes, name)
-    if isinstance(kind, type) and issubclass(kind, np.generic) and "complex" not in name:
-      yield np.dtype(kind).name
-
-
 def rules(pattern):
   recipe = nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
   return nms.Rules({".*": recipe})
-
-
-def test_all_dtypes_are_here():
-  assert set(numbers()) <= {*FORMATS, "bfloat16"}
-  failed, tried = doctest.testmod(dtypes)
-  assert tried and not failed
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -114,13 +98,6 @@ def test_masks_refuse_what_cannot_be_pruned(name):
       call(w, "1:2")
 
 
-@pytest.mark.parametrize("name", [n for n in FLOATS if n not in REFUSED])
-def test_finalized_weights_of_every_float_are_proven(name):
-  width, *_ = FORMATS[name]
-  one = np.arange(1 << width, dtype=np.uint8)
-  w = np.random.default_rng(0).permutation(one).reshape(-1, 2).view(np.dtype(name))
-  params = {"a": {"kernel": jnp.asarray(w)}}
-  done = nms.finalize(params, rules("1:4"), 9)
-  found = nms.verify(jax.tree.map(np.asarray, done), rules("1:4"))
-  (place,) = found.places
-  assert not place.bad_groups and found.ok == (not place.not_finite)
+def test_docstrings():
+  failed, tried = doctest.testmod(dtypes)
+  assert tried and not failed

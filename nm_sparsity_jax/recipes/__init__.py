@@ -19,7 +19,7 @@ import importlib
 import pkgutil
 
 from nm_sparsity_jax.core.schedules import Curve
-from nm_sparsity_jax.recipes.base import Need, Recipe
+from nm_sparsity_jax.recipes.base import Recipe
 from nm_sparsity_jax.recipes.baselines import Dense, SrSte
 from nm_sparsity_jax.recipes.custom import Custom
 from nm_sparsity_jax.recipes.progressive import (
@@ -32,7 +32,7 @@ from nm_sparsity_jax.recipes.registry import RECIPES, recipe, register
 from nm_sparsity_jax.recipes.stateful import Idp, OneShot, Snip
 
 __all__ = [
-    "RECIPES", "Curve", "Custom", "Dense", "Idp", "MdgfExponential", "MdgfLinear", "Need",
+    "RECIPES", "Curve", "Custom", "Dense", "Idp", "MdgfExponential", "MdgfLinear", 
     "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "recipe",
     "register",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.core
@@ -24,18 +24,6 @@ from nm_sparsity_jax.core.schedules import Curve, Phases, Segment, as_step
 from nm_sparsity_jax.recipes.levels import leveled_mask
 
 NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
-
-
-class Need(NamedTuple):
-  """What a recipe asks for in a field that it needs.
-
-  Attributes:
-    example: a value as one writes it.
-    meaning: what the value is, in words.
-  """
-
-  example: str
-  meaning: str
 
 
 class Recipe:
@@ -59,15 +47,12 @@ class Recipe:
       final              what is deployed; the weight where the mask keeps it, else 0
       stateful, renewals, first_state, next_state   a mask that is kept, as `OneShot` does
       __post_init__      checks of your own; call that of `Recipe` first
-      needs, together    what `nms.configure.rules` must know to name every mistake
 
   Attributes:
     name: the name that `recipe` knows it by.
     stateful: whether it keeps a mask; see `stored.init_state`.
     needs_gradients: whether `next_state` must be given the gradient of each update.
     default_gradient: the gradient mode where `gradient` is None.
-    needs: fields that must be given though they have a default -> an example.
-    together: fields that others are only right beside, as `beta` is beside `decay_kind`.
     pattern: the target pattern, None for dense.
     phases: the steps of the sparse run, None for dense.
     gradient: 'masked', 'straight_through', or None for `default_gradient`.
@@ -78,10 +63,8 @@ class Recipe:
   stateful: ClassVar[bool] = False
   needs_gradients: ClassVar[bool] = False
   default_gradient: ClassVar[str] = "masked"
-  needs: ClassVar[Mapping[str, Need]] = {}
-  together: ClassVar[tuple[str, ...]] = ()
-  pattern: NM | None
-  phases: Phases | None
+  pattern: NM
+  phases: Phases
   gradient: str | None = None
   lam: float = 0.0
 
@@ -94,7 +77,7 @@ class Recipe:
       if isinstance(field.default, float) and isinstance(value, int):
         value = float(value)
       object.__setattr__(self, field.name, value)
-    object.__setattr__(self, "pattern", NM.parse(self.pattern))  # type: ignore[arg-type]
+    object.__setattr__(self, "pattern", NM.parse(self.pattern))
     if not isinstance(self.phases, Phases):
       raise ValueError(
         f"{type(self).__name__}(phases={self.phases!r}): give the steps of the sparse run, for "
@@ -124,7 +107,7 @@ class Recipe:
   @property
   def sparse_from(self) -> int:
     """Returns the first step of the schedule proper; before it D = 1."""
-    return self.phases.dense if self.phases else 0
+    return self.phases.dense
 
   def levels(self, axis_size: int | None = None) -> tuple[tuple[int, NM], ...]:
     """Returns ((first step, pattern), ...): which pattern holds from which step on.
@@ -135,7 +118,6 @@ class Recipe:
       axis_size: length of the grouped axis, None where it is not known.
     """
     del axis_size
-    assert self.pattern is not None
     return ((self.sparse_from, self.pattern),)
 
   @property
@@ -145,9 +127,9 @@ class Recipe:
 
   def decay(self, step: jax.Array | int) -> jax.Array:
     """Returns D at `step`, a float32 scalar in [0, 1]; NaN at a negative step: none was given."""
-    step, phases = as_step(step), _phases(self)
-    d = self.curve.value(step - phases.dense, jnp)
-    d = jnp.where(step >= phases.finetune_start, jnp.float32(0), d)
+    step = as_step(step)
+    d = self.curve.value(step - self.phases.dense, jnp)
+    d = jnp.where(step >= self.phases.finetune_start, jnp.float32(0), d)
     d = jnp.where(step < self.sparse_from, jnp.float32(1), d)
     return jnp.where(step < 0, NAN, d)
 
@@ -245,13 +227,12 @@ class Recipe:
       groups: where its groups lie; it makes masks of the weight.
       state: what `next_state` returned last, of a stateful recipe.
     """
-    assert self.pattern is not None
     keep = groups.magnitude_mask(w, self.pattern, parent=(state or {}).get("mask"))
     return jnp.where(keep, w, jnp.zeros_like(w))
 
   def timeline(self, axis_size: int | None = None) -> tuple[Segment, ...]:
     """Returns what happens when, as segments that cover [0, total)."""
-    p, curve = _phases(self), self.curve
+    p, curve = self.phases, self.curve
     levels = self.levels(axis_size)
     cuts = {0, self.sparse_from, p.finetune_start, p.total, *(start for start, _ in levels)}
     cuts |= {p.dense + j for j in (*curve.knots, curve.end)}
@@ -263,11 +244,10 @@ class Recipe:
       else:
         pattern = next(q for first, q in reversed(levels) if first <= start)
         new = Segment(start, stop, pattern, *_decay_between(curve, p, start, stop))
-      constant = (new.pattern, new.decay_start, new.decay_start)
-      before = segments and segments[-1]
-      if before and (before.pattern, before.decay_start, before.decay_stop) == constant:
-        if new.decay_stop == new.decay_start:  # nothing changes here
-          new = dataclasses.replace(segments.pop(), stop=stop)
+      before = segments[-1] if segments else new
+      decays = {before.decay_start, before.decay_stop, new.decay_start, new.decay_stop}
+      if segments and before.pattern == new.pattern and len(decays) == 1:  # nothing changes here
+        new = dataclasses.replace(segments.pop(), stop=stop)
       segments.append(new)
     return tuple(segments)
 
@@ -276,7 +256,7 @@ class Recipe:
 
     It is `phases.total` where the run never reaches that.
     """
-    found = _phases(self).total
+    found = self.phases.total
     for segment in reversed(self.timeline(axis_size)):
       if segment.pattern != self.pattern or segment.decay_start or segment.decay_stop:
         break
@@ -368,12 +348,6 @@ def _pull_back(recipe, axis, step, grad, w, seen, stored):
   if recipe.lam:
     out = out + dtype.type(recipe.lam) * jnp.where(kept, jnp.zeros_like(wide), wide)
   return out.astype(grad.dtype)
-
-
-def _phases(recipe: Recipe) -> Phases:
-  """Returns the phases of a recipe that is not dense."""
-  assert recipe.phases is not None
-  return recipe.phases
 
 
 def _decay_between(curve: Curve, phases: Phases, start: int, stop: int) -> tuple[float, float]:

@@ -21,8 +21,12 @@ class Dense(Recipe):
   """
 
   name: ClassVar[str] = "dense"
-  pattern: NM | None = None
-  phases: Phases | None = None
+  pattern: NM | None = None  # type: ignore[assignment]
+  phases: Phases | None = None  # type: ignore[assignment]
+
+  @property
+  def sparse_from(self):
+    return self.phases.dense if self.phases else 0
 
   def __post_init__(self):
     if self.pattern is not None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from operator import index
 from typing import ClassVar
 
 from nm_sparsity_jax.core import schedules
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
-from nm_sparsity_jax.recipes.base import Need, Recipe
-
-_PATH = Need("((0, '4:8', 1.0), (5000, '1:8', 0.5))", "entries (step, pattern, D)")
+from nm_sparsity_jax.recipes.base import Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +32,6 @@ class Custom(Recipe):
   """
 
   name: ClassVar[str] = "custom"
-  needs: ClassVar[Mapping[str, Need]] = {"path": _PATH}
   pattern: NM
   phases: Phases
   path: tuple[tuple[int, NM, float], ...] = ()
@@ -49,7 +45,7 @@ class Custom(Recipe):
     except (TypeError, ValueError) as e:
       raise ValueError(f"custom(path={self.path!r}): entries are (step, pattern, D). {e}") from e
     if not path:
-      raise ValueError(f"custom needs a path, {_PATH.meaning}: for example path={_PATH.example}.")
+      raise ValueError("custom needs a path, such as ((0, '4:8', 1.0), (5000, '1:8', 0.5)).")
     steps = [step for step, _, _ in path]
     low, high = self.phases.dense, self.phases.finetune_start
     if steps != sorted(set(steps)) or steps[0] < low or steps[-1] >= high:

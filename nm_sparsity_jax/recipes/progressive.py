@@ -91,7 +91,6 @@ class SdgfStepwise(Fading):
   """
 
   name: ClassVar[str] = "sdgf_stepwise"
-  together: ClassVar[tuple[str, ...]] = ("decay_kind",)
   pattern: NM
   phases: Phases
   beta: float | None = None
@@ -121,7 +120,6 @@ class SdgfGeometric(Fading):
   """
 
   name: ClassVar[str] = "sdgf_geometric"
-  together: ClassVar[tuple[str, ...]] = ("decay_kind",)
   pattern: NM
   phases: Phases
   beta: float | None = None

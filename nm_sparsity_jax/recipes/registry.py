@@ -99,13 +99,8 @@ def recipe(
       f"{name} has no field {values}. Its fields: {', '.join(known)}. Leave the others None."
     )
   given |= {"pattern": pattern, "phases": phases}
-  for field in ("pattern", "phases", *cls.required()):
-    if field in cls.required() and given.get(field) is None:
-      raise ValueError(f"{name} needs {field}, for example {field}={_example(cls, field)}.")
+  for field in cls.required():
+    if given.get(field) is None:
+      example = {"pattern": "'1:8'", "phases": "nms.Phases(total=100_000)"}.get(field, "...")
+      raise ValueError(f"{name} needs {field}, for example {field}={example}.")
   return cls(**given)
-
-
-def _example(cls: type[Recipe], field: str) -> str:
-  """Returns a value for a field, as you would write it."""
-  usual = {"pattern": "'1:8'", "phases": "nms.Phases(total=100_000)"}
-  return cls.needs[field].example if field in cls.needs else usual.get(field, "...")
