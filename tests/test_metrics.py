@@ -201,17 +201,6 @@ def test_a_sample_in_two_halves_is_the_summary_of_both_sides_of_an_update(per_pl
   assert got["nm/flip_rate/all"] > 0 and got["nm/density"] < 1
 
 
-def test_a_rule_of_two_patterns_has_none():
-  rules, params = nms.Rules({"ff": make("sdgf_geometric", "1:4")}), draw(0)
-  look = jax.jit(lambda t: metrics.after(params, rules, t, None, metrics.before(params, rules, t),
-                                         per_place=True))  # fmt: skip
-  for step in range(2, 15, 2):  # 16 takes fewer levels than 32
-    got = look(jnp.int32(step))
-    patterns = {(int(got[f"nm/n/{p}"]), int(got[f"nm/m/{p}"])) for p in (WI, WO)}
-    want = patterns.pop() if len(patterns) == 1 else (0, 0)
-    assert (got["nm/n/ff"], got["nm/m/ff"]) == want, step
-
-
 def test_a_sample_leaves_out_what_the_optimizer_does_not_keep():
   rules = nms.Rules({"ff": make("sdgf_geometric", "1:4")})
   params = draw(0, wi=(16, 6), wo=(32, 5))
@@ -257,29 +246,8 @@ def test_names_depend_only_on_the_arguments_and_values_are_float32_scalars(names
   assert {(x.shape, x.dtype.name) for x in seen.values()} == {((), "float32")}
 
 
-def test_pruned_but_fading_weights_count_as_used_and_stored_zeros_too():
-  rules = nms.Rules({WI: make("mdgf_linear"), WO: make("sr_ste")})
-  params = jax.tree.map(jnp.zeros_like, draw(0))
-  share = metrics.density(params, rules, 5)
-  assert (share.places[WI], share.places[WO]) == (1, 0.25)
-  np.testing.assert_allclose(share.overall, (96 + 40) / 256, rtol=1e-7)
-  assert share.target == 0.25
-  assert float(metrics.decay(params, rules, 5)[WI]) > 0
-  # The mask is the one that will remain, all the same.
-  assert metrics.masks_of(params, rules, 5)[WI].sum() == 24
-
-
-def test_padded_kernels_count_real_weights_only():
-  # 10 rows in groups of 4: the last group has 2 and keeps both of them for n = 3.
-  rules = nms.Rules({WI: make("sr_ste", "3:4"), WO: make("sr_ste", "1:4")}, indivisible="pad")
-  share = metrics.density(draw(0, wi=(10, 3), wo=(7, 4)), rules, 19)
-  assert close(share.places[WI], 8 / 10) and close(share.places[WO], 2 / 7)
-  assert share.targets[WI] == 0.75
-
-
-@pytest.mark.parametrize("name, pattern", [("sr_ste", "1:64"), ("dense", "1:4")])
-def test_nothing_sparse_gives_finite_numbers_under_the_same_names(name, pattern):
-  rules, params = nms.Rules({"ff": make(name, pattern)}, indivisible="skip"), draw(0)
+def test_nothing_sparse_gives_finite_numbers_under_the_same_names():
+  rules, params = nms.Rules({"ff": make("sr_ste", "1:64")}, indivisible="skip"), draw(0)
   given = {"grads": params, "opt_state": adam_state(optax.adam(1e-3), params), "masks_before": {}}
   seen = jax.jit(lambda t: metrics.summary(params, rules, t, **given))(jnp.int32(7))
   assert set(seen) == names_of(given, ())
@@ -322,9 +290,7 @@ def _stable():
   return params, metrics.masks_of(params, rules, 9), found
 
 
-@pytest.mark.parametrize(
-  "offset, scale", [(0, 1), (0, 1e-7), (0, 1e12), (1000, 0.1), (1, 1e-4), (3, 0)]
-)
+@pytest.mark.parametrize("offset, scale", [(0, 1), (1000, 0.1), (1, 1e-4), (3, 0)])
 def test_variance_is_stable(offset, scale):
   rng = np.random.default_rng(0)
   params, masks, variances = _stable()
@@ -342,26 +308,6 @@ def test_variance_is_stable(offset, scale):
     np.testing.assert_allclose(found.places[path].kept, a[m].var(), rtol=3e-6)
 
 
-def test_narrow_inputs_are_summed_in_float32():
-  rules = nms.Rules({WI: make("mdgf_linear")})
-  params, grads = (draw(seed, jnp.bfloat16, wi=(256, 64)) for seed in (0, 1))
-  found = metrics.grad_abs_variance(grads, params, rules, 9).places[WI]
-  x, mask = np.abs(wide(leaf(grads, WI))), metrics.masks_of(params, rules, 9)[WI]
-  np.testing.assert_allclose(found.all, x.var(), rtol=1e-5)
-  np.testing.assert_allclose(found.kept, x[mask].var(), rtol=1e-5)
-
-
-def test_what_was_pruned_does_not_reach_the_kept_variance():
-  rules = nms.Rules({WI: make("sr_ste")})
-  params = draw(0)
-  mask = metrics.masks_of(params, rules, 9)[WI]
-  clean = draw(1)
-  dirty = draw(1)
-  dirty["mlp"]["wi"]["kernel"] = jnp.where(mask, clean["mlp"]["wi"]["kernel"], jnp.nan)
-  a, b = (metrics.grad_abs_variance(g, params, rules, 9).overall for g in (clean, dirty))
-  assert a.kept == b.kept and np.isnan(b.all) and a.all != a.kept
-
-
 # --- where the second moment is ---------------------------------------------------------------
 
 
@@ -372,7 +318,6 @@ OPTIMIZERS = {
   "parts": optax.multi_transform(
     {"a": optax.adam(1.0, b2=0.9), "b": optax.adamw(1.0, b2=0.9), "c": optax.sgd(1.0)}, LABELS
   ),
-  "rms": optax.scale_by_rms(decay=0.9),
   "deep": optax.MultiSteps(
     optax.chain(
       optax.masked(optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=0.9), KERNELS)
@@ -415,7 +360,7 @@ def test_adafactors_second_moment_has_a_name_of_its_own_where_it_is_factored(lea
     np.testing.assert_allclose(found[f"{name}/all/{path}"], wide(moments[path]).var(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (2, 8, 6), (3, 6, 6), (1,)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 8, 6), (1,)], ids=str)
 def test_adafactors_axes_are_optaxs(shape):
   params, tx = {"w": jnp.ones(shape)}, optax.scale_by_factored_rms(min_dim_size_to_factor=2)
   state = tx.init(params)
@@ -466,13 +411,6 @@ def test_counts_are_exact_where_float32_sums_would_stall():
   mask = np.ones(2**24 + 10, bool)
   assert int(variances.count(mask)) == 2**24 + 10
   assert metrics.flip_rate(mask, mask) == (0, 0)
-
-
-def test_the_share_of_all_is_one_and_of_nothing_zero():
-  # In float32 41 * (1 / 41) is not 1, and XLA may divide by a constant like that.
-  shares = jax.jit(lambda part: variances.ratio(part, 41))(np.arange(42, dtype=np.float32))
-  assert shares[41] == 1 and close(shares, np.arange(42) / 41)
-  assert variances.ratio(jnp.float32(0), 0) == variances.ratio(jnp.float32(0), jnp.float32(0)) == 0
 
 
 def test_the_examples_in_the_docstrings_run():

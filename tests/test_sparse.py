@@ -32,7 +32,6 @@ FIELDS = {
   "snip": {"batches": 2},
 }
 STATEFUL = {"one_shot", "snip", "idp"}
-FLIPS = {"sr_ste", "mdgf_exponential", "idp"}  # a rounding may flip a mask, and all that follows
 
 
 def make(name, phases=PHASES, **fields):
@@ -166,50 +165,23 @@ def test_each_update_is_that_of_the_pieces_from_the_same_state(name):
   assert (name in masks["mask"]) == (name in STATEFUL)
 
 
-@functools.cache
-def loop_by_hand():
-  params = params_of()
-  start = params, INNER.init(params), nms.init_state(params, RULES)
-
-  def step(run, t):
-    w, inner, masks = by_hand(run[0], run[1], t, run[2])
-    return (w, inner, masks), w
-
-  return jax.jit(lambda run: jax.lax.scan(step, run, jnp.arange(STEPS)))(start)
-
-
-@every
-def test_a_run_is_that_of_the_pieces(name):
-  (_, _, masks), ws = loop_by_hand()
-  params, opt = at(trajectory(), -1)
-  if name not in FLIPS:
-    close(ws[name], at(nms_dense(), slice(1, None))[name])
-  by_pieces = nms.finalize(at(ws, -1), RULES, STEPS, masks)
-  np.testing.assert_allclose(loss_of(name, params), loss_of(name, by_pieces), rtol=0.15)
-  assert opt.count == masks["step"] == STEPS
-
-
-@every
+@pytest.mark.parametrize("name", ["sr_ste", "mdgf_linear", "one_shot"])
 def test_weights_loaded_after_init_are_the_start_and_the_first_pass_sees_all_of_them(name):
   """With dense = 0, too: at count 0 no weight is pruned yet but by a mask that is stored."""
-  if name == "dense":
-    return
-  fields = {"path": ((0, "2:8", 0.5),)} if name == "custom" else {}
-  rules = rules_of([name], phases=nms.Phases(total=20), **fields)
+  rules = rules_of([name], phases=nms.Phases(total=20))
   tx = nms.sparse(optax.sgd(0.5), rules)
-  w, loaded = params_of(0, names=[name]), params_of(1, names=[name])
-  grads, opt = params_of(2, names=[name]), tx.init(w)
+  w, loaded, grads = (params_of(seed, names=[name]) for seed in range(3))
+  opt = tx.init(w)
   same(nms.dense_params(loaded, opt), loaded)
   updates, after = tx.update(grads, opt, loaded)
   same((updates, after), tx.update(grads, tx.init(loaded), loaded))
   w, g = (np.asarray(tree[name]["kernel"]) for tree in (loaded, grads))
-  groups = np.abs(w).reshape(2, 8, 3)
-  largest = (np.argsort(np.argsort(-groups, axis=1), axis=1) < 2).reshape(16, 3)
   if name == "one_shot":
+    groups = np.abs(w).reshape(2, 8, 3)
+    largest = (np.argsort(np.argsort(-groups, axis=1), axis=1) < 2).reshape(16, 3)
     np.testing.assert_array_equal(after.masks["mask"][name]["kernel"], largest)
     g = g * largest
   np.testing.assert_allclose(after.dense[name]["kernel"], w - 0.5 * g, rtol=1e-6)
-  assert nms.step_count(after) == 1
 
 
 # --- what stands around it ------------------------------------------------------------------------
@@ -250,16 +222,6 @@ def is_sparse_state(x):
 def test_what_skips_updates_stands_around_and_not_inside(inner):
   with pytest.raises(ValueError, match="inside"):
     nms.sparse(inner, RULES).init(params_of())
-
-
-def test_a_chain_inside_clips_what_the_recipe_made_of_the_gradient():
-  tx = nms.sparse(optax.chain(optax.clip(1e-3), optax.sgd(1.0)), rules_of(["sr_ste"]))
-  params = params_of(names=["sr_ste"])
-  opt = tx.init(params)._replace(count=jnp.int32(9))
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  _, after = tx.update(zeros, opt, nms.sparsify(params, rules_of(["sr_ste"]), 9))
-  moved = np.asarray(after.dense["sr_ste"]["kernel"] - params["sr_ste"]["kernel"])
-  assert ((moved == 0).mean(), (np.abs(moved) > 9e-4).mean()) == (0.25, 0.75)  # the term, clipped
 
 
 # --- transformations ------------------------------------------------------------------------------
@@ -419,30 +381,6 @@ def test_a_trace_has_few_hops(name):
     found = calls_of(program)
     own = name == "idp"  # whose file is one more
     assert found.total() <= 120 and len(found) <= 10 + own, found
-
-
-class Recorder(nms.recipes.SrSte):
-  """SR-STE that keeps the gradient it is handed."""
-
-  name, stateful = "recorder", True
-
-  def chosen(self, w, step, axis, stored):
-    return super().chosen(w, step, axis, None)
-
-  def first_state(self, groups, w):
-    return {"mask": jnp.ones_like(w, bool), "grad": jnp.zeros_like(w)}
-
-  def next_state(self, groups, state, w, step, last, grad, grad_at):
-    return state | {"grad": grad}
-
-
-def test_a_recipe_is_handed_the_gradient_without_the_term():
-  recipe = Recorder(pattern="2:8", phases=PHASES, lam=0.5)
-  rules, params = nms.Rules({"idp/kernel": recipe}), params_of()
-  tx = nms.sparse(INNER, rules)
-  opt = tx.init(params)._replace(count=jnp.int32(9))
-  _, after = tx.update(params_of(3), opt, nms.sparsify(params, rules, 9, opt.masks))
-  same(after.masks["grad"]["idp"], params_of(3)["idp"])
 
 
 # --- what is refused ------------------------------------------------------------------------------

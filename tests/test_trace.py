@@ -86,9 +86,7 @@ def test_along_the_axes_of_for_model_weights_differ_by_their_inputs_alone(name):
 FIVE = [
   ("Dense query in a scan", "layers/query/kernel", (1,), 0),
   ("ConvTranspose, transpose_kernel", "ConvTranspose_0/kernel", (3,), 2),
-  ("an unstacked block", "blocks/attn/query/kernel", (0,), 1),
   ("stacked (layers, out, in)", "w", (2,), 1),
-  ("an ensemble", "kernel", (1,), 0),
 ]
 
 
@@ -240,17 +238,6 @@ def test_for_model_names_the_axes_that_names_leave_open():
   assert {path: p.axes for path, p in known.assign(params).places.items()} == want
   # The default serves where it is right, so that the text of the rules stays short.
   assert not [key for key in known.axes if re.fullmatch(key, "wi/kernel")]
-
-
-@pytest.mark.parametrize("axes, word", [({"w": 0}, "axes"), (None, "")])
-def test_for_model_refuses_an_axis_that_the_program_does_not_have(axes, word):
-  (function, params, x), *_ = made("torch's layout")
-  rules = nms.Rules({"w": RECIPE}, axes=axes)
-  if not word:
-    assert rules.for_model(function, params, x).assign(params).places["w"].axes == (1,)
-    return
-  with pytest.raises(ValueError, match=word):
-    rules.for_model(function, params, x)
 
 
 @pytest.mark.parametrize(

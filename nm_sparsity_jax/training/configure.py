@@ -162,62 +162,52 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
 
 def _compared(stored: Rules, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
   """Yields (macro, its value, what the stored rules have) for each setting that is given."""
-  places = given.get("places")
-  if places is not None:
-    yield "SPARSITY_RULES", *_compared_places(stored, places)
-  table = places or {}
-  common = {p: r for p, r in stored.places.items() if not isinstance(table.get(p), Recipe)}
-  had = [str(r.pattern) for p, r in common.items() if r.pattern and table.get(p) is None]
-  if "pattern" in given and had and (pattern := _text(given["pattern"])) not in had:
-    yield "PATTERN", pattern, ", ".join(had)
-  for recipe in common.values():
-    yield from _compared_recipe(recipe, given)
+  table = given.get("places", dict.fromkeys(stored.places))
+  if not isinstance(table, Mapping) or table.keys() != stored.places.keys():
+    yield "SPARSITY_RULES", table, dict(stored.places)
+  common: dict[str, Any] = {}  # pattern -> a recipe that leaves it to PATTERN
+  for place, value in table.items():
+    has = stored.places[place]
+    if isinstance(value, Recipe):
+      yield f"SPARSITY_RULES, {place!r}", value, has
+    else:
+      if value is not None:
+        yield f"SPARSITY_RULES, {place!r}", _text(value), str(has.pattern)
+      elif has.pattern:
+        common[str(has.pattern)] = has
+      yield from _compared_recipe(has, given)
+  if "pattern" in given and common and (pattern := _text(given["pattern"])) not in common:
+    yield "PATTERN", pattern, ", ".join(common)
   if "indivisible" in given:
     yield "INDIVISIBLE", given["indivisible"], stored.indivisible
 
 
-def _compared_recipe(recipe: Recipe, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _compared_recipe(recipe: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
   """Yields (macro, its value, what a recipe has) for each setting that all places share."""
   if "recipe" in given:
     yield "RECIPE", given["recipe"], recipe.name
   if isinstance(recipe, Dense):  # which has no others
     return
-  for phase, macro in (("total", "sparse"), ("dense", "dense"), ("finetune", "finetune")):
-    if (name := f"{macro}_steps") in given:
-      yield name.upper(), given[name], getattr(recipe.phases, phase)
-  if "beta" in given:
-    yield "BETA", given["beta"], getattr(recipe, "beta", None)
-  if "gradient" in given:
-    yield "GRADIENT", given["gradient"], recipe.gradient_mode
+  phases = recipe.phases
+  has = {
+    "sparse_steps": phases.total,
+    "dense_steps": phases.dense,
+    "finetune_steps": phases.finetune,
+    "beta": getattr(recipe, "beta", None),
+    "gradient": recipe.gradient_mode,
+  }
+  for name, value in has.items():
+    if name in given:
+      yield name.upper(), given[name], value
   for field, value in given.get("fields", {}).items():
-    yield f"RECIPE_FIELDS[{field!r}]", _held(recipe, field, value), getattr(recipe, field, None)
-
-
-def _compared_places(stored: Rules, table: Any) -> tuple[Any, Any]:
-  """Returns SPARSITY_RULES as given and as stored; what is left to PATTERN is as stored."""
-  has: dict[str, Any] = {place: str(recipe.pattern) for place, recipe in stored.places.items()}
-  if not isinstance(table, Mapping):
-    return table, has
-  said = {}
-  for place, value in table.items():
-    if isinstance(value, Recipe) and place in has:
-      said[place], has[place] = value, stored.places[place]
-    else:
-      said[place] = has.get(place) if value is None else _text(value)
-  return said, has
-
-
-def _held(recipe: Any, field: str, value: Any) -> Any:
-  """Returns the value of a field as a recipe holds it, such as a pattern for its text."""
-  try:
-    return getattr(dataclasses.replace(recipe, **{field: value}), field)
-  except (TypeError, ValueError):  # the recipe refuses it, so it has another
-    return value
+    with contextlib.suppress(TypeError, ValueError):  # else the recipe refuses it
+      # As a recipe holds it, such as a pattern for its text.
+      value = getattr(dataclasses.replace(recipe, **{field: value}), field)
+    yield f"RECIPE_FIELDS[{field!r}]", value, getattr(recipe, field, None)
 
 
 def _text(pattern: Any) -> str:
   """Returns the text of a pattern in its one form: '1:8' for '01:8'."""
-  try:
+  with contextlib.suppress(ValueError):
     return str(NM.parse(pattern))
-  except ValueError:
-    return str(pattern)
+  return str(pattern)

@@ -1,7 +1,7 @@
 """Variances over sparse kernels, of all weights and of the kept ones: figure 3 of the paper.
 
     optax state -> [second_moments] -> path -> v
-    values, masks -> [moments of each kernel] -> [pool] -> Variances
+    values, masks -> [variances] -> Variances
 
 Counts are taken in integers and rounded once to float32.
 """
@@ -47,50 +47,39 @@ def variances(
     masks: path -> bool, True = kept.
     what: names the values in an error.
   """
-  moments = {}
-  for path, mask in masks.items():
-    if path not in values:
-      raise ValueError(
-        f"the sparse kernel {path!r} has no {what}. The tree must be nested as `params` and cover "
-        "every kernel of the rules."
-      )
-    x = values[path].astype(jnp.float32)
-    moments[path] = _moments(x), _moments(x, mask)
-  pool = lambda pairs: Variance(_pool([a for a, _ in pairs]), _pool([k for _, k in pairs]))
-  return Variances(pool(list(moments.values())), {p: pool([pair]) for p, pair in moments.items()})
+  if lost := [path for path in masks if path not in values]:
+    raise ValueError(
+      f"the sparse kernel {lost[0]!r} has no {what}. The tree must be nested as `params` and cover "
+      "every kernel of the rules."
+    )
+  wide = {path: values[path].astype(jnp.float32) for path in masks}
+  places = {path: _variance([x], [masks[path]]) for path, x in wide.items()}
+  return Variances(_variance(list(wide.values()), list(masks.values())), places)
 
 
-class _Moments(NamedTuple):
-  """How many, their mean, and the sum of their squared deviations from it."""
-
-  count: jax.Array
-  mean: jax.Array
-  squares: jax.Array
+def _variance(xs: Sequence[jax.Array], masks: Sequence[jax.Array]) -> Variance:
+  """Returns the variance of all entries of several arrays, and of those that masks keep."""
+  whole = [jnp.ones_like(mask) for mask in masks]
+  return Variance(_of_kept(xs, whole), _of_kept(xs, masks))
 
 
-def _moments(x: jax.Array, mask: jax.Array | None = None) -> _Moments:
-  """Takes two passes over x[mask]; the second corrects what rounding left in the mean.
+def _of_kept(xs: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
+  """Takes two passes; the second corrects what rounding left in the mean.
 
   Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983, equation 1.7.
   """
-  chosen = lambda y: y if mask is None else jnp.where(mask, y, jnp.zeros_like(y))
-  size = jnp.float32(x.size) if mask is None else count(mask)
-  mean = ratio(jnp.sum(chosen(x)), size)
-  off = chosen(x - mean)
-  left = jnp.sum(off)
-  squares = jnp.sum(off * off) - left * ratio(left, size)
-  return _Moments(size, mean, jnp.maximum(squares, jnp.float32(0)))
-
-
-def _pool(parts: Sequence[_Moments]) -> jax.Array:
-  """Returns the variance of several samples together (Chan, Golub and LeVeque 1983, 2.1)."""
-  if not parts:
-    return jnp.float32(0)
-  total = add_up([p.count for p in parts])
-  first = parts[0].mean  # the mean by differences: exact where all agree
-  mean = first + add_up([(p.mean - first) * ratio(p.count, total) for p in parts])
-  between = [p.count * (p.mean - mean) * (p.mean - mean) for p in parts]
-  return ratio(add_up([p.squares + b for p, b in zip(parts, between, strict=True)]), total)
+  total = add_up([count(mask) for mask in masks])
+  chosen = lambda x, mask: jnp.where(mask, x, jnp.zeros_like(x))
+  # The mean of means: a sum over everything would lose digits where the values are alike.
+  means = [
+    (ratio(jnp.sum(chosen(x, m)), count(m)), count(m)) for x, m in zip(xs, masks, strict=True)
+  ]
+  first = means[0][0] if means else jnp.float32(0)
+  mean = first + add_up([(own - first) * ratio(size, total) for own, size in means])
+  off = [chosen(x - mean, mask) for x, mask in zip(xs, masks, strict=True)]
+  left = add_up([jnp.sum(x) for x in off])
+  squares = add_up([jnp.sum(x * x) for x in off]) - left * ratio(left, total)
+  return ratio(jnp.maximum(squares, jnp.float32(0)), total)
 
 
 def count(mask: jax.Array) -> jax.Array:
