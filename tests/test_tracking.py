@@ -80,58 +80,62 @@ def test_a_tracker_is_told_that_a_run_failed_or_was_stopped(tmp_path, notes, mon
   assert call(tmp_path / "stopped") == 0 and notes["how"] == "stopped"
 
 
-class Client:
-  """Stands in for MLflow's, and notes what it is sent."""
-
-  def __init__(self):
-    self.sent, self.params, self.status, self.error = [], [], [], None
-
-  def get_experiment_by_name(self, name):
-    return types.SimpleNamespace(experiment_id=name)
-
-  def create_run(self, experiment, run_name):
-    return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"{experiment}/{run_name}"))
-
-  def log_batch(self, run, metrics=(), params=()):
-    if self.error:
-      raise self.error
-    self.params += params
-    self.sent += [(run, name, step) for name, value, _, step in metrics]
-
-  def update_run(self, run, status):
-    self.status.append(status)
-
-  def set_terminated(self, run, status):
-    self.status.append(status)
-
-
 @pytest.fixture
 def client(monkeypatch):
-  """MLflow need not be installed."""
-  found = Client()
-  entities = types.SimpleNamespace(Metric=lambda *of: of, Param=lambda *of: of)
-  mlflow = types.SimpleNamespace(MlflowClient=lambda tracking_uri: found, entities=entities)
-  monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-  monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+  """Stands in for MLflow, which need not be installed, and notes what it is told."""
+  found = types.ModuleType("mlflow")
+  found.told, found.error = [], None
+
+  def function(name):
+    def call(*args, **kwargs):
+      if found.error:
+        raise found.error
+      found.told.append((name, *args, kwargs))
+      return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+
+    return call
+
+  for name in ("set_tracking_uri", "set_experiment", "start_run", "log_metrics", "log_params",
+               "end_run"):  # fmt: skip
+    setattr(found, name, function(name))
+  monkeypatch.setitem(sys.modules, "mlflow", found)
   return found
 
 
 def test_mlflow_gets_a_run_in_the_experiment_of_its_sweep(tmp_path, client):
   uri = "http://me:secret@host"
-  for _ in range(2):  # it goes on, and is done
-    assert call(tmp_path / "out/a", "gin_configs/runs/local_mlflow.gin", MLFLOW_URI=uri) == 0
-  names = {("out/a", "train/loss", 4), ("out/a", "train/nm.D", 2),
-           ("out/a", "inference_eval.validation/absolute_error", 4)}  # fmt: skip
-  assert names < set(client.sent) and client.status == ["FINISHED"]
-  assert ("PATTERN", "'1:4'") in client.params
-  assert "secret" not in str(client.params)  # whoever sees the run in MLflow sees its parameters
+  assert call(tmp_path / "out/a", "gin_configs/runs/local_mlflow.gin", MLFLOW_URI=uri) == 0
+  told = [(name, *rest) for name, *rest in client.told if name != "log_metrics"]
+  (params,) = [rest[0] for name, *rest in told if name == "log_params"]
+  assert params["PATTERN"] == "'1:4'"
+  assert "secret" not in str(params)  # whoever sees the run in MLflow sees its parameters
+  assert ("set_experiment", "out", {}) in told and told[-1] == ("end_run", "FINISHED", {})
+  assert ("start_run", {"run_id": None, "run_name": "a"}) in told
+  sent = {name: kw["step"] for call, *rest, kw in client.told if call == "log_metrics"
+          for name in rest[0]}  # fmt: skip
+  assert sent["train/loss"] == sent["inference_eval.validation/absolute_error"] == 4
+  assert sent["train/nm.D"] == 4
+
+
+def test_a_run_that_goes_on_is_the_same_run_of_mlflow(tmp_path, client):
+  from nm_sparsity_jax.trainer import tracking
+
+  for how in ("stopped", "finished"):
+    tracker = tracking.Mlflow()
+    tracker.open(tmp_path)
+    (tmp_path / "config.gin").touch()
+    tracker.write("train", 1, {"loss": 1.0})
+    tracker.close(how)
+  starts = [rest[-1]["run_id"] for name, *rest in client.told if name == "start_run"]
+  ends = [rest[0] for name, *rest in client.told if name == "end_run"]
+  assert starts == [None, "7"] and ends == ["KILLED", "FINISHED"]
 
 
 def test_a_tracker_that_cannot_be_reached_ends_no_run(tmp_path, client):
   client.error = OSError("no route to host")
   with pytest.warns(UserWarning, match="no route to host") as told:
     assert call(tmp_path / "run", "gin_configs/runs/local_mlflow.gin") == 0
-  assert len([w for w in told if "MLflow" in str(w.message)]) == 1 and not client.sent
+  assert len([w for w in told if "MLflow" in str(w.message)]) == 1 and not client.told
 
 
 def test_without_mlflow_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):

@@ -29,13 +29,12 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from nm_sparsity_jax.core.text import first_line
-from nm_sparsity_jax.core.trees import flatten, map_with_names, nested
+from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.runs import arrays, check_start, checkpoint, folders, orbax
 from nm_sparsity_jax.trainer.step import Model, TrainState
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.layers import COLLECTION
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.transform import SparseState
 
 MUTABLES = "flax_mutables"  # T5X's name for all collections
 _PREFIX = folders.PREFIX
@@ -45,33 +44,24 @@ def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
   """Returns the nested dict that T5X would save.
 
   Args:
-    state: a state, or its shapes or shardings.
+    state: a state, or anything in its structure, such as shapes.
     rules: as stored, those of the step.
   """
   inner = serialization.to_state_dict(state.opt_state.inner_state)
-  opt_state = traverse_util.flatten_dict(inner, sep="/")
   kept = {k: v for k, v in state.masks.items() if k != "step"}
   if dense := dict(flatten(state.opt_state.dense)):
     kept["dense"] = nested(dense)
-  text = rules_text.pack(rules_text.describe(rules))
-  return {
-    "target": state.params,
-    "state": {
-      "step": state.step,
-      # Without empty nodes, as T5X saves it.
-      "param_states": traverse_util.unflatten_dict(opt_state, sep="/"),
-      COLLECTION: {"step": state.sparse_step, "rules": text, **kept},
-      **_average(state.average),
+  tree = {
+    "step": state.step,
+    "param_states": nested(traverse_util.flatten_dict(inner, sep="/")),  # without empty nodes
+    COLLECTION: {
+      "step": state.sparse_step, "rules": rules_text.pack(rules_text.describe(rules)), **kept
     },
-    MUTABLES: dict(state.collections),
-  }
-
-
-def _average(average: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns an average where `Stored.deployed` looks for it; no optimizer has names there."""
-  collections = {name: x for name, x in average.items() if name != "params"}
-  mutables = {MUTABLES: collections} if collections else {}
-  return {"average": {"target": average["params"], **mutables}} if average else {}
+  }  # fmt: skip
+  if state.average:  # where `Stored.deployed` looks for it; no optimizer has names there
+    average = dict(state.average)
+    tree["average"] = {"target": average.pop("params"), **({MUTABLES: average} if average else {})}
+  return {"target": state.params, "state": tree, MUTABLES: dict(state.collections)}
 
 
 def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainState:
@@ -79,33 +69,20 @@ def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainS
 
   Args:
     tree: what `to_tree` made.
-    like: its shapes, for the structure of the optimizer state.
+    like: its shapes, for the structure.
     rules: as stored, those of the step.
   """
-  inner = like.opt_state.inner_state
-  empty = serialization.to_state_dict(inner)
-  empty = traverse_util.flatten_dict(empty, keep_empty_nodes=True, sep="/")
-  filled = traverse_util.flatten_dict(tree["state"]["param_states"], sep="/")
-  inner = serialization.from_state_dict(
-    inner, traverse_util.unflatten_dict({**empty, **filled}, sep="/")
-  )
-  opt_state = _sparse_state(tree["state"][COLLECTION], like.opt_state, rules, inner)
-  average = tree["state"].get("average", {})
-  if average:
-    average = {"params": average["target"], **average.get(MUTABLES, {})}
-  collections = dict(tree.get(MUTABLES, {}))
-  return TrainState(tree["state"]["step"], tree["target"], opt_state, collections, average)
-
-
-def _sparse_state(mine: Mapping[str, Any], like: Any, rules: Rules, inner: Any) -> SparseState:
-  """Returns the state of `nms.sparse`, from its part of a checkpoint."""
-  masks = {k: v for k, v in mine.items() if k not in ("step", "rules", "dense")}
+  # A state whose leaves are numbers tells which leaf of the tree is which of the state.
+  shapes, structure = jax.tree.flatten(like)
+  numbered = to_tree(jax.tree.unflatten(structure, range(len(shapes))), rules)
+  arrays = dict(flatten(tree))
+  found = {number: arrays[path] for path, number in flatten(numbered) if isinstance(number, int)}
+  state = jax.tree.unflatten(structure, [found.get(i) for i in range(len(shapes))])
+  count = state.opt_state.count
   # Its own copy: a buffer cannot be donated twice.
-  masks = {**masks, "step": jnp.copy(mine["step"])} if masks else {}
-  dense = dict(flatten(mine.get("dense", {})))
-  dense = map_with_names(lambda path, _: dense[path], like.dense)
-  fingerprint = jnp.full_like(mine["step"], rules.fingerprint)
-  return SparseState(mine["step"], fingerprint, dense, masks, inner)
+  masks = {**state.masks, "step": jnp.copy(count)} if state.masks else {}
+  fingerprint = jnp.full_like(count, rules.fingerprint)
+  return state.replace(opt_state=state.opt_state._replace(fingerprint=fingerprint, masks=masks))
 
 
 class Checkpoints:
@@ -195,17 +172,18 @@ class Checkpoints:
       if step != self.best:
         shutil.rmtree(self.folder / f"{_PREFIX}_{step}", ignore_errors=True)
 
-  def restore(self, step: int, like: TrainState, model: Model) -> tuple[Any, str]:
-    """Reads one of these checkpoints onto the devices: its tree, and the text of its rules."""
-    path = self.folder / f"{_PREFIX}_{step}"
-    rules, shardings = model.rules, model.shardings(like)
-    wanted, where = to_tree(like, rules), to_tree(shardings, rules)
-    text = jax.ShapeDtypeStruct((rules_text.TEXT_BYTES,), np.uint8)
-    wanted["state"][COLLECTION]["rules"] = text
-    where["state"][COLLECTION]["rules"] = model.replicated
-    for tree in (wanted, where):
-      if not tree[MUTABLES]:
-        tree.pop(MUTABLES)
+  def restore(self, step: int, like: TrainState, model: Model) -> tuple[TrainState, str]:
+    """Reads one of these checkpoints onto the devices: its state, and the text of its rules.
+
+    Args:
+      step: its number.
+      like: what `Model.state_like` returns.
+      model: of the run.
+    """
+    path, wanted = self.folder / f"{_PREFIX}_{step}", to_tree(like, model.rules)
+    if not wanted[MUTABLES]:
+      wanted.pop(MUTABLES)
+    where = jax.tree.map(lambda x: getattr(x, "sharding", model.replicated), wanted)
     try:
       tree = arrays.restore(path / "state", wanted, where)
     except Exception as e:
@@ -215,20 +193,19 @@ class Checkpoints:
         f"{path} cannot be read: it is damaged, or of another program ({first_line(e)}). Move it "
         f"away, and the same command {then}."
       ) from e
-    return tree, rules_text.unpack(tree["state"][COLLECTION]["rules"])
+    rules = rules_text.unpack(tree["state"][COLLECTION]["rules"])
+    return from_tree(tree, like, model.rules), rules
 
 
-def opened(path: str, model: Model, newest: bool = False) -> checkpoint.Stored:
+def opened(path: str, model: Model) -> checkpoint.Stored:
   """Opens any checkpoint; a file of timm's weights is held against the model's network.
 
   Args:
-    path: of the checkpoint.
+    path: of the checkpoint; a run's folder stands for its newest one.
     model: what takes it.
-    newest: a run's folder stands for its newest checkpoint.
   """
-  path = checkpoint.find(path) if newest else path
   variables = {"params": model.shapes, **model.collections}
-  return checkpoint.read(path, variables, model.workload.network_config)
+  return checkpoint.read(checkpoint.find(path), variables, model.workload.network_config)
 
 
 def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int]:

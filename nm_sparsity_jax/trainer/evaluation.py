@@ -171,11 +171,6 @@ class Splits:
     if self.batches is not None and self.batches < 1:
       raise ValueError(f"EVAL_STEPS={self.batches!r}: batches of each split, 1 or more, or None.")
 
-  @property
-  def has_metrics(self) -> bool:
-    """Returns True: all scalars of a workload but its loss are metrics."""
-    return True
-
   def evaluator(
     self, model: Any, folder: str | None, stop: Callable[[], bool] = lambda: False
   ) -> Evaluator:

@@ -112,12 +112,6 @@ class Run:
     errors.check_seed("DATA_SEED", self.data_seed)
     if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
       raise ValueError(f"KEEP_CHECKPOINTS={self.keep_checkpoints}: keep 1 or more; None = all.")
-    has_metrics = self.evaluation is not None and self.evaluation.has_metrics
-    if self.best_metric is not None and not has_metrics:
-      raise ValueError(
-        f"BEST_METRIC={self.best_metric!r}, but nothing is decoded, so there are no metrics: set "
-        "EVALUATOR_NUM_EXAMPLES, or leave BEST_METRIC None for the validation loss."
-      )
 
   def check(self) -> None:
     """Raises ValueError where settings do not fit each other; reads no data."""

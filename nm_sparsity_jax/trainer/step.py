@@ -206,19 +206,15 @@ class Model:
     collections: Mapping[str, Any] | None = None,
   ) -> TrainState:
     """Returns the state of a new run from these variables, which are donated."""
-    shardings = self.shardings(self.state_shapes(optimizer))
+    shardings = jax.tree.map(lambda x: x.sharding, self.state_like(optimizer))
     make = lambda params, collections: self._begin(params, collections, optimizer, step)
     made = self.jit(make, out_shardings=shardings, donate_argnums=(0, 1))
     return made(params, dict(collections or {}))
 
-  def state_shapes(self, optimizer: optax.GradientTransformation) -> TrainState:
-    """Returns shapes and dtypes of what `begin` makes."""
-    make = lambda params, collections: self._begin(params, collections, optimizer, 0)
-    return jax.eval_shape(make, self.shapes, self.collections)
-
   def state_like(self, optimizer: optax.GradientTransformation) -> TrainState:
-    """Returns what `state_shapes` does, with shardings: enough to lower a step without arrays."""
-    shapes = self.state_shapes(optimizer)
+    """Returns shapes, dtypes and shardings of what `begin` makes."""
+    make = lambda params, collections: self._begin(params, collections, optimizer, 0)
+    shapes = jax.eval_shape(make, self.shapes, self.collections)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     return jax.tree.map(place, shapes, self.shardings(shapes))
 

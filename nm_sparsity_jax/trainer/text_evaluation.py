@@ -68,11 +68,6 @@ class Evaluation:
         "more, greedy search is 1."
       )
 
-  @property
-  def has_metrics(self) -> bool:
-    """Returns whether there are metrics of decoded text."""
-    return self.num_examples != 0
-
   def check(self, model: Any) -> None:
     """Refuses what no evaluator can be made of, before a checkpoint is read.
 
@@ -146,7 +141,7 @@ class Evaluator(evaluation.Evaluator):
     self._decoder = functools.cache(self._compiled)  # one program for each length
     self._eos = self.tasks[0].output_features["targets"].vocabulary.eos_id or 1
     self._seqio = None
-    if cfg.has_metrics and any(t.metric_objs for t in self.tasks):
+    if cfg.num_examples != 0 and any(t.metric_objs for t in self.tasks):
       self._seqio = self._judge(folder)
 
   def _judge(self, folder: str | None) -> Any:

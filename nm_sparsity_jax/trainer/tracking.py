@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pathlib
 import re
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,58 +50,47 @@ class Mlflow(Writer):
       raise ModuleNotFoundError(
         "MLflow is not installed: pip install 'nm-sparsity-jax[tracking]'"
       ) from e
-    self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
-    self._experiment = experiment
-    self._run: str | None = None  # MLflow's id; made at the first write
-    self._lost = False
+    self._mlflow: Any = mlflow
+    self._uri, self._experiment = uri, experiment
+    self._is_running = self._is_lost = False
 
   def write(self, room: str, step: int, scalars: Mapping[str, float]) -> None:
     """Sends the scalars of a step: 'nm/D' of 'train' is 'train/nm.D' in MLflow."""
-    from mlflow.entities import Metric
-
-    now = int(1000 * time.time())
     named = {f"{_name(room)}/{_name(name)}": x for name, x in scalars.items()}
-
-    def send():
-      self._run = self._run or self._started(self.folder)
-      metrics = [Metric(name, x, now, step) for name, x in named.items()]
-      self._client.log_batch(self._run, metrics)
-
-    self._try(send, f"step {step}")
+    if not self._is_running:
+      self._try(self._start, "the start")
+      self._is_running = True
+    self._try(lambda: self._mlflow.log_metrics(named, step=step), f"step {step}")
 
   def close(self, how: str) -> None:
     """Says to MLflow how the process of the run ends."""
-    if self._run is not None:
-      self._try(lambda: self._client.set_terminated(self._run, _STATUS[how]), "the end")
+    if self._is_running:
+      self._try(lambda: self._mlflow.end_run(_STATUS[how]), "the end")
 
-  def _try(self, send: Callable[[], None], when: str) -> None:
+  def _try(self, send: Callable[[], Any], when: str) -> None:
     """Sends, or warns where MLflow cannot be reached; nothing is sent from then on."""
-    if self._lost:
+    if self._is_lost:
       return
     try:
       send()
     except Exception as e:  # of MLflow, of its store, of the network
-      self._lost = True
+      self._is_lost = True
       warnings.warn(f"MLflow took nothing at {when}, and gets no more: {e}", stacklevel=2)
 
-  def _started(self, folder: pathlib.Path) -> str:
-    """Returns the id of a folder's run of MLflow; begins one where there is none."""
-    from mlflow.entities import Param
-
-    note = folder / _NOTE
-    if known := files.read_json(note, {}).get("run"):
-      self._client.update_run(known, "RUNNING")  # an earlier process has ended it
-      return known
-    name = self._experiment or folder.parent.name
-    found = self._client.get_experiment_by_name(name)
-    experiment = found.experiment_id if found else self._client.create_experiment(name)
-    run = self._client.create_run(experiment, run_name=folder.name).info.run_id
-    files.write_atomically(note, f'{{"run": "{run}"}}\n')
-    macros = trained.macros(trained.gin_text(folder))
-    macros.pop("MLFLOW_URI", None)  # it may hold a password
-    params = [Param(name, text[:500]) for name, text in macros.items()]
-    self._client.log_batch(run, params=params[:100])
-    return run
+  def _start(self) -> None:
+    """Begins the folder's run of MLflow, or goes on with it."""
+    note = self.folder / _NOTE
+    if self._uri is not None:
+      self._mlflow.set_tracking_uri(self._uri)
+    self._mlflow.set_experiment(self._experiment or self.folder.parent.name)
+    known = files.read_json(note, {}).get("run")
+    run = self._mlflow.start_run(run_id=known, run_name=None if known else self.folder.name)
+    if known is None:
+      files.write_atomically(note, json.dumps({"run": run.info.run_id}))
+      macros = trained.macros(trained.gin_text(self.folder))
+      macros.pop("MLFLOW_URI", None)  # it may hold a password
+      params = [(name, text[:500]) for name, text in macros.items()]
+      self._mlflow.log_params(dict(params[:100]))  # MLflow takes no more at once
 
 
 def _name(text: str) -> str:

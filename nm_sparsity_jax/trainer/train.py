@@ -117,12 +117,11 @@ class _Process:
   def _resumed(self, step: int) -> TrainState:
     """Returns the state of a checkpoint of the run, and reads what was found up to it."""
     model, path = self.run.model, self.saved.folder / f"checkpoint_{step}"
-    like = model.state_shapes(self.run.optimizer)
-    tree, rules = self.saved.restore(step, like, model)
+    state, rules = self.saved.restore(step, model.state_like(self.run.optimizer), model)
     checkpoints.refuse_other_rules(rules, model.rules, str(path))
     self.history.read(until=step)
     self.saved.best = self.history.best
-    return checkpoints.from_tree(tree, like, model.rules)
+    return state
 
   def go(self, state: TrainState, key: jax.Array) -> int:
     """Does the rest of a run; returns the exit code, as `train` does."""
@@ -320,7 +319,7 @@ def _load(
   model: Model, evaluation: Any, checkpoint: str, memory: bool
 ) -> tuple[Model, dict[str, Any], int]:
   """Returns the model that runs on a checkpoint, its variables on the devices, its global step."""
-  stored = checkpoints.opened(checkpoint, model, newest=True)
+  stored = checkpoints.opened(checkpoint, model)
   newest = "" if stored.path == checkpoint else f", the newest in {checkpoint}"
   step = stored.step or 0
   if stored.packed is None:

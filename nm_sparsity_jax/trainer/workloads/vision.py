@@ -173,15 +173,10 @@ class Images(Workload):
   def check(self) -> None:
     """Raises ValueError where the images do not fit the network, or cannot be read."""
     config, data = self.network_config, self.data
-    if config.image_size != data.size:
+    if (config.image_size, config.channels) != (data.size, data.channels):
       raise ValueError(
-        f"IMAGE_SIZE={data.size}, but the network takes images of {config.image_size}: set "
-        "IMAGE_SIZE, which both read, or the image_size of the network."
-      )
-    if config.channels != data.channels:
-      raise ValueError(
-        f"DATA has images of {data.channels} channels, and the network takes {config.channels}: "
-        f"set the network's channels to {data.channels}."
+        f"IMAGE_SIZE={data.size} and {data.channels} channels of the data, but the network takes "
+        f"images of {config.image_size} and {config.channels} channels: set both to the same."
       )
     if config.classes < data.classes:
       raise ValueError(
