@@ -6,10 +6,10 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+from nm_sparsity_jax.analysis import page
 from nm_sparsity_jax.analysis.bench import results
 from nm_sparsity_jax.analysis.bench.results import Found
-from nm_sparsity_jax.analysis.report import Cell, Section, Table, page_of
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.analysis.page import Cell, Section, Table
 
 _SIDES = ("dense", "packed")  # their colours are those of the page's first two runs
 
@@ -26,11 +26,9 @@ def write(found: Found, path: str | os.PathLike) -> pathlib.Path:
   Raises:
     ModuleNotFoundError: jinja2 is not installed.
   """
-  text = page_of(f"Packed against dense: {found.title}", _SIDES, sections(found), found.machine)
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  files.write_atomically(path, text)
-  return path
+  title = f"Packed against dense: {found.title}"
+  text = page.render(title, _SIDES, sections(found), made_by=found.machine)
+  return page.write(text, pathlib.Path(path))
 
 
 def sections(found: Found) -> list[Section]:

@@ -1,20 +1,25 @@
-"""Rows of scores: a run's metrics become a row of the paper's Table 12, beside the published one.
+"""A run's metrics become a row of the paper's Table 12, beside the published one.
 
     results.Run -> [choose] the step of each task -> a column each -> the mean of nine -> row
                 -> published.match -> the paper's row and the difference
+                -> [render] text, Markdown, LaTeX, CSV, JSON
 
-All is plain values, as `nm-sparsity glue score --json` prints them.
+A report is plain values, as `nm-sparsity glue score --json` prints them.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.analysis.scores import published
+from nm_sparsity_jax.core.text import Strong, columns, format_table, printable
 from nm_sparsity_jax.runs import glue, results
+from nm_sparsity_jax.training import roles
 
 TITLES = ("overall", *(c.title for c in glue.COLUMNS))
 
@@ -75,8 +80,8 @@ def tell(
     run.places = {}
   for name, value in (("recipe", recipe), ("places", places), ("dense_steps", dense_steps)):
     known = getattr(run, name)
-    if value is not None and known is not None and known != value:
-      raise ValueError(f"{run.path}: {name}={value}, but the run's config says {known}")
+    if value is not None and known not in (None, value):
+      raise ValueError(f"{run.path}: {name}={value!r}, but the run's config says {known!r}.")
     if value is not None:
       setattr(run, name, value)
 
@@ -124,7 +129,7 @@ def choose(
   remark = "; ".join([*faults.values()][:2] + ([f"{len(faults)} such steps"] * (len(faults) > 2)))
   if not sound:
     return None, remark
-  means = [_mean(series[step][metric] for metric in metrics) for step in sound]
+  means = [math.fsum(series[step][m] for m in metrics) / len(metrics) for step in sound]
   best = min(means) if less_is_better else max(means)
   return sound[means.index(best)], remark  # the first of equals
 
@@ -150,7 +155,7 @@ def _name(run: results.Run, runs: Sequence[results.Run]) -> str:
 
 def _row(run: results.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
   """Returns the row of a run."""
-  columns, missing, remarks = _columns(run, checkpoint)
+  found, missing, remarks = _columns(run, checkpoint)
   row: dict[str, Any] = {
     "run": name,
     "path": str(run.path),
@@ -160,18 +165,18 @@ def _row(run: results.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
     "places": run.places,
     "dense_steps": run.dense_steps,
     "sparse_steps": run.sparse_steps,
-    "overall": None if missing else _mean(c["mean"] for c in columns.values()),
-    "columns": columns,
+    "overall": None if missing else statistics.fmean(c["mean"] for c in found.values()),
+    "columns": found,
     "missing": missing,
   }
-  beside, remark = _beside(run, columns)
-  row["published"] = beside
+  published_row, remark = _published(run, found)
+  row["published"] = published_row
   row["delta"] = {
     title: a - b
     for title in TITLES
-    if beside
+    if published_row
     and (a := mean_of(row, title)) is not None
-    and (b := mean_of(beside, title)) is not None
+    and (b := mean_of(published_row, title)) is not None
   }
   row["remarks"] = [*remarks, *([remark] if remark else [])]
   return row
@@ -200,14 +205,18 @@ def _columns(
     if why:
       remarks.append(f"{column.title}: {why}")
     values = {metric: series[step][metric] for metric in column.metrics}
-    columns[column.title] = {"step": step, "values": values, "mean": _mean(values.values())}
+    columns[column.title] = {
+      "step": step,
+      "values": values,
+      "mean": statistics.fmean(values.values()),
+    }
   if not columns:
     reasons = "; ".join(f"{title}: {why}" for title, why in missing.items() if why != "no metrics")
     raise ValueError(f"{run.path}: no column can be filled ({reasons})")
   return columns, missing, remarks
 
 
-def _beside(run: results.Run, columns: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+def _published(run: results.Run, columns: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
   """Returns the published row to put beside a run's columns, or None; and a remark, or ''."""
   first = run.target_from() or 0
   if early := [title for title, column in columns.items() if column["step"] < first]:
@@ -232,6 +241,130 @@ def _published_row(row: Mapping[str, Any]) -> dict[str, Any]:
   return {"table": row["table"], "row": row["row"], "overall": row["overall"], "columns": columns}
 
 
-def _mean(values: Iterable[float]) -> float:
-  values = list(values)
-  return math.fsum(values) / len(values)
+# --- forms ----------------------------------------------------------------------------------------
+
+STYLES = ("text", "markdown", "latex", "csv", "json")
+_SHORT = {
+  "matthews_corrcoef": "MCC", "accuracy": "Acc", "f1": "F1", "pearson_corrcoef": "P",
+  "spearman_corrcoef": "S",
+}  # fmt: skip
+
+
+def render(report: Mapping[str, Any], style: str = "text") -> str:
+  """Returns a report as text.
+
+      print(scores.render(scores.score(["runs/sr_ste"]), "markdown"))
+
+  Args:
+    report: what `score` returned.
+    style: 'text', 'markdown' or 'latex': rounded, with the best of several runs marked; 'csv' or
+      'json': not rounded.
+  """
+  if style == "json":
+    return json.dumps(report, indent=2)
+  if style == "csv":
+    return format_table(list(_exact_rows(report)), "csv")
+  table = format_table(list(table_rows(report)), style, align="<>")
+  said = [(name, printable(note)) for name, note in notes(report)]
+  if style == "latex":
+    return "\n".join([*(f"% {printable(name)}: {note}" for name, note in said), table])
+  if style == "markdown":
+    return "\n".join([table, "", *(f"- {printable(name)}: {note}" for name, note in said)])
+  return "\n".join([table, "", *columns(said)])
+
+
+def table_rows(report: Mapping[str, Any]) -> Iterator[list[str]]:
+  """Yields the table as people read it: of each run its means, pairs, steps, published row, delta.
+
+  Args:
+    report: what `score` returned.
+  """
+  yield ["", *TITLES]
+  yield ["", "", *("/".join(_SHORT[m] for m in c.metrics) for c in glue.COLUMNS)]
+  for row in report["runs"]:
+    best = [title for title, names in report["best"].items() if row["run"] in names]
+    yield from _means(row["run"], row, best)
+    steps = {title: str(column["step"]) for title, column in row["columns"].items()}
+    yield ["  at step", *(steps.get(title, "") for title in TITLES)]
+    if row["published"]:
+      yield from _means("  published", row["published"])
+      delta = row["delta"]
+      yield ["  delta", *(_number(delta.get(title), "+") for title in TITLES)]
+
+
+def _means(name: str, row: Mapping[str, Any], best: Sequence[str] = ()) -> Iterator[list[str]]:
+  """Yields a line of means, and one of pairs where there are any."""
+  cells = [(title, _number(mean_of(row, title))) for title in TITLES]
+  yield [name, *(Strong(text) if title in best else text for title, text in cells)]
+  values = [row["columns"].get(title, {}).get("values", {}).values() for title in TITLES]
+  pairs = ["/".join(map(_number, pair)) if len(pair) > 1 else "" for pair in values]
+  if any(pairs):
+    yield ["", *pairs]
+
+
+def _number(value: float | None, sign: str = "") -> str:
+  return "-" if value is None else f"{round(value, 1) + 0.0:{sign}.1f}"  # + 0.0: no -0.0
+
+
+def notes(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+  """Yields (name of a run, what a reader of its numbers must know).
+
+  Args:
+    report: what `score` returned.
+  """
+  meaning = {
+    "best": "best, for each task the step with the best mean of its metrics on the set that it is "
+    "reported on, which is optimistic",
+    "last": "last, of each task",
+  }
+  yield "checkpoint", meaning.get(report["checkpoint"], f"step {report['checkpoint']}")
+  for row in report["runs"]:
+    said = [_trained(row)]
+    if row["joined"]:
+      said.append(f"joined: {', '.join(row['joined'])}")
+    if published := row["published"]:
+      said.append(f"published: Table {published['table']}, {published['row']}")
+    reasons: dict[str, list[str]] = {}
+    for title, why in row["missing"].items():
+      reasons.setdefault(why, []).append(title)
+    if reasons:
+      missing = "; ".join(f"{', '.join(titles)} ({why})" for why, titles in reasons.items())
+      said.append(f"no overall, missing: {missing}")
+    yield from ((row["run"], text) for text in (*said, *row["remarks"]))
+
+
+def _trained(row: Mapping[str, Any]) -> str:
+  words = [row["recipe"] or "recipe not known"]
+  if row["places"]:
+    words.append(roles.text_of(row["places"]))
+  if row["places"] != {} and row["dense_steps"] is not None:
+    of = f" of {row['sparse_steps']}" if row["sparse_steps"] else ""
+    words.append(f"{row['dense_steps']}{of} steps dense")
+  return ", ".join(words) + ("; mini-GLUE" if row["mini"] else "")
+
+
+def _exact_rows(report: Mapping[str, Any]) -> Iterator[list[Any]]:
+  """Yields lines of unrounded numbers; `kind` tells what a line holds of its run."""
+  pairs = [f"{c.title} {m}" for c in glue.COLUMNS if len(c.metrics) > 1 for m in c.metrics]
+  heads = [*TITLES, *pairs]
+  yield ["run", "kind", "recipe", "pattern", "dense_steps", "checkpoint", *heads]
+
+  def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {title: mean_of(row, title) for title in TITLES}
+    for title, column in row["columns"].items():
+      found |= {f"{title} {metric}": value for metric, value in column["values"].items()}
+    return found
+
+  for row in report["runs"]:
+    kinds = {
+      "run": numbers(row),
+      "step": {title: column["step"] for title, column in row["columns"].items()},
+    }
+    if row["published"]:
+      kinds |= {"published": numbers(row["published"]), "delta": row["delta"]}
+    pattern = roles.text_of(row["places"] or {})
+    own = [row["recipe"], pattern, row["dense_steps"], report["checkpoint"]]
+    for kind, values in kinds.items():
+      yield [row["run"], kind, *own, *(values.get(head) for head in heads)]
+  if best := report["best"]:
+    yield ["", "best", "", "", "", "", *(" ".join(best.get(head, ())) for head in heads)]
