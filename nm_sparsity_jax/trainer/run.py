@@ -42,13 +42,13 @@ class Periods:
       if getattr(self, name) is not None:
         _refuse_none_or_less(macro, getattr(self, name))
 
-  def saves(self, step: int, total: int) -> bool:
-    """Returns whether a checkpoint is saved after `step` of `total` steps."""
-    return self.evaluates(step, total) or bool(self.checkpoint and step % self.checkpoint == 0)
-
   def evaluates(self, step: int, total: int) -> bool:
     """Returns whether there is an evaluation after `step` of `total` steps."""
     return step == total or step % self.evaluate == 0
+
+  def saves(self, step: int, total: int) -> bool:
+    """Returns whether a checkpoint is saved after `step` of `total` steps."""
+    return self.evaluates(step, total) or step % (self.checkpoint or total) == 0
 
   def reports(self, step: int, total: int) -> bool:
     """Returns whether means are written after `step` of `total` steps."""
@@ -56,7 +56,7 @@ class Periods:
 
   def samples(self, step: int) -> bool:
     """Returns whether metrics are sampled at the step with this number."""
-    return bool(self.metrics) and step % self.metrics == 0
+    return self.metrics is not None and step % self.metrics == 0
 
 
 def _refuse_none_or_less(macro: str, steps: object) -> None:

@@ -99,7 +99,8 @@ def _batch(found: Findings, run: Any) -> Mapping[str, Any]:
   workload = run.model.workload
   if not isinstance(workload, T5):
     return next(iter(workload.batches(0, 0)))
-  return tokens(found.lengths, workload.batch_size, workload.data.pack)
+  is_packed = workload.data is not None and workload.data.pack
+  return tokens(found.lengths, workload.batch_size, is_packed)
 
 
 def _t5x(found: Findings, made: Made, devices: Sequence[Any]) -> Callable[[Rules | None], Any]:

@@ -18,7 +18,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -77,17 +77,8 @@ def find(
   return Tfds(path, size, batch_size, folder, **how)
 
 
-class Table(Protocol):
-  """Pictures by their number."""
-
-  def __len__(self) -> int: ...
-  def read(self, number: int) -> tuple[Any, int]:
-    """Returns Pillow's picture, RGB, and its label."""
-    ...
-
-
 class Indexed(source.Source):
-  """Images of tables, one a split. Subclasses define `tables`.
+  """Images of tables, one a split. Subclasses define `tables` and `read`.
 
   Args:
     size: height and width of an image.
@@ -111,8 +102,12 @@ class Indexed(source.Source):
     self.rand = None if rand is None else rand_augment.parse(rand)
 
   @property
-  def tables(self) -> Mapping[str, Table]:
-    """Returns split -> its table; 'train' is trained on."""
+  def tables(self) -> Mapping[str, Sequence[Any]]:
+    """Returns split -> what `read` takes of each example; 'train' is trained on."""
+    raise NotImplementedError
+
+  def read(self, example: Any) -> tuple[Any, int]:
+    """Returns Pillow's picture of an example, RGB, and its label."""
     raise NotImplementedError
 
   def train(self, seed: int, start: int) -> Iterator[source.Batch]:
@@ -140,16 +135,17 @@ class Indexed(source.Source):
     table, found = self.tables["train"], []
     for position in range(number * self.batch_size, (number + 1) * self.batch_size):
       epoch, place = divmod(position, len(table))
-      picture, label = table.read(int(_order(seed, epoch, len(table))[place]))
+      picture, label = self.read(table[int(_order(seed, epoch, len(table))[place])])
       rng = augment.stream(seed, position, 1)
       found.append(
         (augment.training(picture, self.size, rng, self.crop, self.erasing, self.rand), label)
       )
     return self._joined(found)
 
-  def _split(self, table: Table) -> Iterator[source.Batch]:
+  def _split(self, table: Sequence[Any]) -> Iterator[source.Batch]:
     for start in range(0, len(table), self.batch_size):
-      read = map(table.read, range(start, min(start + self.batch_size, len(table))))
+      examples = [table[i] for i in range(start, min(start + self.batch_size, len(table)))]
+      read = map(self.read, examples)
       yield self._joined([(augment.centered(picture, self.size), label) for picture, label in read])
 
   def _joined(self, found: Sequence[tuple[np.ndarray, int]]) -> source.Batch:
@@ -201,12 +197,12 @@ class Folder(Indexed):
     return len(self.names)
 
   @functools.cached_property
-  def tables(self) -> Mapping[str, Files]:
+  def tables(self) -> Mapping[str, Sequence[tuple[pathlib.Path, int]]]:
     """Returns the files of each split."""
     self.names  # noqa: B018 (refuses a folder without classes)
     return {split.name: self._files(split) for split in _folders(self.path)}
 
-  def _files(self, split: pathlib.Path) -> Files:
+  def _files(self, split: pathlib.Path) -> Sequence[tuple[pathlib.Path, int]]:
     found = []
     for folder in _folders(split):
       if folder.name not in self.names:
@@ -220,7 +216,16 @@ class Folder(Indexed):
       found += [(file, self.names.index(folder.name)) for file in files]
     if not found:
       raise ValueError(_no_images(split))
-    return Files(found)
+    return found
+
+  def read(self, example: tuple[pathlib.Path, int]) -> tuple[Any, int]:
+    """Returns the picture of a file, and its label."""
+    path, label = example
+    with _opened(path) as picture:
+      try:
+        return picture.convert("RGB"), label
+      except (OSError, SyntaxError, ValueError) as e:
+        raise ValueError(f"DATA: {path} cannot be read ({e}): it is damaged. Take it out.") from e
 
   def check(self) -> None:
     """Raises ValueError for a file that cannot be read as an RGB image."""
@@ -231,31 +236,8 @@ class Folder(Indexed):
         stacklevel=2,
       )
     for table in self.tables.values():
-      for number in range(min(len(table), _LOOKED_AT)):
-        _opened(table.files[number][0]).close()
-
-
-class Files:
-  """Files and their labels: a `Table`.
-
-  Args:
-    files: of each number, a path and a label.
-  """
-
-  def __init__(self, files: Sequence[tuple[pathlib.Path, int]]):
-    self.files = files
-
-  def __len__(self) -> int:
-    return len(self.files)
-
-  def read(self, number: int) -> tuple[Any, int]:
-    """Returns the picture of a file, and its label."""
-    path, label = self.files[number]
-    with _opened(path) as picture:
-      try:
-        return picture.convert("RGB"), label
-      except (OSError, SyntaxError, ValueError) as e:
-        raise ValueError(f"DATA: {path} cannot be read ({e}): it is damaged. Take it out.") from e
+      for path, _ in table[:_LOOKED_AT]:
+        _opened(path).close()
 
 
 def _folders(path: pathlib.Path) -> list[pathlib.Path]:
@@ -352,28 +334,16 @@ class Tfds(Indexed):
     """Returns 'train', and what is evaluated."""
     splits = self._builder.info.splits
     evaluated = [name for name in ("validation", "test") if name in splits][:1]
-    return {
-      name: _Records(self._builder.as_data_source(split=name)) for name in ("train", *evaluated)
-    }
+    return {name: self._builder.as_data_source(split=name) for name in ("train", *evaluated)}
+
+  def read(self, example: Mapping[str, Any]) -> tuple[Any, int]:
+    """Returns the picture of an example, and its label."""
+    from PIL import Image
+
+    image = example["image"]
+    picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
+    return picture.convert("RGB"), int(example["label"])
 
   def check(self) -> None:
     """Raises ValueError where the set is not prepared."""
     len(self.tables["train"])
-
-
-class _Records:
-  """Examples by their number: a `Table`."""
-
-  def __init__(self, examples: Any):
-    self._examples = examples
-
-  def __len__(self) -> int:
-    return len(self._examples)
-
-  def read(self, number: int) -> tuple[Any, int]:
-    from PIL import Image
-
-    example = self._examples[number]
-    image = example["image"]
-    picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
-    return picture.convert("RGB"), int(example["label"])
