@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.core.text import table
@@ -39,36 +41,26 @@ def render(report: Mapping[str, Any], everything: bool = False) -> str:
   return "\n\n".join(parts)
 
 
+_DENSE_SHOWN = 6
+
+
 def _render_kernels(kernels: Mapping[str, Any], everything: bool) -> str:
   lines = []
-  sparse = kernels["sparse"]
-  if sparse:
-    by_rule = any(k["rule"] != k["role"] for k in sparse)
-    head = ["sparse kernels", "", "role", "shape", "axis", "pattern", "groups", "recipe"]
-    rows = [
+  if kernels["sparse"]:
+    head = "sparse kernels", "", "rule", "shape", "axis", "pattern", "groups", "recipe"
+    join = lambda value, mark: mark.join(map(str, value)) if isinstance(value, list) else value
+    lines = table(head, [
       [
-        k["path"],
-        f"x{k['count']}",
-        k["role"] or "-",
-        "x".join(map(str, k["shape"])),
-        ",".join(map(str, k["axis"])) if isinstance(k["axis"], list | tuple) else k["axis"],
-        k["pattern"],
-        f"{k['groups']:,}",
-        k["recipe"],
-        *([k["rule"]] if by_rule else []),
+        k["path"], f"x{k['count']}", k["rule"], join(k["shape"], "x"), join(k["axis"], ","),
+        k["pattern"], f"{k['groups']:,}", k["recipe"],
       ]
-      for k in sparse
-    ]
-    lines += table([*head, *(["rule"] if by_rule else [])], rows)
-    for k in sparse:
-      lines += [f"  {k['path']}: {remark}" for remark in k["remarks"]]
-  for k in kernels["skipped"]:
-    lines.append(f"skipped  {k['path']}  x{k['count']}: {k['why']}")
-  dense = kernels["dense"]
-  shown = dense if everything else dense[:6]
+      for k in kernels["sparse"]
+    ])  # fmt: skip
+    lines += [f"  {k['path']}: {remark}" for k in kernels["sparse"] for remark in k["remarks"]]
+  lines += [f"skipped  {k['path']}  x{k['count']}: {k['why']}" for k in kernels["skipped"]]
+  shown = kernels["dense"] if everything else kernels["dense"][:_DENSE_SHOWN]
   lines += [f"dense    {k['path']}  x{k['count']}" for k in shown]
-  rest = sum(k["count"] for k in dense[len(shown) :])
-  if rest:
+  if rest := sum(k["count"] for k in kernels["dense"][len(shown) :]):
     lines.append(f"dense    and {rest} more kernels (--all)")
   if kernels["other_dense"]:
     lines.append(f"dense    {kernels['other_dense']} others: norms, embeddings, position biases")
@@ -108,112 +100,76 @@ def _decay(segment: Mapping[str, Any]) -> str:
   return f"{a:.3g}" if a == b else f"{a:.3g} -> {b:.3g}"
 
 
-def _rate_lines(rate: Mapping[str, Any] | None):
-  if not rate:
-    return
-  texts = [f"{rate[name]:.3g}" for name in ("first", "highest", "last")]
-  middle = f" -> {texts[1]} at sparse step {rate['highest_at']:,}"
-  shown = texts[0] + (middle if texts[1] not in (texts[0], texts[2]) else "")
-  shown += f" -> {texts[2]}" if len(set(texts)) > 1 else " throughout"
-  how = f" ({rate['factors']}" if rate["factors"] else ""
-  how += f", warm-up of {rate['warmup_steps']:,} steps" if rate["warmup_steps"] else ""
-  yield "rate", f"{shown}{how}{')' if how else ''}"
+def _rate_lines(rate: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+  if rate:
+    values = [f"{rate[name]:.3g}" for name in ("first", "highest", "last")]
+    yield "rate", " -> ".join(text for text, _ in itertools.groupby(values))
 
 
-def _loss_lines(loss: Mapping[str, Any] | None):
+def _loss_lines(loss: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
   if not loss:
     return
+  over = f" over {loss['mean_over']}" if loss["mean_over"] else ""
   if "factor" in loss:
-    text = f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: T5X's loss is {loss['meaning']}"
-    yield "loss", text
+    scale = f"at most {loss['t5x_over_mean_at_most']:.6g} times its mean{over}"
+    yield "loss", f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: T5X's loss is {scale}"
   for place, lam in loss["lambda"].items():
-    unit = " per target token"
-    if "mean_over" in loss:  # None where the workload could not be made
-      unit = f" over {loss['mean_over']}" if loss["mean_over"] else ""
-    text = f"{lam:g} of the mean loss{unit} ({place})"
-    if place in loss.get("lambda_in_t5x_at_most", ()):
-      scaled = loss["lambda_in_t5x_at_most"][place]
-      text += f"; beside T5X's loss, at most {scaled:.3g}"
-      if loss["factor"] is None or isinstance(loss["factor"], int | float):
-        text += f" (a batch of {loss['target_tokens_at_most']:,} target tokens)"
+    text = f"{lam:g} of the mean loss{over} ({place})"
+    if "factor" in loss:
+      text += f"; in T5X's loss, at most {loss['lambda_in_t5x_at_most'][place]:.3g}"
     yield "lambda", text
 
 
-def _cost_lines(cost: Mapping[str, Any] | None):
+def _cost_lines(cost: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
   if not cost:
     return
-  guess = "" if cost["lengths_known"] else " (TASK_FEATURE_LENGTHS is not set: guessed)"
-  tokens = f"{cost['input_length']} + {cost['target_length']} tokens{guess}"
-  if cost["input_length"] is None:
-    tokens = "one example"
-  once, whole, params = cost["inference"], cost["training"], cost["parameters"]
-  if once:
-    yield "inference", f"{_of(once['sparse'], once['dense'], 'FLOPs')} for {tokens}"
-  if whole and whole["steps"]:
-    run_of = f"{whole['steps']:,} steps of {whole['batch_size']}"
-    run_of += "" if whole["batch_known"] else " (BATCH_SIZE is not set: guessed)"
-    yield "training", f"{_of(whole['sparse'], whole['dense'], 'FLOPs')} for {run_of}"
+  lengths, whole, params = cost["lengths"], cost["training"], cost["parameters"]
+  example = f"{lengths['inputs']} + {lengths['targets']} tokens" if lengths else "one example"
+  yield "inference", f"{_flops(cost['inference'])} for {example}"
+  if whole:
+    yield "training", f"{_flops(whole)} for {whole['steps']:,} steps of {whole['batch_size']}"
+  share = params["kept"] / params["dense"]
   yield (
     "parameters",
-    f"{_count(params['kept'])} of {_count(params['dense'])} "
-    f"({params['kept'] / params['dense']:.1%}) kept; "
-    f"{_count(params['in_sparse_kernels'])} are in sparse kernels",
+    f"{params['kept']:,} of {params['dense']:,} ({share:.1%}) kept; "
+    f"{params['in_sparse_kernels']:,} are in sparse kernels",
   )
 
 
-def _topology_lines(said: Mapping[str, Any] | None):
-  if not said or "over_dense" not in said:
+def _flops(cost: Mapping[str, float]) -> str:
+  share = cost["sparse"] / cost["dense"]
+  return f"{_scaled(cost['sparse'])} of {_scaled(cost['dense'])}FLOPs ({share:.1%})"
+
+
+def _scaled(value: float) -> str:
+  """Returns a number with the prefix of its unit."""
+  power = min(int(math.log10(value)) // 3, 6) if value >= 1 else 0
+  return f"{value / 1000**power:.3g} {' kMGTPE'[power].strip()}"
+
+
+def _topology_lines(part: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+  if not part or "over_dense" not in part:
     return
-  over, dense, sparse = said["over_dense"], said["dense"], said["sparse"]
-  unit, name = (2**30, "GiB") if sparse["peak"] >= 2**30 / 10 else (2**20, "MiB")
-  change = lambda key: f"{over[key] - 1:+.1%}".replace("-0.0%", "+0.0%")
-  size = f"{sparse['peak'] / unit:.2f} {name} of each chip, {change('peak')}"
-  yield "topology", f"{said['name']}, {said['chips']} chips, a train step over the dense one:"
-  yield "", f"memory       {size}"
-  yield "", f"bytes moved  {change('bytes')}"
-  kinds = {**dense["collectives"], **sparse["collectives"]}
+  over, dense, sparse = part["over_dense"], part["dense"], part["sparse"]
+  yield "topology", f"{part['name']}, {part['chips']} chips, a train step over the dense one:"
+  yield "", f"memory       {sparse['peak'] / 2**20:,.0f} MiB of each chip, {over['peak'] - 1:+.1%}"
+  yield "", f"bytes moved  {over['bytes'] - 1:+.1%}"
   same = dense["collectives"] == sparse["collectives"]
-  counts = ", ".join(
-    f"{sparse['collectives'].get(k, 0)} {k} (dense {dense['collectives'].get(k, 0)})" for k in kinds
-  )
+  counts = f"{sparse['collectives']} (dense {dense['collectives']})"
   yield "", f"collectives  {'the same' if same else counts}"
   yield "", "a compiler's account: nobody knows the time before it runs"
 
 
-def _of(part: float, whole: float, unit: str) -> str:
-  return f"{_number(part)} of {_number(whole)} {unit}".rstrip() + f" ({part / whole:.1%})"
-
-
-def _number(value: float) -> str:
-  """Returns a number of FLOPs, with the prefixes of units."""
-  return _scaled(value, ("E", "P", "T", "G", "M", "k"))
-
-
-def _count(value: float) -> str:
-  """Returns a number of parameters: thousands, millions, billions."""
-  return _scaled(value, ("E", "P", "T", "B", "M", "k"))
-
-
-def _scaled(value: float, names: Sequence[str]) -> str:
-  for size, name in zip((1e18, 1e15, 1e12, 1e9, 1e6, 1e3), names, strict=True):
-    if value >= size:
-      return f"{value / size:.3g} {name}" if value < 100 * size else f"{value / size:.0f} {name}"
-  return f"{value:.0f}"
-
-
-def _restore_lines(restore: Mapping[str, Any] | None, everything: bool):
+def _restore_lines(
+  restore: Mapping[str, Any] | None, everything: bool
+) -> Iterator[tuple[str, str]]:
   if not restore:
     return
-  what = "dense" if restore["sparse_step"] is None else f"sparse step {restore['sparse_step']:,}"
-  step = "unknown step" if restore["step"] is None else f"step {restore['step']:,}"
-  yield "restore", f"{restore['path']} ({restore['format']}, {step}, {what})"
+  sparse = "dense" if restore["sparse_step"] is None else f"sparse step {restore['sparse_step']:,}"
+  yield "restore", f"{restore['path']} ({restore['format']}, step {restore['step']}, {sparse})"
   for name, part in restore["sections"].items():
-    words = []
-    if part["load"]:
-      words.append(f"load {part['load']} as {', '.join(map(str, part['dtypes']))}")
-    words += [f"{kind} {part[kind]}" for kind in ("initialise", "drop") if part[kind]]
-    yield "", f"{name.ljust(12)} {', '.join(words)}"
-  if everything:
-    for kind in ("initialise", "drop"):
-      for path in restore[kind]:
-        yield "", f"  {kind} {path}"
+    words = [f"{kind} {count}" for kind, count in part.items() if count]
+    yield "", f"{name.ljust(18)} {', '.join(words)}"
+  for kind in ("initialise", "drop") if everything else ():
+    for path in restore[kind]:
+      yield "", f"  {kind} {path}"

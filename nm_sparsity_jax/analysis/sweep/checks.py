@@ -148,7 +148,7 @@ class _Findings:
       elif self.workload is None:
         self.workload = network
       if self._shapes is None:
-        self._shapes = plan.shapes(network, config.get("TASK_FEATURE_LENGTHS"))
+        self._shapes = plan.shapes(network)
       params, axes = self._shapes
       (rules.with_logical_axes(axes) if axes else rules).assign(params)
       if cell.pattern is None:
