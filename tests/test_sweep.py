@@ -125,7 +125,7 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
     ("[macros]", "[variants.a]\nRECIPE = 'idp'\n[macros]", "'a' is not among the recipes"),
     # What gin and the rules say.
     ("[macros]", "[macros]\nBATCHSIZE = 9", "macros or start: BATCHSIZE is set, but nothing reads"),
-    ("local_train.gin", "local_trian.gin", "gin_files, macros.*local_trian.gin is not here"),
+    ("local_train.gin", "local_trian.gin", "gin_files, macros.*local_trian.gin"),
     ("local_train.gin", "local_common.gin", "gin_files: none is a run file of"),
     ("SPARSE_STEPS = 4", "SPARSE_STEPS = 'a'", "macros: dense, sr_ste-1_4, .*: SPARSE_STEPS='a'"),
     ("[macros]", "[macros]\nDENSE_STEPS = 9", "macros: dense, sr_ste-1_4, .*DENSE_STEPS=9"),
