@@ -389,7 +389,7 @@ def never_raises(files, overrides, tmp_path):
   for name, text in {"model.gin": MODEL, "theirs.gin": T5X_MODEL}.items():
     (tmp_path / name).write_text(text)
   report = plan.plan(files, overrides, [tmp_path, ROOT, ROOT / "tests"])
-  assert report["ok"] == (not report["errors"]) and plan.render(report, everything=True)
+  assert report["ok"] == (not report["errors"]) and plan.render(report)
 
 
 def some(choices):

@@ -9,106 +9,83 @@ from typing import Any
 
 from nm_sparsity_jax.core.text import table
 
+_Line = tuple[str, str]  # what it is about, and the text
 
-def render(report: Mapping[str, Any], everything: bool = False) -> str:
+
+def render(report: Mapping[str, Any]) -> str:
   """Returns a report as text, its errors last, where the eye is.
 
   Args:
     report: what `plan` returns.
-    everything: lists also what is long.
   """
-  parts = []
-  if kernels := report.get("kernels"):
-    parts.append(_render_kernels(kernels, everything))
-  if report.get("schedule"):
-    parts.append(_render_schedule(report["schedule"]))
-  facts = [
-    *_rate_lines(report.get("learning_rate")),
-    *_loss_lines(report.get("loss")),
-    *_cost_lines(report.get("cost")),
-    *_topology_lines(report.get("topology")),
-    *_restore_lines(report.get("restore"), everything),
-    *(("note", note) for note in report["notes"]),
-  ]
-  if facts:
-    parts.append("\n".join(f"{head.ljust(11)} {text}".rstrip() for head, text in facts))
+  blocks = [_kernels(report["kernels"])] if "kernels" in report else []
+  blocks += [_timeline(part) for part in report.get("schedule", ())]
+  facts: list[_Line] = []
+  for name, lines in _FACTS.items():
+    facts += lines(report[name]) if name in report else ()
+  facts += [("note", note) for note in report["notes"]]
+  blocks.append("\n".join(f"{head.ljust(11)} {text}" for head, text in facts))
   for kind in ("warnings", "errors"):
     if found := report[kind]:
       head = f"{len(found)} {kind if len(found) > 1 else kind[:-1]}"
-      parts.append("\n".join([head, *(f"  - {text}" for text in found)]))
+      blocks.append("\n".join([head, *(f"  - {text}" for text in found)]))
   if report["ok"]:
-    parts.append("Nothing stands in the way.")
-  return "\n\n".join(parts)
+    blocks.append("Nothing stands in the way.")
+  return "\n\n".join(filter(None, blocks))
 
 
-_DENSE_SHOWN = 6
-
-
-def _render_kernels(kernels: Mapping[str, Any], everything: bool) -> str:
-  lines = []
-  if kernels["sparse"]:
-    head = "sparse kernels", "", "rule", "shape", "axis", "pattern", "groups", "recipe"
-    join = lambda value, mark: mark.join(map(str, value)) if isinstance(value, list) else value
-    lines = table(head, [
-      [
-        k["path"], f"x{k['count']}", k["rule"], join(k["shape"], "x"), join(k["axis"], ","),
-        k["pattern"], f"{k['groups']:,}", k["recipe"],
-      ]
-      for k in kernels["sparse"]
-    ])  # fmt: skip
-    lines += [f"  {k['path']}: {remark}" for k in kernels["sparse"] for remark in k["remarks"]]
+def _kernels(kernels: Mapping[str, Any]) -> str:
+  head = "sparse kernels", "", "rule", "shape", "axis", "pattern", "groups", "recipe"
+  join = lambda value, mark: mark.join(map(str, value)) if isinstance(value, list) else value
+  rows = [
+    [
+      k["path"], f"x{k['count']}", k["rule"], join(k["shape"], "x"), join(k["axis"], ","),
+      k["pattern"], f"{k['groups']:,}", k["recipe"],
+    ]
+    for k in kernels["sparse"]
+  ]  # fmt: skip
+  lines = table(head, rows) if rows else []
+  lines += [f"  {k['path']}: {remark}" for k in kernels["sparse"] for remark in k["remarks"]]
   lines += [f"skipped  {k['path']}  x{k['count']}: {k['why']}" for k in kernels["skipped"]]
-  shown = kernels["dense"] if everything else kernels["dense"][:_DENSE_SHOWN]
-  lines += [f"dense    {k['path']}  x{k['count']}" for k in shown]
-  if rest := sum(k["count"] for k in kernels["dense"][len(shown) :]):
-    lines.append(f"dense    and {rest} more kernels (--all)")
-  if kernels["other_dense"]:
-    lines.append(f"dense    {kernels['other_dense']} others: norms, embeddings, position biases")
+  lines += [f"dense    {k['path']}  x{k['count']}" for k in kernels["dense"]]
+  lines.append(f"dense    {kernels['other_dense']} others: norms, embeddings, position biases")
   return "\n".join(lines)
 
 
-def _render_schedule(schedule: Sequence[Mapping[str, Any]]) -> str:
-  blocks = []
-  for part in schedule:
-    kept = "; keeps its mask" if part["keeps_mask"] else ""
-    head = f"schedule of {title(part)}, gradient {part['gradient']}{kept}"
-    rows = [
-      (
-        f"{s['start']:,} .. {s['stop'] - 1:,}",
-        f"{s['t5x_start']:,} .. {s['t5x_stop'] - 1:,}",
-        s["phase"],
-        s["pattern"] or "dense",
-        _decay(s),
-      )
-      for s in part["segments"]
-    ]
-    columns = ("sparse steps", "global steps", "phase", "pattern", "D")
-    blocks.append("\n".join([head, *(f"  {line}" for line in table(columns, rows))]))
-  return "\n\n".join(blocks)
+def _timeline(part: Mapping[str, Any]) -> str:
+  rows = [
+    (
+      f"{s['start']:,} .. {s['stop'] - 1:,}",
+      f"{s['t5x_start']:,} .. {s['t5x_stop'] - 1:,}",
+      s["phase"],
+      s["pattern"] or "dense",
+      _arrows((s["decay_start"], s["decay_stop"])),
+    )
+    for s in part["segments"]
+  ]
+  kept = "; keeps its mask" if part["keeps_mask"] else ""
+  lines = table(("sparse steps", "global steps", "phase", "pattern", "D"), rows)
+  head = f"schedule of {title(part)}, gradient {part['gradient']}{kept}"
+  return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
 def title(part: Mapping[str, Any]) -> str:
   """Returns the name of a timeline: its rules, the lengths of their axes, recipe, pattern."""
-  where = ", ".join(part["rules"])
-  if part["axis_sizes"]:
-    where += f", axes of {', '.join(map(str, part['axis_sizes']))}"
-  return f"{where}: {part['recipe']}" + (f" {part['pattern']}" if part["pattern"] else "")
+  sizes = part["axis_sizes"]
+  axes = f", axes of {', '.join(map(str, sizes))}" if sizes else ""
+  return f"{', '.join(part['rules'])}{axes}: {part['recipe']} {part['pattern'] or ''}".rstrip()
 
 
-def _decay(segment: Mapping[str, Any]) -> str:
-  a, b = segment["decay_start"], segment["decay_stop"]
-  return f"{a:.3g}" if a == b else f"{a:.3g} -> {b:.3g}"
+def _arrows(values: Sequence[float]) -> str:
+  """Returns values one after the other; those that stay the same once."""
+  return " -> ".join(text for text, _ in itertools.groupby(f"{value:.3g}" for value in values))
 
 
-def _rate_lines(rate: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-  if rate:
-    values = [f"{rate[name]:.3g}" for name in ("first", "highest", "last")]
-    yield "rate", " -> ".join(text for text, _ in itertools.groupby(values))
+def _rate(rate: Mapping[str, float]) -> Iterator[_Line]:
+  yield "rate", _arrows([rate["first"], rate["highest"], rate["last"]])
 
 
-def _loss_lines(loss: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-  if not loss:
-    return
+def _loss(loss: Mapping[str, Any]) -> Iterator[_Line]:
   over = f" over {loss['mean_over']}" if loss["mean_over"] else ""
   if "factor" in loss:
     scale = f"at most {loss['t5x_over_mean_at_most']:.6g} times its mean{over}"
@@ -120,20 +97,14 @@ def _loss_lines(loss: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
     yield "lambda", text
 
 
-def _cost_lines(cost: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-  if not cost:
-    return
+def _cost(cost: Mapping[str, Any]) -> Iterator[_Line]:
   lengths, whole, params = cost["lengths"], cost["training"], cost["parameters"]
   example = f"{lengths['inputs']} + {lengths['targets']} tokens" if lengths else "one example"
   yield "inference", f"{_flops(cost['inference'])} for {example}"
   if whole:
     yield "training", f"{_flops(whole)} for {whole['steps']:,} steps of {whole['batch_size']}"
-  share = params["kept"] / params["dense"]
-  yield (
-    "parameters",
-    f"{params['kept']:,} of {params['dense']:,} ({share:.1%}) kept; "
-    f"{params['in_sparse_kernels']:,} are in sparse kernels",
-  )
+  kept = f"{params['kept']:,} of {params['dense']:,} ({params['kept'] / params['dense']:.1%})"
+  yield "parameters", f"{kept} kept; {params['in_sparse_kernels']:,} are in sparse kernels"
 
 
 def _flops(cost: Mapping[str, float]) -> str:
@@ -147,8 +118,8 @@ def _scaled(value: float) -> str:
   return f"{value / 1000**power:.3g} {' kMGTPE'[power].strip()}"
 
 
-def _topology_lines(part: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-  if not part or "over_dense" not in part:
+def _topology(part: Mapping[str, Any]) -> Iterator[_Line]:
+  if "over_dense" not in part:
     return
   over, dense, sparse = part["over_dense"], part["dense"], part["sparse"]
   yield "topology", f"{part['name']}, {part['chips']} chips, a train step over the dense one:"
@@ -160,16 +131,15 @@ def _topology_lines(part: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]
   yield "", "a compiler's account: nobody knows the time before it runs"
 
 
-def _restore_lines(
-  restore: Mapping[str, Any] | None, everything: bool
-) -> Iterator[tuple[str, str]]:
-  if not restore:
-    return
+def _restore(restore: Mapping[str, Any]) -> Iterator[_Line]:
   sparse = "dense" if restore["sparse_step"] is None else f"sparse step {restore['sparse_step']:,}"
   yield "restore", f"{restore['path']} ({restore['format']}, step {restore['step']}, {sparse})"
   for name, part in restore["sections"].items():
     words = [f"{kind} {count}" for kind, count in part.items() if count]
     yield "", f"{name.ljust(18)} {', '.join(words)}"
-  for kind in ("initialise", "drop") if everything else ():
-    for path in restore[kind]:
-      yield "", f"  {kind} {path}"
+
+
+# Part of a report -> its lines, in the order in which they are printed.
+_FACTS = {
+  "learning_rate": _rate, "loss": _loss, "cost": _cost, "topology": _topology, "restore": _restore,
+}  # fmt: skip

@@ -94,8 +94,7 @@ class Config:
       parse(what)
       return True
     except Exception as e:
-      text = message(e)
-      self.errors.append(text if what in text else f"{what}: {text}")
+      self.errors.append(f"{what}: {message(e)}")
       return False
 
   def _parse(self, binding: str) -> None:
@@ -385,8 +384,8 @@ def read(
   if config.errors:
     raise ValueError("; ".join(config.errors))
   if config.program != program:
-    run = {"train": "train.gin, local_finetune", "evaluate": "eval"}.get(program, program)
-    raise ValueError(f"no run file of this command: gin_configs/runs/local_{run}.gin")
+    name = {"evaluate": "eval"}.get(program, program)
+    raise ValueError(f"no run file of this command: gin_configs/runs/local_{name}.gin")
   return config
 
 
