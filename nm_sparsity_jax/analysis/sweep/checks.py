@@ -180,7 +180,7 @@ class _Network:
     elif self.workload is None:
       self.workload = network
     if self._shapes is None:
-      self._shapes = plan.shapes(network, config.get("TASK_FEATURE_LENGTHS"))
+      self._shapes = plan.shapes(network)
     params, axes = self._shapes
     (rules.with_logical_axes(axes) if axes else rules).assign(params)
     self._check_pattern(cell, rules)
