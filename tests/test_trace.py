@@ -164,19 +164,23 @@ REFUSED = {
   "branches": (
     lambda p, x, d: x @ jax.lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["w"].T), "along"),
   # A mixture of kernels is contracted along the experts first.
-  "CondConv": (lambda p, x, d: mixed_conv(p, x, d["gates"][0]), "mixes"),
+  "CondConv": (lambda p, x, d: mixed_conv(p, x, d["gates"][0]), "in turn"),
   "CondConv, each its own": (
-    lambda p, x, d: jax.vmap(mixed_conv, (None, 0, 0))(p, jnp.stack([x, x]), d["gates"]), "mixes"),
+    lambda p, x, d: jax.vmap(mixed_conv, (None, 0, 0))(p, jnp.stack([x, x]), d["gates"]),
+    "in turn"),
   "mixture of matrices": (
-    lambda p, x, d: x @ jax.nn.relu(jnp.tensordot(d["gates"][0], p["e"][:, 0], 1)), "mixes"),
+    lambda p, x, d: x @ jax.nn.relu(jnp.tensordot(d["gates"][0], p["e"][:, 0], 1)), "in turn"),
   "mixture, each its own": (
     lambda p, x, d: jnp.einsum("bi,bio->bo", x, jnp.einsum("be,eio->bio", d["gates"], p["b"])),
-    "mixes"),
+    "in turn"),
+  "mixture of results": (
+    lambda p, x, d: jnp.einsum("beo,be->bo", jnp.einsum("bi,eio->beo", x, p["b"]), d["gates"]),
+    "in turn"),
   "mixture in a scan": (
     lambda p, x, d: in_scan(
-      lambda m, h: (m, h @ m), jnp.tensordot(d["gates"][0], p["e"][:, 0], 1), x), "mixes"),
+      lambda m, h: (m, h @ m), jnp.tensordot(d["gates"][0], p["e"][:, 0], 1), x), "in turn"),
   "bilinear": (
-    lambda p, x, d: jnp.einsum("boj,bj->bo", jnp.einsum("bi,oij->boj", x, p["b"]), x), "mixes"),
+    lambda p, x, d: jnp.einsum("boj,bj->bo", jnp.einsum("bi,oij->boj", x, p["b"]), x), "in turn"),
 }  # fmt: skip
 
 
@@ -259,6 +263,12 @@ def test_for_model_refuses_an_axis_that_the_program_does_not_have(axes, word):
     return
   with pytest.raises(ValueError, match=word):
     rules.for_model(function, params, x)
+
+
+def test_axes_by_hand_serve_where_the_program_does_not_tell():
+  function, params = lambda p, x: (x * p["v"]) @ p["w"].T, {"v": jnp.ones(4), "w": jnp.ones((8, 4))}
+  rules = nms.Rules({"[vw]": RECIPE}, axes={"v": 0}).for_model(function, params, jnp.ones((2, 4)))
+  assert {path: p.axes for path, p in rules.assign(params).places.items()} == {"v": (0,), "w": (1,)}
 
 
 @pytest.mark.parametrize(
