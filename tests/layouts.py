@@ -193,12 +193,6 @@ def recurrent(p, x):
   return jax.lax.scan(step, p["first"], x[:, None])[1]
 
 
-def one_key_for_all_heads(p, x):
-  q, k, v = jnp.einsum("td,dhk->thk", x, p["q"]), x @ p["k"], x @ p["v"]
-  scores = jax.nn.softmax(jnp.einsum("thk,sk->hts", q, k))
-  return jnp.einsum("thk,hkd->td", jnp.einsum("hts,sk->thk", scores, v), p["o"])
-
-
 def hypernetwork(p, x):
   return jnp.einsum("bi,bio->bo", x[:, :3], (x @ p["w"]).reshape(-1, 3, 7))
 
@@ -334,14 +328,8 @@ PLAIN = {
   "standardized": (lambda: plain(standardized, (2, 4), w=(4, 3)), {"w": (0,)}),
   "binary features": (lambda: plain(lambda p, x: (x == 1) @ p["w"] + x @ p["w"], (2, 4), w=(4, 3)),
                       {"w": (0,)}),
-  "experts by ragged_dot": (lambda: plain(
-    lambda p, x: jax.lax.ragged_dot(x, p["w"], jnp.array([1, 1])), (2, 4), w=(2, 4, 5)),
-    {"w": (1,)}),
   "a learned first state": (lambda: plain(
     recurrent, (2, 4), first=(1, 5), hh=(5, 5), xh=(4, 5)), {"[hx]h": (0,)}),
-  "multi-query attention": (lambda: plain(
-    one_key_for_all_heads, (2, 8), q=(8, 3, 5), k=(8, 5), v=(8, 5), o=(3, 5, 6)),
-    {"[qkv]": (0,), "o": (0, 1)}),
   "a hypernetwork": (lambda: plain(hypernetwork, (2, 4), w=(4, 21)), {"w": (0,)}),
   "an ensemble of convolutions": (lambda: plain(
     ensemble_of_convolutions, (1, 2, 5), w=(3, 3, 5, 6)), {"w": (2,)}),

@@ -86,7 +86,9 @@ def test_along_the_axes_of_for_model_weights_differ_by_their_inputs_alone(name):
 FIVE = [
   ("Dense query in a scan", "layers/query/kernel", (1,), 0),
   ("ConvTranspose, transpose_kernel", "ConvTranspose_0/kernel", (3,), 2),
+  ("an unstacked block", "blocks/attn/query/kernel", (0,), 1),
   ("stacked (layers, out, in)", "w", (2,), 1),
+  ("an ensemble", "kernel", (1,), 0),
 ]
 
 
@@ -162,18 +164,23 @@ REFUSED = {
   "branches": (
     lambda p, x, d: x @ jax.lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["w"].T), "along"),
   # A mixture of kernels is contracted along the experts first.
-  "CondConv": (lambda p, x, d: mixed_conv(p, x, d["gates"][0]), "mixes"),
+  "CondConv": (lambda p, x, d: mixed_conv(p, x, d["gates"][0]), "in turn"),
   "CondConv, each its own": (
-    lambda p, x, d: jax.vmap(mixed_conv, (None, 0, 0))(p, jnp.stack([x, x]), d["gates"]), "mixes"),
+    lambda p, x, d: jax.vmap(mixed_conv, (None, 0, 0))(p, jnp.stack([x, x]), d["gates"]),
+    "in turn"),
   "mixture of matrices": (
-    lambda p, x, d: x @ jax.nn.relu(jnp.tensordot(d["gates"][0], p["e"][:, 0], 1)), "mixes"),
+    lambda p, x, d: x @ jax.nn.relu(jnp.tensordot(d["gates"][0], p["e"][:, 0], 1)), "in turn"),
   "mixture, each its own": (
     lambda p, x, d: jnp.einsum("bi,bio->bo", x, jnp.einsum("be,eio->bio", d["gates"], p["b"])),
-    "mixes"),
+    "in turn"),
+  "mixture of results": (
+    lambda p, x, d: jnp.einsum("beo,be->bo", jnp.einsum("bi,eio->beo", x, p["b"]), d["gates"]),
+    "in turn"),
   "mixture in a scan": (
     lambda p, x, d: in_scan(
-      lambda m, h: (m, h @ m), jnp.tensordot(d["gates"][0], p["e"][:, 0], 1), x), "mixes"),
-  "bilinear": (lambda p, x, d: jnp.einsum("bi,oij,bj->bo", x, p["b"], x), "mixes"),
+      lambda m, h: (m, h @ m), jnp.tensordot(d["gates"][0], p["e"][:, 0], 1), x), "in turn"),
+  "bilinear": (
+    lambda p, x, d: jnp.einsum("boj,bj->bo", jnp.einsum("bi,oij->boj", x, p["b"]), x), "in turn"),
 }  # fmt: skip
 
 
@@ -185,6 +192,15 @@ def test_what_cannot_be_followed_is_refused(name):
   params = {path: jnp.ones(shape) for path, shape in shapes.items()}
   known, refused = trace.axes(function, params, jnp.ones((2, 4)), data)
   assert known == {} and any(re.search(word, why) for why in refused.values())
+
+
+def test_a_query_of_many_heads_that_meets_one_key_is_no_mixture():
+  def attention(p, x):
+    q, k = jnp.einsum("td,dhk->thk", x, p["q"]), x @ p["k"]
+    return jnp.einsum("hts,sk->thk", jnp.einsum("thk,sk->hts", q, k), k)
+
+  params = {"q": jnp.ones((8, 3, 5)), "k": jnp.ones((8, 5))}
+  assert trace.axes(attention, params, jnp.ones((2, 8))) == ({"q": (0,), "k": (0,)}, {})
 
 
 def test_a_tied_embedding_is_refused():
@@ -211,9 +227,7 @@ def psum(w, x):
   "function",
   [
     lambda p, x: jax.lax.map(lambda row: row @ p["w"], x),
-    lambda p, x: jax.lax.fori_loop(
-      0, 4, lambda i, h: h + x.reshape(4, 2, 16)[i] @ (p["w"] / i), 0.0
-    ),
+    lambda p, x: jax.lax.fori_loop(0, 8, lambda i, h: h + x[i] @ (p["w"] / i), jnp.zeros(4)),
     lambda p, x: jax.lax.ragged_dot(x, p["w"][None], jnp.array([8])),
     lambda p, x: on_four_devices(lambda w, x: x @ w, P(), P("d"))(p["w"], x),
     lambda p, x: on_four_devices(psum, P("d"), P(None, "d"))(p["w"], x),
@@ -238,6 +252,23 @@ def test_for_model_names_the_axes_that_names_leave_open():
   assert {path: p.axes for path, p in known.assign(params).places.items()} == want
   # The default serves where it is right, so that the text of the rules stays short.
   assert not [key for key in known.axes if re.fullmatch(key, "wi/kernel")]
+
+
+@pytest.mark.parametrize("axes, word", [({"w": 0}, "axes"), (None, "")])
+def test_for_model_refuses_an_axis_that_the_program_does_not_have(axes, word):
+  (function, params, x), *_ = made("torch's layout")
+  rules = nms.Rules({"w": RECIPE}, axes=axes)
+  if not word:
+    assert rules.for_model(function, params, x).assign(params).places["w"].axes == (1,)
+    return
+  with pytest.raises(ValueError, match=word):
+    rules.for_model(function, params, x)
+
+
+def test_axes_by_hand_serve_where_the_program_does_not_tell():
+  function, params = lambda p, x: (x * p["v"]) @ p["w"].T, {"v": jnp.ones(4), "w": jnp.ones((8, 4))}
+  rules = nms.Rules({"[vw]": RECIPE}, axes={"v": 0}).for_model(function, params, jnp.ones((2, 4)))
+  assert {path: p.axes for path, p in rules.assign(params).places.items()} == {"v": (0,), "w": (1,)}
 
 
 @pytest.mark.parametrize(

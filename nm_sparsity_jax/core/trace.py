@@ -9,8 +9,8 @@ answer is a guess. Nothing is computed. A parameter is refused as well where
 
 - data meets it outside of a product, as in `x @ (w * keep)` or `w[ids]`,
 - two products sum over different axes of it, or a loop changes it from turn to turn,
-- its product with data is itself a kernel for other data, as in a mixture of kernels
-  (`x @ einsum("e,eio->io", gates, w)`).
+- data sums over one axis of it, and then other data over another: a mixture of kernels,
+  `x @ einsum("e,eio->io", gates, w)`, where either axis may be the one that is meant.
 
 A product with a one-hot, which T5 looks words up by, is a look-up and no arithmetic. A `while` loop
 whose turns data decide counts as one turn, and a `cond` as all of its branches. Under `shard_map`
@@ -131,7 +131,8 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
 
   jaxpr = jax.make_jaxpr(flat)(*arrays).jaxpr
   shapes = {path: tuple(x.shape) for path, x in flatten(params) if is_array(x)}
-  values = [_Value(False, (_whole(path, shape),)) for path, shape in shapes.items()]
+  whole = lambda shape: tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
+  values = [_Value(False, (_Track(path, whole(shape)),)) for path, shape in shapes.items()]
   values += [_DATA] * (len(jaxpr.invars) - len(values))
   walk = _Walk({path: math.prod(shape) for path, shape in shapes.items()})
   walk.run(jaxpr, values)
@@ -140,10 +141,6 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
       walk.lost.setdefault(path, f"no product sums over it, and {name} makes a statistic of it")
   products = {path: tuple(found) for path, found in walk.products.items()}
   return Traced(products, walk.lost, shapes, dict(walk.macs), tuple(walk.others))
-
-
-def _whole(path: str, shape: Sequence[int]) -> _Track:
-  return _Track(path, tuple(((frozenset([i]), n),) for i, n in enumerate(shape)))
 
 
 class _Walk:
@@ -225,7 +222,7 @@ class _Walk:
     for value, summed, kept in zip(known, product.summed, product.kept, strict=True):
       if of_data:
         mixtures = [track for track in value.tracks if _is_mixture(track, summed, kept)]
-        self._lose(mixtures, "its product with data mixes kernels, which other data meets")
+        self._lose(mixtures, "data sums over two of its axes in turn, as where gates mix kernels")
       elif not value.is_data:
         for track in value.tracks:
           self._note(track, summed, eqn.primitive.name)
@@ -408,17 +405,12 @@ class _Product(NamedTuple):
 
 
 def _dot(eqn: Any) -> _Product:
-  return _dot_of(eqn, eqn.params["dimension_numbers"], ())
-
-
-def _ragged_dot(eqn: Any) -> _Product:
-  numbers = eqn.params["ragged_dot_dimension_numbers"]
-  # Data picks the group whose kernel a row meets, and it meets no other.
-  return _dot_of(eqn, numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
-
-
-def _dot_of(eqn: Any, numbers: Any, groups: Sequence[int]) -> _Product:
-  lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+  p, (lhs, rhs) = eqn.params, (v.aval.shape for v in eqn.invars[:2])
+  if ragged := p.get("ragged_dot_dimension_numbers"):
+    # Data picks the group whose kernel a row meets, and it meets no other.
+    numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+  else:
+    numbers, groups = p["dimension_numbers"], ()
   summed, shared = numbers
   left = [a for a in range(len(lhs)) if a not in (*summed[0], *shared[0])]
   right = [a for a in range(len(rhs)) if a not in (*summed[1], *shared[1], *groups)]
@@ -434,7 +426,7 @@ def _conv(eqn: Any) -> _Product:
 
 _PRODUCTS: Mapping[str, Callable[[Any], _Product]] = {
   "dot_general": _dot,
-  "ragged_dot_general": _ragged_dot,
+  "ragged_dot_general": _dot,
   "conv_general_dilated": _conv,
 }
 
@@ -456,17 +448,17 @@ def _results(eqn: Any, known: Sequence[_Value], product: _Product) -> tuple[_Tra
 
 
 def _is_mixture(track: _Track, summed: Sequence[int], kept: Sequence[int]) -> bool:
-  """Returns whether a product of a weight with data is a kernel in a product with other data.
+  """Returns whether data that a weight made is a kernel, in a product with other data.
 
-  Then data mixes kernels, as in CondConv, and the axes of the first product are not those that the
-  kernels are contracted along. Where each token has a kernel of its own it is no kernel but a
-  query, as in attention; so is one whose axes are one axis of the weight, as in a hypernetwork.
+  It is one where nothing but axes of the weight is left of it. In attention tokens are left of a
+  query as well, also where all heads share their keys. A hypernetwork makes a kernel along one axis
+  of its weight, and that weight is contracted along the other.
   """
   if track.dims is None or not kept:
     return False
   along = _all_of(*(track.dims[a] for a in summed))
-  others = [_all_of(track.dims[a]) for a in kept]
-  return bool(along) and all(others) and along.isdisjoint(frozenset().union(*others))
+  left = [_all_of(track.dims[a]) for a in kept]
+  return bool(along) and all(left) and along.isdisjoint(frozenset().union(*left))
 
 
 # --- how equations move the axes of a weight ------------------------------------------------------

@@ -198,7 +198,8 @@ class Rules:
 
     The program is traced and not computed, so arrays and `jax.ShapeDtypeStruct` both serve. Every
     product of every parameter that a rule names is looked at. One that is contracted along two
-    axes, such as a tied embedding, or in no product, is refused with that reason.
+    axes, such as a tied embedding, or in no product, is refused with that reason, unless `axes`
+    names its axis.
 
     Args:
       function: the forward pass, called as function(params, *inputs).
@@ -214,12 +215,14 @@ class Rules:
     shapes = dict(_shapes(params))
     named = [path for path in shapes if not isinstance(self.find(path), Dense | None)]
     known, unknown = trace.axes(function, params, *inputs)
-    if refused := [f"{path!r}: {unknown[path]}" for path in named if path not in known]:
+    open_paths = [path for path in named if path not in known and not self._by_axis.find(path)]
+    if refused := [f"{path!r}: {unknown[path]}" for path in open_paths]:
       raise ValueError(
         "for_model finds no axis that the program contracts these parameters along, so leave them "
-        f"out of the rules: {'; '.join(refused)}."
+        f"out of the rules, or name the axis by axes=: {'; '.join(refused)}."
       )
     found: dict[str, masks.Axis] = {}
+<<<<<<< HEAD
     for path in named:
       axis = self._axis(path, shapes)
       if axis is None:
@@ -231,6 +234,18 @@ class Rules:
             "leave axes= out."
           )
         found[re.escape(path)] = _one_or_several(known[path])
+=======
+    for path in (path for path in named if path in known):
+      here = self._axis(path, shapes)
+      if here is not None and masks.check_axis(shapes[path], here, gaps=True) == known[path]:
+        continue
+      if given := self._by_axis.find(path):
+        raise ValueError(
+          f"axes={{{given[0][0]!r}: {given[0][1]}}}, but the program contracts {path!r} along "
+          f"{known[path]}: leave axes= out."
+        )
+      found[re.escape(path)] = _one_or_several(known[path])
+>>>>>>> h-trace
     return self.with_axes(found)
 
   def match(self, path: str) -> tuple[str, Recipe] | None:
