@@ -194,7 +194,8 @@ def training(
       )
   recipes = [_recipe_and_axis(value, op)[0] for op, value in chosen.items()]
   totals = {recipe.phases.total for recipe in recipes if recipe.phases}
-  totals |= set() if steps is None else {steps}
+  if steps is not None:
+    totals.add(steps)
   if len(totals) != 1:
     raise ValueError(
       f"the run would have {' and '.join(map(str, sorted(totals))) or 'no number of'} steps: give "

@@ -222,30 +222,16 @@ class Rules:
         f"out of the rules, or name the axis by axes=: {'; '.join(refused)}."
       )
     found: dict[str, masks.Axis] = {}
-<<<<<<< HEAD
-    for path in named:
-      axis = self._axis(path, shapes)
-      if axis is None:
-        found[re.escape(path)] = _one_or_several(known[path])
-      elif masks.check_axis(shapes[path], axis, gaps=True) != known[path]:
-        if self._axis_of(path) is not None:
-          raise ValueError(
-            f"axes= says {axis} for {path!r}, but the program contracts it along {known[path]}: "
-            "leave axes= out."
-          )
-        found[re.escape(path)] = _one_or_several(known[path])
-=======
     for path in (path for path in named if path in known):
-      here = self._axis(path, shapes)
-      if here is not None and masks.check_axis(shapes[path], here, gaps=True) == known[path]:
+      axis = self._axis(path, shapes)
+      if axis is not None and masks.check_axis(shapes[path], axis, gaps=True) == known[path]:
         continue
-      if given := self._by_axis.find(path):
+      if self._axis_of(path) is not None:
         raise ValueError(
-          f"axes={{{given[0][0]!r}: {given[0][1]}}}, but the program contracts {path!r} along "
-          f"{known[path]}: leave axes= out."
+          f"axes= says {axis} for {path!r}, but the program contracts it along {known[path]}: "
+          "leave axes= out."
         )
       found[re.escape(path)] = _one_or_several(known[path])
->>>>>>> h-trace
     return self.with_axes(found)
 
   def match(self, path: str) -> tuple[str, Recipe] | None:

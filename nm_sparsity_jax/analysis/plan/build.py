@@ -167,7 +167,7 @@ def network_of(config: gin_files.Config) -> Any:
     config: the settings of the run.
   """
   if config.is_set("WORKLOAD"):
-    return workloads.of(config.value("WORKLOAD"))
+    return config.value("WORKLOAD")
   is_set = config.is_set("NETWORK")
   network = config.value("NETWORK") if is_set else config.argument_of("MODEL", "module")
   if not hasattr(network, "init"):
