@@ -201,7 +201,7 @@ def training(
       f"the run would have {' and '.join(map(str, sorted(totals))) or 'no number of'} steps: give "
       "every recipe the same Phases.total, or `steps` where there is no recipe."
     )
-  (total,) = totals
+  total: int = totals.pop()
   until = total if until is None else until
   if batch_size < 1 or total < 1 or not 0 <= until <= total:
     raise ValueError(

@@ -215,11 +215,11 @@ class Rules:
     shapes = dict(_shapes(params))
     named = [path for path in shapes if not isinstance(self.find(path), Dense | None)]
     known, unknown = trace.axes(function, params, *inputs)
-    open_paths = [path for path in named if path not in known and not self._by_axis.find(path)]
+    open_paths = [path for path in named if path not in known and self._axis_of(path) is None]
     if refused := [f"{path!r}: {unknown[path]}" for path in open_paths]:
       raise ValueError(
-        "for_model finds no axis that the program contracts these parameters along, so leave them "
-        f"out of the rules, or name the axis by axes=: {'; '.join(refused)}."
+        "for_model cannot say along which one axis the program contracts these parameters, so "
+        f"leave them out of the rules, or name the axis by axes=: {'; '.join(refused)}."
       )
     found: dict[str, masks.Axis] = {}
     for path in (path for path in named if path in known):
