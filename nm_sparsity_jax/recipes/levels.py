@@ -79,7 +79,7 @@ def leveled_mask(
 def _ladder(
   levels: Levels, w, step, axis, parent, settles: bool = False
 ) -> Callable[[], jax.Array] | None:
-  """Returns a function for the mask by one program with a traced n or d; None if none fits."""
+  # One program with a traced n serves levels of one m, and with a traced d levels that double.
   patterns = [p for _, p in levels]
   base = patterns[-1]
   if len({p.m for p in patterns}) == 1:
@@ -94,7 +94,7 @@ def _ladder(
 
 
 def _choice(levels: Levels, w, step, axis, parent) -> jax.Array:
-  """Returns the mask of one of several levels, each by a program of its own."""
+  # Levels without a program in common are branches, each with a program of its own.
   take = lambda w, p: masks.magnitude_mask(w, p, axis, parent=parent)
   branches = [functools.partial(take, p=p) for _, p in levels]
   now = value_at(levels, step, range(len(levels)))
