@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.core import packed as of_one
-from nm_sparsity_jax.core.packed import MOST, NMPacked, Sizes, like, lost_signs, pack, sizes, unpack
+from nm_sparsity_jax.core.packed import MOST, NMPacked, Sizes, like, pack, sizes, unpack
 from nm_sparsity_jax.core.text import printable, table
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names, path_name
 from nm_sparsity_jax.deploy.unstack_layers import unstacked
@@ -220,8 +220,6 @@ def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report
     if path not in decision.packed:
       return w
     place, w = decision.packed[path], np.asarray(w)
-    if count := lost_signs(w, place.pattern, place.groups):
-      lost[path] = count
     return pack(w, place.pattern, place.groups, decision.dtypes[path], path)
 
   return map_with_names(one, params), report(decision, params, lost)

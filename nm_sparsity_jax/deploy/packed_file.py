@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.core.packed import MOST, NMPacked, like, lost_signs, pack, unpack
-from nm_sparsity_jax.core.packed.array import wrong
+from nm_sparsity_jax.core.packed import MOST, NMPacked, check, like, pack, unpack
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
@@ -131,8 +130,6 @@ def write(
     kernel = Kernel(place.pattern, groups, decision.dtypes[key])
     tensors |= _parts(name, pack(w, place.pattern, place.groups, kernel.dtype, key))
     told[name] = kernel.json
-    if count := lost_signs(w, place.pattern, place.groups):
-      lost[key] = count
   metadata = {"version": _VERSION, "rules": text, "packed": told}
   safetensors_file.write(path, tensors, {_ENTRY: json.dumps(metadata)})
   beside = dict.fromkeys((name for name in arrays if not name.startswith(_PARAMS)), "no parameter")
@@ -205,9 +202,7 @@ class Opened:
     wanted = self.kernels[name].like
     found = {full: np.asarray(self._tensors[full]) for full in _parts(name, wanted)}
     made = dataclasses.replace(wanted, **{_field(full): x for full, x in found.items()})
-    if said := wrong(made):
-      short = name.removeprefix(_PARAMS)
-      raise ValueError(f"{self.path!r} is damaged: {short!r} {said}: copy it again, or pack again.")
+    check(made, f"{self.path}: {name.removeprefix(_PARAMS)}")
     return made
 
   def leaf(self, name: str) -> NMPacked | np.ndarray:
