@@ -231,6 +231,7 @@ def _weighed_steps(value: Recipe | Site, op: Op, until: int) -> float:
       at_zero = length
     s = _share(segment.pattern, op, axis) if at_zero and segment.pattern else 1.0
     sparse_steps += at_zero * s + (length - at_zero)
+  # A straight-through weight gradient is a whole product: it needs every entry.
   is_masked = recipe.gradient_mode == "masked"
   return 2 * sparse_steps + (sparse_steps if is_masked else until)
 
@@ -295,6 +296,7 @@ def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
     ops: of the network.
     kernels: of these, only what has an axis, unless the place is a whole path.
   """
+  # A whole path may hold characters that mean something in a regex.
   if exact := [op for op in ops if op.name == place]:
     return exact
   known = roles.regexes()
