@@ -156,7 +156,6 @@ RULES = nms.Rules({"kernel": one_shot("1:4")})
     (layers.DenseGeneral(6, rules=RULES), (5, 16), "without them .rules=None; of a T5, network.de"),
     (layers.Conv(6, (1, 1)), (1, 2, 2, 16), "a convolution takes its kernel with the zeros"),
     (layers.Dense(6), (5, 24), r"the packed kernel is \(16, 6\), .* takes \(24, 6\)"),
-    (layers.Dense(6, dot_general=jax.lax.dot_general), (5, 16), "has a dot_general of its own"),
   ],
 )
 def test_a_packed_kernel_where_it_does_not_belong(layer, x, said):
