@@ -284,7 +284,7 @@ def flags_of_commands():
 
 def test_no_library_room_tells_a_notebook_of_a_flag():
   flags = {*flags_of_commands(), "--plot", "--png"}
-  assert {"--rules", "--early", "--join", "--task"} < flags
+  assert {"--rules", "--early"} < flags
   told = [
     f"{file}:{node.lineno}: {node.value}"
     for module, file, tree in FILES
