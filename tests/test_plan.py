@@ -349,7 +349,7 @@ def test_a_flag_without_a_value_is_a_mistake_of_the_command_line(capsys):
 OWN = """
 import itertools, os
 import jax.numpy as jnp
-from nm_sparsity_jax.workloads import Workload
+from nm_sparsity_jax.trainer.workloads import Workload
 
 class Own(Workload):
   weight = "pixels"
@@ -438,7 +438,7 @@ def test_a_workload_is_planned_like_t5(own):
 
 def test_what_a_workload_refuses_or_does_not_tell(own):
   code, report = own("Lacking")
-  assert code == 1 and has(report["errors"], "Lacking lacks loss, batches and splits: define")
+  assert code == 1 and has(report["errors"], "abstract class Lacking")
   code, report = own("Elsewhere")
   said = (
     "WORKLOAD: a setting is missing, or has a value of the wrong kind (KeyError: 'PLAN_OWN_DATA')"
