@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
   _imports.load(args)
   given = {**_rules.given(args), "feed_forward": args.feed_forward}
-  with orbax.quiet_threads():
+  with orbax.quiet():
     made = runs.export(args.checkpoint, args.out, **given)
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))

@@ -31,7 +31,7 @@ from flax import serialization, traverse_util
 from nm_sparsity_jax.core.errors import warn
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, map_with_names, nested
-from nm_sparsity_jax.runs import arrays, check_start, checkpoint, folders, orbax
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders, orbax
 from nm_sparsity_jax.trainer.step import Model, TrainState
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.layers import COLLECTION
@@ -121,7 +121,8 @@ class Checkpoints:
   def __init__(self, folder: str | os.PathLike, keep: int | None):
     if keep is not None and keep < 1:
       raise ValueError(f"KEEP_CHECKPOINTS={keep}: keep at least one, or None for all.")
-    ocp = orbax.library(str(folder))
+    import orbax.checkpoint as ocp
+
     self._ocp, self._keep = ocp, keep
     self.folder = pathlib.Path(folder).absolute()
     self.best: int | None = None  # the step that is never removed
@@ -130,7 +131,7 @@ class Checkpoints:
       step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
     )
     self._quiet = contextlib.ExitStack()
-    self._quiet.enter_context(orbax.quiet_threads())
+    self._quiet.enter_context(orbax.quiet())
     with orbax.quiet():
       self._manager = ocp.CheckpointManager(
         self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
@@ -219,7 +220,7 @@ class Checkpoints:
       if not tree[MUTABLES]:
         tree.pop(MUTABLES)
     try:
-      tree = arrays.restore(path / "state", wanted, where)
+      tree = checkpoint.restore(path / "state", wanted, where)
     except Exception as e:
       others = [s for s in self.steps() if s < step]
       then = f"continues from {_PREFIX}_{others[-1]}" if others else "starts over"
@@ -277,7 +278,7 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
   if is_held:
     like[MUTABLES], where[MUTABLES] = model.collections, model.shardings(model.collections)
   tree = _load(stored, like, where, model)
-  if said := check_start.told(stored):
+  if said := checkpoint_rules.check_start(stored):
     warn(f"INITIAL_CHECKPOINT_PATH: {said}")
   collections = tree[MUTABLES] if is_held else model.initial_collections(key)
   return tree["target"], collections, stored.step or 0
@@ -286,10 +287,10 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
 def _load(stored: checkpoint.Stored, like: Any, where: Any, model: Model) -> Any:
   """Loads what trees name, from the average where the run kept one."""
   if not stored.average:
-    return arrays.load(stored, like, where, model.workload.setting_of)
+    return checkpoint.load(stored, like, where, model.workload.setting_of)
   moved = lambda tree: nested({stored.deployed(key): x for key, x in flatten(tree)})
   setting_of = model.workload.setting_of
-  found = dict(flatten(arrays.load(stored, moved(like), moved(where), setting_of)))
+  found = dict(flatten(checkpoint.load(stored, moved(like), moved(where), setting_of)))
   leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

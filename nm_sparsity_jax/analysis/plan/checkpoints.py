@@ -16,7 +16,7 @@ from nm_sparsity_jax.analysis.plan.restore import Restore, restore
 from nm_sparsity_jax.core.trees import flatten, group
 from nm_sparsity_jax.deploy import unstack_layers
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.runs import check_start, checkpoint, checkpoint_rules, folders, other_formats
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders, other_formats
 from nm_sparsity_jax.trainer import workloads
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.rules import Rules
@@ -44,7 +44,7 @@ def check(found: Findings, made: Made) -> dict[str, Any] | None:
   initial = found.attempt("checkpoint", _initial, found, made) if asks else None
   if initial is not None:
     _check_settings(found, initial)
-    if resumed is None and found.trains and (said := check_start.told(initial)):
+    if resumed is None and found.trains and (said := checkpoint_rules.check_start(initial)):
       found.warnings.append(f"INITIAL_CHECKPOINT_PATH: {said}")
   stored = initial if resumed is None else resumed
   if stored is None or _refused(found, stored, made.rules, resumed is not None):

@@ -5,6 +5,7 @@ TASK-predict.jsonl -> [read] -> (idx, prediction) of each line
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Iterable, Iterator
 
@@ -34,10 +35,10 @@ _MOST_LINE = 1 << 20  # characters of a line, its end included
 def _prediction(where: str, line: str) -> tuple[int, str]:
   """Reads one line; returns its idx and prediction."""
   try:
-    entry = whole.parse_json(line)
+    entry = json.loads(line)
     index, prediction = entry["inputs"]["idx"], entry["prediction"]
     target = entry["inputs"].get("targets_pretokenized", _HIDDEN[0])
-  except (ValueError, KeyError, TypeError, AttributeError) as e:
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
     wanted = 'no {"inputs": {"idx": ...}, "prediction": ...}'
     raise ValueError(
       f"{where}: {wanted} ({type(e).__name__}: {e}); "

@@ -119,7 +119,7 @@ class Sweep:
     return ["train", *modules, *files, *(f"--gin.{name}={v!r}" for name, v in cell.macros.items())]
 
 
-_MOST_BYTES, _MOST_RUNS = 1 << 20, 10_000  # of a file; of a sweep
+_MOST_RUNS = 10_000
 
 
 def read(file: str, imports: Sequence[str] = ()) -> Sweep:
@@ -137,7 +137,7 @@ def read(file: str, imports: Sequence[str] = ()) -> Sweep:
   Raises:
     ValueError: there is no such file, it is not TOML, or a key is unknown, missing or wrong.
   """
-  text = files.read_text(gin_files.find(file), _MOST_BYTES)
+  text = files.read_text(gin_files.find(file))
   try:
     given = tomllib.loads(text)
   except (ValueError, RecursionError) as e:
