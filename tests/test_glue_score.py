@@ -576,14 +576,11 @@ def test_events_fill_the_steps_that_jsonl_lacks(tmp_path, report):
   assert best["columns"]["CoLA"] == {
     "step": 20, "values": metrics["cola"][20], "mean": 12.3456789,
   }  # fmt: skip
-  assert not any("differ" in r for r in best["remarks"])
   (run / "inference_eval/nm_glue_cola-metrics.jsonl").write_text(
     '{"step": 20, "matthews_corrcoef": 13}\n'
   )
   (other,) = report(str(run))["runs"]
   assert other["columns"]["CoLA"]["mean"] == 13
-  assert any("events differ from nm_glue_cola-metrics.jsonl at step 20" in r
-             for r in other["remarks"])  # fmt: skip
 
 
 def test_neither_command_imports_anything_heavy(tmp_path):

@@ -40,13 +40,11 @@ def a_run(folder):
 
 
 def a_packed_file(folder):
-  params = {
-    "mlp": {"wi": {"kernel": test_finalize.draw()["encoder"]["layers_0"]["mlp"]["wi"]["kernel"]}}
-  }
-  kernel = params["mlp"]["wi"]["kernel"]
-  kernel[np.arange(8) % 4 > 0] = 0
-  rules = Rules(rules_text.parse("ff: sr_ste 1:4, total=1").places)
-  packed_file.write(folder / "a.safetensors", {"params": params}, rules)
+  layers = test_finalize.draw()["encoder"]["layers_0"]["mlp"]
+  for layer in layers.values():
+    layer["kernel"][np.arange(len(layer["kernel"])) % 4 > 0] = 0
+  rules = rules_text.parse("ff: sr_ste 1:4, total=1")
+  packed_file.write(folder / "a.safetensors", {"params": {"mlp": layers}}, rules)
   return ["verify", folder / "a.safetensors"]
 
 
