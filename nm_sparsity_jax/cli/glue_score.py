@@ -95,7 +95,12 @@ def run(args: argparse.Namespace) -> int:
     return run
 
   runs = [read(path) for path in args.runs]
-  runs += [results.join(name, [read(path) for path in paths]) for name, *paths in args.join]
+  for name, *paths in args.join:
+    members = [read(path) for path in paths]
+    try:
+      runs.append(results.join(name, members))
+    except ValueError as e:
+      raise ValueError(f"--join {e}") from e
   report = rows.score(runs, args.checkpoint)
   print(_FORMS[args.form][1](report) if args.form != "text" else text.text(report))
   return 0

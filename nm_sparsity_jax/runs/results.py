@@ -156,12 +156,12 @@ def join(name: str, runs: Sequence[Run]) -> Run:
     for field in _COMMON:
       if (here := getattr(first, field)) != (there := getattr(run, field)):
         raise ValueError(
-          f"join {name}: {first.path} has {field} {here}, and {run.path} {there}, so they are not "
+          f"{name}: {first.path} has {field} {here}, and {run.path} {there}, so they are not "
           "one row. Score them apart"
         )
     if twice := sorted(tasks.keys() & run.tasks.keys()):
       raise ValueError(
-        f"join {name}: {owners[twice[0]].path} and {run.path} both have metrics of "
+        f"{name}: {owners[twice[0]].path} and {run.path} both have metrics of "
         f"{', '.join(twice)}: leave one out"
       )
     tasks |= run.tasks
@@ -238,11 +238,13 @@ def json_lines(file: pathlib.Path, remarks: list[str]) -> Iterator[tuple[int, di
       remarks.append(f"{file.name}: its last line has no end yet, and was left out")
   for number, line in enumerate(lines, 1):
     if line.strip():
-      with files.named(f"{file}, line {number},"):
+      try:
         entry = json.loads(line)
-        step = int(entry.pop("step"))
-        numbers = {k: float(v) for k, v in entry.items() if isinstance(v, int | float)}
-      yield step, numbers
+        if type(step := entry.pop("step")) is not int:
+          raise ValueError(f"step {step!r}")
+      except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(f"{file}, line {number}: no JSON object with a step ({e})") from e
+      yield step, {k: float(v) for k, v in entry.items() if isinstance(v, int | float)}
 
 
 def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
@@ -309,7 +311,7 @@ def _places(recipe: str | None, found: Mapping[str, Any]) -> dict[str, str] | No
   """Returns place -> pattern; None where the macros do not tell."""
   if recipe == "dense":
     return {}
-  if found.get("SPARSITY_RULES") is None:
+  if not isinstance(found.get("SPARSITY_RULES"), Mapping):
     return None
   whole = found.get("PATTERN")
   patterns: dict[str, Any] = {k: v or whole for k, v in found["SPARSITY_RULES"].items()}
