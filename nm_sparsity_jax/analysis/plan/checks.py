@@ -50,7 +50,8 @@ def _local(found: Findings, built: Built) -> None:
       )
   model_dir = found.config.argument("model_dir", "Run")
   folder = folders.of(model_dir)
-  files.check_folder(f"MODEL_DIR={model_dir!r}", folder)
+  if why := files.cannot_write(folder):
+    raise ValueError(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
   settings.refuse_changed(folder, train.settings_of(found.config.settings("Run")))
 
 
