@@ -78,7 +78,7 @@ def _local(found: Findings, built: Built, devices: Sequence[Any], rules: Rules |
     ema_decay=run.model.ema_decay,
   )
   model.check_batch(run.batch_size, run.microbatches)
-  if run.source is None:  # a workload's own
+  if run.source is None:  # a workload's own batches: only they tell the shapes
     batch = next(iter(run.batches(0)))
   else:
     batch = tokens(found.lengths, run.batch_size, run.source.pack)
