@@ -129,7 +129,9 @@ def test_with_memory_every_kernel_stays_packed(finalized, packed, tmp_path, caps
     said = capsys.readouterr().out
     told.append(said.partition("; ")[2].partition("\n")[0])
     assert "loss 5." in said
-  back = "the others get their zeros back, since a dense product is faster (--memory keeps all packed)"
+  back = (
+    "the others get their zeros back, since a dense product is faster (--memory keeps all packed)"
+  )
   assert told == [f"0 of 15 kernels stay packed; {back}", "15 of 15 kernels stay packed"]
   assert cli.main([*words("eval", finalized, tmp_path / "no", **few), "--memory"]) == 1
   assert "memory=True" in (said := capsys.readouterr().err)
