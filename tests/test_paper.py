@@ -10,7 +10,7 @@ import test_gin
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import plan, report
-from nm_sparsity_jax.analysis.report import Table
+from nm_sparsity_jax.analysis.page import Table
 from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import paper, results
