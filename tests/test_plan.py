@@ -132,7 +132,7 @@ def test_the_schedule_counts_sparse_and_global_steps(run):
 def test_cost_is_that_of_flops(run, recipe):
   places = {"ff": None, "decoder/cross/qkv": "2:8"}
   _, report = run(**SETTINGS | {"RECIPE": recipe, "SPARSITY_RULES": places}, raw=SIZED)
-  dense = T5(network.Transformer(network.T5Config(**SIZES))).cost(LENGTHS)
+  dense = T5(network.Transformer(network.T5Config(**SIZES)), lengths=LENGTHS).cost()
   made = configure.rules(places, recipe, "1:4", sparse_steps=100).places
   once, whole = nms.flops.inference(dense, made), nms.flops.training(dense, made, 7)
   cost = report["cost"]

@@ -78,6 +78,7 @@ def test_one_set_of_settings_makes_every_recipe(name):
     ("sdgf_geometric", {"k": 16.0}, "power of two"),
     ("sr_ste", {"lam": -1e-4}, "lam=-0.0001"),
     ("idp", {"lam": float("nan")}, "lam=nan"),
+    ("idp", {"lam": float("inf")}, "lam=inf"),
     ("snip", {"batches": 0}, "batches=0"),
     ("snip", {"batches": 71}, "has 70 steps"),
     ("custom", {"path": ()}, "needs a path"),

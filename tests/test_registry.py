@@ -139,6 +139,8 @@ def test_a_name_is_taken_once(halving):
   with registered(defined("mine")):
     again = defined("mine")  # a cell of a notebook, or importlib.reload
     assert recipes.register(again) is again is RECIPES["mine"]
+    with pytest.raises(ValueError, match="taken by Other"):
+      recipes.register(defined("mine", called="Third"))
   with pytest.raises(ValueError, match="the name 'halving' is taken by Halving"):
     recipes.register(defined("halving"))
 

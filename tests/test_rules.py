@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import pickle
+import re
 import types
 
 import flax.core
@@ -38,9 +39,10 @@ def tree(shapes):
 
 
 def test_a_place_is_a_regex_of_the_whole_path_or_a_role():
-  paths = ["a/b/kernel", "x/a/b/kernel", "a/b/kernel/x", "encoder/head_1/kernel", "a/head/kernel"]
+  paths = ["a/b/kernel", "x/a/b/kernel", "a/b/kernel/x", "encoder/head_1/kernel", "a/b.c/kernel"]
   for place, named in (
     (r"a/b/kernel", paths[:1]),
+    (re.escape("a/b.c/kernel"), paths[4:]),
     (r".*/b\/kernel", paths[:2]),
     (r".*/kernel", [*paths[:2], *paths[3:]]),
     ("encoder/head", paths[3:4]),
@@ -65,6 +67,7 @@ QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
     ("regular expression", lambda: nms.Rules({"ff": LINEAR}, roles={"x": "*"})),
     ("letters", lambda: nms.Rules({"ff": LINEAR}, roles={"a/b": "x"})),
     ("two rules", lambda: nms.Rules({"qkv": LINEAR, "encoder/q": OTHER}).assign(QUERY)),
+    ("two rules", lambda: nms.Rules({".*/w": LINEAR, "a/w": OTHER}).find("a/w")),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
     (r"\{'a': 1\}", lambda: nms.Rules({"q": LINEAR}, {"a": 1}).assign(QUERY)),
     ("match no", lambda: nms.Rules({"q": LINEAR}).assign({"a": [1.0]})),

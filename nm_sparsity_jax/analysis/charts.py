@@ -146,7 +146,6 @@ def png(chart: Chart, names: Sequence[str], path: pathlib.Path) -> None:
 
 def _figure(chart: Chart, names: Sequence[str], size: tuple[float, float]) -> Any:
   from matplotlib.figure import Figure
-  from matplotlib.ticker import EngFormatter
 
   figure = Figure(figsize=size, layout="constrained")
   axes = figure.add_subplot()
@@ -165,6 +164,13 @@ def _figure(chart: Chart, names: Sequence[str], size: tuple[float, float]) -> An
       clip_on=False,
       gid=f"line:{line.called(names)}",
     )
+  _set_scales(axes, chart)
+  return figure
+
+
+def _set_scales(axes: Any, chart: Chart) -> None:
+  from matplotlib.ticker import EngFormatter
+
   ys = [y for line in chart.lines for _, y in chart.drawn(line)]
   xs = [x for line in chart.lines for x, _ in chart.drawn(line)]
   if chart.log:
@@ -182,4 +188,3 @@ def _figure(chart: Chart, names: Sequence[str], size: tuple[float, float]) -> An
     axes.set_xlim(first, max(first + 1, chart.until, *xs))
     axes.locator_params(axis="x", nbins=6)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-  return figure

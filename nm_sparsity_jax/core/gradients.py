@@ -88,7 +88,7 @@ def wider(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _round(x, dtype):
-  """Rounds x to `dtype` for certain: XLA may skip a cast to 16 bits that a cast back follows."""
+  # XLA may skip a cast to 16 bits that a cast back follows; it does not skip reduce_precision.
   if x.dtype == dtype:
     return x
   kind = jnp.finfo(dtype)

@@ -184,7 +184,7 @@ class Groups:
     return dataclasses.replace(self, sharding=sharding) if fits else self
 
   def _by_shard(self) -> bool:
-    """Returns whether each device works on its own shard: XLA cannot cut a TPU's kernel itself."""
+    # XLA cannot cut a TPU's kernel over devices. Elsewhere it cuts what the masks are made of.
     mesh = None if self.sharding is None else self.sharding.mesh
     if not isinstance(mesh, Mesh) or mesh.size == 1:  # an abstract mesh has no devices
       return False

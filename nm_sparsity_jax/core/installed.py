@@ -180,7 +180,7 @@ def commit_of(name: str) -> str | None:
 
 
 def _commit_of_checkout(git: pathlib.Path) -> str | None:
-  """Reads the commit that a folder .git has checked out."""
+  # By its files: git may not be installed, and asking it starts a process.
   try:
     head = (git / "HEAD").read_text().strip()
     if not head.startswith("ref: "):

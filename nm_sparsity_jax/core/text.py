@@ -117,7 +117,7 @@ def format_table(rows: Sequence[Sequence[Any]], style: str = "text", align: str 
   has_strong = any(isinstance(cell, Strong) for row in rows for cell in row)
   sides = align.ljust(len(rows[0]), align[-1])[: len(rows[0])]
 
-  def marked(cell: Any, is_head: bool) -> str:
+  def marked(cell: Any, has_mark: bool) -> str:
     text = printable(str(cell))
     strong = isinstance(cell, Strong)
     if style == "markdown":
@@ -126,9 +126,13 @@ def format_table(rows: Sequence[Sequence[Any]], style: str = "text", align: str 
     if style == "latex":
       text = re.sub(r"^([+-])(?=\d)", r"$\1$", text.translate(_LATEX))
       return rf"\textbf{{{text}}}" if strong else text
-    return text + ("*" if strong else " " * (has_strong and not is_head and text != ""))
+    return text + ("*" if strong else " " * has_mark)
 
-  cells = [[marked(cell, is_head=i == 0) for cell in row] for i, row in enumerate(rows)]
+  # Where others have their mark, a number has a blank.
+  cells = [
+    [marked(cell, has_strong and i > 0 and s == ">") for cell, s in zip(row, sides, strict=True)]
+    for i, row in enumerate(rows)
+  ]
   if style == "latex":
     head, *rest = [" & ".join(row) + r" \\" for row in cells]
     spec = sides.translate({ord("<"): "l", ord(">"): "r"})

@@ -130,7 +130,7 @@ def _merge(named: _Named, position: int, cut: Callable[[str], tuple[str, str]]) 
 
 
 def _joined(ends: Sequence[str]) -> str:
-  """Returns '{0..11}', '{0,1,3}' or '{wi,wo}'; a single end as it is."""
+  # '{0..11}', '{0,1,3}' or '{wi,wo}'; a single end as it is.
   if len(ends) == 1:
     return ends[0]
   if all(end.isdigit() for end in ends):

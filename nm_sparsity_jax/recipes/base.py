@@ -128,6 +128,7 @@ class Recipe:
   def decay(self, step: jax.Array | int) -> jax.Array:
     """Returns D at `step`, a float32 scalar in [0, 1]; NaN at a negative step: none was given."""
     step = as_step(step)
+    # The phases stand above every curve: each recipe equals dense first, and is n:m at the end.
     d = self.curve.value(step - self.phases.dense, jnp)
     d = jnp.where(step >= self.phases.finetune_start, jnp.float32(0), d)
     d = jnp.where(step < self.sparse_from, jnp.float32(1), d)
@@ -311,7 +312,8 @@ class Recipe:
 
 
 def _once_a_shape(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:
-  """Returns function(recipe, axis, step, *arrays), traced once for all weights of one shape."""
+  # A network has dozens of kernels of one shape: under jit they share one trace. A step that is
+  # known runs without jit, so that Python takes the branch and nothing else is compiled.
   step = as_step(step)
   axis = axis if isinstance(axis, int) else tuple(axis)
   if isinstance(step, jax.core.Tracer):
@@ -325,7 +327,6 @@ def _jitted(function, recipe, axis, step, *arrays):
 
 
 def _mask(recipe, axis, step, w, stored):
-  """Returns the mask of a recipe that holds at a step."""
   dense = (step >= 0) & (step < recipe.sparse_from)
   keep = recipe.chosen(lax.stop_gradient(w), step, axis, stored) | dense
   # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.

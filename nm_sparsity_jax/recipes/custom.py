@@ -66,7 +66,7 @@ class Custom(Recipe):
   def levels(self, axis_size=None):
     del axis_size
     levels = [(step, pattern) for step, pattern, _ in self.path]
-    if levels[-1][1] != self.pattern:
+    if levels[-1][1] != self.pattern:  # a path may end at another pattern than the target
       levels.append((self.phases.finetune_start, self.pattern))
     return tuple(levels)
 

@@ -55,6 +55,7 @@ def register(cls: C) -> C:
     raise ValueError(f"register({cls.__name__}): write @dataclasses.dataclass(frozen=True).")
   if {"pattern", "phases"} - {f.name for f in dataclasses.fields(cls)}:
     raise ValueError(f"register({cls.__name__}): a recipe has the fields pattern and phases.")
+  # A notebook or importlib.reload defines a class again: the same place means the same recipe.
   known = _recipes.get(name, cls)
   if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
     raise ValueError(

@@ -76,7 +76,7 @@ class OneShot(TakenOnce):
   gradient: str | None = None
 
   def first_state(self, groups, w):
-    if self.phases.dense == 0:
+    if self.phases.dense == 0:  # no later step would make it due
       return {"mask": groups.magnitude_mask(w, self.pattern)}
     return {"mask": jnp.ones_like(w, bool)}
 
@@ -121,6 +121,7 @@ class Snip(TakenOnce):
 
   @property
   def sparse_from(self):
+    # The gradients that are summed are those of dense training, so D = 1 until the last of them.
     return self.phases.dense + self.batches
 
   def renewed(self, state, last):
@@ -187,6 +188,7 @@ class Idp(StoredMask):
     return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
 
   def chosen(self, w, step, axis, stored):
+    # Anew at each step, but among the survivors of the level before alone.
     return leveled_mask(self.levels(), w, step, axis, parent=self.checked(w, stored))
 
   def renewals(self, step):

@@ -90,6 +90,7 @@ def finalize(
     check_floating(path, w)
     recipe = site.recipe
     done = recipe.final(w, site.groups, final(site, state))
+    # A traced step cannot raise, but NaN is seen.
     if early or not is_traced or recipe.phases is None:
       return done
     return jnp.where(step < recipe.phases.finetune_start, jnp.full_like(done, jnp.nan), done)
@@ -215,6 +216,7 @@ def verify(params: Any, rules: Rules) -> Report:
 
 
 def _verify(site: Site, w: np.ndarray) -> Verified:
+  # On the host and by bits, so that no backend flushes a subnormal to zero.
   pattern, used = site.pattern, dtypes.used(w, site.path)
   counts = site.groups.split(used, pattern).sum(-1)
   bad = counts > pattern.n

@@ -82,6 +82,7 @@ def rules(
       made[place] = _recipe(recipe, pattern, settings, "PATTERN")
     else:
       made[place] = _recipe(recipe, value, settings, f"SPARSITY_RULES, {place!r}")
+  # What is wrong with a place itself, such as a regex, is said by the rules.
   with _macro("SPARSITY_RULES"):
     return Rules(made, axes or {}, indivisible, roles or {})
 
@@ -151,6 +152,7 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
   Raises:
     ValueError: names the first setting that does not agree.
   """
+  # None is how a gin file says that a macro is not set.
   given = {name: value for name, value in given.items() if value is not None}
   for macro, value, has in _compared(stored, given):
     if value != has:

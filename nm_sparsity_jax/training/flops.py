@@ -193,24 +193,23 @@ def training(
         "inference() for the FLOPs of the result."
       )
   recipes = [_recipe_and_axis(value, op)[0] for op, value in chosen.items()]
-  totals = {recipe.phases.total for recipe in recipes if recipe.phases}
-  if steps is not None:
-    totals.add(steps)
-  if len(totals) != 1:
+  totals = [recipe.phases.total for recipe in recipes if recipe.phases]
+  totals += [] if steps is None else [steps]
+  if len({*totals}) != 1:
     raise ValueError(
-      f"the run would have {' and '.join(map(str, sorted(totals))) or 'no number of'} steps: give "
-      "every recipe the same Phases.total, or `steps` where there is no recipe."
+      f"the run would have {' and '.join(map(str, sorted({*totals}))) or 'no number of'} steps: "
+      "give every recipe the same Phases.total, or `steps` where there is no recipe."
     )
-  total: int = totals.pop()
-  until = total if until is None else until
-  if batch_size < 1 or total < 1 or not 0 <= until <= total:
+  total = totals[0]
+  end: int = total if until is None else until
+  if batch_size < 1 or total < 1 or not 0 <= end <= total:
     raise ValueError(
-      f"batch_size={batch_size!r}, until={until!r} in a run of {total!r} steps: give at least one "
+      f"batch_size={batch_size!r}, until={end!r} in a run of {total!r} steps: give at least one "
       "example and one step, and a step of the run."
     )
   done = []
   for op in dense.ops:
-    weighed = _weighed_steps(chosen[op], op, until) if op in chosen else 3.0 * until
+    weighed = _weighed_steps(chosen[op], op, end) if op in chosen else 3.0 * end
     done.append(dataclasses.replace(op, flops=op.flops * batch_size * weighed))
   return Cost(tuple(done))
 
@@ -232,6 +231,7 @@ def _weighed_steps(value: Recipe | Site, op: Op, until: int) -> float:
       at_zero = length
     s = _share(segment.pattern, op, axis) if at_zero and segment.pattern else 1.0
     sparse_steps += at_zero * s + (length - at_zero)
+  # A straight-through weight gradient is a whole product: it needs every entry.
   is_masked = recipe.gradient_mode == "masked"
   return 2 * sparse_steps + (sparse_steps if is_masked else until)
 
@@ -296,6 +296,7 @@ def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
     ops: of the network.
     kernels: of these, only what has an axis, unless the place is a whole path.
   """
+  # A whole path may hold characters that mean something in a regex.
   if exact := [op for op in ops if op.name == place]:
     return exact
   known = roles.regexes()

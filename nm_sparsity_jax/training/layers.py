@@ -195,6 +195,7 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
     if name == "step":
       return jnp.broadcast_to(step, leaf.shape)
     if state:
+      # The stamps of all layers of a scan are one number, as the stack is one parameter.
       key = "/".join(filter(None, (name.removeprefix("state_"), layer, "kernel")))
       stamp = state["step"] if name == "state_step" else stamps.get(key, -1)
       return jnp.broadcast_to(jnp.asarray(stamp, jnp.int32), leaf.shape)
@@ -234,6 +235,7 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
         "rules of its own."
       )
     return w
+  # `init` runs dense: it gives no step, and only the shapes of what it computes matter.
   if layer.is_initializing():
     if site.remarks:
       _log.warning("%s: %s", path, "; ".join(site.remarks))
@@ -241,6 +243,7 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
     return w
   claim = f"rule {site.key!r} gives {path!r} the recipe {site.recipe.name}"
   step = layer.get_variable(COLLECTION, "step", -1)
+  # numpy: under jit even a known value would be traced by jax.numpy.
   if not isinstance(step, jax.core.Tracer) and np.all(np.asarray(step) < 0):
     raise ValueError(
       f"{claim}, which needs the step, and collection {COLLECTION!r} has none here. Keep all that "

@@ -169,6 +169,7 @@ def _mean(sites: Mapping[str, Site], values: dict[str, jax.Array]) -> jax.Array:
   total = sum(sizes.values())
   if not total:
     return jnp.float32(1)
+  # By differences from one of them, which are exactly 0 where all agree.
   first = next(iter(values.values()))
   return first + add_up([(values[p] - first) * jnp.float32(n / total) for p, n in sizes.items()])
 
@@ -384,6 +385,7 @@ def after(
   patterns = pattern_now(params, rules, step)
   for rule in dict.fromkeys(site.key for site in sites.values()):
     n, m = jnp.array([patterns[path] for path, site in sites.items() if site.key == rule]).T
+    # Levels depend on the length of an axis, so kernels of one rule may differ.
     is_shared = jnp.all((n == n[0]) & (m == m[0]))
     out[f"nm/n/{rule}"] = jnp.where(is_shared, n[0], 0).astype(jnp.float32)
     out[f"nm/m/{rule}"] = jnp.where(is_shared, m[0], 0).astype(jnp.float32)

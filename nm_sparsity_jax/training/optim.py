@@ -93,7 +93,9 @@ def add_sr_ste(
     if site is None or not site.recipe.lam:
       return g
     w = arrays[path]
+    # The mask of the forward pass of this step, made anew: nothing carries it here.
     pruned = jnp.where(site.mask(w, *current(site, step, state)), jnp.zeros_like(w), w)
+    # In float32, since lambda * W may be a subnormal of a shorter dtype.
     lam = jnp.float32(site.recipe.lam * scale)
     return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
 
@@ -132,6 +134,7 @@ def step_count(opt_state: Any) -> jax.Array:
   Args:
     opt_state: the state of any optax optimizer.
   """
+  # Outer counts first: an optimizer inside may count mini-steps, or be skipped.
   for kinds, field in (
     ((SparseState,), "count"),
     ((optax.MultiStepsState,), "gradient_step"),

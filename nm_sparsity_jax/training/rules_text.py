@@ -51,6 +51,7 @@ def describe(rules: Rules) -> str:
 def _text(rules: Rules) -> str:
   lines = [f"{place}: {_describe_recipe(r)}" for place, r in rules.places.items()]
   lines += [f"role {name}: {regex}" for name, regex in rules.roles.items()]
+  # Rules that are equal have one text, in whatever order their places were given.
   lines.sort()
   # The first regex that matches wins, so the order counts.
   lines += [f"axis {regex}: {axis}" for regex, axis in rules.axes.items()]
@@ -106,6 +107,7 @@ def parse(text: str) -> Rules:
     raise ValueError(
       f"this version cannot read these rules ({str(e)[:400]}):\n{_short(text)}"
     ) from e
+  # Another version may know other defaults: it must not go on with other rules in silence.
   if (now := _text(rules)) != text:
     raise ValueError(f"this version reads {_short(repr(now))} in these rules:\n{_short(text)}")
   return rules
@@ -117,6 +119,7 @@ def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:
       f"the rules of this checkpoint name the recipe {name!r}, which is not registered: "
       "import the module that registers it (commands: --import MODULE)."
     )
+  # A pattern in a field is written as its repr; recipes take its text.
   fields = re.sub(r"NM\(n=(\d+), m=(\d+)\)", r"'\1:\2'", fields)
   call: Any = ast.parse(f"dict({fields.removeprefix(', ')})", mode="eval").body
   if not isinstance(call, ast.Call):

@@ -88,6 +88,7 @@ class Site:
   def remarks(self) -> tuple[str, ...]:
     """Returns what is unusual about this site, in words; empty where nothing is."""
     remarks = []
+    # Who means 1:4 may have written 4:1 or 3:4; it is allowed, and said.
     if 2 * self.pattern.n > self.pattern.m:
       remarks.append(f"keeps {self.pattern.n} of {self.pattern.m}")
     if self.groups.pad:

@@ -130,6 +130,7 @@ def renewed_masks(
     )
   if not state:
     return state
+  # A step that was seen before renews nothing, so a repeated call is harmless.
   step, last = as_step(step), state["step"]
   latest, new = jnp.maximum(last, step), {}
   for path, site in sites.items():
@@ -141,6 +142,7 @@ def renewed_masks(
       )
     grad, at = grads.get(path), grads_at.get(path, arrays[path])
     new[path] = recipe.next_state(site.groups, old, arrays[path], step, last, grad, at)
+    # Not the fingerprint of these rules: a mask of others must stay recognizable as theirs.
     new[path]["made"] = old["made"]
     new[path]["renewed"] = jnp.asarray(recipe.renewed(new[path], latest), jnp.int32)
   return _by_key(new, latest)
@@ -210,6 +212,7 @@ def check_step(site: Site, step: jax.Array | int, stamps: Stamps) -> jax.Array:
   others = jnp.asarray(stamps.made) != site.fingerprint
   if _is_known(others):
     raise ValueError(f"{site.path!r}: {_OTHER_RULES}")
+  # A state of a later step than this one has forgotten the masks of the earlier step.
   untimely = (renewed != due) | (step < stamps.last)
   if _is_known(untimely):
     raise ValueError(

@@ -78,6 +78,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   Returns:
     A transformation whose state is a `SparseState`. Its `update` needs the parameters.
   """
+  # MultiSteps and masked hand extra arguments on, which not every optimizer takes.
   inner = optax.with_extra_args_support(tx)
 
   def init(params):
@@ -106,6 +107,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     for path, site in sites.items():
       at, mask = stored.current(site, step, masks)
       pulled[path] = site.recipe.pull_back(grads[path], dense[path], seen[path], at, mask)
+    # Weight decay and trust ratios of the wrapped optimizer are those of W, not of W~.
     at_w = map_with_names(lambda p, x: dense[p].astype(x.dtype) if p in sites else x, params)
     full = map_with_names(lambda p, g: pulled.get(p, g), updates)
     with _relaxed():
@@ -113,6 +115,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     moved = {p: dense[p] + u.astype(dense[p].dtype) for p, u in flatten(moves) if p in sites}
     count = jnp.where(step < 0, step, step + 1)  # below 0: the rules are others
     if masks:
+      # The gradient at W~ without SR-STE's term: snip scores |g * W|.
       masks = stored.renewed_masks(sites, masks, moved, count, grads, dense)
 
     def change(path, u):
@@ -197,6 +200,7 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
   same = (state.fingerprint == rules.fingerprint) & (state.count >= 0)
   stateful = {path for path, site in sites.items() if site.recipe.stateful}
   kernels = dict(flatten(state.dense)).keys(), stored.stored_masks(state.masks).keys()
+  # Names of kernels are static, so this raises under jit, too.
   others = kernels != (sites.keys(), stateful)
   if others or (not isinstance(same, jax.core.Tracer) and not bool(same)):
     raise ValueError(

@@ -70,12 +70,7 @@ def _of_kept(xs: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
   """
   total = add_up([count(mask) for mask in masks])
   chosen = lambda x, mask: jnp.where(mask, x, jnp.zeros_like(x))
-  # The mean of means: a sum over everything would lose digits where the values are alike.
-  means = [
-    (ratio(jnp.sum(chosen(x, m)), count(m)), count(m)) for x, m in zip(xs, masks, strict=True)
-  ]
-  first = means[0][0] if means else jnp.float32(0)
-  mean = first + add_up([(own - first) * ratio(size, total) for own, size in means])
+  mean = ratio(add_up([jnp.sum(chosen(x, m)) for x, m in zip(xs, masks, strict=True)]), total)
   off = [chosen(x - mean, mask) for x, mask in zip(xs, masks, strict=True)]
   left = add_up([jnp.sum(x) for x in off])
   squares = add_up([jnp.sum(x * x) for x in off]) - left * ratio(left, total)

@@ -251,8 +251,7 @@ _SIZES = (
 
 def _t5_cost(gin: str) -> Any:
   """Returns the cost of the T5 that a config binds, of this package or T5X's own."""
-  from nm_sparsity_jax.models.t5 import T5Config, Transformer
-  from nm_sparsity_jax.trainer.workloads.t5 import T5
+  from nm_sparsity_jax.models.t5 import T5Config
 
   settings = trained.parse_settings(gin)
   bound = _BOUND.findall(gin)
@@ -265,5 +264,13 @@ def _t5_cost(gin: str) -> Any:
     for _, name, text in bound
     if how or name in _SIZES
   }
-  config = (getattr(T5Config, how) if how else T5Config)(**values)
-  return T5(Transformer(config), lengths=lengths).cost()
+  config: Any = (getattr(T5Config, how) if how else T5Config)(**values)
+  return _traced_cost(config, tuple(lengths.items()))
+
+
+@functools.cache  # runs of one page often have one network
+def _traced_cost(config: Any, lengths: tuple[tuple[str, int], ...]) -> Any:
+  from nm_sparsity_jax.models.t5 import Transformer
+  from nm_sparsity_jax.trainer.workloads.t5 import T5
+
+  return T5(Transformer(config), lengths=dict(lengths)).cost()

@@ -181,7 +181,7 @@ def decay(recipe: Any, segments: Sequence[tuple], offset: int = 0) -> list[tuple
   total = segments[-1][1] - offset
   ends = [step - offset for start, stop, *_ in segments for step in (start, stop - 1)]
   steps = np.union1d(np.linspace(0, total - 1, 101).round(), ends).astype(np.int32)
-  values = jax.vmap(recipe.decay)(steps)
+  values = np.asarray(jax.vmap(recipe.decay)(steps))
   return [(offset + int(s), float(d)) for s, d in zip(steps, values, strict=True)]
 
 

@@ -191,20 +191,8 @@ def _table(
   invalid = [(index, text) for index, text in predictions if cell(task, text) is None]
   count = max(cells, default=-1) + 1 if mini else task.splits["test"]
   filler = _MIDDLE if task.regression else cell(task, task.labels[0])
-  wrong = []
-  times = collections.Counter(index for index, _ in predictions)
-  if repeated := sorted(index for index, n in times.items() if n > 1):
-    wrong.append(f"index {_several(repeated)} more than once")
-  if beyond := sorted(index for index in cells if not 0 <= index < count):
-    wrong.append(f"index {_several(beyond)} not in 0..{count - 1}")
-  missing = [index for index in range(count) if index not in cells]
-  if cells and missing:
-    wrong.append(f"{len(missing)} of {count} rows are missing: index {_several(missing)}")
-  if not cells and not fill:
-    wrong.append(f"no predictions (--fill {task.name} fills it)")
-  if invalid and not fill:
-    shown = _several([f"{text!r} at index {index}" for index, text in invalid], 3)
-    wrong.append(f"{len(invalid)} no answer: {shown} (--fill {task.name} fills)")
+  wrong = list(_wrong_rows([index for index, _ in predictions], count))
+  wrong += [] if fill else _unfilled(task, predictions, invalid)
   filled = (len(invalid) if cells else count) if fill else 0
   is_beyond = lambda text: task.regression and not 0 <= float(text) <= 5
   report = {
@@ -217,6 +205,29 @@ def _table(
   }
   lines = [_HEADER, *(f"{index}\t{cells.get(index) or filler}" for index in range(count)), ""]
   return report, "\n".join(lines).encode(), wrong
+
+
+def _unfilled(
+  task: glue.Task, predictions: Sequence[tuple[int, str]], invalid: Sequence[tuple[int, str]]
+) -> Iterator[str]:
+  """Says what only `fill` would put right."""
+  if not predictions:
+    yield f"no predictions (--fill {task.name} fills it)"
+  if invalid:
+    shown = _several([f"{text!r} at index {index}" for index, text in invalid], 3)
+    yield f"{len(invalid)} no answer: {shown} (--fill {task.name} fills)"
+
+
+def _wrong_rows(indices: Sequence[int], count: int) -> Iterator[str]:
+  """Says which indices come twice, lie outside, or are missing."""
+  times = collections.Counter(indices)
+  if repeated := sorted(index for index, n in times.items() if n > 1):
+    yield f"index {_several(repeated)} more than once"
+  if beyond := sorted(index for index in times if not 0 <= index < count):
+    yield f"index {_several(beyond)} not in 0..{count - 1}"
+  missing = [index for index in range(count) if index not in times]
+  if indices and missing:
+    yield f"{len(missing)} of {count} rows are missing: index {_several(missing)}"
 
 
 def _several(things: Sequence[Any], most: int = 5) -> str:

@@ -158,7 +158,6 @@ def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[in
 
 
 def _floating(x):
-  """Returns x as an array; refuses dtypes without an order of real numbers."""
   if not hasattr(x, "dtype"):
     x = jnp.asarray(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -175,7 +174,6 @@ def _floating(x):
 
 
 def _whole_groups(shape: tuple[int, ...], axis: Axis, m: int) -> tuple[int, ...]:
-  """Returns the axes that hold the groups; refuses a length that groups of m do not fill."""
   axes = check_axis(shape, axis)
   length = math.prod(shape[a] for a in axes)
   if length % m:

@@ -20,7 +20,7 @@ from nm_sparsity_jax.core.packed import bits as squeezing
 from nm_sparsity_jax.core.packed.bits import MOST
 from nm_sparsity_jax.core.patterns import NM
 
-__all__ = ["MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "pack", "sizes",
+__all__ = ["MOST", "NMPacked", "Sizes", "check", "like", "pack", "sizes",
            "unpack"]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")  # of values
@@ -161,7 +161,7 @@ def pack(
   """Returns an n:m weight without its zeros, as numpy arrays. Nothing that is not zero is lost.
 
   -0.0 is zero and 1e-40 is not. A group with fewer than n entries that are not zero keeps zeros as
-  well, those of sign minus first; `lost_signs` counts the -0.0 that found no place.
+  well, those of sign minus first. A -0.0 that finds no place becomes +0.0.
 
   >>> packed = pack(np.array([[0, 3], [5, 0]], np.float32), NM(1, 2))
   >>> packed.values.tolist(), packed.indices.tolist()
@@ -229,21 +229,6 @@ def unpack(packed: NMPacked) -> np.ndarray:
     return w.astype(np.float32) * np.asarray(packed.scale)
 
 
-def lost_signs(w: Any, pattern: NM, groups: Groups | None = None) -> int:
-  """Counts the -0.0 that `pack` turns into +0.0, since their group is full.
-
-  >>> lost_signs(np.array([[-0.0], [3]], np.float32), NM(1, 2))
-  1
-  """
-  w = np.asarray(w)
-  lost = 0
-  for _, block in _blocks(_cut(w, pattern, _groups(w, pattern, groups))):
-    used, minus = _classes(block)
-    free = pattern.n - used.sum(1)
-    lost += int(np.maximum(minus.sum(1) - np.maximum(free, 0), 0).sum())
-  return lost
-
-
 def check(packed: NMPacked, name: str = "the weight") -> None:
   """Refuses a packed weight that `pack` cannot have made.
 
@@ -254,43 +239,23 @@ def check(packed: NMPacked, name: str = "the weight") -> None:
   Raises:
     ValueError: a shape, an index, a value of padding or a scale is wrong.
   """
-  if said := wrong(packed):
-    raise ValueError(f"{name!r} is not a packed weight of {packed.pattern}: it {said}.")
-
-
-def wrong(packed: NMPacked) -> str:
-  """Says what a packed weight has that `pack` cannot have made, such as 'has ...'; '' for nothing.
-
-  Args:
-    packed: with arrays, not shapes.
-  """
-  if packed.bits not in (squeezing.width(packed.m), 8):
-    return f"has indices of {packed.bits} bits"
-  form = lambda x: None if x is None else (x.dtype.name, tuple(x.shape))
-  found = form(packed.values), form(packed.indices), form(packed.scale)
   kind = packed.values.dtype.name
-  index_rows = squeezing.rows_of(packed.rows, packed.bits)
+  width = squeezing.width(packed.m)
+  bits = packed.bits if packed.bits in (width, 8) else width
+  form = lambda x: None if x is None else (x.dtype.name, tuple(x.shape))
+  found = packed.bits, form(packed.values), form(packed.indices), form(packed.scale)
   due = (
-    (kind, (packed.rows, packed.features)),
-    ("uint8", (index_rows, packed.features)),
+    bits,
+    (kind if kind in DTYPES else "float32", (packed.rows, packed.features)),
+    ("uint8", (squeezing.rows_of(packed.rows, bits), packed.features)),
     ("float32", (packed.features,)) if kind == "int8" else None,
   )
-  if found != due or kind not in DTYPES:
-    return f"has values, indices and scale of {found}, not {due}"
-  values = np.asarray(packed.values).reshape(packed.groups, packed.n, packed.features)
-  places = squeezing.spread(np.asarray(packed.indices), packed.rows, packed.bits)
-  places = places.reshape(values.shape)
-  if (places >= packed.m).any():
-    return f"has an index of {int(places.max())} in a group of {packed.m}"
-  if (places[:, 1:] <= places[:, :-1]).any():
-    return "has a group whose indices do not ascend"
-  in_last = packed.depth - (packed.groups - 1) * packed.m
-  if values[-1:][places[-1:] >= in_last].tobytes().strip(b"\0"):
-    return "has a value other than +0 where the last group is padded"
-  scale = np.ones(1) if packed.scale is None else np.asarray(packed.scale)
-  if not (np.isfinite(scale) & (scale > 0)).all():
-    return "has a scale that is not a positive, finite number"
-  return ""
+  if found != due:
+    said = f"has bits, values, indices and scale of {found}, not {due}"
+  else:
+    said = _wrong_entries(packed)
+  if said:
+    raise ValueError(f"{name!r} is not a packed weight of {packed.pattern}: it {said}.")
 
 
 # --- inside ---------------------------------------------------------------------------------------
@@ -310,7 +275,6 @@ def _groups(w: np.ndarray, pattern: NM, groups: Groups | None) -> Groups:
 
 
 def _cut(w: np.ndarray, pattern: NM, groups: Groups) -> np.ndarray:
-  """Returns the weight as (groups of a column, m, columns)."""
   split = groups.split(w, pattern)  # groups come last; their numbers stand where the axis was
   at = groups.order.index(groups.axes[0])
   by_number = np.moveaxis(split, (at, -1), (0, 1))
@@ -319,14 +283,14 @@ def _cut(w: np.ndarray, pattern: NM, groups: Groups) -> np.ndarray:
 
 
 def _blocks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-  """Yields (number of its first row, view of some rows): what is made of one stays small."""
+  # Ranks and float64 copies are made of some rows at a time, so that a large weight stays one copy.
   step = max(1, _BLOCK // max(x[:1].size, 1))
   for first in range(0, len(x), step):
     yield first, x[first : first + step]
 
 
 def _classes(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (not zero, -0.0) of each entry, by its bits."""
+  # (not zero, -0.0) by the bits: a signalling NaN would warn, and a library may flush subnormals.
   raw = block.view(f"u{block.dtype.itemsize}")
   used = (raw << np.asarray(1, raw.dtype)) != 0
   return used, ~used & (raw != 0)
@@ -345,7 +309,6 @@ def _kept(block: np.ndarray, pattern: NM) -> np.ndarray:
 
 
 def _cast(values: np.ndarray, kind: np.dtype, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-  """Returns (values of dtype `kind`, their scales)."""
   if kind == np.int8:
     return _rounded(values, name)
   if kind == values.dtype:
@@ -374,3 +337,21 @@ def _rounded(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     exact = np.where(usable, part.astype(np.float64), 0) / scale.astype(np.float64)
     rounded[first : first + len(part)] = np.clip(np.rint(exact), -_LEVELS, _LEVELS)
   return rounded, scale
+
+
+def _wrong_entries(packed: NMPacked) -> str:
+  """Says what is wrong with entries whose shapes are right; '' for nothing."""
+  values = np.asarray(packed.values).reshape(packed.groups, packed.n, packed.features)
+  places = squeezing.spread(np.asarray(packed.indices), packed.rows, packed.bits)
+  places = places.reshape(values.shape)
+  if (places >= packed.m).any():
+    return f"has an index of {int(places.max())} in a group of {packed.m}"
+  if (places[:, 1:] <= places[:, :-1]).any():
+    return "has a group whose indices do not ascend"
+  in_last = packed.depth - (packed.groups - 1) * packed.m
+  if values[-1:][places[-1:] >= in_last].tobytes().strip(b"\0"):
+    return "has a value other than +0 where the last group is padded"
+  scale = np.ones(1) if packed.scale is None else np.asarray(packed.scale)
+  if not (np.isfinite(scale) & (scale > 0)).all():
+    return "has a scale that is not a positive, finite number"
+  return ""

@@ -140,6 +140,7 @@ def matcher(place: str, more: Mapping[str, str] | None = None) -> Callable[[str]
   if role not in known or not words.keys() >= set(narrow):
     pattern = compiled(place, f"the place {place!r}")
     return lambda path: pattern.fullmatch(path) is not None
+  # One regex: the path must match each narrowing word as well as the role.
   narrowed = "".join(rf"(?=(?:{words[word]})\Z)" for word in narrow)
   pattern = re.compile(f"{narrowed}(?:{known[role]})")
   is_part = role in ("q", "k", "v", "qk") and role not in (more or {})
