@@ -3,7 +3,6 @@
 `make browser` installs it on Debian and Ubuntu.
 """
 
-import base64
 import contextlib
 import json
 import os
@@ -80,11 +79,6 @@ class Page:
     found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
     assert "exceptionDetails" not in found, found
     return found["result"].get("value")
-
-  def shoot(self, file, whole=True):
-    """A PNG of the page, or of what the window shows."""
-    data = self._call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-    pathlib.Path(file).write_bytes(base64.b64decode(data))
 
   def _call(self, method, **params):
     self._last += 1

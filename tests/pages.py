@@ -1,17 +1,18 @@
 """The pages that people read, and what is in them: fenced blocks, links, headings."""
 
 import dataclasses
-import itertools
+import json
 import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+NOTEBOOK = ROOT / "examples/quickstart.ipynb"
 PAGES = sorted(
   [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
   + [*ROOT.glob("docs/**/*.md"), *ROOT.glob("gin_configs/**/*.md")]
   + [*ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 )
-_FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,36 +34,31 @@ def blocks() -> list[Block]:
   out = []
   for page in PAGES:
     text = page.read_text("utf-8")
-    found = list(_FENCE.finditer(text))
-    assert text.count("\n```") + text.startswith("```") == 2 * len(found), f"{page}: a lost fence"
-    for this, following in itertools.pairwise([*found, None]):
-      follows = following and not text[this.end() : following.start()].strip() and not following[2]
-      out.append(
-        Block(
-          str(page.relative_to(ROOT)), text[: this.start()].count("\n") + 1, this[2], this[3],
-          following[3] if following and follows else None,
-        )
-      )  # fmt: skip
+    assert text.count("```") == 2 * len(_FENCE.findall(text)), f"{page}: a fence does not close"
+    for found in _FENCE.finditer(text):
+      line = text[: found.start()].count("\n") + 1
+      output = re.match(r"\s*```\n(.*?)^```$", text[found.end() :], re.DOTALL | re.MULTILINE)
+      out.append(Block(str(page.relative_to(ROOT)), line, found[1], found[2], output and output[1]))
   return out
 
 
-def prose(page: pathlib.Path) -> str:
-  """The text without code."""
-  return re.sub(r"`[^`\n]+`", "`code`", _FENCE.sub("", page.read_text("utf-8")))
+def _text(page: pathlib.Path) -> str:
+  text = page.read_text("utf-8")
+  if page.suffix == ".ipynb":
+    cells = json.loads(text)["cells"]
+    return "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+  return _FENCE.sub("", text)
 
 
 def links(page: pathlib.Path) -> list[str]:
   """Targets of links and pictures, as written."""
-  text = prose(page)
+  text = re.sub(r"`[^`\n]+`", "", _text(page))
   targets = re.findall(r"\]\(([^)\s]+)\)", text)
-  assert len(targets) == text.count("]("), f"{page}: a link that is none"
+  assert len(targets) == text.count("]("), f"{page}: a broken link"
   return targets
 
 
 def anchors(page: pathlib.Path) -> set[str]:
   """Anchors of the headings, as code hosts make them."""
-  text = _FENCE.sub("", page.read_text("utf-8"))
-  titles = [
-    re.sub(r"[^\w\s-]", "", t).lower() for t in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-  ]
-  return {re.sub(r"\s", "-", title.strip()) for title in titles}
+  titles = re.findall(r"^#+ (.+)$", _text(page), re.MULTILINE)
+  return {re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-") for title in titles}
