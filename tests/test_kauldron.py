@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import kauldron_found
 import numpy as np
 import optax
-import pages
 import pytest
 
 import nm_sparsity_jax as nms
@@ -165,9 +164,8 @@ class TestRuns:
     assert call("launched", arguments=arguments) == 0
     assert (tmp_path / "checkpoints/ckpt_0").is_dir()
 
-  def test_the_config_of_the_page_makes_a_trainer(self, call):
-    (block,) = [b for b in pages.blocks() if "kauldron_adapter.SparseTrainStep" in b.code]
-    recipe, steps = call("resolved", text=block.code)
+  def test_the_example_makes_a_trainer(self, call):
+    recipe, steps = call("resolved", text=(ROOT / "examples/kauldron_vit.py").read_text())
     assert recipe.startswith("MdgfExponential(") and "total=90000" in recipe and steps == 90_000
 
 
