@@ -246,12 +246,16 @@ def test_a_stacked_kernel_needs_its_axis(command, tmp_path):
   flags += ["--axes", "{'.*/kernel': 0}"]
   _, report = command("verify", path, *flags)
   assert [(p["axis"], p["groups"]) for p in report["places"]] == [(0, 2 * 3 * 4)]
-  # What `finalize` notes has the axes; rules that are given bring their own.
+  # What `finalize` notes has the axes, which rules that are given now take over.
   assert not command("finalize", path, tmp_path / "out", *flags)[0]
-  assert not command("verify", tmp_path / "out")[0]
-  assert not command("verify", tmp_path / "out", *flags)[0]
-  code, text = command("verify", tmp_path / "out", *flags[2:])
-  assert code == 1 and "axes" in text
+  for same in ([], flags, flags[:2], ["--rules", "{'ff': '2:4'}"]):
+    assert not command("verify", tmp_path / "out", *same)[0]
+  foreign = ["--axes", "{'.*/kernel': 1}"]
+  for other in (flags[2:], foreign, ["--rules", "{'ff': '1:3'}", *foreign]):
+    for words in (["verify", tmp_path / "out"], ["finalize", tmp_path / "out", tmp_path / "again"]):
+      code, text = command(*words, *other)
+      assert code == 1 and "axes" in text
+  assert not (tmp_path / "again").exists()
 
 
 # --- what can go wrong --------------------------------------------------------------------------
