@@ -50,7 +50,7 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
     if stored.known_rules is None:
       return given.with_axes(axes or {})
     noted = rules_text.parse(stored.known_rules)
-    rules = given.with_axes({**(axes or {}), **noted.axes})
+    rules = given.with_axes(noted.axes).with_axes(axes or {})
     _check_axes(stored, rules, noted)
     return rules
   if axes:
