@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nm_sparsity_jax.analysis.plan.build import Built
+from nm_sparsity_jax.analysis.plan.build import Built, Network
 from nm_sparsity_jax.analysis.plan.findings import Findings
 from nm_sparsity_jax.core.trees import alike, group
 from nm_sparsity_jax.trainer.workloads.t5 import known_lengths
@@ -171,7 +171,8 @@ def rate(found: Findings) -> dict[str, Any] | None:
 def cost(found: Findings, built: Built, assignment: Assignment) -> dict[str, Any] | None:
   """Returns the part `cost`; None where the FLOPs of the network are unknown, which is noted."""
   try:
-    dense = built.workload.cost(found.lengths)
+    lengths = [found.lengths] if isinstance(built.workload, Network) else []  # others know theirs
+    dense = built.workload.cost(*lengths)
   except Exception as e:  # of the network's own code
     found.notes.append(f"no FLOPs: the forward pass cannot be traced ({type(e).__name__}: {e})")
     return None
