@@ -31,7 +31,8 @@ Given = Rules | Mapping[str, Any] | None
 def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = None) -> Rules:
   """Returns the checkpoint's own rules, or those given; where there are both, they must agree.
 
-  Rules that were given to `finalize` bind nobody: those given now stand in their place.
+  Rules that were given to `finalize` bind nobody but for their axes: those given now stand in their
+  place.
 
   Args:
     stored: the checkpoint.
@@ -46,7 +47,12 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
       raise ValueError(
         f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}}"
       )
-    return given.with_axes(axes or {})
+    if stored.known_rules is None:
+      return given.with_axes(axes or {})
+    noted = rules_text.parse(stored.known_rules)
+    rules = given.with_axes(noted.axes).with_axes(axes or {})
+    _check_axes(stored, rules, noted)
+    return rules
   if axes:
     raise ValueError(f"axes: {stored.path} knows the axes of its groups: leave them out")
   rules = rules_text.parse(own)
@@ -57,6 +63,17 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
       f"{patterns(given)}: leave rules out"
     )
   return rules
+
+
+def _check_axes(stored: Stored, rules: Rules, noted: Rules) -> None:
+  """Refuses rules that group a parameter along another axis than the checkpoint has noted."""
+  known = assign(stored, noted).places
+  for path, site in assign(stored, rules).places.items():
+    if path in known and known[path].axes != site.axes:
+      raise ValueError(
+        f"axes: {stored.path} groups {path!r} along {known[path].axis}, not along {site.axis}: "
+        "leave axes out"
+      )
 
 
 def _by_magnitude(place: str, given: Any) -> Recipe:
