@@ -41,8 +41,6 @@ def _local(found: Findings, built: Built) -> None:
     return
   if built.run is not None:
     built.run.check()
-    if built.run.source is None:
-      built.run.model.workload.check()
     if built.run.best_metric is not None:
       found.notes.append(
         f"BEST_METRIC={built.run.best_metric!r} is not checked here: the run looks for it before "
@@ -53,6 +51,8 @@ def _local(found: Findings, built: Built) -> None:
   if why := files.cannot_write(folder):
     raise ValueError(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
   settings.refuse_changed(folder, train.settings_of(found.config.settings("Run")))
+  if built.run is not None:
+    built.run.model.workload.check()
 
 
 # --- T5X ------------------------------------------------------------------------------------------
