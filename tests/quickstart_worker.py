@@ -1,21 +1,22 @@
-"""Imports once, then forks a quickstart for each line that it reads: for tests that stop some.
+"""Runs a small quickstart, one that is stopped, and its continuation, in a given folder.
 
-A line is [folder to stand in, arguments, step to be terminated at or null]; `ended STATUS` answers.
+A process of its own, since seqio keeps the tasks that it registers small.
 """
 
-import gc
+import contextlib
 import json
 import os
+import pathlib
+import shutil
 import signal
 import sys
 
 
-def main():
-  gc.disable()  # a fifth of the time of importing
+def main(folder):
   from nm_sparsity_jax import cli
   from nm_sparsity_jax.cli import quickstart_steps
   from nm_sparsity_jax.models.t5 import T5Config
-  from nm_sparsity_jax.trainer import data, reports, train  # noqa: F401 (starts no backend)
+  from nm_sparsity_jax.trainer import data, reports
 
   data.import_seqio("t5x_tasks")
   import t5x_tasks
@@ -25,39 +26,35 @@ def main():
   of_size = T5Config._of_size.__func__
   T5Config._of_size = classmethod(lambda *args: of_size(*args[:3], args[3] | small))
   t5x_tasks.register_mini(rows={"train": 256, "validation": 64})
-  quickstart_steps._EVALUATIONS = 2
+  quickstart_steps.MiniGlue.periods = 2
+  quickstart_steps.MiniGlue.dense, quickstart_steps.RECIPES = ("warmup",), ("sdgf_stepwise",)
+  codes = []
 
-  def run(folder, argv, stop):
-    os.chdir(folder)
-    said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
-    quickstart_steps.RECIPES = ("sdgf_stepwise",)
-    show = reports.Progress.show
+  def run(name):
+    os.makedirs(folder / name, exist_ok=True)
+    os.chdir(folder / name)
+    with open("said.txt", "w") as said, contextlib.redirect_stdout(said):
+      with contextlib.redirect_stderr(said):
+        codes.append(cli.main(["quickstart", "--steps", "12"]))
+    os.rename("said.txt", f"said_{len(codes)}.txt")
 
-    def show_and_stop(self, step, *rest):
-      show(self, step, *rest)
-      if step == stop:
-        os.kill(os.getpid(), signal.SIGTERM)
+  run("whole")
+  # As one that is stopped in its last run: what comes before it is the first one's.
+  gone = shutil.ignore_patterns("sdgf_stepwise", "report.html", "said*")
+  shutil.copytree(folder / "whole", folder / "cut", ignore=gone)
+  show = reports.Progress.show
 
-    reports.Progress.show = show_and_stop
-    code = cli.main(["quickstart", *argv])
-    sys.stdout.flush()
-    return code
+  def show_and_stop(self, step, *rest):
+    show(self, step, *rest)
+    if step == 36:
+      os.kill(os.getpid(), signal.SIGTERM)
 
-  gc.freeze()  # what is imported stays, and forks share it
-  gc.enable()
-  for line in sys.stdin:
-    pid = os.fork()
-    if not pid:
-      try:
-        code = run(*json.loads(line))
-      except BaseException as e:
-        print(repr(e), file=sys.stderr)
-        code = 99
-      os._exit(code)
-    print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+  reports.Progress.show = show_and_stop
+  run("cut")
+  reports.Progress.show = show
+  run("cut")
+  print(json.dumps(codes))
 
 
 if __name__ == "__main__":
-  main()
+  main(pathlib.Path(sys.argv[1]))

@@ -1,44 +1,11 @@
-"""What a user may get wrong with parts of their own: an error of one sentence, by commands too."""
+"""What a user may get wrong with parts of their own is one sentence of a command."""
 
-import dataclasses
 import shutil
 
-import jax.numpy as jnp
 import pytest
 import test_own_recipe
 
-import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.training import roles
-
-RULES = nms.Rules({"ff": nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=9))})
-
-
-def params_of(dtype="float32"):
-  return {"mlp": {"wi": {"kernel": jnp.ones((8, 4), dtype)}}}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mine(nms.Recipe):
-  name = "sr_ste"
-  pattern: nms.NM
-  phases: nms.Phases
-
-
-@pytest.mark.parametrize(
-  "word, do",
-  [
-    ("is taken", lambda: nms.recipes.register(Mine)),
-    ("twice", lambda: roles.register(roles.Family(name="mine", roles={"encoder": ".*"}))),
-  ],
-)
-def test_in_python(word, do):
-  with pytest.raises(ValueError, match=word) as error:
-    do()
-  assert "\n" not in str(error.value)
-  assert RECIPES["sr_ste"] is not Mine and "mine" not in roles.families()
-
 
 MODULES = {
   "half_a_workload": (
@@ -83,23 +50,22 @@ def here(tmp_path, monkeypatch):
   ],
 )
 def test_by_gin(module, line, files, word, here, capsys):
-  """plan counts one error, and train says it in one line before its first step."""
+  """plan names it, and train says it in one line before its first step."""
   (here / "mine.gin").write_text(HEAD.format(module=module) + line + "\n")
   macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=4, MODEL_DIR="run")
   argv = ["--gin_file=gin_configs/runs/local_workload.gin", *files, "--gin_file=mine.gin"]
   argv += [f"--gin.{k}={v!r}" for k, v in macros.items()]
   where = f"--gin_search_paths=.,{test_own_recipe.ROOT}"
   assert cli.main(["plan", where, *argv]) == 1
-  told, refused = capsys.readouterr()
-  assert ("\n1 error\n" in told and word in told) or (word in refused and refused.count("\n") == 1)
+  assert word in "".join(capsys.readouterr())
   assert cli.main(["train", *argv]) == 1
-  (told,) = capsys.readouterr().err.splitlines()
-  assert told.startswith("nm-sparsity train: ") and word in told
+  (said,) = capsys.readouterr().err.splitlines()
+  assert said.startswith("nm-sparsity train: ") and word in said
   assert not [*here.glob("run/checkpoint_*")]
 
 
 @pytest.mark.parametrize("module, word", [("taken_recipe", "is taken"), ("role_twice", "twice")])
 def test_by_the_flag(module, word, here, capsys):
   assert cli.main(["verify", "run", "--import", module]) == 1
-  (told,) = capsys.readouterr().err.splitlines()
-  assert module in told and word in told
+  (said,) = capsys.readouterr().err.splitlines()
+  assert module in said and word in said

@@ -11,7 +11,7 @@ import pytest
 
 import nm_sparsity_jax
 
-HEAVY = ("tensorflow", "tensorflow_text", "seqio", "t5x", "t5", "gin", "tensorflow_datasets")
+HEAVY = ("tensorflow", "tensorflow_text", "seqio", "t5x", "t5", "tensorflow_datasets")
 
 
 def after(code):

@@ -215,9 +215,6 @@ def test_every_command_that_reads_rules_takes_it(command, tmp_path, monkeypatch,
 
 def test_what_is_no_module_is_named(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  assert cli.main(["verify", "x", "--import=lost.soft_recipe"]) == 1
-  assert "--import lost.soft_recipe: there is no module 'lost'" in capsys.readouterr().err
-  for text in ("soft_recipe.py", "os;x"):
-    with pytest.raises(SystemExit):
-      cli.main(["verify", "x", f"--import={text}"])
-    assert "is not the name of a module" in capsys.readouterr().err
+  for name in ("lost.soft_recipe", "soft_recipe.py", "os;x"):
+    assert cli.main(["verify", "x", f"--import={name}"]) == 1
+    assert f"--import {name}: ModuleNotFoundError" in capsys.readouterr().err

@@ -34,7 +34,6 @@ def wheel(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_quickstart_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_path):
-  """Issue 13, point 21: `pip install nm_sparsity_jax-*.whl[local] && nm-sparsity quickstart`."""
   empty = tmp_path / "empty"
   empty.mkdir()
   run(sys.executable, "-m", "venv", tmp_path / "new", cwd=empty)
@@ -57,7 +56,7 @@ def test_the_quickstart_runs_from_a_wheel_in_an_empty_folder(wheel, tmp_path):
 
 
 def test_floors_are_what_setup_asks_of_users():
-  """Issue 13, point 20: `make test-floors` installs the oldest versions that users may have."""
+  """`make test-floors` installs the oldest versions that users may have."""
   found = floors.floors()
   assert found["jax"] == "0.10.2" and found["clu"] == "0.0.12" and found["seqio"] == "0.0.20"
   assert "pytest" not in found and "mkdocs" not in found and "packaging" not in found

@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -47,9 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   argv = list(sys.argv[1:] if argv is None else argv)
   name = next((n for n in COMMANDS if argv[: n.count(" ") + 1] == n.split()), None)
   if name is None:
-    group = next((n.split()[0] for n in COMMANDS if " " in n and argv[:1] == n.split()[:1]), "")
-    parser = _parser(group)
-    parser.parse_args(argv[1:] if group else argv)  # --help, --version and mistakes end here
+    parser = _parser()
+    parser.parse_args(argv)  # --help, --version and mistakes end here
     parser.print_help()
     return 2
   rest = argv[name.count(" ") + 1 :]
@@ -65,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
   # A sweep reads there why a run failed.
   parser.add_argument("--error-file", metavar="FILE", help=argparse.SUPPRESS)
-  parser.set_defaults(main=main)  # for a command that runs others
   args = parser.parse_args(rest)
   try:
     return module.run(args)
@@ -77,46 +76,53 @@ def main(argv: Sequence[str] | None = None) -> int:
   except Exception as e:
     if args.debug:
       raise
-    print(f"nm-sparsity {name}: {one_line(e)}", file=sys.stderr)
+    text = _with_flags(one_line(e), args)
+    print(f"nm-sparsity {name}: {text}", file=sys.stderr)
     if args.error_file:
-      pathlib.Path(args.error_file).write_text(json.dumps({"error": one_line(e)}))
+      pathlib.Path(args.error_file).write_text(json.dumps({"error": text}))
     return 1
 
 
-_MOST = 4000  # characters of an error's line
+# What an error of the library says in Python, and what one types instead: "rules={...}", --rules.
+_ARGUMENTS = {
+  "rules": (r"\brules=(\{.*?\})", r'--rules "\1"'),
+  "axes": (r"\baxes=(\{.*?\})", r'--axes "\1"'),
+  "early": (r"\bearly=True\b", "--early"),
+  "memory": (r"\bmemory=True\b", "--memory"),
+}
 
 
-def one_line(error: BaseException | str) -> str:
-  """Returns an error as one line: its text, with its class where the text alone says too little.
+def _with_flags(text: str, args: argparse.Namespace) -> str:
+  for name, (argument, flag) in _ARGUMENTS.items():
+    if hasattr(args, name):
+      text = re.sub(argument, flag, text)
+  return text
 
-  A name from outside is escaped, so that it cannot control the terminal.
-  """
+
+def one_line(error: BaseException) -> str:
+  """Returns an error as one line: its text, with its class where the text alone says too little."""
   text = str(error)
   if isinstance(error, OSError) and error.strerror:  # the system's, which numbers its sentences
     text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+  # A name from outside must not control the terminal.
   text = printable(" ".join(text.split()))
-  if len(text) > _MOST:
-    text = f"{text[:_MOST]}... ({len(text):,} characters)"
-  if isinstance(error, str | ValueError | RuntimeError | OSError | ImportError) and text:
+  if isinstance(error, ValueError | RuntimeError | OSError | ImportError) and text:
     return text
   return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _parser(group: str = "") -> argparse.ArgumentParser:
-  """Returns the parser for words that name no command; with a group, for the words after it."""
-  prog = f"nm-sparsity {group}".rstrip()
-  commands = {n: line for n, (_, line) in COMMANDS.items() if n.startswith(group)}
-  lines = [f"  {line}" for line in columns([*commands.items()])]
+def _parser() -> argparse.ArgumentParser:
+  """Returns the parser for words that name no command."""
+  lines = columns([(f"  {name}", line) for name, (_, line) in COMMANDS.items()])
   parser = argparse.ArgumentParser(
-    prog=prog,
-    usage=f"{prog} COMMAND ..." if group else f"{prog} [--version] COMMAND ...",
+    prog="nm-sparsity",
+    usage="nm-sparsity [--version] COMMAND ...",
     description="N:M sparse training: what surrounds a run.",
-    epilog="commands:\n" + "\n".join(lines) + f"\n\n`{prog} COMMAND --help` says more.",
+    epilog="\n".join(["commands:", *lines, "\n`nm-sparsity COMMAND --help` says more."]),
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  if not group:
-    parser.add_argument("--version", action="version", version=f"nm-sparsity {__version__}")
-  words = dict.fromkeys(n.removeprefix(group).split()[0] for n in commands)
+  parser.add_argument("--version", action="version", version=f"nm-sparsity {__version__}")
+  words = dict.fromkeys(name.split()[0] for name in COMMANDS)
   parser.add_argument("command", choices=words, nargs="?", help=argparse.SUPPRESS)
   return parser

@@ -1,49 +1,152 @@
-"""T5X's flags for gin and --import, for every command that reads gin files."""
+"""Flags that several commands share, and what they mean."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
+import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from nm_sparsity_jax.cli import _imports
+# T5X's flags that mean nothing here. They are accepted, so that a command line of T5X serves.
+_OF_T5X = (
+  "tfds_data_dir", "seqio_additional_cache_dirs", "multiprocess_gpu", "coordinator_address",
+  "process_count", "process_index", "initialization_timeout",
+)  # fmt: skip
 
 
-def add(parser: argparse.ArgumentParser, search_paths: str) -> None:
-  """Adds --gin_file, --gin_bindings, --gin_search_paths, --gin.X=VALUE and --import.
+# --- gin ----------------------------------------------------------------------------------------
 
-  T5X's other flags are accepted and ignored.
 
-  Args:
-    parser: gets the flags.
-    search_paths: the help of --gin_search_paths.
-  """
+def add_gin(parser: argparse.ArgumentParser) -> None:
+  """Adds --gin_file, --gin_bindings, --gin_search_paths, --gin.X=VALUE and --import."""
   add = parser.add_argument
   add("--gin_file", action="append", default=[], metavar="FILE", help="in order; may be repeated")
   add(
     "--gin_bindings", action="append", default=[], metavar="'X = VALUE'", help="the same as --gin.X"
   )
-  add("--gin_search_paths", default=".", metavar="DIR[,DIR]", help=search_paths)
-  _imports.add(parser)
+  add(
+    "--gin_search_paths", default=".", metavar="DIR[,DIR]",
+    help="where gin files are looked for, before the folder of this package",
+  )  # fmt: skip
+  add_import(parser)
   parser.add_argument_group(
     "overrides", "--gin.X=VALUE sets X, as in T5X; a string needs quotes: --gin.RECIPE=\"'sr_ste'\""
   )
-  for name in (  # T5X's, without a meaning here
-      "tfds_data_dir", "seqio_additional_cache_dirs", "multiprocess_gpu", "coordinator_address",
-      "process_count", "process_index", "initialization_timeout",
-  ):  # fmt: skip
+  for name in _OF_T5X:
     add(f"--{name}", nargs="?", help=argparse.SUPPRESS)
-  parser.parse_args = _with_overrides(parser)  # type: ignore[method-assign]
+  parse = parser.parse_args
+
+  def parse_args(args=None, namespace=None):
+    words = sys.argv[1:] if args is None else args
+    return parse([_as_binding(parser, word) for word in words], namespace)
+
+  parser.parse_args = parse_args  # type: ignore[method-assign]
 
 
-def add_of_one(parser: argparse.ArgumentParser) -> None:
-  """Adds what a program takes that opens one checkpoint: --memory, and what `add` adds."""
+def _as_binding(parser: argparse.ArgumentParser, word: str) -> str:
+  # argparse knows no flag with any name in it.
+  if not word.startswith("--gin."):
+    return word
+  name, equals, value = word.removeprefix("--gin.").partition("=")
+  if not equals:
+    parser.error(f"{word}: give it a value, {word}=VALUE, without a space")
+  return f"--gin_bindings={name} = {value}"
+
+
+def search_paths(args: argparse.Namespace) -> Sequence[str]:
+  """Returns the folders that --gin_search_paths names."""
+  return [path for path in args.gin_search_paths.split(",") if path]
+
+
+def add_evaluation(parser: argparse.ArgumentParser) -> None:
+  """Adds what a program takes that opens one checkpoint: --memory, and what `add_gin` adds."""
   parser.add_argument(
     "--memory",
     action="store_true",
     help="of a packed file: keep all kernels packed, also where a dense product is faster",
   )
-  add(parser, "where gin files are looked for, before the folder of this package")
+  add_gin(parser)
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+  """Adds --import: only this flag, and nothing in a file, makes a command import a module."""
+  parser.add_argument(
+    "--import", dest="imports", action="append", default=[], metavar="MODULE",
+    help="first import this module, which registers recipes or roles of your own; may be repeated",
+  )  # fmt: skip
+
+
+def import_modules(args: argparse.Namespace) -> None:
+  """Imports the modules of --import in their order; those in the current folder are found too."""
+  if not args.imports:
+    return
+  from nm_sparsity_jax.integrations import gin_files
+
+  gin_files.see_modules_here()
+  for name in args.imports:
+    try:
+      importlib.import_module(name)
+    except Exception as e:
+      raise ValueError(
+        f"--import {name}: {type(e).__name__}: {e}. Name a module as Python imports it, such as "
+        "my_recipes for my_recipes.py, in this folder or on PYTHONPATH."
+      ) from e
+
+
+def require(*modules: str) -> None:
+  """Raises where a module of the extra `local` is not installed, before anything takes long."""
+  from nm_sparsity_jax.cli import environment
+
+  if lost := [name for name in modules if importlib.util.find_spec(name) is None]:
+    raise ModuleNotFoundError(
+      f"not installed: {', '.join(lost)}. Run {environment.install_command('local')}"
+    )
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+  """Adds --rules and --axes, for a checkpoint that does not hold them, --import and --json."""
+  parser.add_argument(
+    "--rules",
+    metavar="\"{'ff': '1:8'}\"",
+    help="place -> pattern, as SPARSITY_RULES in gin; for a checkpoint that holds no rules",
+  )
+  parser.add_argument(
+    "--axes",
+    metavar='"{REGEX: AXIS}"',
+    help="path -> contracted axis, for kernels that a scan over layers has stacked",
+  )
+  add_import(parser)
+  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def rules(args: argparse.Namespace) -> dict[str, Mapping[str, Any] | None]:
+  """Returns --rules and --axes, as arguments of `runs.verify`; imports what --import names."""
+  import_modules(args)
+  return {
+    "rules": _table("--rules", args.rules, "{'ff': '1:8'}"),
+    "axes": _table("--axes", args.axes, "{'.*/mlp/.*/kernel': 0}"),
+  }
+
+
+def _table(flag: str, text: str | None, example: str) -> Mapping[str, Any] | None:
+  if text is None:
+    return None
+  try:
+    table = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    table = None
+  if not isinstance(table, dict) or not table:
+    raise ValueError(f'{flag}={text} is not a dict; strings need quotes: {flag} "{example}"')
+  return table
 
 
 def checkpoint(text: str) -> str | int:
@@ -51,29 +154,6 @@ def checkpoint(text: str) -> str | int:
   if text in ("best", "last"):
     return text
   try:
-    return int(text.replace("_", ""))
+    return int(text)
   except ValueError:
     raise argparse.ArgumentTypeError(f"{text!r} is not best, last or a step") from None
-
-
-def _with_overrides(parser: argparse.ArgumentParser):
-  """Returns a `parse_args` that knows --gin.X=VALUE, which argparse cannot express."""
-  parse = parser.parse_args
-
-  def parse_args(args=None, namespace=None):
-    rewritten = []
-    for arg in sys.argv[1:] if args is None else args:
-      if arg.startswith("--gin."):
-        if "=" not in arg:
-          parser.error(f"{arg}: give it a value, {arg}=VALUE, without a space")
-        name, _, value = arg.removeprefix("--gin.").partition("=")
-        arg = f"--gin_bindings={name} = {value}"
-      rewritten.append(arg)
-    return parse(rewritten, namespace)
-
-  return parse_args
-
-
-def search_paths(args: argparse.Namespace) -> Sequence[str]:
-  """Returns the folders that --gin_search_paths names."""
-  return [path for path in args.gin_search_paths.split(",") if path]

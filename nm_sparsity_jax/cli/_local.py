@@ -9,7 +9,7 @@ import contextlib
 import os
 from typing import Any
 
-from nm_sparsity_jax.cli import _flags, _imports
+from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.integrations import gin_files
 
 
@@ -19,9 +19,10 @@ def read(
   """Returns the configuration of a program of the local runner, and its text for config.gin."""
   if not args.gin_file:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
+  _flags.require("gin", "clu")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   gin_files.see_modules_here()
-  _imports.load(args)
+  _flags.import_modules(args)
   paths = [*_flags.search_paths(args), gin_files.folder()]
   config = gin_files.read(args.gin_file, args.gin_bindings, paths, program)
   _refuse_missing(config)
@@ -31,7 +32,7 @@ def read(
 
 
 def _refuse_missing(config: gin_files.Config) -> None:
-  """Refuses a task module or a checkpoint that is not there, before imports of many seconds."""
+  # Before imports of many seconds.
   from nm_sparsity_jax.runs import folders
 
   module = config.get("MIXTURE_OR_TASK_MODULE")
@@ -41,26 +42,25 @@ def _refuse_missing(config: gin_files.Config) -> None:
   resumes = isinstance(folder, str) and "://" not in folder and folders.steps(folder)
   for name in ("CHECKPOINT_PATH",) if resumes else ("INITIAL_CHECKPOINT_PATH", "CHECKPOINT_PATH"):
     path = config.get(name)
-    if isinstance(path, str) and (said := missing(path)):
-      raise ValueError(f"{name}: {said}")
+    if isinstance(path, str):
+      check_checkpoint(name, path)
 
 
-def missing(path: str) -> str:
-  """Says that no checkpoint is at a path of this machine, and where that is; '' where one is.
+def check_checkpoint(name: str, path: str) -> None:
+  """Raises where no checkpoint is at a path of this machine; a bucket is not asked.
 
   Args:
-    path: of a checkpoint; a bucket is not asked.
+    name: of the setting.
+    path: its value.
   """
   from nm_sparsity_jax.runs import folders
 
-  if "://" in path or folders.path_of(path).exists():
-    return ""
-  looked = "" if os.path.isabs(path) else f": looked at {folders.path_of(path)}"
-  return f"there is no checkpoint {path!r}{looked}"
+  if "://" not in path and not folders.path_of(path).exists():
+    raise ValueError(f"{name}: there is no checkpoint {path!r}: looked at {folders.path_of(path)}")
 
 
 def _prepare_seqio(args: argparse.Namespace) -> None:
-  """Imports seqio, quietly, and tells it where its data lie."""
+  _flags.require("seqio", "tensorflow")
   from nm_sparsity_jax.trainer import data
 
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
@@ -83,7 +83,7 @@ def call(args: argparse.Namespace, program: str) -> int:
 
 
 def argument(config: gin_files.Config, name: str) -> Any:
-  """Returns an argument of the program; rewords an error without gin's account of the way there."""
+  """Returns an argument of the program; an error has no account of gin's calls."""
   try:
     return config.argument(name)
   except Exception as e:

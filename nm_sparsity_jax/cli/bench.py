@@ -24,13 +24,10 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.runs import files
-
-_OF_A_TASK = ("MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS")  # a bench reads none
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,65 +54,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--tokens", type=int, metavar="N", help="that a T5 decodes (default: 16)")
   add("--turns", type=int, default=9, metavar="N", help="of each call (default: 9)")
   add(
-    "--backend", choices=("auto", "cpu_ffi", "xla_scan"),
+    "--backend", choices=("auto", "cpu_ffi", "xla_scan"), default="auto",
     help="of packed products (default: auto, the fastest by a measured table)",
   )  # fmt: skip
   add("--cores", type=int, metavar="N", help="run on so many cores (default: all there are)")
   add("--out", metavar="FILE", help="also write a page with bars")
   add("--json", action="store_true", help="print the findings as JSON")
-  _flags.add(parser, "where gin files are looked for, before the folder of this package")
+  _flags.add_gin(parser)
 
 
 def run(args: argparse.Namespace) -> int:
   """Measures, prints, writes."""
   _refuse(args)
-  out = None if args.out is None else pathlib.Path(args.out)
-  _take_cores(args.cores)
+  if args.out is not None:
+    _flags.require("jinja2", "matplotlib")
+    files.check_folder("--out", pathlib.Path(args.out).parent)
+  if args.cores is not None:
+    _take_cores(args.cores)
   from nm_sparsity_jax.analysis import bench
 
   if args.shapes is None:
     found = _of_checkpoint(args)
   else:
-    pattern = args.pattern or "1:8"
-    backend = args.backend or "auto"
-    found = bench.products(args.shapes, pattern, args.dtype, args.turns, backend)
+    found = bench.products(args.shapes, args.pattern or "1:8", args.dtype, args.turns, args.backend)
   print(json.dumps(found.as_dict(), indent=2) if args.json else found)
-  if out is not None:
-    bench.write(found, out)
-    print(out, file=sys.stderr if args.json else sys.stdout)
+  if args.out is not None:
+    bench.write(found, pathlib.Path(args.out))
+    print(args.out, file=sys.stderr if args.json else sys.stdout)
   return 0
 
 
 def _refuse(args: argparse.Namespace) -> None:
-  """Raises where what was typed does not fit together, or a path cannot be."""
   if (args.checkpoint is None) == (args.shapes is None):
     raise ValueError("give a checkpoint, or --shapes K,F,ROWS for products alone.")
-  if args.checkpoint is not None and args.pattern is not None:
-    raise ValueError("--pattern: a checkpoint has patterns of its own. Leave it out.")
-  for name in ("batch", "inputs", "tokens", "gin_file", "gin_bindings"):
-    if args.shapes is not None and getattr(args, name):
-      raise ValueError(f"--{name}: --shapes gives rows and weights itself. Leave it out.")
-  if args.out is not None:
-    files.check_folder("--out", pathlib.Path(args.out).parent)
-    if pathlib.Path(args.out).is_dir():
-      raise ValueError(f"--out: {args.out!r} is a folder: name a file in it.")
+  unread = ("batch", "inputs", "tokens", "gin_file", "gin_bindings")
+  if args.shapes is None:
+    unread = ("pattern",)
+  for name in unread:
+    if getattr(args, name):
+      what = "a checkpoint has patterns" if args.shapes is None else "--shapes has rows and weights"
+      raise ValueError(f"--{name}: {what} of its own. Leave it out.")
 
 
 def _shape(text: str) -> tuple[int, int, int]:
-  """Returns the value of --shapes."""
-  try:
-    depth, features, rows = map(int, text.split(","))
-  except ValueError:
-    raise argparse.ArgumentTypeError(f"{text!r} is not K,F,ROWS, such as 1024,4096,1") from None
+  depth, features, rows = map(int, text.split(","))
   return depth, features, rows
 
 
-def _take_cores(count: int | None) -> None:
-  """Keeps the process on its first cores; XLA counts them when it is imported."""
-  if count is None:
-    return
-  if not hasattr(os, "sched_setaffinity"):
-    raise ValueError("--cores: this system cannot keep a process on some cores.")
+def _take_cores(count: int) -> None:
+  # XLA counts the cores of the process when it is imported.
   there = sorted(os.sched_getaffinity(0))
   if not 1 <= count <= len(there):
     raise ValueError(f"--cores={count}: this process has {len(there)}.")
@@ -131,36 +118,32 @@ def configuration(args: argparse.Namespace) -> Any:
   """
   from nm_sparsity_jax.cli import _local
 
-  nowhere = [f"CHECKPOINT_PATH = {args.checkpoint!r}", "INFER_OUTPUT_DIR = 'nowhere'"]
-  args.gin_bindings = [*nowhere, *args.gin_bindings]
+  unread = [f"CHECKPOINT_PATH = {args.checkpoint!r}", "INFER_OUTPUT_DIR = 'nowhere'"]
+  args.gin_bindings = [*unread, *args.gin_bindings]
   try:
     return _local.read(args, "infer", with_data=False)[0]
   except ValueError as e:  # a macro that nothing reads is refused, so only those that it asks for
-    asked = [f"{name} = None" for name in _OF_A_TASK if f"{name} is not set" in str(e)]
-    if not asked:
+    task = ("MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS")
+    unset = [f"{name} = None" for name in task if f"{name} is not set" in str(e)]
+    if not unset:
       raise
-    args.gin_bindings = [*asked, *args.gin_bindings]
+    args.gin_bindings = [*unset, *args.gin_bindings]
     return _local.read(args, "infer", with_data=False)[0]
 
 
 def _of_checkpoint(args: argparse.Namespace) -> Any:
-  """Returns what is found of a checkpoint; one that is not packed is packed first."""
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.analysis import bench
-  from nm_sparsity_jax.cli import _imports, _local
+  from nm_sparsity_jax.cli import _local
   from nm_sparsity_jax.runs import checkpoint, orbax
   from nm_sparsity_jax.trainer import checkpoints, packed_files
 
-  _imports.load(args)
-  if said := _local.missing(args.checkpoint):
-    raise ValueError(f"{said}. Name one that is there.")
-  named, args.checkpoint = args.checkpoint, checkpoint.find(args.checkpoint)
-  if args.checkpoint != named:
-    print(f"{named}: its newest checkpoint is taken, {args.checkpoint}", file=sys.stderr)
+  _flags.import_modules(args)
+  _local.check_checkpoint("CKPT", args.checkpoint)
+  args.checkpoint = checkpoint.find(args.checkpoint)
   config = configuration(args)
   model = _local.argument(config, "model")
-  lengths: Any = config.get("TASK_FEATURE_LENGTHS")
-  inputs = lengths.get("inputs") if isinstance(lengths, Mapping) else None
+  lengths: Any = config.get("TASK_FEATURE_LENGTHS") or {}
   with tempfile.TemporaryDirectory() as room, orbax.quiet():
     stored = checkpoints.opened(args.checkpoint, model)
     if stored.packed is None:
@@ -176,10 +159,10 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
     getattr(workload, "network", workload),
     variables.pop("params"),
     state=variables,
-    batch=1 if args.batch is None else args.batch,
-    inputs=inputs or 64 if args.inputs is None else args.inputs,
-    tokens=16 if args.tokens is None else args.tokens,
+    batch=args.batch or 1,
+    inputs=args.inputs or lengths.get("inputs") or 64,
+    tokens=args.tokens or 16,
     turns=args.turns,
-    backend=args.backend or "auto",
+    backend=args.backend,
     title=str(args.checkpoint),
   )

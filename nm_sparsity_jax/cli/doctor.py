@@ -5,12 +5,13 @@ what you do, so --for says which parts must be there:
 
   core    masks, rules and layers in your own training loop
   tasks   SeqIO tasks and metrics
-  local   nm-sparsity train, eval, quickstart, sweep and report (docs/local.md)
+  local   nm-sparsity quickstart, train, eval, plan, sweep and report (docs/local.md)
   t5x     t5x.train with our gin files (docs/t5x.md)
   tpu     a TPU's compiler that fits the installed jax (docs/tpu.md)
 
 Each finding is ok, bad (to fix), or warn: not what was tested, or slower than it could be. Without
---for, the last line also names what else the installed extras are enough for.
+--for, the last lines also say for what else the installed packages are enough, and what
+`nm-sparsity quickstart` lacks.
 
 Exit code: 0 = nothing is bad, 1 = something is.
 """
@@ -24,9 +25,11 @@ import json
 from nm_sparsity_jax.cli import environment
 from nm_sparsity_jax.core.text import columns, listed
 
+_MARKS = {"ok": "ok ", "bad": "BAD", "warn": "!  "}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds what must be there, and how to tell it."""
+  """Adds what must be there, and how to print it."""
   parser.add_argument(
     "--for",
     dest="purpose",
@@ -43,20 +46,27 @@ def run(args: argparse.Namespace) -> int:
   findings = list(environment.examine(purpose))
   if args.devices:
     findings.append(environment.devices())
-  ok = all(f.status != "bad" for f in findings)
+  bad, warned = (sum(f.status == kind for f in findings) for kind in ("bad", "warn"))
   if args.json:
-    told = [dataclasses.asdict(finding) for finding in findings]
-    print(json.dumps({"ok": ok, "for": purpose, "findings": told}, indent=2))
-    return 0 if ok else 1
-  marks = {"ok": "ok ", "bad": "BAD", "warn": "!  "}
+    found = [dataclasses.asdict(finding) for finding in findings]
+    print(json.dumps({"ok": not bad, "for": purpose, "findings": found}, indent=2))
+    return 1 if bad else 0
   rows = []
   for f in findings:
-    rows.append((f"{marks[f.status]} {f.name}", f.text))
+    rows.append((f"{_MARKS[f.status]} {f.name}", f.text))
     rows += [("", f"-> {f.remedy}")] * bool(f.remedy)
   print("\n".join(columns(rows)))
-  bad, warned = (sum(f.status == kind for f in findings) for kind in ("bad", "warn"))
   but = f", but see {warned} marked with !" if warned else ""
-  more = [] if bad or args.purpose else environment.ready_for(purpose)
-  also = f" Ready for {listed(more)} as well." if more else ""
-  print(f"\n{bad} to fix for {purpose}." if bad else f"\nReady for {purpose}{but}.{also}")
-  return 0 if ok else 1
+  print(f"\n{bad} to fix for {purpose}." if bad else f"\nReady for {purpose}{but}.")
+  if not bad and not args.purpose:
+    _print_others(purpose)
+  return 1 if bad else 0
+
+
+def _print_others(purpose: str) -> None:
+  others = [p for p in environment.PURPOSES if p not in ("core", purpose)]
+  ready = [p for p in others if environment.is_ready_for(p)]
+  if ready:
+    print(f"Ready for {listed(ready)} as well.")
+  if "local" in others and "local" not in ready:
+    print(f"For nm-sparsity quickstart, train and plan: {environment.install_command('local')}")

@@ -27,24 +27,21 @@ import argparse
 import json
 import os
 
-from nm_sparsity_jax.cli import _imports, _rules
+from nm_sparsity_jax.cli import _flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and what to write."""
-  parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
-  parser.add_argument(
-    "out", metavar="OUT", help="F.safetensors, or a folder for a T5; it must be new"
-  )
-  _rules.add(parser)
-  _imports.add(parser)
-  parser.add_argument(
+  add = parser.add_argument
+  add("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them")
+  add("out", metavar="OUT", help="F.safetensors, or a folder for a T5; it must be new")
+  add(
     "--feed-forward",
     metavar="WORDS",
     help="feed_forward_proj of a T5, which weights do not tell; else gated-gelu (T5 1.1) or relu "
     "(T5 1.0)",
   )
-  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+  _flags.add_rules(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,10 +50,9 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.runs import orbax
 
-  _imports.load(args)
-  given = {**_rules.given(args), "feed_forward": args.feed_forward}
+  rules = _flags.rules(args)
   with orbax.quiet():
-    made = runs.export(args.checkpoint, args.out, **given)
+    made = runs.export(args.checkpoint, args.out, **rules, feed_forward=args.feed_forward)
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))
     return 0 if made.ok else 1

@@ -28,7 +28,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nm_sparsity_jax.cli import _imports, _rules
+from nm_sparsity_jax.cli import _flags, verify
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.runs.verify_checkpoint import Removed
@@ -36,18 +36,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and where to write."""
-  parser.add_argument(
-    "checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above"
-  )
-  parser.add_argument(
-    "out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new: see above"
-  )
-  _rules.add(parser)
-  _imports.add(parser)
-  parser.add_argument(
-    "--early", action="store_true", help="finalize although the schedule is not over"
-  )
-  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+  add = parser.add_argument
+  add("checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above")
+  add("out", metavar="OUT", help="gets OUT/checkpoint_<step>, which must be new: see above")
+  add("--early", action="store_true", help="finalize although the schedule is not over")
+  _flags.add_rules(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,39 +49,31 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.runs import orbax
 
-  _imports.load(args)
   with orbax.quiet():
-    made = runs.finalize(args.checkpoint, args.out, early=args.early, **_rules.given(args))
+    made = runs.finalize(args.checkpoint, args.out, early=args.early, **_flags.rules(args))
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))
-  else:
-    print(_rules.head(made.source, made.proof.rules, args.checkpoint))
-    if made.source.average:
-      print("of the moving average of its parameters, as it was scored")
-    print(render(made.removed))
-    print(f"\n{made.path}, as it was written:\n")
-    print(made.proof)
-    if made.proof.stored.known_rules is None:  # a folder of Hugging Face's has no place for them
-      print("It holds no rules: give --rules to `nm-sparsity verify`, `pack` and `export` as well.")
+    return 0 if made.ok else 1
+  print(verify.head(made.source, made.proof.rules, args.checkpoint))
+  if made.source.average:
+    print("of the moving average of its parameters, as it was scored")
+  print(f"\n{render(made.removed)}\n\n{made.path}, as it was written:\n\n{made.proof}")
+  if made.proof.stored.known_rules is None:  # a folder of Hugging Face's has no place for them
+    print("It holds no rules: give --rules to `nm-sparsity verify`, `pack` and `export` as well.")
   return 0 if made.ok else 1
 
 
 def render(removed: Sequence[Removed]) -> str:
-  """Says what was removed, as a table."""
+  """Says what was removed as a table: a line for like parameters, with the least and the most."""
   from nm_sparsity_jax.core.text import table
   from nm_sparsity_jax.core.trees import group
 
-  head = "removed of", "weights", "sum of |w|", "sum of w^2"
   by_path = {r.path: r for r in removed}
   rows = []
   for name, paths in group(list(by_path), words=True):
-    of = [by_path[path] for path in paths]
-    shares = ([getattr(r, kind) for r in of] for kind in ("weights", "magnitude", "squares"))
-    rows.append((name, *map(_share, shares)))
-  return "\n".join(table(head, rows))
-
-
-def _share(values: Sequence[float]) -> str:
-  """Says the share of one parameter, or the least and the most of like ones."""
-  least, most = f"{min(values):.2%}", f"{max(values):.2%}"
-  return least if least == most else f"{least} .. {most}"
+    row = [name]
+    for kind in ("weights", "magnitude", "squares"):
+      shares = sorted(getattr(by_path[path], kind) for path in paths)
+      row.append(" .. ".join(dict.fromkeys((f"{shares[0]:.2%}", f"{shares[-1]:.2%}"))))
+    rows.append(row)
+  return "\n".join(table(("removed of", "weights", "sum of |w|", "sum of w^2"), rows))

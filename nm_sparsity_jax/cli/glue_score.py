@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 
 from nm_sparsity_jax.analysis import scores
-from nm_sparsity_jax.cli import _flags, _imports
+from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.runs import results
 from nm_sparsity_jax.training import roles
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="the step of each task: the one with the best mean of its metrics (the default; the "
     "earliest of equals), its last one, or this one (T5X counts from pre-training on)",
   )  # fmt: skip
-  _imports.add(parser)
+  _flags.add_import(parser)
   unsaid = parser.add_argument_group("where a run's config.gin does not say")
   unsaid.add_argument("--recipe", metavar="NAME", help="such as sdgf_stepwise, or dense")
   unsaid.add_argument(
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
   for name, *paths in args.join:
     if not paths:
       raise ValueError(f"--join {name}: a name for the row comes first, then the folders of runs")
-  _imports.load(args)
+  _flags.import_modules(args)
 
   def read(path: str) -> results.Run:
     run = results.read(path)

@@ -20,7 +20,7 @@ from nm_sparsity_jax.cli import _flags
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds --memory, and T5X's flags."""
-  _flags.add_of_one(parser)
+  _flags.add_evaluation(parser)
 
 
 def run(args: argparse.Namespace) -> int:

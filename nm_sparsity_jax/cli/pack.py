@@ -21,23 +21,20 @@ import argparse
 import json
 import os
 
-from nm_sparsity_jax.cli import _imports, _rules
+from nm_sparsity_jax.cli import _flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read, what to write, and the dtype of values."""
-  parser.add_argument(
-    "checkpoint", metavar="CKPT", help="a checkpoint that is n:m, or a folder of them"
-  )
-  parser.add_argument("out", metavar="FILE", help="F.safetensors, which must be new")
-  parser.add_argument(
+  add = parser.add_argument
+  add("checkpoint", metavar="CKPT", help="a checkpoint that is n:m, or a folder of them")
+  add("out", metavar="FILE", help="F.safetensors, which must be new")
+  add(
     "--dtype",
     choices=("float32", "bfloat16", "float16", "int8"),
     help="of packed values; else as they are. int8 rounds, with one scale for each column",
   )
-  _rules.add(parser)
-  _imports.add(parser)
-  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+  _flags.add_rules(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,12 +43,11 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.runs import orbax
 
-  _imports.load(args)
   with orbax.quiet():
-    made = runs.pack(args.checkpoint, args.out, **_rules.given(args), dtype=args.dtype)
+    made = runs.pack(args.checkpoint, args.out, **_flags.rules(args), dtype=args.dtype)
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))
-    return 0
-  print(f"{made.path}: {made.bytes:,} bytes, of {made.source.path}, read back as written\n")
-  print(made.report)
+  else:
+    print(f"{made.path}: {made.bytes:,} bytes, of {made.source.path}, read back as written\n")
+    print(made.report)
   return 0

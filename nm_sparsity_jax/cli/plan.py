@@ -4,9 +4,9 @@ It takes the gin files and overrides of `nm-sparsity train`, `eval` and `infer`,
 t5x.train, t5x.eval and t5x.infer: put `nm-sparsity plan` in place of the command and keep the
 rest. It shows which kernels become sparse, the schedule, the cost, what a checkpoint gives, and the
 first error of each part. A model file and gin_configs/sparsity.gin are enough, and then T5X is not
-needed. Allocates nothing of the model's
-size. Devices and the contents of the data are not looked at. A gin file is a program, as it is for
-T5X: what it imports runs. Plan only files that you would run.
+needed. It allocates nothing of the model's size. Devices and the contents of the data are not
+looked at. A gin file is a program, as it is for T5X: what it imports runs. Plan only files that you
+would run.
 
   nm-sparsity plan --gin_file=MODEL.gin \\
     --gin_file=gin_configs/runs/t5x_finetune.gin --gin.RECIPE="'sr_ste'" ...
@@ -14,21 +14,21 @@ T5X: what it imports runs. Plan only files that you would run.
 Exit code: 0 = nothing stands in the way, 1 = there are errors.
 """
 
-# pyright: reportMissingImports=false, reportMissingModuleSource=false
-
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
 import os
+import pathlib
 
-from nm_sparsity_jax.cli import _flags, _imports
+from nm_sparsity_jax.cli import _flags
+from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds T5X's flags, and what to show."""
-  _flags.add(parser, "where gin files are looked for, before the folder of this package")
+  _flags.add_gin(parser)
   add = parser.add_argument
   add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
   add("--topology", metavar="NAME", help="compile the step for TPUs such as v5e:4x4 (needs libtpu)")
@@ -41,13 +41,16 @@ def run(args: argparse.Namespace) -> int:
   """Plans, plots, prints."""
   if not args.gin_file and not args.gin_bindings:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
+  _flags.require("gin", *(["matplotlib"] if args.plot else []))
+  if args.plot:
+    files.check_folder("--plot", pathlib.Path(args.plot).parent)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax.analysis import plan
   from nm_sparsity_jax.integrations import gin_files
 
   gin_files.see_modules_here()
-  _imports.load(args)
+  _flags.import_modules(args)
   where = _flags.search_paths(args)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
     report = plan.plan(

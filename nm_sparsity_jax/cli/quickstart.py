@@ -19,97 +19,92 @@ Exit code: 0 = done, 1 = failed or stopped, 130 = interrupted.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
 import os
 import pathlib
-import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from nm_sparsity_jax.cli import quickstart_steps
-from nm_sparsity_jax.core import text
-from nm_sparsity_jax.runs import folders
-
-_Main = Callable[[Sequence[str]], int]  # words after `nm-sparsity` -> exit code
+from nm_sparsity_jax import cli
+from nm_sparsity_jax.cli import _flags
+from nm_sparsity_jax.cli.quickstart_steps import ALL, HARDER, TASKS, TITLES, Task, typed
+from nm_sparsity_jax.core.text import columns
+from nm_sparsity_jax.runs import files, folders
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds how much to run, and where."""
   add = parser.add_argument
-  told = ", ".join(f"{task.steps} of {name}" for name, task in quickstart_steps.TASKS.items())
-  add("--all", action="store_true", help=f"every recipe: {', '.join(quickstart_steps.ALL)}")
+  steps = ", ".join(f"{task.steps} of {name}" for name, task in TASKS.items())
+  add("--all", action="store_true", help=f"every recipe: {', '.join(ALL)}")
   add("--out", default="quickstart", metavar="DIR", help="gets all of it (default: quickstart)")
   add(
     "--steps", type=int, metavar="N",
-    help=f"of each recipe's run (default: {told}); the dense warm-up of mini-glue has more",
+    help=f"of each recipe's run (default: {steps}); the dense warm-up of mini-glue has more",
   )  # fmt: skip
   add(
-    "--task", choices=list(quickstart_steps.TASKS), default=quickstart_steps.DEFAULT,
+    "--task", choices=list(TASKS), default="mini-glue",
     help="text, or generated images (default: %(default)s)",
   )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-  """Types the commands, and has `args.main` run each as the command line does."""
-  call: _Main = args.main
+  """Types the commands, and runs each as the command line does."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # jax sets another one when it is imported
-  begin = time.monotonic(), time.process_time()
-  task = quickstart_steps.TASKS[args.task]
-  steps = task.steps if args.steps is None else args.steps
-  out = os.path.expanduser(args.out).rstrip("/") or "/"
-  if "://" in out:
-    raise ValueError(f"--out {out}: give a folder of this machine")
-  if steps < 10:
-    raise ValueError(f"--steps {steps}: give 10 or more, since each phase of a recipe needs some")
-  quickstart_steps.claim(pathlib.Path(out), steps, args.task)
+  begin = time.monotonic()
+  task, out = TASKS[args.task], args.out.rstrip("/")
+  steps, names = args.steps or task.steps, task.runs(args.all)
+  _check(args.task, pathlib.Path(out), steps)
   # What one run compiled, such as the evaluation, the next one finds.
   os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.abspath(f"{out}/.compiled"))
-  print(f"{task.opening(steps, args.all)}\nEach command is shown as you would type it.")
-  names = task.runs(args.all)
+  print(f"{task.about}: {steps} steps a recipe.\nEach command is shown as you would type it.")
   for i, name in enumerate(names, 1):
-    print(f"\n[{i}/{len(names)}] {task.titles[name]}", flush=True)
-    argv, last = task.train(out, steps, name), task.last(steps, name)
-    if code := _train(call, argv, f"{out}/{name}", last):
+    print(f"\n[{i}/{len(names)}] {TITLES[name]}", flush=True)
+    if code := _train(task, out, steps, name):
       return code
-
+  sparse = [name for name in names if name not in task.dense]
   print("\nExact zeros, and the proof")
-  for name in task.proven(names):
-    if code := _prove(call, f"{out}/{name}"):
+  for name in sparse:
+    if code := _prove(f"{out}/{name}"):
       return code
-
   print("\nScores on the validation set\n")
   for argv in task.compared(out, names):
-    if code := _call(call, argv):
+    if code := _call(argv):
       return code
     print()
-  for runs in quickstart_steps.pages(names).values():
-    _sum_up(out, runs)
-  _close(args, out, steps, begin)
+  _sum_up([f"{out}/{name}" for name in names])
+  seconds = time.monotonic() - begin
+  print(f"Done in {seconds // 60:.0f}:{seconds % 60:02.0f}. Curves are in {out}/report.html.")
+  _print_next(args, task, out, steps)
   return 0
 
 
-# --- the steps ----------------------------------------------------------------------------------
+def _check(name: str, out: pathlib.Path, steps: int) -> None:
+  # All before anything is made: what fails here leaves nothing behind.
+  _flags.require("gin", "clu", "jinja2", "matplotlib", *(["seqio"] if name == "mini-glue" else []))
+  if steps < 10:
+    raise ValueError(f"--steps {steps}: give 10 or more, since each phase of a recipe needs some")
+  files.check_folder("--out", out)
+  first, found = TASKS[name].dense[0], os.listdir(out) if out.is_dir() else []
+  if first not in found and any(not file.startswith(".") for file in found):
+    raise ValueError(f"--out {out} holds something else: choose a new or an empty folder")
 
 
-def _call(main: _Main, argv: Sequence[str]) -> int:
-  """Shows a command, and runs it."""
-  print(f"$ {quickstart_steps.typed(argv)}", flush=True)
-  code = main(argv)
+def _call(argv: Sequence[str]) -> int:
+  print(f"$ {typed(argv)}", flush=True)
+  code = cli.main(argv)
   sys.stdout.flush()
   return code
 
 
-def _train(main: _Main, argv: Sequence[str], folder: str, last: int) -> int:
-  """Trains, or goes on, or finds that it has been done."""
+def _train(task: Task, out: str, steps: int, name: str) -> int:
+  argv, last = task.train(out, steps, name), task.last(steps, name)
+  folder = f"{out}/{name}"
   if folders.is_done(folder, last):
-    print(f"$ {quickstart_steps.typed(argv)}\n{folder}: done before")
+    print(f"$ {typed(argv)}\n{folder}: done before")
     return 0
-  code = _call(main, argv)
+  code = _call(argv)
   # `train` ends with 0 after SIGTERM, when it has saved.
   if code == 130 or (not code and not folders.is_done(folder, last)):
     print("stopped; start the quickstart again, and it continues from there", file=sys.stderr)
@@ -117,63 +112,44 @@ def _train(main: _Main, argv: Sequence[str], folder: str, last: int) -> int:
   return code
 
 
-def _prove(main: _Main, folder: str) -> int:
-  """Verifies one run, and says it in a line."""
-  code, found = _asked(main, ["verify", folder])
-  if not code:
-    places = found["places"]
-    patterns = ", ".join(dict.fromkeys(place["pattern"] for place in places))
-    groups = sum(place["groups"] for place in places)
-    print(f"  {patterns} proven: {groups:,} groups of {len(places)} kernels, none is denser")
-  return code
+def _prove(folder: str) -> int:
+  # `verify` prints a table; a line is enough where all is well.
+  from nm_sparsity_jax import runs
+  from nm_sparsity_jax.runs import orbax
+
+  print(f"$ {typed(['verify', folder])}", flush=True)
+  with orbax.quiet():
+    proof = runs.verify(folder)
+  if not proof.ok:
+    print(proof)
+    return 1
+  places = proof.report.places
+  patterns = ", ".join(dict.fromkeys(str(place.pattern) for place in places))
+  groups = sum(place.groups for place in places)
+  print(f"  {patterns} proven: {groups:,} groups of {len(places)} kernels, none is denser")
+  return 0
 
 
-def _asked(main: _Main, argv: Sequence[str]) -> tuple[int, dict[str, Any]]:
-  """Returns the exit code and the findings of a command that says much; shows it without --json."""
-  print(f"$ {quickstart_steps.typed(argv)}", flush=True)
-  with contextlib.redirect_stdout(io.StringIO()) as told:
-    code = main([*argv, "--json"])
-  if code and told.getvalue():
-    print(told.getvalue())
-  return code, json.loads(told.getvalue()) if not code else {}
-
-
-def _sum_up(out: str, names: Sequence[str]) -> None:
-  """Prints the summary of a page."""
+def _sum_up(folders_of_runs: Sequence[str]) -> None:
   from nm_sparsity_jax.analysis.page import Table
   from nm_sparsity_jax.analysis.report import reading, summary
 
-  runs = reading.read([f"{out}/{name}" for name in names])
-  for part in summary.summary(runs, "last"):
+  for part in summary.summary(reading.read(folders_of_runs), "last"):
     if isinstance(part, Table):
       rows = [[getattr(cell, "text", cell) for cell in row] for row in [part.head, *part.rows]]
-      print("\n".join(["", *text.columns(rows, align="<><>"), ""]))
+      print("\n".join(["", *columns(rows, align="<><>"), ""]))
     else:
       print(textwrap.fill(str(part), 100))
   print()
 
 
-def _close(args: argparse.Namespace, out: str, steps: int, begin: tuple[float, float]) -> None:
-  """Says how long it took, and where to go from here."""
-  task = quickstart_steps.TASKS[args.task]
-  wall, cpu = time.monotonic() - begin[0], time.process_time() - begin[1]
-  print(
-    f"Done in {wall // 60:.0f}:{wall % 60:02.0f} ({cpu:.0f} s of CPU time). Curves are in "
-    f"{out}/report.html.\n\nWhat next"
-  )
-  final = task.proven(task.runs(args.all))[-1]
-  nexts = [
-    task.harder(out, steps),
-    ("a file without the zeros: docs/deploy.md", [quickstart_steps.packed(out, final)]),
-    ("your own checkpoint on your own data: docs/local.md; with T5X: docs/t5x.md", []),
-  ]
+def _print_next(args: argparse.Namespace, task: Task, out: str, steps: int) -> None:
+  harder = task.train(out, steps, "mdgf_exponential", HARDER)
+  every = ["quickstart", "--all", "--task", args.task, "--out", out, "--steps", str(steps)]
+  pack = ["pack", f"{out}/mdgf_exponential", f"{out}/model.safetensors"]
+  print("\nWhat next")
   if not args.all:
-    more = ["quickstart", "--all"]
-    more += ["--task", args.task] * (args.task != quickstart_steps.DEFAULT)
-    more += ["--out", out] * (out != "quickstart") + ["--steps", str(steps)] * (steps != task.steps)
-    nexts.insert(0, ("every recipe, in the same folder", [more]))
-  activate = pathlib.Path(sys.executable).with_name("activate")
-  if shutil.which("nm-sparsity") is None and activate.is_file():
-    print(f"\n# once in a shell, which then finds nm-sparsity\n. {os.path.relpath(activate)}")
-  for what, lines in nexts:
-    print("\n".join([f"\n# {what}", *map(quickstart_steps.typed, lines)]))
+    print(f"\n# every recipe, in the same folder\n{typed(every)}")
+  print(f"\n# {HARDER}\n{typed(harder)}")
+  print(f"\n# a file without the zeros: docs/deploy.md\n{typed(pack)}")
+  print("\n# your own checkpoint on your own data: docs/local.md; with T5X: docs/t5x.md")

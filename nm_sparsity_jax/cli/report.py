@@ -15,14 +15,12 @@ import argparse
 import os
 import pathlib
 
-from nm_sparsity_jax.cli import _imports
+from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the runs, the checkpoint, and where to write."""
-  from nm_sparsity_jax.cli import _flags
-
   add = parser.add_argument
   add("runs", nargs="+", metavar="RUN", help="folder of a run")
   add("--out", default="report.html", metavar="FILE", help="the page (default: report.html)")
@@ -31,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--checkpoint", type=_flags.checkpoint, default="best", metavar="best|last|STEP",
     help="of the scores, as for `nm-sparsity glue score` (default: best)",
   )  # fmt: skip
-  _imports.add(parser)
+  _flags.add_import(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,16 +37,14 @@ def run(args: argparse.Namespace) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax.analysis import report
 
-  out = pathlib.Path(args.out)
-  files.check_folder("--out", out.parent)
-  if out.is_dir():
-    raise ValueError(f"--out: {str(out)!r} is a folder: name a file in it.")
+  _flags.require("jinja2", "matplotlib")
+  files.check_folder("--out", pathlib.Path(args.out).parent)
   if args.png:
     files.check_folder("--png", pathlib.Path(args.png))
-  _imports.load(args)
+  _flags.import_modules(args)
   found = report.report(args.runs, args.checkpoint)
-  print(report.write(found, out))
+  print(report.write(found, args.out))
   if args.png:
     report.png(found, args.png)
-    print(pathlib.Path(args.png))
+    print(args.png)
   return 0

@@ -19,7 +19,7 @@ import json
 import os
 import sys
 
-from nm_sparsity_jax.cli import _imports
+from nm_sparsity_jax.cli import _flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("file", metavar="FILE", help="a TOML file: out, gin_files, recipes, patterns, seeds, macros")
   add("--table", action="store_true", help="print the table of what is done, and start nothing")
   add("--json", action="store_true", help="print the table as JSON, every run with its scores")
-  _imports.add(parser)
+  _flags.add_import(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.analysis import sweep
   from nm_sparsity_jax.integrations import gin_files
 
-  _imports.load(args)
+  _flags.require("gin", "clu")
+  _flags.import_modules(args)
   grid = sweep.read(args.file, args.imports)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
     checked = sweep.check(grid)

@@ -18,7 +18,7 @@ from nm_sparsity_jax.cli import _flags
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds T5X's flags."""
-  _flags.add(parser, "where gin files are looked for, before the folder of this package")
+  _flags.add_gin(parser)
 
 
 def run(args: argparse.Namespace) -> int:

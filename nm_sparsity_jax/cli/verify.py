@@ -21,8 +21,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
+from typing import TYPE_CHECKING
 
-from nm_sparsity_jax.cli import _imports, _rules
+from nm_sparsity_jax.cli import _flags
+from nm_sparsity_jax.core.text import printable
+
+if TYPE_CHECKING:
+  from nm_sparsity_jax.runs.checkpoint import Stored
+  from nm_sparsity_jax.training.rules import Rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "checkpoint", metavar="CKPT", help="a checkpoint, a folder of them, or a file: see above"
   )
-  _rules.add(parser)
-  _imports.add(parser)
-  parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+  _flags.add_rules(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,18 +46,51 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.runs import orbax
 
-  _imports.load(args)
+  _refuse_folder_of_runs(args.checkpoint)
   with orbax.quiet():
-    proof = runs.verify(args.checkpoint, **_rules.given(args))
+    proof = runs.verify(args.checkpoint, **_flags.rules(args))
   if args.json:
     print(json.dumps(proof.as_dict(), indent=2))
+    return 0 if proof.ok else 1
+  print(f"{head(proof.stored, proof.rules, args.checkpoint)}\n\n{proof}")
+  if proof.ok:
+    return 0
+  if proof.stored.average:
+    print("The moving average of a run is dense: `nm-sparsity finalize` makes zeros.")
+  elif proof.stored.in_place:
+    print("The weights of this run are n:m when its schedule is over.")
+  elif proof.stored.sparse_step is not None:
+    print("T5X stores dense weights, on which masks act: `nm-sparsity finalize` makes zeros.")
+  return 1
+
+
+def _refuse_folder_of_runs(path: str) -> None:
+  from nm_sparsity_jax.runs import checkpoint, folders
+
+  folder = pathlib.Path(path)
+  if folder.is_dir() and checkpoint.find(path) == path:
+    if runs := [str(child) for child in sorted(folder.iterdir()) if folders.latest(child)]:
+      raise ValueError(f"{path!r} is a folder of runs: name one of them, such as {runs[0]!r}")
+
+
+def head(stored: Stored, rules: Rules, asked: str) -> str:
+  """Says what was looked at, and by whose rules.
+
+  Args:
+    stored: the checkpoint.
+    rules: by which it was looked at.
+    asked: the checkpoint or folder that was named.
+  """
+  from nm_sparsity_jax.training import rules_text
+
+  facts = [] if stored.path == asked else [f"the newest in {asked}"]
+  facts.append(stored.format)
+  facts += [] if stored.step is None else [f"step {stored.step:,}"]
+  facts += [] if stored.sparse_step is None else [f"sparse step {stored.sparse_step:,}"]
+  text = rules_text.describe(rules)
+  if stored.rules is not None or stored.known_rules == text:
+    whose, lines = "its own rules", text.splitlines()
   else:
-    print(_rules.head(proof.stored, proof.rules, args.checkpoint))
-    print(proof)
-    if not proof.ok and proof.stored.average:
-      print("The moving average of a run is dense: `nm-sparsity finalize` makes zeros.")
-    elif not proof.ok and proof.stored.in_place:
-      print("The weights of this run are n:m when its schedule is over.")
-    elif not proof.ok and proof.stored.sparse_step is not None:
-      print("T5X stores dense weights, on which masks act: `nm-sparsity finalize` makes zeros.")
-  return 0 if proof.ok else 1
+    whose, lines = "--rules", [f"{place}: {r.pattern}" for place, r in rules.places.items()]
+  lines.insert(0, f"{stored.path} ({', '.join(facts)}), by {whose}:")
+  return "\n  ".join(map(printable, lines))

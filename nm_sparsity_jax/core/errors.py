@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import numbers
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 _MOST_SEED = (1 << 31) - 1  # jax keeps 32 bits, TensorFlow 64, and numpy takes nothing below 0
 
@@ -23,7 +22,7 @@ def check_seed(name: str, seed: Any) -> None:
     name: of the setting.
     seed: its value.
   """
-  is_whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+  is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
   if not is_whole or not 0 <= seed <= _MOST_SEED:
     raise ValueError(f"{name}={seed!r}: give a whole number from 0 to {_MOST_SEED:,}.")
 

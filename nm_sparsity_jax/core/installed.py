@@ -2,9 +2,7 @@
 
 version("jax")               -> "0.10.2", or None
 versions("Python", "jax")    -> {"Python": "3.11.7", "jax": "0.10.2"}
-folder_of("t5x")             -> the folder of a module
 kernels()                    -> the library of C++ kernels, or why there is none
-commit_of("t5x")             -> the git commit that it comes from, where that is known
 environment()                -> devices, cores, platform, versions: what bits depend on
 
 Only `environment` imports something, jax.
@@ -16,12 +14,9 @@ import collections
 import ctypes
 import functools
 import importlib.metadata
-import importlib.util
-import json
 import os
 import pathlib
 import platform
-import re
 
 from nm_sparsity_jax._version import __version__
 
@@ -142,54 +137,3 @@ def meets(have: str, wanted: str) -> bool:
     return not wanted or Version(have).base_version in SpecifierSet(wanted)
   except InvalidVersion:
     return False
-
-
-def origin(name: str) -> dict:
-  """Returns pip's note on where a distribution comes from (PEP 610); {} without one."""
-  try:
-    text = importlib.metadata.distribution(name).read_text("direct_url.json")
-  except importlib.metadata.PackageNotFoundError:
-    return {}
-  return json.loads(text or "{}")
-
-
-def folder_of(module: str) -> pathlib.Path | None:
-  """Returns the folder of a top-level module without importing it, None where there is none."""
-  try:
-    spec = importlib.util.find_spec(module)
-  except (ImportError, ValueError):
-    return None
-  if spec is None:
-    return None
-  if spec.origin and spec.origin not in ("built-in", "frozen"):
-    return pathlib.Path(spec.origin).parent
-  places = list(spec.submodule_search_locations or ())
-  return pathlib.Path(places[0]) if places else None
-
-
-def commit_of(name: str) -> str | None:
-  """Returns the commit of an installation by pip from git, or of a checkout; None if unknown.
-
-  Args:
-    name: a distribution whose module has the same name.
-  """
-  if commit := origin(name).get("vcs_info", {}).get("commit_id"):
-    return commit
-  folder = folder_of(name)
-  return None if folder is None else _commit_of_checkout(folder.parent / ".git")
-
-
-def _commit_of_checkout(git: pathlib.Path) -> str | None:
-  # By its files: git may not be installed, and asking it starts a process.
-  try:
-    head = (git / "HEAD").read_text().strip()
-    if not head.startswith("ref: "):
-      return head
-    ref = head.removeprefix("ref: ")
-    if (git / ref).is_file():
-      return (git / ref).read_text().strip()
-    packed = (git / "packed-refs").read_text()
-  except OSError:
-    return None
-  found = re.search(rf"^([0-9a-f]{{40}}) {re.escape(ref)}$", packed, re.MULTILINE)
-  return found[1] if found else None
