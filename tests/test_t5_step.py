@@ -111,16 +111,3 @@ def test_a_gathered_embedding_has_the_bits_of_a_product(dtype):
   assert got.dtype == dtype
   np.testing.assert_array_equal(got, want)
   assert not np.any(got[1, :2])
-
-
-def test_a_step_needs_a_start_and_a_token_for_each_row():
-  model = make(depth=1)
-  params = {"params": shapes_of(model)["params"]}
-  token = jnp.zeros(3, jnp.int32)
-  with pytest.raises(ValueError, match=r"no collection 'prepared'.*method='start'"):
-    jax.eval_shape(functools.partial(model.apply, method="step"), params, token, 0)
-  make_kept = lambda p: started(model, p)[0]
-  kept = jax.eval_shape(make_kept, params)
-  run = functools.partial(model.apply, method="step", mutable=["decoded"])
-  with pytest.raises(ValueError, match=r"\(3,\).*`start` read 4 rows.*\(4,\)"):
-    jax.eval_shape(run, {**params, **kept}, token, 0)

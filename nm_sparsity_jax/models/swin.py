@@ -73,10 +73,6 @@ class SwinConfig:
     sizes = ("image_size", "patch", "channels", "embed", "depths", "heads", "window", "mlp_ratio")
     parts.check_config(self, (*sizes, "classes"), ("dropout", "drop_path"))
     parts.check_divides(self, "image_size", "patch")
-    if len(self.depths) != len(self.heads):
-      raise ValueError(
-        f"SwinConfig(depths={self.depths}, heads={self.heads}): each stage has one of both."
-      )
     for stage, (width, heads, side) in enumerate(
       zip(self.widths, self.heads, self.sides, strict=True)
     ):
@@ -88,9 +84,7 @@ class SwinConfig:
       if side > self.window and side % self.window:
         raise ValueError(
           f"SwinConfig(image_size={self.image_size}, patch={self.patch}, window={self.window}): "
-          f"stage {stage} has {side} x {side} tokens, which windows of {self.window} do not fill. "
-          "Choose a window that divides the sides of all stages, or an image_size of which they "
-          "are multiples."
+          f"stage {stage} has {side} x {side} tokens, which windows of {self.window} do not fill."
         )
 
   @property
@@ -105,9 +99,9 @@ class SwinConfig:
     halvings = len(self.depths) - 1
     if side % 2**halvings:
       raise ValueError(
-        f"SwinConfig(image_size={self.image_size}, patch={self.patch}): {side} x {side} tokens are "
-        f"not halved {halvings} times. Choose an image_size that is a multiple of "
-        f"{self.patch * 2**halvings}."
+        f"SwinConfig(image_size={self.image_size}, patch={self.patch}): image_size must be a "
+        f"multiple of {self.patch * 2**halvings}, for {side} x {side} tokens are halved {halvings} "
+        "times."
       )
     return tuple(side // 2**stage for stage in range(len(self.depths)))
 
