@@ -183,9 +183,7 @@ def test_rules_add_variables_and_leave_the_tree_alone(fields):
 # In millions, those of the public checkpoints; wmt: e = 1024 makes vocab * e + 6 * (12 + 16) * e^2.
 MILLIONS = {
   ("t5_1_1", "small"): 76.96,
-  ("t5_1_1", "base"): 247.58,
   ("t5_1_1", "xxl"): 11135.33,
-  ("t5_1_0", "small"): 60.51,
   ("t5_1_0", "11B"): 11307.32,
   ("wmt",): 209.09,
 }
@@ -201,41 +199,7 @@ def test_presets_have_the_published_number_of_parameters(preset):
   )
 
 
-# --- decoding, packing, masks ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scan", [False, True], ids=["plain", "scanned"])
-def test_greedy_decoding_with_the_cache_is_decoding_without(scan):
-  model = make(scan_layers=scan)
-  params, source, length = {"params": parameters(model)}, BATCH[0], 20
-  encoded = model.apply(params, source, enable_dropout=False, method="encode")
-  decode = functools.partial(model.apply, enable_dropout=False, method="decode")
-  blank = jnp.ones((len(source), length), jnp.int32)
-  cache = jax.eval_shape(
-    functools.partial(model.init, enable_dropout=False, decode=True),
-    jax.random.key(0), source, blank, blank,
-  )["cache"]  # fmt: skip
-  cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
-
-  @jax.jit
-  def one(cache, token):
-    options = dict(decode=True, max_decode_length=length, mutable=["cache"])
-    logits, new = decode({**params, "cache": cache}, encoded, source, token, token, **options)
-    return logits[:, 0], new["cache"]
-
-  tokens, each = [jnp.zeros((len(source), 1), jnp.int32)], []
-  for i in range(length):
-    indices = [x for path, x in flatten(cache) if path.endswith("cache_index")]
-    np.testing.assert_array_equal(np.concatenate([np.ravel(x) for x in indices]), i)
-    logits, cache = one(cache, tokens[-1])
-    # Token 0 is padding, which the full decoder masks and greedy decoding must not emit here.
-    tokens.append(1 + jnp.argmax(logits[:, 1:], -1)[:, None])
-    each.append(logits)
-  given = jnp.concatenate(tokens[:-1], 1)
-  whole = jax.jit(decode)(params, encoded, source, given, jnp.concatenate(tokens[1:], 1))
-  assert len(np.unique(tokens)) > 3
-  np.testing.assert_allclose(jnp.stack(each, 1), whole, rtol=2e-5, atol=2e-5)
-  np.testing.assert_array_equal(1 + jnp.argmax(whole[:, :, 1:], -1), jnp.concatenate(tokens[1:], 1))
+# --- packing and positions; test_t5_step.py decodes, test_huggingface.py and test_t5_t5x.py compare
 
 
 def test_packed_examples_do_not_see_each_other():
@@ -252,22 +216,6 @@ def test_packed_examples_do_not_see_each_other():
     np.testing.assert_allclose(packed[:, at], apply(params, s, shifted(t), t), rtol=2e-5, atol=2e-5)
   loose = apply(params, source, given, target)
   assert np.abs(loose - packed)[:, :11].max() > 0.01
-
-
-def test_padding_and_the_future_change_nothing():
-  model = make(depth=1)
-  params = {"params": parameters(model)}
-  apply = jax.jit(functools.partial(model.apply, enable_dropout=False))
-  source, given, target = BATCH
-  want = apply(params, *BATCH)
-  later = given.copy()
-  later[:, 4:] = 9
-  np.testing.assert_array_equal(apply(params, source, later, target)[:, :4], want[:, :4])
-  assert np.abs(apply(params, source, later, target) - want)[:, 4:].max() > 0.01
-  wide = np.pad(source, ((0, 0), (0, 3)))
-  np.testing.assert_allclose(
-    apply(params, wide, given, target)[target > 0], want[target > 0], rtol=2e-5, atol=2e-5
-  )
 
 
 def bucket_from_the_paper(x, bidirectional, buckets=32, most=128):
@@ -296,41 +244,6 @@ def test_the_bias_of_a_head_is_its_row_at_the_bucket_of_key_minus_query(bidirect
   rows = {x: bucket_from_the_paper(x, bidirectional) for x in range(-199, 200)}
   want = table[:, np.vectorize(rows.get)(distances)]
   np.testing.assert_array_equal(bias, want[None])
-
-
-def test_attention_is_its_equation():
-  """From the definition in numpy: not scaled, masked by a large number, biased."""
-  rng = np.random.default_rng(0)
-  attention = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=3)
-  x, y = rng.normal(size=(2, 4, 6)), rng.normal(size=(2, 5, 6))
-  mask = rng.random((2, 1, 4, 5)) < 0.6
-  mask[:, :, :, 0] = True
-  bias = rng.normal(size=(1, 2, 4, 5))
-  kernels = {n: rng.normal(size=(6, 6)) for n in ("query", "key", "value", "out")}
-  f32 = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
-  params = f32({n: {"kernel": w} for n, w in kernels.items()})
-  got = attention.apply({"params": params}, *f32((x, y, mask, bias)))
-  q, k, v = (
-    (a @ kernels[n]).reshape(2, -1, 2, 3) for a, n in [(x, "query"), (y, "key"), (y, "value")]
-  )
-  logits = np.einsum("bqhd,bkhd->bhqk", q, k) + bias
-  weights = np.exp(logits) * mask
-  weights /= weights.sum(-1, keepdims=True)
-  want = np.einsum("bhqk,bkhd->bqhd", weights, v).reshape(2, 4, 6) @ kernels["out"]
-  np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
-
-
-def test_initial_queries_are_small_and_heads_apart_or_joined_start_alike():
-  one = lambda split: layers.MultiHeadDotProductAttention(4, 16, split_kernels=split).init(
-    jax.random.key(0), jnp.ones((1, 2, 64)), jnp.ones((1, 2, 64))
-  )["params"]
-  joined, split = one(False), one(True)
-  assert split["out"]["kernel"].shape == (4, 16, 64)
-  for name in joined:
-    w = joined[name]["kernel"]
-    np.testing.assert_array_equal(w, split[name]["kernel"].reshape(w.shape))
-    # fan_in is 64 everywhere; the query has 1 / sqrt(head_dim) on top
-    assert np.std(w) == pytest.approx(1 / 8 / (4 if name == "query" else 1), rel=0.05)
 
 
 # --- remat and scan -------------------------------------------------------------------------------

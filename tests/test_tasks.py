@@ -10,10 +10,8 @@ import warnings
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import tasks_found
-from test_imports import HEAVY, after
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TensorFlow, seqio, TFDS, on their own account
 
@@ -24,7 +22,6 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   import seqio
   import tensorflow as tf
-  import tensorflow_datasets as tfds
 
   import t5x_tasks
   from nm_sparsity_jax.runs import glue as glue_table
@@ -53,19 +50,7 @@ def read(name, split, **kwargs):
   return [{k: plain(v) for k, v in x.items()} for x in data.as_numpy_iterator()]
 
 
-def texts(name, split):
-  return [
-    (x["inputs_pretokenized"], x["targets_pretokenized"], x["idx"]) for x in read(name, split)
-  ]
-
-
 # --- registration ---------------------------------------------------------------------------------
-
-
-def test_the_table_alone_needs_nothing():
-  roots, loaded, looked_for = after("import nm_sparsity_jax.runs.glue")
-  assert not roots & {"jax", "numpy", *HEAVY} and not looked_for
-  assert [m for m in loaded if "glue" in m] == ["nm_sparsity_jax.runs.glue"]
 
 
 def test_the_import_registers_all_reads_nothing_and_may_be_repeated(monkeypatch):
@@ -133,16 +118,13 @@ EXAMPLES = {
   ],
   "sst2": [
     ({"sentence": "so good "}, 1, "sst2 sentence: so good ", "positive"),
-    ({"sentence": "so bad "}, 0, "sst2 sentence: so bad ", "negative"),
   ],
   "mrpc": [
     ({"sentence2": "B", "sentence1": "A"}, 1, "mrpc sentence1: A sentence2: B", "equivalent"),
-    ({"sentence2": "B", "sentence1": "A"}, 0, "mrpc sentence1: A sentence2: B", "not_equivalent"),
     ({"sentence2": "B", "sentence1": "A"}, -1, "mrpc sentence1: A sentence2: B", "<unk>"),
   ],
   "qqp": [
     ({"question1": "A?", "question2": "ß?"}, 1, "qqp question1: A? question2: ß?", "duplicate"),
-    ({"question1": "A?", "question2": "B?"}, 0, "qqp question1: A? question2: B?", "not_duplicate"),
   ],
   "stsb": [
     ({"sentence1": "A", "sentence2": "B"}, label, "stsb sentence1: A sentence2: B", target)
@@ -151,17 +133,12 @@ EXAMPLES = {
       (2.5, "2.4"), (3.5, "3.6"), (3.8, "3.8"), (4.75, "4.8"), (5.0, "5.0"), (-1.0, "-1.0"),
     )
   ],
-  "qnli": [
-    ({"question": "Q?", "sentence": "S"}, 0, "qnli question: Q? sentence: S", "entailment"),
-    ({"question": "Q?", "sentence": "S"}, 1, "qnli question: Q? sentence: S", "not_entailment"),
-  ],
+  "qnli": [({"question": "Q?", "sentence": "S"}, 0, "qnli question: Q? sentence: S", "entailment")],
   "rte": [
-    ({"sentence1": "A", "sentence2": "B"}, 0, "rte sentence1: A sentence2: B", "entailment"),
     ({"sentence1": "A", "sentence2": "B"}, 1, "rte sentence1: A sentence2: B", "not_entailment"),
   ],
   "wnli": [
     ({"sentence1": "A", "sentence2": "B"}, 0, "wnli sentence1: A sentence2: B", "not_entailment"),
-    ({"sentence1": "A", "sentence2": "B"}, 1, "wnli sentence1: A sentence2: B", "entailment"),
   ],
   **{
     config: [
@@ -194,18 +171,6 @@ def test_t5s_strings_and_labels_in_both_directions(config):
     if config != "stsb":
       for odd in ("", target.upper(), f" {target}", f"{target} ", target[:-1], "0"):
         assert task.postprocess_fn(odd, example=fields, is_target=False) == -1
-
-
-def test_a_score_is_read_as_python_reads_it():
-  score = seqio.get_mixture_or_task("nm_glue_stsb").postprocess_fn
-  assert [score(x) for x in ("3.8", "5.2", "-2", " 3 ", "1e1")] == [3.8, 5.2, -2, 3, 10]
-  assert [score(x) for x in ("", "3,8", "three", "3.8 3.8")] == [-1, -1, -1, -1]
-
-
-def test_a_label_out_of_range_stops_the_run():
-  data = tf.data.Dataset.from_tensors({"sentence": "x", "label": np.int64(2), "idx": 0})
-  with pytest.raises(tf.errors.InvalidArgumentError):
-    list(glue.text_format(data, "cola"))
 
 
 def test_translation_strings():
@@ -253,12 +218,7 @@ def test_metrics_by_hand():
 
   nli = ["entailment", "neutral", "contradiction", "neutral"]
   said = ["entailment", "contradiction", "contradiction", "Neutral"]
-  for config in ("mnli", "mnli_matched", "mnli_mismatched"):
-    assert scores(config, nli, said) == {"accuracy": 50.0}
-  for config in ("qnli", "rte", "wnli"):
-    targets = ["entailment", "not_entailment", "entailment", "entailment"]
-    assert scores(config, targets, [targets[0], targets[1], "not", ""]) == {"accuracy": 50.0}
-  assert scores("sst2", ["positive", "negative"], ["positive", "Negative"]) == {"accuracy": 50.0}
+  assert scores("mnli_matched", nli, said) == {"accuracy": 50.0}
   assert scores("ax", ["<unk>"], ["neutral"]) == {}
 
 
@@ -377,11 +337,6 @@ def test_a_folder_takes_the_place_of_tfds(tmp_path, monkeypatch):
   assert x["inputs_pretokenized"] == "mnli hypothesis: Hx premise: Px"
   assert (x["targets_pretokenized"], x["idx"]) == ("entailment", 0)
   assert x["targets"] == [*BYTES.encode("entailment"), 1]
-  mixed = seqio.get_mixture_or_task("nm_glue_proportional").get_dataset(
-    {"inputs": 64, "targets": 16}, "validation", shuffle=False, num_epochs=1,
-    passthrough_features=["idx"],
-  )  # fmt: skip
-  assert set(next(mixed.as_numpy_iterator())) == {"inputs", "targets", "idx"}
 
 
 def test_mrpc_as_the_download_script_splits_it(tmp_path):
@@ -481,30 +436,6 @@ def test_tfds_is_the_default_with_a_version_that_it_has():
   }
 
 
-def test_a_tfds_store_gives_the_same_examples(tmp_path):
-  features = tfds.features.FeaturesDict({
-    "sentence1": tfds.features.Text(), "sentence2": tfds.features.Text(), "idx": np.int32,
-    "label": tfds.features.ClassLabel(names=["entailment", "not_entailment"]),
-  })  # fmt: skip
-  row = lambda i, label: (i, {"sentence1": f"a{i}", "sentence2": "b", "label": label, "idx": i})
-  tfds.dataset_builders.store_as_tfds_dataset(
-    name="glue", config="rte", version="2.0.0", features=features, data_dir=str(tmp_path),
-    split_datasets={
-      "train": [row(0, 1), row(1, 0)], "validation": [row(0, 0)], "test": [row(4, -1)],
-    },
-  )  # fmt: skip
-  t5x_tasks.register_glue(vocabulary=BYTES)
-  seqio.set_tfds_data_dir_override(str(tmp_path))
-  try:
-    assert sorted(texts("nm_glue_rte", "train")) == [
-      ("rte sentence1: a0 sentence2: b", "not_entailment", 0),
-      ("rte sentence1: a1 sentence2: b", "entailment", 1),
-    ]
-    assert texts("nm_glue_rte", "test") == [("rte sentence1: a4 sentence2: b", "<unk>", 4)]
-  finally:
-    seqio.set_tfds_data_dir_override(None)
-
-
 def test_two_text_files(tmp_path, monkeypatch):
   write(tmp_path, {
     "train-wmt17.en": ["one", "two", "", "four"], "train-wmt17.de": ["eins", "zwei", "drei", ""],
@@ -519,8 +450,6 @@ def test_two_text_files(tmp_path, monkeypatch):
   ]
   assert found("nm_wmt17_ende", "train") == [("one", "eins"), ("two", "zwei")]
   assert found("nm_wmt17_ende", "validation") == [("c", "d\u2028e")]
-  assert found("nm_wmt14_ende", "train") == [("fourteen", "vierzehn")]
-  assert found("nm_wmt14_ende", "validation") == [("a", "b")]
   assert found("nm_wmt14_ende", "test") == [("c", "d\u2028e")]
   assert seqio.get_mixture_or_task("nm_wmt17_ende").num_input_examples("train") == 4
   (x,) = read("nm_wmt14_ende", "test", sequence_length={"inputs": 4, "targets": 9})
@@ -572,37 +501,3 @@ def test_sources_are_shuffled_by_their_seed(tmp_path):
   for bad in ({"train": 0}, {"trian": 5}):
     with pytest.raises(ValueError, match="rows"):
       t5x_tasks.register_mini(rows=bad)
-
-
-# --- evaluation and caching -----------------------------------------------------------------------
-
-
-def evaluate(name, split, answer):
-  """seqio's own evaluation; `answer` turns an example into the predicted ids."""
-  evaluator = seqio.Evaluator(
-    name, seqio.EncDecFeatureConverter(pack=False), eval_split=split,
-    sequence_length={"inputs": 32, "targets": 4},
-  )  # fmt: skip
-
-  def predict(data):
-    return [
-      (int(i), answer(x["decoder_target_tokens"].tolist())) for i, x in data.as_numpy_iterator()
-    ]
-
-  found, _ = evaluator.evaluate(compute_metrics=True, predict_fn=predict)
-  return {task: dict(values) for task, values in found.result().items()}
-
-
-def test_seqios_evaluation_of_the_mixture():
-  t5x_tasks.register_mini(rows={"validation": 12})
-  found = evaluate("nm_glue_mini_proportional", "validation", answer=lambda ids: ids)
-  want = {
-    "cola": ["matthews_corrcoef"], "sst2": ["accuracy"], "mrpc": ["f1", "accuracy"],
-    "qqp": ["f1", "accuracy"], "stsb": ["pearson_corrcoef", "spearman_corrcoef"],
-    "mnli_matched": ["accuracy"], "mnli_mismatched": ["accuracy"], "qnli": ["accuracy"],
-    "rte": ["accuracy"],
-  }  # fmt: skip
-  want = {f"nm_glue_mini_{c}": dict.fromkeys(keys, 100.0) for c, keys in want.items()}
-  assert {task: pytest.approx(values) for task, values in found.items()} == want
-  nothing = evaluate("nm_glue_mini_rte", "validation", answer=lambda ids: [2, 1])
-  assert nothing == {"nm_glue_mini_rte": {"accuracy": 0.0}}

@@ -166,46 +166,6 @@ def test_drop_path_skips_branches_of_whole_examples_in_training_alone(name, scan
   np.testing.assert_allclose(kept, np.broadcast_to(kept[:1], kept.shape), rtol=1e-4, atol=1e-5)
 
 
-def test_batch_statistics_are_averaged_by_a_tenth_of_each_batch():
-  net = network("resnet")
-  variables = drawn(shapes_of(net))
-  x = images(net, 4)
-  convolved = jax.lax.conv_general_dilated(
-    x,
-    variables["params"]["conv1"]["kernel"],
-    (2, 2),
-    ((3, 3), (3, 3)),
-    dimension_numbers=("NHWC", "HWIO", "NHWC"),
-  )
-  apply = jax.jit(functools.partial(net.apply, mutable=["batch_stats"]), static_argnames="train")
-  new = apply(variables, x, train=True)[1]["batch_stats"]["bn1"]
-  old = variables["batch_stats"]["bn1"]
-  values = np.asarray(convolved, np.float64).reshape(-1, 64)
-  for key, of_batch in (("mean", values.mean(0)), ("var", values.var(0))):
-    want = 0.9 * np.asarray(old[key], np.float64) + 0.1 * of_batch
-    np.testing.assert_allclose(new[key], want, rtol=1e-5, atol=1e-6)
-  # An evaluation changes nothing.
-  again = apply(variables, x)[1]["batch_stats"]
-  assert_same_bits(again, variables["batch_stats"])
-
-
-def test_windows_shift_in_every_other_block_and_shrink_with_the_feature_map():
-  cfg = swin.config("swinv2_test")
-  assert (cfg.sides, cfg.widths) == ((8, 4, 2), (16, 32, 64))
-  # A change of one token reaches the others of its window alone, and after a shift those of the
-  # windows that lay around it.
-  for shifted, rows in ((False, (4, 8)), (True, (2, 6))):
-    block = swin.Block(1, shifted, cfg)
-    x = normal(3, 1, 8, 8, 16)
-    init = functools.partial(block.init, rate=0.0, train=False)
-    variables = drawn(jax.eval_shape(init, jax.random.key(0), x))
-    run = jax.jit(functools.partial(block.apply, variables, rate=0.0, train=False))
-    moved = np.asarray(run(x) != run(x.at[0, 5, 5].add(1.0)))[0].any(-1)
-    want = np.zeros((8, 8), bool)
-    want[slice(*rows), slice(*rows)] = True
-    np.testing.assert_array_equal(moved, want)
-
-
 def test_a_token_without_a_direction_has_a_finite_gradient():
   x = jnp.zeros((1, 2, 4)).at[0, 1].set(1.0)
   y, back = jax.vjp(swin_windows._direction, x)

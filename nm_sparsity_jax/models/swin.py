@@ -155,18 +155,18 @@ class Block(nn.Module):
     cfg, (side, width) = self.config, x.shape[2:]
     window = min(cfg.window, side)
     shift = cfg.window // 2 if self.shifted and side > window else 0
-    given: dict[str, Any] = dict(dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules)
+    common: dict[str, Any] = dict(dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules)
     drops = train and cfg.drop_path > 0
     drop = (lambda y: parts.drop_path(self, y, rate)) if drops else (lambda y: y)
     norm = lambda y, name: drop(_norm(cfg, y, name, zero=True))
 
     y = jnp.roll(x, (-shift, -shift), (1, 2)) if shift else x
-    attention = windows.WindowAttention(self.heads, window, **given, name="attn")
+    attention = windows.WindowAttention(self.heads, window, **common, name="attn")
     bias = windows.shift_bias(side, window, shift) if shift else None
     y = windows.from_windows(attention(windows.to_windows(y, window), train, bias), window, side)
     y = jnp.roll(y, (shift, shift), (1, 2)) if shift else y
     x = x + norm(y, "norm1")
-    return x + norm(parts.Mlp(cfg.mlp_ratio * width, **given, name="mlp")(x, train), "norm2")
+    return x + norm(parts.Mlp(cfg.mlp_ratio * width, **common, name="mlp")(x, train), "norm2")
 
 
 class Merge(nn.Module):

@@ -56,7 +56,7 @@ class SparseTrainStep(kd.train.TrainStep):
   @functools.partial(jax.jit, static_argnames="self", donate_argnames="state")
   def _init_optimizer(self, state: Any) -> Any:
     text = jnp.asarray(rules_text.pack(rules_text.describe(self.rules)))
-    opt_state = self._sparse_step(state.params).optimizer.init(state.params)
+    opt_state = self._in_place(state.params).optimizer.init(state.params)
     if transform.states(opt_state.inner_state, transform.SparseState):
       raise ValueError("the train step wraps the optimizer by nms.sparse itself: give a bare one.")
     collections = {**state.collections, COLLECTION: {"rules": text}}
@@ -64,14 +64,13 @@ class SparseTrainStep(kd.train.TrainStep):
     return kd.sharding.with_sharding_constraint(state, self.sharding.state)
 
   def _step(self, state: Any, batch: Any) -> Any:
-    new, context = self._sparse_step(state.params)._step(state, batch)
+    new, context = super(SparseTrainStep, self._in_place(state.params))._step(state, batch)
     kept = {**new.collections, COLLECTION: state.collections[COLLECTION]}
     return new.replace(collections=kept), context
 
-  def _sparse_step(self, params: Any) -> kd.train.TrainStep:
-    """Returns Kauldron's own step, with an optimizer that knows how devices share weights."""
+  def _in_place(self, params: Any) -> SparseTrainStep:
+    """Returns this step with `nms.sparse`, which knows how devices share the weights."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     placed = kd.sharding.with_sharding_constraint(shapes, self.sharding.params)
     rules = self.rules.with_shardings(jax.tree.map(lambda x: x.sharding, placed))
-    own = {f.name: getattr(self, f.name) for f in dataclasses.fields(kd.train.TrainStep) if f.init}
-    return kd.train.TrainStep(**own | {"optimizer": transform.sparse(self.optimizer, rules)})
+    return dataclasses.replace(self, optimizer=transform.sparse(self.optimizer, rules))

@@ -13,7 +13,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
-from absl import logging
 from clu import asynclib
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
@@ -218,21 +217,18 @@ def _checked_start(model, train_state, pretrained_steps, train_steps) -> int:
   """Returns the global step at which the sparse run starts; refuses what does not fit to it."""
   model.check(train_state)
   refuse_in_chain(train_state)
-  local = lambda x: int(utils.get_local_data(x))
-  mine = train_state.flax_mutables[COLLECTION]
-  start = local(train_state.step if _is_new(train_state) else mine["start"])
-  ends = {r.phases.total for r in model.rules.places.values() if r.phases}
-  step = local(mine["step"])
-  logging.info("Sparse step %d; sparse step 0 is global step %d; ends at %s", step, start, ends)
-  if pretrained_steps is not None and start != pretrained_steps:
+  kept = train_state.flax_mutables[COLLECTION]["start"]
+  start = int(utils.get_local_data(train_state.step if _is_new(train_state) else kept))
+  if pretrained_steps not in (None, start):
     raise ValueError(
       f"PRETRAINED_STEPS={pretrained_steps}, but the sparse run starts at global step {start}: "
       f"it would end at another step than its schedule. Set PRETRAINED_STEPS={start}."
     )
-  if train_steps is not None and ends and train_steps - start not in ends:
+  ends = {start + r.phases.total for r in model.rules.places.values() if r.phases}
+  if ends and train_steps not in (None, *ends):
     raise ValueError(
       f"TRAIN_STEPS={train_steps}, but the schedule ends at PRETRAINED_STEPS + SPARSE_STEPS = "
-      f"{start + max(ends)}. Leave TRAIN_STEPS alone."
+      f"{max(ends)}. Leave TRAIN_STEPS alone."
     )
   offset = getattr(getattr(model.optimizer_def, "hyper_params", None), "step_offset", start)
   if offset != start and jax.process_index() == 0:
