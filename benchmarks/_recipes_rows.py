@@ -15,7 +15,6 @@ class Row:
     gradient: the gradient mode, None where the recipe has but one.
     dense: steps before the sparse ones, in percent of all.
     finetune: steps at the end, with the target pattern and nothing else, in percent of all.
-    decay_kind: decay on top of a recipe that walks through levels.
     ff: whether the network has feed-forward layers at all.
     lam: SR-STE's lambda, None for the library's.
     rate: the largest learning rate, None for the task's.
@@ -26,7 +25,6 @@ class Row:
   gradient: str | None = None
   dense: int = 10
   finetune: int = 20
-  decay_kind: str | None = None
   ff: bool = True
   lam: float | None = None
   rate: float | None = None
@@ -35,12 +33,6 @@ class Row:
   @property
   def sparse(self) -> bool:
     return self.recipe != "dense"
-
-  @property
-  def mode(self) -> str:
-    """Returns what a table says of the gradient."""
-    one = {"dense": "", "one_shot": "either", "snip": "either"}
-    return self.gradient or one.get(self.recipe, "straight_through")
 
 
 class Run(NamedTuple):

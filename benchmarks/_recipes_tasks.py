@@ -2,8 +2,8 @@
 
     Task -> network, optimizer;  key -> data -> batch of a step
 
-`bigram` is a random table, `digits` a smoke test, `mini_mnli` text from a dense start, and `rebus`
-the generated pictures of the library.
+`bigram` is a random table, `mini_mnli` text from a dense start, and `rebus` the generated pictures
+of the library. `_recipes_cmudict` has the words that are held out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Mlp(nn.Module):
 
 
 class Network(nn.Module):
-  """A pre-norm transformer: causal over symbols, or over all patches where `symbols` is 0."""
+  """A pre-norm causal transformer over symbols."""
 
   sizes: Sizes
   symbols: int
@@ -72,17 +72,13 @@ class Network(nn.Module):
   @nn.compact
   def __call__(self, x):
     s = self.sizes
-    mask = nn.make_causal_mask(x) if self.symbols else None
+    mask = nn.make_causal_mask(x)
     normal = nn.initializers.normal(0.3)
-    if self.symbols:
-      x = nn.Embed(self.symbols, s.embed, embedding_init=normal)(x)
-    else:
-      x = nn.Dense(s.embed)(x)
+    x = nn.Embed(self.symbols, s.embed, embedding_init=normal)(x)
     x = x + self.param("position", normal, (s.tokens, s.embed))[None]
     for i in range(s.layers):
       x = Block(s.heads, s.mlp, self.ff, name=f"block_{i}")(x, mask)
-    x = nn.LayerNorm()(x)
-    return nn.Dense(s.classes)(x if self.symbols else x.mean(1))
+    return nn.Dense(s.classes)(nn.LayerNorm()(x))
 
 
 class TextToText(nn.Module):
@@ -106,7 +102,7 @@ class Task:
   """What is learned, and by which network.
 
   Attributes:
-    symbols: that the network reads; 0 where it reads patches.
+    symbols: that the network reads; 0 of pictures.
     tests: examples that it is scored on.
     places: what becomes sparse.
     start: dense steps that come first, once a seed, after which the optimizer begins anew.
@@ -174,8 +170,7 @@ class Task:
 class Bigram(Task):
   """y[t] = table[x[t - 1], x[t]], the table random: nothing to learn but its entries."""
 
-  sizes: Sizes = _small(40)
-  symbols: int = 40
+  sizes: Sizes
   tests: int = 2048
 
   def network(self, ff):
@@ -201,32 +196,6 @@ class Bigram(Task):
     return logits[:, 1:]  # the first symbol has none before it
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Digits(Task):
-  """sklearn's 8x8 digits in 16 patches, by the paper's ViT-tiny: a smoke test, no ranking."""
-
-  sizes: Sizes = Sizes(layers=3, embed=192, mlp=768, heads=3, tokens=16, classes=10)
-  symbols: int = 0
-  tests: int = 360
-
-  def network(self, ff):
-    return Network(self.sizes, self.symbols, ff)
-
-  def example(self):
-    return jax.ShapeDtypeStruct((1, self.sizes.tokens, 4), jnp.float32)
-
-  def draw(self, key):
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    patches = images.reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, 16, 4)
-    order, train = jax.random.split(key)
-    order = jax.random.permutation(order, len(labels))
-    x, y = jnp.float32(patches)[order] / 16, jnp.int32(labels)[order]
-    test, rest = (x[: self.tests], y[: self.tests]), (x[self.tests :], y[self.tests :])
-    return {"rows": rest, "train": train, "test": test}
-
-
 _REBUS = vit.config(
   "vit_test", image_size=rebus.SIZE, classes=rebus.CLASSES, patch=8, layers=2, embed=128, heads=4,
   mlp=512, std=0.088,
@@ -238,14 +207,13 @@ _T5 = T5Config.t5_1_1(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MiniGlue(Task):
-  """A config of mini-GLUE by the library's T5, fine-tuned from a dense start.
+class MiniMnli(Task):
+  """mini-GLUE's MNLI by the library's T5, fine-tuned from a dense start.
 
   The kernels of attention become sparse too: without feed-forward layers the network does as well.
   The rows are the same for all seeds; a seed draws their order and the initial weights.
   """
 
-  config: str
   rows: int = 20_000
   length: int = 24
   symbols: int = _T5.vocab_size
@@ -265,21 +233,20 @@ class MiniGlue(Task):
     return optax.adamw(rate, b2=0.98)
 
   def draw(self, key):
-    split = "validation_matched" if self.config == "mnli" else "validation"
-    rows = _mini_glue(self.config, "train", self.rows, self.length)
-    test = _mini_glue(self.config, split, self.tests, self.length)
+    rows = _mini_mnli("train", self.rows, self.length)
+    test = _mini_mnli("validation_matched", self.tests, self.length)
     return {"rows": rows, "train": key, "test": test}
 
 
 @functools.cache
-def _mini_glue(config: str, split: str, rows: int, length: int):
-  """Returns ids of rows of mini-GLUE [rows, length], and the first id of each answer [rows]."""
+def _mini_mnli(split: str, rows: int, length: int):
+  """Returns ids of rows [rows, length], and the first id of each answer [rows]."""
   from t5x_tasks import mini
   from t5x_tasks.vocabulary import mini_words
 
-  words, task = mini_words(), glue.TASKS[config]
+  words, task = mini_words(), glue.TASKS["mnli"]
   x, y = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
-  for i, row in enumerate(mini.make(config, split, {split.partition("_")[0]: rows})):
+  for i, row in enumerate(mini.make("mnli", split, {split.partition("_")[0]: rows})):
     text = [task.prefix, *(word for f in task.fields for word in (f"{f}:", row[f]))]
     ids = [*words.encode(" ".join(text)), 1]
     x[i, : len(ids)] = ids
@@ -334,10 +301,8 @@ class Rebus(Task):
 
 
 TASKS = {
-  "bigram": Bigram(),
   "bigram80": Bigram(symbols=80, sizes=_small(80)),
   "bigram160": Bigram(symbols=160, sizes=_small(160), rate=4e-3),
-  "digits": Digits(),
-  "mini_mnli": MiniGlue(config="mnli"),
+  "mini_mnli": MiniMnli(),
   "rebus": Rebus(),
 }

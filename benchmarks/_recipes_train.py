@@ -28,15 +28,7 @@ import nm_sparsity_jax as nms
 
 TASKS = SMALL | {"cmudict": Cmudict()}
 SAMPLES = 20
-VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "nm-sparsity-jax")
-WATCHED = {
-  "density": "nm/density",
-  "D": "nm/D",
-  "gradient_all": "nm/grad_abs_var/all",
-  "gradient_kept": "nm/grad_abs_var/kept",
-  "second_moment_all": "nm/second_moment_var/all",
-  "second_moment_kept": "nm/second_moment_var/kept",
-}
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def keep_programs(folder: pathlib.Path) -> None:
@@ -61,8 +53,9 @@ def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
   phases = nms.Phases(
     total=steps, dense=steps * row.dense // 100, finetune=steps * row.finetune // 100
   )
-  fields = {"gradient": row.gradient, "decay_kind": row.decay_kind, "lam": row.lam}
-  recipe = nms.recipe(row.recipe, pattern=pattern, phases=phases, **fields)
+  recipe = nms.recipe(
+    row.recipe, pattern=pattern, phases=phases, gradient=row.gradient, lam=row.lam
+  )
   return nms.Rules(dict.fromkeys(places, recipe))
 
 
@@ -73,12 +66,6 @@ def training_flops(task, row, pattern: str, steps: int) -> float:
   return cost.select("attention", *(("ff",) if row.ff else ())).flops
 
 
-def equal_steps(task, row, pattern: str, dense_steps: int) -> int:
-  """Returns the most steps of a row that cost no more than `dense_steps` of the dense network."""
-  dense = task.cost.select("attention", "ff").flops
-  return affordable(task, row, pattern, 3 * task.examples * dense * dense_steps, 4 * dense_steps)
-
-
 def affordable(task, row, pattern: str, price: float, most: int) -> int:
   """Returns the most steps of a row, up to `most`, that cost no more than `price`."""
   low, high = 1, most
@@ -87,21 +74,6 @@ def affordable(task, row, pattern: str, price: float, most: int) -> int:
     fits = training_flops(task, row, pattern, middle) <= price
     low, high = (middle, high) if fits else (low, middle - 1)
   return low
-
-
-def exposure(row, pattern: str, steps: int) -> tuple[int, float]:
-  """Returns how dense a row trains: its steps of the dense phase, and the mean share of a weight.
-
-  The share at a step is n / m + D (1 - n / m): 1 while dense, and n / m once pruned weights are 0.
-  """
-  if not row.sparse:
-    return steps, 1.0
-  (recipe,) = set(rules_of(("ff",), row, pattern, steps).places.values())
-  decay = np.asarray(jax.vmap(recipe.decay)(jnp.arange(steps)), np.float64)
-  kept = np.ones(steps)
-  for start, level in recipe.levels(int(pattern.split(":")[1])):
-    kept[start:] = level.n / level.m
-  return recipe.phases.dense, float(np.mean(kept + decay * (1 - kept)))
 
 
 class Experiment(NamedTuple):
@@ -118,14 +90,9 @@ def falling(steps: int, peak: float):
   return optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 10), steps)
 
 
-def held(steps: int, peak: float):
-  """Returns the learning rate of a row without decay: a warm-up of 10 %, then constant."""
-  return optax.warmup_constant_schedule(0.0, peak, max(1, steps // 10))
-
-
-def level(steps: int, peak: float):
-  """Returns the learning rate of a dense start: a warm-up of half its steps, then constant."""
-  return optax.warmup_constant_schedule(0.0, peak, steps // 2)
+def held(steps: int, peak: float, warmup: float = 0.1):
+  """Returns a learning rate without decay: a warm-up of that share, then constant."""
+  return optax.warmup_constant_schedule(0.0, peak, max(1, int(steps * warmup)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -135,7 +102,6 @@ def experiment(task, row, pattern: str, steps: int, rate=None) -> Experiment:
   network = task.network(row.ff)
   rate = rate or (held if row.constant else falling)
   tx = optax.chain(nms.sr_ste(rules), task.optimizer(rate(steps, row.rate or task.rate)))
-  every = max(1, steps // SAMPLES)
 
   def loss_of(params, inputs, targets):
     logits = task.predictions(network.apply({"params": params}, inputs))
@@ -160,19 +126,11 @@ def experiment(task, row, pattern: str, steps: int, rate=None) -> Experiment:
       return loss_of(nms.sparsify(params, rules, step, state), inputs, targets)
 
     (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-
-    def watch():
-      seen = nms.metrics.summary(params, rules, step, state, grads, opt_state, per_place=False)
-      return {name: seen[key] for name, key in WATCHED.items()}
-
-    nothing = lambda: dict.fromkeys(WATCHED, jnp.float32(0))
-    watched = jax.lax.cond(step % every == 0, watch, nothing) | {"loss": loss}
-
     updates, opt_state = tx.update(grads, opt_state, params, nm_state=state)
     new = optax.apply_updates(params, updates)
     count = nms.step_count(opt_state)
     state = nms.update_state(state, new, rules, count, grads=grads, grads_at=params)
-    return (new, opt_state, state), watched
+    return (new, opt_state, state), loss
 
   @jax.jit
   def score(params, data):
@@ -187,7 +145,7 @@ def start_of(task_name: str, row, seed: int):
   task = TASKS[task_name]
   if not task.start:
     return None, {}
-  run = experiment(task, row, "-", task.start, level)
+  run = experiment(task, row, "-", task.start, functools.partial(held, warmup=0.5))
   key, draw = jax.random.split(jax.random.key(seed))
   data = task.draw(draw)
   carry = run.init(key, task.fed(data, 0), None)
@@ -201,7 +159,7 @@ def start_of(task_name: str, row, seed: int):
 def train(
   task_name: str, row, pattern: str, steps: int, seed: int, onlooker=None
 ) -> dict[str, Any]:
-  """Runs one seed of one row, and says all that is worth keeping of it.
+  """Runs one seed of one row, and returns its scores, its curve and its versions.
 
   Args:
     task_name: of TASKS.
@@ -220,44 +178,38 @@ def train(
   key, draw = jax.random.split(jax.random.key(seed))
   # The start has seen the first batches of its key.
   data = task.draw(jax.random.fold_in(draw, 1) if task.start else draw)
-  first = jax.tree.map(jnp.copy, first)  # the first step gives up its own
+  first = jax.tree.map(jnp.copy, first)  # the first step donates its own
   carry = run.init(key, task.fed(data, 0), first)
   every, curve = max(1, steps // SAMPLES), []
   look = onlooker(task, row, run.rules) if onlooker else lambda *_: {}
   for step in range(steps):
     seen = look(carry, step, data) if step % every == 0 else {}
-    carry, watched = run.train_step(carry, task.fed(data, step))
+    carry, loss = run.train_step(carry, task.fed(data, step))
     if step % every == 0:
-      curve.append({"step": step} | watched | seen)
-  params, opt_state, state = carry
-  if int(nms.step_count(opt_state)) != steps:
-    raise AssertionError(f"{steps} steps were wanted, {nms.step_count(opt_state)} were taken.")
-
-  diverged = any(not np.isfinite(seen["loss"]) for seen in curve) or not _is_finite(params)
-  network = task.network(row.ff)
+      curve.append({"step": step, "loss": loss} | seen)
+  params, _, state = carry
+  diverged = not all(np.isfinite(seen["loss"]) for seen in curve) or not _is_finite(params)
   if diverged:
-    loss, accuracy = by_chance(task, row, params, data)
-    further = task.further(network, None, data)
-    final_density, curve = None, list(itertools.takewhile(_is_finite, curve))
+    scores = by_chance(task, row, params, data)
+    curve = list(itertools.takewhile(_is_finite, curve))
   else:
     final = nms.finalize(params, run.rules, steps, state)
-    final_density = density(final, row, pattern, run.rules)
     loss, accuracy = run.score(final, data)
-    further = task.further(network, final, data)
-  rest = ("step", "loss", *(() if row.sparse else WATCHED))
-  names = ["step", "loss", *(name for name in (curve or [{}])[0] if name not in rest)]
+    scores = {
+      "accuracy": float(accuracy),
+      "cross_entropy": float(loss),
+      **task.further(task.network(row.ff), final, data),
+      "density": density(final, row, pattern, run.rules),
+    }
   return {
     "steps": steps,
-    "accuracy": float(accuracy),
-    "cross_entropy": float(loss),
-    **further,
-    "density": final_density,
+    **scores,
     "largest": _largest(task, data["test"][1]),
     "flops": training_flops(task, row, pattern, steps),
-    "curve": {name: [_short(point[name]) for point in curve] for name in names},
+    "curve": {name: [_short(point[name]) for point in curve] for name in (curve or [{}])[0]},
     "versions": {"python": platform.python_version()}
-    | {name: importlib.metadata.version(name) for name in (*VERSIONS[:-1], *task.packages)}
-    | {VERSIONS[-1]: nms.__version__},
+    | {name: importlib.metadata.version(name) for name in (*PACKAGES, *task.packages)}
+    | {"nm-sparsity-jax": nms.__version__},
     "seconds": round(time.process_time() - began, 1),
     **({"diverged": True} if diverged else {}),
     **about_start,
@@ -274,12 +226,17 @@ def density(final, row, pattern: str, rules: nms.Rules) -> float:
   return float(np.mean([p.density for p in proof.places]))
 
 
-def by_chance(task, row, params, data) -> tuple[float, float]:
-  """Returns cross-entropy and accuracy of a guess: what a run scores whose weights are lost."""
+def by_chance(task, row, params, data) -> dict[str, Any]:
+  """Returns the scores of a guess: those of a run whose weights are lost."""
   network = task.network(row.ff)
   predict = lambda params, inputs: task.predictions(network.apply({"params": params}, inputs))
   classes = jax.eval_shape(predict, params, data["test"][0]).shape[-1]
-  return math.log(classes), 1 / classes
+  return {
+    "accuracy": 1 / classes,
+    "cross_entropy": math.log(classes),
+    **task.further(network, None, data),
+    "density": None,
+  }
 
 
 def _is_finite(tree) -> bool:

@@ -7,22 +7,19 @@ STUDY.md beside this file says how the parts fit together.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import pathlib
 import statistics
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from _recipes_rows import Row, Run
 
 FILE = pathlib.Path(__file__).with_name("study.toml")
-LEAST_SEEDS = 8
-MEASURES = ("ln cross-entropy", "points", "ln noise", "ln phoneme error rate")
-EXPECTED = ("less", "more", "not more")
 
 
 class Cell(NamedTuple):
@@ -65,17 +62,14 @@ class Gate(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-  """One family of contrasts, corrected together; `again` names another that it asks again.
+  """One family of contrasts, corrected together.
 
-  `seeds` are those of its contrasts. A cell that an earlier hypothesis has too keeps its seeds, and
-  both cells of a gate have the same.
+  `seeds` are those of its contrasts. A cell that an earlier hypothesis has too keeps its seeds.
   """
 
   name: str
   says: str
-  again: str
   needs: str
-  matched: bool
   contrasts: tuple[Contrast, ...]
   gates: tuple[Gate, ...]
   seeds: tuple[int, ...]
@@ -93,6 +87,7 @@ class Study(NamedTuple):
 
   Attributes:
     declared: the file itself.
+    sha256: of the file; each record has it.
     rows: name -> how it trains; those of tuning are among them, tuned ones are not.
     tried: recipe -> the names of its rows of tuning.
     hypotheses: by name.
@@ -101,6 +96,7 @@ class Study(NamedTuple):
   """
 
   declared: dict[str, Any]
+  sha256: str
   rows: dict[str, Row]
   tried: dict[str, tuple[str, ...]]
   hypotheses: dict[str, Hypothesis]
@@ -110,6 +106,11 @@ class Study(NamedTuple):
   def runs(self, cell: Cell) -> list[Run]:
     """Returns the runs of a cell of the tests."""
     return cell.runs(self.seeds[cell])
+
+  def tuning_cell(self, name: str) -> Cell:
+    """Returns the cell of a row of tuning."""
+    tuning = self.declared["tuning"]
+    return Cell(tuning["task"], tuning["pattern"], tuning["budget"], name)
 
 
 def _cell(entry: Mapping[str, Any], name: str, sparse: bool, over: str = "") -> Cell:
@@ -125,8 +126,7 @@ def _pair(entry: Mapping[str, Any], rows: Mapping[str, Row]) -> Pair:
 
 
 def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row], seeds) -> Hypothesis:
-  about = ("says", "needs", "again", "seeds")
-  usual = {k: v for k, v in entry.items() if k not in ("contrasts", "gates", *about)}
+  usual = {k: v for k, v in entry.items() if k not in ("contrasts", "gates", "seeds")}
   contrasts, gates = [], []
   for own in entry["contrasts"]:
     asked = usual | own
@@ -135,10 +135,8 @@ def _hypothesis(name: str, entry: Mapping[str, Any], rows: Mapping[str, Row], se
     contrasts.append(Contrast(_pair(asked, rows), other, asked["measure"], asked["expect"]))
   for own in entry["gates"]:
     gates.append(Gate(_pair({"budget": "", **usual} | own, rows), own["points"]))
-  matched = entry.get("matched", False)
-  says, again, needs = entry["says"], entry.get("again", ""), entry["needs"]
   seeds = tuple(entry.get("seeds", seeds))
-  return Hypothesis(name, says, again, needs, matched, tuple(contrasts), tuple(gates), seeds)
+  return Hypothesis(name, entry["says"], entry["needs"], tuple(contrasts), tuple(gates), seeds)
 
 
 def _tuning(declared: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
@@ -181,8 +179,9 @@ def _queue(declared, hypotheses, seeds, tried) -> Iterator[Run]:
 
 @functools.cache
 def study(path: pathlib.Path = FILE) -> Study:
-  """Reads a study, and refuses one that breaks its own rules."""
-  declared = tomllib.loads(path.read_text("utf8"))
+  """Reads a study."""
+  text = path.read_bytes()
+  declared = tomllib.loads(text.decode())
   rows = {name: Row(**fields) for name, fields in declared["rows"].items()}
   tried = _tuning(declared)
   hypotheses = {
@@ -191,79 +190,18 @@ def study(path: pathlib.Path = FILE) -> Study:
   }
   seeds = _seeds(declared, hypotheses, rows)
   queue = tuple(dict.fromkeys(_queue(declared, hypotheses, seeds, tried)))
-  rows |= {name: row for found in tried.values() for name, row in found.items()}
+  for found in tried.values():
+    rows |= found
   names = {recipe: tuple(found) for recipe, found in tried.items()}
-  made = Study(declared, rows, names, hypotheses, seeds, queue)
-  check(made)
-  return made
-
-
-def check(made: Study) -> None:
-  """Raises a ValueError for seeds, budgets or words that would spoil the tests."""
-  tests, tuning = set(made.declared["test_seeds"]), made.declared["tuning"]
-  if both := tests & set(tuning["seeds"]):
-    raise ValueError(
-      f"seeds {sorted(both)} are in tuning and in the tests: what was chosen on a seed looks "
-      "better there than it is. Give test_seeds others."
-    )
-  _check_count("test_seeds", made.declared["test_seeds"])
-  for recipe, names in made.tried.items():
-    if len({made.rows[name] for name in names}) != tuning["settings"]:
-      raise ValueError(
-        f"{recipe} is tuned over {len(names)} settings, not {tuning['settings']} different ones: "
-        "each recipe gets as many."
-      )
-  for hypothesis in made.hypotheses.values():
-    _check_seeds(made, hypothesis, tests, set(tuning["seeds"]))
-    for c in hypothesis.contrasts:
-      if c.measure not in MEASURES or c.expect not in EXPECTED:
-        raise ValueError(f"{hypothesis.name} has {c.measure!r}, {c.expect!r}: say one of "
-                         f"{MEASURES}, and one of {EXPECTED}.")  # fmt: skip
-      for cell in c.cells:
-        recipe, _, word = cell.row.rpartition(", ")
-        if cell.row not in made.rows and not (word == "tuned" and recipe in made.tried):
-          raise ValueError(f"{hypothesis.name} asks for {cell.row!r}: declare it in [rows].")
-
-
-def _check_count(name: str, seeds: Sequence[int]) -> None:
-  """Raises a ValueError where seeds are too few, or one is there twice."""
-  if len(set(seeds)) < max(LEAST_SEEDS, len(seeds)):
-    raise ValueError(
-      f"{name} = {list(seeds)}: a sign-flip test needs {LEAST_SEEDS} different seeds or more, each "
-      "once. Give it others."
-    )
-
-
-def _check_seeds(made: Study, hypothesis: Hypothesis, tests: set[int], tuning: set[int]) -> None:
-  """Raises a ValueError for seeds that others have seen, are too few, or differ within a pair."""
-  own = set(hypothesis.seeds)
-  _check_count(f"{hypothesis.name}.seeds", hypothesis.seeds)
-  if own != tests and (both := own & (tests | tuning)):
-    raise ValueError(
-      f"{hypothesis.name} has seeds {sorted(both)}, which test_seeds or tuning have too: "
-      "give it others."
-    )
-  for cell in (cell for contrast in hypothesis.contrasts for cell in contrast.cells):
-    if set(made.seeds.get(cell, own)) != own:
-      raise ValueError(
-        f"{hypothesis.name} asks {cell.row!r} of seeds {sorted(own)}, and an earlier hypothesis of "
-        f"{sorted(made.seeds[cell])}: a cell has one set of seeds. Give {hypothesis.name} those, "
-        "or ask of another row."
-      )
-  for row, over in (gate.pair for gate in hypothesis.gates):
-    if made.seeds.get(row) != made.seeds.get(over):
-      raise ValueError(
-        f"{hypothesis.name} has a gate of {row.row!r} over {over.row!r}, whose seeds differ: a "
-        "gate is paired by seed. Ask of two rows with the same seeds."
-      )
+  sha256 = hashlib.sha256(text).hexdigest()
+  return Study(declared, sha256, rows, names, hypotheses, seeds, queue)
 
 
 def tuned(made: Study, recipe: str, records: Mapping[Run, Mapping[str, Any]]) -> str | None:
   """Returns the row of tuning with the least mean ln(cross-entropy); None before all are there."""
-  tuning = made.declared["tuning"]
   mean = {}
   for name in made.tried[recipe]:
-    runs = Cell(tuning["task"], tuning["pattern"], tuning["budget"], name).runs(tuning["seeds"])
+    runs = made.tuning_cell(name).runs(made.declared["tuning"]["seeds"])
     if any(run not in records for run in runs):
       return None
     mean[name] = statistics.fmean(math.log(records[run]["cross_entropy"]) for run in runs)
@@ -276,4 +214,4 @@ def row_of(made: Study, name: str, records: Mapping[Run, Mapping[str, Any]]) -> 
   if word != "tuned":
     return made.rows[name]
   best = tuned(made, recipe, records)
-  return best and dataclasses.replace(made.rows[best])
+  return best and made.rows[best]

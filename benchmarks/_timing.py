@@ -7,6 +7,7 @@ that the process had the processor: what others got meanwhile does not count.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -16,6 +17,17 @@ import time
 from collections.abc import Callable, Mapping
 
 clock = time.perf_counter
+
+
+def parser(doc: str, core: int = 1, blocks: int = 9) -> argparse.ArgumentParser:
+  """Returns a parser with the options that the benchmarks share."""
+  made = argparse.ArgumentParser(
+    description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  made.add_argument("--core", type=int, default=core, help="processor to run on")
+  made.add_argument("--blocks", type=int, default=blocks, help="turns of each candidate")
+  made.add_argument("--json", help="write the rows to this file")
+  return made
 
 
 def pin(core: int) -> None:
@@ -40,11 +52,9 @@ def interleave(
 
   Args:
     candidates: name -> a call that returns when its work is done.
-    blocks: how many turns each one gets, at least 7.
+    blocks: how many turns each one gets.
     seconds: calls are repeated within a turn until they last about this long.
   """
-  if blocks < 7:
-    raise ValueError(f"blocks={blocks}: an interval needs at least 7.")
   repeats = {}
   for name, call in candidates.items():
     call()  # compile and warm up
@@ -69,8 +79,25 @@ def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
   return statistics.median(ratios), low, high
 
 
+def show(found: tuple[float, float, float]) -> str:
+  """Returns a ratio and its middle half as the pages have them."""
+  return "{:.3f} [{:.3f}, {:.3f}]".format(*found)
+
+
+def row(*cells: object) -> None:
+  """Prints a line of a Markdown table."""
+  as_text = lambda x: f"{x:.2f}" if isinstance(x, float) else str(x)
+  print("|", " | ".join(map(as_text, cells)), "|", flush=True)
+
+
+def head(*cells: str) -> None:
+  """Prints the head of a Markdown table."""
+  row(*cells)
+  print("|" + "---|" * len(cells))
+
+
 def machine() -> dict[str, str]:
-  """Says what the figures were measured on."""
+  """Returns what the figures were measured on."""
   import jax
   import jaxlib
 
@@ -90,17 +117,16 @@ def machine() -> dict[str, str]:
   }
 
 
-def save(path: str | None, rows: list[dict], command: str, **more: str | None) -> None:
+def save(path: str | None, rows: list[dict], **more: str | None) -> None:
   """Writes rows as JSON, with the machine and the command that made them.
 
   Args:
     path: of the file; None writes nothing.
     rows: one figure or candidate each.
-    command: that made them.
-    **more: what else they depend on, said beside the machine.
+    **more: what else they depend on, beside the machine.
   """
   if path:
-    made_by = {"command": command, "machine": machine() | more}
+    made_by = {"command": "python " + " ".join(sys.argv), "machine": machine() | more}
     with open(path, "w", encoding="utf8") as f:
       json.dump(made_by | {"rows": rows}, f, indent=1)
       f.write("\n")

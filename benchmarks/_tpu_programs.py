@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nm_sparsity_jax as nms
 
 PHASES = nms.Phases(total=1000, dense=100, finetune=200)
-INPUTS, TARGETS = 512, 64  # tokens of a row
+BATCH, INPUTS, TARGETS = 128, 512, 64  # rows, and tokens of a row
 LENGTHS = {
   "encoder_input_tokens": INPUTS,
   "decoder_input_tokens": TARGETS,
@@ -36,7 +36,6 @@ class Setting(NamedTuple):
     devices: of the topology.
     size: of T5.1.1.
     recipe: of the FF kernels.
-    batch: rows.
     microbatches: parts of the batch in the train step.
     partitions: devices that share each weight; the others share the batch.
     scan: whether the layers are scanned.
@@ -47,7 +46,6 @@ class Setting(NamedTuple):
   devices: Any
   size: str
   recipe: nms.Recipe
-  batch: int = 128
   microbatches: int = 1
   partitions: int = 1
   scan: bool = True
@@ -60,8 +58,8 @@ class Setting(NamedTuple):
     return nms.Rules({"ff": self.recipe})
 
 
-def _tokens(rows: int, sharding: Any) -> dict[str, jax.ShapeDtypeStruct]:
-  make = lambda n: jax.ShapeDtypeStruct((rows, n), jnp.int32, sharding=sharding)
+def _tokens(sharding: Any) -> dict[str, jax.ShapeDtypeStruct]:
+  make = lambda n: jax.ShapeDtypeStruct((BATCH, n), jnp.int32, sharding=sharding)
   return {name: make(n) for name, n in LENGTHS.items()}
 
 
@@ -89,7 +87,7 @@ class Local:
     if setting.plain:
       model.rules = model.rules.with_shardings({})
     self.state = model.state_like(self.tx)
-    self.batch = _tokens(setting.batch, NamedSharding(model.mesh, PartitionSpec("data")))
+    self.batch = _tokens(NamedSharding(model.mesh, PartitionSpec("data")))
 
   def step(self):
     """Returns the train step."""
@@ -148,7 +146,7 @@ class T5X:
     )
     if setting.recipe.name != "dense":
       model = t5x_adapter.sparse(model, setting.rules)
-    batch, parts = _tokens(setting.batch, None), setting.microbatches
+    batch, parts = _tokens(None), setting.microbatches
     self.ahead = Ahead(model, setting.devices, batch, setting.partitions, parts)
 
   @staticmethod

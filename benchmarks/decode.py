@@ -1,7 +1,6 @@
 """A token of a T5 that decodes: milliseconds by parts, and what reading its weights once takes.
 
     python benchmarks/decode.py                               # 12 layers of base size, one row
-    python benchmarks/decode.py --version t5_1_1 --layers 4 --inputs 512 --steps 64 --rows 4
     python benchmarks/decode.py --patterns 1:8 1:32           # packed weights over dense ones
     python benchmarks/decode.py --peaks dense 1:8 1:32        # memory of a process, each in its own
 
@@ -14,8 +13,6 @@ With `--patterns`, feed-forward and attention kernels are packed; embedding and 
 
 from __future__ import annotations
 
-import argparse
-import functools
 import re
 import statistics
 import sys
@@ -25,63 +22,37 @@ import _timing
 import numpy as np
 
 
-def arguments():
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--core", type=int, default=0)
-  parser.add_argument("--blocks", type=int, default=7)
+def arguments(argv=None):
+  parser = _timing.parser(__doc__, core=0, blocks=7)
   parser.add_argument("--version", default="t5_1_0", help="t5_1_0 (tied head) or t5_1_1")
   parser.add_argument("--size", default="base")
   parser.add_argument("--layers", type=int, default=12, help="of the decoder")
-  parser.add_argument("--vocabulary", type=int, default=32128)
   parser.add_argument("--inputs", type=int, default=64, help="tokens that the encoder reads")
   parser.add_argument("--steps", type=int, default=16, help="tokens to decode")
   parser.add_argument("--rows", type=int, default=1)
-  parser.add_argument("--scan", action="store_true", help="over the layers")
   parser.add_argument("--patterns", nargs="+", help="time packed weights too, such as 1:8")
   parser.add_argument("--peaks", nargs="+", metavar="KIND", help="memory: 'dense' or n:m")
   parser.add_argument("--peak", metavar="KIND", help="only run one of these, and print its memory")
-  parser.add_argument("--json", help="write the figures to this file")
-  return parser.parse_args()
+  return parser.parse_args(argv)
 
 
 class Before:
   """A network with T5X's interface alone."""
 
   def __init__(self, network):
+    self.config = network.config
     self.apply, self.encode, self.decode = network.apply, network.encode, network.decode
 
 
-def dense(args):
-  """Returns (network, random parameters); one layer of the encoder is enough."""
-  import jax
-  import jax.numpy as jnp
-
-  network, shapes = shaped(args)
-  rng = np.random.default_rng(0)
-  draw = lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32) / 32)
-  return network, jax.tree.map(draw, shapes)
-
-
 def shaped(args):
-  """Returns (network, shapes of its parameters)."""
+  """Returns (network, shapes of its parameters); one layer of the encoder is enough."""
   import jax
   import jax.numpy as jnp
 
   from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
-  network = Transformer(
-    T5Config.preset(
-      args.version,
-      args.size,
-      vocab_size=args.vocabulary,
-      num_encoder_layers=1,
-      num_decoder_layers=args.layers,
-      scan_layers=args.scan,
-      dropout_rate=0.0,
-    )
-  )
+  sizes = dict(num_encoder_layers=1, num_decoder_layers=args.layers, dropout_rate=0.0)
+  network = Transformer(T5Config.preset(args.version, args.size, **sizes))
   tokens = jnp.ones((1, 1), jnp.int32)
   init = jax.eval_shape(network.init, jax.random.key(0), tokens, tokens, tokens)
   return network, init["params"]
@@ -89,15 +60,10 @@ def shaped(args):
 
 def one_layer(network, params):
   """Returns the same network and parameters with the first layer of the decoder alone."""
-  import jax
-
-  config = network.config
   others = re.compile("layers_(?!0$)")
   decoder = {name: x for name, x in params["decoder"].items() if not others.match(name)}
-  if config.scan_layers:
-    first = lambda x: jax.numpy.take(x, np.array([0]), config.param_scan_axis)
-    decoder["decoder"] = jax.tree.map(first, decoder["decoder"])
-  return type(network)(config.replace(num_decoder_layers=1)), params | {"decoder": decoder}
+  config = network.config.replace(num_decoder_layers=1)
+  return type(network)(config), params | {"decoder": decoder}
 
 
 def searches(network, params, args):
@@ -115,49 +81,81 @@ def searches(network, params, args):
   return {n: lambda n=n: jax.block_until_ready(run(params, inputs, n)) for n in (1, args.steps)}
 
 
+def per_token(runs, args, others=None):
+  """Returns (name, "token" or "layers") -> seconds a token, and medians of other calls.
+
+  Args:
+    runs: name -> (network, its parameters, what wraps it).
+    args: of the command.
+    others: name -> a call that takes turns with them.
+  """
+  candidates = dict(others or {})
+  for name, (network, params, wrap) in runs.items():
+    for part, (net, tree) in {
+      "token": (network, params),
+      "one": one_layer(network, params),
+    }.items():
+      for n, call in searches(wrap(net), tree, args).items():
+        candidates[name, part, n] = call
+  times = _timing.interleave(candidates, args.blocks)
+  median = {name: statistics.median(found) for name, found in times.items()}
+  spent = {}
+  for name, (network, _, _) in runs.items():
+    token, one = (
+      (median[name, part, args.steps] - median[name, part, 1]) / (args.steps - 1)
+      for part in ("token", "one")
+    )
+    depth = network.config.num_decoder_layers
+    spent[name, "token"], spent[name, "layers"] = token, (token - one) * depth / (depth - 1)
+  return spent, median
+
+
 def parts(network, params, args):
   """Returns name -> a call that embeds `--steps` tokens, or makes logits, one after the other."""
   import jax
   import jax.numpy as jnp
-  from jax import lax
 
   from nm_sparsity_jax.models.t5 import layers
 
   cfg = network.config
   embed = layers.Embed(cfg.vocab_size, cfg.emb_dim, one_hot=True)
 
-  def logits(params, x):
-    if cfg.logits_via_embedding:
-      return embed.apply({"params": params["token_embedder"]}, x, method="attend")
-    return x @ params["decoder"]["logits_dense"]["kernel"]
-
-  def lookup(gather, params, token):
+  # The next token is the likeliest: so nothing can be left out.
+  def lookup(params, token, gather):
     x = embed.apply({"params": params["token_embedder"]}, token, gather=gather)
-    return jnp.argmax(x, -1).astype(jnp.int32)  # the next token: nothing can be left out
+    return jnp.argmax(x, -1).astype(jnp.int32)
 
   def head(params, token):
     x = jnp.ones((args.rows, 1, cfg.emb_dim)) * token[..., None].astype(jnp.float32)
-    return jnp.argmax(logits(params, x), -1).astype(jnp.int32)
+    if cfg.logits_via_embedding:
+      x = embed.apply({"params": params["token_embedder"]}, x, method="attend")
+    else:
+      x = x @ params["decoder"]["logits_dense"]["kernel"]
+    return jnp.argmax(x, -1).astype(jnp.int32)
 
   def repeated(one):
     first = jnp.ones((args.rows, 1), jnp.int32)
-    loop = lambda params: lax.fori_loop(0, args.steps, lambda _, x: one(params, x), first)
+    loop = lambda params: jax.lax.fori_loop(0, args.steps, lambda _, x: one(params, x), first)
     run = jax.jit(loop)
     return lambda: jax.block_until_ready(run(params))
 
   return {
-    ("embedding", "before"): repeated(functools.partial(lookup, False)),
-    ("embedding", "after"): repeated(functools.partial(lookup, True)),
-    ("head", "before"): repeated(head),
-    ("head", "after"): repeated(head),
+    ("before", "embedding"): repeated(lambda params, x: lookup(params, x, False)),
+    ("after", "embedding"): repeated(lambda params, x: lookup(params, x, True)),
+    ("before", "head"): repeated(head),
+    ("after", "head"): repeated(head),
   }
 
 
 def read(network, params, args):
   """Returns part -> bytes of weights that a token cannot do without."""
+  import jax
+
   from nm_sparsity_jax.core.trees import flatten
 
-  cfg, size = network.config, {path: _bytes(x) for path, x in flatten(params)}
+  cfg = network.config
+  bytes_of = lambda x: sum(part.nbytes for part in jax.tree.leaves(x))  # a packed one has several
+  size = {path: bytes_of(x) for path, x in flatten(params)}
   # Keys and values of the input are computed once a sequence.
   once = re.compile("(encoder|token_embedder|.*encoder_decoder_attention/(key|value))/.*")
   head = "token_embedder/embedding" if cfg.logits_via_embedding else "decoder/logits_dense/kernel"
@@ -165,12 +163,6 @@ def read(network, params, args):
   row = size["token_embedder/embedding"] // cfg.vocab_size
   found = {"embedding": args.rows * row, "layers": layers, "head": size[head]}
   return found | {"token": sum(found.values())}
-
-
-def _bytes(x):
-  import jax
-
-  return sum(part.nbytes for part in jax.tree.leaves(x))  # a packed kernel has several
 
 
 def reading():
@@ -189,52 +181,30 @@ def reading():
 
 
 def account(network, params, args):
-  """Returns a row for each part: milliseconds a token before and after, and the bound.
-
-  Args:
-    network: a `Transformer`, dense.
-    params: its parameters; kernels may be packed.
-    args: of the command.
-  """
+  """Returns a row for each part: milliseconds a token before and after, and the bound."""
   calls, size = reading()
-  candidates = {**calls, **parts(network, params, args)}
-  short = one_layer(network, params)
-  for name, (net, tree) in {"token": (network, params), "one layer": short}.items():
-    for when, which in (("before", Before(net)), ("after", net)):
-      for n, call in searches(which, tree, args).items():
-        candidates[name, when, n] = call
-  times = _timing.interleave(candidates, args.blocks)
-  median = {name: statistics.median(found) for name, found in times.items()}
+  runs = {"before": (network, params, Before), "after": (network, params, lambda net: net)}
+  spent, median = per_token(runs, args, calls | parts(network, params, args))
   rate = size / min(median[name] for name in calls)
-
-  def a_token(name, when):
-    return (median[name, when, args.steps] - median[name, when, 1]) / (args.steps - 1)
-
-  spent = {}
-  for when in ("before", "after"):
-    whole = a_token("token", when)
-    spent |= {(x, when): median[x, when] / args.steps for x in ("embedding", "head")}
-    depth = network.config.num_decoder_layers
-    spent["layers", when] = (whole - a_token("one layer", when)) * depth / (depth - 1)
-    spent["token", when] = whole
-  rows = [
+  print(f"one core reads {rate / 1e9:.1f} GB/s\n")
+  spent |= {key: median[key] / args.steps for key in median if key[1] in ("embedding", "head")}
+  return [
     {
-      "part": name,
-      **{f"{when}_ms": round(spent[name, when] * 1e3, 2) for when in ("before", "after")},
+      "part": part,
+      "before_ms": round(spent["before", part] * 1e3, 2),
+      "after_ms": round(spent["after", part] * 1e3, 2),
       "bound_ms": round(count / rate * 1e3, 2),
       "megabytes": round(count / 1e6, 1),
     }
-    for name, count in read(network, params, args).items()
+    for part, count in read(network, params, args).items()
   ]
-  return rows, rate
 
 
 def packed(network, params, args, pattern):
   """Returns the parameters with packed kernels of feed-forward and attention layers."""
   import nm_sparsity_jax as nms
 
-  kernels = dict.fromkeys(("ff", "q", "k", "v", "o"), pattern)
-  rules = nms.configure.rules(kernels, recipe="sr_ste", sparse_steps=1)
+  rules = _memory.rules_of(pattern)
   tree, _ = nms.inference_tree.pack_tree(nms.finalize(params, rules, 1), rules)
   rows = nms.inference_tree.rows_of(network.config, args.rows, args.inputs)
   return nms.inference_tree.prepare(tree, rows)
@@ -247,52 +217,31 @@ def over_dense(network, params, args):
   else takes as long as in a token of dense weights.
   """
   trees = {"dense": params, **{p: packed(network, params, args, p) for p in args.patterns}}
-  candidates, bytes_of = {}, {}
-  for name, tree in trees.items():
-    bytes_of[name] = read(network, tree, args)
-    for part, (net, own) in {"token": (network, tree), "one": one_layer(network, tree)}.items():
-      for n, call in searches(net, own, args).items():
-        candidates[name, part, n] = call
-  times = _timing.interleave(candidates, args.blocks)
-  median = {name: statistics.median(found) for name, found in times.items()}
-
-  def a_token(name, part):
-    return (median[name, part, args.steps] - median[name, part, 1]) / (args.steps - 1)
-
-  depth = network.config.num_decoder_layers
-  spent = {
-    (name, "layers"): (a_token(name, "token") - a_token(name, "one")) * depth / (depth - 1)
-    for name in trees
-  } | {(name, "token"): a_token(name, "token") for name in trees}
+  runs = {name: (network, tree, lambda net: net) for name, tree in trees.items()}
+  spent, _ = per_token(runs, args)
+  layers, token = spent["dense", "layers"], spent["dense", "token"]
+  size = {name: read(network, tree, args)["layers"] for name, tree in trees.items()}
   rows = []
   for name in trees:
+    ratio = size["dense"] / size[name]
+    bounds = {"layers": ratio, "token": token / (token - layers + layers / ratio)}
     row: dict = {"weights": name}
-    for part in ("layers", "token"):
+    for part, bound in bounds.items():
       row[f"{part}_ms"] = round(spent[name, part] * 1e3, 2)
       row[f"{part}_x"] = round(spent["dense", part] / spent[name, part], 2)
-      row[f"{part}_bound"] = round(bound(part, bytes_of["dense"], bytes_of[name], spent), 2)
+      row[f"{part}_bound"] = round(bound, 2)
     rows.append(row)
   return rows
 
 
-def bound(part, dense, own, spent):
-  """Returns how many times faster a token, or its layers, can be by the bytes of its layers."""
-  ratio = dense["layers"] / own["layers"]
-  if part == "layers":
-    return ratio
-  layers, token = spent["dense", "layers"], spent["dense", "token"]
-  return token / (token - layers + layers / ratio)
-
-
 def peak(args):
-  """Decodes with one kind of weights, and says what the process held at most."""
+  """Decodes with one kind of weights, and prints what the process held at most."""
   from nm_sparsity_jax.deploy import inference_tree
 
   network, shapes = shaped(args)
   rows = inference_tree.rows_of(network.config, args.rows, args.inputs)
   params = _memory.tree(shapes, args.peak, rows)
   searches(network, params, args)[args.steps]()
-
   _memory.report()
 
 
@@ -310,23 +259,19 @@ def main():
   if args.peak:
     return peak(args)
   if args.peaks:
-    rows, head = peaks(args), ["weights", "peak, MB"]
-  elif args.patterns:
-    rows, head = over_dense(*dense(args), args), []
-    for part in ("layers", "token"):
-      head += [f"{part}, ms", "over dense", "bound"]
-    head = ["weights", *head]
+    rows = peaks(args)
   else:
-    rows, rate = account(*dense(args), args)
-    print(f"one core reads {rate / 1e9:.1f} GB/s\n")
-    head = ["part", "before, ms", "after, ms", "bound, ms", "weights, MB"]
-  print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+    import jax
+    import jax.numpy as jnp
+
+    network, shapes = shaped(args)
+    rng = np.random.default_rng(0)
+    draw = lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32) / 32)
+    rows = (over_dense if args.patterns else account)(network, jax.tree.map(draw, shapes), args)
+  _timing.head(*rows[0])
   for row in rows:
-    print(
-      "|", " | ".join(f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()), "|"
-    )
-  command = "python benchmarks/decode.py " + " ".join(sys.argv[1:])
-  return _timing.save(args.json, rows, command.strip())
+    _timing.row(*row.values())
+  return _timing.save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,27 +11,19 @@ them: interpreter, XLA and compilation are in it.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
 
 import _memory
 import _timing
 
 
-def arguments():
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--core", type=int, default=0)
-  parser.add_argument("--turns", type=int, default=7)
+def arguments(argv=None):
+  parser = _timing.parser(__doc__, core=0, blocks=7)
   parser.add_argument("--patterns", nargs="+", default=["1:8", "1:32"])
   parser.add_argument("--values", help="dtype of packed values (default: float32)")
   parser.add_argument("--layers", type=int, default=24)
-  parser.add_argument("--batch", type=int, default=1)
   parser.add_argument("--peak", metavar="KIND", help="only run 'dense' or n:m, and print its peak")
-  parser.add_argument("--json", help="write the figures to this file")
-  return parser.parse_args()
+  return parser.parse_args(argv)
 
 
 def network_of(args):
@@ -43,7 +35,7 @@ def network_of(args):
 
   sizes = dict(layers=args.layers, embed=1024, heads=16, mlp=4096)
   network = vit.ViT(vit.config("vit_b16", **sizes))
-  images = jnp.ones((args.batch, 224, 224, 3), jnp.float32)
+  images = jnp.ones((1, 224, 224, 3), jnp.float32)
   init = functools.partial(network.init, train=False)
   return network, jax.eval_shape(init, jax.random.key(0), images)["params"], images
 
@@ -55,7 +47,7 @@ def peak(args):
   from nm_sparsity_jax.deploy import inference_tree
 
   network, shapes, images = network_of(args)
-  rows = inference_tree.rows_of(network.config, args.batch)
+  rows = inference_tree.rows_of(network.config, 1)
   params = _memory.tree(shapes, args.peak, rows, args.values)
   run = jax.jit(functools.partial(network.apply, train=False))
   for _ in range(2):
@@ -69,26 +61,24 @@ def measured(args):
   from nm_sparsity_jax.deploy import inference_tree
 
   network, shapes, _ = network_of(args)
-  rows = inference_tree.rows_of(network.config, args.batch)
-  same = ["--layers", str(args.layers), "--batch", str(args.batch), "--core", str(args.core)]
+  rows = inference_tree.rows_of(network.config, 1)
+  same = ["--layers", str(args.layers), "--core", str(args.core)]
   same += ["--values", args.values] if args.values else []
-  held = lambda kind: round(_memory.most(__file__, "--peak", kind, *same) / 1e6)
-  is_first = True
+
+  def row(kind, seconds, over, bound, weights):
+    peak = _memory.most(__file__, "--peak", kind, *same)
+    return {
+      "weights": kind, "pass_ms": round(seconds * 1e3, 1), "over_dense": round(over, 2),
+      "bound": round(bound, 2), "weights_MB": round(weights / 1e6), "peak_MB": round(peak / 1e6),
+    }  # fmt: skip
+
   for pattern in args.patterns:
     tree = _memory.tree(shapes, pattern, rows, args.values, keep=True)
-    found = bench.bench(network, tree, batch=args.batch, turns=args.turns)
+    found = bench.bench(network, tree, batch=1, turns=args.blocks)
     (whole,) = found.wholes
-    if is_first:
-      is_first = False
-      yield {
-        "weights": "dense", "pass_ms": round(whole.dense * 1e3, 1), "over_dense": 1.0,
-        "bound": 1.0, "weights_MB": round(found.dense_bytes / 1e6), "peak_MB": held("dense"),
-      }  # fmt: skip
-    yield {
-      "weights": pattern, "pass_ms": round(whole.packed * 1e3, 1),
-      "over_dense": round(whole.times, 2), "bound": round(whole.bound, 2),
-      "weights_MB": round(found.packed_bytes / 1e6), "peak_MB": held(pattern),
-    }  # fmt: skip
+    if pattern == args.patterns[0]:
+      yield row("dense", whole.dense, 1.0, 1.0, found.dense_bytes)
+    yield row(pattern, whole.packed, whole.times, whole.bound, found.packed_bytes)
 
 
 def main():
@@ -97,16 +87,10 @@ def main():
   if args.peak:
     return peak(args)
   rows = list(measured(args))
-  head = ["weights", "pass, ms", "over dense", "bound", "weights, MB", "peak, MB"]
-  print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+  _timing.head(*rows[0])
   for row in rows:
-    print("|", " | ".join(cell(x) for x in row.values()), "|")
-  command = "python benchmarks/encode.py " + " ".join(sys.argv[1:])
-  return _timing.save(args.json, rows, command.strip())
-
-
-def cell(x):
-  return f"{x:,}" if isinstance(x, int) else f"{x:.2f}" if isinstance(x, float) else x
+    _timing.row(*row.values())
+  return _timing.save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@
     python benchmarks/in_place.py --rules 2000        as many rules, assigned to as many parameters
 
 Two seams is a loop of the pieces: `nms.sparsify` in the loss, `nms.sr_ste` in the chain. Peaks and
-bytes are the compiler's. A kernel of Pallas reads and writes each array once. Times are medians
-of turns that all three take.
+bytes are the compiler's. Times are medians of turns that all three take.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ import statistics
 import sys
 import time
 
+import _networks
+import _timing
 import jax
 import jax.numpy as jnp
 import optax
@@ -29,76 +30,18 @@ import optax
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.analysis import topology
 from nm_sparsity_jax.analysis.compiled import account
-from nm_sparsity_jax.models import t5 as t5_model
-from nm_sparsity_jax.models import vit as vit_model
 
 PHASES = nms.Phases(total=200, dense=40, finetune=60)
-WIDTH, HIDDEN, LAYERS, BATCH = 512, 2048, 4, 256
-
-
-KEY = jax.random.key(0)
+# Embedding, stem, logits and head stay dense.
+NETWORKS = {
+  "mlp": (_networks.mlp, ".*/kernel"),
+  "t5": (lambda: _networks.t5(8), ".*/layers_\\d+/.*/kernel"),
+  "vit": (_networks.vit_tiny, "blocks_\\d+/.*/kernel"),
+}
 
 
 def rules_of(recipe, pattern="1:8", place=".*/kernel"):
   return nms.Rules({place: nms.recipe(recipe, pattern=pattern, phases=PHASES)})
-
-
-def mlp():
-  layer = {"wi": {"kernel": (WIDTH, HIDDEN)}, "wo": {"kernel": (HIDDEN, WIDTH)}}
-  struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-  params = jax.tree.map(
-    struct, {f"layer_{i}": layer for i in range(LAYERS)}, is_leaf=lambda x: isinstance(x, tuple)
-  )
-
-  def loss(params, x):
-    h = x.astype(params["layer_0"]["wi"]["kernel"].dtype)
-    for layer in params.values():
-      h = h + jax.nn.relu(h @ layer["wi"]["kernel"]) @ layer["wo"]["kernel"]
-    return jnp.mean((h - jnp.sin(x)).astype(jnp.float32) ** 2)
-
-  x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
-  return params, loss, x, ".*/kernel"
-
-
-def t5():
-  """Returns T5-small, whose layers are sparse, embedding and logits dense."""
-  network = t5_model.Transformer(t5_model.T5Config.t5_1_1("small"))
-  source, target = jax.random.randint(jax.random.key(1), (2, 8, 64), 1, 32000)
-  inputs = source, jnp.pad(target, ((0, 0), (1, 0)))[:, :-1], target
-  apply = functools.partial(network.apply, enable_dropout=False)
-  params = jax.eval_shape(functools.partial(network.init, enable_dropout=False), KEY, *inputs)
-
-  def loss(params, inputs):
-    logits = apply({"params": params}, *inputs)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), inputs[2])
-    return losses.mean()
-
-  return params["params"], loss, inputs, ".*/layers_\\d+/.*/kernel"
-
-
-def vit():
-  """Returns ViT-tiny, whose blocks are sparse, stem and head dense."""
-  config = dict(layers=12, embed=192, heads=3, mlp=768)
-  network = vit_model.ViT(vit_model.ViTConfig(**config))
-  images = jax.random.normal(jax.random.key(1), (16, 224, 224, 3))
-  params = jax.eval_shape(network.init, KEY, images)
-
-  def loss(params, images):
-    logits = network.apply({"params": params}, images)
-    return optax.softmax_cross_entropy_with_integer_labels(
-      logits.astype(jnp.float32), jnp.arange(len(images))
-    ).mean()
-
-  return params["params"], loss, images, "blocks_\\d+/.*/kernel"
-
-
-def drawn(shapes, dtype):
-  """Returns random parameters of some shapes."""
-  leaves, tree = jax.tree.flatten(shapes)
-  keys = jax.random.split(KEY, len(leaves))
-  scale = lambda x: x.shape[0] ** -0.5 if x.ndim > 1 else 1.0
-  draw = lambda key, x: (jax.random.normal(key, x.shape) * scale(x)).astype(dtype)
-  return jax.tree.unflatten(tree, map(draw, keys, leaves))
 
 
 def steps(rules, loss):
@@ -106,7 +49,7 @@ def steps(rules, loss):
 
   def loop(tx, effective):
     def step(params, opt, x):
-      grads = jax.grad(lambda p: loss(effective(p, opt), x))(params)
+      grads = jax.grad(lambda p: loss(effective(p, opt), x)[0])(params)
       updates, opt = tx.update(grads, opt, params)
       return optax.apply_updates(params, updates), opt
 
@@ -119,71 +62,68 @@ def steps(rules, loss):
   yield "in place", *loop(nms.sparse(optax.adamw(1e-3), rules), as_it_is)
 
 
-def compiled(step, params, opt, x, device):
-  """Returns the program of a step that donates its buffers, and how long it compiles."""
-  if device is not None:  # nothing lies there, and nothing runs
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    struct = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-    params, opt, x = jax.tree.map(struct, (params, opt, x))
-  lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, opt, x)
-  begun = time.perf_counter()
-  program = lowered.compile()
-  return program, time.perf_counter() - begun
+def struct(device, a):
+  """Returns an array's shape as it would lie on a device."""
+  sharding = jax.sharding.SingleDeviceSharding(device)
+  return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
-def costs(network, recipe, dtype, turns, device=None):
+def costs(name, recipe, dtype, turns, device=None):
   """Prints memory, bytes, compilation and time of a step, for the three loops."""
-  shapes, loss, x, place = {"mlp": mlp, "t5": t5, "vit": vit}[network]()
-  params = drawn(shapes, dtype)
-  rules = rules_of(recipe, place=place).for_model(loss, params, x)
-  rows, running, times = {}, {}, collections.defaultdict(list)
-  for name, tx, step in steps(rules, loss):
-    opt = tx.init(params)
-    program, seconds = compiled(step, params, opt, x, device)
-    found = account(program)  # its memory has no results: they lie in donated buffers
-    rows[name] = found.memory / 2**20, found.bytes / 2**20, seconds
-    running[name] = program, jax.tree.map(jnp.copy, params), opt
-  for _ in range(0 if device else turns):
-    for name, (program, p, opt) in running.items():
-      begun = time.perf_counter()
-      p, opt = jax.block_until_ready(program(p, opt, x))
-      times[name].append(time.perf_counter() - begun)
-      running[name] = program, p, opt
-  print(
-    f"{network}, {recipe}, {jnp.dtype(dtype).name}{f', {device.device_kind}' if device else ''}"
-  )
-  for name, (peak, moved, seconds) in rows.items():
-    two = rows["two seams"]
-    said = [
+  make, place = NETWORKS[name]
+  network = make()
+  params = jax.tree.map(lambda x: x.astype(dtype), network.params)
+  rules = rules_of(recipe, place=place).for_model(lambda *a: network.loss(*a)[0], params,
+                                                  network.batch)  # fmt: skip
+  found, running = {}, {}
+  for loop, tx, step in steps(rules, network.loss):
+    args = params, tx.init(params), network.batch
+    if device is not None:  # nothing lies there, and nothing runs
+      args = jax.tree.map(functools.partial(struct, device), args)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
+    begun = time.perf_counter()
+    program = lowered.compile()
+    seconds = time.perf_counter() - begun
+    used = account(program)  # its memory has no results: they lie in donated buffers
+    found[loop] = used.memory / 2**20, used.bytes / 2**20, seconds
+    if device is None:
+      running[loop] = [program, *jax.tree.map(jnp.copy, args[:2])]
+
+  def call(loop):
+    program, p, opt = running[loop]
+    running[loop][1:] = jax.block_until_ready(program(p, opt, network.batch))
+
+  calls = {loop: lambda loop=loop: call(loop) for loop in running}
+  times = _timing.interleave(calls, turns, seconds=0.0) if calls else {}
+  print(f"{name}, {recipe}, {jnp.dtype(dtype).name}")
+  two = found["two seams"]
+  for loop, (peak, moved, seconds) in found.items():
+    cells = [
       f"peak {peak:6.1f} MiB ({peak / two[0]:.2f} of two seams)",
       f"bytes {moved:5.0f} MiB ({moved / two[1]:.2f})",
       f"compile {seconds:.2f} s",
     ]
     if times:
-      step, dense, both = (statistics.median(times[x]) for x in (name, "dense", "two seams"))
-      said.append(f"step {1e3 * step:.1f} ms ({step / dense:.2f} of dense, {step / both:.2f})")
-    print(f"  {name:9}  {'  '.join(said)}", flush=True)
+      step, dense, both = (statistics.median(times[x]) for x in (loop, "dense", "two seams"))
+      cells.append(f"step {1e3 * step:.1f} ms ({step / dense:.2f} of dense, {step / both:.2f})")
+    print(f"  {loop:9}  {'  '.join(cells)}", flush=True)
 
 
 def leaves(count, recipe):
   """Prints how long an update of many small leaves takes to trace, lower and compile."""
   params = {f"layer_{i}": {"kernel": jnp.full((16, 16), i + 1.0)} for i in range(count)}
+  sparse = nms.sparse(optax.adamw(1e-3), rules_of(recipe, "2:8"))
   found = {}
-  optax.adamw(1e-3).init(params)
-  for name, tx in (
-    ("dense", optax.adamw(1e-3)),
-    (recipe, nms.sparse(optax.adamw(1e-3), rules_of(recipe, "2:8"))),
-  ):
-    opt, seconds = tx.init(params), []
-    for stage in ("trace", "lower", "compile"):
-      begun = time.perf_counter()
-      if stage == "trace":
-        made = jax.jit(tx.update).trace(params, opt, params)
-      else:
-        made = getattr(made, stage)()
-      seconds.append(time.perf_counter() - begun)
-    found[name] = seconds
-    print(f"  {name:16}", *(f"{s:6.2f} s" for s in seconds))
+  for name, tx in (("dense", optax.adamw(1e-3)), (recipe, sparse)):
+    opt, clock = tx.init(params), [time.perf_counter()]
+    traced = jax.jit(tx.update).trace(params, opt, params)
+    clock.append(time.perf_counter())
+    lowered = traced.lower()
+    clock.append(time.perf_counter())
+    lowered.compile()
+    clock.append(time.perf_counter())
+    found[name] = [b - a for a, b in zip(clock, clock[1:], strict=False)]
+    print(f"  {name:16}", *(f"{s:6.2f} s" for s in found[name]))
   ratios = [a / b for a, b in zip(found[recipe], found["dense"], strict=True)]
   whole = sum(found[recipe]) / sum(found["dense"])
   print("  ratio trace, lower, compile, all:", *(f"{r:.1f}" for r in (*ratios, whole)))
@@ -196,13 +136,12 @@ def calls(recipe):
   rules = rules_of(recipe)
   tx = nms.sparse(optax.adamw(1e-3), rules)
   opt, masks = tx.init(params), nms.init_state(params, rules)
-  programs = {
-    "sparsify": lambda: jax.make_jaxpr(lambda p, s: nms.sparsify(p, rules, s, masks))(
-      params, jnp.int32(50)
-    ),
-    "update": lambda: jax.make_jaxpr(lambda g, o, p: tx.update(g, o, p))(params, opt, params),
-  }
-  for name, program in programs.items():
+  effective = lambda p, s: nms.sparsify(p, rules, s, masks)
+  update = lambda g, o, p: tx.update(g, o, p)
+  for name, function, args in (
+    ("sparsify", effective, (params, jnp.int32(50))),
+    ("update", update, (params, opt, params)),
+  ):
     for which in ("first", "later"):
       seen = collections.Counter()
 
@@ -212,14 +151,12 @@ def calls(recipe):
           seen[frame.f_code.co_filename] += 1
 
       sys.setprofile(note)
-      try:
-        program()
-      finally:
-        sys.setprofile(None)
+      jax.make_jaxpr(lambda *args, function=function: function(*args))(*args)
+      sys.setprofile(None)
       print(f"  {name:8} {which:5}  {sum(seen.values())} calls in {len(seen)} files")
 
 
-def places(count):
+def assign(count):
   """Prints how long rules take to assign, one for each of many parameters."""
   kernel = jax.ShapeDtypeStruct((16, 16), jnp.float32)
   params = {f"layer_{i}": {"kernel": kernel} for i in range(count)}
@@ -233,7 +170,7 @@ def places(count):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--networks", nargs="+", choices=("mlp", "t5", "vit"), default=["mlp"])
+  parser.add_argument("--networks", nargs="+", choices=tuple(NETWORKS), default=["mlp"])
   parser.add_argument("--topology", help="compile for a chip of it in place of running")
   parser.add_argument("--recipes", nargs="+", default=["mdgf_exponential", "sr_ste"])
   parser.add_argument("--turns", type=int, default=12)
@@ -242,15 +179,14 @@ def main():
   parser.add_argument("--calls", action="store_true", help="Python calls of two leaves")
   args = parser.parse_args()
   if args.rules:
-    return places(args.rules)
+    return assign(args.rules)
+  device = topology.devices(args.topology)[0] if args.topology else None
   for recipe in args.recipes:
     if args.leaves:
       leaves(args.leaves, recipe)
     elif args.calls:
-      print(recipe)
       calls(recipe)
     else:
-      device = topology.devices(args.topology)[0] if args.topology else None
       for network in args.networks:
         for dtype in (jnp.float32, jnp.bfloat16):
           costs(network, recipe, dtype, args.turns, device)

@@ -25,7 +25,6 @@ parser.add_argument("--backends", nargs="+", default=["cpu_ffi", "xla_scan"])
 parser.add_argument("--values", default="float32")
 parser.add_argument("--isa", default="best", help="best, portable, avx2 or avx512, of cpu_ffi")
 parser.add_argument("--turns", type=int, default=11)
-parser.add_argument("--busy", action="store_true", help="time of the processor, not of the clock")
 parser.add_argument("--json", action="store_true", help="print the rows of table.json")
 parser.add_argument("--record", help="a file for the ratios, the command and the versions")
 parser.add_argument("--peers", action="store_true", help="dense products of OpenVINO and PyTorch")
@@ -43,26 +42,19 @@ import importlib.metadata
 import importlib.util
 import platform
 import shlex
+import statistics
 import sys
 import time
 
+import _timing
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nm_sparsity_jax.analysis.bench import layers
 from nm_sparsity_jax.core import packed
 from nm_sparsity_jax.core.packed import cpu
 from nm_sparsity_jax.core.patterns import NM
-
-
-def sparse(rng, depth, features, pattern):
-  """Returns a random n:m weight, packed."""
-  groups = depth // pattern.m
-  at = np.argsort(rng.random((groups, pattern.m, features), np.float32), axis=1)[:, : pattern.n]
-  w = np.zeros((groups, pattern.m, features), np.float32)
-  values = rng.standard_normal((groups, pattern.n, features), np.float32)
-  np.put_along_axis(w, at, values, 1)
-  return packed.pack(w.reshape(depth, features), pattern, dtype=ARGS.values)
 
 
 def product(backend):
@@ -79,9 +71,9 @@ def of_openvino(x, weights):
   for w in weights:
     node = opset13.parameter(x.shape, np.float32)
     product = opset13.matmul(node, opset13.constant(np.ascontiguousarray(w.T)), False, True)
-    told = {"INFERENCE_NUM_THREADS": ARGS.cores, "INFERENCE_PRECISION_HINT": "f32"}
-    told |= {"ENABLE_CPU_PINNING": False, "ENABLE_HYPER_THREADING": False}
-    model = openvino.Core().compile_model(openvino.Model([product], [node]), "CPU", told)
+    options = {"INFERENCE_NUM_THREADS": ARGS.cores, "INFERENCE_PRECISION_HINT": "f32"}
+    options |= {"ENABLE_CPU_PINNING": False, "ENABLE_HYPER_THREADING": False}
+    model = openvino.Core().compile_model(openvino.Model([product], [node]), "CPU", options)
     requests.append(model.create_infer_request())
   return lambda: [request.infer([x], share_outputs=True) for request in requests]
 
@@ -123,51 +115,52 @@ def copies(rows):
   return 4 if rows <= 16 else 1
 
 
+def jitted(function, x, weights):
+  """Returns a call that multiplies x by each weight."""
+
+  def chained(x, weights):
+    found = []
+    for w in weights:
+      found.append(function(x, w))
+      if ARGS.cores > 1:  # the next product waits for this one; x is donated and updated in place
+        x = x.at[0, 0].set(0 * found[-1][0, 0])
+    return x, found
+
+  call = jax.jit(chained, donate_argnums=0)
+  weights = jax.tree.map(jnp.asarray, weights)
+  held = [jnp.array(x, copy=True)]
+
+  def run():
+    held[0], products = call(held[0], weights)
+    jax.block_until_ready(products)
+
+  run()
+  return run
+
+
 def candidates(x, patterns, shape, number):
   """Returns name -> a call that multiplies x by `number` weights."""
   rng = np.random.default_rng(0)
-  depth, features = shape
   dense = [rng.standard_normal(shape, np.float32) for _ in range(number)]
-  xj = jnp.asarray(x)
-  found = {}
-
-  def jitted(name, function, weights):
-    def chained(x, weights):
-      found = []
-      for w in weights:
-        found.append(function(x, w))
-        if ARGS.cores > 1:  # x is changed where it lies, since the caller gives it up
-          x = x.at[0, 0].set(0 * found[-1][0, 0])
-      return x, found
-
-    call = jax.jit(chained, donate_argnums=0)
-    weights = jax.tree.map(jnp.asarray, weights)
-    held = [jnp.array(x, copy=True)]
-
-    def run():
-      held[0], products = call(held[0], weights)
-      jax.block_until_ready(products)
-
-    run()
-    found[name] = run
-
-  jitted("dense x@W", lambda x, w: x @ w, dense)
-  jitted("dense x@W.T", lambda x, w: x @ w.T, [np.ascontiguousarray(w.T) for w in dense])
-  found["dense numpy"] = lambda: [x @ w for w in dense]
-  found |= peers_of(x, dense)
+  found = {
+    "dense x@W": jitted(lambda x, w: x @ w, x, dense),
+    "dense x@W.T": jitted(lambda x, w: x @ w.T, x, [np.ascontiguousarray(w.T) for w in dense]),
+    "dense numpy": lambda: [x @ w for w in dense],
+    **peers_of(x, dense),
+  }
   for pattern in patterns:
-    one = sparse(rng, depth, features, NM.parse(pattern))
+    one = layers.random(*shape, NM.parse(pattern), ARGS.values)
     for backend in ARGS.backends:
       ready = packed.prepare(one, len(x), backend)
       weights = [jax.tree.map(lambda a: jnp.array(a, copy=True), ready) for _ in range(number)]
-      jitted((pattern, backend), product(backend), weights)
-      got = np.asarray(product(backend)(xj, jax.tree.map(jnp.asarray, ready)))
-      due = x @ packed.unpack(one).astype(np.float32)
-      assert np.abs(got - due).max() <= 1e-4 * np.abs(due).max(), (pattern, backend)
+      found[pattern, backend] = jitted(product(backend), x, weights)
+      got = np.asarray(product(backend)(jnp.asarray(x), weights[0]))
+      wanted = x @ packed.unpack(one).astype(np.float32)
+      assert np.abs(got - wanted).max() <= 1e-4 * np.abs(wanted).max(), (pattern, backend)
   return found
 
 
-def once(call, clock):
+def once(call):
   """Returns the time of one call.
 
   With several cores it is the median of 60 ms of calls. Threads of OpenBLAS spin for a while after
@@ -183,85 +176,71 @@ def once(call, clock):
     call()
   found = []
   while not found or (several and time.perf_counter() < begin + 0.12):
-    start = clock()
+    start = time.perf_counter()
     call()
-    found.append(clock() - start)
+    found.append(time.perf_counter() - start)
   return float(np.median(found))
 
 
 def timed(calls):
-  clock = time.process_time if ARGS.busy else time.perf_counter
-  turns = [{name: once(call, clock) for name, call in calls.items()} for _ in range(ARGS.turns)]
+  turns = [{name: once(call) for name, call in calls.items()} for _ in range(ARGS.turns)]
   return {name: float(np.median([turn[name] for turn in turns])) for name in calls}
 
 
-def processor():
-  """Returns name, family and model, since one name is of many processors."""
-  with open("/proc/cpuinfo", encoding="utf8") as file:
-    told = dict(line.split(":", 1) for line in file.read().partition("\n\n")[0].splitlines())
-  told = {key.strip(): value.strip() for key, value in told.items()}
-  family, model = (told.get(key, "?") for key in ("cpu family", "model"))
-  return f"{told.get('model name', platform.machine())}, family {family}, model {model}"
-
-
-def record(mean, ratios):
+def record(ratios):
   """Writes what was measured, and what measured it."""
   words = [word for word in sys.argv[1:] if word not in ("--record", ARGS.record)]
-  packages = ["jax", "jaxlib", "numpy"] + [p for p in PEERS if ARGS.peers]
-  rows = [
-    {"backend": b, "pattern": p, "rows": r, "mean": round(mean[b, p, r], 2)}
-    | {"least": round(min(ratios[b, p, r]), 2)}
-    for b, p, r in mean
-  ]
-  told = {
+  packages = ["jax", "jaxlib", "numpy", *(p for p in PEERS if ARGS.peers)]
+  installed = [name for name in packages if importlib.util.find_spec(name)]
+  made = {
     "command": shlex.join(["python", "benchmarks/packed.py", *words]),
-    "versions": {
-      name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)
-    },
+    "versions": {name: importlib.metadata.version(name) for name in installed},
     "python": platform.python_version(),
-    "processor": processor(),
+    "processor": _timing.machine()["processor"],
     "cores": ARGS.cores,
     "values": ARGS.values,
     "isa": cpu.isa(ARGS.isa),
     "shapes": ARGS.shapes,
-    "ratios": rows,
+    "ratios": [
+      {"backend": b, "pattern": p, "rows": r}
+      | {"mean": round(statistics.geometric_mean(x), 2), "least": round(min(x), 2)}
+      for (b, p, r), x in ratios.items()
+    ],
   }
   with open(ARGS.record, "w", encoding="utf-8") as file:
-    file.write(json.dumps(told, indent=1) + "\n")
+    file.write(json.dumps(made, indent=1) + "\n")
 
 
-def main():
+def measured():
+  """Returns (backend, pattern, rows) -> how many times faster than the best dense, by shape."""
   ratios = {}
   for rows in ARGS.rows:
     for text in ARGS.shapes:
       shape = tuple(map(int, text.split("x")))
       x = np.random.default_rng(1).standard_normal((rows, shape[0]), np.float32)
       times = timed(candidates(x, ARGS.patterns, shape, copies(rows)))
-      best = min(t for name, t in times.items() if isinstance(name, str))
+      which = min((n for n in times if isinstance(n, str)), key=times.__getitem__)
       for name, spent in times.items():
         if not isinstance(name, str):
-          ratios.setdefault((name[1], name[0], rows), []).append(best / spent)
-      which = min((n for n in times if isinstance(n, str)), key=times.__getitem__)
-      print(
-        f"# {text}, {rows} rows: dense {best * 1e6 / copies(rows):.0f} us ({which})", flush=True
-      )
-  mean = {key: float(np.exp(np.mean(np.log(found)))) for key, found in ratios.items()}
+          ratios.setdefault((name[1], name[0], rows), []).append(times[which] / spent)
+      best = times[which] * 1e6 / copies(rows)
+      print(f"# {text}, {rows} rows: dense {best:.0f} us ({which})", flush=True)
+  return ratios
+
+
+def main():
+  ratios = measured()
   if ARGS.record:
-    record(mean, ratios)
-  for name, pattern, rows in mean:
-    if pattern == "dense":
-      print(f"# {name}, {rows} rows: {mean[name, pattern, rows]:.2f} of the best dense")
-  for backend in ARGS.backends:
-    name = f"cpu_ffi {cpu.isa(ARGS.isa)}" if backend == "cpu_ffi" else backend
-    print(f"\n{name}, {ARGS.values}, {ARGS.cores} cores: times the best dense; rows {ARGS.rows}")
-    for pattern in ARGS.patterns:
-      cells = [
-        f"{mean[backend, pattern, rows]:6.2f} ({min(ratios[backend, pattern, rows]):.2f})"
-        for rows in ARGS.rows
-      ]
-      print(f"{pattern:>6}", *cells, flush=True)
-    if ARGS.json:
-      n_over_m = lambda pattern: f"{NM.parse(pattern).m / NM.parse(pattern).n:g}"
+    record(ratios)
+  show = lambda x: f"{statistics.geometric_mean(x):.2f} ({min(x):.2f})"
+  _timing.head("kernel, pattern", *(f"{rows} rows" for rows in ARGS.rows))
+  for backend, pattern in dict.fromkeys(key[:2] for key in ratios):
+    cells = (show(ratios[backend, pattern, rows]) for rows in ARGS.rows)
+    _timing.row(backend if pattern == "dense" else f"{backend}, {pattern}", *cells)
+  if ARGS.json:
+    n_over_m = lambda pattern: f"{NM.parse(pattern).m / NM.parse(pattern).n:g}"
+    for backend in ARGS.backends:
+      name = f"cpu_ffi {cpu.isa(ARGS.isa)}" if backend == "cpu_ffi" else backend
       worst = {
         n_over_m(p): [round(min(ratios[backend, p, rows]), 2) for rows in ARGS.rows]
         for p in ARGS.patterns

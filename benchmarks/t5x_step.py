@@ -2,7 +2,6 @@
 
     python benchmarks/t5x_step.py
     python benchmarks/t5x_step.py --only sdgf --layers 2 --metrics-every 100
-    python benchmarks/t5x_step.py --compiles 3 --blocks 0     # how long each step compiles, no more
 
 T5X as found by the tests (installed, T5X_PATH, or ~/.cache/nm-sparsity/t5x), a synthetic batch of
 8 x (64 + 32) tokens, T5.1.1-small's widths, float32, no dropout, FF kernels sparse.
@@ -13,19 +12,16 @@ T5X as found by the tests (installed, T5X_PATH, or ~/.cache/nm-sparsity/t5x), a 
     decode ...      predict_batch, greedy, to the full length, all from the same weights
 
 Printed: median and middle half of the time over dense T5X (for decoding, over T5X's decoding of the
-same parameters). Gates: <= 1.05. With --metrics-every K each recipe is measured twice, in a step
+same parameters). With --metrics-every K each recipe is measured twice, in a step
 that samples metrics and in one that does not, and the gate is on their mean over K steps.
 
-compile  processor time that the train step took to trace and compile, over dense T5X's: the median
-         of --compiles turns, each right after dense T5X. The row of a sampled step has that of the
-         two programs beside it.
-         Gates: <= 1.25, and <= 1.6 for sdgf_* and idp.
-wall     the same by the clock on the wall.
+compilation  processor time that the train step took to trace and compile, over dense T5X's: the
+             median of --compiles turns, each right after dense T5X. The row of a sampled step has
+             that of the two programs beside it.
 """
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import re
 import statistics
@@ -35,19 +31,13 @@ import warnings
 
 import _timing
 
-PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-PARSER.add_argument("--core", type=int, default=1, help="processor to run on")
-PARSER.add_argument("--blocks", type=int, default=7, help="turns of each candidate; 0 = none")
+PARSER = _timing.parser(__doc__, blocks=7)
 PARSER.add_argument("--compiles", type=int, default=1, help="compilations of each train step")
 PARSER.add_argument("--layers", type=int, default=8, help="layers of each stack")
 PARSER.add_argument("--only", default="", help="a regex: candidates whose name matches")
-PARSER.add_argument("--optimizer", choices=("adafactor", "adamw"), default="adafactor")
 PARSER.add_argument("--metrics-every", type=int, default=0, help="sample metrics; 0 = never")
-PARSER.add_argument("--json", help="write the rows to this file")
-PARSER.add_argument("--any-device", action="store_true", help="neither pin nor insist on the CPU")
 ARGS = PARSER.parse_args()
-if not ARGS.any_device:
-  _timing.pin(ARGS.core)
+_timing.pin(ARGS.core)
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
 import t5x_found
@@ -67,7 +57,7 @@ import functools
 
 import seqio
 from absl import logging
-from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, utils
+from t5x import adafactor, decoding, models, partitioning, trainer, utils
 from t5x.examples.t5 import network as t5x_network
 
 from nm_sparsity_jax.integrations import t5x as t5x_adapter
@@ -82,12 +72,9 @@ SIZES = dict(
 )  # fmt: skip
 BATCH, INPUTS, TARGETS = 8, 64, 32
 PHASES = nms.Phases(total=1000, dense=100, finetune=200)
-OPTIMIZER = {
-  "adamw": lambda: optimizers.adamw(1e-4),
-  "adafactor": lambda: adafactor.Adafactor(
-    decay_rate=0.8, logical_factor_rules=adafactor.standard_logical_factor_rules()
-  ),
-}[ARGS.optimizer]()
+OPTIMIZER = adafactor.Adafactor(
+  decay_rate=0.8, logical_factor_rules=adafactor.standard_logical_factor_rules()
+)
 # No token ends a decode, so every candidate decodes the same number of tokens.
 VOCABULARY = seqio.PassThroughVocabulary(SIZES["vocab_size"], eos_id=-1)
 
@@ -235,100 +222,89 @@ def chosen(candidates):
   return [c for c in candidates if re.search(ARGS.only, c[0]) or "dense T5X" in c[0]]
 
 
-def timed(what, call, *args, **kwargs):
-  """Returns what the call returns, the processor time that it took, and the wall time."""
-  wall, start = time.perf_counter(), time.process_time()
-  out = call(*args, **kwargs)
-  took = time.process_time() - start, time.perf_counter() - wall
-  print(f"{what}: {took[0]:.1f} s of the processor, {took[1]:.1f} s", file=sys.stderr, flush=True)
-  return out, took
+def timed(what, call, *args):
+  """Returns the processor time that a call takes."""
+  start = time.process_time()
+  call(*args)
+  took = time.process_time() - start
+  print(f"{what}: {took:.1f} s of the processor", file=sys.stderr, flush=True)
+  return took
 
 
-def compile_all(params=None):
-  """Returns the candidates (plain, sampled or None) by name, and their costs over dense T5X.
+def compile_all():
+  """Returns parameters, the candidates (plain, sampled or None) by name, and their costs.
 
-  Each is compiled right after dense T5X: a shared machine drifts from one minute to the next.
+  A cost is over dense T5X, compiled right before: a shared machine drifts from one minute to the
+  next.
   """
-  runs, ratios = {}, {}
-  for turn in range(ARGS.compiles):
+  runs, ratios, params, k = {}, {}, None, ARGS.metrics_every
+  for _ in range(ARGS.compiles):
     for name, recipe, at in chosen(cases()):
       jax.clear_caches()
       base = Candidate(None, 0)
       params = draw(base.shapes.params) if params is None else params
-      dense = timed("compiled dense T5X", base.compile_step, params)[1]
-      over = lambda took, dense=dense: tuple(a / b for a, b in zip(took, dense, strict=True))
+      dense = timed("compiled dense T5X", base.compile_step, params)
       if recipe is None:
-        runs[name], ratios[name] = (base, None), [(1.0, 1.0)]
+        runs[name], ratios[name] = (base, None), [1.0]
         continue
-      k = ARGS.metrics_every
       plain, sampled = Candidate(recipe, at // k * k if k else at, k), None
-      took = timed(f"compiled {name}", plain.compile_step, params)[1]
-      ratios.setdefault(name, []).append(over(took))
+      took = timed(f"compiled {name}", plain.compile_step, params)
+      ratios.setdefault(name, []).append(took / dense)
       if k:
-        took = timed(f"compiled {name} sampled", plain.compile_samples)[1]
-        ratios.setdefault(f"{name} sampled", []).append(over(took))
+        took = timed(f"compiled {name} sampled", plain.compile_samples)
+        ratios.setdefault(f"{name} sampled", []).append(took / dense)
         sampled = Candidate(recipe, at // k * k + k - 1, k)
         sampled.begin(params)
         sampled.step = plain.step
-      if not turn:
-        runs[name] = plain, sampled
+      runs.setdefault(name, (plain, sampled))
   return params, runs, ratios
 
 
 def measure_steps(rows):
   params, runs, ratios = compile_all()
-  ratio = lambda name: [statistics.median(x) for x in zip(*ratios[name], strict=True)]
-  if not ARGS.blocks:
-    for name in ratios:
-      show(rows, name, None, None, ratio(name))
-    return params
   optimizer = runs["dense T5X"][0].shapes._optimizer
   zeros = lambda x: jnp.zeros(x.shape, x.dtype)
   live = {"params": params, "state": jax.tree.map(zeros, optimizer.state)}
   wanted = {name: plain for name, (plain, _) in runs.items()}
   wanted |= {f"{name} sampled": run for name, (_, run) in runs.items() if run}
   calls = {name: functools.partial(run.run_step, live) for name, run in wanted.items()}
-  times = timed("measured steps", _timing.interleave, calls, ARGS.blocks, seconds=0.0)[0]
+  times = _timing.interleave(calls, ARGS.blocks, seconds=0.0)
+  compiled = lambda name: statistics.median(ratios[name])
+  dense, k = times["dense T5X"], ARGS.metrics_every
   for name in runs:
-    mine, k = times[name], ARGS.metrics_every
+    mine = times[name]
     if (sampled := times.get(f"{name} sampled")) is not None:
       mine = [((k - 1) * a + b) / k for a, b in zip(mine, sampled, strict=True)]
-      show(rows, f"{name} sampled", sampled, times["dense T5X"], ratio(f"{name} sampled"))
-    show(rows, name, mine, times["dense T5X"], ratio(name))
+      show(rows, f"{name} sampled", sampled, dense, compiled(f"{name} sampled"))
+    show(rows, name, mine, dense, compiled(name))
   return live["params"]
 
 
 def measure_decoding(rows, params):
   runs = {}
   for name, recipe, at in chosen(decode_cases()):
-    run = runs[name] = Candidate(recipe, at)
-    params = draw(run.shapes.params) if params is None else params
-    timed(f"compiled {name}", run.compile_decode, params)
+    runs[name] = Candidate(recipe, at)
+    runs[name].compile_decode(params)
   calls = {name: run.decode for name, run in runs.items()}
-  times = timed("measured decoding", _timing.interleave, calls, ARGS.blocks, seconds=0.0)[0]
+  times = _timing.interleave(calls, ARGS.blocks, seconds=0.0)
   for name in runs:
     show(rows, name, times[name], times["decode dense T5X"])
 
 
 def show(rows, name, times, dense, compiled=None):
-  over = None if times is None else _timing.ratio(times, dense)
-  text = f"{over[0]:.3f} [{over[1]:.3f}, {over[2]:.3f}]" if over else ""
-  both = "".join(f"{x:8.2f}" for x in compiled or ())
-  print(f"{name:28} {text:20} {both}", flush=True)
-  cpu, wall = compiled or (None, None)
-  row = {"candidate": name, "over_dense": over, "compile_over_dense": cpu}
-  rows.append({**row, "compile_wall_over_dense": wall})
+  over = _timing.ratio(times, dense)
+  _timing.row(name, _timing.show(over), "" if compiled is None else compiled)
+  rows.append({"candidate": name, "over_dense": over, "compile_over_dense": compiled})
 
 
 def main():
-  rows, params = [], None
-  print(f"{'candidate':28} {'over dense T5X':20}  {'compile':>7} {'wall':>7}")
-  if not ARGS.only.startswith("decode"):
-    params = measure_steps(rows)
+  rows = []
+  _timing.head("candidate", "over dense T5X", "compilation")
+  params = measure_steps(rows)
   jax.clear_caches()
-  if ARGS.blocks and len(chosen(decode_cases())) > 1:
+  if len(chosen(decode_cases())) > 1:
     measure_decoding(rows, params)
-  _timing.save(ARGS.json, rows, "python " + " ".join(sys.argv))
+  _timing.save(ARGS.json, rows)
 
 
 if __name__ == "__main__":

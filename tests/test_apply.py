@@ -186,6 +186,9 @@ def test_snip_without_a_step_of_its_window_has_no_mask(calls):
   assert np.isnan(kernel(sparsify(params, rules, 18, state))).any()
   with pytest.raises(ValueError, match="never taken"):
     nms.finalize(params, rules, 18, state)
+  for other in (rules, ff("snip", "1:8", batches=3)):
+    done = jax.jit(lambda params, state, rules=other: nms.finalize(params, rules, 18, state))
+    assert np.isnan(kernel(done(params, state))).all()
 
 
 def test_mistakes_with_a_state():

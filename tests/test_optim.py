@@ -185,6 +185,10 @@ def test_mistakes_are_named():
     ("mask as state", lambda: idp.update(ZEROS, state, params)),
     ("out of date", lambda: idp.update(ZEROS, late, params, nm_state=masks)),
     ("match no parameter", lambda: tx.init({"other": params["other"]})),
+    (
+      "hides",
+      lambda: optax.masked(tx, jax.tree.map(lambda w: w is params["other"], params)).init(params),
+    ),
   ):
     with pytest.raises(ValueError, match=word):
       do()

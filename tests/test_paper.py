@@ -10,9 +10,9 @@ from test_gin import ROOT, config
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import plan, report
+from nm_sparsity_jax.analysis.page import Table
 from nm_sparsity_jax.analysis.plan import contents
 from nm_sparsity_jax.analysis.plan.findings import Findings
-from nm_sparsity_jax.analysis.report import Table
 from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.runs import paper, results
 from nm_sparsity_jax.trainer.images import rand_augment

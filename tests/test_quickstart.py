@@ -18,7 +18,8 @@ import jax
 import pytest
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.analysis.report import charts, reading, scored
+from nm_sparsity_jax.analysis import charts
+from nm_sparsity_jax.analysis.report import reading, scored
 from nm_sparsity_jax.cli import quickstart_steps
 from nm_sparsity_jax.recipes import RECIPES
 
@@ -319,7 +320,7 @@ def test_all_of_it_within_four_minutes_and_convincing(tmp_path):
 @pytest.mark.slow
 def test_all_of_rebus_within_six_minutes_and_convincing(tmp_path):
   """One seed lies where the recorded seeds do. Issue 15's 85 % and 55 % are promises of their mean:
-  tests/test_rebus_benchmark.py. Never ranks."""
+  tests/test_study_page.py. Never ranks."""
   pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
   env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
   before = resource.getrusage(resource.RUSAGE_CHILDREN)

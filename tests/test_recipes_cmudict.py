@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from study_records import ROOT
 
 import nm_sparsity_jax as nms
@@ -71,13 +69,6 @@ def test_edits_by_hand():
   assert spelled.error_rate(found, wanted) == (1 + 3) / (3 + 1)
 
 
-@given(*[st.lists(st.integers(2, 4), max_size=6)] * 3)
-def test_edits_are_a_distance(a, b, c):
-  d = spelled.edits
-  assert d(a, b) == d(b, a) >= abs(len(a) - len(b)) and (d(a, b) == 0) == (a == b)
-  assert d(a, c) <= d(a, b) + d(b, c) and d(a, b + c) <= d(a, b) + len(c)
-
-
 def test_decoding_takes_the_likeliest_after_its_own_answers(tiny):
   network = tiny.network(True)
   x, _ = tiny.draw(jax.random.key(0))["test"]
@@ -94,17 +85,7 @@ def test_decoding_takes_the_likeliest_after_its_own_answers(tiny):
   assert ended.any() and (np.asarray(found)[ended] == spelled.PAD).all()
 
 
-def test_padding_counts_nowhere(tiny):
-  _, y = tiny.draw(jax.random.key(0))["test"]
-  counted = np.asarray(tiny.counted(y))
-  assert (counted.sum(1) == (np.asarray(y) == spelled.END).argmax(1) + 1).all()
-  found = train.train("cmudict", recipes.Row("dense"), "-", 2, 0)
-  answers = np.asarray(y)[counted]
-  assert found["largest"] == np.bincount(answers).max() / counted.sum()
-  assert found["versions"]["cmudict"] == spelled.VERSION
-
-
-def test_a_score_is_a_mean_over_phonemes_and_ends(tiny):
+def test_scores_are_means_over_phonemes_and_ends_without_padding(tiny):
   x, y = tiny.draw(jax.random.key(0))["test"]
   network = tiny.network(True)
   params = network.init(jax.random.key(2), x)["params"]
@@ -112,6 +93,7 @@ def test_a_score_is_a_mean_over_phonemes_and_ends(tiny):
   loss, accuracy = run.score(params, {"test": (x, y)})
   logits = np.asarray(network.apply({"params": params}, x), np.float64)
   answers, counted = np.asarray(y), np.asarray(y) != spelled.PAD
+  assert (counted.sum(1) == (answers == spelled.END).argmax(1) + 1).all()
   logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   mine = -np.take_along_axis(logs, answers[..., None], -1)[..., 0]
   np.testing.assert_allclose(loss, mine[counted].mean(), rtol=1e-5)
@@ -120,17 +102,13 @@ def test_a_score_is_a_mean_over_phonemes_and_ends(tiny):
 
 def test_what_is_decoded_is_finalized(tiny, monkeypatch):
   row = recipes.Row("sr_ste")
-  whole = train.train("cmudict", row, "1:8", 4, 0)
-  assert whole["density"] == 1 / 8 and 0 < whole["phoneme_error_rate"]
+  whole = train.train("cmudict", row, "1:8", 2, 0)
+  assert whole["density"] == 1 / 8 and whole["versions"]["cmudict"] == spelled.VERSION
   monkeypatch.setattr(nms, "finalize", lambda params, *_: jax.tree.map(jnp.zeros_like, params))
   monkeypatch.setattr(train, "density", lambda *_: 0.0)
   # All logits are 0, so each answer is padding: 12 edits at most, and no phoneme is right.
-  found = train.train("cmudict", row, "1:8", 4, 0)
+  found = train.train("cmudict", row, "1:8", 2, 0)
   _, y = tiny.draw(jax.random.key(0))["test"]
   silent = spelled.error_rate(np.zeros_like(y), np.asarray(y))
   assert found["phoneme_error_rate"] == silent != whole["phoneme_error_rate"]
-
-
-def test_lost_weights_score_as_silence_does(tiny):
-  found = train.train("cmudict", recipes.Row("sr_ste", rate=1e30), "1:8", 4, 0)
-  assert found["diverged"] and found["phoneme_error_rate"] == 1.0
+  assert tiny.further(None, None, {"test": (None, y)}) == {"phoneme_error_rate": 1.0}

@@ -1,6 +1,7 @@
 """nm-sparsity report: what runs wrote is what the page shows, and a browser shows the page."""
 
 import html.parser
+import itertools
 import json
 import math
 import pathlib
@@ -579,6 +580,15 @@ def test_marks_far_from_zero_are_exact():
   line = Line(0, [(1_000_000, 1.0), (1_001_000, 2.0)])
   drawn = drawing.svg(Chart("k", "t", "step", [line], since=1_000_000), ["a"])
   assert ">1M<" in drawn and ">1.0002M<" in drawn and ">1.001M<" in drawn
+
+
+def test_a_level_jumps_and_does_not_slope():
+  line = Line(0, [(0, 1.0), (1, 2.0), (2, 1.5)], "steps")
+  drawn = drawing.svg(Chart("k", "t", "step", [line]), ["level"])
+  path = re.search(r"<title>level</title>\s*<path d=\"(.*?)\"", drawn, re.DOTALL)[1]
+  corners = re.findall(r"[ML] (\S+) (\S+)", path)
+  assert len(corners) == 5
+  assert all(a[0] == b[0] or a[1] == b[1] for a, b in itertools.pairwise(corners))
 
 
 def test_names_are_escaped_wherever_they_stand():

@@ -392,6 +392,10 @@ def test_mistakes_are_said():
   for word, do in (
     ("parameters", lambda: TX.update(params, opt)),
     ("match no parameter", lambda: TX.init({"bias": params["bias"]})),
+    (
+      "hides",
+      lambda: optax.masked(TX, lambda p: jax.tree.map(lambda w: w.ndim < 2, p)).init(params),
+    ),
     ("int32", lambda: nms.sparse(INNER, whole).init({"bias": jnp.ones(8, jnp.int32)})),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
     ("2 states", lambda: nms.dense_params(params, (opt, opt))),

@@ -161,7 +161,7 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
   model = _local.argument(config, "model")
   lengths: Any = config.get("TASK_FEATURE_LENGTHS")
   inputs = lengths.get("inputs") if isinstance(lengths, Mapping) else None
-  with tempfile.TemporaryDirectory() as room, orbax.quiet_threads():
+  with tempfile.TemporaryDirectory() as room, orbax.quiet():
     stored = checkpoints.opened(args.checkpoint, model)
     if stored.packed is None:
       file = f"{room}/packed.safetensors"

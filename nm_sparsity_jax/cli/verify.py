@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.runs import orbax
 
   _imports.load(args)
-  with orbax.quiet_threads():
+  with orbax.quiet():
     proof = runs.verify(args.checkpoint, **_rules.given(args))
   if args.json:
     print(json.dumps(proof.as_dict(), indent=2))

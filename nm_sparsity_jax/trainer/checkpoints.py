@@ -30,7 +30,7 @@ from flax import serialization, traverse_util
 
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.runs import arrays, check_start, checkpoint, folders, orbax
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders, orbax
 from nm_sparsity_jax.trainer.step import Model, TrainState
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.layers import COLLECTION
@@ -94,7 +94,8 @@ class Checkpoints:
   """
 
   def __init__(self, folder: str | os.PathLike, keep: int | None):
-    ocp = orbax.library(str(folder))
+    import orbax.checkpoint as ocp
+
     self._ocp, self._keep = ocp, keep
     self.folder = pathlib.Path(folder).absolute()
     self.best: int | None = None  # the step that is never removed
@@ -103,7 +104,7 @@ class Checkpoints:
       step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
     )
     self._quiet = contextlib.ExitStack()
-    self._quiet.enter_context(orbax.quiet_threads())
+    self._quiet.enter_context(orbax.quiet())
     with orbax.quiet():
       self._manager = ocp.CheckpointManager(
         self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
@@ -185,7 +186,7 @@ class Checkpoints:
       wanted.pop(MUTABLES)
     where = jax.tree.map(lambda x: getattr(x, "sharding", model.replicated), wanted)
     try:
-      tree = arrays.restore(path / "state", wanted, where)
+      tree = checkpoint.restore(path / "state", wanted, where)
     except Exception as e:
       others = [s for s in self.steps() if s < step]
       then = f"continues from {_PREFIX}_{others[-1]}" if others else "starts over"
@@ -233,7 +234,7 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
   if is_held:
     like[MUTABLES] = model.collections
   tree = _load(stored, like, model)
-  if said := check_start.told(stored):
+  if said := checkpoint_rules.check_start(stored):
     warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
   collections = tree[MUTABLES] if is_held else model.initial(key)[1]
   return tree["target"], collections, stored.step or 0
@@ -243,9 +244,9 @@ def _load(stored: checkpoint.Stored, like: Any, model: Model) -> Any:
   """Loads what a tree names, from the average where the run kept one."""
   where = {name: model.shardings(x) for name, x in like.items()}
   if not stored.average:
-    return arrays.load(stored, like, where)
+    return checkpoint.load(stored, like, where)
   moved = lambda tree: nested({stored.deployed(key): x for key, x in flatten(tree)})
-  found = dict(flatten(arrays.load(stored, moved(like), moved(where))))
+  found = dict(flatten(checkpoint.load(stored, moved(like), moved(where))))
   leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

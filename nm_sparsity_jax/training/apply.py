@@ -77,8 +77,8 @@ def finalize(
     early: finalize though a schedule is not over.
   """
   assignment, step = rules.assign(params), as_step(step)
-  is_traced = isinstance(step, jax.core.Tracer)
-  if not (early or is_traced) and (ahead := assignment.unfinished(int(step))):
+  is_known = not isinstance(step, jax.core.Tracer)
+  if is_known and not early and (ahead := assignment.unfinished(int(step))):
     raise ValueError(
       f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True)."
     )
@@ -88,12 +88,12 @@ def finalize(
     if site is None:
       return w
     check_floating(path, w)
-    recipe = site.recipe
-    done = recipe.final(w, site.groups, final(site, state))
-    # A traced step cannot raise, but NaN is seen.
-    if early or not is_traced or recipe.phases is None:
-      return done
-    return jnp.where(step < recipe.phases.finetune_start, jnp.full_like(done, jnp.nan), done)
+    kept, wrong = final(site, state)
+    done = site.recipe.final(w, site.groups, kept)
+    if not early:
+      wrong = wrong | (step < site.recipe.phases.finetune_start)
+    # What is traced cannot raise, but NaN is seen.
+    return jnp.where(wrong, jnp.full_like(done, jnp.nan), done)
 
   return map_with_names(apply, params)
 

@@ -14,7 +14,7 @@ import optax
 from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.stored import State, current
-from nm_sparsity_jax.training.transform import SparseState, scalar, states
+from nm_sparsity_jax.training.transform import SparseState, check_whole, scalar, states
 
 
 class SrSteState(NamedTuple):
@@ -54,6 +54,7 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
   """
 
   def init(params):
+    check_whole(params, rules)
     rules.assign(params)
     return SrSteState(jnp.zeros((), jnp.int32))
 

@@ -168,10 +168,10 @@ def current(
   return check_step(site, step, stamps), found["mask"]
 
 
-def final(site: Site, state: State | None) -> dict[str, jax.Array]:
-  """Returns all that a state keeps of a site at the end of a run; empty where it keeps nothing.
+def final(site: Site, state: State | None) -> tuple[dict[str, jax.Array], jax.Array | bool]:
+  """Returns all that a state keeps of a site at the end of a run, and whether it is wrong.
 
-  Raises where a mask is missing, is of other rules, or was never taken.
+  Raises where a mask is missing, or is known to be of other rules or never taken.
 
   Args:
     site: the site.
@@ -179,17 +179,17 @@ def final(site: Site, state: State | None) -> dict[str, jax.Array]:
   """
   recipe = site.recipe
   if not recipe.stateful:
-    return {}
+    return {}, False
   found = _kept(site, state)
-  assert recipe.phases is not None
+  others = jnp.asarray(found["made"]) != site.fingerprint
   untaken = (jnp.asarray(found["renewed"]) == 0) & (recipe.renewals(recipe.phases.total) > 0)
-  if _is_known(found["made"] != site.fingerprint):
+  if _is_known(others):
     raise ValueError(f"{site.path!r}: {_OTHER_RULES}")
   if _is_known(untaken):
     raise ValueError(
       f"{site.path!r}: the mask of {recipe.name} was never taken. {recipe.renewed_by}"
     )
-  return found
+  return found, others | untaken
 
 
 def stored_masks(state: State | None) -> dict[str, jax.Array]:

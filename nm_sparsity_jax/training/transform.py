@@ -83,6 +83,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
 
   def init(params):
     nonlocal rules
+    check_whole(params, rules)
     sites = rules.assign(params).places
     rules = _with_shardings_of(params, rules)
     dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)
@@ -167,6 +168,17 @@ def states(opt_state: Any, *kinds: type) -> list[Any]:
   """Returns the states of these types in an optimizer state, outer ones alone, in order."""
   is_one = lambda x: isinstance(x, kinds)
   return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]
+
+
+def check_whole(params: Any, rules: Rules) -> None:
+  """Refuses parameters that a wrapper such as `optax.masked` hides from what the rules name."""
+  is_hidden = lambda x: isinstance(x, optax.MaskedNode)
+  for path, leaf in flatten(params, is_hidden):
+    if is_hidden(leaf) and rules.find(path):
+      raise ValueError(
+        f"a rule names {path!r}, but a wrapper such as optax.masked hides it here: put "
+        "the wrapper inside, as in nms.sparse(optax.masked(tx, mask), rules)."
+      )
 
 
 def scalar(count: Any) -> jax.Array:

@@ -96,6 +96,7 @@ def build(found: Findings) -> Built:
   """Makes the run; where that fails, its parts one by one, so that each says what is wrong."""
   config = found.config
   if config.program is not None:
+    # Its constructors are the run's own checks.
     whole = found.attempt("the run", _local if config.local else _t5x, found)
     if whole is not None:
       return whole
@@ -124,7 +125,7 @@ def _local(found: Findings) -> Built:
     made = config.argument(part)
   except WrongDevices:
     found.notes.append("NUM_PARTITIONS is not checked: this command sees one CPU")
-    config.put("NUM_PARTITIONS", 1)
+    config.put("NUM_PARTITIONS", 1)  # shapes do not depend on it
     made = config.argument(part)
   run, model = (made, made.model) if part == "run" else (None, made)
   variables = {"params": model.shapes, **model.collections}

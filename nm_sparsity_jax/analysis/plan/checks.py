@@ -50,7 +50,8 @@ def _local(found: Findings, built: Built) -> None:
       )
   model_dir = found.config.argument("model_dir", "Run")
   folder = folders.of(model_dir)
-  files.check_folder(f"MODEL_DIR={model_dir!r}", folder)
+  if why := files.cannot_write(folder):
+    raise ValueError(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
   settings.refuse_changed(folder, train.settings_of(found.config.settings("Run")))
 
 
@@ -87,6 +88,7 @@ def _trainer(found: Findings, built: Built) -> None:
       f"the trainer is {cls.__name__}: it never counts a sparse step. Set "
       "train_script.train.trainer_cls = @t5x_adapter.SparseTrainer"
     )
+  # Without a train state it checks its arguments alone; without a folder it writes nothing.
   unused = dict.fromkeys(("train_state", "partitioner", "summary_dir", "train_state_axes"))
   cls(model=built.model, eval_names=[], rng=jax.random.PRNGKey(0), **unused)
   t5x_adapter.refuse_in_chain(built.state)
@@ -141,6 +143,7 @@ def _data(found: Findings, built: Built) -> None:
       f"{', '.join(task.output_features)}"
     )
   rows = getattr(getattr(built.workload, "network_config", None), "vocab_size", None)
+  # A vocabulary in a bucket would have to be fetched first.
   vocabularies = [feature.vocabulary for feature in task.output_features.values()]
   in_a_bucket = any("://" in getattr(v, "sentencepiece_model_file", "") for v in vocabularies)
   if rows is not None and not in_a_bucket:

@@ -85,6 +85,7 @@ def schedule(found: Findings, assignment: Assignment) -> list[dict[str, Any]]:
 
 def _segment(segment: Any, phases: Any, offset: int) -> dict[str, Any]:
   steps = {"t5x_start": segment.start + offset, "t5x_stop": segment.stop + offset}
+  # A segment ends where pattern or D changes, which is not where a phase ends.
   begins = {"dense": 0, "sparsify": phases.dense, "fine-tune": phases.finetune_start}
   ends = phases.dense, phases.finetune_start, phases.total
   met = [
@@ -112,6 +113,7 @@ def loss(found: Findings, built: Built) -> dict[str, Any]:
   factor = built.model._loss_normalizing_factor
   parts = found.config.argument("num_microbatches", "SparseTrainer") or 1
   batch = built.workload.batch(found.lengths, found.number("BATCH_SIZE") or 1)
+  # Padding carries no weight, so a batch without any has the largest loss.
   full = {name: np.ones(x.shape, x.dtype) for name, x in batch.items()}
   scale = float(t5x_adapter.loss_scale(factor, full, parts))
   return part | {
@@ -148,6 +150,7 @@ def rate(found: Findings) -> dict[str, Any] | None:
     offset = found.number("PRETRAINED_STEPS") or 0
   if function is None:
     return None
+  # A few points tell how the rate begins, peaks and ends; T5X's functions trace, so one call does.
   at = np.unique(np.linspace(0, steps - 1, _POINTS).round().astype(np.int32))
   if callable(function):
     with jax.numpy_dtype_promotion("standard"):  # T5X's and users' own

@@ -80,7 +80,7 @@ def _parts(found: Findings, topology: str | None) -> dict[str, Any]:
   parts["learning_rate"] = attempt("learning rate", contents.rate, found)
   if built.rules is not None and found.trains:
     parts["loss"] = attempt("loss", contents.loss, found, built)
-  if topology is not None and not found.errors:
+  if topology is not None and not found.errors:  # it takes minutes
     parts["topology"] = attempt("--topology", chips.check, found, built, topology)
   checks.check(found, built)
   parts["restore"] = attempt("restore", restore.check, found, built)

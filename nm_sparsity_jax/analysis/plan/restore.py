@@ -14,7 +14,7 @@ from nm_sparsity_jax.analysis.plan.checks import restore_settings
 from nm_sparsity_jax.analysis.plan.findings import Findings
 from nm_sparsity_jax.core.trees import alike, flatten, group, nested
 from nm_sparsity_jax.deploy import unstack_layers
-from nm_sparsity_jax.runs import check_start, checkpoint, checkpoint_rules, folders
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 from nm_sparsity_jax.training import rules_text
 
 # The first word of a key -> the section that counts it.
@@ -83,7 +83,7 @@ def _check_start(found: Findings, stored: checkpoint.Stored, resuming: bool) -> 
       f"PRETRAINED_STEPS={offset}, but {stored.path} is of step {stored.step}: set "
       f"PRETRAINED_STEPS={stored.step}"
     )
-  if not resuming and (said := check_start.told(stored)):
+  if not resuming and (said := checkpoint_rules.check_start(stored)):
     found.warnings.append(f"INITIAL_CHECKPOINT_PATH: {said}")
 
 

@@ -85,6 +85,7 @@ class Config:
     self._table = gin._CONFIG
     self._find_program()
     if complete:
+      # A macro whose binding failed is named already.
       self.errors += [ask_for(name) for name in sorted(self.unset() - lost)]
       self._note_unread(bindings, allow_unknown)
 

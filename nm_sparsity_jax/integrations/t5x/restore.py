@@ -21,7 +21,7 @@ from clu.data import dataset_iterator
 from etils import epath
 from t5x import state_utils, utils
 
-from nm_sparsity_jax.runs import check_start, checkpoint, folders, trained
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders, trained
 from nm_sparsity_jax.training import layers
 
 
@@ -157,7 +157,7 @@ def start(path, run=None):
       f"INITIAL_CHECKPOINT_PATH={path!r} has no folder 'dataset', and T5X asks for one. An empty "
       f"one will do: mkdir {data}"
     )
-  if said := check_start.told(stored):
+  if said := checkpoint_rules.check_start(stored):
     warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
   return path
 

@@ -7,14 +7,16 @@ Nothing is decided before all runs of a family are there. study.toml says the ru
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import _flips
+import numpy as np
 from _recipes_rows import Run
 from _study import Cell, Contrast, Gate, Hypothesis, Pair, Study
+from scipy import stats
 
 Records = Mapping[Run, Mapping[str, Any]]
 
@@ -39,8 +41,8 @@ class Shown(NamedTuple):
   says: str
 
   @property
-  def mean(self) -> float | None:
-    return statistics.fmean(self.differences.values()) if self.differences else None
+  def mean(self) -> float:
+    return statistics.fmean(self.differences.values())
 
 
 class Verdict(NamedTuple):
@@ -51,17 +53,35 @@ class Verdict(NamedTuple):
     word: "supported", "contradicted" or "not decided".
     why: what decided, or what is missing.
     shown: its contrasts.
-    there: runs that are there.
-    wanted: runs of its contrasts and gates.
   """
 
   hypothesis: Hypothesis
   word: str
   why: str
   shown: tuple[Shown, ...]
-  there: int
-  wanted: int
-  is_open: bool  # all runs are there and the task ranks; still no word
+
+
+def max_t(d) -> np.ndarray:
+  """Returns the p of each contrast, corrected for all: sign-flip, max-T, every flip.
+
+  A flip gives each seed a sign, the same in all contrasts. p is the share of flips in which some
+  contrast has a t as far from 0 as the one that was seen.
+
+  Args:
+    d: differences [seeds, contrasts].
+  """
+  d = np.asarray(d)
+  signs = np.array(list(itertools.product((1, -1), repeat=len(d))))
+  # Flips leave the squares as they are, so t grows with the mean over their root.
+  t = np.abs(signs @ d) / np.sqrt(np.square(d).sum(0))
+  return (t.max(1)[:, None] >= t[0] * (1 - 1e-9)).mean(0)
+
+
+def interval(x: Sequence[float], level: float, members: int = 1) -> tuple[float, float]:
+  """Returns the interval of the mean by Student's t, for all members at once (Bonferroni)."""
+  mean, error = statistics.fmean(x), statistics.stdev(x) / len(x) ** 0.5
+  half = float(stats.t.ppf(1 - level / (2 * members), len(x) - 1)) * error
+  return mean - half, mean + half
 
 
 def noise_at(curve: Mapping[str, Sequence[float]], loss: float) -> float | None:
@@ -70,7 +90,7 @@ def noise_at(curve: Mapping[str, Sequence[float]], loss: float) -> float | None:
   Between the two samples ln(noise) is taken as linear in the loss.
   """
   points = list(zip(curve["noise_loss"], curve["noise"], strict=True))
-  for (above, first), (below, second) in zip(points, points[1:], strict=False):
+  for (above, first), (below, second) in itertools.pairwise(points):
     if above > loss >= below:
       share = (above - loss) / (above - below)
       return math.log(first) * (1 - share) + math.log(second) * share
@@ -109,40 +129,35 @@ def differences(contrast: Contrast, records: Records, study: Study) -> dict[int,
   return found
 
 
-def margin(contrast: Contrast, study: Study) -> float:
-  """Returns how far from 0 still counts as equal, on the scale of the contrast."""
-  if contrast.measure == "points":
-    return study.declared["margin_points"]
-  return math.log(1 + study.declared["margin_ratio"])
-
-
-def says(expect: str, p: float, mean: float, low: float, high: float, within: float) -> str:
+def says(shown: Shown, study: Study) -> str:
   """Returns "holds", "fails" or "open" of one contrast, by the rules of study.toml."""
+  declared, (_, _, measure, expect) = study.declared, shown.contrast
+  points = measure == "points"
+  margin = declared["margin_points"] if points else math.log(1 + declared["margin_ratio"])
+  mean, low, high = shown.mean, shown.low, shown.high
+  is_told = shown.p < declared["level"]
   if expect == "not more":
-    if high < within:
-      return "holds"
-    return "fails" if p < _flips.LEVEL and mean > 0 else "open"
+    return "holds" if high < margin else "fails" if is_told and mean > 0 else "open"
   if expect == "more":
-    mean, low, high = -mean, -high, -low
-  if low > -within:
+    mean, low = -mean, -high
+  if low > -margin:
     return "fails"
-  return "holds" if p < _flips.LEVEL and mean < 0 else "open"
+  return "holds" if is_told and mean < 0 else "open"
 
 
 def family(contrasts: Sequence[Contrast], records: Records, study: Study) -> tuple[Shown, ...]:
   """Returns what the contrasts of one family show, corrected for all of them."""
   found = [differences(contrast, records, study) for contrast in contrasts]
-  wanted = [set(study.seeds[contrast.pair.row]) for contrast in contrasts]
-  is_whole = all(d.keys() == seeds for d, seeds in zip(found, wanted, strict=True))
-  ps = _flips.max_t(found) if is_whole else [None] * len(found)
+  seeds = study.seeds[contrasts[0].pair.row]
+  is_whole = all(d.keys() == set(seeds) for d in found)
+  ps = max_t([[d[seed] for d in found] for seed in seeds]) if is_whole else [None] * len(found)
   shown = []
   for contrast, d, p in zip(contrasts, found, ps, strict=True):
-    low, high = _flips.interval([*d.values()], len(found)) if len(d) > 1 else (None, None)
-    word = "missing"
-    if p is not None and low is not None and high is not None:
-      mean = statistics.fmean(d.values())
-      word = says(contrast.expect, p, mean, low, high, margin(contrast, study))
-    shown.append(Shown(contrast, d, low, high, p, word))
+    ends = (None, None)
+    if len(d) > 1:
+      ends = interval([*d.values()], study.declared["level"], len(found))
+    each = Shown(contrast, d, *ends, p, "missing")
+    shown.append(each if p is None else each._replace(says=says(each, study)))
   return tuple(shown)
 
 
@@ -158,18 +173,17 @@ def verdict(hypothesis: Hypothesis, records: Records, study: Study) -> Verdict:
   runs = [run for cell in hypothesis.cells for run in study.runs(cell)]
   there = sum(run in records for run in runs)
   shown = family(hypothesis.contrasts, records, study)
-  word, why, is_open = "not decided", "", False
-  gaps = [(gate, behind(gate, records, study)) for gate in hypothesis.gates]
+  word, why = decided(hypothesis.needs, [each.says for each in shown])
   if there < len(runs):
-    why = f"{there} of {len(runs)} runs are there"
-  elif any(each.says == "missing" for each in shown):
-    why = "some runs never have what is measured"
-  elif closed := [(gate, gap) for gate, gap in gaps if gap is None or gap < gate.points]:
-    why = f"the task is rejected: {_closed(*closed[0])}"
-  else:
-    word, why = decided(hypothesis.needs, [each.says for each in shown])
-    is_open = word == "not decided"
-  return Verdict(hypothesis, word, why, shown, there, len(runs), is_open)
+    return Verdict(hypothesis, "not decided", f"{there} of {len(runs)} runs are there", shown)
+  if any(each.says == "missing" for each in shown):
+    return Verdict(hypothesis, "not decided", "some runs never have what is measured", shown)
+  for gate in hypothesis.gates:
+    gap = behind(gate, records, study)
+    if gap is None or gap < gate.points:
+      why = f"the task is rejected: {_closed(gate, gap)} ({why})"
+      return Verdict(hypothesis, "not decided", why, shown)
+  return Verdict(hypothesis, word, why, shown)
 
 
 def _closed(gate: Gate, gap: float | None) -> str:
@@ -178,15 +192,14 @@ def _closed(gate: Gate, gap: float | None) -> str:
   where = " at the same training FLOPs" if row.budget != over.budget else ""
   if gap is None:  # a run of it has no score
     return f"{row.row}{where} was not compared with {over.row}"
-  return (
-    f"{row.row}{where} is {abs(gap):.1f} points {'behind' if gap >= 0 else 'ahead of'} {over.row}"
-  )
+  side = "behind" if gap >= 0 else "ahead of"
+  return f"{row.row}{where} is {abs(gap):.1f} points {side} {over.row}"
 
 
 def decided(needs: str, words: Sequence[str]) -> tuple[str, str]:
   """Returns the word of a whole family, and how many contrasts made it."""
   holds, fails, n = words.count("holds"), words.count("fails"), len(words)
-  why = f"of {n} contrasts {holds} hold, {fails} fail, {n - holds - fails} are open"
+  why = f"{holds} of {n} hold, {fails} fail, {n - holds - fails} are open"
   supported = holds > 0 if needs == "any" else holds == n
   contradicted = fails == n if needs == "any" else fails > 0
   return "supported" if supported else "contradicted" if contradicted else "not decided", why
@@ -195,14 +208,3 @@ def decided(needs: str, words: Sequence[str]) -> tuple[str, str]:
 def verdicts(records: Records, study: Study) -> list[Verdict]:
   """Returns all verdicts in the order of study.toml."""
   return [verdict(each, records, study) for each in study.hypotheses.values()]
-
-
-def answer(name: str, said: Sequence[Verdict]) -> Verdict:
-  """Returns what is known best of a hypothesis, or of one that asks it again.
-
-  A decided one comes first, then one whose task ranks and whose contrasts are open, then its own.
-  """
-  asked = [v for v in said if name in (v.hypothesis.name, v.hypothesis.again)]
-  asked.sort(key=lambda v: v.hypothesis.name != name)
-  known = lambda v: (v.word != "not decided", v.is_open)
-  return max(asked, key=known)

@@ -1,0 +1,404 @@
+"""What docs/results.md and README show of the records: each part is generated between two markers.
+
+records -> [verdicts], cells -> [pages] -> lines of Markdown -> [fill] -> a page
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import _study_statistics as statistic
+from _study import Cell, Contrast, Pair, Study, tuned
+from _study_statistics import Records, Shown, Verdict
+
+SPEEDS = pathlib.Path(__file__).with_name("results") / "packed_cpu.json"
+TASKS = {
+  "bigram80": "80 symbols",
+  "bigram160": "160 symbols",
+  "mini_mnli": "mini MNLI",
+  "cmudict": "words",
+}
+WORDS = ("cmudict", "1000")  # task and budget of the words that are held out
+PATTERNS = ("1:8", "1:16")
+BASE = "sr_ste, 10 % dense"
+LINEAR = "mdgf_linear, masked, 50 % fine-tuning"
+EXPONENTIAL = "mdgf_exponential, masked"
+STEPWISE = "sdgf_stepwise, masked, 50 % fine-tuning"
+CONTROL = "sr_ste, 30 % dense"  # of LINEAR: dense for as long
+# Row of the table of choice -> its phases in a program of T steps.
+CHOICE = {
+  "dense": "",
+  BASE: "dense=T // 10",
+  CONTROL: "dense=3 * T // 10",
+  LINEAR: "dense=T // 10, finetune=T // 2",
+  EXPONENTIAL: "dense=T // 10, finetune=T // 5",
+  STEPWISE: "dense=T // 10, finetune=T // 2",
+}
+# The paper's claim, the hypotheses that ask it here, and what a reader must know of them.
+CLAIMS = (
+  ("Recipes that let gradients flow beat SR-STE at high sparsity.",
+   ("H1", "H7", "H11", "H12", "H13"), "over an SR-STE that is dense for as long, at lambda 2e-4"),
+  ("High sparsity makes gradients noisier, and decay takes noise away.", ("H4", "H10"),
+   "at the same loss; SR-STE is sparse there, a recipe not yet"),
+  ("The gain grows with sparsity.", ("H5", "H9"), "160 symbols at 1:16 are a floor for all rows"),
+  ("The recipes are better at the same training FLOPs.", ("H6",), "asked of 80 symbols alone"),
+  ("For T5 at 1:8 `sdgf_stepwise` is best; for ViT at 1:4 SR-STE is.", (),
+   "needs the paper's networks and data"),
+  ("Up to 2 % are gained on images and 5 % on text.", (), "needs the paper's networks and data"),
+)  # fmt: skip
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+  row = lambda cells: f"| {' | '.join(cells)} |"
+  return [row(head), row(["---"] * len(head)), *map(row, lines)]
+
+
+def fill(page: str, name: str, lines: Sequence[str]) -> str:
+  """Returns the page, with `lines` between its markers of that name."""
+  begin, end = f"<!-- begin {name}: generated -->", f"<!-- end {name} -->"
+  pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+  text, n = pattern.subn(lambda _: "\n".join([begin, "", *lines, "", end]), page)
+  if n != 1:
+    raise ValueError(f"the page has {n} parts {name!r}: it needs one {begin} and one {end}.")
+  return text
+
+
+def label(row: str) -> str:
+  """Returns a row's name as the page has it: each progressive row is `masked`."""
+  return row.replace(", masked", "")
+
+
+def factor(measure: str, x: float) -> str:
+  """Returns a difference as a reader takes it: points, or a factor of the measured thing."""
+  return f"{x:+.1f}" if measure == "points" else f"{math.exp(x):.3f}"
+
+
+def mean_of(shown: Shown) -> str:
+  """Returns the mean of a contrast and its interval."""
+  measure = shown.contrast.measure
+  mean, *ends = (factor(measure, x) for x in (shown.mean, shown.low, shown.high))
+  return f"{mean} ({ends[0]} to {ends[1]})"
+
+
+def show_p(p: float) -> str:
+  return f"{p:.3f}".removeprefix("0")
+
+
+def name_of(contrast: Contrast) -> str:
+  """Says which cells a contrast compares."""
+  row, over = contrast.pair
+  text = f"{TASKS[row.task]}, {row.pattern}: {label(row.row)} over {label(over.row)}"
+  if over.pattern not in (row.pattern, "-"):
+    text += f" at {over.pattern}"
+  if contrast.beyond:
+    other = contrast.beyond.row
+    same = (row.row, over.row) == (other.row, contrast.beyond.over.row)
+    pair = "" if same else f" {label(other.row)} over {label(contrast.beyond.over.row)}"
+    text += f", beyond{pair}" + (f" {other.pattern}" if other.pattern != row.pattern else "")
+  return text
+
+
+def geometric(records: Iterable[Mapping[str, Any]], measure: str) -> float:
+  return statistics.geometric_mean(record[measure] for record in records)
+
+
+def word_cell(row: str, pattern: str) -> Cell:
+  task, budget = WORDS
+  return Cell(task, pattern if row != "dense" else "-", budget, row)
+
+
+def wrong_phonemes(
+  row: str, pattern: str, records: Records, study: Study
+) -> tuple[float, float, float]:
+  """Returns the percent of wrong phonemes of a row, and its interval of 95 %."""
+  cell = word_cell(row, pattern)
+  logs = [*statistic.of_seeds(cell, "ln phoneme error rate", records, study).values()]
+  low, high = statistic.interval(logs, study.declared["level"])
+  return tuple(100 * math.exp(x) for x in (statistics.fmean(logs), low, high))
+
+
+def price(row: str, pattern: str, records: Records, study: Study) -> float:
+  """Returns the training FLOPs of a row over those of dense."""
+  flops = lambda cell: records[study.runs(cell)[0]]["flops"]
+  return flops(word_cell(row, pattern)) / flops(word_cell("dense", "-"))
+
+
+def packed_share(pattern: str) -> float:
+  """Returns the bytes of a packed float32 kernel over those of the dense one."""
+  import nm_sparsity_jax as nms
+  from nm_sparsity_jax.core import packed
+  from nm_sparsity_jax.core.groups import Groups
+
+  size = packed.sizes(packed.like(nms.NM.parse(pattern), Groups((128, 512), 0), "float32"))
+  return size.total / size.dense
+
+
+def choice(records: Records, study: Study) -> list[str]:
+  """Returns the table of choice, on words that are held out."""
+  lines = []
+  for row, phases in CHOICE.items():
+    cells = []
+    for pattern in PATTERNS:
+      mean, low, high = wrong_phonemes(row, pattern, records, study)
+      cells += [f"{mean:.1f} ({low:.1f} to {high:.1f})"]
+      cells += [f"{price(row, pattern, records, study):.2f}"]
+    code = f'`"{row.partition(",")[0]}"`, `Phases(total=T, {phases})`' if phases else ""
+    lines.append([label(row), *cells, code])
+  speeds = {
+    (r["pattern"], r["rows"]): f"{r['mean']:.1f} ({r['least']:.1f})"
+    for r in json.loads(SPEEDS.read_text("utf8"))["ratios"]
+    if r["backend"] == "cpu_ffi"
+  }
+  sizes = [cell for p in PATTERNS for cell in (f"{100 * packed_share(p):.1f} %", "")]
+  lines.append(["*packed kernels, of dense bytes*", *sizes, "`nm-sparsity pack`"])
+  for rows, name in ((1, "*product with 1 row, times faster*"), (128, "*with 128 rows*")):
+    lines.append([name, *(c for p in PATTERNS for c in (speeds[p, rows], "")), ""])
+  head = ["", *(h for p in PATTERNS for h in (f"{p}: wrong phonemes, %", "FLOPs"))]
+  return table([*head, "recipe and phases"], lines)
+
+
+def explored(records: Records, study: Study) -> list[str]:
+  """Returns what the records of words show beside the hypotheses: nobody declared it."""
+  pair = lambda row, over, p: Pair(word_cell(row, p), word_cell(over, p))
+  contrast = lambda pair, beyond: Contrast(pair, beyond, "ln phoneme error rate", "less")
+  closed, against = [], []
+  for pattern in PATTERNS:
+    mean = lambda row, pattern=pattern: wrong_phonemes(row, pattern, records, study)[0]
+    gap = (mean(CONTROL) - mean(LINEAR)) / (mean(CONTROL) - mean("dense"))
+    closed.append(f"{100 * gap:.0f} % at {pattern}")
+    (shown,) = statistic.family(
+      [contrast(pair(LINEAR, EXPONENTIAL, pattern), None)], records, study
+    )
+    flops = price(LINEAR, pattern, records, study) / price(EXPONENTIAL, pattern, records, study)
+    less = sum(x < 0 for x in shown.differences.values())
+    against.append(
+      f"{mean_of(shown)} at {pattern} (less in {less} of 8 seeds, {flops:.2f} of its FLOPs)"
+    )
+  low, high = PATTERNS
+  grows = statistic.family(
+    [
+      contrast(pair(row, over, high), pair(row, over, low))
+      for row, over in ((LINEAR, CONTROL), (EXPONENTIAL, "sr_ste, 19 % dense"))
+    ],
+    records,
+    study,
+  )
+  said = " and ".join(
+    f"{mean_of(each)} of `{name}`, p {show_p(each.p)}"
+    for each, name in zip(grows, ("mdgf_linear", "mdgf_exponential"), strict=True)
+  )
+  controls = {"1:8": "sr_ste, 24 % dense", "1:16": "sr_ste, 23 % dense"}
+  own = [f"{wrong_phonemes(controls[p], p, records, study)[0]:.1f} % at {p}" for p in PATTERNS]
+  return [
+    f"`sdgf_stepwise` ran on eight other seeds, where its control has {' and '.join(own)}.",
+    "",
+    "Exploratory, since no hypothesis asked it:",
+    "",
+    f"- `mdgf_linear` with half of the steps at its pattern closes {' and '.join(closed)} of the "
+    "gap between its control and dense.",
+    f"- Over `mdgf_exponential` it has {', and '.join(against)}.",
+    f"- From {low} to {high} the ratio over the control changes by {said}.",
+  ]
+
+
+def tuned_losses(recipe: str, records: Records, study: Study, **fixed: Any) -> list[float]:
+  """Returns the cross-entropies, by seed, of the best setting of tuning that has those values."""
+  seeds = study.declared["tuning"]["seeds"]
+  found = [
+    [records[run]["cross_entropy"] for run in study.tuning_cell(name).runs(seeds)]
+    for name in study.tried[recipe]
+    if all(getattr(study.rows[name], key) == wanted for key, wanted in fixed.items())
+  ]
+  return min(found, key=statistics.geometric_mean)
+
+
+def lambda_lines(records: Records, study: Study) -> list[str]:
+  """Returns the pair of LINEAR and CONTROL at each lambda that was tried."""
+  linear = tuned_losses("mdgf_linear", records, study, rate=4e-3, dense=10, finetune=50)
+  lines = []
+  for lam in study.declared["tuning"]["recipes"]["sr_ste"]["grid"]["lam"]:
+    over = tuned_losses("sr_ste", records, study, rate=4e-3, dense=30, lam=lam)
+    ratios = [a / b for a, b in zip(linear, over, strict=True)]
+    mean = statistics.geometric_mean(ratios)
+    lines.append([f"{lam:g}", f"{mean:.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"])
+  head = ("lambda of `sr_ste`", "cross-entropy of `mdgf_linear` over it", "of three seeds")
+  return table(head, lines)
+
+
+def tuning(records: Records, study: Study) -> list[str]:
+  """Returns the warning: what the rate and lambda are worth beside the recipe."""
+  best = lambda recipe, rate: statistics.geometric_mean(
+    tuned_losses(recipe, records, study, rate=rate)
+  )
+  rates = [f"{best(each, 1e-3) / best(each, 4e-3):.0f} (`{each}`)" for each in study.tried]
+  chosen = {recipe: study.rows[tuned(study, recipe, records)] for recipe in study.tried}
+  grid = study.declared["tuning"]["recipes"]["sr_ste"]["grid"]
+  at_edge = sum(row.rate == max(grid["rate"]) for row in chosen.values())
+  h3 = statistic.verdict(study.hypotheses["H3"], records, study)
+  ratios = [f"{mean_of(s)} of `{s.contrast.pair.row.row.partition(',')[0]}`" for s in h3.shown]
+  box = [
+    "**Tune the learning rate and SR-STE's lambda before you choose a recipe.** H7, H8 and H11 to",
+    "H13 run `sr_ste` at lambda 0.0002, which is nearly a plain straight-through mask. Our own",
+    "tuning (80 symbols, 1:16, rate 4e-3, exploratory) turns a pair of theirs around,",
+    f"`{label(LINEAR)}` over `{CONTROL}`:",
+    "",
+    *lambda_lines(records, study),
+    "",
+    f"A rate of 4e-3 in place of 1e-3 divides the best cross-entropy by {', '.join(rates)}.",
+    "With each recipe at its best setting, on fresh seeds, the ratios over `sr_ste` are",
+    f"{' and '.join(ratios)} (H3, {h3.word}).",
+    f"{at_edge} of {len(chosen)} recipes chose the largest rate of the grid, and `sr_ste` chose",
+    f"lambda {chosen['sr_ste'].lam:g} of at most {max(grid['lam']):g}, so better settings may lie",
+    "beyond. On words nothing was tuned.",
+  ]
+  return [f"> {line}".rstrip() for line in box]
+
+
+def largest(verdict: Verdict) -> str:
+  """Returns the largest contrast of those that decided."""
+  wanted = "holds" if verdict.word == "supported" else "fails"
+  if verdict.word == "not decided":
+    return ""
+  found = [shown for shown in verdict.shown if shown.says == wanted]
+  measure = found[0].contrast.measure  # points and logarithms do not compare
+  best = max((s for s in found if s.contrast.measure == measure), key=lambda s: abs(s.mean))
+  return f"{name_of(best.contrast)}, {mean_of(best)}"
+
+
+def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
+  lines = (
+    [v.hypothesis.name, v.hypothesis.says, f"**{v.word}**", v.why, largest(v)] for v in verdicts
+  )
+  return table(("", "hypothesis", "verdict", "contrasts", "largest that decided"), lines)
+
+
+def claims(verdicts: Sequence[Verdict]) -> list[str]:
+  """Returns the paper's claims with what this study says of each."""
+  of = {v.hypothesis.name: v for v in verdicts}
+  lines = []
+  for claim, names, how in CLAIMS:
+    said = []
+    for name in names:
+      word = "rejected task" if "is rejected" in of[name].why else of[name].word
+      said.append(f"{name}: {word}")
+    lines.append([claim, ", ".join(said) or "not testable here", how])
+  return table(("the claim", "here", "read it with"), lines)
+
+
+def contrasts(verdicts: Sequence[Verdict]) -> list[str]:
+  """Returns a line for each contrast. Without its whole family none has a p or a word."""
+  lines = []
+  for verdict in verdicts:
+    for shown in verdict.shown:
+      d = shown.differences.values()
+      cells = [verdict.hypothesis.name, name_of(shown.contrast)]
+      cells += [shown.contrast.measure.removeprefix("ln "), shown.contrast.expect]
+      if shown.p is None:
+        lines.append([*cells, "missing", f"{len(d)} seeds", "", "missing"])
+        continue
+      less = f"{sum(x < 0 for x in d)} of {len(d)}"
+      lines.append([*cells, mean_of(shown), less, show_p(shown.p), shown.says])
+  head = ("", "contrast", "of", "expected", "mean (interval)", "less in", "p", "it")
+  return table(head, lines)
+
+
+def cells(verdicts: Sequence[Verdict], records: Records, study: Study) -> list[str]:
+  """Returns a line for each cell of the hypotheses whose task ranks, once it has a run."""
+  asked = (c for v in verdicts if "is rejected" not in v.why for c in v.hypothesis.cells)
+  lines = []
+  for cell in dict.fromkeys(asked):
+    found = [records[run] for run in study.runs(cell) if run in records]
+    if not found:
+      continue
+    noise = statistic.of_seeds(cell, "ln noise", records, study)
+    wrong = "phoneme_error_rate"
+    lines.append([
+      TASKS[cell.task], cell.pattern, label(cell.row), str(found[0]["steps"]), str(len(found)),
+      f"{100 * statistics.fmean(record['accuracy'] for record in found):.2f}",
+      f"{geometric(found, 'cross_entropy'):.4f}",
+      f"{100 * geometric(found, wrong):.2f}" if wrong in found[0] else "",
+      f"{found[0]['flops'] / 1e12:.2f}",
+      f"{math.exp(statistics.fmean(noise.values())):.1f}" if len(noise) == len(found) else "",
+    ])  # fmt: skip
+  head = (
+    "task", "pattern", "row", "steps", "seeds", "accuracy, %", "cross-entropy", "wrong phonemes, %",
+    "TFLOPs", "noise",
+  )  # fmt: skip
+  return table(head, lines)
+
+
+def rebus(records: Records, study: Study) -> list[str]:
+  """Returns the table of the ViT on generated pictures, with its declared family of pairs."""
+  from recipes import MATCHED, REBUS, REBUS_SEEDS
+
+  cell = lambda row, budget="540": Cell("rebus", "1:16" if REBUS[row].sparse else "-", budget, row)
+  rows = {row: cell(row) for row in REBUS}
+  rows["no_ff at the FLOPs of dense"] = cell("no_ff", "540 flops")
+  study = study._replace(seeds=dict.fromkeys(rows.values(), tuple(REBUS_SEEDS)))
+  asked = [(row, BASE) for row in (*MATCHED, "one_shot")] + [*MATCHED.items()]
+  family = [Contrast(Pair(rows[a], rows[b]), None, "points", "more") for a, b in asked]
+  shown = statistic.family(family, records, study)
+  said = {pair: f"{mean_of(s)}, p {show_p(s.p)}" for pair, s in zip(asked, shown, strict=True)}
+  flops = lambda cell: records[study.runs(cell)[0]]["flops"]
+  lines = []
+  for row, each in rows.items():
+    x = [*statistic.of_seeds(each, "points", records, study).values()]
+    low, high = statistic.interval(x, study.declared["level"])
+    control = MATCHED.get(row, "")
+    lines.append([
+      label(row), f"{statistics.fmean(x):.1f} ({low:.1f} to {high:.1f})",
+      f"{flops(each) / flops(rows['dense']):.2f}",
+      said.get((row, BASE), ""), said.get((row, control), ""), control,
+    ])  # fmt: skip
+  head = ("row", "accuracy, %", "FLOPs", f"points over `{BASE}`", "points over its control",
+          "control")  # fmt: skip
+  return table(head, lines)
+
+
+def readme(records: Records, study: Study) -> list[str]:
+  """Returns README's lines: the best row of each pattern that was run on held-out words."""
+  lines = []
+  for pattern in PATTERNS:
+    of = lambda row, pattern=pattern: wrong_phonemes(row, pattern, records, study)
+    best = min((LINEAR, EXPONENTIAL), key=of)
+    mean, low, high = of(best)
+    lines.append(
+      f"- **{pattern}:** `{label(best)}` has {mean:.1f} % wrong phonemes ({low:.1f} to {high:.1f}) "
+      f"for {price(best, pattern, records, study):.2f} of the training FLOPs of dense. `sr_ste` "
+      f"that is dense for as long has {of(CONTROL)[0]:.1f} %, and dense {of('dense')[0]:.1f} %."
+    )
+  return lines
+
+
+def amount(records: Records, study: Study) -> list[str]:
+  """Says how many of the declared runs are there."""
+  mine = [records[run] for run in study.queue if run in records]
+  hours = sum(record["seconds"] for record in mine) / 3600
+  lost = sum(record.get("diverged", False) for record in mine)
+  return [
+    f"{len(mine)} of {len(study.queue)} declared runs are there: {hours:.1f} hours of one core, "
+    f"{lost or 'none'} diverged."
+  ]
+
+
+def pages(records: Records, study: Study) -> dict[str, dict[str, list[str]]]:
+  """Returns page -> part -> its lines."""
+  verdicts = statistic.verdicts(records, study)
+  results = {
+    "amount": amount(records, study),
+    "choice": choice(records, study),
+    "explored": explored(records, study),
+    "tuning": tuning(records, study),
+    "verdicts": verdict_lines(verdicts),
+    "claims": claims(verdicts),
+    "rebus": rebus(records, study),
+    "contrasts": contrasts(verdicts),
+    "cells": cells(verdicts, records, study),
+  }
+  return {"docs/results.md": results, "README.md": {"words": readme(records, study)}}
