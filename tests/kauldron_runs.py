@@ -1,7 +1,6 @@
 """What tests ask of Kauldron, in a process of its own: each returns what JSON knows."""
 
 import dataclasses
-import warnings
 
 import flax.linen as nn
 import jax
@@ -10,7 +9,6 @@ import optax
 from kauldron import kd, konfig, kontext
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.integrations import kauldron as kauldron_adapter
 from nm_sparsity_jax.integrations.kauldron import launch
 
 
@@ -55,13 +53,13 @@ def trainer_of(workdir, rules=None, **changes):
   return dataclasses.replace(made, **changes)
 
 
-def trained(workdir, stop=None, recipe="idp", split=False):
+def trained(workdir, stop=None, split=False):
   """Trains; the steps that the state at the end has seen, and how its weights lie."""
   changes = {}
   if split:
     everything = kd.sharding.FSDPSharding(min_size_to_shard_mb=0)
     changes["sharding"] = kd.sharding.ShardingStrategy(params=everything)
-  trainer = trainer_of(workdir, rules_of(recipe), stop_after_steps=stop, **changes)
+  trainer = trainer_of(workdir, stop_after_steps=stop, **changes)
   state, _ = trainer.train()
   kernel = state.params["encoder"]["layers_0"]["mlp"]["dense_in"]["kernel"]
   return {
@@ -119,26 +117,23 @@ def of_kauldron_itself(workdir):
   return max(jax.tree.leaves(apart))
 
 
-def refusals(workdir, used):
+def refusals(workdir, used, dense):
   """What is said of each mistake."""
   rules, other = rules_of(), rules_of("sr_ste")
   memory = kd.data.InMemoryPipeline(loader=in_memory, batch_size=16, seed=0)
   twice = nms.sparse(optax.adamw(1e-2), rules)
+  unsaved = kd.ckpts.Checkpointer(save_interval_steps=5)
+  trainer_of(dense, trainstep=kd.train.TrainStep(), evals={}, stop_after_steps=1).train()
   mistakes = {
     "in memory": lambda: trainer_of(workdir, train_ds=memory),
-    "no rules": lambda: trainer_of(workdir, trainstep=kauldron_adapter.SparseTrainStep(rules=3)),
+    "no end": lambda: trainer_of(workdir, checkpointer=unsaved),
     "other end": lambda: trainer_of(workdir, num_train_steps=16).train(),
     "other rules": lambda: trainer_of(used, other).train(),
+    "of a dense run": lambda: trainer_of(dense).train(),
     "fused kernel": lambda: trainer_of(workdir, rules_of(place="qk"), model=Fused()).init_state(),
     "twice": lambda: trainer_of(workdir, optimizer=twice).init_state(),
   }
   return {name: said_of(make) for name, make in mistakes.items()}
-
-
-def after_a_dense_run(workdir):
-  """What is said of a sparse run in the folder of a dense one."""
-  trainer_of(workdir, trainstep=kd.train.TrainStep(), evals={}, stop_after_steps=1).train()
-  return said_of(lambda: trainer_of(workdir).train())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,14 +166,6 @@ def started(workdir, used):
 def same(a, b):
   """Whether two trees are equal."""
   return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
-
-
-def warned(workdir):
-  """What a trainer is warned of that keeps no checkpoint of its end."""
-  with warnings.catch_warnings(record=True) as found:
-    warnings.simplefilter("always")
-    trainer_of(workdir, checkpointer=kd.ckpts.Checkpointer(save_interval_steps=5))
-  return [str(warning.message) for warning in found if warning.category is UserWarning]
 
 
 def said_of(make):

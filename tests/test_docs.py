@@ -237,9 +237,8 @@ def check_python(argv):
   if argv[0] == "-c":
     compile(argv[1], "-c", "exec")
   elif argv[:2] == ["-m", "nm_sparsity_jax.integrations.kauldron.launch"]:
-    args, theirs = launch.parser().parse_known_args(argv[2:])
+    _, theirs = launch.parser().parse_known_args(argv[2:])
     assert all(flag.startswith("--cfg") for flag in theirs)
-    launch.check(args.distributed, launch.cluster(args))
   elif argv[0] == "-m":
     assert argv[1] in ("venv", "t5x.train", "t5x.eval", "t5x.infer")
   else:  # a script of ours: it knows all flags but the last

@@ -80,7 +80,7 @@ def whole(call, tmp_path_factory):
 def said(whole, call, tmp_path_factory):
   """mistake -> what is said of it."""
   folder = tmp_path_factory.mktemp("refused")
-  return call("refusals", workdir=str(folder), used=str(whole[0]))
+  return call("refusals", workdir=f"{folder}/a", used=str(whole[0]), dense=f"{folder}/dense")
 
 
 def arrays(folder, step):
@@ -120,32 +120,22 @@ class TestRuns:
     with pytest.raises(ValueError, match="sparse step 4"):
       runs.finalize(str(early), str(tmp_path / "early"))
 
-  @pytest.mark.parametrize("recipe, stop", [("mdgf_linear", 5), ("idp", 9)])
-  def test_it_goes_on_to_the_same_bits(self, whole, call, tmp_path, recipe, stop):
-    """Stopped after ckpt_4, where D is between 0 and 1, or after ckpt_8, with stored masks."""
-    folder, _ = whole
-    if recipe != "idp":
-      folder = tmp_path / "whole"
-      call("trained", workdir=str(folder), recipe=recipe)
-    for after in (stop, None):
-      call("trained", workdir=str(tmp_path / "cut"), stop=after, recipe=recipe)
-    expected, found = arrays(folder, 12), arrays(tmp_path / "cut", 12)
+  def test_it_goes_on_to_the_same_bits(self, whole, call, tmp_path):
+    """Stopped after ckpt_8, with stored masks."""
+    for after in (9, None):
+      call("trained", workdir=str(tmp_path), stop=after)
+    expected, found = arrays(whole[0], 12), arrays(tmp_path, 12)
     assert expected.keys() == found.keys() and any("/trace/" in key for key in expected)
     for key, x in expected.items():
       np.testing.assert_array_equal(found[key], x, err_msg=key)
 
-  def test_eight_devices_train_as_one(self, whole, call, tmp_path):
-    folder, _ = whole
-    expected = arrays(folder, 12)
-    for split in (False, True):
-      end = call("trained", devices=8, workdir=str(tmp_path / f"{split}"), split=split)
-      assert (end["devices"], end["split"]) == (8, split)
-      found = arrays(tmp_path / f"{split}", 12)
-      for key, x in expected.items():
-        if "masks/mask" in key:
-          np.testing.assert_array_equal(found[key], x, err_msg=key)
-        elif key.startswith("params/"):
-          np.testing.assert_allclose(found[key], x, atol=1e-4, err_msg=key)
+  def test_eight_devices_that_share_the_weights_train_as_one(self, whole, call, tmp_path):
+    end = call("trained", devices=8, workdir=str(tmp_path), split=True)
+    assert (end["devices"], end["split"]) == (8, True)
+    found = arrays(tmp_path, 12)
+    for key, x in arrays(whole[0], 12).items():
+      if "masks/mask" in key or key.startswith("params/"):
+        np.testing.assert_allclose(found[key], x, atol=1e-4, err_msg=key)
 
   def test_while_it_is_dense_it_is_kauldrons_own_step(self, call, tmp_path):
     assert call("of_kauldron_itself", workdir=str(tmp_path)) < 1e-6
@@ -153,10 +143,6 @@ class TestRuns:
   def test_masks_are_made_of_the_weights_that_a_run_starts_from(self, whole, call, tmp_path):
     found = call("started", workdir=str(tmp_path), used=str(whole[0]))
     assert found == {"loaded": True, "masks": True, "sparse": True, "count": 1}
-
-  def test_no_checkpoint_of_the_end_is_a_warning(self, call, tmp_path):
-    (said,) = call("warned", workdir=str(tmp_path))
-    assert "save_interval_steps=5" in said
 
   def test_the_launcher_runs_a_konfig_file(self, call, tmp_path):
     config = f"--cfg={ROOT}/tests/kauldron_tiny.py"
@@ -175,54 +161,29 @@ class TestRefused:
   @pytest.mark.parametrize(
     "mistake, words",
     [
-      ("in memory", "train_ds=InMemoryPipeline"),
-      ("no rules", "trainstep.rules=3"),
+      ("in memory", "train_ds"),
+      ("no end", "save_interval_steps=5"),
       ("other end", "num_train_steps=16"),
       ("other rules", "was trained with the rules"),
+      ("of a dense run", "dense run"),
       ("fused kernel", "split"),
-      ("twice", "bare optimizer"),
+      ("twice", "bare"),
     ],
   )
-  def test_a_mistake_is_one_sentence_before_anything_runs(self, said, mistake, words):
+  def test_a_mistake_is_said_before_anything_runs(self, said, mistake, words):
     assert words in said[mistake], said[mistake]
-    assert "Traceback" not in said[mistake]
-
-  def test_a_dense_run_does_not_become_sparse_in_its_folder(self, call, tmp_path):
-    assert "is of a dense run" in call("after_a_dense_run", workdir=str(tmp_path))
 
 
 # --- without Kauldron ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  "version, words",
-  [
-    (None, "Kauldron is not installed: pip install -c constraints-kauldron.txt -e '.[kauldron]'"),
-    ("1.4.4", "Kauldron 1.4.4 is installed, and the train step overrides parts of 1.4.2"),
-  ],
-)
-def test_kauldron_is_missing_or_unsupported(monkeypatch, capsys, version, words):
+@pytest.mark.parametrize("version", [None, "1.4.4"])
+def test_kauldron_is_missing_or_unsupported(monkeypatch, capsys, version):
   monkeypatch.setattr(installed, "version", lambda name: version)
-  with pytest.raises(ImportError, match="^Kauldron ") as told:
+  with pytest.raises(ImportError, match="Kauldron 1.4.2"):
     kauldron_adapter.SparseTrainStep  # noqa: B018
-  assert words in str(told.value)
   assert launch.main(["--cfg=x.py"]) == 1
-  error = capsys.readouterr().err
-  assert error.startswith("error: Kauldron ") and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-  "flags",
-  [
-    ["--process_index=0"],
-    ["--distributed", "--process_count=2"],
-    ["--coordinator_address=a:1", "--process_count=2", "--process_index=0"],
-  ],
-)
-def test_half_of_a_cluster_is_refused(monkeypatch, capsys, flags):
-  monkeypatch.setattr(release, "require", lambda: None)
-  assert launch.main(flags) == 1
-  assert "stand together, beside --distributed" in capsys.readouterr().err
+  assert "pip install" in capsys.readouterr().err
 
 
 def test_the_release_is_said_once():
@@ -233,63 +194,31 @@ def test_the_release_is_said_once():
 
 
 def test_importing_the_adapter_imports_no_kauldron():
-  code = (
-    "import sys; from nm_sparsity_jax.integrations import kauldron as a; "
-    "dir(a); print('kauldron' in sys.modules)"
-  )
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-  assert done.stdout == "False\n"
-  with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
-    kauldron_adapter.Trainer  # noqa: B018
-
-
-def write_as_kauldron(folder, step, tree):
-  """Writes a checkpoint with Kauldron's names, as its checkpointer does."""
-  ocp = pytest.importorskip("orbax.checkpoint")
-  with ocp.StandardCheckpointer() as writer:
-    writer.save(folder / f"checkpoints/ckpt_{step}/default", tree)
+  code = "import sys, nm_sparsity_jax.integrations.kauldron; assert 'kauldron' not in sys.modules"
+  subprocess.run([sys.executable, "-c", code], check=True)
 
 
 FF = "encoder/layers_0/mlp/dense_in"
 
 
-def sparse_tree(step, recipe="sr_ste"):
-  """The arrays of a checkpoint of a tiny network."""
-  rules = nms.Rules({"ff": nms.recipe(recipe, pattern="1:4", phases=nms.Phases(total=8))})
-  rng = np.random.default_rng(step)
-  params = nested({f"{FF}/kernel": rng.normal(size=(16, 4)).astype(np.float32)})
-  opt = nms.sparse(optax.sgd(0.1, momentum=0.9), rules).init(params)
-  opt = opt._replace(count=jnp.int32(step))
-  kept = {"nm_sparsity": {"rules": rules_text.pack(rules_text.describe(rules))}}
-  return params, {
-    "step": jnp.int32(step), "params": params, "collections": kept, "opt_state": opt._asdict(),
-  }  # fmt: skip
-
-
-def test_checkpoints_of_kauldron_are_read_by_the_names_of_t5x(tmp_path):
-  for step in (4, 8):
-    params, tree = sparse_tree(step)
-    write_as_kauldron(tmp_path, step, tree)
-  stored = checkpoint.read(checkpoint.find(str(tmp_path)))
-  assert stored.path == str(tmp_path / "checkpoints/ckpt_8")
-  assert (stored.step, stored.sparse_step) == (8, 8) and stored.rules.startswith("ff: sr_ste 1:4")
-  (kernel,) = [key for key in stored.leaves if key.startswith("target/")]
-  assert kernel == f"target/{FF}/kernel" == stored.leaves[kernel].key
-  (expected,) = jax.tree.leaves(params)
-  np.testing.assert_array_equal(stored.array(kernel), expected)
-  assert runs.finalize(str(tmp_path), str(tmp_path / "final")).ok
-  with pytest.raises(ValueError, match="is a folder of checkpoints|is not a checkpoint"):
-    checkpoint.read(str(tmp_path))
-
-
-def test_a_stored_mask_of_kauldron_is_what_is_deployed(tmp_path):
+def test_a_checkpoint_of_kauldron_is_deployed_with_its_stored_mask(tmp_path):
   """The last weight of each group, which magnitudes would not choose."""
-  _, tree = sparse_tree(8, "one_shot")
-  masks = tree["opt_state"]["masks"]
-  last = np.arange(16).reshape(16, 1) % 4 == 3
-  masks["mask"] = nested({f"{FF}/kernel": jnp.asarray(np.broadcast_to(last, (16, 4)))})
-  masks["renewed"] = nested({f"{FF}/kernel": jnp.int32(1)})
-  write_as_kauldron(tmp_path, 8, tree)
+  ocp = pytest.importorskip("orbax.checkpoint")
+  rules = nms.Rules({"ff": nms.recipe("one_shot", pattern="1:4", phases=nms.Phases(total=8))})
+  weights = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+  params = nested({f"{FF}/kernel": weights})
+  state = nms.sparse(optax.sgd(0.1, momentum=0.9), rules).init(params)._asdict()
+  last = np.broadcast_to(np.arange(16).reshape(16, 1) % 4 == 3, (16, 4))
+  state["count"] = jnp.int32(8)
+  state["masks"]["mask"] = nested({f"{FF}/kernel": jnp.asarray(last)})
+  state["masks"]["renewed"] = nested({f"{FF}/kernel": jnp.int32(1)})
+  text = rules_text.pack(rules_text.describe(rules))
+  tree = {"step": jnp.int32(8), "params": params, "opt_state": state}
+  tree["collections"] = {"nm_sparsity": {"rules": text}}
+  with ocp.StandardCheckpointer() as writer:
+    writer.save(tmp_path / "checkpoints/ckpt_8/default", tree)
+  stored = checkpoint.read(checkpoint.find(str(tmp_path)))
+  assert (stored.step, stored.sparse_step) == (8, 8) and stored.rules.startswith("ff: one_shot")
   made = runs.finalize(str(tmp_path), str(tmp_path / "final"))
   kernel = checkpoint.read(made.path).array(f"target/{FF}/kernel")
-  np.testing.assert_array_equal(kernel != 0, np.broadcast_to(last, (16, 4)))
+  np.testing.assert_array_equal(kernel, np.where(last, weights, 0))

@@ -145,7 +145,7 @@ def test_a_run_starts_from_t5x(kind, tmp_path):
 def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
   model = make(configure.rules({"ff": None}, **IDP), "ours")
   state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
-  _, stored = model.read(state.params, state.flax_mutables)
+  _, stored = model.read(state.flax_mutables)
   state = state.replace_flax_mutables(model.write(state.flax_mutables, jnp.int32(5), stored))
   (tmp_path / "sparse").mkdir()
   manager = utils.create_orbax_checkpoint_manager(

@@ -645,7 +645,6 @@ def test_what_t5x_itself_writes_is_read(t5x, tmp_path):
     (dict(TRAIN_STEPS_RELATIVE=5), ["TRAIN_STEPS_RELATIVE"]),
     (dict(TRAIN_STEPS=40), ["TRAIN_STEPS is 40", "18"]),
     (dict(EVAL_PERIOD=5001), ["EVAL_PERIOD=5001"]),
-    (dict(METRICS_EVERY=-5), ["METRICS_EVERY"]),
     (dict(MIXTURE_OR_TASK_NAME="nope"), ["'nope'", "t5x_task"]),
     (dict(PATTERN="1:3"), ["1:3", "kernel"]),
     (dict(raw=["utils.RestoreCheckpointConfig.dtype = 'bfloat16'"]), ["bfloat16"]),
@@ -687,7 +686,7 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, start, tmp_
   assert has(report["errors"], "sr_ste 1:4", "sr_ste 2:4")
   _, report = run_t5x(**macros, raw=["OPTIMIZER = @adafactor.Adafactor()"])
   (error,) = report["errors"]
-  assert "another OPTIMIZER: its state is count, mu, nu" in error
+  assert "another OPTIMIZER" in error
   # As T5X calls it, before it restores anything.
   theirs = {**tree, "state": {"param_states": {"decoder": {"m": np.zeros(1)}}}}
   with pytest.raises(ValueError, match="another OPTIMIZER"):

@@ -32,7 +32,7 @@ def started(model, variables, inputs=BATCH[0], beams=BEAMS):
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["plain", "scanned"])
-def test_a_step_is_that_through_the_cache_of_t5x(scan):
+def test_a_step_is_that_through_the_cache_of_t5x_and_a_row_of_the_whole(scan):
   """Of sparse layers; of dense ones: test_local_decoding.py."""
   model = make("t5_1_0" if scan else "t5_1_1", scan_layers=scan, rules=RULES)
   variables = {**shapes_of(model), "params": parameters(model)}
@@ -56,12 +56,16 @@ def test_a_step_is_that_through_the_cache_of_t5x(scan):
     return logits[:, 0], new["cache"]
 
   ours, theirs = jax.jit(ours), jax.jit(theirs)
-  rng, tokens = np.random.default_rng(0), np.zeros(len(inputs), np.int32)
+  # Each row its own; 0 is padding, which the whole masks.
+  tokens = np.random.default_rng(0).integers(1, 24, (len(inputs), LENGTH)).astype(np.int32)
+  given = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
+  decode = functools.partial(model.apply, enable_dropout=False, method="decode")
+  whole = jax.jit(decode)(variables, encoded, inputs, given, tokens)
   for i in range(LENGTH):
-    got, kept = ours(kept, tokens, jnp.int32(i))
-    want, cache = theirs(cache, tokens)
+    got, kept = ours(kept, given[:, i], jnp.int32(i))
+    want, cache = theirs(cache, given[:, i])
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
-    tokens = rng.integers(1, want.shape[-1], len(inputs)).astype(np.int32)  # each row its own
+    np.testing.assert_allclose(got, whole[:, i], rtol=0, atol=4e-6 * np.abs(want).max())
 
 
 def equations(jaxpr):
@@ -111,16 +115,3 @@ def test_a_gathered_embedding_has_the_bits_of_a_product(dtype):
   assert got.dtype == dtype
   np.testing.assert_array_equal(got, want)
   assert not np.any(got[1, :2])
-
-
-def test_a_step_needs_a_start_and_a_token_for_each_row():
-  model = make(depth=1)
-  params = {"params": shapes_of(model)["params"]}
-  token = jnp.zeros(3, jnp.int32)
-  with pytest.raises(ValueError, match=r"no collection 'prepared'.*method='start'"):
-    jax.eval_shape(functools.partial(model.apply, method="step"), params, token, 0)
-  make_kept = lambda p: started(model, p)[0]
-  kept = jax.eval_shape(make_kept, params)
-  run = functools.partial(model.apply, method="step", mutable=["decoded"])
-  with pytest.raises(ValueError, match=r"\(3,\).*`start` read 4 rows.*\(4,\)"):
-    jax.eval_shape(run, {**params, **kept}, token, 0)

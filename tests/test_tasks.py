@@ -1,21 +1,17 @@
 """The tasks against hand-made examples: T5's strings, labels, metrics; rows of every source."""
 
+import functools
 import importlib
-import json
 import math
-import pathlib
 import socket
 import sys
-import time
 import types
 import warnings
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import tasks_found
-from test_imports import HEAVY, after
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TensorFlow, seqio, TFDS, on their own account
 
@@ -26,9 +22,9 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   import seqio
   import tensorflow as tf
-  import tensorflow_datasets as tfds
 
   import t5x_tasks
+  from nm_sparsity_jax.runs import glue as glue_table
   from t5x_tasks import glue, metrics, sources, wmt
 
 CONFIGS = [
@@ -54,19 +50,7 @@ def read(name, split, **kwargs):
   return [{k: plain(v) for k, v in x.items()} for x in data.as_numpy_iterator()]
 
 
-def texts(name, split):
-  return [
-    (x["inputs_pretokenized"], x["targets_pretokenized"], x["idx"]) for x in read(name, split)
-  ]
-
-
 # --- registration ---------------------------------------------------------------------------------
-
-
-def test_the_table_alone_needs_nothing():
-  roots, loaded, looked_for = after("import nm_sparsity_jax.runs.glue")
-  assert not roots & {"jax", "numpy", *HEAVY} and not looked_for
-  assert [m for m in loaded if "glue" in m] == ["nm_sparsity_jax.runs.glue"]
 
 
 def test_the_import_registers_all_reads_nothing_and_may_be_repeated(monkeypatch):
@@ -87,15 +71,6 @@ def test_the_import_registers_all_reads_nothing_and_may_be_repeated(monkeypatch)
     importlib.reload(importlib.import_module("t5x_tasks"))
     assert registered() - {"nm_test_sort"} == names, again
   assert all(m.startswith("t5x_tasks") for m in set(sys.modules) - before)
-
-
-def test_what_tests_register_anew_is_put_back():
-  rows = lambda: seqio.get_mixture_or_task("nm_glue_mini_wnli").num_input_examples("validation")
-  before = rows()
-  t5x_tasks.register_mini(rows={"validation": 12})
-  assert rows() == 12 != before
-  tasks_found.register_again()
-  assert rows() == before
 
 
 def test_the_mixtures_are_t5s():
@@ -122,7 +97,7 @@ def test_vocabulary_name_and_unknown_name():
     features = seqio.get_mixture_or_task(name).output_features
     assert set(features) == {"inputs", "targets"}
     assert all(f.vocabulary == BYTES and f.add_eos for f in features.values())
-  assert seqio.get_mixture_or_task("nm_glue_proportional").tasks[0].output_features["inputs"]
+  assert seqio.get_mixture_or_task("nm_glue_rte").supports_caching
   with pytest.raises(ValueError, match="no task or mixture 'nm_glue_rtee'.*nm_glue_rte"):
     t5x_tasks.register_glue(name="nm_glue_rtee")
   t5x_tasks.register_glue()
@@ -143,16 +118,13 @@ EXAMPLES = {
   ],
   "sst2": [
     ({"sentence": "so good "}, 1, "sst2 sentence: so good ", "positive"),
-    ({"sentence": "so bad "}, 0, "sst2 sentence: so bad ", "negative"),
   ],
   "mrpc": [
     ({"sentence2": "B", "sentence1": "A"}, 1, "mrpc sentence1: A sentence2: B", "equivalent"),
-    ({"sentence2": "B", "sentence1": "A"}, 0, "mrpc sentence1: A sentence2: B", "not_equivalent"),
     ({"sentence2": "B", "sentence1": "A"}, -1, "mrpc sentence1: A sentence2: B", "<unk>"),
   ],
   "qqp": [
     ({"question1": "A?", "question2": "ß?"}, 1, "qqp question1: A? question2: ß?", "duplicate"),
-    ({"question1": "A?", "question2": "B?"}, 0, "qqp question1: A? question2: B?", "not_duplicate"),
   ],
   "stsb": [
     ({"sentence1": "A", "sentence2": "B"}, label, "stsb sentence1: A sentence2: B", target)
@@ -161,17 +133,12 @@ EXAMPLES = {
       (2.5, "2.4"), (3.5, "3.6"), (3.8, "3.8"), (4.75, "4.8"), (5.0, "5.0"), (-1.0, "-1.0"),
     )
   ],
-  "qnli": [
-    ({"question": "Q?", "sentence": "S"}, 0, "qnli question: Q? sentence: S", "entailment"),
-    ({"question": "Q?", "sentence": "S"}, 1, "qnli question: Q? sentence: S", "not_entailment"),
-  ],
+  "qnli": [({"question": "Q?", "sentence": "S"}, 0, "qnli question: Q? sentence: S", "entailment")],
   "rte": [
-    ({"sentence1": "A", "sentence2": "B"}, 0, "rte sentence1: A sentence2: B", "entailment"),
     ({"sentence1": "A", "sentence2": "B"}, 1, "rte sentence1: A sentence2: B", "not_entailment"),
   ],
   "wnli": [
     ({"sentence1": "A", "sentence2": "B"}, 0, "wnli sentence1: A sentence2: B", "not_entailment"),
-    ({"sentence1": "A", "sentence2": "B"}, 1, "wnli sentence1: A sentence2: B", "entailment"),
   ],
   **{
     config: [
@@ -204,18 +171,6 @@ def test_t5s_strings_and_labels_in_both_directions(config):
     if config != "stsb":
       for odd in ("", target.upper(), f" {target}", f"{target} ", target[:-1], "0"):
         assert task.postprocess_fn(odd, example=fields, is_target=False) == -1
-
-
-def test_a_score_is_read_as_python_reads_it():
-  score = seqio.get_mixture_or_task("nm_glue_stsb").postprocess_fn
-  assert [score(x) for x in ("3.8", "5.2", "-2", " 3 ", "1e1")] == [3.8, 5.2, -2, 3, 10]
-  assert [score(x) for x in ("", "3,8", "three", "3.8 3.8")] == [-1, -1, -1, -1]
-
-
-def test_a_label_out_of_range_stops_the_run():
-  data = tf.data.Dataset.from_tensors({"sentence": "x", "label": np.int64(2), "idx": 0})
-  with pytest.raises(tf.errors.InvalidArgumentError):
-    list(glue.text_format(data, "cola"))
 
 
 def test_translation_strings():
@@ -263,12 +218,7 @@ def test_metrics_by_hand():
 
   nli = ["entailment", "neutral", "contradiction", "neutral"]
   said = ["entailment", "contradiction", "contradiction", "Neutral"]
-  for config in ("mnli", "mnli_matched", "mnli_mismatched"):
-    assert scores(config, nli, said) == {"accuracy": 50.0}
-  for config in ("qnli", "rte", "wnli"):
-    targets = ["entailment", "not_entailment", "entailment", "entailment"]
-    assert scores(config, targets, [targets[0], targets[1], "not", ""]) == {"accuracy": 50.0}
-  assert scores("sst2", ["positive", "negative"], ["positive", "Negative"]) == {"accuracy": 50.0}
+  assert scores("mnli_matched", nli, said) == {"accuracy": 50.0}
   assert scores("ax", ["<unk>"], ["neutral"]) == {}
 
 
@@ -329,80 +279,64 @@ FILES = {
   "WNLI/test.tsv": [PAIR_TEST, "0\tA\tB"],
   "diagnostic/diagnostic.tsv": [PAIR_TEST, "0\tP\tH"],
 }  # fmt: skip
-M = "mnli hypothesis: {} premise: {}".format
-READ = {
-  ("cola", "train"): [
-    ('cola sentence: A "b', "acceptable", 0), ("cola sentence: C d.", "unacceptable", 1),
-  ],
-  ("cola", "validation"): [("cola sentence: dev", "unacceptable", 0)],
-  ("cola", "test"): [("cola sentence: test", "<unk>", 0)],
-  ("sst2", "train"): [
-    ("sst2 sentence: bad ", "negative", 0), ("sst2 sentence: good ", "positive", 1),
-  ],
-  ("sst2", "validation"): [("sst2 sentence: good ", "positive", 0)],
-  ("sst2", "test"): [("sst2 sentence: a", "<unk>", 0), ("sst2 sentence: b", "<unk>", 1)],
-  ("mrpc", "train"): [
-    ("mrpc sentence1: A sentence2: B", "equivalent", 0),
-    ("mrpc sentence1: E sentence2: F", "equivalent", 2),
-  ],
-  ("mrpc", "validation"): [("mrpc sentence1: C sentence2: D", "not_equivalent", 1)],
-  ("mrpc", "test"): [("mrpc sentence1: G sentence2: H", "<unk>", 0)],
-  ("qqp", "train"): [
-    ("qqp question1: A? question2: B?", "not_duplicate", 0),
-    ("qqp question1: E\u2028? question2: F?", "duplicate", 3),
-  ],
-  ("qqp", "validation"): [("qqp question1: A? question2: B?", "duplicate", 0)],
-  ("qqp", "test"): [("qqp question1: A? question2: B?", "<unk>", 0)],
-  ("stsb", "train"): [
-    ("stsb sentence1: A sentence2: B", "2.4", 0), ("stsb sentence1: C sentence2: D", "0.0", 1),
-  ],
-  ("stsb", "validation"): [("stsb sentence1: A sentence2: B", "5.0", 0)],
-  ("stsb", "test"): [("stsb sentence1: A sentence2: B", "-1.0", 0)],
-  ("mnli", "train"): [(M("H", "P"), "contradiction", 0)],
-  ("mnli", "validation_matched"): [(M("Hm", "Pm"), "neutral", 0)],
-  ("mnli", "validation_mismatched"): [(M("Hx", "Px"), "entailment", 0)],
-  ("mnli", "test_matched"): [(M("Htm", "Ptm"), "<unk>", 0)],
-  ("mnli", "test_mismatched"): [(M("Htx", "Ptx"), "<unk>", 0)],
-  ("mnli_matched", "validation"): [(M("Hm", "Pm"), "neutral", 0)],
-  ("mnli_matched", "test"): [(M("Htm", "Ptm"), "<unk>", 0)],
-  ("mnli_mismatched", "validation"): [(M("Hx", "Px"), "entailment", 0)],
-  ("mnli_mismatched", "test"): [(M("Htx", "Ptx"), "<unk>", 0)],
-  ("qnli", "train"): [("qnli question: Q? sentence: S", "entailment", 0)],
-  ("qnli", "validation"): [("qnli question: Q? sentence: S", "not_entailment", 0)],
-  ("qnli", "test"): [("qnli question: Q? sentence: S", "<unk>", 0)],
-  ("rte", "train"): [("rte sentence1: A sentence2: B", "not_entailment", 0)],
-  ("rte", "validation"): [("rte sentence1: A sentence2: B", "entailment", 0)],
-  ("rte", "test"): [("rte sentence1: A sentence2: B", "<unk>", 0)],
-  ("wnli", "train"): [("wnli sentence1: A sentence2: B", "entailment", 0)],
-  ("wnli", "validation"): [("wnli sentence1: A sentence2: B", "not_entailment", 0)],
-  ("wnli", "test"): [("wnli sentence1: A sentence2: B", "<unk>", 0)],
-  ("ax", "test"): [(M("H", "P"), "<unk>", 0)],
-}  # fmt: skip
 
 
 def write(folder, files):
   for name, lines in files.items():
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")
 
 
-def test_the_tsv_folder_gives_t5s_examples(tmp_path, monkeypatch):
+def rows_of_tfds(folder, name):
+  """split -> rows, by TFDS' own builder on the same files."""
+  from tensorflow_datasets.text.glue import Glue
+
+  (config,) = [c for c in Glue.BUILDER_CONFIGS if c.name == name]
+  mrpc = {"dev_ids": "dev_ids.tsv"} | {x: f"msr_paraphrase_{x}.txt" for x in ("train", "test")}
+  builder = types.SimpleNamespace(builder_config=config)
+  builder._generate_example_mrpc_files = functools.partial(
+    Glue._generate_example_mrpc_files, builder
+  )
+  downloads = types.SimpleNamespace(
+    download=lambda what: (
+      {x: folder / "MRPC" / mrpc[x] for x in what}
+      if isinstance(what, dict)
+      else folder / "diagnostic/diagnostic.tsv"
+    ),
+    download_and_extract=lambda url: folder,
+  )
+  found = {}
+  for split in Glue._split_generators(builder, downloads):
+    rows = [row for _, row in Glue._generate_examples(builder, **split.gen_kwargs)]
+    names = config.label_classes or []
+    index = lambda label, names=names: names.index(label) if label in names else label
+    found[str(split.name)] = [{**row, "label": index(row["label"])} for row in rows]
+  return found
+
+
+def rows_of_ours(folder, config, split):
+  columns = sources.read_glue(folder, config, split)
+  return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_tsv_folder_gives_the_rows_of_tfds(config, tmp_path):
+  write(tmp_path, FILES)
+  want = rows_of_tfds(tmp_path, config)
+  assert want.keys() == glue_table.TASKS[config].splits.keys()
+  for split, rows in want.items():
+    assert rows and rows_of_ours(tmp_path, config, split) == rows, split
+
+
+def test_a_folder_takes_the_place_of_tfds(tmp_path, monkeypatch):
   write(tmp_path, FILES)
   monkeypatch.setenv("GLUE_DATA_DIR", str(tmp_path))
   t5x_tasks.register_glue(vocabulary=BYTES)
-  splits = {(c, s) for c in CONFIGS for s in seqio.get_mixture_or_task(f"nm_glue_{c}").splits}
-  assert splits == set(READ)
-  for (config, split), want in READ.items():
-    assert texts(f"nm_glue_{config}", split) == want, (config, split)
-  dtypes = {k: v.dtype for k, v in sources.read_glue(tmp_path, "cola", "train").items()}
-  assert (dtypes["idx"], dtypes["label"]) == (np.int32, np.int64)  # as in TFDS
-  assert sources.read_glue(tmp_path, "stsb", "train")["label"].dtype == np.float32
-  mixed = seqio.get_mixture_or_task("nm_glue_proportional").get_dataset(
-    {"inputs": 64, "targets": 16}, "validation", shuffle=False, num_epochs=1,
-    passthrough_features=["idx"],
-  )  # fmt: skip
-  assert set(next(mixed.as_numpy_iterator())) == {"inputs", "targets", "idx"}
+  (x,) = read("nm_glue_mnli", "validation_mismatched")
+  assert x["inputs_pretokenized"] == "mnli hypothesis: Hx premise: Px"
+  assert (x["targets_pretokenized"], x["idx"]) == ("entailment", 0)
+  assert x["targets"] == [*BYTES.encode("entailment"), 1]
 
 
 def test_mrpc_as_the_download_script_splits_it(tmp_path):
@@ -426,83 +360,37 @@ LINE = st.one_of(
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(st.lists(LINE, max_size=6), st.sampled_from(["\n", "\r\n"]))
-def test_rows_are_those_of_tfds(tmp_path_factory, lines, end):
-  """TFDS' own builder on the same file."""
-  path = tmp_path_factory.mktemp("glue") / "QQP/train.tsv"
-  path.parent.mkdir()
+def test_odd_rows_are_those_of_tfds(tmp_path_factory, lines, end):
+  folder = tmp_path_factory.mktemp("glue")
+  write(folder, {name: lines for name, lines in FILES.items() if name.startswith("QQP")})
   text = end.join(["question1\tquestion2\tis_duplicate", *lines]) + end
-  path.write_text(text, encoding="utf-8", newline="")
-  from tensorflow_datasets.text.glue import Glue
-
-  (config,) = [c for c in Glue.BUILDER_CONFIGS if c.name == "qqp"]
-  rows = Glue._generate_examples(types.SimpleNamespace(builder_config=config), path, "train")
-  names = config.label_classes
-  want = [
-    (r["question1"], r["question2"], r["idx"],
-     names.index(r["label"]) if r["label"] in names else r["label"])
-    for _, r in rows
-  ]  # fmt: skip
-  try:
-    found = sources.read_glue(path.parents[1], "qqp", "train")
-  except ValueError as e:
-    assert "no row" in str(e)
-    assert not want
-  else:
-    found = zip(*(found[k] for k in ("question1", "question2", "idx", "label")), strict=True)
-    assert [tuple(x) for x in found] == want
-
-
-def test_mrpcs_rows_are_those_of_tfds(tmp_path):
-  from tensorflow_datasets.text.glue import Glue
-
-  write(tmp_path, FILES)
-  home = tmp_path / "MRPC"
-  files = {
-    "train": home / "msr_paraphrase_train.txt", "test": home / "msr_paraphrase_test.txt",
-    "dev_ids": home / "dev_ids.tsv",
-  }  # fmt: skip
-  for split, theirs in (("train", "train"), ("validation", "dev"), ("test", "test")):
-    want = list(Glue._generate_example_mrpc_files(None, files, theirs))
-    found = sources.read_glue(tmp_path, "mrpc", split)
-    rows = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
-    assert rows == want
+  (folder / "QQP/train.tsv").write_text(text, encoding="utf-8", newline="")
+  want = rows_of_tfds(folder, "qqp")["train"]
+  if want:
+    assert rows_of_ours(folder, "qqp", "train") == want
+    return
+  with pytest.raises(ValueError, match="no row"):
+    sources.read_glue(folder, "qqp", "train")
 
 
 def changed(file, *lines):
   return {**FILES, file: list(lines)}
 
 
+STSB = FILES["STS-B/train.tsv"][0]
 BAD = {
-  "no folder": ({}, "rte", "no file .*RTE/train.tsv.*GLUE_DATA_DIR.*CoLA, SST-2, MRPC"),
-  "no file": ({"RTE/dev.tsv": FILES["RTE/dev.tsv"]}, "rte", "no file .*RTE/train.tsv"),
-  "column": (
-    changed("RTE/train.tsv", "index\tsentence1\tsentence2", "0\tA\tB"), "rte",
-    r"RTE/train.tsv, line 1: no column 'label', which rte needs; the header is \['index'",
-  ),
-  "commas": (changed("RTE/train.tsv", "index,sentence1,sentence2,label"), "rte", "with tabs"),
-  "label": (
+  "no folder": ({}, "rte", "RTE/train.tsv.*GLUE_DATA_DIR"),
+  "no column": (changed("RTE/train.tsv", PAIR_TEST, "0\tA\tB"), "rte", "line 1: .*'label'"),
+  "no such label": (
     changed("RTE/train.tsv", PAIR, "0\tA\tB\tentailment", "1\tA\tB\tEntailment"), "rte",
-    "RTE/train.tsv, line 3: the label 'Entailment' of rte is not one of entailment, "
-    "not_entailment, or 0 to 1. Fix or delete the row",
+    "RTE/train.tsv, line 3: .*'Entailment'",
   ),
-  "index": (changed("WNLI/train.tsv", PAIR, "0\tA\tB\t2"), "wnli", "line 2: the label '2' of wnli"),
-  "hidden": (changed("WNLI/train.tsv", PAIR, "0\tA\tB\t-1"), "wnli", "line 2: the label '-1'"),
-  "score": (
-    changed("STS-B/train.tsv", FILES["STS-B/train.tsv"][0], "0\tg\tA\tB\t5.1"), "stsb",
-    "line 2: the label '5.1' of stsb is not a number from 0 to 5",
-  ),
-  "no number": (
-    changed("STS-B/train.tsv", FILES["STS-B/train.tsv"][0], "0\tg\tA\tB\tnan"), "stsb", "'nan'",
-  ),
-  "no score": (
-    changed("STS-B/train.tsv", *FILES["STS-B/train.tsv"], "2\tg\tA\tB\t"), "stsb",
-    "line 4: the label '' of stsb is not a number from 0 to 5",
-  ),
-  "empty": (changed("CoLA/train.tsv"), "cola", "CoLA/train.tsv has no row for the split train"),
-  "header only": (changed("SST-2/train.tsv", "sentence\tlabel"), "sst2", "SST-2/train.tsv has no"),
-  "no ids": (
-    {k: v for k, v in FILES.items() if "dev_ids" not in k}, "mrpc", "no file .*dev_ids.tsv",
-  ),
+  "a hidden label": (changed("WNLI/train.tsv", PAIR, "0\tA\tB\t-1"), "wnli", "line 2: .*'-1'"),
+  "too high a score": (changed("STS-B/train.tsv", STSB, "0\tg\tA\tB\t5.1"), "stsb", "'5.1'"),
+  "no score": (changed("STS-B/train.tsv", STSB, "2\tg\tA\tB\t"), "stsb", "line 2: .*''"),
+  "no row": (changed("SST-2/train.tsv", "sentence\tlabel"), "sst2", "no row"),
+  "no ids": ({k: v for k, v in FILES.items() if "dev_ids" not in k}, "mrpc", "dev_ids.tsv"),
+  "no UTF-8": (changed("RTE/train.tsv", PAIR, "0\tA\tB\t\udcff"), "rte", "UTF-8"),
 }  # fmt: skip
 
 
@@ -516,89 +404,36 @@ def test_what_is_wrong_with_a_folder_is_said_before_training(tmp_path, case):
     task.get_dataset({"inputs": 8, "targets": 8}, "train")
 
 
-def test_other_text_than_utf_8(tmp_path):
-  write(tmp_path, FILES)
-  (tmp_path / "RTE/train.tsv").write_bytes(f"{PAIR}\n0\tA\tB\t".encode() + b"\xff\n")
-  with pytest.raises(ValueError, match="RTE/train.tsv is not tab-separated text in UTF-8"):
-    sources.read_glue(tmp_path, "rte", "train")
-
-
-def test_left_out_rows_are_reported(tmp_path, caplog):
+def test_rows_that_are_left_out_or_missing_are_reported(tmp_path, caplog):
   write(tmp_path, FILES)
   sources.read_glue(tmp_path, "qqp", "train")
-  assert "QQP/train.tsv: left out 2 rows without all columns" in caplog.text
-  assert "lines [3, 4]" in caplog.text
-
-
-def test_another_number_of_rows_than_glues_is_reported(tmp_path, caplog):
-  write(tmp_path, changed("WNLI/dev.tsv", PAIR, *["0\tA\tB\t1"] * 70))
-  sources.read_glue(tmp_path, "wnli", "validation")
-  assert "WNLI/dev.tsv: has 70 rows for the split validation, and GLUE's wnli has 71" in caplog.text
-  caplog.clear()
-  write(tmp_path, changed("WNLI/dev.tsv", PAIR, *["0\tA\tB\t1"] * 71))
-  sources.read_glue(tmp_path, "wnli", "validation")
-  assert not caplog.text
-
-
-def test_four_hundred_thousand_rows_take_seconds(tmp_path):
-  row = "0\t1\t2\tWhat is the best way to learn it?\tHow does one learn it best of all?\t1"
-  write(tmp_path, changed("QQP/train.tsv", FILES["QQP/train.tsv"][0], *[row] * 400_000))
-  start = time.process_time()
-  assert len(sources.read_glue(tmp_path, "qqp", "train")["idx"]) == 400_000
-  assert time.process_time() - start < 20
+  assert "left out 2 rows" in caplog.text and "lines [3, 4]" in caplog.text
+  for rows, is_all in ((70, False), (71, True)):
+    caplog.clear()
+    write(tmp_path, changed("WNLI/dev.tsv", PAIR, *["0\tA\tB\t1"] * rows))
+    sources.read_glue(tmp_path, "wnli", "validation")
+    assert ("has 70 rows" in caplog.text) != is_all
 
 
 # --- the other sources ----------------------------------------------------------------------------
 
 
-def test_tfds_is_the_default_with_a_pinned_version():
-  for config in CONFIGS:
-    task = seqio.get_mixture_or_task(f"nm_glue_{config}")
-    assert isinstance(task.source, seqio.TfdsDataSource)
-    assert task.source.tfds_dataset.name == f"glue/{config}:2.0.0"
-    assert {(config, split) for split in task.splits} == {k for k in READ if k[0] == config}
-  t17, t14 = "wmt17_translate/de-en:1.0.0", "wmt14_translate/de-en:1.0.0"
-  want = {
-    "nm_wmt17_ende": {"train": (t17, "train"), "validation": (t14, "test")},
-    "nm_wmt14_ende": {
-      "train": (t14, "train"), "validation": (t14, "validation"), "test": (t14, "test"),
-    },
-  }  # fmt: skip
-  for name, splits in want.items():
-    there = seqio.get_mixture_or_task(name).source.tfds_dataset.tfds_splits
-    assert {split: (t.dataset, t.split) for split, t in there.items()} == splits
-  # TFDS knows these.
+def test_tfds_is_the_default_with_a_version_that_it_has():
   from tensorflow_datasets.text.glue import Glue
   from tensorflow_datasets.translate import wmt14, wmt17
 
   assert {c.name: str(c.version) for c in Glue.BUILDER_CONFIGS} == dict.fromkeys(CONFIGS, "2.0.0")
+  for config in CONFIGS:
+    source = seqio.get_mixture_or_task(f"nm_glue_{config}").source
+    assert source.tfds_dataset.name == f"glue/{config}:2.0.0"
   for builder in (wmt14.Wmt14Translate, wmt17.Wmt17Translate):
     (version,) = [c.version for c in builder.BUILDER_CONFIGS if c.name == "de-en"]
     assert version == "1.0.0"
-
-
-def test_a_tfds_store_gives_the_same_examples(tmp_path):
-  features = tfds.features.FeaturesDict({
-    "sentence1": tfds.features.Text(), "sentence2": tfds.features.Text(), "idx": np.int32,
-    "label": tfds.features.ClassLabel(names=["entailment", "not_entailment"]),
-  })  # fmt: skip
-  row = lambda i, label: (i, {"sentence1": f"a{i}", "sentence2": "b", "label": label, "idx": i})
-  tfds.dataset_builders.store_as_tfds_dataset(
-    name="glue", config="rte", version="2.0.0", features=features, data_dir=str(tmp_path),
-    split_datasets={
-      "train": [row(0, 1), row(1, 0)], "validation": [row(0, 0)], "test": [row(4, -1)],
-    },
-  )  # fmt: skip
-  t5x_tasks.register_glue(vocabulary=BYTES)
-  seqio.set_tfds_data_dir_override(str(tmp_path))
-  try:
-    assert sorted(texts("nm_glue_rte", "train")) == [
-      ("rte sentence1: a0 sentence2: b", "not_entailment", 0),
-      ("rte sentence1: a1 sentence2: b", "entailment", 1),
-    ]
-    assert texts("nm_glue_rte", "test") == [("rte sentence1: a4 sentence2: b", "<unk>", 4)]
-  finally:
-    seqio.set_tfds_data_dir_override(None)
+  there = seqio.get_mixture_or_task("nm_wmt17_ende").source.tfds_dataset.tfds_splits
+  assert {split: (t.dataset, t.split) for split, t in there.items()} == {
+    "train": ("wmt17_translate/de-en:1.0.0", "train"),
+    "validation": ("wmt14_translate/de-en:1.0.0", "test"),
+  }
 
 
 def test_two_text_files(tmp_path, monkeypatch):
@@ -615,30 +450,14 @@ def test_two_text_files(tmp_path, monkeypatch):
   ]
   assert found("nm_wmt17_ende", "train") == [("one", "eins"), ("two", "zwei")]
   assert found("nm_wmt17_ende", "validation") == [("c", "d\u2028e")]
-  assert found("nm_wmt14_ende", "train") == [("fourteen", "vierzehn")]
-  assert found("nm_wmt14_ende", "validation") == [("a", "b")]
   assert found("nm_wmt14_ende", "test") == [("c", "d\u2028e")]
   assert seqio.get_mixture_or_task("nm_wmt17_ende").num_input_examples("train") == 4
   (x,) = read("nm_wmt14_ende", "test", sequence_length={"inputs": 4, "targets": 9})
   assert x["inputs"] == [*BYTES.encode("tra"), 1] and x["targets"] == [*BYTES.encode("d\u2028e"), 1]
 
 
-def test_text_files_are_shuffled(tmp_path):
-  lines = [str(i) for i in range(50)]
-  write(tmp_path, {f"train-wmt17.{language}": lines for language in wmt.LANGUAGES})
-  t5x_tasks.register_wmt(vocabulary=BYTES, data_dir=str(tmp_path))
-  source = seqio.get_mixture_or_task("nm_wmt17_ende").source
-  raw = lambda **kwargs: list(source.get_dataset("train", **kwargs).as_numpy_iterator())
-  assert all(pair["en"] == pair["de"] for pair in raw(shuffle=True))
-  order = lambda **kwargs: [pair["en"].decode() for pair in raw(**kwargs)]
-  assert order(shuffle=False) == lines != order(shuffle=True, seed=1)
-  assert sorted(order(shuffle=True, seed=1), key=int) == lines
-  assert order(shuffle=True, seed=1) == order(shuffle=True, seed=1) != order(shuffle=True, seed=2)
-
-
 @pytest.mark.parametrize("files, message", [
-  ({}, "no file .*train-wmt17.en.*WMT_DATA_DIR.*train-wmt17.en and train-wmt17.de"),
-  ({"train-wmt17.en": ["a"]}, "no file .*train-wmt17.de"),
+  ({}, "no file .*train-wmt17.en.*WMT_DATA_DIR"),
   ({"train-wmt17.en": ["a", "b"], "train-wmt17.de": ["a"]}, "en has 2 lines and .*de has 1 lines"),
 ])  # fmt: skip
 def test_what_is_wrong_with_text_files(tmp_path, files, message):
@@ -646,14 +465,6 @@ def test_what_is_wrong_with_text_files(tmp_path, files, message):
   t5x_tasks.register_wmt(vocabulary=BYTES, data_dir=str(tmp_path))
   with pytest.raises(ValueError, match=message):
     seqio.get_mixture_or_task("nm_wmt17_ende").get_dataset({"inputs": 8, "targets": 8}, "train")
-
-
-def test_empty_text_files(tmp_path):
-  for language in wmt.LANGUAGES:
-    (tmp_path / f"newstest2014.{language}").touch()
-  t5x_tasks.register_wmt(vocabulary=BYTES, data_dir=str(tmp_path))
-  with pytest.raises(ValueError, match="has 0 lines"):
-    seqio.get_mixture_or_task("nm_wmt17_ende").get_dataset(None, "validation")
 
 
 def test_shards_are_disjoint_without_a_seed_too(tmp_path):
@@ -675,88 +486,18 @@ def test_shards_are_disjoint_without_a_seed_too(tmp_path):
     assert {len(shard) for shard in shards} == {16, 17} and sorted(shards[0]) != shards[0]
 
 
-def test_mini_is_shuffled_by_its_seed_and_sharded_by_example():
-  t5x_tasks.register_mini(rows={"train": 50, "validation": 5}, seed=3)
-  task = seqio.get_mixture_or_task("nm_glue_mini_rte")
-  assert [task.num_input_examples(s) for s in ("train", "validation", "test")] == [50, 5, 256]
-  order = lambda **kwargs: [x["idx"] for x in read("nm_glue_mini_rte", "train", **kwargs)]
-  one = order(shuffle=True, seed=1)
-  assert one == order(shuffle=True, seed=1) != order(shuffle=True, seed=2)
-  assert sorted(one) == order() == list(range(50))
-  assert sorted(order(shuffle=True)) == order()
-  half = order(shard_info=seqio.ShardInfo(1, 2))
-  assert half == list(range(1, 50, 2))
-  # Before seqio's own buffer.
-  raw = lambda **kwargs: [
-    int(x["idx"]) for x in task.source.get_dataset("train", **kwargs).as_numpy_iterator()
-  ]
-  assert raw(shuffle=False) == order() != raw(shuffle=True, seed=1) == raw(shuffle=True, seed=1)
-  assert raw(shuffle=True, seed=1) != raw(shuffle=True, seed=2)
-  for bad in ({"train": 0}, {"trian": 5}, {"train": 2.5}):
+def test_sources_are_shuffled_by_their_seed(tmp_path):
+  lines = [str(i) for i in range(50)]
+  write(tmp_path, {f"train-wmt17.{language}": lines for language in wmt.LANGUAGES})
+  t5x_tasks.register_wmt(vocabulary=BYTES, data_dir=str(tmp_path))
+  t5x_tasks.register_mini(rows={"train": 50}, seed=3)
+  for name, field in (("nm_wmt17_ende", "en"), ("nm_glue_mini_rte", "idx")):
+    source = seqio.get_mixture_or_task(name).source
+    order = lambda source=source, field=field, **kwargs: [
+      int(x[field]) for x in source.get_dataset("train", **kwargs).as_numpy_iterator()
+    ]
+    assert order(shuffle=False) == list(range(50)) == sorted(order(shuffle=True))
+    assert order(seed=1) == order(seed=1) != order(seed=2)
+  for bad in ({"train": 0}, {"trian": 5}):
     with pytest.raises(ValueError, match="rows"):
       t5x_tasks.register_mini(rows=bad)
-
-
-# --- evaluation and caching -----------------------------------------------------------------------
-
-
-def evaluate(name, split, answer):
-  """seqio's own evaluation; `answer` turns an example into the predicted ids."""
-  evaluator = seqio.Evaluator(
-    name, seqio.EncDecFeatureConverter(pack=False), eval_split=split,
-    sequence_length={"inputs": 32, "targets": 4},
-  )  # fmt: skip
-
-  def predict(data):
-    return [
-      (int(i), answer(x["decoder_target_tokens"].tolist())) for i, x in data.as_numpy_iterator()
-    ]
-
-  found, _ = evaluator.evaluate(compute_metrics=True, predict_fn=predict)
-  return {task: dict(values) for task, values in found.result().items()}
-
-
-def test_seqios_evaluation_of_the_mixture():
-  t5x_tasks.register_mini(rows={"validation": 12})
-  found = evaluate("nm_glue_mini_proportional", "validation", answer=lambda ids: ids)
-  want = {
-    "cola": ["matthews_corrcoef"], "sst2": ["accuracy"], "mrpc": ["f1", "accuracy"],
-    "qqp": ["f1", "accuracy"], "stsb": ["pearson_corrcoef", "spearman_corrcoef"],
-    "mnli_matched": ["accuracy"], "mnli_mismatched": ["accuracy"], "qnli": ["accuracy"],
-    "rte": ["accuracy"],
-  }  # fmt: skip
-  want = {f"nm_glue_mini_{c}": dict.fromkeys(keys, 100.0) for c, keys in want.items()}
-  assert {task: pytest.approx(values) for task, values in found.items()} == want
-  nothing = evaluate("nm_glue_mini_rte", "validation", answer=lambda ids: [2, 1])
-  assert nothing == {"nm_glue_mini_rte": {"accuracy": 0.0}}
-
-
-def test_a_cached_task(tmp_path):
-  """What seqio_cache_tasks leaves, written by hand since that needs Apache Beam."""
-  from seqio import utils
-
-  t5x_tasks.register_mini(rows={"validation": 8})
-  name = "nm_glue_mini_stsb"
-  task = seqio.get_mixture_or_task(name)
-  plain = task.source.get_dataset("validation", shuffle=False)
-  rows = list(task.preprocess_precache(plain).as_numpy_iterator())
-  folder = pathlib.Path(tmp_path, utils.get_task_dir_from_name(name))
-  folder.mkdir()
-  spec = {
-    k: {"shape": [None] * np.ndim(v), "dtype": "string" if isinstance(v, bytes) else v.dtype.name}
-    for k, v in rows[0].items()
-  }
-  with tf.io.TFRecordWriter(str(folder / "validation.tfrecord-00000-of-00001")) as file:
-    for row in rows:
-      row["idx"] += 100  # this is the cache speaking
-      file.write(utils.dict_to_tfexample(row).SerializeToString())
-  info = {"num_shards": 1, "features": spec, "seqio_version": seqio.__version__}
-  pathlib.Path(utils.get_cached_info_path(str(folder), "validation")).write_text(json.dumps(info))
-  stats = {"examples": len(rows)}
-  pathlib.Path(utils.get_cached_stats_path(str(folder), "validation")).write_text(json.dumps(stats))
-  (folder / "COMPLETED").touch()
-  seqio.add_global_cache_dirs([str(tmp_path)])
-  lengths = {"sequence_length": {"inputs": 9, "targets": 2}}
-  cached = read(name, "validation", use_cached=True, **lengths)
-  assert [x["idx"] for x in cached] == list(range(100, 108)) and cached[0]["inputs"][-1] == 1
-  assert [{**x, "idx": x["idx"] - 100} for x in cached] == read(name, "validation", **lengths)

@@ -1,10 +1,8 @@
 """The local runner on the families that other tests of runs do not train: Swin, and bfloat16."""
 
 import json
-import re
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from checkpoint_files import assert_same, read
@@ -39,12 +37,6 @@ MACROS = dict(
   DENSE_STEPS=1, FINETUNE_STEPS=1, EVAL_PERIOD=4, EVAL_STEPS=1, CHECKPOINT_PERIOD=2, STATS_PERIOD=1,
   METRICS_EVERY=None, KEEP_CHECKPOINTS=None, LEARNING_RATE=0.01, WARMUP_STEPS=1,
 )  # fmt: skip
-
-
-def of_gin(flags):
-  """The files and the values of flags."""
-  named = lambda flag: [w.removeprefix(flag) for w in flags if w.startswith(flag)]
-  return named("--gin_file="), named("--gin.")
 
 
 def words(folder, text, run="local_images", **macros):
@@ -86,31 +78,20 @@ def test_a_swin_trains_resumes_and_is_proven(tmp_path, capsys):
 
   # No shape tells the window: the folder of the run does, and then the finalized checkpoint.
   other = SWIN.replace("window = 2", "window = 4")
-  told = (run / "checkpoint_4", ("eval", "plan")), (final / "checkpoint_4", ("eval", "train"))
-  for made, commands in told:
-    words_of = f"{made} was trained with window=2, and this network has window=4, .* to 2"
-    flags = dict(CHECKPOINT_PATH=str(made), EVAL_OUTPUT_DIR=str(tmp_path / "no"))
-    looked = words(tmp_path, other, "local_images_eval", EVAL_STEPS=1, **flags)
-    flags = dict(INITIAL_CHECKPOINT_PATH=str(made), MODEL_DIR=str(tmp_path / "next"))
-    started = words(tmp_path, other, **(MACROS | flags))
-    for command in commands:
-      assert cli.main([command, *(started if command == "train" else looked)]) == 1
-      said = " ".join("".join(capsys.readouterr()).split())
-      assert re.search(words_of, said), said
+  flags = dict(CHECKPOINT_PATH=str(run / "checkpoint_4"), EVAL_OUTPUT_DIR=str(tmp_path / "no"))
+  looked = ["eval", *words(tmp_path, other, "local_images_eval", EVAL_STEPS=1, **flags)]
+  flags = dict(INITIAL_CHECKPOINT_PATH=f"{final}/checkpoint_4", MODEL_DIR=f"{tmp_path}/next")
+  for command in (looked, ["train", *words(tmp_path, other, **(MACROS | flags))]):
+    assert cli.main(command) == 1
+    assert "window=2, and this network has window=4" in " ".join(
+      "".join(capsys.readouterr()).split()
+    )
   assert not (tmp_path / "no").exists() and not (tmp_path / "next").exists()
 
 
 def test_a_vit_trains_in_bfloat16(tmp_path):
   run = tmp_path / "run"
   flags = words(tmp_path, VIT, MODEL_DIR=str(run), DTYPE="bfloat16", **MACROS)
-  with gin_files.Config([gin_files.folder()], *of_gin(flags)) as config:
-    network = config.value("NETWORK")
-  images = jax.ShapeDtypeStruct((8, 16, 16, 3), "float32")
-  variables = jax.eval_shape(network.init, jax.random.key(0), images)
-  program = str(jax.make_jaxpr(network.apply)(variables, images))
-  products = [line for line in program.splitlines() if " dot_general" in line]
-  assert products and all(":bf16[" in line.partition(" = ")[0] for line in products[:-1])
-
   assert cli.main(["train", *flags]) == 0
   losses = [json.loads(x)["loss"] for x in (run / "train/metrics.jsonl").read_text().splitlines()]
   assert len(losses) == 4 and all(1 < loss < 4 for loss in losses)

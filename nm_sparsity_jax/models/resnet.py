@@ -67,10 +67,6 @@ class ResNetConfig:
     parts.make_tuples(self, "depths", "widths")
     sizes = ("image_size", "channels", "depths", "widths", "classes", "stem")
     parts.check_config(self, sizes, ("drop_path",))
-    if len(self.depths) != len(self.widths):
-      raise ValueError(
-        f"ResNetConfig(depths={self.depths}, widths={self.widths}): each stage has one of both."
-      )
     if not self.stem % 2:
       raise ValueError(f"ResNetConfig(stem={self.stem}): the size of a kernel is odd, such as 7.")
 

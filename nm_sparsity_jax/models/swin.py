@@ -73,10 +73,6 @@ class SwinConfig:
     sizes = ("image_size", "patch", "channels", "embed", "depths", "heads", "window", "mlp_ratio")
     parts.check_config(self, (*sizes, "classes"), ("dropout", "drop_path"))
     parts.check_divides(self, "image_size", "patch")
-    if len(self.depths) != len(self.heads):
-      raise ValueError(
-        f"SwinConfig(depths={self.depths}, heads={self.heads}): each stage has one of both."
-      )
     for stage, (width, heads, side) in enumerate(
       zip(self.widths, self.heads, self.sides, strict=True)
     ):
@@ -88,9 +84,7 @@ class SwinConfig:
       if side > self.window and side % self.window:
         raise ValueError(
           f"SwinConfig(image_size={self.image_size}, patch={self.patch}, window={self.window}): "
-          f"stage {stage} has {side} x {side} tokens, which windows of {self.window} do not fill. "
-          "Choose a window that divides the sides of all stages, or an image_size of which they "
-          "are multiples."
+          f"stage {stage} has {side} x {side} tokens, which windows of {self.window} do not fill."
         )
 
   @property
@@ -105,9 +99,9 @@ class SwinConfig:
     halvings = len(self.depths) - 1
     if side % 2**halvings:
       raise ValueError(
-        f"SwinConfig(image_size={self.image_size}, patch={self.patch}): {side} x {side} tokens are "
-        f"not halved {halvings} times. Choose an image_size that is a multiple of "
-        f"{self.patch * 2**halvings}."
+        f"SwinConfig(image_size={self.image_size}, patch={self.patch}): image_size must be a "
+        f"multiple of {self.patch * 2**halvings}, for {side} x {side} tokens are halved {halvings} "
+        "times."
       )
     return tuple(side // 2**stage for stage in range(len(self.depths)))
 
@@ -161,18 +155,18 @@ class Block(nn.Module):
     cfg, (side, width) = self.config, x.shape[2:]
     window = min(cfg.window, side)
     shift = cfg.window // 2 if self.shifted and side > window else 0
-    given: dict[str, Any] = dict(dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules)
+    common: dict[str, Any] = dict(dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules)
     drops = train and cfg.drop_path > 0
     drop = (lambda y: parts.drop_path(self, y, rate)) if drops else (lambda y: y)
     norm = lambda y, name: drop(_norm(cfg, y, name, zero=True))
 
     y = jnp.roll(x, (-shift, -shift), (1, 2)) if shift else x
-    attention = windows.WindowAttention(self.heads, window, **given, name="attn")
+    attention = windows.WindowAttention(self.heads, window, **common, name="attn")
     bias = windows.shift_bias(side, window, shift) if shift else None
     y = windows.from_windows(attention(windows.to_windows(y, window), train, bias), window, side)
     y = jnp.roll(y, (shift, shift), (1, 2)) if shift else y
     x = x + norm(y, "norm1")
-    return x + norm(parts.Mlp(cfg.mlp_ratio * width, **given, name="mlp")(x, train), "norm2")
+    return x + norm(parts.Mlp(cfg.mlp_ratio * width, **common, name="mlp")(x, train), "norm2")
 
 
 class Merge(nn.Module):

@@ -154,16 +154,16 @@ class Block(nn.Module):
       train: dropout and drop path act.
     """
     cfg = self.config
-    given: dict[str, Any] = dict(
+    common: dict[str, Any] = dict(
       dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules, std=cfg.std
     )
     norm = lambda x, name: parts.layer_norm(x, name, _EPSILON, cfg.dtype)
     drops = train and cfg.drop_path > 0
     drop = (lambda y: parts.drop_path(self, y, rate)) if drops else (lambda y: y)
-    x = x + drop(Attention(cfg.heads, **given, name="attn")(norm(x, "norm1"), train))
+    x = x + drop(Attention(cfg.heads, **common, name="attn")(norm(x, "norm1"), train))
     if not cfg.mlp:
       return x
-    return x + drop(parts.Mlp(cfg.mlp, **given, name="mlp")(norm(x, "norm2"), train))
+    return x + drop(parts.Mlp(cfg.mlp, **common, name="mlp")(norm(x, "norm2"), train))
 
 
 class ViT(nn.Module):

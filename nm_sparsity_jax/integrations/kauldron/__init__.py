@@ -25,9 +25,9 @@ __all__ = ["SparseTrainStep"]
 
 
 def __getattr__(name: str) -> Any:
-  if name not in __all__:
+  if name != "SparseTrainStep":
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   release.require()
   from nm_sparsity_jax.integrations.kauldron import train_step
 
-  return getattr(train_step, name)
+  return train_step.SparseTrainStep

@@ -41,43 +41,19 @@ def main(argv: Sequence[str]) -> int:
     argv: the arguments, without the program.
   """
   args, theirs = parser().parse_known_args(argv)
+  cluster = args.coordinator_address, args.process_count, args.process_index
   try:
     release.require()
-    check(args.distributed, cluster(args))
-  except (ImportError, ValueError) as e:
+  except ImportError as e:
     print(f"error: {e}", file=sys.stderr)
     return 1
-  if args.distributed:
+  if args.distributed or args.coordinator_address:
     import jax
 
-    jax.distributed.initialize(*cluster(args))
+    jax.distributed.initialize(*cluster)  # refuses flags that lack another one
   sys.argv = ["kauldron", *theirs]
   runpy.run_module("kauldron.main", run_name="__main__", alter_sys=True)
   return 0
-
-
-def cluster(args: argparse.Namespace) -> tuple[str | None, int | None, int | None]:
-  """Returns the address of process 0, how many processes there are, and which one this is.
-
-  Args:
-    args: of `parser`.
-  """
-  return args.coordinator_address, args.process_count, args.process_index
-
-
-def check(distributed: bool, cluster: Sequence[str | int | None]) -> None:
-  """Raises where flags of a cluster stand without --distributed, or not all of them.
-
-  Args:
-    distributed: whether this host is one of several.
-    cluster: the three values of `cluster`.
-  """
-  given = [value is not None for value in cluster]
-  if any(given) and not (distributed and all(given)):
-    raise ValueError(
-      "--coordinator_address, --process_count and --process_index stand together, beside "
-      "--distributed; a TPU slice needs --distributed alone."
-    )
 
 
 if __name__ == "__main__":

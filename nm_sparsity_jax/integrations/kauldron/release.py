@@ -1,12 +1,8 @@
-"""The release of Kauldron that this package was run with.
-
-installed version -> [require] -> nothing, or what to install
-"""
+"""The release of Kauldron that this package was run with."""
 
 from nm_sparsity_jax.core import installed
 
 VERSION = "1.4.2"
-_INSTALL = "pip install -c constraints-kauldron.txt -e '.[kauldron]'"
 
 
 def require() -> None:
@@ -14,11 +10,9 @@ def require() -> None:
 
   It asks the metadata of the installation: importing Kauldron takes ten seconds and more.
   """
-  found = installed.version("kauldron")
-  if found is None:
-    raise ModuleNotFoundError(f"Kauldron is not installed: {_INSTALL}", name="kauldron")
-  if found != VERSION:
+  if (found := installed.version("kauldron")) != VERSION:
     raise ImportError(
-      f"Kauldron {found} is installed, and the train step overrides parts of {VERSION}: {_INSTALL}",
+      f"Kauldron {VERSION} is needed, whose train step this package extends, and {found} is "
+      "installed: pip install -c constraints-kauldron.txt -e '.[kauldron]'",
       name="kauldron",
     )

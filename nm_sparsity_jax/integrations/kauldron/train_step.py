@@ -15,7 +15,7 @@ from kauldron import kd
 from kauldron.utils import config_util
 
 from nm_sparsity_jax.integrations.kauldron import checks
-from nm_sparsity_jax.training import transform
+from nm_sparsity_jax.training import rules_text, transform
 from nm_sparsity_jax.training.layers import COLLECTION
 from nm_sparsity_jax.training.rules import Rules
 
@@ -41,7 +41,7 @@ class SparseTrainStep(kd.train.TrainStep):
 
   def update_from_root_cfg(self, root_cfg: Any) -> SparseTrainStep:
     """Returns the step of a trainer; refuses a trainer that would go wrong without a word."""
-    checks.refuse_silent_mistakes(root_cfg, self.rules)
+    checks.refuse_unresumable(root_cfg)
     return super().update_from_root_cfg(root_cfg)
 
   def init(self, elem_spec: Any, *, skip_transforms: bool = False, **kwargs: Any) -> Any:
@@ -55,24 +55,22 @@ class SparseTrainStep(kd.train.TrainStep):
 
   @functools.partial(jax.jit, static_argnames="self", donate_argnames="state")
   def _init_optimizer(self, state: Any) -> Any:
-    kept = {COLLECTION: jax.tree.map(jnp.asarray, checks.kept_text(self.rules))}
-    opt_state = self._sparse_step(state.params).optimizer.init(state.params)
-    checks.refuse_twice(opt_state.inner_state)
-    state = state.replace(
-      opt_state=opt_state,
-      collections={**state.collections, **kept},
-    )
+    text = jnp.asarray(rules_text.pack(rules_text.describe(self.rules)))
+    opt_state = self._in_place(state.params).optimizer.init(state.params)
+    if transform.states(opt_state.inner_state, transform.SparseState):
+      raise ValueError("the train step wraps the optimizer by nms.sparse itself: give a bare one.")
+    collections = {**state.collections, COLLECTION: {"rules": text}}
+    state = state.replace(opt_state=opt_state, collections=collections)
     return kd.sharding.with_sharding_constraint(state, self.sharding.state)
 
   def _step(self, state: Any, batch: Any) -> Any:
-    new, context = self._sparse_step(state.params)._step(state, batch)
-    kept = {name: x for name, x in state.collections.items() if name == COLLECTION}
-    return new.replace(collections={**new.collections, **kept}), context
+    new, context = super(SparseTrainStep, self._in_place(state.params))._step(state, batch)
+    kept = {**new.collections, COLLECTION: state.collections[COLLECTION]}
+    return new.replace(collections=kept), context
 
-  def _sparse_step(self, params: Any) -> kd.train.TrainStep:
-    """Returns Kauldron's own step, with an optimizer that knows how devices share weights."""
+  def _in_place(self, params: Any) -> SparseTrainStep:
+    """Returns this step with `nms.sparse`, which knows how devices share the weights."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     placed = kd.sharding.with_sharding_constraint(shapes, self.sharding.params)
     rules = self.rules.with_shardings(jax.tree.map(lambda x: x.sharding, placed))
-    own = {f.name: getattr(self, f.name) for f in dataclasses.fields(kd.train.TrainStep) if f.init}
-    return kd.train.TrainStep(**own | {"optimizer": transform.sparse(self.optimizer, rules)})
+    return dataclasses.replace(self, optimizer=transform.sparse(self.optimizer, rules))

@@ -29,7 +29,6 @@ from nm_sparsity_jax.integrations.t5x.models import (
   SparseDecoderOnlyModel,
   SparseEncoderDecoderModel,
   SparseModel,
-  flatten_axes,
   sparse,
 )
 from nm_sparsity_jax.integrations.t5x.restore import (
@@ -46,7 +45,6 @@ from nm_sparsity_jax.integrations.t5x.restore import (
 )
 from nm_sparsity_jax.integrations.t5x.trainer import (
   SparseTrainer,
-  check_metrics_every,
   loss_scale,
   refuse_in_chain,
   sparse_train_step,
@@ -63,9 +61,7 @@ __all__ = [
   "SparseTrainStateInitializer",
   "SparseTrainer",
   "absolute",
-  "check_metrics_every",
   "first_step",
-  "flatten_axes",
   "get_dataset",
   "loss_scale",
   "owes_evaluation",

@@ -89,8 +89,8 @@ class Ahead:
     specs = self.partitioner.data_partition_spec
 
     def run(state, batch):
-      told = {"flax_mutables": state.flax_mutables} if state.flax_mutables else {}
-      return self.model.predict_batch(state.params, batch, **told)
+      mutables = {"flax_mutables": state.flax_mutables} if state.flax_mutables else {}
+      return self.model.predict_batch(state.params, batch, **mutables)
 
     program = self.partitioner.partition(
       run, in_axis_resources=(self.axes, specs), out_axis_resources=specs

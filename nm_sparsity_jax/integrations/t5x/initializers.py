@@ -36,22 +36,21 @@ class ShowingInitializer(utils.TrainStateInitializer):
   Args:
     optimizer_def: as of T5X's.
     init_fn: `get_initial_variables` of a model of this package.
-    input_shapes: as of T5X's.
-    partitioner: as of T5X's.
-    input_types: as of T5X's.
+    *args: as of T5X's.
+    **kwargs: as of T5X's.
   """
 
-  def __init__(self, optimizer_def, init_fn, input_shapes, partitioner, input_types=None):
-    super().__init__(optimizer_def, init_fn, input_shapes, partitioner, input_types)
+  def __init__(self, optimizer_def, init_fn, *args, **kwargs):
+    super().__init__(optimizer_def, init_fn, *args, **kwargs)
     if jax.process_index() == 0:
       model = init_fn.__self__
       assignment = model.stored_rules.assign(model.made)
       axes = traverse_util.flatten_dict(unfreeze(self.train_state_axes.params), sep="/")
-      doubts = [*cuts(assignment.places, axes, partitioner.mesh.shape)]
+      doubts = [*cuts(assignment.places, axes, self._partitioner.mesh.shape)]
       doubts += gin_files.unread_flags(sys.argv)
-      told = "".join(f"warning: {doubt}\n" for doubt in doubts)
+      warnings = "".join(f"warning: {doubt}\n" for doubt in doubts)
       # T5X logs to stderr, hundreds of lines; this is all that stands in stdout.
-      print(f"\n{assignment}\n\n{assignment.schedule}\n{told}", flush=True)
+      print(f"\n{assignment}\n\n{assignment.schedule}\n{warnings}", flush=True)
 
 
 class SparseTrainStateInitializer(ShowingInitializer):

@@ -18,7 +18,7 @@ beside T5X's metrics and written under its own.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,13 +36,13 @@ class Sample:
 
   Attributes:
     step: T5X's global step after the update.
+    is_applied: whether the optimizer applied the update; else there is nothing to write.
     values: name -> float32 scalar.
-    counts: name -> False where there is nothing to write.
   """
 
   step: jax.Array
+  is_applied: jax.Array
   values: dict[str, jax.Array]
-  counts: dict[str, jax.Array]
 
 
 def write(samples: Sequence[Sample], write_scalars: Callable[[int, dict[str, float]], None]):
@@ -54,42 +54,11 @@ def write(samples: Sequence[Sample], write_scalars: Callable[[int, dict[str, flo
   """
   for sample in samples:
     local: Sample = jax.tree.map(utils.get_local_data, sample)
-    found = {name: float(x) for name, x in local.values.items() if local.counts[name]}
-    if found:
+    if local.is_applied:
+      # n and m are 0 where the kernels of a rule have different patterns.
+      is_pattern = lambda name: name.startswith(("nm/n/", "nm/m/"))
+      found = {k: float(x) for k, x in local.values.items() if x or not is_pattern(k)}
       write_scalars(int(local.step), found)
-
-
-class Clock:
-  """Knows on the host which steps are sampled.
-
-  It counts the steps that it sees, and reads the sparse step from the device where it must: of a
-  train state that it did not see made, and where its own count says that a step may be sampled.
-  An optimizer may skip updates (`optax.apply_if_finite`), so the count can only be ahead.
-
-  Args:
-    every: a step is sampled if the sparse step after it is a multiple of this.
-  """
-
-  def __init__(self, every: int):
-    self._every = every
-    self._count = 0
-    self._last: Any = None  # the sparse step, on the device, of the last train state seen
-
-  def is_due(self, train_state) -> bool:
-    """Returns whether the step from this train state is sampled."""
-    step = sparse_step(train_state)
-    if step is not self._last or self._would_be():
-      self._count = int(utils.get_local_data(step))
-    return self._would_be()
-
-  def passed(self, train_state, was_due: bool) -> None:
-    """Notes the train state that the step made."""
-    self._count += 1
-    # Read again after a sampled step: if it skipped its update, the next one is sampled.
-    self._last = None if was_due else sparse_step(train_state)
-
-  def _would_be(self):
-    return (self._count + 1) % self._every == 0
 
 
 def sparse_step(train_state) -> Any:
@@ -97,62 +66,66 @@ def sparse_step(train_state) -> Any:
   return train_state.flax_mutables[layers.COLLECTION]["step"]
 
 
-@dataclasses.dataclass(frozen=True)
 class SampledStep:
   """T5X's train step with metrics beside it; T5X calls and compiles it as any other.
 
-  Attributes:
+  A step is sampled if the sparse step after it is a multiple of `every`. The host counts the steps,
+  since reading the sparse step would wait for the device. It reads the step of a train state that
+  it did not see made, and where its own count says that a step may be sampled: an optimizer may
+  skip updates (`optax.apply_if_finite`), so the count can only be ahead.
+
+  Args:
     plain: (train state, batch) -> (new train state, metrics): jitted, lowered or compiled.
     before: (train state, batch) -> what the update hides.
     after: (new train state, what `before` returned) -> `Sample`.
-    clock: says which steps are sampled.
+    every: steps from one sample to the next.
     taken: gets each `Sample`.
   """
 
-  plain: Any
-  before: Callable
-  after: Callable
-  clock: Clock
-  taken: list[Sample]
+  def __init__(
+    self, plain: Any, before: Callable, after: Callable, every: int, taken: list[Sample]
+  ):
+    self.plain, self.before, self.after, self.taken = plain, before, after, taken
+    self._every = every
+    self._count = 0
+    self._last: Any = None  # the sparse step, on the device, of the last train state seen
 
   def __call__(self, train_state, batch):
-    is_due = self.clock.is_due(train_state)
+    is_due = self._is_due(train_state)
     seen = self.before(train_state, batch) if is_due else None
     new, found = self.plain(train_state, batch)
     if is_due:
       self.taken.append(self.after(new, seen))
-    self.clock.passed(new, is_due)
+    self._count += 1
+    # Read again after a sampled step: if it skipped its update, the next one is sampled.
+    self._last = None if is_due else sparse_step(new)
     return new, found
+
+  def _is_due(self, train_state) -> bool:
+    step = sparse_step(train_state)
+    if step is not self._last or (self._count + 1) % self._every == 0:
+      self._count = int(utils.get_local_data(step))
+    return (self._count + 1) % self._every == 0
 
   def lower(self, *args, **kwargs):
     """Lowers the train step alone."""
-    return dataclasses.replace(self, plain=self.plain.lower(*args, **kwargs))
+    return self._with(self.plain.lower(*args, **kwargs))
 
   def compile(self, *args, **kwargs):
     """Compiles the train step alone, once it is lowered."""
-    return dataclasses.replace(self, plain=self.plain.compile(*args, **kwargs))
+    return self._with(self.plain.compile(*args, **kwargs))
 
-  def __getattr__(self, name):  # such as cost_analysis, of what was compiled
-    if name.startswith("__"):
-      raise AttributeError(name)
-    return getattr(self.plain, name)
+  def _with(self, plain):
+    made = copy.copy(self)
+    made.plain = plain
+    return made
 
 
-def beside(
-  step: Callable,
-  every: int,
-  model,
-  axes,
-  partitioner,
-  step_rng,
-  num_microbatches,
-  per_place: bool,
-  taken: list[Sample],
-) -> SampledStep:
+def beside(step: Callable, trainer: Any, taken: list[Sample]) -> SampledStep:
   """Returns a train step with metrics beside it.
 
       nm/density, nm/density_target, nm/D    of the new weights at the new step
-      nm/n/<rule>, nm/m/<rule>               the pattern, where all places of the rule share it
+      nm/n/<rule>, nm/m/<rule>               the pattern, where all kernels of the rule share it
       nm/flip_rate/{all,kept}                from the masks before the update to those after
       nm/grad_abs_var/{all,kept}             of the step's gradient without SR-STE's term
       nm/second_moment_var/{all,kept}        of Adam's v, this gradient included
@@ -164,36 +137,29 @@ def beside(
 
   Args:
     step: the partitioned train step.
-    every: it is sampled where the new sparse step is a multiple of this.
-    model: of this package.
-    axes: mesh axes of the train state.
-    partitioner: T5X's.
-    step_rng: global step -> key of dropout, as the train step's.
-    num_microbatches: as of the train step.
-    per_place: also `<name>/<path>` for each sparse kernel.
+    trainer: `SparseTrainer`; gradients are taken by its model, its keys and its microbatches.
     taken: gets each sample.
   """
-  batch_spec = partitioner.data_partition_spec
+  model, axes = trainer._model, trainer._train_state_axes
+  partition, batch_spec = trainer._partitioner.partition, trainer._partitioner.data_partition_spec
+  per_place = trainer.metrics_per_place
   by_path = traverse_util.flatten_dict(unfreeze(axes.params), sep="/")
-  places = model.stored_rules.assign(model.made).places
-  seen_axes = metrics.Before({path: by_path[path] for path in places}, None), None  # type: ignore
+  sparse = model.stored_rules.assign(model.made).places
+  seen_axes = metrics.Before({path: by_path[path] for path in sparse}, None), None  # type: ignore
 
   def before(train_state, batch):
-    key = step_rng(train_state.step)
-    return look_before(model, train_state, batch, key, num_microbatches, per_place, batch_spec)
+    key, parts = trainer._get_step_rng(train_state.step), trainer._num_microbatches
+    return look_before(model, train_state, batch, key, parts, per_place, batch_spec)
+
+  def after(train_state, seen):
+    return look_after(model, train_state, seen, per_place)
 
   return SampledStep(
-    plain=step,
-    before=partitioner.partition(
-      before, in_axis_resources=(axes, batch_spec), out_axis_resources=seen_axes
-    ),
-    after=partitioner.partition(
-      lambda train_state, seen: look_after(model, train_state, seen, per_place),
-      in_axis_resources=(axes, seen_axes),
-      out_axis_resources=None,
-    ),
-    clock=Clock(every),
-    taken=taken,
+    step,
+    partition(before, in_axis_resources=(axes, batch_spec), out_axis_resources=seen_axes),
+    partition(after, in_axis_resources=(axes, seen_axes), out_axis_resources=None),
+    trainer.metrics_every,
+    taken,
   )
 
 
@@ -212,7 +178,7 @@ def look_before(
     *spec: how the batch is partitioned; none = T5X's default.
   """
   params = train_state.params
-  now, state = model.read(params, train_state.flax_mutables)
+  now, state = model.read(train_state.flax_mutables)
   grads, _, _ = trainer.accumulate_grads_microbatched(
     model, train_state, batch, dropout_rng, num_microbatches, *spec
   )
@@ -221,7 +187,7 @@ def look_before(
 
 
 def look_after(model, train_state, seen, per_place=False) -> Sample:
-  """Returns the metrics of a step; none of them counts where its update was skipped.
+  """Returns the metrics of a step.
 
   Args:
     model: of this package.
@@ -230,19 +196,12 @@ def look_after(model, train_state, seen, per_place=False) -> Sample:
     per_place: also each sparse kernel.
   """
   params, rules = train_state.params, model.stored_rules
-  now, state = model.read(params, train_state.flax_mutables)
+  now, state = model.read(train_state.flax_mutables)
   moments = second_moments(model.optimizer_def, train_state, rules)
   masks, was = seen
   found = metrics.after(params, rules, now, state, masks, moments, per_place=per_place)
-  is_applied = sparse_step(train_state) > was
-
-  def counts(name, value):
-    # A rule without one pattern for all of its places has none to write.
-    return is_applied & (value != 0) if name.startswith(("nm/n/", "nm/m/")) else is_applied
-
-  # The sum is a copy: the step itself is given away to the next train step.
-  step = train_state.step + 0
-  return Sample(step, found, {name: counts(name, value) for name, value in found.items()})
+  # The sum is a copy: the step itself is donated to the next train step.
+  return Sample(train_state.step + 0, sparse_step(train_state) > was, found)
 
 
 def second_moments(optimizer_def, train_state, rules) -> Any:

@@ -9,7 +9,6 @@ params + flax_mutables/nm_sparsity -> [W~ of that step] -> T5X's model -> loss, 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,23 +31,19 @@ COLLECTION = layers.COLLECTION
 UNKNOWN = -1  # the start of a run that has not begun
 
 
-HOLDS_SPARSE = (
-  "the optimizer chain holds nms.sparse, but in T5X the trainer counts, keeps the stored masks and "
-  "adds SR-STE's term, for every optimizer: it would act twice. Take it out of the chain."
-)
+def _refuse(*_: Any) -> None:
+  raise ValueError(
+    "the optimizer chain holds nms.sparse or nms.sr_ste, but in T5X the trainer counts, keeps the "
+    "stored masks and adds SR-STE's term, for every optimizer: it would act twice. Take it out."
+  )
 
 
-def _refuse_sparse(*_: Any) -> None:
-  """Refuses `nms.sparse`: T5X cannot shard its state, and the trainer does the same work."""
-  raise ValueError(HOLDS_SPARSE)
-
-
-# T5X shards an optax state by a table of known types; ours hold a replicated count.
+# T5X shards an optax state by a table of known types, which it reads before anything compiles.
 optimizers.OptaxStatePartitionRules._RULES.update(
   {
     optim.CountStepsState: lambda state, axes: optim.CountStepsState(count=None),  # type: ignore
-    optim.SrSteState: lambda state, axes: optim.SrSteState(count=None),  # type: ignore
-    optim.SparseState: _refuse_sparse,
+    optim.SrSteState: _refuse,
+    optim.SparseState: _refuse,
   }
 )
 
@@ -60,32 +55,19 @@ class SparseModel(models.BaseTransformerModel):
   scan, where it is known how devices share each weight.
   """
 
-  def __init__(self, *args, rules: Rules | None = None, **kwargs):
+  def __init__(self, *args, rules: Rules, **kwargs):
     super().__init__(*args, **kwargs)
     self._take(rules)
 
-  def _take(self, rules: Rules | None) -> None:
+  def _take(self, rules: Rules) -> None:
     """Sets what this class adds to a model of T5X."""
-    config: Any = getattr(self.module, "config", None)
-    inner = getattr(config, "rules", None)
-    if rules is not None and inner is not None and rules != inner:
-      raise ValueError(
-        f"the model and its network have different rules: {rules_text.describe(rules)!r} and "
-        f"{rules_text.describe(inner)!r}. Give them to the model only."
-      )
-    rules = inner if rules is None else rules
-    if rules is None:
-      raise ValueError(
-        f"{type(self).__name__} needs rules=, what is sparse and how: nms.Rules, or in gin "
-        "rules = @configure.rules(). For a dense run take T5X's own model, or RECIPE = 'dense'."
-      )
-    if inner is not None:
-      self.module = self.module.clone(config=dataclasses.replace(config, rules=None))
+    if getattr(getattr(self.module, "config", None), "rules", None) is not None:
+      raise ValueError("the network has rules of its own: give them to T5X's model only.")
     self.rules = rules
     self._text = rules_text.pack(rules_text.describe(rules))
-    self.made: Mapping[str, Any] = {}
     # Known from get_initial_variables on, which T5X calls first: shapes and dtypes, and the axes of
     # stacked kernels.
+    self.made: Mapping[str, Any] = {}
     self.stored_rules = rules
 
   def with_rules(self, rules: Rules) -> SparseModel:
@@ -124,8 +106,7 @@ class SparseModel(models.BaseTransformerModel):
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
     """Returns the loss at the step that `flax_mutables` holds, metrics and the same mutables."""
-    step, state = self.read(params, flax_mutables)
-    params = apply.sparsify(params, self.stored_rules, step, state)
+    params = self.effective(params, flax_mutables)
     loss, metrics = super().loss_fn(params, batch, dropout_rng)
     return loss, (metrics, flax_mutables)
 
@@ -149,12 +130,12 @@ class SparseModel(models.BaseTransformerModel):
 
   def effective(self, params, flax_mutables):
     """Returns parameters for the dense network at the step that `flax_mutables` holds."""
-    return apply.sparsify(params, self.stored_rules, *self.read(params, flax_mutables))
+    return apply.sparsify(params, self.stored_rules, *self.read(flax_mutables))
 
-  def read(self, params, flax_mutables) -> tuple[jax.Array, State]:
+  def read(self, flax_mutables) -> tuple[jax.Array, State]:
     """Returns the step and the stored masks in `flax_mutables`.
 
-    Under jit, where no value can be looked at, foreign rules give step -1: every loss is NaN then.
+    Under jit, where no value can be looked at, other rules give step -1: every loss is NaN then.
     """
     mine = (flax_mutables or {}).get(COLLECTION)
     if mine is None:
@@ -162,15 +143,6 @@ class SparseModel(models.BaseTransformerModel):
         f"no {COLLECTION!r} in flax_mutables, so the sparse step is unknown. T5X passes it from a "
         "train state of this model; called by hand, pass flax_mutables=train_state.flax_mutables."
       )
-    arrays = dict(flatten(params))
-    for path in self.stored_rules.assign(params).places:
-      is_now, made = arrays[path].dtype, self.made.get(path)
-      if made is not None and is_now != made.dtype:
-        raise ValueError(
-          f"{path!r} was restored as {is_now}, but masks are taken from {made.dtype}: "
-          "rounding changes which weights survive. Set RestoreCheckpointConfig.dtype = 'float32' "
-          "(T5X's infer.gin says 'bfloat16')."
-        )
     stored = mine["rules"]
     if not isinstance(stored, jax.core.Tracer):
       self._refuse_other_rules(stored)
@@ -186,13 +158,19 @@ class SparseModel(models.BaseTransformerModel):
   def check(self, train_state) -> None:
     """Refuses a restored train state that this model did not make, and names both."""
     for path, x in flatten(train_state.params):
-      made = self.made.get(path)
-      if made is not None and x.shape != made.shape:
+      made = self.made[path]
+      if x.shape != made.shape:
         raise ValueError(
           f"{path!r} was restored with the shape {x.shape}, but the network has {made.shape}: the "
           "checkpoint is of a model of another size. Take the model file that it was trained with."
         )
-    self.read(train_state.params, train_state.flax_mutables)
+      if x.dtype != made.dtype:
+        raise ValueError(
+          f"{path!r} was restored as {x.dtype}, but masks are taken from {made.dtype}: rounding "
+          "changes which weights survive. Set RestoreCheckpointConfig.dtype = 'float32' (T5X's "
+          "infer.gin says 'bfloat16')."
+        )
+    self.read(train_state.flax_mutables)
 
   def collect(self, step, start, state):
     """Returns the collection `nm_sparsity` as a dict."""
@@ -228,12 +206,6 @@ class SparseDecoderOnlyModel(SparseModel, models.DecoderOnlyModel):
   """
 
 
-_CLASSES = {
-  models.EncoderDecoderModel: SparseEncoderDecoderModel,
-  models.DecoderOnlyModel: SparseDecoderOnlyModel,
-}
-
-
 def sparse(model: models.BaseTransformerModel, rules: Rules) -> SparseModel:
   """Returns a model of T5X with sparse weights; one that has them already stays as it is.
 
@@ -250,14 +222,9 @@ def sparse(model: models.BaseTransformerModel, rules: Rules) -> SparseModel:
   """
   if isinstance(model, SparseModel):
     return model
-  if not isinstance(model, models.BaseTransformerModel):
-    raise ValueError(
-      f"MODEL={model!r} is not a model of T5X: name a model file, such as "
-      "t5x/examples/t5/t5_1_1/base.gin, before the run file."
-    )
   cls = type(model)
   made: Any = copy.copy(model)
-  made.__class__ = _CLASSES.get(cls) or type(f"Sparse{cls.__name__}", (SparseModel, cls), {})
+  made.__class__ = type(f"Sparse{cls.__name__}", (SparseModel, cls), {})
   made._take(rules)
   return made
 
@@ -272,18 +239,12 @@ def axes_like(mine, params_axes, made):
     params_axes: logical axes of the parameters.
     made: path -> shape and dtype of each parameter.
   """
-  names = dict(flatten_axes(params_axes))
+  is_axes = lambda x: isinstance(x, partitioning.AxisMetadata)
+  names = dict(flatten(params_axes, is_leaf=is_axes))
   axes = {}
   for path, leaf in flatten(mine):
     owner = path.partition("/")[2]
     is_alike = owner in made and made[owner].shape == leaf.shape
-    found = names[f"{owner}_axes"] if is_alike else (None,) * leaf.ndim
+    found = names[f"{owner}_axes"].names if is_alike else (None,) * leaf.ndim
     axes[f"{path}_axes"] = partitioning.AxisMetadata(names=found)
   return traverse_util.unflatten_dict(axes, sep="/")
-
-
-def flatten_axes(params_axes):
-  """Returns (path, names) of each leaf of a tree of flax's AxisMetadata."""
-  is_leaf = lambda x: isinstance(x, partitioning.AxisMetadata)
-  leaves, _ = jax.tree_util.tree_flatten_with_path(params_axes, is_leaf=is_leaf)
-  return [("/".join(k.key for k in keys), leaf.names) for keys, leaf in leaves]

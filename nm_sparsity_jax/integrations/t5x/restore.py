@@ -9,9 +9,6 @@ checkpoint -> [require_sparse, resume_sparse: its structure]
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
 import os
 import re
 import warnings
@@ -63,7 +60,6 @@ def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool
   """
   if not is_resuming:
     _refuse_missing(checkpoint, model_state, fresh)
-    _quiet_fresh_starts()
     return checkpoint
   if not _is_sparse(checkpoint):
     raise ValueError(
@@ -74,51 +70,15 @@ def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool
   return _with_the_same_masks(checkpoint, model_state)
 
 
-def stored_rules(
-  checkpoint,
-  pretrained_steps=None,
-  places=None,
-  recipe=None,
-  pattern=None,
-  sparse_steps=None,
-  dense_steps=None,
-  finetune_steps=None,
-  beta=None,
-  gradient=None,
-  fields=None,
-  indivisible=None,
-):
+def stored_rules(checkpoint, pretrained_steps=None, **settings):
   """Returns the rules that a checkpoint holds; refuses a setting that says something else.
 
   Args:
     checkpoint: the folder of one, or of a run; of several, the first.
     pretrained_steps: the step at which its run began; None = any.
-    places: as of `configure.rules`, and None = not given, as for all that follow.
-    recipe: as of `configure.rules`.
-    pattern: as of `configure.rules`.
-    sparse_steps: as of `configure.rules`.
-    dense_steps: as of `configure.rules`.
-    finetune_steps: as of `configure.rules`.
-    beta: as of `configure.rules`.
-    gradient: as of `configure.rules`.
-    fields: as of `configure.rules`.
-    indivisible: as of `configure.rules`.
+    **settings: arguments of `configure.rules`; None = not given.
   """
-  return trained.stored_rules(
-    _first(checkpoint),
-    pretrained_steps,
-    "T5X's own model",
-    places=places,
-    recipe=recipe,
-    pattern=pattern,
-    sparse_steps=sparse_steps,
-    dense_steps=dense_steps,
-    finetune_steps=finetune_steps,
-    beta=beta,
-    gradient=gradient,
-    fields=fields,
-    indivisible=indivisible,
-  )
+  return trained.stored_rules(_first(checkpoint), pretrained_steps, "T5X's own model", **settings)
 
 
 def first_step(run, initial=None):
@@ -131,59 +91,22 @@ def first_step(run, initial=None):
   return trained.start_of(_first(run), _first(initial))
 
 
-def owes_evaluation(model_dir, first_step=None, last_step=None, eval_period=None):
-  """Returns whether a run must evaluate its newest checkpoint before it goes on.
+def owes_evaluation(model_dir, first_step=None, eval_period=None):
+  """Returns whether a run evaluates its newest checkpoint before it goes on.
 
-  T5X saves a step before it evaluates it. A process that ends in between leaves a hole in the
-  curves, for the next one begins with the step after. T5X also counts the period from the step
-  that a process started at, so where checkpoints come more often than evaluations a run can go on
-  from a step at which none is due, a whole period after the last one. Bind it where T5X asks
-  whether to evaluate first:
+  T5X saves a step before it evaluates it, and counts the period of evaluations from the step that
+  a process started at. A process that ended in between would leave a hole in the curves, so each
+  one that goes on evaluates first. Bind it where T5X asks for it:
 
       train_script.train.run_eval_before_training = @t5x_adapter.owes_evaluation()
 
   Args:
     model_dir: of the run.
     first_step: the global step at which the run began; it is not evaluated.
-    last_step: that at which it ends, which is evaluated whatever the period.
-    eval_period: steps between evaluations, 0 = never; None = each saved step is evaluated.
+    eval_period: steps between evaluations, 0 = never.
   """
-  newest = folders.latest(model_dir) if isinstance(model_dir, str) and model_dir else None
-  step = None if newest is None else folders.named_step(newest)
-  if step is None or step == first_step or eval_period == 0:
-    return False
-  folder, start = folders.path_of(model_dir), first_step or 0
-  noted = [_steps_of_losses(f) for f in (folder / "training_eval").glob("*")]
-  for lines in (folder / "inference_eval").glob("*-metrics.jsonl"):
-    found = map(_step_of_line, lines.read_text().splitlines())
-    noted.append({step for step in found if isinstance(step, int)})
-  period = eval_period or 1
-  is_due = step == last_step or (step - start) % period == 0
-
-  def owes(steps):
-    last = max((s for s in steps if s <= step), default=start)
-    return last < step and (is_due or step - last >= period)
-
-  return any(map(owes, noted or [set()]))
-
-
-def _steps_of_losses(folder):
-  """Returns the steps at which a task's losses were written."""
-  steps = set()
-  for file in folder.glob("events*"):
-    with contextlib.suppress(tf.errors.DataLossError):  # cut off
-      for record in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
-        event = tf.compat.v1.Event.FromString(record)
-        if any(not value.tag.startswith("timing/") for value in event.summary.value):
-          steps.add(event.step)
-  return steps
-
-
-def _step_of_line(line):
-  try:
-    return json.loads(line).get("step")
-  except (ValueError, AttributeError):  # cut off
-    return None
+  newest = folders.latest(model_dir) if model_dir else None
+  return eval_period != 0 and newest is not None and folders.named_step(newest) != first_step
 
 
 def _first(path: Any) -> Any:
@@ -201,7 +124,7 @@ def absolute(path):
   Args:
     path: a folder, relative to the current one or not; a bucket's and None stay as they are.
   """
-  if not isinstance(path, str) or not path or "://" in path:
+  if not path or "://" in path:
     return path
   return os.path.abspath(os.path.expanduser(path))
 
@@ -217,7 +140,7 @@ def start(path, run=None):
     run: MODEL_DIR; one with checkpoints does not look at the path any more.
   """
   path = absolute(path)
-  if not isinstance(path, str) or not path or isinstance(run, str) and folders.latest(run):
+  if not path or (run and folders.latest(run)):
     return path
   try:
     stored = checkpoint.read(path)
@@ -274,45 +197,13 @@ def refuse_relative(name, path) -> None:
 
 def _refuse_other_optimizer(checkpoint, model_state):
   """Refuses to resume with an optimizer whose state is built in another way."""
-  was, now = (_optimizer_paths(x) for x in (checkpoint, model_state))
-  if was != now:
+  paths = lambda x: {*state_utils.flatten_state_dict(x.get("state", {}).get("param_states", {}))}
+  if apart := sorted(paths(checkpoint) ^ paths(model_state)):
     raise ValueError(
-      f"MODEL_DIR holds checkpoints of another OPTIMIZER: its state is {_kinds(was)}, and that of "
-      f"this run's OPTIMIZER is {_kinds(now)}. Continue with the OPTIMIZER in the config.gin "
-      "beside them, or take an empty MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
+      f"MODEL_DIR holds checkpoints of another OPTIMIZER: {apart[0]!r} is in the state of one of "
+      "the two only. Continue with the OPTIMIZER in the config.gin beside them, or take an empty "
+      "MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
     )
-
-
-def _optimizer_paths(state):
-  return set(state_utils.flatten_state_dict(state.get("state", {}).get("param_states", {})))
-
-
-def _kinds(paths):
-  """Names what an optimizer keeps: the word that does not belong to a parameter's path."""
-  kinds = set()
-  for path in paths:
-    words = path.split("/")
-    of_optax = [word for word in words if not word.isdigit()] if words[0].isdigit() else []
-    kinds.add(of_optax[0] if of_optax else words[-1])
-  return ", ".join(sorted(kinds)) or "empty"
-
-
-# What a run never takes from the checkpoint that it starts from.
-_STARTS_FRESH = ("state/param_states/", "flax_mutables/")
-
-
-@functools.cache
-def _quiet_fresh_starts():
-  """Drops T5X's two warnings of each array that is meant to start afresh, and says it once."""
-  logging.info("The optimizer's state and the masks start afresh, as they must in a new run.")
-  logging.get_absl_logger().addFilter(_is_no_fresh_start)
-
-
-def _is_no_fresh_start(record):
-  text = str(record.msg)
-  if not text.startswith(("Not restoring param=", "Initializing param=")) or not record.args:
-    return True
-  return not str(record.args[0]).startswith(_STARTS_FRESH)
 
 
 def _is_sparse(checkpoint):
@@ -325,8 +216,8 @@ def _refuse_missing(checkpoint, model_state, fresh):
   wanted, has = (state_utils.flatten_state_dict(x["target"]) for x in (model_state, checkpoint))
   if lost := [name for name in wanted if name not in has and not re.fullmatch(fresh, name)]:
     raise ValueError(
-      f"the checkpoint has no {', '.join(lost[:3])}"
-      f"{f', nor {len(lost) - 3} more' if lost[3:] else ''}, which would start from random values. "
+      f"the checkpoint lacks {len(lost)} parameters, such as {lost[0]}, which would start from "
+      "random values. "
       "Take the model file that it was trained with, map names by assignment_map, or allow it: "
       "t5x_adapter.resume_sparse.fresh = 'a regex of parameters'."
     )
@@ -337,12 +228,12 @@ def _with_the_same_masks(checkpoint, model_state):
 
   Other rules are refused once their text is read. Without these masks it would never be read.
   """
-  names = lambda tree: set(state_utils.flatten_state_dict(tree["flax_mutables"]))
+  names = lambda tree: {*state_utils.flatten_state_dict(tree["flax_mutables"])}
   if missing := sorted(names(model_state) - names(checkpoint)):
     raise ValueError(
-      f"the checkpoint was trained with other rules: this run keeps {', '.join(missing[:3])}"
-      f"{' and more' if missing[3:] else ''}, and the checkpoint has none. Its rules are in the "
-      "config.gin beside it; for a new run take another MODEL_DIR."
+      f"the checkpoint was trained with other rules: this run keeps {missing[0]}, and the "
+      "checkpoint does not. Its rules are in the config.gin beside it; for a new run take another "
+      "MODEL_DIR."
     )
   return checkpoint
 

@@ -13,13 +13,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
-from absl import logging
 from clu import asynclib
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
 from nm_sparsity_jax.integrations.t5x import measure
-from nm_sparsity_jax.integrations.t5x.models import COLLECTION, HOLDS_SPARSE, UNKNOWN, SparseModel
+from nm_sparsity_jax.integrations.t5x.models import COLLECTION, UNKNOWN, SparseModel
 from nm_sparsity_jax.integrations.t5x.restore import refuse_relative
 from nm_sparsity_jax.training import optim, transform
 from nm_sparsity_jax.training.stored import init_state, update_state
@@ -34,35 +33,35 @@ class SparseTrainer(trainer.Trainer):
   brought along.
 
   Args:
-    model: `SparseEncoderDecoderModel` or `SparseDecoderOnlyModel`.
-    train_state: as of T5X's trainer, as are all arguments not named here.
+    model: of this package.
+    train_state: as of T5X's trainer; `t5x.eval` gives none.
+    partitioner: as of T5X's trainer.
+    summary_dir: as of T5X's trainer.
+    train_state_axes: as of T5X's trainer.
     pretrained_steps: the global step at which the sparse run starts, to be checked; None = any.
     metrics_every: after every so many sparse steps `measure` takes what `metrics.summary` names,
       which is written under that step; None or 0 = never. The train step stays the same program.
     metrics_per_place: also for each sparse kernel.
     train_steps: the global step at which T5X ends the run, to be checked; None = any.
     train_steps_relative: T5X's TRAIN_STEPS_RELATIVE, which is refused.
+    **kwargs: as of T5X's trainer.
   """
 
   def __init__(
     self,
+    *,
     model,
     train_state,
     partitioner,
-    eval_names,
     summary_dir,
     train_state_axes,
-    rng,
-    learning_rate_fn,
-    num_microbatches,
-    weight_metrics_computer=None,
     pretrained_steps: int | None = None,
     metrics_every: int | None = None,
     metrics_per_place: bool = False,
     train_steps: int | None = None,
     train_steps_relative: int | None = None,
+    **kwargs,
   ):
-    check_metrics_every(metrics_every)
     self.metrics_every, self.metrics_per_place = metrics_every, metrics_per_place
     self._samples: list[measure.Sample] = []  # those that are not written yet
     self._writes = asynclib.Pool(thread_name_prefix="Samples", max_workers=1)
@@ -71,9 +70,13 @@ class SparseTrainer(trainer.Trainer):
         f"SparseTrainer got a {type(model).__name__}, which has no rules: MODEL = "
         "@t5x_adapter.SparseEncoderDecoderModel() or SparseDecoderOnlyModel()."
       )
-    if train_state is not None:  # t5x.eval gives none yet
+    if train_steps_relative:
+      raise ValueError(
+        f"TRAIN_STEPS_RELATIVE={train_steps_relative}: T5X adds it to the restored step, so each "
+        "restart adds a whole run. Leave it out; the run ends at PRETRAINED_STEPS + SPARSE_STEPS."
+      )
+    if train_state is not None:
       refuse_relative("MODEL_DIR", summary_dir)
-      _refuse_relative_steps(train_steps_relative)
       start = _checked_start(model, train_state, pretrained_steps, train_steps)
       if _is_new(train_state):
         train_state = _started(model, train_state, train_state_axes, partitioner, start)
@@ -83,13 +86,9 @@ class SparseTrainer(trainer.Trainer):
       model=model,
       train_state=train_state,
       partitioner=partitioner,
-      eval_names=eval_names,
       summary_dir=summary_dir,
       train_state_axes=train_state_axes,
-      rng=rng,
-      learning_rate_fn=learning_rate_fn,
-      num_microbatches=num_microbatches,
-      weight_metrics_computer=weight_metrics_computer,
+      **kwargs,
     )
 
   @functools.cached_property
@@ -112,19 +111,7 @@ class SparseTrainer(trainer.Trainer):
       out_axis_resources=(self._train_state_axes, None),
       donate_argnums=(0,),
     )
-    if not self.metrics_every:
-      return step
-    return measure.beside(
-      step,
-      self.metrics_every,
-      self._model,
-      self._train_state_axes,
-      self._partitioner,
-      self._get_step_rng,
-      self._num_microbatches,
-      self.metrics_per_place,
-      self._samples,
-    )
+    return measure.beside(step, self, self._samples) if self.metrics_every else step
 
   def train(self, batch_iter, num_steps, start_step=None):
     """Trains as T5X's trainer does, then writes the samples of these steps in the background."""
@@ -140,16 +127,6 @@ class SparseTrainer(trainer.Trainer):
       self._writes.close()
     finally:
       super().close()
-
-
-def check_metrics_every(steps: int | None) -> None:
-  """Refuses what is not a number of steps: METRICS_EVERY.
-
-  Args:
-    steps: from one sample to the next; None or 0 = never.
-  """
-  if steps is not None and (not isinstance(steps, int) or steps < 0):
-    raise ValueError(f"METRICS_EVERY={steps!r}: give a whole number of steps, or None for never.")
 
 
 def sparse_train_step(
@@ -175,7 +152,7 @@ def sparse_train_step(
     **accumulate: as of T5X's `accumulate_grads_microbatched`.
   """
   rules, params = model.stored_rules, train_state.params
-  step, state = model.read(params, train_state.flax_mutables)
+  step, state = model.read(train_state.flax_mutables)
   grads, found, flax_mutables = trainer.accumulate_grads_microbatched(
     model, train_state, batch, dropout_rng, num_microbatches, **accumulate
   )
@@ -231,15 +208,6 @@ def _applied(optimizer_def, before, after):
   return jnp.int32(1)
 
 
-def _refuse_relative_steps(steps: int | None) -> None:
-  """Refuses TRAIN_STEPS_RELATIVE, which T5X adds to the step that it restored."""
-  if steps:
-    raise ValueError(
-      f"TRAIN_STEPS_RELATIVE={steps}: T5X adds it to the restored step, so each restart adds a "
-      "whole run. Leave it out; the run ends at PRETRAINED_STEPS + SPARSE_STEPS."
-    )
-
-
 def _is_new(train_state) -> bool:
   """Returns whether no step of the sparse run was done yet."""
   return int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["start"])) == UNKNOWN
@@ -249,21 +217,18 @@ def _checked_start(model, train_state, pretrained_steps, train_steps) -> int:
   """Returns the global step at which the sparse run starts; refuses what does not fit to it."""
   model.check(train_state)
   refuse_in_chain(train_state)
-  local = lambda x: int(utils.get_local_data(x))
-  mine = train_state.flax_mutables[COLLECTION]
-  start = local(train_state.step if _is_new(train_state) else mine["start"])
-  ends = {r.phases.total for r in model.rules.places.values() if r.phases}
-  step = local(mine["step"])
-  logging.info("Sparse step %d; sparse step 0 is global step %d; ends at %s", step, start, ends)
-  if pretrained_steps is not None and start != pretrained_steps:
+  kept = train_state.flax_mutables[COLLECTION]["start"]
+  start = int(utils.get_local_data(train_state.step if _is_new(train_state) else kept))
+  if pretrained_steps not in (None, start):
     raise ValueError(
       f"PRETRAINED_STEPS={pretrained_steps}, but the sparse run starts at global step {start}: "
       f"it would end at another step than its schedule. Set PRETRAINED_STEPS={start}."
     )
-  if train_steps is not None and ends and train_steps - start not in ends:
+  ends = {start + r.phases.total for r in model.rules.places.values() if r.phases}
+  if ends and train_steps not in (None, *ends):
     raise ValueError(
       f"TRAIN_STEPS={train_steps}, but the schedule ends at PRETRAINED_STEPS + SPARSE_STEPS = "
-      f"{start + max(ends)}. Leave TRAIN_STEPS alone."
+      f"{max(ends)}. Leave TRAIN_STEPS alone."
     )
   offset = getattr(getattr(model.optimizer_def, "hyper_params", None), "step_offset", start)
   if offset != start and jax.process_index() == 0:
@@ -294,24 +259,14 @@ def _started(model, train_state, axes, partitioner, start):
 
 
 def refuse_in_chain(train_state) -> None:
-  """Refuses an optimizer that holds `nms.sparse`, `nms.sr_ste` or `optax.MultiSteps`.
+  """Refuses an optimizer with `optax.MultiSteps`, under which steps are not updates.
 
   Args:
     train_state: T5X's, of arrays or of shapes.
   """
-  for kind, why in (
-    (transform.SparseState, HOLDS_SPARSE),
-    (
-      optim.SrSteState,
-      "the optimizer chain holds nms.sr_ste, but in T5X the trainer adds SR-STE's term, for every "
-      "optimizer: it would act twice. Take it out of the chain.",
-    ),
-    (
-      optax.MultiStepsState,
+  if transform.states(train_state.param_states, optax.MultiStepsState):
+    raise ValueError(
       "the optimizer holds optax.MultiSteps, under which T5X's steps are not updates: TRAIN_STEPS "
       "would end the run in the middle of its schedule. Take it out and set "
-      "t5x_adapter.SparseTrainer.num_microbatches, which accumulates gradients within a step.",
-    ),
-  ):
-    if transform.states(train_state.param_states, kind):
-      raise ValueError(why)
+      "t5x_adapter.SparseTrainer.num_microbatches, which accumulates gradients within a step."
+    )

@@ -89,14 +89,6 @@ def dot_product_attention(
   Returns:
     [..., q, h, d'].
   """
-  q, k, v = query.shape, key.shape, value.shape
-  if length_last:
-    k, v = ((*x[:-3], x[-1], *x[-3:-1]) for x in (k, v))
-  if not (q[:-3] == k[:-3] == v[:-3] and q[-2:] == k[-2:] and k[:-1] == v[:-1]):
-    raise ValueError(
-      f"attention over query {q}, key {k}, value {v}: they must be [..., q, h, d], [..., k, h, d] "
-      "and [..., k, h, d'] with equal batch and heads. Check num_heads, head_dim and the batch."
-    )
   if float32_logits:
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
   kept = "...hdk" if length_last else "...khd"
@@ -106,9 +98,7 @@ def dot_product_attention(
   weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
   if dropout_rate > 0.0 and not deterministic:
     if dropout_rng is None:
-      raise ValueError(
-        f"dropout_rate={dropout_rate} needs a dropout_rng. Pass one, or deterministic=True."
-      )
+      raise ValueError("dropout_rate needs a dropout_rng, or deterministic=True.")
     keep_prob = 1.0 - dropout_rate
     shape = (*weights.shape[:-2], 1, weights.shape[-1])
     keep = jax.random.bernoulli(dropout_rng, keep_prob, shape)
@@ -262,14 +252,13 @@ class MultiHeadDotProductAttention(nn.Module):
     expected = (keys.value.shape[0], 1, *keys.value.shape[1:3])
     if query.shape != expected:
       raise ValueError(
-        f"decoding: the query has shape {query.shape}, but the cache {keys.value.shape} takes "
-        f"{expected}, one position a call. Pass one token for each sequence, or make a new cache "
-        "by init with decode=True and inputs of the full length."
+        f"decoding: the query has shape {query.shape}, but the cache takes {expected}: pass one "
+        "token for each sequence."
       )
     if bias is not None and bias.shape[-2:] != (length, length):
       raise ValueError(
-        f"decoding: the bias has shape {bias.shape}, but the cache has {length} positions, so its "
-        f"last two axes must be {(length, length)}. Pass max_decode_length={length}."
+        f"decoding: the bias has shape {bias.shape}, but the cache has {length} positions: pass "
+        f"max_decode_length={length}."
       )
     now = index.value
     # A choice and no scatter: it fuses, and a TPU likes it.

@@ -54,26 +54,26 @@ def make_causal_mask(
 
 def combine_masks(*masks: jax.Array | None, dtype: Dtype = jnp.float32) -> jax.Array | None:
   """Returns 1 where every mask is not 0. Masks have one rank; None is left out."""
-  given = _of_equal_rank(masks)
-  if not given:
+  present = _of_equal_rank(masks)
+  if not present:
     return None
-  return functools.reduce(jnp.logical_and, [m.astype(bool) for m in given]).astype(dtype)
+  return functools.reduce(jnp.logical_and, [m.astype(bool) for m in present]).astype(dtype)
 
 
 def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
   """Returns the sum of the biases. They have one rank; None is left out."""
-  given = _of_equal_rank(masks)
-  return functools.reduce(operator.add, given) if given else None
+  present = _of_equal_rank(masks)
+  return functools.reduce(operator.add, present) if present else None
 
 
 def _of_equal_rank(arrays: Sequence[Any]) -> list[Any]:
-  given = [x for x in arrays if x is not None]
-  if len({x.ndim for x in given}) > 1:
+  present = [x for x in arrays if x is not None]
+  if len({x.ndim for x in present}) > 1:
     raise ValueError(
-      f"cannot combine masks or biases of shapes {[tuple(x.shape) for x in given]}: their ranks "
+      f"cannot combine masks or biases of shapes {[tuple(x.shape) for x in present]}: their ranks "
       "differ. Make each [b, h, q, k], with 1 where it holds for all."
     )
-  return given
+  return present
 
 
 def make_decoder_mask(

@@ -227,8 +227,8 @@ class Transformer(nn.Module):
     if encoder_segment_ids is not None:
       if decode or decoder_segment_ids is None:
         raise ValueError(
-          "encoder_segment_ids say that examples are packed: then decoder_segment_ids must say so "
-          "too, and decode=True is not possible. Decode unpacked examples, without segment ids."
+          "encoder_segment_ids say that examples are packed: give decoder_segment_ids too, and "
+          "decode unpacked examples."
         )
       packed = layers.make_attention_mask(
         decoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=dtype
@@ -289,17 +289,6 @@ class Transformer(nn.Module):
       decoder_input_tokens: [b * beams], the last token of each hypothesis; 0 at position 0.
       position: int32 scalar, 0, 1, ...; below the length that `start` got.
     """
-    if not self.has_variable(PREPARED, "mask"):
-      raise ValueError(
-        "step: there is no collection 'prepared'. Call network.apply(..., inputs, length, "
-        "mutable=['prepared', 'decoded'], method='start') first, and pass on what it makes."
-      )
-    mask: Any = self.get_variable(PREPARED, "mask")
-    if decoder_input_tokens.shape != mask.shape[:1]:
-      raise ValueError(
-        f"step: tokens of shape {decoder_input_tokens.shape}, but `start` read {mask.shape[0]} "
-        f"rows (inputs times beams). Pass one token for each, of shape {mask.shape[:1]}."
-      )
     return self._next(None, decoder_input_tokens[:, None], position)[:, 0]
 
   def _next(self, encoded, tokens, position, length=None):

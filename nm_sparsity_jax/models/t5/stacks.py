@@ -198,7 +198,7 @@ def through_layers(
       raise ValueError(
         f"remat_policy={cfg.remat_policy!r}: choose one of none, {', '.join(_REMAT)}."
       )
-    # A scan keeps XLA from undoing the remat by itself; without one, it must be told.
+    # A scan keeps XLA from undoing the remat by itself; without one, prevent_cse does.
     run = nn.remat(run, prevent_cse=not cfg.scan_layers, policy=_REMAT[cfg.remat_policy])
   if not cfg.scan_layers:
     positions = _relative_positions(cfg)
