@@ -175,7 +175,7 @@ TASKS = [
 # The runner that needs nothing but the Python package index. clu imports tensorboard, and stays:
 # google-metrax 0.2.4 depends on clu, adds tensorboardx, and has neither GLUE's correlations nor
 # the JSON lines of a run, and T5X's metrics are clu's in any case;
-# `nm-sparsity report` fills its page with jinja2, which escapes whatever runs are called.
+# `nm-sparsity report` draws with matplotlib, and fills its page with jinja2, which escapes names.
 LOCAL = [*TASKS, _CLU, _ORBAX, "tensorboard", "rich", "matplotlib", _JINJA]
 
 # Curves in MLflow, beside TensorBoard (`local.tracking`). This is the client, which talks to a
@@ -268,7 +268,7 @@ setuptools.setup(
     "nm_sparsity_jax": ["py.typed", "*.gin"],
     "nm_sparsity_jax.runs": ["published.json"],
     "nm_sparsity_jax.core.packed": ["table.json"],
-    "nm_sparsity_jax.analysis.report": ["page.html.jinja", "page.css"],
+    "nm_sparsity_jax.analysis": ["page.html.jinja", "page.css"],
   },
   ext_modules=[
     setuptools.Extension(

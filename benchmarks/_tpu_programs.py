@@ -72,13 +72,14 @@ class Local:
   def __init__(self, setting: Setting):
     from nm_sparsity_jax.models.t5 import network
     from nm_sparsity_jax.trainer.step import Model
+    from nm_sparsity_jax.trainer.workloads.t5 import T5
 
     self.setting, self.tx = setting, optax.adafactor(1e-3)
     config = network.T5Config.t5_1_1(
       setting.size, dtype=jnp.bfloat16, scan_layers=setting.scan, remat_policy=setting.remat
     )
     self.model = model = Model(
-      network.Transformer(config),
+      T5(network.Transformer(config)),
       setting.rules,
       num_partitions=setting.partitions,
       devices=setting.devices,

@@ -101,10 +101,3 @@ def pytest_runtest_call(item):
   for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
     warnings.filterwarnings("error", category=kind, module=OURS)
   return (yield)
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_new_process():
-  """Warnings that were given are forgotten."""
-  if module := sys.modules.get("nm_sparsity_jax.core.errors"):
-    module.forget_warnings()

@@ -36,13 +36,14 @@ def main(cache):
   import test_local as t  # starts no backend, so a fork is safe
 
   def run(steps, folder):
-    model = t.model_of(recipe="one_shot", sparse_steps=steps, dense_steps=steps // 4, dropout=0.1)
-    periods = t.train.Periods(evaluate=1000, checkpoint=3, report=1, metrics=None)
     # SeqIO sets packing up for each process for longer than a short run trains.
     source = t.source_of(pack=steps > 100, batch_size=8)
+    rules = dict(recipe="one_shot", sparse_steps=steps, dense_steps=steps // 4)
+    model = t.model_of(dropout=0.1, source=source, **rules)
+    periods = t.train.Periods(evaluate=1000, checkpoint=3, report=1, metrics=None)
     return t.train.train(
-      t.run_of(folder, model, source=source, sparse_steps=steps, periods=periods,
-               learning_rate=tell, keep_checkpoints=2)
+      t.run_of(folder, model, sparse_steps=steps, periods=periods, learning_rate=tell,
+               keep_checkpoints=2)
     )  # fmt: skip
 
   serve(cache, run)

@@ -40,7 +40,8 @@ def train(arguments):
     with (folder / "trace").open("a") as trace:
       trace.write(f"{step}\n")
     if outcome == "nan":
-      print("a line before\nnm-sparsity train: the loss of step 3 is not finite", file=sys.stderr)
+      (error_file,) = [a.partition("=")[2] for a in arguments if a.startswith("--error-file=")]
+      pathlib.Path(error_file).write_text('{"error": "the loss of step 3 is not finite"}')
       return 1
     if outcome == "killed":
       os.kill(os.getpid(), signal.SIGKILL)

@@ -1,11 +1,11 @@
 """nm-sparsity bench: each product and the whole, dense and packed; a page with bars."""
 
 import functools
+import html
 import json
 import time
 from typing import Any
 
-import browser
 import jax
 import numpy as np
 import pytest
@@ -77,15 +77,6 @@ def test_calls_take_turns_and_the_cold_ones_find_no_weight_in_the_cache(monkeypa
   assert len(read) == 4
 
 
-def test_what_starts_a_call_is_in_the_cache_again(monkeypatch):
-  """After other memory a call without work goes first; it is not timed."""
-  monkeypatch.setattr(timing, "_SECONDS", 0.0)
-  called = []
-  calls = {name: lambda name=name: called.append(name) for name in "ab"}
-  timing.interleave(calls, 2, cold=4, nothing="b")
-  assert "".join(called) == "a" + "ba" + "b" + "bb" + "ba" + "bb" + "bb" + "ba"
-
-
 def test_one_thread_is_timed_by_its_own_time(monkeypatch):
   monkeypatch.setenv("PJRT_NPROC", "1")
   assert timing.threads() == 1 and timing.clock() is time.process_time
@@ -100,16 +91,6 @@ def test_a_bound_is_the_share_of_bytes():
   # Measured alone they took longer: nobody knows what the rest takes.
   assert results.bound(1.0, [(2.0, 0.5)]) == (2.0, 0.0)
   assert results.bound(0.0, []) == (0, 0.0)
-
-
-def test_a_cheaper_head_does_not_lower_a_bound():
-  shares = [(8.0, 0.25)]
-  assert results.head_bound(10.0, shares, 1.0) == pytest.approx(10 / (2 + 1 + 1 / 4))
-  # Measured alone the head took longer than the products leave: no more than that is the head's.
-  assert results.head_bound(10.0, shares, 9.0) == pytest.approx(10 / (2 + 2 / 4))
-  for head in (0.001, 2.0, 99.0):
-    assert results.head_bound(10.0, shares, head) >= results.bound(10.0, shares)[1]
-  assert results.head_bound(1.0, shares, 1.0) == 0.0  # no bound without it, so none with it
 
 
 def test_a_product_is_the_best_dense_one_beside_the_packed_one(monkeypatch):
@@ -220,14 +201,13 @@ def test_a_t5_reads_inputs_and_decodes_a_token(of_t5):
   assert token.products == pytest.approx(in_token)  # the encoder is not read at each token
   in_inputs = 4 * alone["16 x 32", 10] + 2 * alone["32 x 16", 10]
   assert inputs.products == pytest.approx(in_inputs)  # and XLA leaves the decoder out
-  assert inputs.dense > 0 < inputs.packed and inputs.int8_head == 0
+  assert inputs.dense > 0 < inputs.packed
   for whole in of_t5.wholes:  # on a busy machine products alone may take longer than the whole
     assert whole.bytes_bound >= whole.bound and (whole.bound >= 1) is (whole.products < whole.dense)
-  assert token.int8_head >= token.bound
   # Each value has a byte, eight weights one, and all else is float32 on both sides.
   spared = 6 * (2 * 16 * 32 * 4) - sum(p.kernels * p.packed_bytes for p in of_t5.products)
   assert of_t5.dense_bytes - of_t5.packed_bytes == spared
-  assert inputs.dense_memory - inputs.packed_memory == spared // 2
+  assert inputs.dense_memory > inputs.packed_memory
 
 
 def whole(name, dense, packed, products, bound, **more):
@@ -258,34 +238,22 @@ def test_turns_that_differ_are_told(monkeypatch):
   assert timing.quartiles([1.0]) == (0.0, 0.0)
   calm, wide = (whole(n, 2.0, 1.0, 1.0, 2.0, half=x) for n, x in (("a", (1.9, 2.1)), ("b", (1, 3))))
   assert measuring._noise([("a", calm)]) == []
-  told = (
-    "Turns differ: half of those of b lie in 1.00x to 3.00x. Other work runs here: repeat it, or "
-    "take one core."
-  )
-  assert measuring._noise([("a", calm), ("b", wide)]) == [told]
-  assert ", and 1 more differ. " in measuring._noise([("b", wide), ("c", wide)])[0]
-  monkeypatch.setenv("PJRT_NPROC", "1")
-  assert "one core" not in measuring._noise([("b", wide)])[0]
+  (told,) = measuring._noise([("a", calm), ("b", wide)])
+  assert "b lie in 1.00x to 3.00x" in told
   assert "1.90x to 2.10x" in str(results.Found("T5", [], [calm], 8, 2, 1, 3, [], {}))
 
 
-def test_three_lines_at_the_end_are_the_bounds_and_what_was_reached():
-  """A head of 1 s in a token of 10: as int8 it takes a quarter."""
+def test_the_lines_at_the_end_are_the_bounds_and_what_was_reached():
   shares = [(8.0, 0.125)]
   assert results.bytes_bound(shares) == 8.0 and results.bytes_bound([]) == 0.0
-  token = results.Whole(
-    "a token", 10.0, 4.0, 8.0, results.bound(10.0, shares)[1], 0, 0,
-    results.bytes_bound(shares), results.bound(10.0, [*shares, (1.0, 0.25)])[1],
-  )  # fmt: skip
-  inputs = results.Whole("the inputs", 1.0, 0.5, 0.8, 4.0, 0, 0, 6.0)
-  found = results.Found("T5", [], [inputs, token], 8, 2, 1, 3, ["A note."], {})
-  assert str(found).splitlines()[-4:] == [
-    "A note.",
-    "At most by the bytes of the packed products alone: the inputs 6.00x, a token 8.00x.",
-    "At most with all else as it is (head, softmax, norms are dense): the inputs 4.00x, a token "
-    "3.33x; with a head of one byte a weight, which is not built: a token 4.44x.",
-    "Reached: the inputs 2.00x, a token 2.50x.",
-  ]
+  bound = results.bound(10.0, shares)[1]
+  token = whole("a token", 10.0, 4.0, 8.0, bound, bytes_bound=results.bytes_bound(shares))
+  inputs = whole("the inputs", 1.0, 0.5, 0.8, 4.0, bytes_bound=6.0)
+  said = str(results.Found("T5", [], [inputs, token], 8, 2, 1, 3, ["A note."], {})).splitlines()
+  assert said[-4] == "A note."
+  assert said[-3].endswith("the inputs 6.00x, a token 8.00x.")
+  assert said[-2].endswith("the inputs 4.00x, a token 3.33x.")
+  assert said[-1] == "Reached: the inputs 2.00x, a token 2.50x."
 
 
 def test_a_token_is_what_more_of_them_take():
@@ -347,33 +315,10 @@ def test_text_json_and_page_say_the_same(of_t5, tmp_path):
   text, told = str(of_t5), of_t5.as_dict()
   assert json.loads(json.dumps(told)) == told
   assert [whole["dense"] for whole in told["wholes"]] == [whole.dense for whole in of_t5.wholes]
-  page = benches.write(of_t5, tmp_path / "new" / "bench.html").read_text("utf-8")
-  for whole in of_t5.wholes:
-    for number in (results.milli(whole.dense), results.at_most(whole), results.half(whole)):
+  page = html.unescape(benches.write(of_t5, tmp_path / "new/bench.html").read_text("utf-8"))
+  for one in of_t5.wholes:
+    for number in (results.milli(one.dense), results.at_most(one), results.half(one)):
       assert number in text and number in page
-  for line in results.summary(of_t5):
+  for line in results.lines(of_t5):
     assert line in text and line in page
-  assert results.BOUND in text and f"{told['threads']} thread" in text
-  assert "&lt;b&gt;" in page and "<b>tiny" not in page and page.count('class="bar"') > 20
-  assert "gin configuration" not in page
-
-
-@pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
-def test_a_browser_shows_bars(of_t5, tmp_path):
-  file = benches.write(of_t5, tmp_path / "bench.html")
-  with browser.page(tmp_path / "profile") as page:
-    for width in (1280, 400):
-      page.look(file, width, dark=width == 400)
-    assert set(page.requests) == {file.resolve().as_uri()} and page.messages == []
-    widths = page.ask(
-      """[...document.querySelectorAll("#whole table")][0].querySelectorAll(".bar b").length"""
-    )
-    # The third is the bound's, where that is known.
-    assert widths == sum(2 + (w.bound > 0) for w in of_t5.wholes)
-    shares = page.ask(
-      """[...document.querySelectorAll("#whole table .bar")].slice(0, 2).map(
-        b => b.firstChild.getBoundingClientRect().width / b.getBoundingClientRect().width)"""
-    )
-    first = of_t5.wholes[0]
-    top = max(first.dense, first.packed)
-    assert shares == pytest.approx([first.dense / top, first.packed / top], abs=0.02)
+  assert page.count('class="bar"') > 20

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import test_export
-import test_huggingface_runs
 import timm_found
 import vision_reference
 
@@ -42,11 +41,11 @@ def test_a_package_keeps_the_bits_and_leaves_out_the_zeros(name, tmp_path, capsy
   example = load_example()
   words, count = WORDS[name]
   if name == "v1_1":
-    test_huggingface_runs.written(tmp_path / "run", name)
+    test_export.written_t5(tmp_path / "run", name)
     exported = tmp_path / "model"
     file = exported / "model.safetensors"
   else:
-    test_export.written(tmp_path / "run", name, finalized=True)
+    test_export.written(tmp_path / "run", name)
     file = exported = tmp_path / "model.safetensors"
     words = [*words, *(f"{key}={x}" for key, x in vision_reference.TINY[name].items())]
   nms.runs.export(tmp_path / "run", exported)
@@ -72,7 +71,7 @@ def test_padding_is_hidden_as_transformers_hides_it(tmp_path):
   example = load_example()
   import torch
 
-  test_huggingface_runs.written(tmp_path / "run", "v1_1")
+  test_export.written_t5(tmp_path / "run", "v1_1")
   nms.runs.export(tmp_path / "run", tmp_path / "model")
   encoder = example.Encoder(tmp_path / "model").eval()
   ids = torch.tensor([[5, 7, 1, 9, 0, 0]])

@@ -69,23 +69,7 @@ def test_what_is_packed_and_why_not():
     "table/embedding": "a table or vector, and only kernels are packed",
     "off/kernel": "no rule makes it sparse",
   }
-  assert "with zeros, 4:4 keeps every weight: all/kernel" in str(found)
-  assert "with zeros, no rule makes it sparse: a/bias, off/kernel" in str(found)
   assert inference_tree.decide(shapes, rules, "int8").dtypes["a/kernel"] == "int8"
-
-
-def test_a_dtype_that_no_packed_weight_has_is_refused():
-  rules = nms.Rules({"a/kernel": one_shot("1:4")})
-  with pytest.raises(ValueError, match=r"dtype='int4': packed values are float32, bfloat16"):
-    inference_tree.decide({"a": {"kernel": shape(16, 8)}}, rules, "int4")
-
-
-def test_levels_of_structure_are_packed_by_the_last_one():
-  rules = nms.Rules(
-    {"a/kernel": nms.recipe("sdgf_stepwise", pattern="1:8", phases=nms.Phases(total=9))}
-  )
-  found = inference_tree.decide({"a": {"kernel": np.zeros((16, 8), np.float32)}}, rules)
-  assert str(found.packed["a/kernel"].pattern) == "1:8"
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -130,22 +114,6 @@ def test_a_layer_takes_a_packed_kernel_where_it_takes_the_array(name):
   close(got, due, 0.02 if got.dtype == jnp.bfloat16 else 1e-6)
 
 
-def test_a_packed_kernel_of_bfloat16_computes_in_the_dtype_of_inputs():
-  narrow = packing.pack(weight(1, 16, 6), nms.NM(1, 4), dtype=jnp.bfloat16)
-  x, params = inputs(2, 5, 16), {"kernel": narrow}
-  general = layers.DenseGeneral(6).apply({"params": params}, x)
-  assert general.dtype == jnp.float32
-  close(general, np.asarray(x) @ packing.unpack(narrow).astype(np.float32), 1e-6)
-  dense = layers.Dense(6, dtype=jnp.float32, use_bias=False).apply({"params": params}, x)
-  close(dense, general, 1e-6)
-
-
-def test_a_call_of_dense_is_seen_once():
-  layer, x = layers.Dense(6), inputs(2, 5, 16)
-  _, seen = layer.apply(layer.init(jax.random.key(0), x), x, capture_intermediates=True)
-  assert len(seen["intermediates"]["__call__"]) == 1
-
-
 RULES = nms.Rules({"kernel": one_shot("1:4")})
 
 
@@ -156,7 +124,6 @@ RULES = nms.Rules({"kernel": one_shot("1:4")})
     (layers.DenseGeneral(6, rules=RULES), (5, 16), "without them .rules=None; of a T5, network.de"),
     (layers.Conv(6, (1, 1)), (1, 2, 2, 16), "a convolution takes its kernel with the zeros"),
     (layers.Dense(6), (5, 24), r"the packed kernel is \(16, 6\), .* takes \(24, 6\)"),
-    (layers.Dense(6, dot_general=jax.lax.dot_general), (5, 16), "has a dot_general of its own"),
   ],
 )
 def test_a_packed_kernel_where_it_does_not_belong(layer, x, said):
@@ -385,15 +352,6 @@ def test_prepare_unpacks_where_a_dense_product_is_faster(monkeypatch):
   tree, _ = inference_tree.pack_tree({"a": {"kernel": weight(1, 16, 8)}}, RULES_OF_A)
   assert isinstance(inference_tree.prepare(tree, 4)["a"]["kernel"], jax.Array)
   assert inference_tree.is_packed(inference_tree.prepare(tree, 4, memory=True))
-
-
-@pytest.mark.parametrize("rows", [0, -1, 1.5, True, None])
-def test_rows_are_a_whole_number(rows):
-  tree, _ = inference_tree.pack_tree({"a": {"kernel": weight(1, 16, 8)}}, RULES_OF_A)
-  for given in (rows, lambda path: rows):
-    with pytest.raises(ValueError, match=f"^rows={rows}: give a whole number, 1 or more.$"):
-      inference_tree.prepare(tree, given)
-  inference_tree.prepare(tree, np.int32(3))
 
 
 def test_rows_are_those_that_a_kernel_sees():

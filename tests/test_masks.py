@@ -17,21 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nm_sparsity_jax.core import masks
-from nm_sparsity_jax.core.masks import magnitude_mask, making, nm_mask, selection
+from nm_sparsity_jax.core.masks import magnitude_mask, making, nm_mask
 from nm_sparsity_jax.core.patterns import NM
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 BYTES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 # 254, 255 and 256, as 65534 ... below, are where counts outgrow an integer type.
-SIZES = (*range(1, 41), 48, 64, 96, 127, 128, 254, 255, 256, 257, 509, 512, 640)
-# On both sides of the bounds where a mask takes another path (8, 16, 32) `make test` keeps sizes.
-ALIKE = {5, 6, 10, 11, 12, 13, 14, *range(18, 31), *range(34, 41), 48, 96, 509}
-
-
-def sizes():
-  """(i, m); those that repeat what their neighbours show are slow."""
-  for i, m in enumerate(SIZES):
-    yield pytest.param(i, m, marks=[pytest.mark.slow] if m in ALIKE else [], id=f"m{m}")
+SIZES = (*range(1, 18), 20, 31, 32, 33, 40, 64, 127, 128, 254, 255, 256, 257, 640)
 
 
 def ranks(scores, m, axis=0, parent=None):
@@ -133,7 +125,7 @@ def every_n(m, axis, traced=True):
   return jax.jit(run)
 
 
-@pytest.mark.parametrize("i, m", list(sizes()))
+@pytest.mark.parametrize("i, m", list(enumerate(SIZES)))
 @given(data=st.data())
 def test_mask_is_its_equation(i, m, data):
   dtype, (shape, axis) = FLOATS[i % 3], layouts(m)[i % 7]
@@ -145,25 +137,6 @@ def test_mask_is_its_equation(i, m, data):
     same(mask, rank < k)
   if traced is not None:
     same(traced, ranks(magnitude(x), m, axis) < n)
-
-
-@given(data=st.data(), n=st.sampled_from(some_n(20)))
-def test_exactly_n_and_never_drops_a_larger_score(data, n):
-  """The contract's two plain consequences, without the reference."""
-  x = data.draw(scores((3, 40), jnp.float32))
-  x = np.where(np.isnan(x), -np.inf, x).astype(np.float64)
-  keep = np.asarray(every_n(20, 1)(x.astype(np.float32), n)[0][n]).reshape(-1, 20)
-  x = x.reshape(keep.shape)
-  assert (keep.sum(1) == n).all()
-  largest_dropped = np.where(keep, -np.inf, x).max(1)
-  assert (np.where(keep, x, np.inf).min(1) >= largest_dropped).all()
-
-
-def test_reference_on_a_group_worked_by_hand():
-  x = np.array([-0.0, math.nan, 0.0, 5e-324, -math.inf, math.inf, -1, math.inf])
-  assert ranks(x, 8).tolist() == [3, 7, 4, 2, 6, 0, 5, 1]
-  parent = np.array([1, 1, 1, 1, 0, 0, 1, 0], bool)
-  assert ranks(x, 8, parent=parent).tolist() == [1, 4, 2, 0, 5, 6, 3, 7]
 
 
 @pytest.mark.parametrize("dtype", BYTES, ids=name_of)
@@ -188,66 +161,30 @@ def test_order_of_all_neighbours(dtype):
   same(magnitude_mask(pairs, "1:2", axis=1), ranks(magnitude(pairs), 2, 1) < 1)
 
 
-def test_ties_zeros_subnormals_nan_by_example():
-  def kept(values, pattern):
-    return np.flatnonzero(nm_mask(jnp.array(values, jnp.float32), pattern)).tolist()
-
-  assert kept([2, 2, 2, 2], "1:4") == [0]
-  assert kept([2, 2, 2, 2], "3:4") == [0, 1, 2]
-  assert kept([1, 2, 2, 2], "2:4") == [1, 2]
-  assert kept([-0.0, 0.0, -0.0, 0.0], "2:4") == [0, 1]
-  assert kept([0, 1e-45, 2e-45, 1e-40], "1:4") == [3]
-  assert kept([0, 1e-45, 3e-45, -1e-45], "3:4") == [0, 1, 2]
-  assert kept([math.nan, -math.inf, math.nan, -1], "2:4") == [1, 3]
-  assert kept([math.nan, -math.nan, math.nan, -1], "2:4") == [0, 3]
-
-
-THREE_WAYS = [(name_of(d), 8) for d in (*FLOATS, *BYTES)] + [(name_of(d), 48) for d in FLOATS]
-
-
-@functools.cache
-def three_ways(m):
-  def run(x, n):
-    every = some_n(m)
-    of_scores = [nm_mask(jnp.abs(x), NM(k, m)) for k in every]
-    static = [magnitude_mask(x, NM(k, m)) for k in every]
-    traced = [magnitude_mask(x, NM(1, m), n=v) for v in n]
-    return of_scores, static, traced
-
-  return jax.jit(run)
-
-
-@pytest.mark.parametrize("dtype, m", THREE_WAYS)
-@given(data=st.data())
-def test_magnitude_mask_is_the_mask_of_abs_static_or_traced(dtype, m, data):
-  x = data.draw(scores((2 * m, 2), dtype))
-  every = some_n(m)
-  of_scores, static, traced = three_ways(m)(x, [jnp.int32(n) for n in every])
-  rank = ranks(magnitude(x), m)
-  for n, a, b, c in zip(every, of_scores, static, traced, strict=True):
-    same(a, rank < n)
-    same(b, rank < n)
-    same(c, rank < n)
-
-
-@pytest.mark.parametrize("kind", [np.int64, jnp.uint8, jnp.int16, jnp.int32], ids=name_of)
-def test_n_may_be_any_integer_scalar(kind):
-  x = np.random.default_rng(0).normal(size=(96, 2)).astype(np.float32)
-  same(magnitude_mask(x, "1:8", n=kind(5)), ranks(abs(x), 8) < 5)
-
-
 @pytest.mark.parametrize(
-  "m, axis", [(4, 0), (4, 1), (4, 2), (4, -1), (4, -2), (4, -3), (20, 1), (20, -1)]
+  "values, pattern, kept",
+  [
+    ([2, 2, 2, 2], "3:4", [0, 1, 2]),
+    ([1, 2, 2, 2], "2:4", [1, 2]),
+    ([-0.0, 0.0, -0.0, 0.0], "2:4", [0, 1]),
+    ([0, 1e-45, 2e-45, 1e-40], "1:4", [3]),
+    ([math.nan, -math.inf, math.nan, -1], "2:4", [1, 3]),
+    ([math.nan, -math.nan, math.nan, -1], "2:4", [0, 3]),
+  ],
 )
+def test_ties_zeros_subnormals_nan_by_example(values, pattern, kept):
+  assert np.flatnonzero(nm_mask(jnp.array(values, jnp.float32), pattern)).tolist() == kept
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *BYTES], ids=name_of)
 @given(data=st.data())
-def test_any_axis_equals_transposing(m, axis, data):
-  x = data.draw(scores((20, 20, 20), jnp.float32))
-  n = data.draw(st.integers(1, m))
-  static, traced = every_n(m, axis)(x, n)
-  moved, moved_traced = every_n(m, 0)(np.moveaxis(x, axis, 0), n)
-  same(traced, np.moveaxis(moved_traced, 0, axis))
-  for k in some_n(m):
-    same(static[k], np.moveaxis(moved[k], 0, axis))
+def test_magnitude_mask_is_the_mask_of_abs_static_or_traced(dtype, data):
+  x = data.draw(scores((16, 2), dtype))
+  static, traced = every_n(8, 0)(magnitude(x), 3)
+  for n, of_scores in static.items():
+    same(of_scores, ranks(magnitude(x), 8) < n)
+    same(magnitude_mask(x, NM(n, 8)), of_scores)
+  same(traced, ranks(magnitude(x), 8) < 3)
 
 
 @pytest.mark.parametrize("m", [65534, 65535, 65536])
@@ -258,71 +195,10 @@ def test_groups_longer_than_16_bits_count(m):
   same(jax.jit(functools.partial(nm_mask, pattern=NM(5, m)))(x * 0), ranks(x * 0, m) < 5)
 
 
-# The private paths: one selection, several algorithms, which may never differ by a bit.
-
-
-@functools.cache
-def paths(m, bits, name):
-  """(path, n; None = traced) and the masks of keys (2, m, 3), as on platform `name`."""
-
-  def run(keys, traced):
-    def cut(kth, n):
-      return selection.cut(
-        keys, selection.from_end(keys.shape, 1), functools.partial(kth, n=n, axis=1)
-      )
-
-    found = {
-      ("selected", None): selection.select(keys, traced, 1),
-      ("bisection", None): cut(selection.kth_by_bisection, traced),
-      ("first", 1): selection._one_extreme(keys, 1, largest=True),
-      ("last", m - 1): ~selection._one_extreme(keys, 1, largest=False),
-    }
-    if m <= 32:
-      found["ranks", None] = selection._ranks(keys, 1) < traced.astype(jnp.uint8)
-      found["ranks at once", None] = selection._ranks_at_once(keys, 1) < traced.astype(jnp.uint8)
-    for n in some_n(m)[:-1]:
-      found["selected", n] = selection.select(keys, n, 1)
-      found["selected, small", n] = selection.select(keys, n, 1, small=True)
-      if m <= 32:
-        found["network", n] = cut(selection.kth_by_network, n)
-    labels.extend(found)
-    return list(found.values())
-
-  labels = []
-  keys = jax.ShapeDtypeStruct((2, m, 3), jnp.uint16 if bits <= 16 else jnp.uint32)
-  shapes = keys, jax.ShapeDtypeStruct((), jnp.int32)
-  # `pinned` is a remainder on a CPU and nothing elsewhere, with no conditional in either.
-  text = jax.jit(run).trace(*shapes).lower(lowering_platforms=(name,)).as_text()
-  assert ("stablehlo.remainder" in text) == (name == "cpu") and "stablehlo.case" not in text
-  labels.clear()
-  with pytest.MonkeyPatch.context() as patch:
-    if name != "cpu":
-      patch.setattr(selection, "pinned", lambda x: x)
-    return labels, jax.jit(lambda *args: run(*args)).lower(*shapes).compile()
-
-
-PATHS = [(4, 32, "cpu"), (17, 31, "cpu"), (17, 31, "tpu"), (255, 32, "cpu"), (512, 16, "cpu")]
-PATHS += [(3, 15, "tpu"), (8, 16, "cpu"), (32, 15, "cpu"), (128, 31, "cpu"), (254, 15, "cpu")]
-PATHS += [(255, 32, "tpu")]
-
-
-@pytest.mark.parametrize("m, bits, name", PATHS)
-@given(data=st.data())
-def test_all_algorithms_agree_bit_for_bit(m, bits, name, data):
-  rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-  # The largest key is that of a score of +inf; a magnitude needs one bit less.
-  top = {15: 0x7F82, 16: 0xFF02, 31: 0x7F800002, 32: 0xFF000002}[bits]
-  one = st.one_of(st.sampled_from([0, 1, 2, top - 1, top]), st.integers(0, top))
-  few = np.array(data.draw(st.lists(one, min_size=1, max_size=6)), np.int64)
-  near = rng.integers(0, data.draw(st.sampled_from([1, 600])), (2, m, 3))
-  keys = np.minimum(few[rng.integers(len(few), size=near.shape)] + near, top)
-  rank = ranks(keys, m, 1)
-  labels, program = paths(m, bits, name)
-  for traced in some_n(m):
-    found = program(keys.astype(np.uint16 if bits <= 16 else np.uint32), jnp.int32(traced))
-    for (path, n), mask in zip(labels, found, strict=True):
-      n = traced if n is None else n
-      np.testing.assert_array_equal(np.asarray(mask), rank < n, err_msg=f"{path}, n={n}")
+@pytest.mark.parametrize("name", ["cpu", "tpu"])
+def test_only_a_cpu_pins_by_a_remainder(name):
+  lowered = jax.jit(masks.pinned).trace(jnp.uint32(1)).lower(lowering_platforms=(name,))
+  assert ("stablehlo.remainder" in lowered.as_text()) == (name == "cpu")
 
 
 # A ladder of patterns in one program.
@@ -373,28 +249,25 @@ def test_parent_goes_before_everything_else(m, data):
   for k, mask in static.items():
     same(mask, rank < k)
   same(traced, rank < n)
-  left = parent.reshape(2, m, 3).sum(1)
-  kept = (np.asarray(traced) & parent).reshape(2, m, 3).sum(1)
-  np.testing.assert_array_equal(kept, np.minimum(left, n))
 
 
 # On a CPU short groups have one small program, whatever n is.
 
 
-@pytest.mark.parametrize("m, axis", [(4, 0), (8, 0), (8, 1), (9, 0)])
+@pytest.mark.parametrize("m, axis", [(4, 0), (8, 1), (9, 0)])
 def test_a_cpu_compares_in_groups_of_up_to_eight(m, axis):
   w, n, is_small = jnp.asarray(weights(2 * m, 2 * m)), jnp.int32(3), m <= 8 and axis == 0
   static = jax.jit(lambda w: magnitude_mask(w, NM(2, m), axis)).lower(w).as_text()
   traced = jax.jit(lambda w, n: magnitude_mask(w, NM(1, m), axis, n=n, settles=True)).lower(w, n)
   assert ("stablehlo.minimum" in static) == (not is_small or m == 4)  # a network
   assert ("stablehlo.case" in traced.as_text()) != is_small  # a way of its own for the last level
-  for last, n in itertools.product((1, 2), range(1, m + 1)):
+  for last, n in itertools.product((1, 2), (1, 2, m)):
     found = magnitude_mask(w, NM(last, m), axis, n=jnp.int32(n), settles=True)
     same(found, ranks(abs(w), m, axis) < n)
     same(magnitude_mask(w, NM(n, m), axis), ranks(abs(w), m, axis) < n)
 
 
-# Transforms. 4:16 is a network, a traced n of 40 is bisection, 1:4 an extreme.
+# Transforms. 4:16 is a network, a traced n of 40 is bisection. test_every_recipe has more of them.
 
 
 def fixed_n(w):
@@ -405,30 +278,11 @@ def traced_n(w, n=7):
   return magnitude_mask(w, "1:40", n=jnp.asarray(n))
 
 
-def extreme(w):
-  return nm_mask(w, "1:4")
-
-
-PLAIN = {f: jax.jit(f) for f in (fixed_n, traced_n, extreme)}
-FUNCTIONS = pytest.mark.parametrize("mask", [fixed_n, traced_n, extreme])
+FUNCTIONS = pytest.mark.parametrize("mask", [fixed_n, traced_n])
 
 
 def weights(*shape):
   return np.random.default_rng(0).normal(size=shape).round(1).astype(np.float32)
-
-
-@FUNCTIONS
-def test_eager_jit_and_numpy_inputs_agree(mask):
-  w = weights(80, 3)
-  same(PLAIN[mask](w), mask(jnp.asarray(w)))
-  same(mask(w), mask(jnp.asarray(w)))
-
-
-@FUNCTIONS
-def test_vmap_over_any_axis(mask):
-  w = weights(80, 3, 5)
-  found = jax.jit(jax.vmap(mask, in_axes=2, out_axes=1))(w)
-  same(found, np.stack([PLAIN[mask](w[:, :, i]) for i in range(5)], axis=1))
 
 
 def test_vmap_over_n():
@@ -438,35 +292,20 @@ def test_vmap_over_n():
 
 
 @FUNCTIONS
-def test_scan_over_layers(mask):
-  w = weights(5, 80, 3)
-  _, found = jax.jit(lambda w: jax.lax.scan(lambda c, x: (c, mask(x)), None, w))(w)
-  same(found, np.stack([PLAIN[mask](x) for x in w]))
-
-
-@FUNCTIONS
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
-def test_no_gradient_flows_through_the_choice(mask, wrap):
+def test_no_gradient_flows_through_the_choice(mask):
   w = jnp.asarray(weights(80, 3)).at[0, 0].set(jnp.nan).at[1, 0].set(jnp.inf)
 
-  @wrap
+  @jax.checkpoint
   def loss(w):
     return jnp.sum(jnp.where(mask(w), 2 * w, 0)), jnp.sum(mask(w).astype(w.dtype))
 
   through, of_mask = jax.jit(jax.jacrev(loss))(w)
-  np.testing.assert_array_equal(through, 2.0 * np.asarray(PLAIN[mask](w)))
+  np.testing.assert_array_equal(through, 2.0 * np.asarray(mask(w)))
   np.testing.assert_array_equal(of_mask, 0)
 
 
-@FUNCTIONS
-def test_forward_mode(mask):
-  w = jnp.asarray(weights(80, 3))
-  _, tangent = jax.jvp(lambda w: jnp.where(mask(w), w, 0), (w,), (jnp.ones_like(w),))
-  np.testing.assert_array_equal(tangent, PLAIN[mask](w))
-
-
-@pytest.mark.parametrize("m", [8, 40])
-def test_one_compilation_serves_every_n(m):
+def test_one_compilation_serves_every_n():
+  m = 40
   traces = []
 
   @jax.jit
@@ -494,77 +333,35 @@ def test_float64_where_it_is_enabled():
       same(traced, ranks(abs(x), m) < 3)
 
 
-def test_float64_arrays_where_it_is_not_are_rounded_as_jax_rounds():
-  x = np.random.default_rng(0).normal(size=(16, 3))
-  same(nm_mask(x, "3:8"), ranks(x.astype(np.float32), 8) < 3)
-
-
 def test_lists_and_empty_arrays():
   assert nm_mask([3.0, 1.0, 2.0, 2.0], "2:4").tolist() == [True, False, True, False]
   assert nm_mask(jnp.zeros((0, 3)), "2:4").shape == (0, 3)
   assert nm_mask(jnp.zeros((8, 0)), "3:8").shape == (8, 0)
 
 
-# Bad input: the message has the value, the rule and the likely fix.
+W = jnp.zeros((4, 12, 5))
 
 
-def refused(call, *words):
-  with pytest.raises(ValueError) as error:
-    call()
-  for word in words:
-    assert word in str(error.value)
-
-
-BOTH = pytest.mark.parametrize("function", [nm_mask, magnitude_mask])
-
-
-@BOTH
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64"])
-def test_scores_must_be_real_floats(function, dtype):
-  refused(
-    lambda: function(jnp.zeros((8, 3), dtype), "1:4"),
-    f"dtype {dtype} and shape (8, 3)",
-    "real floating-point scores",
-    ".astype(jnp.float32)",
-    "jnp.abs",
-  )
-
-
-@BOTH
-@pytest.mark.parametrize("axis, length", [(1, 12), (-2, 12), ((0, 1), 36)])
-def test_axis_must_be_divisible(function, axis, length):
-  refused(
-    lambda: function(jnp.zeros((3, 12, 5)), "1:8", axis),
-    f"axis {axis} of length {length} (shape (3, 12, 5)) into groups of 8",
-    f"{length} % 8 = 4",
-    "indivisible='skip' or 'pad'",
-  )
-
-
-@BOTH
-@pytest.mark.parametrize("axis", [2, -3, (0, 2), (), "0", 1.0, True, None])
-def test_axis_must_exist(function, axis):
-  refused(
-    lambda: function(jnp.zeros((8, 4)), "1:4", axis),
-    f"axis={axis!r} does not name an axis of an array of shape (8, 4)",
-    "an int in [-2, 1] or several adjacent ones, such as (0, 1)",
-  )
-
-
-@BOTH
-@pytest.mark.parametrize("axis", [(0, 2), (1, 0), (0, 0), (0, -1), (2, 0)])
-def test_axes_must_be_adjacent_and_ascending(function, axis):
-  refused(
-    lambda: function(jnp.zeros((4, 4, 4)), "1:4", axis),
-    f"axis={axis!r}: several axes must be adjacent and ascending, such as (0, 1)",
-    "Transpose the weight first",
-  )
-
-
-@BOTH
-@pytest.mark.parametrize("pattern", ["1;8", "4:2", 8])
-def test_pattern_must_be_one(function, pattern):
-  refused(lambda: function(jnp.zeros((8, 4)), pattern), "kept")
+@pytest.mark.parametrize("function", [nm_mask, magnitude_mask])
+@pytest.mark.parametrize(
+  "x, pattern, axis, word",
+  [
+    (W.astype(int), "1:4", 0, "real floating"),
+    (W.astype(jnp.complex64), "1:4", 0, "jnp.abs"),
+    (W, "1:8", 1, "12 % 8 = 4"),
+    (W, "1:5", (0, 1), "length 48"),
+    (W, "1:4", 3, "does not name an axis"),
+    (W, "1:4", (), "does not name an axis"),
+    (W, "1:4", "0", "does not name an axis"),
+    (W, "1:4", (0, 2), "adjacent"),
+    (W, "1:4", (1, 0), "adjacent"),
+    (W, "1;4", 0, "kept"),
+    (W, "4:2", 0, "kept"),
+  ],
+)
+def test_wrong_arguments_are_named(function, x, pattern, axis, word):
+  with pytest.raises(ValueError, match=word):
+    function(x, pattern, axis)
 
 
 def test_check_axis_normalises():
@@ -578,10 +375,9 @@ def test_doctests():
   assert tried and not failed
 
 
-@pytest.mark.parametrize("n", [0, 5])
-def test_a_static_n_outside_the_group_is_refused(n):
-  with pytest.raises(ValueError, match=f"NM\\({n}, 4\\)"):
-    masks.magnitude_mask(jnp.ones(8), "1:4", n=n)
+def test_a_static_n_outside_the_group_is_refused():
+  with pytest.raises(ValueError, match="5:4"):
+    masks.magnitude_mask(jnp.ones(8), "1:4", n=5)
 
 
 @pytest.mark.parametrize("parent", [jnp.ones((4, 2), bool), jnp.ones(8)])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import test_every_recipe
 import test_masks_sharded
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import export, lax
 from jax.interpreters import mlir
@@ -46,7 +46,7 @@ def by_kernel(w, kept, axes, n=0, doublings=0, parent=None):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("pattern", ["1:4", "2:4", "3:4", "4:4", "1:32", "5:32"])
+@pytest.mark.parametrize("pattern", ["1:4", "2:4", "4:4", "5:32"])
 def test_bits_of_the_reference_by_every_way_to_choose(pattern, dtype):
   """One largest, ranks and search; n static and traced; with a parent and without."""
   pattern = nms.NM.parse(pattern)
@@ -57,23 +57,6 @@ def test_bits_of_the_reference_by_every_way_to_choose(pattern, dtype):
     for mine in (None, parent):
       got = by_kernel(w, kept, (0,), n=pattern.n, parent=mine)
       np.testing.assert_array_equal(got, magnitude_mask(w, pattern, parent=mine))
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_subnormals_count(n):
-  """They are larger than zero, and of two the larger survives."""
-  w = jnp.tile(jnp.array([0, 1e-40, -0.0, -2e-40], jnp.float32)[:, None], (4, 3))
-  got = by_kernel(w, Kept(4, n), (0,))
-  np.testing.assert_array_equal(got[:4, 0], [False, n == 2, False, True])
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 16))
-def test_bits_of_the_reference_on_any_weights(seed, n):
-  w = weights((64, 6), "float32", seed)
-  np.testing.assert_array_equal(
-    by_kernel(w, Kept(16), (0,), n=n), magnitude_mask(w, nms.NM(1, 16), n=n)
-  )
 
 
 @given(st.data())  # each example compiles
@@ -128,26 +111,14 @@ SHAPES = {
 }
 
 
-def shapes_and_patterns():
-  """Each shape with one of three patterns; the rest is slow."""
-  patterns = "1:8", "2:8", "3:16"
-  for i, name in enumerate(SHAPES):
-    for j, pattern in enumerate(patterns):
-      marks = [] if i % len(patterns) == j else [pytest.mark.slow]
-      yield pytest.param(name, pattern, marks=marks, id=f"{pattern}-{name}")
-
-
-@pytest.mark.parametrize("name, pattern", list(shapes_and_patterns()))
-def test_any_shape_and_axis(name, pattern):
+@pytest.mark.parametrize("i, name", list(enumerate(SHAPES)))
+def test_any_shape_and_axis(i, name):
+  pattern = ("1:8", "2:8", "3:16")[i % 3]
   shape, axis = SHAPES[name]
   w, pattern = weights(shape, "float32"), nms.NM.parse(pattern)
   axes = axis if isinstance(axis, tuple) else (axis,)
   got = by_kernel(w, Kept(pattern.m, pattern.n), axes)
   np.testing.assert_array_equal(got, magnitude_mask(w, pattern, axis))
-
-
-def test_no_weights_at_all():
-  assert by_kernel(jnp.zeros((0, 4)), Kept(4, 1), (0,)).shape == (0, 4)
 
 
 @pytest.fixture
@@ -192,20 +163,11 @@ def history(recipe):
 
 
 CASES = {case.name: case.recipe for case in test_every_recipe.CASES.values()}
-# Their levels are one static n: bfloat16 brings nothing that the kernel's own tests do not have.
-ONE_LEVEL = {"dense", "one_shot", "sr_ste", "mdgf_linear", "mdgf_exponential"}
 
 
-def recipes_and_dtypes():
-  for name in CASES:
-    yield pytest.param(name, "float32", id=f"{name}-float32")
-    marks = [pytest.mark.slow] if name in ONE_LEVEL else []
-    yield pytest.param(name, "bfloat16", marks=marks, id=f"{name}-bfloat16")
-
-
-@pytest.mark.parametrize("name, dtype", list(recipes_and_dtypes()))
-def test_every_recipe_has_the_same_masks_by_the_kernel(name, dtype, request):
-  ws = weights((2, 24, 16, 3), dtype)
+@pytest.mark.parametrize("name", CASES)
+def test_every_recipe_has_the_same_masks_by_the_kernel(name, request):
+  ws = weights((2, 24, 16, 3), "float32")
   wanted = history(CASES[name])(ws)
   calls = request.getfixturevalue("interpreted")
   got = history(CASES[name])(ws)
@@ -249,42 +211,18 @@ def test_a_program_for_a_tpu_holds_the_kernel(name):
   assert text.count(KERNEL) == 1  # all levels in one, so that XLA merges it with its like
 
 
-def test_scores_are_ranked_by_the_kernel():
-  """No score of snip is below 0, so its mask is one of magnitudes."""
-  recipe, groups = nms.recipe("snip", pattern="2:8", phases=PHASES), nms.groups.Groups((64, 256), 0)
-  state = recipe.first_state(groups, jnp.ones(WEIGHT.shape))
-  take = lambda w, step: recipe.next_state(groups, state, w, step, step - 1, w, w)["mask"]
-  assert KERNEL in for_tpu(take, WEIGHT, jax.ShapeDtypeStruct((), jnp.int32))
-
-
-def test_a_program_for_a_cpu_does_not():
-  text = jax.jit(lambda w: magnitude_mask(w, "2:8")).lower(WEIGHT).as_text()
-  assert KERNEL not in text
-
-
-def test_float64_and_groups_too_long_go_the_other_way():
+def test_what_fits_no_block_goes_the_other_way():
   far = jax.ShapeDtypeStruct((8192, 8), jnp.float32)
   assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "1:8192"), far)
-  near = jax.ShapeDtypeStruct((4096, 8), jnp.float32)
-  assert KERNEL in for_tpu(lambda w: magnitude_mask(w, "1:2048"), near)
+  assert KERNEL in for_tpu(lambda w: magnitude_mask(w, "1:2048"), far)
+  odd = jax.ShapeDtypeStruct((7500, 256), jnp.float32)  # fills no tiles of 32 rows
+  assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "2:75"), odd)
   half = jax.ShapeDtypeStruct((64, 8), jnp.float16)
   assert KERNEL not in for_tpu(lambda w: magnitude_mask(w, "1:8"), half)
 
 
-@pytest.mark.parametrize(
-  "m, axis, held", [(75, 0, False), (63, 0, False), (100, 0, True), (100, 1, False)]
-)
-def test_groups_that_fill_no_tiles_go_the_other_way(m, axis, held):
-  """VMEM has no room for a block of whole groups and whole tiles of 32 rows or 128 columns."""
-  shape = [256, 256]
-  shape[axis] = 100 * m
-  w = jax.ShapeDtypeStruct(shape, jnp.float32)
-  text = for_tpu(lambda w: magnitude_mask(w, nms.NM(2, m), axis), w)
-  assert (KERNEL in text) == held
-
-
-@pytest.mark.parametrize("pattern", ["2:8", "3:16"])
-def test_numbers_of_64_bits_in_other_code_change_nothing(pattern):
+def test_numbers_of_64_bits_in_other_code_change_nothing():
+  pattern = "3:16"
   with jax.enable_x64(True):
     assert KERNEL in for_tpu(lambda w: magnitude_mask(w, pattern), WEIGHT)
     n = jax.ShapeDtypeStruct((), jnp.int32)
@@ -304,24 +242,11 @@ def test_shards_are_whole_in_shard_map_alone():
   assert KERNEL in for_tpu(mapped, w)
 
 
-@pytest.mark.parametrize("over", ["weights", "n", "both"])
-def test_vmap(over):
-  w, n = weights((3, 16, 4), "float32"), jnp.arange(1, 4)
-  mask = lambda w, n: magnitude_mask(w, "1:8", n=n)
-  axes = {"weights": (0, None), "n": (None, 0), "both": (0, 0)}[over]
-  args = w if axes[0] == 0 else w[0], n if axes[1] == 0 else n[1]
-  got = jax.vmap(mask, in_axes=axes)(*args)
-  for i in range(3):
-    alone = mask(*(x if a is None else x[i] for x, a in zip(args, axes, strict=True)))
-    np.testing.assert_array_equal(got[i], alone)
-
-
 COMPILE = """
 import jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import groups
-from nm_sparsity_jax import topology
+from nm_sparsity_jax.analysis import topology
 
 at = SingleDeviceSharding(topology.devices("v5e:2x2")[0])
 w = jax.ShapeDtypeStruct((1024, 4096), jnp.float32, sharding=at)
@@ -351,7 +276,7 @@ import json
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import compiled, topology
+from nm_sparsity_jax.analysis import compiled, topology
 
 mesh = Mesh(np.array(topology.devices("v5e:2x2")).reshape(2, 2), ("data", "model"))
 cut = lambda *axes: NamedSharding(mesh, P(*axes))

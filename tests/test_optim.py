@@ -60,26 +60,17 @@ HALF = {"mlp": True, "other": False}
 COUNTS = [
   # The first `count` in the chain.
   (optax.adam(1e-3), 3, 3),
-  (optax.sgd(optax.linear_schedule(1e-3, 0, 9)), 3, 3),
-  (optax.lion(1e-3), 3, 3),
-  (optax.adafactor(1e-3), 3, 3),
-  (optax.inject_hyperparams(optax.sgd)(1e-3), 3, 3),
-  (optax.chain(optax.clip(1.0), optax.chain(optax.adam(1e-3))), 3, 3),
   (optax.chain(other_count(), optax.adam(1e-3)), 3, 70),
   (optax.masked(optax.adam(1e-3), HALF), 3, 3),
-  (optax.apply_if_finite(optax.adam(1e-3), 5), 3, 3),
   # But those that begin anew.
   (optax.chain(optax.apply_every(2), optax.adam(1e-3)), 3, 3),
   (optax.chain(optax.contrib.reduce_on_plateau(accumulation_size=2), optax.adam(1e-3)), 3, 3),
   # Ours come before another `count`, wherever they stand.
   (optax.chain(other_count(), nms.count_steps()), 3, 3),
-  (optax.chain(other_count(), optax.chain(nms.sr_ste(RULES), optax.adam(1.0))), 3, 3),
   (optax.partition({True: optax.chain(nms.sr_ste(RULES), optax.adam(1.0)), False: optax.sgd(1.0)},
                    HALF), 3, 3),
   # MultiSteps comes before these, and nms.sparse before all.
-  (optax.MultiSteps(optax.adam(1e-3), 4), 9, 2),
   (optax.MultiSteps(optax.chain(nms.sr_ste(RULES), optax.sgd(1.0)), 4), 11, 2),
-  (optax.chain(nms.count_steps(), four(optax.adam(1.0))), 9, 2),
   (optax.MultiSteps(nms.sparse(optax.chain(other_count(), optax.adam(1.0)), RULES), 4), 9, 2),
   (nms.sparse(optax.chain(optax.clip(1.0), four(optax.adam(1.0))), RULES), 9, 9),
 ]  # fmt: skip
@@ -95,21 +86,15 @@ def test_step_count(tx, updates, steps):
     assert count.dtype == jnp.int32 and count.shape == () and count == steps
 
 
-@pytest.mark.parametrize(
-  "tx", [optax.sgd(1e-3), optax.chain(optax.clip(1.0), optax.sgd(1e-3)), optax.apply_every(2)]
-)
-def test_no_count_at_all_names_the_way_out(tx):
+def test_no_count_at_all_names_the_way_out():
   with pytest.raises(ValueError, match="count_steps"):
-    nms.step_count(tx.init(params_of()))
+    nms.step_count(optax.chain(optax.clip(1.0), optax.apply_every(2)).init(params_of()))
 
 
 # --- the term -------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
-  "sgd": lambda: optax.sgd(0.1, momentum=0.9),
-  "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
   "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
-  "lion": lambda: optax.lion(1e-3),
   "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
 }
 
@@ -131,16 +116,6 @@ def test_the_term_is_exact_under_any_optimizer(name):
     params = optax.apply_updates(params, updates)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_the_term_keeps_the_dtype_of_the_gradient(dtype):
-  params, tx = params_of(dtype=jnp.bfloat16), nms.sr_ste(RULES)
-  state = tx.init(params)._replace(count=jnp.int32(5))
-  updates, _ = tx.update(jax.tree.map(lambda x: x.astype(dtype), ZEROS), state, params)
-  want = jnp.asarray(term(kernel(params).astype(np.float32))).astype(dtype)
-  np.testing.assert_array_equal(kernel(updates), want)
-  assert kernel(updates).dtype == dtype
-
-
 def test_once_per_optimizer_step_under_multi_steps():
   """Four mini-steps of one gradient move the weights as one step does."""
   inner = optax.chain(nms.sr_ste(RULES), optax.sgd(0.5))
@@ -156,7 +131,7 @@ def test_once_per_optimizer_step_under_multi_steps():
     jax.tree.map(np.testing.assert_array_equal, params, other)
 
 
-@pytest.mark.parametrize("name", ["mdgf_linear", "sdgf_stepwise", "one_shot", "snip", "dense"])
+@pytest.mark.parametrize("name", ["mdgf_linear", "one_shot"])
 def test_identity_without_an_sr_ste_rule_but_it_counts(name):
   tx = nms.sr_ste(nms.Rules({"ff": nms.recipe(name, pattern="2:4", phases=PHASES)}))
   updates, state = tx.update(params_of(9), tx.init(params_of()), params_of())
@@ -207,12 +182,13 @@ def test_mistakes_are_named():
   late = state._replace(count=jnp.int32(8))
   for word, do in (
     ("parameters", lambda: tx.update(params, state)),
-    ("no gradient", lambda: tx.update({"other": params["other"]}, state, params)),
     ("mask as state", lambda: idp.update(ZEROS, state, params)),
     ("out of date", lambda: idp.update(ZEROS, late, params, nm_state=masks)),
-    ("multiple of 4", lambda: tx.init(params_of(shape=(6, 5)))),
     ("match no parameter", lambda: tx.init({"other": params["other"]})),
-    ("nms.Rules", lambda: nms.sr_ste(RULES.places["ff"])),
+    (
+      "hides",
+      lambda: optax.masked(tx, jax.tree.map(lambda w: w is params["other"], params)).init(params),
+    ),
   ):
     with pytest.raises(ValueError, match=word):
       do()

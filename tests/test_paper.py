@@ -2,22 +2,22 @@
 
 import itertools
 import json
-import pathlib
 import re
 
 import pytest
 import test_gin
+from test_gin import ROOT, config
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import plan, report
-from nm_sparsity_jax.analysis.report import Table
+from nm_sparsity_jax.analysis.page import Table
+from nm_sparsity_jax.analysis.plan import contents
+from nm_sparsity_jax.analysis.plan.findings import Findings
 from nm_sparsity_jax.analysis.scores import published
-from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import paper, results
 from nm_sparsity_jax.trainer.images import rand_augment
 from nm_sparsity_jax.training import configure
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 GIN = ROOT / "gin_configs/paper"
 ROWS = [row for table in paper.rows().values() for row in table.values()]
 IDS = [f"{row.table} {row.name}" for row in ROWS]
@@ -147,17 +147,17 @@ def test_every_table_has_a_file():
 
 # --- as gin makes them --------------------------------------------------------------------------
 
-TOTAL = {
-  "table2": 109_200, "table3": 218_750, "table6": 46_800, "figure3": 78_000,
-  **dict.fromkeys(("table4", "table7", "table12"), 100_000),
-  **dict.fromkeys(("table5", "table9", "table10"), 200_000),
-}  # fmt: skip
 GLUE, IMAGES = ("table4", "table7", "table12"), ("table2", "table3", "table6", "figure3")
+TOTAL = {"table2": 109_200, "table3": 218_750, "table6": 46_800, "figure3": 78_000}
+
+
+def file_of(table):
+  return f"gin_configs/paper/{table}.gin"
 
 
 def expected_rules(row):
   """What the name of a row says: recipe, patterns and phases."""
-  total = TOTAL[row.table]
+  total = TOTAL.get(row.table, 100_000 if row.table in GLUE else 200_000)
   phases = {"dense_steps": total // 10, "finetune_steps": total // 10}
   if row.table in IMAGES:
     phases["finetune_steps"] = total // 5
@@ -171,23 +171,36 @@ def expected_rules(row):
       phases[place] = int(value)
     else:
       places[place or ("conv" if row.table == "table6" else "ff")] = value
-  rules = configure.rules(places or {"ff": None}, recipe, sparse_steps=total, **phases)
+  rules = configure.rules(places or {".*": None}, recipe, sparse_steps=total, **phases)
   return configure.describe(rules)
 
 
-def read(table, *bindings):
-  """The configuration of a table's file alone, without a run file."""
-  return gin_files.Config([ROOT], [f"gin_configs/paper/{table}.gin"], bindings)
+@pytest.fixture(scope="module")
+def shapes_of():
+  """Table -> parameters and axes of its network: all rows have one."""
+  found = {}
+
+  def call(table, config):
+    if table not in found:
+      found[table] = plan.shapes(plan.network_of(config))
+    return found[table]
+
+  return call
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
-def test_a_row_trains_what_it_says_and_its_run_is_matched_with_it(row, tmp_path):
-  with read(row.table, f"ROW = {row.name!r}") as config:
-    assert not config.errors
-    assert configure.describe(config.value("RULES")) == expected_rules(row)
-    text = config.text()
-  assert f"ROW = {row.name!r}" in text
-  (tmp_path / "config.gin").write_text(text)
+def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes_of):
+  with config([file_of(row.table)], [f"ROW = {row.name!r}"]) as c:
+    assert not c.errors
+    rules = c.value("RULES")
+    assert configure.describe(rules) == expected_rules(row)
+    params, axes = shapes_of(row.table, c)
+    assignment = (rules.with_logical_axes(axes) if axes else rules).assign(params)
+    timelines = contents.schedule(Findings(c), assignment)
+    (tmp_path / "config.gin").write_text(c.text())
+  patterns = {kernel["pattern"] for kernel in contents.kernels(assignment)["sparse"]}
+  assert patterns == {*row.published["places"].values()}
+  assert all(t["segments"][-1]["decay_stop"] == 0 for t in timelines)
   run = results.settings(tmp_path)
   assert run.recipe == row.published["recipe"] and not run.remarks
   if row.table in GLUE:
@@ -198,59 +211,65 @@ def test_a_row_trains_what_it_says_and_its_run_is_matched_with_it(row, tmp_path)
     assert found == {"table": int(row.table.removeprefix("table")), **row.published} and not remark
 
 
+@pytest.mark.parametrize("table", ["table12", "table6"])
+def test_a_row_is_planned_by_the_command(capsys, table):
+  name = [*paper.rows()[table]][-1]
+  assert not cli.main(["plan", f"--gin_file={file_of(table)}", f"--gin.ROW={name!r}"])
+  assert "Nothing stands in the way" in capsys.readouterr().out
+
+
+BEFORE = {
+  "images": ["local_images", "local_images_adamw"],
+  "glue": ["t5x_adamw", "t5x_finetune"],
+  "wmt": ["t5x_adamw", "t5x_wmt"],
+}
+
+
 @pytest.mark.parametrize("table", paper.rows())
-def test_the_header_of_a_table_has_its_command(table):
-  text = (GIN / f"{table}.gin").read_text().partition("from __gin__")[0]
-  files, row = re.findall(r"--gin_file=(\S+)", text), re.search(r"--gin.ROW=\"'(.*?)'\"", text)
-  assert f"`nm-sparsity rows {table}`" in text and row and paper.find(table, row[1])
-  run = BEFORE if table in IMAGES else RUNS_OF_T5[table in GLUE]
-  assert files == [*run, f"gin_configs/paper/{table}.gin"] and all(
-    (ROOT / f).is_file() for f in files
-  )
-  assert ("nm-sparsity train" if table in IMAGES else "python -m t5x.train") in text
+def test_the_command_of_a_table(capsys, table):
+  """In the header of its file, and by `rows`, whose last row is shown alone."""
+  kind = "images" if table in IMAGES else "glue" if table in GLUE else "wmt"
+  files = [*(f"gin_configs/runs/{run}.gin" for run in BEFORE[kind]), file_of(table)]
+  header = (ROOT / file_of(table)).read_text().partition("from __gin__")[0]
+  assert f"`nm-sparsity rows {table}`" in header
+  name = [*paper.rows()[table]][-1]
+  assert not cli.main(["rows", table, name])
+  for text in header, capsys.readouterr().out:
+    assert re.findall(r"--gin_file=(\S+)", text) == files
+    row = re.search(r"--gin.ROW=\"'(.*?)'\"", text)
+    assert row and paper.find(table, row[1])
+    assert ("nm-sparsity train" if kind == "images" else "python -m t5x.train") in text
+  assert row[1] == name
 
 
-BEFORE = ["gin_configs/runs/local_images.gin", "gin_configs/runs/local_images_adamw.gin"]
-RUNS_OF_T5 = [
-  ["gin_configs/runs/t5x_adamw.gin", f"gin_configs/runs/t5x_{run}.gin"]
-  for run in ("wmt", "finetune")
-]
-NAMES = """BATCH_SIZE SPARSE_STEPS LEARNING_RATE WARMUP_STEPS ADAM_B1 ADAM_B2 RANDOM_SEED DATA_SEED
-  DTYPE PRETRAINED_STEPS""".split()
-# First those of NAMES; then what else the paper gives, or what we chose; then the network.
+# What the paper gives, or what we chose; then the network.
 GIVEN = {
   "table12": (
-    [128, 100_000, 0.001, 1000, 0.9, 0.999, 0, 0, "bfloat16", 1_000_000],
-    {"PACK": False, "LOSS_NORMALIZING_FACTOR": None,
-     "MIXTURE_OR_TASK_NAME": "nm_glue_proportional"},
+    {"BATCH_SIZE": 128, "SPARSE_STEPS": 100_000, "LEARNING_RATE": 0.001, "WARMUP_STEPS": 1000,
+     "PRETRAINED_STEPS": 1_000_000, "PACK": False, "LOSS_NORMALIZING_FACTOR": None},
     {"emb_dim": 768, "mlp_dim": 2048, "num_heads": 12, "num_encoder_layers": 12},
   ),
   "table5": (
-    [512, 200_000, 0.0625, 1000, 0.9, 0.92, 0, 0, "bfloat16", 0],
-    {"PACK": True, "LOSS_NORMALIZING_FACTOR": 233472, "MIXTURE_OR_TASK_NAME": "nm_wmt17_ende",
-     "WEIGHT_DECAY": 0.0},
+    {"BATCH_SIZE": 512, "SPARSE_STEPS": 200_000, "LEARNING_RATE": 0.0625, "WARMUP_STEPS": 1000,
+     "ADAM_B2": 0.92, "PACK": True, "LOSS_NORMALIZING_FACTOR": 233472, "WEIGHT_DECAY": 0.0},
     {"emb_dim": 1024, "mlp_dim": 4096, "num_heads": 16, "num_encoder_layers": 6},
   ),
   "table2": (
-    [4096, 109_200, 0.001, 4_680, 0.9, 0.999, 0, 0, "bfloat16", 0],
-    {"DATA": "imagenet2012", "WEIGHT_DECAY": 0.01, "MIXUP": 0.5, "CUTMIX": 0.0, "LOSS": "sigmoid",
-     "CLIP_NORM": 1.0},
+    {"BATCH_SIZE": 4096, "LEARNING_RATE": 0.001, "WARMUP_STEPS": 4_680, "WEIGHT_DECAY": 0.01,
+     "MIXUP": 0.5, "CUTMIX": 0.0, "LOSS": "sigmoid", "CLIP_NORM": 1.0},
     {"layers": 12, "embed": 768, "classes": 1000, "dropout": 0.1, "drop_path": 0.1},
   ),
   "table3": (
-    [2048, 218_750, 0.001, 12_500, 0.9, 0.999, 0, 0, "bfloat16", 0],
-    {"DATA": "imagenet2012", "WEIGHT_DECAY": 0.05, "MIXUP": 0.8, "CUTMIX": 1.0, "LOSS": "softmax",
-     "LABEL_SMOOTHING": 0.1, "RANDOM_ERASING": 0.25, "CLIP_NORM": 5.0},
+    {"BATCH_SIZE": 2048, "LEARNING_RATE": 0.001, "WARMUP_STEPS": 12_500, "WEIGHT_DECAY": 0.05,
+     "MIXUP": 0.8, "CUTMIX": 1.0, "LOSS": "softmax", "RANDOM_ERASING": 0.25, "CLIP_NORM": 5.0},
     {"window": 8, "depths": (2, 2, 18, 2), "image_size": 256, "drop_path": 0.5},
   ),
   "table6": (
-    [128, 46_800, 7.07e-5, 1_950, 0.9, 0.999, 0, 0, "bfloat16", 0],
-    {"DATA": "cifar10", "WEIGHT_DECAY": 0.05, "EMA_DECAY": None},
+    {"BATCH_SIZE": 128, "LEARNING_RATE": 7.07e-5, "WARMUP_STEPS": 1_950, "WEIGHT_DECAY": 0.05},
     {"depths": (3, 4, 6, 3), "classes": 10, "stem": 7, "drop_path": 0.1},
   ),
   "figure3": (
-    [128, 78_000, 7.07e-5, 5_850, 0.9, 0.999, 0, 0, "bfloat16", 0],
-    {"DATA": "cifar10", "WEIGHT_DECAY": 0.05, "EMA_DECAY": None},
+    {"BATCH_SIZE": 128, "LEARNING_RATE": 7.07e-5, "WARMUP_STEPS": 5_850, "WEIGHT_DECAY": 0.05},
     {"layers": 3, "heads": 3, "embed": 192, "classes": 10},
   ),
 }  # fmt: skip
@@ -260,40 +279,35 @@ GIVEN |= {table: GIVEN["table5"] for table in ("table9", "table10")}
 
 @pytest.mark.parametrize("table", paper.rows())
 def test_a_table_sets_what_the_paper_gives(table):
-  values, more, network = GIVEN[table]
-  with read(table, f"ROW = {[*paper.rows()[table]][-1]!r}") as config:
-    assert [config.value(name) for name in NAMES] == values
-    assert {name: config.value(name) for name in more} == more
-    made = config.value("NETWORK").config
+  macros, network = GIVEN[table]
+  with config([file_of(table)], [f"ROW = {[*paper.rows()[table]][-1]!r}"]) as c:
+    assert {name: c.value(name) for name in macros} == macros
+    made = c.value("NETWORK").config
     assert {name: getattr(made, name) for name in network} == network
     assert made.dtype == "bfloat16"
     if table in IMAGES:
-      assert config.value("LEARNING_RATE_FACTORS") == "constant * linear_warmup * cosine_decay"
-      augment = rand_augment.parse(config.value("RAND_AUGMENT"))
+      assert c.value("LEARNING_RATE_FACTORS") == "constant * linear_warmup * cosine_decay"
+      augment = rand_augment.parse(c.value("RAND_AUGMENT"))
       assert augment.magnitude == (9 if table == "table3" else 15)
 
 
 def test_what_a_row_sets_can_be_overridden():
-  rules = lambda table, *bindings: configure.describe(read(table, *bindings).value("RULES"))
   row = "ROW = 'MDGF_Linear  dense_steps=2500 1:16'"  # in any order and case
-  assert rules("table9", row) == "ff: mdgf_linear 1:16, total=200000, dense=2500, finetune=20000"
-  found = rules("table9", row, "DENSE_STEPS = 7", "PATTERN = '1:8'", "RECIPE = 'sr_ste'")
-  assert found == "ff: sr_ste 1:8, total=200000, dense=7, finetune=20000"
-  with gin_files.Config(
-    [ROOT], [f"gin_configs/paper/{name}.gin" for name in ("table4", "t5_1_0")], ["ROW = 'dense'"]
-  ) as config:
-    assert config.value("PRETRAINED_STEPS") == 999_900
-    assert config.value("NETWORK").config.mlp_dim == 3072
+  for changes, said in (
+    ([], "ff: mdgf_linear 1:16, total=200000, dense=2500, finetune=20000"),
+    (["DENSE_STEPS = 7", "PATTERN = '1:8'", "RECIPE = 'sr_ste'"],
+     "ff: sr_ste 1:8, total=200000, dense=7, finetune=20000"),
+  ):  # fmt: skip
+    with config([file_of("table9")], [row, *changes]) as c:
+      assert configure.describe(c.value("RULES")) == said
+  with config([file_of("table4"), file_of("t5_1_0")], ["ROW = 'dense'"]) as c:
+    assert c.value("PRETRAINED_STEPS") == 999_900 and c.value("NETWORK").config.mlp_dim == 3072
 
 
 def test_a_wrong_row_is_answered_by_the_nearest():
-  said = (
-    "no row of table12 is called ROW='sr_ste 1:4'; the nearest are 'sr_ste 1:4 dense_steps=0', "
-  )
-  found = plan.plan(["gin_configs/paper/table12.gin"], ["ROW = 'sr_ste 1:4'"])
-  (error,) = found["errors"]
-  assert said in error
-  (error,) = plan.plan(["gin_configs/paper/table12.gin"])["errors"]
+  (error,) = plan.plan([file_of("table12")], ["ROW = 'sr_ste 1:4'"])["errors"]
+  assert "ROW='sr_ste 1:4'" in error and "nearest are 'sr_ste 1:4 dense_steps=0', " in error
+  (error,) = plan.plan([file_of("table12")])["errors"]
   assert error.startswith("ROW is not set") and "nm-sparsity rows" in error
   with pytest.raises(ValueError, match="choose one of table2"):
     paper.find("table1", "dense")
@@ -305,11 +319,11 @@ def bound(file):
   return names.union(*(bound(inside) for inside in test_gin.included(file)))
 
 
-def test_a_table_binds_macros_that_the_run_files_know():
-  models = [f"gin_configs/models/{name}.gin" for name in ("vit", "swin", "resnet")]
-  known = set().union(*(bound(file) for file in (*BEFORE, *models))) | {"TABLE", "ROW"}
-  for table in IMAGES:
-    assert bound(f"gin_configs/paper/{table}.gin") <= known
+def test_a_table_of_images_binds_macros_that_the_run_files_know():
+  files = [f"gin_configs/runs/{run}.gin" for run in BEFORE["images"]]
+  files += [f"gin_configs/models/{name}.gin" for name in ("vit", "swin", "resnet")]
+  known = set().union(*map(bound, files)) | {"TABLE", "ROW"}
+  assert all(bound(file_of(table)) <= known for table in IMAGES)
 
 
 SAID_ELSEWHERE = ("USE_CACHED_TASKS", "INITIAL_CHECKPOINT_PATH", "T5_SIZE")
@@ -323,32 +337,19 @@ def test_what_the_paper_omits_is_marked(name, count):
   assert len(found) == count and all("  # not given" in line for line in found)
 
 
-# --- by the command -----------------------------------------------------------------------------
-
-
-def rows(capsys, *words):
-  code = cli.main(["rows", *words])
-  return code, *capsys.readouterr()
-
-
 def test_rows_are_listed_and_searched(capsys):
-  code, out, _ = rows(capsys)
+  def rows(*words):
+    code = cli.main(["rows", *words])
+    return code, *capsys.readouterr()
+
+  code, out, _ = rows()
   assert not code and len(out.splitlines()) == 1 + len(ROWS)
-  code, out, _ = rows(capsys, "table12", "1:32", "dense_steps=10_000")
+  code, out, _ = rows("table12", "1:32", "dense_steps=10_000")
   assert not code and re.findall(r"overall ([\d.]+)", out) == ["79.4", "80.9", "79.3"]
-  code, out, _ = rows(capsys, "--json", "vit_b16", "SR-STE", "2:4")
+  code, out, _ = rows("--json", "vit_b16", "SR-STE", "2:4")
   assert [(row["ROW"], row["top1"]) for row in json.loads(out)] == [("sr_ste 2:4", 77.761)]
-  code, out, err = rows(capsys, "table12", "mdgf_exponential")
+  code, out, err = rows("table12", "mdgf_exponential")
   assert code == 1 and "the nearest" in err and "mdgf_exponential" in out
-
-
-@pytest.mark.parametrize("table", paper.rows())
-def test_a_single_row_is_shown_with_the_command_of_its_table(capsys, table):
-  name = [*paper.rows()[table]][0]
-  code, out, _ = rows(capsys, table, name)
-  files = re.findall(r"--gin_file=(\S+)", out)
-  assert not code and f"--gin.ROW=\"'{name}'\"" in out
-  assert files == re.findall(r"--gin_file=(\S+)", (GIN / f"{table}.gin").read_text())
 
 
 # --- beside runs --------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ import jax
 import pytest
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.analysis.report import charts, reading, scored
+from nm_sparsity_jax.analysis import charts
+from nm_sparsity_jax.analysis.report import reading, scored
 from nm_sparsity_jax.cli import quickstart_steps
 from nm_sparsity_jax.recipes import RECIPES
 

@@ -91,7 +91,7 @@ def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
   stored = types.SimpleNamespace(
     path="checkpoint_3", step=3, sparse_step=3, average=False, packed=None
   )
-  monkeypatch.setattr(checkpoints, "opened", lambda *_, newest: stored)
+  monkeypatch.setattr(checkpoints, "opened", lambda *_: stored)
   monkeypatch.setattr(checkpoints, "load_for_evaluation", lambda *_: {"params": {}})
   before = files_of(tmp_path, kept)
 

@@ -267,35 +267,6 @@ def test_columns_line_up_by_one_helper():
   assert not pads, "use text.columns"
 
 
-# Remarks are plain values, which a command and a notebook both print.
-MAY_NAME_FLAGS = {
-  "nm_sparsity_jax/analysis/scores/published.py",
-  "nm_sparsity_jax/analysis/scores/submission.py",
-}
-
-
-def flags_of_commands():
-  """The flags that commands put in place of the names in errors of the library."""
-  for module, _, tree in FILES:
-    for node in tree.body if module[0] == "cli" else ():
-      if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FLAGS":
-        yield from re.findall(r"--[a-z-]+", ast.unparse(node))
-
-
-def test_no_library_room_tells_a_notebook_of_a_flag():
-  flags = {*flags_of_commands(), "--plot", "--png"}
-  assert {"--rules", "--early", "--join", "--task"} < flags
-  told = [
-    f"{file}:{node.lineno}: {node.value}"
-    for module, file, tree in FILES
-    if module[0] != "cli" and file not in MAY_NAME_FLAGS
-    for node in ast.walk(tree)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    if flags & {*re.findall(r"--[a-z-]+", node.value)} and "\n" not in node.value
-  ]
-  assert not told
-
-
 def test_no_recipe_is_told_by_its_name_outside_their_room():
   """A recipe of a user's own has another name: ask what it does, or `isinstance`."""
   told = [

@@ -1,8 +1,10 @@
 """Which parameter gets which recipe, along which axis, and what is said about the rest."""
 
 import dataclasses
+import functools
 import logging
 import pickle
+import re
 import types
 
 import flax.core
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import nested
@@ -33,29 +35,24 @@ def tree(shapes):
   return nested({path: jax.ShapeDtypeStruct(s, jnp.float32) for path, s in shapes.items()})
 
 
-def chosen(place, paths):
-  rules = nms.Rules({place: LINEAR})
-  return {path for path in paths if rules.find(path) is LINEAR}
-
-
 # --- places -----------------------------------------------------------------------------------
 
 
-def test_a_regex_must_match_the_whole_path():
-  paths = ["a/b/kernel", "x/a/b/kernel", "a/b/kernel/x", "a/ff/kernel"]
-  assert chosen(r"a/b/kernel", paths) == {"a/b/kernel"}
-  assert chosen(r".*/kernel", paths) == {*paths} - {"a/b/kernel/x"}
-  assert not chosen("middle/ff", paths)  # no word that narrows: a regex, not a role
+def test_a_place_is_a_regex_of_the_whole_path_or_a_role():
+  paths = ["a/b/kernel", "x/a/b/kernel", "a/b/kernel/x", "encoder/head_1/kernel", "a/b.c/kernel"]
+  for place, named in (
+    (r"a/b/kernel", paths[:1]),
+    (re.escape("a/b.c/kernel"), paths[4:]),
+    (r".*/b\/kernel", paths[:2]),
+    (r".*/kernel", [*paths[:2], *paths[3:]]),
+    ("encoder/head", paths[3:4]),
+    ("middle/head", []),  # no word that narrows: a regex, not a role
+  ):
+    rules = nms.Rules({place: LINEAR}, roles={"head": r".*/head_\d+/kernel"})
+    assert [path for path in paths if rules.find(path) is LINEAR] == named
 
 
-def test_users_extend_the_roles():
-  rules = nms.Rules({"encoder/head": LINEAR}, roles={"head": r".*/head_\d+/kernel"})
-  assert rules.find("encoder/head_1/kernel") is LINEAR
-  for path in ("decoder/head_1/kernel", "encoder/head_1/kernel/x", "encoder/head/kernel"):
-    assert rules.find(path) is None
-
-
-QUERY = "encoder/layers_0/attention/query/kernel"
+QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
 
 
 @pytest.mark.parametrize(
@@ -63,27 +60,21 @@ QUERY = "encoder/layers_0/attention/query/kernel"
   [
     ("dense", lambda: nms.Rules({})),
     ("'1:8'", lambda: nms.Rules({"ff": "1:8"})),
-    ("None", lambda: nms.Rules({"ff": None})),
-    ("MdgfLinear", lambda: nms.Rules({"ff": type(LINEAR)})),
     ("dict", lambda: nms.Rules([("ff", LINEAR)])),
-    ("axes=0", lambda: nms.Rules({"ff": LINEAR}, axes=0)),
-    ("roles='x'", lambda: nms.Rules({"ff": LINEAR}, roles="x")),
     ("'drop'", lambda: nms.Rules({"ff": LINEAR}, indivisible="drop")),
     ("regular expression", lambda: nms.Rules({"(": LINEAR})),
     ("regular expression", lambda: nms.Rules({"ff": LINEAR}, axes={"[": 0})),
     ("regular expression", lambda: nms.Rules({"ff": LINEAR}, roles={"x": "*"})),
-    ("narrows", lambda: nms.Rules({"ff": LINEAR}, roles={"encoder": "x"})),
-    ("no word", lambda: nms.Rules({"ff": LINEAR}, roles={"a/b": "x"})),
-    ("'qkv' and 'encoder/q'",
-     lambda: nms.Rules({"qkv": LINEAR, "encoder/q": OTHER}).assign(tree({QUERY: (16, 16)}))),
-    ("two rules", lambda: nms.Rules({"qkv": LINEAR, "encoder/q": OTHER}).find(QUERY)),
-    ("'qvk'", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(tree({QUERY: (16, 16)}))),
-    (r"roles q\.", lambda: nms.Rules({"ff": LINEAR}).assign(tree({QUERY: (16, 16)}))),
-    (r"\{'a': 1\}", lambda: nms.Rules({"q": LINEAR}, {"a": 1}).assign(tree({QUERY: (16, 16)}))),
-    ("no parameters", lambda: nms.Rules({"q": LINEAR}).assign({"a": [1.0]})),
-    ("axis=5", lambda: nms.Rules({"q": LINEAR}, {".*": 5}).assign(tree({QUERY: (16, 16)}))),
-    ("ascending",
-     lambda: nms.Rules({"q": LINEAR}, {".*": (2, 0)}).assign(tree({QUERY: (16, 2, 16)}))),
+    ("letters", lambda: nms.Rules({"ff": LINEAR}, roles={"a/b": "x"})),
+    ("two rules", lambda: nms.Rules({"qkv": LINEAR, "encoder/q": OTHER}).assign(QUERY)),
+    ("two rules", lambda: nms.Rules({".*/w": LINEAR, "a/w": OTHER}).find("a/w")),
+    ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
+    (r"\{'a': 1\}", lambda: nms.Rules({"q": LINEAR}, {"a": 1}).assign(QUERY)),
+    ("match no", lambda: nms.Rules({"q": LINEAR}).assign({"a": [1.0]})),
+    ("axis=5", lambda: nms.Rules({"q": LINEAR}, {".*": 5}).assign(QUERY)),
+    ("ascending", lambda: nms.Rules({"q": LINEAR}, {".*": (1, 0)}).assign(QUERY)),
+    ("two parameters",
+     lambda: nms.Rules({"a/kernel": LINEAR}).assign({"a": {"kernel": X}, "a/kernel": X})),
   ],
 )  # fmt: skip
 def test_mistakes_are_named(word, make):
@@ -91,21 +82,7 @@ def test_mistakes_are_named(word, make):
     make()
 
 
-def test_examine_returns_every_mistake_and_what_can_be_assigned(caplog):
-  wide, narrow, out = "encoder/l_0/mlp/wi/kernel", "encoder/l_1/mlp/wi/kernel", "l_0/mlp/wo/kernel"
-  params = tree({wide: (8, 4), narrow: (4, 8), out: (8, 8), "norm/scale": (8,)})
-  rules = nms.Rules({"ff": LINEAR, "encoder/ff": OTHER, "qkv": OTHER, out: OTHER})
-  found = rules.examine(params)
-  assert set(found.failed) == {wide, narrow, out} and found.idle == tuple(rules.places)
-  assert set(found.assignment.dense) == {*found.failed, "norm/scale"} and not caplog.messages
-  rules = nms.Rules({"ff": LINEAR})
-  found = rules.examine(params)
-  assert list(found.failed) == [narrow] and set(found.assignment.places) == {wide, out}
-  with pytest.raises(ValueError) as error:
-    rules.assign(params)
-  assert str(error.value) == str(found.failed[narrow]) and not found.idle
-  del params["encoder"]["l_1"]
-  assert rules.examine(params).assignment == rules.assign(params)
+X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
 
 def test_a_dense_recipe_counts_as_a_rule_and_leaves_the_weight_alone():
@@ -137,7 +114,12 @@ def test_what_m_does_not_divide(caplog):
   assert "multiple of 8" in said and "skipped" in str(found)
   found, said = assigned(caplog, shapes, "pad")
   place = found.places[WI]
-  assert (place.pad, place.axis_size, place.count, found.places[WO].pad) == (4, 24, 9, 0)
+  assert (place.groups.pad, place.axis_size, place.count, found.places[WO].groups.pad) == (
+    4,
+    24,
+    9,
+    0,
+  )
   assert "padded by 4" in said and "padded by 4" in str(found)
   w = np.abs(normal(0, 20, 3))
   mask = np.asarray(place.mask(normal(0, 20, 3), 50))
@@ -146,42 +128,25 @@ def test_what_m_does_not_divide(caplog):
     np.testing.assert_array_equal(mask[start:stop].sum(0), 1)
 
 
-def test_pad_on_joint_axes_keeps_zeros_of_the_weight_before_its_own():
-  rules = nms.Rules({"o": OTHER}, axes={".*": (0, 1)}, indivisible="pad")
-  w = jnp.zeros((3, 2, 5), jnp.bfloat16)
-  place = rules.assign({"attention": {"out": {"kernel": w}}}).places["attention/out/kernel"]
-  assert (place.pad, place.axis_size) == (2, 8) and place.effective(w, 50).dtype == w.dtype
-  mask = np.asarray(place.mask(w, 50)).reshape(6, 5)
-  np.testing.assert_array_equal(mask[:, 0], [True, True, False, False, True, True])
-
-
 PATH = {"name": "custom", "path": ((10, "8:16", 1.0), (40, "1:4", 0.5)), "pattern": "1:4"}
 
 
-@pytest.mark.parametrize("policy, word", [("error", "16"), ("skip", "16"), ("pad", "padded by 8")])
-def test_every_pattern_of_a_path_must_fit(policy, word, caplog):
-  if policy == "error":
-    with pytest.raises(ValueError, match=f"multiple of {word}"):
-      assigned(caplog, {WO: (24, 4)}, policy, **PATH)
-  else:
-    found, said = assigned(caplog, {WO: (24, 4)}, policy, **PATH)
-    assert word in said and word in str(found)
-
-
-def test_geometric_levels_that_do_not_fit_are_dropped(caplog):
+def test_every_level_must_fit_or_is_dropped(caplog):
+  with pytest.raises(ValueError, match="multiple of 16"):
+    assigned(caplog, {WO: (24, 4)}, **PATH)
+  found, said = assigned(caplog, {WO: (24, 4)}, "pad", **PATH)
+  assert "padded by 8" in said and found.places[WO].groups.pad == 8
   shapes = {WI: (768, 4), WO: (2048, 4)}
   found, said = assigned(caplog, shapes, name="sdgf_geometric", pattern="1:32")
   assert [found.places[path].dropped for path in (WI, WO)] == [("16:512",), ()]
-  assert "16:512" in said and "dropped" in str(found) and "wo" not in said
+  assert "16:512" in said and "dropped" in str(found)
 
 
 @pytest.mark.parametrize(
   "beta, dense, finetune, remark",
   [
     (0.01, 20, 40, "D jumps from 0.6 to 0 at step 60"),
-    (0.005, 0, 0, "D jumps from 0.5 to 0 at step 100"),
     (None, 20, 40, ""),
-    (None, 0, 0, ""),
     (0.5, 20, 0, ""),
   ],
 )
@@ -190,15 +155,6 @@ def test_a_decay_that_does_not_arrive_is_said(beta, dense, finetune, remark, cap
   found, said = assigned(caplog, {WO: (16, 4)}, name="mdgf_linear", beta=beta, phases=phases)
   assert found.places[WO].remarks == ((remark,) if remark else ())
   assert remark in said and remark in str(found)
-
-
-def test_the_printed_assignment_names_everything():
-  head, row, dense = str(nms.Rules({WO: LINEAR}).assign(tree({WI: (20, 3), WO: (16, 4)}))).split(
-    "\n"
-  )
-  assert head.split() == ["parameter", "shape", "axis", "pattern", "groups", "recipe", "remarks"]
-  assert row.split() == [WO, "(16,", "4)", "0", "1:8", "8", "mdgf_linear"]
-  assert dense == f"dense    {WI}"
 
 
 # --- axes -----------------------------------------------------------------------------------------
@@ -211,8 +167,10 @@ def test_the_printed_assignment_names_everything():
     ("mlp/wi/kernel", (16, 4), (4,), 0),
     ("kernel", (16, 4), (4,), 0),
     ("Conv_0/kernel", (3, 3, 16, 5), (5,), -2),
-    ("stem/conv1/kernel", (3, 16, 5), None, -2),
-    ("conv_init/kernel", (3, 3, 3, 16, 5), None, -2),
+    ("stem/Conv_1/kernel", (3, 16, 5), None, -2),
+    ("Conv_12/kernel", (3, 3, 3, 16, 5), None, -2),
+    ("conv1/kernel", (3, 3, 16, 5), None, -2),
+    ("layer2_0/downsample_conv/kernel", (1, 1, 16, 5), None, -2),
     ("patch_embed/proj/kernel", (4, 4, 8, 5), None, -2),
     # In doubt: another rank, another name, a bias that is not of the outputs.
     ("mlp/wi/kernel", (16, 4), (16,), None),
@@ -220,6 +178,11 @@ def test_the_printed_assignment_names_everything():
     ("MultiHeadDotProductAttention_0/out/kernel", (4, 8, 32), None, None),
     ("patches/kernel", (16, 16, 8, 64), None, None),
     ("ConvTranspose_0/kernel", (3, 3, 16, 8), None, None),
+    # A user's own names: a transposed convolution may have them.
+    ("upconv/kernel", (3, 3, 16, 8), (8,), None),
+    ("deconv/kernel", (3, 3, 16, 8), None, None),
+    ("stem/conv1/kernel", (3, 3, 16, 8), None, None),
+    ("Einsum_0/kernel", (16, 16), (16,), None),
     ("Conv_0/kernel", (3, 3, 3, 3, 16, 8), None, None),
     ("w", (16, 16), None, None),
     ("token_embedder/embedding", (16, 16), None, None),
@@ -237,19 +200,6 @@ def test_axes_that_names_and_shapes_tell(path, shape, bias, axis):
     assert rules.assign(params).places[path].axis == axis
 
 
-def test_the_axis_is_the_one_that_flax_contracts():
-  """A group is n:m among the weights that one output sums over at one place."""
-  rules = nms.Rules({".*kernel": nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=1))})
-  for name, module, shape in (
-    ("Conv_0", nn.Conv(8, (3,), use_bias=False), (1, 5, 16)),
-    ("Dense_0", nn.Dense(8), (1, 16)),
-  ):
-    params = {name: module.init(jax.random.key(0), jnp.zeros(shape))["params"]}
-    effective = np.asarray(nms.sparsify(params, rules, 0)[name]["kernel"])
-    groups = np.moveaxis(effective != 0, -2, 0).reshape(4, 4, -1)
-    np.testing.assert_array_equal(groups.sum(1), 1)
-
-
 def test_all_axes_in_doubt_are_one_error():
   params = tree({"a": (8, 8), "b": (8, 8), "c/kernel": (8, 8)})
   with pytest.raises(AmbiguousAxis, match="'a'.*'b'") as error:
@@ -265,7 +215,7 @@ def test_the_first_axis_that_is_named_counts():
     tree({"a/kernel": (3, 16), "b/kernel": (2, 8, 3)})
   )
   assert [place.axis for place in more.places.values()] == [1, 1]
-  assert rules.place("x/kernel", (3, 2, 16), axis=2).axis_size == 16  # as a layer asks
+  assert rules.site("x/kernel", (3, 2, 16), axis=2).axis_size == 16  # as a layer asks
 
 
 @pytest.mark.parametrize(
@@ -277,12 +227,11 @@ def test_the_first_axis_that_is_named_counts():
     (("embed", "mlp", "stack"), ("mlp", "embed", "stack"), 0),
   ],
 )
-@pytest.mark.parametrize("kind", ["tuple", "metadata", "spec", "box"])
+@pytest.mark.parametrize("kind", ["metadata", "spec", "box"])
 def test_scanned_kernels_take_their_axis_from_logical_names(wi, wo, axis, kind):
   size = {"embed": 16, "mlp": 24, "layers": 3, "stack": 3}
   shape = lambda names: tuple(size[n] for n in names)
   leaf = {
-    "tuple": lambda names: names,
     "metadata": lambda names: types.SimpleNamespace(names=names),  # as flax's AxisMetadata
     "spec": lambda names: PartitionSpec(*names),
     "box": lambda names: nn.Partitioned(jnp.zeros(shape(names)), names=names),
@@ -296,52 +245,33 @@ def test_scanned_kernels_take_their_axis_from_logical_names(wi, wo, axis, kind):
   assert by_hand.assign(params).places[WI].axis == 2
 
 
-@pytest.mark.parametrize(
-  "at, indivisible, kv, size", [(0, "error", 12, 24), (1, "error", 12, 24), (1, "pad", 3, 8)]
-)
-def test_the_axis_of_a_scan_may_lie_between_the_axes_of_a_group(at, indivisible, kv, size):
+def test_the_axis_of_a_scan_may_lie_between_the_axes_of_a_group():
   """Functions of the tree do to a stack what they do to each layer's own kernel."""
-  names = ["heads", "kv", "embed"]
-  names.insert(at, "layers")
   recipe = nms.recipe("idp", pattern="2:8", phases=nms.Phases(total=30))
   nest = lambda leaf: {"attention": {"out": {"kernel": leaf}}}
   own = lambda tree: tree["attention"]["out"]["kernel"]
-  single = nms.Rules({"o": recipe}, {".*": (0, 1)}, indivisible)
-  stacked = nms.Rules({"o": recipe}, None, indivisible).with_logical_axes(nest(tuple(names)))
-  layers = normal(0, 3, 2, kv, 5)
-  params = nest(jnp.moveaxis(layers, 0, at))
-  place = stacked.assign(params).places["attention/out/kernel"]
-  assert place.axes == (names.index("heads"), names.index("kv")) and place.axis_size == size
+  single = nms.Rules({"o": recipe}, {".*": (0, 1)}, "pad")
+  names = nest(("heads", "layers", "kv", "embed"))
+  stacked = nms.Rules({"o": recipe}, indivisible="pad").with_logical_axes(names)
+  layers = normal(0, 3, 2, 3, 5)
+  place = stacked.assign(nest(jnp.moveaxis(layers, 0, 1))).places["attention/out/kernel"]
+  assert (place.axes, place.axis_size) == ((0, 2), 8)
 
+  @functools.partial(jax.jit, static_argnums=1)
   def run(params, rules):
     state = nms.init_state(params, rules)
     for step in (12, 24, 30):
       state = nms.update_state(state, params, rules, step)
     return nms.sparsify(params, rules, 30, state), nms.finalize(params, rules, 30, state)
 
-  run = jax.jit(run, static_argnums=1)
-  got, want = run(params, stacked), [run(nest(x), single) for x in layers]
+  got = run(nest(jnp.moveaxis(layers, 0, 1)), stacked)
+  want = [run(nest(x), single) for x in layers]
   for i in range(2):
-    np.testing.assert_array_equal(own(got[i]), jnp.stack([own(x[i]) for x in want], at))
+    np.testing.assert_array_equal(own(got[i]), jnp.stack([own(x[i]) for x in want], 1))
   assert nms.verify(got[1], stacked).ok
-  one_bad = jnp.moveaxis(own(got[1]), at, 0).at[1, ..., 3].set(1.0)
-  found = nms.verify(nest(jnp.moveaxis(one_bad, 0, at)), stacked).places[0]
-  first = list(found.first)
-  assert first.pop(at) == 1 and first == [0, 0, 3]
-  assert found.bad_groups == size // 8 and found.groups == 3 * 5 * size // 8
 
 
 # --- a value --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Quiet(nms.Recipe):
-  """A recipe of a user's own, whose repr says where it lies in memory."""
-
-  name = "quiet"
-  pattern: nms.NM
-  phases: nms.Phases
-  scale: float = 1.0
 
 
 def test_rules_are_values():
@@ -353,20 +283,19 @@ def test_rules_are_values():
     (make(), again),
     (axes, pickle.loads(pickle.dumps(axes))),
     (axes, make(axes={"a/kernel": np.int64(0), "b": (0, 1)}, roles={"x": "a/.*"})),
+    (make(), make().with_shardings({"a": SingleDeviceSharding(jax.devices()[0])})),
   ]
   for one, other in equal:
     assert one == other and hash(one) == hash(other) and one.fingerprint == other.fingerprint
-  quiet = lambda **fields: nms.Rules({"ff": Quiet(pattern="2:8", phases=PHASES, **fields)})
   different = [make(), axes, make(indivisible="skip"), make(roles={"x": "y"})]
+  different += [make(axes={"a": 0, "b": 1}), make(axes={"b": 1, "a": 0})]
   different += [nms.Rules({"ff": LINEAR, "q": LINEAR}), nms.Rules({"ff": LINEAR})]
-  different += [quiet(), quiet(scale=2.0)]
-  assert len({rules.fingerprint for rules in different}) == len(different)
-  assert len({*different}) == len(different) and quiet().fingerprint == quiet().fingerprint
+  assert len({rules.fingerprint for rules in different}) == len({*different}) == len(different)
   one = nms.Rules({"ff": nms.recipe("mdgf_linear", pattern="1:8", phases=nms.Phases(total=10))})
   assert one.fingerprint == 1452790427  # checkpoints hold it
   given = {"ff": LINEAR}
   rules = nms.Rules(given)
-  given["q"] = rules.places["v"] = OTHER
+  given["q"] = OTHER
   assert rules.places == {"ff": LINEAR}
   with pytest.raises(AttributeError):
     rules.indivisible = "skip"

@@ -1,9 +1,7 @@
 """Safetensors files: the same bits there and back, and one sentence for what is none."""
 
-import json
 import os
 import pathlib
-import struct
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -26,108 +24,52 @@ def arrays(draw):
   """An array of any bits, whose axes may lie in any order."""
   dtype, shape = jnp.dtype(draw(st.sampled_from(DTYPES))), draw(SHAPES)
   high = 2 if dtype.name == "bool" else 256
-  raw = np.random.default_rng(draw(st.integers(0, 99))).integers(
-    0, high, (*shape, dtype.itemsize), np.uint8
-  )
+  rng = np.random.default_rng(draw(st.integers(0, 99)))
+  raw = rng.integers(0, high, (*shape, dtype.itemsize), np.uint8)
   made = raw.reshape(-1).view(dtype).reshape(shape)
   return made.transpose(draw(st.permutations(range(made.ndim))))
 
 
-@hypothesis.settings(deadline=None, max_examples=50)
-@hypothesis.given(
-  tensors=st.dictionaries(st.text(min_size=1), arrays(), max_size=5),
-  metadata=st.dictionaries(st.text(min_size=1), st.text(), max_size=1),
-)
-def test_every_bit_comes_back_and_the_file_is_that_of_the_library(
-  tensors, metadata, tmp_path_factory
-):
+@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.given(tensors=st.dictionaries(st.text(min_size=1), arrays(), max_size=5))
+def test_every_bit_comes_back(tensors, tmp_path_factory):
   hypothesis.assume("__metadata__" not in tensors)
-  folder = tmp_path_factory.mktemp("a")
-  safetensors_file.write(folder / "new/a", tensors, metadata)
-  opened = Opened(folder / "new/a")
-  assert opened.metadata == metadata and set(opened.tensors) == set(tensors)
+  path = tmp_path_factory.mktemp("a") / "new/a"
+  safetensors_file.write(path, tensors)
+  opened = Opened(path)
+  assert opened.metadata == {"format": "pt"} and set(opened.tensors) == set(tensors)
   for name, x in tensors.items():
-    lazy = opened.tensors[name]
-    for back in (lazy, np.asarray(lazy)):
+    for back in (opened.tensors[name], np.asarray(opened.tensors[name])):
       assert (back.shape, back.dtype) == (x.shape, x.dtype)
-    assert np.asarray(lazy).tobytes() == x.tobytes()
-  whole = {name: np.array(x, order="C") for name, x in tensors.items()}
-  assert library.save(whole, metadata or None) == (folder / "new/a").read_bytes()
-  assert os.listdir(folder / "new") == ["a"]
+    assert np.asarray(opened.tensors[name]).tobytes() == x.tobytes()
+  assert os.listdir(path.parent) == ["a"]
 
 
-# --- what is refused ----------------------------------------------------------------------------
-
-ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
-
-
-def of(header, data=bytes(16)):
-  text = json.dumps(header).encode()
-  return struct.pack("<Q", len(text)) + text + data
-
-
-NONE = {
-  "nothing": (b"", "damaged"),
-  "a text": (b"garbage, and more of it", "damaged"),
-  "a list": (of([]), "damaged"),
-  "a length beyond the file": (struct.pack("<Q", 1 << 40) + b"{}", "damaged"),
-  "cut": (of({"a": ENTRY})[:-1], "damaged"),
-  "too long": (of({"a": ENTRY}) + b"a", "damaged"),
-  "another size": (of({"a": ENTRY | {"shape": [3]}}), "damaged"),
-  "an overlap": (of({"a": ENTRY, "b": ENTRY}), "damaged"),
-  "float8": (of({"a": ENTRY | {"dtype": "F8_E4M3", "shape": [16]}}), "F8_E4M3"),
-  "a zip of torch": (b"PK\x03\x04" + bytes(64), "pickled"),
-  "a pickle": (b"\x80\x02" + bytes(64), "pickled"),
-}
-
-
-@pytest.mark.parametrize("what", NONE)
-def test_what_is_no_safetensors_file_is_one_sentence(what, tmp_path):
-  content, words = NONE[what]
-  (tmp_path / "a.safetensors").write_bytes(content)
-  with pytest.raises(ValueError, match=words) as e:
-    Opened(tmp_path / "a.safetensors")
+@pytest.mark.parametrize(
+  "name, content, word",
+  [
+    ("a.safetensors", b"garbage, and more of it", "not a safetensors file"),
+    ("a.safetensors", library.save({"a": A})[:-1], "not a safetensors file"),
+    ("a.safetensors", library.save({"a": A.astype(jnp.float8_e4m3fn)}), "F8_E4M3"),
+    ("a.pth", b"anything", "pickled"),
+  ],
+)
+def test_what_is_no_safetensors_file_is_one_sentence(name, content, word, tmp_path):
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(ValueError, match=word) as e:
+    Opened(tmp_path / name)
   assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
-
-
-def test_a_header_may_have_the_length_that_a_pickle_begins_with(tmp_path):
-  """640 is 80 02 in the first bytes."""
-  padding = "a" * (640 - len(json.dumps({"a": ENTRY, "__metadata__": {"a": ""}})))
-  (tmp_path / "a").write_bytes(of({"a": ENTRY, "__metadata__": {"a": padding}}))
-  assert (tmp_path / "a").read_bytes()[:2] == b"\x80\x02"
-  assert list(Opened(tmp_path / "a").tensors) == ["a"]
-
-
-def test_only_a_file_is_opened(tmp_path):
-  """A pipe without a writer would wait for ever."""
-  os.mkfifo(tmp_path / "pipe.safetensors")
-  for path in (tmp_path / "pipe.safetensors", tmp_path):
-    with pytest.raises(ValueError, match="is not a file"):
-      Opened(path)
-  with pytest.raises(FileNotFoundError, match="there is no file"):
-    Opened(tmp_path / "a")
-  (tmp_path / "a.pth").write_bytes(b"anything")
-  with pytest.raises(ValueError, match="torch pickled"):
-    Opened(tmp_path / "a.pth")
-
-
-def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
-  safetensors_file.write(tmp_path / "a", {"a": A})
-  opened = Opened(tmp_path / "a")
-  os.truncate(tmp_path / "a", 100)
-  with pytest.raises(ValueError, match="'a' cannot be read"):
-    np.asarray(opened.tensors["a"])
 
 
 def test_a_failure_leaves_no_file_and_what_is_there_stays(tmp_path, monkeypatch):
   safetensors_file.write(tmp_path / "a", {"a": A})
   before = (tmp_path / "a").read_bytes()
-  for path, x, words in (
+  for path, x, word in (
     ("a", A + 1, "is there already"),
     ("a/b", A, "could not be written"),
     ("b", A.astype("datetime64[s]"), "could not be written"),
   ):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=word):
       safetensors_file.write(tmp_path / path, {"a": x})
 
   def stopped(tensors, path, metadata):
@@ -138,8 +80,3 @@ def test_a_failure_leaves_no_file_and_what_is_there_stays(tmp_path, monkeypatch)
   with pytest.raises(KeyboardInterrupt):
     safetensors_file.write(tmp_path / "b", {"a": A})
   assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == before
-
-
-def test_torchs_loaders_find_what_they_ask_for(tmp_path):
-  safetensors_file.write(tmp_path / "a", {"a": A})
-  assert Opened(tmp_path / "a").metadata == {"format": "pt"}

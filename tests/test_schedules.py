@@ -1,7 +1,6 @@
 """Phases, levels of a pattern, decay factors, and the timeline that is told to people."""
 
 import doctest
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,8 @@ from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 
 STEPWISE = {
-  "1:2": "1:2",
   "1:4": "3:4 2:4 1:4",
   "1:8": "7:8 4:8 2:8 1:8",
-  "1:12": "11:12 6:12 3:12 1:12",
   "1:16": "15:16 8:16 4:16 2:16 1:16",
   "1:32": "31:32 16:32 8:32 4:32 2:32 1:32",
   "1:128": "127:128 64:128 32:128 16:128 8:128 4:128 2:128 1:128",
@@ -27,33 +24,20 @@ STEPWISE = {
   "3:8": "7:8 4:8 3:8",
   "6:8": "7:8 6:8",
   "7:8": "7:8",
-  "2:6": "5:6 3:6 2:6",
   "8:8": "8:8",
 }
 GEOMETRIC = {
-  "1:2": "16:32 8:16 4:8 2:4 1:2",
-  "1:4": "16:64 8:32 4:16 2:8 1:4",
   "1:8": "16:128 8:64 4:32 2:16 1:8",
-  "1:12": "16:192 8:96 4:48 2:24 1:12",
-  "1:16": "16:256 8:128 4:64 2:32 1:16",
   "1:32": "16:512 8:256 4:128 2:64 1:32",
   "1:128": "16:2048 8:1024 4:512 2:256 1:128",
-  "2:4": "32:64 16:32 8:16 4:8 2:4",
   "3:8": "48:128 24:64 12:32 6:16 3:8",
-  "6:8": "96:128 48:64 24:32 12:16 6:8",
 }
 # How many of the five levels an axis of that length holds; the others are dropped from the top.
 FITTING = {
-  "1:2": {512: 5, 768: 5, 2048: 5, 3072: 5},
-  "1:4": {512: 5, 768: 5, 2048: 5, 3072: 5},
   "1:8": {512: 5, 768: 5, 2048: 5, 3072: 5},
-  "1:12": {768: 5, 3072: 5},  # 12 divides neither 512 nor 2048
-  "1:16": {512: 5, 768: 5, 2048: 5, 3072: 5},
   "1:32": {512: 5, 768: 4, 2048: 5, 3072: 5},  # 768 % 512 = 256
   "1:128": {512: 3, 768: 2, 2048: 5, 3072: 4},
-  "2:4": {512: 5, 768: 5, 2048: 5, 3072: 5},
   "3:8": {512: 5, 768: 5, 2048: 5, 3072: 5},
-  "6:8": {512: 5, 768: 5, 2048: 5, 3072: 5},
 }
 
 
@@ -77,21 +61,6 @@ def test_geometric_levels(target):
     assert text(levels) == " ".join(GEOMETRIC[target].split()[5 - count :])
 
 
-def test_geometric_levels_of_the_released_code():
-  assert text(schedules.geometric_levels(NM(1, 32), k=8)) == "8:256 4:128 2:64 1:32"
-  assert text(schedules.geometric_levels(NM(1, 8), k=1)) == "1:8"
-
-
-@given(st.integers(1, 300).flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m))))
-def test_levels_fall_to_the_target(pair):
-  target = NM(*pair)
-  levels = schedules.stepwise_levels(target)
-  kept = [p.n for p in levels]
-  assert levels[-1] == target and {p.m for p in levels} == {target.m}
-  assert kept == sorted(set(kept), reverse=True)
-  assert len(levels) == 1 or kept[0] == target.m - 1
-
-
 @given(
   st.integers(1, 64).flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m))),
   st.sampled_from([1, 2, 4, 8, 16]),
@@ -109,13 +78,6 @@ def test_geometric_levels_keep_the_density_and_never_straddle(pair, k, groups):
     assert axis_size % (2 * levels[0].m)
 
 
-@pytest.mark.parametrize("k", [0, -1, 3, 12, 16.0, True, "16"])
-def test_k_is_a_power_of_two(k):
-  with pytest.raises(ValueError, match="must be a power of two") as error:
-    schedules.geometric_levels(NM(1, 8), k)
-  assert f"k={k!r}" in str(error.value)
-
-
 @pytest.mark.parametrize(
   "target, phases, starts",
   [
@@ -124,7 +86,6 @@ def test_k_is_a_power_of_two(k):
     ("1:8", Phases(total=100, dense=10, finetune=20), [10, 27, 45, 62]),
     # S = 11, L = 6
     ("1:32", Phases(total=12, dense=0, finetune=1), [0, 1, 3, 5, 7, 9]),
-    ("1:2", Phases(total=10, dense=4, finetune=4), [4]),
     ("2:4", Phases(total=2), [0, 1]),
   ],
 )
@@ -132,29 +93,6 @@ def test_levels_share_the_sparsify_phase(target, phases, starts):
   recipe = nms.recipe("sdgf_stepwise", pattern=target, phases=phases)
   assert [start for start, _ in recipe.levels()] == starts
   assert text(p for _, p in recipe.levels()) == STEPWISE[target]
-
-
-def test_dropped_geometric_levels_leave_the_phase_to_the_others():
-  recipe = nms.recipe(
-    "sdgf_geometric", pattern="1:32", phases=Phases(total=100_000, dense=10_000, finetune=20_000)
-  )
-  starts = {None: [10_000, 24_000, 38_000, 52_000, 66_000], 768: [10_000, 27_500, 45_000, 62_500]}
-  for axis_size, want in starts.items():
-    assert [start for start, _ in recipe.levels(axis_size)] == want
-  assert str(recipe.timeline(768)[1].pattern) == "8:256"
-  assert str(recipe.timeline(512)[1].pattern) == "16:512"
-
-
-@given(st.integers(1, 8), st.integers(0, 50), st.integers(0, 50), st.integers(0, 200))
-def test_levels_get_equal_shares(log_m, dense, finetune, sparsify):
-  target = NM(1, 2**log_m)
-  levels = schedules.stepwise_levels(target)
-  assume(sparsify >= len(levels))
-  phases = Phases(total=dense + sparsify + finetune, dense=dense, finetune=finetune)
-  starts = [start for start, _ in schedules.share_phase(levels, phases)]
-  assert starts[0] == dense
-  lengths = np.diff([*starts, phases.finetune_start])
-  assert lengths.min() >= 1 and lengths.max() - lengths.min() <= 1
 
 
 # --- phases and steps -------------------------------------------------------------------------
@@ -168,41 +106,19 @@ def test_phases_add_up():
 
 
 @pytest.mark.parametrize(
-  "fields, words",
+  "fields, word",
   [
-    ({"total": 10, "dense": 6, "finetune": 5}, ["10 < 6 + 5", "Raise total", "SPARSE_STEPS"]),
-    ({"total": 0}, ["total=0", "at least 1"]),
-    ({"total": -5}, ["total=-5", "at least 1"]),
-    ({"total": 10, "dense": -1}, ["dense=-1", "at least 0"]),
-    ({"total": 10, "finetune": -1}, ["finetune=-1", "at least 0"]),
-    ({"total": 10, "dense": 0.1}, ["dense=0.1", "whole number of steps"]),
-    ({"total": 1e5}, ["total=100000.0", "whole number of steps"]),
-    ({"total": "100"}, ["total='100'", "whole number of steps"]),
-    ({"total": True}, ["total=True", "whole number of steps"]),
-    ({"total": None}, ["total=None", "whole number of steps"]),
+    ({"total": 10, "dense": 6, "finetune": 5}, "dense . finetune = 11"),
+    ({"total": 0}, "at least 1"),
+    ({"total": 10, "dense": -1}, "at least 0"),
+    ({"total": 10, "dense": 0.1}, "dense=0.1"),
+    ({"total": "100"}, "total='100'"),
+    ({"total": True}, "total=True"),
   ],
 )
-def test_bad_phases_say_what_holds(fields, words):
-  with pytest.raises(ValueError) as error:
+def test_bad_phases_say_what_holds(fields, word):
+  with pytest.raises(ValueError, match=word):
     Phases(**fields)
-  for word in words:
-    assert word in str(error.value)
-
-
-@pytest.mark.parametrize("step", [3, np.int32(3), np.uint8(3), jnp.int32(3), jnp.uint32(3)])
-def test_whole_numbers_are_steps(step):
-  got = schedules.as_step(step)
-  assert (got.dtype, got.shape, int(got)) == (jnp.int32, (), 3)
-
-
-@pytest.mark.parametrize(
-  "step",
-  [3.0, np.float32(3), jnp.float32(3), True, np.bool_(True), jnp.bool_(True), None, "3", [1, 2]],
-)
-def test_what_is_no_step_is_refused(step):
-  with pytest.raises(ValueError, match="not a whole number") as error:
-    schedules.as_step(step)
-  assert f"step={step!r}" in str(error.value) and "nms.step_count" in str(error.value)
 
 
 # --- decay factors ----------------------------------------------------------------------------
@@ -211,7 +127,6 @@ def test_what_is_no_step_is_refused(step):
 def test_linear_decay_by_hand():
   p = Phases(total=100, dense=10, finetune=20)  # j* = min(70, 80) - 10 = 60
   r = nms.recipe("mdgf_linear", pattern="1:8", phases=p)
-  assert r.rate == 1 / 60
   for step, d in {0: 1, 9: 1, 10: 1, 25: 0.75, 40: 0.5, 55: 0.25, 69: 1 / 60, 70: 0, 90: 0}.items():
     np.testing.assert_allclose(r.decay(step), d, rtol=1e-6, atol=0)
   r = nms.recipe("mdgf_linear", pattern="1:8", phases=p, beta=0.01)  # 0.3 is left at step 80
@@ -224,11 +139,7 @@ def test_linear_decay_by_hand():
 def test_exponential_decay_by_hand():
   p = Phases(total=100, dense=10, finetune=20)
   r = nms.recipe("mdgf_exponential", pattern="1:8", phases=p)
-  assert r.rate == math.log(1000) / 60
   for step, d in {0: 1, 10: 1, 30: 0.1, 50: 0.01, 70: 0.001, 79: 1000 ** -(69 / 60), 80: 0}.items():
-    np.testing.assert_allclose(r.decay(step), d, rtol=1e-5, atol=0)
-  r = nms.recipe("mdgf_exponential", pattern="1:8", phases=p, beta=math.log(2) / 5)
-  for step, d in {10: 1, 15: 0.5, 20: 0.25, 60: 2**-10}.items():
     np.testing.assert_allclose(r.decay(step), d, rtol=1e-5, atol=0)
 
 
@@ -243,25 +154,6 @@ def test_exponential_decay_by_hand():
 )
 def test_default_horizon(phases, horizon):
   np.testing.assert_allclose(schedules.default_horizon(phases), horizon, rtol=1e-12)
-  for name, top in {"mdgf_linear": 1, "mdgf_exponential": math.log(1000)}.items():
-    rate = nms.recipe(name, pattern="1:8", phases=phases).rate
-    np.testing.assert_allclose(rate, top / horizon, rtol=1e-12)
-  for kind, top in {"linear": 1, "exponential": math.log(1000)}.items():
-    if phases.sparsify >= 4:
-      r = nms.recipe("sdgf_stepwise", pattern="1:8", phases=phases, decay_kind=kind)
-      np.testing.assert_allclose(r.rate, top / horizon, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-  "phases", [Phases(total=100, dense=70), Phases(total=100, dense=80, finetune=20)]
-)
-def test_no_room_for_a_default_decay(phases):
-  horizon = min(70, phases.finetune_start) - phases.dense
-  for name in ("mdgf_linear", "mdgf_exponential"):
-    with pytest.raises(ValueError, match="give beta") as error:
-      nms.recipe(name, pattern="1:8", phases=phases)
-    assert f"= {horizon} steps" in str(error.value) and str(phases) in str(error.value)
-    nms.recipe(name, pattern="1:8", phases=phases, beta=0.1)
 
 
 STEPS = jnp.arange(66, dtype=jnp.int32)
@@ -332,23 +224,15 @@ def test_a_custom_path_is_what_its_timeline_says(phases, data):
   check_timeline(recipe, d)
 
 
-def test_a_decay_that_float32_ends_early_is_told():
-  phases = Phases(total=64, finetune=4)
-  recipe = nms.recipe("mdgf_exponential", pattern="1:4", phases=phases, beta=8.0)
-  d = all_decays(recipe)
-  assert d[10] > 0 and d[11] == 0  # e^-88 is below the last normal float32
-  assert [s.start for s in recipe.timeline()] == [0, 11]
-
-
-@pytest.mark.parametrize("beta", [8.0, 87.2, 86.9, 1.0, 1.37, 29.0, 43.6])
+@pytest.mark.parametrize("beta", [8.0, 87.2, 1.37, 29.0])
 def test_an_exponential_decay_ends_where_the_timeline_says(beta):
-  phases = Phases(total=66)
-  recipe = nms.recipe("mdgf_exponential", pattern="1:4", phases=phases, beta=beta)
+  """e^-87 is the last normal float32."""
+  recipe = nms.recipe("mdgf_exponential", pattern="1:4", phases=Phases(total=66), beta=beta)
   check_timeline(recipe, all_decays(recipe))
 
 
-@pytest.mark.parametrize("miss", [0, 1e-8, -1e-8, 4e-8, 1e-7, -1e-7, 3e-6, -3e-6])
-@pytest.mark.parametrize("whole", [3, 7, 30, 49])
+@pytest.mark.parametrize("miss", [0, 4e-8, -1e-7, 3e-6])
+@pytest.mark.parametrize("whole", [3, 49])
 def test_a_linear_decay_ends_where_the_timeline_says(whole, miss):
   """D knows its end in float32, which may round it to a whole step: so must the timeline."""
   phases = Phases(total=66)

@@ -4,7 +4,10 @@ All recipes train side by side in one program, each on a problem of its own, so 
 run shows what is true of each.
 """
 
+import collections
 import functools
+import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +32,6 @@ FIELDS = {
   "snip": {"batches": 2},
 }
 STATEFUL = {"one_shot", "snip", "idp"}
-FLIPS = {"sr_ste", "mdgf_exponential", "idp"}  # a rounding may flip a mask, and all that follows
 
 
 def make(name, phases=PHASES, **fields):
@@ -163,50 +165,23 @@ def test_each_update_is_that_of_the_pieces_from_the_same_state(name):
   assert (name in masks["mask"]) == (name in STATEFUL)
 
 
-@functools.cache
-def loop_by_hand():
-  params = params_of()
-  start = params, INNER.init(params), nms.init_state(params, RULES)
-
-  def step(run, t):
-    w, inner, masks = by_hand(run[0], run[1], t, run[2])
-    return (w, inner, masks), w
-
-  return jax.jit(lambda run: jax.lax.scan(step, run, jnp.arange(STEPS)))(start)
-
-
-@every
-def test_a_run_is_that_of_the_pieces(name):
-  (_, _, masks), ws = loop_by_hand()
-  params, opt = at(trajectory(), -1)
-  if name not in FLIPS:
-    close(ws[name], at(nms_dense(), slice(1, None))[name])
-  by_pieces = nms.finalize(at(ws, -1), RULES, STEPS, masks)
-  np.testing.assert_allclose(loss_of(name, params), loss_of(name, by_pieces), rtol=0.15)
-  assert opt.count == masks["step"] == STEPS
-
-
-@every
+@pytest.mark.parametrize("name", ["sr_ste", "mdgf_linear", "one_shot"])
 def test_weights_loaded_after_init_are_the_start_and_the_first_pass_sees_all_of_them(name):
   """With dense = 0, too: at count 0 no weight is pruned yet but by a mask that is stored."""
-  if name == "dense":
-    return
-  fields = {"path": ((0, "2:8", 0.5),)} if name == "custom" else {}
-  rules = rules_of([name], phases=nms.Phases(total=20), **fields)
+  rules = rules_of([name], phases=nms.Phases(total=20))
   tx = nms.sparse(optax.sgd(0.5), rules)
-  w, loaded = params_of(0, names=[name]), params_of(1, names=[name])
-  grads, opt = params_of(2, names=[name]), tx.init(w)
+  w, loaded, grads = (params_of(seed, names=[name]) for seed in range(3))
+  opt = tx.init(w)
   same(nms.dense_params(loaded, opt), loaded)
   updates, after = tx.update(grads, opt, loaded)
   same((updates, after), tx.update(grads, tx.init(loaded), loaded))
   w, g = (np.asarray(tree[name]["kernel"]) for tree in (loaded, grads))
-  groups = np.abs(w).reshape(2, 8, 3)
-  largest = (np.argsort(np.argsort(-groups, axis=1), axis=1) < 2).reshape(16, 3)
   if name == "one_shot":
+    groups = np.abs(w).reshape(2, 8, 3)
+    largest = (np.argsort(np.argsort(-groups, axis=1), axis=1) < 2).reshape(16, 3)
     np.testing.assert_array_equal(after.masks["mask"][name]["kernel"], largest)
     g = g * largest
   np.testing.assert_allclose(after.dense[name]["kernel"], w - 0.5 * g, rtol=1e-6)
-  assert nms.step_count(after) == 1
 
 
 # --- what stands around it ------------------------------------------------------------------------
@@ -249,20 +224,10 @@ def test_what_skips_updates_stands_around_and_not_inside(inner):
     nms.sparse(inner, RULES).init(params_of())
 
 
-def test_a_chain_inside_clips_what_the_recipe_made_of_the_gradient():
-  tx = nms.sparse(optax.chain(optax.clip(1e-3), optax.sgd(1.0)), rules_of(["sr_ste"]))
-  params = params_of(names=["sr_ste"])
-  opt = tx.init(params)._replace(count=jnp.int32(9))
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  _, after = tx.update(zeros, opt, nms.sparsify(params, rules_of(["sr_ste"]), 9))
-  moved = np.asarray(after.dense["sr_ste"]["kernel"] - params["sr_ste"]["kernel"])
-  assert ((moved == 0).mean(), (np.abs(moved) > 9e-4).mean()) == (0.25, 0.75)  # the term, clipped
-
-
 # --- transformations ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["donated", "vmap", "disable_jit"])
+@pytest.mark.parametrize("how", ["donated", "vmap"])
 def test_transformations(how):
   want, steps, params = trajectory(), 6, params_of()
   if how == "vmap":  # each seed is its own run
@@ -273,13 +238,22 @@ def test_transformations(how):
   else:
     run, step = (params, TX.init(params)), lambda run: train_step(TX)(run)[0]
     step = jax.jit(step, donate_argnums=0) if how == "donated" else step
-  with jax.disable_jit(how == "disable_jit"):
-    for _ in range(steps):
-      run = step(run)
+  for _ in range(steps):
+    run = step(run)
   close(run, at(want, steps), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_disable_jit():
+  names = ["sr_ste", "mdgf_linear", "idp"]
+  tx, params = nms.sparse(optax.sgd(0.1), rules_of(names)), params_of(names=names)
+  opt = tx.init(params)._replace(count=jnp.int32(7))
+  opt.masks["step"] = jnp.int32(7)
+  want = jax.jit(train_step(tx))((params, opt))
+  with jax.disable_jit():
+    close(train_step(tx)((params, opt)), want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_other_dtypes(dtype):
   """W is float32 or wider; the inner optimizer and its moments see the parameters' dtype."""
   with jax.enable_x64(dtype == "float64"):
@@ -297,8 +271,7 @@ def test_other_dtypes(dtype):
     np.testing.assert_allclose(seen, w, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_term_in_the_dense_phase(dtype):
+def test_no_term_in_the_dense_phase(dtype="bfloat16"):
   """Where params are an ulp away from W, too."""
   names = ["sr_ste", "idp"]
   tx = nms.sparse(optax.sgd(1.0), rules_of(names, lam=0.5))
@@ -376,51 +349,38 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path):
   same(step(restored), step(half))
 
 
-class Counting(nms.recipes.SrSte):
-  """SR-STE that counts how often its mask is traced."""
+def calls_of(program):
+  """File -> calls of its functions."""
+  root, found = os.path.dirname(nms.__file__), collections.Counter()
 
-  name = "counting"
+  def note(frame, event, arg):
+    del arg
+    if event == "call" and frame.f_code.co_filename.startswith(root):
+      found[frame.f_code.co_filename] += 1
 
-  def chosen(self, w, step, axis, stored):
-    calls.append(w.shape)
-    return super().chosen(w, step, axis, stored)
-
-
-calls: list = []
-
-
-def test_many_kernels_of_one_shape_are_traced_once():
-  rules = nms.Rules({".*/kernel": Counting(pattern="2:8", phases=PHASES)})
-  params = {f"l{i}": {"kernel": jnp.ones((8 if i % 2 else 16, 2))} for i in range(200)}
-  tx = nms.sparse(optax.sgd(0.1), rules)
-  opt = tx.init(params)
-  calls.clear()
-  jax.jit(tx.update).trace(params, opt, params)
-  assert sorted(calls) == [(8, 2), (16, 2)]
+  sys.setprofile(note)
+  try:
+    program()
+  finally:
+    sys.setprofile(None)
+  return found
 
 
-class Recorder(nms.recipes.SrSte):
-  """SR-STE that keeps the gradient it is handed."""
-
-  name, stateful = "recorder", True
-
-  def chosen(self, w, step, axis, stored):
-    return super().chosen(w, step, axis, None)
-
-  def first_state(self, groups, w):
-    return {"mask": jnp.ones_like(w, bool), "grad": jnp.zeros_like(w)}
-
-  def next_state(self, groups, state, w, step, last, grad, grad_at):
-    return state | {"grad": grad}
-
-
-def test_a_recipe_is_handed_the_gradient_without_the_term():
-  recipe = Recorder(pattern="2:8", phases=PHASES, lam=0.5)
-  rules, params = nms.Rules({"idp/kernel": recipe}), params_of()
-  tx = nms.sparse(INNER, rules)
-  opt = tx.init(params)._replace(count=jnp.int32(9))
-  _, after = tx.update(params_of(3), opt, nms.sparsify(params, rules, 9, opt.masks))
-  same(after.masks["grad"]["idp"], params_of(3)["idp"])
+@pytest.mark.parametrize("name", ["sr_ste", "mdgf_exponential", "idp"])
+def test_a_trace_has_few_hops(name):
+  """A newcomer can follow an update, and thousands of kernels are traced in no time."""
+  kernels = {f"l{i}": {"kernel": jnp.ones((16, 2))} for i in range(2)}
+  rules = nms.Rules({".*/kernel": make(name)})
+  tx, masks = nms.sparse(optax.sgd(0.1), rules), nms.init_state(kernels, rules)
+  opt, step = tx.init(kernels), jnp.int32(9)
+  for program in (
+    lambda: jax.make_jaxpr(lambda p, t: nms.sparsify(p, rules, t, masks))(kernels, step),
+    lambda: jax.make_jaxpr(tx.update)(kernels, opt, kernels),
+  ):
+    program()
+    found = calls_of(program)
+    own = name == "idp"  # whose file is one more
+    assert found.total() <= 120 and len(found) <= 10 + own, found
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -428,13 +388,14 @@ def test_a_recipe_is_handed_the_gradient_without_the_term():
 
 def test_mistakes_are_said():
   opt, params = TX.init(params_of()), params_of()
-  some = {name: x for name, x in params.items() if name != "idp"}
   whole = nms.Rules({"bias": make("sr_ste")}, axes={"bias": 0})
   for word, do in (
     ("parameters", lambda: TX.update(params, opt)),
-    ("gradient", lambda: TX.update(some, opt, params)),
-    ("nms.Rules", lambda: nms.sparse(RULES, INNER)),
     ("match no parameter", lambda: TX.init({"bias": params["bias"]})),
+    (
+      "hides",
+      lambda: optax.masked(TX, lambda p: jax.tree.map(lambda w: w.ndim < 2, p)).init(params),
+    ),
     ("int32", lambda: nms.sparse(INNER, whole).init({"bias": jnp.ones(8, jnp.int32)})),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
     ("2 states", lambda: nms.dense_params(params, (opt, opt))),

@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import t5x_found
-from test_plan_mistakes import T5X_MODEL
+from test_plan import T5X_MODEL
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import trace
@@ -102,37 +103,143 @@ def test_what_names_leave_open_is_asked_for_and_the_program_tells(name, path, ax
     rules_for(path, axes={re.escape(path): guess}).for_model(function, params, x)
 
 
-@pytest.mark.parametrize(
-  "case, word",
-  [
-    ((lambda p, x: (x @ p["w"]) @ p["w"].T, {"w": jnp.ones((4, 4))}), "along"),
-    ((lambda p, x: x * p["w"], {"w": jnp.ones(4)}), "no product"),
-    ((lambda p, x: x @ jnp.sort(p["w"]), {"w": jnp.ones((4, 4))}), "sort"),
-    ((lambda p, x: x @ jnp.cumsum(p["w"], 0), {"w": jnp.ones((4, 4))}), "cumsum"),
-    ((lambda p, x: x @ jnp.fft.fft(p["w"]).real, {"w": jnp.ones((4, 4))}), "fft"),
-    ((lambda p, x: x @ (p["w"] @ jnp.ones((4, 4))), {"w": jnp.ones((4, 4))}), "constants"),
-    ((lambda p, x: x @ (p["w"] @ p["w"].T), {"w": jnp.ones((4, 4))}), "weights"),
-    ((lambda p, x: x[:, :2] @ p["w"].reshape(2, 8), {"w": jnp.ones((4, 4))}), "part"),
-    ((lambda p, x: x[:, :2] @ p["w"].reshape(3, 2, 2)[0], {"w": jnp.ones((4, 3))}), "reshape"),
-  ],
-)
-def test_what_cannot_be_followed_is_refused(case, word):
-  function, params = case
-  known, refused = trace.axes(function, params, jnp.ones((2, 4)))
-  assert known == {} and word in refused["w"]
+def in_scan(turn, *carry):
+  """The last of a carry after two turns."""
+  return jax.lax.scan(lambda c, _: (turn(*c), None), carry, None, length=2)[0][-1]
+
+
+def in_while(turn, *carry):
+  return jax.lax.while_loop(lambda c: c[-1].sum() < 9, lambda c: turn(*c), carry)[-1]
+
+
+def mixed_conv(p, x, gates):
+  kernel = jnp.einsum("e,ewio->wio", gates, p["e"])
+  numbers = ("NWC", "WIO", "NWC")
+  return jax.lax.conv_general_dilated(x[None], kernel, (1,), "SAME", dimension_numbers=numbers)
+
+
+# What is done with w (4, 4), and with experts e (3, 4, 5) or kernels of a window of 3.
+REFUSED = {
+  "tied": (lambda p, x, d: (x @ p["w"]) @ p["w"].T, "along"),
+  "unused": (lambda p, x, d: x, "no product"),
+  "a scale": (lambda p, x, d: x * p["w"][:2], "mul"),
+  "sort": (lambda p, x, d: x @ jnp.sort(p["w"]), "sort"),
+  "cumsum": (lambda p, x, d: x @ jnp.cumsum(p["w"], 0), "cumsum"),
+  "fft": (lambda p, x, d: x @ jnp.fft.fft(p["w"]).real, "fft"),
+  "times constants": (lambda p, x, d: x @ (p["w"] @ jnp.ones((4, 4))), "constant"),
+  "times itself": (lambda p, x, d: x @ (p["w"] @ p["w"].T), "weights"),
+  "plus weights": (lambda p, x, d: x @ p["w"] + p["v"][:2] @ p["w"], "weights"),
+  "cut axis": (lambda p, x, d: x[:, :2] @ p["w"].reshape(2, 8), "part"),
+  "cut rows": (lambda p, x, d: x @ p["w"][:, :3].reshape(3, 4).T, "reshape"),
+  "sum of experts": (lambda p, x, d: x @ p["e"].sum(0), "reduce_sum"),
+  "permuted rows": (lambda p, x, d: x @ p["w"][jnp.array([1, 0, 3, 2])], "gather"),
+  # Data meets the weight before the product.
+  "dropconnect": (lambda p, x, d: x @ (p["w"] * d["keep"]), "data.*mul"),
+  "dropconnect by where": (lambda p, x, d: x @ jnp.where(d["keep"] > 0, p["w"], 0), "select_n"),
+  "tied, dropconnect": (lambda p, x, d: (x @ p["w"]) @ (p["w"] * d["keep"]).T, "data.*mul"),
+  "tied, sorted": (lambda p, x, d: (x @ p["w"]) @ (jnp.sort(p["w"]) * d["keep"]).T, "sort"),
+  "product and sum": (lambda p, x, d: (x[..., None] * p["w"]).sum(1), "data.*mul"),
+  "tied, product and sum": (
+    lambda p, x, d: ((x @ p["w"])[:, None] * p["w"]).sum(-1), "data.*mul"),
+  "sampled softmax": (lambda p, x, d: (x @ p["w"]) @ p["w"][d["ids"]].T, "data.*gather"),
+  "an expert by index": (
+    lambda p, x, d: jnp.einsum("bi,bio->bo", x, p["b"][d["ids"]]), "data.*gather"),
+  "a branch of data": (
+    lambda p, x, d: (x @ p["w"]) @ jax.lax.cond(x.sum() > 0, lambda: p["w"].T, lambda: d["keep"]),
+    "data.*cond"),
+  "one-hot": (lambda p, x, d: jax.nn.one_hot(d["ids"], 4) @ p["w"], "one-hot"),
+  "soft and hard look-up": (
+    lambda p, x, d: jax.nn.one_hot(d["ids"], 4) @ p["w"] + x @ p["w"], "one-hot"),
+  # Loops.
+  "scan, transposed": (
+    lambda p, x, d: in_scan(lambda w, h: (w.T, h @ w), p["w"], x), "turn to turn"),
+  "scan, swapped": (
+    lambda p, x, d: in_scan(lambda w, v, h: (v, w, h @ w @ v.T), p["w"], p["v"], x),
+    "turn to turn"),
+  "while, transposed": (
+    lambda p, x, d: in_while(lambda w, h: (w.T, h @ w), p["w"], x), "turn to turn"),
+  "while, its condition": (
+    lambda p, x, d: jax.lax.while_loop(
+      lambda h: (h @ p["w"].T).sum() > 1, lambda h: h @ p["w"], x), "along"),
+  "branches": (
+    lambda p, x, d: x @ jax.lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["w"].T), "along"),
+  # A mixture of kernels is contracted along the experts first.
+  "CondConv": (lambda p, x, d: mixed_conv(p, x, d["gates"][0]), "in turn"),
+  "CondConv, each its own": (
+    lambda p, x, d: jax.vmap(mixed_conv, (None, 0, 0))(p, jnp.stack([x, x]), d["gates"]),
+    "in turn"),
+  "mixture of matrices": (
+    lambda p, x, d: x @ jax.nn.relu(jnp.tensordot(d["gates"][0], p["e"][:, 0], 1)), "in turn"),
+  "mixture, each its own": (
+    lambda p, x, d: jnp.einsum("bi,bio->bo", x, jnp.einsum("be,eio->bio", d["gates"], p["b"])),
+    "in turn"),
+  "mixture of results": (
+    lambda p, x, d: jnp.einsum("beo,be->bo", jnp.einsum("bi,eio->beo", x, p["b"]), d["gates"]),
+    "in turn"),
+  "mixture in a scan": (
+    lambda p, x, d: in_scan(
+      lambda m, h: (m, h @ m), jnp.tensordot(d["gates"][0], p["e"][:, 0], 1), x), "in turn"),
+  "bilinear": (
+    lambda p, x, d: jnp.einsum("boj,bj->bo", jnp.einsum("bi,oij->boj", x, p["b"]), x), "in turn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused(name):
+  function, word = REFUSED[name]
+  shapes = {"w": (4, 4), "v": (4, 4), "e": (3, 3, 4, 4), "b": (3, 4, 4)}
+  data = {"keep": jnp.ones((4, 4)), "ids": jnp.array([0, 1]), "gates": jnp.ones((2, 3))}
+  params = {path: jnp.ones(shape) for path, shape in shapes.items()}
+  known, refused = trace.axes(function, params, jnp.ones((2, 4)), data)
+  assert known == {} and any(re.search(word, why) for why in refused.values())
+
+
+def test_a_query_of_many_heads_that_meets_one_key_is_no_mixture():
+  def attention(p, x):
+    q, k = jnp.einsum("td,dhk->thk", x, p["q"]), x @ p["k"]
+    return jnp.einsum("hts,sk->thk", jnp.einsum("thk,sk->hts", q, k), k)
+
+  params = {"q": jnp.ones((8, 3, 5)), "k": jnp.ones((8, 5))}
+  assert trace.axes(attention, params, jnp.ones((2, 8))) == ({"q": (0,), "k": (0,)}, {})
 
 
 def test_a_tied_embedding_is_refused():
   ids, tied = jnp.zeros((2,), jnp.int32), layouts.Tied()
   params = tied.init(jax.random.key(0), ids)["params"]
   known, refused = trace.axes(lambda p, ids: tied.apply({"params": p}, ids), params, ids)
-  assert known == {} and "along" in refused["embed/embedding"]
+  assert known == {} and re.search("gather.*along", refused["embed/embedding"])
 
 
-def test_multiply_adds_count_batch_and_turns():
-  (function, params, _), *_ = made("Dense query in a scan")
-  found = trace.trace(function, params, jax.ShapeDtypeStruct((5, 8), "float32"))
-  assert found.macs == {"layers/query/kernel": 2 * 5 * 8 * 8} and not found.others
+def on_four_devices(function, *specs):
+  mesh = jax.sharding.AbstractMesh((4,), ("d",))
+  return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("d"), check_vma=False)
+
+
+def all_gather(w, x):
+  return x @ jax.lax.all_gather(w, "d", tiled=True)
+
+
+def psum(w, x):
+  return jax.lax.psum_scatter(x @ w, "d", tiled=True)
+
+
+@pytest.mark.parametrize(
+  "function",
+  [
+    lambda p, x: jax.lax.map(lambda row: row @ p["w"], x),
+    lambda p, x: jax.lax.fori_loop(0, 8, lambda i, h: h + x[i] @ (p["w"] / i), jnp.zeros(4)),
+    lambda p, x: jax.lax.ragged_dot(x, p["w"][None], jnp.array([8])),
+    lambda p, x: on_four_devices(lambda w, x: x @ w, P(), P("d"))(p["w"], x),
+    lambda p, x: on_four_devices(psum, P("d"), P(None, "d"))(p["w"], x),
+    lambda p, x: on_four_devices(all_gather, P("d"), P("d"))(p["w"], x),
+  ],
+  ids=["turns", "turns by a counter", "ragged", "data parallel", "tensor parallel", "gathered"],
+)
+def test_multiply_adds_count_turns_and_devices(function):
+  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
+  found = trace.trace(function, {"w": shape(16, 4)}, shape(8, 16))
+  assert found.macs == {"w": 8 * 16 * 4} and not found.others
+  assert found.axes() == ({"w": (0,)}, {})
 
 
 def test_for_model_names_the_axes_that_names_leave_open():
@@ -158,10 +265,16 @@ def test_for_model_refuses_an_axis_that_the_program_does_not_have(axes, word):
     rules.for_model(function, params, x)
 
 
+def test_axes_by_hand_serve_where_the_program_does_not_tell():
+  function, params = lambda p, x: (x * p["v"]) @ p["w"].T, {"v": jnp.ones(4), "w": jnp.ones((8, 4))}
+  rules = nms.Rules({"[vw]": RECIPE}, axes={"v": 0}).for_model(function, params, jnp.ones((2, 4)))
+  assert {path: p.axes for path, p in rules.assign(params).places.items()} == {"v": (0,), "w": (1,)}
+
+
 @pytest.mark.parametrize(
   "function, inputs, word",
   [
-    (lambda p, x: x * p["w"], (jnp.ones(4),), "no product"),
+    (lambda p, x: x * p["w"], (jnp.ones(4),), "meets data"),
     (lambda p: jnp.ones(4) @ p["w"], (), "no inputs"),
   ],
 )

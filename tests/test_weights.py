@@ -182,18 +182,6 @@ def test_weights_come_back_bit_for_bit_and_every_name_is_accounted_for(name):
   assert_same(timm.from_timm(tensors), variables)  # the names tell the network
 
 
-@pytest.mark.parametrize(
-  "name, entries", [("vit_b16", 152), ("swinv2_b_w8", 425), ("resnet50", 320)]
-)
-def test_a_full_state_dict_has_as_many_names_as_timms(name, entries):
-  zeros = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), shapes_of(network(name)))
-  keys = [f"{c}/{path}" for c, tree in zeros.items() for path, _ in flatten(tree)]
-  names = {source.name for source in timm.sources(keys).values()}
-  counts = sum(name.endswith("running_var") for name in names)
-  assert len(names) + counts == entries
-  assert set(timm.keys_of(names)) == set(keys)
-
-
 def test_q_k_and_v_are_thirds_of_one_tensor_in_this_order():
   tensors = tensors_of("vit_test")
   attn = variables_of("vit_test")["params"]["blocks_1"]["attn"]
@@ -308,51 +296,37 @@ def test_derived_tensors_are_known_by_name():
   assert {name.rpartition(".")[2] for name in more} < set(timm.DERIVED)
 
 
-def change(name, drop=(), **more):
-  tensors = {key: x for key, x in tensors_of(name).items() if key not in drop}
-  return tensors | {key.replace("__", "."): x for key, x in more.items()}
-
-
 def zeros(*shape):
   return np.zeros(shape, np.float32)
 
 
-COORDS = "layers__0__blocks__0__attn__relative_coords_table"
-REFUSED = {
-  "missing": ("vit_test", dict(drop=["norm.bias"]), {}, r"1 of 32 is missing \(norm.bias\)"),
-  "unknown": ("vit_test", dict(cls_tokens=zeros(1)), {}, r"1 is unknown \(cls_tokens\)"),
-  "k has a bias": (
-    "swinv2_test", dict(layers__0__blocks__0__attn__k_bias=zeros(16) + 1), {}, "k has no bias",
-  ),
-  "classes": ("vit_test", {}, dict(classes=7), r"\(10,\) there and \(7,\) here.*\(CLASSES\)"),
-  "classes of swin": ("swinv2_test", {}, dict(classes=7), r"\(10,\) there and \(7,\) here"),
-  "classes of resnet": ("resnet_test", {}, dict(classes=7), r"\(10,\) there and \(7,\) here"),
-  "image size": ("vit_test", {}, dict(image_size=32), r"pos_embed is \(1, 17, 32\) there.*image_s"),
-  "width": ("vit_test", {}, dict(embed=64), "have other shapes"),
-  "depth": ("vit_test", {}, dict(layers=3), "12 of 44 are missing"),
-  "less depth": ("vit_test", {}, dict(layers=1), "12 are unknown"),
-  "depths": ("resnet_test", {}, dict(depths=(1, 1, 1, 1)), "are unknown"),
-  "window": ("swinv2_test", {COORDS: zeros(1, 15, 15, 2)}, {}, "is of 8, and the network has 4"),
-  "swin's image size": (
-    "swinv2_test", dict(layers__0__blocks__1__attn_mask=zeros(16, 16, 16)), {},
-    "attn_mask' is of 16, and the network has 4: set its image_size",
-  ),
-  "integers": ("vit_test", dict(norm__bias=np.zeros(32, np.int8)), {}, "is int8, and weights are"),
-  "float64": ("vit_test", dict(norm__bias=np.zeros(32)), {}, "is float64, and the network"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name, changed, changes, words", REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_in_a_sentence(name, changed, changes, words):
+@pytest.mark.parametrize(
+  "name, changed, changes, word",
+  [
+    ("vit_test", dict(cls_tokens=zeros(1)), {}, "1 unknown .cls_tokens"),
+    ("vit_test", {}, dict(classes=7), r"\(10,\) there and \(7,\) here"),
+    ("swinv2_test", {}, dict(classes=7), r"\(10,\) there and \(7,\) here"),
+    ("resnet_test", {}, dict(classes=7), r"\(10,\) there and \(7,\) here"),
+    ("vit_test", {}, dict(image_size=32), r"pos_embed is \(1, 17, 32\) there"),
+    ("vit_test", {}, dict(layers=3), "12 of 44 missing"),
+    ("resnet_test", {}, dict(depths=(1, 1, 1, 1)), "unknown"),
+    (
+      "swinv2_test",
+      {"layers.0.blocks.0.attn.relative_coords_table": zeros(1, 15, 15, 2)},
+      {},
+      "a window of 8, and the network has 4",
+    ),
+    ("vit_test", {"norm.bias": np.zeros(32, np.int8)}, {}, "is int8"),
+  ],
+)
+def test_what_does_not_fit_is_refused_in_a_sentence(name, changed, changes, word):
   net = network(name, **changes)
-  with pytest.raises(ValueError, match=words):
-    timm.from_timm(change(name, **changed), shapes_of(net), net.config)
+  with pytest.raises(ValueError, match=word):
+    timm.from_timm(tensors_of(name) | changed, shapes_of(net), net.config)
 
 
-def test_another_family_is_named():
-  with pytest.raises(ValueError, match="is of a ResNet, and the network is a ViT"):
+def test_a_file_of_another_kind_is_refused():
+  with pytest.raises(ValueError, match="another network"):
     timm.from_timm(tensors_of("resnet_test"), shapes_of(network("vit_test")))
-  with pytest.raises(ValueError, match="not of a ViT, a Swin V2 or a ResNet of timm's"):
-    timm.from_timm({"weight": zeros(1)})
-  with pytest.raises(ValueError, match="not of a ViT, a Swin V2 or a ResNet"):
-    timm.to_timm({"params": {"dense": {"kernel": zeros(1, 1)}}})
+  with pytest.raises(ValueError, match="is not of a ViT, a Swin V2 or a ResNet"):
+    timm.from_timm({"head.weight": zeros(3, 4)})

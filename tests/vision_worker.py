@@ -11,12 +11,12 @@ def main(cache):
   gc.disable()
   warnings.simplefilter("ignore")  # what is imported warns on its own account
   from nm_sparsity_jax.models import resnet
-  from nm_sparsity_jax.trainer import checkpoints, optimizers, step, train, writers
+  from nm_sparsity_jax.trainer import checkpoints, optimizers, step, train
   from nm_sparsity_jax.trainer.images import rebus
   from nm_sparsity_jax.trainer.workloads import vision
   from nm_sparsity_jax.training import configure
 
-  del checkpoints, writers  # imported now, with TensorFlow, and not by every run
+  del checkpoints  # imported now, and not by every run
 
   def run(steps, folder):
     """Trains a third of the steps dense, a third towards the pattern, a third with it."""

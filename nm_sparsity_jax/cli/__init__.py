@@ -1,7 +1,7 @@
 """`nm-sparsity`: the command line. Each command is a module, imported when it is chosen.
 
     argv -> table of commands -> module.add_arguments(parser), module.run(args) -> exit code
-    an error of the library -> module.FLAGS: what it names -> the flag -> one line
+    an error of the library -> one line
 
 Nothing heavy is imported before the arguments are parsed, so `--help` is quick. Exit codes: 0 =
 done, or yes; 1 = failed, or no; 2 = the command line is wrong.
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import pathlib
 import sys
 from collections.abc import Sequence
 
 from nm_sparsity_jax._version import __version__
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.text import columns, printable
 
 # name -> (module, help in one line); a name of two words is a command of a group
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   module.add_arguments(parser)
   parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+  # A sweep reads there why a run failed.
+  parser.add_argument("--error-file", metavar="FILE", help=argparse.SUPPRESS)
   parser.set_defaults(main=main)  # for a command that runs others
   args = parser.parse_args(rest)
   try:
@@ -74,8 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except Exception as e:
     if args.debug:
       raise
-    told = e.told(getattr(module, "FLAGS", {})) if isinstance(e, SettingError) else e
-    print(f"nm-sparsity {name}: {one_line(told)}", file=sys.stderr)
+    print(f"nm-sparsity {name}: {one_line(e)}", file=sys.stderr)
+    if args.error_file:
+      pathlib.Path(args.error_file).write_text(json.dumps({"error": one_line(e)}))
     return 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from nm_sparsity_jax.cli import _imports
 
@@ -34,10 +34,6 @@ def add(parser: argparse.ArgumentParser, search_paths: str) -> None:
   ):  # fmt: skip
     add(f"--{name}", nargs="?", help=argparse.SUPPRESS)
   parser.parse_args = _with_overrides(parser)  # type: ignore[method-assign]
-
-
-# What errors of `local` name -> what a user of the command line types.
-MEMORY: Mapping[str, str] = {"memory": "--memory"}
 
 
 def add_of_one(parser: argparse.ArgumentParser) -> None:

@@ -14,17 +14,6 @@ if TYPE_CHECKING:
   from nm_sparsity_jax.training.rules import Rules
 
 
-# What errors of `runs` name -> what a user of the command line types.
-FLAGS: Mapping[str, str] = {
-  "rules": "--rules",
-  "axes": "--axes",
-  "some_rules": "--rules \"{'ff': '1:8'}\"",
-  "a place has": "--rules: a place is",
-  "the_axis": "it: --axes \"{'.*/mlp/.*/kernel': 0}\"",
-  "early": "--early",
-}
-
-
 def add(parser: argparse.ArgumentParser) -> None:
   """Adds --rules and --axes, for a checkpoint that does not hold them."""
   parser.add_argument(

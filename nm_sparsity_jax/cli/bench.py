@@ -27,10 +27,9 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from nm_sparsity_jax.cli import _flags, _rules
+from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.runs import files
 
-FLAGS = _rules.FLAGS
 _OF_A_TASK = ("MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS")  # a bench reads none
 
 
@@ -87,30 +86,15 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-_ONE = "a checkpoint, or --shapes K,F,ROWS for products alone"
-_ROWS = ("batch", "inputs", "tokens")
-_GIN = dict.fromkeys(("gin_file", "gin_bindings"), "gin is read for a checkpoint alone")
-# What is measured -> the settings that it has no use for, and why.
-_USELESS: dict[str, dict[str, str]] = {
-  "a checkpoint": {"pattern": "a checkpoint has patterns of its own"},
-  "--shapes": {**dict.fromkeys(_ROWS, "--shapes gives the rows itself"), **_GIN},
-}
-
-
 def _refuse(args: argparse.Namespace) -> None:
   """Raises where what was typed does not fit together, or a path cannot be."""
-  told = {"a checkpoint": args.checkpoint, "--shapes": args.shapes}
-  given = [name for name, value in told.items() if value is not None]
-  if len(given) > 1:
-    raise ValueError(f"{' and '.join(given)} were given: give one of these: {_ONE}.")
-  if not given:
-    raise ValueError(f"give one of these: {_ONE}.")
-  for name, why in _USELESS[given[0]].items():
-    value = getattr(args, name)
-    if value is not None and value is not False and value != []:
-      value = value[0] if isinstance(value, list) else value
-      typed = f"--{name}" if value is True else f"--{name}={value}"
-      raise ValueError(f"{typed}: {why}. Leave it out.")
+  if (args.checkpoint is None) == (args.shapes is None):
+    raise ValueError("give a checkpoint, or --shapes K,F,ROWS for products alone.")
+  if args.checkpoint is not None and args.pattern is not None:
+    raise ValueError("--pattern: a checkpoint has patterns of its own. Leave it out.")
+  for name in ("batch", "inputs", "tokens", "gin_file", "gin_bindings"):
+    if args.shapes is not None and getattr(args, name):
+      raise ValueError(f"--{name}: --shapes gives rows and weights itself. Leave it out.")
   if args.out is not None:
     files.check_folder("--out", pathlib.Path(args.out).parent)
     if pathlib.Path(args.out).is_dir():
@@ -177,7 +161,7 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
   model = _local.argument(config, "model")
   lengths: Any = config.get("TASK_FEATURE_LENGTHS")
   inputs = lengths.get("inputs") if isinstance(lengths, Mapping) else None
-  with tempfile.TemporaryDirectory() as room, orbax.quiet_threads():
+  with tempfile.TemporaryDirectory() as room, orbax.quiet():
     stored = checkpoints.opened(args.checkpoint, model)
     if stored.packed is None:
       file = f"{room}/packed.safetensors"

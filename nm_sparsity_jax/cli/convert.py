@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.runs import orbax
 
-  with orbax.quiet_threads():
+  with orbax.quiet():
     made = runs.convert(args.folder, args.out, args.scan_layers)
   print(f"{made}: the weights of {args.folder}, for INITIAL_CHECKPOINT_PATH")
   return 0

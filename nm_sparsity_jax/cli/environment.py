@@ -27,7 +27,6 @@ import sys
 from collections.abc import Iterator
 
 from nm_sparsity_jax.core import installed
-from nm_sparsity_jax.integrations import gin_files
 
 # What somebody does, and so needs.
 PURPOSES = ("core", "tasks", "local", "t5x", "tpu")
@@ -169,6 +168,8 @@ def same_release(one: str, other: str) -> bool:
 
 def tested_versions() -> dict[str, str]:
   """Reads what T5X was tested with: constraints-t5x.txt, which lies beside the gin files."""
+  from nm_sparsity_jax.integrations import gin_files  # imports gin
+
   try:
     text = (gin_files.folder() / "constraints-t5x.txt").read_text()
   except FileNotFoundError:
@@ -273,6 +274,8 @@ def _kernels() -> Finding:
 
 def _gin_files() -> Finding:
   """Counts the gin files of this package."""
+  from nm_sparsity_jax.integrations import gin_files  # imports gin
+
   try:
     folder = gin_files.folder()
   except FileNotFoundError as e:

@@ -14,8 +14,6 @@ import argparse
 
 from nm_sparsity_jax.cli import _flags
 
-FLAGS = _flags.MEMORY
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds --memory, and T5X's flags."""

@@ -2,8 +2,7 @@
 
 Zeros stay zeros. Where the checkpoint is sparse, it must be n:m: the last one of a local run or of
 one of Kauldron, or what `nm-sparsity finalize` wrote. The command reads back what it wrote,
-compares each tensor, and proves the pattern along axis 1 of their tensors, (out, in) and
-(out, in, height, width).
+and proves the pattern along axis 1 of their tensors, (out, in) and (out, in, height, width).
 
 A ViT, SwinV2 or ResNet becomes a file. timm loads it:
 `timm.create_model(NAME, checkpoint_path="model.safetensors")`.
@@ -29,8 +28,6 @@ import json
 import os
 
 from nm_sparsity_jax.cli import _imports, _rules
-
-FLAGS = _rules.FLAGS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
   _imports.load(args)
   given = {**_rules.given(args), "feed_forward": args.feed_forward}
-  with orbax.quiet_threads():
+  with orbax.quiet():
     made = runs.export(args.checkpoint, args.out, **given)
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))

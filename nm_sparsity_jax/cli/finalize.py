@@ -34,9 +34,6 @@ if TYPE_CHECKING:
   from nm_sparsity_jax.runs.verify_checkpoint import Removed
 
 
-FLAGS = _rules.FLAGS
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read and where to write."""
   parser.add_argument(
@@ -60,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.runs import orbax
 
   _imports.load(args)
-  with orbax.quiet_threads():
+  with orbax.quiet():
     made = runs.finalize(args.checkpoint, args.out, early=args.early, **_rules.given(args))
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))

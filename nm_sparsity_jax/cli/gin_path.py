@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 
-from nm_sparsity_jax.integrations import gin_files
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds nothing: the command takes no arguments."""
@@ -19,5 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
   """Prints the folder."""
   del args
+  from nm_sparsity_jax.integrations import gin_files
+
   print(gin_files.folder())
   return 0

@@ -21,26 +21,18 @@ Exit code: 0 = each run has a row, 1 = a run has no row.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Mapping
-from typing import Any
 
-from nm_sparsity_jax.analysis.scores import rows, text
+from nm_sparsity_jax.analysis import scores
 from nm_sparsity_jax.cli import _flags, _imports
 from nm_sparsity_jax.runs import results
 from nm_sparsity_jax.training import roles
 
-_FORMS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
-  "json": ("the report as JSON", lambda report: json.dumps(report, indent=2)),
-  "csv": ("CSV, one line a run, its steps, the published row and the delta", text.as_csv),
-  "markdown": ("a Markdown table", text.markdown),
-  "latex": ("a LaTeX tabular", text.latex),
+_FORMS = {
+  "json": "the report as JSON",
+  "csv": "CSV: a line a run, then its steps, the published row and the delta",
+  "markdown": "a Markdown table",
+  "latex": "a LaTeX tabular",
 }
-
-# What errors of `scores` and `runs` name -> what a user of the command line types.
-FLAGS: Mapping[str, str] = {
-  "recipe": "--recipe", "places": "--pattern", "dense_steps": "--dense-steps", "join": "--join ",
-}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   unsaid.add_argument("--dense-steps", type=int, metavar="STEPS", help="length of the dense phase")
   form = parser.add_mutually_exclusive_group()
-  for name in _FORMS:
+  for name, what in _FORMS.items():
     form.add_argument(
       f"--{name}", dest="form", action="store_const", const=name, default="text",
-      help=f"print {_FORMS[name][0]}",
+      help=f"print {what}",
     )  # fmt: skip
 
 
@@ -84,18 +76,17 @@ def run(args: argparse.Namespace) -> int:
   """Reads, scores, prints."""
   if not args.runs and not args.join:
     raise ValueError("give the folder of a run, or several, or --join NAME DIR...")
-  if lone := [name for name, *paths in args.join if not paths]:
-    raise ValueError(f"--join {lone[0]}: a name for the row comes first, then the folders of runs")
-
+  for name, *paths in args.join:
+    if not paths:
+      raise ValueError(f"--join {name}: a name for the row comes first, then the folders of runs")
   _imports.load(args)
 
   def read(path: str) -> results.Run:
     run = results.read(path)
-    rows.tell(run, args.recipe, args.pattern, args.dense_steps)
+    scores.table.tell(run, args.recipe, args.pattern, args.dense_steps)
     return run
 
   runs = [read(path) for path in args.runs]
   runs += [results.join(name, [read(path) for path in paths]) for name, *paths in args.join]
-  report = rows.score(runs, args.checkpoint)
-  print(_FORMS[args.form][1](report) if args.form != "text" else text.text(report))
+  print(scores.render(scores.score(runs, args.checkpoint), args.form))
   return 0

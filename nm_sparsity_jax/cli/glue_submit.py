@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.analysis.scores import submission
 from nm_sparsity_jax.core.text import columns
-
-# What errors of `scores` name -> what a user of the command line types.
-FLAGS: Mapping[str, str] = {"named": "--task TASK=FILE", "mini": "--mini", "out": "--out "}
+from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     report = {"zip": args.validate, "problems": submission.validate(args.validate, args.mini)}
   else:
     fill = set(submission.TASKS) if "all" in args.fill else set(args.fill)
-    submission.check_writable(args.out)
-    files, problems = submission.find(args.paths, args.task, args.mini)
-    if not files:
+    files.check_folder("--out", pathlib.Path(args.out).parent)  # before minutes of reading
+    found, problems = submission.find(args.paths, args.task, args.mini)
+    if not found:
       wanted = "such as nm_glue_rte-predict.jsonl-00000-of-00001"
       raise ValueError(f"no prediction files, {wanted}, in {', '.join(args.paths)}")
-    report, tables = submission.make(files, fill, args.mini)
+    report, tables = submission.make(found, fill, args.mini)
     report = {"zip": args.out, **report, "problems": problems + report["problems"]}
     if not report["problems"]:
       submission.write(args.out, tables)
@@ -83,17 +82,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(report: Mapping[str, Any]) -> str:
-  lines = []
-  if files := report.get("files"):
-    rows = [["file", "rows", "invalid", "clamped", "filled"]]
-    for name, r in files.items():
-      with_what = f" with {r['filler']}" if r["filled"] else ""
-      rows.append([name, *(f"{r[key]:,}" for key in rows[0][1:4]), f"{r['filled']:,}{with_what}"])
-    lines += [*columns(rows, align="<>>><"), ""]
-  if problems := report["problems"]:
-    lines.append(f"{len(problems)} problem{'s' * (len(problems) > 1)}")
+  rows = [["file", "rows", "invalid", "clamped", "filled"]]
+  for name, counts in report.get("files", {}).items():
+    filled = f"{counts['filled']:,}" + (f" with {counts['filler']}" if counts["filled"] else "")
+    rows.append([name, *(f"{counts[key]:,}" for key in rows[0][1:4]), filled])
+  lines = [*columns(rows, align="<>>><"), ""] if rows[1:] else []
+  problems, verb = report["problems"], "written" if rows[1:] else "valid"
+  if problems:
+    lines += [f"{len(problems)} problem{'s' * (len(problems) > 1)}"]
     lines += [f"  - {problem}" for problem in problems]
-    lines.append(f"{report['zip']} was not written." if files else f"{report['zip']} is not valid.")
-  else:
-    lines.append(f"{report['zip']} is written." if files else f"{report['zip']} is valid.")
+  lines.append(f"{report['zip']} is {'not ' * bool(problems)}{verb}.")
   return "\n".join(lines)

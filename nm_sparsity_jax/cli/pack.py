@@ -23,8 +23,6 @@ import os
 
 from nm_sparsity_jax.cli import _imports, _rules
 
-FLAGS = _rules.FLAGS
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what to read, what to write, and the dtype of values."""
@@ -49,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.runs import orbax
 
   _imports.load(args)
-  with orbax.quiet_threads():
+  with orbax.quiet():
     made = runs.pack(args.checkpoint, args.out, **_rules.given(args), dtype=args.dtype)
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))

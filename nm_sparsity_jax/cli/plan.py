@@ -2,9 +2,9 @@
 
 It takes the gin files and overrides of `nm-sparsity train`, `eval` and `infer`, and those of
 t5x.train, t5x.eval and t5x.infer: put `nm-sparsity plan` in place of the command and keep the
-rest. It shows which kernels become sparse, the schedule, the cost, what a checkpoint gives, and all
-errors at once. A model file and
-gin_configs/sparsity.gin are enough, and then T5X is not needed. Allocates nothing of the model's
+rest. It shows which kernels become sparse, the schedule, the cost, what a checkpoint gives, and the
+first error of each part. A model file and gin_configs/sparsity.gin are enough, and then T5X is not
+needed. Allocates nothing of the model's
 size. Devices and the contents of the data are not looked at. A gin file is a program, as it is for
 T5X: what it imports runs. Plan only files that you would run.
 
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--plot", metavar="FILE.png", help="draw the schedule (needs matplotlib)")
   add("--json", action="store_true", help="print the report as JSON")
   add("--allow-unknown", action="store_true", help="allow an override that nothing reads")
-  add("--all", action="store_true", help="list everything, also long lists")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,5 +55,5 @@ def run(args: argparse.Namespace) -> int:
     )
   if args.plot:
     plan.plot(report, args.plot)
-  print(json.dumps(report, indent=2) if args.json else plan.render(report, everything=args.all))
+  print(json.dumps(report, indent=2) if args.json else plan.render(report))
   return 0 if report["ok"] else 1

@@ -140,7 +140,8 @@ def _asked(main: _Main, argv: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
 def _sum_up(out: str, names: Sequence[str]) -> None:
   """Prints the summary of a page."""
-  from nm_sparsity_jax.analysis.report import Table, reading, summary
+  from nm_sparsity_jax.analysis.page import Table
+  from nm_sparsity_jax.analysis.report import reading, summary
 
   runs = reading.read([f"{out}/{name}" for name in names])
   for part in summary.summary(runs, "last"):
@@ -148,7 +149,7 @@ def _sum_up(out: str, names: Sequence[str]) -> None:
       rows = [[getattr(cell, "text", cell) for cell in row] for row in [part.head, *part.rows]]
       print("\n".join(["", *text.columns(rows, align="<><>"), ""]))
     else:
-      print(textwrap.fill(part, 100))
+      print(textwrap.fill(str(part), 100))
   print()
 
 

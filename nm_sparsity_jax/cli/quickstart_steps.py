@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 RECIPES = ("dense", "sr_ste", "mdgf_exponential", "sdgf_stepwise")
-# These keep a mask. All runs are more than `report.charts.MAX_RUNS`, so they have their own page.
+# These keep a mask. All runs are more than `charts.MAX_RUNS`, so they have their own page.
 STATEFUL = ("one_shot", "snip", "idp")
 ALL = (
   "dense", "sr_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise", "sdgf_geometric", "custom",

@@ -36,26 +36,24 @@ def run(args: argparse.Namespace) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   environment = dict(os.environ)  # of the runs, which use the devices that there are
   os.environ["JAX_PLATFORMS"] = "cpu"
-  from nm_sparsity_jax.analysis.sweep import checks, grid, pages, tables, texts, training
+  from nm_sparsity_jax.analysis import sweep
   from nm_sparsity_jax.integrations import gin_files
 
   _imports.load(args)
-  sweep = grid.read(args.file, args.imports)
+  grid = sweep.read(args.file, args.imports)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
-    checked = checks.check(sweep)
+    checked = sweep.check(grid)
     if not args.table and not checked.all_done():
-      checks.check_tasks(sweep, checked)
-  code, stopped = 0, None
+      sweep.check_tasks(grid, checked)
+  code, is_stopped = 0, False
   if not args.table:
-    outcome = training.train(sweep, checked, _say, environment)
-    stopped = outcome.stopped
-    code = 1 if outcome.failed else 0
-    if stopped is not None:
-      code = 130 if stopped == "SIGINT" else 0
-  found = tables.table(sweep, checked)
-  if not args.table and not stopped and (written := pages.page(sweep, checked, found)):
+    outcome = sweep.train(grid, checked, _say, environment)
+    is_stopped = outcome.stopped is not None
+    code = 130 if outcome.stopped == "SIGINT" else int(outcome.failed > 0 and not is_stopped)
+  found = sweep.table(grid, checked)
+  if not args.table and not is_stopped and (written := sweep.page(grid, checked, found)):
     _say(str(written))
-  print(json.dumps(found, indent=2) if args.json else texts.text(found))
+  print(json.dumps(found, indent=2) if args.json else sweep.text(found))
   return code
 
 

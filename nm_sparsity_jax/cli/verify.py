@@ -24,8 +24,6 @@ import os
 
 from nm_sparsity_jax.cli import _imports, _rules
 
-FLAGS = _rules.FLAGS
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the checkpoint, and its rules where it does not hold them."""
@@ -44,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.runs import orbax
 
   _imports.load(args)
-  with orbax.quiet_threads():
+  with orbax.quiet():
     proof = runs.verify(args.checkpoint, **_rules.given(args))
   if args.json:
     print(json.dumps(proof.as_dict(), indent=2))

@@ -13,7 +13,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nm_sparsity_jax.core import masks
-from nm_sparsity_jax.core.errors import SettingError
 
 MODES = ("masked", "straight_through")
 
@@ -21,12 +20,10 @@ MODES = ("masked", "straight_through")
 def check_mode(mode: str | None) -> None:
   """Refuses a mode that is neither None nor one of `MODES`."""
   if mode is not None and mode not in MODES:
-    raise SettingError(
-      "gradient",
-      "{gradient=}{given!r}: choose 'masked' (autodiff: a pruned weight gets D times the "
+    raise ValueError(
+      f"gradient={mode!r}: choose 'masked' (autodiff: a pruned weight gets D times the "
       "gradient), 'straight_through' (every weight gets the whole gradient), or None for the "
-      "recipe's own.",
-      given=mode,
+      "recipe's own."
     )
 
 
@@ -91,7 +88,7 @@ def wider(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _round(x, dtype):
-  """Rounds x to `dtype` for certain: XLA may skip a cast to 16 bits that a cast back follows."""
+  # XLA may skip a cast to 16 bits that a cast back follows; it does not skip reduce_precision.
   if x.dtype == dtype:
     return x
   kind = jnp.finfo(dtype)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.patterns import NM
@@ -72,13 +72,20 @@ class Groups:
     rest = math.prod(self.shape) // max(self.length, 1)
     return self.size // pattern.m * rest
 
-  def apply(self, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+  def apply(
+    self,
+    function: Callable[..., jax.Array],
+    *arrays: jax.Array,
+    scalar: jax.Array | int | None = None,
+  ) -> jax.Array:
     """Calls function(*arrays, axis=axis) where the axes are adjacent and all groups are whole.
 
     Args:
       function: takes arrays, and `axis` as `masks.nm_mask` does; returns an array of their shape.
         It sees padding as zeros.
       *arrays: arrays of the weight's shape.
+      scalar: what `function` takes before the arrays, such as a step; None = nothing. A device
+        cannot look outside of its shard for a traced one.
 
     Returns:
       What `function` returns, in the weight's own order and without padding.
@@ -87,12 +94,18 @@ class Groups:
       assert self.sharding is not None
       spec, mesh = self.sharding.spec, self.sharding.mesh
       whole = dataclasses.replace(self, shape=self.sharding.shard_shape(self.shape), sharding=None)
-      call = functools.partial(whole.apply, function)
-      return jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(*arrays)
+      if not isinstance(scalar, jax.Array):
+        call = functools.partial(whole.apply, function, scalar=scalar)
+        return jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(*arrays)
+      call = lambda scalar, *arrays: whole.apply(function, *arrays, scalar=scalar)
+      specs = (PartitionSpec(), *[spec] * len(arrays))
+      return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)(scalar, *arrays)
     if self.order != tuple(range(len(self.shape))):
       arrays = tuple(x.transpose(self.order) for x in arrays)
-      out = self._transposed().apply(function, *arrays)
+      out = self._transposed().apply(function, *arrays, scalar=scalar)
       return out.transpose(sorted(range(out.ndim), key=self.order.__getitem__))
+    if scalar is not None:
+      function = functools.partial(function, scalar)
     if not self.pad:
       return function(*arrays, axis=self.axis)
     first, merged = self.axes[0], self._merged()
@@ -110,10 +123,11 @@ class Groups:
   ) -> jax.Array:
     """Marks the n largest |w| of each group; see `masks.magnitude_mask`."""
 
-    def take(w, *parent, axis):
+    def take(n, w, *parent, axis):
       return masks.magnitude_mask(w, pattern, axis, n=n, parent=parent[0] if parent else None)
 
-    return self.apply(take, w, *(() if parent is None else (parent,)))
+    n = pattern.n if n is None else n
+    return self.apply(take, w, *(() if parent is None else (parent,)), scalar=n)
 
   def score_mask(self, scores: jax.Array, pattern: NM) -> jax.Array:
     """Marks the n largest scores of each group; see `masks.nm_mask`."""
@@ -170,9 +184,11 @@ class Groups:
     return dataclasses.replace(self, sharding=sharding) if fits else self
 
   def _by_shard(self) -> bool:
-    """Returns whether each device works on its own shard: XLA cannot cut a TPU's kernel itself."""
+    # XLA cannot cut a TPU's kernel over devices. Elsewhere it cuts what the masks are made of.
     mesh = None if self.sharding is None else self.sharding.mesh
     if not isinstance(mesh, Mesh) or mesh.size == 1:  # an abstract mesh has no devices
+      return False
+    if jax.sharding.get_abstract_mesh().manual_axes:  # in a shard_map of the user's own
       return False
     return mesh.devices.flat[0].platform == _PLATFORM
 

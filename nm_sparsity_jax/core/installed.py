@@ -40,8 +40,7 @@ KERNELS_VERSION = 1  # as in packed/native/job.h
 
 def kernels() -> tuple[ctypes.CDLL | None, str]:
   """Returns (the library of kernels, ''), or (None, why it cannot be used)."""
-  package = folder_of("nm_sparsity_jax")
-  return load_kernels(str(package / "packed" / LIBRARY) if package else LIBRARY)
+  return load_kernels(str(pathlib.Path(__file__).parent / "packed" / LIBRARY))
 
 
 @functools.cache
@@ -181,7 +180,7 @@ def commit_of(name: str) -> str | None:
 
 
 def _commit_of_checkout(git: pathlib.Path) -> str | None:
-  """Reads the commit that a folder .git has checked out."""
+  # By its files: git may not be installed, and asking it starts a process.
   try:
     head = (git / "HEAD").read_text().strip()
     if not head.startswith("ref: "):

@@ -1,4 +1,4 @@
-"""What holds at a step: phases, levels of a pattern, decay factors, the timeline.
+"""What holds at a step: phases, levels of a pattern, curves of D, the timeline.
 
     step -> [schedules: pattern now, D now] -> masks -> effective weight
 
@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax.core import fields
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.patterns import NM
 
 
 def as_step(step: jax.Array | int) -> jax.Array:
   """Returns `step` as an int32 scalar; refuses floats, and arrays with axes."""
-  if isinstance(step, bool) or not jnp.issubdtype(_dtype(step), jnp.integer):
+  if isinstance(step, bool) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
     raise ValueError(
       f"step={step!r} is not a whole number: pass the optimizer's step count, a Python int or a "
       "traced integer scalar such as nms.step_count(opt_state). Under jit a Python float becomes "
@@ -35,16 +33,9 @@ def as_step(step: jax.Array | int) -> jax.Array:
       f"step has shape {jnp.shape(step)}, but it must be one scalar. Where training is "
       "replicated and every device keeps a count, pass one of them: step[0]."
     )
-  if isinstance(step, (int, np.integer)) and step < 0:
+  if isinstance(step, int | np.integer) and step < 0:
     raise ValueError(f"step={step} is negative: the first step of the sparse run is 0.")
   return jnp.asarray(step, jnp.int32)
-
-
-def _dtype(x) -> Any:
-  try:
-    return jnp.result_type(x)
-  except TypeError:  # a text, a list
-    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,35 +58,18 @@ class Phases:
   finetune: int = 0
 
   def __post_init__(self):
-    fields.settle(self)
     for name in ("total", "dense", "finetune"):
       value = getattr(self, name)
-      if isinstance(value, bool) or not isinstance(value, int):
-        mention = f"{{{name}=}}{{given!r}}"
-        raise SettingError(
-          name, f"Phases({mention}): give a whole number of steps, such as 10_000.", given=value
-        )
+      if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"Phases({name}={value!r}): give a whole number of steps, such as 10_000.")
+      object.__setattr__(self, name, int(value))  # numpy's too: equal phases have one text
     if self.dense < 0 or self.finetune < 0 or self.total < 1:
-      raise SettingError(
-        "total",
-        "{phases}: {total} must be at least 1, {dense} and {finetune} at least 0.",
-        phases=self,
-      )
+      raise ValueError(f"{self}: total must be at least 1, dense and finetune at least 0.")
     if self.total < self.dense + self.finetune:
-      raise SettingError(
-        "total",
-        "{phases}: {total} >= {dense} + {finetune} must hold, but {sum}. Raise {total_steps} or "
-        "shorten a phase.",
-        phases=self,
-        sum=f"{self.total} < {self.dense} + {self.finetune}",
-        total_steps="total (SPARSE_STEPS)",
+      raise ValueError(
+        f"{self}: total must be at least dense + finetune = {self.dense + self.finetune}. Raise "
+        "total or shorten a phase."
       )
-
-  def told(self, names: Mapping[str, str]) -> str:
-    """Returns the phases in words for an error, with `names` for total, dense and finetune."""
-    if "total" not in names:
-      return repr(self)
-    return ", ".join(f"{names[x]}={getattr(self, x)!r}" for x in ("total", "dense", "finetune"))
 
   @property
   def sparsify(self) -> int:
@@ -145,23 +119,95 @@ def geometric_levels(pattern: NM, k: int = 16, axis_size: int | None = None) -> 
 def share_phase(levels: Sequence[NM], phases: Phases) -> tuple[tuple[int, NM], ...]:
   """Returns the start of each of L levels that share S sparsify steps: dense + floor(i * S / L)."""
   if phases.sparsify < len(levels):
-    raise SettingError(
-      "total",
-      "{count} levels ({levels}) need at least as many sparsify steps, but {total} - {dense} - "
-      "{finetune} = {steps} in {phases}. Raise {total}, or choose a recipe or pattern with fewer "
-      "levels.",
-      count=len(levels),
-      levels=", ".join(map(str, levels)),
-      steps=phases.sparsify,
-      phases=phases,
+    raise ValueError(
+      f"{len(levels)} levels ({', '.join(map(str, levels))}) need at least as many sparsify steps, "
+      f"but {phases} has {phases.sparsify}. Raise total, or choose a recipe or pattern with fewer "
+      "levels."
     )
   return tuple((phases.dense + i * phases.sparsify // len(levels), p) for i, p in enumerate(levels))
 
 
-# --- decay factors ----------------------------------------------------------------------------
+# --- curves of D ------------------------------------------------------------------------------
 #
 # D(j) in [0, 1], j = step - dense; D = 1 for j <= 0. Each is written so that jit and eager
 # mode agree to the bit: no product is followed by a sum that a compiler could fuse with it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """How D(j) falls within the sparsify phase, j = step - dense.
+
+  In the fine-tune phase D = 0 in any case.
+
+  Attributes:
+    value: (j, xp) -> D(j), float32, for an array j of the library `xp`, jax.numpy or numpy.
+    end: the first j from which on D(j) is 0.
+    knots: the j at which D(j) has a corner, for the timeline.
+  """
+
+  value: Callable[[Any, Any], Any]
+  end: int
+  knots: tuple[int, ...] = ()
+
+
+def hard() -> Curve:
+  """Returns D = 0: a pruned weight is 0 at once."""
+  return Curve(lambda j, xp: xp.zeros(xp.shape(j), xp.float32), end=0)
+
+
+def linear(horizon: float) -> Curve:
+  """Returns D = max(1 - j / horizon, 0), MDGF-Linear with beta = 1 / horizon."""
+  horizon = min(horizon, 1e30)  # float32 holds it and its inverse
+
+  def value(j, xp):
+    left = xp.float32(horizon) - xp.asarray(j).astype(xp.float32)
+    line = xp.maximum(left * xp.float32(1 / horizon), xp.float32(0))
+    return xp.where(xp.asarray(j) <= 0, xp.float32(1), xp.minimum(line, xp.float32(1)))
+
+  # D is computed from the horizon that float32 holds, so it ends there.
+  return Curve(value, end=math.ceil(np.float32(min(horizon, 2**31 - 1))))
+
+
+def exponential(beta: float) -> Curve:
+  """Returns D = exp(-beta * j), as MDGF-Exponential has it."""
+  end = min(math.ceil(87 / beta), 2**31 - 1)  # e^-87 is the last normal float32
+
+  def value(j, xp):
+    j = xp.asarray(j)
+    d = xp.exp(xp.float32(-beta) * xp.maximum(j.astype(xp.float32), xp.float32(0)))
+    return xp.where(j < end, d, xp.float32(0))
+
+  return Curve(value, end)
+
+
+def piecewise(knots: Sequence[tuple[int, float]], dense: int) -> Curve:
+  """Returns D that runs linearly between knots (step, D) and is constant outside.
+
+  Args:
+    knots: of the sparse run, steps rising.
+    dense: the step of j = 0.
+  """
+
+  def value(j, xp):
+    step = xp.asarray(j + xp.int32(dense))
+    d = xp.float32(knots[0][1]) * xp.ones(step.shape, xp.float32)
+    for (a, da), (b, db) in zip(knots, knots[1:], strict=False):
+      slope = (db - da) / (b - a)
+      # The line by its zero: one difference, one product.
+      zero = xp.float32(a - da / slope if slope else 0)
+      line = (step.astype(xp.float32) - zero) * xp.float32(slope)
+      low, high = min(da, db), max(da, db)
+      line = xp.clip(line, xp.float32(low), xp.float32(high)) if slope else xp.float32(da)
+      d = xp.where(step > a, line, d)
+      d = xp.where(step >= b, xp.float32(db), d)
+    return d
+
+  positive = [i for i, (_, d) in enumerate(knots) if d]
+  zero_from = min(max(positive, default=-1) + 1, len(knots) - 1)
+  # Where D rises from 0, it is 0 for one step: a segment of its own.
+  rises = [a + 1 for (a, da), (_, db) in zip(knots, knots[1:], strict=False) if not da and db]
+  corners = (*(step for step, _ in knots), *rises)
+  return Curve(value, knots[zero_from][0] - dense, tuple(step - dense for step in corners))
 
 
 def default_horizon(phases: Phases) -> float:
@@ -171,56 +217,34 @@ def default_horizon(phases: Phases) -> float:
   """
   horizon = min(0.7 * phases.total, phases.finetune_start) - phases.dense
   if horizon <= 0:
-    raise SettingError(
-      "beta",
-      "{beta=}None lets D reach 0 after min(0.7 * {total}, {total} - {finetune}) - {dense} = "
-      "{horizon:g} steps of the sparsify phase, which must be positive: {phases}. Shorten the "
-      "dense or fine-tune phase, or give {beta}.",
-      horizon=horizon,
-      phases=phases,
+    raise ValueError(
+      "beta=None lets D reach 0 after min(0.7 * total, total - finetune) - dense = "
+      f"{horizon:g} steps of the sparsify phase, which must be positive: {phases}. Shorten the "
+      "dense or fine-tune phase, or give beta."
     )
   return horizon
 
 
-def linear_decay(j, horizon: float, xp=jnp):
-  """Returns D = max(1 - j / horizon, 0): MDGF-Linear with beta = 1 / horizon."""
-  horizon = min(horizon, 1e30)  # float32 holds it and its inverse
-  left = xp.float32(horizon) - xp.asarray(j).astype(xp.float32)
-  line = xp.maximum(left * xp.float32(1 / horizon), xp.float32(0))
-  return xp.where(xp.asarray(j) <= 0, xp.float32(1), xp.minimum(line, xp.float32(1)))
+def decay(kind: str | None, beta: float | None, phases: Phases) -> Curve:
+  """Returns the curve of a kind of decay: 'linear', 'exponential', or None for hard masks.
 
-
-def linear_end(horizon: float) -> int:
-  """Returns the first j at which `linear_decay` is 0; the horizon is rounded to float32."""
-  return math.ceil(np.float32(min(horizon, 2**31 - 1)))
-
-
-def exponential_decay(j, beta: float, xp=jnp):
-  """Returns D = exp(-beta * j), as MDGF-Exponential has it; 0 from `exponential_end` on."""
-  j = xp.asarray(j)
-  d = xp.exp(xp.float32(-beta) * xp.maximum(j.astype(xp.float32), xp.float32(0)))
-  return xp.where(j < exponential_end(beta), d, xp.float32(0))
-
-
-def exponential_end(beta: float) -> int:
-  """Returns the first j at which exp(-beta * j) counts as 0: e^-87 is the last normal float32."""
-  return min(math.ceil(87 / beta), 2**31 - 1)
-
-
-def piecewise_linear(step, knots: Sequence[tuple[int, float]], xp=jnp):
-  """Returns D, which runs linearly between (step, D) knots and is constant outside."""
-  step = xp.asarray(step)
-  value = xp.float32(knots[0][1]) * xp.ones(step.shape, xp.float32)
-  for (a, da), (b, db) in zip(knots, knots[1:], strict=False):
-    slope = (db - da) / (b - a)
-    # The line by its zero: one difference, one product.
-    zero = xp.float32(a - da / slope if slope else 0)
-    line = (step.astype(xp.float32) - zero) * xp.float32(slope)
-    low, high = min(da, db), max(da, db)
-    line = xp.clip(line, xp.float32(low), xp.float32(high)) if slope else xp.float32(da)
-    value = xp.where(step > a, line, value)
-    value = xp.where(step >= b, xp.float32(db), value)
-  return value
+  Args:
+    kind: of decay.
+    beta: how fast D falls. None takes 1 / j* (linear) or ln(1000) / j* (exponential), with j* of
+      `default_horizon`.
+    phases: the steps of the sparse run.
+  """
+  if kind not in (None, "linear", "exponential"):
+    raise ValueError(f"decay_kind={kind!r}: choose 'linear', 'exponential' or None.")
+  if beta is not None and not 0 < beta < math.inf:
+    raise ValueError(f"beta={beta!r}: give a positive number, or D would not fall.")
+  if kind == "linear":
+    return linear(default_horizon(phases) if beta is None else 1 / beta)
+  if kind == "exponential":
+    return exponential(math.log(1000) / default_horizon(phases) if beta is None else beta)
+  if beta is not None:
+    raise ValueError(f"beta={beta!r} needs decay_kind='linear' or 'exponential'.")
+  return hard()
 
 
 # --- timeline ---------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -77,3 +80,74 @@ def first_line(error: BaseException) -> str:
   """
   lines = [line.strip() for line in str(error).splitlines() if line.strip()]
   return (lines or [type(error).__name__])[0][:200]
+
+
+class Strong(str):
+  """A cell of `format_table` that stands out: bold in Markdown and LaTeX, with `*` in text."""
+
+
+_MARKDOWN = re.compile(r"([\\|*_`<>\[\]])")
+_LATEX = str.maketrans(
+  {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+  | {c: rf"\{c}" for c in "&%$#_{}"}
+)
+
+
+def format_table(rows: Sequence[Sequence[Any]], style: str = "text", align: str = "<") -> str:
+  """Returns rows as one table. The first row is the head.
+
+  >>> print(format_table([["task", "mean"], ["RTE", Strong("82.3")], ["QNLI", "7.0"]], align="<>"))
+  task   mean
+  RTE   82.3*
+  QNLI   7.0
+  >>> print(format_table([["task", "mean"], ["RTE", Strong("82.3")]], "markdown", align="<>"))
+  | task | mean     |
+  | :--- | -------: |
+  | RTE  | **82.3** |
+
+  Args:
+    rows: rows of equally many cells. A cell that is not text is shown by `str`.
+    style: 'text', 'markdown', 'latex' (a tabular that needs no package) or 'csv'.
+    align: `<` or `>` for each column, as in `columns`; CSV has none.
+  """
+  if style == "csv":
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([_csv_cell(x) for x in row] for row in rows)
+    return out.getvalue().rstrip("\n")
+  has_strong = any(isinstance(cell, Strong) for row in rows for cell in row)
+  sides = align.ljust(len(rows[0]), align[-1])[: len(rows[0])]
+
+  def marked(cell: Any, has_mark: bool) -> str:
+    text = printable(str(cell))
+    strong = isinstance(cell, Strong)
+    if style == "markdown":
+      text = _MARKDOWN.sub(r"\\\1", text)
+      return f"**{text}**" if strong else text
+    if style == "latex":
+      text = re.sub(r"^([+-])(?=\d)", r"$\1$", text.translate(_LATEX))
+      return rf"\textbf{{{text}}}" if strong else text
+    return text + ("*" if strong else " " * has_mark)
+
+  # Where others have their mark, a number has a blank.
+  cells = [
+    [marked(cell, has_strong and i > 0 and s == ">") for cell, s in zip(row, sides, strict=True)]
+    for i, row in enumerate(rows)
+  ]
+  if style == "latex":
+    head, *rest = [" & ".join(row) + r" \\" for row in cells]
+    spec = sides.translate({ord("<"): "l", ord(">"): "r"})
+    begin, end = rf"\begin{{tabular}}{{{spec}}}", r"\end{tabular}"
+    return "\n".join([begin, r"\hline", head, r"\hline", *rest, r"\hline", end])
+  if style == "markdown":
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    rule = lambda side, w: f":{'-' * (w - 1)}" if side == "<" else f"{'-' * (w - 1)}:"
+    rules = [rule(side, width) for side, width in zip(sides, widths, strict=True)]
+    lines = columns([cells[0], rules, *cells[1:]], align, " | ")
+    width = max(map(len, lines))
+    return "\n".join(f"| {line:{width}} |" for line in lines)
+  return "\n".join(columns(cells, align))
+
+
+def _csv_cell(cell: Any) -> Any:
+  """Returns a cell that no spreadsheet takes for a formula."""
+  return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell

@@ -1,25 +1,29 @@
 """What a program does with each parameter, read off its jaxpr: axes, products, multiply-adds.
 
-    function, params, inputs -> [jax.make_jaxpr] -> equations -> [Walk] -> path -> products
-                                                                        -> path -> axes, or why not
+    function, params, inputs -> [jax.make_jaxpr] -> equations -> [Walk] -> path -> axes, or why not
                                                                         -> multiply-adds
 
-Values are followed from the parameters on, as long as they depend on parameters alone: through
-transposes, reshapes, casts, slices and loops, up to the product with data. What cannot be followed
-into a product is refused by name, so no answer is a guess. Nothing is computed.
+Values that depend on parameters alone are followed through transposes, reshapes, casts, slices and
+loops, up to the product with data. What cannot be followed into a product is refused by name, so no
+answer is a guess. Nothing is computed. A parameter is refused as well where
+
+- data meets it outside of a product, as in `x @ (w * keep)` or `w[ids]`,
+- two products sum over different axes of it, or a loop changes it from turn to turn,
+- data sums over one axis of it, and then other data over another: a mixture of kernels,
+  `x @ einsum("e,eio->io", gates, w)`, where either axis may be the one that is meant.
 
 A product with a one-hot, which T5 looks words up by, is a look-up and no arithmetic. A `while` loop
-whose turns data decide counts as one turn, and a `cond` as all of its branches. What a kernel of
-Pallas multiplies is not seen.
+whose turns data decide counts as one turn, and a `cond` as all of its branches. Under `shard_map`
+the products of all devices count, also where they compute the same. What a kernel of Pallas
+multiplies is not seen.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,25 +35,13 @@ from nm_sparsity_jax.core.trees import flatten
 _Dim = tuple[tuple[frozenset[int], int], ...]
 
 
-class Product(NamedTuple):
-  """One product of a parameter.
-
-  Attributes:
-    axes: of the parameter, which the product sums over, ascending.
-    kind: 'dot', 'conv', or 'lookup' for rows that are picked by data.
-  """
-
-  axes: tuple[int, ...]
-  kind: str
-
-
 @dataclasses.dataclass(frozen=True)
 class Traced:
   """What a program does with its parameters.
 
   Attributes:
-    products: path -> its products, in order.
-    lost: path -> the primitive through which it could not be followed into a product.
+    products: path -> the axes, ascending, that each of its products sums over.
+    lost: path -> why the axes of its products do not tell all.
     shapes: path -> shape of the parameter.
     macs: path -> multiply-adds of its products, with those of all turns of a loop. Parameters that
       meet in one product, such as joined kernels, share them by size.
@@ -57,7 +49,7 @@ class Traced:
       of the scopes around the equation, as jax has them, and its multiply-adds.
   """
 
-  products: Mapping[str, tuple[Product, ...]]
+  products: Mapping[str, tuple[tuple[int, ...], ...]]
   lost: Mapping[str, str]
   shapes: Mapping[str, tuple[int, ...]]
   macs: Mapping[str, int]
@@ -68,14 +60,14 @@ class Traced:
     known: dict[str, tuple[int, ...]] = {}
     refused: dict[str, str] = {}
     for path, shape in self.shapes.items():
-      found = list(dict.fromkeys(p.axes for p in self.products.get(path, ())))
-      is_used = any(p.kind != "lookup" for p in self.products.get(path, ()))
+      found = list(dict.fromkeys(self.products.get(path, ())))
+      along = f"summed over along {' and along '.join(map(str, found))}"
       if path in self.lost:
-        refused[path] = f"it could not be followed through {self.lost[path]}"
-      elif not is_used:
+        refused[path] = self.lost[path] + (f", and it is {along}" if found else "")
+      elif not found:
         refused[path] = f"its shape is {shape}, and no product sums over it"
       elif len(found) > 1:
-        refused[path] = f"it is summed over along {' and along '.join(map(str, found))}"
+        refused[path] = f"it is {along}"
       elif not found[0]:
         refused[path] = "its product sums over no axis of it"
       else:
@@ -84,11 +76,27 @@ class Traced:
 
 
 class _Track(NamedTuple):
-  """A value that depends on one parameter: its axes, None with the reason where it is lost."""
+  """Where the axes of one parameter lie in a value; dims is None with the reason if it is lost."""
 
   path: str
   dims: tuple[_Dim, ...] | None
   lost: str = ""
+
+
+class _Value(NamedTuple):
+  """What is known of a value.
+
+  Attributes:
+    is_data: whether it depends on inputs.
+    tracks: of the parameters it depends on; in data, of those whose product with data it is.
+  """
+
+  is_data: bool
+  tracks: tuple[_Track, ...] = ()
+
+
+_CONSTANT, _DATA = _Value(False), _Value(True)
+_WITH_CONSTANT = "a product with a constant"
 
 
 def axes(
@@ -121,85 +129,110 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
     params, inputs = jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves])
     return function(params, *inputs)
 
-  closed = jax.make_jaxpr(flat)(*arrays)
+  jaxpr = jax.make_jaxpr(flat)(*arrays).jaxpr
   shapes = {path: tuple(x.shape) for path, x in flatten(params) if is_array(x)}
+  whole = lambda shape: tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
+  values = [_Value(False, (_Track(path, whole(shape)),)) for path, shape in shapes.items()]
+  values += [_DATA] * (len(jaxpr.invars) - len(values))
   walk = _Walk({path: math.prod(shape) for path, shape in shapes.items()})
-  env: dict[Any, Any] = dict.fromkeys(closed.jaxpr.invars, _DATA)
-  for var, (path, shape) in zip(closed.jaxpr.invars, shapes.items(), strict=False):
-    dims = tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
-    env[var] = (_Track(path, dims),)
-  walk.run(closed.jaxpr, env, 1)
+  walk.run(jaxpr, values)
+  for path, name in walk.statistics.items():
+    if path not in walk.products:
+      walk.lost.setdefault(path, f"no product sums over it, and {name} makes a statistic of it")
   products = {path: tuple(found) for path, found in walk.products.items()}
   return Traced(products, walk.lost, shapes, dict(walk.macs), tuple(walk.others))
 
 
-_DATA = "data"  # a value that depends on inputs; one that depends on nothing has no entry
-
-
 class _Walk:
-  """Goes through equations, and notes the products of parameters."""
+  """Goes through equations, and notes what happens to parameters."""
 
   def __init__(self, sizes: Mapping[str, int]):
     self.sizes = sizes
-    self.products: dict[str, list[Product]] = collections.defaultdict(list)
+    self.products: dict[str, list[tuple[int, ...]]] = collections.defaultdict(list)
     self.lost: dict[str, str] = {}
+    self.statistics: dict[str, str] = {}  # path -> the primitive that makes one
     self.macs: dict[str, int] = collections.defaultdict(int)
     self.others: list[tuple[str, int]] = []
 
-  def run(self, jaxpr: Any, env: dict[Any, Any], turns: int, scope: str = "") -> list[Any]:
+  def run(
+    self, jaxpr: Any, values: Sequence[_Value], turns: int = 1, scope: str = ""
+  ) -> list[_Value]:
     """Returns what is known of the outputs.
 
     Args:
       jaxpr: the equations.
-      env: what is known of the inputs.
-      turns: how often loops around it run it.
+      values: what is known of the inputs.
+      turns: how often loops and devices around it run it.
       scope: names of the scopes around it.
     """
-    get = lambda v: None if isinstance(v, core.Literal) else env.get(v)
+    env = dict(zip(jaxpr.invars, values, strict=True))
+    get = lambda v: _CONSTANT if isinstance(v, core.Literal) else env.get(v, _CONSTANT)
     made = _made(jaxpr)
     for eqn in jaxpr.eqns:
       known = [get(v) for v in eqn.invars]
       around = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
-      if eqn.primitive.name in ("dot_general", "conv_general_dilated", "gather"):
-        outs = [self._product(eqn, known, turns, around, any(_picks(v, made) for v in eqn.invars))]
-      else:
+      if eqn.primitive.name not in _PRODUCTS:
         outs = self._equation(eqn, known, turns, around)
-      for var, out in zip(eqn.outvars, outs, strict=True):
-        if out:
-          env[var] = out
+      elif any(_is_one_hot(v, made) for v in eqn.invars):
+        self._lose(_weights(known), "its rows are looked up by a one-hot")
+        outs = [_DATA]  # rows of a table are data, whoever picks them
+      else:
+        outs = [self._product(eqn, known[:2], turns, around)]
+      env.update(zip(eqn.outvars, outs, strict=True))
     return [get(v) for v in jaxpr.outvars]
 
-  def _equation(self, eqn: Any, known: list[Any], turns: int, scope: str) -> Sequence[Any]:
+  def _equation(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> Sequence[_Value]:
     """Returns what is known of the outputs of one equation, which is no product."""
     name = eqn.primitive.name
     loop = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name)
     if loop is not None:
       return loop(eqn, known, turns, scope)
     if (inner := _inner(eqn)) is not None:
-      return self.run(inner, _bound(inner.invars, known), turns, scope)
-    if name == "dynamic_slice" and known[0]:
+      if name == "shard_map":  # what it calls is the program of one device
+        turns *= math.prod(eqn.params["mesh"].shape[a] for a in eqn.params["newly_manual_axes"])
+      return self.run(inner, known, turns, scope)
+    if name in _EACH_ALONE:
+      return known
+    if name == "dynamic_slice":
       known = known[:1]  # whichever rows data picks, its axes are the same
-    if _DATA in known:
-      return [_DATA] * len(eqn.outvars)
-    if not any(known) or _is_statistic(eqn):
-      return [None] * len(eqn.outvars)
+    if _is_statistic(eqn):
+      self.statistics.update((track.path, name) for track in _weights(known))
+      return [_Value(_any_data(known))] * len(eqn.outvars)
+    if _any_data(known):
+      known = self._met(known, name)
     return [_followed(eqn, known, i) for i in range(len(eqn.outvars))]
 
-  def _product(self, eqn: Any, known: list[Any], turns: int, scope: str, picks: bool) -> Any:
+  def _lose(self, tracks: Iterable[_Track], why: str) -> None:
+    for track in tracks:
+      unknown = f"it could not be followed through {track.lost}"
+      self.lost.setdefault(track.path, why if track.dims is not None else unknown)
+
+  def _met(self, known: Sequence[_Value], name: str) -> list[_Value]:
+    """Notes that weights meet data outside of a product, after which nobody can follow them."""
+    # A product with a constant, such as the first state of a recurrent network, is as good as one
+    # with data.
+    weights = [track for track in _weights(known) if track.lost != _WITH_CONSTANT]
+    self._lose(weights, f"it meets data outside of a product, in {name}")
+    return [value if value.is_data else _CONSTANT for value in known]
+
+  def _product(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> _Value:
     """Notes a product; what it returns is no weight, or one that nobody can follow."""
-    kind, axes, macs = _contracted(eqn)
-    if picks:
-      kind, macs = "lookup", 0
-    factors = []
-    for of, contracted in zip(known, axes, strict=False):
-      for track in () if of is None or of == _DATA else of:
-        self._note(track, contracted, kind)
-        factors += [track.path] if track.dims is not None else []
-    self._count(dict.fromkeys(factors), macs * turns, scope)
-    if _DATA in known or kind == "lookup":  # rows of a table are data, whoever picks them
-      return _DATA
-    tracks = [track for of in known for track in of or ()]
-    return tuple(_Track(t.path, None, "a product of weights or constants") for t in tracks) or None
+    product = _PRODUCTS[eqn.primitive.name](eqn)
+    of_data = all(value.is_data for value in known)
+    for value, summed, kept in zip(known, product.summed, product.kept, strict=True):
+      if of_data:
+        mixtures = [track for track in value.tracks if _is_mixture(track, summed, kept)]
+        self._lose(mixtures, "data sums over two of its axes in turn, as where gates mix kernels")
+      elif not value.is_data:
+        for track in value.tracks:
+          self._note(track, summed, eqn.primitive.name)
+    weights = _weights(known)
+    factors = dict.fromkeys(track.path for track in weights if track.dims is not None)
+    self._count(factors, product.macs * turns, scope)
+    if _any_data(known):
+      return _Value(True, () if of_data else _results(eqn, known, product))
+    of_weights = all(value.tracks for value in known)
+    return _lost(known, "a product of weights" if of_weights else _WITH_CONSTANT)
 
   def _count(self, paths: Collection[str], macs: int, scope: str) -> None:
     """Notes the multiply-adds of a product of these parameters, or of one without any."""
@@ -209,44 +242,74 @@ class _Walk:
     for path in paths:
       self.macs[path] += macs * self.sizes[path] // max(whole, 1)
 
-  def _note(self, track: _Track, contracted: Sequence[int], kind: str) -> None:
+  def _note(self, track: _Track, contracted: Sequence[int], name: str) -> None:
     """Notes what a product that sums over some axes of a value does with its parameter."""
     if track.dims is None:
-      self.lost.setdefault(track.path, track.lost)
+      self._lose([track], "")
       return
-    summed = frozenset[int]().union(*(_all_of(track.dims[d]) for d in contracted))
+    summed = _all_of(*(track.dims[d] for d in contracted))
     left = [dim for d, dim in enumerate(track.dims) if d not in contracted]
-    if kind == "dot" and any(summed & part for dim in left for part, n in dim if n > 1):
-      self.lost.setdefault(track.path, "a product that sums over a part of an axis")
+    # Groups of a convolution lie along the input channels, at one offset of the window.
+    is_conv = name == "conv_general_dilated"
+    if not is_conv and any(summed & part for dim in left for part, n in dim if n > 1):
+      self._lose([track], "a product sums over a part of an axis of it")
     else:
-      self.products[track.path].append(Product(tuple(sorted(summed)), kind))
+      self.products[track.path].append(tuple(sorted(summed)))
 
-  def _scan(self, eqn: Any, known: list[Any], turns: int, scope: str) -> list[Any]:
+  def _scan(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
     p = eqn.params
-    consts, carries = p["num_consts"], p["num_carry"]
-    body, length = p["jaxpr"].jaxpr, p["length"]
-    first = [_carried(k) for k in known[consts : consts + carries]]
-    layers = [_unstacked(k) for k in known[consts + carries :]]
-    given = [*known[:consts], *first, *layers]
-    outs = self.run(body, _bound(body.invars, given), turns * length, scope)
-    # A carry that is the same weight after a turn is so after all of them.
-    last = [k if k == out else _lost(k, out, "scan") for k, out in zip(first, outs, strict=False)]
-    return [*last, *(_lost(None, out, "scan") for out in outs[carries:])]
+    body, (consts, carries) = p["jaxpr"].jaxpr, (p["num_consts"], p["num_carry"])
+    layers = [_unstacked(value) for value in known[consts + carries :]]
+    given = known[:consts], known[consts : consts + carries], layers
+    carry = self._carry(body, *given, "scan")
+    outs = self.run(body, [*known[:consts], *carry, *layers], turns * p["length"], scope)
+    return [*carry, *(_lost([out], "scan") for out in outs[carries:])]
 
-  def _while(self, eqn: Any, known: list[Any], turns: int, scope: str) -> list[Any]:
-    skip = eqn.params["cond_nconsts"]
-    body, consts = eqn.params["body_jaxpr"].jaxpr, eqn.params["body_nconsts"]
-    first = [_carried(k) for k in known[skip + consts :]]
-    given = [*known[skip : skip + consts], *first]
-    outs = self.run(body, _bound(body.invars, given), turns, scope)
-    return [k if k == out else _lost(k, out, "while") for k, out in zip(first, outs, strict=True)]
+  def _while(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
+    p = eqn.params
+    test, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
+    skip, first = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    carry = self._carry(body, known[skip:first], known[first:], (), "while")
+    self.run(test, [*known[:skip], *carry], turns, scope)
+    self.run(body, [*known[skip:first], *carry], turns, scope)
+    return carry
 
-  def _cond(self, eqn: Any, known: list[Any], turns: int, scope: str) -> list[Any]:
-    found = [
-      self.run(branch.jaxpr, _bound(branch.jaxpr.invars, known[1:]), turns, scope)
-      for branch in eqn.params["branches"]
-    ]
-    return [_either(outs) for outs in zip(*found, strict=True)]
+  def _carry(
+    self,
+    body: Any,
+    consts: Sequence[_Value],
+    carry: Sequence[_Value],
+    layers: Sequence[_Value],
+    name: str,
+  ) -> list[_Value]:
+    """Returns a carry that is the same after a turn, and gives up the weights in it that change."""
+    carry = [_DATA if value.is_data else value for value in carry]
+    while True:
+      outs = _Walk(self.sizes).run(body, [*consts, *carry, *layers])[: len(carry)]
+      changed = [i for i, (k, out) in enumerate(zip(carry, outs, strict=True)) if k != out]
+      weights = _weights([values[i] for values in (carry, outs) for i in changed])
+      self._lose(weights, f"it changes from turn to turn of a {name}")
+      if all(carry[i].is_data for i in changed):
+        return carry
+      carry = [_DATA if i in changed else value for i, value in enumerate(carry)]
+
+  def _cond(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
+    branches = eqn.params["branches"]
+    found = [self.run(branch.jaxpr, known[1:], turns, scope) for branch in branches]
+    return [self._either(outs) for outs in zip(*found, strict=True)]
+
+  def _either(self, outs: Sequence[_Value]) -> _Value:
+    if is_data := _any_data(outs):
+      outs = self._met(outs, "cond")
+    return _Value(is_data, tuple(dict.fromkeys(t for value in outs for t in value.tracks)))
+
+
+def _any_data(known: Iterable[_Value]) -> bool:
+  return any(value.is_data for value in known)
+
+
+def _weights(known: Iterable[_Value]) -> list[_Track]:
+  return [track for value in known if not value.is_data for track in value.tracks]
 
 
 def _is_statistic(eqn: Any) -> bool:
@@ -257,23 +320,20 @@ def _is_statistic(eqn: Any) -> bool:
   return all(var.aval.dtype == bool for var in eqn.outvars)
 
 
-def _followed(eqn: Any, known: list[Any], i: int) -> tuple[_Track, ...]:
-  """Returns the parameters that output i of an equation depends on, and where their axes are."""
+def _followed(eqn: Any, known: Sequence[_Value], i: int) -> _Value:
+  """Returns what output i of an equation depends on, and where the axes of parameters are in it."""
   name, shape, tracks = eqn.primitive.name, eqn.outvars[i].aval.shape, []
-  follow = _FOLLOW.get(name)
-  for j, of in enumerate(known):
-    for track in of or ():
+  is_data, follow = _any_data(known), _FOLLOW.get(name)
+  for j, value in enumerate(known):
+    for track in value.tracks:
       dims = None
       if track.dims is not None and follow is not None:
         dims = follow(eqn, j, i, track.dims)
       elif name in _SAME_SHAPE and eqn.invars[j].aval.shape == shape:
         dims = track.dims
-      tracks.append(_Track(track.path, dims, "" if dims is not None else track.lost or name))
-  return tuple(dict.fromkeys(tracks))
-
-
-def _bound(variables: Sequence[Any], known: Sequence[Any]) -> dict[Any, Any]:
-  return {v: k for v, k in zip(variables, known, strict=True) if k}
+      if dims is not None or not is_data:
+        tracks.append(_Track(track.path, dims, "" if dims is not None else track.lost or name))
+  return _Value(is_data, tuple(dict.fromkeys(tracks)))
 
 
 def _inner(eqn: Any) -> Any:
@@ -285,10 +345,18 @@ def _inner(eqn: Any) -> Any:
   return None
 
 
-def _made(jaxpr: Any) -> dict[Any, Any]:
-  """Returns variable -> the equation that makes it."""
-  return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+def _unstacked(value: _Value) -> _Value:
+  """Returns a stacked value without its first axis, as a turn of a scan sees it."""
+  tracks = (t if t.dims is None else t._replace(dims=t.dims[1:]) for t in value.tracks)
+  return value._replace(tracks=tuple(tracks))
 
+
+def _lost(known: Sequence[_Value], name: str) -> _Value:
+  """Returns what depends on these values, without knowing where axes of weights are in it."""
+  return _Value(_any_data(known), tuple(_Track(t.path, None, name) for t in _weights(known)))
+
+
+# --- one-hots -------------------------------------------------------------------------------------
 
 # What moves the entries of a one-hot, and leaves each as it is.
 _MOVES = frozenset(
@@ -296,58 +364,101 @@ _MOVES = frozenset(
 )
 
 
-def _picks(var: Any, made: Mapping[Any, Any]) -> bool:
-  """Returns whether a value is a one-hot: the outcome of == as numbers."""
+def _made(jaxpr: Any) -> dict[Any, Any]:
+  """Returns variable -> the equation that makes it."""
+  return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def _source(var: Any, made: Mapping[Any, Any]) -> tuple[str, Sequence[Any], Mapping[Any, Any]]:
+  """Returns the primitive that computes the entries of a value, its operands, what makes these."""
   while not isinstance(var, core.Literal) and (eqn := made.get(var)) is not None:
     if (inner := _inner(eqn)) is not None:
       var, made = inner.outvars[eqn.outvars.index(var)], _made(inner)
     elif eqn.primitive.name in _MOVES:
       var = eqn.invars[0]
     else:
-      return eqn.primitive.name == "eq"
-  return False
+      return eqn.primitive.name, eqn.invars, made
+  return "", (), made
 
 
-def _carried(known: Any) -> Any:
-  """Returns what is known of a carry: what is no weight may become data in a turn."""
-  return known if known else _DATA
+def _is_one_hot(var: Any, made: Mapping[Any, Any]) -> bool:
+  """Returns whether a value is a one-hot: where something equals a range, as numbers."""
+  name, operands, made = _source(var, made)
+  return name == "eq" and any(_source(operand, made)[0] == "iota" for operand in operands)
 
 
-def _unstacked(known: Any) -> Any:
-  """Returns a stacked value without its first axis, as a turn of a scan sees it."""
-  if not known or known == _DATA:
-    return known
-  return tuple(t if t.dims is None else t._replace(dims=t.dims[1:]) for t in known)
+# --- products -------------------------------------------------------------------------------------
 
 
-def _lost(*known: Any) -> Any:
-  """Returns the values of a loop, which nobody can follow out of it."""
-  *values, name = known
-  if _DATA in values:
-    return _DATA
-  return tuple(_Track(t.path, None, name) for of in values for t in of or ()) or None
+class _Product(NamedTuple):
+  """A product of two operands.
+
+  Attributes:
+    summed: the axes of each that it sums over.
+    kept: the axes of each that the other does not share, which follow one another in a result.
+    macs: multiply-adds.
+  """
+
+  summed: tuple[Sequence[int], Sequence[int]]
+  kept: tuple[Sequence[int], Sequence[int]]
+  macs: int
 
 
-def _either(outs: Sequence[Any]) -> Any:
-  if _DATA in outs:
-    return _DATA
-  return tuple(dict.fromkeys(t for of in outs for t in of or ())) or None
+def _dot(eqn: Any) -> _Product:
+  p, (lhs, rhs) = eqn.params, (v.aval.shape for v in eqn.invars[:2])
+  if ragged := p.get("ragged_dot_dimension_numbers"):
+    # Data picks the group whose kernel a row meets, and it meets no other.
+    numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+  else:
+    numbers, groups = p["dimension_numbers"], ()
+  summed, shared = numbers
+  left = [a for a in range(len(lhs)) if a not in (*summed[0], *shared[0])]
+  right = [a for a in range(len(rhs)) if a not in (*summed[1], *shared[1], *groups)]
+  return _Product(summed, (left, right), math.prod(lhs) * math.prod(rhs[a] for a in right))
 
 
-def _contracted(eqn: Any) -> tuple[str, tuple[Sequence[int], Sequence[int]], int]:
-  """Returns the kind of a product, the axes of both operands that it sums over, and its size."""
-  lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-  out, p = eqn.outvars[0].aval.shape, eqn.params
-  if eqn.primitive.name == "dot_general":
-    (left, right), _ = p["dimension_numbers"]
-    return "dot", (left, right), math.prod(out) * math.prod(lhs[a] for a in left)
-  if eqn.primitive.name == "gather":
-    numbers = p["dimension_numbers"]
-    return "lookup", ((*numbers.collapsed_slice_dims, *numbers.operand_batching_dims), ()), 0
-  # Groups of a convolution lie along the input channels, at one offset of the window.
-  spec = p["dimension_numbers"]
-  macs = math.prod(out) * math.prod(rhs) // rhs[spec.rhs_spec[0]]
-  return "conv", ((spec.lhs_spec[1],), (spec.rhs_spec[1],)), macs
+def _conv(eqn: Any) -> _Product:
+  spec, rhs = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
+  (batch, features, *window), (out, channels, *_) = spec.lhs_spec, spec.rhs_spec
+  macs = math.prod(eqn.outvars[0].aval.shape) * math.prod(rhs) // rhs[out]
+  return _Product(((features,), (channels,)), ((batch, *window), (out,)), macs)
+
+
+_PRODUCTS: Mapping[str, Callable[[Any], _Product]] = {
+  "dot_general": _dot,
+  "ragged_dot_general": _dot,
+  "conv_general_dilated": _conv,
+}
+
+
+def _results(eqn: Any, known: Sequence[_Value], product: _Product) -> tuple[_Track, ...]:
+  """Returns where axes of weights are in their product with data, as far as mixtures need it."""
+  if eqn.primitive.name == "conv_general_dilated":
+    return ()
+  shape, tracks = eqn.outvars[0].aval.shape, []
+  end = len(shape) - len(product.kept[1])
+  starts = (end - len(product.kept[0]), end)
+  for value, kept, start in zip(known, product.kept, starts, strict=True):
+    for track in _weights([value]):
+      if track.dims is not None and len(_all_of(*(track.dims[a] for a in kept))) > 1:
+        dims = _unknown(shape)
+        dims[start : start + len(kept)] = [track.dims[a] for a in kept]
+        tracks.append(_Track(track.path, tuple(dims)))
+  return tuple(tracks)
+
+
+def _is_mixture(track: _Track, summed: Sequence[int], kept: Sequence[int]) -> bool:
+  """Returns whether data that a weight made is a kernel, in a product with other data.
+
+  It is one where nothing but axes of the weight is left of it. In attention tokens are left of a
+  query as well, also where all heads share their keys. A hypernetwork makes a kernel along one axis
+  of its weight, and that weight is contracted along the other.
+  """
+  if track.dims is None or not kept:
+    return False
+  along = _all_of(*(track.dims[a] for a in summed))
+  left = [_all_of(track.dims[a]) for a in kept]
+  return bool(along) and all(left) and along.isdisjoint(frozenset().union(*left))
 
 
 # --- how equations move the axes of a weight ------------------------------------------------------
@@ -361,7 +472,8 @@ def _transpose(eqn, j, i, dims):
 def _reshape(eqn, j, i, dims):
   """Cuts the pieces of all axes anew; None where an axis would be cut across its rows."""
   del j, i
-  pieces = [piece for dim in dims for piece in dim if piece[1] != 1]
+  order = eqn.params["dimensions"] or range(len(dims))  # vmap of a convolution has one
+  pieces = [piece for a in order for piece in dims[a] if piece[1] != 1]
   out = []
   for size in eqn.outvars[0].aval.shape:
     dim, have = [], 1
@@ -384,7 +496,7 @@ def _reshape(eqn, j, i, dims):
 def _broadcast(eqn, j, i, dims):
   del j, i
   shape, given = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape
-  out: list[_Dim] = [((frozenset(), n),) for n in shape]
+  out = _unknown(shape)
   for dim, n, to in zip(dims, given, eqn.params["broadcast_dimensions"], strict=True):
     if n == shape[to]:
       out[to] = dim
@@ -405,8 +517,19 @@ def _resized(eqn, j, i, dims):
   return tuple(dim if n == m else ((_all_of(dim), m),) for dim, n, m in pairs)
 
 
-def _all_of(dim: _Dim) -> frozenset[int]:
-  return frozenset(itertools.chain.from_iterable(part for part, _ in dim))
+def _gathered(eqn, j, i, dims):
+  """Shards that devices put together."""
+  return _resized(eqn, j, i, dims) if eqn.params["tiled"] else None
+
+
+def _unknown(shape: Sequence[int]) -> list[_Dim]:
+  """Returns axes that are none of the parameter."""
+  return [((frozenset(), n),) for n in shape]
+
+
+def _all_of(*dims: _Dim) -> frozenset[int]:
+  """Returns the axes of the parameter that are in some axes of a value."""
+  return frozenset[int]().union(*(part for dim in dims for part, _ in dim))
 
 
 _FOLLOW: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
@@ -414,12 +537,15 @@ _FOLLOW: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
   "reshape": _reshape,
   "broadcast_in_dim": _broadcast,
   "squeeze": _squeeze,
+  "all_gather": _gathered,
   **dict.fromkeys(("slice", "dynamic_slice", "split", "pad", "concatenate"), _resized),
 }
 # Elementwise, of one shape: a product with a mask, a cast, a scale.
 _SAME_SHAPE = frozenset(
   "convert_element_type copy copy_p mul add sub div neg sign abs exp log tanh logistic sqrt rsqrt "
   "integer_pow pow square max min clamp select_n stop_gradient reduce_precision rev round floor "
-  "optimization_barrier sharding_constraint layout_constraint device_put pvary psum mesh_cast "
+  "sharding_constraint layout_constraint mesh_cast "
   "reshard add_any nm_pinned erf cbrt expm1 log1p sin cos is_finite".split()
 )
+# Each output is one operand, or its sum over devices.
+_EACH_ALONE = frozenset("optimization_barrier device_put pvary psum psum_invariant".split())

@@ -7,7 +7,6 @@ paths that are alike -> [group] -> 'encoder/layers_{0..11}/mlp/wi_{0,1}/kernel'
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -58,15 +57,6 @@ def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
   return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
 
 
-def sizes(tree: Any) -> dict[str, int]:
-  """Returns path -> number of entries of each leaf, which may be a shape.
-
-  >>> sizes({"wi": {"kernel": jax.ShapeDtypeStruct((4, 8), "float32")}})
-  {'wi/kernel': 32}
-  """
-  return {path: math.prod(leaf.shape) for path, leaf in flatten(tree)}
-
-
 _Named = list[tuple[tuple[str, ...], list[str]]]  # (words of a name, its paths)
 
 
@@ -91,12 +81,15 @@ def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str
   """
   dotted = any("." in path for path in paths) and not any("/" in path for path in paths)
   mark, number = (".", r"()(\d+)") if dotted else ("/", r"(.*_)(\d+)")
+
+  def before_number(word):
+    found = re.fullmatch(number, word)
+    return (found[1], found[2]) if found else (word, "")
+
   named: _Named = [(tuple(path.split(mark)), [path]) for path in paths]
-  depth = max((len(key) for key, _ in named), default=0)
-  for position in range(depth):
-    named = _merge_numbers(named, position, number)
-  for position in range(depth) if words else ():
-    named = _merge_words(named, position)
+  for cut in (before_number, lambda word: ("", word)) if words else (before_number,):
+    for position in range(max((len(key) for key, _ in named), default=0)):
+      named = _merge(named, position, cut)
   return [(mark.join(key), of) for key, of in named]
 
 
@@ -114,41 +107,35 @@ def alike(facts: Mapping[str, _Fact]) -> Iterator[tuple[str, list[str], _Fact]]:
       yield name, paths, fact
 
 
-def _merge_numbers(named: _Named, position: int, number: str) -> _Named:
+def _merge(named: _Named, position: int, cut: Callable[[str], tuple[str, str]]) -> _Named:
+  """Joins names that are equal but for the varying end of the word at a position.
+
+  Args:
+    named: names as words, with their paths.
+    position: of the word.
+    cut: word -> what must be equal of it, and its varying end.
+  """
   merged: dict[tuple, list[tuple[str, list[str]]]] = {}
   for key, of in named:
-    word = key[position] if position < len(key) else ""
-    found = re.fullmatch(number, word)
-    stem = found[1] if found else None
-    left = (key[:position], key[position + 1 :], stem, word if stem is None else "")
-    merged.setdefault(left, []).append((found[2] if found else "", of))
-  named = []
-  for (before, after, stem, word), members in merged.items():
-    here = word if stem is None else stem + _numbers([int(number) for number, _ in members])
-    middle = (here,) if here else ()
-    named.append(((*before, *middle, *after), [p for _, of in members for p in of]))
-  return named
+    here = key[position : position + 1]
+    stem, end = cut(here[0]) if here else ("", "")
+    alike = (key[:position], len(here), key[position + 1 :], stem)
+    merged.setdefault(alike, []).append((end, of))
+  out = []
+  for (before, has_word, after, stem), members in merged.items():
+    word = stem + _joined([end for end, _ in members])
+    paths = [path for _, of in members for path in of]
+    out.append(((*before, *[word] * has_word, *after), paths))
+  return out
 
 
-def _merge_words(named: _Named, position: int) -> _Named:
-  merged: dict[tuple, list[tuple[str, list[str]]]] = {}
-  for key, of in named:
-    word = key[position] if position < len(key) else ""
-    merged.setdefault((key[:position], key[position + 1 :], len(key)), []).append((word, of))
-  named = []
-  for (before, after, _), members in merged.items():
-    here = members[0][0]
-    if len(members) > 1:
-      here = "{" + ",".join(sorted(word for word, _ in members)) + "}"
-    middle = (here,) if here else ()
-    named.append(((*before, *middle, *after), [p for _, of in members for p in of]))
-  return named
-
-
-def _numbers(values: Sequence[int]) -> str:
-  values = sorted(values)
-  if len(values) == 1:
-    return str(values[0])
-  if len(values) > 2 and values == list(range(values[0], values[-1] + 1)):
-    return f"{{{values[0]}..{values[-1]}}}"
-  return "{" + ",".join(map(str, values)) + "}"
+def _joined(ends: Sequence[str]) -> str:
+  # '{0..11}', '{0,1,3}' or '{wi,wo}'; a single end as it is.
+  if len(ends) == 1:
+    return ends[0]
+  if all(end.isdigit() for end in ends):
+    values = sorted(map(int, ends))
+    if len(values) > 2 and values == list(range(values[0], values[-1] + 1)):
+      return f"{{{values[0]}..{values[-1]}}}"
+    return "{" + ",".join(map(str, values)) + "}"
+  return "{" + ",".join(sorted(ends)) + "}"

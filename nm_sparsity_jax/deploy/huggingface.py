@@ -1,6 +1,6 @@
 """Hugging Face's T5 and T5X's parameter tree, there and back.
 
-    T5Config -> [sources] -> key of T5X's tree -> Source: their tensors, shapes, order of axes
+    key of T5X's tree -> [name_of] -> Hugging Face's name
     key -> array <-> [to_tensors, from_tensors] <-> Hugging Face's name -> tensor
     config.json  <-> [from_json, to_json] <-> T5Config
     FOLDER -> [Folder] -> config, tensors -> [write_folder] -> another FOLDER
@@ -12,16 +12,14 @@
 
 Nothing is computed, so weights come back bit for bit, and zeros of pruning are zeros there. Trees
 are those of T5X and of `models.t5`, scanned or not. Kernels are (in, out) here and (out, in) there,
-so groups of m lie along axis 0 here and along 1 there. Where T5X scans over layers, an array holds
-all layers, and attention kernels keep heads and head_dim apart. There each layer has tensors of its
-own, and attention kernels have two axes.
+so groups of m lie along axis 0 here and along 1 there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import math
 import os
 import pathlib
 import re
@@ -29,166 +27,107 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import safetensors_file
 from nm_sparsity_jax.deploy.names import difference
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
-from nm_sparsity_jax.models.t5 import T5Config
+from nm_sparsity_jax.deploy.unstack_layers import apart, restacked, without_scan
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _INDEX = f"{_WEIGHTS}.index.json"
 _SHARD_BYTES = 5_000_000_000  # as transformers writes them
 # What a tokenizer and `generate` read: a folder that is made from another one keeps them.
-_BESIDE = (
+_COMPANIONS = (
   "generation_config.json", "spiece.model", "tokenizer.json", "tokenizer_config.json",
   "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_FLOATS = ("float32", "bfloat16", "float16")
 
 # --- the table of names ---------------------------------------------------------------------------
 
 _SHARED, _HEAD = "shared.weight", "lm_head.weight"
-_BUCKETS = 32  # of relative positions; every T5 has as many
-# Blocks of a layer: ours -> the norm before it; theirs, by its number.
-_ATTENTION = ("pre_attention_layer_norm", "SelfAttention")
-_MLP = ("pre_mlp_layer_norm", "DenseReluDense")
-_BLOCKS = {
-  "encoder": {"attention": _ATTENTION, "mlp": _MLP},
-  "decoder": {
-    "self_attention": ("pre_self_attention_layer_norm", "SelfAttention"),
-    "encoder_decoder_attention": ("pre_cross_attention_layer_norm", "EncDecAttention"),
-    "mlp": _MLP,
-  },
+_RELPOS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+# What lies outside of the layers, and what lies in one: ours -> theirs.
+_OUTSIDE = {
+  "token_embedder/embedding": _SHARED,
+  "encoder/relpos_bias/rel_embedding": f"encoder.{_RELPOS}",
+  "decoder/relpos_bias/rel_embedding": f"decoder.{_RELPOS}",
+  "encoder/encoder_norm/scale": "encoder.final_layer_norm.weight",
+  "decoder/decoder_norm/scale": "decoder.final_layer_norm.weight",
+  "decoder/logits_dense/kernel": _HEAD,
 }
+_MODULES = {
+  "pre_attention_layer_norm": "layer.0.layer_norm",
+  "attention": "layer.0.SelfAttention",
+  "pre_self_attention_layer_norm": "layer.0.layer_norm",
+  "self_attention": "layer.0.SelfAttention",
+  "pre_cross_attention_layer_norm": "layer.1.layer_norm",
+  "encoder_decoder_attention": "layer.1.EncDecAttention",
+}
+_MLP = {"pre_mlp_layer_norm": "layer_norm", "mlp": "DenseReluDense"}
 _KERNELS = {"query": "q", "key": "k", "value": "v", "out": "o"}
-_RELPOS = "relpos_bias/rel_embedding"
-# What files may hold beside: copies of a tensor, which must be equal to it, and what no T5 reads.
-# The head is a copy where the logits come from the embedding.
-_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)
+# What files may hold as well: copies of the embedding, and what no T5 reads.
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-  """Where one of our arrays lies among Hugging Face's tensors.
+# T5Config's field -> theirs, and what it is where config.json does not say.
+_SIZES = {
+  "vocab_size": ("vocab_size", 32128),
+  "emb_dim": ("d_model", 512),
+  "num_heads": ("num_heads", 8),
+  "num_encoder_layers": ("num_layers", 6),
+  "num_decoder_layers": ("num_decoder_layers", None),  # as many as the encoder has
+  "head_dim": ("d_kv", 64),
+  "mlp_dim": ("d_ff", 2048),
+}
+_SHAPED = (*_SIZES, "logits_via_embedding", "param_scan_axis")  # what shapes depend on
 
-  Attributes:
-    names: theirs; one for each layer where the array holds all layers.
-    shape: of our array of one layer.
-    turned: how many axes of ours, from the first one, are the second axis there; 0 = as here.
-    axis: along which the array holds layers; None = it is of one layer, or of no layer.
+
+def name_of(key: str) -> str:
+  """Returns Hugging Face's name of an array of T5X's tree without a scan.
+
+  >>> name_of("decoder/layers_3/mlp/wi_0/kernel")
+  'decoder.block.3.layer.2.DenseReluDense.wi_0.weight'
   """
-
-  names: tuple[str, ...]
-  shape: tuple[int, ...]
-  turned: int = 0
-  axis: int | None = None
-
-  @property
-  def ours(self) -> tuple[int, ...]:
-    """Returns the shape of our array."""
-    if self.axis is None:
-      return self.shape
-    return (*self.shape[: self.axis], len(self.names), *self.shape[self.axis :])
-
-  @property
-  def theirs(self) -> tuple[int, ...]:
-    """Returns the shape of each of their tensors."""
-    if not self.turned:
-      return self.shape
-    return math.prod(self.shape[self.turned :]), math.prod(self.shape[: self.turned])
-
-  def take(self, tensors: Mapping[str, Any]) -> np.ndarray:
-    """Returns our array of their tensors.
-
-    Args:
-      tensors: their name -> array, or `Lazy`.
-    """
-    if len(dtypes := {str(tensors[name].dtype) for name in self.names}) > 1:
-      raise ValueError(f"{self.names[0]!r} and its like in other layers are {sorted(dtypes)}.")
-    arrays = [np.asarray(tensors[name]) for name in self.names]
-    if self.turned:
-      arrays = [x.T.reshape(self.shape) for x in arrays]
-    return np.array(arrays[0], order="C") if self.axis is None else np.stack(arrays, self.axis)
-
-  def give(self, key: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns their tensors of our array, which are views of it.
-
-    Args:
-      key: of the array, for an error.
-      array: ours.
-
-    Raises:
-      ValueError: layers differ in what is one tensor there.
-    """
-    layers = [array] if self.axis is None else list(np.moveaxis(array, self.axis, 0))
-    if len(set(self.names)) < len(layers) and any((x != layers[0]).any() for x in layers):
-      raise ValueError(
-        f"the layers differ in {key!r}: T5X learns a table of relative positions for each layer "
-        "where it scans over them, and Hugging Face's T5 has one for all: train with "
-        "scan_layers=False."
-      )
-    if self.turned:
-      layers = [x.reshape(self.theirs[::-1]).T for x in layers]
-    return dict(zip(self.names, layers, strict=True))
+  if key in _OUTSIDE:
+    return _OUTSIDE[key]
+  stack, layer, block, *kernel = key.split("/")
+  # The MLP is the last part of a layer, behind two kinds of attention in the decoder.
+  last = 1 if stack == "encoder" else 2
+  module = _MODULES.get(block) or f"layer.{last}.{_MLP[block]}"
+  words = [stack, "block", layer.removeprefix("layers_"), module]
+  return ".".join([*words, *(_KERNELS.get(word, word) for word in kernel[:-1]), "weight"])
 
 
-def sources(config: T5Config) -> dict[str, Source]:
-  """Returns key of T5X's tree -> where its array lies among Hugging Face's tensors.
-
-  >>> sources(T5Config.t5_1_1("tiny"))["decoder/logits_dense/kernel"].theirs
-  (32128, 128)
-
-  Args:
-    config: of the network; scanned or not.
-  """
-  wide = (config.emb_dim,)
-  found = {"token_embedder/embedding": Source((_SHARED,), (config.vocab_size, *wide))}
-  depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
-  for stack, depth in depths.items():
-    of_layers = {f"{path}": (f"{stack}.block.{{}}.{name}", shape, turned)
-                 for path, (name, shape, turned) in _layer(stack, config).items()}  # fmt: skip
-    relpos = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    table = (config.num_heads, _BUCKETS)
-    if config.scan_layers:
-      of_layers[_RELPOS] = relpos, table, 1  # of each layer, and equal
-    else:
-      found[f"{stack}/{_RELPOS}"] = Source((relpos,), table, 1)
-    for path, (name, shape, turned) in of_layers.items():
-      names = tuple(name.format(i) for i in range(depth))
-      if config.scan_layers:
-        found[f"{stack}/{stack}/{path}"] = Source(names, shape, turned, config.param_scan_axis)
-      else:
-        for i, one in enumerate(names):
-          found[f"{stack}/layers_{i}/{path}"] = Source((one,), shape, turned)
-    found[f"{stack}/{stack}_norm/scale"] = Source((f"{stack}.final_layer_norm.weight",), wide)
-  if not config.logits_via_embedding:
-    found["decoder/logits_dense/kernel"] = Source((_HEAD,), (*wide, config.vocab_size), 1)
-  return found
+def is_transposed(key: str) -> bool:
+  """Returns whether the axes of an array are in the other order there."""
+  return key.endswith(("kernel", "rel_embedding"))
 
 
-def _layer(stack: str, config: T5Config) -> dict[str, tuple[str, tuple[int, ...], int]]:
-  """Returns what is in a layer: our path -> their name, our shape, axes that are turned."""
-  embed, mlp, heads = config.emb_dim, config.mlp_dim, (config.num_heads, config.head_dim)
-  joined = heads if config.scan_layers else (math.prod(heads),)
-  inner = [f"wi_{i}" for i in range(len(config.mlp_activations))]
-  found: dict[str, tuple[str, tuple[int, ...], int]] = {}
-  for i, (block, (norm, theirs)) in enumerate(_BLOCKS[stack].items()):
-    found[f"{norm}/scale"] = f"layer.{i}.layer_norm.weight", (embed,), 0
-    if block == "mlp":
-      shapes = dict.fromkeys(inner if len(inner) > 1 else ["wi"], (embed, mlp))
-      shapes["wo"] = mlp, embed
-    else:
-      shapes = {**dict.fromkeys(_KERNELS, (embed, *joined)), "out": (*joined, embed)}
-    for name, shape in shapes.items():
-      turned = len(joined) if name == "out" else 1
-      their = f"layer.{i}.{theirs}.{_KERNELS.get(name, name)}.weight"
-      found[f"{block}/{name}/kernel"] = their, shape, turned
-  return found
+def shapes_of(config: T5Config) -> dict[str, tuple[int, ...]]:
+  """Returns key -> shape of the parameters of a network, scanned or not."""
+  activations = tuple(config.mlp_activations)
+  scanned = _scanned_shapes(activations, *(getattr(config, field) for field in _SHAPED))
+  if not config.scan_layers:
+    scan = dataclasses.replace(config, scan_layers=True)
+    scanned = {k: x for key, one in scanned.items() for k, x in apart(key, one, scan).items()}
+  return {key: x.shape for key, x in scanned.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def _scanned_shapes(activations: tuple[str, ...], *sizes: Any) -> dict[str, jax.ShapeDtypeStruct]:
+  # The trace of a scan is one layer, so it is fast for any depth.
+  fields: dict[str, Any] = dict(zip(_SHAPED, sizes, strict=True))
+  net = Transformer(T5Config(**fields, mlp_activations=activations, scan_layers=True))
+  ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  init = functools.partial(net.init, enable_dropout=False)
+  return dict(flatten(jax.eval_shape(init, jax.random.key(0), ids, ids, ids)["params"]))
 
 
 # --- there and back -------------------------------------------------------------------------------
@@ -204,16 +143,10 @@ def to_tensors(arrays: Mapping[str, np.ndarray], config: T5Config) -> dict[str, 
   Raises:
     ValueError: they are of another network, or layers differ in what is one tensor there.
   """
-  table = sources(config)
-  if said := difference(
-    {key: source.ours for key, source in table.items()}, {k: x.shape for k, x in arrays.items()}
-  ):
+  if said := difference(shapes_of(config), {key: x.shape for key, x in arrays.items()}):
     raise ValueError(f"the tree is not of the network of this config: {said}.")
-  for key, x in arrays.items():
-    if str(x.dtype) not in _FLOATS:
-      raise ValueError(f"{key} is {x.dtype}, and weights are {', '.join(_FLOATS)}.")
-  given = (source.give(key, np.asarray(arrays[key])) for key, source in table.items())
-  return {name: x for tensors in given for name, x in tensors.items()}
+  layers = {k: x for key, array in arrays.items() for k, x in apart(key, array, config).items()}
+  return {name_of(key): x.T if is_transposed(key) else x for key, x in layers.items()}
 
 
 def from_tensors(tensors: Mapping[str, Any], config: T5Config, what: str) -> dict[str, Lazy]:
@@ -227,14 +160,23 @@ def from_tensors(tensors: Mapping[str, Any], config: T5Config, what: str) -> dic
   Raises:
     ValueError: a name is missing or unknown, or a tensor has another shape: all in one error.
   """
-  table = sources(config)
-  wanted = {name: source.theirs for source in table.values() for name in source.names}
+  layers = shapes_of(without_scan(config))
+  wanted = {name_of(k): s[::-1] if is_transposed(k) else s for k, s in layers.items()}
   if said := difference(wanted, {name: x.shape for name, x in tensors.items()}):
     raise ValueError(f"{what}: of tensors, {said}.")
-  return {
-    key: Lazy(s.ours, np.dtype(tensors[s.names[0]].dtype), lambda s=s: s.take(tensors))
-    for key, s in table.items()
-  }
+  for name, x in tensors.items():
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(f"{what}: {name!r} is {x.dtype}, and weights are floating.")
+  made = {key: _lazy(tensors[name_of(key)], is_transposed(key)) for key in layers}
+  return restacked(made, shapes_of(config), config)
+
+
+def _lazy(tensor: Any, transposed: bool) -> Lazy:
+  def make() -> np.ndarray:
+    array = np.asarray(tensor)
+    return np.array(array.T if transposed else array, order="C")
+
+  return Lazy(tensor.shape[::-1] if transposed else tensor.shape, np.dtype(tensor.dtype), make)
 
 
 def to_huggingface(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -266,8 +208,8 @@ def from_huggingface(tensors: Mapping[str, Any], config: T5Config) -> dict[str, 
   Raises:
     ValueError: as in `from_tensors`.
   """
-  copies = _COPIES if config.logits_via_embedding else _COPIES[:2]
-  own = {name: x for name, x in tensors.items() if name not in (*copies, *_UNREAD)}
+  unread = {*_COPIES, *_UNREAD, *([_HEAD] if config.logits_via_embedding else [])}
+  own = {name: x for name, x in tensors.items() if name not in unread}
   found = from_tensors(own, config, "the state dict is of another network")
   return nested({key: np.asarray(x) for key, x in found.items()})
 
@@ -316,7 +258,7 @@ def is_t5(keys: Collection[str]) -> bool:
 def config_of(
   shapes: Mapping[str, tuple[int, ...]], what: str, activations: Sequence[str] | None = None
 ) -> T5Config:
-  """Returns the sizes of the T5 whose parameters have these shapes; every key must be known.
+  """Returns the sizes of the T5 whose parameters have these shapes.
 
   Args:
     shapes: key of T5X's tree, scanned or not -> shape.
@@ -325,15 +267,13 @@ def config_of(
       projections, else T5.1.0's.
 
   Raises:
-    ValueError: it is of no T5, or of another one than T5X's: the keys are named in groups.
+    ValueError: it is of no T5, or of another one than T5X's: all keys are in one error.
   """
-  if not is_t5(shapes):
-    raise ValueError(f"{what} is not of a T5: it has no token_embedder/embedding, or no norms.")
   try:
     config = _config_of(shapes, activations)
-  except (KeyError, IndexError, ZeroDivisionError) as e:
-    raise ValueError(f"{what} is not of T5X's T5: {e.args[0]!r} is missing or too small.") from e
-  if said := difference({key: source.ours for key, source in sources(config).items()}, shapes):
+  except (KeyError, IndexError) as e:
+    raise ValueError(f"{what} is not of T5X's T5: {e.args[0]!r} is missing.") from e
+  if said := difference(shapes_of(config), shapes):
     raise ValueError(f"{what} is not of T5X's T5: {said}.")
   return config
 
@@ -342,53 +282,36 @@ def _config_of(
   shapes: Mapping[str, tuple[int, ...]], activations: Sequence[str] | None
 ) -> T5Config:
   vocab, embed = shapes["token_embedder/embedding"]
-  scans = any(key.startswith("encoder/encoder/") for key in shapes)
-  depth, axis = {}, 1
-  for stack in ("encoder", "decoder"):
-    if scans:
-      norm = shapes[f"{stack}/{stack}/pre_mlp_layer_norm/scale"]
-      # (embed, layers), or (layers, embed) with param_scan_axis = 0; T5X's own value is 1.
-      axis = 1 if norm[0] == embed else 0
-      depth[stack] = norm[axis]
-    else:
-      found = (re.match(rf"{stack}/layers_(\d+)/", key) for key in shapes)
-      depth[stack] = len({hit[1] for hit in found if hit})
-  first = "encoder/encoder" if scans else "encoder/layers_0"
-  wi = sorted(key for key in shapes if key.startswith(f"{first}/mlp/wi"))
-  alone = lambda shape: tuple(n for i, n in enumerate(shape) if not (scans and i == axis))
-  heads = alone(shapes[f"encoder/{'encoder/' if scans else ''}{_RELPOS}"])[0]
-  kernel = alone(shapes[f"{first}/attention/query/kernel"])
-  return T5Config(
-    vocab_size=vocab,
+  norm = shapes.get("encoder/encoder/pre_mlp_layer_norm/scale")
+  # (embed, layers), or (layers, embed) with param_scan_axis = 0; T5X's own value is 1.
+  axis = 0 if norm is not None and norm[0] != embed else 1
+  scan = T5Config(vocab, scan_layers=norm is not None, param_scan_axis=axis)
+  layers: dict[str, Any] = {}
+  for key, shape in shapes.items():
+    layers |= apart(key, jax.ShapeDtypeStruct(shape, jnp.float32), scan)
+  depth = lambda stack: len([k for k in layers if re.search(rf"{stack}/.*/pre_mlp_layer_norm", k)])
+  heads = layers["encoder/relpos_bias/rel_embedding"].shape[0]
+  first = "encoder/layers_0"
+  is_gated = f"{first}/mlp/wi_0/kernel" in layers
+  return dataclasses.replace(
+    scan,
     emb_dim=embed,
     num_heads=heads,
-    head_dim=math.prod(kernel[1:]) // heads,
-    num_encoder_layers=depth["encoder"],
-    num_decoder_layers=depth["decoder"],
-    mlp_dim=alone(shapes[wi[0]])[1],
-    mlp_activations=tuple(activations or (("relu",) if len(wi) == 1 else ("gelu", "linear"))),
-    logits_via_embedding="decoder/logits_dense/kernel" not in shapes,
-    scan_layers=scans,
-    param_scan_axis=axis,
+    head_dim=layers[f"{first}/attention/query/kernel"].shape[1] // heads,
+    num_encoder_layers=depth("encoder"),
+    num_decoder_layers=depth("decoder"),
+    mlp_dim=layers[f"{first}/mlp/wo/kernel"].shape[0],
+    mlp_activations=tuple(activations or (("gelu", "linear") if is_gated else ("relu",))),
+    logits_via_embedding="decoder/logits_dense/kernel" not in layers,
   )
 
 
 # --- config.json ----------------------------------------------------------------------------------
 
-# T5Config's field -> theirs, and what it is where config.json does not say.
-_SIZES = {
-  "vocab_size": ("vocab_size", 32128),
-  "emb_dim": ("d_model", 512),
-  "num_heads": ("num_heads", 8),
-  "num_encoder_layers": ("num_layers", 6),
-  "num_decoder_layers": ("num_decoder_layers", None),  # as many as the encoder has
-  "head_dim": ("d_kv", 64),
-  "mlp_dim": ("d_ff", 2048),
-}
 # What every T5 here has.
 _FIXED = {
   "layer_norm_epsilon": 1e-6,
-  "relative_attention_num_buckets": _BUCKETS,
+  "relative_attention_num_buckets": 32,
   "relative_attention_max_distance": 128,
 }
 # `feed_forward_proj` -> activations. flax's gelu is the approximation by tanh, their `gelu_new`.
@@ -399,9 +322,6 @@ _ACTIVATIONS = {
   "gated-silu": ("silu", "linear"),
   "gelu_new": ("gelu",),
   "silu": ("silu",),
-  "gated-gelu_new": ("gelu", "linear"),
-  "gated-swish": ("silu", "linear"),
-  "swish": ("silu",),
 }
 
 
@@ -410,7 +330,7 @@ def from_json(found: Mapping[str, Any], what: str) -> T5Config:
 
   T5 1.0 ties its logits to the embedding, and scales them by d_model ** -0.5. T5 1.1 does neither.
   One switch says both here (`logits_via_embedding`). There `tie_word_embeddings` says both; what
-  transformers 5 saves always ties by its word, and has `scale_decoder_outputs` beside it.
+  transformers 5 saves always ties by its word, and has `scale_decoder_outputs` as well.
 
   >>> from_json({"model_type": "t5", "d_model": 64, "tie_word_embeddings": False}, "it").emb_dim
   64
@@ -424,28 +344,16 @@ def from_json(found: Mapping[str, Any], what: str) -> T5Config:
   """
   if found.get("model_type") != "t5":
     raise ValueError(f"{what} is of the model {found.get('model_type')!r}: only 't5' is read.")
-  for name in ("quantization_config", "sparsity_config"):
-    if found.get(name):
-      raise ValueError(f"{what} has a {name}: its tensors are no plain weights, which are read.")
+  if found.get("quantization_config"):
+    raise ValueError(f"{what} has a quantization_config, and only plain weights are read.")
   for name, value in _FIXED.items():
     if found.get(name, value) != value:
       raise ValueError(f"{what}: {name} is {found[name]!r}, and {value!r} in every T5 of T5X.")
-  sizes: dict[str, Any] = {}
-  for field, (name, usual) in _SIZES.items():
-    value = found.get(name)
-    if value is None:
-      value = sizes["num_encoder_layers"] if usual is None else usual
-    if type(value) is not int or value < 1:
-      raise ValueError(f"{what}: {name} is {value!r}, and must be a positive integer.")
-    sizes[field] = value
-  dropout = found.get("dropout_rate", 0.1)
-  if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-    raise ValueError(
-      f"{what}: dropout_rate is {dropout!r}, and must be a number from 0 to below 1."
-    )
-  is_tied = found.get("tie_word_embeddings", True)
-  scales = found.get("scale_decoder_outputs", is_tied is not False)
-  if scales and is_tied is False:
+  sizes = {field: found.get(name) or usual for field, (name, usual) in _SIZES.items()}
+  sizes["num_decoder_layers"] = sizes["num_decoder_layers"] or sizes["num_encoder_layers"]
+  ties = found.get("tie_word_embeddings", True)
+  scales = found.get("scale_decoder_outputs", ties)
+  if scales and not ties:
     raise ValueError(
       f"{what}: scale_decoder_outputs is true and tie_word_embeddings false, as in no T5: T5 1.0 "
       "ties and scales, T5 1.1 does neither."
@@ -453,12 +361,12 @@ def from_json(found: Mapping[str, Any], what: str) -> T5Config:
   return T5Config(
     **sizes,
     mlp_activations=activations_of(found.get("feed_forward_proj", "relu"), what),
-    dropout_rate=float(dropout),
+    dropout_rate=found.get("dropout_rate", 0.1),
     logits_via_embedding=bool(scales),
   )
 
 
-def activations_of(words: Any, what: str) -> tuple[str, ...]:
+def activations_of(words: str, what: str) -> tuple[str, ...]:
   """Returns the activations that `feed_forward_proj` names.
 
   >>> activations_of("gated-silu", "it")
@@ -468,9 +376,9 @@ def activations_of(words: Any, what: str) -> tuple[str, ...]:
     words: its value.
     what: says in an error what was looked at.
   """
-  if not isinstance(words, str) or words not in _ACTIVATIONS:
+  if words not in _ACTIVATIONS:
     known = ", ".join(_ACTIVATIONS)
-    raise ValueError(f"{what}: feed_forward_proj is {words!r}: {known} are known.")
+    raise ValueError(f"{what}: feed_forward_proj is {words!r}: choose one of {known}.")
   return _ACTIVATIONS[words]
 
 
@@ -541,8 +449,6 @@ class Folder:
   def __init__(self, path: str | os.PathLike):
     self.path = os.fspath(path)
     folder = pathlib.Path(path)
-    if not folder.is_dir():
-      raise FileNotFoundError(f"there is no folder {self.path!r}")
     if not (folder / _CONFIG).is_file():
       raise ValueError(
         f"{self.path!r} has no {_CONFIG}, which tells the sizes of the network: copy it there from "
@@ -550,27 +456,20 @@ class Folder:
       )
     self.json = _read_json(folder / _CONFIG)
     self.config = from_json(self.json, repr(os.path.join(self.path, _CONFIG)))
-    self.tensors = _tensors(folder)
-    copies = _COPIES
-    if not self.config.logits_via_embedding:
-      copies = _COPIES[:2]
-      # transformers 5 ties T5 1.1 too, where nobody gave it a head of its own. It does not scale.
-      if self.json.get("tie_word_embeddings", True) and _SHARED in self.tensors:
-        self.tensors.setdefault(_HEAD, self.tensors[_SHARED])
+    tensors = _tensors(folder)
     for name in _UNREAD:
-      self.tensors.pop(name, None)
-    found = {name: self.tensors.pop(name) for name in copies if name in self.tensors}
-    if found and (shared := self.tensors.get(_SHARED)):
-      checked = lambda: self._equal(shared, found)
-      self.tensors[_SHARED] = Lazy(shared.shape, shared.dtype, checked)
-    from_tensors(
-      self.tensors, self.config, f"{self.path!r} is not the T5 that its config.json tells"
-    )
-    for name, x in self.tensors.items():
-      if x.dtype.name not in _FLOATS:
-        raise ValueError(
-          f"{self.path!r}: {name!r} is {x.dtype}, and weights are read as {', '.join(_FLOATS)}."
-        )
+      tensors.pop(name, None)
+    copies = _COPIES
+    if self.config.logits_via_embedding:
+      copies = (*_COPIES, _HEAD)
+    elif self.json.get("tie_word_embeddings", True) and _SHARED in tensors:
+      # transformers 5 ties T5 1.1 too, where nobody gave it a head of its own. It does not scale.
+      tensors.setdefault(_HEAD, tensors[_SHARED])
+    found = {name: tensors.pop(name) for name in copies if name in tensors}
+    if found and (shared := tensors.get(_SHARED)):
+      tensors[_SHARED] = dataclasses.replace(shared, make=lambda: self._equal(shared, found))
+    self.tensors = tensors
+    from_tensors(tensors, self.config, f"{self.path!r} is not the T5 that its config.json tells")
 
   def _equal(self, shared: Lazy, copies: Mapping[str, Lazy]) -> np.ndarray:
     array = np.asarray(shared)
@@ -589,70 +488,60 @@ class Folder:
       config: of the network, which must have the folder's sizes and choices; None = the folder's.
     """
     if config is None:
-      return from_tensors(self.tensors, self.config, repr(self.path))
-    value = lambda config, field: (
-      tuple(config.mlp_activations) if field == "mlp_activations" else getattr(config, field)
-    )
-    pairs = {
-      field: (value(self.config, field), value(config, field))
-      for field in (*_SIZES, "mlp_activations", "logits_via_embedding")
-    }
-    if differs := [f"{f} is {a} there and {b} here" for f, (a, b) in pairs.items() if a != b]:
+      config = self.config
+    config = dataclasses.replace(config, mlp_activations=tuple(config.mlp_activations))
+    fields = (*_SIZES, "mlp_activations", "logits_via_embedding")
+    pairs = ((field, getattr(self.config, field), getattr(config, field)) for field in fields)
+    if differs := [
+      f"{f} is {there} there and {here} here" for f, there, here in pairs if there != here
+    ]:
       raise ValueError(
         f"{self.path!r} is of another network: {', '.join(differs)}. Choose its model file."
       )
     return from_tensors(self.tensors, config, repr(self.path))
 
-  def beside(self) -> list[pathlib.Path]:
-    """Returns the files beside config.json and tensors that a tokenizer and `generate` read."""
-    files = (pathlib.Path(self.path, name) for name in _BESIDE)
+  def companions(self) -> list[pathlib.Path]:
+    """Returns the files that a tokenizer and `generate` read."""
+    files = (pathlib.Path(self.path, name) for name in _COMPANIONS)
     return [file for file in files if file.is_file()]
 
 
 def _tensors(folder: pathlib.Path) -> dict[str, Lazy]:
   """Returns name -> array, of all files in a folder."""
   if (folder / _INDEX).is_file():
-    told: Any = _read_json(folder / _INDEX).get("weight_map")
-    files = set(told.values()) if isinstance(told, dict) else set()
-    # A file that lies elsewhere is not of this folder.
-    if not files or any(not isinstance(x, str) or x != os.path.basename(x) for x in files):
-      raise ValueError(f"{str(folder / _INDEX)!r} has no weight_map from names to files beside it.")
-    opened = {file: safetensors_file.Opened(folder / file).tensors for file in files}
-    for name, file in told.items():
-      if name not in opened[file]:
-        raise ValueError(f"{str(folder)!r}: {name!r} is not in {file!r}, where {_INDEX} has it.")
-    return {name: opened[file][name] for name, file in told.items()}
-  if (folder / _WEIGHTS).is_file():
-    return dict(safetensors_file.Opened(folder / _WEIGHTS).tensors)
-  if (folder / _PICKLED[0]).is_file():
+    files = set(_read_json(folder / _INDEX)["weight_map"].values())
+    if any(file != os.path.basename(file) for file in files):
+      raise ValueError(f"{str(folder / _INDEX)!r} names files of another folder.")
+  elif (folder / _WEIGHTS).is_file():
+    files = {_WEIGHTS}
+  else:
     safetensors_file.refuse_pickled(folder / _PICKLED[0])
-  raise ValueError(f"{str(folder)!r} has neither {_WEIGHTS} nor {_INDEX}.")
+    raise ValueError(f"{str(folder)!r} has neither {_WEIGHTS} nor {_INDEX}.")
+  opened = [safetensors_file.Opened(folder / file).tensors for file in sorted(files)]
+  return {name: x for tensors in opened for name, x in tensors.items()}
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
   try:
-    found = json.loads(file.read_bytes())
-    if not isinstance(found, dict):
-      raise ValueError(f"it holds a {type(found).__name__}")
-  except (ValueError, RecursionError) as e:
-    raise ValueError(f"{str(file)!r} is no JSON object ({first_line(e)}).") from e
-  return found
+    return json.loads(file.read_bytes())
+  except ValueError as e:
+    raise ValueError(f"{str(file)!r} is no JSON ({e}).") from e
 
 
 def write_folder(
   path: str | os.PathLike,
   tensors: Mapping[str, np.ndarray],
   json_values: Mapping[str, Any],
-  beside: Sequence[str | os.PathLike] = (),
+  companions: Sequence[str | os.PathLike] = (),
   most: int = _SHARD_BYTES,
 ) -> None:
   """Writes a new folder: all of it, or nothing.
 
   Args:
-    path: of the folder, which must not be there; what is above it is made.
+    path: of the folder, which must not be there; its parents are made.
     tensors: of `to_tensors`.
     json_values: of config.json.
-    beside: more files, which are copied into it.
+    companions: more files, which are copied into it.
     most: bytes of the tensors of one file, where more than one tensor is in it.
   """
   shards: list[dict[str, np.ndarray]] = [{}]
@@ -662,9 +551,6 @@ def write_folder(
     shards[-1][name] = x
   with safetensors_file.whole(path) as unfinished:
     unfinished.mkdir()
-    dump = lambda file, values: (unfinished / file).write_text(
-      json.dumps(values, indent=2, sort_keys=True) + "\n"
-    )
     files: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
       file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else _WEIGHTS
@@ -672,7 +558,11 @@ def write_folder(
       files |= dict.fromkeys(shard, file)
     if len(shards) > 1:
       total = sum(x.nbytes for x in tensors.values())
-      dump(_INDEX, {"metadata": {"total_size": total}, "weight_map": files})
-    dump(_CONFIG, json_values)
-    for file in beside:
+      _write_json(unfinished / _INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+    _write_json(unfinished / _CONFIG, json_values)
+    for file in companions:
       shutil.copy(file, unfinished)
+
+
+def _write_json(file: pathlib.Path, values: Mapping[str, Any]) -> None:
+  file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.core import packed as of_one
-from nm_sparsity_jax.core.packed import MOST, NMPacked, Sizes, like, lost_signs, pack, sizes, unpack
+from nm_sparsity_jax.core.packed import MOST, NMPacked, Sizes, like, pack, sizes, unpack
 from nm_sparsity_jax.core.text import printable, table
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names, path_name
 from nm_sparsity_jax.deploy.unstack_layers import unstacked
 from nm_sparsity_jax.models.t5 import T5Config
 from nm_sparsity_jax.models.vit import ViTConfig
-from nm_sparsity_jax.training.rules import Rules, require
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.training.sites import Site
 
 __all__ = [
   "VALUES", "ZEROS", "Decision", "Report", "decide", "is_packed", "pack_tree", "prepare", "report",
@@ -40,19 +39,20 @@ __all__ = [
 VALUES = ("float32", "bfloat16", "float16", "int8")  # of a packed weight
 ZEROS = "a convolution, or stacked by a scan (nms.inference_tree.unstacked)"
 _FLOATS = VALUES[:3]  # what `packed.pack` takes
+_PACKED = lambda x: isinstance(x, NMPacked)
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-  """What becomes of each parameter of a tree; its `str` is a table.
+  """What becomes of each parameter of a tree.
 
   Attributes:
-    packed: path -> Place, of the kernels that a file holds packed.
+    packed: path -> Site, of the kernels that a file holds packed.
     dense: path -> why a parameter keeps its zeros.
     dtypes: path -> numpy's name of the dtype of the packed values.
   """
 
-  packed: Mapping[str, Place]
+  packed: Mapping[str, Site]
   dense: Mapping[str, str]
   dtypes: Mapping[str, str]
 
@@ -79,24 +79,6 @@ class Decision:
     place = self.packed[path]
     return like(place.pattern, place.groups, self.dtypes[path])
 
-  def __str__(self) -> str:
-    facts = {
-      path: (p.shape, str(p.pattern), self.dtypes[path], self.in_network(path))
-      for path, p in self.packed.items()
-    }
-    rows = [(name, *told, len(paths)) for name, paths, told in alike(facts)]
-    lines = table(("packed", "shape", "pattern", "values", "remarks", "kernels"), rows)
-    return "\n".join(map(printable, [*lines, *_why(self.dense)]))
-
-
-def _why(dense: Mapping[str, str]) -> Iterator[str]:
-  """Yields a line for each reason, with its parameters."""
-  reasons: dict[str, list[str]] = {}
-  for name, _, why in alike(dense):
-    reasons.setdefault(why, []).append(name)
-  for why, names in reasons.items():
-    yield f"with zeros, {why}: {', '.join(names)}"
-
 
 def decide(params: Any, rules: Rules, dtype: Any = None) -> Decision:
   """Returns which parameters of a tree are packed. It looks at shapes and dtypes alone.
@@ -104,7 +86,7 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> Decision:
   A kernel is packed where the rules give it a pattern n:m with n < m along what its layer
   contracts, and where that saves bytes. The pattern is the last one of its recipe.
 
-      print(decide(params, rules))
+      print(decide(params, rules).dense)
 
   Args:
     params: the finalized parameters, or their shapes, not scanned: see `unstacked`. A flat dict of
@@ -112,12 +94,11 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> Decision:
     rules: the rules.
     dtype: of the values: 'float32', 'bfloat16', 'float16' or 'int8'. None: that of each kernel.
   """
-  require(rules, "nms.inference_tree.decide(params, rules)")
   if dtype is not None and np.dtype(dtype).name not in VALUES:
     raise ValueError(f"dtype={dtype!r}: packed values are {', '.join(VALUES)}, or as they are.")
   known = {path: np.dtype(getattr(x, "dtype", np.float32)) for path, x in flatten(params)}
   assignment = rules.assign(params)
-  packed: dict[str, Place] = {}
+  packed: dict[str, Site] = {}
   dense: dict[str, str] = {}
   dtypes: dict[str, str] = {}
   for path, own in known.items():
@@ -132,7 +113,7 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> Decision:
   return Decision(packed, dense, dtypes)
 
 
-def _refused(place: Place, own: np.dtype, kind: np.dtype) -> str:
+def _refused(place: Site, own: np.dtype, kind: np.dtype) -> str:
   """Says why a kernel stays dense, '' where it is packed."""
   pattern = place.pattern
   if place.path.rpartition("/")[-1] != "kernel":
@@ -157,7 +138,7 @@ def _refused(place: Place, own: np.dtype, kind: np.dtype) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What `pack_tree` did; its `str` is a table.
+  """What was packed and what was not; its `str` is a table.
 
   Attributes:
     sizes: path -> bytes of each packed kernel, and of the same with its zeros.
@@ -165,7 +146,6 @@ class Report:
     weights: path -> how many weights a packed kernel has, zeros included.
     dense: path -> why a parameter keeps its zeros.
     rest: bytes of these.
-    lost: path -> how many -0.0 became +0.0, where there were any.
   """
 
   sizes: Mapping[str, Sizes]
@@ -173,7 +153,6 @@ class Report:
   weights: Mapping[str, int]
   dense: Mapping[str, str]
   rest: int
-  lost: Mapping[str, int]
 
   @property
   def total(self) -> int:
@@ -189,13 +168,15 @@ class Report:
     facts = {path: (self.patterns[path], found) for path, found in self.sizes.items()}
     rows = [
       (name, pattern, f"{found.dense:,}", f"{found.total:,}", f"{found.ratio:.2f}x",
-       f"{found.total / max(self.weights[paths[0]], 1):.4f}", len(paths))
+       f"{found.total / self.weights[paths[0]]:.4f}", len(paths))
       for name, paths, (pattern, found) in alike(facts)
     ]  # fmt: skip
     head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "a weight", "kernels"
     lines = table(head, rows) if rows else ["nothing is packed"]
-    lines += _why(self.dense)
-    lines += [f"{name}: {count:,} -0.0 are +0.0 now" for name, _, count in alike(self.lost)]
+    reasons: dict[str, list[str]] = {}
+    for name, _, why in alike(self.dense):
+      reasons.setdefault(why, []).append(name)
+    lines += [f"with zeros, {why}: {', '.join(names)}" for why, names in reasons.items()]
     lines += [f"in all {self.total:,} bytes, and {self.zeros:,} with zeros"]
     return "\n".join(map(printable, lines))
 
@@ -215,43 +196,39 @@ def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report
     ValueError: a kernel is not n:m, or a value does not fit `dtype`.
   """
   decision = decide(params, rules, dtype).of_network()
-  lost: dict[str, int] = {}
 
   def one(path: str, w: Any) -> Any:
     if path not in decision.packed:
       return w
-    place, w = decision.packed[path], np.asarray(w)
-    if count := lost_signs(w, place.pattern, place.groups):
-      lost[path] = count
-    return pack(w, place.pattern, place.groups, decision.dtypes[path], path)
+    place = decision.packed[path]
+    return pack(np.asarray(w), place.pattern, place.groups, decision.dtypes[path], path)
 
-  return map_with_names(one, params), report(decision, params, lost)
+  return map_with_names(one, params), report(decision, params)
 
 
-def report(decision: Decision, params: Any, lost: Mapping[str, int]) -> Report:
+def report(decision: Decision, params: Any) -> Report:
   """Returns what a decision means for a tree, in bytes.
 
   Args:
     decision: of `decide`.
     params: the tree, or its shapes.
-    lost: path -> how many -0.0 became +0.0, where there were any.
   """
   known = dict(flatten(params))
   weights = {path: math.prod(x.shape) for path, x in known.items()}
   zeros = {path: n * np.dtype(known[path].dtype).itemsize for path, n in weights.items()}
-  told = {
+  bytes_of = {
     path: dataclasses.replace(sizes(decision.like(path)), dense=zeros[path])
     for path in decision.packed
   }
   patterns = {path: str(place.pattern) for path, place in decision.packed.items()}
   rest = sum(zeros[path] for path in decision.dense)
   weights = {path: weights[path] for path in decision.packed}
-  return Report(told, patterns, weights, decision.dense, rest, lost)
+  return Report(bytes_of, patterns, weights, decision.dense, rest)
 
 
 def is_packed(tree: Any) -> bool:
   """Returns whether a tree holds a packed kernel."""
-  return any(isinstance(x, NMPacked) for x in jax.tree.leaves(tree, is_leaf=_is_packed))
+  return any(isinstance(x, NMPacked) for x in jax.tree.leaves(tree, is_leaf=_PACKED))
 
 
 def unpack_tree(tree: Any) -> Any:
@@ -284,18 +261,9 @@ def prepare(
   Raises:
     ValueError: rows are no whole number from 1 on, or the backend is unknown or not there.
   """
-  if not callable(rows):
-    _check_rows(rows)
   count = rows if callable(rows) else lambda path: rows
-  ready = lambda path, x: of_one.prepare(x, _check_rows(count(path)), backend, memory)
+  ready = lambda path, x: of_one.prepare(x, count(path), backend, memory)
   return jax.tree.map(jnp.asarray, _map_packed(ready, tree))
-
-
-def _check_rows(rows: Any) -> int:
-  """Returns a number of rows; refuses what is none."""
-  if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
-    raise ValueError(f"{rows=}: give a whole number, 1 or more.")
-  return int(rows)
 
 
 def rows_of(
@@ -328,14 +296,10 @@ def rows_of(
   return rows
 
 
-def _is_packed(x: Any) -> bool:
-  return isinstance(x, NMPacked)
-
-
 def _map_packed(function: Callable[[str, NMPacked], Any], tree: Any) -> Any:
   """Returns the tree with function(path, kernel) in place of each packed kernel."""
 
   def one(keys, x):
     return function(path_name(keys), x) if isinstance(x, NMPacked) else x
 
-  return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_packed)
+  return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_PACKED)

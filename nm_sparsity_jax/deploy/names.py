@@ -1,8 +1,7 @@
-"""What the names of two trees have in common, and where they differ, in few words."""
+"""Where the names and shapes of two trees differ, in few words."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ def difference(
   """Says in one clause all that is missing, unknown and of another shape; '' where nothing is.
 
   >>> difference({"a.0.w": (2,), "a.1.w": (2,), "b": (3,)}, {"b": (4,)})
-  '2 of 3 are missing (a.{0,1}.w), 1 has another shape (b is (4,) there and (3,) here)'
+  '2 of 3 missing (a.{0,1}.w), 1 of another shape (b is (4,) there and (3,) here)'
 
   Args:
     wanted: name -> shape, of all that must be there.
@@ -28,23 +27,18 @@ def difference(
   """
   said = []
   if missing := [name for name in wanted if name not in found]:
-    are = "is" if len(missing) == 1 else "are"
-    said.append(f"{len(missing)} of {len(wanted)} {are} missing ({_grouped(missing)})")
+    said.append(f"{len(missing)} of {len(wanted)} missing ({_grouped(missing)})")
   if unknown := [name for name in found if name not in wanted]:
-    are = "is" if len(unknown) == 1 else "are"
-    said.append(f"{len(unknown)} {are} unknown ({_grouped(unknown)})")
+    said.append(f"{len(unknown)} unknown ({_grouped(unknown)})")
   if other := [n for n in wanted if n in found and tuple(found[n]) != tuple(wanted[n])]:
-    have, name = "has another shape" if len(other) == 1 else "have other shapes", other[0]
     there, here = where
+    name = other[0]
     example = f"{name} is {tuple(found[name])} {there} and {tuple(wanted[name])} {here}"
-    said.append(f"{len(other)} {have} ({example})")
+    said.append(f"{len(other)} of another shape ({example})")
   return ", ".join(said)
 
 
 def _grouped(names: Sequence[str]) -> str:
-  # `group` counts numbers between slashes; other libraries put them between dots.
-  parts = [re.sub(r"/\.(\d+)\b", r"/._\1", name.replace(".", "/.")) for name in names]
-  rows = group(parts)
-  shown = [name.replace("/._", ".").replace("/.", ".") for name, _ in rows[:_SHOWN]]
+  rows = group(names)
   left = sum(len(members) for _, members in rows[_SHOWN:])
-  return ", ".join(shown) + (f" and {left} more" if left else "")
+  return ", ".join(name for name, _ in rows[:_SHOWN]) + (f" and {left} more" if left else "")

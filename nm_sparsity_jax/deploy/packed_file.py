@@ -2,7 +2,7 @@
 
     variables, rules -> [write] -> F.safetensors
     F.safetensors -> [Opened] -> name -> NMPacked, or array, when it is asked for
-                  -> [read]   -> {"params", ...}: what network.apply takes, after `deployed.prepare`
+                  -> [read]   -> {"params", ...}: what network.apply takes, after `prepare`
 
 It is a safetensors file. A packed kernel NAME is two or three tensors of it: NAME.nm_values,
 NAME.nm_indices and, of int8, NAME.nm_scale, in the canonical layout of `packed`. Its metadata have
@@ -10,7 +10,7 @@ one entry, "nm_sparsity_jax", which is JSON:
 
     version  1
     rules    the text of the rules
-    packed   {NAME: {"n", "m", "axis", "shape", "dtype", "index_bits", "pad"}}
+    packed   {NAME: {"n", "m", "axis", "shape", "dtype"}}
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.core.packed import MOST, NMPacked, like, lost_signs, pack, unpack
-from nm_sparsity_jax.core.packed.array import wrong
+from nm_sparsity_jax.core.packed import NMPacked, check, like, pack, unpack
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
@@ -35,8 +34,7 @@ from nm_sparsity_jax.training.rules import Rules
 
 _ENTRY, _VERSION = "nm_sparsity_jax", 1
 _PARAMS = "params/"
-_PARTS = ("nm_values", "nm_indices", "nm_scale")
-_RESERVED = "nm_sparsity"  # the collection of a run's own state
+_PARTS = ("values", "indices", "scale")  # fields of NMPacked, and tensors NAME.nm_values, ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +50,13 @@ class Kernel:
   pattern: NM
   groups: Groups
   dtype: str
+
+  @classmethod
+  def of(cls, pattern: NM, shape: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> Kernel:
+    """Returns the kernel whose last group is completed by zeros."""
+    groups = Groups(shape, axes[0] if len(axes) == 1 else axes)
+    padded = dataclasses.replace(groups, pad=-groups.length % pattern.m)
+    return cls(pattern, padded, dtype)
 
   @property
   def like(self) -> NMPacked:
@@ -72,8 +77,6 @@ class Kernel:
       "axis": list(self.groups.axes),
       "shape": list(self.groups.shape),
       "dtype": self.dtype,
-      "index_bits": self.like.bits,
-      "pad": self.groups.pad,
     }
 
   def with_zeros(self, packed: NMPacked) -> np.ndarray:
@@ -87,9 +90,6 @@ class Kernel:
     return unpack(packed).reshape([shape[a] for a in order]).transpose(np.argsort(order))
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def write(
   path: str | os.PathLike, variables: Mapping[str, Any], rules: Rules, dtype: str | None = None
 ) -> inference_tree.Report:
@@ -99,49 +99,32 @@ def write(
 
   Args:
     path: of the file, which must not be there.
-    variables: 'params', n:m and not scanned (`unscanned.unstacked`); and other collections.
+    variables: 'params', n:m and not scanned (`unstack_layers.unstacked`); and other collections.
     rules: of the tree 'params'.
-    dtype: as in `deployed.decide`.
+    dtype: as in `inference_tree.decide`.
 
   Returns:
     What was packed, what was not, and why.
 
   Raises:
-    ValueError: a kernel is not n:m, nothing is to be packed, or a name cannot be kept.
+    ValueError: a kernel is not n:m, or nothing is to be packed.
   """
   arrays = {name: np.asarray(x) for name, x in flatten(variables)}
-  if parts := [name for name in arrays if _is_part(name)]:
-    raise ValueError(
-      f"{parts[0]!r} ends like a part of a packed kernel ({', '.join(_PARTS)}): rename it."
-    )
-  _check_names(arrays)
-  params = {p.removeprefix(_PARAMS): x for p, x in arrays.items() if p.startswith(_PARAMS)}
-  decision = inference_tree.decide(params, rules, dtype)
+  decision = inference_tree.decide(variables["params"], rules, dtype)
   if not decision.packed:
-    named = [path for path in decision.dense if rules.match(path)] or list(decision.dense)
-    why = f"{named[0]!r}: {decision.dense[named[0]]}" if named else "there are no parameters"
-    raise ValueError(f"nothing would be packed ({why}).")
-  text = rules_text.describe(rules)
-  rules_text.pack(text)  # refuses what no checkpoint could keep
-  tensors, told, lost = dict(arrays), {}, {}
+    raise ValueError(f"nothing would be packed: {dict(decision.dense)}")
+  tensors, kernels = dict(arrays), {}
   for key, place in decision.packed.items():
-    name, w = f"{_PARAMS}{key}", tensors.pop(f"{_PARAMS}{key}")
+    name, kind = f"{_PARAMS}{key}", decision.dtypes[key]
+    packed = pack(tensors.pop(name), place.pattern, place.groups, kind, key)
+    tensors |= {full: getattr(packed, part) for part, full in _parts(name, packed).items()}
     # Recipes may pad for a longer group than the last one, which is the one that is kept.
-    groups = dataclasses.replace(place.groups, pad=-place.groups.length % place.pattern.m)
-    kernel = Kernel(place.pattern, groups, decision.dtypes[key])
-    tensors |= _parts(name, pack(w, place.pattern, place.groups, kernel.dtype, key))
-    told[name] = kernel.json
-    if count := lost_signs(w, place.pattern, place.groups):
-      lost[key] = count
-  metadata = {"version": _VERSION, "rules": text, "packed": told}
-  safetensors_file.write(path, tensors, {_ENTRY: json.dumps(metadata)})
-  beside = dict.fromkeys((name for name in arrays if not name.startswith(_PARAMS)), "no parameter")
-  whole = dataclasses.replace(decision, dense={**decision.dense, **beside})
-  own = {name.removeprefix(_PARAMS): x for name, x in arrays.items()}
-  return inference_tree.report(whole, own, lost)
-
-
-# --- reading --------------------------------------------------------------------------------------
+    kernels[name] = Kernel.of(place.pattern, place.shape, place.axes, kind).json
+  header = {"version": _VERSION, "rules": rules_text.describe(rules), "packed": kernels}
+  safetensors_file.write(path, tensors, {_ENTRY: json.dumps(header)})
+  state = dict.fromkeys((name for name in arrays if not name.startswith(_PARAMS)), "no parameter")
+  whole = dataclasses.replace(decision, dense={**decision.dense, **state})
+  return inference_tree.report(whole, {name.removeprefix(_PARAMS): x for name, x in arrays.items()})
 
 
 def is_packed(opened: safetensors_file.Opened) -> bool:
@@ -150,7 +133,7 @@ def is_packed(opened: safetensors_file.Opened) -> bool:
 
 
 class Opened:
-  """A packed file whose header was read and checked.
+  """A packed file whose header was read.
 
       opened = Opened("F.safetensors")
       opened.leaf("params/encoder/layers_0/mlp/wi/kernel")  # an NMPacked
@@ -172,42 +155,45 @@ class Opened:
     file = safetensors_file.Opened(path)
     self.path, self._tensors = file.path, file.tensors
     if not is_packed(file):
-      raise ValueError(
-        f"{self.path!r} is not a packed file, which `nm-sparsity pack` writes: its metadata have "
-        f"no {_ENTRY}."
-      )
+      raise ValueError(f"{self.path!r} is not a packed file, which `nm-sparsity pack` writes.")
     try:
-      told = json.loads(file.metadata[_ENTRY])
-      if told["version"] != _VERSION:
-        raise ValueError(
-          f"it is of version {told['version']!r:.40}, and this package reads {_VERSION}: update "
-          "the package, or pack the checkpoint again"
-        )
-      self.rules = str(told["rules"])
-      self.kernels = {name: _kernel(name, values) for name, values in told["packed"].items()}
-      dense = _dense(file.tensors, self.kernels)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-      why = first_line(e).rstrip(".")
-      raise ValueError(f"{self.path!r} is not a packed file, or damaged ({why}).") from e
-    self.leaves = {name: (x.shape, x.dtype.name) for name, x in dense.items()}
+      header = json.loads(file.metadata[_ENTRY])
+      if header["version"] != _VERSION:
+        raise ValueError(f"its version is {header['version']}, and this package reads {_VERSION}")
+      self.rules = header["rules"]
+      self.kernels = {name: _kernel(values) for name, values in header["packed"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      why = f"{type(e).__name__}: {first_line(e)}"
+      raise ValueError(f"the header of {self.path!r} is damaged ({why}): pack again.") from e
+    parts = {x for name, kernel in self.kernels.items() for x in _parts(name, kernel.like).values()}
+    self.leaves = {
+      name: (x.shape, x.dtype.name) for name, x in file.tensors.items() if name not in parts
+    }
     for name, kernel in self.kernels.items():
       self.leaves[name] = kernel.groups.shape, kernel.like.dtype.name
 
   def packed(self, name: str) -> NMPacked:
     """Reads a packed kernel, and refuses what `pack` cannot have made.
 
+    The C++ kernels trust shapes and indices, so this is the place that looks at them.
+
     Args:
       name: of `kernels`.
 
     Raises:
-      ValueError: an index, a bit of padding or a scale is wrong.
+      ValueError: a shape, an index, a bit of padding or a scale is wrong.
     """
     wanted = self.kernels[name].like
-    found = {full: np.asarray(self._tensors[full]) for full in _parts(name, wanted)}
-    made = dataclasses.replace(wanted, **{_field(full): x for full, x in found.items()})
-    if said := wrong(made):
-      short = name.removeprefix(_PARAMS)
-      raise ValueError(f"{self.path!r} is damaged: {short!r} {said}: copy it again, or pack again.")
+    found = {}
+    for part, full in _parts(name, wanted).items():
+      if full not in self._tensors:
+        raise ValueError(f"{self.path!r} is damaged: {full!r} is missing.")
+      found[part] = np.asarray(self._tensors[full])
+      due = getattr(wanted, part)
+      if (found[part].shape, found[part].dtype) != (due.shape, due.dtype):
+        raise ValueError(f"{self.path!r} is damaged: {full!r} must be {due.dtype} {due.shape}.")
+    made = dataclasses.replace(wanted, **found)
+    check(made, f"{self.path}: {name.removeprefix(_PARAMS)}")
     return made
 
   def leaf(self, name: str) -> NMPacked | np.ndarray:
@@ -247,67 +233,13 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
   return nested({name: opened.leaf(name) for name in opened.leaves})
 
 
-def _kernel(name: str, told: Mapping[str, Any]) -> Kernel:
-  n, m, axes, shape = (told[key] for key in ("n", "m", "axis", "shape"))
-  if any(type(x) is not int or x < 0 for x in (n, m, *axes, *shape)):
-    raise ValueError(f"{name!r} has a size that is not a whole number")
-  if not 0 < n < m <= MOST:
-    raise ValueError(f"{name!r} is {n}:{m}, and must be n:m with 0 < n < m <= {MOST}")
-  if not axes or axes != sorted(set(axes)) or axes[-1] >= len(shape):
-    raise ValueError(f"{name!r} has groups along {axes} of the shape {shape}")
-  if told["dtype"] not in inference_tree.VALUES:
-    raise ValueError(f"{name!r} has values of {str(told['dtype'])[:40]!r}")
-  axis = axes[0] if len(axes) == 1 else tuple(axes)
-  groups = Groups(tuple(shape), axis, 0)
-  kernel = Kernel(NM(n, m), dataclasses.replace(groups, pad=-groups.length % m), told["dtype"])
-  wanted = kernel.json
-  for key in (*wanted, *told):
-    if told.get(key) != wanted.get(key):
-      raise ValueError(f"{key} of {name!r} is {told.get(key)!r}, and must be {wanted.get(key)!r}")
-  return kernel
+def _kernel(values: Mapping[str, Any]) -> Kernel:
+  if values["dtype"] not in inference_tree.VALUES:
+    raise ValueError(f"dtype {values['dtype']!r}")
+  pattern = NM(values["n"], values["m"])
+  return Kernel.of(pattern, tuple(values["shape"]), tuple(values["axis"]), values["dtype"])
 
 
-def _dense(tensors: Mapping[str, Any], kernels: Mapping[str, Kernel]) -> dict[str, Any]:
-  """Returns the tensors that are not packed; refuses parts that are missing, strange or left."""
-  left = dict(tensors)
-  for name, kernel in kernels.items():
-    for full, want in _parts(name, kernel.like).items():
-      found = left.pop(full, None)
-      if found is None or (found.shape, found.dtype) != (want.shape, want.dtype):
-        said = "missing" if found is None else f"{found.dtype} {found.shape}"
-        raise ValueError(f"{full!r} is {said}, and must be {want.dtype} {want.shape}")
-  for name in left:
-    if _is_part(name):
-      raise ValueError(f"{name!r} is a part of no packed kernel")
-    if name in kernels:
-      raise ValueError(f"{name!r} is packed and not packed")
-  _check_names({**left, **kernels})
-  return left
-
-
-def _check_names(names: Collection[str]) -> None:
-  """Refuses names that make no tree."""
-  for name in names:
-    words = name.split("/")
-    is_inside = any("/".join(words[:i]) in names for i in range(1, len(words)))
-    if len(words) < 2 or not all(words) or words[0] == _RESERVED or is_inside:
-      raise ValueError(f"{name!r} is not a path of a tree, such as {_PARAMS}head/kernel")
-
-
-def _is_part(name: str) -> bool:
-  return name.rpartition(".")[2] in _PARTS
-
-
-def _parts(name: str, packed: NMPacked) -> dict[str, Any]:
-  """Returns name of a tensor -> the array or shape of each part of a packed kernel."""
-  names = [f"{name}.{part}" for part in _PARTS]
-  return {full: x for full in names if (x := getattr(packed, _field(full))) is not None}
-
-
-def _field(name: str) -> str:
-  """Returns the field of NMPacked that a tensor is.
-
-  >>> _field("params/head/kernel.nm_values")
-  'values'
-  """
-  return name.rpartition(".nm_")[2]
+def _parts(name: str, packed: NMPacked) -> dict[str, str]:
+  """Returns field of NMPacked -> name of its tensor; only int8 has a scale."""
+  return {part: f"{name}.nm_{part}" for part in _PARTS if getattr(packed, part) is not None}

@@ -25,7 +25,6 @@ from nm_sparsity_jax.core.text import first_line
 
 SUFFIX = ".safetensors"
 PICKLED = (".bin", ".pth", ".pt", ".pkl", ".ckpt", ".tar")
-PT = {"format": "pt"}  # torch's loaders ask for it
 # numpy has no float of 8 bits without a package of its own, so these are not read.
 _DTYPES = {
   "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
@@ -60,7 +59,7 @@ class Opened:
 
   Attributes:
     path: as given.
-    metadata: what the file tells beside its tensors.
+    metadata: the texts that the file holds with its tensors.
     tensors: name -> array, which is read when it is asked for.
 
   Raises:
@@ -69,41 +68,26 @@ class Opened:
 
   def __init__(self, path: str | os.PathLike):
     self.path = os.fspath(path)
-    if not os.path.exists(self.path):
-      raise FileNotFoundError(f"there is no file {self.path!r}")
-    if not os.path.isfile(self.path):  # a pipe would wait for its writer
-      raise ValueError(f"{self.path!r} is not a file.")
+    refuse_pickled(self.path)
     try:
-      # Not mapped: a file that becomes shorter meanwhile is an error, and kills no process.
       self._file: Any = safetensors.safe_open(self.path, "np", backend="pread")
-    except (safetensors.SafetensorError, OSError) as e:
-      refuse_pickled(self.path)
+      self.metadata: dict[str, str] = self._file.metadata() or {}
+      self.tensors = {name: self._lazy(name) for name in self._file.keys()}
+    except (safetensors.SafetensorError, IsADirectoryError, KeyError) as e:
       raise ValueError(
-        f"{self.path!r} is not a safetensors file, or damaged ({first_line(e)}): copy it again, or "
-        "name another file."
+        f"{self.path!r} is not a safetensors file that numpy can read ({first_line(e)}): copy it "
+        "again, or name another file."
       ) from e
-    self.metadata: dict[str, str] = self._file.metadata() or {}
-    self.tensors = {name: self._lazy(name) for name in self._file.offset_keys()}
 
   def _lazy(self, name: str) -> Lazy:
     found = self._file.get_slice(name)
-    if (code := found.get_dtype()) not in _DTYPES:
-      raise ValueError(f"{self.path!r}: {name!r} is {code}, and {', '.join(_DTYPES)} are read.")
-    return Lazy(tuple(found.get_shape()), np.dtype(_DTYPES[code]), lambda: self._read(name))
-
-  def _read(self, name: str) -> np.ndarray:
-    try:
-      return self._file.get_tensor(name)
-    except (safetensors.SafetensorError, OSError) as e:
-      raise ValueError(f"{self.path!r}: {name!r} cannot be read ({first_line(e)}).") from e
+    dtype = np.dtype(_DTYPES[found.get_dtype()])
+    return Lazy(tuple(found.get_shape()), dtype, lambda: self._file.get_tensor(name))
 
 
 def refuse_pickled(path: str | os.PathLike) -> None:
-  """Raises for a file that torch pickled: its name or its first bytes say so."""
-  file = pathlib.Path(path)
-  with file.open("rb") as opened:
-    start = opened.read(2)
-  if file.suffix in PICKLED or start in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04"):
+  """Raises for a file that torch pickled: its name says so."""
+  if os.fspath(path).endswith(PICKLED) and os.path.isfile(path):
     raise ValueError(
       f"{os.fspath(path)!r} is a file that torch pickled. Opening one can run any code, so it is "
       "not read: in torch, load it with weights_only=True and write its state dict with "
@@ -112,7 +96,7 @@ def refuse_pickled(path: str | os.PathLike) -> None:
 
 
 def refuse_existing(path: str | os.PathLike) -> None:
-  """Raises where `write` would overwrite."""
+  """Raises where a new file or folder would overwrite another one."""
   if os.path.lexists(path):
     raise ValueError(f"{os.fspath(path)!r} is there already: it is never overwritten.")
 
@@ -122,10 +106,10 @@ def whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   """Makes a new file or folder that has its name when the `with` block ends well.
 
   Args:
-    path: of it, which must not be there; what is above it is made.
+    path: of it, which must not be there; its parents are made.
 
   Yields:
-    The path to write to, beside it. An error removes what is there.
+    The path to write to, in the same folder. An error removes what is there.
 
   Raises:
     ValueError: it is there, or cannot be written.
@@ -137,8 +121,8 @@ def whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     made.parent.mkdir(parents=True, exist_ok=True)
     yield unfinished
     os.rename(unfinished, made)
-  except (safetensors.SafetensorError, OSError) as e:
-    raise ValueError(f"{os.fspath(path)!r} could not be written ({first_line(e)}).") from e
+  except Exception as e:  # each library has errors of its own for a full disk
+    raise ValueError(f"{os.fspath(path)!r} could not be written: {first_line(e)}") from e
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)  # a folder
     with contextlib.suppress(OSError):
@@ -153,13 +137,12 @@ def write(
   Args:
     path: of the file, which must not be there; its folder is made.
     tensors: name -> array.
-    metadata: what is told beside them; None = what torch's loaders ask for.
+    metadata: texts to keep with them; None = what torch's loaders ask for.
 
   Raises:
     ValueError: the file is there, or cannot be written.
   """
   # The library writes the bytes as they lie in memory, so a view must become an array of its own.
   arrays = {name: np.asarray(x, order="C") for name, x in tensors.items()}
-  told = dict(PT if metadata is None else metadata)
   with whole(path) as unfinished:
-    safetensors.numpy.save_file(arrays, unfinished, told or None)  # it cannot read {} again
+    safetensors.numpy.save_file(arrays, unfinished, dict(metadata or {"format": "pt"}))

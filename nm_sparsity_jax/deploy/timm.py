@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,23 +25,21 @@ from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import safetensors_file
 from nm_sparsity_jax.deploy.names import difference
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
+from nm_sparsity_jax.deploy.unstack_layers import apart, restacked
+from nm_sparsity_jax.models.vit import ViTConfig
 
-# What timm may store beside parameters, and what it follows from. None of it is read; of these,
-# `to_timm` writes `num_batches_tracked`, as 0.
-DERIVED = {
-  "relative_coords_table": "the window",
-  "relative_position_index": "the window",
-  "attn_mask": "the window and the image size",
-  "k_bias": "nothing: it is 0",
-  "num_batches_tracked": "the steps of a run: it counts them, and no sum depends on it",
-}
+# What timm may store that follows from something else. None of it is read; of these, `to_timm`
+# writes `num_batches_tracked`, as 0. The bias of k is 0 in a Swin V2.
+DERIVED = (
+  "relative_coords_table", "relative_position_index", "attn_mask", "k_bias", "num_batches_tracked",
+)  # fmt: skip
 # Family -> a name that only its state dict has.
 FAMILIES = {
   "Swin V2": "layers.0.blocks.0.attn.logit_scale",
   "ResNet": "layer1.0.conv1.weight",
   "ViT": "pos_embed",
 }
-_STACK = "params/blocks/"  # of a ViT that scans; its layers lie along axis 0
+_SCAN = ViTConfig(scan=True)  # of our networks of images, only a ViT scans
 
 # --- the table of names ---------------------------------------------------------------------------
 
@@ -67,8 +66,10 @@ class Source:
 
   def rows(self, tensor: Any) -> np.ndarray:
     """Returns the part of timm's tensor, in timm's layout; a view."""
-    each = len(tensor) // self.parts if self.parts > 1 else None
-    return tensor if each is None else tensor[self.part * each : (self.part + 1) * each]
+    if self.parts == 1:
+      return tensor
+    each = len(tensor) // self.parts
+    return tensor[self.part * each : (self.part + 1) * each]
 
   def take(self, tensor: np.ndarray) -> np.ndarray:
     """Returns our array, a view of timm's tensor.
@@ -85,12 +86,10 @@ class Source:
       return array
     return array.transpose(np.argsort(_OURS[array.ndim]))
 
-  def theirs(self, shape: tuple[int, ...] | None, tensors: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of timm's tensor, of that of our array; of any array, the tensor's own."""
-    if shape is None:
-      return tensors[self.name].shape if self.name in tensors else ()
-    theirs = self.give(np.broadcast_to(np.int8(0), shape)).shape
-    return (self.parts * theirs[0], *theirs[1:]) if self.parts > 1 else theirs
+  def shape_there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of timm's tensor, of that of our array."""
+    rows = self.give(np.broadcast_to(np.int8(0), shape)).shape
+    return (self.parts * rows[0], *rows[1:]) if self.parts > 1 else rows
 
 
 def sources(keys: Collection[str]) -> dict[str, Source]:
@@ -104,18 +103,18 @@ def sources(keys: Collection[str]) -> dict[str, Source]:
 
 def _source(key: str, keys: Collection[str]) -> Source:
   *words, leaf = key.split("/")[1:]
-  module = lambda word: (
+  modules = [
     _MODULES.get(word) or re.sub(r"^(blocks|layers|layer\d+|cpb_mlp)_(\d+)$", r"\1.\2", word)
-  )
+    for word in words
+  ]
   if words[-2:-1] == ["attn"] and words[-1] in "qkv":
-    attention, which = ".".join(map(module, words[:-1])), words[-1]
+    attention, which = ".".join(modules[:-1]), words[-1]
     if leaf == "kernel":
       return Source(f"{attention}.qkv.weight", "qkv".index(which), 3, kernel=True)
     if key.replace(f"/{which}/bias", "/k/bias") in keys:
       return Source(f"{attention}.qkv.bias", "qkv".index(which), 3)
     return Source(f"{attention}.{which}_bias")  # of Swin V2, whose k has none
-  name = ".".join([*map(module, words), _LEAVES.get(leaf, leaf)])
-  return Source(name, kernel=leaf == "kernel")
+  return Source(".".join([*modules, _LEAVES.get(leaf, leaf)]), kernel=leaf == "kernel")
 
 
 def keys_of(names: Iterable[str]) -> list[str]:
@@ -127,41 +126,29 @@ def keys_of(names: Iterable[str]) -> list[str]:
   found = []
   for name in names:
     module, _, leaf = name.rpartition(".")
+    if leaf in DERIVED:
+      continue
     for ours, theirs in _MODULES.items():
       module = re.sub(rf"\b{re.escape(theirs)}$", ours, module)
     module = re.sub(r"\b(blocks|layers|layer\d+|cpb_mlp)\.(\d+)", r"\1_\2", module)
     collection = "batch_stats" if leaf.startswith("running_") else "params"
     if leaf == "weight":
       leaf = "scale" if re.search(r"(norm|bn)\d?$", module) else "kernel"
-    if leaf in DERIVED:
-      continue
     if leaf in ("q_bias", "v_bias"):
       module, leaf = f"{module}.{leaf[0]}", "bias"
     modules = [module]
     if module.endswith(".qkv"):
       modules = [f"{module.removesuffix('qkv')}{which}" for which in "qkv"]
-    found += [
-      "/".join(filter(None, (collection, *m.split("."), leaf.removeprefix("running_"))))
-      for m in modules
-    ]
+    leaf = leaf.removeprefix("running_")
+    found += ["/".join(filter(None, (collection, *m.split("."), leaf))) for m in modules]
   return found
 
 
-def family_of(names: Iterable[str], what: str) -> str:
-  """Returns 'ViT', 'Swin V2' or 'ResNet', the family that a state dict is of.
-
-  Args:
-    names: timm's.
-    what: says in an error what was looked at.
-  """
-  names = set(names)
-  for family, telling in FAMILIES.items():
-    if telling in names:
-      return family
-  raise ValueError(
-    f"{what} is not of a ViT, a Swin V2 or a ResNet of timm's: it has no "
-    f"{', no '.join(map(repr, FAMILIES.values()))}."
-  )
+def check_family(names: Collection[str], what: str) -> None:
+  """Refuses a state dict that is not of a ViT, a Swin V2 or a ResNet."""
+  if not {*FAMILIES.values()} & {*names}:
+    known = ", ".join(f"a {family} has {name!r}" for family, name in FAMILIES.items())
+    raise ValueError(f"{what} is not of a ViT, a Swin V2 or a ResNet of timm's ({known}).")
 
 
 # --- there and back -------------------------------------------------------------------------------
@@ -176,14 +163,11 @@ def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   Raises:
     ValueError: they are not of a ViT, Swin V2 or ResNet.
   """
-  single: dict[str, np.ndarray] = {}
-  for key, x in arrays.items():
-    layers = x if key.startswith(_STACK) else [x]
-    single |= dict(zip(_single(key, x.shape), layers, strict=True))
+  layers = {k: x for key, array in arrays.items() for k, x in apart(key, array, _SCAN).items()}
   parts: dict[str, dict[int, np.ndarray]] = {}
-  for key, source in sources(single).items():
-    parts.setdefault(source.name, {})[source.part] = source.give(np.asarray(single[key]))
-  family_of(parts, f"the tree of {len(single)} arrays")
+  for key, source in sources(layers).items():
+    parts.setdefault(source.name, {})[source.part] = source.give(np.asarray(layers[key]))
+  check_family(parts, f"the tree of {len(layers)} arrays")
   found = {
     name: np.concatenate([x for _, x in sorted(own.items())]) if len(own) > 1 else own[0]
     for name, own in parts.items()
@@ -199,82 +183,55 @@ def from_tensors(
   """Returns our key -> array, which is made when it is asked for.
 
   Args:
-    tensors: timm's name -> array, or `Lazy`. Biases of k are read.
+    tensors: timm's name -> array, or `Lazy`.
     what: says in an error what was looked at, such as the path of a file.
     like: as in `from_timm`.
     config: as in `from_timm`.
   """
-  family = family_of(tensors, what)
+  check_family(tensors, what)
   own = {name: x for name, x in tensors.items() if name.rpartition(".")[2] not in DERIVED}
-  shapes = _flat(like) if like is not None else dict.fromkeys(keys_of(own))
-  parts = {k: {k: None} if x is None else _single(k, x.shape) for k, x in shapes.items()}
-  single = {part: shape for several in parts.values() for part, shape in several.items()}
-  table = sources(single)
-  if (ours := family_of([x.name for x in table.values()], "the network")) != family:
-    raise ValueError(f"{what} is of a {family}, and the network is a {ours}.")
-  wanted = {x.name: x.theirs(single[part], own) for part, x in table.items()}
+  if like is None:
+    table = sources(keys_of(own))
+    return {key: _lazy(source, own[source.name], what) for key, source in table.items()}
+  shapes = {key: tuple(x.shape) for key, x in _flat(like).items()}
+  layers: dict[str, Any] = {}
+  for key, shape in shapes.items():
+    layers |= apart(key, jax.ShapeDtypeStruct(shape, jnp.float32), _SCAN)
+  table = sources(layers)
+  wanted = {source.name: source.shape_there(layers[key].shape) for key, source in table.items()}
   if said := difference(wanted, {name: x.shape for name, x in own.items()}):
     raise ValueError(
       f"{what} is of another network: {said}. Give the network its sizes, classes (CLASSES) and "
       "image_size."
     )
-  _check_derived(tensors, config, what)
-  return {
-    key: _lazy(key, [table[part] for part in several], own, shapes[key], what)
-    for key, several in parts.items()
-  }
+  _check_window(tensors, config, what)
+  made = {key: _lazy(source, own[source.name], what) for key, source in table.items()}
+  return restacked(made, shapes, _SCAN)
 
 
-def _lazy(
-  key: str, places: Sequence[Source], tensors: Mapping[str, Any], leaf: Any, what: str
-) -> Lazy:
-  """Returns our array, of the tensors that its layers lie in; `leaf` is the network's."""
-  x = tensors[places[0].name]
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise ValueError(f"{what}: {key!r} is {x.dtype}, and weights are floating.")
-  if leaf is not None and x.dtype.itemsize > np.dtype(leaf.dtype).itemsize:
-    raise ValueError(f"{what}: {key!r} is {x.dtype}, and the network takes {leaf.dtype}.")
-  is_stack = key.startswith(_STACK)
-
-  def make() -> np.ndarray:
-    arrays = [place.take(np.asarray(tensors[place.name])) for place in places]
-    return np.stack(arrays) if is_stack else np.array(arrays[0], order="C")
-
-  shape = places[0].take(np.broadcast_to(np.int8(0), x.shape)).shape
-  return Lazy((len(places), *shape) if is_stack else shape, x.dtype, make)
+def _lazy(source: Source, tensor: Any, what: str) -> Lazy:
+  if not jnp.issubdtype(tensor.dtype, jnp.floating):
+    raise ValueError(f"{what}: {source.name!r} is {tensor.dtype}, and weights are floating.")
+  shape = source.take(np.broadcast_to(np.int8(0), tensor.shape)).shape
+  make = lambda: np.array(source.take(np.asarray(tensor)), order="C")
+  return Lazy(shape, np.dtype(tensor.dtype), make)
 
 
-def _check_derived(tensors: Mapping[str, Any], config: Any, what: str) -> None:
-  """Refuses a bias of k, and another window or image size, where derived tensors tell of one."""
-  for name, x in tensors.items():
-    if name.endswith(".k_bias") and np.any(np.asarray(x)):
-      raise ValueError(f"{what}: {name!r} is not 0, and k has no bias in this network.")
+def _check_window(tensors: Mapping[str, Any], config: Any, what: str) -> None:
+  """Refuses a Swin V2 of another window, where a derived tensor tells of one: parameters do not."""
   for name, x in tensors.items() if hasattr(config, "window") else ():
-    stage = re.match(r"layers\.(\d+)\.blocks\.\d+\.(?:attn\.)?(\w+)$", name)
-    if stage is None or stage[2] not in ("relative_coords_table", "attn_mask"):
-      continue
-    side = config.sides[int(stage[1])]
-    window = min(config.window, side)
-    if stage[2] == "relative_coords_table":
-      own, theirs = ("window", window), (x.shape[1] + 1) // 2
-    else:
-      own, theirs = ("image_size: its number of windows", (side // window) ** 2), x.shape[0]
-    if theirs != own[1]:
-      raise ValueError(
-        f"{what}: {name!r} is of {theirs}, and the network has {own[1]}: set its {own[0]}."
-      )
+    if stage := re.fullmatch(r"layers\.(\d+)\.blocks\.\d+\.attn\.relative_coords_table", name):
+      here = min(config.window, config.sides[int(stage[1])])
+      there = (x.shape[1] + 1) // 2
+      if there != here:
+        raise ValueError(
+          f"{what}: {name!r} is of a window of {there}, and the network has {here}: set its window."
+        )
 
 
 def _flat(variables: Mapping[str, Any]) -> dict[str, Any]:
   """Returns 'params/...' and 'batch_stats/...' -> leaf."""
   return dict(flatten({k: variables[k] for k in ("params", "batch_stats") if k in variables}))
-
-
-def _single(key: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...] | None]:
-  """Returns key -> shape of each block's array that one array holds, in the order of blocks."""
-  if not key.startswith(_STACK):
-    return {key: shape}
-  return {f"params/blocks_{i}/{key.removeprefix(_STACK)}": shape[1:] for i in range(shape[0])}
 
 
 def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -304,8 +261,7 @@ def from_timm(
   Args:
     tensors: timm's name -> array.
     like: the network's variables, or their shapes; None = whatever network the names are of.
-    config: of the network; a Swin V2 of another window or image size is then refused, where the
-      tensors tell. Its parameters do not.
+    config: of the network; a Swin V2 of another window is then refused, where the tensors tell.
     what: says in an error what was looked at.
 
   Returns:
@@ -314,10 +270,10 @@ def from_timm(
   Raises:
     ValueError: a name is unknown or missing, or a tensor is of another size, classes or image size.
   """
-  wanted = {} if like is None else _flat(like)
   made = from_tensors(tensors, what, like, config)
-  return nested({k: np.asarray(x, wanted[k].dtype if k in wanted else None)
-                 for k, x in made.items()})  # fmt: skip
+  if like is None:
+    return nested({key: np.asarray(x) for key, x in made.items()})
+  return nested({key: np.asarray(made[key], x.dtype) for key, x in _flat(like).items()})
 
 
 def read(

@@ -18,9 +18,9 @@ N:M Sparsity Training in Transformers", CPAL 2025, arXiv:2402.04744.
 import importlib
 import pkgutil
 
-from nm_sparsity_jax.recipes.base import Need, Recipe
-from nm_sparsity_jax.recipes.baselines import Dense, Idp, OneShot, Snip, SrSte
-from nm_sparsity_jax.recipes.curves import Curve
+from nm_sparsity_jax.core.schedules import Curve
+from nm_sparsity_jax.recipes.base import Recipe
+from nm_sparsity_jax.recipes.baselines import Dense, SrSte
 from nm_sparsity_jax.recipes.custom import Custom
 from nm_sparsity_jax.recipes.progressive import (
   MdgfExponential,
@@ -29,13 +29,20 @@ from nm_sparsity_jax.recipes.progressive import (
   SdgfStepwise,
 )
 from nm_sparsity_jax.recipes.registry import RECIPES, recipe, register
+from nm_sparsity_jax.recipes.stateful import Idp, OneShot, Snip
 
 __all__ = [
-    "RECIPES", "Curve", "Custom", "Dense", "Idp", "MdgfExponential", "MdgfLinear", "Need",
+    "RECIPES", "Curve", "Custom", "Dense", "Idp", "MdgfExponential", "MdgfLinear", 
     "OneShot", "Recipe", "SdgfGeometric", "SdgfStepwise", "Snip", "SrSte", "recipe",
     "register",
 ]  # fmt: skip
 
+# In the order in which messages list them.
+for _cls in (
+    Dense, OneShot, SrSte, MdgfLinear, MdgfExponential, SdgfStepwise, SdgfGeometric, Custom, Snip,
+    Idp,
+):  # fmt: skip
+  register(_cls)
 # A recipe in a module of its own needs no other line here: its class says `@register`.
 for _module in pkgutil.iter_modules(__path__):
   importlib.import_module(f"{__name__}.{_module.name}")

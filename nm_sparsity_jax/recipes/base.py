@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.core
@@ -17,34 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nm_sparsity_jax.core import fields, gradients, masks
+from nm_sparsity_jax.core import gradients, masks, schedules
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.schedules import Phases, Segment, as_step
-from nm_sparsity_jax.recipes import curves
+from nm_sparsity_jax.core.schedules import Curve, Phases, Segment, as_step
 from nm_sparsity_jax.recipes.levels import leveled_mask
 
 NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
 
 
-class Need(NamedTuple):
-  """What a recipe asks for in a field that it needs.
-
-  Attributes:
-    example: a value as one writes it.
-    meaning: what the value is, in words.
-  """
-
-  example: str
-  meaning: str
-
-
 class Recipe:
   """What a rule applies to a weight.
 
-  A recipe is a frozen, keyword-only dataclass directly below this class, and final: to vary one,
-  write your own, and `register` it. A name and the fields `pattern: NM` and `phases: Phases` make
-  one that works:
+  A recipe is a frozen, keyword-only dataclass. To vary one, write your own, and `register` it. A
+  name and the fields `pattern: NM` and `phases: Phases` make one that works:
 
       @dataclasses.dataclass(frozen=True, kw_only=True)
       class Mine(nms.Recipe):
@@ -60,18 +46,16 @@ class Recipe:
       chosen             the mask of the level that holds; by magnitude
       final              what is deployed; the weight where the mask keeps it, else 0
       stateful, renewals, first_state, next_state   a mask that is kept, as `OneShot` does
-      __post_init__      checks of your own; call that of `Recipe` first, which casts numbers
-      needs, together    what `nms.configure.rules` must know to name every mistake
+      __post_init__      checks of your own; call that of `Recipe` first
 
   Attributes:
     name: the name that `recipe` knows it by.
     stateful: whether it keeps a mask; see `stored.init_state`.
     needs_gradients: whether `next_state` must be given the gradient of each update.
-    default_gradient: the gradient mode where the field `gradient` is None or absent.
-    needs: fields that must be given though they have a default -> an example.
-    together: fields that others are only right beside, as `beta` is beside `decay_kind`.
+    default_gradient: the gradient mode where `gradient` is None.
     pattern: the target pattern, None for dense.
     phases: the steps of the sparse run, None for dense.
+    gradient: 'masked', 'straight_through', or None for `default_gradient`.
     lam: weight of the SR-STE term, 0 where there is none.
   """
 
@@ -79,21 +63,29 @@ class Recipe:
   stateful: ClassVar[bool] = False
   needs_gradients: ClassVar[bool] = False
   default_gradient: ClassVar[str] = "masked"
-  needs: ClassVar[Mapping[str, Need]] = {}
-  together: ClassVar[tuple[str, ...]] = ()
-  pattern: NM | None
-  phases: Phases | None
+  pattern: NM
+  phases: Phases
+  gradient: str | None = None
   lam: float = 0.0
 
   def __post_init__(self):
-    fields.settle(self)
-    object.__setattr__(self, "pattern", NM.parse(self.pattern))  # type: ignore[arg-type]
+    for field in dataclasses.fields(self):  # type: ignore[arg-type]
+      value = getattr(self, field.name)
+      # Python's numbers, and floats where the default is one: equal recipes have one text.
+      if isinstance(value, np.generic):
+        value = value.item()
+      if isinstance(field.default, float) and isinstance(value, int):
+        value = float(value)
+      object.__setattr__(self, field.name, value)
+    object.__setattr__(self, "pattern", NM.parse(self.pattern))
     if not isinstance(self.phases, Phases):
       raise ValueError(
         f"{type(self).__name__}(phases={self.phases!r}): give the steps of the sparse run, for "
         "example Phases(total=100_000, dense=10_000, finetune=20_000)."
       )
-    gradients.check_mode(getattr(self, "gradient", None))
+    gradients.check_mode(self.gradient)
+    if not 0 <= self.lam < math.inf:
+      raise ValueError(f"{self.name}(lam={self.lam!r}): give a number >= 0, such as 2e-4.")
 
   @classmethod
   def required(cls) -> tuple[str, ...]:
@@ -104,18 +96,18 @@ class Recipe:
 
   @property
   def spelled(self) -> str:
-    """Returns class and fields as a text for fingerprints; see `fields.spelled`."""
-    return fields.spelled(self)
+    """Returns class and fields as a text for fingerprints, which checkpoints hold."""
+    return repr(self)
 
   @property
   def gradient_mode(self) -> str:
     """Returns 'masked' or 'straight_through'."""
-    return getattr(self, "gradient", None) or self.default_gradient
+    return self.gradient or self.default_gradient
 
   @property
   def sparse_from(self) -> int:
     """Returns the first step of the schedule proper; before it D = 1."""
-    return self.phases.dense if self.phases else 0
+    return self.phases.dense
 
   def levels(self, axis_size: int | None = None) -> tuple[tuple[int, NM], ...]:
     """Returns ((first step, pattern), ...): which pattern holds from which step on.
@@ -126,19 +118,19 @@ class Recipe:
       axis_size: length of the grouped axis, None where it is not known.
     """
     del axis_size
-    assert self.pattern is not None
     return ((self.sparse_from, self.pattern),)
 
   @property
-  def curve(self) -> curves.Curve:
+  def curve(self) -> Curve:
     """Returns D(j) of the sparsify phase, for j = step - dense."""
-    return curves.hard()
+    return schedules.hard()
 
   def decay(self, step: jax.Array | int) -> jax.Array:
     """Returns D at `step`, a float32 scalar in [0, 1]; NaN at a negative step: none was given."""
-    step, phases = as_step(step), _phases(self)
-    d = self.curve.value(step - phases.dense, jnp)
-    d = jnp.where(step >= phases.finetune_start, jnp.float32(0), d)
+    step = as_step(step)
+    # The phases stand above every curve: each recipe equals dense first, and is n:m at the end.
+    d = self.curve.value(step - self.phases.dense, jnp)
+    d = jnp.where(step >= self.phases.finetune_start, jnp.float32(0), d)
     d = jnp.where(step < self.sparse_from, jnp.float32(1), d)
     return jnp.where(step < 0, NAN, d)
 
@@ -150,7 +142,8 @@ class Recipe:
       raise ValueError(
         f"{self.name} derives its mask from the weight and keeps none, but mask= was given."
       )
-    return leveled_mask(self.levels(_length(w, axis)), w, step, axis)
+    length = math.prod(w.shape[a] for a in masks.check_axis(w.shape, axis))
+    return leveled_mask(self.levels(length), w, step, axis)
 
   def mask(
     self,
@@ -235,13 +228,12 @@ class Recipe:
       groups: where its groups lie; it makes masks of the weight.
       state: what `next_state` returned last, of a stateful recipe.
     """
-    assert self.pattern is not None
     keep = groups.magnitude_mask(w, self.pattern, parent=(state or {}).get("mask"))
     return jnp.where(keep, w, jnp.zeros_like(w))
 
   def timeline(self, axis_size: int | None = None) -> tuple[Segment, ...]:
     """Returns what happens when, as segments that cover [0, total)."""
-    p, curve = _phases(self), self.curve
+    p, curve = self.phases, self.curve
     levels = self.levels(axis_size)
     cuts = {0, self.sparse_from, p.finetune_start, p.total, *(start for start, _ in levels)}
     cuts |= {p.dense + j for j in (*curve.knots, curve.end)}
@@ -253,7 +245,9 @@ class Recipe:
       else:
         pattern = next(q for first, q in reversed(levels) if first <= start)
         new = Segment(start, stop, pattern, *_decay_between(curve, p, start, stop))
-      if segments and _same_state(segments[-1], new):
+      before = segments[-1] if segments else new
+      decays = {before.decay_start, before.decay_stop, new.decay_start, new.decay_stop}
+      if segments and before.pattern == new.pattern and len(decays) == 1:  # nothing changes here
         new = dataclasses.replace(segments.pop(), stop=stop)
       segments.append(new)
     return tuple(segments)
@@ -263,7 +257,7 @@ class Recipe:
 
     It is `phases.total` where the run never reaches that.
     """
-    found = _phases(self).total
+    found = self.phases.total
     for segment in reversed(self.timeline(axis_size)):
       if segment.pattern != self.pattern or segment.decay_start or segment.decay_stop:
         break
@@ -318,10 +312,11 @@ class Recipe:
 
 
 def _once_a_shape(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:
-  """Returns function(recipe, axis, step, *arrays), traced once for all weights of one shape."""
+  # A network has dozens of kernels of one shape: under jit they share one trace. A step that is
+  # known runs without jit, so that Python takes the branch and nothing else is compiled.
   step = as_step(step)
   axis = axis if isinstance(axis, int) else tuple(axis)
-  if isinstance(step, jax.core.Tracer) and _is_hashable(recipe):
+  if isinstance(step, jax.core.Tracer):
     return _jitted(function, recipe, axis, step, *arrays)
   return function(recipe, axis, step, *arrays)
 
@@ -332,7 +327,6 @@ def _jitted(function, recipe, axis, step, *arrays):
 
 
 def _mask(recipe, axis, step, w, stored):
-  """Returns the mask of a recipe that holds at a step."""
   dense = (step >= 0) & (step < recipe.sparse_from)
   keep = recipe.chosen(lax.stop_gradient(w), step, axis, stored) | dense
   # Forward pass, backward pass and optimizer read one mask, not three copies of how it is made.
@@ -357,33 +351,7 @@ def _pull_back(recipe, axis, step, grad, w, seen, stored):
   return out.astype(grad.dtype)
 
 
-def _is_hashable(recipe: Recipe) -> bool:
-  """Returns whether a recipe can be a static argument; a list in a field forbids it."""
-  try:
-    hash(recipe)
-  except TypeError:
-    return False
-  return True
-
-
-def _phases(recipe: Recipe) -> Phases:
-  """Returns the phases of a recipe that is not dense."""
-  assert recipe.phases is not None
-  return recipe.phases
-
-
-def _length(w: jax.Array, axis: masks.Axis) -> int:
-  return math.prod(w.shape[a] for a in masks.check_axis(w.shape, axis))
-
-
-def _same_state(a: Segment, b: Segment) -> bool:
-  """Returns whether nothing changes from one segment to the next."""
-  return a.pattern == b.pattern and a.decay_start == a.decay_stop == b.decay_start == b.decay_stop
-
-
-def _decay_between(
-  curve: curves.Curve, phases: Phases, start: int, stop: int
-) -> tuple[float, float]:
+def _decay_between(curve: Curve, phases: Phases, start: int, stop: int) -> tuple[float, float]:
   """Returns D at `start`, and the D that it approaches by `stop`, where both lie in one phase."""
   if start >= phases.finetune_start:
     return 0.0, 0.0

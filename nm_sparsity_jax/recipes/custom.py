@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from operator import index
+from typing import ClassVar
 
-import numpy as np
-
-from nm_sparsity_jax.core.errors import SettingError
+from nm_sparsity_jax.core import schedules
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
-from nm_sparsity_jax.recipes import curves
-from nm_sparsity_jax.recipes.base import Need, Recipe
-
-_PATH = Need("((0, '4:8', 1.0), (5000, '1:8', 0.5))", "entries (step, pattern, D)")
+from nm_sparsity_jax.recipes.base import Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +32,6 @@ class Custom(Recipe):
   """
 
   name: ClassVar[str] = "custom"
-  needs: ClassVar[Mapping[str, Need]] = {"path": _PATH}
   pattern: NM
   phases: Phases
   path: tuple[tuple[int, NM, float], ...] = ()
@@ -46,13 +40,23 @@ class Custom(Recipe):
   def __post_init__(self):
     super().__post_init__()
     try:
-      path = tuple((_whole(step), NM.parse(pattern), float(d)) for step, pattern, d in self.path)
+      # A step of numpy becomes Python's, and one that is no whole number raises a TypeError.
+      path = tuple((index(step), NM.parse(pattern), float(d)) for step, pattern, d in self.path)
     except (TypeError, ValueError) as e:
       raise ValueError(f"custom(path={self.path!r}): entries are (step, pattern, D). {e}") from e
     if not path:
-      raise ValueError(f"custom needs a path, {_PATH.meaning}: for example path={_PATH.example}.")
-    for i in range(len(path)):
-      _check_entry(i, path, self.phases)
+      raise ValueError("custom needs a path, such as ((0, '4:8', 1.0), (5000, '1:8', 0.5)).")
+    steps = [step for step, _, _ in path]
+    low, high = self.phases.dense, self.phases.finetune_start
+    if steps != sorted(set(steps)) or steps[0] < low or steps[-1] >= high:
+      raise ValueError(
+        f"custom: path has the steps {steps}; give rising steps in the sparsify phase "
+        f"[{low}, {high}) of {self.phases}."
+      )
+    if not all(0 <= d <= 1 for _, _, d in path):
+      raise ValueError(
+        f"custom(path={path}): choose D in [0, 1]. 1 keeps pruned weights, 0 makes them 0."
+      )
     object.__setattr__(self, "path", path)
 
   @property
@@ -62,42 +66,11 @@ class Custom(Recipe):
   def levels(self, axis_size=None):
     del axis_size
     levels = [(step, pattern) for step, pattern, _ in self.path]
-    if levels[-1][1] != self.pattern:
+    if levels[-1][1] != self.pattern:  # a path may end at another pattern than the target
       levels.append((self.phases.finetune_start, self.pattern))
     return tuple(levels)
 
   @property
   def curve(self):
     knots = (*((step, d) for step, _, d in self.path), (self.phases.finetune_start, 0.0))
-    return curves.piecewise(knots, self.phases.dense)
-
-
-def _whole(step: Any) -> Any:
-  """Returns numpy's whole number as Python's."""
-  return int(step) if isinstance(step, np.integer) else step
-
-
-def _check_entry(i: int, path: tuple[tuple[int, NM, float], ...], phases: Phases) -> None:
-  """Refuses an entry outside the sparsify phase, with a wrong D, or out of order."""
-  step, _, d = path[i]
-  low, high = phases.dense, phases.finetune_start
-  if isinstance(step, bool) or not isinstance(step, int) or not low <= step < high:
-    raise SettingError(
-      "path",
-      "custom: entry {entry} starts at step {step!r}; give a whole number in the sparsify phase "
-      "[{low}, {high}) of {phases}.",
-      entry=i,
-      step=step,
-      low=low,
-      high=high,
-      phases=phases,
-    )
-  if not 0 <= d <= 1:
-    raise ValueError(
-      f"custom: entry {i} has D = {d}; choose D in [0, 1]: 1 keeps pruned weights, 0 makes them 0."
-    )
-  if i and step <= path[i - 1][0]:
-    raise ValueError(
-      f"custom: entry {i} at step {step} does not come after {path[i - 1][0]}: sort the path "
-      "by step, one entry a step."
-    )
+    return schedules.piecewise(knots, self.phases.dense)

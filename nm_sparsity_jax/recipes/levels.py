@@ -16,16 +16,10 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from nm_sparsity_jax.core import masks, schedules
+from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.patterns import NM
 
 Levels = Sequence[tuple[int, NM]]
-
-
-def stepwise(self: Any, axis_size: int | None = None) -> tuple[tuple[int, NM], ...]:
-  """Returns m-1, m/2, ..., n of m, which share the sparsify phase: `levels` of a recipe."""
-  del axis_size
-  return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
 
 
 def when(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
@@ -66,44 +60,20 @@ def leveled_mask(
     axis: as in `masks.nm_mask`.
     parent: as in `masks.magnitude_mask`.
   """
-  last = levels[-1][1]
-  w = lax.stop_gradient(w)
-  final = lambda: masks.magnitude_mask(w, last, axis, parent=parent)
-  if len(levels) == 1:
-    return final()
-  # The last level holds longest and is often far cheaper than the ladder: 1:m is one maximum.
-  if isinstance(step, jax.core.Tracer):
-    all_in_one = _ladder(levels, w, step, axis, parent, settles=True)
-    if all_in_one is not None:  # one operation, which XLA merges with its like
-      return all_in_one()
-  climb = _ladder(levels[:-1], w, step, axis, parent)
-  if climb is None:
-    return _choice(levels, w, step, axis, parent)
-  return when(step >= levels[-1][0], final, climb)
-
-
-def _ladder(
-  levels: Levels, w, step, axis, parent, settles: bool = False
-) -> Callable[[], jax.Array] | None:
-  """Returns a function for the mask by one program with a traced n or d; None if none fits."""
-  patterns = [p for _, p in levels]
-  base = patterns[-1]
+  w, patterns = lax.stop_gradient(w), [p for _, p in levels]
+  take = lambda w, pattern: masks.magnitude_mask(w, pattern, axis, parent=parent)
+  last, most = patterns[-1], len(patterns) - 1
+  if not most:
+    return take(w, last)
+  now = value_at(levels, step, range(len(levels)))
+  if not isinstance(now, jax.core.Tracer):
+    return take(w, patterns[int(now)])
+  # One operation for all levels, which XLA merges with its like. The last level holds longest and
+  # is often far cheaper than the others, as 1:m is one maximum: `settles` says so.
   if len({p.m for p in patterns}) == 1:
     n = value_at(levels, step, [p.n for p in patterns])
-    return lambda: masks.magnitude_mask(w, base, axis, n=n, parent=parent, settles=settles)
-  most = len(patterns) - 1
-  doubling = [NM(base.n << d, base.m << d) for d in range(most, -1, -1)]
+    return masks.magnitude_mask(w, last, axis, n=n, parent=parent, settles=True)
+  doubling = [NM(last.n << d, last.m << d) for d in range(most, -1, -1)]
   if patterns == doubling and parent is None:
-    d = value_at(levels, step, range(most, -1, -1))
-    return lambda: masks.ladder_mask(w, base, axis, doublings=d, most=most, settles=settles)
-  return None
-
-
-def _choice(levels: Levels, w, step, axis, parent) -> jax.Array:
-  """Returns the mask of one of several levels, each by a program of its own."""
-  take = lambda w, p: masks.magnitude_mask(w, p, axis, parent=parent)
-  branches = [functools.partial(take, p=p) for _, p in levels]
-  now = value_at(levels, step, range(len(levels)))
-  if isinstance(now, jax.core.Tracer):
-    return lax.switch(now, branches, w)
-  return branches[int(now)](w)
+    return masks.ladder_mask(w, last, axis, doublings=most - now, most=most, settles=True)
+  return lax.switch(now, [functools.partial(take, pattern=p) for p in patterns], w)

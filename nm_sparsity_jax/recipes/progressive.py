@@ -7,41 +7,35 @@ Transformers", CPAL 2025, arXiv:2402.04744.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nm_sparsity_jax.core import schedules
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
-from nm_sparsity_jax.recipes import curves
 from nm_sparsity_jax.recipes.base import Recipe
-from nm_sparsity_jax.recipes.levels import stepwise
-
-# What the recipes here are composed of, beside their levels: a decay, by its kind and `beta`.
-_CURVE = property(lambda self: curves.decay(self.kind, self.beta, self.phases))
-_RATE = property(
-  lambda self: curves.rate(self.kind, self.beta, self.phases), doc="beta, or what None stands for."
-)
-_KIND = property(lambda self: self.decay_kind, doc="'linear', 'exponential' or None.")
 
 
-def _check(self: Any) -> None:
-  """Checks what all recipes have, and the rate of D: `__post_init__` of one that fades."""
-  Recipe.__post_init__(self)
-  curves.check_decay(self.name, self.kind, self.beta, self.phases)
+class Fading(Recipe):
+  """A recipe in which D falls by a kind of decay, at the rate beta."""
 
+  decay_kind: str | None
+  beta: float | None
 
-def _check_levels(self: Any) -> None:
-  """Checks also the levels, and whether D falls: `__post_init__` of one that tightens."""
-  if self.decay_kind not in (None, *curves.KINDS):
-    raise ValueError(
-      f"{self.name}(decay_kind={self.decay_kind!r}): choose 'linear', 'exponential' or None."
-    )
-  _check(self)
-  self.levels()
+  def __post_init__(self):
+    super().__post_init__()
+    if self.beta is not None:
+      object.__setattr__(self, "beta", float(self.beta))
+    # Both raise: here, not at the first step.
+    self.levels()
+    schedules.decay(self.decay_kind, self.beta, self.phases)
+
+  @property
+  def curve(self):
+    return schedules.decay(self.decay_kind, self.beta, self.phases)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MdgfLinear(Recipe):
+class MdgfLinear(Fading):
   """Mask decay gradient flow, linear: the target mask, pruned weights fade out.
 
       D(j) = max(1 - beta * j, 0).
@@ -54,16 +48,15 @@ class MdgfLinear(Recipe):
   """
 
   name: ClassVar[str] = "mdgf_linear"
-  kind: ClassVar[str] = "linear"
+  decay_kind: ClassVar[str] = "linear"
   pattern: NM
   phases: Phases
   beta: float | None = None
   gradient: str | None = None
-  curve, rate, __post_init__ = _CURVE, _RATE, _check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MdgfExponential(Recipe):
+class MdgfExponential(Fading):
   """Mask decay gradient flow, exponential: the target mask, pruned weights fade out.
 
       D(j) = exp(-beta * j), and 0 from the fine-tune phase on.
@@ -76,16 +69,15 @@ class MdgfExponential(Recipe):
   """
 
   name: ClassVar[str] = "mdgf_exponential"
-  kind: ClassVar[str] = "exponential"
+  decay_kind: ClassVar[str] = "exponential"
   pattern: NM
   phases: Phases
   beta: float | None = None
   gradient: str | None = None
-  curve, rate, __post_init__ = _CURVE, _RATE, _check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SdgfStepwise(Recipe):
+class SdgfStepwise(Fading):
   """Structure decay gradient flow, stepwise: m-1, m/2, m/4, ..., n of m at equal intervals.
 
       W~ = W * (Phi_i + D(j) * (1 - Phi_i)),   D = 0 unless `decay_kind` is given.
@@ -99,18 +91,18 @@ class SdgfStepwise(Recipe):
   """
 
   name: ClassVar[str] = "sdgf_stepwise"
-  together: ClassVar[tuple[str, ...]] = ("decay_kind",)
   pattern: NM
   phases: Phases
   beta: float | None = None
   gradient: str | None = None
   decay_kind: str | None = None
-  kind, curve, rate, __post_init__ = _KIND, _CURVE, _RATE, _check_levels
-  levels = stepwise
+
+  def levels(self, axis_size=None):
+    return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SdgfGeometric(Recipe):
+class SdgfGeometric(Fading):
   """Structure decay gradient flow, geometric: k*n/2^d : k*m/2^d down to n:m, equal density.
 
       W~ = W * (Phi_i + D(j) * (1 - Phi_i)),   D = 0 unless `decay_kind` is given.
@@ -128,14 +120,12 @@ class SdgfGeometric(Recipe):
   """
 
   name: ClassVar[str] = "sdgf_geometric"
-  together: ClassVar[tuple[str, ...]] = ("decay_kind",)
   pattern: NM
   phases: Phases
   beta: float | None = None
   gradient: str | None = None
   decay_kind: str | None = None
   k: int = 16
-  kind, curve, rate, __post_init__ = _KIND, _CURVE, _RATE, _check_levels
 
   def levels(self, axis_size=None):
     levels = schedules.geometric_levels(self.pattern, self.k, axis_size)

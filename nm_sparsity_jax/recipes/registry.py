@@ -11,18 +11,9 @@ import types
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes.base import Recipe
-from nm_sparsity_jax.recipes.baselines import Dense, Idp, OneShot, Snip, SrSte
-from nm_sparsity_jax.recipes.custom import Custom
-from nm_sparsity_jax.recipes.progressive import (
-  MdgfExponential,
-  MdgfLinear,
-  SdgfGeometric,
-  SdgfStepwise,
-)
 
 _recipes: dict[str, type[Recipe]] = {}
 
@@ -47,7 +38,7 @@ def register(cls: C) -> C:
   notebook or a reload defines again replaces itself.
 
   Args:
-    cls: a frozen dataclass directly below `Recipe`. Values of its fields are numbers, texts,
+    cls: a frozen dataclass below `Recipe`. Values of its fields are numbers, texts,
       patterns, or tuples of these.
 
   Returns:
@@ -62,40 +53,17 @@ def register(cls: C) -> C:
     )
   if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
     raise ValueError(f"register({cls.__name__}): write @dataclasses.dataclass(frozen=True).")
-  if tall := [c for c in cls.__mro__[1:] if issubclass(c, Recipe) and c is not Recipe]:
-    raise ValueError(
-      f"register({cls.__name__}): it stands below {tall[0].__name__}, but a recipe stands directly "
-      "below nms.Recipe: write class "
-      f"{cls.__name__}(nms.Recipe), and take over the methods that you want."
-    )
   if {"pattern", "phases"} - {f.name for f in dataclasses.fields(cls)}:
     raise ValueError(f"register({cls.__name__}): a recipe has the fields pattern and phases.")
-  lacks = [f for f in ("first_state", "next_state") if getattr(cls, f) is getattr(Recipe, f)]
-  if cls.stateful and lacks:
+  # A notebook or importlib.reload defines a class again: the same place means the same recipe.
+  known = _recipes.get(name, cls)
+  if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
     raise ValueError(
-      f"register({cls.__name__}): it is stateful, so it must define {' and '.join(lacks)}, as "
-      "OneShot does; stateful = False is a recipe whose mask follows from the weight."
-    )
-  if name in _recipes and not _is_again(_recipes[name], cls):
-    raise ValueError(
-      f"register({cls.__name__}): the name {name!r} is taken by {_recipes[name].__qualname__}; "
+      f"register({cls.__name__}): the name {name!r} is taken by {known.__qualname__}; "
       "give yours another name."
     )
   _recipes[name] = cls
   return cls
-
-
-def _is_again(old: type, new: type) -> bool:
-  """Returns whether a class is one known before, or its definition run once more."""
-  return (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
-
-
-# In the order in which messages list them. Other modules of this folder register their own.
-for _cls in (
-    Dense, OneShot, SrSte, MdgfLinear, MdgfExponential, SdgfStepwise, SdgfGeometric, Custom, Snip,
-    Idp,
-):  # fmt: skip
-  register(_cls)
 
 
 def recipe(
@@ -126,37 +94,14 @@ def recipe(
   cls = RECIPES[name]
   known = sorted(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
   given = {k: v for k, v in fields.items() if v is not None}
-  if unknown := {k: given[k] for k in sorted(set(given) - set(known))}:
-    raise SettingError(
-      next(iter(unknown)),
-      "{name} has no field {unknown}. Its fields: {known}. Leave the others None.",
-      name=name,
-      unknown=_Given(unknown),
-      known=_Named(known),
+  if unknown := sorted(set(given) - set(known)):
+    values = ", ".join(f"{field}={given[field]!r}" for field in unknown)
+    raise ValueError(
+      f"{name} has no field {values}. Its fields: {', '.join(known)}. Leave the others None."
     )
   given |= {"pattern": pattern, "phases": phases}
-  for field in ("pattern", "phases", *cls.required()):
-    if field in cls.required() and given.get(field) is None:
-      raise ValueError(f"{name} needs {field}, for example {field}={_example(cls, field)}.")
+  for field in cls.required():
+    if given.get(field) is None:
+      example = {"pattern": "'1:8'", "phases": "nms.Phases(total=100_000)"}.get(field, "...")
+      raise ValueError(f"{name} needs {field}, for example {field}={example}.")
   return cls(**given)
-
-
-def _example(cls: type[Recipe], field: str) -> str:
-  """Returns a value for a field, as you would write it."""
-  usual = {"pattern": "'1:8'", "phases": "nms.Phases(total=100_000)"}
-  return cls.needs[field].example if field in cls.needs else usual.get(field, "...")
-
-
-class _Given(dict):
-  """Settings with their values, in a sentence."""
-
-  def told(self, names: Mapping[str, str]) -> str:
-    called = lambda name: names.get(f"{name}=", f"{names.get(name, name)}=")
-    return ", ".join(f"{called(name)}{value!r}" for name, value in self.items())
-
-
-class _Named(list):
-  """Names of settings, in a sentence."""
-
-  def told(self, names: Mapping[str, str]) -> str:
-    return ", ".join(names.get(name, name) for name in self)

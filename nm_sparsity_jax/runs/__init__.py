@@ -16,8 +16,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-  "verify": "proof", "finalize": "proof", "rules_of": "trained", "read_settings": "trained",
-  "convert": "exported", "export": "exported", "pack": "packing",
+  "verify": "verify_checkpoint", "finalize": "verify_checkpoint", "rules_of": "trained",
+  "read_settings": "trained", "convert": "export_checkpoint", "export": "export_checkpoint",
+  "pack": "pack_checkpoint",
 }  # fmt: skip
 
 if TYPE_CHECKING:

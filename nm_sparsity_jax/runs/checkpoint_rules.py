@@ -1,27 +1,29 @@
 """The rules by which a checkpoint is looked at: its own, or those that somebody gives.
 
 checkpoint, rules or none -> [rules_for] -> Rules -> [assign] -> Assignment of its parameters
+checkpoint to start from  -> [check_start] -> a warning, or ''
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.core.trees import nested
 from nm_sparsity_jax.recipes import Recipe, SrSte
-from nm_sparsity_jax.runs.checkpoint import Stored
+from nm_sparsity_jax.runs.stored import Stored
 from nm_sparsity_jax.training import roles, rules_text
 from nm_sparsity_jax.training.rules import AmbiguousAxis, Rules
-from nm_sparsity_jax.training.sites import Assignment
+from nm_sparsity_jax.training.sites import Assignment, Site
 
 Given = Rules | Mapping[str, Any] | None
 
@@ -29,46 +31,59 @@ Given = Rules | Mapping[str, Any] | None
 def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = None) -> Rules:
   """Returns the checkpoint's own rules, or those given; where there are both, they must agree.
 
-  Rules that were given to `finalize` bind nobody: those given now stand in their place.
+  Rules that were given to `finalize` bind nobody but for their axes: those given now stand in their
+  place.
 
   Args:
     stored: the checkpoint.
-    given: as in `proof.verify`.
-    axes: as in `proof.verify`.
+    given: as in `runs.verify`.
+    axes: as in `runs.verify`.
   """
   if given is not None and not isinstance(given, Rules):
-    given = _by_magnitude(given)
-  if axes and (stored.rules if given is not None else stored.known_rules) is not None:
-    raise SettingError(
-      "axes",
-      "{path} knows the axes of its groups from its rules: leave {axes} out",
-      path=stored.path,
+    given = Rules({place: _by_magnitude(place, x) for place, x in given.items()})
+  own = stored.known_rules if given is None else stored.rules
+  if own is None:
+    if given is None:
+      raise ValueError(
+        f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}}"
+      )
+    if stored.known_rules is None:
+      return given.with_axes(axes or {})
+    noted = rules_text.parse(stored.known_rules)
+    rules = given.with_axes({**(axes or {}), **noted.axes})
+    _check_axes(stored, rules, noted)
+    return rules
+  if axes:
+    raise ValueError(f"axes: {stored.path} knows the axes of its groups: leave them out")
+  rules = rules_text.parse(own)
+  patterns = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
+  if given is not None and patterns(rules) != patterns(given):
+    raise ValueError(
+      f"{stored.path} was trained with the rules {patterns(rules)}, not with rules="
+      f"{patterns(given)}: leave rules out"
     )
-  if given is not None:
-    given = given.with_axes(axes or {})
-  if stored.rules is None:
-    if given is not None:
-      return given
-    if (told := stored.known_rules) is not None:
-      return rules_text.parse(told)
-    raise SettingError(
-      "rules",
-      "{path} holds no rules{why}: say what should be n:m, {some_rules}",
-      path=stored.path,
-      why="" if stored.format == "timm" else ", since no sparse run wrote it",
-      some_rules="rules={'ff': '1:8'}",
-    )
-  own = rules_text.parse(stored.rules)
-  pairs = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
-  if given is not None and pairs(own) != pairs(given):
-    raise SettingError(
-      "rules",
-      "{path} was trained with the rules {own}, but {rules} says {given}: leave {rules} out",
-      path=stored.path,
-      own=pairs(own),
-      given=pairs(given),
-    )
-  return own
+  return rules
+
+
+def _check_axes(stored: Stored, rules: Rules, noted: Rules) -> None:
+  """Refuses rules that group a parameter along another axis than the checkpoint has noted."""
+  known = assign(stored, noted).places
+  for path, site in assign(stored, rules).places.items():
+    if path in known and known[path].axes != site.axes:
+      raise ValueError(
+        f"axes: {stored.path} groups {path!r} along {known[path].axis}, not along {site.axis}: "
+        "leave axes out"
+      )
+
+
+def _by_magnitude(place: str, given: Any) -> Recipe:
+  """Returns the recipe of a pattern alone, by magnitude: without a run there is no more."""
+  if isinstance(given, Recipe):
+    return given
+  try:
+    return SrSte(pattern=NM.parse(given), phases=Phases(total=1))
+  except ValueError as e:
+    raise ValueError(f"rules, {place!r}: {e}") from e
 
 
 def is_of(stored: Stored, rules: Rules) -> bool:
@@ -79,20 +94,6 @@ def is_of(stored: Stored, rules: Rules) -> bool:
   if stored.packed is None or stored.rules is None:
     return stored.rules == rules_text.describe(rules)
   return dict(rules_text.parse(stored.rules).places) == dict(rules.places)
-
-
-def _by_magnitude(places: Mapping[str, Any]) -> Rules:
-  """Returns rules of patterns alone: without a run there is no more, and magnitude decides."""
-  made: dict[str, Recipe] = {}
-  for place, given in places.items():
-    if isinstance(given, Recipe):
-      made[place] = given
-      continue
-    try:
-      made[place] = SrSte(pattern=NM.parse(given), phases=Phases(total=1))
-    except ValueError as e:
-      raise SettingError("rules", "{rules}, {place!r}: {why}", place=place, why=e) from e
-  return Rules(made)
 
 
 def to_note(stored: Stored, rules: Rules) -> str | None:
@@ -118,22 +119,20 @@ def assign(stored: Stored, rules: Rules) -> Assignment:
     stored: the checkpoint.
     rules: what `rules_for` returned.
   """
-  shapes = {}
-  for key, leaf in stored.leaves.items():
-    if key.startswith("target/"):
-      if leaf.shape is None:
-        raise ValueError(f"{stored.path!r} is damaged: {key} has no shape")
-      shapes[key.removeprefix("target/")] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+  shapes = {
+    key.removeprefix("target/"): jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+    for key, leaf in stored.leaves.items()
+    if key.startswith("target/")
+  }
   if not shapes:
     raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
   try:
     assignment = rules.assign(nested(shapes))
   except AmbiguousAxis as e:
-    raise SettingError(
-      "axes",
-      "which axis the product sums over is not known for {kernels}: name {the_axis}",
-      kernels=", ".join(f"{path!r} of shape {shape}" for path, shape in e.found),
-      the_axis="it: axes={'.*/mlp/.*/kernel': 0}",
+    kernels = ", ".join(f"{path!r} of shape {shape}" for path, shape in e.found)
+    raise ValueError(
+      f"which axis the product sums over is not known for {kernels}: name it, such as "
+      "axes={'.*/mlp/.*/kernel': 0}"
     ) from e
   except ValueError as e:
     if stored.rules is not None and (lost := _unknown_role(rules, shapes)):
@@ -154,16 +153,41 @@ def _unknown_role(rules: Rules, paths: Iterable[str]) -> str | None:
   return next((word for word in words if word not in known), None)
 
 
-@contextlib.contextmanager
-def named(stored: Stored) -> Iterator[None]:
-  """Names a packed file in errors of its rules: they are a text that anybody can write.
+def rules_of_places(places: Mapping[str, Site], indivisible: str) -> Rules:
+  """Returns rules that give these parameters, by their paths, the recipes and axes they have."""
+  regexes = {f"(?:{re.escape(path)})": place for path, place in places.items()}
+  return Rules(
+    {regex: place.recipe for regex, place in regexes.items()},
+    {regex: place.axis for regex, place in regexes.items()},
+    indivisible,
+  )
+
+
+def check_start(stored: Stored) -> str:
+  """Says that a run starts from a sparse run that is not finalized; '' where it does not.
+
+      if warning := check_start(stored):
+        warnings.warn(f"INITIAL_CHECKPOINT_PATH: {warning}")
+
+  T5X stores dense weights, and so does a moving average; masks act on them on the fly. A run that
+  starts from them without `finalize` trains another network than the one that was scored. This
+  reads the smallest sparse kernel, and what reads the whole checkpoint says whether it is damaged.
 
   Args:
     stored: the checkpoint.
   """
+  if not stored.rules or stored.in_place and not stored.average:
+    return ""
   try:
-    yield
-  except ValueError as e:
-    if stored.packed is None or stored.path in str(e):
-      raise
-    raise ValueError(f"{stored.path}: {e}") from e
+    places = assign(stored, rules_for(stored, None)).places
+    path, place = min(places.items(), key=lambda item: math.prod(item[1].shape))
+    array = stored.array(stored.deployed(f"target/{path}"))
+  except (ValueError, OSError):  # rules of another model, an unknown recipe, a damaged array
+    return ""
+  if np.count_nonzero(array) <= (1 + place.pattern.density) / 2 * array.size:
+    return ""
+  return (
+    f"{stored.path} is of a sparse run and not finalized, so it holds dense weights that its "
+    f"network never saw ({path!r} is not {place.pattern}): start from what `nm-sparsity finalize` "
+    "writes, or go on in its own MODEL_DIR."
+  )

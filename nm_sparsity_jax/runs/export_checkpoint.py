@@ -10,12 +10,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from nm_sparsity_jax.deploy import huggingface, safetensors_file, timm
+from nm_sparsity_jax.deploy.unstack_layers import apart
+from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, other_formats, verify_checkpoint
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.training import apply
@@ -69,8 +72,7 @@ def export(
       nms.runs.export("runs/final", "model.safetensors")  # images: timm's
       nms.runs.export("runs/final", "model")  # a T5: a folder of Hugging Face's
 
-  What was written is read back. Each sparse tensor must be n:m along axis 1, where what is
-  contracted stands there.
+  Each sparse tensor that was written must be n:m along axis 1, the contracted one there.
 
   Args:
     path: a checkpoint of a ViT, Swin V2, ResNet or T5 of this package, or of T5X's T5; n:m, if
@@ -87,22 +89,19 @@ def export(
   file = os.fspath(out)
   safetensors_file.refuse_existing(file)
   stored = checkpoint.opened(path)
-  params = [key.removeprefix("target/") for key in stored.leaves if key.startswith("target/")]
-  is_t5 = huggingface.is_t5(params)
+  is_t5 = huggingface.is_t5([key.removeprefix("target/") for key in stored.leaves])
   if file.endswith(safetensors_file.SUFFIX) == is_t5:
-    what = "a folder for a T5: config.json lies beside its tensors"
+    what = "a folder for a T5: it has config.json as well"
     end = f"a file that ends in {safetensors_file.SUFFIX}"
     raise ValueError(f"{file!r}: name {what if is_t5 else end}.")
   if stored.format == other_formats.HUGGING_FACE:
     raise ValueError(f"{stored.path!r} is a folder of Hugging Face's T5 already.")
-  found = None
+  proof = None
   if stored.known_rules is not None or rules is not None:
-    found = verify_checkpoint.verify(stored, rules, axes)
-    if not found.ok:
+    proof = verify_checkpoint.verify(stored, rules, axes)
+    if not proof.ok:
       raise ValueError(f"{stored.path} is not n:m: export what `nm-sparsity finalize` writes.")
-  if is_t5:
-    return _to_folder(stored, file, found, feed_forward)
-  return _to_file(stored, file, found)
+  return (_export_t5 if is_t5 else _export_images)(stored, file, proof, feed_forward)
 
 
 def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool = False) -> str:
@@ -121,7 +120,7 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
     The path of the checkpoint.
 
   Raises:
-    ValueError: the folder is refused by `weights.huggingface.read`, or the output is there already.
+    ValueError: the folder is refused by `deploy.huggingface.read`, or the output is there already.
   """
   folder = huggingface.Folder(path)
   config = dataclasses.replace(folder.config, scan_layers=scan_layers)
@@ -143,76 +142,62 @@ def _arrays(stored: Stored) -> dict[str, np.ndarray]:
   }
 
 
-def _to_folder(
-  stored: Stored, out: str, found: verify_checkpoint.Proof | None, feed_forward: str | None
+def _export_t5(
+  stored: Stored, out: str, proof: verify_checkpoint.Proof | None, feed_forward: str | None
 ) -> Exported:
-  """Writes a folder of Hugging Face's T5, and reads it back."""
+  """Writes a folder of Hugging Face's T5, and proves it."""
   arrays = {key.removeprefix("params/"): x for key, x in _arrays(stored).items()}
-  activations = None
-  if feed_forward is not None:
-    activations = huggingface.activations_of(feed_forward, "--feed-forward")
+  activations = feed_forward and huggingface.activations_of(feed_forward, "feed_forward")
   shapes = {key: x.shape for key, x in arrays.items()}
-  config = huggingface.config_of(shapes, stored.path, activations)
-  table = huggingface.sources(config)
-  for place in found.report.places if found else ():
-    if not table[place.path].turned:
-      raise ValueError(f"{place.path!r} is no kernel: its groups lie along no axis there.")
-  tensors = huggingface.to_tensors(arrays, config)
+  config = huggingface.config_of(shapes, stored.path, activations or None)
   dtype = str(arrays["token_embedder/embedding"].dtype)
+  tensors = huggingface.to_tensors(arrays, config)
   huggingface.write_folder(out, tensors, huggingface.to_json(config, dtype))
-  folder = huggingface.Folder(out)
-  rows = lambda path: ((name, np.asarray(folder.tensors[name])) for name in table[path].names)
-  return _written(stored, out, found, tensors, folder.tensors, rows, folder.json)
+  written = huggingface.Folder(out)
+
+  def tensor(key: str) -> tuple[str, np.ndarray]:
+    if not huggingface.is_transposed(key):
+      raise ValueError(f"{key!r} is no kernel: its groups lie along no axis there.")
+    return huggingface.name_of(key), np.asarray(written.tensors[huggingface.name_of(key)])
+
+  report = proof and _prove(proof, config, tensor)
+  return Exported(stored, out, len(tensors), report, written.json)
 
 
-def _to_file(stored: Stored, out: str, found: verify_checkpoint.Proof | None) -> Exported:
-  """Writes a file of timm's names, and reads it back."""
+def _export_images(
+  stored: Stored, out: str, proof: verify_checkpoint.Proof | None, _: str | None
+) -> Exported:
+  """Writes a file of timm's names, and proves it."""
   tensors = timm.to_tensors(_arrays(stored))
   safetensors_file.write(out, tensors)
   written = safetensors_file.Opened(out).tensors
   table = timm.sources(timm.keys_of(written))
 
-  def rows(path: str) -> Iterator[tuple[str, np.ndarray]]:
-    single = re.escape(f"params/{path}").replace("params/blocks/", r"params/blocks_\d+/")
-    for key, source in table.items():
-      if re.fullmatch(single, key):
-        name = source.name + (f"[{source.part} of {source.parts}]" if source.parts > 1 else "")
-        yield name, source.rows(np.asarray(written[source.name]))
+  def tensor(key: str) -> tuple[str, np.ndarray]:
+    source = table[f"params/{key}"]
+    part = f"[{source.part} of {source.parts}]" if source.parts > 1 else ""
+    return f"{source.name}{part}", source.rows(np.asarray(written[source.name]))
 
-  return _written(stored, out, found, tensors, written, rows)
+  report = proof and _prove(proof, ViTConfig(scan=True), tensor)
+  return Exported(stored, out, len(tensors), report)
 
 
-def _written(
-  stored: Stored,
-  out: str,
-  found: verify_checkpoint.Proof | None,
-  tensors: Mapping[str, np.ndarray],
-  written: Mapping[str, Any],
-  rows: Callable[[str], Iterable[tuple[str, np.ndarray]]],
-  config: Mapping[str, Any] | None = None,
-) -> Exported:
-  """Compares what was read back, and proves the groups of each place, which lie along axis 1.
+def _prove(
+  proof: verify_checkpoint.Proof, config: Any, tensor: Callable[[str], tuple[str, np.ndarray]]
+) -> apply.Report:
+  """Counts the groups of what was written, which lie along axis 1.
 
   Args:
-    stored: the checkpoint.
-    out: the file or folder.
-    found: the proof of the checkpoint.
-    tensors: what was written.
-    written: what was read.
-    rows: path of a parameter -> the name and rows of each tensor that holds its groups.
-    config: of the folder.
+    proof: of the checkpoint: the same places are looked at.
+    config: of the network, which may scan.
+    tensor: key without a scan -> name and rows of the tensor that holds it.
   """
-  for name, x in tensors.items():
-    if np.asarray(written[name]).tobytes() != x.tobytes():
-      raise ValueError(f"{out!r}: {name!r} is not what was written.")
-  if found is None:
-    return Exported(stored, out, len(tensors), None, config)
   places = []
-  for place in found.report.places:
-    recipe: Any = found.rules.find(place.path)
-    for name, array in rows(place.path):
-      regex = re.escape(name)
-      alone = Rules({f"(?:{regex})": recipe}, {regex: 1}, found.rules.indivisible)
-      places += apply.verify({name: array}, alone).places
-  report = apply.Report(tuple(places), found.report.skipped)
-  return Exported(stored, out, len(tensors), report, config)
+  for place in proof.report.places:
+    recipe: Any = proof.rules.find(place.path)
+    for key in apart(place.path, jax.ShapeDtypeStruct(place.shape, np.float32), config):
+      name, rows = tensor(key)
+      regex = f"(?:{re.escape(name)})"
+      alone = Rules({regex: recipe}, {regex: 1}, proof.rules.indivisible)
+      places += apply.verify({name: rows}, alone).places
+  return apply.Report(tuple(places), proof.report.skipped)

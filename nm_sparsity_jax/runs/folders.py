@@ -6,8 +6,8 @@
     MODEL_DIR/evaluations.json                   the local runner: losses and metrics, by step
 
 A checkpoint is a folder checkpoint_N, N as Python writes it, that holds what either format begins
-with. A name alone is none: `checkpoint_0058`, an empty folder and a dangling link do not count.
-Nothing here opens a checkpoint: `runs.checkpoint` does.
+with. A name alone is none: an empty folder and a dangling link do not count. Nothing here opens a
+checkpoint: `runs.checkpoint` does.
 """
 
 # pyright: reportMissingImports=false
@@ -24,7 +24,8 @@ from typing import Any
 from nm_sparsity_jax.runs import files
 
 PREFIX = "checkpoint"  # of a checkpoint's name: checkpoint_1000
-_NAME = re.compile(rf"{PREFIX}_(0|[1-9][0-9]{{0,17}})")
+_NAME = re.compile(rf"{PREFIX}_(0|[1-9][0-9]*)")
+_KAULDRON = re.compile(r"ckpt_(0|[1-9][0-9]*)")
 
 
 def path_of(name: str | os.PathLike) -> Any:
@@ -38,11 +39,11 @@ def path_of(name: str | os.PathLike) -> Any:
   return pathlib.Path(os.path.abspath(name))
 
 
-def named_steps(folder: str | os.PathLike) -> Sequence[int]:
+def named_steps(folder: str | os.PathLike, name: re.Pattern[str] = _NAME) -> Sequence[int]:
   """Returns the step of each `checkpoint_N` in a folder, ascending, whatever is in them."""
   path = path_of(folder)
   names = [child.name for child in path.iterdir()] if path.is_dir() else []
-  return sorted(int(m[1]) for n in names if (m := _NAME.fullmatch(n)))
+  return sorted(int(found[1]) for child in names if (found := name.fullmatch(child)))
 
 
 def latest(folder: str | os.PathLike) -> str | None:
@@ -59,9 +60,6 @@ def latest(folder: str | os.PathLike) -> str | None:
   return None
 
 
-_KAULDRON = re.compile(r"ckpt_(0|[1-9][0-9]{0,17})")
-
-
 def latest_of_kauldron(workdir: str | os.PathLike) -> str | None:
   """Returns the newest checkpoint of a run of Kauldron; None where there is none.
 
@@ -69,9 +67,7 @@ def latest_of_kauldron(workdir: str | os.PathLike) -> str | None:
     workdir: of the run, or the folder `checkpoints` in it.
   """
   for path in (path_of(workdir) / "checkpoints", path_of(workdir)):
-    names = [child.name for child in path.iterdir()] if path.is_dir() else []
-    steps = sorted(int(m[1]) for name in names if (m := _KAULDRON.fullmatch(name)))
-    for step in reversed(steps):
+    for step in reversed(named_steps(path, _KAULDRON)):
       if is_checkpoint(path / f"ckpt_{step}"):
         return os.fspath(path / f"ckpt_{step}")
   return None
@@ -93,10 +89,10 @@ def is_checkpoint(path: Any) -> bool:
   Args:
     path: a path of `path_of`.
   """
-  return legacy_file(path) is not None or orbax_state(path) is not None
+  return t5x_file(path) is not None or orbax_state(path) is not None
 
 
-def legacy_file(checkpoint: Any) -> Any:
+def t5x_file(checkpoint: Any) -> Any:
   """Returns the file that a checkpoint in T5X's own format begins with; None if it is not one.
 
   Args:
@@ -116,24 +112,17 @@ def orbax_state(checkpoint: Any) -> Any:
     checkpoint: a path of `path_of`.
   """
   inside = (checkpoint / "state", checkpoint / "default", checkpoint)
-  return next((p for p in inside if _is_whole(p)), None)
-
-
-def _is_whole(state: Any) -> bool:
-  return (state / "_METADATA").is_file()
+  return next((p for p in inside if (p / "_METADATA").is_file()), None)
 
 
 def steps(folder: str | os.PathLike) -> Sequence[int]:
   """Returns the steps of the complete checkpoints of a run by Orbax, ascending.
 
-  Orbax writes beside the name and renames, so a kill leaves no half of one.
+  Orbax gives a folder its name when it is complete, so a kill leaves no half of one.
   """
   path = path_of(folder)
-  return [n for n in named_steps(folder) if _is_whole(path / f"{PREFIX}_{n}" / "state")]
-
-
-# What stands beside config.gin in the folder of a run, of the local runner or of T5X.
-_OF_RUNS = ("settings.json", "run.json", "model-info.txt")
+  state = lambda step: path / f"{PREFIX}_{step}" / "state" / "_METADATA"
+  return [step for step in named_steps(folder) if state(step).is_file()]
 
 
 def run_around(folder: str | os.PathLike) -> str | None:
@@ -151,7 +140,9 @@ def run_around(folder: str | os.PathLike) -> str | None:
 
 
 def _holds_run(path: pathlib.Path) -> bool:
-  if (path / "config.gin").is_file() and any((path / name).is_file() for name in _OF_RUNS):
+  # What a run of the local runner or of T5X has with config.gin.
+  notes = ("settings.json", "run.json", "model-info.txt")
+  if (path / "config.gin").is_file() and any((path / name).is_file() for name in notes):
     return True
   with contextlib.suppress(PermissionError):  # a folder above, whose names we may not see
     return latest(path) is not None
@@ -163,19 +154,7 @@ def evaluations(folder: str | os.PathLike) -> dict[int, dict[str, Any]]:
   file = pathlib.Path(folder) / "evaluations.json"
   noted = files.read_json(file, [])
   with files.named(file):
-    found = {entry["step"]: entry for entry in noted}
-    for step, entry in found.items():
-      if type(step) is not int:
-        raise ValueError(f"a step is {step!r}")
-      _check_numbers("loss", entry.get("loss") or {})
-      for task, metrics in (entry.get("metrics") or {}).items():
-        _check_numbers(f"metrics of {task}", metrics)
-  return found
-
-
-def _check_numbers(what: str, values: Any) -> None:
-  if not isinstance(values, dict) or not all(isinstance(x, int | float) for x in values.values()):
-    raise ValueError(f"{what} must map names to numbers")
+    return {int(entry["step"]): entry for entry in noted}
 
 
 def is_done(folder: str | os.PathLike, last: int) -> bool:

@@ -1,9 +1,7 @@
 """One process at a time in a folder.
 
-    folder -> [hold] -> Lock, or a ValueError that names who holds it
-
-The lock is flock's on FOLDER/.lock: it ends with its process, however that ends. A child that
-inherits the open file holds it too.
+The lock is flock's on FOLDER/.lock: it ends with its process, however that ends. filelock has a
+descriptor of its own that no child inherits, and a run that outlives its sweep must keep the lock.
 """
 
 from __future__ import annotations
@@ -16,25 +14,20 @@ from typing import IO
 
 
 class Lock:
-  """A lock that is held.
-
-  Attributes:
-    file: the open .lock.
-  """
+  """A lock that is held, by the open file `.lock`."""
 
   def __init__(self, file: IO[str]):
-    self.file = file
+    self._file = file
 
   def fileno(self) -> int:
     """Returns the file descriptor: a child that inherits it (`pass_fds`) holds the lock too."""
-    return self.file.fileno()
+    return self._file.fileno()
 
   def note(self, holder: object) -> None:
     """Writes who holds the lock; a process that is refused reads it."""
-    self.file.seek(0)
-    self.file.truncate()
-    self.file.write(str(holder))
-    self.file.flush()
+    self._file.truncate(0)
+    self._file.write(str(holder))
+    self._file.flush()
 
 
 @contextlib.contextmanager

@@ -14,22 +14,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.deploy import (
-  huggingface,
-  inference_tree,
-  packed_file,
-  safetensors_file,
-  unstack_layers,
-)
+from nm_sparsity_jax.deploy import huggingface, inference_tree, packed_file, safetensors_file
+from nm_sparsity_jax.deploy.unstack_layers import apart, unstacked
 from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.training.roles import matches
 from nm_sparsity_jax.training.rules import Rules
-
-_TARGET, _STATE = "target/", "flax_mutables/"
-_RUNS_OWN = "nm_sparsity"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +60,6 @@ class Written:
         for path, found in report.sizes.items()
       },
       "dense": dict(report.dense),
-      "lost_signs_of_zeros": dict(report.lost),
     }
 
 
@@ -103,13 +95,13 @@ def pack(
     raise ValueError(
       f"{stored.path!r} is a packed file already: pack the checkpoint that it was made of."
     )
-  given_rules = checkpoint_rules.rules_for(stored, rules, axes)
+  stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
   variables = _variables(stored)
   shapes = {key: x.shape for key, x in flatten(variables["params"])}
   config = _config(shapes, stored.path)
-  made = _rules_apart(given_rules, shapes, config)
-  params, _ = unstack_layers.unstacked(variables["params"], config)
-  report = packed_file.write(file, {**variables, "params": params}, made, dtype)
+  params, _ = unstacked(variables["params"], config)
+  layer_rules = _unstacked_rules(stacked_rules, shapes, config)
+  report = packed_file.write(file, {**variables, "params": params}, layer_rules, dtype)
   opened = packed_file.Opened(file)
   for name in opened.kernels:  # the reader checks every entry
     opened.packed(name)
@@ -120,51 +112,40 @@ def _variables(stored: Stored) -> dict[str, Any]:
   """Returns what is deployed: the parameters, and the state of the network."""
   found = {}
   for key in stored.leaves:
-    if key.startswith(_TARGET):
-      found[f"params/{key.removeprefix(_TARGET)}"] = stored.array(stored.deployed(key))
-    elif key.startswith(_STATE) and not key.startswith(f"{_STATE}{_RUNS_OWN}/"):
-      found[key.removeprefix(_STATE)] = stored.array(stored.deployed(key))
-  tree = nested(found)
-  if "params" not in tree:
-    raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
-  return tree
+    collection, _, path = key.removeprefix("flax_mutables/").partition("/")
+    if collection == "target" or key.startswith("flax_mutables/") and collection != "nm_sparsity":
+      name = "params" if collection == "target" else collection
+      found[f"{name}/{path}"] = stored.array(stored.deployed(key))
+  return nested(found)
 
 
 def _config(shapes: Mapping[str, tuple[int, ...]], path: str) -> Any:
-  """Returns the config of a network that scans, as far as `unscanned` asks; None without a scan."""
-  if huggingface.is_t5(shapes) and any(key.startswith("encoder/encoder/") for key in shapes):
+  """Returns the config of a network that scans, as far as `unstacked` asks."""
+  if any(key.startswith("encoder/encoder/") for key in shapes):
     return huggingface.config_of(shapes, path)
-  if any(key.startswith("blocks/") for key in shapes):
-    return ViTConfig(scan=True)
-  return None
+  return ViTConfig(scan=True)  # the only other one that scans; it changes no other network
 
 
-def _rules_apart(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: Any) -> Rules:
-  """Returns the rules of a network without a scan that mean the same; without a scan, the same.
+def _unstacked_rules(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: Any) -> Rules:
+  """Returns the rules of a network without a scan that mean the same.
 
-  A regex of the rules may name a stack alone. Then the regex of its layers stands in its place.
+  They are the same ones, but where a regex names a stack alone: then they name what they found. A
+  kernel of a layer has two axes and contracts the first one, whatever the axis of its stack is.
   """
-  apart = unstack_layers.shapes_apart
-  single = {path: list(apart(path, shape, config)) for path, shape in shapes.items()}
-  stacked = {key: layers for key, layers in single.items() if layers != [key]}
-  if not stacked:
-    return rules
-  found = {path: hit for path in shapes if (hit := rules.match(path))}
-  table = dict(rules.places)
-  for path, (key, recipe) in found.items():
-    layers = stacked.get(path, [path])
-    if any((rules.match(layer) or ("",))[0] != key for layer in layers):
-      table[re.sub(r"_0/", r"_\\d+/", re.escape(layers[0]), count=1)] = recipe
-      table.pop(key, None)
-  for path, (key, recipe) in found.items():  # named by a regex that is gone now
-    if path not in stacked and key not in table:
-      table[re.escape(path)] = recipe
-  # A kernel of a layer has two axes and contracts the first one, whatever was told of the stack.
-  axes = {re.escape(path): _axis(rules, path) for path in found if path not in stacked}
-  told = {regex: axis for regex, axis in axes.items() if axis is not None}
-  return Rules(table, told, rules.indivisible, rules.roles)
-
-
-def _axis(rules: Rules, path: str) -> Any:
-  """Returns what `axes` of the rules say of a path, None where they do not."""
-  return next((axis for regex, axis in rules.axes.items() if matches(regex, path)), None)
+  shaped = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+  layers = {path: list(apart(path, x, config)) for path, x in shaped.items()}
+  matches = {path: hit for path in shapes if (hit := rules.match(path))}
+  axes = rules.axes
+  if any(layers[path] != [path] for path in matches):
+    assigned = rules.assign(nested(shaped)).places
+    alone = {path: place for path, place in assigned.items() if layers[path] == [path]}
+    axes = {re.escape(path): place.axis for path, place in alone.items()}
+  key_of = lambda path: (rules.match(path) or ("",))[0]
+  if all(key_of(layer) == key for path, (key, _) in matches.items() for layer in layers[path]):
+    return Rules(rules.places, axes, rules.indivisible, rules.roles)
+  number = lambda layer: re.sub(r"_0/", r"_\\d+/", re.escape(layer), count=1)
+  table = {
+    re.escape(path) if layers[path] == [path] else number(layers[path][0]): recipe
+    for path, (_, recipe) in matches.items()
+  }
+  return Rules(table, axes, rules.indivisible, rules.roles)

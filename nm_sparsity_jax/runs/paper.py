@@ -58,10 +58,12 @@ class Row:
     places = self.published["places"]
     patterns = set(places.values())
     one = len(patterns) == 1
+    # A dense row names a place that every network has; a ResNet has no 'ff'.
+    rules = dict.fromkeys(places) if one else dict(places) or {".*": None}
     return {
       "RECIPE": self.published["recipe"],
       "PATTERN": patterns.pop() if one else None,
-      "SPARSITY_RULES": dict.fromkeys(places) if one else dict(places) or {"ff": None},
+      "SPARSITY_RULES": rules,
       "DENSE_STEPS": self.published.get("dense_steps") or 0,
       "FINETUNE_STEPS": self.published.get("finetune_steps"),
     }

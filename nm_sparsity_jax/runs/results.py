@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import pathlib
@@ -21,7 +22,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.runs import events, files, folders, glue
 from nm_sparsity_jax.runs.trained import config_of, parse_settings, start_of, started
 from nm_sparsity_jax.training import roles
@@ -154,28 +154,15 @@ def join(name: str, runs: Sequence[Run]) -> Run:
   tasks, owners = dict(first.tasks), dict.fromkeys(first.tasks, first)
   for run in others:
     for field in _COMMON:
-      if (a := getattr(first, field)) != (b := getattr(run, field)):
-        raise SettingError(
-          "name",
-          "{join}{name}: {first} has {what} {a}, and {other} {b}, so they are not one row. Score "
-          "them apart",
-          join="",
-          name=name,
-          first=first.path,
-          what=field,
-          a=a,
-          other=run.path,
-          b=b,
+      if (here := getattr(first, field)) != (there := getattr(run, field)):
+        raise ValueError(
+          f"{name}: {first.path} has {field} {here}, and {run.path} {there}, so they are not "
+          "one row. Score them apart"
         )
     if twice := sorted(tasks.keys() & run.tasks.keys()):
-      raise SettingError(
-        "name",
-        "{join}{name}: {first} and {other} both have metrics of {twice}: leave one out",
-        join="",
-        name=name,
-        first=owners[twice[0]].path,
-        other=run.path,
-        twice=", ".join(twice),
+      raise ValueError(
+        f"{name}: {owners[twice[0]].path} and {run.path} both have metrics of "
+        f"{', '.join(twice)}: leave one out"
       )
     tasks |= run.tasks
     owners |= dict.fromkeys(run.tasks, run)
@@ -229,13 +216,7 @@ def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
         f"{name} was evaluated again at step {step} with other results: the later ones count"
       )
     lines[step] = values
-  for step, values in lines.items():
-    if step in series and not _same(series[step], values):
-      remarks.append(f"{name}: events differ from {file.name} at step {step}: {file.name} counts")
   return series | lines
-
-
-_MOST_LINES = 1 << 28  # bytes of a file of metrics
 
 
 def json_lines(file: pathlib.Path, remarks: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
@@ -248,30 +229,22 @@ def json_lines(file: pathlib.Path, remarks: list[str]) -> Iterator[tuple[int, di
   Raises:
     ValueError: a line is no JSON object with a step.
   """
-  text = files.read_text(file, _MOST_LINES)
-  whole, _, last = text.rpartition("\n")
-  if last and not _is_json(last):  # it is being written
-    remarks.append(f"{file.name}: its last line has no end yet, and was left out")
-    text = whole
-  for number, line in enumerate(text.splitlines(), 1):
-    if not line.strip():
-      continue
+  *lines, last = files.read_text(file).split("\n")
+  if last:
     try:
-      entry = files.parse_json(line)
-      step = entry.pop("step")
-      if type(step) is not int:
-        raise ValueError(f"step {step!r}")
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-      raise ValueError(f"{file}, line {number}: no JSON object with a step ({e})") from e
-    yield step, {k: float(v) for k, v in entry.items() if isinstance(v, int | float)}
-
-
-def _is_json(text: str) -> bool:
-  try:
-    files.parse_json(text)
-  except ValueError:
-    return False
-  return True
+      json.loads(last)
+      lines.append(last)
+    except ValueError:  # it is being written
+      remarks.append(f"{file.name}: its last line has no end yet, and was left out")
+  for number, line in enumerate(lines, 1):
+    if line.strip():
+      try:
+        entry = json.loads(line)
+        if type(step := entry.pop("step")) is not int:
+          raise ValueError(f"step {step!r}")
+      except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(f"{file}, line {number}: no JSON object with a step ({e})") from e
+      yield step, {k: float(v) for k, v in entry.items() if isinstance(v, int | float)}
 
 
 def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
@@ -283,27 +256,15 @@ def _same(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
 # --- settings -----------------------------------------------------------------------------------
 
 
-# What a macro must be to be of use here; None where it is not set.
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
-  "RECIPE": str, "PATTERN": str, "SPARSITY_RULES": Mapping, "DENSE_STEPS": int,
-  "SPARSE_STEPS": int, "FINETUNE_STEPS": int, "PRETRAINED_STEPS": int,
-  "INITIAL_CHECKPOINT_PATH": str, "T5_SIZE": str, "DATA": str,
-}  # fmt: skip
-
-
+_MACROS = (
+  "RECIPE", "PATTERN", "SPARSITY_RULES", "DENSE_STEPS", "SPARSE_STEPS", "FINETUNE_STEPS",
+  "PRETRAINED_STEPS", "INITIAL_CHECKPOINT_PATH", "T5_SIZE", "DATA",
+)  # fmt: skip
 _NAMED = re.compile(r"^(?:\w+\.)*(vit|swin|resnet)\.config\.(\w+) = (.*)$", re.MULTILINE)
 # Of a named configuration; another field makes it a network of other sizes.
 _NO_SIZES = {
-  "name",
-  "image_size",
-  "classes",
-  "dropout",
-  "drop_path",
-  "dtype",
-  "remat",
-  "scan",
-  "std",
-}
+  "name", "image_size", "classes", "dropout", "drop_path", "dtype", "remat", "scan", "std",
+}  # fmt: skip
 
 
 def _network(gin: str) -> str | None:
@@ -318,48 +279,40 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
   if (file := config_of(folder)) is None:
     return
   given = parse_settings(files.read_text(file))
-  found = {name: given.values.get(name) for name in _KINDS}
-  for name, kind in _KINDS.items():
-    said = given.references.get(name)
-    if name == "PRETRAINED_STEPS" and "first_step()" in str(said):
-      said = None  # from the checkpoint, below
-    if found[name] is not None and not isinstance(found[name], kind):
-      said, found[name] = repr(found[name])[:200], None
-    if said is not None:
-      run.remarks.append(f"{name} in {file.name} is not a plain value: {said}")
-  run.recipe, run.size = found["RECIPE"], found["T5_SIZE"]
-  run.network, run.data = _network(given.text), found["DATA"]
-  run.dense_steps, run.sparse_steps = found["DENSE_STEPS"], found["SPARSE_STEPS"]
-  run.finetune_steps = found["FINETUNE_STEPS"]
-  _read_phases(run, given.values)
-  run.start = started(folder).get("start", found["PRETRAINED_STEPS"])
+  value, reference = given.values.get, given.references.get
+  for name in _MACROS:
+    is_known_below = name == "PRETRAINED_STEPS" and "first_step()" in str(reference(name))
+    if reference(name) is not None and not is_known_below:
+      run.remarks.append(f"{name} in {file.name} is not a plain value: {reference(name)}")
+  run.recipe, run.size, run.data = value("RECIPE"), value("T5_SIZE"), value("DATA")
+  run.network = _network(given.text)
+  run.sparse_steps = value("SPARSE_STEPS")
+  run.dense_steps, run.finetune_steps = value("DENSE_STEPS"), value("FINETUNE_STEPS")
+  if run.sparse_steps is not None:
+    from nm_sparsity_jax.training import configure  # imports jax
+
+    # A phase that is set to None has its share of all steps.
+    dense, finetune = configure.phase_steps(run.sparse_steps, None, None)
+    if value("DENSE_STEPS", 0) is None:
+      run.dense_steps = dense
+    if value("FINETUNE_STEPS", 0) is None:
+      run.finetune_steps = finetune
+  run.start = started(folder).get("start", value("PRETRAINED_STEPS"))
   if run.start is None and "INITIAL_CHECKPOINT_PATH" in given.values:  # its name may tell
-    path = found["INITIAL_CHECKPOINT_PATH"]
+    path = value("INITIAL_CHECKPOINT_PATH")
     run.start = folders.named_step(path) if path else 0
   if run.start is None and "PRETRAINED_STEPS" in given.references:
     run.start = start_of(str(folder))
   with files.named(file):
-    run.places = _places(run.recipe, found)
-
-
-def _read_phases(run: Run, values: Mapping[str, Any]) -> None:
-  """Gives a phase that is set to None its share of all steps."""
-  if run.sparse_steps is None:
-    return
-  from nm_sparsity_jax.training import configure  # imports jax
-
-  dense, finetune = configure.phase_steps(run.sparse_steps, None, None)
-  if values.get("DENSE_STEPS", 0) is None:
-    run.dense_steps = dense
-  if values.get("FINETUNE_STEPS", 0) is None:
-    run.finetune_steps = finetune
+    run.places = _places(run.recipe, given.values)
 
 
 def _places(recipe: str | None, found: Mapping[str, Any]) -> dict[str, str] | None:
   """Returns place -> pattern; None where the macros do not tell."""
   if recipe == "dense":
     return {}
-  if found["SPARSITY_RULES"] is None:
+  if not isinstance(found.get("SPARSITY_RULES"), Mapping):
     return None
-  patterns: dict[str, Any] = {k: v or found["PATTERN"] for k, v in found["SPARSITY_RULES"].items()}
+  whole = found.get("PATTERN")
+  patterns: dict[str, Any] = {k: v or whole for k, v in found["SPARSITY_RULES"].items()}
   return roles.single(patterns) if all(patterns.values()) else None

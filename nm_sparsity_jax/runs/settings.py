@@ -2,12 +2,8 @@
 
     Config.settings -> nested values -> [write] -> settings.json -> [changed] -> a sentence
 
-A nested value is a number, a text, a bool, None, a list, or a dict:
-
-    {"ff": "1:8"}                      a dictionary
-    {"": "Model", "batch_size": 8}     Model(batch_size=8): "" holds the name
-    {"": "{}", "512": 2}               a dictionary with keys that are no texts, by their `repr`
-    {"": "=", "text": "b'x'"}          any other value, by its `repr`
+A nested value is what JSON holds. `{"": "Model", "batch_size": 8}` stands for Model(batch_size=8):
+"" holds the name of a class or function.
 """
 
 from __future__ import annotations
@@ -20,58 +16,49 @@ from typing import Any
 from nm_sparsity_jax.runs import files, folders
 
 _FILE = "settings.json"
-_UNSET = {"": "=", "text": "not set"}
-_MACROS = {"optimizer": "OPTIMIZER"}  # another function as a whole: a file binds the macro
 _SHOWN = 6  # differences that a message names
+_UNSET = "not set"
 
 
 def text(value: Any) -> str:
-  """Returns a nested value as one line of Python-like text, for messages.
+  """Returns a nested value as one line, for messages.
 
   >>> text({"": "Source", "name": "rte", "sizes": [8, 4]})
-  "Source(name='rte', sizes=(8, 4))"
+  "Source: name='rte', sizes[0]=8, sizes[1]=4"
   """
-  if isinstance(value, list | tuple):
-    return f"({', '.join(map(text, value))})"
-  if not isinstance(value, Mapping):
-    return repr(value)
-  kind = value.get("")
-  inside = [(k, text(value[k])) for k in sorted(value) if k]
-  if kind is None:
-    return "{" + ", ".join(f"{k!r}: {v}" for k, v in inside) + "}"
-  if kind == "{}":
-    return "{" + ", ".join(f"{k}: {text(v)}" for k, v in value.items() if k) + "}"
-  if kind == "=":
-    return value["text"]
-  if kind.startswith("%"):  # a macro without a value
-    return kind
-  return f"{kind}({', '.join(f'{k}={v}' for k, v in inside)})"
+  kind, *fields = [(path, repr(x)) for path, x in _leaves("", value)]
+  name = kind[1].strip("'")
+  return f"{name}: {', '.join(f'{path}={x}' for path, x in fields)}" if fields else name
 
 
-def differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, str, str]]:
-  """Yields what differs within two nested values: its name, the old and the new text.
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+  """Yields the path and the value of each leaf, such as ('model.batch_size', 8)."""
+  if isinstance(value, Mapping) and value:
+    for key in sorted(value):
+      yield from _leaves(".".join(filter(None, (path, key))), value[key])
+  elif isinstance(value, list | tuple) and value:
+    for i, x in enumerate(value):
+      yield from _leaves(f"{path}[{i}]", x)
+  else:
+    yield path, value
 
-  >>> list(differences("run", {"": "Run", "seed": 1, "size": 8}, {"": "Run", "size": 8}))
-  [('run.seed', '1', 'not set')]
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+  """Returns what differs: its name, the old and the new value as texts.
+
+  >>> differences({"seed": 1, "run": {"": "Run", "size": 8}}, {"run": {"": "Run", "size": 8}})
+  [('seed', '1', 'not set')]
 
   Args:
-    name: what the values are called.
-    old: a nested value.
-    new: another.
+    old: name -> nested value.
+    new: the same, later.
   """
-  if text(old) == text(new):
-    return
-  kind = old.get("") if isinstance(old, Mapping) else None
-  if isinstance(old, Mapping) and isinstance(new, Mapping):
-    if kind == new.get("") and kind != "=":
-      shown = repr if kind is None else str
-      for key in dict.fromkeys((*sorted(old), *sorted(new))):
-        yield from differences(f"{name}.{shown(key)}", old.get(key, _UNSET), new.get(key, _UNSET))
-      return
-  if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) == 1:
-    yield from differences(name, old[0], new[0])
-    return
-  yield name, text(old), text(new)
+  before, now = ({path: repr(x) for path, x in _leaves("", values)} for values in (old, new))
+  pairs = {path: (before.get(path, _UNSET), now.get(path, _UNSET)) for path in before | now}
+  found = {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+  # Where another function stands, its arguments say nothing more.
+  inside = lambda path: any(path.startswith((f"{p}.", f"{p}[")) for p in found)
+  return [(path, *pair) for path, pair in sorted(found.items()) if not inside(path)]
 
 
 def changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
@@ -87,12 +74,7 @@ def changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
   before = files.read_json(folder / _FILE, None)
   if before is None or not folders.steps(folder):
     return ""
-  found = [
-    difference
-    for name in sorted({*before, *settings})
-    for difference in differences(name, before.get(name, _UNSET), settings.get(name, _UNSET))
-  ]
-  found = [(_MACROS.get(name, name), old, new) for name, old, new in found]
+  found = differences(before, settings)
   more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
   return "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found[:_SHOWN]) + more
 
@@ -133,5 +115,4 @@ def write(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
     folder: the run's.
     settings: name -> nested value.
   """
-  found = json.dumps(settings, indent=1)
-  files.write_atomically(folder / _FILE, found + "\n")
+  files.write_atomically(folder / _FILE, json.dumps(settings, indent=1) + "\n")

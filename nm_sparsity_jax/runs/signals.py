@@ -1,7 +1,7 @@
 """Signals that ask a process to save and to end.
 
 SIGTERM, SIGINT -> Signals.name, which a loop looks at between two steps
-                -> Relay: a child is told to end; the second ctrl-C kills it
+                -> Relay: a child is asked to end; the second ctrl-C kills it
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 
 class Signals:
@@ -28,7 +28,7 @@ class Signals:
 
   def __init__(self):
     self.name: str | None = None
-    self._interrupted = False
+    self._interrupts = 0
     self._before = {}
 
   def __enter__(self):
@@ -42,12 +42,11 @@ class Signals:
       signal.signal(number, handler)
 
   def _note(self, number, frame) -> None:
-    again = self._interrupted and number == signal.SIGINT
-    self._interrupted = self._interrupted or number == signal.SIGINT
+    self._interrupts += number == signal.SIGINT
     self.name = self.name or signal.Signals(number).name
-    self.heard(again)
+    self.act(number == signal.SIGINT and self._interrupts > 1)
 
-  def heard(self, again: bool) -> None:
+  def act(self, again: bool) -> None:
     """Acts on a signal.
 
     Args:
@@ -57,32 +56,24 @@ class Signals:
       raise KeyboardInterrupt
 
 
-class Child(Protocol):
-  """What a `Relay` ends: a `subprocess.Popen`, say."""
-
-  def terminate(self) -> None: ...
-
-  def kill(self) -> None: ...
-
-
 class Relay(Signals):
-  """Tells the child of the moment to save and to end; a second SIGINT kills it.
+  """Asks a child to save and to end; a second SIGINT kills it.
 
   A run loses nothing to SIGKILL but the steps since its last checkpoint.
   """
 
   def __init__(self):
     super().__init__()
-    self._child: Child | None = None
+    self._child: Any = None
 
-  def heard(self, again: bool) -> None:
+  def act(self, again: bool) -> None:
     """Passes a signal on."""
     if self._child is not None:
       self._child.kill() if again else self._child.terminate()
 
   @contextlib.contextmanager
-  def to(self, child: Child) -> Iterator[None]:
-    """Relays signals to a child within a `with` block; one that came before it counts."""
+  def to(self, child: Any) -> Iterator[None]:
+    """Relays signals to a child, a `subprocess.Popen`; one that came before it counts."""
     self._child = child
     if self.name is not None:  # between two children
       child.terminate()

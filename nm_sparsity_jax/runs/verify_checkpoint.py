@@ -24,21 +24,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, network_settings, other_formats
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.training import apply, rules_text
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.sites import Assignment
-
-_STATE = "flax_mutables/nm_sparsity"
+from nm_sparsity_jax.training.sites import Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +146,7 @@ def verify(
     ValueError: there are no rules, other rules than the checkpoint's, or it cannot be read.
   """
   stored = checkpoint.opened(path)
-  with checkpoint_rules.named(stored):
-    rules = checkpoint_rules.rules_for(stored, rules, axes)
-    assignment = checkpoint_rules.assign(stored, rules)
-  return _prove(stored, rules, assignment)
+  return _prove(stored, checkpoint_rules.rules_for(stored, rules, axes))
 
 
 def finalize(
@@ -189,63 +182,47 @@ def finalize(
     )
   rules = checkpoint_rules.rules_for(stored, rules, axes)
   assignment = checkpoint_rules.assign(stored, rules)
-  if not early:
-    _refuse_early(stored, assignment)
+  if not early and stored.sparse_step is not None:
+    if ahead := assignment.unfinished(stored.sparse_step):
+      raise ValueError(
+        f"{stored.path} is at sparse step {ahead}. Take a later checkpoint, or add early=True"
+      )
   is_folder = stored.format == other_formats.HUGGING_FACE
   made = os.fspath(out) if is_folder else os.path.join(out, f"checkpoint_{stored.step or 0}")
   checkpoint.check_new(made)
   arrays = _kept(stored)
-  params = {key: arrays[f"target/{key}"] for key in assignment.places}
-  # Whether the schedule is over was looked at already.
-  alone = type(rules)(
-    {_regex(path): place.recipe for path, place in assignment.places.items()},
-    {_regex(path): place.axis for path, place in assignment.places.items()},
-    rules.indivisible,
-  )
-  done = apply.finalize(nested(params), alone, 0, stored.masks() or None, early=True)
-  removed = []
-  for path, w in flatten(done):
-    arrays[f"target/{path}"] = np.asarray(w)
-    removed.append(_removed(path, params[path], arrays[f"target/{path}"]))
+  removed = tuple(_make_zeros(arrays, assignment.places, rules, stored.masks()))
   if is_folder:
     other_formats.write_like(stored.path, made, arrays)
   else:
     settings = network_settings.read(stored.path)
     checkpoint.write(made, arrays, settings, checkpoint_rules.to_note(stored, rules))
-  written = checkpoint.read(made)
-  proof = _prove(written, rules, checkpoint_rules.assign(written, rules))
-  return Finalized(stored, proof, tuple(removed))
+  return Finalized(stored, _prove(checkpoint.read(made), rules), removed)
 
 
-def _regex(path: str) -> str:
-  return f"(?:{re.escape(path)})"  # also where a path reads like a role
+def _make_zeros(
+  arrays: dict[str, np.ndarray], places: Mapping[str, Site], rules: Rules, masks: dict[str, Any]
+):
+  """Replaces each sparse parameter by the finalized one, and yields what it lost."""
+  params = nested({path: arrays[f"target/{path}"] for path in places})
+  alone = checkpoint_rules.rules_of_places(places, rules.indivisible)
+  for path, w in flatten(apply.finalize(params, alone, 0, masks or None, early=True)):
+    before = arrays[f"target/{path}"]
+    arrays[f"target/{path}"] = np.asarray(w)
+    yield _removed(path, before, arrays[f"target/{path}"])
 
 
-def _prove(stored: Stored, rules: Rules, assignment: Assignment) -> Proof:
-  found = []
+def _prove(stored: Stored, rules: Rules) -> Proof:
+  assignment = checkpoint_rules.assign(stored, rules)
   if stored.packed is not None:
     stored.packed()  # its reader checks every entry, also of kernels that no rule names
+  found = []
   for path, place in assignment.places.items():
     array = stored.array(stored.deployed(f"target/{path}"))
-    alone = type(rules)({_regex(path): place.recipe}, {_regex(path): place.axis}, rules.indivisible)
+    alone = checkpoint_rules.rules_of_places({path: place}, rules.indivisible)
     found += apply.verify(nested({path: array}), alone).places
     del array  # or it would stay while the next one is read
   return Proof(stored, rules, apply.Report(tuple(found), assignment.skipped))
-
-
-def _refuse_early(stored: Stored, assignment: Assignment) -> None:
-  """Raises while a place has steps ahead before its fine-tune phase."""
-  step = stored.sparse_step
-  if step is None:
-    return  # of no sparse run
-  if ahead := assignment.unfinished(step):
-    raise SettingError(
-      "early",
-      "{path} is at sparse step {ahead}. Take a later checkpoint, or add {early}",
-      path=stored.path,
-      ahead=ahead,
-      early="early=True",
-    )
 
 
 def _kept(stored: Stored) -> dict[str, np.ndarray]:
@@ -255,7 +232,8 @@ def _kept(stored: Stored) -> dict[str, np.ndarray]:
   """
   arrays = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
   if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
-    arrays[f"{_STATE}/start"] = np.asarray(np.int32((stored.step or 0) - stored.sparse_step))
+    start = np.int32((stored.step or 0) - stored.sparse_step)
+    arrays["flax_mutables/nm_sparsity/start"] = np.asarray(start)
   for key in stored.leaves:
     if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
       arrays[key] = stored.array(stored.deployed(key))

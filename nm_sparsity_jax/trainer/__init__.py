@@ -2,6 +2,6 @@
 
     gin -> commands.train -> [train] -> batches, steps, checkpoints, evaluations -> MODEL_DIR
 
-Rooms, each importing only those above it: `averages`, `step`, `checkpoints`, `evaluation`, `run`,
-`reports`, `folders`, `train`. seqio and TensorFlow are imported inside functions.
+Modules, each importing only those above it: `workloads`, `step`, `checkpoints`, `evaluation`,
+`run`, `writers`, `reports`, `folders`, `train`. seqio and TensorFlow are imported inside functions.
 """

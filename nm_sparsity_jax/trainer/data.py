@@ -1,16 +1,143 @@
-"""Names for gin files: T5's vocabulary and training data, which `workloads.text` reads."""
+"""Text: batches of a SeqIO task or mixture, as a function of (seed, position); vocabularies.
 
+    task -> tokenized examples -> shuffled by the seed -> packed -> model features -> batches
+
+So the position alone brings a stream back: batch i of a resumed run is batch i of the first one.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nm_sparsity_jax.trainer.workloads.text import (
-  Source,
-  check_vocabulary,
-  import_seqio,
-  mixture,
-  mixture_or_task,
-)
+from nm_sparsity_jax.trainer.workloads.base import Batch
 
-__all__ = ["Source", "check_vocabulary", "import_seqio", "mixture", "mixture_or_task", "vocabulary"]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+  """Says where the training batches of a T5 come from.
+
+  Attributes:
+    name: of the task or mixture.
+    lengths: feature -> tokens, such as {'inputs': 512, 'targets': 128}; longer ones are cut.
+    batch_size: examples a step, or packed rows.
+    module: imported first, to register the name; None = it is registered.
+    split: of the task.
+    pack: put several examples into a row.
+    shuffle: files and examples, by the seed.
+    use_cached: read SeqIO's offline cache.
+  """
+
+  name: str
+  lengths: Mapping[str, int]
+  batch_size: int
+  module: str | None = None
+  split: str = "train"
+  pack: bool = False
+  shuffle: bool = True
+  use_cached: bool = False
+
+  def batches(self, seed: int, start: int) -> Iterator[Batch]:
+    """Returns endless batches from number `start` on.
+
+    Args:
+      seed: of the order of examples and of whatever chance the task's preprocessors use.
+      start: the number of the first batch.
+    """
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.deterministic = True
+    dataset = self._dataset(seed).with_options(options)
+    if start:
+      dataset = dataset.skip(start)
+    return dataset.prefetch(2).as_numpy_iterator()
+
+  def _dataset(self, seed: int) -> Any:
+    seqio = import_seqio(self.module)
+    known = mixture_or_task(self.name, self.module)
+    if self.split not in known.splits:
+      have = ", ".join(known.splits)
+      raise ValueError(f"{self.name} has no split {self.split!r}: it has {have}.")
+    if isinstance(known, seqio.Mixture):  # which leaves out a task without the split
+      for task in known.tasks:
+        if self.split not in task.splits and known.get_rate(task) > 0:
+          raise ValueError(
+            f"{task.name} has no split {self.split!r}, but a rate above 0 in {self.name}: give it "
+            "the rate 0, so that it is only evaluated."
+          )
+    return seqio.get_dataset(
+      mixture_or_task_name=known,
+      task_feature_lengths=dict(self.lengths),
+      feature_converter=seqio.EncDecFeatureConverter(pack=self.pack),
+      dataset_split=self.split,
+      use_cached=self.use_cached,
+      shuffle=self.shuffle,
+      num_epochs=None,
+      seed=seed,
+      batch_size=self.batch_size,
+      verbose=False,
+    )
+
+
+def import_seqio(module: str | None = None) -> Any:
+  """Imports seqio, then the module that registers tasks; leaves accelerators to jax."""
+  try:
+    import seqio
+    import tensorflow as tf
+  except ImportError as e:
+    raise ModuleNotFoundError(
+      f"the local runner reads its data through seqio, and {e.name!r} is missing: pip install "
+      "'nm-sparsity-jax[local]'"
+    ) from e
+  tf.config.set_visible_devices([], "GPU")
+  # SeqIO warns of every evaluation-only task that it lacks a training split.
+  logging.getLogger("absl").addFilter(_is_news)
+  if module is not None:
+    importlib.import_module(module)
+  return seqio
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  return "split, skipping" not in str(record.msg)
+
+
+def mixture_or_task(name: str, module: str | None = None) -> Any:
+  """Returns a registered task or mixture; `module` is what was imported to register it."""
+  import seqio
+
+  try:
+    return seqio.get_mixture_or_task(name)
+  except ValueError as e:
+    names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
+    close = difflib.get_close_matches(name, names, 3)
+    hint = f"did you mean {' or '.join(close)}?" if close else "which module registers it?"
+    raise ValueError(
+      f"MIXTURE_OR_TASK_NAME={name!r} is not registered; {hint} MIXTURE_OR_TASK_MODULE names the "
+      f"module that is imported first, {module!r}."
+    ) from e
+
+
+def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "mixture") -> str:
+  """Registers a mixture, in place of one of that name; returns its name, so that gin can call it.
+
+  Args:
+    rates: task -> rate; 0 for a task that is only evaluated.
+    module: imported first, to register the tasks.
+    name: of the mixture.
+  """
+  seqio = import_seqio(module)
+  for task in rates:
+    mixture_or_task(task, module)
+  seqio.MixtureRegistry.remove(name)
+  seqio.MixtureRegistry.add(name, [(task, float(rate)) for task, rate in rates.items()])
+  return name
 
 
 def vocabulary(file: str) -> Any:
@@ -26,3 +153,14 @@ def vocabulary(file: str) -> Any:
 
     return mini_words()
   return seqio.ByteVocabulary() if file == "bytes" else seqio.SentencePieceVocabulary(file)
+
+
+def check_vocabulary(name: str, rows: int) -> None:
+  """Refuses a task with ids that the embedding has no row for; jax would clip them unseen."""
+  for feature, spec in mixture_or_task(name).output_features.items():
+    size = spec.vocabulary.vocab_size
+    if size > rows:
+      raise ValueError(
+        f"{name}: {feature!r} has {size} ids, but the network embeds {rows}. "
+        f"Set VOCAB_SIZE={-(-size // 128) * 128}."
+      )

@@ -1,15 +1,13 @@
-"""The folder of a run: made, held by one process, and left as it was where the run is refused."""
+"""The folder of a run or of an evaluation: held by one process, unmade where it is refused."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import pathlib
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from nm_sparsity_jax.runs import files
+from nm_sparsity_jax.runs import files, lock
 from nm_sparsity_jax.runs import folders as run_folders
 
 
@@ -22,62 +20,38 @@ def of(model_dir: str, macro: str = "MODEL_DIR") -> pathlib.Path:
   return pathlib.Path(model_dir).expanduser().absolute()
 
 
-def make(model_dir: str, macro: str = "MODEL_DIR") -> pathlib.Path:
-  """Makes the folder of a run, and checks that it is writable; `macro` names it in errors."""
-  folder = of(model_dir, macro)
+@contextlib.contextmanager
+def held(folder: pathlib.Path, macro: str = "MODEL_DIR") -> Iterator[None]:
+  """Makes a folder if need be, and locks it; removes it where the block fails and it is empty.
+
+  Args:
+    folder: of `of`.
+    macro: names it in errors.
+
+  Raises:
+    ValueError: it cannot be written to, or another process holds it.
+  """
+  missing = [path for path in (folder, *folder.parents) if not path.exists()]
   try:
     folder.mkdir(parents=True, exist_ok=True)
     files.probe(folder)
   except OSError as e:
-    raise ValueError(f"{macro}={model_dir!r} cannot be written to: {e.strerror or e}.") from e
-  return folder
-
-
-_NOTES = ("config.gin", "settings.json", "run.json")  # written before the first step
-
-
-@dataclasses.dataclass(frozen=True)
-class Before:
-  """Knows what was there before a run made its folder and took its lock.
-
-  Attributes:
-    missing: the folder and those above it that were not there, the innermost first.
-    locked: whether the folder had a file for the lock.
-  """
-
-  missing: Sequence[pathlib.Path]
-  locked: bool
-
-  @classmethod
-  def of(cls, folder: pathlib.Path) -> Before:
-    """Looks at a folder that may not be there yet."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    return cls(missing, (folder / ".lock").exists())
-
-
-@contextlib.contextmanager
-def as_it_was(folder: pathlib.Path, was: Before) -> Iterator[None]:
-  """Leaves a folder as it was where a run is refused before its first step.
-
-  Args:
-    folder: of the run; this process holds its lock.
-    was: what was there.
-  """
-  names = {path.name for path in folder.iterdir()} - (set() if was.locked else {".lock"})
-  notes = {name: (folder / name).read_bytes() for name in _NOTES if name in names}
-  try:
-    yield
-  except Exception:
-    if not (folder / "train").exists():  # its curves: steps have been made
-      for path in folder.iterdir():
-        if path.name not in names:
-          shutil.rmtree(path) if path.is_dir() else path.unlink()
-      for name, content in notes.items():
-        (folder / name).write_bytes(content)
-      with contextlib.suppress(OSError):  # somebody else has put something there
-        for path in was.missing:
+    raise ValueError(f"{macro}={str(folder)!r} cannot be written to: {e.strerror or e}.") from e
+  had_lock = (folder / ".lock").exists()
+  taken = (
+    f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
+    "first); the same command continues from there."
+  )
+  with lock.hold(folder, lambda _: taken):
+    try:
+      yield
+    except Exception:
+      if not had_lock and not (folder / "run.json").exists():
+        (folder / ".lock").unlink()
+      with contextlib.suppress(OSError):  # it is not empty
+        for path in missing:
           path.rmdir()
-    raise
+      raise
 
 
 def refuse_run(folder: pathlib.Path, macro: str) -> None:
@@ -90,14 +64,6 @@ def refuse_run(folder: pathlib.Path, macro: str) -> None:
       f"{macro}={str(folder)!r} holds a run, whose curves and config.gin would be written over: "
       "take another folder."
     )
-
-
-def taken(folder: pathlib.Path) -> str:
-  """Says that another process writes to a folder."""
-  return (
-    f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
-    "first); the same command continues from there."
-  )
 
 
 def is_no_room(error: BaseException) -> bool:

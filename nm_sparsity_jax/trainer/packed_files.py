@@ -44,7 +44,10 @@ def load(
       "NUM_PARTITIONS=1, or evaluate the finalized checkpoint."
     )
   made = model_of(path, variables, model)
-  rows = rows_of(made.workload, evaluation)
+  batch = getattr(evaluation, "batch_size", None) or made.workload.batch_size
+  lengths, beams = getattr(evaluation, "lengths", None) or {}, getattr(evaluation, "num_decodes", 1)
+  config = made.workload.network_config
+  rows = inference_tree.rows_of(config, batch, lengths.get("inputs", 1), 1, beams)
   ready = {**variables, "params": inference_tree.prepare(variables["params"], rows, memory=memory)}
   return made, jax.device_put(ready, made.replicated)
 
@@ -99,28 +102,22 @@ def without_scan(workload: Workload) -> Workload:
   return made
 
 
-def rows_of(workload: Workload, evaluation: Any) -> Any:
-  """Returns path -> rows of x that a kernel gets in one call; see `deployed.rows_of`."""
-  batch = getattr(evaluation, "batch_size", None) or workload.batch_size or 1
-  lengths = getattr(evaluation, "lengths", None) or {}
-  beams = getattr(evaluation, "num_decodes", 1)
-  return inference_tree.rows_of(workload.network_config, batch, lengths.get("inputs", 1), 1, beams)
-
-
-def told(held: Any, prepared: Any) -> str:
-  """Says which patterns a packed file holds, and how many kernels stay packed.
+def summary(held: Any, prepared: Any) -> str:
+  """Returns which patterns a packed file holds, and how many kernels stay packed.
 
   Args:
     held: the variables of the file.
     prepared: what `load` made of them.
   """
   kernels, kept = _kernels(held), len(_kernels(prepared))
-  found = listed(sorted({str(x.pattern) for x in kernels})) if kernels else "nothing"
-  said = f"packed, {found}; {kept} of {len(kernels)} kernels stay packed"
-  if not (left := len(kernels) - kept):
-    return said
-  them = f"{left} get their zeros" if left > 1 else "1 gets its zeros"
-  return f"{said}; {them} back, since a dense product is faster (--memory keeps all packed)"
+  patterns = sorted({str(x.pattern) for x in kernels})
+  found = f"packed, {listed(patterns) or 'nothing'}; {kept} of {len(kernels)} kernels stay packed"
+  if kept == len(kernels):
+    return found
+  return (
+    f"{found}; the others get their zeros back, since a dense product is faster (--memory keeps "
+    "all packed)"
+  )
 
 
 def _kernels(tree: Any) -> list[NMPacked]:

@@ -1,110 +1,30 @@
-"""What a run reports: TensorBoard, JSON lines, one line on the terminal.
+"""What a run reports while it trains: are its numbers finite, means, one line on the terminal.
 
-step -> [Watch: finite? means] -> scalars -> MODEL_DIR/<room>/{events..., metrics.jsonl}
+step -> [Watch: finite? means] -> scalars -> curves
                 -> step 120/400  loss 1.234  D 0.53  2:8  density 0.25  9,120 tokens/s  0:41 left
 """
-
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import json
-import pathlib
+import functools
+import math
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from nm_sparsity_jax.core.errors import quiet
-from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.trainer.run import Run
-from nm_sparsity_jax.trainer.step import NORMS, patterns_at
-from nm_sparsity_jax.trainer.workloads import Sums
+from nm_sparsity_jax.trainer.step import NORMS
+from nm_sparsity_jax.trainer.writers import Curves
+from nm_sparsity_jax.training.rules import Rules
 
 _AHEAD = 2  # steps that are given to the devices before the result of one is looked at
-
-
-def writer(folder: pathlib.Path, start: int, also: Sequence[Any] = ()) -> Any:
-  """Returns a clu writer of event files and metrics.jsonl; drops lines of later steps.
-
-  Args:
-    folder: of the room.
-    start: the step that the run goes on from.
-    also: other writers that get the same.
-  """
-  with quiet():  # TensorFlow, which clu imports, writes past Python
-    from nm_sparsity_jax.trainer import writers
-
-  _cut(folder / "metrics.jsonl", start)
-  return writers.joined(folder, also)
-
-
-def _cut(path: pathlib.Path, start: int) -> None:
-  """Drops the lines that a run without a good end wrote after the step that is resumed from."""
-  if not path.is_file():
-    return
-  kept = []
-  for line in path.read_text().splitlines(keepends=True):
-    try:
-      if json.loads(line)["step"] > start:
-        break
-    except ValueError:  # half a line
-      break
-    kept.append(line)
-  files.write_atomically(path, "".join(kept))
-
-
-class Curves:
-  """Writes the scalars of a run, one room for each of its folders: train, training_eval/<task>.
-
-  Args:
-    folder: of the run.
-    tracker: gets all of it too; see `tracking`. None = nobody.
-  """
-
-  def __init__(self, folder: pathlib.Path, tracker: Any = None):
-    self._folder, self._tracker = folder, tracker
-    self._writers: dict[str, Any] = {}
-
-  def open(self, room: str, start: int) -> None:
-    """Makes a room's files; drops lines of steps after `start` where the room is not open yet."""
-    if room not in self._writers:
-      also = [] if self._tracker is None else [self._tracker.writer(self._folder, room)]
-      self._writers[room] = writer(self._folder / room, start, also)
-
-  def write(self, room: str, step: int, scalars: Mapping[str, Any]) -> None:
-    """Writes the scalars of a step to a room that is open."""
-    self._writers[room].write_scalars(step, scalars)
-
-  def track(self, room: str, step: int, scalars: Mapping[str, Any]) -> None:
-    """Hands the scalars of a step, which have files of their own, to the tracker alone."""
-    if self._tracker is None:
-      return
-    if room not in self._writers:
-      self._writers[room] = self._tracker.writer(self._folder, room)
-    self.write(room, step, scalars)
-
-  def flush(self, *rooms: str) -> None:
-    """Writes out what is buffered for some rooms; for all, if none is named."""
-    for room in rooms or self._writers:
-      self._writers[room].flush()
-
-  def close(self, how: str = "finished") -> None:
-    """Closes all rooms, the others too where one fails.
-
-    Args:
-      how: the run ends, for a tracker that asks: 'finished', 'stopped' or 'failed'.
-    """
-    if hasattr(self._tracker, "ends"):
-      self._tracker.ends(self._folder, how)
-    with contextlib.ExitStack() as stack:
-      for each in self._writers.values():
-        stack.callback(each.close)
 
 
 class NotFinite(Exception):
@@ -132,11 +52,13 @@ class Watch:
 
   def __init__(self, run: Run, offset: int, curves: Curves, progress: Progress):
     self._run, self._offset = run, offset
+    self._workload = run.model.workload
     self.curves, self.progress = curves, progress
-    self._pending: collections.deque[tuple[int, Sums, Any]] = collections.deque()
-    self._sums: list[np.ndarray] = []  # since the last report
+    self._pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
+    self._steps = 0  # since the last report
+    self._sums: dict[str, float] = {}  # of these steps
 
-  def add(self, done: int, sums: Sums, sampled: Mapping[str, Any]) -> None:
+  def add(self, done: int, sums: Mapping[str, Any], sampled: Mapping[str, Any]) -> None:
     """Takes the results of a step, and looks at an older one.
 
     Args:
@@ -155,28 +77,26 @@ class Watch:
 
   def _look(self) -> None:
     done, sums, sampled = self._pending.popleft()
-    values, at, run = np.asarray(sums.values), self._offset + done, self._run
-    if not np.isfinite(values).all():
-      raise NotFinite("loss" if not np.isfinite(values[0]) else "gradient or update", at)
-    self._sums.append(values)
-    self.progress.count(values[sums.names.index(run.unit)])
-    written = {name: float(x) for name, x in jax.device_get(sampled).items()}
+    sums, written = jax.device_get((sums, dict(sampled)))
+    at, run = self._offset + done, self._run
+    if wrong := [name for name, x in sums.items() if not np.isfinite(x)]:
+      raise NotFinite("gradient or update" if set(wrong) <= set(NORMS) else "loss", at)
+    self._steps += 1
+    self._sums = {name: self._sums.get(name, 0.0) + float(x) for name, x in sums.items()}
+    self.progress.count(sums[self._workload.weight])
     if run.periods.reports(done, run.sparse_steps):
-      written |= self._means(done, sums.names)
-      kinds = patterns_at(run.model.rules, run.model.shapes, done)
-      self.progress.show(at, written["loss"], kinds)
+      written |= self._means(done)
+      self.progress.show(at, written["loss"], sparsity(run.model.rules, run.model.shapes, done))
     if written:
       self.curves.write("train", at, written)
 
-  def _means(self, done: int, names: Sequence[str]) -> dict[str, float]:
+  def _means(self, done: int) -> dict[str, float]:
     """Returns the means over the steps since the last call."""
-    sums: Any = np.sum(self._sums, 0, dtype=np.float64).tolist()
-    found = dict(zip(names, sums, strict=True))
-    norms = {name: found.pop(name) / len(self._sums) for name in NORMS}
-    scalars = self._run.model.workload.scalars(found) | norms
+    norms = {name: self._sums.pop(name) / self._steps for name in NORMS}
+    scalars = self._workload.scalars(self._sums) | norms
     if self._run.learning_rate is not None:
       scalars["learning_rate"] = float(self._run.learning_rate(done - 1))
-    self._sums = []
+    self._steps, self._sums = 0, {}
     return scalars
 
 
@@ -192,18 +112,10 @@ class Progress:
 
   def __init__(self, first: int, last: int, stream: Any = None, unit: str = "tokens"):
     self._stream = sys.stderr if stream is None else stream
-    self._unit = unit
-    self._first, self._last = first, last
+    self._first, self._last, self._unit = first, last, unit
     self._clock: float | None = None
     self._counted = 0.0
-    self._live = None
-    if self._stream.isatty():
-      from rich.console import Console
-      from rich.live import Live
-
-      console = Console(file=self._stream)
-      self._live = Live("", console=console, auto_refresh=False, redirect_stderr=False)
-      self._live.start()
+    self._is_live = self._stream.isatty()
 
   def count(self, size: float) -> None:
     """Notes a step and its batch's size. The first step compiles; the clock starts after it."""
@@ -211,7 +123,7 @@ class Progress:
       self._clock = time.monotonic()
       self._first += 1
     else:
-      self._counted += size
+      self._counted += float(size)
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -223,56 +135,60 @@ class Progress:
       if self._clock is not None:
         self._clock += time.monotonic() - begin
 
-  def show(self, step: int, loss: float, kinds: Sequence[tuple[str, str, float, int]]) -> None:
-    """Prints the line of a step; `kinds` are of `step.patterns_at`."""
-    passed = time.monotonic() - (self._clock or 0.0) if self._clock else 0.0
+  def show(self, step: int, loss: float, sparsity: str) -> None:
+    """Prints the line of a step; `sparsity` is what the function of that name returns."""
+    words = [f"step {step:,}/{self._last:,}", f"loss {loss:.4f}", sparsity]
+    passed = time.monotonic() - self._clock if self._clock else 0.0
     done = step - self._first
-    words = [f"step {step:,}/{self._last:,}", f"loss {loss:.4f}", *_sparsity(kinds)]
     if done > 0 and passed > 0:
       words.append(f"{self._counted / passed:,.0f} {self._unit}/s")
       words.append(f"{clock(passed / done * (self._last - step))} left")
-    self._put("  ".join(words))
+    text = "  ".join(words)
+    if self._is_live:  # over the line before
+      text = text[: shutil.get_terminal_size().columns - 1]
+    print(text, end="" if self._is_live else "\n", file=self._begun(), flush=True)
 
   def say(self, text: str) -> None:
     """Prints a line that stays."""
-    if self._live is None:
-      print(text, file=self._stream, flush=True)
-    else:
-      self._live.console.print(text, highlight=False, soft_wrap=True)
+    print(text, file=self._begun(), flush=True)
 
-  def _put(self, text: str) -> None:
-    if self._live is None:
-      print(text, file=self._stream, flush=True)
-    else:
-      from rich.text import Text
-
-      self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+  def _begun(self) -> Any:
+    """Returns the stream, at the beginning of an empty line."""
+    if self._is_live:
+      self._stream.write("\r\x1b[K")
+    return self._stream
 
   def close(self) -> None:
     """Leaves the last line where it is."""
-    if self._live is not None:
-      self._live.stop()
+    if self._is_live:
+      print(file=self._stream)
 
 
-def _sparsity(kinds: Sequence[tuple[str, str, float, int]]) -> list[str]:
-  """Returns D, pattern and density; by rule where rules differ."""
-  kinds = [kind for kind in kinds if kind[1] != "dense"] or list(kinds)
-  if not kinds:
-    return []
-  total = sum(size for *_, size in kinds)
-  decay = sum(d * size for *_, d, size in kinds) / total
-  patterns = dict.fromkeys((rule, pattern) for rule, pattern, *_ in kinds)
-  one = len({pattern for _, pattern in patterns}) == 1
-  names = [next(iter(patterns))[1]] if one else [f"{rule} {p}" for rule, p in patterns]
-  density = sum(_density(p, d) * size for _, p, d, size in kinds) / total
-  return [f"D {decay:.3g}", ", ".join(names), f"density {density:.3g}"]
+def sparsity(rules: Rules, params: Any, step: int) -> str:
+  """Returns D, patterns and density at a step, as the line of a run shows them.
 
+      sparsity(rules, params, 100)  # 'D 0.25  ff 2:8, qkv 1:4  density 0.625'
 
-def _density(pattern: str, decay: float) -> float:
-  if pattern == "dense" or decay > 0:
-    return 1.0
-  n, m = map(int, pattern.split(":"))
-  return n / m
+  Args:
+    rules: of the run.
+    params: its parameters, or their shapes.
+    step: updates of the sparse run.
+  """
+  decay_of = functools.cache(lambda recipe: float(recipe.decay(step)))
+  patterns, total, decays, kept = {}, 0, 0.0, 0.0
+  for place in rules.assign(params).places.values():
+    levels = [pattern for start, pattern in place.recipe.levels(place.axis_size) if start <= step]
+    if levels:
+      size, decay = math.prod(place.shape), decay_of(place.recipe)
+      patterns[place.key] = str(levels[-1])
+      total, decays = total + size, decays + decay * size
+      kept += size * (1.0 if decay > 0 else levels[-1].density)
+  if not total:
+    return "dense"
+  names = set(patterns.values())
+  if len(names) > 1:
+    names = {f"{rule} {pattern}" for rule, pattern in patterns.items()}
+  return f"D {decays / total:.3g}  {', '.join(sorted(names))}  density {kept / total:.3g}"
 
 
 def clock(seconds: float) -> str:

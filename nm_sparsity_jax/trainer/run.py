@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +15,7 @@ from nm_sparsity_jax.core import errors
 from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.trainer import workloads
 from nm_sparsity_jax.trainer.step import Model
-from nm_sparsity_jax.trainer.workloads import Batch
 from nm_sparsity_jax.training import optim, rules_text, transform
-
-_PERIODS = {  # field -> macro
-  "evaluate": "EVAL_PERIOD", "checkpoint": "CHECKPOINT_PERIOD", "report": "STATS_PERIOD",
-  "metrics": "METRICS_EVERY",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,10 +23,11 @@ class Periods:
   """Says when things happen, in steps of this run; each also happens at the last step.
 
   Attributes:
-    evaluate: a checkpoint is saved, and evaluated.
-    checkpoint: a checkpoint is saved; None = where there is an evaluation.
-    report: means over these steps are written, and a line where there is no terminal.
-    metrics: density, flips and variances are sampled; None = never.
+    evaluate: a checkpoint is saved, and evaluated [EVAL_PERIOD].
+    checkpoint: a checkpoint is saved; None = where there is an evaluation [CHECKPOINT_PERIOD].
+    report: means over these steps are written, and a line where there is no terminal
+      [STATS_PERIOD].
+    metrics: density, flips and variances are sampled; None = never [METRICS_EVERY].
   """
 
   evaluate: int = 1000
@@ -41,20 +36,19 @@ class Periods:
   metrics: int | None = 100
 
   def __post_init__(self):
-    for name, macro in _PERIODS.items():
-      value = getattr(self, name)
-      may_be_none = name in ("checkpoint", "metrics")
-      if not (isinstance(value, int) and value >= 1 or value is None and may_be_none):
-        also = ", or None" if may_be_none else ""
-        raise ValueError(f"{macro}={value!r}: give a whole number of steps, 1 or more{also}.")
-
-  def saves(self, step: int, total: int) -> bool:
-    """Returns whether a checkpoint is saved after `step` of `total` steps."""
-    return self.evaluates(step, total) or bool(self.checkpoint and step % self.checkpoint == 0)
+    for name, macro in (("evaluate", "EVAL_PERIOD"), ("report", "STATS_PERIOD")):
+      _refuse_none_or_less(macro, getattr(self, name))
+    for name, macro in (("checkpoint", "CHECKPOINT_PERIOD"), ("metrics", "METRICS_EVERY")):
+      if getattr(self, name) is not None:
+        _refuse_none_or_less(macro, getattr(self, name))
 
   def evaluates(self, step: int, total: int) -> bool:
     """Returns whether there is an evaluation after `step` of `total` steps."""
     return step == total or step % self.evaluate == 0
+
+  def saves(self, step: int, total: int) -> bool:
+    """Returns whether a checkpoint is saved after `step` of `total` steps."""
+    return self.evaluates(step, total) or step % (self.checkpoint or total) == 0
 
   def reports(self, step: int, total: int) -> bool:
     """Returns whether means are written after `step` of `total` steps."""
@@ -62,7 +56,12 @@ class Periods:
 
   def samples(self, step: int) -> bool:
     """Returns whether metrics are sampled at the step with this number."""
-    return bool(self.metrics) and step % self.metrics == 0
+    return self.metrics is not None and step % self.metrics == 0
+
+
+def _refuse_none_or_less(macro: str, steps: object) -> None:
+  if not isinstance(steps, int) or steps < 1:
+    raise ValueError(f"{macro}={steps!r}: give a whole number of steps, 1 or more.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,15 +72,14 @@ class Run:
     model: workload, rules and devices.
     optimizer: of optax, without `nms.sparse`, `nms.sr_ste` and `optax.MultiSteps`: the step does
       what they do.
-    source: training data, such as T5's `data.Source`; None = the workload's own batches.
     model_dir: folder of the run.
     sparse_steps: all its steps.
     initial_checkpoint: its parameters, and no more, are started from; None = random ones.
     pretrained_steps: the step of that checkpoint, to be checked; None = any.
     microbatches: parts of a batch, one after the other: less memory, the same gradient.
     random_seed: of parameters and dropout.
-    data_seed: of the workload's own batches; a source has its own.
-    evaluation: what is evaluated: T5's `evaluation.Evaluation`, or `evaluation.Splits`; None =
+    data_seed: of the workload's batches.
+    evaluation: what is evaluated: `evaluation.Splits`, or T5's `text_evaluation.Evaluation`; None =
       nothing.
     periods: when things happen.
     keep_checkpoints: how many of the newest stay, beside the best; None = all.
@@ -96,7 +94,6 @@ class Run:
   optimizer: optax.GradientTransformation
   model_dir: str
   sparse_steps: int
-  source: Any = None
   initial_checkpoint: str | None = None
   pretrained_steps: int | None = None
   microbatches: int = 1
@@ -110,40 +107,15 @@ class Run:
   tracker: Any = None
 
   def __post_init__(self):
-    if not isinstance(self.sparse_steps, int) or self.sparse_steps < 1:
-      raise ValueError(f"SPARSE_STEPS={self.sparse_steps!r}: give all steps of the run, 1 or more.")
+    _refuse_none_or_less("SPARSE_STEPS", self.sparse_steps)
     errors.check_seed("RANDOM_SEED", self.random_seed)
     errors.check_seed("DATA_SEED", self.data_seed)
-    has_metrics = self.evaluation is not None and self.evaluation.has_metrics
-    if self.best_metric is not None and not has_metrics:
-      raise ValueError(
-        f"BEST_METRIC={self.best_metric!r}, but nothing is decoded, so there are no metrics: set "
-        "EVALUATOR_NUM_EXAMPLES, or leave BEST_METRIC None for the validation loss."
-      )
-
-  @property
-  def batch_size(self) -> int:
-    """Returns the examples of a training batch."""
-    brings = self.model.workload if self.source is None else self.source
-    if brings.batch_size is None:
-      name = type(brings).__name__
-      raise ValueError(f"{name} has no batch_size: set it to the examples of a training batch.")
-    return brings.batch_size
-
-  @property
-  def unit(self) -> str:
-    """Returns what a batch is measured in: the workload's weight."""
-    return self.model.workload.weight
-
-  def batches(self, start: int) -> Iterator[Batch]:
-    """Returns training batches from number `start` on."""
-    if self.source is not None:
-      return self.source.batches(start=start)
-    return iter(self.model.workload.batches(self.data_seed, start))
+    if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
+      raise ValueError(f"KEEP_CHECKPOINTS={self.keep_checkpoints}: keep 1 or more; None = all.")
 
   def check(self) -> None:
     """Raises ValueError where settings do not fit each other; reads no data."""
-    self.model.check_batch(self.batch_size, self.microbatches)
+    self.model.check_batch(self.model.workload.batch_size, self.microbatches)
     rules_text.pack(rules_text.describe(self.model.rules))  # every checkpoint keeps this text
     opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
     kinds = transform.SparseState, optim.SrSteState, optax.MultiStepsState
@@ -153,11 +125,6 @@ class Run:
         "itself, which adds SR-STE's term: give a bare optimizer of optax, and MICROBATCHES in "
         "place of optax.MultiSteps."
       )
-
-  def describe(self) -> dict[str, Any]:
-    """Returns what run.json says of the workload; see `workloads.describe`."""
-    found = workloads.describe(self.model.workload, getattr(self.source, "lengths", None))
-    return found | {"batch_size": self.batch_size}
 
 
 def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment: Any) -> None:
@@ -170,10 +137,11 @@ def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment:
     step: the global step that this process goes on from.
     environment: what the bits depend on, beside the settings.
   """
-  path = folder / "run.json"
+  path, workload = folder / "run.json", run.model.workload
   before = files.read_json(path, {"processes": []})["processes"]
   kept = [p for p in before if p["from"] < step]
   if not kept or kept[-1]["environment"] != environment:
     kept.append({"from": step, "environment": environment})
-  found = {"start": start, "workload": run.describe(), "processes": kept}
+  described = workloads.describe(workload) | {"batch_size": workload.batch_size}
+  found = {"start": start, "workload": described, "processes": kept}
   files.write_atomically(path, json.dumps(found, indent=1) + "\n")

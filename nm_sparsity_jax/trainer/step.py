@@ -10,7 +10,6 @@ Parameters and optimizer state are float32 whatever the network computes in.
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.core.trees import flatten, path_name
 from nm_sparsity_jax.recipes import Dense
-from nm_sparsity_jax.trainer import averages, workloads
-from nm_sparsity_jax.trainer.workloads import Batch, Sums
+from nm_sparsity_jax.trainer.workloads import Batch, Workload
 from nm_sparsity_jax.training import apply, metrics
 from nm_sparsity_jax.training.layers import COLLECTION
 from nm_sparsity_jax.training.rules import Rules
@@ -51,7 +49,7 @@ class TrainState:
     params: float32, the effective weights W~.
     opt_state: `SparseState`, of `nms.sparse` around the optimizer; it holds the dense weights W.
     collections: the workload's state, such as {'batch_stats': ...}; `{}` for T5.
-    average: of W and of the collections, see `averages`; `{}` where the run keeps none.
+    average: of W and of the collections, `Model.ema_decay`; `{}` where the run keeps none.
   """
 
   step: jax.Array
@@ -97,24 +95,15 @@ class OnMesh:
     with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
       return self.jitted.lower(*args)
 
-  def eval_shape(self, *args: Any) -> Any:
-    """Returns what the function would, as shapes; computes and compiles nothing."""
-    with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
-      return self.jitted.eval_shape(*args)
-
 
 class Model:
   """A workload and its rules, laid out over the local devices.
 
   Args:
-    network: a workload, or a T5 of this package or with its interface, dense: what `workloads.of`
-      takes.
+    workload: a model family and its data.
     rules: what is sparse, and how; None = nothing is.
-    z_loss: see `workloads.t5.T5`; None = its default.
-    label_smoothing: see `workloads.t5.T5`; None = its default.
     num_partitions: devices that share each weight; the others share the batch.
     devices: to run on; None = all local ones.
-    workload: another name of `network`, which gin files of other families than T5's bind.
     ema_decay: keeps a moving average of what is trained, which is what evaluations use, `finalize`
       writes and a next run starts from; a number between 0 and 1, such as 0.9999. None = there is
       none [EMA_DECAY].
@@ -122,27 +111,20 @@ class Model:
 
   def __init__(
     self,
-    network: Any = None,
+    workload: Workload,
     rules: Rules | None = None,
-    z_loss: float | None = None,
-    label_smoothing: float | None = None,
     num_partitions: int = 1,
     devices: Sequence[Any] | None = None,
-    workload: Any = None,
     ema_decay: float | None = None,
   ):
-    if network is not None and workload is not None:
-      raise ValueError(
-        f"the model has a network, {type(network).__name__}, and a workload, "
-        f"{type(workload).__name__}: bind one of them, NETWORK or WORKLOAD."
-      )
-    averages.check(ema_decay)
-    self.ema_decay = ema_decay
-    family = network if workload is None else workload
-    self.workload = workloads.of(family, z_loss=z_loss, label_smoothing=label_smoothing)
+    if not isinstance(workload, Workload):
+      raise ValueError(f"workload={workload!r:.80}: give an object of a subclass of Workload.")
+    if ema_decay is not None and not 0 < ema_decay < 1:
+      raise ValueError(f"EMA_DECAY={ema_decay!r}: give a number between 0 and 1, or None.")
+    self.workload, self.ema_decay = workload, ema_decay
     self.given_rules = Rules({".*": Dense()}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
-    if num_partitions < 1 or len(devices) % num_partitions:
+    if len(devices) % num_partitions:
       raise WrongDevices(
         f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."
       )
@@ -194,11 +176,11 @@ class Model:
 
   def check_batch(self, batch_size: int, parts: int = 1) -> None:
     """Refuses a batch that does not divide by microbatches and devices."""
-    data = self.mesh.shape["data"]
     for macro, size in (("BATCH_SIZE", batch_size), ("MICROBATCHES", parts)):
-      if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+      if not isinstance(size, int) or size < 1:
         raise ValueError(f"{macro}={size!r}: give a whole number, 1 or more.")
-    if parts < 1 or batch_size % (parts * data):
+    data = self.mesh.shape["data"]
+    if batch_size % (parts * data):
       raise ValueError(
         f"BATCH_SIZE={batch_size} must be a multiple of {parts} microbatches times {data} devices "
         f"that share the batch, {parts * data}."
@@ -206,17 +188,15 @@ class Model:
 
   # --- state --------------------------------------------------------------------------------------
 
-  def initial_params(self, seed_key: jax.Array) -> Any:
-    """Returns random parameters; T5X's, for its key."""
-    init = lambda rng: self.workload.init(rng)["params"]
-    return self.jit(init, out_shardings=self.shardings(self.shapes))(seed_key)
+  def initial(self, seed_key: jax.Array) -> tuple[Any, dict[str, Any]]:
+    """Returns random parameters, T5X's for its key, and the workload's state at the start."""
 
-  def initial_collections(self, seed_key: jax.Array) -> dict[str, Any]:
-    """Returns the workload's state at the start of a run."""
-    if not self.collections:
-      return {}
-    init = lambda rng: {name: self.workload.init(rng)[name] for name in self.collections}
-    return self.jit(init, out_shardings=self.shardings(self.collections))(seed_key)
+    def init(rng):
+      found = self.workload.init(rng)
+      return found["params"], {name: found[name] for name in self.collections}
+
+    shardings = self.shardings(self.shapes), self.shardings(self.collections)
+    return self.jit(init, out_shardings=shardings)(seed_key)
 
   def begin(
     self,
@@ -226,26 +206,23 @@ class Model:
     collections: Mapping[str, Any] | None = None,
   ) -> TrainState:
     """Returns the state of a new run from these variables, which are donated."""
-    shardings = self.shardings(self.state_shapes(optimizer))
+    shardings = jax.tree.map(lambda x: x.sharding, self.state_like(optimizer))
     make = lambda params, collections: self._begin(params, collections, optimizer, step)
     made = self.jit(make, out_shardings=shardings, donate_argnums=(0, 1))
     return made(params, dict(collections or {}))
 
-  def state_shapes(self, optimizer: optax.GradientTransformation) -> TrainState:
-    """Returns shapes and dtypes of what `begin` makes."""
-    make = lambda params, collections: self._begin(params, collections, optimizer, 0)
-    return jax.eval_shape(make, self.shapes, self.collections)
-
   def state_like(self, optimizer: optax.GradientTransformation) -> TrainState:
-    """Returns what `state_shapes` does, with shardings: enough to lower a step without arrays."""
-    shapes = self.state_shapes(optimizer)
+    """Returns shapes, dtypes and shardings of what `begin` makes."""
+    make = lambda params, collections: self._begin(params, collections, optimizer, 0)
+    shapes = jax.eval_shape(make, self.shapes, self.collections)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     return jax.tree.map(place, shapes, self.shardings(shapes))
 
   def _begin(self, params, collections, optimizer, step):
     opt_state = sparse(optimizer, self.rules).init(params)
-    variables = {"params": params, **collections}
-    average = {} if self.ema_decay is None else averages.begin(variables)
+    # An average begins with a copy of what the run starts from, as timm's does.
+    average = {} if self.ema_decay is None else {"params": params, **collections}
+    average = jax.tree.map(jnp.copy, average)
     return TrainState(jnp.int32(step), params, opt_state, collections, average)
 
   def effective(self, dense: Any, step: jax.Array, masks: Any) -> Any:
@@ -267,23 +244,18 @@ class Model:
 
   def sums(
     self, effective: Any, collections: Any, batch: Batch, rng: jax.Array | None
-  ) -> tuple[jax.Array, tuple[Sums, Any]]:
+  ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
     """Returns (summed loss, (all sums of a batch, the workload's new state))."""
     loss, sums, collections = self.workload.loss(effective, collections, batch, rng)
-    if self.workload.weight not in sums:
+    if self.workload.weight not in sums or "loss" in sums:
       raise ValueError(
-        f"{type(self.workload).__name__}.loss must return the sum {self.workload.weight!r}, "
-        "which divides the others."
+        f"{type(self.workload).__name__}.loss returned the sums {', '.join(sums)}: there must be "
+        f"{self.workload.weight!r}, which divides the others, and no 'loss', which is added."
       )
-    if "loss" in sums:
-      raise ValueError(
-        f"{type(self.workload).__name__}.loss returns a sum 'loss', the name of the summed "
-        "loss: give yours another name."
-      )
-    return loss, (Sums.of(loss, sums), dict(collections))
+    return loss, ({"loss": loss, **sums}, dict(collections))
 
   def eval_step(self) -> Callable:
-    """Returns (effective params and state, batch) -> `Sums`, without a gradient."""
+    """Returns (effective params and state, batch) -> name -> sum, without a gradient."""
 
     def step(variables, batch):
       collections = {name: x for name, x in variables.items() if name != "params"}
@@ -300,9 +272,9 @@ class Model:
     like: TrainState,
     microbatches: int = 1,
   ) -> OnMesh:
-    """Returns (state, batch) -> (new state, `Sums`); the state is donated.
+    """Returns (state, batch) -> (new state, name -> sum); the state is donated.
 
-    The sums are those of the batch, then the norms of the gradient and of the update.
+    The sums are those of the batch, and `NORMS`, the norms of the gradient and of the update.
 
     Args:
       optimizer: of optax, bare: `nms.sparse` is put around it here.
@@ -316,14 +288,14 @@ class Model:
       sums, collections, grads = self._gradient(state, batch, rng, microbatches)
       updates, opt_state = tx.update(grads, state.opt_state, state.params)
       with jax.numpy_dtype_promotion("standard"):
-        norms = jnp.stack([optax.global_norm(grads), optax.global_norm(updates)])
+        norms = optax.global_norm(grads), optax.global_norm(updates)
       params = optax.apply_updates(state.params, updates)
       average = state.average
       if self.ema_decay is not None:
         dense = dense_params(params, opt_state)
-        average = averages.moved(average, {"params": dense, **collections}, self.ema_decay)
+        average = _moved(average, {"params": dense, **collections}, self.ema_decay)
       new = TrainState(state.step + 1, params, opt_state, collections, average)
-      return new, Sums(jnp.concatenate([sums.values, norms]), (*sums.names, *NORMS))
+      return new, sums | dict(zip(NORMS, norms, strict=True))
 
     out = self.shardings(like), self.replicated
     return self.jit(step, donate_argnums=0, out_shardings=out)
@@ -361,7 +333,7 @@ class Model:
     key = jax.random.fold_in(rng, state.step)
     found, grads = self._accumulate(state.params, state.collections, batch, key, parts)
     sums, collections = found
-    weight = sums.values[sums.names.index(self.workload.weight)]
+    weight = sums[self.workload.weight]
     weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)  # nothing to learn from
     return sums, collections, jax.tree.map(lambda g: g / weight, grads)
 
@@ -388,13 +360,14 @@ class Model:
     return jax.lax.scan(add, ((zero[0], collections), zero[1]), (jnp.arange(parts), cuts))[0]
 
 
-def patterns_at(rules: Rules, params: Any, step: int) -> Sequence[tuple[str, str, float, int]]:
-  """Returns (rule, pattern, D, weights) of every kind of place at a step; on the host."""
-  places = rules.assign(params).places.values()
-  decays = {recipe: float(recipe.decay(step)) for recipe in {place.recipe for place in places}}
-  kinds: dict[tuple[str, str, float], int] = {}
-  for place in places:
-    held = [p for start, p in place.recipe.levels(place.axis_size) if start <= step]
-    kind = place.key, str(held[-1]) if held else "dense", decays[place.recipe]
-    kinds[kind] = kinds.get(kind, 0) + int(np.prod(place.shape))
-  return [(*kind, size) for kind, size in kinds.items()]
+def _moved(average: Any, variables: Any, decay: float) -> Any:
+  """Returns decay * average + (1 - decay) * variables; of what is no float, the newest.
+
+  State such as batch statistics is averaged with the parameters, as in timm: averaged weights with
+  the statistics of the newest ones would be a network that never was.
+  """
+
+  def move(a, x):
+    return a + (1 - decay) * (x - a) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+  return jax.tree.map(move, average, variables)

@@ -1,35 +1,32 @@
-"""Trackers: curves of runs beside TensorBoard, those of many runs in one place.
+"""Curves of runs in MLflow, beside TensorBoard: those of many runs in one place.
 
-    train.Run.tracker = @tracking.Mlflow()
-        -> writer(folder, room) for train, training_eval/<task>, inference_eval/<task>
-        -> one run of MLflow, in an experiment that all runs of a sweep share
+    train.Run.tracker = @tracking.Mlflow() -> one run of MLflow, in an experiment of the sweep
 
-Any object with such a `writer`, which returns a writer of clu, is a tracker: that is how you write
-one for another service. If it has `ends(folder, how)`, it is told how a run ended.
+`writers.Writer` says how you write one for another service.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import pathlib
+import json
+import os
 import re
-import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nm_sparsity_jax.runs import files, trained
-from nm_sparsity_jax.trainer.writers import Scalars
+from nm_sparsity_jax.trainer.writers import Writer
 
 _NOTE = "mlflow.json"  # in the run's folder: which run of MLflow goes on
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # MLflow's words
+# MLflow retries for minutes by default. A run waits this long, once, for a server that is gone.
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
-class Mlflow:
-  """Writes the scalars of a run to MLflow while it goes on, in a thread that no step waits for.
+class Mlflow(Writer):
+  """Writes the scalars of a run to MLflow while it goes on.
 
       tracking.Mlflow(uri="http://localhost:5000", experiment="glue")
 
@@ -45,113 +42,55 @@ class Mlflow:
   """
 
   def __init__(self, uri: str | None = None, experiment: str | None = None):
+    for name, value in _PATIENCE.items():
+      os.environ.setdefault(name, value)
     try:
       import mlflow
     except ImportError as e:
       raise ModuleNotFoundError(
         "MLflow is not installed: pip install 'nm-sparsity-jax[tracking]'"
       ) from e
-    self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
-    self._experiment = experiment
-    self._lost = False
-    self._how: dict[pathlib.Path, str] = {}  # how the run in a folder ended
-    self._going: set[pathlib.Path] = set()  # folders whose run of MLflow is said to go on
-    # MLflow waits minutes for a server that is gone. A step, or a save after SIGTERM, must not.
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflow")
+    self._mlflow: Any = mlflow
+    self._uri, self._experiment = uri, experiment
+    self._is_running = self._is_lost = False
 
-  def writer(self, folder: pathlib.Path, room: str) -> Scalars:
-    """Returns what takes the scalars of one room of a run.
+  def write(self, room: str, step: int, scalars: Mapping[str, float]) -> None:
+    """Sends the scalars of a step: 'nm/D' of 'train' is 'train/nm.D' in MLflow."""
+    named = {f"{_name(room)}/{_name(name)}": x for name, x in scalars.items()}
+    if not self._is_running:
+      self._try(self._start, "the start")
+      self._is_running = True
+    self._try(lambda: self._mlflow.log_metrics(named, step=step), f"step {step}")
 
-    Args:
-      folder: of the run.
-      room: such as 'train'.
-    """
-    return _Room(self, folder, room)
+  def close(self, how: str) -> None:
+    """Says to MLflow how the process of the run ends."""
+    if self._is_running:
+      self._try(lambda: self._mlflow.end_run(_STATUS[how]), "the end")
 
-  def send(self, folder: pathlib.Path, step: int, scalars: Mapping[str, Any]) -> None:
-    """Sends scalars of a step, and does not wait.
-
-    Args:
-      folder: of the run.
-      step: the global one.
-      scalars: by names that MLflow takes.
-    """
-    from mlflow.entities import Metric
-
-    now = int(1000 * time.time())
-    metrics = [Metric(name, float(x), now, step) for name, x in scalars.items()]
-    self._thread.submit(self._send, folder, f"step {step}", metrics)
-
-  def _send(self, folder: pathlib.Path, when: str, metrics: Sequence[Any]) -> None:
-    with self._unless_lost(when):
-      self._client.log_batch(self._run(folder), metrics)
-
-  def ends(self, folder: pathlib.Path, how: str) -> None:
-    """Notes how a run's process ends, before its rooms are closed.
-
-    Args:
-      folder: of the run.
-      how: 'finished'; 'stopped', by a signal, to be resumed; 'failed'.
-    """
-    self._how[folder] = how
-
-  def end(self, folder: pathlib.Path) -> None:
-    """Waits until all is sent, and says to MLflow that a run's process ends, and how."""
-    self._thread.submit(self._end, folder).result()
-
-  def _end(self, folder: pathlib.Path) -> None:
-    with self._unless_lost("the end"):
-      if (folder / _NOTE).is_file():
-        status = _STATUS[self._how.get(folder, "finished")]
-        self._client.set_terminated(self._run(folder), status)
-
-  @contextlib.contextmanager
-  def _unless_lost(self, when: str) -> Iterator[None]:
-    """Warns where MLflow cannot be reached; from then on `_run` raises, and nothing is said."""
+  def _try(self, send: Callable[[], Any], when: str) -> None:
+    """Sends, or warns where MLflow cannot be reached; nothing is sent from then on."""
+    if self._is_lost:
+      return
     try:
-      yield
-    except Exception as e:
-      if not self._lost:
-        self._lost = True
-        warnings.warn(f"MLflow took nothing at {when}, and gets no more: {e}", stacklevel=2)
+      send()
+    except Exception as e:  # of MLflow, of its store, of the network
+      self._is_lost = True
+      warnings.warn(f"MLflow took nothing at {when}, and gets no more: {e}", stacklevel=2)
 
-  def _run(self, folder: pathlib.Path) -> str:
-    """Returns the id of a folder's run of MLflow; begins one where there is none."""
-    if self._lost:
-      raise ConnectionError
-    note = folder / _NOTE
-    if known := files.read_json(note, {}).get("run"):
-      if folder not in self._going:  # an earlier process has ended it
-        self._client.update_run(known, "RUNNING")
-        self._going.add(folder)
-      return known
-    name = self._experiment or folder.parent.name
-    found = self._client.get_experiment_by_name(name)
-    experiment = found.experiment_id if found else self._client.create_experiment(name)
-    run = self._client.create_run(experiment, run_name=folder.name).info.run_id
-    files.write_atomically(note, f'{{"run": "{run}"}}\n')
-    self._going.add(folder)
-    from mlflow.entities import Param
-
-    macros = trained.macros(trained.gin_text(folder))
-    macros.pop("MLFLOW_URI", None)  # it may hold a password
-    params = [Param(name, text[:500]) for name, text in macros.items()]
-    self._client.log_batch(run, params=params[:100])
-    return run
-
-
-class _Room(Scalars):
-  """Sends the scalars of one room: 'nm/D' of 'train' is 'train/nm.D' in MLflow."""
-
-  def __init__(self, tracker: Mlflow, folder: pathlib.Path, room: str):
-    self._tracker, self._folder, self._room = tracker, folder, _name(room)
-
-  def write_scalars(self, step: int, scalars: Mapping[str, Any]):
-    named = {f"{self._room}/{_name(name)}": x for name, x in scalars.items()}
-    self._tracker.send(self._folder, step, named)
-
-  def close(self):
-    self._tracker.end(self._folder)
+  def _start(self) -> None:
+    """Begins the folder's run of MLflow, or goes on with it."""
+    note = self.folder / _NOTE
+    if self._uri is not None:
+      self._mlflow.set_tracking_uri(self._uri)
+    self._mlflow.set_experiment(self._experiment or self.folder.parent.name)
+    known = files.read_json(note, {}).get("run")
+    run = self._mlflow.start_run(run_id=known, run_name=None if known else self.folder.name)
+    if known is None:
+      files.write_atomically(note, json.dumps({"run": run.info.run_id}))
+      macros = trained.macros(trained.gin_text(self.folder))
+      macros.pop("MLFLOW_URI", None)  # it may hold a password
+      params = [(name, text[:500]) for name, text in macros.items()]
+      self._mlflow.log_params(dict(params[:100]))  # MLflow takes no more at once
 
 
 def _name(text: str) -> str:

@@ -19,8 +19,8 @@ from nm_sparsity_jax.core import dtypes, masks
 from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.core.text import printable, table
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
-from nm_sparsity_jax.training.rules import Rules, require
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.training.sites import Site
 
 # `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
 from nm_sparsity_jax.training.stored import State, current, final, init_state, update_state  # noqa: F401
@@ -44,14 +44,14 @@ def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | No
   A stored mask that should have been renewed by `step` and was not (a forgotten `update_state`) is
   an error; where the step is traced it makes the weights NaN, so that it cannot pass unseen.
   """
-  places = require(rules, "nms.sparsify(params, rules, step)").assign(params).places
-  step = as_step(step)
+  sites, step = rules.assign(params).places, as_step(step)
 
   def apply(path, w):
-    place = places.get(path)
-    return w if place is None else place.effective(w, *current(place, step, state))
+    if path not in sites:
+      return w
+    check_floating(path, w)
+    return sites[path].effective(w, *current(sites[path], step, state))
 
-  require_floating(places, dict(flatten(params)))
   return map_with_names(apply, params)
 
 
@@ -76,35 +76,35 @@ def finalize(
     state: the stored masks, for the recipes that keep one.
     early: finalize though a schedule is not over.
   """
-  assignment = require(rules, "nms.finalize(params, rules, step)").assign(params)
-  places, step = assignment.places, as_step(step)
-  if not early and not isinstance(step, jax.core.Tracer):
-    if ahead := assignment.unfinished(int(step)):
-      raise ValueError(
-        f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True)."
-      )
+  assignment, step = rules.assign(params), as_step(step)
+  is_known = not isinstance(step, jax.core.Tracer)
+  if is_known and not early and (ahead := assignment.unfinished(int(step))):
+    raise ValueError(
+      f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True)."
+    )
 
   def apply(path, w):
-    place = places.get(path)
-    if place is None:
+    site = assignment.places.get(path)
+    if site is None:
       return w
-    done = place.recipe.final(w, place.groups, final(place, state))
-    if early or place.recipe.phases is None or not isinstance(step, jax.core.Tracer):
-      return done
-    return jnp.where(step < place.recipe.phases.finetune_start, jnp.full_like(done, jnp.nan), done)
+    check_floating(path, w)
+    kept, wrong = final(site, state)
+    done = site.recipe.final(w, site.groups, kept)
+    if not early:
+      wrong = wrong | (step < site.recipe.phases.finetune_start)
+    # What is traced cannot raise, but NaN is seen.
+    return jnp.where(wrong, jnp.full_like(done, jnp.nan), done)
 
-  require_floating(places, dict(flatten(params)))
   return map_with_names(apply, params)
 
 
-def require_floating(places: Mapping[str, Place], arrays: Mapping[str, Any]) -> None:
+def check_floating(path: str, w: Any) -> None:
   """Raises where a rule names a parameter that has no magnitudes to rank, such as int8 weights."""
-  for path in places:
-    if not jnp.issubdtype(arrays[path].dtype, jnp.floating):
-      raise ValueError(
-        f"{path!r} has dtype {arrays[path].dtype}, and masks need real floating-point weights: "
-        "leave it out of the rules, or convert it, such as w.astype(jnp.float32)."
-      )
+  if not jnp.issubdtype(w.dtype, jnp.floating):
+    raise ValueError(
+      f"{path!r} has dtype {w.dtype}, and masks need real floating-point weights: leave it out of "
+      "the rules, or convert it, such as w.astype(jnp.float32)."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,6 @@ class Verified:
   pattern: str
   groups: int
   bad_groups: int
-  most: int
   density: float
   first: tuple[int, ...] | None
   not_finite: int = 0
@@ -211,23 +210,24 @@ def verify(params: Any, rules: Rules) -> Report:
   Returns:
     A `Report`; `report.ok` is the verdict as a bool.
   """
-  require(rules, "nms.verify(params, rules)")
-  arrays = dict(flatten(params))
-  found = []
-  assignment = rules.assign(params)
-  for path, place in assignment.places.items():
-    found.append(_verify(place, np.asarray(arrays[path])))
+  arrays, assignment = dict(flatten(params)), rules.assign(params)
+  found = [_verify(site, np.asarray(arrays[path])) for path, site in assignment.places.items()]
   return Report(tuple(found), assignment.skipped)
 
 
-def _verify(place: Place, w: np.ndarray) -> Verified:
-  pattern = place.pattern
-  used = dtypes.used(w, place.path)
-  counts = place.groups.split(used, pattern).sum(-1)
+def _verify(site: Site, w: np.ndarray) -> Verified:
+  # On the host and by bits, so that no backend flushes a subnormal to zero.
+  pattern, used = site.pattern, dtypes.used(w, site.path)
+  counts = site.groups.split(used, pattern).sum(-1)
   bad = counts > pattern.n
-  first = place.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None
   return Verified(
-      place.path, place.shape, place.axis, str(pattern), counts.size, int(bad.sum()),
-      int(counts.max(initial=0)), float(used.sum() / max(w.size, 1)), first,
-      int((~dtypes.finite(w)).sum()),
-  )  # fmt: skip
+    path=site.path,
+    shape=site.shape,
+    axis=site.axis,
+    pattern=str(pattern),
+    groups=counts.size,
+    bad_groups=int(bad.sum()),
+    density=float(used.sum() / max(w.size, 1)),
+    first=site.groups.start(int(np.argmax(bad)), pattern) if bad.any() else None,
+    not_finite=int((~dtypes.finite(w)).sum()),
+  )

@@ -20,20 +20,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from nm_sparsity_jax.core import trace
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.recipes import Recipe
 from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.sites import Site
 
 __all__ = ["Cost", "Op", "forward", "inference", "training"]
 
 # What is sparse: `Rules`; or a place, as rules name it, and what is applied to its kernels. A
-# `Place` knows its own axis, so `rules.assign(params).places` serves.
-Sparse = Rules | Mapping[str, NM | str | float | Recipe | Place]
+# `Site` knows its own axis, so `rules.assign(params).places` serves.
+Sparse = Rules | Mapping[str, NM | str | float | Recipe | Site]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,66 +178,49 @@ def training(
     until: count the steps [0, until) alone, what it has cost so far; None = all.
 
   Raises:
-    ValueError: as `inference`; also for runs of different lengths, and for a timeline that does
-      not cover [0, total) without gaps.
+    ValueError: as `inference`; also for runs of different lengths.
 
   >>> cost = Cost((Op(name="mlp/wi/kernel", flops=64, params=32, axis=8),))
   >>> training(cost, {}, steps=10).flops == 3 * 10 * 64
   True
   """
-  if not _is_int(batch_size) or batch_size < 1:
-    raise ValueError(f"batch_size={batch_size!r}: examples per step must be an int >= 1.")
   chosen = _assign(dense.ops, sparse)
-  recipes = [_recipe_and_axis(value, op)[0] for op, value in chosen.items()]
-  for op, recipe in zip(chosen, recipes, strict=True):
-    if not hasattr(recipe, "timeline"):
+  for op, value in chosen.items():
+    if not isinstance(_recipe_and_axis(value, op)[0], Recipe):
       raise ValueError(
-        f"{recipe!r} on {op.name}: training needs a recipe, since a pattern or a density does not "
+        f"{value!r} on {op.name}: training needs a recipe, since a pattern or a density does not "
         "say from which step on it holds. Use nms.recipe(name, pattern=..., phases=...), or "
         "inference() for the FLOPs of the result."
       )
-  total = _length(recipes, steps)
-  until = total if until is None else until
-  if not _is_int(until) or not 0 <= until <= total:
-    raise ValueError(f"until={until!r}: a step of the run, an int from 0 to {total}.")
+  recipes = [_recipe_and_axis(value, op)[0] for op, value in chosen.items()]
+  totals = [recipe.phases.total for recipe in recipes if recipe.phases]
+  totals += [] if steps is None else [steps]
+  if len({*totals}) != 1:
+    raise ValueError(
+      f"the run would have {' and '.join(map(str, sorted({*totals}))) or 'no number of'} steps: "
+      "give every recipe the same Phases.total, or `steps` where there is no recipe."
+    )
+  total = totals[0]
+  end: int = total if until is None else until
+  if batch_size < 1 or total < 1 or not 0 <= end <= total:
+    raise ValueError(
+      f"batch_size={batch_size!r}, until={end!r} in a run of {total!r} steps: give at least one "
+      "example and one step, and a step of the run."
+    )
   done = []
   for op in dense.ops:
-    weighed = _weighed_steps(chosen[op], op, total, until) if op in chosen else 3.0 * until
+    weighed = _weighed_steps(chosen[op], op, end) if op in chosen else 3.0 * end
     done.append(dataclasses.replace(op, flops=op.flops * batch_size * weighed))
   return Cost(tuple(done))
 
 
-def _length(recipes: Sequence[Recipe], steps: int | None) -> int:
-  """Returns the steps of a run, which recipes and `steps` must agree on."""
-  totals = dict.fromkeys(recipe.phases.total for recipe in recipes if recipe.phases)
-  if steps is not None:
-    totals[steps] = None
-  if len(totals) != 1:
-    raise ValueError(
-      f"the run would have {' and '.join(map(str, totals)) or 'no number of'} steps: give every "
-      "recipe the same Phases.total, or `steps` where there is no recipe."
-    )
-  (total,) = totals
-  if not _is_int(total) or total < 1:
-    raise ValueError(f"a run of {total!r} steps: the length must be an int >= 1.")
-  return total
-
-
-def _weighed_steps(value: Recipe | Place, op: Op, total: int, until: int) -> float:
+def _weighed_steps(value: Recipe | Site, op: Op, until: int) -> float:
   """Returns the training FLOPs of steps [0, until) in units of F: the sum of s + s + (1 or s)."""
   recipe, axis = _recipe_and_axis(value, op)
   if recipe.phases is None:  # dense for ever
     return 3.0 * until
-  segments = recipe.timeline(axis_size=axis)
-  bounds = [0, *(s.stop for s in segments)]
-  if [s.start for s in segments] != bounds[:-1] or bounds[-1] != total:
-    raise ValueError(
-      f"the timeline of {recipe!r} for {op.name} has the segments "
-      f"{[(s.start, s.stop) for s in segments]}: they must follow one another "
-      f"from 0 to phases.total={total}."
-    )
   sparse_steps = 0.0  # sum of s
-  for segment in segments:
+  for segment in recipe.timeline(axis_size=axis):
     length = max(0, min(segment.stop, until) - segment.start)
     if segment.pattern is None or segment.decay_start > 0 or length < 1:
       # D runs linearly and reaches decay_stop only at `stop`, which is the next segment's.
@@ -248,31 +231,27 @@ def _weighed_steps(value: Recipe | Place, op: Op, total: int, until: int) -> flo
       at_zero = length
     s = _share(segment.pattern, op, axis) if at_zero and segment.pattern else 1.0
     sparse_steps += at_zero * s + (length - at_zero)
-  if recipe.gradient_mode == "straight_through":
-    return 2 * sparse_steps + until
-  if recipe.gradient_mode == "masked" or sparse_steps == until:
-    return 3 * sparse_steps
-  raise ValueError(
-    f"{recipe!r} has gradient_mode={recipe.gradient_mode!r}; known are 'masked' and "
-    "'straight_through', and the cost of the weight gradient depends on it."
-  )
+  # A straight-through weight gradient is a whole product: it needs every entry.
+  is_masked = recipe.gradient_mode == "masked"
+  return 2 * sparse_steps + (sparse_steps if is_masked else until)
 
 
 def _recipe_and_axis(value: Any, op: Op) -> tuple[Any, int]:
   """Returns what is applied to an operation, and the length of its axis with padding."""
-  return (value.recipe, value.axis_size) if isinstance(value, Place) else (value, op.axis)
+  return (value.recipe, value.axis_size) if isinstance(value, Site) else (value, op.axis)
 
 
 def _density(value: Any, op: Op) -> float:
   """Returns the density of a pattern, a number or a recipe's last segment, for one operation."""
   value, axis = _recipe_and_axis(value, op)
-  if hasattr(value, "timeline"):
+  if isinstance(value, Recipe):
     segments = value.timeline(axis_size=axis)  # none where it is dense for ever
-    pattern = segments[-1].pattern if segments else None
-    return 1.0 if pattern is None else _share(pattern, op, axis)
-  if isinstance(value, (NM, str)):
+    value = segments[-1].pattern if segments else None
+  if value is None:
+    return 1.0
+  if isinstance(value, NM | str):
     return _share(NM.parse(value), op, axis)
-  if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+  if 0 < value <= 1:
     return float(value)
   raise ValueError(
     f"density {value!r} for {op.name}: give a pattern such as NM(1, 8), a recipe, "
@@ -293,10 +272,10 @@ def _assign(ops: Sequence[Op], sparse: Sparse) -> dict[Op, Any]:
   """Gives each operation the value of the one place that names it; others are left out."""
   if isinstance(sparse, Rules):
     # Along its axis alone, an operation is padded or skipped as the parameter would be.
-    found = {op: sparse.place(op.name, (op.axis,), 0) for op in ops if op.axis}
+    found = {op: sparse.site(op.name, (op.axis,), 0) for op in ops if op.axis}
     if not sparse.is_dense and not any(found.values()):
       raise ValueError(f"these rules name no kernel of this model; it has {_kernels(ops)}.")
-    return {op: place for op, place in found.items() if isinstance(place, Place)}
+    return {op: site for op, site in found.items() if isinstance(site, Site)}
   owner: dict[Op, str] = {}
   for key in sparse:
     for op in _named(key, ops, kernels=True):
@@ -317,12 +296,13 @@ def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
     ops: of the network.
     kernels: of these, only what has an axis, unless the place is a whole path.
   """
+  # A whole path may hold characters that mean something in a regex.
   if exact := [op for op in ops if op.name == place]:
     return exact
   known = roles.regexes()
   own = {"scores": rf"(.*/)?{_PRODUCT}"}
   own["attention"] = "|".join(f"(?:{r})" for r in (known["qkv"], known["o"], own["scores"]))
-  test = roles.path_test(place, {} if kernels else own)
+  test = roles.matcher(place, {} if kernels else own)
   found = [op for op in ops if (op.axis or not kernels) and test(op.name)]
   if not found:
     raise ValueError(
@@ -335,8 +315,4 @@ def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
 def _kernels(ops: Sequence[Op]) -> str:
   """Returns the kernels of a network, for people."""
   names = [op.name for op in ops if op.axis]
-  return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-  return isinstance(value, int) and not isinstance(value, bool)
+  return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

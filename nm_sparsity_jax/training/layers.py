@@ -45,8 +45,8 @@ from nm_sparsity_jax.core.packed import NMPacked, nm_dot
 from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.sites import Place
-from nm_sparsity_jax.training.stored import Stamps, State, in_time
+from nm_sparsity_jax.training.sites import Site
+from nm_sparsity_jax.training.stored import Stamps, State, check_step
 
 _log = logging.getLogger(__name__)
 
@@ -125,10 +125,6 @@ class Dense(nn.Dense):
     if packed is None:
       # Without flax's wrapper: `capture_intermediates` and interceptors would see two calls.
       return inspect.unwrap(nn.Dense.__call__)(self, inputs)
-    if self.dot_general is not None or self.dot_general_cls is not None:
-      raise ValueError(
-        f"{_path(self)!r} is packed, and the layer has a dot_general of its own: leave that out."
-      )
     bias = None
     if self.use_bias:
       bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
@@ -187,9 +183,9 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
   step = as_step(step)
   if not jax.tree_util.tree_leaves(variables.get(COLLECTION, {})):
     raise ValueError(
-      f"with_step found no sparse layer: variables hold {sorted(variables)}, and no step under "
-      f"{COLLECTION!r}. Pass all that model.init returned, not its parameters alone. If init made "
-      "no step, no rule names a layer of this model, or the layers got no rules=."
+      f"with_step found no sparse layer: {sorted(variables)} hold no step under {COLLECTION!r}. "
+      "Pass all that model.init returned. If init made no step, no rule names a layer of this "
+      "model, or the layers got no rules=."
     )
 
   stamps = dict(flatten({key: state[key] for key in ("made", "renewed")})) if state else {}
@@ -199,9 +195,10 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
     if name == "step":
       return jnp.broadcast_to(step, leaf.shape)
     if state:
+      # The stamps of all layers of a scan are one number, as the stack is one parameter.
       key = "/".join(filter(None, (name.removeprefix("state_"), layer, "kernel")))
-      told = state["step"] if name == "state_step" else stamps.get(key, -1)
-      return jnp.broadcast_to(jnp.asarray(told, jnp.int32), leaf.shape)
+      stamp = state["step"] if name == "state_step" else stamps.get(key, -1)
+      return jnp.broadcast_to(jnp.asarray(stamp, jnp.int32), leaf.shape)
     return jnp.full(leaf.shape, -1, jnp.int32) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
   new = {COLLECTION: map_with_names(fill, variables[COLLECTION])}
@@ -227,10 +224,10 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
   if rules is None:
     return w
   path = _path(layer)
-  place = rules.place(path, w.shape, axis)
-  if not isinstance(place, Place):
-    if place and layer.is_initializing():
-      _log.warning("%s stays dense: %s", path, place)
+  site = rules.site(path, w.shape, axis)
+  if not isinstance(site, Site):
+    if site and layer.is_initializing():
+      _log.warning("%s stays dense: %s", path, site)
     if layer.has_variable(COLLECTION, "step"):
       raise ValueError(
         f"{path!r} was sparse when it was initialized, but no rule names it now. A layer finds its "
@@ -238,16 +235,33 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
         "rules of its own."
       )
     return w
+  # `init` runs dense: it gives no step, and only the shapes of what it computes matter.
   if layer.is_initializing():
-    if place.remarks:
-      _log.warning("%s: %s", path, "; ".join(place.remarks))
-    _create_variables(layer, place, w)
+    if site.remarks:
+      _log.warning("%s: %s", path, "; ".join(site.remarks))
+    _create_variables(layer, site, w)
     return w
-  step = _read_step(layer, place)
-  if not place.recipe.stateful:
-    return place.effective(w, step)
-  mask = _read_mask(layer, place)
-  return place.effective(w, in_time(place, step, _read_stamps(layer, place)), mask)
+  claim = f"rule {site.key!r} gives {path!r} the recipe {site.recipe.name}"
+  step = layer.get_variable(COLLECTION, "step", -1)
+  # numpy: under jit even a known value would be traced by jax.numpy.
+  if not isinstance(step, jax.core.Tracer) and np.all(np.asarray(step) < 0):
+    raise ValueError(
+      f"{claim}, which needs the step, and collection {COLLECTION!r} has none here. Keep all that "
+      "init returned and call model.apply(nms.layers.with_step(variables, step), ...); where a "
+      f"scan hides it: nn.scan(..., variable_broadcast={COLLECTION!r})."
+    )
+  if not site.recipe.stateful:
+    return site.effective(w, step)
+  if not layer.has_variable(STATE_COLLECTION, "kernel"):
+    raise ValueError(
+      f"{claim}, which keeps its mask as state, and collection {STATE_COLLECTION!r} has none here. "
+      "Call model.apply(nms.layers.with_step(variables, step, state), ...) with the state of "
+      "nms.init_state(params, rules). A scan must stack it as it does the parameters: "
+      f"nn.scan(..., variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}})."
+    )
+  stamps = Stamps(*(layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STAMPS))
+  mask = layer.get_variable(STATE_COLLECTION, "kernel")
+  return site.effective(w, check_step(site, step, stamps), mask)
 
 
 def packed_kernel(layer: nn.Module) -> NMPacked | None:
@@ -298,10 +312,9 @@ def packed_product(
   lead, depth = x.shape[: -len(axes)], math.prod(x.shape[-len(axes) :])
   if packed.shape != (depth, math.prod(features)) or jnp.ndim(packed.values) != 2:
     raise ValueError(
-      f"{_path(layer)!r}: the packed kernel is {packed.shape}, with values "
-      f"{jnp.shape(packed.values)}, and the layer takes {(depth, math.prod(features))}. The tree "
-      "is of another network, or of one that scans: nms.inference_tree.unstacked makes the tree "
-      "and the config of the same network without a scan."
+      f"{_path(layer)!r}: the packed kernel is {packed.shape}, and the layer takes "
+      f"{(depth, math.prod(features))}. The tree is of another network, or of one that scans: "
+      "nms.inference_tree.unstacked makes the same network without a scan."
     )
   return nm_dot(x.reshape(*lead, depth), packed).reshape(*lead, *features)
 
@@ -310,68 +323,18 @@ def _path(layer: nn.Module) -> str:
   return "/".join((*layer.path, "kernel"))
 
 
-def _create_variables(layer: nn.Module, place: Place, w: jax.Array) -> None:
+_STAMPS = ("state_step", "state_made", "state_renewed")  # as in `stored.Stamps`
+
+
+def _create_variables(layer: nn.Module, site: Site, w: jax.Array) -> None:
   """Creates the steps as -1, "none given", and the mask as `stored.init_state` starts it."""
-  none = lambda: jnp.int32(-1)
+  is_stateful = site.recipe.stateful
   if layer.is_mutable_collection(COLLECTION):
-    layer.variable(COLLECTION, "step", none)
-  if not place.recipe.stateful:
-    return
-  if layer.is_mutable_collection(COLLECTION):
-    for name in _STORED:
-      layer.variable(COLLECTION, name, none)
-  if layer.is_mutable_collection(STATE_COLLECTION):
-    first = lambda: place.recipe.first_state(place.groups, w)["mask"]
+    for name in ("step", *(_STAMPS if is_stateful else ())):
+      layer.variable(COLLECTION, name, lambda: jnp.int32(-1))
+  if is_stateful and layer.is_mutable_collection(STATE_COLLECTION):
+    first = lambda: site.recipe.first_state(site.groups, w)["mask"]
     layer.variable(STATE_COLLECTION, "kernel", first)
-
-
-def _read_step(layer: nn.Module, place: Place) -> jax.Array:
-  if not layer.has_variable(COLLECTION, "step"):
-    raise ValueError(
-      f"{_claim(place)}, and a sparse layer needs the step, but collection {COLLECTION!r} has no "
-      "'step' here. Keep all that init returned and call model.apply(nms.layers.with_step("
-      f"variables, step), ...); where a scan hides it: nn.scan(..., variable_broadcast="
-      f"{COLLECTION!r})."
-    )
-  step = layer.get_variable(COLLECTION, "step")
-  if not isinstance(step, jax.core.Tracer) and jnp.ndim(step) == 0 and int(step) < 0:
-    raise ValueError(
-      f"{_claim(place)}, but its step is {int(step)}: no step was given since init. Call "
-      "model.apply(nms.layers.with_step(variables, step), ...); the first step is 0."
-    )
-  return step
-
-
-def _read_stamps(layer: nn.Module, place: Place) -> Stamps:
-  """Returns the stamps of the stored mask; -1, which matches no place, where none was given."""
-  found = Stamps(*(layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STORED))
-  # numpy: under jit even a known value would be traced by jax.numpy.
-  if not isinstance(found.last, jax.core.Tracer) and np.all(np.asarray(found.last) < 0):
-    raise ValueError(
-      f"{_claim(place)}, which keeps its mask as state, but no mask was given. {_GIVE}"
-    )
-  return found
-
-
-def _read_mask(layer: nn.Module, place: Place) -> jax.Array:
-  if not layer.has_variable(STATE_COLLECTION, "kernel"):
-    raise ValueError(
-      f"{_claim(place)}, which keeps its mask as state, but collection {STATE_COLLECTION!r} has "
-      f"no 'kernel' here. {_GIVE} A scan must stack it as it does the parameters: "
-      f"nn.scan(..., variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}})."
-    )
-  return layer.get_variable(STATE_COLLECTION, "kernel")
-
-
-_STORED = ("state_step", "state_made", "state_renewed")  # as in `stored.Stamps`
-_GIVE = (
-  "Call model.apply(nms.layers.with_step(variables, step, state), ...) with the state of "
-  "nms.init_state(params, rules), refreshed by nms.update_state."
-)
-
-
-def _claim(place: Place) -> str:
-  return f"rule {place.key!r} gives {place.path!r} the recipe {place.recipe.name}"
 
 
 def as_tuple(x: Iterable[int] | int) -> tuple[int, ...]:

@@ -12,17 +12,13 @@ import jax.numpy as jnp
 import optax
 
 from nm_sparsity_jax.core.trees import flatten, map_with_names
-from nm_sparsity_jax.training.rules import Rules, require
+from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.stored import State, current
-from nm_sparsity_jax.training.transform import SparseState, scalar, states
+from nm_sparsity_jax.training.transform import SparseState, check_whole, scalar, states
 
 
 class SrSteState(NamedTuple):
-  """The state of `nms.sr_ste`.
-
-  Attributes:
-    count: the updates applied so far, an int32 scalar.
-  """
+  """The state of `nms.sr_ste`, as `CountStepsState`."""
 
   count: jax.Array
 
@@ -56,9 +52,9 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
 
   Reference: Zhou et al., ICLR 2021, arXiv:2102.04010, equation 8.
   """
-  require(rules, "nms.sr_ste(rules)")
 
   def init(params):
+    check_whole(params, rules)
     rules.assign(params)
     return SrSteState(jnp.zeros((), jnp.int32))
 
@@ -91,24 +87,20 @@ def add_sr_ste(
     scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
       mean times a factor, the factor.
   """
-  places = rules.assign(params).places
-  wanted = {path: place for path, place in places.items() if place.recipe.lam}
-  arrays = dict(flatten(params))
-  if lost := wanted.keys() - {path for path, _ in flatten(grads)}:
-    raise ValueError(
-      f"SR-STE's term reaches no gradient at {min(lost)!r}: give the gradients of all sparse "
-      "parameters."
-    )
+  sites, arrays = rules.assign(params).places, dict(flatten(params))
 
   def add(path, g):
-    if path not in wanted:
+    site = sites.get(path)
+    if site is None or not site.recipe.lam:
       return g
-    w, place = arrays[path], wanted[path]
-    pruned = jnp.where(place.mask(w, *current(place, step, state)), jnp.zeros_like(w), w)
-    lam = jnp.float32(place.recipe.lam * scale)
+    w = arrays[path]
+    # The mask of the forward pass of this step, made anew: nothing carries it here.
+    pruned = jnp.where(site.mask(w, *current(site, step, state)), jnp.zeros_like(w), w)
+    # In float32, since lambda * W may be a subnormal of a shorter dtype.
+    lam = jnp.float32(site.recipe.lam * scale)
     return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
 
-  return map_with_names(add, grads) if wanted else grads
+  return map_with_names(add, grads)
 
 
 def count_steps() -> optax.GradientTransformation:
@@ -143,6 +135,7 @@ def step_count(opt_state: Any) -> jax.Array:
   Args:
     opt_state: the state of any optax optimizer.
   """
+  # Outer counts first: an optimizer inside may count mini-steps, or be skipped.
   for kinds, field in (
     ((SparseState,), "count"),
     ((optax.MultiStepsState,), "gradient_step"),

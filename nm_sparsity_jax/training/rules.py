@@ -1,6 +1,6 @@
 """Which parameter gets which recipe, and along which axis its groups lie.
 
-    params[path] -> [rules: recipe, axis, what to do when the axis does not divide] -> recipe
+    params[path] -> [rules: recipe, axis, what to do when the axis does not divide] -> Site
 
 One table, read by the layers, by `sparsify`, by the optimizer term, by verification and by the
 plan, so that they agree. (`axes=` is for the stored tree; a layer groups along what it contracts.)
@@ -8,7 +8,6 @@ plan, so that they agree. (`axes=` is for the stored tree; a layer groups along 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import logging
@@ -18,23 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core import masks, trace
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.trees import flatten, path_name
 from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.training import roles as vocabulary
-from nm_sparsity_jax.training.sites import Assignment, Examined, Place
+from nm_sparsity_jax.training.roles.registry import compiled
+from nm_sparsity_jax.training.sites import Assignment, Site
 
 _POLICIES = ("error", "skip", "pad")
 _log = logging.getLogger(__name__)
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-_ROLE = r"{'hidden': r'.*/hidden_\d/kernel'}"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rules:
   """Places to recipes: what is sparse, how, and along which axis.
 
@@ -48,9 +46,9 @@ class Rules:
   >>> Rules({"ff": r}).find("encoder/layers_0/mlp/wi_0/kernel") is r
   True
 
-  Immutable and hashable by value, so it can be a field of a flax module.
+  Hashable by value, so it can be a field of a flax module. Do not change its tables.
 
-  Args:
+  Attributes:
     places: place -> recipe.
     axes: regex -> axis (or ascending axes), for stored parameters whose contraction axis does
       not follow from path and rank; the first regex that matches wins; see `with_logical_axes`.
@@ -59,106 +57,87 @@ class Rules:
       parameter dense) or 'pad' (the last group is short and keeps at most n of what it has).
     roles: more roles, name -> regex, beside those of `nms.roles`. A role that families know
       means your regex alone, in these rules: `roles={"head": "lm/kernel"}`.
+    shardings: path -> how devices share the parameter; see `with_shardings`.
   """
 
-  def __init__(
-    self,
-    places: Mapping[str, Recipe],
-    axes: Mapping[str, masks.Axis] | None = None,
-    indivisible: str = "error",
-    roles: Mapping[str, str] | None = None,
-  ):
-    if not isinstance(places, Mapping):
+  places: Mapping[str, Recipe]
+  axes: Mapping[str, masks.Axis] = dataclasses.field(default_factory=dict)
+  indivisible: str = "error"
+  roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict, repr=False)
+  _literals: dict[str, str] = dataclasses.field(init=False, repr=False)
+  _matchers: list[tuple[str, Callable[[str], bool]]] = dataclasses.field(init=False, repr=False)
+  _axes: list[tuple[re.Pattern[str], masks.Axis]] = dataclasses.field(init=False, repr=False)
+  _assigned: dict[_Shapes, Assignment] = dataclasses.field(init=False, repr=False)
+
+  def __post_init__(self):
+    if not isinstance(self.places, Mapping) or not self.places:
       raise ValueError(
-        f"Rules({places!r}): give a dict from place to recipe, such as Rules({{'ff': recipe}})."
+        f"Rules({self.places!r}): give a dict from place to recipe, such as Rules({{'ff': recipe}})"
+        "; for a dense run use the recipe 'dense'."
       )
-    if not places:
-      raise ValueError(
-        "Rules({}) would leave everything dense. Name a place, for example "
-        "Rules({'ff': recipe}); for a dense run use the recipe 'dense'."
-      )
-    for key, value in places.items():
-      if not isinstance(value, Recipe):
+    for place, recipe in self.places.items():
+      if not isinstance(recipe, Recipe):
         raise ValueError(
-          f"Rules: {key!r} has {value!r}, which is not a recipe. Make one by nms.recipe(name, "
+          f"Rules: {place!r} has {recipe!r}, which is not a recipe. Make one by nms.recipe(name, "
           "pattern='1:8', phases=nms.Phases(total=...))."
         )
-    for name, table, example in (("axes", axes, "{'w1': 1}"), ("roles", roles, _ROLE)):
-      if table is not None and not isinstance(table, Mapping):
-        raise ValueError(f"Rules(..., {name}={table!r}): give a dict, such as {name}={example}.")
-    if indivisible not in _POLICIES:
-      raise SettingError(
-        "indivisible",
-        "{indivisible=}{given!r}: choose one of {policies}.",
-        given=indivisible,
-        policies=", ".join(_POLICIES),
-      )
-    self._places = tuple(places.items())
-    self._axes = tuple((k, _one_or_several(v)) for k, v in (axes or {}).items())
-    self._roles = tuple((roles or {}).items())
-    self._indivisible = indivisible
-    self._shardings: Mapping[str, NamedSharding] = {}
-    for regex, _ in self._axes:
-      vocabulary.compiled(regex, "axes")
-    tests = [vocabulary.path_test(key, dict(self._roles)) for key, _ in self._places]
-    self._by_place = vocabulary.Table(zip(tests, self._places, strict=True))
-    self._by_axis = vocabulary.Table((regex, (regex, axis)) for regex, axis in self._axes)
-    self._assigned: dict[_Shapes, Assignment] = {}  # what `assign` returned
-    _check_roles(self._roles)
-
-  @property
-  def places(self) -> dict[str, Recipe]:
-    """Returns the table as given."""
-    return dict(self._places)
-
-  @property
-  def axes(self) -> dict[str, masks.Axis]:
-    """Returns regex -> axis as given; the first regex that matches a path counts."""
-    return dict(self._axes)
-
-  @property
-  def roles(self) -> dict[str, str]:
-    """Returns the roles beside those of the package, name -> regex."""
-    return dict(self._roles)
-
-  @property
-  def is_dense(self) -> bool:
-    """Returns whether every place stays dense."""
-    return all(isinstance(recipe, Dense) for _, recipe in self._places)
-
-  @property
-  def indivisible(self) -> str:
-    """Returns what to do when m does not divide the axis."""
-    return self._indivisible
+    if self.indivisible not in _POLICIES:
+      raise ValueError(f"indivisible={self.indivisible!r}: choose one of {', '.join(_POLICIES)}.")
+    roles = dict(self.roles or {})
+    vocabulary.check_words(roles, "Rules")
+    axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
+    literals, matchers = {}, []
+    words = vocabulary.regexes(roles)
+    for place in self.places:
+      # A long table names most parameters by their own paths. A dict finds them, so that thousands
+      # of rules on thousands of parameters take no time.
+      if _LITERAL.fullmatch(place) and place.rpartition("/")[2] not in words:
+        literals[re.sub(r"\\(\W)", r"\1", place)] = place
+      else:
+        matchers.append((place, vocabulary.matcher(place, roles)))
+    for name, value in {
+      "places": dict(self.places),
+      "axes": axes,
+      "roles": roles,
+      "_literals": literals,
+      "_matchers": matchers,
+      "_axes": [(compiled(regex, "axes"), axis) for regex, axis in axes.items()],
+      "_assigned": {},  # shapes of a tree -> what `assign` returned
+    }.items():
+      object.__setattr__(self, name, value)
 
   def __reduce__(self):
-    return Rules, (self.places, dict(self._axes), self.indivisible, dict(self._roles))
-
-  def _key(self):
-    # In `axes` the first regex wins, so there the order counts.
-    return frozenset(self._places), self._axes, frozenset(self._roles), self.indivisible
-
-  @functools.cached_property
-  def fingerprint(self) -> int:
-    """Returns a hash in 31 bits that is equal for equal rules, in every process."""
-    places = sorted(f"({place!r}, {recipe.spelled})" for place, recipe in self._places)
-    text = repr((places, self._axes, sorted(self._roles), self.indivisible))
-    return zlib.crc32(text.encode()) >> 1
+    return Rules, (self.places, self.axes, self.indivisible, self.roles)
 
   def __eq__(self, other):
-    return isinstance(other, Rules) and self._key() == other._key()
+    return isinstance(other, Rules) and self._key == other._key
 
   def __hash__(self):
     return self.fingerprint
 
-  def __repr__(self):
-    given = f"axes={dict(self._axes)!r}, indivisible={self.indivisible!r}"
-    return f"Rules({dict(self._places)!r}, {given}, roles={dict(self._roles)!r})"
+  @functools.cached_property
+  def _key(self) -> Any:
+    # In `axes` the first regex wins, so there the order counts.
+    places, roles = frozenset(self.places.items()), frozenset(self.roles.items())
+    return places, tuple(self.axes.items()), roles, self.indivisible
+
+  @functools.cached_property
+  def fingerprint(self) -> int:
+    """Returns a hash in 31 bits that is equal for equal rules, in every process."""
+    places = sorted(f"({place!r}, {recipe.spelled})" for place, recipe in self.places.items())
+    axes, roles = tuple(self.axes.items()), sorted(self.roles.items())
+    return zlib.crc32(repr((places, axes, roles, self.indivisible)).encode()) >> 1
+
+  @property
+  def is_dense(self) -> bool:
+    """Returns whether every place stays dense."""
+    return all(isinstance(recipe, Dense) for recipe in self.places.values())
 
   def with_axes(self, axes: Mapping[str, masks.Axis]) -> Rules:
     """Returns the same rules with more `axes`, which come first."""
-    rest = {regex: axis for regex, axis in self._axes if regex not in axes}
-    return Rules(self.places, {**axes, **rest}, self.indivisible, dict(self._roles))
+    rest = {regex: axis for regex, axis in self.axes.items() if regex not in axes}
+    return dataclasses.replace(self, axes={**axes, **rest})
 
   def with_logical_axes(
     self, logical_axes: Any, stacked: Sequence[str] = ("layers", "stack")
@@ -177,7 +156,7 @@ class Rules:
     Returns:
       New rules. Axes given by hand come first.
     """
-    found: dict[str, masks.Axis] = dict(self._axes)
+    found: dict[str, masks.Axis] = dict(self.axes)
     is_names = lambda x: (
       hasattr(x, "names")
       or (isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x))
@@ -189,11 +168,12 @@ class Rules:
       own = [i for i, name in enumerate(names) if name not in stacked]
       if not path.endswith("kernel") or len(own) == len(names) or self.find(path) is None:
         continue
-      if len(own) == 2 or (len(own) == 3 and vocabulary.role_of(path) in ("q", "k", "v")):
+      role = vocabulary.role_of(path)
+      if len(own) == 2 or (len(own) == 3 and role in ("q", "k", "v")):
         found.setdefault(re.escape(path), own[0])
-      elif len(own) == 3 and vocabulary.role_of(path) == "o":
+      elif len(own) == 3 and role == "o":
         found.setdefault(re.escape(path), (own[0], own[1]))
-    return Rules(self.places, found, self.indivisible, dict(self._roles))
+    return dataclasses.replace(self, axes=found)
 
   def with_shardings(self, shardings: Any) -> Rules:
     """Returns equal rules that know how devices share each parameter.
@@ -203,15 +183,13 @@ class Rules:
     Masks keep their bits. On several TPUs each device then makes the masks of its own shard, by a
     kernel that reads the weights once; XLA cannot cut such a kernel by itself. A sharding that cuts
     a group is passed over, and so is one without devices (`AbstractMesh`). The local runner, T5X
-    and Kauldron call this. Call it last: other `with_` methods return rules without shardings.
+    and Kauldron call this.
 
     Args:
       shardings: a tree like the parameters; leaves are `NamedSharding`. Others are passed over.
     """
-    rules = Rules(self.places, self.axes, self.indivisible, self.roles)
-    found = flatten(shardings)
-    rules._shardings = {path: s for path, s in found if isinstance(s, NamedSharding)}
-    return rules
+    known = {path: s for path, s in flatten(shardings) if isinstance(s, NamedSharding)}
+    return dataclasses.replace(self, shardings=known)
 
   def for_model(self, function: Callable[..., Any], params: Any, *inputs: Any) -> Rules:
     """Returns the same rules, with the axes that a program contracts its parameters along.
@@ -220,7 +198,8 @@ class Rules:
 
     The program is traced and not computed, so arrays and `jax.ShapeDtypeStruct` both serve. Every
     product of every parameter that a rule names is looked at. One that is contracted along two
-    axes, such as a tied embedding, or in no product, is refused with that reason.
+    axes, such as a tied embedding, or in no product, is refused with that reason, unless `axes`
+    names its axis.
 
     Args:
       function: the forward pass, called as function(params, *inputs).
@@ -236,44 +215,44 @@ class Rules:
     shapes = dict(_shapes(params))
     named = [path for path in shapes if not isinstance(self.find(path), Dense | None)]
     known, unknown = trace.axes(function, params, *inputs)
-    if refused := [f"{path!r}: {unknown[path]}" for path in named if path not in known]:
+    open_paths = [path for path in named if path not in known and self._axis_of(path) is None]
+    if refused := [f"{path!r}: {unknown[path]}" for path in open_paths]:
       raise ValueError(
-        "for_model finds no axis that the program contracts these parameters along, so leave them "
-        f"out of the rules: {'; '.join(refused)}."
+        "for_model cannot say along which one axis the program contracts these parameters, so "
+        f"leave them out of the rules, or name the axis by axes=: {'; '.join(refused)}."
       )
     found: dict[str, masks.Axis] = {}
-    for path in named:
-      here = self._axis(path, shapes)
-      if here is not None and masks.check_axis(shapes[path], here, gaps=True) == known[path]:
+    for path in (path for path in named if path in known):
+      axis = self._axis(path, shapes)
+      if axis is not None and masks.check_axis(shapes[path], axis, gaps=True) == known[path]:
         continue
-      if given := self._by_axis.find(path):
+      if self._axis_of(path) is not None:
         raise ValueError(
-          f"axes={{{given[0][0]!r}: {given[0][1]}}}, but the program contracts {path!r} along "
-          f"{known[path]}: leave axes= out."
+          f"axes= says {axis} for {path!r}, but the program contracts it along {known[path]}: "
+          "leave axes= out."
         )
       found[re.escape(path)] = _one_or_several(known[path])
     return self.with_axes(found)
+
+  def match(self, path: str) -> tuple[str, Recipe] | None:
+    """Returns the place that names a path, and its recipe; None where none does."""
+    hits = [place for place, matches in self._matchers if matches(path)]
+    if path in self._literals:
+      hits.append(self._literals[path])
+    if len(hits) > 1:
+      raise ValueError(
+        f"two rules claim {path!r}: {' and '.join(map(repr, hits))}. Narrow one of them, so that "
+        "every parameter has one recipe."
+      )
+    return (hits[0], self.places[hits[0]]) if hits else None
 
   def find(self, path: str) -> Recipe | None:
     """Returns the recipe of a path, None where no place names it."""
     found = self.match(path)
     return found[1] if found else None
 
-  def match(self, path: str) -> tuple[str, Recipe] | None:
-    """Returns the place that names a path, and its recipe; None where none does."""
-    hits = self._by_place.find(path)
-    if len(hits) > 1:
-      raise SettingError(
-        "places",
-        "two rules claim {path}: {keys}. Narrow one of them, so that every parameter has one "
-        "recipe.",
-        path=repr(path),
-        keys=" and ".join(repr(k) for k, _ in hits),
-      )
-    return hits[0] if hits else None
-
-  def place(self, path: str, shape: Sequence[int], axis: masks.Axis) -> Place | str | None:
-    """Returns the `Place` of one parameter, why it is skipped, or None where no rule names it.
+  def site(self, path: str, shape: Sequence[int], axis: masks.Axis) -> Site | str | None:
+    """Returns the `Site` of one parameter, why it is skipped, or None where no rule names it.
 
     Args:
       path: '/'-joined path.
@@ -283,38 +262,32 @@ class Rules:
     found = self.match(path)
     if not found or isinstance(found[1], Dense):
       return None
-    return self._place(path, tuple(shape), axis, *found)
-
-  def _place(
-    self, path: str, shape: tuple[int, ...], axis: masks.Axis, key: str, recipe: Recipe
-  ) -> Place | str:
-    place = Place(path, recipe, Groups(shape, axis), key)
-    m = place.whole
-    if place.axis_size % m:
-      problem = f"axis {axis} has length {place.axis_size} (shape {shape}), no multiple of {m}"
-      names = ", ".join(map(str, dict.fromkeys(place.patterns)))
-      if self.indivisible == "error":
-        raise SettingError(
-          "indivisible",
-          "{path}: {problem}, so {names} cannot be applied. Choose another pattern for it, or "
-          "Rules(..., indivisible='skip') (gin: INDIVISIBLE) to leave it dense, or 'pad'.",
-          path=repr(path),
-          problem=problem,
-          names=names,
-        )
+    key, recipe = found
+    site = Site(path, recipe, Groups(tuple(shape), axis), key)
+    m = site.whole
+    if site.axis_size % m:
+      problem = (
+        f"axis {axis} has length {site.axis_size} (shape {tuple(shape)}), no multiple of {m}"
+      )
       if self.indivisible == "skip":
         return problem
-      place = dataclasses.replace(place, groups=Groups(shape, axis, -place.axis_size % m))
-    recipe.levels(place.axis_size)  # raises where a schedule does not fit
-    sharding = self._shardings.get(path)
-    return dataclasses.replace(place, groups=place.groups.sharded(sharding, m))
+      if self.indivisible == "error":
+        raise ValueError(
+          f"{path!r}: {problem}, so {recipe.name} {site.pattern} does not fit. Choose another "
+          "pattern, or indivisible='skip' to leave it dense, or 'pad' (gin: INDIVISIBLE)."
+        )
+      site = dataclasses.replace(site, groups=Groups(site.shape, axis, -site.axis_size % m))
+    recipe.levels(site.axis_size)  # raises where a schedule does not fit
+    return dataclasses.replace(site, groups=site.groups.sharded(self.shardings.get(path), m))
+
+  def _axis_of(self, path: str) -> masks.Axis | None:
+    """Returns what `axes` says of a path; the first regex that matches counts."""
+    return next((axis for regex, axis in self._axes if regex.fullmatch(path)), None)
 
   def _axis(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axis | None:
     """Returns the contraction axis of a stored parameter, None where nothing tells it."""
-    if given := self._by_axis.find(path):
-      masks.check_axis(shapes[path], given[0][1], gaps=True)
-      return given[0][1]
-    return _default_axis(path, shapes)
+    axis = self._axis_of(path)
+    return _default_axis(path, shapes) if axis is None else axis
 
   def assign(self, params: Any) -> Assignment:
     """Applies the table to a whole tree and checks it.
@@ -328,129 +301,78 @@ class Rules:
       An `Assignment`; its `str` is a table.
     """
     shapes = _shapes(params)
-    found = self._assigned.get(shapes)
-    if found is None:
-      found = self._assigned[shapes] = self._checked(shapes)
-    return found
+    if shapes not in self._assigned:
+      self._assigned[shapes] = self._assign(shapes)
+    return self._assigned[shapes]
 
-  def examine(self, params: Any) -> Examined:
-    """Applies the table to a whole tree and returns all mistakes instead of raising the first.
-
-    It logs nothing. `nm-sparsity plan` shows every mistake at once this way.
-
-    >>> import jax
-    >>> from nm_sparsity_jax import Phases, recipe
-    >>> rules = Rules({"ff": recipe("sr_ste", pattern="1:4", phases=Phases(total=9))})
-    >>> wi = {"encoder": {"mlp": {"wi": {"kernel": jax.ShapeDtypeStruct((6, 8), "float32")}}}}
-    >>> list(rules.examine(wi).failed)
-    ['encoder/mlp/wi/kernel']
-
-    Args:
-      params: arrays or shapes, as for `assign`.
-    """
-    return self._examined(_shapes(params))
-
-  def _examined(self, shapes: _Shapes) -> Examined:
-    known = dict(shapes)
-    places: dict[str, Place] = {}
-    skipped: dict[str, str] = {}
-    dense: list[str] = []
-    failed: dict[str, ValueError] = {}
-    used: set[str] = set()
+  def _assign(self, shapes: _Shapes) -> Assignment:
+    known, sites, skipped, dense = dict(shapes), {}, {}, []
+    ambiguous: list[tuple[str, tuple[int, ...]]] = []
     for path, shape in shapes:
-      place = None
-      try:
-        if found := self.match(path):
-          used.add(found[0])
-          if not isinstance(found[1], Dense):
-            axis = self._axis(path, known)
-            if axis is None:
-              raise AmbiguousAxis(path, shape)
-            place = self._place(path, shape, axis, *found)
-      except ValueError as e:
-        failed[path] = e
-      if isinstance(place, Place):
-        places[path] = place
-      elif place is None:
+      site = None
+      if not isinstance(self.find(path), Dense | None):
+        axis = self._axis(path, known)
+        if axis is None:
+          ambiguous.append((path, shape))
+          continue
+        site = self.site(path, shape, axis)
+      if site is None:
         dense.append(path)
+      elif isinstance(site, str):
+        skipped[path] = site
+        _log.warning("%s stays dense: %s", path, site)
+      elif path in sites:
+        raise ValueError(f"two parameters have the path {path!r}: rename one, without a '/'.")
       else:
-        skipped[path] = place
-    idle = tuple(key for key, _ in self._places if key not in used)
-    return Examined(Assignment(places, skipped, tuple(dense)), failed, idle)
+        sites[path] = site
+        if site.remarks:
+          _log.warning("%s: %s", path, "; ".join(site.remarks))
+    if ambiguous:
+      raise AmbiguousAxis(ambiguous)
+    self._check_all_used(known)
+    return Assignment(sites, skipped, tuple(dense))
 
-  def _checked(self, shapes: _Shapes) -> Assignment:
-    """Returns the assignment of a tree; raises its first mistake, or all axes that are missing."""
-    assignment, failed, idle = self._examined(shapes)
-    if not shapes:
+  def _check_all_used(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses places and axes that name no parameter: a wrong word would change nothing."""
+    found = {match[0] for path in shapes if (match := self.match(path))}
+    idle = [repr(place) for place in self.places if place not in found]
+    for regex, axis in self._axes:
+      if not any(map(regex.fullmatch, shapes)):
+        idle.append(f"axes={{{regex.pattern!r}: {axis}}}")
+    if idle:
+      have = ", ".join(vocabulary.roles_of([*shapes], self.roles)) or "no roles"
       raise ValueError(
-        "there are no parameters, so the rules match none: give a tree of arrays, such as "
-        "model.init(...)['params'] or nnx.state(model, nnx.Param)."
+        f"rules that match no parameter: {', '.join(idle)}. The {len(shapes)} parameters begin "
+        f"{', '.join([*shapes][:4])} and have {have}. A place (gin: in SPARSITY_RULES) is a role "
+        f"({', '.join(vocabulary.regexes(self.roles))}; narrowed as in encoder/ff, "
+        "decoder/cross/qkv) or a regex for the whole path, such as '.*/kernel'; "
+        "Rules(..., roles={name: regex}) adds roles."
       )
-    asked = [e for e in failed.values() if isinstance(e, AmbiguousAxis)]
-    if len(asked) > 1:
-      raise AmbiguousAxis.of_all(asked)
-    for error in failed.values():
-      raise error
-    paths = [path for path, _ in shapes]
-    for path, why in assignment.skipped.items():
-      _log.warning("%s stays dense: %s", path, why)
-    for path, place in assignment.places.items():
-      if place.remarks:
-        _log.warning("%s: %s", path, "; ".join(place.remarks))
-    times = collections.Counter(paths)
-    if twice := next((path for path in assignment.places if times[path] > 1), None):
-      raise ValueError(
-        f"{times[twice]} parameters have the path {twice!r}, by which masks are kept: rename one, "
-        "without a '/' in its name."
-      )
-    used = {regex for path in paths for regex, _ in self._by_axis.find(path)}
-    wrong = [repr(key) for key in idle]
-    wrong += [f"axes={{{regex!r}: {axis!r}}}" for regex, axis in self._axes if regex not in used]
-    if wrong:
-      raise ValueError(self._idle(wrong, shapes))
-    return assignment
-
-  def _idle(self, wrong: Sequence[str], shapes: _Shapes) -> str:
-    """Returns the error of places that name no parameter: what there is, and how to name it."""
-    paths = [path for path, _ in shapes]
-    here = vocabulary.roles_of(paths, self.roles)
-    have = f" The network has the roles {', '.join(here)}." if here else ""
-    return (
-      f"rules that match no parameter and so would change nothing: {', '.join(wrong)}. "
-      f"The {len(paths)} parameters begin: {', '.join(paths[:4])}.{have} A place (gin: in "
-      f"SPARSITY_RULES) is a role ({', '.join(vocabulary.regexes(self.roles))}; narrowed as in "
-      "encoder/ff, decoder/cross/qkv) or a regex for the whole path, such as "
-      f"{_example(shapes)!r}; Rules(..., roles={{name: regex}}) adds roles."
-    )
 
 
 class AmbiguousAxis(ValueError):
-  """Shapes and names of these parameters leave open which of their axes a product sums over."""
+  """Shapes and names of these parameters leave open which of their axes a product sums over.
 
-  def __init__(self, path: str, shape: tuple[int, ...]):
-    self.found = [(path, shape)]
-    super().__init__(self._text())
+  Attributes:
+    found: (path, shape) of each.
+  """
 
-  @classmethod
-  def of_all(cls, errors: Sequence[AmbiguousAxis]) -> AmbiguousAxis:
-    """Returns one error for the parameters of several."""
-    joined = cls(*errors[0].found[0])
-    joined.found = [found for error in errors for found in error.found]
-    joined.args = (joined._text(),)
-    return joined
-
-  def _text(self) -> str:
-    one = f"{{{re.escape(self.found[0][0])!r}: 0}}"
-    return (
+  def __init__(self, found: Sequence[tuple[str, tuple[int, ...]]]):
+    self.found = found
+    super().__init__(
       "which axis the product sums over is not known for "
-      + ", ".join(f"{path!r} of shape {shape}" for path, shape in self.found)
-      + ": let the program tell, rules.for_model(lambda p, x: model.apply({'params': p}, x), "
-      f"params, x), or name it, Rules(..., axes={one})."
+      + ", ".join(f"{path!r} of shape {shape}" for path, shape in found)
+      + ": let the forward pass tell, rules = rules.for_model(forward, params, *inputs), or name "
+      f"it, Rules(..., axes={{{re.escape(found[0][0])!r}: AXIS}})."
     )
 
 
-# A module that is named so is a convolution, whose kernel is (..., in, out).
-_CONV = re.compile(r"(.*/)?(\w*[cC]onv(?!Transpose)\w*|patch_embed/proj)/kernel")
+# flax's own names, and the roles of families: such a module is a convolution, whose kernel is
+# (..., in, out). A name that a user chose may be that of a transposed one.
+_CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
+_CONV_ROLES = ("stem", "conv", "shortcut")
+_EINSUM = re.compile(r"(.*/)?Einsum_\d+/kernel")  # its kernel may be (out, in)
+_LITERAL = re.compile(r"[\w -]*/(?:[\w/ -]|\\\W)*")  # a path: no character has another meaning
 
 
 def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axis | None:
@@ -464,52 +386,16 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
   if name != "kernel" or bias not in (None, shape[-1:]):
     return None
   if len(shape) == 2:
-    return 0
-  return -2 if 3 <= len(shape) <= 5 and _CONV.fullmatch(path) else None
-
-
-def _check_roles(roles: Sequence[tuple[str, str]]) -> None:
-  """Refuses a role that is no word, or one that narrows roles, and what is no regex."""
-  words = vocabulary.narrowing().keys() - vocabulary.regexes().keys()
-  for role, regex in roles:
-    vocabulary.check_word(role, "the roles of these rules")
-    if role in words:
-      raise ValueError(
-        f"Rules(..., roles={{{role!r}: ...}}): {role!r} narrows a role, as in '{role}/ff', so it "
-        "cannot be one. Choose another word."
-      )
-    vocabulary.compiled(regex, "roles")
+    return None if _EINSUM.fullmatch(path) else 0
+  is_conv = _CONV.fullmatch(path) or vocabulary.role_of(path) in _CONV_ROLES
+  return -2 if 3 <= len(shape) <= 5 and is_conv else None
 
 
 def _shapes(params: Any) -> _Shapes:
   return tuple((path, tuple(x.shape)) for path, x in flatten(params) if hasattr(x, "shape"))
 
 
-def _example(shapes: _Shapes) -> str:
-  """Returns a regex that matches a whole path among these: of a matrix, where there is one."""
-  paths = [path for path, shape in shapes if len(shape) > 1] or [path for path, _ in shapes]
-  usual = any(path.endswith("/kernel") for path in paths)
-  return ".*/kernel" if usual else re.escape(paths[0])
-
-
-def require(rules: Any, call: str) -> Rules:
-  """Returns rules; raises where something else was given in their place, such as the parameters.
-
-  Args:
-    rules: what should be `Rules`.
-    call: the call in full, as the error shows it.
-  """
-  if isinstance(rules, Rules):
-    return rules
-  raise ValueError(
-    f"{call} got a {type(rules).__name__} as its rules: give nms.Rules, such as "
-    "nms.Rules({'.*/kernel': recipe}), in that order of arguments."
-  )
-
-
 def _one_or_several(axis: masks.Axis) -> masks.Axis:
   """Returns (0,) as 0, and numpy's ints as Python's, so that equal rules are equal."""
-  plain = lambda a: int(a) if isinstance(a, np.integer) else a
-  if not isinstance(axis, Sequence):
-    return plain(axis)
-  return plain(axis[0]) if len(axis) == 1 else tuple(map(plain, axis))
+  axes = tuple(map(int, axis)) if isinstance(axis, Sequence) else (int(axis),)
+  return axes[0] if len(axes) == 1 else axes

@@ -9,9 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-import types
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,8 @@ from nm_sparsity_jax.recipes import RECIPES, Recipe, recipe
 from nm_sparsity_jax.training.rules import Rules
 
 TEXT_BYTES = 4096
-_MOST_TEXT = 1 << 16  # characters that may be inflated from them
+_MOST_TEXT = 1 << 16  # bytes that may be inflated from them: a checkpoint is anybody's file
+_PLACE = re.compile(r"(.+): ([^\W\d]\w*)(?: (\d+:\d+))?((?:, \w+=.*)?)")
 
 
 def describe(rules: Rules) -> str:
@@ -37,25 +36,38 @@ def describe(rules: Rules) -> str:
   >>> print(describe(Rules({"ff": r})))
   ff: mdgf_linear 1:8, total=9, beta=0.5
   """
-  for place, owner in rules.places.items():
-    if type(owner) is RECIPES.get(owner.name):
-      _refuse_unreadable(place, owner)
-  return _written(rules)
+  text = _text(rules)
+  if all(type(r) is RECIPES.get(r.name) for r in rules.places.values()):
+    try:
+      parse(text)
+    except ValueError as e:
+      raise ValueError(
+        f"a checkpoint cannot keep these rules, as nothing could read them back ({e}): a place is "
+        "one line, and values of fields are numbers, texts, patterns, or tuples of these."
+      ) from None
+  return text
 
 
-def _written(rules: Rules, given: Mapping[str, Mapping[str, Any]] | None = None) -> str:
-  """Returns the text of rules; `given`: place -> fields, which are written as they were given."""
-  lines = [
-    f"{place}: {_describe_recipe(recipe, (given or {}).get(place, {}))}"
-    for place, recipe in rules.places.items()
-  ]
+def _text(rules: Rules) -> str:
+  lines = [f"{place}: {_describe_recipe(r)}" for place, r in rules.places.items()]
   lines += [f"role {name}: {regex}" for name, regex in rules.roles.items()]
+  # Rules that are equal have one text, in whatever order their places were given.
   lines.sort()
   # The first regex that matches wins, so the order counts.
   lines += [f"axis {regex}: {axis}" for regex, axis in rules.axes.items()]
   if rules.indivisible != "error":
     lines.append(f"indivisible: {rules.indivisible}")
   return "\n".join(lines)
+
+
+def _describe_recipe(recipe: Recipe) -> str:
+  words = [recipe.name if recipe.pattern is None else f"{recipe.name} {recipe.pattern}"]
+  for owner in (recipe.phases, recipe):
+    for field in dataclasses.fields(owner) if owner else ():  # type: ignore[arg-type]
+      value = getattr(owner, field.name)
+      if field.name not in ("pattern", "phases") and value != field.default:
+        words.append(f"{field.name}={value!r}")
+  return ", ".join(words)
 
 
 def parse(text: str) -> Rules:
@@ -70,63 +82,51 @@ def parse(text: str) -> Rules:
     UnknownRecipe: a place has a recipe that nobody registered.
     ValueError: this version cannot read the text, or would write another one for what it reads.
   """
-  try:
-    rules, now = _read(text)
-  except UnknownRecipe:
-    raise
-  except _NOT_READ as e:
-    raise ValueError(f"this version cannot read these rules ({e}):\n{_short(text)}") from e
-  if now != text:
-    raise ValueError(
-      f"this version reads these rules as other rules, {_short(repr(now))}:\n{_short(text)}"
-    )
-  return rules
-
-
-def _read(text: str) -> tuple[Rules, str]:
-  """Returns the rules that a text says, and the text of these rules.
-
-  A whole number in a field of floats is written as it stands in `text`: 0 for 0.0, as before.
-  """
   places: dict[str, Recipe] = {}
-  given: dict[str, Mapping[str, Any]] = {}
   axes: dict[str, masks.Axis] = {}
   roles: dict[str, str] = {}
   indivisible = "error"
-  for line in text.splitlines():
-    if found := _place(line):
-      place = found["place"]
-      places[place], given[place] = _parse_recipe(found["name"], found["pattern"], found["fields"])
-    elif line.startswith("axis "):
-      regex, _, axis = line.removeprefix("axis ").rpartition(": ")
-      axes[regex] = ast.literal_eval(axis)
-    elif line.startswith("role "):
-      name, _, roles_regex = line.removeprefix("role ").partition(": ")
-      roles[name] = roles_regex
-    else:
-      _refuse_unknown(line)
-      indivisible = line.removeprefix("indivisible: ")
-  rules = Rules(places, axes, indivisible, roles)
-  return rules, _written(rules, given)
-
-
-def _refuse_unreadable(place: str, owner: Recipe) -> None:
-  """Raises where `parse` would not read the line of a place as what it says."""
-  said = _describe_recipe(owner)
   try:
-    found = _place(f"{place}: {said}")
-    assert found is not None and found["place"] == place
-    again, _ = _parse_recipe(found["name"], found["pattern"], found["fields"])
-    assert _describe_recipe(again) == said
-  except _NOT_READ:
+    for line in text.splitlines():
+      kind, _, rest = line.partition(" ")
+      if kind == "indivisible:":
+        indivisible = rest
+      elif kind == "role":
+        name, _, role_regex = rest.partition(": ")
+        roles[name] = role_regex
+      elif kind == "axis":
+        axis_regex, _, axis = rest.rpartition(": ")
+        axes[axis_regex] = ast.literal_eval(axis)
+      elif found := _PLACE.fullmatch(line):
+        places[found[1]] = _parse_recipe(*found.groups()[1:])
+    rules = Rules(places, axes, indivisible, roles)
+  except UnknownRecipe:
+    raise
+  # What a text that `describe` did not write ends in: deep nesting, a call with wrong arguments.
+  except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as e:
     raise ValueError(
-      f"a checkpoint cannot keep the rule {f'{place}: {said}'!r}, as nothing could read it back: "
-      "a place is one line, and values of fields are numbers, texts, patterns, or tuples of these."
-    ) from None
+      f"this version cannot read these rules ({str(e)[:400]}):\n{_short(text)}"
+    ) from e
+  # Another version may know other defaults: it must not go on with other rules in silence.
+  if (now := _text(rules)) != text:
+    raise ValueError(f"this version reads {_short(repr(now))} in these rules:\n{_short(text)}")
+  return rules
 
 
-# What a text that `describe` did not write ends in, beside ValueError: deep nesting, a wrong call.
-_NOT_READ = (ValueError, TypeError, SyntaxError, AssertionError, RecursionError, MemoryError)
+def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:
+  if name not in RECIPES:
+    raise UnknownRecipe(
+      f"the rules of this checkpoint name the recipe {name!r}, which is not registered: "
+      "import the module that registers it (commands: --import MODULE)."
+    )
+  # A pattern in a field is written as its repr; recipes take its text.
+  fields = re.sub(r"NM\(n=(\d+), m=(\d+)\)", r"'\1:\2'", fields)
+  call: Any = ast.parse(f"dict({fields.removeprefix(', ')})", mode="eval").body
+  if not isinstance(call, ast.Call):
+    raise ValueError(f"{fields!r} are no fields")
+  given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+  steps = {key: given.pop(key) for key in ("total", "dense", "finetune") if key in given}
+  return recipe(name, pattern=pattern, phases=Phases(**steps) if steps else None, **given)
 
 
 def _short(text: str) -> str:
@@ -155,43 +155,3 @@ def unpack(data: np.ndarray) -> str:
   if inflating.unconsumed_tail:
     raise ValueError(f"the text of its rules has more than {_MOST_TEXT:,} bytes")
   return text.decode()
-
-
-def _describe_recipe(recipe: Recipe, given: Mapping[str, Any] = types.MappingProxyType({})) -> str:
-  words = [recipe.name if recipe.pattern is None else f"{recipe.name} {recipe.pattern}"]
-  for owner in (recipe.phases, recipe):
-    for field in dataclasses.fields(owner) if owner else ():  # type: ignore[arg-type]
-      value = getattr(owner, field.name)
-      value = given[field.name] if given.get(field.name, ...) == value else value
-      if field.name not in ("pattern", "phases") and value != field.default:
-        words.append(f"{field.name}={value!r}")
-  return ", ".join(words)
-
-
-def _place(line: str) -> re.Match[str] | None:
-  """Matches a line of `describe` about a place, by the recipes that are registered now."""
-  names = "|".join(RECIPES)
-  return re.fullmatch(
-    rf"(?P<place>.+): (?P<name>{names})(?: (?P<pattern>\d+:\d+))?(?P<fields>(?:, \w+=.*)?)", line
-  )
-
-
-def _refuse_unknown(line: str) -> None:
-  """Raises where a line says that a place has a recipe that nobody registered."""
-  found = re.fullmatch(r".+?: ([^\W\d]\w*)(?: \d+:\d+)?(?:, \w+=.*)?", line)
-  if found and not line.startswith("indivisible: "):
-    raise UnknownRecipe(
-      f"the rules of this checkpoint name the recipe {found[1]!r}, which is not registered: "
-      "import the module that registers it (commands: --import MODULE)."
-    )
-
-
-def _parse_recipe(name: str, pattern: str | None, fields: str) -> tuple[Recipe, Mapping[str, Any]]:
-  """Returns a recipe, and its fields as its text gives them."""
-  fields = re.sub(r"NM\(n=(\d+), m=(\d+)\)", r"'\1:\2'", fields)
-  call = ast.parse(f"dict({fields.removeprefix(', ')})", mode="eval").body
-  assert isinstance(call, ast.Call)
-  given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-  steps = {key: given.pop(key) for key in ("total", "dense", "finetune") if key in given}
-  phases = Phases(**steps) if steps else None
-  return recipe(name, pattern=pattern, phases=phases, **given), given

@@ -1,6 +1,6 @@
 """One parameter that a recipe owns, and what rules mean for a whole tree.
 
-Rules, shapes -> [Place, Assignment] -> what is done to which parameter, as a table
+Rules, shapes -> [Site, Assignment] -> what is done to which parameter, as a table
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import math
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 
@@ -24,14 +23,14 @@ from nm_sparsity_jax.recipes import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Site:
   """One parameter that a recipe owns.
 
   Attributes:
     path: '/'-joined path in the parameter tree.
     recipe: what is applied to it.
     groups: where its groups lie.
-    key: the rule that chose it.
+    key: the place of the rules that named it.
   """
 
   path: str
@@ -42,7 +41,7 @@ class Place:
   @property
   def pattern(self) -> NM:
     """Returns the target pattern."""
-    assert self.recipe.pattern is not None  # Dense makes no Place
+    assert self.recipe.pattern is not None  # Dense makes no Site
     return self.recipe.pattern
 
   @property
@@ -56,19 +55,14 @@ class Place:
     return self.groups.axis
 
   @property
-  def pad(self) -> int:
-    """Returns the number of entries that complete the last group ('pad' policy)."""
-    return self.groups.pad
+  def axes(self) -> tuple[int, ...]:
+    """Returns `axis` as a tuple of ascending, non-negative ints."""
+    return self.groups.axes
 
   @property
   def axis_size(self) -> int:
     """Returns the length of the grouped axis, padding included."""
     return self.groups.size
-
-  @property
-  def axes(self) -> tuple[int, ...]:
-    """Returns `axis` as a tuple of ascending, non-negative ints."""
-    return self.groups.axes
 
   @property
   def count(self) -> int:
@@ -88,17 +82,17 @@ class Place:
   @property
   def dropped(self) -> tuple[str, ...]:
     """Returns the levels of the recipe that do not fit this axis."""
-    kept = {p for _, p in self.recipe.levels(self.axis_size)}
-    return tuple(str(p) for _, p in self.recipe.levels() if p not in kept)
+    return tuple(str(p) for _, p in self.recipe.levels() if p not in self.patterns)
 
   @property
   def remarks(self) -> tuple[str, ...]:
-    """Returns what is unusual about this place, in words; empty where nothing is."""
+    """Returns what is unusual about this site, in words; empty where nothing is."""
     remarks = []
+    # Who means 1:4 may have written 4:1 or 3:4; it is allowed, and said.
     if 2 * self.pattern.n > self.pattern.m:
       remarks.append(f"keeps {self.pattern.n} of {self.pattern.m}")
-    if self.pad:
-      remarks.append(f"axis padded by {self.pad}")
+    if self.groups.pad:
+      remarks.append(f"axis padded by {self.groups.pad}")
     if self.dropped:
       remarks.append(f"levels {', '.join(self.dropped)} do not divide {self.axis_size}: dropped")
     segments = self.recipe.timeline(self.axis_size)
@@ -115,26 +109,21 @@ class Place:
 
     The axis is left out: a layer in a scan and the stacked parameter have different ones.
     """
-    text = f"({self.recipe.spelled}, {self.axis_size!r}, {self.pad!r})"
+    text = f"({self.recipe.spelled}, {self.axis_size!r}, {self.groups.pad!r})"
     return zlib.crc32(text.encode()) >> 1
 
   def effective(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
-    """Returns `Recipe.effective` at this place."""
-    stored = () if mask is None else (mask,)
-    return self.groups.apply(
-      lambda w, *m, axis: self.recipe.effective(w, step, axis, *m), w, *stored
-    )
-
-  def pull_back(
-    self, grad: jax.Array, w: jax.Array, seen: jax.Array, step, mask: jax.Array | None = None
-  ) -> jax.Array:
-    """Returns `Recipe.pull_back` at this place; nothing in it depends on where the groups lie."""
-    return self.recipe.pull_back(grad, w, seen, step, mask)
+    """Returns `Recipe.effective` at this site."""
+    return self._apply(self.recipe.effective, w, step, mask)
 
   def mask(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
-    """Returns `Recipe.mask` at this place."""
-    stored = () if mask is None else (mask,)
-    return self.groups.apply(lambda w, *m, axis: self.recipe.mask(w, step, axis, *m), w, *stored)
+    """Returns `Recipe.mask` at this site."""
+    return self._apply(self.recipe.mask, w, step, mask)
+
+  def _apply(self, function, w, step, mask):
+    arrays = (w,) if mask is None else (w, mask)
+    call = lambda step, w, *m, axis: function(w, step, axis, *m)
+    return self.groups.apply(call, *arrays, scalar=step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +131,12 @@ class Assignment:
   """What rules mean for one parameter tree. `print` it before a run.
 
   Attributes:
-    places: path -> Place, the sparse parameters.
+    places: path -> Site, the sparse parameters.
     skipped: path -> why a rule did not apply ('skip' policy).
     dense: paths that no rule names.
   """
 
-  places: Mapping[str, Place]
+  places: Mapping[str, Site]
   skipped: Mapping[str, str]
   dense: tuple[str, ...]
 
@@ -159,7 +148,7 @@ class Assignment:
     }
     # Like layers are one row. Its groups are those of all of them.
     rows = [
-      (name, *told[:3], told[3] * len(paths), *told[4:]) for name, paths, told in alike(facts)
+      (name, *fact[:3], fact[3] * len(paths), *fact[4:]) for name, paths, fact in alike(facts)
     ]
     lines = table(head, rows)
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
@@ -169,35 +158,34 @@ class Assignment:
 
   @property
   def schedule(self) -> str:
-    """Says when which pattern and D hold: a table for each recipe and length of an axis."""
-    timelines: dict[tuple, list[Place]] = {}
-    for place in self.places.values():
-      key = place.recipe, place.recipe.timeline(place.axis_size)
-      timelines.setdefault(key, []).append(place)
+    """Returns when which pattern and D hold: a table for each recipe and length of an axis."""
+    timelines: dict[tuple, list[str]] = {}
+    for site in self.places.values():
+      key = site.recipe, site.recipe.timeline(site.axis_size)
+      timelines.setdefault(key, []).append(site.key)
     blocks = []
-    for (recipe, segments), of in timelines.items():
-      keys = ", ".join(dict.fromkeys(place.key for place in of))
+    for (recipe, segments), keys in timelines.items():
       rows = [
         (f"{s.start:,} .. {s.stop - 1:,}", s.pattern or "dense", _decay_text(s)) for s in segments
       ]
       lines = table(("sparse steps", "pattern", "D"), rows)
-      head = f"schedule of {keys}: {recipe.name} {recipe.pattern}"
+      head = f"schedule of {', '.join(dict.fromkeys(keys))}: {recipe.name} {recipe.pattern}"
       blocks.append("\n".join([head, *(f"  {line}" for line in lines)]))
     return "\n".join(blocks)
 
   def unfinished(self, step: int) -> str | None:
-    """Returns where a place stands at `step`, in words; None if every schedule is over.
+    """Returns where a schedule stands at `step`, in words; None if every one is over.
 
     >>> rules.assign(params).unfinished(40)  # doctest: +SKIP
     "40, with pattern 1:8 and D = 0.5 at 'ff', where the schedule is over at 60"
     """
-    for place in self.places.values():
-      phases = place.recipe.phases
+    for site in self.places.values():
+      phases = site.recipe.phases
       if phases is not None and step < phases.finetune_start:
-        now = next(s for s in place.recipe.timeline(place.axis_size) if s.start <= step < s.stop)
-        d = float(place.recipe.decay(step))
+        now = next(s for s in site.recipe.timeline(site.axis_size) if s.start <= step < s.stop)
+        d = float(site.recipe.decay(step))
         return (
-          f"{step:,}, with pattern {now.pattern or 'dense'} and D = {d:.3g} at {place.key!r}, "
+          f"{step:,}, with pattern {now.pattern or 'dense'} and D = {d:.3g} at {site.key!r}, "
           f"where the schedule is over at {phases.finetune_start:,}"
         )
     return None
@@ -206,17 +194,3 @@ class Assignment:
 def _decay_text(segment: Segment) -> str:
   a, b = float(segment.decay_start), float(segment.decay_stop)
   return f"{a:.3g}" if a == b else f"{a:.3g} -> {b:.3g}"
-
-
-class Examined(NamedTuple):
-  """What rules mean for one parameter tree, with all mistakes.
-
-  Attributes:
-    assignment: what the rules assign; a parameter with a mistake counts as dense.
-    failed: path -> the error that `Rules.assign` would raise for it.
-    idle: places that match no parameter.
-  """
-
-  assignment: Assignment
-  failed: Mapping[str, ValueError]
-  idle: tuple[str, ...]

@@ -24,9 +24,9 @@ from jax.sharding import NamedSharding
 from nm_sparsity_jax.core.gradients import wider
 from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.training import stored
-from nm_sparsity_jax.training.apply import require_floating
-from nm_sparsity_jax.training.rules import Rules, require
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.apply import check_floating
+from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.training.sites import Site
 
 
 class SparseState(NamedTuple):
@@ -78,57 +78,55 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
   Returns:
     A transformation whose state is a `SparseState`. Its `update` needs the parameters.
   """
-  require(rules, "nms.sparse(tx, rules)")
+  # MultiSteps and masked hand extra arguments on, which not every optimizer takes.
   inner = optax.with_extra_args_support(tx)
 
   def init(params):
     nonlocal rules
-    places = rules.assign(params).places
-    require_floating(places, dict(flatten(params)))
-    # A tracer does not tell how its array is sharded, and a TPU's kernel must know it.
-    shardings = jax.tree.map(_sharding, params)
-    if any(isinstance(s, NamedSharding) for s in jax.tree.leaves(shardings)):
-      rules = rules.with_shardings(shardings)
-    dense = map_with_names(lambda p, w: _master(w) if p in places else optax.MaskedNode(), params)
+    check_whole(params, rules)
+    sites = rules.assign(params).places
+    rules = _with_shardings_of(params, rules)
+    dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)
     with _relaxed():
       inner_state = inner.init(params)
-    _refuse_skips(inner_state)
+    if isinstance(inner_state, optax.MultiStepsState | optax.ApplyIfFiniteState):
+      raise ValueError(
+        f"nms.sparse is wrapped around a {type(inner_state).__name__}, and would count updates "
+        "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
+      )
     masks = stored.init_state(params, rules)
     return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
 
   def update(updates, state, params=None, **extra):
     if params is None:
       raise ValueError("nms.sparse needs the parameters: tx.update(grads, opt_state, params).")
-    places = rules.assign(params).places
+    sites = rules.assign(params).places
     seen, grads = dict(flatten(params)), dict(flatten(updates))
-    if lost := [path for path in places if path not in grads]:
-      raise ValueError(
-        f"there is no gradient for {lost[0]!r}, which a rule makes sparse: take the gradient of "
-        "all sparse parameters, or leave it out of the rules."
-      )
-    step = _checked_step(state, rules, places)
-    dense, masks = _at_start(state, places, seen)
-    pulled = {
-      path: place.pull_back(
-        grads[path], dense[path], seen[path], *stored.current(place, step, masks)
-      )
-      for path, place in places.items()
-    }
-    at_w = map_with_names(lambda p, x: dense[p].astype(x.dtype) if p in places else x, params)
+    step = _checked_step(state, rules, sites)
+    dense, masks = _at_start(state, sites, seen)
+    pulled = {}
+    for path, site in sites.items():
+      at, mask = stored.current(site, step, masks)
+      pulled[path] = site.recipe.pull_back(grads[path], dense[path], seen[path], at, mask)
+    # Weight decay and trust ratios of the wrapped optimizer are those of W, not of W~.
+    at_w = map_with_names(lambda p, x: dense[p].astype(x.dtype) if p in sites else x, params)
     full = map_with_names(lambda p, g: pulled.get(p, g), updates)
     with _relaxed():
       moves, inner_state = inner.update(full, state.inner_state, at_w, **extra)
-    moved = {p: dense[p] + u.astype(dense[p].dtype) for p, u in flatten(moves) if p in places}
+    moved = {p: dense[p] + u.astype(dense[p].dtype) for p, u in flatten(moves) if p in sites}
     count = jnp.where(step < 0, step, step + 1)  # below 0: the rules are others
     if masks:
-      masks = stored.renewed_masks(places, masks, moved, count, grads, dense)
+      # The gradient at W~ without SR-STE's term: snip scores |g * W|.
+      masks = stored.renewed_masks(sites, masks, moved, count, grads, dense)
 
     def change(path, u):
-      if path not in places:
+      if path not in sites:
         return u
-      place = places[path]
-      now = place.effective(moved[path], *stored.current(place, count, masks))
-      return _move(now, seen[path], grads[path])
+      now = sites[path].effective(moved[path], *stored.current(sites[path], count, masks))
+      old = seen[path]
+      move = now - old.astype(now.dtype)
+      # Zeros are exact only where the update is not shorter than the parameter.
+      return move.astype(old.dtype) if grads[path].dtype == old.dtype else move
 
     kept = map_with_names(lambda path, _: moved[path], state.dense)
     new = SparseState(count, state.fingerprint, kept, masks, inner_state)
@@ -172,21 +170,50 @@ def states(opt_state: Any, *kinds: type) -> list[Any]:
   return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]
 
 
+def check_whole(params: Any, rules: Rules) -> None:
+  """Refuses parameters that a wrapper such as `optax.masked` hides from what the rules name."""
+  is_hidden = lambda x: isinstance(x, optax.MaskedNode)
+  for path, leaf in flatten(params, is_hidden):
+    if is_hidden(leaf) and rules.find(path):
+      raise ValueError(
+        f"a rule names {path!r}, but a wrapper such as optax.masked hides it here: put "
+        "the wrapper inside, as in nms.sparse(optax.masked(tx, mask), rules)."
+      )
+
+
 def scalar(count: Any) -> jax.Array:
   """Returns a count as int32, out of the box that `nnx.Optimizer` keeps it in."""
   (found,) = jax.tree.leaves(count)
   return jnp.asarray(found, jnp.int32)
 
 
-def _checked_step(state: SparseState, rules: Rules, places: Mapping[str, Place]) -> jax.Array:
+_NONE = optax.MaskedNode()
+
+
+def _master(path: str, w: jax.Array) -> jax.Array:
+  """Returns a copy, since trainers donate both, in float32 or the longer dtype of the parameter."""
+  check_floating(path, w)
+  return jnp.array(w, wider(w.dtype), copy=True)
+
+
+def _with_shardings_of(params: Any, rules: Rules) -> Rules:
+  # A tracer does not tell how its array is sharded, and a TPU's kernel must know it.
+  known = lambda w: isinstance(w, jax.Array) and not isinstance(w, jax.core.Tracer)
+  shardings = jax.tree.map(lambda w: w.sharding if known(w) else None, params)
+  is_named = any(isinstance(s, NamedSharding) for s in jax.tree.leaves(shardings))
+  return rules.with_shardings(shardings) if is_named else rules
+
+
+def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -> jax.Array:
   """Returns the count of `state`; -1, which makes weights NaN, where other rules made it.
 
   Raises where that is known: while nothing is traced, and where the state is of other kernels.
   """
   same = (state.fingerprint == rules.fingerprint) & (state.count >= 0)
-  stateful = {path for path, place in places.items() if place.recipe.stateful}
+  stateful = {path for path, site in sites.items() if site.recipe.stateful}
   kernels = dict(flatten(state.dense)).keys(), stored.stored_masks(state.masks).keys()
-  others = kernels != (places.keys(), stateful)
+  # Names of kernels are static, so this raises under jit, too.
+  others = kernels != (sites.keys(), stateful)
   if others or (not isinstance(same, jax.core.Tracer) and not bool(same)):
     raise ValueError(
       "the optimizer state was made by nms.sparse with other rules than these: go on with the "
@@ -196,7 +223,7 @@ def _checked_step(state: SparseState, rules: Rules, places: Mapping[str, Place])
 
 
 def _at_start(
-  state: SparseState, places: Mapping[str, Place], params: Mapping[str, Any]
+  state: SparseState, sites: Mapping[str, Site], params: Mapping[str, Any]
 ) -> tuple[dict[str, jax.Array], Any]:
   """Returns W by path, and the stored masks; before the first update they are of the parameters.
 
@@ -207,34 +234,8 @@ def _at_start(
   dense = {path: jnp.where(begins, params[path].astype(w.dtype), w) for path, w in kept.items()}
   if not state.masks:
     return dense, state.masks
-  first = lambda: stored.first_masks(places, dense)
+  first = lambda: stored.first_masks(sites, dense)
   return dense, jax.lax.cond(begins, first, lambda: state.masks)
-
-
-def _move(now: jax.Array, seen: jax.Array, grad: jax.Array) -> jax.Array:
-  """Returns the update of a parameter that is `seen` and becomes `now`, the new W~."""
-  move = now - seen.astype(now.dtype)
-  # Zeros are exact only where the update is not shorter than the parameter.
-  return move.astype(seen.dtype) if grad.dtype == seen.dtype else move
-
-
-def _refuse_skips(inner_state: Any) -> None:
-  """Refuses a wrapped optimizer that skips updates: `nms.sparse` would count them."""
-  if isinstance(inner_state, optax.MultiStepsState | optax.ApplyIfFiniteState):
-    raise ValueError(
-      f"nms.sparse is wrapped around a {type(inner_state).__name__}, and would count updates that "
-      "it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
-    )
-
-
-def _sharding(w: Any) -> Any:
-  known = isinstance(w, jax.Array) and not isinstance(w, jax.core.Tracer)
-  return w.sharding if known else None
-
-
-def _master(w: jax.Array) -> jax.Array:
-  """Returns a copy, since trainers donate both, in float32 or the longer dtype of the parameter."""
-  return jnp.array(w, wider(w.dtype), copy=True)
 
 
 @contextlib.contextmanager

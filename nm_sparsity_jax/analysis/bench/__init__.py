@@ -1,12 +1,12 @@
 """Packed weights against dense ones on this machine: time, bytes, and what is possible at most.
 
-    from nm_sparsity_jax import benches
+    from nm_sparsity_jax import bench
 
-    print(benches.products([(1024, 4096, 1)], "1:8"))       # products alone, random weights
+    print(bench.products([(1024, 4096, 1)], "1:8"))       # products alone, random weights
 
-    found = benches.bench(network, params, rules, batch=1)   # finalized, or packed
+    found = bench.bench(network, params, rules, batch=1)   # finalized, or packed
     found.wholes[0].times, found.wholes[0].bound             # faster; at most
-    benches.write(found, "bench.html")                       # needs jinja2
+    bench.write(found, "bench.html")                       # needs jinja2
 
 What stands where:
 
@@ -14,12 +14,10 @@ What stands where:
     layers      one product: dense, packed
     networks    what a network computes at once: a pass, the inputs of a T5, its next token
     measuring   both of them -> Found
-    results     Found: plain values, tables
-    page        Found -> HTML, by `report`
+    results     Found: plain values, tables, a page
 """
 
 from nm_sparsity_jax.analysis.bench.measuring import bench, products
-from nm_sparsity_jax.analysis.bench.page import write
-from nm_sparsity_jax.analysis.bench.results import Found, Product, Whole
+from nm_sparsity_jax.analysis.bench.results import Found, Product, Whole, write
 
 __all__ = ["Found", "Product", "Whole", "bench", "products", "write"]

@@ -123,32 +123,6 @@ def _timed(
   }
 
 
-def dense_seconds(
-  depth: int, features: int, rows: int, turns: int, beside: int | None = None
-) -> float:
-  """Returns what one dense product takes, the best of `x @ W` and `x @ W.T`.
-
-  Args:
-    depth: the axis that is contracted.
-    features: columns.
-    rows: of x.
-    turns: of each product; the figure is a median.
-    beside: as in `measured`.
-  """
-  plan = _plan(depth, features, rows, beside)
-  rng = np.random.default_rng(0)
-  x = jnp.asarray(rng.standard_normal((rows, depth), np.float32))
-  w = rng.standard_normal((depth, features), np.float32)
-  held = {_DENSE[0]: w, _DENSE[1]: np.ascontiguousarray(w.T)}
-  calls = {
-    name: _call(_PRODUCT[name], x, [one] * plan.copies, features, plan.again)
-    for name, one in held.items()
-  }
-  calls[_NOTHING] = _call(None, x, [w] * plan.copies, features, plan.again)
-  _, found = _timed(calls, turns, plan)
-  return min(statistics.median(times) for times in found.values())
-
-
 def _calls(x: jax.Array, weights: Sequence[NMPacked], way: str, again: int) -> dict[str, Any]:
   """Returns name -> a call that multiplies x by each weight; one that multiplies nothing too."""
   dense = [np.asarray(of_one.unpack(w), np.float32) for w in weights]

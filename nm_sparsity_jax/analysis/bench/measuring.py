@@ -20,7 +20,6 @@ from nm_sparsity_jax.analysis.bench.results import (
   Whole,
   bound,
   bytes_bound,
-  head_bound,
 )
 from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.packed import BACKENDS, NMPacked, cpu
@@ -174,23 +173,12 @@ def _whole(work: networks.Work, ready: dict[str, Any], of: dict[str, Product], t
   read = [p for path, p in of.items() if work.reads(path)]
   shares = [(p.dense, p.packed_bytes / p.dense_bytes) for p in read]
   products_, at_most = bound(spent["dense"], shares)
-  head = _head(work, ready["dense"], turns)
-  int8 = head_bound(spent["dense"], shares, head) if head else 0.0
   memory = {side: networks.memory(programs[work.numbers[-1]]) for side, programs in made.items()}
   return Whole(
     work.name, spent["dense"], spent["packed"], products_, at_most, memory["dense"],
-    memory["packed"], bytes_bound(shares), int8,
+    memory["packed"], bytes_bound(shares),
     timing.quartiles(timing.ratios(dense, packed)),
   )  # fmt: skip
-
-
-def _head(work: networks.Work, dense: Any, turns: int) -> float:
-  """Returns the seconds of the head's dense product; 0 without a head."""
-  w = dict(flatten(dense)).get(work.head)
-  if w is None or w.ndim != 2:
-    return 0.0
-  depth, features = reversed(w.shape) if work.head.endswith("/embedding") else w.shape
-  return layers.dense_seconds(depth, features, work.head_rows, turns, _bytes(dense))
 
 
 def _unknown(wholes: Sequence[Whole]) -> list[str]:

@@ -36,16 +36,12 @@ class Work:
     run: parameters, number -> what is computed; jitted, the number static.
     numbers: those that are timed; the work is the last less the first, for each of them between.
     reads: path of a kernel -> whether it is multiplied.
-    head: path of the table or kernel that makes logits, which no pattern makes sparse; '' without.
-    head_rows: of x that it gets.
   """
 
   name: str
   run: Callable[[Any, int], Any]
   numbers: Sequence[int]
   reads: Callable[[str], bool]
-  head: str = ""
-  head_rows: int = 1
 
   def programs(self, params: Any) -> dict[int, Any]:
     """Returns number -> a compiled program, which takes the parameters.
@@ -104,7 +100,7 @@ def works(network: Any, state: Any, batch: int, inputs: int, tokens: int) -> lis
     x = np.random.default_rng(0).standard_normal((batch, side, side, config.channels), np.float32)
     images = jnp.asarray(x)
     passed = lambda params, _: network.apply({"params": params, **state}, images, train=False)
-    return [Work("a forward pass", passed, (1,), lambda path: True, "head/kernel", batch)]
+    return [Work("a forward pass", passed, (1,), lambda path: True)]
   if isinstance(network, Workload):
     batches = next(iter(network.splits().values()))
     first = {name: jnp.asarray(x) for name, x in next(iter(batches)).items()}
@@ -125,11 +121,9 @@ def _t5(network: Any, batch: int, inputs: int, tokens: int) -> list[Work]:
     made = ["prepared", "decoded"]
     return network.apply({"params": params}, given, 1, mutable=made, method="start")[1]
 
-  tied = network.config.logits_via_embedding
-  head = "token_embedder/embedding" if tied else "decoder/logits_dense/kernel"
   decoded = lambda params, n: decoding.greedy(network, params, given, n, eos_id=_NEVER)[0]
   return [
     # `start` runs the decoder for its shapes alone, and XLA leaves that out.
     Work("the inputs", read, (1,), lambda path: bool(once.fullmatch(path))),
-    Work("a token", decoded, (1, tokens), lambda path: not once.fullmatch(path), head, batch),
+    Work("a token", decoded, (1, tokens), lambda path: not once.fullmatch(path)),
   ]

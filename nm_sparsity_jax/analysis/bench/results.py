@@ -1,12 +1,16 @@
-"""What was found: plain values, and tables of them."""
+"""What was found: plain values, and the tables of them as text and on a page with bars."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.core.text import printable, table
+from nm_sparsity_jax.analysis import page
+from nm_sparsity_jax.analysis.page import Cell, Section, Table
+from nm_sparsity_jax.core.text import format_table, printable
 
 BOUND = (
   "The bound is what packing can give at most: the time if the packed products took their bytes' "
@@ -86,7 +90,6 @@ class Whole:
     products: seconds of the dense products that packing replaces, each measured alone.
     bound: how many times faster it can be at most; see `BOUND`. 0 where it is not known.
     bytes_bound: the same of the packed products alone, by their bytes.
-    int8_head: `bound` where the head had a byte a weight; 0 where there is no head, or no bound.
     dense_memory: bytes of weights and temporaries that the dense program holds at most, as XLA
       says.
     packed_memory: the same of the packed one.
@@ -101,7 +104,6 @@ class Whole:
   dense_memory: int
   packed_memory: int
   bytes_bound: float = 0.0
-  int8_head: float = 0.0
   half: tuple[float, float] = (0.0, 0.0)
 
   @property
@@ -156,42 +158,62 @@ class Found:
     )
 
   def __str__(self) -> str:
-    lines = [self.title, self.how, ""]
-    lines += table(_HEAD, [_row(p) for p in self.products])
-    if self.wholes:
-      lines += ["", *table(_WHOLE, [_whole_row(w) for w in self.wholes]), "", BOUND]
-      lines += [f"All weights: {self.dense_bytes:,} bytes dense, {self.packed_bytes:,} packed."]
-    return "\n".join(map(printable, [*lines, *self.notes, *summary(self)]))
+    texts = lambda cells: [cell.text if isinstance(cell, Cell) else cell for cell in cells]
+    parts = [f"{self.title}\n{self.how}"]
+    parts += [format_table([texts(t.head), *map(texts, t.rows)]) for t in tables(self)]
+    return "\n\n".join([*parts, "\n".join(map(printable, lines(self)))])
 
 
-_HEAD = (
-  "kernels", "count", "shape", "rows", "pattern", "values", "dense, us", "by", "packed, us", "by",
-  "faster", "bytes dense", "packed", "taken",
-)  # fmt: skip
-_WHOLE = (
-  "end to end", "dense, ms", "packed, ms", "faster", "half of the turns", "bound",
-  "memory dense, MB", "packed, MB",
-)  # fmt: skip
+_SIDES = ("dense", "packed")  # their colours are those of the page's first two runs
 
 
-def _row(p: Product) -> tuple[Any, ...]:
-  return (
-    p.name, p.kernels, p.shape, p.rows, p.pattern, p.values, micro(p.dense), p.dense_way,
-    micro(p.packed), p.packed_way, faster(p), f"{p.dense_bytes:,}", f"{p.packed_bytes:,}",
-    taken(p),
-  )  # fmt: skip
+def write(found: Found, path: str | os.PathLike) -> pathlib.Path:
+  """Writes what a bench found as one HTML page, and returns its path.
+
+      write(products([(1024, 4096, 1)], "1:8"), "bench.html")
+
+  Args:
+    found: of `bench` or `products`.
+    path: the file; its folder is made where it is missing.
+
+  Raises:
+    ModuleNotFoundError: jinja2 or matplotlib is not installed.
+  """
+  section = Section("found", "Time and bytes", [found.how, *tables(found), *lines(found)])
+  title = f"Packed against dense: {found.title}"
+  text = page.render(title, _SIDES, [section], made_by=found.machine)
+  return page.write(text, pathlib.Path(path))
 
 
-def _whole_row(w: Whole) -> tuple[Any, ...]:
-  return (
-    w.name, milli(w.dense), milli(w.packed), times(w.times), half(w), at_most(w),
-    mega(w.dense_memory), mega(w.packed_memory),
-  )  # fmt: skip
+def tables(found: Found) -> list[Table]:
+  """Returns the tables; bars of times and bytes begin at 0."""
+  heads = lambda unit: [Cell(f"{side}, {unit}", run=i) for i, side in enumerate(_SIDES)]
+  made = []
+  if found.wholes:
+    head = ["end to end", *heads("ms"), "faster", "half of the turns", "bound", *heads("MB")]
+    rows = [
+      [w.name, *_pair(w.dense, w.packed, milli), times(w.times), half(w), at_most(w),
+       *_pair(w.dense_memory, w.packed_memory, mega)]
+      for w in found.wholes
+    ]  # fmt: skip
+    blank = [""] * 5
+    rows.append(["all weights", *blank, *_pair(found.dense_bytes, found.packed_bytes, mega)])
+    made.append(Table(head, rows))
+  head = ["kernels", "count", "shape", "rows", "pattern", "values", *heads("us"), "by", "faster"]
+  rows = [
+    [p.name, f"{p.kernels}", p.shape, f"{p.rows:,}", p.pattern, p.values,
+     *_pair(p.dense, p.packed, micro), f"{p.dense_way}; {p.packed_way}",
+     SHORT if p.is_short else times(p.times),
+     *_pair(p.dense_bytes, p.packed_bytes, "{:,}".format), "packed" if p.is_taken else "dense"]
+    for p in found.products
+  ]  # fmt: skip
+  made.append(Table([*head, *heads("bytes"), "taken"], rows))
+  return made
 
 
-def taken(product: Product) -> str:
-  """Returns which product `prepare` takes."""
-  return "packed" if product.is_taken else "dense"
+def _pair(dense: float, packed: float, text: Any) -> list[Cell]:
+  top = max(dense, packed) or 1
+  return [Cell(text(x), bar=x / top, run=i) for i, x in enumerate((dense, packed))]
 
 
 def micro(seconds: float) -> str:
@@ -201,12 +223,10 @@ def micro(seconds: float) -> str:
 
 def milli(seconds: float) -> str:
   """Returns milliseconds as text; 0 is what could not be measured."""
-  if not seconds:
-    return SHORT
-  return f"{seconds * 1e3:,.2f}" if seconds >= 1e-4 else f"{seconds * 1e3:.4f}"
+  return f"{seconds * 1e3:,.4g}" if seconds else SHORT
 
 
-def mega(count: int) -> str:
+def mega(count: float) -> str:
   """Returns millions of bytes as text."""
   return f"{count / 1e6:,.1f}"
 
@@ -219,11 +239,6 @@ def times(value: float) -> str:
 def at_most(whole: Whole) -> str:
   """Returns the bound as text."""
   return times(whole.bound) if whole.bound else UNKNOWN
-
-
-def faster(product: Product) -> str:
-  """Returns the ratio of a product as text."""
-  return SHORT if product.is_short else times(product.times)
 
 
 def half(one: Product | Whole) -> str:
@@ -252,9 +267,9 @@ def bytes_bound(products: Iterable[tuple[float, float]]) -> float:
   Args:
     products: as in `bound`.
   """
-  told = list(products)
-  left = sum(seconds * share for seconds, share in told)
-  return sum(seconds for seconds, _ in told) / left if left else 0.0
+  products = list(products)
+  left = sum(seconds * share for seconds, share in products)
+  return sum(seconds for seconds, _ in products) / left if left else 0.0
 
 
 def bound(whole: float, products: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -278,22 +293,6 @@ def bound(whole: float, products: Iterable[tuple[float, float]]) -> tuple[float,
   return spent, (rest + spent) / (rest + left)
 
 
-def head_bound(whole: float, products: Iterable[tuple[float, float]], head: float) -> float:
-  """Returns the bound where the head had a byte a weight; 0 where it is not known.
-
-  >>> head_bound(10.0, [(8.0, 0.25)], 1.0)
-  3.076923076923077
-
-  Args:
-    whole: seconds with dense weights.
-    products: as in `bound`.
-    head: seconds of the head's dense product. It is no more than the products leave of the whole.
-  """
-  told = list(products)
-  spent, without = bound(whole, told)
-  return whole / (whole / without - min(head, whole - spent) * 3 / 4) if without else 0.0
-
-
 def lines(found: Found) -> Iterator[str]:
   """Yields the sentences that stand below the tables."""
   if found.wholes:
@@ -306,13 +305,8 @@ def summary(found: Found) -> Iterator[str]:
   """Yields the three lines at the end: two bounds, and what was reached."""
   if not found.wholes:
     return
-  of = lambda name: ", ".join(
-    f"{w.name} {times(getattr(w, name))}" for w in found.wholes if getattr(w, name)
-  )
+  of = lambda name: ", ".join(f"{w.name} {times(getattr(w, name))}" for w in found.wholes)
   bounds = ", ".join(f"{w.name} {at_most(w)}" for w in found.wholes)
-  yield f"At most by the bytes of the packed products alone: {of('bytes_bound') or '-'}."
-  head = of("int8_head")
-  also = f"; with a head of one byte a weight, which is not built: {head}" if head else ""
-  rest = "all else as it is (head, softmax, norms are dense)"
-  yield f"At most with {rest}: {bounds}{also}."
-  yield f"Reached: {of('times') or '-'}."
+  yield f"At most by the bytes of the packed products alone: {of('bytes_bound')}."
+  yield f"At most with all else as it is (head, softmax, norms are dense): {bounds}."
+  yield f"Reached: {of('times')}."

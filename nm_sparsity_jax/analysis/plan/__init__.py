@@ -1,5 +1,20 @@
 """Says what a run would do, and what stands in its way, before it starts.
 
+    gin files, overrides
+      -> gin_files.Config   errors: files, bindings, macros that are not set or that nothing reads
+      -> build              the run as its program makes it, so that its own checks speak:
+           local runner       Run or Model -> workload, rules, shapes of the parameters
+           T5X                MODEL, Ahead -> network, rules, T5X's whole train state as shapes
+           no run file        NETWORK or WORKLOAD, RULES
+      -> contents           rules.assign -> kernels; recipes -> schedule, lambda, learning rate;
+                            flops -> cost
+      -> checks             what a program refuses between its making and its first step
+      -> restore            keys of a checkpoint, as the program would take them
+      -> chips              --topology: the train step, compiled for TPUs
+      -> plain values       -> render, plot
+
+Each part notes its first error, and the others go on. Nothing of the model's size is allocated.
+
     from nm_sparsity_jax import gin_files, plan
 
     report = plan.plan(
@@ -14,9 +29,9 @@
 A report is plain values, as `nm-sparsity plan --json` prints them.
 """
 
+from nm_sparsity_jax.analysis.plan.build import network_of, shapes
 from nm_sparsity_jax.analysis.plan.drawing import plot
-from nm_sparsity_jax.analysis.plan.model import network_of, shapes
-from nm_sparsity_jax.analysis.plan.report import examine, plan
+from nm_sparsity_jax.analysis.plan.report import plan
 from nm_sparsity_jax.analysis.plan.text import render
 
-__all__ = ["examine", "network_of", "plan", "plot", "render", "shapes"]
+__all__ = ["network_of", "plan", "plot", "render", "shapes"]

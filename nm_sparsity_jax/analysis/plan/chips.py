@@ -11,110 +11,89 @@ It is a compiler's account: it knows bytes, memory and collectives, and no time.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.analysis import compiled, topology
+from nm_sparsity_jax.analysis.plan.build import Built, ahead
 from nm_sparsity_jax.analysis.plan.findings import Findings
-from nm_sparsity_jax.analysis.plan.model import Made, inputs
 from nm_sparsity_jax.recipes import recipe
-from nm_sparsity_jax.trainer.workloads.t5 import tokens
+from nm_sparsity_jax.trainer.workloads.t5 import T5, tokens
 from nm_sparsity_jax.training.rules import Rules
 
 _TOO_LARGE = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
-Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
-def check(found: Findings, made: Made, name: str) -> dict[str, Any] | None:
+def check(found: Findings, built: Built, name: str) -> dict[str, Any] | None:
   """Returns the part `topology`; notes an error where a step does not fit or is not known.
 
   Args:
     found: of the run.
-    made: what its settings make.
+    built: what it is made of.
     name: of the topology, such as 'v5e:4x4'.
   """
-  if not found.trains or made.rules is None or found.config.program is None:
-    found.errors.append(f"--topology {name}: name the files of a training run, with its rules")
-    return None
+  if built.rules is None or found.config.program != "train":
+    raise ValueError(f"--topology {name}: name the files of a training run, with its rules")
   devices = topology.devices(name)
-  lower = _local(found, devices) if found.config.local else _t5x(found, made, devices)
-  dense = _account(lower(Rules({key: recipe("dense") for key in made.rules.places})))
-  sparse = _account(lower(None))
-  part = {"name": name, "chips": len(devices), "dense": dense, "sparse": sparse}
-  for kind, row in (("dense", dense), ("sparse", sparse)):
-    if row["needs"]:
+  lower = _local if found.config.local else _t5x
+  part: dict[str, Any] = {"name": name, "chips": len(devices)}
+  dense = Rules({key: recipe("dense") for key in built.rules.places})
+  for kind, rules in (("dense", dense), ("sparse", None)):
+    part[kind] = account(lower(found, built, devices, rules))
+    if needs := part[kind].get("needs"):
       found.errors.append(
-        f"{name}: the {kind} train step needs {row['needs']} of each chip, which has {row['has']}: "
+        f"{name}: the {kind} train step needs {needs} of each chip, which has {part[kind]['has']}: "
         "take a larger topology, more NUM_PARTITIONS, more microbatches, or remat"
       )
-  if not dense["needs"] and not sparse["needs"]:
-    part["over_dense"] = {key: sparse[key] / dense[key] for key in ("bytes", "flops", "peak")}
+  if not any("needs" in part[kind] for kind in ("dense", "sparse")):
+    ratio = lambda key: part["sparse"][key] / part["dense"][key]
+    part["over_dense"] = {key: ratio(key) for key in ("bytes", "flops", "peak")}
   return part
 
 
-def _account(lowered: Any) -> dict[str, Any]:
+def account(lowered: Any) -> dict[str, Any]:
   """Compiles, and returns what the compiler says; 'needs' and 'has' where it does not fit."""
-  start = time.monotonic()
   try:
     said = compiled.account(lowered.compile())._asdict()
-    said["collectives"] = dict(said["collectives"])
   except jax.errors.JaxRuntimeError as e:
     if (large := _TOO_LARGE.search(str(e))) is None:
       raise
     return {"needs": f"{large[1]}iB", "has": f"{large[2]}iB"}
-  return {**said, "seconds": time.monotonic() - start, "needs": None}
+  return said | {"collectives": dict(said["collectives"])}
 
 
-def _local(found: Findings, devices: Sequence[Any]) -> Callable[[Rules | None], Any]:
-  """Returns rules -> the lowered train step of the local runner; None = the run's own rules."""
+def _local(found: Findings, built: Built, devices: Sequence[Any], rules: Rules | None) -> Any:
+  """Returns the lowered train step of the local runner; None = with the run's own rules."""
   from nm_sparsity_jax.trainer.step import Model
 
-  with mock.patch.object(jax, "local_devices", lambda: devices):
-    run = found.config.argument("run")
-
-  def lower(rules: Rules | None) -> Any:
-    given, parts = run.model, run.model.mesh.shape["model"]
-    model = (
-      given
-      if rules is None
-      else Model(workload=given.workload, rules=rules, num_partitions=parts, devices=devices)
-    )
-    state = model.state_like(run.optimizer)
-    over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_rows)
-    batch = {name: place(x) for name, x in _batch(found, run).items()}
-    step = model.train_step(run.optimizer, jax.random.PRNGKey(0), state, run.microbatches)
-    return step.lower(state, batch)
-
-  return lower
-
-
-def _batch(found: Findings, run: Any) -> Mapping[str, Any]:
-  """Returns a batch of the local runner: of a workload's own the first, of a text task shapes."""
-  if run.source is None:
-    return next(iter(run.batches(0)))
-  return tokens(found.lengths, run.batch_size, run.source.pack)
+  run = built.run
+  model = Model(
+    workload=run.model.workload,
+    rules=run.model.given_rules if rules is None else rules,
+    num_partitions=built.partitions,
+    devices=devices,
+    ema_decay=run.model.ema_decay,
+  )
+  workload = run.model.workload
+  model.check_batch(workload.batch_size, run.microbatches)
+  if isinstance(workload, T5):  # shapes are enough: no task is read
+    is_packed = workload.data is not None and workload.data.pack
+    batch = tokens(found.lengths, workload.batch_size, is_packed)
+  else:
+    batch = next(iter(workload.batches(0, 0)))
+  over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
+  place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_rows)
+  state = model.state_like(run.optimizer)
+  step = model.train_step(run.optimizer, jax.random.PRNGKey(0), state, run.microbatches)
+  return step.lower(state, jax.tree.map(place, dict(batch)))
 
 
-def _t5x(found: Findings, made: Made, devices: Sequence[Any]) -> Callable[[Rules | None], Any]:
-  """Returns rules -> the lowered train step of T5X's trainer; None = the run's own rules."""
-  from nm_sparsity_jax.integrations.t5x.ahead import Ahead
-
-  if found.batch_size is None:
+def _t5x(found: Findings, built: Built, devices: Sequence[Any], rules: Rules | None) -> Any:
+  """Returns the lowered train step of T5X's trainer; None = with the run's own rules."""
+  if found.number("BATCH_SIZE") is None:
     raise ValueError("--topology needs BATCH_SIZE, the examples of a step")
-  dataset = found.argument("train_dataset_cfg")
-  batch = tokens(found.lengths, found.batch_size, bool(getattr(dataset, "pack", False)))
-  if "encoder_input_tokens" not in inputs(made.model.module, found.lengths):
-    batch = {name: x for name, x in batch.items() if name.startswith("decoder")}
-  partitions = found.argument("num_partitions", "PjitPartitioner") or 1
-
-  def lower(rules: Rules | None) -> Any:
-    model = made.model if rules is None else made.model.with_rules(rules)
-    return Ahead(model, devices, batch, partitions, found.microbatches()).train_step()
-
-  return lower
+  model = built.model if rules is None else built.model.with_rules(rules)
+  return ahead(found, model, devices).train_step()

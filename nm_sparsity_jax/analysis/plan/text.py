@@ -2,218 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nm_sparsity_jax.core.text import table
 
+_Line = tuple[str, str]  # what it is about, and the text
 
-def render(report: Mapping[str, Any], everything: bool = False) -> str:
+
+def render(report: Mapping[str, Any]) -> str:
   """Returns a report as text, its errors last, where the eye is.
 
   Args:
     report: what `plan` returns.
-    everything: lists also what is long.
   """
-  parts = []
-  if kernels := report.get("kernels"):
-    parts.append(_render_kernels(kernels, everything))
-  if report.get("schedule"):
-    parts.append(_render_schedule(report["schedule"]))
-  facts = [
-    *_rate_lines(report.get("learning_rate")),
-    *_loss_lines(report.get("loss")),
-    *_cost_lines(report.get("cost")),
-    *_topology_lines(report.get("topology")),
-    *_restore_lines(report.get("restore"), everything),
-    *(("note", note) for note in report["notes"]),
-  ]
-  if facts:
-    parts.append("\n".join(f"{head.ljust(11)} {text}".rstrip() for head, text in facts))
+  blocks = [_kernels(report["kernels"])] if "kernels" in report else []
+  blocks += [_timeline(part) for part in report.get("schedule", ())]
+  facts: list[_Line] = []
+  for name, lines in _FACTS.items():
+    facts += lines(report[name]) if name in report else ()
+  facts += [("note", note) for note in report["notes"]]
+  blocks.append("\n".join(f"{head.ljust(11)} {text}" for head, text in facts))
   for kind in ("warnings", "errors"):
     if found := report[kind]:
       head = f"{len(found)} {kind if len(found) > 1 else kind[:-1]}"
-      parts.append("\n".join([head, *(f"  - {text}" for text in found)]))
+      blocks.append("\n".join([head, *(f"  - {text}" for text in found)]))
   if report["ok"]:
-    parts.append("Nothing stands in the way.")
-  return "\n\n".join(parts)
+    blocks.append("Nothing stands in the way.")
+  return "\n\n".join(filter(None, blocks))
 
 
-def _render_kernels(kernels: Mapping[str, Any], everything: bool) -> str:
-  lines = []
-  sparse = kernels["sparse"]
-  if sparse:
-    by_rule = any(k["rule"] != k["role"] for k in sparse)
-    head = ["sparse kernels", "", "role", "shape", "axis", "pattern", "groups", "recipe"]
-    rows = [
-      [
-        k["path"],
-        f"x{k['count']}",
-        k["role"] or "-",
-        "x".join(map(str, k["shape"])),
-        ",".join(map(str, k["axis"])) if isinstance(k["axis"], list | tuple) else k["axis"],
-        k["pattern"],
-        f"{k['groups']:,}",
-        k["recipe"],
-        *([k["rule"]] if by_rule else []),
-      ]
-      for k in sparse
+def _kernels(kernels: Mapping[str, Any]) -> str:
+  head = "sparse kernels", "", "rule", "shape", "axis", "pattern", "groups", "recipe"
+  join = lambda value, mark: mark.join(map(str, value)) if isinstance(value, list) else value
+  rows = [
+    [
+      k["path"], f"x{k['count']}", k["rule"], join(k["shape"], "x"), join(k["axis"], ","),
+      k["pattern"], f"{k['groups']:,}", k["recipe"],
     ]
-    lines += table([*head, *(["rule"] if by_rule else [])], rows)
-    for k in sparse:
-      lines += [f"  {k['path']}: {remark}" for remark in k["remarks"]]
-  for k in kernels["skipped"]:
-    lines.append(f"skipped  {k['path']}  x{k['count']}: {k['why']}")
-  dense = kernels["dense"]
-  shown = dense if everything else dense[:6]
-  lines += [f"dense    {k['path']}  x{k['count']}" for k in shown]
-  rest = sum(k["count"] for k in dense[len(shown) :])
-  if rest:
-    lines.append(f"dense    and {rest} more kernels (--all)")
-  if kernels["other_dense"]:
-    lines.append(f"dense    {kernels['other_dense']} others: norms, embeddings, position biases")
+    for k in kernels["sparse"]
+  ]  # fmt: skip
+  lines = table(head, rows) if rows else []
+  lines += [f"  {k['path']}: {remark}" for k in kernels["sparse"] for remark in k["remarks"]]
+  lines += [f"skipped  {k['path']}  x{k['count']}: {k['why']}" for k in kernels["skipped"]]
+  lines += [f"dense    {k['path']}  x{k['count']}" for k in kernels["dense"]]
+  lines.append(f"dense    {kernels['other_dense']} others: norms, embeddings, position biases")
   return "\n".join(lines)
 
 
-def _render_schedule(schedule: Sequence[Mapping[str, Any]]) -> str:
-  blocks = []
-  for part in schedule:
-    kept = "; keeps its mask" if part["keeps_mask"] else ""
-    head = f"schedule of {title(part)}, gradient {part['gradient']}{kept}"
-    rows = [
-      (
-        f"{s['start']:,} .. {s['stop'] - 1:,}",
-        f"{s['t5x_start']:,} .. {s['t5x_stop'] - 1:,}",
-        s["phase"],
-        s["pattern"] or "dense",
-        _decay(s),
-      )
-      for s in part["segments"]
-    ]
-    columns = ("sparse steps", "global steps", "phase", "pattern", "D")
-    blocks.append("\n".join([head, *(f"  {line}" for line in table(columns, rows))]))
-  return "\n\n".join(blocks)
+def _timeline(part: Mapping[str, Any]) -> str:
+  rows = [
+    (
+      f"{s['start']:,} .. {s['stop'] - 1:,}",
+      f"{s['t5x_start']:,} .. {s['t5x_stop'] - 1:,}",
+      s["phase"],
+      s["pattern"] or "dense",
+      _arrows((s["decay_start"], s["decay_stop"])),
+    )
+    for s in part["segments"]
+  ]
+  kept = "; keeps its mask" if part["keeps_mask"] else ""
+  lines = table(("sparse steps", "global steps", "phase", "pattern", "D"), rows)
+  head = f"schedule of {title(part)}, gradient {part['gradient']}{kept}"
+  return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
 def title(part: Mapping[str, Any]) -> str:
   """Returns the name of a timeline: its rules, the lengths of their axes, recipe, pattern."""
-  where = ", ".join(part["rules"])
-  if part["axis_sizes"]:
-    where += f", axes of {', '.join(map(str, part['axis_sizes']))}"
-  return f"{where}: {part['recipe']}" + (f" {part['pattern']}" if part["pattern"] else "")
+  sizes = part["axis_sizes"]
+  axes = f", axes of {', '.join(map(str, sizes))}" if sizes else ""
+  return f"{', '.join(part['rules'])}{axes}: {part['recipe']} {part['pattern'] or ''}".rstrip()
 
 
-def _decay(segment: Mapping[str, Any]) -> str:
-  a, b = segment["decay_start"], segment["decay_stop"]
-  return f"{a:.3g}" if a == b else f"{a:.3g} -> {b:.3g}"
+def _arrows(values: Sequence[float]) -> str:
+  """Returns values one after the other; those that stay the same once."""
+  return " -> ".join(text for text, _ in itertools.groupby(f"{value:.3g}" for value in values))
 
 
-def _rate_lines(rate: Mapping[str, Any] | None):
-  if not rate:
-    return
-  texts = [f"{rate[name]:.3g}" for name in ("first", "highest", "last")]
-  middle = f" -> {texts[1]} at sparse step {rate['highest_at']:,}"
-  shown = texts[0] + (middle if texts[1] not in (texts[0], texts[2]) else "")
-  shown += f" -> {texts[2]}" if len(set(texts)) > 1 else " throughout"
-  how = f" ({rate['factors']}" if rate["factors"] else ""
-  how += f", warm-up of {rate['warmup_steps']:,} steps" if rate["warmup_steps"] else ""
-  yield "rate", f"{shown}{how}{')' if how else ''}"
+def _rate(rate: Mapping[str, float]) -> Iterator[_Line]:
+  yield "rate", _arrows([rate["first"], rate["highest"], rate["last"]])
 
 
-def _loss_lines(loss: Mapping[str, Any] | None):
-  if not loss:
-    return
+def _loss(loss: Mapping[str, Any]) -> Iterator[_Line]:
+  over = f" over {loss['mean_over']}" if loss["mean_over"] else ""
   if "factor" in loss:
-    text = f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: T5X's loss is {loss['meaning']}"
-    yield "loss", text
+    scale = f"at most {loss['t5x_over_mean_at_most']:.6g} times its mean{over}"
+    yield "loss", f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: T5X's loss is {scale}"
   for place, lam in loss["lambda"].items():
-    unit = " per target token"
-    if "mean_over" in loss:  # None where the workload could not be made
-      unit = f" over {loss['mean_over']}" if loss["mean_over"] else ""
-    text = f"{lam:g} of the mean loss{unit} ({place})"
-    if place in loss.get("lambda_in_t5x_at_most", ()):
-      scaled = loss["lambda_in_t5x_at_most"][place]
-      text += f"; beside T5X's loss, at most {scaled:.3g}"
-      if loss["factor"] is None or isinstance(loss["factor"], int | float):
-        text += f" (a batch of {loss['target_tokens_at_most']:,} target tokens)"
+    text = f"{lam:g} of the mean loss{over} ({place})"
+    if "factor" in loss:
+      text += f"; in T5X's loss, at most {loss['lambda_in_t5x_at_most'][place]:.3g}"
     yield "lambda", text
 
 
-def _cost_lines(cost: Mapping[str, Any] | None):
-  if not cost:
-    return
-  guess = "" if cost["lengths_known"] else " (TASK_FEATURE_LENGTHS is not set: guessed)"
-  tokens = f"{cost['input_length']} + {cost['target_length']} tokens{guess}"
-  if cost["input_length"] is None:
-    tokens = "one example"
-  once, whole, params = cost["inference"], cost["training"], cost["parameters"]
-  if once:
-    yield "inference", f"{_of(once['sparse'], once['dense'], 'FLOPs')} for {tokens}"
-  if whole and whole["steps"]:
-    run_of = f"{whole['steps']:,} steps of {whole['batch_size']}"
-    run_of += "" if whole["batch_known"] else " (BATCH_SIZE is not set: guessed)"
-    yield "training", f"{_of(whole['sparse'], whole['dense'], 'FLOPs')} for {run_of}"
-  yield (
-    "parameters",
-    f"{_count(params['kept'])} of {_count(params['dense'])} "
-    f"({params['kept'] / params['dense']:.1%}) kept; "
-    f"{_count(params['in_sparse_kernels'])} are in sparse kernels",
-  )
+def _cost(cost: Mapping[str, Any]) -> Iterator[_Line]:
+  lengths, whole, params = cost["lengths"], cost["training"], cost["parameters"]
+  example = f"{lengths['inputs']} + {lengths['targets']} tokens" if lengths else "one example"
+  yield "inference", f"{_flops(cost['inference'])} for {example}"
+  if whole:
+    yield "training", f"{_flops(whole)} for {whole['steps']:,} steps of {whole['batch_size']}"
+  kept = f"{params['kept']:,} of {params['dense']:,} ({params['kept'] / params['dense']:.1%})"
+  yield "parameters", f"{kept} kept; {params['in_sparse_kernels']:,} are in sparse kernels"
 
 
-def _topology_lines(said: Mapping[str, Any] | None):
-  if not said or "over_dense" not in said:
+def _flops(cost: Mapping[str, float]) -> str:
+  share = cost["sparse"] / cost["dense"]
+  return f"{_scaled(cost['sparse'])} of {_scaled(cost['dense'])}FLOPs ({share:.1%})"
+
+
+def _scaled(value: float) -> str:
+  """Returns a number with the prefix of its unit."""
+  power = min(int(math.log10(value)) // 3, 6) if value >= 1 else 0
+  return f"{value / 1000**power:.3g} {' kMGTPE'[power].strip()}"
+
+
+def _topology(part: Mapping[str, Any]) -> Iterator[_Line]:
+  if "over_dense" not in part:
     return
-  over, dense, sparse = said["over_dense"], said["dense"], said["sparse"]
-  unit, name = (2**30, "GiB") if sparse["peak"] >= 2**30 / 10 else (2**20, "MiB")
-  change = lambda key: f"{over[key] - 1:+.1%}".replace("-0.0%", "+0.0%")
-  size = f"{sparse['peak'] / unit:.2f} {name} of each chip, {change('peak')}"
-  yield "topology", f"{said['name']}, {said['chips']} chips, a train step over the dense one:"
-  yield "", f"memory       {size}"
-  yield "", f"bytes moved  {change('bytes')}"
-  kinds = {**dense["collectives"], **sparse["collectives"]}
+  over, dense, sparse = part["over_dense"], part["dense"], part["sparse"]
+  yield "topology", f"{part['name']}, {part['chips']} chips, a train step over the dense one:"
+  yield "", f"memory       {sparse['peak'] / 2**20:,.0f} MiB of each chip, {over['peak'] - 1:+.1%}"
+  yield "", f"bytes moved  {over['bytes'] - 1:+.1%}"
   same = dense["collectives"] == sparse["collectives"]
-  counts = ", ".join(
-    f"{sparse['collectives'].get(k, 0)} {k} (dense {dense['collectives'].get(k, 0)})" for k in kinds
-  )
+  counts = f"{sparse['collectives']} (dense {dense['collectives']})"
   yield "", f"collectives  {'the same' if same else counts}"
   yield "", "a compiler's account: nobody knows the time before it runs"
 
 
-def _of(part: float, whole: float, unit: str) -> str:
-  return f"{_number(part)} of {_number(whole)} {unit}".rstrip() + f" ({part / whole:.1%})"
-
-
-def _number(value: float) -> str:
-  """Returns a number of FLOPs, with the prefixes of units."""
-  return _scaled(value, ("E", "P", "T", "G", "M", "k"))
-
-
-def _count(value: float) -> str:
-  """Returns a number of parameters: thousands, millions, billions."""
-  return _scaled(value, ("E", "P", "T", "B", "M", "k"))
-
-
-def _scaled(value: float, names: Sequence[str]) -> str:
-  for size, name in zip((1e18, 1e15, 1e12, 1e9, 1e6, 1e3), names, strict=True):
-    if value >= size:
-      return f"{value / size:.3g} {name}" if value < 100 * size else f"{value / size:.0f} {name}"
-  return f"{value:.0f}"
-
-
-def _restore_lines(restore: Mapping[str, Any] | None, everything: bool):
-  if not restore:
-    return
-  what = "dense" if restore["sparse_step"] is None else f"sparse step {restore['sparse_step']:,}"
-  step = "unknown step" if restore["step"] is None else f"step {restore['step']:,}"
-  yield "restore", f"{restore['path']} ({restore['format']}, {step}, {what})"
+def _restore(restore: Mapping[str, Any]) -> Iterator[_Line]:
+  sparse = "dense" if restore["sparse_step"] is None else f"sparse step {restore['sparse_step']:,}"
+  yield "restore", f"{restore['path']} ({restore['format']}, step {restore['step']}, {sparse})"
   for name, part in restore["sections"].items():
-    words = []
-    if part["load"]:
-      words.append(f"load {part['load']} as {', '.join(map(str, part['dtypes']))}")
-    words += [f"{kind} {part[kind]}" for kind in ("initialise", "drop") if part[kind]]
-    yield "", f"{name.ljust(12)} {', '.join(words)}"
-  if everything:
-    for kind in ("initialise", "drop"):
-      for path in restore[kind]:
-        yield "", f"  {kind} {path}"
+    words = [f"{kind} {count}" for kind, count in part.items() if count]
+    yield "", f"{name.ljust(18)} {', '.join(words)}"
+
+
+# Part of a report -> its lines, in the order in which they are printed.
+_FACTS = {
+  "learning_rate": _rate, "loss": _loss, "cost": _cost, "topology": _topology, "restore": _restore,
+}  # fmt: skip

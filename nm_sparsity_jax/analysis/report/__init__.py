@@ -5,24 +5,102 @@
     found = report.report(["runs/sr_ste", "runs/stepwise"], checkpoint="last")
     found["scores"]                                   # tables and sentences
     found.charts["train_loss"].lines[0].points        # [(step, loss), ...]
-    report.write(found, "report.html")                # needs jinja2
+    report.write(found, "report.html")                # needs jinja2 and matplotlib
     report.png(found, "charts")                       # needs matplotlib
 
 What stands where:
 
     reading     folders of runs -> Run
-    network     the cost of a run's network (its rules: `runs.rules_of`)
-    sections    Run -> Section, from curves, schedule, scored, cost, settings; made of parts
-    charts      lines of points -> SVG or PNG
-    page        sections -> HTML
+    sections    Run -> Section, with scored, summary and cost
+    charts, page (of `analysis`)   lines of points -> SVG or PNG; sections -> HTML
 """
 
-from nm_sparsity_jax.analysis.report.making import Report, png, report, versions, write
-from nm_sparsity_jax.analysis.report.page import page_of
-from nm_sparsity_jax.analysis.report.parts import Cell, Section, Strip, Table
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+from nm_sparsity_jax.analysis import charts, page
+from nm_sparsity_jax.analysis.charts import Chart
+from nm_sparsity_jax.analysis.page import Part, Section
+from nm_sparsity_jax.analysis.report import reading, sections
 from nm_sparsity_jax.analysis.report.reading import Run
 
-__all__ = [
-    "Cell", "Report", "Run", "Section", "Strip", "Table", "page_of", "png", "report", "versions",
-    "write",
-]  # fmt: skip
+__all__ = ["Report", "Run", "png", "report", "write"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What is shown of some runs.
+
+  Attributes:
+    runs: the runs, in the order of their colours.
+    sections: what is shown, in order.
+  """
+
+  runs: Sequence[Run]
+  sections: Sequence[Section]
+
+  def __getitem__(self, key: str) -> Sequence[Part]:
+    """Returns the parts of one section, such as 'scores'."""
+    return next(s.parts for s in self.sections if s.key == key)
+
+  @property
+  def charts(self) -> dict[str, Chart]:
+    """Returns all charts, by key."""
+    parts = [part for section in self.sections for part in section.parts]
+    return {part.key: part for part in parts if isinstance(part, Chart)}
+
+
+def report(folders: Sequence[str | pathlib.Path], checkpoint: str | int = "best") -> Report:
+  """Reads runs and returns all that the page shows of them.
+
+      found = report.report(["runs/sr_ste", "runs/stepwise"])
+      found.charts["train_loss"].lines[0].points
+      report.write(found, "report.html")
+
+  Args:
+    folders: t5x.train's MODEL_DIR or the local runner's, at most nine.
+    checkpoint: of the scores: 'best', 'last' or a step, as for `nm-sparsity glue score`.
+
+  Raises:
+    ValueError: a folder is no run's, has no metrics, or a file in it is broken.
+  """
+  runs = reading.read(folders)
+  return Report(runs, sections.sections(runs, checkpoint))
+
+
+def write(report: Report, path: str | os.PathLike) -> pathlib.Path:
+  """Writes a report as one HTML page, and returns its path.
+
+  Args:
+    report: what is shown.
+    path: the file; its folder is made where it is missing.
+
+  Raises:
+    ModuleNotFoundError: jinja2 or matplotlib is not installed.
+  """
+  names = [run.name for run in report.runs]
+  title = f"N:M sparsity: {', '.join(names)}"
+  configs = [run.gin for run in report.runs]
+  return page.write(page.render(title, names, report.sections, configs), pathlib.Path(path))
+
+
+def png(report: Report, folder: str | os.PathLike) -> list[pathlib.Path]:
+  """Writes each chart that can be drawn as KEY.png, and returns the paths.
+
+  Args:
+    report: whose charts.
+    folder: it is made where it is missing.
+
+  Raises:
+    ModuleNotFoundError: matplotlib is not installed.
+  """
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  drawn = {folder / f"{c.key}.png": c for c in report.charts.values() if not c.is_empty}
+  for path, chart in drawn.items():
+    charts.png(chart, [run.name for run in report.runs], path)
+  return list(drawn)

@@ -4,7 +4,7 @@
     DIR/training_eval/TASK/events*, metrics.jsonl    the same by task
     DIR/inference_eval/                              seqio's metrics by task
     DIR/evaluations.json                             metrics of tasks that inference_eval/ lacks
-    DIR/config.gin, run.json, checkpoint_N           see `network`, `runs.trained`
+    DIR/config.gin, run.json, checkpoint_N           its rules and its network
         -> [read] -> Run
 
 A step here is the global one, as it was written.
@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.analysis.report import charts, network
+from nm_sparsity_jax.analysis import charts
 from nm_sparsity_jax.runs import events, folders, results, trained
-from nm_sparsity_jax.trainer import directions
+from nm_sparsity_jax.trainer import evaluation
 
 Points = dict[int, float]  # global step -> value
 LOSS = "loss_per_nonpadding_target_token"
@@ -72,7 +73,7 @@ class Run:
     Args:
       metric: its name.
     """
-    return directions.less_is_better(self._directions, metric)
+    return evaluation.less_is_better(self._directions, metric)
 
   @property
   def offset(self) -> int:
@@ -83,8 +84,13 @@ class Run:
   def last_step(self) -> int | None:
     """Returns the last step for which anything was written."""
     series = [*self.train.values(), *(p for tags in self.evals.values() for p in tags.values())]
-    steps = [s for points in (*series, *self.tasks.values()) for s in points]
-    return max(steps, default=None)
+    return max((s for points in (*series, *self.tasks.values()) for s in points), default=None)
+
+  @property
+  def span(self) -> tuple[int, int]:
+    """Returns the global steps that it begins and ends at, once it is done."""
+    steps = self.settings.sparse_steps
+    return self.offset, (self.last_step or 0) if steps is None else self.offset + steps
 
   @property
   def counts_tokens(self) -> bool:
@@ -101,34 +107,41 @@ class Run:
     return self.evals.get(task, {}).get(LOSS if self.counts_tokens else "loss", {})
 
   @functools.cached_property
+  def _rules(self) -> tuple[Any, str]:
+    try:
+      return trained.rules_of(self.path, self.gin), ""
+    except ValueError as e:
+      return None, str(e)
+
+  @property
   def rules(self) -> Any:
-    """Returns the `Rules` that it trains with; see `runs.trained.rules_of`."""
-    return trained.rules_of(self.path, self.gin)
+    """Returns the `Rules` that it trains with, None where nothing tells them."""
+    return self._rules[0]
+
+  @property
+  def no_rules(self) -> str:
+    """Returns why its rules are not known; '' where they are."""
+    return self._rules[1]
 
   @functools.cached_property
-  def sparse(self) -> Mapping[str, Any]:
-    """Returns place -> recipe, of those that do not stay dense."""
+  def sparse(self) -> Mapping[str, Any] | None:
+    """Returns place -> recipe, of those that do not stay dense; None where nothing tells."""
+    if self.rules is None:
+      return None
     places = self.rules.places
     return {at: r for at, r in places.items() if any(s.pattern for s in r.timeline())}
 
   @functools.cached_property
-  def is_dense(self) -> bool:
-    """Returns whether nothing of it is sparse; False too where nothing tells its rules."""
-    try:
-      return not self.sparse
-    except ValueError:
-      return False
-
-  @property
-  def span(self) -> tuple[int, int]:
-    """Returns the global steps that it begins and ends at, once it is done."""
-    steps = self.settings.sparse_steps
-    return self.offset, (self.last_step or 0) if steps is None else self.offset + steps
-
-  @functools.cached_property
   def cost(self) -> Any:
-    """Returns the dense forward `flops.Cost` of its network; see `network.cost_of`."""
-    return network.cost_of(self.path, self.gin)
+    """Returns the dense forward `flops.Cost` of its network, for one example.
+
+    The local runner notes the operations of any network in run.json. Without such a note it is the
+    T5 that config.gin binds.
+    """
+    from nm_sparsity_jax.training import flops
+
+    noted = (trained.started(self.path).get("workload") or {}).get("ops")
+    return _t5_cost(self.gin) if noted is None else flops.Cost(tuple(flops.Op(**o) for o in noted))
 
   def flops(self, until: int) -> tuple[float, float]:
     """Returns FLOPs of the first steps, and what a dense run would have spent on them.
@@ -141,13 +154,14 @@ class Run:
     """
     from nm_sparsity_jax.training import flops
 
-    cost, rules = self.cost, self.rules
+    if self.rules is None:
+      raise ValueError(self.no_rules)
     settings = trained.parse_settings(self.gin)
     batch, steps = settings.get("BATCH_SIZE"), settings.get("SPARSE_STEPS")
     if not isinstance(batch, int) or not isinstance(steps, int):
       raise ValueError("BATCH_SIZE and SPARSE_STEPS are not numbers in config.gin")
-    spent = lambda sparse: flops.training(cost, sparse, batch, steps=steps, until=until).flops
-    return spent(rules), spent({})
+    spent = lambda rules: flops.training(self.cost, rules, batch, steps=steps, until=until).flops
+    return spent(self.rules), spent({})
 
 
 def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:
@@ -164,54 +178,29 @@ def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:
       f"{len(paths)} runs: more than {charts.MAX_RUNS} cannot be told apart by their colours; "
       "make several reports"
     )
-  for path in paths:
-    if not pathlib.Path(path).is_dir():
-      hint = "; copy it from the bucket first" if "://" in str(path) else ""
-      raise ValueError(f"{path}: there is no such folder{hint}")
-  given = [pathlib.Path(path) for path in paths]
-  resolved = [folder.resolve() for folder in given]
-  if twice := [str(f) for f, r in zip(given, resolved, strict=True) if resolved.count(r) > 1]:
-    raise ValueError(f"{' and '.join(twice)} are one folder: name it once")
+  resolved = [pathlib.Path(path).resolve() for path in paths]
+  if len(set(resolved)) < len(resolved):
+    raise ValueError(f"{', '.join(map(str, paths))}: name each folder once")
   short = [folder.name for folder in resolved]
-  names = [n if short.count(n) == 1 else str(f) for n, f in zip(short, given, strict=True)]
-  return [_read(folder, name) for folder, name in zip(given, names, strict=True)]
-
-
-def dense_beside(runs: Sequence[Run], run: Run) -> Run | None:
-  """Returns the dense run that says what a sparse one lost: it began and ends where that one does.
-
-  Args:
-    runs: all runs of a page.
-    run: one of them.
-
-  Returns:
-    The dense run; None where there is none, or the run is dense itself.
-  """
-  return (
-    None if run.is_dense else next((r for r in runs if r.is_dense and r.span == run.span), None)
-  )
+  return [
+    _read(pathlib.Path(path), name if short.count(name) == 1 else str(path))
+    for path, name in zip(paths, short, strict=True)
+  ]
 
 
 def _read(folder: pathlib.Path, name: str) -> Run:
-  rooms = [folder / room for room in ("train", "training_eval", "inference_eval")]
-  if not any(room.is_dir() for room in rooms):
+  if not folder.is_dir():
+    hint = "; copy it from the bucket first" if ":/" in str(folder) else ""
+    raise ValueError(f"{folder}: there is no such folder{hint}")
+  rooms = sorted((folder / "training_eval").glob("*"))
+  evals = {room.name: points for room in rooms if (points := _points(room))}
+  train, tasks = _points(folder / "train"), tasks_of(folder)
+  if not (train or evals or tasks):
     raise ValueError(
-      f"{folder}: is not a run's folder: it holds no train/, training_eval/ or inference_eval/. "
-      "Name the MODEL_DIR of a run."
+      f"{folder}: holds no metrics in train/, training_eval/ or inference_eval/. Name the "
+      "MODEL_DIR of a run."
     )
-  train, training_eval, _ = rooms
-  evals = {room.name: _points(room) for room in sorted(training_eval.glob("*")) if room.is_dir()}
-  run = Run(
-    folder,
-    name,
-    _points(train),
-    {task: points for task, points in evals.items() if points},
-    tasks_of(folder),
-    trained.gin_text(folder),
-  )
-  if run.last_step is None:
-    raise ValueError(f"{folder}: holds no metrics yet: no event file in it has a number")
-  return run
+  return Run(folder, name, train, evals, tasks, trained.gin_text(folder))
 
 
 def tasks_of(folder: pathlib.Path) -> dict[str, results.Series]:
@@ -248,3 +237,40 @@ def _points(folder: pathlib.Path) -> dict[str, Points]:
     for step, tag, value in events.scalars(file):
       found.setdefault(tag, {})[step] = value
   return {tag: dict(sorted(points.items())) for tag, points in found.items()}
+
+
+# --- the network of a T5 --------------------------------------------------------------------------
+
+_BOUND = re.compile(r"^(?:\w+\.)*T5Config\.(?:(preset|wmt)\.)?(\w+) = (.*(?:\n[ \t]+.*)*)", re.M)
+# Of T5X's own class, which has the names of ours: what its parameters and its FLOPs depend on.
+_SIZES = (
+  "vocab_size", "emb_dim", "num_heads", "num_encoder_layers", "num_decoder_layers", "head_dim",
+  "mlp_dim", "mlp_activations", "logits_via_embedding",
+)  # fmt: skip
+
+
+def _t5_cost(gin: str) -> Any:
+  """Returns the cost of the T5 that a config binds, of this package or T5X's own."""
+  from nm_sparsity_jax.models.t5 import T5Config
+
+  settings = trained.parse_settings(gin)
+  bound = _BOUND.findall(gin)
+  lengths = settings.get("TASK_FEATURE_LENGTHS")
+  if not bound or not lengths:
+    raise ValueError("config.gin binds no T5Config, or no TASK_FEATURE_LENGTHS")
+  how = bound[0][0]
+  values = {
+    name: settings.get(text[1:]) if text[0] == "%" else trained.plain(text.replace("\\\n", " "))
+    for _, name, text in bound
+    if how or name in _SIZES
+  }
+  config: Any = (getattr(T5Config, how) if how else T5Config)(**values)
+  return _traced_cost(config, tuple(lengths.items()))
+
+
+@functools.cache  # runs of one page often have one network
+def _traced_cost(config: Any, lengths: tuple[tuple[str, int], ...]) -> Any:
+  from nm_sparsity_jax.models.t5 import Transformer
+  from nm_sparsity_jax.trainer.workloads.t5 import T5
+
+  return T5(Transformer(config), lengths=dict(lengths)).cost()

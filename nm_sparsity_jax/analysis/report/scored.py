@@ -9,12 +9,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from nm_sparsity_jax.analysis import scores
-from nm_sparsity_jax.analysis.report import images, parts
-from nm_sparsity_jax.analysis.report.parts import Cell, Table
-from nm_sparsity_jax.analysis.report.reading import Run, dense_beside
+from nm_sparsity_jax.analysis.page import Cell, Part, Table
+from nm_sparsity_jax.analysis.report.parts import grouped, heads, lacking
+from nm_sparsity_jax.analysis.report.reading import Run
+from nm_sparsity_jax.analysis.scores import published
+from nm_sparsity_jax.core.text import Strong
 from nm_sparsity_jax.runs import glue, results
 
 
@@ -122,36 +123,46 @@ def columns_of(run: Run) -> dict[str, tuple[str, tuple[str, ...]]]:
   }
 
 
-def table(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
+def table(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Part]:
   """Yields the rows of GLUE beside the published ones, and a table of other tasks' metrics.
 
   Args:
     runs: all runs of the page.
     checkpoint: 'best', 'last' or a step.
   """
-  if any(columns_of(run) for run in runs):
-    scored = [run for run in runs if columns_of(run)]
-    report, why = parts.tried(_score_of, scored, checkpoint)
-    yield from _glue_table(runs, scored, report) if report else [f"No table of GLUE: {why}."]
-    yield from parts.lacking(runs, columns_of, "no metrics of GLUE")
+  if in_glue := [run for run in runs if columns_of(run)]:
+    yield from _glue_table(runs, in_glue, checkpoint)
+    yield from lacking(runs, columns_of, "no metrics of GLUE")
   yield from _others(runs, checkpoint)
-  yield from images.table(runs, checkpoint)
+  yield from _images(runs, checkpoint)
   if not any(run.tasks for run in runs):
     yield "No run has metrics of decoded predictions (inference_eval/)."
-  yield from parts.told(
+  dense = {run.span for run in runs if run.sparse == {}}
+  yield from grouped(
     (
       run.name,
-      f"no dense run from step {run.span[0]:,} to {run.span[1]:,} is beside it, so this "
-      "page does not say what sparsity costs",
+      f"no dense run from step {run.span[0]:,} to {run.span[1]:,} is beside it, so this page does "
+      "not say what sparsity costs",
     )
     for run in runs
-    if not run.is_dense
-    and parts.tried(getattr, run, "rules")[0] is not None
-    and dense_beside(runs, run) is None
+    if run.sparse and run.span not in dense
   )
 
 
-def _others(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]:
+def _glue_table(runs: Sequence[Run], in_glue: Sequence[Run], checkpoint: str | int):
+  """Yields the table of `scores.score`, and what a reader must know."""
+  try:
+    report = scores.score([results.read(str(run.path)) for run in in_glue], checkpoint)
+  except ValueError as e:
+    yield f"No table of GLUE: {e}."
+    return
+  numbers = {run.name: i for i, run in enumerate(runs)}
+  head, *rows = scores.table.table_rows(report)
+  yield Table(head, [[Cell(name, run=numbers.get(name)), *cells] for name, *cells in rows])
+  yield from grouped(scores.table.notes(report))
+
+
+def _others(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Part]:
   """Yields a table of the metrics of tasks that are not GLUE's, if there are any."""
   others = sorted({t for run in runs for t in run.tasks if not glue.config_of(t)})
   rows = [
@@ -160,7 +171,7 @@ def _others(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Table | str]
     for metric in sorted({m for r in runs for s in r.tasks.get(task, {}).values() for m in s})
   ]
   if rows:
-    yield Table(["metric", *parts.heads(runs)], rows)
+    yield Table(["metric", *heads(runs)], rows)
     yield f"Behind a value stands its step. Checkpoint: {of_target(checkpoint)}."
     yield from unknown_targets(runs, checkpoint)
 
@@ -169,21 +180,15 @@ def _row(runs: Sequence[Run], task: str, metric: str, checkpoint: str | int) -> 
   """Returns the row of a metric; of several runs the best stands out."""
   less = any(run.less_is_better(metric) for run in runs if task in run.tasks)
   measure = Measure(task, (metric,), less)
-  steps = [measure.step(run, checkpoint) for run in runs]
-  values = [
-    None if step is None else measure.at(run, step) for run, step in zip(runs, steps, strict=True)
-  ]
-  there = [value for value in values if value is not None]
-  best = (min if less else max)(there) if len(set(there)) > 1 else None
+  found = [(step, run) for run in runs for step in [measure.step(run, checkpoint)]]
+  values = [None if step is None else measure.at(run, step) for step, run in found]
+  known = [value for value in values if value is not None]
+  best = (min if less else max)(known) if len(set(known)) > 1 else None
   cells: list[str | Cell] = [f"{task} {metric}{', less is better' if less else ''}"]
-  for step, value in zip(steps, values, strict=True):
+  for (step, _), value in zip(found, values, strict=True):
     text = "–" if value is None else f"{value:.4g} @ {step:,}"
-    cells.append(Cell(text, strong=True) if best is not None and value == best else text)
+    cells.append(Strong(text) if value is not None and value == best else text)
   return cells
-
-
-def _score_of(runs: Sequence[Run], checkpoint: str | int) -> dict[str, Any]:
-  return scores.score([results.read(str(run.path)) for run in runs], checkpoint)
 
 
 def of_target(checkpoint: str | int) -> str:
@@ -194,51 +199,41 @@ def of_target(checkpoint: str | int) -> str:
 def unknown_targets(runs: Sequence[Run], checkpoint: str | int) -> Iterator[str]:
   """Names the runs whose best step may have denser weights than the target pattern."""
   remarks = ((run.name, run.settings.target_remark()) for run in runs if checkpoint == "best")
-  yield from parts.told(
+  yield from grouped(
     (name, f"{remark}, so the best step may be one before it") for name, remark in remarks if remark
   )
 
 
-def _glue_table(
-  runs: Sequence[Run], scored: Sequence[Run], report: Mapping[str, Any]
-) -> Iterator[Table | str]:
-  """Yields the table of a report of `scores.score`, and what a reader must know."""
-  titles = ["overall", *report["columns"]]
-  rows = []
-
-  def cells(source, best=()):
-    means = {t: c["mean"] for t, c in source["columns"].items()} | {"overall": source["overall"]}
-    for title in titles:
-      mean = means.get(title)
-      yield Cell("–" if mean is None else f"{mean:.1f}", strong=title in best)
-
-  for run, row in zip(scored, report["runs"], strict=True):
-    best = [title for title, names in report["best"].items() if row["run"] in names]
-    rows.append([Cell(run.name, run=runs.index(run)), *cells(row, best)])
-    steps = {t: f"{c['step']:,}" for t, c in row["columns"].items()}
-    rows.append(["at step", *(steps.get(t, "") for t in titles)])
-    if published := row["published"]:
-      rows.append([f"published, Table {published['table']}", *cells(published)])
-      delta = {t: f"{round(d, 1) + 0.0:+.1f}" for t, d in row["delta"].items()}
-      rows.append(["delta", *(delta.get(t, "–") for t in titles)])
-  yield Table(["", *titles], rows)
-  meaning = {
-    "best": "the best step of each task, on the set that it is reported on, which is optimistic",
-    "last": "the last one of each task",
-  }
-  yield f"Checkpoint: {meaning.get(report['checkpoint'], report['checkpoint'])}."
-  yield from parts.told(
-    (row["run"], said)
-    for row in report["runs"]
-    for said in (*_missing(row["missing"]), *row["remarks"])
-  )
+# --- images ---------------------------------------------------------------------------------------
 
 
-def _missing(missing: Mapping[str, str]) -> Iterator[str]:
-  """Says why a row has no overall, columns of one reason together."""
-  reasons = [
-    f"{', '.join(title for title, why in missing.items() if why == reason)} ({reason})"
-    for reason in dict.fromkeys(missing.values())
-  ]
-  if reasons:
-    yield f"no overall, missing {'; '.join(reasons)}"
+def _images(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Part]:
+  """Yields top-1 beside the paper's Tables 2, 3 and 6, of runs whose network the paper has."""
+  rows, said = [], []
+  for number, run in enumerate(runs):
+    row, remark = published.match_images(run.settings)
+    at = _top1(run, checkpoint) if row or remark else None
+    if at is None:
+      continue
+    step, top1 = at
+    rows.append([Cell(run.name, run=number), f"{top1:.3f} @ {step:,}"])
+    if row and step < (run.settings.target_from() or 0):
+      row, remark = None, f"no published row: step {step:,} is before the target pattern"
+    if row:
+      rows.append([f"published, Table {row['table']}, {row['row']}", f"{row['top1']:.3f}"])
+      rows.append(["delta", f"{top1 - row['top1'] + 0.0:+.3f}"])
+    said += [(run.name, remark)] if remark else []
+  if rows:
+    yield Table(["", "top-1"], rows)
+    yield from grouped(said)
+
+
+def _top1(run: Run, checkpoint: str | int) -> tuple[int, float] | None:
+  """Returns (step, top-1 in percent) of the step that counts; None where there is none."""
+  judged = [t for t, series in run.tasks.items() if any("accuracy" in s for s in series.values())]
+  preferred = [task for task in ("validation", "test") if task in judged]  # ImageNet's, CIFAR-10's
+  for task in (preferred or judged)[:1]:
+    measure = Measure(task, ("accuracy",))
+    if (step := measure.step(run, checkpoint)) is not None:
+      return step, 100 * measure.at(run, step)
+  return None

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from nm_sparsity_jax.analysis.report import parts, scored
-from nm_sparsity_jax.analysis.report.parts import Cell, Table
+from nm_sparsity_jax.analysis.page import Cell, Part, Table
+from nm_sparsity_jax.analysis.report import scored
 from nm_sparsity_jax.analysis.report.reading import Run
 from nm_sparsity_jax.analysis.report.scored import Measure
 from nm_sparsity_jax.core.text import listed, score_digits
@@ -43,7 +44,7 @@ class Row:
   updates: int
 
 
-def summary(runs: Sequence[Run], checkpoint: str | int, seeds: int = 1) -> Iterator[Table | str]:
+def summary(runs: Sequence[Run], checkpoint: str | int, seeds: int = 1) -> Iterator[Part]:
   """Yields what the sparse runs lost in a sentence, a table with bars, and what to know of them.
 
   Args:
@@ -79,7 +80,7 @@ def _told(name: str, measure: Measure) -> str:
 
 def _row(number: int, run: Run, common: Mapping[str, Measure], checkpoint: str | int) -> Row | None:
   """Returns the row of a run; None where its score or its rules are not known."""
-  sparse, _ = parts.tried(getattr, run, "sparse")
+  sparse = run.sparse
   if sparse is None or any(name not in scored.measures(run) for name in common):
     return None
   score = scored.mean_score(run, common, checkpoint)
@@ -200,7 +201,7 @@ def _share(run: Run, measure: Measure) -> float | None:
   if written[-1].stat().st_size > _MOST_PREDICTIONS:
     return None
   try:
-    lines = map(files.parse_json, files.read_text(written[-1], _MOST_PREDICTIONS).splitlines())
+    lines = map(json.loads, files.read_text(written[-1]).splitlines())
     counts = collections.Counter(str(line["target"]) for line in lines)
   except (ValueError, KeyError, TypeError):  # half written, or of another program
     return None

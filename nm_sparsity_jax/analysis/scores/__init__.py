@@ -1,7 +1,6 @@
 """Scores of GLUE: rows beside the published ones, and the official submission.
 
-    rows        a run's metrics -> its row of the paper's Table 12, beside the published row
-    text        such a report -> text, Markdown, LaTeX, CSV
+    table       a run's metrics -> its row of the paper's Table 12, beside the published row
     published   the rows of the paper, and which of them a run compares with
     submission  predictions -> GLUE's official zip, and the check of one
 
@@ -11,7 +10,7 @@ Score two runs in a notebook:
 
     report = scores.score(["runs/sr_ste", "runs/stepwise"], checkpoint="last")
     report["runs"][0]["columns"]["RTE"]["mean"]
-    print(scores.text.text(report))
+    print(scores.render(report, "markdown"))
 
 Make the zip for gluebenchmark.com:
 
@@ -21,7 +20,7 @@ Make the zip for gluebenchmark.com:
       scores.submission.write("submission.zip", tables)
 """
 
-from nm_sparsity_jax.analysis.scores import published, rows, submission, text
-from nm_sparsity_jax.analysis.scores.rows import choose, score
+from nm_sparsity_jax.analysis.scores import published, submission, table
+from nm_sparsity_jax.analysis.scores.table import choose, render, score
 
-__all__ = ["choose", "published", "rows", "score", "submission", "text"]
+__all__ = ["choose", "published", "render", "score", "submission", "table"]

@@ -4,22 +4,21 @@
     a zip -> [validate] -> what is wrong with it
 
 Nothing is written unless all is right; what may be made up for a task is asked for by `fill`.
+No library knows these files: the formats are those that GLUE's server takes.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import errno
+import json
 import math
 import pathlib
 import re
 import zipfile
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.analysis.scores.predictions import read
-from nm_sparsity_jax.core.errors import SettingError
 from nm_sparsity_jax.runs import files as whole
 from nm_sparsity_jax.runs import glue
 
@@ -27,6 +26,7 @@ TASKS = {name: task for name, task in glue.TASKS.items() if task.file}
 _HEADER = "index\tprediction"
 _MIDDLE = "2.500"  # what fills STS-B
 _NAME = re.compile(r"(.+)-predict(?:_with_aux)?\.jsonl(?:-(\d{5})-of-(\d{5}))?")
+_HIDDEN = ("<unk>", "-1.0")  # the targets of examples without a label
 
 
 Files = dict[str, dict[int, pathlib.Path]]  # config -> shard -> file
@@ -47,11 +47,8 @@ def find(
   """
   files: Files = collections.defaultdict(dict)
   totals: dict[str, int] = {}
-  problems = []
-  told = {pathlib.Path(file).resolve() for _, file in named}
-  given = {pathlib.Path(path) for path in paths}
   for path in _listed(paths):
-    if path.resolve() in told or not (found := _named(path, path in given, mini)):
+    if str(path) in [file for _, file in named] or not (found := _named(path, paths, mini)):
       continue
     config, shard, total = found
     if shard in files[config] or totals.setdefault(config, total) != total:
@@ -62,32 +59,13 @@ def find(
     if config in totals:
       raise ValueError(f"{file} and {files[config][0]} are both predictions of {config}")
     files[config][len(files[config])] = pathlib.Path(file)
-  for config, total in totals.items():
-    for shard in sorted(set(range(total)) - set(files[config])):
-      problems.append(f"{TASKS[config].file}: shard {shard:05} of {total:05} is missing")
+  problems = [
+    f"{TASKS[config].file}: shard {shard:05} of {total:05} is missing"
+    for config, total in totals.items()
+    for shard in range(total)
+    if shard not in files[config]
+  ]
   return files, problems
-
-
-def _named(path: pathlib.Path, given: bool, mini: bool) -> tuple[str, int, int] | None:
-  """Returns (config, shard, number of shards) by the name of a file.
-
-  None for a file that is no submission's; that is an error if it was given by itself.
-  """
-  found = _NAME.fullmatch(path.name)
-  config, is_mini = (found and glue.config_of(found[1])) or ("", False)
-  if not found or config not in TASKS:
-    if given or config == "mnli":  # what a folder holds besides is no concern
-      raise SettingError(
-        "named",
-        "{path}: its name does not say the task. Name it: {named}",
-        path=path,
-        named="named=[(TASK, FILE)]",
-      )
-    return None
-  if is_mini != mini:
-    kind = "mini-GLUE: {mini} makes a zip to try out" if is_mini else "not of mini-GLUE"
-    raise SettingError("mini", f"{{path}}: is {kind}", path=path, mini="mini=True")
-  return config, int(found[2] or 0), int(found[3] or 1)
 
 
 def _listed(paths: Sequence[str]) -> Iterator[pathlib.Path]:
@@ -98,6 +76,58 @@ def _listed(paths: Sequence[str]) -> Iterator[pathlib.Path]:
       yield from sorted(p for p in path.rglob("*-predict*.jsonl*") if p.is_file())
     else:
       yield path
+
+
+def _named(path: pathlib.Path, paths: Sequence[str], mini: bool) -> tuple[str, int, int] | None:
+  """Returns (config, shard, number of shards) by the name of a file.
+
+  None for a file that is no submission's; that is an error if it was given by itself.
+  """
+  found = _NAME.fullmatch(path.name)
+  config, is_mini = (found and glue.config_of(found[1])) or ("", False)
+  if not found or config not in TASKS:
+    if str(path) in paths or config == "mnli":  # what a folder holds besides is no concern
+      raise ValueError(f"{path}: its name does not say the task. Name it: --task TASK=FILE")
+    return None
+  if is_mini != mini:
+    kind = "mini-GLUE: --mini makes a zip to try out" if is_mini else "not of mini-GLUE"
+    raise ValueError(f"{path}: is {kind}")
+  return config, int(found[2] or 0), int(found[3] or 1)
+
+
+def read(files: Mapping[int, pathlib.Path]) -> Iterator[tuple[int, str]]:
+  """Reads files as t5x.infer writes them; yields (idx, prediction) of each line.
+
+  A line is {"inputs": {"idx": 3.0, ...}, "prediction": "entailment"}.
+
+  Args:
+    files: shard -> file.
+  """
+  for _, file in sorted(files.items()):
+    with file.open(encoding="utf-8") as lines, whole.named(file):
+      for number, line in enumerate(lines, 1):
+        yield _prediction(f"{file}, line {number}", line)
+
+
+def _prediction(where: str, line: str) -> tuple[int, str]:
+  try:
+    entry = json.loads(line)
+    index, prediction = entry["inputs"]["idx"], entry["prediction"]
+    target = entry["inputs"].get("targets_pretokenized", _HIDDEN[0])
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise ValueError(
+      f'{where}: no {{"inputs": {{"idx": ...}}, "prediction": ...}} ({e}); '
+      "gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write these"
+    ) from e
+  if target not in _HIDDEN:
+    raise ValueError(
+      f"{where}: has the label {target!r}, so it is not a test set; infer on split 'test' (QNLI's "
+      "validation set is just as long)"
+    )
+  # T5X writes whole numbers as floats.
+  if not isinstance(index, int | float) or index % 1 or not isinstance(prediction, str):
+    raise ValueError(f"{where}: idx is {index!r} and the prediction {prediction!r}")
+  return int(index), prediction
 
 
 def cell(task: glue.Task, prediction: str) -> str | None:
@@ -141,117 +171,70 @@ def make(
     (report, tables): the report holds `files`, name -> counts of rows, and `problems`. Do not write
     the tables while there are problems. Tables are name -> content.
   """
-  rows_report, tables, problems = {}, {}, []
+  rows, tables, problems = {}, {}, []
   for name, task in TASKS.items():
     if mini and name not in files:
       continue
-    made, wrong = table(task, files.get(name, {}), name in fill, mini)
-    rows_report[task.file], text = made
-    if not wrong:
-      tables[task.file] = text.encode()
-      wrong = check(task, tables[task.file], None if mini else task.splits["test"])
+    rows[task.file], table, wrong = _table(task, files.get(name, {}), name in fill, mini)
+    tables[task.file] = table
+    wrong = wrong or check(task, table, None if mini else task.splits["test"])
     problems += [f"{task.file}: {what}" for what in wrong]
-  return {"files": rows_report, "problems": problems}, tables
+  return {"files": rows, "problems": problems}, tables
 
 
-@dataclasses.dataclass
-class _Cells:
-  """The predictions of one task.
-
-  Attributes:
-    by_index: index -> cell; None where the prediction is no answer.
-    invalid: (index, prediction) of those.
-    clamped: how many scores lay outside 0..5.
-    repeated: indices that came more than once.
-  """
-
-  by_index: dict[int, str | None]
-  invalid: list[tuple[int, str]]
-  clamped: int
-  repeated: list[int]
-
-
-def _cells(task: glue.Task, files: Mapping[int, pathlib.Path]) -> _Cells:
-  """Reads all shards of one task."""
-  found = _Cells({}, [], 0, [])
-  times = collections.Counter()
-  for index, prediction in read(files[shard] for shard in sorted(files)):
-    times[index] += 1
-    found.by_index[index] = made = cell(task, prediction)
-    if made is None:
-      found.invalid.append((index, prediction))
-    elif task.regression and not 0 <= float(prediction) <= 5:
-      found.clamped += 1
-  found.repeated = sorted(index for index, n in times.items() if n > 1)
-  return found
-
-
-def table(
+def _table(
   task: glue.Task, files: Mapping[int, pathlib.Path], fill: bool, mini: bool
-) -> tuple[tuple[dict[str, Any], str], list[str]]:
-  """Returns (report on one file of the zip, its text), and what is wrong.
-
-  Args:
-    task: whose file it is.
-    files: shard -> predictions.
-    fill: True if the first class (2.500 for STS-B) may stand in for what is missing or no answer.
-    mini: True if as many rows count as there are.
-  """
-  cells = _cells(task, files)
-  count = _rows_of(cells) if mini else task.splits["test"]
-  filled = len(cells.invalid) if cells.by_index else count
+) -> tuple[dict[str, Any], bytes, list[str]]:
+  """Returns the report on one file of the zip, its content, and what is wrong with it."""
+  predictions = list(read(files))
+  cells = {index: cell(task, prediction) for index, prediction in predictions}
+  invalid = [(index, text) for index, text in predictions if cell(task, text) is None]
+  count = max(cells, default=-1) + 1 if mini else task.splits["test"]
   filler = _MIDDLE if task.regression else cell(task, task.labels[0])
-  lines = (f"{index}\t{cells.by_index.get(index) or filler}\n" for index in range(count))
+  wrong = list(_wrong_rows([index for index, _ in predictions], count))
+  wrong += [] if fill else _unfilled(task, predictions, invalid)
+  filled = (len(invalid) if cells else count) if fill else 0
+  is_beyond = lambda text: task.regression and not 0 <= float(text) <= 5
   report = {
     "rows": count,
-    "invalid": len(cells.invalid),
-    "clamped": cells.clamped,
-    "filled": filled if fill else 0,
-    "filler": filler if fill and filled else None,
+    "invalid": len(invalid),
+    "clamped": sum(cells[i] is not None and is_beyond(text) for i, text in predictions),
+    "filled": filled,
+    "filler": filler if filled else None,
     "from": [str(files[shard]) for shard in sorted(files)],
   }
-  wrong = [*_wrong_rows(cells, count), *([] if fill else _unfilled(task, cells))]
-  return (report, "".join([f"{_HEADER}\n", *lines])), wrong
+  lines = [_HEADER, *(f"{index}\t{cells.get(index) or filler}" for index in range(count)), ""]
+  return report, "\n".join(lines).encode(), wrong
 
 
-def _rows_of(cells: _Cells) -> int:
-  """Returns how many rows predictions of unknown number make: up to the last index.
-
-  An index far beyond the number of predictions is no row; it is left to `_wrong_rows`.
-  """
-  most = 10 * len(cells.by_index) + 1000
-  return max((index for index in cells.by_index if index < most), default=-1) + 1
-
-
-def _wrong_rows(cells: _Cells, count: int) -> Iterator[str]:
-  """Says which indices come twice, lie outside, or are missing."""
-  if cells.repeated:
-    yield f"{_several('index', cells.repeated)} more than once"
-  if beyond := sorted(index for index in cells.by_index if not 0 <= index < count):
-    yield f"{_several('index', beyond)} not in 0..{count - 1}"
-  missing = [index for index in range(count) if index not in cells.by_index]
-  if cells.by_index and missing:
-    yield f"{len(missing)} of {count} rows are missing: {_several('index', missing)}"
-
-
-def _unfilled(task: glue.Task, cells: _Cells) -> Iterator[str]:
+def _unfilled(
+  task: glue.Task, predictions: Sequence[tuple[int, str]], invalid: Sequence[tuple[int, str]]
+) -> Iterator[str]:
   """Says what only `fill` would put right."""
-  if not cells.by_index:
+  if not predictions:
     yield f"no predictions (--fill {task.name} fills it)"
-  if invalid := cells.invalid:
-    shown = ", ".join(f"{prediction!r} at index {index}" for index, prediction in invalid[:3])
-    yield (
-      f"{len(invalid)} {'is no answer' if len(invalid) == 1 else 'are no answers'}: {shown}"
-      f"{', ...' if len(invalid) > 3 else ''} (--fill {task.name} fills)"
-    )
+  if invalid:
+    shown = _several([f"{text!r} at index {index}" for index, text in invalid], 3)
+    yield f"{len(invalid)} no answer: {shown} (--fill {task.name} fills)"
 
 
-def _several(noun: str, numbers: Sequence[int]) -> str:
-  shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-  return f"{noun} {shown}"
+def _wrong_rows(indices: Sequence[int], count: int) -> Iterator[str]:
+  """Says which indices come twice, lie outside, or are missing."""
+  times = collections.Counter(indices)
+  if repeated := sorted(index for index, n in times.items() if n > 1):
+    yield f"index {_several(repeated)} more than once"
+  if beyond := sorted(index for index in times if not 0 <= index < count):
+    yield f"index {_several(beyond)} not in 0..{count - 1}"
+  missing = [index for index in range(count) if index not in times]
+  if indices and missing:
+    yield f"{len(missing)} of {count} rows are missing: index {_several(missing)}"
 
 
-# --- the zip ------------------------------------------------------------------------------------
+def _several(things: Sequence[Any], most: int = 5) -> str:
+  return ", ".join(map(str, things[:most])) + (", ..." if len(things) > most else "")
+
+
+# --- the zip --------------------------------------------------------------------------------------
 
 
 def check(task: glue.Task, data: bytes, count: int | None) -> list[str]:
@@ -263,23 +246,17 @@ def check(task: glue.Task, data: bytes, count: int | None) -> list[str]:
     count: how many rows it must have; None: any number.
   """
   try:
-    text = data.decode()
-  except UnicodeDecodeError as e:
-    return [f"is not UTF-8 ({e.reason} at byte {e.start})"]
-  problems = []
-  if "\r" in text:
-    problems.append("line ends are CRLF, not LF")
-  lines = text.replace("\r\n", "\n").split("\n")
-  if lines[-1]:
-    problems.append("the last line does not end")
-  else:
-    lines.pop()
-  if not lines or lines[0] != _HEADER:
-    head = lines[0] if lines else ""
-    return [*problems, f"the first line is {head!r}, not {_HEADER!r}"]
-  if count is not None and len(lines) - 1 != count:
-    problems.append(f"has {len(lines) - 1} rows, not {count}")
-  wrong = list(_wrong_lines(task, lines[1:]))
+    head, *lines, last = data.decode().split("\n")
+  except ValueError:
+    return ["is not UTF-8 with lines that end"]
+  if "\r" in head:
+    return ["line ends are CRLF, not LF"]
+  problems = ["the last line does not end"] if last else []
+  if head != _HEADER:
+    problems.append(f"the first line is {head!r}, not {_HEADER!r}")
+  if count is not None and len(lines) != count:
+    problems.append(f"has {len(lines)} rows, not {count}")
+  wrong = list(_wrong_lines(task, lines))
   return [*problems, *wrong[:3], *([f"{len(wrong)} such lines"] if len(wrong) > 3 else [])]
 
 
@@ -308,12 +285,16 @@ def validate(path: str, mini: bool = False) -> list[str]:
   Raises:
     ValueError: it is not a zip that can be read.
   """
-  names, data = _unzipped(path)
   by_file = {task.file: task for task in TASKS.values()}
-  problems = [f"{name}: is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
-  problems += [
-    f"{name}: does not belong there" for name in dict.fromkeys(names) if name not in by_file
-  ]
+  try:
+    with zipfile.ZipFile(path) as archive:
+      names = archive.namelist()
+      data = {name: archive.read(name) for name in names if name in by_file}
+  except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error) as e:
+    raise ValueError(f"{path}: no zip that can be read ({e})") from e
+  twice = {name: "is there twice" for name in names if names.count(name) > 1}
+  odd = {name: "does not belong there" for name in names if name not in by_file}
+  problems = [f"{name}: {what}" for name, what in (*twice.items(), *odd.items())]
   if not mini:
     problems += [f"{name}: is missing" for name in by_file if name not in data]
   elif not data:
@@ -323,47 +304,6 @@ def validate(path: str, mini: bool = False) -> list[str]:
       wrong = check(task, data[name], None if mini else task.splits["test"])
       problems += [f"{name}: {what}" for what in wrong]
   return problems
-
-
-_MOST_FILES, _MOST_BYTES = 100, 1 << 26  # of a zip; GLUE's own has 11 files and 20 MB
-
-
-def _unzipped(path: str) -> tuple[list[str], dict[str, bytes]]:
-  """Returns the names of all files in a zip, and the content of those that belong there."""
-  ours = {task.file for task in TASKS.values()}
-  try:
-    with zipfile.ZipFile(path) as archive:
-      entries = archive.infolist()
-      size = sum(entry.file_size for entry in entries)
-      if len(entries) > _MOST_FILES or size > _MOST_BYTES:
-        raise ValueError(
-          f"{path}: {len(entries):,} files of {size:,} bytes, and a submission has at most "
-          f"{_MOST_FILES} of {_MOST_BYTES:,}"
-        )
-      # Read no more than was said: the sizes are the writer's own words.
-      read = lambda entry: archive.open(entry).read(entry.file_size)
-      data = {entry.filename: read(entry) for entry in entries if entry.filename in ours}
-      return [entry.filename for entry in entries], data
-  except ValueError as e:
-    if str(path) in str(e):
-      raise
-    raise ValueError(f"{path}: no zip that can be read ({e})") from e
-  except Exception as e:  # of its many codecs
-    raise ValueError(f"{path}: no zip that can be read ({e})") from e
-
-
-def check_writable(path: str) -> None:
-  """Raises the error that `write` would raise, before minutes of reading."""
-  target = pathlib.Path(path)
-  try:
-    if target.is_dir():
-      raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    whole.probe(target.parent)
-  except OSError as e:
-    why = e.strerror
-    raise SettingError(
-      "out", "{out}{path} cannot be written: {why}", out="", path=path, why=why
-    ) from e
 
 
 def write(path: str, tables: Mapping[str, bytes]) -> None:

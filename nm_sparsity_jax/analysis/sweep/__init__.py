@@ -8,43 +8,16 @@
     print(sweep.text(found))
     sweep.page(grid, checked, found)            # out/report.html
 
-docs/sweep.md describes the file. The names are imported when they are first used.
+docs/sweep.md describes the file.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-_HOME = {
-  "Cell": "grid",
-  "Sweep": "grid",
-  "read": "grid",
-  "Checked": "checks",
-  "check": "checks",
-  "check_tasks": "checks",
-  "Run": "states",
-  "Outcome": "training",
-  "train": "training",
-  "table": "tables",
-  "text": "texts",
-  "page": "pages",
-}
-
-if TYPE_CHECKING:
-  from nm_sparsity_jax.analysis.sweep.checks import Checked, check, check_tasks
-  from nm_sparsity_jax.analysis.sweep.grid import Cell, Sweep, read
-  from nm_sparsity_jax.analysis.sweep.pages import page
-  from nm_sparsity_jax.analysis.sweep.states import Run
-  from nm_sparsity_jax.analysis.sweep.tables import table
-  from nm_sparsity_jax.analysis.sweep.texts import text
-  from nm_sparsity_jax.analysis.sweep.training import Outcome, train
+from nm_sparsity_jax.analysis.sweep.checks import Checked, Run, check, check_tasks
+from nm_sparsity_jax.analysis.sweep.grid import Cell, Sweep, read
+from nm_sparsity_jax.analysis.sweep.pages import page
+from nm_sparsity_jax.analysis.sweep.results import table, text
+from nm_sparsity_jax.analysis.sweep.training import Outcome, train
 
 __all__ = [
     "Cell", "Checked", "Outcome", "Run", "Sweep", "check", "check_tasks", "page", "read", "table",
     "text", "train",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-  if name in _HOME:
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

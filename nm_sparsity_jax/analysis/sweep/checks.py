@@ -1,27 +1,84 @@
-"""What is wrong with a sweep, found before anything starts.
+"""What is wrong with a sweep, found before anything starts; and what is known of each run.
 
     Sweep -> [check] gin files, macros, rules on the network's shapes, settings of what is there
           -> Checked: a Run for each cell, the tasks
           -> [check_tasks] seqio, and the workload's own check
 
-Every mistake is one line that names the file and its key.
+An error names the sweep's file and the first run that has the mistake.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import json
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.analysis import plan
 from nm_sparsity_jax.analysis.sweep.grid import Cell, Sweep
-from nm_sparsity_jax.analysis.sweep.states import Run
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.recipes import Dense
 from nm_sparsity_jax.runs import folders
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.trainer import workloads
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A cell, and what its configuration and its folder say of it.
+
+  Attributes:
+    cell: which one.
+    first: the global step before its first one.
+    steps: how many it has.
+    evaluation: the settings of its evaluations, as text.
+  """
+
+  cell: Cell
+  first: int
+  steps: int
+  evaluation: str
+
+  @property
+  def last(self) -> int:
+    """Returns the global step at which it ends."""
+    return self.first + self.steps
+
+  @property
+  def failure(self) -> pathlib.Path:
+    """Returns the file that says, as JSON, why it failed, until it is tried again."""
+    return self.cell.folder / "failed.json"
+
+  @property
+  def evaluated_with(self) -> pathlib.Path:
+    """Returns the file that says how it is evaluated."""
+    return self.cell.folder / "evaluation.txt"
+
+  @property
+  def log(self) -> pathlib.Path:
+    """Returns the file that gets what it prints."""
+    return self.cell.folder / "log.txt"
+
+  def why_failed(self) -> str:
+    """Returns why it failed; '' if it did not."""
+    return json.loads(self.failure.read_text())["error"] if self.failure.is_file() else ""
+
+  def steps_done(self) -> int:
+    """Returns how many steps it would not do again."""
+    found = folders.steps(self.cell.folder)
+    return found[-1] - self.first if found else 0
+
+  def is_done(self) -> bool:
+    """Returns whether it has its last evaluation and checkpoint."""
+    return folders.is_done(self.cell.folder, self.last)
+
+  def state(self) -> str:
+    """Returns 'done', 'failed', 'begun' or 'open'."""
+    if self.is_done():
+      return "done"
+    return "failed" if self.why_failed() else "begun" if self.steps_done() else "open"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,28 +110,21 @@ def check(sweep: Sweep) -> Checked:
     ValueError: a setting is wrong, or differs from that of a run that is there.
   """
   gin_files.see_modules_here()
-  found = _Findings()
+  network = _Network()
   runs: dict[str, Run] = {}
-  changed: list[str] = []
-  seen: set[tuple[str, str | None, bool]] = set()
+  seen = set()
   for cell in sweep.runs():
     with gin_files.Config([".", gin_files.folder()], sweep.gin_files, cell.bindings) as config:
-      kind = cell.recipe, cell.pattern, sweep.is_start(cell)
-      if kind not in seen:  # seeds change nothing of what is looked at here
-        seen.add(kind)
-        found.look(cell, config, is_start=kind[2])
-        if found.wrong and len(seen) == 1:  # wrong files, which the others have too
-          break
-      if not found.wrong and not found.refused:
-        runs[cell.name] = run = _run(sweep, cell, config, runs)
-        changed += _changed(run, config)
-  wrong = found.wrong + [f"{_of(cells)}: {text}" for text, cells in found.refused.items()]
-  if changed and not wrong:
-    more = f" So were {len(changed) - 1} more runs." if len(changed) > 1 else ""
-    wrong = [f"{changed[0]}.{more} Keep the old settings, or take another `out`."]
-  if wrong:
-    raise ValueError(f"{sweep.file}: " + "; ".join(dict.fromkeys(wrong)))
-  return Checked(runs, frozenset(found.tasks), found.workload)
+      try:
+        kind = cell.recipe, cell.pattern, sweep.is_start(cell)
+        if kind not in seen:  # seeds change nothing of what is looked at here
+          seen.add(kind)
+          network.check(cell, config)
+        runs[cell.name] = _run(cell, config, runs)
+        _check_unchanged(runs[cell.name], config)
+      except Exception as e:  # gin calls the code of users
+        raise ValueError(f"{sweep.file}: {cell.name}: {gin_files.message(e)}") from e
+  return Checked(runs, frozenset(network.tasks), network.workload)
 
 
 def check_tasks(sweep: Sweep, checked: Checked) -> None:
@@ -90,86 +140,69 @@ def check_tasks(sweep: Sweep, checked: Checked) -> None:
     ValueError: a task is not there, the vocabulary is larger than the embedding, or the workload
       refuses its data.
   """
-  if checked.workload is not None:
-    try:
+  try:
+    if checked.workload is not None:
       checked.workload.check()
-    except ValueError as e:
-      raise ValueError(f"{sweep.file}: macros: {e}") from e
-  if not checked.tasks:
-    return
-  from nm_sparsity_jax.trainer import data
+    if not checked.tasks:
+      return
+    from nm_sparsity_jax.trainer import data
 
-  for name, module, rows in sorted(checked.tasks, key=str):
-    try:
+    for name, module, rows in sorted(checked.tasks, key=str):
       data.import_seqio(module)
       data.mixture_or_task(name, module)
       data.check_vocabulary(name, rows)
-    except ImportError as e:
-      raise ValueError(f"{sweep.file}: MIXTURE_OR_TASK_MODULE={module!r}: {e}") from e
-    except ValueError as e:
-      raise ValueError(f"{sweep.file}: macros: {e}") from e
+  except (ValueError, ImportError) as e:
+    raise ValueError(f"{sweep.file}: macros: {e}") from e
 
 
-class _Findings:
-  """What is wrong with the configurations that were looked at.
-
-  Attributes:
-    wrong: mistakes, each with its key.
-    refused: what is said of rules -> of which runs.
-    tasks: name, module, and rows of the embedding.
-    workload: of the first run that has one.
-  """
+class _Network:
+  """The network of all runs, with which each run's rules must agree."""
 
   def __init__(self):
-    self.wrong: list[str] = []
-    self.refused: dict[str, list[Cell]] = {}
     self.tasks: set[tuple[str, str | None, int]] = set()
     self.workload: workloads.Workload | None = None
-    self._described: dict[tuple[str, str], str] = {}  # recipe, text of rules -> the cell
-    self._shapes: Any = None  # of all runs, which have one network
+    self._shapes: Any = None
+    self._patterns: dict[tuple[str, str], str | None] = {}  # recipe, text of rules -> pattern
 
-  def look(self, cell: Cell, config: gin_files.Config, is_start: bool) -> None:
-    """Notes what is wrong with files, macros, rules, and where the rules do not fit the network."""
-    section = "macros or start" if is_start else "macros"
-    wrong = [f"gin_files, {section}: {text}" for text in config.errors]
+  def check(self, cell: Cell, config: gin_files.Config) -> None:
+    """Raises where files, macros or rules are wrong, or do not fit the network."""
+    if config.errors:
+      raise ValueError("; ".join(config.errors))
     if not config.settings("Run"):
-      wrong.append(
-        "gin_files: none is a run file of `nm-sparsity train`: gin_configs/runs/local_train.gin or "
-        "local_finetune.gin"
+      raise ValueError(
+        "gin_files: none is a run file of `nm-sparsity train`: add "
+        "gin_configs/runs/local_train.gin or local_finetune.gin."
       )
-    self.wrong += wrong
-    if wrong:
-      return
-    try:
-      rules = config.value("RULES")
-      network = plan.network_of(config)
-      if not isinstance(network, workloads.Workload):
-        self.tasks |= _tasks(config, network.config.vocab_size)
-      elif self.workload is None:
-        self.workload = network
-      if self._shapes is None:
-        self._shapes = plan.shapes(network, config.get("TASK_FEATURE_LENGTHS"))
-      params, axes = self._shapes
-      (rules.with_logical_axes(axes) if axes else rules).assign(params)
-      if cell.pattern is None:
-        _refuse_sparse(rules)
-    except Exception as e:
-      self.refused.setdefault(gin_files.message(e), []).append(cell)
-      return
-    if cell.pattern is not None:
-      self._tell_apart(cell, rules)
+    rules = config.value("RULES")
+    network = plan.network_of(config)
+    if not isinstance(network, workloads.Workload):
+      self.tasks |= _tasks(config, network.config.vocab_size)
+    elif self.workload is None:
+      self.workload = network
+    if self._shapes is None:
+      self._shapes = plan.shapes(network)
+    params, axes = self._shapes
+    (rules.with_logical_axes(axes) if axes else rules).assign(params)
+    self._check_pattern(cell, rules)
 
-  def _tell_apart(self, cell: Cell, rules: Any) -> None:
-    """Notes a run that has the rules of one with another pattern."""
+  def _check_pattern(self, cell: Cell, rules: Any) -> None:
+    """Raises where SPARSITY_RULES has patterns of its own, which make the sweep's idle."""
     from nm_sparsity_jax.training import rules_text
 
+    if cell.pattern is None:
+      sparse = [p for p, recipe in rules.places.items() if not isinstance(recipe, Dense)]
+      if sparse:
+        raise ValueError(
+          f"SPARSITY_RULES makes {sparse[0]!r} sparse, whatever RECIPE is, so this run would not "
+          "be dense. Give the place a pattern or None."
+        )
+      return
     # A variant may differ from its recipe in what is none of the rules'.
-    key = cell.recipe, rules_text.describe(rules)
-    other = self._described.setdefault(key, cell.name)
-    if other != cell.name:
-      self.wrong.append(
-        f"patterns: {cell.name} has the rules of {other}: SPARSITY_RULES names patterns of its "
-        "own. Give places without one, {'ff': None}, in a gin file"
+    other = self._patterns.setdefault((cell.recipe, rules_text.describe(rules)), cell.pattern)
+    if other != cell.pattern:
+      raise ValueError(
+        f"it has the rules of pattern {other}, since SPARSITY_RULES names patterns of its own. "
+        "Give places without one, {'ff': None}, in a gin file."
       )
 
 
@@ -182,32 +215,10 @@ def _tasks(config: gin_files.Config, rows: int) -> set[tuple[str, str | None, in
   return {(name, module, rows) for name in names}
 
 
-def _of(cells: Sequence[Cell]) -> str:
-  """Returns the key that runs with one mistake have in common, and what they are."""
-  names = [c.name.rpartition("-")[0] for c in cells]
-  if names == ["start"]:
-    return "start"
-  patterns, recipes = {c.pattern for c in cells}, {c.recipe for c in cells}
-  one_pattern = len(patterns) == 1 and None not in patterns
-  key = "patterns" if one_pattern else "recipes" if len(recipes) == 1 else "macros"
-  return f"{key}: {', '.join(names)}"
-
-
-# --- what is known of a run ---------------------------------------------------------------------
-
-
-def _run(sweep: Sweep, cell: Cell, config: gin_files.Config, before: Mapping[str, Run]) -> Run:
-  """Returns what is known of a run: from which step it starts, and how many it has.
-
-  Args:
-    sweep: whose run it is.
-    cell: which one.
-    config: its configuration.
-    before: those before it, its start among them.
-  """
+def _run(cell: Cell, config: gin_files.Config, before: Mapping[str, Run]) -> Run:
   steps = config.get("SPARSE_STEPS")
   if not isinstance(steps, int) or steps < 1:
-    raise ValueError(f"{sweep.file}: SPARSE_STEPS is {steps!r}: give whole steps.")
+    raise ValueError(f"SPARSE_STEPS={steps!r}: give a whole number, 1 or more.")
   evaluation = run_settings.text(config.settings("Run").get("evaluation"))
   if cell.start is not None:
     return Run(cell, before[cell.start.name].steps, steps, evaluation)
@@ -215,42 +226,34 @@ def _run(sweep: Sweep, cell: Cell, config: gin_files.Config, before: Mapping[str
   try:
     return Run(cell, _step_of(initial) if initial else 0, steps, evaluation)
   except (OSError, ValueError) as e:
-    # What is done needs its checkpoint no more: the name says the step.
-    step = folders.named_step(str(initial))
-    known = None if step is None else Run(cell, step, steps, evaluation)
-    if known and known.is_done():
-      return known
+    # A run that is done needs its checkpoint no more: the name says the step.
+    run = Run(cell, folders.named_step(str(initial)) or 0, steps, evaluation)
+    if run.is_done():
+      return run
     raise ValueError(
-      f"{sweep.file}: INITIAL_CHECKPOINT_PATH: {e}. Name one that is there, or use [start]."
+      f"INITIAL_CHECKPOINT_PATH: {e}. Name one that is there, or use [start]."
     ) from e
 
 
 @functools.cache
 def _step_of(path: str) -> int:
-  """Reads the step of a checkpoint; a file of timm's weights has none."""
+  """Returns the step of a checkpoint; a file of timm's weights has none."""
   from nm_sparsity_jax.runs import checkpoint
 
   return checkpoint.read(path).step or 0
 
 
-def _changed(run: Run, config: gin_files.Config) -> list[str]:
-  """Returns how a run differs from what is in its folder, as one sentence or none."""
+def _check_unchanged(run: Run, config: gin_files.Config) -> None:
+  """Raises where a run differs from what is in its folder."""
   from nm_sparsity_jax.trainer import train
 
-  folder, settings = run.cell.folder, train.settings_of(config.settings("Run"))
-  if what := run_settings.changed(folder, settings):
-    return [f"{folder} was started with other settings: {what}"]
+  changed = run_settings.changed(run.cell.folder, train.settings_of(config.settings("Run")))
   # A run may go on with another evaluation. Runs of one table may not differ in it.
-  file, now = run.evaluated_with, run.evaluation
-  before = file.read_text() if file.exists() else now
-  return [f"{folder} was evaluated by {before}, not by {now}"] if before != now else []
-
-
-def _refuse_sparse(rules: Any) -> None:
-  """Raises ValueError where the rules of a dense run make something sparse."""
-  for place, recipe in rules.places.items():
-    if not isinstance(recipe, Dense):
-      raise ValueError(
-        f"SPARSITY_RULES gives {place!r} the recipe {recipe.name}, whatever RECIPE is, so this run "
-        "would not be dense. Give the place a pattern or None."
-      )
+  if not changed and run.evaluated_with.is_file():
+    before = run.evaluated_with.read_text()
+    changed = f"its evaluation was {before}" if before != run.evaluation else ""
+  if changed:
+    raise ValueError(
+      f"{run.cell.folder} was started with other settings: {changed}. Keep the old settings, or "
+      "take another `out`."
+    )

@@ -52,7 +52,8 @@ def mask(
 
 
 def _alike(*arrays: jax.Array) -> list[jax.Array]:
-  """Returns arrays that vary over the same axes of a `shard_map`, as the mask of them does."""
+  # In a `shard_map` a weight may be the same on all devices while n or the parent differ. The
+  # mask then differs too, so all operands must count as varying.
   varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
   over = frozenset().union(*varying)
   lacking = [tuple(sorted(over - axes)) for axes in varying]
@@ -147,7 +148,7 @@ def _lower_on_tpu(ctx, *args, kept, axes):
 
 
 def _is_whole(context) -> bool:
-  """Returns whether XLA will partition nothing: one device, or all axes of the mesh are manual."""
+  # XLA partitions nothing on one device, or where all axes of the mesh are manual.
   manual = getattr(context, "manual_axes", None)
   if manual is not None:
     return set(manual) == set(context.mesh.axis_names)

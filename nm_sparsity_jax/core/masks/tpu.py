@@ -158,7 +158,7 @@ def _kernel(kept: Kept, last: bool, scalars, w, *refs):
 
 
 def _of_block(keys: jax.Array, kept: Kept, last: bool, n, doublings) -> jax.Array:
-  """Returns which keys of a block are kept, int32, 0 or 1."""
+  # int32, 0 or 1: a v4 writes no booleans as bytes.
   n = n if kept.n is None else kept.n
   if not kept.most and kept.m <= _MAX_M_FOR_RANKS and kept.n != 1:
     # The sign of a difference, not a comparison: a v4 cannot write booleans of ranks as bytes.
@@ -170,7 +170,7 @@ def _of_block(keys: jax.Array, kept: Kept, last: bool, n, doublings) -> jax.Arra
 
 
 def _keys(w: jax.Array) -> jax.Array:
-  """Returns |w| as `keys.magnitude_keys` does, in int32."""
+  # The order of `keys.magnitude_keys`, in the 32 bits that a TPU computes in.
   if w.dtype == jnp.bfloat16:
     bits, inf = lax.bitcast_convert_type(w, jnp.int16).astype(jnp.int32) & 0x7FFF, 0x7F80
   else:

@@ -13,7 +13,6 @@ from nm_sparsity_jax.core.packed.array import (
   Sizes,
   check,
   like,
-  lost_signs,
   pack,
   sizes,
   unpack,
@@ -21,6 +20,6 @@ from nm_sparsity_jax.core.packed.array import (
 from nm_sparsity_jax.core.packed.dot import BACKENDS, nm_dot, prepare
 
 __all__ = [
-  "BACKENDS", "MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "nm_dot", "pack",
+  "BACKENDS", "MOST", "NMPacked", "Sizes", "check", "like", "nm_dot", "pack",
   "prepare", "sizes", "unpack",
 ]  # fmt: skip

@@ -8,7 +8,6 @@ Everything here is numpy on bit patterns: no backend can flush a subnormal or me
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,13 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from nm_sparsity_jax.core.dtypes import finite
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.packed import bits as squeezing
 from nm_sparsity_jax.core.packed.bits import MOST
 from nm_sparsity_jax.core.patterns import NM
 
-__all__ = ["MOST", "NMPacked", "Sizes", "check", "like", "lost_signs", "pack", "sizes",
+__all__ = ["MOST", "NMPacked", "Sizes", "check", "like", "pack", "sizes",
            "unpack"]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")  # of values
@@ -163,7 +161,7 @@ def pack(
   """Returns an n:m weight without its zeros, as numpy arrays. Nothing that is not zero is lost.
 
   -0.0 is zero and 1e-40 is not. A group with fewer than n entries that are not zero keeps zeros as
-  well, those of sign minus first; `lost_signs` counts the -0.0 that found no place.
+  well, those of sign minus first. A -0.0 that finds no place becomes +0.0.
 
   >>> packed = pack(np.array([[0, 3], [5, 0]], np.float32), NM(1, 2))
   >>> packed.values.tolist(), packed.indices.tolist()
@@ -193,7 +191,17 @@ def pack(
   values = np.empty((cut.shape[0] * pattern.n, cut.shape[2]), w.dtype)
   places = np.empty(values.shape, np.uint8)
   for first, block in _blocks(cut):
-    at = _kept(block, pattern, groups, first, name)
+    count = _classes(block)[0].sum(1)
+    if (count > pattern.n).any():
+      group, column = np.unravel_index(int(np.argmax(count > pattern.n)), count.shape)
+      numbered = _cut(np.arange(w.size).reshape(w.shape), pattern, groups)
+      start = np.unravel_index(numbered[first + group, 0, column], w.shape)
+      raise ValueError(
+        f"{name!r} is not {pattern} along axis {groups.axis}: {count[group, column]} of the "
+        f"{pattern.m} entries of the group that begins at {tuple(map(int, start))} are not zero. "
+        "Finalize it first (nms.finalize), or take the pattern that it has."
+      )
+    at = _kept(block, pattern)
     rows = slice(first * pattern.n, (first + len(block)) * pattern.n)
     places[rows] = at.reshape(values[rows].shape)
     values[rows] = np.take_along_axis(block, at, axis=1).reshape(values[rows].shape)
@@ -221,21 +229,6 @@ def unpack(packed: NMPacked) -> np.ndarray:
     return w.astype(np.float32) * np.asarray(packed.scale)
 
 
-def lost_signs(w: Any, pattern: NM, groups: Groups | None = None) -> int:
-  """Counts the -0.0 that `pack` turns into +0.0, since their group is full.
-
-  >>> lost_signs(np.array([[-0.0], [3]], np.float32), NM(1, 2))
-  1
-  """
-  w = np.asarray(w)
-  lost = 0
-  for _, block in _blocks(_cut(w, pattern, _groups(w, pattern, groups))):
-    used, minus = _classes(block)
-    free = pattern.n - used.sum(1)
-    lost += int(np.maximum(minus.sum(1) - np.maximum(free, 0), 0).sum())
-  return lost
-
-
 def check(packed: NMPacked, name: str = "the weight") -> None:
   """Refuses a packed weight that `pack` cannot have made.
 
@@ -244,20 +237,25 @@ def check(packed: NMPacked, name: str = "the weight") -> None:
     name: of the parameter, for errors.
 
   Raises:
-    ValueError: a shape, an index, a bit of padding or a scale is wrong.
+    ValueError: a shape, an index, a value of padding or a scale is wrong.
   """
-  if said := wrong(packed):
+  kind = packed.values.dtype.name
+  width = squeezing.width(packed.m)
+  bits = packed.bits if packed.bits in (width, 8) else width
+  form = lambda x: None if x is None else (x.dtype.name, tuple(x.shape))
+  found = packed.bits, form(packed.values), form(packed.indices), form(packed.scale)
+  due = (
+    bits,
+    (kind if kind in DTYPES else "float32", (packed.rows, packed.features)),
+    ("uint8", (squeezing.rows_of(packed.rows, bits), packed.features)),
+    ("float32", (packed.features,)) if kind == "int8" else None,
+  )
+  if found != due:
+    said = f"has bits, values, indices and scale of {found}, not {due}"
+  else:
+    said = _wrong_entries(packed)
+  if said:
     raise ValueError(f"{name!r} is not a packed weight of {packed.pattern}: it {said}.")
-
-
-def wrong(packed: NMPacked) -> str:
-  """Says what a packed weight has that `pack` cannot have made, such as 'has ...'; '' for nothing.
-
-  Args:
-    packed: with arrays, not shapes.
-  """
-  found = itertools.chain((_wrong_shape(packed),), _wrong_entries(packed))
-  return next((said for said in found if said), "")
 
 
 # --- inside ---------------------------------------------------------------------------------------
@@ -277,7 +275,6 @@ def _groups(w: np.ndarray, pattern: NM, groups: Groups | None) -> Groups:
 
 
 def _cut(w: np.ndarray, pattern: NM, groups: Groups) -> np.ndarray:
-  """Returns the weight as (groups of a column, m, columns)."""
   split = groups.split(w, pattern)  # groups come last; their numbers stand where the axis was
   at = groups.order.index(groups.axes[0])
   by_number = np.moveaxis(split, (at, -1), (0, 1))
@@ -285,41 +282,23 @@ def _cut(w: np.ndarray, pattern: NM, groups: Groups) -> np.ndarray:
   return by_number.reshape(*by_number.shape[:2], columns)
 
 
-def _number(groups: Groups, pattern: NM, group: int, column: int) -> int:
-  """Returns the number that `Groups` gives to a group of a column."""
-  at = groups.order.index(groups.axes[0])
-  rest = [groups.shape[a] for a in groups.order if a not in groups.axes]
-  index = list(np.unravel_index(column, rest)) if rest else []
-  index.insert(at, np.intp(group))
-  return int(np.ravel_multi_index(index, [*rest[:at], groups.size // pattern.m, *rest[at:]]))
-
-
-def _blocks(cut: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-  """Yields (number of its first group, block) of groups, few enough to be ranked at once."""
-  step = max(1, _BLOCK // max(cut[:1].size, 1))
-  for first in range(0, len(cut), step):
-    yield first, cut[first : first + step]
+def _blocks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+  # Ranks and float64 copies are made of some rows at a time, so that a large weight stays one copy.
+  step = max(1, _BLOCK // max(x[:1].size, 1))
+  for first in range(0, len(x), step):
+    yield first, x[first : first + step]
 
 
 def _classes(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (not zero, -0.0) of each entry, by its bits."""
+  # (not zero, -0.0) by the bits: a signalling NaN would warn, and a library may flush subnormals.
   raw = block.view(f"u{block.dtype.itemsize}")
   used = (raw << np.asarray(1, raw.dtype)) != 0
   return used, ~used & (raw != 0)
 
 
-def _kept(block: np.ndarray, pattern: NM, groups: Groups, first: int, name: str) -> np.ndarray:
+def _kept(block: np.ndarray, pattern: NM) -> np.ndarray:
   """Returns the ascending places [groups, n, columns] that are kept."""
   used, minus = _classes(block)
-  count = used.sum(1)
-  if (count > pattern.n).any():
-    group, column = np.unravel_index(int(np.argmax(count > pattern.n)), count.shape)
-    number = _number(groups, pattern, first + int(group), int(column))
-    raise ValueError(
-      f"{name!r} is not {pattern} along axis {groups.axis}: {count[group, column]} of the "
-      f"{pattern.m} entries of group {number:,}, which begins at {groups.start(number, pattern)}, "
-      "are not zero. Finalize it first (nms.finalize), or take the pattern that it has."
-    )
   order = np.arange(pattern.m, dtype=np.uint16)[:, None]
   rank = order + pattern.m * (2 - 2 * used.astype(np.uint16) - minus)
   if pattern.n == 1:
@@ -330,74 +309,49 @@ def _kept(block: np.ndarray, pattern: NM, groups: Groups, first: int, name: str)
 
 
 def _cast(values: np.ndarray, kind: np.dtype, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-  """Returns (values of dtype `kind`, their scales)."""
+  if kind == np.int8:
+    return _rounded(values, name)
   if kind == values.dtype:
     return values, None
-  if kind != np.int8:
-    with np.errstate(over="ignore"):
-      cast = values.astype(kind)
-    if (finite(values) & ~finite(cast)).any():
-      raise ValueError(f"{name!r} has values beyond the range of {kind}: keep {values.dtype}.")
-    return cast, None
-  if not all(finite(part).all() for part in _row_blocks(values)):
-    raise ValueError(f"{name!r} has inf or NaN, which int8 cannot hold: keep {values.dtype}.")
+  with np.errstate(over="ignore", invalid="ignore"):
+    cast = values.astype(kind)
+    lost = np.isfinite(values) & ~np.isfinite(cast)
+  if lost.any():
+    raise ValueError(f"{name!r} has values beyond the range of {kind}: keep {values.dtype}.")
+  return cast, None
+
+
+def _rounded(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+  """Returns int8 values, rounded in float64, and the scale of each column."""
   most = np.zeros(values.shape[1], np.float64)
-  for part in _row_blocks(values):
-    np.maximum(most, np.abs(part.astype(np.float64)).max(0, initial=0), out=most)
+  for _, part in _blocks(values):
+    np.maximum(most, np.abs(part.astype(np.float64)).max(0, initial=0), out=most)  # keeps NaN
+  if not np.isfinite(most).all():
+    raise ValueError(f"{name!r} has inf or NaN, which int8 cannot hold: keep {values.dtype}.")
   scale = (most / _LEVELS).astype(np.float32)
   # A backend may flush a subnormal scale to 0, so such a column counts as zeros.
   usable = scale >= np.finfo(np.float32).tiny
   scale = np.where(usable, scale, np.float32(1))
   rounded = np.empty(values.shape, np.int8)
-  for part, made in zip(_row_blocks(values), _row_blocks(rounded), strict=True):
+  for first, part in _blocks(values):
     exact = np.where(usable, part.astype(np.float64), 0) / scale.astype(np.float64)
-    made[...] = np.clip(np.rint(exact), -_LEVELS, _LEVELS)
+    rounded[first : first + len(part)] = np.clip(np.rint(exact), -_LEVELS, _LEVELS)
   return rounded, scale
 
 
-def _row_blocks(x: np.ndarray) -> Iterator[np.ndarray]:
-  """Yields views of some rows each: what is made of one in float64 stays small."""
-  step = max(1, _BLOCK // max(x.shape[1], 1))
-  for first in range(0, len(x), step):
-    yield x[first : first + step]
-
-
-def _wrong_shape(packed: NMPacked) -> str:
-  """Says what is wrong with shapes and dtypes, '' where nothing is."""
-  told = [(x.dtype.name, tuple(x.shape)) for x in (packed.values, packed.indices)]
-  rows = squeezing.rows_of(packed.rows, packed.bits)
-  due = (packed.rows, packed.features), (rows, packed.features)
-  if packed.bits not in (squeezing.width(packed.m), 8):
-    return f"has indices of {packed.bits} bits"
-  if told[0][0] not in DTYPES or told[1][0] != "uint8" or (told[0][1], told[1][1]) != due:
-    return f"has values {told[0]} and indices {told[1]}, not of the shapes {due[0]} and {due[1]}"
-  if (told[0][0] == "int8") != (packed.scale is not None):
-    return "has a scale without int8 values, or int8 values without a scale"
+def _wrong_entries(packed: NMPacked) -> str:
+  """Says what is wrong with entries whose shapes are right; '' for nothing."""
+  values = np.asarray(packed.values).reshape(packed.groups, packed.n, packed.features)
+  places = squeezing.spread(np.asarray(packed.indices), packed.rows, packed.bits)
+  places = places.reshape(values.shape)
+  if (places >= packed.m).any():
+    return f"has an index of {int(places.max())} in a group of {packed.m}"
+  if (places[:, 1:] <= places[:, :-1]).any():
+    return "has a group whose indices do not ascend"
+  in_last = packed.depth - (packed.groups - 1) * packed.m
+  if values[-1:][places[-1:] >= in_last].tobytes().strip(b"\0"):
+    return "has a value other than +0 where the last group is padded"
+  scale = np.ones(1) if packed.scale is None else np.asarray(packed.scale)
+  if not (np.isfinite(scale) & (scale > 0)).all():
+    return "has a scale that is not a positive, finite number"
   return ""
-
-
-def _wrong_entries(packed: NMPacked) -> Iterator[str]:
-  """Yields what is wrong with the entries themselves."""
-  indices, values = np.asarray(packed.indices), np.asarray(packed.values)
-  if not squeezing.unused(indices, packed.rows, packed.bits):
-    yield "has bits that stand for no index, and are not 0"
-  places = squeezing.spread(indices, packed.rows, packed.bits)
-  by_group = places.reshape(packed.groups, packed.n, packed.features)
-  if (by_group >= packed.m).any():
-    yield f"has an index of {int(by_group.max())} in a group of {packed.m}"
-  if (by_group[:, 1:] <= by_group[:, :-1]).any():
-    yield "has a group whose indices do not ascend"
-  over = packed.groups * packed.m - packed.depth
-  beyond = by_group[-1:] >= packed.m - over
-  padding = values[packed.rows - packed.n :].view(f"u{values.dtype.itemsize}")
-  if packed.groups and (padding[beyond.reshape(padding.shape)] != 0).any():
-    yield "has a value other than +0 where the last group is padded"
-  if packed.scale is None:
-    return
-  scale = np.asarray(packed.scale)
-  if scale.shape != (packed.features,) or scale.dtype != np.float32:
-    yield f"has a scale that is {scale.dtype} {scale.shape}"
-  elif not (np.isfinite(scale) & (scale > 0)).all():
-    yield "has a scale that is not a positive, finite number"
-  if (values == -128).any():
-    yield "has a value of -128, which is not used"

@@ -70,9 +70,3 @@ def spread(squeezed: Any, rows: int, bits: int, xp: Any = np) -> Any:
   found = (squeezed[:, None, :] >> xp.asarray(shifts)) & xp.uint8((1 << bits) - 1)
   whole, columns = squeezed.shape
   return found.reshape(whole * (8 // bits), columns)[:rows]
-
-
-def unused(squeezed: np.ndarray, rows: int, bits: int) -> bool:
-  """Returns whether bits that no row uses are all 0."""
-  over = rows * bits % 8
-  return not over or not np.any(squeezed[-1] >> np.uint8(over))

@@ -25,12 +25,11 @@ import jax
 
 from nm_sparsity_jax.core.packed import cpu
 from nm_sparsity_jax.core.packed.array import NMPacked
-from nm_sparsity_jax.core.patterns import NM
 
 _TABLE = pathlib.Path(__file__).with_name("table.json")
 _FAIR = 1.0  # a ratio from which on a backend is taken
-SIZES = (("", 1 << 21), ("medium", 1 << 17), ("small", 1 << 14), ("tiny", 0))  # from so many on
-WIDE = "wide groups"
+# Ends of names in the table, and from how many weights on they hold.
+_SIZES = (("", 1 << 21), (", medium", 1 << 17), (", small", 1 << 14), (", tiny", 0))
 
 
 @functools.cache
@@ -45,55 +44,40 @@ def cores() -> int:
   return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
-def row(backend: str, measured: bool = True) -> str:
-  """Returns the table's name of a backend of a CPU, for the cores of this process.
-
-  Args:
-    backend: 'cpu_ffi' or 'xla_scan'.
-    measured: that of one core where nothing was measured on several.
-  """
-  one = f"cpu_ffi {cpu.isa()}" if backend == "cpu_ffi" else backend
-  several = f"{one}, several cores"
-  return several if cores() > 1 and not (measured and several not in table()["backends"]) else one
-
-
 def speed(backend: str, packed: NMPacked, batch: int) -> float:
   """Returns how many times faster than a dense product a backend is; 0 where nothing is known.
 
   >>> from nm_sparsity_jax.core.packed import pack
   >>> w = pack(np.zeros((8, 4), np.float32), NM(2, 4))
-  >>> speed("xla_scan", w, batch=1) < speed("xla_scan", w, batch=128)
+  >>> speed("xla_scan", w, batch=1) < 1  # so small a weight is better multiplied as it is
   True
-  """
-  known = table()["backends"]
-  names = [f"{backend}{kind}" for kind in kinds(packed.shape, packed.pattern)]
-  there = [known[name] for name in names if name in known] or [known.get(backend)]
-  return min(_speed(row, packed.m / packed.n, batch) for row in there)
-
-
-def kinds(shape: tuple[int, ...], pattern: NM) -> list[str]:
-  """Returns which rows of a backend are of such a weight, as ends of their names.
-
-  >>> kinds((128, 512), NM(1, 8)), kinds((1024, 4096), NM(8, 32))
-  ([', small'], ['', ', wide groups'])
 
   Args:
-    shape: of the weight with its zeros.
-    pattern: n:m.
+    backend: 'cpu_ffi' or 'xla_scan'.
+    packed: the weight; its leaves may be shapes.
+    batch: rows of x in one call.
   """
-  size = next(name for name, least in SIZES if math.prod(shape) >= least)
-  found = [size, *([WIDE] if pattern.n > 1 and pattern.m > 16 else [])]
-  return [f", {name}" if name else "" for name in found]
+  known = table()["backends"]
+  name = f"cpu_ffi {cpu.isa()}" if backend == "cpu_ffi" else backend
+  if cores() > 1 and f"{name}, several cores" in known:
+    name += ", several cores"
+  kinds = [next(size for size, least in _SIZES if math.prod(packed.shape) >= least)]
+  if packed.n > 1 and packed.m > 16:
+    kinds.append(", wide groups")
+  rows = [known[name + kind] for kind in kinds if name + kind in known]
+  if not rows and name in known:
+    rows = [known[name]]
+  return min((_ratio(row, packed.m / packed.n, batch) for row in rows), default=0.0)
 
 
-def _speed(known: Mapping[str, Any] | None, sparsity: float, batch: int) -> float:
-  """Returns the ratio that a row of the table has; 0 where it has none."""
-  fitting = [key for key in known["speed"] if float(key) <= sparsity] if known else []
-  if not known or not fitting:
+def _ratio(row: Mapping[str, Any], sparsity: float, batch: int) -> float:
+  """Returns the ratio that a row of the table has; 0 for groups denser than the measured ones."""
+  fitting = [key for key in row["speed"] if float(key) <= sparsity]
+  if not fitting:
     return 0.0
-  ratios, rows = known["speed"][max(fitting, key=float)], known["rows"]
-  above = min(bisect.bisect_left(rows, batch), len(rows) - 1)
-  below = above if rows[above] <= batch else max(above - 1, 0)
+  ratios, batches = row["speed"][max(fitting, key=float)], row["rows"]
+  above = min(bisect.bisect_left(batches, batch), len(batches) - 1)
+  below = above if batches[above] <= batch else max(above - 1, 0)
   return min(ratios[below], ratios[above])
 
 
@@ -107,11 +91,10 @@ def best(packed: NMPacked, batch: int, dense: bool, platform: str | None = None)
     platform: None for that of jax's default device.
   """
   platform = jax.default_backend() if platform is None else platform
-  found: dict[str, float] = {}
+  backends = []
   if platform == "cpu":
-    found["xla_scan"] = speed(row("xla_scan"), packed, batch)
-    if not cpu.missing(packed):
-      found["cpu_ffi"] = speed(row("cpu_ffi"), packed, batch)
+    backends = ["xla_scan"] if cpu.missing(packed) else ["xla_scan", "cpu_ffi"]
+  found = {backend: speed(backend, packed, batch) for backend in backends}
   fastest = max(found, key=lambda name: found[name], default="unpack")
   if not found.get(fastest):  # nothing is known: to make the weight first is a tenth as fast
     fastest = "unpack"

@@ -27,7 +27,7 @@ _TARGET = "nm_sparsity_dot"
 
 @functools.cache
 def _registered() -> tuple[ctypes.CDLL | None, str]:
-  """Tells jax of the library; returns it, or (None, why it cannot be used)."""
+  # Once a process: jax keeps the handler, and a second one of the same name is an error.
   library, why = installed.kernels()
   if library is None:
     return None, why

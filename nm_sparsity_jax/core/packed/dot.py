@@ -95,7 +95,6 @@ def prepare(
 
 
 def _chosen(packed: NMPacked, batch: int, backend: str) -> str:
-  """Returns the backend that is meant, or says why it cannot be."""
   if backend == "auto":
     return choice.best(packed, batch, dense=False)
   if backend not in BACKENDS:

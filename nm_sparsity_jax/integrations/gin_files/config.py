@@ -1,4 +1,4 @@
-"""One configuration: gin files and overrides, read as t5x.train reads them.
+"""One configuration: gin files and overrides, read as T5X's programs read them.
 
     files, bindings -> Config: values, errors, warnings
 
@@ -9,44 +9,41 @@ gin stops at its first error. `Config` notes a file or binding that fails, and r
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import difflib
 import importlib
 import importlib.util  # gin uses it and forgets to import it
-import inspect
 import logging
 import os
 import re
 import sys
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from nm_sparsity_jax.integrations.gin_files.bound import PROGRAMS, Bound
-from nm_sparsity_jax.integrations.gin_files.folders import macros_of_files, not_found
+from nm_sparsity_jax.integrations.gin_files.folders import not_found
 
-# The run files of its programs, as an error names them.
-_RUNS = {
-  "train": "local_train.gin, local_finetune.gin or local_workload.gin",
-  "evaluate": "local_eval.gin or local_workload_eval.gin",
-  "infer": "local_infer.gin or local_workload_infer.gin",
-}
+try:
+  from gin import config as gin
+except ImportError:  # what else is here does without
+  gin: Any = None
 
-
-class _Main(types.ModuleType):
-  """Stands for the program that run files import as `__main__`; imports T5X on demand."""
-
-  def __getattr__(self, name: str):
-    if name in PROGRAMS:
-      return getattr(importlib.import_module(PROGRAMS[name]), name)
-    if not name.startswith("_"):
-      for program in map(importlib.import_module, PROGRAMS.values()):
-        if hasattr(program, name):  # such as infer's write_inferences_to_file
-          return getattr(program, name)
-    raise AttributeError(f"no T5X program has {name!r}; there are {', '.join(PROGRAMS)}")
+# What t5x's programs call the function that a run file configures.
+PROGRAMS = {"train": "t5x.train", "evaluate": "t5x.eval", "infer": "t5x.infer"}
+# The package of those of the local runner: train, evaluate, infer.
+LOCAL = "nm_sparsity_jax.trainer"
+# Macros that `plan` makes, and others that it reads, whether a function does or not.
+MADE = ("RULES", "NETWORK", "MODEL", "WORKLOAD")
+READ = ("PRETRAINED_STEPS", "BATCH_SIZE", "TASK_FEATURE_LENGTHS")
 
 
-class Config(Bound):
-  """Holds one gin configuration and all mistakes in it.
+class Unset(ValueError):
+  """A value needs macros that are not set; `Config.errors` asks for them."""
+
+
+class Config:
+  """Holds one gin configuration and the mistakes in it.
 
   A gin file is a program: what it imports runs, and making a value calls what it names.
 
@@ -57,13 +54,13 @@ class Config(Bound):
     search_paths: folders to look for gin files in, first one first.
     files: gin files, in order.
     bindings: overrides such as "PATTERN = '1:8'", read after the files.
-    allow_unknown: an override that nothing reads is a warning; the local runner refuses it anyway.
+    allow_unknown: an override that nothing reads is a warning.
 
-  Attributes (beside those of `Bound`):
+  Attributes:
     errors: what is wrong with files and bindings.
-    warnings: what you probably do not mean.
-    complete: True if every file could be read.
-    lost: macros whose bindings could not be read.
+    warnings: overrides that nothing reads.
+    program: 'train', 'evaluate' or 'infer'; None without a run file.
+    local: True for a program of the local runner, False for one of T5X.
   """
 
   def __init__(
@@ -73,106 +70,209 @@ class Config(Bound):
     bindings: Sequence[str],
     allow_unknown: bool = False,
   ):
-    try:
-      from gin import config as gin
-    except ImportError as e:
-      raise ModuleNotFoundError("plan reads gin files: pip install gin-config") from e
+    if gin is None:
+      raise ModuleNotFoundError("gin files need gin: pip install gin-config")
+    self._outer = [table.copy() for table in self._tables()], gin.config_is_locked()
     self.errors: list[str] = []
     self.warnings: list[str] = []
-    self.lost: set[str] = set()
-    self._outer = [table.copy() for table in _tables(gin)], gin.config_is_locked()
-    self._allow_unknown = allow_unknown
     gin.clear_config()
-    super().__init__(gin, gin._CONFIG)  # as it grows
-    before = list(gin._LOCATION_PREFIXES)
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = _Main("__main__")
-    logging.getLogger().addFilter(not_found)
-    try:
-      for path in search_paths:
-        gin.add_config_file_search_path(os.fspath(path))
+    with _reading(search_paths):
       for file in files:
         self._read(file, gin.parse_config_file)
-      self.complete = not self.errors
-      for binding in bindings:
-        self._read(binding, self._parse)
-    finally:
-      logging.getLogger().removeFilter(not_found)
-      sys.modules["__main__"] = main
-      gin._LOCATION_PREFIXES[:] = before
-    self._table = dict(gin._CONFIG)
+      # Else what is unset may have been set in what could not be read.
+      complete = not self.errors
+      lost = {_name(b) for b in bindings if not self._read(b, self._parse)}
+    self._table = gin._CONFIG
     self._find_program()
-    if self.complete:  # else what is unset may have been set in what could not be read
-      self.errors += [ask_for(name) for name in sorted(self.unset() - self.lost)]
-      self._unread(bindings)
+    if complete:
+      # A macro whose binding failed is named already.
+      self.errors += [ask_for(name) for name in sorted(self.unset() - lost)]
+      self._note_unread(bindings, allow_unknown)
 
-  def _read(self, what: str, parse) -> None:
-    """Reads a file or a binding; notes an error and goes on where that fails."""
+  def _read(self, what: str, parse: Callable[[str], Any]) -> bool:
+    """Reads a file or a binding; notes an error where that fails."""
     try:
       parse(what)
-    except RecursionError:
-      self.errors.append(f"{what}: gin files include each other: leave one `include` out")
+      return True
     except Exception as e:
-      text = f"{message(e)}{self._meant(e)}"
-      self.errors.append(text if what in text else f"{what}: {text}")
-
-  def _meant(self, error: Exception) -> str:
-    """Returns advice about a misspelt argument of a function that is known."""
-    found = _NO_ARGUMENT.search(str(error))
-    known = self._gin._REGISTRY.get_match(found[1]) if found else None
-    if found is None or known is None:
-      return ""
-    close = difflib.get_close_matches(found[2], inspect.signature(known.wrapped).parameters, 1)
-    return f"; did you mean {close[0]}?" if close else ""
+      self.errors.append(f"{what}: {message(e)}")
+      return False
 
   def _parse(self, binding: str) -> None:
-    name, _, value = (part.strip() for part in binding.partition("="))
     try:
-      self._gin.parse_config([binding])
-    except SyntaxError:
-      self.lost.add(name)
-      quoted = "{'ff': '1:8'}" if {*value} & {*"'\"{[("} else f"'{value}'"
+      gin.parse_config([binding])
+    except SyntaxError as e:  # most often a string without quotes
       raise SyntaxError(
-        "not a Python value; a string needs quotes beside those of the shell, such as "
-        f'--gin.{name}="{quoted}"'
-      ) from None
-    except Exception:
-      self.lost.add(name)
-      raise
+        "not a Python value; a string needs quotes inside those of the shell: "
+        f"--gin.{_name(binding)}=\"'...'\""
+      ) from e
 
-  def _unread(self, bindings: Sequence[str]) -> None:
-    """Names macros set on the command line that nothing reads: gin takes a typo silently.
+  def _find_program(self) -> None:
+    """Looks for the program that a run file configures."""
+    self.program: str | None = None
+    self.local = False
+    self._arguments: dict[str, Any] = {}
+    for (scope, selector), bound in self._table.items():
+      name = selector.split(".")[-1]
+      if not scope and name in PROGRAMS:
+        module = gin._REGISTRY[selector].wrapped.__module__
+        local = module.startswith(f"{LOCAL}.")
+        if local or module == PROGRAMS[name]:
+          self.program, self.local, self._arguments = name, local, bound
+          return
 
-    Without a run file, a macro of one of our gin files is a warning: the run file may read it.
-    """
-    read = self.read_macros()
-    ours = macros_of_files() if self.program is None else set()
-    for binding in bindings:
-      name = binding.partition("=")[0].strip()
+  def _note_unread(self, bindings: Sequence[str], allow_unknown: bool) -> None:
+    """Names macros among the overrides that nothing reads: gin takes a typo silently."""
+    read = macros_read()
+    for name in map(_name, bindings):
       if name in read or self._macro(name) is None:
         continue
-      text = unread(name, () if name in ours else {*read, *ours})
-      if name in ours:
-        self.warnings.append(text)
-      elif self.local:  # which refuses it anyway
-        self.errors.append(text)
-      elif self._allow_unknown:
-        self.warnings.append(text)
+      if allow_unknown:
+        self.warnings.append(unread(name, read))
       else:
-        more = "" if text.endswith("?") else "."
-        self.errors.append(f"{text}{more} Or let it pass: --allow-unknown")
+        self.errors.append(f"{unread(name, read)}. Or let it pass: --allow-unknown")
+
+  # --- what is set --------------------------------------------------------------------------------
+
+  def _macro(self, name: str) -> dict[str, Any] | None:
+    return self._table.get((name, "gin.macro"))
+
+  def is_set(self, name: str) -> bool:
+    """Returns True for a macro that has a value."""
+    bound = self._macro(name)
+    return bound is not None and repr(bound["value"]) != "%gin.REQUIRED"
+
+  def unset(self) -> set[str]:
+    """Returns the macros that the run needs and that have no value.
+
+    Without a run file, only the needs of RULES, NETWORK, MODEL and WORKLOAD count.
+    """
+    if self.program is not None:
+      required = {name for name, _ in self._table if self._macro(name) and not self.is_set(name)}
+      return required | self._needs(self._table)
+    return self._needs([self._macro(name) for name in MADE if self._macro(name)])
+
+  def _needs(self, value: Any, seen: set | None = None) -> set[str]:
+    """Returns the unset macros that a value needs, directly or through others."""
+    seen = set() if seen is None else seen
+    found: set[str] = set()
+    for reference in gin.iterate_references({"": value}):
+      selector = reference.configurable.selector
+      name = "/".join(reference.scopes)
+      is_macro = selector == "gin.macro"
+      if is_macro and not self.is_set(name):
+        found.add(name)
+        continue
+      for key in self._table:
+        of_it = key == (name, selector) if is_macro else key[1] == selector
+        if of_it and key not in seen:
+          seen.add(key)
+          found |= self._needs(self._table[key], seen)
+    return found
+
+  # --- values -------------------------------------------------------------------------------------
+
+  def value(self, name: str) -> Any:
+    """Returns the value of a macro; makes the objects that it refers to.
+
+    Raises:
+      Unset: the macro, or one that it needs, has no value.
+    """
+    if not self.is_set(name):
+      raise Unset(ask_for(name))
+    return self._make((self._macro(name) or {})["value"])
+
+  def get(self, name: str, default: Any = None) -> Any:
+    """Returns the value of a macro, or `default` if it has none or cannot be made."""
+    try:
+      return self.value(name)
+    except Exception:
+      return default
+
+  def put(self, name: str, value: Any) -> None:
+    """Sets a macro, for all values made afterwards."""
+    self._table[name, "gin.macro"]["value"] = value
+
+  def argument(self, name: str, of: str | None = None) -> Any:
+    """Returns an argument of the program, or of another function `of`; None where none is bound."""
+    bound = self._arguments if of is None else self._bound(of)
+    return self._make(bound.get(name))
+
+  def argument_of(self, macro: str, name: str) -> Any:
+    """Returns an argument of the function that a macro calls; None where none is bound.
+
+    Args:
+      macro: such as OPTIMIZER = @optimizers.adamw().
+      name: of the argument.
+    """
+    value = (self._macro(macro) or {}).get("value")
+    return self._make(self._bound_by(value).get(name)) if _is_reference(value) else None
+
+  def _make(self, value: Any) -> Any:
+    if missing := self._needs(value):
+      raise Unset("; ".join(map(ask_for, sorted(missing))))
+    return copy.deepcopy(value)  # this is how gin evaluates references
+
+  def _bound(self, function: str) -> dict[str, Any]:
+    """Returns the arguments of a function by its name without a module."""
+    found: dict[str, Any] = {}
+    for (scope, selector), bound in self._table.items():
+      if not scope and selector.split(".")[-1] == function:
+        found |= bound
+    return found
+
+  def _bound_by(self, reference: Any) -> dict[str, Any]:
+    """Returns the arguments of a reference; those of an inner scope win."""
+    scopes, selector = reference.scopes, reference.configurable.selector
+    found: dict[str, Any] = {}
+    for i in range(len(scopes) + 1):
+      found |= self._table.get(("/".join(scopes[:i]), selector), {})
+    return found
+
+  def settings(self, of: str) -> dict[str, Any]:
+    """Returns all bound arguments of a function as nested plain values, macros replaced.
+
+    A reference becomes a dict with its name at "": `@Source()` with a bound seed becomes
+    {"": "Source", "seed": 3}. `runs.settings` says all forms; JSON can hold them.
+
+    Args:
+      of: the function's name, without its module.
+    """
+    return {name: self._nested(value) for name, value in self._bound(of).items()}
+
+  def _nested(self, value: Any) -> Any:
+    if isinstance(value, dict):
+      if all(isinstance(key, str) and key for key in value):
+        return {key: self._nested(v) for key, v in value.items()}
+      return {"": "{}"} | {repr(key): self._nested(v) for key, v in sorted(value.items())}
+    if isinstance(value, list | tuple):
+      return [self._nested(v) for v in value]
+    if not _is_reference(value):
+      plain = value is None or type(value) in (bool, int, float, str)
+      return value if plain else {"": "=", "text": repr(value)}
+    if value.configurable.selector == "gin.macro":
+      bound = self._macro("/".join(value.scopes))
+      return {"": repr(value)} if bound is None else self._nested(bound["value"])
+    arguments = {name: self._nested(v) for name, v in self._bound_by(value).items()}
+    return {"": value.configurable.selector.split(".")[-1]} | arguments
 
   def text(self) -> str:
     """Returns the whole configuration as the text of one gin file."""
-    return self._gin.config_str()
+    return gin.config_str()
+
+  # --- gin's table --------------------------------------------------------------------------------
+
+  def _tables(self) -> tuple[Any, ...]:
+    """Returns what `gin.clear_config` empties, but for constants, which it keeps."""
+    return gin._CONFIG, gin._IMPORTS, gin._SINGLETONS, gin._OPERATIVE_CONFIG
 
   def close(self) -> None:
     """Gives gin's table back, with what was in it before."""
-    self._gin.clear_config()
+    gin.clear_config()
     tables, is_locked = self._outer
-    for table, outer in zip(_tables(self._gin), tables, strict=True):
+    for table, outer in zip(self._tables(), tables, strict=True):
       table.update(outer)
-    self._gin._set_config_is_locked(is_locked)
+    gin._set_config_is_locked(is_locked)
 
   def __enter__(self) -> Config:
     return self
@@ -181,69 +281,76 @@ class Config(Bound):
     self.close()
 
 
-def _tables(gin: Any) -> tuple[Any, ...]:
-  """Returns what `gin.clear_config` empties, but for constants, which it keeps."""
-  return gin._CONFIG, gin._IMPORTS, gin._SINGLETONS, gin._OPERATIVE_CONFIG
+class _Program(types.ModuleType):
+  """Stands for the program that T5X's run files import as `__main__`; imports T5X on demand."""
+
+  def __getattr__(self, name: str) -> Any:
+    if not name.startswith("_"):
+      for program in map(importlib.import_module, PROGRAMS.values()):
+        if hasattr(program, name):
+          return getattr(program, name)
+    raise AttributeError(f"no T5X program has {name!r}; there are {', '.join(PROGRAMS)}")
 
 
-# gin's words for a function, and for an argument that it lacks.
-_NO_ARGUMENT = re.compile(r"Configurable '(\S+)' doesn't have a parameter named '(\S+)'\.?")
+@contextlib.contextmanager
+def _reading(search_paths: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
+  """Lets gin read as a program of T5X would, and leaves nothing behind."""
+  before, main = list(gin._LOCATION_PREFIXES), sys.modules["__main__"]
+  # T5X's own files bind `train`, `evaluate` or `infer` of the module `__main__`.
+  sys.modules["__main__"] = _Program("__main__")
+  logging.getLogger().addFilter(not_found)
+  try:
+    for path in search_paths:
+      gin.add_config_file_search_path(os.fspath(path))
+    yield
+  finally:
+    logging.getLogger().removeFilter(not_found)
+    sys.modules["__main__"] = main
+    gin._LOCATION_PREFIXES[:] = before
 
 
-_NOT_FOUND = re.compile(r"Unable to open file: (\S+)\. Searched config paths: \['', (.*)\]\.")
-_UNKNOWN = re.compile(r"No configurable matching (?:reference )?'(\S+)'\.?")
+def _is_reference(value: Any) -> bool:
+  return isinstance(value, gin.ConfigurableReference)
+
+
+def _name(binding: str) -> str:
+  return binding.partition("=")[0].strip()
+
+
+def macros_read() -> set[str]:
+  """Returns the macros that a value in gin's table, or `plan`, reads."""
+  found = (r for r in gin.iterate_references(gin._CONFIG) if r.configurable.selector == "gin.macro")
+  return {"/".join(reference.scopes) for reference in found} | {*MADE, *READ}
 
 
 def message(error: BaseException) -> str:
-  """Returns the text of an error as one line, without gin's account of where it came from."""
+  """Returns the text of an error as one line, without gin's account of the calls that led there."""
   text = re.split(r"\s*\n\s*In call to configurable", str(error))[0]
-  where = re.search(r"\s*\n\s*In (?:file|bindings string).*", text, re.DOTALL)
-  if where:
-    text = text[: where.start()]
-    if place := re.search(r'In file "?([^"\n]+?)"?,? line (\d+)', where[0]):
-      text += f" ({place[1]}, line {place[2]})"
-  text = _NO_ARGUMENT.sub(r"\1 has no argument '\2'", " ".join(text.split()))
-  text = _UNKNOWN.sub(
-    r"no gin file that was read imports '\1': set it in one, below its line `import ...`", text
-  )
-  text = _NOT_FOUND.sub(r"\1 is not here, nor in \2", text)
+  text, *where = re.split(r"\s*\n\s*In (?:file|bindings string)", text)
+  place = re.search(r'"?([^"\n]+?)"?,? line (\d+)', where[0]) if where else None
+  text = " ".join(text.split()) + (f" ({place[1].strip()}, line {place[2]})" if place else "")
   if module := re.search(r"No module named '([\w.]+)'", text):
-    return (
-      f"needs the Python module {module[1]!r}, which is not installed: `nm-sparsity doctor` says "
-      "what is missing"
-    )
-  plain = isinstance(error, ValueError | RuntimeError | OSError | SyntaxError | NameError)
-  if text and (plain or "Ambiguous selector" in text):
-    return text
-  return f"{type(error).__name__}: {text}".rstrip(": ")
+    return f"{module[0]}: `nm-sparsity doctor` says what is missing and how to install it"
+  plain = isinstance(error, ValueError | RuntimeError | OSError | SyntaxError)
+  return text if plain and text else f"{type(error).__name__}: {text}"
 
 
 _EXAMPLES = {
-  "RECIPE": "\"'mdgf_exponential'\"",
-  "PATTERN": "\"'1:8'\"",
-  "SPARSE_STEPS": "100_000",
-  "PRETRAINED_STEPS": "1_000_000  (the step in the checkpoint's name)",
-  "MODEL_DIR": "\"'gs://bucket/run'\"",
-  "INITIAL_CHECKPOINT_PATH": "\"'gs://bucket/run/checkpoint_1000000'\"",
-  "CHECKPOINT_PATH": "\"'gs://bucket/run/checkpoint_1100000'\"",
-  "TASK_FEATURE_LENGTHS": "\"{'inputs': 512, 'targets': 128}\"",
-  "DROPOUT_RATE": "0.1",
-  "ROW": "\"'...'\", a row that `nm-sparsity rows` lists",
-  "T5_SIZE": "\"'base'\"",
+  "OPTIMIZER": "an optimizer file does that, such as --gin_file=gin_configs/runs/local_adamw.gin "
+  "(of images local_images_adamw.gin, of T5X t5x_adamw.gin)",
+  **dict.fromkeys(("NETWORK", "VOCABULARY", "MODEL"), "a model file does that (--gin_file=...)"),
+  "RECIPE": "--gin.RECIPE=\"'mdgf_exponential'\"",
+  "PATTERN": "--gin.PATTERN=\"'1:8'\"",
+  "PRETRAINED_STEPS": "--gin.PRETRAINED_STEPS=1_000_000  (the step in the checkpoint's name)",
+  "TASK_FEATURE_LENGTHS": "--gin.TASK_FEATURE_LENGTHS=\"{'inputs': 512, 'targets': 128}\"",
+  "ROW": "--gin.ROW=\"'...'\", a row that `nm-sparsity rows` lists",
+  "T5_SIZE": "--gin.T5_SIZE=\"'base'\"",
 }
 
 
 def ask_for(name: str) -> str:
   """Returns what to say about a macro that is not set."""
-  if name == "OPTIMIZER":
-    return (
-      "OPTIMIZER is not set: an optimizer file does that, such as "
-      "--gin_file=gin_configs/runs/local_adamw.gin (of images "
-      "local_images_adamw.gin, of T5X t5x_adamw.gin), the command line cannot"
-    )
-  if name in ("NETWORK", "VOCABULARY", "MODEL"):
-    return f"{name} is not set: a model file does that (--gin_file=...), the command line cannot"
-  return f"{name} is not set: --gin.{name}={_EXAMPLES.get(name, '...')}"
+  return f"{name} is not set: {_EXAMPLES.get(name, f'--gin.{name}=...')}"
 
 
 def unread(name: str, known: Collection[str]) -> str:
@@ -278,7 +385,8 @@ def read(
   if config.errors:
     raise ValueError("; ".join(config.errors))
   if config.program != program:
-    raise ValueError(f"no run file of this command: gin_configs/runs/{_RUNS[program]}")
+    name = {"evaluate": "eval"}.get(program, program)
+    raise ValueError(f"no run file of this command: gin_configs/runs/local_{name}.gin")
   return config
 
 
@@ -290,12 +398,7 @@ def unread_flags(argv: Sequence[str]) -> list[str]:
   Args:
     argv: the flags, such as "--gin.PATTERN='1:8'".
   """
-  from gin import config as gin
-
-  bound = Bound(gin, dict(gin._CONFIG))
-  read, found = bound.read_macros(), []
-  for flag in argv:
-    given = re.match(r"--?gin(?:\.|_bindings=)\s*(\w+)\s*=", flag)
-    if given and given[1] not in read and bound.is_set(given[1]):
-      found.append(unread(given[1], read))
-  return found
+  known = macros_read()
+  names = [re.match(r"--?gin(?:\.|_bindings=)\s*(\w+)\s*=", flag) for flag in argv]
+  given = [name[1] for name in names if name and (name[1], "gin.macro") in gin._CONFIG]
+  return [unread(name, known) for name in given if name not in known]

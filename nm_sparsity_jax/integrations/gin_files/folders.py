@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import os
 import pathlib
-import re
 import sys
 
 import nm_sparsity_jax
@@ -51,14 +49,6 @@ def find(file: str) -> pathlib.Path:
       return path
   places = f"here, in {os.getcwd()}" + ("" if here.is_absolute() else f", nor in {folder()}")
   raise ValueError(f"no file {file!r} {places}. Give its path.")
-
-
-def macros_of_files() -> set[str]:
-  """Returns every macro that a gin file of this package sets or reads; none without the files."""
-  with contextlib.suppress(FileNotFoundError):
-    texts = (f.read_text("utf-8") for f in (folder() / "gin_configs").rglob("*.gin"))
-    return {name for text in texts for name in re.findall(r"(?m)(?:^|%)([A-Z][A-Z0-9_]+)\b", text)}
-  return set()
 
 
 def refuse_missing_module(module: str) -> None:

@@ -8,12 +8,12 @@ folder, rules    -> [refuse_other_rules] -> the rules of its newest checkpoint
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from kauldron import kd
 
-from nm_sparsity_jax.core.errors import warn
 from nm_sparsity_jax.runs import checkpoint, folders
 from nm_sparsity_jax.training import optim, rules_text, transform
 from nm_sparsity_jax.training.rules import Rules
@@ -50,9 +50,10 @@ def _warn_without_end(trainer: Any) -> None:
   steps, saved = trainer.num_train_steps, trainer.checkpointer
   is_saved = steps in (saved.save_on_steps or ()) or not (steps or 0) % saved.save_interval_steps
   if not is_saved:
-    warn(
+    warnings.warn(
       f"num_train_steps={steps} is not a multiple of save_interval_steps="
-      f"{saved.save_interval_steps}: no checkpoint holds the end of the run."
+      f"{saved.save_interval_steps}: no checkpoint holds the end of the run.",
+      stacklevel=2,
     )
 
 

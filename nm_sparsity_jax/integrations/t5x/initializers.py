@@ -21,7 +21,7 @@ from t5x import utils
 
 from nm_sparsity_jax.core.trees import alike
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.training.sites import Place
+from nm_sparsity_jax.training.sites import Site
 
 
 class ShowingInitializer(utils.TrainStateInitializer):
@@ -91,7 +91,7 @@ class _CheckedState:
 
 
 def cuts(
-  places: Mapping[str, Place], axes: Mapping[str, Any], mesh: Mapping[str, int]
+  places: Mapping[str, Site], axes: Mapping[str, Any], mesh: Mapping[str, int]
 ) -> Iterator[str]:
   """Yields a sentence for the places whose groups do not lie on one device each.
 

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +24,7 @@ from clu.data import dataset_iterator
 from etils import epath
 from t5x import state_utils, utils
 
-from nm_sparsity_jax.core.errors import warn
-from nm_sparsity_jax.runs import check_start, checkpoint, folders, trained
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders, trained
 from nm_sparsity_jax.training import layers
 
 
@@ -234,8 +234,8 @@ def start(path, run=None):
       f"INITIAL_CHECKPOINT_PATH={path!r} has no folder 'dataset', and T5X asks for one. An empty "
       f"one will do: mkdir {data}"
     )
-  if said := check_start.told(stored):
-    warn(f"INITIAL_CHECKPOINT_PATH: {said}")
+  if said := checkpoint_rules.check_start(stored):
+    warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
   return path
 
 

@@ -135,33 +135,20 @@ class Rebus(source.Source):
   def __init__(
     self, batch_size: int = 128, noise: float = 0.4, validation: int = VALIDATION, task: int = 0
   ):
-    self.batch_size = source.whole("BATCH_SIZE", batch_size)
-    self.validation = source.whole("Rebus.validation", validation)
-    self.noise, self.task = noise, source.whole("Rebus.task", task, least=0)
+    self.batch_size, self.noise, self.validation, self.task = batch_size, noise, validation, task
 
   def train(self, seed: int, start: int) -> Iterator[source.Batch]:
     """Returns endless batches; batch i is a function of (seed, i)."""
     for i in itertools.count(start):
-      yield self._batch((1, seed, i), self.batch_size)
+      images, labels = pictures((1, seed, i), self.batch_size, self.noise, self.task)
+      yield source.batch_of(images, labels, self.batch_size)
 
   def splits(self) -> Mapping[str, Iterable[source.Batch]]:
     """Returns 'validation', whose pictures do not depend on the size of a batch."""
-    return {"validation": _Split(self)}
+    return {"validation": self._validation()}
 
-  def _batch(self, key: tuple[int, ...], count: int) -> source.Batch:
-    images, labels = pictures(key, count, self.noise, self.task)
-    return source.batch_of(images, labels, self.batch_size)
-
-
-class _Split:
-  """The batches of 'validation', made anew each time."""
-
-  def __init__(self, rebus: Rebus):
-    self._rebus = rebus
-
-  def __iter__(self) -> Iterator[source.Batch]:
-    size, count = self._rebus.batch_size, self._rebus.validation
-    images, labels = pictures((2,), count, self._rebus.noise, self._rebus.task)
-    for at in range(0, count, size):
-      part = slice(at, at + size)
-      yield source.batch_of(images[part], labels[part], size)
+  def _validation(self) -> Iterator[source.Batch]:
+    images, labels = pictures((2,), self.validation, self.noise, self.task)
+    for at in range(0, self.validation, self.batch_size):
+      part = slice(at, at + self.batch_size)
+      yield source.batch_of(images[part], labels[part], self.batch_size)

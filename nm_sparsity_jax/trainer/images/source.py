@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -28,8 +27,8 @@ class Source:
   def train(self, seed: int, start: int) -> Iterator[Batch]:
     """Returns endless training batches from number `start` on.
 
-    Batch i is a function of (seed, i) alone, so that a run that resumes reads what it would have
-    read.
+    Batch i must be a function of (seed, i) alone, so that a run that resumes reads what it would
+    have read.
     """
     raise NotImplementedError
 
@@ -39,22 +38,6 @@ class Source:
 
   def check(self) -> None:
     """Raises ValueError where the data cannot be read; called before the first step."""
-
-
-def whole(macro: str, value: object, least: int = 1) -> int:
-  """Returns a setting that must be a whole number; refuses any other.
-
-  >>> whole("BATCH_SIZE", 128)
-  128
-
-  Args:
-    macro: its name.
-    value: what was given.
-    least: the smallest that is allowed.
-  """
-  if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-    raise ValueError(f"{macro}={value!r}: give a whole number, {least} or more.")
-  return int(value)
 
 
 def batch_of(images: np.ndarray, labels: np.ndarray, size: int) -> Batch:
@@ -67,7 +50,8 @@ def batch_of(images: np.ndarray, labels: np.ndarray, size: int) -> Batch:
   """
   rows = len(images)
   fill = lambda x: np.concatenate([x, np.zeros((size - rows, *x.shape[1:]), x.dtype)])
-  images, labels = images.astype(np.float32, copy=False), labels.astype(np.int32, copy=False)
-  if rows < size:
-    images, labels = fill(images), fill(labels)
-  return {"image": images, "label": labels, "real": (np.arange(size) < rows).astype(np.int32)}
+  return {
+    "image": fill(images.astype(np.float32, copy=False)),
+    "label": fill(labels.astype(np.int32, copy=False)),
+    "real": (np.arange(size) < rows).astype(np.int32),
+  }

@@ -11,23 +11,26 @@ knows nothing of sparsity: it is given effective parameters.
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import abc
+import dataclasses
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
-import numpy as np
-from flax import struct
 
-from nm_sparsity_jax.trainer import directions
-from nm_sparsity_jax.trainer.workloads import predictions
 from nm_sparsity_jax.training import flops
+
+_log = logging.getLogger(__name__)
+_LESS = re.compile(r"loss|error|perplexity|(^|_)(mse|mae|rmse)($|_)")
+# Fields of a network's config that no shape of a parameter reveals: Swin's window, a ViT's heads.
+_UNSEEN = ("window", "heads")
 
 Batch = Mapping[str, Any]
 
 
-class Workload:
+class Workload(abc.ABC):
   """A model family as a trainer sees it. Subclass it, and name your class in a gin file.
 
       class Regression(Workload):
@@ -56,19 +59,20 @@ class Workload:
   Attributes:
     weight: which of the sums divides the others; also the unit of the throughput that is printed.
     headline: which of the scalars an evaluation prints as its loss line.
-    batch_size: examples of a training batch; None where something else brings the batches.
+    batch_size: examples of a training batch.
     real: which array of a batch is 0 where a row only fills it, so that it gets no prediction;
       None = each row is an example.
-    network_config: what its variables do not tell of a network, such as the window of a Swin V2: a
-      file of timm's weights, or a folder of Hugging Face's, is held against it; None = nothing.
+    network_config: what its variables do not reveal of a network, such as the window of a Swin V2.
+      Weights of timm or Hugging Face, and checkpoints of other runs, are compared with it.
   """
 
   weight: str = "examples"
   headline: Sequence[str] = ("loss",)
-  batch_size: int | None = None
+  batch_size: int
   real: str | None = None
   network_config: Any = None
 
+  @abc.abstractmethod
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns new variables, as flax' `module.init` does: float32 parameters, dense.
 
@@ -79,8 +83,8 @@ class Workload:
       'params'; 'params_axes' where the parameters have logical axes, which lay them over devices
       and say which axis a scan added; each other collection, such as 'batch_stats', is state.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def loss(
     self, params: Any, state: Mapping[str, Any], batch: Batch, rng: jax.Array | None
   ) -> tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, Any]]:
@@ -100,19 +104,18 @@ class Workload:
       the loss, a float32 scalar; name -> sum, float32 scalars, among them `weight`; the state with
       the structure that it came with.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def batches(self, seed: int, start: int) -> Iterator[Batch]:
     """Returns endless training batches from number `start` on.
 
     Batch i must be a function of (seed, i) alone, so that a run that resumes reads what it would
     have read.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def splits(self) -> Mapping[str, Iterable[Batch]]:
     """Returns name -> the finite batches that an evaluation goes through."""
-    raise NotImplementedError
 
   def predict(self, params: Any, state: Mapping[str, Any], batch: Batch) -> Mapping[str, jax.Array]:
     """Returns what the model says of each row of a batch; `nm-sparsity infer` writes it.
@@ -148,220 +151,54 @@ class Workload:
     Args:
       metric: a name of `scalars`, such as 'absolute_error'.
     """
-    return directions.by_name(metric)
+    return less_by_name(metric)
 
-  def example(self, lengths: Mapping[str, int] | None = None) -> Batch:
+  def example(self) -> Batch:
     """Returns a batch of one row, as arrays or shapes; FLOPs are counted of it.
 
     By default it is a row of the first training batch, which is read for that.
-
-    Args:
-      lengths: feature -> tokens of an example, where the settings of a run say them.
     """
-    del lengths
     batch = next(iter(self.batches(0, 0)))
     return jax.eval_shape(lambda batch: {name: x[:1] for name, x in batch.items()}, dict(batch))
 
-  def cost(self, lengths: Mapping[str, int] | None = None) -> flops.Cost:
-    """Returns the dense forward FLOPs of one example, those of `loss` without a key.
-
-    Args:
-      lengths: as of `example`.
-    """
+  def cost(self) -> flops.Cost:
+    """Returns the dense forward FLOPs of one example, those of `loss` without a key."""
     variables = dict(jax.eval_shape(self.init, jax.random.PRNGKey(0)))
     params, _ = variables.pop("params"), variables.pop("params_axes", None)
     forward = lambda params, state, batch: self.loss(params, state, batch, None)
-    return flops.forward(forward, params, variables, self.example(lengths))
+    return flops.forward(forward, params, variables, self.example())
 
-  def setting_of(self, path: str) -> str | None:
-    """Returns which setting the shape of a parameter hangs on; None if no single one.
-
-    A checkpoint whose parameter has another shape is refused by that name.
-
-    Args:
-      path: of a parameter, such as 'head/kernel'.
-    """
-    del path
-    return None
-
-  def network_settings(self) -> Mapping[str, int]:
-    """Returns fields of `network_config` that no shape of a parameter tells: name -> number.
-
-    A run notes them, and a network with others is refused its checkpoints.
-    """
-    return {}
-
-  def check(self, source: Any = None) -> None:
-    """Raises ValueError where data do not fit the model; called before the first step.
-
-    Args:
-      source: where training batches come from, if not from `batches`.
-    """
+  def check(self) -> None:  # noqa: B027 (not every workload has data to check)
+    """Raises ValueError where data do not fit the model; called before the first step."""
 
 
-# What a class has to write itself.
-REQUIRED = ("init", "loss", "batches", "splits")
+def less_by_name(metric: str) -> bool:
+  """Returns whether less of a metric is better, as its name tells.
 
-
-@struct.dataclass
-class Sums:
-  """Sums over a batch as one vector: what a compiled program returns.
-
-  Attributes:
-    values: float32 [n].
-    names: of each.
+  >>> less_by_name("absolute_error"), less_by_name("eval_mse"), less_by_name("accuracy")
+  (True, True, False)
   """
-
-  values: jax.Array
-  names: tuple[str, ...] = struct.field(pytree_node=False)
-
-  @classmethod
-  def of(cls, loss: jax.Array, sums: Mapping[str, jax.Array]) -> Sums:
-    """Returns the loss, first, and its sums."""
-    return cls(jax.numpy.stack([loss, *sums.values()]), ("loss", *sums))
+  return _LESS.search(metric) is not None
 
 
-class Devices(Protocol):
-  """What an evaluation asks of the runner: see `nm_sparsity_jax.trainer.step.Model`."""
+def describe(workload: Workload) -> dict[str, Any]:
+  """Returns what run.json says of a workload: plain values.
 
-  workload: Workload
-
-  def jit(self, function: Callable, **kwargs: Any) -> Callable: ...
-  def put(self, batch: Batch) -> dict[str, jax.Array]: ...
-  def check_batch(self, batch_size: int, parts: int = 1) -> None: ...
-  def eval_step(self) -> Any: ...
-
-
-class Stopped(Exception):
-  """The process was asked to end during an evaluation."""
-
-
-class Found(NamedTuple):
-  """What an evaluation finds.
-
-  Attributes:
-    scalars: split -> what `Workload.scalars` makes of its sums.
-    metrics: split -> name -> value; `Workload.less_is_better` tells which way is better.
+  'class': module and name; 'weight'; 'lengths' of an example, if it has such; 'ops': of its cost,
+  each a dict of the fields of `flops.Op`, or None where it cannot be traced, which is logged;
+  'network_settings': those that shapes do not reveal.
   """
-
-  scalars: dict[str, dict[str, float]]
-  metrics: dict[str, dict[str, float]]
-
-
-KEPT = 1 << 28  # bytes of a split that an evaluator keeps
-
-
-class Evaluator:
-  """Evaluates one model again and again: sums over each split; data that are few are read once.
-
-  Args:
-    devices: the runner's model.
-    splits: name -> its batches, called for when they are first needed.
-    stop: asked between batches; where it is true, `Stopped` is raised.
-  """
-
-  def __init__(
-    self,
-    devices: Devices,
-    splits: Mapping[str, Callable[[], Iterable[Batch]]],
-    stop: Callable[[], bool] = lambda: False,
-  ):
-    self.devices, self.stop, self.splits = devices, stop, splits
-    self._step = devices.eval_step()
-    self._batches: dict[str, list[Batch]] = {}
-
-  def evaluate(self, variables: Mapping[str, Any], step: int) -> Found:
-    """Returns what is found at a step; of a workload's own splits, all scalars but the loss."""
-    scalars = self.scalars(variables)
-    metrics = {
-      split: {name: x for name, x in values.items() if name != "loss"}
-      for split, values in scalars.items()
-    }
-    return Found(scalars, {split: values for split, values in metrics.items() if values})
-
-  def metric_names(self, variables: Mapping[str, Any]) -> Collection[str] | None:
-    """Returns the names of the metrics that `evaluate` finds; None where they are not known yet.
-
-    It traces the loss, and computes nothing.
-
-    Args:
-      variables: what `evaluate` takes, or their shapes.
-    """
-    if type(self).evaluate is not Evaluator.evaluate:  # one of your own, which may find others
-      return None
-    names: set[str] = set()
-    for split in self.splits:
-      for batch in itertools.islice(self.batches(split), 1):
-        sums = self._step.eval_shape(variables, self.devices.put(batch))
-        try:
-          names |= self.devices.workload.scalars(dict.fromkeys(sums.names, 1.0)).keys()
-        except Exception:  # it does not take such sums, and may take real ones
-          return None
-    return names - {"loss"}
-
-  def scalars(self, variables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns split -> scalars over its examples.
-
-    Args:
-      variables: effective 'params', and the state.
-    """
-    found = {}
-    for split in self.splits:
-      names, total = (), np.zeros(())
-      for batch in self.batches(split):
-        self.check()
-        sums = self._step(variables, self.devices.put(batch))
-        names, total = sums.names, total + np.asarray(sums.values, np.float64)
-      sums = dict(zip(names, map(float, total), strict=True)) if names else {}
-      if not sums:
-        raise ValueError(f"the split {split!r} has no batches: there is nothing to evaluate.")
-      found[split] = self.devices.workload.scalars(sums)
-    return found
-
-  def predictions(
-    self, variables: Mapping[str, Any]
-  ) -> Iterator[tuple[str, Iterator[predictions.Row]]]:
-    """Yields each split and what `Workload.predict` says of its examples, in their order.
-
-    Args:
-      variables: effective 'params', and the state.
-    """
-    workload = self.devices.workload
-    step = self.devices.jit(functools.partial(predictions.of_batch, workload))
-    for split in self.splits:
-      yield split, predictions.rows(workload, split, self._predicted(step, split, variables))
-
-  def _predicted(self, step: Callable, split: str, variables: Any) -> Iterator[tuple[Batch, Any]]:
-    """Yields each batch of a split and what is predicted from it."""
-    for batch in self.splits[split]():
-      self.check()
-      yield batch, jax.device_get(step(variables, self.devices.put(batch)))
-
-  def batches(self, split: str) -> Iterable[Batch]:
-    """Returns the batches of a split; a small split is read once, a large one each time."""
-    if split in self._batches:
-      return self._batches[split]
-    return self._read(split)
-
-  def _read(self, split: str) -> Iterator[Batch]:
-    """Yields the batches of a split, and keeps them if they are few."""
-    kept, size = [], 0
-    for batch in self.splits[split]():
-      size += sum(np.asarray(x).nbytes for x in batch.values())
-      if size <= KEPT:
-        kept.append(batch)
-      else:
-        kept.clear()
-      yield batch
-    if size <= KEPT:
-      self._batches[split] = kept
-
-  def check(self) -> None:
-    """Raises `Stopped` where the process is asked to end."""
-    if self.stop():
-      raise Stopped
-
-
-def take(batches: Iterable[Batch], count: int | None) -> Iterator[Batch]:
-  """Returns the first `count` batches; None = all."""
-  return itertools.islice(batches, count)
+  kind, config = type(workload), workload.network_config
+  try:
+    ops = [dataclasses.asdict(op) for op in workload.cost().ops]
+  except Exception as e:  # of the user's own code: a run does without
+    _log.warning("no FLOPs of %s: %s", kind.__name__, e)
+    ops = None
+  settings = {name: getattr(config, name, None) for name in _UNSEEN}
+  return {
+    "class": f"{kind.__module__}.{kind.__qualname__}",
+    "weight": workload.weight,
+    "lengths": getattr(workload, "lengths", None),
+    "ops": ops,
+    "network_settings": {name: x for name, x in settings.items() if type(x) is int},
+  }

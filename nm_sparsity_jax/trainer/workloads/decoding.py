@@ -8,7 +8,6 @@ weights give the same decodes (a search with one beam is not greedy: it may pass
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +105,7 @@ def beam_search(
     ended_scores, best = lax.top_k(jnp.concatenate([s.ended_scores, ended], 1), k)
     ended_ids = take(jnp.concatenate([s.ended_ids, ids], 1), best)
     live_ids, last, parent = take((ids, token, parent), live)
-    cache = _map_rows(lambda x, axis: _gather(x, parent, axis), cache)
+    cache = jax.tree.map(lambda x: _of_parents(x, parent), cache)
     return _Beams(s.i + 1, cache, live_ids, live_scores, last, ended_ids, ended_scores)
 
   def going_on(s: _Beams):
@@ -129,8 +128,6 @@ def beam_search(
 
 def _decoder(network: Any, params: Any, inputs: jax.Array, length: int, beams: int):
   """Returns a step, (kept, tokens [b * beams], position) -> (logits, kept), and what is kept."""
-  if not hasattr(network, "start"):
-    return _t5x_decoder(network, params, inputs, length, beams)
   made = network.apply(
     {"params": params}, inputs, length, beams, mutable=[PREPARED, DECODED], method="start"
   )[1]
@@ -143,41 +140,13 @@ def _decoder(network: Any, params: Any, inputs: jax.Array, length: int, beams: i
   return step, made[DECODED]
 
 
-def _t5x_decoder(network: Any, params: Any, inputs: jax.Array, length: int, beams: int):
-  """Returns the same through T5X's interface, for a network that has no other."""
-  encode = functools.partial(network.apply, enable_dropout=False, method=network.encode)
-  encoded: Any = encode({"params": params}, inputs)
-  encoded, inputs = (jnp.repeat(x, beams, 0) for x in (encoded, inputs))
-  blank = jnp.ones((inputs.shape[0], length), jnp.int32)
-  make = functools.partial(network.apply, enable_dropout=False, decode=True, mutable=["cache"])
-  shapes = jax.eval_shape(lambda p: make({"params": p}, inputs, blank, blank)[1]["cache"], params)
-  cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+def _of_parents(x: jax.Array, parent: jax.Array) -> jax.Array:
+  """Returns keys or values of each hypothesis's parent; `parent` [b, k] counts within its k rows.
 
-  def step(cache, tokens, position):
-    del position  # the cache knows it
-    logits, new = network.apply(
-      {"params": params, "cache": cache},
-      encoded,
-      inputs,
-      tokens[:, None],
-      tokens[:, None],
-      enable_dropout=False,
-      decode=True,
-      max_decode_length=length,
-      mutable=["cache"],
-      method=network.decode,
-    )
-    return logits[:, 0].astype(jnp.float32), new["cache"]
-
-  return step, cache
-
-
-def _map_rows(function, cache):
-  """Applies `function(x, axis of the rows)` to keys and values; scanned layers stand before it."""
-  return jax.tree.map(lambda x: function(x, x.ndim - 4) if x.ndim >= 4 else x, cache)
-
-
-def _gather(x: jax.Array, parent: jax.Array, axis: int) -> jax.Array:
-  """Returns the rows of each hypothesis's parent; `parent` [b, k] counts within its own k rows."""
+  Positions and the like, of lower rank, are the same for all rows.
+  """
+  if x.ndim < 4:
+    return x
   rows, k = parent.shape
+  axis = x.ndim - 4  # a scan stacks layers before it
   return jnp.take(x, (jnp.arange(rows)[:, None] * k + parent).reshape(-1), axis)

@@ -1,7 +1,7 @@
 """T5: a teacher-forced loss per target token, on batches of seqio.
 
-The network is the dense one. Batches come from a source (`text.Source`), evaluations from
-`text_evaluation.Evaluation`: a T5 has none of its own.
+The network is the dense one. `trainer.data.Source` brings the batches, and
+`trainer.text_evaluation.Evaluation` evaluates the tasks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from nm_sparsity_jax.trainer.workloads import text
+from nm_sparsity_jax.trainer import data as text
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 PACKED = ("encoder_segment_ids", "decoder_segment_ids")
@@ -43,23 +43,42 @@ def tokens(lengths: Mapping[str, int] | None, rows: int, packed: bool = False) -
 
 
 class T5(Workload):
-  """A T5 of this package, or a network with its interface.
+  """A T5 of this package.
+
+      T5(Transformer(T5Config.t5_1_1("small")), data.Source(name="rte", lengths=..., batch_size=8))
 
   Args:
     network: dense, without rules of its own.
-    z_loss: weight of log(Z)^2, which keeps the logits from drifting.
-    label_smoothing: share of the probability that goes to all other tokens.
+    data: where training batches come from; None = nowhere, for evaluation alone.
+    lengths: feature -> tokens of an example; None = those of the data.
+    z_loss: weight of log(Z)^2, which keeps the logits from drifting; None = 0.0001.
+    label_smoothing: share of the probability that goes to all other tokens; None = 0.
   """
 
   weight = "tokens"
   headline = ("loss", "accuracy")
 
-  def __init__(self, network: nn.Module, z_loss: float = 0.0001, label_smoothing: float = 0.0):
+  def __init__(
+    self,
+    network: nn.Module,
+    data: text.Source | None = None,
+    lengths: Mapping[str, int] | None = None,
+    z_loss: float | None = None,
+    label_smoothing: float | None = None,
+  ):
     self.network: Any = network
     self.network_config = self.network.config
     if self.network.config.rules is not None:
       raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
-    self.z_loss, self.label_smoothing = z_loss, label_smoothing
+    self.data = data
+    self.lengths = known_lengths(lengths or (data.lengths if data else None))
+    self.z_loss = 0.0001 if z_loss is None else z_loss
+    self.label_smoothing = label_smoothing or 0.0
+
+  @property
+  def batch_size(self) -> int:  # type: ignore[override]
+    """Returns the examples of a training batch; 1 without data."""
+    return self.data.batch_size if self.data else 1
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters, T5X's for its key, and their logical axes."""
@@ -88,8 +107,7 @@ class T5(Workload):
 
   def score(self, params: Any, batch: Batch) -> jax.Array:
     """Returns the log likelihood of the targets of each row."""
-    logits = self.logits(params, batch, None)
-    log_probs = jax.nn.log_softmax(logits)
+    log_probs = jax.nn.log_softmax(self.logits(params, batch, None))
     hit = jnp.take_along_axis(log_probs, batch["decoder_target_tokens"][..., None], -1)[..., 0]
     return jnp.sum(hit * batch["decoder_loss_weights"].astype(jnp.float32), -1)
 
@@ -106,14 +124,14 @@ class T5(Workload):
     ).astype(jnp.float32)
 
   def batches(self, seed: int, start: int) -> Iterator[Batch]:
-    """Refuses: a T5 is trained on a source."""
-    raise ValueError("a T5 has no batches of its own: give the run a source (local.data.Source).")
+    """Returns endless batches of the data; batch i is a function of (seed, i)."""
+    if self.data is None:
+      raise ValueError("the T5 has no data: give it a data.Source.")
+    return self.data.batches(seed, start)
 
   def splits(self) -> Mapping[str, Iterable[Batch]]:
-    """Refuses: a T5 is evaluated on tasks."""
-    raise ValueError(
-      "a T5 has no splits of its own: give the run an evaluation (local.evaluation.Evaluation)."
-    )
+    """Returns none: a T5 is evaluated on tasks, by `text_evaluation.Evaluation`."""
+    return {}
 
   def scalars(self, sums: Mapping[str, float]) -> dict[str, float]:
     """Returns means per target token, under T5X's names."""
@@ -126,12 +144,12 @@ class T5(Workload):
       "accuracy": sums["correct"] / tokens,
     }
 
-  def example(self, lengths: Mapping[str, int] | None = None) -> Batch:
-    """Returns the shapes of one example of such lengths."""
-    return tokens(lengths, 1)
+  def example(self) -> Batch:
+    """Returns the shapes of one example."""
+    return tokens(self.lengths, 1)
 
-  def check(self, source: Any = None) -> None:
+  def check(self) -> None:
     """Raises ValueError where the vocabulary has ids that the embedding has no row for."""
-    if source is not None:
-      text.import_seqio(source.module)
-      text.check_vocabulary(source.name, self.network.config.vocab_size)
+    if self.data is not None:
+      text.import_seqio(self.data.module)
+      text.check_vocabulary(self.data.name, self.network.config.vocab_size)

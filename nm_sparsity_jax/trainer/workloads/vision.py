@@ -13,8 +13,6 @@ A `Source` of `nm_sparsity_jax.trainer.images` brings the batches.
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -22,13 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 from flax.linen import partitioning
 
 from nm_sparsity_jax.core.trees import map_with_names
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
-LOSSES = ("softmax", "sigmoid")
+LOSSES = {"softmax": optax.softmax_cross_entropy, "sigmoid": optax.sigmoid_binary_cross_entropy}
 TOP = 5
 
 # Path of a parameter -> its logical axes; those of others have no name.
@@ -83,35 +82,38 @@ class Images(Workload):
       raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
     if loss not in LOSSES:
       raise ValueError(f"LOSS={loss!r}: choose one of {', '.join(LOSSES)}.")
-    self.label_smoothing = _number("LABEL_SMOOTHING", label_smoothing, below=1.0)
-    self.mixup, self.cutmix = _number("MIXUP", mixup), _number("CUTMIX", cutmix)
+    if not 0 <= label_smoothing < 1:
+      raise ValueError(f"LABEL_SMOOTHING={label_smoothing!r}: give a number from 0 on and below 1.")
+    for name, alpha in (("MIXUP", mixup), ("CUTMIX", cutmix)):
+      if alpha < 0:
+        raise ValueError(f"{name}={alpha!r}: give a number from 0 on.")
+    self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
 
   @property
-  def batch_size(self) -> int:
+  def batch_size(self) -> int:  # type: ignore[override]
     """Returns the images of a training batch."""
     return self.data.batch_size
 
   @property
-  def classes(self) -> int:
-    """Returns how many classes the network tells apart."""
-    return self.network.config.classes
+  def _image(self) -> tuple[int, int, int, int]:
+    config = self.network_config
+    return 1, config.image_size, config.image_size, config.channels
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters and state, and logical axes for model parallelism."""
-    config = self.network.config
-    images = jnp.zeros(self._image, jnp.float32)
-    found = dict(self.network.init(rng, images, train=False))
-    return {**found, "params_axes": axes_of(found["params"], getattr(config, "scan", False))}
+    found = dict(self.network.init(rng, jnp.zeros(self._image, jnp.float32), train=False))
+    is_scanned = getattr(self.network_config, "scan", False)
+    return {**found, "params_axes": axes_of(found["params"], is_scanned)}
 
   def loss(self, params, state, batch, rng):
     """Returns the loss of the real rows; how many are right, right in five, and there."""
     images, real = batch["image"], batch["real"].astype(jnp.float32)
-    smoothing = 0.0 if rng is None else self.label_smoothing
-    targets = smoothed(batch["label"], self.classes, smoothing)
+    targets = jax.nn.one_hot(batch["label"], self.network_config.classes)
     if rng is None:
       logits = self._logits(params, state, images)
     else:
       mix_key, dropout_key = jax.random.split(rng)
+      targets = optax.smooth_labels(targets, self.label_smoothing)
       if self.mixup or self.cutmix:
         images, targets = mixed(images, targets, mix_key, self.mixup, self.cutmix)
       logits, state = self.network.apply(
@@ -122,11 +124,12 @@ class Images(Workload):
         mutable=[*state],
       )
       logits = logits.astype(jnp.float32)
-    each = cross_entropy(logits, targets) if self.kind == "softmax" else binary(logits, targets)
-    place = rank(logits, jnp.argmax(targets, -1))
+    each = LOSSES[self.kind](logits, targets)
+    each = jnp.mean(each, -1) if self.kind == "sigmoid" else each
+    hits = best(logits) == jnp.argmax(targets, -1)[:, None]
     sums = {
-      "accuracy": jnp.sum(jnp.where(place < 1, real, jnp.zeros_like(real))),
-      "accuracy_top5": jnp.sum(jnp.where(place < TOP, real, jnp.zeros_like(real))),
+      "accuracy": jnp.sum(jnp.where(hits[:, 0], real, 0.0)),
+      "accuracy_top5": jnp.sum(jnp.where(hits.any(-1), real, 0.0)),
       "examples": jnp.sum(real),
     }
     return jnp.sum(each * real), sums, state
@@ -144,96 +147,61 @@ class Images(Workload):
 
   def batches(self, seed: int, start: int) -> Iterator[Batch]:
     """Returns endless training batches; batch i is a function of (seed, i)."""
-    for number, batch in zip(itertools.count(start), self.data.train(seed, start), strict=False):
-      yield self._looked_at(f"training batch {number}", batch)
+    return map(self._checked, self.data.train(seed, start))
 
   def splits(self) -> Mapping[str, Iterable[Batch]]:
     """Returns the splits of the data."""
-    looked_at = lambda name, split: _Mapped(split, lambda b: self._looked_at(f"{name!r}", b))
-    return {name: looked_at(name, split) for name, split in self.data.splits().items()}
+    return {name: map(self._checked, split) for name, split in self.data.splits().items()}
 
-  def _looked_at(self, where: str, batch: Batch) -> Batch:
-    """Returns a batch; refuses labels that the network has no class for."""
-    labels = np.asarray(batch["label"])
-    if labels.size and not 0 <= labels.min() <= labels.max() < self.classes:
-      wrong = labels[(labels < 0) | (labels >= self.classes)][0]
+  def _checked(self, batch: Batch) -> Batch:
+    """Refuses labels that the network has no class for: one_hot makes rows of zeros of them."""
+    labels, classes = np.asarray(batch["label"]), self.network_config.classes
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if wrong.size:
       raise ValueError(
-        f"CLASSES={self.classes}, but an image of {where} has the label {wrong}: labels go from 0 "
-        f"to {self.classes - 1}. Set CLASSES to the classes of the data."
+        f"CLASSES={classes}, but an image has the label {wrong[0]}: labels go from 0 to "
+        f"{classes - 1}. Set CLASSES to the classes of the data."
       )
     return batch
 
-  def example(self, lengths: Mapping[str, int] | None = None) -> Batch:
+  def example(self) -> Batch:
     """Returns the shapes of one image; no data are read."""
-    del lengths
     number = jax.ShapeDtypeStruct((1,), jnp.int32)
     images = jax.ShapeDtypeStruct(self._image, jnp.float32)
     return {"image": images, "label": number, "real": number}
 
-  @property
-  def _image(self) -> tuple[int, int, int, int]:
-    config = self.network.config
-    return 1, config.image_size, config.image_size, config.channels
-
-  def setting_of(self, path: str) -> str | None:
-    """Returns CLASSES of a head, and IMAGE_SIZE of the positions of a ViT."""
-    if re.fullmatch(r"(head/|head/fc/|fc/)(kernel|bias)", path):
-      return "CLASSES"
-    return "IMAGE_SIZE" if path == "pos_embed" else None
-
-  def network_settings(self) -> Mapping[str, int]:
-    """Returns the window of a Swin V2, and the heads of a ViT."""
-    fields = {name: getattr(self.network.config, name, None) for name in ("window", "heads")}
-    return {name: x for name, x in fields.items() if type(x) is int}
-
-  def check(self, source: Any = None) -> None:
+  def check(self) -> None:
     """Raises ValueError where the images do not fit the network, or cannot be read."""
-    del source
-    config, data = self.network.config, self.data
-    if config.image_size != data.size:
+    config, data = self.network_config, self.data
+    if (config.image_size, config.channels) != (data.size, data.channels):
       raise ValueError(
-        f"IMAGE_SIZE={data.size}, but the network takes images of {config.image_size}: set "
-        "IMAGE_SIZE, which both read, or the image_size of the network."
-      )
-    if config.channels != data.channels:
-      raise ValueError(
-        f"DATA has images of {data.channels} channels, and the network takes {config.channels}: "
-        f"set the network's channels to {data.channels}."
+        f"IMAGE_SIZE={data.size} and {data.channels} channels of the data, but the network takes "
+        f"images of {config.image_size} and {config.channels} channels: set both to the same."
       )
     if config.classes < data.classes:
       raise ValueError(
         f"CLASSES={config.classes}, but the data have {data.classes} classes: set "
         f"CLASSES={data.classes}."
       )
-    if (self.mixup or self.cutmix) and self.batch_size % 2:
-      raise ValueError(_odd(self.batch_size))
+    if self.mixup or self.cutmix:
+      _refuse_odd(self.batch_size)
     data.check()
 
 
-class _Mapped:
-  """Batches, each looked at when it is read."""
+def best(logits: jax.Array) -> jax.Array:
+  """Returns the classes of the best logits of each row, int32 [rows, `TOP` or fewer].
 
-  def __init__(self, batches: Iterable[Batch], look: Any):
-    self._batches, self._look = batches, look
-
-  def __iter__(self) -> Iterator[Batch]:
-    return map(self._look, self._batches)
+  best(jnp.array([[1.0, 3.0, 2.0]]))  # [[1, 2, 0]]
+  """
+  return jax.lax.top_k(logits, min(TOP, logits.shape[-1]))[1]
 
 
-def _number(macro: str, value: Any, below: float = math.inf) -> float:
-  """Returns a setting that must be a number from 0 on; refuses any other."""
-  is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  if not is_number or not 0 <= value < below:
-    rest = f" and below {below:g}" if below < math.inf else ""
-    raise ValueError(f"{macro}={value!r}: give a number from 0 on{rest}.")
-  return float(value)
-
-
-def _odd(rows: int) -> str:
-  return (
-    f"BATCH_SIZE={rows}: MIXUP and CUTMIX mix rows in pairs, so a batch, and each of its "
-    "MICROBATCHES, needs an even number of images."
-  )
+def _refuse_odd(rows: int) -> None:
+  if rows % 2:
+    raise ValueError(
+      f"BATCH_SIZE={rows}: MIXUP and CUTMIX mix rows in pairs, so a batch, and each of its "
+      "MICROBATCHES, needs an even number of images."
+    )
 
 
 # --- axes -----------------------------------------------------------------------------------------
@@ -267,58 +235,6 @@ def _with_suffix(tree: Any) -> Any:
   return {f"{k}_axes" if is_leaf(v) else k: _with_suffix(v) for k, v in tree.items()}
 
 
-# --- targets and losses ---------------------------------------------------------------------------
-
-
-def smoothed(labels: jax.Array, classes: int, smoothing: float) -> jax.Array:
-  """Returns targets, float32 [rows, classes]: timm's, where each class has its share."""
-  off = smoothing / classes
-  hit = labels[:, None] == jnp.arange(classes)[None]
-  return jnp.where(hit, jnp.float32(1 - smoothing + off), jnp.float32(off))
-
-
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  """Returns the cross entropy of each row.
-
-      cross_entropy(jnp.zeros((2, 10)), jnp.full((2, 10), 0.1))  # [log 10, log 10]
-
-  Args:
-    logits: float32 [rows, classes].
-    targets: the same shape; each row sums to 1.
-  """
-  return -jnp.sum(targets * jax.nn.log_softmax(logits), -1)
-
-
-def binary(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  """Returns the binary cross entropy of each row, the mean over classes.
-
-      binary(jnp.zeros((2, 10)), jnp.zeros((2, 10)))  # [log 2, log 2]
-
-  Args:
-    logits: float32 [rows, classes].
-    targets: the same shape, from 0 to 1.
-  """
-  either = targets * jax.nn.log_sigmoid(logits) + (1 - targets) * jax.nn.log_sigmoid(-logits)
-  return -jnp.mean(either, -1)
-
-
-def rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  """Returns how many classes come before the label of each row, int32; 0 = it is the best.
-
-  Of equal logits the lower class comes first, as in an argmax. A NaN comes before all.
-
-      rank(jnp.array([[1.0, 3.0, 2.0]]), jnp.array([2]))  # [1]
-
-  Args:
-    logits: float32 [rows, classes].
-    labels: int32 [rows].
-  """
-  hit = jnp.take_along_axis(logits, labels[:, None], -1)
-  classes = jnp.arange(logits.shape[-1])[None]
-  before = jnp.where(classes < labels[:, None], ~(logits < hit), ~(logits <= hit))
-  return jnp.sum(before & (classes != labels[:, None]), -1, dtype=jnp.int32)
-
-
 # --- mixing ---------------------------------------------------------------------------------------
 
 
@@ -338,8 +254,7 @@ def mixed(
     mixup: see `Images`.
     cutmix: see `Images`.
   """
-  if len(images) % 2:
-    raise ValueError(_odd(len(images)))
+  _refuse_odd(len(images))
   partner = lambda x: x.reshape(-1, 2, *x.shape[1:])[:, ::-1].reshape(x.shape)
   keys = jax.random.split(rng, 4)
   alpha = jnp.float32(mixup or 1.0)

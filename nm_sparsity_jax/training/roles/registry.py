@@ -6,15 +6,14 @@ Family -> [register] -> word -> regex of whole paths -> role of a path
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from nm_sparsity_jax.training.roles.matching import PathTest, compiled, matches
+from nm_sparsity_jax.core.patterns import NM
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
   """How a family of models names its kernels.
 
@@ -39,93 +38,64 @@ class Family:
 
   def role(self, path: str) -> str | None:
     """Returns the role of a kernel, None where the family gives it none."""
-    found = next((r for r, regex in self.roles.items() if re.fullmatch(regex, path)), None)
-    if found is None and self.fused and re.fullmatch(self.fused, path):
-      return FUSED
-    return found
+    regexes = [*self.roles.items(), ("qkv", self.fused)]
+    return next((role for role, regex in regexes if re.fullmatch(regex, path)), None)
 
 
-FUSED = "qkv"  # what a kernel is that holds them all
 # What several roles are called together.
 COMPOSITES: Mapping[str, tuple[str, ...]] = {"qk": ("q", "k"), "qkv": ("q", "k", "v")}
 
-# Roles that families may have had as narrowing words before vision models had them. The last word
-# of a place is the role, those before it narrow it, so both may be.
-_SINCE_VISION = {"stem", "conv", "shortcut", "merge", "head"}
-
 _families: dict[str, Family] = {}
-_registered_by: dict[str, str] = {}  # name of a family -> the module that did it
 
 
 def register(family: Family) -> Family:
   """Adds a family to the vocabulary, for all rules made from then on.
 
-  Call it where your module defines its models, so that a run that names the module knows them.
-  Families add up: where two give one role, it names the kernels of both. A module that registers a
-  family again, as a notebook or a reload does, replaces its own.
+  Call it where your module defines its models, so that a run that names the module knows them. A
+  family replaces one of the same name, so a cell of a notebook may run again.
 
   Args:
-    family: its name must be new, its roles must not be words for something else.
+    family: its roles must not be words for something else.
 
   Returns:
     The family.
   """
-  _refuse_kinds(family)
-  by = sys._getframe(1).f_globals.get("__name__", "")
-  if family.name in _families and _registered_by[family.name] != by:
+  check_words(family.roles, f"the family {family.name!r}")
+  check_words(family.narrow, f"the family {family.name!r}")
+  taken = {*family.narrow, *COMPOSITES}
+  taken.update(word for f in _families.values() if f.name != family.name for word in f.narrow)
+  if twice := sorted(taken & {*family.roles}):
     raise ValueError(
-      f"roles: the family {family.name!r} is registered already; give yours another name."
+      f"roles: the family {family.name!r} defines {twice[0]!r} twice: it is a word for several "
+      "roles, or narrows a role. Choose another word."
     )
-  others = [f for f in _families.values() if f.name != family.name]
-  words, known = _joined([f.narrow for f in others]), {role for f in others for role in f.roles}
-  for role in family.roles:
-    if role in COMPOSITES or role in words or role in family.narrow:
-      raise ValueError(
-        f"roles: the family {family.name!r} defines {role!r} twice: it is a word for "
-        f"{'several roles' if role in COMPOSITES else 'paths'} already. Choose another word."
-      )
-  if taken := sorted(set(family.narrow) & {*known, *COMPOSITES} - _SINCE_VISION):
-    raise ValueError(
-      f"roles: the family {family.name!r} defines {taken[0]!r} twice: it is a role already. "
-      "Choose another word."
-    )
-  for regex in (*family.roles.values(), *family.narrow.values(), family.fused):
-    compiled(regex, f"the family {family.name!r}")
-  _families[family.name], _registered_by[family.name] = family, by
+  _families[family.name] = family
   return family
 
 
-def _refuse_kinds(family: Family) -> None:
-  """Raises where roles or words of a family are no texts, or no words."""
-  for name in ("roles", "narrow"):
-    table = getattr(family, name)
-    if not isinstance(table, Mapping):
-      raise ValueError(
-        f"roles: the family {family.name!r} has {name}={table!r}: give a dict from word to regex, "
-        r"such as {'ff': r'.*/fc\d/kernel'}."
-      )
-    for word, regex in table.items():
-      check_word(word, f"the words of the family {family.name!r}")
-      if not isinstance(regex, str):
-        raise ValueError(
-          f"roles: the family {family.name!r} has {regex!r} for {word!r}: give a regex as a text."
-        )
-
-
-def check_word(word: Any, whose: str) -> None:
-  """Raises where a role is no word: a place splits at '/', and the text of rules at ': '.
-
-  >>> check_word("ff", "these rules")
+def check_words(words: Mapping[str, str], owner: str) -> None:
+  """Raises where a role is no word, since a place splits at '/', or its regex is none.
 
   Args:
-    word: of a role, or one that narrows roles.
-    whose: names the table in the error.
+    words: word -> regex.
+    owner: what the table belongs to, for the error.
   """
-  if not isinstance(word, str) or not re.fullmatch(r"[\w.-]+", word):
-    raise ValueError(
-      f"roles: {whose} hold {word!r}, which is no word: take letters, digits, '_', '-' and '.', "
-      "as in 'ff'. What stands before a '/' in a place narrows it."
-    )
+  for word, regex in words.items():
+    if not re.fullmatch(r"[\w.-]+", word):
+      raise ValueError(
+        f"roles: {owner} has the role {word!r}: take letters, digits, '_', '-' and '.', as in 'ff'."
+      )
+    compiled(regex, f"{owner}, role {word!r}")
+
+
+# Python's own cache keeps 512 patterns, and a large network has more.
+@functools.cache
+def compiled(regex: str, owner: str) -> re.Pattern[str]:
+  """Returns the compiled regex; `owner` says in an error where it stands."""
+  try:
+    return re.compile(regex)
+  except re.error as e:
+    raise ValueError(f"{owner}: {regex!r} is not a regular expression: {e}.") from e
 
 
 def families() -> Mapping[str, Family]:
@@ -142,71 +112,49 @@ def regexes(more: Mapping[str, str] | None = None) -> dict[str, str]:
   Args:
     more: roles of one set of rules, which stand before those of families.
   """
-  joined = _joined([f.roles for f in _families.values()])
-  single = {**joined, **(more or {})}
-  for name, parts in COMPOSITES.items():
-    known = [single[part] for part in parts if part in single]
-    known += _fused() if name == FUSED else ()
-    if known:
-      joined[name] = _either(known)
-  return {**joined, **(more or {})}
+  single = _joined(f.roles for f in _families.values()) | dict(more or {})
+  several = {
+    name: _either([*(single[part] for part in parts), *(_fused() if name == "qkv" else ())])
+    for name, parts in COMPOSITES.items()
+  }
+  return single | several | dict(more or {})
 
 
-def narrowing() -> dict[str, str]:
-  """Returns word -> regex of the paths that it narrows a role to."""
-  return _joined([f.narrow for f in _families.values()])
-
-
-def narrowing_text() -> str:
-  """Returns the words that narrow a role, as a sentence lists them.
-
-  >>> narrowing_text()
-  'encoder/, decoder/, self/, cross/'
-  """
-  return ", ".join(f"{word}/" for word in narrowing())
-
-
-def _joined(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
-  found: dict[str, list[str]] = {}
-  for table in tables:
-    for word, regex in table.items():
-      known = found.setdefault(word, [])
-      known += [regex] if regex not in known else ()
-  return {word: _either(those) for word, those in found.items()}
-
-
-def _either(those: Sequence[str]) -> str:
-  return those[0] if len(those) == 1 else "|".join(f"(?:{regex})" for regex in those)
-
-
-def path_test(key: str, more: Mapping[str, str] | None = None) -> PathTest:
+def matcher(place: str, more: Mapping[str, str] | None = None) -> Callable[[str], bool]:
   """Returns a test of whole paths for a place: a role, narrowed by words, or a regex.
 
-  >>> test = path_test("encoder/ff")
+  >>> test = matcher("encoder/ff")
   >>> test("encoder/layers_0/mlp/wi/kernel"), test("decoder/layers_0/mlp/wi/kernel")
   (True, False)
 
   Args:
-    key: the place.
+    place: what rules name.
     more: roles of one set of rules, beside those of families.
+
+  Raises:
+    ValueError: the place is no regex; the test raises where a kernel holds q, k and v side by side
+      and the place names a part of it.
   """
-  known, words = regexes(more), narrowing()
-  *narrow, role = key.split("/")
-  if role in known and all(word in words for word in narrow):
-    narrowed = tuple(words[word] for word in narrow)
-    fused = _parts(role, more or {})
-    return PathTest((known[role], *narrowed), key, (*fused, *narrowed) if fused else ())
-  return PathTest((compiled(key, "a place").pattern,))
+  known, words = regexes(more), _narrowing()
+  *narrow, role = place.split("/")
+  if role not in known or not words.keys() >= set(narrow):
+    pattern = compiled(place, f"the place {place!r}")
+    return lambda path: pattern.fullmatch(path) is not None
+  # One regex: the path must match each narrowing word as well as the role.
+  narrowed = "".join(rf"(?=(?:{words[word]})\Z)" for word in narrow)
+  pattern = re.compile(f"{narrowed}(?:{known[role]})")
+  is_part = role in ("q", "k", "v", "qk") and role not in (more or {})
+  whole = re.compile(f"{narrowed}(?:{_either(_fused())})")
 
+  def test(path: str) -> bool:
+    if is_part and whole.fullmatch(path):
+      raise ValueError(
+        f"{path!r} holds q, k and v side by side, so the place {place!r} cannot name a part of it: "
+        "split it into three kernels, or name all of it by 'qkv'."
+      )
+    return pattern.fullmatch(path) is not None
 
-def _parts(role: str, more: Mapping[str, str]) -> tuple[str, ...]:
-  """Returns regexes of the kernels that hold what a role names, and more; () for other roles."""
-  parts = {*COMPOSITES, *(part for of in COMPOSITES.values() for part in of)} - {FUSED, *more}
-  return (_either(_fused()),) if role in parts else ()
-
-
-def _fused() -> list[str]:
-  return list(dict.fromkeys(f.fused for f in _families.values() if f.fused))
+  return test
 
 
 def roles_of(paths: Sequence[str], more: Mapping[str, str] | None = None) -> list[str]:
@@ -220,9 +168,88 @@ def roles_of(paths: Sequence[str], more: Mapping[str, str] | None = None) -> lis
     more: roles of one set of rules, beside those of families.
   """
   single = {role: regex for role, regex in regexes(more).items() if role not in COMPOSITES}
-  return [role for role, regex in single.items() if any(matches(regex, path) for path in paths)]
+  return [role for role, regex in single.items() if any(re.fullmatch(regex, p) for p in paths)]
 
 
 def role_of(path: str) -> str | None:
   """Returns the role of a kernel in whatever family names it, None where none does."""
-  return next((r for f in _families.values() if (r := f.role(path))), None)
+  return next((role for f in _families.values() if (role := f.role(path))), None)
+
+
+def _narrowing() -> dict[str, str]:
+  """Returns word -> regex of the paths that it narrows a role to."""
+  return _joined(f.narrow for f in _families.values())
+
+
+def _joined(tables: Iterable[Mapping[str, str]]) -> dict[str, str]:
+  found: dict[str, list[str]] = {}
+  for table in tables:
+    for word, regex in table.items():
+      found.setdefault(word, []).append(regex)
+  return {word: _either(those) for word, those in found.items()}
+
+
+def _either(those: Iterable[str]) -> str:
+  return "|".join(f"(?:{regex})" for regex in dict.fromkeys(those))
+
+
+def _fused() -> list[str]:
+  return [f.fused for f in _families.values() if f.fused]
+
+
+# --- rules that say the same ----------------------------------------------------------------------
+
+_STACKS = ("encoder", "decoder")
+# Where the kernels of a role stand in a T5. A place that names all of them is the role itself.
+_ATTENTIONS = ("encoder/self", "decoder/self", "decoder/cross")
+_STAND = {"ff": _STACKS, **dict.fromkeys("qkvo", _ATTENTIONS)}
+
+
+def single(places: Mapping[str, NM | str]) -> dict[str, str]:
+  """Returns the same places in one form, to compare: no word for several roles, wholes for parts.
+
+  >>> single({"encoder/ff": "1:8", "decoder/ff": "1:8", "qk": "1:4"})
+  {'ff': '1:8', 'q': '1:4', 'k': '1:4'}
+
+  Args:
+    places: place -> pattern; a place that is a regex is left as it is.
+  """
+  found: dict[str, str] = {}
+  for place, pattern in places.items():
+    *where, role = place.split("/")
+    for part in COMPOSITES.get(role, (role,)):
+      inside = [s for s in _STAND.get(part, ()) if set(where) <= set(s.split("/"))]
+      found |= dict.fromkeys([f"{s}/{part}" for s in inside] or [place], str(NM.parse(pattern)))
+  for role in _STAND:
+    if role != "ff":
+      for stack in _STACKS:
+        of_stack = [f"{s}/{role}" for s in _ATTENTIONS if s.startswith(stack)]
+        _put_together(found, f"{stack}/{role}", of_stack)
+    _put_together(found, role, [f"{stack}/{role}" for stack in _STACKS])
+  return found
+
+
+def text_of(places: Mapping[str, str]) -> str:
+  """Returns places and their patterns for people.
+
+  >>> text_of({"ff": "1:8", "q": "1:4", "k": "1:4"})
+  '1:8 FF, 1:4 QK'
+  """
+  rest, words = dict(places), {}
+  for where in ("", *_STACKS, *_ATTENTIONS):
+    for name in ("ff", "qkv", "qk"):
+      whole = f"{where}/{name}" if where else name.upper()
+      parts = [f"{where}/{part}".lstrip("/") for part in COMPOSITES.get(name, (name,))]
+      if _put_together(rest, whole, parts):
+        words[whole] = rest.pop(whole)
+  return ", ".join(f"{pattern} {place}" for place, pattern in {**words, **rest}.items())
+
+
+def _put_together(places: dict[str, str], whole: str, parts: Sequence[str]) -> bool:
+  """Replaces the parts by the whole, if all have one pattern; returns whether it did."""
+  patterns = {places.get(part) for part in parts}
+  if len(patterns) > 1 or None in patterns:
+    return False
+  found = [places.pop(part) for part in parts]
+  places[whole] = found[0]
+  return True

@@ -1,0 +1,212 @@
+"""Recipes that keep their mask as state: one-shot, SNIP and inherited dynamic pruning."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from nm_sparsity_jax.core import schedules
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.schedules import Phases, as_step
+from nm_sparsity_jax.recipes.base import Recipe
+from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
+
+
+class StoredMask(Recipe):
+  """A recipe that is stateful, and checks what it is given."""
+
+  stateful: ClassVar[bool] = True
+
+  def checked(self, w: jax.Array, stored: jax.Array | None) -> jax.Array:
+    """Returns the stored mask; refuses a missing one, and one of another weight."""
+    if stored is None:
+      raise ValueError(
+        f"{self.name} keeps its mask as state, but no mask was given: carry state = "
+        "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
+        "update, and pass it (state=..., or mask=... for one weight)."
+      )
+    if stored.shape != w.shape or stored.dtype != jnp.bool_:
+      raise ValueError(
+        f"{self.name}: the stored mask has shape {stored.shape} and dtype {stored.dtype}, the "
+        f"weight needs {w.shape} bool. Was the state made for other parameters?"
+      )
+    return stored
+
+  def when_due(self, state, step, last, take):
+    """Returns the stored mask, or what `take` returns where a renewal is due since `last`."""
+    due = self.renewals(step) > self.renewals(last)
+    return when(due, take, lambda: state["mask"])
+
+
+class TakenOnce(StoredMask):
+  """A recipe that takes its mask once, at `sparse_from`."""
+
+  def chosen(self, w, step, axis, stored):
+    del axis
+    return self.checked(w, stored) & (step >= 0)  # else D = NaN would meet no pruned weight
+
+  def was_kept(self, w, seen, decay, mask):
+    del seen, decay
+    return self.checked(w, mask)
+
+  def renewals(self, step):
+    return (as_step(step) >= self.sparse_from).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneShot(TakenOnce):
+  """Magnitude pruning once, then fine-tuning: Phi is taken at the end of the dense phase.
+
+      W~ = W for t < dense, then W * Phi(W_dense).
+
+  Reference: the one-shot category of arXiv:2402.04744, section 2; NVIDIA apex ASP.
+
+  Attributes:
+    pattern: what to keep.
+    phases: the mask is taken at step `phases.dense` (from the initial weights when 0).
+    gradient: None = masked.
+  """
+
+  name: ClassVar[str] = "one_shot"
+  pattern: NM
+  phases: Phases
+  gradient: str | None = None
+
+  def first_state(self, groups, w):
+    if self.phases.dense == 0:  # no later step would make it due
+      return {"mask": groups.magnitude_mask(w, self.pattern)}
+    return {"mask": jnp.ones_like(w, bool)}
+
+  def next_state(self, groups, state, w, step, last, grad, grad_at):
+    del grad, grad_at
+    take = lambda: groups.magnitude_mask(w, self.pattern)
+    return {"mask": self.when_due(state, step, last, take)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snip(TakenOnce):
+  """Connection sensitivity, once: dense for `batches` steps, then a frozen mask.
+
+      c = sum over the first batches of |g * W|,   W~ = W * top-n-of-m(c).
+
+  Reference: Lee et al., "SNIP: single-shot network pruning based on connection sensitivity",
+  ICLR 2019, arXiv:1810.02340; the top n of each group instead of a global top k is ours.
+
+  Attributes:
+    pattern: what to keep.
+    phases: scores are summed over the gradients of steps dense, ..., dense + batches - 1.
+    batches: how many gradients to sum.
+    gradient: None = masked.
+  """
+
+  name: ClassVar[str] = "snip"
+  needs_gradients: ClassVar[bool] = True
+  pattern: NM
+  phases: Phases
+  batches: int = 1
+  gradient: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not isinstance(self.batches, int) or self.batches < 1:
+      raise ValueError(f"snip(batches={self.batches!r}): give a whole number of at least 1.")
+    if self.batches > self.phases.sparsify:
+      raise ValueError(
+        f"snip(batches={self.batches}) sums that many gradients in the sparsify phase, which has "
+        f"{self.phases.sparsify} steps in {self.phases}. Raise total or lower batches."
+      )
+
+  @property
+  def sparse_from(self):
+    # The gradients that are summed are those of dense training, so D = 1 until the last of them.
+    return self.phases.dense + self.batches
+
+  def renewed(self, state, last):
+    del last
+    return (state["seen"] >= self.batches).astype(jnp.int32)
+
+  @property
+  def renewed_by(self):
+    first, last = self.phases.dense, self.sparse_from - 1
+    return (
+      f"snip sums the gradients of steps {first} to {last}, each once: call nms.update_state("
+      "state, params, rules, step, grads=grads) after each of these updates. Once one is missed "
+      f"there is no mask: go back to a checkpoint of step {first} or before."
+    )
+
+  def first_state(self, groups, w):
+    del groups
+    score = jnp.zeros_like(w, jnp.float32)
+    return {"mask": jnp.ones_like(w, bool), "score": score, "seen": jnp.int32(0)}
+
+  def next_state(self, groups, state, w, step, last, grad, grad_at):
+    del w
+    assert grad is not None  # it says `needs_gradients`
+    # Each step of the window once. Whoever misses one never has a mask, and is told so.
+    next_one = self.phases.dense + state["seen"] + 1
+    add = (step > last) & (step == next_one) & (state["seen"] < self.batches)
+    sensitivity = jnp.abs(grad.astype(jnp.float32) * grad_at.astype(jnp.float32))
+    score = jnp.where(add, state["score"] + sensitivity, state["score"])
+    seen = state["seen"] + add.astype(jnp.int32)
+    due = add & (seen == self.batches)
+    # No score is below 0, so it is its own magnitude.
+    mask = when(due, lambda: groups.magnitude_mask(score, self.pattern), lambda: state["mask"])
+    return {"mask": mask, "score": score, "seen": seen}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Idp(StoredMask):
+  """Inherited dynamic pruning: stepwise levels, each choosing among the survivors of the last.
+
+      Phi_i = top-n_i-of-m of |W| among Phi_{i-1} as it was when level i began,
+      W~ = W * Phi_i(W),   dL/dW = g + lam * (1 - Phi_i) * W.
+
+  Our reading of an abstract: Fang, Zhou and Wang, "An algorithm-hardware co-optimized framework
+  for accelerating N:M sparse transformers", 2022, arXiv:2208.06118, names "inherited dynamic
+  pruning" and a series of models from dense to sparse; stage lengths and update rule are ours.
+
+  Attributes:
+    pattern: the target.
+    phases: the levels of `sdgf_stepwise` share the sparsify phase.
+    lam: as in SR-STE.
+  """
+
+  name: ClassVar[str] = "idp"
+  default_gradient: ClassVar[str] = "straight_through"
+  pattern: NM
+  phases: Phases
+  lam: float = 2e-4
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.levels()
+
+  def levels(self, axis_size=None):
+    return schedules.share_phase(schedules.stepwise_levels(self.pattern), self.phases)
+
+  def chosen(self, w, step, axis, stored):
+    # Anew at each step, but among the survivors of the level before alone.
+    return leveled_mask(self.levels(), w, step, axis, parent=self.checked(w, stored))
+
+  def renewals(self, step):
+    levels = self.levels()
+    return value_at(levels, as_step(step), range(len(levels)))
+
+  def first_state(self, groups, w):
+    del groups
+    return {"mask": jnp.ones_like(w, bool)}
+
+  def next_state(self, groups, state, w, step, last, grad, grad_at):
+    del grad, grad_at
+    levels = self.levels()
+    kept = [p.n for _, p in levels]
+
+    def take():
+      # One choice replays all levels crossed: the best of the best is the best.
+      n = value_at(levels, step, [kept[0], *kept[:-1]])
+      return groups.magnitude_mask(w, self.pattern, n, state["mask"])
+
+    return {"mask": self.when_due(state, step, last, take)}

@@ -1,0 +1,215 @@
+"""From settings, such as gin macros, to rules, and whether both say the same.
+
+    SPARSITY_RULES, RECIPE, PATTERN, SPARSE_STEPS, ... -> [rules] -> Rules -> model, plan, verify
+    rules of a checkpoint, the same settings           -> [agree] -> the setting that differs
+
+Plain functions: a configuration library binds their arguments, and nothing here knows of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nm_sparsity_jax.core import masks
+from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.schedules import Phases
+from nm_sparsity_jax.recipes import RECIPES, Dense, Recipe
+from nm_sparsity_jax.recipes import recipe as make_recipe
+from nm_sparsity_jax.training import roles as roles_of
+from nm_sparsity_jax.training.rules import Rules
+
+# The text of rules lives in `rules_text`. Users also know it as `configure.describe`.
+from nm_sparsity_jax.training.rules_text import TEXT_BYTES, describe, pack, parse, unpack  # noqa: F401
+
+
+def rules(
+  places: Mapping[str, str | NM | Recipe | None],
+  recipe: str | None = None,
+  pattern: str | NM | None = None,
+  sparse_steps: int | None = None,
+  dense_steps: int | None = 0,
+  finetune_steps: int | None = 0,
+  beta: float | None = None,
+  gradient: str | None = None,
+  fields: Mapping[str, Any] | None = None,
+  axes: Mapping[str, masks.Axis] | None = None,
+  indivisible: str = "error",
+  roles: Mapping[str, str] | None = None,
+) -> Rules:
+  """Makes `Rules` from settings that fit on a command line. Macro names in brackets.
+
+  >>> r = rules({"ff": "1:8", "qkv": None}, recipe="sr_ste", pattern="1:4", sparse_steps=100)
+  >>> {place: str(recipe.pattern) for place, recipe in r.places.items()}
+  {'ff': '1:8', 'qkv': '1:4'}
+
+  Args:
+    places: place -> pattern, None for the common `pattern`, or a recipe [SPARSITY_RULES].
+    recipe: name of the recipe of all places that give a pattern or None [RECIPE].
+    pattern: the common pattern [PATTERN].
+    sparse_steps: steps of the sparse run, `Phases.total` [SPARSE_STEPS].
+    dense_steps: `Phases.dense`; None = a tenth of all steps [DENSE_STEPS].
+    finetune_steps: `Phases.finetune`; None = a fifth of all steps [FINETUNE_STEPS].
+    beta: see the recipe; None = its own default [BETA].
+    gradient: 'masked', 'straight_through' or None = the recipe's own default [GRADIENT].
+    fields: more fields of the recipe, name -> value [RECIPE_FIELDS].
+    axes: see `Rules`.
+    indivisible: see `Rules` [INDIVISIBLE].
+    roles: see `Rules`.
+
+  Raises:
+    ValueError: the first thing that is wrong, by its macro.
+  """
+  if not isinstance(places, Mapping) or not places:
+    raise ValueError(
+      f"SPARSITY_RULES={places!r}: give a dict from place to pattern, such as {{'ff': '1:8'}}. "
+      f"Places are roles ({', '.join(roles_of.regexes())}) or regexes. For a dense run set RECIPE "
+      "to 'dense'."
+    )
+  phases = None
+  if sparse_steps is not None:
+    dense, finetune = phase_steps(sparse_steps, dense_steps, finetune_steps)
+    with _macro("SPARSE_STEPS, DENSE_STEPS, FINETUNE_STEPS"):
+      phases = Phases(total=sparse_steps, dense=dense, finetune=finetune)
+  settings = {"phases": phases, "beta": beta, "gradient": gradient, **(fields or {})}
+  made: dict[str, Recipe] = {}
+  for place, value in places.items():
+    if isinstance(value, Recipe):
+      made[place] = value
+    elif value is None:
+      made[place] = _recipe(recipe, pattern, settings, "PATTERN")
+    else:
+      made[place] = _recipe(recipe, value, settings, f"SPARSITY_RULES, {place!r}")
+  # What is wrong with a place itself, such as a regex, is said by the rules.
+  with _macro("SPARSITY_RULES"):
+    return Rules(made, axes or {}, indivisible, roles or {})
+
+
+def _recipe(name: str | None, pattern: Any, settings: Mapping[str, Any], macro: str) -> Recipe:
+  """Returns the recipe of one place; `macro` is where its pattern comes from."""
+  if name is None:
+    raise ValueError(f"RECIPE is not set: choose one of {', '.join(RECIPES)}.")
+  needed = RECIPES[name].required() if name in RECIPES else ()
+  if pattern is None and "pattern" in needed:
+    raise ValueError("PATTERN is not set: give a pattern, for example '1:8'.")
+  if settings["phases"] is None and "phases" in needed:
+    raise ValueError(f"SPARSE_STEPS is not set: {name} needs the steps of the sparse run.")
+  with _macro(macro):
+    pattern = None if pattern is None else NM.parse(pattern)
+  with _macro("RECIPE, BETA, GRADIENT, RECIPE_FIELDS"):
+    return make_recipe(name, pattern=pattern, **settings)
+
+
+@contextlib.contextmanager
+def _macro(names: str) -> Iterator[None]:
+  """Says in an error which macros the value came from."""
+  try:
+    yield
+  except (ValueError, TypeError) as e:
+    raise ValueError(f"{names}: {e}") from e
+
+
+def phase_steps(sparse_steps: int, dense_steps: Any, finetune_steps: Any) -> tuple[Any, Any]:
+  """Returns the steps of the dense and of the fine-tune phase: those given, else a share of all.
+
+  >>> phase_steps(1000, None, None), phase_steps(1000, 0, None)
+  ((100, 200), (0, 200))
+
+  Args:
+    sparse_steps: steps of the whole run.
+    dense_steps: None = a tenth.
+    finetune_steps: None = a fifth.
+  """
+  dense = sparse_steps // 10 if dense_steps is None else dense_steps
+  return dense, sparse_steps // 5 if finetune_steps is None else finetune_steps
+
+
+def train_steps(pretrained_steps: int, sparse_steps: int | None) -> int:
+  """Returns the global step at which a sparse run ends that starts from a checkpoint."""
+  for name, steps in (("PRETRAINED_STEPS", pretrained_steps), ("SPARSE_STEPS", sparse_steps)):
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+      raise ValueError(f"{name}={steps!r}: give a whole number of steps, such as 100_000.")
+  return pretrained_steps + (sparse_steps or 0)
+
+
+def agree(stored: Rules, source: str, **given: Any) -> None:
+  """Refuses a setting that says something else than the rules of a checkpoint.
+
+  >>> stored = rules({"ff": None}, "sr_ste", "1:4", sparse_steps=100)
+  >>> agree(stored, "checkpoint_100", recipe="sr_ste", sparse_steps=100)
+  >>> agree(stored, "checkpoint_100", pattern="1:8")  # doctest: +ELLIPSIS
+  Traceback (most recent call last):
+  ...
+  ValueError: PATTERN='1:8', but checkpoint_100 was trained with '1:4': leave PATTERN out. ...
+
+  Args:
+    stored: the rules of the checkpoint.
+    source: what the checkpoint is called.
+    **given: arguments of `rules`; None where a setting is not given.
+
+  Raises:
+    ValueError: names the first setting that does not agree.
+  """
+  # None is how a gin file says that a macro is not set.
+  given = {name: value for name, value in given.items() if value is not None}
+  for macro, value, has in _compared(stored, given):
+    if value != has:
+      raise ValueError(
+        f"{macro}={value!r}, but {source} was trained with {has!r}: leave {macro} out. "
+        "Where a file sets it, None counts as left out."
+      )
+
+
+def _compared(stored: Rules, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+  """Yields (macro, its value, what the stored rules have) for each setting that is given."""
+  table = given.get("places", dict.fromkeys(stored.places))
+  if not isinstance(table, Mapping) or table.keys() != stored.places.keys():
+    yield "SPARSITY_RULES", table, dict(stored.places)
+  common: dict[str, Any] = {}  # pattern -> a recipe that leaves it to PATTERN
+  for place, value in table.items():
+    has = stored.places[place]
+    if isinstance(value, Recipe):
+      yield f"SPARSITY_RULES, {place!r}", value, has
+    else:
+      if value is not None:
+        yield f"SPARSITY_RULES, {place!r}", _text(value), str(has.pattern)
+      elif has.pattern:
+        common[str(has.pattern)] = has
+      yield from _compared_recipe(has, given)
+  if "pattern" in given and common and (pattern := _text(given["pattern"])) not in common:
+    yield "PATTERN", pattern, ", ".join(common)
+  if "indivisible" in given:
+    yield "INDIVISIBLE", given["indivisible"], stored.indivisible
+
+
+def _compared_recipe(recipe: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+  """Yields (macro, its value, what a recipe has) for each setting that all places share."""
+  if "recipe" in given:
+    yield "RECIPE", given["recipe"], recipe.name
+  if isinstance(recipe, Dense):  # which has no others
+    return
+  phases = recipe.phases
+  has = {
+    "sparse_steps": phases.total,
+    "dense_steps": phases.dense,
+    "finetune_steps": phases.finetune,
+    "beta": getattr(recipe, "beta", None),
+    "gradient": recipe.gradient_mode,
+  }
+  for name, value in has.items():
+    if name in given:
+      yield name.upper(), given[name], value
+  for field, value in given.get("fields", {}).items():
+    with contextlib.suppress(TypeError, ValueError):  # else the recipe refuses it
+      # As a recipe holds it, such as a pattern for its text.
+      value = getattr(dataclasses.replace(recipe, **{field: value}), field)
+    yield f"RECIPE_FIELDS[{field!r}]", value, getattr(recipe, field, None)
+
+
+def _text(pattern: Any) -> str:
+  """Returns the text of a pattern in its one form: '1:8' for '01:8'."""
+  with contextlib.suppress(ValueError):
+    return str(NM.parse(pattern))
+  return str(pattern)
