@@ -1,4 +1,4 @@
-"""docs/performance.md and deploy.md show what benchmarks/results holds; the benchmarks still run."""
+"""What docs/performance.md and deploy.md show is in benchmarks/results; the benchmarks still run."""
 
 import importlib
 import json
