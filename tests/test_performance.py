@@ -1,4 +1,4 @@
-"""What docs/performance.md and deploy.md show is in benchmarks/results; the benchmarks still run."""
+"""docs/performance.md and deploy.md show what benchmarks/results holds; the benchmarks run."""
 
 import importlib
 import json
