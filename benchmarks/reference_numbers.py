@@ -29,7 +29,6 @@ import pathlib
 import re
 import sys
 import tempfile
-import time
 import warnings
 
 # jax and TensorFlow read these once. One device, and one thread for a sum.
@@ -39,6 +38,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TESTS, FILE = ROOT / "tests", ROOT / "benchmarks/reference_numbers.npz"
 sys.path[:0] = [str(ROOT), str(TESTS)]
 
+import _timing
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -239,64 +239,55 @@ def of_networks():
 
 
 def computed(only):
-  """Yields (name, array) of all whose group a name may be in."""
+  """Yields (name, array) of all whose name begins so."""
   with tempfile.TemporaryDirectory() as folder:
     folder = pathlib.Path(folder).resolve()
     os.chdir(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     groups = {
       "local": lambda: of_runs("local", folder / "local"),
       "t5x": lambda: of_runs("t5x", folder / "t5x"),
       "masks": of_masks, "flops": of_flops, "logits": of_networks,
     }  # fmt: skip
     for group, compute in groups.items():
-      begun = time.monotonic()
-      if not only or only.startswith(group):
+      if group.startswith(only.partition("/")[0]):
+        print(group, file=sys.stderr, flush=True)
         yield from ((name, x) for name, x in compute() if name.startswith(only))
-        print(f"{time.monotonic() - begun:6.1f} s  {group}", file=sys.stderr, flush=True)
     os.chdir(ROOT)
 
 
 def difference(was, now):
   """Returns how two arrays differ: a sentence and the largest difference; "" where they do not."""
+  if was is None or now is None:
+    return "is new" if was is None else "is gone", np.inf
   if was.dtype != now.dtype or was.shape != now.shape:
     return f"{was.dtype}{was.shape} became {now.dtype}{now.shape}", np.inf
   if was.tobytes() == now.tobytes():
-    return "", 0.0
+    return "equal", 0.0
   apart = np.abs(was.astype(np.float64) - now.astype(np.float64))
   at = tuple(map(int, np.unravel_index(np.argmax(apart), was.shape)))  # a NaN comes first
   said = f"{np.count_nonzero(apart)} of {apart.size} differ, at most by {apart[at]:.3g} at {at}"
-  return f"{said}: {was[at]} became {now[at]}", apart[at]
+  return said, apart[at]
 
 
 def compare(noted, found):
   """Prints a line for each name; returns how many differ more than ACCEPTED allows."""
   bad = 0
   for name in sorted({*noted, *found}):
-    if name not in found or name not in noted:
-      said, size = "is gone" if name not in found else "is new", np.inf
-    else:
-      said, size = difference(noted[name], found[name])
-    reasons = [
-      reason for words, (reason, most) in ACCEPTED.items()
-      if re.fullmatch(words, name) and size <= most
-    ]  # fmt: skip
-    bad += bool(said) and not reasons
-    print(
-      f"{name}: {said or 'equal'}{' (accepted: ' + reasons[0] + ')' if said and reasons else ''}"
-    )
+    said, size = difference(noted.get(name), found.get(name))
+    reasons = [r for words, (r, most) in ACCEPTED.items() if re.fullmatch(words, name)]
+    limits = [most for words, (_, most) in ACCEPTED.items() if re.fullmatch(words, name)]
+    bad += not size <= max(limits, default=0.0)  # NaN is bad
+    print(f"{name}: {said}" + (f" (accepted: {reasons[0]})" if reasons and size else ""))
   return bad
 
 
 def machine():
   """Returns what bits depend on, other than the code."""
   names = "jax", "jaxlib", "flax", "optax", "numpy", "tensorflow", "seqio"
-  cpu = pathlib.Path("/proc/cpuinfo")
-  found = re.search("model name.*: (.*)", cpu.read_text() if cpu.exists() else "")
   return [
     *(f"{name} {importlib.metadata.version(name)}" for name in names),
-    found and found[1] or "",
+    _timing.machine()["processor"],
   ]
 
 

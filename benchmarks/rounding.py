@@ -17,7 +17,6 @@ import json
 import os
 import pathlib
 import re
-import sys
 import tempfile
 
 import _timing
@@ -44,18 +43,18 @@ def said(*argv):
   """Returns what a command prints; it must succeed."""
   from nm_sparsity_jax import cli
 
-  with contextlib.redirect_stdout(io.StringIO()) as told:
+  with contextlib.redirect_stdout(io.StringIO()) as out:
     code = cli.main([str(word) for word in argv])
   assert not code, f"nm-sparsity {' '.join(map(str, argv))}"
-  return told.getvalue()
+  return out.getvalue()
 
 
-def scores(task, checkpoint, out):
+def scores(task, checkpoint, folder):
   """Returns name -> score of a checkpoint or a packed file: its loss, and its accuracy."""
-  macros = {"CHECKPOINT_PATH": str(checkpoint), "EVAL_OUTPUT_DIR": str(out)}
+  macros = {"CHECKPOINT_PATH": str(checkpoint), "EVAL_OUTPUT_DIR": str(folder)}
   files = [f"--gin_file={CONFIGS}/{name}" for name in FILES[task]]
-  told = said("eval", *files, *(f"--gin.{name}={value!r}" for name, value in macros.items()))
-  found = re.findall(r"\b(loss|accuracy) ([\d.]+)", told)
+  text = said("eval", *files, *(f"--gin.{name}={value!r}" for name, value in macros.items()))
+  found = re.findall(r"\b(loss|accuracy) ([\d.]+)", text)
   # mini-GLUE's teacher-forced accuracy counts tokens; the one of decoded text stands last.
   return {name: float(value) for name, value in found}
 
@@ -78,8 +77,8 @@ def rows_of(folder, names):
         file = room / f"{values}.safetensors"
         packed = json.loads(said("pack", room / "final", file, "--dtype", values, "--json"))
         size = sum(kernel["bytes"] for kernel in packed["packed"].values())
-        told = scores(task, file, room / values)
-        yield {"task": task, "run": name, "values": values, "bytes": size, **told}
+        found = scores(task, file, room / values)
+        yield {"task": task, "run": name, "values": values, "bytes": size, **found}
 
 
 def main():
@@ -89,9 +88,8 @@ def main():
   for folder in map(pathlib.Path, args.folders):
     for row in rows_of(folder, args.runs):
       rows.append(row)
-      print("|", " | ".join(f"{x:,}" if isinstance(x, int) else str(x) for x in row.values()), "|")
-      sys.stdout.flush()
-  _timing.save(args.json, rows, "python benchmarks/rounding.py " + " ".join(sys.argv[1:]))
+      _timing.row(*row.values())
+  _timing.save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -1,135 +1,170 @@
-"""docs/performance.md: its tables of train steps are what benchmarks/results holds."""
+"""docs/performance.md and deploy.md show what benchmarks/results holds; the benchmarks run."""
 
+import importlib
 import json
-import pathlib
+import sys
 
+import jax
 import pytest
+from study_records import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / "docs/performance.md").read_text("utf8")
-
-
-@pytest.mark.parametrize("file", ["decode_cpu", "decode_packed_cpu"])
-def test_the_account_of_a_token_is_the_file_that_its_command_wrote(file):
-  found = json.loads((ROOT / f"benchmarks/results/{file}.json").read_text())
-  for row in found["rows"]:
-    cells = [f"{x:.2f}" if isinstance(x, float) else x for x in row.values()]
-    assert f"| {' | '.join(cells)} |\n" in PAGE
-  assert f"{found['command']}\n" in PAGE
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = {name: (ROOT / f"docs/{name}.md").read_text("utf8") for name in ("performance", "deploy")}
+TARGETS = {"dense": "", "1:8": "2.7", "1:32": "6"}  # of a forward pass
 
 
-def test_encoding_is_the_files_that_its_commands_wrote():
-  targets = {"dense": "", "1:8": "2.7", "1:32": "6"}
-  found = json.loads((ROOT / "benchmarks/results/encode_cpu.json").read_text())
-  for row in found["rows"]:
-    ratios = (f"{row['over_dense']:.2f}", targets[row["weights"]], f"{row['bound']:.2f}")
-    bytes_ = (f"{row['weights_MB']:,}", f"{row['peak_MB']:,}")
-    cells = [row["weights"], f"{row['pass_ms']:.1f}", *ratios, *bytes_]
-    assert f"| {' | '.join(cells)} |\n".replace("|  |", "| |") in PAGE
-  peaks = json.loads((ROOT / "benchmarks/results/decode_peak_cpu.json").read_text())
-  for row in peaks["rows"]:
-    assert f"| {row['weights']} | {row['peak_MB']:,} |\n" in PAGE
-  assert found["command"] in PAGE and peaks["command"] in PAGE
+def ratio(found):
+  return "{:.3f} [{:.3f}, {:.3f}]".format(*found)
 
 
-def test_what_rounding_costs_is_the_file_that_its_command_wrote():
-  page = (ROOT / "docs/deploy.md").read_text("utf-8")
-  found = json.loads((ROOT / "benchmarks/results/rounding.json").read_text())
-  for row in found["rows"]:
-    held = "with zeros" if row["bytes"] is None else f"{row['bytes']:,}"
-    cells = [row["task"], row["values"], held, f"{row['loss']:.4f}", f"{row['accuracy']:g}"]
-    assert f"| {' | '.join(cells)} |\n" in page
-  assert f"{found['command']}\n" in page and len(found["rows"]) == 8
+def decoded(row):
+  return [f"{x:.2f}" if isinstance(x, float) else x for x in row.values()]
 
 
-PRODUCTS = ["cpu", "cpu_avx2", "cpu_two", "cpu_bfloat16", "cpu_int8"]
+def peak(row):
+  return [row["weights"], f"{row['peak_MB']:,}"]
 
 
-@pytest.mark.parametrize("file", PRODUCTS)
-def test_the_table_of_products_is_the_file_that_its_command_wrote(file):
-  found = json.loads((ROOT / f"benchmarks/results/packed_{file}.json").read_text())
-  of = {}
-  for row in found["ratios"]:
-    of.setdefault((row["backend"], row["pattern"]), {})[row["rows"]] = row
-  for (backend, pattern), rows in of.items():
-    cells = (f"{row['mean']:.2f} ({row['least']:.2f})" for row in rows.values())
-    name = f"{backend}, {pattern}" if pattern != "dense" else backend
-    line = f"| {name} | {' | '.join(cells)} |\n"
-    assert line in PAGE, f"docs/performance.md lacks a line of {file}:\n{line}"
-  assert f"{found['command']}\n" in PAGE
+def encoded(row):
+  ratios = f"{row['over_dense']:.2f}", TARGETS[row["weights"]], f"{row['bound']:.2f}"
+  held = f"{row['weights_MB']:,}", f"{row['peak_MB']:,}"
+  return [row["weights"], f"{row['pass_ms']:.1f}", *ratios, *held]
 
 
-def test_the_table_of_small_weights_and_wide_groups_is_four_files():
-  lines = PAGE.partition("\n| weights | 1 row | 16 rows |")[2].partition("\n\n")[0].splitlines()[2:]
-  files = {"256x1024 to": "medium", "128x512": "small", "64x64": "tiny", "1024x4096": "wide"}
-  for line in lines:
-    name, *cells = line.strip("| ").split(" | ")
-    (file,) = (file for start, file in files.items() if name.startswith(start))
-    found = json.loads((ROOT / f"benchmarks/results/packed_cpu_{file}.json").read_text())
-    pattern = name.rpartition(", ")[2]
-    rows = [r for r in found["ratios"] if (r["backend"], r["pattern"]) == ("cpu_ffi", pattern)]
-    assert cells == [f"{r['mean']:.2f} ({r['least']:.2f})" for r in rows], line
-  assert len(lines) == 8
+def rounded(row):
+  held = "with zeros" if row["bytes"] is None else f"{row['bytes']:,}"
+  return [row["task"], row["values"], held, f"{row['loss']:.4f}", f"{row['accuracy']:g}"]
 
 
-FILES = ["train_step_cpu", "train_step_vit_cpu", "train_step_resnet_cpu"]
+def step(row):
+  ratios = [ratio(row[key]) for key in ("over_dense", "over_floor") if key in row]
+  compiled = row["compile_over_dense"]
+  last = [] if compiled is None else [f"{compiled:.2f}"]
+  return [row["candidate"].removeprefix("decode "), *ratios, *last]
 
 
-@pytest.mark.parametrize("file", FILES)
+TABLES = {
+  "decode_cpu": decoded, "decode_packed_cpu": decoded, "decode_peak_cpu": peak,
+  "encode_cpu": encoded, "rounding": rounded, "train_step_cpu": step, "train_step_vit_cpu": step,
+  "train_step_resnet_cpu": step, "t5x_step_cpu": step,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", TABLES)
 def test_a_table_is_the_file_that_its_command_wrote(file):
-  found = json.loads((ROOT / f"benchmarks/results/{file}.json").read_text())
-  has_floor = "over_floor" in found["rows"][0]
-  ratios = ("over_dense", "over_floor") if has_floor else ("over_dense",)
-  show = lambda ratio: "{:.3f} [{:.3f}, {:.3f}]".format(*ratio)
-  head = ("candidate", "over dense", *["over the floor"] * has_floor, "compilation")
-  lines = [
-    (row["candidate"], *(show(row[r]) for r in ratios), f"{row['compile_over_dense']:.2f}")
-    for row in found["rows"]
-  ]
-  rows = [f"| {' | '.join(cells)} |" for cells in (head, *lines)]
-  text = "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]])
-  assert f"\n{text}\n\n" in PAGE, f"the table of {file}.json is\n\n{text}"
-  assert found["command"].partition(" --json")[0] in PAGE
-
-
-def test_the_tables_of_t5x_are_the_file_that_its_command_wrote():
-  """Issue 12, point 5: a step, its compilation, and greedy decoding, over T5X's own."""
-  found = json.loads((ROOT / "benchmarks/results/t5x_step_cpu.json").read_text())
-  text = PAGE.partition("## In T5X")[2].partition("## Products of packed weights")[0]
+  found = json.loads((RESULTS / f"{file}.json").read_text())
+  page = PAGES["deploy" if file == "rounding" else "performance"]
   for row in found["rows"]:
-    cells = [
-      row["candidate"].removeprefix("decode "),
-      "{:.3f} [{:.3f}, {:.3f}]".format(*row["over_dense"]),
-    ]
-    if (compiled := row["compile_over_dense"]) is not None:
-      cells.append(f"{compiled:.2f}")
-    assert f"| {' | '.join(cells)} |\n" in text
-  assert f"{found['command']}\n" in text
+    line = f"| {' | '.join(TABLES[file](row))} |".replace("|  |", "| |")
+    assert f"{line}\n" in page, f"{file} has {line}"
+  assert found["command"].partition(" --json")[0] in page
 
 
-def test_what_a_sampled_step_costs_is_what_its_command_wrote():
-  found = json.loads((ROOT / "benchmarks/results/t5x_sampled_cpu.json").read_text())
+def products(file):
+  """(backend, pattern) -> the cells of a line."""
+  lines = {}
+  for row in json.loads((RESULTS / f"packed_{file}.json").read_text())["ratios"]:
+    cell = f"{row['mean']:.2f} ({row['least']:.2f})"
+    lines.setdefault((row["backend"], row["pattern"]), []).append(cell)
+  return lines
+
+
+@pytest.mark.parametrize("file", ["cpu", "cpu_avx2", "cpu_two", "cpu_bfloat16", "cpu_int8"])
+def test_the_table_of_products_is_the_file_that_its_command_wrote(file):
+  for (backend, pattern), cells in products(file).items():
+    name = f"{backend}, {pattern}" if pattern != "dense" else backend
+    assert f"| {name} | {' | '.join(cells)} |\n" in PAGES["performance"]
+  command = json.loads((RESULTS / f"packed_{file}.json").read_text())["command"]
+  assert f"{command}\n" in PAGES["performance"]
+
+
+SMALL = {
+  "256x1024 to 512x2048": ("medium", "2:4", "1:8"),
+  "128x512 and 512x128": ("small", "2:4", "1:8"),
+  "64x64": ("tiny", "2:4", "1:8"),
+  "1024x4096 and 4096x1024": ("wide", "64:128", "16:128"),
+}
+
+
+@pytest.mark.parametrize("shapes", SMALL)
+def test_small_weights_and_wide_groups(shapes):
+  file, *patterns = SMALL[shapes]
+  for pattern in patterns:
+    cells = products(f"cpu_{file}")["cpu_ffi", pattern]
+    assert f"| {shapes}, {pattern} | {' | '.join(cells)} |\n" in PAGES["performance"]
+
+
+def test_what_a_sampled_step_costs():
+  found = json.loads((RESULTS / "t5x_sampled_cpu.json").read_text())
   rows = {row["candidate"]: row for row in found["rows"]}
   # The row of a recipe is the mean over 99 steps that do not sample and one that does.
-  mean, sampled = [], []
+  mean, compiled = [], []
   for name in ("sr_ste 1:8", "sdgf_geometric 1:8", "idp 1:8"):
     once = rows[f"{name} sampled"]["over_dense"][0]
     plain = (100 * rows[name]["over_dense"][0] - once) / 99
-    sampled.append(f"{rows[f'{name} sampled']['compile_over_dense']:.2f}")
     mean.append(f"{once / plain:.2f}")
-  page = " ".join(PAGE.split())
-  assert f"It took {mean[0]} times as long as a step of the same recipe" in page
-  assert "`sr_ste`, {} under `sdgf_geometric` and {} under `idp`".format(*mean[1:]) in page
-  assert "That takes {}, {} and {} times as long".format(*sampled) in page
-  only = "^(sr_ste 1:8|sdgf_geometric|idp)"
-  assert found["command"].replace(only, f'"{only}"') + "\n" in PAGE
+    compiled.append(f"{rows[f'{name} sampled']['compile_over_dense']:.2f}")
+  page = " ".join(PAGES["performance"].split())
+  section = page.partition("A step that samples metrics")[2].partition(" | ")[0]
+  assert all(figure in section for figure in (*mean, *compiled))
 
 
-def test_another_processor_gave_what_the_page_says():
-  found = json.loads((ROOT / "benchmarks/results/decode_packed_xeon.json").read_text())
-  layers, token = ([row[key] for row in found["rows"][1:]] for key in ("layers_x", "token_x"))
-  page = " ".join(PAGE.split())
-  assert (
-    "{:.2f} and {:.2f} in the layers, and {:.2f} and {:.2f} of a token".format(*layers, *token)
-    in page
-  )
+# --- the benchmarks run, small -----------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+  """Runs a benchmark in this process, which is not pinned, and returns what it wrote."""
+  timing = importlib.import_module("_timing")
+  monkeypatch.setattr(timing, "pin", lambda core: None)
+
+  def main(name, *words):
+    file = tmp_path / f"{name}.json"
+    monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *words, "--json", str(file)])
+    importlib.import_module(name).main()
+    return json.loads(file.read_text())["rows"]
+
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield main
+
+
+def keys(file):
+  return json.loads((RESULTS / f"{file}.json").read_text())["rows"][0].keys()
+
+
+def test_masks_run(run):
+  pytest.importorskip("qwix")
+  rows = run("masks", "--patterns=1:4,2:4", "--shapes=16x8", "--dtypes=float32", "--blocks=3")
+  assert [(row["axis"], row["pattern"]) for row in rows] == [
+    (0, "1:4"), (0, "2:4"), (-1, "1:4"), (-1, "2:4"),
+  ]  # fmt: skip
+  assert rows[0].keys() == keys("masks_cpu_f32") and rows[0]["over_limit"][0] > 0
+
+
+def test_a_train_step_runs(run, monkeypatch):
+  networks = importlib.import_module("_networks")
+  tiny = networks.vit.ViT(networks.vit.config("vit_test"))
+  monkeypatch.setattr(networks, "vit_b16", lambda layers: networks.images(tiny, 2))
+  words = "--network=vit", "--only=sr_ste", "--compiles=1", "--blocks=3"
+  rows = run("train_step", *words)
+  assert [row["candidate"] for row in rows] == ["dense", "sr_ste 1:8"]
+  assert rows[1].keys() == keys("train_step_vit_cpu")
+
+
+def test_decoding_runs(run, monkeypatch):
+  decode = importlib.import_module("decode")
+  monkeypatch.setattr(decode, "reading", lambda: ({("memory", "none"): lambda: None}, 1))
+  words = "--size=small", "--layers=2", "--steps=2", "--inputs=4", "--blocks=3"
+  assert [row["part"] for row in run("decode", *words)] == ["embedding", "layers", "head", "token"]
+  rows = run("decode", *words, "--patterns", "1:8")
+  assert [row["weights"] for row in rows] == ["dense", "1:8"]
+  assert rows[1].keys() == keys("decode_packed_cpu")
+
+
+def test_costs_in_place_run(run, capsys):
+  in_place = importlib.import_module("in_place")
+  in_place.leaves(2, "sr_ste")
+  in_place.calls("sr_ste")
+  in_place.assign(3)
+  said = capsys.readouterr().out
+  assert "ratio trace" in said and "later" in said and "3 rules on 3 parameters" in said

@@ -72,11 +72,11 @@ def test_edits_by_hand():
 def test_decoding_takes_the_likeliest_after_its_own_answers(tiny):
   network = tiny.network(True)
   x, _ = tiny.draw(jax.random.key(0))["test"]
-  params = network.init(jax.random.key(2), x)["params"]
+  params = jax.jit(network.init)(jax.random.key(2), x)["params"]
   params = jax.tree.map(lambda w: 3 * w, params)  # so that rows differ
   found = spelled.decoder(tiny.config)(params, x[:, : spelled.LETTERS])
   given_them = x.at[:, spelled.LETTERS :].set(jnp.maximum(found, spelled.FIRST))
-  likeliest = network.apply({"params": params}, given_them).argmax(-1)
+  likeliest = jax.jit(network.apply)({"params": params}, given_them).argmax(-1)
   is_said = np.cumsum(np.asarray(found) == spelled.END, 1) - (found == spelled.END) == 0
   is_said &= np.cumsum(np.asarray(found) == spelled.PAD, 1) == 0  # the row before was another
   assert is_said.mean() > 0.3 and len({bytes(row) for row in np.asarray(found)}) > 8
@@ -88,7 +88,7 @@ def test_decoding_takes_the_likeliest_after_its_own_answers(tiny):
 def test_scores_are_means_over_phonemes_and_ends_without_padding(tiny):
   x, y = tiny.draw(jax.random.key(0))["test"]
   network = tiny.network(True)
-  params = network.init(jax.random.key(2), x)["params"]
+  params = jax.jit(network.init)(jax.random.key(2), x)["params"]
   run = train.experiment(tiny, recipes.Row("dense"), "-", 2)
   loss, accuracy = run.score(params, {"test": (x, y)})
   logits = np.asarray(network.apply({"params": params}, x), np.float64)

@@ -103,7 +103,7 @@ def test_rebus_keeps_what_it_promises():
 def test_the_page_is_short_and_its_advice_names_lambda():
   assert len(RESULTS.splitlines()) <= 330
   readme = (ROOT / "README.md").read_text("utf8")
-  assert "lambda" in readme.partition("begin words")[2].partition("\n## ")[0]
+  assert "lambda" in readme.partition("\n## The recipes")[2].partition("\n## ")[0]
 
 
 def test_a_study_that_is_not_whole_says_so():
