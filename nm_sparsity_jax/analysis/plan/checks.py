@@ -42,7 +42,7 @@ def _local(found: Findings, built: Built) -> None:
   if built.run is not None:
     built.run.check()
     if not built.has_tokens:  # the part `data` looks at tasks and their vocabulary
-      built.workload.check()
+      built.run.model.workload.check()
     if built.run.best_metric is not None:
       found.notes.append(
         f"BEST_METRIC={built.run.best_metric!r} is not checked here: the run looks for it before "
