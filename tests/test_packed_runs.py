@@ -133,7 +133,7 @@ def test_with_memory_every_kernel_stays_packed(finalized, packed, tmp_path, caps
   assert told[0].startswith(f"0 of 15 kernels stay packed; {back}")
   assert told[1] == "15 of 15 kernels stay packed"
   assert cli.main([*words("eval", finalized, tmp_path / "no", **few), "--memory"]) == 1
-  assert "memory=True" in (said := capsys.readouterr().err)
+  assert "--memory" in (said := capsys.readouterr().err)
   assert "is not a packed file, and only its kernels can stay packed" in said
 
 

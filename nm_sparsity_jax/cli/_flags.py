@@ -6,9 +6,12 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from nm_sparsity_jax.runs import files
 
 # T5X's flags that mean nothing here. They are accepted, so that a command line of T5X serves.
 _OF_T5X = (
@@ -107,6 +110,13 @@ def require(*modules: str) -> None:
     raise ModuleNotFoundError(
       f"not installed: {', '.join(lost)}. Run {environment.install_command('local')}"
     )
+
+
+def check_file(flag: str, path: str) -> None:
+  """Raises where a file cannot be written, before anything takes long."""
+  files.check_folder(flag, pathlib.Path(path).parent)
+  if pathlib.Path(path).is_dir():
+    raise ValueError(f"{flag}: {path!r} is a folder: name a file in it.")
 
 
 # --- checkpoints --------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ import tempfile
 from typing import Any
 
 from nm_sparsity_jax.cli import _flags
-from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
   _refuse(args)
   if args.out is not None:
     _flags.require("jinja2", "matplotlib")
-    files.check_folder("--out", pathlib.Path(args.out).parent)
+    _flags.check_file("--out", args.out)
   if args.cores is not None:
     _take_cores(args.cores)
   from nm_sparsity_jax.analysis import bench

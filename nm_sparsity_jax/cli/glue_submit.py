@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.analysis.scores import submission
+from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.core.text import columns
-from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     report = {"zip": args.validate, "problems": submission.validate(args.validate, args.mini)}
   else:
     fill = set(submission.TASKS) if "all" in args.fill else set(args.fill)
-    files.check_folder("--out", pathlib.Path(args.out).parent)  # before minutes of reading
+    _flags.check_file("--out", args.out)  # before minutes of reading
     found, problems = submission.find(args.paths, args.task, args.mini)
     if not found:
       wanted = "such as nm_glue_rte-predict.jsonl-00000-of-00001"

@@ -20,10 +20,8 @@ import argparse
 import contextlib
 import json
 import os
-import pathlib
 
 from nm_sparsity_jax.cli import _flags
-from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   _flags.require("gin", *(["matplotlib"] if args.plot else []))
   if args.plot:
-    files.check_folder("--plot", pathlib.Path(args.plot).parent)
+    _flags.check_file("--plot", args.plot)
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax.analysis import plan

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.cli import _flags
-from nm_sparsity_jax.cli.quickstart_steps import ALL, HARDER, TASKS, TITLES, Task, typed
+from nm_sparsity_jax.cli.quickstart_steps import ALL, TASKS, TITLES, Task, typed
 from nm_sparsity_jax.core.text import columns
 from nm_sparsity_jax.runs import files, folders
 
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # jax sets another one when it is imported
   begin = time.monotonic()
   task, out = TASKS[args.task], args.out.rstrip("/")
-  steps, names = args.steps or task.steps, task.runs(args.all)
+  steps = task.steps if args.steps is None else args.steps
+  names = task.runs(args.all)
   _check(args.task, pathlib.Path(out), steps)
   # What one run compiled, such as the evaluation, the next one finds.
   os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.abspath(f"{out}/.compiled"))
@@ -76,7 +77,11 @@ def run(args: argparse.Namespace) -> int:
   _sum_up([f"{out}/{name}" for name in names])
   seconds = time.monotonic() - begin
   print(f"Done in {seconds // 60:.0f}:{seconds % 60:02.0f}. Curves are in {out}/report.html.")
-  _print_next(args, task, out, steps)
+  every = ["quickstart", "--all", "--task", args.task, "--out", out, "--steps", str(steps)]
+  pack = ["pack", f"{out}/{sparse[-1]}", f"{out}/model.safetensors"]
+  print(f"\nWhat next\n\n# every recipe, in the same folder\n{typed(every)}")
+  print(f"\n# a file without the zeros: docs/deploy.md\n{typed(pack)}")
+  print("\n# your own checkpoint on your own data: docs/local.md; with T5X: docs/t5x.md")
   return 0
 
 
@@ -141,15 +146,3 @@ def _sum_up(folders_of_runs: Sequence[str]) -> None:
     else:
       print(textwrap.fill(str(part), 100))
   print()
-
-
-def _print_next(args: argparse.Namespace, task: Task, out: str, steps: int) -> None:
-  harder = task.train(out, steps, "mdgf_exponential", HARDER)
-  every = ["quickstart", "--all", "--task", args.task, "--out", out, "--steps", str(steps)]
-  pack = ["pack", f"{out}/mdgf_exponential", f"{out}/model.safetensors"]
-  print("\nWhat next")
-  if not args.all:
-    print(f"\n# every recipe, in the same folder\n{typed(every)}")
-  print(f"\n# {HARDER}\n{typed(harder)}")
-  print(f"\n# a file without the zeros: docs/deploy.md\n{typed(pack)}")
-  print("\n# your own checkpoint on your own data: docs/local.md; with T5X: docs/t5x.md")

@@ -36,7 +36,6 @@ TITLES = {
   "snip": "SNIP: the mask of largest |gradient * weight|, frozen",
   "idp": "IDP: the levels of SDGF-Stepwise, each within the one before",
 }
-HARDER = "1:32"  # the pattern to try next
 
 
 class Task:
@@ -64,24 +63,19 @@ class Task:
     """Returns the last step of a run."""
     raise NotImplementedError
 
-  def train(self, out: str, steps: int, name: str, pattern: str = "") -> list[str]:
+  def train(self, out: str, steps: int, name: str) -> list[str]:
     """Returns the command of a run.
 
     Args:
       out: the folder of the quickstart.
       steps: of a recipe's run.
       name: of the run: a recipe, or one of `dense`.
-      pattern: another one than the task's; the run's folder is named by it too.
     """
-    folder = f"{name}_{pattern.replace(':', '_')}" if pattern else name
-    macros: dict[str, Any] = {
-      "RECIPE": "dense" if name in self.dense else name,
-      "MODEL_DIR": f"{out}/{folder}",
-    }
+    macros: dict[str, Any] = {"RECIPE": "dense", "MODEL_DIR": f"{out}/{name}"}
     if name not in self.dense:
-      macros["PATTERN"] = pattern or self.pattern
+      macros |= {"RECIPE": name, "PATTERN": self.pattern}
     macros |= self._macros(out, steps, name)
-    macros |= {"WARMUP_STEPS": macros["SPARSE_STEPS"] // 10}
+    macros["WARMUP_STEPS"] = macros["SPARSE_STEPS"] // 10
     files = [f"--gin_file=gin_configs/{file}.gin" for file in self._files(name)]
     return ["train", *files, *(f"--gin.{macro}={value!r}" for macro, value in macros.items())]
 

@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nm_sparsity_jax.core.text import columns
 
@@ -42,21 +42,15 @@ def run(args: argparse.Namespace) -> int:
   if not found:
     print(f"no row has {' and '.join(words)}; the nearest are", file=sys.stderr, flush=True)
   if args.json:
-    print(json.dumps([_plain(row) for row in shown], indent=2))
+    plain = [{"table": row.table, "ROW": row.name, **row.published} for row in shown]
+    print(json.dumps(plain, indent=2))
   else:
-    print("\n".join(columns([("table", "ROW", "published"), *map(_cells, shown)])))
+    cells = [(row.table, row.name, row.score or "no score") for row in shown]
+    print("\n".join(columns([("table", "ROW", "published"), *cells])))
     named = found if len(found) == 1 else [r for r in found if {*r.name.split()} <= {*words}]
     if len(named) == 1:
       print("\n".join(_details(named[0])))
   return 0 if found else 1
-
-
-def _cells(row: Row) -> tuple[str, str, str]:
-  return row.table, row.name, row.score or "no score"
-
-
-def _plain(row: Row) -> dict[str, Any]:
-  return {"table": row.table, "ROW": row.name, **row.published}
 
 
 def _details(row: Row) -> Iterator[str]:
