@@ -218,6 +218,12 @@ def test_the_estimate_is_what_adafactor_divides_by(shape, axes):
   np.testing.assert_allclose(got, np.square(grads["w"] / new["w"]), rtol=1e-4)
 
 
+def test_a_step_whose_update_was_skipped_is_no_sample(sampled):
+  run, start, _ = sampled
+  step, state = run._partitioned_train_step, start()
+  assert not step.after(state, step.before(state, t.batch_of())).is_applied
+
+
 def test_a_rule_with_two_patterns_and_a_skipped_update_are_not_written():
   of = lambda values, applied: measure.Sample(jnp.int32(7), jnp.bool_(applied), values)
   values = {"nm/n/ff": jnp.float32(0), "nm/m/ff": jnp.float32(4), "nm/D": jnp.float32(0)}

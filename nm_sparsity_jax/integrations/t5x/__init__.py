@@ -19,10 +19,7 @@ binds its names, wherever they are defined inside:
     t5x_adapter.SparseTrainer.metrics_every = 100
 """
 
-from nm_sparsity_jax.integrations.t5x.initializers import (
-  ShowingInitializer,
-  SparseTrainStateInitializer,
-)
+from nm_sparsity_jax.integrations.t5x.initializers import SparseTrainStateInitializer
 from nm_sparsity_jax.integrations.t5x.measure import Sample, SampledStep
 from nm_sparsity_jax.integrations.t5x.models import (
   COLLECTION,
@@ -54,7 +51,6 @@ __all__ = [
   "COLLECTION",
   "Sample",
   "SampledStep",
-  "ShowingInitializer",
   "SparseDecoderOnlyModel",
   "SparseEncoderDecoderModel",
   "SparseModel",

@@ -1,7 +1,7 @@
-"""T5X's initializers, which also show what becomes sparse and check what was restored.
+"""T5X's initializer, which also shows what becomes sparse and checks what was restored.
 
-shapes, mesh -> [ShowingInitializer] -> the table, the schedule, groups that devices cut
-restored     -> [SparseTrainStateInitializer] -> a train state of this model, or an error
+shapes, mesh -> the table, the schedule, groups that devices cut
+restored     -> a train state of this model, or an error
 """
 
 # T5X is not on PyPI: where types are checked without it, it is unknown.
@@ -24,14 +24,15 @@ from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.training.sites import Site
 
 
-class ShowingInitializer(utils.TrainStateInitializer):
-  """T5X's initializer, which also prints what becomes sparse, and when, before anything compiles.
+class SparseTrainStateInitializer(utils.TrainStateInitializer):
+  """T5X's initializer, which shows what becomes sparse and checks what was restored.
 
-  It warns of groups that devices cut, and of macros among the flags that nothing reads.
+  T5X makes one as soon as it knows the shape of a batch, before anything compiles. It prints the
+  places and the schedule, and warns of groups that devices cut, and of macros among the flags that
+  nothing reads. It tells the model how devices share the weights, so that masks on several TPUs
+  take one pass. Bind it in training, evaluation and inference:
 
-  T5X makes one as soon as it knows the shape of a batch. Bind it in training:
-
-      train_script.train.train_state_initializer_cls = @t5x_adapter.ShowingInitializer
+      infer_script.infer.train_state_initializer_cls = @t5x_adapter.SparseTrainStateInitializer
 
   Args:
     optimizer_def: as of T5X's.
@@ -42,36 +43,17 @@ class ShowingInitializer(utils.TrainStateInitializer):
 
   def __init__(self, optimizer_def, init_fn, *args, **kwargs):
     super().__init__(optimizer_def, init_fn, *args, **kwargs)
+    model, axes = init_fn.__self__, self.train_state_axes.params
+    mesh = self._partitioner.mesh
+    model.know_shardings(mesh, axes)
+    self.global_train_state_shape = _CheckedState(self.global_train_state_shape, model.check)
     if jax.process_index() == 0:
-      model = init_fn.__self__
       assignment = model.stored_rules.assign(model.made)
-      axes = traverse_util.flatten_dict(unfreeze(self.train_state_axes.params), sep="/")
-      doubts = [*cuts(assignment.places, axes, self._partitioner.mesh.shape)]
-      doubts += gin_files.unread_flags(sys.argv)
+      by_path = traverse_util.flatten_dict(unfreeze(axes), sep="/")
+      doubts = [*cuts(assignment.places, by_path, mesh.shape), *gin_files.unread_flags(sys.argv)]
       warnings = "".join(f"warning: {doubt}\n" for doubt in doubts)
       # T5X logs to stderr, hundreds of lines; this is all that stands in stdout.
       print(f"\n{assignment}\n\n{assignment.schedule}\n{warnings}", flush=True)
-
-
-class SparseTrainStateInitializer(ShowingInitializer):
-  """`ShowingInitializer`, which also checks a restored train state against the model.
-
-  It tells the model how devices share the weights, so that masks on several TPUs take one pass.
-  Bind it in eval and infer; `SparseTrainer` does both by itself.
-
-      infer_script.infer.train_state_initializer_cls = @t5x_adapter.SparseTrainStateInitializer
-
-  Args:
-    optimizer_def: as of T5X's.
-    init_fn: `get_initial_variables` of a model of this package.
-    *args, **kwargs: as of `ShowingInitializer`.
-  """
-
-  def __init__(self, optimizer_def, init_fn, *args, **kwargs):
-    super().__init__(optimizer_def, init_fn, *args, **kwargs)
-    model = init_fn.__self__
-    model.know_shardings(self._partitioner.mesh, self.train_state_axes.params)
-    self.global_train_state_shape = _CheckedState(self.global_train_state_shape, model.check)
 
 
 class _CheckedState:
