@@ -17,6 +17,7 @@ from nm_sparsity_jax.deploy import huggingface, safetensors_file, timm
 from nm_sparsity_jax.models.t5 import Transformer
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.trainer import checkpoints, step
+from nm_sparsity_jax.trainer.workloads.t5 import T5
 from nm_sparsity_jax.training import rules_text
 
 RULES = {"ff": "1:4", "qkv": "2:8", "o": "1:4"}  # of a T5
@@ -193,12 +194,12 @@ def test_a_folder_is_converted_for_t5x_and_starts_a_local_run(scan, dense, tmp_p
   t5.assert_same(got, dict(flatten(want)))
   assert (stored.format, stored.step, stored.rules) == ("Orbax", 0, None)
   load = functools.partial(checkpoints.load_initial, str(folder), key=jax.random.key(0))
-  params, _, number = load(step.Model(Transformer(config), rules_of_t5()))
+  params, _, number = load(step.Model(T5(Transformer(config)), rules_of_t5()))
   t5.assert_same(jax.device_get(params), want)
   assert number == 0
   relu = t5.config_of_name("v1_1", mlp_activations=("relu", "linear"))  # the same shapes
   with pytest.raises(ValueError, match="mlp_activations is .'gelu', 'linear'. there"):
-    load(step.Model(Transformer(relu), rules_of_t5()))
+    load(step.Model(T5(Transformer(relu)), rules_of_t5()))
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
     ("local_train.gin", "local_trian.gin", "local_trian.gin"),
     ("local_train.gin", "local_common.gin", "run file"),
     ("SPARSE_STEPS = 4", "SPARSE_STEPS = 'a'", "SPARSE_STEPS"),
-    ("[macros]", "[macros]\nDENSE_STEPS = 9", "dense-seed0: .*DENSE_STEPS=9"),
+    ("[macros]", "[macros]\nDENSE_STEPS = 9", "dense-seed0: .*DENSE_STEPS.*dense=9"),
     ('"1:8"]', '"1:5"]', "sr_ste-1_5-seed0: .*5"),
     ("[macros]", "[macros]\nGRADIENT = 'masked'", "sr_ste-1_4-seed0: .*GRADIENT"),
     ("[start]\nSPARSE_STEPS = 2", "[start]\nSPARSE_STEPS = -2", "SPARSE_STEPS"),

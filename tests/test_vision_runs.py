@@ -164,7 +164,7 @@ def test_plan(model, tmp_path, capsys):
     (dict(CLASSES=5), "set CLASSES=10"),
     (dict(MICROBATCHES=3), "BATCH_SIZE=8 must be a multiple of 3 microbatches"),
     (dict(SPARSITY_RULES={"stem": "1:8"}), "INDIVISIBLE"),
-    (dict(SPARSITY_RULES={"ff": "1:8"}), "roles stem, conv, shortcut, head"),
+    (dict(SPARSITY_RULES={"ff": "1:8"}), "have stem, conv, shortcut, head"),
     (dict(LOSS="hinge"), "LOSS='hinge'"),
   ):
     command = words(model, **MACROS | macros, MODEL_DIR=str(tmp_path / "run"))

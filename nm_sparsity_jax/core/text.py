@@ -101,7 +101,7 @@ def format_table(rows: Sequence[Sequence[Any]], style: str = "text", align: str 
   RTE   82.3*
   QNLI   7.0
   >>> print(format_table([["task", "mean"], ["RTE", Strong("82.3")]], "markdown", align="<>"))
-  | task | mean     |
+  | task |     mean |
   | :--- | -------: |
   | RTE  | **82.3** |
 
@@ -149,5 +149,8 @@ def format_table(rows: Sequence[Sequence[Any]], style: str = "text", align: str 
 
 
 def _csv_cell(cell: Any) -> Any:
-  """Returns a cell that no spreadsheet takes for a formula."""
-  return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
+  """Returns a cell that no spreadsheet takes for a formula, and no terminal for a command."""
+  if not isinstance(cell, str):
+    return cell
+  cell = printable(cell)
+  return f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell

@@ -166,13 +166,15 @@ class _Network:
 
   def check(self, cell: Cell, config: gin_files.Config) -> None:
     """Raises where files, macros or rules are wrong, or do not fit the network."""
-    if config.errors:
-      raise ValueError("; ".join(config.errors))
-    if not config.settings("Run"):
-      raise ValueError(
+    wrong = list(config.errors)
+    if not config.local or config.program != "train":
+      wrong.insert(
+        0,
         "gin_files: none is a run file of `nm-sparsity train`: add "
-        "gin_configs/runs/local_train.gin or local_finetune.gin."
+        "gin_configs/runs/local_train.gin or local_finetune.gin",
       )
+    if wrong:
+      raise ValueError("; ".join(wrong))
     rules = config.value("RULES")
     network = plan.network_of(config)
     if not isinstance(network, workloads.Workload):
