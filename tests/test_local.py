@@ -572,3 +572,20 @@ def test_a_terminal_gets_one_live_line(is_terminal, monkeypatch):
   assert "step 102/200  loss 1.5000  D 0  a/kernel 2:8, b/kernel 1:8  density 0.188" in text
   assert "tokens/s" in text and "left" in text
   assert text.count("\n") == (2 if is_terminal else 3) and ("\r\x1b[K" in text) == is_terminal
+
+
+def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
+  def cut_off(path, ignore_errors):
+    next(path.rglob("*.zarray"), next(path.rglob("*"))).unlink()
+    raise KeyboardInterrupt
+
+  kept = checkpoints.Checkpoints(tmp_path, keep=1)
+  for step in (1, 2):
+    kept.save(step, {"a": np.ones(3)})
+  kept.wait()
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(shutil, "rmtree", cut_off)
+    kept.close()
+  assert kept.steps() == [2]
+  kept.close()
+  assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]

@@ -38,6 +38,7 @@ from nm_sparsity_jax.training.rules import Rules
 
 MUTABLES = "flax_mutables"  # T5X's name for all collections
 _PREFIX = folders.PREFIX
+_REMOVED = ".removed_"
 
 
 def to_tree(state: TrainState, rules: Rules) -> dict[str, Any]:
@@ -171,7 +172,10 @@ class Checkpoints:
     # Orbax' policies keep the newest or the best by a metric of the save; ours is known after it.
     for step in self.steps()[: -self._keep] if self._keep else ():
       if step != self.best:
-        shutil.rmtree(self.folder / f"{_PREFIX}_{step}", ignore_errors=True)
+        # Under another name a kill leaves nothing that looks like a whole checkpoint.
+        os.replace(self.folder / f"{_PREFIX}_{step}", self.folder / f"{_REMOVED}{step}")
+    for path in self.folder.glob(f"{_REMOVED}*"):
+      shutil.rmtree(path, ignore_errors=True)
 
   def restore(self, step: int, like: TrainState, model: Model) -> tuple[TrainState, str]:
     """Reads one of these checkpoints onto the devices: its state, and the text of its rules.
