@@ -28,7 +28,7 @@ COMMANDS = {
   "eval": ("eval", "evaluate a checkpoint on the devices of this machine, without T5X"),
   "infer": ("infer", "write the predictions of a checkpoint, without T5X"),
   "rows": ("rows", "list the paper's rows with their published scores, and search them"),
-  "plan": ("plan", "show what a run would do, and every mistake, before it starts"),
+  "plan": ("plan", "show what a run would do, and what is wrong, before it starts"),
   "verify": ("verify", "prove, group by group, that a checkpoint is n:m"),
   "finalize": ("finalize", "write a checkpoint with exact zeros, and prove it"),
   "export": ("export", "write a checkpoint for timm, Hugging Face or Core ML, and prove it"),

@@ -1,4 +1,4 @@
-"""Shows what a run would do, and every mistake, before it starts.
+"""Shows what a run would do, and what is wrong, before it starts.
 
 It takes the gin files and overrides of `nm-sparsity train`, `eval` and `infer`, and those of
 t5x.train, t5x.eval and t5x.infer: put `nm-sparsity plan` in place of the command and keep the
