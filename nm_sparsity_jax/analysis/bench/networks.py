@@ -75,8 +75,10 @@ class Work:
 
 def memory(program: Any) -> int:
   """Returns the bytes that XLA says are held at once at most, the parameters among them."""
-  told = program.memory_analysis()
-  return int(told.argument_size_in_bytes + told.temp_size_in_bytes + told.output_size_in_bytes)
+  stats = program.memory_analysis()
+  return int(
+    memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+  )
 
 
 def works(network: Any, state: Any, batch: int, inputs: int, tokens: int) -> list[Work]:

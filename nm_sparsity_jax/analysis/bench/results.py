@@ -140,13 +140,13 @@ class Found:
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the findings as values that JSON knows; times are seconds."""
-    told = dataclasses.asdict(self)
+    out = dataclasses.asdict(self)
     for name in ("products", "wholes"):
-      rows = zip(told[name], getattr(self, name), strict=True)
-      told[name] = [{**row, "times": one.times, "half": list(one.half)} for row, one in rows]
-    for row, one in zip(told["products"], self.products, strict=True):
+      rows = zip(out[name], getattr(self, name), strict=True)
+      out[name] = [{**row, "times": one.times, "half": list(one.half)} for row, one in rows]
+    for row, one in zip(out["products"], self.products, strict=True):
       row["is_short"] = one.is_short
-    return told
+    return out
 
   @property
   def how(self) -> str:
@@ -284,9 +284,9 @@ def bound(whole: float, products: Iterable[tuple[float, float]]) -> tuple[float,
     whole: seconds with dense weights.
     products: (seconds of dense products, the share of their bytes that is left when packed).
   """
-  told = list(products)
-  spent = sum(seconds for seconds, _ in told)
-  left = sum(seconds * share for seconds, share in told)
+  pairs = list(products)
+  spent = sum(seconds for seconds, _ in pairs)
+  left = sum(seconds * share for seconds, share in pairs)
   rest = whole - spent
   if rest < 0 or not rest + left:
     return spent, 0.0

@@ -26,8 +26,8 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 def threads() -> int:
   """Returns how many threads XLA multiplies with: the cores of this process, or PJRT_NPROC."""
-  told = os.environ.get("PJRT_NPROC", "")
-  return int(told) if told else choice.cores()
+  cores = os.environ.get("PJRT_NPROC", "")
+  return int(cores) if cores else choice.cores()
 
 
 def clock() -> Callable[[], float]:

@@ -64,9 +64,9 @@ def summary(runs: Sequence[Run], checkpoint: str | int, seeds: int = 1) -> Itera
   yield from lost(rows, against)
   chance = _largest_class(runs, common)
   yield _table(rows, against, " and ".join(common), chance)
-  told = [_told(name, measure) for name, measure in common.items()]
+  scores = [_told(name, measure) for name, measure in common.items()]
   yield (
-    f"Score: {'the mean of ' * (len(common) > 1)}{listed(told)}, checkpoint: "
+    f"Score: {'the mean of ' * (len(common) > 1)}{listed(scores)}, checkpoint: "
     f"{scored.of_target(checkpoint)}. Weights: what the patterns leave of the sparse kernels. "
     f"Lowest: the worst evaluation, of a sparse run since it is sparse.{_classes(chance)}"
   )
@@ -123,8 +123,8 @@ def lost(rows: Sequence[Row], against: Mapping[int, Row]) -> Iterator[str]:
   digits = score_digits([row.score for row in rows])
   for (weights, name, score), those in alike.items():
     points = [f"{row.name} {_changed(row.score - score, digits)}" for row in those]
-    told = f"With {weights} of the weights, {listed(points)} of the "
-    yield f"{told}{score:.{digits}f} points of {name}."
+    lead = f"With {weights} of the weights, {listed(points)} of the "
+    yield f"{lead}{score:.{digits}f} points of {name}."
   if not against and any(row.weights for row in rows):
     yield "No run here is dense, so nothing tells what the sparse ones lost."
 

@@ -66,8 +66,14 @@ def dot(x: jax.Array, packed: NMPacked, isa: str = "best", threads: int = 0) -> 
   """
   _registered()
   numbers = packed.n, packed.m, packed.depth, packed.bits
-  told = {"n": packed.n, "m": packed.m, "bits": packed.bits, "isa": ISAS[isa], "threads": threads}
-  static = {name: np.int64(value) for name, value in told.items()}
+  settings = {
+    "n": packed.n,
+    "m": packed.m,
+    "bits": packed.bits,
+    "isa": ISAS[isa],
+    "threads": threads,
+  }
+  static = {name: np.int64(value) for name, value in settings.items()}
   scale = jnp.zeros((0,), jnp.float32) if packed.scale is None else packed.scale
 
   @jax.custom_batching.custom_vmap

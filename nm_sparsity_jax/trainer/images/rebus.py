@@ -100,8 +100,8 @@ def pictures(
     task: which glyphs and which table.
   """
   glyphs, table = _task(task)
-  told = words(*key, 1, count=count * _EACH).reshape(count, _EACH)
-  pick = lambda column, n: (told[:, column] % np.uint64(n)).astype(np.int64)
+  draws = words(*key, 1, count=count * _EACH).reshape(count, _EACH)
+  pick = lambda column, n: (draws[:, column] % np.uint64(n)).astype(np.int64)
   first, second = pick(0, GLYPHS), pick(1, GLYPHS)
   where = _PAIRS[pick(2, len(_PAIRS))]
   shape = count, CELLS, CELL, CELL, CHANNELS
