@@ -76,9 +76,7 @@ class Work:
 def memory(program: Any) -> int:
   """Returns the bytes that XLA says are held at once at most, the parameters among them."""
   stats = program.memory_analysis()
-  return int(
-    memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-  )
+  return int(stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes)
 
 
 def works(network: Any, state: Any, batch: int, inputs: int, tokens: int) -> list[Work]:
