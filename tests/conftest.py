@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from importlib import metadata
 
 # Before jax is imported: it reads these once.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -15,10 +16,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # processes that tests start. AS_USERS=1 compiles as by default; `make test-slow` does.
 if not os.environ.get("AS_USERS"):
   os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-  os.environ["XLA_FLAGS"] = " ".join((
-    os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-  ))  # fmt: skip
+  flags = ["--xla_cpu_parallel_codegen_split_count=1"]
+  if metadata.version("jaxlib") < "0.12":  # which ends the process at a flag that it does not know
+    flags.append("--xla_cpu_use_fusion_emitters=false")
+  os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *flags))
 # XLA's pool has a thread per core. On two cores, two devices that wait in a reduction for their
 # partners leave no thread to run them, and XLA ends the process after 40 seconds.
 os.environ.setdefault("PJRT_NPROC", "32")
