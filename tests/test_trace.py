@@ -211,7 +211,7 @@ def test_a_tied_embedding_is_refused():
 
 
 def on_four_devices(function, *specs):
-  mesh = jax.sharding.AbstractMesh((4,), ("d",))
+  mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
   return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("d"), check_vma=False)
 
 

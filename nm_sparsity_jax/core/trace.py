@@ -258,7 +258,14 @@ class _Walk:
 
   def _scan(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
     p = eqn.params
-    body, (consts, carries) = p["jaxpr"].jaxpr, (p["num_consts"], p["num_carry"])
+    body = p["jaxpr"].jaxpr
+    # Constants and the carry keep their rank in a turn, and what is stacked has an axis less. JAX
+    # 0.10 has these numbers as parameters of a scan, and JAX 0.12 has others.
+    same_rank = lambda inside, outside: sum(
+      a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True)
+    )
+    carries = same_rank(body.outvars, eqn.outvars)
+    consts = same_rank(body.invars, eqn.invars) - carries
     layers = [_unstacked(value) for value in known[consts + carries :]]
     given = known[:consts], known[consts : consts + carries], layers
     carry = self._carry(body, *given, "scan")
