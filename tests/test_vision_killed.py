@@ -27,9 +27,9 @@ def test_killed_and_resumed_has_the_same_bits(worker, tmp_path, steps=96):
   left = 0
   for step in at:
     status, last = killed.run(worker, folder, steps, kill_at=step)
-    assert status == signal.SIGKILL and last == step
+    assert status == signal.SIGKILL and last >= step  # a step or two pass before the signal
     found = folders.steps(folder)
-    assert not found or 0 < found[-1] <= step + 4  # the loop looks at sums two steps later
+    assert not found or 0 < found[-1] <= last + 4  # the loop looks at sums two steps later
     left += bool(found)
   assert left > len(at) / 2  # an early kill may find the first checkpoint half written
   assert killed.run(worker, folder, steps) == (0, steps - 1)
