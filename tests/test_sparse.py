@@ -165,6 +165,33 @@ def test_each_update_is_that_of_the_pieces_from_the_same_state(name):
   assert (name in masks["mask"]) == (name in STATEFUL)
 
 
+@functools.cache
+def two_hundred_steps():
+  """W in place and by the pieces, and the loss of each recipe both ways."""
+  start = params_of()
+  params, opt = jax.jit(lambda run: jax.lax.scan(train_step(TX), run, length=200)[0])(
+    (start, TX.init(start))
+  )
+
+  def turn(run, step):
+    return by_hand(*run[:2], step, run[2]), None
+
+  begin = start, INNER.init(start), nms.init_state(start, RULES)
+  w, _, masks = jax.jit(lambda run: jax.lax.scan(turn, run, jnp.arange(200))[0])(begin)
+  losses = [
+    {name: loss_of(name, tree) for name in RECIPES}
+    for tree in (params, nms.sparsify(w, RULES, 200, masks))
+  ]
+  return nms.dense_params(params, opt), w, *losses
+
+
+@every
+def test_two_hundred_steps_are_those_of_a_loop_of_the_pieces(name):
+  in_place, by_pieces, loss, other_loss = two_hundred_steps()
+  close(in_place[name], by_pieces[name])
+  np.testing.assert_allclose(loss[name], other_loss[name], 1e-6)
+
+
 @pytest.mark.parametrize("name", ["sr_ste", "mdgf_linear", "one_shot"])
 def test_weights_loaded_after_init_are_the_start_and_the_first_pass_sees_all_of_them(name):
   """With dense = 0, too: at count 0 no weight is pruned yet but by a mask that is stored."""
