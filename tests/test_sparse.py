@@ -19,8 +19,7 @@ from flax.training.train_state import TrainState
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.training import optim
-from nm_sparsity_jax.training.transform import SparseState
+from nm_sparsity_jax.training import transform
 
 PHASES = nms.Phases(total=48, dense=4, finetune=12)
 STEPS = 50
@@ -140,7 +139,7 @@ def nms_dense():
 def by_hand(w, inner, step, masks):
   """W, the inner state and the masks after one update at W, by the pieces."""
   grads = jax.grad(lambda w: loss(nms.sparsify(w, RULES, step, masks)))(w)
-  full = optim.add_sr_ste(grads, w, RULES, step, masks)
+  full = transform.add_sr_ste(grads, w, RULES, step, masks)
   moves, inner = relaxed(INNER.update, full, inner, w)
   new = optax.apply_updates(w, moves)
   return new, inner, nms.update_state(masks, new, RULES, step + 1, grads, grads_at=w)
@@ -240,7 +239,7 @@ def test_what_is_skipped_counts_nothing():
 
 
 def is_sparse_state(x):
-  return isinstance(x, SparseState)
+  return isinstance(x, transform.SparseState)
 
 
 @pytest.mark.parametrize(
