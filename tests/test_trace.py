@@ -15,7 +15,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import trace
 from nm_sparsity_jax.core.trees import flatten
 
-# T5X, Haiku and what they import warn on their own account.
+# T5X and what they import warn on their own account.
 pytestmark = pytest.mark.filterwarnings("ignore")
 RECIPE = nms.recipe("sr_ste", pattern="2:4", phases=nms.Phases(total=10))
 NOISE = 1e-5  # of float32; what is no noise came out above 9e-4, and noise below 1e-7
