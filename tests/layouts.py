@@ -293,7 +293,6 @@ T5_AXIS_0 = (
 
 VIT_HEAD = {"patch_embed/proj/kernel": (2,)} | every("head")
 VIT = VIT_HEAD | every("q", "k", "v", "proj", "fc1", "fc2")
-VIT_STACKED = VIT_HEAD | every("q", "k", "v", "proj", "fc1", "fc2", axes=(1,))
 SWIN = {"patch_embed/proj/kernel": (2,)} | every("q", "k", "v", "proj", "fc1", "fc2", "fc",
                                                  "reduction")  # fmt: skip
 RESNET = every(r"\w*conv\d?", axes=(2,)) | every("fc")
@@ -381,7 +380,6 @@ OURS = {
   "our T5, scanned": (lambda: t5(scan_layers=True), T5_AXIS_1),
   "our T5, scanned along axis 0": (lambda: t5(scan_layers=True, param_scan_axis=0), T5_AXIS_0),
   "our ViT": (lambda: our_vit(), VIT),
-  "our ViT, scanned": (lambda: our_vit(scan=True), VIT_STACKED),
   "our Swin": (our_swin, SWIN),
   "our ResNet": (our_resnet, RESNET),
 }  # fmt: skip

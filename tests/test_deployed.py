@@ -257,17 +257,16 @@ def said_of(network, params, images):
 
 
 def test_a_packed_vit_sees_what_the_finalized_one_sees(backend):
-  config = vit.config("vit_test", scan=True, layers=1)
-  network = vit.ViT(config)
+  network = vit.ViT(vit.config("vit_test", layers=1))
   images = inputs(7, 3, 16, 16, 3)
   shapes = jax.eval_shape(network.init, jax.random.key(0), images)["params"]
-  rules = PLACES.with_axes({"blocks/.*": 1})
-  params = nms.finalize(hashed(shapes, 0.1), rules, 0, early=True)
-  tree, plain = inference_tree.unstacked(params, config)
-  packed, report = inference_tree.pack_tree(tree, PLACES)
+  params = nms.finalize(hashed(shapes, 0.1), PLACES, 0, early=True)
+  assert inference_tree.unstacked(params, network.config) == (params, network.config)
+  packed, report = inference_tree.pack_tree(params, PLACES)
   assert len(report.packed) == 4
-  prepared = inference_tree.prepare(packed, inference_tree.rows_of(plain, batch=3), backend)
-  due, got = said_of(network, params, images), said_of(vit.ViT(plain), prepared, images)
+  rows = inference_tree.rows_of(network.config, batch=3)
+  prepared = inference_tree.prepare(packed, rows, backend)
+  due, got = said_of(network, params, images), said_of(network, prepared, images)
   jax.tree.map(close, got, due)
 
 
@@ -285,21 +284,6 @@ def test_other_networks_take_packed_kernels(name):
   assert len(report.packed) == {"swin": 4 * 6 + 2, "resnet": 1}[name]
   apply = lambda tree: network.apply({**zeros, "params": tree}, images)
   assert jax.eval_shape(apply, tree).shape == (2, 10)
-
-
-# --- trees that a scan stacks --------------------------------------------------------------------
-
-
-def test_a_stack_is_taken_apart():
-  config = vit.ViTConfig(scan=True)
-  w, table = np.arange(24.0).reshape(2, 3, 4), np.ones(3)
-  tree, plain = inference_tree.unstacked({"blocks": {"fc1": {"kernel": w}}, "norm": table}, config)
-  assert not plain.scan and tree["norm"] is table
-  np.testing.assert_array_equal(tree["blocks_1"]["fc1"]["kernel"], w[1])
-  shapes = {"blocks": {"fc1": {"kernel": shape(2, 3, 4)}}}
-  told, _ = inference_tree.unstacked(shapes, config)
-  assert told["blocks_1"]["fc1"]["kernel"].shape == (3, 4)
-  assert inference_tree.unstacked(shapes, None) == (shapes, None)
 
 
 # --- trees ----------------------------------------------------------------------------------------

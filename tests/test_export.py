@@ -97,20 +97,8 @@ def test_a_dense_checkpoint_is_exported_and_nothing_is_proven(tmp_path, capsys):
   images.assert_same(timm.read(file), variables)
 
 
-def test_scanned_blocks_are_proven_one_by_one(tmp_path):
-  shapes = images.shapes_of(images.network("vit_test", scan=True))
-  variables = timm.from_timm(images.tensors_of("vit_test"), shapes)
-  recipe = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=1))
-  rules = nms.Rules({r"blocks/mlp/fc\d/kernel": recipe}, axes={r"blocks/.*": 1})
-  params = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
-  save(tmp_path, {"params": params}, None)
-  made = nms.runs.export(tmp_path, tmp_path / "m.safetensors", rules)
-  assert made.ok and len(made.report.places) == 4
-  assert "blocks.1.mlp.fc2.weight" in {place.path for place in made.report.places}
-
-
 def test_a_file_is_compared_by_its_header_and_loads_as_any_checkpoint(tmp_path, monkeypatch):
-  file, net = tmp_path / "model.safetensors", images.network("vit_test", scan=True)
+  file, net = tmp_path / "model.safetensors", images.network("vit_test")
   safetensors_file.write(file, images.tensors_of("vit_test"))
   shapes = images.shapes_of(net)
   stored = checkpoint.read(str(file), shapes, net.config)

@@ -12,9 +12,9 @@ from test_packed_file import kernels_of
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.deploy import inference_tree, packed_file, safetensors_file, timm
-from nm_sparsity_jax.models.vit import ViTConfig
+from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy import huggingface as deploy_huggingface
+from nm_sparsity_jax.deploy import inference_tree, packed_file, safetensors_file
 from nm_sparsity_jax.training import rules_text
 
 
@@ -106,23 +106,30 @@ def test_what_cannot_be_packed_is_one_line(tmp_path, capsys):
 
 def test_a_regex_of_a_stack_becomes_that_of_its_layers(tmp_path):
   """The other rule's axis stays: its kernel is in no stack."""
-  shapes = images.shapes_of(images.network("vit_test", scan=True))
-  variables = timm.from_timm(images.tensors_of("vit_test"), shapes)
   recipe = lambda pattern: nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
-  places = {r"blocks/mlp/fc\d/kernel": recipe("1:4"), "head/kernel": recipe("1:2")}
-  rules = nms.Rules(places, axes={r"blocks/.*": 1, "head.*": 0})
-  params = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
+  stack = r"encoder/encoder/mlp/w[io]/kernel"
+  places = {stack: recipe("1:4"), "decoder/logits_dense/kernel": recipe("1:2")}
+  rules = nms.Rules(places, axes={stack: 0, "decoder/logits.*": 0})
+  config = huggingface.config_of_name("v1_1", scan_layers=True, mlp_activations=("relu",))
+  params = params_of(config)
+  params = jax.device_get(nms.finalize(params, rules, 0, early=True))
   exported.save(tmp_path, {"params": params}, None)
   file = tmp_path / "model.safetensors"
   nms.runs.pack(tmp_path, file, rules)
   opened = packed_file.Opened(file)
   found = rules_text.parse(opened.rules)
-  assert set(found.places) == {r"blocks_\d+/mlp/fc1/kernel", r"blocks_\d+/mlp/fc2/kernel",
-                               "head/kernel"}  # fmt: skip
-  assert found.axes == {"head/kernel": 0} and len(kernels_of(opened)) == 5
-  want, _ = inference_tree.unstacked(params, ViTConfig(scan=True))
+  layers = {rf"encoder/layers_\d+/mlp/{name}/kernel" for name in ("wi", "wo")}
+  assert set(found.places) == {*layers, "decoder/logits_dense/kernel"}
+  assert found.axes == {"decoder/logits_dense/kernel": 0} and len(kernels_of(opened)) == 7
+  want, _ = inference_tree.unstacked(params, config)
   assert_holds(opened, {"params": want})
   assert cli.main(["verify", str(file)]) == 0
+
+
+def params_of(config):
+  rng = np.random.default_rng(0)
+  shapes = deploy_huggingface.shapes_of(config)
+  return nested({k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()})
 
 
 def test_verify_reads_every_kernel_also_one_that_no_rule_names(tmp_path, capsys):

@@ -145,10 +145,9 @@ def test_full_size_networks_are_timms(name):
 # --- there and back -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, scan", [*((name, False) for name in reference.TINY),
-                                        ("vit_test", True)])  # fmt: skip
-def test_weights_come_back_bit_for_bit_and_every_name_is_accounted_for(name, scan, tmp_path):
-  net, tensors = network(name, **({"scan": True} if scan else {})), tensors_of(name)
+@tiny
+def test_weights_come_back_bit_for_bit_and_every_name_is_accounted_for(name, tmp_path):
+  net, tensors = network(name), tensors_of(name)
   shapes = shapes_of(net)
   variables = timm.from_timm(tensors, shapes)
   assert jax.tree.map(np.shape, variables) == jax.tree.map(lambda x: x.shape, shapes)

@@ -27,7 +27,7 @@ from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import names, safetensors_file
 from nm_sparsity_jax.deploy.names import Name, difference
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
-from nm_sparsity_jax.deploy.unstack_layers import apart_all, scan_axis
+from nm_sparsity_jax.deploy.unstack_layers import apart_all, restacked, scan_axis, without_scan
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
@@ -192,7 +192,7 @@ def to_huggingface(params: Mapping[str, Any], config: T5Config) -> dict[str, np.
   arrays = dict(flatten(params))
   if said := difference(shapes_of(config), {key: x.shape for key, x in arrays.items()}):
     raise ValueError(f"the tree is not of the network of this config: {said}.")
-  return names.to_tensors(arrays, name_of, config.param_scan_axis)
+  return names.to_tensors(apart_all(arrays, config.param_scan_axis), name_of)
 
 
 def from_huggingface(tensors: Mapping[str, Any], config: T5Config) -> dict[str, Any]:
@@ -214,7 +214,8 @@ def from_huggingface(tensors: Mapping[str, Any], config: T5Config) -> dict[str, 
 def _from_tensors(tensors: Mapping[str, Any], config: T5Config, what: str) -> dict[str, Lazy]:
   unread = {*_UNREAD, *([_HEAD] if config.logits_via_embedding else [])}
   own = {name: x for name, x in tensors.items() if name not in unread}
-  return names.from_tensors(own, name_of, shapes_of(config), what, config.param_scan_axis)
+  layers = names.from_tensors(own, name_of, shapes_of(without_scan(config)), what)
+  return restacked(layers, shapes_of(config), config.param_scan_axis)
 
 
 def read(path: str | os.PathLike, config: T5Config | None = None) -> dict[str, Any]:
@@ -391,7 +392,7 @@ class Folder:
       # transformers 5 ties T5 1.1 too, where nobody gave it a head of its own. It does not scale.
       self.tensors.setdefault(_HEAD, self.tensors[_SHARED])
     what = f"{self.path!r} is not the T5 of its {_CONFIG}"
-    _from_tensors(self.tensors, self.config, what)
+    _from_tensors(self.tensors, self.config, what)  # names and shapes; it reads no tensor
 
   def arrays(self, config: T5Config | None = None) -> dict[str, Lazy]:
     """Returns key of T5X's tree -> array, which is read when it is asked for.

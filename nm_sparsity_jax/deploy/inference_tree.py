@@ -67,6 +67,7 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> tuple[dict[str, NMPa
 
 def _refused(site: Site, dtype: Any, kind: Any) -> str:
   """Says why a kernel stays dense, '' where it is packed."""
+  # Of our layers only those of such a kernel multiply by `nm_dot`.
   if not site.path.endswith("kernel") or len(site.shape) != 2 or site.axes != (0,):
     return "layers take packed only kernels (in, out), with groups along axis 0"
   if site.pattern.m > MOST:
@@ -204,6 +205,7 @@ def prepare(
   Raises:
     ValueError: rows are no whole number from 1 on, or the backend is unknown or not there.
   """
+  # Each kernel by itself: one network may hold some packed and some with zeros.
   count = rows if callable(rows) else lambda path: rows
   ready = lambda path, x: of_one.prepare(x, count(path), backend, memory)
   return jax.tree.map(jnp.asarray, _map_packed(ready, tree))
@@ -230,6 +232,7 @@ def rows_of(config: Any, batch: int, inputs: int = 1, beams: int = 1) -> Callabl
       return batch
     if path.startswith("encoder/"):
       return batch * inputs
+    # Keys and values of the input are computed once a sequence, all else for each token.
     reads_inputs = re.search(r"/encoder_decoder_attention/(key|value)/", path)
     return batch * beams * (inputs if reads_inputs else 1)
 

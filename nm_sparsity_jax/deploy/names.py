@@ -11,12 +11,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from nm_sparsity_jax.core.trees import group
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
-from nm_sparsity_jax.deploy.unstack_layers import apart_all, restacked
 
 _SHOWN = 3  # groups of names in an error
 
@@ -57,22 +55,21 @@ class Name:
 
   def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of their tensor, of that of our array."""
+    # Of an array that takes no memory: the layouts themselves say what the shape becomes.
     first, *rest = self.theirs(np.broadcast_to(np.int8(0), ours)).shape or (0,)
     return (first if self.third is None else 3 * first, *rest)
 
 
-def to_tensors(
-  arrays: Mapping[str, Any], name_of: Callable[[str], Name], axis: int = 1
-) -> dict[str, np.ndarray]:
+def to_tensors(arrays: Mapping[str, Any], name_of: Callable[[str], Name]) -> dict[str, np.ndarray]:
   """Returns their name -> tensor.
 
   Args:
-    arrays: our key -> array, layers stacked by a scan or not.
+    arrays: our key -> array, of a network without a scan.
     name_of: the library's.
-    axis: as in `apart`.
   """
+  # Sorted by thirds, since a tree has k before q; other tensors are alone, in any order.
   rows: dict[str, list[np.ndarray]] = {}
-  named = [(name_of(key), x) for key, x in apart_all(arrays, axis).items()]
+  named = [(name_of(key), x) for key, x in arrays.items()]
   for there, x in sorted(named, key=lambda pair: pair[0].third or 0):
     rows.setdefault(there.name, []).append(there.theirs(np.asarray(x)))
   return {name: x[0] if len(x) == 1 else np.concatenate(x) for name, x in rows.items()}
@@ -83,32 +80,30 @@ def from_tensors(
   name_of: Callable[[str], Name],
   shapes: Mapping[str, tuple[int, ...]],
   what: str,
-  axis: int = 1,
 ) -> dict[str, Lazy]:
   """Returns our key -> array, which is read each time it is asked for.
 
   Args:
     tensors: their name -> array, or `Lazy`.
     name_of: the library's.
-    shapes: key of the network that takes the arrays, which may scan -> shape.
+    shapes: our key -> shape, of the network without a scan that takes the arrays.
     what: the beginning of an error.
-    axis: as in `apart`.
 
   Raises:
     ValueError: a name is missing or unknown, or a tensor has another shape: all in one error.
   """
-  likes = {key: jax.ShapeDtypeStruct(shape, np.float32) for key, shape in shapes.items()}
-  layers = {key: (name_of(key), x.shape) for key, x in apart_all(likes, axis).items()}
-  wanted = {there.name: there.shape(shape) for there, shape in layers.values()}
+  found = {key: name_of(key) for key in shapes}
+  wanted = {there.name: there.shape(shapes[key]) for key, there in found.items()}
   if said := difference(wanted, {name: x.shape for name, x in tensors.items()}):
     raise ValueError(f"{what}: {said}.")
 
-  def lazy(there: Name, shape: tuple[int, ...]) -> Lazy:
+  def lazy(key: str, there: Name) -> Lazy:
     tensor = tensors[there.name]
+    # A copy in our order: a view would keep all of q, k and v alive, and hold the file's layout.
     make = lambda: np.array(there.ours(np.asarray(tensor)), order="C")
-    return Lazy(shape, np.dtype(tensor.dtype), make)
+    return Lazy(shapes[key], np.dtype(tensor.dtype), make)
 
-  return restacked({key: lazy(*found) for key, found in layers.items()}, shapes, axis)
+  return {key: lazy(key, there) for key, there in found.items()}
 
 
 def difference(

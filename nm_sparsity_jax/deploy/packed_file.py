@@ -60,6 +60,7 @@ def write(
   if not report.packed:
     raise ValueError(f"nothing would be packed: {dict(report.dense)}")
   tensors, kernels = {}, {}
+  # A kernel is a pytree of its parts; as a leaf it keeps its name.
   leaves = flatten({**variables, "params": params}, lambda x: isinstance(x, NMPacked))
   for name, x in leaves:
     if isinstance(x, NMPacked):
@@ -118,8 +119,6 @@ class Opened:
   def leaf(self, name: str) -> NMPacked | np.ndarray:
     """Reads what a network takes at a name: a packed kernel, or an array.
 
-    The C++ kernels trust shapes and indices, so this is the place that looks at them.
-
     Args:
       name: of `leaves`.
 
@@ -129,6 +128,7 @@ class Opened:
     found = self.leaves[name]
     if not isinstance(found, NMPacked):
       return np.asarray(found)
+    # The C++ kernels trust shapes and indices, so this is the place that looks at them.
     parts = {part: getattr(found, part) for part in _PARTS}
     read = {part: np.asarray(x) for part, x in parts.items() if x is not None}
     made = dataclasses.replace(found, **read)

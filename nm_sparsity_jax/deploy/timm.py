@@ -101,6 +101,7 @@ def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
   """
   found = names.to_tensors(_flat(variables), name_of)
   _check_family(found, "the tree")
+  # torch's strict `load_state_dict` asks for the count, which only a momentum of None reads.
   for name in [name for name in found if name.endswith(".running_var")]:
     found[name.replace("running_var", "num_batches_tracked")] = np.zeros((), np.int64)
   return found
@@ -117,6 +118,7 @@ def from_tensors(
     like: as in `from_timm`.
     config: as in `from_timm`.
   """
+  # Not the unknown ones: a name that nobody knows is a weight that would be lost.
   own = {name: x for name, x in tensors.items() if name.rpartition(".")[2] not in DERIVED}
   if like is not None:
     shapes = {key: tuple(x.shape) for key, x in _flat(like).items()}

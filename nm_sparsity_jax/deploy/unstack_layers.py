@@ -19,7 +19,6 @@ import numpy as np
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
 from nm_sparsity_jax.models.t5 import T5Config
-from nm_sparsity_jax.models.vit import ViTConfig
 
 
 def unstacked(params: Any, config: Any) -> tuple[dict[str, Any], Any]:
@@ -30,27 +29,26 @@ def unstacked(params: Any, config: Any) -> tuple[dict[str, Any], Any]:
   Kernels have two axes then. Nothing is computed.
 
   Args:
-    params: of a T5 or a ViT of this package, or their shapes; scanned or not.
-    config: of the network, a `T5Config` or `ViTConfig`; the tree of any other network is returned.
+    params: of a T5, or their shapes; scanned or not.
+    config: of the network; the tree of any other than a T5 that scans is returned as it is.
 
   Raises:
     ValueError: layers differ in what the network without a scan has once.
   """
   plain = without_scan(config)
-  if plain == config:
+  if plain is config:
     return params, config
-  axis = getattr(config, "param_scan_axis", 0)
-  return nested(apart_all(dict(flatten(params)), axis)), plain
+  return nested(apart_all(dict(flatten(params)), config.param_scan_axis)), plain
 
 
 def without_scan(config: Any) -> Any:
   """Returns the config of the same network without a scan over its layers.
 
-  >>> without_scan(ViTConfig(scan=True)).scan
+  >>> without_scan(T5Config.t5_1_1("small", scan_layers=True)).scan_layers
   False
   """
-  scans = {T5Config: "scan_layers", ViTConfig: "scan"}.get(type(config))
-  return dataclasses.replace(config, **{scans: False}) if scans else config
+  scans = isinstance(config, T5Config) and config.scan_layers
+  return dataclasses.replace(config, scan_layers=False) if scans else config
 
 
 def scan_axis(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -60,6 +58,7 @@ def scan_axis(shapes: Mapping[str, tuple[int, ...]]) -> int:
   >>> scan_axis({table: (32, 8), norm: (6, 8)}), scan_axis({table: (32, 8), norm: (8, 6)})
   (0, 1)
   """
+  # A norm is (embed, layers) or (layers, embed).
   norm = shapes.get("encoder/encoder/pre_mlp_layer_norm/scale")
   return 0 if norm and norm[0] != shapes["token_embedder/embedding"][1] else 1
 
@@ -72,25 +71,24 @@ def apart_all(arrays: Mapping[str, Any], axis: int) -> dict[str, Any]:
 def apart(key: str, array: Any, axis: int = 1) -> dict[str, Any]:
   """Returns the arrays, views, that one array is without a scan over layers: key -> array.
 
-  >>> list(apart("blocks/fc1/kernel", np.ones((2, 8, 32))))
-  ['blocks_0/fc1/kernel', 'blocks_1/fc1/kernel']
+  >>> list(apart("encoder/encoder/mlp/wi/kernel", np.ones((8, 2, 32))))
+  ['encoder/layers_0/mlp/wi/kernel', 'encoder/layers_1/mlp/wi/kernel']
 
   Args:
     key: its path among the parameters.
     array: its values, or their shape.
-    axis: of the layers in a T5, its `param_scan_axis`; a ViT has them on axis 0.
+    axis: of the layers: the T5's `param_scan_axis`.
 
   Raises:
     ValueError: as in `unstacked`.
   """
-  found = _stacked(key, axis)
-  if found is None:
+  if (name := _stacked(key)) is None:
     return {key: array}
-  name, axis = found
   own = _joined(name, (*array.shape[:axis], *array.shape[axis + 1 :]))
   if isinstance(array, jax.ShapeDtypeStruct):
     layer = jax.ShapeDtypeStruct(own, array.dtype)
     return {name.format(i): layer for i in range(array.shape[axis])}
+  # Views: a layer's slice of a stack would be a copy, and 11B parameters exist once.
   layers = np.moveaxis(np.asarray(array), axis, 0)
   if "{}" not in name:  # a T5 without a scan has this once
     if (layers != layers[:1]).any():
@@ -117,32 +115,26 @@ def restacked(
 
 
 def _restacked(key: str, layers: Mapping[str, Lazy], shape: tuple[int, ...], axis: int) -> Lazy:
-  found = _stacked(key, axis)
-  if found is None:
+  if (name := _stacked(key)) is None:
     return layers[key]
-  name, axis = found
   own = (*shape[:axis], *shape[axis + 1 :])
   stack = [layers[name.format(i)] for i in range(shape[axis])]
   make = lambda: np.stack([np.asarray(x).reshape(own) for x in stack], axis)
   return Lazy(shape, stack[0].dtype, make)
 
 
-def _stacked(key: str, axis: int) -> tuple[str, int] | None:
-  """Returns (key of a layer, with {} for its number; axis of the layers), None where it is none.
-
-  Keys alone show it: a network without a scan has numbers in their place.
-  """
-  if hit := re.fullmatch(r"(encoder|decoder)/\1/(.+)", key):
-    layer = "" if hit[2].startswith("relpos_bias/") else "layers_{}/"
-    return f"{hit[1]}/{layer}{hit[2]}", axis
-  if key.startswith(("blocks/", "params/blocks/")):
-    return key.replace("blocks/", "blocks_{}/", 1), 0
-  return None
+def _stacked(key: str) -> str | None:
+  """Returns the key of a layer of a stack, with {} for its number; None where it is no stack."""
+  hit = re.fullmatch(r"(encoder|decoder)/\1/(.+)", key)
+  if hit is None:
+    return None
+  layer = "" if hit[2].startswith("relpos_bias/") else "layers_{}/"
+  return f"{hit[1]}/{layer}{hit[2]}"
 
 
 def _joined(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the shape of a layer's array; attention kernels have heads and head_dim as one axis."""
-  if len(shape) != 3 or not name.endswith("/kernel"):
+  # T5X keeps heads and head_dim apart in the attention kernels of a scan, and joins them elsewhere.
+  if len(shape) != 3:
     return shape
   joined = 2 if name.endswith("/out/kernel") else 1
   return math.prod(shape[:joined]), math.prod(shape[joined:])

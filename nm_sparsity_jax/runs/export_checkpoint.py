@@ -183,7 +183,7 @@ def _prove(
     proof: of the checkpoint: the same places are looked at.
     tensors: what was written, by name.
     name_of: the library's.
-    axis: of layers that a scan stacked.
+    axis: of layers that a scan stacked, in a T5.
   """
   places = []
   for place in proof.report.places:
