@@ -23,6 +23,7 @@ TASKS = {
 }
 WORDS = ("cmudict", "1000")  # task and budget of the words that are held out
 PATTERNS = ("1:8", "1:16")
+RATES = (1e-3, 4e-3)  # of tuning
 BASE = "sr_ste, 10 % dense"
 LINEAR = "mdgf_linear, masked, 50 % fine-tuning"
 EXPONENTIAL = "mdgf_exponential, masked"
@@ -164,10 +165,10 @@ def tuned_losses(recipe: str, study: Study, **fixed: Any) -> list[float]:
 
 def lambda_lines(study: Study) -> list[str]:
   """Returns the pair of LINEAR and CONTROL at each lambda that was tried."""
-  linear = tuned_losses("mdgf_linear", study, rate=4e-3, dense=10, finetune=50)
+  linear = tuned_losses("mdgf_linear", study, rate=RATES[1], dense=10, finetune=50)
   lines = []
   for lam in study.declared["tuning"]["recipes"]["sr_ste"]["grid"]["lam"]:
-    over = tuned_losses("sr_ste", study, rate=4e-3, dense=30, lam=lam)
+    over = tuned_losses("sr_ste", study, rate=RATES[1], dense=30, lam=lam)
     ratios = [a / b for a, b in zip(linear, over, strict=True)]
     mean = statistics.geometric_mean(ratios)
     lines.append([f"{lam:g}", f"{mean:.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"])
@@ -176,30 +177,18 @@ def lambda_lines(study: Study) -> list[str]:
 
 
 def tuning(study: Study) -> list[str]:
-  """Returns the warning: what the rate and lambda are worth beside the recipe."""
-  best = lambda recipe, rate: statistics.geometric_mean(tuned_losses(recipe, study, rate=rate))
-  rates = [f"{best(each, 1e-3) / best(each, 4e-3):.0f} (`{each}`)" for each in study.tried]
-  chosen = {recipe: study.rows[tuned(study, recipe)] for recipe in study.tried}
-  grid = study.declared["tuning"]["recipes"]["sr_ste"]["grid"]
-  at_edge = sum(row.rate == max(grid["rate"]) for row in chosen.values())
+  """Returns what the rate is worth, and each recipe at its best setting, on fresh seeds."""
   h3 = statistic.verdict(study.hypotheses["H3"], study)
-  ratios = [f"{mean_of(s)} of `{s.contrast.pair.row.row.partition(',')[0]}`" for s in h3.shown]
-  box = [
-    "**Tune the learning rate and SR-STE's lambda before you choose a recipe.** H7, H8 and H11 to",
-    "H13 run `sr_ste` at lambda 0.0002, which is nearly a plain straight-through mask. Our own",
-    "tuning (80 symbols, 1:16, rate 4e-3, exploratory) turns a pair of theirs around,",
-    f"`{label(LINEAR)}` over `{CONTROL}`:",
-    "",
-    *lambda_lines(study),
-    "",
-    f"A rate of 4e-3 in place of 1e-3 divides the best cross-entropy by {', '.join(rates)}.",
-    "With each recipe at its best setting, on fresh seeds, the ratios over `sr_ste` are",
-    f"{' and '.join(ratios)} (H3, {h3.word}).",
-    f"{at_edge} of {len(chosen)} recipes chose the largest rate of the grid, and `sr_ste` chose",
-    f"lambda {chosen['sr_ste'].lam:g} of at most {max(grid['lam']):g}, so better settings may lie",
-    "beyond. On words nothing was tuned.",
-  ]
-  return [f"> {line}".rstrip() for line in box]
+  over = {shown.contrast.pair.row.row: mean_of(shown) for shown in h3.shown}
+  lines = []
+  for recipe in study.tried:
+    low, high = (statistics.geometric_mean(tuned_losses(recipe, study, rate=r)) for r in RATES)
+    best = study.rows[tuned(study, recipe)]
+    lam = "" if best.lam is None else f"{best.lam:g}"
+    cells = [f"{low / high:.0f}", f"{best.rate:g}", lam, over.get(f"{recipe}, tuned", "")]
+    lines.append([f"`{recipe}`", *cells])
+  gain = "cross-entropy at {:g} over that at {:g}".format(*RATES)
+  return table(("recipe", gain, "best rate", "best lambda", "then over `sr_ste` (H3)"), lines)
 
 
 def largest(verdict: Verdict) -> str:
@@ -337,6 +326,7 @@ def pages(study: Study) -> dict[str, dict[str, list[str]]]:
     "amount": amount(study),
     "choice": choice(study),
     "explored": explored(study),
+    "lambda": lambda_lines(study),
     "tuning": tuning(study),
     "verdicts": verdict_lines(verdicts),
     "claims": claims(verdicts),

@@ -90,7 +90,7 @@ def test_the_warning_by_numpy():
       ce.setdefault(key, []).append(record["cross_entropy"])
   for lam in (0.0, 2e-4, 2e-2):
     ratios = np.divide(ce["mdgf_linear", 10, 50, None], ce["sr_ste", 30, 20, lam])
-    line = f"> | {lam:g} | {np.exp(np.log(ratios).mean()):.3f} | {ratios.min():.3f} to "
+    line = f"| {lam:g} | {np.exp(np.log(ratios).mean()):.3f} | {ratios.min():.3f} to "
     assert line in RESULTS
 
 
