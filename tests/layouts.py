@@ -258,7 +258,6 @@ T5_AXIS_0 = (
 T5_AXIS_1 = every("logits_dense", *QKV, "wi_0", "wi_1", "wo") | every("out", axes=(0, 2))
 PATCHES = {"patch_embed/proj/kernel": (2,)}
 BLOCK = ("q", "k", "v", "proj", "fc1", "fc2")
-VIT_STACKED = PATCHES | every("head") | every(*BLOCK, axes=(1,))
 BIG_VIT = {"embedding/kernel": (2,)} | ATTENTION | every("head", r"Dense_\d")
 BIG_VIT_STACKED = (
   {"embedding/kernel": (2,)} | every("head") | every(*QKV, r"Dense_\d", axes=(1,))
@@ -330,7 +329,6 @@ CASES = {
   "our T5": (t5, T5_PLAIN),
   "our T5, scanned": (lambda: t5(scan_layers=True), T5_AXIS_1),
   "our ViT": (our_vit, PATCHES | every(*BLOCK, "head")),
-  "our ViT, scanned": (lambda: our_vit(scan=True), VIT_STACKED),
   "our Swin": (our_swin, PATCHES | every(*BLOCK, "fc", "reduction")),
   "our ResNet": (our_resnet, every(r"\w*conv\d?", axes=(2,)) | every("fc")),
   # T5X and big_vision
