@@ -157,7 +157,7 @@ def names_of(model, per_place=False):
   state = t.initializer_of(model, t.Devices()).global_train_state_shape
 
   def look(state, batch):
-    seen = measure.look_before(model, state, batch, jax.random.PRNGKey(0), per_place=per_place)
+    seen = measure.look_before(model, state, batch, jax.random.PRNGKey(0))
     return measure.look_after(model, state, seen, per_place)
 
   return set(jax.eval_shape(look, state, t.batch_of()).values)

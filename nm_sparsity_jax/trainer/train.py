@@ -199,7 +199,7 @@ class _Process:
       return
     _tell(found, model, step, self.watch.curves, self.watch.progress.say)
     self.watch.curves.flush()
-    summary = lambda s: metrics.summary(s.dense, model.rules, s.sparse_step, s.masks, per_place=())
+    summary = lambda s: metrics.summary(s.dense, model.rules, s.sparse_step, s.masks)
     now = model.jit(summary)(state)
     is_sparse = now["nm/density"] <= now["nm/density_target"] * (1 + 1e-6)
     self.history.note(step, found, bool(is_sparse))

@@ -149,7 +149,7 @@ def beside(step: Callable, trainer: Any, taken: list[Sample]) -> SampledStep:
 
   def before(train_state, batch):
     key, parts = trainer._get_step_rng(train_state.step), trainer._num_microbatches
-    return look_before(model, train_state, batch, key, parts, per_place, batch_spec)
+    return look_before(model, train_state, batch, key, parts, batch_spec)
 
   def after(train_state, seen):
     return look_after(model, train_state, seen, per_place)
@@ -163,9 +163,7 @@ def beside(step: Callable, trainer: Any, taken: list[Sample]) -> SampledStep:
   )
 
 
-def look_before(
-  model, train_state, batch, dropout_rng, num_microbatches=None, per_place=False, *spec
-):
+def look_before(model, train_state, batch, dropout_rng, num_microbatches=None, *spec):
   """Returns (`metrics.Before` of a step, the sparse step).
 
   Args:
@@ -174,7 +172,6 @@ def look_before(
     batch: of the step.
     dropout_rng: of the step.
     num_microbatches: of the step.
-    per_place: also each sparse kernel.
     *spec: how the batch is partitioned; none = T5X's default.
   """
   params = train_state.params
@@ -182,7 +179,7 @@ def look_before(
   grads, _, _ = trainer.accumulate_grads_microbatched(
     model, train_state, batch, dropout_rng, num_microbatches, *spec
   )
-  seen = metrics.before(params, model.stored_rules, now, state, grads, per_place=per_place)
+  seen = metrics.before(params, model.stored_rules, now, state, grads)
   return seen, sparse_step(train_state)
 
 
@@ -193,7 +190,7 @@ def look_after(model, train_state, seen, per_place=False) -> Sample:
     model: of this package.
     train_state: after the update.
     seen: what `look_before` returned.
-    per_place: also each sparse kernel.
+    per_place: also the density of each sparse kernel.
   """
   params, rules = train_state.params, model.stored_rules
   now, state = model.read(train_state.flax_mutables)
