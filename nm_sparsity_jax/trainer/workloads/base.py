@@ -6,7 +6,7 @@
                         -> predict(params, state, batch) -> a row of each example, if you define it
 
 The runner owns all the rest: sparsity, devices, the optimizer, checkpoints, curves. A workload
-knows nothing of sparsity: it is given effective parameters.
+knows nothing of sparsity: its parameters are the effective ones.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Workload(abc.ABC):
   Where rules are to name kernels by roles such as 'ff', your module also calls
   `nm_sparsity_jax.training.roles.register`; regexes for whole paths need nothing.
 
-  A batch is a flat dict of arrays whose first axis counts examples, as many in every batch.
+  A batch is a flat dict of arrays. Their first axis counts examples, as many in every batch.
 
   Attributes:
     weight: which of the sums divides the others; also the unit of the throughput that is printed.
@@ -130,7 +130,7 @@ class Workload(abc.ABC):
     Returns:
       name -> an array of finite real numbers or booleans; its first axis counts the rows.
     """
-    raise NotImplementedError
+    return {}
 
   def scalars(self, sums: Mapping[str, float]) -> dict[str, float]:
     """Returns what is written of sums, name -> value; 'loss' must be one of them.
@@ -144,7 +144,7 @@ class Workload(abc.ABC):
     return {name: x / weight for name, x in sums.items() if name != self.weight}
 
   def less_is_better(self, metric: str) -> bool:
-    """Returns whether a smaller value of a metric is better; by default its name tells.
+    """Returns whether a smaller value of a metric is better; by default its name says it.
 
     The best checkpoint, reports and sweeps go by it.
 
@@ -173,7 +173,7 @@ class Workload(abc.ABC):
 
 
 def less_by_name(metric: str) -> bool:
-  """Returns whether less of a metric is better, as its name tells.
+  """Returns whether less of a metric is better, as its name says.
 
   >>> less_by_name("absolute_error"), less_by_name("eval_mse"), less_by_name("accuracy")
   (True, True, False)
