@@ -117,7 +117,7 @@ def test_rows_are_mixed_with_their_partner_by_the_share_of_its_target(mixup, cut
 # --- devices and the average --------------------------------------------------------------------
 
 
-SCANNED = vit.ViT(vit.config("vit_test", scan=True, patch=8))
+VIT = vit.ViT(vit.config("vit_test", patch=8))
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ SCANNED = vit.ViT(vit.config("vit_test", scan=True, patch=8))
     # Batch statistics are those of the whole batch, and pairs are mixed as on one device.
     (tiny_vision.make(), dict(mixup=0.8, cutmix=1.0, label_smoothing=0.1), [(8, 2, 1)]),
     (tiny_vision.make(norm=False), {}, [(1, 1, 4)]),
-    (SCANNED, {}, [(8, 2, 1)]),
+    (VIT, {}, [(8, 2, 1)]),
   ],
-  ids=["statistics", "microbatches", "scanned"],
+  ids=["statistics", "microbatches", "attention"],
 )
 def test_devices_and_microbatches_change_nothing(network, mixing, splits):
   """Parameters, statistics, sums and the average of two steps are those of one device."""

@@ -258,11 +258,12 @@ class _Process:
       return
     _tell(found, run.model, step, self.curves, reports.say)
     self.curves.flush()
-    density = lambda s: metrics.density(s.dense, run.model.rules, s.sparse_step, s.masks)[:2]
-    reached, target = run.model.jit(density)(state)
+    rules = run.model.rules
+    summary = lambda s: metrics.summary(s.dense, rules, s.sparse_step, s.masks, per_place=())
+    now = run.model.jit(summary)(state)
     # Both are float32 means over all weights, so equal ones may differ in the last bit.
-    is_there = bool(reached <= target * (1 + 1e-6))
-    self.entries[step] = evaluation.entry(step, found, is_there, run.model.workload)
+    is_sparse = bool(now["nm/density"] <= now["nm/density_target"] * (1 + 1e-6))
+    self.entries[step] = evaluation.entry(step, found, is_sparse, run.model.workload)
     text = json.dumps(list(self.entries.values()), indent=1)
     files.write_atomically(self.saved.folder / "evaluations.json", text + "\n")
     self.saved.best = evaluation.best_step(self.entries.values(), run.best_metric)

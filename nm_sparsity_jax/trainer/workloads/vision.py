@@ -95,8 +95,7 @@ class Images(Workload):
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters and state, and logical axes for model parallelism."""
     found = dict(self.network.init(rng, jnp.zeros(self._image, jnp.float32), train=False))
-    is_scanned = getattr(self.network_config, "scan", False)
-    return {**found, "params_axes": axes_of(found["params"], is_scanned)}
+    return {**found, "params_axes": axes_of(found["params"])}
 
   def loss(self, params, state, batch, rng):
     """Returns the loss of the real rows; how many are right, right in five, and there."""
@@ -182,22 +181,17 @@ class Images(Workload):
 # --- axes -----------------------------------------------------------------------------------------
 
 
-def axes_of(params: Any, scan: bool) -> Any:
+def axes_of(params: Any) -> Any:
   """Returns flax's `params_axes` of a network with timm's names: how devices may share it.
-
-  The axis of a scan is called 'layers', so that rules know where the groups of a stack lie.
 
   Args:
     params: its parameters, or their shapes.
-    scan: whether those under 'blocks/' are stacked, along their first axis.
   """
 
   def names(path, leaf):
-    stacked = scan and re.match(r"(.*/)?blocks/", path) is not None
     own = next((axes for regex, axes in _AXES if re.fullmatch(f"(.*/)?{regex}", path)), ())
-    rank = leaf.ndim - stacked
-    own = own if len(own) == rank else (None,) * rank
-    return partitioning.AxisMetadata(names=(*(("layers",) if stacked else ()), *own))
+    own = own if len(own) == leaf.ndim else (None,) * leaf.ndim
+    return partitioning.AxisMetadata(names=own)
 
   return nested({f"{path}_axes": names(path, leaf) for path, leaf in flatten(params)})
 
