@@ -304,7 +304,7 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
     cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
     try:
       with checkpoints.Checkpoints(tmp_path, None) as store:
-        state, _ = store.restore(24, like, model)
+        state = store.restore(24, like, model)
     except ValueError as e:
       found += 1
       assert "checkpoint_24 cannot be read" in str(e) and "from checkpoint_18" in str(e)

@@ -167,8 +167,8 @@ class Checkpoints:
     for path in self.folder.glob(f"{_REMOVED}*"):
       shutil.rmtree(path, ignore_errors=True)
 
-  def restore(self, step: int, like: TrainState, model: Model) -> tuple[TrainState, str]:
-    """Reads one of these checkpoints onto the devices: its state, and the text of its rules.
+  def restore(self, step: int, like: TrainState, model: Model) -> TrainState:
+    """Reads one of these checkpoints onto the devices; refuses one of other rules.
 
     Args:
       step: its number.
@@ -189,7 +189,8 @@ class Checkpoints:
         f"away, and the same command {then}."
       ) from e
     rules = rules_text.unpack(tree["state"][COLLECTION]["rules"])
-    return from_tree(tree, like, model.rules), rules
+    refuse_other_rules(rules, model.rules, str(path))
+    return from_tree(tree, like, model.rules)
 
 
 def opened(path: str, model: Model) -> checkpoint.Stored:

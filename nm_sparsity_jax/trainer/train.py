@@ -122,9 +122,7 @@ class _Process:
     # Both come from the seed alone, so a resumed run has the same dropout.
     init_key, key = jax.random.split(jax.random.PRNGKey(run.random_seed))
     if found := self.saved.steps():
-      like, path = model.state_like(run.optimizer), f"{self.saved.folder}/checkpoint_{found[-1]}"
-      state, rules = self.saved.restore(found[-1], like, model)
-      checkpoints.refuse_other_rules(rules, model.rules, path)
+      state = self.saved.restore(found[-1], model.state_like(run.optimizer), model)
       # What is later is of a checkpoint that was never completed.
       noted = run_folders.evaluations(self.saved.folder)
       self.entries = {at: entry for at, entry in noted.items() if at <= found[-1]}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -61,16 +62,17 @@ def find(
     return data
   if data == "rebus":
     return rebus.Rebus(batch_size)
-  how = dict(crop=crop, erasing=random_erasing, workers=workers, rand=rand_augment)
-  if "/" in (path := os.fspath(data)):
-    return Folder(path, size, batch_size, **how)
-  return Tfds(path, size, batch_size, folder, **how)
+  path = os.path.expanduser(data)
+  how = (path, size, batch_size, crop, random_erasing, workers, rand_augment)
+  return Folder(*how) if "/" in path else Tfds(*how, folder=folder)
 
 
+@dataclasses.dataclass(eq=False)
 class Indexed(images.Source):
   """Images of tables, one a split. Subclasses define `tables` and `read`.
 
-  Args:
+  Attributes:
+    data: the folder, or the name of the data set [DATA].
     size: height and width of an image.
     batch_size: images of a batch.
     crop: see `augment.training` [RANDOM_CROP].
@@ -79,13 +81,16 @@ class Indexed(images.Source):
     rand: see `rand_augment.parse`; None = nothing [RAND_AUGMENT].
   """
 
-  def __init__(
-    self, size: int, batch_size: int, crop: float | None = None, erasing: float = 0.0,
-    workers: int = 0, rand: str | None = None,
-  ):  # fmt: skip
-    self.size, self.batch_size, self.workers = size, batch_size, workers
-    self.crop, self.erasing = crop, erasing
-    self.rand = None if rand is None else rand_augment.parse(rand)
+  data: str
+  size: int
+  batch_size: int = 128
+  crop: float | None = None
+  erasing: float = 0.0
+  workers: int = 0
+  rand: str | None = None
+
+  def __post_init__(self):
+    self._augment = None if self.rand is None else rand_augment.parse(self.rand)
 
   @property
   @abc.abstractmethod
@@ -129,7 +134,7 @@ class Indexed(images.Source):
       picture, label = self.read(table[int(_order(seed, epoch, len(table))[place])])
       rng = augment.stream(seed, position, 1)  # 0 is the permutation's
       found.append(
-        (augment.training(picture, self.size, rng, self.crop, self.erasing, self.rand), label)
+        (augment.training(picture, self.size, rng, self.crop, self.erasing, self._augment), label)
       )
     return self._joined(found)
 
@@ -156,22 +161,12 @@ class Folder(Indexed):
       Folder("/data/pets", size=224, batch_size=128, crop=0.08)
 
   Classes are the folders of 'train' in alphabetical order. Every other folder is a split.
-
-  Args:
-    path: the folder [DATA].
-    size: height and width of an image.
-    batch_size: images of a batch.
-    **fields: of `Indexed`.
   """
-
-  def __init__(self, path: str | os.PathLike, size: int, batch_size: int = 128, **fields: Any):
-    super().__init__(size, batch_size, **fields)
-    self.path = pathlib.Path(path).expanduser()
 
   @functools.cached_property
   def names(self) -> tuple[str, ...]:
     """Returns the classes."""
-    return tuple(path.name for path in sorted(self.path.glob("train/*/")))
+    return tuple(path.name for path in sorted(pathlib.Path(self.data).glob("train/*/")))
 
   @property
   def classes(self) -> int:  # type: ignore[override]
@@ -182,19 +177,21 @@ class Folder(Indexed):
   def tables(self) -> Mapping[str, Sequence[tuple[pathlib.Path, int]]]:
     """Returns the files of each split."""
     # Sorted: the order of a folder differs between file systems.
-    files = [p for p in sorted(self.path.glob("*/*/*")) if p.suffix.lower() in SUFFIXES]
+    files = [
+      p for p in sorted(pathlib.Path(self.data).glob("*/*/*")) if p.suffix.lower() in SUFFIXES
+    ]
     if not any(path.parts[-3] == "train" for path in files):
       raise ValueError(
-        f"DATA={str(self.path)!r} has no images train/CLASS/*{'|'.join(SUFFIXES)}: put them there, "
+        f"DATA={self.data!r} has no images train/CLASS/*{'|'.join(SUFFIXES)}: put them there, "
         "and others into validation/CLASS/."
       )
-    found: dict[str, list[tuple[pathlib.Path, int]]] = {}
+    tables: dict[str, list[tuple[pathlib.Path, int]]] = {}
     for path in files:
       split, name = path.parts[-3:-1]
       if name not in self.names:
-        raise ValueError(f"DATA: {path} is of a class that {self.path / 'train'} lacks.")
-      found.setdefault(split, []).append((path, self.names.index(name)))
-    return found
+        raise ValueError(f"DATA: {path} is of a class that 'train' lacks.")
+      tables.setdefault(split, []).append((path, self.names.index(name)))
+    return tables
 
   def read(self, example: tuple[pathlib.Path, int]) -> tuple[Any, int]:
     """Returns the picture of a file, and its label."""
@@ -208,6 +205,7 @@ class Folder(Indexed):
       raise ValueError(f"DATA: {path} cannot be read ({e}): it is damaged. Take it out.") from e
 
 
+@dataclasses.dataclass(eq=False)
 class Tfds(Indexed):
   """A data set of TensorFlow Datasets that is prepared as array records; nothing is downloaded.
 
@@ -217,20 +215,15 @@ class Tfds(Indexed):
 
       tfds build cifar10 --file_format=array_record --data_dir=/data
 
-  Args:
-    name: of the data set [DATA].
-    size: height and width of an image.
-    batch_size: images of a batch.
+  Attributes:
     folder: where it is looked for; None = TFDS_DATA_DIR, else ~/tensorflow_datasets [DATA_DIR].
-    **fields: of `Indexed`.
   """
 
-  def __init__(
-    self, name: str, size: int, batch_size: int = 128, folder: str | None = None, **fields: Any
-  ):
-    super().__init__(size, batch_size, **fields)
-    self.name = name
-    folder = folder or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+  folder: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    folder = self.folder or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     self.folder = os.path.expanduser(folder)
 
   def __getstate__(self) -> dict[str, Any]:
@@ -242,14 +235,14 @@ class Tfds(Indexed):
     with quiet():  # TensorFlow writes past Python
       import tensorflow_datasets as tfds
     try:
-      builder = tfds.builder(self.name, data_dir=self.folder, file_format="array_record")
+      builder = tfds.builder(self.data, data_dir=self.folder, file_format="array_record")
       is_prepared = builder.is_prepared()
     except Exception:  # unknown, or of another format: TFDS has an error of its own for each
       builder, is_prepared = None, False
     if not is_prepared:
       raise ValueError(
-        f"DATA={self.name!r} is not prepared as array records in {self.folder!r}: set DATA_DIR or "
-        f"TFDS_DATA_DIR to where it is, or prepare it, `tfds build {self.name} "
+        f"DATA={self.data!r} is not prepared as array records in {self.folder!r}: set DATA_DIR or "
+        f"TFDS_DATA_DIR to where it is, or prepare it, `tfds build {self.data} "
         f"--file_format=array_record --data_dir={self.folder}`. DATA may also be 'rebus', or a "
         "folder, with a '/' in its name."
       )
