@@ -337,7 +337,7 @@ def command(*names, **macros):
     (dict(NUM_PARTITIONS=3), "NUM_PARTITIONS=3 does not divide"),
     (dict(VOCAB_SIZE=128), "Set VOCAB_SIZE=384"),
     (dict(DECODER="beams"), "DECODER='beams'"),
-    (dict(LEARNING_RATE_FACTORS="constant * cosine"), "'cosine'"),
+    (dict(LEARNING_RATE_FACTORS="constant * cosine"), "FACTORS='constant * cosine'"),
     (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
     (dict(EVAL_PERIOD=0), "EVAL_PERIOD=0"),
   ],

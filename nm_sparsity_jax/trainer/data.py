@@ -115,7 +115,7 @@ def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "
   seqio = import_seqio(module)
   for task in rates:
     mixture_or_task(task, module)
-  seqio.MixtureRegistry.remove(name)
+  seqio.MixtureRegistry.remove(name)  # gin calls this for each argument that names the mixture
   seqio.MixtureRegistry.add(name, [(task, float(rate)) for task, rate in rates.items()])
   return name
 

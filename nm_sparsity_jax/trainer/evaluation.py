@@ -171,6 +171,7 @@ def best_step(evaluations: Iterable[Mapping[str, Any]], metric: str | None) -> i
         raise ValueError(
           f"BEST_METRIC={metric!r} is not a metric of the tasks: {', '.join(names)}."
         )
+    # A dense checkpoint is nearly always better, and never what a sparse run is for.
     if values and e["at_target"] and np.isfinite(mean := float(np.mean(values))):
       less = metric is None or less_is_better(e, metric)
       scores[e["step"]] = -mean if less else mean

@@ -37,6 +37,7 @@ def learning_rate(
     steps: of the run; only 'cosine_decay' needs them [SPARSE_STEPS].
   """
   share = lambda step: (step - warmup_steps) / ((steps or 0) - warmup_steps)
+  # T5X's names, so that a setting moves between the two runners.
   known = {
     "constant": lambda step: rate,
     "linear_warmup": lambda step: jnp.minimum(1.0, step / max(warmup_steps, 1)),
@@ -45,15 +46,13 @@ def learning_rate(
     "cosine_decay": lambda step: (1 + jnp.cos(math.pi * jnp.clip(share(step), 0.0, 1.0))) / 2,
   }
   names = [name.strip() for name in factors.split("*")]
-  if unknown := sorted(set(names) - set(known)):
+  is_short = "cosine_decay" in names and (steps or 0) <= warmup_steps
+  if not set(names) <= set(known) or not rate > 0 or is_short:
     raise ValueError(
-      f"LEARNING_RATE_FACTORS={factors!r}: {unknown[0]!r} is not one of {', '.join(known)}."
-    )
-  if not rate > 0 or ("cosine_decay" in names and (steps or 0) <= warmup_steps):
-    raise ValueError(
-      f"LEARNING_RATE={rate!r}, WARMUP_STEPS={warmup_steps}, SPARSE_STEPS={steps!r}: the rate must "
-      "be above 0, and 'cosine_decay' falls from WARMUP_STEPS to a later SPARSE_STEPS (in gin: "
-      "learning_rate.steps = %SPARSE_STEPS)."
+      f"LEARNING_RATE={rate!r}, LEARNING_RATE_FACTORS={factors!r}, WARMUP_STEPS={warmup_steps}, "
+      f"SPARSE_STEPS={steps!r}: give a rate above 0 and factors of {', '.join(known)}; "
+      "'cosine_decay' ends at SPARSE_STEPS, after WARMUP_STEPS (in gin: learning_rate.steps = "
+      "%SPARSE_STEPS)."
     )
 
   def at(step):

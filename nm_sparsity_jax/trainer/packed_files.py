@@ -65,6 +65,7 @@ def model_of(path: str, variables: dict[str, Any], model: Model) -> Model:
   if plain != workload.network_config:  # a kernel of a scan is one stack, which no file packs
     workload.network = workload.network.clone(config=plain)
     workload.network_config = plain
+  # Without rules: the file holds the effective weights, and a mask of zeros would change nothing.
   made = Model(workload, devices=model.mesh.devices.flatten().tolist())
   wanted = _shapes({"params": made.shapes, **made.collections})
   if said := difference(wanted, _shapes(variables), ("in the file", "in the model")):

@@ -40,7 +40,7 @@ class Progress:
     """Leaves saving and evaluating out of the clock."""
     begin = time.monotonic()
     yield
-    if self._clock is not None:
+    if self._clock is not None:  # else the first step is still to come
       self._clock += time.monotonic() - begin
 
   def show(self, step: int, loss: float, sparsity: str) -> None:
@@ -69,6 +69,7 @@ def sparsity(rules: Rules, params: Any, step: int) -> str:
     params: its parameters, or their shapes.
     step: updates of the sparse run.
   """
+  # From the schedule, on the host: a look at the weights would hold the devices up.
   decay_of = functools.cache(lambda recipe: float(recipe.decay(step)))
   patterns, total, decays, kept = {}, 0, 0.0, 0.0
   for place in rules.assign(params).places.values():

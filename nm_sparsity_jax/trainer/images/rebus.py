@@ -102,6 +102,7 @@ def pictures(key: tuple[int, ...], count: int, noise: float = 0.4) -> tuple[np.n
   first, second = pick(0, GLYPHS), pick(1, GLYPHS)
   where = _PAIRS[pick(2, len(_PAIRS))]
   shape = count, CELLS, CELL, CELL, CHANNELS
+  # One rounding on the host; all that follows is whole numbers.
   scale = round(noise * ONE * 256 / 147.8)  # of 256
   image = _noise(words(*key, 2, count=math.prod(shape) // 2)).reshape(shape)
   image = (image * np.int32(scale)) >> 8

@@ -23,6 +23,7 @@ import jax
 from nm_sparsity_jax.training import flops
 
 _log = logging.getLogger(__name__)
+# 'mse' and its like count only as a whole word of a name, such as 'eval_mse'.
 _LESS = re.compile(r"loss|error|perplexity|(^|_)(mse|mae|rmse)($|_)")
 # Fields of a network's config that no shape of a parameter reveals: Swin's window, a ViT's heads.
 _UNSEEN = ("window", "heads")
@@ -140,7 +141,7 @@ class Workload(abc.ABC):
     Args:
       sums: 'loss' and the sums of `loss`, added up over batches.
     """
-    weight = sums[self.weight] or 1.0
+    weight = sums[self.weight] or 1.0  # an empty batch has no mean
     return {name: x / weight for name, x in sums.items() if name != self.weight}
 
   def less_is_better(self, metric: str) -> bool:
@@ -158,6 +159,7 @@ class Workload(abc.ABC):
 
     By default it is a row of the first training batch, which is read for that.
     """
+    # A generator is left after one batch: nothing is read ahead.
     batch = next(iter(self.batches(0, 0)))
     return jax.eval_shape(lambda batch: {name: x[:1] for name, x in batch.items()}, dict(batch))
 
@@ -194,6 +196,7 @@ def describe(workload: Workload) -> dict[str, Any]:
   except Exception as e:  # of the user's own code: a run does without
     _log.warning("no FLOPs of %s: %s", kind.__name__, e)
     ops = None
+  # A window may also be a tuple or a function of the layer, which JSON lacks.
   settings = {name: getattr(config, name, None) for name in _UNSEEN}
   return {
     "class": f"{kind.__module__}.{kind.__qualname__}",

@@ -80,7 +80,7 @@ class T5(Workload):
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters, T5X's for its key, and their logical axes."""
-    tokens = jnp.ones((1, 1), jnp.int32)
+    tokens = jnp.ones((1, 1), jnp.int32)  # no parameter depends on the length
     return self.network.init(rng, tokens, tokens, tokens, enable_dropout=False)
 
   def loss(self, params, state, batch, rng):

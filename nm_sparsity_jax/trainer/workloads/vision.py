@@ -236,6 +236,7 @@ def _box(
   side = jnp.sqrt(1 - jax.random.beta(share_key, a, a, dtype=jnp.float32))
   sides = []
   for key, length in zip(jax.random.split(place_key), shape, strict=True):
+    # As in timm: a box at the edge is cut, and its share is what is left.
     half = (side * length).astype(jnp.int32) // 2
     center = jax.random.randint(key, (), 0, length)
     at = jnp.arange(length)
