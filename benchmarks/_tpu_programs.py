@@ -92,12 +92,12 @@ class Local:
   def step(self):
     """Returns the train step."""
     key = jax.random.PRNGKey(0)
-    step = self.model.train_step(self.tx, key, self.state, self.setting.microbatches)
+    step = self.model.train_step(self.tx, key, self.setting.microbatches)
     return step.lower(self.state, self.batch)
 
   def eval(self):
     """Returns a batch's sums: the parameters are the effective weights."""
-    return self.model.eval_step().lower(self.model.variables(self.state), self.batch)
+    return self.model.eval_step.lower(self.model.variables(self.state), self.batch)
 
   def decode(self):
     """Returns the greedy decoding of a batch."""
