@@ -7,9 +7,6 @@ Those of the local runner, and those of T5X with its partitioner, trainer and Ad
 
 from __future__ import annotations
 
-import functools
-import pathlib
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -123,31 +120,14 @@ class T5X:
   """The programs of T5X, for its own network: dense as it is, else made sparse."""
 
   def __init__(self, setting: Setting):
-    sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
-    import t5x_found
+    import _t5x
 
-    if why := t5x_found.why_not():
-      sys.exit(f"error: {why}")
-    import seqio
-    from t5x import adafactor, decoding, models
-
-    from nm_sparsity_jax.integrations import t5x as t5x_adapter
     from nm_sparsity_jax.integrations.t5x.ahead import Ahead
 
-    factors = adafactor.standard_logical_factor_rules()
-    network = self._network(setting)
-    vocabulary = seqio.PassThroughVocabulary(network.config.vocab_size, eos_id=-1)
-    model = models.EncoderDecoderModel(
-      module=network,
-      input_vocabulary=vocabulary,
-      output_vocabulary=vocabulary,
-      optimizer_def=adafactor.Adafactor(decay_rate=0.8, logical_factor_rules=factors),
-      decode_fn=functools.partial(decoding.temperature_sample, temperature=0.0),
-    )
-    if setting.recipe.name != "dense":
-      model = t5x_adapter.sparse(model, setting.rules)
+    rules = None if setting.recipe.name == "dense" else setting.rules
+    self.model = _t5x.model(self._network(setting), rules)
     batch, parts = _tokens(None), setting.microbatches
-    self.ahead = Ahead(model, setting.devices, batch, setting.partitions, parts)
+    self.ahead = Ahead(self.model, setting.devices, batch, setting.partitions, parts)
 
   @staticmethod
   def _network(setting: Setting) -> Any:
@@ -174,8 +154,18 @@ class T5X:
 
   def eval(self):
     """Returns the evaluation step of T5X's trainer."""
-    return self.ahead.eval_step()
+    return self.ahead.lower(self.ahead.trainer._partitioned_eval_step)
 
   def decode(self):
     """Returns greedy decoding as T5X's inference does it."""
-    return self.ahead.decoding()
+    partitioner = self.ahead.partitioner
+
+    def run(state, batch):
+      mutables = {"flax_mutables": state.flax_mutables} if state.flax_mutables else {}
+      return self.model.predict_batch(state.params, batch, **mutables)
+
+    specs = partitioner.data_partition_spec
+    program = partitioner.partition(
+      run, in_axis_resources=(self.ahead.axes, specs), out_axis_resources=specs
+    )
+    return self.ahead.lower(program)

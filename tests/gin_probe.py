@@ -2,7 +2,6 @@
 
     {"main": "train", "files": [...], "bindings": [...]}                   -> fields of the network
     {"main": "train", "files": [...], "bindings": [...], "call": "train"}  -> {}
-                                                                    either -> {"error": "..."}
 
 One process serves many cases: importing T5X costs most.
 """
@@ -30,24 +29,14 @@ def run(case):
   """One case."""
   import gin
 
-  before = sys.modules["__main__"]
   module = importlib.import_module(f"t5x.{case['main']}")
   sys.modules["__main__"] = module  # run files import their command as __main__
-  try:
-    read(case["files"], case["bindings"])
-    if case.get("call"):
-      gin.get_configurable(getattr(module, case["call"]))()
-      return {}
-    model = gin.query_parameter("MODEL/macro.value").scoped_configurable_fn()
-    return {f.name: getattr(model.module.config, f.name) for f in fields(model)}
-  except Exception as e:
-    return {"error": f"{type(e).__name__}: {e}"}
-  finally:
-    sys.modules["__main__"] = before
-
-
-def fields(model):
-  return dataclasses.fields(model.module.config)
+  read(case["files"], case["bindings"])
+  if call := case.get("call"):
+    gin.get_configurable(getattr(module, call))()
+    return {}
+  config = gin.query_parameter("MODEL/macro.value").scoped_configurable_fn().module.config
+  return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 def main():
@@ -57,8 +46,7 @@ def main():
   t5x = next(iter(importlib.util.find_spec("t5x").submodule_search_locations))  # type: ignore
   for folder in ROOT, pathlib.Path(t5x).parent:
     gin.add_config_file_search_path(str(folder))
-  cases = json.load(sys.stdin)
-  found = {name: run(case) for name, case in cases.items()}
+  found = {name: run(case) for name, case in json.load(sys.stdin).items()}
   print("\n" + json.dumps(found, default=str))
 
 
