@@ -1,6 +1,5 @@
 """gin_configs: every file is read, and what it describes is made, without T5X and with it."""
 
-import json
 import os
 import pathlib
 import re
@@ -10,12 +9,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-import t5x_found
 from test_plan import t5x  # noqa: F401  (a fixture)
 
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.models.t5 import T5Config
-from nm_sparsity_jax.runs import paper, results
+from nm_sparsity_jax.runs import paper
 
 pytest.importorskip("gin", reason="pip install gin-config")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -193,65 +191,13 @@ def test_a_row_of_the_paper_is_a_run_of_t5x(t5x, run, table):  # noqa: F811
     assert c.argument("train_dataset_cfg").batch_size == (512 if run == "wmt" else 128)
 
 
-THEIRS = {f"t5x/examples/t5/{v}/{size}.gin": (v, size) for v, size in SIZES if size != "tiny"}
-TINIER = [
-  *SMALL, "DTYPE = 'float32'", "network.T5Config.preset.emb_dim = 32",
-  "network.T5Config.preset.mlp_dim = 64", "network.T5Config.preset.num_encoder_layers = 1",
-  "network.T5Config.preset.num_decoder_layers = 1", "BATCH_SIZE = 8",
-  "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}", "SPARSE_STEPS = 6", "DENSE_STEPS = 1",
-  "FINETUNE_STEPS = 1", "ROW = 'sdgf_stepwise ff=1:8 qkv=1:4 dense_steps=10000'",
-]  # fmt: skip
-
-
-def small_runs(folder):
-  """A dense pre-training, a GLUE row from its checkpoint, a test set with `idx`."""
-  row, runs = "gin_configs/paper/table12.gin", "gin_configs/runs/t5x_"
-  dense, sparse = folder / "dense", folder / "sparse"
-  case = lambda call, files, *bindings: dict(
-    main=call, call=call, files=files, bindings=[*TINIER, *bindings]
-  )
-  return {
-    "dense": case(
-      "train", [T5, f"{runs}adafactor.gin", f"{runs}pretrain.gin"], *bind(TASK),
-      "RECIPE = 'dense'", f"MODEL_DIR = '{dense}'",
-    ),
-    "sparse": case(
-      "train", [f"{runs}adamw.gin", f"{runs}finetune.gin", row], f"MODEL_DIR = '{sparse}'",
-      f"INITIAL_CHECKPOINT_PATH = '{dense}/checkpoint_6'", "PRETRAINED_STEPS = 6", "EVAL_STEPS = 1",
-    ),
-    "infer": case(
-      "infer", [f"{runs}infer_glue_test.gin", row], f"CHECKPOINT_PATH = '{sparse}/checkpoint_12'",
-      "utils.DatasetConfig.batch_size = 8", "MIXTURE_OR_TASK_NAME = 'nm_glue_rte'",
-      f"INFER_OUTPUT_DIR = '{folder}/infer'",
-    ),
-  }  # fmt: skip
-
-
 @pytest.mark.t5x
-def test_t5x_reads_its_sizes_and_runs_a_row_of_the_paper(tmp_path):
-  if reason := t5x_found.why_not():
-    pytest.skip(reason)
-  # T5X's files come first: they leave it to gin which `network` they mean.
-  own = ["DROPOUT_RATE = 0.1", "VOCABULARY = None"]
-  theirs = {file: dict(main="train", files=[file], bindings=own) for file in THEIRS}
-  runs = small_runs(tmp_path)
-  stub = str(ROOT / "tests/t5x_stub")  # hides the real tasks, which would download
-  path = [stub, str(ROOT), *filter(None, sys.path), *t5x_found.paths()]
-  env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [sys.executable, str(ROOT / "tests/gin_probe.py")], input=json.dumps(theirs | runs), env=env,
-    capture_output=True, text=True, check=False, cwd="/",  # files are found by search path
-  )  # fmt: skip
-  assert not done.returncode, done.stderr[-3000:]
-  found = json.loads(done.stdout.splitlines()[-1])
-  for file, model in THEIRS.items():
-    ours = T5Config.preset(*model)
-    for name in ("emb_dim", "num_heads", "num_encoder_layers", "head_dim", "mlp_dim"):
-      assert found[file][name] == getattr(ours, name)
-  run = results.settings(tmp_path / "sparse")  # by the ROW in config.gin
-  assert run.recipe == "sdgf_stepwise" and run.places == dict(ff="1:8", q="1:4", k="1:4", v="1:4")
-  (written,) = (tmp_path / "infer").glob("nm_glue_rte-predict.jsonl-00000-of-00001")
-  lines = [json.loads(line) for line in written.read_text().splitlines()]
-  assert [line["inputs"] for line in lines] == [
-    {"idx": i, "inputs_pretokenized": f"rte {i}", "targets_pretokenized": "yes"} for i in range(8)
-  ]
+@pytest.mark.parametrize("model", [size for size in SIZES if size[1] != "tiny"], ids=str)
+def test_our_sizes_are_those_of_t5xs_files(t5x, model):  # noqa: F811
+  version, size = model
+  folder = pathlib.Path(t5x.__file__).parent / "examples/t5" / version
+  texts = [(folder / f"{name}.gin").read_text() for name in ("base", size)]  # each includes base
+  theirs = {k: int(x) for text in texts for k, x in re.findall(r"(?m)^  (\w+) = (\d+)$", text)}
+  ours = T5Config.preset(*model)
+  for name in ("emb_dim", "num_heads", "num_encoder_layers", "head_dim", "mlp_dim"):
+    assert theirs[name] == getattr(ours, name)

@@ -68,7 +68,7 @@ def test_two_processes_train_resume_and_evaluate(tmp_path):
   assert "Process ID: 0" in log
   assert thread.last_metric(tmp_path / "eval") == {7: scores[7]}
   two(tmp_path, "infer", *INFER, **thread.predicted(tmp_path, half))
-  thread.assert_predictions(tmp_path)
+  assert thread.predictions(tmp_path)
 
 
 def test_weights_and_masks_over_two_devices_are_saved_and_resumed(tmp_path):

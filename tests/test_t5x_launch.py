@@ -84,8 +84,6 @@ def test_three_flags_make_a_launch_of_t5x_sparse_and_it_goes_on_where_it_began(l
     ("infer", {}, None),
     ("eval", TRAINED | {"PRETRAINED_STEPS": 6}, None),
     ("eval", {"PATTERN": "1:8"}, "'2:4, 1:4'"),
-    ("eval", {"SPARSE_STEPS": 21}, "20"),
-    ("eval", {"SPARSITY_RULES": {"ff": "1:4"}}, "encoder/qk"),
     ("eval", {"PRETRAINED_STEPS": 5}, "began at step 6"),
   ],
 )

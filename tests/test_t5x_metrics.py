@@ -36,24 +36,11 @@ FACTORED = dict(decay_rate=0.8, min_dim_size_to_factor=8)
 
 
 def expected(model, before, batch, after):
-  """The same from the definitions: by metrics.py, at this batch, before and after its update."""
+  """The same by metrics.py, at this batch, before and after its update."""
   rules = model.stored_rules
   read = lambda s: (s.params, rules, *model.read(s.flax_mutables))
   grads = jax.grad(lambda p: model.loss_fn(p, batch, None, before.flax_mutables)[0])(before.params)
-  shares, factors = metrics.density(*read(after)), metrics.decay(*read(after)[:3])
-  sizes = {path: dict(flatten(after.params))[path].size for path in factors}
-  mean = sum(factors[p] * n for p, n in sizes.items()) / sum(sizes.values())
-  out = {"nm/density": shares.overall, "nm/density_target": shares.target, "nm/D": mean}
-  places = rules.assign(after.params).places
-  for path, now in metrics.pattern_now(*read(after)[:3]).items():
-    out |= {f"nm/n/{places[path].key}": now.n, f"nm/m/{places[path].key}": now.m}
-  for name, found in {
-    "flip_rate": metrics.flip_rate(metrics.masks_of(*read(before)), metrics.masks_of(*read(after))),
-    "grad_abs_var": metrics.grad_abs_variance(grads, *read(before)).overall,
-    "second_moment_var": metrics.second_moment_variance(after.param_states, *read(after)).overall,
-  }.items():
-    out |= {f"nm/{name}/all": found.all, f"nm/{name}/kept": found.kept}
-  return out
+  return metrics.after(*read(after), metrics.before(*read(before), grads), after.param_states)
 
 
 def events(folder):
@@ -145,7 +132,6 @@ def test_names_of_second_moments(optimizer, moment):
 @pytest.mark.parametrize(
   "shape, axes",
   [
-    ((24, 16), None),
     ((16, 24), None),
     ((16, 16), None),
     ((16, 3, 24), ("embed", "layers", "mlp")),

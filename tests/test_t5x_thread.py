@@ -66,10 +66,11 @@ def predicted(folder, checkpoint):
   }  # fmt: skip
 
 
-def assert_predictions(folder):
+def predictions(folder):
   (written,) = (folder / "infer").glob("*.jsonl-00000-of-00001")
   lines = [json.loads(line) for line in written.read_text().splitlines()]
   assert len(lines) == 32 and all("prediction" in line for line in lines)
+  return lines
 
 
 def last_metric(folder):
@@ -112,12 +113,15 @@ def test_dense_then_sparse_then_eval_then_infer_then_verify(tmp_path):
 
   # Half of the way, on a checkpoint: the numbers of the in-loop evaluation at that step.
   half = sparse / "checkpoint_7"
-  t5x("eval", "gin_configs/runs/t5x_eval.gin", TINY, **evaluated(tmp_path, half))
-  assert last_metric(tmp_path / "eval") == {7: scores[7]}
   (tmp_path / "theirs.gin").write_text(T5X_MODEL)
-  theirs = tmp_path / "theirs.gin", "nm_sparsity_jax/infer.gin"
-  t5x("infer", *theirs, **TASK, **predicted(tmp_path, half))
-  assert_predictions(tmp_path)
+  theirs = tmp_path / "theirs.gin", "nm_sparsity_jax/eval.gin"
+  t5x("eval", *theirs, **TASK, **evaluated(tmp_path, half))
+  assert last_metric(tmp_path / "eval") == {7: scores[7]}
+  # As for a submission to GLUE, with the number of each example.
+  files = "gin_configs/runs/t5x_infer_glue_test.gin", TINY
+  t5x("infer", *files, MIXTURE_OR_TASK_NAME="tests_idx", **predicted(tmp_path, half))
+  inputs = [line["inputs"] for line in predictions(tmp_path)]
+  assert [x["idx"] for x in inputs] == [*range(32)] and "inputs_pretokenized" in inputs[0]
 
   # The end is n:m: from the files, without T5X.
   assert not runs.verify(str(sparse)).ok

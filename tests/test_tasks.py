@@ -8,8 +8,6 @@ import sys
 import types
 import warnings
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import tasks_found
 
@@ -194,7 +192,6 @@ def test_metrics_by_hand():
 
 
 def test_bleu_by_hand():
-  assert metrics.bleu(["a b c d e"], ["a b c d e"])["bleu"] == pytest.approx(100)
   # 5/6, 3/5, 1/4 and no 4-gram of 3: smoothed to 1 / (2 * 3).
   found = metrics.bleu(["the cat sat on the mat"], ["the cat is on the mat"])
   assert found["bleu"] == pytest.approx(100 * (5 / 6 * 3 / 5 * 1 / 4 * 1 / 6) ** 0.25)
@@ -310,30 +307,6 @@ def test_mrpc_as_the_download_script_splits_it(tmp_path):
   assert [c["label"].tolist() for c in labels.values()] == [[1], [0], [-1]]
 
 
-CELL = st.text(st.sampled_from("ab\"' \u2028\x85\x0bé"), max_size=4)
-LABEL = st.sampled_from(["0", "1", "not_duplicate", "duplicate", ""])
-LINE = st.one_of(
-  st.tuples(CELL, CELL, LABEL).map("\t".join),
-  st.lists(CELL, max_size=5).filter(lambda cells: len(cells) < 3).map("\t".join),
-  st.tuples(CELL, CELL, LABEL, CELL).map("\t".join),
-)
-
-
-@hypothesis.settings(max_examples=40)
-@hypothesis.given(st.lists(LINE, max_size=6), st.sampled_from(["\n", "\r\n"]))
-def test_odd_rows_are_those_of_tfds(tmp_path_factory, lines, end):
-  folder = tmp_path_factory.mktemp("glue")
-  write(folder, {name: lines for name, lines in FILES.items() if name.startswith("QQP")})
-  text = end.join(["question1\tquestion2\tis_duplicate", *lines]) + end
-  (folder / "QQP/train.tsv").write_text(text, encoding="utf-8", newline="")
-  want = rows_of_tfds(folder, "qqp")["train"]
-  if want:
-    assert rows_of_ours(folder, "qqp", "train") == want
-    return
-  with pytest.raises(ValueError, match="no row"):
-    sources.read_glue(folder, "qqp", "train")
-
-
 STSB = FILES["STS-B/train.tsv"][0]
 # What is wrong: the file, its lines (None: it is not there), the config, words of the error.
 BAD = [
@@ -394,8 +367,7 @@ def test_tfds_is_the_default_with_a_version_that_it_has():
 def test_two_text_files(tmp_path, monkeypatch):
   write(tmp_path, {
     "train-wmt17.en": ["one", "two", "", "four"], "train-wmt17.de": ["eins", "zwei", "drei", ""],
-    "train-wmt14.en": ["fourteen"], "train-wmt14.de": ["vierzehn"],
-    "newstest2013.en": ["a"], "newstest2013.de": ["b"], "newstest2014.en": ["c"],
+    "newstest2014.en": ["c"],
   })  # fmt: skip
   (tmp_path / "newstest2014.de").write_text("d\u2028e", encoding="utf-8")  # no line feed at the end
   monkeypatch.setenv("WMT_DATA_DIR", str(tmp_path))
@@ -404,8 +376,9 @@ def test_two_text_files(tmp_path, monkeypatch):
     (x["inputs_pretokenized"].split(": ")[1], x["targets_pretokenized"]) for x in read(name, split)
   ]
   assert found("nm_wmt17_ende", "train") == [("one", "eins"), ("two", "zwei")]
-  assert found("nm_wmt17_ende", "validation") == [("c", "d\u2028e")]
-  assert found("nm_wmt14_ende", "test") == [("c", "d\u2028e")]
+  assert (
+    found("nm_wmt17_ende", "validation") == found("nm_wmt14_ende", "test") == [("c", "d\u2028e")]
+  )
   assert seqio.get_mixture_or_task("nm_wmt17_ende").num_input_examples("train") == 4
   (x,) = read("nm_wmt14_ende", "test", sequence_length={"inputs": 4, "targets": 9})
   assert x["inputs"] == [*BYTES.encode("tra"), 1] and x["targets"] == [*BYTES.encode("d\u2028e"), 1]

@@ -21,6 +21,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from nm_sparsity_jax.integrations.gin_files.folders import not_found
 
@@ -100,14 +101,14 @@ class Config:
     """Looks for the program that a run file configures."""
     self.program: str | None = None
     self.local = False
-    self._arguments: dict[str, Any] = {}
-    for (scope, selector), bound in self._table.items():
+    for scope, selector in self._table:
+      # A selector begins with the module as the file imported it, so its last word is the name.
       name = selector.split(".")[-1]
       if not scope and name in PROGRAMS:
         module = gin._REGISTRY[selector].wrapped.__module__
-        local = module.startswith(f"{LOCAL}.")
-        if local or module == PROGRAMS[name]:
-          self.program, self.local, self._arguments = name, local, bound
+        self.local = module.startswith(f"{LOCAL}.")
+        if self.local or module == PROGRAMS[name]:
+          self.program = name
           return
 
   # --- what is set --------------------------------------------------------------------------------
@@ -126,6 +127,7 @@ class Config:
     Without a run file, only the needs of RULES, NETWORK, MODEL and WORKLOAD count.
     """
     if self.program is not None:
+      # A run file says `X = %gin.REQUIRED` of what it needs, whether a value refers to it or not.
       required = {name for name, _ in self._table if self._macro(name) and not self.is_set(name)}
       return required | self._needs(self._table)
     return self._needs([self._macro(name) for name in MADE if self._macro(name)])
@@ -173,8 +175,7 @@ class Config:
 
   def argument(self, name: str, of: str | None = None) -> Any:
     """Returns an argument of the program, or of another function `of`; None where none is bound."""
-    bound = self._arguments if of is None else self._bound(of)
-    return self._make(bound.get(name))
+    return self._make(self._bound(of or self.program).get(name))
 
   def argument_of(self, macro: str, name: str) -> Any:
     """Returns an argument of the function that a macro calls; None where none is bound.
@@ -191,7 +192,7 @@ class Config:
       raise Unset("; ".join(map(_ask_for, sorted(missing))))
     return copy.deepcopy(value)  # this is how gin evaluates references
 
-  def _bound(self, function: str) -> dict[str, Any]:
+  def _bound(self, function: str | None) -> dict[str, Any]:
     """Returns the arguments of a function by its name without a module."""
     found: dict[str, Any] = {}
     for (scope, selector), bound in self._table.items():
@@ -259,18 +260,17 @@ class _Program(types.ModuleType):
 @contextlib.contextmanager
 def _reading(search_paths: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
   """Lets gin read as a program of T5X would, and leaves nothing behind."""
-  before, main = list(gin._LOCATION_PREFIXES), sys.modules["__main__"]
+  main = sys.modules["__main__"]
+  prefixes = [*gin._LOCATION_PREFIXES, *map(os.fspath, search_paths)]
   # T5X's own files bind `train`, `evaluate` or `infer` of the module `__main__`.
   sys.modules["__main__"] = _Program("__main__")
   logging.getLogger().addFilter(not_found)
   try:
-    for path in search_paths:
-      gin.add_config_file_search_path(os.fspath(path))
-    yield
+    with mock.patch.object(gin, "_LOCATION_PREFIXES", prefixes):
+      yield
   finally:
     logging.getLogger().removeFilter(not_found)
     sys.modules["__main__"] = main
-    gin._LOCATION_PREFIXES[:] = before
 
 
 def _is_reference(value: Any) -> bool:
@@ -298,10 +298,8 @@ _EXAMPLES = {
   **dict.fromkeys(("NETWORK", "VOCABULARY", "MODEL"), "a model file does that (--gin_file=...)"),
   "RECIPE": "--gin.RECIPE=\"'mdgf_exponential'\"",
   "PATTERN": "--gin.PATTERN=\"'1:8'\"",
-  "PRETRAINED_STEPS": "--gin.PRETRAINED_STEPS=1_000_000  (the step in the checkpoint's name)",
   "TASK_FEATURE_LENGTHS": "--gin.TASK_FEATURE_LENGTHS=\"{'inputs': 512, 'targets': 128}\"",
   "ROW": "--gin.ROW=\"'...'\", a row that `nm-sparsity rows` lists",
-  "T5_SIZE": "--gin.T5_SIZE=\"'base'\"",
 }
 
 
@@ -343,11 +341,11 @@ def read(
     ValueError: names every mistake.
   """
   config = Config(search_paths, files, bindings)
+  if not config.errors and config.program != program:
+    name = {"evaluate": "eval"}.get(program, program)
+    config.errors.append(f"no run file of this command: gin_configs/runs/local_{name}.gin")
   if config.errors:
     raise ValueError("; ".join(config.errors))
-  if config.program != program:
-    name = {"evaluate": "eval"}.get(program, program)
-    raise ValueError(f"no run file of this command: gin_configs/runs/local_{name}.gin")
   return config
 
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
 
     # It refuses flags that lack another one.
     jax.distributed.initialize(args.coordinator_address, args.process_count, args.process_index)
-  sys.argv = ["kauldron", *theirs]
+  sys.argv = ["kauldron", *theirs]  # absl reads the flags there
   runpy.run_module("kauldron.main", run_name="__main__", alter_sys=True)
 
 

@@ -67,6 +67,7 @@ class SparseTrainStep(kd.train.TrainStep):
   @functools.partial(jax.jit, static_argnames="self", donate_argnames="state")
   def _init_optimizer(self, state: Any) -> Any:
     text = jnp.asarray(rules_text.pack(rules_text.describe(self.rules)))
+    # The parameters are those of an init_transform, such as the weights of another run.
     opt_state = self._in_place(state.params).optimizer.init(state.params)
     collections = {**state.collections, COLLECTION: {"rules": text}}
     state = state.replace(opt_state=opt_state, collections=collections)
@@ -81,6 +82,7 @@ class SparseTrainStep(kd.train.TrainStep):
   def _in_place(self, params: Any) -> SparseTrainStep:
     """Returns this step with `nms.sparse`, which knows how devices share the weights."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    # Kauldron names shardings for a tree of any arrays, and a tracer knows none.
     placed = kd.sharding.with_sharding_constraint(shapes, self.sharding.params)
     rules = self.rules.with_shardings(jax.tree.map(lambda x: x.sharding, placed))
     return dataclasses.replace(self, optimizer=transform.sparse(self.optimizer, rules))

@@ -102,7 +102,7 @@ def second_moments(optimizer_def, train_state, rules) -> Any:
 
 def factored_dims(optimizer_def, path, shape):
   """Returns (axes of the rows, axes of the columns) by which Adafactor factors, or None."""
-  settings = optimizer_def.hyper_params
+  settings = optimizer_def.hyper_params  # T5X keeps how it factors to itself
   rule = settings.factor_map[path] if settings.factor_map else adafactor.HEURISTIC_RULE
   rule = rule if settings.factored else None
   dims = optimizer_def._parse_rule(rule, shape, path)[1]

@@ -143,6 +143,7 @@ class SparseModel(models.BaseTransformerModel):
     # Under jit no value can be looked at. Other rules give step -1 there, so every loss is NaN.
     same = jnp.all(mine["rules"] == jnp.asarray(self._text))
     step = jnp.where(same, mine["step"], jnp.int32(-1))
+    # Stored masks know the step that they were made for; it is saved once, not twice.
     kept = {k: v for k, v in mine.items() if k not in ("step", "start", "rules")}
     return step, {"step": mine["step"], **kept} if kept else {}
 

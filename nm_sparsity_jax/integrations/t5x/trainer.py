@@ -68,7 +68,7 @@ class SparseTrainer(trainer.Trainer):
       _warn_of_offset(model.optimizer_def, start)
       if is_new:
         train_state = _begin(model, train_state, train_state_axes, partitioner, start)
-    if train_state_axes is not None:
+    if train_state_axes is not None:  # before T5X traces the step
       model.know_shardings(partitioner.mesh, train_state_axes.params)
     super().__init__(
       model=model,
@@ -96,7 +96,7 @@ class SparseTrainer(trainer.Trainer):
       train_step,
       in_axis_resources=(self._train_state_axes, self._partitioner.data_partition_spec),
       out_axis_resources=(self._train_state_axes, None),
-      donate_argnums=(0,),
+      donate_argnums=(0,),  # as T5X: one train state on the device, not two
     )
 
   @functools.cached_property
@@ -121,7 +121,7 @@ class SparseTrainer(trainer.Trainer):
       mine, step = mine + 1, step + 1
       if mine % self.metrics_every:
         return plain(train_state, batch)
-      seen = before(train_state, batch)
+      seen = before(train_state, batch)  # the step takes the memory of its train state
       new, found = plain(train_state, batch)
       samples[step] = after(new, seen)
       return new, found
@@ -167,6 +167,7 @@ def sparse_train_step(
   """
   rules, params = model.stored_rules, train_state.params
   step, state = model.read(train_state.flax_mutables)
+  # Of all microbatches, at the effective weights of this step.
   grads, found, flax_mutables = trainer.accumulate_grads_microbatched(
     model, train_state, batch, dropout_rng, num_microbatches, **accumulate
   )
@@ -205,7 +206,7 @@ def loss_scale(loss_normalizing_factor, batch, num_microbatches: int | None = No
   parts = 1 if is_fixed else max(num_microbatches or 1, 1)
   size = len(batch["decoder_target_tokens"]) // parts
 
-  def one(part):
+  def one(part):  # the sum of its weights over its factor
     factor, weights = losses.get_loss_normalizing_factor_and_weights(loss_normalizing_factor, part)
     targets = part["decoder_target_tokens"].size if weights is None else jnp.sum(weights)
     return jnp.float32(targets) / jnp.float32(1 if factor is None else factor)
@@ -258,6 +259,7 @@ def _begin(model, train_state, axes, partitioner, start):
     return freeze(model.collect(mine["step"], jnp.int32(start), state))
 
   mine_axes = axes.flax_mutables[COLLECTION]
+  # Partitioned, so that each device makes the masks of its shard of the weights.
   made = partitioner.partition(
     renew, in_axis_resources=(axes.params, mine_axes), out_axis_resources=mine_axes
   )(train_state.params, train_state.flax_mutables[COLLECTION])
