@@ -40,7 +40,8 @@ def expected(model, before, batch, after):
   rules = model.stored_rules
   read = lambda s: (s.params, rules, *model.read(s.flax_mutables))
   grads = jax.grad(lambda p: model.loss_fn(p, batch, None, before.flax_mutables)[0])(before.params)
-  return metrics.after(*read(after), metrics.before(*read(before), grads), after.param_states)
+  seen = metrics.before(*read(before), grads)
+  return metrics.summary(*read(after), None, after.param_states, seen, per_place=False)
 
 
 def events(folder):
@@ -101,8 +102,8 @@ def test_what_is_measured_is_the_applied_gradient_and_masks_stay_on_their_device
   after, _ = run._partitioned_train_step(run.train_state, t.batch_of())
   grads = jax.tree.map(lambda a, b: a - b, before.params, jax.device_get(after.params))
   state = model.read(before.flax_mutables)
-  want = metrics.grad_abs_variance(grads, before.params, model.stored_rules, *state).overall
-  np.testing.assert_allclose(seen.scalars["nm/grad_abs_var/all"], want.all, rtol=1e-3)
+  want, name = metrics.summary(before.params, rules, *state, grads), "nm/grad_abs_var/all"
+  np.testing.assert_allclose(seen.scalars[name], want[name], rtol=1e-3)
 
 
 @pytest.mark.parametrize(

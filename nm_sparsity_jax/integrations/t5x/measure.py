@@ -80,7 +80,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   def after(train_state, seen):
     at = model.read(train_state.flax_mutables)
     moments = second_moments(model.optimizer_def, train_state, rules)
-    return metrics.after(train_state.params, rules, *at, seen, moments, per_place=per_place)
+    return metrics.summary(train_state.params, rules, *at, None, moments, seen, per_place=per_place)
 
   return (
     partition(before, in_axis_resources=(axes, batch_spec), out_axis_resources=seen_spec),
@@ -89,7 +89,7 @@ def programs(run: Any) -> tuple[Any, Any]:
 
 
 def second_moments(optimizer_def, train_state, rules) -> Any:
-  """Returns second moments for `metrics.after`: an optax state, or T5X's Adafactor rebuilt."""
+  """Returns second moments for `metrics.summary`: an optax state, or T5X's Adafactor rebuilt."""
   states = train_state.param_states
   if not isinstance(optimizer_def, adafactor.Adafactor):
     return states
@@ -97,7 +97,7 @@ def second_moments(optimizer_def, train_state, rules) -> Any:
   places = rules.assign(train_state.params).places
   dims = {path: factored_dims(optimizer_def, path, p.shape) for path, p in places.items()}
   nu = {path: estimate(kept[path], d) for path, d in dims.items()}
-  return metrics.SecondMoments(nu, any(dims.values()))
+  return metrics.SecondMoments(nu, [path for path, factored in dims.items() if factored])
 
 
 def factored_dims(optimizer_def, path, shape):

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from t5x import models, optimizers, utils
 
 from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.training import apply, layers, optim, rules_text
+from nm_sparsity_jax.training import apply, layers, rules_text, transform
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.stored import State, init_state
 
@@ -43,8 +43,8 @@ def _refuse(state: Any, _: Any) -> None:
 # T5X looks up how an optax state is sharded before anything compiles. Under MultiSteps its steps
 # are no updates, so TRAIN_STEPS would end the run in the middle of the schedule.
 optimizers.OptaxStatePartitionRules._RULES.update(
-  {optim.CountStepsState: lambda state, axes: optim.CountStepsState(count=None)}  # type: ignore
-  | dict.fromkeys((optim.SrSteState, optim.SparseState, optax.MultiStepsState), _refuse)
+  {transform.CountStepsState: lambda state, axes: transform.CountStepsState(count=None)}  # type: ignore
+  | dict.fromkeys((transform.SrSteState, transform.SparseState, optax.MultiStepsState), _refuse)
 )
 
 

@@ -33,7 +33,7 @@ class SparseTrainStateInitializer(utils.TrainStateInitializer):
   """T5X's initializer, which shows what becomes sparse and checks what was restored.
 
   T5X makes one as soon as it knows the shape of a batch, before anything compiles. It prints the
-  places and the schedule, and warns of macros among the flags that nothing reads. It tells the
+  places, and warns of macros among the flags that nothing reads. It tells the
   model how devices share the weights, so that masks on several TPUs take one pass. Bind it in
   training, evaluation and inference:
 
@@ -55,7 +55,7 @@ class SparseTrainStateInitializer(utils.TrainStateInitializer):
       assignment = model.stored_rules.assign(model.made)
       warned = "".join(f"warning: {said}\n" for said in gin_files.unread_flags(sys.argv))
       # T5X logs to stderr, hundreds of lines; this is all that stands in stdout.
-      print(f"\n{assignment}\n\n{assignment.schedule}\n{warned}", flush=True)
+      print(f"\n{assignment}\n\n{warned}", flush=True)
 
 
 class _CheckedState:
