@@ -86,7 +86,8 @@ def _curves(runs: Sequence[Run]) -> Sequence[Part]:
   charts = []
   for (tag,) in sorted(tags, key=loss_first):
     points = [run.train.get(tag, {}) for run in runs]
-    charts += curve(runs, f"train_{tag}", f"Training {tag.replace('_', ' ')}", points)
+    title = f"Training: {tag.removeprefix('timing/').replace('_', ' ')}"
+    charts += curve(runs, f"train_{tag}", title, points)
   pairs = set()
   for run in runs:
     for task, tags_of in run.evals.items():
