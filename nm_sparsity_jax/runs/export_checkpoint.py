@@ -1,8 +1,11 @@
-"""A checkpoint in the names of other libraries, and the proof that its tensors there are n:m.
+"""A checkpoint in a file or folder for other programs, written, read back and proven.
 
-images -> [export] -> F.safetensors of timm's names -> read back -> Report: groups along axis 1
-T5     ->          -> a folder of Hugging Face's T5 ->                      of their tensors
-                      a folder of Hugging Face's T5 -> [convert] -> OUT/checkpoint_0, for T5X
+images  -> [export]  -> F.safetensors of timm's names
+T5      -> [export]  -> a folder of Hugging Face's T5 -> [convert] -> OUT/checkpoint_0, for T5X
+network -> [pack]    -> F.safetensors without the zeros
+
+These files have an array for each layer: layers that a scan stacked are taken apart, and the rules
+are those of the layers then.
 """
 
 from __future__ import annotations
@@ -10,18 +13,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from nm_sparsity_jax.deploy import huggingface, safetensors_file, timm
-from nm_sparsity_jax.deploy.unstack_layers import apart
+from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy import (
+  huggingface,
+  inference_tree,
+  packed_file,
+  safetensors_file,
+  timm,
+  unstack_layers,
+)
 from nm_sparsity_jax.models.vit import ViTConfig
-from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, other_formats, verify_checkpoint
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, verify_checkpoint
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.training import apply
+from nm_sparsity_jax.runs.verify_checkpoint import Proof
 from nm_sparsity_jax.training.rules import Rules
 
 
@@ -33,30 +43,63 @@ class Exported:
     source: the checkpoint that was read.
     path: of the file or folder.
     tensors: how many it holds.
-    report: what was found in it, in the other library's layout; None for a dense checkpoint.
+    proof: of the file, read back; None for a dense checkpoint, which has nothing to prove.
     config: config.json of a folder; None for a file.
   """
 
   source: Stored
   path: str
   tensors: int
-  report: apply.Report | None
+  proof: Proof | None
   config: Mapping[str, Any] | None = None
 
   @property
   def ok(self) -> bool:
-    """Returns whether the file is n:m; a dense one has nothing to prove."""
-    return self.report is None or self.report.ok
+    """Returns whether the file is n:m, or dense."""
+    return self.proof is None or self.proof.ok
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the findings as values that JSON knows."""
-    places = self.report.places if self.report else ()
+    places = self.proof.as_dict()["places"] if self.proof else []
+    facts = {"from": self.source.path, "file": self.path, "tensors": self.tensors}
+    return {**facts, "ok": self.ok, "places": places}
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+  """What `pack` wrote.
+
+  Attributes:
+    source: the checkpoint that was read.
+    path: of the file.
+    bytes: of the file, its header included.
+    report: bytes of each kernel, before and after, and what was not packed, with the reason.
+  """
+
+  source: Stored
+  path: str
+  bytes: int
+  report: inference_tree.Report
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the findings as values that JSON knows."""
+    report = self.report
     return {
       "from": self.source.path,
       "file": self.path,
-      "tensors": self.tensors,
-      "ok": self.ok,
-      "places": [dataclasses.asdict(place) for place in places],
+      "bytes": self.bytes,
+      "bytes_of_weights": report.total,
+      "bytes_with_zeros": report.zeros,
+      "packed": {
+        path: {
+          "pattern": report.patterns[path],
+          "weights": report.weights[path],
+          "bytes": found.total,
+          "bytes_with_zeros": found.dense,
+        }
+        for path, found in report.sizes.items()
+      },
+      "dense": dict(report.dense),
     }
 
 
@@ -71,8 +114,6 @@ def export(
 
       nms.runs.export("runs/final", "model.safetensors")  # images: timm's
       nms.runs.export("runs/final", "model")  # a T5: a folder of Hugging Face's
-
-  Each sparse tensor that was written must be n:m along axis 1, the contracted one there.
 
   Args:
     path: a checkpoint of a ViT, Swin V2, ResNet or T5 of this package, or of T5X's T5; n:m, if
@@ -89,19 +130,73 @@ def export(
   file = os.fspath(out)
   safetensors_file.refuse_existing(file)
   stored = checkpoint.opened(path)
-  is_t5 = huggingface.is_t5([key.removeprefix("target/") for key in stored.leaves])
+  shapes = {key: x.shape for key, x in flatten(checkpoint_rules.parameters(stored))}
+  is_t5 = huggingface.is_t5(shapes)
   if file.endswith(safetensors_file.SUFFIX) == is_t5:
     what = "a folder for a T5: it has config.json as well"
     end = f"a file that ends in {safetensors_file.SUFFIX}"
     raise ValueError(f"{file!r}: name {what if is_t5 else end}.")
-  if stored.format == other_formats.HUGGING_FACE:
-    raise ValueError(f"{stored.path!r} is a folder of Hugging Face's T5 already.")
-  proof = None
-  if stored.known_rules is not None or rules is not None:
+  is_sparse = stored.known_rules is not None or rules is not None
+  if is_sparse:
     proof = verify_checkpoint.verify(stored, rules, axes)
     if not proof.ok:
       raise ValueError(f"{stored.path} is not n:m: export what `nm-sparsity finalize` writes.")
-  return (_export_t5 if is_t5 else _export_images)(stored, file, proof, feed_forward)
+    rules = _rules_of_layers(proof.rules, shapes, _config(shapes, stored.path))
+  arrays = {key: np.asarray(x) for key, x in stored.variables().items()}
+  if is_t5:
+    arrays = {key.removeprefix("params/"): x for key, x in arrays.items()}
+    activations = feed_forward and huggingface.activations_of(feed_forward, "feed_forward")
+    config = huggingface.config_of(shapes, stored.path, activations or None)
+    tensors = huggingface.to_tensors(arrays, config)
+    dtype = str(arrays["token_embedder/embedding"].dtype)
+    huggingface.write_folder(file, tensors, huggingface.to_json(config, dtype))
+  else:
+    tensors = timm.to_tensors(arrays)
+    safetensors_file.write(file, tensors)
+  # Their tensors are (out, in), and the reader turns them: axis 1 there is axis 0 of the proof.
+  written = verify_checkpoint.verify(file, rules) if is_sparse else None
+  return Exported(
+    stored, file, len(tensors), written, huggingface.Folder(file).json if is_t5 else None
+  )
+
+
+def pack(
+  path: str | os.PathLike | Stored,
+  out: str | os.PathLike,
+  rules: checkpoint_rules.Given = None,
+  axes: Mapping[str, Any] | None = None,
+  dtype: str | None = None,
+) -> Packed:
+  """Writes the weights of a checkpoint that are n:m without their zeros, and reads them back.
+
+      print(nms.runs.pack("runs/final", "model.safetensors").report)
+
+  Args:
+    path: a checkpoint of any network that is n:m, a folder of Hugging Face's T5, or a file of
+      timm's names.
+    out: the file, F.safetensors, which must not be there.
+    rules: as in `verify`.
+    axes: as in `verify`.
+    dtype: of packed values: 'float32', 'bfloat16', 'float16' or 'int8', which rounds with one scale
+      for each column. None: as stored. What is not packed keeps its dtype.
+
+  Raises:
+    ValueError: a kernel is not n:m, nothing is to be packed, or the file cannot be written.
+  """
+  file = os.fspath(out)
+  if not file.endswith(safetensors_file.SUFFIX):
+    raise ValueError(f"{file!r}: name a file that ends in {safetensors_file.SUFFIX}.")
+  safetensors_file.refuse_existing(file)
+  stored = checkpoint.opened(path)
+  stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
+  variables = nested({key: np.asarray(x) for key, x in stored.variables().items()})
+  shapes = {key: x.shape for key, x in flatten(variables["params"])}
+  config = _config(shapes, stored.path)
+  params, _ = unstack_layers.unstacked(variables["params"], config)
+  layer_rules = _rules_of_layers(stacked_rules, shapes, config)
+  report = packed_file.write(file, {**variables, "params": params}, layer_rules, dtype)
+  packed_file.read(file)  # the reader checks every entry
+  return Packed(stored, file, os.path.getsize(file), report)
 
 
 def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool = False) -> str:
@@ -124,80 +219,39 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   """
   folder = huggingface.Folder(path)
   config = dataclasses.replace(folder.config, scan_layers=scan_layers)
-  params = {key: np.asarray(x, np.float32) for key, x in folder.arrays(config).items()}
+  arrays = {f"target/{k}": np.asarray(x, np.float32) for k, x in folder.arrays(config).items()}
   made = os.path.join(out, "checkpoint_0")
-  arrays = {f"target/{key}": x for key, x in params.items()}
   checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))})
   return made
 
 
-def _arrays(stored: Stored) -> dict[str, np.ndarray]:
-  """Returns what is deployed: 'params/head/kernel', 'batch_stats/bn1/mean' -> array."""
-  names = {"target/": "params/", "flax_mutables/batch_stats/": "batch_stats/"}
-  return {
-    ours + key.removeprefix(theirs): stored.array(stored.deployed(key))
-    for key in stored.leaves
-    for theirs, ours in names.items()
-    if key.startswith(theirs)
-  }
+def _config(shapes: Mapping[str, tuple[int, ...]], path: str) -> Any:
+  """Returns the config of a network that scans, as far as `unstacked` asks."""
+  if any(key.startswith("encoder/encoder/") for key in shapes):
+    return huggingface.config_of(shapes, path)
+  return ViTConfig(scan=True)  # the only other one that scans; it changes no other network
 
 
-def _export_t5(
-  stored: Stored, out: str, proof: verify_checkpoint.Proof | None, feed_forward: str | None
-) -> Exported:
-  """Writes a folder of Hugging Face's T5, and proves it."""
-  arrays = {key.removeprefix("params/"): x for key, x in _arrays(stored).items()}
-  activations = feed_forward and huggingface.activations_of(feed_forward, "feed_forward")
-  shapes = {key: x.shape for key, x in arrays.items()}
-  config = huggingface.config_of(shapes, stored.path, activations or None)
-  dtype = str(arrays["token_embedder/embedding"].dtype)
-  tensors = huggingface.to_tensors(arrays, config)
-  huggingface.write_folder(out, tensors, huggingface.to_json(config, dtype))
-  written = huggingface.Folder(out)
+def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: Any) -> Rules:
+  """Returns the rules of a network without a scan that mean the same.
 
-  def tensor(key: str) -> tuple[str, np.ndarray]:
-    if not huggingface.is_transposed(key):
-      raise ValueError(f"{key!r} is no kernel: its groups lie along no axis there.")
-    return huggingface.name_of(key), np.asarray(written.tensors[huggingface.name_of(key)])
-
-  report = proof and _prove(proof, config, tensor)
-  return Exported(stored, out, len(tensors), report, written.json)
-
-
-def _export_images(
-  stored: Stored, out: str, proof: verify_checkpoint.Proof | None, _: str | None
-) -> Exported:
-  """Writes a file of timm's names, and proves it."""
-  tensors = timm.to_tensors(_arrays(stored))
-  safetensors_file.write(out, tensors)
-  written = safetensors_file.Opened(out).tensors
-  table = timm.sources(timm.keys_of(written))
-
-  def tensor(key: str) -> tuple[str, np.ndarray]:
-    source = table[f"params/{key}"]
-    part = f"[{source.part} of {source.parts}]" if source.parts > 1 else ""
-    return f"{source.name}{part}", source.rows(np.asarray(written[source.name]))
-
-  report = proof and _prove(proof, ViTConfig(scan=True), tensor)
-  return Exported(stored, out, len(tensors), report)
-
-
-def _prove(
-  proof: verify_checkpoint.Proof, config: Any, tensor: Callable[[str], tuple[str, np.ndarray]]
-) -> apply.Report:
-  """Counts the groups of what was written, which lie along axis 1.
-
-  Args:
-    proof: of the checkpoint: the same places are looked at.
-    config: of the network, which may scan.
-    tensor: key without a scan -> name and rows of the tensor that holds it.
+  They are the same ones, but where a regex names a stack alone: then they name what they found. A
+  kernel of a layer has two axes and contracts the first one, whatever the axis of its stack is.
   """
-  places = []
-  for place in proof.report.places:
-    recipe: Any = proof.rules.find(place.path)
-    for key in apart(place.path, jax.ShapeDtypeStruct(place.shape, np.float32), config):
-      name, rows = tensor(key)
-      regex = f"(?:{re.escape(name)})"
-      alone = Rules({regex: recipe}, {regex: 1}, proof.rules.indivisible)
-      places += apply.verify({name: rows}, alone).places
-  return apply.Report(tuple(places), proof.report.skipped)
+  shaped = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+  layers = {path: list(unstack_layers.apart(path, x, config)) for path, x in shaped.items()}
+  matches = {path: hit for path in shapes if (hit := rules.match(path))}
+  axes = rules.axes
+  if any(layers[path] != [path] for path in matches):
+    assigned = rules.assign(nested(shaped)).places
+    alone = {path: place for path, place in assigned.items() if layers[path] == [path]}
+    axes = {re.escape(path): place.axis for path, place in alone.items()}
+  key_of = lambda path: (rules.match(path) or ("",))[0]
+  if all(key_of(layer) == key for path, (key, _) in matches.items() for layer in layers[path]):
+    return Rules(rules.places, axes, rules.indivisible, rules.roles)
+  number = lambda layer: re.sub(r"_0/", r"_\\d+/", re.escape(layer), count=1)
+  table = {
+    re.escape(path) if layers[path] == [path] else number(layers[path][0]): recipe
+    for path, (_, recipe) in matches.items()
+  }
+  return Rules(table, axes, rules.indivisible, rules.roles)

@@ -58,7 +58,7 @@ def refuse_other_rules(workdir: Any, rules: Rules) -> None:
     workdir: of the run; its newest checkpoint is read.
     rules: of the train step.
   """
-  newest = folders.latest_of_kauldron(workdir)
+  newest = folders.latest(workdir)
   if newest is None:
     return
   stored, own = checkpoint.read(newest).rules, rules_text.describe(rules)
