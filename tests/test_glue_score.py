@@ -152,13 +152,17 @@ STEPWISE = next(r for r in ROWS if r["recipe"] == "sdgf_stepwise" and "qkv" in r
     (dict(SPARSITY_RULES={"ff": "1:8", "qk": "1:4"}), None, "no GLUE row for sdgf_stepwise 1:8 FF"),
     (dict(SPARSITY_RULES={"ff": "1:16"}), None, "no GLUE row for sdgf_stepwise 1:16 FF"),
     (dict(DENSE_STEPS=0), None, r"no row with 0 dense steps"),
-    (dict(DENSE_STEPS=100, SPARSE_STEPS=1000), STEPWISE["row"], "this run 100 dense steps of 1000"),
+    (
+      dict(DENSE_STEPS=100, SPARSE_STEPS=1000, FINETUNE_STEPS=0),
+      STEPWISE["row"],
+      "this run 100 dense steps of 1000",
+    ),
     (dict(T5_SIZE="base"), STEPWISE["row"], ""),
     (dict(T5_SIZE="small"), STEPWISE["row"], "is of T5 base, not small"),
     (dict(RECIPE="mdgf_linear"), None, "no GLUE row for mdgf_linear"),
     (dict(RECIPE="snip", SPARSITY_RULES={"ff": "1:32"}), "SNIP", "Table 7 does not say"),
     (dict(RECIPE="dense", SPARSITY_RULES={"ff": None}), "Dense", ""),
-    (dict(SPARSITY_RULES="%OTHER"), None, "by --pattern"),
+    (dict(SPARSITY_RULES="%OTHER"), None, "by --recipe"),
   ],
 )
 def test_which_published_row(change, row, remark, tmp_path, report):
@@ -198,7 +202,7 @@ def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   places = {"decoder/cross/qkv": "1:4", "encoder/layers_[0-3]/mlp/.*/kernel": "2:4", "ff": None}
   bindings = dict(SPARSITY_RULES=places, PATTERN="1:8", RECIPE="idp", DENSE_STEPS=7)
   gin.clear_config()
-  gin.parse_config([f"{k} = {v!r}" for k, v in bindings.items()] + ["SPARSE_STEPS = %N", "N = 9"])
+  gin.parse_config([f"{k} = {v!r}" for k, v in bindings.items()] + ["SPARSE_STEPS = 90"])
   (tmp_path / "config.gin").write_text(gin.config_str())
   gin.clear_config()
   run = results.settings(tmp_path)
@@ -206,8 +210,8 @@ def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   cross = {f"decoder/cross/{role}": "1:4" for role in "qkv"}
   assert run.places == {**places, **cross, "ff": "1:8"}
   assert roles.text_of(run.places).startswith("1:8 FF, 1:4 decoder/cross/qkv, 2:4 encoder/lay")
-  assert (run.recipe, run.dense_steps, run.sparse_steps) == ("idp", 7, None)
-  assert run.remarks == ["SPARSE_STEPS in config.gin is not a plain value: %N"]
+  assert (run.recipe, run.dense_steps, run.sparse_steps) == ("idp", 7, 90)
+  assert not run.remarks
 
 
 def test_what_the_config_does_not_say_is_told(tmp_path, report, call):

@@ -1,8 +1,8 @@
 """Writes a checkpoint for another library: timm's for images, Hugging Face's for a T5.
 
 Zeros stay zeros. Where the checkpoint is sparse, it must be n:m: the last one of a local run or of
-one of Kauldron, or what `nm-sparsity finalize` wrote. The command reads back what it wrote,
-and proves the pattern along axis 1 of their tensors, (out, in) and (out, in, height, width).
+one of Kauldron, or what `nm-sparsity finalize` wrote. The command reads back what it wrote
+and proves it. Groups lie along axis 1 of their tensors, (out, in) and (out, in, height, width).
 
 A ViT, SwinV2 or ResNet becomes a file. timm loads it:
 `timm.create_model(NAME, checkpoint_path="model.safetensors")`.

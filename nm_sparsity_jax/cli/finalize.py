@@ -1,7 +1,7 @@
 """Writes a checkpoint with exact zeros: the pattern of every place, as `nms.finalize` makes it.
 
 A local run and one of Kauldron store these weights already; of them it leaves the optimizer out.
-It takes what `nm-sparsity verify` takes, but no packed file, and a folder for the result. The
+It takes what `nm-sparsity verify` takes, and a folder for the result. The
 result has the checkpoint's own name, as in T5X: OUT/checkpoint_<step>. It holds parameters, step
 and sparse state, but no optimizer. Where the run kept a moving average of its parameters
 (EMA_DECAY), that is what is finalized, as it is what was scored. t5x.eval and t5x.infer open it,
