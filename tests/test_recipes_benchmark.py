@@ -11,7 +11,7 @@ import pytest
 from study_records import STUDY
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.cli import quickstart_steps
+from nm_sparsity_jax.cli import quickstart
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import glue
 from nm_sparsity_jax.trainer import optimizers
@@ -165,7 +165,7 @@ def test_mini_mnli_is_the_text_of_the_library():
 
 
 def test_rebus_is_the_task_of_the_quickstart(as_users):
-  command = quickstart_steps.TASKS["rebus"].train("out", 540, "sr_ste")
+  command, _ = quickstart.train(quickstart.TASKS["rebus"], "out", 540, "sr_ste")
   files = [word.partition("=")[2] for word in command if word.startswith("--gin_file=")]
   own = [word.removeprefix("--gin.") for word in command if word.startswith("--gin.")]
   names = ("LEARNING_RATE", "LEARNING_RATE_FACTORS", "WARMUP_STEPS", "SPARSE_STEPS")
@@ -174,7 +174,7 @@ def test_rebus_is_the_task_of_the_quickstart(as_users):
     settings = [config.value(name) for name in names]
   task = tasks.TASKS["rebus"]
   assert workload.network.config == task.network(True).config
-  assert workload.batch_size == task.examples and quickstart_steps.Rebus.steps == 540
+  assert workload.batch_size == task.examples and quickstart.TASKS["rebus"].steps == 540
   assert rules.places == train.rules_of(("ff",), ROW, "1:16", 540).places
   wanted, at = optimizers.learning_rate(*settings), jnp.arange(540)
   falling = jax.vmap(train.falling(540, task.rate))(at)
