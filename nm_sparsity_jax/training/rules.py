@@ -214,7 +214,8 @@ class Rules:
       )
     shapes = dict(_shapes(params))
     named = [path for path in shapes if not isinstance(self.find(path), Dense | None)]
-    known, unknown = trace.axes(function, params, *inputs)
+    traced = trace.trace(function, params, *inputs)
+    known, unknown = traced.axes, traced.refused
     open_paths = [path for path in named if path not in known and self._axis_of(path) is None]
     if refused := [f"{path!r}: {unknown[path]}" for path in open_paths]:
       raise ValueError(
