@@ -116,7 +116,7 @@ class TestRuns:
     assert runs.verify(str(folder)).ok and not runs.verify(str(early)).ok
     made = runs.finalize(str(folder), str(tmp_path / "final"))
     assert made.ok and made.path.endswith("checkpoint_12")
-    assert [lost.magnitude for lost in made.removed] == [0, 0]
+    assert [*made.removed.values()] == [0, 0]
     with pytest.raises(ValueError, match="sparse step 4"):
       runs.finalize(str(early), str(tmp_path / "early"))
 

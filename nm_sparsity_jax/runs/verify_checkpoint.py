@@ -11,8 +11,8 @@
 >>> verify(run, {"ff": "2:4"}).ok
 False
 >>> made = finalize(run, f"{run}/final", {"ff": "2:4"})
->>> made.ok, [f"{r.path} lost {r.magnitude:.0%}" for r in made.removed]
-(True, ['encoder/layers_0/mlp/wi/kernel lost 28%'])
+>>> made.ok, made.removed
+(True, {'encoder/layers_0/mlp/wi/kernel': 0.2777777777777778})
 >>> verify(f"{run}/final").ok
 True
 """
@@ -72,35 +72,18 @@ class Proof:
 
 
 @dataclasses.dataclass(frozen=True)
-class Removed:
-  """What one parameter lost.
-
-  Attributes:
-    path: the parameter.
-    weights: share of weights that were not 0 and are now.
-    magnitude: their share of the sum of |w|.
-    squares: their share of the sum of w ** 2.
-  """
-
-  path: str
-  weights: float
-  magnitude: float
-  squares: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Finalized:
   """What `finalize` wrote.
 
   Attributes:
     source: the checkpoint that was read.
     proof: the proof of the checkpoint that was written, read back from the disk.
-    removed: what each sparse parameter lost.
+    removed: sparse parameter -> the share that it lost of its sum of |w|.
   """
 
   source: Stored
   proof: Proof
-  removed: list[Removed]
+  removed: Mapping[str, float]
 
   @property
   def ok(self) -> bool:
@@ -114,24 +97,17 @@ class Finalized:
 
   def __str__(self) -> str:
     """Returns what was removed, with the least and the most of like parameters, and the proof."""
-    by_path = {r.path: r for r in self.removed}
     rows = []
-    for name, paths in group(list(by_path), words=True):
-      row = [name]
-      for kind in ("weights", "magnitude", "squares"):
-        shares = sorted(getattr(by_path[path], kind) for path in paths)
-        row.append(" .. ".join(dict.fromkeys((f"{shares[0]:.2%}", f"{shares[-1]:.2%}"))))
-      rows.append(row)
-    lines = table(("removed of", "weights", "sum of |w|", "sum of w^2"), rows)
+    for name, paths in group(list(self.removed), words=True):
+      shares = [f"{share:.2%}" for share in sorted(self.removed[path] for path in paths)]
+      rows.append((name, " .. ".join(dict.fromkeys((shares[0], shares[-1])))))
+    lines = table(("removed of", "sum of |w|"), rows)
     return "\n".join([*lines, f"\n{self.path}, as it was written:\n", str(self.proof)])
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the findings as values that JSON knows."""
-    found = self.proof.as_dict()
-    lost = {r.path: dataclasses.asdict(r) for r in self.removed}
-    found["places"] = [place | lost[place["path"]] for place in found["places"]]
-    average = {"average": True} if self.source.average else {}
-    return {"from": self.source.path, **average, **found}
+    facts = {"from": self.source.path, "average": self.source.average}
+    return {**facts, "removed": dict(self.removed), **self.proof.as_dict()}
 
 
 def verify(
@@ -208,11 +184,13 @@ def finalize(
   params = {k.removeprefix("target/"): x for k, x in arrays.items() if k.startswith("target/")}
   # The schedule was asked above, so the step is of no account here.
   zeros = apply.finalize(nested(params), rules, 0, stored.masks() or None, early=True)
-  removed = []
+  removed = {}
   for path, w in flatten(zeros):
-    arrays[f"target/{path}"] = np.asarray(w)
+    kept = arrays[f"target/{path}"] = np.asarray(w)
     if path in assignment.places:
-      removed.append(_removed(path, params.pop(path), arrays[f"target/{path}"]))
+      before = np.abs(params.pop(path).astype(np.float64))
+      with np.errstate(all="ignore"):  # inf and NaN: the proof names them
+        removed[path] = float(before[kept == 0].sum() / (before.sum() or 1))
   if is_folder:
     other_formats.write_like(stored.path, made, arrays)
   else:
@@ -231,16 +209,3 @@ def _without_optimizer(stored: Stored) -> dict[str, np.ndarray]:
     if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
       arrays[key] = stored.array(stored.deployed(key))
   return arrays
-
-
-def _removed(path: str, before: np.ndarray, after: np.ndarray) -> Removed:
-  with np.errstate(all="ignore"):  # inf and NaN: `verify` warns of them
-    was = np.abs(before.astype(np.float64))
-    lost = np.where(after == 0, was, 0.0)
-    share = lambda part, whole: float(part / whole) if whole else 0.0
-    return Removed(
-      path,
-      share((lost != 0).sum(), was.size),
-      share(lost.sum(), was.sum()),
-      share((lost**2).sum(), (was**2).sum()),
-    )
