@@ -14,7 +14,6 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax.analysis import bench as benches
 from nm_sparsity_jax.analysis.bench import layers, measuring, networks, results, timing
 from nm_sparsity_jax.core.packed import cpu
-from nm_sparsity_jax.deploy import unstack_layers
 from nm_sparsity_jax.models import swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
@@ -264,7 +263,7 @@ def test_a_token_is_what_more_of_them_take():
 
 
 NETWORKS = {
-  "vit": (vit.ViT(vit.config("vit_test", scan=True)), 2 * 17),
+  "vit": (vit.ViT(vit.config("vit_test")), 2 * 17),
   "swin": (
     swin.Swin(swin.config("swinv2_test")),
     2,
@@ -294,7 +293,7 @@ def test_a_packed_tree_needs_no_rules_and_a_kernel_that_is_not_nm_is_named():
     bench(params)
   with pytest.raises(ValueError, match="'blocks_0/attn/k/kernel'.* is not 1:8 .* begins at"):
     bench(params, rules_of(place="k"))
-  keeps = "no kernel of this network is packed: .*keeps every weight"
+  keeps = "no kernel of this network is packed: .*8:8 takes"
   with pytest.raises(ValueError, match=keeps):
     bench(params, rules_of("8:8"))
   for name, value in (("batch", 0), ("inputs", 0), ("turns", 2), ("tokens", 1)):
@@ -302,8 +301,7 @@ def test_a_packed_tree_needs_no_rules_and_a_kernel_that_is_not_nm_is_named():
       bench(params, rules_of(), **{name: value})
   with pytest.raises(ValueError, match="backend 'cublas' is unknown: take one of auto"):
     bench(params, rules_of(), backend="cublas")
-  tree, _ = unstack_layers.unstacked(params, network.config)
-  tree, _ = nms.inference_tree.pack_tree(tree, rules_of())
+  tree, _ = nms.inference_tree.pack_tree(params, rules_of())
   with pytest.raises(ValueError, match="object: nobody knows what to feed it"):
     benches.bench(object(), tree, turns=3)
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import test_huggingface as t5
 import test_weights as images
+from test_packed_file import kernels_of
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import (
   huggingface,
   packed_file,
@@ -21,7 +22,6 @@ from nm_sparsity_jax.deploy import (
   unstack_layers,
 )
 from nm_sparsity_jax.models.t5 import Transformer
-from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.trainer import checkpoints, step
 from nm_sparsity_jax.trainer.workloads.t5 import T5
@@ -74,14 +74,19 @@ def written_t5(folder, name, **changes):
 
 
 def written_scan(folder):
-  """A checkpoint, without rules, of a ViT with a scan; its parameters, and rules of its stacks."""
-  shapes = images.shapes_of(images.network("vit_test", scan=True))
-  variables = timm.from_timm(images.tensors_of("vit_test"), shapes)
-  places = {r"blocks/mlp/fc\d/kernel": recipe("1:4"), "head/kernel": recipe("1:2")}
-  rules = nms.Rules(places, axes={r"blocks/.*": 1, "head.*": 0})
-  variables = with_zeros(variables, rules)
+  """A checkpoint, without rules, of a T5 that scans; its parameters, its config, its rules."""
+  config = t5.config_of_name("v1_1", scan_layers=True, mlp_activations=("relu",))
+  # All layers of a stack are alike, as those are that share a table of relative positions.
+  draw = lambda shape: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+  shapes = huggingface.shapes_of(config)
+  alike = lambda k, shape: draw((shape[0], 1, *shape[2:])) if "relpos" in k else draw(shape)
+  params = nested({k: np.broadcast_to(alike(k, shape), shape) for k, shape in shapes.items()})
+  stack = r"encoder/encoder/mlp/w[io]/kernel"
+  places = {stack: recipe("1:4"), "decoder/logits_dense/kernel": recipe("1:2")}
+  rules = nms.Rules(places, axes={stack: 0, "decoder/logits.*": 0})
+  variables = with_zeros({"params": params}, rules)
   save(folder, variables, None)
-  return variables["params"], rules
+  return variables["params"], config, rules
 
 
 def run(*argv):
@@ -140,7 +145,7 @@ def test_a_dense_checkpoint_is_exported_and_nothing_is_proven(tmp_path, capsys):
 
 
 def test_a_file_is_compared_by_its_header_and_loads_as_any_checkpoint(tmp_path, monkeypatch):
-  file, net = tmp_path / "model.safetensors", images.network("vit_test", scan=True)
+  file, net = tmp_path / "model.safetensors", images.network("vit_test")
   safetensors_file.write(file, images.tensors_of("vit_test"))
   shapes = images.shapes_of(net)
   stored = checkpoint.read(str(file), shapes, net.config)
@@ -169,7 +174,7 @@ def test_export_writes_a_folder_with_the_zeros_and_proves_them(name, scan, tmp_p
   assert report["ok"] and report["tensors"] == len(t5.names_of(name))
   kernels = {n for n in t5.names_of(name) if "Attention." in n or "Dense." in n}
   kernels -= {n for n in kernels if "relative_attention_bias" in n}
-  assert {huggingface.name_of(place["path"]) for place in report["places"]} == kernels
+  assert {huggingface.name_of(place["path"]).name for place in report["places"]} == kernels
   t5.assert_same(huggingface.read(out, t5.config_of_name(name, scan_layers=scan)), params)
   # And back: `verify` reads the folder.
   assert run("verify", out, "--rules", RULES) == 0
@@ -194,7 +199,7 @@ def test_weights_do_not_tell_the_activation_so_you_may(dense, tmp_path, capsys):
 
 
 def test_finalize_reads_and_writes_a_folder_and_keeps_its_other_files(tmp_path):
-  folder = t5.folder_of("v1_1", tmp_path / "dense", most=4000)
+  folder = t5.folder_of("v1_1", tmp_path / "dense")
   values = json.loads((folder / "config.json").read_text()) | {"task_specific_params": {"a": 1}}
   (folder / "config.json").write_text(json.dumps(values))
   (folder / "tokenizer.json").write_text("{}")
@@ -247,7 +252,7 @@ def test_a_t5_is_packed_and_proven(name, scan, tmp_path, capsys):
   want, _ = unstack_layers.unstacked(params, t5.config_of_name(name, scan_layers=scan))
   opened = packed_file.Opened(file)
   assert_holds(opened, {"params": want})
-  assert len(opened.kernels) > 10 and all(k.is_matrix for k in opened.kernels.values())
+  assert len(kernels_of(opened)) > 10
   row = next(line for line in capsys.readouterr().out.splitlines() if "/mlp/" in line)
   assert " 1:4 " in row and " 3.76x " in row and " 1.0625 " in row  # as docs/deploy.md has it
   assert run("verify", file) == 0 and "own rules" in capsys.readouterr().out
@@ -255,15 +260,16 @@ def test_a_t5_is_packed_and_proven(name, scan, tmp_path, capsys):
 
 
 def test_a_resnet_is_packed_with_its_state(tmp_path, capsys):
-  variables = written(tmp_path / "run", "resnet_test")
+  rules = {"head": "1:4", "conv": "1:4"}
+  made = nms.Rules({place: recipe(pattern) for place, pattern in rules.items()})
+  variables = with_zeros(images.variables_of("resnet_test"), made)
+  save(tmp_path / "run", variables, None)
   file = tmp_path / "model.safetensors"
-  report = report_of(capsys, "pack", tmp_path / "run", file)
-  opened = packed_file.Opened(file)
-  assert_holds(opened, variables)
-  assert set(report["packed"]) == {key.removeprefix("params/") for key in opened.kernels}
-  assert report["dense"]["batch_stats/bn1/mean"] == "no parameter"
-  assert opened.kernels["params/layer1_0/conv1/kernel"].groups.axes == (2,)
-  one = next(iter(report["packed"].values()))
+  report = report_of(capsys, "pack", tmp_path / "run", file, "--rules", rules)
+  assert_holds(packed_file.Opened(file), variables)
+  assert report["packed"].keys() == {"fc/kernel"}
+  assert "(in, out)" in report["dense"]["layer1_0/conv1/kernel"]
+  one = report["packed"]["fc/kernel"]
   assert one["bytes_with_zeros"] == 4 * one["weights"] > 3 * one["bytes"]
   # What it was made of can be made of it again.
   nms.runs.finalize(file, tmp_path / "again")
@@ -279,7 +285,7 @@ def test_timms_file_and_a_folder_of_a_t5_are_packed_by_given_rules(tmp_path):
   folder = t5.folder_of("v1_0", tmp_path / "hf")
   nms.runs.finalize(folder, tmp_path / "final", {"ff": "1:8"})
   nms.runs.pack(tmp_path / "final", tmp_path / "c.safetensors", {"ff": "1:8"})
-  kernels = packed_file.Opened(tmp_path / "c.safetensors").kernels
+  kernels = kernels_of(packed_file.Opened(tmp_path / "c.safetensors"))
   assert {str(kernel.pattern) for kernel in kernels.values()} == {"1:8"}
 
 
@@ -290,24 +296,22 @@ def test_values_are_rounded_to_int8(tmp_path):
   name = "encoder/layers_0/mlp/wo/kernel"
   w = dict(flatten(params))[name]
   # One byte and a quarter for four weights, and four bytes of scale for a column.
-  assert made.report.sizes[name].total == w.size * 1.25 / 4 + 4 * w.shape[1]
+  assert made.report.packed[name].bytes == w.size * 1.25 / 4 + 4 * w.shape[1]
   back = packed_file.Opened(file).array(f"params/{name}")
   assert np.abs(back - w).max() <= np.abs(w).max() / 254 * 1.01
 
 
 def test_rules_of_a_stack_become_those_of_its_layers(tmp_path):
   """The other rule's axis stays: its kernel is in no stack."""
-  params, rules = written_scan(tmp_path)
-  made = nms.runs.export(tmp_path, tmp_path / "timm.safetensors", rules)
-  assert made.ok and "blocks_1/mlp/fc2/kernel" in {p.path for p in made.proof.report.places}
+  params, config, rules = written_scan(tmp_path)
   file = tmp_path / "model.safetensors"
   nms.runs.pack(tmp_path, file, rules)
   opened = packed_file.Opened(file)
   found = rules_text.parse(opened.rules)
-  places = {r"blocks_\d+/mlp/fc1/kernel", r"blocks_\d+/mlp/fc2/kernel", "head/kernel"}
-  assert set(found.places) == places
-  assert found.axes == {"head/kernel": 0} and len(opened.kernels) == 5
-  want, _ = unstack_layers.unstacked(params, ViTConfig(scan=True))
+  layers = {rf"encoder/layers_\d+/mlp/{name}/kernel" for name in ("wi", "wo")}
+  assert set(found.places) == {*layers, "decoder/logits_dense/kernel"}
+  assert found.axes == {"decoder/logits_dense/kernel": 0} and len(kernels_of(opened)) == 7
+  want, _ = unstack_layers.unstacked(params, config)
   assert_holds(opened, {"params": want})
   assert run("verify", file) == 0
 
@@ -339,7 +343,7 @@ def test_what_cannot_be_written_is_one_line(dense, tmp_path, capsys):
   for command, source, out, flags, word in (
     ("export", tmp_path / "vit", "m.safetensors", [], "is not n:m"),
     ("export", tmp_path / "vit", "m.bin", [], "ends in .safetensors"),
-    ("export", tmp_path / "other", "m.safetensors", [], "is not of a ViT, a Swin V2 or a ResNet"),
+    ("export", tmp_path / "other", "m.safetensors", [], "is not of timm's ViT"),
     ("export", dense[1], "model", rules, "is not n:m"),
     ("export", dense[1], "model.safetensors", rules, "name a folder for a T5"),
     ("export", dense[1], "there", rules, "is there already"),
@@ -359,7 +363,7 @@ def test_other_files_are_refused_where_checkpoints_are_read(tmp_path):
     (folder / "model.safetensors", "name its folder"),
     (tmp_path / "pickled.bin", "torch pickled"),
     (tmp_path / "damaged.safetensors", "not a safetensors file"),
-    (tmp_path / "unknown.safetensors", "a Swin V2 has 'layers.0.blocks.0.attn.logit_scale'"),
+    (tmp_path / "unknown.safetensors", "is not of timm's ViT"),
   ):
     with pytest.raises(ValueError, match=word) as e:
       nms.runs.verify(path, {"ff": "1:4"})

@@ -1,6 +1,7 @@
 """The rules of a checkpoint: its own, or those that somebody gives.
 
-checkpoint, rules or none -> [rules_for] -> Rules -> [assign] -> Assignment of its parameters
+checkpoint, rules or none -> [rules_for]   -> Rules
+checkpoint                -> [parameters]  -> what is deployed of it
 checkpoint to start from  -> [check_start] -> a warning, or ''
 """
 
@@ -18,8 +19,7 @@ from nm_sparsity_jax.core.trees import nested
 from nm_sparsity_jax.recipes import Recipe, SrSte
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.training import rules_text
-from nm_sparsity_jax.training.rules import AmbiguousAxis, Rules
-from nm_sparsity_jax.training.sites import Assignment
+from nm_sparsity_jax.training.rules import Rules
 
 Given = Rules | Mapping[str, Any] | None
 
@@ -66,23 +66,6 @@ def is_of(stored: Stored, rules: Rules) -> bool:
   return dict(rules_text.parse(stored.rules).places) == dict(rules.places)
 
 
-def assign(stored: Stored, rules: Rules) -> Assignment:
-  """Assigns the rules to the parameters of a checkpoint, by shapes alone.
-
-  Args:
-    stored: the checkpoint.
-    rules: what `rules_for` returned.
-  """
-  try:
-    return rules.assign(parameters(stored))
-  except AmbiguousAxis as e:  # there is no network here that `Rules.for_model` could ask
-    kernels = ", ".join(f"{path!r} of shape {shape}" for path, shape in e.found)
-    raise ValueError(
-      f"which axis the product sums over is not known for {kernels}: name it, such as "
-      "axes={'.*/mlp/.*/kernel': 0}"
-    ) from e
-
-
 def parameters(stored: Stored) -> dict[str, Any]:
   """Returns the tree of the parameters that are deployed, not read yet."""
   leaves = stored.variables()
@@ -106,7 +89,7 @@ def check_start(stored: Stored) -> str:
   if not stored.rules or stored.in_place and not stored.average:
     return ""
   try:
-    places = assign(stored, rules_for(stored, None)).places
+    places = rules_for(stored, None).assign(parameters(stored)).places
     # The smallest kernel is enough, and quick to read.
     path, place = min(places.items(), key=lambda item: math.prod(item[1].shape))
     array = stored.array(stored.deployed(f"target/{path}"))

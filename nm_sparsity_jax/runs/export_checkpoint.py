@@ -26,9 +26,8 @@ from nm_sparsity_jax.deploy import (
   packed_file,
   safetensors_file,
   timm,
-  unstack_layers,
 )
-from nm_sparsity_jax.models.vit import ViTConfig
+from nm_sparsity_jax.deploy.unstack_layers import apart, apart_all, scan_axis
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, verify_checkpoint
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.runs.verify_checkpoint import Proof
@@ -90,15 +89,7 @@ class Packed:
       "bytes": self.bytes,
       "bytes_of_weights": report.total,
       "bytes_with_zeros": report.zeros,
-      "packed": {
-        path: {
-          "pattern": report.patterns[path],
-          "weights": report.weights[path],
-          "bytes": found.total,
-          "bytes_with_zeros": found.dense,
-        }
-        for path, found in report.sizes.items()
-      },
+      "packed": {path: dataclasses.asdict(kernel) for path, kernel in report.packed.items()},
       "dense": dict(report.dense),
     }
 
@@ -141,17 +132,19 @@ def export(
     proof = verify_checkpoint.verify(stored, rules, axes)
     if not proof.ok:
       raise ValueError(f"{stored.path} is not n:m: export what `nm-sparsity finalize` writes.")
-    rules = _rules_of_layers(proof.rules, shapes, _config(shapes, stored.path))
+    rules = _rules_of_layers(proof.rules, shapes)
   arrays = {key: np.asarray(x) for key, x in stored.variables().items()}
   if is_t5:
     arrays = {key.removeprefix("params/"): x for key, x in arrays.items()}
-    activations = feed_forward and huggingface.activations_of(feed_forward, "feed_forward")
-    config = huggingface.config_of(shapes, stored.path, activations or None)
-    tensors = huggingface.to_tensors(arrays, config)
+    config = huggingface.config_of(shapes, stored.path)
+    if feed_forward:
+      activations = huggingface.activations_of(feed_forward, "feed_forward")
+      config = dataclasses.replace(config, mlp_activations=activations)
+    tensors = huggingface.to_huggingface(arrays, config)
     dtype = str(arrays["token_embedder/embedding"].dtype)
     huggingface.write_folder(file, tensors, huggingface.to_json(config, dtype))
   else:
-    tensors = timm.to_tensors(arrays)
+    tensors = timm.to_timm(arrays)
     safetensors_file.write(file, tensors)
   # Their tensors are (out, in), and the reader turns them: axis 1 there is axis 0 of the proof.
   written = verify_checkpoint.verify(file, rules) if is_sparse else None
@@ -191,10 +184,9 @@ def pack(
   stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
   variables = nested({key: np.asarray(x) for key, x in stored.variables().items()})
   shapes = {key: x.shape for key, x in flatten(variables["params"])}
-  config = _config(shapes, stored.path)
-  params, _ = unstack_layers.unstacked(variables["params"], config)
-  layer_rules = _rules_of_layers(stacked_rules, shapes, config)
-  report = packed_file.write(file, {**variables, "params": params}, layer_rules, dtype)
+  layers = apart_all(dict(flatten(variables["params"])), scan_axis(shapes))
+  layer_rules = _rules_of_layers(stacked_rules, shapes)
+  report = packed_file.write(file, {**variables, "params": nested(layers)}, layer_rules, dtype)
   packed_file.read(file)  # the reader checks every entry
   return Packed(stored, file, os.path.getsize(file), report)
 
@@ -225,33 +217,25 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   return made
 
 
-def _config(shapes: Mapping[str, tuple[int, ...]], path: str) -> Any:
-  """Returns the config of a network that scans, as far as `unstacked` asks."""
-  if any(key.startswith("encoder/encoder/") for key in shapes):
-    return huggingface.config_of(shapes, path)
-  return ViTConfig(scan=True)  # the only other one that scans; it changes no other network
-
-
-def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: Any) -> Rules:
+def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
   """Returns the rules of a network without a scan that mean the same.
 
   They are the same ones, but where a regex names a stack alone: then they name what they found. A
   kernel of a layer has two axes and contracts the first one, whatever the axis of its stack is.
   """
   shaped = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
-  layers = {path: list(unstack_layers.apart(path, x, config)) for path, x in shaped.items()}
+  layers = {path: list(apart(path, x, scan_axis(shapes))) for path, x in shaped.items()}
   matches = {path: hit for path in shapes if (hit := rules.match(path))}
   axes = rules.axes
   if any(layers[path] != [path] for path in matches):
     assigned = rules.assign(nested(shaped)).places
     alone = {path: place for path, place in assigned.items() if layers[path] == [path]}
     axes = {re.escape(path): place.axis for path, place in alone.items()}
-  key_of = lambda path: (rules.match(path) or ("",))[0]
-  if all(key_of(layer) == key for path, (key, _) in matches.items() for layer in layers[path]):
+  if all(rules.match(layer) == at for path, at in matches.items() for layer in layers[path]):
     return Rules(rules.places, axes, rules.indivisible, rules.roles)
   number = lambda layer: re.sub(r"_0/", r"_\\d+/", re.escape(layer), count=1)
   table = {
-    re.escape(path) if layers[path] == [path] else number(layers[path][0]): recipe
-    for path, (_, recipe) in matches.items()
+    re.escape(path) if layers[path] == [path] else number(layers[path][0]): rules.places[at]
+    for path, at in matches.items()
   }
   return Rules(table, axes, rules.indivisible, rules.roles)

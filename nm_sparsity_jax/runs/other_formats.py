@@ -51,8 +51,8 @@ def read(
   opened = safetensors_file.Opened(name)
   if packed_file.is_packed(opened):
     file = packed_file.Opened(name)
-    lazy = lambda key, shape, dtype: Lazy(shape, np.dtype(dtype), lambda: file.array(key))
-    found = {_key(key): lazy(key, *x) for key, x in file.leaves.items()}
+    lazy = lambda key, x: Lazy(tuple(x.shape), np.dtype(x.dtype), lambda: file.array(key))
+    found = {_key(key): lazy(key, x) for key, x in file.leaves.items()}
     return "packed", found, file.rules, lambda: packed_file.read(name)
   if "shared.weight" in opened.tensors:
     raise ValueError(
@@ -79,5 +79,5 @@ def write_like(path: str, out: str, arrays: Mapping[str, np.ndarray]) -> None:
   own = {
     key: arrays[f"target/{key}"].astype(x.dtype, copy=False) for key, x in folder.arrays().items()
   }
-  tensors = huggingface.to_tensors(own, folder.config)
+  tensors = huggingface.to_huggingface(own, folder.config)
   huggingface.write_folder(out, tensors, folder.json, folder.companions())

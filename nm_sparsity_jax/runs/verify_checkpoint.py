@@ -136,7 +136,6 @@ def verify(
 
 
 def _prove(stored: Stored, rules: Rules) -> Proof:
-  checkpoint_rules.assign(stored, rules)
   if stored.packed is not None:
     stored.packed()  # its reader checks every entry, also of kernels that no rule names
   # One array is in memory at a time: they are read where they are counted.
@@ -171,7 +170,7 @@ def finalize(
   """
   stored = checkpoint.opened(path)
   rules = checkpoint_rules.rules_for(stored, rules, axes)
-  assignment = checkpoint_rules.assign(stored, rules)
+  assignment = rules.assign(checkpoint_rules.parameters(stored))
   if not early and stored.sparse_step is not None:
     if ahead := assignment.unfinished(stored.sparse_step):
       raise ValueError(
@@ -182,8 +181,8 @@ def finalize(
   checkpoint.check_new(made)
   arrays = _without_optimizer(stored)
   params = {k.removeprefix("target/"): x for k, x in arrays.items() if k.startswith("target/")}
-  # The schedule was asked above, so the step is of no account here.
-  zeros = apply.finalize(nested(params), rules, 0, stored.masks() or None, early=True)
+  step = stored.sparse_step or 0
+  zeros = apply.finalize(nested(params), rules, step, stored.masks() or None, early=True)
   removed = {}
   for path, w in flatten(zeros):
     kept = arrays[f"target/{path}"] = np.asarray(w)
