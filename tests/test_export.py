@@ -13,7 +13,7 @@ from test_packed_file import kernels_of
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import (
   huggingface,
   packed_file,
@@ -67,26 +67,9 @@ def written_t5(folder, name, **changes):
   config, rules = t5.config_of_name(name, **changes), RULES_OF_T5
   if config.scan_layers:
     rules = rules.with_axes({r".*/(query|key|value|wi.*|wo)/kernel": 0, r".*/out/kernel": (0, 2)})
-  params = huggingface.from_huggingface(t5.tensors_of(name), config)
-  variables = with_zeros({"params": params}, rules)
+  variables = with_zeros({"params": t5.params_of(name, **changes)}, rules)
   save(folder, variables, rules)
   return variables["params"]
-
-
-def written_scan(folder):
-  """A checkpoint, without rules, of a T5 that scans; its parameters, its config, its rules."""
-  config = t5.config_of_name("v1_1", scan_layers=True, mlp_activations=("relu",))
-  # All layers of a stack are alike, as those are that share a table of relative positions.
-  draw = lambda shape: np.random.default_rng(0).normal(size=shape).astype(np.float32)
-  shapes = huggingface.shapes_of(config)
-  alike = lambda k, shape: draw((shape[0], 1, *shape[2:])) if "relpos" in k else draw(shape)
-  params = nested({k: np.broadcast_to(alike(k, shape), shape) for k, shape in shapes.items()})
-  stack = r"encoder/encoder/mlp/w[io]/kernel"
-  places = {stack: recipe("1:4"), "decoder/logits_dense/kernel": recipe("1:2")}
-  rules = nms.Rules(places, axes={stack: 0, "decoder/logits.*": 0})
-  variables = with_zeros({"params": params}, rules)
-  save(folder, variables, None)
-  return variables["params"], config, rules
 
 
 def run(*argv):
@@ -303,16 +286,20 @@ def test_values_are_rounded_to_int8(tmp_path):
 
 def test_rules_of_a_stack_become_those_of_its_layers(tmp_path):
   """The other rule's axis stays: its kernel is in no stack."""
-  params, config, rules = written_scan(tmp_path)
+  stack = r"encoder/encoder/mlp/w[io]\w*/kernel"
+  places = {stack: recipe("1:4"), "decoder/logits_dense/kernel": recipe("1:2")}
+  rules = nms.Rules(places, axes={stack: 0, "decoder/logits.*": 0})
+  variables = with_zeros({"params": t5.params_of("v1_1", scan_layers=True)}, rules)
+  save(tmp_path, variables, None)
   file = tmp_path / "model.safetensors"
   nms.runs.pack(tmp_path, file, rules)
   opened = packed_file.Opened(file)
   found = rules_text.parse(opened.rules)
-  layers = {rf"encoder/layers_\d+/mlp/{name}/kernel" for name in ("wi", "wo")}
+  layers = {rf"encoder/layers_\d+/mlp/{name}/kernel" for name in ("wi_0", "wi_1", "wo")}
   assert set(found.places) == {*layers, "decoder/logits_dense/kernel"}
-  assert found.axes == {"decoder/logits_dense/kernel": 0} and len(kernels_of(opened)) == 7
-  want, _ = unstack_layers.unstacked(params, config)
-  assert_holds(opened, {"params": want})
+  assert found.axes == {"decoder/logits_dense/kernel": 0} and len(kernels_of(opened)) == 10
+  config = t5.config_of_name("v1_1", scan_layers=True)
+  assert_holds(opened, {"params": unstack_layers.unstacked(variables["params"], config)[0]})
   assert run("verify", file) == 0
 
 
