@@ -197,7 +197,6 @@ def test_a_checkpoint_without_rules_needs_them_and_notes_them(command, tmp_path)
   [
     ("{ff: 1:4}", "is not a dict"),
     ("{'ff': '4:1'}", "mean '1:4'"),
-    ("{'ff': '1:4', 'v': '1:4'}", "'v'"),
     ("{'ff': '1:2'}", str(PLACES)),
   ],
 )

@@ -272,8 +272,6 @@ def test_a_wrong_row_is_answered_by_the_nearest():
   assert "ROW='sr_ste 1:4'" in error and "nearest are 'sr_ste 1:4 dense_steps=0', " in error
   (error,) = plan.plan([file_of("table12")])["errors"]
   assert error.startswith("ROW is not set") and "nm-sparsity rows" in error
-  with pytest.raises(ValueError, match="choose one of table2"):
-    paper.find("table1", "dense")
 
 
 def test_rows_are_listed_and_searched(capsys):

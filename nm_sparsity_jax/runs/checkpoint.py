@@ -187,8 +187,6 @@ def _damage(path: str, what: str) -> Iterator[None]:
   """Names the checkpoint, and the part of it, where a library fails with words of its own."""
   try:
     yield
-  except ModuleNotFoundError:
-    raise
   except Exception as e:  # each library has errors of its own
     raise ValueError(f"{path!r} is damaged: {what} cannot be read ({first_line(e)})") from e
 

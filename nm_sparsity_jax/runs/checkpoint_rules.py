@@ -42,20 +42,16 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
         f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}}"
       )
     return given.with_axes(axes or {})
-  if axes:
-    raise ValueError(f"axes: {stored.path} knows the axes of its groups: leave them out")
   own = rules_text.parse(stored.known_rules)
-  if given is None:
-    return own
-  if stored.rules is None:  # `finalize` noted them, and a stricter pattern may be asked for
-    return given.with_axes(own.axes)
   patterns = lambda rules: {place: str(r.pattern) for place, r in rules.places.items() if r.pattern}
-  if patterns(own) != patterns(given):
+  # What `finalize` noted binds nobody: a stricter pattern may be asked for.
+  is_other = given is not None and stored.rules is not None and patterns(own) != patterns(given)
+  if axes or is_other:
     raise ValueError(
-      f"{stored.path} was trained with the rules {patterns(own)}, not with rules="
-      f"{patterns(given)}: leave rules out"
+      f"{stored.path} was trained with the rules {patterns(own)} and knows their axes, so it takes "
+      "no other rules and axes: leave them out"
     )
-  return own
+  return own if given is None or stored.rules is not None else given.with_axes(own.axes)
 
 
 def is_of(stored: Stored, rules: Rules) -> bool:

@@ -123,10 +123,7 @@ def export(
   stored = checkpoint.opened(path)
   shapes = {key: x.shape for key, x in flatten(checkpoint_rules.parameters(stored))}
   is_t5 = huggingface.is_t5(shapes)
-  if file.endswith(safetensors_file.SUFFIX) == is_t5:
-    what = "a folder for a T5: it has config.json as well"
-    end = f"a file that ends in {safetensors_file.SUFFIX}"
-    raise ValueError(f"{file!r}: name {what if is_t5 else end}.")
+  _check_name(file, is_folder=is_t5)
   is_sparse = stored.known_rules is not None or rules is not None
   if is_sparse:
     proof = verify_checkpoint.verify(stored, rules, axes)
@@ -177,8 +174,7 @@ def pack(
     ValueError: a kernel is not n:m, nothing is to be packed, or the file cannot be written.
   """
   file = os.fspath(out)
-  if not file.endswith(safetensors_file.SUFFIX):
-    raise ValueError(f"{file!r}: name a file that ends in {safetensors_file.SUFFIX}.")
+  _check_name(file)
   safetensors_file.refuse_existing(file)
   stored = checkpoint.opened(path)
   stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
@@ -215,6 +211,13 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   made = os.path.join(out, "checkpoint_0")
   checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))})
   return made
+
+
+def _check_name(file: str, is_folder: bool = False) -> None:
+  if file.endswith(safetensors_file.SUFFIX) == is_folder:
+    file_name = f"a file that ends in {safetensors_file.SUFFIX}"
+    wanted = "a folder for a T5, which has config.json as well" if is_folder else file_name
+    raise ValueError(f"{file!r}: name {wanted}.")
 
 
 def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rules:

@@ -17,7 +17,6 @@ import numpy as np
 
 from nm_sparsity_jax.deploy import huggingface, packed_file, safetensors_file, timm
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
-from nm_sparsity_jax.models.t5 import T5Config
 
 HUGGING_FACE = "Hugging Face"  # the format of a folder
 
@@ -44,8 +43,6 @@ def read(
     ValueError: it is pickled, damaged, or of another network.
   """
   if os.path.isdir(name):
-    if config is not None and not isinstance(config, T5Config):
-      raise ValueError(f"{name!r} is a T5 of Hugging Face, and the network is another one.")
     arrays = huggingface.Folder(name).arrays(config)
     return HUGGING_FACE, {f"target/{key}": x for key, x in arrays.items()}, None, None
   opened = safetensors_file.Opened(name)

@@ -101,8 +101,6 @@ def find(table: str, row: str) -> Row:
   Raises:
     ValueError: names the nearest rows.
   """
-  if table not in rows():
-    raise ValueError(f"TABLE={table!r}: choose one of {', '.join(rows())}")
   wanted = _plain(str(row).split())
   for name, found in rows()[table].items():
     if {*name.split()} == wanted:

@@ -81,9 +81,6 @@ def read(path: str) -> Run:
     ValueError: there are no metrics of GLUE, or a file is broken.
   """
   folder = pathlib.Path(path)
-  if not folder.is_dir():
-    hint = "; copy it from the bucket first" if "://" in path else ""
-    raise ValueError(f"{path}: there is no such folder{hint}")
   metrics = folder if folder.name == "inference_eval" else folder / "inference_eval"
   run = settings(metrics.absolute().parent)
   run.path = folder
@@ -181,11 +178,15 @@ def _tasks(folder: pathlib.Path, remarks: list[str]) -> tuple[dict[str, Series],
   known = {name: found for name, found in known.items() if found[0] in columns}
   if not known:
     there = f"; there is {', '.join(sorted(names))}" if names else ""
-    raise ValueError(f"{folder}: no metrics of GLUE, such as nm_glue_rte-metrics.jsonl{there}")
-  if len({config for config, _ in known.values()}) < len(known):
-    raise ValueError(f"{folder}: two of {', '.join(known)} are the same task of GLUE; keep one")
-  if len(kinds := {mini for _, mini in known.values()}) > 1:
-    raise ValueError(f"{folder}: has metrics of GLUE and of mini-GLUE; keep one kind")
+    raise ValueError(
+      f"{folder}: no metrics of GLUE, such as nm_glue_rte-metrics.jsonl{there}. Copy a run in a "
+      "bucket to this machine first."
+    )
+  kinds = {mini for _, mini in known.values()}
+  if len(kinds) > 1 or len({config for config, _ in known.values()}) < len(known):
+    raise ValueError(
+      f"{folder} has {', '.join(known)}: keep one of each task, of GLUE or of mini-GLUE"
+    )
   tasks = {config: series_of(folder, name, remarks) for name, (config, _) in known.items()}
   return tasks, kinds.pop()
 
