@@ -20,7 +20,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from nm_sparsity_jax.runs import events, files, folders, glue, trained
-from nm_sparsity_jax.training import roles
 
 Series = dict[int, dict[str, float]]  # step -> metric -> value
 
@@ -111,7 +110,7 @@ def settings(folder: pathlib.Path) -> Run:
   recipes = {place: x for place, x in rules.places.items() if not isinstance(x, Dense)}
   names = {recipe.name for recipe in recipes.values()} or {"dense"}
   run.recipe = names.pop() if len(names) == 1 else None
-  run.places = roles.single({place: str(recipe.pattern) for place, recipe in recipes.items()})
+  run.places = {place: str(recipe.pattern) for place, recipe in recipes.items()}
   for recipe in recipes.values():
     phases = recipe.phases
     run.dense_steps, run.sparse_steps = phases.dense, phases.total
