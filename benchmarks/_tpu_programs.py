@@ -57,12 +57,12 @@ class Local:
 
   def step(self):
     """Returns the train step."""
-    step = self.model.train_step(self.tx, jax.random.PRNGKey(0), self.state, self.microbatches)
+    step = self.model.train_step(self.tx, jax.random.PRNGKey(0), self.microbatches)
     return step.lower(self.state, self.batch)
 
   def eval(self):
     """Returns a batch's sums: the parameters are the effective weights."""
-    return self.model.eval_step().lower(self.model.variables(self.state), self.batch)
+    return self.model.eval_step.lower(self.model.variables(self.state), self.batch)
 
   def decode(self):
     """Returns the greedy decoding of a batch."""

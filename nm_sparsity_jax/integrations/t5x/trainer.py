@@ -38,7 +38,7 @@ class SparseTrainer(trainer.Trainer):
     pretrained_steps: the global step at which the sparse run starts, to be checked; None = any.
     metrics_every: after every so many sparse steps `measure` takes what `metrics.summary` names,
       which is written under that step; None or 0 = never. The train step stays the same program.
-    metrics_per_place: also for each sparse kernel.
+    metrics_per_place: also the density of each sparse kernel.
     train_steps: the global step at which T5X ends the run, to be checked; None = any.
     train_steps_relative: T5X's TRAIN_STEPS_RELATIVE, which is refused.
     **kwargs: as of T5X's trainer.
