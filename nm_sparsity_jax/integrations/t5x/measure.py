@@ -75,7 +75,7 @@ def programs(run: Any) -> tuple[Any, Any]:
       batch_spec,
     )  # fmt: skip
     step, state = model.read(train_state.flax_mutables)
-    return metrics.before(train_state.params, rules, step, state, grads, per_place=per_place)
+    return metrics.before(train_state.params, rules, step, state, grads)
 
   def after(train_state, seen):
     params, (step, state) = train_state.params, model.read(train_state.flax_mutables)
