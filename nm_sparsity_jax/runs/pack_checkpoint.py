@@ -122,12 +122,11 @@ def _unstacked_rules(rules: Rules, shapes: Mapping[str, tuple[int, ...]], axis: 
     assigned = rules.assign(nested(shaped)).places
     alone = {path: place for path, place in assigned.items() if layers[path] == [path]}
     axes = {re.escape(path): place.axis for path, place in alone.items()}
-  key_of = lambda path: (rules.match(path) or ("",))[0]
-  if all(key_of(layer) == key for path, (key, _) in matches.items() for layer in layers[path]):
+  if all(rules.match(layer) == at for path, at in matches.items() for layer in layers[path]):
     return Rules(rules.places, axes, rules.indivisible, rules.roles)
   number = lambda layer: re.sub(r"_0/", r"_\\d+/", re.escape(layer), count=1)
   table = {
-    re.escape(path) if layers[path] == [path] else number(layers[path][0]): recipe
-    for path, (_, recipe) in matches.items()
+    re.escape(path) if layers[path] == [path] else number(layers[path][0]): rules.places[place]
+    for path, place in matches.items()
   }
   return Rules(table, axes, rules.indivisible, rules.roles)

@@ -281,8 +281,8 @@ def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
   known = roles.regexes()
   own = {"scores": rf"(.*/)?{_PRODUCT}"}
   own["attention"] = "|".join(f"(?:{r})" for r in (known["qkv"], known["o"], own["scores"]))
-  test = roles.matcher(place, {} if kernels else own)
-  found = [op for op in ops if (op.axis or not kernels) and test(op.name)]
+  regex = roles.matcher(place, {} if kernels else own)
+  found = [op for op in ops if (op.axis or not kernels) and regex.fullmatch(op.name)]
   if not found:
     raise ValueError(
       f"{place!r} names nothing in this model; it has {_kernels(ops)}. A place is a role "

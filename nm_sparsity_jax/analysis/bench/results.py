@@ -181,8 +181,7 @@ def write(found: Found, path: str | os.PathLike) -> pathlib.Path:
   """
   section = Section("found", "Time and bytes", [found.how, *tables(found), *lines(found)])
   title = f"Packed against dense: {found.title}"
-  text = page.render(title, _SIDES, [section], made_by=found.machine)
-  return page.write(text, pathlib.Path(path))
+  return page.write(path, title, _SIDES, [section], made_by=found.machine)
 
 
 def tables(found: Found) -> list[Table]:

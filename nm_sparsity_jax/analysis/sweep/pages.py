@@ -51,8 +51,7 @@ def page(sweep: Sweep, checked: Checked, found: Mapping[str, Any]) -> pathlib.Pa
       and (cell.recipe, cell.pattern) == (recipe, None if recipe == "dense" else at)
     ]
     means = [_mean(recipe, of(recipe)) for recipe in recipes]
-    seeds = max(len(of(recipe)) for recipe in recipes)
-    for section in sections.sections(means, "last", seeds):
+    for section in sections.sections(means, "last"):
       if section.key != "scores":  # of single runs; the tables above are in its place
         shown.append(_renamed(section, number, pattern))
   return report.write(report.Report(means, shown), sweep.out / "report.html")
@@ -104,9 +103,9 @@ def _all_runs(
 ) -> Sequence[Part]:
   """Returns the loss curves of every run, and of the runs that they start from, in one place."""
   runs = [(cell, run) for cell, run in runs if sweep.is_start(cell) or cell.recipe in recipes]
-  losses = {"train_loss": ("Training loss", lambda run: run.loss)}
+  losses = {"train_loss": ("Training loss", lambda run: run.train.get("loss", {}))}
   for task in sorted({task for _, run in runs for task in run.evals}):
-    of = lambda run, task=task: run.loss_of(task)
+    of = lambda run, task=task: run.evals.get(task, {}).get("loss", {})
     losses[f"eval_loss_{task}"] = f"Validation loss, {task}", of
   drawn = []
   for key, (title, points_of) in losses.items():
