@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -228,15 +228,19 @@ class _Walk:
       for track in _weights([value]):
         self._contract(track, summed, eqn.primitive.name)
     paths = {track.path for track in weights if track.dims is not None}
-    macs, size = product.macs * turns, sum(self.sizes[path] for path in paths)
-    for path in paths:
-      self.macs[path] += macs * self.sizes[path] // max(size, 1)
-    if not paths and macs:
-      self.others.append((scope, macs))
+    self._count(paths, product.macs * turns, scope)
     if _any_data(known):
       return _Value(True, () if of_data else _results(eqn, known, product))
     of_weights = all(value.tracks for value in known)
     return _hidden(known, "a product of weights" if of_weights else _WITH_CONSTANT)
+
+  def _count(self, paths: Collection[str], macs: int, scope: str) -> None:
+    """Notes the multiply-adds of a product of these parameters, or of one without any."""
+    size = sum(self.sizes[path] for path in paths)
+    for path in paths:
+      self.macs[path] += macs * self.sizes[path] // max(size, 1)
+    if not paths and macs:
+      self.others.append((scope, macs))
 
   def _contract(self, track: _Track, along: Sequence[int], name: str) -> None:
     """Notes the axes of a parameter that a product sums over."""
