@@ -272,7 +272,6 @@ def test_flops_until_a_step_are_sums_over_steps(name):
     (lambda c: flops.inference(c, {"q": NM(1, 16)}), "axis of 8"),
     (lambda c: flops.training(c, {"ff": NM(1, 8)}), "recipe"),
     (lambda c: flops.training(c, {}), "`steps`"),
-    (lambda c: flops.training(c, {}, steps=30, until=31), "until=31"),
     (lambda c: flops.training(c, {"ff": hard(NM(1, 8))}, steps=50), "50 and 100 steps"),
   ],
 )

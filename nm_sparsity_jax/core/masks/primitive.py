@@ -79,6 +79,7 @@ def _by_kernel(w, *rest, kept, axes):
 
 def _named(rest, kept: Kept) -> tuple[Any, Any]:
   """Returns n, as known or as traced, and the parent or None."""
+  # A primitive takes no None, so what is not there is left out.
   n, *parent = rest if kept.n is None else (kept.n, *rest)
   return n, parent[0] if parent else None
 
@@ -93,6 +94,7 @@ def _compiled(*args, kept, axes):
 
 @_mask.def_impl
 def _outside_jit(*args, kept, axes):
+  # One program for each shape: the passes of a mask one by one would each write the whole weight.
   # Under `jax.disable_jit` the compiled one would come back here.
   run = groupwise if jax.config.values["jax_disable_jit"] else _compiled
   return run(*args, kept=kept, axes=axes)
