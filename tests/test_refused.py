@@ -83,7 +83,7 @@ def test_a_late_refusal_leaves_what_is_in_the_folder(program, tmp_path, monkeypa
   ("judged", "said"),
   [
     (dataclasses.replace(test_local.EVALUATION, name="nm_test_sor"), "did you mean nm_test_sort"),
-    (dataclasses.replace(test_local.EVALUATION, split="dev"), "has a split 'dev'"),
+    (dataclasses.replace(test_local.EVALUATION, split="dev"), "EVAL_SPLIT='dev'"),
   ],
 )
 def test_an_unknown_task_is_refused_before_a_checkpoint_is_read(program, judged, said, tmp_path):
