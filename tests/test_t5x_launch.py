@@ -60,12 +60,10 @@ def test_three_flags_make_a_launch_of_t5x_sparse(launch, tmp_path):
   assert not code, report["errors"]
   assert [k["pattern"] for k in report["kernels"]["sparse"]] == ["1:4"] * 2
   (timeline,) = report["schedule"]
-  phases = [(s["t5x_start"], s["phase"]) for s in timeline["segments"]]
-  assert phases == [(6, "dense"), (8, "sparsify, fine-tune from 16")]
-  assert timeline["segments"][-1]["t5x_stop"] == 26
-  assert "sparsify, fine-tune from 16" in plan.render(report)
+  assert [timeline[key] for key in ("offset", "dense_until", "finetune_from")] == [6, 2, 16]
+  assert "dense until 2, fine-tune from 16" in plan.render(report)
   code, report = launch(**where, **SPARSE, PRETRAINED_STEPS=7)
-  assert code == 1 and has(report["errors"], "PRETRAINED_STEPS=7", "set PRETRAINED_STEPS=6")
+  assert code == 1 and has(report["errors"], "PRETRAINED_STEPS=7", "Set PRETRAINED_STEPS=6")
 
 
 def test_a_start_that_t5x_would_die_of_is_named(t5x, tmp_path):
@@ -91,7 +89,7 @@ def test_a_run_that_goes_on_knows_where_it_began(launch, tmp_path):
   )
   where = dict(MODEL_DIR=str(path.parent), INITIAL_CHECKPOINT_PATH=str(tmp_path / "gone"))
   _, report = launch(**where, **SPARSE)
-  assert report["schedule"][0]["segments"][-1]["t5x_stop"] == 26
+  assert report["schedule"][0]["offset"] == 6
   assert not has(report["errors"], "PRETRAINED_STEPS") and not has(report["errors"], "other rules")
 
 
@@ -103,8 +101,7 @@ def test_evaluation_reads_the_rules_from_the_checkpoint(launch, tmp_path, progra
   code, report = launch(program, **where)
   assert not code, report["errors"]
   assert report["restore"]["rules"] == text and report["restore"]["sparse_step"] == 4
-  segments = [part["segments"][-1] for part in report["schedule"]]
-  assert [(s["stop"], s["t5x_stop"]) for s in segments] == [(20, 26)] * 2
+  assert [part["offset"] for part in report["schedule"]] == [6] * 2
   assert not has(report["notes"], "by default")
 
 

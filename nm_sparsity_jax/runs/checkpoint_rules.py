@@ -163,6 +163,31 @@ def rules_of_places(places: Mapping[str, Site], indivisible: str) -> Rules:
   )
 
 
+def check_steps(
+  rules: Rules | None, start: int, pretrained_steps: int | None, train_steps: int | None = None
+) -> None:
+  """Refuses steps that do not fit to the one at which a sparse run starts.
+
+  Args:
+    rules: of the run, whose recipes know how many steps it has.
+    start: the global step of the checkpoint that it starts from.
+    pretrained_steps: the same, as the settings say it; None = any.
+    train_steps: the global step at which T5X ends the run, as the settings say it; None = any.
+  """
+  if pretrained_steps not in (None, start):
+    raise ValueError(
+      f"PRETRAINED_STEPS={pretrained_steps}, but the sparse run starts at global step {start}: "
+      f"it would end at another step than its schedule. Set PRETRAINED_STEPS={start}."
+    )
+  recipes = rules.places.values() if rules else ()
+  ends = {start + recipe.phases.total for recipe in recipes if recipe.phases}
+  if ends and train_steps not in (None, *ends):
+    raise ValueError(
+      f"TRAIN_STEPS={train_steps}, but the schedule ends at PRETRAINED_STEPS + SPARSE_STEPS = "
+      f"{max(ends)}. Leave TRAIN_STEPS alone."
+    )
+
+
 def check_start(stored: Stored) -> str:
   """Says that a run starts from a sparse run that is not finalized; '' where it does not.
 

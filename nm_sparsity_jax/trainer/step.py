@@ -74,10 +74,6 @@ class TrainState:
     return dense_params(self.params, self.opt_state)
 
 
-class WrongDevices(ValueError):
-  """The devices of this machine cannot be split as asked."""
-
-
 @dataclasses.dataclass(frozen=True)
 class OnMesh:
   """A jitted function that is called, lowered or traced with the mesh and the axes in force."""
@@ -125,7 +121,7 @@ class Model:
     self.given_rules = Rules({".*": Dense()}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
     if len(devices) % num_partitions:
-      raise WrongDevices(
+      raise ValueError(
         f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."
       )
     grid = np.reshape(devices, (-1, num_partitions))

@@ -32,7 +32,7 @@ from nm_sparsity_jax.trainer.run import Periods, Run, note_run
 from nm_sparsity_jax.trainer.step import Model, TrainState
 from nm_sparsity_jax.training import metrics
 
-__all__ = ["FREE", "Periods", "Run", "evaluate", "infer", "settings_of", "train"]
+__all__ = ["FREE", "Periods", "Run", "check", "evaluate", "infer", "settings_of", "train"]
 
 # Of `Run`, what its result does not depend on.
 FREE = (
@@ -52,10 +52,7 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
   Returns:
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
-  folder = folders.of(run.model_dir)
-  run.check()
-  run.model.workload.check()
-  run_settings.refuse_changed(folder, settings or {})
+  folder = check(run, settings or {})
   with folders.held(folder), Signals() as stop:
     saved = checkpoints.Checkpoints(folder, run.keep_checkpoints)
     try:
@@ -67,6 +64,15 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
       return process.go(state, key)
     finally:
       saved.abandon()
+
+
+def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
+  """Refuses a run that cannot begin or go on, before anything is written; returns its folder."""
+  folder = folders.of(run.model_dir)
+  run.check()
+  run_settings.refuse_changed(folder, settings)
+  run.model.workload.check()
+  return folder
 
 
 def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,11 +107,7 @@ class _Process:
     else:
       path = run.initial_checkpoint
       params, collections, step = checkpoints.load_initial(path, model, init_key)
-      if run.pretrained_steps not in (None, step):
-        raise ValueError(
-          f"PRETRAINED_STEPS={run.pretrained_steps}, but {path} is of step {step}. Set "
-          f"PRETRAINED_STEPS={step}, or leave it None."
-        )
+      checkpoint_rules.check_steps(model.rules, step, run.pretrained_steps)
       state = model.begin(params, run.optimizer, step, collections)
     self.done = int(state.sparse_step)
     self.offset = int(state.step) - self.done

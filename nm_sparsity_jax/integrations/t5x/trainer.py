@@ -20,6 +20,7 @@ from t5x import losses, optimizers, trainer, utils
 from nm_sparsity_jax.integrations.t5x import measure
 from nm_sparsity_jax.integrations.t5x.models import COLLECTION, UNKNOWN, SparseModel
 from nm_sparsity_jax.integrations.t5x.restore import refuse_relative
+from nm_sparsity_jax.runs import checkpoint_rules
 from nm_sparsity_jax.training import optim, transform
 from nm_sparsity_jax.training.stored import init_state, update_state
 
@@ -219,17 +220,7 @@ def _checked_start(model, train_state, pretrained_steps, train_steps) -> int:
   refuse_in_chain(train_state)
   kept = train_state.flax_mutables[COLLECTION]["start"]
   start = int(utils.get_local_data(train_state.step if _is_new(train_state) else kept))
-  if pretrained_steps not in (None, start):
-    raise ValueError(
-      f"PRETRAINED_STEPS={pretrained_steps}, but the sparse run starts at global step {start}: "
-      f"it would end at another step than its schedule. Set PRETRAINED_STEPS={start}."
-    )
-  ends = {start + r.phases.total for r in model.rules.places.values() if r.phases}
-  if ends and train_steps not in (None, *ends):
-    raise ValueError(
-      f"TRAIN_STEPS={train_steps}, but the schedule ends at PRETRAINED_STEPS + SPARSE_STEPS = "
-      f"{max(ends)}. Leave TRAIN_STEPS alone."
-    )
+  checkpoint_rules.check_steps(model.rules, start, pretrained_steps, train_steps)
   offset = getattr(getattr(model.optimizer_def, "hyper_params", None), "step_offset", start)
   if offset != start and jax.process_index() == 0:
     print(

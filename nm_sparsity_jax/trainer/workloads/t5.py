@@ -68,7 +68,7 @@ class T5(Workload):
   ):
     self.network: Any = network
     self.network_config = self.network.config
-    if self.network.config.rules is not None:
+    if getattr(self.network_config, "rules", None) is not None:  # T5X's has none
       raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
     self.data = data
     self.lengths = known_lengths(lengths or (data.lengths if data else None))
