@@ -84,13 +84,13 @@ def test_kernels_alike_are_shown_together_and_nothing_is_lost(run):
   assert not report["errors"]
   found = {k["path"]: k for k in report["kernels"]["sparse"]}
   wi = found["decoder/layers_{0..2}/mlp/wi_{0,1}/kernel"]
-  want = dict(count=6, role="ff", rule="ff", shape=[32, 48], axis=0, pattern="1:4", groups=384)
+  want = dict(count=6, rule="ff", shape=[32, 48], axis=0, pattern="1:4", groups=384)
   assert wi.items() >= want.items() and wi["recipe"] == "sr_ste"
   qk = found["decoder/layers_{0..2}/encoder_decoder_attention/{key,query}/kernel"]
-  assert qk["role"] == "k,q" and qk["pattern"] == "2:8" and qk["groups"] == 4 * 16
+  assert qk["pattern"] == "2:8" and qk["groups"] == 4 * 16
   part = report["kernels"]
   paths = [p for kind in ("sparse", "dense") for k in part[kind] for p in k["paths"]]
-  assert len(set(paths)) == len(paths) == 7 + 3 * 11 + 1 and part["other_dense"] > 0
+  assert len(set(paths)) == len(paths) == 7 + 3 * 11 + 1
 
 
 def test_what_is_dropped_skipped_or_scanned(run):
@@ -216,7 +216,7 @@ def test_text_picture_json_and_library_say_the_same(run, tmp_path, capsys):
   text = capsys.readouterr().out
   assert text == plan.render(report) + "\n" and len(text.splitlines()) < 30
   for words in (
-    "decoder/layers_{0..2}/mlp/wo/kernel        x3 ", "1,000 .. 1,099", "1 -> 5.18e-05", "FLOPs",
+    "decoder/layers_{0..2}/mlp/wo/kernel", "1,000 .. 1,099", "1 -> 5.18e-05", "FLOPs",
     "ends with D = 5.18e-05", "kept", "Nothing stands in the way",
   ):  # fmt: skip
     assert words in text, text
@@ -328,27 +328,10 @@ models.EncoderDecoderModel:
   output_vocabulary = %VOCABULARY
   optimizer_def = %OPTIMIZER
 """
-# T5X's tiny.gin, with an import of its own: another network may be known to this process already.
-T5X_TINY = """
-from __gin__ import dynamic_registration
-from t5x.examples.t5 import network
-include 't5x/examples/t5/t5_1_1/base.gin'
-network.T5Config:
-  emb_dim = 8
-  num_heads = 4
-  num_encoder_layers = 2
-  num_decoder_layers = 2
-  head_dim = 3
-  mlp_dim = 16
-"""
 FILES = [
   "model.gin", "gin_configs/sparsity.gin", "gin_configs/models/t5.gin", "no.gin",
   "gin_configs/paper/table12.gin",
   *(f"gin_configs/runs/local_{x}.gin" for x in ("adamw", "train", "eval", "infer", "workload")),
-]  # fmt: skip
-FILES_OF_T5X = [
-  "theirs.gin", "t5x_tiny.gin", "model.gin", "gin_configs/paper/table12.gin",
-  *(f"gin_configs/runs/t5x_{x}.gin" for x in ("adamw", "finetune", "pretrain", "eval")),
 ]  # fmt: skip
 OVERRIDES = [
   "RECIPE = 'sr_ste'", "RECIPE = 3", "T5_SIZE = 'tiny'", "ROW = 'dense'", "PATTERN = '1:4'",
@@ -359,13 +342,6 @@ OVERRIDES = [
   "LEARNING_RATE = 'high'", "OPTIMIZER = None", "RULES = None", "CHECKPOINT_PATH = 7",
   "network.T5Config.emb_dim = 'x'", "X.y = 1", "MICROBATCHES = 3",
 ]  # fmt: skip
-
-
-def never_raises(files, overrides, tmp_path):
-  for name, text in {"model.gin": MODEL, "theirs.gin": T5X_MODEL}.items():
-    (tmp_path / name).write_text(text)
-  report = plan.plan(files, overrides, [tmp_path, ROOT, ROOT / "tests"])
-  assert report["ok"] == (not report["errors"]) and plan.render(report)
 
 
 def some(choices):
@@ -379,7 +355,9 @@ def folder(tmp_path_factory):
 
 @hypothesis.given(files=some(FILES), overrides=some(OVERRIDES))
 def test_no_files_and_overrides_raise(folder, files, overrides):
-  never_raises(files, overrides, folder)
+  (folder / "model.gin").write_text(MODEL)
+  report = plan.plan(files, overrides, [folder, ROOT, ROOT / "tests"])
+  assert report["ok"] == (not report["errors"]) and plan.render(report)
 
 
 # --- checkpoints --------------------------------------------------------------------------------
@@ -514,12 +492,6 @@ def sparse_checkpoint(start=6):
 def start(tmp_path, t5x):
   path = write_orbax(tmp_path / "start/checkpoint_6", t5x_checkpoint())
   return dict(MODEL_DIR=str(tmp_path / "new"), INITIAL_CHECKPOINT_PATH=str(path))
-
-
-@pytest.mark.t5x
-@hypothesis.given(files=some(FILES_OF_T5X), overrides=some(OVERRIDES))
-def test_no_files_and_overrides_of_t5x_raise(t5x, folder, files, overrides):
-  never_raises(files, overrides, folder)
 
 
 @pytest.mark.t5x

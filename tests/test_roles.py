@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.analysis.plan import contents
 from nm_sparsity_jax.core import trees
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.training import flops, roles
@@ -236,15 +235,6 @@ def test_qkv_on_a_fused_kernel_equals_three():
 
 
 # --- what others read of it -----------------------------------------------------------------------
-
-
-def test_a_plan_shows_the_roles():
-  shapes = {path: (8, 8) for name in ("timm's SwinV2", "timm's ResNet")
-            for paths in PROJECTS[name].values() for path in paths}  # fmt: skip
-  assigned = nms.Rules({r"(.*/)?kernel": RECIPE}, {".*": 0}).assign(tree(shapes))
-  shown = {row["path"]: row["role"] for row in contents.kernels(assigned)["sparse"]}
-  words = {word for role in shown.values() if role for word in role.split(",")}  # of like kernels
-  assert {*"qkvo", "ff", "stem", "conv", "shortcut", "head", "merge"} == words
 
 
 @pytest.mark.parametrize("module", [roles, roles.registry, trees, flops])

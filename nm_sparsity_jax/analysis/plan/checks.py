@@ -88,7 +88,7 @@ def _data(plan: Plan) -> None:
 
   if module:
     gin_files.refuse_missing_module(module)
-  seqio = data.import_seqio(module)
+  data.import_seqio(module)
   task = data.mixture_or_task(name, module)
   # A vocabulary in a bucket would have to be fetched first.
   vocabularies = [feature.vocabulary for feature in task.output_features.values()]
@@ -96,19 +96,29 @@ def _data(plan: Plan) -> None:
   if plan.workload is not None and not in_a_bucket:
     plan.attempt("data", data.check_vocabulary, name, plan.workload.network_config.vocab_size)
   for argument in _DATASETS:
-    dataset = plan.config.argument(argument)
-    # TFDS would have to look for its splits.
-    known = {m: getattr(m.source, "_splits", None) for m in seqio.get_subtasks(task)}
-    if dataset is None or not all(known.values()):
-      continue
-    having = [member for member in known if dataset.split in known[member]]
-    if not having and argument == "train_dataset_cfg":
-      there = ", ".join(sorted(task.splits))
-      raise ValueError(f"{name} has no split {dataset.split!r} to train on; there is {there}")
-    if not having:
-      plan.warnings.append(f"{name} has no split {dataset.split!r}: nothing is evaluated there")
-    for member in having if not dataset.use_cached else ():
-      getattr(member.source, "look", lambda split: None)(dataset.split)
+    if dataset := plan.config.argument(argument):
+      _check_split(plan, task, dataset, argument == "train_dataset_cfg")
+
+
+def _check_split(plan: Plan, task: Any, dataset: Any, trains: bool) -> None:
+  """Refuses a split that the task lacks, or whose files are not there.
+
+  An evaluation without its split is only warned of: T5X leaves it out.
+  """
+  import seqio
+
+  # TFDS would have to look for its splits.
+  known = {m: getattr(m.source, "_splits", None) for m in seqio.get_subtasks(task)}
+  if not all(known.values()):
+    return
+  having = [member for member in known if dataset.split in known[member]]
+  if not having and trains:
+    there = ", ".join(sorted(task.splits))
+    raise ValueError(f"{task.name} has no split {dataset.split!r} to train on; there is {there}")
+  if not having:
+    plan.warnings.append(f"{task.name} has no split {dataset.split!r}: nothing is evaluated there")
+  for member in having if not dataset.use_cached else ():
+    getattr(member.source, "look", lambda split: None)(dataset.split)
 
 
 # --- the checkpoint -------------------------------------------------------------------------------

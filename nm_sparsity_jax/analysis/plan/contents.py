@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,12 +12,15 @@ import numpy as np
 
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.core.trees import alike, group
-from nm_sparsity_jax.training import flops, roles
+from nm_sparsity_jax.training import flops
 from nm_sparsity_jax.training.sites import Assignment
 
 
 def kernels(assignment: Assignment) -> dict[str, Any]:
-  """Returns the part `kernels`: what is sparse, what is skipped and why, what no rule names."""
+  """Returns the part `kernels`: what is sparse, what is skipped and why, what no rule names.
+
+  `table` is the text that a run prints at its start.
+  """
   fields = "rule", "shape", "axis", "pattern", "groups", "recipe", "remarks"
   facts = {
     path: (p.key, p.shape, p.axis, str(p.pattern), p.count, p.recipe.name, p.remarks)
@@ -27,18 +29,13 @@ def kernels(assignment: Assignment) -> dict[str, Any]:
   dense = [path for path in assignment.dense if path.endswith("kernel")]
   entry = lambda name, of: {"path": name, "count": len(of), "paths": of}
   return {
+    "table": str(assignment),
     "sparse": [
-      {**entry(name, of), "role": _role(of), **dict(zip(fields, fact, strict=True))}
-      for name, of, fact in alike(facts)
+      {**entry(name, of), **dict(zip(fields, fact, strict=True))} for name, of, fact in alike(facts)
     ],
     "skipped": [{**entry(name, of), "why": why} for name, of, why in alike(assignment.skipped)],
     "dense": [entry(*named) for named in group(dense, words=True)],
-    "other_dense": len(assignment.dense) - len(dense),
   }
-
-
-def _role(paths: Sequence[str]) -> str | None:
-  return ",".join(sorted({role for path in paths if (role := roles.role_of(path))})) or None
 
 
 def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ def render(report: Mapping[str, Any]) -> str:
   Args:
     report: what `plan` returns.
   """
-  blocks = [_kernels(report["kernels"])] if "kernels" in report else []
+  blocks = [report["kernels"]["table"]] if "kernels" in report else []
   blocks += [_timeline(part) for part in report.get("schedule", ())]
   facts = [line for name, lines in _FACTS.items() if name in report for line in lines(report[name])]
   facts += [("note", note) for note in report["notes"]]
@@ -27,23 +27,6 @@ def render(report: Mapping[str, Any]) -> str:
   if report["ok"]:
     blocks.append("Nothing stands in the way.")
   return "\n\n".join(filter(None, blocks))
-
-
-def _kernels(kernels: Mapping[str, Any]) -> str:
-  head = "sparse kernels", "", "rule", "shape", "axis", "pattern", "groups", "recipe"
-  rows = [
-    [
-      k["path"], f"x{k['count']}", k["rule"], "x".join(map(str, k["shape"])), k["axis"],
-      k["pattern"], f"{k['groups']:,}", k["recipe"],
-    ]
-    for k in kernels["sparse"]
-  ]  # fmt: skip
-  lines = table(head, rows) if rows else []
-  lines += [f"  {k['path']}: {remark}" for k in kernels["sparse"] for remark in k["remarks"]]
-  lines += [f"skipped  {k['path']}  x{k['count']}: {k['why']}" for k in kernels["skipped"]]
-  lines += [f"dense    {k['path']}  x{k['count']}" for k in kernels["dense"]]
-  lines.append(f"dense    {kernels['other_dense']} others: norms, embeddings, position biases")
-  return "\n".join(lines)
 
 
 def _title(part: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ evaluations.json -> validation loss at the last step
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,24 +41,25 @@ def table(sweep: Sweep, runs: Mapping[str, Run] | None = None) -> dict[str, Any]
   found = [_run(run) for run in (check(sweep) if runs is None else runs).values()]
   cells = [run for run in found if run["recipe"] in sweep.recipes]
   tasks = list(dict.fromkeys(task for run in cells for task in run["tasks"]))
-  less = [task for task in tasks if any(task in run["less_is_better"] for run in cells)]
+  less = list(dict.fromkeys(task for run in cells for task in run["less_is_better"]))
   more = [task for task in tasks if task not in less]
   for run in cells:
-    values = [run["tasks"].get(task) for task in more]
-    score = statistics.fmean(values) if values and None not in values else None
-    run["values"] = {**run["tasks"], "score": score, "loss": run["loss"]}
+    run["values"] = {**run["tasks"], "score": _score(run["tasks"], more), "loss": run["loss"]}
   measures = [*["score"] * bool(more), *(tasks if len(tasks) > 1 or less else []), "loss"]
-  rows = [
-    _row(sweep, cells, measures, recipe, pattern)
-    for recipe in sweep.recipes
-    for pattern in sweep.patterns or [None]
-  ]
+  grid = itertools.product(sweep.recipes, sweep.patterns or [None])
+  rows = [_row(sweep, cells, measures, *place) for place in grid]
   return {
     "file": sweep.file, "out": str(sweep.out), "of": len(found),
     "done": sum(run["state"] == "done" for run in found), "seeds": list(sweep.seeds),
     "baseline": sweep.baseline, "tasks": tasks, "less_is_better": less, "measures": measures,
     "rows": rows, "runs": found,
   }  # fmt: skip
+
+
+def _score(values: Mapping[str, float | None], tasks: Sequence[str]) -> float | None:
+  """Returns the mean over tasks; None where one of them is not known."""
+  known = [value for task in tasks if (value := values.get(task)) is not None]
+  return statistics.fmean(known) if known and len(known) == len(tasks) else None
 
 
 def _run(run: Run) -> dict[str, Any]:
