@@ -47,7 +47,7 @@ def tree(shapes, kind, rows, values=None, keep=False):
   if kind == DENSE:
     chosen = ()
   else:
-    chosen = inference_tree.decide(shapes, rules_of(kind)).of_network().packed
+    chosen, _ = inference_tree.decide(shapes, rules_of(kind))
 
   def one(path, x):
     if path in chosen:

@@ -3,30 +3,29 @@
 The public names; everything is imported when it is first used.
 """
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from nm_sparsity_jax._version import __version__
 
+# name -> where it lies; `__getattr__` imports it.
 _HOME = {
-  "NM": "core.patterns",
-  "nm_mask": "core.masks",
-  "Phases": "core.schedules",
-  "Recipe": "recipes",
-  "recipe": "recipes",
-  "Rules": "training.rules",
-  "init_state": "training.stored",
-  "update_state": "training.stored",
-  "sparsify": "training.apply",
-  "finalize": "training.apply",
-  "verify": "training.apply",
-  "sparse": "training.transform",
-  "dense_params": "training.transform",
-  "sr_ste": "training.optim",
-  "count_steps": "training.optim",
-  "step_count": "training.optim",
-}
-_MODULES = {
+  "NM": "core.patterns.NM",
+  "nm_mask": "core.masks.nm_mask",
+  "Phases": "core.schedules.Phases",
+  "Recipe": "recipes.Recipe",
+  "recipe": "recipes.recipe",
+  "Rules": "training.rules.Rules",
+  "init_state": "training.stored.init_state",
+  "update_state": "training.stored.update_state",
+  "sparsify": "training.apply.sparsify",
+  "finalize": "training.apply.finalize",
+  "verify": "training.apply.verify",
+  "sparse": "training.transform.sparse",
+  "dense_params": "training.transform.dense_params",
+  "sr_ste": "training.transform.sr_ste",
+  "count_steps": "training.transform.count_steps",
+  "step_count": "training.transform.step_count",
   "apply": "training.apply",
   "bench": "analysis.bench",
   "configure": "training.configure",
@@ -38,7 +37,7 @@ _MODULES = {
   "layers": "training.layers",
   "masks": "core.masks",
   "metrics": "training.metrics",
-  "optim": "training.optim",
+  "optim": "training.transform",
   "packed": "core.packed",
   "patterns": "core.patterns",
   "plan": "analysis.plan",
@@ -71,16 +70,21 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     flops,
     layers,
     metrics,
-    optim,
     roles,
     rules,
     stored,
   )
+  from nm_sparsity_jax.training import transform as optim
   from nm_sparsity_jax.training.apply import finalize, sparsify, verify
-  from nm_sparsity_jax.training.optim import count_steps, sr_ste, step_count
   from nm_sparsity_jax.training.rules import Rules
   from nm_sparsity_jax.training.stored import init_state, update_state
-  from nm_sparsity_jax.training.transform import dense_params, sparse
+  from nm_sparsity_jax.training.transform import (
+    count_steps,
+    dense_params,
+    sparse,
+    sr_ste,
+    step_count,
+  )
 
 __all__ = [
     "__version__", "NM", "Phases", "Recipe", "Rules", "apply", "bench", "configure",
@@ -93,13 +97,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-  if name in _MODULES:
-    return importlib.import_module(f"{__name__}.{_MODULES[name]}")
-  if name in _HOME:
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  if name not in _HOME:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  value = pkgutil.resolve_name(f"{__name__}.{_HOME[name]}")
+  globals()[name] = value
+  return value
 
 
 def __dir__():

@@ -96,7 +96,7 @@ def make(torch, transformers):
 
 
 if __name__ == "__main__":
-  import huggingface_found
+  from reference_arrays import imported
 
-  np.savez_compressed(FILE, **make(*huggingface_found.load()))
+  np.savez_compressed(FILE, **make(*imported("torch", "transformers")))
   print(f"{FILE}: {FILE.stat().st_size:,} bytes")

@@ -1,4 +1,4 @@
-"""Layers and models of many libraries at tiny sizes, with the axes that hand-made tables say.
+"""Layers and models of several libraries at tiny sizes, with the axes that hand-made tables say.
 
     name -> (what makes it, {regex of a path: axes its products sum over})
 
@@ -50,7 +50,7 @@ def drawn(tree, seed=0):
 
 def layout(function, params, x, rows=None):
   """x is a shape, or what stands in its place; a vector for each index of all axes but its last."""
-  if isinstance(x, tuple) and all(isinstance(n, int) for n in x):
+  if isinstance(x, tuple):
     rows, x = rows or math.prod(x[:-1]), drawn(jax.ShapeDtypeStruct(x, "float32"), 1)
   return Layout(function, drawn(params), x, rows)
 
@@ -79,18 +79,10 @@ def of_nnx(module, *shape, rows=None):
 
 
 def equinox(make, call, *shape, rows=None):
-  """Of make(equinox.nn, key), called as call(module, x)."""
+  """Of make(equinox, key), called as call(module, x)."""
   eqx = pytest.importorskip("equinox", reason="no Equinox here: pip install -e '.[dev]'")
-  params, rest = eqx.partition(make(eqx.nn, KEY), eqx.is_inexact_array)
+  params, rest = eqx.partition(make(eqx, KEY), eqx.is_inexact_array)
   return layout(lambda p, x: call(eqx.combine(p, rest), x), params, shape, rows)
-
-
-def haiku(call, *shape, rows=None):
-  """Of what call(haiku, x) makes and calls."""
-  hk = pytest.importorskip("haiku", reason="no Haiku here: pip install -e '.[dev]'")
-  net = hk.without_apply_rng(hk.transform(lambda x: call(hk, x)))
-  params = jax.eval_shape(lambda: net.init(KEY, jnp.zeros(shape)))
-  return layout(net.apply, params, shape, rows)
 
 
 class Scanned(nn.Module):
@@ -154,25 +146,14 @@ class NnxStack(nnx.Module):
     )
 
 
-def equinox_stack(nn, key):
-  import equinox
-
-  return equinox.filter_vmap(lambda key: nn.Linear(8, 8, key=key))(jax.random.split(key, 2))
-
-
-def scan_equinox(layers, x):
-  step = lambda x, layer: (jax.vmap(layer)(x), None)
-  return jax.lax.scan(step, x, layers)[0]
+def equinox_stack(eqx, key):
+  return eqx.filter_vmap(lambda key: eqx.nn.Linear(8, 8, key=key))(jax.random.split(key, 2))
 
 
 def ensemble():
   dense = nn.vmap(nn.Dense, in_axes=None, out_axes=0, axis_size=3, variable_axes={"params": 0},
                   split_rngs={"params": True})  # fmt: skip
   return dense(8, use_bias=False)
-
-
-def stacked(p, x):
-  return jax.lax.scan(lambda h, w: (h @ w.T, None), x, p["w"])[0]
 
 
 def by_index(p, x):
@@ -199,10 +180,6 @@ def recurrent(p, x):
   """From a first state that is learned."""
   step = lambda h, x: (jnp.tanh(h @ p["hh"] + x @ p["xh"]),) * 2
   return jax.lax.scan(step, p["first"], x[:, None])[1]
-
-
-def hypernetwork(p, x):
-  return jnp.einsum("bi,bio->bo", x[:, :3], (x @ p["w"]).reshape(-1, 3, 7))
 
 
 def ensemble_of_convolutions(p, x):
@@ -242,21 +219,14 @@ def our_resnet():
   return linen(resnet.ResNet(resnet.ResNetConfig(**sizes)), 1, 4, 4, 3, rows=4, train=False)
 
 
-def t5x(name, **fields):
-  """One of T5X's own examples."""
+def t5x():
+  """T5X's own scalable example, scanned and rematerialized."""
   if reason := t5x_found.why_not():
     pytest.skip(reason)
-  from t5x.examples.decoder_only import network as decoder_only
-  from t5x.examples.scalable_t5 import network as scalable_t5
-  from t5x.examples.t5 import network as t5
+  from t5x.examples.scalable_t5 import network
 
-  sizes = SIZES | dict(mlp_activations=("gelu", "linear")) | fields
-  if name == "decoder_only":
-    del sizes["num_encoder_layers"], sizes["num_decoder_layers"]
-    model = decoder_only.DecoderWrapper(decoder_only.TransformerConfig(num_layers=2, **sizes))
-    return linen(model, TOKENS, TOKENS, rows=2, enable_dropout=False)
-  network = dict(t5=t5, scalable_t5=scalable_t5)[name]
-  model = network.Transformer(network.T5Config(**sizes))
+  sizes = SIZES | dict(mlp_activations=("gelu", "linear"), param_scan_axis=0)
+  model = network.Transformer(network.T5Config(**sizes, remat_policy="minimal"))
   return linen(model, TOKENS, TOKENS, TOKENS, rows=4, enable_dropout=False)
 
 
@@ -281,74 +251,58 @@ DENSE = {"kernel": (0,)}
 QKV = ("query", "key", "value")
 ATTENTION = every(*QKV) | every("out", axes=(0, 1))
 # T5 looks its embeddings up by a product with one-hot vectors, which sums over nothing.
-T5_ENDS = every("logits_dense")
-T5_INNER = T5_ENDS | every(*QKV, "wi_0", "wi_1", "wo")
-T5_PLAIN, T5_SPLIT = T5_INNER | every("out"), T5_INNER | every("out", axes=(0, 1))
-T5_AXIS_1 = (
-  T5_ENDS | every(*QKV, "wi_0", "wi_1", "wo") | every("out", axes=(0, 2))
-)  # fmt: skip
+T5_PLAIN = every("logits_dense", *QKV, "wi_0", "wi_1", "wo", "out")
 T5_AXIS_0 = (
-  T5_ENDS | every(*QKV, "wi_0", "wi_1", "wo", axes=(1,)) | every("out", axes=(1, 2))
-)  # fmt: skip
-
-VIT_HEAD = {"patch_embed/proj/kernel": (2,)} | every("head")
-VIT = VIT_HEAD | every("q", "k", "v", "proj", "fc1", "fc2")
-VIT_STACKED = VIT_HEAD | every("q", "k", "v", "proj", "fc1", "fc2", axes=(1,))
-SWIN = {"patch_embed/proj/kernel": (2,)} | every("q", "k", "v", "proj", "fc1", "fc2", "fc",
-                                                 "reduction")  # fmt: skip
-RESNET = every(r"\w*conv\d?", axes=(2,)) | every("fc")
+  every("logits_dense") | every(*QKV, "wi_0", "wi_1", "wo", axes=(1,)) | every("out", axes=(1, 2))
+)
+T5_AXIS_1 = every("logits_dense", *QKV, "wi_0", "wi_1", "wo") | every("out", axes=(0, 2))
+PATCHES = {"patch_embed/proj/kernel": (2,)}
+BLOCK = ("q", "k", "v", "proj", "fc1", "fc2")
 BIG_VIT = {"embedding/kernel": (2,)} | ATTENTION | every("head", r"Dense_\d")
 BIG_VIT_STACKED = (
   {"embedding/kernel": (2,)} | every("head") | every(*QKV, r"Dense_\d", axes=(1,))
   | every("out", axes=(1, 2))
 )  # fmt: skip
 
-LINEN = {
+CASES = {
+  # flax Linen
   "Dense": (lambda: linen(nn.Dense(8), 2, 4), DENSE),
   "DenseGeneral of two axes": (
     lambda: linen(nn.DenseGeneral(5, axis=(-2, -1)), 2, 3, 4, rows=2), {"kernel": (0, 1)}),
-  "DenseGeneral to two axes": (lambda: linen(nn.DenseGeneral((3, 5)), 2, 4), DENSE),
-  "Conv": (lambda: linen(nn.Conv(6, (3, 3)), 1, 2, 2, 5), {"kernel": (2,)}),
   "Conv, grouped": (
     lambda: linen(nn.Conv(16, (3,), feature_group_count=2), 1, 2, 12, rows=4), {"kernel": (1,)}),
   "Conv, strided": (lambda: linen(nn.Conv(6, (2, 2), (2, 2)), 1, 2, 2, 5), {"kernel": (2,)}),
-  "ConvTranspose": (lambda: linen(nn.ConvTranspose(6, (3, 3)), 1, 2, 2, 5), {"kernel": (2,)}),
   "ConvTranspose, transpose_kernel": (
     lambda: linen(Up(), 1, 2, 2, 5), every("ConvTranspose_0", axes=(3,))),
-  "attention": (lambda: linen(nn.MultiHeadDotProductAttention(4), 1, 2, 12),
-                ATTENTION),
   "a block": (lambda: linen(Block(), 1, 2, 12), ATTENTION | every("wi", "wo")),
   "an unstacked block": (lambda: linen(Unstacked(), 1, 2, 12), ATTENTION | every("wi", "wo")),
   "Einsum": (lambda: linen(nn.Einsum((8, 4), "bi,oi->bo", use_bias=False), 2, 4),
              {"kernel": (1,)}),
   "Dense query in a scan": (lambda: linen(Scanned(), 2, 8, rows=4),
                             {"layers/query/kernel": (1,)}),
-  "a scan along axis 1": (lambda: linen(Scanned(axis=1), 2, 8, rows=4),
-                          {"layers/query/kernel": (0,)}),
-  "a scan with remat": (lambda: linen(Scanned(remat=True), 2, 8, rows=4),
-                        {"layers/query/kernel": (1,)}),
+  "a scan along axis 1 with remat": (lambda: linen(Scanned(axis=1, remat=True), 2, 8, rows=4),
+                                     {"layers/query/kernel": (0,)}),
   "an ensemble": (lambda: linen(ensemble(), 2, 4), {"kernel": (1,)}),
   "GRU": (lambda: linen(nn.RNN(nn.GRUCell(5)), 1, 3, 6), every("in", "ir", "iz", "hn", "hr", "hz")),
-}  # fmt: skip
-
-NNX = {
-  "nnx Linear": (lambda: of_nnx(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), 2, 4), DENSE),
-  "nnx Conv": (lambda: of_nnx(nnx.Conv(5, 6, (3, 3), rngs=nnx.Rngs(0)), 1, 2, 2, 5),
-               {"kernel": (2,)}),
-  "nnx LinearGeneral": (lambda: of_nnx(
-    nnx.LinearGeneral((3, 4), 5, axis=(-2, -1), rngs=nnx.Rngs(0)), 2, 3, 4, rows=2),
-    {"kernel": (0, 1)}),
-  "nnx Einsum": (lambda: of_nnx(nnx.Einsum("bi,oi->bo", (8, 4), rngs=nnx.Rngs(0)), 2, 4),
-                 {"kernel": (1,)}),
+  # flax NNX
   "nnx attention": (lambda: of_nnx(
     nnx.MultiHeadAttention(4, 12, decode=False, rngs=nnx.Rngs(0)), 1, 2, 12), ATTENTION),
   "nnx Linear in a scan": (lambda: of_nnx(NnxStack(), 2, 8, rows=4), {"layers/kernel": (1,)}),
-}  # fmt: skip
-
-PLAIN = {
+  # Equinox
+  "equinox Linear in a scan": (lambda: equinox(
+    equinox_stack, lambda m, x: jax.lax.scan(lambda x, m: (jax.vmap(m)(x), None), x, m)[0],
+    2, 8, rows=4), {"weight": (2,)}),
+  "equinox ConvTranspose2d": (lambda: equinox(
+    lambda eqx, key: eqx.nn.ConvTranspose2d(5, 6, 3, key=key), lambda m, x: m(x), 5, 2, 2, rows=4),
+    {"weight": (1,)}),
+  "equinox attention": (lambda: equinox(
+    lambda eqx, key: eqx.nn.MultiheadAttention(4, 12, key=key), lambda m, x: m(x, x, x), 2, 12),
+    {".*_proj/weight": (1,)}),
+  # jax alone
   "torch's layout": (lambda: plain(lambda p, x: x @ p["w"].T, (2, 4), w=(8, 4)), {"w": (1,)}),
-  "stacked (layers, out, in)": (lambda: plain(stacked, (2, 8), rows=6, w=(3, 8, 8)),
-                                {"w": (2,)}),
+  "stacked (layers, out, in)": (lambda: plain(
+    lambda p, x: jax.lax.scan(lambda h, w: (h @ w.T, None), x, p["w"])[0], (2, 8), rows=6,
+    w=(3, 8, 8)), {"w": (2,)}),
   "layers by index": (lambda: plain(by_index, (2, 8), rows=6, w=(3, 8, 8)), {"w": (1,)}),
   "fused qkv, split": (lambda: plain(
     lambda p, x: sum(x @ w for w in jnp.split(p["qkv"], 3, axis=1)), (2, 4), qkv=(4, 12)),
@@ -364,88 +318,28 @@ PLAIN = {
                       {"w": (0,)}),
   "a learned first state": (lambda: plain(
     recurrent, (2, 4), first=(1, 5), hh=(5, 5), xh=(4, 5)), {"[hx]h": (0,)}),
-  "a hypernetwork": (lambda: plain(hypernetwork, (2, 4), w=(4, 21)), {"w": (0,)}),
   "an ensemble of convolutions": (lambda: plain(
     ensemble_of_convolutions, (1, 2, 5), w=(3, 3, 5, 6)), {"w": (2,)}),
   "cond": (lambda: plain(
     lambda p, x: jax.lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: -(x @ w), p["w"]), (2, 4),
     w=(4, 3)), {"w": (0,)}),
-}  # fmt: skip
-
-OURS = {
-  "our Dense": (lambda: linen(layers.Dense(8), 2, 4), DENSE),
+  # the networks and layers of this package
   "our DenseGeneral": (
     lambda: linen(layers.DenseGeneral((3, 5), axis=(-2, -1)), 2, 3, 4, rows=2), DENSE),
-  "our Conv": (lambda: linen(layers.Conv(6, (3, 3)), 1, 2, 2, 5), {"kernel": (2,)}),
   "our T5": (t5, T5_PLAIN),
   "our T5, scanned": (lambda: t5(scan_layers=True), T5_AXIS_1),
-  "our T5, scanned along axis 0": (lambda: t5(scan_layers=True, param_scan_axis=0), T5_AXIS_0),
-  "our ViT": (lambda: our_vit(), VIT),
-  "our ViT, scanned": (lambda: our_vit(scan=True), VIT_STACKED),
-  "our Swin": (our_swin, SWIN),
-  "our ResNet": (our_resnet, RESNET),
-}  # fmt: skip
-
-T5X = {
-  "T5X's T5": (lambda: t5x("t5"), T5_PLAIN),
-  "T5X's scalable T5": (lambda: t5x("scalable_t5", scan_layers=False), T5_SPLIT),
-  "T5X's scalable T5, scanned": (lambda: t5x("scalable_t5"), T5_AXIS_1),
-  "T5X's scalable T5, scanned along axis 0": (
-    lambda: t5x("scalable_t5", param_scan_axis=0, remat_policy="minimal"), T5_AXIS_0),
-  "T5X's decoder": (lambda: t5x("decoder_only"), T5_PLAIN),
-}  # fmt: skip
-
-EQUINOX = {
-  "equinox Linear": (lambda: equinox(
-    lambda nn, key: nn.Linear(4, 8, key=key), lambda m, x: jax.vmap(m)(x), 2, 4), {"weight": (1,)}),
-  "equinox Conv2d": (lambda: equinox(
-    lambda nn, key: nn.Conv2d(5, 6, 3, padding=1, key=key), lambda m, x: m(x), 5, 2, 2, rows=4),
-    {"weight": (1,)}),
-  "equinox ConvTranspose2d": (lambda: equinox(
-    lambda nn, key: nn.ConvTranspose2d(5, 6, 3, key=key), lambda m, x: m(x), 5, 2, 2, rows=4),
-    {"weight": (1,)}),
-  "equinox attention": (lambda: equinox(
-    lambda nn, key: nn.MultiheadAttention(4, 12, key=key), lambda m, x: m(x, x, x), 2, 12),
-    {".*_proj/weight": (1,)}),
-  "equinox MLP": (lambda: equinox(
-    lambda nn, key: nn.MLP(4, 5, 8, 2, key=key), lambda m, x: jax.vmap(m)(x), 2, 4),
-    {"layers/[012]/weight": (1,)}),
-  "equinox GRUCell": (lambda: equinox(
-    lambda nn, key: nn.GRUCell(4, 5, key=key),
-    lambda m, x: jax.lax.scan(lambda h, x: (m(x, h),) * 2, jnp.zeros(5), x)[1], 3, 4),
-    {"weight_(ih|hh)": (1,)}),
-  "equinox Linear in a scan": (lambda: equinox(equinox_stack, scan_equinox, 2, 8, rows=4),
-                               {"weight": (2,)}),
-}  # fmt: skip
-
-HAIKU = {
-  "haiku Linear": (lambda: haiku(lambda hk, x: hk.Linear(8)(x), 2, 4), {"linear/w": (0,)}),
-  "haiku Conv2D": (lambda: haiku(lambda hk, x: hk.Conv2D(6, 3)(x), 1, 2, 2, 5),
-                   {"conv2_d/w": (2,)}),
-  "haiku Conv2DTranspose": (lambda: haiku(lambda hk, x: hk.Conv2DTranspose(6, 3)(x), 1, 2, 2, 5),
-                            {"conv2_d_transpose/w": (3,)}),
-  "haiku attention": (lambda: haiku(
-    lambda hk, x: hk.MultiHeadAttention(4, 3, w_init=hk.initializers.Constant(1))(x, x, x), 2, 12),
-    {"multi_head_attention/(query|key|value|linear)/w": (0,)}),
-  "haiku LSTM": (lambda: haiku(
-    lambda hk, x: hk.dynamic_unroll(hk.LSTM(5), x, hk.LSTM(5).initial_state(None))[0], 3, 4),
-    {"lstm/linear/w": (0,)}),
-  "haiku Linear in a scan": (lambda: haiku(
-    lambda hk, x: hk.experimental.layer_stack(2)(lambda x: hk.Linear(8)(x))(x), 2, 8, rows=4),
-    {".*/linear/w": (1,)}),
-}  # fmt: skip
-
-BIG_VISION = {
-  "big_vision's ViT": (big_vision, BIG_VIT),
+  "our ViT": (our_vit, PATCHES | every(*BLOCK, "head")),
+  "our Swin": (our_swin, PATCHES | every(*BLOCK, "fc", "reduction")),
+  "our ResNet": (our_resnet, every(r"\w*conv\d?", axes=(2,)) | every("fc")),
+  # T5X and big_vision
+  "T5X's scalable T5": (t5x, T5_AXIS_0),
   "big_vision's ViT, scanned": (lambda: big_vision(scan=True), BIG_VIT_STACKED),
   # The query of what it pools by is a product of parameters alone, and so refused.
   "big_vision's ViT, pooled by attention": (
     lambda: big_vision(pool_type="map", rows=12),
     {"MAPHead_0/.*/query/bias": (1,), "MAPHead_0/.*/query/kernel": None} | BIG_VIT),
 }  # fmt: skip
-
-CASES = LINEN | NNX | PLAIN | OURS | T5X | EQUINOX | HAIKU | BIG_VISION
-MARKS = dict.fromkeys(T5X, pytest.mark.t5x)
+MARKS = {"T5X's scalable T5": pytest.mark.t5x}
 
 
 def wanted(table, params):

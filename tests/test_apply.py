@@ -1,4 +1,4 @@
-"""Whole trees: stored masks step by step, effective weights, exact zeros, proof."""
+"""Whole trees: stored masks step by step, exact zeros, SR-STE's term, proof."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.training import metrics
+from nm_sparsity_jax.training import metrics, transform
 from nm_sparsity_jax.training.sites import Site
 
 # 4 dense steps, 12 sparsify steps, 4 fine-tune steps. 2:8 walks through 7, 4 and 2 of 8.
@@ -20,7 +20,7 @@ PATH = "mlp/wi/kernel"
 # Compiled once: outside jit every lax.cond compiles anew.
 update = jax.jit(nms.update_state, static_argnames="rules")
 sparsify = jax.jit(nms.sparsify, static_argnames="rules")
-STATELESS = ("sr_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise", "sdgf_geometric")
+STATELESS = ("sr_ste", "mdgf_linear", "sdgf_stepwise")
 STATEFUL = ("one_shot", "snip", "idp")
 
 
@@ -51,21 +51,16 @@ def normal(seed, shape=(K, N)):
   return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def top(scores, n, m, parent=None):
+def top(scores, n, m, parent=True):
   """The mask by its definition, along axis 0: the n first by (score down, index up)."""
-  scores = np.asarray(scores, np.float64)
-  if parent is not None:
-    scores = np.where(parent, scores, -1.0)
-  groups = scores.reshape(-1, m, *scores.shape[1:])
+  groups = np.where(parent, scores, -1.0).reshape(-1, m, *scores.shape[1:])
   rank = np.argsort(np.argsort(-groups, axis=1, kind="stable"), axis=1, kind="stable")
   return (rank < n).reshape(scores.shape)
 
 
 def same(state, other):
   assert jax.tree.structure(state) == jax.tree.structure(other)
-  for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
-    assert a.dtype == b.dtype
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+  jax.tree.map(np.testing.assert_array_equal, state, other)
 
 
 def run(rules, steps, state=None):
@@ -78,19 +73,6 @@ def run(rules, steps, state=None):
 
 
 # --- stored masks -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*STATELESS, *STATEFUL])
-def test_a_state_mirrors_the_stateful_places(name):
-  params = {**tree(weights(0)), "attention": {"query": {"kernel": jnp.ones((8, 2))}}}
-  rules = nms.Rules({"ff": make(name), "q": make("sr_ste")})
-  state = nms.init_state(params, rules)
-  if name in STATELESS:
-    assert state == nms.update_state(state, params, rules, 5) == {}
-    return
-  more = ["score", "seen"] if name == "snip" else []
-  assert sorted(state) == sorted(["made", "mask", "renewed", "step", *more])
-  assert kernel(state["mask"]).all() and list(state["mask"]) == ["mlp"]
 
 
 def expected_masks(name, steps, batches):
@@ -115,28 +97,26 @@ def expected_masks(name, steps, batches):
 EACH = tuple(range(1, 21))
 WALKS = [("one_shot", s, {}) for s in (EACH, (3, 7), (9,))]
 WALKS += [("snip", EACH, {"batches": b}) for b in (1, 3)]
-WALKS += [("idp", s, {}) for s in (EACH, (3, 6, 9, 10, 14), (13,), (8, 12, 16))]
+WALKS += [("idp", s, {}) for s in (EACH, (3, 6, 9, 10, 14), (13,))]
 
 
 @pytest.mark.parametrize("name, steps, fields", WALKS, ids=str)
 def test_stored_masks_step_by_step(name, steps, fields):
-  """As defined; `sparsify` acts by them, and a step that was seen changes nothing."""
+  """As defined; `sparsify` and the term act by them; a step that was seen changes nothing."""
   rules, state = ff(name, **fields), None
+  term = jax.jit(lambda p, t, s: transform.add_sr_ste(tree(np.zeros((K, N))), p, rules, t, s, 2.0))
   for t, (keep, acting) in zip(steps, expected_masks(name, steps, **{"batches": 1} | fields),
                                strict=True):  # fmt: skip
-    before = jax.tree.map(np.array, state) if state else None
-    new = run(rules, [t], state)
-    same(before, state) if state else None
+    new, params = run(rules, [t], state), tree(weights(t))
     np.testing.assert_array_equal(kernel(new["mask"]), keep, err_msg=f"stored at {t}")
     for seen in (t, t - 1):
       same(update(new, tree(weights(99)), rules, seen, tree(normal(99))), new)
-    out = kernel(sparsify(tree(weights(t)), rules, t, new))
+    out = kernel(sparsify(params, rules, t, new))
     np.testing.assert_array_equal(out, np.where(acting, weights(t), 0), err_msg=f"acts at {t}")
+    lam = np.float32(2 * rules.places["ff"].lam)
+    np.testing.assert_array_equal(kernel(term(params, t, new)), lam * ~acting * weights(t))
     state = new
-  same(jax.jit(lambda: run(rules, steps))(), new)
-
-
-# --- a stored mask that is not the right one ------------------------------------------------------
+  assert list(state["mask"]) == ["mlp"]
 
 
 def test_a_fingerprint_differs_where_masks_differ():
@@ -156,94 +136,59 @@ def test_a_fingerprint_differs_where_masks_differ():
 
 
 OLD = {"one_shot": 4, "snip": 5, "idp": 8}  # the first step that needs a renewal
-WRONG = [(ff(name), step - 1, ff(name), step, "out of date") for name, step in OLD.items()]
-WRONG += [(ff("one_shot"), 20, ff("one_shot"), 7, "of step 20")]
+WRONG = [(ff(name), range(1, step), ff(name), step, "out of date") for name, step in OLD.items()]
+WRONG += [(ff("one_shot"), EACH, ff("one_shot"), 7, "of step 20")]
+# A step of its window was missed, so its scores are of fewer batches than it needs.
+WRONG += [(ff("snip", batches=3), calls, ff("snip", batches=3), 18, "snip needs each gradient")
+          for calls in ((6, 7, 8, 9), (12,))]  # fmt: skip
 WRONG += [
-  (ff("one_shot"), 18, nms.Rules({"ff": other}), 18, "other rules")
+  (ff("one_shot"), range(1, 19), nms.Rules({"ff": other}), 18, "other rules")
   for other in (make("one_shot", "1:8"), make("idp"), make("one_shot", gradient="masked"))
 ]
 
 
-@pytest.mark.parametrize("made_by, upto, rules, step, word", WRONG)
-def test_a_wrong_mask_is_an_error_and_nan_where_it_is_traced(made_by, upto, rules, step, word):
-  state, params = run(made_by, range(1, upto + 1)), tree(weights(1))
-  assert np.isfinite(kernel(sparsify(params, made_by, upto, state))).all()
-  for use in (nms.sparsify, metrics.masks_of):
+@pytest.mark.parametrize("made_by, calls, rules, step, word", WRONG)
+def test_a_wrong_mask_is_an_error_and_nan_where_it_is_traced(made_by, calls, rules, step, word):
+  state, params = run(made_by, calls), tree(weights(1))
+  for use in (nms.sparsify, metrics.masks_of, lambda *args: nms.finalize(*args, early=True)):
     with pytest.raises(ValueError, match=word):
       use(params, rules, step, state)
-  assert np.isnan(kernel(sparsify(params, rules, step, state))).any()
+    if use is not metrics.masks_of:
+      traced = jax.jit(lambda params, step, state, use=use: use(params, rules, step, state))
+      assert np.isnan(kernel(traced(params, step, state))).any()
   if word == "other rules":  # nor does a renewal make it that of these rules
     later = update(state, params, rules, step + 1, params)
     with pytest.raises(ValueError, match=word):
       nms.sparsify(params, rules, step + 1, later)
 
 
-@pytest.mark.parametrize("calls", [(6, 7, 8, 9), (12,)])
-def test_snip_without_a_step_of_its_window_has_no_mask(calls):
-  rules, params = ff("snip", batches=3), tree(weights(1))
-  state = run(rules, calls)
-  assert kernel(state["mask"]).all()
-  assert np.isnan(kernel(sparsify(params, rules, 18, state))).any()
-  with pytest.raises(ValueError, match="never taken"):
-    nms.finalize(params, rules, 18, state)
-  for other in (rules, ff("snip", "1:8", batches=3)):
-    done = jax.jit(lambda params, state, rules=other: nms.finalize(params, rules, 18, state))
-    assert np.isnan(kernel(done(params, state))).all()
-
-
-def test_mistakes_with_a_state():
+def test_mistakes_are_named():
   params, idp, snip = tree(weights(1)), ff("idp"), ff("snip")
   state, snips = nms.init_state(params, idp), nms.init_state(params, snip)
-  without = lambda key: {k: x for k, x in state.items() if k != key}
+  without = {key: x for key, x in state.items() if key != "made"}
   for word, do in (
     ("init_state", lambda: nms.sparsify(params, idp, 5)),
-    ("init_state", lambda: nms.sparsify(params, idp, 0, without("made"))),
+    ("init_state", lambda: nms.sparsify(params, idp, 0, without)),
     ("other rules", lambda: nms.update_state(state, params, ff("sr_ste"), 1)),
     ("other rules", lambda: nms.update_state({}, params, idp, 1)),
-    ("other rules", lambda: nms.finalize(params, ff("idp", "1:8"), 20, state)),
     ("grads=grads", lambda: nms.update_state(snips, params, snip, 5)),
     ("whole number", lambda: nms.update_state(state, params, idp, 1.0)),
-    ("never taken", lambda: nms.finalize(params, ff("one_shot"), 3,
-                                         run(ff("one_shot"), (3,)), early=True)),
+    ("early=True", lambda: nms.finalize(params, ff("sr_ste"), 15)),
     ("int8", lambda: nms.sparsify(tree(np.ones((8, 2), np.int8)), ff("sr_ste"), 3)),
     ("complex64", lambda: nms.finalize(tree(np.ones((8, 2), np.complex64)), ff("sr_ste"), 20)),
-  ):  # fmt: skip
+  ):
     with pytest.raises(ValueError, match=word):
       do()
 
 
-# --- sparsify and finalize ------------------------------------------------------------------------
-
-
-def test_sparsify_is_each_recipes_own_weight_and_gradient(dtype=jnp.bfloat16):
-  """What recipes do to one weight is told in test_every_recipe.py."""
-  names = (*STATELESS, *STATEFUL)
-  rules = nms.Rules({f"{name}/kernel": make(name) for name in names})
-  params = {name: {"kernel": jnp.asarray(normal(i), dtype)} for i, name in enumerate(names)}
-  params["scale"] = jnp.ones(5)
-  c = {name: {"kernel": jnp.asarray(normal(50 + i), dtype)} for i, name in enumerate(names)}
-  c["scale"] = jnp.ones(5)
-  own = lambda w, t, m: {
-    name: {"kernel": make(name).effective(w[name]["kernel"], t, 0,
-                                          m["mask"].get(name, {}).get("kernel"))}
-    for name in names
-  } | {"scale": w["scale"]}  # fmt: skip
-  both = jax.jit(lambda w, t, m: [
-      jax.vjp(f, w)[0:1] + jax.vjp(f, w)[1](c)
-      for f in (lambda w: nms.sparsify(w, rules, t, m), lambda w: own(w, t, m))
-  ])  # fmt: skip
-  state = nms.init_state(params, rules)
-  for step in range(21):
-    state = update(state, params, rules, step, grads=params)
-    if step in (0, 6, 20):
-      same(*both(params, jnp.int32(step), state))
-  assert nms.sparsify(params, rules, step, state)["scale"] is params["scale"]
+# --- finalize -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*STATELESS, *STATEFUL])
 def test_finalize_writes_zeros_and_keeps_the_bits_of_survivors(name):
   rules, params = ff(name), tree(weights(20))
   state = run(rules, EACH)
+  assert bool(state) == (name in STATEFUL)
   done = nms.finalize(params, rules, 20, state)
   w, out = kernel(params), kernel(done)
   # What training saw at its last step, and its fixed point.
@@ -251,35 +196,16 @@ def test_finalize_writes_zeros_and_keeps_the_bits_of_survivors(name):
   same(nms.finalize(done, rules, 20, state), done)
   kept = kernel(state["mask"]) if name in ("one_shot", "snip") else None
   if kept is None:
-    kept = top(np.abs(w), 2, 8, kernel(state["mask"]) if name == "idp" else None)
+    kept = top(np.abs(w), 2, 8, kernel(state["mask"]) if name == "idp" else True)
   np.testing.assert_array_equal(out.view(np.uint32), np.where(kept, w, 0).view(np.uint32))
   assert done["scale"] is params["scale"] and nms.verify(done, rules).ok
 
 
-def test_finalize_waits_for_the_end_of_every_schedule():
-  """An error, NaN where the step is traced; with early=True the target, whatever the step is."""
-  recipes = {"ff": make("mdgf_linear"), "q": make("sr_ste", phases=nms.Phases(total=20))}
-  rules = nms.Rules(recipes)
-  params = {**tree(normal(0)), "attention": {"query": {"kernel": jnp.ones((16, 2))}}}
+def test_finalize_waits_for_the_end_where_the_step_is_traced_by_nan():
+  rules, params = ff("mdgf_linear"), tree(normal(0))
   traced = jax.jit(lambda step: nms.finalize(params, rules, step))
-  done = nms.finalize(params, rules, 20)
-  same(nms.finalize(params, rules, 0, early=True), done)
-  same(traced(20), done)
-  with pytest.raises(ValueError, match="early=True"):
-    nms.finalize(params, rules, 19)
-  assert np.isnan(kernel(traced(15))).all() and np.isfinite(kernel(traced(16))).all()
-
-
-@pytest.mark.parametrize("pattern", ["1:4", "3:8", "5:128"])
-def test_finalized_weights_full_of_ties_verify(pattern):
-  rules = ff("sr_ste", pattern)
-  n, m = map(int, pattern.split(":"))
-  for w in (weights(3, (128, 7)), np.ones((128, 7)), np.zeros((128, 7))):
-    params = tree(jnp.asarray(w, jnp.bfloat16))
-    done = nms.finalize(params, rules, 20)
-    assert nms.verify(done, rules).ok
-    expected = np.where(top(np.abs(w), n, m), kernel(params), 0)
-    np.testing.assert_array_equal(kernel(done), expected)
+  same(nms.finalize(params, rules, 0, early=True), traced(16))
+  assert np.isnan(kernel(traced(15))).all()
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -290,29 +216,32 @@ def report(w, pattern="2:4", axes=None, indivisible="error"):
   return nms.verify({"a": {"kernel": w}}, rules)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
-@pytest.mark.parametrize(
-  "value, counts",
-  [(0.0, 0), (-0.0, 0), (np.nan, 1), (-np.inf, 1), (-1.0, 1), (6e-8, 1), (1e-40, 1), (-1e-45, 1)],
-)
-def test_what_counts_as_a_zero(value, counts, dtype):
-  if 0 < abs(value) < 1e-30 and dtype != np.float32:
-    pytest.skip("no such number")
-  w = np.ones((4, 1), dtype)
-  w[2:] = np.asarray(value, dtype)
-  for x in (w, jnp.asarray(w)):
-    assert report(x).ok == (not counts)
+ZEROS = (0.0, -0.0)
+OTHERS = (np.nan, -np.inf, -1.0, 6e-8, 1e-40, -1e-45)
 
 
-def test_verify_of_integers_of_complex_numbers_and_of_what_is_not_finite():
-  assert not report(np.array([[-128], [-128], [-128], [5]], np.int8), "1:4").ok
-  assert report(np.array([[0], [-128], [0], [0]], np.int8), "1:4").ok
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16, np.int8])
+def test_what_counts_as_a_zero(dtype):
+  for value in (0, -128) if dtype is np.int8 else (*ZEROS, *OTHERS):
+    if 0 < abs(value) < 1e-30 and dtype != np.float32:
+      continue  # no such number
+    w = np.ones((4, 1), dtype)
+    w[2:] = np.asarray(value, dtype)
+    found = report(w)
+    assert report(jnp.asarray(w)) == found and found.ok == (value in ZEROS), value
+
+
+def test_verify_of_what_is_not_finite_of_complex_numbers_and_of_no_weight():
   with pytest.raises(ValueError, match="complex64"):
     report(np.ones((4, 1), np.complex64))
   w = np.zeros((8, 3), np.float32)
+  assert "every weight is zero" in str(report(w))
   w[0, 0], w[5, 1] = np.nan, np.inf
   found = report(w)
-  assert not found.ok and found.places[0].not_finite == 2 and "warning" in str(found)
+  assert not found.ok and found.places[0].not_finite == 2 and "2 inf or NaN" in str(found)
+  assert not nms.verify(tree(weights(0)), nms.Rules({"ff": nms.recipe("dense")})).ok
+  skipped = report(np.zeros((6, 1), np.float32), indivisible="skip")
+  assert not skipped.ok and list(skipped.skipped) == ["a/kernel"] and "skipped" in str(skipped)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +249,6 @@ def test_verify_of_integers_of_complex_numbers_and_of_what_is_not_finite():
   [
     ((8, 3), 0, [(4, 1), (5, 1), (7, 1)], (4, 1)),
     ((4, 2, 3), (0, 1), [(2, 0, 1), (2, 1, 1), (3, 1, 1)], (2, 0, 1)),
-    ((2, 2, 2, 3), (1, 2), [(1, 0, 0, 1), (1, 0, 1, 1), (1, 1, 1, 1)], (1, 0, 0, 1)),
     ((3, 8, 2), (-2,), [(2, 4, 0), (2, 5, 0), (2, 6, 0)], (2, 4, 0)),
     # A scan's axis between those of a group.
     ((2, 3, 4, 2), (0, 2), [(1, 2, 0, 1), (1, 2, 1, 1), (1, 2, 3, 1)], (1, 2, 0, 1)),
@@ -338,12 +266,6 @@ def test_verify_counts_along_any_axis(shape, axes, bad, first):
   assert (place.bad_groups, place.first) == (1, first)
 
 
-def test_a_proof_about_no_weight_proves_nothing():
-  assert not nms.verify(tree(weights(0)), nms.Rules({"ff": nms.recipe("dense")})).ok
-  skipped = report(np.zeros((6, 1), np.float32), indivisible="skip")
-  assert not skipped.ok and list(skipped.skipped) == ["a/kernel"] and "skipped" in str(skipped)
-
-
 def test_kernels_of_like_layers_are_one_row():
   layer = {"mlp": {name: {"kernel": jnp.asarray(weights(0, (8, 8)))} for name in ("wi_0", "wi_1")}}
   params, rules = {f"layers_{i}": layer for i in range(3)}, ff("sr_ste", "2:4")
@@ -356,6 +278,5 @@ def test_kernels_of_like_layers_are_one_row():
   # A bad kernel has a row of its own, and its first bad group.
   done["layers_1"]["mlp"]["wi_0"]["kernel"] = jnp.ones((8, 8))
   _, *rows, verdict = str(nms.verify(done, rules)).splitlines()
-  bad = next(row for row in rows if row.startswith("layers_1/mlp/wi_0/kernel"))
+  (bad,) = (row for row in rows if row.startswith("layers_1/mlp/wi_0/kernel "))
   assert bad.split()[3:5] == ["16", "16"] and "(0, 0)" in bad and verdict == "NOT n:m"
-  assert sum(int(row.split()[3]) for row in rows) == 96

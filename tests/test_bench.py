@@ -12,7 +12,6 @@ from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import bench as benches
 from nm_sparsity_jax.analysis.bench import layers, networks, timing
 from nm_sparsity_jax.core.packed import cpu
-from nm_sparsity_jax.deploy import unstack_layers
 from nm_sparsity_jax.models import vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
@@ -159,7 +158,7 @@ def test_a_t5_reads_inputs_and_decodes_a_token():
 
 
 def test_a_network_of_images_and_what_it_needs():
-  network = vit.ViT(vit.config("vit_test", scan=True))
+  network = vit.ViT(vit.config("vit_test"))
   images = np.ones((1, 16, 16, 3), np.float32)
   params = finalized(network, images, train=False)
   found = benches.bench(network, params, rules_of(), batch=2, turns=3)
@@ -171,8 +170,7 @@ def test_a_network_of_images_and_what_it_needs():
     benches.bench(network, params)
   with pytest.raises(ValueError, match="'blocks_0/attn/k/kernel'.* is not 1:8"):
     benches.bench(network, params, rules_of(place="k"))
-  tree, _ = unstack_layers.unstacked(params, network.config)
-  tree, _ = nms.inference_tree.pack_tree(tree, rules_of())
+  tree, _ = nms.inference_tree.pack_tree(params, rules_of())
   with pytest.raises(ValueError, match="object: nobody knows what to feed it"):
     benches.bench(object(), tree, turns=3)
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import test_export
-import timm_found
 import vision_reference
+from reference_arrays import imported
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.deploy import safetensors_file
@@ -82,7 +82,7 @@ def test_padding_is_hidden_as_transformers_hides_it(tmp_path):
 
 def load_example():
   """The example as a module."""
-  timm_found.load()  # torch before coremltools, which imports TensorFlow where it finds it
+  imported("torch", "timm")  # torch before coremltools, which imports TensorFlow where it finds it
   spec: Any = importlib.util.spec_from_file_location("coreml", EXAMPLE)
   example = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(example)

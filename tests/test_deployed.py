@@ -13,7 +13,6 @@ import pytest
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import packed as packing
 from nm_sparsity_jax.core.packed import choice, cpu
-from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import inference_tree, unstack_layers
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
@@ -42,34 +41,32 @@ def test_what_is_packed_and_why_not():
     "a/kernel": shape(16, 8),
     "a/bias": shape(8),
     "narrow/kernel": shape(16, 8, dtype="bfloat16"),
-    "all/kernel": shape(16, 8),
     "out/kernel": shape(16, 8),
     "table/embedding": shape(16, 8),
     "conv/kernel": shape(3, 3, 16, 8),
+    "long/kernel": shape(512, 8),
     "off/kernel": shape(16, 8),
   }
   rules = nms.Rules(
     {
       "a/kernel|conv/kernel|table/.*|out/.*": one_shot("1:4"),
       "narrow/.*": one_shot("7:8"),
-      "all/.*": one_shot("4:4"),
+      "long/.*": one_shot("1:512"),
       "off/.*": nms.recipe("dense"),
     },
     axes={"out/kernel": 1, "table/.*": 0, "conv/kernel": 2},
   )
-  found = inference_tree.decide(shapes, rules)
-  assert list(found.packed) == ["a/kernel", "conv/kernel"]
-  assert found.packed["a/kernel"].groups.axes == (0,)
-  assert [bool(found.in_network(path)) for path in found.packed] == [False, True]
-  assert found.dense == {
+  packed, dense = inference_tree.decide(shapes, rules)
+  assert list(packed) == ["a/kernel"] and packed["a/kernel"].shape == (16, 8)
+  layers = "layers take packed only kernels (in, out), with groups along axis 0"
+  assert dense == {
     "a/bias": "no rule makes it sparse",
     "narrow/kernel": "7:8 takes 280 bytes packed, and 256 with its zeros",
-    "all/kernel": "4:4 keeps every weight",
-    "out/kernel": "its groups lie along axis 1, and its layer contracts axis 0",
-    "table/embedding": "a table or vector, and only kernels are packed",
+    **dict.fromkeys(("out/kernel", "table/embedding", "conv/kernel"), layers),
+    "long/kernel": "1:512: an index reaches through 256 entries at most",
     "off/kernel": "no rule makes it sparse",
   }
-  assert inference_tree.decide(shapes, rules, "int8").dtypes["a/kernel"] == "int8"
+  assert inference_tree.decide(shapes, rules, "int8")[0]["a/kernel"].values.dtype == "int8"
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -241,15 +238,6 @@ def test_int8_costs_little(monkeypatch):
   assert 0 < np.abs(got - due).max() < 0.01 * np.abs(due).max()
 
 
-def test_a_tree_is_restored():
-  *_, tree = t5()
-  packed, report = inference_tree.pack_tree(tree, PLACES)
-  assert len(report.sizes) == 2 * 3 + 3 + 3
-  restored = dict(flatten(inference_tree.unpack_tree(packed)))
-  for path, w in flatten(tree):
-    np.testing.assert_array_equal(restored[path], w, err_msg=path)
-
-
 class _NoImages:
   batch_size, size, channels = 3, 16, 3
 
@@ -269,17 +257,16 @@ def said_of(network, params, images):
 
 
 def test_a_packed_vit_sees_what_the_finalized_one_sees(backend):
-  config = vit.config("vit_test", scan=True, layers=1)
-  network = vit.ViT(config)
+  network = vit.ViT(vit.config("vit_test", layers=1))
   images = inputs(7, 3, 16, 16, 3)
   shapes = jax.eval_shape(network.init, jax.random.key(0), images)["params"]
-  rules = PLACES.with_axes({"blocks/.*": 1})
-  params = nms.finalize(hashed(shapes, 0.1), rules, 0, early=True)
-  tree, plain = inference_tree.unstacked(params, config)
-  packed, report = inference_tree.pack_tree(tree, PLACES)
-  assert len(report.sizes) == 4
-  prepared = inference_tree.prepare(packed, inference_tree.rows_of(plain, batch=3), backend)
-  due, got = said_of(network, params, images), said_of(vit.ViT(plain), prepared, images)
+  params = nms.finalize(hashed(shapes, 0.1), PLACES, 0, early=True)
+  assert inference_tree.unstacked(params, network.config) == (params, network.config)
+  packed, report = inference_tree.pack_tree(params, PLACES)
+  assert len(report.packed) == 4
+  rows = inference_tree.rows_of(network.config, batch=3)
+  prepared = inference_tree.prepare(packed, rows, backend)
+  due, got = said_of(network, params, images), said_of(network, prepared, images)
   jax.tree.map(close, got, due)
 
 
@@ -294,57 +281,35 @@ def test_other_networks_take_packed_kernels(name):
   every = {"swin": ("ff", "qkv", "o", "merge"), "resnet": ("conv", "head")}[name]
   rules = nms.Rules({place: one_shot("1:4") for place in every})
   tree, report = inference_tree.pack_tree(zeros["params"], rules)
-  assert len(report.sizes) == {"swin": 4 * 6 + 2, "resnet": 1}[name]
+  assert len(report.packed) == {"swin": 4 * 6 + 2, "resnet": 1}[name]
   apply = lambda tree: network.apply({**zeros, "params": tree}, images)
   assert jax.eval_shape(apply, tree).shape == (2, 10)
-
-
-# --- trees that a scan stacks --------------------------------------------------------------------
-
-
-def test_a_stack_is_taken_apart():
-  config = vit.ViTConfig(scan=True)
-  w, table = np.arange(24.0).reshape(2, 3, 4), np.ones(3)
-  tree, plain = inference_tree.unstacked({"blocks": {"fc1": {"kernel": w}}, "norm": table}, config)
-  assert not plain.scan and tree["norm"] is table
-  np.testing.assert_array_equal(tree["blocks_1"]["fc1"]["kernel"], w[1])
-  shapes = {"blocks": {"fc1": {"kernel": shape(2, 3, 4)}}}
-  told, _ = inference_tree.unstacked(shapes, config)
-  assert told["blocks_1"]["fc1"]["kernel"].shape == (3, 4)
-  assert inference_tree.unstacked(shapes, None) == (shapes, None)
 
 
 # --- trees ----------------------------------------------------------------------------------------
 
 
-def test_a_report_says_what_was_packed_and_what_it_saves():
+RULES_OF_A = nms.Rules({"a/kernel": one_shot("1:4")})
+
+
+@pytest.mark.parametrize("dtype, size", [(None, 136), ("int8", 72)])
+def test_a_report_says_what_was_packed_and_what_it_saves(dtype, size):
   w = weight(1, 16, 8)
   w[0] = -0.0
   tree = {"a": {"kernel": w, "bias": np.zeros(8, np.float32)}}
-  packed, report = inference_tree.pack_tree(tree, RULES_OF_A)
-  assert report.sizes["a/kernel"].dense == 512 and report.sizes["a/kernel"].total == 136
-  assert report.total == 136 + 32 and report.zeros == 512 + 32
-  assert "a/kernel  1:4" in str(report) and "in all 168 bytes, and 544 with zeros" in str(report)
-  assert jax.tree.leaves(packed["a"]["bias"])[0] is tree["a"]["bias"]
-  narrow = inference_tree.pack_tree(tree, RULES_OF_A, "int8")[1]
-  assert (narrow.sizes["a/kernel"].total, narrow.sizes["a/kernel"].dense) == (72, 512)
-
-
-RULES_OF_A = nms.Rules({"a/kernel": one_shot("1:4")})
+  packed, report = inference_tree.pack_tree(tree, RULES_OF_A, dtype)
+  assert report.packed == {"a/kernel": inference_tree.Kernel("1:4", 128, size, 512)}
+  assert report.total == size + 32 and report.zeros == 512 + 32
+  assert "a/kernel  1:4" in str(report) and f"in all {size + 32} bytes, and 544" in str(report)
+  assert packed["a"]["bias"] is tree["a"]["bias"]
+  restored = inference_tree.unpack_tree(packed)["a"]["kernel"]
+  close(restored, w, 0 if dtype is None else 0.01)
 
 
 def test_a_tree_that_is_not_n_m_names_the_kernel():
   tree = {"a": {"kernel": np.ones((16, 8), np.float32)}}
   with pytest.raises(ValueError, match=r"'a/kernel' is not 1:4 along axis 0: 4 of the 4"):
     inference_tree.pack_tree(tree, RULES_OF_A)
-
-
-def test_a_convolution_keeps_its_zeros_in_a_network():
-  w = np.zeros((3, 3, 16, 8), np.float32)
-  rules = nms.Rules({"a/kernel": one_shot("1:4")}, axes={"a/kernel": 2})
-  packed, report = inference_tree.pack_tree({"a": {"kernel": w}}, rules)
-  assert packed["a"]["kernel"] is w
-  assert report.dense == {"a/kernel": inference_tree.ZEROS}
 
 
 def test_prepare_unpacks_where_a_dense_product_is_faster(monkeypatch):
@@ -356,10 +321,10 @@ def test_prepare_unpacks_where_a_dense_product_is_faster(monkeypatch):
 
 def test_rows_are_those_that_a_kernel_sees():
   config = T5Config.t5_1_1("tiny")
-  rows = inference_tree.rows_of(config, batch=2, inputs=10, targets=5, beams=3)
+  rows = inference_tree.rows_of(config, batch=2, inputs=10, beams=3)
   assert rows("encoder/layers_0/attention/key/kernel") == 20
   assert rows("decoder/layers_0/encoder_decoder_attention/key/kernel") == 60
-  assert rows("decoder/layers_0/encoder_decoder_attention/query/kernel") == 30
+  assert rows("decoder/layers_0/encoder_decoder_attention/query/kernel") == 6
   rows = inference_tree.rows_of(vit.config("vit_test"), batch=2)
   assert (rows("blocks_0/mlp/fc1/kernel"), rows("head/kernel")) == (34, 2)
   assert inference_tree.rows_of(None, batch=2)("a/kernel") == 2

@@ -97,20 +97,8 @@ def test_a_dense_checkpoint_is_exported_and_nothing_is_proven(tmp_path, capsys):
   images.assert_same(timm.read(file), variables)
 
 
-def test_scanned_blocks_are_proven_one_by_one(tmp_path):
-  shapes = images.shapes_of(images.network("vit_test", scan=True))
-  variables = timm.from_timm(images.tensors_of("vit_test"), shapes)
-  recipe = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=1))
-  rules = nms.Rules({r"blocks/mlp/fc\d/kernel": recipe}, axes={r"blocks/.*": 1})
-  params = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
-  save(tmp_path, {"params": params}, None)
-  made = nms.runs.export(tmp_path, tmp_path / "m.safetensors", rules)
-  assert made.ok and len(made.report.places) == 4
-  assert "blocks.1.mlp.fc2.weight" in {place.path for place in made.report.places}
-
-
 def test_a_file_is_compared_by_its_header_and_loads_as_any_checkpoint(tmp_path, monkeypatch):
-  file, net = tmp_path / "model.safetensors", images.network("vit_test", scan=True)
+  file, net = tmp_path / "model.safetensors", images.network("vit_test")
   safetensors_file.write(file, images.tensors_of("vit_test"))
   shapes = images.shapes_of(net)
   stored = checkpoint.read(str(file), shapes, net.config)
@@ -166,7 +154,7 @@ def test_weights_do_not_tell_the_activation_so_you_may(dense, tmp_path, capsys):
 
 
 def test_finalize_reads_and_writes_a_folder_and_keeps_its_other_files(tmp_path):
-  folder = t5.folder_of("v1_1", tmp_path / "dense", most=4000)
+  folder = t5.folder_of("v1_1", tmp_path / "dense")
   values = json.loads((folder / "config.json").read_text()) | {"task_specific_params": {"a": 1}}
   (folder / "config.json").write_text(json.dumps(values))
   (folder / "tokenizer.json").write_text("{}")
@@ -214,7 +202,7 @@ def test_what_cannot_be_exported_is_one_line(dense, tmp_path, capsys):
   for source, out, flags, word in (
     (tmp_path / "vit", "m.safetensors", [], "is not n:m"),
     (tmp_path / "vit", "m.bin", [], "ends in .safetensors"),
-    (tmp_path / "other", "m.safetensors", [], "is not of a ViT, a Swin V2 or a ResNet"),
+    (tmp_path / "other", "m.safetensors", [], "is not of timm's ViT"),
     (dense[1], "model", rules, "is not n:m"),
     (dense[1], "model.safetensors", rules, "name a folder for a T5"),
     (dense[1], "there", rules, "is there already"),
@@ -233,7 +221,7 @@ def test_other_files_are_refused_where_checkpoints_are_read(tmp_path):
     (folder / "model.safetensors", "name its folder"),
     (tmp_path / "pickled.bin", "torch pickled"),
     (tmp_path / "damaged.safetensors", "not a safetensors file"),
-    (tmp_path / "unknown.safetensors", "a Swin V2 has 'layers.0.blocks.0.attn.logit_scale'"),
+    (tmp_path / "unknown.safetensors", "is not of timm's ViT"),
   ):
     with pytest.raises(ValueError, match=word) as e:
       nms.runs.verify(path, {"ff": "1:4"})

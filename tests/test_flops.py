@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.core import schedules
 from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trainer.workloads import t5, vision
@@ -38,13 +38,8 @@ TINY = T5Config.t5_1_1("tiny", vocab_size=32, emb_dim=8, num_heads=2, head_dim=4
 SMALL = T5Config.t5_1_1("small", num_encoder_layers=2, num_decoder_layers=3)
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
-  start: int
-  stop: int
-  pattern: NM | None
-  decay_start: float = 0.0
-  decay_stop: float = 0.0
+def Segment(start, stop, pattern, decay_start=0.0, decay_stop=0.0):
+  return schedules.Segment(start, stop, pattern, decay_start, decay_stop)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,56 +60,41 @@ def written(*segments, gradient="masked"):
   return Written(segments=segments, gradient=gradient)
 
 
-def hard(pattern, gradient="masked", dense=0, total=100):
+def hard(pattern, gradient="masked", dense=0):
   """Dense steps, then a binary mask."""
   head = (Segment(0, dense, None, 1.0, 1.0),) if dense else ()
-  segments = (*head, Segment(dense, total, pattern))
-  return Written(segments=segments, gradient=gradient, phases=nms.Phases(total=total))
+  return written(*head, Segment(dense, 100, pattern), gradient=gradient)
 
 
 # --- the paper's tables ---------------------------------------------------------------------------
 
-TABLE_18 = [  # pattern, FF, total; attention is 12.51 in every row
-  ("1:1", 22.19, 34.71),
-  ("2:4", 11.1, 23.61),
-  ("1:4", 5.55, 18.06),
-  ("1:8", 2.77, 15.29),
-  ("1:16", 1.39, 13.90),
-  ("1:32", 0.69, 13.20),
-  ("1:128", 0.17, 12.69),
-]
+
+def test_table_18():
+  table = {  # pattern: FF, total; attention is 12.51 in every row
+    "1:1": (22.19, 34.71), "2:4": (11.1, 23.61), "1:4": (5.55, 18.06), "1:8": (2.77, 15.29),
+    "1:16": (1.39, 13.90), "1:32": (0.69, 13.20), "1:128": (0.17, 12.69),
+  }  # fmt: skip
+  for pattern, (ff, total) in table.items():
+    cost = flops.inference(images(VIT), {"ff": pattern})
+    assert cost.select("attention").flops / GIGA == pytest.approx(12.51, abs=0.011)
+    assert cost.select("ff").flops / GIGA == pytest.approx(ff, abs=0.011), pattern
+    assert cost.select("attention", "ff").flops / GIGA == pytest.approx(total, abs=0.011), pattern
 
 
-@pytest.mark.parametrize(("pattern", "ff", "total"), TABLE_18)
-def test_table_18(pattern, ff, total):
-  cost = flops.inference(images(VIT), {"ff": pattern})
-  assert cost.select("attention").flops / GIGA == pytest.approx(12.51, abs=0.011)
-  assert cost.select("ff").flops / GIGA == pytest.approx(ff, abs=0.011)
-  assert cost.select("attention", "ff").flops / GIGA == pytest.approx(total, abs=0.011)
-
-
-def test_table_17():
-  products = {role: 2.77 for role in "qkvo"}
-  products |= {".*->bhqn/product": 0.70, ".*->bhqk/product": 0.70}
-  products |= {".*/fc1/kernel": 11.1, ".*/fc2/kernel": 11.1}
-  for place, giga in products.items():
-    assert images(VIT).select(place).flops / GIGA == pytest.approx(giga, abs=0.011), place
-
-
-def test_table_1():
+def test_tables_1_and_17():
   cost = images(VIT)
+  giga = {  # Table 17, by product; Table 1, by part
+    **dict.fromkeys("qkvo", 2.77), ".*->bhqn/product": 0.70, ".*->bhqk/product": 0.70,
+    ".*/fc1/kernel": 11.1, ".*/fc2/kernel": 11.1, "scores": 1.42, "ff": 22.20,
+  }  # fmt: skip
+  for place, due in giga.items():
+    assert cost.select(place).flops / GIGA == pytest.approx(due, abs=0.011), place
   kernels = cost.select("q", "k", "v", "o")
-  total_flops = cost.select("attention", "ff").flops
-  total_params = kernels.params + cost.select("ff").params
-  for part, giga, share in (("scores", 1.42, 4), ("ff", 22.20, 64)):
-    assert cost.select(part).flops / GIGA == pytest.approx(giga, abs=0.011)
-    assert round(100 * cost.select(part).flops / total_flops) == share
   assert kernels.flops / GIGA == pytest.approx(11.1, abs=0.011)
-  assert round(100 * kernels.flops / total_flops) == 32
-  assert cost.select("scores").params == 0
-  assert kernels.params / 1e6 == pytest.approx(28.31, abs=0.011)
-  assert cost.select("ff").params / 1e6 == pytest.approx(56.62, abs=0.011)
-  assert kernels.params / total_params == pytest.approx(0.333, abs=0.001)
+  parts = (kernels.flops, cost.select("scores").flops, cost.select("ff").flops)
+  assert [round(100 * part / sum(parts)) for part in parts] == [32, 4, 64]
+  params = kernels.params / 1e6, cost.select("scores").params, cost.select("ff").params / 1e6
+  assert params == (pytest.approx(28.31, abs=0.011), 0, pytest.approx(56.62, abs=0.011))
 
 
 # --- networks, by hand and by what others publish -------------------------------------------------
@@ -143,16 +123,10 @@ def test_networks_of_images(network, params, giga, parts):
     assert cost.select(place).flops / GIGA == pytest.approx(part, rel=1e-3), place
 
 
-@pytest.mark.parametrize(
-  ("published", "config"),
-  [
-    (76_961_152, T5Config.t5_1_1("small")),
-    (222_903_552, T5Config.t5_1_0("base")),
-  ],
-)
-def test_t5(published, config):
+def test_t5():
+  config = T5Config.t5_1_1("small")
   cost = t5_cost(config)
-  assert cost.params == published
+  assert cost.params == 76_961_152  # as published
   d, joined, m = config.emb_dim, config.num_heads * config.head_dim, config.mlp_dim
   n, i, o, inputs = config.num_encoder_layers, 512, 114, len(config.mlp_activations)
   wanted = {
@@ -212,20 +186,14 @@ def test_forward_and_backward_are_xlas():
 # --- densities by place ---------------------------------------------------------------------------
 
 
-def test_a_density_scales_the_flops_and_parameters_of_its_place_alone():
+def test_a_pattern_scales_the_flops_and_parameters_of_its_place_alone():
   dense = t5_cost(SMALL)
-  cost = flops.inference(dense, {"ff": "1:8", "encoder/qkv": NM(1, 4), "decoder/cross/k": 0.5})
-  for word, s in (
-    ("ff", 1 / 8),
-    ("encoder/qkv", 1 / 4),
-    ("decoder/cross/k", 1 / 2),
-    ("decoder/cross/q", 1),
-    ("o", 1),
-    ("scores", 1),
-    (".*embed.*", 1),
-  ):
-    assert cost.select(word).flops == s * dense.select(word).flops, word
-    assert cost.select(word).params == s * dense.select(word).params, word
+  cost = flops.inference(dense, {"ff": "1:8", "encoder/qkv": NM(1, 4), "decoder/cross/k": "1:2"})
+  shares = {"ff": 1 / 8, "encoder/qkv": 1 / 4, "decoder/cross/k": 1 / 2, "decoder/cross/q": 1,
+            "o": 1, "scores": 1, ".*embed.*": 1}  # fmt: skip
+  for place, s in shares.items():
+    assert cost.select(place).flops == s * dense.select(place).flops, place
+    assert cost.select(place).params == s * dense.select(place).params, place
   assert cost.select("ff", "encoder/ff") == cost.select("ff")
 
 
@@ -260,11 +228,6 @@ def test_rules_serve_as_they_are_and_as_they_assign(indivisible):
 # --- training: in units of F, the dense forward FLOPs of the place --------------------------------
 
 
-def per_forward(cost, place, recipe, **kwargs):
-  trained = flops.training(cost, {place: recipe}, **kwargs).select(place).flops
-  return trained / cost.select(place).flops
-
-
 @pytest.mark.parametrize(
   ("recipe", "expected"),
   [
@@ -291,25 +254,18 @@ def per_forward(cost, place, recipe, **kwargs):
   ],
 )  # fmt: skip
 def test_training_by_hand(recipe, expected):
-  for cost, place in ((t5_cost(SMALL), "decoder/cross/qk"), (images(VIT), "ff")):
-    assert per_forward(cost, place, recipe) == pytest.approx(expected, rel=1e-12)
+  cost = flops.Cost((flops.Op(name="mlp/wi/kernel", flops=64, axis=8),))
+  assert flops.training(cost, {"ff": recipe}).flops == pytest.approx(64 * expected, rel=1e-12)
 
 
 def test_levels_are_those_of_each_operations_axis():
-  # T5.1.1 small: embed 512, mlp 1024, heads * head_dim = 384.
-  seen = []
+  def levels(size):
+    return Segment(0, 50, None if size % 512 else NM(2, 512)), Segment(50, 100, NM(1, 4))
 
-  def segments(axis_size):
-    seen.append(axis_size)
-    return (
-      Segment(0, 50, NM(2, 512) if axis_size % 512 == 0 else None),
-      Segment(50, 100, NM(1, 4)),
-    )
-
-  recipe, dense = Written(segments=segments), t5_cost(SMALL)
-  cost = flops.training(dense, {"ff": recipe, "q": recipe, "o": recipe})
-  assert set(seen) == {512, 1024, 384}
-  for place, first in (("ff", 2 / 512), ("q", 2 / 512), ("o", 1)):
+  recipe, dense = Written(segments=levels), t5_cost(SMALL)
+  cost = flops.training(dense, {"ff": recipe, "o": recipe})
+  # The axes of T5.1.1 small: embed 512, mlp 1024, heads * head_dim = 384.
+  for place, first in (("ff", 2 / 512), ("o", 1)):
     expected = 3 * (50 * first + 50 / 4) * dense.select(place).flops
     assert cost.select(place).flops == pytest.approx(expected, rel=1e-12)
 
@@ -326,33 +282,26 @@ def test_flops_until_a_step_are_sums_over_steps(name):
   for segment in recipe.timeline(8):
     steps = range(segment.start, segment.stop)
     assert len({round(cost[t + 1] - cost[t]) for t in steps}) == 1
-  with pytest.raises(ValueError, match="until=31"):
-    flops.training(dense, {"ff": recipe}, until=31)
 
 
 # --- mistakes -------------------------------------------------------------------------------------
-
-Q = "decoder/layers_0/encoder_decoder_attention/query/kernel"
 
 
 @pytest.mark.parametrize(
   ("call", "word"),
   [
-    (lambda c: flops.inference(c, {"mlp": 0.5}), "'mlp' names nothing"),
-    (lambda c: flops.inference(c, {".*/scale": 0.5}), "names nothing"),
-    (lambda c: flops.inference(c, {"encoder/cross/q": 0.5}), "names nothing"),
+    (lambda c: flops.inference(c, {"mlp": "1:2"}), "'mlp' names nothing"),
+    (lambda c: flops.inference(c, {".*/scale": "1:2"}), "names nothing"),
     (lambda c: c.select("conv"), "names nothing"),
-    (lambda c: flops.inference(c, {"qk": 0.5, "q": 0.5}), f"'qk' and 'q' both name {Q}"),
-    (lambda c: flops.inference(c, {"ff": 87.5}), "kept"),
-    (lambda c: flops.inference(c, {"ff": math.nan}), "nan"),
+    (lambda c: flops.inference(c, {"qk": "1:2", "q": "1:2"}), "'q' names .* another place"),
     (lambda c: flops.inference(c, {"ff": "87 %"}), "pattern"),
     (lambda c: flops.inference(c, {"q": NM(1, 16)}), "axis of 8"),
     (lambda c: flops.training(c, {"ff": NM(1, 8)}), "recipe"),
     (lambda c: flops.training(c, {}), "`steps`"),
-    (lambda c: flops.training(c, {}, 0, steps=1), "batch_size=0"),
+    (lambda c: flops.training(c, {}, steps=30, until=31), "until=31"),
     (lambda c: flops.training(c, {"ff": hard(NM(1, 8))}, steps=50), "50 and 100 steps"),
   ],
 )
 def test_mistakes_name_the_value(call, word):
-  with pytest.raises(ValueError, match=word.replace("(", r"\(")):
+  with pytest.raises(ValueError, match=word):
     call(t5_cost(TINY, 4, 2))

@@ -1,8 +1,5 @@
 """nm-sparsity glue score: from what seqio wrote to a row of Table 12 beside the published one."""
 
-import csv
-import io
-import itertools
 import json
 import math
 import os
@@ -19,9 +16,7 @@ from hypothesis import strategies as st
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import scores
 from nm_sparsity_jax.analysis.scores import published
-from nm_sparsity_jax.core import text as words
 from nm_sparsity_jax.runs import glue, results
-from nm_sparsity_jax.training import roles
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLES = published.tables()
@@ -73,32 +68,19 @@ def call(capsys):
   return score
 
 
-@pytest.fixture
-def report(call):
-  """The report of one that succeeds."""
-
-  def score(*argv):
-    code, out, err = call(*argv, "--json")
-    assert not code, err
-    return json.loads(out)
-
-  return score
-
-
 # --- the paper ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", range(26))
-def test_table_12_comes_out_of_the_code_that_scores_a_run(number, tmp_path, report):
+def test_table_12_comes_out_of_the_code_that_scores_a_run(number, tmp_path):
   row = ROWS[number]
-  found = report(write(tmp_path / "run", metrics_of(row), settings_of(row)))["runs"][0]
+  run = write(tmp_path / "run", metrics_of(row), settings_of(row))
+  (found,) = scores.score([run])["runs"]
   assert found["overall"] == pytest.approx(row["overall"], abs=0.06)
-  assert found["published"]["row"] == row["row"] and found["published"]["table"] == 12
-  assert found["published"]["overall"] == row["overall"]
+  assert found["published"] == {"table": 12, **row}
   for title, numbers in row["columns"].items():
     assert list(found["columns"][title]["values"].values()) == numbers[:2][: len(numbers)]
     assert found["columns"][title]["mean"] == pytest.approx(numbers[-1], abs=0.0501)
-    assert found["published"]["columns"][title]["mean"] == numbers[-1]
     assert abs(found["delta"][title]) < 0.0501
   assert not found["missing"] and not found["remarks"]
   # The pairs by name: MRPC's is F1 first, QQP's accuracy first, whatever the order of the metrics.
@@ -106,28 +88,13 @@ def test_table_12_comes_out_of_the_code_that_scores_a_run(number, tmp_path, repo
     assert found["columns"][title]["values"][first] == row["columns"][title][0]
 
 
-def test_tables_4_and_7_are_the_rows_of_table_12_and_the_deltas_are_right():
-  by_row = {}
-  for row in ROWS:
-    if row["dense_steps"] != 0:
-      by_row[row["recipe"], *row["places"].items()] = row["overall"]
-  for row in TABLES["table4"] + TABLES["table7"][:1]:
-    assert row["overall"] == by_row.pop((row["recipe"], *row["places"].items()), 79.4)
-  assert not by_row  # Table 4 has all of them
-  assert [r["overall"] for r in TABLES["table7"]] == [79.4, 79.5, 80.6, 80.9]
-  deltas = []
-  for sr_ste, stepwise in itertools.pairwise(TABLES["table4"]):
-    if "delta" in stepwise:
-      assert sr_ste["recipe"] == "sr_ste" and sr_ste["places"] == stepwise["places"]
-      assert stepwise["overall"] - sr_ste["overall"] == pytest.approx(stepwise["delta"])
-      deltas.append(stepwise["delta"])
-  assert deltas == [-0.4, 1.5, 4.9, 2.3, 5.3]
-  assert all(len(TABLES[f"table{n}"]) == size for n, size in ((4, 16), (5, 13), (7, 4), (12, 26)))
-
-
 # --- which published row --------------------------------------------------------------------------
 
 STEPWISE = next(r for r in ROWS if r["recipe"] == "sdgf_stepwise" and "qkv" in r["places"])
+
+
+IN_PARTS = {"encoder/ff": "1:8", "decoder/ff": "1:8", "self/qkv": "1:8", "cross/qk": "1:8",
+            "decoder/cross/v": "1:8"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -135,46 +102,34 @@ STEPWISE = next(r for r in ROWS if r["recipe"] == "sdgf_stepwise" and "qkv" in r
   [
     (dict(SPARSITY_RULES={"ff": "1:8", "q": " 1:8", "v": "1:8", "k": "1:8"}), STEPWISE["row"], ""),
     (dict(SPARSITY_RULES={"ff": None, "qkv": None}, PATTERN="1:8"), STEPWISE["row"], ""),
-    (
-      dict(
-        SPARSITY_RULES={
-          "encoder/ff": "1:8",
-          "decoder/ff": "1:8",
-          "self/qkv": "1:8",
-          "cross/qk": "1:8",
-          "decoder/cross/v": "1:8",
-        }
-      ),
-      STEPWISE["row"],
-      "",
-    ),
-    (dict(SPARSITY_RULES={"encoder/ff": "1:8", "qkv": "1:8"}), None, "1:8 QKV, 1:8 encoder/ff"),
-    (dict(SPARSITY_RULES={"ff": "1:8", "qk": "1:4"}), None, "no GLUE row for sdgf_stepwise 1:8 FF"),
-    (dict(SPARSITY_RULES={"ff": "1:16"}), None, "no GLUE row for sdgf_stepwise 1:16 FF"),
-    (dict(DENSE_STEPS=0), None, r"no row with 0 dense steps"),
+    (dict(SPARSITY_RULES=IN_PARTS), STEPWISE["row"], ""),
+    (dict(SPARSITY_RULES={"encoder/ff": "1:8", "qkv": "1:8"}), None, "no row for sdgf_stepwise"),
+    (dict(SPARSITY_RULES={"ff": "1:16"}), None, "no row for sdgf_stepwise 1:16 ff"),
+    (dict(DENSE_STEPS=0), None, "with 0 dense steps"),
     (dict(DENSE_STEPS=100, SPARSE_STEPS=1000), STEPWISE["row"], "this run 100 dense steps of 1000"),
     (dict(T5_SIZE="base"), STEPWISE["row"], ""),
     (dict(T5_SIZE="small"), STEPWISE["row"], "is of T5 base, not small"),
-    (dict(RECIPE="mdgf_linear"), None, "no GLUE row for mdgf_linear"),
-    (dict(RECIPE="snip", SPARSITY_RULES={"ff": "1:32"}), "SNIP", "Table 7 does not say"),
+    (dict(RECIPE="mdgf_linear"), None, "no row for mdgf_linear"),
+    (dict(RECIPE="snip", SPARSITY_RULES={"ff": "1:32"}), "SNIP", ""),
     (dict(RECIPE="dense", SPARSITY_RULES={"ff": None}), "Dense", ""),
-    (dict(SPARSITY_RULES="%OTHER"), None, "by --pattern"),
+    (dict(SPARSITY_RULES="%OTHER"), None, "says what was trained"),
   ],
 )
-def test_which_published_row(change, row, remark, tmp_path, report):
+def test_which_published_row(change, row, remark, tmp_path):
   settings = {**settings_of(STEPWISE), **change}
-  found = report(write(tmp_path / "run", metrics_of(STEPWISE), settings))["runs"][0]
+  (found,) = scores.score([write(tmp_path / "run", metrics_of(STEPWISE), settings)])["runs"]
   assert (found["published"] and found["published"]["row"]) == row
-  if row is None:
-    assert not found["delta"]
+  assert bool(found["delta"]) == (row is not None)
   assert any(re.search(remark, r) for r in found["remarks"]) if remark else not found["remarks"]
 
 
 @given(st.data())
 def test_rules_that_say_the_same_are_equal(data):
-  """Cut into parts, at random, rules are the rules that they were."""
+  """Cut into parts, rules are the rules that they were; without a part they are not."""
   whole = data.draw(
-    st.dictionaries(st.sampled_from(["ff", "q", "k", "v", "o"]), st.sampled_from(["1:4", "1:8"]))
+    st.dictionaries(
+      st.sampled_from(["ff", "q", "k", "v", "o"]), st.sampled_from(["1:4", "1:8"]), min_size=1
+    )
   )
   cut = {}
   for role, pattern in whole.items():
@@ -185,12 +140,11 @@ def test_rules_that_say_the_same_are_equal(data):
         [f"encoder/self/{role}", f"decoder/self/{role}", f"decoder/cross/{role}"],
       ]
     cut |= dict.fromkeys(data.draw(st.sampled_from(ways)), pattern)
-  assert roles.single(cut) == roles.single(whole) == whole
-  if whole:  # and a part alone is not the whole
-    gone = data.draw(st.sampled_from(sorted(cut)))
-    rest = {place: pattern for place, pattern in cut.items() if place != gone}
-    assert roles.single(rest) != whole
-    assert roles.single(cut | {gone: "2:4"}) != whole
+  parts = published.parts_of
+  assert parts(cut) == parts(whole)
+  gone = data.draw(st.sampled_from(sorted(cut)))
+  assert parts({place: pattern for place, pattern in cut.items() if place != gone}) != parts(whole)
+  assert parts(cut | {gone: "2:4"}) != parts(whole)
 
 
 def test_gin_breaks_long_values_and_these_are_read(tmp_path):
@@ -202,41 +156,24 @@ def test_gin_breaks_long_values_and_these_are_read(tmp_path):
   (tmp_path / "config.gin").write_text(gin.config_str())
   gin.clear_config()
   run = results.settings(tmp_path)
-  del places["decoder/cross/qkv"]
-  cross = {f"decoder/cross/{role}": "1:4" for role in "qkv"}
-  assert run.places == {**places, **cross, "ff": "1:8"}
-  assert roles.text_of(run.places).startswith("1:8 FF, 1:4 decoder/cross/qkv, 2:4 encoder/lay")
+  assert published.parts_of(run.places) == published.parts_of(places | {"ff": "1:8"})
   assert (run.recipe, run.dense_steps, run.sparse_steps) == ("idp", 7, None)
   assert run.remarks == ["SPARSE_STEPS in config.gin is not a plain value: %N"]
 
 
-def test_what_the_config_does_not_say_is_told(tmp_path, report, call):
-  row = ROWS[22]
-  run = write(tmp_path / "run", metrics_of(row))
-  assert "--recipe" in report(run)["runs"][0]["remarks"][0]
-  told = ["--recipe", row["recipe"], "--pattern", "ff=1:8,qkv=1:4"]
-  found = report(run, *told, "--dense-steps", "10000")["runs"][0]
-  assert found["published"]["row"] == row["row"]
-  assert report(run, "--recipe", "dense")["runs"][0]["published"]["row"] == "Dense"
-  other = write(tmp_path / "other", metrics_of(row), settings_of(row))
-  for flag, value in (("--recipe", "idp"), ("--pattern", "1:8"), ("--dense-steps", "0")):
-    code, _, err = call(other, flag, value)
-    assert code == 1 and f"{other}: " in err and "config says" in err
-
-
-def test_mini_glue_and_t5s_own_tasks(tmp_path, report, call):
+def test_mini_glue_and_t5s_own_tasks(tmp_path, call):
   row = ROWS[0]
   mini = write(tmp_path / "mini", metrics_of(row), settings_of(row), name="nm_glue_mini_{}")
   t5 = write(tmp_path / "t5", metrics_of(row), settings_of(row), name="glue_{}_v002")
-  (found,) = report(mini)["runs"]
+  (found,), (other,) = (scores.score([run])["runs"] for run in (mini, t5))
   assert found["mini"] and found["published"] is None and not found["delta"]
-  assert found["overall"] == report(t5)["runs"][0]["overall"] == pytest.approx(86.16, abs=0.01)
-  assert report(t5)["runs"][0]["published"]["row"] == "Dense"
+  assert found["overall"] == other["overall"] == pytest.approx(86.16, abs=0.01)
+  assert other["published"]["row"] == "Dense"
   code, _, err = call(t5, mini)
   assert code == 1 and "mini-GLUE" in err
 
 
-# --- several runs as one row --------------------------------------------------------------------
+# --- several runs as one row ----------------------------------------------------------------------
 
 
 def singles(folder, row, settings, tasks=None):
@@ -249,17 +186,17 @@ def singles(folder, row, settings, tasks=None):
   ]
 
 
-def test_runs_of_one_task_each_are_one_row(tmp_path, report):
+def test_runs_of_one_task_each_are_one_row(tmp_path, call):
   row = ROWS[22]
   paths = singles(tmp_path / "a", row, settings_of(row))
   whole = write(tmp_path / "whole", metrics_of(row, plus=lambda step: 1), settings_of(row))
-  (joined,) = report("--join", "mine", *paths, "--checkpoint", "1000")["runs"]
+  report = json.loads(call("--join", "mine", *paths, "--checkpoint", "1000", "--json")[1])
+  (joined,), (alone,) = report["runs"], scores.score([whole])["runs"]
   assert joined["run"] == "mine" and joined["joined"] == paths
-  (alone,) = report(whole)["runs"]
   same = ("columns", "overall", "places", "published", "delta", "missing", "recipe")
   assert {k: joined[k] for k in same} == {k: alone[k] for k in same}
   other = singles(tmp_path / "b", ROWS[0], settings_of(ROWS[0]), tasks=("rte", "cola"))
-  found = report(whole, "--join", "x", *paths, "--join", "y", *other)
+  found = json.loads(call(whole, "--join", "x", *paths, "--join", "y", *other, "--json")[1])
   assert [r["run"] for r in found["runs"]] == ["whole", "x", "y"]
   assert found["best"]["RTE"] == ["y"] and set(found["runs"][2]["columns"]) == {"CoLA", "RTE"}
 
@@ -271,11 +208,13 @@ def test_runs_of_one_task_each_are_one_row(tmp_path, report):
     dict(SPARSE_STEPS=50), dict(FINETUNE_STEPS=7), dict(PRETRAINED_STEPS=5), dict(T5_SIZE="small"),
   ],
 )  # fmt: skip
-def test_runs_that_were_trained_otherwise_are_not_joined(change, tmp_path, call):
-  one = singles(tmp_path, STEPWISE, settings_of(STEPWISE), ("cola",))
-  other = singles(tmp_path, STEPWISE, settings_of(STEPWISE) | change, ("rte",))
-  code, out, err = call("--join", "mine", *one, *other)
-  assert code == 1 and not out and "not one row" in err
+def test_runs_that_were_trained_otherwise_are_not_joined(change, tmp_path):
+  one, other = (
+    results.read(*singles(tmp_path, STEPWISE, settings_of(STEPWISE) | more, (task,)))
+    for task, more in (("cola", {}), ("rte", change))
+  )
+  with pytest.raises(ValueError, match="not one row"):
+    results.join("mine", [one, other])
 
 
 def test_what_else_cannot_be_joined(tmp_path, call):
@@ -285,8 +224,8 @@ def test_what_else_cannot_be_joined(tmp_path, call):
   for argv, word in (
     (["--join", "x", *paths, *again], "both have metrics of rte"),
     (["--join", "x"], "a name for the row comes first"),
-    (["--join", "x", paths[0], "--join", "x", paths[1]], "two rows are called x"),
-    ([paths[0], paths[0]], "two rows are called"),
+    (["--join", "x", paths[0], "--join", "x", paths[1]], "called the same"),
+    ([paths[0], paths[0]], "called the same"),
     ([], "--join"),
   ):
     code, out, err = call(*argv)
@@ -296,7 +235,7 @@ def test_what_else_cannot_be_joined(tmp_path, call):
 # --- which checkpoint -----------------------------------------------------------------------------
 
 
-def test_best_is_of_the_mean_the_earliest_of_equals_and_the_steps_are_said(tmp_path, report, call):
+def test_best_is_of_the_mean_the_earliest_of_equals_and_the_steps_are_said(tmp_path, call):
   metrics = metrics_of(ROWS[1], steps=(10, 20, 30))
   metrics["mrpc"] = {
     30: {"f1": 95.0, "accuracy": 80.0}, 10: {"f1": 90.0, "accuracy": 88.0},
@@ -304,18 +243,15 @@ def test_best_is_of_the_mean_the_earliest_of_equals_and_the_steps_are_said(tmp_p
   }  # fmt: skip
   metrics["rte"] = {10: {"accuracy": 1.0}, 20: {"accuracy": 3.0}, 30: {"accuracy": 2.0}}
   run = write(tmp_path / "run", metrics, settings_of(ROWS[1]))
-
-  def steps(*flags):
-    found = report(run, *flags)["runs"][0]["columns"]
-    return [found[t]["step"] for t in ("CoLA", "MRPC", "RTE")]
-
-  assert steps() == [10, 10, 20]
-  assert steps("--checkpoint", "last") == [30, 30, 30]
-  assert steps("--checkpoint", "20") == [20, 20, 20]
-  at = next(line for line in call(run)[1].splitlines() if "at step" in line).split()
-  assert at == ["at", "step", "10", "10", "10", "10", "10", "10", "20", "10", "10"]
-  for flag, text in (("best", "best, for each"), ("last", "last, of each"), ("20", "step 20")):
-    assert f"checkpoint  {text}" in call(run, "--checkpoint", flag)[1]
+  for flag, steps, text in (
+    ("best", [10, 10, 20], "best, for each"),
+    ("last", [30, 30, 30], "last, of each"),
+    ("20", [20, 20, 20], "step 20"),
+  ):
+    _, out, _ = call(run, "--checkpoint", flag)
+    at = next(line for line in out.splitlines() if "at step" in line).split()[2:]
+    assert [int(at[TITLES.index(title)]) for title in ("CoLA", "MRPC", "RTE")] == steps
+    assert f"checkpoint  {text}" in out
 
 
 @given(st.dictionaries(st.integers(0, 99), st.sampled_from([math.nan, 1.0, 2.0, 3.0]), min_size=1))
@@ -330,7 +266,7 @@ def test_choose_agrees_with_its_definition(values):
 
 
 @pytest.mark.parametrize("recipe", ["sdgf_stepwise", "sr_ste"])
-def test_denser_steps_are_never_the_best(report, call, tmp_path, recipe):
+def test_denser_steps_are_never_the_best(tmp_path, recipe):
   row = next(r for r in ROWS if r["recipe"] == recipe and r["dense_steps"] and "ff" in r["places"])
   metrics = metrics_of(row, (1_100_000,))
   first = 1_010_000 if recipe == "sr_ste" else 1_090_000  # its mask is hard from the first
@@ -338,17 +274,17 @@ def test_denser_steps_are_never_the_best(report, call, tmp_path, recipe):
     for step in (1_005_000, first - 1):
       metrics[c.task][step] = metrics_of(ROWS[0], (step,))[c.task][step]
   run = write(tmp_path / "run", metrics, settings_of(row, PRETRAINED_STEPS=1_000_000))
-  (best,) = report(run)["runs"]
+  (best,) = scores.score([run])["runs"]
   assert {c["step"] for c in best["columns"].values()} == {1_100_000}
   assert best["published"]["row"] == row["row"] and abs(best["delta"]["overall"]) < 0.06
-  (early,) = report(run, "--checkpoint", str(first - 1))["runs"]
+  (early,) = scores.score([run], first - 1)["runs"]
   assert early["published"] is None and early["delta"] == {}
   assert f"before {first}, from which on the target pattern" in early["remarks"][-1]
   for c in glue.COLUMNS:
     metrics[c.task] = {s: v for s, v in metrics[c.task].items() if s < first}
   dead = write(tmp_path / "dead", metrics, settings_of(row, PRETRAINED_STEPS=1_000_000))
-  code, _, err = call(dead)
-  assert code == 1 and f"no step from {first} on, where the target pattern is certain" in err
+  with pytest.raises(ValueError, match=f"no step from {first} on"):
+    scores.score([dead])
 
 
 @pytest.mark.parametrize(
@@ -366,34 +302,30 @@ def test_where_a_run_starts(tmp_path, macros, start):
   assert run.start == start and run.target_from() is None  # other settings are not known
 
 
-def test_a_partial_run_has_no_overall_and_says_what_is_missing(tmp_path, report, call):
+def test_a_partial_run_has_no_overall_and_says_what_is_missing(tmp_path, call):
   metrics = metrics_of(ROWS[1], steps=(10, 20))
   del metrics["qqp"]
   metrics["stsb"][10]["spearman_corrcoef"] = math.nan
   metrics["rte"] = {20: {"accuracy": math.inf}, 30: {"accuracy": 70.0}}
   del metrics["mrpc"][20]["f1"]
   run = write(tmp_path / "run", metrics, settings_of(ROWS[1]))
-  (best,) = report(run)["runs"]
+  (best,) = scores.score([run])["runs"]
   assert best["overall"] is None and best["missing"] == {"QQP": "no metrics"}
   assert best["columns"]["STS-B"]["step"] == 20 and best["columns"]["MRPC"]["step"] == 10
-  assert "STS-B: spearman_corrcoef is nan at step 10" in best["remarks"]
+  assert any("STS-B: no finite" in remark for remark in best["remarks"])
   assert "overall" not in best["delta"] and "CoLA" in best["delta"]
-  (at,) = report(run, "--checkpoint", "20")["runs"]
-  assert at["missing"] == {
-    "QQP": "no metrics", "MRPC": "f1 is missing at step 20", "RTE": "accuracy is inf at step 20",
-  }  # fmt: skip
-  out = call(run, "--checkpoint", "30")
-  assert out[0] == 0  # a row of one column
+  (at,) = scores.score([run], 20)["runs"]
+  assert at["missing"].keys() == {"QQP", "MRPC", "RTE"}
+  assert call(run, "--checkpoint", "30")[0] == 0  # a row of one column
   code, out, _ = call(run)
   row = next(line for line in out.splitlines() if line.startswith("run "))
   assert not code and row.split()[1] == "-" and row.split()[7] == "-"
   assert "no overall, missing: QQP (no metrics)" in out
   code, out, err = call(run, "--checkpoint", "40")
-  assert code == 1 and not out and err.count("\n") == 1
-  assert "no column can be filled" in err and "RTE: no step 40, there is 20, 30" in err
+  assert code == 1 and not out and err.count("\n") == 1 and "no column" in err
 
 
-# --- bad input ------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -414,34 +346,22 @@ def test_bad_input_is_one_line_and_no_row(name, text, word, tmp_path, call):
   assert code == 1 and not out and err.count("\n") == 1 and word in err
 
 
-def test_a_line_that_is_being_written_is_left_out(report, tmp_path):
-  run = write(tmp_path / "run", metrics_of(ROWS[0]), settings_of(ROWS[0]))
-  file = tmp_path / "run/inference_eval/nm_glue_rte-metrics.jsonl"
-  file.write_text(file.read_text() + '\n{"step": 1001, "accur')
-  (found,) = report(run)["runs"]
-  assert found["columns"]["RTE"]["step"] == 1000
-  assert found["remarks"] == [f"{file.name}: its last line has no end yet, and was left out"]
-
-
-def test_a_step_that_was_evaluated_twice_counts_with_its_last_result(tmp_path, report):
+def test_a_half_written_line_is_left_out_and_the_last_result_of_a_step_counts(tmp_path):
   run = pathlib.Path(write(tmp_path / "run", metrics_of(ROWS[0]), settings_of(ROWS[0])))
   file = run / "inference_eval/nm_glue_rte-metrics.jsonl"
   same = file.read_text()
+  file.write_text(same + '\n{"step": 1001, "accur')
+  (found,) = scores.score([run])["runs"]
+  assert found["columns"]["RTE"]["step"] == 1000 and "has no end yet" in found["remarks"][0]
   file.write_text(same * 2)
-  assert not report(str(run))["runs"][0]["remarks"]
+  assert not scores.score([run])["runs"][0]["remarks"]
   file.write_text(same + '{"step": 1000, "accuracy": 50.5}\n')
-  (found,) = report(str(run / "inference_eval"))["runs"]  # this folder will do as well
+  (found,) = scores.score([run])["runs"]
   assert found["columns"]["RTE"]["mean"] == 50.5 and found["run"] == "run"
-  assert found["published"]["row"] == "Dense"
-  assert found["remarks"] == [
-    "nm_glue_rte was evaluated again at step 1000 with other results: the later ones count"
-  ]
+  assert found["published"]["row"] == "Dense" and "evaluated again" in found["remarks"][0]
 
 
-# --- TensorBoard ----------------------------------------------------------------------------------
-
-
-def test_events_and_jsonl_of_the_same_run_give_the_same_row(tmp_path, report):
+def test_events_and_jsonl_of_the_same_run_give_the_same_row(tmp_path):
   """By seqio's own loggers."""
   loggers = pytest.importorskip("seqio", reason="writes with seqio").loggers
   from seqio import metrics as seqio_metrics
@@ -457,7 +377,7 @@ def test_events_and_jsonl_of_the_same_run_give_the_same_row(tmp_path, report):
         logger(f"nm_glue_{task}", step, scalars, None, None, None)
     text = "\n".join(f"{k} = {v!r}" for k, v in settings_of(row).items())
     (folders[name] / "config.gin").write_text(text)
-  first, *others = [report(str(folder))["runs"][0] for folder in folders.values()]
+  first, *others = [scores.score([folder])["runs"][0] for folder in folders.values()]
   assert first["overall"] == pytest.approx(80.9, abs=0.06)
   for other in others:
     assert other["overall"] == pytest.approx(first["overall"], rel=1e-6)
@@ -467,13 +387,13 @@ def test_events_and_jsonl_of_the_same_run_give_the_same_row(tmp_path, report):
       assert other["columns"][title]["mean"] == pytest.approx(first["columns"][title]["mean"])
 
 
-def test_events_fill_the_steps_that_jsonl_lacks(tmp_path, report):
+def test_events_fill_the_steps_that_jsonl_lacks(tmp_path):
   metrics = {"cola": {20: {"matthews_corrcoef": 12.5}}}
   run = pathlib.Path(write(tmp_path / "run", metrics))
   series = {"eval/matthews_corrcoef": {10: 0.0, 20: 14.0}, "other": {30: 1.0}}
   test_report.events(run / "inference_eval/nm_glue_cola/events.out.tfevents.1", series)
-  assert report(str(run), "--checkpoint", "10")["runs"][0]["columns"]["CoLA"]["mean"] == 0.0
-  (best,) = report(str(run))["runs"]
+  assert scores.score([run], 10)["runs"][0]["columns"]["CoLA"]["mean"] == 0.0
+  (best,) = scores.score([run])["runs"]
   assert best["columns"]["CoLA"]["mean"] == 12.5  # of the lines
 
 
@@ -513,14 +433,15 @@ def three(tmp_path):
   ]
 
 
-def test_several_runs_mark_the_best_of_each_column(three, tmp_path, report):
-  found = report(*three)
+def test_several_runs_mark_the_best_of_each_column(three, tmp_path, call):
+  found = scores.score(three)
   assert found["runs"][1]["delta"]["RTE"] == pytest.approx(90 - 72.6)
   assert found["best"] == {t: ["b"] if t == "RTE" else ["a"] for t in ["overall", *TITLES]}
-  assert not report(three[0])["best"]
+  assert json.loads(call(*three, "--json")[1]) == json.loads(json.dumps(found))
+  assert not scores.score(three[:1])["best"]
   # What prints as the same number is marked alike.
-  found = report(three[0], write(tmp_path / "twin", metrics_of(ROWS[2], plus=lambda step: 0.01)))
-  assert found["best"]["CoLA"] == ["a", "twin"]
+  twin = write(tmp_path / "twin", metrics_of(ROWS[2], plus=lambda step: 0.01))
+  assert scores.score([three[0], twin])["best"]["CoLA"] == ["a", "twin"]
 
 
 def test_text_markdown_and_latex_are_one_table(three, call):
@@ -537,52 +458,3 @@ def test_text_markdown_and_latex_are_one_table(three, call):
   assert max(map(len, out.splitlines()[:20])) <= 120
   assert re.search(r"^ +MCC +Acc +Acc +F1/Acc +Acc +Acc/F1 +Acc +Acc +P/S$", out, re.MULTILINE)
   assert "92.4/89.5" in out
-
-
-def test_csv(three, report, call):
-  _, out, _ = call(*three, "--csv")
-  rows = list(csv.DictReader(io.StringIO(out)))
-  assert [r["kind"] for r in rows] == ["run", "step", "published", "delta"] * 3 + ["best"]
-  run, step, published, delta = rows[:4]
-  (first, *_) = report(*three)["runs"]
-  assert float(run["overall"]) == first["overall"] and float(run["QQP f1"]) == 89.0
-  assert float(run["QQP"]) == pytest.approx(90.4) and step["QQP"] == "1000"
-  assert (published["overall"], published["MRPC"], published["MRPC f1"]) == ("84.1", "91.0", "92.4")
-  assert float(delta["CoLA"]) == 0 and run["pattern"] == "1:4 FF" and run["dense_steps"] == "10000"
-  assert rows[-1]["RTE"] == "b" and rows[8]["overall"] == rows[8]["QQP"] == ""
-
-
-def test_forms_exclude_each_other_and_bad_words_are_2(tmp_path):
-  for argv in (["--json", "--csv"], ["--checkpoint", "first"], ["--pattern", "8"], ["--join"]):
-    with pytest.raises(SystemExit) as e:
-      cli.main(["glue", "score", "x", *argv])
-    assert e.value.code == 2
-
-
-# --- the library ----------------------------------------------------------------------------------
-
-
-def test_scores_from_python_are_those_of_the_command(three, report, call):
-  """The example at the top of `scores`."""
-  found = scores.score(three, checkpoint="last")
-  assert json.loads(json.dumps(found)) == report(*three, "--checkpoint", "last")
-  assert scores.render(found) + "\n" == call(*three, "--checkpoint", "last")[1]
-
-
-def test_columns_line_up():
-  rows = [("a", "bbb", 3), ("aaaa", "b", 33), ("", "", "")]
-  assert words.columns(rows) == ["a     bbb  3", "aaaa  b    33", ""]
-  assert words.columns(rows, align="<>") == ["a     bbb   3", "aaaa    b  33", ""]
-  assert words.columns(rows, align="><", gap="|")[:2] == ["   a|bbb|3", "aaaa|b  |33"]
-
-
-def test_a_table_in_every_style_escapes_what_the_style_obeys():
-  rows = [["run", "mean"], ["=c_50%|x", "+1.0"], ["b\n", words.Strong("9.0")]]
-  text = words.format_table(rows, align="<>").splitlines()
-  assert text[1:] == ["=c_50%|x  +1.0", r"b\n" + " " * 8 + "9.0*"]
-  markdown = words.format_table(rows, "markdown", "<>").splitlines()
-  assert markdown[1:3] == ["| :--------- | ------: |", r"| =c\_50%\|x |    +1.0 |"]
-  latex = words.format_table(rows, "latex", "<>")
-  assert r"=c\_50\%|x & $+$1.0 \\" in latex and r"\begin{tabular}{lr}" in latex
-  (name, mean), *_ = list(csv.reader(io.StringIO(words.format_table(rows, "csv"))))[1:]
-  assert (name, mean) == ("'=c_50%|x", "'+1.0")  # no formula of a spreadsheet

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import test_export as exported
 import test_huggingface as huggingface
-import test_weights as weights
+import test_weights as images
+from test_packed_file import kernels_of
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.deploy import inference_tree, packed_file, safetensors_file, timm
-from nm_sparsity_jax.models.vit import ViTConfig
+from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy import huggingface as deploy_huggingface
+from nm_sparsity_jax.deploy import inference_tree, packed_file, safetensors_file
 from nm_sparsity_jax.training import rules_text
 
 
@@ -32,7 +33,7 @@ def test_a_t5_is_packed_and_proven(name, scan, tmp_path, capsys):
   opened = packed_file.Opened(file)
   assert set(opened.leaves) == {f"params/{key}" for key, _ in flatten(want)}
   assert_holds(opened, {"params": want})
-  assert len(opened.kernels) > 10 and all(k.is_matrix for k in opened.kernels.values())
+  assert len(kernels_of(opened)) > 10
   row = next(line for line in capsys.readouterr().out.splitlines() if "/mlp/" in line)
   assert " 1:4 " in row and " 3.76x " in row and " 1.0625 " in row  # as docs/deploy.md has it
   assert cli.main(["verify", str(file)]) == 0
@@ -41,15 +42,20 @@ def test_a_t5_is_packed_and_proven(name, scan, tmp_path, capsys):
 
 
 def test_a_resnet_is_packed_with_its_state(tmp_path, capsys):
-  variables = exported.written(tmp_path / "run", "resnet_test")
+  variables = images.variables_of("resnet_test")
+  rules = {"head": "1:4", "conv": "1:4"}
+  recipe = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=1))
+  params = nms.finalize(variables["params"], nms.Rules(dict.fromkeys(rules, recipe)), 0, early=True)
+  variables = {**variables, "params": jax.device_get(params)}
+  exported.save(tmp_path / "run", variables, None)
   file = tmp_path / "model.safetensors"
-  assert cli.main(["pack", str(tmp_path / "run"), str(file), "--json"]) == 0
+  command = ["pack", str(tmp_path / "run"), str(file), "--json", "--rules", str(rules)]
+  assert cli.main(command) == 0
   report, opened = json.loads(capsys.readouterr().out), packed_file.Opened(file)
   assert_holds(opened, variables)
-  assert set(report["packed"]) == {key.removeprefix("params/") for key in opened.kernels}
-  assert report["dense"]["batch_stats/bn1/mean"] == "no parameter"
-  assert opened.kernels["params/layer1_0/conv1/kernel"].groups.axes == (2,)
-  one = next(iter(report["packed"].values()))
+  assert report["packed"].keys() == {"fc/kernel"}
+  assert "(in, out)" in report["dense"]["layer1_0/conv1/kernel"]
+  one = report["packed"]["fc/kernel"]
   assert one["bytes_with_zeros"] == 4 * one["weights"] > 3 * one["bytes"]
   assert cli.main(["verify", str(file)]) == 0
 
@@ -57,13 +63,13 @@ def test_a_resnet_is_packed_with_its_state(tmp_path, capsys):
 def test_timms_file_and_a_folder_of_a_t5_are_packed_by_given_rules(tmp_path):
   variables = exported.written(tmp_path / "run", "vit_test")
   nms.runs.export(tmp_path / "run", tmp_path / "timm.safetensors")
-  rules = dict(zip(weights.PLACES["vit_test"], ("1:4", "2:8"), strict=True))
+  rules = dict(zip(images.PLACES["vit_test"], ("1:4", "2:8"), strict=True))
   nms.runs.pack(tmp_path / "timm.safetensors", tmp_path / "a.safetensors", rules)
   assert_holds(packed_file.Opened(tmp_path / "a.safetensors"), variables)
   folder = huggingface.folder_of("v1_0", tmp_path / "hf")
   nms.runs.finalize(folder, tmp_path / "final", {"ff": "1:8"})
   nms.runs.pack(tmp_path / "final", tmp_path / "c.safetensors", {"ff": "1:8"})
-  kernels = packed_file.Opened(tmp_path / "c.safetensors").kernels
+  kernels = kernels_of(packed_file.Opened(tmp_path / "c.safetensors"))
   assert {str(kernel.pattern) for kernel in kernels.values()} == {"1:8"}
   with pytest.raises(ValueError, match="is not 1:8 along axis 0: 8 of the 8 .* Finalize it first"):
     nms.runs.pack(folder, tmp_path / "d.safetensors", {"ff": "1:8"})
@@ -77,7 +83,7 @@ def test_values_are_rounded_to_int8(tmp_path):
   name = "encoder/layers_0/mlp/wo/kernel"
   w = dict(flatten(params))[name]
   # One byte and a quarter for four weights, and four bytes of scale for a column.
-  assert made.report.sizes[name].total == w.size * 1.25 / 4 + 4 * w.shape[1]
+  assert made.report.packed[name].bytes == w.size * 1.25 / 4 + 4 * w.shape[1]
   back = packed_file.Opened(file).array(f"params/{name}")
   assert np.abs(back - w).max() <= np.abs(w).max() / 254 * 1.01
 
@@ -100,23 +106,30 @@ def test_what_cannot_be_packed_is_one_line(tmp_path, capsys):
 
 def test_a_regex_of_a_stack_becomes_that_of_its_layers(tmp_path):
   """The other rule's axis stays: its kernel is in no stack."""
-  shapes = weights.shapes_of(weights.network("vit_test", scan=True))
-  variables = timm.from_timm(weights.tensors_of("vit_test"), shapes)
   recipe = lambda pattern: nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
-  places = {r"blocks/mlp/fc\d/kernel": recipe("1:4"), "head/kernel": recipe("1:2")}
-  rules = nms.Rules(places, axes={r"blocks/.*": 1, "head.*": 0})
-  params = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
+  stack = r"encoder/encoder/mlp/w[io]/kernel"
+  places = {stack: recipe("1:4"), "decoder/logits_dense/kernel": recipe("1:2")}
+  rules = nms.Rules(places, axes={stack: 0, "decoder/logits.*": 0})
+  config = huggingface.config_of_name("v1_1", scan_layers=True, mlp_activations=("relu",))
+  params = params_of(config)
+  params = jax.device_get(nms.finalize(params, rules, 0, early=True))
   exported.save(tmp_path, {"params": params}, None)
   file = tmp_path / "model.safetensors"
   nms.runs.pack(tmp_path, file, rules)
   opened = packed_file.Opened(file)
   found = rules_text.parse(opened.rules)
-  assert set(found.places) == {r"blocks_\d+/mlp/fc1/kernel", r"blocks_\d+/mlp/fc2/kernel",
-                               "head/kernel"}  # fmt: skip
-  assert found.axes == {"head/kernel": 0} and len(opened.kernels) == 5
-  want, _ = inference_tree.unstacked(params, ViTConfig(scan=True))
+  layers = {rf"encoder/layers_\d+/mlp/{name}/kernel" for name in ("wi", "wo")}
+  assert set(found.places) == {*layers, "decoder/logits_dense/kernel"}
+  assert found.axes == {"decoder/logits_dense/kernel": 0} and len(kernels_of(opened)) == 7
+  want, _ = inference_tree.unstacked(params, config)
   assert_holds(opened, {"params": want})
   assert cli.main(["verify", str(file)]) == 0
+
+
+def params_of(config):
+  rng = np.random.default_rng(0)
+  shapes = deploy_huggingface.shapes_of(config)
+  return nested({k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()})
 
 
 def test_verify_reads_every_kernel_also_one_that_no_rule_names(tmp_path, capsys):

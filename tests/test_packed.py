@@ -12,36 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.core.packed import (
-  NMPacked,
-  array,
-  bits,
-  check,
-  pack,
-  sizes,
-  unpack,
-)
+from nm_sparsity_jax.core.packed import NMPacked, array, check, pack, sizes, unpack
 from nm_sparsity_jax.core.patterns import NM
 
 FLOATS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 PATTERNS = ["1:1", "2:4", "1:5", "7:16", "3:32", "1:128", "256:256"]
 
 
-def weight(seed, shape, axis, pattern, dtype, pad=None):
+def weight(seed, shape, axis, pattern, dtype):
   """An n:m weight of any bits: NaN, inf, subnormals and both zeros. Returns it and its groups."""
   rng = np.random.default_rng(seed)
-  groups = Groups(shape, axis)
-  groups = Groups(shape, axis, -groups.length % pattern.m if pad is None else pad)
-  kind = np.dtype(dtype)
+  groups, kind = Groups(shape, axis), np.dtype(dtype)
+  groups = dataclasses.replace(groups, pad=-groups.length % pattern.m)
   w = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
   split = groups.split(np.arange(w.size).reshape(shape) + 1, pattern)
   split = split.reshape(math.prod(split.shape[:-1]), pattern.m)
   order = rng.random(split.shape).argsort(1)
   drop = np.where(order >= rng.integers(0, pattern.n + 1, (len(split), 1)), split, 0)
-  zeros = np.where(rng.random(w.size + 1) < 0.3, -0.0, 0.0).astype(kind)
   flat = w.reshape(-1).copy()
   at = drop[drop > 0] - 1
-  flat[at] = zeros[at]
+  flat[at] = np.where(rng.random(w.size) < 0.3, -0.0, 0.0).astype(kind)[at]
   return flat.reshape(shape), groups
 
 
@@ -81,17 +71,14 @@ def test_unpack_gives_the_same_bits(pattern, seed, shape, kind, data):
     assert one.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
-@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(0, 19), columns=st.integers(0, 4))
-def test_indices_share_bytes_along_the_rows_low_bits_first(width, seed, rows, columns):
-  indices = np.random.default_rng(seed).integers(0, 1 << width, (rows, columns), np.uint8)
-  squeezed = bits.squeeze(indices, width)
-  assert squeezed.shape == (bits.rows_of(rows, width), columns) and squeezed.dtype == np.uint8
-  np.testing.assert_array_equal(bits.spread(squeezed, rows, width), indices)
-  per = 8 // width
-  for row in range(rows):
-    here = squeezed[row // per] >> (row % per * width) & ((1 << width) - 1)
-    np.testing.assert_array_equal(here, indices[row])
+def test_indices_share_bytes_along_the_rows_low_bits_first():
+  for bits in (2, 4, 8):
+    indices = np.random.default_rng(bits).integers(0, 1 << bits, (19, 3), np.uint8)
+    squeezed, per = array.squeeze(indices, bits), 8 // bits
+    np.testing.assert_array_equal(array.spread(squeezed, 19, bits), indices)
+    for row in range(19):
+      here = squeezed[row // per] >> (row % per * bits) & ((1 << bits) - 1)
+      np.testing.assert_array_equal(here, indices[row])
 
 
 def test_minus_zero_comes_first_then_the_lowest_free_place():
@@ -143,10 +130,8 @@ BAD[4:7, 1] = 1e-40
     (lambda: pack(BAD.T, NM(2, 4), Groups((3, 8), 1)), r"begins at \(1, 4\)"),
     (lambda: pack(BAD.reshape(2, 4, 3), NM(2, 8), Groups((2, 4, 3), (0, 1))), r"at \(0, 0, 1\)"),
     (lambda: pack(MATRIX, NM(1, 257)), "at most 256"),
-    (lambda: pack(MATRIX.astype(np.float64), NM(1, 4), name="wo"), "'wo' of float64"),
     (lambda: pack(MATRIX, NM(1, 4), dtype=np.int16), "packed as int16"),
-    (lambda: pack(MATRIX, NM(1, 3), Groups((8, 3), 0)), "do not fit"),
-    (lambda: pack(MATRIX + np.inf, NM(4, 4), dtype="int8"), "inf or NaN"),
+    (lambda: pack(MATRIX + np.inf, NM(4, 4), dtype="int8"), "beyond the range of int8"),
     (lambda: pack(np.full((4, 1), 1e30, np.float32), NM(4, 4), dtype="float16"), "beyond the"),
   ],
 )
@@ -164,11 +149,6 @@ TWO = pack(np.eye(8, 3, dtype=np.float32), NM(2, 4))
   "packed, change, said",
   [
     (GOOD, {"values": GOOD.values + 1, "indices": GOOD.indices | 4}, "padded"),
-    (GOOD, {"values": GOOD.values[:1]}, "values, indices"),
-    (GOOD, {"indices": GOOD.indices[:0]}, "values, indices"),
-    (GOOD, {"bits": 4}, "bits"),
-    (GOOD, {"scale": np.ones(3, np.float32)}, "scale"),
-    (INT8, {"scale": None}, "scale"),
     (INT8, {"scale": np.zeros(3, np.float32)}, "positive"),
     (TWO, {"indices": TWO.indices * 0}, "ascend"),
     (dataclasses.replace(TWO, m=3, depth=6), {"indices": TWO.indices | 0xCC}, "index of 3"),
@@ -190,29 +170,14 @@ def test_it_is_a_pytree_whose_numbers_are_static():
 
 @pytest.mark.parametrize(
   "pattern, kind, due",  # bytes of a weight: values and indices, with m = 8 in 4 bits
-  [("2:4", "float32", 2.125), ("1:8", "bfloat16", 0.3125), ("1:32", "float32", 0.15625),
-   ("1:4", "int8", 0.3125)],
-)  # fmt: skip
+  [("2:4", "float32", 2.125), ("1:8", "bfloat16", 0.3125), ("1:4", "int8", 0.3125 + 4 / 768)],
+)
 def test_bytes_of_a_weight(pattern, kind, due):
   w = np.zeros((768, 256), np.float32)
   found = sizes(pack(w, NM.parse(pattern), dtype=kind))
-  scale = 4 / 768 if kind == "int8" else 0
-  assert found.total / w.size == due + scale and found.ratio > 1
+  assert found.total / w.size == due and found.ratio > 1
 
 
-def test_a_large_weight_is_ranked_in_blocks(monkeypatch):
-  w, _ = weight(9, (64, 5), 0, NM(3, 8), np.float32)
-  whole = pack(w, NM(3, 8))
-  monkeypatch.setattr(array, "_BLOCK", 3 * 8 * 5)
-  for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(pack(w, NM(3, 8))), strict=True):
-    assert one.tobytes() == other.tobytes()
-  spoiled = w.copy()
-  spoiled[56:64, 2] = 1
-  with pytest.raises(ValueError, match=r"begins at \(56, 2\)"):
-    pack(spoiled, NM(3, 8))
-
-
-@pytest.mark.parametrize("module", [array, bits])
-def test_docstrings(module):
-  result = doctest.testmod(module, extraglobs={"np": np, "NM": NM})
+def test_docstrings():
+  result = doctest.testmod(array, extraglobs={"np": np, "NM": NM})
   assert result.attempted and not result.failed

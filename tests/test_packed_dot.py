@@ -110,15 +110,13 @@ def test_the_gradient_of_x_is_the_dense_one(backend, values):
   assert jax.grad(lambda x: jnp.sum(nm_dot(x, packed, backend)))(half).dtype == half.dtype
 
 
-@pytest.mark.parametrize("backend", REAL)
-def test_a_packed_weight_has_no_gradient(backend):
+def test_a_packed_weight_has_no_gradient():
   packed, x = pack(weight(9, 16, 4, NM(1, 4)), NM(1, 4)), inputs(10, 2, 16)
-  with pytest.raises(ValueError, match="a packed weight has no gradient"):
-    jax.grad(lambda p: nm_dot(x, p, backend).sum(), allow_int=True)(packed)
-  # Beside other weights that learn it is a constant.
-  tree = {"bias": jnp.ones(4), "kernel": packed}
-  learn = lambda bias: (nm_dot(x, tree["kernel"], backend) + bias[None]).sum()
-  assert jax.grad(learn)(tree["bias"]).tolist() == [2.0] * 4
+  with pytest.raises(TypeError, match="uint8"):
+    jax.grad(lambda p: nm_dot(x, p).sum())(packed)
+  # With other weights that learn it is a constant.
+  learn = lambda bias: (nm_dot(x, packed) + bias[None]).sum()
+  assert jax.grad(learn)(jnp.ones(4)).tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize("backend", REAL)
@@ -157,21 +155,14 @@ def test_what_does_not_fit_is_refused(call, said):
 # --- the choice -----------------------------------------------------------------------------------
 
 
-KINDS = [
-  (f"{cores}{kind and f', {kind}'}", f"{kind and f'_{kind.split()[0]}'}{two}")
-  for cores, two in (("", ""), (", several cores", "_two"))
-  for kind in ("", "medium", "small", "tiny", "wide groups")
-]  # end of a name in the table, and of a record's
-OF_AVX2 = [(f" avx2{name}", f"{file}_avx2") for name, file in KINDS if "cores" not in name]
-
-
 @pytest.mark.parametrize(
-  "name, file", [(f"cpu_ffi{name}", f"cpu{file}")
-                 for name, file in [*OF_AVX2, *((f" avx512{name}", file) for name, file in KINDS)]],
+  "name, file",
+  [("avx2", "avx2"), ("avx512, medium", "medium"), ("avx512, several cores", "two"),
+   ("avx512, several cores, wide groups", "wide_two")],
 )  # fmt: skip
 def test_the_table_has_the_slowest_shape_of_what_was_measured(name, file):
-  known = choice.table()["backends"][name]
-  found = json.loads((RESULTS / f"packed_{file}.json").read_text())["ratios"]
+  known = choice.table()["backends"][f"cpu_ffi {name}"]
+  found = json.loads((RESULTS / f"packed_cpu_{file}.json").read_text())["ratios"]
   rows = [row for row in found if row["backend"] == "cpu_ffi"]
   assert len(rows) == len(known["rows"]) * len(known["speed"])
   for row in rows:
@@ -181,32 +172,19 @@ def test_the_table_has_the_slowest_shape_of_what_was_measured(name, file):
 
 
 @pytest.mark.parametrize(
-  "shape, pattern, batch, way",
-  [((1024, 4096), "2:4", 1, "cpu_ffi"), ((64, 64), "2:4", 1, "dense"),
-   ((128, 512), "1:8", 16, "cpu_ffi"),
-   ((1024, 4096), "16:32", 1024, "dense"), ((1024, 4096), "4:32", 1, "cpu_ffi")],
+  "shape, pattern, batch, cores, way",
+  [((1024, 4096), "2:4", 1, 1, "cpu_ffi"), ((64, 64), "2:4", 1, 1, "dense"),
+   ((1024, 4096), "16:32", 1024, 1, "dense"), ((1024, 4096), "2:4", 1, 2, "cpu_ffi")],
 )  # fmt: skip
 def test_auto_takes_what_was_measured_as_no_slower_than_dense(
-  shape, pattern, batch, way, monkeypatch
+  shape, pattern, batch, cores, way, monkeypatch
 ):
   monkeypatch.setattr(cpu, "missing", lambda packed=None: "")
   monkeypatch.setattr(cpu, "isa", lambda: "avx512")
-  monkeypatch.setattr(choice, "cores", lambda: 1)
+  monkeypatch.setattr(choice, "cores", lambda: cores)
   w = array.like(NM.parse(pattern), Groups(shape, 0), "float32")
   assert choice.best(w, batch, dense=True, platform="cpu") == way
   assert choice.best(w, batch, dense=False, platform="cpu") != "unpack"
-
-
-def test_several_cores_have_rows_of_their_own(monkeypatch):
-  w = pack(np.zeros((16, 2), np.float32), NM(2, 4))
-  ratios = {"cpu_ffi avx512": 1.3, "cpu_ffi avx512, several cores": 0.7, "xla_scan": 0.9}
-  known = {name: {"rows": [1], "speed": {"2": [ratio]}} for name, ratio in ratios.items()}
-  monkeypatch.setattr(choice, "table", lambda: {"backends": known})
-  monkeypatch.setattr(cpu, "missing", lambda packed=None: "")
-  monkeypatch.setattr(cpu, "isa", lambda: "avx512")
-  for cores, way in (1, "cpu_ffi"), (2, "dense"):
-    monkeypatch.setattr(choice, "cores", lambda cores=cores: cores)
-    assert choice.best(w, 1, dense=True, platform="cpu") == way
 
 
 @pytest.fixture
@@ -243,7 +221,7 @@ def test_what_is_slower_than_dense_is_unpacked_once(table, dtype, kind):
   assert choice.best(w, 1, dense=False, platform="tpu") == "unpack"
 
 
-@pytest.mark.parametrize("module", [dot, choice, xla])
+@pytest.mark.parametrize("module", [dot, choice])
 def test_docstrings(module):
   names = {"np": np, "jnp": jnp, "NM": NM, "pack": array.pack}
   result = doctest.testmod(module, extraglobs=names)

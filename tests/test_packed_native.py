@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_packed_dot import inputs, weight
 
 from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.packed import cpu, pack, unpack
@@ -21,16 +22,9 @@ there = pytest.mark.skipif(bool(cpu.missing()), reason=f"no kernels: {cpu.missin
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the path")
 
 
-def weight(seed, depth, features, pattern, values="float32"):
-  rng = np.random.default_rng(seed)
-  groups = -(-depth // pattern.m)
-  rank = rng.random((groups, pattern.m, features)).argsort(1).argsort(1)
-  w = np.where(rank < pattern.n, rng.standard_normal(rank.shape), 0).astype(np.float32)
-  return pack(w.reshape(groups * pattern.m, features)[:depth], pattern, dtype=values)
-
-
-def inputs(seed, *shape):
-  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+def made(seed, depth, features, pattern, values):
+  pattern = NM.parse(pattern)
+  return pack(weight(seed, depth, features, pattern), pattern, dtype=values)
 
 
 @there
@@ -44,7 +38,7 @@ def inputs(seed, *shape):
 def test_each_instruction_set_gives_the_dense_product(isa, pattern, values, depth, features, batch):
   if not cpu.isa(isa):
     pytest.skip(f"this machine has no {isa}")
-  packed, x = weight(1, depth, features, NM.parse(pattern), values), inputs(2, batch, depth)
+  packed, x = made(1, depth, features, pattern, values), inputs(2, batch, depth)
   due = np.asarray(x, np.float64) @ unpack(packed).astype(np.float64)
   got = np.asarray(cpu.dot(x, packed, isa))
   np.testing.assert_allclose(got, due, rtol=0, atol=1e-5 * max(1, np.abs(due).max()))
@@ -60,7 +54,7 @@ def test_bits_do_not_depend_on_threads(pattern, values, batch, isa):
   """The product is large enough for several threads; `check.cc` sees that they are asked."""
   if not cpu.isa(isa):
     pytest.skip(f"this machine has no {isa}")
-  packed, x = weight(3, 1030, 3001, NM.parse(pattern), values), inputs(4, batch, 1030)
+  packed, x = made(3, 1030, 3001, pattern, values), inputs(4, batch, 1030)
   one = np.asarray(cpu.dot(x, packed, isa, threads=1))
   for threads in (2, 0):
     assert np.asarray(cpu.dot(x, packed, isa, threads=threads)).tobytes() == one.tobytes()

@@ -1,6 +1,5 @@
 """The paper's rows: as printed, as gin files make them, by the command `rows`, beside runs."""
 
-import itertools
 import json
 import re
 
@@ -10,7 +9,6 @@ from test_gin import ROOT, config
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import plan, report
-from nm_sparsity_jax.analysis.page import Table
 from nm_sparsity_jax.analysis.plan import build, contents
 from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.runs import paper, results
@@ -207,7 +205,7 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes_o
     found, _ = published.match(run)
     assert found and found["overall"] == row.published["overall"]
   elif row.score and row.table in IMAGES:
-    found, remark = published.match_images(run)
+    found, remark = published.match(run)
     assert found == {"table": int(row.table.removeprefix("table")), **row.published} and not remark
 
 
@@ -385,37 +383,21 @@ def write(folder, scores, split="validation", **given):
   return str(folder)
 
 
-def beside(paths, checkpoint="best"):
-  """The table of top-1 of a report, as texts, and the sentences behind it."""
-  parts = list(report.report(paths, checkpoint)["scores"])
-  at = [i for i, part in enumerate(parts) if isinstance(part, Table) and part.head == ["", "top-1"]]
-  if not at:
-    return None, []
-  cells = [[getattr(cell, "text", cell) for cell in row] for row in parts[at[0]].rows]
-  said = itertools.takewhile(lambda part: isinstance(part, str), parts[at[0] + 1 :])
-  return cells, [line for line in said if "published row" in line or "has no row" in line]
-
-
 def test_a_report_shows_the_published_row(tmp_path):
   mine = write(tmp_path / "mine", {50: 0.9, 90: 0.775, 100: 0.7812})
   other = write(tmp_path / "other", {90: 0.7}, pattern="3:8")
   dense = write(tmp_path / "dense", {100: 0.76}, recipe="dense", split="test", data="/my/images")
   wide = write(tmp_path / "wide", {100: 0.8}, more="vit.config.layers = 13\n")
-  cells, said = beside([mine, other, dense, wide])
-  assert cells == [
-    ["mine", "78.120 @ 100"],  # step 50 is before the target pattern
-    ["published, Table 2, MDGF-Exponential", "77.325"],
-    ["delta", "+0.795"],
-    ["other", "70.000 @ 90"],
-    ["dense", "76.000 @ 100"],
-    ["published, Table 2, Dense", "76.389"],
-    ["delta", "-0.389"],
+  table, *said = report.report([mine, other, dense, wide])["scores"]
+  assert table.rows == [
+    # Step 50 is before the target pattern.
+    ["validation", "0.7812 @ 100, published 0.77325 (+0.00795)", "0.7 @ 90", "–", "0.8 @ 100"],
+    ["test", "–", "–", "0.76 @ 100, published 0.76389 (-0.00389)", "–"],
   ]
-  assert said == [
-    "other: Table 2 has no row for mdgf_exponential 3:8 FF.",
+  assert {
+    "mine: published: Table 2, MDGF-Exponential.",
+    "other: the paper has no row for vit_b16 mdgf_exponential 3:8 ff.",
     "dense: the published row is of imagenet2012, this run of /my/images.",
-  ]
-  cells, said = beside([mine], checkpoint=50)
-  assert cells == [["mine", "90.000 @ 50"]]
-  assert said == ["mine: no published row: step 50 is before the target pattern."]
-  assert beside([wide]) == (None, [])
+  } < {*said}
+  table, *_ = report.report([mine], checkpoint=50)["scores"]
+  assert table.rows == [["validation", "0.9 @ 50"]]

@@ -131,7 +131,6 @@ def test_stopped_and_gone_on_with_is_the_same_table(done):
   )
   assert "1:8 proven: 672 groups of 15 kernels" in whole
   assert re.search(r"^sdgf_stepwise +- .*\d\.\d", table(whole), re.MULTILINE)
-  assert re.search(r"^largest class +\d\d\.\d$", table(whole), re.MULTILINE)
   assert "SIGTERM: saved checkpoint_" in first and first.endswith("it continues from there\n")
   assert "Exact zeros" not in first
   assert "warmup: done before" in again and "from step 3" in again

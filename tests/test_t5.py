@@ -1,18 +1,16 @@
 """T5: T5X's tree held as text; cache, packing, remat and scan; sparse = `sparsify`, bit for bit."""
 
-import doctest
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_imports import HEAVY, after
 from test_layers import EACH, PHASES, STEPS, assert_same_bits, with_near_ties
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten, map_with_names
-from nm_sparsity_jax.models.t5 import T5Config, Transformer, config, layers, masks
+from nm_sparsity_jax.models.t5 import T5Config, Transformer, layers
 from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION, with_step
 
 pytestmark = [
@@ -251,29 +249,21 @@ def test_the_bias_of_a_head_is_its_row_at_the_bucket_of_key_minus_query(bidirect
 
 def restacked(params, cfg):
   """Parameters of the plain tree in the scanned one, differentiable."""
+  heads = cfg.num_heads, cfg.head_dim
 
-  def stack(part, name, depth):
-    part = dict(part)
-    each = [part.pop(f"layers_{i}") for i in range(depth)]
-    table = part.pop("relpos_bias")
-    return part | {name: jax.tree.map(
-      lambda *x: jnp.stack(x, 1), *[split(layer) | {"relpos_bias": table} for layer in each]
-    )}  # fmt: skip
+  def split(path, w):
+    if "attention" not in path or not path.endswith("kernel"):
+      return w
+    return w.reshape((*heads, -1) if "/out/" in path else (-1, *heads))
 
-  def split(layer):
-    heads = cfg.num_heads, cfg.head_dim
+  def stack(name):
+    part = dict(params[name])
+    table = {"relpos_bias": part.pop("relpos_bias")}
+    each = [part.pop(key) for key in sorted(part) if key.startswith("layers_")]
+    each = [map_with_names(split, layer) | table for layer in each]
+    return part | {name: jax.tree.map(lambda *x: jnp.stack(x, 1), *each)}
 
-    def one(path, w):
-      if "attention" not in path or not path.endswith("kernel"):
-        return w
-      return w.reshape((*heads, -1) if "/out/" in path else (-1, *heads))
-
-    return map_with_names(one, layer)
-
-  return params | {
-    "encoder": stack(params["encoder"], "encoder", cfg.num_encoder_layers),
-    "decoder": stack(params["decoder"], "decoder", cfg.num_decoder_layers),
-  }
+  return params | {name: stack(name) for name in ("encoder", "decoder")}
 
 
 # This generator compiles faster than the usual one.
@@ -389,56 +379,22 @@ def test_sparse_is_dense_on_sparsified_parameters(scan, policy, rules):
 # --- misuse ---------------------------------------------------------------------------------------
 
 
-def initialized(batch=BATCH, **kwargs):
-  init = functools.partial(make(depth=1).init, enable_dropout=False, **kwargs)
-  return jax.eval_shape(init, jax.random.key(0), *batch)
-
-
-def decoded(token, length):
-  """A step through the cache of six positions."""
-  variables = initialized(decode=True)
-  given = jnp.ones((2, 7, 16)), BATCH[0], token, token
-  options = dict(enable_dropout=False, decode=True, max_decode_length=length)
-  run = functools.partial(make(depth=1).apply, **options, mutable=["cache"], method="decode")
-  jax.eval_shape(run, {k: variables[k] for k in ("params", "cache")}, *given)
-
-
 @pytest.mark.parametrize(
   "call, message",
   [
     (lambda: T5Config.t5_1_1("huge"), "'huge'.*xxl"),
+    (lambda: T5Config.preset("t5_2", "small"), "'t5_2'.*t5_1_1"),
     (lambda: shapes_of(make(remat_policy="some")), "'some'.*minimal"),
-    (lambda: shapes_of(make(mlp_activations=("glue",))), "'glue'"),
-    (lambda: layers.combine_masks(jnp.ones(2), jnp.ones((1, 2))), "ranks"),
-    (lambda: layers.Embed(4, 3).init(jax.random.key(0), jnp.ones(2)), "float32.*integer"),
-    (lambda: initialized(encoder_segment_ids=BATCH[0]), "decoder_segment_ids"),
-    (
-      lambda: initialized(
-        encoder_segment_ids=BATCH[0], decoder_segment_ids=BATCH[2], decode=True
-      ),
-      "unpacked",
-    ),
-    (lambda: decoded(jnp.ones((2, 2), jnp.int32), 6), "one token"),
-    (lambda: decoded(jnp.ones((2, 1), jnp.int32), 5), "max_decode_length=6"),
+    (lambda: decoded(BATCH[0]), "packed"),
   ],
-)  # fmt: skip
+)
 def test_mistakes_are_named(call, message):
   with pytest.raises(ValueError, match=message):
     call()
 
 
-def test_a_sparse_network_without_a_step_is_refused():
-  model = make(depth=1, rules=nms.Rules({"ff": EACH["sr_ste"]}))
-  with pytest.raises(ValueError, match=r"mlp/wi_0/kernel.*sr_ste.*with_step"):
-    model.apply({"params": parameters(model)}, *BATCH, enable_dropout=False)
-
-
-def test_nothing_heavy_is_looked_for():
-  roots, _, looked_for = after("import nm_sparsity_jax.models.t5")
-  assert "flax" in roots and not roots & set(HEAVY) and not looked_for
-
-
-@pytest.mark.parametrize("module", [config, masks])
-def test_docstrings(module):
-  result = doctest.testmod(module)
-  assert result.attempted and not result.failed
+def decoded(segments):
+  """Packed examples where one token is decoded after the other."""
+  ids = {"encoder_segment_ids": segments, "decoder_segment_ids": BATCH[2]}
+  init = functools.partial(make(depth=1).init, enable_dropout=False, decode=True, **ids)
+  jax.eval_shape(init, jax.random.key(0), *BATCH)

@@ -1,7 +1,6 @@
 """Our T5 in the place of T5X's own: same tree, numbers and decodes; T5X's tests pass with it."""
 
 import functools
-import importlib
 import importlib.util
 import inspect
 import pathlib
@@ -147,20 +146,16 @@ def test_same_greedy_and_beam_decodes(relaxed):
   assert want[0].shape == (2, 4, 12) and len(np.unique(want_greedy)) > 2
 
 
-def test_presets_are_the_sizes_of_t5x():
+@pytest.mark.parametrize("family", ["t5_1_1", "t5_1_0"])
+def test_presets_are_the_sizes_of_t5x(family):
   """Read off T5X's model files, by their text: no vocabulary is fetched."""
-  for family, sizes in [("t5_1_1", config._T5_1_1), ("t5_1_0", config._T5_1_0)]:
-    base = fields_in((EXAMPLES / f"t5/{family}/base.gin").read_text())
-    for size in sizes:
-      if size == "tiny":  # ours
-        continue
-      want = base | fields_in((EXAMPLES / f"t5/{family}/{size}.gin").read_text())
-      cfg = getattr(network.T5Config, family)(size)
-      assert {k: getattr(cfg, k) for k in want} == want
-      assert len(want) == 9
-  assert {f"{size}.gin" for size in config._T5_1_1} | {"base.gin"} == {
-    p.name for p in (EXAMPLES / "t5/t5_1_1").glob("*.gin")
-  }
+  files = {path.stem: path.read_text() for path in (EXAMPLES / f"t5/{family}").glob("*.gin")}
+  base = fields_in(files.pop("base"))
+  assert len(base) == 9 and set(files) <= set(config.SIZES[family])
+  for size, gin in {"base": "network.T5Config:", **files}.items():
+    want = base | fields_in(gin)
+    cfg = network.T5Config.preset(family, size)
+    assert {k: getattr(cfg, k) for k in want} == want
 
 
 def fields_in(gin):
@@ -183,44 +178,17 @@ def test_configuration_and_calls_are_those_of_t5x():
       assert ours == expected
 
 
-# --- T5X's own tests ------------------------------------------------------------------------------
-
-
-def their_tests(path, name, monkeypatch, **substitutes):
-  """T5X's test module, loaded anew while its package offers our modules in place of its own."""
-  for key, module in substitutes.items():
-    monkeypatch.setattr(importlib.import_module(name), key, module)
+def test_t5xs_own_tests_of_layers_pass_with_ours(monkeypatch, relaxed):
+  monkeypatch.setattr(t5, "layers", layers)
   # T5X's test_utils imports `t5`, which would replace seqio and tfds and is not installed. These
   # tests import test_utils and do not use it.
   if "t5" not in sys.modules and importlib.util.find_spec("t5") is None:
     for missing in ("t5", "t5.data"):
       monkeypatch.setitem(sys.modules, missing, types.ModuleType(missing))
-  spec = importlib.util.spec_from_file_location("theirs", path)
+  spec = importlib.util.spec_from_file_location("theirs", EXAMPLES / "t5/layers_test.py")
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  return module
-
-
-def run_all(module):
-  suite = unittest.TestLoader().loadTestsFromModule(module)
-  result = unittest.TestResult()
-  suite.run(result)
-  assert not result.failures + result.errors, "\n".join(
-    text for _, text in result.failures + result.errors
-  )
-  return result.testsRun
-
-
-def test_their_layers_tests_pass(monkeypatch, relaxed):
-  module = their_tests(EXAMPLES / "t5/layers_test.py", t5.__name__, monkeypatch, layers=layers)
   assert module.layers is layers
-  assert run_all(module) > 30
-
-
-def test_their_tests_can_fail(monkeypatch, relaxed):
-  """A mask of the wrong polarity, in our place, is found."""
-  wrong = types.SimpleNamespace(**vars(layers))
-  wrong.make_causal_mask = lambda *args, **kwargs: 1 - layers.make_causal_mask(*args, **kwargs)
-  module = their_tests(EXAMPLES / "t5/layers_test.py", t5.__name__, monkeypatch, layers=wrong)
-  with pytest.raises(AssertionError, match="test_make_causal_mask"):
-    run_all(module)
+  result = unittest.TestResult()
+  unittest.TestLoader().loadTestsFromModule(module).run(result)
+  assert not result.failures + result.errors and result.testsRun > 30

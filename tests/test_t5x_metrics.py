@@ -77,24 +77,12 @@ def sampled(what_t5x_wants, one_initialization):
 
 
 def expected(model, before, batch, after):
-  """The same from the definitions: by metrics.py, at this batch, before and after its update."""
+  """The same from the definitions: by `metrics`, at this batch, before and after its update."""
   rules = model.stored_rules
   read = lambda s: (s.params, rules, *model.read(s.flax_mutables))
   grads = jax.grad(lambda p: model.loss_fn(p, batch, None, before.flax_mutables)[0])(before.params)
-  shares, factors = metrics.density(*read(after)), metrics.decay(*read(after)[:3])
-  sizes = {path: dict(flatten(after.params))[path].size for path in factors}
-  mean = sum(factors[p] * n for p, n in sizes.items()) / sum(sizes.values())
-  out = {"nm/density": shares.overall, "nm/density_target": shares.target, "nm/D": mean}
-  places = rules.assign(after.params).places
-  for path, now in metrics.pattern_now(*read(after)[:3]).items():
-    out |= {f"nm/n/{places[path].key}": now.n, f"nm/m/{places[path].key}": now.m}
-  for name, found in {
-    "flip_rate": metrics.flip_rate(metrics.masks_of(*read(before)), metrics.masks_of(*read(after))),
-    "grad_abs_var": metrics.grad_abs_variance(grads, *read(before)).overall,
-    "second_moment_var": metrics.second_moment_variance(after.param_states, *read(after)).overall,
-  }.items():
-    out |= {f"nm/{name}/all": found.all, f"nm/{name}/kept": found.kept}
-  return out
+  seen = metrics.before(*read(before), grads)
+  return metrics.summary(*read(after), None, after.param_states, seen, per_place=False)
 
 
 def test_values_are_those_of_the_sampled_steps_alone(sampled):
@@ -123,9 +111,10 @@ def test_the_gradient_that_is_measured_is_the_one_that_the_step_applies():
   after, _ = step(run.train_state, t.batch_of())
   grads = jax.tree.map(lambda a, b: a - b, before.params, after.params)
   state = model.read(before.flax_mutables)
-  want = metrics.grad_abs_variance(grads, before.params, model.stored_rules, *state).overall
+  want = metrics.summary(before.params, model.stored_rules, *state, grads)
   got = {name: value for (_, name), value in written(step.taken).items()}
-  np.testing.assert_allclose(got["nm/grad_abs_var/all"], want.all, rtol=1e-3)
+  name = "nm/grad_abs_var/all"
+  np.testing.assert_allclose(got[name], want[name], rtol=1e-3)
 
 
 def events(folder):

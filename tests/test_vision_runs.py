@@ -218,8 +218,8 @@ def test_every_model_file_makes_its_network():
 
 
 def test_eight_devices_take_the_gradient_of_one():
-  """Two share each kernel of feed-forward and attention, four the batch; blocks are scanned."""
-  network = vit.ViT(vit.config("vit_test", scan=True, patch=8))
+  """Two share each kernel of feed-forward and attention, four the batch."""
+  network = vit.ViT(vit.config("vit_test", patch=8))
   workload = vision.Images(network, rebus.Rebus(8))
   rules = configure.rules({"ff": "1:8"}, "mdgf_linear", sparse_steps=4)
   optimizer, key = optax.sgd(0.1), jax.random.PRNGKey(0)
@@ -237,8 +237,8 @@ def test_eight_devices_take_the_gradient_of_one():
       (jax.device_get(state.params), sums),
       (jax.device_get(state.dense), masked),
     )
-  kernel = state.params["blocks"]["mlp"]["fc1"]["kernel"]
-  assert kernel.sharding.shard_shape(kernel.shape) == (2, 32, 32)
+  kernel = state.params["blocks_0"]["mlp"]["fc1"]["kernel"]
+  assert kernel.sharding.shard_shape(kernel.shape) == (32, 32)
   jax.tree.map(np.testing.assert_array_equal, found[1][0], found[8][0])
   near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
   jax.tree.map(near, found[1][1], found[8][1])

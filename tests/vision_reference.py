@@ -117,7 +117,7 @@ def make(timm):
 
 
 if __name__ == "__main__":
-  import timm_found
+  from reference_arrays import imported
 
-  np.savez_compressed(FILE, **make(timm_found.load()[1]))
+  np.savez_compressed(FILE, **make(*imported("timm")))
   print(f"{FILE}: {FILE.stat().st_size:,} bytes")

@@ -1,8 +1,4 @@
-"""Charts: points in, an SVG for a page or a PNG file out. matplotlib draws both.
-
-Points are drawn as they are; nothing is smoothed or thinned out. What cannot be drawn (no finite
-number; on a logarithmic axis 0) is left out and counted below.
-"""
+"""Charts: points in, an SVG for a page or a PNG file out. All points are drawn, none smoothed."""
 
 from __future__ import annotations
 
@@ -37,11 +33,10 @@ class Line:
   """Points of one run.
 
   Attributes:
-    run: its number, which is its colour; None: that of none.
+    run: its number, which is its colour; None: grey.
     points: (x, y), in the order of x.
-    style: 'line', 'steps' (a value holds until the next one), 'dots', 'dashed' or 'thin'. The first
-      two have dots where there is room, the last two have none.
-    name: what the line is called; the run's name if it is "".
+    style: 'line', 'steps' (a value holds until the next one), 'dots', 'dashed' or 'thin'.
+    name: what the line is called; "": the run's name.
   """
 
   run: int | None
@@ -50,11 +45,7 @@ class Line:
   name: str = ""
 
   def called(self, names: Sequence[str]) -> str:
-    """Returns what the line is called.
-
-    Args:
-      names: of the runs.
-    """
+    """Returns what the line is called, where the runs have these names."""
     return self.name or ("" if self.run is None else names[self.run])
 
 
@@ -84,28 +75,20 @@ class Chart:
   until: float = 0
   note: str = ""
 
-  def can_draw(self, y: float) -> bool:
-    """Returns whether a point with this y has a place; a line has a gap where it has none."""
-    return math.isfinite(y) and (y > 0 or not self.log)
-
   def drawn(self, line: Line) -> list[tuple[float, float]]:
-    """Returns the points of a line that can be drawn."""
-    return [point for point in line.points if self.can_draw(point[1])]
+    """Returns the points of a line with NaN, a gap in the line, for what no axis can show."""
+    has_place = lambda y: math.isfinite(y) and (y > 0 or not self.log)
+    return [(x, y if has_place(y) else math.nan) for x, y in line.points]
+
+  @property
+  def left_out(self) -> int:
+    """Returns how many points are not drawn: they are not finite, or 0 on a logarithmic axis."""
+    return sum(math.isnan(y) for line in self.lines for _, y in self.drawn(line))
 
   @property
   def is_empty(self) -> bool:
     """Returns whether nothing can be drawn."""
-    return not any(map(self.drawn, self.lines))
-
-  @property
-  def left_out(self) -> str:
-    """Says what is not drawn, in a sentence; '' where everything is."""
-    values = [y for line in self.lines for _, y in line.points]
-    odd = sum(not math.isfinite(y) for y in values)
-    zero = sum(math.isfinite(y) and y <= 0 for y in values) if self.log else 0
-    parts = [f"{odd} not finite"] * bool(odd)
-    parts += [f"{zero} that are 0, which a logarithmic axis lacks"] * bool(zero)
-    return f"Points not drawn: {' and '.join(parts)}." if parts else ""
+    return self.left_out == sum(len(line.points) for line in self.lines)
 
 
 def svg(chart: Chart, names: Sequence[str]) -> str:
@@ -125,6 +108,7 @@ def svg(chart: Chart, names: Sequence[str]) -> str:
   text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
   text = re.sub(r'<g id="line:([^"]*)">', r"<g><title>\1</title>", text)
   text = re.sub(r'<g id="[^"]*">', "<g>", text)
+  # Variables follow the reader's light or dark theme; matplotlib knows fixed colours alone.
   for i, colour in enumerate(LIGHT):
     text = text.replace(colour, f"var(--run-{i})")
   text = text.replace(_TEXT, "var(--soft)").replace(_GRID, "var(--line)")
@@ -139,6 +123,7 @@ def png(chart: Chart, names: Sequence[str], path: pathlib.Path) -> None:
     figure = _figure(chart, names, (6, 3.6))
     (axes,) = figure.axes
     axes.set_title(chart.title, fontsize=10)
+    # By name: the dashed and the dotted line of one run are one entry.
     named = {line.called(names): one for line, one in zip(chart.lines, axes.lines, strict=True)}
     axes.legend(named.values(), named.keys(), fontsize=8, frameon=False)
     figure.savefig(path, dpi=150, metadata={"Software": None})
@@ -146,6 +131,7 @@ def png(chart: Chart, names: Sequence[str], path: pathlib.Path) -> None:
 
 def _figure(chart: Chart, names: Sequence[str], size: tuple[float, float]) -> Any:
   from matplotlib.figure import Figure
+  from matplotlib.ticker import EngFormatter
 
   figure = Figure(figsize=size, layout="constrained")
   axes = figure.add_subplot()
@@ -153,8 +139,8 @@ def _figure(chart: Chart, names: Sequence[str], size: tuple[float, float]) -> An
     points = chart.drawn(line)
     has_dots = line.style == "dots" or line.style in ("line", "steps") and len(points) <= _DOTTED
     axes.plot(
-      [x for x, _ in line.points],
-      [y if chart.can_draw(y) else math.nan for _, y in line.points],
+      [x for x, _ in points],
+      [y for _, y in points],
       color=_TEXT if line.run is None else LIGHT[line.run],
       linestyle={"dots": "", "dashed": (0, (4, 3))}.get(line.style, "-"),
       drawstyle="steps-post" if line.style == "steps" else "default",
@@ -162,17 +148,10 @@ def _figure(chart: Chart, names: Sequence[str], size: tuple[float, float]) -> An
       marker="o" if has_dots else "",
       markersize=4,
       clip_on=False,
-      gid=f"line:{line.called(names)}",
+      gid=f"line:{line.called(names)}",  # `svg` makes a <title> of it
     )
-  _set_scales(axes, chart)
-  return figure
-
-
-def _set_scales(axes: Any, chart: Chart) -> None:
-  from matplotlib.ticker import EngFormatter
-
-  ys = [y for line in chart.lines for _, y in chart.drawn(line)]
-  xs = [x for line in chart.lines for x, _ in chart.drawn(line)]
+  shown = [(x, y) for line in chart.lines for x, y in chart.drawn(line) if not math.isnan(y)]
+  xs, ys = zip(*shown, strict=True)
   if chart.log:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
@@ -187,4 +166,5 @@ def _set_scales(axes: Any, chart: Chart) -> None:
     first = min(chart.since, *xs)
     axes.set_xlim(first, max(first + 1, chart.until, *xs))
     axes.locator_params(axis="x", nbins=6)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.2M: steps have many digits
+  return figure

@@ -25,18 +25,16 @@ import argparse
 from nm_sparsity_jax.analysis import scores
 from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.runs import results
-from nm_sparsity_jax.training import roles
 
 _FORMS = {
   "json": "the report as JSON",
-  "csv": "CSV: a line a run, then its steps, the published row and the delta",
   "markdown": "a Markdown table",
   "latex": "a LaTeX tabular",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the runs, the checkpoint, what config.gin does not say, and the form of the output."""
+  """Adds the runs, the checkpoint and the form of the output."""
   add = parser.add_argument
   add("runs", nargs="*", metavar="DIR", help="folder of a run")
   add(
@@ -50,26 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "earliest of equals), its last one, or this one (T5X counts from pre-training on)",
   )  # fmt: skip
   _flags.add_import(parser)
-  unsaid = parser.add_argument_group("where a run's config.gin does not say")
-  unsaid.add_argument("--recipe", metavar="NAME", help="such as sdgf_stepwise, or dense")
-  unsaid.add_argument(
-    "--pattern", type=_places, metavar="N:M", help="of ff; or by place: ff=1:8,qkv=1:4"
-  )
-  unsaid.add_argument("--dense-steps", type=int, metavar="STEPS", help="length of the dense phase")
   form = parser.add_mutually_exclusive_group()
   for name, what in _FORMS.items():
     form.add_argument(
       f"--{name}", dest="form", action="store_const", const=name, default="text",
       help=f"print {what}",
     )  # fmt: skip
-
-
-def _places(text: str) -> dict[str, str]:
-  try:
-    pairs = [part.rpartition("=") for part in text.split(",")]
-    return roles.single({place or "ff": pattern for place, _, pattern in pairs})
-  except ValueError as e:
-    raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,13 +64,6 @@ def run(args: argparse.Namespace) -> int:
     if not paths:
       raise ValueError(f"--join {name}: a name for the row comes first, then the folders of runs")
   _flags.import_modules(args)
-
-  def read(path: str) -> results.Run:
-    run = results.read(path)
-    scores.table.tell(run, args.recipe, args.pattern, args.dense_steps)
-    return run
-
-  runs = [read(path) for path in args.runs]
-  runs += [results.join(name, [read(path) for path in paths]) for name, *paths in args.join]
-  print(scores.render(scores.score(runs, args.checkpoint), args.form))
+  joined = [results.join(name, [*map(results.read, paths)]) for name, *paths in args.join]
+  print(scores.render(scores.score([*args.runs, *joined], args.checkpoint), args.form))
   return 0

@@ -32,10 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("paths", nargs="*", metavar="FILE|DIR", help="prediction files, or folders of them")
   add("--out", metavar="ZIP", help="the zip to write; one that is there is replaced")
   add(
-    "--task", action="append", default=[], type=_task_file, metavar="TASK=FILE",
-    help="a file whose name does not tell its task, such as cola=my.jsonl; may be repeated",
-  )  # fmt: skip
-  add(
     "--fill", action="append", default=[], choices=[*submission.TASKS, "all"], metavar="TASK",
     help="a task (or all) to fill where it is missing or not a label; may be repeated. WNLI, which "
     "T5's mixture does not train, is customarily filled",
@@ -47,33 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--json", action="store_true", help="print the report as JSON")
 
 
-def _task_file(text: str) -> tuple[str, str]:
-  name, _, file = text.partition("=")
-  if name not in submission.TASKS or not file:
-    raise argparse.ArgumentTypeError(
-      f"{text!r}: write TASK=FILE, TASK of {', '.join(submission.TASKS)}"
-    )
-  return name, file
-
-
 def run(args: argparse.Namespace) -> int:
   """Checks, or reads, makes, checks and writes."""
-  given = bool(args.paths or args.task)
-  if args.validate and (given or args.out or args.fill):
-    raise ValueError("--validate checks a zip and takes no predictions, --out or --fill")
-  if not args.validate and not (given and args.out):
-    raise ValueError("give prediction files and --out ZIP, or --validate ZIP")
+  if bool(args.validate) in (bool(args.paths), bool(args.out)):
+    raise ValueError("give prediction files and --out ZIP, or --validate ZIP alone")
   if args.validate:
     report = {"zip": args.validate, "problems": submission.validate(args.validate, args.mini)}
   else:
-    fill = set(submission.TASKS) if "all" in args.fill else set(args.fill)
     _flags.check_file("--out", args.out)  # before minutes of reading
-    found, problems = submission.find(args.paths, args.task, args.mini)
+    found = submission.find(args.paths, args.mini)
     if not found:
       wanted = "such as nm_glue_rte-predict.jsonl-00000-of-00001"
       raise ValueError(f"no prediction files, {wanted}, in {', '.join(args.paths)}")
+    fill = submission.TASKS if "all" in args.fill else args.fill
     report, tables = submission.make(found, fill, args.mini)
-    report = {"zip": args.out, **report, "problems": problems + report["problems"]}
+    report = {"zip": args.out, **report}
     if not report["problems"]:
       submission.write(args.out, tables)
   print(json.dumps(report, indent=2) if args.json else _text(report))
@@ -81,14 +65,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(report: Mapping[str, Any]) -> str:
-  rows = [["file", "rows", "invalid", "clamped", "filled"]]
+  rows = [["file", "rows", "filled"]]
   for name, counts in report.get("files", {}).items():
     filled = f"{counts['filled']:,}" + (f" with {counts['filler']}" if counts["filled"] else "")
-    rows.append([name, *(f"{counts[key]:,}" for key in rows[0][1:4]), filled])
-  lines = [*columns(rows, align="<>>><"), ""] if rows[1:] else []
+    rows.append([name, f"{counts['rows']:,}", filled])
+  lines = [*columns(rows, align="<><"), ""] if rows[1:] else []
   problems, verb = report["problems"], "written" if rows[1:] else "valid"
   if problems:
     lines += [f"{len(problems)} problem{'s' * (len(problems) > 1)}"]
     lines += [f"  - {problem}" for problem in problems]
+  if problems and rows[1:]:
+    lines.append("--fill TASK fills in what is no answer, and a task without predictions.")
   lines.append(f"{report['zip']} is {'not ' * bool(problems)}{verb}.")
   return "\n".join(lines)

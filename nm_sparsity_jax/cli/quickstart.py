@@ -137,9 +137,9 @@ def _prove(folder: str) -> int:
 
 def _sum_up(folders_of_runs: Sequence[str]) -> None:
   from nm_sparsity_jax.analysis.page import Table
-  from nm_sparsity_jax.analysis.report import reading, summary
+  from nm_sparsity_jax.analysis.report import reading, scored
 
-  for part in summary.summary(reading.read(folders_of_runs), "last"):
+  for part in scored.summary(reading.read(folders_of_runs), "last"):
     if isinstance(part, Table):
       rows = [[getattr(cell, "text", cell) for cell in row] for row in [part.head, *part.rows]]
       print("\n".join(["", *columns(rows, align="<><>"), ""]))

@@ -1,13 +1,109 @@
-"""Where the names and shapes of two trees differ, in few words."""
+"""Our arrays among the tensors of a PyTorch library: names, layouts, and where two trees differ.
+
+    key -> array <-> [to_tensors, from_tensors] <-> their name -> tensor
+
+A library is one function, key -> `Name`. Nothing is computed, so weights come back bit for bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from nm_sparsity_jax.core.trees import group
+from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
 _SHOWN = 3  # groups of names in an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+  """What one of our arrays is called there, and how it lies there.
+
+  Kernels are (in, out) and (h, w, in, out) here, and (out, in) and (out, in, h, w) there. So groups
+  of m lie along axis 0 or -2 here, and along axis 1 there.
+
+  Attributes:
+    name: of the tensor.
+    transposed: whether it is such a kernel.
+    third: 0, 1 or 2 where the tensor is q, k and v, one below the other; else None.
+  """
+
+  name: str
+  transposed: bool = False
+  third: int | None = None
+
+  def rows(self, tensor: np.ndarray) -> np.ndarray:
+    """Returns the part of their tensor that is our array, in their layout; a view."""
+    return tensor if self.third is None else np.split(tensor, 3)[self.third]
+
+  def ours(self, tensor: np.ndarray) -> np.ndarray:
+    """Returns our array, a view of their tensor.
+
+    >>> Name("head.weight", transposed=True).ours(np.zeros((3, 2))).shape
+    (2, 3)
+    """
+    rows = self.rows(tensor)
+    return np.moveaxis(rows, (0, 1), (-1, -2)) if self.transposed else rows
+
+  def theirs(self, array: np.ndarray) -> np.ndarray:
+    """Returns the rows of their tensor, a view of our array."""
+    return np.moveaxis(array, (-1, -2), (0, 1)) if self.transposed else array
+
+  def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of their tensor, of that of our array."""
+    # Of an array that takes no memory: the layouts themselves say what the shape becomes.
+    first, *rest = self.theirs(np.broadcast_to(np.int8(0), ours)).shape or (0,)
+    return (first if self.third is None else 3 * first, *rest)
+
+
+def to_tensors(arrays: Mapping[str, Any], name_of: Callable[[str], Name]) -> dict[str, np.ndarray]:
+  """Returns their name -> tensor.
+
+  Args:
+    arrays: our key -> array, of a network without a scan.
+    name_of: the library's.
+  """
+  # Sorted by thirds, since a tree has k before q; other tensors are alone, in any order.
+  rows: dict[str, list[np.ndarray]] = {}
+  named = [(name_of(key), x) for key, x in arrays.items()]
+  for there, x in sorted(named, key=lambda pair: pair[0].third or 0):
+    rows.setdefault(there.name, []).append(there.theirs(np.asarray(x)))
+  return {name: x[0] if len(x) == 1 else np.concatenate(x) for name, x in rows.items()}
+
+
+def from_tensors(
+  tensors: Mapping[str, Any],
+  name_of: Callable[[str], Name],
+  shapes: Mapping[str, tuple[int, ...]],
+  what: str,
+) -> dict[str, Lazy]:
+  """Returns our key -> array, which is read each time it is asked for.
+
+  Args:
+    tensors: their name -> array, or `Lazy`.
+    name_of: the library's.
+    shapes: our key -> shape, of the network without a scan that takes the arrays.
+    what: the beginning of an error.
+
+  Raises:
+    ValueError: a name is missing or unknown, or a tensor has another shape: all in one error.
+  """
+  found = {key: name_of(key) for key in shapes}
+  wanted = {there.name: there.shape(shapes[key]) for key, there in found.items()}
+  if said := difference(wanted, {name: x.shape for name, x in tensors.items()}):
+    raise ValueError(f"{what}: {said}.")
+
+  def lazy(key: str, there: Name) -> Lazy:
+    tensor = tensors[there.name]
+    # A copy in our order: a view would keep all of q, k and v alive, and hold the file's layout.
+    make = lambda: np.array(there.ours(np.asarray(tensor)), order="C")
+    return Lazy(shapes[key], np.dtype(tensor.dtype), make)
+
+  return {key: lazy(key, there) for key, there in found.items()}
 
 
 def difference(

@@ -116,6 +116,7 @@ def whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   """
   refuse_existing(path)
   made = pathlib.Path(os.path.abspath(path))
+  # In the same folder: a rename between two disks is a copy, which can end half way.
   unfinished = made.with_name(f".{made.name}.{os.getpid()}")
   try:
     made.parent.mkdir(parents=True, exist_ok=True)

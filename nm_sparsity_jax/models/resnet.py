@@ -29,7 +29,7 @@ _KEPT = 0.9  # of the old average of batch statistics, at each step; torch calls
 _EPSILON = 1e-5
 _WIDER = 4  # a bottleneck's output over its width
 
-# As timm starts convs: the variance keeps that of the gradient.
+# As timm starts convs: the variance of the gradient stays.
 _conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
@@ -65,10 +65,6 @@ class ResNetConfig:
 
   def __post_init__(self):
     parts.make_tuples(self, "depths", "widths")
-    sizes = ("image_size", "channels", "depths", "widths", "classes", "stem")
-    parts.check_config(self, sizes, ("drop_path",))
-    if not self.stem % 2:
-      raise ValueError(f"ResNetConfig(stem={self.stem}): the size of a kernel is odd, such as 7.")
 
 
 CONFIGS = {
@@ -108,7 +104,8 @@ def _batch_norm(x: jax.Array, name: str, train: bool, dtype: str, scale: Any = N
 
 
 def _conv(features: int, kernel: int, strides: int, dtype: str, rules: Rules | None, name: str):
-  """Returns a conv without a bias that pads as torch does: alike on both sides."""
+  # SAME of XLA pads less in front where a stride is 2; torch pads alike on both sides. A norm
+  # follows, so no conv has a bias.
   return Conv(
     features,
     (kernel, kernel),
@@ -153,8 +150,7 @@ class Bottleneck(nn.Module):
     y = nn.relu(norm(conv(self.width, 3, self.strides, name="conv2")(y), "bn2"))
     y = conv(_WIDER * self.width, 1, 1, name="conv3")(y)
     y = norm(y, "bn3", scale=nn.initializers.zeros)  # a new block is its shortcut
-    if train and cfg.drop_path > 0:
-      y = parts.drop_path(self, y, rate)
+    y = parts.drop_path(self, y, rate, train)
     if self.strides > 1 or x.shape[-1] != y.shape[-1]:
       x = conv(_WIDER * self.width, 1, self.strides, name="downsample_conv")(x)
       x = norm(x, "downsample_bn")
@@ -192,6 +188,7 @@ class ResNet(nn.Module):
     parts.check_images(images, cfg)
     x = _conv(cfg.widths[0], cfg.stem, 2, cfg.dtype, self.rules, "conv1")(images)
     x = nn.relu(_batch_norm(x, "bn1", train, cfg.dtype))
+    # As torch: a border of one that never is the largest.
     padding: Any = ((1, 1), (1, 1))
     x = nn.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
     rates = iter(parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)))

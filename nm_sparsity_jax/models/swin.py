@@ -5,9 +5,11 @@
     block: x + norm(attention within windows x), then x + norm(mlp x)
 
 Every other block shifts its windows by half of their size. A feature map that is not larger than a
-window is one window, and is not shifted. `swin_windows` has the attention within windows.
+window is one window, and is not shifted.
 
-Shapes: batch b, height h, width w, width d.
+    [b, h, w, d] -> [to_windows] -> [b z, n, d] -> WindowAttention -> [from_windows] -> [b, h, w, d]
+
+Shapes: batch b, height h, width w, windows z, tokens of a window n, heads a, head_dim k, width d.
 
 Reference: Liu et al., Swin Transformer V2: Scaling Up Capacity and Resolution, CVPR 2022,
 arXiv:2111.09883.
@@ -16,6 +18,8 @@ arXiv:2111.09883.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
@@ -24,11 +28,14 @@ import numpy as np
 from flax import linen as nn
 
 from nm_sparsity_jax.models import image_parts as parts
-from nm_sparsity_jax.models import swin_windows as windows
 from nm_sparsity_jax.training.layers import Dense
 from nm_sparsity_jax.training.rules import Rules
 
 _EPSILON = 1e-5
+_SHARPEST = math.log(100)  # the largest logarithm of the scale of cosines
+_APART = -100.0  # added between tokens that the shift made neighbours
+_WIDEST_BIAS = 16.0
+_HIDDEN = 512  # of the MLP of positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,22 +77,14 @@ class SwinConfig:
 
   def __post_init__(self):
     parts.make_tuples(self, "depths", "heads")
-    sizes = ("image_size", "patch", "channels", "embed", "depths", "heads", "window", "mlp_ratio")
-    parts.check_config(self, (*sizes, "classes"), ("dropout", "drop_path"))
-    parts.check_divides(self, "image_size", "patch")
-    for stage, (width, heads, side) in enumerate(
-      zip(self.widths, self.heads, self.sides, strict=True)
-    ):
-      if width % heads:
-        raise ValueError(
-          f"SwinConfig(embed={self.embed}, heads={self.heads}): the {heads} heads of stage {stage} "
-          f"must divide its {width} channels."
-        )
-      if side > self.window and side % self.window:
-        raise ValueError(
-          f"SwinConfig(image_size={self.image_size}, patch={self.patch}, window={self.window}): "
-          f"stage {stage} has {side} x {side} tokens, which windows of {self.window} do not fill."
-        )
+    multiple = self.patch * 2 ** (len(self.depths) - 1)
+    unfilled = [side for side in self.sides if side > self.window and side % self.window]
+    if self.image_size % multiple or unfilled:
+      raise ValueError(
+        f"SwinConfig(image_size={self.image_size}, patch={self.patch}, window={self.window}): "
+        f"image_size must be a multiple of {multiple}, and windows must fill feature maps of "
+        f"{self.sides} tokens a side."
+      )
 
   @property
   def widths(self) -> tuple[int, ...]:
@@ -95,15 +94,7 @@ class SwinConfig:
   @property
   def sides(self) -> tuple[int, ...]:
     """Returns the tokens of a side of each stage's feature map."""
-    side = self.image_size // self.patch
-    halvings = len(self.depths) - 1
-    if side % 2**halvings:
-      raise ValueError(
-        f"SwinConfig(image_size={self.image_size}, patch={self.patch}): image_size must be a "
-        f"multiple of {self.patch * 2**halvings}, for {side} x {side} tokens are halved {halvings} "
-        "times."
-      )
-    return tuple(side // 2**stage for stage in range(len(self.depths)))
+    return tuple(self.image_size // self.patch // 2**stage for stage in range(len(self.depths)))
 
 
 CONFIGS = {
@@ -126,6 +117,119 @@ def config(name: str, **changes: Any) -> SwinConfig:
     **changes: fields of `SwinConfig`.
   """
   return parts.choose(CONFIGS, name, changes)
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+def _offsets(window: int) -> np.ndarray:
+  """Returns the offsets from -(window - 1) to window - 1 in both directions, [2w-1, 2w-1, 2]."""
+  # Logarithmic, so that the MLP extrapolates little to a larger window; 1 stands for the distance 8
+  # of a window whose edge is at 8.
+  line = np.arange(1 - window, window, dtype=np.float32) * np.float32(8 / max(window - 1, 1))
+  grid = np.stack(np.meshgrid(line, line, indexing="ij"), axis=-1)
+  return (np.sign(grid) * np.log2(np.abs(grid) + 1) / 3).astype(np.float32)
+
+
+def _pairs(window: int) -> np.ndarray:
+  """Returns which of the flattened `_offsets` lies between two tokens, int32 [n, n]."""
+  y, x = np.divmod(np.arange(window**2), window)
+  apart = lambda at: at[:, None] - at[None, :] + window - 1
+  return (apart(y) * (2 * window - 1) + apart(x)).astype(np.int32)
+
+
+def shift_bias(side: int, window: int, shift: int) -> np.ndarray:
+  """Returns 0 within a region of the map and `_APART` between two, float32 [z, n, n]."""
+  # A shift moves rows and columns from one edge to the other, so the last windows hold tokens of
+  # several regions, which were no neighbours before.
+  part = np.zeros(side, np.int32)
+  part[side - window :] = 1
+  part[side - shift :] = 2
+  regions = part[:, None] * 3 + part[None, :]
+  windows = np.asarray(to_windows(regions[None, ..., None], window))[..., 0]
+  same = windows[:, :, None] == windows[:, None, :]
+  return np.where(same, 0, _APART).astype(np.float32)
+
+
+def to_windows(x: Any, window: int) -> Any:
+  """Cuts [b, h, w, d] into [b z, n, d]."""
+  b, h, w, d = x.shape
+  x = x.reshape(b, h // window, window, w // window, window, d)
+  return x.swapaxes(2, 3).reshape(-1, window**2, d)
+
+
+def from_windows(x: jax.Array, window: int, side: int) -> jax.Array:
+  """Joins [b z, n, d] to [b, side, side, d]."""
+  parts_of_a_side = side // window
+  x = x.reshape(-1, parts_of_a_side, parts_of_a_side, window, window, x.shape[-1])
+  return x.swapaxes(2, 3).reshape(-1, side, side, x.shape[-1])
+
+
+def _direction(x: jax.Array) -> jax.Array:
+  """Returns x / |x| over the last axis, in float32; 0 stays 0, with a finite gradient."""
+  x = x.astype(jnp.float32)
+  # The maximum before the root: the gradient of a root is inf at 0, and inf * 0 is NaN.
+  squares = jnp.sum(x * x, axis=-1, keepdims=True)
+  return x * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
+
+
+class WindowAttention(nn.Module):
+  """Attention within windows: softmax(scale cos(q, k) + positions) . v, for each head.
+
+  The biases of positions come from an MLP of the logarithmic offsets. k has no bias. Cosines, scale
+  and softmax are float32.
+
+  Attributes:
+    heads: a.
+    window: tokens of a side of a window.
+    config: sizes.
+    rules: what is sparse, and how; None = dense.
+  """
+
+  heads: int
+  window: int
+  config: SwinConfig
+  rules: Rules | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array, train: bool, shift_bias: np.ndarray | None = None) -> jax.Array:
+    """Maps [b z, n, d] to [b z, n, d].
+
+    Args:
+      x: the windows of all examples.
+      train: dropout acts.
+      shift_bias: [z, n, n]; None = windows of one region.
+    """
+    cfg, width = self.config, x.shape[-1]
+    dense = parts.dense(cfg, self.rules)
+    q, k, v = (
+      parts.split_heads(dense(width, use_bias=name != "k", name=name)(x), self.heads)
+      for name in "qkv"
+    )
+    cosines = jnp.einsum("bqak,bnak->baqn", _direction(q), _direction(k))
+    scale = self.param("logit_scale", nn.initializers.constant(math.log(10)), (self.heads, 1, 1))
+    scores = cosines * jnp.exp(jnp.minimum(scale, _SHARPEST))[None] + self._positions()[None]
+    if shift_bias is not None:
+      z, n, _ = shift_bias.shape
+      scores = scores.reshape(-1, z, self.heads, n, n) + shift_bias[None, :, None]
+      scores = scores.reshape(-1, self.heads, n, n)
+    weights = jax.nn.softmax(scores).astype(v.dtype)
+    y = jnp.einsum("baqn,bnak->baqk", weights, v)  # then swapped: XLA on a CPU is faster so
+    y = y.swapaxes(1, 2).reshape(x.shape)
+    return nn.Dropout(cfg.dropout)(dense(width, name="proj")(y), not train)
+
+  def _positions(self) -> jax.Array:
+    """Returns the bias between two tokens, float32 [a, n, n]."""
+    dense = functools.partial(Dense, kernel_init=parts.kernel_init, rules=self.rules)  # float32
+    offsets = jnp.asarray(_offsets(self.window)).reshape(-1, 2)
+    hidden = nn.relu(dense(_HIDDEN, name="cpb_mlp_0")(offsets))
+    table = dense(self.heads, use_bias=False, name="cpb_mlp_2")(hidden)
+    # The MLP runs once for each offset, not for each of the n * n pairs that share them.
+    pairs = jnp.take(table, jnp.asarray(_pairs(self.window)), axis=0)
+    return _WIDEST_BIAS * jax.nn.sigmoid(pairs).transpose(2, 0, 1)
+
+
+# --- stages ---------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -153,20 +257,20 @@ class Block(nn.Module):
       train: dropout and drop path act.
     """
     cfg, (side, width) = self.config, x.shape[2:]
-    window = min(cfg.window, side)
+    window = min(cfg.window, side)  # the last maps are smaller than a window
     shift = cfg.window // 2 if self.shifted and side > window else 0
-    common: dict[str, Any] = dict(dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules)
-    drops = train and cfg.drop_path > 0
-    drop = (lambda y: parts.drop_path(self, y, rate)) if drops else (lambda y: y)
-    norm = lambda y, name: drop(_norm(cfg, y, name, zero=True))
-
+    # A new norm gives 0, so that a new block is the identity.
+    norm = lambda y, name: parts.drop_path(
+      self, parts.layer_norm(y, name, _EPSILON, cfg.dtype, zero=True), rate, train
+    )
     y = jnp.roll(x, (-shift, -shift), (1, 2)) if shift else x
-    attention = windows.WindowAttention(self.heads, window, **common, name="attn")
-    bias = windows.shift_bias(side, window, shift) if shift else None
-    y = windows.from_windows(attention(windows.to_windows(y, window), train, bias), window, side)
+    attention = WindowAttention(self.heads, window, cfg, self.rules, name="attn")
+    bias = shift_bias(side, window, shift) if shift else None
+    y = from_windows(attention(to_windows(y, window), train, bias), window, side)
     y = jnp.roll(y, (shift, shift), (1, 2)) if shift else y
     x = x + norm(y, "norm1")
-    return x + norm(parts.Mlp(cfg.mlp_ratio * width, **common, name="mlp")(x, train), "norm2")
+    mlp = parts.Mlp(cfg.mlp_ratio * width, cfg, self.rules, name="mlp")
+    return x + norm(mlp(x, train), "norm2")
 
 
 class Merge(nn.Module):
@@ -186,15 +290,9 @@ class Merge(nn.Module):
     b, h, w, d = x.shape
     # Of the four, the row changes first: timm's order.
     x = x.reshape(b, h // 2, 2, w // 2, 2, d).transpose(0, 1, 3, 4, 2, 5)
-    reduction = Dense(
-      2 * d,
-      use_bias=False,
-      dtype=jnp.dtype(self.config.dtype),
-      kernel_init=parts.kernel_init,
-      rules=self.rules,
-      name="reduction",
-    )
-    return _norm(self.config, reduction(x.reshape(b, h // 2, w // 2, 4 * d)), "norm")
+    dense = parts.dense(self.config, self.rules)
+    x = dense(2 * d, use_bias=False, name="reduction")(x.reshape(b, h // 2, w // 2, 4 * d))
+    return parts.layer_norm(x, "norm", _EPSILON, self.config.dtype)
 
 
 class Stage(nn.Module):
@@ -230,14 +328,13 @@ class Stage(nn.Module):
 
 
 class _Head(nn.Module):
-  """float32 logits [b, classes] of the mean over a feature map [b, h, w, d]."""
-
-  classes: int
+  # A module of its own for timm's name, head.fc.
+  config: SwinConfig
   rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    return parts.head(jnp.mean(x, axis=(1, 2)), self.classes, "fc", self.rules)
+    return parts.head(jnp.mean(x, axis=(1, 2)), self.config.classes, "fc", self.rules)
 
 
 class Swin(nn.Module):
@@ -268,16 +365,11 @@ class Swin(nn.Module):
     """
     cfg = self.config
     parts.check_images(images, cfg)
-    x = parts.PatchEmbed(
-      cfg.patch, cfg.embed, cfg.dtype, self.rules, _EPSILON, name="patch_embed"
-    )(images)  # fmt: skip
-    rates = parts.drop_path_rates(cfg.drop_path, sum(cfg.depths))
-    rates = np.split(rates, np.cumsum(cfg.depths)[:-1])
+    x = parts.PatchEmbed(cfg, self.rules, _EPSILON, name="patch_embed")(images)
+    rates = np.split(
+      parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)), np.cumsum(cfg.depths)[:-1]
+    )
     for i in range(len(cfg.depths)):
       x = Stage(i, cfg, self.rules, name=f"layers_{i}")(x, rates[i], train)
-    return _Head(cfg.classes, self.rules, name="head")(_norm(cfg, x, "norm"))
-
-
-def _norm(cfg: SwinConfig, x: jax.Array, name: str, zero: bool = False) -> jax.Array:
-  """Returns `x` normalized; `zero`: a new norm gives 0, so that a new block is the identity."""
-  return parts.layer_norm(x, name, _EPSILON, cfg.dtype, zero)
+    x = parts.layer_norm(x, "norm", _EPSILON, cfg.dtype)
+    return _Head(cfg, self.rules, name="head")(x)

@@ -11,7 +11,6 @@ Scale, ICLR 2021, arXiv:2010.11929.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from nm_sparsity_jax.models import image_parts as parts
-from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION, Dense
 from nm_sparsity_jax.training.rules import Rules
 
 _EPSILON = 1e-6
@@ -46,7 +44,6 @@ class ViTConfig:
     drop_path: share of the examples that skip a branch of the last block; less before.
     dtype: of the computation; parameters and logits are float32.
     remat: the backward pass computes each block again.
-    scan: scan over the blocks, which stacks their parameters on axis 0.
     std: deviation of new kernels in the blocks; timm's. A small network learns faster from more.
   """
 
@@ -63,14 +60,13 @@ class ViTConfig:
   drop_path: float = 0.0
   dtype: str = "float32"
   remat: bool = False
-  scan: bool = False
   std: float = parts.STD
 
   def __post_init__(self):
-    sizes = ("image_size", "patch", "channels", "layers", "embed", "heads", "classes")
-    parts.check_config(self, sizes + ("mlp",) * (self.mlp != 0), ("dropout", "drop_path"))
-    parts.check_divides(self, "image_size", "patch")
-    parts.check_divides(self, "embed", "heads")
+    if self.image_size % self.patch:  # a convolution would leave pixels of the edge out
+      raise ValueError(
+        f"ViTConfig(image_size={self.image_size}, patch={self.patch}): patch must divide it."
+      )
 
   @property
   def tokens(self) -> int:
@@ -102,35 +98,28 @@ def config(name: str, **changes: Any) -> ViTConfig:
 
 
 class Attention(nn.Module):
-  """Self-attention: softmax(q . k / sqrt(head_dim)) . v, for each head.
+  """Self-attention: softmax(q . k / sqrt(head_dim)) . v, for each head; the softmax is float32.
 
   Attributes:
-    heads: h.
-    dropout: of the result.
-    dtype: of the computation; the softmax is float32.
+    config: sizes.
     rules: what is sparse, and how; None = dense.
-    std: deviation of new kernels.
   """
 
-  heads: int
-  dropout: float = 0.0
-  dtype: str = "float32"
+  config: ViTConfig
   rules: Rules | None = None
-  std: float = parts.STD
 
   @nn.compact
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     """Maps [b, n, d] to [b, n, d]."""
-    width, dtype = x.shape[-1], jnp.dtype(self.dtype)
-    init = nn.initializers.normal(self.std)
-    dense = functools.partial(Dense, width, dtype=dtype, kernel_init=init, rules=self.rules)
-    split = lambda y: y.reshape(*y.shape[:-1], self.heads, width // self.heads)
-    q, k, v = (split(dense(name=name)(x)) for name in ("q", "k", "v"))
-    scores = jnp.einsum("bqhk,bnhk->bhqn", q * (width // self.heads) ** -0.5, k)
-    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(dtype)
+    cfg, width = self.config, x.shape[-1]
+    dense = parts.dense(cfg, self.rules, cfg.std)
+    q, k, v = (parts.split_heads(dense(width, name=name)(x), cfg.heads) for name in "qkv")
+    # q is scaled, not the scores: fewer products, and timm's order.
+    scores = jnp.einsum("bqhk,bnhk->bhqn", q * (width // cfg.heads) ** -0.5, k)
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype)
     y = jnp.einsum("bhqn,bnhk->bhqk", weights, v)  # then swapped: XLA on a CPU is faster so
     y = y.swapaxes(1, 2).reshape(x.shape)
-    return nn.Dropout(self.dropout)(dense(name="proj")(y), not train)
+    return nn.Dropout(cfg.dropout)(dense(width, name="proj")(y), not train)
 
 
 class Block(nn.Module):
@@ -154,16 +143,13 @@ class Block(nn.Module):
       train: dropout and drop path act.
     """
     cfg = self.config
-    common: dict[str, Any] = dict(
-      dropout=cfg.dropout, dtype=cfg.dtype, rules=self.rules, std=cfg.std
-    )
     norm = lambda x, name: parts.layer_norm(x, name, _EPSILON, cfg.dtype)
-    drops = train and cfg.drop_path > 0
-    drop = (lambda y: parts.drop_path(self, y, rate)) if drops else (lambda y: y)
-    x = x + drop(Attention(cfg.heads, **common, name="attn")(norm(x, "norm1"), train))
+    drop = lambda y: parts.drop_path(self, y, rate, train)
+    x = x + drop(Attention(cfg, self.rules, name="attn")(norm(x, "norm1"), train))
     if not cfg.mlp:
       return x
-    return x + drop(parts.Mlp(cfg.mlp, **common, name="mlp")(norm(x, "norm2"), train))
+    mlp = parts.Mlp(cfg.mlp, cfg, self.rules, cfg.std, name="mlp")
+    return x + drop(mlp(norm(x, "norm2"), train))
 
 
 class ViT(nn.Module):
@@ -195,34 +181,20 @@ class ViT(nn.Module):
     cfg = self.config
     parts.check_images(images, cfg)
     dtype = jnp.dtype(cfg.dtype)
-    patches = parts.PatchEmbed(cfg.patch, cfg.embed, cfg.dtype, self.rules, name="patch_embed")
+    patches = parts.PatchEmbed(cfg, self.rules, name="patch_embed")
     x = patches(images).reshape(len(images), -1, cfg.embed)
     if cfg.class_token:
+      # Near 0, as in timm: the positions tell it from the patches.
       token = self.param("cls_token", nn.initializers.normal(1e-6), (1, 1, cfg.embed))
       token = jnp.broadcast_to(token.astype(dtype), (len(images), 1, cfg.embed))
       x = jnp.concatenate([token, x], axis=1)
     positions = self.param("pos_embed", parts.kernel_init, (1, cfg.tokens, cfg.embed))
     x = nn.Dropout(cfg.dropout)(x + positions.astype(dtype), not train)
-    x = self._through_blocks(x, train)
+    run = parts.run_block(cfg.remat, train)
+    for i, rate in enumerate(parts.drop_path_rates(cfg.drop_path, cfg.layers)):
+      x = run(Block(cfg, self.rules, name=f"blocks_{i}"), x, rate)
     if cfg.class_token:
       x = parts.layer_norm(x, "norm", _EPSILON, cfg.dtype)[:, 0]
     else:  # timm's names and order
       x = parts.layer_norm(jnp.mean(x, axis=1), "fc_norm", _EPSILON, cfg.dtype)
     return parts.head(x, cfg.classes, "head", self.rules)
-
-  def _through_blocks(self, x: jax.Array, train: bool) -> jax.Array:
-    cfg = self.config
-    rates = parts.drop_path_rates(cfg.drop_path, cfg.layers)
-    run = parts.run_block(cfg.remat, train, cfg.scan)
-    if not cfg.scan:
-      for i, rate in enumerate(rates):
-        x = run(Block(cfg, self.rules, name=f"blocks_{i}"), x, rate)
-      return x
-    scan: Any = nn.scan(
-      lambda block, x, rate: (run(block, x, rate), None),
-      variable_axes={"params": 0, STATE_COLLECTION: 0},
-      variable_broadcast=COLLECTION,
-      split_rngs={"params": True, "dropout": True},
-      length=cfg.layers,
-    )
-    return scan(Block(cfg, self.rules, name="blocks"), x, jnp.asarray(rates))[0]

@@ -72,11 +72,9 @@ class Recipe:
     for field in dataclasses.fields(self):  # type: ignore[arg-type]
       value = getattr(self, field.name)
       # Python's numbers, and floats where the default is one: equal recipes have one text.
-      if isinstance(value, np.generic):
-        value = value.item()
-      if isinstance(field.default, float) and isinstance(value, int):
-        value = float(value)
-      object.__setattr__(self, field.name, value)
+      value = value.item() if isinstance(value, np.generic) else value
+      is_float = isinstance(field.default, float) and isinstance(value, int)
+      object.__setattr__(self, field.name, float(value) if is_float else value)
     object.__setattr__(self, "pattern", NM.parse(self.pattern))
     if not isinstance(self.phases, Phases):
       raise ValueError(
@@ -93,11 +91,6 @@ class Recipe:
     all_of_them = dataclasses.fields(cls)  # type: ignore[arg-type]
     none = dataclasses.MISSING
     return tuple(f.name for f in all_of_them if f.default is none and f.default_factory is none)
-
-  @property
-  def spelled(self) -> str:
-    """Returns class and fields as a text for fingerprints, which checkpoints hold."""
-    return repr(self)
 
   @property
   def gradient_mode(self) -> str:
@@ -138,10 +131,7 @@ class Recipe:
     self, w: jax.Array, step: jax.Array, axis: masks.Axis, stored: jax.Array | None
   ) -> jax.Array:
     """Returns the mask of the level that holds at `step`; the first level counts before it, too."""
-    if stored is not None:
-      raise ValueError(
-        f"{self.name} derives its mask from the weight and keeps none, but mask= was given."
-      )
+    del stored  # kept by stateful recipes alone
     length = math.prod(w.shape[a] for a in masks.check_axis(w.shape, axis))
     return leveled_mask(self.levels(length), w, step, axis)
 
@@ -153,6 +143,12 @@ class Recipe:
     mask: jax.Array | None = None,
   ) -> jax.Array:
     """Returns the mask that holds at `step`, bool, shape of `w`; all True in the dense phase."""
+    if self.stateful and mask is None:
+      raise ValueError(
+        f"{self.name} keeps its mask as state, but no mask was given: carry state = "
+        "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
+        "update, and pass it (state=..., or mask=... for one weight)."
+      )
     return _once_a_shape(_mask, self, step, axis, w, mask)
 
   def effective(
@@ -274,17 +270,9 @@ class Recipe:
     del state
     return self.renewals(last)
 
-  @property
-  def renewed_by(self) -> str:
-    """Returns the call that `update_state` needs, for error messages."""
-    return (
-      "Call nms.update_state(state, params, rules, step) after each optimizer update, from the "
-      "first one on, and carry its result."
-    )
-
   def first_state(self, groups: Groups, w: jax.Array) -> dict[str, jax.Array]:
     """Returns what `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
-    raise NotImplementedError(f"{self.name} is stateful, so it must define first_state.")
+    raise NotImplementedError
 
   def next_state(
     self,
@@ -308,7 +296,7 @@ class Recipe:
         needs none.
       grad_at: the weight that `grad` was taken at.
     """
-    raise NotImplementedError(f"{self.name} is stateful, so it must define next_state.")
+    raise NotImplementedError
 
 
 def _once_a_shape(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:

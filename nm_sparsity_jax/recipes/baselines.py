@@ -68,7 +68,7 @@ class SrSte(Recipe):
       W~ = W * Phi(W),   dL/dW = g + lam * (1 - Phi) * W.
 
   The gradient is straight-through; the second term is added once per optimizer step by
-  `optim.sr_ste`, to the gradient of the mean loss per target token. It acts from the end of
+  `nms.sr_ste`, to the gradient of the mean loss per target token. It acts from the end of
   the dense phase to the end of the run.
 
   Reference: Zhou et al., "Learning N:M fine-grained structured sparse neural networks from

@@ -44,18 +44,13 @@ class Custom(Recipe):
       path = tuple((index(step), NM.parse(pattern), float(d)) for step, pattern, d in self.path)
     except (TypeError, ValueError) as e:
       raise ValueError(f"custom(path={self.path!r}): entries are (step, pattern, D). {e}") from e
-    if not path:
-      raise ValueError("custom needs a path, such as ((0, '4:8', 1.0), (5000, '1:8', 0.5)).")
     steps = [step for step, _, _ in path]
     low, high = self.phases.dense, self.phases.finetune_start
-    if steps != sorted(set(steps)) or steps[0] < low or steps[-1] >= high:
+    is_rising = steps == sorted(set(steps)) and steps and low <= steps[0] and steps[-1] < high
+    if not is_rising or not all(0 <= d <= 1 for _, _, d in path):
       raise ValueError(
-        f"custom: path has the steps {steps}; give rising steps in the sparsify phase "
-        f"[{low}, {high}) of {self.phases}."
-      )
-    if not all(0 <= d <= 1 for _, _, d in path):
-      raise ValueError(
-        f"custom(path={path}): choose D in [0, 1]. 1 keeps pruned weights, 0 makes them 0."
+        f"custom(path={path}): give rising steps in the sparsify phase [{low}, {high}) of "
+        f"{self.phases}, and D in [0, 1], where 1 keeps pruned weights and 0 makes them 0."
       )
     object.__setattr__(self, "path", path)
 

@@ -44,17 +44,18 @@ def register(cls: C) -> C:
   Returns:
     `cls`, so that it can be used as a decorator.
   """
-  if not (isinstance(cls, type) and issubclass(cls, Recipe) and dataclasses.is_dataclass(cls)):
-    raise ValueError(f"register({cls!r}): give a frozen dataclass below nms.Recipe.")
   name = getattr(cls, "name", None)
-  if not isinstance(name, str) or not name.isidentifier():
+  is_frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
+  if not (isinstance(cls, type) and issubclass(cls, Recipe) and is_frozen):
     raise ValueError(
-      f"register({cls.__name__}): its name is {name!r}; give a word, such as 'mine'."
+      f"register({cls!r}): give a class below nms.Recipe, @dataclasses.dataclass(frozen=True)."
     )
-  if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-    raise ValueError(f"register({cls.__name__}): write @dataclasses.dataclass(frozen=True).")
-  if {"pattern", "phases"} - {f.name for f in dataclasses.fields(cls)}:
-    raise ValueError(f"register({cls.__name__}): a recipe has the fields pattern and phases.")
+  fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+  if not isinstance(name, str) or not name.isidentifier() or not {"pattern", "phases"} <= fields:
+    raise ValueError(
+      f"register({cls.__name__}): give it a name of one word, not {name!r}, and the fields pattern "
+      "and phases."
+    )
   # A notebook or importlib.reload defines a class again: the same place means the same recipe.
   known = _recipes.get(name, cls)
   if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):

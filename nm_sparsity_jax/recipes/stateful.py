@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from nm_sparsity_jax.core import schedules
@@ -16,24 +15,9 @@ from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
 
 
 class StoredMask(Recipe):
-  """A recipe that is stateful, and checks what it is given."""
+  """A recipe that keeps its mask as state."""
 
   stateful: ClassVar[bool] = True
-
-  def checked(self, w: jax.Array, stored: jax.Array | None) -> jax.Array:
-    """Returns the stored mask; refuses a missing one, and one of another weight."""
-    if stored is None:
-      raise ValueError(
-        f"{self.name} keeps its mask as state, but no mask was given: carry state = "
-        "nms.init_state(params, rules), refresh it by nms.update_state after each optimizer "
-        "update, and pass it (state=..., or mask=... for one weight)."
-      )
-    if stored.shape != w.shape or stored.dtype != jnp.bool_:
-      raise ValueError(
-        f"{self.name}: the stored mask has shape {stored.shape} and dtype {stored.dtype}, the "
-        f"weight needs {w.shape} bool. Was the state made for other parameters?"
-      )
-    return stored
 
   def when_due(self, state, step, last, take):
     """Returns the stored mask, or what `take` returns where a renewal is due since `last`."""
@@ -45,12 +29,13 @@ class TakenOnce(StoredMask):
   """A recipe that takes its mask once, at `sparse_from`."""
 
   def chosen(self, w, step, axis, stored):
-    del axis
-    return self.checked(w, stored) & (step >= 0)  # else D = NaN would meet no pruned weight
+    del w, axis
+    assert stored is not None  # `Recipe.mask` has looked
+    return stored & (step >= 0)  # else D = NaN would meet no pruned weight
 
   def was_kept(self, w, seen, decay, mask):
-    del seen, decay
-    return self.checked(w, mask)
+    del w, seen, decay
+    return mask
 
   def renewals(self, step):
     return (as_step(step) >= self.sparse_from).astype(jnp.int32)
@@ -128,15 +113,6 @@ class Snip(TakenOnce):
     del last
     return (state["seen"] >= self.batches).astype(jnp.int32)
 
-  @property
-  def renewed_by(self):
-    first, last = self.phases.dense, self.sparse_from - 1
-    return (
-      f"snip sums the gradients of steps {first} to {last}, each once: call nms.update_state("
-      "state, params, rules, step, grads=grads) after each of these updates. Once one is missed "
-      f"there is no mask: go back to a checkpoint of step {first} or before."
-    )
-
   def first_state(self, groups, w):
     del groups
     score = jnp.zeros_like(w, jnp.float32)
@@ -189,7 +165,7 @@ class Idp(StoredMask):
 
   def chosen(self, w, step, axis, stored):
     # Anew at each step, but among the survivors of the level before alone.
-    return leveled_mask(self.levels(), w, step, axis, parent=self.checked(w, stored))
+    return leveled_mask(self.levels(), w, step, axis, parent=stored)
 
   def renewals(self, step):
     levels = self.levels()

@@ -22,7 +22,7 @@ from nm_sparsity_jax.core.trees import nested
 from nm_sparsity_jax.recipes import Recipe, SrSte
 from nm_sparsity_jax.runs.stored import Stored
 from nm_sparsity_jax.training import roles, rules_text
-from nm_sparsity_jax.training.rules import AmbiguousAxis, Rules
+from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Assignment, Site
 
 Given = Rules | Mapping[str, Any] | None
@@ -128,12 +128,6 @@ def assign(stored: Stored, rules: Rules) -> Assignment:
     raise ValueError(f"{stored.path} has no parameters: no arrays under 'target'")
   try:
     assignment = rules.assign(nested(shapes))
-  except AmbiguousAxis as e:
-    kernels = ", ".join(f"{path!r} of shape {shape}" for path, shape in e.found)
-    raise ValueError(
-      f"which axis the product sums over is not known for {kernels}: name it, such as "
-      "axes={'.*/mlp/.*/kernel': 0}"
-    ) from e
   except ValueError as e:
     if stored.rules is not None and (lost := _unknown_role(rules, shapes)):
       raise ValueError(

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from nm_sparsity_jax.deploy import huggingface, safetensors_file, timm
+from nm_sparsity_jax.deploy.names import Name
 from nm_sparsity_jax.deploy.unstack_layers import apart
-from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, other_formats, verify_checkpoint
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.training import apply
@@ -147,20 +147,16 @@ def _export_t5(
 ) -> Exported:
   """Writes a folder of Hugging Face's T5, and proves it."""
   arrays = {key.removeprefix("params/"): x for key, x in _arrays(stored).items()}
-  activations = feed_forward and huggingface.activations_of(feed_forward, "feed_forward")
-  shapes = {key: x.shape for key, x in arrays.items()}
-  config = huggingface.config_of(shapes, stored.path, activations or None)
+  config = huggingface.config_of({key: x.shape for key, x in arrays.items()}, stored.path)
+  if feed_forward:
+    activations = huggingface.activations_of(feed_forward, "feed_forward")
+    config = dataclasses.replace(config, mlp_activations=activations)
   dtype = str(arrays["token_embedder/embedding"].dtype)
-  tensors = huggingface.to_tensors(arrays, config)
+  tensors = huggingface.to_huggingface(arrays, config)
   huggingface.write_folder(out, tensors, huggingface.to_json(config, dtype))
   written = huggingface.Folder(out)
-
-  def tensor(key: str) -> tuple[str, np.ndarray]:
-    if not huggingface.is_transposed(key):
-      raise ValueError(f"{key!r} is no kernel: its groups lie along no axis there.")
-    return huggingface.name_of(key), np.asarray(written.tensors[huggingface.name_of(key)])
-
-  report = proof and _prove(proof, config, tensor)
+  axis = config.param_scan_axis
+  report = proof and _prove(proof, written.tensors, huggingface.name_of, axis)
   return Exported(stored, out, len(tensors), report, written.json)
 
 
@@ -168,36 +164,34 @@ def _export_images(
   stored: Stored, out: str, proof: verify_checkpoint.Proof | None, _: str | None
 ) -> Exported:
   """Writes a file of timm's names, and proves it."""
-  tensors = timm.to_tensors(_arrays(stored))
+  tensors = timm.to_timm(_arrays(stored))
   safetensors_file.write(out, tensors)
   written = safetensors_file.Opened(out).tensors
-  table = timm.sources(timm.keys_of(written))
-
-  def tensor(key: str) -> tuple[str, np.ndarray]:
-    source = table[f"params/{key}"]
-    part = f"[{source.part} of {source.parts}]" if source.parts > 1 else ""
-    return f"{source.name}{part}", source.rows(np.asarray(written[source.name]))
-
-  report = proof and _prove(proof, ViTConfig(scan=True), tensor)
+  report = proof and _prove(proof, written, lambda key: timm.name_of(f"params/{key}"))
   return Exported(stored, out, len(tensors), report)
 
 
 def _prove(
-  proof: verify_checkpoint.Proof, config: Any, tensor: Callable[[str], tuple[str, np.ndarray]]
+  proof: verify_checkpoint.Proof,
+  tensors: Mapping[str, Any],
+  name_of: Callable[[str], Name],
+  axis: int = 1,
 ) -> apply.Report:
-  """Counts the groups of what was written, which lie along axis 1.
+  """Counts the groups of what was written; those of kernels lie along axis 1.
 
   Args:
     proof: of the checkpoint: the same places are looked at.
-    config: of the network, which may scan.
-    tensor: key without a scan -> name and rows of the tensor that holds it.
+    tensors: what was written, by name.
+    name_of: the library's.
+    axis: of layers that a scan stacked, in a T5.
   """
   places = []
   for place in proof.report.places:
     recipe: Any = proof.rules.find(place.path)
-    for key in apart(place.path, jax.ShapeDtypeStruct(place.shape, np.float32), config):
-      name, rows = tensor(key)
-      regex = f"(?:{re.escape(name)})"
+    shaped = jax.ShapeDtypeStruct(place.shape, np.float32)
+    for there in map(name_of, apart(place.path, shaped, axis)):
+      label = there.name if there.third is None else f"{there.name}[{there.third} of 3]"
+      regex = f"(?:{re.escape(label)})"
       alone = Rules({regex: recipe}, {regex: 1}, proof.rules.indivisible)
-      places += apply.verify({name: rows}, alone).places
+      places += apply.verify({label: there.rows(np.asarray(tensors[there.name]))}, alone).places
   return apply.Report(tuple(places), proof.report.skipped)

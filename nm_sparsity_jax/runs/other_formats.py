@@ -65,7 +65,7 @@ def _stored(name: str, format_: str, arrays: Mapping[str, Any]) -> Stored:
 def _packed(name: str) -> Stored:
   opened = packed_file.Opened(name)
   own = {_key(key): key for key in opened.leaves}
-  leaves = {key: opened.leaves[name] for key, name in own.items()}
+  leaves = {_key(key): (x.shape, x.dtype.name) for key, x in opened.leaves.items()}
   array = lambda key: opened.array(own[key])
   return Stored.of(name, "packed", leaves, array, opened.rules, lambda: packed_file.read(name))
 
@@ -87,5 +87,5 @@ def write_like(path: str, out: str, arrays: Mapping[str, np.ndarray]) -> None:
   own = {
     key: arrays[f"target/{key}"].astype(x.dtype, copy=False) for key, x in folder.arrays().items()
   }
-  tensors = huggingface.to_tensors(own, folder.config)
+  tensors = huggingface.to_huggingface(own, folder.config)
   huggingface.write_folder(out, tensors, folder.json, folder.companions())

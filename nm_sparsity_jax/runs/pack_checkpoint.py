@@ -17,9 +17,8 @@ from typing import Any
 import jax
 
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.deploy import huggingface, inference_tree, packed_file, safetensors_file
-from nm_sparsity_jax.deploy.unstack_layers import apart, unstacked
-from nm_sparsity_jax.models.vit import ViTConfig
+from nm_sparsity_jax.deploy import inference_tree, packed_file, safetensors_file
+from nm_sparsity_jax.deploy.unstack_layers import apart, apart_all, scan_axis
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.training.rules import Rules
@@ -50,15 +49,7 @@ class Written:
       "bytes": self.bytes,
       "bytes_of_weights": report.total,
       "bytes_with_zeros": report.zeros,
-      "packed": {
-        path: {
-          "pattern": report.patterns[path],
-          "weights": report.weights[path],
-          "bytes": found.total,
-          "bytes_with_zeros": found.dense,
-        }
-        for path, found in report.sizes.items()
-      },
+      "packed": {path: dataclasses.asdict(kernel) for path, kernel in report.packed.items()},
       "dense": dict(report.dense),
     }
 
@@ -98,13 +89,11 @@ def pack(
   stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
   variables = _variables(stored)
   shapes = {key: x.shape for key, x in flatten(variables["params"])}
-  config = _config(shapes, stored.path)
-  params, _ = unstacked(variables["params"], config)
-  layer_rules = _unstacked_rules(stacked_rules, shapes, config)
+  axis = scan_axis(shapes)
+  params = nested(apart_all(dict(flatten(variables["params"])), axis))
+  layer_rules = _unstacked_rules(stacked_rules, shapes, axis)
   report = packed_file.write(file, {**variables, "params": params}, layer_rules, dtype)
-  opened = packed_file.Opened(file)
-  for name in opened.kernels:  # the reader checks every entry
-    opened.packed(name)
+  packed_file.read(file)  # the reader checks every entry
   return Written(stored, file, os.path.getsize(file), report)
 
 
@@ -119,33 +108,25 @@ def _variables(stored: Stored) -> dict[str, Any]:
   return nested(found)
 
 
-def _config(shapes: Mapping[str, tuple[int, ...]], path: str) -> Any:
-  """Returns the config of a network that scans, as far as `unstacked` asks."""
-  if any(key.startswith("encoder/encoder/") for key in shapes):
-    return huggingface.config_of(shapes, path)
-  return ViTConfig(scan=True)  # the only other one that scans; it changes no other network
-
-
-def _unstacked_rules(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: Any) -> Rules:
+def _unstacked_rules(rules: Rules, shapes: Mapping[str, tuple[int, ...]], axis: int) -> Rules:
   """Returns the rules of a network without a scan that mean the same.
 
   They are the same ones, but where a regex names a stack alone: then they name what they found. A
   kernel of a layer has two axes and contracts the first one, whatever the axis of its stack is.
   """
   shaped = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
-  layers = {path: list(apart(path, x, config)) for path, x in shaped.items()}
+  layers = {path: list(apart(path, x, axis)) for path, x in shaped.items()}
   matches = {path: hit for path in shapes if (hit := rules.match(path))}
   axes = rules.axes
   if any(layers[path] != [path] for path in matches):
     assigned = rules.assign(nested(shaped)).places
     alone = {path: place for path, place in assigned.items() if layers[path] == [path]}
     axes = {re.escape(path): place.axis for path, place in alone.items()}
-  key_of = lambda path: (rules.match(path) or ("",))[0]
-  if all(key_of(layer) == key for path, (key, _) in matches.items() for layer in layers[path]):
+  if all(rules.match(layer) == at for path, at in matches.items() for layer in layers[path]):
     return Rules(rules.places, axes, rules.indivisible, rules.roles)
   number = lambda layer: re.sub(r"_0/", r"_\\d+/", re.escape(layer), count=1)
   table = {
-    re.escape(path) if layers[path] == [path] else number(layers[path][0]): recipe
-    for path, (_, recipe) in matches.items()
+    re.escape(path) if layers[path] == [path] else number(layers[path][0]): rules.places[place]
+    for path, place in matches.items()
   }
   return Rules(table, axes, rules.indivisible, rules.roles)

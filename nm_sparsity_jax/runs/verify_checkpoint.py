@@ -191,7 +191,7 @@ def finalize(
   made = os.fspath(out) if is_folder else os.path.join(out, f"checkpoint_{stored.step or 0}")
   checkpoint.check_new(made)
   arrays = _kept(stored)
-  removed = tuple(_make_zeros(arrays, assignment.places, rules, stored.masks()))
+  removed = tuple(_make_zeros(arrays, assignment.places, rules, stored))
   if is_folder:
     other_formats.write_like(stored.path, made, arrays)
   else:
@@ -201,12 +201,13 @@ def finalize(
 
 
 def _make_zeros(
-  arrays: dict[str, np.ndarray], places: Mapping[str, Site], rules: Rules, masks: dict[str, Any]
+  arrays: dict[str, np.ndarray], places: Mapping[str, Site], rules: Rules, stored: Stored
 ):
   """Replaces each sparse parameter by the finalized one, and yields what it lost."""
   params = nested({path: arrays[f"target/{path}"] for path in places})
   alone = checkpoint_rules.rules_of_places(places, rules.indivisible)
-  for path, w in flatten(apply.finalize(params, alone, 0, masks or None, early=True)):
+  step, masks = stored.sparse_step or 0, stored.masks() or None
+  for path, w in flatten(apply.finalize(params, alone, step, masks, early=True)):
     before = arrays[f"target/{path}"]
     arrays[f"target/{path}"] = np.asarray(w)
     yield _removed(path, before, arrays[f"target/{path}"])

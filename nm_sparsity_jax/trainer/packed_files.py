@@ -47,7 +47,7 @@ def load(
   batch = getattr(evaluation, "batch_size", None) or made.workload.batch_size
   lengths, beams = getattr(evaluation, "lengths", None) or {}, getattr(evaluation, "num_decodes", 1)
   config = made.workload.network_config
-  rows = inference_tree.rows_of(config, batch, lengths.get("inputs", 1), 1, beams)
+  rows = inference_tree.rows_of(config, batch, lengths.get("inputs", 1), beams)
   ready = {**variables, "params": inference_tree.prepare(variables["params"], rows, memory=memory)}
   return made, jax.device_put(ready, made.replicated)
 

@@ -15,7 +15,7 @@ from nm_sparsity_jax.core import errors
 from nm_sparsity_jax.runs import files
 from nm_sparsity_jax.trainer import workloads
 from nm_sparsity_jax.trainer.step import Model
-from nm_sparsity_jax.training import optim, rules_text, transform
+from nm_sparsity_jax.training import rules_text, transform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class Run:
     self.model.check_batch(self.model.workload.batch_size, self.microbatches)
     rules_text.pack(rules_text.describe(self.model.rules))  # every checkpoint keeps this text
     opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
-    kinds = transform.SparseState, optim.SrSteState, optax.MultiStepsState
+    kinds = transform.SparseState, transform.SrSteState, optax.MultiStepsState
     if found := transform.states(opt_state, *kinds):
       raise ValueError(
         f"the optimizer holds a {type(found[0]).__name__}, but the runner wraps it by nms.sparse "

@@ -317,8 +317,8 @@ class Model:
       return metrics.before(dense, *at, *pull_back(grads))
 
     def after(state: TrainState, seen: metrics.Before):
-      return metrics.after(
-        state.dense, self.rules, state.sparse_step, state.masks, seen, state.opt_state,
+      return metrics.summary(
+        state.dense, self.rules, state.sparse_step, state.masks, None, state.opt_state, seen,
         per_place=("density", "density_target"),
       )  # fmt: skip
 

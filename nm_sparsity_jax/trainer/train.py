@@ -201,9 +201,10 @@ class _Process:
       return
     _tell(found, model, step, self.watch.curves, self.watch.progress.say)
     self.watch.curves.flush()
-    density = lambda s: metrics.density(s.dense, model.rules, s.sparse_step, s.masks)[:2]
-    densities = model.jit(density)(state)
-    self.history.note(step, found, bool(densities[0] <= densities[1] * (1 + 1e-6)))
+    summary = lambda s: metrics.summary(s.dense, model.rules, s.sparse_step, s.masks, per_place=())
+    now = model.jit(summary)(state)
+    is_sparse = now["nm/density"] <= now["nm/density_target"] * (1 + 1e-6)
+    self.history.note(step, found, bool(is_sparse))
     self.saved.best = self.history.best
 
   def _not_finite(self, e: reports.NotFinite) -> ValueError:

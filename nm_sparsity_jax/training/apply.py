@@ -6,8 +6,7 @@ params, rules, step, state -> [sparsify] -> dense model;  at the end [finalize] 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
 # `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
-from nm_sparsity_jax.training.stored import State, current, final, init_state, update_state  # noqa: F401
+from nm_sparsity_jax.training.stored import State, current, init_state, kept, update_state  # noqa: F401
 
 
 def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | None = None) -> Any:
@@ -88,11 +87,10 @@ def finalize(
     if site is None:
       return w
     check_floating(path, w)
-    kept, wrong = final(site, state)
-    done = site.recipe.final(w, site.groups, kept)
-    if not early:
-      wrong = wrong | (step < site.recipe.phases.finetune_start)
+    at, _ = current(site, step, state)  # -1 where its stored mask is wrong
+    done = site.recipe.final(w, site.groups, kept(site, state))
     # What is traced cannot raise, but NaN is seen.
+    wrong = at < (0 if early else site.recipe.phases.finetune_start)
     return jnp.where(wrong, jnp.full_like(done, jnp.nan), done)
 
   return map_with_names(apply, params)
@@ -126,21 +124,11 @@ class Verified:
   not_finite: int = 0
 
   @property
-  def warnings(self) -> tuple[str, ...]:
+  def warning(self) -> str:
     """Returns in words what is wrong although it may be n:m; empty where nothing is."""
-    found = []
-    if not self.groups:
-      found.append(f"it has no weights, shape {self.shape}")
-    elif not self.density:
-      found.append("every weight is zero: its data may be lost")
     if self.not_finite:
-      found.append(f"{self.not_finite} inf or NaN")
-    if self.not_finite == math.prod(self.shape) > 0:
-      found.append(
-        "no weight is left: under jit a step, a stored mask or rules that do not match make the "
-        "weights NaN; go back to a checkpoint with finite weights"
-      )
-    return tuple(found)
+      return f"{self.not_finite} inf or NaN; under jit a wrong step, mask or rules make NaN"
+    return "" if self.density else "every weight is zero: its data may be lost"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,23 +165,19 @@ class Report:
     head = "parameter", "pattern", "axis", "groups", "bad", "density", "first bad group at"
     by_path = {p.path: p for p in self.places}
     facts = {  # bad kernels stand apart
-      p.path: (p.pattern, p.axis, p.shape, bool(p.bad_groups), bool(p.warnings))
-      for p in self.places
+      p.path: (p.pattern, p.axis, p.shape, bool(p.bad_groups), bool(p.warning)) for p in self.places
     }
-    rows = [_row(name, [by_path[path] for path in paths]) for name, paths, _ in alike(facts)]
+    rows = []
+    for name, paths, _ in alike(facts):  # like layers are one row
+      like = [by_path[path] for path in paths]
+      groups, bad = sum(p.groups for p in like), sum(p.bad_groups for p in like)
+      first = next((f"{p.path} {p.first}" for p in like if p.first), "")
+      density = f"{sum(p.density for p in like) / len(like):.4f}"
+      rows.append((name, like[0].pattern, like[0].axis, groups, bad, density, first))
     lines = table(head, rows) if rows else []
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]
-    lines += [f"warning  {p.path}: {what}" for p in self.places for what in p.warnings]
+    lines += [f"warning  {p.path}: {p.warning}" for p in self.places if p.warning]
     return "\n".join([*map(printable, lines), self.verdict])
-
-
-def _row(name: str, like: Sequence[Verified]) -> tuple[Any, ...]:
-  """Returns the row of kernels that are alike: groups and bad ones of all, the mean density."""
-  one, density = like[0], sum(p.density for p in like) / len(like)
-  groups, bad = sum(p.groups for p in like), sum(p.bad_groups for p in like)
-  first = next((p for p in like if p.first is not None), None)
-  where = "" if first is None else first.first if len(like) == 1 else f"{first.path} {first.first}"
-  return name, one.pattern, one.axis, groups, bad, f"{density:.4f}", where
 
 
 def verify(params: Any, rules: Rules) -> Report:

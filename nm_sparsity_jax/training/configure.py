@@ -89,17 +89,18 @@ def rules(
 
 def _recipe(name: str | None, pattern: Any, settings: Mapping[str, Any], macro: str) -> Recipe:
   """Returns the recipe of one place; `macro` is where its pattern comes from."""
-  if name is None:
-    raise ValueError(f"RECIPE is not set: choose one of {', '.join(RECIPES)}.")
-  needed = RECIPES[name].required() if name in RECIPES else ()
-  if pattern is None and "pattern" in needed:
-    raise ValueError("PATTERN is not set: give a pattern, for example '1:8'.")
-  if settings["phases"] is None and "phases" in needed:
-    raise ValueError(f"SPARSE_STEPS is not set: {name} needs the steps of the sparse run.")
+  values: dict[str, Any] = {"RECIPE": name}
+  if name and name in RECIPES and RECIPES[name].required():  # dense needs neither
+    values |= {"PATTERN": pattern, "SPARSE_STEPS": settings["phases"]}
+  for lost in (macro for macro, value in values.items() if value is None):
+    raise ValueError(
+      f"{lost} is not set: RECIPE is one of {', '.join(RECIPES)}, PATTERN such as '1:8', and "
+      "SPARSE_STEPS the steps of the sparse run."
+    )
   with _macro(macro):
     pattern = None if pattern is None else NM.parse(pattern)
   with _macro("RECIPE, BETA, GRADIENT, RECIPE_FIELDS"):
-    return make_recipe(name, pattern=pattern, **settings)
+    return make_recipe(str(name), pattern=pattern, **settings)
 
 
 @contextlib.contextmanager
@@ -156,6 +157,7 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
   given = {name: value for name, value in given.items() if value is not None}
   for macro, value, has in _compared(stored, given):
     if value != has:
+      value, has = (str(x) if isinstance(x, NM) else x for x in (value, has))
       raise ValueError(
         f"{macro}={value!r}, but {source} was trained with {has!r}: leave {macro} out. "
         "Where a file sets it, None counts as left out."
@@ -167,49 +169,33 @@ def _compared(stored: Rules, given: Mapping[str, Any]) -> Iterator[tuple[str, An
   table = given.get("places", dict.fromkeys(stored.places))
   if not isinstance(table, Mapping) or table.keys() != stored.places.keys():
     yield "SPARSITY_RULES", table, dict(stored.places)
-  common: dict[str, Any] = {}  # pattern -> a recipe that leaves it to PATTERN
+  shared = [stored.places[place].pattern for place, value in table.items() if value is None]
+  if "pattern" in given and shared and (pattern := NM.parse(given["pattern"])) not in shared:
+    yield "PATTERN", pattern, shared[0]
   for place, value in table.items():
     has = stored.places[place]
     if isinstance(value, Recipe):
       yield f"SPARSITY_RULES, {place!r}", value, has
-    else:
-      if value is not None:
-        yield f"SPARSITY_RULES, {place!r}", _text(value), str(has.pattern)
-      elif has.pattern:
-        common[str(has.pattern)] = has
-      yield from _compared_recipe(has, given)
-  if "pattern" in given and common and (pattern := _text(given["pattern"])) not in common:
-    yield "PATTERN", pattern, ", ".join(common)
+      continue
+    if value is not None:
+      yield f"SPARSITY_RULES, {place!r}", NM.parse(value), has.pattern
+    if "recipe" in given:
+      yield "RECIPE", given["recipe"], has.name
+    if isinstance(has, Dense):  # it has no other settings
+      continue
+    phases = has.phases
+    settings = {
+      "sparse_steps": phases.total,
+      "dense_steps": phases.dense,
+      "finetune_steps": phases.finetune,
+      "beta": getattr(has, "beta", None),
+      "gradient": has.gradient_mode,
+    }
+    yield from ((name.upper(), given[name], settings[name]) for name in settings if name in given)
+    for field, value in given.get("fields", {}).items():
+      with contextlib.suppress(TypeError, ValueError):  # else it is no field of this recipe
+        # As the recipe holds it, such as a pattern for its text.
+        value = getattr(dataclasses.replace(has, **{field: value}), field)  # type: ignore
+      yield f"RECIPE_FIELDS[{field!r}]", value, getattr(has, field, None)
   if "indivisible" in given:
     yield "INDIVISIBLE", given["indivisible"], stored.indivisible
-
-
-def _compared_recipe(recipe: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-  """Yields (macro, its value, what a recipe has) for each setting that all places share."""
-  if "recipe" in given:
-    yield "RECIPE", given["recipe"], recipe.name
-  if isinstance(recipe, Dense):  # which has no others
-    return
-  phases = recipe.phases
-  has = {
-    "sparse_steps": phases.total,
-    "dense_steps": phases.dense,
-    "finetune_steps": phases.finetune,
-    "beta": getattr(recipe, "beta", None),
-    "gradient": recipe.gradient_mode,
-  }
-  for name, value in has.items():
-    if name in given:
-      yield name.upper(), given[name], value
-  for field, value in given.get("fields", {}).items():
-    with contextlib.suppress(TypeError, ValueError):  # else the recipe refuses it
-      # As a recipe holds it, such as a pattern for its text.
-      value = getattr(dataclasses.replace(recipe, **{field: value}), field)
-    yield f"RECIPE_FIELDS[{field!r}]", value, getattr(recipe, field, None)
-
-
-def _text(pattern: Any) -> str:
-  """Returns the text of a pattern in its one form: '1:8' for '01:8'."""
-  with contextlib.suppress(ValueError):
-    return str(NM.parse(pattern))
-  return str(pattern)

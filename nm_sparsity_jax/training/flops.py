@@ -33,7 +33,7 @@ __all__ = ["Cost", "Op", "forward", "inference", "training"]
 
 # What is sparse: `Rules`; or a place, as rules name it, and what is applied to its kernels. A
 # `Site` knows its own axis, so `rules.assign(params).places` serves.
-Sparse = Rules | Mapping[str, NM | str | float | Recipe | Site]
+Sparse = Rules | Mapping[str, NM | str | Recipe | Site]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,13 +106,12 @@ def forward(function: Callable[..., Any], params: Any, *inputs: Any) -> Cost:
     *inputs: arrays, shapes, and values that are no arrays.
   """
   traced = trace.trace(function, params, *inputs)
-  axes, _ = traced.axes()
   kernels = (
     Op(
       name=path,
       flops=2 * traced.macs.get(path, 0),
       params=math.prod(shape),
-      axis=math.prod(shape[a] for a in axes[path]) if path in axes else 0,
+      axis=math.prod(shape[a] for a in traced.axes[path]) if path in traced.axes else 0,
     )
     for path, shape in traced.shapes.items()
   )
@@ -133,11 +132,11 @@ def inference(dense: Cost, sparse: Sparse) -> Cost:
 
   Args:
     dense: of one example, by `forward`.
-    sparse: `Rules`; or place -> pattern, density in (0, 1], or recipe (its last pattern).
+    sparse: `Rules`; or place -> pattern, or recipe (its last pattern).
 
   Raises:
-    ValueError: for a place that names nothing, two that name one operation, a density outside
-      (0, 1], or a pattern whose groups do not divide an operation's axis.
+    ValueError: for a place that names nothing, two that name one operation, or a pattern whose
+      groups do not divide an operation's axis.
 
   >>> cost = Cost((Op(name="mlp/wi/kernel", flops=64, params=32, axis=8),))
   >>> inference(cost, {"ff": "1:8"}).flops
@@ -146,7 +145,11 @@ def inference(dense: Cost, sparse: Sparse) -> Cost:
   chosen = _assign(dense.ops, sparse)
   kept = []
   for op in dense.ops:
-    s = _density(chosen[op], op) if op in chosen else 1.0
+    pattern, axis = chosen.get(op, (None, 0))
+    if isinstance(pattern, Recipe):
+      segments = pattern.timeline(axis_size=axis)  # none where it is dense for ever
+      pattern = segments[-1].pattern if segments else None
+    s = _density(pattern, op, axis)
     kept.append(dataclasses.replace(op, flops=op.flops * s, params=round(op.params * s)))
   return Cost(tuple(kept))
 
@@ -185,107 +188,83 @@ def training(
   True
   """
   chosen = _assign(dense.ops, sparse)
-  for op, value in chosen.items():
-    if not isinstance(_recipe_and_axis(value, op)[0], Recipe):
+  totals = set() if steps is None else {steps}
+  for op, (recipe, _) in chosen.items():
+    if not isinstance(recipe, Recipe):
       raise ValueError(
-        f"{value!r} on {op.name}: training needs a recipe, since a pattern or a density does not "
-        "say from which step on it holds. Use nms.recipe(name, pattern=..., phases=...), or "
-        "inference() for the FLOPs of the result."
+        f"{recipe!r} on {op.name}: training needs a recipe, which says from which step on a "
+        "pattern holds. Use nms.recipe(name, pattern=..., phases=...)."
       )
-  recipes = [_recipe_and_axis(value, op)[0] for op, value in chosen.items()]
-  totals = [recipe.phases.total for recipe in recipes if recipe.phases]
-  totals += [] if steps is None else [steps]
-  if len({*totals}) != 1:
+    totals |= {recipe.phases.total} if recipe.phases else set()
+  if len(totals) != 1:
     raise ValueError(
-      f"the run would have {' and '.join(map(str, sorted({*totals}))) or 'no number of'} steps: "
+      f"the run would have {' and '.join(map(str, sorted(totals))) or 'no number of'} steps: "
       "give every recipe the same Phases.total, or `steps` where there is no recipe."
     )
-  total = totals[0]
-  end: int = total if until is None else until
-  if batch_size < 1 or total < 1 or not 0 <= end <= total:
-    raise ValueError(
-      f"batch_size={batch_size!r}, until={end!r} in a run of {total!r} steps: give at least one "
-      "example and one step, and a step of the run."
-    )
+  (total,) = totals
+  end = total if until is None else until
+  if not 0 <= end <= total:
+    raise ValueError(f"until={end!r} is no step of a run of {total} steps.")
   done = []
   for op in dense.ops:
-    weighed = _weighed_steps(chosen[op], op, end) if op in chosen else 3.0 * end
-    done.append(dataclasses.replace(op, flops=op.flops * batch_size * weighed))
+    weight = _weighed_steps(*chosen[op], op, end) if op in chosen else 3.0 * end
+    done.append(dataclasses.replace(op, flops=op.flops * batch_size * weight))
   return Cost(tuple(done))
 
 
-def _weighed_steps(value: Recipe | Site, op: Op, until: int) -> float:
+def _weighed_steps(recipe: Any, axis: int, op: Op, until: int) -> float:
   """Returns the training FLOPs of steps [0, until) in units of F: the sum of s + s + (1 or s)."""
-  recipe, axis = _recipe_and_axis(value, op)
   if recipe.phases is None:  # dense for ever
     return 3.0 * until
   sparse_steps = 0.0  # sum of s
   for segment in recipe.timeline(axis_size=axis):
     length = max(0, min(segment.stop, until) - segment.start)
-    if segment.pattern is None or segment.decay_start > 0 or length < 1:
-      # D runs linearly and reaches decay_stop only at `stop`, which is the next segment's.
-      at_zero = 0
+    if segment.decay_start > 0:
+      at_zero = 0  # D runs linearly and reaches decay_stop only at `stop`, which is the next one's
     elif segment.decay_stop > 0:
-      at_zero = 1  # D rises from 0: only the first step is sparse
+      at_zero = min(1, length)  # D rises from 0: only the first step is sparse
     else:
       at_zero = length
-    s = _share(segment.pattern, op, axis) if at_zero and segment.pattern else 1.0
-    sparse_steps += at_zero * s + (length - at_zero)
+    sparse_steps += at_zero * _density(segment.pattern, op, axis) + (length - at_zero)
   # A straight-through weight gradient is a whole product: it needs every entry.
   is_masked = recipe.gradient_mode == "masked"
   return 2 * sparse_steps + (sparse_steps if is_masked else until)
 
 
-def _recipe_and_axis(value: Any, op: Op) -> tuple[Any, int]:
-  """Returns what is applied to an operation, and the length of its axis with padding."""
-  return (value.recipe, value.axis_size) if isinstance(value, Site) else (value, op.axis)
-
-
-def _density(value: Any, op: Op) -> float:
-  """Returns the density of a pattern, a number or a recipe's last segment, for one operation."""
-  value, axis = _recipe_and_axis(value, op)
-  if isinstance(value, Recipe):
-    segments = value.timeline(axis_size=axis)  # none where it is dense for ever
-    value = segments[-1].pattern if segments else None
-  if value is None:
+def _density(pattern: NM | str | None, op: Op, axis: int) -> float:
+  if pattern is None:
     return 1.0
-  if isinstance(value, NM | str):
-    return _share(NM.parse(value), op, axis)
-  if 0 < value <= 1:
-    return float(value)
-  raise ValueError(
-    f"density {value!r} for {op.name}: give a pattern such as NM(1, 8), a recipe, "
-    "or the share of weights *kept*, a number in (0, 1]."
-  )
-
-
-def _share(pattern: NM, op: Op, axis: int) -> float:
+  pattern = NM.parse(pattern)
   if axis % pattern.m:
     raise ValueError(
       f"{pattern} on {op.name}: groups of {pattern.m} do not divide its contraction axis of "
-      f"{axis}. Choose another pattern, or give the density as a number."
+      f"{axis}. Choose another pattern."
     )
-  return pattern.n / pattern.m
+  return pattern.density
 
 
-def _assign(ops: Sequence[Op], sparse: Sparse) -> dict[Op, Any]:
-  """Gives each operation the value of the one place that names it; others are left out."""
+def _assign(ops: Sequence[Op], sparse: Sparse) -> dict[Op, tuple[Any, int]]:
+  """Returns what is applied to each operation that is named, and the padded length of its axis."""
+  found: dict[Op, Any] = {}
   if isinstance(sparse, Rules):
     # Along its axis alone, an operation is padded or skipped as the parameter would be.
-    found = {op: sparse.site(op.name, (op.axis,), 0) for op in ops if op.axis}
-    if not sparse.is_dense and not any(found.values()):
+    sites = {op: sparse.site(op.name, (op.axis,), 0) for op in ops if op.axis}
+    if not sparse.is_dense and not any(sites.values()):
       raise ValueError(f"these rules name no kernel of this model; it has {_kernels(ops)}.")
-    return {op: site for op, site in found.items() if isinstance(site, Site)}
-  owner: dict[Op, str] = {}
-  for key in sparse:
-    for op in _named(key, ops, kernels=True):
-      if op in owner:
-        raise ValueError(
-          f"{owner[op]!r} and {key!r} both name {op.name}: one kernel, one value. "
-          "Narrow one of them, for example by 'encoder/' or 'decoder/cross/'."
-        )
-      owner[op] = key
-  return {op: sparse[key] for op, key in owner.items()}
+    found = {op: site for op, site in sites.items() if isinstance(site, Site)}
+  else:
+    for place, value in sparse.items():
+      for op in _named(place, ops, kernels=True):
+        if op in found:
+          raise ValueError(
+            f"{place!r} names {op.name}, which another place names too: one kernel, one value. "
+            "Narrow one of them, for example by 'encoder/' or 'decoder/cross/'."
+          )
+        found[op] = value
+  return {
+    op: (value.recipe, value.axis_size) if isinstance(value, Site) else (value, op.axis)
+    for op, value in found.items()
+  }
 
 
 def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
@@ -302,8 +281,8 @@ def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
   known = roles.regexes()
   own = {"scores": rf"(.*/)?{_PRODUCT}"}
   own["attention"] = "|".join(f"(?:{r})" for r in (known["qkv"], known["o"], own["scores"]))
-  test = roles.matcher(place, {} if kernels else own)
-  found = [op for op in ops if (op.axis or not kernels) and test(op.name)]
+  regex = roles.matcher(place, {} if kernels else own)
+  found = [op for op in ops if (op.axis or not kernels) and regex.fullmatch(op.name)]
   if not found:
     raise ValueError(
       f"{place!r} names nothing in this model; it has {_kernels(ops)}. A place is a role "

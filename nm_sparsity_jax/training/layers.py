@@ -25,7 +25,6 @@ for bit.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -46,9 +45,7 @@ from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.core.trees import flatten, map_with_names
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
-from nm_sparsity_jax.training.stored import Stamps, State, check_step
-
-_log = logging.getLogger(__name__)
+from nm_sparsity_jax.training.stored import State, check_step
 
 COLLECTION = "nm_sparsity"  # holds steps
 STATE_COLLECTION = "nm_sparsity_state"  # holds the masks of stateful recipes
@@ -226,8 +223,6 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
   path = _path(layer)
   site = rules.site(path, w.shape, axis)
   if not isinstance(site, Site):
-    if site and layer.is_initializing():
-      _log.warning("%s stays dense: %s", path, site)
     if layer.has_variable(COLLECTION, "step"):
       raise ValueError(
         f"{path!r} was sparse when it was initialized, but no rule names it now. A layer finds its "
@@ -237,31 +232,22 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
     return w
   # `init` runs dense: it gives no step, and only the shapes of what it computes matter.
   if layer.is_initializing():
-    if site.remarks:
-      _log.warning("%s: %s", path, "; ".join(site.remarks))
     _create_variables(layer, site, w)
     return w
-  claim = f"rule {site.key!r} gives {path!r} the recipe {site.recipe.name}"
   step = layer.get_variable(COLLECTION, "step", -1)
   # numpy: under jit even a known value would be traced by jax.numpy.
   if not isinstance(step, jax.core.Tracer) and np.all(np.asarray(step) < 0):
     raise ValueError(
-      f"{claim}, which needs the step, and collection {COLLECTION!r} has none here. Keep all that "
-      "init returned and call model.apply(nms.layers.with_step(variables, step), ...); where a "
-      f"scan hides it: nn.scan(..., variable_broadcast={COLLECTION!r})."
+      f"{path!r} has the recipe {site.recipe.name}, which needs the step, and collection "
+      f"{COLLECTION!r} has none here. Keep all that init returned and call "
+      "model.apply(nms.layers.with_step(variables, step), ...); where a scan hides it: "
+      f"nn.scan(..., variable_broadcast={COLLECTION!r}, variable_axes={{{STATE_COLLECTION!r}: 0}})."
     )
   if not site.recipe.stateful:
     return site.effective(w, step)
-  if not layer.has_variable(STATE_COLLECTION, "kernel"):
-    raise ValueError(
-      f"{claim}, which keeps its mask as state, and collection {STATE_COLLECTION!r} has none here. "
-      "Call model.apply(nms.layers.with_step(variables, step, state), ...) with the state of "
-      "nms.init_state(params, rules). A scan must stack it as it does the parameters: "
-      f"nn.scan(..., variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}})."
-    )
-  stamps = Stamps(*(layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STAMPS))
+  stamps = (layer.get_variable(COLLECTION, name, jnp.int32(-1)) for name in _STAMPS)
   mask = layer.get_variable(STATE_COLLECTION, "kernel")
-  return site.effective(w, check_step(site, step, stamps), mask)
+  return site.effective(w, check_step(site, step, *stamps), mask)
 
 
 def packed_kernel(layer: nn.Module) -> NMPacked | None:
@@ -323,7 +309,7 @@ def _path(layer: nn.Module) -> str:
   return "/".join((*layer.path, "kernel"))
 
 
-_STAMPS = ("state_step", "state_made", "state_renewed")  # as in `stored.Stamps`
+_STAMPS = ("state_step", "state_made", "state_renewed")  # what `stored.check_step` compares
 
 
 def _create_variables(layer: nn.Module, site: Site, w: jax.Array) -> None:

@@ -5,70 +5,31 @@
 Pure functions for use inside jit: the step is traced and one compilation serves all steps. Give
 them the parameters, the step and the state of one forward pass, and the gradients of that pass.
 `summary` is all of them at once, under flat names. It takes the masks anew and reads each sparse
-kernel a few times, so a trainer samples it. `before` and `after` are the two halves of such a
-sample, one on each side of an optimizer update: compile them as programs of their own, and the
-train step costs nothing more when it is not sampled.
+kernel a few times, so a trainer samples it. `before` and `summary` can look at the two sides of an
+optimizer update: compile them as programs of their own, and the train step costs nothing more when
+it is not sampled.
 
-Masks are True = kept. Everything is counted in integers and summed in float32, whatever the
-dtype of the parameters; of nothing at all (no sparse kernel) the density is 1, D is 1, and rates
-and variances are 0.
+Masks are True = kept. Counts are integers and sums are float32, whatever the dtype of the
+parameters. Without a sparse kernel the density is 1, D is 1, and rates and variances are 0.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 from nm_sparsity_jax.training.stored import State, current
-from nm_sparsity_jax.training.variances import (
-  SecondMoments,
-  Variance,
-  Variances,
-  adafactor_estimate,
-  add_up,
-  any_factored,
-  count,
-  ratio,
-  second_moments,
-  variances,
-)
 
-__all__ = [
-    "Before", "Density", "FlipRate", "PatternNow", "SecondMoments", "Variance", "Variances",
-    "adafactor_estimate", "after", "before", "decay", "density", "flip_rate", "grad_abs_variance",
-    "masks_of", "pattern_now", "second_moment_variance", "second_moments", "summary",
-]  # fmt: skip
-
-
-class PatternNow(NamedTuple):
-  """The pattern n:m that holds at a step, int32 scalars."""
-
-  n: jax.Array
-  m: jax.Array
-
-
-class Density(NamedTuple):
-  """Shares of weights of sparse kernels, float32 scalars.
-
-  Attributes:
-    overall: the share that is in use now, over all kernels, each weighted by its size.
-    target: the share that the target patterns keep, weighted in the same way.
-    places: path -> the share in use now.
-    targets: path -> n / m of the target pattern.
-  """
-
-  overall: jax.Array
-  target: jax.Array
-  places: dict[str, jax.Array]
-  targets: dict[str, jax.Array]
+# name -> (its value over all kernels, path -> its value of one kernel)
+_Values = dict[str, tuple[Any, Mapping[str, Any]]]
 
 
 class FlipRate(NamedTuple):
@@ -84,7 +45,7 @@ class FlipRate(NamedTuple):
 
 
 class Before(NamedTuple):
-  """What `before` saw, for `after`.
+  """What `before` saw of a step, for `summary`.
 
   Attributes:
     masks: path -> the mask that the step used, bool.
@@ -93,6 +54,18 @@ class Before(NamedTuple):
 
   masks: dict[str, jax.Array]
   scalars: dict[str, jax.Array]
+
+
+class SecondMoments(NamedTuple):
+  """Second moments by path, which `summary` takes as an optimizer state.
+
+  Attributes:
+    nu: path -> second moment, of the parameter's shape.
+    factored: paths of those that are estimates, rebuilt from factors as Adafactor does.
+  """
+
+  nu: Mapping[str, jax.Array]
+  factored: Collection[str] = ()
 
 
 def masks_of(
@@ -104,74 +77,11 @@ def masks_of(
   and for one_shot and snip until their mask is taken. While D > 0 a pruned weight is faded, not yet
   zero, but its mask is False already.
   """
-  step = as_step(step)
-  arrays = dict(flatten(params))
+  step, arrays = as_step(step), dict(flatten(params))
   return {
     path: site.mask(arrays[path], *current(site, step, state))
     for path, site in rules.assign(params).places.items()
   }
-
-
-def decay(params: Any, rules: Rules, step: jax.Array | int) -> dict[str, jax.Array]:
-  """Returns path -> D at `step`, float32: 1 in the dense phase, 0 in the fine-tune phase."""
-  sites = rules.assign(params).places
-  return {path: site.recipe.decay(step) for path, site in sites.items()}
-
-
-def pattern_now(params: Any, rules: Rules, step: jax.Array | int) -> dict[str, PatternNow]:
-  """Returns path -> the pattern that holds at `step`, levels of a schedule included.
-
-  It is 1:1 (keep all) while a kernel is dense, and 0:0 at a traced negative step, which means that
-  no step was given.
-  """
-  step = as_step(step)
-  found = {}
-  for path, site in rules.assign(params).places.items():
-    n = m = jnp.where(step < 0, jnp.int32(0), jnp.int32(1))
-    for start, pattern in site.recipe.levels(site.axis_size):
-      n = jnp.where(step >= start, jnp.int32(pattern.n), n)
-      m = jnp.where(step >= start, jnp.int32(pattern.m), m)
-    found[path] = PatternNow(n, m)
-  return found
-
-
-def density(
-  params: Any, rules: Rules, step: jax.Array | int, state: State | None = None
-) -> Density:
-  """Returns the share of weights in use of sparse kernels: those whose factor in W~ is not zero.
-
-  With the mask Phi and W~ = W * (Phi + D * (1 - Phi)), of a kernel with |W| weights
-
-      density = 1              while D > 0
-      density = sum(Phi) / |W| where D = 0
-      target  = n / m
-
-  so a stored weight that happens to be 0 counts as used if it is kept. In a padded kernel the
-  short last group keeps up to n of what it has, which can be more than n / m of it. NaN at a
-  traced negative step.
-  """
-  return _density(rules.assign(params).places, masks_of(params, rules, step, state), step)
-
-
-def _density(sites: Mapping[str, Site], masks: dict[str, jax.Array], step) -> Density:
-  shares, targets = {}, {}
-  for path, site in sites.items():
-    d, kept = site.recipe.decay(step), ratio(count(masks[path]), masks[path].size)
-    # D itself where it is NaN: no step was given.
-    shares[path] = jnp.where(d == 0, kept, jnp.where(d > 0, jnp.float32(1), d))
-    targets[path] = jnp.float32(site.pattern.density)
-  return Density(_mean(sites, shares), _mean(sites, targets), shares, targets)
-
-
-def _mean(sites: Mapping[str, Site], values: dict[str, jax.Array]) -> jax.Array:
-  """Returns the mean over all weights, exact where all values agree; 1 without weights."""
-  sizes = {path: math.prod(site.shape) for path, site in sites.items()}
-  total = sum(sizes.values())
-  if not total:
-    return jnp.float32(1)
-  # By differences from one of them, which are exactly 0 where all agree.
-  first = next(iter(values.values()))
-  return first + add_up([(values[p] - first) * jnp.float32(n / total) for p, n in sizes.items()])
 
 
 def flip_rate(mask_before: Any, mask_after: Any) -> FlipRate:
@@ -184,75 +94,17 @@ def flip_rate(mask_before: Any, mask_after: Any) -> FlipRate:
 
   Args:
     mask_before: bool array or tree of them, such as what `masks_of` returns.
-    mask_after: the same shapes under the same paths.
+    mask_after: the same shapes in the same tree.
 
   >>> f = flip_rate(jnp.array([True, False, True, False]), jnp.array([False, True, True, False]))
   >>> float(f.all), float(f.kept)
   (0.5, 0.5)
   """
-  return _rate(_flips(mask_before, mask_after).values())
-
-
-class _Flips(NamedTuple):
-  """Counts of one pair of masks, float32: positions that differ, that were lost, were kept."""
-
-  changed: jax.Array
-  lost: jax.Array
-  kept: jax.Array
-  size: int
-
-
-def _flips(before: Any, after: Any) -> dict[str, _Flips]:
-  a, b = dict(flatten(before)), dict(flatten(after))
-  if odd := sorted(set(a) ^ set(b)):
-    raise ValueError(
-      f"the masks do not pair up: only one side has {odd[0]!r}. Compare what metrics.masks_of "
-      "returned for the same parameters and rules at two steps."
-    )
-  flips = lambda x, y: _Flips(count(x ^ y), count(x & ~y), count(x), x.size)
-  return {path: flips(a[path], b[path]) for path in a}
-
-
-def _rate(counts: Collection[_Flips]) -> FlipRate:
-  total = lambda field: add_up([getattr(c, field) for c in counts])
-  size = sum(c.size for c in counts)
-  return FlipRate(ratio(total("changed"), size), ratio(total("lost"), total("kept")))
-
-
-def grad_abs_variance(
-  grads: Any, params: Any, rules: Rules, step: jax.Array | int, state: State | None = None
-) -> Variances:
-  """Returns Var(|g|) over the sparse kernels, over all weights and over the kept ones.
-
-      Var(x) = mean((x - mean(x))^2)
-
-  Figure 3b of arXiv:2402.04744 shows `all`. In masked mode a pruned weight's gradient carries
-  the factor D, so `all` falls with D whatever the noise; `kept` is free of that.
-
-  Args:
-    grads: gradients with respect to the dense parameters, nested as `params`.
-    params: the parameters that they were taken at.
-    rules: the rules.
-    step: the step that they were taken at.
-    state: the state of stateful recipes at that step.
-  """
-  return _of_gradient(grads, masks_of(params, rules, step, state))
-
-
-def _of_gradient(grads: Any, masks: Mapping[str, jax.Array]) -> Variances:
-  return variances({path: jnp.abs(g) for path, g in flatten(grads)}, masks, "gradient (grads)")
-
-
-def second_moment_variance(
-  opt_state: Any, params: Any, rules: Rules, step: jax.Array | int, state: State | None = None
-) -> Variances:
-  """Returns Var(v) of Adam's second moment over the sparse kernels, all weights and kept ones.
-
-  Figure 3a of arXiv:2402.04744 shows `all`, which is confounded as in `grad_abs_variance`. A
-  variance below 1e-38 reads 0. Arguments as there; `opt_state` is read by `second_moments`.
-  """
-  masks = masks_of(params, rules, step, state)
-  return variances(second_moments(opt_state, params), masks, "second moment (opt_state)")
+  total = lambda function, *trees: _sum(jax.tree.leaves(jax.tree.map(function, *trees)))
+  changed = total(lambda a, b: _count(a ^ b), mask_before, mask_after)
+  lost = total(lambda a, b: _count(a & ~b), mask_before, mask_after)
+  size = sum(x.size for x in jax.tree.leaves(mask_before))
+  return FlipRate(_ratio(changed, size), _ratio(lost, total(_count, mask_before)))
 
 
 def summary(
@@ -262,7 +114,7 @@ def summary(
   state: State | None = None,
   grads: Any = None,
   opt_state: Any = None,
-  masks_before: Any = None,
+  seen: Before | None = None,
   *,
   per_place: bool | Collection[str] = True,
 ) -> dict[str, jax.Array]:
@@ -271,15 +123,25 @@ def summary(
       nm/density             nm/density/<path>              share of weights in use now
       nm/density_target      nm/density_target/<path>       n / m of the target
       nm/D                   nm/D/<path>                    decay factor (overall: mean by size)
-                             nm/n/<path>, nm/m/<path>       pattern now, 1:1 while dense
-      nm/flip_rate/all       nm/flip_rate/all/<path>        with masks_before
+      nm/n/<rule>            nm/n/<path>                    pattern n:m now, 1:1 while dense; 0:0
+      nm/m/<rule>            nm/m/<path>                    of a rule whose kernels do not share one
+      nm/flip_rate/all       nm/flip_rate/all/<path>        with seen: flips since then
       nm/flip_rate/kept      nm/flip_rate/kept/<path>
-      nm/grad_abs_var/all    nm/grad_abs_var/all/<path>     with grads
+      nm/grad_abs_var/all    nm/grad_abs_var/all/<path>     with grads, or with seen, if it has them
       nm/grad_abs_var/kept   nm/grad_abs_var/kept/<path>
-      nm/second_moment_var/all, .../kept, and each /<path>  with opt_state; its name ends in
-                                                            _factored where Adafactor factors
+      nm/second_moment_var/all, .../kept, and each /<path>  with opt_state, if it holds a second
+                                                            moment of every sparse kernel; _factored
+                                                            at the end where Adafactor factors
 
-  The names depend on the arguments that are given, never on values or the step.
+  A weight is in use where its factor in W~ is not zero: the density of a kernel is 1 while D > 0,
+  and the share that its mask keeps where D = 0. A short last group keeps up to n of what it has.
+
+  Var(x) = mean((x - mean(x))^2), of |g| and of Adam's second moment; figure 3 of arXiv:2402.04744
+  shows `all`. In masked mode a pruned weight's gradient carries the factor D, so `all` falls with
+  D whatever the noise; `kept`, over the weights that the mask keeps, is free of that.
+
+  The names depend on the arguments that are given, never on values or the step. At a traced
+  negative step, which means that none was given, density and D are NaN and the pattern is 0:0.
 
   Args:
     params: the dense parameters of a forward pass.
@@ -288,31 +150,37 @@ def summary(
     state: the state of stateful recipes at that step.
     grads: the gradients of that pass.
     opt_state: an optax state with a second moment, Adam's or Adafactor's, or `SecondMoments`.
-    masks_before: what `masks_of` returned at an earlier step.
+    seen: what `before` returned at an earlier step.
     per_place: also the names that end in a path; or which of them, such as ("density", "D").
   """
-  sites = rules.assign(params).places
-  masks = masks_of(params, rules, step, state)
-  shares, factors = _density(sites, masks, step), decay(params, rules, step)
-  patterns = pattern_now(params, rules, step)
-  values: dict[str, tuple[Any, Mapping[str, Any]]] = {
-    "density": (shares.overall, shares.places),
-    "density_target": (shares.target, shares.targets),
-    "D": (_mean(sites, factors), factors),
-    "n": (None, {path: now.n.astype(jnp.float32) for path, now in patterns.items()}),
-    "m": (None, {path: now.m.astype(jnp.float32) for path, now in patterns.items()}),
+  sites, masks = rules.assign(params).places, masks_of(params, rules, step, state)
+  decays = {path: site.recipe.decay(step) for path, site in sites.items()}
+  shares = {path: _share_in_use(masks[path], d) for path, d in decays.items()}
+  targets = {path: jnp.float32(site.pattern.density) for path, site in sites.items()}
+  patterns = _patterns(sites, step)
+  values: _Values = {
+    "density": (_mean(shares, masks), shares),
+    "density_target": (_mean(targets, masks), targets),
+    "D": (_mean(decays, masks), decays),
+    "n": (None, {path: n for path, (n, _) in patterns.items()}),
+    "m": (None, {path: m for path, (_, m) in patterns.items()}),
   }
-  if masks_before is not None:
-    counts = _flips(masks_before, masks)
-    values |= _both("flip_rate", _rate(counts.values()), {p: _rate([c]) for p, c in counts.items()})
+  if seen is not None:
+    whole = flip_rate(seen.masks, masks)
+    each = {path: flip_rate(seen.masks[path], mask) for path, mask in masks.items()}
+    for kind in FlipRate._fields:
+      by_path = {path: getattr(rate, kind) for path, rate in each.items()}
+      values[f"flip_rate/{kind}"] = getattr(whole, kind), by_path
   if grads is not None:
-    values |= _both("grad_abs_var", *_of_gradient(grads, masks))
+    values |= _variances_of_gradient(grads, masks)
   if opt_state is not None:
-    is_factored = any_factored(opt_state, {path: site.shape for path, site in sites.items()})
-    name = f"second_moment_var{'_factored' if is_factored else ''}"
     moments = second_moments(opt_state, params)
-    values |= _both(name, *variances(moments, masks, "second moment (opt_state)"))
-  return _named(values, per_place)
+    is_factored = any(path in moments.factored for path in sites)
+    name = f"second_moment_var{'_factored' if is_factored else ''}"
+    if sites.keys() <= moments.nu.keys():
+      values |= _variances(name, moments.nu, masks)
+  out = _named(values, per_place) | (seen.scalars if seen else {})
+  return out | _patterns_of_rules(sites, patterns)
 
 
 def before(
@@ -326,12 +194,12 @@ def before(
 ) -> Before:
   """Looks at a train step before its update: at its masks, and at its gradient.
 
-  Run it as a program of its own at the steps that you sample, and `after` once the update is
+  Run it as a program of its own at the steps that you sample, and `summary` once the update is
   done. The parameters may be donated in between.
 
       seen = metrics.before(params, rules, step, state, grads)
       params, opt_state, state = update(params, opt_state, state, grads)
-      scalars = metrics.after(params, rules, step + 1, state, seen, opt_state)
+      scalars = metrics.summary(params, rules, step + 1, state, None, opt_state, seen)
 
   Args:
     params: the dense parameters that the gradient was taken at.
@@ -342,65 +210,145 @@ def before(
     per_place: as in `summary`.
   """
   masks = masks_of(params, rules, step, state)
-  values = {} if grads is None else _both("grad_abs_var", *_of_gradient(grads, masks))
+  values = {} if grads is None else _variances_of_gradient(grads, masks)
   return Before(masks, _named(values, per_place))
 
 
-def after(
-  params: Any,
-  rules: Rules,
-  step: jax.Array | int,
-  state: State | None,
-  seen: Before,
-  opt_state: Any = None,
-  *,
-  per_place: bool | Collection[str] = False,
-) -> dict[str, jax.Array]:
-  """Returns the metrics of a sampled step, once its update is done.
+def second_moments(opt_state: Any, params: Any) -> SecondMoments:
+  """Returns the second moments in an optax state: Adam's v as stored, or Adafactor's estimate.
 
-  They are those of `summary` at the new parameters, with the flips since `before`, the variances
-  of the gradient that it saw, and the pattern of each rule:
+      v[i, j] = rows[i] * columns[j] / mean(rows)
 
-      nm/n/<rule>, nm/m/<rule>   of its kernels; 0 where they do not share one
+  Found are the `nu` trees of all states inside, such as that of `optax.scale_by_adam` (no bias
+  correction), and the factors of `optax.scale_by_factored_rms`, of small weights the v that it
+  keeps whole, under chain, MultiSteps, inject_hyperparams, masked or multi_transform. Optimizers
+  without one, such as SGD and Lion, and weights that a transformation is masked from have none.
 
   Args:
-    params: the dense parameters after the update.
-    rules: the rules.
-    step: the step after the update.
-    state: the state of stateful recipes after the update.
-    seen: what `before` returned.
-    opt_state: the optimizer's state after the update, or `SecondMoments`. Where it does not hold
-      a second moment of every sparse kernel, there are no names for it.
-    per_place: as in `summary`.
+    opt_state: the state, or `SecondMoments`, which are returned as they are.
+    params: the parameters, whose shapes tell the axes that Adafactor factors.
   """
-  sites = rules.assign(params).places
-  try:
-    moments = second_moments(opt_state, params)
-  except ValueError:  # it keeps none, or two of one weight
-    moments = {}
-  if not sites.keys() <= moments.keys():
-    opt_state = None
-  out = summary(params, rules, step, state, None, opt_state, seen.masks, per_place=per_place)
-  out |= seen.scalars
-  patterns = pattern_now(params, rules, step)
+  if isinstance(opt_state, SecondMoments):
+    return opt_state
+  shapes = {path: jnp.shape(leaf) for path, leaf in flatten(params)}
+  nu, factored = {}, set()
+  is_adam = lambda x: getattr(x, "nu", None) is not None
+  is_adafactor = lambda x: hasattr(x, "v_row") and hasattr(x, "v_col")
+  for state in jax.tree.leaves(opt_state, is_leaf=lambda x: is_adam(x) or is_adafactor(x)):
+    if is_adam(state):
+      nu |= dict(flatten(state.nu))
+    elif is_adafactor(state):
+      rows, columns = dict(flatten(state.v_row)), dict(flatten(state.v_col))
+      for path, v in flatten(state.v):
+        if v.shape != shapes[path]:  # optax factors the two largest axes
+          row, column = (int(axis) for axis in np.argsort(shapes[path])[-2:])
+          v = adafactor_estimate(rows[path], columns[path], (row,), (column,))
+          factored.add(path)
+        nu[path] = v
+  return SecondMoments(nu, factored)
+
+
+def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axes) -> jax.Array:
+  """Returns Adafactor's v (arXiv:1804.04235, algorithm 4; sums there, means here).
+
+  Args:
+    rows: the means over the column axes.
+    columns: the means over the row axes.
+    row_axes: of the whole array.
+    column_axes: of the whole array.
+  """
+  rows, columns = jnp.expand_dims(rows, column_axes), jnp.expand_dims(columns, row_axes)
+  mean = jnp.mean(rows, row_axes, keepdims=True)
+  return rows / jnp.where(mean == 0, 1, mean) * columns  # 0 before the first gradient
+
+
+def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, tuple]:
+  """Returns path -> (n, m) of the level that holds at `step`, float32 scalars; 1:1 while dense."""
+  step, found = as_step(step), {}
+  for path, site in sites.items():
+    n = m = jnp.where(step < 0, jnp.float32(0), jnp.float32(1))
+    for start, pattern in site.recipe.levels(site.axis_size):
+      n = jnp.where(step >= start, jnp.float32(pattern.n), n)
+      m = jnp.where(step >= start, jnp.float32(pattern.m), m)
+    found[path] = n, m
+  return found
+
+
+def _patterns_of_rules(sites: Mapping[str, Site], patterns: Mapping[str, tuple]) -> dict[str, Any]:
+  found = {}
   for rule in dict.fromkeys(site.key for site in sites.values()):
     n, m = jnp.array([patterns[path] for path, site in sites.items() if site.key == rule]).T
     # Levels depend on the length of an axis, so kernels of one rule may differ.
     is_shared = jnp.all((n == n[0]) & (m == m[0]))
-    out[f"nm/n/{rule}"] = jnp.where(is_shared, n[0], 0).astype(jnp.float32)
-    out[f"nm/m/{rule}"] = jnp.where(is_shared, m[0], 0).astype(jnp.float32)
-  return out
+    found[f"nm/n/{rule}"] = jnp.where(is_shared, n[0], 0)
+    found[f"nm/m/{rule}"] = jnp.where(is_shared, m[0], 0)
+  return found
 
 
-def _both(name: str, overall: Any, by_path: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns name/kind -> its overall value and its values by path, for the fields of a value."""
-  return {
-    f"{name}/{kind}": (getattr(overall, kind), {p: getattr(v, kind) for p, v in by_path.items()})
-    for kind in ("all", "kept")
-  }
+def _share_in_use(mask: jax.Array, decay: jax.Array) -> jax.Array:
+  kept = _ratio(_count(mask), mask.size)
+  # D itself where it is NaN: no step was given.
+  return jnp.where(decay == 0, kept, jnp.where(decay > 0, jnp.float32(1), decay))
 
 
-def _named(values: Mapping[str, tuple[Any, Mapping[str, Any]]], per_place) -> dict[str, Any]:
+def _mean(values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns the mean over all weights, exact where all values agree; 1 without weights."""
+  total = sum(mask.size for mask in masks.values())
+  if not total:
+    return jnp.float32(1)
+  # By differences from one of them, which are exactly 0 where all agree.
+  first = next(iter(values.values()))
+  weight = lambda path: jnp.float32(masks[path].size / total)
+  return first + _sum([(x - first) * weight(path) for path, x in values.items()])
+
+
+def _variances_of_gradient(grads: Any, masks: Mapping[str, jax.Array]) -> _Values:
+  return _variances("grad_abs_var", {path: jnp.abs(g) for path, g in flatten(grads)}, masks)
+
+
+def _variances(name: str, values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array]):
+  wide = {path: values[path].astype(jnp.float32) for path in masks}
+  found: _Values = {}
+  whole = {path: jnp.ones_like(mask) for path, mask in masks.items()}
+  for kind, chosen in (("all", whole), ("kept", masks)):
+    by_path = {path: _variance([wide[path]], [chosen[path]]) for path in masks}
+    found[f"{name}/{kind}"] = _variance([*wide.values()], [*chosen.values()]), by_path
+  return found
+
+
+def _variance(xs: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
+  """Returns the variance of the entries of several arrays that masks keep.
+
+  Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983, equation 1.7.
+  """
+  total = _sum([_count(mask) for mask in masks])
+  chosen = lambda x, mask: jnp.where(mask, x, jnp.zeros_like(x))
+  mean = _ratio(_sum([jnp.sum(chosen(x, m)) for x, m in zip(xs, masks, strict=True)]), total)
+  off = [chosen(x - mean, mask) for x, mask in zip(xs, masks, strict=True)]
+  # The second pass corrects what rounding left in the mean.
+  left = _sum([jnp.sum(x) for x in off])
+  squares = _sum([jnp.sum(x * x) for x in off]) - left * _ratio(left, total)
+  return _ratio(jnp.maximum(squares, jnp.float32(0)), total)
+
+
+def _count(mask: jax.Array) -> jax.Array:
+  # Counted exactly and rounded once: a sum of ones in float32 stalls at 2^24.
+  return jnp.sum(mask, dtype=jnp.uint32).astype(jnp.float32)
+
+
+def _ratio(part: jax.Array, whole: jax.Array | int) -> jax.Array:
+  """Returns part / whole: exactly 1 where they are equal, and 0 where the whole is 0."""
+  whole = jnp.asarray(whole, jnp.float32)
+  share = part / jnp.maximum(whole, jnp.float32(1))
+  # XLA may multiply by 1 / whole, which is not 1 for part = whole.
+  return jnp.where((part == whole) & (whole > 0), jnp.float32(1), share)
+
+
+def _sum(values: Sequence[jax.Array]) -> jax.Array:
+  return jnp.sum(jnp.stack(values)) if values else jnp.float32(0)
+
+
+def _named(values: _Values, per_place: bool | Collection[str]) -> dict[str, Any]:
   """Returns the values under their flat names."""
   out = {}
   for name, (overall, by_path) in values.items():

@@ -65,9 +65,9 @@ class Rules:
   indivisible: str = "error"
   roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
   shardings: Mapping[str, NamedSharding] = dataclasses.field(default_factory=dict, repr=False)
-  _literals: dict[str, str] = dataclasses.field(init=False, repr=False)
-  _matchers: list[tuple[str, Callable[[str], bool]]] = dataclasses.field(init=False, repr=False)
+  _matchers: list[tuple[str, re.Pattern[str]]] = dataclasses.field(init=False, repr=False)
   _axes: list[tuple[re.Pattern[str], masks.Axis]] = dataclasses.field(init=False, repr=False)
+  _matched: dict[str, str | None] = dataclasses.field(init=False, repr=False)
   _assigned: dict[_Shapes, Assignment] = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self):
@@ -85,24 +85,16 @@ class Rules:
     if self.indivisible not in _POLICIES:
       raise ValueError(f"indivisible={self.indivisible!r}: choose one of {', '.join(_POLICIES)}.")
     roles = dict(self.roles or {})
-    vocabulary.check_words(roles, "Rules")
+    for role, regex in roles.items():
+      compiled(regex, f"Rules, role {role!r}")
     axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
-    literals, matchers = {}, []
-    words = vocabulary.regexes(roles)
-    for place in self.places:
-      # A long table names most parameters by their own paths. A dict finds them, so that thousands
-      # of rules on thousands of parameters take no time.
-      if _LITERAL.fullmatch(place) and place.rpartition("/")[2] not in words:
-        literals[re.sub(r"\\(\W)", r"\1", place)] = place
-      else:
-        matchers.append((place, vocabulary.matcher(place, roles)))
     for name, value in {
       "places": dict(self.places),
       "axes": axes,
       "roles": roles,
-      "_literals": literals,
-      "_matchers": matchers,
+      "_matchers": [(place, vocabulary.matcher(place, roles)) for place in self.places],
       "_axes": [(compiled(regex, "axes"), axis) for regex, axis in axes.items()],
+      "_matched": {},  # path -> what `match` returned
       "_assigned": {},  # shapes of a tree -> what `assign` returned
     }.items():
       object.__setattr__(self, name, value)
@@ -111,23 +103,31 @@ class Rules:
     return Rules, (self.places, self.axes, self.indivisible, self.roles)
 
   def __eq__(self, other):
-    return isinstance(other, Rules) and self._key == other._key
+    return isinstance(other, Rules) and self.text == other.text
 
   def __hash__(self):
     return self.fingerprint
 
   @functools.cached_property
-  def _key(self) -> Any:
-    # In `axes` the first regex wins, so there the order counts.
-    places, roles = frozenset(self.places.items()), frozenset(self.roles.items())
-    return places, tuple(self.axes.items()), roles, self.indivisible
+  def text(self) -> str:
+    """Returns one line a place: what a checkpoint holds, and `rules_text.parse` reads.
+
+    Equal rules have one text, in whatever order their places come. Fields at their defaults are
+    left out, so that a field that a later version adds changes no text.
+    """
+    lines = [f"{place}: {_recipe_text(recipe)}" for place, recipe in self.places.items()]
+    lines += [f"role {name}: {regex}" for name, regex in self.roles.items()]
+    lines.sort()
+    # The first regex that matches wins, so the order of axes counts.
+    lines += [f"axis {regex}: {axis}" for regex, axis in self.axes.items()]
+    if self.indivisible != "error":
+      lines.append(f"indivisible: {self.indivisible}")
+    return "\n".join(lines)
 
   @functools.cached_property
   def fingerprint(self) -> int:
     """Returns a hash in 31 bits that is equal for equal rules, in every process."""
-    places = sorted(f"({place!r}, {recipe.spelled})" for place, recipe in self.places.items())
-    axes, roles = tuple(self.axes.items()), sorted(self.roles.items())
-    return zlib.crc32(repr((places, axes, roles, self.indivisible)).encode()) >> 1
+    return zlib.crc32(self.text.encode()) >> 1
 
   @property
   def is_dense(self) -> bool:
@@ -157,10 +157,7 @@ class Rules:
       New rules. Axes given by hand come first.
     """
     found: dict[str, masks.Axis] = dict(self.axes)
-    is_names = lambda x: (
-      hasattr(x, "names")
-      or (isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x))
-    )
+    is_names = lambda x: hasattr(x, "names") or isinstance(x, tuple)
     leaves, _ = jax.tree_util.tree_flatten_with_path(logical_axes, is_leaf=is_names)
     for keys, names in leaves:
       path = re.sub(r"_axes$", "", path_name(keys))
@@ -207,14 +204,15 @@ class Rules:
       *inputs: what it computes on. What the function closes over is a constant of the program, as
         a weight is, so a product with it says nothing.
     """
-    if not inputs:
+    if not inputs:  # then all would be constants, and nothing told data from weights
       raise ValueError(
-        "for_model(function, params) has no inputs: pass what the function computes on as well, "
-        "as in for_model(lambda p, x: model.apply({'params': p}, x), params, x)."
+        "for_model(function, params) has no inputs: pass what the function computes on as well, as "
+        "in for_model(lambda p, x: model.apply({'params': p}, x), params, x)."
       )
     shapes = dict(_shapes(params))
     named = [path for path in shapes if not isinstance(self.find(path), Dense | None)]
-    known, unknown = trace.axes(function, params, *inputs)
+    traced = trace.trace(function, params, *inputs)
+    known, unknown = traced.axes, traced.refused
     open_paths = [path for path in named if path not in known and self._axis_of(path) is None]
     if refused := [f"{path!r}: {unknown[path]}" for path in open_paths]:
       raise ValueError(
@@ -234,22 +232,22 @@ class Rules:
       found[re.escape(path)] = _one_or_several(known[path])
     return self.with_axes(found)
 
-  def match(self, path: str) -> tuple[str, Recipe] | None:
-    """Returns the place that names a path, and its recipe; None where none does."""
-    hits = [place for place, matches in self._matchers if matches(path)]
-    if path in self._literals:
-      hits.append(self._literals[path])
-    if len(hits) > 1:
-      raise ValueError(
-        f"two rules claim {path!r}: {' and '.join(map(repr, hits))}. Narrow one of them, so that "
-        "every parameter has one recipe."
-      )
-    return (hits[0], self.places[hits[0]]) if hits else None
+  def match(self, path: str) -> str | None:
+    """Returns the place that names a path; None where none does."""
+    if path not in self._matched:
+      hits = [place for place, regex in self._matchers if regex.fullmatch(path)]
+      if len(hits) > 1:
+        raise ValueError(
+          f"two rules claim {path!r}: {' and '.join(map(repr, hits))}. Narrow one of them, so that "
+          "every parameter has one recipe."
+        )
+      self._matched[path] = hits[0] if hits else None
+    return self._matched[path]
 
   def find(self, path: str) -> Recipe | None:
     """Returns the recipe of a path, None where no place names it."""
-    found = self.match(path)
-    return found[1] if found else None
+    place = self.match(path)
+    return None if place is None else self.places[place]
 
   def site(self, path: str, shape: Sequence[int], axis: masks.Axis) -> Site | str | None:
     """Returns the `Site` of one parameter, why it is skipped, or None where no rule names it.
@@ -259,11 +257,10 @@ class Rules:
       shape: shape of the parameter.
       axis: its contraction axis.
     """
-    found = self.match(path)
-    if not found or isinstance(found[1], Dense):
+    recipe = self.find(path)
+    if isinstance(recipe, Dense | None):
       return None
-    key, recipe = found
-    site = Site(path, recipe, Groups(tuple(shape), axis), key)
+    site = Site(path, recipe, Groups(tuple(shape), axis), self.match(path) or "")
     m = site.whole
     if site.axis_size % m:
       problem = (
@@ -277,7 +274,7 @@ class Rules:
           "pattern, or indivisible='skip' to leave it dense, or 'pad' (gin: INDIVISIBLE)."
         )
       site = dataclasses.replace(site, groups=Groups(site.shape, axis, -site.axis_size % m))
-    recipe.levels(site.axis_size)  # raises where a schedule does not fit
+      recipe.levels(site.axis_size)  # raises where a schedule does not fit the padded axis
     return dataclasses.replace(site, groups=site.groups.sharded(self.shardings.get(path), m))
 
   def _axis_of(self, path: str) -> masks.Axis | None:
@@ -307,13 +304,13 @@ class Rules:
 
   def _assign(self, shapes: _Shapes) -> Assignment:
     known, sites, skipped, dense = dict(shapes), {}, {}, []
-    ambiguous: list[tuple[str, tuple[int, ...]]] = []
+    ambiguous: list[str] = []
     for path, shape in shapes:
       site = None
       if not isinstance(self.find(path), Dense | None):
         axis = self._axis(path, known)
         if axis is None:
-          ambiguous.append((path, shape))
+          ambiguous.append(f"{path!r} of shape {shape}")
           continue
         site = self.site(path, shape, axis)
       if site is None:
@@ -328,13 +325,17 @@ class Rules:
         if site.remarks:
           _log.warning("%s: %s", path, "; ".join(site.remarks))
     if ambiguous:
-      raise AmbiguousAxis(ambiguous)
+      raise ValueError(
+        f"which axis the product sums over is not known for {', '.join(ambiguous)}: let the "
+        "forward pass tell, rules = rules.for_model(forward, params, *inputs), or name it, such as "
+        "axes={'.*/kernel': 0}."
+      )
     self._check_all_used(known)
     return Assignment(sites, skipped, tuple(dense))
 
   def _check_all_used(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses places and axes that name no parameter: a wrong word would change nothing."""
-    found = {match[0] for path in shapes if (match := self.match(path))}
+    found = {self.match(path) for path in shapes}
     idle = [repr(place) for place in self.places if place not in found]
     for regex, axis in self._axes:
       if not any(map(regex.fullmatch, shapes)):
@@ -350,29 +351,11 @@ class Rules:
       )
 
 
-class AmbiguousAxis(ValueError):
-  """Shapes and names of these parameters leave open which of their axes a product sums over.
-
-  Attributes:
-    found: (path, shape) of each.
-  """
-
-  def __init__(self, found: Sequence[tuple[str, tuple[int, ...]]]):
-    self.found = found
-    super().__init__(
-      "which axis the product sums over is not known for "
-      + ", ".join(f"{path!r} of shape {shape}" for path, shape in found)
-      + ": let the forward pass tell, rules = rules.for_model(forward, params, *inputs), or name "
-      f"it, Rules(..., axes={{{re.escape(found[0][0])!r}: AXIS}})."
-    )
-
-
 # flax's own names, and the roles of families: such a module is a convolution, whose kernel is
 # (..., in, out). A name that a user chose may be that of a transposed one.
 _CONV = re.compile(r"(.*/)?Conv_\d+/kernel")
 _CONV_ROLES = ("stem", "conv", "shortcut")
 _EINSUM = re.compile(r"(.*/)?Einsum_\d+/kernel")  # its kernel may be (out, in)
-_LITERAL = re.compile(r"[\w -]*/(?:[\w/ -]|\\\W)*")  # a path: no character has another meaning
 
 
 def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axis | None:
@@ -389,6 +372,16 @@ def _default_axis(path: str, shapes: Mapping[str, tuple[int, ...]]) -> masks.Axi
     return None if _EINSUM.fullmatch(path) else 0
   is_conv = _CONV.fullmatch(path) or vocabulary.role_of(path) in _CONV_ROLES
   return -2 if 3 <= len(shape) <= 5 and is_conv else None
+
+
+def _recipe_text(recipe: Recipe) -> str:
+  words = [recipe.name if recipe.pattern is None else f"{recipe.name} {recipe.pattern}"]
+  for owner in (recipe.phases, recipe):
+    for field in dataclasses.fields(owner) if owner else ():  # type: ignore[arg-type]
+      value = getattr(owner, field.name)
+      if field.name not in ("pattern", "phases") and value != field.default:
+        words.append(f"{field.name}={value!r}")
+  return ", ".join(words)
 
 
 def _shapes(params: Any) -> _Shapes:

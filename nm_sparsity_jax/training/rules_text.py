@@ -7,7 +7,6 @@ bytes in a checkpoint -> [unpack] -> text -> [parse] -> Rules
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 import zlib
 from typing import Any
@@ -21,53 +20,25 @@ from nm_sparsity_jax.recipes import RECIPES, Recipe, recipe
 from nm_sparsity_jax.training.rules import Rules
 
 TEXT_BYTES = 4096
-_MOST_TEXT = 1 << 16  # bytes that may be inflated from them: a checkpoint is anybody's file
+_MOST_TEXT = 1 << 16
 _PLACE = re.compile(r"(.+): ([^\W\d]\w*)(?: (\d+:\d+))?((?:, \w+=.*)?)")
 
 
 def describe(rules: Rules) -> str:
-  """Returns the rules as a text, one line a place, equal for equal rules.
-
-  Fields at their defaults are left out, so that a field that a later version adds changes no text.
-  Rules whose text `parse` could not read are refused, so that no checkpoint is of unknown rules.
+  """Returns `Rules.text`, once it is sure that `parse` can read it.
 
   >>> from nm_sparsity_jax import recipe
   >>> r = recipe("mdgf_linear", pattern="1:8", phases=Phases(total=9), beta=0.5)
   >>> print(describe(Rules({"ff": r})))
   ff: mdgf_linear 1:8, total=9, beta=0.5
+
+  Raises:
+    ValueError: nothing could read the text of a checkpoint back: a place has several lines, or a
+      field holds another value than numbers, texts, patterns, and tuples of these.
   """
-  text = _text(rules)
   if all(type(r) is RECIPES.get(r.name) for r in rules.places.values()):
-    try:
-      parse(text)
-    except ValueError as e:
-      raise ValueError(
-        f"a checkpoint cannot keep these rules, as nothing could read them back ({e}): a place is "
-        "one line, and values of fields are numbers, texts, patterns, or tuples of these."
-      ) from None
-  return text
-
-
-def _text(rules: Rules) -> str:
-  lines = [f"{place}: {_describe_recipe(r)}" for place, r in rules.places.items()]
-  lines += [f"role {name}: {regex}" for name, regex in rules.roles.items()]
-  # Rules that are equal have one text, in whatever order their places were given.
-  lines.sort()
-  # The first regex that matches wins, so the order counts.
-  lines += [f"axis {regex}: {axis}" for regex, axis in rules.axes.items()]
-  if rules.indivisible != "error":
-    lines.append(f"indivisible: {rules.indivisible}")
-  return "\n".join(lines)
-
-
-def _describe_recipe(recipe: Recipe) -> str:
-  words = [recipe.name if recipe.pattern is None else f"{recipe.name} {recipe.pattern}"]
-  for owner in (recipe.phases, recipe):
-    for field in dataclasses.fields(owner) if owner else ():  # type: ignore[arg-type]
-      value = getattr(owner, field.name)
-      if field.name not in ("pattern", "phases") and value != field.default:
-        words.append(f"{field.name}={value!r}")
-  return ", ".join(words)
+    parse(rules.text)
+  return rules.text
 
 
 def parse(text: str) -> Rules:
@@ -103,13 +74,11 @@ def parse(text: str) -> Rules:
   except UnknownRecipe:
     raise
   # What a text that `describe` did not write ends in: deep nesting, a call with wrong arguments.
-  except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as e:
-    raise ValueError(
-      f"this version cannot read these rules ({str(e)[:400]}):\n{_short(text)}"
-    ) from e
+  except (ValueError, TypeError, SyntaxError, RecursionError) as e:
+    raise ValueError(f"this version cannot read these rules ({e}):\n{text[:4000]}") from e
   # Another version may know other defaults: it must not go on with other rules in silence.
-  if (now := _text(rules)) != text:
-    raise ValueError(f"this version reads {_short(repr(now))} in these rules:\n{_short(text)}")
+  if rules.text != text:
+    raise ValueError(f"this version reads {rules.text!r} in these rules:\n{text[:4000]}")
   return rules
 
 
@@ -129,10 +98,6 @@ def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:
   return recipe(name, pattern=pattern, phases=Phases(**steps) if steps else None, **given)
 
 
-def _short(text: str) -> str:
-  return text if len(text) <= 4000 else f"{text[:400]}... ({len(text):,} characters)"
-
-
 def pack(text: str) -> np.ndarray:
   """Returns the text of rules as a checkpoint keeps it: uint8[4096], deflated and padded."""
   data = np.frombuffer(zlib.compress(text.encode(), 9), np.uint8)
@@ -145,13 +110,9 @@ def pack(text: str) -> np.ndarray:
 
 
 def unpack(data: np.ndarray) -> str:
-  """Returns the text that `pack` was given.
-
-  Raises:
-    ValueError: it is longer than any that `pack` makes.
-  """
+  """Returns the text that `pack` was given."""
   inflating = zlib.decompressobj()
   text = inflating.decompress(np.asarray(data).tobytes(), _MOST_TEXT)
-  if inflating.unconsumed_tail:
+  if inflating.unconsumed_tail:  # a checkpoint is anybody's file
     raise ValueError(f"the text of its rules has more than {_MOST_TEXT:,} bytes")
   return text.decode()

@@ -16,7 +16,6 @@ import jax
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.schedules import Segment
 from nm_sparsity_jax.core.text import table
 from nm_sparsity_jax.core.trees import alike, group
 from nm_sparsity_jax.recipes import Recipe
@@ -70,19 +69,10 @@ class Site:
     return self.groups.count(self.pattern)
 
   @property
-  def patterns(self) -> tuple[NM, ...]:
-    """Returns the target pattern and those of the levels that fit this axis."""
-    return (self.pattern, *(p for _, p in self.recipe.levels(self.axis_size)))
-
-  @property
   def whole(self) -> int:
-    """Returns the length that holds whole groups of each of `patterns`."""
-    return math.lcm(*(p.m for p in self.patterns))
-
-  @property
-  def dropped(self) -> tuple[str, ...]:
-    """Returns the levels of the recipe that do not fit this axis."""
-    return tuple(str(p) for _, p in self.recipe.levels() if p not in self.patterns)
+    """Returns the length that holds whole groups of the target and of each level that fits."""
+    levels = self.recipe.levels(self.axis_size)
+    return math.lcm(self.pattern.m, *(pattern.m for _, pattern in levels))
 
   @property
   def remarks(self) -> tuple[str, ...]:
@@ -93,14 +83,14 @@ class Site:
       remarks.append(f"keeps {self.pattern.n} of {self.pattern.m}")
     if self.groups.pad:
       remarks.append(f"axis padded by {self.groups.pad}")
-    if self.dropped:
-      remarks.append(f"levels {', '.join(self.dropped)} do not divide {self.axis_size}: dropped")
-    segments = self.recipe.timeline(self.axis_size)
-    after = [*(later.decay_start for later in segments[1:]), 0.0]
-    for a, d in zip(segments, after, strict=False):
-      # The exponential decay of beta=None ends at 1/1000: that is how it is meant.
-      if a.pattern is not None and a.decay_stop > 0.002 and d == 0:
-        remarks.append(f"D jumps from {a.decay_stop:.3g} to 0 at step {a.stop}")
+    fits = {pattern for _, pattern in self.recipe.levels(self.axis_size)}
+    if dropped := [str(p) for _, p in self.recipe.levels() if p not in fits]:
+      remarks.append(f"levels {', '.join(dropped)} do not divide {self.axis_size}: dropped")
+    end = self.recipe.phases.finetune_start
+    before = [s for s in self.recipe.timeline(self.axis_size) if s.pattern and s.stop == end]
+    # The exponential decay of beta=None ends at 1/1000: that is how it is meant.
+    if before and before[0].decay_stop > 0.002:
+      remarks.append(f"D jumps from {before[0].decay_stop:.3g} to 0 at step {end}")
     return tuple(remarks)
 
   @functools.cached_property
@@ -109,7 +99,7 @@ class Site:
 
     The axis is left out: a layer in a scan and the stacked parameter have different ones.
     """
-    text = f"({self.recipe.spelled}, {self.axis_size!r}, {self.groups.pad!r})"
+    text = f"({self.recipe!r}, {self.axis_size!r}, {self.groups.pad!r})"
     return zlib.crc32(text.encode()) >> 1
 
   def effective(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
@@ -156,41 +146,13 @@ class Assignment:
       lines.append(f"dense    {', '.join(name for name, _ in group(self.dense))}")
     return "\n".join(lines)
 
-  @property
-  def schedule(self) -> str:
-    """Returns when which pattern and D hold: a table for each recipe and length of an axis."""
-    timelines: dict[tuple, list[str]] = {}
-    for site in self.places.values():
-      key = site.recipe, site.recipe.timeline(site.axis_size)
-      timelines.setdefault(key, []).append(site.key)
-    blocks = []
-    for (recipe, segments), keys in timelines.items():
-      rows = [
-        (f"{s.start:,} .. {s.stop - 1:,}", s.pattern or "dense", _decay_text(s)) for s in segments
-      ]
-      lines = table(("sparse steps", "pattern", "D"), rows)
-      head = f"schedule of {', '.join(dict.fromkeys(keys))}: {recipe.name} {recipe.pattern}"
-      blocks.append("\n".join([head, *(f"  {line}" for line in lines)]))
-    return "\n".join(blocks)
-
   def unfinished(self, step: int) -> str | None:
-    """Returns where a schedule stands at `step`, in words; None if every one is over.
+    """Returns which schedule is not over at `step`, in words; None if every one is.
 
     >>> rules.assign(params).unfinished(40)  # doctest: +SKIP
-    "40, with pattern 1:8 and D = 0.5 at 'ff', where the schedule is over at 60"
+    "40, and the schedule of 'ff' is over at 60"
     """
     for site in self.places.values():
-      phases = site.recipe.phases
-      if phases is not None and step < phases.finetune_start:
-        now = next(s for s in site.recipe.timeline(site.axis_size) if s.start <= step < s.stop)
-        d = float(site.recipe.decay(step))
-        return (
-          f"{step:,}, with pattern {now.pattern or 'dense'} and D = {d:.3g} at {site.key!r}, "
-          f"where the schedule is over at {phases.finetune_start:,}"
-        )
+      if step < (end := site.recipe.phases.finetune_start):
+        return f"{step:,}, and the schedule of {site.key!r} is over at {end:,}"
     return None
-
-
-def _decay_text(segment: Segment) -> str:
-  a, b = float(segment.decay_start), float(segment.decay_stop)
-  return f"{a:.3g}" if a == b else f"{a:.3g} -> {b:.3g}"

@@ -1,4 +1,4 @@
-"""One optax transformation that trains sparse weights in place.
+"""The optax transformation that trains sparse weights in place, and links for other loops.
 
     params = W~ of this step -> the user's loss -> gradients
     gradients -> [pull_back: to W, + SR-STE's term] -> wrapped optimizer -> W of the next step
@@ -83,7 +83,6 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
 
   def init(params):
     nonlocal rules
-    check_whole(params, rules)
     sites = rules.assign(params).places
     rules = _with_shardings_of(params, rules)
     dense = map_with_names(lambda p, w: _master(p, w) if p in sites else _NONE, params)
@@ -103,21 +102,22 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     sites = rules.assign(params).places
     seen, grads = dict(flatten(params)), dict(flatten(updates))
     step = _checked_step(state, rules, sites)
-    dense, masks = _at_start(state, sites, seen)
+    dense, masks = _at_start(state, rules, params)
     pulled = {}
     for path, site in sites.items():
       at, mask = stored.current(site, step, masks)
       pulled[path] = site.recipe.pull_back(grads[path], dense[path], seen[path], at, mask)
     # Weight decay and trust ratios of the wrapped optimizer are those of W, not of W~.
     at_w = map_with_names(lambda p, x: dense[p].astype(x.dtype) if p in sites else x, params)
-    full = map_with_names(lambda p, g: pulled.get(p, g), updates)
     with _relaxed():
-      moves, inner_state = inner.update(full, state.inner_state, at_w, **extra)
+      pulled = _replaced(updates, pulled)
+      moves, inner_state = inner.update(pulled, state.inner_state, at_w, **extra)
     moved = {p: dense[p] + u.astype(dense[p].dtype) for p, u in flatten(moves) if p in sites}
     count = jnp.where(step < 0, step, step + 1)  # below 0: the rules are others
     if masks:
       # The gradient at W~ without SR-STE's term: snip scores |g * W|.
-      masks = stored.renewed_masks(sites, masks, moved, count, grads, dense)
+      new, old = _replaced(params, moved), _replaced(params, dense)
+      masks = stored.update_state(masks, new, rules, count, updates, old)
 
     def change(path, u):
       if path not in sites:
@@ -170,22 +170,147 @@ def states(opt_state: Any, *kinds: type) -> list[Any]:
   return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]
 
 
-def check_whole(params: Any, rules: Rules) -> None:
-  """Refuses parameters that a wrapper such as `optax.masked` hides from what the rules name."""
-  is_hidden = lambda x: isinstance(x, optax.MaskedNode)
-  for path, leaf in flatten(params, is_hidden):
-    if is_hidden(leaf) and rules.find(path):
-      raise ValueError(
-        f"a rule names {path!r}, but a wrapper such as optax.masked hides it here: put "
-        "the wrapper inside, as in nms.sparse(optax.masked(tx, mask), rules)."
-      )
-
-
 def scalar(count: Any) -> jax.Array:
   """Returns a count as int32, out of the box that `nnx.Optimizer` keeps it in."""
   (found,) = jax.tree.leaves(count)
   return jnp.asarray(found, jnp.int32)
 
+
+# --- links of an optax chain, for those who compose by hand -----------------------------------
+
+
+class CountStepsState(NamedTuple):
+  """The state of `nms.count_steps`: the updates applied so far, an int32 scalar."""
+
+  count: jax.Array
+
+
+class SrSteState(NamedTuple):
+  """The state of `nms.sr_ste`, likewise."""
+
+  count: jax.Array
+
+
+def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
+  """Adds lambda * (1 - mask) * W to the gradient of every weight whose recipe asks for it.
+
+  Put it first in the chain, before anything that scales or accumulates the gradient's moments,
+  and inside `optax.MultiSteps`, so that it acts once per optimizer step:
+
+      optax.MultiSteps(optax.chain(nms.sr_ste(rules), optax.adamw(1e-3)), every_k_schedule=4)
+
+  The mask is the one that the forward pass of this step applied: it is taken from the same
+  weights at the same step (the count of this transformation). Without an SR-STE rule it changes
+  nothing but still counts. Stored masks (idp) come as an extra argument:
+
+      tx.update(grads, opt_state, params, nm_state=state)
+
+  Args:
+    rules: what is sparse, and how.
+
+  Reference: Zhou et al., ICLR 2021, arXiv:2102.04010, equation 8.
+  """
+
+  def init(params):
+    rules.assign(params)
+    return SrSteState(jnp.zeros((), jnp.int32))
+
+  def update(updates, state, params=None, *, nm_state: stored.State | None = None, **extra):
+    del extra
+    if params is None:
+      raise ValueError("nms.sr_ste needs the parameters: tx.update(grads, opt_state, params).")
+    updates = add_sr_ste(updates, params, rules, state.count, nm_state)
+    return updates, SrSteState(state.count + 1)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def add_sr_ste(
+  grads: Any,
+  params: Any,
+  rules: Rules,
+  step: jax.Array | int,
+  state: stored.State | None = None,
+  scale: jax.Array | float = 1.0,
+) -> Any:
+  """Returns g + scale * lambda * (1 - mask) * W where a recipe asks for it, as `sr_ste` does.
+
+  Args:
+    grads: gradients, like `params`.
+    params: the dense parameters W.
+    rules: the rules.
+    step: the step that the gradients were taken at.
+    state: stored masks (idp).
+    scale: lambda is meant for the gradient of the mean loss per target; where the loss is that
+      mean times a factor, the factor.
+  """
+  sites, arrays = rules.assign(params).places, dict(flatten(params))
+
+  def add(path, g):
+    site = sites.get(path)
+    if site is None or not site.recipe.lam:
+      return g
+    w = arrays[path]
+    # The mask of the forward pass of this step, made anew: nothing carries it here.
+    pruned = jnp.where(site.mask(w, *stored.current(site, step, state)), jnp.zeros_like(w), w)
+    # In float32, since lambda * W may be a subnormal of a shorter dtype.
+    lam = jnp.float32(site.recipe.lam * scale)
+    return g + (lam * pruned.astype(jnp.float32)).astype(g.dtype)
+
+  return map_with_names(add, grads)
+
+
+def count_steps() -> optax.GradientTransformation:
+  """Counts updates and changes nothing: for optimizers that keep no count, such as plain SGD.
+
+      tx = optax.chain(nms.count_steps(), optax.sgd(0.1))
+      nms.step_count(tx.init(params))  # 0
+
+  Give it no arguments. `nms.step_count` finds its count.
+  """
+
+  def init(params):
+    del params
+    return CountStepsState(jnp.zeros((), jnp.int32))
+
+  def update(updates, state, params=None):
+    del params
+    return updates, CountStepsState(state.count + 1)
+
+  return optax.GradientTransformation(init, update)
+
+
+def step_count(opt_state: Any) -> jax.Array:
+  """Returns the number of optimizer updates applied, an int32 scalar: the `step`.
+
+      step = nms.step_count(opt_state)
+
+  It is the count of `nms.sparse`; else under `optax.MultiSteps` its `gradient_step`; else the count
+  of `sr_ste` or `count_steps`; else the first `count` in the chain. (Counts that begin anew, of
+  `optax.apply_every` and `reduce_on_plateau`, are skipped.)
+
+  Args:
+    opt_state: the state of any optax optimizer.
+  """
+  # Outer counts first: an optimizer inside may count mini-steps, or be skipped.
+  for kinds, field in (
+    ((SparseState,), "count"),
+    ((optax.MultiStepsState,), "gradient_step"),
+    ((SrSteState, CountStepsState), "count"),
+  ):
+    if found := states(opt_state, *kinds):
+      return scalar(getattr(found[0], field))
+  for path, count in optax.tree.get_all_with_path(opt_state, "count"):
+    begins_anew = getattr(path[-1], "tuple_name", "") in ("ApplyEvery", "ReduceLROnPlateauState")
+    if not begins_anew and len(jax.tree.leaves(count)) == 1:
+      return scalar(count)
+  raise ValueError(
+    "the optimizer state has no step count: add one, "
+    "optax.chain(nms.count_steps(), your_optimizer)."
+  )
+
+
+# --- helpers of `sparse` ----------------------------------------------------------------------
 
 _NONE = optax.MaskedNode()
 
@@ -222,20 +347,23 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
   return jnp.where(same, state.count, jnp.int32(-1))
 
 
-def _at_start(
-  state: SparseState, sites: Mapping[str, Site], params: Mapping[str, Any]
-) -> tuple[dict[str, jax.Array], Any]:
+def _at_start(state: SparseState, rules: Rules, params: Any) -> tuple[dict[str, jax.Array], Any]:
   """Returns W by path, and the stored masks; before the first update they are of the parameters.
 
   These may have been loaded after `init`.
   """
-  begins = state.count == 0
+  begins, now = state.count == 0, dict(flatten(params))
   kept = dict(flatten(state.dense))
-  dense = {path: jnp.where(begins, params[path].astype(w.dtype), w) for path, w in kept.items()}
+  dense = {path: jnp.where(begins, now[path].astype(w.dtype), w) for path, w in kept.items()}
   if not state.masks:
     return dense, state.masks
-  first = lambda: stored.first_masks(sites, dense)
+  first = lambda: stored.init_state(_replaced(params, dense), rules)
   return dense, jax.lax.cond(begins, first, lambda: state.masks)
+
+
+def _replaced(tree: Any, new: Mapping[str, jax.Array]) -> Any:
+  """Returns the tree with other leaves at some paths."""
+  return map_with_names(lambda path, x: new.get(path, x), tree)
 
 
 @contextlib.contextmanager

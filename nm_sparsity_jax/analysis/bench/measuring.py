@@ -182,7 +182,7 @@ def _packed(network: Any, params: Any, rules: Rules | None, dtype: Any) -> tuple
       )
     params, _ = unstack_layers.unstacked(params, config)
     params, report = inference_tree.pack_tree(params, rules, dtype)
-    if not report.sizes:
+    if not report.packed:
       why = "; ".join(dict.fromkeys(report.dense.values()))
       raise ValueError(f"no kernel of this network is packed: {why}.")
   plain = unstack_layers.without_scan(config)

@@ -11,7 +11,7 @@
 What stands where:
 
     reading     folders of runs -> Run
-    sections    Run -> Section, with scored, summary and cost
+    sections    Run -> Section; `scored` has those that judge a run
     charts, page (of `analysis`)   lines of points -> SVG or PNG; sections -> HTML
 """
 
@@ -73,31 +73,14 @@ def report(folders: Sequence[str | pathlib.Path], checkpoint: str | int = "best"
 
 
 def write(report: Report, path: str | os.PathLike) -> pathlib.Path:
-  """Writes a report as one HTML page, and returns its path.
-
-  Args:
-    report: what is shown.
-    path: the file; its folder is made where it is missing.
-
-  Raises:
-    ModuleNotFoundError: jinja2 or matplotlib is not installed.
-  """
+  """Writes a report as one HTML page, and returns its path."""
   names = [run.name for run in report.runs]
   title = f"N:M sparsity: {', '.join(names)}"
-  configs = [run.gin for run in report.runs]
-  return page.write(page.render(title, names, report.sections, configs), pathlib.Path(path))
+  return page.write(path, title, names, report.sections, [run.gin for run in report.runs])
 
 
 def png(report: Report, folder: str | os.PathLike) -> list[pathlib.Path]:
-  """Writes each chart that can be drawn as KEY.png, and returns the paths.
-
-  Args:
-    report: whose charts.
-    folder: it is made where it is missing.
-
-  Raises:
-    ModuleNotFoundError: matplotlib is not installed.
-  """
+  """Writes each chart that can be drawn as KEY.png into a folder, and returns the paths."""
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   drawn = {folder / f"{c.key}.png": c for c in report.charts.values() if not c.is_empty}

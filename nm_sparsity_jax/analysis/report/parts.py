@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from nm_sparsity_jax.analysis.charts import Chart, Line
 from nm_sparsity_jax.analysis.page import Cell
@@ -22,7 +21,7 @@ def curve(
   runs: Sequence[Run],
   key: str,
   title: str,
-  of: str | Callable[[Run], Mapping[int, float]],
+  points: Iterable[Mapping[int, float]],
   style: str = "line",
   **more,
 ) -> list[Chart]:
@@ -32,33 +31,24 @@ def curve(
     runs: all runs of the page.
     key: names the chart and its file.
     title: what y is.
-    of: the points of a run, by step; or a tag of its train/.
+    points: of each run, by step.
     style: of the lines.
     **more: other fields of `Chart`.
   """
-  points_of = (lambda run: run.train.get(of, {})) if isinstance(of, str) else of
-  points = [sorted(points_of(run).items()) for run in runs]
-  lines = [Line(i, found, style) for i, found in enumerate(points) if found]
+  lines = [Line(i, sorted(found.items()), style) for i, found in enumerate(points) if found]
   return [by_step(runs, key, title, lines, **more)] if lines else []
 
 
-def grouped(said: Iterable[tuple[str, str]]) -> Iterator[str]:
-  """Yields a sentence for each thing that is said, once, with all runs that it is said of.
+def grouped(remarks: Iterable[tuple[str, str]]) -> Iterator[str]:
+  """Yields a sentence for each remark, once, with all runs that it is of.
 
   Args:
-    said: name of a run, what is said of it.
+    remarks: name of a run, what is to say of it.
   """
   names: dict[str, list[str]] = {}
-  for name, text in said:
+  for name, text in remarks:
     names.setdefault(text, []).append(name)
   yield from (f"{', '.join(of)}: {text}." for text, of in names.items())
-
-
-def lacking(runs: Sequence[Run], has: Callable[[Run], Any], what: str) -> Iterator[str]:
-  """Names the runs that lack what others have."""
-  names = [run.name for run in runs if not has(run)]
-  if names and len(names) < len(runs):
-    yield f"{', '.join(names)}: {what}."
 
 
 def heads(runs: Sequence[Run]) -> list[Cell]:

@@ -1,13 +1,11 @@
-"""Reads the folders of runs.
+"""Reads the folders of runs. A step is the global one, as it was written.
 
-    DIR/train/events*, metrics.jsonl                 tag -> step -> value
-    DIR/training_eval/TASK/events*, metrics.jsonl    the same by task
-    DIR/inference_eval/                              seqio's metrics by task
-    DIR/evaluations.json                             metrics of tasks that inference_eval/ lacks
-    DIR/config.gin, run.json, checkpoint_N           its rules and its network
-        -> [read] -> Run
-
-A step here is the global one, as it was written.
+DIR/train/events*, metrics.jsonl                 tag -> step -> value
+DIR/training_eval/TASK/events*, metrics.jsonl    the same by task
+DIR/inference_eval/                              seqio's metrics by task
+DIR/evaluations.json                             metrics of tasks that inference_eval/ lacks
+DIR/config.gin, run.json, checkpoint_N           its rules and its network
+    -> [read] -> Run
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from nm_sparsity_jax.runs import events, folders, results, trained
 from nm_sparsity_jax.trainer import evaluation
 
 Points = dict[int, float]  # global step -> value
-LOSS = "loss_per_nonpadding_target_token"
+T5_LOSS = "loss_per_nonpadding_target_token"
 
 
 @dataclasses.dataclass
@@ -34,9 +32,9 @@ class Run:
   Attributes:
     path: the folder, as it was given.
     name: for people.
-    train: tag -> points.
+    train: tag -> points, of train/. Of the many losses of T5X, `loss` is that of a target token.
     evals: task -> tag -> points, of training_eval/.
-    tasks: task -> step -> metric -> value; `less_is_better` tells which way a metric gets better.
+    tasks: task -> step -> metric -> value.
     gin: the text of config.gin; '' where there is none.
   """
 
@@ -48,32 +46,17 @@ class Run:
   gin: str
 
   @functools.cached_property
-  def macros(self) -> dict[str, str]:
-    """Returns the macros of config.gin: name -> value as text."""
-    return trained.macros(self.gin)
-
-  @functools.cached_property
   def settings(self) -> results.Run:
     """Returns what `glue score` knows of it: its start, and from which step it has its pattern."""
     return results.settings(self.path)
 
   @functools.cached_property
-  def processes(self) -> Sequence[Mapping[str, Any]]:
-    """Returns what the local runner ran with: {"from": step, "environment": {name: value}}."""
-    return trained.started(self.path).get("processes", [])
-
-  @functools.cached_property
-  def _directions(self) -> Mapping[str, Any]:
-    """Returns the newest entry of evaluations.json, which notes the directions of metrics."""
+  def _newest_evaluation(self) -> Mapping[str, Any]:
     return max(folders.evaluations(self.path).items(), default=(0, {}))[1]
 
   def less_is_better(self, metric: str) -> bool:
-    """Returns whether less of a metric is better, as its workload noted it or its name tells.
-
-    Args:
-      metric: its name.
-    """
-    return evaluation.less_is_better(self._directions, metric)
+    """Returns whether less of a metric is better, as its workload or else its name says."""
+    return evaluation.less_is_better(self._newest_evaluation, metric)
 
   @property
   def offset(self) -> int:
@@ -86,26 +69,6 @@ class Run:
     series = [*self.train.values(), *(p for tags in self.evals.values() for p in tags.values())]
     return max((s for points in (*series, *self.tasks.values()) for s in points), default=None)
 
-  @property
-  def span(self) -> tuple[int, int]:
-    """Returns the global steps that it begins and ends at, once it is done."""
-    steps = self.settings.sparse_steps
-    return self.offset, (self.last_step or 0) if steps is None else self.offset + steps
-
-  @property
-  def counts_tokens(self) -> bool:
-    """Returns whether its losses are per target token, as T5's are; other families have others."""
-    return any(LOSS in tags for tags in (self.train, *self.evals.values()))
-
-  @property
-  def loss(self) -> Points:
-    """Returns its training loss, per target token where it counts these."""
-    return self.train.get(LOSS if self.counts_tokens else "loss", {})
-
-  def loss_of(self, task: str) -> Points:
-    """Returns the validation loss of a task."""
-    return self.evals.get(task, {}).get(LOSS if self.counts_tokens else "loss", {})
-
   @functools.cached_property
   def _rules(self) -> tuple[Any, str]:
     try:
@@ -115,7 +78,7 @@ class Run:
 
   @property
   def rules(self) -> Any:
-    """Returns the `Rules` that it trains with, None where nothing tells them."""
+    """Returns the `Rules` that it trains with; None where they are not known."""
     return self._rules[0]
 
   @property
@@ -125,7 +88,7 @@ class Run:
 
   @functools.cached_property
   def sparse(self) -> Mapping[str, Any] | None:
-    """Returns place -> recipe, of those that do not stay dense; None where nothing tells."""
+    """Returns place -> recipe, of those that do not stay dense; None where no rules are known."""
     if self.rules is None:
       return None
     places = self.rules.places
@@ -150,7 +113,7 @@ class Run:
       until: how many steps of the sparse run.
 
     Raises:
-      ValueError: nothing tells the rules, the network or the batch size.
+      ValueError: the rules, the network or the batch size are not known.
     """
     from nm_sparsity_jax.training import flops
 
@@ -173,14 +136,12 @@ def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:
   Raises:
     ValueError: one is no run's, holds no metrics, or a file is broken.
   """
-  if len(paths) > charts.MAX_RUNS:
-    raise ValueError(
-      f"{len(paths)} runs: more than {charts.MAX_RUNS} cannot be told apart by their colours; "
-      "make several reports"
-    )
   resolved = [pathlib.Path(path).resolve() for path in paths]
-  if len(set(resolved)) < len(resolved):
-    raise ValueError(f"{', '.join(map(str, paths))}: name each folder once")
+  if len(paths) > charts.MAX_RUNS or len(set(resolved)) < len(resolved):
+    raise ValueError(
+      f"{len(paths)} runs, {', '.join(map(str, paths))}: a page has colours for "
+      f"{charts.MAX_RUNS}, and each folder is named once"
+    )
   short = [folder.name for folder in resolved]
   return [
     _read(pathlib.Path(path), name if short.count(name) == 1 else str(path))
@@ -189,16 +150,13 @@ def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:
 
 
 def _read(folder: pathlib.Path, name: str) -> Run:
-  if not folder.is_dir():
-    hint = "; copy it from the bucket first" if ":/" in str(folder) else ""
-    raise ValueError(f"{folder}: there is no such folder{hint}")
   rooms = sorted((folder / "training_eval").glob("*"))
   evals = {room.name: points for room in rooms if (points := _points(room))}
   train, tasks = _points(folder / "train"), tasks_of(folder)
   if not (train or evals or tasks):
     raise ValueError(
       f"{folder}: holds no metrics in train/, training_eval/ or inference_eval/. Name the "
-      "MODEL_DIR of a run."
+      "MODEL_DIR of a run; copy one in a bucket first."
     )
   return Run(folder, name, train, evals, tasks, trained.gin_text(folder))
 
@@ -207,9 +165,6 @@ def tasks_of(folder: pathlib.Path) -> dict[str, results.Series]:
   """Returns task -> step -> metric -> value for all tasks of a run.
 
   A task's metrics come from inference_eval/, and from evaluations.json where that has none.
-
-  Args:
-    folder: the run's.
   """
   room = folder / "inference_eval"
   names = {file.name.removesuffix("-metrics.jsonl") for file in room.glob("*-metrics.jsonl")}
@@ -224,10 +179,7 @@ def tasks_of(folder: pathlib.Path) -> dict[str, results.Series]:
 
 
 def _points(folder: pathlib.Path) -> dict[str, Points]:
-  """Returns tag -> step -> value; what a resumed run wrote again counts.
-
-  Event files count, and metrics.jsonl where they say nothing.
-  """
+  """Returns tag -> step -> value; what a resumed run wrote again counts."""
   found: dict[str, Points] = {}
   if (lines := folder / "metrics.jsonl").is_file():
     for step, values in results.json_lines(lines, []):
@@ -236,6 +188,10 @@ def _points(folder: pathlib.Path) -> dict[str, Points]:
   for file in sorted(folder.glob("*tfevents*")):  # their names begin with the time
     for step, tag, value in events.scalars(file):
       found.setdefault(tag, {})[step] = value
+  if T5_LOSS in found:
+    # T5X writes some twenty tags more: sums over batches, parts of the loss, times.
+    kept = ("nm/", "accuracy", "learning_rate", "timing/steps_per_second")
+    found = {"loss": found[T5_LOSS]} | {t: p for t, p in found.items() if t.startswith(kept)}
   return {tag: dict(sorted(points.items())) for tag, points in found.items()}
 
 

@@ -1,22 +1,24 @@
-"""The section of scores, and which measures a run is judged by.
-
-GLUE's columns stand beside the published row; metrics of other tasks stand in a table of their own.
-"""
+"""What a run is judged by, and the sections that judge: summary, scores, accuracy against cost."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nm_sparsity_jax.analysis import scores
+from nm_sparsity_jax.analysis.charts import Chart, Line
 from nm_sparsity_jax.analysis.page import Cell, Part, Table
-from nm_sparsity_jax.analysis.report.parts import grouped, heads, lacking
+from nm_sparsity_jax.analysis.report.parts import grouped, heads
 from nm_sparsity_jax.analysis.report.reading import Run
 from nm_sparsity_jax.analysis.scores import published
-from nm_sparsity_jax.core.text import Strong
-from nm_sparsity_jax.runs import glue, results
+from nm_sparsity_jax.core.text import Strong, listed, score_digits
+from nm_sparsity_jax.runs import glue
+
+Checkpoint = str | int  # 'best', 'last' or a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +40,8 @@ class Measure:
     values = run.tasks[self.task][step]
     return math.fsum(values.get(m, math.nan) for m in self.metrics) / len(self.metrics)
 
-  def step(self, run: Run, checkpoint: str | int) -> int | None:
-    """Returns the step that counts, as `scores.choose` does; None if there is none.
-
-    The best step is never one whose weights are denser than the pattern.
-
-    Args:
-      run: the run.
-      checkpoint: 'best', 'last' or a step.
-    """
+  def step(self, run: Run, checkpoint: Checkpoint) -> int | None:
+    """Returns the step that counts, as `scores.choose` does; None if there is none."""
     series, first = run.tasks.get(self.task, {}), run.settings.target_from() or 0
     if not series:
       return None
@@ -57,26 +52,28 @@ def measures(run: Run) -> dict[str, Measure]:
   """Returns what a run is judged by, by name.
 
   These are the columns of GLUE if it has any. Else they are all its tasks, each with the metrics of
-  every step of which more is better, and each metric by itself of which less is better. A metric
-  such as accuracy_top5 does not count beside accuracy.
+  every step of which more is better, and each metric by itself of which less is better.
   """
-  if columns := columns_of(run):
-    return {name: Measure(*column) for name, column in columns.items()}
+  of_glue = {glue.config_of(task): task for task in run.tasks}
+  if columns := {
+    f"{'mini ' * mini}{column.title}": Measure(of_glue[column.task, mini], column.metrics)
+    for column in glue.COLUMNS
+    for mini in (False, True)
+    if (column.task, mini) in of_glue
+  }:
+    return columns
   found = {}
   for task, series in run.tasks.items():
     names = sorted(set.intersection(*map(set, series.values()))) if series else []
-    names = [n for n in names if _strict(n) == n or _strict(n) not in names]
+    # accuracy_top5 is a laxer accuracy, so their mean is no score.
+    strict = lambda name: re.sub(r"_top\d+$", "", name)
+    names = [name for name in names if strict(name) == name or strict(name) not in names]
     if more := [name for name in names if not run.less_is_better(name)]:
       found[task] = Measure(task, tuple(more))
     for name in names:
       if run.less_is_better(name):
         found[f"{task} {name}"] = Measure(task, (name,), less=True)
   return found
-
-
-def _strict(metric: str) -> str:
-  """Returns the metric that one such as accuracy_top5 is a laxer form of; else itself."""
-  return re.sub(r"_top\d+$", "", metric)
 
 
 def common(judged: Sequence[Run]) -> dict[str, Measure]:
@@ -95,145 +92,201 @@ def common(judged: Sequence[Run]) -> dict[str, Measure]:
 
 def means(run: Run, common: Mapping[str, Measure]) -> list[tuple[int, float]]:
   """Returns (step, mean of the measures) for each step where all of them have a finite value."""
-  found = []
-  for step in sorted(set.intersection(*(set(run.tasks[m.task]) for m in common.values()))):
-    values = [measure.at(run, step) for measure in common.values()]
-    if all(map(math.isfinite, values)):
-      found.append((step, math.fsum(values) / len(values)))
-  return found
+  steps = set.intersection(*(set(run.tasks[m.task]) for m in common.values()))
+  found = [(step, statistics.fmean(m.at(run, step) for m in common.values())) for step in steps]
+  return sorted((step, mean) for step, mean in found if math.isfinite(mean))
 
 
-def mean_score(run: Run, common: Mapping[str, Measure], checkpoint: str | int) -> float:
+def mean_score(run: Run, common: Mapping[str, Measure], checkpoint: Checkpoint) -> float:
   """Returns the mean of the measures, each at the step that counts; NaN if one has no such step."""
-  values = []
-  for measure in common.values():
-    step = measure.step(run, checkpoint)
-    values.append(math.nan if step is None else measure.at(run, step))
-  return math.fsum(values) / len(values)
+  steps = [(measure, measure.step(run, checkpoint)) for measure in common.values()]
+  return statistics.fmean(math.nan if s is None else measure.at(run, s) for measure, s in steps)
 
 
-def columns_of(run: Run) -> dict[str, tuple[str, tuple[str, ...]]]:
-  """Returns column of GLUE -> (task, metrics); mini-GLUE's columns have names of their own."""
-  found = {glue.config_of(name): name for name in run.tasks}
-  return {
-    f"{'mini ' if mini else ''}{c.title}": (found[c.task, mini], c.metrics)
-    for c in glue.COLUMNS
-    for mini in (False, True)
-    if (c.task, mini) in found
-  }
-
-
-def table(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Part]:
-  """Yields the rows of GLUE beside the published ones, and a table of other tasks' metrics.
-
-  Args:
-    runs: all runs of the page.
-    checkpoint: 'best', 'last' or a step.
-  """
-  if in_glue := [run for run in runs if columns_of(run)]:
-    yield from _glue_table(runs, in_glue, checkpoint)
-    yield from lacking(runs, columns_of, "no metrics of GLUE")
-  yield from _others(runs, checkpoint)
-  yield from _images(runs, checkpoint)
-  if not any(run.tasks for run in runs):
-    yield "No run has metrics of decoded predictions (inference_eval/)."
-  dense = {run.span for run in runs if run.sparse == {}}
-  yield from grouped(
-    (
-      run.name,
-      f"no dense run from step {run.span[0]:,} to {run.span[1]:,} is beside it, so this page does "
-      "not say what sparsity costs",
-    )
-    for run in runs
-    if run.sparse and run.span not in dense
-  )
-
-
-def _glue_table(runs: Sequence[Run], in_glue: Sequence[Run], checkpoint: str | int):
-  """Yields the table of `scores.score`, and what a reader must know."""
-  try:
-    report = scores.score([results.read(str(run.path)) for run in in_glue], checkpoint)
-  except ValueError as e:
-    yield f"No table of GLUE: {e}."
-    return
-  numbers = {run.name: i for i, run in enumerate(runs)}
-  head, *rows = scores.table.table_rows(report)
-  yield Table(head, [[Cell(name, run=numbers.get(name)), *cells] for name, *cells in rows])
-  yield from grouped(scores.table.notes(report))
-
-
-def _others(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Part]:
-  """Yields a table of the metrics of tasks that are not GLUE's, if there are any."""
-  others = sorted({t for run in runs for t in run.tasks if not glue.config_of(t)})
-  rows = [
-    _row(runs, task, metric, checkpoint)
-    for task in others
-    for metric in sorted({m for r in runs for s in r.tasks.get(task, {}).values() for m in s})
-  ]
-  if rows:
-    yield Table(["metric", *heads(runs)], rows)
-    yield f"Behind a value stands its step. Checkpoint: {of_target(checkpoint)}."
-    yield from unknown_targets(runs, checkpoint)
-
-
-def _row(runs: Sequence[Run], task: str, metric: str, checkpoint: str | int) -> list[str | Cell]:
-  """Returns the row of a metric; of several runs the best stands out."""
-  less = any(run.less_is_better(metric) for run in runs if task in run.tasks)
-  measure = Measure(task, (metric,), less)
-  found = [(step, run) for run in runs for step in [measure.step(run, checkpoint)]]
-  values = [None if step is None else measure.at(run, step) for step, run in found]
-  known = [value for value in values if value is not None]
-  best = (min if less else max)(known) if len(set(known)) > 1 else None
-  cells: list[str | Cell] = [f"{task} {metric}{', less is better' if less else ''}"]
-  for (step, _), value in zip(found, values, strict=True):
-    text = "–" if value is None else f"{value:.4g} @ {step:,}"
-    cells.append(Strong(text) if value is not None and value == best else text)
-  return cells
-
-
-def of_target(checkpoint: str | int) -> str:
-  """Returns, for people, which checkpoint the scores are of."""
+def _of_checkpoint(checkpoint: Checkpoint) -> str:
   return "the best one at the target pattern" if checkpoint == "best" else str(checkpoint)
 
 
-def unknown_targets(runs: Sequence[Run], checkpoint: str | int) -> Iterator[str]:
-  """Names the runs whose best step may have denser weights than the target pattern."""
-  remarks = ((run.name, run.settings.target_remark()) for run in runs if checkpoint == "best")
-  yield from grouped(
-    (name, f"{remark}, so the best step may be one before it") for name, remark in remarks if remark
+# --- the summary ----------------------------------------------------------------------------------
+
+
+class _Row(NamedTuple):
+  """A run of the summary.
+
+  Attributes:
+    number: of the run, which is its colour.
+    name: of the run.
+    score: the mean of the common tasks at the step that counts.
+    weights: the share of the weights that the patterns leave, such as '12.5 %'; '' if dense.
+    updates: how many the weights have had, those before the sparse run too.
+  """
+
+  number: int
+  name: str
+  score: float
+  weights: str
+  updates: int
+
+
+def summary(runs: Sequence[Run], checkpoint: Checkpoint) -> Iterator[Part]:
+  """Yields a table with a bar for each run's score, and what to know of it."""
+  shared = common([run for run in runs if measures(run)])
+  if any(measure.less for measure in shared.values()):  # no share of an error is kept
+    shared = {}
+  found = [_row(i, run, shared, checkpoint) for i, run in enumerate(runs)] if shared else []
+  rows = [row for row in found if row is not None]
+  if not rows:
+    yield "No metric of which more is better is common to runs whose rules are known."
+    return
+  head = ["run", " and ".join(shared), "kept", "weights", "updates"]
+  yield Table(head, list(_cells(rows)), words=True)
+  # A column of GLUE has a name of its own; a task has metrics.
+  names = [f"{listed(m.metrics)} of {n}" if n == m.task else n for n, m in shared.items()]
+  yield (
+    f"Score: {'the mean of ' * (len(shared) > 1)}{listed(names)}, checkpoint: "
+    f"{_of_checkpoint(checkpoint)}. Weights: what the patterns leave of the sparse kernels."
   )
+  if all(row.weights for row in rows):
+    yield "No run here is dense, so nothing tells what the sparse ones lost."
+  for row in rows:
+    if (dense := _dense_of(row, rows)) and dense.updates != row.updates:
+      yield (
+        f"{row.name} has had {row.updates:,} updates, {dense.name} {dense.updates:,}: compare it "
+        "with a dense run of its own length."
+      )
+  yield "One seed shows that a recipe works, not which is best: that takes a sweep over several."
 
 
-# --- images ---------------------------------------------------------------------------------------
+def _dense_of(row: _Row, rows: Sequence[_Row]) -> _Row | None:
+  """Returns the dense run that a sparse one is compared with: the nearest in length.
+
+  Training on makes a dense network better too.
+  """
+  dense = [other for other in rows if not other.weights]
+  nearest = min(dense, key=lambda other: abs(other.updates - row.updates), default=None)
+  return nearest if row.weights else None
 
 
-def _images(runs: Sequence[Run], checkpoint: str | int) -> Iterator[Part]:
-  """Yields top-1 beside the paper's Tables 2, 3 and 6, of runs whose network the paper has."""
-  rows, said = [], []
-  for number, run in enumerate(runs):
-    row, remark = published.match_images(run.settings)
-    at = _top1(run, checkpoint) if row or remark else None
-    if at is None:
+def _cells(rows: Sequence[_Row]) -> Iterator[list[str | Cell]]:
+  """Yields the row of each run in the table; bars begin at 0, and the longest is the best run's."""
+  digits, top = score_digits([row.score for row in rows]), max(row.score for row in rows)
+  for row in rows:
+    dense = _dense_of(row, rows)
+    kept = f"{100 * row.score / dense.score:.1f} % of {dense.name}" if dense and dense.score else ""
+    bar = row.score / top if top > 0 else 0.0
+    yield [
+      Cell(row.name, run=row.number), Cell(f"{row.score:.{digits}f}", bar=bar, run=row.number),
+      kept, row.weights or "all", f"{row.updates:,}",
+    ]  # fmt: skip
+
+
+def _row(
+  number: int, run: Run, shared: Mapping[str, Measure], checkpoint: Checkpoint
+) -> _Row | None:
+  """Returns the row of a run; None where its score or its rules are not known."""
+  sparse = run.sparse
+  if sparse is None or not shared.keys() <= measures(run).keys():
+    return None
+  score = mean_score(run, shared, checkpoint)
+  if not math.isfinite(score):
+    return None
+  left = [recipe.pattern.density for recipe in sparse.values()]
+  ends = dict.fromkeys(f"{100 * f(left):.4g}" for f in (min, max)) if left else ()
+  weights = f"{' to '.join(ends)} %" if ends else ""
+  return _Row(number, run.name, score, weights, run.last_step or 0)
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+Match = tuple[Mapping[str, Any] | None, str]  # the paper's row, a remark
+
+
+def table(runs: Sequence[Run], checkpoint: Checkpoint) -> Iterator[Part]:
+  """Yields a table of all measures, with the paper's scores where it has the run's row."""
+  names = dict.fromkeys(name for run in runs for name in measures(run))
+  if not names:
+    yield "No run has metrics of decoded predictions (inference_eval/)."
+    return
+  matches = [_match(run) for run in runs]
+  rows = [_measured(name, runs, matches, checkpoint) for name in names]
+  yield Table(["", *heads(runs)], rows)
+  yield f"Behind a value stands its step. Checkpoint: {_of_checkpoint(checkpoint)}."
+  remarks = []
+  for run, (row, remark) in zip(runs, matches, strict=True):
+    remarks.append((run.name, row and f"published: Table {row['table']}, {row['row']}"))
+    remarks.append((run.name, remark))
+    if checkpoint == "best" and (unknown := run.settings.target_remark()):
+      remarks.append((run.name, f"{unknown}, so the best step may be one before it"))
+  yield from grouped((name, remark) for name, remark in remarks if remark)
+
+
+def _match(run: Run) -> Match:
+  """Returns the paper's row for a run that is of GLUE or of a network of images."""
+  is_of_paper = run.settings.network or measures(run).keys() & {*scores.table.TITLES}
+  return published.match(run.settings) if is_of_paper else (None, "")
+
+
+def _measured(
+  name: str, runs: Sequence[Run], matches: Sequence[Match], checkpoint: Checkpoint
+) -> list[str]:
+  """Returns the row of a measure; of several runs the best stands out."""
+  texts, values, less = [], [], False
+  for run, (row, _) in zip(runs, matches, strict=True):
+    measure = measures(run).get(name)
+    step = measure.step(run, checkpoint) if measure else None
+    if measure is None or step is None:
+      texts.append("–")
+      values.append(math.nan)
       continue
-    step, top1 = at
-    rows.append([Cell(run.name, run=number), f"{top1:.3f} @ {step:,}"])
-    if row and step < (run.settings.target_from() or 0):
-      row, remark = None, f"no published row: step {step:,} is before the target pattern"
-    if row:
-      rows.append([f"published, Table {row['table']}, {row['row']}", f"{row['top1']:.3f}"])
-      rows.append(["delta", f"{top1 - row['top1'] + 0.0:+.3f}"])
-    said += [(run.name, remark)] if remark else []
-  if rows:
-    yield Table(["", "top-1"], rows)
-    yield from grouped(said)
+    value, less = measure.at(run, step), measure.less
+    # The paper's scores are of the target pattern.
+    is_at_target = step >= (run.settings.target_from() or 0)
+    paper = _published(row, name, value) if row and is_at_target else ""
+    texts.append(f"{value:.4g} @ {step:,}{paper}")
+    values.append(value)
+  known = {value for value in values if math.isfinite(value)}
+  best = (min if less else max)(known) if len(known) > 1 else math.nan  # NaN equals nothing
+  marked = [Strong(t) if v == best else t for t, v in zip(texts, values, strict=True)]
+  return [f"{name}{', less is better' if less else ''}", *marked]
 
 
-def _top1(run: Run, checkpoint: str | int) -> tuple[int, float] | None:
-  """Returns (step, top-1 in percent) of the step that counts; None where there is none."""
-  judged = [t for t, series in run.tasks.items() if any("accuracy" in s for s in series.values())]
-  preferred = [task for task in ("validation", "test") if task in judged]  # ImageNet's, CIFAR-10's
-  for task in (preferred or judged)[:1]:
-    measure = Measure(task, ("accuracy",))
-    if (step := measure.step(run, checkpoint)) is not None:
-      return step, 100 * measure.at(run, step)
-  return None
+def _published(row: Mapping[str, Any], measure: str, value: float) -> str:
+  """Returns the paper's score and the difference; '' where the row has none for the measure."""
+  if "top1" in row and measure in ("validation", "test"):  # ImageNet's set, CIFAR-10's
+    published = row["top1"] / 100
+  elif measure in row.get("columns", {}):
+    published = row["columns"][measure][-1]  # of a pair of metrics the mean stands last
+  else:
+    return ""
+  return f", published {published:.5g} ({value - published:+.3g})"
+
+
+# --- accuracy against cost -----------------------------------------------------------------------
+
+
+def cost(runs: Sequence[Run], checkpoint: Checkpoint) -> Iterator[Part]:
+  """Yields the mean score of the runs' common tasks by training FLOPs (Figure 4b)."""
+  judged = {i: run for i, run in enumerate(runs) if measures(run)}
+  shared = common([*judged.values()])
+  if not shared:
+    yield "No task with metrics of decoded predictions (inference_eval/) is common to the runs."
+    return
+  quality = f"{'Mean of ' * (len(shared) > 1)}{', '.join(shared)}"
+  quality += ", less is better" if any(m.less for m in shared.values()) else ""
+  lines, missing = [], []
+  for i, run in judged.items():
+    try:
+      points = [(run.flops(step - run.offset)[0], mean) for step, mean in means(run, shared)]
+    except (ValueError, TypeError) as e:  # TypeError: a config.gin with fields of another T5
+      missing.append((run.name, f"no FLOPs, {e}"))
+    else:
+      lines += [Line(i, points)] if points else []
+  if lines:
+    note = (
+      "FLOPs of the run's own steps up to an evaluation: of matrix products alone, on a machine "
+      "that skips all pruned weights (Figure 4b)."
+    )
+    title = f"{quality}, against training FLOPs"
+    yield Chart("score_by_flops", title, "training FLOPs", lines, note=note)
+  yield from grouped(missing)

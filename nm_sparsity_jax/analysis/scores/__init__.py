@@ -14,9 +14,8 @@ Score two runs in a notebook:
 
 Make the zip for gluebenchmark.com:
 
-    files, problems = scores.submission.find(["predictions/"])
-    report, tables = scores.submission.make(files, fill={"wnli"})
-    if not problems + report["problems"]:
+    report, tables = scores.submission.make(scores.submission.find(["predictions/"]), fill={"wnli"})
+    if not report["problems"]:
       scores.submission.write("submission.zip", tables)
 """
 

@@ -3,13 +3,12 @@
     files TASK-predict.jsonl -> [find] -> task -> files -> [make] -> tables and a report -> [write]
     a zip -> [validate] -> what is wrong with it
 
-Nothing is written unless all is right; what may be made up for a task is asked for by `fill`.
-No library knows these files: the formats are those that GLUE's server takes.
+One check, `check`, looks at tables before they are written and at those of a zip. No library knows
+these files: the formats are those that GLUE's server takes.
 """
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import pathlib
@@ -19,53 +18,48 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.runs import files as whole
-from nm_sparsity_jax.runs import glue
+from nm_sparsity_jax.runs import files, glue
 
 TASKS = {name: task for name, task in glue.TASKS.items() if task.file}
 _HEADER = "index\tprediction"
-_MIDDLE = "2.500"  # what fills STS-B
 _NAME = re.compile(r"(.+)-predict(?:_with_aux)?\.jsonl(?:-(\d{5})-of-(\d{5}))?")
 _HIDDEN = ("<unk>", "-1.0")  # the targets of examples without a label
 
+Shards = dict[str, dict[int, pathlib.Path]]  # config -> shard -> file
 
-Files = dict[str, dict[int, pathlib.Path]]  # config -> shard -> file
 
-
-def find(
-  paths: Sequence[str], named: Sequence[tuple[str, str]] = (), mini: bool = False
-) -> tuple[Files, list[str]]:
-  """Finds the files of each task, and says what is wrong with them, such as a missing shard.
+def find(paths: Sequence[str], mini: bool = False) -> Shards:
+  """Finds the files of each task by their names, in files and folders.
 
   Args:
-    paths: files and folders. The name of a file tells its task and shard.
-    named: (config, file) for files whose names do not tell.
+    paths: files and folders.
     mini: True for mini-GLUE.
 
   Raises:
-    ValueError: a path does not exist, its task is not known, or two files are of one task.
+    ValueError: a path does not exist, a shard is missing, or two files are of one task.
   """
-  files: Files = collections.defaultdict(dict)
-  totals: dict[str, int] = {}
+  found: Shards = {}
+  totals: dict[str, set[int]] = {}
   for path in _listed(paths):
-    if str(path) in [file for _, file in named] or not (found := _named(path, paths, mini)):
-      continue
-    config, shard, total = found
-    if shard in files[config] or totals.setdefault(config, total) != total:
-      before = next(iter(files[config].values()))
+    name = _NAME.fullmatch(path.name)
+    config, is_mini = (name and glue.config_of(name[1])) or ("", False)
+    if name is None or config not in TASKS:
+      if str(path) in paths or config == "mnli":  # which of its two test sets is not known
+        raise ValueError(f"{path}: its name says no task, as nm_glue_rte-predict.jsonl does")
+      continue  # what a folder holds besides is no concern
+    if is_mini != mini:
+      kind = "of mini-GLUE: --mini makes a zip to try out" if is_mini else "not of mini-GLUE"
+      raise ValueError(f"{path}: is {kind}")
+    shards, shard = found.setdefault(config, {}), int(name[2] or 0)
+    totals.setdefault(config, set()).add(int(name[3] or 1))
+    if shard in shards or len(totals[config]) > 1:
+      before = next(iter(shards.values()))
       raise ValueError(f"{path} and {before} are both predictions of {config}; keep one of them")
-    files[config][shard] = path
-  for config, file in named:
-    if config in totals:
-      raise ValueError(f"{file} and {files[config][0]} are both predictions of {config}")
-    files[config][len(files[config])] = pathlib.Path(file)
-  problems = [
-    f"{TASKS[config].file}: shard {shard:05} of {total:05} is missing"
-    for config, total in totals.items()
-    for shard in range(total)
-    if shard not in files[config]
-  ]
-  return files, problems
+    shards[shard] = path
+  for config, (total,) in totals.items():
+    if lost := {*range(total)} - {*found[config]}:
+      raise ValueError(f"{config}: shard {min(lost):05} of {total:05} is missing")
+  return found
 
 
 def _listed(paths: Sequence[str]) -> Iterator[pathlib.Path]:
@@ -78,56 +72,38 @@ def _listed(paths: Sequence[str]) -> Iterator[pathlib.Path]:
       yield path
 
 
-def _named(path: pathlib.Path, paths: Sequence[str], mini: bool) -> tuple[str, int, int] | None:
-  """Returns (config, shard, number of shards) by the name of a file.
-
-  None for a file that is no submission's; that is an error if it was given by itself.
-  """
-  found = _NAME.fullmatch(path.name)
-  config, is_mini = (found and glue.config_of(found[1])) or ("", False)
-  if not found or config not in TASKS:
-    if str(path) in paths or config == "mnli":  # what a folder holds besides is no concern
-      raise ValueError(f"{path}: its name does not say the task. Name it: --task TASK=FILE")
-    return None
-  if is_mini != mini:
-    kind = "mini-GLUE: --mini makes a zip to try out" if is_mini else "not of mini-GLUE"
-    raise ValueError(f"{path}: is {kind}")
-  return config, int(found[2] or 0), int(found[3] or 1)
-
-
-def read(files: Mapping[int, pathlib.Path]) -> Iterator[tuple[int, str]]:
+def read(shards: Mapping[int, pathlib.Path]) -> Iterator[tuple[int, str]]:
   """Reads files as t5x.infer writes them; yields (idx, prediction) of each line.
 
   A line is {"inputs": {"idx": 3.0, ...}, "prediction": "entailment"}.
 
   Args:
-    files: shard -> file.
+    shards: shard -> file.
+
+  Raises:
+    ValueError: a line is another, or of an example with a label.
   """
-  for _, file in sorted(files.items()):
-    with file.open(encoding="utf-8") as lines, whole.named(file):
+  for _, file in sorted(shards.items()):
+    with file.open(encoding="utf-8") as lines, files.named(file):
       for number, line in enumerate(lines, 1):
-        yield _prediction(f"{file}, line {number}", line)
-
-
-def _prediction(where: str, line: str) -> tuple[int, str]:
-  try:
-    entry = json.loads(line)
-    index, prediction = entry["inputs"]["idx"], entry["prediction"]
-    target = entry["inputs"].get("targets_pretokenized", _HIDDEN[0])
-  except (ValueError, KeyError, TypeError, AttributeError) as e:
-    raise ValueError(
-      f'{where}: no {{"inputs": {{"idx": ...}}, "prediction": ...}} ({e}); '
-      "gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write these"
-    ) from e
-  if target not in _HIDDEN:
-    raise ValueError(
-      f"{where}: has the label {target!r}, so it is not a test set; infer on split 'test' (QNLI's "
-      "validation set is just as long)"
-    )
-  # T5X writes whole numbers as floats.
-  if not isinstance(index, int | float) or index % 1 or not isinstance(prediction, str):
-    raise ValueError(f"{where}: idx is {index!r} and the prediction {prediction!r}")
-  return int(index), prediction
+        try:
+          entry = json.loads(line)
+          inputs, prediction = entry["inputs"], entry["prediction"]
+          index = int(inputs["idx"])  # T5X writes whole numbers as floats
+          if index != inputs["idx"] or not isinstance(prediction, str):
+            raise ValueError(f"idx is {inputs['idx']!r} and the prediction {prediction!r}")
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
+          raise ValueError(
+            f'{file}, line {number}: no {{"inputs": {{"idx": ...}}, "prediction": ...}} ({e}); '
+            "gin_configs/runs/t5x_infer_glue_test.gin and local_infer.gin write these"
+          ) from e
+        target = inputs.get("targets_pretokenized", _HIDDEN[0])
+        if target not in _HIDDEN:  # QNLI's validation set is just as long as its test set
+          raise ValueError(
+            f"{file}, line {number}: has the label {target!r}, so it is not a test set; infer on "
+            "split 'test'"
+          )
+        yield index, prediction
 
 
 def cell(task: glue.Task, prediction: str) -> str | None:
@@ -153,17 +129,17 @@ def cell(task: glue.Task, prediction: str) -> str | None:
 
 
 def make(
-  files: Files, fill: Collection[str] = (), mini: bool = False
+  found: Shards, fill: Collection[str] = (), mini: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
   """Makes the files of the zip.
 
-      files, problems = submission.find(["predictions/"])
-      report, tables = submission.make(files, fill={"wnli"})
-      if not problems + report["problems"]:
+      found = submission.find(["predictions/"])
+      report, tables = submission.make(found, fill={"wnli"})
+      if not report["problems"]:
         submission.write("submission.zip", tables)
 
   Args:
-    files: what `find` returned.
+    found: what `find` returned.
     fill: configs that may be filled where a prediction is missing or is no answer.
     mini: True for mini-GLUE: as many rows as there are, and only the tasks with files.
 
@@ -171,67 +147,23 @@ def make(
     (report, tables): the report holds `files`, name -> counts of rows, and `problems`. Do not write
     the tables while there are problems. Tables are name -> content.
   """
-  rows, tables, problems = {}, {}, []
+  counts, tables, problems = {}, {}, []
   for name, task in TASKS.items():
-    if mini and name not in files:
+    if mini and name not in found:
       continue
-    rows[task.file], table, wrong = _table(task, files.get(name, {}), name in fill, mini)
-    tables[task.file] = table
-    wrong = wrong or check(task, table, None if mini else task.splits["test"])
+    rows, fills = sorted(read(found.get(name, {}))), name in fill
+    size = len(rows) if mini else task.splits["test"]
+    if fills and not rows:
+      rows = [(index, "") for index in range(size)]
+    filler = "2.500" if task.regression else cell(task, task.labels[0])
+    filled = fills * sum(cell(task, text) is None for _, text in rows)
+    # Without `fill`, what is no answer stands in the table as it is, and `check` finds it.
+    lines = [f"{i}\t{cell(task, text) or (filler if fills else text)}" for i, text in rows]
+    tables[task.file] = "\n".join([_HEADER, *lines, ""]).encode()
+    counts[task.file] = {"rows": len(rows), "filled": filled, "filler": filler if filled else None}
+    wrong = check(task, tables[task.file], size) if rows else ["no predictions"]
     problems += [f"{task.file}: {what}" for what in wrong]
-  return {"files": rows, "problems": problems}, tables
-
-
-def _table(
-  task: glue.Task, files: Mapping[int, pathlib.Path], fill: bool, mini: bool
-) -> tuple[dict[str, Any], bytes, list[str]]:
-  """Returns the report on one file of the zip, its content, and what is wrong with it."""
-  predictions = list(read(files))
-  cells = {index: cell(task, prediction) for index, prediction in predictions}
-  invalid = [(index, text) for index, text in predictions if cell(task, text) is None]
-  count = max(cells, default=-1) + 1 if mini else task.splits["test"]
-  filler = _MIDDLE if task.regression else cell(task, task.labels[0])
-  wrong = list(_wrong_rows([index for index, _ in predictions], count))
-  wrong += [] if fill else _unfilled(task, predictions, invalid)
-  filled = (len(invalid) if cells else count) if fill else 0
-  is_beyond = lambda text: task.regression and not 0 <= float(text) <= 5
-  report = {
-    "rows": count,
-    "invalid": len(invalid),
-    "clamped": sum(cells[i] is not None and is_beyond(text) for i, text in predictions),
-    "filled": filled,
-    "filler": filler if filled else None,
-    "from": [str(files[shard]) for shard in sorted(files)],
-  }
-  lines = [_HEADER, *(f"{index}\t{cells.get(index) or filler}" for index in range(count)), ""]
-  return report, "\n".join(lines).encode(), wrong
-
-
-def _unfilled(
-  task: glue.Task, predictions: Sequence[tuple[int, str]], invalid: Sequence[tuple[int, str]]
-) -> Iterator[str]:
-  """Says what only `fill` would put right."""
-  if not predictions:
-    yield f"no predictions (--fill {task.name} fills it)"
-  if invalid:
-    shown = _several([f"{text!r} at index {index}" for index, text in invalid], 3)
-    yield f"{len(invalid)} no answer: {shown} (--fill {task.name} fills)"
-
-
-def _wrong_rows(indices: Sequence[int], count: int) -> Iterator[str]:
-  """Says which indices come twice, lie outside, or are missing."""
-  times = collections.Counter(indices)
-  if repeated := sorted(index for index, n in times.items() if n > 1):
-    yield f"index {_several(repeated)} more than once"
-  if beyond := sorted(index for index in times if not 0 <= index < count):
-    yield f"index {_several(beyond)} not in 0..{count - 1}"
-  missing = [index for index in range(count) if index not in times]
-  if indices and missing:
-    yield f"{len(missing)} of {count} rows are missing: index {_several(missing)}"
-
-
-def _several(things: Sequence[Any], most: int = 5) -> str:
-  return ", ".join(map(str, things[:most])) + (", ..." if len(things) > most else "")
+  return {"files": counts, "problems": problems}, tables
 
 
 # --- the zip --------------------------------------------------------------------------------------
@@ -249,8 +181,6 @@ def check(task: glue.Task, data: bytes, count: int | None) -> list[str]:
     head, *lines, last = data.decode().split("\n")
   except ValueError:
     return ["is not UTF-8 with lines that end"]
-  if "\r" in head:
-    return ["line ends are CRLF, not LF"]
   problems = ["the last line does not end"] if last else []
   if head != _HEADER:
     problems.append(f"the first line is {head!r}, not {_HEADER!r}")
@@ -263,16 +193,13 @@ def check(task: glue.Task, data: bytes, count: int | None) -> list[str]:
 def _wrong_lines(task: glue.Task, lines: Sequence[str]) -> Iterator[str]:
   """Says which rows have another index than is their turn, or no answer."""
   legal = set(task.labels if task.words else map(str, range(len(task.labels))))
+  is_score = lambda text: re.fullmatch(r"[0-4](\.[0-9]+)?|5(\.0+)?", text, re.ASCII)
   for expected, line in enumerate(lines):
     index, tab, value = line.partition("\t")
     if index != str(expected) or not tab:
       yield f"line {expected + 2} is {line!r}, where index {expected} belongs"
-    elif not (_is_score(value) if task.regression else value in legal):
+    elif not (is_score(value) if task.regression else value in legal):
       yield f"line {expected + 2}: {value!r} is no answer"
-
-
-def _is_score(text: str) -> bool:
-  return bool(re.fullmatch(r"[0-5](\.[0-9]+)?", text)) and float(text) <= 5
 
 
 def validate(path: str, mini: bool = False) -> list[str]:
@@ -285,24 +212,20 @@ def validate(path: str, mini: bool = False) -> list[str]:
   Raises:
     ValueError: it is not a zip that can be read.
   """
-  by_file = {task.file: task for task in TASKS.values()}
   try:
     with zipfile.ZipFile(path) as archive:
       names = archive.namelist()
-      data = {name: archive.read(name) for name in names if name in by_file}
+      data = {task.file: archive.read(task.file) for task in TASKS.values() if task.file in names}
   except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error) as e:
     raise ValueError(f"{path}: no zip that can be read ({e})") from e
-  twice = {name: "is there twice" for name in names if names.count(name) > 1}
-  odd = {name: "does not belong there" for name in names if name not in by_file}
-  problems = [f"{name}: {what}" for name, what in (*twice.items(), *odd.items())]
-  if not mini:
-    problems += [f"{name}: is missing" for name in by_file if name not in data]
-  elif not data:
-    problems.append("is empty")
-  for name, task in by_file.items():
-    if name in data:
-      wrong = check(task, data[name], None if mini else task.splits["test"])
-      problems += [f"{name}: {what}" for what in wrong]
+  wanted = [*data] if mini and data else [task.file for task in TASKS.values()]
+  problems = [] if sorted(names) == sorted(wanted) else [
+    f"holds {', '.join(sorted(names))}; these belong there, each once: {', '.join(wanted)}"
+  ]  # fmt: skip
+  for task in TASKS.values():
+    if task.file in data:
+      wrong = check(task, data[task.file], None if mini else task.splits["test"])
+      problems += [f"{task.file}: {what}" for what in wrong]
   return problems
 
 
@@ -313,7 +236,7 @@ def write(path: str, tables: Mapping[str, bytes]) -> None:
     path: the zip; one that is there is replaced.
     tables: what `make` returned.
   """
-  with whole.whole_file(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
+  with files.whole_file(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
     for table, data in tables.items():
       entry = zipfile.ZipInfo(table)  # of 1980-01-01
       entry.create_system, entry.external_attr = 3, 0o644 << 16

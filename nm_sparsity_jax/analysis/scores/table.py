@@ -2,7 +2,7 @@
 
     results.Run -> [choose] the step of each task -> a column each -> the mean of nine -> row
                 -> published.match -> the paper's row and the difference
-                -> [render] text, Markdown, LaTeX, CSV, JSON
+                -> [render] text, Markdown, LaTeX, JSON
 
 A report is plain values, as `nm-sparsity glue score --json` prints them.
 """
@@ -19,7 +19,6 @@ from typing import Any
 from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.core.text import Strong, columns, format_table, printable
 from nm_sparsity_jax.runs import glue, results
-from nm_sparsity_jax.training import roles
 
 TITLES = ("overall", *(c.title for c in glue.COLUMNS))
 
@@ -43,12 +42,13 @@ def score(
   if len({run.mini for run in runs}) > 1:
     made_up = ", ".join(str(run.path) for run in runs if run.mini)
     raise ValueError(f"{made_up}: mini-GLUE, which does not compare with GLUE in one table")
-  names = [_name(run, runs) for run in runs]
-  if twice := [name for name in names if names.count(name) > 1]:
-    raise ValueError(f"two rows are called {twice[0]}: give each run once, and other names to join")
+  names = [run.name or run.path.resolve().name for run in runs]
+  if len(set(names)) < len(names):
+    raise ValueError(f"two rows are called the same: {', '.join(names)}. Name them by --join")
   rows = [_row(run, name, checkpoint) for run, name in zip(runs, names, strict=True)]
   best = {}
   for title in TITLES if len(rows) > 1 else ():
+    # Rounded as printed: what prints as the same number is marked alike.
     means = {row["run"]: round(m, 1) for row in rows if (m := mean_of(row, title)) is not None}
     best[title] = [n for n, mean in means.items() if mean == max(means.values())]
   return {
@@ -57,33 +57,6 @@ def score(
     "runs": rows,
     "best": best,
   }
-
-
-def tell(
-  run: results.Run,
-  recipe: str | None = None,
-  places: Mapping[str, str] | None = None,
-  dense_steps: int | None = None,
-) -> None:
-  """Adds to a run what its config.gin does not say.
-
-  Args:
-    run: it is changed in place.
-    recipe: name of the recipe, or 'dense'; None: nothing to add.
-    places: place -> pattern; None: nothing to add.
-    dense_steps: length of the dense phase; None: nothing to add.
-
-  Raises:
-    ValueError: the config says something else.
-  """
-  if run.recipe is None and recipe == "dense":
-    run.places = {}
-  for name, value in (("recipe", recipe), ("places", places), ("dense_steps", dense_steps)):
-    known = getattr(run, name)
-    if value is not None and known not in (None, value):
-      raise ValueError(f"{run.path}: {name}={value!r}, but the run's config says {known!r}.")
-    if value is not None:
-      setattr(run, name, value)
 
 
 def choose(
@@ -109,48 +82,37 @@ def choose(
   >>> choose({10: {"f1": 60.0}, 20: {"f1": 70.0}, 30: {"f1": 65.0}}, ["f1"], "best")
   (20, '')
   """
+  steps = sorted(series)
   if isinstance(checkpoint, int):
-    steps = [step for step in [checkpoint] if step in series]
-    if not steps:
-      return None, f"no step {checkpoint}, there is {', '.join(map(str, sorted(series)))}"
+    steps = [step for step in steps if step == checkpoint]
+    why = f"no step {checkpoint}, there is {', '.join(map(str, sorted(series)))}"
   elif checkpoint == "last":
-    steps = sorted(series)[-1:]
+    steps, why = steps[-1:], "no step"
   else:
-    steps = [step for step in sorted(series) if step >= first]
-    if not steps:
-      return None, f"no step from {first} on, where the target pattern is certain"
-  faults = {
-    step: f"{metric} is {series[step].get(metric, 'missing')} at step {step}"
-    for step in steps
-    for metric in metrics
-    if not math.isfinite(series[step].get(metric, math.nan))
-  }
-  sound = [step for step in steps if step not in faults]
-  remark = "; ".join([*faults.values()][:2] + ([f"{len(faults)} such steps"] * (len(faults) > 2)))
+    steps = [step for step in steps if step >= first]
+    why = f"no step from {first} on, where the target pattern is certain"
+  if not steps:
+    return None, why
+  means = {s: statistics.fmean(series[s].get(m, math.nan) for m in metrics) for s in steps}
+  sound = {step: mean for step, mean in means.items() if math.isfinite(mean)}
+  remark = ""
+  if faulty := [str(step) for step in steps if step not in sound]:
+    remark = f"no finite {' and '.join(metrics)} at step {', '.join(faulty)}"
   if not sound:
     return None, remark
-  means = [math.fsum(series[step][m] for m in metrics) / len(metrics) for step in sound]
-  best = min(means) if less_is_better else max(means)
-  return sound[means.index(best)], remark  # the first of equals
+  # Both take the first of equals, and the steps ascend.
+  return (min if less_is_better else max)(sound, key=sound.__getitem__), remark
 
 
 def mean_of(row: Mapping[str, Any], title: str) -> float | None:
-  """Returns the value of a row (a run's or a published one) in a column of `TITLES`, or None."""
+  """Returns the value of a run's row in a column of `TITLES`, or None."""
+  return row["overall"] if title == "overall" else row["columns"].get(title, {}).get("mean")
+
+
+def _published_of(row: Mapping[str, Any], title: str) -> float | None:
   if title == "overall":
     return row["overall"]
-  column = row["columns"].get(title)
-  return column and column["mean"]
-
-
-def _name(run: results.Run, runs: Sequence[results.Run]) -> str:
-  """Returns the run's own name, else its folder's, or its path where two folders share a name."""
-
-  def short(r: results.Run) -> str:
-    path = r.path.resolve()
-    return r.name or (path.parent.name if path.name == "inference_eval" else path.name)
-
-  shared = [short(r) for r in runs].count(short(run)) > 1
-  return str(run.path) if shared and not run.name else short(run)
+  return row.get("columns", {}).get(title, [None])[-1]  # of a pair the mean stands last
 
 
 def _row(run: results.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
@@ -168,18 +130,21 @@ def _row(run: results.Run, name: str, checkpoint: str | int) -> dict[str, Any]:
     "overall": None if missing else statistics.fmean(c["mean"] for c in found.values()),
     "columns": found,
     "missing": missing,
+    "published": None,
+    "delta": {},
   }
-  published_row, remark = _published(run, found)
-  row["published"] = published_row
-  row["delta"] = {
-    title: a - b
-    for title in TITLES
-    if published_row
-    and (a := mean_of(row, title)) is not None
-    and (b := mean_of(published_row, title)) is not None
-  }
-  row["remarks"] = [*remarks, *([remark] if remark else [])]
-  return row
+  first = run.target_from() or 0
+  if early := [title for title, column in found.items() if column["step"] < first]:
+    remark = (
+      f"no published row: {', '.join(early)} of steps before {first}, from which on the target "
+      "pattern is certain"
+    )
+  else:
+    row["published"], remark = published.match(run)
+  if row["published"]:
+    pairs = [(t, mean_of(row, t), _published_of(row["published"], t)) for t in TITLES]
+    row["delta"] = {title: a - b for title, a, b in pairs if a is not None and b is not None}
+  return row | {"remarks": [*remarks, *filter(None, [remark])]}
 
 
 def _columns(
@@ -190,60 +155,26 @@ def _columns(
   Raises:
     ValueError: no column can be filled.
   """
-  columns, missing, remarks = {}, {}, list(run.remarks)
-  if unknown := run.target_remark():
-    remarks.append(unknown)
+  found, missing, remarks = {}, {}, [*run.remarks, *filter(None, [run.target_remark()])]
+  first = run.target_from() or 0
   for column in glue.COLUMNS:
     series = run.tasks.get(column.task)
-    if not series:
-      missing[column.title] = "no metrics"
+    step, why = choose(series or {}, column.metrics, checkpoint, first)
+    if not series or step is None:
+      missing[column.title] = why if series else "no metrics"
       continue
-    step, why = choose(series, column.metrics, checkpoint, run.target_from() or 0)
-    if step is None:
-      missing[column.title] = why
-      continue
-    if why:
-      remarks.append(f"{column.title}: {why}")
+    remarks += [f"{column.title}: {why}"] if why else []
     values = {metric: series[step][metric] for metric in column.metrics}
-    columns[column.title] = {
-      "step": step,
-      "values": values,
-      "mean": statistics.fmean(values.values()),
-    }
-  if not columns:
+    mean = statistics.fmean(values.values())
+    found[column.title] = {"step": step, "values": values, "mean": mean}
+  if not found:
     reasons = "; ".join(f"{title}: {why}" for title, why in missing.items() if why != "no metrics")
     raise ValueError(f"{run.path}: no column can be filled ({reasons})")
-  return columns, missing, remarks
-
-
-def _published(run: results.Run, columns: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-  """Returns the published row to put beside a run's columns, or None; and a remark, or ''."""
-  first = run.target_from() or 0
-  if early := [title for title, column in columns.items() if column["step"] < first]:
-    return None, (
-      f"no published row: {', '.join(early)} {'is' if len(early) == 1 else 'are'} of steps before "
-      f"{first}, from which on the target pattern is certain"
-    )
-  match, remark = published.match(run)
-  return _published_row(match) if match else None, remark
-
-
-def _published_row(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a row of published.json in the form of a run's row, with the means as printed."""
-  columns = {
-    c.title: {
-      "values": dict(zip(c.metrics, numbers, strict=False)),  # a pair has its mean behind it
-      "mean": numbers[-1],
-    }
-    for c in glue.COLUMNS
-    if (numbers := row.get("columns", {}).get(c.title))
-  }
-  return {"table": row["table"], "row": row["row"], "overall": row["overall"], "columns": columns}
+  return found, missing, remarks
 
 
 # --- forms ----------------------------------------------------------------------------------------
 
-STYLES = ("text", "markdown", "latex", "csv", "json")
 _SHORT = {
   "matthews_corrcoef": "MCC", "accuracy": "Acc", "f1": "F1", "pearson_corrcoef": "P",
   "spearman_corrcoef": "S",
@@ -257,61 +188,43 @@ def render(report: Mapping[str, Any], style: str = "text") -> str:
 
   Args:
     report: what `score` returned.
-    style: 'text', 'markdown' or 'latex': rounded, with the best of several runs marked; 'csv' or
-      'json': not rounded.
+    style: 'text', 'markdown' or 'latex': rounded, with the best of several runs marked; 'json': not
+      rounded.
   """
   if style == "json":
     return json.dumps(report, indent=2)
-  if style == "csv":
-    return format_table(list(_exact_rows(report)), "csv")
-  table = format_table(list(table_rows(report)), style, align="<>")
-  said = [(name, printable(note)) for name, note in notes(report)]
+  table = format_table(list(_lines(report)), style, align="<>")
+  notes = [(name, printable(note)) for name, note in _notes(report)]
   if style == "latex":
-    return "\n".join([*(f"% {printable(name)}: {note}" for name, note in said), table])
+    return "\n".join([*(f"% {printable(name)}: {note}" for name, note in notes), table])
   if style == "markdown":
-    return "\n".join([table, "", *(f"- {printable(name)}: {note}" for name, note in said)])
-  return "\n".join([table, "", *columns(said)])
+    return "\n".join([table, "", *(f"- {printable(name)}: {note}" for name, note in notes)])
+  return "\n".join([table, "", *columns(notes)])
 
 
-def table_rows(report: Mapping[str, Any]) -> Iterator[list[str]]:
-  """Yields the table as people read it: of each run its means, pairs, steps, published row, delta.
-
-  Args:
-    report: what `score` returned.
-  """
+def _lines(report: Mapping[str, Any]) -> Iterator[list[str]]:
+  """Yields the lines of each run: its means, pairs and steps, the published row, the delta."""
+  number = lambda x, sign="": "-" if x is None else f"{round(x, 1) + 0.0:{sign}.1f}"  # no -0.0
+  pairs = lambda values: ["/".join(map(number, v)) if len(v) > 1 else "" for v in values]
   yield ["", *TITLES]
   yield ["", "", *("/".join(_SHORT[m] for m in c.metrics) for c in glue.COLUMNS)]
   for row in report["runs"]:
-    best = [title for title, names in report["best"].items() if row["run"] in names]
-    yield from _means(row["run"], row, best)
-    steps = {title: str(column["step"]) for title, column in row["columns"].items()}
-    yield ["  at step", *(steps.get(title, "") for title in TITLES)]
-    if row["published"]:
-      yield from _means("  published", row["published"])
-      delta = row["delta"]
-      yield ["  delta", *(_number(delta.get(title), "+") for title in TITLES)]
+    found = row["columns"]
+    means = {title: number(mean_of(row, title)) for title in TITLES}
+    best = {title for title, names in report["best"].items() if row["run"] in names}
+    yield [row["run"], *(Strong(text) if t in best else text for t, text in means.items())]
+    if any(cells := pairs([[*found.get(t, {}).get("values", {}).values()] for t in TITLES])):
+      yield ["", *cells]
+    yield ["  at step", *(str(found.get(title, {}).get("step", "")) for title in TITLES)]
+    if paper := row["published"]:
+      yield ["  published", *(number(_published_of(paper, title)) for title in TITLES)]
+      if any(cells := pairs([paper.get("columns", {}).get(title, [])[:2] for title in TITLES])):
+        yield ["", *cells]
+      yield ["  delta", *(number(row["delta"].get(title), "+") for title in TITLES)]
 
 
-def _means(name: str, row: Mapping[str, Any], best: Sequence[str] = ()) -> Iterator[list[str]]:
-  """Yields a line of means, and one of pairs where there are any."""
-  cells = [(title, _number(mean_of(row, title))) for title in TITLES]
-  yield [name, *(Strong(text) if title in best else text for title, text in cells)]
-  values = [row["columns"].get(title, {}).get("values", {}).values() for title in TITLES]
-  pairs = ["/".join(map(_number, pair)) if len(pair) > 1 else "" for pair in values]
-  if any(pairs):
-    yield ["", *pairs]
-
-
-def _number(value: float | None, sign: str = "") -> str:
-  return "-" if value is None else f"{round(value, 1) + 0.0:{sign}.1f}"  # + 0.0: no -0.0
-
-
-def notes(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-  """Yields (name of a run, what a reader of its numbers must know).
-
-  Args:
-    report: what `score` returned.
-  """
+def _notes(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+  """Yields (name of a run, what a reader of its numbers must know)."""
   meaning = {
     "best": "best, for each task the step with the best mean of its metrics on the set that it is "
     "reported on, which is optimistic",
@@ -319,52 +232,18 @@ def notes(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
   }
   yield "checkpoint", meaning.get(report["checkpoint"], f"step {report['checkpoint']}")
   for row in report["runs"]:
-    said = [_trained(row)]
+    trained = [row["recipe"] or "recipe not known"]
+    if row["places"]:
+      trained.append(published.text_of(row["places"]))
+    if row["places"] and row["dense_steps"] is not None:
+      of = f" of {row['sparse_steps']}" if row["sparse_steps"] else ""
+      trained.append(f"{row['dense_steps']}{of} steps dense")
+    notes = [", ".join(trained) + ("; mini-GLUE" if row["mini"] else "")]
     if row["joined"]:
-      said.append(f"joined: {', '.join(row['joined'])}")
-    if published := row["published"]:
-      said.append(f"published: Table {published['table']}, {published['row']}")
-    reasons: dict[str, list[str]] = {}
-    for title, why in row["missing"].items():
-      reasons.setdefault(why, []).append(title)
-    if reasons:
-      missing = "; ".join(f"{', '.join(titles)} ({why})" for why, titles in reasons.items())
-      said.append(f"no overall, missing: {missing}")
-    yield from ((row["run"], text) for text in (*said, *row["remarks"]))
-
-
-def _trained(row: Mapping[str, Any]) -> str:
-  words = [row["recipe"] or "recipe not known"]
-  if row["places"]:
-    words.append(roles.text_of(row["places"]))
-  if row["places"] != {} and row["dense_steps"] is not None:
-    of = f" of {row['sparse_steps']}" if row["sparse_steps"] else ""
-    words.append(f"{row['dense_steps']}{of} steps dense")
-  return ", ".join(words) + ("; mini-GLUE" if row["mini"] else "")
-
-
-def _exact_rows(report: Mapping[str, Any]) -> Iterator[list[Any]]:
-  """Yields lines of unrounded numbers; `kind` tells what a line holds of its run."""
-  pairs = [f"{c.title} {m}" for c in glue.COLUMNS if len(c.metrics) > 1 for m in c.metrics]
-  heads = [*TITLES, *pairs]
-  yield ["run", "kind", "recipe", "pattern", "dense_steps", "checkpoint", *heads]
-
-  def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {title: mean_of(row, title) for title in TITLES}
-    for title, column in row["columns"].items():
-      found |= {f"{title} {metric}": value for metric, value in column["values"].items()}
-    return found
-
-  for row in report["runs"]:
-    kinds = {
-      "run": numbers(row),
-      "step": {title: column["step"] for title, column in row["columns"].items()},
-    }
-    if row["published"]:
-      kinds |= {"published": numbers(row["published"]), "delta": row["delta"]}
-    pattern = roles.text_of(row["places"] or {})
-    own = [row["recipe"], pattern, row["dense_steps"], report["checkpoint"]]
-    for kind, values in kinds.items():
-      yield [row["run"], kind, *own, *(values.get(head) for head in heads)]
-  if best := report["best"]:
-    yield ["", "best", "", "", "", "", *(" ".join(best.get(head, ())) for head in heads)]
+      notes.append(f"joined: {', '.join(row['joined'])}")
+    if paper := row["published"]:
+      notes.append(f"published: Table {paper['table']}, {paper['row']}")
+    if row["missing"]:
+      missing = "; ".join(f"{title} ({why})" for title, why in row["missing"].items())
+      notes.append(f"no overall, missing: {missing}")
+    yield from ((row["run"], text) for text in (*notes, *row["remarks"]))

@@ -35,7 +35,7 @@ def page(sweep: Sweep, runs: Mapping[str, Run], found: Mapping[str, Any]) -> pat
     Section("curves", "Loss of all runs", _curves(drawn, recipes)),
   ]
   title = f"N:M sparsity: {', '.join(recipes)}"
-  return pages.write(pages.render(title, recipes, sections), sweep.out / "report.html")
+  return pages.write(sweep.out / "report.html", title, recipes, sections)
 
 
 def _results(found: Mapping[str, Any], recipes: Sequence[str]) -> Iterator[Part]:
@@ -75,9 +75,9 @@ def _by_pattern(found: Mapping[str, Any], recipes: Sequence[str]) -> Iterator[Ch
 def _curves(drawn: Sequence[Run], recipes: Sequence[str]) -> Sequence[Part]:
   """Returns the loss curves of every run, and of the runs that they start from, in one place."""
   read = [(run.cell, reading.read([run.cell.folder])[0]) for run in drawn]
-  losses = {"train_loss": ("Training loss", lambda run: run.loss)}
+  losses = {"train_loss": ("Training loss", lambda run: run.train.get("loss", {}))}
   for task in sorted({task for _, run in read for task in run.evals}):
-    of = lambda run, task=task: run.loss_of(task)
+    of = lambda run, task=task: run.evals.get(task, {}).get("loss", {})
     losses[f"eval_loss_{task}"] = f"Validation loss, {task}", of
   found: list[Part] = []
   for key, (title, points_of) in losses.items():

@@ -2,12 +2,11 @@
 
     weight (exact zeros) -> [pack] -> NMPacked(values, indices, scale) -> [unpack] -> the same bits
 
-The canonical layout is one for memory, files and backends. `array` knows it, `bits` knows how
-indices share bytes. `dot` multiplies: `choice` says by which backend, `xla` or
-`cpu` with the C++ kernels of native/.
+The canonical layout is one for memory, files and backends; `array` knows it. `dot` multiplies:
+`choice` says by which backend, `xla` or `cpu` with the C++ kernels of native/.
 """
 
-from nm_sparsity_jax.core.packed.array import (
+from nm_sparsity_jax.core.packed.array import (  # fmt: skip
   MOST,
   NMPacked,
   Sizes,

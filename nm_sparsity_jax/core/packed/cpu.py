@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.core import installed
-from nm_sparsity_jax.core.packed import xla
 from nm_sparsity_jax.core.packed.array import NMPacked
 
 ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3}
@@ -65,33 +64,10 @@ def dot(x: jax.Array, packed: NMPacked, isa: str = "best", threads: int = 0) -> 
     threads: of XLA's pool that share the columns at most; 0 for all.
   """
   _registered()
-  numbers = packed.n, packed.m, packed.depth, packed.bits
-  settings = {
-    "n": packed.n,
-    "m": packed.m,
-    "bits": packed.bits,
-    "isa": ISAS[isa],
-    "threads": threads,
-  }
-  static = {name: np.int64(value) for name, value in settings.items()}
+  settings = {"n": packed.n, "m": packed.m, "bits": packed.bits, "isa": ISAS[isa],
+              "threads": threads}  # fmt: skip
   scale = jnp.zeros((0,), jnp.float32) if packed.scale is None else packed.scale
-
-  @jax.custom_batching.custom_vmap
-  def call(x, values, indices, scale):
-    out = jax.ShapeDtypeStruct((x.shape[0], values.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call(_TARGET, out)(x, values, indices, scale, **static)
-
-  @call.def_vmap
-  def _(size, batched, x, values, indices, scale):
-    if batched[0] and not any(batched[1:]):
-      y = call(x.reshape(-1, x.shape[-1]), values, indices, scale)
-      return y.reshape(size, -1, y.shape[-1]), True
-
-    def one(x, values, indices, scale):
-      whole = None if packed.scale is None else scale
-      return xla.unpacked(x, NMPacked(values, indices, whole, *numbers))
-
-    axes = tuple(0 if b else None for b in batched)
-    return jax.vmap(one, in_axes=axes)(x, values, indices, scale), True
-
-  return call(x.astype(jnp.float32), packed.values, packed.indices, scale)
+  out = jax.ShapeDtypeStruct((x.shape[0], packed.features), jnp.float32)
+  call = jax.ffi.ffi_call(_TARGET, out, vmap_method="sequential")
+  static = {name: np.int64(value) for name, value in settings.items()}
+  return call(x.astype(jnp.float32), packed.values, packed.indices, scale, **static)

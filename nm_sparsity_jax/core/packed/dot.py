@@ -3,19 +3,16 @@
     x (..., depth), NMPacked -> choice -> xla or cpu -> (..., features)
     NMPacked, rows of x -> [prepare] -> what the chosen backend reads, or a plain array
 
-The weight is deployed and does not learn: asking for its gradient is an error.
+The weight is deployed and does not learn: its indices are integers, of which jax has no gradient.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from nm_sparsity_jax.core.packed import choice, cpu, xla
 from nm_sparsity_jax.core.packed.array import NMPacked, unpack
@@ -47,22 +44,17 @@ def nm_dot(x: jax.Array, packed: NMPacked | jax.Array, backend: str = "auto") ->
       f"x of shape {x.shape} and a weight of shape {packed.shape} do not fit: the last axis of x "
       "must be as long as the weight is deep."
     )
+  if not isinstance(packed, NMPacked):
+    kind = xla.shared(x, packed)
+    y = jnp.dot(x.astype(kind), packed.astype(kind), preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
   lead = x.shape[:-1]
-  if isinstance(packed, NMPacked):
-    batch = math.prod(lead)
-    backend = _chosen(packed, batch, backend)
-    flat = x.reshape(batch, x.shape[-1])
-    empty = not batch * packed.features * packed.rows
-    if empty:
-      return jnp.zeros((*lead, packed.features), x.dtype)
-    y: jax.Array = _dot(backend, flat, packed)
-    return y.reshape(*lead, packed.features)
-  kind = xla.shared(x, packed)
-  contract = (((x.ndim - 1,), (0,)), ((), ()))
-  y = lax.dot_general(
-    x.astype(kind), packed.astype(kind), contract, preferred_element_type=jnp.float32
-  )
-  return y.astype(x.dtype)
+  batch = math.prod(lead)
+  backend = _chosen(packed, batch, backend, dense=False)
+  if not batch * packed.features * packed.rows:
+    return jnp.zeros((*lead, packed.features), x.dtype)
+  y: jax.Array = _dot(backend, x.reshape(batch, x.shape[-1]), packed)
+  return y.reshape(*lead, packed.features)
 
 
 def prepare(
@@ -84,9 +76,7 @@ def prepare(
     backend: as in `nm_dot`.
     memory: keep it packed also where a dense product is faster.
   """
-  if backend == "auto":
-    backend = choice.best(packed, batch, dense=not memory)
-  _chosen(packed, batch, "auto" if backend == "dense" else backend)
+  backend = _chosen(packed, batch, backend, dense=not memory)
   if backend == "dense":
     w = jnp.asarray(unpack(packed))
     return w.astype(jnp.float32) if jax.default_backend() == "cpu" else w
@@ -94,9 +84,9 @@ def prepare(
   return jax.tree.map(jnp.asarray, ready)
 
 
-def _chosen(packed: NMPacked, batch: int, backend: str) -> str:
+def _chosen(packed: NMPacked, batch: int, backend: str, dense: bool) -> str:
   if backend == "auto":
-    return choice.best(packed, batch, dense=False)
+    return choice.best(packed, batch, dense)
   if backend not in BACKENDS:
     raise ValueError(f"backend {backend!r} is unknown: take one of {', '.join(BACKENDS)}.")
   if backend == "cpu_ffi" and (why := cpu.missing(packed)):
@@ -110,35 +100,14 @@ def _dot(backend: str, x: jax.Array, packed: NMPacked) -> jax.Array:
   return products[backend](x, packed).astype(x.dtype)
 
 
-def _forward(backend: str, x: Any, packed: Any) -> tuple[jax.Array, NMPacked]:
-  learnt = [leaf for leaf in jax.tree.leaves(packed, is_leaf=_is_primal) if leaf.perturbed]
-  if learnt:
-    raise ValueError(
-      "a packed weight has no gradient: it is deployed, and its zeros are not there to learn. "
-      "Differentiate with respect to x, or train the weight before nms.packed.pack."
-    )
-  packed = jax.tree.map(lambda leaf: leaf.value, packed, is_leaf=_is_primal)
-  return _dot(backend, x.value, packed), packed
-
-
-def _is_primal(leaf: Any) -> bool:
-  return hasattr(leaf, "perturbed")
-
-
-def _backward(backend: str, packed: NMPacked, dy: Any) -> tuple[Any, Any]:
+def _backward(backend: str, packed: NMPacked, dy: jax.Array) -> tuple[jax.Array, None]:
   del backend
-  none = jax.tree.map(lambda _: None, packed)
-  if isinstance(dy, SymbolicZero):
-    like: Any = dy.aval
-    return jnp.zeros((like.shape[0], packed.depth), like.dtype), none
   # dx = (dy * scale) . W^T, and the weight is made for it.
   w = xla.dense(packed)
   kind = xla.shared(dy, w)
-  scaled = xla.scaled(dy.astype(jnp.float32), packed).astype(kind)
-  dx = lax.dot_general(
-    scaled, w.astype(kind), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-  )
-  return dx.astype(dy.dtype), none
+  dy_scaled = xla.scaled(dy.astype(jnp.float32), packed).astype(kind)
+  dx = jnp.dot(dy_scaled, w.T.astype(kind), preferred_element_type=jnp.float32)
+  return dx.astype(dy.dtype), None
 
 
-_dot.defvjp(_forward, _backward, symbolic_zeros=True)
+_dot.defvjp(lambda backend, x, packed: (_dot(backend, x, packed), packed), _backward)

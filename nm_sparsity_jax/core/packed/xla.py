@@ -16,21 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nm_sparsity_jax.core.packed import bits as squeezing
-from nm_sparsity_jax.core.packed.array import NMPacked
+from nm_sparsity_jax.core.packed.array import NMPacked, spread
 
 _LANES = 128  # rows of x that one scan takes
 
 
 def prepare(packed: NMPacked) -> NMPacked:
   """Returns the packed weight with an index in each byte, which the scan need not spread."""
-  places = squeezing.spread(np.asarray(packed.indices), packed.rows, packed.bits)
+  places = spread(np.asarray(packed.indices), packed.rows, packed.bits)
   return dataclasses.replace(packed, indices=places, bits=8)
-
-
-def places(packed: NMPacked) -> jax.Array:
-  """Returns uint8 indices [rows, features], inside jit too."""
-  return squeezing.spread(packed.indices, packed.rows, packed.bits, jnp)
 
 
 def dense(packed: NMPacked) -> jax.Array:
@@ -42,11 +36,12 @@ def dense(packed: NMPacked) -> jax.Array:
   if packed.scale is not None:
     values = values.astype(jnp.float32)
   cut = (packed.groups, packed.n, 1, packed.features)
-  at, values = places(packed).reshape(cut), values.reshape(cut)
+  places = spread(packed.indices, packed.rows, packed.bits).reshape(cut)
+  values = values.reshape(cut)
   here = lax.broadcasted_iota(jnp.uint8, (1, packed.m, 1), 1)
   w = jnp.zeros((packed.groups, packed.m, packed.features), values.dtype)
   for i in range(packed.n):
-    w = jnp.where(at[:, i] == here, values[:, i], w)
+    w = jnp.where(places[:, i] == here, values[:, i], w)
   return w.reshape(packed.groups * packed.m, packed.features)[: packed.depth]
 
 
@@ -92,15 +87,8 @@ def _scan(x: jax.Array, packed: NMPacked) -> jax.Array:
     return total + (values if batch == 1 else values[:, None]) * picked, None
 
   start = jnp.zeros((packed.features,) if batch == 1 else (packed.features, batch), jnp.float32)
-  rows = (packed.values, places(packed), jnp.asarray(first))
-  total, _ = lax.scan(add, start, rows, unroll=unroll(batch, packed.rows))
+  rows = (packed.values, spread(packed.indices, packed.rows, packed.bits), jnp.asarray(first))
+  # XLA fuses the rows of one turn of the loop, which pays for more than a few columns of x.
+  unroll = 1 if batch < 16 else min(8, packed.rows)
+  total, _ = lax.scan(add, start, rows, unroll=unroll)
   return total[None] if batch == 1 else total.T
-
-
-def unroll(batch: int, rows: int) -> int:
-  """Returns how many kept rows one turn of the loop adds: XLA fuses them, up to a point.
-
-  >>> unroll(1, 96), unroll(16, 96), unroll(16, 6)
-  (1, 8, 6)
-  """
-  return 1 if batch < 16 else max(1, min(8, rows))

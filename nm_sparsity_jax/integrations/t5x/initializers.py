@@ -53,7 +53,7 @@ class SparseTrainStateInitializer(utils.TrainStateInitializer):
       doubts = [*cuts(assignment.places, by_path, mesh.shape), *gin_files.unread_flags(sys.argv)]
       warnings = "".join(f"warning: {doubt}\n" for doubt in doubts)
       # T5X logs to stderr, hundreds of lines; this is all that stands in stdout.
-      print(f"\n{assignment}\n\n{assignment.schedule}\n{warnings}", flush=True)
+      print(f"\n{assignment}\n\n{warnings}", flush=True)
 
 
 class _CheckedState:

@@ -198,14 +198,14 @@ def look_after(model, train_state, seen, per_place=False) -> Sample:
   params, rules = train_state.params, model.stored_rules
   now, state = model.read(train_state.flax_mutables)
   moments = second_moments(model.optimizer_def, train_state, rules)
-  masks, was = seen
-  found = metrics.after(params, rules, now, state, masks, moments, per_place=per_place)
+  before, was = seen
+  found = metrics.summary(params, rules, now, state, None, moments, before, per_place=per_place)
   # The sum is a copy: the step itself is donated to the next train step.
   return Sample(train_state.step + 0, sparse_step(train_state) > was, found)
 
 
 def second_moments(optimizer_def, train_state, rules) -> Any:
-  """Returns second moments for `metrics.after`: an optax state, or T5X's Adafactor rebuilt."""
+  """Returns second moments for `metrics.summary`: an optax state, or T5X's Adafactor rebuilt."""
   states = train_state.param_states
   if not isinstance(optimizer_def, adafactor.Adafactor):
     return states
@@ -213,7 +213,7 @@ def second_moments(optimizer_def, train_state, rules) -> Any:
   places = rules.assign(train_state.params).places
   dims = {path: factored_dims(optimizer_def, path, p.shape) for path, p in places.items()}
   nu = {path: estimate(kept[path], d) for path, d in dims.items()}
-  return metrics.SecondMoments(nu, any(dims.values()))
+  return metrics.SecondMoments(nu, [path for path, factored in dims.items() if factored])
 
 
 def factored_dims(optimizer_def, path, shape):

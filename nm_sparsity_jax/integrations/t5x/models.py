@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from t5x import models, optimizers, utils
 
 from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.training import apply, layers, optim, rules_text
+from nm_sparsity_jax.training import apply, layers, rules_text, transform
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.stored import State, init_state
 
@@ -41,9 +41,9 @@ def _refuse(*_: Any) -> None:
 # T5X shards an optax state by a table of known types, which it reads before anything compiles.
 optimizers.OptaxStatePartitionRules._RULES.update(
   {
-    optim.CountStepsState: lambda state, axes: optim.CountStepsState(count=None),  # type: ignore
-    optim.SrSteState: _refuse,
-    optim.SparseState: _refuse,
+    transform.CountStepsState: lambda state, axes: transform.CountStepsState(count=None),  # type: ignore
+    transform.SrSteState: _refuse,
+    transform.SparseState: _refuse,
   }
 )
 

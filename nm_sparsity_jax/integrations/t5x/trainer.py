@@ -21,7 +21,7 @@ from nm_sparsity_jax.integrations.t5x import measure
 from nm_sparsity_jax.integrations.t5x.models import COLLECTION, UNKNOWN, SparseModel
 from nm_sparsity_jax.integrations.t5x.restore import refuse_relative
 from nm_sparsity_jax.runs import checkpoint_rules
-from nm_sparsity_jax.training import optim, transform
+from nm_sparsity_jax.training import transform
 from nm_sparsity_jax.training.stored import init_state, update_state
 
 
@@ -160,7 +160,7 @@ def sparse_train_step(
   full = grads
   if any(recipe.lam for recipe in rules.places.values()):
     scale = loss_scale(model._loss_normalizing_factor, batch, num_microbatches)
-    full = optim.add_sr_ste(grads, params, rules, step, state, scale)
+    full = transform.add_sr_ste(grads, params, rules, step, state, scale)
   new, found = trainer.apply_grads(
     train_state,
     full,
@@ -203,7 +203,7 @@ def _applied(optimizer_def, before, after):
   """Returns how many updates the optimizer applied between two train states: 1, or 0."""
   if isinstance(optimizer_def, optimizers.OptaxWrapper):
     try:
-      return optim.step_count(after.param_states) - optim.step_count(before.param_states)
+      return transform.step_count(after.param_states) - transform.step_count(before.param_states)
     except ValueError:  # a chain without a count
       pass
   return jnp.int32(1)

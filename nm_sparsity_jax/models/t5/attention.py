@@ -1,4 +1,4 @@
-"""T5's attention: projections of our layers, a cache for decoding one token at a time.
+"""T5's attention: masks and biases, projections of our layers, caches for decoding.
 
 Shapes: batch b, query length q, key length k, heads h, head_dim d, emb_dim e. A mask is not 0
 where attention is allowed; a bias is added to the logits.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,6 @@ from flax.linen import partitioning, spmd
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax.models.t5.masks import combine_biases, combine_masks
 from nm_sparsity_jax.training.layers import DenseGeneral, as_tuple, effective_kernel, packed_product
 from nm_sparsity_jax.training.rules import Rules
 
@@ -25,6 +26,95 @@ PREPARED = "prepared"  # computed once a sequence
 DECODED = "decoded"  # grows by a position at each token
 # Not -inf: the softmax of a query that sees no key must stay finite.
 _MASKED = -1e10
+
+
+# --- who may see whom: names and numbers are those of T5X's examples/t5/layers.py -----------------
+
+
+def make_attention_mask(
+  query_input: jax.Array,
+  key_input: jax.Array,
+  pairwise_fn: Callable = jnp.multiply,
+  extra_batch_dims: int = 0,
+  dtype: Dtype = jnp.float32,
+) -> jax.Array:
+  """Returns pairwise_fn of every query with every key.
+
+  Args:
+    query_input: [..., q].
+    key_input: [..., k].
+    pairwise_fn: elementwise, of [..., q, 1] and [..., 1, k].
+    extra_batch_dims: axes of length 1 to put in front.
+    dtype: of the mask.
+
+  Returns:
+    [..., 1, q, k]; the 1 stands for all heads.
+
+  >>> make_attention_mask(jnp.array([1, 1, 2]), jnp.array([1, 2]), jnp.equal)[0].tolist()
+  [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]
+  """
+  mask = pairwise_fn(jnp.expand_dims(query_input, -1), jnp.expand_dims(key_input, -2))
+  mask = jnp.expand_dims(mask, (*range(extra_batch_dims), extra_batch_dims + mask.ndim - 2))
+  return mask.astype(dtype)
+
+
+def make_causal_mask(
+  x: jax.Array, extra_batch_dims: int = 0, dtype: Dtype = jnp.float32
+) -> jax.Array:
+  """Returns [..., 1, q, q], 1 where the key is not after the query; only x's shape counts."""
+  position = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+  return make_attention_mask(position, position, jnp.greater_equal, extra_batch_dims, dtype)
+
+
+def combine_masks(*masks: jax.Array | None, dtype: Dtype = jnp.float32) -> jax.Array | None:
+  """Returns 1 where every mask is not 0. Masks have one rank; None is left out."""
+  present = [mask.astype(bool) for mask in masks if mask is not None]
+  return functools.reduce(jnp.logical_and, present).astype(dtype) if present else None
+
+
+def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
+  """Returns the sum of the biases. They have one rank; None is left out."""
+  present = [bias for bias in masks if bias is not None]
+  return functools.reduce(jnp.add, present) if present else None
+
+
+def make_decoder_mask(
+  decoder_target_tokens: jax.Array,
+  dtype: Dtype,
+  decoder_causal_attention: jax.Array | None = None,
+  decoder_segment_ids: jax.Array | None = None,
+) -> jax.Array:
+  """Returns who may see whom in the decoder: the past, no padding, and only its own packed example.
+
+  >>> tokens, segments = jnp.array([[5, 6, 7, 8, 0]]), jnp.array([[1, 1, 2, 2, 0]])
+  >>> for row in make_decoder_mask(tokens, int, decoder_segment_ids=segments)[0, 0].tolist():
+  ...   print(row)
+  [1, 0, 0, 0, 0]
+  [1, 1, 0, 0, 0]
+  [0, 0, 1, 0, 0]
+  [0, 0, 1, 1, 0]
+  [0, 0, 0, 0, 0]
+
+  Args:
+    decoder_target_tokens: [..., q], 0 = padding.
+    dtype: of the mask.
+    decoder_causal_attention: [..., q], 1 for positions that see each other in both directions, as
+      the inputs of a prefix language model do. (The name is T5X's.)
+    decoder_segment_ids: [..., q], the number of the packed example.
+
+  Returns:
+    [..., 1, q, q].
+  """
+  seen: Any = make_causal_mask(decoder_target_tokens, dtype=bool)
+  if (prefix := decoder_causal_attention) is not None:
+    seen = jnp.logical_or(seen, make_attention_mask(prefix, prefix, dtype=bool))
+  tokens, ids = decoder_target_tokens > 0, decoder_segment_ids
+  filled = make_attention_mask(tokens, tokens, dtype=bool)
+  packed = None if ids is None else make_attention_mask(ids, ids, jnp.equal, dtype=bool)
+  return combine_masks(seen, filled, packed, dtype=dtype)  # type: ignore
+
+
+# --- attention ------------------------------------------------------------------------------------
 
 
 class SplitDenseGeneral(DenseGeneral):
@@ -46,6 +136,7 @@ class SplitDenseGeneral(DenseGeneral):
     contracted = tuple(inputs.shape[a] for a in axes)
 
     def init(key, shape, dtype):
+      # Drawn flat: fan-in is that of all contracted axes, and numbers are those of a 2-D kernel.
       flat = self.kernel_init(key, (math.prod(contracted), math.prod(features)), dtype)
       return flat.reshape(shape)
 
@@ -97,8 +188,8 @@ def dot_product_attention(
     logits = logits + bias.astype(logits.dtype)
   weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
   if dropout_rate > 0.0 and not deterministic:
-    if dropout_rng is None:
-      raise ValueError("dropout_rate needs a dropout_rng, or deterministic=True.")
+    assert dropout_rng is not None
+    # One draw for all queries, as in T5X: fewer random bits, which are slow on a TPU.
     keep_prob = 1.0 - dropout_rate
     shape = (*weights.shape[:-2], 1, weights.shape[-1])
     keep = jax.random.bernoulli(dropout_rng, keep_prob, shape)
@@ -184,6 +275,7 @@ class MultiHeadDotProductAttention(nn.Module):
       layer = dense(features, kernel_init=kernel_init, kernel_axes=("embed", *heads), name=name)
       return spmd.with_logical_constraint(layer(inputs), ("batch", "length", "heads", "kv"))
 
+    # 1 / sqrt(d) is part of the query's initial value, so the logits are not divided later.
     def query_init(key, shape, dtype):
       # T5X rounds the divisor to the compute dtype; equal keys shall give equal parameters.
       divisor = jnp.sqrt(jnp.float32(self.head_dim)).astype(self.dtype)
@@ -237,6 +329,7 @@ class MultiHeadDotProductAttention(nn.Module):
           kept.value, _length_last(new), position, axis=3
         )
       found.append(kept.value)
+    # Places that are not written yet are zeros, and must not be seen.
     past = lax.broadcasted_iota(jnp.int32, (1, 1, 1, found[0].shape[-1]), 3) <= position
     return *found, past.astype(jnp.float32)
 
@@ -246,33 +339,22 @@ class MultiHeadDotProductAttention(nn.Module):
     keys = self.variable("cache", "cached_key", jnp.zeros_like, _length_last(key))
     values = self.variable("cache", "cached_value", jnp.zeros_like, _length_last(value))
     index = self.variable("cache", "cache_index", lambda: jnp.int32(0))
-    if not made:
+    if not made:  # `init` of T5X gives all positions at once, to size the cache
       return key, value, mask, bias
     length = keys.value.shape[-1]
-    expected = (keys.value.shape[0], 1, *keys.value.shape[1:3])
-    if query.shape != expected:
-      raise ValueError(
-        f"decoding: the query has shape {query.shape}, but the cache takes {expected}: pass one "
-        "token for each sequence."
-      )
-    if bias is not None and bias.shape[-2:] != (length, length):
-      raise ValueError(
-        f"decoding: the bias has shape {bias.shape}, but the cache has {length} positions: pass "
-        f"max_decode_length={length}."
-      )
     now = index.value
     # A choice and no scatter: it fuses, and a TPU likes it.
     here = lax.broadcasted_iota(jnp.int32, keys.value.shape, keys.value.ndim - 1) == now
     keys.value = jnp.where(here, _length_last(key), keys.value)
     values.value = jnp.where(here, _length_last(value), values.value)
     index.value = now + 1
-    past = lax.broadcasted_iota(jnp.int32, (expected[0], 1, 1, length), 3) <= now
-    if bias is not None:
+    past = lax.broadcasted_iota(jnp.int32, (keys.value.shape[0], 1, 1, length), 3) <= now
+    if bias is not None:  # of all queries: this token's row
       bias = lax.dynamic_slice_in_dim(bias, now, 1, axis=-2)
     first = lambda x: jnp.moveaxis(x, -1, -3)
     return first(keys.value), first(values.value), combine_masks(mask, past), bias
 
 
 def _length_last(x: jax.Array) -> jax.Array:
-  """Returns keys or values [b, k, h, d] as they are kept, [b, h, d, k]: for the lanes of a TPU."""
+  # [b, k, h, d] -> [b, h, d, k]: the lanes of a TPU want a long last axis, and d is 64.
   return jnp.moveaxis(x, -3, -1)

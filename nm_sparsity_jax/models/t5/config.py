@@ -12,24 +12,25 @@ from flax.typing import Dtype
 from nm_sparsity_jax.training.rules import Rules
 
 # emb_dim, num_heads, layers of encoder and of decoder, head_dim, mlp_dim
-_T5_1_1 = {
-  "tiny": (128, 4, 2, 32, 256),
-  "small": (512, 6, 8, 64, 1024),
-  "base": (768, 12, 12, 64, 2048),
-  "large": (1024, 16, 24, 64, 2816),
-  "xl": (2048, 32, 24, 64, 5120),
-  "xxl": (4096, 64, 24, 64, 10240),
+SIZES = {
+  "t5_1_1": {
+    "tiny": (128, 4, 2, 32, 256),
+    "small": (512, 6, 8, 64, 1024),
+    "base": (768, 12, 12, 64, 2048),
+    "large": (1024, 16, 24, 64, 2816),
+    "xl": (2048, 32, 24, 64, 5120),
+    "xxl": (4096, 64, 24, 64, 10240),
+  },
+  "t5_1_0": {
+    "tiny": (128, 4, 2, 32, 256),
+    "small": (512, 8, 6, 64, 2048),
+    "base": (768, 12, 12, 64, 3072),
+    "large": (1024, 16, 24, 64, 4096),
+    "3B": (1024, 32, 24, 128, 16384),
+    "11B": (1024, 128, 24, 128, 65536),
+  },
+  "wmt": {"table_16": (1024, 16, 6, 64, 4096)},
 }
-_T5_1_0 = {
-  "tiny": (128, 4, 2, 32, 256),
-  "small": (512, 8, 6, 64, 2048),
-  "base": (768, 12, 12, 64, 3072),
-  "large": (1024, 16, 24, 64, 4096),
-  "3B": (1024, 32, 24, 128, 16384),
-  "11B": (1024, 128, 24, 128, 65536),
-}
-_WMT = {"wmt": (1024, 16, 6, 64, 4096)}
-
 _VOCABULARY = 32128  # T5's 32,000 pieces and 100 sentinels, rounded up to a multiple of 128
 
 
@@ -82,22 +83,12 @@ class T5Config:
   @classmethod
   def t5_1_1(cls, size: str, **overrides: Any) -> T5Config:
     """Returns T5.1.1: gated GELU, own logits; 'tiny', 'small', 'base', 'large', 'xl', 'xxl'."""
-    fields = dict(mlp_activations=("gelu", "linear"), logits_via_embedding=False)
-    return cls._of_size(_T5_1_1, size, fields | overrides)
+    return cls.preset("t5_1_1", size, **overrides)
 
   @classmethod
   def t5_1_0(cls, size: str, **overrides: Any) -> T5Config:
     """Returns T5.1.0: ReLU, logits via embedding; 'tiny', 'small', 'base', 'large', '3B', '11B'."""
-    fields = dict(mlp_activations=("relu",), logits_via_embedding=True)
-    return cls._of_size(_T5_1_0, size, fields | overrides)
-
-  @classmethod
-  def preset(cls, version: str, size: str, **overrides: Any) -> T5Config:
-    """Returns `t5_1_1` or `t5_1_0`, by the name of the version."""
-    versions = {"t5_1_1": cls.t5_1_1, "t5_1_0": cls.t5_1_0}
-    if version not in versions:
-      raise ValueError(f"T5 of version {version!r}: choose one of {', '.join(versions)}.")
-    return versions[version](size, **overrides)
+    return cls.preset("t5_1_0", size, **overrides)
 
   @classmethod
   def wmt(cls, **overrides: Any) -> T5Config:
@@ -106,14 +97,21 @@ class T5Config:
     The table does not give activation and logits. They are those of the Transformer that it
     follows (Vaswani et al. 2017, arXiv:1706.03762): ReLU, logits via the embedding.
     """
-    fields = dict(mlp_activations=("relu",), logits_via_embedding=True)
-    return cls._of_size(_WMT, "wmt", fields | overrides)
+    return cls.preset("wmt", "table_16", **overrides)
 
   @classmethod
-  def _of_size(cls, sizes, size, fields) -> T5Config:
-    if size not in sizes:
-      raise ValueError(f"T5 of size {size!r}: choose one of {', '.join(sizes)}.")
-    emb_dim, num_heads, depth, head_dim, mlp_dim = sizes[size]
-    own = dict(vocab_size=_VOCABULARY, emb_dim=emb_dim, num_heads=num_heads, head_dim=head_dim)
-    own |= dict(mlp_dim=mlp_dim, num_encoder_layers=depth, num_decoder_layers=depth)
-    return cls(**(own | fields))
+  def preset(cls, version: str, size: str, **overrides: Any) -> T5Config:
+    """Returns one of `SIZES`, by the names of version and size."""
+    if size not in SIZES.get(version, {}):
+      known = "; ".join(f"{name}: {', '.join(sizes)}" for name, sizes in SIZES.items())
+      raise ValueError(f"T5 {version!r} of size {size!r}: choose one of {known}.")
+    emb_dim, num_heads, depth, head_dim, mlp_dim = SIZES[version][size]
+    # T5.1.1 gates its MLP and has logits of its own; all others are as the first T5.
+    is_gated = version == "t5_1_1"
+    fields: dict[str, Any] = dict(
+      vocab_size=_VOCABULARY, emb_dim=emb_dim, num_heads=num_heads, head_dim=head_dim,
+      mlp_dim=mlp_dim, num_encoder_layers=depth, num_decoder_layers=depth,
+      mlp_activations=("gelu", "linear") if is_gated else ("relu",),
+      logits_via_embedding=not is_gated,
+    )  # fmt: skip
+    return cls(**(fields | overrides))

@@ -30,11 +30,9 @@ from jax import lax
 from nm_sparsity_jax.models.t5.attention import (
   MultiHeadDotProductAttention,
   SplitDenseGeneral,
-  dot_product_attention,
-)
-from nm_sparsity_jax.models.t5.masks import (
   combine_biases,
   combine_masks,
+  dot_product_attention,
   make_attention_mask,
   make_causal_mask,
   make_decoder_mask,
@@ -42,21 +40,12 @@ from nm_sparsity_jax.models.t5.masks import (
 from nm_sparsity_jax.training.layers import DenseGeneral
 from nm_sparsity_jax.training.rules import Rules
 
+# T5X's module of this name offers attention and masks as well.
 __all__ = [
-  "DenseGeneral",
-  "Embed",
-  "LayerNorm",
-  "MlpBlock",
-  "MultiHeadDotProductAttention",
-  "RelativePositionBiases",
-  "SplitDenseGeneral",
-  "combine_biases",
-  "combine_masks",
-  "dot_product_attention",
-  "make_attention_mask",
-  "make_causal_mask",
-  "make_decoder_mask",
-]
+  "DenseGeneral", "Embed", "LayerNorm", "MlpBlock", "MultiHeadDotProductAttention",
+  "RelativePositionBiases", "SplitDenseGeneral", "combine_biases", "combine_masks",
+  "dot_product_attention", "make_attention_mask", "make_causal_mask", "make_decoder_mask",
+]  # fmt: skip
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
@@ -98,22 +87,16 @@ class MlpBlock(nn.Module):
       y = dense(self.intermediate_dim, kernel_axes=("embed", "mlp"), name=name)(inputs)
       wide.append(_activation(activation)(y))
     y = functools.reduce(operator.mul, wide)
+    # One draw for all positions, as in T5X.
     y = nn.Dropout(self.intermediate_dropout_rate, broadcast_dims=(-2,))(y, deterministic)
     y = spmd.with_logical_constraint(y, ("batch", "length", "mlp"))
     return dense(inputs.shape[-1], kernel_axes=("mlp", "embed"), name="wo")(y)
 
 
 def _activation(name: str | Callable) -> Callable:
-  if callable(name):
-    return name
   if name == "linear":
     return lambda x: x
-  if not callable(getattr(nn, name, None)):
-    raise ValueError(
-      f"activation {name!r}: give 'linear', a function of flax.linen by its name ('relu', 'gelu', "
-      "'silu', ...), or a function."
-    )
-  return getattr(nn, name)
+  return name if callable(name) else getattr(nn, name)
 
 
 class Embed(nn.Module):
@@ -167,6 +150,7 @@ class Embed(nn.Module):
       rows = jnp.asarray(self.embedding).at[inputs].get(mode="fill", fill_value=0)
       return spmd.with_logical_constraint(rows.astype(self.dtype), ("batch", "length", "embed"))
     table = jnp.asarray(self.embedding, self.dtype)
+    # A gather from a partitioned table would bring all of it to each device.
     if self.one_hot:
       return jnp.dot(jax.nn.one_hot(inputs, self.num_embeddings, dtype=self.dtype), table)
     return spmd.with_logical_constraint(table[inputs], ("batch", "length", "embed"))
@@ -266,7 +250,7 @@ class LayerNorm(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., e] to [..., e]."""
-    x = jnp.asarray(x, jnp.float32)
+    x = jnp.asarray(x, jnp.float32)  # squares of bfloat16 would lose the sum
     scale = partitioning.param_with_axes(
       "scale", self.scale_init, (x.shape[-1],), jnp.float32, axes=("embed",)
     )

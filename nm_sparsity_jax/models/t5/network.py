@@ -22,17 +22,218 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen import partitioning, spmd
+from jax import checkpoint_policies as keep
+from jax import lax
 
 from nm_sparsity_jax.models.t5 import layers
-from nm_sparsity_jax.models.t5.attention import PREPARED
+from nm_sparsity_jax.models.t5.attention import DECODED, PREPARED
 from nm_sparsity_jax.models.t5.config import T5Config
-from nm_sparsity_jax.models.t5.stacks import (
-  DecoderLayer,
-  EncoderLayer,
-  dropout,
-  layer_norm,
-  through_layers,
-)
+from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION
+
+# What the backward pass does not compute again, beside the input of each layer.
+_REMAT: dict[str, Any] = {
+  "minimal": keep.save_from_both_policies(
+    keep.dots_with_no_batch_dims_saveable, keep.save_only_these_names("nm_mask")
+  ),
+  "nm_masks": keep.save_only_these_names("nm_mask"),
+  "full": None,
+}
+
+# --- one layer ------------------------------------------------------------------------------------
+
+
+def _layer_norm(cfg: T5Config, name: str) -> layers.LayerNorm:
+  return layers.LayerNorm(dtype=cfg.dtype, name=name)
+
+
+def _attention(cfg: T5Config, name: str) -> layers.MultiHeadDotProductAttention:
+  return layers.MultiHeadDotProductAttention(
+    num_heads=cfg.num_heads,
+    head_dim=cfg.head_dim,
+    dtype=cfg.dtype,
+    dropout_rate=cfg.dropout_rate,
+    float32_logits=cfg.float32_attention_logits,
+    split_kernels=cfg.scan_layers,
+    rules=cfg.rules,
+    name=name,
+  )
+
+
+def _mlp(cfg: T5Config) -> layers.MlpBlock:
+  return layers.MlpBlock(
+    intermediate_dim=cfg.mlp_dim,
+    activations=cfg.mlp_activations,
+    intermediate_dropout_rate=cfg.dropout_rate,
+    dtype=cfg.dtype,
+    rules=cfg.rules,
+    name="mlp",
+  )
+
+
+def _dropout(cfg: T5Config) -> nn.Dropout:
+  # Of the residual stream: one draw serves all positions, as in T5X.
+  return nn.Dropout(cfg.dropout_rate, broadcast_dims=(-2,))
+
+
+def _relative_positions(cfg: T5Config) -> layers.RelativePositionBiases:
+  # 32 and 128 are those of every published T5, and no field of T5X's config.
+  return layers.RelativePositionBiases(
+    num_buckets=32,
+    max_distance=128,
+    num_heads=cfg.num_heads,
+    dtype=cfg.dtype,
+    embedding_init=nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+    name="relpos_bias",
+  )
+
+
+def _on_stream(x: jax.Array) -> jax.Array:
+  return spmd.with_logical_constraint(x, ("batch", "length", "embed"))
+
+
+class EncoderLayer(nn.Module):
+  """x + attention(norm x), then x + mlp(norm x).
+
+  Attributes:
+    config: sizes.
+    relative_embedding: the table that the stack shares; None = the layer makes its own.
+  """
+
+  config: T5Config
+  relative_embedding: nn.Module | None = None
+
+  @nn.compact
+  def __call__(
+    self, inputs: jax.Array, encoder_mask: jax.Array | None = None, deterministic: bool = False
+  ) -> jax.Array:
+    """Maps [b, q, e] to [b, q, e]."""
+    cfg = self.config
+    length = inputs.shape[-2]
+    positions: Any = self.relative_embedding or _relative_positions(cfg)
+    bias = positions(length, length, True)
+    inputs = _on_stream(inputs)
+    x = _layer_norm(cfg, "pre_attention_layer_norm")(inputs)
+    x = _attention(cfg, "attention")(x, x, encoder_mask, bias, deterministic=deterministic)
+    x = _on_stream(inputs + _dropout(cfg)(x, deterministic))
+    y = _layer_norm(cfg, "pre_mlp_layer_norm")(x)
+    y = _mlp(cfg)(y, deterministic=deterministic)
+    return _on_stream(x + _dropout(cfg)(y, deterministic))
+
+
+class DecoderLayer(nn.Module):
+  """x + self_attention(norm x), x + encoder_decoder_attention(norm x, encoded), x + mlp(norm x).
+
+  Attributes:
+    config: sizes.
+    relative_embedding: the table that the stack shares; None = the layer makes its own.
+  """
+
+  config: T5Config
+  relative_embedding: nn.Module | None = None
+
+  @nn.compact
+  def __call__(
+    self,
+    inputs: jax.Array,
+    encoded: jax.Array | None,
+    decoder_mask: jax.Array | None = None,
+    encoder_decoder_mask: jax.Array | None = None,
+    deterministic: bool = False,
+    decode: bool = False,
+    max_decode_length: int | None = None,
+    position: jax.Array | None = None,
+  ) -> jax.Array:
+    """Maps [b, q, e] and encoded [b, k, e] to [b, q, e]; see `Transformer.decode` and `step`."""
+    cfg = self.config
+    positions: Any = self.relative_embedding or _relative_positions(cfg)
+    if position is not None:
+      bias = self._bias_at(position, positions, max_decode_length)
+    else:
+      length = max_decode_length if decode and max_decode_length else inputs.shape[-2]
+      bias = positions(length, length, False)
+    inputs = _on_stream(inputs)
+    x = _layer_norm(cfg, "pre_self_attention_layer_norm")(inputs)
+    x = _attention(cfg, "self_attention")(
+      x,
+      x,
+      decoder_mask,
+      bias,
+      deterministic=deterministic,
+      decode=decode,
+      position=position,
+      length=max_decode_length,
+    )
+    x = _on_stream(inputs + _dropout(cfg)(x, deterministic))
+    y = _layer_norm(cfg, "pre_cross_attention_layer_norm")(x)
+    y = _attention(cfg, "encoder_decoder_attention")(
+      y, encoded, encoder_decoder_mask, deterministic=deterministic, once=position is not None
+    )
+    y = _on_stream(x + _dropout(cfg)(y, deterministic))
+    z = _layer_norm(cfg, "pre_mlp_layer_norm")(y)
+    z = _mlp(cfg)(z, deterministic=deterministic)
+    return _on_stream(y + _dropout(cfg)(z, deterministic))
+
+  def _bias_at(self, position, positions, length):
+    """Returns the bias [1, h, 1, length] of one query."""
+
+    # It depends on key - query alone, so each row is a piece of the last one, which has all
+    # distances of the past. What stands behind it is of keys in the future, which are masked.
+    def every_distance():
+      last = positions(length, length, False)[:, :, -1:]
+      return jnp.pad(last, ((0, 0), (0, 0), (0, 0), (0, length - 1)), mode="edge")
+
+    biases = self.variable(PREPARED, "biases", every_distance).value
+    length = (biases.shape[-1] + 1) // 2
+    return lax.dynamic_slice_in_dim(biases, length - 1 - position, length, axis=-1)
+
+
+# --- stacks of layers -----------------------------------------------------------------------------
+
+
+def _through_layers(
+  cfg: T5Config, layer_class: Any, depth: int, name: str, x: jax.Array, *context: Any, **static: Any
+) -> jax.Array:
+  """Applies a stack of layers to `x`, one by one or scanned, each under remat if so configured.
+
+  Args:
+    cfg: the configuration.
+    layer_class: `EncoderLayer` or `DecoderLayer`.
+    depth: how many.
+    name: of the scanned stack.
+    x: [b, q, e].
+    *context: arrays or None that every layer gets after `x`.
+    **static: what is no array, and what no scan needs to know.
+  """
+
+  def run(layer, x, *context):
+    return layer(x, *context, **static)
+
+  if cfg.remat_policy != "none":
+    if cfg.remat_policy not in _REMAT:
+      known = ", ".join(_REMAT)
+      raise ValueError(f"remat_policy={cfg.remat_policy!r}: choose one of none, {known}.")
+    # A scan keeps XLA from undoing the remat by itself; without one, prevent_cse does.
+    run = nn.remat(run, prevent_cse=not cfg.scan_layers, policy=_REMAT[cfg.remat_policy])
+  if not cfg.scan_layers:
+    positions = _relative_positions(cfg)  # one table for the stack; a scan has one a layer
+    for i in range(depth):
+      x = run(layer_class(cfg, positions, name=f"layers_{i}"), x, *context)
+    return x
+  scan: Any = partitioning.scan_with_axes(
+    lambda layer, x, *context: (run(layer, x, *context), None),
+    variable_axes={
+      "params": cfg.param_scan_axis,  # masks lie as their kernels do
+      STATE_COLLECTION: cfg.param_scan_axis,
+      **dict.fromkeys(("cache", PREPARED, DECODED), 0),
+    },
+    variable_broadcast=COLLECTION,  # the step is one number for all layers
+    split_rngs={"params": True, "dropout": True},
+    in_axes=nn.broadcast,  # type: ignore
+    length=depth,
+    axis_name="layers",
+  )
+  return scan(layer_class(cfg, name=name), x, *context)[0]
 
 
 class Encoder(nn.Module):
@@ -58,8 +259,8 @@ class Encoder(nn.Module):
     cfg = self.config
     embedding: Any = self.shared_embedding
     x = embedding(encoder_input_tokens.astype(jnp.int32), gather=gather)
-    x = dropout(cfg)(x, deterministic).astype(cfg.dtype)
-    x = through_layers(
+    x = _dropout(cfg)(x, deterministic).astype(cfg.dtype)
+    x = _through_layers(
       cfg,
       EncoderLayer,
       cfg.num_encoder_layers,
@@ -68,7 +269,7 @@ class Encoder(nn.Module):
       encoder_mask,
       deterministic=deterministic,
     )
-    x = layer_norm(cfg, "encoder_norm")(x)
+    x = _layer_norm(cfg, "encoder_norm")(x)
     # T5X draws this one dropout anew for every position.
     return nn.Dropout(cfg.dropout_rate)(x, deterministic)
 
@@ -89,7 +290,6 @@ class Decoder(nn.Module):
     self,
     encoded: jax.Array | None,
     decoder_input_tokens: jax.Array,
-    decoder_positions: jax.Array | None = None,
     decoder_mask: jax.Array | None = None,
     encoder_decoder_mask: jax.Array | None = None,
     deterministic: bool = False,
@@ -98,12 +298,11 @@ class Decoder(nn.Module):
     position: jax.Array | None = None,
   ) -> jax.Array:
     """Maps encoded [b, k, e], ids [b, q] to float32 logits [b, q, vocab]; `Transformer.decode`."""
-    del decoder_positions  # relative positions need none
     cfg = self.config
     embedding: Any = self.shared_embedding
     y = embedding(decoder_input_tokens.astype(jnp.int32), gather=position is not None)
-    y = dropout(cfg)(y, deterministic).astype(cfg.dtype)
-    y = through_layers(
+    y = _dropout(cfg)(y, deterministic).astype(cfg.dtype)
+    y = _through_layers(
       cfg,
       DecoderLayer,
       cfg.num_decoder_layers,
@@ -117,8 +316,8 @@ class Decoder(nn.Module):
       max_decode_length=max_decode_length,
       position=position,
     )
-    y = layer_norm(cfg, "decoder_norm")(y)
-    y = dropout(cfg)(y, deterministic)
+    y = _layer_norm(cfg, "decoder_norm")(y)
+    y = _dropout(cfg)(y, deterministic)
     if cfg.logits_via_embedding:
       # Rows of the embedding have variance 1; this gives the logits the variance of a projection's.
       return embedding.attend(y) / jnp.sqrt(jnp.float32(cfg.emb_dim))
@@ -129,6 +328,9 @@ class Decoder(nn.Module):
       rules=cfg.rules,
       name="logits_dense",
     )(y)
+
+
+# --- the network ----------------------------------------------------------------------------------
 
 
 class Transformer(nn.Module):
@@ -223,19 +425,16 @@ class Transformer(nn.Module):
     """
     dtype = self.config.dtype
     sources, targets = encoder_input_tokens > 0, decoder_target_tokens > 0
-    packed = None
+    packed = decoder_mask = None
     if encoder_segment_ids is not None:
-      if decode or decoder_segment_ids is None:
-        raise ValueError(
-          "encoder_segment_ids say that examples are packed: give decoder_segment_ids too, and "
-          "decode unpacked examples."
-        )
-      packed = layers.make_attention_mask(
+      if decode:
+        raise ValueError("encoder_segment_ids: packed examples cannot be decoded, unpack them.")
+      packed: Any = layers.make_attention_mask(
         decoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=dtype
       )
     if decode:
       # What comes next is not known yet, so no target is padding; the cache knows the past.
-      decoder_mask, targets = None, jnp.ones_like(targets)
+      targets = jnp.ones_like(targets)
     else:
       decoder_mask = layers.make_decoder_mask(
         decoder_target_tokens, dtype, decoder_segment_ids=decoder_segment_ids
@@ -269,8 +468,10 @@ class Transformer(nn.Module):
     mask = layers.make_attention_mask(tokens, tokens, dtype=dtype)
     encoded = self.encoder(encoder_input_tokens, mask, deterministic=True, gather=True)
     encoded, tokens = (jnp.repeat(x, beams, 0) for x in (encoded, tokens))
+    # The token to come is real, whatever it is; only padding of the input is masked.
     cross = layers.make_attention_mask(jnp.ones_like(tokens[:, :1]), tokens, dtype=dtype)
     self.put_variable(PREPARED, "mask", cross)
+    # A call without variables makes them: keys and values of the input, and room for the tokens.
     self._next(encoded, jnp.zeros((tokens.shape[0], 1), jnp.int32), jnp.int32(0), length)
 
   def step(self, decoder_input_tokens: jax.Array, position: jax.Array) -> jax.Array:

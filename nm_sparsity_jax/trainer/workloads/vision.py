@@ -102,8 +102,7 @@ class Images(Workload):
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters and state, and logical axes for model parallelism."""
     found = dict(self.network.init(rng, jnp.zeros(self._image, jnp.float32), train=False))
-    is_scanned = getattr(self.network_config, "scan", False)
-    return {**found, "params_axes": axes_of(found["params"], is_scanned)}
+    return {**found, "params_axes": axes_of(found["params"])}
 
   def loss(self, params, state, batch, rng):
     """Returns the loss of the real rows; how many are right, right in five, and there."""
@@ -207,22 +206,17 @@ def _refuse_odd(rows: int) -> None:
 # --- axes -----------------------------------------------------------------------------------------
 
 
-def axes_of(params: Any, scan: bool) -> Any:
+def axes_of(params: Any) -> Any:
   """Returns flax's `params_axes` of a network with timm's names: how devices may share it.
-
-  The axis of a scan is called 'layers', so that rules know where the groups of a stack lie.
 
   Args:
     params: its parameters, or their shapes.
-    scan: whether those under 'blocks/' are stacked, along their first axis.
   """
 
   def names(path, leaf):
-    stacked = scan and re.match(r"(.*/)?blocks/", path) is not None
     own = next((axes for regex, axes in _AXES if re.fullmatch(f"(.*/)?{regex}", path)), None)
-    rank = leaf.ndim - stacked
-    own = own if own is not None and len(own) == rank else (None,) * rank
-    return partitioning.AxisMetadata(names=(*(("layers",) if stacked else ()), *own))
+    own = own if own is not None and len(own) == leaf.ndim else (None,) * leaf.ndim
+    return partitioning.AxisMetadata(names=own)
 
   return _with_suffix(map_with_names(names, params))
 

@@ -14,8 +14,6 @@ from nm_sparsity_jax.training.roles import families as _table  # noqa: F401, reg
 from nm_sparsity_jax.training.roles.registry import (
   COMPOSITES,
   Family,
-  check_words,
-  families,
   matcher,
   regexes,
   register,
@@ -26,6 +24,6 @@ from nm_sparsity_jax.training.roles.registry import (
 )
 
 __all__ = [
-    "COMPOSITES", "Family", "check_words", "families", "matcher", "regexes", "register", "role_of",
+    "COMPOSITES", "Family", "matcher", "regexes", "register", "role_of",
     "roles_of", "single", "text_of",
 ]  # fmt: skip

@@ -104,8 +104,7 @@ _TIMM_BLOCK = {
 register(
   Family(
     name="timm_vit",
-    roles={**_TIMM_BLOCK, "head": r"head/kernel"},
-    fused=r"(.*/)?\w*qkv\w*/kernel",
+    roles={**_TIMM_BLOCK, "head": r"head/kernel", "qkv": r"(.*/)?\w*qkv\w*/kernel"},
   )
 )
 

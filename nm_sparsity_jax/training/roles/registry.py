@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from nm_sparsity_jax.core.patterns import NM
 
@@ -25,21 +25,18 @@ class Family:
 
   Attributes:
     name: of the family, such as 't5'.
-    roles: role -> regex of the kernels that have it.
+    roles: role -> regex of the kernels that have it. A kernel that holds q, k and v side by side
+      has the role 'qkv'.
     narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
-    fused: regex of the kernels that hold q, k and v side by side; 'qkv' names them, and no part of
-      it can.
   """
 
   name: str
   roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
   narrow: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  fused: str = ""
 
   def role(self, path: str) -> str | None:
     """Returns the role of a kernel, None where the family gives it none."""
-    regexes = [*self.roles.items(), ("qkv", self.fused)]
-    return next((role for role, regex in regexes if re.fullmatch(regex, path)), None)
+    return next((role for role, regex in self.roles.items() if re.fullmatch(regex, path)), None)
 
 
 # What several roles are called together.
@@ -60,32 +57,10 @@ def register(family: Family) -> Family:
   Returns:
     The family.
   """
-  check_words(family.roles, f"the family {family.name!r}")
-  check_words(family.narrow, f"the family {family.name!r}")
-  taken = {*family.narrow, *COMPOSITES}
-  taken.update(word for f in _families.values() if f.name != family.name for word in f.narrow)
-  if twice := sorted(taken & {*family.roles}):
-    raise ValueError(
-      f"roles: the family {family.name!r} defines {twice[0]!r} twice: it is a word for several "
-      "roles, or narrows a role. Choose another word."
-    )
+  for word, regex in {**family.roles, **family.narrow}.items():
+    compiled(regex, f"the family {family.name!r}, role {word!r}")
   _families[family.name] = family
   return family
-
-
-def check_words(words: Mapping[str, str], owner: str) -> None:
-  """Raises where a role is no word, since a place splits at '/', or its regex is none.
-
-  Args:
-    words: word -> regex.
-    owner: what the table belongs to, for the error.
-  """
-  for word, regex in words.items():
-    if not re.fullmatch(r"[\w.-]+", word):
-      raise ValueError(
-        f"roles: {owner} has the role {word!r}: take letters, digits, '_', '-' and '.', as in 'ff'."
-      )
-    compiled(regex, f"{owner}, role {word!r}")
 
 
 # Python's own cache keeps 512 patterns, and a large network has more.
@@ -98,11 +73,6 @@ def compiled(regex: str, owner: str) -> re.Pattern[str]:
     raise ValueError(f"{owner}: {regex!r} is not a regular expression: {e}.") from e
 
 
-def families() -> Mapping[str, Family]:
-  """Returns name -> family, in the order of registration."""
-  return dict(_families)
-
-
 def regexes(more: Mapping[str, str] | None = None) -> dict[str, str]:
   """Returns role -> regex of all families, the words for several roles last.
 
@@ -113,48 +83,32 @@ def regexes(more: Mapping[str, str] | None = None) -> dict[str, str]:
     more: roles of one set of rules, which stand before those of families.
   """
   single = _joined(f.roles for f in _families.values()) | dict(more or {})
-  several = {
-    name: _either([*(single[part] for part in parts), *(_fused() if name == "qkv" else ())])
-    for name, parts in COMPOSITES.items()
-  }
+  several = {}
+  for name, parts in COMPOSITES.items():
+    fused = single.pop(name, None)  # a kernel that holds them side by side
+    several[name] = _either([*(single[part] for part in parts), *([fused] if fused else [])])
   return single | several | dict(more or {})
 
 
-def matcher(place: str, more: Mapping[str, str] | None = None) -> Callable[[str], bool]:
-  """Returns a test of whole paths for a place: a role, narrowed by words, or a regex.
+def matcher(place: str, more: Mapping[str, str] | None = None) -> re.Pattern[str]:
+  """Returns the regex of whole paths for a place: a role, narrowed by words, or a regex.
 
-  >>> test = matcher("encoder/ff")
-  >>> test("encoder/layers_0/mlp/wi/kernel"), test("decoder/layers_0/mlp/wi/kernel")
-  (True, False)
+  >>> regex = matcher("encoder/ff")
+  >>> paths = "encoder/layers_0/mlp/wi/kernel", "decoder/layers_0/mlp/wi/kernel"
+  >>> [bool(regex.fullmatch(path)) for path in paths]
+  [True, False]
 
   Args:
     place: what rules name.
     more: roles of one set of rules, beside those of families.
-
-  Raises:
-    ValueError: the place is no regex; the test raises where a kernel holds q, k and v side by side
-      and the place names a part of it.
   """
-  known, words = regexes(more), _narrowing()
+  known, words = regexes(more), _joined(f.narrow for f in _families.values())
   *narrow, role = place.split("/")
   if role not in known or not words.keys() >= set(narrow):
-    pattern = compiled(place, f"the place {place!r}")
-    return lambda path: pattern.fullmatch(path) is not None
-  # One regex: the path must match each narrowing word as well as the role.
+    return compiled(place, f"the place {place!r}")
+  # The path must match each narrowing word as well as the role.
   narrowed = "".join(rf"(?=(?:{words[word]})\Z)" for word in narrow)
-  pattern = re.compile(f"{narrowed}(?:{known[role]})")
-  is_part = role in ("q", "k", "v", "qk") and role not in (more or {})
-  whole = re.compile(f"{narrowed}(?:{_either(_fused())})")
-
-  def test(path: str) -> bool:
-    if is_part and whole.fullmatch(path):
-      raise ValueError(
-        f"{path!r} holds q, k and v side by side, so the place {place!r} cannot name a part of it: "
-        "split it into three kernels, or name all of it by 'qkv'."
-      )
-    return pattern.fullmatch(path) is not None
-
-  return test
+  return compiled(f"{narrowed}(?:{known[role]})", f"the place {place!r}")
 
 
 def roles_of(paths: Sequence[str], more: Mapping[str, str] | None = None) -> list[str]:
@@ -176,11 +130,6 @@ def role_of(path: str) -> str | None:
   return next((role for f in _families.values() if (role := f.role(path))), None)
 
 
-def _narrowing() -> dict[str, str]:
-  """Returns word -> regex of the paths that it narrows a role to."""
-  return _joined(f.narrow for f in _families.values())
-
-
 def _joined(tables: Iterable[Mapping[str, str]]) -> dict[str, str]:
   found: dict[str, list[str]] = {}
   for table in tables:
@@ -191,10 +140,6 @@ def _joined(tables: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 def _either(those: Iterable[str]) -> str:
   return "|".join(f"(?:{regex})" for regex in dict.fromkeys(those))
-
-
-def _fused() -> list[str]:
-  return [f.fused for f in _families.values() if f.fused]
 
 
 # --- rules that say the same ----------------------------------------------------------------------
