@@ -67,16 +67,6 @@ def test_a_product_is_the_best_dense_one_beside_the_packed_one(monkeypatch):
   assert found.products[0].times == 0.0 and "too short to time" in str(found)
 
 
-def test_weights_that_a_cache_holds_stay_there_and_others_come_from_memory():
-  copies, again, cold = layers._repeats(64, 64, 1, None)
-  assert copies * again >= 256 and cold == 0
-  assert layers._repeats(64, 64, 1, 1 << 29) == (16, 1, timing.CACHE)
-  assert layers._repeats(64, 64, 1, 1 << 23) == (16, 1, 1 << 23)
-  assert layers._repeats(1024, 4096, 1, None) == (4, 1, timing.CACHE)
-  assert layers._repeats(1024, 4096, 128, None) == (1, 1, timing.CACHE)
-  assert layers._repeats(256, 256, 4096, None)[1] == 1  # a call of milliseconds is long enough
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_call_makes_every_product_with_another_x(threads, monkeypatch):
   """The x of a turn is changed by the turn before, so no product can be left out."""
