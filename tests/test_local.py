@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gc
-import io
 import itertools
 import json
 import os
@@ -23,7 +22,6 @@ from checkpoint_files import assert_same, read
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.cli import _local
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.models.t5 import network
 from nm_sparsity_jax.runs import folders
@@ -37,7 +35,7 @@ with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   import t5x_task  # registers the task
 
-  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, reports, step, train, writers
+  from nm_sparsity_jax.trainer import checkpoints, data, evaluation, reports, step, train
   from nm_sparsity_jax.trainer import text_evaluation as text
   from nm_sparsity_jax.trainer.workloads.t5 import T5
 
@@ -63,27 +61,13 @@ def no_model_stays():
 
 
 class Model(step.Model):
-  """A model that compiles its programs once, where each run would compile them anew."""
+  """A model that traces its step once, where each run would trace it anew."""
 
-  def once(self, make, *key):
-    made = vars(self).setdefault("made", {})
-    key = make.__name__, *map(str, key)
+  def train_step(self, optimizer, rng, microbatches=1):
+    key, made = (optimizer, str(rng), microbatches), vars(self).setdefault("made", {})
     if key not in made:
-      made[key] = make()
+      made[key] = super().train_step(optimizer, rng, microbatches)
     return made[key]
-
-  def initial(self, seed_key):
-    initial = functools.wraps(step.Model.initial)(lambda: step.Model.initial(self, seed_key))
-    return jax.tree.map(jnp.copy, self.once(initial, seed_key))  # a run donates them
-
-  def eval_step(self):
-    return self.once(super().eval_step)
-
-  def train_step(self, optimizer, rng, like, microbatches=1):
-    make = functools.wraps(step.Model.train_step)(
-      lambda: step.Model.train_step(self, optimizer, rng, like, microbatches)
-    )
-    return self.once(make, optimizer, rng, microbatches)
 
 
 def model_of(devices=1, partitions=1, dropout=0.0, dtype="float32", source=None, **rules):
@@ -217,28 +201,17 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, tmp_path):
   assert noted["processes"][0]["environment"]["jax"] == jax.__version__ and noted["start"] == 0
 
 
-@pytest.mark.parametrize(
-  "devices, partitions, name, rules",
-  [
-    (4, 2, "tests_mixed", dict(recipe="snip", fields={"batches": 3})),
-    # D is 1, then between, then 0; nothing is stored but W.
-    (1, 1, "nm_test_sort", dict(recipe="mdgf_linear")),
-  ],
-  ids=["sharded masks", "D between 0 and 1"],
-)  # fmt: skip
-def test_a_mixture_resumes_on_any_devices(devices, partitions, name, rules, tmp_path):
+def test_a_mixture_resumes_on_several_devices(tmp_path):
   """A frozen mask that lies on several devices comes back whole; so does the order of tasks."""
-  model = model_of(devices, partitions, source=source_of(name=name), **rules)
+  rules = dict(recipe="snip", fields={"batches": 3})
+  model = model_of(4, 2, source=source_of(name="tests_mixed"), **rules)
   assert train.train(run_of(tmp_path / "whole", model)) == 0
   assert train.train(run_of(tmp_path / "part", model, learning_rate=killed_at(12))) == 0
   assert 12 < folders.steps(tmp_path / "part")[-1] < 24
   assert train.train(run_of(tmp_path / "part", model)) == 0
   saved = read(tmp_path / "whole", 24)
   assert_same(read(tmp_path / "part", 24), saved)
-  masks = [k for k in saved if "/mask/" in k and k.endswith("wo/kernel")]
-  assert len(masks) == (2 if rules["recipe"] == "snip" else 0)
-  assert cli.main(["finalize", str(tmp_path / "part"), str(tmp_path / "final")]) == 0
-  assert cli.main(["verify", str(tmp_path / "final")]) == 0
+  assert any("/mask/" in k and k.endswith("wo/kernel") for k in saved)
 
 
 def test_one_process_at_a_time(tmp_path):
@@ -255,18 +228,18 @@ def test_one_process_at_a_time(tmp_path):
 
 @pytest.mark.parametrize("at, how, code", [(12, signal.SIGTERM, 0), (24, signal.SIGINT, 130)])
 def test_stopped_in_an_evaluation(at, how, code, tmp_path, capsys, monkeypatch):
-  """It says so, at the last step too, and the same command evaluates what is saved."""
+  """It ends at once, at the last step too, and the same command evaluates what is saved."""
   steps = train.Periods(evaluate=12, report=12, metrics=None)
-  run = run_of(tmp_path, periods=steps, evaluation=EVALUATION)
-  original = text.Evaluator.metrics
+  run, original = run_of(tmp_path, periods=steps, evaluation=EVALUATION), text.Evaluator._decoded
 
-  def metrics(self, params, step):
-    if step == at:
+  def decoded(*args):
+    if len(folders.evaluations(tmp_path)) == at // 12 - 1:
       os.kill(os.getpid(), how)
-    return original(self, params, step)
+      pytest.fail("the evaluation goes on")
+    return original(*args)
 
   with monkeypatch.context() as patch:
-    patch.setattr(text.Evaluator, "metrics", metrics)
+    patch.setattr(text.Evaluator, "_decoded", decoded)
     assert train.train(run) == code
   assert f"{how.name}: saved checkpoint_{at}" in capsys.readouterr().err
   assert at not in folders.evaluations(tmp_path) and not folders.is_done(tmp_path, 24)
@@ -329,16 +302,15 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
     shutil.copytree(whole[0] / "checkpoint_24", tmp_path / "checkpoint_24", dirs_exist_ok=True)
     cut = tmp_path / file.relative_to(whole[0])
     cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
-    store = checkpoints.Checkpoints(tmp_path, None)
     try:
-      state, _ = store.restore(24, like, model)
+      with checkpoints.Checkpoints(tmp_path, None) as store:
+        state = store.restore(24, like, model)
     except ValueError as e:
       found += 1
       assert "checkpoint_24 cannot be read" in str(e) and "from checkpoint_18" in str(e)
     else:  # a file that nothing depends on
       tree = checkpoints.to_tree(state, model.rules)
       assert_same(jax.device_get(dict(flatten(tree))), whole[1])
-    store.close()
     gc.collect()  # what Orbax began and never awaited warns here, where warnings are expected
   assert found >= 3
 
@@ -356,72 +328,17 @@ def command(*names, **macros):
   ]  # fmt: skip
 
 
-def test_other_settings_are_refused_by_name(tmp_path, capsys, monkeypatch):
-  def start(self):  # leaves a checkpoint, as a run does
-    (self.saved.folder / "checkpoint_1/state").mkdir(parents=True, exist_ok=True)
-    return None, None
-
-  def go(self, *_):
-    (self.saved.folder / "checkpoint_1/state/_METADATA").touch()
-    return 0
-
-  monkeypatch.setattr(train._Process, "start", start)
-  monkeypatch.setattr(train._Process, "go", go)
-  macros = MACROS | dict(MODEL_DIR=str(tmp_path / "run"))
-  assert cli.main(["train", *command(*GIN, **macros)]) == 0
-  before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-  for change, said in [
-    (dict(PATTERN="1:2"), ".pattern was '1:4', and is '1:2'."),
-    (dict(LEARNING_RATE=0.5), "rate was 0.001, and is 0.5."),
-    (dict(DATA_SEED=3), "data_seed was 0, and is 3."),
-    (dict(DTYPE="bfloat16"), "dtype was 'float32', and is 'bfloat16'."),
-  ]:
-    assert cli.main(["train", *command(*GIN, **(macros | change))]) == 1
-    error = capsys.readouterr().err
-    assert "was started with other settings" in error and said in error
-    cli.main(["plan", "--json", *command(*GIN, **(macros | change))])
-    assert said in " ".join(json.loads(capsys.readouterr().out)["errors"])
-  assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-  # Periods may change; what the result depends on may not.
-  assert cli.main(["train", *command(*GIN, **macros, STATS_PERIOD=7, EVAL_PERIOD=3)]) == 0
-
-
-@pytest.mark.parametrize("run, optimizer", [("train", "adamw"), ("finetune", "adafactor")])
-def test_every_run_file_makes_a_run(run, optimizer, tmp_path, monkeypatch):
-  made = []
-  monkeypatch.setattr(train._Process, "start", lambda self: made.append(self.run) or (None, None))
-  monkeypatch.setattr(train._Process, "go", lambda *_: 0)
-  monkeypatch.setattr(_local, "_refuse_missing", lambda _: None)  # the checkpoint is nowhere
-  macros = MACROS | dict(
-    MODEL_DIR=str(tmp_path), DROPOUT_RATE=0.2, INITIAL_CHECKPOINT_PATH="c", MICROBATCHES=2,
-    EVAL_PERIOD=7, NUM_DECODES=3, PACK=True,
-  )  # fmt: skip
-  names = f"local_{run}.gin", f"local_{optimizer}.gin"
-  assert cli.main(["train", *command(*names, **macros)]) == 0
-  (run,) = made
-  assert run.model.workload.network.config.dropout_rate == 0.2 and run.model.workload.data.pack
-  assert (run.microbatches, run.sparse_steps, run.initial_checkpoint) == (2, 9, "c")
-  assert run.periods.evaluate == 7 and run.evaluation.num_decodes == 3
-  assert configure.describe(run.model.given_rules) == "ff: sr_ste 1:4, total=9"
-  state = run.optimizer.init({"w": jnp.ones((256, 256))})
-  is_factored = any("v_row" in str(k) for k, _ in jax.tree.flatten_with_path(state)[0])
-  assert is_factored == (optimizer == "adafactor")
-
-
 @pytest.mark.parametrize(
   "change, words",
   [
-    (dict(MODEL_DIR="/dev/null/run"), "cannot be written to: Not a"),
-    (dict(MODEL_DIR=""), "MODEL_DIR=''"),
+    (dict(MODEL_DIR="/dev/null/run"), "Not a directory"),
     (dict(MIXTURE_OR_TASK_NAME="nm_test_sor"), "did you mean nm_test_sort?"),
-    (dict(BATCH_SIZE=15), "BATCH_SIZE=15 must be a multiple of 1 microbatches times 8 devices"),
-    (dict(NUM_PARTITIONS=3), "NUM_PARTITIONS=3 does not divide the 8 local devices"),
+    (dict(BATCH_SIZE=15), "BATCH_SIZE=15 must be a multiple"),
+    (dict(NUM_PARTITIONS=3), "NUM_PARTITIONS=3 does not divide"),
     (dict(VOCAB_SIZE=128), "Set VOCAB_SIZE=384"),
     (dict(DECODER="beams"), "DECODER='beams'"),
-    (dict(LEARNING_RATE_FACTORS="constant * cosine"), "'cosine' is not one of constant"),
-    (dict(LEARNING_RATE=-0.1), "LEARNING_RATE=-0.1"),
+    (dict(LEARNING_RATE_FACTORS="constant * cosine"), "FACTORS='constant * cosine'"),
     (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
-    (dict(DATA_SEED=-3), "DATA_SEED=-3"),
     (dict(EVAL_PERIOD=0), "EVAL_PERIOD=0"),
   ],
   ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -447,7 +364,7 @@ def stepped(model, microbatches=1, steps=3):
   """Parameters and losses after some steps of sr_ste on the first batches."""
   optimizer, key = optax.sgd(0.1), jax.random.PRNGKey(1)
   state = model.begin(model.initial(jax.random.PRNGKey(0))[0], optimizer, 0)
-  step_of = model.train_step(optimizer, key, state, microbatches)
+  step_of = model.train_step(optimizer, key, microbatches)
   batches, losses = model.workload.batches(0, 0), []
   for _ in range(steps):
     state, sums = step_of(state, model.put(next(batches)))
@@ -524,54 +441,49 @@ def test_the_stream_is_a_function_of_seed_and_position(name, pack):
   assert ("encoder_segment_ids" in whole[0]) == pack
 
 
-def test_lines_that_come_again_are_dropped(tmp_path):
-  file = tmp_path / "train/metrics.jsonl"
-  file.parent.mkdir()
-  file.write_text('{"step": 5, "a": 1}\n{"step": 10, "a": 2}\n{"step": 15, "a": 3}\n{"step": 2')
-  curves = writers.Curves(tmp_path)
-  curves.write("train", 11, {"a": np.float32(4)})
-  curves.write("train", 12, {"a": 5})
-  curves.close()
-  assert [x["a"] for x in lines(tmp_path)] == [1, 2, 4, 5]
+def noted(number, at_target, loss, **metrics):
+  return dict(step=number, at_target=at_target, loss={"a": loss}, metrics={"a": metrics},
+              less_is_better=["error"])  # fmt: skip
 
 
-def test_the_best_is_at_the_target_pattern_and_the_first_of_equals():
-  rows = [
-    dict(step=s, at_target=t, loss={"a": x, "b": x}, metrics={"a": {"f1": y}, "b": {"em": 1.0}})
-    for s, t, x, y in [(1, False, 0.1, 9.0), (2, True, 0.5, 1.0), (3, True, 0.5, 3.0)]
-  ]
-  assert evaluation.best_step(rows, None) == 2 and evaluation.best_step(rows, "f1") == 3
-  assert evaluation.best_step(rows[:1], None) is None and evaluation.best_step([], "f1") is None
+EARLY = noted(1, False, 0.1, f1=9.0, error=0.1)
+FIRST = noted(2, True, 0.5, f1=1.0, error=0.2)
+LAST = noted(3, True, 0.5, f1=3.0, error=0.3)
+
+
+@pytest.mark.parametrize(
+  "rows, metric, best",
+  [
+    ([EARLY, FIRST, LAST], None, 2),
+    ([EARLY, FIRST, LAST], "f1", 3),
+    ([EARLY, FIRST, LAST], "error", 2),
+    ([EARLY], None, None),
+    ([], "f1", None),
+    # A correlation of equal predictions is NaN, early on.
+    ([noted(2, True, 0.5, f1=np.nan), LAST], "f1", 3),
+    ([noted(2, True, 0.5, f1=np.nan)], "f1", None),
+  ],
+)
+def test_the_best_is_at_the_target_pattern_and_the_first_of_equals(rows, metric, best):
+  assert evaluation.best_step(rows, metric) == best
+
+
+def test_a_metric_that_is_none_of_the_tasks_is_named():
   with pytest.raises(ValueError, match="BEST_METRIC='bleu'"):
-    evaluation.best_step(rows, "bleu")
-  # Less of an error is better: by its name, unless the workload notes otherwise.
-  errors = [r | {"metrics": {"a": {"error": x}}} for r, x in zip(rows[1:], (0.2, 0.3), strict=True)]
-  assert evaluation.best_step(errors, "error") == 2
-  assert evaluation.best_step([r | {"less_is_better": []} for r in errors], "error") == 3
-  # A correlation of equal predictions is NaN, early on; a loss may be.
-  worse = [dict(rows[1], metrics={"a": {"f1": np.nan}}), rows[2] | {"step": 4}]
-  assert evaluation.best_step(worse, "f1") == 4 and evaluation.best_step(worse[:1], "f1") is None
+    evaluation.best_step([FIRST], "bleu")
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_gets_one_live_line(is_terminal, monkeypatch):
-  monkeypatch.setenv("COLUMNS", "200")
-  stream = io.StringIO()
-  stream.isatty = lambda: is_terminal
-  progress = reports.Progress(100, 200, stream)
-  progress.say("hello")
+def test_a_line_says_the_patterns_of_a_step(capfd):
+  progress = reports.Progress(100, 200)
   shapes = {x: {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")} for x in ("a", "b")}
-  phases = nms.Phases(total=9, dense=0, finetune=1)
-  rules = nms.Rules({"a/kernel": nms.recipe("sr_ste", pattern="2:8", phases=phases),
-                     "b/kernel": nms.recipe("sr_ste", pattern="1:8", phases=phases)})  # fmt: skip
+  recipe = functools.partial(nms.recipe, "sr_ste", phases=nms.Phases(total=9, finetune=1))
+  rules = nms.Rules({"a/kernel": recipe(pattern="2:8"), "b/kernel": recipe(pattern="1:8")})
   for number in (101, 102):
     progress.count(64)
     progress.show(number, 1.5, reports.sparsity(rules, shapes, 8))
-  progress.close()
-  text = stream.getvalue()
-  assert "step 102/200  loss 1.5000  D 0  a/kernel 2:8, b/kernel 1:8  density 0.188" in text
-  assert "tokens/s" in text and "left" in text
-  assert text.count("\n") == (2 if is_terminal else 3) and ("\r\x1b[K" in text) == is_terminal
+  _, line = capfd.readouterr().err.splitlines()
+  start = "step 102/200  loss 1.5000  D 0  a/kernel 2:8, b/kernel 1:8  density 0.188"
+  assert line.startswith(start) and "tokens/s" in line and line.endswith("left")
 
 
 def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
@@ -579,13 +491,13 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
     next(path.rglob("*.zarray"), next(path.rglob("*"))).unlink()
     raise KeyboardInterrupt
 
-  kept = checkpoints.Checkpoints(tmp_path, keep=1)
-  for step in (1, 2):
-    kept.save(step, {"a": np.ones(3)})
-  kept.wait()
-  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(shutil, "rmtree", cut_off)
-    kept.close()
-  assert kept.steps() == [2]
-  kept.close()
+  with checkpoints.Checkpoints(tmp_path, keep=1) as kept:
+    for number in (1, 2):
+      kept.save(number, {"a": np.ones(3)})
+    kept.wait()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+      patch.setattr(shutil, "rmtree", cut_off)
+      kept.remove_old()
+    assert kept.steps() == [2]
+    kept.remove_old()
   assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]

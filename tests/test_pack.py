@@ -12,8 +12,7 @@ from test_packed_file import kernels_of
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.deploy import huggingface as deploy_huggingface
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import inference_tree, packed_file, safetensors_file
 from nm_sparsity_jax.training import rules_text
 
@@ -107,29 +106,22 @@ def test_what_cannot_be_packed_is_one_line(tmp_path, capsys):
 def test_a_regex_of_a_stack_becomes_that_of_its_layers(tmp_path):
   """The other rule's axis stays: its kernel is in no stack."""
   recipe = lambda pattern: nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
-  stack = r"encoder/encoder/mlp/w[io]/kernel"
+  stack = r"encoder/encoder/mlp/w[io]\w*/kernel"
   places = {stack: recipe("1:4"), "decoder/logits_dense/kernel": recipe("1:2")}
   rules = nms.Rules(places, axes={stack: 0, "decoder/logits.*": 0})
-  config = huggingface.config_of_name("v1_1", scan_layers=True, mlp_activations=("relu",))
-  params = params_of(config)
+  params = huggingface.params_of("v1_1", scan_layers=True)
   params = jax.device_get(nms.finalize(params, rules, 0, early=True))
   exported.save(tmp_path, {"params": params}, None)
   file = tmp_path / "model.safetensors"
   nms.runs.pack(tmp_path, file, rules)
   opened = packed_file.Opened(file)
   found = rules_text.parse(opened.rules)
-  layers = {rf"encoder/layers_\d+/mlp/{name}/kernel" for name in ("wi", "wo")}
+  layers = {rf"encoder/layers_\d+/mlp/{name}/kernel" for name in ("wi_0", "wi_1", "wo")}
   assert set(found.places) == {*layers, "decoder/logits_dense/kernel"}
-  assert found.axes == {"decoder/logits_dense/kernel": 0} and len(kernels_of(opened)) == 7
-  want, _ = inference_tree.unstacked(params, config)
-  assert_holds(opened, {"params": want})
+  assert found.axes == {"decoder/logits_dense/kernel": 0} and len(kernels_of(opened)) == 10
+  config = huggingface.config_of_name("v1_1", scan_layers=True)
+  assert_holds(opened, {"params": inference_tree.unstacked(params, config)[0]})
   assert cli.main(["verify", str(file)]) == 0
-
-
-def params_of(config):
-  rng = np.random.default_rng(0)
-  shapes = deploy_huggingface.shapes_of(config)
-  return nested({k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()})
 
 
 def test_verify_reads_every_kernel_also_one_that_no_rule_names(tmp_path, capsys):

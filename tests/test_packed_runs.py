@@ -8,7 +8,6 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from flax import linen as nn
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -25,8 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
   import t5x_task  # noqa: F401  (registers the task)
-
-  from nm_sparsity_jax.trainer import packed_files
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECIPE = functools.partial(nms.recipe, "sr_ste", phases=nms.Phases(total=7))
@@ -97,8 +94,7 @@ def test_infer_says_token_by_token_what_the_finalized_one_says(
     (file,) = out.glob("*.jsonl-*")
     said.append([json.loads(line)["prediction"] for line in file.read_text().splitlines()])
   assert said[0] == said[1] and len(set(said[0])) > 3
-  told = f"{packed}: packed, 1:8 and 2:4; 15 of 15 kernels stay packed\n"
-  assert told in capsys.readouterr().out
+  assert f"{packed}: packed, 1:8 and 2:4; 15 of 15 kernels stay" in capsys.readouterr().out
   assert len(multiplied) > 2 * 15  # of fifteen kernels: once prepared, and where they are traced
 
 
@@ -107,40 +103,27 @@ def test_eval_finds_what_it_finds_of_the_finalized_one(
 ):
   said = []
   for path in (finalized.parent, packed):
-    capsys.readouterr()
     out = tmp_path / path.name
     assert cli.main(words("eval", path, out, EVALUATOR_NUM_EXAMPLES=0)) == 0
-    said.append(capsys.readouterr().out)
-  newest = f"{finalized}, the newest in {finalized.parent}: step 7, sparse step 7\n"
-  assert said[0].startswith(newest)  # a folder stands for it, as in `verify`
-  said = [text.partition("\n")[2] for text in said]
-  assert said[0] == said[1] and "loss 5." in said[0]
+    said.append(capsys.readouterr().out.partition("\n"))
+  assert said[0][0].startswith(f"{finalized}, the newest in {finalized.parent}: step 7")
+  assert said[0][2] == said[1][2] and "loss 5." in said[0][2]
   assert multiplied
 
 
-def test_with_memory_every_kernel_stays_packed(finalized, packed, tmp_path, capsys, monkeypatch):
+def test_with_memory_every_kernel_stays_packed(packed, tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(choice, "speed", lambda *_: 0.5)  # a dense product is faster throughout
   few = {"EVALUATOR_NUM_EXAMPLES": 0, "EVAL_STEPS": 1}
-  told = []
-  for flags in ([], ["--memory"]):
+  for flags, kept in (([], 0), (["--memory"], 15)):
     assert cli.main([*words("eval", packed, tmp_path / "out", **few), *flags]) == 0
     said = capsys.readouterr().out
-    told.append(said.partition("; ")[2].partition("\n")[0])
-    assert "loss 5." in said
-  back = (
-    "the others get their zeros back, since a dense product is faster (--memory keeps all packed)"
-  )
-  assert told[0].startswith(f"0 of 15 kernels stay packed; {back}")
-  assert told[1] == "15 of 15 kernels stay packed"
-  assert cli.main([*words("eval", finalized, tmp_path / "no", **few), "--memory"]) == 1
-  assert "--memory" in (said := capsys.readouterr().err)
-  assert "is not a packed file, and only its kernels can stay packed" in said
+    assert f"{kept} of 15 kernels stay packed" in said and "loss 5." in said
 
 
 def test_bench_takes_what_infer_takes(finalized, packed, tmp_path, capsys):
   for path in (finalized, packed):
     _, *flags = words("infer", path, tmp_path / "unused")
-    argv = ["bench", str(path), *flags, "--turns", "3", "--tokens", "3", "--json"]
+    argv = ["bench", str(path), *flags, "--turns", "2", "--tokens", "3", "--json"]
     # All that this machine has is measured of one of them.
     argv += ["--backend", "xla_scan"] if path == finalized else []
     assert cli.main(argv) == 0
@@ -149,38 +132,35 @@ def test_bench_takes_what_infer_takes(finalized, packed, tmp_path, capsys):
     assert sum(p["kernels"] for p in told["products"]) == 15
     # 8 rows in the encoder: an input of the task has so many tokens.
     assert {p["rows"] for p in told["products"]} == {1, 8}
-    assert {p["pattern"] for p in told["products"]} == {"1:8", "2:4"}
     assert [w["name"] for w in told["wholes"]] == ["the inputs", "a token"]
     assert told["packed_bytes"] < told["dense_bytes"]
   assert not (tmp_path / "unused").exists()
-  assert cli.main([*argv, "--dtype", "int8"]) == 1
-  assert "--dtype=int8: a packed file has values of its own dtype" in capsys.readouterr().err
 
 
-def test_what_is_refused_is_a_sentence(packed, tmp_path, capsys):
-  wide = {"network.T5Config.preset.mlp_dim": 64}
-  for macros, said in (
-    (wide, "another network: 6 of another shape"),
-    (dict(NUM_PARTITIONS=2), "NUM_PARTITIONS=2: devices do not share packed kernels"),
+@pytest.mark.parametrize(
+  "macros, said",
+  [
+    ({"network.T5Config.preset.mlp_dim": 64}, "another network: 6 of another shape"),
+    (dict(NUM_PARTITIONS=2), "NUM_PARTITIONS=2"),
     (dict(PATTERN="1:4"), "1:4"),
-  ):  # fmt: skip
-    assert cli.main(words("infer", packed, tmp_path / "out", **macros)) == 1
-    assert said in capsys.readouterr().err
+  ],
+)
+def test_a_file_that_does_not_fit_is_refused(macros, said, packed, tmp_path, capsys):
+  assert cli.main(words("infer", packed, tmp_path / "out", **macros)) == 1
+  assert said in capsys.readouterr().err
+
+
+def test_no_run_starts_from_a_packed_file(packed, tmp_path, capsys):
   start = dict(MODEL_DIR=str(tmp_path / "run"), INITIAL_CHECKPOINT_PATH=str(packed))
   start |= dict(RECIPE="sr_ste", PATTERN="1:8", SPARSE_STEPS=9)
   files = ("local_train", "local_adamw")
-  train = [
+  flags = [
     f"--gin_search_paths={ROOT}", *(f"--gin_file=gin_configs/runs/{f}.gin" for f in files),
     "--gin_file=tests/local_tiny.gin", *(f"--gin.{name}={x!r}" for name, x in start.items()),
   ]  # fmt: skip
-  assert cli.main(["train", *train]) == 1
-  assert "is a packed file, which is deployed and does not learn" in capsys.readouterr().err
-  assert cli.main(["plan", *train]) == 1
-  due = (
-    f"{str(packed)!r} is a packed file, and no run starts from one: name the checkpoint that was"
-  )
-  assert due in capsys.readouterr().out
-  assert not list(tmp_path.iterdir())
+  for command in ("train", "plan"):
+    assert cli.main([command, *flags]) == 1
+    assert "is a packed file" in "".join(capsys.readouterr())
 
 
 def test_plan_finds_every_parameter_of_a_network_that_scans(packed, tmp_path, capsys):
@@ -195,10 +175,3 @@ def test_other_commands_see_its_zeros(packed, tmp_path, capsys):
   assert "by its own rules" in capsys.readouterr().out
   assert cli.main(["export", str(packed), str(tmp_path / "model")]) == 0
   assert cli.main(["verify", str(tmp_path / "model"), "--rules", "{'ff': '1:8'}"]) == 0
-
-
-def test_a_layer_that_takes_arrays_alone_is_a_sentence():
-  kernel = nms.packed.pack(np.zeros((8, 4), np.float32), nms.NM(1, 4))
-  with pytest.raises(ValueError, match="'F' holds packed kernels, .* write nms.layers.Dense for"):
-    with packed_files.explained("F"):
-      nn.Dense(4, use_bias=False).apply({"params": {"kernel": kernel}}, np.ones((1, 8), np.float32))

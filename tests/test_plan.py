@@ -456,14 +456,12 @@ def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, start):
 @pytest.mark.parametrize(
   "changes, words",
   [
-    (dict(PRETRAINED_STEPS=7), ["Set PRETRAINED_STEPS=6"]),
+    (dict(PRETRAINED_STEPS=7), ["PRETRAINED_STEPS=7", "global step 6"]),
     (dict(TRAIN_STEPS_RELATIVE=5), ["TRAIN_STEPS_RELATIVE"]),
     (dict(TRAIN_STEPS=40), ["TRAIN_STEPS=40", "18"]),
     (dict(MIXTURE_OR_TASK_NAME="nope"), ["'nope'", "t5x_task"]),
     (dict(PATTERN="1:3"), ["1:3", "kernel"]),
     (dict(raw=["utils.RestoreCheckpointConfig.dtype = 'bfloat16'"]), ["bfloat16"]),
-    (dict(raw=["train_script.train.model_dir = 'here'"]), ["MODEL_DIR='here' is relative"]),
-    (dict(raw=["utils.RestoreCheckpointConfig.path = 'start'"]), ["is relative"]),
     (dict(raw=["utils.SaveCheckpointConfig.perod = 3"]), ["perod"]),
   ],
 )
@@ -488,7 +486,7 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, start, tmp_
   assert has(report["errors"], "sr_ste 1:4", "sr_ste 2:4")
   _, report = run_t5x(**macros, raw=["OPTIMIZER = @adafactor.Adafactor()"])
   (error,) = report["errors"]
-  assert "another OPTIMIZER" in error
+  assert "state/param_states" in error
 
 
 @pytest.mark.t5x

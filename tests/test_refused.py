@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import types
 
 import pytest
 import test_local
@@ -39,7 +38,6 @@ def test_a_vocabulary_too_small_makes_no_folder_and_starts_no_thread(tmp_path, c
   "program, files, macros, word",
   [
     ("train", GIN, {"MIXTURE_OR_TASK_MODULE": "no_such.one"}, "no_such.one"),
-    ("train", GIN, {"MIXTURE_OR_TASK_MODULE": "pathlib.one"}, "pathlib.one"),
     ("train", GIN, {"INITIAL_CHECKPOINT_PATH": "none/checkpoint_7"}, "INITIAL_CHECKPOINT_PATH"),
     ("eval", ["local_eval.gin"], {"CHECKPOINT_PATH": "none/checkpoint_7"}, "CHECKPOINT_PATH"),
   ],
@@ -62,57 +60,29 @@ def test_a_run_that_goes_on_needs_its_start_no_more(tmp_path, monkeypatch):
   _local._refuse_missing(config)
 
 
-def files_of(folder, kept=()):
-  """What lies in a folder; first writes these into its a/b, as a user may have."""
-  for name in kept:
-    (folder / "a/b").mkdir(parents=True, exist_ok=True)
-    (folder / "a/b" / name).write_text("mine")
-  return {p: p.is_file() and p.read_text() for p in folder.rglob("*") if "start" not in p.parts}
-
-
-@pytest.mark.parametrize("kept", [(), ("mine.txt", "config.gin")])
-def test_a_refusal_leaves_the_folder_as_it_was(kept, tmp_path):
-  """The start is of another model, which is seen when the folder has been made."""
+@pytest.mark.parametrize("program", ["train", "evaluate", "infer"])
+def test_a_late_refusal_leaves_what_is_in_the_folder(program, tmp_path, monkeypatch):
+  """It is seen when the folder is held; config.gin there may be the user's."""
+  (tmp_path / "config.gin").write_text("mine")
   start = tmp_path / "start/checkpoint_3"
   checkpoint.write(str(start), {"target": {"w": test_local.np.zeros(3, "float32")}})
-  before = files_of(tmp_path, kept)
   with pytest.raises(ValueError, match="another model"):
-    train.train(test_local.run_of(tmp_path / "a/b", initial_checkpoint=str(start)), config="theirs")
-  assert files_of(tmp_path) == before
+    if program == "train":
+      run = test_local.run_of(tmp_path, initial_checkpoint=str(start))
+      train.train(run, config="theirs")
+    else:
+      model = test_local.model_of(**test_local.DENSE)
+      judge = getattr(train, program)
+      judge(model, test_local.EVALUATION, str(start), str(tmp_path), "theirs")
+  assert (tmp_path / "config.gin").read_text() == "mine"
 
 
-@pytest.mark.parametrize("program", ["evaluate", "infer"])
-@pytest.mark.parametrize("kept", [(), ("mine.txt", "config.gin")])
-def test_an_evaluation_that_is_refused_leaves_its_folder_as_it_was(
-  program, kept, tmp_path, monkeypatch
-):
-  stored = types.SimpleNamespace(
-    path="checkpoint_3", step=3, sparse_step=3, average=False, packed=None
-  )
-  monkeypatch.setattr(checkpoints, "opened", lambda *_: stored)
-  monkeypatch.setattr(checkpoints, "load_for_evaluation", lambda *_: {"params": {}})
-  before = files_of(tmp_path, kept)
-
-  def refuses(*_):
-    raise ValueError("late")
-
-  monkeypatch.setattr(type(test_local.EVALUATION), "evaluator", refuses)
-  with pytest.raises(ValueError, match="late"):
-    getattr(train, program)(
-      test_local.model_of(), test_local.EVALUATION, "checkpoint_3", str(tmp_path / "a/b"), "theirs"
-    )
-  assert files_of(tmp_path) == before
-
-
-@pytest.mark.parametrize("program", ["evaluate", "infer"])
 @pytest.mark.parametrize(
-  ("judged", "said"),
-  [
-    (dataclasses.replace(test_local.EVALUATION, name="nm_test_sor"), "did you mean nm_test_sort"),
-    (dataclasses.replace(test_local.EVALUATION, split="dev"), "has a split 'dev'"),
-  ],
+  ("change", "word"),
+  [({"name": "nm_test_sor"}, "did you mean nm_test_sort"), ({"split": "dev"}, "a split 'dev'")],
 )
-def test_an_unknown_task_is_refused_before_a_checkpoint_is_read(program, judged, said, tmp_path):
-  with pytest.raises(ValueError, match=said):  # there is no checkpoint
-    getattr(train, program)(test_local.model_of(), judged, "checkpoint_3", str(tmp_path / "a"))
+def test_an_unknown_task_is_refused_before_a_checkpoint_is_read(change, word, tmp_path):
+  judged = dataclasses.replace(test_local.EVALUATION, **change)
+  with pytest.raises(ValueError, match=word):  # there is no checkpoint
+    train.evaluate(test_local.model_of(), judged, "checkpoint_3", str(tmp_path / "a"))
   assert not list(tmp_path.iterdir())

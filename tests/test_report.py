@@ -6,7 +6,6 @@ import json
 import math
 import pathlib
 import re
-import sys
 
 import browser
 import numpy as np
@@ -24,7 +23,7 @@ from nm_sparsity_jax.analysis.report import reading, sections
 from nm_sparsity_jax.core.text import Strong
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.trainer.workloads.t5 import T5
-from nm_sparsity_jax.training import configure, flops
+from nm_sparsity_jax.training import flops
 
 CONFIG = """
 from __gin__ import dynamic_registration
@@ -326,23 +325,6 @@ def test_the_best_of_an_error_is_the_least(tmp_path):
   assert [isinstance(cell, Strong) for cell in row] == [False, False, True]
 
 
-def test_the_newest_checkpoint_tells_the_rules(tmp_path):
-  """It holds what config.gin cannot tell by its macros: a recipe by reference, INDIVISIBLE."""
-  ocp = pytest.importorskip("orbax.checkpoint")
-  folder = pathlib.Path(write(tmp_path / "run"))
-  phases = nms.Phases(total=100, dense=10, finetune=20)
-  for step, pattern in ((1020, "1:2"), (1100, "2:4")):
-    recipe = nms.recipe("sr_ste", pattern=pattern, phases=phases)
-    rules = nms.Rules({"ff": recipe, "qkv": recipe}, indivisible="pad")
-    tree = {
-      "target": {"w": np.ones((4, 2), np.float32)},
-      "state": {"step": np.int32(step)},
-      "flax_mutables": {"nm_sparsity": {"rules": configure.pack(configure.describe(rules))}},
-    }
-    ocp.PyTreeCheckpointer().save((folder / f"checkpoint_{step}/state").absolute(), tree)
-  assert report.report([folder])["runs"][0].rows[0][1].startswith("ff: sr_ste 2:4, dense 10")
-
-
 # --- the summary ----------------------------------------------------------------------------------
 
 
@@ -479,14 +461,6 @@ def test_names_are_escaped_wherever_they_stand(tmp_path):
   tags = lambda outline: [(tag, name) for tag, name, _ in outline.attributes]
   assert tags(found) == tags(bare)  # no name adds a tag or an attribute
   assert "".join(found.words).count(odd) > 25 and odd not in text
-
-
-@pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
-def test_a_missing_package_is_one_line(name, runs, tmp_path, monkeypatch, capsys):
-  monkeypatch.setitem(sys.modules, name, None)
-  assert cli.main(["report", runs[0], "--out", str(tmp_path / "page.html")]) == 1
-  err = capsys.readouterr().err
-  assert f"not installed: {name}" in err and err.count("\n") == 1
 
 
 @pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")

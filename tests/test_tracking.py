@@ -1,83 +1,73 @@
-"""Trackers: the curves of runs beside TensorBoard, in MLflow or in a writer of your own."""
+"""Trackers: the curves of runs in a writer of your own, or in MLflow."""
 
 import json
+import os
 import pathlib
+import signal
 import sys
 import types
 import warnings
 
+import jax
+import optax
 import pytest
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.integrations import gin_files
+from nm_sparsity_jax.training import configure
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what it imports warns on its own account
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")
-  from nm_sparsity_jax.trainer import train, writers
+  from nm_sparsity_jax.trainer import evaluation, step, tracking, train, writers
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples/own_workload"
 sys.path.append(str(EXAMPLE))
+import own_workload  # noqa: E402
+
 ROOMS = ("train", "training_eval/validation", "inference_eval/validation")
 
 
-def call(folder, *files, **macros):
-  """Trains four steps of an MLP."""
-  files = ["gin_configs/runs/local_workload.gin", str(EXAMPLE / "own_workload.gin"),
-           "gin_configs/runs/local_adamw.gin", *files]  # fmt: skip
-  macros = dict(
-    RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=4, EVAL_PERIOD=2, STATS_PERIOD=2, METRICS_EVERY=2,
-    MODEL_DIR=str(folder), **macros,
-  )  # fmt: skip
-  return cli.main([
-    "train", f"--gin_search_paths={gin_files.folder()}", *(f"--gin_file={name}" for name in files),
-    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
-  ])  # fmt: skip
-
-
 class Notes(writers.Writer):
-  """A tracker of your own."""
+  """A tracker of your own, which asks the run to stop at a step."""
 
-  def __init__(self):
-    self.seen = {}
+  def __init__(self, stop=None):
+    self.seen, self.stop = {}, stop
 
   def write(self, room, step, scalars):
     self.seen.setdefault(room, []).append({"step": step, **scalars})
+    if step == self.stop:
+      os.kill(os.getpid(), signal.SIGTERM)
 
   def close(self, how):
     self.seen["how"] = how
 
 
-@pytest.fixture
-def notes(monkeypatch):
-  """It gets what every run writes."""
-  found = Notes()
-  curves = writers.Curves
-  monkeypatch.setattr(writers, "Curves", lambda folder, _=None: curves(folder, found))
-  return found.seen
-
-
-def test_a_tracker_of_your_own_gets_what_the_files_get(tmp_path, notes):
-  assert call(tmp_path / "run") == 0
-  assert set(notes) == {*ROOMS, "how"} and notes["how"] == "finished"
-  for room in ROOMS[:2]:  # seqio writes the files of the third
-    text = (tmp_path / "run" / room / "metrics.jsonl").read_text()
-    assert notes[room] == [json.loads(line) for line in text.splitlines()]
-
-
-def test_a_tracker_is_told_that_a_run_failed_or_was_stopped(tmp_path, notes, monkeypatch):
-  assert call(tmp_path / "failed", LEARNING_RATE=1e30, WARMUP_STEPS=1) == 1
-  assert notes["how"] == "failed"
-  save = train._Process._save
-
-  def save_and_stop(self, state):
-    save(self, state)
-    self.stop.name = "SIGTERM"
-
-  monkeypatch.setattr(train._Process, "_save", save_and_stop)
-  assert call(tmp_path / "stopped") == 0 and notes["how"] == "stopped"
+@pytest.mark.parametrize(
+  "rate, stop, how",
+  [(0.01, None, "finished"), (0.01, 2, "stopped"), (float("nan"), None, "failed")],
+)
+def test_a_tracker_of_your_own_gets_what_the_files_get(rate, stop, how, tmp_path):
+  rules = configure.rules({"hidden": None}, recipe="sr_ste", pattern="1:4", sparse_steps=8)
+  notes = Notes(stop)
+  run = train.Run(
+    model=step.Model(own_workload.Regression(), rules, devices=jax.devices()[:1]),
+    model_dir=str(tmp_path), optimizer=optax.sgd(rate), sparse_steps=8, tracker=notes,
+    evaluation=evaluation.Splits(), periods=train.Periods(evaluate=4, report=1, metrics=2),
+  )  # fmt: skip
+  if how == "failed":
+    with pytest.raises(ValueError, match="not finite"):
+      train.train(run)
+  else:
+    assert train.train(run) == 0
+  assert notes.seen.pop("how") == how
+  if how == "finished":
+    assert set(notes.seen) == set(ROOMS)
+  for room in set(notes.seen) - {ROOMS[2]}:  # seqio writes the files of the third
+    text = (tmp_path / room / "metrics.jsonl").read_text()
+    assert notes.seen[room] == [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture
@@ -102,44 +92,48 @@ def client(monkeypatch):
   return found
 
 
-def test_mlflow_gets_a_run_in_the_experiment_of_its_sweep(tmp_path, client):
-  uri = "http://me:secret@host"
-  assert call(tmp_path / "out/a", "gin_configs/runs/local_mlflow.gin", MLFLOW_URI=uri) == 0
-  told = [(name, *rest) for name, *rest in client.told if name != "log_metrics"]
-  (params,) = [rest[0] for name, *rest in told if name == "log_params"]
+def write(folder, how="finished"):
+  """One process of a run, whose macros hold a password."""
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "config.gin").write_text("PATTERN = '1:4'\nMLFLOW_URI = 'http://me:secret@host'\n")
+  curves = writers.Curves(folder, tracking.Mlflow(uri="http://me:secret@host"))
+  curves.write("train", 4, {"nm/D": 1.0})
+  curves.write("inference_eval/validation", 4, {"absolute_error": 2.0})
+  curves.close(how)
+
+
+def test_mlflow_gets_one_run_in_the_experiment_of_its_sweep(tmp_path, client):
+  for how in ("stopped", "finished"):
+    write(tmp_path / "out/a", how)
+  told = lambda name: [rest for called, *rest in client.told if called == name]
+  (((params, _)),) = told("log_params")
   assert params["PATTERN"] == "'1:4'"
   assert "secret" not in str(params)  # whoever sees the run in MLflow sees its parameters
-  assert ("set_experiment", "out", {}) in told and told[-1] == ("end_run", "FINISHED", {})
-  assert ("start_run", {"run_id": None, "run_name": "a"}) in told
-  sent = {name: kw["step"] for call, *rest, kw in client.told if call == "log_metrics"
-          for name in rest[0]}  # fmt: skip
-  assert sent["train/loss"] == sent["inference_eval.validation/absolute_error"] == 4
-  assert sent["train/nm.D"] == 4
-
-
-def test_a_run_that_goes_on_is_the_same_run_of_mlflow(tmp_path, client):
-  from nm_sparsity_jax.trainer import tracking
-
-  for how in ("stopped", "finished"):
-    tracker = tracking.Mlflow()
-    tracker.open(tmp_path)
-    (tmp_path / "config.gin").touch()
-    tracker.write("train", 1, {"loss": 1.0})
-    tracker.close(how)
-  starts = [rest[-1]["run_id"] for name, *rest in client.told if name == "start_run"]
-  ends = [rest[0] for name, *rest in client.told if name == "end_run"]
-  assert starts == [None, "7"] and ends == ["KILLED", "FINISHED"]
+  assert told("set_experiment")[0][0] == "out"
+  assert [x[0] for x in told("start_run")] == [
+    {"run_id": None, "run_name": "a"}, {"run_id": "7", "run_name": None},
+  ]  # fmt: skip
+  assert [x[0] for x in told("end_run")] == ["KILLED", "FINISHED"]
+  sent = [(dict(x), kw["step"]) for x, kw in told("log_metrics")]
+  assert sent[:2] == [
+    ({"train/nm.D": 1.0}, 4), ({"inference_eval.validation/absolute_error": 2.0}, 4),
+  ]  # fmt: skip
 
 
 def test_a_tracker_that_cannot_be_reached_ends_no_run(tmp_path, client):
   client.error = OSError("no route to host")
   with pytest.warns(UserWarning, match="no route to host") as told:
-    assert call(tmp_path / "run", "gin_configs/runs/local_mlflow.gin") == 0
+    write(tmp_path / "run")
   assert len([w for w in told if "MLflow" in str(w.message)]) == 1 and not client.told
 
 
-def test_without_mlflow_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_without_mlflow_nothing_starts(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "mlflow", None)
-  assert call(tmp_path / "run", "gin_configs/runs/local_mlflow.gin") == 1
-  assert "pip install 'nm-sparsity-jax[tracking]'" in capsys.readouterr().err
+  files = ["gin_configs/runs/local_workload.gin", str(EXAMPLE / "own_workload.gin"),
+           "gin_configs/runs/local_adamw.gin", "gin_configs/runs/local_mlflow.gin"]  # fmt: skip
+  macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=4, MODEL_DIR=str(tmp_path / "run"))
+  words = [*(f"--gin_file={name}" for name in files),
+           *(f"--gin.{name}={value!r}" for name, value in macros.items())]  # fmt: skip
+  assert cli.main(["train", f"--gin_search_paths={gin_files.folder()}", *words]) == 1
+  assert "mlflow" in capsys.readouterr().err
   assert not (tmp_path / "run").exists()

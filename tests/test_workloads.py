@@ -1,4 +1,4 @@
-"""A model family outside the package goes through every command; what it lacks is named."""
+"""Model families outside the package and of images go through every command and resume."""
 
 import json
 import os
@@ -19,10 +19,12 @@ from checkpoint_files import assert_same, read
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
+from nm_sparsity_jax.analysis.report import reading, scored
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.runs import folders
+from nm_sparsity_jax.runs import checkpoint, folders
 from nm_sparsity_jax.trainer import workloads
+from nm_sparsity_jax.trainer.images import rebus
 from nm_sparsity_jax.training import configure, flops
 
 pytest.importorskip("clu", reason="the local runner needs clu: pip install -e '.[local]'")
@@ -38,57 +40,131 @@ EXAMPLE = ROOT / "examples" / "own_workload"
 sys.path.append(str(EXAMPLE))
 import own_workload  # noqa: E402
 
-STEPS = 48
-RULES = dict(RECIPE="idp", PATTERN="1:8", SPARSE_STEPS=STEPS, DENSE_STEPS=4, FINETUNE_STEPS=4)
-MACROS = RULES | dict(
-  EVAL_PERIOD=24, CHECKPOINT_PERIOD=4, STATS_PERIOD=4, METRICS_EVERY=12, KEEP_CHECKPOINTS=None,
-  WARMUP_STEPS=1, LEARNING_RATE=0.01,
+STEPS, MIDDLE = 16, 8
+# All phases, and all that is drawn or kept beside parameters.
+MACROS = dict(
+  RECIPE="idp", PATTERN="1:8", SPARSE_STEPS=STEPS, DENSE_STEPS=4, FINETUNE_STEPS=4,
+  EVAL_PERIOD=MIDDLE, CHECKPOINT_PERIOD=1, STATS_PERIOD=1, METRICS_EVERY=MIDDLE,
+  KEEP_CHECKPOINTS=None, WARMUP_STEPS=1, LEARNING_RATE=0.02,
 )  # fmt: skip
+DATA = dict(DATA="rebus", BATCH_SIZE=8, LOSS="sigmoid", DROP_PATH=0.2)  # evaluations need it too
+IMAGES = DATA | dict(
+  SPARSITY_RULES={"conv": None}, MIXUP=0.5, CUTMIX=1.0, LABEL_SMOOTHING=0.1, CLIP_NORM=1.0,
+  EMA_DECAY=0.5, EVAL_STEPS=2,
+)  # fmt: skip
+TINY = """
+from __gin__ import dynamic_registration
+from nm_sparsity_jax.models import resnet
+include 'gin_configs/models/resnet.gin'
+IMAGE_SIZE = 16
+CLASSES = 10
+resnet.config:
+  name = 'resnet_test'
+  depths = (1,)
+  widths = (8,)
+"""
 
 
-def words(run="local_workload", **macros):
-  """The flags of a command."""
-  files = [f"gin_configs/runs/{run}.gin", str(EXAMPLE / "own_workload.gin")]
-  files += ["gin_configs/runs/local_adamw.gin"] if run == "local_workload" else []
-  return [
-    f"--gin_search_paths={gin_files.folder()}", *(f"--gin_file={name}" for name in files),
-    *(f"--gin.{name}={value!r}" for name, value in macros.items()),
-  ]  # fmt: skip
+class Run:
+  """A whole run by the command, of an MLP of the example or of a tiny ResNet on images."""
+
+  def __init__(self, name, folder):
+    self.name, self.folder, self.own = name, folder / "run", name == "own"
+    self.gin = EXAMPLE / "own_workload.gin" if self.own else folder / "tiny.gin"
+    if not self.own:
+      self.gin.write_text(TINY)
+    self.kept = "train", "training_eval/validation"
+
+  def files(self, kind):
+    run = f"local_{'workload' if self.own else 'images'}"
+    optimizer = "local_adamw" if self.own else "local_images_adamw"
+    names = [f"gin_configs/runs/{run}{kind}.gin", str(self.gin)]
+    return names + [f"gin_configs/runs/{optimizer}.gin"] * (not kind)
+
+  def macros(self, kind=""):
+    return ({} if kind else MACROS) | ({} if self.own else DATA if kind else IMAGES)
+
+  def words(self, kind="", **macros):
+    """The flags of a command."""
+    return [
+      f"--gin_search_paths={gin_files.folder()}",
+      *(f"--gin_file={name}" for name in self.files(kind)),
+      *(f"--gin.{name}={value!r}" for name, value in (self.macros(kind) | macros).items()),
+    ]
+
+  def train(self, folder):
+    return cli.main(["train", *self.words(MODEL_DIR=str(folder))])
+
+  def call(self, name, path, out, **macros):
+    where = dict(CHECKPOINT_PATH=str(path)) | {f"{name.upper()}_OUTPUT_DIR": str(out)}
+    return cli.main([name, *self.words(f"_{name}", **where, **macros)])
+
+  def model(self):
+    bindings = [f"{name} = {value!r}" for name, value in self.macros().items()]
+    with gin_files.Config(
+      [gin_files.folder()], self.files(""), [*bindings, "MODEL_DIR = '-'"], "train"
+    ) as config:
+      return config.argument("run").model
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-  """A whole run by the command: stored masks, batch statistics, evaluations, samples."""
-  folder = tmp_path_factory.mktemp("own") / "run"
-  assert cli.main(["train", *words(**MACROS, MODEL_DIR=str(folder))]) == 0
-  return folder
+def runs(tmp_path_factory):
+  made = {}
+
+  def get(name):
+    if name not in made:
+      made[name] = Run(name, tmp_path_factory.mktemp(name))
+      assert made[name].train(made[name].folder) == 0
+    return made[name]
+
+  return get
+
+
+@pytest.fixture(params=["own", "images"])
+def run(request, runs):
+  return runs(request.param)
+
+
+def lines_of(folder, room="train"):
+  return [json.loads(x) for x in (folder / room / "metrics.jsonl").read_text().splitlines()]
 
 
 # --- every command ------------------------------------------------------------------------------
 
 
-def test_it_trains_and_says_what_it_is(trained):
-  saved = read(trained, STEPS)
-  stats = [key for key in saved if key.startswith("flax_mutables/batch_stats/")]
-  assert len(stats) == 4 and not np.allclose(saved[stats[0]], 0)
-  assert [k for k in saved if "nm_sparsity/mask" in k and "hidden_1" in k]
-  lines = [json.loads(x) for x in (trained / "train/metrics.jsonl").read_text().splitlines()]
-  reported = [x["loss"] for x in lines if "loss" in x]
-  assert reported[-1] < reported[0]
-  assert {"absolute_error", "grad_norm", "learning_rate"} < set(lines[-1])
-  assert [x["step"] for x in lines if "nm/density" in x] == [12, 24, 36, 48]
-  found = json.loads((trained / "evaluations.json").read_text())
+def test_it_trains_and_says_what_it_is(run, tmp_path):
+  saved, metric = read(run.folder, STEPS), "absolute_error" if run.own else "accuracy"
+  means = [k for k in saved if k.startswith("flax_mutables/batch_stats/") and k.endswith("mean")]
+  assert means and all(np.any(saved[k]) for k in means)
+  assert any("nm_sparsity/mask" in k for k in saved)
+  assert any(k.startswith("state/average/target/") for k in saved) != run.own
+  lines = lines_of(run.folder)
+  assert {metric, "grad_norm", "learning_rate"} < set(lines[-1])
+  assert [x["step"] for x in lines if "nm/density" in x] == [MIDDLE, STEPS]
+  if run.own:
+    assert lines[-1]["loss"] < lines[0]["loss"]
+  found = json.loads((run.folder / "evaluations.json").read_text())
   assert [e["at_target"] for e in found] == [False, True]
-  assert found[0]["less_is_better"] == list(found[0]["metrics"]["validation"]) == ["absolute_error"]
-  noted = json.loads((trained / "run.json").read_text())["workload"]
-  assert noted["class"] == "own_workload.Regression" and noted["batch_size"] == 32
+  assert metric in found[0]["metrics"]["validation"]
+  assert found[0]["less_is_better"] == ["absolute_error"] * run.own
+  noted = json.loads((run.folder / "run.json").read_text())["workload"]
+  assert noted["class"].endswith("own_workload.Regression" if run.own else ".vision.Images")
   params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
   assert flops.Cost(tuple(flops.Op(**op) for op in noted["ops"])).params == params
+  (measure,) = scored.measures(reading.read([run.folder])[0]).values()
+  assert measure.metrics == (metric,)
+  assert cli.main(["report", str(run.folder), "--out", str(tmp_path / "report.html")]) == 0
 
 
-def test_killed_and_resumed_it_has_the_same_bits(trained, tmp_path):
-  folder = tmp_path / "run"
-  flags = words(**MACROS, MODEL_DIR=str(folder))
+def assert_same_run(folder, run):
+  assert_same(read(folder, STEPS), read(run.folder, STEPS))
+  assert [lines_of(folder, x) for x in run.kept] == [lines_of(run.folder, x) for x in run.kept]
+  assert folders.evaluations(folder) == folders.evaluations(run.folder)
+
+
+def test_killed_and_resumed_it_has_the_same_bits(runs, tmp_path):
+  run, folder = runs("own"), tmp_path / "run"
+  flags = run.words(MODEL_DIR=str(folder))
   command = [sys.executable, "-m", "nm_sparsity_jax.cli", "train", *flags]
   env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(ROOT)])}
   env["JAX_NUM_CPU_DEVICES"] = str(jax.device_count())  # sums depend on it
@@ -97,103 +173,145 @@ def test_killed_and_resumed_it_has_the_same_bits(trained, tmp_path):
       time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
   assert process.returncode == -signal.SIGKILL and folders.steps(folder)[-1] < STEPS
-  assert cli.main(["train", *flags]) == 0
-  assert_same(read(folder, STEPS), read(trained, STEPS))
-  for room in ("train", "training_eval/validation"):
-    file = f"{room}/metrics.jsonl"
-    assert (folder / file).read_text() == (trained / file).read_text()
+  assert run.train(folder) == 0
+  assert_same_run(folder, run)
 
 
-def test_eval_and_infer_say_what_the_run_says_of_a_checkpoint(trained, tmp_path, capsys):
-  """Its rules are the checkpoint's; a finalized checkpoint predicts what the last one does."""
-  call = lambda name, path, out, **macros: cli.main([
-    name, *words(f"local_workload_{name}", CHECKPOINT_PATH=str(path),
-                 **{f"{name.upper()}_OUTPUT_DIR": str(out)}, **macros),
-  ])  # fmt: skip
-  middle = trained / "checkpoint_24"
-  assert call("eval", middle, tmp_path / "e") == 0
-  (alone,) = (tmp_path / "e/training_eval/validation/metrics.jsonl").read_text().splitlines()
-  then = (trained / "training_eval/validation/metrics.jsonl").read_text().splitlines()[0]
-  assert json.loads(alone) == json.loads(then)
-
-  assert call("infer", middle, tmp_path / "middle") == 0
-  rows = predicted(tmp_path / "middle")
-  assert [row["inputs"] for row in rows] == [{"idx": i} for i in range(64)]
-  said = np.array([row["prediction"]["output"] for row in rows])
-  wanted = [batch["y"] for batch in own_workload.Regression().splits()["validation"]]
-  error = np.abs(said - np.concatenate(wanted)).mean()
-  assert error == pytest.approx(json.loads(then)["absolute_error"], rel=1e-4)
-  assert cli.main(["finalize", str(trained), str(tmp_path / "final")]) == 0
-  for name, path in (("last", trained), ("of", tmp_path / "final")):
-    assert call("infer", path, tmp_path / name) == 0
-  assert predicted(tmp_path / "last") == predicted(tmp_path / "of") != rows
-
-  capsys.readouterr()
-  assert call("infer", middle, tmp_path / "none", EVAL_SPLIT="tset") == 1
-  assert "EVAL_SPLIT='tset'" in capsys.readouterr().err and not (tmp_path / "none").exists()
-  assert call("eval", middle, tmp_path / "none", PATTERN="1:4") == 1
-  assert "PATTERN='1:4'" in capsys.readouterr().err and not (tmp_path / "none").exists()
-  assert call("eval", middle, trained) == 1
-  assert "holds a run" in capsys.readouterr().err
+@pytest.mark.parametrize("done", [6, 13], ids=["sparsify", "fine-tune"])
+def test_resumed_from_what_a_kill_leaves_it_has_the_same_bits(done, runs, tmp_path):
+  """The checkpoints so far, and a part of the next."""
+  run, folder = runs("images"), tmp_path / "run"
+  shutil.copytree(run.folder, folder)
+  for later in range(done + 1, STEPS + 1):
+    shutil.rmtree(folder / f"checkpoint_{later}")
+  (folder / f"checkpoint_{done + 1}.orbax-checkpoint-tmp-7/state").mkdir(parents=True)
+  assert run.train(folder) == 0
+  assert_same_run(folder, run)
 
 
 def predicted(folder, split="validation"):
-  """The lines of a file of predictions."""
   text = (folder / f"{split}-predict.jsonl-00000-of-00001").read_text()
   return [json.loads(line) for line in text.splitlines()]
 
 
+def test_eval_and_infer_say_what_the_run_says_of_a_checkpoint(run, tmp_path, capsys):
+  middle, few = run.folder / f"checkpoint_{MIDDLE}", {} if run.own else dict(EVAL_STEPS=2)
+  assert run.call("eval", middle, tmp_path / "e", **few) == 0
+  assert ("the moving average of its parameters" in capsys.readouterr().out) != run.own
+  (alone,) = lines_of(tmp_path / "e", "training_eval/validation")
+  assert alone == lines_of(run.folder, "training_eval/validation")[0]
+
+  assert run.call("infer", middle, tmp_path / "i") == 0
+  rows = predicted(tmp_path / "i")
+  splits = own_workload.Regression().splits() if run.own else rebus.Rebus(8).splits()
+  batches, key = list(splits["validation"]), "y" if run.own else "label"
+  wanted = np.concatenate([batch[key] for batch in batches])
+  assert [row["inputs"]["idx"] for row in rows] == list(range(len(wanted)))
+  said = np.array([row["prediction"]["output" if run.own else "label"] for row in rows])
+  if run.own:
+    assert np.abs(said - wanted).mean() == pytest.approx(alone["absolute_error"], rel=1e-4)
+  else:
+    assert (said == wanted)[:16].mean() == pytest.approx(alone["accuracy"])
+    assert all(0 <= row["prediction"]["probability"] <= 1 for row in rows)
+
+
+def test_what_is_scored_is_finalized(run, tmp_path):
+  """Without an average the parameters are n:m already; an average is one of dense weights."""
+  end, model = f"checkpoint_{STEPS}", run.model()
+  assert (cli.main(["verify", str(run.folder)]) == 0) == run.own
+  assert cli.main(["verify", str(run.folder / f"checkpoint_{MIDDLE}")]) == 1
+  assert cli.main(["finalize", str(run.folder), str(tmp_path)]) == 0
+  assert cli.main(["verify", str(tmp_path)]) == 0
+  load = lambda path: checkpoints.load_for_evaluation(checkpoint.read(path), model)
+  final = load(str(tmp_path / end))
+  jax.tree.map(np.testing.assert_array_equal, final, load(str(run.folder / end)))
+  assert nms.verify(final["params"], model.rules).ok
+  # A next run takes the finalized weights, or the dense average with a warning.
+  start = lambda folder: checkpoints.load_initial(f"{folder}/{end}", model, jax.random.key(0))
+  params, kept, number = start(tmp_path)
+  jax.tree.map(np.testing.assert_array_equal, {"params": params, **kept}, final)
+  assert number == STEPS
+  with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    params, kept, _ = start(run.folder)
+  assert any("not finalized" in str(w.message) for w in told) != run.own
+  saved, average = read(run.folder, STEPS), "" if run.own else "state/average/"
+  for name, leaf in flatten({"target": params, "flax_mutables": kept}):
+    np.testing.assert_array_equal(leaf, saved[average + name])
+
+
+@pytest.mark.parametrize(
+  "name, macros, word",
+  [
+    ("own", dict(BATCH_SIZE=15, MICROBATCHES=2), "BATCH_SIZE=15 must be a multiple"),
+    ("images", dict(IMAGE_SIZE=32), "set IMAGE_SIZE=16"),
+    ("images", dict(CLASSES=5), "CLASSES=10"),
+    ("images", dict(SPARSITY_RULES={"stem": "1:8"}), "INDIVISIBLE"),
+    ("images", dict(SPARSITY_RULES={"ff": "1:8"}), "have stem, conv, shortcut, head"),
+    ("images", dict(LOSS="hinge"), "LOSS='hinge'"),
+  ],
+)
+def test_plan_says_what_does_not_fit(name, macros, word, runs, tmp_path, capsys):
+  command = runs(name).words(MODEL_DIR=str(tmp_path / "run"), **macros)
+  assert cli.main(["plan", *command]) == 1
+  assert word in capsys.readouterr().out
+
+
+def test_plan_counts(runs, tmp_path, capsys):
+  assert cli.main(["plan", "--json", *runs("own").words(MODEL_DIR=str(tmp_path / "run"))]) == 0
+  once, hidden = json.loads(capsys.readouterr().out)["cost"]["inference"], 2 * (16 * 32 + 32 * 32)
+  assert once == {"dense": hidden + 64, "sparse": hidden / 8 + 64}
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_run_goes_on_with_its_own_settings_alone(command, runs, tmp_path, capsys):
+  run = runs("own")
+  where = dict(MODEL_DIR=str(run.folder), PATTERN="1:4", LEARNING_RATE=0.5, STATS_PERIOD=3)
+  before = {p: p.stat().st_mtime_ns for p in run.folder.rglob("*")}
+  assert cli.main([command, *run.words(**where)]) == 1
+  said = "".join(capsys.readouterr())
+  assert "rate was 0.02, and is 0.5" in said and "pattern was '1:8', and is '1:4'" in said
+  assert {p: p.stat().st_mtime_ns for p in run.folder.rglob("*")} == before
+
+
+def test_a_sweep_looks_at_data_before_anything_starts(runs, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "conv.gin").write_text(TINY + "SPARSITY_RULES = {'conv': None}\n")
+  files = [f"gin_configs/runs/local_images{name}.gin" for name in ("", "_adamw")]
+  (tmp_path / "sweep.toml").write_text(
+    f"out = 'runs'\ngin_files = {[*files, 'conv.gin']}\nrecipes = ['idp']\npatterns = ['1:8']\n"
+    "seeds = [0]\nbaseline = 'idp'\ndense = false\n"
+    "[macros]\nDATA = 'rebus'\nMIXUP = 0.5\nBATCH_SIZE = 9\nSPARSE_STEPS = 8\n"
+  )
+  assert cli.main(["sweep", "sweep.toml"]) == 1
+  assert "BATCH_SIZE=9: MIXUP and CUTMIX mix rows in pairs" in capsys.readouterr().err
+  assert not (tmp_path / "runs" / "idp-1-8-seed0").exists()
+
+
+@pytest.mark.parametrize(
+  "where, macros, word",
+  [
+    ("none", dict(EVAL_SPLIT="tset"), "EVAL_SPLIT='tset'"),
+    ("none", dict(PATTERN="1:4"), "PATTERN='1:4'"),
+    (None, {}, "holds a run"),
+  ],
+)
+def test_an_evaluation_that_does_not_fit_makes_no_folder(
+  where, macros, word, runs, tmp_path, capsys
+):
+  run = runs("own")
+  out = tmp_path / where if where else run.folder
+  assert run.call("eval", run.folder / f"checkpoint_{MIDDLE}", out, **macros) == 1
+  assert word in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
 def test_an_evaluation_spares_the_folder_of_a_run_of_t5x(tmp_path):
-  """t5x.train and t5x.eval both write model-info.txt; only a run has checkpoints."""
-  for name in ("config.gin", "model-info.txt"):
-    (tmp_path / name).write_text("")
+  """Only a run has checkpoints."""
   local_folders.refuse_run(tmp_path, "EVAL_OUTPUT_DIR")
   (tmp_path / "checkpoint_3/state").mkdir(parents=True)
   (tmp_path / "checkpoint_3/state/_METADATA").write_text("{}")
   with pytest.raises(ValueError, match="holds a run"):
     local_folders.refuse_run(tmp_path, "EVAL_OUTPUT_DIR")
-
-
-def test_a_finished_run_is_n_m_and_one_under_way_is_not(trained, tmp_path):
-  """Its parameters are what is deployed, so `finalize` removes nothing and a run may start."""
-  assert cli.main(["verify", str(trained)]) == 0
-  assert cli.main(["verify", str(trained / "checkpoint_24")]) == 1
-  assert cli.main(["finalize", str(trained), str(tmp_path)]) == 0
-  ends = [checkpoints.load_initial(f"{folder}/checkpoint_{STEPS}", model_of(), jax.random.key(0))
-          for folder in (trained, tmp_path)]  # fmt: skip
-  jax.tree.map(np.testing.assert_array_equal, *ends)
-  _, kept, number = ends[0]
-  saved = {k: x for k, x in read(trained, STEPS).items() if "batch_stats" in k}
-  assert_same({f"flax_mutables/{k}": x for k, x in flatten(jax.device_get(kept))}, saved)
-  assert number == STEPS
-
-
-def test_plan_report_and_sweep(trained, tmp_path, capsys, monkeypatch):
-  assert cli.main(["plan", "--json", *words(**MACROS, MODEL_DIR=str(tmp_path / "run"))]) == 0
-  report = json.loads(capsys.readouterr().out)
-  hidden = 2 * (16 * 32 + 32 * 32)
-  assert report["cost"]["inference"] == {"dense": hidden + 64, "sparse": hidden / 8 + 64}
-  odd = words(**MACROS, MODEL_DIR=str(tmp_path / "run"), BATCH_SIZE=15, MICROBATCHES=2)
-  assert cli.main(["plan", "--json", *odd]) == 1
-  assert "BATCH_SIZE=15 must be a multiple" in capsys.readouterr().out
-  assert cli.main(["report", str(trained), "--out", str(tmp_path / "report.html")]) == 0
-  assert "FLOPs" in (tmp_path / "report.html").read_text()
-
-  monkeypatch.chdir(tmp_path)
-  for name in ("own_workload.py", "own_workload.gin"):
-    shutil.copy(EXAMPLE / name, tmp_path)
-  files = ["gin_configs/runs/local_workload.gin", "own_workload.gin",
-           "gin_configs/runs/local_adamw.gin"]  # fmt: skip
-  pathlib.Path("sweep.toml").write_text(
-    f"out = 'runs'\ngin_files = {files}\nrecipes = ['sr_ste']\npatterns = ['1:4']\n"
-    "dense = false\nseeds = [0]\nbaseline = 'sr_ste'\n"
-    "[macros]\nSPARSE_STEPS = 4\nEVAL_PERIOD = 4\nSTATS_PERIOD = 2\nMETRICS_EVERY = 2\n"
-  )
-  assert cli.main(["sweep", "sweep.toml"]) == 0
-  capsys.readouterr()
-  assert cli.main(["sweep", "sweep.toml", "--json"]) == 0
-  report = json.loads(capsys.readouterr().out)
-  assert report["done"] == 1 and report["rows"][0]["loss"]["mean"] > 0
 
 
 # --- predictions --------------------------------------------------------------------------------
@@ -234,27 +352,8 @@ def test_predictions_are_plain_and_rows_that_fill_a_batch_are_left_out():
   assert rows_of(Answers(says, real="real")) == {"test": rows(6)}
   assert rows_of(Answers(says), split="test") == {"test": rows(8)}
   assert rows_of(Answers(says), batches=1) == {"test": rows(4)}
-
-
-@pytest.mark.parametrize(
-  "says, word",
-  [
-    (lambda b: {"y": jnp.mean(b["x"], 0)}, r"shape \(16,\)"),
-    (lambda b: {"y": 1 / (b["x"] - 1)}, "not finite for example 4"),
-  ],
-)
-def test_predictions_that_cannot_be_written_are_refused(says, word):
-  with pytest.raises(ValueError, match=word):
-    rows_of(Answers(says))
-
-
-def test_a_workload_without_predict_is_refused(tmp_path):
-  class Silent(own_workload.Regression):
-    predict = workloads.Workload.predict
-
-  with pytest.raises(ValueError, match="lacks predict"):
-    train.infer(model_of(Silent()), evaluation.Splits(), "checkpoint_1", str(tmp_path / "out"))
-  assert not list(tmp_path.iterdir())
+  with pytest.raises(ValueError, match="longer"):  # no entry a row
+    rows_of(Answers(lambda batch: {"y": jnp.mean(batch["x"], 0)}))
 
 
 # --- the step -----------------------------------------------------------------------------------
@@ -280,23 +379,8 @@ def test_sampled_metrics_change_no_bit(tmp_path):
   assert_same(read(tmp_path / "None", 8), read(tmp_path / "1", 8))
 
 
-def test_state_goes_through_microbatches():
-  """Batch statistics see every part; sums are those of the whole batch where they can be."""
-  model, key = model_of(), jax.random.PRNGKey(0)
-  batch = model.put(next(own_workload.Regression().batches(0, 0)))
-  found = {}
-  for parts in (1, 4):
-    params, state = model.initial(key)
-    state = model.begin(params, optax.sgd(0.0), 0, state)
-    state, sums = model.train_step(optax.sgd(0.0), key, state, parts)(state, batch)
-    found[parts] = np.linalg.norm(state.collections["batch_stats"]["norm_0"]["mean"])
-    assert sums["examples"] == 32
-  # Four steps of momentum 0.9 toward means whose mean is the batch's.
-  np.testing.assert_allclose(found[4] / found[1], 0.3439 / 0.1, rtol=0.1)
-
-
 class Weighed(workloads.Workload):
-  """Its loss of a step is `scale` * (1 - w), summed over rows that weigh `scale` each."""
+  """Its loss is `scale` * (1 - w), summed over rows that weigh `scale` each; its state counts."""
 
   weight, batch_size = "rows", 4
 
@@ -304,7 +388,7 @@ class Weighed(workloads.Workload):
     self.scale = scale
 
   def init(self, rng):
-    return {"params": {"w": jnp.zeros(())}}
+    return {"params": {"w": jnp.zeros(())}, "seen": {"rows": jnp.zeros(())}}
 
   def batches(self, seed, start):
     return iter([{"x": jnp.ones(4)}])
@@ -314,20 +398,22 @@ class Weighed(workloads.Workload):
 
   def loss(self, params, state, batch, rng):
     sums = {"rows": self.scale * jnp.sum(batch["x"])}
+    state = {"seen": {"rows": state["seen"]["rows"] + jnp.sum(batch["x"])}}
     return jnp.sum(self.scale * batch["x"] * (1 - params["w"])), sums, state
 
 
 @pytest.mark.parametrize("scale, moved", [(2.0, 1.0), (2.0**-9, 1.0), (0.0, 0.0)])
 def test_the_gradient_is_that_of_the_mean_however_small_the_weight(scale, moved):
-  """Without any weight there is nothing to divide."""
+  """Without any weight there is nothing to divide. State goes through each microbatch."""
   optimizer, key = optax.sgd(1.0), jax.random.PRNGKey(0)
-  model = step.Model(Weighed(scale), nms.Rules({".*": nms.recipe("dense")}),
-                     devices=jax.devices()[:1])  # fmt: skip
+  model = step.Model(Weighed(scale), devices=jax.devices()[:1])
   for parts in (1, 2):
-    state = model.begin(model.initial(key)[0], optimizer, 0)
+    params, state = model.initial(key)
+    state = model.begin(params, optimizer, 0, state)
     batch = model.put({"x": np.ones(4, np.float32)})
-    state, _ = model.train_step(optimizer, key, state, parts)(state, batch)
-    assert state.params["w"] == moved
+    state, sums = model.train_step(optimizer, key, parts)(state, batch)
+    assert state.params["w"] == moved and sums["rows"] == 4 * scale
+    assert state.collections["seen"]["rows"] == 4
   assert Weighed(1).scalars({"loss": 0.5, "rows": 0.25}) == {"loss": 2.0}
   assert Weighed(1).scalars({"loss": 0.0, "rows": 0.0}) == {"loss": 0.0}
 
@@ -340,19 +426,11 @@ class Half(workloads.Workload):
   def batches(self, seed, start): ...
 
 
-class Changed(own_workload.Regression):
-  """Changes the sums of its loss."""
-
-  def __init__(self, change):
-    super().__init__()
-    self.change = change
-
-  def loss(self, *arguments):
-    loss, sums, state = super().loss(*arguments)
-    return loss, self.change(sums), state
+class Silent(own_workload.Regression):
+  predict = workloads.Workload.predict
 
 
-class Taken(own_workload.Regression):
+class Masked(own_workload.Regression):
   def init(self, rng):
     return {**super().init(rng), "nm_sparsity": {"step": jnp.int32(0)}}
 
@@ -361,16 +439,13 @@ class Taken(own_workload.Regression):
   "make, error, word",
   [
     (lambda: Half(), TypeError, "loss.*splits"),
-    (lambda: step.Model(None), ValueError, "Workload"),
-    (lambda: model_of(Taken()), ValueError, "nm_sparsity"),
-    (lambda: model_of(Changed(lambda sums: {})), ValueError, "'examples'"),
-    (lambda: model_of(Changed(lambda sums: sums | {"loss": 0.0})), ValueError, "no 'loss'"),
-    (lambda: evaluation.Splits(batches=0), ValueError, "EVAL_STEPS=0"),
+    (lambda: model_of(Masked()), ValueError, "RULES"),
+    (lambda: rows_of(Silent()), ValueError, "lacks predict"),
   ],
 )
-def test_what_is_incomplete_is_named(make, error, word, tmp_path):
+def test_what_is_incomplete_is_named(make, error, word):
   with pytest.raises(error, match=word):
-    train.train(run_of(tmp_path, make()))
+    make()
 
 
 def test_a_run_does_without_flops_where_its_code_fails(monkeypatch, caplog):

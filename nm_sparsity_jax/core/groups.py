@@ -158,13 +158,9 @@ class Groups:
     >>> Groups((4, 2), axis=0).start(3, NM(1, 2))
     (2, 1)
     """
-    here = self._transposed()
-    axes, merged = here.axes, list(here._merged())
-    merged[axes[0]] = self.size // pattern.m
-    index = [int(i) for i in np.unravel_index(group, merged)]
-    inside = np.unravel_index(index[axes[0]] * pattern.m, [here.shape[a] for a in axes])
-    found = (*index[: axes[0]], *(int(i) for i in inside), *index[axes[0] + 1 :])
-    return tuple(found[self.order.index(a)] for a in range(len(self.shape)))
+    numbers = self.split(np.arange(math.prod(self.shape)).reshape(self.shape), pattern)
+    first = numbers.reshape(-1, pattern.m)[group, 0]
+    return tuple(map(int, np.unravel_index(first, self.shape)))
 
   def sharded(self, sharding: NamedSharding | None, m: int) -> Groups:
     """Returns the same groups with `sharding`, unless it cuts a group of m or there is padding.

@@ -180,7 +180,8 @@ class _Walk:
       return [self._either(outs) for outs in zip(*found, strict=True)]
     if (inner := _inner(eqn)) is not None:
       if name == "shard_map":  # what it calls is the program of one device
-        turns *= math.prod(params["mesh"].shape[a] for a in params["newly_manual_axes"])
+        manual = params.get("newly_manual_axes", params.get("manual_axes"))  # JAX 0.9: the second
+        turns *= math.prod(params["mesh"].shape[a] for a in manual)
       return self.run(inner, known, turns, scope)
     if name in _EACH_ALONE:
       return known

@@ -281,7 +281,7 @@ def _read_settings(run: Run, folder: pathlib.Path) -> None:
   given = parse_settings(files.read_text(file))
   value, reference = given.values.get, given.references.get
   for name in _MACROS:
-    is_known_below = name == "PRETRAINED_STEPS" and "first_step()" in str(reference(name))
+    is_known_below = name == "PRETRAINED_STEPS" and "start_of()" in str(reference(name))
     if reference(name) is not None and not is_known_below:
       run.remarks.append(f"{name} in {file.name} is not a plain value: {reference(name)}")
   run.recipe, run.size, run.data = value("RECIPE"), value("T5_SIZE"), value("DATA")

@@ -4,10 +4,10 @@
                <-> checkpoint_N/
 
 `target` holds the effective weights, so T5X and everybody else reads it as any dense checkpoint.
-`state/nm_sparsity` holds what `nms.sparse` keeps beside `param_states`, the state of the optimizer
-within. `flax_mutables` are the workload's own collections.
+`state/nm_sparsity` holds what `nms.sparse` keeps apart from `param_states`, the state of the
+optimizer within. `flax_mutables` are the workload's own collections.
 
-A checkpoint is written beside its name and renamed when it is whole, so what is called
+A checkpoint is written under another name and renamed when it is whole, so what is called
 checkpoint_N is complete however the process ended. `t5x.eval` opens these, and this opens T5X's.
 """
 
@@ -30,14 +30,13 @@ from flax import serialization, traverse_util
 
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders, orbax
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 from nm_sparsity_jax.trainer.step import Model, TrainState
 from nm_sparsity_jax.training import rules_text
 from nm_sparsity_jax.training.layers import COLLECTION
 from nm_sparsity_jax.training.rules import Rules
 
 MUTABLES = "flax_mutables"  # T5X's name for all collections
-_PREFIX = folders.PREFIX
 _REMOVED = ".removed_"
 
 
@@ -73,7 +72,7 @@ def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainS
     like: its shapes, for the structure.
     rules: as stored, those of the step.
   """
-  # A state whose leaves are numbers tells which leaf of the tree is which of the state.
+  # A state of numbers as leaves shows which leaf of the tree is which of the state.
   shapes, structure = jax.tree.flatten(like)
   numbered = to_tree(jax.tree.unflatten(structure, range(len(shapes))), rules)
   arrays = dict(flatten(tree))
@@ -87,11 +86,11 @@ def from_tree(tree: Mapping[str, Any], like: TrainState, rules: Rules) -> TrainS
 
 
 class Checkpoints:
-  """Keeps the checkpoints of one run.
+  """Keeps the checkpoints of one run, in a `with` block.
 
   Args:
     folder: of the run; it exists.
-    keep: how many of the newest stay, beside the best; None = all.
+    keep: how many of the newest stay, with the best; None = all.
   """
 
   def __init__(self, folder: str | os.PathLike, keep: int | None):
@@ -102,14 +101,19 @@ class Checkpoints:
     self.best: int | None = None  # the step that is never removed
     self._saving: int | None = None  # the step that is being written
     options = ocp.CheckpointManagerOptions(
-      step_prefix=_PREFIX, cleanup_tmp_directories=True, create=False
+      step_prefix=folders.PREFIX, cleanup_tmp_directories=True, create=False
     )
-    self._quiet = contextlib.ExitStack()
-    self._quiet.enter_context(orbax.quiet())
-    with orbax.quiet():
-      self._manager = ocp.CheckpointManager(
-        self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
-      )
+    self._manager = ocp.CheckpointManager(
+      self.folder, options=options, item_handlers={"state": ocp.PyTreeCheckpointHandler()}
+    )
+
+  def __enter__(self) -> Checkpoints:
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    # Orbax' threads would otherwise print much at the end of a refused process.
+    with contextlib.suppress(Exception):
+      self._manager.close()
 
   def steps(self) -> Sequence[int]:
     """Returns the steps of complete checkpoints, ascending."""
@@ -117,14 +121,14 @@ class Checkpoints:
 
   def newest(self) -> str:
     """Returns the name of the newest complete checkpoint; 'none' without one."""
-    return f"{_PREFIX}_{steps[-1]}" if (steps := self.steps()) else "none"
+    return f"{folders.PREFIX}_{steps[-1]}" if (steps := self.steps()) else "none"
 
   def save(self, step: int, tree: Mapping[str, Any]) -> None:
     """Starts to write; the tree may be donated afterwards."""
     if step == self._saving or step in self.steps():
       return
     self.wait()
-    self._remove_old()
+    self.remove_old()
     with self._explained(step):
       # A copy on the host: on a CPU the background would else read what the next step writes to.
       tree = jax.tree.map(lambda x: np.array(x), tree)
@@ -139,27 +143,12 @@ class Checkpoints:
         self._manager.wait_until_finished()
       self._saving = None
 
-  def close(self) -> None:
-    """Waits, and removes what need not stay."""
-    try:
-      self.wait()
-      self._remove_old()
-    finally:
-      self.abandon()
-
-  def abandon(self) -> None:
-    """Ends Orbax' threads, which would otherwise print much at the end of a refused process."""
-    with contextlib.suppress(Exception), orbax.quiet():
-      self._manager.close()
-    self._quiet.close()
-
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:
     try:
-      with orbax.quiet():
-        yield
+      yield
     except Exception as e:
-      raise ValueError(self.not_written(f"{self.folder}/{_PREFIX}_{step}", e)) from e
+      raise ValueError(self.not_written(f"{self.folder}/{folders.PREFIX}_{step}", e)) from e
 
   def not_written(self, what: str, error: BaseException) -> str:
     """Returns a sentence: what could not be written, why, and where the run continues."""
@@ -168,24 +157,25 @@ class Checkpoints:
       f"{self.newest()}; with room on the disk, the same command continues from it."
     )
 
-  def _remove_old(self) -> None:
+  def remove_old(self) -> None:
+    """Removes all but the newest and the best."""
     # Orbax' policies keep the newest or the best by a metric of the save; ours is known after it.
     for step in self.steps()[: -self._keep] if self._keep else ():
       if step != self.best:
         # Under another name a kill leaves nothing that looks like a whole checkpoint.
-        os.replace(self.folder / f"{_PREFIX}_{step}", self.folder / f"{_REMOVED}{step}")
+        os.replace(self.folder / f"{folders.PREFIX}_{step}", self.folder / f"{_REMOVED}{step}")
     for path in self.folder.glob(f"{_REMOVED}*"):
       shutil.rmtree(path, ignore_errors=True)
 
-  def restore(self, step: int, like: TrainState, model: Model) -> tuple[TrainState, str]:
-    """Reads one of these checkpoints onto the devices: its state, and the text of its rules.
+  def restore(self, step: int, like: TrainState, model: Model) -> TrainState:
+    """Reads one of these checkpoints onto the devices; refuses one of other rules.
 
     Args:
       step: its number.
       like: what `Model.state_like` returns.
       model: of the run.
     """
-    path, wanted = self.folder / f"{_PREFIX}_{step}", to_tree(like, model.rules)
+    path, wanted = self.folder / f"{folders.PREFIX}_{step}", to_tree(like, model.rules)
     if not wanted[MUTABLES]:
       wanted.pop(MUTABLES)
     where = jax.tree.map(lambda x: getattr(x, "sharding", model.replicated), wanted)
@@ -193,13 +183,14 @@ class Checkpoints:
       tree = checkpoint.restore(path / "state", wanted, where)
     except Exception as e:
       others = [s for s in self.steps() if s < step]
-      then = f"continues from {_PREFIX}_{others[-1]}" if others else "starts over"
+      then = f"continues from {folders.PREFIX}_{others[-1]}" if others else "starts over"
       raise ValueError(
         f"{path} cannot be read: it is damaged, or of another program ({first_line(e)}). Move it "
         f"away, and the same command {then}."
       ) from e
     rules = rules_text.unpack(tree["state"][COLLECTION]["rules"])
-    return from_tree(tree, like, model.rules), rules
+    refuse_other_rules(rules, model.rules, str(path))
+    return from_tree(tree, like, model.rules)
 
 
 def opened(path: str, model: Model) -> checkpoint.Stored:
@@ -229,30 +220,15 @@ def load_initial(path: str, model: Model, key: jax.Array) -> tuple[Any, Any, int
   stored = opened(path, model)
   if stored.packed is not None:
     raise ValueError(
-      f"INITIAL_CHECKPOINT_PATH: {path!r} is a packed file, which is deployed and does not learn: "
-      "start from the checkpoint that was packed."
+      f"INITIAL_CHECKPOINT_PATH: {path!r} is a packed file, which does not learn: start from the "
+      "checkpoint that was packed."
     )
-  like = {"target": model.shapes}
-  wanted = [f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)]
-  is_held = bool(wanted) and set(wanted) <= set(stored.leaves)
-  if is_held:
-    like[MUTABLES] = model.collections
-  tree = _load(stored, like, model)
+  wanted = {f"{MUTABLES}/{path}" for path, _ in flatten(model.collections)}
+  is_held = bool(wanted) and wanted <= set(stored.leaves)
+  params, collections = _load(stored, model, model.collections if is_held else {})
   if said := checkpoint_rules.check_start(stored):
     warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
-  collections = tree[MUTABLES] if is_held else model.initial(key)[1]
-  return tree["target"], collections, stored.step or 0
-
-
-def _load(stored: checkpoint.Stored, like: Any, model: Model) -> Any:
-  """Loads what a tree names, from the average where the run kept one."""
-  where = {name: model.shardings(x) for name, x in like.items()}
-  if not stored.average:
-    return checkpoint.load(stored, like, where)
-  moved = lambda tree: nested({stored.deployed(key): x for key, x in flatten(tree)})
-  found = dict(flatten(checkpoint.load(stored, moved(like), moved(where))))
-  leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+  return params, collections if is_held else model.initial(key)[1], stored.step or 0
 
 
 def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> dict[str, Any]:
@@ -272,14 +248,21 @@ def load_for_evaluation(stored: checkpoint.Stored, model: Model) -> dict[str, An
       f"{stored.path!r} is dense: it has no sparse step. Evaluate it with RECIPE = 'dense', or "
       "fine-tune it first (gin_configs/runs/local_finetune.gin)."
     )
-  like: dict[str, Any] = {"target": model.shapes}
-  if model.collections:
-    like[MUTABLES] = model.collections
-  tree = _load(stored, like, model)
-  params = tree["target"]
+  params, collections = _load(stored, model, model.collections)
   if stored.sparse_step is not None and (stored.average or not stored.in_place):
     params = model.effective(params, jnp.int32(stored.sparse_step), stored.masks())
-  return {"params": params, **tree.get(MUTABLES, {})}
+  return {"params": params, **collections}
+
+
+def _load(stored: checkpoint.Stored, model: Model, collections: Any) -> tuple[Any, Any]:
+  """Loads parameters and these collections, from the average where the run kept one."""
+  like = {"target": model.shapes} | ({MUTABLES: collections} if collections else {})
+  # `deployed` names the average of a key; it is the key itself where there is none.
+  moved = lambda tree: nested({stored.deployed(key): x for key, x in flatten(tree)})
+  found = dict(flatten(checkpoint.load(stored, moved(like), moved(model.shardings(like)))))
+  leaves = [found[stored.deployed(key)] for key, _ in flatten(like)]
+  tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  return tree["target"], tree.get(MUTABLES, {})
 
 
 def refuse_other_rules(stored: str, rules: Rules, path: str) -> None:

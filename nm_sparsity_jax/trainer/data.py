@@ -52,28 +52,9 @@ class Source:
     """
     import tensorflow as tf
 
-    options = tf.data.Options()
-    options.deterministic = True
-    dataset = self._dataset(seed).with_options(options)
-    if start:
-      dataset = dataset.skip(start)
-    return dataset.prefetch(2).as_numpy_iterator()
-
-  def _dataset(self, seed: int) -> Any:
     seqio = import_seqio(self.module)
-    known = mixture_or_task(self.name, self.module)
-    if self.split not in known.splits:
-      have = ", ".join(known.splits)
-      raise ValueError(f"{self.name} has no split {self.split!r}: it has {have}.")
-    if isinstance(known, seqio.Mixture):  # which leaves out a task without the split
-      for task in known.tasks:
-        if self.split not in task.splits and known.get_rate(task) > 0:
-          raise ValueError(
-            f"{task.name} has no split {self.split!r}, but a rate above 0 in {self.name}: give it "
-            "the rate 0, so that it is only evaluated."
-          )
-    return seqio.get_dataset(
-      mixture_or_task_name=known,
+    dataset = seqio.get_dataset(
+      mixture_or_task_name=mixture_or_task(self.name, self.module),
       task_feature_lengths=dict(self.lengths),
       feature_converter=seqio.EncDecFeatureConverter(pack=self.pack),
       dataset_split=self.split,
@@ -84,21 +65,20 @@ class Source:
       batch_size=self.batch_size,
       verbose=False,
     )
+    options = tf.data.Options()
+    options.deterministic = True  # in spite of parallel reads
+    # No stream can be entered in the middle: what comes before `start` is made again, and dropped.
+    return dataset.with_options(options).skip(start).prefetch(2).as_numpy_iterator()
 
 
 def import_seqio(module: str | None = None) -> Any:
   """Imports seqio, then the module that registers tasks; leaves accelerators to jax."""
-  try:
-    import seqio
-    import tensorflow as tf
-  except ImportError as e:
-    raise ModuleNotFoundError(
-      f"the local runner reads its data through seqio, and {e.name!r} is missing: pip install "
-      "'nm-sparsity-jax[local]'"
-    ) from e
-  tf.config.set_visible_devices([], "GPU")
+  import seqio
+  import tensorflow as tf
+
+  tf.config.set_visible_devices([], "GPU")  # it would take the memory that jax needs
   # SeqIO warns of every evaluation-only task that it lacks a training split.
-  logging.getLogger("absl").addFilter(_is_news)
+  logging.getLogger("absl").addFilter(_is_news)  # one object, so it is added once
   if module is not None:
     importlib.import_module(module)
   return seqio
@@ -125,7 +105,7 @@ def mixture_or_task(name: str, module: str | None = None) -> Any:
 
 
 def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "mixture") -> str:
-  """Registers a mixture, in place of one of that name; returns its name, so that gin can call it.
+  """Registers a mixture, and removes one of that name; returns its name, so that gin can call it.
 
   Args:
     rates: task -> rate; 0 for a task that is only evaluated.
@@ -135,7 +115,7 @@ def mixture(rates: Mapping[str, float], module: str | None = None, name: str = "
   seqio = import_seqio(module)
   for task in rates:
     mixture_or_task(task, module)
-  seqio.MixtureRegistry.remove(name)
+  seqio.MixtureRegistry.remove(name)  # gin calls this for each argument that names the mixture
   seqio.MixtureRegistry.add(name, [(task, float(rate)) for task, rate in rates.items()])
   return name
 

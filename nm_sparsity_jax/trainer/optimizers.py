@@ -36,29 +36,23 @@ def learning_rate(
     warmup_steps: see above [WARMUP_STEPS].
     steps: of the run; only 'cosine_decay' needs them [SPARSE_STEPS].
   """
-  if not isinstance(rate, int | float) or not rate > 0:
-    raise ValueError(f"LEARNING_RATE={rate!r}: give a number above 0, such as 0.001.")
-  if not isinstance(warmup_steps, int) or warmup_steps < 0:
-    raise ValueError(f"WARMUP_STEPS={warmup_steps!r}: give a whole number of steps, 0 or more.")
+  share = lambda step: (step - warmup_steps) / ((steps or 0) - warmup_steps)
+  # T5X's names, so that a setting moves between the two runners.
   known = {
     "constant": lambda step: rate,
     "linear_warmup": lambda step: jnp.minimum(1.0, step / max(warmup_steps, 1)),
-    "rsqrt_decay": lambda step: jnp.maximum(step, warmup_steps) ** -0.5,
-    "rsqrt_normalized_decay": lambda step: jnp.maximum(step / warmup_steps, 1.0) ** -0.5,
-    "cosine_decay": lambda step: _cosine((step - warmup_steps) / ((steps or 0) - warmup_steps)),
+    "rsqrt_decay": lambda step: jnp.maximum(step, max(warmup_steps, 1)) ** -0.5,
+    "rsqrt_normalized_decay": lambda step: jnp.maximum(step / max(warmup_steps, 1), 1.0) ** -0.5,
+    "cosine_decay": lambda step: (1 + jnp.cos(math.pi * jnp.clip(share(step), 0.0, 1.0))) / 2,
   }
   names = [name.strip() for name in factors.split("*")]
-  if unknown := sorted(set(names) - set(known)):
+  is_short = "cosine_decay" in names and (steps or 0) <= warmup_steps
+  if not set(names) <= set(known) or not rate > 0 or is_short:
     raise ValueError(
-      f"LEARNING_RATE_FACTORS={factors!r}: {unknown[0]!r} is not one of {', '.join(known)}."
-    )
-  if warmup_steps < 1 and "rsqrt" in factors:
-    raise ValueError(f"WARMUP_STEPS={warmup_steps}: with {factors!r} it must be at least 1.")
-  if "cosine_decay" in names and (steps or 0) <= warmup_steps:
-    raise ValueError(
-      f"LEARNING_RATE_FACTORS has 'cosine_decay', which falls from WARMUP_STEPS={warmup_steps} to "
-      f"SPARSE_STEPS={steps!r}: give more SPARSE_STEPS or a smaller WARMUP_STEPS (in gin: "
-      "learning_rate.steps = %SPARSE_STEPS)."
+      f"LEARNING_RATE={rate!r}, LEARNING_RATE_FACTORS={factors!r}, WARMUP_STEPS={warmup_steps}, "
+      f"SPARSE_STEPS={steps!r}: give a rate above 0 and factors of {', '.join(known)}; "
+      "'cosine_decay' ends at SPARSE_STEPS, after WARMUP_STEPS (in gin: learning_rate.steps = "
+      "%SPARSE_STEPS)."
     )
 
   def at(step):
@@ -66,13 +60,9 @@ def learning_rate(
     value = jnp.float32(1)
     for name in names:
       value = value * jnp.asarray(known[name](step), jnp.float32)
-    return jnp.maximum(value, 1e-8)
+    return jnp.maximum(value, 1e-8)  # T5X's floor
 
   return at
-
-
-def _cosine(share: jax.Array) -> jax.Array:
-  return (1 + jnp.cos(math.pi * jnp.clip(share, 0.0, 1.0))) / 2
 
 
 def adamw(
@@ -94,14 +84,11 @@ def adamw(
     learning_rate: a number, or step -> number, such as `learning_rate` makes.
     b1: of the first moment [ADAM_B1].
     b2: of the second moment [ADAM_B2].
-    eps: beside the root of the second moment [ADAM_EPS].
+    eps: added to the root of the second moment [ADAM_EPS].
     weight_decay: times the learning rate [WEIGHT_DECAY].
     clip_norm: the largest norm of the gradient; None = any [CLIP_NORM].
   """
-  if weight_decay < 0:
-    raise ValueError(f"WEIGHT_DECAY={weight_decay!r}: give a number from 0 on.")
-  if clip_norm is not None and clip_norm <= 0:
-    raise ValueError(f"CLIP_NORM={clip_norm!r}: give a number above 0, or None.")
+  # A decayed norm or bias would pull its layer to zero without making a weight smaller.
   kernels = functools.partial(map_with_names, lambda path, _: path.endswith("kernel"))
   tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=kernels)
   return tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)

@@ -1,4 +1,4 @@
-"""A packed file in place of a checkpoint: the model that runs on it, and its variables.
+"""A packed file as a checkpoint: the model that runs on it, and its variables.
 
 Stored of a packed file, Model, evaluation -> [load] -> Model without rules and without a scan,
                                                         variables on the devices, prepared
@@ -6,21 +6,17 @@ Stored of a packed file, Model, evaluation -> [load] -> Model without rules and 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-from flax.errors import ScopeParamShapeError
 
 from nm_sparsity_jax.core.packed import NMPacked
-from nm_sparsity_jax.core.text import first_line, listed
+from nm_sparsity_jax.core.text import listed
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.deploy import inference_tree, unstack_layers
 from nm_sparsity_jax.deploy.names import difference
 from nm_sparsity_jax.trainer.step import Model
-from nm_sparsity_jax.trainer.workloads import Workload
 
 
 def load(
@@ -32,7 +28,7 @@ def load(
     path: of the file.
     variables: 'params', some of them packed, and the workload's state.
     model: of the same network, scanned or not.
-    evaluation: tells how many rows a layer sees at once.
+    evaluation: says how many rows a layer sees at once.
     memory: keep kernels packed also where a dense product is faster.
 
   Raises:
@@ -40,10 +36,11 @@ def load(
   """
   if (parts := model.mesh.shape["model"]) > 1:
     raise ValueError(
-      f"NUM_PARTITIONS={parts}: devices do not share packed kernels, and {path!r} holds some. Set "
+      f"NUM_PARTITIONS={parts}: devices do not share the packed kernels of {path!r}. Set "
       "NUM_PARTITIONS=1, or evaluate the finalized checkpoint."
     )
   made = model_of(path, variables, model)
+  # Only a T5's evaluation has rows, lengths and beams of its own.
   batch = getattr(evaluation, "batch_size", None) or made.workload.batch_size
   lengths, beams = getattr(evaluation, "lengths", None) or {}, getattr(evaluation, "num_decodes", 1)
   config = made.workload.network_config
@@ -63,42 +60,19 @@ def model_of(path: str, variables: dict[str, Any], model: Model) -> Model:
   Raises:
     ValueError: the file is of another network.
   """
-  made = Model(without_scan(model.workload), devices=model.mesh.devices.flatten().tolist())
+  workload: Any = copy.copy(model.workload)
+  plain = unstack_layers.without_scan(workload.network_config)
+  if plain != workload.network_config:  # a kernel of a scan is one stack, which no file packs
+    workload.network = workload.network.clone(config=plain)
+    workload.network_config = plain
+  # Without rules: the file holds the effective weights, and a mask of zeros would change nothing.
+  made = Model(workload, devices=model.mesh.devices.flatten().tolist())
   wanted = _shapes({"params": made.shapes, **made.collections})
   if said := difference(wanted, _shapes(variables), ("in the file", "in the model")):
     raise ValueError(
       f"{path!r} is of another network: {said}: choose its model file "
       "(--gin_file=gin_configs/models/...)."
     )
-  return made
-
-
-@contextlib.contextmanager
-def explained(path: str) -> Iterator[None]:
-  """Explains flax's error of a layer that takes arrays alone.
-
-  Args:
-    path: of the file.
-  """
-  try:
-    yield
-  except ScopeParamShapeError as e:
-    raise ValueError(
-      f"{path!r} holds packed kernels, and a layer of this network takes arrays alone: write "
-      "nms.layers.Dense for flax's Dense, and ask nms.layers.packed_kernel in a layer of your own "
-      f"({first_line(e)})."
-    ) from e
-
-
-def without_scan(workload: Workload) -> Workload:
-  """Returns the workload of the same network without a scan over its layers."""
-  config = workload.network_config
-  plain = unstack_layers.without_scan(config)
-  if plain == config:
-    return workload
-  made: Any = copy.copy(workload)
-  made.network = made.network.clone(config=plain)
-  made.network_config = plain
   return made
 
 
@@ -109,20 +83,16 @@ def summary(held: Any, prepared: Any) -> str:
     held: the variables of the file.
     prepared: what `load` made of them.
   """
-  kernels, kept = _kernels(held), len(_kernels(prepared))
-  patterns = sorted({str(x.pattern) for x in kernels})
-  found = f"packed, {listed(patterns) or 'nothing'}; {kept} of {len(kernels)} kernels stay packed"
-  if kept == len(kernels):
-    return found
-  return (
-    f"{found}; the others get their zeros back, since a dense product is faster (--memory keeps "
-    "all packed)"
+  is_packed = lambda x: isinstance(x, NMPacked)
+  kernels, kept = (
+    [x for x in jax.tree.leaves(tree, is_leaf=is_packed) if is_packed(x)]
+    for tree in (held, prepared)
   )
-
-
-def _kernels(tree: Any) -> list[NMPacked]:
-  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, NMPacked))
-  return [x for x in leaves if isinstance(x, NMPacked)]
+  patterns = listed(sorted({str(x.pattern) for x in kernels})) or "nothing"
+  found = f"packed, {patterns}; {len(kept)} of {len(kernels)} kernels stay packed"
+  if len(kept) == len(kernels):
+    return found
+  return f"{found}; of the others a dense product is faster (--memory keeps all packed)"
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from nm_sparsity_jax.training import rules_text, transform
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Periods:
-  """Says when things happen, in steps of this run; each also happens at the last step.
+  """Says when things happen, in steps of this run; all but samples happen at the last step too.
 
   Attributes:
     evaluate: a checkpoint is saved, and evaluated [EVAL_PERIOD].
@@ -36,32 +36,15 @@ class Periods:
   metrics: int | None = 100
 
   def __post_init__(self):
-    for name, macro in (("evaluate", "EVAL_PERIOD"), ("report", "STATS_PERIOD")):
-      _refuse_none_or_less(macro, getattr(self, name))
-    for name, macro in (("checkpoint", "CHECKPOINT_PERIOD"), ("metrics", "METRICS_EVERY")):
-      if getattr(self, name) is not None:
-        _refuse_none_or_less(macro, getattr(self, name))
-
-  def evaluates(self, step: int, total: int) -> bool:
-    """Returns whether there is an evaluation after `step` of `total` steps."""
-    return step == total or step % self.evaluate == 0
-
-  def saves(self, step: int, total: int) -> bool:
-    """Returns whether a checkpoint is saved after `step` of `total` steps."""
-    return self.evaluates(step, total) or step % (self.checkpoint or total) == 0
-
-  def reports(self, step: int, total: int) -> bool:
-    """Returns whether means are written after `step` of `total` steps."""
-    return step == total or step % self.report == 0
-
-  def samples(self, step: int) -> bool:
-    """Returns whether metrics are sampled at the step with this number."""
-    return self.metrics is not None and step % self.metrics == 0
+    _check_steps("EVAL_PERIOD", self.evaluate)
+    _check_steps("STATS_PERIOD", self.report)
+    _check_steps("CHECKPOINT_PERIOD", self.checkpoint or 1)
+    _check_steps("METRICS_EVERY", self.metrics or 1)
 
 
-def _refuse_none_or_less(macro: str, steps: object) -> None:
+def _check_steps(macro: str, steps: object) -> None:
   if not isinstance(steps, int) or steps < 1:
-    raise ValueError(f"{macro}={steps!r}: give a whole number of steps, 1 or more.")
+    raise ValueError(f"{macro}={steps!r}: give a whole number, 1 or more.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,12 +65,12 @@ class Run:
     evaluation: what is evaluated: `evaluation.Splits`, or T5's `text_evaluation.Evaluation`; None =
       nothing.
     periods: when things happen.
-    keep_checkpoints: how many of the newest stay, beside the best; None = all.
+    keep_checkpoints: how many of the newest stay, with the best; None = all.
     best_metric: by which a checkpoint is best: a metric of the tasks, its mean over tasks, better
       in the direction that the workload says; None = the validation loss, smaller is better. Only
       checkpoints of the target pattern count.
     learning_rate: step -> its value, to be reported.
-    tracker: gets the curves beside TensorBoard, such as `tracking.Mlflow()`; None = nobody.
+    tracker: gets the curves too, such as `tracking.Mlflow()`; None = nobody.
   """
 
   model: Model
@@ -107,16 +90,16 @@ class Run:
   tracker: Any = None
 
   def __post_init__(self):
-    _refuse_none_or_less("SPARSE_STEPS", self.sparse_steps)
+    _check_steps("SPARSE_STEPS", self.sparse_steps)
     errors.check_seed("RANDOM_SEED", self.random_seed)
     errors.check_seed("DATA_SEED", self.data_seed)
-    if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
-      raise ValueError(f"KEEP_CHECKPOINTS={self.keep_checkpoints}: keep 1 or more; None = all.")
+    _check_steps("KEEP_CHECKPOINTS", self.keep_checkpoints or 1)
 
   def check(self) -> None:
     """Raises ValueError where settings do not fit each other; reads no data."""
     self.model.check_batch(self.model.workload.batch_size, self.microbatches)
     rules_text.pack(rules_text.describe(self.model.rules))  # every checkpoint keeps this text
+    # By shapes: the state of an optimizer may be twice the model.
     opt_state = jax.eval_shape(self.optimizer.init, self.model.shapes)
     kinds = transform.SparseState, transform.SrSteState, optax.MultiStepsState
     if found := transform.states(opt_state, *kinds):
@@ -135,10 +118,11 @@ def note_run(run: Run, folder: pathlib.Path, start: int, step: int, environment:
     folder: of the run.
     start: the global step before its first one.
     step: the global step that this process goes on from.
-    environment: what the bits depend on, beside the settings.
+    environment: what the bits depend on, apart from the settings.
   """
   path, workload = folder / "run.json", run.model.workload
   before = files.read_json(path, {"processes": []})["processes"]
+  # A process from the same step on did nothing that was saved.
   kept = [p for p in before if p["from"] < step]
   if not kept or kept[-1]["environment"] != environment:
     kept.append({"from": step, "environment": environment})

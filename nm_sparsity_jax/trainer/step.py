@@ -1,15 +1,12 @@
 """One optimizer step of any workload, on all local devices.
 
-    params = W~ -> [workload.loss, microbatch by microbatch] -> mean over the workload's weight
-    -> gradients -> [nms.sparse: optax on W, step + 1, stored masks] -> params = W~ of the next step
-
-The network is the dense one, on effective parameters, in training, evaluation and decoding alike.
-Parameters and optimizer state are float32 whatever the network computes in.
+params = W~ -> [workload.loss, microbatch by microbatch] -> mean over the workload's weight
+-> gradients -> [nms.sparse: optax on W, step + 1, stored masks] -> params = W~ of the next step
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +33,6 @@ AXIS_RULES = (
   ("kv", None), ("joined_kv", "model"), ("relpos_buckets", None), ("length", None),
   ("layers", None), ("stack", None), ("mlp_activations", None),
 )  # fmt: skip
-AXES = "params_axes"  # the collection of logical axes
 NORMS = ("grad_norm", "update_norm")  # the sums that the step adds to a workload's
 
 
@@ -74,24 +70,6 @@ class TrainState:
     return dense_params(self.params, self.opt_state)
 
 
-@dataclasses.dataclass(frozen=True)
-class OnMesh:
-  """A jitted function that is called, lowered or traced with the mesh and the axes in force."""
-
-  jitted: Any
-  mesh: Mesh
-
-  def __call__(self, *args: Any) -> Any:
-    """Returns what the function does."""
-    with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
-      return self.jitted(*args)
-
-  def lower(self, *args: Any) -> Any:
-    """Returns what `jax.jit(...).lower(*args)` does; `args` may be shapes with shardings."""
-    with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(AXIS_RULES)):
-      return self.jitted.lower(*args)
-
-
 class Model:
   """A workload and its rules, laid out over the local devices.
 
@@ -113,10 +91,6 @@ class Model:
     devices: Sequence[Any] | None = None,
     ema_decay: float | None = None,
   ):
-    if not isinstance(workload, Workload):
-      raise ValueError(f"workload={workload!r:.80}: give an object of a subclass of Workload.")
-    if ema_decay is not None and not 0 < ema_decay < 1:
-      raise ValueError(f"EMA_DECAY={ema_decay!r}: give a number between 0 and 1, or None.")
     self.workload, self.ema_decay = workload, ema_decay
     self.given_rules = Rules({".*": Dense()}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
@@ -124,38 +98,47 @@ class Model:
       raise ValueError(
         f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."
       )
+    # Neighbours share weights, since the links between them are the fastest.
     grid = np.reshape(devices, (-1, num_partitions))
     self.mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     self.replicated = NamedSharding(self.mesh, PartitionSpec())
-    shapes = dict(jax.eval_shape(self.workload.init, jax.random.PRNGKey(0)))
-    axes = shapes.pop(AXES, None)
-    if COLLECTION in shapes:
+    # Only shapes are made: a plan lays out models that no host could hold.
+    self.collections = dict(jax.eval_shape(workload.init, jax.random.PRNGKey(0)))
+    if COLLECTION in self.collections:
       raise ValueError(
-        f"{type(self.workload).__name__}: the collection {COLLECTION!r} is the runner's own. Give "
-        "a network without sparse layers."
+        f"{type(workload).__name__}: the network masks its own weights. Give the rules to the run "
+        "only (RULES)."
       )
-    self.shapes = shapes.pop("params")
-    self.collections = shapes
+    self.shapes = self.collections.pop("params")
+    axes = self.collections.pop("params_axes", None)
     # As stored: a scan stacks kernels, which moves the axis of their groups.
     self.rules = self.given_rules if axes is None else self.given_rules.with_logical_axes(axes)
-    self.rules.assign(self.shapes)  # what does not fit is said before data are read
-    self._shardings = {} if axes is None else self._of_axes(axes)
+    self.rules.assign(self.shapes)  # rules that do not fit are refused before data are read
+    self._shardings = {}  # path of a parameter -> its shape, its sharding
+    if axes is not None:
+      names = partitioning.get_axis_names(axes)
+      specs = dict(flatten(spmd.logical_to_mesh_sharding(names, self.mesh, list(AXIS_RULES))))
+      by_path = dict(flatten(self.shapes))
+      self._shardings = {path: (by_path[path].shape, s) for path, s in specs.items()}
     self.rules = self.rules.with_shardings(self.shardings(self.shapes))
 
-  def _of_axes(self, axes: Any) -> dict[str, Any]:
-    """Returns path -> (shape, sharding) of every parameter."""
-    names = partitioning.get_axis_names(axes)
-    specs = spmd.logical_to_mesh_sharding(names, self.mesh, list(AXIS_RULES))
-    by_path = dict(flatten(self.shapes))
-    return {path: (by_path[path].shape, s) for path, s in flatten(specs)}
-
-  def jit(self, function: Callable, **kwargs: Any) -> OnMesh:
+  def jit(self, function: Callable, **kwargs: Any) -> Any:
     """Returns `jax.jit(function)`, with the mesh and the logical axes in force when it traces."""
-    return OnMesh(jax.jit(function, **kwargs), self.mesh)
+
+    @functools.wraps(function)
+    def traced(*args):
+      # `jax.set_mesh` cannot be entered by a trace, and around each call it would hide `lower`.
+      with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+        with nn.logical_axis_rules(list(AXIS_RULES)):
+          return function(*args)
+
+    return jax.jit(traced, **kwargs)
 
   def shardings(self, tree: Any) -> Any:
     """Returns each leaf's sharding: that of the parameter with its shape whose path it ends in."""
 
+    # A moment of Adam has its parameter's shape and the end of its path. A factored moment has
+    # another shape, and is small enough to lie on every device.
     def find(keys, leaf):
       words = path_name(keys).split("/")
       for i in range(len(words)):
@@ -172,11 +155,8 @@ class Model:
 
   def check_batch(self, batch_size: int, parts: int = 1) -> None:
     """Refuses a batch that does not divide by microbatches and devices."""
-    for macro, size in (("BATCH_SIZE", batch_size), ("MICROBATCHES", parts)):
-      if not isinstance(size, int) or size < 1:
-        raise ValueError(f"{macro}={size!r}: give a whole number, 1 or more.")
     data = self.mesh.shape["data"]
-    if batch_size % (parts * data):
+    if batch_size < 1 or parts < 1 or batch_size % (parts * data):
       raise ValueError(
         f"BATCH_SIZE={batch_size} must be a multiple of {parts} microbatches times {data} devices "
         f"that share the batch, {parts * data}."
@@ -202,14 +182,15 @@ class Model:
     collections: Mapping[str, Any] | None = None,
   ) -> TrainState:
     """Returns the state of a new run from these variables, which are donated."""
+    make = functools.partial(self._begin, optimizer=optimizer, step=step)
     shardings = jax.tree.map(lambda x: x.sharding, self.state_like(optimizer))
-    make = lambda params, collections: self._begin(params, collections, optimizer, step)
+    # Without shardings XLA would lay the moments out as it likes, and donation would fail later.
     made = self.jit(make, out_shardings=shardings, donate_argnums=(0, 1))
     return made(params, dict(collections or {}))
 
   def state_like(self, optimizer: optax.GradientTransformation) -> TrainState:
     """Returns shapes, dtypes and shardings of what `begin` makes."""
-    make = lambda params, collections: self._begin(params, collections, optimizer, 0)
+    make = functools.partial(self._begin, optimizer=optimizer, step=0)
     shapes = jax.eval_shape(make, self.shapes, self.collections)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     return jax.tree.map(place, shapes, self.shardings(shapes))
@@ -236,21 +217,17 @@ class Model:
     params = self.effective(state.average["params"], state.sparse_step, state.masks)
     return {**state.average, "params": params}
 
-  # --- loss ---------------------------------------------------------------------------------------
+  # --- the step -----------------------------------------------------------------------------------
 
   def sums(
     self, effective: Any, collections: Any, batch: Batch, rng: jax.Array | None
   ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
     """Returns (summed loss, (all sums of a batch, the workload's new state))."""
     loss, sums, collections = self.workload.loss(effective, collections, batch, rng)
-    if self.workload.weight not in sums or "loss" in sums:
-      raise ValueError(
-        f"{type(self.workload).__name__}.loss returned the sums {', '.join(sums)}: there must be "
-        f"{self.workload.weight!r}, which divides the others, and no 'loss', which is added."
-      )
-    return loss, ({"loss": loss, **sums}, dict(collections))
+    return loss, ({**sums, "loss": loss}, dict(collections))
 
-  def eval_step(self) -> Callable:
+  @functools.cached_property
+  def eval_step(self) -> Any:
     """Returns (effective params and state, batch) -> name -> sum, without a gradient."""
 
     def step(variables, batch):
@@ -259,15 +236,9 @@ class Model:
 
     return self.jit(step)
 
-  # --- the step -----------------------------------------------------------------------------------
-
   def train_step(
-    self,
-    optimizer: optax.GradientTransformation,
-    rng: jax.Array,
-    like: TrainState,
-    microbatches: int = 1,
-  ) -> OnMesh:
+    self, optimizer: optax.GradientTransformation, rng: jax.Array, microbatches: int = 1
+  ) -> Any:
     """Returns (state, batch) -> (new state, name -> sum); the state is donated.
 
     The sums are those of the batch, and `NORMS`, the norms of the gradient and of the update.
@@ -275,7 +246,6 @@ class Model:
     Args:
       optimizer: of optax, bare: `nms.sparse` is put around it here.
       rng: of dropout; the global step is folded in.
-      like: a state, for its shardings.
       microbatches: parts that a batch is cut into, one after the other.
     """
     tx = sparse(optimizer, self.rules)
@@ -293,10 +263,11 @@ class Model:
       new = TrainState(state.step + 1, params, opt_state, collections, average)
       return new, sums | dict(zip(NORMS, norms, strict=True))
 
-    out = self.shardings(like), self.replicated
+    # The state comes out as it went in, so that its buffers are used again.
+    out = self.shardings(self.state_like(optimizer)), self.replicated
     return self.jit(step, donate_argnums=0, out_shardings=out)
 
-  def samplers(self, rng: jax.Array, microbatches: int = 1) -> tuple[Callable, Callable]:
+  def samplers(self, rng: jax.Array, microbatches: int = 1) -> tuple[Any, Any]:
     """Returns the programs that look at a sampled step: one before it, one after it.
 
         seen = before(state, batch)
@@ -313,47 +284,44 @@ class Model:
     def before(state: TrainState, batch):
       grads = self._gradient(state, batch, rng, microbatches)[2]
       dense, at = state.dense, (self.rules, state.sparse_step, state.masks)
+      # The gradient is one of W~; statistics of the optimizer's are of W's.
       _, pull_back = jax.vjp(lambda w: apply.sparsify(w, *at), dense)
       return metrics.before(dense, *at, *pull_back(grads))
 
     def after(state: TrainState, seen: metrics.Before):
       return metrics.summary(
-        state.dense, self.rules, state.sparse_step, state.masks, None, state.opt_state, seen,
-        per_place=("density", "density_target"),
-      )  # fmt: skip
+        state.dense, self.rules, state.sparse_step, state.masks, None, state.opt_state, seen
+      )
 
     return self.jit(before), self.jit(after, out_shardings=self.replicated)
 
   def _gradient(self, state: TrainState, batch, rng, parts):
     """Returns the sums of a batch, the new collections, and the mean loss's gradient."""
-    key = jax.random.fold_in(rng, state.step)
-    found, grads = self._accumulate(state.params, state.collections, batch, key, parts)
-    sums, collections = found
-    weight = sums[self.workload.weight]
-    weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)  # nothing to learn from
-    return sums, collections, jax.tree.map(lambda g: g / weight, grads)
-
-  def _accumulate(self, effective, collections, batch, key, parts):
-    """Returns the sums, the new state, and the summed loss's gradient."""
-    grad = jax.value_and_grad(self.sums, has_aux=True)
-    if parts == 1:
-      (_, found), grads = grad(effective, collections, batch, key)
-      return found, grads
+    # A key of the step, so a resumed run draws what it would have drawn.
+    key, grad = jax.random.fold_in(rng, state.step), jax.grad(self.sums, has_aux=True)
 
     def add(carry, x):
       (sums, collections), so_far = carry
       i, part = x
-      (_, found), grads = grad(effective, collections, part, jax.random.fold_in(key, i))
+      grads, found = grad(state.params, collections, part, jax.random.fold_in(key, i))
+      # Sums, divided once at the end: parts may hold unequal numbers of tokens.
       sums, grads = jax.tree.map(jnp.add, (sums, so_far), (found[0], grads))
       return ((sums, found[1]), grads), None
 
-    # Row r goes to part r % parts, so that each device has its rows of every part already.
-    cut = lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
-    cuts = jax.tree.map(cut, dict(batch))
-    first = jax.tree.map(lambda x: x[0], cuts)
-    like = jax.eval_shape(self.sums, effective, collections, first, key)[1][0]
-    zero = jax.tree.map(jnp.zeros_like, (like, effective))
-    return jax.lax.scan(add, ((zero[0], collections), zero[1]), (jnp.arange(parts), cuts))[0]
+    if parts == 1:
+      grads, (sums, collections) = grad(state.params, state.collections, batch, key)
+    else:
+      # Row r goes to part r % parts, so that each device has its rows of every part already.
+      cut = lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
+      cuts = jax.tree.map(cut, dict(batch))
+      first = jax.tree.map(lambda x: x[0], cuts)
+      like = jax.eval_shape(self.sums, state.params, state.collections, first, key)[1][0]
+      zero = jax.tree.map(jnp.zeros_like, (like, state.params))
+      begin = (zero[0], state.collections), zero[1]
+      ((sums, collections), grads), _ = jax.lax.scan(add, begin, (jnp.arange(parts), cuts))
+    weight = sums[self.workload.weight]
+    weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)  # a batch of padding alone
+    return sums, collections, jax.tree.map(lambda g: g / weight, grads)
 
 
 def _moved(average: Any, variables: Any, decay: float) -> Any:

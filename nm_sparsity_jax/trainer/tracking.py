@@ -1,4 +1,4 @@
-"""Curves of runs in MLflow, beside TensorBoard: those of many runs in one place.
+"""Curves of runs in MLflow: those of many runs in one place.
 
     train.Run.tracker = @tracking.Mlflow() -> one run of MLflow, in an experiment of the sweep
 
@@ -19,10 +19,7 @@ from typing import Any
 from nm_sparsity_jax.runs import files, trained
 from nm_sparsity_jax.trainer.writers import Writer
 
-_NOTE = "mlflow.json"  # in the run's folder: which run of MLflow goes on
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # MLflow's words
-# MLflow retries for minutes by default. A run waits this long, once, for a server that is gone.
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
 class Mlflow(Writer):
@@ -42,14 +39,11 @@ class Mlflow(Writer):
   """
 
   def __init__(self, uri: str | None = None, experiment: str | None = None):
-    for name, value in _PATIENCE.items():
-      os.environ.setdefault(name, value)
-    try:
-      import mlflow
-    except ImportError as e:
-      raise ModuleNotFoundError(
-        "MLflow is not installed: pip install 'nm-sparsity-jax[tracking]'"
-      ) from e
+    # MLflow retries for minutes by default. A run waits this long, once, for a server that is gone.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    import mlflow  # of the extra `tracking`
+
     self._mlflow: Any = mlflow
     self._uri, self._experiment = uri, experiment
     self._is_running = self._is_lost = False
@@ -58,28 +52,27 @@ class Mlflow(Writer):
     """Sends the scalars of a step: 'nm/D' of 'train' is 'train/nm.D' in MLflow."""
     named = {f"{_name(room)}/{_name(name)}": x for name, x in scalars.items()}
     if not self._is_running:
-      self._try(self._start, "the start")
+      self._try(self._start)
       self._is_running = True
-    self._try(lambda: self._mlflow.log_metrics(named, step=step), f"step {step}")
+    self._try(lambda: self._mlflow.log_metrics(named, step=step))
 
   def close(self, how: str) -> None:
     """Says to MLflow how the process of the run ends."""
     if self._is_running:
-      self._try(lambda: self._mlflow.end_run(_STATUS[how]), "the end")
+      self._try(lambda: self._mlflow.end_run(_STATUS[how]))
 
-  def _try(self, send: Callable[[], Any], when: str) -> None:
+  def _try(self, send: Callable[[], Any]) -> None:
     """Sends, or warns where MLflow cannot be reached; nothing is sent from then on."""
-    if self._is_lost:
-      return
-    try:
-      send()
-    except Exception as e:  # of MLflow, of its store, of the network
-      self._is_lost = True
-      warnings.warn(f"MLflow took nothing at {when}, and gets no more: {e}", stacklevel=2)
+    if not self._is_lost:
+      try:
+        send()
+      except Exception as e:  # of MLflow, of its store, of the network
+        self._is_lost = True
+        warnings.warn(f"MLflow cannot be reached, and gets no more: {e}", stacklevel=2)
 
   def _start(self) -> None:
     """Begins the folder's run of MLflow, or goes on with it."""
-    note = self.folder / _NOTE
+    note = self.folder / "mlflow.json"  # which run of MLflow goes on
     if self._uri is not None:
       self._mlflow.set_tracking_uri(self._uri)
     self._mlflow.set_experiment(self._experiment or self.folder.parent.name)

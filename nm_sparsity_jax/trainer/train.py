@@ -8,28 +8,29 @@ batch `sparse_step` of the stream -> [train_step] -> state, sums -> looked at tw
 MODEL_DIR/checkpoint_N, config.gin, settings.json (what a resumed run must share),
           run.json (where it starts, its workload, what it ran with), evaluations.json, train/,
           training_eval/<task>/, inference_eval/
-
-`evaluate` and `infer` open one checkpoint.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import errno
 import json
 import pathlib
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from nm_sparsity_jax.core import installed
-from nm_sparsity_jax.runs import checkpoint_rules, files
+from nm_sparsity_jax.runs import checkpoint_rules, files, orbax
+from nm_sparsity_jax.runs import folders as run_folders
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Signals
 from nm_sparsity_jax.trainer import checkpoints, evaluation, folders, packed_files, reports, writers
 from nm_sparsity_jax.trainer.run import Periods, Run, note_run
-from nm_sparsity_jax.trainer.step import Model, TrainState
+from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
 from nm_sparsity_jax.training import metrics
 
 __all__ = ["FREE", "Periods", "Run", "check", "evaluate", "infer", "settings_of", "train"]
@@ -39,6 +40,7 @@ FREE = (
   "model_dir", "evaluation", "periods", "keep_checkpoints", "best_metric", "learning_rate",
   "tracker",
 )  # fmt: skip
+_AHEAD = 2  # steps that the devices get before the result of one is looked at
 
 
 def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "") -> int:
@@ -53,22 +55,20 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
   folder = check(run, settings or {})
-  with folders.held(folder), Signals() as stop:
-    saved = checkpoints.Checkpoints(folder, run.keep_checkpoints)
-    try:
+  with folders.held(folder), orbax.quiet(), _Signals() as stop:
+    with checkpoints.Checkpoints(folder, run.keep_checkpoints) as saved:
       process = _Process(run, saved, stop)
       state, key = process.start()
-      # Nothing is written before: a run that is refused leaves its folder as it was.
+      # Nothing is written before: a run that is refused leaves what is in its folder.
       run_settings.agree(folder, settings or {})
       files.write_atomically(folder / "config.gin", config)
       return process.go(state, key)
-    finally:
-      saved.abandon()
 
 
 def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
   """Refuses a run that cannot begin or go on, before anything is written; returns its folder."""
   folder = folders.of(run.model_dir)
+  # What is refused cheaply is refused before data are read, Orbax starts or a folder is made.
   run.check()
   run_settings.refuse_changed(folder, settings)
   run.model.workload.check()
@@ -80,27 +80,59 @@ def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
   return {name: value for name, value in bound.items() if name not in FREE}
 
 
+class _Stopped(BaseException):
+  """A signal came during an evaluation."""
+
+
+class _Signals(Signals):
+  """Ends an evaluation at once: its state is saved, and the run evaluates it when it goes on."""
+
+  is_evaluating = False
+
+  def act(self, again: bool) -> None:
+    if self.is_evaluating:
+      raise _Stopped
+    super().act(again)
+
+  @contextlib.contextmanager
+  def evaluating(self) -> Iterator[None]:
+    with contextlib.suppress(_Stopped):
+      self.is_evaluating = True
+      try:
+        yield
+      finally:
+        self.is_evaluating = False
+
+
 class _Process:
   """One process of a run.
 
   Attributes:
     offset: the global step of the run's step 0.
     done: steps of the run that are made.
+    entries: of evaluations.json, by global step.
   """
 
-  def __init__(self, run: Run, saved: checkpoints.Checkpoints, stop: Signals):
+  def __init__(self, run: Run, saved: checkpoints.Checkpoints, stop: _Signals):
     self.run, self.saved, self.stop = run, saved, stop
-    less_is_better = run.model.workload.less_is_better
-    self.history = evaluation.History(saved.folder, run.best_metric, less_is_better)
+    self.entries: dict[int, dict[str, Any]] = {}
     self.evaluator: Any = None
     self.offset = self.done = 0
+    self.pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
+    self.sums: dict[str, float] = {}  # since the last report
+    self.summed = 0  # steps
 
   def start(self) -> tuple[TrainState, jax.Array]:
     """Returns the state to start or to go on from, and the key of dropout."""
     run, model = self.run, self.run.model
+    # Both come from the seed alone, so a resumed run has the same dropout.
     init_key, key = jax.random.split(jax.random.PRNGKey(run.random_seed))
     if found := self.saved.steps():
-      state = self._resumed(found[-1])
+      state = self.saved.restore(found[-1], model.state_like(run.optimizer), model)
+      # What is later is of a checkpoint that was never completed.
+      noted = run_folders.evaluations(self.saved.folder)
+      self.entries = {at: entry for at, entry in noted.items() if at <= found[-1]}
+      self.saved.best = evaluation.best_step(self.entries.values(), run.best_metric)
     elif run.initial_checkpoint is None:
       params, collections = model.initial(init_key)
       state = model.begin(params, run.optimizer, 0, collections)
@@ -109,116 +141,141 @@ class _Process:
       params, collections, step = checkpoints.load_initial(path, model, init_key)
       checkpoint_rules.check_steps(model.rules, step, run.pretrained_steps)
       state = model.begin(params, run.optimizer, step, collections)
+    # Read from the device once; from here on the loop counts.
     self.done = int(state.sparse_step)
     self.offset = int(state.step) - self.done
     if run.evaluation is not None:
-      asked = lambda: self.stop.name is not None
-      self.evaluator = run.evaluation.evaluator(model, str(self.saved.folder), asked)
+      self.evaluator = run.evaluation.evaluator(model, str(self.saved.folder))
     return state, key
-
-  def _resumed(self, step: int) -> TrainState:
-    """Returns the state of a checkpoint of the run, and reads what was found up to it."""
-    model, path = self.run.model, self.saved.folder / f"checkpoint_{step}"
-    state, rules = self.saved.restore(step, model.state_like(self.run.optimizer), model)
-    checkpoints.refuse_other_rules(rules, model.rules, str(path))
-    self.history.read(until=step)
-    self.saved.best = self.history.best
-    return state
 
   def go(self, state: TrainState, key: jax.Array) -> int:
     """Does the rest of a run; returns the exit code, as `train` does."""
     run, folder = self.run, self.saved.folder
     first, last = self.offset + self.done, self.offset + run.sparse_steps
     note_run(run, folder, self.offset, first, installed.environment())
-    curves = writers.Curves(folder, run.tracker)
-    progress = reports.Progress(first, last, unit=run.model.workload.weight)
-    progress.say(f"{folder}: from step {first:,} to {last:,}")
+    self.curves = writers.Curves(folder, run.tracker)
+    self.progress = reports.Progress(first, last, unit=run.model.workload.weight)
+    reports.say(f"{folder}: from step {first:,} to {last:,}")
     if state.average:
-      progress.say("  evaluations use the moving average of the parameters")
-    self.watch = reports.Watch(run, self.offset, curves, progress)
+      reports.say("  evaluations use the moving average of the parameters")
     how = "failed"
     try:
       self._steps(state, key)
-      self.saved.close()
+      self.saved.wait()
+      self.saved.remove_old()
       is_over = self.done == run.sparse_steps and not self._is_evaluation_due()
       how = "finished" if is_over else "stopped"
-    except reports.NotFinite as e:
-      raise self._not_finite(e) from e
     except Exception as e:
-      if folders.is_no_room(e):
+      if _is_no_room(e):
         raise ValueError(self.saved.not_written(f"curves or scores in {folder}", e)) from e
       raise
     finally:
-      progress.close()
-      # What failed is told by the error that is under way.
+      # The error that is under way says what failed; this one would hide it.
       with contextlib.suppress(Exception) if how == "failed" else contextlib.nullcontext():
-        curves.close(how)
+        self.curves.close(how)
     if is_over:
       return 0
     name, signal = f"checkpoint_{self.offset + self.done}", self.stop.name
-    print(f"{signal}: saved {name}; the same command continues from there", file=sys.stderr)
+    reports.say(f"{signal}: saved {name}; the same command continues from there")
     return 130 if signal == "SIGINT" else 0
 
   def _steps(self, state: TrainState, key: jax.Array) -> None:
     """Does the remaining steps, or those until a signal; saves the last."""
     run, total, periods = self.run, self.run.sparse_steps, self.run.periods
-    step = run.model.train_step(run.optimizer, key, state, run.microbatches)
+    step = run.model.train_step(run.optimizer, key, run.microbatches)
     before, after = run.model.samplers(key, run.microbatches)
-    if self.done and periods.evaluates(self.done, total):
+    is_evaluated = lambda: self.done == total or _is_time(periods.evaluate, self.done)
+    if self.done and is_evaluated():
       self._evaluate(state)  # a process that was killed may not have
     batches = iter(run.model.workload.batches(run.data_seed, self.done))
     while self.done < total and self.stop.name is None:
       batch = run.model.put(next(batches))
       self.done += 1
-      seen = before(state, batch) if periods.samples(self.done) else None
+      # Before the step, which donates the state.
+      seen = before(state, batch) if _is_time(periods.metrics, self.done) else None
       state, sums = step(state, batch)
-      self.watch.add(self.done, sums, after(state, seen) if seen is not None else {})
-      if periods.saves(self.done, total):
+      sampled = {} if seen is None else after(state, seen)
+      self.pending.append((self.done, sums, sampled))
+      self._look(_AHEAD)
+      if is_evaluated() or _is_time(periods.checkpoint, self.done):
         self._save(state)
-      if periods.evaluates(self.done, total):
-        with self.watch.progress.paused():
+      if is_evaluated():
+        with self.progress.paused():
           self._evaluate(state)
-    self._save(state)
+    self._save(state)  # the last step, or that before a signal, unless it is saved already
+
+  def _look(self, ahead: int) -> None:
+    """Looks at results of steps but for the newest, so that the devices never wait for it."""
+    run = self.run
+    while len(self.pending) > ahead:
+      done, sums, sampled = self.pending.popleft()
+      sums, written = jax.device_get((sums, dict(sampled)))
+      at = self.offset + done
+      if wrong := [name for name, x in sums.items() if not np.isfinite(x)]:
+        with contextlib.suppress(ValueError):  # the error of an earlier save
+          self.saved.wait()
+        raise ValueError(
+          f"the {'gradient or update' if set(wrong) <= set(NORMS) else 'loss'} of step {at} is not "
+          f"finite. The last good step is {at - 1}, the newest checkpoint {self.saved.newest()}; "
+          "nothing was saved since. Lower LEARNING_RATE or lengthen WARMUP_STEPS, with another "
+          "MODEL_DIR."
+        )
+      self.summed += 1
+      self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}
+      # A step counts when it is seen: when the devices got it says nothing of their speed.
+      self.progress.count(sums[run.model.workload.weight])
+      if done == run.sparse_steps or _is_time(run.periods.report, done):
+        norms = {name: self.sums.pop(name) / self.summed for name in NORMS}
+        written |= run.model.workload.scalars(self.sums) | norms
+        if run.learning_rate is not None:
+          # Of the update that made this step: optax counts from 0.
+          written["learning_rate"] = float(run.learning_rate(done - 1))
+        self.summed, self.sums = 0, {}
+        sparsity = reports.sparsity(run.model.rules, run.model.shapes, done)
+        self.progress.show(at, written["loss"], sparsity)
+      if written:
+        self.curves.write("train", at, written)
 
   def _save(self, state: TrainState) -> None:
     """Saves after a look at every step so far: a state that is not finite is never saved."""
-    self.watch.catch_up()
-    self.watch.curves.flush()
+    self._look(0)
+    self.curves.flush()
     tree = checkpoints.to_tree(state, self.run.model.rules)
     self.saved.save(self.offset + self.done, tree)
 
   def _is_evaluation_due(self) -> bool:
-    return self.evaluator is not None and self.offset + self.done not in self.history.entries
+    return self.evaluator is not None and self.offset + self.done not in self.entries
 
   def _evaluate(self, state: TrainState) -> None:
     """Evaluates a saved state, unless that is done already."""
-    step, model = self.offset + self.done, self.run.model
+    step, run, found = self.offset + self.done, self.run, None
     if not self._is_evaluation_due():
       return
-    try:
-      found = self.evaluator.evaluate(model.variables(state), step)
-    except evaluation.Stopped:  # it is saved, and evaluated when the run goes on
+    # A signal leaves this block at once.
+    with self.stop.evaluating():
+      found = self.evaluator.evaluate(run.model.variables(state), step)
+    if found is None:  # the process is to end
       return
-    _tell(found, model, step, self.watch.curves, self.watch.progress.say)
-    self.watch.curves.flush()
-    summary = lambda s: metrics.summary(s.dense, model.rules, s.sparse_step, s.masks, per_place=())
-    now = model.jit(summary)(state)
-    is_sparse = now["nm/density"] <= now["nm/density_target"] * (1 + 1e-6)
-    self.history.note(step, found, bool(is_sparse))
-    self.saved.best = self.history.best
-
-  def _not_finite(self, e: reports.NotFinite) -> ValueError:
-    """Says what is left when a number is not finite."""
-    with contextlib.suppress(ValueError):
-      self.saved.wait()
-    return ValueError(
-      f"the {e.what} of step {e.step} is not finite. The last good step is {e.step - 1}, the "
-      f"newest checkpoint {self.saved.newest()}; nothing was saved since. Lower LEARNING_RATE or "
-      "lengthen WARMUP_STEPS, with another MODEL_DIR."
-    )
+    _tell(found, run.model, step, self.curves, reports.say)
+    self.curves.flush()
+    rules = run.model.rules
+    summary = lambda s: metrics.summary(s.dense, rules, s.sparse_step, s.masks, per_place=False)
+    now = run.model.jit(summary)(state)
+    # Both are float32 means over all weights, so equal ones may differ in the last bit.
+    is_sparse = bool(now["nm/density"] <= now["nm/density_target"] * (1 + 1e-6))
+    self.entries[step] = evaluation.entry(step, found, is_sparse, run.model.workload)
+    text = json.dumps(list(self.entries.values()), indent=1)
+    files.write_atomically(self.saved.folder / "evaluations.json", text + "\n")
+    self.saved.best = evaluation.best_step(self.entries.values(), run.best_metric)
 
 
-def _tell(found: evaluation.Found, model: Model, step: int, curves: Any, say: Any) -> None:
+def _is_time(period: int | None, done: int) -> bool:
+  return bool(period) and done % period == 0
+
+
+def _tell(
+  found: evaluation.Found, model: Model, step: int, curves: writers.Curves, say: Callable
+) -> None:
   """Writes and prints what an evaluation found."""
   for task, scalars in found.scalars.items():
     curves.write(f"training_eval/{task}", step, scalars)
@@ -227,6 +284,16 @@ def _tell(found: evaluation.Found, model: Model, step: int, curves: Any, say: An
   for task, values in found.metrics.items():
     curves.write(f"inference_eval/{task}", step, values)
     say(f"  {task}: {', '.join(f'{name} {value:.4g}' for name, value in values.items())}")
+
+
+def _is_no_room(error: BaseException) -> bool:
+  """Returns True where a disk, a quota or a limit of file sizes is full."""
+  import tensorflow as tf  # which writes events; its errors are not Python's
+
+  # Others, such as a source of data that is gone, are not explained by room on the disk.
+  if isinstance(error, OSError):
+    return error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+  return isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.OutOfRangeError)
 
 
 # --- one checkpoint -------------------------------------------------------------------------------
@@ -253,16 +320,14 @@ def evaluate(
   Returns:
     0.
   """
-  folder = folders.of(output_dir, "EVAL_OUTPUT_DIR")
-  with _held(folder, "EVAL_OUTPUT_DIR", model, evaluation):
-    model, variables, step = _load(model, evaluation, checkpoint, memory)
-    evaluator = evaluation.evaluator(model, str(folder))
-    files.write_atomically(folder / "config.gin", config)
-    with packed_files.explained(checkpoint):
-      found = evaluator.evaluate(variables, step)
-  curves = writers.Curves(folder)
-  _tell(found, model, step, curves, print)
-  curves.close()
+  where = "EVAL_OUTPUT_DIR", output_dir
+  with _opened(where, model, evaluation, checkpoint, config, memory) as (
+    folder, evaluator, variables, step,
+  ):  # fmt: skip
+    found = evaluator.evaluate(variables, step)
+    curves = writers.Curves(folder)
+    _tell(found, evaluator.model, step, curves, print)
+    curves.close()
   return 0
 
 
@@ -292,53 +357,57 @@ def infer(
   Returns:
     0.
   """
-  wanted = evaluation.for_predictions(model.workload)
-  folder = folders.of(output_dir, "INFER_OUTPUT_DIR")
-  with _held(folder, "INFER_OUTPUT_DIR", model, wanted):
-    model, variables, _ = _load(model, wanted, checkpoint, memory)
-    evaluator = wanted.evaluator(model, None)
-    files.write_atomically(folder / "config.gin", config)
-  for name, rows in evaluator.predictions(variables):
-    path, count = folder / f"{name}-predict.jsonl-00000-of-00001", 0
-    whole, explained = files.whole_file(path), packed_files.explained(checkpoint)
-    with explained, whole as beside, beside.open("w", encoding="utf-8") as file:
-      for inputs, prediction in rows:
-        file.write(json.dumps({"inputs": inputs, "prediction": prediction}) + "\n")
-        count += 1
-    print(f"  {name}: {count:,} predictions")
+  where, wanted = ("INFER_OUTPUT_DIR", output_dir), evaluation.for_predictions(model.workload)
+  with _opened(where, model, wanted, checkpoint, config, memory) as (
+    folder, evaluator, variables, _,
+  ):  # fmt: skip
+    for name, rows in evaluator.predictions(variables):
+      count, whole = 0, files.whole_file(folder / f"{name}-predict.jsonl-00000-of-00001")
+      with whole as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        for count, (inputs, prediction) in enumerate(rows, 1):  # noqa: B007
+          line = {"inputs": inputs, "prediction": prediction}
+          # JSON has no NaN: what reads the file would fail on it, far from here.
+          file.write(json.dumps(line, allow_nan=False) + "\n")
+      print(f"  {name}: {count:,} predictions")
   return 0
 
 
 @contextlib.contextmanager
-def _held(folder: pathlib.Path, macro: str, model: Model, evaluation: Any) -> Iterator[None]:
-  """Holds the folder for the findings, after all that is refused without a checkpoint."""
-  folders.refuse_run(folder, macro)
+def _opened(
+  where: tuple[str, str], model: Model, evaluation: Any, checkpoint: str, config: str, memory: bool
+) -> Iterator[tuple[pathlib.Path, Any, dict[str, Any], int]]:
+  """Yields a held folder, an evaluator, the variables of a checkpoint, and its global step.
+
+  What is refused without a checkpoint is refused before the folder is made.
+
+  Args:
+    where: the macro that names the folder, and its value.
+    model: workload and rules, as in training.
+    evaluation: what is evaluated, and how.
+    checkpoint: as in `evaluate`.
+    config: the text for config.gin.
+    memory: as in `evaluate`.
+  """
+  folder = folders.of(where[1], where[0])
+  folders.refuse_run(folder, where[0])
   evaluation.check(model)
-  with folders.held(folder, macro):
-    yield
-
-
-def _load(
-  model: Model, evaluation: Any, checkpoint: str, memory: bool
-) -> tuple[Model, dict[str, Any], int]:
-  """Returns the model that runs on a checkpoint, its variables on the devices, its global step."""
   stored = checkpoints.opened(checkpoint, model)
-  newest = "" if stored.path == checkpoint else f", the newest in {checkpoint}"
-  step = stored.step or 0
-  if stored.packed is None:
-    if memory:
-      raise ValueError(
-        f"memory=True: {checkpoint!r} is not a packed file, and only its kernels can stay packed. "
-        "Pack it by `nm-sparsity pack`, or leave this out."
-      )
-    variables = checkpoints.load_for_evaluation(stored, model)
-    kept = ", the moving average of its parameters" if stored.average else ""
-    print(f"{stored.path}{newest}: step {step:,}, sparse step {stored.sparse_step or 0:,}{kept}")
-    return model, variables, step
-  if stored.rules is not None and not model.rules.is_dense:
-    if not checkpoint_rules.is_of(stored, model.rules):
-      checkpoints.refuse_other_rules(stored.rules, model.rules, stored.path)
-  held = stored.packed()
-  model, variables = packed_files.load(stored.path, held, model, evaluation, memory)
-  print(f"{stored.path}{newest}: {packed_files.summary(held, variables)}")
-  return model, variables, step
+  with folders.held(folder, where[0]):
+    if stored.packed is None:
+      variables = checkpoints.load_for_evaluation(stored, model)
+      about = f"step {stored.step or 0:,}, sparse step {stored.sparse_step or 0:,}"
+      about += ", the moving average of its parameters" if stored.average else ""
+    else:
+      if stored.rules is not None and not model.rules.is_dense:
+        if not checkpoint_rules.is_of(stored, model.rules):
+          checkpoints.refuse_other_rules(stored.rules, model.rules, stored.path)
+      # Whether a packed product is faster depends on the rows that a layer sees at once.
+      held = stored.packed()
+      model, variables = packed_files.load(stored.path, held, model, evaluation, memory)
+      about = packed_files.summary(held, variables)
+    newest = "" if stored.path == checkpoint else f", the newest in {checkpoint}"
+    evaluator = evaluation.evaluator(model, str(folder))
+    # Last: what is refused leaves the user's config.gin.
+    files.write_atomically(folder / "config.gin", config)
+    print(f"{stored.path}{newest}: {about}")
+    yield folder, evaluator, variables, stored.step or 0

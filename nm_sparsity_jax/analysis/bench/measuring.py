@@ -227,4 +227,4 @@ def _found(
   machine = {"processor": platform.processor() or platform.machine()}
   machine["device"] = jax.devices()[0].device_kind
   machine |= installed.versions(installed.NAME, "Python", "jax", "jaxlib")
-  return Found(title, found, wholes, *held, timing.threads(), turns, notes, machine)
+  return Found(title, found, wholes, held[0], held[1], timing.threads(), turns, notes, machine)

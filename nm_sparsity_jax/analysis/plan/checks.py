@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax
 
 from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.core.trees import flatten, nested
@@ -59,24 +57,17 @@ def _restore_settings(plan: Plan) -> Any:
 
 
 def _t5x(plan: Plan) -> None:
-  """Makes the trainer, which checks its arguments; it looks at paths once it has a state."""
+  """Refuses a trainer that is not ours."""
   from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
-  t5x_adapter.refuse_relative("MODEL_DIR", plan.config.argument("model_dir"))
-  path = getattr(_restore_settings(plan), "path", None)
-  t5x_adapter.refuse_relative("INITIAL_CHECKPOINT_PATH or CHECKPOINT_PATH", path)
   cls = plan.config.argument("trainer_cls")
-  if plan.config.program != "train" or plan.state is None or cls is None:
+  if plan.config.program != "train" or plan.rules is None or cls is None:
     return
   if inspect.isclass(cls) and not issubclass(cls, t5x_adapter.SparseTrainer):
     raise ValueError(
       f"the trainer is {cls.__name__}: it never counts a sparse step. Set "
       "train_script.train.trainer_cls = @t5x_adapter.SparseTrainer"
     )
-  # Without a train state it checks its arguments alone; without a folder it writes nothing.
-  unused = dict.fromkeys(("train_state", "partitioner", "summary_dir", "train_state_axes"))
-  cls(model=plan.model, eval_names=[], rng=jax.random.PRNGKey(0), **unused)
-  t5x_adapter.refuse_in_chain(plan.state)
 
 
 def _data(plan: Plan) -> None:
@@ -169,7 +160,8 @@ def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
     return
   elif said := checkpoint_rules.check_start(stored):
     plan.warnings.append(f"INITIAL_CHECKPOINT_PATH: {said}")
-  steps = plan.number("PRETRAINED_STEPS"), plan.number("TRAIN_STEPS")
+  macros = "PRETRAINED_STEPS", "TRAIN_STEPS", "TRAIN_STEPS_RELATIVE"
+  steps = map(plan.number, macros)
   plan.attempt("steps", checkpoint_rules.check_steps, plan.rules, start, *steps)
 
 
@@ -184,22 +176,12 @@ def _part(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, An
       params, _ = unstack_layers.unstacked(params, plan.workload.network_config)
     wanted, leaves = {f"target/{path}": leaf for path, leaf in flatten(params)}, stored.leaves
   load = [key for key in wanted if key in leaves]
+  missing = [key for key in wanted if key not in leaves]
+  _check_arrays(plan, stored.path, wanted, leaves, missing, resuming)
   used = {leaves[key].key for key in load}
   # What else than parameters another program keeps is not known here.
   ours = [key for key in stored.leaves if plan.state is not None or key.startswith("target/")]
-  kinds = {
-    "load": load,
-    "initialise": [key for key in wanted if key not in leaves],
-    "drop": [key for key in ours if key not in used],
-  }
-  # T5X's transformations have refused what is missing, or let it start afresh.
-  here = wanted if plan.state is None else load
-  parameters = [key for key in here if key.startswith("target/")]
-  shapes = lambda tree: {key: tuple(tree[key].shape) for key in parameters if key in tree}
-  if said := names.difference(shapes(wanted), shapes(leaves)):
-    plan.errors.append(
-      f"{stored.path} is of another model: {said}. Take the model file that it was made with"
-    )
+  kinds = {"load": load, "initialise": missing, "drop": [key for key in ours if key not in used]}
   sections: dict[str, dict[str, int]] = {}
   for kind, keys in kinds.items():
     for key in keys:
@@ -213,6 +195,30 @@ def _part(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, An
     "rules": stored.rules,
     "sections": sections,
   }
+
+
+def _check_arrays(
+  plan: Plan,
+  path: str,
+  wanted: Mapping[str, Any],
+  leaves: Mapping[str, Any],
+  missing: Sequence[str],
+  resuming: bool,
+) -> None:
+  """Notes arrays that the checkpoint lacks, or has in another shape."""
+  parameters = [key for key in wanted if key.startswith("target/")]
+  if plan.state is not None:
+    # T5X's transformations have refused what is missing, or let it start afresh.
+    parameters = [key for key in parameters if key in leaves]
+    # T5X fails at an array that is missing, but for a start that may fall back.
+    if missing and (resuming or not _restore_settings(plan).fallback_to_scratch):
+      plan.errors.append(
+        f"{path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the OPTIMIZER "
+        "and the model file in the config.gin beside it"
+      )
+  shapes = lambda tree: {key: tuple(tree[key].shape) for key in parameters if key in tree}
+  if said := names.difference(shapes(wanted), shapes(leaves)):
+    plan.errors.append(f"{path} is of another model: {said}. Take the model file of its run")
 
 
 def _transformed(

@@ -75,7 +75,7 @@ def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
   over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
   place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_rows)
   state = model.state_like(run.optimizer)
-  step = model.train_step(run.optimizer, jax.random.PRNGKey(0), state, run.microbatches)
+  step = model.train_step(run.optimizer, jax.random.PRNGKey(0), run.microbatches)
   return step.lower(state, jax.tree.map(place, dict(batch)))
 
 

@@ -179,5 +179,6 @@ def _cell(
   words = [recipe, *([pattern.replace(":", "_")] if pattern else []), f"seed{seed}"]
   folder = out / "-".join(words)
   ours = {"PATTERN": pattern, "RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
-  macros = {**macros, **ours, **({} if pattern else _DENSE)}
+  dense: Mapping[str, Any] = {} if pattern else _DENSE
+  macros = {**macros, **ours, **dense}
   return Cell(recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start)

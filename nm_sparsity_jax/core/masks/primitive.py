@@ -54,7 +54,7 @@ def mask(
 def _alike(*arrays: jax.Array) -> list[jax.Array]:
   # In a `shard_map` a weight may be the same on all devices while n or the parent differ. The
   # mask then differs too, so all operands must count as varying.
-  varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+  varying = [_varying(jax.typeof(x)) for x in arrays]
   over = frozenset().union(*varying)
   lacking = [tuple(sorted(over - axes)) for axes in varying]
   return [
@@ -62,11 +62,15 @@ def _alike(*arrays: jax.Array) -> list[jax.Array]:
   ]
 
 
-def groupwise(w, *rest, kept: Kept, axes: tuple[int, ...], small: bool = False):
+def _varying(aval) -> frozenset:
+  # JAX 0.9 calls it `vma`.
+  return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+
+
+def groupwise(w, *rest, kept: Kept, axes: tuple[int, ...]):
   """Returns the mask by elementwise passes and reductions within a group, for any dtype."""
   n, doublings, parent = _named(rest, kept)
-  small = small and kept.group <= selection.MAX_M_OF_SMALL and axes[-1] < w.ndim - 1
-  if kept.last is not None and not small:
+  if kept.last is not None:
     settled, final, (climbing, fewer) = kept.split(n, doublings)
     scalars, parents = jnp.stack([n, fewer]), rest[1:]
     return lax.cond(
@@ -81,7 +85,7 @@ def groupwise(w, *rest, kept: Kept, axes: tuple[int, ...], small: bool = False):
   if kept.most:
     found = selection.select_in_ladder(keys, kept, n, doublings, axis)
   else:
-    found = selection.select(keys, n, axis, small)
+    found = selection.select(keys, n, axis)
   return found.reshape(w.shape)
 
 
@@ -135,8 +139,6 @@ def _batched(args, dims, *, kept, axes):
 batching.primitive_batchers[_mask] = _batched
 
 _lower_groupwise = mlir.lower_fun(groupwise, multiple_results=False)
-# A step has a mask for each shape of a kernel, and a CPU compiles for longer than it masks.
-_lower_small = mlir.lower_fun(functools.partial(groupwise, small=True), multiple_results=False)
 _lower_kernel = mlir.lower_fun(_by_kernel, multiple_results=False)
 
 
@@ -156,5 +158,4 @@ def _is_whole(context) -> bool:
 
 
 mlir.register_lowering(_mask, _lower_groupwise)
-mlir.register_lowering(_mask, _lower_small, platform="cpu")
 mlir.register_lowering(_mask, _lower_on_tpu, platform="tpu")

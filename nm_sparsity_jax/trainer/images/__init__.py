@@ -6,6 +6,61 @@
 A batch holds 'image' (float32 [batch, size, size, channels]), 'label' and 'real' (int32 [batch]).
 """
 
-from nm_sparsity_jax.trainer.images.source import Source
+from __future__ import annotations
 
-__all__ = ["Source"]
+import abc
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+__all__ = ["Batch", "Source", "batch_of"]
+
+Batch = dict[str, np.ndarray]
+
+
+class Source(abc.ABC):
+  """Images with one label each. Subclass it for data of your own.
+
+  Attributes:
+    classes: how many labels there are; a label is below.
+    size: height and width of an image.
+    channels: of an image.
+    batch_size: images of a batch, in training and in a split.
+  """
+
+  classes: int
+  size: int
+  channels: int = 3
+  batch_size: int
+
+  @abc.abstractmethod
+  def train(self, seed: int, start: int) -> Iterator[Batch]:
+    """Returns endless training batches from number `start` on.
+
+    Batch i must be a function of (seed, i) alone, so that a run that resumes reads what it would
+    have read.
+    """
+
+  @abc.abstractmethod
+  def splits(self) -> Mapping[str, Iterable[Batch]]:
+    """Returns name -> the finite batches of an evaluation; the last one is filled up."""
+
+  def check(self) -> None:  # noqa: B027 (not every source can be damaged)
+    """Raises ValueError where the data cannot be read; called before the first step."""
+
+
+def batch_of(images: np.ndarray, labels: np.ndarray, size: int) -> Batch:
+  """Returns a batch of `size` rows; those that are missing are zeros, and 'real' is 0 there.
+
+  Args:
+    images: float32 [rows, height, width, channels], at most `size` rows.
+    labels: int32 [rows].
+    size: rows of the batch.
+  """
+  rows = len(images)
+  fill = lambda x: np.concatenate([x, np.zeros((size - rows, *x.shape[1:]), x.dtype)])
+  return {
+    "image": fill(images.astype(np.float32, copy=False)),
+    "label": fill(labels.astype(np.int32, copy=False)),
+    "real": (np.arange(size) < rows).astype(np.int32),
+  }

@@ -19,8 +19,7 @@ import numpy as np
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)
 _KEPT = 0.875  # of the shorter side, which an evaluation looks at
-_RATIO = 3 / 4  # of the sides of a crop, or its inverse
-_ERASED = 0.02, 1 / 3  # share of the area
+_ERASED = 0.02, 1 / 3  # share of the area, as in timm
 _BICUBIC, _FLIP = 3, 0  # Pillow's numbers
 
 
@@ -51,45 +50,41 @@ def training(
     erasing: probability that a box is replaced by noise.
     rand: such as `rand_augment.RandAugment`; None = nothing.
   """
-  box = _middle(picture) if crop is None else _crop(picture.width, picture.height, rng, crop)
+  # All is drawn from the picture's own stream, so workers may read in any order.
+  box = _middle(picture)
+  if crop is not None:
+    side = min(picture.width, picture.height)
+    left, upper = (picture.width - side) // 2, (picture.height - side) // 2
+    square = left, upper, left + side, upper + side
+    box = _box(picture.width, picture.height, rng, (crop, 1.0), 3 / 4) or square
   picture = picture.resize((size, size), resample=_BICUBIC, box=box)
   if rng.random() < 0.5:
     picture = picture.transpose(_FLIP)
-  image = np.asarray(picture if rand is None else rand(picture, rng))
-  return _erased(image, rng) if erasing and rng.random() < erasing else image
-
-
-def _crop(width: int, height: int, rng: np.random.Generator, least: float) -> tuple[int, ...]:
-  """Returns a random box: left, upper, right, lower."""
-  for _ in range(10):
-    area = rng.uniform(least, 1.0) * width * height
-    ratio = math.exp(rng.uniform(math.log(_RATIO), -math.log(_RATIO)))
-    w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-    if 0 < w <= width and 0 < h <= height:
-      left, upper = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
-      return left, upper, left + w, upper + h
-  side = min(width, height)
-  left, upper = (width - side) // 2, (height - side) // 2
-  return left, upper, left + side, upper + side
-
-
-def _erased(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Returns an image with a box of noise."""
-  height, width, _ = image.shape
-  left, upper, right, lower = _box_of(width, height, rng)
-  image = image.copy()
-  shape = lower - upper, right - left, image.shape[-1]
-  image[upper:lower, left:right] = rng.integers(0, 256, shape, np.uint8)
+  image = np.array(picture if rand is None else rand(picture, rng))
+  if erasing and rng.random() < erasing:
+    if found := _box(size, size, rng, _ERASED, 0.3):
+      left, upper, right, lower = found
+      shape = lower - upper, right - left, image.shape[-1]
+      image[upper:lower, left:right] = rng.integers(0, 256, shape, np.uint8)
   return image
 
 
-def _box_of(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-  """Returns the box that is erased."""
-  area = rng.uniform(*_ERASED) * width * height
-  ratio = math.exp(rng.uniform(math.log(0.3), -math.log(0.3)))
-  w, h = min(width, round(math.sqrt(area * ratio))), min(height, round(math.sqrt(area / ratio)))
-  left, upper = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
-  return left, upper, left + w, upper + h
+def _box(
+  width: int, height: int, rng: np.random.Generator, areas: tuple[float, float], ratio: float
+) -> tuple[int, int, int, int] | None:
+  """Returns a random box of a share of the area: left, upper, right, lower.
+
+  The ratio of its sides is between `ratio` and 1 / `ratio`. None = ten of them did not fit, where
+  timm gives up too.
+  """
+  for _ in range(10):
+    area = rng.uniform(*areas) * width * height
+    drawn = math.exp(rng.uniform(math.log(ratio), -math.log(ratio)))
+    w, h = round(math.sqrt(area * drawn)), round(math.sqrt(area / drawn))
+    if 0 < w <= width and 0 < h <= height:
+      left, upper = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
+      return left, upper, left + w, upper + h
+  return None
 
 
 def centered(picture: Any, size: int) -> np.ndarray:

@@ -13,6 +13,7 @@ Space, NeurIPS 2020, arXiv:1909.13719.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +51,8 @@ class RandAugment:
       rng: the stream of this picture.
     """
     for _ in range(self.operations):
-      change = _CHANGES[int(rng.integers(len(_CHANGES)))]
+      changes = _changes()
+      change = changes[int(rng.integers(len(changes)))]
       is_done, sign = rng.random() < 0.5, 1 if rng.random() < 0.5 else -1
       level = self.magnitude + self.deviation * rng.standard_normal()
       if is_done:
@@ -79,76 +81,50 @@ def parse(words: str) -> RandAugment:
   )
 
 
-# --- the operations: (picture, level from 0 to 1, sign, increasing) -> picture --------------------
+@functools.cache
+def _changes() -> tuple[Callable, ...]:
+  """Returns the operations: (picture, level from 0 to 1, sign, increasing) -> picture."""
+  from PIL import ImageEnhance, ImageOps
 
+  def plain(operation):
+    return lambda picture, level, sign, increasing: operation(picture)
 
-def _by_ops(name: str) -> Callable:
-  """Returns an operation of `PIL.ImageOps` that has no level."""
+  def enhanced(kind):
+    def change(picture, level, sign, increasing):
+      factor = 1 + sign * 0.9 * level if increasing else 0.1 + 1.8 * level  # 1 changes nothing
+      return kind(picture).enhance(max(factor, 0.1))
 
-  def change(picture, level, sign, increasing):
-    from PIL import ImageOps
+    return change
 
-    return getattr(ImageOps, name)(picture)
+  def affine(matrix):  # of the signed level and the sides
+    def change(picture, level, sign, increasing):
+      how = matrix(sign * level, *picture.size)
+      return picture.transform(picture.size, _AFFINE, how, resample=_BICUBIC, fillcolor=_FILL)
 
-  return change
+    return change
 
+  def rotated(picture, level, sign, increasing):
+    return picture.rotate(sign * 30 * level, resample=_BICUBIC, fillcolor=_FILL)
 
-def _enhanced(name: str) -> Callable:
-  """Returns an operation of `PIL.ImageEnhance`: 1 changes nothing."""
+  def posterized(picture, level, sign, increasing):
+    bits = 4 - int(4 * level) if increasing else int(4 * level)
+    return ImageOps.posterize(picture, max(bits, 1))
 
-  def change(picture, level, sign, increasing):
-    from PIL import ImageEnhance
+  def solarized(picture, level, sign, increasing):
+    threshold = int(256 * level)
+    return ImageOps.solarize(picture, 256 - threshold if increasing else threshold)
 
-    factor = 1 + sign * 0.9 * level if increasing else 0.1 + 1.8 * level
-    return getattr(ImageEnhance, name)(picture).enhance(max(factor, 0.1))
+  def brightened(picture, level, sign, increasing):  # only what is dark
+    more = int(110 * level)
+    return picture.point([min(255, i + more) if i < 128 else i for i in range(256)] * 3)
 
-  return change
-
-
-def _rotated(picture, level, sign, increasing):
-  return picture.rotate(sign * 30 * level, resample=_BICUBIC, fillcolor=_FILL)
-
-
-def _posterized(picture, level, sign, increasing):
-  from PIL import ImageOps
-
-  bits = 4 - int(4 * level) if increasing else int(4 * level)
-  return ImageOps.posterize(picture, max(bits, 1))
-
-
-def _solarized(picture, level, sign, increasing):
-  from PIL import ImageOps
-
-  threshold = int(256 * level)
-  return ImageOps.solarize(picture, 256 - threshold if increasing else threshold)
-
-
-def _brightened(picture, level, sign, increasing):
-  """Adds to what is dark."""
-  more = int(110 * level)
-  return picture.point([min(255, i + more) if i < 128 else i for i in range(256)] * 3)
-
-
-def _sheared(axis: int) -> Callable:
-  def change(picture, level, sign, increasing):
-    share = sign * 0.3 * level
-    matrix = (1, share, 0, 0, 1, 0) if axis == 0 else (1, 0, 0, share, 1, 0)
-    return picture.transform(picture.size, _AFFINE, matrix, resample=_BICUBIC, fillcolor=_FILL)
-
-  return change
-
-
-def _moved(axis: int) -> Callable:
-  def change(picture, level, sign, increasing):
-    by = sign * 0.45 * level * picture.size[axis]
-    matrix = (1, 0, by, 0, 1, 0) if axis == 0 else (1, 0, 0, 0, 1, by)
-    return picture.transform(picture.size, _AFFINE, matrix, resample=_BICUBIC, fillcolor=_FILL)
-
-  return change
-
-
-_CHANGES: tuple[Callable, ...] = (
-  _by_ops("autocontrast"), _by_ops("equalize"), _by_ops("invert"), _rotated, _posterized,
-  _solarized, _brightened, _enhanced("Color"), _enhanced("Contrast"), _enhanced("Brightness"),
-  _enhanced("Sharpness"), _sheared(0), _sheared(1), _moved(0), _moved(1),
-)  # fmt: skip
+  return (
+    *map(plain, (ImageOps.autocontrast, ImageOps.equalize, ImageOps.invert)),
+    rotated, posterized, solarized, brightened,
+    enhanced(ImageEnhance.Color), enhanced(ImageEnhance.Contrast),
+    enhanced(ImageEnhance.Brightness), enhanced(ImageEnhance.Sharpness),
+    affine(lambda x, width, height: (1, 0.3 * x, 0, 0, 1, 0)),
+    affine(lambda x, width, height: (1, 0, 0, 0.3 * x, 1, 0)),
+    affine(lambda x, width, height: (1, 0, 0.45 * x * width, 0, 1, 0)),
+    affine(lambda x, width, height: (1, 0, 0, 0, 1, 0.45 * x * height)),
+  )  # fmt: skip

@@ -11,22 +11,23 @@ So batch i is a function of (seed, i), whoever reads it.
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
 import pathlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from nm_sparsity_jax.core.errors import quiet
-from nm_sparsity_jax.trainer.images import augment, rand_augment, rebus, source
+from nm_sparsity_jax.trainer import images
+from nm_sparsity_jax.trainer.images import augment, rand_augment, rebus
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-_LOOKED_AT = 20_000  # files whose heads are read before the first step; those of others when read
 
 
 def find(
@@ -38,7 +39,7 @@ def find(
   random_erasing: float = 0.0,
   crop: float | None = None,
   workers: int = 0,
-) -> source.Source:
+) -> images.Source:
   """Returns the images that DATA names.
 
       find("rebus", size=16)
@@ -48,7 +49,7 @@ def find(
   Args:
     data: 'rebus'; 'cifar10', 'imagenet2012' or another data set of TensorFlow Datasets; a folder,
       with a '/' in its name; or a `Source`, which is returned as it is [DATA].
-    size: height and width of an image [IMAGE_SIZE].
+    size: height and width of an image; rebus has its own [IMAGE_SIZE].
     batch_size: images of a batch [BATCH_SIZE].
     folder: where prepared data sets are looked for; None = TFDS_DATA_DIR, else
       ~/tensorflow_datasets [DATA_DIR].
@@ -60,27 +61,18 @@ def find(
   if not isinstance(data, str | os.PathLike):
     return data
   if data == "rebus":
-    if rand_augment or random_erasing or crop:
-      raise ValueError(
-        "DATA='rebus' is generated, and not augmented: leave out RAND_AUGMENT, RANDOM_ERASING and "
-        "RANDOM_CROP."
-      )
-    if size != rebus.SIZE:
-      raise ValueError(
-        f"IMAGE_SIZE={size}, but DATA='rebus' has pictures of {rebus.SIZE}: set "
-        f"IMAGE_SIZE={rebus.SIZE}."
-      )
     return rebus.Rebus(batch_size)
-  how = dict(crop=crop, erasing=random_erasing, workers=workers, rand=rand_augment)
-  if "/" in (path := os.fspath(data)):
-    return Folder(path, size, batch_size, **how)
-  return Tfds(path, size, batch_size, folder, **how)
+  path = os.path.expanduser(data)
+  how = (path, size, batch_size, crop, random_erasing, workers, rand_augment)
+  return Folder(*how) if "/" in path else Tfds(*how, folder=folder)
 
 
-class Indexed(source.Source):
+@dataclasses.dataclass(eq=False)
+class Indexed(images.Source):
   """Images of tables, one a split. Subclasses define `tables` and `read`.
 
-  Args:
+  Attributes:
+    data: the folder, or the name of the data set [DATA].
     size: height and width of an image.
     batch_size: images of a batch.
     crop: see `augment.training` [RANDOM_CROP].
@@ -89,28 +81,31 @@ class Indexed(source.Source):
     rand: see `rand_augment.parse`; None = nothing [RAND_AUGMENT].
   """
 
-  def __init__(
-    self, size: int, batch_size: int, crop: float | None = None, erasing: float = 0.0,
-    workers: int = 0, rand: str | None = None,
-  ):  # fmt: skip
-    if crop is not None and not 0 < crop <= 1:
-      raise ValueError(f"RANDOM_CROP={crop!r}: give a share above 0, at most 1, or None.")
-    if not 0 <= erasing <= 1:
-      raise ValueError(f"RANDOM_ERASING={erasing!r}: give a probability.")
-    self.size, self.batch_size, self.workers = size, batch_size, workers
-    self.crop, self.erasing = crop, erasing
-    self.rand = None if rand is None else rand_augment.parse(rand)
+  data: str
+  size: int
+  batch_size: int = 128
+  crop: float | None = None
+  erasing: float = 0.0
+  workers: int = 0
+  rand: str | None = None
+
+  def __post_init__(self):
+    self._augment = None if self.rand is None else rand_augment.parse(self.rand)
 
   @property
+  @abc.abstractmethod
   def tables(self) -> Mapping[str, Sequence[Any]]:
     """Returns split -> what `read` takes of each example; 'train' is trained on."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def read(self, example: Any) -> tuple[Any, int]:
     """Returns Pillow's picture of an example, RGB, and its label."""
-    raise NotImplementedError
 
-  def train(self, seed: int, start: int) -> Iterator[source.Batch]:
+  def check(self) -> None:
+    """Raises ValueError where the tables cannot be made."""
+    len(self.tables["train"])
+
+  def train(self, seed: int, start: int) -> Iterator[images.Batch]:
     """Returns endless batches; batch i is a function of (seed, i)."""
     make = functools.partial(self._batch, seed)
     if not self.workers:
@@ -120,45 +115,44 @@ class Indexed(source.Source):
 
     if not flags.FLAGS.is_parsed():  # grain's own flags, which have their defaults then
       flags.FLAGS.mark_as_parsed()
+    # Workers take numbers of batches, not images: a batch is what depends on (seed, i) alone.
     numbers = grain.MapDataset.range(start, 2**62).map(make).to_iter_dataset()
     options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=2)
     # Workers that are not closed leave shared memory behind.
     with contextlib.closing(iter(numbers.mp_prefetch(options))) as batches:
       yield from batches
 
-  def splits(self) -> Mapping[str, Iterable[source.Batch]]:
+  def splits(self) -> Mapping[str, Iterable[images.Batch]]:
     """Returns each split but 'train'."""
     return {name: self._split(table) for name, table in self.tables.items() if name != "train"}
 
-  def _batch(self, seed: int, number: int) -> source.Batch:
+  def _batch(self, seed: int, number: int) -> images.Batch:
     """Returns a training batch."""
     table, found = self.tables["train"], []
     for position in range(number * self.batch_size, (number + 1) * self.batch_size):
       epoch, place = divmod(position, len(table))
       picture, label = self.read(table[int(_order(seed, epoch, len(table))[place])])
-      rng = augment.stream(seed, position, 1)
+      rng = augment.stream(seed, position, 1)  # 0 is the permutation's
       found.append(
-        (augment.training(picture, self.size, rng, self.crop, self.erasing, self.rand), label)
+        (augment.training(picture, self.size, rng, self.crop, self.erasing, self._augment), label)
       )
     return self._joined(found)
 
-  def _split(self, table: Sequence[Any]) -> Iterator[source.Batch]:
+  def _split(self, table: Sequence[Any]) -> Iterator[images.Batch]:
     for start in range(0, len(table), self.batch_size):
       examples = [table[i] for i in range(start, min(start + self.batch_size, len(table)))]
       read = map(self.read, examples)
       yield self._joined([(augment.centered(picture, self.size), label) for picture, label in read])
 
-  def _joined(self, found: Sequence[tuple[np.ndarray, int]]) -> source.Batch:
-    images, labels = zip(*found, strict=True)
-    return source.batch_of(augment.normalized(np.stack(images)), np.array(labels), self.batch_size)
+  def _joined(self, found: Sequence[tuple[np.ndarray, int]]) -> images.Batch:
+    pictures, labels = zip(*found, strict=True)
+    pixels = augment.normalized(np.stack(pictures))
+    return images.batch_of(pixels, np.array(labels), self.batch_size)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)  # of ImageNet's million, drawn once an epoch
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
   return augment.stream(seed, epoch, 0).permutation(count)
-
-
-# --- a folder -------------------------------------------------------------------------------------
 
 
 class Folder(Indexed):
@@ -167,29 +161,12 @@ class Folder(Indexed):
       Folder("/data/pets", size=224, batch_size=128, crop=0.08)
 
   Classes are the folders of 'train' in alphabetical order. Every other folder is a split.
-
-  Args:
-    path: the folder [DATA].
-    size: height and width of an image.
-    batch_size: images of a batch.
-    **fields: of `Indexed`.
   """
-
-  def __init__(self, path: str | os.PathLike, size: int, batch_size: int = 128, **fields: Any):
-    super().__init__(size, batch_size, **fields)
-    self.path = pathlib.Path(path).expanduser()
 
   @functools.cached_property
   def names(self) -> tuple[str, ...]:
     """Returns the classes."""
-    train = self.path / "train"
-    found = tuple(p.name for p in _folders(train)) if train.is_dir() else ()
-    if not found:
-      raise ValueError(
-        f"DATA={str(self.path)!r} has no folders train/CLASS: put images into train/CLASS/ and "
-        "validation/CLASS/."
-      )
-    return found
+    return tuple(path.name for path in sorted(pathlib.Path(self.data).glob("train/*/")))
 
   @property
   def classes(self) -> int:  # type: ignore[override]
@@ -199,79 +176,36 @@ class Folder(Indexed):
   @functools.cached_property
   def tables(self) -> Mapping[str, Sequence[tuple[pathlib.Path, int]]]:
     """Returns the files of each split."""
-    self.names  # noqa: B018 (refuses a folder without classes)
-    return {split.name: self._files(split) for split in _folders(self.path)}
-
-  def _files(self, split: pathlib.Path) -> Sequence[tuple[pathlib.Path, int]]:
-    found = []
-    for folder in _folders(split):
-      if folder.name not in self.names:
-        raise ValueError(
-          f"DATA={str(self.path)!r}: {split.name!r} has the class {folder.name!r}, and 'train' has "
-          f"not: its classes are {', '.join(self.names)}."
-        )
-      files = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
-      if split.name == "train" and not files:
-        raise ValueError(_no_images(folder))
-      found += [(file, self.names.index(folder.name)) for file in files]
-    if not found:
-      raise ValueError(_no_images(split))
-    return found
+    # Sorted: the order of a folder differs between file systems.
+    files = [
+      p for p in sorted(pathlib.Path(self.data).glob("*/*/*")) if p.suffix.lower() in SUFFIXES
+    ]
+    if not any(path.parts[-3] == "train" for path in files):
+      raise ValueError(
+        f"DATA={self.data!r} has no images train/CLASS/*{'|'.join(SUFFIXES)}: put them there, "
+        "and others into validation/CLASS/."
+      )
+    tables: dict[str, list[tuple[pathlib.Path, int]]] = {}
+    for path in files:
+      split, name = path.parts[-3:-1]
+      if name not in self.names:
+        raise ValueError(f"DATA: {path} is of a class that 'train' lacks.")
+      tables.setdefault(split, []).append((path, self.names.index(name)))
+    return tables
 
   def read(self, example: tuple[pathlib.Path, int]) -> tuple[Any, int]:
     """Returns the picture of a file, and its label."""
-    path, label = example
-    with _opened(path) as picture:
-      try:
-        return picture.convert("RGB"), label
-      except (OSError, SyntaxError, ValueError) as e:
-        raise ValueError(f"DATA: {path} cannot be read ({e}): it is damaged. Take it out.") from e
-
-  def check(self) -> None:
-    """Raises ValueError for a file that cannot be read as an RGB image."""
-    if list(self.tables) == ["train"]:
-      warnings.warn(
-        f"DATA={str(self.path)!r} has no folder beside 'train', so nothing is evaluated: put "
-        "images into validation/CLASS/.",
-        stacklevel=2,
-      )
-    for table in self.tables.values():
-      for path, _ in table[:_LOOKED_AT]:
-        _opened(path).close()
-
-
-def _folders(path: pathlib.Path) -> list[pathlib.Path]:
-  return sorted(p for p in path.iterdir() if p.is_dir())
-
-
-def _no_images(path: pathlib.Path) -> str:
-  return f"DATA: {path} has no images: a file ends in {', '.join(SUFFIXES)}."
-
-
-def _opened(path: pathlib.Path) -> Any:
-  """Returns Pillow's picture of a file, whose head alone is read."""
-  try:
     from PIL import Image
-  except ImportError as e:
-    raise ImportError(
-      "a folder of images needs Pillow: pip install 'nm-sparsity-jax[vision]'"
-    ) from e
-  try:
-    picture = Image.open(path)
-  except (OSError, SyntaxError, ValueError) as e:
-    raise ValueError(f"DATA: {path} is not an image that can be read. Take it out.") from e
-  if picture.mode in ("L", "LA", "1", "F") or picture.mode.startswith("I"):
-    picture.close()
-    raise ValueError(
-      f"DATA: {path} is grey (mode {picture.mode}), and a network takes 3 channels. Convert it to "
-      "RGB, or take it out."
-    )
-  return picture
+
+    path, label = example
+    try:
+      with Image.open(path) as picture:
+        return picture.convert("RGB"), label
+    except (OSError, SyntaxError, ValueError) as e:  # a PNG's reader raises SyntaxError
+      raise ValueError(f"DATA: {path} cannot be read ({e}): it is damaged. Take it out.") from e
 
 
-# --- TensorFlow Datasets --------------------------------------------------------------------------
-
-
+@dataclasses.dataclass(eq=False)
 class Tfds(Indexed):
   """A data set of TensorFlow Datasets that is prepared as array records; nothing is downloaded.
 
@@ -281,20 +215,15 @@ class Tfds(Indexed):
 
       tfds build cifar10 --file_format=array_record --data_dir=/data
 
-  Args:
-    name: of the data set [DATA].
-    size: height and width of an image.
-    batch_size: images of a batch.
+  Attributes:
     folder: where it is looked for; None = TFDS_DATA_DIR, else ~/tensorflow_datasets [DATA_DIR].
-    **fields: of `Indexed`.
   """
 
-  def __init__(
-    self, name: str, size: int, batch_size: int = 128, folder: str | None = None, **fields: Any
-  ):
-    super().__init__(size, batch_size, **fields)
-    self.name = name
-    folder = folder or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+  folder: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    folder = self.folder or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     self.folder = os.path.expanduser(folder)
 
   def __getstate__(self) -> dict[str, Any]:
@@ -303,22 +232,17 @@ class Tfds(Indexed):
 
   @functools.cached_property
   def _builder(self) -> Any:
+    with quiet():  # TensorFlow writes past Python
+      import tensorflow_datasets as tfds
     try:
-      with quiet():  # TensorFlow writes past Python
-        import tensorflow_datasets as tfds
-    except ImportError as e:
-      raise ImportError(
-        f"DATA={self.name!r} needs tensorflow-datasets: pip install 'nm-sparsity-jax[local]'"
-      ) from e
-    try:
-      builder = tfds.builder(self.name, data_dir=self.folder, file_format="array_record")
+      builder = tfds.builder(self.data, data_dir=self.folder, file_format="array_record")
       is_prepared = builder.is_prepared()
     except Exception:  # unknown, or of another format: TFDS has an error of its own for each
       builder, is_prepared = None, False
     if not is_prepared:
       raise ValueError(
-        f"DATA={self.name!r} is not prepared as array records in {self.folder!r}: set DATA_DIR or "
-        f"TFDS_DATA_DIR to where it is, or prepare it, `tfds build {self.name} "
+        f"DATA={self.data!r} is not prepared as array records in {self.folder!r}: set DATA_DIR or "
+        f"TFDS_DATA_DIR to where it is, or prepare it, `tfds build {self.data} "
         f"--file_format=array_record --data_dir={self.folder}`. DATA may also be 'rebus', or a "
         "folder, with a '/' in its name."
       )
@@ -343,7 +267,3 @@ class Tfds(Indexed):
     image = example["image"]
     picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
     return picture.convert("RGB"), int(example["label"])
-
-  def check(self) -> None:
-    """Raises ValueError where the set is not prepared."""
-    len(self.tables["train"])

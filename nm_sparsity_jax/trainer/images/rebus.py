@@ -1,6 +1,6 @@
-"""Rebus: two glyphs in a picture, whose label only a table knows. Generated, the same everywhere.
+"""Rebus: two glyphs in a picture, and a table of labels. Generated, the same everywhere.
 
-    (task)          -> two alphabets of 20 glyphs, and a table [20, 20] of labels
+    two alphabets of 20 glyphs, and a table [20, 20] of labels: always the same
     (seed, i, word) -> [words] -> which glyphs, where, how far shifted, how dim, the noise
 
 A picture is 16 x 16 x 3, four cells of 8 x 8. One cell holds a glyph of the first alphabet, another
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from nm_sparsity_jax.trainer.images import source
+from nm_sparsity_jax.trainer.images import Batch, Source, batch_of
 
 GLYPHS, CLASSES, CELL, CELLS, CHANNELS = 20, 10, 8, 4, 3
 SIZE, VALIDATION = 16, 2048
@@ -33,7 +33,7 @@ _EACH = 8  # words that say what a picture shows
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-  """Returns 64 bits that each depend on all bits of the ones given (MurmurHash3's last steps)."""
+  """Returns 64 bits that each depend on all bits of the input (MurmurHash3's last steps)."""
   x = x ^ (x >> np.uint64(33))
   x *= np.uint64(0xFF51AFD7ED558CCD)
   x ^= x >> np.uint64(33)
@@ -69,12 +69,12 @@ def _noise(bits: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _task(number: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the glyphs of a task in all nine shifts, int32 [40, 9, 8, 8, 3], and its table."""
+def _task() -> tuple[np.ndarray, np.ndarray]:
+  """Returns the glyphs in all nine shifts, int32 [40, 9, 8, 8, 3], and the table of labels."""
   count = 2 * GLYPHS
   coarse, fine = count * CELL * CELL // 4 * CHANNELS, count * CELL * CELL * CHANNELS
-  low = _noise(words(number, 1, count=coarse // 2)).reshape(count, CELL // 2, CELL // 2, CHANNELS)
-  high = _noise(words(number, 2, count=fine // 2)).reshape(count, CELL, CELL, CHANNELS)
+  low = _noise(words(0, 1, count=coarse // 2)).reshape(count, CELL // 2, CELL // 2, CHANNELS)
+  high = _noise(words(0, 2, count=fine // 2)).reshape(count, CELL, CELL, CHANNELS)
   glyph = (2 * low.repeat(2, 1).repeat(2, 2) + high).astype(np.int64)
   # Each glyph is as bright as the others. The root is one of whole numbers.
   power = (glyph**2).sum((1, 2, 3)) // glyph[0].size
@@ -82,13 +82,11 @@ def _task(number: int) -> tuple[np.ndarray, np.ndarray]:
   glyph = (glyph * ONE // root).astype(np.int32)
   shifts = itertools.product((-1, 0, 1), repeat=2)
   shifted = np.stack([np.roll(glyph, by, (1, 2)) for by in shifts], 1)
-  table = words(number, 3, count=GLYPHS**2) % np.uint64(CLASSES)
+  table = words(0, 3, count=GLYPHS**2) % np.uint64(CLASSES)
   return shifted, table.reshape(GLYPHS, GLYPHS).astype(np.int32)
 
 
-def pictures(
-  key: tuple[int, ...], count: int, noise: float = 0.4, task: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def pictures(key: tuple[int, ...], count: int, noise: float = 0.4) -> tuple[np.ndarray, np.ndarray]:
   """Returns pictures and their labels: a function of the arguments.
 
       images, labels = pictures((0, 1), 128)  # float32 [128, 16, 16, 3], int32 [128]
@@ -97,14 +95,14 @@ def pictures(
     key: of the stream, such as a seed and the number of a batch.
     count: of pictures.
     noise: its deviation; that of a glyph is 1.
-    task: which glyphs and which table.
   """
-  glyphs, table = _task(task)
+  glyphs, table = _task()
   draws = words(*key, 1, count=count * _EACH).reshape(count, _EACH)
   pick = lambda column, n: (draws[:, column] % np.uint64(n)).astype(np.int64)
   first, second = pick(0, GLYPHS), pick(1, GLYPHS)
   where = _PAIRS[pick(2, len(_PAIRS))]
   shape = count, CELLS, CELL, CELL, CHANNELS
+  # One rounding on the host; all that follows is whole numbers.
   scale = round(noise * ONE * 256 / 147.8)  # of 256
   image = _noise(words(*key, 2, count=math.prod(shape) // 2)).reshape(shape)
   image = (image * np.int32(scale)) >> 8
@@ -118,37 +116,33 @@ def pictures(
   return picture, table[first, second]
 
 
-class Rebus(source.Source):
+class Rebus(Source):
   """The task 'rebus': 'train' without end, and 2,048 pictures of 'validation'.
 
       batch = next(Rebus(batch_size=128).train(seed=0, start=0))
 
   Args:
     batch_size: pictures of a batch.
-    noise: its deviation; that of a glyph is 1.
     validation: pictures of that split.
-    task: which glyphs and which table; the accuracies that are told are those of 0.
   """
 
   classes, size, channels = CLASSES, SIZE, CHANNELS
 
-  def __init__(
-    self, batch_size: int = 128, noise: float = 0.4, validation: int = VALIDATION, task: int = 0
-  ):
-    self.batch_size, self.noise, self.validation, self.task = batch_size, noise, validation, task
+  def __init__(self, batch_size: int = 128, validation: int = VALIDATION):
+    self.batch_size, self.validation = batch_size, validation
 
-  def train(self, seed: int, start: int) -> Iterator[source.Batch]:
+  def train(self, seed: int, start: int) -> Iterator[Batch]:
     """Returns endless batches; batch i is a function of (seed, i)."""
     for i in itertools.count(start):
-      images, labels = pictures((1, seed, i), self.batch_size, self.noise, self.task)
-      yield source.batch_of(images, labels, self.batch_size)
+      images, labels = pictures((1, seed, i), self.batch_size)
+      yield batch_of(images, labels, self.batch_size)
 
-  def splits(self) -> Mapping[str, Iterable[source.Batch]]:
-    """Returns 'validation', whose pictures do not depend on the size of a batch."""
+  def splits(self) -> Mapping[str, Iterable[Batch]]:
+    """Returns 'validation': the same pictures for every size of a batch."""
     return {"validation": self._validation()}
 
-  def _validation(self) -> Iterator[source.Batch]:
-    images, labels = pictures((2,), self.validation, self.noise, self.task)
+  def _validation(self) -> Iterator[Batch]:
+    images, labels = pictures((2,), self.validation)
     for at in range(0, self.validation, self.batch_size):
       part = slice(at, at + self.batch_size)
-      yield source.batch_of(images[part], labels[part], self.batch_size)
+      yield batch_of(images[part], labels[part], self.batch_size)

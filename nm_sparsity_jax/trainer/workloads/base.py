@@ -6,7 +6,7 @@
                         -> predict(params, state, batch) -> a row of each example, if you define it
 
 The runner owns all the rest: sparsity, devices, the optimizer, checkpoints, curves. A workload
-knows nothing of sparsity: it is given effective parameters.
+knows nothing of sparsity: its parameters are the effective ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import jax
 from nm_sparsity_jax.training import flops
 
 _log = logging.getLogger(__name__)
+# 'mse' and its like count only as a whole word of a name, such as 'eval_mse'.
 _LESS = re.compile(r"loss|error|perplexity|(^|_)(mse|mae|rmse)($|_)")
 # Fields of a network's config that no shape of a parameter reveals: Swin's window, a ViT's heads.
 _UNSEEN = ("window", "heads")
@@ -54,7 +55,7 @@ class Workload(abc.ABC):
   Where rules are to name kernels by roles such as 'ff', your module also calls
   `nm_sparsity_jax.training.roles.register`; regexes for whole paths need nothing.
 
-  A batch is a flat dict of arrays whose first axis counts examples, as many in every batch.
+  A batch is a flat dict of arrays. Their first axis counts examples, as many in every batch.
 
   Attributes:
     weight: which of the sums divides the others; also the unit of the throughput that is printed.
@@ -130,7 +131,7 @@ class Workload(abc.ABC):
     Returns:
       name -> an array of finite real numbers or booleans; its first axis counts the rows.
     """
-    raise NotImplementedError
+    return {}
 
   def scalars(self, sums: Mapping[str, float]) -> dict[str, float]:
     """Returns what is written of sums, name -> value; 'loss' must be one of them.
@@ -140,11 +141,11 @@ class Workload(abc.ABC):
     Args:
       sums: 'loss' and the sums of `loss`, added up over batches.
     """
-    weight = sums[self.weight] or 1.0
+    weight = sums[self.weight] or 1.0  # an empty batch has no mean
     return {name: x / weight for name, x in sums.items() if name != self.weight}
 
   def less_is_better(self, metric: str) -> bool:
-    """Returns whether a smaller value of a metric is better; by default its name tells.
+    """Returns whether a smaller value of a metric is better; by default its name says it.
 
     The best checkpoint, reports and sweeps go by it.
 
@@ -158,6 +159,7 @@ class Workload(abc.ABC):
 
     By default it is a row of the first training batch, which is read for that.
     """
+    # A generator is left after one batch: nothing is read ahead.
     batch = next(iter(self.batches(0, 0)))
     return jax.eval_shape(lambda batch: {name: x[:1] for name, x in batch.items()}, dict(batch))
 
@@ -173,7 +175,7 @@ class Workload(abc.ABC):
 
 
 def less_by_name(metric: str) -> bool:
-  """Returns whether less of a metric is better, as its name tells.
+  """Returns whether less of a metric is better, as its name says.
 
   >>> less_by_name("absolute_error"), less_by_name("eval_mse"), less_by_name("accuracy")
   (True, True, False)
@@ -194,6 +196,7 @@ def describe(workload: Workload) -> dict[str, Any]:
   except Exception as e:  # of the user's own code: a run does without
     _log.warning("no FLOPs of %s: %s", kind.__name__, e)
     ops = None
+  # A window may also be a tuple or a function of the layer, which JSON lacks.
   settings = {name: getattr(config, name, None) for name in _UNSEEN}
   return {
     "class": f"{kind.__module__}.{kind.__qualname__}",

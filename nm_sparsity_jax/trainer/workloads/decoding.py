@@ -41,6 +41,7 @@ def greedy(
     i, tokens, cache, ids, score, ended = carry
     logits, cache = step(cache, tokens, i)
     log_probs = jax.nn.log_softmax(logits)
+    # An ended row goes on with padding, since all rows share the loop.
     tokens = jnp.where(ended, 0, jnp.argmax(log_probs, -1).astype(jnp.int32))
     gained = jnp.take_along_axis(log_probs, tokens[:, None], 1)[:, 0]
     score = score + jnp.where(ended, jnp.float32(0), gained)
@@ -104,11 +105,13 @@ def beam_search(
     ended = jnp.where(ends, scores / penalty(s.i + 1), _NEVER + scores)
     ended_scores, best = lax.top_k(jnp.concatenate([s.ended_scores, ended], 1), k)
     ended_ids = take(jnp.concatenate([s.ended_ids, ids], 1), best)
+    # The cache moves last, once: keys and values are the largest arrays of the loop.
     live_ids, last, parent = take((ids, token, parent), live)
     cache = jax.tree.map(lambda x: _of_parents(x, parent), cache)
     return _Beams(s.i + 1, cache, live_ids, live_scores, last, ended_ids, ended_scores)
 
   def going_on(s: _Beams):
+    # A score can only fall, and the longest length divides it most: no live row ends above this.
     reachable = s.live_scores[:, 0] / penalty(length + 1)
     full = s.ended_scores[:, -1] > _NEVER / 2
     decided = full & (s.ended_scores[:, -1] > reachable)

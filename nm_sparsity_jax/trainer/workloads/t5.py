@@ -23,7 +23,7 @@ LENGTHS = {"inputs": 512, "targets": 128}  # of an example, where the settings d
 
 
 def known_lengths(lengths: Mapping[str, int] | None) -> dict[str, int]:
-  """Returns the tokens of an example by feature: those given, else `LENGTHS`."""
+  """Returns the tokens of an example by feature: `lengths`, else `LENGTHS`."""
   return {**LENGTHS, **(lengths or {})}
 
 
@@ -68,8 +68,6 @@ class T5(Workload):
   ):
     self.network: Any = network
     self.network_config = self.network.config
-    if getattr(self.network_config, "rules", None) is not None:  # T5X's has none
-      raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
     self.data = data
     self.lengths = known_lengths(lengths or (data.lengths if data else None))
     self.z_loss = 0.0001 if z_loss is None else z_loss
@@ -82,17 +80,19 @@ class T5(Workload):
 
   def init(self, rng: jax.Array) -> Mapping[str, Any]:
     """Returns parameters, T5X's for its key, and their logical axes."""
-    tokens = jnp.ones((1, 1), jnp.int32)
+    tokens = jnp.ones((1, 1), jnp.int32)  # no parameter depends on the length
     return self.network.init(rng, tokens, tokens, tokens, enable_dropout=False)
 
   def loss(self, params, state, batch, rng):
     """Returns the cross entropy and z-loss of the target tokens; z_loss, correct, tokens."""
     targets = batch["decoder_target_tokens"]
     logits = self.logits(params, batch, rng)
+    # 0 where a row only fills the batch, and on padding.
     weights = batch["decoder_loss_weights"].astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, -1)
     hit = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     cross_entropy = log_z - hit
+    # T5X's loss, without its one-hot targets: [batch, length, vocabulary] is the largest array.
     if self.label_smoothing:
       share = self.label_smoothing
       each = share / (logits.shape[-1] - 1)  # of every other token
@@ -104,12 +104,6 @@ class T5(Workload):
     summed = [jnp.sum(weights * x) for x in (cross_entropy + z_loss, z_loss, correct)]
     sums = {"z_loss": summed[1], "correct": summed[2], "tokens": jnp.sum(weights)}
     return summed[0], sums, state
-
-  def score(self, params: Any, batch: Batch) -> jax.Array:
-    """Returns the log likelihood of the targets of each row."""
-    log_probs = jax.nn.log_softmax(self.logits(params, batch, None))
-    hit = jnp.take_along_axis(log_probs, batch["decoder_target_tokens"][..., None], -1)[..., 0]
-    return jnp.sum(hit * batch["decoder_loss_weights"].astype(jnp.float32), -1)
 
   def logits(self, params: Any, batch: Batch, rng: jax.Array | None) -> jax.Array:
     """Returns the float32 logits of each target position; with a key, under dropout."""
@@ -125,8 +119,7 @@ class T5(Workload):
 
   def batches(self, seed: int, start: int) -> Iterator[Batch]:
     """Returns endless batches of the data; batch i is a function of (seed, i)."""
-    if self.data is None:
-      raise ValueError("the T5 has no data: give it a data.Source.")
+    assert self.data is not None, "a T5 for evaluation alone"
     return self.data.batches(seed, start)
 
   def splits(self) -> Mapping[str, Iterable[Batch]]:

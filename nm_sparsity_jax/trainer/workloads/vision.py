@@ -24,7 +24,7 @@ import optax
 from flax import linen as nn
 from flax.linen import partitioning
 
-from nm_sparsity_jax.core.trees import map_with_names
+from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.trainer.workloads.base import Batch, Workload
 
 LOSSES = {"softmax": optax.softmax_cross_entropy, "sigmoid": optax.sigmoid_binary_cross_entropy}
@@ -57,7 +57,7 @@ class Images(Workload):
       class, its mean over classes (timm's BCE) [LOSS].
     label_smoothing: share of the target that is spread over all classes [LABEL_SMOOTHING].
     mixup: alpha of Beta(alpha, alpha), of which the share of a row is drawn; its partner, the row
-      beside it, has the rest. 0 = never. One share for a batch, as in timm [MIXUP].
+      next to it, has the rest. 0 = never. One share for a batch, as in timm [MIXUP].
     cutmix: alpha of the share of a row's area; a box of it shows the partner. 0 = never. With both,
       each batch takes one of them by a coin [CUTMIX].
   """
@@ -78,15 +78,8 @@ class Images(Workload):
     self.network: Any = network
     self.network_config = self.network.config
     self.data, self.kind = data, loss
-    if getattr(network, "rules", None) is not None:
-      raise ValueError("the network has rules of its own: give the rules to the run only (RULES).")
     if loss not in LOSSES:
       raise ValueError(f"LOSS={loss!r}: choose one of {', '.join(LOSSES)}.")
-    if not 0 <= label_smoothing < 1:
-      raise ValueError(f"LABEL_SMOOTHING={label_smoothing!r}: give a number from 0 on and below 1.")
-    for name, alpha in (("MIXUP", mixup), ("CUTMIX", cutmix)):
-      if alpha < 0:
-        raise ValueError(f"{name}={alpha!r}: give a number from 0 on.")
     self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
 
   @property
@@ -111,21 +104,19 @@ class Images(Workload):
     if rng is None:
       logits = self._logits(params, state, images)
     else:
+      # Smoothed before they are mixed, as in timm.
       mix_key, dropout_key = jax.random.split(rng)
       targets = optax.smooth_labels(targets, self.label_smoothing)
       if self.mixup or self.cutmix:
         images, targets = mixed(images, targets, mix_key, self.mixup, self.cutmix)
-      logits, state = self.network.apply(
-        {"params": params, **state},
-        images,
-        train=True,
-        rngs={"dropout": dropout_key},
-        mutable=[*state],
-      )
+      variables, rngs = {"params": params, **state}, {"dropout": dropout_key}
+      logits, state = self.network.apply(variables, images, train=True, rngs=rngs, mutable=[*state])
       logits = logits.astype(jnp.float32)
     each = LOSSES[self.kind](logits, targets)
+    # The mean over classes, as timm's BCE, so that its rates carry over.
     each = jnp.mean(each, -1) if self.kind == "sigmoid" else each
-    hits = best(logits) == jnp.argmax(targets, -1)[:, None]
+    best = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))[1]  # the lower class wins a tie
+    hits = best == jnp.argmax(targets, -1)[:, None]
     sums = {
       "accuracy": jnp.sum(jnp.where(hits[:, 0], real, 0.0)),
       "accuracy_top5": jnp.sum(jnp.where(hits.any(-1), real, 0.0)),
@@ -172,35 +163,19 @@ class Images(Workload):
   def check(self) -> None:
     """Raises ValueError where the images do not fit the network, or cannot be read."""
     config, data = self.network_config, self.data
-    if (config.image_size, config.channels) != (data.size, data.channels):
+    wanted = config.image_size, config.channels
+    if wanted != (data.size, data.channels) or config.classes < data.classes:
       raise ValueError(
-        f"IMAGE_SIZE={data.size} and {data.channels} channels of the data, but the network takes "
-        f"images of {config.image_size} and {config.channels} channels: set both to the same."
+        f"IMAGE_SIZE={wanted[0]}, {wanted[1]} channels and CLASSES={config.classes} of the network "
+        f"do not fit the data: set IMAGE_SIZE={data.size} and CLASSES={data.classes}, and "
+        f"{data.channels} channels."
       )
-    if config.classes < data.classes:
+    if (self.mixup or self.cutmix) and self.batch_size % 2:
       raise ValueError(
-        f"CLASSES={config.classes}, but the data have {data.classes} classes: set "
-        f"CLASSES={data.classes}."
+        f"BATCH_SIZE={self.batch_size}: MIXUP and CUTMIX mix rows in pairs, so a batch, and each "
+        "of its MICROBATCHES, needs an even number of images."
       )
-    if self.mixup or self.cutmix:
-      _refuse_odd(self.batch_size)
     data.check()
-
-
-def best(logits: jax.Array) -> jax.Array:
-  """Returns the classes of the best logits of each row, int32 [rows, `TOP` or fewer].
-
-  best(jnp.array([[1.0, 3.0, 2.0]]))  # [[1, 2, 0]]
-  """
-  return jax.lax.top_k(logits, min(TOP, logits.shape[-1]))[1]
-
-
-def _refuse_odd(rows: int) -> None:
-  if rows % 2:
-    raise ValueError(
-      f"BATCH_SIZE={rows}: MIXUP and CUTMIX mix rows in pairs, so a batch, and each of its "
-      "MICROBATCHES, needs an even number of images."
-    )
 
 
 # --- axes -----------------------------------------------------------------------------------------
@@ -214,19 +189,11 @@ def axes_of(params: Any) -> Any:
   """
 
   def names(path, leaf):
-    own = next((axes for regex, axes in _AXES if re.fullmatch(f"(.*/)?{regex}", path)), None)
-    own = own if own is not None and len(own) == leaf.ndim else (None,) * leaf.ndim
+    own = next((axes for regex, axes in _AXES if re.fullmatch(f"(.*/)?{regex}", path)), ())
+    own = own if len(own) == leaf.ndim else (None,) * leaf.ndim
     return partitioning.AxisMetadata(names=own)
 
-  return _with_suffix(map_with_names(names, params))
-
-
-def _with_suffix(tree: Any) -> Any:
-  """Returns a tree whose leaves are called NAME_axes, as flax has them."""
-  if not isinstance(tree, Mapping):
-    return tree
-  is_leaf = lambda x: not isinstance(x, Mapping)
-  return {f"{k}_axes" if is_leaf(v) else k: _with_suffix(v) for k, v in tree.items()}
+  return nested({f"{path}_axes": names(path, leaf) for path, leaf in flatten(params)})
 
 
 # --- mixing ---------------------------------------------------------------------------------------
@@ -248,12 +215,12 @@ def mixed(
     mixup: see `Images`.
     cutmix: see `Images`.
   """
-  _refuse_odd(len(images))
   partner = lambda x: x.reshape(-1, 2, *x.shape[1:])[:, ::-1].reshape(x.shape)
   keys = jax.random.split(rng, 4)
   alpha = jnp.float32(mixup or 1.0)
   share = jax.random.beta(keys[0], alpha, alpha, dtype=jnp.float32)
   inside, area = _box(images.shape[1:3], keys[1], keys[2], cutmix or 1.0)
+  # Traced, so one program serves both; what is not shown costs a product.
   coin = jax.random.bernoulli(keys[3]) if mixup and cutmix else jnp.bool_(bool(cutmix))
   share = jnp.where(coin, 1 - area, share)
   boxed = jnp.where(inside[None, :, :, None], partner(images), images)
@@ -269,6 +236,7 @@ def _box(
   side = jnp.sqrt(1 - jax.random.beta(share_key, a, a, dtype=jnp.float32))
   sides = []
   for key, length in zip(jax.random.split(place_key), shape, strict=True):
+    # As in timm: a box at the edge is cut, and its share is what is left.
     half = (side * length).astype(jnp.int32) // 2
     center = jax.random.randint(key, (), 0, length)
     at = jnp.arange(length)
