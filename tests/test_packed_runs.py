@@ -124,7 +124,7 @@ def test_bench_takes_what_infer_takes(finalized, packed, tmp_path, capsys):
   for path in (finalized, packed):
     _, *flags = words("infer", path, tmp_path / "unused")
     page = tmp_path / f"{path.name}.html"
-    argv = ["bench", str(path), *flags, "--turns", "2", "--tokens", "3", "--json"]
+    argv = ["bench", str(path), *flags, "--turns", "3", "--tokens", "3", "--json"]
     # All that this machine has is measured of one of them.
     argv += ["--backend", "xla_scan"] if path == finalized else []
     assert cli.main([*argv, "--out", str(page)]) == 0

@@ -115,7 +115,7 @@ def test_a_report_of_such_a_run_knows_its_phases(tmp_path):
     "INITIAL_CHECKPOINT_PATH = '/gone/checkpoint_6'\n"
   )
   found = results.settings(tmp_path)
-  assert (found.start, found.dense_steps, found.finetune_steps) == (6, 10, 20)
+  assert (found.start, found.dense_steps, found.target) == (6, 10, 16)
   assert not [text for text in found.remarks if "PRETRAINED" in text]
   (phases,) = {recipe.phases for recipe in runs.rules_of(tmp_path).places.values()}
   assert (phases.dense, phases.finetune) == (10, 20)

@@ -74,13 +74,13 @@ def programs(run: Any) -> tuple[Any, Any]:
       model, train_state, batch, run._get_step_rng(train_state.step), run._num_microbatches,
       batch_spec,
     )  # fmt: skip
-    at = model.read(train_state.flax_mutables)
-    return metrics.before(train_state.params, rules, *at, grads)
+    step, state = model.read(train_state.flax_mutables)
+    return metrics.before(train_state.params, rules, step, state, grads)
 
   def after(train_state, seen):
-    at = model.read(train_state.flax_mutables)
+    params, (step, state) = train_state.params, model.read(train_state.flax_mutables)
     moments = second_moments(model.optimizer_def, train_state, rules)
-    return metrics.summary(train_state.params, rules, *at, None, moments, seen, per_place=per_place)
+    return metrics.summary(params, rules, step, state, None, moments, seen, per_place=per_place)
 
   return (
     partition(before, in_axis_resources=(axes, batch_spec), out_axis_resources=seen_spec),

@@ -106,7 +106,7 @@ class SparseTrainer(trainer.Trainer):
 
   def train(self, batch_iter, num_steps, start_step=None):
     """Trains as T5X's trainer does; measures every `metrics_every` steps, and writes samples."""
-    if not self.metrics_every:
+    if not (every := self.metrics_every):
       return super().train(batch_iter, num_steps, start_step)
     compiled = self._compiled_train_step
     plain = compiled or self._partitioned_train_step
@@ -119,7 +119,7 @@ class SparseTrainer(trainer.Trainer):
     def sampled(train_state, batch):
       nonlocal mine, step
       mine, step = mine + 1, step + 1
-      if mine % self.metrics_every:
+      if mine % every:
         return plain(train_state, batch)
       seen = before(train_state, batch)  # the step takes the memory of its train state
       new, found = plain(train_state, batch)
