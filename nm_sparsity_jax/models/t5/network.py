@@ -31,7 +31,7 @@ from nm_sparsity_jax.models.t5.attention import DECODED, PREPARED
 from nm_sparsity_jax.models.t5.config import T5Config
 from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION
 
-# What the backward pass does not compute again, beside the input of each layer.
+# What the backward pass does not compute again; it has the input of each layer.
 _REMAT: dict[str, Any] = {
   "minimal": keep.save_from_both_policies(
     keep.dots_with_no_batch_dims_saveable, keep.save_only_these_names("nm_mask")
