@@ -26,7 +26,7 @@ _KEYS: Mapping[str, type] = {
 }  # fmt: skip
 _SET_BY_SWEEP = {"PATTERN", "RANDOM_SEED", "DATA_SEED", "MODEL_DIR"}
 START = "start"  # the name of the dense runs that others start from
-_DENSE = dict.fromkeys(("BETA", "GRADIENT", "RECIPE_FIELDS"))  # a dense run refuses them
+_DENSE: Mapping[str, Any] = dict.fromkeys(("BETA", "GRADIENT", "RECIPE_FIELDS"))  # a dense run refuses them
 _FROM_SCRATCH = {
   "RECIPE": "dense", "DENSE_STEPS": 0, "FINETUNE_STEPS": 0, "INITIAL_CHECKPOINT_PATH": None,
 }  # fmt: skip
@@ -179,6 +179,5 @@ def _cell(
   words = [recipe, *([pattern.replace(":", "_")] if pattern else []), f"seed{seed}"]
   folder = out / "-".join(words)
   ours = {"PATTERN": pattern, "RANDOM_SEED": seed, "DATA_SEED": seed, "MODEL_DIR": str(folder)}
-  dense: Mapping[str, Any] = {} if pattern else _DENSE
-  macros = {**macros, **ours, **dense}
+  macros = {**macros, **ours, **({} if pattern else _DENSE)}
   return Cell(recipe=recipe, pattern=pattern, seed=seed, folder=folder, macros=macros, start=start)
