@@ -151,9 +151,9 @@ _GIN = "gin-config>=0.5.0"
 _JINJA = "jinja2>=3.1.6"
 
 CORE = [
-  "jax>=0.10.2",
-  "flax>=0.12.8",
-  "optax>=0.2.8",
+  "jax>=0.9.0",
+  "flax>=0.12.6",
+  "optax>=0.2.6",
   "numpy>=2.0",
   "packaging",  # `nm-sparsity doctor` compares versions
   "safetensors>=0.8.0",  # files of weights
@@ -232,6 +232,7 @@ DEV = [
   "pytest>=9.2",
   "pytest-xdist>=3.8",
   "hypothesis>=6.170",
+  "coverage>=7.6",
   "ruff==0.17.*",
   "pyright[nodejs]==1.1.414",
   "matplotlib",

@@ -155,7 +155,6 @@ class Cmudict(Task):
   """
 
   config: T5Config = _T5
-  symbols: int = _T5.vocab_size
   tests: int = 4096
   places: tuple[str, ...] = ("ff", "qkv", "o")
   examples: int = 128

@@ -1,22 +1,52 @@
-"""The file of results: a line of JSON a run. Any number of processes may work on one file.
-
-    processes -> [claim of a run] -> append -> file -> read -> records by run
-
-A claim is a lock on one byte of the file beside it. The system gives it back where a process dies.
-"""
+"""What the benchmark of recipes runs, and the file of results: a line of JSON a run."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from _recipes_rows import Run
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One way to train.
+
+  Attributes:
+    recipe: name of the recipe; "dense" where there is none.
+    gradient: the gradient mode, None where the recipe has but one.
+    dense: steps before the sparse ones, in percent of all.
+    finetune: steps at the end, with the target pattern and nothing else, in percent of all.
+    ff: whether the network has feed-forward layers at all.
+    lam: SR-STE's lambda, None for the library's.
+    rate: the largest learning rate, None for the task's.
+    constant: whether the rate stays there after the warm-up, instead of a cosine to 0.
+  """
+
+  recipe: str
+  gradient: str | None = None
+  dense: int = 10
+  finetune: int = 20
+  ff: bool = True
+  lam: float | None = None
+  rate: float | None = None
+  constant: bool = False
+
+  @property
+  def sparse(self) -> bool:
+    return self.recipe != "dense"
+
+
+class Run(NamedTuple):
+  """One line of the results. Rows without sparsity have the pattern "-"."""
+
+  task: str
+  pattern: str
+  budget: str
+  row: str
+  seed: int
 
 
 def read(path: pathlib.Path) -> tuple[dict[Run, dict[str, Any]], int]:
@@ -49,37 +79,3 @@ def append(path: pathlib.Path, record: dict[str, Any]) -> None:
       line = line if f.read(1) == b"\n" else "\n" + line
     f.write(line.encode())
     os.fsync(f.fileno())
-
-
-class Claims:
-  """What this process takes from a queue that others work on too.
-
-  The locks are those of POSIX: they are of a process, and all of them go when it closes the file.
-  So the file of the locks is not that of the results, which each line opens and closes.
-  """
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    self._file = open(path.with_name(f"{path.name}.lock"), "ab")
-
-  def take(self, run: Run) -> bool:
-    """Says whether the run is still to be done, and by nobody else: then it is this process's."""
-    place = int.from_bytes(hashlib.sha256(repr(run).encode()).digest()[:7])
-    try:
-      fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-    except (BlockingIOError, PermissionError):
-      return False
-    return run not in read(self._path)[0]  # after the claim: who had it before may be through
-
-  def close(self) -> None:
-    self._file.close()
-
-
-@contextlib.contextmanager
-def claims(path: pathlib.Path) -> Iterator[Claims]:
-  """Gives the claims of this process back at the end."""
-  made = Claims(path)
-  try:
-    yield made
-  finally:
-    made.close()

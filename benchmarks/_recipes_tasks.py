@@ -102,7 +102,6 @@ class Task:
   """What is learned, and by which network.
 
   Attributes:
-    symbols: that the network reads; 0 of pictures.
     tests: examples that it is scored on.
     places: what becomes sparse.
     start: dense steps that come first, once a seed, after which the optimizer begins anew.
@@ -111,7 +110,6 @@ class Task:
     packages: whose versions a record has beside the usual ones.
   """
 
-  symbols: int
   tests: int
   places: tuple[str, ...] = ("ff",)
   start: int = 0
@@ -170,6 +168,7 @@ class Task:
 class Bigram(Task):
   """y[t] = table[x[t - 1], x[t]], the table random: nothing to learn but its entries."""
 
+  symbols: int
   sizes: Sizes
   tests: int = 2048
 
@@ -216,7 +215,6 @@ class MiniMnli(Task):
 
   rows: int = 20_000
   length: int = 24
-  symbols: int = _T5.vocab_size
   tests: int = 2048
   places: tuple[str, ...] = ("ff", "qkv", "o")
   start: int = 2000
@@ -269,7 +267,6 @@ class Rebus(Task):
   initial weights and the pictures of training.
   """
 
-  symbols: int = 0
   tests: int = rebus.VALIDATION
   examples: int = 128
   rate: float = 2e-3

@@ -12,7 +12,6 @@ import functools
 import importlib.metadata
 import itertools
 import math
-import pathlib
 import platform
 import time
 from typing import Any, NamedTuple
@@ -29,21 +28,6 @@ import nm_sparsity_jax as nms
 TASKS = SMALL | {"cmudict": Cmudict()}
 SAMPLES = 20
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-
-
-def keep_programs(folder: pathlib.Path) -> None:
-  """Keeps what jax compiles in a folder, and takes from there what another process compiled.
-
-  A program that is loaded gives the bits of one that is compiled: jax names it by its code, its
-  options and the versions. Call it before the first program.
-  """
-  for name, value in {
-    "jax_compilation_cache_dir": str(folder),
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",  # names of programs know no folder then
-  }.items():
-    jax.config.update(name, value)
 
 
 def rules_of(places, row, pattern: str, steps: int) -> nms.Rules:
@@ -204,7 +188,6 @@ def train(
   return {
     "steps": steps,
     **scores,
-    "largest": _largest(task, data["test"][1]),
     "flops": training_flops(task, row, pattern, steps),
     "curve": {name: [_short(point[name]) for point in curve] for name in (curve or [{}])[0]},
     "versions": {"python": platform.python_version()}
@@ -241,13 +224,6 @@ def by_chance(task, row, params, data) -> dict[str, Any]:
 
 def _is_finite(tree) -> bool:
   return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
-
-
-def _largest(task, answers) -> float:
-  """Returns the share of the commonest answer."""
-  counted = task.counted(answers)
-  answers = answers if counted is None else answers[counted]
-  return float(np.bincount(np.ravel(answers)).max() / np.size(answers))
 
 
 def _short(x) -> float | int:

@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from _recipes_rows import Row, Run
+from _recipes_file import Row, Run
 
 FILE = pathlib.Path(__file__).with_name("study.toml")
 
@@ -93,6 +93,7 @@ class Study(NamedTuple):
     hypotheses: by name.
     seeds: cell of the tests -> its seeds, in the order of the queue.
     queue: every run, the most wanted first.
+    records: what runs found, as far as they are there.
   """
 
   declared: dict[str, Any]
@@ -102,6 +103,7 @@ class Study(NamedTuple):
   hypotheses: dict[str, Hypothesis]
   seeds: dict[Cell, tuple[int, ...]]
   queue: tuple[Run, ...]
+  records: Mapping[Run, Mapping[str, Any]] = {}
 
   def runs(self, cell: Cell) -> list[Run]:
     """Returns the runs of a cell of the tests."""
@@ -197,21 +199,21 @@ def study(path: pathlib.Path = FILE) -> Study:
   return Study(declared, sha256, rows, names, hypotheses, seeds, queue)
 
 
-def tuned(made: Study, recipe: str, records: Mapping[Run, Mapping[str, Any]]) -> str | None:
+def tuned(made: Study, recipe: str) -> str | None:
   """Returns the row of tuning with the least mean ln(cross-entropy); None before all are there."""
   mean = {}
   for name in made.tried[recipe]:
     runs = made.tuning_cell(name).runs(made.declared["tuning"]["seeds"])
-    if any(run not in records for run in runs):
+    if any(run not in made.records for run in runs):
       return None
-    mean[name] = statistics.fmean(math.log(records[run]["cross_entropy"]) for run in runs)
+    mean[name] = statistics.fmean(math.log(made.records[run]["cross_entropy"]) for run in runs)
   return min(mean, key=mean.__getitem__)
 
 
-def row_of(made: Study, name: str, records: Mapping[Run, Mapping[str, Any]]) -> Row | None:
+def row_of(made: Study, name: str) -> Row | None:
   """Returns how a row trains; None for a tuned one whose tuning is not over."""
   recipe, _, word = name.rpartition(", ")
   if word != "tuned":
     return made.rows[name]
-  best = tuned(made, recipe, records)
+  best = tuned(made, recipe)
   return best and made.rows[best]

@@ -5,9 +5,7 @@ records -> [verdicts], cells -> [pages] -> lines of Markdown -> [fill] -> a page
 
 from __future__ import annotations
 
-import json
 import math
-import pathlib
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +13,8 @@ from typing import Any
 
 import _study_statistics as statistic
 from _study import Cell, Contrast, Pair, Study, tuned
-from _study_statistics import Records, Shown, Verdict
+from _study_statistics import Shown, Verdict
 
-SPEEDS = pathlib.Path(__file__).with_name("results") / "packed_cpu.json"
 TASKS = {
   "bigram80": "80 symbols",
   "bigram160": "160 symbols",
@@ -26,6 +23,7 @@ TASKS = {
 }
 WORDS = ("cmudict", "1000")  # task and budget of the words that are held out
 PATTERNS = ("1:8", "1:16")
+RATES = (1e-3, 4e-3)  # of tuning
 BASE = "sr_ste, 10 % dense"
 LINEAR = "mdgf_linear, masked, 50 % fine-tuning"
 EXPONENTIAL = "mdgf_exponential, masked"
@@ -113,117 +111,64 @@ def word_cell(row: str, pattern: str) -> Cell:
   return Cell(task, pattern if row != "dense" else "-", budget, row)
 
 
-def wrong_phonemes(
-  row: str, pattern: str, records: Records, study: Study
-) -> tuple[float, float, float]:
+def wrong_phonemes(row: str, pattern: str, study: Study) -> tuple[float, float, float]:
   """Returns the percent of wrong phonemes of a row, and its interval of 95 %."""
   cell = word_cell(row, pattern)
-  logs = [*statistic.of_seeds(cell, "ln phoneme error rate", records, study).values()]
+  logs = [*statistic.of_seeds(cell, "ln phoneme error rate", study).values()]
   low, high = statistic.interval(logs, study.declared["level"])
   return tuple(100 * math.exp(x) for x in (statistics.fmean(logs), low, high))
 
 
-def price(row: str, pattern: str, records: Records, study: Study) -> float:
+def price(row: str, pattern: str, study: Study) -> float:
   """Returns the training FLOPs of a row over those of dense."""
-  flops = lambda cell: records[study.runs(cell)[0]]["flops"]
+  flops = lambda cell: study.records[study.runs(cell)[0]]["flops"]
   return flops(word_cell(row, pattern)) / flops(word_cell("dense", "-"))
 
 
-def packed_share(pattern: str) -> float:
-  """Returns the bytes of a packed float32 kernel over those of the dense one."""
-  import nm_sparsity_jax as nms
-  from nm_sparsity_jax.core import packed
-  from nm_sparsity_jax.core.groups import Groups
-
-  size = packed.sizes(packed.like(nms.NM.parse(pattern), Groups((128, 512), 0), "float32"))
-  return size.total / size.dense
-
-
-def choice(records: Records, study: Study) -> list[str]:
+def choice(study: Study) -> list[str]:
   """Returns the table of choice, on words that are held out."""
   lines = []
   for row, phases in CHOICE.items():
     cells = []
     for pattern in PATTERNS:
-      mean, low, high = wrong_phonemes(row, pattern, records, study)
+      mean, low, high = wrong_phonemes(row, pattern, study)
       cells += [f"{mean:.1f} ({low:.1f} to {high:.1f})"]
-      cells += [f"{price(row, pattern, records, study):.2f}"]
+      cells += [f"{price(row, pattern, study):.2f}"]
     code = f'`"{row.partition(",")[0]}"`, `Phases(total=T, {phases})`' if phases else ""
     lines.append([label(row), *cells, code])
-  speeds = {
-    (r["pattern"], r["rows"]): f"{r['mean']:.1f} ({r['least']:.1f})"
-    for r in json.loads(SPEEDS.read_text("utf8"))["ratios"]
-    if r["backend"] == "cpu_ffi"
-  }
-  sizes = [cell for p in PATTERNS for cell in (f"{100 * packed_share(p):.1f} %", "")]
-  lines.append(["*packed kernels, of dense bytes*", *sizes, "`nm-sparsity pack`"])
-  for rows, name in ((1, "*product with 1 row, times faster*"), (128, "*with 128 rows*")):
-    lines.append([name, *(c for p in PATTERNS for c in (speeds[p, rows], "")), ""])
   head = ["", *(h for p in PATTERNS for h in (f"{p}: wrong phonemes, %", "FLOPs"))]
   return table([*head, "recipe and phases"], lines)
 
 
-def explored(records: Records, study: Study) -> list[str]:
-  """Returns what the records of words show beside the hypotheses: nobody declared it."""
+def explored(study: Study) -> list[str]:
+  """Returns contrasts of words that no hypothesis asked."""
   pair = lambda row, over, p: Pair(word_cell(row, p), word_cell(over, p))
-  contrast = lambda pair, beyond: Contrast(pair, beyond, "ln phoneme error rate", "less")
-  closed, against = [], []
-  for pattern in PATTERNS:
-    mean = lambda row, pattern=pattern: wrong_phonemes(row, pattern, records, study)[0]
-    gap = (mean(CONTROL) - mean(LINEAR)) / (mean(CONTROL) - mean("dense"))
-    closed.append(f"{100 * gap:.0f} % at {pattern}")
-    (shown,) = statistic.family(
-      [contrast(pair(LINEAR, EXPONENTIAL, pattern), None)], records, study
-    )
-    flops = price(LINEAR, pattern, records, study) / price(EXPONENTIAL, pattern, records, study)
-    less = sum(x < 0 for x in shown.differences.values())
-    against.append(
-      f"{mean_of(shown)} at {pattern} (less in {less} of 8 seeds, {flops:.2f} of its FLOPs)"
-    )
+  contrast = lambda pair, beyond=None: Contrast(pair, beyond, "ln phoneme error rate", "less")
   low, high = PATTERNS
-  grows = statistic.family(
-    [
-      contrast(pair(row, over, high), pair(row, over, low))
-      for row, over in ((LINEAR, CONTROL), (EXPONENTIAL, "sr_ste, 19 % dense"))
-    ],
-    records,
-    study,
-  )
-  said = " and ".join(
-    f"{mean_of(each)} of `{name}`, p {show_p(each.p)}"
-    for each, name in zip(grows, ("mdgf_linear", "mdgf_exponential"), strict=True)
-  )
-  controls = {"1:8": "sr_ste, 24 % dense", "1:16": "sr_ste, 23 % dense"}
-  own = [f"{wrong_phonemes(controls[p], p, records, study)[0]:.1f} % at {p}" for p in PATTERNS]
-  return [
-    f"`sdgf_stepwise` ran on eight other seeds, where its control has {' and '.join(own)}.",
-    "",
-    "Exploratory, since no hypothesis asked it:",
-    "",
-    f"- `mdgf_linear` with half of the steps at its pattern closes {' and '.join(closed)} of the "
-    "gap between its control and dense.",
-    f"- Over `mdgf_exponential` it has {', and '.join(against)}.",
-    f"- From {low} to {high} the ratio over the control changes by {said}.",
-  ]
+  families = [[contrast(pair(LINEAR, EXPONENTIAL, pattern))] for pattern in PATTERNS]
+  controls = ((LINEAR, CONTROL), (EXPONENTIAL, "sr_ste, 19 % dense"))
+  families += [[contrast(pair(*rows, high), pair(*rows, low)) for rows in controls]]
+  found = [shown for family in families for shown in statistic.family(family, study)]
+  return table(CONTRAST_HEAD, [contrast_line("", shown) for shown in found])
 
 
-def tuned_losses(recipe: str, records: Records, study: Study, **fixed: Any) -> list[float]:
+def tuned_losses(recipe: str, study: Study, **fixed: Any) -> list[float]:
   """Returns the cross-entropies, by seed, of the best setting of tuning that has those values."""
   seeds = study.declared["tuning"]["seeds"]
   found = [
-    [records[run]["cross_entropy"] for run in study.tuning_cell(name).runs(seeds)]
+    [study.records[run]["cross_entropy"] for run in study.tuning_cell(name).runs(seeds)]
     for name in study.tried[recipe]
     if all(getattr(study.rows[name], key) == wanted for key, wanted in fixed.items())
   ]
   return min(found, key=statistics.geometric_mean)
 
 
-def lambda_lines(records: Records, study: Study) -> list[str]:
+def lambda_lines(study: Study) -> list[str]:
   """Returns the pair of LINEAR and CONTROL at each lambda that was tried."""
-  linear = tuned_losses("mdgf_linear", records, study, rate=4e-3, dense=10, finetune=50)
+  linear = tuned_losses("mdgf_linear", study, rate=RATES[1], dense=10, finetune=50)
   lines = []
   for lam in study.declared["tuning"]["recipes"]["sr_ste"]["grid"]["lam"]:
-    over = tuned_losses("sr_ste", records, study, rate=4e-3, dense=30, lam=lam)
+    over = tuned_losses("sr_ste", study, rate=RATES[1], dense=30, lam=lam)
     ratios = [a / b for a, b in zip(linear, over, strict=True)]
     mean = statistics.geometric_mean(ratios)
     lines.append([f"{lam:g}", f"{mean:.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"])
@@ -231,33 +176,19 @@ def lambda_lines(records: Records, study: Study) -> list[str]:
   return table(head, lines)
 
 
-def tuning(records: Records, study: Study) -> list[str]:
-  """Returns the warning: what the rate and lambda are worth beside the recipe."""
-  best = lambda recipe, rate: statistics.geometric_mean(
-    tuned_losses(recipe, records, study, rate=rate)
-  )
-  rates = [f"{best(each, 1e-3) / best(each, 4e-3):.0f} (`{each}`)" for each in study.tried]
-  chosen = {recipe: study.rows[tuned(study, recipe, records)] for recipe in study.tried}
-  grid = study.declared["tuning"]["recipes"]["sr_ste"]["grid"]
-  at_edge = sum(row.rate == max(grid["rate"]) for row in chosen.values())
-  h3 = statistic.verdict(study.hypotheses["H3"], records, study)
-  ratios = [f"{mean_of(s)} of `{s.contrast.pair.row.row.partition(',')[0]}`" for s in h3.shown]
-  box = [
-    "**Tune the learning rate and SR-STE's lambda before you choose a recipe.** H7, H8 and H11 to",
-    "H13 run `sr_ste` at lambda 0.0002, which is nearly a plain straight-through mask. Our own",
-    "tuning (80 symbols, 1:16, rate 4e-3, exploratory) turns a pair of theirs around,",
-    f"`{label(LINEAR)}` over `{CONTROL}`:",
-    "",
-    *lambda_lines(records, study),
-    "",
-    f"A rate of 4e-3 in place of 1e-3 divides the best cross-entropy by {', '.join(rates)}.",
-    "With each recipe at its best setting, on fresh seeds, the ratios over `sr_ste` are",
-    f"{' and '.join(ratios)} (H3, {h3.word}).",
-    f"{at_edge} of {len(chosen)} recipes chose the largest rate of the grid, and `sr_ste` chose",
-    f"lambda {chosen['sr_ste'].lam:g} of at most {max(grid['lam']):g}, so better settings may lie",
-    "beyond. On words nothing was tuned.",
-  ]
-  return [f"> {line}".rstrip() for line in box]
+def tuning(study: Study) -> list[str]:
+  """Returns what the rate is worth, and each recipe at its best setting, on fresh seeds."""
+  h3 = statistic.verdict(study.hypotheses["H3"], study)
+  over = {shown.contrast.pair.row.row: mean_of(shown) for shown in h3.shown}
+  lines = []
+  for recipe in study.tried:
+    low, high = (statistics.geometric_mean(tuned_losses(recipe, study, rate=r)) for r in RATES)
+    best = study.rows[tuned(study, recipe)]
+    lam = "" if best.lam is None else f"{best.lam:g}"
+    cells = [f"{low / high:.0f}", f"{best.rate:g}", lam, over.get(f"{recipe}, tuned", "")]
+    lines.append([f"`{recipe}`", *cells])
+  gain = "cross-entropy at {:g} over that at {:g}".format(*RATES)
+  return table(("recipe", gain, "best rate", "best lambda", "then over `sr_ste` (H3)"), lines)
 
 
 def largest(verdict: Verdict) -> str:
@@ -291,32 +222,33 @@ def claims(verdicts: Sequence[Verdict]) -> list[str]:
   return table(("the claim", "here", "read it with"), lines)
 
 
+CONTRAST_HEAD = ("", "contrast", "of", "expected", "mean (interval)", "less in", "p", "it")
+
+
+def contrast_line(name: str, shown: Shown) -> list[str]:
+  """Returns the cells of a contrast. Without its whole family it has no p and no word."""
+  d, contrast = shown.differences.values(), shown.contrast
+  cells = [name, name_of(contrast), contrast.measure.removeprefix("ln "), contrast.expect]
+  if shown.p is None:
+    return [*cells, "missing", f"{len(d)} seeds", "", "missing"]
+  less = f"{sum(x < 0 for x in d)} of {len(d)}"
+  return [*cells, mean_of(shown), less, show_p(shown.p), shown.says]
+
+
 def contrasts(verdicts: Sequence[Verdict]) -> list[str]:
-  """Returns a line for each contrast. Without its whole family none has a p or a word."""
-  lines = []
-  for verdict in verdicts:
-    for shown in verdict.shown:
-      d = shown.differences.values()
-      cells = [verdict.hypothesis.name, name_of(shown.contrast)]
-      cells += [shown.contrast.measure.removeprefix("ln "), shown.contrast.expect]
-      if shown.p is None:
-        lines.append([*cells, "missing", f"{len(d)} seeds", "", "missing"])
-        continue
-      less = f"{sum(x < 0 for x in d)} of {len(d)}"
-      lines.append([*cells, mean_of(shown), less, show_p(shown.p), shown.says])
-  head = ("", "contrast", "of", "expected", "mean (interval)", "less in", "p", "it")
-  return table(head, lines)
+  lines = [contrast_line(v.hypothesis.name, shown) for v in verdicts for shown in v.shown]
+  return table(CONTRAST_HEAD, lines)
 
 
-def cells(verdicts: Sequence[Verdict], records: Records, study: Study) -> list[str]:
+def cells(verdicts: Sequence[Verdict], study: Study) -> list[str]:
   """Returns a line for each cell of the hypotheses whose task ranks, once it has a run."""
   asked = (c for v in verdicts if "is rejected" not in v.why for c in v.hypothesis.cells)
   lines = []
   for cell in dict.fromkeys(asked):
-    found = [records[run] for run in study.runs(cell) if run in records]
+    found = [study.records[run] for run in study.runs(cell) if run in study.records]
     if not found:
       continue
-    noise = statistic.of_seeds(cell, "ln noise", records, study)
+    noise = statistic.of_seeds(cell, "ln noise", study)
     wrong = "phoneme_error_rate"
     lines.append([
       TASKS[cell.task], cell.pattern, label(cell.row), str(found[0]["steps"]), str(len(found)),
@@ -333,7 +265,7 @@ def cells(verdicts: Sequence[Verdict], records: Records, study: Study) -> list[s
   return table(head, lines)
 
 
-def rebus(records: Records, study: Study) -> list[str]:
+def rebus(study: Study) -> list[str]:
   """Returns the table of the ViT on generated pictures, with its declared family of pairs."""
   from recipes import MATCHED, REBUS, REBUS_SEEDS
 
@@ -343,12 +275,12 @@ def rebus(records: Records, study: Study) -> list[str]:
   study = study._replace(seeds=dict.fromkeys(rows.values(), tuple(REBUS_SEEDS)))
   asked = [(row, BASE) for row in (*MATCHED, "one_shot")] + [*MATCHED.items()]
   family = [Contrast(Pair(rows[a], rows[b]), None, "points", "more") for a, b in asked]
-  shown = statistic.family(family, records, study)
+  shown = statistic.family(family, study)
   said = {pair: f"{mean_of(s)}, p {show_p(s.p)}" for pair, s in zip(asked, shown, strict=True)}
-  flops = lambda cell: records[study.runs(cell)[0]]["flops"]
+  flops = lambda cell: study.records[study.runs(cell)[0]]["flops"]
   lines = []
   for row, each in rows.items():
-    x = [*statistic.of_seeds(each, "points", records, study).values()]
+    x = [*statistic.of_seeds(each, "points", study).values()]
     low, high = statistic.interval(x, study.declared["level"])
     control = MATCHED.get(row, "")
     lines.append([
@@ -361,24 +293,24 @@ def rebus(records: Records, study: Study) -> list[str]:
   return table(head, lines)
 
 
-def readme(records: Records, study: Study) -> list[str]:
+def readme(study: Study) -> list[str]:
   """Returns README's lines: the best row of each pattern that was run on held-out words."""
   lines = []
   for pattern in PATTERNS:
-    of = lambda row, pattern=pattern: wrong_phonemes(row, pattern, records, study)
+    of = lambda row, pattern=pattern: wrong_phonemes(row, pattern, study)
     best = min((LINEAR, EXPONENTIAL), key=of)
     mean, low, high = of(best)
     lines.append(
       f"- **{pattern}:** `{label(best)}` has {mean:.1f} % wrong phonemes ({low:.1f} to {high:.1f}) "
-      f"for {price(best, pattern, records, study):.2f} of the training FLOPs of dense. `sr_ste` "
+      f"for {price(best, pattern, study):.2f} of the training FLOPs of dense. `sr_ste` "
       f"that is dense for as long has {of(CONTROL)[0]:.1f} %, and dense {of('dense')[0]:.1f} %."
     )
   return lines
 
 
-def amount(records: Records, study: Study) -> list[str]:
+def amount(study: Study) -> list[str]:
   """Says how many of the declared runs are there."""
-  mine = [records[run] for run in study.queue if run in records]
+  mine = [study.records[run] for run in study.queue if run in study.records]
   hours = sum(record["seconds"] for record in mine) / 3600
   lost = sum(record.get("diverged", False) for record in mine)
   return [
@@ -387,18 +319,19 @@ def amount(records: Records, study: Study) -> list[str]:
   ]
 
 
-def pages(records: Records, study: Study) -> dict[str, dict[str, list[str]]]:
+def pages(study: Study) -> dict[str, dict[str, list[str]]]:
   """Returns page -> part -> its lines."""
-  verdicts = statistic.verdicts(records, study)
+  verdicts = statistic.verdicts(study)
   results = {
-    "amount": amount(records, study),
-    "choice": choice(records, study),
-    "explored": explored(records, study),
-    "tuning": tuning(records, study),
+    "amount": amount(study),
+    "choice": choice(study),
+    "explored": explored(study),
+    "lambda": lambda_lines(study),
+    "tuning": tuning(study),
     "verdicts": verdict_lines(verdicts),
     "claims": claims(verdicts),
-    "rebus": rebus(records, study),
+    "rebus": rebus(study),
     "contrasts": contrasts(verdicts),
-    "cells": cells(verdicts, records, study),
+    "cells": cells(verdicts, study),
   }
-  return {"docs/results.md": results, "README.md": {"words": readme(records, study)}}
+  return {"docs/results.md": results, "README.md": {"words": readme(study)}}

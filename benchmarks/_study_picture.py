@@ -29,11 +29,11 @@ STYLE = {
 }
 
 
-def contrasts(records: statistic.Records, study: Study) -> Figure:
+def contrasts(study: Study) -> Figure:
   """Returns the forest plot: factors of all contrasts of the hypotheses that are decided."""
   shown = [
     (verdict.hypothesis.name, each)
-    for verdict in statistic.verdicts(records, study)
+    for verdict in statistic.verdicts(study)
     if verdict.word != "not decided"
     for each in verdict.shown
     if each.contrast.measure != "points"
@@ -63,13 +63,13 @@ def contrasts(records: statistic.Records, study: Study) -> Figure:
   return figure
 
 
-def price(records: statistic.Records, study: Study) -> Figure:
+def price(study: Study) -> Figure:
   """Returns wrong phonemes over training FLOPs, one panel for each pattern."""
   figure = Figure(figsize=(9.5, 3.6), layout="constrained")
   for axes, pattern in zip(figure.subplots(1, 2, sharey=True), page.PATTERNS, strict=True):
     for row in page.CHOICE:
-      mean, low, high = page.wrong_phonemes(row, pattern, records, study)
-      x, colour = page.price(row, pattern, records, study), COLOURS[row.partition(",")[0]]
+      mean, low, high = page.wrong_phonemes(row, pattern, study)
+      x, colour = page.price(row, pattern, study), COLOURS[row.partition(",")[0]]
       axes.errorbar(
         x, mean, yerr=[[mean - low], [high - mean]], fmt="o", capsize=3, color=colour,
         mfc="white" if row == page.BASE else colour, label=page.label(row),
@@ -85,8 +85,8 @@ def price(records: statistic.Records, study: Study) -> Figure:
   return figure
 
 
-def write(folder: pathlib.Path, records: statistic.Records, study: Study) -> None:
+def write(folder: pathlib.Path, study: Study) -> None:
   """Writes both pictures."""
   with matplotlib.rc_context(STYLE):
     for name, draw in (("study_contrasts.svg", contrasts), ("recipes.svg", price)):
-      draw(records, study).savefig(folder / name, metadata={"Date": None})
+      draw(study).savefig(folder / name, metadata={"Date": None})

@@ -14,11 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from _recipes_rows import Run
 from _study import Cell, Contrast, Gate, Hypothesis, Pair, Study
 from scipy import stats
-
-Records = Mapping[Run, Mapping[str, Any]]
 
 
 class Shown(NamedTuple):
@@ -108,23 +105,23 @@ def value(record: Mapping[str, Any], measure: str, task: str, study: Study) -> f
   return math.log(record[measure.removeprefix("ln ").replace(" ", "_").replace("-", "_")])
 
 
-def of_seeds(cell: Cell, measure: str, records: Records, study: Study) -> dict[int, float]:
+def of_seeds(cell: Cell, measure: str, study: Study) -> dict[int, float]:
   """Returns seed -> what is measured, of the runs that are there and have it."""
-  runs = [run for run in study.runs(cell) if run in records]
-  found = {run.seed: value(records[run], measure, cell.task, study) for run in runs}
+  runs = [run for run in study.runs(cell) if run in study.records]
+  found = {run.seed: value(study.records[run], measure, cell.task, study) for run in runs}
   return {seed: x for seed, x in found.items() if x is not None}
 
 
-def _pair(pair: Pair, measure: str, records: Records, study: Study) -> dict[int, float]:
-  row, over = (of_seeds(cell, measure, records, study) for cell in pair)
+def _pair(pair: Pair, measure: str, study: Study) -> dict[int, float]:
+  row, over = (of_seeds(cell, measure, study) for cell in pair)
   return {seed: row[seed] - over[seed] for seed in row if seed in over}
 
 
-def differences(contrast: Contrast, records: Records, study: Study) -> dict[int, float]:
+def differences(contrast: Contrast, study: Study) -> dict[int, float]:
   """Returns seed -> difference: each seed of a row against the same seed of the other."""
-  found = _pair(contrast.pair, contrast.measure, records, study)
+  found = _pair(contrast.pair, contrast.measure, study)
   if contrast.beyond:
-    less = _pair(contrast.beyond, contrast.measure, records, study)
+    less = _pair(contrast.beyond, contrast.measure, study)
     found = {seed: x - less[seed] for seed, x in found.items() if seed in less}
   return found
 
@@ -145,9 +142,9 @@ def says(shown: Shown, study: Study) -> str:
   return "holds" if is_told and mean < 0 else "open"
 
 
-def family(contrasts: Sequence[Contrast], records: Records, study: Study) -> tuple[Shown, ...]:
+def family(contrasts: Sequence[Contrast], study: Study) -> tuple[Shown, ...]:
   """Returns what the contrasts of one family show, corrected for all of them."""
-  found = [differences(contrast, records, study) for contrast in contrasts]
+  found = [differences(contrast, study) for contrast in contrasts]
   seeds = study.seeds[contrasts[0].pair.row]
   is_whole = all(d.keys() == set(seeds) for d in found)
   ps = max_t([[d[seed] for d in found] for seed in seeds]) if is_whole else [None] * len(found)
@@ -161,25 +158,25 @@ def family(contrasts: Sequence[Contrast], records: Records, study: Study) -> tup
   return tuple(shown)
 
 
-def behind(gate: Gate, records: Records, study: Study) -> float | None:
+def behind(gate: Gate, study: Study) -> float | None:
   """Returns the points by which a gate's row is behind; None before all of its runs are there."""
-  d = _pair(gate.pair, "points", records, study)
+  d = _pair(gate.pair, "points", study)
   is_whole = len(d) == len(study.seeds[gate.pair.row])
   return 0.0 - statistics.fmean(d.values()) if is_whole else None
 
 
-def verdict(hypothesis: Hypothesis, records: Records, study: Study) -> Verdict:
+def verdict(hypothesis: Hypothesis, study: Study) -> Verdict:
   """Returns what a hypothesis comes to; nothing is decided before all of its runs are there."""
   runs = [run for cell in hypothesis.cells for run in study.runs(cell)]
-  there = sum(run in records for run in runs)
-  shown = family(hypothesis.contrasts, records, study)
+  there = sum(run in study.records for run in runs)
+  shown = family(hypothesis.contrasts, study)
   word, why = decided(hypothesis.needs, [each.says for each in shown])
   if there < len(runs):
     return Verdict(hypothesis, "not decided", f"{there} of {len(runs)} runs are there", shown)
   if any(each.says == "missing" for each in shown):
     return Verdict(hypothesis, "not decided", "some runs never have what is measured", shown)
   for gate in hypothesis.gates:
-    gap = behind(gate, records, study)
+    gap = behind(gate, study)
     if gap is None or gap < gate.points:
       why = f"the task is rejected: {_closed(gate, gap)} ({why})"
       return Verdict(hypothesis, "not decided", why, shown)
@@ -205,6 +202,6 @@ def decided(needs: str, words: Sequence[str]) -> tuple[str, str]:
   return "supported" if supported else "contradicted" if contradicted else "not decided", why
 
 
-def verdicts(records: Records, study: Study) -> list[Verdict]:
+def verdicts(study: Study) -> list[Verdict]:
   """Returns all verdicts in the order of study.toml."""
-  return [verdict(each, records, study) for each in study.hypotheses.values()]
+  return [verdict(each, study) for each in study.hypotheses.values()]

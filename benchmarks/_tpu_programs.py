@@ -2,15 +2,14 @@
 
     devices, T5.1.1, recipe -> [train step, evaluation, decoding, metrics] -> lowered, not compiled
 
-Those of the local runner, and those of T5X with its partitioner, trainer and Adafactor.
+Those of the local runner, and those of T5X with its partitioner, trainer and Adafactor. `args` are
+the flags of tpu.py.
 """
 
 from __future__ import annotations
 
-import functools
-import pathlib
-import sys
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.models.t5 import network
 
 PHASES = nms.Phases(total=1000, dense=100, finetune=200)
 BATCH, INPUTS, TARGETS = 128, 512, 64  # rows, and tokens of a row
@@ -29,70 +29,35 @@ LENGTHS = {
 }
 
 
-class Setting(NamedTuple):
-  """What a program is compiled for.
-
-  Attributes:
-    devices: of the topology.
-    size: of T5.1.1.
-    recipe: of the FF kernels.
-    microbatches: parts of the batch in the train step.
-    partitions: devices that share each weight; the others share the batch.
-    scan: whether the layers are scanned.
-    remat: the policy of the network.
-    plain: leave our kernel out.
-  """
-
-  devices: Any
-  size: str
-  recipe: nms.Recipe
-  microbatches: int = 1
-  partitions: int = 1
-  scan: bool = True
-  remat: str = "none"
-  plain: bool = False
-
-  @property
-  def rules(self) -> nms.Rules:
-    """Returns the rules: all FF kernels."""
-    return nms.Rules({"ff": self.recipe})
-
-
 def _tokens(sharding: Any) -> dict[str, jax.ShapeDtypeStruct]:
   make = lambda n: jax.ShapeDtypeStruct((BATCH, n), jnp.int32, sharding=sharding)
   return {name: make(n) for name, n in LENGTHS.items()}
 
 
-# --- the local runner -----------------------------------------------------------------------------
+def _config(args: Any) -> network.T5Config:
+  return network.T5Config.t5_1_1(
+    args.size, dtype="bfloat16", scan_layers=args.scan, remat_policy=args.remat
+  )
 
 
 class Local:
   """The programs of the local runner."""
 
-  def __init__(self, setting: Setting):
-    from nm_sparsity_jax.models.t5 import network
+  def __init__(self, args: Any, devices: Any, recipe: nms.Recipe):
     from nm_sparsity_jax.trainer.step import Model
     from nm_sparsity_jax.trainer.workloads.t5 import T5
 
-    self.setting, self.tx = setting, optax.adafactor(1e-3)
-    config = network.T5Config.t5_1_1(
-      setting.size, dtype=jnp.bfloat16, scan_layers=setting.scan, remat_policy=setting.remat
-    )
-    self.model = model = Model(
-      T5(network.Transformer(config)),
-      setting.rules,
-      num_partitions=setting.partitions,
-      devices=setting.devices,
-    )
-    if setting.plain:
-      model.rules = model.rules.with_shardings({})
-    self.state = model.state_like(self.tx)
-    self.batch = _tokens(NamedSharding(model.mesh, PartitionSpec("data")))
+    self.microbatches, self.tx = args.microbatches, optax.adafactor(1e-3)
+    workload, rules = T5(network.Transformer(_config(args))), nms.Rules({"ff": recipe})
+    self.model = Model(workload, rules, num_partitions=args.partitions, devices=devices)
+    if args.plain:
+      self.model.rules = self.model.rules.with_shardings({})
+    self.state = self.model.state_like(self.tx)
+    self.batch = _tokens(NamedSharding(self.model.mesh, PartitionSpec("data")))
 
   def step(self):
     """Returns the train step."""
-    key = jax.random.PRNGKey(0)
-    step = self.model.train_step(self.tx, key, self.setting.microbatches)
+    step = self.model.train_step(self.tx, jax.random.PRNGKey(0), self.microbatches)
     return step.lower(self.state, self.batch)
 
   def eval(self):
@@ -103,70 +68,34 @@ class Local:
     """Returns the greedy decoding of a batch."""
     from nm_sparsity_jax.trainer.workloads import decoding
 
-    network: Any = self.model.workload.network
+    module: Any = self.model.workload.network
 
     def run(params, inputs):
-      return decoding.greedy(network, params, inputs, TARGETS, 1)
+      return decoding.greedy(module, params, inputs, TARGETS, 1)
 
     return self.model.jit(run).lower(self.state.params, self.batch["encoder_input_tokens"])
 
   def metrics(self):
     """Returns the first program of a sampled step, which takes the gradient a second time."""
-    before, _ = self.model.samplers(jax.random.PRNGKey(0), self.setting.microbatches)
+    before, _ = self.model.samplers(jax.random.PRNGKey(0), self.microbatches)
     return before.lower(self.state, self.batch)
-
-
-# --- T5X ------------------------------------------------------------------------------------------
 
 
 class T5X:
   """The programs of T5X, for its own network: dense as it is, else made sparse."""
 
-  def __init__(self, setting: Setting):
-    sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
-    import t5x_found
+  def __init__(self, args: Any, devices: Any, recipe: nms.Recipe):
+    import _t5x
+    from t5x.examples.scalable_t5 import network as scanned
+    from t5x.examples.t5 import network as plain
 
-    if why := t5x_found.why_not():
-      sys.exit(f"error: {why}")
-    import seqio
-    from t5x import adafactor, decoding, models
-
-    from nm_sparsity_jax.integrations import t5x as t5x_adapter
     from nm_sparsity_jax.integrations.t5x.ahead import Ahead
 
-    factors = adafactor.standard_logical_factor_rules()
-    network = self._network(setting)
-    vocabulary = seqio.PassThroughVocabulary(network.config.vocab_size, eos_id=-1)
-    model = models.EncoderDecoderModel(
-      module=network,
-      input_vocabulary=vocabulary,
-      output_vocabulary=vocabulary,
-      optimizer_def=adafactor.Adafactor(decay_rate=0.8, logical_factor_rules=factors),
-      decode_fn=functools.partial(decoding.temperature_sample, temperature=0.0),
-    )
-    if setting.recipe.name != "dense":
-      model = t5x_adapter.sparse(model, setting.rules)
-    batch, parts = _tokens(None), setting.microbatches
-    self.ahead = Ahead(model, setting.devices, batch, setting.partitions, parts)
-
-  @staticmethod
-  def _network(setting: Setting) -> Any:
-    """Returns T5X's network."""
-    from nm_sparsity_jax.models.t5 import network as ours
-
-    sizes = ours.T5Config.t5_1_1(setting.size)
-    names = (
-      "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "dropout_rate",
-      "num_encoder_layers", "num_decoder_layers", "mlp_activations", "logits_via_embedding",
-    )  # fmt: skip
-    known: dict[str, Any] = {name: getattr(sizes, name) for name in names}
-    if setting.scan:
-      from t5x.examples.scalable_t5 import network as theirs
-
-      known |= dict(scan_layers=True, remat_policy=setting.remat)
-    else:
-      from t5x.examples.t5 import network as theirs
-    return theirs.Transformer(theirs.T5Config(**known, dtype="bfloat16"))
+    theirs, config = scanned if args.scan else plain, _config(args)
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(theirs.T5Config)}
+    rules = None if recipe.name == "dense" else nms.Rules({"ff": recipe})
+    self.model = _t5x.model(theirs.Transformer(theirs.T5Config(**fields)), rules)
+    self.ahead = Ahead(self.model, devices, _tokens(None), args.partitions, args.microbatches)
 
   def step(self):
     """Returns the train step of T5X's trainer."""
@@ -174,8 +103,18 @@ class T5X:
 
   def eval(self):
     """Returns the evaluation step of T5X's trainer."""
-    return self.ahead.eval_step()
+    return self.ahead.lower(self.ahead.trainer._partitioned_eval_step)
 
   def decode(self):
     """Returns greedy decoding as T5X's inference does it."""
-    return self.ahead.decoding()
+    partitioner = self.ahead.partitioner
+
+    def run(state, batch):
+      mutables = {"flax_mutables": state.flax_mutables} if state.flax_mutables else {}
+      return self.model.predict_batch(state.params, batch, **mutables)
+
+    specs = partitioner.data_partition_spec
+    program = partitioner.partition(
+      run, in_axis_resources=(self.ahead.axes, specs), out_axis_resources=specs
+    )
+    return self.ahead.lower(program)

@@ -1,7 +1,7 @@
 """Which recipe to use: rows paired by seed, as benchmarks/study.toml declares them.
 
     python benchmarks/recipes.py --out STUDY.jsonl                 all runs, on one core
-    python benchmarks/recipes.py --out STUDY.jsonl --worker 0/2    half of them; 1/2 elsewhere
+    python benchmarks/recipes.py --out STUDY.jsonl --worker 0/2    half of them; 1/2 beside it
     python benchmarks/recipes.py --out R.jsonl --task rebus        a ViT on generated pictures
     python benchmarks/recipes.py --list
     python benchmarks/recipes.py --report       committed records -> docs/results.md, README
@@ -12,7 +12,7 @@ A budget is a number of steps, or "1600 flops": the steps that cost what 1600 de
 and `no_ff` (no feed-forward layers) show how much there is to win.
 
 A run depends on its line alone: it has one thread, so the same bits on any number of cores. A
-killed one is done again. Stop and start at will, with as many processes as you like on one file.
+killed one is done again. Stop and start at will; workers may write to one file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import itertools
 import os
 import pathlib
 import re
@@ -31,8 +30,7 @@ from typing import Any
 
 import _study
 import _timing
-from _recipes_file import append, claims, read
-from _recipes_rows import Row, Run
+from _recipes_file import Row, Run, append, read
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 ROOT = pathlib.Path(__file__).parents[1]
@@ -92,7 +90,7 @@ def row_of(run: Run, done: Mapping[Run, Any]) -> Row | None:
   """Returns how a run trains; None for a row of the study that waits for tuning."""
   if run.task == "rebus":
     return REBUS[run.row]
-  return _study.row_of(_study.study(), run.row, done)
+  return _study.row_of(_study.study()._replace(records=done), run.row)
 
 
 def onlooker_of(run: Run, row: Row):
@@ -105,26 +103,25 @@ def onlooker_of(run: Run, row: Row):
   return functools.partial(_study_noise.Onlooker, batches=batches)
 
 
-def work(runs: list[Run], path: pathlib.Path, most: int | None = None) -> None:
-  """Does the runs that the file lacks and no other process is at, in order; at most so many."""
+def work(runs: list[Run], path: pathlib.Path) -> None:
+  """Does the runs that the file lacks, in order."""
   done, torn = read(path)
-  if torn:
-    print(f"{path}: {torn} torn lines are left out; their runs are done again.", flush=True)
   left = [run for run in runs if run not in done]
-  print(f"{len(runs) - len(left)} of {len(runs)} runs are there.", flush=True)
-  if waiting := [run for run in left if row_of(run, done) is None]:
-    print(f"{len(waiting)} runs wait for tuning.", flush=True)
-    left = [run for run in left if run not in waiting]
-  with claims(path) as mine:
-    free = (run for run in left if mine.take(run))
-    for i, run in enumerate(itertools.islice(free, most), 1):
-      done[run] = result = one(run, done)
-      append(path, result)
-      print(
-        f"{result['utc']} {i}/{len(left)} {' | '.join(map(str, run))}: "
-        f"{100 * result['accuracy']:.2f} %, {result['cross_entropy']:.4f}, {result['seconds']} s",
-        flush=True,
-      )
+  waiting = [run for run in left if row_of(run, done) is None]
+  print(
+    f"{len(runs) - len(left)} of {len(runs)} runs are there, {len(waiting)} wait for tuning; "
+    f"{torn} torn lines are left out.",
+    flush=True,
+  )
+  left = [run for run in left if run not in waiting]
+  for i, run in enumerate(left, 1):
+    done[run] = result = one(run, done)
+    append(path, result)
+    print(
+      f"{result['utc']} {i}/{len(left)} {' | '.join(map(str, run))}: "
+      f"{100 * result['accuracy']:.2f} %, {result['cross_entropy']:.4f}, {result['seconds']} s",
+      flush=True,
+    )
 
 
 def one(run: Run, done: Mapping[Run, Any]) -> dict[str, Any]:
@@ -140,25 +137,22 @@ def one(run: Run, done: Mapping[Run, Any]) -> dict[str, Any]:
   return run._asdict() | result | {"settings": dataclasses.asdict(row)} | made
 
 
-def committed() -> dict[Run, dict[str, Any]]:
-  """Returns the committed records of the study and of rebus, by run."""
-  names = ("recipes_study.jsonl", "recipes_rebus.jsonl")
-  return {run: record for name in names for run, record in read(RESULTS / name)[0].items()}
-
-
 def write_report(root: pathlib.Path) -> None:
   """Writes what is generated of README and docs/, from the committed records."""
   import _study_page
   import _study_picture
 
-  records, study = committed(), _study.study()
-  for name, parts in _study_page.pages(records, study).items():
+  records = {}
+  for name in ("recipes_study.jsonl", "recipes_rebus.jsonl"):
+    records |= read(RESULTS / name)[0]
+  study = _study.study()._replace(records=records)
+  for name, parts in _study_page.pages(study).items():
     page = root / name
     text = page.read_text("utf8")
     for part, lines in parts.items():
       text = _study_page.fill(text, part, lines)
     page.write_text(text, "utf8")
-  _study_picture.write(root / "docs", records, study)
+  _study_picture.write(root / "docs", study)
 
 
 def parse_worker(text: str) -> tuple[int, int]:
@@ -179,11 +173,6 @@ def main(argv: list[str] | None = None) -> int:
     default=re.compile(""),
     help="runs in whose task/pattern/budget/row this regex is found",
   )
-  parser.add_argument("--most", type=int, help="at most this many runs now; the rest later")
-  parser.add_argument("--core", type=int, help="processor to run on; the I-th by default")
-  parser.add_argument(
-    "--programs", type=pathlib.Path, help="folder of compiled programs, kept for the next process"
-  )
   parser.add_argument("--list", action="store_true", help="show the runs and do none")
   parser.add_argument("--report", action="store_true", help="write what the pages show of records")
   args = parser.parse_args(argv)
@@ -198,14 +187,8 @@ def main(argv: list[str] | None = None) -> int:
   if args.out is None:
     parser.error("--out: where do the results go?")
   os.environ["PJRT_NPROC"] = "1"  # one thread also where a process cannot be pinned
-  core = args.worker[0] % (os.cpu_count() or 1) if args.core is None else args.core
-  _timing.pin(core)
-  if args.programs is not None:
-    import _recipes_train
-
-    # jax writes a file in place: one folder for each process.
-    _recipes_train.keep_programs(args.programs / f"core-{core}")
-  work(runs, args.out, args.most)
+  _timing.pin(args.worker[0] % (os.cpu_count() or 1))
+  work(runs, args.out)
   return 0
 
 

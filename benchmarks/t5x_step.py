@@ -7,7 +7,7 @@ T5X as found by the tests (installed, T5X_PATH, or ~/.cache/nm-sparsity/t5x), a 
 8 x (64 + 32) tokens, T5.1.1-small's widths, float32, no dropout, FF kernels sparse.
 
     dense T5X       T5X's network, EncoderDecoderModel and Trainer
-    dense ours      our network, SparseEncoderDecoderModel and SparseTrainer, recipe 'dense'
+    dense ours      our network, the same model made sparse, and SparseTrainer, recipe 'dense'
     RECIPE n:m      the same with that recipe, in its sparsify phase
     decode ...      predict_batch, greedy, to the full length, all from the same weights
 
@@ -22,12 +22,11 @@ compilation  processor time that the train step took to trace and compile, over 
 
 from __future__ import annotations
 
-import pathlib
+import functools
 import re
 import statistics
 import sys
 import time
-import warnings
 
 import _timing
 
@@ -39,31 +38,17 @@ PARSER.add_argument("--metrics-every", type=int, default=0, help="sample metrics
 ARGS = PARSER.parse_args()
 _timing.pin(ARGS.core)
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
-import t5x_found
-
-if why := t5x_found.why_not():
-  sys.exit(why)
-
+import _t5x
 import jax
 import jax.numpy as jnp
 import numpy as np
+from t5x.examples.t5 import network as t5x_network
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import map_with_names
-
-warnings.simplefilter("ignore")  # TensorFlow, seqio and clu warn on their own account
-import functools
-
-import seqio
-from absl import logging
-from t5x import adafactor, decoding, models, partitioning, trainer, utils
-from t5x.examples.t5 import network as t5x_network
-
-from nm_sparsity_jax.integrations import t5x as t5x_adapter
+from nm_sparsity_jax.integrations.t5x import COLLECTION
+from nm_sparsity_jax.integrations.t5x.ahead import Ahead
 from nm_sparsity_jax.models.t5 import network
-
-logging.set_verbosity(logging.ERROR)  # how Adafactor factors
 
 SIZES = dict(
   vocab_size=32128, emb_dim=512, num_heads=6, head_dim=64, mlp_dim=1024, dropout_rate=0.0,
@@ -72,50 +57,25 @@ SIZES = dict(
 )  # fmt: skip
 BATCH, INPUTS, TARGETS = 8, 64, 32
 PHASES = nms.Phases(total=1000, dense=100, finetune=200)
-OPTIMIZER = adafactor.Adafactor(
-  decay_rate=0.8, logical_factor_rules=adafactor.standard_logical_factor_rules()
-)
-# No token ends a decode, so every candidate decodes the same number of tokens.
-VOCABULARY = seqio.PassThroughVocabulary(SIZES["vocab_size"], eos_id=-1)
 
 
 def cases():
   """Yields (name, recipe or None for T5X's own, sparse step to measure at)."""
-  make = lambda name, pattern, **k: nms.recipe(name, pattern=pattern, phases=PHASES, **k)
+  make = lambda name, pattern="1:8", **k: nms.recipe(name, pattern=pattern, phases=PHASES, **k)
   yield "dense T5X", None, 0
-  yield "dense ours", make("dense", "1:8"), 300
+  yield "dense ours", make("dense"), 300
   yield "sr_ste 2:4", make("sr_ste", "2:4"), 300
   for name in ("sr_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise"):
-    yield f"{name} 1:8", make(name, "1:8"), 300
-  yield "sdgf_geometric 1:8", make("sdgf_geometric", "1:8"), 150
+    yield f"{name} 1:8", make(name), 300
+  yield "sdgf_geometric 1:8", make("sdgf_geometric"), 150
   path = ((100, "4:8", 1.0), (400, "2:16", 0.5))
-  yield "custom 1:8", make("custom", "1:8", path=path), 500
+  yield "custom 1:8", make("custom", path=path), 500
   for name in ("one_shot", "snip", "idp"):
-    yield f"{name} 1:8", make(name, "1:8"), 500
+    yield f"{name} 1:8", make(name), 500
 
 
-def decode_cases():
-  """Yields recipes without and with a stored mask: decoding depends on nothing else."""
-  make = lambda name: nms.recipe(name, pattern="1:8", phases=PHASES)
-  yield "decode dense T5X", None, 0
-  yield "decode dense ours", make("dense"), 300
-  yield "decode sr_ste 1:8", make("sr_ste"), 300
-  yield "decode idp 1:8", make("idp"), 500
-
-
-def make_model(recipe):
-  """Returns T5X's own model of T5X's network, or our model of our network."""
-  own = recipe is None
-  module = t5x_network if own else network
-  cls = models.EncoderDecoderModel if own else t5x_adapter.SparseEncoderDecoderModel
-  return cls(
-    module=module.Transformer(module.T5Config(**SIZES)),
-    input_vocabulary=VOCABULARY,
-    output_vocabulary=VOCABULARY,
-    optimizer_def=OPTIMIZER,
-    decode_fn=functools.partial(decoding.temperature_sample, temperature=0.0),
-    **({} if own else {"rules": nms.Rules({"ff": recipe})}),
-  )
+# Without and with a stored mask: decoding depends on nothing else.
+DECODED = ("dense T5X", "dense ours", "sr_ste 1:8", "idp 1:8")
 
 
 def batch():
@@ -134,75 +94,56 @@ DATA = batch()
 
 
 class Candidate:
-  """A compiled step or decode of one model, and what only this one carries along."""
+  """The compiled programs of one model, and its collection."""
 
-  def __init__(self, recipe, at, metrics_every=0):
-    self.model, self.at = make_model(recipe), at
-    self.partitioner = partitioning.PjitPartitioner(num_partitions=1)
-    start = utils.TrainStateInitializer(
-      optimizer_def=OPTIMIZER,
-      init_fn=self.model.get_initial_variables,
-      input_shapes={k: v.shape for k, v in DATA.items()},
-      input_types={k: v.dtype for k, v in DATA.items()},
-      partitioner=self.partitioner,
-    )
-    self.shapes, self.axes = start.global_train_state_shape, start.train_state_axes
-    self.sampled = {"metrics_every": metrics_every} if metrics_every else {}
+  def __init__(self, recipe, at):
+    module = t5x_network if recipe is None else network
+    rules = None if recipe is None else nms.Rules({"ff": recipe})
+    self.model = _t5x.model(module.Transformer(module.T5Config(**SIZES)), rules)
+    self.at, self.run = at, Ahead(self.model, jax.local_devices()[:1], DATA)
+    self.mutables = self.run.state.flax_mutables
+    self.before = self.after = None
 
   def begin(self, params):
     """Makes our collection, with masks of these weights and the step of this candidate."""
-    self.mutables = self.shapes.flax_mutables
     if self.mutables:
       state = nms.init_state(params, self.model.stored_rules)
       # Of the shapes only the start is kept, which `write` leaves as it is.
-      mine = {**self.mutables[t5x_adapter.COLLECTION], "start": jnp.int32(0)}
-      begun = self.mutables.copy({t5x_adapter.COLLECTION: mine})
+      mine = {**self.mutables[COLLECTION], "start": jnp.int32(0)}
+      begun = self.mutables.copy({COLLECTION: mine})
       self.mutables = self.model.write(begun, jnp.int32(self.at), state)
 
-  def compile_step(self, params):
-    self.begin(params)
-    cls = t5x_adapter.SparseTrainer if self.mutables else trainer.Trainer
-    run = cls(
-      model=self.model,
-      train_state=None,
-      partitioner=self.partitioner,
-      eval_names=[],
-      summary_dir=None,
-      train_state_axes=self.axes,
-      rng=jax.random.PRNGKey(0),
-      learning_rate_fn=lambda step: jnp.float32(1e-4),
-      num_microbatches=None,
-      **self.sampled,
-    )
-    self.step = self.partitioner.compile(run._partitioned_train_step, self.shapes, DATA)
+  def compile_step(self):
+    self.step = self.run.train_step().compile()
 
   def compile_samples(self):
     """Compiles the two programs beside the step."""
-    before = self.step.before.lower(self.shapes, DATA)
-    before.compile()
-    self.partitioner.compile(self.step.after, self.shapes, before.out_info)
+    before, after = self.run.trainer.measuring
+    lowered = self.run.lower(before)
+    self.before = lowered.compile()
+    with self.run.partitioner.mesh:
+      self.after = after.lower(self.run.state, lowered.out_info).compile()
 
-  def run_step(self, live):
+  def run_step(self, live, is_sampled):
     """Does one step; every candidate starts from the parameters that the one before it returned."""
-    optimizer = self.shapes._optimizer.replace(target=live["params"], state=live["state"])
-    state = self.shapes.replace(_optimizer=optimizer, flax_mutables=self.mutables)
+    shapes = self.run.state
+    optimizer = shapes._optimizer.replace(target=live["params"], state=live["state"])
+    state = shapes.replace(_optimizer=optimizer, flax_mutables=self.mutables)
+    seen = self.before(state, DATA) if is_sampled else None
     state, metrics = self.step(state, DATA)
-    jax.block_until_ready((state, metrics))
+    jax.block_until_ready((state, metrics, self.after(state, seen) if is_sampled else None))
     live["params"], live["state"] = state._optimizer.target, state._optimizer.state
     self.mutables = state.flax_mutables
-    if self.mutables:
-      mine = dict(self.mutables[t5x_adapter.COLLECTION])
-      self.mutables = self.mutables.copy(
-        {t5x_adapter.COLLECTION: {**mine, "step": jnp.int32(self.at)}}
-      )
+    if self.mutables:  # the next step is of the same phase
+      mine = {**self.mutables[COLLECTION], "step": jnp.int32(self.at)}
+      self.mutables = self.mutables.copy({COLLECTION: mine})
 
   def compile_decode(self, params):
-    self.begin(params)
-    told = {"flax_mutables": self.mutables} if self.mutables else {}
+    mutables = {"flax_mutables": self.mutables} if self.mutables else {}
     prompt = {**DATA, "decoder_input_tokens": np.zeros_like(DATA["decoder_input_tokens"])}
-    call = lambda params, batch, told: self.model.predict_batch(params, batch, **told)
-    compiled = jax.jit(call).lower(params, prompt, told).compile()
-    self.decode = lambda: jax.block_until_ready(compiled(params, prompt, told))
+    call = lambda params, batch, mutables: self.model.predict_batch(params, batch, **mutables)
+    compiled = jax.jit(call).lower(params, prompt, mutables).compile()
+    self.decode = lambda: jax.block_until_ready(compiled(params, prompt, mutables))
 
 
 def draw(shapes):
@@ -218,77 +159,72 @@ def draw(shapes):
   return map_with_names(one, shapes)
 
 
-def chosen(candidates):
-  return [c for c in candidates if re.search(ARGS.only, c[0]) or "dense T5X" in c[0]]
+def chosen():
+  return [c for c in cases() if re.search(ARGS.only, c[0]) or "dense T5X" in c[0]]
 
 
-def timed(what, call, *args):
+def timed(what, call):
   """Returns the processor time that a call takes."""
   start = time.process_time()
-  call(*args)
+  call()
   took = time.process_time() - start
   print(f"{what}: {took:.1f} s of the processor", file=sys.stderr, flush=True)
   return took
 
 
 def compile_all():
-  """Returns parameters, the candidates (plain, sampled or None) by name, and their costs.
+  """Returns the candidates by name, and what they cost to compile over dense T5X.
 
-  A cost is over dense T5X, compiled right before: a shared machine drifts from one minute to the
-  next.
+  Dense T5X is compiled right before each: a shared machine drifts from one minute to the next.
   """
-  runs, ratios, params, k = {}, {}, None, ARGS.metrics_every
+  runs, ratios = {}, {}
   for _ in range(ARGS.compiles):
-    for name, recipe, at in chosen(cases()):
+    for name, recipe, at in chosen():
       jax.clear_caches()
       base = Candidate(None, 0)
-      params = draw(base.shapes.params) if params is None else params
-      dense = timed("compiled dense T5X", base.compile_step, params)
+      dense = timed("compiled dense T5X", base.compile_step)
       if recipe is None:
-        runs[name], ratios[name] = (base, None), [1.0]
+        runs[name], ratios[name] = base, [1.0]
         continue
-      plain, sampled = Candidate(recipe, at // k * k if k else at, k), None
-      took = timed(f"compiled {name}", plain.compile_step, params)
-      ratios.setdefault(name, []).append(took / dense)
-      if k:
-        took = timed(f"compiled {name} sampled", plain.compile_samples)
-        ratios.setdefault(f"{name} sampled", []).append(took / dense)
-        sampled = Candidate(recipe, at // k * k + k - 1, k)
-        sampled.begin(params)
-        sampled.step = plain.step
-      runs.setdefault(name, (plain, sampled))
-  return params, runs, ratios
+      run = runs[name] = Candidate(recipe, at)
+      programs = {name: run.compile_step}
+      if ARGS.metrics_every:
+        programs[f"{name} sampled"] = run.compile_samples
+      for what, program in programs.items():
+        ratios.setdefault(what, []).append(timed(f"compiled {what}", program) / dense)
+  return runs, {name: statistics.median(found) for name, found in ratios.items()}
 
 
 def measure_steps(rows):
-  params, runs, ratios = compile_all()
-  optimizer = runs["dense T5X"][0].shapes._optimizer
+  """Returns the parameters that the last step made."""
+  runs, compiled = compile_all()
+  shapes, k = runs["dense T5X"].run.state, ARGS.metrics_every
   zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-  live = {"params": params, "state": jax.tree.map(zeros, optimizer.state)}
-  wanted = {name: plain for name, (plain, _) in runs.items()}
-  wanted |= {f"{name} sampled": run for name, (_, run) in runs.items() if run}
-  calls = {name: functools.partial(run.run_step, live) for name, run in wanted.items()}
+  live = {"params": draw(shapes.params), "state": jax.tree.map(zeros, shapes._optimizer.state)}
+  calls = {}
+  for name, run in runs.items():
+    run.begin(live["params"])
+    calls[name] = functools.partial(run.run_step, live, False)
+    if run.before is not None:
+      calls[f"{name} sampled"] = functools.partial(run.run_step, live, True)
   times = _timing.interleave(calls, ARGS.blocks, seconds=0.0)
-  compiled = lambda name: statistics.median(ratios[name])
-  dense, k = times["dense T5X"], ARGS.metrics_every
   for name in runs:
     mine = times[name]
     if (sampled := times.get(f"{name} sampled")) is not None:
       mine = [((k - 1) * a + b) / k for a, b in zip(mine, sampled, strict=True)]
-      show(rows, f"{name} sampled", sampled, dense, compiled(f"{name} sampled"))
-    show(rows, name, mine, dense, compiled(name))
+      show(rows, f"{name} sampled", sampled, times["dense T5X"], compiled[f"{name} sampled"])
+    show(rows, name, mine, times["dense T5X"], compiled[name])
   return live["params"]
 
 
 def measure_decoding(rows, params):
-  runs = {}
-  for name, recipe, at in chosen(decode_cases()):
-    runs[name] = Candidate(recipe, at)
-    runs[name].compile_decode(params)
-  calls = {name: run.decode for name, run in runs.items()}
-  times = _timing.interleave(calls, ARGS.blocks, seconds=0.0)
+  runs = {name: Candidate(recipe, at) for name, recipe, at in chosen() if name in DECODED}
+  for run in runs.values():
+    run.begin(params)
+    run.compile_decode(params)
+  times = _timing.interleave({n: run.decode for n, run in runs.items()}, ARGS.blocks, seconds=0.0)
   for name in runs:
-    show(rows, name, times[name], times["decode dense T5X"])
+    show(rows, f"decode {name}", times[name], times["dense T5X"])
 
 
 def show(rows, name, times, dense, compiled=None):
@@ -302,8 +238,7 @@ def main():
   _timing.head("candidate", "over dense T5X", "compilation")
   params = measure_steps(rows)
   jax.clear_caches()
-  if len(chosen(decode_cases())) > 1:
-    measure_decoding(rows, params)
+  measure_decoding(rows, params)
   _timing.save(ARGS.json, rows)
 
 

@@ -32,6 +32,7 @@ loop after the first, and the bytes of Pallas kernels. One process at a time can
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -76,6 +77,7 @@ FAMILIES = "sr_ste,sdgf_stepwise,sdgf_geometric"  # n known, n traced, length of
 OVER = ("bytes", "flops", "memory", "peak", "seconds")  # of each row, over those of dense
 
 
+@functools.cache
 def devices():
   """Returns the chips of the topology, or ends with one line that says why there are none."""
   try:
@@ -84,7 +86,7 @@ def devices():
     sys.exit(f"error: {e}")
 
 
-def _names(default):
+def names(default):
   """Returns the recipes that the command names."""
   return [*filter(None, (default if ARGS.recipes is None else ARGS.recipes).split(","))]
 
@@ -108,7 +110,7 @@ def masks():
   rows = []
   _timing.head("what", "pattern", "dtype", "axis", "cut", "passes", "kernels", "collectives")
   for what, dtype, (axis, spec) in itertools.product(
-    ("mask", *_names(FAMILIES)), ("float32", "bfloat16"), cuts
+    ("mask", *names(FAMILIES)), ("float32", "bfloat16"), cuts
   ):
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     like = (
@@ -154,19 +156,16 @@ def _made(what, pattern, axis, sharding):
 def lowered(name):
   """Returns the program of a recipe, not compiled."""
   options = {"pattern": "1:8", "phases": programs.PHASES} if name != "dense" else {}
-  setting = programs.Setting(
-    devices(), ARGS.size, nms.recipe(name, **options), ARGS.microbatches, ARGS.partitions,
-    ARGS.scan, ARGS.remat, ARGS.plain,
-  )  # fmt: skip
   family = programs.T5X if ARGS.t5x else programs.Local
+  made = family(ARGS, devices(), nms.recipe(name, **options))
   # A dense run has nothing to sample: its train step is what a sampled step stands beside.
   what = "step" if (ARGS.what, name) == ("metrics", "dense") else ARGS.what
-  return getattr(family(setting), what)()
+  return getattr(made, what)()
 
 
 def over_dense():
   """Prints and saves what each recipe adds to the dense program."""
-  wanted, rows = _names(EVERY), {}
+  wanted, rows = names(EVERY), {}
   if ARGS.more and os.path.exists(ARGS.json):
     found = json.loads(pathlib.Path(ARGS.json).read_text())["rows"]
     rows = {row["recipe"]: row for row in found}

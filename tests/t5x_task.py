@@ -24,7 +24,12 @@ def same(split, shuffle_files=False, seed=None):
   return examples(split, shuffle_files, seed).map(lambda x: {**x, "targets": x["inputs"]})
 
 
-for _name, _examples in (("nm_test_sort", examples), ("tests_same", same)):
+def numbered(split, shuffle_files=False, seed=None):
+  return examples(split, shuffle_files, seed).enumerate().map(lambda i, x: {**x, "idx": i})
+
+
+_TASKS = {"nm_test_sort": examples, "tests_same": same, "tests_idx": numbered}
+for _name, _examples in _TASKS.items():
   seqio.TaskRegistry.add(
     _name,
     source=seqio.FunctionDataSource(

@@ -12,16 +12,7 @@ MODULES = {
     "from nm_sparsity_jax.trainer.workloads import Workload\nclass Half(Workload):\n"
     "  def init(self, rng): ...\n"
   ),
-  "a_sparse_optimizer": (
-    "import optax\nimport nm_sparsity_jax as nms\ndef adam():\n"
-    "  recipe = nms.recipe('sr_ste', pattern='1:4', phases=nms.Phases(total=4))\n"
-    "  return nms.sparse(optax.adam(0.1), nms.Rules({'hidden': recipe}))\n"
-  ),
   "taken_recipe": test_own_recipe.RECIPE.replace('"soft"', '"sr_ste"').replace("Soft", "Mine"),
-  "role_twice": (
-    "from nm_sparsity_jax.training import roles\n"
-    "roles.register(roles.Family(name='mine', roles={'encoder': '.*'}))\n"
-  ),
 }
 HEAD = "from __gin__ import dynamic_registration\nimport {module}\n"
 WORKLOAD = ["--gin_file=own_workload.gin"]
@@ -44,9 +35,7 @@ def here(tmp_path, monkeypatch):
   "module, line, files, word",
   [
     ("half_a_workload", "WORKLOAD = @half_a_workload.Half()", ADAM, "abstract"),
-    ("a_sparse_optimizer", "OPTIMIZER = @a_sparse_optimizer.adam()", WORKLOAD, "nms.sparse"),
     ("taken_recipe", "", [*WORKLOAD, *ADAM], "is taken"),
-    ("role_twice", "", [*WORKLOAD, *ADAM], "twice"),
   ],
 )
 def test_by_gin(module, line, files, word, here, capsys):
@@ -62,10 +51,3 @@ def test_by_gin(module, line, files, word, here, capsys):
   (said,) = capsys.readouterr().err.splitlines()
   assert said.startswith("nm-sparsity train: ") and word in said
   assert not [*here.glob("run/checkpoint_*")]
-
-
-@pytest.mark.parametrize("module, word", [("taken_recipe", "is taken"), ("role_twice", "twice")])
-def test_by_the_flag(module, word, here, capsys):
-  assert cli.main(["verify", "run", "--import", module]) == 1
-  (said,) = capsys.readouterr().err.splitlines()
-  assert module in said and word in said

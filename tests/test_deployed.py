@@ -3,7 +3,6 @@
 import doctest
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,11 @@ import pytest
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import packed as packing
 from nm_sparsity_jax.core.packed import choice, cpu
-from nm_sparsity_jax.deploy import inference_tree, unstack_layers
-from nm_sparsity_jax.models import resnet, swin, vit
-from nm_sparsity_jax.models.t5 import T5Config, Transformer
+from nm_sparsity_jax.deploy import huggingface, inference_tree, names, timm, unstack_layers
+from nm_sparsity_jax.models import image_parts, resnet, swin, vit
+from nm_sparsity_jax.models.t5 import T5Config, Transformer, attention, config
 from nm_sparsity_jax.models.t5.layers import SplitDenseGeneral
 from nm_sparsity_jax.trainer.workloads import decoding
-from nm_sparsity_jax.trainer.workloads.t5 import T5
-from nm_sparsity_jax.trainer.workloads.vision import Images
 from nm_sparsity_jax.training import layers
 
 PHASES = nms.Phases(total=1)
@@ -111,22 +108,10 @@ def test_a_layer_takes_a_packed_kernel_where_it_takes_the_array(name):
   close(got, due, 0.02 if got.dtype == jnp.bfloat16 else 1e-6)
 
 
-RULES = nms.Rules({"kernel": one_shot("1:4")})
-
-
-@pytest.mark.parametrize(
-  "layer, x, said",
-  [
-    (layers.Dense(6, rules=RULES), (5, 16), "'kernel' is packed, and the layer has rules"),
-    (layers.DenseGeneral(6, rules=RULES), (5, 16), "without them .rules=None; of a T5, network.de"),
-    (layers.Conv(6, (1, 1)), (1, 2, 2, 16), "a convolution takes its kernel with the zeros"),
-    (layers.Dense(6), (5, 24), r"the packed kernel is \(16, 6\), .* takes \(24, 6\)"),
-  ],
-)
-def test_a_packed_kernel_where_it_does_not_belong(layer, x, said):
+def test_a_packed_kernel_where_it_does_not_belong():
   kernel = packing.pack(weight(1, 16, 6), nms.NM(1, 4))
-  with pytest.raises(ValueError, match=said):
-    layer.apply({"params": {"kernel": kernel, "bias": inputs(3, 6)}}, inputs(2, *x))
+  with pytest.raises(ValueError, match=r"the packed kernel is \(16, 6\), .* takes \(24, 6\)"):
+    layers.Dense(6).apply({"params": {"kernel": kernel, "bias": inputs(3, 6)}}, inputs(2, 5, 24))
 
 
 # --- networks -------------------------------------------------------------------------------------
@@ -145,10 +130,11 @@ def backend(request, monkeypatch):
   return request.param
 
 
-def hashed(shapes, scale=0.3):
-  """Values for a tree of shapes; compiles nothing."""
+def finalized(shapes, rules, scale):
+  """Values for a tree of shapes, n:m; compiles nothing."""
   rng = np.random.default_rng(0)
-  return jax.tree.map(lambda x: rng.normal(0, scale, x.shape).astype(np.float32), shapes)
+  params = jax.tree.map(lambda x: rng.normal(0, scale, x.shape).astype(np.float32), shapes)
+  return jax.tree.map(np.asarray, nms.finalize(params, rules, 0, early=True))
 
 
 @functools.cache
@@ -161,8 +147,8 @@ def t5():
   network, one = Transformer(config), jnp.ones((1, 1), jnp.int32)
   init = lambda rng: network.init(rng, one, one, one, enable_dropout=False)
   shapes = jax.eval_shape(init, jax.random.key(0))
-  rules, params = PLACES.with_logical_axes(shapes["params_axes"]), hashed(shapes["params"])
-  params = jax.tree.map(np.asarray, nms.finalize(params, rules, 0, early=True))
+  rules = PLACES.with_logical_axes(shapes["params_axes"])
+  params = finalized(shapes["params"], rules, 0.3)
   tree, plain = inference_tree.unstacked(params, config)
   return network, params, Transformer(plain), tree
 
@@ -170,118 +156,69 @@ def t5():
 INPUTS = jnp.asarray(np.random.default_rng(5).integers(2, 48, (3, 7)).astype(np.int32))
 
 
-def teacher_and_greedy(network, params):
-  """float32 logits of the targets, the loss of an evaluation, and the ids of greedy search."""
-  batch = {
-    "encoder_input_tokens": INPUTS,
-    "decoder_input_tokens": INPUTS[:, :5],
-    "decoder_target_tokens": INPUTS[:, 1:6],
-    "decoder_loss_weights": jnp.ones((3, 5), jnp.int32),
-  }
-  workload = T5(network)
-  loss, sums, _ = workload.loss(params, {}, batch, None)
-  ids = decoding.greedy(network, params, INPUTS, 5)[0]
-  return workload.logits(params, batch, None), loss / sums["tokens"], ids
-
-
-def beams(network, params):
-  return (decoding.beam_search(network, params, INPUTS, 5, beams=2)[0],)
-
-
-@functools.cache
-def finalized_t5(function):
-  """What the finalized network, which scans, computes."""
-  network, params, *_ = t5()
-  return jax.jit(functools.partial(function, network))(params)
-
-
-def packed_t5(function, backend, dtype=None):
-  """What the packed one computes."""
-  *_, network, tree = t5()
-  params = inference_tree.prepare(inference_tree.pack_tree(tree, PLACES, dtype)[0], 3, backend)
-  assert inference_tree.is_packed(params)
-  return jax.jit(functools.partial(function, network))(params)
-
-
-@pytest.mark.parametrize("run", [teacher_and_greedy, pytest.param(beams, marks=pytest.mark.slow)])
-def test_a_packed_t5_says_what_the_finalized_one_says(run, backend):
-  *numbers, ids = packed_t5(run, backend)
-  *due, said = finalized_t5(run)
-  jax.tree.map(close, numbers, due)
-  np.testing.assert_array_equal(ids, said)
-  assert len(np.unique(said)) > 3  # it says something
-
-
-@pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing() or "-")
-def test_a_decode_loop_copies_no_packed_kernel(monkeypatch):
-  monkeypatch.setattr(choice, "best", lambda *args, **kwargs: "cpu_ffi")
-  *_, network, tree = t5()
-  params = inference_tree.prepare(inference_tree.pack_tree(tree, PLACES)[0], 3, "cpu_ffi")
-  search = jax.jit(functools.partial(teacher_and_greedy, network))
-  text = search.lower(params).compile().as_text()
-  made = dict(re.findall(r"^\s*(?:ROOT )?%(\S+) = \S+ ([\w-]+)\(", text, re.MULTILINE))
-  calls = re.findall(r'custom-call\((.*)\), custom_call_target="nm_sparsity_dot"', text)
-  assert len(calls) >= 12
-  read = [name.strip(" %") for call in calls for name in call.split(",")[1:3]]
-  assert {made[name] for name in read} <= {"parameter", "get-tuple-element"}
-  kernels = [x for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, packing.NMPacked))]
-  shapes = {x.values.shape for x in kernels if isinstance(x, packing.NMPacked)}
-  copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)
-  assert not shapes & {tuple(map(int, found.split(","))) for found in copied}
-
-
-@pytest.mark.slow
-def test_int8_costs_little(monkeypatch):
-  monkeypatch.setattr(choice, "best", lambda *args, **kwargs: "xla_scan")
-  due = np.asarray(finalized_t5(teacher_and_greedy)[0])
-  got = np.asarray(packed_t5(teacher_and_greedy, "xla_scan", "int8")[0])
-  assert 0 < np.abs(got - due).max() < 0.01 * np.abs(due).max()
-
-
-class _NoImages:
-  batch_size, size, channels = 3, 16, 3
-
-
-def said_of(network, params, images):
-  """(logits, loss, what is predicted) of an evaluation."""
-  workload = Images(network, _NoImages())
-  batch = {"image": images, "label": jnp.arange(3), "real": jnp.ones(3)}
+def logits_and_ids(network):
+  """params -> logits of targets, and the ids of greedy and of beam search."""
 
   @jax.jit
   def run(params):
-    logits = network.apply({"params": params}, images)
-    loss, _, _ = workload.loss(params, {}, batch, None)
-    return logits, loss, workload.predict(params, {}, batch)
+    arguments = INPUTS, INPUTS[:, :5], INPUTS[:, 1:6]
+    logits = network.apply({"params": params}, *arguments, enable_dropout=False)
+    ids = decoding.greedy(network, params, INPUTS, 5)[0]
+    return logits, ids, decoding.beam_search(network, params, INPUTS, 5, beams=2)[0]
 
-  return run(params)
+  return run
+
+
+finalized_t5 = functools.cache(lambda: logits_and_ids(t5()[0])(t5()[1]))
+
+
+def test_a_packed_t5_says_what_the_finalized_one_says(backend):
+  """And its decode loop copies no packed kernel."""
+  *_, network, tree = t5()
+  packed, report = inference_tree.pack_tree(tree, PLACES)
+  assert len(report.packed) == 2 * 3 + 3 + 3
+  params = inference_tree.prepare(packed, 3, backend)
+  run = logits_and_ids(network).lower(params).compile()
+  logits, greedy, beams = run(params)
+  due, *said = finalized_t5()
+  close(logits, due)
+  jax.tree.map(np.testing.assert_array_equal, [greedy, beams], said)
+  assert len(np.unique(greedy)) > 3  # it says something
+  if backend == "cpu_ffi":
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, packing.NMPacked))
+    shapes = {x.values.shape for x in leaves if isinstance(x, packing.NMPacked)}
+    copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", run.as_text())
+    assert not shapes & {tuple(map(int, found.split(","))) for found in copied}
 
 
 def test_a_packed_vit_sees_what_the_finalized_one_sees(backend):
   network = vit.ViT(vit.config("vit_test", layers=1))
   images = inputs(7, 3, 16, 16, 3)
   shapes = jax.eval_shape(network.init, jax.random.key(0), images)["params"]
-  params = nms.finalize(hashed(shapes, 0.1), PLACES, 0, early=True)
+  params = finalized(shapes, PLACES, 0.1)
   assert inference_tree.unstacked(params, network.config) == (params, network.config)
   packed, report = inference_tree.pack_tree(params, PLACES)
   assert len(report.packed) == 4
   rows = inference_tree.rows_of(network.config, batch=3)
   prepared = inference_tree.prepare(packed, rows, backend)
-  due, got = said_of(network, params, images), said_of(network, prepared, images)
-  jax.tree.map(close, got, due)
+  apply = jax.jit(network.apply)
+  close(apply({"params": prepared}, images), apply({"params": params}, images))
 
 
-@pytest.mark.parametrize("name", ["swin", "resnet"])
-def test_other_networks_take_packed_kernels(name):
-  networks = {"swin": swin.Swin(swin.config("swinv2_test"))}
-  networks["resnet"] = resnet.ResNet(resnet.config("resnet_test"))
-  network: Any = networks[name]
+@pytest.mark.parametrize(
+  "network, places, count",
+  [
+    (swin.Swin(swin.config("swinv2_test")), ("ff", "qkv", "o", "merge"), 4 * 6 + 2),
+    (resnet.ResNet(resnet.config("resnet_test")), ("conv", "head"), 1),
+  ],
+)
+def test_other_networks_take_packed_kernels(network, places, count):
   images = jnp.zeros((2, network.config.image_size, network.config.image_size, 3))
   variables = jax.eval_shape(network.init, jax.random.key(0), images)
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), variables)
-  every = {"swin": ("ff", "qkv", "o", "merge"), "resnet": ("conv", "head")}[name]
-  rules = nms.Rules({place: one_shot("1:4") for place in every})
+  rules = nms.Rules(dict.fromkeys(places, one_shot("1:4")))
   tree, report = inference_tree.pack_tree(zeros["params"], rules)
-  assert len(report.packed) == {"swin": 4 * 6 + 2, "resnet": 1}[name]
+  assert len(report.packed) == count
   apply = lambda tree: network.apply({**zeros, "params": tree}, images)
   assert jax.eval_shape(apply, tree).shape == (2, 10)
 
@@ -330,7 +267,11 @@ def test_rows_are_those_that_a_kernel_sees():
   assert inference_tree.rows_of(None, batch=2)("a/kernel") == 2
 
 
-@pytest.mark.parametrize("module", [inference_tree, unstack_layers])
+MODULES = (inference_tree, unstack_layers, names, timm, huggingface, vit, swin, resnet, image_parts,
+           config, attention)  # fmt: skip
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_examples(module):
   found = doctest.testmod(module)
   assert found.attempted and not found.failed

@@ -25,6 +25,8 @@ FORMATS = {
   "float8_e8m0fnu": (8, set(), {0xFF}),
   **{f"{sign}int{width}": (width, {0}, set()) for sign in ("", "u") for width in (1, 2, 4, 8)},
 }
+# JAX 0.9 does not have the integers of one bit and the floats of six.
+FORMATS = {name: format for name, format in FORMATS.items() if hasattr(jnp, name)}
 
 
 def all_of(name):
@@ -68,34 +70,25 @@ def test_other_dtypes_are_refused_by_name(name):
     nms.verify({"a": {"kernel": np.zeros((4, 2), dtype)}}, rules("1:2"))
 
 
-FLOATS = [name for name in FORMATS if name.startswith("float")]
 REFUSED = ("float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu")
 
 
-@pytest.mark.parametrize("name", [n for n in FLOATS if n not in REFUSED])
-@pytest.mark.parametrize("magnitude", [True, False])
-def test_masks_order_every_pair(name, magnitude):
-  """of each pair of patterns, the mask keeps the one that the format says."""
+@pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith("float")])
+def test_masks_order_every_pair(name):
+  """Of each pair of patterns, the mask keeps the one that the format says."""
   width, *_ = FORMATS[name]
   one = np.arange(1 << width, dtype=np.uint8)
   x = np.stack([a.ravel() for a in np.meshgrid(one, one, indexing="ij")]).view(np.dtype(name))
-  w = jnp.asarray(x)
-  mask = masks.magnitude_mask(w, "1:2") if magnitude else masks.nm_mask(w, "1:2")
-  wide = x.astype(np.float64)
-  score = np.where(np.isnan(wide), -np.inf, np.abs(wide) if magnitude else wide)
-  # Below -inf, where that is a score: NaN comes last.
-  last = np.isnan(wide)
-  first = (score[0] > score[1]) | ((score[0] == score[1]) & (last[0] <= last[1]))
-  np.testing.assert_array_equal(np.asarray(mask), [first, ~first])
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_masks_refuse_what_cannot_be_pruned(name):
-  """zeros of float8_e8m0fnu would be 2^-127; JAX computes nothing in float6."""
-  w = np.zeros((4, 2), np.dtype(name))
-  for call in (masks.nm_mask, masks.magnitude_mask):
+  if name in REFUSED:  # zeros of float8_e8m0fnu would be 2^-127; JAX computes nothing in float6
     with pytest.raises(ValueError, match=f"dtype {name} .*astype"):
-      call(w, "1:2")
+      masks.magnitude_mask(x, "1:2")
+    return
+  wide = x.astype(np.float64)
+  last = np.isnan(wide)  # below -inf
+  for mask, score in ((masks.magnitude_mask, np.abs(wide)), (masks.nm_mask, wide)):
+    score = np.where(last, -np.inf, score)
+    first = (score[0] > score[1]) | ((score[0] == score[1]) & (last[0] <= last[1]))
+    np.testing.assert_array_equal(np.asarray(mask(jnp.asarray(x), "1:2")), [first, ~first])
 
 
 def test_docstrings():

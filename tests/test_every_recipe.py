@@ -284,31 +284,6 @@ def test_any_axis_equals_transposing(case):
 
 
 @every
-def test_scan_and_checkpoint(case):
-  w, ct = weights(15), weights(16)
-  steps = jnp.arange(PHASES.total, dtype=jnp.int32)
-  keeps = jnp.stack([stored(case, w, t) for t in steps]) if case.recipe.stateful else None
-
-  @jax.jit
-  def scanned(w):
-    @jax.checkpoint
-    def loss(w, t, keep):
-      return jnp.sum(ct * case.recipe.effective(w, t, 0, keep))
-
-    def body(w, x):
-      t, keep = x
-      return w, (case.recipe.effective(w, t, 0, keep), jax.grad(loss)(w, t, keep))
-
-    return lax.scan(body, w, (steps, keeps))[1]
-
-  outs, grads = scanned(w)
-  for t in range(PHASES.total):
-    out, grad, _, _ = run(case, w, t, ct)
-    assert_same_bits(outs[t], out)
-    np.testing.assert_allclose(grads[t], grad, rtol=1e-6)
-
-
-@every
 def test_eager_equals_jit_bit_for_bit(case):
   w, ct = weights(19), weights(20)
   for step in STEPS:
@@ -477,15 +452,3 @@ def test_every_field_changes_something(name, field):
   else:
     assert arrays != other_arrays
     assert lam == other_lam
-
-
-# --- regressions of the authors' code ---------------------------------------------------------
-
-
-def test_recipes_made_from_one_base_share_nothing():
-  """There, sparse QKV overwrote the shared configuration and the FF layer got its pattern."""
-  ff = nms.recipe("sdgf_stepwise", pattern="1:8", phases=PHASES)
-  qkv = dataclasses.replace(ff, pattern="1:4")
-  for recipe, kept in ((qkv, 4), (ff, 2), (qkv, 4)):
-    out = recipe.effective(weights(29), jnp.int32(FINETUNE))
-    np.testing.assert_array_equal((np.asarray(out) != 0).sum(0), kept)

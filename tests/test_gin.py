@@ -1,6 +1,5 @@
 """gin_configs: every file is read, and what it describes is made, without T5X and with it."""
 
-import json
 import os
 import pathlib
 import re
@@ -10,18 +9,17 @@ import sys
 import jax
 import numpy as np
 import pytest
-import t5x_found
 from test_plan import t5x  # noqa: F401  (a fixture)
 
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.models.t5 import T5Config
-from nm_sparsity_jax.runs import paper, results
+from nm_sparsity_jax.runs import paper
 
 pytest.importorskip("gin", reason="pip install gin-config")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GIN = ROOT / "gin_configs"
 FILES = sorted(str(p.relative_to(ROOT)) for p in GIN.rglob("*.gin"))
-SPARSITY, T5 = "gin_configs/sparsity.gin", "gin_configs/models/t5.gin"
+T5 = "gin_configs/models/t5.gin"
 SIZES = [
   *(("t5_1_1", size) for size in ("tiny", "small", "base", "large", "xl", "xxl")),
   *(("t5_1_0", size) for size in ("tiny", "small", "base", "large", "3B", "11B")),
@@ -57,14 +55,11 @@ def test_a_file_says_what_it_is_and_imports_what_it_may(file):
     mine += "|import optax$" if file.startswith("gin_configs/runs/local_") else ""
     assert all(re.match(mine, line) for line in imports)
   # A second time would take back what files in between have set, such as the phases.
-  assert [*included(file)].count(SPARSITY) <= 1
+  assert [*included(file)].count("gin_configs/sparsity.gin") <= 1
 
 
-def test_there_are_few_files():
+def test_there_are_few_files_and_newstest2014_is_evaluated_about_once():
   assert len([p for p in GIN.rglob("*") if p.is_file() and p.suffix != ".pyc"]) <= 60
-
-
-def test_translation_is_evaluated_on_each_pair_of_newstest2014_about_once():
   text = (GIN / "runs/t5x_wmt.gin").read_text()
   said = {name: int(x) for name, x in re.findall(r"^(BATCH_SIZE|EVAL_STEPS) = (\d+)$", text, re.M)}
   assert said["EVAL_STEPS"] == -(-3003 // said["BATCH_SIZE"])
@@ -77,24 +72,15 @@ def test_translation_is_evaluated_on_each_pair_of_newstest2014_about_once():
 def test_a_model_is_made(model):
   version = [f"T5_VERSION = {model[0]!r}", f"T5_SIZE = {model[1]!r}"] if model else []
   files = [T5 if model else "gin_configs/models/wmt.gin"]
-  with config(files, [*version, "SCAN_LAYERS = True"]) as c:
+  with config(files, [*version, "SCAN_LAYERS = True", "REMAT_POLICY = 'minimal'"]) as c:
     assert not c.errors and c.value("Z_LOSS") == 0.0001
     assert c.value("LABEL_SMOOTHING") == (0.0 if model else 0.1)
-    assert c.value("LOSS_NORMALIZING_FACTOR") is None
     made = c.value("NETWORK").config
   want = T5Config.preset(*model) if model else T5Config.wmt()
   for field in ("emb_dim", "num_heads", "num_decoder_layers", "mlp_dim", "mlp_activations"):
     assert getattr(made, field) == getattr(want, field)
   assert made.scan_layers and made.dtype == "bfloat16" and made.vocab_size == 32128
-
-
-def test_sizes_from_the_command_line():
-  own = ["VOCAB_SIZE = 384", "REMAT_POLICY = 'minimal'", "network.T5Config.preset.mlp_dim = 64"]
-  with config([T5], ["T5_SIZE = 'base'", *own]) as c:
-    made = c.value("NETWORK").config
-  assert (made.vocab_size, made.remat_policy, made.mlp_dim) == (384, "minimal", 64)
-  with config([T5], ["T5_SIZE = 'huge'"]) as c, pytest.raises(ValueError, match="choose one of"):
-    c.value("NETWORK")
+  assert made.remat_policy == "minimal"
 
 
 def test_a_plan_of_our_files_imports_nothing_heavy():
@@ -113,14 +99,13 @@ def test_a_plan_of_our_files_imports_nothing_heavy():
 # --- with T5X -------------------------------------------------------------------------------------
 
 SMALL = ["T5_SIZE = 'tiny'", "VOCABULARY_FILE = 'bytes'", "VOCAB_SIZE = 384"]
-SIMPLE = ["RECIPE = 'sr_ste'", "PATTERN = '1:8'"]
+SIMPLE = ["RECIPE = 'sr_ste'", "PATTERN = '1:8'", "SPARSE_STEPS = 1000"]
 TASK = {
   "MIXTURE_OR_TASK_NAME": "'nm_glue_rte'", "MIXTURE_OR_TASK_MODULE": "'t5x_tasks'",
   "TASK_FEATURE_LENGTHS": "{'inputs': 16, 'targets': 8}",
 }  # fmt: skip
-TRAINS = {"MODEL_DIR": "'m'", "SPARSE_STEPS": "1000"}
-START = {"INITIAL_CHECKPOINT_PATH": "'/'", "PRETRAINED_STEPS": "7_000"}
-EVALUATES = {"CHECKPOINT_PATH": "'c'", "SPARSE_STEPS": "1000"}
+TRAINS, START = {"MODEL_DIR": "'m'"}, {"INITIAL_CHECKPOINT_PATH": "'/'"}
+EVALUATES, INFERS = {"CHECKPOINT_PATH": "'c'"}, {"INFER_OUTPUT_DIR": "'i'"}
 # Run file -> the macros that it needs.
 RUNS = {
   "pretrain": TRAINS | TASK,
@@ -128,9 +113,8 @@ RUNS = {
   "wmt": TRAINS,
   "mini": TRAINS,
   "eval": EVALUATES | TASK | {"EVAL_OUTPUT_DIR": "'e'"},
-  "infer": EVALUATES | TASK | {"INFER_OUTPUT_DIR": "'i'"},
-  "infer_glue_test": EVALUATES
-  | {"INFER_OUTPUT_DIR": "'i'", "MIXTURE_OR_TASK_NAME": "'nm_glue_rte'"},
+  "infer": EVALUATES | TASK | INFERS,
+  "infer_glue_test": EVALUATES | INFERS | {"MIXTURE_OR_TASK_NAME": "'nm_glue_rte'"},
 }
 FRAGMENTS = ("adamw", "adafactor", "model", "stored_rules", "trainer")  # included, or beside a run
 # Learning rate at steps 0, 500 and 4000; batch; packed; the loss.
@@ -140,12 +124,6 @@ TRAINED = {
   "wmt": ([1e-8, 0.0625 / 2 / 1000**0.5, 0.0625 / 4000**0.5], 512, True, 233472),
   "mini": ([1e-8, 0.002, 0.002], 64, False, None),
 }
-NOT_ASKED = ("MIXTURE_OR_TASK_MODULE",)  # T5X does without: what is imported already
-
-
-def files_of(run, optimizer="adamw"):
-  optimizer = [f"gin_configs/runs/t5x_{optimizer}.gin"] if run in TRAINED else []
-  return [T5, *optimizer, f"gin_configs/runs/t5x_{run}.gin"]
 
 
 def bind(macros):
@@ -159,21 +137,19 @@ def test_every_run_file_is_tested():
 
 @pytest.mark.t5x
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_names_what_it_misses(t5x, run):  # noqa: F811
-  with config(files_of(run), [*SMALL, *SIMPLE]) as c:
+def test_a_run_is_made_and_names_what_it_misses(t5x, run):  # noqa: F811
+  optimizer = "adafactor" if run in ("finetune", "mini") else "adamw"
+  files = [f"gin_configs/runs/t5x_{optimizer}.gin"] if run in TRAINED else []
+  files = [T5, *files, f"gin_configs/runs/t5x_{run}.gin"]
+  with config(files, [*SMALL, *SIMPLE]) as c:
     asked = {error.split()[0] for error in c.errors}
-  assert {*RUNS[run]} - {*NOT_ASKED, "SPARSE_STEPS", "PRETRAINED_STEPS"} - asked <= (
-    {"TASK_FEATURE_LENGTHS"} if run == "eval" else set()  # T5X takes the longest example
-  )
-
-
-@pytest.mark.t5x
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-@pytest.mark.parametrize("run", RUNS)
-def test_a_run_is_made(t5x, run, optimizer):  # noqa: F811
-  with config(files_of(run, optimizer), [*SMALL, *SIMPLE, *bind(RUNS[run])]) as c:
+  # T5X does without a module; in its evaluation it takes the longest example.
+  optional = {"MIXTURE_OR_TASK_MODULE"} | ({"TASK_FEATURE_LENGTHS"} if run == "eval" else set())
+  assert RUNS[run].keys() - asked <= optional
+  macros = RUNS[run] | ({"PRETRAINED_STEPS": 7000} if run == "finetune" else {})
+  with config(files, [*SMALL, *SIMPLE, *bind(macros)]) as c:
     assert not c.errors
-    model = c.value("MODEL")
+    model = c.argument("model")
     assert str(model.rules.places["ff"].pattern) == "1:8"
     assert type(model.input_vocabulary).__name__ == "ByteVocabulary"
     assert model.module.config.dropout_rate == (0.1 if run in ("finetune", "wmt") else 0.0)
@@ -210,77 +186,18 @@ def test_a_row_of_the_paper_is_a_run_of_t5x(t5x, run, table):  # noqa: F811
   bindings = ["MODEL_DIR = 'm'", "VOCABULARY_FILE = 'bytes'", f"ROW = {name!r}"]
   with config([*files, f"gin_configs/paper/{table}.gin"], bindings) as c:
     assert not c.errors
-    assert {r.name for r in c.value("MODEL").rules.places.values()} == {row.published["recipe"]}
+    assert {r.name for r in c.value("RULES").places.values()} == {row.published["recipe"]}
     assert c.argument("total_steps") == (200_000 if run == "wmt" else 1_100_000)
     assert c.argument("train_dataset_cfg").batch_size == (512 if run == "wmt" else 128)
 
 
-THEIRS = {f"t5x/examples/t5/{v}/{size}.gin": (v, size) for v, size in SIZES if size != "tiny"}
-TINIER = [
-  *SMALL, "DTYPE = 'float32'", "network.T5Config.preset.emb_dim = 32",
-  "network.T5Config.preset.mlp_dim = 64", "network.T5Config.preset.num_encoder_layers = 1",
-  "network.T5Config.preset.num_decoder_layers = 1", "BATCH_SIZE = 8",
-  "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}",
-]  # fmt: skip
-FEW = ["SPARSE_STEPS = 6", "DENSE_STEPS = 1", "FINETUNE_STEPS = 1"]
-
-
-def small_runs(folder):
-  """A dense pre-training, a GLUE row from its checkpoint, its evaluation, a test set with `idx`."""
-  row, runs = "gin_configs/paper/table12.gin", "gin_configs/runs/t5x_"
-  small = [*TINIER, *FEW, "ROW = 'sdgf_stepwise ff=1:8 qkv=1:4 dense_steps=10000'"]
-  dense, sparse = folder / "dense", folder / "sparse"
-  rows = "utils.DatasetConfig.batch_size = 8"
-  stored = f"CHECKPOINT_PATH = '{sparse}/checkpoint_12'"
-  start = [f"INITIAL_CHECKPOINT_PATH = '{dense}/checkpoint_6'", "PRETRAINED_STEPS = 6"]
-  case = lambda main, call, files, *bindings: dict(
-    main=main, call=call, files=files, bindings=[*small, *bindings]
-  )
-  return {
-    "dense": case(
-      "train", "train", [T5, f"{runs}adafactor.gin", f"{runs}pretrain.gin"], *bind(TASK),
-      "RECIPE = 'dense'", f"MODEL_DIR = '{dense}'",
-    ),
-    "sparse": case(
-      "train", "train", [f"{runs}adamw.gin", f"{runs}finetune.gin", row],
-      f"MODEL_DIR = '{sparse}'", *start, "EVAL_STEPS = 1",
-    ),
-    "eval": case("eval", "evaluate", [f"{runs}eval.gin", row], stored,
-                 f"EVAL_OUTPUT_DIR = '{folder}/eval'", rows),
-    "infer": case(
-      "infer", "infer", [f"{runs}infer_glue_test.gin", row], stored, rows,
-      "MIXTURE_OR_TASK_NAME = 'nm_glue_rte'", f"INFER_OUTPUT_DIR = '{folder}/infer'",
-    ),
-  }  # fmt: skip
-
-
 @pytest.mark.t5x
-def test_t5x_reads_its_sizes_and_runs_a_row_of_the_paper(tmp_path):
-  if reason := t5x_found.why_not():
-    pytest.skip(reason)
-  # T5X's files come first: they leave it to gin which `network` they mean.
-  own = ["DROPOUT_RATE = 0.1", "VOCABULARY = None"]
-  theirs = {file: dict(main="train", files=[file], bindings=own) for file in THEIRS}
-  runs = small_runs(tmp_path)
-  stub = str(ROOT / "tests/t5x_stub")  # hides the real tasks, which would download
-  path = [stub, str(ROOT), *filter(None, sys.path), *t5x_found.paths()]
-  env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [sys.executable, str(ROOT / "tests/gin_probe.py")], input=json.dumps(theirs | runs), env=env,
-    capture_output=True, text=True, check=False, cwd="/",  # files are found by search path
-  )  # fmt: skip
-  assert not done.returncode, done.stderr[-3000:]
-  found = json.loads(done.stdout.splitlines()[-1])
-  for file, model in THEIRS.items():
-    assert "error" not in found[file], found[file]
-    ours = T5Config.preset(*model)
-    for name in ("emb_dim", "num_heads", "num_encoder_layers", "head_dim", "mlp_dim"):
-      assert found[file][name] == getattr(ours, name)
-  assert {name: found[name] for name in runs} == dict.fromkeys(runs, {})
-  run = results.settings(tmp_path / "sparse")  # by the ROW in config.gin
-  assert run.recipe == "sdgf_stepwise" and run.places == dict(ff="1:8", q="1:4", k="1:4", v="1:4")
-  (written,) = (tmp_path / "infer").glob("nm_glue_rte-predict.jsonl-00000-of-00001")
-  lines = [json.loads(line) for line in written.read_text().splitlines()]
-  assert [line["inputs"] for line in lines] == [
-    {"idx": i, "inputs_pretokenized": f"rte {i}", "targets_pretokenized": "yes"} for i in range(8)
-  ]
+@pytest.mark.parametrize("model", [size for size in SIZES if size[1] != "tiny"], ids=str)
+def test_our_sizes_are_those_of_t5xs_files(t5x, model):  # noqa: F811
+  version, size = model
+  folder = pathlib.Path(t5x.__file__).parent / "examples/t5" / version
+  texts = [(folder / f"{name}.gin").read_text() for name in ("base", size)]  # each includes base
+  theirs = {k: int(x) for text in texts for k, x in re.findall(r"(?m)^  (\w+) = (\d+)$", text)}
+  ours = T5Config.preset(*model)
+  for name in ("emb_dim", "num_heads", "num_encoder_layers", "head_dim", "mlp_dim"):
+    assert theirs[name] == getattr(ours, name)

@@ -46,6 +46,10 @@ def test_a_run_is_read_or_every_mistake_is_named(read):
     config.value("NO_SUCH")
   with pytest.raises(ValueError, match="MODEL_DIR is not set.*SPARSE_STEP is set, but nothing"):
     read("SPARSE_STEP = 4")
+  # A program of T5X asks for the flags alone.
+  for flag in "--gin.SPARSE_STEP=4", "--gin_bindings=SPARSE_STEP = 4":
+    (said,) = gin_files.unread_flags([flag, "--gin.SPARSE_STEPS=9", "--gin_file=x = 3"])
+    assert "did you mean SPARSE_STEPS?" in said
   with pytest.raises(ValueError, match="local_eval.gin"):
     read("MODEL_DIR = 'here'", program="evaluate")
 
@@ -67,36 +71,3 @@ def test_quiet_silences_the_descriptor_and_the_loggers_and_puts_both_back(capfd)
     assert logger.level == logging.ERROR
   os.write(2, b"heard")
   assert capfd.readouterr().err == "heard" and logger.level == level
-
-
-@pytest.mark.parametrize("is_locked", [False, True])
-def test_a_configuration_gives_back_what_gin_held(is_locked):
-  """A notebook that calls `nms.plan.plan` keeps the configuration of its own."""
-  from gin import config as inside
-
-  files, bindings = ["gin_configs/sparsity.gin"], ["RECIPE = 'idp'"]
-  gin.clear_config()
-  try:
-    gin.parse_config("MINE = 7")
-    text = gin.config_str()
-    inside._set_config_is_locked(is_locked)
-    with gin_files.Config([ROOT], files, bindings) as outer:
-      with gin_files.Config([ROOT], files, ["RECIPE = 'snip'"]) as inner:
-        assert inner.value("RECIPE") == "snip"
-      assert outer.value("RECIPE") == "idp" and "MINE" not in outer.text()
-    assert gin.config_str() == text and gin.config_is_locked() is is_locked
-  finally:
-    gin.clear_config()
-
-
-def test_a_running_program_names_flags_that_nothing_reads():
-  """gin takes a misspelt macro without a word, and so did a run of T5X."""
-  gin.clear_config()
-  try:
-    gin.parse_config(["SPARSE_STEPS = 9", "DENSE_STEP = 3", "X = (%SPARSE_STEPS, %DENSE_STEPS)"])
-    flags = ["--gin.SPARSE_STEPS=9", "--gin.DENSE_STEP=3", "--gin_file=X = 3", "--gin.train.x=3"]
-    for given in flags, ["--gin_bindings=DENSE_STEP = 3"]:
-      (said,) = gin_files.unread_flags(given)
-      assert said.startswith("DENSE_STEP is set") and "DENSE_STEPS?" in said
-  finally:
-    gin.clear_config()

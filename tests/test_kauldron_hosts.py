@@ -8,13 +8,13 @@ import subprocess
 import kauldron_found
 import numpy as np
 import pytest
-from test_kauldron import REASON, arrays, environment
+from test_kauldron import arrays, environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 pytestmark = [
   pytest.mark.kauldron,
   pytest.mark.slow,
-  pytest.mark.skipif(bool(REASON), reason=REASON),
+  pytest.mark.skipif(bool(kauldron_found.REASON), reason=kauldron_found.REASON),
 ]
 
 
@@ -23,7 +23,7 @@ def launched(folder, processes, *flags):
   with socket.socket() as free:
     free.bind(("localhost", 0))
     address = f"localhost:{free.getsockname()[1]}"
-  launch = [kauldron_found.python(), "-m", "nm_sparsity_jax.integrations.kauldron.launch"]
+  launch = [kauldron_found.PYTHON, "-m", "nm_sparsity_jax.integrations.kauldron.launch"]
   launch += [f"--cfg={ROOT}/tests/kauldron_tiny.py", f"--cfg.workdir={folder}", *flags]
   cluster = ["--distributed", f"--coordinator_address={address}", f"--process_count={processes}"]
 

@@ -253,19 +253,6 @@ def test_sparse_net_is_the_dense_net_on_sparsified_parameters(how, kind, names, 
   assert run_sparse._cache_size() == 1  # one compilation serves all steps
 
 
-def test_conv_groups_inputs_at_one_offset_and_masks_before_flax_does():
-  rules = nms.Rules({"kernel": SR_STE}, axes={"kernel": -2})
-  keep = (normal(5, 2, 3, 4, 6) > 0).astype(jnp.float32)
-  fields = dict(features=6, kernel_size=(2, 3), feature_group_count=2, mask=keep)
-  x = normal(0, 1, 4, 4, 8)
-  ours = layers.Conv(**fields, rules=rules)
-  variables = layers.with_step(jax.jit(ours.init)(jax.random.key(0), x), 0)
-  effective = nms.sparsify(variables["params"], rules, 0)
-  np.testing.assert_array_equal((effective["kernel"] != 0).sum(2), 1)
-  want = jax.jit(nn.Conv(**fields).apply)({"params": effective}, x)
-  np.testing.assert_array_equal(jax.jit(ours.apply)(variables, x), want)
-
-
 # --- variables ----------------------------------------------------------------------------------
 
 

@@ -94,21 +94,6 @@ def test_small_weights_and_wide_groups(shapes):
     assert f"| {shapes}, {pattern} | {' | '.join(cells)} |\n" in PAGES["performance"]
 
 
-def test_what_a_sampled_step_costs():
-  found = json.loads((RESULTS / "t5x_sampled_cpu.json").read_text())
-  rows = {row["candidate"]: row for row in found["rows"]}
-  # The row of a recipe is the mean over 99 steps that do not sample and one that does.
-  mean, compiled = [], []
-  for name in ("sr_ste 1:8", "sdgf_geometric 1:8", "idp 1:8"):
-    once = rows[f"{name} sampled"]["over_dense"][0]
-    plain = (100 * rows[name]["over_dense"][0] - once) / 99
-    mean.append(f"{once / plain:.2f}")
-    compiled.append(f"{rows[f'{name} sampled']['compile_over_dense']:.2f}")
-  page = " ".join(PAGES["performance"].split())
-  section = page.partition("A step that samples metrics")[2].partition(" | ")[0]
-  assert all(figure in section for figure in (*mean, *compiled))
-
-
 # --- the benchmarks run, small -----------------------------------------------------------------
 
 

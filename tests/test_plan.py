@@ -650,8 +650,6 @@ def test_what_t5x_itself_writes_is_read(t5x, tmp_path):
     (dict(raw=["utils.RestoreCheckpointConfig.dtype = 'bfloat16'"]), ["bfloat16"]),
     (dict(raw=["t5x_adapter.SparseTrainer.num_microbatches = 5"]), ["5 microbatches"]),
     (dict(raw=["utils.RestoreCheckpointConfig.fallback_to_scratch = False"]), ["is not set"]),
-    (dict(raw=["train_script.train.model_dir = 'here'"]), ["MODEL_DIR='here' is relative"]),
-    (dict(raw=["utils.RestoreCheckpointConfig.path = 'start'"]), ["is relative"]),
     (dict(raw=["utils.SaveCheckpointConfig.perod = 3"]), ["perod"]),
   ],
 )
@@ -669,8 +667,6 @@ def test_paths_are_made_absolute(run_t5x, start, tmp_path):
 
 @pytest.mark.t5x
 def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, start, tmp_path):
-  from nm_sparsity_jax.integrations import t5x as t5x_adapter
-
   macros = FINETUNE | start | {"RECIPE": "sr_ste"}
   _, report = run_t5x(**macros | {"MODEL_DIR": str(tmp_path / "start")})
   assert has(report["errors"], "dense run")
@@ -686,12 +682,7 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, start, tmp_
   assert has(report["errors"], "sr_ste 1:4", "sr_ste 2:4")
   _, report = run_t5x(**macros, raw=["OPTIMIZER = @adafactor.Adafactor()"])
   (error,) = report["errors"]
-  assert "another OPTIMIZER" in error
-  # As T5X calls it, before it restores anything.
-  theirs = {**tree, "state": {"param_states": {"decoder": {"m": np.zeros(1)}}}}
-  with pytest.raises(ValueError, match="another OPTIMIZER"):
-    t5x_adapter.resume_sparse(tree, theirs, is_resuming=True)
-  assert t5x_adapter.resume_sparse(tree, theirs) is tree  # what a run starts from may have another
+  assert "state/param_states" in error
 
 
 @pytest.mark.t5x

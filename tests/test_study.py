@@ -1,17 +1,14 @@
-"""The declared study: what is asked, the statistics, the queue. test_study_page.py has the page."""
+"""The declared study: what is asked, and the statistics. test_study_page.py has the page."""
 
 import importlib
 import itertools
 import math
-import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from study_records import ROOT, SEEDS, STUDY, records_of
+from study_records import ROOT, SEEDS, STUDY, study_of
 
 declared = importlib.import_module("_study")
 noise = importlib.import_module("_study_noise")
@@ -88,9 +85,10 @@ def test_each_recipe_is_tuned_as_much_and_on_its_own_records():
   records |= {
     run._replace(seed=SEEDS[0]): {"cross_entropy": 0.1} for run in TUNING if " 03" in run.row
   }
-  assert declared.row_of(STUDY, "sr_ste, tuned", records) == STUDY.rows["sr_ste, tuning 07"]
+  row_of = lambda: declared.row_of(STUDY._replace(records=records), "sr_ste, tuned")
+  assert row_of() == STUDY.rows["sr_ste, tuning 07"]
   del records[TUNING[0]]
-  assert declared.row_of(STUDY, "sr_ste, tuned", records) is None
+  assert row_of() is None
 
 
 @pytest.mark.parametrize("start", ["flops of 1600 sr_ste at 1:16", "1600 flops"])
@@ -114,7 +112,7 @@ def test_sign_flips_by_hand():
 
 
 def test_p_is_corrected_for_the_whole_family():
-  shown = statistic.family(H1.contrasts, records_of("H1", spread=0.3, gain=0.7), STUDY)
+  shown = statistic.family(H1.contrasts, study_of("H1", spread=0.3, gain=0.7))
   d = np.array([[s.differences[seed] for seed in SEEDS] for s in shown]).T
   signs = itertools.product((1, -1), repeat=8)
   t = lambda d: abs(d.mean(0)) / d.std(0, ddof=1)
@@ -126,10 +124,10 @@ def test_p_is_corrected_for_the_whole_family():
 
 
 def test_intervals_are_of_the_whole_family():
-  low, high = statistic.interval([1.0, 2.0, 3.0], 0.05)
-  np.testing.assert_allclose((low, high), (2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rtol=1e-6)
-  wider = statistic.interval([1.0, 2.0, 3.0], 0.05, members=5)  # t(0.995, 2) = 9.924843
-  np.testing.assert_allclose(wider[1], 2 + 9.924843 / 3**0.5, rtol=1e-6)
+  for members, t in ((1, 4.302653), (5, 9.924843)):  # t(0.975, 2) and t(0.995, 2)
+    wanted = (2 - t / 3**0.5, 2 + t / 3**0.5)
+    found = statistic.interval([1.0, 2.0, 3.0], 0.05, members)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -161,22 +159,21 @@ def test_what_a_family_comes_to():
 
 
 def test_a_verdict_needs_every_run_paired_by_seed_and_a_task_that_ranks():
-  records = records_of("H1")
-  whole = statistic.verdict(H1, dict(reversed(records.items())), STUDY)
+  study = study_of("H1")
+  verdict = lambda records: statistic.verdict(H1, STUDY._replace(records=records))
+  whole = verdict(dict(reversed(study.records.items())))
   assert whole.word == "supported" and {s.says for s in whole.shown[:6]} == {"holds"}
   np.testing.assert_allclose(whole.shown[0].mean, math.log(0.5), atol=0.05)
-  no_gain = records_of("H1", spread=0.001, gain=1.0)
-  assert statistic.verdict(H1, no_gain, STUDY).word == "contradicted"
-  some = {run: r for run, r in records.items() if run != STUDY.queue[0]}
-  part = statistic.verdict(H1, some, STUDY)
+  assert verdict(study_of("H1", spread=0.001, gain=1.0).records).word == "contradicted"
+  part = verdict({run: r for run, r in study.records.items() if run != STUDY.queue[0]})
   assert (part.word, part.why) == ("not decided", "215 of 216 runs are there")
   assert {s.p for s in part.shown} == {None} and len(part.shown[0].differences) == 7
   for budget in ("1600", "1600 flops"):  # a gate at equal steps, and one at equal FLOPs
     same = {
       run: {**r, "accuracy": 0.9} if (run.row, run.budget) == ("no_ff", budget) else r
-      for run, r in records.items()
+      for run, r in study.records.items()
     }
-    shut = statistic.verdict(H1, same, STUDY)
+    shut = verdict(same)
     assert shut.word == "not decided" and "0.0 points behind dense" in shut.why
 
 
@@ -192,56 +189,3 @@ def test_noise_by_hand():
   wanted = spread / (np.square(draws.mean(0)).sum() - spread / 16)
   found = noise.noise({"a": jnp.asarray(draws[:, 0]), "b": jnp.asarray(draws[:, 1:])})
   np.testing.assert_allclose(found, wanted, rtol=1e-4)
-
-
-# --- the queue --------------------------------------------------------------------------------
-
-WORKER = """
-import fcntl, os, pathlib, signal, sys, time, types
-sys.path.insert(0, {benchmarks!r})
-import recipes
-stub = types.ModuleType("_recipes_train")
-def train(*args):
-  time.sleep({seconds})
-  return dict(accuracy=0.5, cross_entropy=1.0, seconds=0.0, by=sys.argv[1])
-stub.train = train
-sys.modules["_recipes_train"] = stub
-recipes.onlooker_of = lambda run, row: None
-path, whole, done = pathlib.Path({path!r}), recipes.append, []
-def append(path, record):
-  done.append(record)
-  if sys.argv[1] == "killed" and len(done) == 3:
-    with open(path, "ab") as f:  # as the real one has it
-      fcntl.flock(f, fcntl.LOCK_EX)
-      f.write(b'{{"task": "bigram80", "patt')
-      f.flush()
-      os.kill(os.getpid(), signal.SIGKILL)
-  whole(path, record)
-recipes.append = append
-path.with_name(sys.argv[1]).touch()
-while not all(path.with_name(name).exists() for name in sys.argv[1:]):
-  time.sleep(0.01)
-recipes.work(recipes.grid("study")[:12], path)
-"""
-
-
-def worker(path, *names, seconds=0.0):
-  """Starts a process on the first runs of the queue; it begins when all those names are there."""
-  script = WORKER.format(benchmarks=str(ROOT / "benchmarks"), path=str(path), seconds=seconds)
-  return subprocess.Popen([sys.executable, "-c", script, *names], stdout=subprocess.DEVNULL)
-
-
-def test_two_processes_on_one_queue_lose_and_double_no_run(tmp_path):
-  """One of them is killed by SIGKILL while half of its third line is written."""
-  path, runs = tmp_path / "runs.jsonl", recipes.grid("study")[:12]
-  names = ("killed", "other")
-  both = [worker(path, *order, seconds=0.05) for order in (names, names[::-1])]
-  assert [each.wait(60) for each in both] == [-signal.SIGKILL, 0]
-  found, torn = recipes.read(path)  # refuses a run that is there twice
-  by = [record["by"] for record in found.values()]
-  assert torn == 1 and by.count("killed") == 2 and len(runs) - 1 <= len(by) <= len(runs)
-  assert worker(path, "last").wait(60) == 0  # has what the killed one had claimed
-  found, _ = recipes.read(path)
-  assert sorted(found) == sorted(runs) and len(path.read_text("utf8").splitlines()) == 13
-  record = found[runs[0]]
-  assert record["study_sha256"] == STUDY.sha256 and record["utc"].endswith("+00:00")

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from study_records import ROOT, STUDY, records_of
+from study_records import ROOT, STUDY, study_of
 
 page = importlib.import_module("_study_page")
 recipes = importlib.import_module("recipes")
@@ -90,7 +90,7 @@ def test_the_warning_by_numpy():
       ce.setdefault(key, []).append(record["cross_entropy"])
   for lam in (0.0, 2e-4, 2e-2):
     ratios = np.divide(ce["mdgf_linear", 10, 50, None], ce["sr_ste", 30, 20, lam])
-    line = f"> | {lam:g} | {np.exp(np.log(ratios).mean()):.3f} | {ratios.min():.3f} to "
+    line = f"| {lam:g} | {np.exp(np.log(ratios).mean()):.3f} | {ratios.min():.3f} to "
     assert line in RESULTS
 
 
@@ -100,16 +100,9 @@ def test_rebus_keeps_what_it_promises():
   assert score["dense"] >= 85 and score["no_ff"] <= 55
 
 
-def test_the_page_is_short_and_its_advice_names_lambda():
-  assert len(RESULTS.splitlines()) <= 330
-  readme = (ROOT / "README.md").read_text("utf8")
-  assert "lambda" in readme.partition("\n## The recipes")[2].partition("\n## ")[0]
-
-
 def test_a_study_that_is_not_whole_says_so():
-  records = records_of("H1")
-  records.pop(STUDY.queue[0])
-  verdicts = statistic.verdicts(records, STUDY)
+  records = {run: r for run, r in study_of("H1").records.items() if run != STUDY.queue[0]}
+  verdicts = statistic.verdicts(STUDY._replace(records=records))
   (first, *_) = page.contrasts(verdicts)[2:]
   assert "| missing | 7 seeds |" in first and "holds" not in first
   assert "**not decided** | 215 of 216 runs are there |" in page.verdict_lines(verdicts)[2]

@@ -1,4 +1,4 @@
-"""T5: T5X's tree held as text; cache, packing, remat and scan; sparse = `sparsify`, bit for bit."""
+"""T5: T5X's tree held as text; packing, remat and scan. test_sparse_networks.py has sparse ones."""
 
 import functools
 
@@ -6,18 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_layers import EACH, PHASES, STEPS, assert_same_bits, with_near_ties
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.core.trees import flatten, map_with_names
-from nm_sparsity_jax.models.t5 import T5Config, Transformer, layers
+from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION, with_step
 
-pytestmark = [
-  # Gradients are made up here: no optimizer takes them.
-  pytest.mark.filterwarnings("ignore:snip at .* scores:UserWarning"),
-  pytest.mark.filterwarnings("ignore:.* adds lam=:UserWarning"),
-]
+PHASES = nms.Phases(total=12, dense=2, finetune=3)
+EACH = {name: nms.recipe(name, pattern="1:4", phases=PHASES) for name in ("mdgf_linear", "idp")}
 
 SIZES = dict(vocab_size=24, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
 
@@ -178,26 +174,13 @@ def test_rules_add_variables_and_leave_the_tree_alone(fields):
   assert variables[STATE_COLLECTION] == state["mask"]
 
 
-# In millions, those of the public checkpoints; wmt: e = 1024 makes vocab * e + 6 * (12 + 16) * e^2.
-MILLIONS = {
-  ("t5_1_1", "small"): 76.96,
-  ("t5_1_1", "xxl"): 11135.33,
-  ("t5_1_0", "11B"): 11307.32,
-  ("wmt",): 209.09,
-}
+def test_the_translation_model_has_its_number_of_parameters():
+  """e = 1024 makes vocab * e + 6 * (12 + 16) * e^2; test_huggingface.py has the sizes of T5."""
+  params = shapes_of(Transformer(T5Config.wmt(scan_layers=True)))["params"]
+  assert sum(x.size for x in jax.tree.leaves(params)) / 1e6 == pytest.approx(209.09, rel=1e-3)
 
 
-@pytest.mark.parametrize("preset", MILLIONS, ids=lambda p: "_".join(p))
-def test_presets_have_the_published_number_of_parameters(preset):
-  family, *size = preset
-  cfg = getattr(T5Config, family)(*size)
-  params = shapes_of(Transformer(cfg.replace(scan_layers=True)))["params"]
-  assert sum(x.size for x in jax.tree.leaves(params)) / 1e6 == pytest.approx(
-    MILLIONS[preset], rel=1e-3
-  )
-
-
-# --- packing and positions; test_t5_step.py decodes, test_huggingface.py and test_t5_t5x.py compare
+# --- packing; test_t5_step.py decodes, test_huggingface.py and test_t5_t5x.py compare
 
 
 def test_packed_examples_do_not_see_each_other():
@@ -216,164 +199,21 @@ def test_packed_examples_do_not_see_each_other():
   assert np.abs(loose - packed)[:, :11].max() > 0.01
 
 
-def bucket_from_the_paper(x, bidirectional, buckets=32, most=128):
-  """Bucket of a distance key - query, in exact integers: no logarithm to round."""
-  offset = 0
-  if bidirectional:
-    buckets //= 2
-    offset = buckets * (x > 0)
-  elif x > 0:
-    x = 0
-  x, small = abs(x), buckets // 2
-  if x < small:
-    return offset + x
-  # The largest b with small * (most / small) ** (b / (buckets - small)) <= x.
-  span = buckets - small
-  fits = [b for b in range(span) if small**span * most**b <= x**span * small**b]
-  return offset + small + max(fits)
+# --- remat ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_the_bias_of_a_head_is_its_row_at_the_bucket_of_key_minus_query(bidirectional):
-  module = layers.RelativePositionBiases(32, 128, 3, jnp.float32)
-  table = np.arange(96, dtype=np.float32).reshape(3, 32)
-  bias = module.apply({"params": {"rel_embedding": table}}, 200, 200, bidirectional)
-  distances = np.arange(200)[None, :] - np.arange(200)[:, None]
-  rows = {x: bucket_from_the_paper(x, bidirectional) for x in range(-199, 200)}
-  want = table[:, np.vectorize(rows.get)(distances)]
-  np.testing.assert_array_equal(bias, want[None])
-
-
-# --- remat and scan -------------------------------------------------------------------------------
-
-
-def restacked(params, cfg):
-  """Parameters of the plain tree in the scanned one, differentiable."""
-  heads = cfg.num_heads, cfg.head_dim
-
-  def split(path, w):
-    if "attention" not in path or not path.endswith("kernel"):
-      return w
-    return w.reshape((*heads, -1) if "/out/" in path else (-1, *heads))
-
-  def stack(name):
-    part = dict(params[name])
-    table = {"relpos_bias": part.pop("relpos_bias")}
-    each = [part.pop(key) for key in sorted(part) if key.startswith("layers_")]
-    each = [map_with_names(split, layer) | table for layer in each]
-    return part | {name: jax.tree.map(lambda *x: jnp.stack(x, 1), *each)}
-
-  return params | {name: stack(name) for name in ("encoder", "decoder")}
-
-
-# This generator compiles faster than the usual one.
-DROPOUT = dict(enable_dropout=True, rngs={"dropout": jax.random.key(7, impl="unsafe_rbg")})
 NO_DROPOUT = dict(enable_dropout=False)
-
-
-def test_a_scan_under_remat_changes_no_number():
-  model = make(num_encoder_layers=1, remat_policy="minimal", scan_layers=True)
-  plain = make(num_encoder_layers=1)
-  params = parameters(plain)
-  stacked, back = jax.vjp(lambda p: restacked(p, model.config), params)
-  loss, grads = loss_and_grads(model, **NO_DROPOUT)(stacked, {})
-  want = loss_and_grads(plain, **NO_DROPOUT)(params, {})
-  np.testing.assert_allclose(loss, want[0], rtol=1e-6)
-  assert_close(back(grads)[0], want[1])
 
 
 @pytest.mark.parametrize("policy", ["full", "nm_masks", "minimal"])
 def test_what_remat_keeps(policy):
   """Masks are computed again in the backward pass only under 'full'. Two shapes are traced."""
-  rules = nms.Rules({"encoder/ff": nms.recipe("mdgf_linear", pattern="1:4", phases=PHASES)})
+  rules = nms.Rules({"encoder/ff": EACH["mdgf_linear"]})
   model = make(depth=1, remat_policy=policy, rules=rules)
   rest = with_step({k: v for k, v in shapes_of(model).items() if k != "params"}, 9)
   run = loss_and_grads(model, **NO_DROPOUT)
   masks = str(jax.make_jaxpr(run)(shapes_of(model)["params"], rest)).count("name=nm_mask")
   assert masks == (4 if policy == "full" else 2)
-
-
-# --- sparse = dense on sparsify -------------------------------------------------------------------
-
-OWNERS = {
-  "encoder/q": "one_shot",
-  "encoder/v": "mdgf_linear",
-  "encoder/o": "idp",
-  r"encoder/.*/wi_0/kernel": "sdgf_geometric",
-  r"encoder/.*/wo/kernel": "sdgf_stepwise",
-  "decoder/self/k": "dense",
-  "decoder/self/v": "mdgf_exponential",
-  "decoder/self/o": "snip",
-  "decoder/cross/k": "mdgf_identity",
-  "decoder/cross/o": "sdgf_both",
-  r"decoder/.*/wi_1/kernel": "custom",
-  "decoder/logits_dense/kernel": "sr_ste",
-}
-RULES = nms.Rules({place: EACH[name] for place, name in OWNERS.items()})
-# One of each kind: D between 1 and 0, a parent that is renewed, scores, a ladder of groups.
-KINDS = ("mdgf_linear", "idp", "snip", "sdgf_geometric")
-SOME = nms.Rules({place: EACH[name] for place, name in OWNERS.items() if name in KINDS})
-SEEN = (0, 3, 4, 5, 6, 9, 11, 13, 15, 17, 18, 25)  # each phase and its edges, each level
-
-
-def sparse_model(scan, rules, **fields):
-  """One layer a stack, or two scanned; bfloat16, so that a mask after the cast would be another."""
-  return make(depth=1 + scan, rules=rules, dtype=jnp.bfloat16, scan_layers=scan, **fields)
-
-
-@functools.cache
-def trajectory(scan, rules):
-  """{step: (parameters, state)}, and (params, step, state, dL/dW~) -> (W~, dL/dW) of `sparsify`."""
-  shapes = shapes_of(sparse_model(scan, rules))
-  rules = rules.with_logical_axes(shapes["params_axes"])
-  params = with_near_ties(shapes["params"], 0)
-  state = nms.init_state(params, rules)
-
-  @jax.jit
-  def update(params, state, step):
-    grads = jax.tree.map(lambda w: jnp.cos(w * 1000 + step.astype(jnp.float32)) / 16, params)
-    params = jax.tree.map(jnp.subtract, params, grads)
-    return params, nms.update_state(state, params, rules, step + 1, grads)
-
-  @jax.jit
-  def sparsify_with_vjp(params, step, state, grads):
-    effective, back = jax.vjp(lambda p: nms.sparsify(p, rules, step, state), params)
-    return effective, back(grads)[0]
-
-  found = {}
-  for step in STEPS:
-    if step in SEEN:
-      found[step] = params, state
-    params, state = update(params, state, jnp.int32(step))
-  assert nms.verify(nms.finalize(params, rules, 0, state, early=True), rules).ok
-  return found, sparsify_with_vjp
-
-
-@pytest.mark.parametrize(
-  "scan, policy, rules",
-  [
-    pytest.param(False, "none", RULES, id="plain-every recipe"),
-    pytest.param(True, "nm_masks", SOME, id="scanned-one of each kind"),
-  ],
-)
-def test_sparse_is_dense_on_sparsified_parameters(scan, policy, rules):
-  """Loss and gradients of every recipe in every phase, to the bit, with dropout."""
-  sparse = sparse_model(scan, rules, remat_policy=policy)
-  rest = {k: v for k, v in shapes_of(sparse).items() if k != "params"}
-  run_dense = loss_and_grads(sparse.dense_twin(), **DROPOUT)
-  inner = loss_and_grads(sparse, **DROPOUT)
-  run_sparse = jax.jit(lambda p, step, state: inner(p, with_step(rest, step, state)))
-  found, sparsify_with_vjp = trajectory(scan, rules)
-  for step, (params, state) in found.items():
-    at = jnp.int32(step)
-    got, got_grads = run_sparse(params, at, state)
-    effective, _ = sparsify_with_vjp(params, at, state, params)
-    want, grads = run_dense(effective, {})
-    assert np.isfinite(want)
-    assert_same_bits({"loss": got}, {"loss": want}, f"step {step}")
-    _, want_grads = sparsify_with_vjp(params, at, state, grads)
-    assert_same_bits(got_grads, want_grads, f"step {step}")
-  assert run_sparse._cache_size() == 1  # one compilation serves all steps
 
 
 # --- misuse ---------------------------------------------------------------------------------------

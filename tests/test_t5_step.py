@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from test_layers import EACH
-from test_t5 import BATCH, make, parameters, shapes_of
+from test_t5 import BATCH, EACH, make, parameters, shapes_of
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.models.t5 import layers
@@ -16,7 +15,7 @@ from nm_sparsity_jax.training.layers import with_step
 
 LENGTH, BEAMS = 6, 2
 # Keys of the input are computed by `start`, all else by `step`.
-RULES = nms.Rules({"ff": EACH["mdgf_linear"], "cross/k": EACH["sdgf_geometric"]})
+RULES = nms.Rules({"ff": EACH["mdgf_linear"], "cross/k": EACH["mdgf_linear"]})
 
 
 def started(model, variables, inputs=BATCH[0], beams=BEAMS):

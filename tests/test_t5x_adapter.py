@@ -1,10 +1,7 @@
 """In T5X: the same sparse step in training, evaluation and inference; one term, one counter."""
 
-import contextlib
 import functools
-import os
 import re
-import shutil
 import warnings
 
 import flax
@@ -16,7 +13,6 @@ import pytest
 import t5x_found
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.core import groups
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.recipes import RECIPES
 
@@ -33,32 +29,28 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   warnings.simplefilter("ignore")
   import t5x_task
   from t5x import adafactor, models, optimizers, partitioning, trainer, utils
-  from t5x import train as t5x_train
   from t5x.examples.decoder_only import network as decoder_network
   from t5x.examples.scalable_t5 import network as scalable_network
   from t5x.examples.t5 import network as t5_network
 
   from nm_sparsity_jax.integrations import t5x as t5x_adapter
-  from nm_sparsity_jax.integrations.t5x import initializers
   from nm_sparsity_jax.integrations.t5x import models as t5x_models
   from nm_sparsity_jax.models.t5 import network
 
 
-T5X_WANTS = {
-  # It does not run under strict promotion; its threads neither, so no context manager helps.
-  "jax_numpy_dtype_promotion": "standard",
-  "jax_numpy_rank_promotion": "allow",
-}
-
-
 @pytest.fixture(autouse=True, scope="module")
 def what_t5x_wants():
-  before = {name: jax.config.values[name] for name in T5X_WANTS}
-  for name, value in T5X_WANTS.items():
+  """T5X does not run under strict promotion; its threads neither, so no context manager helps."""
+  wanted = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+  before = {name: jax.config.values[name] for name in wanted}
+  for name, value in wanted.items():
     jax.config.update(name, value)
   yield
   for name, value in before.items():
     jax.config.update(name, value)
+
+
+INITIAL = {}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,19 +73,15 @@ def one_initialization():
     yield
 
 
-INITIAL = {}
-
-
 # --- a tiny world -------------------------------------------------------------------------------
 
 PHASES = nms.Phases(total=12, dense=3, finetune=3)
 PATTERN = "1:4"
-CUSTOM = ((3, "2:4", 1.0), (6, "1:4", 0.5))
 
 
 def recipe(name, phases=PHASES, pattern=PATTERN, **fields):
   if name == "custom":
-    fields = {"path": CUSTOM, **fields}
+    fields = {"path": ((3, "2:4", 1.0), (6, "1:4", 0.5)), **fields}
   return nms.recipe(name, pattern=pattern, phases=phases, **fields)
 
 
@@ -106,27 +94,24 @@ SIZES = dict(
   mlp_activations=("gelu", "linear"), logits_via_embedding=False, dtype="float32",
 )  # fmt: skip
 ENC_DEC = dict(num_encoder_layers=1, num_decoder_layers=1)
+TWO = dict(num_encoder_layers=2, num_decoder_layers=2, scan_layers=True, remat_policy="full")
+
+
+def of(module, **fields):
+  return lambda: module.Transformer(module.T5Config(**SIZES, **fields))
+
+
 NETWORKS = {
-  "t5": lambda: t5_network.Transformer(t5_network.T5Config(**SIZES, **ENC_DEC)),
-  "scanned": lambda: scalable_network.Transformer(
-    scalable_network.T5Config(
-      **{**SIZES, "num_encoder_layers": 2, "num_decoder_layers": 2}, scan_layers=True,
-      remat_policy="full",
-    )
-  ),
-  "ours": lambda: network.Transformer(network.T5Config(**SIZES, **ENC_DEC)),
-  "ours_scanned": lambda: network.Transformer(
-    network.T5Config(
-      **{**SIZES, "num_encoder_layers": 2, "num_decoder_layers": 2}, scan_layers=True,
-      remat_policy="full",
-    )
-  ),
+  "t5": of(t5_network, **ENC_DEC),
+  "scanned": of(scalable_network, **TWO),
+  "ours": of(network, **ENC_DEC),
+  "ours_scanned": of(network, **TWO),
   "decoder": lambda: decoder_network.DecoderWrapper(
     decoder_network.TransformerConfig(**SIZES, num_layers=1)
   ),
-}  # fmt: skip
+}
 OPTIMIZERS = {
-  "adamw": lambda first=0: optimizers.adamw(0.01),
+  "adamw": lambda: optimizers.adamw(0.01),
   "adafactor": lambda first=0: adafactor.Adafactor(
     decay_rate=0.8,
     step_offset=first,  # its decay counts global steps
@@ -137,15 +122,14 @@ OPTIMIZERS = {
 
 
 def make(rules, network="t5", optimizer="adamw", dense=False, **kwargs):
-  """A model: ours, or T5X's own."""
+  """A model: T5X's own, or the same with rules."""
   kwargs = {"module": NETWORKS[network](), "optimizer_def": OPTIMIZERS[optimizer](), **kwargs}
-  kwargs |= {} if dense else {"rules": rules}
   if network == "decoder":
-    cls = models.DecoderOnlyModel if dense else t5x_adapter.SparseDecoderOnlyModel
-    return cls(vocabulary=t5x_task.VOCABULARY, **kwargs)
-  cls = models.EncoderDecoderModel if dense else t5x_adapter.SparseEncoderDecoderModel
-  both = dict.fromkeys(("input_vocabulary", "output_vocabulary"), t5x_task.VOCABULARY)
-  return cls(**both, **kwargs)
+    model = models.DecoderOnlyModel(vocabulary=t5x_task.VOCABULARY, **kwargs)
+  else:
+    both = dict.fromkeys(("input_vocabulary", "output_vocabulary"), t5x_task.VOCABULARY)
+    model = models.EncoderDecoderModel(**both, **kwargs)
+  return model if dense else t5x_adapter.sparse(model, rules)
 
 
 def batch_of(seed=0, size=16, length=8, network="t5", padded=True):
@@ -195,15 +179,16 @@ def begin(model, partitioner=None, network="t5", cls=t5x_adapter.SparseTrainer, 
   partitioner = partitioner or Devices()
   start = initializer_of(model, partitioner, network)
   state = start.from_scratch(jax.random.PRNGKey(0)) if state is None else state
+  defaults = dict(
+    eval_names=[], summary_dir=None, rng=jax.random.PRNGKey(1), num_microbatches=None,
+    learning_rate_fn=lambda step: jnp.float32(0.01),
+  )  # fmt: skip
   return cls(
     model=model,
     train_state=state,
     partitioner=partitioner,
-    eval_names=[],
-    summary_dir=None,
     train_state_axes=start.train_state_axes,
-    rng=jax.random.PRNGKey(1),
-    **{"learning_rate_fn": lambda step: jnp.float32(0.01), "num_microbatches": None, **kw},
+    **defaults | kw,
   )
 
 
@@ -213,6 +198,11 @@ def mine(state):
 
 def the_step(state):
   return int(mine(state)["step"])
+
+
+def at_step(model, state, step):
+  _, stored = model.read(state.flax_mutables)
+  return state.replace_flax_mutables(model.write(state.flax_mutables, jnp.int32(step), stored))
 
 
 def assert_equal(got, want, **close):
@@ -226,8 +216,7 @@ def assert_equal(got, want, **close):
 # --- every recipe -------------------------------------------------------------------------------
 
 # A kernel for each recipe in one network, hence one program.
-PARTS = "encoder", "decoder/self", "decoder/cross"
-KERNELS = [f"{part}/{kernel}" for part in PARTS for kernel in "qkvo"]
+KERNELS = [f"{x}/{k}" for x in ("encoder", "decoder/self", "decoder/cross") for k in "qkvo"]
 EVERY_RECIPE = nms.Rules({k: recipe(name) for k, name in zip(KERNELS, RECIPES, strict=False)})
 
 
@@ -275,11 +264,6 @@ def one_step(model, state, batch, num_microbatches=None):
   return t5x_adapter.sparse_train_step(
     model, state, batch, jnp.float32(1), jax.random.PRNGKey(0), num_microbatches
   )[0]
-
-
-def at_step(model, state, step):
-  _, stored = model.read(state.flax_mutables)
-  return state.replace_flax_mutables(model.write(state.flax_mutables, jnp.int32(step), stored))
 
 
 LAM = 0.3  # large, so that the term stands out of the rounding of the gradients
@@ -334,29 +318,17 @@ def test_lambda_is_relative_to_the_mean_loss_per_target(factor, num_microbatches
 
 
 def test_microbatches_change_nothing_and_snip_scores_the_plain_gradient():
-  """With the term, with D between 1 and 0, and with scores, which are of the whole batch."""
-  names = {"ff": "sr_ste", "decoder/cross/o": "snip", "encoder/qkv": "mdgf_linear"}
-  rules = nms.Rules({place: recipe(name) for place, name in names.items()})
+  """Scores are of the whole batch and without the term."""
+  rules = nms.Rules({"ff": recipe("sr_ste"), "decoder/cross/o": recipe("snip")})
   model = make(rules, optimizer="sgd", loss_normalizing_factor=100.0)
-  state = begin(model).train_state
-  later = at_step(model, state, PHASES.dense + 2)
-  whole, parts = (one_step(model, later, batch_of(), k) for k in (None, 4))
-  assert_equal(parts.params, whole.params, atol=1e-5)
-  assert the_step(parts) == the_step(whole) == PHASES.dense + 3
-
-  state = at_step(model, state, PHASES.dense)
+  state = at_step(model, begin(model).train_state, PHASES.dense)
   whole, parts = (one_step(model, state, batch_of(), k) for k in (None, 4))
+  assert_equal(parts.params, whole.params, atol=1e-5)
   assert_equal(mine(parts)["score"], mine(whole)["score"], rtol=1e-4, atol=1e-7)
   loss = lambda p: model.loss_fn(p, batch_of(), None, state.flax_mutables)[0]
   weights, grads = (dict(flatten(x)) for x in (state.params, jax.jit(jax.grad(loss))(state.params)))
   for path, score in flatten(mine(whole)["score"]):
     np.testing.assert_allclose(score, np.abs(weights[path] * grads[path]), rtol=1e-4, atol=1e-6)
-
-
-def broken(batch):
-  """One that makes the loss NaN."""
-  nan = np.full(batch["decoder_loss_weights"].shape, np.nan, np.float32)
-  return {**batch, "decoder_loss_weights": nan}
 
 
 def test_the_step_counts_applied_updates():
@@ -368,9 +340,10 @@ def test_the_step_counts_applied_updates():
   inner = state._optimizer
   state = state.replace(_optimizer=inner.replace(state=jax.tree.map(old, inner.state)))
   assert int(state.step) == int(nms.step_count(state.param_states)) == 1_000_000
+  nan = np.full((16, 8), np.nan, np.float32)
   seen = []
-  for batch in (batch_of(0), broken(batch_of(1)), batch_of(2)):
-    state = one_step(model, state, batch)
+  for broken in ({}, {"decoder_loss_weights": nan}, {}):
+    state = one_step(model, state, batch_of() | broken)
     seen.append(the_step(state))
   assert seen == [1, 1, 2]
 
@@ -382,7 +355,8 @@ def test_the_step_counts_applied_updates():
 def test_loss_scores_and_predictions_are_those_of_the_effective_weights(network):
   """Of a mask that is derived, with D between 1 and 0, and of one that is stored."""
   derived, kept = r".*/wi(_\d)?/kernel", r".*/mlp/wo/kernel"
-  rules = nms.Rules({derived: recipe("mdgf_linear"), kept: recipe("one_shot", phases=FINE)})
+  stored = recipe("one_shot", phases=nms.Phases(total=12))
+  rules = nms.Rules({derived: recipe("mdgf_linear"), kept: stored})
   model, twin = make(rules, network), make(None, network, dense=True)
   state = at_step(model, begin(model, network=network).train_state, 6)
   batch = batch_of(network=network)
@@ -404,26 +378,15 @@ def test_loss_scores_and_predictions_are_those_of_the_effective_weights(network)
   assert_equal(seen(model, state.params, flax_mutables=state.flax_mutables), seen(twin, sparse))
 
 
-FINE = nms.Phases(total=12)
-
-
-def test_an_adafactor_that_counts_from_elsewhere_is_warned_of(capsys):
-  """A model file after the run file takes `step_offset` back."""
-  for first in (0, 5):
-    model = make(rules_of("sr_ste"), optimizer_def=OPTIMIZERS["adafactor"](first))
-    state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
-    begin(model, state=state.replace_step(jnp.int32(5)))
-    assert ("step_offset=0" in capsys.readouterr().out) == (first == 0)
-
-
-def test_groups_that_devices_cut_are_named():
-  shapes = {f"layers_{i}": {"mlp": {"wo": {"kernel": np.zeros((48, 16))}}} for i in range(2)}
-  places = nms.Rules({"ff": recipe("sr_ste", pattern="1:8")}).assign({"encoder": shapes}).places
-  split = dict.fromkeys(places, ("model", None))
-  (line,) = initializers.cuts(places, split, {"data": 1, "model": 4})
-  assert line.startswith("encoder/layers_{0,1}/mlp/wo/kernel: 4 devices")
-  for axes, parts in ((split, 3), (dict.fromkeys(places, (None, "model")), 4), ({}, 4)):
-    assert not [*initializers.cuts(places, axes, {"model": parts})]
+def test_what_a_recipe_of_ones_own_keeps_is_sharded_by_its_shape():
+  axes = {"ff": {"kernel_axes": flax.linen.partitioning.AxisMetadata(("embed", "mlp"))}}
+  made = {"ff/kernel": np.zeros((4, 2))}
+  kept = {
+    name: {"ff": {"kernel": x}} for name, x in (("average", made["ff/kernel"]), ("m", jnp.int32(1)))
+  }
+  found = t5x_models.axes_like(kept, axes, made)
+  assert found["average"]["ff"]["kernel_axes"].names == ("embed", "mlp")
+  assert found["m"]["ff"]["kernel_axes"].names == ()
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -436,55 +399,41 @@ def started():
   return model, begin(model).train_state
 
 
-def chain(*parts):
-  return make(rules_of("sr_ste"), optimizer_def=optimizers.chain([*parts, optax.sgd(0.1)]))
+def restored(change=lambda w: w, lam=2e-4):
+  """Restores the first train state, changed, as T5X does."""
+  state = started()[1]
+  state = state.replace_params(jax.tree.map(change, state.params))
+  model = make(rules_of("sr_ste", lam=lam))
+  start = initializer_of(model, Devices(), cls=t5x_adapter.SparseTrainStateInitializer)
+  return start.global_train_state_shape.restore_state(state.state_dict())
 
 
-def as_started(**changes):
-  """`begin` on the first train state, with arguments of the trainer."""
-  model, state = started()
-  return begin(model, state=state, **changes)
+def as_started(**steps):
+  return begin(started()[0], state=started()[1], **steps)
 
 
-def of_params(change):
-  model, state = started()
-  return begin(model, state=state.replace_params(jax.tree.map(change, state.params)))
-
-
-def restored_with_other_rules():
-  other = make(rules_of("sr_ste", lam=0.5))
-  start = initializer_of(other, Devices(), cls=t5x_adapter.SparseTrainStateInitializer)
-  start.global_train_state_shape.restore_state(started()[1].state_dict())
+def chain(part):
+  return begin(make(rules_of("sr_ste"), optimizer_def=optimizers.chain([part])))
 
 
 @pytest.mark.parametrize(
   "act, words",
   [
-    (lambda: of_params(lambda w: w.astype(jnp.bfloat16)), "bfloat16.*dtype = 'float32'"),
-    (lambda: of_params(lambda w: jnp.concatenate([w, w], -1)), "shape"),
+    (lambda: restored(lambda w: w.astype(jnp.bfloat16)), "bfloat16.*dtype = 'float32'"),
+    (lambda: restored(lambda w: jnp.concatenate([w, w], -1)), "model file"),
+    (lambda: restored(lam=0.5), "(?s)has.*lam=0.5"),
     (lambda: started()[0].score_batch(started()[1].params, batch_of()), "no 'nm_sparsity'"),
-    (lambda: begin(make(rules_of("snip")), state=started()[1]), "(?s)ff: sr_ste.*ff: snip"),
-    (restored_with_other_rules, "(?s)has.*lam=0.5"),
-    (lambda: as_started(pretrained_steps=7), "PRETRAINED_STEPS=7.*PRETRAINED_STEPS=0"),
-    (lambda: as_started(train_steps=11), "TRAIN_STEPS=11.*12"),
+    (lambda: as_started(pretrained_steps=7), "PRETRAINED_STEPS=7.*starts at global step 0"),
+    (lambda: as_started(train_steps=11), "TRAIN_STEPS=11.*ends at 12"),
     (lambda: as_started(train_steps_relative=5), "TRAIN_STEPS_RELATIVE=5"),
-    (lambda: t5x_adapter.refuse_relative("MODEL_DIR", "here"), "MODEL_DIR='here' is relative"),
-    (lambda: begin(chain(nms.sr_ste(rules_of("sr_ste")))), "act twice"),
-    (lambda: begin(chain(nms.sparse(optax.sgd(1.0), rules_of("idp")))), "act twice"),
+    (lambda: chain(nms.sr_ste(rules_of("sr_ste"))), "SrSteState"),
+    (lambda: chain(nms.sparse(optax.sgd(1.0), rules_of("idp"))), "SparseState"),
     (
-      lambda: begin(chain(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation())),
+      lambda: chain(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()),
       "MultiSteps.*num_microbatches",
     ),
-    (lambda: begin(make(None, dense=True), state=started()[1]), "has no rules"),
-    (
-      lambda: make(rules_of("idp"), module=NETWORKS["ours"]().clone(
-        config=network.T5Config(**SIZES, **ENC_DEC, rules=rules_of("idp"))
-      )),
-      "network has rules",
-    ),
-    (lambda: t5x_adapter.saves(utils.SaveCheckpointConfig(dtype="bfloat16")), "bfloat16"),
   ],
-)  # fmt: skip
+)
 def test_what_cannot_go_on_is_refused(act, words):
   with pytest.raises(ValueError, match=words):
     act()
@@ -492,9 +441,7 @@ def test_what_cannot_go_on_is_refused(act, words):
 
 def test_what_agrees_is_taken():
   as_started(train_steps=12, pretrained_steps=0)
-  start = initializer_of(started()[0], Devices(), cls=t5x_adapter.SparseTrainStateInitializer)
-  state = start.global_train_state_shape.restore_state(started()[1].state_dict())
-  assert_equal(state.params, started()[1].params)
+  assert_equal(restored().params, started()[1].params)
 
 
 def test_other_rules_that_nothing_checked_give_no_number():
@@ -505,35 +452,33 @@ def test_other_rules_that_nothing_checked_give_no_number():
   assert np.isfinite(loss(model)) and np.isnan(loss(other))
 
 
-def structure(*masks, moments="mu", **target):
-  """The structure of a sparse checkpoint."""
-  kept = {"step": 0, "rules": 0, **dict.fromkeys(masks, {"w": 0})}
-  state = {"param_states": {moments: {"w": 0}}}
-  return {"target": {"w": 0, **target}, "state": state, "flax_mutables": {"nm_sparsity": kept}}
+def test_an_adafactor_that_counts_from_elsewhere_is_warned_of(capsys):
+  """A model file after the run file takes `step_offset` back."""
+  for first in (0, 5):
+    model = make(rules_of("sr_ste"), optimizer_def=OPTIMIZERS["adafactor"](first))
+    state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
+    begin(model, state=state.replace_step(jnp.int32(5)))
+    assert ("step_offset=0" in capsys.readouterr().out) == (first == 0)
 
 
 DENSE = {"target": {"w": 0}}
+SPARSE = {**DENSE, "flax_mutables": {"nm_sparsity": {"step": 0}}}
+MORE = {"target": {"w": 0, "a": {"b": 0}}}
 resume = functools.partial(t5x_adapter.resume_sparse, is_resuming=True)
 
 
 @pytest.mark.parametrize(
   "read, checkpoint, wanted, words",
   [
-    (t5x_adapter.require_sparse, structure(), structure(), None),
-    (t5x_adapter.require_sparse, DENSE, structure(), "checkpoint is dense"),
-    (t5x_adapter.require_sparse, structure(), structure("mask"), "nm_sparsity/mask/w"),
-    (t5x_adapter.resume_sparse, DENSE, structure("mask"), None),  # starts from it
-    (t5x_adapter.resume_sparse, DENSE, structure(a={"b": 0}), "a/b.*random"),
-    (
-      functools.partial(t5x_adapter.resume_sparse, fresh="a/.*"),
-      DENSE, structure(a={"b": 0}), None,
-    ),
-    (resume, structure("mask"), structure("mask"), None),
-    (resume, DENSE, structure(), "MODEL_DIR.*dense"),
-    (resume, structure(), structure("mask"), "nm_sparsity/mask/w"),
-    (resume, structure(), structure(moments="v"), "OPTIMIZER"),
+    (t5x_adapter.require_sparse, SPARSE, SPARSE, None),
+    (t5x_adapter.require_sparse, DENSE, SPARSE, "is dense"),
+    (resume, SPARSE, SPARSE, None),
+    (resume, DENSE, SPARSE, "is dense"),
+    (t5x_adapter.resume_sparse, DENSE, SPARSE, None),  # starts from it
+    (t5x_adapter.resume_sparse, DENSE, MORE, "a/b.*random"),
+    (functools.partial(t5x_adapter.resume_sparse, fresh="a/.*"), DENSE, MORE, None),
   ],
-)  # fmt: skip
+)
 def test_structures_of_checkpoints(read, checkpoint, wanted, words):
   if words is None:
     assert read(checkpoint, wanted) is checkpoint
@@ -573,91 +518,12 @@ def test_model_parallel_changes_nothing_and_masks_add_no_communication():
         dense._partitioned_train_step, dense.train_state, batch_of()
       )
       assert sum(collectives(plain).values()) > 1 and collectives(step) == collectives(plain)
+      # Without a trainer, as in evaluation, the model knows how devices share its weights too.
+      alone = make(rules)
+      initializer_of(alone, Devices(8, 2), cls=t5x_adapter.SparseTrainStateInitializer)
+      assert alone.stored_rules.shardings == model.stored_rules.shardings
     new = run._partitioned_train_step(state, batch_of())[0]
     grads = jax.tree.map(lambda a, b: a - np.asarray(b), weights, new.params)
     got[count] = jax.tree.map(np.asarray, (sparse, mine(new)["mask"])), grads
   assert_equal(*(jax.tree.map(lambda w: w != 0, got[c][0]) for c in (8, 1)))
   assert_equal(got[8][1], got[1][1], atol=1e-5)
-
-
-def test_evaluation_and_inference_mask_by_shard(monkeypatch):
-  """Without a trainer too: on several TPUs each device makes the masks of its shard in one pass."""
-  model, devices = make(rules_of("sr_ste")), Devices(8, 2)
-  state = begin(model, devices).train_state
-  model = make(rules_of("sr_ste"))  # one that has no trainer
-  initializer_of(model, devices, cls=t5x_adapter.SparseTrainStateInitializer)
-  want = jax.jit(model.effective)(state.params, state.flax_mutables)
-  calls = []
-  monkeypatch.setattr(
-    jax, "shard_map", lambda *a, m=jax.shard_map, **k: calls.append(k["in_specs"]) or m(*a, **k)
-  )
-  monkeypatch.setattr(groups, "_PLATFORM", "cpu")
-  compiled = jax.jit(lambda *a: model.effective(*a)).lower(state.params, state.flax_mutables)
-  assert len(calls) == len(model.stored_rules.assign(model.made).places)
-  assert all("model" in str(specs) for specs in calls)
-  compiled = compiled.compile()
-  assert not any(collectives(compiled).values())
-  assert_equal(compiled(state.params, state.flax_mutables), want)
-
-
-def test_what_a_recipe_of_ones_own_keeps_is_sharded_by_its_shape():
-  axes = {"ff": {"kernel_axes": flax.linen.partitioning.AxisMetadata(("embed", "mlp"))}}
-  made = {"ff/kernel": np.zeros((4, 2))}
-  kept = {
-    name: {"ff": {"kernel": x}} for name, x in (("average", made["ff/kernel"]), ("m", jnp.int32(1)))
-  }
-  found = t5x_models.axes_like(kept, axes, made)
-  assert found["average"]["ff"]["kernel_axes"].names == ("embed", "mlp")
-  assert found["m"]["ff"]["kernel_axes"].names == ()
-
-
-# --- checkpoints --------------------------------------------------------------------------------
-
-
-def train(model, model_dir, steps, restore=None, cls=None, **kw):
-  """t5x.train.train, configured as gin_configs/runs/t5x_finetune.gin does it."""
-  data = utils.DatasetConfig(
-    mixture_or_task_name="nm_test_sort", task_feature_lengths={"inputs": 8, "targets": 8},
-    split="train", batch_size=16, shuffle=True, seed=0, pack=True,
-  )  # fmt: skip
-  if restore is not None:
-    restore = utils.RestoreCheckpointConfig(
-      path=str(restore), mode="specific", dtype="float32", fallback_to_scratch=True,
-      assignment_map=((r"flax_mutables.*|state/param_states.*", None),),
-      state_transformation_fns=[t5x_adapter.resume_sparse],
-    )  # fmt: skip
-  with contextlib.suppress(FileExistsError):
-    os.makedirs(model_dir)
-  return t5x_train.train(
-    model=model, train_dataset_cfg=data, train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None,
-    checkpoint_cfg=utils.CheckpointConfig(
-      save=utils.SaveCheckpointConfig(
-        period=100, save_dataset=True, checkpoint_steps=kw.pop("save_at", [])
-      ),
-      restore=restore,
-    ),
-    partitioner=Devices(),
-    trainer_cls=functools.partial(
-      cls or t5x_adapter.SparseTrainer, num_microbatches=None,
-      learning_rate_fn=lambda step: jnp.float32(0.01), **kw,
-    ),
-    model_dir=str(model_dir), total_steps=steps, eval_steps=0, eval_period=0, random_seed=0,
-    summarize_config_fn=lambda *args: None,
-    get_dataset_fn=functools.partial(t5x_adapter.get_dataset, model_dir=str(model_dir)),
-  )[1]  # fmt: skip
-
-
-def test_a_run_from_a_dense_checkpoint_and_its_resumption(tmp_path):
-  """Killed within its levels; the restore settings stay as they were."""
-  dense = train(make(None, dense=True), tmp_path / "dense", 2, cls=trainer.Trainer)
-  run = functools.partial(train, restore=tmp_path / "dense/checkpoint_2", pretrained_steps=2)
-  model, begun = make(rules_of("idp")), []
-  check = model.check
-  model.check = lambda state: begun.append(jax.tree.map(np.array, state.params)) or check(state)
-  # The end too: past the last of these T5X saves that one again.
-  final = run(model, tmp_path / "run", 2 + PHASES.total, save_at=[7, 2 + PHASES.total])
-  assert_equal(begun[0], dense.params)
-  assert int(final.step) == 2 + PHASES.total and the_step(final) == PHASES.total
-  shutil.copytree(tmp_path / "run/checkpoint_7", tmp_path / "again/checkpoint_7")
-  resumed = run(make(rules_of("idp")), tmp_path / "again", 2 + PHASES.total)
-  assert_equal(resumed.state_dict(), final.state_dict())

@@ -1,5 +1,5 @@
 """Checkpoints in the two formats of T5X's public models load into our T5, to the bit; and
-what `nm-sparsity finalize` writes loads into T5X.
+what `nm-sparsity finalize` and `convert` write loads into T5X.
 
 Dense models made here, of T5X's own networks, are written by T5X's own checkpointers: the legacy
 format (a msgpack file beside tensorstore zarrs) and Orbax. They are read as `t5x.train` reads
@@ -7,13 +7,9 @@ INITIAL_CHECKPOINT_PATH, with the restore settings of gin_configs/runs/t5x_finet
 """
 
 import dataclasses
-import importlib
 import pathlib
-import sys
 import warnings
 
-import gin
-import gin_probe
 import huggingface_reference
 import jax
 import jax.numpy as jnp
@@ -25,6 +21,7 @@ import test_huggingface
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.training import apply
 
 pytestmark = [
@@ -38,14 +35,11 @@ if reason := t5x_found.why_not():
 
 with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   warnings.simplefilter("ignore")
-  import t5x
-  import tensorflow as tf
   from t5x import utils
   from t5x.examples.scalable_t5 import network as scalable_network
   from test_t5x_adapter import (
     Devices,
     assert_equal,
-    batch_of,
     begin,
     initializer_of,
     make,
@@ -53,8 +47,6 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
     one_initialization,  # noqa: F401  (a fixture)
     what_t5x_wants,  # noqa: F401  (a fixture)
   )
-
-  from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEP = 1_000_000  # as in checkpoint_1000000
@@ -71,53 +63,58 @@ def closed_loops():
     yield
 
 
+def drawn(params, seed):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype), params)
+
+
 def dense_state(network):
   """Of T5X's own model and optimizer after a long run: no value is as it was initialized."""
   model = make(None, network, "adafactor", dense=True)
   state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
-  rng = np.random.default_rng(0)
-  drawn = lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype)
-  state = state.replace_params(jax.tree.map(drawn, state.params))
-  return model, state.replace_step(jnp.int32(STEP))
+  return model, state.replace_params(drawn(state.params, 0)).replace_step(jnp.int32(STEP))
 
 
 def write(kind, model, state, folder):
   """One of T5X's checkpointers."""
   shapes = initializer_of(model, Devices()).global_train_state_shape
   folder.mkdir()
-  settings = dict(save_cfg=utils.SaveCheckpointConfig(), partitioner=Devices())
+  settings = dict(
+    save_cfg=utils.SaveCheckpointConfig(), partitioner=Devices(), model_dir=str(folder)
+  )
   if kind == "legacy":
-    manager = utils.LegacyCheckpointManager(
-      **settings, restore_cfg=None, train_state_shape=shapes, model_dir=str(folder)
-    )
+    manager = utils.LegacyCheckpointManager(**settings, restore_cfg=None, train_state_shape=shapes)
   else:
-    manager = utils.create_orbax_checkpoint_manager(
-      **settings, train_state=shapes, model_dir=str(folder)
-    )
+    manager = utils.create_orbax_checkpoint_manager(**settings, train_state=shapes)
   manager.save(state)
   manager.wait_until_finished()
   manager.close()
   return folder / f"checkpoint_{STEP}"
 
 
-@pytest.fixture
-def restore_settings(monkeypatch):
+def restore_settings(path):
   """What the run file makes of an INITIAL_CHECKPOINT_PATH."""
-  monkeypatch.setitem(sys.modules, "__main__", importlib.import_module("t5x.train"))
-  for path in (ROOT, pathlib.Path(t5x.__file__).parent.parent):
-    gin.add_config_file_search_path(str(path))
+  files = ["gin_configs/runs/t5x_finetune.gin", "tests/t5x_tiny.gin"]
+  macros = dict(
+    INITIAL_CHECKPOINT_PATH=str(path), PRETRAINED_STEPS=STEP, MODEL_DIR="", RECIPE="one_shot",
+    PATTERN="1:4", SPARSE_STEPS=4,
+  )  # fmt: skip
+  bindings = [f"{name} = {value!r}" for name, value in macros.items()]
+  with gin_files.Config([ROOT, ROOT / "tests"], files, bindings) as config:
+    return config.argument("checkpoint_cfg").restore
 
-  def settings(path):
-    files = ["gin_configs/runs/t5x_finetune.gin", "tests/t5x_tiny.gin"]
-    macros = dict(
-      INITIAL_CHECKPOINT_PATH=str(path), PRETRAINED_STEPS=STEP, MODEL_DIR="", RECIPE="one_shot",
-      PATTERN="1:4", SPARSE_STEPS=4,
-    )  # fmt: skip
-    gin_probe.read(files, [f"{name} = {value!r}" for name, value in macros.items()])
-    return gin.query_parameter("utils.CheckpointConfig.restore").scoped_configurable_fn()
 
-  yield settings
-  gin.clear_config()
+def restore(model, path, settings=None, use_orbax=True, rng=None, optimizer=None):
+  """As t5x.train does with the settings of a run file; without, as t5x.eval."""
+  settings = settings or utils.RestoreCheckpointConfig(
+    path=str(path), mode="specific", dtype="float32"
+  )
+  state, manager = utils.create_checkpoint_manager_and_restore(
+    initializer_of(model, Devices(), optimizer_def=optimizer), Devices(), settings, str(path), rng,
+    use_orbax=use_orbax,
+  )  # fmt: skip
+  manager.close()
+  return state
 
 
 @pytest.mark.parametrize(
@@ -128,19 +125,14 @@ def restore_settings(monkeypatch):
     ("orbax", "orbax", "t5", "adafactor"),
   ],
 )
-def test_a_dense_checkpoint_loads(kind, by, network, optimizer, tmp_path, restore_settings):
-  theirs, state = dense_state(network)
-  path = write(kind, theirs, state, tmp_path / kind)
+def test_a_dense_checkpoint_loads(kind, by, network, optimizer, tmp_path):
+  path = write(kind, *dense_state(network), tmp_path / kind)
+  state = dense_state(network)[1]
   assert (path / "checkpoint").exists() == (kind == "legacy")
   network = NETWORKS[network]
-  model = make(RULES, network, optimizer)
-  start = initializer_of(model, Devices())
-  restored, manager = utils.create_checkpoint_manager_and_restore(
-    start, Devices(), restore_settings(path), str(path), jax.random.PRNGKey(0),
-    use_orbax=by == "orbax",
-  )  # fmt: skip
-  manager.close()
-  fresh = start.from_scratch(jax.random.PRNGKey(0))
+  model, key = make(RULES, network, optimizer), jax.random.PRNGKey(0)
+  restored = restore(model, path, restore_settings(path), by == "orbax", key, model.optimizer_def)
+  fresh = initializer_of(model, Devices()).from_scratch(key)
   assert jax.tree.structure(restored) == jax.tree.structure(fresh)
 
   # The parameters and the step are the checkpoint's, to the bit and in its dtype.
@@ -152,7 +144,6 @@ def test_a_dense_checkpoint_loads(kind, by, network, optimizer, tmp_path, restor
   moments = lambda state: state.state_dict()["state"]["param_states"]
   assert_equal(moments(restored), moments(fresh))
   assert_equal(restored.flax_mutables, fresh.flax_mutables)
-  assert int(mine(restored)["step"]) == 0
 
   # The trainer takes it as a new run at that step, with masks of the restored weights.
   begun = begin(model, network=network, state=restored, pretrained_steps=STEP).train_state
@@ -166,9 +157,6 @@ def test_a_dense_checkpoint_loads(kind, by, network, optimizer, tmp_path, restor
     np.testing.assert_array_equal(mask, want, err_msg=path)
 
 
-# --- nm-sparsity convert ------------------------------------------------------------------------
-
-
 def test_t5x_restores_a_converted_folder_of_hugging_face(tmp_path):
   """Its own network gives the logits that transformers gives with these weights."""
   name = "v1_1"
@@ -179,7 +167,6 @@ def test_t5x_restores_a_converted_folder_of_hugging_face(tmp_path):
   fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(theirs)}
   module = scalable_network.Transformer(theirs(**fields))
   state = restore(make(None, module=module, dense=True), tmp_path / "start/checkpoint_0")
-  assert int(state.step) == 0
   x, y = huggingface_reference.inputs(name), huggingface_reference.targets(name)
   run = jax.jit(lambda params: module.apply(
     {"params": params}, x, huggingface_reference.shifted(y), y, enable_dropout=False
@@ -195,72 +182,21 @@ def sparse_state(network):
   """At the end of a run whose weights moved on after the mask was taken."""
   model = make(RULES, network)
   state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
-  rng = np.random.default_rng(1)
-  drawn = lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype)
-  kept = apply.init_state(jax.tree.map(drawn, state.params), model.stored_rules)
-  state = state.replace_params(jax.tree.map(drawn, state.params))
+  kept = apply.init_state(drawn(state.params, 1), model.stored_rules)
+  state = state.replace_params(drawn(state.params, 2))
   kept = apply.update_state(kept, state.params, model.stored_rules, 4)
   mutables = model.write(state.flax_mutables, jnp.int32(4), kept)
   return model, state.replace_flax_mutables(mutables).replace_step(jnp.int32(STEP))
 
 
-def restore(model, path, use_orbax=True, cls=utils.TrainStateInitializer, **settings):
-  """As t5x.eval does."""
-  settings = utils.RestoreCheckpointConfig(
-    path=str(path), mode="specific", dtype="float32", **settings
-  )
-  start = initializer_of(model, Devices(), cls=cls, optimizer_def=None)
-  state, manager = utils.create_checkpoint_manager_and_restore(
-    start, Devices(), settings, str(path), None, use_orbax=use_orbax
-  )
-  manager.close()
-  return state
-
-
 @pytest.mark.parametrize("kind, network", [("orbax", "t5"), ("legacy", "scanned")])
-def test_a_finalized_checkpoint_is_the_run_to_t5x(
-  kind, network, tmp_path, restore_settings, monkeypatch
-):
+def test_a_finalized_checkpoint_is_the_run_to_t5xs_dense_model(kind, network, tmp_path):
   model, state = sparse_state(network)
   run = write(kind, model, state, tmp_path / "run").parent
   assert cli.main(["verify", str(run)]) == 1
   assert cli.main(["finalize", str(run), str(tmp_path / "out")]) == 0
-  path = tmp_path / "out" / run.joinpath(f"checkpoint_{STEP}").name
+  path = tmp_path / f"out/checkpoint_{STEP}"
   assert cli.main(["verify", str(path)]) == 0
-
-  # With the dense model: the effective weights of the sparse one, and so its numbers.
-  dense = make(None, network, dense=True)
-  found = restore(dense, path)
+  found = restore(make(None, network, dense=True), path)
   assert int(found.step) == STEP and "flax_mutables" not in found.state_dict()
-  assert_equal(found.params, model.effective(state.params, state.flax_mutables))
-  if (kind, network) != ("orbax", "t5"):  # the rest follows from the weights, in every format
-    return
-  batch = batch_of()
-  want = model.eval_fn(state.params, batch, state.flax_mutables)[0]
-  assert dense.eval_fn(found.params, batch)[0] == want
-  assert dense.eval_fn(state.params, batch)[0] != want  # so equality says something
-
-  # With the sparse model, as t5x_eval.gin says, which refuses a dense checkpoint.
-  found = restore(
-    model, path, cls=t5x_adapter.SparseTrainStateInitializer,
-    state_transformation_fns=[t5x_adapter.require_sparse],
-  )  # fmt: skip
-  assert model.eval_fn(found.params, batch, found.flax_mutables)[0] == want
-  kept = write(kind, *dense_state(network), tmp_path / "dense")
-  with pytest.raises(ValueError, match="checkpoint is dense"):
-    restore(model, kept, state_transformation_fns=[t5x_adapter.require_sparse])
-
-  # As the start of another run, whose checkpoints have a position in the data. This one has none.
-  start = initializer_of(model, Devices())
-  monkeypatch.setattr(
-    utils, "get_dataset", lambda *args: tf.data.Dataset.from_tensor_slices({"x": [1, 2]})
-  )
-  found, manager = utils.create_checkpoint_manager_and_restore(
-    start, Devices(), restore_settings(path), str(path), jax.random.PRNGKey(0), use_orbax=True,
-    save_checkpoint_cfg=utils.SaveCheckpointConfig(period=1, save_dataset=True),
-    model_dir=str(tmp_path / "longer"),
-    ds_iter=t5x_adapter.get_dataset(None, 0, 1, None, model_dir=str(tmp_path / "longer")),
-  )  # fmt: skip
-  manager.close()
-  assert int(mine(found)["step"]) == 0 and int(found.step) == STEP
   assert_equal(found.params, model.effective(state.params, state.flax_mutables))

@@ -9,7 +9,6 @@ import test_plan
 from test_plan import ROOT, T5X_MODEL, has
 
 from nm_sparsity_jax import runs
-from nm_sparsity_jax.analysis import plan
 from nm_sparsity_jax.runs import results
 from nm_sparsity_jax.training import configure, rules_text
 
@@ -23,6 +22,10 @@ TASK = dict(
   MIXTURE_OR_TASK_NAME="nm_test_sort", MIXTURE_OR_TASK_MODULE="t5x_task",
   TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8},
 )  # fmt: skip
+TRAINED = dict(
+  RECIPE="mdgf_linear", PATTERN="1:4", SPARSE_STEPS=20, DENSE_STEPS=2, FINETUNE_STEPS=4,
+  SPARSITY_RULES={"ff": None, "encoder/qk": "2:4"},
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -32,30 +35,31 @@ def launch(run_t5x, tmp_path):
   here = f"--gin_search_paths={ROOT / 'tests'},{tmp_path}"
 
   def call(file="finetune", **macros):
-    files = macros.pop("files", ("theirs.gin", f"nm_sparsity_jax/{file}.gin"))
-    return run_t5x(here, files=files, **TASK | macros)
+    return run_t5x(here, files=("theirs.gin", f"nm_sparsity_jax/{file}.gin"), **TASK | macros)
 
   return call
 
 
-def write_sparse(path, step=10, start=6, **changes):
-  """A checkpoint of a run that began at step `start`."""
-  given = dict(
-    places={"ff": None, "encoder/qk": "2:4"}, recipe="mdgf_linear", pattern="1:4", sparse_steps=20,
-    dense_steps=2, finetune_steps=4,
-  )  # fmt: skip
-  text = rules_text.describe(configure.rules(**given | changes))
-  mine = {"step": np.int32(step - start), "start": np.int32(start)}
-  mine["rules"] = np.asarray(rules_text.pack(text))
+def dense(path):
+  return str(test_plan.write_orbax(path, test_plan.t5x_checkpoint()))
+
+
+def sparse(path, **changes):
+  """A checkpoint of a run of `TRAINED` that began at step 6, after four steps of its own."""
+  macros = TRAINED | changes
+  places = macros.pop("SPARSITY_RULES")
+  rules = configure.rules(places, **{name.lower(): value for name, value in macros.items()})
+  mine = {"step": np.int32(4), "start": np.int32(6)}
+  mine["rules"] = np.asarray(rules_text.pack(rules_text.describe(rules)))
   tree = test_plan.t5x_checkpoint(flax_mutables={"nm_sparsity": mine})
   moments = {"count": np.int32(4), "mu": tree["target"], "nu": tree["target"]}
-  tree["state"] = {"step": np.int32(step), "param_states": {"0": moments}}
-  return test_plan.write_orbax(path, tree), text
+  tree["state"] = {"step": np.int32(10), "param_states": {"0": moments}}
+  return str(test_plan.write_orbax(path, tree))
 
 
-def test_three_flags_make_a_launch_of_t5x_sparse(launch, tmp_path):
-  path = test_plan.write_orbax(tmp_path / "dense/checkpoint_6", test_plan.t5x_checkpoint())
-  where = dict(MODEL_DIR=str(tmp_path / "run"), INITIAL_CHECKPOINT_PATH=str(path))
+def test_three_flags_make_a_launch_of_t5x_sparse_and_it_goes_on_where_it_began(launch, tmp_path):
+  where = dict(MODEL_DIR=str(tmp_path / "run"))
+  where["INITIAL_CHECKPOINT_PATH"] = dense(tmp_path / "dense/checkpoint_6")
   code, report = launch(**where, **SPARSE)
   assert not code, report["errors"]
   assert [k["pattern"] for k in report["kernels"]["sparse"]] == ["1:4"] * 2
@@ -63,110 +67,67 @@ def test_three_flags_make_a_launch_of_t5x_sparse(launch, tmp_path):
   phases = [(s["t5x_start"], s["phase"]) for s in timeline["segments"]]
   assert phases == [(6, "dense"), (8, "sparsify, fine-tune from 16")]
   assert timeline["segments"][-1]["t5x_stop"] == 26
-  assert "sparsify, fine-tune from 16" in plan.render(report)
   code, report = launch(**where, **SPARSE, PRETRAINED_STEPS=7)
   assert code == 1 and has(report["errors"], "PRETRAINED_STEPS=7", "set PRETRAINED_STEPS=6")
-
-
-def test_a_start_that_t5x_would_die_of_is_named(t5x, tmp_path):
-  """T5X's KeyError of the item "dataset", and one of a folder that is not there."""
-  from nm_sparsity_jax.integrations import t5x as t5x_adapter
-
-  path = test_plan.write_orbax(tmp_path / "dense/checkpoint_6", test_plan.t5x_checkpoint())
-  assert t5x_adapter.start(str(path)) == str(path)
-  (path / "dataset").rmdir()
-  with pytest.raises(ValueError, match=f"mkdir {path}/dataset"):
-    t5x_adapter.start(str(path))
-  with pytest.raises(FileNotFoundError, match="no such checkpoint"):
-    t5x_adapter.start(str(tmp_path / "dense/checkpoint_7"))
-  # A run that goes on does not look at its start any more.
-  write_sparse(tmp_path / "run/checkpoint_10")
-  assert t5x_adapter.start(str(path), run=str(tmp_path / "run"))
-
-
-def test_a_run_that_goes_on_knows_where_it_began(launch, tmp_path):
-  """PRETRAINED_STEPS is in its checkpoints, also where the first one is gone."""
-  path, _ = write_sparse(
-    tmp_path / "run/checkpoint_10", places={"ff": None}, recipe="sr_ste", finetune_steps=None
-  )
-  where = dict(MODEL_DIR=str(path.parent), INITIAL_CHECKPOINT_PATH=str(tmp_path / "gone"))
-  _, report = launch(**where, **SPARSE)
+  # Its checkpoints know PRETRAINED_STEPS, also where the first one is gone.
+  phases = {name + "_STEPS": None for name in ("DENSE", "FINETUNE")}
+  sparse(tmp_path / "run/checkpoint_10", **SPARSE | phases, SPARSITY_RULES={"ff": None})
+  _, report = launch(**where | {"INITIAL_CHECKPOINT_PATH": str(tmp_path / "gone")}, **SPARSE)
   assert report["schedule"][0]["segments"][-1]["t5x_stop"] == 26
   assert not has(report["errors"], "PRETRAINED_STEPS") and not has(report["errors"], "other rules")
 
 
-@pytest.mark.parametrize("program", ["eval", "infer"])
-def test_evaluation_reads_the_rules_from_the_checkpoint(launch, tmp_path, program):
-  path, text = write_sparse(tmp_path / "run/checkpoint_10")
-  names = {"eval": "EVAL_OUTPUT_DIR", "infer": "INFER_OUTPUT_DIR"}
-  where = {"CHECKPOINT_PATH": str(path), names[program]: str(tmp_path / "out")}
-  code, report = launch(program, **where)
-  assert not code, report["errors"]
-  assert report["restore"]["rules"] == text and report["restore"]["sparse_step"] == 4
-  segments = [part["segments"][-1] for part in report["schedule"]]
-  assert [(s["stop"], s["t5x_stop"]) for s in segments] == [(20, 26)] * 2
-  assert not has(report["notes"], "by default")
-
-
 @pytest.mark.parametrize(
-  "flag, value, trained",
+  "program, flags, words",
   [
-    ("PATTERN", "1:8", "'2:4, 1:4'"),
-    ("SPARSE_STEPS", 21, "20"),
-    ("SPARSITY_RULES", {"ff": "1:4"}, "encoder/qk"),
-    ("PRETRAINED_STEPS", 5, "began at step 6"),
+    ("eval", {}, None),
+    ("infer", {}, None),
+    ("eval", TRAINED | {"PRETRAINED_STEPS": 6}, None),
+    ("eval", {"PATTERN": "1:8"}, "'2:4, 1:4'"),
+    ("eval", {"PRETRAINED_STEPS": 5}, "began at step 6"),
   ],
 )
-def test_a_flag_that_disagrees_with_the_checkpoint_is_refused(
-  launch, tmp_path, flag, value, trained
-):
-  path, _ = write_sparse(tmp_path / "run/checkpoint_10")
-  where = dict(CHECKPOINT_PATH=str(path), EVAL_OUTPUT_DIR=str(tmp_path / "out"))
-  code, report = launch("eval", **where, **{flag: value})
-  assert code == 1 and has(report["errors"], f"{flag}={value!r}", trained, f"leave {flag} out")
-
-
-def test_flags_that_agree_with_the_checkpoint_are_taken(launch, tmp_path):
-  path, _ = write_sparse(tmp_path / "run/checkpoint_10")
-  where = dict(CHECKPOINT_PATH=str(path), EVAL_OUTPUT_DIR=str(tmp_path / "out"))
-  flags = dict(
-    RECIPE="mdgf_linear", PATTERN="1:4", SPARSE_STEPS=20, DENSE_STEPS=2, FINETUNE_STEPS=4,
-    SPARSITY_RULES={"ff": None, "encoder/qk": "2:4"}, PRETRAINED_STEPS=6,
-  )  # fmt: skip
-  code, report = launch("eval", **where, **flags)
+def test_evaluation_reads_the_rules_from_the_checkpoint(launch, tmp_path, program, flags, words):
+  out = {"eval": "EVAL_OUTPUT_DIR", "infer": "INFER_OUTPUT_DIR"}[program]
+  path = sparse(tmp_path / "run/checkpoint_10")
+  code, report = launch(program, CHECKPOINT_PATH=path, **{out: str(tmp_path / "out")}, **flags)
+  if words is not None:
+    ((name, value),) = flags.items()
+    assert code and has(report["errors"], f"{name}={value!r}", words, f"leave {name} out")
+    return
   assert not code, report["errors"]
+  assert report["restore"]["sparse_step"] == 4
+  segments = [part["segments"][-1] for part in report["schedule"]]
+  assert [(s["stop"], s["t5x_stop"]) for s in segments] == [(20, 26)] * 2
 
 
 def test_what_cannot_tell_the_rules_is_said(launch, tmp_path):
-  dense = test_plan.write_orbax(tmp_path / "checkpoint_6", test_plan.t5x_checkpoint())
-  out = dict(EVAL_OUTPUT_DIR=str(tmp_path / "out"))
-  _, report = launch("eval", CHECKPOINT_PATH=str(dense), **out)
-  assert has(report["errors"], "is dense")
-  _, report = launch("eval", CHECKPOINT_PATH="/none", **out)
-  assert has(report["errors"], "'/none'", "its rules are unknown")
+  for path, word in ((dense(tmp_path / "checkpoint_6"), "is dense"), ("/none", "unknown")):
+    _, report = launch("eval", CHECKPOINT_PATH=path, EVAL_OUTPUT_DIR=str(tmp_path / "out"))
+    assert has(report["errors"], path, word)
 
 
 def test_a_report_of_such_a_run_knows_its_phases(tmp_path):
   """config.gin holds None for phases, and a reference for PRETRAINED_STEPS."""
   (tmp_path / "config.gin").write_text(
     "RECIPE = 'sr_ste'\nPATTERN = '1:4'\nSPARSITY_RULES = {'ff': None}\nSPARSE_STEPS = 100\n"
-    "DENSE_STEPS = None\nFINETUNE_STEPS = None\nPRETRAINED_STEPS = @t5x_adapter.first_step()\n"
+    "DENSE_STEPS = None\nFINETUNE_STEPS = None\nPRETRAINED_STEPS = @trained.start_of()\n"
     "INITIAL_CHECKPOINT_PATH = '/gone/checkpoint_6'\n"
   )
   found = results.settings(tmp_path)
-  assert (found.start, found.dense_steps, found.finetune_steps) == (6, 10, 20)
+  assert (found.start, found.dense_steps, found.target) == (6, 10, 16)
   assert not [text for text in found.remarks if "PRETRAINED" in text]
   (phases,) = {recipe.phases for recipe in runs.rules_of(tmp_path).places.values()}
   assert (phases.dense, phases.finetune) == (10, 20)
 
 
-def test_a_run_that_goes_on_evaluates_what_it_goes_on_from(t5x, tmp_path):
+def test_a_run_that_goes_on_evaluates_first(t5x, tmp_path, monkeypatch):
   """T5X saves before it evaluates, so a process that ended in between left a hole in the curves."""
   from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
-  owes = lambda period=2: t5x_adapter.owes_evaluation(str(tmp_path), 6, eval_period=period)
-  assert not owes() and not t5x_adapter.owes_evaluation(None)  # new runs
-  for step in (6, 8):
-    test_plan.write_orbax(tmp_path / f"checkpoint_{step}", test_plan.t5x_checkpoint())
-    assert owes() == (step == 8)
-  assert not owes(0)  # it never evaluates
+  owes = t5x_adapter.owes_evaluation
+  assert not owes(str(tmp_path)) and not owes(None)  # new runs
+  dense(tmp_path / "checkpoint_8")
+  assert owes(str(tmp_path))
+  monkeypatch.chdir(tmp_path)
+  assert t5x_adapter.start("checkpoint_8", run="new") == str(tmp_path / "checkpoint_8")

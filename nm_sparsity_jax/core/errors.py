@@ -33,15 +33,14 @@ class UnknownRecipe(ValueError):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-  """Silences warnings of this package and what imports write, while it is entered.
+  """Silences warnings of loggers, and what imports write, while it is entered.
 
   TensorFlow writes to the file descriptor of stderr, past Python, when it is imported. So this
   sends the descriptor itself to nowhere.
   """
-  loggers = [logging.getLogger(name) for name in ("nm_sparsity_jax", "absl")]
-  levels = [logger.level for logger in loggers]
-  for logger in loggers:
-    logger.setLevel(logging.ERROR)
+  # For all loggers at once: to ask for absl's would make a plain one before absl makes its own.
+  level = logging.root.manager.disable
+  logging.disable(logging.WARNING)
   sys.stderr.flush()
   saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
   os.dup2(nowhere, 2)
@@ -52,5 +51,4 @@ def quiet() -> Iterator[None]:
     os.dup2(saved, 2)
     os.close(saved)
     os.close(nowhere)
-    for logger, level in zip(loggers, levels, strict=True):
-      logger.setLevel(level)
+    logging.disable(level)

@@ -100,6 +100,7 @@ class Groups:
       call = lambda scalar, *arrays: whole.apply(function, *arrays, scalar=scalar)
       specs = (PartitionSpec(), *[spec] * len(arrays))
       return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)(scalar, *arrays)
+    # Masks and kernels know adjacent axes alone; the transposition puts the others first.
     if self.order != tuple(range(len(self.shape))):
       arrays = tuple(x.transpose(self.order) for x in arrays)
       out = self._transposed().apply(function, *arrays, scalar=scalar)
@@ -158,22 +159,19 @@ class Groups:
     >>> Groups((4, 2), axis=0).start(3, NM(1, 2))
     (2, 1)
     """
-    here = self._transposed()
-    axes, merged = here.axes, list(here._merged())
-    merged[axes[0]] = self.size // pattern.m
-    index = [int(i) for i in np.unravel_index(group, merged)]
-    inside = np.unravel_index(index[axes[0]] * pattern.m, [here.shape[a] for a in axes])
-    found = (*index[: axes[0]], *(int(i) for i in inside), *index[axes[0] + 1 :])
-    return tuple(found[self.order.index(a)] for a in range(len(self.shape)))
+    numbers = self.split(np.arange(math.prod(self.shape)).reshape(self.shape), pattern)
+    first = numbers.reshape(-1, pattern.m)[group, 0]
+    return tuple(map(int, np.unravel_index(first, self.shape)))
 
   def sharded(self, sharding: NamedSharding | None, m: int) -> Groups:
     """Returns the same groups with `sharding`, unless it cuts a group of m or there is padding.
 
     >>> mesh = jax.make_mesh((1,), ("x",))
     >>> spec = jax.sharding.PartitionSpec(None, "x")
-    >>> Groups((6, 4), axis=0).sharded(NamedSharding(mesh, spec), 3).sharding.spec
-    P(None, 'x')
+    >>> tuple(Groups((6, 4), axis=0).sharded(NamedSharding(mesh, spec), 3).sharding.spec)
+    (None, 'x')
     """
+    # With padding a shard's last group would not end where the shard does.
     if sharding is None or self.pad:
       return self
     local = sharding.shard_shape(self.shape)

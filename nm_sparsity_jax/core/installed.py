@@ -33,19 +33,15 @@ LIBRARY = "libnm_sparsity.so"  # the kernels of packed weights; setup.py builds 
 KERNELS_VERSION = 1  # as in packed/native/job.h
 
 
-def kernels() -> tuple[ctypes.CDLL | None, str]:
-  """Returns (the library of kernels, ''), or (None, why it cannot be used)."""
-  return load_kernels(str(pathlib.Path(__file__).parent / "packed" / LIBRARY))
-
-
 @functools.cache
-def load_kernels(path: str) -> tuple[ctypes.CDLL | None, str]:
-  """Returns what `kernels` does, of a library that lies at `path`."""
+def kernels(folder: str = "") -> tuple[ctypes.CDLL | None, str]:
+  """Returns (the library of kernels, ''), or (None, why it cannot be used)."""
+  path = pathlib.Path(folder or pathlib.Path(__file__).parent / "packed") / LIBRARY
   again = "installing this package where g++ is builds it"
-  if not pathlib.Path(path).is_file():
+  if not path.is_file():
     return None, f"{LIBRARY} is not there: {again}"
   try:
-    library = ctypes.CDLL(path)
+    library = ctypes.CDLL(str(path))
     number = library.nm_sparsity_version()
     library.nm_sparsity_isa.restype = ctypes.c_char_p
   except (OSError, AttributeError) as e:  # of another machine, or something else

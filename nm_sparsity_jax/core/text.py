@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -107,13 +105,9 @@ def format_table(rows: Sequence[Sequence[Any]], style: str = "text", align: str 
 
   Args:
     rows: rows of equally many cells. A cell that is not text is shown by `str`.
-    style: 'text', 'markdown', 'latex' (a tabular that needs no package) or 'csv'.
-    align: `<` or `>` for each column, as in `columns`; CSV has none.
+    style: 'text', 'markdown' or 'latex' (a tabular that needs no package).
+    align: `<` or `>` for each column, as in `columns`.
   """
-  if style == "csv":
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([_csv_cell(x) for x in row] for row in rows)
-    return out.getvalue().rstrip("\n")
   has_strong = any(isinstance(cell, Strong) for row in rows for cell in row)
   sides = align.ljust(len(rows[0]), align[-1])[: len(rows[0])]
 
@@ -146,11 +140,3 @@ def format_table(rows: Sequence[Sequence[Any]], style: str = "text", align: str 
     width = max(map(len, lines))
     return "\n".join(f"| {line:{width}} |" for line in lines)
   return "\n".join(columns(cells, align))
-
-
-def _csv_cell(cell: Any) -> Any:
-  """Returns a cell that no spreadsheet takes for a formula, and no terminal for a command."""
-  if not isinstance(cell, str):
-    return cell
-  cell = printable(cell)
-  return f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell

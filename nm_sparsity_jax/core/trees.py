@@ -57,9 +57,6 @@ def map_with_names(function: Callable[[str, Any], Any], tree: Any) -> Any:
   return jax.tree_util.tree_map_with_path(lambda keys, x: function(path_name(keys), x), tree)
 
 
-_Named = list[tuple[tuple[str, ...], list[str]]]  # (words of a name, its paths)
-
-
 def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str]]]:
   """Merges paths that differ in one word only.
 
@@ -79,18 +76,29 @@ def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str
   Returns:
     [(name, its paths)].
   """
-  dotted = any("." in path for path in paths) and not any("/" in path for path in paths)
-  mark, number = (".", r"()(\d+)") if dotted else ("/", r"(.*_)(\d+)")
+  mark = "/" if any("/" in path for path in paths) else "."
+  by_number = lambda word: re.fullmatch(r"(.*_|)(\d+)", word)
+  by_word = lambda word: re.fullmatch(r"()(.*)", word)
+  named = [(tuple(path.split(mark)), [path]) for path in paths]
+  for cut in (by_number, by_word) if words else (by_number,):
+    for position in range(max((len(name) for name, _ in named), default=0)):
+      named = _merged(named, position, cut)
+  return [(mark.join(name), of) for name, of in named]
 
-  def before_number(word):
-    found = re.fullmatch(number, word)
-    return (found[1], found[2]) if found else (word, "")
 
-  named: _Named = [(tuple(path.split(mark)), [path]) for path in paths]
-  for cut in (before_number, lambda word: ("", word)) if words else (before_number,):
-    for position in range(max((len(key) for key, _ in named), default=0)):
-      named = _merge(named, position, cut)
-  return [(mark.join(key), of) for key, of in named]
+def _merged(named: list, position: int, cut: Callable[[str], re.Match[str] | None]) -> list:
+  """Joins names, as words, that are equal but for the varying end of the word at a position."""
+  members: dict[tuple, list[tuple[str, list[str]]]] = {}  # what is equal -> varying ends, paths
+  for name, paths in named:
+    found = cut(name[position]) if position < len(name) else None
+    stem, end = found.groups() if found else (None, "")
+    key = (name[:position], stem, name[position + 1 :]) if found else (name, None, ())
+    members.setdefault(key, []).append((end, paths))
+  out = []
+  for (before, stem, after), alike in members.items():
+    word = () if stem is None else (stem + _joined([end for end, _ in alike]),)
+    out.append(((*before, *word, *after), [path for _, paths in alike for path in paths]))
+  return out
 
 
 def alike(facts: Mapping[str, _Fact]) -> Iterator[tuple[str, list[str], _Fact]]:
@@ -105,28 +113,6 @@ def alike(facts: Mapping[str, _Fact]) -> Iterator[tuple[str, list[str], _Fact]]:
   for fact, of in by_fact.items():
     for name, paths in group(of, words=True):
       yield name, paths, fact
-
-
-def _merge(named: _Named, position: int, cut: Callable[[str], tuple[str, str]]) -> _Named:
-  """Joins names that are equal but for the varying end of the word at a position.
-
-  Args:
-    named: names as words, with their paths.
-    position: of the word.
-    cut: word -> what must be equal of it, and its varying end.
-  """
-  merged: dict[tuple, list[tuple[str, list[str]]]] = {}
-  for key, of in named:
-    here = key[position : position + 1]
-    stem, end = cut(here[0]) if here else ("", "")
-    alike = (key[:position], len(here), key[position + 1 :], stem)
-    merged.setdefault(alike, []).append((end, of))
-  out = []
-  for (before, has_word, after, stem), members in merged.items():
-    word = stem + _joined([end for end, _ in members])
-    paths = [path for _, of in members for path in of]
-    out.append(((*before, *[word] * has_word, *after), paths))
-  return out
 
 
 def _joined(ends: Sequence[str]) -> str:

@@ -161,7 +161,11 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
   return nested({name: opened.leaf(name) for name in opened.leaves})
 
 
-def _kernel(pattern: NM, depth: int, values: Any, indices: Any, scale: Any) -> NMPacked:
-  # Of the header come n, m and depth, and of the tensors all else: `check` holds them together.
+def _kernel(pattern: NM, depth: int, *parts: Any) -> NMPacked:
+  """Returns the kernel of lazy parts; refuses shapes and dtypes that `pack` does not make."""
+  values, *_ = parts
   due = like(pattern, Groups((depth, values.shape[1]), 0), values.dtype)
-  return dataclasses.replace(due, values=values, indices=indices, scale=scale)
+  form = lambda x: None if x is None else (tuple(x.shape), np.dtype(x.dtype))
+  if [form(x) for x in parts] != [form(getattr(due, part)) for part in _PARTS]:
+    raise ValueError(f"values, indices and scale do not fit {pattern} of depth {depth}")
+  return dataclasses.replace(due, **dict(zip(_PARTS, parts, strict=True)))

@@ -294,9 +294,8 @@ class Model:
 
     def after(state: TrainState, seen: metrics.Before):
       return metrics.summary(
-        state.dense, self.rules, state.sparse_step, state.masks, None, state.opt_state, seen,
-        per_place=("density", "density_target"),
-      )  # fmt: skip
+        state.dense, self.rules, state.sparse_step, state.masks, None, state.opt_state, seen
+      )
 
     return self.jit(before), self.jit(after, out_shardings=self.replicated)
 

@@ -28,9 +28,6 @@ from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 from nm_sparsity_jax.training.stored import State, current
 
-# name -> (its value over all kernels, path -> its value of one kernel)
-_Values = dict[str, tuple[Any, Mapping[str, Any]]]
-
 
 class FlipRate(NamedTuple):
   """How much two masks differ, float32 scalars.
@@ -116,22 +113,19 @@ def summary(
   opt_state: Any = None,
   seen: Before | None = None,
   *,
-  per_place: bool | Collection[str] = True,
+  per_place: bool = True,
 ) -> dict[str, jax.Array]:
   """Returns all metrics as float32 scalars under flat names, for `clu` writers and their like.
 
-      nm/density             nm/density/<path>              share of weights in use now
-      nm/density_target      nm/density_target/<path>       n / m of the target
-      nm/D                   nm/D/<path>                    decay factor (overall: mean by size)
-      nm/n/<rule>            nm/n/<path>                    pattern n:m now, 1:1 while dense; 0:0
-      nm/m/<rule>            nm/m/<path>                    of a rule whose kernels do not share one
-      nm/flip_rate/all       nm/flip_rate/all/<path>        with seen: flips since then
-      nm/flip_rate/kept      nm/flip_rate/kept/<path>
-      nm/grad_abs_var/all    nm/grad_abs_var/all/<path>     with grads, or with seen, if it has them
-      nm/grad_abs_var/kept   nm/grad_abs_var/kept/<path>
-      nm/second_moment_var/all, .../kept, and each /<path>  with opt_state, if it holds a second
-                                                            moment of every sparse kernel; _factored
-                                                            at the end where Adafactor factors
+      nm/density                      share of weights in use now; /<path> of one kernel
+      nm/density_target               n / m of the target; /<path> of one kernel
+      nm/D                            decay factor, the mean by size
+      nm/n/<rule>, nm/m/<rule>        pattern now, 1:1 while dense; 0:0 where kernels of one rule do
+                                      not share one
+      nm/flip_rate/all, /kept         with seen: flips since then
+      nm/grad_abs_var/all, /kept      with grads, or with seen, if it has them
+      nm/second_moment_var/all, /kept with opt_state, if it holds a second moment of every sparse
+                                      kernel; second_moment_var_factored where Adafactor factors
 
   A weight is in use where its factor in W~ is not zero: the density of a kernel is 1 while D > 0,
   and the share that its mask keeps where D = 0. A short last group keeps up to n of what it has.
@@ -151,36 +145,32 @@ def summary(
     grads: the gradients of that pass.
     opt_state: an optax state with a second moment, Adam's or Adafactor's, or `SecondMoments`.
     seen: what `before` returned at an earlier step.
-    per_place: also the names that end in a path; or which of them, such as ("density", "D").
+    per_place: also the names that end in a path.
   """
   sites, masks = rules.assign(params).places, masks_of(params, rules, step, state)
   decays = {path: site.recipe.decay(step) for path, site in sites.items()}
   shares = {path: _share_in_use(masks[path], d) for path, d in decays.items()}
   targets = {path: jnp.float32(site.pattern.density) for path, site in sites.items()}
-  patterns = _patterns(sites, step)
-  values: _Values = {
-    "density": (_mean(shares, masks), shares),
-    "density_target": (_mean(targets, masks), targets),
-    "D": (_mean(decays, masks), decays),
-    "n": (None, {path: n for path, (n, _) in patterns.items()}),
-    "m": (None, {path: m for path, (_, m) in patterns.items()}),
+  out = {
+    "nm/density": _mean(shares, masks),
+    "nm/density_target": _mean(targets, masks),
+    "nm/D": _mean(decays, masks),
+    **_patterns(sites, step),
   }
+  if per_place:
+    out |= {f"nm/density/{path}": share for path, share in shares.items()}
+    out |= {f"nm/density_target/{path}": target for path, target in targets.items()}
   if seen is not None:
-    whole = flip_rate(seen.masks, masks)
-    each = {path: flip_rate(seen.masks[path], mask) for path, mask in masks.items()}
-    for kind in FlipRate._fields:
-      by_path = {path: getattr(rate, kind) for path, rate in each.items()}
-      values[f"flip_rate/{kind}"] = getattr(whole, kind), by_path
+    rate = flip_rate(seen.masks, masks)
+    out |= {"nm/flip_rate/all": rate.all, "nm/flip_rate/kept": rate.kept, **seen.scalars}
   if grads is not None:
-    values |= _variances_of_gradient(grads, masks)
-  if opt_state is not None:
-    moments = second_moments(opt_state, params)
+    out |= _variances_of_gradient(grads, masks)
+  # A trainer hands over whatever its optimizer keeps, so a missing moment is no error.
+  moments = second_moments(opt_state, params)
+  if opt_state is not None and sites.keys() <= moments.nu.keys():
     is_factored = any(path in moments.factored for path in sites)
-    name = f"second_moment_var{'_factored' if is_factored else ''}"
-    if sites.keys() <= moments.nu.keys():
-      values |= _variances(name, moments.nu, masks)
-  out = _named(values, per_place) | (seen.scalars if seen else {})
-  return out | _patterns_of_rules(sites, patterns)
+    out |= _variances(f"second_moment_var{'_factored' * is_factored}", moments.nu, masks)
+  return out
 
 
 def before(
@@ -189,8 +179,6 @@ def before(
   step: jax.Array | int,
   state: State | None = None,
   grads: Any = None,
-  *,
-  per_place: bool | Collection[str] = False,
 ) -> Before:
   """Looks at a train step before its update: at its masks, and at its gradient.
 
@@ -207,11 +195,9 @@ def before(
     step: the step that it was taken at, int32 scalar.
     state: the state of stateful recipes at that step.
     grads: the gradient, without SR-STE's term; None = no names of gradients.
-    per_place: as in `summary`.
   """
   masks = masks_of(params, rules, step, state)
-  values = {} if grads is None else _variances_of_gradient(grads, masks)
-  return Before(masks, _named(values, per_place))
+  return Before(masks, {} if grads is None else _variances_of_gradient(grads, masks))
 
 
 def second_moments(opt_state: Any, params: Any) -> SecondMoments:
@@ -259,29 +245,27 @@ def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axe
   """
   rows, columns = jnp.expand_dims(rows, column_axes), jnp.expand_dims(columns, row_axes)
   mean = jnp.mean(rows, row_axes, keepdims=True)
-  return rows / jnp.where(mean == 0, 1, mean) * columns  # 0 before the first gradient
+  # All of it is 0 before the first gradient, and 0 / 0 would be NaN.
+  return rows / jnp.where(mean == 0, 1, mean) * columns
 
 
-def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, tuple]:
-  """Returns path -> (n, m) of the level that holds at `step`, float32 scalars; 1:1 while dense."""
-  step, found = as_step(step), {}
-  for path, site in sites.items():
+def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, jax.Array]:
+  """Returns n and m of the level that holds at `step`, by rule, float32; 1:1 while dense."""
+  step = as_step(step)
+  of_rule: dict[str, list[tuple]] = {}
+  for site in sites.values():
     n = m = jnp.where(step < 0, jnp.float32(0), jnp.float32(1))
     for start, pattern in site.recipe.levels(site.axis_size):
       n = jnp.where(step >= start, jnp.float32(pattern.n), n)
       m = jnp.where(step >= start, jnp.float32(pattern.m), m)
-    found[path] = n, m
-  return found
-
-
-def _patterns_of_rules(sites: Mapping[str, Site], patterns: Mapping[str, tuple]) -> dict[str, Any]:
+    of_rule.setdefault(site.key, []).append((n, m))
   found = {}
-  for rule in dict.fromkeys(site.key for site in sites.values()):
-    n, m = jnp.array([patterns[path] for path, site in sites.items() if site.key == rule]).T
+  for rule, patterns in of_rule.items():
+    n, m = jnp.array(patterns).T
     # Levels depend on the length of an axis, so kernels of one rule may differ.
     is_shared = jnp.all((n == n[0]) & (m == m[0]))
-    found[f"nm/n/{rule}"] = jnp.where(is_shared, n[0], 0)
-    found[f"nm/m/{rule}"] = jnp.where(is_shared, m[0], 0)
+    found[f"nm/n/{rule}"] = jnp.where(is_shared, n[0], jnp.float32(0))
+    found[f"nm/m/{rule}"] = jnp.where(is_shared, m[0], jnp.float32(0))
   return found
 
 
@@ -302,22 +286,22 @@ def _mean(values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array]) -> ja
   return first + _sum([(x - first) * weight(path) for path, x in values.items()])
 
 
-def _variances_of_gradient(grads: Any, masks: Mapping[str, jax.Array]) -> _Values:
+def _variances_of_gradient(grads: Any, masks: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   return _variances("grad_abs_var", {path: jnp.abs(g) for path, g in flatten(grads)}, masks)
 
 
-def _variances(name: str, values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array]):
-  wide = {path: values[path].astype(jnp.float32) for path in masks}
-  found: _Values = {}
-  whole = {path: jnp.ones_like(mask) for path, mask in masks.items()}
-  for kind, chosen in (("all", whole), ("kept", masks)):
-    by_path = {path: _variance([wide[path]], [chosen[path]]) for path in masks}
-    found[f"{name}/{kind}"] = _variance([*wide.values()], [*chosen.values()]), by_path
-  return found
+def _variances(
+  name: str, values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+  # bfloat16 has 8 bits, and a variance is a difference of sums.
+  wide = [values[path].astype(jnp.float32) for path in masks]
+  kept = [*masks.values()]
+  whole = [jnp.ones_like(mask) for mask in kept]
+  return {f"nm/{name}/all": _variance(wide, whole), f"nm/{name}/kept": _variance(wide, kept)}
 
 
 def _variance(xs: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
-  """Returns the variance of the entries of several arrays that masks keep.
+  """Returns the variance of all entries of several arrays that masks keep.
 
   Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983, equation 1.7.
   """
@@ -346,14 +330,3 @@ def _ratio(part: jax.Array, whole: jax.Array | int) -> jax.Array:
 
 def _sum(values: Sequence[jax.Array]) -> jax.Array:
   return jnp.sum(jnp.stack(values)) if values else jnp.float32(0)
-
-
-def _named(values: _Values, per_place: bool | Collection[str]) -> dict[str, Any]:
-  """Returns the values under their flat names."""
-  out = {}
-  for name, (overall, by_path) in values.items():
-    if overall is not None:
-      out[f"nm/{name}"] = overall
-    if per_place if isinstance(per_place, bool) else name in per_place:
-      out |= {f"nm/{name}/{path}": value for path, value in by_path.items()}
-  return out

@@ -7,8 +7,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import jax
-
 from nm_sparsity_jax.analysis.plan.build import Built
 from nm_sparsity_jax.analysis.plan.findings import Findings
 from nm_sparsity_jax.integrations import gin_files
@@ -22,8 +20,6 @@ def check(found: Findings, built: Built) -> None:
   """Notes what the program would refuse before its first step."""
   if found.config.local:
     found.attempt("the run", _local, found, built)
-  elif found.config.program is not None:
-    found.attempt("paths", _paths, found)
   if found.config.program == "train" and not found.config.local:
     found.attempt("the trainer", _trainer, found, built)
     _steps(found)
@@ -65,19 +61,8 @@ def restore_settings(found: Findings) -> Any:
   return found.config.argument("restore_checkpoint_cfg")
 
 
-def _paths(found: Findings) -> None:
-  """Refuses paths that are relative still: the run files of this package make them absolute."""
-  from nm_sparsity_jax.integrations import t5x as t5x_adapter
-
-  trains = found.config.program == "train"
-  path = getattr(restore_settings(found), "path", None)
-  name = "INITIAL_CHECKPOINT_PATH" if trains else "CHECKPOINT_PATH"
-  t5x_adapter.refuse_relative("MODEL_DIR", found.config.argument("model_dir"))
-  t5x_adapter.refuse_relative(name, path)
-
-
 def _trainer(found: Findings, built: Built) -> None:
-  """Makes the trainer, which checks its arguments."""
+  """Refuses a trainer that is not ours."""
   from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
   cls = found.config.argument("trainer_cls")
@@ -88,10 +73,6 @@ def _trainer(found: Findings, built: Built) -> None:
       f"the trainer is {cls.__name__}: it never counts a sparse step. Set "
       "train_script.train.trainer_cls = @t5x_adapter.SparseTrainer"
     )
-  # Without a train state it checks its arguments alone; without a folder it writes nothing.
-  unused = dict.fromkeys(("train_state", "partitioner", "summary_dir", "train_state_axes"))
-  cls(model=built.model, eval_names=[], rng=jax.random.PRNGKey(0), **unused)
-  t5x_adapter.refuse_in_chain(built.state)
 
 
 def _steps(found: Findings) -> None:

@@ -39,7 +39,7 @@ def sections(runs: Sequence[Run], checkpoint: str | int = "best") -> list[Sectio
     Section("schedule", "Pattern and D", list(_schedule(runs))),
     Section("flips", "Mask flips", _samples(runs, flips)),
     Section("variance", "Variance", _samples(runs, _VARIANCES, log=True)),
-    Section("cost", "Accuracy against cost", list(scored.cost(runs, checkpoint))),
+    Section("cost", "Accuracy against cost", list(scored.cost(runs))),
     Section("settings", "Settings and environment", list(_settings(runs)), folded=True),
   ]
 

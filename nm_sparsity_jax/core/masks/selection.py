@@ -7,11 +7,10 @@ Nothing is sorted, gathered or transposed: every pass is elementwise or reduces 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,41 +22,21 @@ from nm_sparsity_jax.core.masks.pins import pinned
 # Which selection is cheapest for which m; measured by benchmarks/masks.py.
 _MAX_M_FOR_NETWORK = 32  # a min-max network: its program, and so its compilation, grows with m
 _MAX_M_FOR_RANKS = 16  # m comparisons per weight, for a traced n
-# Up to here a small program compares, whatever n is. It takes up to twice as long as a network or a
-# maximum, and half of their compilation, of which a train step has one for each shape of a kernel.
-# A network of four is small too.
-MAX_M_OF_SMALL, _MAX_M_OF_SMALL_NETWORK = 8, 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
   """What to keep of each group, as far as it is known before the program runs.
 
   Attributes:
-    m: the length of the shortest group.
+    m: the length of a group.
     n: how many to keep, None where it is traced.
-    most: groups may be up to 2^most times as long; how often they double is traced then, as n is.
-    last: where n is traced, the n that holds longest, in the shortest groups. It has a way of its
-      own, since 1:m is one maximum.
+    last: where n is traced, the n that holds longest. It has a way of its own, since 1:m is one
+      maximum.
   """
 
   m: int
   n: int | None = None
-  most: int = 0
   last: int | None = None
-
-  @property
-  def group(self) -> int:
-    """Returns the length of the longest group."""
-    return self.m << self.most
-
-  def split(self, n: Any, doublings: Any) -> tuple[Any, Kept, tuple[Kept, Any]]:
-    """Returns whether `last` holds, what to keep then, and what elsewhere, by what doublings."""
-    final = Kept(self.m, self.last)
-    if not self.most:
-      return n == self.last, final, (Kept(self.m), doublings)
-    # A ladder climbs from groups that are doubled already.
-    return n == self.last, final, (Kept(2 * self.m, None, self.most - 1), doublings - 1)
 
 
 def in_groups(shape: tuple[int, ...], axes: tuple[int, ...], m: int) -> tuple[int, ...]:
@@ -66,15 +45,13 @@ def in_groups(shape: tuple[int, ...], axes: tuple[int, ...], m: int) -> tuple[in
   return *shape[: axes[0]], length // m, m, *shape[axes[-1] + 1 :]
 
 
-def select(keys: jax.Array, n: jax.Array | int, axis: int, small: bool = False) -> jax.Array:
+def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
   """Returns the mask of the n largest keys along `axis`, which is one whole group.
 
   Args:
     keys: unsigned integers.
     n: how many to keep; it may be traced.
     axis: the axis of the groups.
-    small: prefer a program that compiles quickly. It is for groups of up to `MAX_M_OF_SMALL`
-      along another axis than the last: there a reduction takes four times as long as `_ranks`.
   """
   m = keys.shape[axis]
   kth = functools.partial(kth_by_bisection, n=n, axis=axis)
@@ -85,35 +62,11 @@ def select(keys: jax.Array, n: jax.Array | int, axis: int, small: bool = False) 
       return _one_extreme(keys, axis, largest=True)
     if n == m - 1:
       return ~_one_extreme(keys, axis, largest=False)
-    if small and _MAX_M_OF_SMALL_NETWORK < m <= MAX_M_OF_SMALL:
-      return _ranks_at_once(keys, axis) < jnp.uint8(n)
     if m <= _MAX_M_FOR_NETWORK:
       kth = functools.partial(kth_by_network, n=n, axis=axis)
   elif m <= _MAX_M_FOR_RANKS:
-    return (_ranks_at_once if small else _ranks)(keys, axis) < n.astype(jnp.uint8)
-  return cut(keys, from_end(keys.shape, axis), kth)
-
-
-def select_in_ladder(
-  keys: jax.Array, kept: Kept, n: jax.Array, doublings: jax.Array, axis: int
-) -> jax.Array:
-  """Returns the mask of the n largest keys of each of the groups that `axis` holds.
-
-  Args:
-    keys: `axis` is a group of the largest length.
-    kept: the shortest group, and how often it may double.
-    n: how many to keep of a group.
-    doublings: how often it does double.
-    axis: the axis of the groups.
-  """
-  shape = (*keys.shape[:axis], 1 << kept.most, kept.m, *keys.shape[axis + 1 :])
-  count_in = functools.partial(count_in_ladder, axis=axis + 1, doublings=doublings)
-  kth = functools.partial(
-    kth_by_bisection, n=n, axis=axis + 1, size=keys.shape[axis], count_in=count_in
-  )
-  places = from_end(keys.shape, axis).reshape(shape)
-  way = cut_at_once if places.dtype == jnp.uint8 else cut
-  return way(keys.reshape(shape), places, kth).reshape(keys.shape)
+    return _ranks(keys, axis) < n.astype(jnp.uint8)
+  return _cut(keys, _from_end(keys.shape, axis), kth)
 
 
 def _one_extreme(keys: jax.Array, axis: int, *, largest: bool) -> jax.Array:
@@ -137,19 +90,7 @@ def _ranks(keys: jax.Array, axis: int) -> jax.Array:
   return rank
 
 
-def _ranks_at_once(keys: jax.Array, axis: int) -> jax.Array:
-  # One comparison with all rivals is a third of the program of `_ranks`, which compiles faster.
-  keys = pinned(keys)
-  m, others = keys.shape[axis], range(keys.ndim)
-  shape = (*keys.shape[: axis + 1], m, *keys.shape[axis + 1 :])  # rivals lie behind `axis`
-  own = lax.broadcast_in_dim(keys, shape, [a + (a > axis) for a in others])
-  rivals = lax.broadcast_in_dim(keys, shape, [a + (a >= axis) for a in others])
-  wins_ties = jnp.asarray(np.tri(m, k=-1), keys.dtype)
-  wins_ties = lax.broadcast_in_dim(wins_ties, shape, (axis, axis + 1))
-  return jnp.sum(rivals + wins_ties > own, axis + 1, dtype=jnp.uint8)
-
-
-def cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
+def _cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
   """Keeps the keys above the n-th largest, and the first ones among its equals.
 
   Keys above become one high place, equals their place counted from the end, the rest 0: all
@@ -163,13 +104,7 @@ def cut(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
   return place >= kth(place)
 
 
-def cut_at_once(keys: jax.Array, from_end: jax.Array, kth: Callable) -> jax.Array:
-  """Keeps what `cut` keeps, by one search instead of two; for places of one byte."""
-  key, place = kth(keys, then=from_end)
-  return (keys > key) | ((keys == key) & (from_end >= place))
-
-
-def from_end(shape, axis: int) -> jax.Array:
+def _from_end(shape, axis: int) -> jax.Array:
   """Returns m, m - 1, ..., 1 along `axis`, in the fewest bits."""
   m = shape[axis]
   return _iota(shape, axis, _count_dtype(m), m, -1)
@@ -218,14 +153,7 @@ def _batcher(m: int) -> list[tuple[int, int]]:
   return pairs
 
 
-def kth_by_bisection(
-  keys: jax.Array,
-  n: jax.Array | int,
-  axis: int,
-  size: int | None = None,
-  count_in: Callable | None = None,
-  then: jax.Array | None = None,
-) -> Any:
+def kth_by_bisection(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
   """Returns the n-th largest key of each group, found bit by bit; n may be traced.
 
   Eight bits make a digit, which needs one byte a key: among the keys that share all digits
@@ -234,15 +162,10 @@ def kth_by_bisection(
   Args:
     keys: unsigned integers.
     n: how many to keep.
-    axis: a group, or a part of one (see `ladder_mask`).
-    size: the length of a group, where `axis` is a part of one.
-    count_in: hits -> how many in the group, `axis` of length 1; None adds up along `axis`.
-    then: one digit more, uint8, by which equal keys are ordered. The key and this digit are
-      returned.
+    axis: the axis of the groups.
   """
   unsigned = keys.dtype.type
-  count = _count_dtype(size or keys.shape[axis])
-  count_in = count_in or functools.partial(_fold, combine=jnp.add, axis=axis)
+  count = _count_dtype(keys.shape[axis])
   # Zeros made from the keys, so that they are sharded (or vary by device) as the keys are.
   zeros = functools.partial(jnp.zeros_like, lax.slice_in_dim(keys, 0, 1, axis=axis))
   need = zeros(count) + jnp.asarray(n).astype(count)
@@ -251,7 +174,7 @@ def kth_by_bisection(
     def next_bit(found):
       bit, low, above = found
       candidate = low | bit
-      hits = count_in((digit >= candidate).astype(count))
+      hits = _fold((digit >= candidate).astype(count), jnp.add, axis)
       enough = hits >= need
       low, above = jnp.where(enough, candidate, low), jnp.where(enough, above, hits)
       return bit >> jnp.uint8(1), low, above
@@ -260,46 +183,17 @@ def kth_by_bisection(
     return lax.while_loop(lambda found: found[0] > 0, next_bit, start)[1:]
 
   def next_digit(found):
-    shift, prefix, need, *_ = found
+    shift, prefix, need = found
     at = shift.astype(keys.dtype)
     rest = (keys ^ prefix) >> at  # below 256 just where all earlier digits agree
     digit = jnp.where(rest < unsigned(256), rest, unsigned(0)).astype(jnp.uint8)
     low, above = bisect(digit, need)
     return shift - 8, prefix | (low.astype(keys.dtype) << at), need - above
 
-  def next_of_both(found):
-    assert then is not None
-    shift, prefix, need, _ = found
-    at, is_key = jnp.maximum(shift, 0).astype(keys.dtype), shift >= 0
-    rest = (keys ^ prefix) >> at
-    digit = jnp.where(rest < unsigned(256), rest, unsigned(0)).astype(jnp.uint8)
-    digit = jnp.where(is_key, digit, jnp.where(rest == unsigned(0), then, jnp.uint8(0)))
-    low, above = bisect(digit, need)
-    added = jnp.where(is_key, low, jnp.uint8(0)).astype(keys.dtype) << at
-    return shift - 8, prefix | added, need - above, low
-
   if keys.dtype.itemsize == 1:
     return bisect(keys, need)[0]
   start = jnp.int32(8 * (keys.dtype.itemsize - 1)), zeros(keys.dtype), need
-  if then is None:
-    return lax.while_loop(lambda found: found[0] >= 0, next_digit, start)[1]
-  found = lax.while_loop(lambda x: x[0] >= -8, next_of_both, (*start, zeros(jnp.uint8)))
-  return found[1], found[3]
-
-
-def count_in_ladder(hits: jax.Array, axis: int, doublings: jax.Array) -> jax.Array:
-  """Counts hits in groups of 2^doublings parts: `axis` is a part, `axis - 1` counts the parts.
-
-  Each doubling adds to every part the count of the part that it is paired with.
-  """
-  counts = pinned(_fold(hits, jnp.add, axis))
-  shape = counts.shape
-  most = shape[axis - 1].bit_length() - 1
-  counts = counts.reshape(*shape[: axis - 1], *(2,) * most, *shape[axis:])
-  for d in range(1, most + 1):
-    paired = lax.rev(counts, (axis - 1 + most - d,))
-    counts = jnp.where(doublings >= d, counts + paired, counts)
-  return pinned(counts).reshape(shape)
+  return lax.while_loop(lambda found: found[0] >= 0, next_digit, start)[1]
 
 
 def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:

@@ -19,8 +19,9 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from nm_sparsity_jax.integrations.gin_files.folders import not_found
 
@@ -47,8 +48,7 @@ class Config:
 
   A gin file is a program: what it imports runs, and making a value calls what it names.
 
-  gin has one table for a process. A `Config` takes it until `close`, which gives back what was in
-  it before. In a `with` block it is closed at the end. Two threads cannot hold one each.
+  gin has one table for a process: a `Config` empties it, and so does the end of its `with` block.
 
   Args:
     search_paths: folders to look for gin files in, first one first.
@@ -72,65 +72,44 @@ class Config:
   ):
     if gin is None:
       raise ModuleNotFoundError("gin files need gin: pip install gin-config")
-    self._outer = [table.copy() for table in self._tables()], gin.config_is_locked()
     self.errors: list[str] = []
     self.warnings: list[str] = []
     gin.clear_config()
     with _reading(search_paths):
       for file in files:
         self._read(file, gin.parse_config_file)
-      # Else what is unset may have been set in what could not be read.
-      complete = not self.errors
-      lost = {_name(b) for b in bindings if not self._read(b, self._parse)}
+      for binding in bindings:
+        self._read(binding, gin.parse_config)
     self._table = gin._CONFIG
     self._find_program()
-    if complete:
-      # A macro whose binding failed is named already.
-      self.errors += [ask_for(name) for name in sorted(self.unset() - lost)]
-      self._note_unread(bindings, allow_unknown)
+    if not self.errors:  # else what is unset may be set in what could not be read
+      self.errors += map(_ask_for, sorted(self._unset()))
+      found = _unread(map(_name, bindings))
+      if allow_unknown:
+        self.warnings += found
+      else:
+        self.errors += [f"{said}. Or let it pass: --allow-unknown" for said in found]
 
-  def _read(self, what: str, parse: Callable[[str], Any]) -> bool:
+  def _read(self, what: str, parse: Callable[[str], Any]) -> None:
     """Reads a file or a binding; notes an error where that fails."""
     try:
       parse(what)
-      return True
-    except Exception as e:
+    except Exception as e:  # what a file imports may raise anything
       self.errors.append(f"{what}: {message(e)}")
-      return False
-
-  def _parse(self, binding: str) -> None:
-    try:
-      gin.parse_config([binding])
-    except SyntaxError as e:  # most often a string without quotes
-      raise SyntaxError(
-        "not a Python value; a string needs quotes inside those of the shell: "
-        f"--gin.{_name(binding)}=\"'...'\""
-      ) from e
 
   def _find_program(self) -> None:
     """Looks for the program that a run file configures."""
     self.program: str | None = None
     self.local = False
-    self._arguments: dict[str, Any] = {}
-    for (scope, selector), bound in self._table.items():
+    for scope, selector in self._table:
+      # A selector begins with the module as the file imported it, so its last word is the name.
       name = selector.split(".")[-1]
       if not scope and name in PROGRAMS:
         module = gin._REGISTRY[selector].wrapped.__module__
-        local = module.startswith(f"{LOCAL}.")
-        if local or module == PROGRAMS[name]:
-          self.program, self.local, self._arguments = name, local, bound
+        self.local = module.startswith(f"{LOCAL}.")
+        if self.local or module == PROGRAMS[name]:
+          self.program = name
           return
-
-  def _note_unread(self, bindings: Sequence[str], allow_unknown: bool) -> None:
-    """Names macros among the overrides that nothing reads: gin takes a typo silently."""
-    read = macros_read()
-    for name in map(_name, bindings):
-      if name in read or self._macro(name) is None:
-        continue
-      if allow_unknown:
-        self.warnings.append(unread(name, read))
-      else:
-        self.errors.append(f"{unread(name, read)}. Or let it pass: --allow-unknown")
 
   # --- what is set --------------------------------------------------------------------------------
 
@@ -142,12 +121,13 @@ class Config:
     bound = self._macro(name)
     return bound is not None and repr(bound["value"]) != "%gin.REQUIRED"
 
-  def unset(self) -> set[str]:
+  def _unset(self) -> set[str]:
     """Returns the macros that the run needs and that have no value.
 
     Without a run file, only the needs of RULES, NETWORK, MODEL and WORKLOAD count.
     """
     if self.program is not None:
+      # A run file says `X = %gin.REQUIRED` of what it needs, whether a value refers to it or not.
       required = {name for name, _ in self._table if self._macro(name) and not self.is_set(name)}
       return required | self._needs(self._table)
     return self._needs([self._macro(name) for name in MADE if self._macro(name)])
@@ -179,7 +159,7 @@ class Config:
       Unset: the macro, or one that it needs, has no value.
     """
     if not self.is_set(name):
-      raise Unset(ask_for(name))
+      raise Unset(_ask_for(name))
     return self._make((self._macro(name) or {})["value"])
 
   def get(self, name: str, default: Any = None) -> Any:
@@ -195,8 +175,7 @@ class Config:
 
   def argument(self, name: str, of: str | None = None) -> Any:
     """Returns an argument of the program, or of another function `of`; None where none is bound."""
-    bound = self._arguments if of is None else self._bound(of)
-    return self._make(bound.get(name))
+    return self._make(self._bound(of or self.program).get(name))
 
   def argument_of(self, macro: str, name: str) -> Any:
     """Returns an argument of the function that a macro calls; None where none is bound.
@@ -210,10 +189,10 @@ class Config:
 
   def _make(self, value: Any) -> Any:
     if missing := self._needs(value):
-      raise Unset("; ".join(map(ask_for, sorted(missing))))
+      raise Unset("; ".join(map(_ask_for, sorted(missing))))
     return copy.deepcopy(value)  # this is how gin evaluates references
 
-  def _bound(self, function: str) -> dict[str, Any]:
+  def _bound(self, function: str | None) -> dict[str, Any]:
     """Returns the arguments of a function by its name without a module."""
     found: dict[str, Any] = {}
     for (scope, selector), bound in self._table.items():
@@ -260,25 +239,11 @@ class Config:
     """Returns the whole configuration as the text of one gin file."""
     return gin.config_str()
 
-  # --- gin's table --------------------------------------------------------------------------------
-
-  def _tables(self) -> tuple[Any, ...]:
-    """Returns what `gin.clear_config` empties, but for constants, which it keeps."""
-    return gin._CONFIG, gin._IMPORTS, gin._SINGLETONS, gin._OPERATIVE_CONFIG
-
-  def close(self) -> None:
-    """Gives gin's table back, with what was in it before."""
-    gin.clear_config()
-    tables, is_locked = self._outer
-    for table, outer in zip(self._tables(), tables, strict=True):
-      table.update(outer)
-    gin._set_config_is_locked(is_locked)
-
   def __enter__(self) -> Config:
     return self
 
   def __exit__(self, *error: object) -> None:
-    self.close()
+    gin.clear_config()
 
 
 class _Program(types.ModuleType):
@@ -295,18 +260,17 @@ class _Program(types.ModuleType):
 @contextlib.contextmanager
 def _reading(search_paths: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
   """Lets gin read as a program of T5X would, and leaves nothing behind."""
-  before, main = list(gin._LOCATION_PREFIXES), sys.modules["__main__"]
+  main = sys.modules["__main__"]
+  prefixes = [*gin._LOCATION_PREFIXES, *(os.fspath(path) for path in search_paths)]
   # T5X's own files bind `train`, `evaluate` or `infer` of the module `__main__`.
   sys.modules["__main__"] = _Program("__main__")
   logging.getLogger().addFilter(not_found)
   try:
-    for path in search_paths:
-      gin.add_config_file_search_path(os.fspath(path))
-    yield
+    with mock.patch.object(gin, "_LOCATION_PREFIXES", prefixes):
+      yield
   finally:
     logging.getLogger().removeFilter(not_found)
     sys.modules["__main__"] = main
-    gin._LOCATION_PREFIXES[:] = before
 
 
 def _is_reference(value: Any) -> bool:
@@ -317,18 +281,11 @@ def _name(binding: str) -> str:
   return binding.partition("=")[0].strip()
 
 
-def macros_read() -> set[str]:
-  """Returns the macros that a value in gin's table, or `plan`, reads."""
-  found = (r for r in gin.iterate_references(gin._CONFIG) if r.configurable.selector == "gin.macro")
-  return {"/".join(reference.scopes) for reference in found} | {*MADE, *READ}
-
-
 def message(error: BaseException) -> str:
   """Returns the text of an error as one line, without gin's account of the calls that led there."""
-  text = re.split(r"\s*\n\s*In call to configurable", str(error))[0]
-  text, *where = re.split(r"\s*\n\s*In (?:file|bindings string)", text)
-  place = re.search(r'"?([^"\n]+?)"?,? line (\d+)', where[0]) if where else None
-  text = " ".join(text.split()) + (f" ({place[1].strip()}, line {place[2]})" if place else "")
+  text = " ".join(str(error).partition("In call to configurable")[0].split())
+  if isinstance(error, SyntaxError):
+    text += "; a string needs quotes inside those of the shell: --gin.NAME=\"'...'\""
   if module := re.search(r"No module named '([\w.]+)'", text):
     return f"{module[0]}: `nm-sparsity doctor` says what is missing and how to install it"
   plain = isinstance(error, ValueError | RuntimeError | OSError | SyntaxError)
@@ -341,27 +298,29 @@ _EXAMPLES = {
   **dict.fromkeys(("NETWORK", "VOCABULARY", "MODEL"), "a model file does that (--gin_file=...)"),
   "RECIPE": "--gin.RECIPE=\"'mdgf_exponential'\"",
   "PATTERN": "--gin.PATTERN=\"'1:8'\"",
-  "PRETRAINED_STEPS": "--gin.PRETRAINED_STEPS=1_000_000  (the step in the checkpoint's name)",
   "TASK_FEATURE_LENGTHS": "--gin.TASK_FEATURE_LENGTHS=\"{'inputs': 512, 'targets': 128}\"",
   "ROW": "--gin.ROW=\"'...'\", a row that `nm-sparsity rows` lists",
-  "T5_SIZE": "--gin.T5_SIZE=\"'base'\"",
 }
 
 
-def ask_for(name: str) -> str:
+def _ask_for(name: str) -> str:
   """Returns what to say about a macro that is not set."""
   return f"{name} is not set: {_EXAMPLES.get(name, f'--gin.{name}=...')}"
 
 
-def unread(name: str, known: Collection[str]) -> str:
-  """Returns what to say about an override that nothing reads.
-
-  Args:
-    name: the macro.
-    known: macros that the user may have meant.
-  """
-  close = difflib.get_close_matches(name, sorted(known), 1)
-  return f"{name} is set, but nothing reads it" + (f"; did you mean {close[0]}?" if close else "")
+def _unread(names: Iterable[str]) -> list[str]:
+  """Returns what to say about macros that nothing reads: gin takes a misspelt one silently."""
+  macros = (
+    r for r in gin.iterate_references(gin._CONFIG) if r.configurable.selector == "gin.macro"
+  )
+  read = {"/".join(reference.scopes) for reference in macros} | {*MADE, *READ}
+  found = []
+  for name in names:
+    if (name, "gin.macro") in gin._CONFIG and name not in read:
+      close = difflib.get_close_matches(name, sorted(read), 1)
+      hint = f"; did you mean {close[0]}?" if close else ""
+      found.append(f"{name} is set, but nothing reads it{hint}")
+  return found
 
 
 def read(
@@ -382,23 +341,19 @@ def read(
     ValueError: names every mistake.
   """
   config = Config(search_paths, files, bindings)
+  if not config.errors and config.program != program:
+    name = {"evaluate": "eval"}.get(program, program)
+    config.errors.append(f"no run file of this command: gin_configs/runs/local_{name}.gin")
   if config.errors:
     raise ValueError("; ".join(config.errors))
-  if config.program != program:
-    name = {"evaluate": "eval"}.get(program, program)
-    raise ValueError(f"no run file of this command: gin_configs/runs/local_{name}.gin")
   return config
 
 
 def unread_flags(argv: Sequence[str]) -> list[str]:
   """Says which macros a program of T5X was given by flags that nothing in gin's table reads.
 
-  gin takes a misspelt macro without a word, and the run has the default.
-
   Args:
     argv: the flags, such as "--gin.PATTERN='1:8'".
   """
-  known = macros_read()
   names = [re.match(r"--?gin(?:\.|_bindings=)\s*(\w+)\s*=", flag) for flag in argv]
-  given = [name[1] for name in names if name and (name[1], "gin.macro") in gin._CONFIG]
-  return [unread(name, known) for name in given if name not in known]
+  return _unread(name[1] for name in names if name)

@@ -10,13 +10,9 @@ Kauldron saves, restores and shards `opt_state` and `collections`, so a checkpoi
 A konfig file says one thing more than one of Kauldron's does:
 
     cfg.trainstep = kauldron_adapter.SparseTrainStep(rules=rules)
-
-Only this package imports Kauldron, when a name of it is first used. It needs no change there.
 """
 
 from typing import TYPE_CHECKING, Any
-
-from nm_sparsity_jax.integrations.kauldron import release
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.integrations.kauldron.train_step import SparseTrainStep
@@ -25,9 +21,9 @@ __all__ = ["SparseTrainStep"]
 
 
 def __getattr__(name: str) -> Any:
+  # The launcher lies in this package too, and prints its --help without Kauldron's imports.
   if name != "SparseTrainStep":
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  release.require()
   from nm_sparsity_jax.integrations.kauldron import train_step
 
   return train_step.SparseTrainStep

@@ -16,8 +16,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from nm_sparsity_jax.integrations.kauldron import release
-
 
 def parser() -> argparse.ArgumentParser:
   """Returns the parser of what this adds to Kauldron's flags."""
@@ -34,27 +32,21 @@ def parser() -> argparse.ArgumentParser:
   return made
 
 
-def main(argv: Sequence[str]) -> int:
-  """Starts what was asked for, then Kauldron; returns the exit code.
+def main(argv: Sequence[str]) -> None:
+  """Starts what was asked for, then Kauldron.
 
   Args:
     argv: the arguments, without the program.
   """
   args, theirs = parser().parse_known_args(argv)
-  cluster = args.coordinator_address, args.process_count, args.process_index
-  try:
-    release.require()
-  except ImportError as e:
-    print(f"error: {e}", file=sys.stderr)
-    return 1
   if args.distributed or args.coordinator_address:
     import jax
 
-    jax.distributed.initialize(*cluster)  # refuses flags that lack another one
-  sys.argv = ["kauldron", *theirs]
+    # It refuses flags that lack another one.
+    jax.distributed.initialize(args.coordinator_address, args.process_count, args.process_index)
+  sys.argv = ["kauldron", *theirs]  # absl reads the flags there
   runpy.run_module("kauldron.main", run_name="__main__", alter_sys=True)
-  return 0
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  main(sys.argv[1:])

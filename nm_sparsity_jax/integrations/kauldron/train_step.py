@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from kauldron import kd
 from kauldron.utils import config_util
 
-from nm_sparsity_jax.integrations.kauldron import checks
+from nm_sparsity_jax.runs import checkpoint, folders
 from nm_sparsity_jax.training import rules_text, transform
 from nm_sparsity_jax.training.layers import COLLECTION
 from nm_sparsity_jax.training.rules import Rules
@@ -39,38 +39,50 @@ class SparseTrainStep(kd.train.TrainStep):
   workdir: Any = config_util.ROOT_CFG_REF.workdir
   num_train_steps: int | None = config_util.ROOT_CFG_REF.num_train_steps
 
-  def update_from_root_cfg(self, root_cfg: Any) -> SparseTrainStep:
-    """Returns the step of a trainer; refuses a trainer that would go wrong without a word."""
-    checks.refuse_unresumable(root_cfg)
-    return super().update_from_root_cfg(root_cfg)
-
   def init(self, elem_spec: Any, *, skip_transforms: bool = False, **kwargs: Any) -> Any:
-    """Returns the first train state, as Kauldron's; refuses checkpoints of other rules."""
-    if skip_transforms:  # a checkpoint will be restored
-      checks.refuse_other_rules(self.workdir, self.rules)
+    """Returns the first train state, as Kauldron's; refuses other rules and another end."""
+    if skip_transforms:  # Kauldron makes shapes for the checkpoint that it restores
+      self._refuse_other_rules()
     state = super().init(elem_spec, skip_transforms=skip_transforms, **kwargs)
     if not skip_transforms and not isinstance(state.step, jax.core.Tracer):
-      checks.refuse_other_end(self.rules, int(state.step), self.num_train_steps)
+      start = int(state.step)  # an init_transform may have set it
+      ends = {start + r.phases.total for r in self.rules.places.values() if r.phases}
+      if ends and self.num_train_steps not in (None, *ends):
+        raise ValueError(
+          f"num_train_steps={self.num_train_steps}, but the schedule ends at step {max(ends)}: set "
+          "one to the other. To stop earlier set stop_after_steps."
+        )
     return state
+
+  def _refuse_other_rules(self) -> None:
+    newest = folders.latest(self.workdir)
+    stored, own = newest and checkpoint.read(newest).rules, rules_text.describe(self.rules)
+    if newest and stored != own:
+      raise ValueError(
+        f"{newest} was trained with the rules\n{stored}\nbut this run has\n{own}\nGo on with the "
+        "checkpoint's rules. Or take another workdir for a new run, and load the weights by "
+        "init_transform=kd.ckpts.PartialKauldronLoader(...)."
+      )
 
   @functools.partial(jax.jit, static_argnames="self", donate_argnames="state")
   def _init_optimizer(self, state: Any) -> Any:
     text = jnp.asarray(rules_text.pack(rules_text.describe(self.rules)))
+    # The parameters are those of an init_transform, such as the weights of another run.
     opt_state = self._in_place(state.params).optimizer.init(state.params)
-    if transform.states(opt_state.inner_state, transform.SparseState):
-      raise ValueError("the train step wraps the optimizer by nms.sparse itself: give a bare one.")
     collections = {**state.collections, COLLECTION: {"rules": text}}
     state = state.replace(opt_state=opt_state, collections=collections)
     return kd.sharding.with_sharding_constraint(state, self.sharding.state)
 
   def _step(self, state: Any, batch: Any) -> Any:
     new, context = super(SparseTrainStep, self._in_place(state.params))._step(state, batch)
+    # The model does not know the collection, so it does not return it.
     kept = {**new.collections, COLLECTION: state.collections[COLLECTION]}
     return new.replace(collections=kept), context
 
   def _in_place(self, params: Any) -> SparseTrainStep:
     """Returns this step with `nms.sparse`, which knows how devices share the weights."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    # Kauldron names shardings for a tree of any arrays, and a tracer knows none.
     placed = kd.sharding.with_sharding_constraint(shapes, self.sharding.params)
     rules = self.rules.with_shardings(jax.tree.map(lambda x: x.sharding, placed))
     return dataclasses.replace(self, optimizer=transform.sparse(self.optimizer, rules))

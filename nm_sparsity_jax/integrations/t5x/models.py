@@ -1,4 +1,4 @@
-"""T5X's models with sparse weights, whose step, masks and rules travel in `flax_mutables`.
+"""T5X's models with sparse weights. The step, stored masks and rules travel in `flax_mutables`.
 
 params + flax_mutables/nm_sparsity -> [W~ of that step] -> T5X's model -> loss, decode, score
 """
@@ -16,6 +16,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import traverse_util
 from flax.core import freeze, unfreeze
 from flax.linen import partitioning
@@ -31,58 +32,56 @@ COLLECTION = layers.COLLECTION
 UNKNOWN = -1  # the start of a run that has not begun
 
 
-def _refuse(*_: Any) -> None:
+def _refuse(state: Any, _: Any) -> None:
   raise ValueError(
-    "the optimizer chain holds nms.sparse or nms.sr_ste, but in T5X the trainer counts, keeps the "
-    "stored masks and adds SR-STE's term, for every optimizer: it would act twice. Take it out."
+    f"OPTIMIZER holds a {type(state).__name__}, but in T5X the trainer counts updates and adds "
+    "SR-STE's term: leave nms.sparse and nms.sr_ste out, and replace optax.MultiSteps by "
+    "t5x_adapter.SparseTrainer.num_microbatches."
   )
 
 
-# T5X shards an optax state by a table of known types, which it reads before anything compiles.
+# T5X looks up how an optax state is sharded before anything compiles. Under MultiSteps its steps
+# are no updates, so TRAIN_STEPS would end the run in the middle of the schedule.
 optimizers.OptaxStatePartitionRules._RULES.update(
-  {
-    transform.CountStepsState: lambda state, axes: transform.CountStepsState(count=None),  # type: ignore
-    transform.SrSteState: _refuse,
-    transform.SparseState: _refuse,
-  }
+  {transform.CountStepsState: lambda state, axes: transform.CountStepsState(count=None)}  # type: ignore
+  | dict.fromkeys((transform.SrSteState, transform.SparseState, optax.MultiStepsState), _refuse)
 )
 
 
 class SparseModel(models.BaseTransformerModel):
-  """Adds sparse weights to a model of T5X; stands before T5X's class in the bases.
+  """Adds sparse weights to a model of T5X; `sparse` puts it before T5X's class in the bases.
 
-  `module` is always the dense network, and gets effective parameters. They are made outside its
-  scan, where it is known how devices share each weight.
+  `module` is the dense network and gets effective parameters. They are made outside its scan,
+  where it is known how devices share each weight.
+
+  Attributes:
+    rules: what is sparse, and how.
+    stored_rules: the same, with the axes and shardings that `get_initial_variables` and
+      `know_shardings` learn.
+    made: path -> shape and dtype of each parameter, from `get_initial_variables` on.
   """
 
-  def __init__(self, *args, rules: Rules, **kwargs):
-    super().__init__(*args, **kwargs)
-    self._take(rules)
-
-  def _take(self, rules: Rules) -> None:
-    """Sets what this class adds to a model of T5X."""
-    if getattr(getattr(self.module, "config", None), "rules", None) is not None:
-      raise ValueError("the network has rules of its own: give them to T5X's model only.")
-    self.rules = rules
-    self._text = rules_text.pack(rules_text.describe(rules))
-    # Known from get_initial_variables on, which T5X calls first: shapes and dtypes, and the axes of
-    # stacked kernels.
-    self.made: Mapping[str, Any] = {}
-    self.stored_rules = rules
+  rules: Rules
+  stored_rules: Rules
+  made: Mapping[str, Any]
 
   def with_rules(self, rules: Rules) -> SparseModel:
     """Returns the same model with other rules."""
-    made = copy.copy(self)
-    made._take(rules)
-    return made
+    other = copy.copy(self)
+    other.rules, other.made = rules, {}
+    other._store(rules)
+    return other
+
+  def _store(self, rules: Rules) -> None:
+    self.stored_rules = rules
+    self._text = rules_text.pack(rules_text.describe(rules))
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """Returns T5X's variables, and the collection `nm_sparsity` at step 0."""
-    variables = super().get_initial_variables(rng, input_shapes, input_types)
-    variables = unfreeze(variables)
+    variables = unfreeze(super().get_initial_variables(rng, input_shapes, input_types))
     params, axes = variables["params"], variables.get("params_axes")
-    self.stored_rules = self.rules.with_logical_axes(axes) if axes else self.rules
-    self._text = rules_text.pack(rules_text.describe(self.stored_rules))
+    # T5X names the axes of each parameter, so those of scanned kernels are known from here on.
+    self._store(self.rules.with_logical_axes(axes) if axes else self.rules)
     self.made = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flatten(params)}
     state = init_state(params, self.stored_rules)
     mine = self.collect(jnp.int32(0), jnp.int32(UNKNOWN), state)
@@ -102,6 +101,7 @@ class SparseModel(models.BaseTransformerModel):
     """
     is_spec = lambda x: isinstance(x, PartitionSpec)
     shardings = jax.tree.map(lambda x: NamedSharding(mesh, x), unfreeze(axes), is_leaf=is_spec)
+    # The text stays as it is: a checkpoint may go on with other devices.
     self.stored_rules = self.stored_rules.with_shardings(shardings)
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
@@ -133,20 +133,17 @@ class SparseModel(models.BaseTransformerModel):
     return apply.sparsify(params, self.stored_rules, *self.read(flax_mutables))
 
   def read(self, flax_mutables) -> tuple[jax.Array, State]:
-    """Returns the step and the stored masks in `flax_mutables`.
-
-    Under jit, where no value can be looked at, other rules give step -1: every loss is NaN then.
-    """
+    """Returns the step and the stored masks in `flax_mutables`."""
     mine = (flax_mutables or {}).get(COLLECTION)
     if mine is None:
       raise ValueError(
-        f"no {COLLECTION!r} in flax_mutables, so the sparse step is unknown. T5X passes it from a "
-        "train state of this model; called by hand, pass flax_mutables=train_state.flax_mutables."
+        f"no {COLLECTION!r} in flax_mutables, so the sparse step is unknown: pass "
+        "flax_mutables=train_state.flax_mutables, as T5X does."
       )
-    stored = mine["rules"]
-    if not isinstance(stored, jax.core.Tracer):
-      self._refuse_other_rules(stored)
-    step = jnp.where(jnp.all(stored == jnp.asarray(self._text)), mine["step"], jnp.int32(-1))
+    # Under jit no value can be looked at. Other rules give step -1 there, so every loss is NaN.
+    same = jnp.all(mine["rules"] == jnp.asarray(self._text))
+    step = jnp.where(same, mine["step"], jnp.int32(-1))
+    # Stored masks know the step that they were made for; it is saved once, not twice.
     kept = {k: v for k, v in mine.items() if k not in ("step", "start", "rules")}
     return step, {"step": mine["step"], **kept} if kept else {}
 
@@ -155,30 +152,22 @@ class SparseModel(models.BaseTransformerModel):
     start = flax_mutables[COLLECTION]["start"]
     return flax_mutables.copy({COLLECTION: freeze(self.collect(step, start, state))})
 
-  def check(self, train_state) -> None:
-    """Refuses a restored train state that this model did not make, and names both."""
-    for path, x in flatten(train_state.params):
-      made = self.made[path]
-      if x.shape != made.shape:
-        raise ValueError(
-          f"{path!r} was restored with the shape {x.shape}, but the network has {made.shape}: the "
-          "checkpoint is of a model of another size. Take the model file that it was trained with."
-        )
-      if x.dtype != made.dtype:
-        raise ValueError(
-          f"{path!r} was restored as {x.dtype}, but masks are taken from {made.dtype}: rounding "
-          "changes which weights survive. Set RestoreCheckpointConfig.dtype = 'float32' (T5X's "
-          "infer.gin says 'bfloat16')."
-        )
-    self.read(train_state.flax_mutables)
-
   def collect(self, step, start, state):
     """Returns the collection `nm_sparsity` as a dict."""
     kept = {k: v for k, v in state.items() if k != "step"}
     return {"step": step, "start": start, "rules": jnp.asarray(self._text), **unfreeze(kept)}
 
-  def _refuse_other_rules(self, stored):
-    stored = np.asarray(utils.get_local_data(stored))
+  def check(self, train_state) -> None:
+    """Refuses a restored train state of another network, of rounded weights or of other rules."""
+    for path, x in flatten(train_state.params):
+      made = self.made[path]
+      if (x.shape, x.dtype) != (made.shape, made.dtype):
+        raise ValueError(
+          f"{path!r} was restored as {x.dtype}{list(x.shape)}, but this model has {made.dtype}"
+          f"{list(made.shape)}: take the model file of the checkpoint, and "
+          "RestoreCheckpointConfig.dtype = 'float32', since rounding changes which weights survive."
+        )
+    stored = np.asarray(utils.get_local_data(train_state.flax_mutables[COLLECTION]["rules"]))
     if not np.array_equal(stored, self._text):
       raise ValueError(
         f"the checkpoint was trained with the rules\n{rules_text.unpack(stored)}\nbut this run "
@@ -188,26 +177,8 @@ class SparseModel(models.BaseTransformerModel):
       )
 
 
-class SparseEncoderDecoderModel(SparseModel, models.EncoderDecoderModel):
-  """T5X's encoder-decoder model with sparse weights; one argument more, `rules`.
-
-  Args:
-    rules: what is sparse, and how.
-    **kwargs: as of T5X's model.
-  """
-
-
-class SparseDecoderOnlyModel(SparseModel, models.DecoderOnlyModel):
-  """T5X's decoder-only model with sparse weights; one argument more, `rules`.
-
-  Args:
-    rules: what is sparse, and how.
-    **kwargs: as of T5X's model.
-  """
-
-
 def sparse(model: models.BaseTransformerModel, rules: Rules) -> SparseModel:
-  """Returns a model of T5X with sparse weights; one that has them already stays as it is.
+  """Returns a model of T5X with sparse weights.
 
   A model file of T5X serves as it is, and so does a class of your own below T5X's:
 
@@ -220,13 +191,11 @@ def sparse(model: models.BaseTransformerModel, rules: Rules) -> SparseModel:
     model: of a class of T5X, or of one below it.
     rules: what is sparse, and how.
   """
-  if isinstance(model, SparseModel):
-    return model
   cls = type(model)
   made: Any = copy.copy(model)
+  # T5X's methods stay those of the model's class, which gin may have bound arguments of.
   made.__class__ = type(f"Sparse{cls.__name__}", (SparseModel, cls), {})
-  made._take(rules)
-  return made
+  return made.with_rules(rules)
 
 
 def axes_like(mine, params_axes, made):

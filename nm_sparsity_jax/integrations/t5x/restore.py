@@ -1,7 +1,7 @@
-"""What T5X restores: a dense or sparse checkpoint, by which rules, and the position in the data.
+"""What T5X restores: a dense or sparse checkpoint, and the position in the data.
 
 checkpoint -> [require_sparse, resume_sparse: its structure]
-           -> [initializers.SparseTrainStateInitializer: its values] -> train state
+           -> [SparseTrainStateInitializer: its values] -> train state
 """
 
 # T5X is not on PyPI: where types are checked without it, it is unknown.
@@ -9,24 +9,72 @@ checkpoint -> [require_sparse, resume_sparse: its structure]
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
+import jax
 import tensorflow as tf
 from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
 from t5x import state_utils, utils
 
-from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders, trained
+from nm_sparsity_jax.integrations import gin_files
+from nm_sparsity_jax.runs import checkpoint as checkpoints
+from nm_sparsity_jax.runs import checkpoint_rules, folders
 from nm_sparsity_jax.training import layers
 
 
-def require_sparse(checkpoint, model_state):
-  """Refuses a dense checkpoint, and one without the masks that these rules need.
+class SparseTrainStateInitializer(utils.TrainStateInitializer):
+  """T5X's initializer, which shows what becomes sparse and checks what was restored.
+
+  T5X makes one as soon as it knows the shape of a batch, before anything compiles. It prints the
+  places, and warns of macros among the flags that nothing reads. It tells the model how devices
+  share the weights, so that masks on several TPUs take one pass. Bind it in training, evaluation
+  and inference:
+
+      infer_script.infer.train_state_initializer_cls = @t5x_adapter.SparseTrainStateInitializer
+
+  Args:
+    optimizer_def: as of T5X's.
+    init_fn: `get_initial_variables` of a model of this package.
+    *args: as of T5X's.
+    **kwargs: as of T5X's.
+  """
+
+  def __init__(self, optimizer_def, init_fn, *args, **kwargs):
+    super().__init__(optimizer_def, init_fn, *args, **kwargs)
+    model = init_fn.__self__
+    model.know_shardings(self._partitioner.mesh, self.train_state_axes.params)
+    self.global_train_state_shape = _CheckedState(self.global_train_state_shape, model.check)
+    if jax.process_index() == 0:
+      assignment = model.stored_rules.assign(model.made)
+      warned = "".join(f"warning: {said}\n" for said in gin_files.unread_flags(sys.argv))
+      # T5X logs to stderr, hundreds of lines; this is all that stands in stdout.
+      print(f"\n{assignment}\n\n{warned}", flush=True)
+
+
+class _CheckedState:
+  """A train state of shapes, whose `restore_state`, which T5X calls last, checks what comes out."""
+
+  def __init__(self, state, check):
+    self._state, self._check = state, check
+
+  def __getattr__(self, name):
+    return getattr(self._state, name)
+
+  def restore_state(self, state_dict):
+    restored = self._state.restore_state(state_dict)
+    self._check(restored)
+    return restored
+
+
+def require_sparse(checkpoint, model_state, **unused):
+  """Refuses a dense checkpoint.
 
   Bind it in eval and infer:
 
@@ -35,14 +83,16 @@ def require_sparse(checkpoint, model_state):
   Args:
     checkpoint: what was read, after T5X's assignment map.
     model_state: what the model needs.
+    **unused: what T5X says of a run that resumes.
   """
-  if not _is_sparse(checkpoint):
+  mutables = checkpoint.get("flax_mutables", {})  # where it has none, Orbax has a marker there
+  if not isinstance(mutables, Mapping) or layers.COLLECTION not in mutables:
     raise ValueError(
-      "this checkpoint is dense, or of a local run, whose weights are masked already: it has no "
-      "flax_mutables/nm_sparsity. Evaluate it with T5X's own model, or fine-tune it first "
-      "(runs/t5x_finetune.gin)."
+      "this checkpoint is dense, of a dense run or of a local one: it has no flax_mutables/"
+      "nm_sparsity. Evaluate it with T5X's own model. To start from it, take an empty MODEL_DIR "
+      "and name it as INITIAL_CHECKPOINT_PATH."
     )
-  return _with_the_same_masks(checkpoint, model_state)
+  return checkpoint
 
 
 def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool = False):
@@ -58,40 +108,20 @@ def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool
     fresh: a regex of parameters, such as 'decoder/logits_dense/.*', that may be drawn.
     is_resuming: whether the checkpoint is one of this run; T5X says so.
   """
-  if not is_resuming:
-    _refuse_missing(checkpoint, model_state, fresh)
-    return checkpoint
-  if not _is_sparse(checkpoint):
+  if is_resuming:
+    return require_sparse(checkpoint, model_state)
+  wanted, has = (state_utils.flatten_state_dict(x["target"]) for x in (model_state, checkpoint))
+  if lost := [name for name in wanted if name not in has and not re.fullmatch(fresh, name)]:
     raise ValueError(
-      "MODEL_DIR holds checkpoints of a dense run, and T5X would resume that one. Take an empty "
-      "MODEL_DIR and name the dense checkpoint as INITIAL_CHECKPOINT_PATH."
+      f"the checkpoint lacks {len(lost)} parameters, such as {lost[0]}, which would start from "
+      "random values. "
+      "Take the model file that it was trained with, map names by assignment_map, or allow it: "
+      "t5x_adapter.resume_sparse.fresh = 'a regex of parameters'."
     )
-  _refuse_other_optimizer(checkpoint, model_state)
-  return _with_the_same_masks(checkpoint, model_state)
+  return checkpoint
 
 
-def stored_rules(checkpoint, pretrained_steps=None, **settings):
-  """Returns the rules that a checkpoint holds; refuses a setting that says something else.
-
-  Args:
-    checkpoint: the folder of one, or of a run; of several, the first.
-    pretrained_steps: the step at which its run began; None = any.
-    **settings: arguments of `configure.rules`; None = not given.
-  """
-  return trained.stored_rules(_first(checkpoint), pretrained_steps, "T5X's own model", **settings)
-
-
-def first_step(run, initial=None):
-  """Returns the global step at which a sparse run begins; None where nothing tells.
-
-  Args:
-    run: MODEL_DIR, whose checkpoints know it, or one of its checkpoints.
-    initial: the checkpoint that a new run starts from, which is of that step.
-  """
-  return trained.start_of(_first(run), _first(initial))
-
-
-def owes_evaluation(model_dir, first_step=None, eval_period=None):
+def owes_evaluation(model_dir):
   """Returns whether a run evaluates its newest checkpoint before it goes on.
 
   T5X saves a step before it evaluates it, and counts the period of evaluations from the step that
@@ -102,15 +132,8 @@ def owes_evaluation(model_dir, first_step=None, eval_period=None):
 
   Args:
     model_dir: of the run.
-    first_step: the global step at which the run began; it is not evaluated.
-    eval_period: steps between evaluations, 0 = never.
   """
-  newest = folders.latest(model_dir) if model_dir else None
-  return eval_period != 0 and newest is not None and folders.named_step(newest) != first_step
-
-
-def _first(path: Any) -> Any:
-  return path[0] if isinstance(path, list | tuple) and path else path
+  return bool(model_dir) and folders.latest(model_dir) is not None
 
 
 def absolute(path):
@@ -130,112 +153,18 @@ def absolute(path):
 
 
 def start(path, run=None):
-  """Returns INITIAL_CHECKPOINT_PATH as T5X takes it; refuses what T5X would die of.
-
-  T5X's own checkpoints by Orbax have a folder for the position in the data, which may be empty, and
-  with `SaveCheckpointConfig.save_dataset` T5X asks for it.
+  """Returns INITIAL_CHECKPOINT_PATH as T5X takes it; warns of one that is not finalized.
 
   Args:
     path: of the checkpoint; None = none.
     run: MODEL_DIR; one with checkpoints does not look at the path any more.
   """
   path = absolute(path)
-  if not path or (run and folders.latest(run)):
-    return path
-  try:
-    stored = checkpoint.read(path)
-  except FileNotFoundError:
-    raise FileNotFoundError(
-      f"INITIAL_CHECKPOINT_PATH={path!r}: there is no such checkpoint. Name a folder that is "
-      "there, such as '.../checkpoint_1000000'."
-    ) from None
-  except Exception:  # T5X and `plan` say what is wrong
-    return path
-  data = folders.path_of(path) / "dataset"
-  if stored.format == "Orbax" and not data.is_dir():
-    raise ValueError(
-      f"INITIAL_CHECKPOINT_PATH={path!r} has no folder 'dataset', and T5X asks for one. An empty "
-      f"one will do: mkdir {data}"
-    )
-  if said := checkpoint_rules.check_start(stored):
-    warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
+  if path and not owes_evaluation(run):
+    with contextlib.suppress(Exception):  # T5X says what is wrong with a checkpoint
+      if said := checkpoint_rules.check_start(checkpoints.read(path)):
+        warnings.warn(f"INITIAL_CHECKPOINT_PATH: {said}", stacklevel=2)
   return path
-
-
-def saves(config):
-  """Returns T5X's SaveCheckpointConfig; refuses one that rounds the weights.
-
-  Bind it around T5X's own:
-
-      utils.CheckpointConfig.save = @t5x_adapter.saves()
-      t5x_adapter.saves.config = @utils.SaveCheckpointConfig()
-
-  Args:
-    config: of T5X; None = nothing is saved.
-  """
-  if (dtype := getattr(config, "dtype", None)) not in (None, "float32"):
-    raise ValueError(
-      f"utils.SaveCheckpointConfig.dtype={dtype!r}: rounding changes which weights survive, so "
-      "whatever reads the checkpoint would have other masks. Set 'float32'."
-    )
-  return config
-
-
-def refuse_relative(name, path) -> None:
-  """Refuses a relative path before the first step.
-
-  Args:
-    name: of the setting.
-    path: its value.
-  """
-  if absolute(path) != path:
-    raise ValueError(
-      f"{name}={path!r} is relative, and Orbax fails at the first save into it. Give the absolute "
-      f"path, {absolute(path)!r}; the run files of this package do so by t5x_adapter.absolute."
-    )
-
-
-def _refuse_other_optimizer(checkpoint, model_state):
-  """Refuses to resume with an optimizer whose state is built in another way."""
-  paths = lambda x: {*state_utils.flatten_state_dict(x.get("state", {}).get("param_states", {}))}
-  if apart := sorted(paths(checkpoint) ^ paths(model_state)):
-    raise ValueError(
-      f"MODEL_DIR holds checkpoints of another OPTIMIZER: {apart[0]!r} is in the state of one of "
-      "the two only. Continue with the OPTIMIZER in the config.gin beside them, or take an empty "
-      "MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
-    )
-
-
-def _is_sparse(checkpoint):
-  mutables = checkpoint.get("flax_mutables", {})  # where it has none, Orbax has a marker there
-  return isinstance(mutables, Mapping) and layers.COLLECTION in mutables
-
-
-def _refuse_missing(checkpoint, model_state, fresh):
-  """Refuses a checkpoint without a parameter that `fresh` does not match."""
-  wanted, has = (state_utils.flatten_state_dict(x["target"]) for x in (model_state, checkpoint))
-  if lost := [name for name in wanted if name not in has and not re.fullmatch(fresh, name)]:
-    raise ValueError(
-      f"the checkpoint lacks {len(lost)} parameters, such as {lost[0]}, which would start from "
-      "random values. "
-      "Take the model file that it was trained with, map names by assignment_map, or allow it: "
-      "t5x_adapter.resume_sparse.fresh = 'a regex of parameters'."
-    )
-
-
-def _with_the_same_masks(checkpoint, model_state):
-  """Returns the checkpoint; refuses one without the masks of this model.
-
-  Other rules are refused once their text is read. Without these masks it would never be read.
-  """
-  names = lambda tree: {*state_utils.flatten_state_dict(tree["flax_mutables"])}
-  if missing := sorted(names(model_state) - names(checkpoint)):
-    raise ValueError(
-      f"the checkpoint was trained with other rules: this run keeps {missing[0]}, and the "
-      "checkpoint does not. Its rules are in the config.gin beside it; for a new run take another "
-      "MODEL_DIR."
-    )
-  return checkpoint
 
 
 def get_dataset(cfg, shard_id, num_shards, feature_converter_cls, *, model_dir: str, **kwargs):

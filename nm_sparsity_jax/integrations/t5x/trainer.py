@@ -12,14 +12,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 from clu import asynclib
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
 from nm_sparsity_jax.integrations.t5x import measure
-from nm_sparsity_jax.integrations.t5x.models import COLLECTION, UNKNOWN, SparseModel
-from nm_sparsity_jax.integrations.t5x.restore import refuse_relative
+from nm_sparsity_jax.integrations.t5x.models import COLLECTION, UNKNOWN
 from nm_sparsity_jax.training import transform
 from nm_sparsity_jax.training.stored import init_state, update_state
 
@@ -33,15 +31,14 @@ class SparseTrainer(trainer.Trainer):
   brought along.
 
   Args:
-    model: of this package.
+    model: what `sparse` returns.
     train_state: as of T5X's trainer; `t5x.eval` gives none.
     partitioner: as of T5X's trainer.
-    summary_dir: as of T5X's trainer.
     train_state_axes: as of T5X's trainer.
     pretrained_steps: the global step at which the sparse run starts, to be checked; None = any.
     metrics_every: after every so many sparse steps `measure` takes what `metrics.summary` names,
       which is written under that step; None or 0 = never. The train step stays the same program.
-    metrics_per_place: also for each sparse kernel.
+    metrics_per_place: also the density of each sparse kernel.
     train_steps: the global step at which T5X ends the run, to be checked; None = any.
     train_steps_relative: T5X's TRAIN_STEPS_RELATIVE, which is refused.
     **kwargs: as of T5X's trainer.
@@ -53,7 +50,6 @@ class SparseTrainer(trainer.Trainer):
     model,
     train_state,
     partitioner,
-    summary_dir,
     train_state_axes,
     pretrained_steps: int | None = None,
     metrics_every: int | None = None,
@@ -63,30 +59,21 @@ class SparseTrainer(trainer.Trainer):
     **kwargs,
   ):
     self.metrics_every, self.metrics_per_place = metrics_every, metrics_per_place
-    self._samples: list[measure.Sample] = []  # those that are not written yet
     self._writes = asynclib.Pool(thread_name_prefix="Samples", max_workers=1)
-    if not isinstance(model, SparseModel):
-      raise ValueError(
-        f"SparseTrainer got a {type(model).__name__}, which has no rules: MODEL = "
-        "@t5x_adapter.SparseEncoderDecoderModel() or SparseDecoderOnlyModel()."
-      )
-    if train_steps_relative:
-      raise ValueError(
-        f"TRAIN_STEPS_RELATIVE={train_steps_relative}: T5X adds it to the restored step, so each "
-        "restart adds a whole run. Leave it out; the run ends at PRETRAINED_STEPS + SPARSE_STEPS."
-      )
     if train_state is not None:
-      refuse_relative("MODEL_DIR", summary_dir)
-      start = _checked_start(model, train_state, pretrained_steps, train_steps)
-      if _is_new(train_state):
-        train_state = _started(model, train_state, train_state_axes, partitioner, start)
-    if train_state_axes is not None:
+      start = int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["start"]))
+      if is_new := start == UNKNOWN:
+        start = int(utils.get_local_data(train_state.step))
+      _check_steps(model, start, pretrained_steps, train_steps, train_steps_relative)
+      _warn_of_offset(model.optimizer_def, start)
+      if is_new:
+        train_state = _begin(model, train_state, train_state_axes, partitioner, start)
+    if train_state_axes is not None:  # before T5X traces the step
       model.know_shardings(partitioner.mesh, train_state_axes.params)
     super().__init__(
       model=model,
       train_state=train_state,
       partitioner=partitioner,
-      summary_dir=summary_dir,
       train_state_axes=train_state_axes,
       **kwargs,
     )
@@ -105,20 +92,47 @@ class SparseTrainer(trainer.Trainer):
         data_partition_spec=self._partitioner.data_partition_spec,
       )
 
-    step = self._partitioner.partition(
+    return self._partitioner.partition(
       train_step,
       in_axis_resources=(self._train_state_axes, self._partitioner.data_partition_spec),
       out_axis_resources=(self._train_state_axes, None),
-      donate_argnums=(0,),
+      donate_argnums=(0,),  # as T5X: one train state on the device, not two
     )
-    return measure.beside(step, self, self._samples) if self.metrics_every else step
+
+  @functools.cached_property
+  def measuring(self):
+    """Returns the two programs that measure a sampled step."""
+    return measure.programs(self)
 
   def train(self, batch_iter, num_steps, start_step=None):
-    """Trains as T5X's trainer does, then writes the samples of these steps in the background."""
-    done = super().train(batch_iter, num_steps, start_step)
-    if samples := self._samples.copy():
-      self._samples.clear()
-      self._writes(measure.write)(samples, self.train_metrics_manager.write_scalars)
+    """Trains as T5X's trainer does; measures every `metrics_every` steps, and writes samples."""
+    if not (every := self.metrics_every):
+      return super().train(batch_iter, num_steps, start_step)
+    compiled = self._compiled_train_step
+    plain = compiled or self._partitioned_train_step
+    before, after = self.measuring
+    # The steps are counted here: to read one from the device would wait for it.
+    mine = int(utils.get_local_data(self.train_state.flax_mutables[COLLECTION]["step"]))
+    step = int(utils.get_local_data(self.train_state.step))
+    samples = {}
+
+    def sampled(train_state, batch):
+      nonlocal mine, step
+      mine, step = mine + 1, step + 1
+      if mine % every:
+        return plain(train_state, batch)
+      seen = before(train_state, batch)  # the step takes the memory of its train state
+      new, found = plain(train_state, batch)
+      samples[step] = after(new, seen)
+      return new, found
+
+    self._compiled_train_step = sampled  # T5X prefers it to the step that is not compiled yet
+    try:
+      done = super().train(batch_iter, num_steps, start_step)
+    finally:
+      self._compiled_train_step = compiled
+    # In the background, since writing waits until the device has made the samples.
+    self._writes(measure.write)(samples, self.train_metrics_manager.write_scalars)
     return done
 
   def close(self):
@@ -142,7 +156,7 @@ def sparse_train_step(
   """Returns (new train state, metrics): T5X's step with what this package adds to it.
 
   Args:
-    model: of this package.
+    model: what `sparse` returns.
     train_state: before the step.
     batch: of the step.
     learning_rate: of the step.
@@ -153,11 +167,13 @@ def sparse_train_step(
   """
   rules, params = model.stored_rules, train_state.params
   step, state = model.read(train_state.flax_mutables)
+  # Of all microbatches, at the effective weights of this step.
   grads, found, flax_mutables = trainer.accumulate_grads_microbatched(
     model, train_state, batch, dropout_rng, num_microbatches, **accumulate
   )
   full = grads
   if any(recipe.lam for recipe in rules.places.values()):
+    # Here and not in the loss: a term in the loss would be added once per microbatch.
     scale = loss_scale(model._loss_normalizing_factor, batch, num_microbatches)
     full = transform.add_sr_ste(grads, params, rules, step, state, scale)
   new, found = trainer.apply_grads(
@@ -169,6 +185,7 @@ def sparse_train_step(
     other_state_variables={"flax_mutables": flax_mutables},
   )
   step = step + _applied(model.optimizer_def, train_state, new)
+  # Without the term: snip scores |g * W|.
   state = update_state(state, new.params, rules, step, grads, grads_at=params)
   return new.replace_flax_mutables(model.write(new.flax_mutables, step, state)), found
 
@@ -189,7 +206,7 @@ def loss_scale(loss_normalizing_factor, batch, num_microbatches: int | None = No
   parts = 1 if is_fixed else max(num_microbatches or 1, 1)
   size = len(batch["decoder_target_tokens"]) // parts
 
-  def one(part):
+  def one(part):  # the sum of its weights over its factor
     factor, weights = losses.get_loss_normalizing_factor_and_weights(loss_normalizing_factor, part)
     targets = part["decoder_target_tokens"].size if weights is None else jnp.sum(weights)
     return jnp.float32(targets) / jnp.float32(1 if factor is None else factor)
@@ -208,40 +225,31 @@ def _applied(optimizer_def, before, after):
   return jnp.int32(1)
 
 
-def _is_new(train_state) -> bool:
-  """Returns whether no step of the sparse run was done yet."""
-  return int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["start"])) == UNKNOWN
-
-
-def _checked_start(model, train_state, pretrained_steps, train_steps) -> int:
-  """Returns the global step at which the sparse run starts; refuses what does not fit to it."""
-  model.check(train_state)
-  refuse_in_chain(train_state)
-  kept = train_state.flax_mutables[COLLECTION]["start"]
-  start = int(utils.get_local_data(train_state.step if _is_new(train_state) else kept))
-  if pretrained_steps not in (None, start):
-    raise ValueError(
-      f"PRETRAINED_STEPS={pretrained_steps}, but the sparse run starts at global step {start}: "
-      f"it would end at another step than its schedule. Set PRETRAINED_STEPS={start}."
-    )
+def _check_steps(model, start, pretrained_steps, train_steps, train_steps_relative):
+  """Refuses a run that T5X would end at another step than its schedule."""
   ends = {start + r.phases.total for r in model.rules.places.values() if r.phases}
-  if ends and train_steps not in (None, *ends):
+  is_other_end = bool(ends) and train_steps not in (None, *ends)
+  # T5X adds TRAIN_STEPS_RELATIVE to the restored step, so each restart adds a whole run.
+  if pretrained_steps not in (None, start) or is_other_end or train_steps_relative:
     raise ValueError(
-      f"TRAIN_STEPS={train_steps}, but the schedule ends at PRETRAINED_STEPS + SPARSE_STEPS = "
-      f"{max(ends)}. Leave TRAIN_STEPS alone."
+      f"PRETRAINED_STEPS={pretrained_steps}, TRAIN_STEPS={train_steps} and TRAIN_STEPS_RELATIVE="
+      f"{train_steps_relative}, but the sparse run starts at global step {start} and its schedule "
+      f"ends at {max(ends, default=None)}: leave the three out."
     )
-  offset = getattr(getattr(model.optimizer_def, "hyper_params", None), "step_offset", start)
+
+
+def _warn_of_offset(optimizer_def, start):
+  offset = getattr(getattr(optimizer_def, "hyper_params", None), "step_offset", start)
   if offset != start and jax.process_index() == 0:
     print(
       f"warning: Adafactor has step_offset={offset}, but its moments start at step {start}: name "
       "the model file before the run file, or adafactor.Adafactor.step_offset = %PRETRAINED_STEPS",
       flush=True,
     )
-  return start
 
 
-def _started(model, train_state, axes, partitioner, start):
-  """Returns a new run's train state with masks of its weights.
+def _begin(model, train_state, axes, partitioner, start):
+  """Returns the train state of a new run with its start, and with masks of its weights.
 
   The masks that it has were made from initial weights; its weights may be restored ones.
   """
@@ -251,22 +259,9 @@ def _started(model, train_state, axes, partitioner, start):
     return freeze(model.collect(mine["step"], jnp.int32(start), state))
 
   mine_axes = axes.flax_mutables[COLLECTION]
+  # Partitioned, so that each device makes the masks of its shard of the weights.
   made = partitioner.partition(
     renew, in_axis_resources=(axes.params, mine_axes), out_axis_resources=mine_axes
   )(train_state.params, train_state.flax_mutables[COLLECTION])
   mutables = train_state.flax_mutables.copy({COLLECTION: made})
   return train_state.replace_flax_mutables(mutables)
-
-
-def refuse_in_chain(train_state) -> None:
-  """Refuses an optimizer with `optax.MultiSteps`, under which steps are not updates.
-
-  Args:
-    train_state: T5X's, of arrays or of shapes.
-  """
-  if transform.states(train_state.param_states, optax.MultiStepsState):
-    raise ValueError(
-      "the optimizer holds optax.MultiSteps, under which T5X's steps are not updates: TRAIN_STEPS "
-      "would end the run in the middle of its schedule. Take it out and set "
-      "t5x_adapter.SparseTrainer.num_microbatches, which accumulates gradients within a step."
-    )

@@ -10,8 +10,6 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from nm_sparsity_jax.core.patterns import NM
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -142,59 +140,4 @@ def _either(those: Iterable[str]) -> str:
   return "|".join(f"(?:{regex})" for regex in dict.fromkeys(those))
 
 
-# --- rules that say the same ----------------------------------------------------------------------
-
-_STACKS = ("encoder", "decoder")
-# Where the kernels of a role stand in a T5. A place that names all of them is the role itself.
-_ATTENTIONS = ("encoder/self", "decoder/self", "decoder/cross")
-_STAND = {"ff": _STACKS, **dict.fromkeys("qkvo", _ATTENTIONS)}
-
-
-def single(places: Mapping[str, NM | str]) -> dict[str, str]:
-  """Returns the same places in one form, to compare: no word for several roles, wholes for parts.
-
-  >>> single({"encoder/ff": "1:8", "decoder/ff": "1:8", "qk": "1:4"})
-  {'ff': '1:8', 'q': '1:4', 'k': '1:4'}
-
-  Args:
-    places: place -> pattern; a place that is a regex is left as it is.
-  """
-  found: dict[str, str] = {}
-  for place, pattern in places.items():
-    *where, role = place.split("/")
-    for part in COMPOSITES.get(role, (role,)):
-      inside = [s for s in _STAND.get(part, ()) if set(where) <= set(s.split("/"))]
-      found |= dict.fromkeys([f"{s}/{part}" for s in inside] or [place], str(NM.parse(pattern)))
-  for role in _STAND:
-    if role != "ff":
-      for stack in _STACKS:
-        of_stack = [f"{s}/{role}" for s in _ATTENTIONS if s.startswith(stack)]
-        _put_together(found, f"{stack}/{role}", of_stack)
-    _put_together(found, role, [f"{stack}/{role}" for stack in _STACKS])
-  return found
-
-
-def text_of(places: Mapping[str, str]) -> str:
-  """Returns places and their patterns for people.
-
-  >>> text_of({"ff": "1:8", "q": "1:4", "k": "1:4"})
-  '1:8 FF, 1:4 QK'
-  """
-  rest, words = dict(places), {}
-  for where in ("", *_STACKS, *_ATTENTIONS):
-    for name in ("ff", "qkv", "qk"):
-      whole = f"{where}/{name}" if where else name.upper()
-      parts = [f"{where}/{part}".lstrip("/") for part in COMPOSITES.get(name, (name,))]
-      if _put_together(rest, whole, parts):
-        words[whole] = rest.pop(whole)
-  return ", ".join(f"{pattern} {place}" for place, pattern in {**words, **rest}.items())
-
-
-def _put_together(places: dict[str, str], whole: str, parts: Sequence[str]) -> bool:
-  """Replaces the parts by the whole, if all have one pattern; returns whether it did."""
-  patterns = {places.get(part) for part in parts}
-  if len(patterns) > 1 or None in patterns:
-    return False
-  found = [places.pop(part) for part in parts]
-  places[whole] = found[0]
-  return True
+# --- places for people ------------------------------------------------------------------------
