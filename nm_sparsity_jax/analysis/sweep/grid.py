@@ -26,7 +26,8 @@ _KEYS: Mapping[str, type] = {
 }  # fmt: skip
 _SET_BY_SWEEP = {"PATTERN", "RANDOM_SEED", "DATA_SEED", "MODEL_DIR"}
 START = "start"  # the name of the dense runs that others start from
-_DENSE: Mapping[str, Any] = dict.fromkeys(("BETA", "GRADIENT", "RECIPE_FIELDS"))  # a dense run refuses them
+# A dense run refuses these.
+_DENSE: Mapping[str, Any] = dict.fromkeys(("BETA", "GRADIENT", "RECIPE_FIELDS"))
 _FROM_SCRATCH = {
   "RECIPE": "dense", "DENSE_STEPS": 0, "FINETUNE_STEPS": 0, "INITIAL_CHECKPOINT_PATH": None,
 }  # fmt: skip
