@@ -24,7 +24,6 @@ from typing import Any
 
 from nm_sparsity_jax.runs import events, files, folders, glue
 from nm_sparsity_jax.runs.trained import config_of, parse_settings, start_of, started
-from nm_sparsity_jax.training import roles
 
 Series = dict[int, dict[str, float]]  # step -> metric -> value
 
@@ -315,4 +314,4 @@ def _places(recipe: str | None, found: Mapping[str, Any]) -> dict[str, str] | No
     return None
   whole = found.get("PATTERN")
   patterns: dict[str, Any] = {k: v or whole for k, v in found["SPARSITY_RULES"].items()}
-  return roles.single(patterns) if all(patterns.values()) else None
+  return patterns if all(patterns.values()) else None

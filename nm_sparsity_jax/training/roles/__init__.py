@@ -19,11 +19,9 @@ from nm_sparsity_jax.training.roles.registry import (
   register,
   role_of,
   roles_of,
-  single,
-  text_of,
 )
 
 __all__ = [
     "COMPOSITES", "Family", "matcher", "regexes", "register", "role_of",
-    "roles_of", "single", "text_of",
+    "roles_of", 
 ]  # fmt: skip

@@ -10,8 +10,6 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from nm_sparsity_jax.core.patterns import NM
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -140,38 +138,3 @@ def _joined(tables: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 def _either(those: Iterable[str]) -> str:
   return "|".join(f"(?:{regex})" for regex in dict.fromkeys(those))
-
-
-# --- places for people ------------------------------------------------------------------------
-
-
-def single(places: Mapping[str, NM | str]) -> dict[str, str]:
-  """Returns the same places in one form, to compare: no word for several roles.
-
-  >>> single({"ff": "01:8", "encoder/qk": "1:4"})
-  {'ff': '1:8', 'encoder/q': '1:4', 'encoder/k': '1:4'}
-
-  Args:
-    places: place -> pattern; a place that is a regex is left as it is.
-  """
-  found = {}
-  for place, pattern in places.items():
-    where, slash, role = place.rpartition("/")
-    for part in COMPOSITES.get(role, (role,)):
-      found[f"{where}{slash}{part}"] = str(NM.parse(pattern))
-  return found
-
-
-def text_of(places: Mapping[str, str]) -> str:
-  """Returns places and their patterns for people.
-
-  >>> text_of({"ff": "1:8", "q": "1:4", "k": "1:4"})
-  '1:8 FF, 1:4 QK'
-  """
-  rest, words = dict(places), []
-  for word, parts in (("FF", ("ff",)), ("QKV", COMPOSITES["qkv"]), ("QK", COMPOSITES["qk"])):
-    patterns = {rest.get(part) for part in parts}
-    if len(patterns) == 1 and None not in patterns:
-      words.append(f"{patterns.pop()} {word}")
-      rest = {place: pattern for place, pattern in rest.items() if place not in parts}
-  return ", ".join([*words, *(f"{pattern} {place}" for place, pattern in rest.items())])
