@@ -61,10 +61,10 @@ def scores(task, checkpoint, folder):
 
 def rows_of(folder, names):
   """Returns a row for each run of a quickstart and each kind of values."""
-  from nm_sparsity_jax.cli import quickstart_steps
+  from nm_sparsity_jax.cli import quickstart
 
   task = "mini-glue" if (folder / "warmup").is_dir() else "rebus"
-  sparse = quickstart_steps.ALL
+  sparse = {*quickstart.TITLES} - {*quickstart.TASKS[task].dense}
   found = [path.name for path in sorted(folder.iterdir()) if path.name in (names or sparse)]
   for name in found:
     with tempfile.TemporaryDirectory() as room:

@@ -1,7 +1,6 @@
-"""The pages that people read, and what is in them: fenced blocks, links, headings."""
+"""The pages that people read, and the fenced blocks in them."""
 
 import dataclasses
-import json
 import pathlib
 import re
 
@@ -40,25 +39,3 @@ def blocks() -> list[Block]:
       output = re.match(r"\s*```\n(.*?)^```$", text[found.end() :], re.DOTALL | re.MULTILINE)
       out.append(Block(str(page.relative_to(ROOT)), line, found[1], found[2], output and output[1]))
   return out
-
-
-def _text(page: pathlib.Path) -> str:
-  text = page.read_text("utf-8")
-  if page.suffix == ".ipynb":
-    cells = json.loads(text)["cells"]
-    return "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-  return _FENCE.sub("", text)
-
-
-def links(page: pathlib.Path) -> list[str]:
-  """Targets of links and pictures, as written."""
-  text = re.sub(r"`[^`\n]+`", "", _text(page))
-  targets = re.findall(r"\]\(([^)\s]+)\)", text)
-  assert len(targets) == text.count("]("), f"{page}: a broken link"
-  return targets
-
-
-def anchors(page: pathlib.Path) -> set[str]:
-  """Anchors of the headings, as code hosts make them."""
-  titles = re.findall(r"^#+ (.+)$", _text(page), re.MULTILINE)
-  return {re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-") for title in titles}

@@ -4,6 +4,7 @@ A process of its own, since seqio keeps the tasks that it registers small.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ import sys
 
 def main(folder):
   from nm_sparsity_jax import cli
-  from nm_sparsity_jax.cli import quickstart_steps
+  from nm_sparsity_jax.cli import quickstart
   from nm_sparsity_jax.models.t5 import T5Config
   from nm_sparsity_jax.trainer import data, reports
 
@@ -26,8 +27,9 @@ def main(folder):
   of_size = T5Config._of_size.__func__
   T5Config._of_size = classmethod(lambda *args: of_size(*args[:3], args[3] | small))
   t5x_tasks.register_mini(rows={"train": 256, "validation": 64})
-  quickstart_steps.MiniGlue.periods = 2
-  quickstart_steps.MiniGlue.dense, quickstart_steps.RECIPES = ("warmup",), ("sdgf_stepwise",)
+  task = quickstart.TASKS["mini-glue"]
+  quickstart.TASKS["mini-glue"] = dataclasses.replace(task, evaluations=2, dense=("warmup",))
+  quickstart.RECIPES = ("sdgf_stepwise",)
   codes = []
 
   def run(name):

@@ -13,10 +13,6 @@ MODULES = {
     "  def init(self, rng): ...\n"
   ),
   "taken_recipe": test_own_recipe.RECIPE.replace('"soft"', '"sr_ste"').replace("Soft", "Mine"),
-  "role_twice": (
-    "from nm_sparsity_jax.training import roles\n"
-    "roles.register(roles.Family(name='mine', roles={'encoder': '.*'}))\n"
-  ),
 }
 HEAD = "from __gin__ import dynamic_registration\nimport {module}\n"
 WORKLOAD = ["--gin_file=own_workload.gin"]
@@ -40,7 +36,6 @@ def here(tmp_path, monkeypatch):
   [
     ("half_a_workload", "WORKLOAD = @half_a_workload.Half()", ADAM, "abstract"),
     ("taken_recipe", "", [*WORKLOAD, *ADAM], "is taken"),
-    ("role_twice", "", [*WORKLOAD, *ADAM], "twice"),
   ],
 )
 def test_by_gin(module, line, files, word, here, capsys):

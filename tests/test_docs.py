@@ -19,7 +19,6 @@ import warnings
 
 import jax
 import numpy as np
-import optax
 import pages
 import pytest
 import t5x_found
@@ -29,9 +28,7 @@ import test_report
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.cli import _local, bench
-from nm_sparsity_jax.core.trees import nested
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.integrations.kauldron import launch
 from nm_sparsity_jax.recipes import RECIPES, registry
 from nm_sparsity_jax.runs import glue
 
@@ -44,6 +41,8 @@ GIN_FILES = {
   if block.language == "gin" and (found := re.match(r"# (\w+\.gin)\n", block.code))
 }
 RUNS = [b for b in BLOCKS if b.language == "sh" and "--gin_file=" in b.code]
+SETUP = (ROOT / "setup.py").read_text("utf-8")
+EXTRAS = re.findall(r'"([\w-]+)":', SETUP.partition("extras_require={")[2].partition("}")[0])
 needs_seqio = pytest.mark.skipif(
   importlib.util.find_spec("seqio") is None, reason="seqio: pip install -e '.[local]'"
 )
@@ -75,12 +74,6 @@ def execute(code, names=None):
 
 
 # --- blocks of python, gin and toml ---------------------------------------------------------------
-
-
-def test_a_block_says_what_it_is():
-  assert {b.language for b in BLOCKS} == {"", "python", "sh", "gin", "toml"}
-  command = re.compile(r"(\$ )?(nm-sparsity|python|pip|make|git|from|import|include)\b")
-  assert not [str(b) for b in BLOCKS if not b.language and command.match(b.code)]
 
 
 def finished_runs(folder):
@@ -143,17 +136,6 @@ def test_a_run_that_lost_its_last_checkpoints_ends_with_the_same_bits(tmp_path, 
   jax.tree.map(np.testing.assert_array_equal, first["run"], second["run"])
 
 
-def test_the_lines_for_big_vision_make_its_feed_forward_kernels_sparse():
-  page = (ROOT / "docs/vision.md").read_text("utf-8").partition("### big_vision")[2]
-  lines = re.findall(r"^\| .+ \| `(.+)` \|$", page, re.MULTILINE)
-  names = execute("\n".join(lines), {"tx": optax.sgd(0.1), "total_steps": 4})
-  kernel = np.ones((32, 8), np.float32)
-  params = nested({"Transformer/encoderblock_0/MlpBlock_0/Dense_0/kernel": kernel})
-  opt = names["tx"].init(params)
-  updates, opt = names["tx"].update(params, opt, params)
-  assert nms.verify(optax.apply_updates(params, updates), names["rules"]).ok
-
-
 @of("gin")
 def test_gin_is_read(block, tmp_path):
   pytest.importorskip("gin")
@@ -177,6 +159,7 @@ STAND_IN = r"""#!/bin/bash
 printf '%s\0' "${0##*/}" "$@" $'\n' >>"$LOG"
 [ "${0##*/} $1" != "nm-sparsity gin-path" ] || echo "$ROOT"
 """
+PROGRAMS = ("nm-sparsity", "pip", "make", "python", "python3.11", "gcloud")
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +173,7 @@ def arrived(tmp_path_factory):
     (folder / "nm/bin/activate").touch()
     (folder / "bin").mkdir()
     (folder / "work").mkdir()
-    for program in CHECKS:
+    for program in PROGRAMS:
       (folder / "bin" / program).write_text(STAND_IN)
       (folder / "bin" / program).chmod(0o755)
     above = "".join(b.code for b in BLOCKS if b.page == block.page and b.line < block.line)
@@ -208,40 +191,24 @@ def arrived(tmp_path_factory):
   return lines_of
 
 
-def parser_of(command):
+def parsed(argv):
+  """The arguments of a command of ours; a wrong one ends the test."""
+  command = next(n for n in cli.COMMANDS if argv[: n.count(" ") + 1] == n.split())
   parser = argparse.ArgumentParser(allow_abbrev=False)
   importlib.import_module(f"nm_sparsity_jax.cli.{cli.COMMANDS[command][0]}").add_arguments(parser)
   parser.add_argument("--debug", action="store_true")
-  return parser
+  return parser.parse_args(argv[command.count(" ") + 1 :])
 
 
-def check_nm_sparsity(argv):
-  command = next(n for n in cli.COMMANDS if argv[: n.count(" ") + 1] == n.split())
-  parser_of(command).parse_args(argv[command.count(" ") + 1 :])
-
-
-def check_pip(argv):
-  assert argv[0] == "install"
-  extras = (ROOT / "setup.py").read_text().partition("extras_require=")[2]
-  for word in argv:
-    assert not word.startswith("constraints") or (ROOT / word).is_file()
-    if extra := re.fullmatch(r"\.\[(\w+)\]", word):
-      assert f'"{extra[1]}": ' in extras
-
-
-def check_make(argv):
-  assert re.search(rf"^{argv[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
-def check_python(argv):
-  if argv[0] == "-c":
-    compile(argv[1], "-c", "exec")
-  elif argv[:2] == ["-m", "nm_sparsity_jax.integrations.kauldron.launch"]:
-    _, theirs = launch.parser().parse_known_args(argv[2:])
-    assert all(flag.startswith("--cfg") for flag in theirs)
-  elif argv[0] == "-m":
-    assert argv[1] in ("venv", "t5x.train", "t5x.eval", "t5x.infer")
-  else:  # a script of ours: it knows all flags but the last
+def check(program, argv):
+  if program == "nm-sparsity":
+    parsed(argv)
+  elif program == "make":
+    assert re.search(rf"^{argv[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+  elif program == "pip":
+    for extra in re.findall(r"\.\[(\w+)\]", " ".join(argv)):
+      assert extra in EXTRAS
+  elif argv[0].endswith(".py"):  # a script of ours: it knows all flags but the last
     done = subprocess.run(
       [sys.executable, ROOT / argv[0], *argv[1:], "--nope"],
       capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -249,22 +216,12 @@ def check_python(argv):
     assert re.search(r"arguments: --nope$|No module named 'coremltools'$", done.stderr.strip())
 
 
-CHECKS = {
-  "nm-sparsity": check_nm_sparsity,
-  "pip": check_pip,
-  "make": check_make,
-  "python": check_python,
-  "python3.11": check_python,
-  "gcloud": lambda argv: None,
-}
-
-
 @of("sh")
 def test_sh_is_parsed_by_its_programs(block, arrived):
   lines = arrived(block)
   assert lines
   for program, *argv in lines:
-    CHECKS[program](argv)
+    check(program, argv)
     for file in re.findall(r"--gin_file=(\S+)", " ".join(argv)):
       found = [ROOT / file, (ROOT / block.page).parent / file]
       is_here = file in GIN_FILES or any(path.is_file() for path in found)
@@ -312,7 +269,7 @@ def test_local_runs_are_made(block, arrived, tmp_path, monkeypatch):
     if command == "plan":
       assert cli.main([command, *argv]) == 0
       continue
-    args = parser_of(command).parse_args(argv)
+    args = parsed([command, *argv])
     with as_a_user():
       if command == "bench":
         config = bench.configuration(args)
@@ -375,26 +332,7 @@ def test_a_page_runs_as_typed(page, said, folder):
   assert said in out and "\nok\n" in out
 
 
-# --- links and tables -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", [*pages.PAGES, pages.NOTEBOOK], ids=lambda p: p.name)
-def test_links_lead_somewhere(page):
-  for target in pages.links(page):
-    path, _, anchor = target.partition("#")
-    there = (page.parent / path).resolve() if path else page
-    if not target.startswith("https://"):
-      assert there.is_file() and there.is_relative_to(ROOT), target
-      assert not anchor or anchor in pages.anchors(there), target
-
-
-def test_a_page_is_reached_from_another():
-  linked = {(p.parent / t.partition("#")[0]).resolve() for p in pages.PAGES for t in pages.links(p)}
-  assert not [p for p in pages.PAGES if p not in linked and "docs/api" not in str(p)]
-
-
-SETUP = (ROOT / "setup.py").read_text("utf-8")
-EXTRAS = re.findall(r'"([\w-]+)":', SETUP.partition("extras_require={")[2].partition("}")[0])
+# --- tables: links are MkDocs' (tests/test_site.py) ---------------------------------------------
 
 
 @pytest.mark.parametrize("page, row, names", [
@@ -408,25 +346,6 @@ def test_a_table_is_complete(page, row, names):
   cells = re.findall(row, (ROOT / page).read_text("utf-8"), re.MULTILINE)
   found = re.findall(r"`(?:nm-sparsity )?([^`]+)`", " ".join(cells))
   assert sorted(found) == sorted(names)
-
-
-def test_readme_is_short():
-  assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 140
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs/api").glob("*.md")), ids=lambda p: p.name)
-def test_a_page_of_the_api_lists_names_of_its_modules(page):
-  text = page.read_text("utf-8")
-  rows = re.findall(r"^\| `(\w+)` \| \S", text, re.MULTILINE)
-  code = ""
-  for module in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
-    file = ROOT / (module.replace(".", "/") + ".py")
-    file = file if file.is_file() else file.with_suffix("") / "__init__.py"
-    code += file.read_text("utf-8")
-  assert len(rows) > 2
-  for name in rows:
-    assert re.search(rf"^(def|class) {name}\b|import [^\n]*\b{name}\b", code, re.MULTILINE), name
-  assert f"docs/api/{page.name}" in (ROOT / "mkdocs.yml").read_text("utf-8")
 
 
 # --- the notebook ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checkpoints in the names of timm and Hugging Face: written, proven, read, and started from."""
+"""Checkpoints in files of timm, Hugging Face and without zeros: written, proven, read, started."""
 
 import functools
 import json
@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 import test_huggingface as t5
 import test_weights as images
+from test_packed_file import kernels_of
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.trees import flatten
-from nm_sparsity_jax.deploy import huggingface, safetensors_file, timm
+from nm_sparsity_jax.deploy import (
+  huggingface,
+  packed_file,
+  safetensors_file,
+  timm,
+  unstack_layers,
+)
 from nm_sparsity_jax.models.t5 import Transformer
 from nm_sparsity_jax.runs import checkpoint
 from nm_sparsity_jax.trainer import checkpoints, step
@@ -23,9 +30,11 @@ from nm_sparsity_jax.training import rules_text
 RULES = {"ff": "1:4", "qkv": "2:8", "o": "1:4"}  # of a T5
 
 
-def rules_of_t5():
-  recipe = lambda pattern: nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=7))
-  return nms.Rules({place: recipe(pattern) for place, pattern in RULES.items()})
+def recipe(pattern):
+  return nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=7))
+
+
+RULES_OF_T5 = nms.Rules({place: recipe(pattern) for place, pattern in RULES.items()})
 
 
 def save(folder, variables, rules):
@@ -36,39 +45,52 @@ def save(folder, variables, rules):
   if rules is not None:
     text = np.asarray(rules_text.pack(rules_text.describe(rules)))
     tree["flax_mutables"]["nm_sparsity"] = {"step": np.int32(7), "rules": text}
-  flat = {key: np.asarray(x) for key, x in flatten(tree)}
-  checkpoint.write(f"{folder}/checkpoint_7", flat)
+  checkpoint.write(f"{folder}/checkpoint_7", {key: np.asarray(x) for key, x in flatten(tree)})
+
+
+def with_zeros(variables, rules):
+  params = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
+  return {**variables, "params": params}
 
 
 def written(folder, name, finalized=True, sparse=True):
   """A checkpoint of a network of images; its variables."""
   variables, rules = images.variables_of(name), images.some_rules(name)
   if finalized:
-    params = jax.device_get(nms.finalize(variables["params"], rules, 0, early=True))
-    variables = {**variables, "params": params}
+    variables = with_zeros(variables, rules)
   save(folder, variables, rules if sparse else None)
   return variables
 
 
 def written_t5(folder, name, **changes):
   """A finalized checkpoint of a T5; its parameters."""
-  config = t5.config_of_name(name, **changes)
-  params, rules = huggingface.from_huggingface(t5.tensors_of(name), config), rules_of_t5()
+  config, rules = t5.config_of_name(name, **changes), RULES_OF_T5
   if config.scan_layers:
-    axes = {r".*/(query|key|value|wi.*|wo)/kernel": 0, r".*/out/kernel": (0, 2)}
-    rules = rules.with_axes(axes)
-  params = jax.device_get(nms.finalize(params, rules, 0, early=True))
-  save(folder, {"params": params}, rules)
-  return params
+    rules = rules.with_axes({r".*/(query|key|value|wi.*|wo)/kernel": 0, r".*/out/kernel": (0, 2)})
+  variables = with_zeros({"params": t5.params_of(name, **changes)}, rules)
+  save(folder, variables, rules)
+  return variables["params"]
+
+
+def run(*argv):
+  return cli.main([*map(str, argv)])
 
 
 def refused(capsys, *argv):
   """The one line of a command that fails."""
   capsys.readouterr()
-  assert cli.main([*map(str, argv)]) == 1
+  assert run(*argv) == 1
   (line,) = capsys.readouterr().err.splitlines()
   return line
 
+
+def report_of(capsys, *argv):
+  capsys.readouterr()
+  assert run(*argv, "--json") == 0
+  return json.loads(capsys.readouterr().out)
+
+
+both = pytest.mark.parametrize("name, scan", [("v1_0", False), ("v1_1", True)])
 
 # --- images -------------------------------------------------------------------------------------
 
@@ -77,22 +99,30 @@ def refused(capsys, *argv):
 def test_export_writes_timms_names_with_the_zeros_and_proves_them(name, tmp_path, capsys):
   variables = written(tmp_path / "run", name)
   file = tmp_path / "model.safetensors"
-  assert cli.main(["export", str(tmp_path / "run"), str(file), "--json"]) == 0
-  report = json.loads(capsys.readouterr().out)
+  report = report_of(capsys, "export", tmp_path / "run", file)
   assert report["ok"] and report["tensors"] == len(images.names_of(name))
-  assert {place["axis"] for place in report["places"]} == {1} and len(report["places"]) > 5
+  assert len(report["places"]) > 5 and not any(p["bad_groups"] for p in report["places"])
   images.assert_same(timm.read(file), variables)
-  # And back: `verify` reads the file by its own names.
+  # And back: `verify` reads the file.
   first, second = images.PLACES[name]
-  assert cli.main(["verify", str(file), "--rules", str({first: "1:4", second: "2:8"})]) == 0
-  assert cli.main(["verify", str(file), "--rules", str({first: "1:8"})]) == 1
+  assert run("verify", file, "--rules", {first: "1:4", second: "2:8"}) == 0
+  assert run("verify", file, "--rules", {first: "1:8"}) == 1
   assert "holds no rules" in refused(capsys, "verify", file)
+
+
+def test_groups_lie_along_axis_1_of_timms_tensors(tmp_path):
+  written(tmp_path / "run", "vit_test")
+  nms.runs.export(tmp_path / "run", tmp_path / "m.safetensors")
+  w = np.asarray(
+    safetensors_file.Opened(tmp_path / "m.safetensors").tensors["blocks.0.mlp.fc1.weight"]
+  )
+  assert ((w.reshape(len(w), -1, 4) != 0).sum(-1) == 1).all()
 
 
 def test_a_dense_checkpoint_is_exported_and_nothing_is_proven(tmp_path, capsys):
   variables = written(tmp_path / "run", "vit_test", finalized=False, sparse=False)
   file = tmp_path / "model.safetensors"
-  assert cli.main(["export", str(tmp_path / "run"), str(file)]) == 0
+  assert run("export", tmp_path / "run", file) == 0
   assert "nothing to prove" in capsys.readouterr().out
   images.assert_same(timm.read(file), variables)
 
@@ -119,21 +149,19 @@ def test_a_file_is_compared_by_its_header_and_loads_as_any_checkpoint(tmp_path, 
 # --- T5 -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, scan", [("v1_0", False), ("v1_1", True)])
+@both
 def test_export_writes_a_folder_with_the_zeros_and_proves_them(name, scan, tmp_path, capsys):
   params = written_t5(tmp_path / "run", name, scan_layers=scan)
   out = tmp_path / "model"
-  assert cli.main(["export", str(tmp_path / "run"), str(out), "--json"]) == 0
-  report = json.loads(capsys.readouterr().out)
+  report = report_of(capsys, "export", tmp_path / "run", out)
   assert report["ok"] and report["tensors"] == len(t5.names_of(name))
   kernels = {n for n in t5.names_of(name) if "Attention." in n or "Dense." in n}
   kernels -= {n for n in kernels if "relative_attention_bias" in n}
-  assert {place["path"] for place in report["places"]} == kernels
-  assert {place["axis"] for place in report["places"]} == {1}
+  assert {huggingface.name_of(place["path"]).name for place in report["places"]} == kernels
   t5.assert_same(huggingface.read(out, t5.config_of_name(name, scan_layers=scan)), params)
-  # And back: `verify` reads the folder in T5X's names.
-  assert cli.main(["verify", str(out), "--rules", str(RULES)]) == 0
-  assert cli.main(["verify", str(out), "--rules", "{'ff': '1:8'}"]) == 1
+  # And back: `verify` reads the folder.
+  assert run("verify", out, "--rules", RULES) == 0
+  assert run("verify", out, "--rules", "{'ff': '1:8'}") == 1
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +169,16 @@ def dense(tmp_path_factory):
   """A folder of Hugging Face's T5, and the checkpoint that `convert` makes of it."""
   folder = tmp_path_factory.mktemp("converted")
   t5.folder_of("v1_1", folder / "hf")
-  assert cli.main(["convert", str(folder / "hf"), str(folder / "start")]) == 0
+  assert run("convert", folder / "hf", folder / "start") == 0
   return folder / "hf", folder / "start/checkpoint_0"
 
 
 def test_weights_do_not_tell_the_activation_so_you_may(dense, tmp_path, capsys):
-  argv = ["export", str(dense[1]), str(tmp_path / "model"), "--feed-forward", "gated-silu"]
-  assert cli.main(argv) == 0
+  argv = ["export", dense[1], tmp_path / "model", "--feed-forward"]
+  assert run(*argv, "gated-silu") == 0
   assert huggingface.Folder(tmp_path / "model").config.mlp_activations == ("silu", "linear")
-  argv[2:] = [str(tmp_path / "other"), "--feed-forward", "gelu"]
-  assert "feed_forward_proj is 'gelu'" in refused(capsys, *argv)
+  argv[2] = tmp_path / "other"
+  assert "feed_forward_proj is 'gelu'" in refused(capsys, *argv, "gelu")
 
 
 def test_finalize_reads_and_writes_a_folder_and_keeps_its_other_files(tmp_path):
@@ -160,13 +188,13 @@ def test_finalize_reads_and_writes_a_folder_and_keeps_its_other_files(tmp_path):
   (folder / "tokenizer.json").write_text("{}")
   (folder / "secret.txt").write_text("not copied")
   out = tmp_path / "final"
-  assert cli.main(["verify", str(folder), "--rules", str(RULES)]) == 1
-  assert cli.main(["finalize", str(folder), str(out), "--rules", str(RULES)]) == 0
-  assert cli.main(["verify", str(out), "--rules", str(RULES)]) == 0
+  assert run("verify", folder, "--rules", RULES) == 1
+  assert run("finalize", folder, out, "--rules", RULES) == 0
+  assert run("verify", out, "--rules", RULES) == 0
   assert json.loads((out / "config.json").read_text()) == values
   kept = ["config.json", "model.safetensors", "tokenizer.json"]
   assert sorted(x.name for x in out.iterdir()) == kept
-  want = nms.finalize(huggingface.read(folder), rules_of_t5(), 0, early=True)
+  want = nms.finalize(huggingface.read(folder), RULES_OF_T5, 0, early=True)
   t5.assert_same(huggingface.read(out), jax.device_get(want))
 
 
@@ -182,33 +210,122 @@ def test_a_folder_is_converted_for_t5x_and_starts_a_local_run(scan, dense, tmp_p
   t5.assert_same(got, dict(flatten(want)))
   assert (stored.format, stored.step, stored.rules) == ("Orbax", 0, None)
   load = functools.partial(checkpoints.load_initial, str(folder), key=jax.random.key(0))
-  params, _, number = load(step.Model(T5(Transformer(config)), rules_of_t5()))
+  params, _, number = load(step.Model(T5(Transformer(config)), RULES_OF_T5))
   t5.assert_same(jax.device_get(params), want)
   assert number == 0
   relu = t5.config_of_name("v1_1", mlp_activations=("relu", "linear"))  # the same shapes
   with pytest.raises(ValueError, match="mlp_activations is .'gelu', 'linear'. there"):
-    load(step.Model(T5(Transformer(relu)), rules_of_t5()))
+    load(step.Model(T5(Transformer(relu)), RULES_OF_T5))
+
+
+# --- without the zeros --------------------------------------------------------------------------
+
+
+def assert_holds(opened, tree):
+  assert set(opened.leaves) == {path for path, _ in flatten(tree)}
+  for path, x in flatten(tree):
+    np.testing.assert_array_equal(opened.array(path), x, err_msg=path)
+
+
+@both
+def test_a_t5_is_packed_and_proven(name, scan, tmp_path, capsys):
+  params = written_t5(tmp_path / "run", name, scan_layers=scan)
+  file = tmp_path / "new" / "model.safetensors"
+  assert run("pack", tmp_path / "run", file) == 0
+  want, _ = unstack_layers.unstacked(params, t5.config_of_name(name, scan_layers=scan))
+  opened = packed_file.Opened(file)
+  assert_holds(opened, {"params": want})
+  assert len(kernels_of(opened)) > 10
+  row = next(line for line in capsys.readouterr().out.splitlines() if "/mlp/" in line)
+  assert " 1:4 " in row and " 3.76x " in row and " 1.0625 " in row  # as docs/deploy.md has it
+  assert run("verify", file) == 0 and "own rules" in capsys.readouterr().out
+  assert "trained with the rules" in refused(capsys, "verify", file, "--rules", "{'ff': '1:8'}")
+
+
+def test_a_resnet_is_packed_with_its_state(tmp_path, capsys):
+  rules = {"head": "1:4", "conv": "1:4"}
+  made = nms.Rules({place: recipe(pattern) for place, pattern in rules.items()})
+  variables = with_zeros(images.variables_of("resnet_test"), made)
+  save(tmp_path / "run", variables, None)
+  file = tmp_path / "model.safetensors"
+  report = report_of(capsys, "pack", tmp_path / "run", file, "--rules", rules)
+  assert_holds(packed_file.Opened(file), variables)
+  assert report["packed"].keys() == {"fc/kernel"}
+  assert "(in, out)" in report["dense"]["layer1_0/conv1/kernel"]
+  one = report["packed"]["fc/kernel"]
+  assert one["bytes_with_zeros"] == 4 * one["weights"] > 3 * one["bytes"]
+  # What it was made of can be made of it again.
+  nms.runs.finalize(file, tmp_path / "again")
+  assert run("verify", file) == run("verify", tmp_path / "again") == 0
+
+
+def test_timms_file_and_a_folder_of_a_t5_are_packed_by_given_rules(tmp_path):
+  variables = written(tmp_path / "run", "vit_test")
+  nms.runs.export(tmp_path / "run", tmp_path / "timm.safetensors")
+  rules = dict(zip(images.PLACES["vit_test"], ("1:4", "2:8"), strict=True))
+  nms.runs.pack(tmp_path / "timm.safetensors", tmp_path / "a.safetensors", rules)
+  assert_holds(packed_file.Opened(tmp_path / "a.safetensors"), variables)
+  folder = t5.folder_of("v1_0", tmp_path / "hf")
+  nms.runs.finalize(folder, tmp_path / "final", {"ff": "1:8"})
+  nms.runs.pack(tmp_path / "final", tmp_path / "c.safetensors", {"ff": "1:8"})
+  kernels = kernels_of(packed_file.Opened(tmp_path / "c.safetensors"))
+  assert {str(kernel.pattern) for kernel in kernels.values()} == {"1:8"}
+
+
+def test_rules_of_a_stack_become_those_of_its_layers(tmp_path):
+  """The other rule's axis stays: its kernel is in no stack."""
+  stack = r"encoder/encoder/mlp/w[io]\w*/kernel"
+  places = {stack: recipe("1:4"), "decoder/logits_dense/kernel": recipe("1:2")}
+  rules = nms.Rules(places, axes={stack: 0, "decoder/logits.*": 0})
+  variables = with_zeros({"params": t5.params_of("v1_1", scan_layers=True)}, rules)
+  save(tmp_path, variables, None)
+  file = tmp_path / "model.safetensors"
+  nms.runs.pack(tmp_path, file, rules)
+  opened = packed_file.Opened(file)
+  found = rules_text.parse(opened.rules)
+  layers = {rf"encoder/layers_\d+/mlp/{name}/kernel" for name in ("wi_0", "wi_1", "wo")}
+  assert set(found.places) == {*layers, "decoder/logits_dense/kernel"}
+  assert found.axes == {"decoder/logits_dense/kernel": 0} and len(kernels_of(opened)) == 10
+  config = t5.config_of_name("v1_1", scan_layers=True)
+  assert_holds(opened, {"params": unstack_layers.unstacked(variables["params"], config)[0]})
+  assert run("verify", file) == 0
+
+
+def test_verify_reads_every_packed_kernel_also_one_that_no_rule_names(tmp_path, capsys):
+  written(tmp_path / "run", "vit_test")
+  file = tmp_path / "model.safetensors"
+  nms.runs.pack(tmp_path / "run", file)
+  opened = safetensors_file.Opened(file)
+  tensors = {name: np.asarray(x) for name, x in opened.tensors.items()}
+  tensors["params/blocks_0/attn/q/kernel.nm_indices"][:] = 0xFF
+  header = json.loads(opened.metadata["nm_sparsity_jax"])
+  header["rules"] = next(line for line in header["rules"].splitlines() if "mlp" in line)
+  file.unlink()
+  safetensors_file.write(file, tensors, {"nm_sparsity_jax": json.dumps(header)})
+  assert "blocks_0/attn/q/kernel" in (line := refused(capsys, "verify", file))
+  assert str(file) in line and "an index of 15 in a group of 8" in line
 
 
 # --- what is refused ----------------------------------------------------------------------------
 
 
-def test_what_cannot_be_exported_is_one_line(dense, tmp_path, capsys):
+def test_what_cannot_be_written_is_one_line(dense, tmp_path, capsys):
   written(tmp_path / "vit", "vit_test", finalized=False)
   checkpoint.write(str(tmp_path / "other/checkpoint_1"), {"target/wi/kernel": np.ones((8, 4))})
   (tmp_path / "there").mkdir()
   before = sorted(tmp_path.rglob("*"))
-  rules = ["--rules", str(RULES)]
-  for source, out, flags, word in (
-    (tmp_path / "vit", "m.safetensors", [], "is not n:m"),
-    (tmp_path / "vit", "m.bin", [], "ends in .safetensors"),
-    (tmp_path / "other", "m.safetensors", [], "is not of timm's ViT"),
-    (dense[1], "model", rules, "is not n:m"),
-    (dense[1], "model.safetensors", rules, "name a folder for a T5"),
-    (dense[1], "there", rules, "is there already"),
-    (dense[0], "again", rules, "is a folder of Hugging Face's T5 already"),
+  rules = ["--rules", RULES]
+  for command, source, out, flags, word in (
+    ("export", tmp_path / "vit", "m.safetensors", [], "is not n:m"),
+    ("export", tmp_path / "vit", "m.bin", [], "ends in .safetensors"),
+    ("export", tmp_path / "other", "m.safetensors", [], "is not of timm's ViT"),
+    ("export", dense[1], "model", rules, "is not n:m"),
+    ("export", dense[1], "model.safetensors", rules, "name a folder for a T5"),
+    ("export", dense[1], "there", rules, "is there already"),
+    ("pack", tmp_path / "vit", "m.safetensors", [], "is not 2:8 along axis 0"),
+    ("pack", tmp_path / "vit", "m.bin", [], "ends in .safetensors"),
   ):
-    assert word in refused(capsys, "export", source, tmp_path / out, *flags)
+    assert word in refused(capsys, command, source, tmp_path / out, *flags)
   assert sorted(tmp_path.rglob("*")) == before
 
 

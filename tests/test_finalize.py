@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import test_plan
@@ -33,34 +34,28 @@ SPARSE = [path for path in SHAPES if "mlp" in path or "query" in path]
 
 def draw(seed=0, dtype=np.float32):
   rng = np.random.default_rng(seed)
-  weights = {path: rng.normal(size=shape).astype(dtype) for path, shape in SHAPES.items()}
-  return nested(weights)
+  return nested({path: rng.normal(size=shape).astype(dtype) for path, shape in SHAPES.items()})
 
 
 class Run:
   """A sparse run at a step, as T5X's trainer saves it: 10 + 2 of 12 steps, of weights that move."""
 
-  def __init__(self, recipe="idp", step=12, dtype=np.float32, **settings):
-    settings = {"sparse_steps": 12, "dense_steps": 2, "finetune_steps": 4, **settings}
-    self.rules = configure.rules(PLACES, recipe, **settings)
+  def __init__(self, recipe="sr_ste", step=12, dtype=np.float32):
+    self.rules = configure.rules(PLACES, recipe, sparse_steps=12, dense_steps=2, finetune_steps=4)
     self.params = draw(0, dtype)
-    state = nms.init_state(self.params, self.rules)
+    self.state = nms.init_state(self.params, self.rules)
     for t in range(1, step + 1):
       self.params = draw(t, dtype)
       grads = self.params if recipe == "snip" else None
-      state = nms.update_state(state, self.params, self.rules, t, grads=grads, grads_at=self.params)
-    self.state = state
-    kept = {k: v for k, v in jax.tree.map(np.asarray, state).items() if k != "step"}
-    mine = {
-      "step": np.int32(step),
-      "rules": rules_text.pack(rules_text.describe(self.rules)),
-      **kept,
-    }
-    moments = {"0": {"mu": draw(99)}}
+      self.state = nms.update_state(
+        self.state, self.params, self.rules, t, grads=grads, grads_at=self.params
+      )
+    kept = {k: v for k, v in jax.tree.map(np.asarray, self.state).items() if k != "step"}
+    text = rules_text.pack(rules_text.describe(self.rules))
     self.tree = {
       "target": self.params,
-      "state": {"step": np.int32(step + 100), "param_states": moments},
-      "flax_mutables": {"nm_sparsity": mine},
+      "state": {"step": np.int32(step + 100), "param_states": {"0": {"mu": draw(99)}}},
+      "flax_mutables": {"nm_sparsity": {"step": np.int32(step), "rules": text, **kept}},
     }
 
   def write(self, folder, kind="Orbax"):
@@ -81,18 +76,16 @@ def command(capsys):
 
 
 @pytest.mark.parametrize(
-  "recipe, kind",
-  [*((recipe, "Orbax") for recipe in ("mdgf_exponential", "idp", "snip")),
-   ("idp", "T5X")],
+  "recipe, kind, dtype",
+  [("mdgf_exponential", "Orbax", np.float32), ("snip", "Orbax", ml_dtypes.bfloat16),
+   ("idp", "T5X", np.float32)],
 )  # fmt: skip
-def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, kind):
-  run = Run(recipe)
+def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, kind, dtype):
+  run = Run(recipe, dtype=dtype)
   run.write(tmp_path / "run", kind)
   code, before = command("verify", tmp_path / "run")
   assert code == 1 and not before["ok"]
-  assert {p["bad_groups"] == p["groups"] and tuple(p["first"]) for p in before["places"]} == {
-    (0, 0)
-  }
+  assert all(p["bad_groups"] == p["groups"] and p["first"] == [0, 0] for p in before["places"])
 
   code, report = command("finalize", tmp_path / "run", tmp_path / "out")
   path = tmp_path / "out/checkpoint_112"
@@ -104,32 +97,29 @@ def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, k
   assert got.keys() == want.keys() == SHAPES.keys()
   for name, w in want.items():
     np.testing.assert_array_equal(got[name], w, err_msg=name)
+    assert got[name].dtype == dtype
   # The step and what the run knows of itself stay; the optimizer goes.
   assert found["state"] == {"step": 112}
   for name, x in flatten(run.tree["flax_mutables"]):
     np.testing.assert_array_equal(dict(flatten(found["flax_mutables"]))[name], x, err_msg=name)
 
   # What was removed, place by place, against a plain sum.
-  assert [p["path"] for p in report["places"]] == sorted(SPARSE)
+  assert sorted(report["removed"]) == sorted(SPARSE)
   params = dict(flatten(run.params))
   for place in report["places"]:
-    w = params[place["path"]].astype(np.float64)
+    w = abs(params[place["path"]].astype(np.float64))
     gone = np.asarray(want[place["path"]]) == 0
-    assert place["weights"] == pytest.approx(gone.mean())
-    assert place["magnitude"] == pytest.approx(abs(w)[gone].sum() / abs(w).sum())
-    assert place["squares"] == pytest.approx((w[gone] ** 2).sum() / (w**2).sum())
+    assert report["removed"][place["path"]] == pytest.approx(w[gone].sum() / w.sum())
     assert place["density"] == (0.5 if "query" in place["path"] else 0.25)
 
-  code, after = command("verify", path)
-  assert not code and after["ok"] and not any(p["bad_groups"] for p in after["places"])
+  assert command("verify", path)[0] == 0
   # Again, and nothing more is removed.
   code, again = command("finalize", path, tmp_path / "again")
-  assert not code and {p["magnitude"] for p in again["places"]} == {0}
+  assert not code and {*again["removed"].values()} == {0}
 
 
 def test_one_weight_too_many_is_found_at_its_place(command, tmp_path):
-  run = Run("sr_ste")
-  run.write(tmp_path / "run")
+  Run().write(tmp_path / "run")
   command("finalize", tmp_path / "run", tmp_path / "out")
   tree = load(tmp_path / "out/checkpoint_112")
   wi = tree["target"]["encoder"]["layers_0"]["mlp"]["wi"]["kernel"]
@@ -137,50 +127,42 @@ def test_one_weight_too_many_is_found_at_its_place(command, tmp_path):
   wi[row, 7] = 1e-40
   checkpoint.write(str(tmp_path / "bad/checkpoint_1"), tree)
   code, report = command("verify", tmp_path / "bad")
-  bad = [p for p in report["places"] if p["bad_groups"]]
-  assert code == 1 and [p["path"] for p in bad] == ["encoder/layers_0/mlp/wi/kernel"]
-  assert bad[0]["bad_groups"] == 1 and bad[0]["first"] == [4, 7]
+  (bad,) = [p for p in report["places"] if p["bad_groups"]]
+  assert code == 1 and bad["path"] == "encoder/layers_0/mlp/wi/kernel"
+  assert bad["bad_groups"] == 1 and bad["first"] == [4, 7]
 
 
-def test_bfloat16_stays_and_the_newest_of_a_run_is_taken(tmp_path, capsys, monkeypatch):
-  import ml_dtypes
-
+def test_a_folder_stands_for_its_newest_checkpoint_and_text_is_printed(
+  tmp_path, capsys, monkeypatch
+):
   monkeypatch.chdir(tmp_path)  # Orbax wants absolute paths; users do not
   for step in (9, 12):
-    Run("sr_ste", step, ml_dtypes.bfloat16).write(tmp_path / "run")
+    Run("sr_ste", step).write(tmp_path / "run")
   assert cli.main(["finalize", "run", "out"]) == 0
   out = capsys.readouterr().out
   assert "run/checkpoint_112 (the newest in run, Orbax, step 112, sparse step 12)" in out
   assert "ff: sr_ste 1:4, total=12" in out and "sum of |w|" in out and out.endswith("ok\n")
-  stored = checkpoint.read(str(tmp_path / "out/checkpoint_112"))
-  assert {stored.leaves[f"target/{path}"].dtype for path in SHAPES} == {"bfloat16"}
 
 
-@pytest.mark.parametrize("recipe, step", [("mdgf_linear", 4), ("sdgf_stepwise", 3), ("sr_ste", 7)])
+@pytest.mark.parametrize("recipe, step", [("mdgf_linear", 4), ("sdgf_stepwise", 3), ("snip", 1)])
 def test_a_schedule_that_is_not_over_is_refused_unless_early(command, tmp_path, recipe, step):
-  run = Run(recipe, step)
-  path = run.write(tmp_path)
+  path = Run(recipe, step).write(tmp_path)
   code, text = command("finalize", path, tmp_path / "out")
   assert code == 1 and f"sparse step {step}" in text and "--early" in text
-  assert not (tmp_path / "out").exists()
   code, report = command("finalize", path, tmp_path / "out", "--early")
   assert not code and report["ok"]
-  # The first step at which it is over.
-  path = Run(recipe, 8).write(tmp_path)
+  path = Run(recipe, 8).write(tmp_path)  # the first step at which it is over
   assert not command("finalize", path, tmp_path / "out8")[0]
 
 
-def test_from_a_notebook(command, tmp_path):
-  """The library says what the commands print, and its examples hold."""
+def test_the_library_returns_what_the_commands_print(command, tmp_path):
   run = Run("idp")
   run.write(tmp_path)
   found = nms.runs.verify(tmp_path)
   assert not found.ok and found.rules == run.rules
   assert json.loads(json.dumps(found.as_dict())) == command("verify", tmp_path)[1]
   made = nms.runs.finalize(found.stored, tmp_path / "out", rules=run.rules)
-  assert made.ok and made.path == str(tmp_path / "out/checkpoint_112")
-  assert made.source is found.stored and len(made.removed) == len(SPARSE)
-  assert nms.runs.verify(made.path).ok
+  assert made.ok and made.source is found.stored and nms.runs.verify(made.path).ok
   failed, tried = doctest.testmod(verify_checkpoint)
   assert tried and not failed
 
@@ -195,15 +177,17 @@ def test_a_checkpoint_without_rules_needs_them_and_notes_them(command, tmp_path)
   assert code == 1 and "holds no rules" in text and "--rules" in text
   flags = ["--rules", str(PLACES)]
   assert command("verify", path, *flags)[0] == 1
-  code, report = command("finalize", path, tmp_path, *flags)
-  assert not code and report["ok"] and report["checkpoint"] == str(tmp_path / "checkpoint_0")
+  assert command("finalize", path, tmp_path, *flags)[0] == 0
   made = configure.rules(PLACES, "sr_ste", sparse_steps=1)
   want = dict(flatten(nms.finalize(draw(), made, 0, early=True)))
   for name, w in flatten(load(tmp_path / "checkpoint_0")["target"]):
     np.testing.assert_array_equal(w, want[name])
   # Each command knows the rules of what was finalized; others may be given.
-  for argv in (["verify"], ["finalize", tmp_path / "again"], ["pack", tmp_path / "a.safetensors"]):
-    name, *out = argv
+  for name, *out in (
+    ["verify"],
+    ["finalize", tmp_path / "b"],
+    ["pack", tmp_path / "a.safetensors"],
+  ):
     assert not command(name, tmp_path / "checkpoint_0", *out)[0]
   assert command("verify", tmp_path / "checkpoint_0", "--rules", "{'ff': '1:2', 'o|q': '1:4'}")[0]
 
@@ -213,44 +197,30 @@ def test_a_checkpoint_without_rules_needs_them_and_notes_them(command, tmp_path)
   [
     ("{ff: 1:4}", "is not a dict"),
     ("{'ff': '4:1'}", "mean '1:4'"),
-    ("{'ff': '1:4', 'v': '1:4'}", "'v'"),
-    ("{'ff': '1:5'}", "no multiple of 5"),
+    ("{'ff': '1:2'}", str(PLACES)),
   ],
 )
-def test_rules_that_are_wrong(command, tmp_path, rules, word):
-  path = tmp_path / "checkpoint_7"
-  test_plan.write_orbax(path, {"target": draw()})
-  code, text = command("verify", path, "--rules", rules)
+def test_wrong_rules_are_refused_in_a_line(command, tmp_path, rules, word):
+  code, text = command("verify", Run().write(tmp_path), "--rules", rules)
   assert code == 1 and word in text and text.count("\n") == 1
-
-
-def test_other_rules_than_the_checkpoints_are_refused_and_both_named(command, tmp_path):
-  path = Run("sr_ste").write(tmp_path)
-  code, text = command("verify", path, "--rules", "{'ff': '1:2'}")
-  assert code == 1 and str(PLACES) in text and "{'ff': '1:2'}" in text
-  assert "places" in command("verify", path, "--rules", str(PLACES))[1]  # the same: fine
+  assert "places" in command("verify", tmp_path, "--rules", str(PLACES))[1]  # its own: fine
 
 
 def test_a_stacked_kernel_needs_its_axis(command, tmp_path):
   stacked = np.random.default_rng(0).normal(size=(8, 3, 4)).astype(np.float32)
   tree = {"target": {"encoder": {"mlp": {"wi": {"kernel": stacked}}}}}
   path = test_plan.write_orbax(tmp_path / "checkpoint_1", tree)
-  flags = ["--rules", "{'ff': '1:4'}"]
+  flags, axes = ["--rules", "{'ff': '1:4'}"], ["--axes", "{'.*/kernel': 0}"]
   code, text = command("verify", path, *flags)
   assert code == 1 and "(8, 3, 4)" in text and "--axes" in text
-  flags += ["--axes", "{'.*/kernel': 0}"]
-  _, report = command("verify", path, *flags)
+  _, report = command("verify", path, *flags, *axes)
   assert [(p["axis"], p["groups"]) for p in report["places"]] == [(0, 2 * 3 * 4)]
   # What `finalize` notes has the axes, which rules that are given now take over.
-  assert not command("finalize", path, tmp_path / "out", *flags)[0]
-  for same in ([], flags, flags[:2], ["--rules", "{'ff': '2:4'}"]):
+  assert not command("finalize", path, tmp_path / "out", *flags, *axes)[0]
+  for same in ([], flags, ["--rules", "{'ff': '2:4'}"]):
     assert not command("verify", tmp_path / "out", *same)[0]
-  foreign = ["--axes", "{'.*/kernel': 2}"]
-  for other in (flags[2:], foreign, ["--rules", "{'ff': '1:2'}", *foreign]):
-    for words in (["verify", tmp_path / "out"], ["finalize", tmp_path / "out", tmp_path / "again"]):
-      code, text = command(*words, *other)
-      assert code == 1 and "axes" in text
-  assert not (tmp_path / "again").exists()
+  code, text = command("verify", tmp_path / "out", *axes)
+  assert code == 1 and "leave them out" in text
 
 
 # --- what can go wrong --------------------------------------------------------------------------
@@ -265,10 +235,7 @@ def cut(path):
 
 
 # tensorstore calls back from threads of its own, after Orbax has given up.
-late = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@late
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
   "kind, harm",
   [
@@ -281,7 +248,7 @@ late = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarni
   ],
 )
 def test_damage_is_named_and_nothing_is_left(kind, harm, tmp_path):
-  path = Run("sr_ste").write(tmp_path / "run", kind)
+  path = Run().write(tmp_path / "run", kind)
   harm(path)
   for do in (nms.runs.verify, lambda path: nms.runs.finalize(path, tmp_path / "out")):
     with pytest.raises(ValueError, match="is damaged: ") as e:
@@ -291,7 +258,7 @@ def test_damage_is_named_and_nothing_is_left(kind, harm, tmp_path):
 
 
 def test_what_is_no_checkpoint_and_outputs_that_cannot_be(command, tmp_path):
-  path = Run("sr_ste").write(tmp_path / "run")
+  path = Run().write(tmp_path / "run")
   (tmp_path / "file").write_text("x")
   before = sorted(tmp_path.rglob("*"))
   for argv, word in (
@@ -320,7 +287,7 @@ sys.exit(cli.main(["finalize", *sys.argv[1:]]))
 
 
 def test_a_full_disk_leaves_nothing(tmp_path):
-  path = Run("sr_ste").write(tmp_path / "run")
+  path = Run().write(tmp_path / "run")
   command = [sys.executable, "-c", FULL_DISK, str(path), str(tmp_path / "a")]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   assert done.returncode == 1 and "could not be written" in done.stderr, done.stderr[-2000:]
@@ -344,30 +311,27 @@ def take(do, count, rows):
   folder = f"{{sys.argv[1]}}/{{count}}-{{do}}"
   draw = lambda i: np.random.default_rng(i).normal(size=(rows, 1024)).astype(np.float32)
   w = {{f"target/layers_{{i}}/mlp/wi/kernel": draw(i) for i in range(count)}}
-  if do == "pack":
-    for x in w.values():
-      x.reshape(-1, 4, 1024)[:, 1:] = 0
+  for x in w.values():
+    x.reshape(-1, 4, 1024)[:, 1:] = 0
   checkpoint.write(f"{{folder}}/checkpoint_1", w)
   w.clear()
   open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
   before = peak()
-  if do == "finalize":
-    assert runs.finalize(folder, f"{{folder}}/out", {{"ff": "1:4"}}).ok
-  else:
-    runs.pack(folder, f"{{folder}}.safetensors", {{"ff": "1:4"}})
+  out = f"{{folder}}.safetensors" if do == "pack" else f"{{folder}}/out"
+  getattr(runs, do)(folder, *([] if do == "verify" else [out]), {{"ff": "1:4"}})
   return peak() - before
 
-for do in ("finalize", "pack"):
+for do in ("verify", "finalize", "pack"):
   take(do, 1, 1024)  # what is imported and compiled does not count
   print(take(do, {KERNELS}, {MEGABYTES << 20} // {KERNELS} // 4096))
 """
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
-def test_finalize_and_pack_hold_the_parameters_not_much_more(tmp_path):
+def test_verify_holds_one_array_and_the_others_not_much_more_than_the_parameters(tmp_path):
   # Else glibc keeps a heap for each thread.
   steady = os.environ | {"MALLOC_ARENA_MAX": "2"}
   command = [sys.executable, "-c", MEASURED, str(tmp_path)]
   done = subprocess.run(command, capture_output=True, text=True, check=True, env=steady)
-  finalize, pack = map(float, done.stdout.split())
-  assert finalize < 3.5 * MEGABYTES and pack < 3 * MEGABYTES
+  verify, finalize, pack = map(float, done.stdout.split())
+  assert verify < MEGABYTES and finalize < 3.5 * MEGABYTES and pack < 3 * MEGABYTES

@@ -35,7 +35,6 @@ def t5_cost(config, inputs=512, targets=114):
 VIT = vit.ViT(vit.config("vit_b16", class_token=False))  # the paper's tables have no class token
 TINY = T5Config.t5_1_1("tiny", vocab_size=32, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16,
                        num_encoder_layers=1, num_decoder_layers=1)  # fmt: skip
-SMALL = T5Config.t5_1_1("small", num_encoder_layers=2, num_decoder_layers=3)
 
 
 def Segment(start, stop, pattern, decay_start=0.0, decay_stop=0.0):
@@ -44,7 +43,7 @@ def Segment(start, stop, pattern, decay_start=0.0, decay_stop=0.0):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written(nms.Recipe):
-  """A recipe whose timeline is written down; `segments` may depend on the axis size."""
+  """A recipe whose timeline is written down."""
 
   name = "written"
   segments: object
@@ -53,7 +52,7 @@ class Written(nms.Recipe):
   gradient: str = "masked"
 
   def timeline(self, axis_size=None):
-    return self.segments(axis_size) if callable(self.segments) else self.segments
+    return self.segments
 
 
 def written(*segments, gradient="masked"):
@@ -187,14 +186,13 @@ def test_forward_and_backward_are_xlas():
 
 
 def test_a_pattern_scales_the_flops_and_parameters_of_its_place_alone():
-  dense = t5_cost(SMALL)
+  dense = t5_cost(TINY, 4, 2)
   cost = flops.inference(dense, {"ff": "1:8", "encoder/qkv": NM(1, 4), "decoder/cross/k": "1:2"})
   shares = {"ff": 1 / 8, "encoder/qkv": 1 / 4, "decoder/cross/k": 1 / 2, "decoder/cross/q": 1,
             "o": 1, "scores": 1, ".*embed.*": 1}  # fmt: skip
   for place, s in shares.items():
-    assert cost.select(place).flops == s * dense.select(place).flops, place
-    assert cost.select(place).params == s * dense.select(place).params, place
-  assert cost.select("ff", "encoder/ff") == cost.select("ff")
+    found, whole = cost.select(place), dense.select(place)
+    assert (found.flops, found.params) == (s * whole.flops, s * whole.params), place
 
 
 PHASES = nms.Phases(total=8, dense=2, finetune=2)
@@ -231,43 +229,20 @@ def test_rules_serve_as_they_are_and_as_they_assign(indivisible):
 @pytest.mark.parametrize(
   ("recipe", "expected"),
   [
-    (hard(None), 3 * 100),
     (hard(NM(1, 4), dense=20), 3 * 20 + 3 * 80 / 4),
     (hard(NM(1, 4), "straight_through", dense=20), 2 * (20 + 80 / 4) + 100),
     # D > 0 at steps 0..69 (0 only at their stop): they cost as much as dense ones.
     (written(Segment(0, 70, NM(1, 4), 1.0, 0.0), Segment(70, 100, NM(1, 4))), 3 * 70 + 3 * 30 / 4),
-    (
-      written(Segment(0, 70, NM(1, 4), 1.0, 0.1), Segment(70, 100, NM(1, 4)),
-              gradient="straight_through"),
-      2 * (70 + 30 / 4) + 100,
-    ),
     # D rises from 0 at step 0: that step alone is sparse.
-    (
-      written(Segment(0, 50, NM(1, 4), 0.0, 1.0), Segment(50, 100, NM(1, 4))),
-      3 * (1 / 4 + 49 + 50 / 4),
-    ),
-    (
-      written(Segment(0, 20, None), Segment(20, 60, NM(4, 8)), Segment(60, 100, NM(1, 8))),
-      3 * (20 + 40 * 5 / 8),
-    ),
-    (written(Segment(0, 0, NM(1, 8), 0.0, 1.0), Segment(0, 100, NM(1, 4))), 3 * 100 / 4),
+    (written(Segment(0, 50, NM(1, 4), 0.0, 1.0), Segment(50, 100, NM(1, 4))),
+     3 * (1 / 4 + 49 + 50 / 4)),
+    (written(Segment(0, 20, None), Segment(20, 60, NM(4, 8)), Segment(60, 100, NM(1, 8))),
+     3 * (20 + 40 * 5 / 8)),
   ],
 )  # fmt: skip
 def test_training_by_hand(recipe, expected):
   cost = flops.Cost((flops.Op(name="mlp/wi/kernel", flops=64, axis=8),))
   assert flops.training(cost, {"ff": recipe}).flops == pytest.approx(64 * expected, rel=1e-12)
-
-
-def test_levels_are_those_of_each_operations_axis():
-  def levels(size):
-    return Segment(0, 50, None if size % 512 else NM(2, 512)), Segment(50, 100, NM(1, 4))
-
-  recipe, dense = Written(segments=levels), t5_cost(SMALL)
-  cost = flops.training(dense, {"ff": recipe, "o": recipe})
-  # The axes of T5.1.1 small: embed 512, mlp 1024, heads * head_dim = 384.
-  for place, first in (("ff", 2 / 512), ("o", 1)):
-    expected = 3 * (50 * first + 50 / 4) * dense.select(place).flops
-    assert cost.select(place).flops == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["sdgf_stepwise", "mdgf_linear"])
@@ -291,14 +266,12 @@ def test_flops_until_a_step_are_sums_over_steps(name):
   ("call", "word"),
   [
     (lambda c: flops.inference(c, {"mlp": "1:2"}), "'mlp' names nothing"),
-    (lambda c: flops.inference(c, {".*/scale": "1:2"}), "names nothing"),
     (lambda c: c.select("conv"), "names nothing"),
     (lambda c: flops.inference(c, {"qk": "1:2", "q": "1:2"}), "'q' names .* another place"),
     (lambda c: flops.inference(c, {"ff": "87 %"}), "pattern"),
     (lambda c: flops.inference(c, {"q": NM(1, 16)}), "axis of 8"),
     (lambda c: flops.training(c, {"ff": NM(1, 8)}), "recipe"),
     (lambda c: flops.training(c, {}), "`steps`"),
-    (lambda c: flops.training(c, {}, steps=30, until=31), "until=31"),
     (lambda c: flops.training(c, {"ff": hard(NM(1, 8))}, steps=50), "50 and 100 steps"),
   ],
 )

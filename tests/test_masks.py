@@ -209,33 +209,12 @@ def test_only_a_cpu_pins_by_a_remainder(name):
   assert ("stablehlo.remainder" in lowered.as_text()) == (name == "cpu")
 
 
-@functools.cache
-def ladder(pattern, axis, most):
-  return jax.jit(lambda x, d: masks.ladder_mask(x, pattern, axis, doublings=d, most=most))
-
-
-@pytest.mark.parametrize(
-  "pattern, axis, shape, most",
-  [("1:4", 0, (32, 3), 2), ("3:8", -1, (2, 256), 5), ("2:3", (0, 1), (4, 12, 2), 4)],
-)
-@given(data=st.data())
-def test_ladder_is_the_doubled_pattern(pattern, axis, shape, most, data):
-  x = data.draw(scores(shape, jnp.float32))
-  base = NM.parse(pattern)
-  for d in range(most + 1):
-    mask = ladder(pattern, axis, most)(x, jnp.int32(d))
-    same(mask, ranks(magnitude(x), base.m << d, axis) < base.n << d)
-
-
 @pytest.mark.parametrize("last", [1, 2])
 def test_the_n_that_holds_longest_has_a_way_of_its_own(last):
   w = weights(16, 3)
   for n in range(1, 9):
     found = magnitude_mask(w, NM(last, 8), n=jnp.int32(n), settles=True)
     same(found, ranks(abs(w), 8) < n)
-  for d in range(3):
-    found = masks.ladder_mask(w, NM(last, 4), doublings=jnp.int32(d), most=2, settles=True)
-    same(found, ranks(abs(w), 4 << d) < last << d)
 
 
 # Transforms. 4:16 is a network, a traced n of 40 is bisection. test_every_recipe has more of them.

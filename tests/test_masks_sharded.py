@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import groups
-from nm_sparsity_jax.core.masks import ladder_mask, magnitude_mask, nm_mask
+from nm_sparsity_jax.core.masks import magnitude_mask, nm_mask
 from nm_sparsity_jax.core.patterns import NM
 
 COLLECTIVES = (
@@ -53,12 +53,6 @@ def static(pattern):
 
 
 @functools.cache
-def ladder(pattern):
-  """Here n is the number of doublings."""
-  return jax.jit(lambda x, n: ladder_mask(x, pattern, doublings=n, most=4))
-
-
-@functools.cache
 def traced(pattern):
   return jax.jit(lambda x, n: magnitude_mask(x, NM(1, pattern.m), n=n))
 
@@ -78,7 +72,7 @@ def on_mesh(function, n, where, spec):
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(
   "how, text, n", [(static, "1:8", 1), (static, "64:128", 64), (traced, "1:8", 2),
-                   (traced, "1:128", 64), (ladder, "1:8", 3)],
+                   (traced, "1:128", 64)],
 )  # fmt: skip
 def test_same_bits_and_no_collective(how, text, n, spec):
   on_mesh(how(NM.parse(text)), n, mesh(), SPECS[spec])

@@ -166,9 +166,9 @@ def test_killed_and_resumed_it_ends_with_its_own_deployed_weights(trained):
 
 def test_without_the_module_one_line_names_recipe_or_role(trained, monkeypatch, capsys):
   monkeypatch.chdir(trained)
-  for modules, unknown in ([], "the recipe 'soft'"), (["soft_recipe"], "the role 'hidden'"):
+  for modules, unknown in ([], "--import MODULE"), (["soft_recipe"], "no parameter: 'hidden'"):
     code, _, err = typed(trained, "verify", "run", *(f"--import={name}" for name in modules))
-    assert code == 1 and unknown in err and "--import MODULE" in err
+    assert code == 1 and unknown in err
   assert cli.main(["report", "run", "--out", "without.html"]) == 0
   assert "which is not registered" in html.unescape((trained / "without.html").read_text())
 
@@ -185,9 +185,6 @@ def test_a_sweep_hands_the_flag_to_its_runs(folder, monkeypatch):
   (folder / "known.toml").write_text(SWEEP)
   sweep = grid.read("known.toml", ["a.b", "c"])
   assert sweep.command(sweep.cells[0])[:3] == ["train", "--import=a.b", "--import=c"]
-  (folder / "sweep.toml").write_text(SWEEP.replace("idp", "soft"))
-  with pytest.raises(ValueError, match="'soft'.*--import MODULE"):
-    grid.read("sweep.toml")
 
 
 # --- the flag -----------------------------------------------------------------------------------

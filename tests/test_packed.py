@@ -15,7 +15,7 @@ from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.packed import NMPacked, array, check, pack, sizes, unpack
 from nm_sparsity_jax.core.patterns import NM
 
-FLOATS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+FLOATS = (np.float32, ml_dtypes.bfloat16, np.float16)
 PATTERNS = ["1:1", "2:4", "1:5", "7:16", "3:32", "1:128", "256:256"]
 
 
@@ -50,14 +50,14 @@ def as_matrix(w, groups):
 @given(
   seed=st.integers(0, 2**32 - 1),
   shape=st.sampled_from([(37, 5), (8, 1), (5, 7, 3), (4, 3, 6), (2, 3, 4, 5), (300, 2), (0, 3)]),
-  kind=st.sampled_from(sorted(FLOATS)),
+  kind=st.sampled_from(FLOATS),
   data=st.data(),
 )
 def test_unpack_gives_the_same_bits(pattern, seed, shape, kind, data):
   pattern = NM.parse(pattern)
   several = [(0, 1), (0, 2)] if len(shape) > 2 else []
   axis = data.draw(st.sampled_from([*range(len(shape)), *several]))
-  w, groups = weight(seed, shape, axis, pattern, FLOATS[kind])
+  w, groups = weight(seed, shape, axis, pattern, kind)
   packed = pack(w, pattern, groups)
   check(packed)
   due, got = raw(as_matrix(w, groups)).copy(), raw(unpack(packed))
@@ -110,12 +110,11 @@ def test_int8_of_zeros_and_of_what_underflows():
   assert pack(half, NM(4, 4), dtype="int8").values[:, 0].tolist() == [127, 0, 2, 2]  # to even
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_another_dtype_rounds_once(kind):
+def test_another_dtype_rounds_once():
   w, _ = weight(3, (16, 8), 0, NM(1, 4), np.float32)
   w = np.where(np.isfinite(w) & (np.abs(w) < 6e4) & (w != 0), w, 0).astype(np.float32)
-  packed = pack(w, NM(1, 4), dtype=FLOATS[kind])
-  assert raw(unpack(packed)).tolist() == raw(w.astype(FLOATS[kind])).tolist()
+  for kind in (ml_dtypes.bfloat16, np.float16):
+    assert raw(unpack(pack(w, NM(1, 4), dtype=kind))).tolist() == raw(w.astype(kind)).tolist()
 
 
 MATRIX = np.zeros((8, 3), np.float32)
@@ -160,12 +159,9 @@ def test_what_pack_cannot_have_made_is_refused(packed, change, said):
 
 
 def test_it_is_a_pytree_whose_numbers_are_static():
-  leaves, tree = jax.tree.flatten(INT8)
-  assert [x.dtype.name for x in leaves] == ["int8", "uint8", "float32"]
   again = jax.jit(lambda p: jax.tree.map(lambda x: x, p))(INT8)
-  assert isinstance(again, NMPacked) and jax.tree.structure(again) == tree
+  assert isinstance(again, NMPacked) and jax.tree.structure(again) == jax.tree.structure(INT8)
   np.testing.assert_array_equal(unpack(again), unpack(INT8))
-  assert hash(tree) == hash(jax.tree.structure(INT8)) and GOOD.shape == (5, 3)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def step(row):
 
 
 TABLES = {
-  "decode_cpu": decoded, "decode_packed_cpu": decoded, "decode_peak_cpu": peak,
+  "decode_packed_cpu": decoded, "decode_peak_cpu": peak,
   "encode_cpu": encoded, "rounding": rounded, "train_step_cpu": step, "train_step_vit_cpu": step,
   "train_step_resnet_cpu": step, "t5x_step_cpu": step,
 }  # fmt: skip
@@ -94,21 +94,6 @@ def test_small_weights_and_wide_groups(shapes):
     assert f"| {shapes}, {pattern} | {' | '.join(cells)} |\n" in PAGES["performance"]
 
 
-def test_what_a_sampled_step_costs():
-  found = json.loads((RESULTS / "t5x_sampled_cpu.json").read_text())
-  rows = {row["candidate"]: row for row in found["rows"]}
-  # The row of a recipe is the mean over 99 steps that do not sample and one that does.
-  mean, compiled = [], []
-  for name in ("sr_ste 1:8", "sdgf_geometric 1:8", "idp 1:8"):
-    once = rows[f"{name} sampled"]["over_dense"][0]
-    plain = (100 * rows[name]["over_dense"][0] - once) / 99
-    mean.append(f"{once / plain:.2f}")
-    compiled.append(f"{rows[f'{name} sampled']['compile_over_dense']:.2f}")
-  page = " ".join(PAGES["performance"].split())
-  section = page.partition("A step that samples metrics")[2].partition(" | ")[0]
-  assert all(figure in section for figure in (*mean, *compiled))
-
-
 # --- the benchmarks run, small -----------------------------------------------------------------
 
 
@@ -151,11 +136,8 @@ def test_a_train_step_runs(run, monkeypatch):
   assert rows[1].keys() == keys("train_step_vit_cpu")
 
 
-def test_decoding_runs(run, monkeypatch):
-  decode = importlib.import_module("decode")
-  monkeypatch.setattr(decode, "reading", lambda: ({("memory", "none"): lambda: None}, 1))
+def test_decoding_runs(run):
   words = "--size=small", "--layers=2", "--steps=2", "--inputs=4", "--blocks=3"
-  assert [row["part"] for row in run("decode", *words)] == ["embedding", "layers", "head", "token"]
   rows = run("decode", *words, "--patterns", "1:8")
   assert [row["weights"] for row in rows] == ["dense", "1:8"]
   assert rows[1].keys() == keys("decode_packed_cpu")
@@ -165,6 +147,5 @@ def test_costs_in_place_run(run, capsys):
   in_place = importlib.import_module("in_place")
   in_place.leaves(2, "sr_ste")
   in_place.calls("sr_ste")
-  in_place.assign(3)
   said = capsys.readouterr().out
-  assert "ratio trace" in said and "later" in said and "3 rules on 3 parameters" in said
+  assert "ratio trace" in said and "later" in said

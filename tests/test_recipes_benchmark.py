@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from study_records import STUDY
 
-from nm_sparsity_jax.cli import quickstart_steps
+from nm_sparsity_jax.cli import quickstart
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.trainer import optimizers
 from nm_sparsity_jax.trainer.images import rebus
@@ -136,7 +136,7 @@ def test_a_run_begins_at_a_dense_start(tiny_table, monkeypatch):
 
 
 def test_rebus_is_the_task_of_the_quickstart(as_users):
-  command = quickstart_steps.TASKS["rebus"].train("out", 540, "sr_ste")
+  command, _ = quickstart.train(quickstart.TASKS["rebus"], "out", 540, "sr_ste")
   files = [word.partition("=")[2] for word in command if word.startswith("--gin_file=")]
   own = [word.removeprefix("--gin.") for word in command if word.startswith("--gin.")]
   names = ("LEARNING_RATE", "LEARNING_RATE_FACTORS", "WARMUP_STEPS", "SPARSE_STEPS")
@@ -145,7 +145,7 @@ def test_rebus_is_the_task_of_the_quickstart(as_users):
     settings = [config.value(name) for name in names]
   task = tasks.TASKS["rebus"]
   assert workload.network.config == task.network(True).config
-  assert workload.batch_size == task.examples and quickstart_steps.Rebus.steps == 540
+  assert workload.batch_size == task.examples and quickstart.TASKS["rebus"].steps == 540
   assert rules.places == train.rules_of(("ff",), ROW, "1:16", 540).places
   wanted, at = optimizers.learning_rate(*settings), jnp.arange(540)
   falling = jax.vmap(train.falling(540, task.rate))(at)

@@ -7,7 +7,6 @@ import pytest
 from study_records import ROOT
 
 TEXT = (ROOT / "docs" / "tpu.md").read_text()
-PROSE = " ".join(TEXT.split())
 RESULTS = ROOT / "benchmarks" / "results"
 CHIPS = {  # record of masks -> the chips that it was compiled for
   "masks": "v5e:2x2", "masks_v6e": "v6e:2x2", "masks_v5p": "v5p:2x2x1", "masks_v4": "v4:2x2x1",
@@ -36,10 +35,6 @@ def read(name):
 def masks_of(name, **wanted):
   """Rows of a record of masks, those with these values."""
   return [row for row in read(name)["rows"] if all(row[k] == v for k, v in wanted.items())]
-
-
-def steps_of(name):
-  return {row["recipe"]: row for row in read(name)["rows"]}
 
 
 def over_dense(name, *what):
@@ -84,14 +79,6 @@ def test_the_table_of_chips(name):
     assert f"| {CHIPS[name]} | {dtype} | {' | '.join(cells)} |" in TEXT
 
 
-def test_a_newer_jax_has_the_same_masks():
-  key = lambda r: (r["what"], r["pattern"], r["axis"], r["dtype"], r["cut"])
-  cells = lambda name: {key(r): f"{r['over_one_pass']:.2f}" for r in read(name)["rows"]}
-  newer = cells("masks_jax_0_12")
-  assert len(newer) == 120 and newer.items() <= cells("masks").items()
-  assert read("masks_jax_0_12")["machine"]["libtpu"] in PROSE
-
-
 def test_the_tables_of_steps_and_of_other_programs():
   wanted = set()
   for size, name in STEPS.items():
@@ -102,30 +89,3 @@ def test_the_tables_of_steps_and_of_other_programs():
     found = over_dense(name, "bytes", "memory", "peak", "seconds")
     wanted |= {f"| {words} | `{recipe}` |{cells}|" for recipe, cells in found.items()}
   assert wanted == set(re.findall(r"^\| [^|`]* \| `\w+` \|.*\d.*\|$", TEXT, re.MULTILINE))
-
-
-@pytest.mark.parametrize("name", STEPS.values())
-def test_with_and_without_our_kernel_dense_is_the_same_program(name):
-  plain, ours = steps_of(f"{name}_plain"), steps_of(name)
-  for key in ("bytes", "least", "flops", "memory", "peak", "collectives"):
-    assert plain["dense"][key] == ours["dense"][key]
-  assert not any(row["kernels"] for row in plain.values())
-  for recipe, row in ours.items():
-    assert row["collectives"] == ours["dense"]["collectives"]
-    assert (row["kernels"] > 0) == (recipe != "dense")
-
-
-def test_figures_in_sentences():
-  over = lambda name, recipe: f"{steps_of(name)[recipe]['over_dense']['bytes']:.3f}"
-  gib = lambda name, recipe: f"{steps_of(name)[recipe]['peak'] / 2**30:.1f}"
-  chips = [over(f"step_base{chip}", "sr_ste") for chip in ("", "_v6e", "_v4")]
-  said = "`sr_ste` are {} of dense on a v5e (limit 1.015), {} on a v6e and {} on a v4"
-  assert said.format(*chips) in PROSE
-  assert f"{gib('step_large', 'dense')} GiB in the dense step" in PROSE
-  eleven = [gib("step_xxl_t5x", recipe) for recipe in ("dense", "sr_ste")]
-  assert "the dense step holds {} GiB and that of `sr_ste` {}.".format(*eleven) in PROSE
-  cut = [row for row in masks_of("masks") if not row["kernels"]]
-  assert {row["what"] for row in cut} == {"sdgf_geometric"}
-  for dtype in ("float32", "bfloat16"):
-    (passes,) = {f"{row['over_one_pass']:.2f}" for row in cut if row["dtype"] == dtype}
-    assert passes in PROSE

@@ -83,19 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
-# What an error of the library says in Python, and what one types instead: "rules={...}", --rules.
-_ARGUMENTS = {
-  "rules": (r"\brules=(\{.*?\})", r'--rules "\1"'),
-  "axes": (r"\baxes=(\{.*?\})", r'--axes "\1"'),
-  "early": (r"\bearly=True\b", "--early"),
-  "memory": (r"\bmemory=True\b", "--memory"),
-}
-
-
 def _with_flags(text: str, args: argparse.Namespace) -> str:
-  for name, (argument, flag) in _ARGUMENTS.items():
-    if hasattr(args, name):
-      text = re.sub(argument, flag, text)
+  # An error of the library names Python's arguments: rules={...} becomes --rules "{...}".
+  for name in vars(args):
+    text = re.sub(rf"\b{name}=(\{{.*?\}})", rf'--{name} "\1"', text)
+    text = re.sub(rf"\b{name}=True\b", f"--{name}", text)
   return text
 
 

@@ -9,9 +9,7 @@ what you do, so --for says which parts must be there:
   t5x     t5x.train with our gin files (docs/t5x.md)
   tpu     a TPU's compiler that fits the installed jax (docs/tpu.md)
 
-Each finding is ok, bad (to fix), or warn: not what was tested, or slower than it could be. Without
---for, the last lines also say for what else the installed packages are enough, and what
-`nm-sparsity quickstart` lacks.
+Each finding is ok, bad (to fix), or warn: not what was tested, or slower than it could be.
 
 Exit code: 0 = nothing is bad, 1 = something is.
 """
@@ -23,7 +21,7 @@ import dataclasses
 import json
 
 from nm_sparsity_jax.cli import environment
-from nm_sparsity_jax.core.text import columns, listed
+from nm_sparsity_jax.core.text import columns
 
 _MARKS = {"ok": "ok ", "bad": "BAD", "warn": "!  "}
 
@@ -31,18 +29,16 @@ _MARKS = {"ok": "ok ", "bad": "BAD", "warn": "!  "}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds what must be there, and how to print it."""
   parser.add_argument(
-    "--for",
-    dest="purpose",
-    choices=environment.PURPOSES,
+    "--for", dest="purpose", choices=environment.PURPOSES,
     help="what must be there; by default t5x where T5X is found, else core",
-  )
+  )  # fmt: skip
   parser.add_argument("--devices", action="store_true", help="start jax and list its devices")
   parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the findings."""
-  purpose = args.purpose or environment.default_purpose()
+  purpose = args.purpose or ("t5x" if environment.folder_of("t5x") else "core")
   findings = list(environment.examine(purpose))
   if args.devices:
     findings.append(environment.devices())
@@ -58,15 +54,7 @@ def run(args: argparse.Namespace) -> int:
   print("\n".join(columns(rows)))
   but = f", but see {warned} marked with !" if warned else ""
   print(f"\n{bad} to fix for {purpose}." if bad else f"\nReady for {purpose}{but}.")
-  if not bad and not args.purpose:
-    _print_others(purpose)
+  if not args.purpose:
+    others = ", ".join(name for name in environment.PURPOSES if name != purpose)
+    print(f"--for {others} looks at what else you may need.")
   return 1 if bad else 0
-
-
-def _print_others(purpose: str) -> None:
-  others = [p for p in environment.PURPOSES if p not in ("core", purpose)]
-  ready = [p for p in others if environment.is_ready_for(p)]
-  if ready:
-    print(f"Ready for {listed(ready)} as well.")
-  if "local" in others and "local" not in ready:
-    print(f"For nm-sparsity quickstart, train and plan: {environment.install_command('local')}")

@@ -1,8 +1,8 @@
 """Writes a checkpoint for another library: timm's for images, Hugging Face's for a T5.
 
 Zeros stay zeros. Where the checkpoint is sparse, it must be n:m: the last one of a local run or of
-one of Kauldron, or what `nm-sparsity finalize` wrote. The command reads back what it wrote,
-and proves the pattern along axis 1 of their tensors, (out, in) and (out, in, height, width).
+one of Kauldron, or what `nm-sparsity finalize` wrote. The command reads back what it wrote
+and proves it. Groups lie along axis 1 of their tensors, (out, in) and (out, in, height, width).
 
 A ViT, SwinV2 or ResNet becomes a file. timm loads it:
 `timm.create_model(NAME, checkpoint_path="model.safetensors")`.
@@ -59,5 +59,5 @@ def run(args: argparse.Namespace) -> int:
   print(f"{made.path}: {made.tensors} tensors of {made.source.path}, as they were written")
   if made.config is not None:
     print(f"T5 with feed_forward_proj = {made.config['feed_forward_proj']!r}")
-  print("It is dense: nothing to prove." if made.report is None else f"\n{made.report}")
+  print("It is dense: nothing to prove." if made.proof is None else f"\n{made.proof}")
   return 0 if made.ok else 1

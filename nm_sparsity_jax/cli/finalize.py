@@ -1,7 +1,7 @@
 """Writes a checkpoint with exact zeros: the pattern of every place, as `nms.finalize` makes it.
 
 A local run and one of Kauldron store these weights already; of them it leaves the optimizer out.
-It takes what `nm-sparsity verify` takes, but no packed file, and a folder for the result. The
+It takes what `nm-sparsity verify` takes, and a folder for the result. The
 result has the checkpoint's own name, as in T5X: OUT/checkpoint_<step>. It holds parameters, step
 and sparse state, but no optimizer. Where the run kept a moving average of its parameters
 (EMA_DECAY), that is what is finalized, as it is what was scored. t5x.eval and t5x.infer open it,
@@ -25,13 +25,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nm_sparsity_jax.cli import _flags, verify
-
-if TYPE_CHECKING:
-  from nm_sparsity_jax.runs.verify_checkpoint import Removed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,23 +52,7 @@ def run(args: argparse.Namespace) -> int:
   print(verify.head(made.source, made.proof.rules, args.checkpoint))
   if made.source.average:
     print("of the moving average of its parameters, as it was scored")
-  print(f"\n{render(made.removed)}\n\n{made.path}, as it was written:\n\n{made.proof}")
+  print(f"\n{made}")
   if made.proof.stored.known_rules is None:  # a folder of Hugging Face's has no place for them
     print("It holds no rules: give --rules to `nm-sparsity verify`, `pack` and `export` as well.")
   return 0 if made.ok else 1
-
-
-def render(removed: Sequence[Removed]) -> str:
-  """Says what was removed as a table: a line for like parameters, with the least and the most."""
-  from nm_sparsity_jax.core.text import table
-  from nm_sparsity_jax.core.trees import group
-
-  by_path = {r.path: r for r in removed}
-  rows = []
-  for name, paths in group(list(by_path), words=True):
-    row = [name]
-    for kind in ("weights", "magnitude", "squares"):
-      shares = sorted(getattr(by_path[path], kind) for path in paths)
-      row.append(" .. ".join(dict.fromkeys((f"{shares[0]:.2%}", f"{shares[-1]:.2%}"))))
-    rows.append(row)
-  return "\n".join(table(("removed of", "weights", "sum of |w|", "sum of w^2"), rows))

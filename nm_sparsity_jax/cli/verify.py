@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pathlib
 from typing import TYPE_CHECKING
 
 from nm_sparsity_jax.cli import _flags
@@ -46,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.runs import orbax
 
-  _refuse_folder_of_runs(args.checkpoint)
   with orbax.quiet():
     proof = runs.verify(args.checkpoint, **_flags.rules(args))
   if args.json:
@@ -64,15 +62,6 @@ def run(args: argparse.Namespace) -> int:
   return 1
 
 
-def _refuse_folder_of_runs(path: str) -> None:
-  from nm_sparsity_jax.runs import checkpoint, folders
-
-  folder = pathlib.Path(path)
-  if folder.is_dir() and checkpoint.find(path) == path:
-    if runs := [str(child) for child in sorted(folder.iterdir()) if folders.latest(child)]:
-      raise ValueError(f"{path!r} is a folder of runs: name one of them, such as {runs[0]!r}")
-
-
 def head(stored: Stored, rules: Rules, asked: str) -> str:
   """Says what was looked at, and by whose rules.
 
@@ -88,9 +77,8 @@ def head(stored: Stored, rules: Rules, asked: str) -> str:
   facts += [] if stored.step is None else [f"step {stored.step:,}"]
   facts += [] if stored.sparse_step is None else [f"sparse step {stored.sparse_step:,}"]
   text = rules_text.describe(rules)
-  if stored.rules is not None or stored.known_rules == text:
-    whose, lines = "its own rules", text.splitlines()
-  else:
-    whose, lines = "--rules", [f"{place}: {r.pattern}" for place, r in rules.places.items()]
-  lines.insert(0, f"{stored.path} ({', '.join(facts)}), by {whose}:")
-  return "\n  ".join(map(printable, lines))
+  is_own = stored.known_rules == text
+  # Of a pattern that was given, recipe and phases are made up.
+  lines = text.splitlines() if is_own else [f"{k}: {r.pattern}" for k, r in rules.places.items()]
+  by = "its own rules" if is_own else "--rules"
+  return "\n  ".join(map(printable, [f"{stored.path} ({', '.join(facts)}), by {by}:", *lines]))

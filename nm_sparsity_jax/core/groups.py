@@ -100,6 +100,7 @@ class Groups:
       call = lambda scalar, *arrays: whole.apply(function, *arrays, scalar=scalar)
       specs = (PartitionSpec(), *[spec] * len(arrays))
       return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=spec)(scalar, *arrays)
+    # Masks and kernels know adjacent axes alone; the transposition puts the others first.
     if self.order != tuple(range(len(self.shape))):
       arrays = tuple(x.transpose(self.order) for x in arrays)
       out = self._transposed().apply(function, *arrays, scalar=scalar)
@@ -167,9 +168,10 @@ class Groups:
 
     >>> mesh = jax.make_mesh((1,), ("x",))
     >>> spec = jax.sharding.PartitionSpec(None, "x")
-    >>> Groups((6, 4), axis=0).sharded(NamedSharding(mesh, spec), 3).sharding.spec
-    P(None, 'x')
+    >>> tuple(Groups((6, 4), axis=0).sharded(NamedSharding(mesh, spec), 3).sharding.spec)
+    (None, 'x')
     """
+    # With padding a shard's last group would not end where the shard does.
     if sharding is None or self.pad:
       return self
     local = sharding.shard_shape(self.shape)

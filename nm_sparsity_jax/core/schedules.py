@@ -22,16 +22,12 @@ from nm_sparsity_jax.core.patterns import NM
 
 def as_step(step: jax.Array | int) -> jax.Array:
   """Returns `step` as an int32 scalar; refuses floats, and arrays with axes."""
-  if isinstance(step, bool) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
+  is_whole = jnp.issubdtype(jnp.result_type(step), jnp.integer) and not isinstance(step, bool)
+  if not is_whole or jnp.shape(step):
     raise ValueError(
       f"step={step!r} is not a whole number: pass the optimizer's step count, a Python int or a "
       "traced integer scalar such as nms.step_count(opt_state). Under jit a Python float becomes "
-      "a float tracer; pass jnp.int32(step) instead."
-    )
-  if jnp.shape(step):
-    raise ValueError(
-      f"step has shape {jnp.shape(step)}, but it must be one scalar. Where training is "
-      "replicated and every device keeps a count, pass one of them: step[0]."
+      "a float tracer, so pass jnp.int32(step); where every device keeps a count, pass step[0]."
     )
   if isinstance(step, int | np.integer) and step < 0:
     raise ValueError(f"step={step} is negative: the first step of the sparse run is 0.")
@@ -63,12 +59,11 @@ class Phases:
       if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"Phases({name}={value!r}): give a whole number of steps, such as 10_000.")
       object.__setattr__(self, name, int(value))  # numpy's too: equal phases have one text
-    if self.dense < 0 or self.finetune < 0 or self.total < 1:
-      raise ValueError(f"{self}: total must be at least 1, dense and finetune at least 0.")
-    if self.total < self.dense + self.finetune:
+    least = max(1, self.dense + self.finetune)
+    if self.dense < 0 or self.finetune < 0 or self.total < least:
       raise ValueError(
-        f"{self}: total must be at least dense + finetune = {self.dense + self.finetune}. Raise "
-        "total or shorten a phase."
+        f"{self}: dense and finetune must be at least 0, and total at least 1 and at least "
+        f"dense + finetune = {self.dense + self.finetune}. Raise total or shorten a phase."
       )
 
   @property
@@ -91,6 +86,7 @@ def stepwise_levels(pattern: NM) -> tuple[NM, ...]:
   >>> [str(p) for p in stepwise_levels(NM(1, 8))]
   ['7:8', '4:8', '2:8', '1:8']
   """
+  # As in the paper, the first level prunes one weight of a group.
   kept = [pattern.m - 1, *(pattern.m >> d for d in range(1, pattern.m.bit_length()))]
   falling: list[int] = []
   for n in kept:
@@ -234,16 +230,17 @@ def decay(kind: str | None, beta: float | None, phases: Phases) -> Curve:
       `default_horizon`.
     phases: the steps of the sparse run.
   """
-  if kind not in (None, "linear", "exponential"):
-    raise ValueError(f"decay_kind={kind!r}: choose 'linear', 'exponential' or None.")
+  if kind not in (None, "linear", "exponential") or (kind is None and beta is not None):
+    raise ValueError(
+      f"decay_kind={kind!r} with beta={beta!r}: choose 'linear', 'exponential' or None, and beta "
+      "needs decay_kind."
+    )
   if beta is not None and not 0 < beta < math.inf:
     raise ValueError(f"beta={beta!r}: give a positive number, or D would not fall.")
   if kind == "linear":
     return linear(default_horizon(phases) if beta is None else 1 / beta)
   if kind == "exponential":
     return exponential(math.log(1000) / default_horizon(phases) if beta is None else beta)
-  if beta is not None:
-    raise ValueError(f"beta={beta!r} needs decay_kind='linear' or 'exponential'.")
   return hard()
 
 

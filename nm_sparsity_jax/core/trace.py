@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +70,7 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
     params, inputs = jax.tree.unflatten(tree, [next(rest) if is_array(x) else x for x in leaves])
     return function(params, *inputs)
 
+  # Inputs of the jaxpr are in the order of the leaves: parameters first.
   jaxpr = jax.make_jaxpr(of_arrays)(*filter(is_array, leaves)).jaxpr
   shapes = {path: tuple(x.shape) for path, x in flatten(params) if is_array(x)}
   walk = _Walk({path: math.prod(shape) for path, shape in shapes.items()})
@@ -158,6 +159,7 @@ class _Walk:
       turns: how often loops and devices around it run it.
       scope: names of the scopes around it.
     """
+    # Constants of the jaxpr are in no table: what a function closes over is no data.
     env = dict(zip(jaxpr.invars, values, strict=True))
     get = lambda v: _CONSTANT if isinstance(v, core.Literal) else env.get(v, _CONSTANT)
     for eqn in jaxpr.eqns:
@@ -183,6 +185,7 @@ class _Walk:
         manual = params.get("newly_manual_axes", params.get("manual_axes"))  # JAX 0.9: the second
         turns *= math.prod(params["mesh"].shape[a] for a in manual)
       return self.run(inner, known, turns, scope)
+    # What has a jaxpr of other arguments, such as a Pallas kernel, goes on as any other primitive.
     if name in _EACH_ALONE:
       return known
     kind = _kind(name, known)
@@ -198,6 +201,7 @@ class _Walk:
   def _lose(self, tracks: Iterable[_Track], why: str = "") -> None:
     for track in tracks:
       hidden = f"it could not be followed through {track.lost}"
+      # The first reason counts: what follows it is its consequence.
       self.lost.setdefault(track.path, hidden if track.dims is None else why)
 
   def _met(self, known: Sequence[_Value], name: str) -> list[_Value]:
@@ -229,15 +233,19 @@ class _Walk:
       for track in _weights([value]):
         self._contract(track, summed, eqn.primitive.name)
     paths = {track.path for track in weights if track.dims is not None}
-    macs, size = product.macs * turns, sum(self.sizes[path] for path in paths)
-    for path in paths:
-      self.macs[path] += macs * self.sizes[path] // max(size, 1)
-    if not paths and macs:
-      self.others.append((scope, macs))
+    self._count(paths, product.macs * turns, scope)
     if _any_data(known):
       return _Value(True, () if of_data else _results(eqn, known, product))
     of_weights = all(value.tracks for value in known)
     return _hidden(known, "a product of weights" if of_weights else _WITH_CONSTANT)
+
+  def _count(self, paths: Collection[str], macs: int, scope: str) -> None:
+    """Notes the multiply-adds of a product of these parameters, or of one without any."""
+    size = sum(self.sizes[path] for path in paths)
+    for path in paths:
+      self.macs[path] += macs * self.sizes[path] // max(size, 1)
+    if not paths and macs:
+      self.others.append((scope, macs))
 
   def _contract(self, track: _Track, along: Sequence[int], name: str) -> None:
     """Notes the axes of a parameter that a product sums over."""
@@ -269,6 +277,7 @@ class _Walk:
     first, carry = known[:consts], known[consts : consts + carries]
     carry = self._carry(body, first, carry, layers, "scan")
     outs = self.run(body, [*first, *carry, *layers], turns * eqn.params["length"], scope)
+    # Results of all turns are stacked: their weights have an axis that no axis of a parameter is.
     return [*carry, *(_hidden([out], "scan") for out in outs[carries:])]
 
   def _while(self, eqn: Any, known: list[_Value], turns: int, scope: str) -> list[_Value]:
@@ -276,6 +285,7 @@ class _Walk:
     test, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
     skip, first = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     carry = self._carry(body, known[skip:first], known[first:], (), "while")
+    # Data decide how often a while loop turns, so it counts as one turn.
     self.run(test, [*known[:skip], *carry], turns, scope)
     self.run(body, [*known[skip:first], *carry], turns, scope)
     return carry
@@ -297,6 +307,7 @@ class _Walk:
       changed = [i for i, (now, then) in enumerate(zip(carry, outs, strict=True)) if now != then]
       weights = _weights([values[i] for values in (carry, outs) for i in changed])
       self._lose(weights, f"it changes from turn to turn of a {name}")
+      # Each turn of this loop makes at least one more value data, so it ends.
       if all(carry[i].is_data for i in changed):
         return carry
       carry = [_DATA if i in changed else value for i, value in enumerate(carry)]
@@ -455,6 +466,7 @@ def _reshape(params, dims, shape, out):
 def _broadcast(params, dims, shape, out):
   moved = _unknown(out)
   for dim, n, to in zip(dims, shape, params["broadcast_dimensions"], strict=True):
+    # A repeated axis of length 1 is none of the parameter: a sum over it is no contraction.
     if n == out[to]:
       moved[to] = dim
   return tuple(moved)
@@ -470,6 +482,7 @@ def _resize(params, dims, shape, out):
   del params
   if len(shape) != len(out):  # what devices gather may be stacked
     return None
+  # A part of joined axes may begin anywhere in them, so all of them stand for it.
   pairs = zip(dims, shape, out, strict=True)
   return tuple(dim if n == m else ((_parts([dim]), m),) for dim, n, m in pairs)
 

@@ -82,18 +82,23 @@ def group(paths: Sequence[str], words: bool = False) -> list[tuple[str, list[str
   named = [(tuple(path.split(mark)), [path]) for path in paths]
   for cut in (by_number, by_word) if words else (by_number,):
     for position in range(max((len(name) for name, _ in named), default=0)):
-      # What must be equal of a name -> its varying ends at this position, and its paths.
-      merged: dict[tuple, list[tuple[str, list[str]]]] = {}
-      for name, of in named:
-        found = cut(name[position]) if position < len(name) else None
-        stem, end = found.groups() if found else (None, "")
-        key = (name[:position], stem, name[position + 1 :]) if found else (name, None, ())
-        merged.setdefault(key, []).append((end, of))
-      named = []
-      for (before, stem, after), members in merged.items():
-        word = () if stem is None else (stem + _joined([end for end, _ in members]),)
-        named.append(((*before, *word, *after), [path for _, of in members for path in of]))
+      named = _merged(named, position, cut)
   return [(mark.join(name), of) for name, of in named]
+
+
+def _merged(named: list, position: int, cut: Callable[[str], re.Match[str] | None]) -> list:
+  """Joins names, as words, that are equal but for the varying end of the word at a position."""
+  members: dict[tuple, list[tuple[str, list[str]]]] = {}  # what is equal -> varying ends, paths
+  for name, paths in named:
+    found = cut(name[position]) if position < len(name) else None
+    stem, end = found.groups() if found else (None, "")
+    key = (name[:position], stem, name[position + 1 :]) if found else (name, None, ())
+    members.setdefault(key, []).append((end, paths))
+  out = []
+  for (before, stem, after), alike in members.items():
+    word = () if stem is None else (stem + _joined([end for end, _ in alike]),)
+    out.append(((*before, *word, *after), [path for _, paths in alike for path in paths]))
+  return out
 
 
 def alike(facts: Mapping[str, _Fact]) -> Iterator[tuple[str, list[str], _Fact]]:

@@ -68,12 +68,9 @@ def leveled_mask(
   now = value_at(levels, step, range(len(levels)))
   if not isinstance(now, jax.core.Tracer):
     return take(w, patterns[int(now)])
-  # One operation for all levels, which XLA merges with its like. The last level holds longest and
-  # is often far cheaper than the others, as 1:m is one maximum: `settles` says so.
+  # The last level holds longest and is often far cheaper than the others, as 1:m is one maximum:
+  # `settles` says so.
   if len({p.m for p in patterns}) == 1:
     n = value_at(levels, step, [p.n for p in patterns])
     return masks.magnitude_mask(w, last, axis, n=n, parent=parent, settles=True)
-  doubling = [NM(last.n << d, last.m << d) for d in range(most, -1, -1)]
-  if patterns == doubling and parent is None:
-    return masks.ladder_mask(w, last, axis, doublings=most - now, most=most, settles=True)
   return lax.switch(now, [functools.partial(take, pattern=p) for p in patterns], w)

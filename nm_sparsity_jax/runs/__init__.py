@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
   "verify": "verify_checkpoint", "finalize": "verify_checkpoint", "rules_of": "trained",
   "read_settings": "trained", "convert": "export_checkpoint", "export": "export_checkpoint",
-  "pack": "pack_checkpoint",
+  "pack": "export_checkpoint",
 }  # fmt: skip
 
 if TYPE_CHECKING:
-  from nm_sparsity_jax.runs.export_checkpoint import convert, export
-  from nm_sparsity_jax.runs.pack_checkpoint import pack
+  from nm_sparsity_jax.runs.export_checkpoint import convert, export, pack
   from nm_sparsity_jax.runs.trained import read_settings, rules_of
   from nm_sparsity_jax.runs.verify_checkpoint import finalize, verify
 

@@ -1,39 +1,118 @@
-"""Checkpoints as T5X lays them out: what one holds, arrays of it on the devices, a new one.
+"""Checkpoints of every format: what one holds, its arrays on the devices, and a new one.
 
     path -> [read] -> Stored -> [load] -> tree of jax arrays
     key -> array -> [write] -> checkpoint_N/state
 
-`t5x_format` reads T5X's own format, `orbax` Orbax, which is what is written, and `other_formats` a
-safetensors file of timm's names or a folder of Hugging Face's T5, which are like dense checkpoints,
-and a packed file, whose arrays have their zeros here.
+Keys are those of T5X's train state: target/..., state/step, state/param_states/...,
+flax_mutables/...
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from nm_sparsity_jax.core.text import first_line
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import safetensors_file
 from nm_sparsity_jax.deploy.names import difference
-from nm_sparsity_jax.runs import (
-  folders,
-  network_settings,
-  orbax,
-  other_formats,
-  t5x_format,
-)
-from nm_sparsity_jax.runs.stored import NOTES, Leaf, Stored, damage
+from nm_sparsity_jax.deploy.safetensors_file import Lazy
+from nm_sparsity_jax.runs import files, folders, orbax, other_formats, t5x_format
+from nm_sparsity_jax.training import rules_text
 
-__all__ = ["Leaf", "Stored", "check_new", "find", "load", "opened", "read", "restore", "write"]
+_NOTES = "notes.json"  # in a checkpoint of `write`: rules, and settings of the network
+_SPARSE = "flax_mutables/nm_sparsity/"
+_AVERAGE = "state/average/"  # before the key of what it is the average of; written by `trainer`
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Leaf(Lazy):
+  """One array of a checkpoint, read when `np.asarray` asks for it; `key` is its name there."""
+
+  key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """One checkpoint whose metadata were read.
+
+  Attributes:
+    path: its folder or file.
+    format: 'Orbax', 'T5X', 'timm', 'Hugging Face' or 'packed'.
+    leaves: key -> array, not read yet.
+    step: T5X's global step, None if unknown.
+    sparse_step: steps of the sparse run that wrote it, None for a dense one.
+    rules: the text of that run's rules, None for a dense one.
+    packed: of a packed file: reads the variables, with kernels as `NMPacked`; None of any other.
+  """
+
+  path: str
+  format: str
+  leaves: Mapping[str, Leaf]
+  step: int | None
+  sparse_step: int | None
+  rules: str | None
+  packed: Callable[[], dict[str, Any]] | None = None
+
+  def array(self, key: str) -> np.ndarray:
+    """Reads an array. ValueError where it is damaged."""
+    return np.asarray(self.leaves[key])
+
+  @property
+  def known_rules(self) -> str | None:
+    """Returns the text of the run's rules, else of those that `finalize` was given, else None."""
+    if self.rules is not None:
+      return self.rules
+    return files.read_json(folders.path_of(self.path) / _NOTES, {}).get("rules")
+
+  @property
+  def in_place(self) -> bool:
+    """Returns whether the run trained in place: its parameters are W~, and W is in its state."""
+    return any(key.startswith("state/dense/") for key in self.leaves)
+
+  @property
+  def average(self) -> bool:
+    """Returns whether the run kept a moving average of what it trained."""
+    return any(key.startswith(f"{_AVERAGE}target/") for key in self.leaves)
+
+  def masks(self) -> dict[str, Any]:
+    """Returns the stored masks, as `nms.init_state` makes them; `{}` where it keeps none."""
+    kept = {
+      key.removeprefix(_SPARSE): x for key, x in self.leaves.items() if key.startswith(_SPARSE)
+    }
+    tree = {k: np.asarray(x) for k, x in kept.items() if k not in ("step", "start", "rules")}
+    return nested({"step": np.int32(self.sparse_step or 0), **tree}) if tree else {}
+
+  def deployed(self, key: str) -> str:
+    """Returns where the values lie that are scored and deployed: in the average, if there is one.
+
+        stored.array(stored.deployed("target/head/kernel"))
+
+    Args:
+      key: of a parameter, of the workload's state, or any other, which is returned.
+    """
+    return _AVERAGE + key if _AVERAGE + key in self.leaves else key
+
+  def variables(self) -> dict[str, Leaf]:
+    """Returns what is deployed, not read yet: 'params/head/kernel', 'batch_stats/bn1/mean', ..."""
+    found = {}
+    for key in self.leaves:
+      collection, _, path = key.removeprefix("flax_mutables/").partition("/")
+      if key.startswith("target/"):
+        found[f"params/{path}"] = self.leaves[self.deployed(key)]
+      elif key.startswith("flax_mutables/") and collection != "nm_sparsity":
+        found[f"{collection}/{path}"] = self.leaves[self.deployed(key)]
+    return found
 
 
 def find(name: str) -> str:
@@ -41,39 +120,38 @@ def find(name: str) -> str:
   path = folders.path_of(name)
   if folders.is_checkpoint(path) or other_formats.is_readable(path):
     return name
-  return folders.latest(name) or folders.latest_of_kauldron(name) or name
+  return folders.latest(name) or name
 
 
 def opened(path: str | os.PathLike | Stored) -> Stored:
-  """Returns the checkpoint that a path means, or the one given."""
+  """Returns the checkpoint that a path means; one that was read already stays as it is."""
   return path if isinstance(path, Stored) else read(find(os.fspath(path)))
 
 
 def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -> Stored:
-  """Reads the metadata of a checkpoint; arrays are read when you ask for them.
-
-      checkpoint.read("model.safetensors", jax.eval_shape(network.init, key, images)).leaves
+  """Reads what a checkpoint holds, and none of its large arrays.
 
   Args:
-    name: of its folder, of T5X's file in it, of a safetensors file of timm's names, or of a folder
-      of Hugging Face's T5.
-    like: the variables of the network that takes it, or their shapes: a file of timm's names is
-      compared with them, and has the network's keys: a scan stacks blocks.
-    config: of the network: settings that shapes do not reveal are compared, where a checkpoint or
-      a file tells them.
+    name: of the folder or file; a URL such as 'gs://bucket/run/checkpoint_1000' for Orbax and T5X.
+    like: of a file in timm's names, the variables of the network that takes it.
+    config: of the network that takes it; None = any.
 
   Raises:
+    FileNotFoundError: it is not there.
     ValueError: it is damaged, or of another network.
   """
   path = folders.path_of(name)
   if not path.exists():
     raise FileNotFoundError(f"there is no checkpoint {name!r}")
+  rules = packed = None
   if other_formats.is_readable(path):
-    return other_formats.read(name, like, config)
-  if file := folders.t5x_file(path):
-    format_, reader, path = "T5X", t5x_format.read, file
+    format_, arrays, rules, packed = other_formats.read(name, like, config)
+  elif file := folders.t5x_file(path):
+    with _damage(name, "its metadata"):
+      format_, arrays = "T5X", t5x_format.read(file)
   elif state := folders.orbax_state(path):
-    format_, reader, path = "Orbax", orbax.read, state
+    with _damage(name, "its metadata"):
+      format_, arrays = "Orbax", orbax.read(state)
   else:
     inside = folders.latest(name)
     hint = f": name one in it, such as {inside!r}" if inside else ""
@@ -81,11 +159,51 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
       f"{name!r} is not a checkpoint: it has neither a file 'checkpoint' (T5X) nor state/_METADATA "
       f"(Orbax){hint}"
     )
-  if config is not None:
-    network_settings.check(name, config)
-  with damage(name, "its metadata"):
-    leaves, array = reader(path)
-  return Stored.of(name, format_, leaves, array)
+  for setting, there in network_settings(name).items():
+    here = getattr(config, setting, there)
+    if here != there:
+      raise ValueError(
+        f"{name} was trained with {setting}={there}, and this network has {setting}={here}, which "
+        f"shapes do not reveal: set {setting} of its config to {there}."
+      )
+
+  def named(key: str, x: Any) -> Leaf:
+    def make() -> np.ndarray:
+      with _damage(name, key):
+        return np.asarray(x)
+
+    return Leaf(tuple(x.shape), x.dtype, make, key)
+
+  leaves = {key: named(key, x) for key, x in arrays.items()}
+  number = lambda key: int(np.asarray(leaves[key])) if key in leaves else None
+  if (key := f"{_SPARSE}rules") in leaves:
+    rules = rules_text.unpack(np.asarray(leaves[key]))
+  steps = number("state/step"), number(f"{_SPARSE}step")
+  return Stored(name, format_, leaves, *steps, rules, packed)
+
+
+@contextlib.contextmanager
+def _damage(path: str, what: str) -> Iterator[None]:
+  """Names the checkpoint, and the part of it, where a library fails with words of its own."""
+  try:
+    yield
+  except Exception as e:  # each library has errors of its own
+    raise ValueError(f"{path!r} is damaged: {what} cannot be read ({first_line(e)})") from e
+
+
+def network_settings(name: str) -> dict[str, int]:
+  """Returns settings of the network that shapes do not reveal, such as Swin's window.
+
+  `write` notes them in the checkpoint, and the local runner in run.json beside it.
+
+  Args:
+    name: of the checkpoint.
+  """
+  folder = folders.path_of(name)
+  found = files.read_json(folder / _NOTES, None)
+  if found is None:
+    found = files.read_json(folder.parent / "run.json", {}).get("workload") or {}
+  return dict(found.get("network_settings", {}))
 
 
 def load(stored: Stored, like: Any, shardings: Any) -> Any:
@@ -102,25 +220,19 @@ def load(stored: Stored, like: Any, shardings: Any) -> Any:
   Raises:
     ValueError: the checkpoint lacks an array, has another shape, or is damaged.
   """
-  wanted = {key: tuple(leaf.shape) for key, leaf in flatten(like)}
+  wanted = dict(flatten(like))
   found = {key: stored.leaves[key].shape for key in wanted if key in stored.leaves}
-  if said := difference(wanted, found):
+  if said := difference({key: tuple(x.shape) for key, x in wanted.items()}, found):
     raise ValueError(
       f"{stored.path} is of another model: {said}: choose the model file of its run, and its sizes."
     )
   if stored.format == "Orbax":
     path = folders.path_of(stored.path)
-    try:
+    with _damage(stored.path, "an array"):
       return restore(folders.orbax_state(path) or path, like, shardings)
-    except Exception as e:
-      raise ValueError(
-        f"{stored.path} cannot be read: it is damaged ({first_line(e)}). Take another checkpoint, "
-        "or a copy of this one that `nm-sparsity verify` can read."
-      ) from e
-  where, dtypes = dict(flatten(shardings)), {key: leaf.dtype for key, leaf in flatten(like)}
-  return nested(
-    {key: jax.device_put(stored.array(key).astype(dtypes[key]), where[key]) for key in wanted}
-  )
+  arrays = {key: stored.array(key).astype(x.dtype) for key, x in wanted.items()}
+  where = dict(flatten(shardings))
+  return nested({key: jax.device_put(x, where[key]) for key, x in arrays.items()})
 
 
 def restore(path: pathlib.Path, like: Any, shardings: Any) -> Any:
@@ -162,7 +274,7 @@ def write(
   Args:
     folder: .../checkpoint_N on a local disk. It must not be there yet; its parents are made.
     arrays: key such as 'target/ff/kernel' -> numpy array.
-    settings: of its network, which shapes do not reveal; see `runs.network_settings`.
+    settings: of its network, which shapes do not reveal; see `network_settings`.
     rules: the text of those that somebody gave for it; None where its arrays hold them, or nobody.
   """
   import orbax.checkpoint as ocp
@@ -173,5 +285,5 @@ def write(
     with ocp.PyTreeCheckpointer() as writer:
       writer.save(unfinished / "state", nested(dict(arrays)))
     notes = {"network_settings": dict(settings or {}), "rules": rules}
-    (unfinished / NOTES).write_text(json.dumps(notes, indent=1) + "\n")
+    (unfinished / _NOTES).write_text(json.dumps(notes, indent=1) + "\n")
     (unfinished / "dataset").mkdir()  # T5X asks for it where a run starts from this

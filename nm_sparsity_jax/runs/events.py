@@ -22,14 +22,10 @@ def scalars(path: pathlib.Path) -> Iterator[tuple[int, str, float]]:
   Raises:
     ValueError: a checksum or a message is wrong.
   """
-  try:
-    # The loader above it imports TensorFlow where that is installed, which takes seconds.
-    from tensorboard.compat.proto import event_pb2
-    from tensorboard.compat.tensorflow_stub import errors, pywrap_tensorflow
-  except ImportError as e:
-    raise ModuleNotFoundError(
-      f"{path} is a file of TensorBoard: pip install 'nm-sparsity-jax[local]'"
-    ) from e
+  # The loader above it imports TensorFlow where that is installed, which takes seconds.
+  from tensorboard.compat.proto import event_pb2
+  from tensorboard.compat.tensorflow_stub import errors, pywrap_tensorflow
+
   reader = pywrap_tensorflow.PyRecordReader_New(str(path))
   while True:
     try:

@@ -1,8 +1,11 @@
-"""A checkpoint in the names of other libraries, and the proof that its tensors there are n:m.
+"""A checkpoint in a file or folder for other programs, written, read back and proven.
 
-images -> [export] -> F.safetensors of timm's names -> read back -> Report: groups along axis 1
-T5     ->          -> a folder of Hugging Face's T5 ->                      of their tensors
-                      a folder of Hugging Face's T5 -> [convert] -> OUT/checkpoint_0, for T5X
+images  -> [export]  -> F.safetensors of timm's names
+T5      -> [export]  -> a folder of Hugging Face's T5 -> [convert] -> OUT/checkpoint_0, for T5X
+network -> [pack]    -> F.safetensors without the zeros
+
+These files have an array for each layer: layers that a scan stacked are taken apart, and the rules
+are those of the layers then.
 """
 
 from __future__ import annotations
@@ -10,18 +13,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from nm_sparsity_jax.deploy import huggingface, safetensors_file, timm
-from nm_sparsity_jax.deploy.names import Name
-from nm_sparsity_jax.deploy.unstack_layers import apart
-from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, other_formats, verify_checkpoint
+from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy import (
+  huggingface,
+  inference_tree,
+  packed_file,
+  safetensors_file,
+  timm,
+)
+from nm_sparsity_jax.deploy.unstack_layers import apart, apart_all, scan_axis
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, verify_checkpoint
 from nm_sparsity_jax.runs.checkpoint import Stored
-from nm_sparsity_jax.training import apply
+from nm_sparsity_jax.runs.verify_checkpoint import Proof
 from nm_sparsity_jax.training.rules import Rules
 
 
@@ -33,30 +42,55 @@ class Exported:
     source: the checkpoint that was read.
     path: of the file or folder.
     tensors: how many it holds.
-    report: what was found in it, in the other library's layout; None for a dense checkpoint.
+    proof: of the file, read back; None for a dense checkpoint, which has nothing to prove.
     config: config.json of a folder; None for a file.
   """
 
   source: Stored
   path: str
   tensors: int
-  report: apply.Report | None
+  proof: Proof | None
   config: Mapping[str, Any] | None = None
 
   @property
   def ok(self) -> bool:
-    """Returns whether the file is n:m; a dense one has nothing to prove."""
-    return self.report is None or self.report.ok
+    """Returns whether the file is n:m, or dense."""
+    return self.proof is None or self.proof.ok
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the findings as values that JSON knows."""
-    places = self.report.places if self.report else ()
+    places = self.proof.as_dict()["places"] if self.proof else []
+    facts = {"from": self.source.path, "file": self.path, "tensors": self.tensors}
+    return {**facts, "ok": self.ok, "places": places}
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+  """What `pack` wrote.
+
+  Attributes:
+    source: the checkpoint that was read.
+    path: of the file.
+    bytes: of the file, its header included.
+    report: bytes of each kernel, before and after, and what was not packed, with the reason.
+  """
+
+  source: Stored
+  path: str
+  bytes: int
+  report: inference_tree.Report
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the findings as values that JSON knows."""
+    report = self.report
     return {
       "from": self.source.path,
       "file": self.path,
-      "tensors": self.tensors,
-      "ok": self.ok,
-      "places": [dataclasses.asdict(place) for place in places],
+      "bytes": self.bytes,
+      "bytes_of_weights": report.total,
+      "bytes_with_zeros": report.zeros,
+      "packed": {path: dataclasses.asdict(kernel) for path, kernel in report.packed.items()},
+      "dense": dict(report.dense),
     }
 
 
@@ -71,8 +105,6 @@ def export(
 
       nms.runs.export("runs/final", "model.safetensors")  # images: timm's
       nms.runs.export("runs/final", "model")  # a T5: a folder of Hugging Face's
-
-  Each sparse tensor that was written must be n:m along axis 1, the contracted one there.
 
   Args:
     path: a checkpoint of a ViT, Swin V2, ResNet or T5 of this package, or of T5X's T5; n:m, if
@@ -89,19 +121,70 @@ def export(
   file = os.fspath(out)
   safetensors_file.refuse_existing(file)
   stored = checkpoint.opened(path)
-  is_t5 = huggingface.is_t5([key.removeprefix("target/") for key in stored.leaves])
-  if file.endswith(safetensors_file.SUFFIX) == is_t5:
-    what = "a folder for a T5: it has config.json as well"
-    end = f"a file that ends in {safetensors_file.SUFFIX}"
-    raise ValueError(f"{file!r}: name {what if is_t5 else end}.")
-  if stored.format == other_formats.HUGGING_FACE:
-    raise ValueError(f"{stored.path!r} is a folder of Hugging Face's T5 already.")
-  proof = None
-  if stored.known_rules is not None or rules is not None:
+  shapes = {key: x.shape for key, x in flatten(checkpoint_rules.parameters(stored))}
+  is_t5 = huggingface.is_t5(shapes)
+  _check_name(file, is_folder=is_t5)
+  is_sparse = stored.known_rules is not None or rules is not None
+  if is_sparse:
     proof = verify_checkpoint.verify(stored, rules, axes)
     if not proof.ok:
       raise ValueError(f"{stored.path} is not n:m: export what `nm-sparsity finalize` writes.")
-  return (_export_t5 if is_t5 else _export_images)(stored, file, proof, feed_forward)
+    rules = _rules_of_layers(proof.rules, shapes)
+  arrays = {key: np.asarray(x) for key, x in stored.variables().items()}
+  if is_t5:
+    arrays = {key.removeprefix("params/"): x for key, x in arrays.items()}
+    config = huggingface.config_of(shapes, stored.path)
+    if feed_forward:
+      activations = huggingface.activations_of(feed_forward, "feed_forward")
+      config = dataclasses.replace(config, mlp_activations=activations)
+    tensors = huggingface.to_huggingface(arrays, config)
+    dtype = str(arrays["token_embedder/embedding"].dtype)
+    huggingface.write_folder(file, tensors, huggingface.to_json(config, dtype))
+  else:
+    tensors = timm.to_timm(arrays)
+    safetensors_file.write(file, tensors)
+  # Their tensors are (out, in), and the reader turns them: axis 1 there is axis 0 of the proof.
+  written = verify_checkpoint.verify(file, rules) if is_sparse else None
+  return Exported(
+    stored, file, len(tensors), written, huggingface.Folder(file).json if is_t5 else None
+  )
+
+
+def pack(
+  path: str | os.PathLike | Stored,
+  out: str | os.PathLike,
+  rules: checkpoint_rules.Given = None,
+  axes: Mapping[str, Any] | None = None,
+  dtype: str | None = None,
+) -> Packed:
+  """Writes the weights of a checkpoint that are n:m without their zeros, and reads them back.
+
+      print(nms.runs.pack("runs/final", "model.safetensors").report)
+
+  Args:
+    path: a checkpoint of any network that is n:m, a folder of Hugging Face's T5, or a file of
+      timm's names.
+    out: the file, F.safetensors, which must not be there.
+    rules: as in `verify`.
+    axes: as in `verify`.
+    dtype: of packed values: 'float32', 'bfloat16', 'float16' or 'int8', which rounds with one scale
+      for each column. None: as stored. What is not packed keeps its dtype.
+
+  Raises:
+    ValueError: a kernel is not n:m, nothing is to be packed, or the file cannot be written.
+  """
+  file = os.fspath(out)
+  _check_name(file)
+  safetensors_file.refuse_existing(file)
+  stored = checkpoint.opened(path)
+  stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
+  variables = nested({key: np.asarray(x) for key, x in stored.variables().items()})
+  shapes = {key: x.shape for key, x in flatten(variables["params"])}
+  layers = apart_all(dict(flatten(variables["params"])), scan_axis(shapes))
+  layer_rules = _rules_of_layers(stacked_rules, shapes)
+  report = packed_file.write(file, {**variables, "params": nested(layers)}, layer_rules, dtype)
+  packed_file.read(file)  # the reader checks every entry
+  return Packed(stored, file, os.path.getsize(file), report)
 
 
 def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool = False) -> str:
@@ -124,74 +207,38 @@ def convert(path: str | os.PathLike, out: str | os.PathLike, scan_layers: bool =
   """
   folder = huggingface.Folder(path)
   config = dataclasses.replace(folder.config, scan_layers=scan_layers)
-  params = {key: np.asarray(x, np.float32) for key, x in folder.arrays(config).items()}
+  arrays = {f"target/{k}": np.asarray(x, np.float32) for k, x in folder.arrays(config).items()}
   made = os.path.join(out, "checkpoint_0")
-  arrays = {f"target/{key}": x for key, x in params.items()}
   checkpoint.write(made, arrays | {"state/step": np.asarray(np.int32(0))})
   return made
 
 
-def _arrays(stored: Stored) -> dict[str, np.ndarray]:
-  """Returns what is deployed: 'params/head/kernel', 'batch_stats/bn1/mean' -> array."""
-  names = {"target/": "params/", "flax_mutables/batch_stats/": "batch_stats/"}
-  return {
-    ours + key.removeprefix(theirs): stored.array(stored.deployed(key))
-    for key in stored.leaves
-    for theirs, ours in names.items()
-    if key.startswith(theirs)
-  }
+def _check_name(file: str, is_folder: bool = False) -> None:
+  if file.endswith(safetensors_file.SUFFIX) == is_folder:
+    file_name = f"a file that ends in {safetensors_file.SUFFIX}"
+    wanted = "a folder for a T5, which has config.json as well" if is_folder else file_name
+    raise ValueError(f"{file!r}: name {wanted}.")
 
 
-def _export_t5(
-  stored: Stored, out: str, proof: verify_checkpoint.Proof | None, feed_forward: str | None
-) -> Exported:
-  """Writes a folder of Hugging Face's T5, and proves it."""
-  arrays = {key.removeprefix("params/"): x for key, x in _arrays(stored).items()}
-  config = huggingface.config_of({key: x.shape for key, x in arrays.items()}, stored.path)
-  if feed_forward:
-    activations = huggingface.activations_of(feed_forward, "feed_forward")
-    config = dataclasses.replace(config, mlp_activations=activations)
-  dtype = str(arrays["token_embedder/embedding"].dtype)
-  tensors = huggingface.to_huggingface(arrays, config)
-  huggingface.write_folder(out, tensors, huggingface.to_json(config, dtype))
-  written = huggingface.Folder(out)
-  axis = config.param_scan_axis
-  report = proof and _prove(proof, written.tensors, huggingface.name_of, axis)
-  return Exported(stored, out, len(tensors), report, written.json)
+def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
+  """Returns the rules of a network without a scan that mean the same.
 
-
-def _export_images(
-  stored: Stored, out: str, proof: verify_checkpoint.Proof | None, _: str | None
-) -> Exported:
-  """Writes a file of timm's names, and proves it."""
-  tensors = timm.to_timm(_arrays(stored))
-  safetensors_file.write(out, tensors)
-  written = safetensors_file.Opened(out).tensors
-  report = proof and _prove(proof, written, lambda key: timm.name_of(f"params/{key}"))
-  return Exported(stored, out, len(tensors), report)
-
-
-def _prove(
-  proof: verify_checkpoint.Proof,
-  tensors: Mapping[str, Any],
-  name_of: Callable[[str], Name],
-  axis: int = 1,
-) -> apply.Report:
-  """Counts the groups of what was written; those of kernels lie along axis 1.
-
-  Args:
-    proof: of the checkpoint: the same places are looked at.
-    tensors: what was written, by name.
-    name_of: the library's.
-    axis: of layers that a scan stacked, in a T5.
+  They are the same ones, but where a regex names a stack alone: then they name what they found. A
+  kernel of a layer has two axes and contracts the first one, whatever the axis of its stack is.
   """
-  places = []
-  for place in proof.report.places:
-    recipe: Any = proof.rules.find(place.path)
-    shaped = jax.ShapeDtypeStruct(place.shape, np.float32)
-    for there in map(name_of, apart(place.path, shaped, axis)):
-      label = there.name if there.third is None else f"{there.name}[{there.third} of 3]"
-      regex = f"(?:{re.escape(label)})"
-      alone = Rules({regex: recipe}, {regex: 1}, proof.rules.indivisible)
-      places += apply.verify({label: there.rows(np.asarray(tensors[there.name]))}, alone).places
-  return apply.Report(tuple(places), proof.report.skipped)
+  shaped = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+  layers = {path: list(apart(path, x, scan_axis(shapes))) for path, x in shaped.items()}
+  matches = {path: hit for path in shapes if (hit := rules.match(path))}
+  axes = rules.axes
+  if any(layers[path] != [path] for path in matches):
+    assigned = rules.assign(nested(shaped)).places
+    alone = {path: place for path, place in assigned.items() if layers[path] == [path]}
+    axes = {re.escape(path): place.axis for path, place in alone.items()}
+  if all(rules.match(layer) == at for path, at in matches.items() for layer in layers[path]):
+    return Rules(rules.places, axes, rules.indivisible, rules.roles)
+  number = lambda layer: re.sub(r"_0/", r"_\\d+/", re.escape(layer), count=1)
+  table = {
+    re.escape(path) if layers[path] == [path] else number(layers[path][0]): rules.places[at]
+    for path, at in matches.items()
+  }
+  return Rules(table, axes, rules.indivisible, rules.roles)

@@ -6,8 +6,7 @@
     MODEL_DIR/evaluations.json                   the local runner: losses and metrics, by step
 
 A checkpoint is a folder checkpoint_N, N as Python writes it, that holds what either format begins
-with. A name alone is none: an empty folder and a dangling link do not count. Nothing here opens a
-checkpoint: `runs.checkpoint` does.
+with. An empty folder and a dangling link do not count.
 """
 
 # pyright: reportMissingImports=false
@@ -24,8 +23,7 @@ from typing import Any
 from nm_sparsity_jax.runs import files
 
 PREFIX = "checkpoint"  # of a checkpoint's name: checkpoint_1000
-_NAME = re.compile(rf"{PREFIX}_(0|[1-9][0-9]*)")
-_KAULDRON = re.compile(r"ckpt_(0|[1-9][0-9]*)")
+_NAME = re.compile(r"(?:checkpoint|ckpt)_(0|[1-9][0-9]*)")  # Kauldron's: ckpt_1000
 
 
 def path_of(name: str | os.PathLike) -> Any:
@@ -39,13 +37,6 @@ def path_of(name: str | os.PathLike) -> Any:
   return pathlib.Path(os.path.abspath(name))
 
 
-def named_steps(folder: str | os.PathLike, name: re.Pattern[str] = _NAME) -> Sequence[int]:
-  """Returns the step of each `checkpoint_N` in a folder, ascending, whatever is in them."""
-  path = path_of(folder)
-  names = [child.name for child in path.iterdir()] if path.is_dir() else []
-  return sorted(int(found[1]) for child in names if (found := name.fullmatch(child)))
-
-
 def latest(folder: str | os.PathLike) -> str | None:
   """Returns the newest checkpoint in a folder, None where there is none.
 
@@ -53,24 +44,18 @@ def latest(folder: str | os.PathLike) -> str | None:
   >>> latest(tempfile.mkdtemp()) is None
   True
   """
-  path = path_of(folder)
-  for step in reversed(named_steps(folder)):
-    if is_checkpoint(path / f"{PREFIX}_{step}"):
-      return f"{os.fspath(folder).rstrip('/')}/{PREFIX}_{step}"
+  for inside in ("", "checkpoints"):  # where Kauldron's lie
+    path = path_of(folder) / inside
+    for _, name in reversed(_named(path)):
+      if is_checkpoint(path / name):
+        return os.path.join(folder, inside, name)
   return None
 
 
-def latest_of_kauldron(workdir: str | os.PathLike) -> str | None:
-  """Returns the newest checkpoint of a run of Kauldron; None where there is none.
-
-  Args:
-    workdir: of the run, or the folder `checkpoints` in it.
-  """
-  for path in (path_of(workdir) / "checkpoints", path_of(workdir)):
-    for step in reversed(named_steps(path, _KAULDRON)):
-      if is_checkpoint(path / f"ckpt_{step}"):
-        return os.fspath(path / f"ckpt_{step}")
-  return None
+def _named(path: Any) -> list[tuple[int, str]]:
+  """Returns (step, name) of what is named as a checkpoint, ascending, whatever is in it."""
+  names = [child.name for child in path.iterdir()] if path.is_dir() else []
+  return sorted((int(found[1]), name) for name in names if (found := _NAME.fullmatch(name)))
 
 
 def named_step(checkpoint: str) -> int | None:
@@ -121,8 +106,7 @@ def steps(folder: str | os.PathLike) -> Sequence[int]:
   Orbax gives a folder its name when it is complete, so a kill leaves no half of one.
   """
   path = path_of(folder)
-  state = lambda step: path / f"{PREFIX}_{step}" / "state" / "_METADATA"
-  return [step for step in named_steps(folder) if state(step).is_file()]
+  return [step for step, name in _named(path) if (path / name / "state" / "_METADATA").is_file()]
 
 
 def run_around(folder: str | os.PathLike) -> str | None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
 # The names of Kauldron, and of the local runner, which trains in place, so its state is the
 # optimizer's -> T5X's names; the first that fits. `nms.sparse` keeps the step twice.
@@ -35,8 +37,8 @@ _LOCAL = (
 )
 
 
-def read(state: Any) -> tuple[dict[str, tuple[tuple[int, ...], str]], Callable[[str], np.ndarray]]:
-  """Returns key -> shape and dtype, and what reads the array of a key.
+def read(state: Any) -> dict[str, Lazy]:
+  """Returns key -> array, which is read when it is asked for.
 
   Args:
     state: a path of `folders.orbax_state`.
@@ -46,21 +48,20 @@ def read(state: Any) -> tuple[dict[str, tuple[tuple[int, ...], str]], Callable[[
   reader = ocp.PyTreeCheckpointer()
   with quiet():
     metadata: Any = reader.metadata(state)
-  tree = dict(flatten(metadata.item_metadata.tree))
   table = _KAULDRON if state.name == "default" else _LOCAL
-  names = {ours: key for key in tree if (ours := _t5x_name(key, table)) is not None}
 
-  def array(key: str) -> np.ndarray:
-    wanted: Any = nested({names[key]: ocp.RestoreArgs(restore_type=np.ndarray)})
+  def lazy(name: str, x: Any) -> Lazy:
+    wanted: Any = nested({name: ocp.RestoreArgs(restore_type=np.ndarray)})
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True)
-    with quiet():
-      (_, value), *_ = flatten(reader.restore(state, args=args))
-    return np.asarray(value)
 
-  def shape(name: str) -> tuple[tuple[int, ...], str]:
-    return tuple(tree[name].shape), np.dtype(tree[name].dtype).name
+    def array() -> np.ndarray:
+      with quiet():
+        return np.asarray(jax.tree.leaves(reader.restore(state, args=args))[0])
 
-  return {key: shape(name) for key, name in names.items()}, array
+    return Lazy(tuple(x.shape), np.dtype(x.dtype), array)
+
+  found = [(_t5x_name(name, table), name, x) for name, x in flatten(metadata.item_metadata.tree)]
+  return {key: lazy(name, x) for key, name, x in found if key is not None}
 
 
 def _t5x_name(key: str, table: Sequence[tuple[str, str | None]]) -> str | None:

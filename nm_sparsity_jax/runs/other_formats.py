@@ -1,6 +1,6 @@
 """Weights in names of other libraries, by the keys of a checkpoint, such as target/head/kernel.
 
-F.safetensors, of timm's names  -> [read] -> Stored
+F.safetensors, of timm's names  -> [read] -> key -> array
 F.safetensors, packed           ->
 FOLDER, Hugging Face's T5       ->
 key -> array -> [write_like] -> another such folder
@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax.deploy import huggingface, packed_file, safetensors_file, timm
-from nm_sparsity_jax.models.t5 import T5Config
-from nm_sparsity_jax.runs.stored import Stored
+from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
 HUGGING_FACE = "Hugging Face"  # the format of a folder
 
@@ -30,8 +29,10 @@ def is_readable(path: Any) -> bool:
   return path.is_file() and path.name.endswith(suffixes) or huggingface.is_folder(path)
 
 
-def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -> Stored:
-  """Reads the header of a file, or the headers in a folder.
+def read(
+  name: str, like: Mapping[str, Any] | None = None, config: Any = None
+) -> tuple[str, dict[str, Any], str | None, Any]:
+  """Returns the format, key -> array that is not read yet, and of a packed file rules and reader.
 
   Args:
     name: of the file or folder.
@@ -42,32 +43,20 @@ def read(name: str, like: Mapping[str, Any] | None = None, config: Any = None) -
     ValueError: it is pickled, damaged, or of another network.
   """
   if os.path.isdir(name):
-    if config is not None and not isinstance(config, T5Config):
-      raise ValueError(f"{name!r} is a T5 of Hugging Face, and the network is none.")
     arrays = huggingface.Folder(name).arrays(config)
-    return _stored(name, HUGGING_FACE, {f"params/{key}": x for key, x in arrays.items()})
+    return HUGGING_FACE, {f"target/{key}": x for key, x in arrays.items()}, None, None
   opened = safetensors_file.Opened(name)
   if packed_file.is_packed(opened):
-    return _packed(name)
+    file = packed_file.Opened(name)
+    lazy = lambda key, x: Lazy(tuple(x.shape), np.dtype(x.dtype), lambda: file.array(key))
+    found = {_key(key): lazy(key, x) for key, x in file.leaves.items()}
+    return "packed", found, file.rules, lambda: packed_file.read(name)
   if "shared.weight" in opened.tensors:
     raise ValueError(
       f"{name!r} holds a T5 in Hugging Face's names: name its folder, which has config.json."
     )
-  return _stored(name, "timm", timm.from_tensors(opened.tensors, repr(name), like, config))
-
-
-def _stored(name: str, format_: str, arrays: Mapping[str, Any]) -> Stored:
-  own = {_key(key): x for key, x in arrays.items()}
-  leaves = {key: (x.shape, x.dtype.name) for key, x in own.items()}
-  return Stored.of(name, format_, leaves, lambda key: np.asarray(own[key]))
-
-
-def _packed(name: str) -> Stored:
-  opened = packed_file.Opened(name)
-  own = {_key(key): key for key in opened.leaves}
-  leaves = {_key(key): (x.shape, x.dtype.name) for key, x in opened.leaves.items()}
-  array = lambda key: opened.array(own[key])
-  return Stored.of(name, "packed", leaves, array, opened.rules, lambda: packed_file.read(name))
+  arrays = timm.from_tensors(opened.tensors, repr(name), like, config)
+  return "timm", {_key(key): x for key, x in arrays.items()}, None, None
 
 
 def _key(key: str) -> str:

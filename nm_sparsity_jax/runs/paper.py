@@ -19,11 +19,10 @@ import functools
 import importlib.resources
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 SCORES = {"top1": "top-1", "overall": "overall", "accuracy": "accuracy"}
-_PHASES = ("dense_steps", "finetune_steps")
 
 
 @functools.cache
@@ -39,19 +38,35 @@ class Row:
 
   Attributes:
     table: such as 'table12', a file of gin_configs/paper/.
-    name: what ROW is set to.
     published: the row of published.json.
   """
 
   table: str
-  name: str
   published: Mapping[str, Any]
+
+  @property
+  def name(self) -> str:
+    """Returns what ROW is set to, such as 'sr_ste ff=1:8 qk=1:4 dense_steps=0'."""
+    row, places = self.published, self.published["places"]
+    patterns = [*places.values()] if len(places) == 1 else [f"{k}={v}" for k, v in places.items()]
+    phases = [f"{k}={row[k]}" for k in ("dense_steps", "finetune_steps") if row.get(k) is not None]
+    return " ".join([row["recipe"], *patterns, *phases])
 
   @property
   def score(self) -> str:
     """Returns the published score, such as 'overall 84.1'; '' where there is none."""
     kind = next((kind for kind in SCORES if kind in self.published), None)
     return f"{SCORES[kind]} {self.published[kind]}" if kind else ""
+
+  @property
+  def words(self) -> set[str]:
+    """Returns what a search finds it by: table, recipe, patterns, places, network, score."""
+    # As printed, without the phase, which is a number in the name.
+    printed = self.published["row"].partition(" (")[0]
+    text = f"{self.table} {self.name} {printed} {self.published.get('network', '')} {self.score}"
+    words = text.lower().split()
+    parts = [part for word in words for part in word.split("=")]
+    return {*words, *parts, *self.published["recipe"].split("_"), *printed.lower().split("-")}
 
   def settings(self) -> dict[str, Any]:
     """Returns the macros that the row sets: name -> value."""
@@ -69,22 +84,11 @@ class Row:
     }
 
 
-def _name(published: Mapping[str, Any]) -> str:
-  """Returns recipe, patterns and phases, such as 'sr_ste ff=1:8 qk=1:4 dense_steps=0'."""
-  places = published["places"]
-  patterns = [*places.values()] if len(places) == 1 else [f"{k}={v}" for k, v in places.items()]
-  phases = [f"{k}={published[k]}" for k in _PHASES if published.get(k) is not None]
-  return " ".join([published["recipe"], *patterns, *phases])
-
-
 @functools.cache
 def rows() -> Mapping[str, Mapping[str, Row]]:
   """Returns table -> name -> row, of all tables that a network was trained for."""
-  return {
-    table: {(name := _name(row)): Row(table, name, row) for row in found}
-    for table, found in tables().items()
-    if table != "about"
-  }
+  made = {t: [Row(t, row) for row in found] for t, found in tables().items() if t != "about"}
+  return {table: {row.name: row for row in found} for table, found in made.items()}
 
 
 def find(table: str, row: str) -> Row:
@@ -97,11 +101,9 @@ def find(table: str, row: str) -> Row:
   Raises:
     ValueError: names the nearest rows.
   """
-  if table not in rows():
-    raise ValueError(f"TABLE={table!r}: choose one of {', '.join(rows())}")
-  wanted = sorted(map(_plain, str(row).split()))
+  wanted = _plain(str(row).split())
   for name, found in rows()[table].items():
-    if sorted(name.split()) == wanted:
+    if {*name.split()} == wanted:
       return found
   near = ", ".join(repr(one.name) for one in nearest(wanted, [*rows()[table].values()]))
   raise ValueError(
@@ -124,16 +126,16 @@ def setting(table: str, row: str, macro: str) -> Any:
   return find(table, row).settings()[macro]
 
 
-def search(words: Sequence[str]) -> list[Row]:
+def search(words: Iterable[str]) -> list[Row]:
   """Returns the rows that have every word: a table, recipe, pattern, place, network or score.
 
   >>> [row.name for row in search(["stepwise", "table7"])], len(search(["table4", "qkv=1:8"]))
   ([], 3)
   """
-  return [row for row in _all() if set(map(_plain, words)) <= _words(row)]
+  return [row for row in _all() if _plain(words) <= row.words]
 
 
-def nearest(words: Sequence[str], among: Sequence[Row] | None = None, count: int = 3) -> list[Row]:
+def nearest(words: Iterable[str], among: Sequence[Row] | None = None, count: int = 3) -> list[Row]:
   """Returns the rows that share the most words, then the most letters, the nearest first.
 
   Args:
@@ -141,11 +143,12 @@ def nearest(words: Sequence[str], among: Sequence[Row] | None = None, count: int
     among: rows to choose from; None = all.
     count: how many.
   """
-  wanted, text = set(map(_plain, words)), " ".join(words).lower()
+  wanted = _plain(words)
+  letters = difflib.SequenceMatcher(b=" ".join(sorted(wanted)))
 
   def closeness(row: Row) -> tuple[int, float]:
-    likeness = difflib.SequenceMatcher(None, text, row.name).ratio()
-    return len(wanted & _words(row)), likeness
+    letters.set_seq1(" ".join(sorted(row.name.split())))
+    return len(wanted & row.words), letters.ratio()
 
   return sorted(among or _all(), key=closeness, reverse=True)[:count]
 
@@ -154,20 +157,6 @@ def _all() -> list[Row]:
   return [row for table in rows().values() for row in table.values()]
 
 
-def _plain(word: str) -> str:
-  """Returns a word in the form in which rows have it: 'dense_steps=10000' for 10_000."""
-  return re.sub(r"(?<=\d)_(?=\d)", "", word).lower()
-
-
-@functools.cache
-def _words_of(table: str, name: str) -> frozenset[str]:
-  row = rows()[table][name].published
-  printed = row["row"].partition(" (")[0].lower()  # without the phase, which is a number here
-  whole = [table, *name.split(), printed, row.get("network", "")]
-  parts = re.findall(r"[^=]+", " ".join(whole).replace(" ", "="))
-  scores = [str(row[kind]) for kind in SCORES if kind in row]
-  return frozenset([*whole, *parts, *row["recipe"].split("_"), *printed.split("-"), *scores])
-
-
-def _words(row: Row) -> frozenset[str]:
-  return _words_of(row.table, row.name)
+def _plain(words: Iterable[str]) -> set[str]:
+  """Returns words in the form in which rows have them: 'dense_steps=10000' for 10_000."""
+  return {re.sub(r"(?<=\d)_(?=\d)", "", word).lower() for word in words}

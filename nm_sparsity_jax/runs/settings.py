@@ -16,7 +16,6 @@ from typing import Any
 from nm_sparsity_jax.runs import files, folders
 
 _FILE = "settings.json"
-_SHOWN = 6  # differences that a message names
 _UNSET = "not set"
 
 
@@ -75,8 +74,7 @@ def changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
   if before is None or not folders.steps(folder):
     return ""
   found = differences(before, settings)
-  more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-  return "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found[:_SHOWN]) + more
+  return "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found)
 
 
 def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:

@@ -5,14 +5,16 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from nm_sparsity_jax.deploy.safetensors_file import Lazy
 
-def read(file: Any) -> tuple[dict[str, tuple[tuple[int, ...], str]], Callable[[str], np.ndarray]]:
-  """Returns key -> shape and dtype, and what reads the array of a key.
+
+def read(file: Any) -> dict[str, Any]:
+  """Returns key -> array, or `Lazy` that reads it.
 
   Args:
     file: a path of `folders.t5x_file`. msgpack holds data alone: nothing in it is executed.
@@ -32,15 +34,12 @@ def read(file: Any) -> tuple[dict[str, tuple[tuple[int, ...], str]], Callable[[s
       found[key] = np.asarray(node)
 
   walk(serialization.msgpack_restore(file.read_bytes())["optimizer"], "")
-  # They were opened all at once, which matters in a bucket.
-  arrays = {k: x if isinstance(x, np.ndarray) else x.result() for k, x in found.items()}
-  leaves = {key: (tuple(x.shape), x.dtype.name) for key, x in arrays.items()}
+  # All were opened before the first result is asked for, which matters in a bucket.
+  return {k: x if isinstance(x, np.ndarray) else _lazy(x.result()) for k, x in found.items()}
 
-  def array(key: str) -> np.ndarray:
-    x = arrays[key]
-    return x if isinstance(x, np.ndarray) else np.asarray(x.read().result())
 
-  return leaves, array
+def _lazy(x: Any) -> Lazy:
+  return Lazy(tuple(x.shape), x.dtype.numpy_dtype, lambda: np.asarray(x.read().result()))
 
 
 def _spec(node: Mapping[str, Any], folder: Any) -> dict[str, Any]:

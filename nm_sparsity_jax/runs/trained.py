@@ -19,7 +19,6 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nm_sparsity_jax.core.errors import UnknownRecipe
 from nm_sparsity_jax.runs import files, folders
 
 if TYPE_CHECKING:
@@ -29,15 +28,10 @@ if TYPE_CHECKING:
 _SHOWN = 200  # characters of a value that messages show
 
 
-def config_of(folder: str | os.PathLike) -> pathlib.Path | None:
-  """Returns the file that holds a run's gin configuration; None where there is none."""
-  found = (pathlib.Path(folder) / name for name in ("config.gin", "operative_config.gin"))
-  return next((file for file in found if file.is_file()), None)
-
-
 def gin_text(folder: str | os.PathLike) -> str:
   """Returns the gin configuration of a run; '' where there is none."""
-  file = config_of(folder)
+  found = (pathlib.Path(folder) / name for name in ("config.gin", "operative_config.gin"))
+  file = next((file for file in found if file.is_file()), None)
   return files.read_text(file) if file else ""
 
 
@@ -139,23 +133,16 @@ def rules_of(folder: str | os.PathLike, gin: str | None = None) -> Rules:
     gin: the text of its config.gin, '' for none; None reads it from the folder.
 
   Raises:
-    ValueError: neither tells them, or the macros say what is refused.
+    ValueError: they are in neither, or the macros say what is refused.
   """
   from nm_sparsity_jax.training import configure, rules_text
 
-  settings = read_settings(folder) if gin is None else parse_settings(gin)
-  stored = _opened(folder)
+  stored, _ = _opened(folder)
   if stored is not None and stored.rules is not None:
-    try:
-      return rules_text.parse(stored.rules)
-    except UnknownRecipe:  # the macros know no more of it
-      raise
-    except ValueError:  # of another version of this package
-      pass
-  if not settings.text:
-    raise ValueError("there is no config.gin")
+    return rules_text.parse(stored.rules)
+  settings = read_settings(folder) if gin is None else parse_settings(gin)
   if "RECIPE" not in {*settings.values, *settings.references}:
-    raise ValueError("config.gin has no macro RECIPE")
+    raise ValueError("config.gin has no macro RECIPE, or is not there")
   return configure.rules(
     recipe=settings.get("RECIPE"),
     pattern=settings.get("PATTERN"),
@@ -170,23 +157,13 @@ def rules_of(folder: str | os.PathLike, gin: str | None = None) -> Rules:
   )
 
 
-def _opened(path: str | os.PathLike) -> Stored | None:
-  """Returns a checkpoint, or the newest one of a run; None where none can be read."""
-  from nm_sparsity_jax.runs import checkpoint
-
-  try:
-    return checkpoint.opened(path)
-  except Exception:  # also what a bucket raises; what restores the checkpoint says why
-    return None
-
-
 def stored_rules(
   path: str, pretrained_steps: int | None = None, why: str = "", **given: Any
 ) -> Rules:
   """Returns the rules that a checkpoint holds; refuses a setting that says something else.
 
-  A checkpoint that cannot be read, or that is dense, is no error where the settings tell all: what
-  opens it refuses it.
+  Where a checkpoint cannot be read, or is dense, the settings may have them all: what opens it
+  refuses it.
 
   Args:
     path: the checkpoint, or a run's folder, whose newest one counts.
@@ -195,24 +172,22 @@ def stored_rules(
     **given: arguments of `configure.rules`; None where a setting is not given.
 
   Raises:
-    ValueError: a setting does not agree, or nothing tells the rules.
+    ValueError: a setting does not agree, or the rules are unknown.
   """
-  from nm_sparsity_jax.runs import checkpoint
   from nm_sparsity_jax.training import configure, rules_text
 
-  stored, reason = None, f"{path} is dense: it has no sparse step. Evaluate it with {why}"
-  try:
-    stored = checkpoint.opened(path)
-  except Exception as e:  # also what a bucket raises
-    reason = f"{str(e).rstrip('.')}, so its rules are unknown"
+  stored, error = _opened(path)
   if stored is None or stored.rules is None:
     settings = {name: value for name, value in given.items() if value is not None}
     try:
       # `ff` is what gin_configs/sparsity.gin makes sparse.
       return configure.rules(**{"places": {"ff": None}, **settings})
     except ValueError as e:
+      reason = f"{path} is dense: it has no sparse step. Evaluate it with {why}."
+      if error is not None:
+        reason = f"{str(error).rstrip('.')}, so its rules are unknown."
       said = f" (The settings do not tell them: {e})" if settings else ""
-      raise ValueError(f"{reason}.{said}") from e
+      raise ValueError(f"{reason}{said}") from e
   rules = rules_text.parse(stored.rules)
   if pretrained_steps is not None and (start := _start(stored)) not in (None, pretrained_steps):
     raise ValueError(
@@ -224,7 +199,7 @@ def stored_rules(
 
 
 def start_of(run: str | None, initial: str | None = None) -> int | None:
-  """Returns the global step at which a sparse run begins, or began; None where nothing tells.
+  """Returns the global step at which a sparse run begins, or began; None where that is unknown.
 
   Args:
     run: its folder, or one of its checkpoints.
@@ -235,17 +210,35 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
   """
   from nm_sparsity_jax.runs import checkpoint
 
-  start = _start_of_checkpoint(checkpoint.find(run)) if run else None
+  start = _steps_of(checkpoint.find(run))[1] if run else None
   if start is not None or not initial:
     return start
-  return _step_of(initial)
+  step, _ = _steps_of(checkpoint.find(initial))
+  step = folders.named_step(initial) if step is None else step
+  if step is None:
+    raise ValueError(
+      f"INITIAL_CHECKPOINT_PATH={initial!r} does not tell PRETRAINED_STEPS, its step. Set "
+      "PRETRAINED_STEPS."
+    )
+  return step
 
 
 # A checkpoint does not change, and gin asks again for each use of PRETRAINED_STEPS.
 @functools.lru_cache(maxsize=16)
-def _start_of_checkpoint(path: str) -> int | None:
-  stored = _opened(path)
-  return None if stored is None else _start(stored)
+def _steps_of(path: str) -> tuple[int | None, int | None]:
+  """Returns the step of a checkpoint, and that at which its sparse run began."""
+  stored, _ = _opened(path)
+  return (None, None) if stored is None else (stored.step, _start(stored))
+
+
+def _opened(path: str | os.PathLike) -> tuple[Stored | None, Exception | None]:
+  """Returns a checkpoint, or the newest one of a run; where none can be read, the error."""
+  from nm_sparsity_jax.runs import checkpoint
+
+  try:
+    return checkpoint.opened(path), None
+  except Exception as e:  # also what a bucket raises; what restores the checkpoint says it again
+    return None, e
 
 
 def _start(stored: Stored) -> int | None:
@@ -256,18 +249,3 @@ def _start(stored: Stored) -> int | None:
   if stored.step is None or stored.sparse_step is None:
     return None
   return stored.step - stored.sparse_step
-
-
-@functools.lru_cache(maxsize=16)
-def _step_of(path: str) -> int:
-  """Returns the step of a checkpoint, else that in its name."""
-  stored = _opened(path)
-  step = stored.step if stored is not None else None
-  if step is None:
-    step = folders.named_step(path)
-  if step is None:
-    raise ValueError(
-      f"INITIAL_CHECKPOINT_PATH={path!r} does not tell PRETRAINED_STEPS, its step. Set "
-      "PRETRAINED_STEPS."
-    )
-  return step

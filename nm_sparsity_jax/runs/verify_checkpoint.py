@@ -3,9 +3,6 @@
     path, rules -> [verify]   -> Proof: groups by place, ok
     path, out   -> [finalize] -> out/checkpoint_N with zeros, its Proof, what was removed
 
-A checkpoint of a sparse run holds its rules; say those of any other one. `verify`
-reads one array at a time, `finalize` holds the parameters. T5X is not needed.
-
 >>> import tempfile, numpy as np
 >>> from nm_sparsity_jax.runs import checkpoint
 >>> run = tempfile.mkdtemp()
@@ -14,9 +11,9 @@ reads one array at a time, `finalize` holds the parameters. T5X is not needed.
 >>> verify(run, {"ff": "2:4"}).ok
 False
 >>> made = finalize(run, f"{run}/final", {"ff": "2:4"})
->>> made.ok, [f"{r.path} lost {r.magnitude:.0%}" for r in made.removed]
-(True, ['encoder/layers_0/mlp/wi/kernel lost 28%'])
->>> verify(f"{run}/final", {"ff": "2:4"}).ok
+>>> made.ok, made.removed
+(True, {'encoder/layers_0/mlp/wi/kernel': 0.2777777777777778})
+>>> verify(f"{run}/final").ok
 True
 """
 
@@ -29,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.trees import flatten, nested
-from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, network_settings, other_formats
+from nm_sparsity_jax.core.text import table
+from nm_sparsity_jax.core.trees import flatten, group, nested
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, other_formats
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.training import apply, rules_text
 from nm_sparsity_jax.training.rules import Rules
-from nm_sparsity_jax.training.sites import Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,35 +72,18 @@ class Proof:
 
 
 @dataclasses.dataclass(frozen=True)
-class Removed:
-  """What one parameter lost.
-
-  Attributes:
-    path: the parameter.
-    weights: share of weights that were not 0 and are now.
-    magnitude: their share of the sum of |w|.
-    squares: their share of the sum of w ** 2.
-  """
-
-  path: str
-  weights: float
-  magnitude: float
-  squares: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Finalized:
   """What `finalize` wrote.
 
   Attributes:
     source: the checkpoint that was read.
     proof: the proof of the checkpoint that was written, read back from the disk.
-    removed: what each sparse parameter lost.
+    removed: sparse parameter -> the share that it lost of its sum of |w|.
   """
 
   source: Stored
   proof: Proof
-  removed: tuple[Removed, ...]
+  removed: Mapping[str, float]
 
   @property
   def ok(self) -> bool:
@@ -115,13 +95,19 @@ class Finalized:
     """Returns the folder of the written checkpoint."""
     return self.proof.stored.path
 
+  def __str__(self) -> str:
+    """Returns what was removed, with the least and the most of like parameters, and the proof."""
+    rows = []
+    for name, paths in group(list(self.removed), words=True):
+      shares = [f"{share:.2%}" for share in sorted(self.removed[path] for path in paths)]
+      rows.append((name, " .. ".join(dict.fromkeys((shares[0], shares[-1])))))
+    lines = table(("removed of", "sum of |w|"), rows)
+    return "\n".join([*lines, f"\n{self.path}, as it was written:\n", str(self.proof)])
+
   def as_dict(self) -> dict[str, Any]:
     """Returns the findings as values that JSON knows."""
-    found = self.proof.as_dict()
-    lost = {r.path: dataclasses.asdict(r) for r in self.removed}
-    found["places"] = [place | lost[place["path"]] for place in found["places"]]
-    average = {"average": True} if self.source.average else {}
-    return {"from": self.source.path, **average, **found}
+    facts = {"from": self.source.path, "average": self.source.average}
+    return {**facts, "removed": dict(self.removed), **self.proof.as_dict()}
 
 
 def verify(
@@ -147,6 +133,13 @@ def verify(
   """
   stored = checkpoint.opened(path)
   return _prove(stored, checkpoint_rules.rules_for(stored, rules, axes))
+
+
+def _prove(stored: Stored, rules: Rules) -> Proof:
+  if stored.packed is not None:
+    stored.packed()  # its reader checks every entry, also of kernels that no rule names
+  # One array is in memory at a time: they are read where they are counted.
+  return Proof(stored, rules, apply.verify(checkpoint_rules.parameters(stored), rules))
 
 
 def finalize(
@@ -176,12 +169,8 @@ def finalize(
     ValueError: the schedule is not over, the output is there already, or what `verify` refuses.
   """
   stored = checkpoint.opened(path)
-  if stored.packed is not None:
-    raise ValueError(
-      f"{stored.path!r} is a packed file, and finalized already: use it as it is, or `export` it."
-    )
   rules = checkpoint_rules.rules_for(stored, rules, axes)
-  assignment = checkpoint_rules.assign(stored, rules)
+  assignment = rules.assign(checkpoint_rules.parameters(stored))
   if not early and stored.sparse_step is not None:
     if ahead := assignment.unfinished(stored.sparse_step):
       raise ValueError(
@@ -190,47 +179,27 @@ def finalize(
   is_folder = stored.format == other_formats.HUGGING_FACE
   made = os.fspath(out) if is_folder else os.path.join(out, f"checkpoint_{stored.step or 0}")
   checkpoint.check_new(made)
-  arrays = _kept(stored)
-  removed = tuple(_make_zeros(arrays, assignment.places, rules, stored))
+  arrays = _without_optimizer(stored)
+  params = {k.removeprefix("target/"): x for k, x in arrays.items() if k.startswith("target/")}
+  step = stored.sparse_step or 0
+  zeros = apply.finalize(nested(params), rules, step, stored.masks() or None, early=True)
+  removed = {}
+  for path, w in flatten(zeros):
+    kept = arrays[f"target/{path}"] = np.asarray(w)
+    if path in assignment.places:
+      before = np.abs(params.pop(path).astype(np.float64))
+      with np.errstate(all="ignore"):  # inf and NaN: the proof names them
+        removed[path] = float(before[kept == 0].sum() / (before.sum() or 1))
   if is_folder:
     other_formats.write_like(stored.path, made, arrays)
   else:
-    settings = network_settings.read(stored.path)
-    checkpoint.write(made, arrays, settings, checkpoint_rules.to_note(stored, rules))
+    noted = rules_text.describe(rules) if stored.sparse_step is None else None
+    checkpoint.write(made, arrays, checkpoint.network_settings(stored.path), noted)
   return Finalized(stored, _prove(checkpoint.read(made), rules), removed)
 
 
-def _make_zeros(
-  arrays: dict[str, np.ndarray], places: Mapping[str, Site], rules: Rules, stored: Stored
-):
-  """Replaces each sparse parameter by the finalized one, and yields what it lost."""
-  params = nested({path: arrays[f"target/{path}"] for path in places})
-  alone = checkpoint_rules.rules_of_places(places, rules.indivisible)
-  step, masks = stored.sparse_step or 0, stored.masks() or None
-  for path, w in flatten(apply.finalize(params, alone, step, masks, early=True)):
-    before = arrays[f"target/{path}"]
-    arrays[f"target/{path}"] = np.asarray(w)
-    yield _removed(path, before, arrays[f"target/{path}"])
-
-
-def _prove(stored: Stored, rules: Rules) -> Proof:
-  assignment = checkpoint_rules.assign(stored, rules)
-  if stored.packed is not None:
-    stored.packed()  # its reader checks every entry, also of kernels that no rule names
-  found = []
-  for path, place in assignment.places.items():
-    array = stored.array(stored.deployed(f"target/{path}"))
-    alone = checkpoint_rules.rules_of_places({path: place}, rules.indivisible)
-    found += apply.verify(nested({path: array}), alone).places
-    del array  # or it would stay while the next one is read
-  return Proof(stored, rules, apply.Report(tuple(found), assignment.skipped))
-
-
-def _kept(stored: Stored) -> dict[str, np.ndarray]:
-  """Returns what a finalized checkpoint holds, by key, before it has zeros.
-
-  It has no optimizer: W, and moments of weights that are gone.
-  """
+def _without_optimizer(stored: Stored) -> dict[str, np.ndarray]:
+  """Returns what a finalized checkpoint holds, by key, before it has zeros."""
   arrays = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
   if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
     start = np.int32((stored.step or 0) - stored.sparse_step)
@@ -239,16 +208,3 @@ def _kept(stored: Stored) -> dict[str, np.ndarray]:
     if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
       arrays[key] = stored.array(stored.deployed(key))
   return arrays
-
-
-def _removed(path: str, before: np.ndarray, after: np.ndarray) -> Removed:
-  with np.errstate(all="ignore"):  # inf and NaN: `verify` warns of them
-    was = np.abs(before.astype(np.float64))
-    lost = np.where(after == 0, was, 0.0)
-    share = lambda part, whole: float(part / whole) if whole else 0.0
-    return Removed(
-      path,
-      share((lost != 0).sum(), was.size),
-      share(lost.sum(), was.sum()),
-      share((lost**2).sum(), (was**2).sum()),
-    )

@@ -8,7 +8,7 @@ any axis of any rank works, and a sharded array needs no communication as long a
 shard holds whole groups.
 """
 
-from nm_sparsity_jax.core.masks.making import Axis, check_axis, ladder_mask, magnitude_mask, nm_mask
+from nm_sparsity_jax.core.masks.making import Axis, check_axis, magnitude_mask, nm_mask
 from nm_sparsity_jax.core.masks.pins import pinned
 
-__all__ = ["Axis", "check_axis", "ladder_mask", "magnitude_mask", "nm_mask", "pinned"]
+__all__ = ["Axis", "check_axis", "magnitude_mask", "nm_mask", "pinned"]

@@ -93,49 +93,14 @@ def magnitude_mask(
     )
   axes = _whole_groups(w.shape, axis, pattern.m)
   last = pattern.n if settles and n is not None else None
-  kept = Kept(pattern.m, pattern.n if n is None else None, last=last)
-  return _magnitude_mask(w, n, None, parent, kept, axes)
+  kept = Kept(pattern.m, pattern.n if n is None else None, last)
+  return _magnitude_mask(w, n, parent, kept, axes)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(4, 5))
-def _magnitude_mask(w, n, doublings, parent, kept, axes):
+@functools.partial(jax.jit, inline=True, static_argnums=(3, 4))
+def _magnitude_mask(w, n, parent, kept, axes):
   n = None if n is None else jnp.asarray(n, jnp.int32)
-  return primitive.mask(w, kept, axes, n, doublings, parent)
-
-
-def ladder_mask(
-  w: jax.Array,
-  pattern: NM | str,
-  axis: Axis = 0,
-  *,
-  doublings: jax.Array,
-  most: int,
-  settles: bool = False,
-) -> jax.Array:
-  """Returns the magnitude mask of 2^d*n : 2^d*m for a traced d: one program serves all d.
-
-  Weights are counted in groups of m, and a longer group adds up the counts of its 2^d short ones.
-
-  Args:
-    w: float array [..., K, ...], K a multiple of 2^most * m.
-    pattern: n:m, the pattern at d = 0.
-    axis: as in `nm_mask`.
-    doublings: d, a traced integer scalar in [0, most].
-    most: the largest d.
-    settles: d is most often 0; as in `magnitude_mask`.
-
-  Returns:
-    bool, same shape as `w`, True = kept.
-
-  >>> w = jnp.array([4., 3., 2., 1.])
-  >>> [ladder_mask(w, "1:2", doublings=jnp.int32(d), most=1).tolist() for d in (0, 1)]
-  [[True, False, True, False], [True, True, False, False]]
-  """
-  w, pattern = _floating(w), NM.parse(pattern)
-  doublings = jnp.asarray(doublings, jnp.int32)
-  kept = Kept(pattern.m, None, most, pattern.n if settles else None)
-  axes = _whole_groups(w.shape, axis, kept.group)
-  return _magnitude_mask(w, jnp.int32(pattern.n) << doublings, doublings, None, kept, axes)
+  return primitive.mask(w, kept, axes, n, parent)
 
 
 def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[int, ...]:
@@ -160,15 +125,12 @@ def check_axis(shape: Sequence[int], axis: Axis, gaps: bool = False) -> tuple[in
 def _floating(x):
   if not hasattr(x, "dtype"):
     x = jnp.asarray(x)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
+  # float8_e8m0 has no zero to prune to, and JAX computes nothing in float6.
+  has_no_zero = x.dtype.name.startswith(("float8_e8m0", "float6_"))
+  if not jnp.issubdtype(x.dtype, jnp.floating) or has_no_zero:
     raise ValueError(
-      f"a mask needs real floating-point scores, got dtype {x.dtype} and shape {x.shape}. "
-      "Integers: convert with .astype(jnp.float32). Complex numbers: pass jnp.abs of them."
-    )
-  if x.dtype.name.startswith(("float8_e8m0", "float6_")):
-    raise ValueError(
-      f"no mask can be made for dtype {x.dtype} and shape {x.shape}: it has no zero, or JAX "
-      "computes nothing in it. Convert the weight with .astype(jnp.float32)."
+      f"a mask needs real floating-point scores, got dtype {x.dtype} and shape {x.shape}: convert "
+      "with .astype(jnp.float32), or pass jnp.abs of complex numbers."
     )
   return x
 

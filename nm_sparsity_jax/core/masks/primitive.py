@@ -1,6 +1,6 @@
 """The mask of a weight as one operation, which each platform carries out in its own way.
 
-    w, [n, doublings], [parent] -> nm_mask -> on a TPU `tpu.mask`, one pass; elsewhere `groupwise`
+    w, [n], [parent] -> nm_mask -> on a TPU `tpu.mask`, one pass; elsewhere `groupwise`
 
 The way is chosen when the program is lowered, so one program serves CPU, GPU and TPU. A Pallas
 kernel cannot be partitioned by XLA. So it serves one device, and whole shards inside `shard_map`;
@@ -28,7 +28,6 @@ def mask(
   kept: Kept,
   axes: tuple[int, ...],
   n: jax.Array | None = None,
-  doublings: jax.Array | None = None,
   parent: jax.Array | None = None,
 ) -> jax.Array:
   """Returns the magnitude mask of a weight; no gradient flows through it.
@@ -38,16 +37,12 @@ def mask(
     kept: what is known of the pattern.
     axes: the axes of the groups, adjacent and ascending.
     n: how many to keep, where `kept` does not know it.
-    doublings: how often the groups double, where they may.
     parent: bool, shape of `w`, or None.
 
   Returns:
     bool, shape of `w`, True = kept.
   """
-  zero = jnp.int32(0)
-  scalars = () if n is None else (jnp.stack([n, zero if doublings is None else doublings]),)
-  parents = () if parent is None else (parent,)
-  operands = _alike(lax.stop_gradient(w), *scalars, *parents)
+  operands = _alike(lax.stop_gradient(w), *(x for x in (n, parent) if x is not None))
   return _mask.bind(*operands, kept=kept, axes=axes)
 
 
@@ -69,36 +64,29 @@ def _varying(aval) -> frozenset:
 
 def groupwise(w, *rest, kept: Kept, axes: tuple[int, ...]):
   """Returns the mask by elementwise passes and reductions within a group, for any dtype."""
-  n, doublings, parent = _named(rest, kept)
+  n, parent = _named(rest, kept)
   if kept.last is not None:
-    settled, final, (climbing, fewer) = kept.split(n, doublings)
-    scalars, parents = jnp.stack([n, fewer]), rest[1:]
     return lax.cond(
-      settled,
-      lambda: groupwise(w, *parents, kept=final, axes=axes),
-      lambda: groupwise(w, scalars, *parents, kept=climbing, axes=axes),
+      n == kept.last,
+      lambda: groupwise(w, *rest[1:], kept=Kept(kept.m, kept.last), axes=axes),
+      lambda: groupwise(w, *rest, kept=Kept(kept.m), axes=axes),
     )
-  axis, grouped = axes[0] + 1, selection.in_groups(w.shape, axes, kept.group)
-  keys = magnitude_keys(w.reshape(grouped))
+  keys = magnitude_keys(w.reshape(selection.in_groups(w.shape, axes, kept.m)))
   if parent is not None:
-    keys = jnp.where(parent.reshape(grouped), keys, keys.dtype.type(ABSENT))
-  if kept.most:
-    found = selection.select_in_ladder(keys, kept, n, doublings, axis)
-  else:
-    found = selection.select(keys, n, axis)
-  return found.reshape(w.shape)
+    keys = jnp.where(parent.reshape(keys.shape), keys, keys.dtype.type(ABSENT))
+  return selection.select(keys, n, axes[0] + 1).reshape(w.shape)
 
 
 def _by_kernel(w, *rest, kept, axes):
-  n, doublings, parent = _named(rest, kept)
-  return tpu.mask(w, jnp.asarray([n, doublings], jnp.int32), parent, axes, kept)
+  n, parent = _named(rest, kept)
+  return tpu.mask(w, jnp.asarray(n, jnp.int32), parent, axes, kept)
 
 
-def _named(rest, kept: Kept) -> tuple[Any, Any, Any]:
-  """Returns n and the doublings, as known or as traced, and the parent or None."""
-  rest = list(rest)
-  n, doublings = (kept.n, 0) if kept.n is not None else rest.pop(0)
-  return n, doublings, rest.pop() if rest else None
+def _named(rest, kept: Kept) -> tuple[Any, Any]:
+  """Returns n, as known or as traced, and the parent or None."""
+  # A primitive takes no None, so what is not there is left out.
+  n, *parent = rest if kept.n is None else (kept.n, *rest)
+  return n, parent[0] if parent else None
 
 
 _mask = Primitive("nm_mask")
@@ -111,6 +99,7 @@ def _compiled(*args, kept, axes):
 
 @_mask.def_impl
 def _outside_jit(*args, kept, axes):
+  # One program for each shape: the passes of a mask one by one would each write the whole weight.
   # Under `jax.disable_jit` the compiled one would come back here.
   run = groupwise if jax.config.values["jax_disable_jit"] else _compiled
   return run(*args, kept=kept, axes=axes)
@@ -131,7 +120,7 @@ def _batched(args, dims, *, kept, axes):
   def to_front(x, d):
     return jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
 
-  whole = [kept.n is None and i == 1 for i in range(len(args))]  # n and doublings hold for all
+  whole = [kept.n is None and i == 1 for i in range(len(args))]  # one n holds for all
   args = [x if w else to_front(x, d) for x, d, w in zip(args, dims, whole, strict=True)]
   return _mask.bind(*args, kept=kept, axes=tuple(a + 1 for a in axes)), 0
 

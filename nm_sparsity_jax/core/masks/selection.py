@@ -7,11 +7,10 @@ Nothing is sorted, gathered or transposed: every pass is elementwise or reduces 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,35 +24,19 @@ _MAX_M_FOR_NETWORK = 32  # a min-max network: its program, and so its compilatio
 _MAX_M_FOR_RANKS = 16  # m comparisons per weight, for a traced n
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
   """What to keep of each group, as far as it is known before the program runs.
 
   Attributes:
-    m: the length of the shortest group.
+    m: the length of a group.
     n: how many to keep, None where it is traced.
-    most: groups may be up to 2^most times as long; how often they double is traced then, as n is.
-    last: where n is traced, the n that holds longest, in the shortest groups. It has a way of its
-      own, since 1:m is one maximum.
+    last: where n is traced, the n that holds longest. It has a way of its own, since 1:m is one
+      maximum.
   """
 
   m: int
   n: int | None = None
-  most: int = 0
   last: int | None = None
-
-  @property
-  def group(self) -> int:
-    """Returns the length of the longest group."""
-    return self.m << self.most
-
-  def split(self, n: Any, doublings: Any) -> tuple[Any, Kept, tuple[Kept, Any]]:
-    """Returns whether `last` holds, what to keep then, and what elsewhere, by what doublings."""
-    final = Kept(self.m, self.last)
-    if not self.most:
-      return n == self.last, final, (Kept(self.m), doublings)
-    # A ladder climbs from groups that are doubled already.
-    return n == self.last, final, (Kept(2 * self.m, None, self.most - 1), doublings - 1)
 
 
 def in_groups(shape: tuple[int, ...], axes: tuple[int, ...], m: int) -> tuple[int, ...]:
@@ -84,27 +67,6 @@ def select(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
   elif m <= _MAX_M_FOR_RANKS:
     return _ranks(keys, axis) < n.astype(jnp.uint8)
   return _cut(keys, _from_end(keys.shape, axis), kth)
-
-
-def select_in_ladder(
-  keys: jax.Array, kept: Kept, n: jax.Array, doublings: jax.Array, axis: int
-) -> jax.Array:
-  """Returns the mask of the n largest keys of each of the groups that `axis` holds.
-
-  Args:
-    keys: `axis` is a group of the largest length.
-    kept: the shortest group, and how often it may double.
-    n: how many to keep of a group.
-    doublings: how often it does double.
-    axis: the axis of the groups.
-  """
-  shape = (*keys.shape[:axis], 1 << kept.most, kept.m, *keys.shape[axis + 1 :])
-  count_in = functools.partial(count_in_ladder, axis=axis + 1, doublings=doublings)
-  kth = functools.partial(
-    kth_by_bisection, n=n, axis=axis + 1, size=keys.shape[axis], count_in=count_in
-  )
-  places = _from_end(keys.shape, axis).reshape(shape)
-  return _cut(keys.reshape(shape), places, kth).reshape(keys.shape)
 
 
 def _one_extreme(keys: jax.Array, axis: int, *, largest: bool) -> jax.Array:
@@ -191,13 +153,7 @@ def _batcher(m: int) -> list[tuple[int, int]]:
   return pairs
 
 
-def kth_by_bisection(
-  keys: jax.Array,
-  n: jax.Array | int,
-  axis: int,
-  size: int | None = None,
-  count_in: Callable | None = None,
-) -> jax.Array:
+def kth_by_bisection(keys: jax.Array, n: jax.Array | int, axis: int) -> jax.Array:
   """Returns the n-th largest key of each group, found bit by bit; n may be traced.
 
   Eight bits make a digit, which needs one byte a key: among the keys that share all digits
@@ -206,13 +162,10 @@ def kth_by_bisection(
   Args:
     keys: unsigned integers.
     n: how many to keep.
-    axis: a group, or a part of one (see `ladder_mask`).
-    size: the length of a group, where `axis` is a part of one.
-    count_in: hits -> how many in the group, `axis` of length 1; None adds up along `axis`.
+    axis: the axis of the groups.
   """
   unsigned = keys.dtype.type
-  count = _count_dtype(size or keys.shape[axis])
-  count_in = count_in or functools.partial(_fold, combine=jnp.add, axis=axis)
+  count = _count_dtype(keys.shape[axis])
   # Zeros made from the keys, so that they are sharded (or vary by device) as the keys are.
   zeros = functools.partial(jnp.zeros_like, lax.slice_in_dim(keys, 0, 1, axis=axis))
   need = zeros(count) + jnp.asarray(n).astype(count)
@@ -221,7 +174,7 @@ def kth_by_bisection(
     def next_bit(found):
       bit, low, above = found
       candidate = low | bit
-      hits = count_in((digit >= candidate).astype(count))
+      hits = _fold((digit >= candidate).astype(count), jnp.add, axis)
       enough = hits >= need
       low, above = jnp.where(enough, candidate, low), jnp.where(enough, above, hits)
       return bit >> jnp.uint8(1), low, above
@@ -241,21 +194,6 @@ def kth_by_bisection(
     return bisect(keys, need)[0]
   start = jnp.int32(8 * (keys.dtype.itemsize - 1)), zeros(keys.dtype), need
   return lax.while_loop(lambda found: found[0] >= 0, next_digit, start)[1]
-
-
-def count_in_ladder(hits: jax.Array, axis: int, doublings: jax.Array) -> jax.Array:
-  """Counts hits in groups of 2^doublings parts: `axis` is a part, `axis - 1` counts the parts.
-
-  Each doubling adds to every part the count of the part that it is paired with.
-  """
-  counts = pinned(_fold(hits, jnp.add, axis))
-  shape = counts.shape
-  most = shape[axis - 1].bit_length() - 1
-  counts = counts.reshape(*shape[: axis - 1], *(2,) * most, *shape[axis:])
-  for d in range(1, most + 1):
-    paired = lax.rev(counts, (axis - 1 + most - d,))
-    counts = jnp.where(doublings >= d, counts + paired, counts)
-  return pinned(counts).reshape(shape)
 
 
 def _fold(x: jax.Array, combine: Callable, axis: int) -> jax.Array:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -49,12 +48,12 @@ def serves(w: Any, kept: Kept, axes: tuple[int, ...]) -> bool:
     return True
   view = _View.of(w.shape, axes)
   longest = _LONGEST_SPREAD if kept.m % _ROWS > 0 and kept.m > _ROWS else _LONGEST
-  return str(w.dtype) in _DTYPES and view.block(kept.group)[view.last] <= longest
+  return str(w.dtype) in _DTYPES and view.block(kept.m)[view.last] <= longest
 
 
 def mask(
   w: jax.Array,
-  scalars: jax.Array,
+  n: jax.Array,
   parent: jax.Array | None,
   axes: tuple[int, ...],
   kept: Kept,
@@ -65,7 +64,7 @@ def mask(
 
   Args:
     w: an array that `serves` accepts.
-    scalars: int32 [2]: n, and how often the groups double.
+    n: how many to keep, an int32 scalar.
     parent: bool, shape of `w`, or None; see `masks.magnitude_mask`.
     axes: the axes of the groups, adjacent and ascending.
     kept: what to keep.
@@ -77,7 +76,7 @@ def mask(
   if not w.size:
     return jnp.zeros(w.shape, bool)
   view = _View.of(w.shape, axes)
-  block = view.block(kept.group)
+  block = view.block(kept.m)
   arrays = [w] if parent is None else [w, parent.astype(jnp.int8)]
   arrays = [x.transpose(view.order).reshape(view.shape) for x in arrays]
   like = jax.eval_shape(lambda x: x.astype(jnp.int8), arrays[0])  # varies by device as w does
@@ -94,7 +93,7 @@ def mask(
       ),
       interpret=interpret,
       name="nm_mask",
-    )(scalars, *arrays)
+    )(n[None], *arrays)
   back = sorted(range(w.ndim), key=view.order.__getitem__)
   return out.reshape([w.shape[a] for a in view.order]).transpose(back) != 0
 
@@ -145,27 +144,26 @@ def _kernel(kept: Kept, last: bool, scalars, w, *refs):
   if len(refs) == 2:
     keys = jnp.where(refs[0][...].astype(jnp.int32) != 0, keys, ABSENT)
 
-  def write(kept, n, doublings):
-    chosen = _of_block(keys, kept, last, n, doublings)
-    out[...] = chosen.astype(jnp.int8)
+  def write(kept):
+    out[...] = _of_block(keys, kept, last, scalars[0]).astype(jnp.int8)
 
   if kept.last is None:
-    write(kept, scalars[0], scalars[1])
+    write(kept)
     return
-  settled, final, (climbing, fewer) = kept.split(scalars[0], scalars[1])
-  pl.when(settled)(lambda: write(final, final.n, 0))
-  pl.when(jnp.logical_not(settled))(lambda: write(climbing, scalars[0], fewer))
+  settled = scalars[0] == kept.last
+  pl.when(settled)(lambda: write(Kept(kept.m, kept.last)))
+  pl.when(jnp.logical_not(settled))(lambda: write(Kept(kept.m)))
 
 
-def _of_block(keys: jax.Array, kept: Kept, last: bool, n, doublings) -> jax.Array:
+def _of_block(keys: jax.Array, kept: Kept, last: bool, n) -> jax.Array:
   # int32, 0 or 1: a v4 writes no booleans as bytes.
   n = n if kept.n is None else kept.n
-  if not kept.most and kept.m <= _MAX_M_FOR_RANKS and kept.n != 1:
+  if kept.m <= _MAX_M_FOR_RANKS and kept.n != 1:
     # The sign of a difference, not a comparison: a v4 cannot write booleans of ranks as bytes.
     return lax.shift_right_logical(_ranks(keys, kept.m, int(last)) - n, 31)
   keys = keys.T if last else keys
   groups = keys.reshape(keys.shape[0] // kept.m, kept.m, *keys.shape[1:])
-  chosen = _chosen(groups, kept, n, doublings).astype(jnp.int32).reshape(keys.shape)
+  chosen = _chosen(groups, kept, n).astype(jnp.int32).reshape(keys.shape)
   return chosen.T if last else chosen
 
 
@@ -178,21 +176,16 @@ def _keys(w: jax.Array) -> jax.Array:
   return jnp.where(bits > inf, 1, bits + 2)
 
 
-def _chosen(keys: jax.Array, kept: Kept, n, doublings) -> jax.Array:
+def _chosen(keys: jax.Array, kept: Kept, n) -> jax.Array:
   """Returns which keys [groups, m, ...] are among the n largest of their group."""
-  m, most = kept.m, kept.most
-  if most:
-    part = lax.broadcasted_iota(jnp.int32, keys.shape, 0) & ((1 << most) - 1)
-    place = kept.group - part * m - lax.broadcasted_iota(jnp.int32, keys.shape, 1)
-    count = functools.partial(_count_in_ladder, most=most, doublings=doublings)
-    return _searched(keys, n, kept.group, place, count)
+  m = kept.m
   index = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
   if kept.n == m:
     return index >= 0
   if kept.n == 1:
     best = jnp.max(keys, axis=1, keepdims=True)
     return index == jnp.min(jnp.where(keys == best, index, m), axis=1, keepdims=True)
-  return _searched(keys, n, m, m - index, functools.partial(jnp.sum, axis=1, keepdims=True))
+  return _searched(keys, n, m - index)
 
 
 def _ranks(keys: jax.Array, m: int, axis: int) -> jax.Array:
@@ -207,44 +200,27 @@ def _ranks(keys: jax.Array, m: int, axis: int) -> jax.Array:
   return rank
 
 
-def _searched(
-  keys: jax.Array, n: jax.Array | int, m: int, place: jax.Array, count: Callable
-) -> jax.Array:
+def _searched(keys: jax.Array, n: jax.Array | int, place: jax.Array) -> jax.Array:
   """Keeps the keys above the n-th largest, and the first ones among its equals.
 
   Args:
     keys: below 2^31.
     n: how many to keep of a group.
-    m: the length of the longest group.
     place: m, m - 1, ..., 1 along it.
-    count: hits -> how many in the group, 1 in place of axis 1.
   """
-  largest = functools.partial(_nth_largest, n=n, count=count)
-  threshold = largest(keys, bits=31)
-  bits = (m + 1).bit_length()
+  threshold = _nth_largest(keys, n, bits=31)
+  bits = (keys.shape[1] + 1).bit_length()
   place = jnp.where(keys == threshold, place, 0)
   place = jnp.where(keys > threshold, (1 << bits) - 1, place)
-  return place >= largest(place, bits=bits)
+  return place >= _nth_largest(place, n, bits)
 
 
-def _nth_largest(keys: jax.Array, n: jax.Array | int, count: Callable, bits: int) -> jax.Array:
+def _nth_largest(keys: jax.Array, n: jax.Array | int, bits: int) -> jax.Array:
   """Returns the n-th largest key of each group, found bit by bit from the highest."""
 
   def next_bit(i, found):
     candidate = found | (1 << (bits - 1 - i))
-    return jnp.where(count((keys >= candidate).astype(jnp.int32)) >= n, candidate, found)
+    hits = jnp.sum((keys >= candidate).astype(jnp.int32), axis=1, keepdims=True)
+    return jnp.where(hits >= n, candidate, found)
 
   return lax.fori_loop(0, bits, next_bit, jnp.zeros_like(keys[:, :1]))
-
-
-def _count_in_ladder(hits: jax.Array, most: int, doublings: jax.Array) -> jax.Array:
-  """Counts hits in groups of 2^doublings parts; axis 0 counts the parts, axis 1 is one.
-
-  Each doubling adds to every part the count of the parts that it is paired with.
-  """
-  counts = jnp.sum(hits, axis=1, keepdims=True)
-  for d in range(most):
-    pairs = counts.reshape(counts.shape[0] >> (d + 1), 2, 1 << d, *counts.shape[1:])
-    both = jnp.broadcast_to(pairs[:, :1] + pairs[:, 1:], pairs.shape).reshape(counts.shape)
-    counts = jnp.where(doublings > d, both, counts)
-  return counts

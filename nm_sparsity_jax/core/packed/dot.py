@@ -51,7 +51,7 @@ def nm_dot(x: jax.Array, packed: NMPacked | jax.Array, backend: str = "auto") ->
   lead = x.shape[:-1]
   batch = math.prod(lead)
   backend = _chosen(packed, batch, backend, dense=False)
-  if not batch * packed.features * packed.rows:
+  if not batch * packed.features * packed.rows:  # a scan over no rows is an error
     return jnp.zeros((*lead, packed.features), x.dtype)
   y: jax.Array = _dot(backend, x.reshape(batch, x.shape[-1]), packed)
   return y.reshape(*lead, packed.features)
@@ -87,10 +87,10 @@ def prepare(
 def _chosen(packed: NMPacked, batch: int, backend: str, dense: bool) -> str:
   if backend == "auto":
     return choice.best(packed, batch, dense)
-  if backend not in BACKENDS:
-    raise ValueError(f"backend {backend!r} is unknown: take one of {', '.join(BACKENDS)}.")
-  if backend == "cpu_ffi" and (why := cpu.missing(packed)):
-    raise ValueError(f"backend 'cpu_ffi' cannot be used: {why}.")
+  missing = cpu.missing(packed) if backend == "cpu_ffi" else ""
+  if missing or backend not in BACKENDS:
+    unknown = f"is unknown: take one of {', '.join(BACKENDS)}"
+    raise ValueError(f"backend {backend!r} {missing and f'cannot be used: {missing}' or unknown}.")
   return backend
 
 

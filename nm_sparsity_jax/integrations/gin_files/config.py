@@ -261,7 +261,7 @@ class _Program(types.ModuleType):
 def _reading(search_paths: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
   """Lets gin read as a program of T5X would, and leaves nothing behind."""
   main = sys.modules["__main__"]
-  prefixes = [*gin._LOCATION_PREFIXES, *map(os.fspath, search_paths)]
+  prefixes = [*gin._LOCATION_PREFIXES, *(os.fspath(path) for path in search_paths)]
   # T5X's own files bind `train`, `evaluate` or `infer` of the module `__main__`.
   sys.modules["__main__"] = _Program("__main__")
   logging.getLogger().addFilter(not_found)

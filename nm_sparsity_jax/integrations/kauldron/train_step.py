@@ -55,7 +55,7 @@ class SparseTrainStep(kd.train.TrainStep):
     return state
 
   def _refuse_other_rules(self) -> None:
-    newest = folders.latest_of_kauldron(self.workdir)
+    newest = folders.latest(self.workdir)
     stored, own = newest and checkpoint.read(newest).rules, rules_text.describe(self.rules)
     if newest and stored != own:
       raise ValueError(

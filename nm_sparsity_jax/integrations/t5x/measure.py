@@ -78,11 +78,9 @@ def programs(run: Any) -> tuple[Any, Any]:
     return metrics.before(train_state.params, rules, step, state, grads)
 
   def after(train_state, seen):
-    step, state = model.read(train_state.flax_mutables)
+    params, (step, state) = train_state.params, model.read(train_state.flax_mutables)
     moments = second_moments(model.optimizer_def, train_state, rules)
-    return metrics.summary(
-      train_state.params, rules, step, state, None, moments, seen, per_place=per_place
-    )
+    return metrics.summary(params, rules, step, state, None, moments, seen, per_place=per_place)
 
   return (
     partition(before, in_axis_resources=(axes, batch_spec), out_axis_resources=seen_spec),

@@ -33,9 +33,9 @@ class SparseTrainStateInitializer(utils.TrainStateInitializer):
   """T5X's initializer, which shows what becomes sparse and checks what was restored.
 
   T5X makes one as soon as it knows the shape of a batch, before anything compiles. It prints the
-  places, and warns of macros among the flags that nothing reads. It tells the
-  model how devices share the weights, so that masks on several TPUs take one pass. Bind it in
-  training, evaluation and inference:
+  places, and warns of macros among the flags that nothing reads. It tells the model how devices
+  share the weights, so that masks on several TPUs take one pass. Bind it in training, evaluation
+  and inference:
 
       infer_script.infer.train_state_initializer_cls = @t5x_adapter.SparseTrainStateInitializer
 

@@ -23,5 +23,5 @@ from nm_sparsity_jax.training.roles.registry import (
 
 __all__ = [
     "COMPOSITES", "Family", "matcher", "regexes", "register", "role_of",
-    "roles_of", 
+    "roles_of",
 ]  # fmt: skip
