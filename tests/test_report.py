@@ -197,7 +197,7 @@ def test_a_denser_checkpoint_is_never_the_best(tmp_path):
   (tmp_path / "run/inference_eval/mine-metrics.jsonl").write_text(text)
   assert scores_of([run])[0] == [["mine", "50 @ 1,080"]]
   assert scores_of([run], 1005)[0] == [["mine", "90 @ 1,005"]]
-  change(run, "FINETUNE_STEPS = 20\n", "")
+  change(run, "PRETRAINED_STEPS = 1_000\n", "")
   assert any("not known from which step" in line for line in scores_of([run])[1])
 
 

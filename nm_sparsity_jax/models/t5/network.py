@@ -390,10 +390,8 @@ class Transformer(nn.Module):
     if encoder_segment_ids is not None:
       if decode:
         raise ValueError("encoder_segment_ids: packed examples cannot be decoded, unpack them.")
-      assert decoder_segment_ids is not None  # packed examples have both
-      packed: Any = layers.make_attention_mask(
-        decoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=dtype
-      )
+      segments: Any = decoder_segment_ids, encoder_segment_ids  # both come, or neither
+      packed = layers.make_attention_mask(*segments, jnp.equal, dtype=dtype)
     if decode:
       # What comes next is not known yet, so no target is padding; the cache knows the past.
       targets = jnp.ones_like(targets)
