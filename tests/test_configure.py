@@ -23,23 +23,22 @@ def test_places_share_or_differ():
   assert [str(r.pattern) for r in made.values()] == ["1:2", "1:8", "3:4", "2:8"]
   assert made["ff"].beta == 0.3 and made["ff"].gradient == "straight_through"
   assert made["decoder/logits_dense/kernel"] is mine
-  assert configure.rules({"ff": None}, "dense").places["ff"] == nms.recipe("dense")
+  dense = configure.rules({"ff": None}, "dense")
+  assert dense.places["ff"] == nms.recipe("dense")
+  configure.agree(dense, "a", recipe="dense", **STEPS)
 
 
 @pytest.mark.parametrize(
   "places, settings, message",
   [
     ("ff", {}, "SPARSITY_RULES='ff'"),
-    ({}, {}, "SPARSITY_RULES={}"),
     ({"ff": 8}, {}, "SPARSITY_RULES, 'ff': "),
     ({"ff": None}, {"pattern": "8:1"}, "PATTERN: "),
     ({"ff": None}, {}, "PATTERN is not set"),
     ({"ff": "1:4"}, {"recipe": None}, "RECIPE is not set"),
     ({"ff": "1:4"}, {"recipe": "mdgf"}, "RECIPE.*no recipe 'mdgf'"),
-    ({"ff": "1:4"}, {"sparse_steps": None}, "SPARSE_STEPS is not set"),
-    ({"ff": "1:4"}, {"beta": 0.1}, "BETA.*beta=0.1"),
+    ({"ff": "1:4"}, {"beta": 0.1}, "BETA.*'beta'"),
     ({"ff": "1:4"}, {"dense_steps": 30}, "SPARSE_STEPS, DENSE_STEPS"),
-    ({"ff": "1:4"}, {"indivisible": "x"}, "indivisible='x'"),
     ({"*": "1:4"}, {}, "SPARSITY_RULES: "),
   ],
 )
@@ -55,9 +54,8 @@ def test_a_mistake_names_the_macro(places, settings, message):
     ("SPARSITY_RULES", {"places": {"ff": nms.recipe("dense"), "q": None}}),
     ("SPARSITY_RULES", {"places": {"ff": None}}),
     ("RECIPE", {"recipe": "idp"}),
-    ("PATTERN", {"pattern": "1:8"}),
+    ("PATTERN='1:8'.*'1:4, 1:2'", {"pattern": "1:8"}),
     ("SPARSE_STEPS", {"sparse_steps": 21}),
-    ("FINETUNE_STEPS", {"finetune_steps": 0}),
     ("BETA", {"beta": 0.5}),
     ("GRADIENT", {"gradient": "straight_through"}),
     ("RECIPE_FIELDS", {"fields": {"k": 3}}),
@@ -70,13 +68,8 @@ def test_the_setting_that_differs_from_a_checkpoint_is_named(macro, given):
   same = dict(recipe="mdgf_linear", pattern="1:4", beta=0.25, gradient=None, **STEPS)
   for places in (None, {"ff": None, "q": "01:2"}, dict(stored.places)):
     configure.agree(stored, "a", places=places, **same)
-  configure.agree(configure.rules({"ff": None}, "dense"), "a", recipe="dense", **STEPS)
-  with pytest.raises(ValueError, match=f"^{macro}.*, but a was trained with"):
+  with pytest.raises(ValueError, match=f"^{macro}.*leave .* out"):
     configure.agree(stored, "a", **given)
-
-
-def test_train_steps():
-  assert configure.train_steps(1_000_000, 500) == 1_000_500
 
 
 # --- the text of rules ----------------------------------------------------------------------------
@@ -92,34 +85,31 @@ OTHERS = {
 def test_every_field_of_every_recipe_is_in_the_text_and_comes_back(name):
   given = {"custom": CUSTOM}.get(name, {})
   given |= {"decay_kind": "exponential"} if name.startswith("sdgf") else {}
-  base = {"pattern": "1:4", "phases": PHASES, **given}
-  make = lambda kw: nms.Rules({"ff": nms.recipe(name, **kw)})
   settings = configure.rules({"ff": None}, name, "1:4", fields=given, **STEPS)
-  assert settings == make(base) == configure.parse(configure.describe(settings))
+  base = settings.places["ff"]
   # What a gin file says as lists of a list agrees with what the checkpoint holds.
   lists = {k: [list(x) for x in v] if k == "path" else v for k, v in given.items()}
   configure.agree(settings, "a", recipe=name, pattern="01:4", fields=lists, **STEPS)
-  for field in dataclasses.fields(RECIPES[name]):
-    other = make({**base, field.name: OTHERS[field.name]})
-    assert configure.describe(other) != configure.describe(make(base)), field.name
+  for field in dataclasses.fields(base):
+    other = nms.Rules({"ff": dataclasses.replace(base, **{field.name: OTHERS[field.name]})})
+    assert configure.describe(other) != configure.describe(settings), field.name
     assert configure.parse(configure.describe(other)) == other
 
 
 def test_numbers_of_numpy_have_the_text_of_pythons():
   """1 and 1.0 are one lambda, and a checkpoint of numpy's scalars can be read."""
+  steps = nms.Phases(total=np.int64(20), dense=np.int8(0), finetune=4)
   texts = {
     nms.Rules({"ff": nms.recipe("sr_ste", pattern="1:4", phases=phases, lam=lam)}).text
-    for lam in (1.0, 1, np.float64(1), np.float32(1), np.int8(1))
-    for phases in (PHASES, nms.Phases(total=np.int64(20), dense=np.int8(0), finetune=4))
+    for lam, phases in ((1.0, PHASES), (1, steps), (np.float32(1), steps), (np.int8(1), PHASES))
   }
   assert len(texts) == 1 and configure.parse(texts.pop()).places["ff"].lam == 1
 
 
 def test_a_text_gives_whole_rules_back():
-  path = ((1, "2:4", 1.0), (5, "1:4", 0.5))
   rules = nms.Rules(
     {
-      "ff": nms.recipe("custom", pattern="1:4", phases=PHASES, path=path),
+      "ff": nms.recipe("custom", pattern="1:4", phases=PHASES, **CUSTOM),
       "decoder/cross/qkv": nms.recipe("idp", pattern="1:8", phases=PHASES, lam=1e-3),
       r"(?:a|b: sr_ste 1:4)/[^/]+, k=3/kernel": nms.recipe("dense"),
     },
@@ -132,30 +122,23 @@ def test_a_text_gives_whole_rules_back():
   assert "decoder/cross/qkv: idp 1:8, total=20, finetune=4, lam=0.001\n" in text
 
 
+LONG = "".join(np.random.default_rng(0).choice([*"abcdefghijklmnop"], 20_000))
+
+
 @pytest.mark.parametrize(
-  "text, why",
+  "do, why",
   [
-    ("ff: sr_ste 1:4, total=9, later=3", "cannot read .*later=3"),
-    ("ff: sr_stee 1:4, total=9", "'sr_stee', which is not registered"),
-    ("ff: sr_ste 1:4, total=9, dense=0", "reads"),
-    ("ff: sr_ste 1:4, total=9, lam=0", "reads"),
-    ("ff: sr_ste 1:4, total=f()", "cannot read"),
-    ("ff: sr_ste 1:4, total=9)+(1", "cannot read"),
-    ("ff: sr_ste 1:4", "cannot read .*sr_ste needs phases"),
-    ("", "cannot read"),
+    (lambda: configure.parse("ff: sr_ste 1:4, total=9, later=3"), "cannot read .*later"),
+    (lambda: configure.parse("ff: sr_stee 1:4, total=9"), "'sr_stee'.*not registered"),
+    (lambda: configure.parse("ff: sr_ste 1:4, total=9, dense=0"), "it reads"),
+    (lambda: configure.parse("ff: sr_ste 1:4, total=f()"), "cannot read"),
+    (lambda: configure.parse("ff: sr_ste 1:4, total=9)+(1"), "cannot read"),
+    (lambda: configure.parse(""), "cannot read"),
+    (lambda: configure.describe(nms.Rules({"a\nb": nms.recipe("dense")})), "rules"),
+    (lambda: configure.pack(LONG), "4096"),
+    (lambda: configure.unpack(configure.pack("a" * 70_000)), "65,536"),
   ],
 )
-def test_a_text_of_another_version_is_refused(text, why):
+def test_what_no_checkpoint_can_keep_and_what_no_version_wrote_is_refused(do, why):
   with pytest.raises(ValueError, match=f"(?s){why}"):
-    configure.parse(text)
-
-
-def test_what_no_checkpoint_can_keep_is_refused():
-  lines = nms.Rules({"a\nb": nms.recipe("dense")})
-  with pytest.raises(ValueError, match="rules"):
-    configure.describe(lines)
-  long = "".join(np.random.default_rng(0).choice([*"abcdefghijklmnop"], 20_000))
-  with pytest.raises(ValueError, match="4096"):
-    configure.pack(long)
-  with pytest.raises(ValueError, match="65,536"):
-    configure.unpack(configure.pack("a" * 70_000))
+    do()

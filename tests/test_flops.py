@@ -199,12 +199,9 @@ PHASES = nms.Phases(total=8, dense=2, finetune=2)
 
 
 @pytest.mark.parametrize("indivisible", ["pad", "skip"])
-def test_rules_serve_as_they_are_and_as_they_assign(indivisible):
+def test_rules_serve_as_they_are(indivisible):
   """A kernel whose axis has no whole groups is padded or left dense, as its parameter is."""
-  params = {
-    "mlp": {"wi": {"kernel": shape(8, 6)}, "wo": {"kernel": shape(6, 8)}},
-    "own": shape(8, 8),
-  }
+  params = {"mlp": {"wi": {"kernel": shape(8, 6)}, "wo": {"kernel": shape(6, 8)}}, "own": shape(8, 8)}
 
   def function(p, x):
     return x @ p["own"] @ p["mlp"]["wi"]["kernel"] @ p["mlp"]["wo"]["kernel"]
@@ -212,14 +209,11 @@ def test_rules_serve_as_they_are_and_as_they_assign(indivisible):
   recipe = nms.recipe("sr_ste", pattern="1:4", phases=PHASES)
   rules = nms.Rules({"ff": recipe, "mine": recipe}, {"own": 0}, indivisible, {"mine": "own"})
   dense = flops.forward(function, params, shape(1, 8))
-  assigned = rules.assign(params).places
   cost = flops.inference(dense, rules)
-  assert cost == flops.inference(dense, assigned)
   assert cost.params == {"pad": (48 + 48 + 64) / 4, "skip": (48 + 64) / 4 + 48}[indivisible]
   spent = flops.training(dense, rules, 3, until=5)
-  assert spent == flops.training(dense, assigned, 3, until=5)
   assert spent.flops < flops.training(dense, {}, 3, steps=8, until=5).flops
-  with pytest.raises(ValueError, match="no kernel of this model"):
+  with pytest.raises(ValueError, match="names nothing"):
     flops.inference(dense, nms.Rules({"q": recipe}))
 
 
@@ -265,11 +259,11 @@ def test_flops_until_a_step_are_sums_over_steps(name):
 @pytest.mark.parametrize(
   ("call", "word"),
   [
-    (lambda c: flops.inference(c, {"mlp": "1:2"}), "'mlp' names nothing"),
+    (lambda c: flops.inference(c, {"mlp": "1:2"}), "'mlp'.* names nothing"),
     (lambda c: c.select("conv"), "names nothing"),
-    (lambda c: flops.inference(c, {"qk": "1:2", "q": "1:2"}), "'q' names .* another place"),
+    (lambda c: flops.inference(c, {"qk": "1:2", "q": "1:2"}), "two rules claim"),
     (lambda c: flops.inference(c, {"ff": "87 %"}), "pattern"),
-    (lambda c: flops.inference(c, {"q": NM(1, 16)}), "axis of 8"),
+    (lambda c: flops.inference(c, {"q": NM(1, 16)}), "multiple of 16"),
     (lambda c: flops.training(c, {"ff": NM(1, 8)}), "recipe"),
     (lambda c: flops.training(c, {}), "`steps`"),
     (lambda c: flops.training(c, {"ff": hard(NM(1, 8))}, steps=50), "50 and 100 steps"),

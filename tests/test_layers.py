@@ -8,19 +8,12 @@ import numpy as np
 import pytest
 import t5x_found
 from flax import linen as nn
+from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.recipes import RECIPES
 from nm_sparsity_jax.training import layers
-
-
-def assert_same_bits(got, want, note=""):
-  got, want = dict(flatten(got)), dict(flatten(want))
-  assert list(got) == list(want)
-  for path, x in want.items():
-    assert got[path].dtype == x.dtype and got[path].shape == x.shape, path
-    assert np.asarray(got[path]).tobytes() == np.asarray(x).tobytes(), f"{note} {path}"
 
 
 def normal(seed, *shape):
@@ -65,7 +58,7 @@ def test_a_layer_is_the_plain_one_where_no_recipe_acts(name):
   ours, plain = make(**kwargs, rules=rules), plain(**kwargs)
   a, b = (m.init(jax.random.key(1), X) for m in (ours, plain))
   assert jax.tree.structure(a) == jax.tree.structure(b)
-  assert_same_bits(a, b)
+  assert_same(a, b)
 
   def loss(module):
     def f(params, x):
@@ -74,7 +67,7 @@ def test_a_layer_is_the_plain_one_where_no_recipe_acts(name):
 
     return jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(b["params"], X)
 
-  assert_same_bits(loss(ours), loss(plain))
+  assert_same(loss(ours), loss(plain))
 
 
 def test_dense_general_is_the_einsum_over_a_two_dimensional_kernel():
@@ -129,12 +122,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-  """One block, or DEPTH of them scanned; `how` is words out of plain, remat, scan0, scan1.
+  """One block, or DEPTH of them under remat and a scan that stacks parameters along axis 1."""
 
-  scan0 and scan1 stack the parameters along that axis.
-  """
-
-  how: str
+  scanned: bool
   kind: str = "DenseGeneral"
   names: tuple[str, ...] = tuple(EACH)
   dtype: jnp.dtype = jnp.float32
@@ -142,14 +132,13 @@ class Net(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    block = nn.remat(Block, prevent_cse="scan" not in self.how) if "remat" in self.how else Block
+    block = nn.remat(Block, prevent_cse=False) if self.scanned else Block
     block = block(self.kind, self.names, self.dtype, self.rules, name="blocks")
-    if "scan" not in self.how:
+    if not self.scanned:
       return block(x)
-    axis = int("scan1" in self.how)
     scan = nn.scan(
       lambda block, x, _: (block(x), None),
-      variable_axes={"params": axis, layers.STATE_COLLECTION: axis, "params_axes": axis},
+      variable_axes={"params": 1, layers.STATE_COLLECTION: 1, "params_axes": 1},
       variable_broadcast=layers.COLLECTION,
       split_rngs={"params": True},
       length=DEPTH,
@@ -157,20 +146,15 @@ class Net(nn.Module):
     return scan(block, x, None)[0]
 
 
-def rules_for(how, kind, names):
+def rules_for(scanned, kind, names):
   """The axes are for the tree functions: layers know their own, and see no stacked axis."""
-  axis = 1 if kind == "Conv" else 0
-  if "scan" in how:
-    axis += int("scan1" in how) <= axis
-  places = {rf"(.*/)?{name}/kernel": EACH[name] for name in names}
-  return nms.Rules(places, axes={r".*/kernel": axis})
+  axis = 1 + scanned if kind == "Conv" else 0
+  return nms.Rules({rf"(.*/)?{name}/kernel": EACH[name] for name in names}, {".*/kernel": axis})
 
 
-def stored(blocks, how):
-  """The trees of single blocks as the net `how` stores them."""
-  if "scan" not in how:
-    return blocks[0]
-  return jax.tree.map(lambda *x: jnp.stack(x, int("scan1" in how)), *blocks)
+def stored(blocks, scanned):
+  """The trees of single blocks as the net stores them."""
+  return jax.tree.map(lambda *x: jnp.stack(x, 1), *blocks) if scanned else blocks[0]
 
 
 def with_near_ties(shapes, seed):
@@ -186,8 +170,8 @@ BATCH = normal(2, 2, 3, WIDTH)
 @functools.cache
 def trajectory(kind, names):
   """[step][block] -> (parameters, state). The parameters wander, so that parent masks matter."""
-  rules = rules_for("plain", kind, names)
-  shapes = jax.eval_shape(Net("plain", kind, names).init, jax.random.key(0), BATCH)["params"]
+  rules = rules_for(False, kind, names)
+  shapes = jax.eval_shape(Net(False, kind, names).init, jax.random.key(0), BATCH)["params"]
   blocks = [with_near_ties(shapes, seed) for seed in range(DEPTH)]
   blocks = [(params, nms.init_state(params, rules)) for params in blocks]
 
@@ -216,18 +200,17 @@ def outputs_and_grads(model):
 SOME = ("dense", "mdgf_exponential", "idp", "snip")
 # All recipes in the hardest structure; some in others, in other layers and pairs of dtypes.
 CASES = {
-  "all": ("remat scan1", "DenseGeneral", tuple(EACH), "float32", "bfloat16"),
-  "plain": ("plain", "DenseGeneral", SOME, "bfloat16", "bfloat16"),
-  "Dense": ("scan0", "Dense", SOME, "float32", "float32"),
-  "Conv": ("remat scan1", "Conv", SOME, "float32", "bfloat16"),
+  "all": (True, "DenseGeneral", tuple(EACH), "float32", "bfloat16"),
+  "plain": (False, "DenseGeneral", SOME, "bfloat16", "bfloat16"),
+  "Dense": (True, "Dense", SOME, "float32", "float32"),
+  "Conv": (True, "Conv", SOME, "float32", "bfloat16"),
 }
 
 
-@pytest.mark.parametrize("how, kind, names, store, compute", CASES.values(), ids=CASES)
-def test_sparse_net_is_the_dense_net_on_sparsified_parameters(how, kind, names, store, compute):
-  rules = rules_for(how, kind, names)
-  dtype = jnp.dtype(compute)
-  sparse, dense = (Net(how, kind, names, dtype, r) for r in (rules, None))
+@pytest.mark.parametrize("scanned, kind, names, store, compute", CASES.values(), ids=CASES)
+def test_sparse_net_is_the_dense_net_on_sparsified_parameters(scanned, kind, names, store, compute):
+  rules, dtype = rules_for(scanned, kind, names), jnp.dtype(compute)
+  sparse, dense = (Net(scanned, kind, names, dtype, r) for r in (rules, None))
   rest = jax.eval_shape(sparse.init, jax.random.key(0), BATCH.astype(dtype))
 
   @jax.jit
@@ -241,37 +224,37 @@ def test_sparse_net_is_the_dense_net_on_sparsified_parameters(how, kind, names, 
 
   run_dense = jax.jit(lambda params: outputs_and_grads(dense)(params, {}))
   for step, blocks in zip(STEPS, trajectory(kind, names), strict=True):
-    params = stored([jax.tree.map(lambda w: w.astype(store), params) for params, _ in blocks], how)
-    state = blocks[0][1] | {"mask": stored([state["mask"] for _, state in blocks], how)}
-    step = jnp.int32(step)
+    params = [jax.tree.map(lambda w: w.astype(store), params) for params, _ in blocks]
+    params, step = stored(params, scanned), jnp.int32(step)
+    state = blocks[0][1] | {"mask": stored([state["mask"] for _, state in blocks], scanned)}
     got, got_grads = run_sparse(params, step, state)
     effective, _ = by_sparsify(params, step, state, params)
     want, grads = run_dense(effective)
-    assert_same_bits(got, want, f"step {step}")
+    assert_same(got, want)
     _, want_grads = by_sparsify(params, step, state, grads)
-    assert_same_bits(got_grads, want_grads, f"step {step}")
+    assert_same(got_grads, want_grads)
   assert run_sparse._cache_size() == 1  # one compilation serves all steps
 
 
 # --- variables ----------------------------------------------------------------------------------
 
 
-def test_init_creates_steps_and_masks_that_mirror_params(how="scan1"):
-  net = Net(how, rules=rules_for(how, "Dense", tuple(EACH)))
+def test_init_creates_steps_and_masks_that_mirror_params():
+  net = Net(True, rules=rules_for(True, "DenseGeneral", tuple(EACH)))
   variables = jax.eval_shape(net.init, jax.random.key(0), BATCH)
-  dense = jax.eval_shape(Net(how).init, jax.random.key(0), BATCH)
-  assert set(dense) == {"params", "params_axes"}
-  assert {k: variables[k] for k in dense} == dense
+  dense = jax.eval_shape(Net(True).init, jax.random.key(0), BATCH)
+  assert set(dense) == {"params", "params_axes"} and dense.items() <= variables.items()
   params = dict(flatten(variables["params"]))
   stateful = [path for path in params if EACH[path.split("/")[-2]].stateful]
-  want = [path.replace("/kernel", "/step") for path in params if "/dense/" not in path]
-  want += [path.replace("kernel", name) for path in stateful for name in layers._STAMPS]
-  steps = dict(flatten(variables[layers.COLLECTION]))
-  assert sorted(steps) == sorted(want)
+  masks, steps = (
+    dict(flatten(variables[name])) for name in (layers.STATE_COLLECTION, layers.COLLECTION)
+  )
+  assert {path: (m.shape, m.dtype) for path, m in masks.items()} == {
+    path: (params[path].shape, bool) for path in stateful
+  }
+  own = [path for path in steps if path.endswith("/step")]
+  assert len(own) == len(EACH) - 1 and len(steps) == len(own) + 3 * len(stateful)
   assert {(x.shape, x.dtype.name) for x in steps.values()} == {((), "int32")}
-  masks = dict(flatten(variables[layers.STATE_COLLECTION]))
-  assert list(masks) == stateful
-  assert all(m.shape == params[p].shape and m.dtype == bool for p, m in masks.items())
   layer = layers.Dense(3, rules=nms.Rules({"kernel": EACH["snip"]}))
   assert set(layer.init(jax.random.key(0), jnp.eye(8), mutable=["params"])) == {"params"}
 
@@ -288,21 +271,20 @@ def initialized(name):
 
 def test_a_layer_without_what_it_needs_says_so():
   plain, variables = initialized("sr_ste")
-  params = {"params": variables["params"]}
   snip, snips = initialized("snip")
-  state = nms.init_state(snips["params"], snip.rules)
-  filled = layers.with_step(snips, 3, state)
-  again = layers.with_step(layers.with_step(snips, 1, state), 3)  # keeps what it got earlier
-  assert_same_bits(again, filled)
-  without_mask = {k: v for k, v in filled.items() if k != layers.STATE_COLLECTION}
-  odd = nms.Rules({"kernel": SR_STE})
+  filled = layers.with_step(snips, 3, nms.init_state(snips["params"], snip.rules))
+  assert_same(layers.with_step(filled, 3), filled)  # keeps the masks that it got earlier
+  whole = layers.with_step(initialized("sr_ste")[1], 9)
+  elsewhere = layers.Dense(3, rules=nms.Rules({"wi/kernel": SR_STE}))
   for word, do in (
-    ("variable_broadcast", lambda: plain.apply(params, EYE)),
+    ("variable_broadcast", lambda: plain.apply({"params": variables["params"]}, EYE)),
     ("needs the step", lambda: plain.apply(variables, EYE)),
-    ("no mask was given", lambda: snip.apply(without_mask, EYE)),
+    ("no mask was given", lambda: snip.apply({**filled, layers.STATE_COLLECTION: {}}, EYE)),
     ("init_state", lambda: snip.apply(layers.with_step(snips, PHASES.total), EYE)),
     ("no sparse layer", lambda: layers.with_step({"params": {}}, 3)),
-    ("multiple of 4", lambda: layers.Dense(3, rules=odd).init(jax.random.key(0), EYE[:, :6])),
+    ("multiple of 4", lambda: plain.init(jax.random.key(0), EYE[:, :6])),
+    # A part of a model, whose rules name the path in the whole: not quietly dense.
+    ("was sparse", lambda: elsewhere.apply(whole, EYE)),
   ):
     with pytest.raises(ValueError, match=word):
       do()
@@ -312,32 +294,13 @@ def test_a_layer_without_what_it_needs_says_so():
 def test_a_traced_step_or_mask_that_is_wrong_is_nan(name):
   layer, variables = initialized(name)
   apply, late, recipe = jax.jit(layer.apply), PHASES.finetune_start, EACH[name]
-  assert np.isnan(apply(variables, EYE)).any()
   state = nms.init_state(variables["params"], layer.rules)
-  old = layers.with_step(variables, late, state)
+  wrong, good = [variables], layers.with_step(variables, late, state)
   if recipe.stateful:
-    assert np.isnan(apply(layers.with_step(variables, late), EYE)).any()
+    wrong += [layers.with_step(variables, late), good]
     with pytest.raises(ValueError, match="out of date"):
-      layer.apply(old, EYE)
-    assert np.isnan(apply(old, EYE)).any()
+      layer.apply(good, EYE)
     renewed = {"kernel": jnp.int32(recipe.renewals(late))}
-    old = layers.with_step(variables, late, state | {"step": late, "renewed": renewed})
-  assert np.isfinite(apply(old, EYE)).all()
-
-
-class Whole(nn.Module):
-  rules: nms.Rules
-
-  @nn.compact
-  def __call__(self, x):
-    return layers.Dense(8, rules=self.rules, name="wi")(x)
-
-
-def test_a_part_of_a_sparse_model_is_not_quietly_dense():
-  rules = nms.Rules({"wi/kernel": SR_STE})
-  variables = layers.with_step(Whole(rules).init(jax.random.key(0), EYE), 9)
-  part = {name: tree["wi"] for name, tree in variables.items()}
-  with pytest.raises(ValueError, match="was sparse"):
-    layers.Dense(8, rules=rules).apply(part, EYE)
-  own = layers.Dense(8, rules=nms.Rules({"kernel": SR_STE}))
-  assert_same_bits(own.apply(part, EYE), Whole(rules).apply(variables, EYE))
+    good = layers.with_step(variables, late, state | {"step": late, "renewed": renewed})
+  assert all(np.isnan(apply(v, EYE)).any() for v in wrong)
+  assert np.isfinite(apply(good, EYE)).all()

@@ -12,7 +12,6 @@ import pytest
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import recipes
 from nm_sparsity_jax.core import schedules
-from nm_sparsity_jax.core.errors import UnknownRecipe
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.recipes import RECIPES, registry
 from nm_sparsity_jax.training import configure
@@ -42,24 +41,16 @@ def test_one_set_of_settings_makes_every_recipe(name):
 @pytest.mark.parametrize(
   "name, fields, word",
   [
-    ("mdgf_exp", {}, "Did you mean 'mdgf_exponential'"),
-    (None, {}, "Choose one of: dense, one_shot, sr_ste"),
-    ("one_shot", {"a": 1, "b": 2}, "a=1, b=2.*Its fields: gradient"),
-    ("sr_ste", {"pattern": None}, "sr_ste needs pattern"),
-    ("idp", {"phases": None}, "idp needs phases"),
+    ("mdgf_exp", {}, "Choose one of: dense, one_shot.*Did you mean 'mdgf_exponential'"),
     ("sr_ste", {"phases": 100}, "phases=100"),
     ("sr_ste", {"pattern": "1;8"}, "1;8"),
     ("mdgf_linear", {"beta": 0.0}, "beta=0.0"),
-    ("sdgf_stepwise", {"beta": float("inf"), "decay_kind": "linear"}, "beta=inf"),
     ("sdgf_stepwise", {"beta": 0.1}, "needs decay_kind"),
     ("mdgf_linear", {"phases": nms.Phases(total=100, dense=70)}, "give beta"),
-    ("sdgf_stepwise", {"phases": nms.Phases(total=8, dense=3, finetune=2)}, "4 levels"),
     ("idp", {"phases": nms.Phases(total=8, dense=3, finetune=2)}, "4 levels"),
     ("one_shot", {"gradient": "ste"}, "gradient='ste'"),
     ("sdgf_geometric", {"k": 3}, "power of two"),
-    ("idp", {"lam": float("nan")}, "lam=nan"),
     ("snip", {"batches": 71}, "from 1 to 70"),
-    ("custom", {"path": ((10, "4;8", 1.0),)}, "4;8"),
     ("custom", {"path": ((9, "4:8", 1.0),)}, "sparsify phase"),
     ("custom", {"path": ((20, "4:8", 1.0), (20, "1:8", 0.0))}, "rising steps"),
     ("custom", {"path": ((10, "4:8", 1.5),)}, r"D in \[0, 1\]"),
@@ -74,15 +65,11 @@ def test_a_wrong_field_is_named(name, fields, word):
 def test_a_step_is_one_whole_number_and_a_stored_mask_is_given(name):
   recipe, w = make(name), jnp.ones((8, 2))
   keep = jnp.ones(w.shape, bool) if recipe.stateful else None
-  effective = lambda t: recipe.effective(w, t, 0, keep)
-  for call, steps in (
-    (effective, (12.0, True, jnp.arange(2), -1)),
-    (recipe.decay, (12.0, jnp.arange(2), -1)),
-    (jax.jit(recipe.decay), (12.0,)),  # a float tracer
-  ):
-    for step in steps:
-      with pytest.raises(ValueError, match="step"):
-        call(step)
+  for step in (12.0, True, jnp.arange(2), -1):
+    with pytest.raises(ValueError, match="step"):
+      recipe.effective(w, step, 0, keep)
+  with pytest.raises(ValueError, match="step"):
+    jax.jit(recipe.decay)(12.0)
   if recipe.stateful:
     with pytest.raises(ValueError, match="no mask was given"):
       recipe.effective(w, jnp.int32(0))
@@ -91,14 +78,10 @@ def test_a_step_is_one_whole_number_and_a_stored_mask_is_given(name):
 @pytest.mark.parametrize(
   "name, fields, first",
   [
-    ("snip", {"batches": 3}, 13),
     ("mdgf_linear", {}, 70),  # D = 0 at 70 % of the steps
-    ("mdgf_linear", {"beta": 0.01}, 80),
     ("mdgf_exponential", {}, 80),
-    ("sr_ste", {}, 10),
     ("sdgf_stepwise", {}, 62),
     ("custom", {"path": ((20, "1:8", 1.0), (30, "1:8", 0.0))}, 30),
-    ("custom", {"path": ((20, "2:8", 0.0),)}, 80),
   ],
 )
 def test_when_the_target_holds_for_good(name, fields, first):
@@ -106,6 +89,13 @@ def test_when_the_target_holds_for_good(name, fields, first):
 
 
 # --- recipes of a user ----------------------------------------------------------------------------
+
+
+def defined(name, fields=("pattern", "phases"), called="Other", frozen=True):
+  """A class as a module defines it, anew with each call."""
+  return dataclasses.make_dataclass(
+    called, fields, bases=(nms.Recipe,), frozen=frozen, kw_only=True, namespace={"name": name}
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,14 +106,6 @@ class Halving(nms.Recipe):
   pattern: nms.NM
   phases: nms.Phases
   scale: float
-  kept: nms.NM | None = None
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.kept is not None:
-      object.__setattr__(self, "kept", nms.NM.parse(self.kept))
-    if self.scale <= 0:
-      raise ValueError(f"{self.name}: scale must be positive.")
 
   @property
   def curve(self):
@@ -146,61 +128,35 @@ def vocabulary():
 
 @pytest.mark.usefixtures("vocabulary")
 def test_a_registered_recipe_is_known_by_name_trains_and_is_deployed():
-  made = Halving(pattern=NM(1, 4), phases=PHASES, scale=2.0, kept="2:4")
-  text = configure.describe(nms.Rules({"ff": made}))
-  with pytest.raises(UnknownRecipe, match="halving"):
-    configure.parse(text)
+  made = Halving(pattern=NM(1, 4), phases=PHASES, scale=2.0)
+  rules = nms.Rules({"ff": made})
+  with pytest.raises(ValueError, match="halving.*not registered"):
+    configure.parse(rules.text)
   recipes.register(Halving)
-  assert configure.parse(text).places["ff"] == made and list(RECIPES)[-1] == "halving"
-  recipe = make("halving", "1:4", scale=2.0, beta=None)
-  assert [(s.start, s.decay_start, s.decay_stop) for s in recipe.timeline(16)] == [
-    (0, 1.0, 1.0), (10, 1.0, 0.5), (45, 0.5, 0.0), (80, 0.0, 0.0),
-  ]  # fmt: skip
-  w = jnp.asarray(np.random.default_rng(0).normal(size=(16, 3)), jnp.float32)
-  params, rules = {"mlp": {"wi": {"kernel": w}}}, nms.Rules({"ff": recipe})
-  kernel, mask = lambda tree: tree["mlp"]["wi"]["kernel"], nms.nm_mask(jnp.abs(w), "1:4")
-  for step, d in ((0, 1.0), (45, 0.5), (99, 0.0)):
-    got = kernel(nms.sparsify(params, rules, step))
-    np.testing.assert_allclose(got, np.where(mask, w, d * w), rtol=1e-6)
-  done = nms.finalize(params, rules, 99)
-  np.testing.assert_array_equal(kernel(done), np.where(mask, 2 * w, 0))
   settings = dict(sparse_steps=100, dense_steps=10, finetune_steps=20)
-  given = configure.rules({"ff": "1:4"}, "halving", fields={"scale": 2.0}, **settings)
-  assert given == rules
-  for fields, word in (
-    ({"scale": -1.0}, "positive"),
-    ({"scale": 1.0, "k": 2}, "k=2"),
-    ({}, "scale"),
-  ):
+  by_name = lambda **fields: configure.rules({"ff": "1:4"}, "halving", fields=fields, **settings)
+  assert configure.parse(rules.text) == rules == by_name(scale=2.0)
+  for fields, word in ({"scale": 1.0, "k": 2}, "'k'"), ({}, "'scale'"):
     with pytest.raises(ValueError, match=word):
-      configure.rules({"ff": "1:4"}, "halving", fields=fields, **settings)
-
-
-def defined(name, fields=("pattern", "phases"), base=nms.Recipe, called="Other", frozen=True):
-  """A class as a module defines it, anew with each call."""
-  return dataclasses.make_dataclass(
-    called, fields, bases=(base,), frozen=frozen, kw_only=True, namespace={"name": name}
-  )
+      by_name(**fields)
+  w = jnp.asarray(np.random.default_rng(0).normal(size=(16, 3)), jnp.float32)
+  params, mask = {"mlp": {"wi": {"kernel": w}}}, nms.nm_mask(jnp.abs(w), "1:4")
+  for step, d in ((0, 1.0), (45, 0.5), (99, 0.0)):
+    got = nms.sparsify(params, rules, step)["mlp"]["wi"]["kernel"]
+    np.testing.assert_allclose(got, np.where(mask, w, d * w), rtol=1e-6)
+  done = nms.finalize(params, rules, 99)["mlp"]["wi"]["kernel"]
+  np.testing.assert_array_equal(done, np.where(mask, 2 * w, 0))
 
 
 @pytest.mark.usefixtures("vocabulary")
-def test_a_name_is_taken_once():
+def test_a_name_is_taken_once_by_a_frozen_dataclass():
   recipes.register(defined("mine"))
   again = defined("mine")  # a cell of a notebook, or importlib.reload
   assert recipes.register(again) is again is RECIPES["mine"]
-  with pytest.raises(ValueError, match="taken by Other"):
-    recipes.register(defined("mine", called="Third"))
-
-
-@pytest.mark.parametrize(
-  "cls",
-  [5, nms.NM, defined("a b"), defined("a", ()), defined("a", frozen=False), nms.Recipe],
-)
-def test_what_cannot_be_registered(cls):
-  before = dict(RECIPES)
-  with pytest.raises(ValueError, match="register.*give"):
-    recipes.register(cls)
-  assert dict(RECIPES) == before
+  taken = defined("mine", called="Third")
+  for cls in (taken, nms.NM, defined("a b"), defined("a", ()), defined("a", frozen=False)):
+    with pytest.raises(ValueError, match="register.*give"):
+      recipes.register(cls)
 
 
 MODULES = (

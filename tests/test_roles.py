@@ -76,35 +76,30 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
   words |= {"qk": ("q", "k"), "qkv": ("q", "k", "v", "qkv")}
   for word, those in words.items():
     find = nms.Rules({word: RECIPE}).find
-    wanted = {path for path, role in kernels.items() if role in those}
-    assert {path for path in kernels if find(path)} == wanted
-    if project == "T5X":  # also under the collection's name, as in a whole state
-      assert all(bool(find(f"params/{path}")) == (path in wanted) for path in kernels)
+    # Also under the collection's name, as in a whole state.
+    for prefix in ("", "params/") if project == "T5X" else ("",):
+      assert {path: bool(find(prefix + path)) for path in kernels} == {
+        path: role in those for path, role in kernels.items()
+      }
 
 
 @pytest.mark.parametrize("place", ["encoder/ff", "self/k", "decoder/cross/q", "cross/decoder/q"])
 def test_words_narrow_a_role(place):
   *words, role = place.split("/")
-  find, is_cross = nms.Rules({place: RECIPE}).find, lambda path: "encoder_decoder" in path
-  fits = {"encoder": lambda p: p.startswith("encoder"), "decoder": lambda p: p.startswith("dec"),
-          "self": lambda p: not is_cross(p), "cross": is_cross}  # fmt: skip
+  find = nms.Rules({place: RECIPE}).find
   for path, own in kernels_of("T5X").items():
-    assert bool(find(path)) == (own == role and all(fits[word](path) for word in words)), path
+    kinds = {path.split("/")[0], "cross" if "encoder_decoder" in path else "self"}
+    assert bool(find(path)) == (own == role and {*words} <= kinds), path
 
 
-@pytest.mark.parametrize(
-  "config, network",
-  [(vit, vit.ViT), (swin, swin.Swin), (resnet, resnet.ResNet)],
-  ids=["vit", "swin", "resnet"],
-)
-def test_the_networks_here_have_one_role_for_each_kernel(config, network):
-  sizes = config.config(next(iter(config.CONFIGS)))
-  make = functools.partial(network(sizes).init, train=False)
-  images = jnp.zeros((1, sizes.image_size, sizes.image_size, 3))
-  found = dict(trees.flatten(jax.eval_shape(make, jax.random.key(0), images)["params"]))
-  for path in found:
-    named = {role for f in roles.registry._families.values() if (role := f.role(path))}
-    assert len(named) == (path.endswith("/kernel") and "cpb_mlp" not in path), path
+def test_the_networks_here_have_one_role_for_each_kernel():
+  for module, network in (vit, vit.ViT), (swin, swin.Swin), (resnet, resnet.ResNet):
+    sizes = module.config(next(iter(module.CONFIGS)))
+    images = jnp.zeros((1, sizes.image_size, sizes.image_size, 3))
+    make = functools.partial(network(sizes).init, train=False)
+    for path, _ in trees.flatten(jax.eval_shape(make, jax.random.key(0), images)["params"]):
+      named = {role for f in roles.registry._families.values() if (role := f.role(path))}
+      assert len(named) == (path.endswith("/kernel") and "cpb_mlp" not in path), path
 
 
 @pytest.mark.usefixtures("families")
@@ -112,13 +107,13 @@ def test_a_family_from_outside_adds_to_the_vocabulary():
   paths = ("block_0/fc1/kernel", "block_0/mix/kernel", "block_7/fc1/kernel", "mlp/wi/kernel")
   named = lambda place, **kw: [p for p in paths if nms.Rules({place: RECIPE}, **kw).find(p)]
   assert named("ff") == [paths[3]] and named("mix") == []
-  narrow = {"late": r"block_[5-9]/.*", "head": r"(.*/)?block_7/.*"}
   own = {"ff": r"(.*/)?fc\d/kernel", "mix": r"(.*/)?mix/kernel"}
-  roles.register(roles.Family(name="own", roles=own, narrow=narrow))
-  assert named("ff") == [paths[i] for i in (0, 2, 3)]
-  assert named("late/ff") == [paths[2]] and named("mix") == [paths[1]]
   # A word that narrows here is a role of vision models, too.
-  assert named("head/ff") == [paths[2]] and nms.Rules({"head": RECIPE}).find("head/kernel")
+  narrow = {"late": r"block_[5-9]/.*", "head": r"(.*/)?block_7/.*"}
+  roles.register(roles.Family(name="own", roles=own, narrow=narrow))
+  assert named("ff") == [paths[i] for i in (0, 2, 3)] and named("mix") == [paths[1]]
+  assert named("late/ff") == named("head/ff") == [paths[2]]
+  assert nms.Rules({"head": RECIPE}).find("head/kernel")
   # A role of rules stands in place of what families call so, also in 'qk'.
   assert named("ff", roles={"ff": "mlp/.*"}) == [paths[3]]
   assert named("qk", roles={"q": ".*fc1/.*", "k": ".*mix/.*"}) == [*paths[:3]]

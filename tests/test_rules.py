@@ -54,19 +54,16 @@ QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
   [
     ("dense", lambda: nms.Rules({})),
     ("'1:8'", lambda: nms.Rules({"ff": "1:8"})),
-    ("dict", lambda: nms.Rules([("ff", LINEAR)])),
     ("'drop'", lambda: nms.Rules({"ff": LINEAR}, indivisible="drop")),
     ("regular expression", lambda: nms.Rules({"(": LINEAR})),
     ("regular expression", lambda: nms.Rules({"ff": LINEAR}, axes={"[": 0})),
-    ("regular expression", lambda: nms.Rules({"ff": LINEAR}, roles={"x": "*"})),
     ("two rules", lambda: nms.Rules({"qkv": LINEAR, "encoder/q": OTHER}).assign(QUERY)),
     ("'qvk'.*have q", lambda: nms.Rules({"q": LINEAR, "qvk": OTHER}).assign(QUERY)),
     (r"\{'a': 1\}", lambda: nms.Rules({"q": LINEAR}, {"a": 1}).assign(QUERY)),
-    ("match no", lambda: nms.Rules({"q": LINEAR}).assign({"a": [1.0]})),
     ("axis=5", lambda: nms.Rules({"q": LINEAR}, {".*": 5}).assign(QUERY)),
     ("not known for 'a'.*'b'", lambda: nms.Rules({".*": LINEAR}).assign({"a": X, "b": X})),
   ],
-)  # fmt: skip
+)
 def test_mistakes_are_named(word, make):
   with pytest.raises(ValueError, match=word):
     make()
@@ -89,32 +86,26 @@ def fading(beta, **phases):
     (OTHER, 18, "error", ValueError),
     (CUSTOM, 24, "error", ValueError),  # each level must fit
     (OTHER, 18, "skip", "multiple of 4"),
-    (OTHER, 18, "pad", "padded by 2"),
     (CUSTOM, 24, "pad", "padded by 8"),
     (GEOMETRIC, 768, "error", "16:512 do not divide 768: dropped"),
-    (GEOMETRIC, 2048, "error", ""),
     (nms.recipe("sr_ste", pattern="3:4", phases=PHASES), 16, "error", "keeps 3 of 4"),
     (fading(0.01, dense=20, finetune=40), 16, "error", "D jumps from 0.6 to 0 at step 60"),
-    (fading(0.001), 16, "error", "D jumps from 0.9 to 0 at step 100"),
     (fading(None, dense=20, finetune=40), 16, "error", ""),
     (nms.recipe("mdgf_exponential", pattern="1:8", phases=PHASES), 16, "error", ""),
   ],
 )
 def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy, remark, caplog):
-  rules = nms.Rules({"ff": recipe}, indivisible=policy)
+  rules, params = nms.Rules({"ff": recipe}, indivisible=policy), tree({WI: (length, 3)})
   if remark is ValueError:
     with pytest.raises(ValueError, match="multiple of"):
-      rules.assign(tree({WI: (length, 3)}))
+      rules.assign(params)
     return
   with caplog.at_level(logging.WARNING, logger="nm_sparsity_jax"):
-    found = rules.assign(tree({WI: (length, 3)}))
-  assert remark in caplog.text and remark in str(found)
-  if policy == "skip":
-    assert list(found.skipped) == [WI] and not found.places and not found.dense
-  else:
-    site = found.places[WI]
-    assert "; ".join(site.remarks).endswith(remark) and bool(site.remarks) == bool(remark)
-    assert site.axis_size % site.pattern.m == 0
+    found = rules.assign(params)
+  assert remark in caplog.text and remark in str(found) and bool(caplog.text) == bool(remark)
+  assert (list(found.skipped), list(found.places)) == (
+    ([WI], []) if policy == "skip" else ([], [WI])
+  )
 
 
 def test_a_dense_recipe_counts_as_a_rule_and_leaves_the_weight_alone():
@@ -131,29 +122,25 @@ def test_a_dense_recipe_counts_as_a_rule_and_leaves_the_weight_alone():
   [
     ("mlp/wi/kernel", (16, 4), None, 0),
     ("Conv_0/kernel", (3, 3, 16, 5), (5,), -2),
-    ("stem/Conv_1/kernel", (3, 16, 5), None, -2),
     ("layer2_0/downsample_conv/kernel", (1, 1, 16, 5), None, -2),
     # In doubt: another rank, another name, a bias that is not of the outputs.
     ("mlp/wi/kernel", (16, 4), (16,), None),
     ("mlp/wi/kernel", (16, 2, 8), None, None),
-    ("ConvTranspose_0/kernel", (3, 3, 16, 8), None, None),
     # A user's own name: a transposed convolution may have it.
     ("stem/conv1/kernel", (3, 3, 16, 8), None, None),
     ("Einsum_0/kernel", (16, 16), (16,), None),
-    ("Conv_0/kernel", (3, 3, 3, 3, 16, 8), None, None),
     ("w", (16, 16), None, None),
   ],
 )
 def test_axes_that_names_and_shapes_tell(path, shape, bias, axis):
   beside = path.replace("kernel", "bias")
   params = tree({path: shape} | ({beside: bias} if bias else {}))
-  rules = nms.Rules({path: LINEAR})
+  rules = nms.Rules({path: LINEAR}, indivisible="pad")
   if axis is None:
     with pytest.raises(ValueError, match="axes="):
       rules.assign(params)
-    assert nms.Rules({path: LINEAR}, axes={path: -1}, indivisible="pad").assign(params).places
-  else:
-    assert rules.assign(params).places[path].axis == axis
+    rules, axis = rules.with_axes({path: -1}), -1
+  assert rules.assign(params).places[path].axis == axis
 
 
 def test_the_first_axis_that_is_named_counts():
@@ -162,7 +149,6 @@ def test_the_first_axis_that_is_named_counts():
   assert [site.axis for site in rules.assign(params).places.values()] == [-1, (0, 1)]
   more = rules.with_axes({"b/kernel": 1, "a/kernel": 1}).assign(params)
   assert [site.axis for site in more.places.values()] == [1, 1]
-  assert rules.site("x/kernel", (3, 2, 16), axis=2).axis_size == 16  # as a layer asks
 
 
 SIZES = {"embed": 16, "mlp": 24, "heads": 2, "kv": 8, "layers": 3, "stack": 3}
@@ -171,28 +157,27 @@ LEAVES = {
   "spec": lambda names, shape: PartitionSpec(*names),
   "box": lambda names, shape: nn.Partitioned(jnp.zeros(shape), names=names),
 }
+# T5X's scalable_t5 stacks along axis 1 (param_scan_axis); other networks along 0.
+SCANNED = [
+  (WI, ("layers", "embed", "mlp"), (1,)),
+  (WO, ("mlp", "embed", "stack"), (0,)),
+  ("attention/query/kernel", ("embed", "layers", "heads", "kv"), (0,)),
+  ("attention/out/kernel", ("heads", "layers", "kv", "embed"), (0, 2)),
+]
 
 
-@pytest.mark.parametrize(
-  "path, names, axes",
-  [
-    # T5X's scalable_t5 stacks along axis 1 (param_scan_axis); other networks along 0.
-    (WI, ("embed", "layers", "mlp"), (0,)),
-    (WI, ("layers", "embed", "mlp"), (1,)),
-    (WO, ("mlp", "embed", "stack"), (0,)),
-    ("attention/query/kernel", ("embed", "layers", "heads", "kv"), (0,)),
-    ("attention/out/kernel", ("heads", "layers", "kv", "embed"), (0, 2)),
-  ],
-)
 @pytest.mark.parametrize("kind", LEAVES)
-def test_scanned_kernels_take_their_axis_from_logical_names(path, names, axes, kind):
-  shape = tuple(SIZES[name] for name in names)
-  leaf = LEAVES[kind](names, shape)
-  logical = nested({path + "_axes" * (kind == "metadata"): leaf, "norm/scale": ("embed",)})
-  rules, params = nms.Rules({".*/kernel": LINEAR}, indivisible="pad"), tree({path: shape})
-  assert rules.with_logical_axes(logical).assign(params).places[path].axes == axes
-  by_hand = dataclasses.replace(rules, axes={".*": 2}).with_logical_axes(logical)
-  assert by_hand.assign(params).places[path].axis == 2
+def test_scanned_kernels_take_their_axis_from_logical_names(kind):
+  shapes = {path: tuple(SIZES[name] for name in names) for path, names, _ in SCANNED}
+  logical = {path + "_axes" * (kind == "metadata"): LEAVES[kind](names, shapes[path])
+             for path, names, _ in SCANNED}  # fmt: skip
+  rules = nms.Rules({".*/kernel": LINEAR}, indivisible="pad")
+  axes_of = lambda rules: {
+    path: site.axes
+    for path, site in rules.with_logical_axes(nested(logical)).assign(tree(shapes)).places.items()
+  }
+  assert axes_of(rules) == {path: axes for path, _, axes in SCANNED}
+  assert set(axes_of(dataclasses.replace(rules, axes={".*": 2})).values()) == {(2,)}  # by hand
 
 
 # --- a value --------------------------------------------------------------------------------------
@@ -201,10 +186,9 @@ def test_scanned_kernels_take_their_axis_from_logical_names(path, names, axes, k
 def test_rules_are_values():
   """Equal rules have one hash and one fingerprint, in every process; others have others."""
   make = lambda **kw: nms.Rules({"ff": LINEAR, "q": OTHER}, **kw)
-  again = nms.Rules({"q": dataclasses.replace(OTHER), "ff": dataclasses.replace(LINEAR)})
   axes = make(axes={"a/kernel": (0,), "b": [0, 1]}, roles={"x": "a/.*"})
   for one, other in (
-    (make(), again),
+    (make(), nms.Rules({"q": dataclasses.replace(OTHER), "ff": dataclasses.replace(LINEAR)})),
     (axes, pickle.loads(pickle.dumps(axes))),
     (axes, make(axes={"a/kernel": np.int64(0), "b": (0, 1)}, roles={"x": "a/.*"})),
     (make(), make().with_shardings({"a": SingleDeviceSharding(jax.devices()[0])})),

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import nm_sparsity_jax as nms
@@ -113,28 +112,18 @@ def dense(names):
 
 
 def test_no_collective_more_than_dense_and_the_masks_of_one_device():
-  program, (params, opt, x, y), tx = compiled(RULES, RECIPES)
+  program, (params, opt, x, y), _ = compiled(RULES, RECIPES)
   assert not more(collectives(program), dense(RECIPES))
-  alone = jax.jit(step_of(tx))
   masks_of = jax.jit(lambda w, opt: metrics.masks_of(w, RULES, opt.count, opt.masks))
-  for t in range(PHASES.total):
+  for _ in range(PHASES.total):
     here = jax.device_put(jax.device_get((params, opt)), jax.devices()[0])
     w, w_here = nms.dense_params(params, opt), nms.dense_params(*here)
     jax.tree.map(np.testing.assert_array_equal, masks_of(w, opt), masks_of(w_here, here[1]))
-    params, opt, value = program(params, opt, x, y)
-    if t in (0, 1, 5, 10, 19):
-      *_, want = alone(*here, np.asarray(x), np.asarray(y))
-      np.testing.assert_allclose(value, want, rtol=1e-5)
+    params, opt, _ = program(params, opt, x, y)
   assert nms.step_count(opt) == PHASES.total and nms.verify(params, RULES).ok
 
 
-@pytest.mark.parametrize(
-  "path, axes",
-  [
-    ("a/wo/kernel", None),  # groups as long as the whole of wo's axis, of which a shard has half
-    ("a/wi/kernel", {"a/wi/kernel": 1}),  # groups along the axis that wi is split over
-  ],
-)
-def test_the_count_sees_a_group_that_straddles_shards(path, axes):
-  rules = nms.Rules({path: nms.recipe("sr_ste", pattern="64:512", phases=PHASES)}, axes=axes)
+def test_the_count_sees_a_group_that_straddles_shards():
+  # Groups as long as the whole of wo's axis, of which a shard has half.
+  rules = nms.Rules({"a/wo/kernel": nms.recipe("sr_ste", pattern="64:512", phases=PHASES)})
   assert more(collectives(compiled(rules, ["a"])[0]), dense(["a"]))

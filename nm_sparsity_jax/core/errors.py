@@ -1,4 +1,4 @@
-"""Checks and an error that several rooms share, and silence while others import."""
+"""A check that several rooms share, and silence while others import."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ def check_seed(name: str, seed: Any) -> None:
   is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
   if not is_whole or not 0 <= int(seed) <= _MOST_SEED:
     raise ValueError(f"{name}={seed!r}: give a whole number from 0 to {_MOST_SEED:,}.")
-
-
-class UnknownRecipe(ValueError):
-  """A checkpoint names a recipe that is not registered, since its module is not imported."""
 
 
 @contextlib.contextmanager

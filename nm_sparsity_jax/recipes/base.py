@@ -21,7 +21,7 @@ from nm_sparsity_jax.core import gradients, masks, schedules
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Curve, Phases, Segment, as_step
-from nm_sparsity_jax.recipes.levels import leveled_mask
+from nm_sparsity_jax.recipes.levels import leveled_mask, when
 
 NAN = np.float32(np.nan)  # numpy's: JAX_DEBUG_NANS looks at what jax makes
 
@@ -82,15 +82,6 @@ class Recipe:
         "example Phases(total=100_000, dense=10_000, finetune=20_000)."
       )
     gradients.check_mode(self.gradient)
-    if not 0 <= self.lam < math.inf:
-      raise ValueError(f"{self.name}(lam={self.lam!r}): give a number >= 0, such as 2e-4.")
-
-  @classmethod
-  def required(cls) -> tuple[str, ...]:
-    """Returns the names of the fields without a default."""
-    all_of_them = dataclasses.fields(cls)  # type: ignore[arg-type]
-    none = dataclasses.MISSING
-    return tuple(f.name for f in all_of_them if f.default is none and f.default_factory is none)
 
   @property
   def gradient_mode(self) -> str:
@@ -273,7 +264,8 @@ class Recipe:
 
   def first_state(self, groups: Groups, w: jax.Array) -> dict[str, jax.Array]:
     """Returns what `init_state` stores for one weight: at least "mask", bool, shape of `w`."""
-    raise NotImplementedError
+    del groups
+    return {"mask": jnp.ones_like(w, bool)}
 
   def next_state(
     self,
@@ -287,6 +279,8 @@ class Recipe:
   ) -> dict[str, jax.Array]:
     """Returns what `update_state` stores for one weight: `state` at `last` brought to `step`.
 
+    By default the magnitude mask of `w` where a renewal is due.
+
     Args:
       groups: where the groups of this weight lie; it makes masks of the weight.
       state: what `first_state` or the last call returned.
@@ -297,7 +291,10 @@ class Recipe:
         needs none.
       grad_at: the weight that `grad` was taken at.
     """
-    raise NotImplementedError
+    del grad, grad_at
+    due = self.renewals(step) > self.renewals(last)
+    take = lambda: groups.magnitude_mask(w, self.pattern)
+    return {"mask": when(due, take, lambda: state["mask"])}
 
 
 def _once_a_shape(function: Callable, recipe: Recipe, step: Any, axis: Any, *arrays: Any) -> Any:

@@ -14,19 +14,10 @@ from nm_sparsity_jax.recipes.base import Recipe
 from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
 
 
-class StoredMask(Recipe):
-  """A recipe that keeps its mask as state."""
+class TakenOnce(Recipe):
+  """A recipe that takes its mask once, at `sparse_from`."""
 
   stateful: ClassVar[bool] = True
-
-  def when_due(self, state, step, last, take):
-    """Returns the stored mask, or what `take` returns where a renewal is due since `last`."""
-    due = self.renewals(step) > self.renewals(last)
-    return when(due, take, lambda: state["mask"])
-
-
-class TakenOnce(StoredMask):
-  """A recipe that takes its mask once, at `sparse_from`."""
 
   def chosen(self, w, step, axis, stored):
     del w, axis
@@ -63,12 +54,7 @@ class OneShot(TakenOnce):
   def first_state(self, groups, w):
     if self.phases.dense == 0:  # no later step would make it due
       return {"mask": groups.magnitude_mask(w, self.pattern)}
-    return {"mask": jnp.ones_like(w, bool)}
-
-  def next_state(self, groups, state, w, step, last, grad, grad_at):
-    del grad, grad_at
-    take = lambda: groups.magnitude_mask(w, self.pattern)
-    return {"mask": self.when_due(state, step, last, take)}
+    return super().first_state(groups, w)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,10 +98,9 @@ class Snip(TakenOnce):
     return (state["seen"] >= self.batches).astype(jnp.int32)
 
   def first_state(self, groups, w):
-    del groups
     # float32: sums of products of bfloat16 would stop growing after a few batches.
     score = jnp.zeros_like(w, jnp.float32)
-    return {"mask": jnp.ones_like(w, bool), "score": score, "seen": jnp.int32(0)}
+    return super().first_state(groups, w) | {"score": score, "seen": jnp.int32(0)}
 
   def next_state(self, groups, state, w, step, last, grad, grad_at):
     del w
@@ -133,7 +118,7 @@ class Snip(TakenOnce):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Idp(StoredMask):
+class Idp(Recipe):
   """Inherited dynamic pruning: stepwise levels, each choosing among the survivors of the last.
 
       Phi_i = top-n_i-of-m of |W| among Phi_{i-1} as it was when level i began,
@@ -150,6 +135,7 @@ class Idp(StoredMask):
   """
 
   name: ClassVar[str] = "idp"
+  stateful: ClassVar[bool] = True
   default_gradient: ClassVar[str] = "straight_through"
   pattern: NM
   phases: Phases
@@ -170,18 +156,12 @@ class Idp(StoredMask):
     levels = self.levels()
     return value_at(levels, as_step(step), range(len(levels)))
 
-  def first_state(self, groups, w):
-    del groups
-    return {"mask": jnp.ones_like(w, bool)}
-
   def next_state(self, groups, state, w, step, last, grad, grad_at):
     del grad, grad_at
     levels = self.levels()
     kept = [p.n for _, p in levels]
-
-    def take():
-      # One choice replays all levels crossed: the best of the best is the best.
-      n = value_at(levels, step, [kept[0], *kept[:-1]])
-      return groups.magnitude_mask(w, self.pattern, n, state["mask"])
-
-    return {"mask": self.when_due(state, step, last, take)}
+    # One choice replays all levels crossed: the best of the best is the best.
+    n = value_at(levels, step, [kept[0], *kept[:-1]])
+    take = lambda: groups.magnitude_mask(w, self.pattern, n, state["mask"])
+    due = self.renewals(step) > self.renewals(last)
+    return {"mask": when(due, take, lambda: state["mask"])}

@@ -73,14 +73,15 @@ def finalize(
     step: the number of updates applied. While the schedule of a place is not over it is an error;
       where it is traced, the weights become NaN.
     state: the stored masks, for the recipes that keep one.
-    early: finalize though a schedule is not over.
+    early: finalize though a schedule is not over; snip must have taken its mask.
   """
   assignment, step = rules.assign(params), as_step(step)
   # Under jit the step has no value yet: NaN, below, is what an early call gets there.
   is_known = not isinstance(step, jax.core.Tracer)
-  if is_known and not early and (ahead := assignment.unfinished(int(step))):
+  if is_known and (ahead := assignment.unfinished(int(step), early)):
     raise ValueError(
-      f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True)."
+      f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True), which needs "
+      "the masks alone."
     )
 
   def apply(path, w):
@@ -91,7 +92,7 @@ def finalize(
     at, _ = current(site, step, state)  # -1 where its stored mask is wrong
     done = site.recipe.final(w, site.groups, kept(site, state))
     # What is traced cannot raise, but NaN is seen.
-    wrong = at < (0 if early else site.recipe.phases.finetune_start)
+    wrong = at < site.final_from(early)
     return jnp.where(wrong, jnp.full_like(done, jnp.nan), done)
 
   return map_with_names(apply, params)

@@ -90,7 +90,7 @@ def rules(
 def _recipe(name: str | None, pattern: Any, settings: Mapping[str, Any], macro: str) -> Recipe:
   """Returns the recipe of one place; `macro` is where its pattern comes from."""
   values: dict[str, Any] = {"RECIPE": name}
-  if name and name in RECIPES and RECIPES[name].required():  # dense needs neither
+  if name != Dense.name:
     values |= {"PATTERN": pattern, "SPARSE_STEPS": settings["phases"]}
   for lost in (macro for macro, value in values.items() if value is None):
     raise ValueError(
@@ -154,7 +154,6 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
   given = {name: value for name, value in given.items() if value is not None}
   for macro, value, has in _compared(stored, given):
     if value != has:
-      value, has = (str(x) if isinstance(x, NM) else x for x in (value, has))
       raise ValueError(
         f"{macro}={value!r}, but {source} was trained with {has!r}: leave {macro} out. "
         "Where a file sets it, None counts as left out."
@@ -166,25 +165,25 @@ def _compared(stored: Rules, given: Mapping[str, Any]) -> Iterator[tuple[str, An
   table = given.get("places", dict.fromkeys(stored.places))
   if not isinstance(table, Mapping) or table.keys() != stored.places.keys():
     yield "SPARSITY_RULES", table, dict(stored.places)
-  shared = [stored.places[place].pattern for place, value in table.items() if value is None]
-  if "pattern" in given and shared and (pattern := NM.parse(given["pattern"])) not in shared:
-    yield "PATTERN", pattern, shared[0]
-  for place, value in table.items():
-    has = stored.places[place]
-    if isinstance(value, Recipe):
-      yield f"SPARSITY_RULES, {place!r}", value, has
+  # The text of rules does not say which places shared PATTERN, so it may be that of any.
+  shared = {str(stored.places[place].pattern): 0 for place, said in table.items() if said is None}
+  if "pattern" in given and shared and (said := str(NM.parse(given["pattern"]))) not in shared:
+    yield "PATTERN", said, ", ".join(shared)
+  for place, has in stored.places.items():
+    said, macro = table[place], f"SPARSITY_RULES, {place!r}"
+    if isinstance(said, Recipe):
+      yield macro, said, has
       continue
-    if value is not None:
-      yield f"SPARSITY_RULES, {place!r}", NM.parse(value), has.pattern
+    if said is not None:
+      yield macro, str(NM.parse(said)), str(has.pattern)
     if "recipe" in given:
       yield "RECIPE", given["recipe"], has.name
     if isinstance(has, Dense):  # it has no other settings
       continue
-    phases = has.phases
     settings = {
-      "sparse_steps": phases.total,
-      "dense_steps": phases.dense,
-      "finetune_steps": phases.finetune,
+      "sparse_steps": has.phases.total,
+      "dense_steps": has.phases.dense,
+      "finetune_steps": has.phases.finetune,
       "beta": getattr(has, "beta", None),
       "gradient": has.gradient_mode,
     }

@@ -24,16 +24,16 @@ from typing import Any
 
 from nm_sparsity_jax.core import trace
 from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.recipes import Recipe
+from nm_sparsity_jax.core.schedules import Phases, Segment
+from nm_sparsity_jax.recipes import OneShot, Recipe
 from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
 __all__ = ["Cost", "Op", "forward", "inference", "training"]
 
-# What is sparse: `Rules`; or a place, as rules name it, and what is applied to its kernels. A
-# `Site` knows its own axis, so `rules.assign(params).places` serves.
-Sparse = Rules | Mapping[str, NM | str | Recipe | Site]
+# What is sparse: `Rules`; or a place, as rules name it, and what is applied to its kernels.
+Sparse = Rules | Mapping[str, NM | str | Recipe]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,14 +142,13 @@ def inference(dense: Cost, sparse: Sparse) -> Cost:
   >>> inference(cost, {"ff": "1:8"}).flops
   8.0
   """
-  chosen = _assign(dense.ops, sparse)
-  kept = []
+  if not isinstance(sparse, Rules):
+    # A pattern is the recipe that has it from the first step on.
+    of = lambda p: p if isinstance(p, Recipe) else OneShot(pattern=p, phases=Phases(total=1))
+    sparse = {place: of(value) for place, value in sparse.items()}
+  sites, kept = _sites(dense.ops, sparse), []
   for op in dense.ops:
-    pattern, axis = chosen.get(op, (None, 0))
-    if isinstance(pattern, Recipe):
-      segments = pattern.timeline(axis_size=axis)  # none where it is dense for ever
-      pattern = segments[-1].pattern if segments else None
-    s = _density(pattern, op, axis)
+    s = _density(sites[op].recipe.timeline(sites[op].axis_size)[-1]) if op in sites else 1.0
     kept.append(dataclasses.replace(op, flops=op.flops * s, params=round(op.params * s)))
   return Cost(tuple(kept))
 
@@ -187,15 +186,10 @@ def training(
   >>> training(cost, {}, steps=10).flops == 3 * 10 * 64
   True
   """
-  chosen = _assign(dense.ops, sparse)
-  totals = set() if steps is None else {steps}
-  for op, (recipe, _) in chosen.items():
-    if not isinstance(recipe, Recipe):
-      raise ValueError(
-        f"{recipe!r} on {op.name}: training needs a recipe, which says from which step on a "
-        "pattern holds. Use nms.recipe(name, pattern=..., phases=...)."
-      )
-    totals |= {recipe.phases.total} if recipe.phases else set()
+  sites = _sites(dense.ops, sparse)
+  recipes = sparse.places if isinstance(sparse, Rules) else sparse
+  totals = {recipe.phases.total for recipe in recipes.values() if recipe.phases}
+  totals |= set() if steps is None else {steps}
   if len(totals) != 1:
     raise ValueError(
       f"the run would have {' and '.join(map(str, sorted(totals))) or 'no number of'} steps: "
@@ -205,18 +199,16 @@ def training(
   end = total if until is None else min(until, total)
   done = []
   for op in dense.ops:
-    weight = _weighed_steps(*chosen[op], op, end) if op in chosen else 3.0 * end
+    weight = _weighed_steps(sites[op], end) if op in sites else 3.0 * end
     done.append(dataclasses.replace(op, flops=op.flops * batch_size * weight))
   return Cost(tuple(done))
 
 
-def _weighed_steps(recipe: Any, axis: int, op: Op, until: int) -> float:
+def _weighed_steps(site: Site, until: int) -> float:
   """Returns the training FLOPs of steps [0, until) in units of F: the sum of s + s + (1 or s)."""
-  if recipe.phases is None:  # dense for ever
-    return 3.0 * until
   # A segment is priced by its first step and its end, so a run of a million steps costs nothing.
   sparse_steps = 0.0  # sum of s
-  for segment in recipe.timeline(axis_size=axis):
+  for segment in site.recipe.timeline(site.axis_size):
     length = max(0, min(segment.stop, until) - segment.start)
     if segment.decay_start > 0:
       at_zero = 0  # D runs linearly and reaches decay_stop only at `stop`, which is the next one's
@@ -224,64 +216,39 @@ def _weighed_steps(recipe: Any, axis: int, op: Op, until: int) -> float:
       at_zero = min(1, length)  # D rises from 0: only the first step is sparse
     else:
       at_zero = length
-    sparse_steps += at_zero * _density(segment.pattern, op, axis) + (length - at_zero)
+    sparse_steps += at_zero * _density(segment) + (length - at_zero)
   # A straight-through weight gradient is a whole product: it needs every entry.
-  is_masked = recipe.gradient_mode == "masked"
+  is_masked = site.recipe.gradient_mode == "masked"
   return 2 * sparse_steps + (sparse_steps if is_masked else until)
 
 
-def _density(pattern: NM | str | None, op: Op, axis: int) -> float:
-  if pattern is None:
-    return 1.0
-  pattern = NM.parse(pattern)
-  if axis % pattern.m:
-    raise ValueError(
-      f"{pattern} on {op.name}: groups of {pattern.m} do not divide its contraction axis of "
-      f"{axis}. Choose another pattern."
-    )
-  return pattern.density
+def _density(segment: Segment) -> float:
+  return segment.pattern.density if segment.pattern else 1.0
 
 
-def _assign(ops: Sequence[Op], sparse: Sparse) -> dict[Op, tuple[Any, int]]:
-  """Returns what is applied to each operation that is named, and the padded length of its axis."""
-  found: dict[Op, Any] = {}
-  if isinstance(sparse, Rules):
-    # Along its axis alone, an operation is padded or skipped as the parameter would be.
-    sites = {op: sparse.site(op.name, (op.axis,), 0) for op in ops if op.axis}
-    if not sparse.is_dense and not any(sites.values()):
-      raise ValueError(f"these rules name no kernel of this model; it has {_kernels(ops)}.")
-    found = {op: site for op, site in sites.items() if isinstance(site, Site)}
-  else:
-    for place, value in sparse.items():
-      for op in _named(place, ops, kernels=True):
-        if op in found:
-          raise ValueError(
-            f"{place!r} names {op.name}, which another place names too: one kernel, one value. "
-            "Narrow one of them, for example by 'encoder/' or 'decoder/cross/'."
-          )
-        found[op] = value
-  return {
-    op: (value.recipe, value.axis_size) if isinstance(value, Site) else (value, op.axis)
-    for op, value in found.items()
-  }
+def _sites(ops: Sequence[Op], sparse: Rules | Mapping[str, Any]) -> dict[Op, Site]:
+  """Returns the site of each operation that is sparse."""
+  if not sparse:
+    return {}
+  rules = sparse if isinstance(sparse, Rules) else Rules(sparse)
+  found = {rules.match(op.name) for op in ops}
+  if idle := [place for place in rules.places if place not in found]:
+    raise ValueError(f"{idle} names nothing in this model; it has {_kernels(ops)}.")
+  # Along its axis alone, an operation is padded or skipped as the parameter would be.
+  sites = {op: rules.site(op.name, (op.axis,), 0) for op in ops if op.axis}
+  return {op: site for op, site in sites.items() if isinstance(site, Site)}
 
 
-def _named(place: str, ops: Sequence[Op], kernels: bool = False) -> list[Op]:
-  """Returns the operations that a place names; raises where there are none.
-
-  Args:
-    place: a role, narrowed by words; a regex; or a whole path.
-    ops: of the network.
-    kernels: of these, only what has an axis, unless the place is a whole path.
-  """
+def _named(place: str, ops: Sequence[Op]) -> list[Op]:
+  """Returns the operations that a place names; raises where there are none."""
   # A whole path may hold characters that mean something in a regex.
   if exact := [op for op in ops if op.name == place]:
     return exact
   known = roles.regexes()
   own = {"scores": rf"(.*/)?{_PRODUCT}"}
   own["attention"] = "|".join(f"(?:{r})" for r in (known["qkv"], known["o"], own["scores"]))
-  regex = roles.matcher(place, {} if kernels else own)
-  found = [op for op in ops if (op.axis or not kernels) and regex.fullmatch(op.name)]
+  regex = roles.matcher(place, own)
+  found = [op for op in ops if regex.fullmatch(op.name)]
   if not found:
     raise ValueError(
       f"{place!r} names nothing in this model; it has {_kernels(ops)}. A place is a role "

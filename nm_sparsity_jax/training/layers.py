@@ -122,14 +122,11 @@ class Dense(nn.Dense):
     if packed is None:
       # Without flax's wrapper: `capture_intermediates` and interceptors would see two calls.
       return inspect.unwrap(nn.Dense.__call__)(self, inputs)
-    bias = None
-    if self.use_bias:
-      bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+    shape = (self.features,)
+    bias = self.param("bias", self.bias_init, shape, self.param_dtype) if self.use_bias else None
     stand_in = jnp.zeros((), packed.dtype)  # flax looks at its dtype
     x, _, bias = self.promote_dtype(inputs, stand_in, bias, dtype=self.dtype)
-    assert x is not None
-    y = packed_product(self, x, (self.features,))
-    assert y is not None
+    y: Any = packed_product(self, x, shape)  # type: ignore[arg-type]
     return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
   @nn.nowrap

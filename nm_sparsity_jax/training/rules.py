@@ -72,16 +72,14 @@ class Rules:
 
   def __post_init__(self):
     places = self.places.values() if isinstance(self.places, Mapping) else ()
-    if not places or not all(isinstance(recipe, Recipe) for recipe in places):
+    are_recipes = places and all(isinstance(recipe, Recipe) for recipe in places)
+    if not are_recipes or self.indivisible not in _POLICIES:
       raise ValueError(
-        f"Rules({self.places!r}): give a dict from place to recipe, such as {{'ff': nms.recipe("
-        "'sr_ste', pattern='1:8', phases=nms.Phases(total=...))}; for a dense run use 'dense'."
+        f"Rules({self.places!r}, indivisible={self.indivisible!r}): give a dict from place to "
+        "recipe, such as {'ff': nms.recipe('sr_ste', pattern='1:8', phases=nms.Phases(total=...))}"
+        f" (for a dense run 'dense'), and one of {', '.join(_POLICIES)}."
       )
-    if self.indivisible not in _POLICIES:
-      raise ValueError(f"indivisible={self.indivisible!r}: choose one of {', '.join(_POLICIES)}.")
     roles = dict(self.roles or {})
-    for role, regex in roles.items():
-      compiled(regex, f"Rules, role {role!r}")
     axes = {regex: _one_or_several(axis) for regex, axis in (self.axes or {}).items()}
     for name, value in {
       "places": dict(self.places),
@@ -200,32 +198,28 @@ class Rules:
       *inputs: what it computes on. What the function closes over is a constant of the program, as
         a weight is, so a product with it says nothing.
     """
-    if not inputs:  # then all would be constants, and nothing told data from weights
-      raise ValueError(
-        "for_model(function, params) has no inputs: pass what the function computes on as well, as "
-        "in for_model(lambda p, x: model.apply({'params': p}, x), params, x)."
-      )
     shapes = dict(_shapes(params))
-    named = [path for path in shapes if not isinstance(self.find(path), Dense | None)]
     traced = trace.trace(function, params, *inputs)
-    known, unknown = traced.axes, traced.refused
-    open_paths = [path for path in named if path not in known and self._axis_of(path) is None]
-    if refused := [f"{path!r}: {unknown[path]}" for path in open_paths]:
+    found: dict[str, masks.Axis] = {}
+    refused = []
+    for path, shape in shapes.items():
+      if isinstance(self.find(path), Dense | None):
+        continue
+      by_hand, known = self._axis_of(path), traced.axes.get(path)
+      if by_hand is None and known is None:
+        refused.append(f"{path!r}: {traced.refused[path]}")
+      elif by_hand is None:
+        # Nothing is added where the default is right: checkpoints hold the text of rules.
+        default = _default_axis(path, shapes)
+        if default is None or masks.check_axis(shape, default) != known:
+          found[re.escape(path)] = _one_or_several(known)
+      elif known is not None and masks.check_axis(shape, by_hand, gaps=True) != known:
+        refused.append(f"{path!r}: axes= says {by_hand}, the program contracts {known}")
+    if refused:
       raise ValueError(
         "for_model cannot say along which one axis the program contracts these parameters, so "
-        f"leave them out of the rules, or name the axis by axes=: {'; '.join(refused)}."
+        f"leave them out of the rules, or mend axes=: {'; '.join(refused)}."
       )
-    found: dict[str, masks.Axis] = {}
-    for path in (path for path in named if path in known):
-      axis = self._axis(path, shapes)
-      if axis is not None and masks.check_axis(shapes[path], axis, gaps=True) == known[path]:
-        continue
-      if self._axis_of(path) is not None:
-        raise ValueError(
-          f"axes= says {axis} for {path!r}, but the program contracts it along {known[path]}: "
-          "leave axes= out."
-        )
-      found[re.escape(path)] = _one_or_several(known[path])
     return self.with_axes(found)
 
   def match(self, path: str) -> str | None:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from nm_sparsity_jax.core import masks
-from nm_sparsity_jax.core.errors import UnknownRecipe
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes import RECIPES, Recipe, recipe
 from nm_sparsity_jax.training.rules import Rules
@@ -50,8 +49,8 @@ def parse(text: str) -> Rules:
   0.5
 
   Raises:
-    UnknownRecipe: a place has a recipe that nobody registered.
-    ValueError: this version cannot read the text, or would write another one for what it reads.
+    ValueError: this version cannot read the text, or would write another one for what it reads; or
+      a place has a recipe that nobody registered.
   """
   places: dict[str, Recipe] = {}
   axes: dict[str, masks.Axis] = {}
@@ -71,23 +70,19 @@ def parse(text: str) -> Rules:
       elif found := _PLACE.fullmatch(line):
         places[found[1]] = _parse_recipe(*found.groups()[1:])
     rules = Rules(places, axes, indivisible, roles)
-  except UnknownRecipe:
-    raise
+    # Another version may know other defaults: it must not go on with other rules in silence.
+    if rules.text != text:
+      raise ValueError(f"it reads {rules.text!r}")
   # What a text that `describe` did not write ends in: deep nesting, a call with wrong arguments.
   except (ValueError, TypeError, SyntaxError, AttributeError, RecursionError) as e:
-    raise ValueError(f"this version cannot read these rules ({e}):\n{text[:4000]}") from e
-  # Another version may know other defaults: it must not go on with other rules in silence.
-  if rules.text != text:
-    raise ValueError(f"this version reads {rules.text!r} in these rules:\n{text[:4000]}")
+    raise ValueError(
+      f"this version cannot read these rules ({e}). If a recipe is not registered, import the "
+      f"module that registers it (commands: --import MODULE).\n{text[:4000]}"
+    ) from e
   return rules
 
 
 def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:
-  if name not in RECIPES:
-    raise UnknownRecipe(
-      f"the rules of this checkpoint name the recipe {name!r}, which is not registered: "
-      "import the module that registers it (commands: --import MODULE)."
-    )
   # A pattern in a field is written as its repr; recipes take its text.
   fields = re.sub(r"NM\(n=(\d+), m=(\d+)\)", r"'\1:\2'", fields)
   call: Any = ast.parse(f"dict({fields.removeprefix(', ')})", mode="eval").body

@@ -102,6 +102,13 @@ class Site:
     text = f"({self.recipe!r}, {self.axis_size!r}, {self.groups.pad!r})"
     return zlib.crc32(text.encode()) >> 1
 
+  def final_from(self, early: bool = False) -> int:
+    """Returns the first step at which the weight can be deployed; `early`: has its mask."""
+    if not early:
+      return self.recipe.phases.finetune_start
+    # Sums of gradients have no substitute: until they are complete there is no mask.
+    return self.recipe.sparse_from if self.recipe.needs_gradients else 0
+
   def effective(self, w: jax.Array, step, mask: jax.Array | None = None) -> jax.Array:
     """Returns `Recipe.effective` at this site."""
     return self._apply(self.recipe.effective, w, step, mask)
@@ -146,13 +153,17 @@ class Assignment:
       lines.append(f"dense    {', '.join(name for name, _ in group(self.dense))}")
     return "\n".join(lines)
 
-  def unfinished(self, step: int) -> str | None:
+  def unfinished(self, step: int, early: bool = False) -> str | None:
     """Returns which schedule is not over at `step`, in words; None if every one is.
+
+    Args:
+      step: updates applied so far.
+      early: look at stored masks alone, see `Site.final_from`.
 
     >>> rules.assign(params).unfinished(40)  # doctest: +SKIP
     "40, and the schedule of 'ff' is over at 60"
     """
     for site in self.places.values():
-      if step < (end := site.recipe.phases.finetune_start):
+      if step < (end := site.final_from(early)):
         return f"{step:,}, and the schedule of {site.key!r} is over at {end:,}"
     return None

@@ -93,18 +93,14 @@ def update_state(
   gradients = dict(flatten(grads)) if grads is not None else {}
   at = dict(flatten(grads_at)) if grads_at is not None else arrays
   sites = {p: site for p, site in rules.assign(params).places.items() if site.recipe.stateful}
-  if sites.keys() != (masks := stored_masks(state)).keys():
-    raise ValueError(
-      f"the state keeps masks for {sorted(masks)}, but the rules want them for {sorted(sites)}: it "
-      "was made by other rules or for other parameters. Make it by nms.init_state(params, rules)."
-    )
-  if not state:
+  olds = {path: kept(site, state) for path, site in sites.items()}
+  if not sites:
     return state
   # A step that was seen before renews nothing, so a repeated call is harmless.
   step, last = as_step(step), state["step"]
   latest, new = jnp.maximum(last, step), {}
   for path, site in sites.items():
-    recipe, old = site.recipe, kept(site, state)
+    recipe, old = site.recipe, olds[path]
     if recipe.needs_gradients and path not in gradients:
       raise ValueError(
         f"{recipe.name} needs the gradient of {path!r}: pass update_state(..., grads=grads), the "
@@ -178,21 +174,17 @@ def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed:
   other_rules = jnp.asarray(made) != site.fingerprint
   # A state of a later step than this one has forgotten the masks of the earlier step.
   untimely = (jnp.asarray(renewed) != due) | (step < last)
-  is_known = lambda wrong: not isinstance(wrong, jax.core.Tracer) and bool(wrong)
-  if is_known(other_rules):
+  wrong = other_rules | untimely
+  if not isinstance(wrong, jax.core.Tracer) and wrong.any():
+    why = f"out of date: it is of step {last}, renewed {renewed} times instead of {due}"
     raise ValueError(
-      f"{site.path!r}: the state holds no mask for this recipe, pattern and axis: it is of other "
-      "rules, or none was given. Make it by nms.init_state(params, rules), and pass it."
-    )
-  if is_known(untimely):
-    raise ValueError(
-      f"{site.path!r}: at step {int(step)} the stored mask of {site.recipe.name} is out of date: "
-      f"it is of step {int(last)} and was renewed {int(renewed)} times instead of {int(due)}. Call "
-      "nms.update_state(state, params, rules, step, grads=grads) after each optimizer update, from "
-      "the first one on; snip needs each gradient that it sums."
+      f"{site.path!r}: at step {step} the stored mask of {site.recipe.name} is "
+      f"{'of other rules, or none was given' if other_rules.any() else why}. Make it by "
+      "nms.init_state(params, rules), and call nms.update_state(state, params, rules, step, "
+      "grads=grads) after each update, from the first one on; snip needs each gradient."
     )
   # What is traced cannot raise. At step -1 D is NaN, which nobody takes for a weight.
-  return jnp.where(other_rules | untimely, jnp.int32(-1), step)
+  return jnp.where(wrong, jnp.int32(-1), step)
 
 
 def _by_key(kept: Mapping[str, Mapping[str, jax.Array]], step: jax.Array) -> State:

@@ -220,8 +220,6 @@ def sr_ste(rules: Rules) -> optax.GradientTransformationExtraArgs:
 
   def update(updates, state, params=None, *, nm_state: stored.State | None = None, **extra):
     del extra
-    if params is None:
-      raise ValueError("nms.sr_ste needs the parameters: tx.update(grads, opt_state, params).")
     updates = add_sr_ste(updates, params, rules, state.count, nm_state)
     return updates, SrSteState(state.count + 1)
 

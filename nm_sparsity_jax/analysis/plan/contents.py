@@ -134,17 +134,17 @@ def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
   except Exception as e:  # of the network's own code
     plan.notes.append(f"no FLOPs: the forward pass cannot be traced ({type(e).__name__}: {e})")
     return None
-  places = assignment.places
-  sparse = flops.inference(dense, places)
+  assert plan.rules is not None  # an assignment is of rules
+  sparse = flops.inference(dense, plan.rules)
   batch = plan.number("BATCH_SIZE") or getattr(plan.workload, "batch_size", None) or 1
-  steps = next((p.recipe.phases.total for p in places.values() if p.recipe.phases), 0)
+  steps = next((p.recipe.phases.total for p in assignment.places.values() if p.recipe.phases), 0)
   training = None
   if plan.trains and steps:
     training = {
       "steps": steps,
       "batch_size": batch,
       "dense": 3 * dense.flops * steps * batch,
-      "sparse": flops.training(dense, places, batch).flops,
+      "sparse": flops.training(dense, plan.rules, batch).flops,
     }
   return {
     "lengths": getattr(plan.workload, "lengths", None),
@@ -153,6 +153,6 @@ def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
     "parameters": {
       "dense": dense.params,
       "kept": sparse.params,
-      "in_sparse_kernels": sum(math.prod(place.shape) for place in places.values()),
+      "in_sparse_kernels": sum(math.prod(place.shape) for place in assignment.places.values()),
     },
   }
