@@ -32,7 +32,7 @@ BY_FILE := --dist loadfile
 SOURCES := $(wildcard nm_sparsity_jax t5x_tasks tests benchmarks docs examples setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv kauldron test test-slow test-floors mutants sanitize wheel style check docs notebook browser clean
+.PHONY: help quickstart venv kauldron test test-slow test-floors coverage mutants sanitize wheel style check docs notebook browser clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,14 @@ test-floors:  ## the tests of `make test` on the floors of setup.py
 	@mkdir -p build
 	$(PYTHON) tests/floors.py >build/floors.txt
 	$(MAKE) test VENV=$(VENV)-floors CONSTRAINTS=build/floors.txt
+
+# Code under jit counts where it is traced, and TPU kernels where they are interpreted.
+COVERED := apply configure dtypes every_recipe flops groups layers masks masks_sharded masks_tpu metrics optim \
+  packed packed_dot packed_native patterns recipes roles rules schedules sparse trace train_sharded
+coverage: $(STAMP)  ## the tests of core, recipes and training alone; fails where they run under 97 % of these lines
+	$(PY) -m coverage run --source nm_sparsity_jax/core,nm_sparsity_jax/recipes,nm_sparsity_jax/training \
+	  -m pytest -q -p no:xdist $(wildcard $(COVERED:%=tests/test_%.py)) $(ARGS)
+	$(PY) -m coverage report --show-missing --skip-covered --fail-under 97
 
 # cosmic-ray edits the checkout and puts it back: commit before. A module takes hours.
 MODULE ?= nm_sparsity_jax/recipes
@@ -99,7 +107,7 @@ browser:  ## install Chromium, in which a test looks at reports (Debian or Ubunt
 	apt-get update -q && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
 
 clean:  ## remove caches and build output; the environment stays
-	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv-kauldron/.installed: setup.py constraints-kauldron.txt

@@ -232,6 +232,7 @@ DEV = [
   "pytest>=9.2",
   "pytest-xdist>=3.8",
   "hypothesis>=6.170",
+  "coverage>=7.6",
   "ruff==0.17.*",
   "pyright[nodejs]==1.1.414",
   "matplotlib",

@@ -202,10 +202,10 @@ def t5(**fields):
   return linen(model, TOKENS, TOKENS, TOKENS, rows=4, enable_dropout=False)
 
 
-def our_vit(**fields):
+def our_vit():
   sizes = dict(image_size=2, patch=1, channels=5, classes=20, layers=2, embed=25, heads=5, mlp=28)
-  model = vit.ViT(vit.ViTConfig(**sizes, class_token=False, **fields))
-  return linen(model, 1, 2, 2, 5, rows=8 if fields else 4, train=False)
+  model = vit.ViT(vit.ViTConfig(**sizes, class_token=False))
+  return linen(model, 1, 2, 2, 5, rows=4, train=False)
 
 
 def our_swin():
@@ -219,26 +219,16 @@ def our_resnet():
   return linen(resnet.ResNet(resnet.ResNetConfig(**sizes)), 1, 4, 4, 3, rows=4, train=False)
 
 
-def t5x():
-  """T5X's own scalable example, scanned and rematerialized."""
-  if reason := t5x_found.why_not():
-    pytest.skip(reason)
-  from t5x.examples.scalable_t5 import network
-
-  sizes = SIZES | dict(mlp_activations=("gelu", "linear"), param_scan_axis=0)
-  model = network.Transformer(network.T5Config(**sizes, remat_policy="minimal"))
-  return linen(model, TOKENS, TOKENS, TOKENS, rows=4, enable_dropout=False)
-
-
-def big_vision(rows=4, **fields):
+def big_vision():
+  """Pooled by attention: the query that it pools by is a product of parameters alone: refused."""
   folder = t5x_found.folder() / "big_vision"
   if not folder.is_dir():
     pytest.skip(f"big_vision is not here: clone google-research/big_vision to {folder}")
   sys.path.append(str(folder))
   needs = "big_vision needs tensorflow, einops and ml_collections: pip install them"
   module = pytest.importorskip("big_vision.models.vit", reason=needs)
-  sizes = dict(patch_size=(1, 1), width=30, depth=2, mlp_dim=16, num_heads=6)
-  both = linen(module.Model(20, **sizes, **fields), 1, 1, 2, 5, rows=rows)
+  sizes = dict(patch_size=(1, 1), width=30, depth=2, mlp_dim=16, num_heads=6, pool_type="map")
+  both = linen(module.Model(20, **sizes), 1, 1, 2, 5, rows=12)
   return both._replace(function=lambda p, x: both.function(p, x)[0])
 
 
@@ -252,18 +242,10 @@ QKV = ("query", "key", "value")
 ATTENTION = every(*QKV) | every("out", axes=(0, 1))
 # T5 looks its embeddings up by a product with one-hot vectors, which sums over nothing.
 T5_PLAIN = every("logits_dense", *QKV, "wi_0", "wi_1", "wo", "out")
-T5_AXIS_0 = (
-  every("logits_dense") | every(*QKV, "wi_0", "wi_1", "wo", axes=(1,)) | every("out", axes=(1, 2))
-)
 T5_AXIS_1 = every("logits_dense", *QKV, "wi_0", "wi_1", "wo") | every("out", axes=(0, 2))
 PATCHES = {"patch_embed/proj/kernel": (2,)}
 BLOCK = ("q", "k", "v", "proj", "fc1", "fc2")
 BIG_VIT = {"embedding/kernel": (2,)} | ATTENTION | every("head", r"Dense_\d")
-BIG_VIT_STACKED = (
-  {"embedding/kernel": (2,)} | every("head") | every(*QKV, r"Dense_\d", axes=(1,))
-  | every("out", axes=(1, 2))
-)  # fmt: skip
-
 CASES = {
   # flax Linen
   "Dense": (lambda: linen(nn.Dense(8), 2, 4), DENSE),
@@ -331,15 +313,9 @@ CASES = {
   "our ViT": (our_vit, PATCHES | every(*BLOCK, "head")),
   "our Swin": (our_swin, PATCHES | every(*BLOCK, "fc", "reduction")),
   "our ResNet": (our_resnet, every(r"\w*conv\d?", axes=(2,)) | every("fc")),
-  # T5X and big_vision
-  "T5X's scalable T5": (t5x, T5_AXIS_0),
-  "big_vision's ViT, scanned": (lambda: big_vision(scan=True), BIG_VIT_STACKED),
-  # The query of what it pools by is a product of parameters alone, and so refused.
-  "big_vision's ViT, pooled by attention": (
-    lambda: big_vision(pool_type="map", rows=12),
-    {"MAPHead_0/.*/query/bias": (1,), "MAPHead_0/.*/query/kernel": None} | BIG_VIT),
+  "big_vision's ViT": (
+    big_vision, {"MAPHead_0/.*/query/bias": (1,), "MAPHead_0/.*/query/kernel": None} | BIG_VIT),
 }  # fmt: skip
-MARKS = {"T5X's scalable T5": pytest.mark.t5x}
 
 
 def wanted(table, params):

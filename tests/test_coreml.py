@@ -67,19 +67,6 @@ def test_a_package_keeps_the_bits_and_leaves_out_the_zeros(name, tmp_path, capsy
     example.main([str(exported), str(out), *words])
 
 
-def test_padding_is_hidden_as_transformers_hides_it(tmp_path):
-  example = load_example()
-  import torch
-
-  test_export.written_t5(tmp_path / "run", "v1_1")
-  nms.runs.export(tmp_path / "run", tmp_path / "model")
-  encoder = example.Encoder(tmp_path / "model").eval()
-  ids = torch.tensor([[5, 7, 1, 9, 0, 0]])
-  with torch.no_grad():
-    wanted = encoder.net(input_ids=ids, attention_mask=(ids != 0).int()).last_hidden_state
-    np.testing.assert_allclose(encoder(ids)[:, :4], wanted[:, :4], atol=1e-6)
-
-
 def load_example():
   """The example as a module."""
   imported("torch", "timm")  # torch before coremltools, which imports TensorFlow where it finds it

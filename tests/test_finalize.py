@@ -92,7 +92,7 @@ def test_zeros_are_those_of_finalize_and_are_proven(command, tmp_path, recipe, k
   assert not code and report["ok"] and report["checkpoint"] == str(path)
   assert report["from"] == str(tmp_path / "run/checkpoint_112")
   found = load(path)
-  want = dict(flatten(nms.finalize(run.params, run.rules, 12, run.state)))
+  want = dict(flatten(nms.finalize(run.params, run.rules, 12, run.state, early=True)))
   got = dict(flatten(found["target"]))
   assert got.keys() == want.keys() == SHAPES.keys()
   for name, w in want.items():

@@ -123,13 +123,12 @@ def test_with_memory_every_kernel_stays_packed(packed, tmp_path, capsys, monkeyp
 def test_bench_takes_what_infer_takes(finalized, packed, tmp_path, capsys):
   for path in (finalized, packed):
     _, *flags = words("infer", path, tmp_path / "unused")
-    page = tmp_path / f"{path.name}.html"
-    argv = ["bench", str(path), *flags, "--turns", "2", "--tokens", "3", "--json"]
+    argv = ["bench", str(path), *flags, "--turns", "3", "--tokens", "3", "--json"]
     # All that this machine has is measured of one of them.
     argv += ["--backend", "xla_scan"] if path == finalized else []
-    assert cli.main([*argv, "--out", str(page)]) == 0
+    assert cli.main(argv) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["title"] == str(path) and page.stat().st_size > 5000
+    assert told["title"] == str(path)
     assert sum(p["kernels"] for p in told["products"]) == 15
     # 8 rows in the encoder: an input of the task has so many tokens.
     assert {p["rows"] for p in told["products"]} == {1, 8}

@@ -44,7 +44,7 @@ def step(row):
 
 
 TABLES = {
-  "decode_cpu": decoded, "decode_packed_cpu": decoded, "decode_peak_cpu": peak,
+  "decode_packed_cpu": decoded, "decode_peak_cpu": peak,
   "encode_cpu": encoded, "rounding": rounded, "train_step_cpu": step, "train_step_vit_cpu": step,
   "train_step_resnet_cpu": step, "t5x_step_cpu": step,
 }  # fmt: skip
@@ -136,11 +136,8 @@ def test_a_train_step_runs(run, monkeypatch):
   assert rows[1].keys() == keys("train_step_vit_cpu")
 
 
-def test_decoding_runs(run, monkeypatch):
-  decode = importlib.import_module("decode")
-  monkeypatch.setattr(decode, "reading", lambda: ({("memory", "none"): lambda: None}, 1))
+def test_decoding_runs(run):
   words = "--size=small", "--layers=2", "--steps=2", "--inputs=4", "--blocks=3"
-  assert [row["part"] for row in run("decode", *words)] == ["embedding", "layers", "head", "token"]
   rows = run("decode", *words, "--patterns", "1:8")
   assert [row["weights"] for row in rows] == ["dense", "1:8"]
   assert rows[1].keys() == keys("decode_packed_cpu")
@@ -150,6 +147,5 @@ def test_costs_in_place_run(run, capsys):
   in_place = importlib.import_module("in_place")
   in_place.leaves(2, "sr_ste")
   in_place.calls("sr_ste")
-  in_place.assign(3)
   said = capsys.readouterr().out
-  assert "ratio trace" in said and "later" in said and "3 rules on 3 parameters" in said
+  assert "ratio trace" in said and "later" in said

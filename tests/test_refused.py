@@ -79,7 +79,7 @@ def test_a_late_refusal_leaves_what_is_in_the_folder(program, tmp_path, monkeypa
 
 @pytest.mark.parametrize(
   ("change", "word"),
-  [({"name": "nm_test_sor"}, "did you mean nm_test_sort"), ({"split": "dev"}, "a split 'dev'")],
+  [({"name": "nm_test_sor"}, "did you mean nm_test_sort"), ({"split": "dev"}, "EVAL_SPLIT='dev'")],
 )
 def test_an_unknown_task_is_refused_before_a_checkpoint_is_read(change, word, tmp_path):
   judged = dataclasses.replace(test_local.EVALUATION, **change)

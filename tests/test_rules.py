@@ -64,8 +64,6 @@ QUERY = tree({"encoder/layers_0/attention/query/kernel": (16, 16)})
     (r"\{'a': 1\}", lambda: nms.Rules({"q": LINEAR}, {"a": 1}).assign(QUERY)),
     ("match no", lambda: nms.Rules({"q": LINEAR}).assign({"a": [1.0]})),
     ("axis=5", lambda: nms.Rules({"q": LINEAR}, {".*": 5}).assign(QUERY)),
-    ("two parameters",
-     lambda: nms.Rules({"a/kernel": LINEAR}).assign({"a": {"kernel": X}, "a/kernel": X})),
     ("not known for 'a'.*'b'", lambda: nms.Rules({".*": LINEAR}).assign({"a": X, "b": X})),
   ],
 )  # fmt: skip
@@ -132,18 +130,14 @@ def test_a_dense_recipe_counts_as_a_rule_and_leaves_the_weight_alone():
   "path, shape, bias, axis",
   [
     ("mlp/wi/kernel", (16, 4), None, 0),
-    ("kernel", (16, 4), (4,), 0),
     ("Conv_0/kernel", (3, 3, 16, 5), (5,), -2),
     ("stem/Conv_1/kernel", (3, 16, 5), None, -2),
-    ("conv1/kernel", (3, 3, 16, 5), None, -2),
     ("layer2_0/downsample_conv/kernel", (1, 1, 16, 5), None, -2),
     # In doubt: another rank, another name, a bias that is not of the outputs.
     ("mlp/wi/kernel", (16, 4), (16,), None),
     ("mlp/wi/kernel", (16, 2, 8), None, None),
-    ("MultiHeadDotProductAttention_0/out/kernel", (4, 8, 32), None, None),
     ("ConvTranspose_0/kernel", (3, 3, 16, 8), None, None),
-    # A user's own names: a transposed convolution may have them.
-    ("upconv/kernel", (3, 3, 16, 8), (8,), None),
+    # A user's own name: a transposed convolution may have it.
     ("stem/conv1/kernel", (3, 3, 16, 8), None, None),
     ("Einsum_0/kernel", (16, 16), (16,), None),
     ("Conv_0/kernel", (3, 3, 3, 3, 16, 8), None, None),
@@ -209,27 +203,18 @@ def test_rules_are_values():
   make = lambda **kw: nms.Rules({"ff": LINEAR, "q": OTHER}, **kw)
   again = nms.Rules({"q": dataclasses.replace(OTHER), "ff": dataclasses.replace(LINEAR)})
   axes = make(axes={"a/kernel": (0,), "b": [0, 1]}, roles={"x": "a/.*"})
-  equal = [
+  for one, other in (
     (make(), again),
     (axes, pickle.loads(pickle.dumps(axes))),
     (axes, make(axes={"a/kernel": np.int64(0), "b": (0, 1)}, roles={"x": "a/.*"})),
     (make(), make().with_shardings({"a": SingleDeviceSharding(jax.devices()[0])})),
-  ]
-  for one, other in equal:
+  ):
     assert one == other and hash(one) == hash(other) and one.fingerprint == other.fingerprint
   different = [make(), axes, make(indivisible="skip"), make(roles={"x": "y"})]
-  different += [make(axes={"a": 0, "b": 1}), make(axes={"b": 1, "a": 0})]
-  different += [nms.Rules({"ff": LINEAR, "q": LINEAR}), nms.Rules({"ff": LINEAR})]
+  different += [make(axes={"a": 0, "b": 1}), make(axes={"b": 1, "a": 0}), nms.Rules({"ff": LINEAR})]
   assert len({rules.fingerprint for rules in different}) == len({*different}) == len(different)
-  assert make() != 1
   one = nms.Rules({"ff": nms.recipe("mdgf_linear", pattern="1:8", phases=nms.Phases(total=10))})
   assert one.fingerprint == 181010233  # checkpoints hold it
-  given = {"ff": LINEAR}
-  rules = nms.Rules(given)
-  given["q"] = OTHER
-  assert rules.places == {"ff": LINEAR}
-  with pytest.raises(AttributeError):
-    rules.indivisible = "skip"
 
 
 # --- containers -----------------------------------------------------------------------------------

@@ -48,7 +48,10 @@ KINDS = {
   "t5_1_1": (t5_network, GATED),
   "t5_1_0 bfloat16": (t5_network, TIED | dict(dtype="bfloat16", float32_attention_logits=True)),
   "scalable_t5": (scalable_network, GATED | dict(scan_layers=True, remat_policy="minimal")),
-  "scalable_t5 t5_1_0": (scalable_network, TIED | dict(scan_layers=True, param_scan_axis=0)),
+  "scalable_t5 t5_1_0": (
+    scalable_network,
+    TIED | dict(scan_layers=True, param_scan_axis=0, remat_policy="minimal"),
+  ),
 }
 
 

@@ -156,6 +156,20 @@ def test_it_trains_and_says_what_it_is(run, tmp_path):
   assert cli.main(["report", str(run.folder), "--out", str(tmp_path / "report.html")]) == 0
 
 
+def test_the_average_is_that_of_parameters_and_statistics_after_each_update(runs):
+  """By numpy, from the checkpoints of all steps; of kernels it is that of W."""
+  at, dense = {i: read(runs("images").folder, i) for i in range(1, 7)}, "state/nm_sparsity/dense/"
+  for saved in at.values():
+    saved.update({k.replace(dense, "target/"): x for k, x in saved.items() if k.startswith(dense)})
+  keys = [k for k in at[1] if k.startswith(("target/", "flax_mutables/batch_stats/"))]
+  assert {f"state/average/{k}" for k in keys} == {k for k in at[1] if k.startswith("state/average")}
+  for key in keys:
+    average = at[1][f"state/average/{key}"]
+    for i in range(2, 7):
+      average = 0.5 * average + 0.5 * at[i][key]  # EMA_DECAY
+      np.testing.assert_allclose(at[i][f"state/average/{key}"], average, rtol=1e-4, atol=1e-6)
+
+
 def assert_same_run(folder, run):
   assert_same(read(folder, STEPS), read(run.folder, STEPS))
   assert [lines_of(folder, x) for x in run.kept] == [lines_of(run.folder, x) for x in run.kept]

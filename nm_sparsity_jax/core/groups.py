@@ -168,8 +168,8 @@ class Groups:
 
     >>> mesh = jax.make_mesh((1,), ("x",))
     >>> spec = jax.sharding.PartitionSpec(None, "x")
-    >>> Groups((6, 4), axis=0).sharded(NamedSharding(mesh, spec), 3).sharding.spec
-    P(None, 'x')
+    >>> tuple(Groups((6, 4), axis=0).sharded(NamedSharding(mesh, spec), 3).sharding.spec)
+    (None, 'x')
     """
     # With padding a shard's last group would not end where the shard does.
     if sharding is None or self.pad:

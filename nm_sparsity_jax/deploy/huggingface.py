@@ -117,7 +117,8 @@ def _choices(config: T5Config) -> dict[str, Any]:
 def shapes_of(config: T5Config) -> dict[str, tuple[int, ...]]:
   """Returns key -> shape of the parameters of a network, scanned or not."""
   axis = config.param_scan_axis
-  found = _scanned(T5Config(**_choices(config), scan_layers=True, param_scan_axis=axis))
+  scanned: Any = T5Config(**_choices(config), scan_layers=True, param_scan_axis=axis)
+  found = _scanned(scanned)
   if not config.scan_layers:
     found = apart_all(found, axis)
   return {key: x.shape for key, x in found.items()}
@@ -132,9 +133,9 @@ def _scanned(config: T5Config) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def config_of(shapes: Mapping[str, tuple[int, ...]], what: str) -> T5Config:
-  """Returns the sizes of the T5 whose parameters have these shapes.
+  """Returns the sizes of the T5 with parameters of these shapes.
 
-  Shapes do not tell the activations: they are T5.1.1's where there are two input projections, and
+  No shape shows the activations: they are T5.1.1's where there are two input projections, and
   T5.1.0's where there is one.
 
   Args:
@@ -357,7 +358,7 @@ def is_folder(path: str | os.PathLike) -> bool:
 
 
 class Folder:
-  """A folder whose headers were read: what it holds is a T5, all of it.
+  """A folder that holds all of a T5; its headers are read at once.
 
       folder = Folder("t5-small")
       folder.config.emb_dim, np.asarray(folder.tensors["shared.weight"])
@@ -366,7 +367,7 @@ class Folder:
     path: of the folder, on a local disk.
 
   Attributes:
-    path: as given.
+    path: of the folder.
     json: the values of config.json.
     config: what they say; without a scan.
     tensors: name -> array, which is read when it is asked for.

@@ -1,4 +1,4 @@
-"""A tree whose layers a scan stacked, as the tree of the same network without a scan, and back.
+"""The tree of a network that scans its layers, as that of the same one without a scan, and back.
 
 params, config -> [unstacked] -> params with an array for each layer, config that does not scan
 key, array     -> [apart]     -> key of a layer -> its array, a view

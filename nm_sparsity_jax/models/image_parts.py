@@ -22,7 +22,7 @@ from nm_sparsity_jax.training.rules import Rules
 
 _Config = TypeVar("_Config")
 
-# What the backward pass of a block under remat finds stored, beside its input.
+# What the backward pass of a block under remat finds stored; it always has its input.
 _STORED = keep.save_only_these_names("nm_mask")
 STD = 0.02  # of new kernels, as timm starts its transformers
 kernel_init = nn.initializers.normal(STD)
@@ -186,7 +186,7 @@ class Mlp(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-  """A token of each square patch: a convolution whose stride is its size.
+  """A token of each square patch: a convolution with a stride of its size.
 
   Attributes:
     config: of the network: patch, embed and dtype.

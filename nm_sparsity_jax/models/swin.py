@@ -125,7 +125,7 @@ def config(name: str, **changes: Any) -> SwinConfig:
 def _offsets(window: int) -> np.ndarray:
   """Returns the offsets from -(window - 1) to window - 1 in both directions, [2w-1, 2w-1, 2]."""
   # Logarithmic, so that the MLP extrapolates little to a larger window; 1 stands for the distance 8
-  # of a window whose edge is at 8.
+  # of a window with its edge at 8.
   line = np.arange(1 - window, window, dtype=np.float32) * np.float32(8 / max(window - 1, 1))
   grid = np.stack(np.meshgrid(line, line, indexing="ij"), axis=-1)
   return (np.sign(grid) * np.log2(np.abs(grid) + 1) / 3).astype(np.float32)

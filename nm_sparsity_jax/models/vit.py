@@ -184,7 +184,7 @@ class ViT(nn.Module):
     patches = parts.PatchEmbed(cfg, self.rules, name="patch_embed")
     x = patches(images).reshape(len(images), -1, cfg.embed)
     if cfg.class_token:
-      # Near 0, as in timm: the positions tell it from the patches.
+      # Near 0, as in timm: its position makes it differ from the patches.
       token = self.param("cls_token", nn.initializers.normal(1e-6), (1, 1, cfg.embed))
       token = jnp.broadcast_to(token.astype(dtype), (len(images), 1, cfg.embed))
       x = jnp.concatenate([token, x], axis=1)

@@ -195,6 +195,7 @@ class Recipe:
       step: the step of that pass.
       mask: the stored mask of a stateful recipe at that step.
     """
+    # Nothing to change, so nothing is compiled and read either.
     if self.gradient_mode == "straight_through" and not self.lam:
       return grad
     return _once_a_shape(_pull_back, self, step, 0, grad, w, seen, mask)
@@ -331,6 +332,7 @@ def _pull_back(recipe, axis, step, grad, w, seen, stored):
   dtype = gradients.wider(w.dtype)
   out, wide = grad.astype(dtype), w.astype(dtype)
   d = gradients.pinned(recipe.decay(step)).astype(dtype)
+  # In float32, since lambda * W and D * g may be subnormals of a shorter dtype.
   kept = recipe.was_kept(wide, seen.astype(dtype), d, stored)
   if recipe.gradient_mode == "masked":
     out = jnp.where(kept, out, d * out)

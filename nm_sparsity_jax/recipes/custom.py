@@ -39,11 +39,8 @@ class Custom(Recipe):
 
   def __post_init__(self):
     super().__post_init__()
-    try:
-      # A step of numpy becomes Python's, and one that is no whole number raises a TypeError.
-      path = tuple((index(step), NM.parse(pattern), float(d)) for step, pattern, d in self.path)
-    except (TypeError, ValueError) as e:
-      raise ValueError(f"custom(path={self.path!r}): entries are (step, pattern, D). {e}") from e
+    # A step of numpy becomes Python's, and one that is no whole number raises a TypeError.
+    path = tuple((index(step), NM.parse(pattern), float(d)) for step, pattern, d in self.path)
     steps = [step for step, _, _ in path]
     low, high = self.phases.dense, self.phases.finetune_start
     is_rising = steps == sorted(set(steps)) and steps and low <= steps[0] and steps[-1] < high

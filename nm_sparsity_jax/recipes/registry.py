@@ -46,15 +46,12 @@ def register(cls: C) -> C:
   """
   name = getattr(cls, "name", None)
   is_frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
-  if not (isinstance(cls, type) and issubclass(cls, Recipe) and is_frozen):
+  is_recipe = isinstance(cls, type) and issubclass(cls, Recipe) and is_frozen
+  fields = {f.name for f in dataclasses.fields(cls)} if is_recipe else {}  # type: ignore[arg-type]
+  if not isinstance(name, str) or not name.isidentifier() or not {"pattern", "phases"} <= {*fields}:
     raise ValueError(
-      f"register({cls!r}): give a class below nms.Recipe, @dataclasses.dataclass(frozen=True)."
-    )
-  fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-  if not isinstance(name, str) or not name.isidentifier() or not {"pattern", "phases"} <= fields:
-    raise ValueError(
-      f"register({cls.__name__}): give it a name of one word, not {name!r}, and the fields pattern "
-      "and phases."
+      f"register({cls!r}): give a frozen dataclass below nms.Recipe, with a name of one word, such "
+      "as 'mine', and the fields pattern and phases."
     )
   # A notebook or importlib.reload defines a class again: the same place means the same recipe.
   known = _recipes.get(name, cls)
@@ -94,6 +91,7 @@ def recipe(
     raise ValueError(f"there is no recipe {name!r}. Choose one of: {', '.join(RECIPES)}.{hint}")
   cls = RECIPES[name]
   known = sorted(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+  # None is how a gin file says that a macro is not set, so one file serves all recipes.
   given = {k: v for k, v in fields.items() if v is not None}
   if unknown := sorted(set(given) - set(known)):
     values = ", ".join(f"{field}={given[field]!r}" for field in unknown)

@@ -96,12 +96,10 @@ class Snip(TakenOnce):
 
   def __post_init__(self):
     super().__post_init__()
-    if not isinstance(self.batches, int) or self.batches < 1:
-      raise ValueError(f"snip(batches={self.batches!r}): give a whole number of at least 1.")
-    if self.batches > self.phases.sparsify:
+    if not isinstance(self.batches, int) or not 1 <= self.batches <= self.phases.sparsify:
       raise ValueError(
-        f"snip(batches={self.batches}) sums that many gradients in the sparsify phase, which has "
-        f"{self.phases.sparsify} steps in {self.phases}. Raise total or lower batches."
+        f"snip(batches={self.batches!r}): sums that many gradients in the sparsify phase of "
+        f"{self.phases}, so give a whole number from 1 to {self.phases.sparsify}."
       )
 
   @property
@@ -115,6 +113,7 @@ class Snip(TakenOnce):
 
   def first_state(self, groups, w):
     del groups
+    # float32: sums of products of bfloat16 would stop growing after a few batches.
     score = jnp.zeros_like(w, jnp.float32)
     return {"mask": jnp.ones_like(w, bool), "score": score, "seen": jnp.int32(0)}
 

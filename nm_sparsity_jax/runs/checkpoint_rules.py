@@ -70,6 +70,39 @@ def parameters(stored: Stored) -> dict[str, Any]:
   )
 
 
+def check_steps(
+  rules: Rules | None,
+  start: int,
+  pretrained_steps: int | None,
+  train_steps: int | None = None,
+  train_steps_relative: int | None = None,
+) -> None:
+  """Refuses steps with which a sparse run would end at another step than its schedule.
+
+  Args:
+    rules: of the run, whose recipes know how many steps it has.
+    start: the global step of the checkpoint that it starts from.
+    pretrained_steps: the same, as the settings say it; None = any.
+    train_steps: the global step at which T5X ends the run, as the settings say it; None = any.
+    train_steps_relative: T5X adds it to the restored step, so each restart adds a whole run.
+  """
+  recipes = rules.places.values() if rules else ()
+  ends = {start + recipe.phases.total for recipe in recipes if recipe.phases}
+  is_other_end = bool(ends) and train_steps not in (None, *ends)
+  if pretrained_steps not in (None, start) or is_other_end or train_steps_relative:
+    macros = {
+      "PRETRAINED_STEPS": pretrained_steps,
+      "TRAIN_STEPS": train_steps,
+      "TRAIN_STEPS_RELATIVE": train_steps_relative,
+    }
+    known = {name: value for name, value in macros.items() if value is not None}
+    raise ValueError(
+      f"{', '.join(f'{name}={value}' for name, value in known.items())}: the sparse run starts at "
+      f"global step {start}, and its schedule ends at {max(ends, default=None)}. Leave "
+      f"{', '.join(known)} out."
+    )
+
+
 def check_start(stored: Stored) -> str:
   """Says that a run starts from a sparse run that is not finalized; '' where it does not.
 

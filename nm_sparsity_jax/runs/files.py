@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,12 +75,6 @@ def read_json(path: Any, default: Any) -> Any:
     return default
   with named(path):
     return json.loads(path.read_text("utf-8"))
-
-
-def probe(folder: str | os.PathLike) -> None:
-  """Raises the OSError that a new file in a folder would meet, and leaves nothing there."""
-  with tempfile.TemporaryFile(dir=folder):
-    pass
 
 
 def cannot_write(folder: pathlib.Path) -> str:

@@ -70,10 +70,6 @@ class TrainState:
     return dense_params(self.params, self.opt_state)
 
 
-class WrongDevices(ValueError):
-  """The number of devices is no multiple of NUM_PARTITIONS; `plan` sees fewer than the run."""
-
-
 class Model:
   """A workload and its rules, laid out over the local devices.
 
@@ -99,7 +95,7 @@ class Model:
     self.given_rules = Rules({".*": Dense()}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
     if len(devices) % num_partitions:
-      raise WrongDevices(
+      raise ValueError(
         f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."
       )
     # Neighbours share weights, since the links between them are the fastest.

@@ -33,7 +33,7 @@ from nm_sparsity_jax.trainer.run import Periods, Run, note_run
 from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
 from nm_sparsity_jax.training import metrics
 
-__all__ = ["FREE", "Periods", "Run", "evaluate", "infer", "settings_of", "train"]
+__all__ = ["FREE", "Periods", "Run", "check", "evaluate", "infer", "settings_of", "train"]
 
 # Of `Run`, what its result does not depend on.
 FREE = (
@@ -54,11 +54,7 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
   Returns:
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
-  folder = folders.of(run.model_dir)
-  # What is refused cheaply is refused before data are read, Orbax starts or a folder is made.
-  run.check()
-  run.model.workload.check()
-  run_settings.refuse_changed(folder, settings or {})
+  folder = check(run, settings or {})
   with folders.held(folder), orbax.quiet(), _Signals() as stop:
     with checkpoints.Checkpoints(folder, run.keep_checkpoints) as saved:
       process = _Process(run, saved, stop)
@@ -67,6 +63,16 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
       run_settings.agree(folder, settings or {})
       files.write_atomically(folder / "config.gin", config)
       return process.go(state, key)
+
+
+def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
+  """Refuses a run that cannot begin or go on, before anything is written; returns its folder."""
+  folder = folders.of(run.model_dir)
+  # What is refused cheaply is refused before data are read, Orbax starts or a folder is made.
+  run.check()
+  run_settings.refuse_changed(folder, settings)
+  run.model.workload.check()
+  return folder
 
 
 def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,11 +139,7 @@ class _Process:
     else:
       path = run.initial_checkpoint
       params, collections, step = checkpoints.load_initial(path, model, init_key)
-      if run.pretrained_steps not in (None, step):
-        raise ValueError(
-          f"PRETRAINED_STEPS={run.pretrained_steps}, but {path} is of step {step}. Set "
-          f"PRETRAINED_STEPS={step}, or leave it None."
-        )
+      checkpoint_rules.check_steps(model.rules, step, run.pretrained_steps)
       state = model.begin(params, run.optimizer, step, collections)
     # Read from the device once; from here on the loop counts.
     self.done = int(state.sparse_step)

@@ -76,6 +76,7 @@ def finalize(
     early: finalize though a schedule is not over.
   """
   assignment, step = rules.assign(params), as_step(step)
+  # Under jit the step has no value yet: NaN, below, is what an early call gets there.
   is_known = not isinstance(step, jax.core.Tracer)
   if is_known and not early and (ahead := assignment.unfinished(int(step))):
     raise ValueError(

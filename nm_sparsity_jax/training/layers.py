@@ -152,11 +152,6 @@ class Conv(nn.Conv):
   @nn.nowrap
   def param(self, name, init_fn, *init_args, **init_kwargs):
     """Returns flax's parameter, with the kernel made effective: its readers see W~."""
-    if packed_kernel(self) is not None:
-      raise ValueError(
-        f"{_path(self)!r} is packed, and a convolution takes its kernel with the zeros: "
-        "nms.inference_tree.pack_tree leaves it so."
-      )
     value = super().param(name, init_fn, *init_args, **init_kwargs)
     return effective_kernel(self, value, axis=-2) if name == "kernel" else value
 
@@ -218,6 +213,7 @@ def effective_kernel(layer: nn.Module, w: jax.Array, axis: masks.Axis) -> jax.Ar
     axis: the axis that the layer contracts, or adjacent axes that count as one.
   """
   rules: Rules | None = layer.rules  # type: ignore
+  # No variable, no trace: a network without rules compiles to the program of the plain one.
   if rules is None:
     return w
   path = _path(layer)
@@ -260,21 +256,11 @@ def packed_kernel(layer: nn.Module) -> NMPacked | None:
 
   Args:
     layer: its kernel is `params/kernel`.
-
-  Raises:
-    ValueError: the layer has rules.
   """
   if not layer.has_variable("params", "kernel"):
     return None
   found = layer.get_variable("params", "kernel")
-  if not isinstance(found, NMPacked):
-    return None
-  if getattr(layer, "rules", None) is not None:
-    raise ValueError(
-      f"{_path(layer)!r} is packed, and the layer has rules, which would prune it once more: apply "
-      "the network without them (rules=None; of a T5, network.dense_twin())."
-    )
-  return found
+  return found if isinstance(found, NMPacked) else None
 
 
 def packed_product(

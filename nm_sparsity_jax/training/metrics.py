@@ -165,6 +165,7 @@ def summary(
     out |= {"nm/flip_rate/all": rate.all, "nm/flip_rate/kept": rate.kept, **seen.scalars}
   if grads is not None:
     out |= _variances_of_gradient(grads, masks)
+  # A trainer hands over whatever its optimizer keeps, so a missing moment is no error.
   moments = second_moments(opt_state, params)
   if opt_state is not None and sites.keys() <= moments.nu.keys():
     is_factored = any(path in moments.factored for path in sites)
@@ -244,7 +245,8 @@ def adafactor_estimate(rows: jax.Array, columns: jax.Array, row_axes, column_axe
   """
   rows, columns = jnp.expand_dims(rows, column_axes), jnp.expand_dims(columns, row_axes)
   mean = jnp.mean(rows, row_axes, keepdims=True)
-  return rows / jnp.where(mean == 0, 1, mean) * columns  # 0 before the first gradient
+  # All of it is 0 before the first gradient, and 0 / 0 would be NaN.
+  return rows / jnp.where(mean == 0, 1, mean) * columns
 
 
 def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, jax.Array]:
@@ -291,6 +293,7 @@ def _variances_of_gradient(grads: Any, masks: Mapping[str, jax.Array]) -> dict[s
 def _variances(
   name: str, values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
+  # bfloat16 has 8 bits, and a variance is a difference of sums.
   wide = [values[path].astype(jnp.float32) for path in masks]
   kept = [*masks.values()]
   whole = [jnp.ones_like(mask) for mask in kept]

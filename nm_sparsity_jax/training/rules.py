@@ -71,17 +71,12 @@ class Rules:
   _assigned: dict[_Shapes, Assignment] = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self):
-    if not isinstance(self.places, Mapping) or not self.places:
+    places = self.places.values() if isinstance(self.places, Mapping) else ()
+    if not places or not all(isinstance(recipe, Recipe) for recipe in places):
       raise ValueError(
-        f"Rules({self.places!r}): give a dict from place to recipe, such as Rules({{'ff': recipe}})"
-        "; for a dense run use the recipe 'dense'."
+        f"Rules({self.places!r}): give a dict from place to recipe, such as {{'ff': nms.recipe("
+        "'sr_ste', pattern='1:8', phases=nms.Phases(total=...))}; for a dense run use 'dense'."
       )
-    for place, recipe in self.places.items():
-      if not isinstance(recipe, Recipe):
-        raise ValueError(
-          f"Rules: {place!r} has {recipe!r}, which is not a recipe. Make one by nms.recipe(name, "
-          "pattern='1:8', phases=nms.Phases(total=...))."
-        )
     if self.indivisible not in _POLICIES:
       raise ValueError(f"indivisible={self.indivisible!r}: choose one of {', '.join(_POLICIES)}.")
     roles = dict(self.roles or {})
@@ -99,6 +94,7 @@ class Rules:
     }.items():
       object.__setattr__(self, name, value)
 
+  # Shardings hold devices and compiled regexes are caches: neither goes into another process.
   def __reduce__(self):
     return Rules, (self.places, self.axes, self.indivisible, self.roles)
 
@@ -234,6 +230,7 @@ class Rules:
 
   def match(self, path: str) -> str | None:
     """Returns the place that names a path; None where none does."""
+    # Thousands of rules on thousands of kernels are millions of matches, and layers ask again.
     if path not in self._matched:
       hits = [place for place, regex in self._matchers if regex.fullmatch(path)]
       if len(hits) > 1:
@@ -298,6 +295,7 @@ class Rules:
       An `Assignment`; its `str` is a table.
     """
     shapes = _shapes(params)
+    # An update asks a dozen times, so the shapes of a tree are the key of what was found once.
     if shapes not in self._assigned:
       self._assigned[shapes] = self._assign(shapes)
     return self._assigned[shapes]
@@ -318,8 +316,6 @@ class Rules:
       elif isinstance(site, str):
         skipped[path] = site
         _log.warning("%s stays dense: %s", path, site)
-      elif path in sites:
-        raise ValueError(f"two parameters have the path {path!r}: rename one, without a '/'.")
       else:
         sites[path] = site
         if site.remarks:

@@ -74,7 +74,7 @@ def parse(text: str) -> Rules:
   except UnknownRecipe:
     raise
   # What a text that `describe` did not write ends in: deep nesting, a call with wrong arguments.
-  except (ValueError, TypeError, SyntaxError, RecursionError) as e:
+  except (ValueError, TypeError, SyntaxError, AttributeError, RecursionError) as e:
     raise ValueError(f"this version cannot read these rules ({e}):\n{text[:4000]}") from e
   # Another version may know other defaults: it must not go on with other rules in silence.
   if rules.text != text:
@@ -91,8 +91,6 @@ def _parse_recipe(name: str, pattern: str | None, fields: str) -> Recipe:
   # A pattern in a field is written as its repr; recipes take its text.
   fields = re.sub(r"NM\(n=(\d+), m=(\d+)\)", r"'\1:\2'", fields)
   call: Any = ast.parse(f"dict({fields.removeprefix(', ')})", mode="eval").body
-  if not isinstance(call, ast.Call):
-    raise ValueError(f"{fields!r} are no fields")
   given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
   steps = {key: given.pop(key) for key in ("total", "dense", "finetune") if key in given}
   return recipe(name, pattern=pattern, phases=Phases(**steps) if steps else None, **given)

@@ -51,6 +51,7 @@ def init_state(params: Any, rules: Rules) -> State:
   for path, site in rules.assign(params).places.items():
     if site.recipe.stateful:
       new[path] = site.recipe.first_state(site.groups, arrays[path])
+      # In the state, and not in the rules: a checkpoint may be read by other rules.
       new[path]["made"] = jnp.int32(site.fingerprint)
       new[path]["renewed"] = jnp.asarray(site.recipe.renewed(new[path], 0), jnp.int32)
   return _by_key(new, jnp.int32(0))
@@ -190,6 +191,7 @@ def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed:
       "nms.update_state(state, params, rules, step, grads=grads) after each optimizer update, from "
       "the first one on; snip needs each gradient that it sums."
     )
+  # What is traced cannot raise. At step -1 D is NaN, which nobody takes for a weight.
   return jnp.where(other_rules | untimely, jnp.int32(-1), step)
 
 

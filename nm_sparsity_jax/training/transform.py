@@ -94,6 +94,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
         "that it skips: put nms.sparse inside, as in optax.MultiSteps(nms.sparse(tx, rules), k)."
       )
     masks = stored.init_state(params, rules)
+    # The fingerprint is an array, so that it is saved and restored as the rest of the state is.
     return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
 
   def update(updates, state, params=None, **extra):
@@ -112,6 +113,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     with _relaxed():
       pulled = _replaced(updates, pulled)
       moves, inner_state = inner.update(pulled, state.inner_state, at_w, **extra)
+    # W may be longer than the parameter: a short W would lose updates that are below its last bit.
     moved = {p: dense[p] + u.astype(dense[p].dtype) for p, u in flatten(moves) if p in sites}
     count = jnp.where(step < 0, step, step + 1)  # below 0: the rules are others
     if masks:
@@ -132,6 +134,7 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     new = SparseState(count, state.fingerprint, kept, masks, inner_state)
     return map_with_names(change, moves), new
 
+  # With extra arguments, as line searches and `optax.contrib.reduce_on_plateau` need the loss.
   return optax.GradientTransformationExtraArgs(init, update)
 
 

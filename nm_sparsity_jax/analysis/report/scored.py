@@ -76,18 +76,14 @@ def measures(run: Run) -> dict[str, Measure]:
   return found
 
 
-def common(judged: Sequence[Run]) -> dict[str, Measure]:
-  """Returns the measures that all runs have: those of which more is better, else one of the rest.
+def common(runs: Sequence[Run]) -> dict[str, Measure]:
+  """Returns the measures of which more is better that all runs have, of those that have any.
 
-  The rest are errors in units of their own, which have no mean.
-
-  Args:
-    judged: runs that have measures.
+  Errors are in units of their own, so they have no mean, and no share of one is kept.
   """
-  first = measures(judged[0]) if judged else {}
-  found = {n: m for n, m in first.items() if all(n in measures(run) for run in judged)}
-  more = {name: measure for name, measure in found.items() if not measure.less}
-  return more or dict(list(found.items())[:1])
+  judged = [found for run in runs if (found := measures(run))]
+  shared = set.intersection(*(set(found) for found in judged)) if judged else set()
+  return {n: m for n, m in (judged[0] if judged else {}).items() if n in shared and not m.less}
 
 
 def means(run: Run, common: Mapping[str, Measure]) -> list[tuple[int, float]]:
@@ -130,9 +126,7 @@ class _Row(NamedTuple):
 
 def summary(runs: Sequence[Run], checkpoint: Checkpoint) -> Iterator[Part]:
   """Yields a table with a bar for each run's score, and what to know of it."""
-  shared = common([run for run in runs if measures(run)])
-  if any(measure.less for measure in shared.values()):  # no share of an error is kept
-    shared = {}
+  shared = common(runs)
   found = [_row(i, run, shared, checkpoint) for i, run in enumerate(runs)] if shared else []
   rows = [row for row in found if row is not None]
   if not rows:
@@ -265,15 +259,14 @@ def _published(row: Mapping[str, Any], measure: str, value: float) -> str:
 # --- accuracy against cost -----------------------------------------------------------------------
 
 
-def cost(runs: Sequence[Run], checkpoint: Checkpoint) -> Iterator[Part]:
+def cost(runs: Sequence[Run]) -> Iterator[Part]:
   """Yields the mean score of the runs' common tasks by training FLOPs (Figure 4b)."""
   judged = {i: run for i, run in enumerate(runs) if measures(run)}
-  shared = common([*judged.values()])
+  shared = common(runs)
   if not shared:
-    yield "No task with metrics of decoded predictions (inference_eval/) is common to the runs."
+    yield "No metric of which more is better is common to the runs."
     return
   quality = f"{'Mean of ' * (len(shared) > 1)}{', '.join(shared)}"
-  quality += ", less is better" if any(m.less for m in shared.values()) else ""
   lines, missing = [], []
   for i, run in judged.items():
     try:

@@ -39,7 +39,7 @@ def sections(runs: Sequence[Run], checkpoint: str | int = "best") -> list[Sectio
     Section("schedule", "Pattern and D", list(_schedule(runs))),
     Section("flips", "Mask flips", _samples(runs, flips)),
     Section("variance", "Variance", _samples(runs, _VARIANCES, log=True)),
-    Section("cost", "Accuracy against cost", list(scored.cost(runs, checkpoint))),
+    Section("cost", "Accuracy against cost", list(scored.cost(runs))),
     Section("settings", "Settings and environment", list(_settings(runs)), folded=True),
   ]
 
@@ -86,7 +86,8 @@ def _curves(runs: Sequence[Run]) -> Sequence[Part]:
   charts = []
   for (tag,) in sorted(tags, key=loss_first):
     points = [run.train.get(tag, {}) for run in runs]
-    charts += curve(runs, f"train_{tag}", f"Training {tag.replace('_', ' ')}", points)
+    title = f"Training: {tag.removeprefix('timing/').replace('_', ' ')}"
+    charts += curve(runs, f"train_{tag}", title, points)
   pairs = set()
   for run in runs:
     for task, tags_of in run.evals.items():
@@ -94,9 +95,8 @@ def _curves(runs: Sequence[Run]) -> Sequence[Part]:
       pairs |= {(task, tag) for tag in tags_of.keys() - decoded}  # those are metrics by task
   for task, tag in sorted(pairs, key=loss_first):
     points = [run.evals.get(task, {}).get(tag, {}) for run in runs]
-    charts += curve(
-      runs, f"eval_{tag}_{task}", f"Validation {tag.replace('_', ' ')}, {task}", points
-    )
+    title = f"Validation, {task}: {tag.replace('_', ' ')}"
+    charts += curve(runs, f"eval_{tag}_{task}", title, points)
   return charts or ["No run has curves of training (train/, training_eval/)."]
 
 

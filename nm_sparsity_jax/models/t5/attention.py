@@ -21,7 +21,7 @@ from jax import lax
 from nm_sparsity_jax.training.layers import DenseGeneral, as_tuple, effective_kernel, packed_product
 from nm_sparsity_jax.training.rules import Rules
 
-# What the fast decoding step keeps, beside T5X's own 'cache': see `Transformer.start`.
+# What the fast decoding step keeps, and not in T5X's 'cache': see `Transformer.start`.
 PREPARED = "prepared"  # computed once a sequence
 DECODED = "decoded"  # grows by a position at each token
 # Not -inf: the softmax of a query that sees no key must stay finite.
@@ -118,7 +118,7 @@ def make_decoder_mask(
 
 
 class SplitDenseGeneral(DenseGeneral):
-  """`DenseGeneral` whose kernel is stored with all its axes, (c, ..., f, ...), not 2-D.
+  """`DenseGeneral` with a kernel that is stored with all its axes, (c, ..., f, ...), not 2-D.
 
   T5X stores attention kernels so where it scans over layers: (embed, heads, kv) and (heads, kv,
   embed). Initial values, outputs and groups are those of the 2-D kernel: the groups run along the
@@ -202,12 +202,12 @@ class MultiHeadDotProductAttention(nn.Module):
 
   Parameters: `query`, `key`, `value` (embed, joined_kv) and `out` (joined_kv, embed).
 
-  The cache of b sequences holds, for the k positions that the creating call was given,
+  The cache of b sequences holds, for the k positions of the call that made it,
 
       cached_key, cached_value   [b, h, d, k], zeros until written
       cache_index                int32 scalar, the position to write next
 
-  This is T5X's. The step of `Transformer.start` keeps other ones, where a token writes one place:
+  This is T5X's. The step of `Transformer.start` keeps others, where a token writes one position:
 
       decoded/keys, values       [b, h, d, length], of the decoder over itself
       prepared/keys_and_values   two of [b, h, d, k], of the decoder over what the encoder read
@@ -256,8 +256,8 @@ class MultiHeadDotProductAttention(nn.Module):
       decode: the first such call makes the cache, as long as `inputs_kv`; later calls bring one
         position each, add it and see those before.
       deterministic: no dropout.
-      position: int32 scalar: q = k = 1, and this is the place of the one in its sequence. The first
-        such call makes room for `length` places, all zeros, and later ones fill them and see those
+      position: int32 scalar: q = k = 1, and this is the position in its sequence. The first such
+        call makes room for `length` positions, all zeros, and later ones fill them and see those
         before.
       length: positions to decode at most.
       once: keys and values are computed by the first such call; later ones need no `inputs_kv`.

@@ -31,7 +31,7 @@ from nm_sparsity_jax.models.t5.attention import DECODED, PREPARED
 from nm_sparsity_jax.models.t5.config import T5Config
 from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION
 
-# What the backward pass does not compute again, beside the input of each layer.
+# What the backward pass does not compute again; it has the input of each layer.
 _REMAT: dict[str, Any] = {
   "minimal": keep.save_from_both_policies(
     keep.dots_with_no_batch_dims_saveable, keep.save_only_these_names("nm_mask")
@@ -430,7 +430,10 @@ class Transformer(nn.Module):
       if decode:
         raise ValueError("encoder_segment_ids: packed examples cannot be decoded, unpack them.")
       packed: Any = layers.make_attention_mask(
-        decoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=dtype
+        decoder_segment_ids,  # type: ignore  # it comes where the encoder's do
+        encoder_segment_ids,
+        jnp.equal,
+        dtype=dtype,
       )
     if decode:
       # What comes next is not known yet, so no target is padding; the cache knows the past.
