@@ -1,7 +1,5 @@
 """Zero, finite and masked: every bit pattern of every dtype, against what its format says."""
 
-import doctest
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,8 +79,3 @@ def test_masks_order_every_pair(name):
     score = np.where(last, -np.inf, score)
     first = (score[0] > score[1]) | ((score[0] == score[1]) & (last[0] <= last[1]))
     np.testing.assert_array_equal(np.asarray(mask(jnp.asarray(x), "1:2")), [first, ~first])
-
-
-def test_docstrings():
-  failed, tried = doctest.testmod(dtypes)
-  assert tried and not failed

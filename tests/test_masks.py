@@ -4,7 +4,6 @@ The reference sorts float64s, which hold every narrower float exactly, by (dropp
 NaN, -value, index). Scores come from few values, so that ties are common.
 """
 
-import doctest
 import functools
 import math
 
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nm_sparsity_jax.core import masks
-from nm_sparsity_jax.core.masks import magnitude_mask, making, nm_mask
+from nm_sparsity_jax.core.masks import magnitude_mask, nm_mask
 from nm_sparsity_jax.core.patterns import NM
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -243,8 +242,3 @@ W = jnp.zeros((4, 12, 5))
 def test_wrong_arguments_are_named(call, word):
   with pytest.raises(ValueError, match=word):
     call()
-
-
-def test_doctests():
-  failed, tried = doctest.testmod(making, extraglobs={"jnp": jnp, "np": np})
-  assert tried and not failed

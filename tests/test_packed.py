@@ -1,7 +1,6 @@
 """Packed weights: lossless on bits, small, and strict about what they take."""
 
 import dataclasses
-import doctest
 import math
 
 import jax
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.core.packed import array, check, pack, sizes, unpack
+from nm_sparsity_jax.core.packed import check, pack, sizes, unpack
 from nm_sparsity_jax.core.patterns import NM
 
 FLOATS = (np.float32, ml_dtypes.bfloat16, np.float16)
@@ -145,8 +144,3 @@ def test_bytes_of_a_weight(pattern, kind, due):
   w = np.zeros((768, 256), np.float32)
   found = sizes(pack(w, NM.parse(pattern), dtype=kind))
   assert found.total / w.size == due and found.ratio > 1
-
-
-def test_docstrings():
-  result = doctest.testmod(array, extraglobs={"np": np, "NM": NM})
-  assert result.attempted and not result.failed

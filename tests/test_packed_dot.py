@@ -1,6 +1,5 @@
 """Products of packed weights: backends and instruction sets against the dense one; the choice."""
 
-import doctest
 import functools
 import json
 import math
@@ -24,7 +23,6 @@ from nm_sparsity_jax.core.packed import (
   array,
   choice,
   cpu,
-  dot,
   nm_dot,
   pack,
   prepare,
@@ -194,13 +192,6 @@ def test_what_is_slower_than_dense_is_unpacked_once(table, dtype, kind):
   assert isinstance(prepare(w, batch=1, memory=True), NMPacked)
   assert choice.best(w, 1, dense=True, platform="tpu") == "dense"
   assert choice.best(w, 1, dense=False, platform="tpu") == "unpack"
-
-
-@pytest.mark.parametrize("module", [dot, choice])
-def test_docstrings(module):
-  names = {"np": np, "jnp": jnp, "NM": NM, "pack": array.pack}
-  result = doctest.testmod(module, extraglobs=names)
-  assert result.attempted and not result.failed
 
 
 # --- the C++ kernels ------------------------------------------------------------------------------

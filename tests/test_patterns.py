@@ -1,12 +1,9 @@
 """The pattern n:m as a value, and what it says about bad ones."""
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax.core import patterns
 from nm_sparsity_jax.core.patterns import NM
 
 
@@ -35,8 +32,3 @@ def test_wrong_numbers_name_the_rule(n, m, word):
 def test_parse_quotes_what_it_cannot_read(text):
   with pytest.raises(ValueError, match=f"{text!r} is not a pattern"):
     NM.parse(text)
-
-
-def test_doctests():
-  failed, tried = doctest.testmod(patterns)
-  assert tried and not failed

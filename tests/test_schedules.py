@@ -1,7 +1,5 @@
 """Phases, levels of a pattern, decay factors, and the timeline that is told to people."""
 
-import doctest
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,8 +189,3 @@ def test_a_custom_path_is_what_its_timeline_says(phases, data):
   for start, value in knots:
     assert d[start] == np.float32(value)
   check_timeline(recipe, d)
-
-
-def test_docstring_examples():
-  failed, tried = doctest.testmod(schedules, extraglobs={"jnp": jnp})
-  assert tried and not failed
