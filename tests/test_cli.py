@@ -135,7 +135,7 @@ def test_files_that_help_texts_name_are_found_from_anywhere(monkeypatch, tmp_pat
 def build(kind, folder, source):
   """Has the build backend make a kind of file of a checkout in `folder`; returns its name."""
   code = f"import setuptools.build_meta as b; print(b.build_{kind}({str(folder)!r}))"
-  # Compiling takes half a minute: tests/test_packed_native.py does it.
+  # Compiling takes half a minute: tests/test_packed_dot.py does it.
   env = os.environ | {"NM_SPARSITY_KERNELS": "0"}
   done = subprocess.run(
     [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, env=env, check=False

@@ -1,6 +1,5 @@
 """Whole trees with packed kernels: what is packed, and networks that run on them."""
 
-import doctest
 import functools
 import re
 
@@ -12,9 +11,9 @@ import pytest
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import packed as packing
 from nm_sparsity_jax.core.packed import choice, cpu
-from nm_sparsity_jax.deploy import huggingface, inference_tree, names, timm, unstack_layers
-from nm_sparsity_jax.models import image_parts, resnet, swin, vit
-from nm_sparsity_jax.models.t5 import T5Config, Transformer, attention, config
+from nm_sparsity_jax.deploy import inference_tree
+from nm_sparsity_jax.models import resnet, swin, vit
+from nm_sparsity_jax.models.t5 import T5Config, Transformer
 from nm_sparsity_jax.models.t5.layers import SplitDenseGeneral
 from nm_sparsity_jax.trainer.workloads import decoding
 from nm_sparsity_jax.training import layers
@@ -265,13 +264,3 @@ def test_rows_are_those_that_a_kernel_sees():
   rows = inference_tree.rows_of(vit.config("vit_test"), batch=2)
   assert (rows("blocks_0/mlp/fc1/kernel"), rows("head/kernel")) == (34, 2)
   assert inference_tree.rows_of(None, batch=2)("a/kernel") == 2
-
-
-MODULES = (inference_tree, unstack_layers, names, timm, huggingface, vit, swin, resnet, image_parts,
-           config, attention)  # fmt: skip
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_examples(module):
-  found = doctest.testmod(module)
-  assert found.attempted and not found.failed
