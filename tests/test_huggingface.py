@@ -89,7 +89,7 @@ def test_transformers_loads_what_we_write_and_we_read_what_it_saves(name, tmp_pa
   [
     ("v1_0", "bfloat16", {"scan_layers": True}),
     ("v1_1", "float16", {}),
-    ("v1_1", "float32", {"scan_layers": True, "param_scan_axis": 0}),
+    ("v1_1", "float32", {"scan_layers": True}),
   ],
 )
 def test_weights_go_there_and_back_bit_for_bit(name, dtype, scan, tmp_path):

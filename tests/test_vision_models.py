@@ -1,5 +1,6 @@
 """ViT, Swin V2 and ResNet: structure; test_weights.py and test_sparse_networks.py have numbers."""
 
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,24 +10,24 @@ import pytest
 from nm_sparsity_jax.core.trees import map_with_names
 from nm_sparsity_jax.models import image_parts, resnet, swin, vit
 
-# The same for each family: its network, and the name of its tiny config.
+# The tiny config of each family -> its network.
 FAMILIES = {
-  "vit": (vit.ViT, vit, "vit_test"),
-  "swin": (swin.Swin, swin, "swinv2_test"),
-  "resnet": (resnet.ResNet, resnet, "resnet_test"),
+  "vit_test": (vit.ViT, vit),
+  "swinv2_test": (swin.Swin, swin),
+  "resnet_test": (resnet.ResNet, resnet),
 }
 # A part of the tiny config, for what every part of it would show: each kind of layer once.
 SMALLER = {
-  "vit": {},
-  "swin": dict(depths=(2, 1), heads=(1, 2)),
-  "resnet": dict(depths=(2, 2), widths=(16, 16)),
+  "vit_test": {},
+  "swinv2_test": dict(depths=(2, 1), heads=(1, 2)),
+  "resnet_test": dict(depths=(2, 2), widths=(16, 16)),
 }
 family = pytest.mark.parametrize("name", FAMILIES)
 
 
 def network(name, rules=None, **changes):
-  cls, module, tiny = FAMILIES[name]
-  return cls(module.config(tiny, **changes), rules)
+  cls, module = FAMILIES[name]
+  return cls(module.config(name, **changes), rules)
 
 
 def images(net, n=2):
@@ -35,6 +36,7 @@ def images(net, n=2):
   return jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
 
 
+@functools.cache
 def shapes_of(net):
   return jax.eval_shape(net.init, jax.random.key(0), images(net))
 
@@ -99,7 +101,7 @@ def test_drop_path_skips_branches_of_whole_examples_in_training_alone(name):
   one, again, other = (np.asarray(run(jax.random.key(seed))) for seed in (0, 0, 1))
   np.testing.assert_array_equal(one, again)
   assert (one != other).any()
-  if name != "resnet":  # there the statistics of the batch mix examples
+  if name != "resnet_test":  # there the statistics of the batch mix examples
     assert 1 < len(np.unique(one[:, 0])) < 8  # equal examples, some with equal branches
 
 
@@ -109,7 +111,7 @@ def test_a_token_without_a_direction_has_a_finite_gradient():
 
 
 def initialized(*shape, dtype=jnp.float32):
-  jax.eval_shape(network("vit").init, jax.random.key(0), jnp.ones((2, *shape), dtype))
+  jax.eval_shape(network("vit_test").init, jax.random.key(0), jnp.ones((2, *shape), dtype))
 
 
 @pytest.mark.parametrize(

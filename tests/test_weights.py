@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import vision_reference as reference
 from reference_arrays import Reference, assert_same, imported
+from test_vision_models import network, shapes_of
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.deploy import timm
-from nm_sparsity_jax.models import resnet, swin, vit
+from nm_sparsity_jax.models import swin
 from nm_sparsity_jax.runs import checkpoint
 
-CLASSES = {"vit": (vit, vit.ViT), "swin": (swin, swin.Swin), "resn": (resnet, resnet.ResNet)}
 tiny = pytest.mark.parametrize("name", reference.TINY)
 known = Reference(reference)
 names_of, tensors_of = known.names, known.tensors
@@ -28,18 +28,6 @@ PLACES = {
   "swinv2_test": TRANSFORMER,
   "resnet_test": (r".*/conv[13]/kernel", r".*/conv2/kernel"),
 }
-
-
-def network(name, **changes):
-  module, cls = CLASSES[name[:4].rstrip("_")]
-  return cls(module.config(name, **changes))
-
-
-@functools.cache
-def shapes_of(net):
-  size = net.config.image_size
-  x = jax.ShapeDtypeStruct((1, size, size, net.config.channels), jnp.float32)
-  return dict(jax.eval_shape(net.init, jax.random.key(0), x))
 
 
 def variables_of(name):
@@ -108,20 +96,6 @@ def test_batch_statistics_are_timms_but_for_the_unbiased_variance_of_torch():
 
 def test_the_committed_reference_is_what_timm_computes():
   known.compare(*imported("torch", "timm")[1:])
-
-
-@tiny
-def test_timm_loads_a_finalized_network_strictly_and_computes_the_same(name):
-  torch, library = imported("torch", "timm")
-  variables = variables_of(name)
-  params = nms.finalize(variables["params"], some_rules(name), 0, early=True)
-  variables = {**variables, "params": params}
-  theirs = reference.network(library, name)
-  state = {key: torch.tensor(x) for key, x in timm.to_timm(variables).items()}  # float32
-  theirs.load_state_dict(state, strict=True)
-  want = reference.run(theirs, name, network(name).config.image_size)
-  for (what, got), x in zip(ours(name, variables).items(), want, strict=True):
-    assert_close(got, x, what)
 
 
 # --- there and back -----------------------------------------------------------------------------
