@@ -290,7 +290,7 @@ class MultiHeadDotProductAttention(nn.Module):
       made = self.has_variable("cache", "cache_index")
       index = self.variable("cache", "cache_index", lambda: jnp.int32(0))
       position, length = index.value, key.shape[-3]
-      index.value = position + int(made)
+      index.value = position + int(made)  # the call that makes the cache writes nothing
       if bias is not None:  # of all queries: this token's row
         bias = lax.dynamic_slice_in_dim(bias, position, 1, axis=-2)
     if cache is not None:
@@ -332,7 +332,7 @@ class MultiHeadDotProductAttention(nn.Module):
     found = []
     for name, new in zip(names, (key, value), strict=True):
       kept = self.variable(collection, name, jnp.zeros, (rows, heads, width, length), new.dtype)
-      if made:  # the call that makes room writes nothing
+      if made:
         kept.value = lax.dynamic_update_slice_in_dim(
           kept.value, _length_last(new), position, axis=3
         )
