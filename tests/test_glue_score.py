@@ -226,7 +226,7 @@ def test_what_else_cannot_be_joined(tmp_path, call):
   paths = singles(tmp_path / "a", row, settings_of(row), ("cola", "rte"))
   again = singles(tmp_path / "b", row, settings_of(row), ("rte",))
   for argv, word in (
-    (["--join", "x", *paths, *again], "both have metrics of rte"),
+    (["--join", "x", *paths, *again], "has metrics of rte"),
     (["--join", "x"], "a name for the row comes first"),
     (["--join", "x", paths[0], "--join", "x", paths[1]], "called the same"),
     ([paths[0], paths[0]], "called the same"),

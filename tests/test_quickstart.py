@@ -78,7 +78,7 @@ def test_gin_takes_each_run_and_reads_every_override(task, name):
   "argv, word",
   [
     (["--out", "mine"], "holds something else"),
-    (["--out", "mine/file/q"], "Not a directory"),
+    (["--out", "mine/file/q"], "nothing can be written"),
     (["--out", "new", "--steps", "9"], "--steps 9"),
     (["--out", "new", "--task", "rebus"], "not installed: clu"),
   ],
