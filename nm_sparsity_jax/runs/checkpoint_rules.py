@@ -39,7 +39,8 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   if stored.known_rules is None:
     if given is None:
       raise ValueError(
-        f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}}"
+        f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}} "
+        "(--rules)"
       )
     return given.with_axes(axes or {})
   own = rules_text.parse(stored.known_rules)

@@ -177,7 +177,7 @@ def join(name: str, runs: Sequence[Run]) -> Run:
 def _tasks(folder: pathlib.Path, remarks: list[str]) -> tuple[dict[str, Series], bool]:
   names = {p.name.removesuffix("-metrics.jsonl") for p in folder.glob("*-metrics.jsonl")}
   names |= {p.parent.name for p in folder.glob("*/*tfevents*")}
-  columns = {column.task for column in glue.COLUMNS}
+  columns = {column.name for column in glue.COLUMNS}
   known = {name: found for name in sorted(names) if (found := glue.config_of(name))}
   known = {name: found for name, found in known.items() if found[0] in columns}
   if not known:

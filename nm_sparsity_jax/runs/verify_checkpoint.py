@@ -174,7 +174,8 @@ def finalize(
   if not early and stored.sparse_step is not None:
     if ahead := assignment.unfinished(stored.sparse_step):
       raise ValueError(
-        f"{stored.path} is at sparse step {ahead}. Take a later checkpoint, or add early=True"
+        f"{stored.path} is at sparse step {ahead}. Take a later checkpoint, or add early=True "
+        "(--early)"
       )
   is_folder = stored.format == other_formats.HUGGING_FACE
   made = os.fspath(out) if is_folder else os.path.join(out, f"checkpoint_{stored.step or 0}")
