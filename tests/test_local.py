@@ -331,7 +331,7 @@ def command(*names, **macros):
 @pytest.mark.parametrize(
   "change, words",
   [
-    (dict(MODEL_DIR="/dev/null/run"), "Not a directory"),
+    (dict(MODEL_DIR="/dev/null/run"), "nothing can be written"),
     (dict(MIXTURE_OR_TASK_NAME="nm_test_sor"), "did you mean nm_test_sort?"),
     (dict(BATCH_SIZE=15), "BATCH_SIZE=15 must be a multiple"),
     (dict(NUM_PARTITIONS=3), "NUM_PARTITIONS=3 does not divide"),
