@@ -89,10 +89,7 @@ def summary(held: Any, prepared: Any) -> str:
     for tree in (held, prepared)
   )
   patterns = listed(sorted({str(x.pattern) for x in kernels})) or "nothing"
-  found = f"packed, {patterns}; {len(kept)} of {len(kernels)} kernels stay packed"
-  if len(kept) == len(kernels):
-    return found
-  return f"{found}; of the others a dense product is faster (--memory keeps all packed)"
+  return f"packed, {patterns}; {len(kept)} of {len(kernels)} kernels stay packed"
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
