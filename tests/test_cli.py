@@ -96,7 +96,6 @@ def test_an_error_is_one_line_in_the_words_of_the_command(error, said, monkeypat
   "argv, lost",
   [
     (["plan", "--gin_file=x"], "gin"),
-    (["plan", "--gin_file=x", "--plot=x.png"], "matplotlib"),
     (["train", "--gin_file=x"], "clu"),
     (["report", "x"], "jinja2"),
     (["sweep", "x"], "gin"),
