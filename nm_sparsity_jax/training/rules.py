@@ -198,6 +198,11 @@ class Rules:
       *inputs: what it computes on. What the function closes over is a constant of the program, as
         a weight is, so a product with it says nothing.
     """
+    if not inputs:  # then all would be constants, and nothing told data from weights
+      raise ValueError(
+        "for_model(function, params) has no inputs: pass what the function computes on as well, as "
+        "in for_model(lambda p, x: model.apply({'params': p}, x), params, x)."
+      )
     shapes = dict(_shapes(params))
     traced = trace.trace(function, params, *inputs)
     found: dict[str, masks.Axis] = {}
