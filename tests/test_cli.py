@@ -95,7 +95,6 @@ def test_an_error_is_one_line(error, said, monkeypatch, capsys):
   "argv, lost",
   [
     (["plan", "--gin_file=x"], "gin"),
-    (["plan", "--gin_file=x", "--plot=x.png"], "matplotlib"),
     (["train", "--gin_file=x"], "clu"),
     (["report", "x"], "jinja2"),
     (["sweep", "x"], "gin"),
