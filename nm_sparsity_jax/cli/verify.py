@@ -70,7 +70,8 @@ def head(stored: Stored, rules: Rules, asked: str) -> str:
 
   facts = [f"the newest in {asked}"] * (stored.path != asked) + [stored.format]
   for name, step in (("step", stored.step), ("sparse step", stored.sparse_step)):
-    facts += [f"{name} {step:,}"] * (step is not None)
+    if step is not None:
+      facts.append(f"{name} {step:,}")
   text = rules_text.describe(rules)
   is_own = stored.known_rules == text
   # Recipe and phases of a pattern that somebody gave are made up.

@@ -282,19 +282,19 @@ class MultiHeadDotProductAttention(nn.Module):
     query = project("query", inputs_q, query_init)
     key_and_value = lambda: tuple(project(x, inputs_kv, self.kernel_init) for x in ("key", "value"))
     key, value = self._prepared(key_and_value) if once else key_and_value()
-    cache = None
+    cache, now = None, position
     if position is not None:
       cache = DECODED, ("keys", "values")
     elif decode:
       cache = "cache", ("cached_key", "cached_value")
       made = self.has_variable("cache", "cache_index")
       index = self.variable("cache", "cache_index", lambda: jnp.int32(0))
-      position, length = index.value, key.shape[-3]
-      index.value = position + int(made)  # the call that makes the cache writes nothing
+      now, length = index.value, key.shape[-3]
+      index.value = now + int(made)  # the call that makes the cache writes nothing
       if bias is not None:  # of all queries: this token's row
-        bias = lax.dynamic_slice_in_dim(bias, position, 1, axis=-2)
+        bias = lax.dynamic_slice_in_dim(bias, now, 1, axis=-2)
     if cache is not None:
-      key, value, past = self._cached(*cache, key, value, position, length)
+      key, value, past = self._cached(*cache, key, value, now, length)
       mask = combine_masks(mask, past)
     if mask is not None:
       seen = jnp.where(mask > 0, 0.0, _MASKED).astype(self.dtype)
