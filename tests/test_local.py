@@ -24,7 +24,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.models.t5 import network
-from nm_sparsity_jax.runs import folders
+from nm_sparsity_jax.runs import checkpoint, folders
 from nm_sparsity_jax.training import configure
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
@@ -340,14 +340,17 @@ def command(*names, **macros):
     (dict(LEARNING_RATE_FACTORS="constant * cosine"), "FACTORS='constant * cosine'"),
     (dict(SPARSE_STEPS=None, RECIPE="dense"), "SPARSE_STEPS=None"),
     (dict(EVAL_PERIOD=0), "EVAL_PERIOD=0"),
+    (dict(MIXTURE_OR_TASK_MODULE="no_such.one"), "no_such"),
+    (dict(INITIAL_CHECKPOINT_PATH="none/checkpoint_7"), "none/checkpoint_7"),
   ],
   ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_mistakes_are_one_line(change, words, tmp_path, capsys):
-  macros = MACROS | dict(MODEL_DIR=str(tmp_path)) | change
+  macros = MACROS | dict(MODEL_DIR=str(tmp_path / "a/run")) | change
   assert cli.main(["train", *command(*GIN, **macros)]) == 1
   error = capsys.readouterr().err
   assert words in error and len(error.splitlines()) == 1, error
+  assert not list(tmp_path.iterdir())
   # `plan` says the same before; how many devices there will be it cannot know.
   cli.main(["plan", "--json", *command(*GIN, **macros)])
   report = json.loads(capsys.readouterr().out)
@@ -355,6 +358,20 @@ def test_mistakes_are_one_line(change, words, tmp_path, capsys):
     assert report["ok"] and "NUM_PARTITIONS is not checked" in " ".join(report["notes"])
   else:
     assert not report["ok"] and any(words in text for text in report["errors"]), report["errors"]
+
+
+@pytest.mark.parametrize("program", ["train", "evaluate", "infer"])
+def test_a_late_refusal_leaves_what_is_in_the_folder(program, tmp_path):
+  """It is seen when the folder is held; config.gin there may be the user's."""
+  (tmp_path / "config.gin").write_text("mine")
+  start = str(tmp_path / "start/checkpoint_3")
+  checkpoint.write(start, {"target": {"w": np.zeros(3, "float32")}})
+  with pytest.raises(ValueError, match="another model"):
+    if program == "train":
+      train.train(run_of(tmp_path, initial_checkpoint=start), config="theirs")
+    else:
+      getattr(train, program)(model_of(**DENSE), EVALUATION, start, str(tmp_path), "theirs")
+  assert (tmp_path / "config.gin").read_text() == "mine"
 
 
 # --- the step ----------------------------------------------------------------------------------
