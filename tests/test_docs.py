@@ -250,7 +250,7 @@ def test_local_runs_are_made(block, arrived, tmp_path, monkeypatch):
   if block.page.startswith("examples/"):  # its blocks are typed in its folder
     shutil.copytree((ROOT / block.page).parent, tmp_path, dirs_exist_ok=True)
   monkeypatch.chdir(tmp_path)
-  # The checkpoint and the task of an example are nowhere; tests/test_refused.py has what looks.
+  # The checkpoint and the task of an example are nowhere; tests/test_local.py has what looks.
   monkeypatch.setattr(_local, "_refuse_missing", lambda _: None)
   arguments = {"train": ["run"], "bench": []}
   for _, command, *argv in arrived(block):

@@ -24,7 +24,7 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.models.t5 import network
-from nm_sparsity_jax.runs import folders
+from nm_sparsity_jax.runs import checkpoint, folders
 from nm_sparsity_jax.training import configure
 
 pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
@@ -314,6 +314,20 @@ def test_mistakes_are_one_line(change, words, tmp_path, capsys):
   assert cli.main(["train", *command(*GIN, **macros)]) == 1
   error = capsys.readouterr().err
   assert words in error and len(error.splitlines()) == 1, error
+
+
+@pytest.mark.parametrize("program", ["train", "evaluate", "infer"])
+def test_a_late_refusal_leaves_what_is_in_the_folder(program, tmp_path):
+  """It is seen when the folder is held; config.gin there may be the user's."""
+  (tmp_path / "config.gin").write_text("mine")
+  start = str(tmp_path / "start/checkpoint_3")
+  checkpoint.write(start, {"target": {"w": np.zeros(3, "float32")}})
+  with pytest.raises(ValueError, match="another model"):
+    if program == "train":
+      train.train(run_of(tmp_path, initial_checkpoint=start), config="theirs")
+    else:
+      getattr(train, program)(model_of(**DENSE), EVALUATION, start, str(tmp_path), "theirs")
+  assert (tmp_path / "config.gin").read_text() == "mine"
 
 
 # --- the step ----------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ COLLECTIVES = (
 SHAPE = (512, 8)  # rows split by 4: 128 a shard, one whole group of the longest pattern
 SPECS = {
   "groups": PartitionSpec("rows", None),
-  "features": PartitionSpec(None, "columns"),
   "both": PartitionSpec("rows", "columns"),
 }
 
@@ -48,13 +47,11 @@ def collectives(compiled):
 
 
 @functools.cache
-def static(pattern):
+def masks_of(pattern, is_traced):
+  """Masks of x with a known n, or with one that only the program gets."""
+  if is_traced:
+    return jax.jit(lambda x, n: magnitude_mask(x, NM(1, pattern.m), n=n))
   return jax.jit(lambda x, n: nm_mask(x, pattern))
-
-
-@functools.cache
-def traced(pattern):
-  return jax.jit(lambda x, n: magnitude_mask(x, NM(1, pattern.m), n=n))
 
 
 def on_mesh(function, n, where, spec):
@@ -69,24 +66,24 @@ def on_mesh(function, n, where, spec):
   assert collectives(program) == []
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize(
-  "how, text, n", [(static, "1:8", 1), (static, "64:128", 64), (traced, "1:8", 2),
-                   (traced, "1:128", 64)],
-)  # fmt: skip
-def test_same_bits_and_no_collective(how, text, n, spec):
-  on_mesh(how(NM.parse(text)), n, mesh(), SPECS[spec])
+traced = pytest.mark.parametrize("is_traced", [False, True])
 
 
-@pytest.mark.parametrize("how", [static, traced])
-def test_explicit_sharding_and_shard_map(how):
+@traced
+@pytest.mark.parametrize("text, spec", [("1:8", "groups"), ("64:128", "groups"), ("2:8", "both")])
+def test_same_bits_and_no_collective(text, spec, is_traced):
+  pattern = NM.parse(text)
+  on_mesh(masks_of(pattern, is_traced), pattern.n, mesh(), SPECS[spec])
+
+
+@traced
+def test_explicit_sharding_and_shard_map(is_traced):
   """Explicit is the mode that `jax.make_mesh` gives by default: types hold the shardings."""
-  pattern, both, where = NM(2, 4), SPECS["both"], mesh(AxisType.Explicit)
+  masks, both, where = masks_of(NM(2, 4), is_traced), SPECS["both"], mesh(AxisType.Explicit)
   with jax.set_mesh(where):
-    on_mesh(how(pattern), 2, where, both)
-  specs = both, PartitionSpec()
-  mapped = jax.shard_map(how(pattern), mesh=mesh(), in_specs=specs, out_specs=both)
-  got, wanted = (f(scores(), jnp.int32(2)) for f in (jax.jit(mapped), how(pattern)))
+    on_mesh(masks, 2, where, both)
+  mapped = jax.shard_map(masks, mesh=mesh(), in_specs=(both, PartitionSpec()), out_specs=both)
+  got, wanted = (f(scores(), jnp.int32(2)) for f in (jax.jit(mapped), masks))
   np.testing.assert_array_equal(got, wanted)
 
 
@@ -125,18 +122,23 @@ RECIPES = {
 }
 
 
-def trained(params, steps=4):
-  """The weights after so many steps, and how the devices of a step communicate."""
+def step_of(params):
+  """(first state, step) of SGD on these weights."""
   rules = nms.Rules({name: RECIPES[name] for name in params}, axes={".*": 0})
   tx = nms.sparse(optax.sgd(0.1), rules)
 
-  @jax.jit
   def step(params, opt):
     grads = jax.tree.map(lambda w: 2 * (w - 1), params)  # elementwise: no sum to reorder
     updates, opt = tx.update(grads, opt, params)
     return optax.apply_updates(params, updates), opt
 
-  opt = tx.init(params)
+  return tx.init(params), step
+
+
+def trained(params, steps=4):
+  """The weights after so many steps, and how the devices of a step communicate."""
+  opt, step = step_of(params)
+  step = jax.jit(step)
   for _ in range(steps):
     params, opt = step(params, opt)
   return params, opt, collectives(step.lower(params, opt).compile())
@@ -162,21 +164,13 @@ def test_each_device_trains_its_own_shard(spec, kind, monkeypatch):
 def test_a_step_may_stand_in_a_shard_map_of_the_users(monkeypatch):
   """Data parallel by hand: `init` saw replicated weights, and each device updates all of them."""
   monkeypatch.setattr(groups, "_PLATFORM", "cpu")
-  where, rules = mesh(), nms.Rules({"idp": RECIPES["idp"]}, axes={".*": 0})
-  start = {"idp": jnp.asarray(np.random.default_rng(1).normal(size=SHAPE), jnp.float32)}
-  tx = nms.sparse(optax.sgd(0.1), rules)
-
-  def step(params, opt):
-    updates, opt = tx.update(jax.tree.map(lambda w: 2 * (w - 1), params), opt, params)
-    return optax.apply_updates(params, updates), opt
-
-  alone = jax.jit(step)(start, tx.init(start))
-  params = jax.device_put(start, NamedSharding(where, PartitionSpec()))
-  whole = PartitionSpec()
-  shared = jax.jit(
-    jax.shard_map(step, mesh=where, in_specs=whole, out_specs=whole, check_vma=False)
-  )(params, tx.init(params))
-  jax.tree.map(np.testing.assert_array_equal, shared, alone)
+  where, whole = mesh(), PartitionSpec()
+  start = {"idp": jax.random.normal(jax.random.key(1), SHAPE)}
+  opt, step = step_of(start)
+  alone = jax.jit(step)(start, opt)
+  opt, step = step_of(params := jax.device_put(start, NamedSharding(where, whole)))
+  mapped = jax.shard_map(step, mesh=where, in_specs=whole, out_specs=whole, check_vma=False)
+  jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(params, opt), alone)
 
 
 def test_a_sharding_that_cuts_a_group_is_passed_over():
