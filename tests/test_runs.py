@@ -14,11 +14,23 @@ import pytest
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import text
 from nm_sparsity_jax.runs import checkpoint as reader
-from nm_sparsity_jax.runs import files, folders, lock, paper, results, settings, signals, trained
+from nm_sparsity_jax.runs import (
+  files,
+  folders,
+  lock,
+  paper,
+  results,
+  settings,
+  signals,
+  trained,
+  verify_checkpoint,
+)
 from nm_sparsity_jax.training import configure
 
+MODULES = [folders, lock, paper, settings, text, trained, verify_checkpoint]
 
-@pytest.mark.parametrize("module", [folders, lock, paper, settings, text, trained])
+
+@pytest.mark.parametrize("module", MODULES)
 def test_doctests(module):
   failed, tried = doctest.testmod(module)
   assert tried and not failed
@@ -50,13 +62,6 @@ def test_the_newest_is_of_the_highest_number_and_half_ones_do_not_count(tmp_path
   assert folders.latest(tmp_path / "nowhere") is None
   with pytest.raises(ValueError, match="is not a checkpoint"):
     reader.read(str(tmp_path / "checkpoint_x"))
-
-
-def test_orbax_reads_state_or_the_folder_itself(tmp_path):
-  within, alone = checkpoint(tmp_path, 1), checkpoint(tmp_path / "other", 2, "")
-  assert folders.orbax_state(within) == within / "state"
-  assert folders.orbax_state(alone) == alone
-  assert folders.orbax_state(tmp_path) is None
 
 
 def test_a_run_is_done_when_its_last_step_is_evaluated_and_saved(tmp_path):

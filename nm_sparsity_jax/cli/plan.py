@@ -19,8 +19,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import pathlib
 
 from nm_sparsity_jax.cli import _flags
+from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Plans, plots, prints."""
-  if not args.gin_file and not args.gin_bindings:
-    raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   _flags.require("gin", *(["matplotlib"] if args.plot else []))
   if args.plot:
-    _flags.check_file("--plot", args.plot)
+    files.check_folder("--plot", pathlib.Path(args.plot).parent)
   from nm_sparsity_jax.analysis import plan
   from nm_sparsity_jax.integrations import gin_files
 

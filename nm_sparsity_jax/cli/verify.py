@@ -69,8 +69,8 @@ def head(stored: Stored, rules: Rules, asked: str) -> str:
   from nm_sparsity_jax.training import rules_text
 
   facts = [f"the newest in {asked}"] * (stored.path != asked) + [stored.format]
-  for name, step in (("step", stored.step), ("sparse step", stored.sparse_step)):
-    facts += [f"{name} {step:,}"] * (step is not None)
+  steps = {"step": stored.step, "sparse step": stored.sparse_step}
+  facts += [f"{name} {step:,}" for name, step in steps.items() if step is not None]
   text = rules_text.describe(rules)
   is_own = stored.known_rules == text
   # Recipe and phases of a pattern that somebody gave are made up.
