@@ -59,7 +59,7 @@ test-floors:  ## the tests of `make test` on the floors of setup.py
 
 # Code under jit counts where it is traced, and TPU kernels where they are interpreted.
 COVERED := apply configure dtypes every_recipe flops groups layers masks masks_sharded masks_tpu metrics optim \
-  packed packed_dot packed_native patterns recipes roles rules schedules sparse trace train_sharded
+  packed packed_dot patterns recipes roles rules schedules sparse trace train_sharded
 coverage: $(STAMP)  ## the tests of core, recipes and training alone; fails where they run under 97 % of these lines
 	$(PY) -m coverage run --source nm_sparsity_jax/core,nm_sparsity_jax/recipes,nm_sparsity_jax/training \
 	  -m pytest -q -p no:xdist $(wildcard $(COVERED:%=tests/test_%.py)) $(ARGS)
@@ -71,7 +71,7 @@ mutants: $(STAMP)  ## break masks, recipes and schedules in SAMPLE places, and n
 	$(PY) tests/mutants.py $(SAMPLE)
 
 sanitize: $(STAMP)  ## the C++ kernels of packed weights under the sanitizers of g++
-	$(PY) -m pytest -m slow -k sanitizers tests/test_packed_native.py $(ARGS)
+	$(PY) -m pytest -m slow -k sanitizers tests/test_packed_dot.py $(ARGS)
 
 wheel: $(STAMP)  ## build dist/*.whl and try it in a new environment and an empty folder
 	rm -rf build/lib dist

@@ -1,11 +1,14 @@
-"""What the files of a checkpoint hold, read by Orbax alone, and whether two hold the same."""
+"""Checkpoints: what their files hold, read by Orbax alone; and as T5X and others write them."""
 
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from nm_sparsity_jax.core.trees import flatten
+from nm_sparsity_jax.training import rules_text
 
 
 def load(checkpoint):
@@ -29,3 +32,70 @@ def assert_same(got, want):
   for key in want:
     np.testing.assert_array_equal(got[key], want[key], err_msg=key)
     assert got[key].dtype == want[key].dtype
+
+
+# --- written as other programs write them ---------------------------------------------------------
+
+
+def write_orbax(folder, tree):
+  ocp = pytest.importorskip("orbax.checkpoint")
+  ocp.PyTreeCheckpointer().save(folder / "state", tree)
+  (folder / "dataset").mkdir()  # as T5X does
+  return folder
+
+
+def write_legacy(folder, tree):
+  """As T5X writes: a msgpack file; arrays beside it as zarr, here every kernel."""
+  from flax import serialization
+
+  ts = pytest.importorskip("tensorstore")
+  folder.mkdir(parents=True)
+
+  def store(path, x):
+    if not path[-1].key.endswith("kernel"):
+      return x
+    name = ".".join(k.key for k in path)
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name)}}
+    array = ts.open(spec, create=True, dtype=x.dtype, shape=x.shape).result()
+    array.write(x).result()
+    return {"driver": "zarr", "kvstore": {"driver": "file", "path": name}, "dtype": str(x.dtype),
+            "metadata": {"shape": list(x.shape)}}  # fmt: skip
+
+  state = jax.tree_util.tree_map_with_path(store, tree)
+  data = serialization.msgpack_serialize({"version": 3, "optimizer": state})
+  (folder / "checkpoint").write_bytes(data)
+  return folder
+
+
+WRITERS = {"Orbax": write_orbax, "T5X": write_legacy}
+
+
+def zeros_of(module):
+  """Zeros as the parameters of a T5, ours or T5X's."""
+  tokens = jnp.ones((1, 4), jnp.int32)
+  init = lambda: module.init(jax.random.key(0), tokens, tokens, tokens, enable_dropout=False)
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    shapes = jax.eval_shape(init)["params"]
+  return jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes)
+
+
+def t5x_dense():
+  """A dense checkpoint of t5x_tiny.gin, at step 6."""
+  from t5x.examples.t5 import network
+
+  target = zeros_of(network.Transformer(network.T5Config(
+    vocab_size=384, dtype="float32", emb_dim=16, num_heads=2, num_encoder_layers=1,
+    num_decoder_layers=1, head_dim=8, mlp_dim=32, mlp_activations=("gelu", "linear"),
+    logits_via_embedding=False,
+  )))  # fmt: skip
+  return {"target": target, "state": {"step": np.int32(6), "param_states": {"0": {"mu": target}}}}
+
+
+def t5x_sparse(rules, start=6):
+  """One of a run that began at a step, after four steps of its own."""
+  mine = {"step": np.int32(4), "start": np.int32(start)}
+  mine["rules"] = np.asarray(rules_text.pack(rules_text.describe(rules)))
+  target = t5x_dense()["target"]
+  moments = {"count": np.int32(4), "mu": target, "nu": target}
+  state = {"step": np.int32(start + 4), "param_states": {"0": moments}}
+  return {"target": target, "state": state, "flax_mutables": {"nm_sparsity": mine}}

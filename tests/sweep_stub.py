@@ -25,27 +25,25 @@ def install(folder, outcomes, hold=""):
 
 
 def train(arguments):
-  words = dict(a.removeprefix("--gin.").split("=", 1) for a in arguments if a.startswith("--gin."))
-  macros = {name: ast.literal_eval(text) for name, text in words.items()}
-  folder = pathlib.Path(macros["MODEL_DIR"])
-  (folder / "config.gin").write_text("".join(f"{k} = {v!r}\n" for k, v in macros.items()))
+  words = dict(word.lstrip("-").split("=", 1) for word in arguments if "=" in word)
+  macro = lambda name: ast.literal_eval(words[f"gin.{name}"])
+  folder = pathlib.Path(macro("MODEL_DIR"))
   outcomes = json.loads(pathlib.Path(__file__).with_name("outcomes.json").read_text())
   outcome = outcomes.get(folder.name, [50.0, 1.0])
+  if outcome == "nan":
+    pathlib.Path(words["error-file"]).write_text('{"error": "the loss is not finite"}')
+    return 1
+  if outcome == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
   stop = []
   signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-  start = re.search(r"checkpoint_(\d+)$", macros.get("INITIAL_CHECKPOINT_PATH") or "")
+  start = re.search(r"checkpoint_(\d+)'?$", words["gin.INITIAL_CHECKPOINT_PATH"])
   first = int(start[1]) if start else 0
   (folder / "run.json").write_text(json.dumps({"start": first}))
   done = [int(p.name.partition("_")[2]) for p in folder.glob("checkpoint_*")]
-  for step in range(max(done, default=first) + 1, first + macros["SPARSE_STEPS"] + 1):
+  for step in range(max(done, default=first) + 1, first + macro("SPARSE_STEPS") + 1):
     with (folder / "trace").open("a") as trace:
       trace.write(f"{step}\n")
-    if outcome == "nan":
-      (error_file,) = [a.partition("=")[2] for a in arguments if a.startswith("--error-file=")]
-      pathlib.Path(error_file).write_text('{"error": "the loss of step 3 is not finite"}')
-      return 1
-    if outcome == "killed":
-      os.kill(os.getpid(), signal.SIGKILL)
     (folder / f"checkpoint_{step}/state").mkdir(parents=True)
     (folder / f"checkpoint_{step}/state/_METADATA").touch()
     end = time.monotonic() + 120  # a test that fails leaves nothing behind
@@ -55,11 +53,9 @@ def train(arguments):
       time.sleep(0.01)
     if stop:
       return 0
-  scores = folder / "inference_eval"
-  scores.mkdir()
-  (scores / "nm_glue_mini_rte-metrics.jsonl").write_text(
-    json.dumps({"step": step, "accuracy": outcome[0]}) + "\n"
-  )
+  metrics = folder / "inference_eval/nm_glue_mini_rte-metrics.jsonl"
+  metrics.parent.mkdir()
+  metrics.write_text(json.dumps({"step": step, "accuracy": outcome[0]}) + "\n")
   evaluation = {"step": step, "loss": {"nm_glue_mini_rte": outcome[1]}}
   (folder / "evaluations.json").write_text(json.dumps([evaluation]))
   return 0

@@ -1,5 +1,6 @@
 """nm-sparsity bench: each product and the whole, dense and packed."""
 
+import doctest
 import functools
 import json
 
@@ -15,22 +16,15 @@ from nm_sparsity_jax.core.packed import cpu
 from nm_sparsity_jax.models import vit
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
-PHASES = nms.Phases(total=1)
 
-
-def rules_of(pattern="1:8", place="ff"):
-  return nms.Rules({place: nms.recipe("sr_ste", pattern=pattern, phases=PHASES)})
-
-
-def finalized(network, *inputs, **more):
-  """Random parameters of a network, finalized."""
+def packed(network, *inputs, dtype=None, **more):
+  """Random parameters of a network, the feed-forward kernels packed at 1:8."""
   init = functools.partial(network.init, **more)
   shapes = jax.eval_shape(init, jax.random.key(0), *inputs)["params"]
   rng = np.random.default_rng(0)
   params = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes)
-  apply = lambda p, *a: network.apply({"params": p}, *a, **more)
-  rules = rules_of().for_model(apply, params, *inputs)
-  return jax.device_get(nms.finalize(params, rules, 1))
+  rules = nms.configure.rules({"ff": None}, "sr_ste", "1:8", 1)
+  return nms.inference_tree.pack_tree(nms.finalize(params, rules, 1), rules, dtype)[0]
 
 
 # --- what is timed --------------------------------------------------------------------------------
@@ -48,8 +42,6 @@ def test_calls_take_turns_and_the_cold_ones_find_no_weight_in_the_cache(monkeypa
   monkeypatch.setattr(timing.np, "ones", other)
   timing.interleave({"a": lambda: None}, 3, cold=timing.CACHE)
   assert read == [timing.CACHE // 4] * 4
-  assert timing.middle([1.0, 2.0, 3.0, 4.0, 9.0, 0.0], [1.0] * 6) == (2.0, 4.0)
-  assert timing.middle([1.0], [1.0]) == (0.0, 0.0)
 
 
 def test_a_product_is_the_best_dense_one_beside_the_packed_one(monkeypatch):
@@ -60,7 +52,7 @@ def test_a_product_is_the_best_dense_one_beside_the_packed_one(monkeypatch):
   found = layers.measured("k", [kernel], 16, 3, 3, "xla_scan", beside=1 << 30)
   # What a call without a product takes is no part of one; 16 weights are a call.
   assert found.dense == 4.0 / 16 and found.dense_way == "x @ W.T" and found.times == 2.0
-  assert found.half == (2.0, 2.0) and found.packed_way == "xla_scan" and found.kernels == 3
+  assert found.packed_way == "xla_scan" and found.kernels == 3
   assert (found.dense_bytes, found.packed_bytes) == (16 * 8 * 4, 2 * 8 * 4 + 8)
   known["xla_scan"] = 2.9  # less than three calls without a product: too short to time
   found = benches.products([(16, 8, 1)], "1:8", turns=3, backend="xla_scan")
@@ -90,30 +82,22 @@ def test_a_call_makes_every_product_with_another_x(threads, monkeypatch):
   assert np.isnan(xs[8:]).all()  # 0 * inf: x is what a product gave
 
 
-@pytest.mark.parametrize("values, threads", [("float32", 1), ("int8", 2)])
-def test_what_is_timed_are_products_of_one_weight(values, threads, monkeypatch):
-  monkeypatch.setenv("PJRT_NPROC", str(threads))
-  kernel = layers.random(32, 8, nms.NM(2, 8), values)
+def test_the_calls_that_are_timed_give_the_same_products(monkeypatch):
+  monkeypatch.setenv("PJRT_NPROC", "1")
+  kernel = layers.random(32, 8, nms.NM(2, 8), "int8")
   x = np.random.default_rng(0).standard_normal((4, 32), np.float32)
-  calls = layers._calls(jax.numpy.asarray(x), [kernel] * 4, "xla_scan", 1)
+  calls = layers._calls(jax.numpy.asarray(x), [kernel] * 2, "xla_scan", 1)
   seen = {name: [np.array(x) for x in call()] for name, call in calls.items()}
   assert not np.any(seen.pop("nothing"))
-  first, *others = seen.values()
-  assert len(first) == 4 and np.abs(first[0]).max() > 1
-  # With several threads a product reads an x that the one before has changed.
-  assert np.array_equal(first[0], first[1]) == (threads == 1)
-  for other in others:
-    np.testing.assert_allclose(first, other, rtol=1e-4, atol=1e-4)
+  for products in seen.values():
+    wanted = x @ np.asarray(nms.packed.unpack(kernel), np.float32)
+    np.testing.assert_allclose(products, [wanted] * 2, rtol=1e-4, atol=1e-4)
 
 
-def test_a_bound_is_the_share_of_bytes():
-  # A token that only reads weights: 10 s, of which 8 are products of a quarter of the bytes.
-  assert networks.bound(10.0, [(6.0, 0.25), (2.0, 0.25)]) == 10 / (2 + 2)
+def test_a_bound_is_the_share_of_bytes_and_a_token_what_more_of_them_take():
+  assert doctest.testmod(networks) == (0, 1)
   # Measured alone they took longer: nobody knows what the rest takes.
   assert networks.bound(1.0, [(2.0, 0.5)]) == networks.bound(0.0, []) == 0.0
-
-
-def test_a_token_is_what_more_of_them_take():
   work = networks.Work("a token", lambda params, n: n, lambda path: True, (1, 5))
   assert networks._each(work, {1: [1.0, 9.0], 5: [3.0, 12.0]}) == [0.5, 0.75]
 
@@ -125,11 +109,9 @@ def test_a_t5_reads_inputs_and_decodes_a_token():
   sizes = dict(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, vocab_size=64)
   stacks = dict(num_encoder_layers=2, num_decoder_layers=2)
   network, one = Transformer(T5Config.t5_1_1("tiny", **sizes, **stacks)), np.ones((1, 1), np.int32)
-  params = finalized(network, one, one, one, enable_dropout=False)
-  found = benches.bench(
-    network, params, rules_of(), dtype="int8", batch=2, inputs=5, tokens=3, turns=3,
-    backend="unpack" if cpu.missing() else "cpu_ffi",
-  )  # fmt: skip
+  tree = packed(network, one, one, one, dtype="int8", enable_dropout=False)
+  backend = "xla_scan" if cpu.missing() else "cpu_ffi"
+  found = benches.bench(network, tree, batch=2, inputs=5, tokens=3, turns=3, backend=backend)
   assert [w.name for w in found.wholes] == ["the inputs", "a token"]
   # wi_0, wi_1 and wo of two layers: 2 * 5 rows in the encoder, 2 in the decoder.
   kernels = {(p.depth, p.rows): p.kernels for p in found.products}
@@ -147,20 +129,15 @@ def test_a_t5_reads_inputs_and_decodes_a_token():
   assert found.wholes[0].dense_memory > found.wholes[0].packed_memory
 
 
-def test_a_network_of_images_and_what_it_needs():
-  network = vit.ViT(vit.config("vit_test"))
-  images = np.ones((1, 16, 16, 3), np.float32)
-  params = finalized(network, images, train=False)
-  found = benches.bench(network, params, rules_of(), batch=2, turns=3)
+def test_a_network_of_images_and_what_is_no_network():
+  network, images = vit.ViT(vit.config("vit_test")), np.ones((1, 16, 16, 3), np.float32)
+  tree = packed(network, images, train=False)
+  found = benches.bench(network, tree, batch=2, turns=3)
   (whole,) = found.wholes
-  assert whole.name == "a forward pass" and whole.packed > 0 and whole.half[0] > 0
+  assert whole.name == "a forward pass" and whole.packed > 0 and "end to end" in str(found)
   assert {p.rows for p in found.products} == {2 * 17}
-  assert "end to end" in str(found) and "half of the turns" in str(found)
-  with pytest.raises(ValueError, match="no rules say what is n:m"):
-    benches.bench(network, params)
-  with pytest.raises(ValueError, match="'blocks_0/attn/k/kernel'.* is not 1:8"):
-    benches.bench(network, params, rules_of(place="k"))
-  tree, _ = nms.inference_tree.pack_tree(params, rules_of())
+  with pytest.raises(ValueError, match="nothing is packed"):
+    benches.bench(network, nms.inference_tree.unpack_tree(tree))
   with pytest.raises(ValueError, match="object: nobody knows what to feed it"):
     benches.bench(object(), tree, turns=3)
 
@@ -182,6 +159,8 @@ def test_without_a_compiler_it_says_so_and_scans(monkeypatch, capsys):
     ([], "--shapes"),
     (["F", "--shapes", "8,8,1"], "--shapes"),
     (["--shapes", "512,8,1", "--pattern", "1:512"], "256"),
+    (["F.safetensors"], "F.safetensors"),
+    (["--shapes", "8,8,1", "--cores", "4096"], "--cores=4096"),
     (["--shapes", "12,8,1", "--pattern", "1:8"], "multiple of 8"),
     (["--shapes", "16,8,1", "--pattern", "8:1"], "8:1"),
   ],

@@ -5,10 +5,10 @@ import importlib
 import os
 import pathlib
 import re
+import resource
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 
 import pytest
@@ -44,12 +44,11 @@ for name in ["", *cli.COMMANDS]:
     cli.main([*name.split(), "--help"])
 print([m for m in {HEAVY!r} if m in sys.modules])
 """
-  spent = []
-  for _ in range(3):  # on a busy machine the first may wait
-    begin = time.perf_counter()
-    out = python(code, ROOT)
-    spent.append(time.perf_counter() - begin)
-  assert min(spent) < 1 and out.endswith("\n[]\n")
+  # Not by the clock, which other programs on this machine may hold up.
+  before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+  out = python(code, ROOT)
+  assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
+  assert out.endswith("\n[]\n")
   for name in cli.COMMANDS:
     assert f"usage: nm-sparsity {name}" in out and f"\n  {name}  " in out
 
@@ -66,7 +65,9 @@ def test_a_wrong_command_line_is_2(argv, capsys):
 
 
 def test_a_flag_of_gin_is_a_binding():
-  args = cli.parse(["plan", "--gin.PATTERN='1:8'", "--gin_bindings=X = 1", "--gin.a/b.c=x=y"])[-1]
+  args = cli.parse(
+    ["plan", "--gin_file=x", "--gin.PATTERN='1:8'", "--gin_bindings=X = 1", "--gin.a/b.c=x=y"]
+  )[-1]
   assert args.gin_bindings == ["PATTERN = '1:8'", "X = 1", "a/b.c = x=y"]
 
 
@@ -95,7 +96,6 @@ def test_an_error_is_one_line(error, said, monkeypatch, capsys):
   "argv, lost",
   [
     (["plan", "--gin_file=x"], "gin"),
-    (["plan", "--gin_file=x", "--plot=x.png"], "matplotlib"),
     (["train", "--gin_file=x"], "clu"),
     (["report", "x"], "jinja2"),
     (["sweep", "x"], "gin"),
@@ -135,7 +135,7 @@ def test_files_that_help_texts_name_are_found_from_anywhere(monkeypatch, tmp_pat
 def build(kind, folder, source):
   """Has the build backend make a kind of file of a checkout in `folder`; returns its name."""
   code = f"import setuptools.build_meta as b; print(b.build_{kind}({str(folder)!r}))"
-  # Compiling takes half a minute: tests/test_packed_native.py does it.
+  # Compiling takes half a minute: tests/test_packed_dot.py does it.
   env = os.environ | {"NM_SPARSITY_KERNELS": "0"}
   done = subprocess.run(
     [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, env=env, check=False

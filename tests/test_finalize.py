@@ -9,8 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import test_plan
-from checkpoint_files import load
+from checkpoint_files import WRITERS, load, write_orbax
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -59,7 +58,7 @@ class Run:
 
   def write(self, folder, kind="Orbax"):
     step = int(self.tree["state"]["step"])
-    return test_plan.WRITERS[kind](folder / f"checkpoint_{step}", self.tree)
+    return WRITERS[kind](folder / f"checkpoint_{step}", self.tree)
 
 
 @pytest.fixture
@@ -159,7 +158,7 @@ def test_a_schedule_that_is_not_over_is_refused_unless_early(command, tmp_path, 
 
 def test_a_checkpoint_without_rules_needs_them_and_notes_them(command, tmp_path):
   path = tmp_path / "checkpoint_7"
-  test_plan.write_orbax(path, {"target": draw()})
+  write_orbax(path, {"target": draw()})
   code, text = command("verify", path)
   assert code == 1 and "holds no rules" in text and "--rules" in text
   flags = ["--rules", str(PLACES)]
@@ -196,7 +195,7 @@ def test_wrong_rules_are_refused_in_a_line(command, tmp_path, rules, word):
 def test_a_stacked_kernel_needs_its_axis(command, tmp_path):
   stacked = np.random.default_rng(0).normal(size=(8, 3, 4)).astype(np.float32)
   tree = {"target": {"encoder": {"mlp": {"wi": {"kernel": stacked}}}}}
-  path = test_plan.write_orbax(tmp_path / "checkpoint_1", tree)
+  path = write_orbax(tmp_path / "checkpoint_1", tree)
   flags, axes = ["--rules", "{'ff': '1:4'}"], ["--axes", "{'.*/kernel': 0}"]
   code, text = command("verify", path, *flags)
   assert code == 1 and "(8, 3, 4)" in text and "axes=" in text

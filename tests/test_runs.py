@@ -1,6 +1,5 @@
 """What a run's folder holds: checkpoints by name, whole files, settings, one process, signals."""
 
-import doctest
 import json
 import math
 import os
@@ -12,29 +11,9 @@ import threading
 import pytest
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.core import text
 from nm_sparsity_jax.runs import checkpoint as reader
-from nm_sparsity_jax.runs import (
-  files,
-  folders,
-  lock,
-  paper,
-  results,
-  settings,
-  signals,
-  trained,
-  verify_checkpoint,
-)
+from nm_sparsity_jax.runs import files, folders, lock, results, settings, signals
 from nm_sparsity_jax.training import configure
-
-MODULES = [folders, lock, paper, settings, text, trained, verify_checkpoint]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_doctests(module):
-  failed, tried = doctest.testmod(module)
-  assert tried and not failed
-
 
 # --- checkpoints by name ------------------------------------------------------------------------
 

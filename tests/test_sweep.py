@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 import sweep_stub
@@ -17,7 +16,6 @@ import sweep_stub
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import sweep
 from nm_sparsity_jax.runs import settings as run_settings
-from nm_sparsity_jax.runs.signals import Relay
 from nm_sparsity_jax.trainer.workloads import t5
 
 pytest.importorskip("gin", reason="sweep reads gin files: pip install gin-config")
@@ -27,7 +25,7 @@ FILE = f"""
 out = "out"
 gin_files = [
   "gin_configs/runs/local_train.gin", "gin_configs/runs/local_adamw.gin",
-  "{ROOT}/tests/local_tiny.gin",
+  "{ROOT}/tests/local_tiny.gin", "mine.gin",
 ]
 recipes = ["dense", "sr_ste", "idp"]
 patterns = ["1:4", "1:8"]
@@ -49,12 +47,13 @@ def here(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
   monkeypatch.setattr(t5.T5, "check", lambda self: None)
+  (tmp_path / "mine.gin").write_text("BETA = None\n")
   return tmp_path
 
 
-def write(text, name="sweep.toml"):
-  pathlib.Path(name).write_text(text)
-  return name
+def write(text):
+  pathlib.Path("sweep.toml").write_text(text)
+  return "sweep.toml"
 
 
 def call(text, capsys, *flags):
@@ -79,15 +78,15 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   ]
   cell = grid.cells[-1]
   assert cell.start is grid.cells[6] and cell.seed == 3
-  assert cell.macros == {
+  seeds = {"RANDOM_SEED": 3, "DATA_SEED": 3}
+  assert cell.macros == seeds | {
     "SPARSE_STEPS": 4, "INITIAL_CHECKPOINT_PATH": "out/start-seed3/checkpoint_2", "RECIPE": "idp",
-    "PATTERN": "1:8", "RANDOM_SEED": 3, "DATA_SEED": 3, "MODEL_DIR": "out/idp-1_8-seed3",
+    "PATTERN": "1:8", "MODEL_DIR": "out/idp-1_8-seed3",
   }  # fmt: skip
-  assert cell.start.macros == {
+  assert cell.start.macros == seeds | {
     "SPARSE_STEPS": 2, "LEARNING_RATE": 0.5, "DENSE_STEPS": 0, "FINETUNE_STEPS": 0,
-    "INITIAL_CHECKPOINT_PATH": None, "RECIPE": "dense", "PATTERN": None, "RANDOM_SEED": 3,
-    "DATA_SEED": 3, "MODEL_DIR": "out/start-seed3", "BETA": None, "GRADIENT": None,
-    "RECIPE_FIELDS": None,
+    "INITIAL_CHECKPOINT_PATH": None, "RECIPE": "dense", "PATTERN": None, "BETA": None,
+    "GRADIENT": None, "RECIPE_FIELDS": None, "MODEL_DIR": "out/start-seed3",
   }  # fmt: skip
   words = grid.command(cell)
   assert words[:2] == ["train", "--import=mine"] and "--gin.PATTERN='1:8'" in words
@@ -101,28 +100,22 @@ def test_the_grid_seed_by_seed_dense_once_a_seed(here):
   "old, new, word",
   [
     ("seeds =", "seedz =", "seedz"),
-    ('out = "out"', "BATCH_SIZE = 9", r"\[macros\]"),
     ('out = "out"', "", "out"),
     ("[0, 3]", "[true]", "seeds"),
-    ('"1:8"]', '"8:1"]', "8:1"),
     ('["1:4", "1:8"]', "[]", "patterns"),
     ('baseline = "sr_ste"', 'baseline = "snip"', "baseline"),
-    ("[macros]", "[macros]\nRECIPE = 'x'", "RECIPE: set by the sweep"),
     ("[macros]", "[macros]\nINITIAL_CHECKPOINT_PATH = 'x'", "INITIAL_CHECKPOINT_PATH: set"),
     ("[macros]", "[macros", "sweep.toml"),
     # What gin, the rules and the run say.
     ('"idp"]', '"idb"]', "idb-1_4-seed0: .*no recipe 'idb'"),
     ("[macros]", "[macros]\nBATCHSIZE = 9", "BATCHSIZE"),
     ("[macros]", "[macros]\nMICROBATCHES = 9", "9 microbatches"),
-    ("local_train.gin", "local_trian.gin", "local_trian.gin"),
     ("local_train.gin", "local_common.gin", "run file"),
-    ("[macros]", "[macros]\nDENSE_STEPS = 9", "dense-seed0: .*DENSE_STEPS.*dense=9"),
     ('"1:8"]', '"1:5"]', "sr_ste-1_5-seed0: .*5"),
     ("[macros]", "[macros]\nSPARSITY_RULES = {ff = '1:2'}", "SPARSITY_RULES"),
   ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_that_names_the_file(old, new, word, here, capsys):
-  assert old in FILE
   code, _, error = call(FILE.replace(old, new), capsys)
   assert code == 1 and error.count("\n") == 1
   assert "sweep.toml" in error and re.search(word, error), error
@@ -137,24 +130,18 @@ def test_the_files_of_example_and_documentation_are_right(here):
   assert (runs["start-seed2"].steps, runs["mdgf_straight-1_32-seed2"].steps) == (1500, 400)
 
 
-def test_the_task_is_looked_up_before_anything_starts(tmp_path, monkeypatch, capsys):
+def test_the_task_is_looked_up_before_anything_starts(here, monkeypatch, capsys):
   pytest.importorskip("seqio", reason="runs need seqio: pip install -e '.[local]'")
-  monkeypatch.chdir(tmp_path)
-  for macro, word in (
-    ("MIXTURE_OR_TASK_NAME = 'nm_test_sord'", "nm_test_sord"),
-    ("VOCAB_SIZE = 128", "VOCAB_SIZE=384"),
-  ):
-    code, _, error = call(SMALL.replace("[macros]", f"[macros]\n{macro}"), capsys)
-    assert code == 1 and word in error
-  assert not pathlib.Path("out").exists()
+  monkeypatch.undo()
+  os.chdir(here)
+  code, _, error = call(SMALL.replace("[macros]", "[macros]\nVOCAB_SIZE = 128"), capsys)
+  assert code == 1 and "VOCAB_SIZE=384" in error and not pathlib.Path("out").exists()
 
 
 def test_a_dense_run_is_dense_whatever_the_gin_files_say(here):
-  text = FILE.partition("[start]")[0].replace('local_tiny.gin"', 'local_tiny.gin", "mine.gin"')
   pathlib.Path("mine.gin").write_text("BETA = 0.25\n")
-  text = text.replace('"dense", "sr_ste", "idp"', '"dense", "mdgf_linear"')
-  text = text.replace('baseline = "sr_ste"', "")
-  assert next(iter(sweep.check(sweep.read(write(text))))) == "dense-seed0"
+  text = FILE.partition("[start]")[0].replace('"sr_ste", "idp"', '"mdgf_linear"')
+  assert "dense-seed0" in sweep.check(sweep.read(write(text.replace("sr_ste", "dense"))))
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -165,11 +152,9 @@ def test_runs_are_done_once_and_in_order_and_a_larger_grid_goes_on(here, capsys)
   code, out, err = call(SMALL, capsys)
   assert code == 0 and out.startswith("out, 6 runs, seeds 0, 3\n")
   names = [f"{n}-seed{seed}" for seed in (0, 3) for n in ("start", "sr_ste-1_4", "idp-1_4")]
-  done = re.findall(r"^(\d) of 6 runs done  (\S+) took \d s$", err, re.MULTILINE)
+  done = re.findall(r"^(\d) of 6 runs done  (\S+) took \d+ s$", err, re.MULTILINE)
   assert done == [(str(i + 1), name) for i, name in enumerate(names)]
   assert trace("start-seed0") == [1, 2] and trace("idp-1_4-seed3") == [3, 4, 5, 6]
-  assert pathlib.Path("out/report.html").is_file()
-  assert call(SMALL, capsys)[:2] == (0, out)
   code, out, err = call(SMALL.replace("[0, 3]", "[0, 3, 4]"), capsys)
   assert code == 0 and "6 of 9 runs done" in err and out.startswith("out, 9 runs")
   assert trace("idp-1_4-seed3") == [3, 4, 5, 6]
@@ -180,7 +165,7 @@ def test_what_fails_is_named_takes_nothing_along_and_is_tried_again(here, capsys
   sweep_stub.install(here / "stub", fails)
   code, out, err = call(SMALL, capsys)
   assert code == 1 and out.startswith("out, partial: 1 of 6 runs")
-  assert "failed: sr_ste-1_4-seed0: the loss of step 3 is not finite" in out
+  assert "failed: sr_ste-1_4-seed0: the loss is not finite" in out
   assert "failed: idp-1_4-seed3: start-seed3, which it starts from, is not done" in out
   assert "1 of 6 runs done  idp-1_4-seed0 failed: it was ended by SIGKILL" in err
   assert call(SMALL, capsys, "--table")[:2] == (0, out)
@@ -195,16 +180,15 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, monkeypatch):
   with monkeypatch.context() as m:
     m.setattr(run_settings, "refuse_changed", note)
     sweep.check(sweep.read(write(SMALL)))
-  name = "sr_ste-1_4-seed0"
-  folder = pathlib.Path("out", name)
+  folder = pathlib.Path("out/sr_ste-1_4-seed0")
   (folder / "checkpoint_3/state").mkdir(parents=True)
   (folder / "checkpoint_3/state/_METADATA").touch()
-  run_settings.write(folder, settings[name])
+  run_settings.write(folder, settings[folder.name])
   for old, new, word in (
     ("SPARSE_STEPS = 4", "SPARSE_STEPS = 5", "sparse_steps was 4, and is 5"),
     ("SPARSE_STEPS = 2", "SPARSE_STEPS = 3", "initial_checkpoint"),
   ):
-    with pytest.raises(ValueError, match=f"{name}.*{word}"):
+    with pytest.raises(ValueError, match=f"{folder.name}.*{word}"):
       sweep.check(sweep.read(write(SMALL.replace(old, new))))
   # When things are looked at is free.
   sweep.check(sweep.read(write(SMALL.replace("[macros]", "[macros]\nEVAL_PERIOD = 1"))))
@@ -222,6 +206,7 @@ sys.exit(cli.main(["sweep", "sweep.toml"]))
 
 def begin(found, hold):
   """A sweep in a process of its own, when the run `hold` waits after its second step."""
+  write(SMALL)
   sweep_stub.install(pathlib.Path("stub"), found, hold)
   process = subprocess.Popen(
     [sys.executable, "-c", ALONE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -238,7 +223,6 @@ def test_killed_and_resumed_is_the_table_of_one_that_was_not(here, capsys):
            for i, r in enumerate(("sr_ste", "idp")) for s in (0, 3)}  # fmt: skip
   sweep_stub.install(here / "stub", found)
   whole = call(SMALL.replace('"out"', '"whole"'), capsys, "--json")[1]
-  write(SMALL)
   process = begin(found, hold="idp-1_4-seed0")
   process.kill()
   process.communicate()
@@ -257,24 +241,12 @@ def test_killed_and_resumed_is_the_table_of_one_that_was_not(here, capsys):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_lets_the_run_save_and_stops(number, code, here):
-  write(SMALL)
   process = begin({}, hold="sr_ste-1_4-seed0")
   process.send_signal(number)
   out, err = process.communicate(timeout=60)
   assert process.returncode == code and "partial: 1 of 6 runs" in out
   assert f"{signal.Signals(number).name}: 1 of 6 runs done; the same command continues" in err
   assert "failed" not in out + err and trace("sr_ste-1_4-seed0") == [3, 4]
-
-
-def test_the_first_signal_names_the_end_and_a_second_ctrl_c_kills_the_run():
-  said = []
-  child = types.SimpleNamespace(
-    terminate=lambda: said.append("terminate"), kill=lambda: said.append("kill")
-  )
-  with Relay() as stop, stop.to(child):
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
-      os.kill(os.getpid(), number)
-  assert said == ["terminate"] * 3 + ["kill"] and stop.name == "SIGTERM"
 
 
 # --- the table and the page -----------------------------------------------------------------------
@@ -308,31 +280,14 @@ score, difference from sr_ste with the same seed; mean +- half (pairs)
   assert re.search(r"idp +\+0.3750 \+-7.9414 \(2\) +\+0.0000 \(1 of 2\)", out)  # loss
   report = json.loads(call(FILE, capsys, "--table", "--json")[1])
   assert (report["done"], report["of"]) == (11, 12)
-  row = next(r for r in report["rows"] if (r["recipe"], r["pattern"]) == ("idp", "1:4"))
-  score = row["differences"]["score"]
-  assert (score["mean"], score["n"]) == (0.5, 2) and score["half"] == pytest.approx(6.3531)
   (failed,) = [run for run in report["runs"] if run["state"] != "done"]
-  assert failed["remarks"] == ["the loss of step 3 is not finite"]
-  dense = FILE.replace('baseline = "sr_ste"', 'baseline = "dense"')
-  rows = sweep.table(sweep.read(write(dense)))["rows"]  # compared at every pattern
-  assert rows[-2]["differences"]["score"]["mean"] == -8.5 and not rows[0]["differences"]
-
-  grid = sweep.read(write(FILE))
-  names = [cell.name for cell in grid.cells]
-  for i, name in enumerate(names):
-    first = 0 if name.startswith("start") else 2
-    for room in ("train", "training_eval/rte"):
-      folder = pathlib.Path("out", name, room)
-      folder.mkdir(parents=True)
-      lines = [json.dumps({"step": first + s, "loss": i + 1 / s}) for s in (1, 2)]
-      (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-  runs = sweep.check(grid)
-  page = sweep.page(grid, runs, sweep.table(grid, runs)).read_text()
+  assert failed["remarks"] == ["the loss is not finite"]
+  page = pathlib.Path("out/report.html").read_text()
   assert "difference from sr_ste" in page and 'id="chart-score_by_pattern"' in page
-  for key in ("all_train_loss", "all_eval_loss_rte"):
-    (chart,) = re.findall(f'id="chart-{key}".*?</figure>', page, re.DOTALL)
-    assert all(f"{name}</th>" in chart for name in names[:-1])
-    assert re.search(r"<th>1</th><td>1</td>(<td></td>){5}<td>7</td>", chart)
+  # A dense baseline is compared at every pattern.
+  text = FILE.replace('baseline = "sr_ste"', 'baseline = "dense"')
+  rows = json.loads(call(text, capsys, "--table", "--json")[1])["rows"]
+  assert rows[-2]["differences"]["score"]["mean"] == -8.5 and not rows[0]["differences"]
 
 
 def test_a_score_needs_every_task_and_an_error_has_a_table_of_its_own(here, capsys):

@@ -3,14 +3,14 @@
 What a checkpoint holds is read from it, and a flag that says something else is refused.
 """
 
-import numpy as np
 import pytest
 import test_plan
+from checkpoint_files import t5x_dense, t5x_sparse, write_orbax
 from test_plan import ROOT, T5X_MODEL, has
 
 from nm_sparsity_jax import runs
 from nm_sparsity_jax.runs import results
-from nm_sparsity_jax.training import configure, rules_text
+from nm_sparsity_jax.training import configure
 
 pytestmark = pytest.mark.t5x
 
@@ -41,7 +41,7 @@ def launch(run_t5x, tmp_path):
 
 
 def dense(path):
-  return str(test_plan.write_orbax(path, test_plan.t5x_checkpoint()))
+  return str(write_orbax(path, t5x_dense()))
 
 
 def sparse(path, **changes):
@@ -49,12 +49,7 @@ def sparse(path, **changes):
   macros = TRAINED | changes
   places = macros.pop("SPARSITY_RULES")
   rules = configure.rules(places, **{name.lower(): value for name, value in macros.items()})
-  mine = {"step": np.int32(4), "start": np.int32(6)}
-  mine["rules"] = np.asarray(rules_text.pack(rules_text.describe(rules)))
-  tree = test_plan.t5x_checkpoint(flax_mutables={"nm_sparsity": mine})
-  moments = {"count": np.int32(4), "mu": tree["target"], "nu": tree["target"]}
-  tree["state"] = {"step": np.int32(10), "param_states": {"0": moments}}
-  return str(test_plan.write_orbax(path, tree))
+  return str(write_orbax(path, t5x_sparse(rules)))
 
 
 def test_three_flags_make_a_launch_of_t5x_sparse_and_it_goes_on_where_it_began(launch, tmp_path):

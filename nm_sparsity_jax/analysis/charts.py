@@ -35,7 +35,7 @@ class Line:
   Attributes:
     run: its number, which is its colour; None: grey.
     points: (x, y), in the order of x.
-    style: 'line', 'steps' (a value holds until the next one), 'dots', 'dashed' or 'thin'.
+    style: 'line', 'steps' (a value holds until the next one), 'dots' or 'dashed'.
     name: what the line is called; "": the run's name.
   """
 
@@ -144,7 +144,7 @@ def _figure(chart: Chart, names: Sequence[str], size: tuple[float, float]) -> An
       color=_TEXT if line.run is None else LIGHT[line.run],
       linestyle={"dots": "", "dashed": (0, (4, 3))}.get(line.style, "-"),
       drawstyle="steps-post" if line.style == "steps" else "default",
-      linewidth={"thin": 0.8, "dashed": 1.2}.get(line.style, 1.6),
+      linewidth=1.2 if line.style == "dashed" else 1.6,
       marker="o" if has_dots else "",
       markersize=4,
       clip_on=False,

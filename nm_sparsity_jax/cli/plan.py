@@ -19,10 +19,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import pathlib
 
 from nm_sparsity_jax.cli import _flags
-from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,16 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("--checkpoint", metavar="DIR", help="look at this checkpoint, not at the one that gin names")
   add("--topology", metavar="NAME", help="compile the step for TPUs such as v5e:4x4 (needs libtpu)")
-  add("--plot", metavar="FILE.png", help="draw the schedule (needs matplotlib)")
   add("--json", action="store_true", help="print the report as JSON")
   add("--allow-unknown", action="store_true", help="allow an override that nothing reads")
 
 
 def run(args: argparse.Namespace) -> int:
-  """Plans, plots, prints."""
-  _flags.require("gin", *(["matplotlib"] if args.plot else []))
-  if args.plot:
-    files.check_folder("--plot", pathlib.Path(args.plot).parent)
+  """Plans and prints."""
+  _flags.require("gin")
   from nm_sparsity_jax.analysis import plan
   from nm_sparsity_jax.integrations import gin_files
 
@@ -51,7 +46,5 @@ def run(args: argparse.Namespace) -> int:
     report = plan.plan(
       args.gin_file, args.gin_bindings, where, args.checkpoint, args.allow_unknown, args.topology
     )
-  if args.plot:
-    plan.plot(report, args.plot)
   print(json.dumps(report, indent=2) if args.json else plan.render(report))
   return 0 if report["ok"] else 1

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     failed, stopped = sweep.train(grid, runs, _say, environment)
     code = 130 if stopped == "SIGINT" else int(failed > 0 and stopped is None)
   found = sweep.table(grid, runs)
-  if not args.table and stopped is None and (written := sweep.page(grid, runs, found)):
+  if not args.table and stopped is None and (written := sweep.page(found)):
     _say(str(written))
   print(json.dumps(found, indent=2) if args.json else sweep.text(found))
   return code

@@ -4,7 +4,7 @@
 
     print(bench.products([(1024, 4096, 1)], "1:8"))       # products alone, random weights
 
-    found = bench.bench(network, params, rules, batch=1)   # finalized, or packed
+    found = bench.bench(network, tree, batch=1)            # of inference_tree.pack_tree
     found.wholes[0].times, found.wholes[0].bound           # faster; at most
 
 What stands where:

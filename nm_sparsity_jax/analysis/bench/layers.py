@@ -55,7 +55,6 @@ class Product:
     dense_bytes: of one kernel with its zeros, in float32.
     packed_bytes: of one kernel without.
     times: how many times faster the packed product is; 0 where one is too short to time.
-    half: the ends of the middle half of the ratios of the turns; (0, 0) where not known.
   """
 
   name: str
@@ -73,7 +72,6 @@ class Product:
   dense_bytes: int
   packed_bytes: int
   times: float
-  half: tuple[float, float]
 
 
 def measured(
@@ -106,8 +104,7 @@ def measured(
   times = timing.interleave(calls, turns, cold=cold, nothing=_NOTHING)
   share = lambda name: [spent / (copies * again) for spent in times[name]]
   call = statistics.median(share(_NOTHING))
-  found = {name: [max(t - call, 0.0) for t in share(name)] for name in (*_DENSE, way)}
-  spent = {name: statistics.median(found[name]) for name in found}
+  spent = {name: max(statistics.median(share(name)) - call, 0.0) for name in (*_DENSE, way)}
   dense = min(_DENSE, key=spent.__getitem__)
   # Where a call takes most of the time, the difference of two is noise.
   is_long = min(spent[dense], spent[way]) + call >= _LEAST * call
@@ -127,7 +124,6 @@ def measured(
     dense_bytes=4 * first.depth * first.features,
     packed_bytes=of_one.sizes(first).total,
     times=spent[dense] / spent[way] if is_long and spent[way] else 0.0,
-    half=timing.middle(found[dense], found[way]),
   )
 
 

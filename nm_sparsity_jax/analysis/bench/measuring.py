@@ -1,12 +1,11 @@
 """Measures a network, or products alone: packed weights against dense ones.
 
-params, rules -> [pack_tree] -> both trees, prepared -> layers, networks -> Found
+packed tree -> both trees, prepared -> layers, networks -> Found
 """
 
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +16,11 @@ import numpy as np
 from nm_sparsity_jax.analysis.bench import layers, networks, timing
 from nm_sparsity_jax.analysis.bench.layers import Product
 from nm_sparsity_jax.analysis.bench.networks import Whole
-from nm_sparsity_jax.core import installed
 from nm_sparsity_jax.core.packed import NMPacked, cpu
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.text import format_table
 from nm_sparsity_jax.core.trees import alike, flatten
-from nm_sparsity_jax.deploy import inference_tree, unstack_layers
-from nm_sparsity_jax.training.rules import Rules
+from nm_sparsity_jax.deploy import inference_tree
 
 _SHORT = "too short to time"
 
@@ -41,7 +38,6 @@ class Found:
     threads: that XLA multiplies with.
     turns: of each call; figures are medians.
     notes: sentences on what you should know.
-    machine: name -> value: processor and versions.
   """
 
   title: str
@@ -52,7 +48,6 @@ class Found:
   threads: int
   turns: int
   notes: Sequence[str]
-  machine: Mapping[str, str]
 
   def __str__(self) -> str:
     clock = "processor time" if self.threads == 1 else "time of the clock"
@@ -60,30 +55,28 @@ class Found:
     parts = [f"{self.title}\n{how}"]
     # A text is short where the number is 0, which is not known.
     ratio = lambda value, unknown: f"{value:.2f}x" if value else unknown
-    half = lambda one: "{:.2f}x to {:.2f}x".format(*one.half) if one.half[0] else "-"
     if self.wholes:
-      head = "end to end", "dense, ms", "packed, ms", "faster", "half of the turns", "at most"
+      head = "end to end", "dense, ms", "packed, ms", "faster", "at most"
       rows = [
         [
           w.name, *(f"{x * 1e3:,.4g}" for x in (w.dense, w.packed)), ratio(w.times, _SHORT),
-          half(w),
           ratio(w.bound, "not known"), *_mega(w.dense_memory, w.packed_memory),
         ]
         for w in self.wholes
       ]  # fmt: skip
-      rows.append(["all weights", *[""] * 5, *_mega(self.dense_bytes, self.packed_bytes)])
+      rows.append(["all weights", *[""] * 4, *_mega(self.dense_bytes, self.packed_bytes)])
       parts.append(format_table([[*head, "dense, MB", "packed, MB"], *rows]))
     head = "kernels", "count", "shape", "rows", "pattern", "values", "dense, us", "packed, us", "by"
     rows = [
       [
         p.name, p.kernels, f"{p.depth:,} x {p.features:,}", f"{p.rows:,}", p.pattern, p.values,
         *(f"{x * 1e6:,.1f}" for x in (p.dense, p.packed)), f"{p.dense_way}; {p.packed_way}",
-        ratio(p.times, _SHORT), half(p), f"{p.dense_bytes:,}", f"{p.packed_bytes:,}",
+        ratio(p.times, _SHORT), f"{p.dense_bytes:,}", f"{p.packed_bytes:,}",
         "packed" if p.is_taken else "dense",
       ]
       for p in self.products
     ]  # fmt: skip
-    more = "faster", "half of the turns", "dense, bytes", "packed, bytes", "taken"
+    more = "faster", "dense, bytes", "packed, bytes", "taken"
     parts.append(format_table([[*head, *more], *rows]))
     return "\n\n".join([*parts, *self.notes])
 
@@ -120,11 +113,9 @@ def products(
 
 def bench(
   network: Any,
-  params: Any,
-  rules: Rules | None = None,
+  tree: Any,
   *,
   state: Any = None,
-  dtype: Any = None,
   batch: int = 1,
   inputs: int = 64,
   tokens: int = 16,
@@ -134,15 +125,14 @@ def bench(
 ) -> Found:
   """Measures a network with packed weights, and the same one with dense weights.
 
-      found = bench(network, params, rules, batch=1)
+      tree, _ = nms.inference_tree.pack_tree(finalized, rules)
+      found = bench(network, tree, batch=1)
       print(found)
 
   Args:
-    network: a T5 or a network of images of this package, scanned or not; or a `Workload`.
-    params: finalized parameters; or a tree of `inference_tree.pack_tree`, which needs no rules.
-    rules: of the parameters.
+    network: a T5 or a network of images of this package, not scanned; or a `Workload`.
+    tree: what `inference_tree.pack_tree` returns.
     state: collections beside the parameters, such as {'batch_stats': ...}.
-    dtype: of the packed values, as in `inference_tree.pack_tree`.
     batch: examples at once.
     inputs: tokens of an input of a T5.
     tokens: that a T5 decodes, for the time of one; 2 or more.
@@ -151,14 +141,15 @@ def bench(
     title: what was looked at.
 
   Raises:
-    ValueError: a kernel is not n:m, nothing is packed, or the network is of another kind.
+    ValueError: nothing is packed, or the network is of another kind.
   """
-  tree, network = _packed(network, params, rules, dtype)
   kernels = {
     path: x
     for path, x in flatten(tree, lambda x: isinstance(x, NMPacked))
     if isinstance(x, NMPacked)
   }
+  if not kernels:
+    raise ValueError("nothing is packed here: take the tree of inference_tree.pack_tree.")
   rows_of = inference_tree.rows_of(getattr(network, "config", None), batch, inputs)
   unpacked = jax.tree.map(_float32, inference_tree.unpack_tree(tree))
   size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
@@ -169,24 +160,6 @@ def bench(
   distinct = list({id(p): p for p in found.values()}.values())
   held = size(unpacked), size(tree)
   return _found(title or type(network).__name__, distinct, wholes, held, turns)
-
-
-def _packed(network: Any, params: Any, rules: Rules | None, dtype: Any) -> tuple[Any, Any]:
-  """Returns a packed tree without a scan, and the network that takes it."""
-  config = getattr(network, "config", None)
-  if not inference_tree.is_packed(params):
-    if rules is None or rules.is_dense:
-      raise ValueError(
-        "nothing is packed here, and no rules say what is n:m: give a packed tree, or finalized "
-        "parameters with the rules of their run."
-      )
-    params, _ = unstack_layers.unstacked(params, config)
-    params, report = inference_tree.pack_tree(params, rules, dtype)
-    if not report.packed:
-      why = "; ".join(dict.fromkeys(report.dense.values()))
-      raise ValueError(f"no kernel of this network is packed: {why}.")
-  plain = unstack_layers.without_scan(config)
-  return params, network if plain is config else network.clone(config=plain)
 
 
 def _layers(
@@ -224,7 +197,4 @@ def _found(
       f"{lost} of the kernels would multiply densely, since the measured table has no packed "
       "product that is faster for so many rows."
     )
-  machine = {"processor": platform.processor() or platform.machine()}
-  machine["device"] = jax.devices()[0].device_kind
-  machine |= installed.versions(installed.NAME, "Python", "jax", "jaxlib")
-  return Found(title, found, wholes, held[0], held[1], timing.threads(), turns, notes, machine)
+  return Found(title, found, wholes, held[0], held[1], timing.threads(), turns, notes)

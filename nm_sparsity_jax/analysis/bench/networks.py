@@ -51,7 +51,6 @@ class Whole:
     dense: seconds with dense weights.
     packed: seconds with packed ones.
     times: how many times faster it is with packed weights; 0 where it is too short to time.
-    half: the ends of the middle half of the ratios of the turns; (0, 0) where not known.
     products: seconds of the dense products that packing replaces, each measured alone.
     bound: how many times faster it can be at most: the time if the packed products took their
       bytes' share of what the dense ones take, and all else stayed. 0 where it is not known.
@@ -64,7 +63,6 @@ class Whole:
   dense: float
   packed: float
   times: float
-  half: tuple[float, float]
   products: float
   bound: float
   dense_memory: int
@@ -100,7 +98,6 @@ def measured(
     dense=dense,
     packed=packed,
     times=dense / packed if dense and packed else 0.0,
-    half=timing.middle(each["dense"], each["packed"]),
     products=sum(p.dense for p in read),
     bound=bound(dense, [(p.dense, p.packed_bytes / p.dense_bytes) for p in read]),
     dense_memory=memory["dense"],

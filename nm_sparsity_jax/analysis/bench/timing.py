@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -63,16 +63,3 @@ def interleave(
       spent = [timed(name) for _ in range(repeats[name])]
       found[name].append(statistics.median(spent))
   return found
-
-
-def middle(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-  """Returns the ends of the middle half of the ratios of two calls' turns; (0, 0) if unknown.
-
-  >>> middle([3.0, 1.0, 9.0, 2.0, 4.0], [1.0] * 5)
-  (2.0, 4.0)
-  """
-  ratios = [a / b for a, b in zip(above, below, strict=True) if a > 0 and b > 0]
-  if len(ratios) < 2:
-    return 0.0, 0.0
-  low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-  return low, high

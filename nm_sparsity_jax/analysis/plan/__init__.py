@@ -6,7 +6,7 @@
       -> contents           kernels, schedule, lambda, learning rate, cost
       -> checks             what the program refuses before its first step; what it restores
       -> chips              --topology: the train step, compiled for TPUs
-      -> plain values       -> render, plot
+      -> plain values       -> render
 
 Nothing of the model's size is allocated.
 
@@ -19,10 +19,9 @@ Nothing of the model's size is allocated.
     )
     report["ok"], report["cost"]["inference"]
     print(plan.render(report))
-    plan.plot(report, "schedule.png")
 """
 
 from nm_sparsity_jax.analysis.plan.report import plan
-from nm_sparsity_jax.analysis.plan.text import plot, render
+from nm_sparsity_jax.analysis.plan.text import render
 
-__all__ = ["plan", "plot", "render"]
+__all__ = ["plan", "render"]

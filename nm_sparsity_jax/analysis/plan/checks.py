@@ -1,6 +1,6 @@
 """What a program refuses between the making of a run and its first step: its own checks, and data.
 
-run, settings       -> the checks of the local runner, or T5X's trainer
+run, settings       -> the checks of the local runner
 task                -> vocabulary, splits, files: of T5X
 path -> checkpoint  -> [T5X's transformations] -> keys: loaded, initialised, dropped
 """
@@ -10,7 +10,6 @@ path -> checkpoint  -> [T5X's transformations] -> keys: loaded, initialised, dro
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ def check(plan: Plan) -> None:
     if plan.model is not None:
       plan.attempt("the run", _local, plan)
   elif plan.config.program is not None:
-    plan.attempt("the trainer", _t5x, plan)
     plan.attempt("data", _data, plan)
 
 
@@ -43,10 +41,8 @@ def _local(plan: Plan) -> None:
   if plan.config.program == "train":
     train.check(plan.run, train.settings_of(plan.config.settings("Run")))
     return
-  evaluation = plan.config.argument("evaluation")
-  if plan.config.program == "infer":
-    evaluation = evaluation.for_predictions(plan.workload)
-  evaluation.check(plan.model)
+  predicts = plan.config.program == "infer"
+  plan.config.argument("evaluation").check(plan.model, predicts=predicts)
 
 
 def _restore_settings(plan: Plan) -> Any:
@@ -54,20 +50,6 @@ def _restore_settings(plan: Plan) -> Any:
   if plan.config.program == "train":
     return getattr(plan.config.argument("checkpoint_cfg"), "restore", None)
   return plan.config.argument("restore_checkpoint_cfg")
-
-
-def _t5x(plan: Plan) -> None:
-  """Refuses a trainer that is not ours."""
-  from nm_sparsity_jax.integrations import t5x as t5x_adapter
-
-  cls = plan.config.argument("trainer_cls")
-  if plan.config.program != "train" or plan.rules is None or cls is None:
-    return
-  if inspect.isclass(cls) and not issubclass(cls, t5x_adapter.SparseTrainer):
-    raise ValueError(
-      f"the trainer is {cls.__name__}: it never counts a sparse step. Set "
-      "train_script.train.trainer_cls = @t5x_adapter.SparseTrainer"
-    )
 
 
 def _data(plan: Plan) -> None:
@@ -132,12 +114,6 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
     return None
   network_config = getattr(plan.workload, "network_config", None)
   stored = checkpoint.read(checkpoint.find(str(name)), plan.variables, network_config)
-  evaluates = plan.config.local and not plan.trains
-  if stored.packed is not None and plan.config.program is not None and not evaluates:
-    raise ValueError(
-      f"{stored.path!r} is a packed file, which only the local runner's eval and infer read: name "
-      "the checkpoint that was packed"
-    )
   if plan.config.program == "train":
     _check_steps(plan, stored, newest is not None)
   return None if plan.params is None else _part(plan, stored, newest is not None)

@@ -48,7 +48,7 @@ def plan(
     Plain values, those of `nm-sparsity plan --json`: 'ok', False if there are errors; 'errors',
     'warnings' and 'notes', texts; and, as far as they can be known, 'program', 'kernels',
     'schedule', 'learning_rate', 'loss', 'cost', 'topology' and 'restore'. `render` makes text of
-    it, `plot` a picture.
+    it.
   """
   config = Config([*search_paths, folder()], gin_files, bindings, allow_unknown)
   with config, warnings.catch_warnings():

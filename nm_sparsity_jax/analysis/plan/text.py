@@ -1,4 +1,4 @@
-"""A report for people: as text for a terminal, its schedule as a picture."""
+"""A report for people: text for a terminal."""
 
 from __future__ import annotations
 
@@ -121,33 +121,3 @@ def _restore(restore: Mapping[str, Any]) -> _Lines:
 _FACTS = {
   "learning_rate": _rate, "loss": _loss, "cost": _cost, "topology": _topology, "restore": _restore,
 }  # fmt: skip
-
-
-def plot(report: Mapping[str, Any], path: str) -> None:
-  """Draws D and n / m over the sparse steps of a run.
-
-  Args:
-    report: what `plan` returns; it must have a schedule.
-    path: the file, such as 'schedule.png'.
-
-  Raises:
-    ModuleNotFoundError: matplotlib is not installed.
-  """
-  schedule = report.get("schedule")
-  if not schedule:
-    raise ValueError("there is no schedule to draw: the report has none.")
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(8, 2.6 * len(schedule)), dpi=120, layout="constrained")
-  rows = figure.subplots(len(schedule), 1, squeeze=False, sharex=True)[:, 0]
-  for axes, part in zip(rows, schedule, strict=True):
-    for s in part["segments"]:
-      n, m = map(int, (s["pattern"] or "1:1").split(":"))
-      steps, density = (s["start"], s["stop"]), n / m
-      axes.plot(steps, (s["decay_start"], s["decay_stop"]), color="tab:orange", label="D")
-      axes.plot(steps, (density, density), color="tab:blue", label="n / m")
-      axes.annotate(s["pattern"] or "dense", (sum(steps) / 2, density), ha="center", va="bottom")
-    axes.set_title(_title(part), fontsize=9)
-    axes.legend(handles=axes.lines[:2], loc="upper right", fontsize=8)
-    axes.set_xlabel(f"sparse step (the global step is {part['offset']:,} more)")
-  figure.savefig(path)

@@ -6,7 +6,7 @@
     sweep.train(grid, runs)                     # each run is a process of its own
     found = sweep.table(grid, runs)             # plain values: means, spreads, differences
     print(sweep.text(found))
-    sweep.page(grid, runs, found)               # out/report.html
+    sweep.page(found)                           # out/report.html
 
 docs/sweep.md describes the file.
 """

@@ -17,28 +17,28 @@ from typing import Any
 from nm_sparsity_jax.analysis import scores
 from nm_sparsity_jax.analysis.report import reading, scored
 from nm_sparsity_jax.analysis.sweep.grid import Sweep
-from nm_sparsity_jax.analysis.sweep.training import Run, check
+from nm_sparsity_jax.analysis.sweep.training import Run
 from nm_sparsity_jax.core.text import format_table, score_digits
 from nm_sparsity_jax.runs import folders
 
 
-def table(sweep: Sweep, runs: Mapping[str, Run] | None = None) -> dict[str, Any]:
+def table(sweep: Sweep, runs: Mapping[str, Run]) -> dict[str, Any]:
   """Returns all that is known of a sweep, as --json prints it.
 
-      found = sweep.table(sweep.read("sweep.toml"))
+      found = sweep.table(grid, sweep.check(grid))
       for row in found["rows"]:
         print(row["recipe"], row["pattern"], row["score"]["mean"], row["done"], "of", row["seeds"])
 
   Args:
     sweep: what `read` returns.
-    runs: what `check` returns; None checks it here.
+    runs: what `check` returns.
 
   Returns:
     file, out, done (runs), of (runs), seeds, baseline, tasks; `less_is_better`, those of the tasks;
     `measures`, which each row has; `rows`, one for a recipe and a pattern; `runs`, one for each
     run, with its state and what it scored.
   """
-  found = [_run(run) for run in (check(sweep) if runs is None else runs).values()]
+  found = [_run(run) for run in runs.values()]
   cells = [run for run in found if run["recipe"] in sweep.recipes]
   tasks = list(dict.fromkeys(task for run in cells for task in run["tasks"]))
   less = list(dict.fromkeys(task for run in cells for task in run["less_is_better"]))
