@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import warnings
 
 import jax
@@ -72,7 +71,7 @@ def execute(code, names=None):
   return names
 
 
-# --- blocks of python, gin and toml ---------------------------------------------------------------
+# --- blocks of python and gin -------------------------------------------------------------------
 
 
 def finished_runs(folder):
@@ -144,11 +143,6 @@ def test_gin_is_read(block, tmp_path):
   with as_a_user():
     config = gin_files.Config([str(tmp_path)], ["block.gin"], ["VOCABULARY = None"])
   assert not [e for e in config.errors if "is not set" not in e]
-
-
-@of("toml")
-def test_toml_is_read(block):
-  assert tomllib.loads(block.code)
 
 
 # --- command lines --------------------------------------------------------------------------------

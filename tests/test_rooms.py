@@ -8,8 +8,6 @@ import graphlib
 import pathlib
 import re
 
-import pytest
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Each room imports only rooms before it. A folder is one room.
@@ -95,32 +93,6 @@ def test_nothing_private_is_used_by_another_room():
         if words[1:] and is_foreign(words, module):
           found.append(f"{file}:{node.lineno}: {'.'.join(words)}")
   assert not found
-
-
-@pytest.mark.parametrize(
-  "words, is_theirs",
-  [
-    (("runs", "files", "_x"), True),
-    (("cli", "_flags", "x"), True),
-    (("runs", "trained", "_x"), False),
-    (("trainer", "step", "__name__"), False),
-  ],
-)
-def test_what_is_private(words, is_theirs):
-  assert is_foreign(words, ("runs", "trained")) == is_theirs
-
-
-@pytest.mark.parametrize(
-  "code, words",
-  [
-    ("import nm_sparsity_jax.trainer.step", ("trainer", "step")),
-    ("def f():\n  from nm_sparsity_jax import runs", ("runs",)),
-    ("from nm_sparsity_jax.runs.files import x", ("runs", "files", "x")),
-    ("import t5x_tasks", ("t5x_tasks",)),
-  ],
-)
-def test_imports_are_found_wherever_they_stand(code, words):
-  assert [found for _, found in imported(ast.parse(code))] == [words]
 
 
 def test_the_page_names_every_room_in_the_order_of_imports():

@@ -43,13 +43,6 @@ def test_the_newest_is_of_the_highest_number_and_half_ones_do_not_count(tmp_path
     reader.read(str(tmp_path / "checkpoint_x"))
 
 
-def test_orbax_reads_state_or_the_folder_itself(tmp_path):
-  within, alone = checkpoint(tmp_path, 1), checkpoint(tmp_path / "other", 2, "")
-  assert folders.orbax_state(within) == within / "state"
-  assert folders.orbax_state(alone) == alone
-  assert folders.orbax_state(tmp_path) is None
-
-
 def test_a_run_is_done_when_its_last_step_is_evaluated_and_saved(tmp_path):
   checkpoint(tmp_path, 10)
   assert not folders.is_done(tmp_path, 10)

@@ -6,11 +6,8 @@ import argparse
 import ast
 import importlib
 import importlib.util
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from nm_sparsity_jax.runs import files
 
 # T5X's flags that mean nothing here. They are accepted, so that a command line of T5X serves.
 _OF_T5X = (
@@ -22,10 +19,13 @@ _OF_T5X = (
 # --- gin ----------------------------------------------------------------------------------------
 
 
-def add_gin(parser: argparse.ArgumentParser) -> None:
+def add_gin(parser: argparse.ArgumentParser, required: bool = True) -> None:
   """Adds --gin_file, --gin_bindings, --gin_search_paths, --gin.X=VALUE and --import."""
   add = parser.add_argument
-  add("--gin_file", action="append", default=[], metavar="FILE", help="in order; may be repeated")
+  add(
+    "--gin_file", action="append", default=[], required=required, metavar="FILE",
+    help="in order; may be repeated",
+  )  # fmt: skip
   add(
     "--gin_bindings", action="append", default=[], metavar="'X = VALUE'", help="the same as --gin.X"
   )
@@ -94,13 +94,6 @@ def require(*modules: str) -> None:
     )
 
 
-def check_file(flag: str, path: str) -> None:
-  """Raises where a file cannot be written, before anything takes long."""
-  files.check_folder(flag, pathlib.Path(path).parent)
-  if pathlib.Path(path).is_dir():
-    raise ValueError(f"{flag}: {path!r} is a folder: name a file in it.")
-
-
 # --- checkpoints --------------------------------------------------------------------------------
 
 
@@ -143,9 +136,4 @@ def _table(flag: str, text: str | None, example: str) -> Mapping[str, Any] | Non
 
 def checkpoint(text: str) -> str | int:
   """Returns the value of --checkpoint: 'best', 'last' or a step."""
-  if text in ("best", "last"):
-    return text
-  try:
-    return int(text)
-  except ValueError:
-    raise argparse.ArgumentTypeError(f"{text!r} is not best, last or a step") from None
+  return text if text in ("best", "last") else int(text)

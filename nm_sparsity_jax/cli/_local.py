@@ -17,8 +17,6 @@ def read(
   args: argparse.Namespace, program: str, with_data: bool = True
 ) -> tuple[gin_files.Config, str]:
   """Returns the configuration of a program of the local runner, and its text for config.gin."""
-  if not args.gin_file:
-    raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   _flags.require("gin", "clu")
   gin_files.see_modules_here()
   _flags.import_modules(args)

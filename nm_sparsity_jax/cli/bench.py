@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )  # fmt: skip
   add("--cores", type=int, metavar="N", help="run on so many cores (default: all there are)")
   add("--json", action="store_true", help="print the findings as JSON")
-  _flags.add_gin(parser)
+  _flags.add_gin(parser, required=False)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -93,8 +93,8 @@ def examine(purpose: str) -> Iterator[Finding]:
   if purpose == "tpu":  # jax says which jaxlib and libtpu it was released with
     yield from _required("jax", "tpu", f"pip install 'jax[tpu]=={installed.version('jax')}'")
   for name, others in _CONFLICTS.items():
-    # Without tensorflow itself, tensorflow-cpu writes over nothing.
-    if installed.version(name) and (name != "tensorflow-cpu" or installed.version("tensorflow")):
+    # Alone, such as tensorflow-cpu, it writes over nothing.
+    if installed.version(name) and any(map(installed.version, others)):
       both, words = f"pip uninstall -y {name} {' '.join(others)}", " and ".join(others)
       text = f"writes the same files as {words}, and the last one wins"
       yield Finding(name, "bad", text, f"{both}; then pip install {' '.join(others)}")

@@ -53,7 +53,5 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(made.as_dict(), indent=2))
     return 0 if made.ok else 1
   print(f"{made.path}: {made.tensors} tensors of {made.source.path}, as they were written")
-  if made.config is not None:
-    print(f"T5 with feed_forward_proj = {made.config['feed_forward_proj']!r}")
   print("It is dense: nothing to prove." if made.proof is None else f"\n{made.proof}")
   return 0 if made.ok else 1

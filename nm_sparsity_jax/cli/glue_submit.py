@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from nm_sparsity_jax.analysis.scores import submission
-from nm_sparsity_jax.cli import _flags
 from nm_sparsity_jax.core.text import columns
+from nm_sparsity_jax.runs import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
   if args.validate:
     report = {"zip": args.validate, "problems": submission.validate(args.validate, args.mini)}
   else:
-    _flags.check_file("--out", args.out)  # before minutes of reading
+    # Before minutes of reading.
+    files.check_folder("--out", pathlib.Path(args.out).parent)
     found = submission.find(args.paths, args.mini)
     if not found:
       wanted = "such as nm_glue_rte-predict.jsonl-00000-of-00001"

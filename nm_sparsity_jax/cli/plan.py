@@ -35,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Plans and prints."""
-  if not args.gin_file and not args.gin_bindings:
-    raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   _flags.require("gin")
   from nm_sparsity_jax.analysis import plan
   from nm_sparsity_jax.integrations import gin_files

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
   from nm_sparsity_jax.analysis import report
 
   _flags.require("jinja2", "matplotlib")
-  _flags.check_file("--out", args.out)
+  files.check_folder("--out", pathlib.Path(args.out).parent)
   if args.png:
     files.check_folder("--png", pathlib.Path(args.png))
   _flags.import_modules(args)

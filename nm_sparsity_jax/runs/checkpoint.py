@@ -85,8 +85,9 @@ class Stored:
     """Returns the global step before the first sparse step; None where that is unknown."""
     if (key := f"{_SPARSE}start") in self.leaves:
       return int(self.array(key))
-    known = self.step is not None and self.sparse_step is not None
-    return self.step - self.sparse_step if known else None
+    if self.step is None or self.sparse_step is None:
+      return None
+    return self.step - self.sparse_step
 
   @property
   def average(self) -> bool:

@@ -43,14 +43,12 @@ class Exported:
     path: of the file or folder.
     tensors: how many it holds.
     proof: of the file, read back; None for a dense checkpoint, which has nothing to prove.
-    config: config.json of a folder; None for a file.
   """
 
   source: Stored
   path: str
   tensors: int
   proof: Proof | None
-  config: Mapping[str, Any] | None = None
 
   @property
   def ok(self) -> bool:
@@ -145,9 +143,7 @@ def export(
     safetensors_file.write(file, tensors)
   # Their tensors are (out, in), and the reader turns them: axis 1 there is axis 0 of the proof.
   written = verify_checkpoint.verify(file, rules) if is_sparse else None
-  return Exported(
-    stored, file, len(tensors), written, huggingface.Folder(file).json if is_t5 else None
-  )
+  return Exported(stored, file, len(tensors), written)
 
 
 def pack(

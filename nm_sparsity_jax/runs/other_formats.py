@@ -51,10 +51,6 @@ def read(
     lazy = lambda key, x: Lazy(tuple(x.shape), np.dtype(x.dtype), lambda: file.array(key))
     found = {_key(key): lazy(key, x) for key, x in file.leaves.items()}
     return "packed", found, file.rules, lambda: packed_file.read(name)
-  if "shared.weight" in opened.tensors:
-    raise ValueError(
-      f"{name!r} holds a T5 in Hugging Face's names: name its folder, which has config.json."
-    )
   arrays = timm.from_tensors(opened.tensors, repr(name), like, config)
   return "timm", {_key(key): x for key, x in arrays.items()}, None, None
 

@@ -180,16 +180,11 @@ def _tasks(folder: pathlib.Path, remarks: list[str]) -> tuple[dict[str, Series],
   columns = {column.name for column in glue.COLUMNS}
   known = {name: found for name in sorted(names) if (found := glue.config_of(name))}
   known = {name: found for name, found in known.items() if found[0] in columns}
-  if not known:
-    there = f"; there is {', '.join(sorted(names))}" if names else ""
-    raise ValueError(
-      f"{folder}: no metrics of GLUE, such as nm_glue_rte-metrics.jsonl{there}. Copy a run in a "
-      "bucket to this machine first."
-    )
   kinds = {mini for _, mini in known.values()}
-  if len(kinds) > 1 or len({config for config, _ in known.values()}) < len(known):
+  if len(kinds) != 1 or len({config for config, _ in known.values()}) < len(known):
     raise ValueError(
-      f"{folder} has {', '.join(known)}: keep one of each task, of GLUE or of mini-GLUE"
+      f"{folder} has metrics of {', '.join(sorted(names)) or 'no task'}: a row needs those of GLUE "
+      "or of mini-GLUE, each task once, such as nm_glue_rte-metrics.jsonl"
     )
   tasks = {config: series_of(folder, name, remarks) for name, (config, _) in known.items()}
   return tasks, kinds.pop()
@@ -204,14 +199,8 @@ def series_of(folder: pathlib.Path, name: str, remarks: list[str]) -> Series:
         series.setdefault(step, {})[tag.removeprefix("eval/")] = value
   if not (file := folder / f"{name}-metrics.jsonl").is_file():
     return series
-  lines: Series = {}
-  for step, values in json_lines(file, remarks):
-    if step in lines and lines[step] != values:
-      remarks.append(
-        f"{name} was evaluated again at step {step} with other results: the later ones count"
-      )
-    lines[step] = values
-  return series | lines
+  # Of a step that was evaluated twice, the later line counts.
+  return series | dict(json_lines(file, remarks))
 
 
 def json_lines(file: pathlib.Path, remarks: list[str]) -> Iterator[tuple[int, dict[str, float]]]:

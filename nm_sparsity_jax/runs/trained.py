@@ -73,12 +73,7 @@ def parse_settings(text: str) -> dict[str, Any]:
   Args:
     text: the configuration.
   """
-  found: dict[str, Any] = {}
-  for name, value in macros(text).items():
-    try:
-      found[name] = plain(value)
-    except ValueError:
-      found[name] = Reference(value)
+  found = {name: plain(value) for name, value in macros(text).items()}
   # A file of gin_configs/paper/ asks a function for what its row sets.
   if of_row := [name for name, value in found.items() if "paper.setting()" in str(value)]:
     row = paper.find(found["TABLE"], found["ROW"]).settings()
@@ -87,18 +82,15 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def plain(text: str) -> Any:
-  """Returns the value of a literal.
+  """Returns the value of a literal, the `Reference` of what is none.
 
-  >>> plain("{'ff': '1:8'}")
-  {'ff': '1:8'}
-
-  Raises:
-    ValueError: it is no literal.
+  >>> plain("{'ff': '1:8'}"), plain("@sr_ste()")
+  ({'ff': '1:8'}, '@sr_ste()')
   """
   try:
     return ast.literal_eval(text.strip())
-  except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as e:
-    raise ValueError(f"no plain value: {text}") from e
+  except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+    return Reference(text)
 
 
 def started(folder: str | os.PathLike) -> Mapping[str, Any]:
@@ -124,11 +116,12 @@ def rules_of(folder: str | os.PathLike, gin: str | None = None) -> Rules:
   settings = read_settings(folder) if gin is None else parse_settings(gin)
   if "RECIPE" not in settings:
     raise ValueError("config.gin has no macro RECIPE, or is not there")
-  known = {name: settings[macro] for name, macro in _MACROS.items() if macro in settings}
+  known: dict[str, Any] = {"places": None}
+  known |= {name: settings[macro] for name, macro in _MACROS.items() if macro in settings}
   for name, value in known.items():
     if isinstance(value, Reference):
       raise ValueError(f"{_MACROS[name]} is not a plain value in config.gin: {value}")
-  return configure.rules(**{"places": None} | known)
+  return configure.rules(**known)
 
 
 def stored_rules(

@@ -136,8 +136,6 @@ def verify(
 
 
 def _prove(stored: Stored, rules: Rules) -> Proof:
-  if stored.packed is not None:
-    stored.packed()  # its reader checks every entry, also of kernels that no rule names
   # One array is in memory at a time: they are read where they are counted.
   return Proof(stored, rules, apply.verify(checkpoint_rules.parameters(stored), rules))
 
