@@ -11,9 +11,10 @@ import types
 import numpy as np
 import pytest
 
-from nm_sparsity_jax.trainer.images import augment, rand_augment, readers, rebus
+from nm_sparsity_jax.trainer.images import augment, readers, rebus
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install -e '.[vision]'")
+from nm_sparsity_jax.trainer.images import rand_augment  # noqa: E402
 
 
 def write(path, seed=0, size=(24, 20), mode="RGB"):
@@ -123,7 +124,7 @@ def test_every_operation_of_rand_augment_changes_what_it_should(change):
   picture = Image.fromarray(coarse.repeat(8, 0).repeat(8, 1))
 
   def moved(level, increasing):
-    made = [rand_augment._changes()[change](picture, level, sign, increasing) for sign in (1, -1)]
+    made = [rand_augment.CHANGES[change](picture, level, sign, increasing) for sign in (1, -1)]
     assert {image.size for image in made} == {(32, 32)}
     return max(np.abs(np.asarray(x).astype(int) - np.asarray(picture)).mean() for x in made)
 

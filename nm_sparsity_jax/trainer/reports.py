@@ -2,50 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import math
 import sys
-import time
 from typing import Any
 
 from nm_sparsity_jax.training.rules import Rules
-
-
-class Progress:
-  """Prints a line now and then, with the throughput since the last one and the time that is left.
-
-  Args:
-    last: the step that the run ends at.
-    unit: what is counted.
-  """
-
-  def __init__(self, last: int, unit: str = "tokens"):
-    self._last, self._unit = last, unit
-    self._since: float | None = None
-    self._steps, self._counted = 0, 0.0
-
-  def restart(self) -> None:
-    """Starts the clock anew, as after an evaluation, whose time is none of the steps'."""
-    self._since, self._steps, self._counted = time.monotonic(), 0, 0.0
-
-  def count(self, size: float) -> None:
-    """Notes a step and its batch's size. The first step compiles; the clock starts after it."""
-    if self._since is None:
-      self.restart()
-    else:
-      self._steps, self._counted = self._steps + 1, self._counted + float(size)
-
-  def show(self, step: int, loss: float, sparsity: str) -> None:
-    """Prints the line of a step; `sparsity` is what the function of that name returns."""
-    words = [f"step {step:,}/{self._last:,}", f"loss {loss:.4f}", sparsity]
-    if self._since is not None and self._steps:
-      passed = time.monotonic() - self._since
-      left = round(passed / self._steps * (self._last - step))
-      words += [f"{self._counted / passed:,.0f} {self._unit}/s"]
-      words += [f"{datetime.timedelta(seconds=left)} left"]
-    self.restart()
-    say("  ".join(words))
 
 
 def say(text: str) -> None:

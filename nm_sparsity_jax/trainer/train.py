@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import datetime
 import json
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -114,6 +116,7 @@ class _Process:
     self.pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
     self.sums: dict[str, float] = {}  # since the last report
     self.summed = 0  # steps
+    self.since: float | None = None  # when the last report was; the first one's steps compile
 
   def start(self) -> tuple[TrainState, jax.Array]:
     """Returns the state to start or to go on from, and the key of dropout."""
@@ -147,7 +150,6 @@ class _Process:
     first, last = self.offset + self.done, self.offset + run.sparse_steps
     note_run(run, folder, self.offset, first, installed.environment())
     self.curves = writers.Curves(folder, run.tracker)
-    self.progress = reports.Progress(last, run.model.workload.weight)
     reports.say(f"{folder}: from step {first:,} to {last:,}")
     if state.average:
       reports.say("  evaluations use the moving average of the parameters")
@@ -188,8 +190,10 @@ class _Process:
       if is_evaluated() or _is_time(periods.checkpoint, self.done):
         self._save(state)
       if is_evaluated():
+        begin = time.monotonic()
         self._evaluate(state)
-        self.progress.restart()
+        if self.since is not None:  # the throughput is that of steps alone
+          self.since += time.monotonic() - begin
     self._save(state)  # the last step, or that before a signal, unless it is saved already
 
   def _look(self, ahead: int) -> None:
@@ -210,19 +214,30 @@ class _Process:
         )
       self.summed += 1
       self.sums = {name: self.sums.get(name, 0.0) + float(x) for name, x in sums.items()}
-      # A step counts when it is seen: when the devices got it says nothing of their speed.
-      self.progress.count(sums[run.model.workload.weight])
       if done == run.sparse_steps or _is_time(run.periods.report, done):
         norms = {name: self.sums.pop(name) / self.summed for name in NORMS}
         written |= run.model.workload.scalars(self.sums) | norms
         if run.learning_rate is not None:
           # Of the update that made this step: optax counts from 0.
           written["learning_rate"] = float(run.learning_rate(done - 1))
+        self._report(done, written["loss"])
         self.summed, self.sums = 0, {}
-        sparsity = reports.sparsity(run.model.rules, run.model.shapes, done)
-        self.progress.show(at, written["loss"], sparsity)
       if written:
         self.curves.write("train", at, written)
+
+  def _report(self, done: int, loss: float) -> None:
+    """Prints a line, with the throughput since the last one and the time that is left."""
+    run, now = self.run, time.monotonic()
+    last = self.offset + run.sparse_steps
+    words = [f"step {self.offset + done:,}/{last:,}", f"loss {loss:.4f}"]
+    words.append(reports.sparsity(run.model.rules, run.model.shapes, done))
+    if self.since is not None:
+      passed, unit = now - self.since, run.model.workload.weight
+      left = round(passed / self.summed * (run.sparse_steps - done))
+      words.append(f"{self.sums[unit] / passed:,.0f} {unit}/s")
+      words.append(f"{datetime.timedelta(seconds=left)} left")
+    self.since = now
+    reports.say("  ".join(words))
 
   def _save(self, state: TrainState) -> None:
     """Saves after a look at every step so far: a state that is not finite is never saved."""

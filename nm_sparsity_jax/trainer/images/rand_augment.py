@@ -13,12 +13,12 @@ Space, NeurIPS 2020, arXiv:1909.13719.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from PIL import ImageEnhance, ImageOps
 
 _MOST = 10.0
 _WORD = re.compile(r"(m|n|mstd|inc)(\d+(?:\.\d+)?)")
@@ -51,8 +51,7 @@ class RandAugment:
       rng: the stream of this picture.
     """
     for _ in range(self.operations):
-      changes = _changes()
-      change = changes[int(rng.integers(len(changes)))]
+      change = CHANGES[int(rng.integers(len(CHANGES)))]
       is_done, sign = rng.random() < 0.5, 1 if rng.random() < 0.5 else -1
       level = self.magnitude + self.deviation * rng.standard_normal()
       if is_done:
@@ -81,50 +80,55 @@ def parse(words: str) -> RandAugment:
   )
 
 
-@functools.cache
-def _changes() -> tuple[Callable, ...]:
-  """Returns the operations: (picture, level from 0 to 1, sign, increasing) -> picture."""
-  from PIL import ImageEnhance, ImageOps
+# --- the operations: (picture, level from 0 to 1, sign, increasing) -> picture --------------------
 
-  def plain(operation):
-    return lambda picture, level, sign, increasing: operation(picture)
 
-  def enhanced(kind):
-    def change(picture, level, sign, increasing):
-      factor = 1 + sign * 0.9 * level if increasing else 0.1 + 1.8 * level  # 1 changes nothing
-      return kind(picture).enhance(max(factor, 0.1))
+def _plain(operation: Callable) -> Callable:
+  return lambda picture, level, sign, increasing: operation(picture)
 
-    return change
 
-  def affine(matrix):  # of the signed level and the sides
-    def change(picture, level, sign, increasing):
-      how = matrix(sign * level, *picture.size)
-      return picture.transform(picture.size, _AFFINE, how, resample=_BICUBIC, fillcolor=_FILL)
+def _enhanced(kind: Any) -> Callable:
+  def change(picture, level, sign, increasing):
+    factor = 1 + sign * 0.9 * level if increasing else 0.1 + 1.8 * level  # 1 changes nothing
+    return kind(picture).enhance(max(factor, 0.1))
 
-    return change
+  return change
 
-  def rotated(picture, level, sign, increasing):
-    return picture.rotate(sign * 30 * level, resample=_BICUBIC, fillcolor=_FILL)
 
-  def posterized(picture, level, sign, increasing):
-    bits = 4 - int(4 * level) if increasing else int(4 * level)
-    return ImageOps.posterize(picture, max(bits, 1))
+def _affine(matrix: Callable) -> Callable:  # of the signed level and the sides
+  def change(picture, level, sign, increasing):
+    how = matrix(sign * level, *picture.size)
+    return picture.transform(picture.size, _AFFINE, how, resample=_BICUBIC, fillcolor=_FILL)
 
-  def solarized(picture, level, sign, increasing):
-    threshold = int(256 * level)
-    return ImageOps.solarize(picture, 256 - threshold if increasing else threshold)
+  return change
 
-  def brightened(picture, level, sign, increasing):  # only what is dark
-    more = int(110 * level)
-    return picture.point([min(255, i + more) if i < 128 else i for i in range(256)] * 3)
 
-  return (
-    *map(plain, (ImageOps.autocontrast, ImageOps.equalize, ImageOps.invert)),
-    rotated, posterized, solarized, brightened,
-    enhanced(ImageEnhance.Color), enhanced(ImageEnhance.Contrast),
-    enhanced(ImageEnhance.Brightness), enhanced(ImageEnhance.Sharpness),
-    affine(lambda x, width, height: (1, 0.3 * x, 0, 0, 1, 0)),
-    affine(lambda x, width, height: (1, 0, 0, 0.3 * x, 1, 0)),
-    affine(lambda x, width, height: (1, 0, 0.45 * x * width, 0, 1, 0)),
-    affine(lambda x, width, height: (1, 0, 0, 0, 1, 0.45 * x * height)),
-  )  # fmt: skip
+def _rotated(picture, level, sign, increasing):
+  return picture.rotate(sign * 30 * level, resample=_BICUBIC, fillcolor=_FILL)
+
+
+def _posterized(picture, level, sign, increasing):
+  bits = 4 - int(4 * level) if increasing else int(4 * level)
+  return ImageOps.posterize(picture, max(bits, 1))
+
+
+def _solarized(picture, level, sign, increasing):
+  threshold = int(256 * level)
+  return ImageOps.solarize(picture, 256 - threshold if increasing else threshold)
+
+
+def _brightened(picture, level, sign, increasing):  # only what is dark
+  more = int(110 * level)
+  return picture.point([min(255, i + more) if i < 128 else i for i in range(256)] * 3)
+
+
+CHANGES = (
+  *map(_plain, (ImageOps.autocontrast, ImageOps.equalize, ImageOps.invert)),
+  _rotated, _posterized, _solarized, _brightened,
+  *map(_enhanced, (ImageEnhance.Color, ImageEnhance.Contrast)),
+  *map(_enhanced, (ImageEnhance.Brightness, ImageEnhance.Sharpness)),
+  _affine(lambda x, width, height: (1, 0.3 * x, 0, 0, 1, 0)),
+  _affine(lambda x, width, height: (1, 0, 0, 0.3 * x, 1, 0)),
+  _affine(lambda x, width, height: (1, 0, 0.45 * x * width, 0, 1, 0)),
+  _affine(lambda x, width, height: (1, 0, 0, 0, 1, 0.45 * x * height)),
+)  # fmt: skip

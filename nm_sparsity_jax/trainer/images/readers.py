@@ -25,7 +25,7 @@ import numpy as np
 
 from nm_sparsity_jax.core.errors import quiet
 from nm_sparsity_jax.trainer import images
-from nm_sparsity_jax.trainer.images import augment, rand_augment, rebus
+from nm_sparsity_jax.trainer.images import augment, rebus
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
@@ -90,7 +90,11 @@ class Indexed(images.Source):
   rand: str | None = None
 
   def __post_init__(self):
-    self._augment = None if self.rand is None else rand_augment.parse(self.rand)
+    self._augment = None
+    if self.rand is not None:
+      from nm_sparsity_jax.trainer.images import rand_augment  # Pillow, of the extra `vision`
+
+      self._augment = rand_augment.parse(self.rand)
 
   @property
   @abc.abstractmethod
