@@ -181,8 +181,6 @@ def test_without_a_compiler_it_says_so_and_scans(monkeypatch, capsys):
   [
     ([], "--shapes"),
     (["F", "--shapes", "8,8,1"], "--shapes"),
-    (["F.safetensors"], "F.safetensors"),
-    (["--shapes", "8,8,1", "--cores", "4096"], "--cores=4096"),
     (["--shapes", "512,8,1", "--pattern", "1:512"], "256"),
     (["--shapes", "12,8,1", "--pattern", "1:8"], "multiple of 8"),
     (["--shapes", "16,8,1", "--pattern", "8:1"], "8:1"),

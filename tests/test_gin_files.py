@@ -1,5 +1,6 @@
 """gin_files: where files lie, quiet imports, and a configuration that is refused or read."""
 
+import logging
 import os
 import sys
 
@@ -62,8 +63,11 @@ def test_folder_and_modules_of_the_current_folder(monkeypatch, tmp_path):
   assert sys.path == [str(tmp_path), "elsewhere"]
 
 
-def test_quiet_silences_the_descriptor_and_puts_it_back(capfd):
+def test_quiet_silences_the_descriptor_and_the_loggers_and_puts_both_back(capfd, caplog):
+  logger = logging.getLogger("nm_sparsity_jax")
   with gin_files.quiet():
     os.write(2, b"chatter")
+    logger.warning("chatter")
   os.write(2, b"heard")
-  assert capfd.readouterr().err == "heard"
+  logger.warning("heard")
+  assert capfd.readouterr().err == "heard" and caplog.messages == ["heard"]

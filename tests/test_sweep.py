@@ -193,7 +193,7 @@ def test_a_changed_file_is_refused_where_runs_are_there(here, monkeypatch):
   settings = {}
   note = lambda folder, now: settings.update({folder.name: now}) or ""
   with monkeypatch.context() as m:
-    m.setattr(run_settings, "changed", note)
+    m.setattr(run_settings, "refuse_changed", note)
     sweep.check(sweep.read(write(SMALL)))
   name = "sr_ste-1_4-seed0"
   folder = pathlib.Path("out", name)
