@@ -247,7 +247,7 @@ def test_what_agrees_is_taken_and_other_rules_that_nothing_checked_give_no_numbe
   as_started(train_steps=12, pretrained_steps=0)
   assert_equal(restored().params, started()[1].params)
   model, state = started()
-  other = make(IDP)
+  other = make(nms.Rules({"ff": recipe("mdgf_linear")}))
   initializer_of(other)
   loss = lambda m: jax.jit(lambda s: m.eval_fn(s.params, batch_of(), s.flax_mutables)[0])(state)
   assert np.isfinite(loss(model)) and np.isnan(loss(other))

@@ -112,8 +112,10 @@ def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool
   if is_resuming:
     require_sparse(checkpoint, model_state)
     # T5X would drop moments that this optimizer lacks, and begin those that the checkpoint lacks.
-    kept, needed = (paths(x["state"]["param_states"]) for x in (checkpoint, model_state))
-    if other := sorted(kept.keys() ^ needed.keys()):
+    kept, needed = (paths(x["state"]) for x in (checkpoint, model_state))
+    # Where an optax state is empty, Orbax has a marker.
+    empty = paths(model_state["state"], keep_empty_nodes=True)
+    if other := sorted((kept.keys() - empty.keys()) | (needed.keys() - kept.keys())):
       raise ValueError(
         f"the checkpoint was trained with another optimizer: {len(other)} of its arrays are not "
         f"those of this run, such as {other[0]}. Resume with the same optimizer, or take an empty "
