@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import seqio
 import tensorflow as tf
@@ -55,7 +56,7 @@ def text_format(data: tf.data.Dataset, config: str) -> tf.data.Dataset:
 
 def add_task(
   name: str,
-  source: seqio.DataSource,
+  source: Any,
   vocabulary: seqio.Vocabulary | None,
   text_format: Callable,
   postprocess: Callable | None,
@@ -125,9 +126,8 @@ def register_glue(
   def source(task: glue.Task) -> seqio.DataSource:
     if not folder:
       return seqio.TfdsDataSource(f"glue/{task.name}:{VERSION}", splits=tuple(task.splits))
-    read, look = (
-      functools.partial(f, folder, task.name) for f in (sources.read_glue, sources.glue_file)
-    )
+    read = functools.partial(sources.read_glue, folder, task.name)
+    look = functools.partial(sources.glue_file, folder, task.name)
     return sources.Rows(read, task.splits, look)
 
   _register("nm_glue_", source, vocabulary, lambda task: task.rate)

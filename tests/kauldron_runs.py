@@ -7,7 +7,6 @@ import numpy as np
 from kauldron import kd, konfig
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.integrations.kauldron import launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +69,6 @@ def resolved(text):
   cfg.workdir = "/tmp"  # as the flag of the command
   made = konfig.resolve(cfg)
   return [repr(made.trainstep.rules.places["ff"]), made.num_train_steps]
-
-
-def launched(arguments):
-  """Runs the launcher as a user does."""
-  try:
-    launch.main(arguments)
-  except SystemExit as e:  # absl's app.run
-    return e.code or 0
 
 
 def restored(trainer, step=-1):

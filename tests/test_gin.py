@@ -1,5 +1,6 @@
 """gin_configs: every file is read, and what it describes is made, without T5X and with it."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -20,18 +21,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 GIN = ROOT / "gin_configs"
 FILES = sorted(str(p.relative_to(ROOT)) for p in GIN.rglob("*.gin"))
 T5 = "gin_configs/models/t5.gin"
-SIZES = [
-  *(("t5_1_1", size) for size in ("tiny", "small", "base", "large", "xl", "xxl")),
-  *(("t5_1_0", size) for size in ("tiny", "small", "base", "large", "3B", "11B")),
-]
-
-
-def included(file):
-  """The files that a gin file includes, those of this package with what they include."""
-  lines = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
-  for name in re.findall(r"(?m)^include '(.+)'", lines):
-    yield name
-    yield from included(name)
 
 
 def config(files, bindings=()):
@@ -42,33 +31,25 @@ def config(files, bindings=()):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_says_what_it_is_and_imports_what_it_may(file):
+def test_a_file_says_what_it_is_and_imports_before_use(file):
   lines = (ROOT / file).read_text().splitlines()
-  assert lines[0].startswith("# ") and max(map(len, lines)) <= 100
-  code = [line.split("#")[0].rstrip() for line in lines]
-  code = [line for line in code if line]
+  assert lines[0].startswith("# ")
+  code = [line for line in lines if line and not line.startswith("#")]
   imports = [line for line in code if re.match(r"(from|import) ", line)]
-  assert code[0] == "from __gin__ import dynamic_registration"
-  assert code[: len(imports)] == imports  # before use
-  if not file.startswith("gin_configs/runs/t5x_"):
-    mine = r"from (__gin__|nm_sparsity_jax)\b"
-    mine += "|import optax$" if file.startswith("gin_configs/runs/local_") else ""
-    assert all(re.match(mine, line) for line in imports)
-  # A second time would take back what files in between have set, such as the phases.
-  assert [*included(file)].count("gin_configs/sparsity.gin") <= 1
+  assert code[: len(imports)] == imports
+  assert imports[0] == "from __gin__ import dynamic_registration"
+  if "/t5x_" not in file:  # plan reads it where neither T5X nor TensorFlow is
+    assert all(re.match(r"from (__gin__|nm_sparsity_jax)\b|import optax$", x) for x in imports)
 
 
-def test_there_are_few_files_and_newstest2014_is_evaluated_about_once():
-  assert len([p for p in GIN.rglob("*") if p.is_file() and p.suffix != ".pyc"]) <= 60
-  text = (GIN / "runs/t5x_wmt.gin").read_text()
-  said = {name: int(x) for name, x in re.findall(r"^(BATCH_SIZE|EVAL_STEPS) = (\d+)$", text, re.M)}
-  assert said["EVAL_STEPS"] == -(-3003 // said["BATCH_SIZE"])
+def test_there_are_few_files():
+  assert len(FILES) <= 60
 
 
 # --- without T5X ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [*SIZES, ()], ids=str)
+@pytest.mark.parametrize("model", [("t5_1_1", "tiny"), ("t5_1_0", "11B"), ()], ids=str)
 def test_a_model_is_made(model):
   version = [f"T5_VERSION = {model[0]!r}", f"T5_SIZE = {model[1]!r}"] if model else []
   files = [T5 if model else "gin_configs/models/wmt.gin"]
@@ -76,11 +57,9 @@ def test_a_model_is_made(model):
     assert not c.errors and c.value("Z_LOSS") == 0.0001
     assert c.value("LABEL_SMOOTHING") == (0.0 if model else 0.1)
     made = c.value("NETWORK").config
-  want = T5Config.preset(*model) if model else T5Config.wmt()
-  for field in ("emb_dim", "num_heads", "num_decoder_layers", "mlp_dim", "mlp_activations"):
-    assert getattr(made, field) == getattr(want, field)
-  assert made.scan_layers and made.dtype == "bfloat16" and made.vocab_size == 32128
-  assert made.remat_policy == "minimal"
+  changes = dict(scan_layers=True, remat_policy="minimal", dtype="bfloat16")
+  want = T5Config.preset(*model, **changes) if model else T5Config.wmt(**changes)
+  assert dataclasses.replace(made, dropout_rate=want.dropout_rate) == want
 
 
 def test_a_plan_of_our_files_imports_nothing_heavy():
@@ -189,15 +168,3 @@ def test_a_row_of_the_paper_is_a_run_of_t5x(t5x, run, table):  # noqa: F811
     assert {r.name for r in c.value("RULES").places.values()} == {row.published["recipe"]}
     assert c.argument("total_steps") == (200_000 if run == "wmt" else 1_100_000)
     assert c.argument("train_dataset_cfg").batch_size == (512 if run == "wmt" else 128)
-
-
-@pytest.mark.t5x
-@pytest.mark.parametrize("model", [size for size in SIZES if size[1] != "tiny"], ids=str)
-def test_our_sizes_are_those_of_t5xs_files(t5x, model):  # noqa: F811
-  version, size = model
-  folder = pathlib.Path(t5x.__file__).parent / "examples/t5" / version
-  texts = [(folder / f"{name}.gin").read_text() for name in ("base", size)]  # each includes base
-  theirs = {k: int(x) for text in texts for k, x in re.findall(r"(?m)^  (\w+) = (\d+)$", text)}
-  ours = T5Config.preset(*model)
-  for name in ("emb_dim", "num_heads", "num_encoder_layers", "head_dim", "mlp_dim"):
-    assert theirs[name] == getattr(ours, name)

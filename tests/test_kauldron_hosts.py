@@ -1,16 +1,11 @@
 """Kauldron in two processes that find each other, as two hosts do, by the launcher of users."""
 
-import os
-import pathlib
-import socket
-import subprocess
-
+import hosts
 import kauldron_found
 import numpy as np
 import pytest
-from test_kauldron import arrays, environment
+from test_kauldron import ROOT, arrays, environment
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 pytestmark = [
   pytest.mark.kauldron,
   pytest.mark.slow,
@@ -20,29 +15,16 @@ pytestmark = [
 
 def launched(folder, processes, *flags):
   """Runs the launcher in so many processes of one cluster, to the end."""
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    address = f"localhost:{free.getsockname()[1]}"
   launch = [kauldron_found.PYTHON, "-m", "nm_sparsity_jax.integrations.kauldron.launch"]
   launch += [f"--cfg={ROOT}/tests/kauldron_tiny.py", f"--cfg.workdir={folder}", *flags]
-  cluster = ["--distributed", f"--coordinator_address={address}", f"--process_count={processes}"]
 
-  def start(index):
-    log = folder.parent / f"{folder.name}{index}.log"
-    own = [*cluster, f"--process_index={index}"] if processes > 1 else []
-    with log.open("w") as out:
-      env = {**os.environ, **environment()}
-      return log, subprocess.Popen([*launch, *own], env=env, stdout=out, stderr=out)
+  def commands(address):
+    if processes == 1:
+      return [launch]
+    own = ["--distributed", f"--coordinator_address={address}", f"--process_count={processes}"]
+    return [[*launch, *own, f"--process_index={i}"] for i in range(processes)]
 
-  started = [start(index) for index in range(processes)]
-  try:
-    for log, process in started:
-      code = process.wait(timeout=600)  # one whose partner died waits for it
-      assert not code, log.read_text()[-3000:]
-  finally:
-    for _, process in started:
-      process.kill()
-      process.wait()
+  hosts.run(folder.parent, commands, **environment())
 
 
 def test_two_processes_train_and_resume_and_one_finds_the_same(tmp_path):

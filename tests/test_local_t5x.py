@@ -3,45 +3,35 @@
 import dataclasses
 import functools
 import json
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import t5x_found
+import t5x_world
+from t5x_world import (
+  Devices,
+  assert_equal,
+  at_step,
+  first_state,
+  make,
+  one_initialization,  # noqa: F401  (a fixture)
+  seqio,
+  t5x_adapter,
+  t5x_eval,
+  utils,
+  what_t5x_wants,  # noqa: F401  (a fixture)
+)
+from test_local import EVALUATION, model_of, run_of, train
+from test_t5x_checkpoints import STEP, closed_loops, dense_state, write  # noqa: F401
 
-pytestmark = [
-  pytest.mark.t5x,
-  # T5X and what it imports (TensorFlow, seqio, clu, orbax) warn on their own account.
-  pytest.mark.filterwarnings("ignore"),
-]
+import nm_sparsity_jax as nms
+from nm_sparsity_jax.trainer import checkpoints
+from nm_sparsity_jax.trainer.workloads import decoding
+from nm_sparsity_jax.training import configure
 
-if reason := t5x_found.why_not():
-  pytest.skip(reason, allow_module_level=True)
-
-with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
-  warnings.simplefilter("ignore")
-  import seqio
-  from t5x import eval as t5x_eval
-  from t5x import models, utils
-  from test_local import EVALUATION, model_of, run_of, train
-  from test_t5x_adapter import (
-    Devices,
-    assert_equal,
-    initializer_of,
-    make,
-    one_initialization,  # noqa: F401  (a fixture)
-    what_t5x_wants,  # noqa: F401  (a fixture)
-  )
-  from test_t5x_checkpoints import STEP, closed_loops, dense_state, write  # noqa: F401
-
-  import nm_sparsity_jax as nms
-  from nm_sparsity_jax.integrations import t5x as t5x_adapter
-  from nm_sparsity_jax.trainer import checkpoints
-  from nm_sparsity_jax.trainer.workloads import decoding
-  from nm_sparsity_jax.training import configure
+pytestmark = t5x_world.MARKS
 
 IDP = dict(recipe="idp", pattern="1:8", sparse_steps=24, dense_steps=8, finetune_steps=4)
 
@@ -87,7 +77,7 @@ def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(beams, ran, tmp_path):
   """Half of the way, its weights are those of the pattern then: T5X's dense model takes them."""
   evaluation = dataclasses.replace(EVALUATION, num_decodes=beams)
   assert train.evaluate(model_of(**IDP), evaluation, ran, str(tmp_path / "a")) == 0
-  model = make(None, "ours", dense=True)
+  model = make(None, "ours")
   model.predict_batch_with_aux = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
   evaluated_by_t5x(model, ran, tmp_path / "t5x")
   (got,), (want,) = scores_in(tmp_path / "a"), scores_in(tmp_path / "t5x")
@@ -113,7 +103,7 @@ def test_what_is_finalized_opens_with_either_model_of_t5x(ran, tmp_path):
   nms.runs.finalize(ran, tmp_path, early=True)
   path, found = str(tmp_path / "checkpoint_13"), []
   for name, model, fields in (
-    ("dense", make(None, "ours", dense=True), {}), ("sparse", make(rules, "ours"), SPARSE),
+    ("dense", make(None, "ours"), {}), ("sparse", make(rules, "ours"), SPARSE),
   ):  # fmt: skip
     evaluated_by_t5x(model, path, tmp_path / name, **fields)
     found.append(scores_in(tmp_path / name))
@@ -140,36 +130,24 @@ def test_a_run_starts_from_t5x(kind, tmp_path):
 
 def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
   model = make(configure.rules({"ff": None}, **IDP), "ours")
-  state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
-  _, stored = model.read(state.flax_mutables)
-  state = state.replace_flax_mutables(model.write(state.flax_mutables, jnp.int32(5), stored))
-  (tmp_path / "sparse").mkdir()
-  manager = utils.create_orbax_checkpoint_manager(
-    save_cfg=utils.SaveCheckpointConfig(), partitioner=Devices(),
-    model_dir=str(tmp_path / "sparse"),
-    train_state=initializer_of(model, Devices()).global_train_state_shape,
-  )  # fmt: skip
-  manager.save(state.replace_step(jnp.int32(1005)))
-  manager.close()
-  path = str(tmp_path / "sparse/checkpoint_1005")
+  state = at_step(model, first_state(model), 5)
+  path = str(write("orbax", model, state.replace_step(jnp.int32(1005)), tmp_path / "sparse"))
   local = model_of(**IDP)
   got = checkpoints.load_for_evaluation(checkpoints.opened(path, local), local)
   assert_equal(got["params"], model.effective(state.params, state.flax_mutables))
+  other = model_of(**IDP | dict(pattern="1:4"))
   with pytest.raises(ValueError, match=r"the rules \[ff: idp 1:8.*has \[ff: idp 1:4"):
-    checkpoints.load_for_evaluation(
-      checkpoints.opened(path, local), model_of(**(IDP | dict(pattern="1:4")))
-    )
+    checkpoints.load_for_evaluation(checkpoints.opened(path, local), other)
 
 
-def test_same_beams_as_t5x_from_one_to_four(what_t5x_wants):
+def test_same_beams_as_t5x_from_one_to_four():
   """Random weights, which end at odd times."""
-  model = make(None, "ours", dense=True)
+  model = make(None, "ours")
   rng = np.random.default_rng(1)
   inputs = rng.integers(3, 300, (6, 8)).astype(np.int32)
   shapes = model_of(**IDP).shapes
   params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, jnp.float32), shapes)
   batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": np.zeros((6, 9), np.int32)}
-  assert isinstance(model, models.EncoderDecoderModel)
   for beams in (1, 4):
     predict = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
     want, aux = jax.jit(predict)(params, batch)

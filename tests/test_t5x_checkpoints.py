@@ -7,8 +7,8 @@ INITIAL_CHECKPOINT_PATH, with the restore settings of gin_configs/runs/t5x_finet
 """
 
 import dataclasses
+import functools
 import pathlib
-import warnings
 
 import huggingface_reference
 import jax
@@ -16,7 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import t5x_found
+import t5x_world
 import test_huggingface
+from t5x_world import (
+  Devices,
+  assert_equal,
+  begin,
+  first_state,
+  initializer_of,
+  make,
+  mine,
+  one_initialization,  # noqa: F401  (a fixture)
+  scalable_network,
+  t5x_adapter,
+  utils,
+  what_t5x_wants,  # noqa: F401  (a fixture)
+)
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
@@ -24,29 +39,7 @@ from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.training import apply
 
-pytestmark = [
-  pytest.mark.t5x,
-  # T5X and what it imports (TensorFlow, seqio, clu, orbax) warn on their own account.
-  pytest.mark.filterwarnings("ignore"),
-]
-
-if reason := t5x_found.why_not():
-  pytest.skip(reason, allow_module_level=True)
-
-with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
-  warnings.simplefilter("ignore")
-  from t5x import utils
-  from t5x.examples.scalable_t5 import network as scalable_network
-  from test_t5x_adapter import (
-    Devices,
-    assert_equal,
-    begin,
-    initializer_of,
-    make,
-    mine,
-    one_initialization,  # noqa: F401  (a fixture)
-    what_t5x_wants,  # noqa: F401  (a fixture)
-  )
+pytestmark = t5x_world.MARKS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEP = 1_000_000  # as in checkpoint_1000000
@@ -70,14 +63,14 @@ def drawn(params, seed):
 
 def dense_state(network):
   """Of T5X's own model and optimizer after a long run: no value is as it was initialized."""
-  model = make(None, network, "adafactor", dense=True)
-  state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
+  model = make(None, network, "adafactor")
+  state = first_state(model)
   return model, state.replace_params(drawn(state.params, 0)).replace_step(jnp.int32(STEP))
 
 
 def write(kind, model, state, folder):
-  """One of T5X's checkpointers."""
-  shapes = initializer_of(model, Devices()).global_train_state_shape
+  """Saves by one of T5X's checkpointers; the checkpoint's path."""
+  shapes = initializer_of(model).global_train_state_shape
   folder.mkdir()
   settings = dict(
     save_cfg=utils.SaveCheckpointConfig(), partitioner=Devices(), model_dir=str(folder)
@@ -89,7 +82,7 @@ def write(kind, model, state, folder):
   manager.save(state)
   manager.wait_until_finished()
   manager.close()
-  return folder / f"checkpoint_{STEP}"
+  return folder / f"checkpoint_{int(state.step)}"
 
 
 def restore_settings(path):
@@ -110,7 +103,7 @@ def restore(model, path, settings=None, use_orbax=True, rng=None, optimizer=None
     path=str(path), mode="specific", dtype="float32"
   )
   state, manager = utils.create_checkpoint_manager_and_restore(
-    initializer_of(model, Devices(), optimizer_def=optimizer), Devices(), settings, str(path), rng,
+    initializer_of(model, optimizer_def=optimizer), Devices(), settings, str(path), rng,
     use_orbax=use_orbax,
   )  # fmt: skip
   manager.close()
@@ -132,7 +125,7 @@ def test_a_dense_checkpoint_loads(kind, by, network, optimizer, tmp_path):
   network = NETWORKS[network]
   model, key = make(RULES, network, optimizer), jax.random.PRNGKey(0)
   restored = restore(model, path, restore_settings(path), by == "orbax", key, model.optimizer_def)
-  fresh = initializer_of(model, Devices()).from_scratch(key)
+  fresh = first_state(model)
   assert jax.tree.structure(restored) == jax.tree.structure(fresh)
 
   # The parameters and the step are the checkpoint's, to the bit and in its dtype.
@@ -166,7 +159,7 @@ def test_t5x_restores_a_converted_folder_of_hugging_face(tmp_path):
   theirs = scalable_network.T5Config
   fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(theirs)}
   module = scalable_network.Transformer(theirs(**fields))
-  state = restore(make(None, module=module, dense=True), tmp_path / "start/checkpoint_0")
+  state = restore(make(None, module=module), tmp_path / "start/checkpoint_0")
   x, y = huggingface_reference.inputs(name), huggingface_reference.targets(name)
   run = jax.jit(lambda params: module.apply(
     {"params": params}, x, huggingface_reference.shifted(y), y, enable_dropout=False
@@ -178,10 +171,10 @@ def test_t5x_restores_a_converted_folder_of_hugging_face(tmp_path):
 # --- nm-sparsity verify, finalize ---------------------------------------------------------------
 
 
-def sparse_state(network):
+def sparse_state(network, optimizer="adamw"):
   """At the end of a run whose weights moved on after the mask was taken."""
-  model = make(RULES, network)
-  state = initializer_of(model, Devices()).from_scratch(jax.random.PRNGKey(0))
+  model = make(RULES, network, optimizer)
+  state = first_state(model)
   kept = apply.init_state(drawn(state.params, 1), model.stored_rules)
   state = state.replace_params(drawn(state.params, 2))
   kept = apply.update_state(kept, state.params, model.stored_rules, 4)
@@ -197,6 +190,29 @@ def test_a_finalized_checkpoint_is_the_run_to_t5xs_dense_model(kind, network, tm
   assert cli.main(["finalize", str(run), str(tmp_path / "out")]) == 0
   path = tmp_path / f"out/checkpoint_{STEP}"
   assert cli.main(["verify", str(path)]) == 0
-  found = restore(make(None, network, dense=True), path)
+  found = restore(make(None, network), path)
   assert int(found.step) == STEP and "flax_mutables" not in found.state_dict()
   assert_equal(found.params, model.effective(state.params, state.flax_mutables))
+
+
+@pytest.mark.parametrize(
+  "kind, network, optimizer", [("orbax", "t5", "adamw"), ("legacy", "scanned", "adafactor")]
+)
+def test_a_run_resumes_with_its_own_optimizer_alone(kind, network, optimizer, tmp_path):
+  model, state = sparse_state(network, optimizer)
+  path = write(kind, model, state, tmp_path / "run")
+  resume = functools.partial(t5x_adapter.resume_sparse, is_resuming=True)  # as t5x.train does
+  settings = utils.RestoreCheckpointConfig(
+    path=str(path), mode="specific", dtype="float32", fallback_to_scratch=True,
+    state_transformation_fns=[resume],
+  )  # fmt: skip
+
+  def go_on(optimizer):
+    model, key = make(RULES, network, optimizer), jax.random.PRNGKey(0)
+    return restore(model, path, settings, kind == "orbax", key, model.optimizer_def)
+
+  found = go_on(optimizer)
+  assert_equal(found.params, state.params)
+  assert_equal(found.flax_mutables, state.flax_mutables)
+  with pytest.raises(ValueError, match="another optimizer"):
+    go_on("sgd")

@@ -5,19 +5,14 @@ Two processes that find each other, as two hosts do; and weights and masks cut o
 
 import base64
 import json
-import socket
-import subprocess
 import sys
 
+import hosts
 import pytest
 import t5x_found
+import test_t5x_thread as thread  # it skips where T5X is not
 
 pytestmark = [pytest.mark.t5x, pytest.mark.slow]
-
-if reason := t5x_found.why_not():
-  pytest.skip(reason, allow_module_level=True)
-
-import test_t5x_thread as thread  # noqa: E402  (it skips as well)
 
 EVAL, INFER = ((f"gin_configs/runs/t5x_{x}.gin", thread.TINY) for x in ("eval", "infer"))
 # As docs/t5x.md has it, but for the addresses, which a TPU knows by itself.
@@ -32,29 +27,16 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 def two(folder, command, *files, **macros):
   """Runs `t5x.COMMAND` in two processes of one cluster; the log of the first."""
   gin, env = t5x_found.command_line(files, macros)
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    address = f"localhost:{free.getsockname()[1]}"
 
-  def start(index):
-    args = ["-c", LAUNCH, f"t5x.{command}", address, str(index)]
-    if command == "train":
-      cluster = [f"--coordinator_address={address}", "--process_count=2"]
-      args = ["-m", "t5x.train", "--multiprocess_gpu", *cluster, f"--process_index={index}"]
-    log = folder / f"{command}{index}.log"
-    with log.open("w") as out:
-      return log, subprocess.Popen([sys.executable, *args, *gin], env=env, stdout=out, stderr=out)
+  def commands(address):
+    if command != "train":
+      module = f"t5x.{command}"
+      return [[sys.executable, "-c", LAUNCH, module, address, str(i), *gin] for i in range(2)]
+    train = [sys.executable, "-m", "t5x.train", "--multiprocess_gpu", "--process_count=2"]
+    train += [f"--coordinator_address={address}", *gin]
+    return [[*train, f"--process_index={i}"] for i in range(2)]
 
-  started = [start(index) for index in range(2)]
-  try:
-    for log, process in started:
-      code = process.wait(timeout=600)  # one whose partner died waits for it
-      assert not code, log.read_text()[-3000:]
-  finally:
-    for _, process in started:
-      process.kill()
-      process.wait()
-  return started[0][0].read_text()
+  return hosts.run(folder, commands, **env)
 
 
 def test_two_processes_train_resume_and_evaluate(tmp_path):

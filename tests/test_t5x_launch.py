@@ -7,8 +7,8 @@ import pytest
 import test_plan
 from checkpoint_files import t5x_dense, t5x_sparse, write_orbax
 from test_plan import ROOT, T5X_MODEL, has
+from test_t5x_thread import TASK  # it skips where T5X is not
 
-from nm_sparsity_jax import runs
 from nm_sparsity_jax.runs import results
 from nm_sparsity_jax.training import configure
 
@@ -18,10 +18,6 @@ run, t5x, run_t5x = test_plan.run, test_plan.t5x, test_plan.run_t5x
 closed_loops = test_plan.closed_loops
 
 SPARSE = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=20)
-TASK = dict(
-  MIXTURE_OR_TASK_NAME="nm_test_sort", MIXTURE_OR_TASK_MODULE="t5x_task",
-  TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8},
-)  # fmt: skip
 TRAINED = dict(
   RECIPE="mdgf_linear", PATTERN="1:4", SPARSE_STEPS=20, DENSE_STEPS=2, FINETUNE_STEPS=4,
   SPARSITY_RULES={"ff": None, "encoder/qk": "2:4"},
@@ -70,24 +66,13 @@ def test_three_flags_make_a_launch_of_t5x_sparse_and_it_goes_on_where_it_began(l
   assert not has(report["errors"], "PRETRAINED_STEPS") and not has(report["errors"], "other rules")
 
 
-@pytest.mark.parametrize(
-  "program, flags, words",
-  [
-    ("eval", {}, None),
-    ("infer", {}, None),
-    ("eval", TRAINED | {"PRETRAINED_STEPS": 6}, None),
-    ("eval", {"PATTERN": "1:8"}, "'2:4, 1:4'"),
-    ("eval", {"PRETRAINED_STEPS": 5}, "began at step 6"),
-  ],
-)
-def test_evaluation_reads_the_rules_from_the_checkpoint(launch, tmp_path, program, flags, words):
-  out = {"eval": "EVAL_OUTPUT_DIR", "infer": "INFER_OUTPUT_DIR"}[program]
-  path = sparse(tmp_path / "run/checkpoint_10")
-  code, report = launch(program, CHECKPOINT_PATH=path, **{out: str(tmp_path / "out")}, **flags)
-  if words is not None:
-    ((name, value),) = flags.items()
-    assert code and has(report["errors"], f"{name}={value!r}", words, f"leave {name} out")
-    return
+def test_evaluation_reads_the_rules_from_the_checkpoint(launch, tmp_path):
+  where = dict(CHECKPOINT_PATH=sparse(tmp_path / "run/checkpoint_10"), EVAL_OUTPUT_DIR="out")
+  code, report = launch("eval", **where, PATTERN="1:8")
+  assert code and has(report["errors"], "PATTERN='1:8'", "leave PATTERN out")
+  code, report = launch("eval", **where, **TRAINED, PRETRAINED_STEPS=6)
+  assert not code, report["errors"]
+  code, report = launch("eval", **where)
   assert not code, report["errors"]
   assert report["restore"]["sparse_step"] == 4
   assert [part["offset"] for part in report["schedule"]] == [6] * 2
@@ -108,9 +93,6 @@ def test_a_report_of_such_a_run_knows_its_phases(tmp_path):
   )
   found = results.settings(tmp_path)
   assert (found.start, found.dense_steps, found.target) == (6, 10, 16)
-  assert not [text for text in found.remarks if "PRETRAINED" in text]
-  (phases,) = {recipe.phases for recipe in runs.rules_of(tmp_path).places.values()}
-  assert (phases.dense, phases.finetune) == (10, 20)
 
 
 def test_a_run_that_goes_on_evaluates_first(t5x, tmp_path, monkeypatch):

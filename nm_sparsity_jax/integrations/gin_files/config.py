@@ -221,17 +221,14 @@ class Config:
 
   def _nested(self, value: Any) -> Any:
     if isinstance(value, dict):
-      if all(isinstance(key, str) and key for key in value):
-        return {key: self._nested(v) for key, v in value.items()}
-      return {"": "{}"} | {repr(key): self._nested(v) for key, v in sorted(value.items())}
+      return {str(key): self._nested(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
       return [self._nested(v) for v in value]
     if not _is_reference(value):
-      plain = value is None or type(value) in (bool, int, float, str)
-      return value if plain else {"": "=", "text": repr(value)}
+      return value if isinstance(value, bool | int | float | str | None) else repr(value)
     if value.configurable.selector == "gin.macro":
       bound = self._macro("/".join(value.scopes))
-      return {"": repr(value)} if bound is None else self._nested(bound["value"])
+      return repr(value) if bound is None else self._nested(bound["value"])
     arguments = {name: self._nested(v) for name, v in self._bound_by(value).items()}
     return {"": value.configurable.selector.split(".")[-1]} | arguments
 

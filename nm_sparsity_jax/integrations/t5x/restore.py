@@ -96,7 +96,7 @@ def require_sparse(checkpoint, model_state, **unused):
 
 
 def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool = False):
-  """Lets a sparse run start from a dense checkpoint, but not resume one.
+  """Lets a sparse run start from a dense checkpoint, but resume only its own, with its optimizer.
 
   A checkpoint that a run starts from must have every parameter: T5X's `fallback_to_scratch`,
   which a dense checkpoint needs for the rest of the train state, would draw a missing one at
@@ -108,9 +108,21 @@ def resume_sparse(checkpoint, model_state, *, fresh: str = "", is_resuming: bool
     fresh: a regex of parameters, such as 'decoder/logits_dense/.*', that may be drawn.
     is_resuming: whether the checkpoint is one of this run; T5X says so.
   """
+  paths = state_utils.flatten_state_dict
   if is_resuming:
-    return require_sparse(checkpoint, model_state)
-  wanted, has = (state_utils.flatten_state_dict(x["target"]) for x in (model_state, checkpoint))
+    require_sparse(checkpoint, model_state)
+    # T5X would drop moments that this optimizer lacks, and begin those that the checkpoint lacks.
+    kept, needed = (paths(x["state"]) for x in (checkpoint, model_state))
+    # Where an optax state is empty, Orbax has a marker.
+    empty = paths(model_state["state"], keep_empty_nodes=True)
+    if other := sorted((kept.keys() - empty.keys()) | (needed.keys() - kept.keys())):
+      raise ValueError(
+        f"the checkpoint was trained with another optimizer: {len(other)} of its arrays are not "
+        f"those of this run, such as {other[0]}. Resume with the same optimizer, or take an empty "
+        "MODEL_DIR and name the checkpoint as INITIAL_CHECKPOINT_PATH."
+      )
+    return checkpoint
+  wanted, has = (paths(x["target"]) for x in (model_state, checkpoint))
   if lost := [name for name in wanted if name not in has and not re.fullmatch(fresh, name)]:
     raise ValueError(
       f"the checkpoint lacks {len(lost)} parameters, such as {lost[0]}, which would start from "
