@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused(call, said):
 )  # fmt: skip
 def test_the_table_has_the_slowest_shape_of_what_was_measured(name, file):
   known = choice.table()["backends"][f"cpu_ffi {name}"]
-  found = json.loads((RESULTS / f"packed_cpu_{file}.json").read_text())["ratios"]
+  found = json.loads((RESULTS / f"packed_cpu_{file}.json").read_text())["rows"]
   rows = [row for row in found if row["backend"] == "cpu_ffi"]
   assert len(rows) == len(known["rows"]) * len(known["speed"])
   for row in rows:
