@@ -40,7 +40,7 @@ def write(folder, metrics, settings=None, name="nm_glue_{}"):
 def metrics_of(row, steps=(1000,), plus=lambda step: 0.0):
   """A row of Table 12 as the metrics of a run."""
   return {
-    c.task: {
+    c.name: {
       step: {m: v + plus(step) for m, v in zip(c.metrics, row["columns"][c.title], strict=False)}
       for step in steps
     }
@@ -226,7 +226,7 @@ def test_what_else_cannot_be_joined(tmp_path, call):
   paths = singles(tmp_path / "a", row, settings_of(row), ("cola", "rte"))
   again = singles(tmp_path / "b", row, settings_of(row), ("rte",))
   for argv, word in (
-    (["--join", "x", *paths, *again], "both have metrics of rte"),
+    (["--join", "x", *paths, *again], "has metrics of rte"),
     (["--join", "x"], "a name for the row comes first"),
     (["--join", "x", paths[0], "--join", "x", paths[1]], "called the same"),
     ([paths[0], paths[0]], "called the same"),
@@ -257,7 +257,7 @@ def test_denser_steps_are_never_the_best(tmp_path, recipe):
   first = 1_010_000 if recipe == "sr_ste" else 1_090_000  # its mask is hard from the first
   for c in glue.COLUMNS:  # the dense model's scores, until then
     for step in (1_005_000, first - 1):
-      metrics[c.task][step] = metrics_of(ROWS[0], (step,))[c.task][step]
+      metrics[c.name][step] = metrics_of(ROWS[0], (step,))[c.name][step]
   run = write(tmp_path / "run", metrics, settings_of(row, PRETRAINED_STEPS=1_000_000))
   (best,) = scores.score([run])["runs"]
   assert {c["step"] for c in best["columns"].values()} == {1_100_000}
@@ -266,7 +266,7 @@ def test_denser_steps_are_never_the_best(tmp_path, recipe):
   assert early["published"] is None and early["delta"] == {}
   assert f"before {first}, from which on the target pattern" in early["remarks"][-1]
   for c in glue.COLUMNS:
-    metrics[c.task] = {s: v for s, v in metrics[c.task].items() if s < first}
+    metrics[c.name] = {s: v for s, v in metrics[c.name].items() if s < first}
   dead = write(tmp_path / "dead", metrics, settings_of(row, PRETRAINED_STEPS=1_000_000))
   with pytest.raises(ValueError, match=f"no step from {first} on"):
     scores.score([dead])

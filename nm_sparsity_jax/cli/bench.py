@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import tempfile
 from typing import Any
 
@@ -63,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
   if (args.checkpoint is None) == (args.shapes is None):
     raise ValueError("give a checkpoint, or --shapes K,F,ROWS for products alone.")
   if args.cores is not None:
-    _take_cores(args.cores)
+    # XLA counts the cores of the process when it is imported.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    os.environ["PJRT_NPROC"] = str(args.cores)
   from nm_sparsity_jax.analysis import bench
 
   if args.shapes is None:
@@ -79,15 +82,6 @@ def _shape(text: str) -> tuple[int, int, int]:
   return depth, features, rows
 
 
-def _take_cores(count: int) -> None:
-  # XLA counts the cores of the process when it is imported.
-  there = sorted(os.sched_getaffinity(0))
-  if not 1 <= count <= len(there):
-    raise ValueError(f"--cores={count}: this process has {len(there)}.")
-  os.sched_setaffinity(0, there[:count])
-  os.environ["PJRT_NPROC"] = str(count)
-
-
 def configuration(args: argparse.Namespace) -> Any:
   """Returns that of `infer`, of the checkpoint that the arguments name; it reads no data.
 
@@ -96,16 +90,16 @@ def configuration(args: argparse.Namespace) -> Any:
   """
   from nm_sparsity_jax.cli import _local
 
-  unread = [f"CHECKPOINT_PATH = {args.checkpoint!r}", "INFER_OUTPUT_DIR = 'nowhere'"]
-  args.gin_bindings = [*unread, *args.gin_bindings]
+  args.gin_bindings[:0] = [
+    f"CHECKPOINT_PATH = {args.checkpoint!r}", "INFER_OUTPUT_DIR = 'nowhere'",
+  ]  # fmt: skip
   try:
     return _local.read(args, "infer", with_data=False)[0]
-  except ValueError as e:  # a macro that nothing reads is refused, so only those that it asks for
-    task = ("MIXTURE_OR_TASK_NAME", "TASK_FEATURE_LENGTHS")
-    unset = [f"{name} = None" for name in task if f"{name} is not set" in str(e)]
-    if not unset:
+  except ValueError as e:
+    # A macro that nothing reads is refused, so only those that it asks for are set.
+    if not (unset := re.findall(r"(MIXTURE_OR_TASK_NAME|TASK_FEATURE_LENGTHS) is not set", str(e))):
       raise
-    args.gin_bindings = [*unset, *args.gin_bindings]
+    args.gin_bindings[:0] = [f"{name} = None" for name in unset]
     return _local.read(args, "infer", with_data=False)[0]
 
 
@@ -113,16 +107,14 @@ def _of_checkpoint(args: argparse.Namespace) -> Any:
   from nm_sparsity_jax import runs
   from nm_sparsity_jax.analysis import bench
   from nm_sparsity_jax.cli import _local
-  from nm_sparsity_jax.runs import checkpoint, orbax
+  from nm_sparsity_jax.runs import checkpoint
   from nm_sparsity_jax.trainer import checkpoints, packed_files
 
-  _flags.import_modules(args)
-  _local.check_checkpoint("CKPT", args.checkpoint)
   args.checkpoint = checkpoint.find(args.checkpoint)
   config = configuration(args)
   model = _local.argument(config, "model")
   lengths: Any = config.get("TASK_FEATURE_LENGTHS") or {}
-  with tempfile.TemporaryDirectory() as room, orbax.quiet():
+  with tempfile.TemporaryDirectory() as room:
     stored = checkpoints.opened(args.checkpoint, model)
     if stored.packed is None:
       file = f"{room}/packed.safetensors"

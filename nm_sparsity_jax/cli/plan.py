@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 
 from nm_sparsity_jax.cli import _flags
 
@@ -39,8 +38,6 @@ def run(args: argparse.Namespace) -> int:
   if not args.gin_file and not args.gin_bindings:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   _flags.require("gin")
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax.analysis import plan
   from nm_sparsity_jax.integrations import gin_files
 

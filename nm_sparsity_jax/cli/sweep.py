@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Checks, trains, prints, reports."""
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   environment = dict(os.environ)  # of the runs, which use the devices that there are
   os.environ["JAX_PLATFORMS"] = "cpu"
   from nm_sparsity_jax.analysis import sweep

@@ -39,7 +39,8 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   if stored.known_rules is None:
     if given is None:
       raise ValueError(
-        f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}}"
+        f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}} "
+        "(--rules)"
       )
     return given.with_axes(axes or {})
   own = rules_text.parse(stored.known_rules)
@@ -88,18 +89,17 @@ def check_steps(
   """
   recipes = rules.places.values() if rules else ()
   ends = {start + recipe.phases.total for recipe in recipes if recipe.phases}
-  is_other_end = bool(ends) and train_steps not in (None, *ends)
-  if pretrained_steps not in (None, start) or is_other_end or train_steps_relative:
-    macros = {
-      "PRETRAINED_STEPS": pretrained_steps,
-      "TRAIN_STEPS": train_steps,
-      "TRAIN_STEPS_RELATIVE": train_steps_relative,
-    }
-    known = {name: value for name, value in macros.items() if value is not None}
+  right = {  # macro -> its value, and those that fit
+    "PRETRAINED_STEPS": (pretrained_steps, {start}),
+    "TRAIN_STEPS": (train_steps, ends or {train_steps}),
+    "TRAIN_STEPS_RELATIVE": (train_steps_relative, {0}),
+  }
+  wrong = {k: value for k, (value, fit) in right.items() if value is not None and value not in fit}
+  if wrong:
     raise ValueError(
-      f"{', '.join(f'{name}={value}' for name, value in known.items())}: the sparse run starts at "
+      f"{', '.join(f'{name}={value}' for name, value in wrong.items())}: the sparse run starts at "
       f"global step {start}, and its schedule ends at {max(ends, default=None)}. Leave "
-      f"{', '.join(known)} out."
+      f"{', '.join(wrong)} out."
     )
 
 

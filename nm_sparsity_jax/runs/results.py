@@ -18,6 +18,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from nm_sparsity_jax.runs import events, files, folders, glue, trained
 
@@ -89,25 +90,20 @@ def read(path: str) -> Run:
 
 def settings(folder: pathlib.Path) -> Run:
   """Reads a run's folder without its metrics."""
-  run, given = Run(folder), trained.read_settings(folder)
-  if not given.text:
-    return run
-  value = given.values.get
-  run.size, run.data, run.network = value("T5_SIZE"), value("DATA"), _network(given.text)
-  run.start = trained.started(folder).get("start", value("PRETRAINED_STEPS"))
-  if run.start is None and "INITIAL_CHECKPOINT_PATH" in given.values:  # its name may say it
-    path = value("INITIAL_CHECKPOINT_PATH")
-    run.start = folders.named_step(path) if path else 0
-  if run.start is None and "PRETRAINED_STEPS" in given.references:
-    run.start = trained.start_of(str(folder))
   from nm_sparsity_jax.recipes import Dense  # imports jax
 
+  run, text = Run(folder), trained.gin_text(folder)
+  if not text:
+    return run
+  macros = trained.parse_settings(text)
+  run.size, run.data, run.network = macros.get("T5_SIZE"), macros.get("DATA"), _network(text)
+  run.start = _start(folder, macros)
   try:
-    rules = trained.rules_of(folder)
+    places = trained.rules_of(folder).places
   except ValueError as e:
     run.remarks.append(f"its rules are not known: {e}")
     return run
-  recipes = {place: x for place, x in rules.places.items() if not isinstance(x, Dense)}
+  recipes = {place: x for place, x in places.items() if not isinstance(x, Dense)}
   names = {recipe.name for recipe in recipes.values()} or {"dense"}
   run.recipe = names.pop() if len(names) == 1 else None
   run.places = {place: str(recipe.pattern) for place, recipe in recipes.items()}
@@ -120,6 +116,16 @@ def settings(folder: pathlib.Path) -> Run:
       own = run.start + (phases.dense if is_hard else phases.finetune_start)
       run.target = max(own, run.target or own)
   return run
+
+
+def _start(folder: pathlib.Path, macros: Mapping[str, Any]) -> int | None:
+  start = trained.started(folder).get("start", macros.get("PRETRAINED_STEPS"))
+  if isinstance(start, trained.Reference):  # gin asks the checkpoint
+    return trained.start_of(str(folder))
+  if start is None and "INITIAL_CHECKPOINT_PATH" in macros:  # its name may hold the step
+    path = macros["INITIAL_CHECKPOINT_PATH"]
+    return folders.named_step(path) if path else 0
+  return start
 
 
 # Of a named configuration; another field makes it a network of other sizes.
@@ -143,7 +149,7 @@ def join(name: str, runs: Sequence[Run]) -> Run:
     ValueError: two differ in what was trained, or have metrics of the same task.
   """
   first, *others = runs
-  tasks, owners = dict(first.tasks), dict.fromkeys(first.tasks, first)
+  tasks = dict(first.tasks)
   for run in others:
     for field in ("mini", "recipe", "places", "dense_steps", "sparse_steps", "target", "size"):
       if (here := getattr(first, field)) != (there := getattr(run, field)):
@@ -153,11 +159,10 @@ def join(name: str, runs: Sequence[Run]) -> Run:
         )
     if twice := sorted(tasks.keys() & run.tasks.keys()):
       raise ValueError(
-        f"{name}: {owners[twice[0]].path} and {run.path} both have metrics of "
-        f"{', '.join(twice)}: leave one out"
+        f"{name}: {run.path} has metrics of {', '.join(twice)}, and so has a run before it: leave "
+        "one out"
       )
     tasks |= run.tasks
-    owners |= dict.fromkeys(run.tasks, run)
   paths = tuple(run.path for run in runs)
   parent = pathlib.Path(os.path.commonpath([path.absolute() for path in paths]))
   remarks = [f"{run.path}: {remark}" for run in runs for remark in run.remarks]
@@ -172,7 +177,7 @@ def join(name: str, runs: Sequence[Run]) -> Run:
 def _tasks(folder: pathlib.Path, remarks: list[str]) -> tuple[dict[str, Series], bool]:
   names = {p.name.removesuffix("-metrics.jsonl") for p in folder.glob("*-metrics.jsonl")}
   names |= {p.parent.name for p in folder.glob("*/*tfevents*")}
-  columns = {column.task for column in glue.COLUMNS}
+  columns = {column.name for column in glue.COLUMNS}
   known = {name: found for name in sorted(names) if (found := glue.config_of(name))}
   known = {name: found for name, found in known.items() if found[0] in columns}
   if not known:

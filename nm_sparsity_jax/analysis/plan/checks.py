@@ -41,10 +41,8 @@ def _local(plan: Plan) -> None:
   if plan.config.program == "train":
     train.check(plan.run, train.settings_of(plan.config.settings("Run")))
     return
-  evaluation = plan.config.argument("evaluation")
-  if plan.config.program == "infer":
-    evaluation = evaluation.for_predictions(plan.workload)
-  evaluation.check(plan.model)
+  predicts = plan.config.program == "infer"
+  plan.config.argument("evaluation").check(plan.model, predicts=predicts)
 
 
 def _restore_settings(plan: Plan) -> Any:

@@ -99,11 +99,7 @@ def check(sweep: Sweep, data: bool = False) -> dict[str, Run]:
         from nm_sparsity_jax.trainer import train
 
         settings = train.settings_of(config.settings("Run"))
-        if changed := run_settings.changed(cell.folder, settings):
-          raise ValueError(
-            f"it was started with other settings: {changed}. Keep the old ones, or take another "
-            "`out`."
-          )
+        run_settings.refuse_changed(cell.folder, settings)
       except Exception as e:  # gin calls the code of users
         raise ValueError(f"{sweep.file}: {cell.name}: {gin_files.message(e)}") from e
     runs[cell.name] = Run(cell, seen[kind])

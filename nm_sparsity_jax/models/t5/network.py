@@ -256,27 +256,15 @@ class Decoder(nn.Module):
     decoder_mask: jax.Array | None = None,
     encoder_decoder_mask: jax.Array | None = None,
     deterministic: bool = False,
-    decode: bool = False,
-    max_decode_length: int | None = None,
-    position: jax.Array | None = None,
+    **decoding: Any,
   ) -> jax.Array:
-    """Maps encoded [b, k, e], ids [b, q] to float32 logits [b, q, vocab]; `Transformer.decode`."""
+    """Maps encoded [b, k, e], ids [b, q] to float32 logits [b, q, vocab]; see `Layer`."""
     cfg = self.config
     embedding: Any = self.shared_embedding
-    y = embedding(decoder_input_tokens.astype(jnp.int32), gather=position is not None)
+    y = embedding(decoder_input_tokens.astype(jnp.int32), gather="position" in decoding)
     y = _dropout(cfg)(y, deterministic).astype(cfg.dtype)
-    y = _through_layers(
-      cfg,
-      True,
-      y,
-      decoder_mask,
-      encoded,
-      encoder_decoder_mask,
-      deterministic=deterministic,
-      decode=decode,
-      max_decode_length=max_decode_length,
-      position=position,
-    )
+    decoding["deterministic"] = deterministic
+    y = _through_layers(cfg, True, y, decoder_mask, encoded, encoder_decoder_mask, **decoding)
     y = _layer_norm(cfg, "decoder_norm")(y)
     y = _dropout(cfg)(y, deterministic)
     if cfg.logits_via_embedding:
