@@ -4,7 +4,6 @@
     python benchmarks/in_place.py --networks t5 vit   T5-small and ViT-tiny
     python benchmarks/in_place.py --topology v5e:2x2  what a TPU's compiler says; needs libtpu
     python benchmarks/in_place.py --leaves 1000       the update of many small leaves
-    python benchmarks/in_place.py --calls             Python calls of one update and one sparsify
 
 Two seams is a loop of the pieces: `nms.sparsify` in the loss, `nms.sr_ste` in the chain. Peaks and
 bytes are the compiler's. Times are medians of turns that all three take.
@@ -13,11 +12,8 @@ bytes are the compiler's. Times are medians of turns that all three take.
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
-import os
 import statistics
-import sys
 import time
 
 import _networks
@@ -128,34 +124,6 @@ def leaves(count, recipe):
   print("  ratio trace, lower, compile, all:", *(f"{r:.1f}" for r in (*ratios, whole)))
 
 
-def calls(recipe):
-  """Prints the Python calls into the package, of the first and of a later trace."""
-  root = os.path.dirname(nms.__file__)
-  params = {name: {"kernel": jnp.ones((16, 8))} for name in "ab"}
-  rules = rules_of(recipe)
-  tx = nms.sparse(optax.adamw(1e-3), rules)
-  opt, masks = tx.init(params), nms.init_state(params, rules)
-  effective = lambda p, s: nms.sparsify(p, rules, s, masks)
-  update = lambda g, o, p: tx.update(g, o, p)
-  for name, function, args in (
-    ("sparsify", effective, (params, jnp.int32(50))),
-    ("update", update, (params, opt, params)),
-  ):
-    jax.clear_caches()  # or what the call before traced would be missing from the first
-    for which in ("first", "later"):
-      seen = collections.Counter()
-
-      def note(frame, event, arg, seen=seen):
-        del arg
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-          seen[frame.f_code.co_filename] += 1
-
-      sys.setprofile(note)
-      jax.make_jaxpr(lambda *args, function=function: function(*args))(*args)
-      sys.setprofile(None)
-      print(f"  {name:8} {which:5}  {sum(seen.values())} calls in {len(seen)} files")
-
-
 def main():
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--networks", nargs="+", choices=tuple(NETWORKS), default=["mlp"])
@@ -163,14 +131,11 @@ def main():
   parser.add_argument("--recipes", nargs="+", default=["mdgf_exponential", "sr_ste"])
   parser.add_argument("--turns", type=int, default=12)
   parser.add_argument("--leaves", type=int, metavar="N", help="an update of N small leaves")
-  parser.add_argument("--calls", action="store_true", help="Python calls of two leaves")
   args = parser.parse_args()
   device = topology.devices(args.topology)[0] if args.topology else None
   for recipe in args.recipes:
     if args.leaves:
       leaves(args.leaves, recipe)
-    elif args.calls:
-      calls(recipe)
     else:
       for network in args.networks:
         for dtype in (jnp.float32, jnp.bfloat16):

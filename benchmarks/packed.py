@@ -40,10 +40,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import platform
-import shlex
 import statistics
-import sys
 import time
 
 import _timing
@@ -166,26 +163,14 @@ def timed(calls):
 
 def record(ratios):
   """Writes what was measured, and what measured it."""
-  words = [word for word in sys.argv[1:] if word not in ("--record", ARGS.record)]
-  packages = ["jax", "jaxlib", "numpy", *(p for p in PEERS if ARGS.peers)]
-  installed = [name for name in packages if importlib.util.find_spec(name)]
-  made = {
-    "command": shlex.join(["python", "benchmarks/packed.py", *words]),
-    "versions": {name: importlib.metadata.version(name) for name in installed},
-    "python": platform.python_version(),
-    "processor": _timing.machine()["processor"],
-    "cores": ARGS.cores,
-    "values": ARGS.values,
-    "isa": cpu.isa(ARGS.isa),
-    "shapes": ARGS.shapes,
-    "ratios": [
-      {"backend": b, "pattern": p, "rows": r}
-      | {"mean": round(statistics.geometric_mean(x), 2), "least": round(min(x), 2)}
-      for (b, p, r), x in ratios.items()
-    ],
-  }
-  with open(ARGS.record, "w", encoding="utf-8") as file:
-    file.write(json.dumps(made, indent=1) + "\n")
+  peers = [name for name in PEERS if ARGS.peers and importlib.util.find_spec(name)]
+  rows = [
+    {"backend": b, "pattern": p, "rows": r}
+    | {"mean": round(statistics.geometric_mean(x), 2), "least": round(min(x), 2)}
+    for (b, p, r), x in ratios.items()
+  ]
+  versions = {name: importlib.metadata.version(name) for name in ("numpy", *peers)}
+  _timing.save(ARGS.record, rows, isa=cpu.isa(ARGS.isa), **versions)
 
 
 def measured():
@@ -207,8 +192,7 @@ def measured():
 
 def main():
   ratios = measured()
-  if ARGS.record:
-    record(ratios)
+  record(ratios)
   show = lambda x: f"{statistics.geometric_mean(x):.2f} ({min(x):.2f})"
   _timing.head("kernel, pattern", *(f"{rows} rows" for rows in ARGS.rows))
   for backend, pattern in dict.fromkeys(key[:2] for key in ratios):

@@ -1,6 +1,5 @@
 """nm-sparsity bench: each product and the whole, dense and packed."""
 
-import doctest
 import functools
 import json
 
@@ -95,7 +94,7 @@ def test_the_calls_that_are_timed_give_the_same_products(monkeypatch):
 
 
 def test_a_bound_is_the_share_of_bytes_and_a_token_what_more_of_them_take():
-  assert doctest.testmod(networks) == (0, 1)
+  assert networks.bound(10.0, [(6.0, 0.25), (2.0, 0.25)]) == 2.5
   # Measured alone they took longer: nobody knows what the rest takes.
   assert networks.bound(1.0, [(2.0, 0.5)]) == networks.bound(0.0, []) == 0.0
   work = networks.Work("a token", lambda params, n: n, lambda path: True, (1, 5))
@@ -158,9 +157,6 @@ def test_without_a_compiler_it_says_so_and_scans(monkeypatch, capsys):
   [
     ([], "--shapes"),
     (["F", "--shapes", "8,8,1"], "--shapes"),
-    (["--shapes", "512,8,1", "--pattern", "1:512"], "256"),
-    (["F.safetensors"], "F.safetensors"),
-    (["--shapes", "8,8,1", "--cores", "4096"], "--cores=4096"),
     (["--shapes", "12,8,1", "--pattern", "1:8"], "multiple of 8"),
     (["--shapes", "16,8,1", "--pattern", "8:1"], "8:1"),
   ],

@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused(call, word):
 def test_the_table_has_the_slowest_shape_of_what_was_measured(name, file):
   known = choice.table()["backends"][f"cpu_ffi {name}"]
   measured = (ROOT / f"benchmarks/results/packed_cpu_{file}.json").read_text()
-  rows = [row for row in json.loads(measured)["ratios"] if row["backend"] == "cpu_ffi"]
+  rows = [row for row in json.loads(measured)["rows"] if row["backend"] == "cpu_ffi"]
   assert len(rows) == len(known["rows"]) * len(known["speed"])
   for row in rows:
     pattern = NM.parse(row["pattern"])

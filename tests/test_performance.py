@@ -63,7 +63,7 @@ def test_a_table_is_the_file_that_its_command_wrote(file):
 def products(file):
   """(backend, pattern) -> the cells of a line."""
   lines = {}
-  for row in json.loads((RESULTS / f"packed_{file}.json").read_text())["ratios"]:
+  for row in json.loads((RESULTS / f"packed_{file}.json").read_text())["rows"]:
     cell = f"{row['mean']:.2f} ({row['least']:.2f})"
     lines.setdefault((row["backend"], row["pattern"]), []).append(cell)
   return lines
@@ -75,7 +75,7 @@ def test_the_table_of_products_is_the_file_that_its_command_wrote(file):
     name = f"{backend}, {pattern}" if pattern != "dense" else backend
     assert f"| {name} | {' | '.join(cells)} |\n" in PAGES["performance"]
   command = json.loads((RESULTS / f"packed_{file}.json").read_text())["command"]
-  assert f"{command}\n" in PAGES["performance"]
+  assert command.partition(" --record")[0] + "\n" in PAGES["performance"]
 
 
 SMALL = {
@@ -146,6 +146,5 @@ def test_decoding_runs(run):
 def test_costs_in_place_run(run, capsys):
   in_place = importlib.import_module("in_place")
   in_place.leaves(2, "sr_ste")
-  in_place.calls("sr_ste")
   said = capsys.readouterr().out
-  assert "ratio trace" in said and "later" in said
+  assert "ratio trace" in said

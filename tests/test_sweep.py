@@ -47,6 +47,14 @@ def here(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", sweep_stub.install(tmp_path / "stub", {}))
   monkeypatch.setattr(t5.T5, "check", lambda self: None)
+  refuse = run_settings.refuse_changed
+
+  def noted(folder, settings):
+    if folder.is_dir() and not (folder / "settings.json").exists():  # a stub notes none
+      run_settings.write(folder, settings)
+    refuse(folder, settings)
+
+  monkeypatch.setattr(run_settings, "refuse_changed", noted)
   (tmp_path / "mine.gin").write_text("BETA = None\n")
   return tmp_path
 

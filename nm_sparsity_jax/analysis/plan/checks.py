@@ -115,6 +115,11 @@ def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
   network_config = getattr(plan.workload, "network_config", None)
   stored = checkpoint.read(checkpoint.find(str(name)), plan.variables, network_config)
   if plan.config.program == "train":
+    if stored.packed is not None:
+      raise ValueError(
+        f"{stored.path!r} is a packed file, which does not learn: name the checkpoint "
+        "that was packed"
+      )
     _check_steps(plan, stored, newest is not None)
   return None if plan.params is None else _part(plan, stored, newest is not None)
 
