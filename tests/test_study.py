@@ -127,7 +127,7 @@ def test_p_and_intervals_are_of_the_whole_family():
     ("less", 0.20, -0.5, -1.2, 0.2, "open"),
     ("less", 0.20, 0.0, -0.04, 0.04, "fails"),  # equal is no gain
     ("less", 0.01, -0.02, -0.03, -0.01, "fails"),  # nor is a gain below the margin
-    ("more", 0.01, 0.5, 0.2, 0.8, "holds"),
+    ("more", 0.01, 0.5, -0.01, 0.8, "holds"),
     ("more", 0.01, -0.5, -0.8, -0.2, "fails"),
     ("not more", 0.50, 0.0, -0.04, 0.04, "holds"),
     ("not more", 0.01, 0.5, 0.2, 0.8, "fails"),
