@@ -205,7 +205,6 @@ def test_a_part_without_data_says_so_once_for_all_runs(tmp_path):
     (lambda d: [write(d / "a"), d / "a"], "once"),
     (lambda d: [d / str(i) for i in range(10)], "10 runs"),
     (lambda d: [write(d / "a"), "--out", d], "--out"),
-    (lambda d: [write(d / "a"), "--png", d / "a/config.gin"], "--png"),
   ],
 )
 def test_mistakes_are_one_line(make_it, word, tmp_path, capsys):
@@ -364,17 +363,16 @@ class Outline(html.parser.HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def folder(runs, tmp_path_factory):
-  """What the command writes: the page, and each chart as a file."""
-  folder = tmp_path_factory.mktemp("page")
-  out, png = str(folder / "report.html"), str(folder / "png")
-  assert cli.main(["report", *runs, "--out", out, "--checkpoint", "last", "--png", png]) == 0
-  return folder
+def written(runs, tmp_path_factory):
+  """The page that the command writes."""
+  file = tmp_path_factory.mktemp("page") / "report.html"
+  assert cli.main(["report", *runs, "--out", str(file), "--checkpoint", "last"]) == 0
+  return file
 
 
 @pytest.fixture(scope="module")
-def text(folder):
-  return (folder / "report.html").read_text("utf-8")
+def text(written):
+  return written.read_text("utf-8")
 
 
 def test_the_page_is_well_formed_and_fetches_nothing(text):
@@ -389,11 +387,8 @@ def test_the_page_is_well_formed_and_fetches_nothing(text):
   assert "NOTE = 'a<b & c'" in "".join(found.words)  # escaped, once
 
 
-def test_a_report_from_python_is_that_of_the_command(found, folder, text, tmp_path):
+def test_a_report_from_python_is_that_of_the_command(found, text, tmp_path):
   assert report.write(found, tmp_path / "new/page.html").read_text("utf-8") == text
-  files = sorted((folder / "png").iterdir())
-  assert [f.stem for f in files] == sorted(k for k, c in found.charts.items() if not c.is_empty)
-  assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
 def test_every_number_of_a_chart_is_in_its_table_and_every_line_is_drawn(found, text):
@@ -460,8 +455,8 @@ SHOWN = """[
 
 @pytest.mark.skipif(browser.path() is None, reason="no Chromium here: `make browser` installs it")
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_browser_shows_it_on_a_desk_and_on_a_phone(dark, folder, tmp_path):
-  found = browser.ask(SHOWN, folder / "report.html", (1280, 400), tmp_path, dark)
+def test_a_browser_shows_it_on_a_desk_and_on_a_phone(dark, written, tmp_path):
+  found = browser.ask(SHOWN, written, (1280, 400), tmp_path, dark)
   for (outside, smallest, cut, columns, ground), wanted in zip(found, (2, 1), strict=True):
     assert outside <= 0 and smallest >= 9 and cut == [] and columns == wanted
     assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == dark
