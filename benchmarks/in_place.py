@@ -5,7 +5,6 @@
     python benchmarks/in_place.py --topology v5e:2x2  what a TPU's compiler says; needs libtpu
     python benchmarks/in_place.py --leaves 1000       the update of many small leaves
     python benchmarks/in_place.py --calls             Python calls of one update and one sparsify
-    python benchmarks/in_place.py --rules 2000        as many rules, assigned to as many parameters
 
 Two seams is a loop of the pieces: `nms.sparsify` in the loss, `nms.sr_ste` in the chain. Peaks and
 bytes are the compiler's. Times are medians of turns that all three take.
@@ -157,18 +156,6 @@ def calls(recipe):
       print(f"  {name:8} {which:5}  {sum(seen.values())} calls in {len(seen)} files")
 
 
-def assign(count):
-  """Prints how long rules take to assign, one for each of many parameters."""
-  kernel = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-  params = {f"layer_{i}": {"kernel": kernel} for i in range(count)}
-  one = nms.recipe("sr_ste", pattern="2:4", phases=PHASES)
-  rules = nms.Rules({f"layer_{i}/kernel": one for i in range(count)})
-  begun = time.perf_counter()
-  assigned = rules.assign(params)
-  seconds = time.perf_counter() - begun
-  print(f"{count} rules on {len(assigned.places)} parameters: {seconds:.2f} s")
-
-
 def main():
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--networks", nargs="+", choices=tuple(NETWORKS), default=["mlp"])
@@ -176,11 +163,8 @@ def main():
   parser.add_argument("--recipes", nargs="+", default=["mdgf_exponential", "sr_ste"])
   parser.add_argument("--turns", type=int, default=12)
   parser.add_argument("--leaves", type=int, metavar="N", help="an update of N small leaves")
-  parser.add_argument("--rules", type=int, metavar="N", help="assign N rules to N parameters")
   parser.add_argument("--calls", action="store_true", help="Python calls of two leaves")
   args = parser.parse_args()
-  if args.rules:
-    return assign(args.rules)
   device = topology.devices(args.topology)[0] if args.topology else None
   for recipe in args.recipes:
     if args.leaves:

@@ -47,7 +47,6 @@ import sys
 import time
 
 import _timing
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -115,36 +114,15 @@ def copies(rows):
   return 4 if rows <= 16 else 1
 
 
-def jitted(function, x, weights):
-  """Returns a call that multiplies x by each weight."""
-
-  def chained(x, weights):
-    found = []
-    for w in weights:
-      found.append(function(x, w))
-      if ARGS.cores > 1:  # the next product waits for this one; x is donated and updated in place
-        x = x.at[0, 0].set(0 * found[-1][0, 0])
-    return x, found
-
-  call = jax.jit(chained, donate_argnums=0)
-  weights = jax.tree.map(jnp.asarray, weights)
-  held = [jnp.array(x, copy=True)]
-
-  def run():
-    held[0], products = call(held[0], weights)
-    jax.block_until_ready(products)
-
-  run()
-  return run
-
-
 def candidates(x, patterns, shape, number):
   """Returns name -> a call that multiplies x by `number` weights."""
   rng = np.random.default_rng(0)
   dense = [rng.standard_normal(shape, np.float32) for _ in range(number)]
   found = {
-    "dense x@W": jitted(lambda x, w: x @ w, x, dense),
-    "dense x@W.T": jitted(lambda x, w: x @ w.T, x, [np.ascontiguousarray(w.T) for w in dense]),
+    "dense x@W": layers.repeated(lambda x, w: x @ w, x, dense),
+    "dense x@W.T": layers.repeated(
+      lambda x, w: x @ w.T, x, [np.ascontiguousarray(w.T) for w in dense]
+    ),
     "dense numpy": lambda: [x @ w for w in dense],
     **peers_of(x, dense),
   }
@@ -152,9 +130,8 @@ def candidates(x, patterns, shape, number):
     one = layers.random(*shape, NM.parse(pattern), ARGS.values)
     for backend in ARGS.backends:
       ready = packed.prepare(one, len(x), backend)
-      weights = [jax.tree.map(lambda a: jnp.array(a, copy=True), ready) for _ in range(number)]
-      found[pattern, backend] = jitted(product(backend), x, weights)
-      got = np.asarray(product(backend)(jnp.asarray(x), weights[0]))
+      found[pattern, backend] = layers.repeated(product(backend), x, [ready] * number)
+      got = np.asarray(product(backend)(jnp.asarray(x), ready))
       wanted = x @ packed.unpack(one).astype(np.float32)
       assert np.abs(got - wanted).max() <= 1e-4 * np.abs(wanted).max(), (pattern, backend)
   return found

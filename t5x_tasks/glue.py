@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import seqio
 import tensorflow as tf
 
 from nm_sparsity_jax.runs import glue
-from t5x_tasks import metrics, mini, registry, sources
+from t5x_tasks import metrics, mini, sources
 from t5x_tasks.vocabulary import mini_words
 
 VERSION = "2.0.0"  # of TFDS' GLUE
@@ -53,12 +53,59 @@ def text_format(data: tf.data.Dataset, config: str) -> tf.data.Dataset:
   return data.map(one, num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def postprocessor(config: str) -> Callable:
-  """Returns decoded text -> index of the label, or a number; -1 for anything else."""
-  task = glue.TASKS[config]
-  if task.regression:
-    return metrics.to_number
-  return functools.partial(metrics.to_class, labels=task.labels)
+def add_task(
+  name: str,
+  source: seqio.DataSource,
+  vocabulary: seqio.Vocabulary | None,
+  text_format: Callable,
+  postprocess: Callable | None,
+  metric_fns: Sequence[Callable],
+) -> None:
+  """Registers a text-to-text task: tokenized, cached from there on if asked for, then trimmed."""
+  vocabulary = vocabulary or seqio.SentencePieceVocabulary(VOCABULARY_FILE)
+  features = ("inputs", "targets")
+  seqio.TaskRegistry.remove(name)
+  seqio.TaskRegistry.add(
+    name,
+    source=source,
+    preprocessors=[
+      text_format,
+      seqio.preprocessors.tokenize,
+      seqio.CacheDatasetPlaceholder(),
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features={x: seqio.Feature(vocabulary, add_eos=True) for x in features},
+    postprocess_fn=postprocess,
+    metric_fns=metric_fns,
+  )
+
+
+def _register(
+  prefix: str,
+  source_of: Callable[[glue.Task], seqio.DataSource],
+  vocabulary: seqio.Vocabulary | None,
+  rate_of: Callable[[glue.Task], int | None],
+) -> None:
+  """Registers a task for each config, and T5's two mixtures of them."""
+  for config, task in glue.TASKS.items():
+    to_class = functools.partial(metrics.to_class, labels=task.labels)
+    add_task(
+      f"{prefix}{config}",
+      source_of(task),
+      vocabulary,
+      functools.partial(text_format, config=config),
+      metrics.to_number if task.regression else to_class,
+      [metrics.BY_NAME[metric] for metric in task.metrics],
+    )
+  rates = {t.name: rate_of(t) for t in glue.TASKS.values() if t.rate is not None}
+  mixtures = {
+    "proportional": rates,
+    "mnli_and_dev": {"mnli": 1, "mnli_matched": 0, "mnli_mismatched": 0},
+  }
+  for name, members in mixtures.items():
+    seqio.MixtureRegistry.remove(f"{prefix}{name}")
+    rated = [(f"{prefix}{config}", float(rate)) for config, rate in members.items()]
+    seqio.MixtureRegistry.add(f"{prefix}{name}", rated)
 
 
 def register_glue(
@@ -74,22 +121,17 @@ def register_glue(
     name: what to return, so that a gin macro for the name of the task can call this function.
   """
   folder = data_dir or os.environ.get("GLUE_DATA_DIR")
-  for config, task in glue.TASKS.items():
-    if folder:
-      read = functools.partial(sources.read_glue, folder, config)
-      look = functools.partial(sources.glue_file, folder, config)
-      source: seqio.DataSource = sources.Rows(read, task.splits, look)
-    else:
-      source = seqio.TfdsDataSource(f"glue/{config}:{VERSION}", splits=tuple(task.splits))
-    _add(
-      f"nm_glue_{config}",
-      config,
-      source,
-      vocabulary or seqio.SentencePieceVocabulary(VOCABULARY_FILE),
+
+  def source(task: glue.Task) -> seqio.DataSource:
+    if not folder:
+      return seqio.TfdsDataSource(f"glue/{task.name}:{VERSION}", splits=tuple(task.splits))
+    read, look = (
+      functools.partial(f, folder, task.name) for f in (sources.read_glue, sources.glue_file)
     )
-  registry.add_mixture("nm_glue_proportional", _rates("nm_glue_"))
-  registry.add_mixture("nm_glue_mnli_and_dev", _mnli("nm_glue_"))
-  return registry.known(name)
+    return sources.Rows(read, task.splits, look)
+
+  _register("nm_glue_", source, vocabulary, lambda task: task.rate)
+  return name
 
 
 def register_mini(
@@ -106,40 +148,13 @@ def register_mini(
     seed: another one gives other rows.
     name: what to return, so that a gin macro for the name of the task can call this function.
   """
-  rows = mini.sizes(rows)
-  for config, task in glue.TASKS.items():
-    read = functools.partial(_make, config, rows=rows, seed=seed)
-    source = sources.Rows(read, task.splits)
-    _add(f"nm_glue_mini_{config}", config, source, vocabulary or mini_words())
-  rates = _rates("nm_glue_mini_")
+  size = mini.sizes(rows)
+
+  def source(task: glue.Task) -> seqio.DataSource:
+    make = lambda split: sources.columns(mini.make(task.name, split, size, seed), task.name)
+    return sources.Rows(make, task.splits)
+
   # Proportional to the rows, as in T5's mixture: all training sets have the same number.
-  registry.add_mixture(
-    "nm_glue_mini_proportional",
-    {task: rows["train"] if rate else 0 for task, rate in rates.items()},
-  )
-  registry.add_mixture("nm_glue_mini_mnli_and_dev", _mnli("nm_glue_mini_"))
-  return registry.known(name)
-
-
-def _make(config: str, split: str, rows: Mapping[str, int], seed: int) -> sources.Columns:
-  return sources.columns(mini.make(config, split, rows, seed), config)
-
-
-def _rates(prefix: str) -> dict[str, int]:
-  return {f"{prefix}{t.name}": t.rate for t in glue.TASKS.values() if t.rate is not None}
-
-
-def _mnli(prefix: str) -> dict[str, int]:
-  """Returns the rates of MNLI: its training set, and 0 for both halves of its validation set."""
-  return {f"{prefix}mnli": 1, f"{prefix}mnli_matched": 0, f"{prefix}mnli_mismatched": 0}
-
-
-def _add(name: str, config: str, source: seqio.DataSource, vocabulary: seqio.Vocabulary) -> None:
-  registry.add_task(
-    name,
-    source,
-    vocabulary,
-    functools.partial(text_format, config=config),
-    postprocessor(config),
-    [metrics.BY_NAME[metric] for metric in glue.TASKS[config].metrics],
-  )
+  rate = lambda task: size["train"] if task.rate else 0
+  _register("nm_glue_mini_", source, vocabulary or mini_words(), rate)
+  return name

@@ -134,18 +134,12 @@ def glue_file(folder: str | os.PathLike, config: str, split: str) -> pathlib.Pat
 
 def read_glue(folder: str | os.PathLike, config: str, split: str) -> Columns:
   """Reads one split of GLUE from its official TSV files."""
-  path = glue_file(folder, config, split)
+  path, task = glue_file(folder, config, split), glue.TASKS[config]
   try:
-    with path.open(encoding="utf-8-sig") as file:
-      rows = _rows(file, path, config, split)
+    rows = _rows(path, task, split)
   except (UnicodeDecodeError, csv.Error) as e:
     raise ValueError(f"{path} is not tab-separated text in UTF-8: {e}. Download it again.") from e
-  if not rows:
-    raise ValueError(
-      f"{path} has no row for the split {split} of {config}: it is empty, or no row has all the "
-      "columns, tab-separated. Download it again."
-    )
-  if len(rows) != (official := glue.TASKS[config].splits[split]):
+  if len(rows) != (official := task.splits[split]):
     logging.warning(
       "%s: has %d rows for the split %s, and GLUE's %s has %d. If that is not meant, download it "
       "again: scores of another set do not compare.", path, len(rows), split, config, official,
@@ -153,24 +147,33 @@ def read_glue(folder: str | os.PathLike, config: str, split: str) -> Columns:
   return columns(rows, config)
 
 
-def _rows(file: Iterable[str], path: pathlib.Path, config: str, split: str) -> list[dict[str, Any]]:
-  task = glue.TASKS[config]
-  lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-  if config == "cola" and not split.startswith("test"):  # the one file without a header
-    head, at, label_at = [], {"sentence": 3}, 1
-  else:
-    head = next(lines, [])
-    at, label_at = _columns_of(head, path, config, split)
-  keep = _mrpc_part(path, head, split) if path.name == _MRPC_TRAIN else None
-  width = max([*at.values(), label_at or 0]) + 1
+def _rows(path: pathlib.Path, task: glue.Task, split: str) -> list[dict[str, Any]]:
+  config, is_test = task.name, split.startswith("test")
+  names = {field: _TEXT_COLUMNS.get(config, {}).get(field, field) for field in task.fields}
+  label = _LABEL_COLUMNS.get(config, "label")
+  # CoLA's files have no header. Its column with the author's star is not read.
+  header = ("source", "label", "star", "sentence") if config == "cola" and not is_test else None
+  is_here = _mrpc_part(path, split) if path.name == _MRPC_TRAIN else lambda row: True
 
   rows, left_out = [], []
-  for idx, cells in enumerate(filter(None, lines)):
-    if len(cells) < width or (label_at is not None and task.labels and not cells[label_at]):
-      left_out.append(lines.line_num)
-    elif keep is None or keep(cells):
-      label = -1 if label_at is None else _label(cells[label_at], task, path, lines.line_num)
-      rows.append({**{f: cells[i] for f, i in at.items()}, "label": label, "idx": idx})
+  with path.open(encoding="utf-8-sig") as file:
+    lines = csv.DictReader(file, header, delimiter="\t", quoting=csv.QUOTE_NONE)
+    there = lines.fieldnames or ()
+    needed = [*names.values(), *([] if is_test else [label])]
+    if missing := [name for name in needed if name not in there]:
+      raise ValueError(
+        f"{path}, line 1: no column {missing}, which {config} needs; the header is {there}. Is it "
+        "GLUE's own file, with tabs between columns?"
+      )
+    # GLUE hides the labels of a test set; MRPC's own file and the diagnostic set differ in that.
+    has_label = label in there and not (config == "mrpc" and is_test)
+    needed = [*names.values(), *([label] if has_label else [])]
+    for idx, row in enumerate(lines):
+      if None in map(row.get, needed) or (has_label and task.labels and not row[label]):
+        left_out.append(lines.line_num)
+      elif is_here(row):
+        index = _label(row[label], task, path, lines.line_num) if has_label else -1
+        rows.append({**{f: row[name] for f, name in names.items()}, "label": index, "idx": idx})
   if left_out:
     logging.warning(
       "%s: left out %d rows without all columns, as TFDS does; lines %s%s",
@@ -179,51 +182,26 @@ def _rows(file: Iterable[str], path: pathlib.Path, config: str, split: str) -> l
   return rows
 
 
-def _columns_of(
-  head: Sequence[str], path: pathlib.Path, config: str, split: str
-) -> tuple[dict[str, int], int | None]:
-  """Returns the column of each field and that of the label, None where the split hides labels."""
-  test = split.startswith("test")
-  label = _LABEL_COLUMNS.get(config, "label")
-  names = {f: _TEXT_COLUMNS.get(config, {}).get(f, f) for f in glue.TASKS[config].fields}
-  needed = list(names.values()) if test else [*names.values(), label]
-  if missing := [name for name in needed if name not in head]:
-    raise ValueError(
-      f"{path}, line 1: no column {', '.join(map(repr, missing))}, which {config} needs; the "
-      f"header is {head}. Is it GLUE's own file, with tabs between columns?"
-    )
-  at = {field: head.index(name) for field, name in names.items()}
-  if label not in head or (config == "mrpc" and test):
-    return at, None  # MRPC's own test file has labels, GLUE hides them
-  return at, head.index(label)
-
-
 def _label(text: str, task: glue.Task, path: pathlib.Path, line: int) -> int | float:
-  if task.regression:
-    try:
-      value = float(text)
-    except ValueError:
-      value = math.nan
-    if 0 <= value <= 5:
-      return value
-    want = "a number from 0 to 5"
-  else:
-    if text in task.labels:
-      return task.labels.index(text)
-    try:
-      value = int(text)
-    except ValueError:
-      value = -1
-    if 0 <= value < len(task.labels):
-      return value
-    want = f"one of {', '.join(task.labels)}, or 0 to {len(task.labels) - 1}"
-  raise ValueError(
-    f"{path}, line {line}: the label {text[:80]!r} of {task.name} is not {want}. Fix or delete "
-    "the row."
-  )
+  """Returns a score, or the index of a label that stands there by word or by index."""
+  top = 5 if task.regression else len(task.labels) - 1
+  try:
+    if task.regression:
+      label = float(text)
+    else:
+      label = task.labels.index(text) if text in task.labels else int(text)
+  except ValueError:
+    label = math.nan
+  if not 0 <= label <= top:
+    words = ", ".join([*task.labels, f"0 to {top}"])
+    raise ValueError(
+      f"{path}, line {line}: the label {text[:80]!r} of {task.name} is not one of {words}. Fix or "
+      "delete the row."
+    )
+  return label
 
 
-def _mrpc_part(path: pathlib.Path, head: list[str], split: str) -> Callable[[list[str]], bool]:
+def _mrpc_part(path: pathlib.Path, split: str) -> Callable[[Mapping[str, str]], bool]:
   """Returns whether a row of MRPC's own training file belongs to this split."""
   ids = path.with_name(_MRPC_DEV_IDS)
   if not ids.is_file():
@@ -231,11 +209,8 @@ def _mrpc_part(path: pathlib.Path, head: list[str], split: str) -> Callable[[lis
       f"no file {ids}, which says what rows of {path.name} are for validation. GLUE's download "
       f"script fetches it. Or remove {path.name}: train.tsv and dev.tsv are read then."
     )
-  pair = [head.index(name) for name in ("#1 ID", "#2 ID")]
-  with ids.open(encoding="utf-8-sig") as file:
-    lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-    held_out = {tuple(cells[:2]) for cells in lines}
-  return lambda cells: (tuple(cells[i] for i in pair) in held_out) == (split == "validation")
+  held_out = {tuple(line.split()) for line in ids.read_text("utf-8-sig").splitlines()}
+  return lambda row: ((row["#1 ID"], row["#2 ID"]) in held_out) == (split == "validation")
 
 
 # --- two text files -------------------------------------------------------------------------------

@@ -26,19 +26,13 @@ class WordVocabulary(seqio.Vocabulary):
   ([4, 2], 'entailment <unk>')
 
   Args:
-    words: the words, each without a space.
+    words: different words, none empty and none with a space.
   """
 
   def __init__(self, words: Iterable[str]):
     super().__init__()
     self._words = tuple(words)
     self._ids = {word: i for i, word in enumerate(self._words, len(_SPECIAL))}
-    if len(self._ids) != len(self._words) or any(w.split() != [w] for w in self._words):
-      raise ValueError("WordVocabulary takes different words, none empty and none with a space.")
-
-  @property
-  def words(self) -> tuple[str, ...]:
-    return self._words
 
   @property
   def bos_id(self) -> int | None:

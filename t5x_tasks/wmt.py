@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import seqio
 import tensorflow as tf
 
-from t5x_tasks import metrics, registry, sources
-from t5x_tasks.glue import VOCABULARY_FILE
+from t5x_tasks import metrics, sources
+from t5x_tasks.glue import add_task
 
 LANGUAGES = ("en", "de")
 
@@ -70,8 +70,5 @@ def register_wmt(
         for split, (dataset, its, _) in splits.items()
       }
       source = seqio.TfdsDataSource(splits=there)
-    registry.add_task(
-      task, source, vocabulary or seqio.SentencePieceVocabulary(VOCABULARY_FILE), text_format, None,
-      [metrics.bleu],
-    )  # fmt: skip
-  return registry.known(name)
+    add_task(task, source, vocabulary, text_format, None, [metrics.bleu])
+  return name

@@ -22,7 +22,6 @@ TINY = {
 }
 COMMON = dict(model_type="t5", decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
 NEW_TOKENS = 10  # of a generation, at most
-FAR = np.arange(-300, 301)  # distances that are looked at
 
 
 def values(name, shape):
@@ -69,29 +68,25 @@ def network(torch, transformers, name):
 def run(torch, net, name):
   """Logits of the targets, in float64, and ids of greedy generations, padded with 0."""
   x, y = inputs(name), targets(name)
-  given = dict(
-    input_ids=torch.tensor(x).long(), attention_mask=torch.tensor(x > 0).long(),
+  batch = dict(
+    input_ids=torch.tensor(x).long(), attention_mask=torch.tensor(x > 0).long()
   )  # fmt: skip
   with torch.no_grad():
-    ids = net.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1)[:, 1:]
+    ids = net.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1)[:, 1:]
     net = net.double()
-    logits = net(**given, decoder_input_ids=torch.tensor(shifted(y)).long()).logits
+    logits = net(**batch, decoder_input_ids=torch.tensor(shifted(y)).long()).logits
   ids = np.pad(ids.numpy(), ((0, 0), (0, NEW_TOKENS - ids.shape[1])))
   return logits.float().numpy(), ids.astype(np.int32)
 
 
 def make(torch, transformers):
-  """name/what -> array, of each tiny network; and the buckets of distances."""
+  """name/what -> array, of each tiny network."""
   found = {}
   for name in TINY:
     net = network(torch, transformers, name)
     shapes = {key: list(x.shape) for key, x in net.named_parameters()}
     found[f"{name}/names"] = np.frombuffer(json.dumps(shapes).encode(), np.uint8)
     found[f"{name}/logits"], found[f"{name}/ids"] = run(torch, net, name)
-  attention = transformers.models.t5.modeling_t5.T5Attention
-  for both in (True, False):
-    buckets = attention._relative_position_bucket(torch.tensor(FAR), both, 32, 128)
-    found[f"buckets/{both}"] = buckets.numpy().astype(np.int8)
   return found
 
 

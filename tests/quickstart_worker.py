@@ -5,6 +5,7 @@ A process of its own, since seqio keeps the tasks that it registers small.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -24,8 +25,9 @@ def main(folder):
 
   # A fraction of the work: jax's for each layer, and of the evaluations.
   small = {"emb_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 32, "num_encoder_layers": 1}
-  of_size = T5Config._of_size.__func__
-  T5Config._of_size = classmethod(lambda *args: of_size(*args[:3], args[3] | small))
+  preset = T5Config.preset.__func__
+  smaller = functools.wraps(preset)(lambda *args, **fields: preset(*args, **(fields | small)))
+  T5Config.preset = classmethod(smaller)
   t5x_tasks.register_mini(rows={"train": 256, "validation": 64})
   task = quickstart.TASKS["mini-glue"]
   quickstart.TASKS["mini-glue"] = dataclasses.replace(task, evaluations=2, dense=("warmup",))

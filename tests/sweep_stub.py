@@ -35,6 +35,7 @@ def train(arguments):
   signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
   start = re.search(r"checkpoint_(\d+)$", macros.get("INITIAL_CHECKPOINT_PATH") or "")
   first = int(start[1]) if start else 0
+  (folder / "run.json").write_text(json.dumps({"start": first}))
   done = [int(p.name.partition("_")[2]) for p in folder.glob("checkpoint_*")]
   for step in range(max(done, default=first) + 1, first + macros["SPARSE_STEPS"] + 1):
     with (folder / "trace").open("a") as trace:

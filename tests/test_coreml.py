@@ -31,7 +31,6 @@ EXAMPLE = pathlib.Path(__file__).parents[1] / "examples/coreml.py"
 WORDS = {
   "v1_1": (["--length", "12"], 21),
   "vit_test": (["--size", "16", "--timm", "vit_tiny_patch16_224"], 6),
-  "swinv2_test": (["--size", "32", "--timm", "swinv2_tiny_window8_256"], 13),
   "resnet_test": (["--size", "32", "--timm", "resnet50"], 15),
 }
 
@@ -63,8 +62,6 @@ def test_a_package_keeps_the_bits_and_leaves_out_the_zeros(name, tmp_path, capsy
     wanted = [x for key, x in tensors.items() if (x == 0).mean() > 0.3 and "decoder." not in key]
     # A zero that is left out has no sign.
     assert {(x + 0).tobytes() for x in wanted} <= {x.tobytes() for x in found} and len(wanted) > 5
-  with pytest.raises(SystemExit):  # what is there is not overwritten
-    example.main([str(exported), str(out), *words])
 
 
 def load_example():

@@ -4,10 +4,9 @@ A block without a language is a picture or an output. Blocks of sh run in bash w
 the programs, so quoting is bash's; then each command line is parsed by its own program.
 """
 
-import argparse
 import contextlib
 import functools
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -82,10 +81,10 @@ def finished_runs(folder):
   for name in ("stepwise", "sr_ste"):
     runs |= {f"{name}_0": glue.COLUMNS[:4], f"{name}_1": glue.COLUMNS[4:]}
   for name, columns in runs.items():
-    test_report.write(folder / "runs" / name, tasks=[f"nm_glue_{c.task}" for c in columns])
+    test_report.write(folder / "runs" / name, tasks=[f"nm_glue_{c.name}" for c in columns])
     for column in columns:
       line = json.dumps({"step": 1100, **dict.fromkeys(column.metrics, 50.0)})
-      file = folder / f"runs/{name}/inference_eval/nm_glue_{column.task}-metrics.jsonl"
+      file = folder / f"runs/{name}/inference_eval/nm_glue_{column.name}-metrics.jsonl"
       file.write_text(f"{line}\n")
 
 
@@ -191,18 +190,9 @@ def arrived(tmp_path_factory):
   return lines_of
 
 
-def parsed(argv):
-  """The arguments of a command of ours; a wrong one ends the test."""
-  command = next(n for n in cli.COMMANDS if argv[: n.count(" ") + 1] == n.split())
-  parser = argparse.ArgumentParser(allow_abbrev=False)
-  importlib.import_module(f"nm_sparsity_jax.cli.{cli.COMMANDS[command][0]}").add_arguments(parser)
-  parser.add_argument("--debug", action="store_true")
-  return parser.parse_args(argv[command.count(" ") + 1 :])
-
-
 def check(program, argv):
   if program == "nm-sparsity":
-    parsed(argv)
+    cli.parse(argv)
   elif program == "make":
     assert re.search(rf"^{argv[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
   elif program == "pip":
@@ -269,7 +259,7 @@ def test_local_runs_are_made(block, arrived, tmp_path, monkeypatch):
     if command == "plan":
       assert cli.main([command, *argv]) == 0
       continue
-    args = parsed([command, *argv])
+    args = cli.parse([command, *argv])[-1]
     with as_a_user():
       if command == "bench":
         config = bench.configuration(args)

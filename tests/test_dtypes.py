@@ -1,7 +1,5 @@
 """Zero, finite and masked: every bit pattern of every dtype, against what its format says."""
 
-import doctest
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,12 +27,6 @@ FORMATS = {
 FORMATS = {name: format for name, format in FORMATS.items() if hasattr(jnp, name)}
 
 
-def all_of(name):
-  """Every byte as an array of the dtype, and its pattern, without the high bits of a short one."""
-  width, *_ = FORMATS[name]
-  return np.arange(256, dtype=np.uint8).view(np.dtype(name)), np.arange(256) % (1 << width)
-
-
 def rules(pattern):
   recipe = nms.recipe("sr_ste", pattern=pattern, phases=nms.Phases(total=1))
   return nms.Rules({".*": recipe})
@@ -43,8 +35,9 @@ def rules(pattern):
 @pytest.mark.parametrize("name", FORMATS)
 def test_verify_knows_each_pattern(name):
   """NaN in float8_e8m0fnu is not a zero, and -0.0 in float4_e2m1fn is one."""
-  values, pattern = all_of(name)
-  _, zeros, not_finite = FORMATS[name]
+  width, zeros, not_finite = FORMATS[name]
+  values = np.arange(256, dtype=np.uint8).view(np.dtype(name))
+  pattern = np.arange(256) % (1 << width)  # without the high bits of a short one
   is_used = np.array([p not in zeros for p in pattern])
   np.testing.assert_array_equal(dtypes.used(values), is_used)
   np.testing.assert_array_equal(~dtypes.finite(values), [p in not_finite for p in pattern])
@@ -54,7 +47,7 @@ def test_verify_knows_each_pattern(name):
   assert found.not_finite == 2 * sum(p in not_finite for p in pattern)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
 def test_wide_floats_have_two_zeros(name):
   dtype = np.dtype(name)
   unsigned = np.dtype(f"u{dtype.itemsize}")
@@ -63,23 +56,20 @@ def test_wide_floats_have_two_zeros(name):
   assert dtypes.used(patterns.view(dtype)).tolist() == [False, False] + [True] * (top + 1)
 
 
-@pytest.mark.parametrize("name", ["complex64", "bool", "S4"])
+@pytest.mark.parametrize("name", ["complex64", "bool"])
 def test_other_dtypes_are_refused_by_name(name):
   dtype = np.dtype(name)
   with pytest.raises(ValueError, match=f"'a/kernel' has dtype .*{dtype}"):
     nms.verify({"a": {"kernel": np.zeros((4, 2), dtype)}}, rules("1:2"))
 
 
-REFUSED = ("float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu")
-
-
 @pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith("float")])
 def test_masks_order_every_pair(name):
   """Of each pair of patterns, the mask keeps the one that the format says."""
-  width, *_ = FORMATS[name]
-  one = np.arange(1 << width, dtype=np.uint8)
+  one = np.arange(1 << FORMATS[name][0], dtype=np.uint8)
   x = np.stack([a.ravel() for a in np.meshgrid(one, one, indexing="ij")]).view(np.dtype(name))
-  if name in REFUSED:  # zeros of float8_e8m0fnu would be 2^-127; JAX computes nothing in float6
+  # Zeros of float8_e8m0fnu would be 2^-127, and JAX computes nothing in float6.
+  if name.startswith("float6") or name == "float8_e8m0fnu":
     with pytest.raises(ValueError, match=f"dtype {name} .*astype"):
       masks.magnitude_mask(x, "1:2")
     return
@@ -89,8 +79,3 @@ def test_masks_order_every_pair(name):
     score = np.where(last, -np.inf, score)
     first = (score[0] > score[1]) | ((score[0] == score[1]) & (last[0] <= last[1]))
     np.testing.assert_array_equal(np.asarray(mask(jnp.asarray(x), "1:2")), [first, ~first])
-
-
-def test_docstrings():
-  failed, tried = doctest.testmod(dtypes)
-  assert tried and not failed

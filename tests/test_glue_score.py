@@ -30,7 +30,7 @@ def metrics_of(row, *steps, plus=0.0):
   for column in glue.COLUMNS:
     printed = zip(column.metrics, row["columns"][column.title], strict=False)  # a mean stands last
     values = {metric: value + plus for metric, value in printed}
-    found[column.task] = {step: dict(values) for step in steps or (1000,)}
+    found[column.name] = {step: dict(values) for step in steps or (1000,)}
   return found
 
 
@@ -163,7 +163,7 @@ def test_runs_that_were_trained_otherwise_are_not_joined(change, write, call):
 def test_rows_have_names_and_joined_runs_tasks_of_their_own(write, call):
   a, b = write("a"), write("b")
   for argv, word in (
-    (["--join", "x", a, b], "both have metrics of"),
+    (["--join", "x", a, b], "has metrics of"),
     (["--join", "x"], "a name for the row"),
     ([a, a], "called the same"),
     ([], "--join"),

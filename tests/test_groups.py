@@ -1,6 +1,5 @@
 """Axis, padding and order of the groups of one weight, against plain numpy."""
 
-import doctest
 import math
 
 import jax.numpy as jnp
@@ -8,7 +7,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nm_sparsity_jax.core import groups as groups_lib
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.patterns import NM
@@ -96,8 +94,3 @@ def test_a_function_sees_whole_groups_on_adjacent_axes(place):
     return a + b
 
   np.testing.assert_array_equal(groups.apply(add, x, x), 2 * x)
-
-
-def test_docstrings():
-  result = doctest.testmod(groups_lib, extraglobs={"np": np, "NM": NM})
-  assert result.attempted and not result.failed

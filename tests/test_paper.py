@@ -8,8 +8,7 @@ from test_gin import ROOT, config
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import plan
-from nm_sparsity_jax.analysis.plan import contents
-from nm_sparsity_jax.analysis.plan.findings import Findings
+from nm_sparsity_jax.analysis.plan import build, contents
 from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.runs import paper, results
 from nm_sparsity_jax.training import configure
@@ -178,10 +177,10 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
     rules = c.value("RULES")
     assert configure.describe(rules) == expected_rules(row)
     if row.table not in shapes:
-      shapes[row.table] = plan.shapes(plan.network_of(c))
-    params, axes = shapes[row.table]
+      shapes[row.table] = build.shapes_of(build.workload_of(c))
+    params, axes = shapes[row.table]["params"], shapes[row.table].get("params_axes")
     assignment = (rules.with_logical_axes(axes) if axes else rules).assign(params)
-    timelines = contents.schedule(Findings(c), assignment)
+    timelines = contents.schedule(assignment)
     (tmp_path / "config.gin").write_text(c.text())
   patterns = {kernel["pattern"] for kernel in contents.kernels(assignment)["sparse"]}
   assert patterns == {*row.published["places"].values()}

@@ -41,7 +41,7 @@ def is_shown(row, page):
   "file, page",
   [
     *((file, "docs/performance.md") for file in (
-      "decode_cpu", "decode_packed_cpu", "decode_peak_cpu", "encode_cpu", "train_step_cpu",
+      "decode_packed_cpu", "decode_peak_cpu", "encode_cpu", "train_step_cpu",
       "train_step_vit_cpu", "train_step_resnet_cpu", "t5x_step_cpu",
     )),
     ("rounding", "docs/deploy.md"),
@@ -120,11 +120,8 @@ def test_a_train_step_runs(run, monkeypatch):
   assert rows[1].keys() == keys("train_step_vit_cpu")
 
 
-def test_decoding_runs(run, monkeypatch):
-  decode = importlib.import_module("decode")
-  monkeypatch.setattr(decode, "reading", lambda: ({("memory", "none"): lambda: None}, 1))
+def test_decoding_runs(run):
   words = "--size=small", "--layers=2", "--steps=2", "--inputs=4", "--blocks=3"
-  assert [row["part"] for row in run("decode", *words)] == ["embedding", "layers", "head", "token"]
   rows = run("decode", *words, "--patterns", "1:8")
   assert [row["weights"] for row in rows] == ["dense", "1:8"]
   assert rows[1].keys() == keys("decode_packed_cpu")
@@ -134,6 +131,5 @@ def test_costs_in_place_run(run, capsys):
   in_place = importlib.import_module("in_place")
   in_place.leaves(2, "sr_ste")
   in_place.calls("sr_ste")
-  in_place.assign(3)
   said = capsys.readouterr().out
-  assert "ratio trace" in said and "later" in said and "3 rules on 3 parameters" in said
+  assert "ratio trace" in said and "later" in said

@@ -1,6 +1,5 @@
 """nm-sparsity plan: what it shows of a run, and what it refuses."""
 
-import doctest
 import json
 import pathlib
 import re
@@ -17,15 +16,10 @@ import tasks_found
 from hypothesis import strategies as st
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax import cli, runs
+from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import plan
-from nm_sparsity_jax.analysis.plan import build
-from nm_sparsity_jax.analysis.plan import report as whole
-from nm_sparsity_jax.core import trees
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.models.t5 import network
-from nm_sparsity_jax.runs import checkpoint
-from nm_sparsity_jax.trainer import train
 from nm_sparsity_jax.trainer.workloads.t5 import T5
 from nm_sparsity_jax.training import configure, rules_text
 
@@ -33,11 +27,12 @@ pytest.importorskip("gin", reason="plan reads gin files: pip install gin-config"
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIZES = dict(
-  vocab_size=64, emb_dim=32, num_heads=2, num_encoder_layers=2, num_decoder_layers=3, head_dim=8,
+  vocab_size=64, emb_dim=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=3, head_dim=8,
   mlp_dim=48, mlp_activations=("gelu", "linear"),
 )  # fmt: skip
 MODEL = """
 from __gin__ import dynamic_registration
+from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.models.t5 import network
 NETWORK = @network.Transformer()
 network.Transformer.config = @network.T5Config()
@@ -88,17 +83,14 @@ def test_kernels_alike_are_shown_together_and_nothing_is_lost(run):
   _, report = run(**SETTINGS, SPARSITY_RULES={"ff": None, "decoder/cross/qk": "2:8"})
   assert not report["errors"]
   found = {k["path"]: k for k in report["kernels"]["sparse"]}
-  assert len(found) == 5
   wi = found["decoder/layers_{0..2}/mlp/wi_{0,1}/kernel"]
-  want = dict(count=6, role="ff", rule="ff", shape=[32, 48], axis=0, pattern="1:4", groups=384)
+  want = dict(count=6, rule="ff", shape=[32, 48], axis=0, pattern="1:4", groups=384)
   assert wi.items() >= want.items() and wi["recipe"] == "sr_ste"
   qk = found["decoder/layers_{0..2}/encoder_decoder_attention/{key,query}/kernel"]
-  assert qk["role"] == "k,q" and qk["pattern"] == "2:8" and qk["groups"] == 4 * 16
+  assert qk["pattern"] == "2:8" and qk["groups"] == 4 * 16
   part = report["kernels"]
   paths = [p for kind in ("sparse", "dense") for k in part[kind] for p in k["paths"]]
-  assert len(set(paths)) == len(paths) == 2 * 7 + 3 * 11 + 1 and part["other_dense"] > 0
-  uneven = ["a/l_0/x", "a/l_1/x", "b/l_0/x"]  # no product: must not be shown as one
-  assert [name for name, _ in trees.group(uneven, words=True)] == ["a/l_{0,1}/x", "b/l_0/x"]
+  assert len(set(paths)) == len(paths) == 7 + 3 * 11 + 1
 
 
 def test_what_is_dropped_skipped_or_scanned(run):
@@ -110,33 +102,26 @@ def test_what_is_dropped_skipped_or_scanned(run):
   assert levels == {768: "8:256", 1024: "16:512"}
   scan = [f"{OURS}.mlp_dim = 50", f"{OURS}.scan_layers = True"]
   _, report = run(raw=scan, **SETTINGS, INDIVISIBLE="skip")
-  assert {k["path"] for k in report["kernels"]["skipped"]} == {
-    "encoder/encoder/mlp/wo/kernel", "decoder/decoder/mlp/wo/kernel",
-  }  # fmt: skip
+  assert "decoder/decoder/mlp/wo/kernel" in {k["path"] for k in report["kernels"]["skipped"]}
   shapes = {tuple(k["shape"]): k["axis"] for k in report["kernels"]["sparse"]}
-  assert shapes == {(32, 2, 50): 0, (32, 3, 50): 0}
+  assert shapes == {(32, 1, 50): 0, (32, 3, 50): 0}
 
 
-def test_the_schedule_counts_sparse_and_global_steps(run):
-  settings = dict(RECIPE="mdgf_linear", PATTERN="1:4", SPARSE_STEPS=100, DENSE_STEPS=10)
-  _, report = run(**settings, FINETUNE_STEPS=20, raw=["PRETRAINED_STEPS = 1_000_000"])
-  (schedule,) = report["schedule"]
-  segments = schedule["segments"]
-  assert [(s["start"], s["stop"]) for s in segments] == [(0, 10), (10, 70), (70, 100)]
-  assert all(s[f"t5x_{x}"] == s[x] + 1_000_000 for s in segments for x in ("start", "stop"))
-  assert [s["decay_start"] for s in segments] == [1, 1, 0]
-  assert [s["phase"] for s in segments] == ["dense", "sparsify", "sparsify, fine-tune from 80"]
-
-
-@pytest.mark.parametrize("recipe", ["sr_ste", "mdgf_linear", "idp"])
-def test_cost_is_that_of_flops(run, recipe):
+@pytest.mark.parametrize("recipe", ["mdgf_linear", "idp"])
+def test_schedule_and_cost(run, recipe):
   places = {"ff": None, "decoder/cross/qkv": "2:8"}
-  _, report = run(**SETTINGS | {"RECIPE": recipe, "SPARSITY_RULES": places}, raw=SIZED)
+  macros = SETTINGS | dict(RECIPE=recipe, SPARSITY_RULES=places, DENSE_STEPS=10, FINETUNE_STEPS=20)
+  _, report = run(**macros, raw=[*SIZED, "PRETRAINED_STEPS = 1_000_000"])
+  for part in report["schedule"]:
+    assert (part["dense_until"], part["finetune_from"], part["offset"]) == (10, 80, 1_000_000)
+    segments = [(s["start"], s["stop"], s["decay_start"]) for s in part["segments"]]
+    if recipe == "mdgf_linear":
+      assert segments == [(0, 10, 1), (10, 70, 1), (70, 100, 0)]
   dense = T5(network.Transformer(network.T5Config(**SIZES)), lengths=LENGTHS).cost()
-  made = configure.rules(places, recipe, "1:4", sparse_steps=100).places
+  phases = dict(sparse_steps=100, dense_steps=10, finetune_steps=20)
+  made = configure.rules(places, recipe, "1:4", **phases).places
   once, whole = nms.flops.inference(dense, made), nms.flops.training(dense, made, 7)
-  cost = report["cost"]
-  near = lambda x: pytest.approx(x, rel=1e-9)
+  cost, near = report["cost"], lambda x: pytest.approx(x, rel=1e-9)
   assert cost["inference"] == {"dense": near(dense.flops), "sparse": near(once.flops)}
   assert cost["training"]["sparse"] == near(whole.flops)
   assert cost["training"]["dense"] == near(3 * 7 * 100 * dense.flops)
@@ -151,68 +136,12 @@ def test_the_largest_t5_is_not_allocated(run):
   assert all(a.size < 100 for a in jax.live_arrays() if id(a) not in before)
 
 
-OWN = """
-import itertools
-import jax.numpy as jnp
-from nm_sparsity_jax.trainer.workloads import Workload
-
-class Own(Workload):
-  weight, batch_size = "pixels", 48
-
-  def init(self, rng):
-    return {"params": {f"layer_{i}": {"kernel": jnp.zeros((8, 4))} for i in range(2)}}
-
-  def loss(self, params, state, batch, rng):
-    outs = [batch["x"] @ params[f"layer_{i}"]["kernel"] for i in range(2)]
-    return sum(map(jnp.sum, outs)), {"pixels": jnp.ones(())}, state
-
-  def batches(self, seed, start):
-    return itertools.repeat({"x": jnp.zeros((self.batch_size, 8))})
-
-  def splits(self):
-    return {}
-
-class Picky(Own):
-  def check(self):
-    raise ValueError("too wide for these data.")
-
-  def example(self):
-    raise OSError("no data here")
-"""
-
-
-def test_a_workload_is_planned_like_t5(run, tmp_path, monkeypatch):
-  monkeypatch.syspath_prepend(str(tmp_path))
-  (tmp_path / "plan_own_workload.py").write_text(OWN)
-  lines = "from __gin__ import dynamic_registration", "import plan_own_workload", "WORKLOAD = %s"
-  (tmp_path / "own.gin").write_text("\n".join(lines) % "@plan_own_workload.Own()")
-  (tmp_path / "picky.gin").write_text("\n".join(lines) % "@plan_own_workload.Picky()")
-  files = "gin_configs/runs/local_workload.gin", "gin_configs/runs/local_adamw.gin"
-  mine = SETTINGS | {"SPARSITY_RULES": {"layer_./kernel": None}, "MODEL_DIR": str(tmp_path / "run")}
-  code, report = run(files=[*files, "own.gin"], **mine)
-  assert not code, report["errors"]
-  assert [k["path"] for k in report["kernels"]["sparse"]] == ["layer_{0,1}/kernel"]
-  assert report["loss"] == {"lambda": {"layer_./kernel": 2e-4}, "mean_over": "pixels"}
-  assert report["cost"]["parameters"] == {"dense": 64, "kept": 16, "in_sparse_kernels": 64}
-  assert report["cost"]["inference"] == {"dense": 128, "sparse": 32}
-  assert "(25.0%) for one example" in plan.render(report)
-  _, report = run(files=[*files, "picky.gin"], **mine)
-  assert report["errors"] == ["too wide for these data."] and "cost" not in report
-  assert has(report["notes"], "no FLOPs", "no data here")
-  sys.modules.pop("plan_own_workload")
-
-
-def test_the_learning_rate_and_a_warm_up_that_never_ends(run, tmp_path):
+def test_a_warm_up_that_never_ends_is_warned_of(run, tmp_path):
   settings = SETTINGS | TASK | {"MODEL_DIR": str(tmp_path / "run"), "SPARSE_STEPS": 240}
-  settings["LEARNING_RATE_FACTORS"] = "constant * linear_warmup * rsqrt_decay"
-  rates = {}
-  for warmup in (1000, 100):
-    _, report = run(files=LOCAL, **settings, WARMUP_STEPS=warmup)
-    rates[warmup] = report["learning_rate"]
-    assert has(report["warnings"], "WARMUP_STEPS=1,000") == (warmup == 1000)
-  assert rates[1000]["last"] == rates[1000]["highest"]
-  assert rates[100]["first"] < rates[100]["highest"] > rates[100]["last"]
-  assert rates[100]["highest"] == pytest.approx(0.001 * 100**-0.5, rel=0.02)
+  _, report = run(files=LOCAL, **settings, WARMUP_STEPS=1000)
+  rate = report["learning_rate"]
+  assert has(report["warnings"], "WARMUP_STEPS=1,000")
+  assert rate["first"] < rate["last"] == rate["highest"] == pytest.approx(0.001 * 0.239)
 
 
 def test_text_picture_json_and_library_say_the_same(run, tmp_path, capsys):
@@ -220,12 +149,10 @@ def test_text_picture_json_and_library_say_the_same(run, tmp_path, capsys):
 
   pytest.importorskip("matplotlib")
   before = gin.config_str()
-  macros = SETTINGS | {"RECIPE": "mdgf_exponential"}
-  _, report = run(f"--plot={tmp_path / 'p.png'}", **macros, raw=["PRETRAINED_STEPS = 1_000"])
+  macros = SETTINGS | {"RECIPE": "mdgf_exponential", "PRETRAINED_STEPS": 1000}
+  _, report = run(f"--plot={tmp_path / 'p.png'}", **macros)
   assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-  bindings = [f"{name} = {value!r}" for name, value in macros.items()] + [
-    "PRETRAINED_STEPS = 1_000"
-  ]
+  bindings = [f"{name} = {value!r}" for name, value in macros.items()]
   files = ["model.gin", "gin_configs/sparsity.gin"]
   assert plan.plan(files, bindings, [tmp_path]) == report
   argv = [f"--gin_file={f}" for f in files] + [f"--gin.{b}" for b in bindings]
@@ -233,14 +160,11 @@ def test_text_picture_json_and_library_say_the_same(run, tmp_path, capsys):
   text = capsys.readouterr().out
   assert text == plan.render(report) + "\n" and len(text.splitlines()) < 30
   for words in (
-    "encoder/layers_{0,1}/mlp/wo/kernel         x2 ", "1,000 .. 1,099", "1 -> 5.18e-05", "FLOPs",
+    "decoder/layers_{0..2}/mlp/wo/kernel", "1,000 .. 1,099", "1 -> 5.18e-05", "FLOPs",
     "ends with D = 5.18e-05", "kept", "Nothing stands in the way",
   ):  # fmt: skip
     assert words in text, text
   assert gin.config_str() == before
-  for module in (whole, trees):
-    failed, tried = doctest.testmod(module)
-    assert tried and not failed
 
 
 def documented_overrides():
@@ -251,35 +175,30 @@ def documented_overrides():
 
 
 OF_T5X = ("t5x_adapter.", "utils.", "partitioning.", "METRICS_EVERY")  # no part of a plan
-BASE = dict(RECIPE="mdgf_exponential", PATTERN="1:4", SPARSE_STEPS=100, FINETUNE_STEPS=20)
 
 
 def is_of_t5x(flags):
   return any(flag.removeprefix("--gin.").startswith(OF_T5X) for flag in flags)
 
 
-def test_documented_overrides_change_the_plan(run):
-  _, plain = run(**BASE)
+@pytest.mark.usefixtures("run")  # makes model.gin
+def test_documented_overrides_make_rules():
+  base = dict(RECIPE="mdgf_exponential", PATTERN="1:4", SPARSE_STEPS=100, FINETUNE_STEPS=20)
   rows = [flags for flags in documented_overrides() if not is_of_t5x(flags)]
   assert len(rows) >= 6
   for flags in rows:
-    names = {flag.removeprefix("--gin.").partition("=")[0] for flag in flags}
-    macros = {k: v for k, v in BASE.items() if k not in names}
-    code, report = run(**macros, raw=[flag.removeprefix("--gin.") for flag in flags])
-    assert not code, report["errors"]
-    same = report["schedule"] == plain["schedule"] and report["kernels"] == plain["kernels"]
-    assert not same or names == {"INDIVISIBLE"}, flags  # all divides here
+    raw = [flag.removeprefix("--gin.") for flag in flags]
+    bindings = [f"{k} = {v!r}" for k, v in base.items()] + raw
+    with gin_files.Config([ROOT], ["model.gin", "gin_configs/sparsity.gin"], bindings) as config:
+      assert not config.errors and config.value("RULES"), flags
 
 
 # --- what it refuses ----------------------------------------------------------------------------
 
 
-def test_errors_of_several_kinds_come_together(run):
-  _, report = run()
-  assert has(report["errors"], "RECIPE")
+def test_each_part_notes_its_error(run):
   rules = {"ff": "1:5", "decodr/ff": None}
-  code, report = run("--checkpoint=nowhere", **SETTINGS, SPARSITY_RULES=rules, raw=["X.y=1"])
-  assert code == 1
+  _, report = run("--checkpoint=nowhere", **SETTINGS, SPARSITY_RULES=rules, raw=["X.y=1"])
   for words in (["X.y"], ["1:5", "mlp/wi"], ["nowhere"]):
     assert has(report["errors"], *words), report["errors"]
 
@@ -290,30 +209,23 @@ def test_errors_of_several_kinds_come_together(run):
     (dict(RECIPE="sr_stee"), ["sr_stee"]),
     (dict(PATTERN="8:1"), ["PATTERN", "8:1"]),
     (dict(DENSE_STEPS=90, FINETUNE_STEPS=20), ["DENSE_STEPS"]),
-    (dict(SPARSITY_RULES={"ff": None, "encoder/ff": None}), ["two rules claim"]),
     (dict(SPARSITY_RULES={"nope": None}), ["nope"]),
-    (dict(RECIPE="sdgf_stepwise", SPARSE_STEPS=1), ["3 levels"]),
     (dict(PATERN="1:8"), ["PATERN", "did you mean PATTERN?", "--allow-unknown"]),
     (dict(raw=["PATTERN=1:8"]), ["PATTERN = 1:8", "quotes"]),
     (dict(raw=[f"{OURS}.emb_dims = 8"]), ["emb_dims"]),
-    (dict(files=["model.gin", "gin_configs/none_of_these.gin"]), ["none_of_these.gin"]),
     (dict(files=["gin_configs/models/t5.gin", "gin_configs/sparsity.gin"]), ["T5_SIZE is not set"]),
     (dict(files=LOCAL, MODEL_DIR="x", MICROBATCHES=7, **TASK), ["7 microbatches"]),
-    (dict(files=LOCAL, MODEL_DIR="model.gin/run", **TASK), ["MODEL_DIR", "Not a directory"]),
     (dict(files=LOCAL, MODEL_DIR="x", **TASK | {"MIXTURE_OR_TASK_NAME": "no"}), ["'no'"]),
     (dict(files=LOCAL, MODEL_DIR="x", **TASK), ["VOCAB_SIZE=256"]),
   ],
 )
 def test_a_wrong_setting_is_named(run, changes, words):
-  code, report = run(**SETTINGS | changes)
-  assert code == 1 and len(report["errors"]) < 3
-  assert has(report["errors"], *words), report["errors"]
+  _, report = run(**SETTINGS | changes)
+  assert len(report["errors"]) < 3 and has(report["errors"], *words), report["errors"]
   assert not has(report["errors"], "In call to configurable")
-
-
-def test_a_macro_that_nothing_reads_may_pass(run):
-  _, report = run("--allow-unknown", **SETTINGS, PATERN="1:8")
-  assert report["ok"] and has(report["warnings"], "PATERN")
+  if "PATERN" in changes:
+    _, report = run("--allow-unknown", **SETTINGS | changes)
+    assert report["ok"] and has(report["warnings"], "PATERN")
 
 
 def test_a_run_file_without_t5x_says_so(run, monkeypatch):
@@ -327,7 +239,7 @@ def test_a_run_file_without_t5x_says_so(run, monkeypatch):
 
 
 @pytest.mark.parametrize("name, where", [("eval", "EVAL"), ("infer", "INFER")])
-def test_a_plan_of_an_evaluation(run, tmp_path, name, where):
+def test_a_plan_of_an_evaluation(run, name, where):
   pytest.importorskip("seqio", reason="the local runner needs seqio: pip install -e '.[local]'")
   macros = SETTINGS | TASK | {"CHECKPOINT_PATH": "nowhere", f"{where}_OUTPUT_DIR": "found"}
   files, raw = ("model.gin", f"gin_configs/runs/local_{name}.gin"), [f"{OURS}.vocab_size = 384"]
@@ -335,6 +247,8 @@ def test_a_plan_of_an_evaluation(run, tmp_path, name, where):
   assert report["errors"] == ["there is no checkpoint 'nowhere'"]
   assert report["cost"]["training"] is None and "loss" not in report
   assert "training " not in plan.render(report)
+  _, report = run(files=files, **macros)
+  assert has(report["errors"], "VOCAB_SIZE=256")
 
 
 # A run file, T5X's own model and overrides that are right or wrong.
@@ -352,27 +266,10 @@ models.EncoderDecoderModel:
   output_vocabulary = %VOCABULARY
   optimizer_def = %OPTIMIZER
 """
-# T5X's tiny.gin, with an import of its own: another network may be known to this process already.
-T5X_TINY = """
-from __gin__ import dynamic_registration
-from t5x.examples.t5 import network
-include 't5x/examples/t5/t5_1_1/base.gin'
-network.T5Config:
-  emb_dim = 8
-  num_heads = 4
-  num_encoder_layers = 2
-  num_decoder_layers = 2
-  head_dim = 3
-  mlp_dim = 16
-"""
 FILES = [
   "model.gin", "gin_configs/sparsity.gin", "gin_configs/models/t5.gin", "no.gin",
   "gin_configs/paper/table12.gin",
   *(f"gin_configs/runs/local_{x}.gin" for x in ("adamw", "train", "eval", "infer", "workload")),
-]  # fmt: skip
-FILES_OF_T5X = [
-  "theirs.gin", "t5x_tiny.gin", "model.gin", "gin_configs/paper/table12.gin",
-  *(f"gin_configs/runs/t5x_{x}.gin" for x in ("adamw", "finetune", "pretrain", "eval")),
 ]  # fmt: skip
 OVERRIDES = [
   "RECIPE = 'sr_ste'", "RECIPE = 3", "T5_SIZE = 'tiny'", "ROW = 'dense'", "PATTERN = '1:4'",
@@ -383,13 +280,6 @@ OVERRIDES = [
   "LEARNING_RATE = 'high'", "OPTIMIZER = None", "RULES = None", "CHECKPOINT_PATH = 7",
   "network.T5Config.emb_dim = 'x'", "X.y = 1", "MICROBATCHES = 3",
 ]  # fmt: skip
-
-
-def never_raises(files, overrides, tmp_path):
-  for name, text in {"model.gin": MODEL, "theirs.gin": T5X_MODEL}.items():
-    (tmp_path / name).write_text(text)
-  report = plan.plan(files, overrides, [tmp_path, ROOT, ROOT / "tests"])
-  assert report["ok"] == (not report["errors"]) and plan.render(report)
 
 
 def some(choices):
@@ -403,7 +293,9 @@ def folder(tmp_path_factory):
 
 @hypothesis.given(files=some(FILES), overrides=some(OVERRIDES))
 def test_no_files_and_overrides_raise(folder, files, overrides):
-  never_raises(files, overrides, folder)
+  (folder / "model.gin").write_text(MODEL)
+  report = plan.plan(files, overrides, [folder, ROOT, ROOT / "tests"])
+  assert report["ok"] == (not report["errors"]) and plan.render(report)
 
 
 # --- checkpoints --------------------------------------------------------------------------------
@@ -450,40 +342,26 @@ def target_of(module):
   return jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes)
 
 
-@pytest.mark.parametrize("kind", WRITERS)
-def test_a_checkpoint_fits_or_does_not(run, tmp_path, kind):
+def test_a_checkpoint_fits_or_does_not(run, tmp_path):
   tree = {"target": target_of(network.Transformer(network.T5Config(**SIZES)))}
   tree["state"] = {"step": np.int32(6), "param_states": {"v": np.zeros((3, 2), np.float32)}}
-  path = WRITERS[kind](tmp_path / "checkpoint_6", tree)
+  path = write_orbax(tmp_path / "checkpoint_6", tree)
   code, report = run(f"--checkpoint={path}", **SETTINGS)
   assert not code, report["errors"]
   found = report["restore"]
-  assert (found["format"], found["step"], found["sparse_step"]) == (kind, 6, None)
+  assert (found["format"], found["step"], found["sparse_step"]) == ("Orbax", 6, None)
   count = len(jax.tree.leaves(tree["target"]))
   assert found["sections"] == {"parameters": dict(load=count, initialise=0, drop=0)}
   _, report = run(f"--checkpoint={path}", **SETTINGS, raw=[f"{OURS}.mlp_dim = 64"])
   (error,) = report["errors"]
-  assert "another size: 15 of" in error and "(32, 48) there and (32, 64) here" in error
+  assert "12 of another shape" in error and "(32, 48) there and (32, 64) here" in error
   mlp = tree["target"]["encoder"]["layers_0"]["mlp"]
   mlp["wi"] = mlp.pop("wi_1")
-  path = WRITERS[kind](tmp_path / "checkpoint_7", tree)
+  path = write_orbax(tmp_path / "checkpoint_7", tree)
   _, report = run(f"--checkpoint={path}", **SETTINGS)
-  assert has(report["errors"], "target/encoder/layers_0/mlp/wi_1/kernel")
-  assert has(report["warnings"], "target/encoder/layers_0/mlp/wi/kernel")
-
-
-def test_the_local_runner_names_another_optimizer(run, tmp_path):
-  folder = tmp_path / "run"
-  settings = SETTINGS | TASK | {"MODEL_DIR": str(folder)}
-  bound = [f"{k} = {v!r}" for k, v in settings.items()]
-  with gin_files.Config([tmp_path, ROOT], LOCAL, bound) as config:
-    folder.mkdir()
-    runs.settings.write(folder, train.settings_of(config.settings("Run")))
-  (folder / "checkpoint_3/state").mkdir(parents=True)
-  (folder / "checkpoint_3/state/_METADATA").write_text("{}")
-  files = [LOCAL[0], "gin_configs/runs/local_adafactor.gin", LOCAL[2]]
-  _, report = run(files=files, **settings)
-  assert has(report["errors"], "was 'adamw'", "is 'adafactor'")
+  (error,) = report["errors"]
+  assert "1 of 57 missing (target/encoder/layers_0/mlp/wi_1/kernel)" in error
+  assert report["restore"]["sections"]["parameters"]["drop"] == 1
 
 
 # --- with T5X -----------------------------------------------------------------------------------
@@ -555,101 +433,32 @@ def start(tmp_path, t5x):
 
 
 @pytest.mark.t5x
-@hypothesis.given(files=some(FILES_OF_T5X), overrides=some(OVERRIDES))
-def test_no_files_and_overrides_of_t5x_raise(t5x, folder, files, overrides):
-  never_raises(files, overrides, folder)
-
-
-@pytest.mark.t5x
-@pytest.mark.usefixtures("t5x")
-def test_cost_of_t5xs_own_networks():
-  """Look-ups by one-hots are no FLOPs, in T5X's code as in ours."""
-  from t5x.examples.decoder_only import network as decoder_only
-  from t5x.examples.scalable_t5 import network as scalable
-  from t5x.examples.t5 import network as plain
-
-  sizes = dict(vocab_size=64, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
-  stacks = dict(num_encoder_layers=2, num_decoder_layers=3)
-  cost = lambda module: build.Network(module).cost(LENGTHS)
-  ours = cost(network.Transformer(network.T5Config(**sizes, **stacks)))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    for theirs, more in (plain, {}), (scalable, dict(scan_layers=True)):
-      found = cost(theirs.Transformer(theirs.T5Config(**sizes, **stacks, **more)))
-      assert found.flops == ours.flops
-      for place in ("ff", "encoder/q", "decoder/cross/qkv", "decoder/self/scores", "attention"):
-        assert found.select(place).flops == ours.select(place).flops, place
-    alone = cost(decoder_only.DecoderWrapper(decoder_only.TransformerConfig(
-      **sizes, num_layers=3, mlp_activations=("relu",))))  # fmt: skip
-  tokens = LENGTHS["targets"]
-  products = 3 * (4 * 16 * 16 + 2 * 16 * 32 + 2 * tokens * 16) + 16 * 64
-  assert alone.flops == 2 * tokens * products
-
-
-@pytest.mark.t5x
 def test_a_fine_tune_from_a_dense_checkpoint(run_t5x, start):
-  code, report = run_t5x(**FINETUNE, **start)
+  where = dict(MODEL_DIR="new", INITIAL_CHECKPOINT_PATH="start/checkpoint_6")  # made absolute
+  code, report = run_t5x(**FINETUNE, **where)
   assert not code, report["errors"]
   assert report["program"] == "train"
+  assert report["restore"]["path"] == start["INITIAL_CHECKPOINT_PATH"]
   sections = report["restore"]["sections"]
   assert sections["parameters"] == dict(load=29, initialise=0, drop=0)
   # Moments start afresh, the step is loaded. Of the run step, start and rules, and of each kernel
   # a mask and its stamps.
   assert sections["step and optimizer"] == dict(load=1, initialise=2 * 29 + 1, drop=29)
   assert sections["mutables"]["initialise"] == 3 + 3 * 6
-  assert report["schedule"][0]["segments"][-1]["t5x_stop"] == 18
+  assert report["schedule"][0]["offset"] == 6
   assert report["cost"]["training"]["batch_size"] == 16
-
-
-@pytest.mark.t5x
-@pytest.mark.parametrize("factor, scale", [(None, 16 * 8), (64, 2), ("NUM_REAL_TARGET_TOKENS", 1)])
-def test_lambda_beside_each_loss_of_t5x(run_t5x, start, factor, scale):
-  macros = FINETUNE | start | {"RECIPE": "sr_ste", "LOSS_NORMALIZING_FACTOR": factor}
-  _, report = run_t5x(**macros)
-  assert report["loss"]["lambda"] == {"ff": 2e-4}
-  assert report["loss"]["lambda_in_t5x_at_most"] == {"ff": pytest.approx(2e-4 * scale)}
-
-
-@pytest.mark.t5x
-def test_what_t5x_itself_writes_is_read(t5x, tmp_path):
-  import optax
-  from flax.core import freeze
-  from flax.linen.partitioning import AxisMetadata
-  from t5x import checkpoints, optimizers, partitioning, train_state
-
-  params = jax.tree.map(jnp.asarray, t5x_checkpoint()["target"])
-  axes = jax.tree.map(lambda x: AxisMetadata(names=(None,) * x.ndim), params)
-  rename = lambda tree: {
-    k + ("" if isinstance(v, dict) else "_axes"): rename(v) if isinstance(v, dict) else v
-    for k, v in tree.items()
-  }
-  optimizer = optimizers.wrap_optax_optimizer(optax.adamw)(1e-3)
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    state = train_state.FlaxOptimTrainState.create(
-      optimizer, freeze({"params": params, "params_axes": rename(axes)})
-    )
-    state = state.replace_step(np.int32(6))
-    partitioner = partitioning.PjitPartitioner(num_partitions=1)
-    checkpoints.Checkpointer(state, partitioner, str(tmp_path)).save(state)
-  stored = checkpoint.read(str(tmp_path / "checkpoint_6"))
-  assert (stored.format, stored.step, stored.sparse_step) == ("T5X", 6, None)
-  want = {f"target/{path}": (x.shape, str(x.dtype)) for path, x in trees.flatten(params)}
-  found = {k: (x.shape, x.dtype) for k, x in stored.leaves.items() if k.startswith("target/")}
-  assert found == want
 
 
 @pytest.mark.t5x
 @pytest.mark.parametrize(
   "changes, words",
   [
-    (dict(PRETRAINED_STEPS=7), ["set PRETRAINED_STEPS=6"]),
+    (dict(PRETRAINED_STEPS=7), ["PRETRAINED_STEPS=7", "global step 6"]),
     (dict(TRAIN_STEPS_RELATIVE=5), ["TRAIN_STEPS_RELATIVE"]),
-    (dict(TRAIN_STEPS=40), ["TRAIN_STEPS is 40", "18"]),
-    (dict(EVAL_PERIOD=5001), ["EVAL_PERIOD=5001"]),
+    (dict(TRAIN_STEPS=40), ["TRAIN_STEPS=40", "18"]),
     (dict(MIXTURE_OR_TASK_NAME="nope"), ["'nope'", "t5x_task"]),
     (dict(PATTERN="1:3"), ["1:3", "kernel"]),
     (dict(raw=["utils.RestoreCheckpointConfig.dtype = 'bfloat16'"]), ["bfloat16"]),
-    (dict(raw=["t5x_adapter.SparseTrainer.num_microbatches = 5"]), ["5 microbatches"]),
-    (dict(raw=["utils.RestoreCheckpointConfig.fallback_to_scratch = False"]), ["is not set"]),
     (dict(raw=["utils.SaveCheckpointConfig.perod = 3"]), ["perod"]),
   ],
 )
@@ -659,19 +468,11 @@ def test_a_wrong_setting_of_t5x_is_named(run_t5x, start, changes, words):
 
 
 @pytest.mark.t5x
-def test_paths_are_made_absolute(run_t5x, start, tmp_path):
-  where = dict(MODEL_DIR="new", INITIAL_CHECKPOINT_PATH="start/checkpoint_6")
-  _, report = run_t5x(**FINETUNE, **where)
-  assert report["ok"] and report["restore"]["path"] == start["INITIAL_CHECKPOINT_PATH"]
-
-
-@pytest.mark.t5x
 def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, start, tmp_path):
   macros = FINETUNE | start | {"RECIPE": "sr_ste"}
   _, report = run_t5x(**macros | {"MODEL_DIR": str(tmp_path / "start")})
   assert has(report["errors"], "dense run")
-  tree = sparse_checkpoint()
-  path = write_orbax(tmp_path / "sparse/checkpoint_10", tree)
+  path = write_orbax(tmp_path / "sparse/checkpoint_10", sparse_checkpoint())
   macros["MODEL_DIR"] = str(path.parent)
   code, report = run_t5x(**macros)
   assert not code, report["errors"]
@@ -686,67 +487,44 @@ def test_a_model_dir_with_checkpoints_is_resumed_or_refused(run_t5x, start, tmp_
 
 
 @pytest.mark.t5x
-@pytest.mark.parametrize("local", [False, True])
-def test_eval_of_a_dense_checkpoint_is_refused(run_t5x, tmp_path, local):
+@pytest.mark.parametrize("name, where", [("eval", "EVAL"), ("infer_glue_test", "INFER")])
+def test_t5xs_evaluation_of_a_dense_checkpoint_is_refused(run_t5x, tmp_path, name, where):
   """One of a local run is such a one to T5X, though it holds rules."""
   tree = t5x_checkpoint()
-  if local:
-    text = rules_text.describe(configure.rules({"ff": None}, "sr_ste", "1:4", 12))
-    mine = {"step": np.int32(6), "rules": np.asarray(rules_text.pack(text))}
-    tree["state"]["nm_sparsity"] = mine | {"dense": tree["target"]}
+  text = rules_text.describe(configure.rules({"ff": None}, "sr_ste", "1:4", 12))
+  mine = {"step": np.int32(6), "rules": np.asarray(rules_text.pack(text))}
+  tree["state"]["nm_sparsity"] = mine | {"dense": tree["target"]}
   path = write_orbax(tmp_path / "checkpoint_6", tree)
   macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=12, CHECKPOINT_PATH=str(path))
-  files = ("gin_configs/runs/t5x_eval.gin", TINY[1])
-  _, report = run_t5x(files=files, **macros, EVAL_OUTPUT_DIR="x")
-  assert report["program"] == "evaluate" and has(report["errors"], "dense")
-
-
-@pytest.mark.t5x
-@pytest.mark.parametrize("run_file", ["t5x_infer", "t5x_infer_glue_test"])
-def test_files_of_infer_are_read(run_t5x, run_file):
-  macros = dict(RECIPE="sr_ste", PATTERN="1:4", SPARSE_STEPS=12, CHECKPOINT_PATH="/none")
-  files = (f"gin_configs/runs/{run_file}.gin", TINY[1])
-  _, report = run_t5x(files=files, **macros, INFER_OUTPUT_DIR="/x")
-  assert report["program"] == "infer" and all("/none" in e for e in report["errors"])
+  files = (f"gin_configs/runs/t5x_{name}.gin", TINY[1])
+  _, report = run_t5x(files=files, **macros, **{f"{where}_OUTPUT_DIR": "/x"})
+  assert report["program"] == {"EVAL": "evaluate", "INFER": "infer"}[where]
+  assert has(report["errors"], "checkpoint is dense")
 
 
 @pytest.mark.t5x
 def test_a_start_from_a_sparse_run_that_is_not_finalized_is_said(run_t5x, start, tmp_path):
   """Its stored weights are dense, and its network never saw them that way."""
-  rules = configure.rules({"ff": None}, "sr_ste", "1:4", 12, 2, 4)
   tree = sparse_checkpoint(start=2)
-  ones = jax.tree.map(np.ones_like, tree["target"])
-  for name, target in ("sparse", ones), ("final", nms.finalize(ones, rules, 0, early=True)):
-    tree["target"] = jax.tree.map(np.asarray, target)
-    path = str(write_orbax(tmp_path / f"{name}/checkpoint_6", tree))
-    with pytest.MonkeyPatch.context() as patch:
-      patch.setattr("warnings.warn", lambda *_, **__: None)  # the run warns too
-      _, report = run_t5x(**FINETUNE | start | {"INITIAL_CHECKPOINT_PATH": path})
-    assert report["ok"] and has(report["warnings"], "not finalized") == (name == "sparse")
+  tree["target"] = jax.tree.map(np.ones_like, tree["target"])
+  path = str(write_orbax(tmp_path / "sparse/checkpoint_6", tree))
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("warnings.warn", lambda *_, **__: None)  # the run warns too
+    _, report = run_t5x(**FINETUNE | start | {"INITIAL_CHECKPOINT_PATH": path})
+  assert report["ok"] and has(report["warnings"], "not finalized")
 
 
 @pytest.mark.t5x
-def test_a_learning_rate_that_the_optimizer_ignores_is_said(run_t5x, start):
-  _, report = run_t5x(**FINETUNE, **start, LEARNING_RATE=0.5)
+def test_what_t5x_makes_of_lambda_and_of_documented_overrides(run_t5x, start):
+  flags = [f.removeprefix("--gin.") for x in documented_overrides() if is_of_t5x(x) for f in x]
+  macros = FINETUNE | start | {"RECIPE": "sr_ste", "LOSS_NORMALIZING_FACTOR": 64}
+  code, report = run_t5x(**macros, LEARNING_RATE=0.5, raw=flags)
+  assert len(flags) == 4 and not code, report["errors"]
+  assert report["loss"]["lambda"] == {"ff": 2e-4}
+  assert report["loss"]["t5x_over_mean_at_most"] == 16 * 8 / 64
+  assert "in T5X's loss, at most 0.0004" in plan.render(report)
   assert has(report["warnings"], "a learning rate of its own, 0.01")
   assert report["learning_rate"]["last"] == 0.01
-
-
-@pytest.mark.t5x
-def test_documented_overrides_of_t5x_work(run_t5x, start):
-  flags = [f.removeprefix("--gin.") for x in documented_overrides() if is_of_t5x(x) for f in x]
-  code, report = run_t5x(**FINETUNE, **start, raw=flags)
-  assert len(flags) == 4 and not code, report["errors"]
-  assert report["loss"]["microbatches"] == 4
-
-
-@pytest.mark.t5x
-def test_what_a_program_needs_is_asked_for_at_once(run_t5x):
-  _, report = run_t5x(files=TINY[:1])
-  assert {
-    "MODEL_DIR", "INITIAL_CHECKPOINT_PATH", "NETWORK", "MIXTURE_OR_TASK_NAME", "OPTIMIZER",
-    "TASK_FEATURE_LENGTHS", "VOCABULARY",
-  } <= {e.split()[0] for e in report["errors"]}  # fmt: skip
 
 
 @pytest.fixture
@@ -768,7 +546,7 @@ def test_splits_files_and_vocabulary_of_a_task(run_t5x, start, tasks, tmp_path):
 
   (said,) = of_data("nm_glue_mini_mnli")
   assert "no split 'validation'" in said and "evaluated" in said
-  assert of_data("nm_glue_mini_mnli_and_dev") == of_data("nm_glue_mini_proportional") == []
+  assert of_data("nm_glue_mini_mnli_and_dev") == []
   (said,) = of_data("nm_glue_mini_ax")
   assert "no split 'train'" in said
   folder, raw = tmp_path / "glue", ["t5x.examples.t5.network.T5Config.vocab_size = 256"]
@@ -778,7 +556,6 @@ def test_splits_files_and_vocabulary_of_a_task(run_t5x, start, tasks, tmp_path):
   (folder / "RTE").mkdir(parents=True)
   for name in ("train", "dev"):
     (folder / f"RTE/{name}.tsv").touch()  # what is in it is not looked at
-  assert of_data("nm_glue_rte") == []
   (said,) = of_data("nm_glue_rte", raw=raw)
   assert "259 ids" in said and "VOCAB_SIZE=384" in said
   tasks.register_glue()  # T5's own lies in a bucket, which is not asked

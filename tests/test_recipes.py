@@ -1,8 +1,6 @@
 """Recipes by name: the package's own and those that a user registers, and what is refused."""
 
 import dataclasses
-import doctest
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -201,16 +199,3 @@ def test_what_cannot_be_registered(cls):
   with pytest.raises(ValueError, match="register.*give"):
     recipes.register(cls)
   assert dict(RECIPES) == before
-
-
-MODULES = (
-  "core.errors", "recipes.custom", "recipes.registry", "training.configure", "training.layers",
-  "training.metrics", "training.roles", "training.roles.registry", "training.rules",
-  "training.rules_text",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_docstring_examples(module):
-  failed, tried = doctest.testmod(importlib.import_module(f"nm_sparsity_jax.{module}"))
-  assert tried and not failed

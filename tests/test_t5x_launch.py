@@ -64,16 +64,14 @@ def test_three_flags_make_a_launch_of_t5x_sparse_and_it_goes_on_where_it_began(l
   assert not code, report["errors"]
   assert [k["pattern"] for k in report["kernels"]["sparse"]] == ["1:4"] * 2
   (timeline,) = report["schedule"]
-  phases = [(s["t5x_start"], s["phase"]) for s in timeline["segments"]]
-  assert phases == [(6, "dense"), (8, "sparsify, fine-tune from 16")]
-  assert timeline["segments"][-1]["t5x_stop"] == 26
+  assert [timeline[key] for key in ("offset", "dense_until", "finetune_from")] == [6, 2, 16]
   code, report = launch(**where, **SPARSE, PRETRAINED_STEPS=7)
-  assert code == 1 and has(report["errors"], "PRETRAINED_STEPS=7", "set PRETRAINED_STEPS=6")
+  assert code == 1 and has(report["errors"], "PRETRAINED_STEPS=7", "global step 6")
   # Its checkpoints know PRETRAINED_STEPS, also where the first one is gone.
   phases = {name + "_STEPS": None for name in ("DENSE", "FINETUNE")}
   sparse(tmp_path / "run/checkpoint_10", **SPARSE | phases, SPARSITY_RULES={"ff": None})
   _, report = launch(**where | {"INITIAL_CHECKPOINT_PATH": str(tmp_path / "gone")}, **SPARSE)
-  assert report["schedule"][0]["segments"][-1]["t5x_stop"] == 26
+  assert report["schedule"][0]["offset"] == 6
   assert not has(report["errors"], "PRETRAINED_STEPS") and not has(report["errors"], "other rules")
 
 
@@ -97,8 +95,7 @@ def test_evaluation_reads_the_rules_from_the_checkpoint(launch, tmp_path, progra
     return
   assert not code, report["errors"]
   assert report["restore"]["sparse_step"] == 4
-  segments = [part["segments"][-1] for part in report["schedule"]]
-  assert [(s["stop"], s["t5x_stop"]) for s in segments] == [(20, 26)] * 2
+  assert [part["offset"] for part in report["schedule"]] == [6] * 2
 
 
 def test_what_cannot_tell_the_rules_is_said(launch, tmp_path):

@@ -10,24 +10,24 @@ import pytest
 from nm_sparsity_jax.core.trees import map_with_names
 from nm_sparsity_jax.models import image_parts, resnet, swin, vit
 
-# The same for each family: its network, and the name of its tiny config.
+# The tiny config of each family -> its network.
 FAMILIES = {
-  "vit": (vit.ViT, vit, "vit_test"),
-  "swin": (swin.Swin, swin, "swinv2_test"),
-  "resnet": (resnet.ResNet, resnet, "resnet_test"),
+  "vit_test": (vit.ViT, vit),
+  "swinv2_test": (swin.Swin, swin),
+  "resnet_test": (resnet.ResNet, resnet),
 }
 # A part of the tiny config, for what every part of it would show: each kind of layer once.
 SMALLER = {
-  "vit": {},
-  "swin": dict(depths=(2, 1), heads=(1, 2)),
-  "resnet": dict(depths=(2, 2), widths=(16, 16)),
+  "vit_test": {},
+  "swinv2_test": dict(depths=(2, 1), heads=(1, 2)),
+  "resnet_test": dict(depths=(2, 2), widths=(16, 16)),
 }
 family = pytest.mark.parametrize("name", FAMILIES)
 
 
 def network(name, rules=None, **changes):
-  cls, module, tiny = FAMILIES[name]
-  return cls(module.config(tiny, **changes), rules)
+  cls, module = FAMILIES[name]
+  return cls(module.config(name, **changes), rules)
 
 
 def images(net, n=2):
@@ -36,6 +36,7 @@ def images(net, n=2):
   return jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
 
 
+@functools.cache
 def shapes_of(net):
   return jax.eval_shape(net.init, jax.random.key(0), images(net))
 
@@ -52,80 +53,65 @@ def drawn(shapes, seed=0):
   return map_with_names(draw, dict(shapes))
 
 
-# --- structure --------------------------------------------------------------------------------
-
-
 # Names and numbers are compared with timm's own: test_weights.py.
 @pytest.mark.parametrize(
   "net, count",
   [
     (vit.ViT(vit.config("vit_b16")), 86_567_656),
+    # No class token: a position less.
+    (vit.ViT(vit.config("vit_b16", class_token=False)), 86_567_656 - 2 * 768),
     (swin.Swin(swin.config("swinv2_b_w8")), 87_918_816),
-    (resnet.ResNet(resnet.config("resnet50")), 25_557_032),
+    (resnet.ResNet(resnet.config("resnet50", depths=[3, 4, 6, 3])), 25_557_032),  # gin has lists
   ],
 )
 def test_networks_have_the_published_number_of_parameters(net, count):
   params = jax.tree.leaves(shapes_of(net)["params"])
-  assert sum(int(np.prod(x.shape)) for x in params) == count
+  assert sum(x.size for x in params) == count and hash(net)
   assert {x.dtype.name for x in params} == {"float32"}
 
 
-def test_without_a_class_token_the_mean_of_all_tokens_is_normalized():
-  net = network("vit", class_token=False)
-  params = shapes_of(net)["params"]
-  assert params["pos_embed"].shape == (1, net.config.tokens, 32) == (1, 16, 32)
-  assert "cls_token" not in params and "norm" not in params and "fc_norm" in params
-
-
-@pytest.mark.parametrize("kind, within", [("float32", 1e-3), ("bfloat16", 4e-3)])
-def test_gelu_by_erf_is_the_one_by_erfc(kind, within):
+def test_gelu_is_computed_in_float32():
   """In bfloat16 a sum 1 + erf of its own would be 0, or off by a quarter, from -2 on."""
-  x = jnp.linspace(-4, 4, 801, dtype=kind)
+  x = jnp.linspace(-4, 4, 801, dtype="bfloat16")
   want, got = jax.nn.gelu(x.astype("float32"), approximate=False), image_parts.gelu(x)
-  assert got.dtype == x.dtype
-  far = jnp.abs(got.astype(want.dtype) - want)
-  assert float((far / jnp.maximum(jnp.abs(want), 1e-3)).max()) < within
+  far = jnp.abs(got.astype("float32") - want)
+  assert float((far / jnp.maximum(jnp.abs(want), 1e-3)).max()) < 4e-3
 
 
 @family
 def test_logits_are_float32_where_the_computation_is_bfloat16(name):
-  exact, narrow = network(name), network(name, dtype="bfloat16")
+  exact, narrow = (network(name, dtype=x, **SMALLER[name]) for x in ("float32", "bfloat16"))
   variables, x = drawn(shapes_of(exact)), images(exact)
   want, got = jax.jit(exact.apply)(variables, x), jax.jit(narrow.apply)(variables, x)
-  assert got.dtype == want.dtype == jnp.float32
-  assert got.shape == (2, 10)
+  assert got.dtype == want.dtype == jnp.float32 and got.shape == (2, 10)
   assert 0 < float(jnp.abs(got - want).max()) < 0.1 * float(jnp.abs(want).max())
 
 
 @family
 def test_drop_path_skips_branches_of_whole_examples_in_training_alone(name):
-  net, never = (network(name, drop_path=rate, **SMALLER[name]) for rate in (0.9, 0.0))
-  variables = drawn(shapes_of(net))
-  x = jnp.broadcast_to(images(net, 1), (8, *images(net).shape[1:]))
+  net = network(name, drop_path=0.9, **SMALLER[name])
+  variables, x = drawn(shapes_of(net)), images(net, 1)
+  x = jnp.broadcast_to(x, (8, *x.shape[1:]))
   mutable = [key for key in variables if key != "params"]
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def run(net, key):
+  @jax.jit
+  def run(key):
     return net.apply(variables, x, train=True, rngs={"dropout": key}, mutable=mutable)[0]
 
-  one, again, other = (np.asarray(run(net, jax.random.key(seed))) for seed in (0, 0, 1))
+  one, again, other = (np.asarray(run(jax.random.key(seed))) for seed in (0, 0, 1))
   np.testing.assert_array_equal(one, again)
   assert (one != other).any()
-  if name != "resnet":  # there the statistics of the batch mix examples
+  if name != "resnet_test":  # there the statistics of the batch mix examples
     assert 1 < len(np.unique(one[:, 0])) < 8  # equal examples, some with equal branches
-  kept = run(never, jax.random.key(0))
-  np.testing.assert_allclose(kept, np.broadcast_to(kept[:1], kept.shape), rtol=1e-4, atol=1e-5)
 
 
 def test_a_token_without_a_direction_has_a_finite_gradient():
-  x = jnp.zeros((1, 2, 4)).at[0, 1].set(1.0)
-  y, back = jax.vjp(swin._direction, x)
-  np.testing.assert_allclose(y[0], [[0, 0, 0, 0], [0.5, 0.5, 0.5, 0.5]])
-  assert jnp.isfinite(back(jnp.ones_like(y))[0]).all()
+  y, back = jax.vjp(swin._direction, jnp.zeros((2, 4)))
+  assert not y.any() and jnp.isfinite(back(jnp.ones_like(y))[0]).all()
 
 
 def initialized(*shape, dtype=jnp.float32):
-  jax.eval_shape(network("vit").init, jax.random.key(0), jnp.ones((2, *shape), dtype))
+  jax.eval_shape(network("vit_test").init, jax.random.key(0), jnp.ones((2, *shape), dtype))
 
 
 @pytest.mark.parametrize(
@@ -142,8 +128,3 @@ def initialized(*shape, dtype=jnp.float32):
 def test_a_config_or_image_that_does_not_fit_is_refused(make, words):
   with pytest.raises(ValueError, match=words):
     make()
-
-
-def test_lists_of_gin_give_a_config_with_a_hash():
-  made = resnet.config("resnet50", depths=[3, 4, 6, 3])
-  assert made == resnet.config("resnet50") and hash(made) == hash(resnet.config("resnet50"))

@@ -24,13 +24,6 @@ TINY = {
   ),
   "resnet_test": dict(layers=(1, 2, 1, 1), channels=(64, 16, 16, 32), num_classes=10),
 }  # fmt: skip
-FULL = {
-  "vit_b16": dict(),
-  "swinv2_b_w8": dict(
-    img_size=256, embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), window_size=8
-  ),
-  "resnet50": dict(layers=(3, 4, 6, 3)),
-}
 
 # Added to a scale of cosines, which then is beyond its clamp at 4.6.
 CLAMPED = 4
@@ -70,8 +63,7 @@ def network(timm, name):
   """
   import torch
 
-  arguments = (TINY | FULL)[name]
-  module = timm.models
+  arguments, module = TINY[name], timm.models
   if name.startswith("vit"):
     net = module.vision_transformer.VisionTransformer(**arguments)
   elif name.startswith("swin"):

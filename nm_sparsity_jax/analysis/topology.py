@@ -17,7 +17,6 @@ _MACHINE = {
   "TPU_ACCELERATOR_TYPE": "v5litepod-4",
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_EXAMPLES = "v5e:2x2, v5p:2x2x1, v4:2x2x1, v6e:2x2"
 
 
 class NoTopology(ValueError):
@@ -30,8 +29,8 @@ def devices(name: str) -> Sequence[Any]:
       devices = topology.devices("v5e:2x2")
       mesh = jax.sharding.Mesh(np.reshape(devices, (2, 2)), ("data", "model"))
 
-  Raises NoTopology, with one sentence, where libtpu is missing, does not know the name, fits
-  another JAX, or is held by another process.
+  Raises NoTopology where libtpu is missing, does not know the name, fits another JAX, or is held by
+  another process.
 
   Args:
     name: a topology as libtpu calls it, such as 'v5e:4x4'.
@@ -41,8 +40,6 @@ def devices(name: str) -> Sequence[Any]:
       f"topology {name!r}: libtpu, the compiler for TPUs, is not installed: pip install "
       "'nm-sparsity-jax[tpu]'."
     )
-  if wrong := _of_another_jax():
-    raise NoTopology(f"topology {name!r}: {wrong}.")
   from jax.experimental import topologies
 
   for variable, value in _MACHINE.items():
@@ -52,21 +49,10 @@ def devices(name: str) -> Sequence[Any]:
   except Exception as e:  # libtpu raises its own kinds
     reason = " ".join(str(e).split())
     if "lockfile" in reason or "libtpu_lock" in reason:
-      what = (
-        "another process holds libtpu, which serves one at a time: wait for it; if none is left, "
-        "delete /tmp/libtpu_lockfile"
-      )
-    elif "PJRT" in reason and "version" in reason:
-      what = "libtpu and JAX do not go together: nm-sparsity doctor --for tpu says which do"
+      what = "another process holds libtpu; if none is left, delete /tmp/libtpu_lockfile"
     else:
-      what = f"libtpu does not know it ({reason[:120]}); it knows {_EXAMPLES} and larger ones"
+      what = (
+        f"libtpu refuses it ({reason[:120]}): it knows v5e:2x2, v5p:2x2x1, v4:2x2x1, v6e:2x2 and "
+        "larger ones, and nm-sparsity doctor --for tpu says whether it fits this JAX"
+      )
     raise NoTopology(f"topology {name!r}: {what}.") from e
-
-
-def _of_another_jax() -> str | None:
-  """Returns why libtpu and jax do not go together; None where they do."""
-  jax, have = installed.version("jax"), installed.version("libtpu")
-  wanted = installed.required_for("jax", "tpu").get("libtpu", "")
-  if have is None or installed.meets(have, wanted):
-    return None
-  return f"jax {jax} needs libtpu{wanted}, not {have}: pip install 'jax[tpu]=={jax}'"

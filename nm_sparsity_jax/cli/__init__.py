@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import pathlib
 import re
 import sys
+import types
 from collections.abc import Sequence
 
 from nm_sparsity_jax._version import __version__
@@ -43,18 +45,18 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one command and returns its exit code."""
-  argv = list(sys.argv[1:] if argv is None else argv)
-  name = next((n for n in COMMANDS if argv[: n.count(" ") + 1] == n.split()), None)
+# These use the accelerator; a sweep starts `train`. The others leave it to a run that may have it.
+_ON_DEVICES = {"train", "eval", "infer", "bench", "quickstart", "sweep"}
+
+
+def parse(argv: Sequence[str]) -> tuple[str, types.ModuleType, argparse.Namespace]:
+  """Returns the name of a command, its module and its arguments; a mistake ends the program."""
+  name = next((n for n in COMMANDS if [*argv[: n.count(" ") + 1]] == n.split()), None)
   if name is None:
     parser = _parser()
     parser.parse_args(argv)  # --help, --version and mistakes end here
-    parser.print_help()
-    return 2
-  rest = argv[name.count(" ") + 1 :]
-  module_name, help_line = COMMANDS[name]
-  module = importlib.import_module(f"nm_sparsity_jax.cli.{module_name}")
+    parser.error("name a command: --help lists them")
+  module = importlib.import_module(f"nm_sparsity_jax.cli.{COMMANDS[name][0]}")
   parser = argparse.ArgumentParser(
     prog=f"nm-sparsity {name}",
     description=module.__doc__,
@@ -65,7 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
   # A sweep reads there why a run failed.
   parser.add_argument("--error-file", metavar="FILE", help=argparse.SUPPRESS)
-  args = parser.parse_args(rest)
+  # argparse knows no flag with any name in it.
+  words = [re.sub(r"^--gin\.(.+?)=", r"--gin_bindings=\1 = ", word) for word in argv]
+  return name, module, parser.parse_args(words[name.count(" ") + 1 :])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one command and returns its exit code."""
+  name, module, args = parse(sys.argv[1:] if argv is None else argv)
+  if name not in _ON_DEVICES:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # jax sets another one when it is imported
   try:
     return module.run(args)
   except BrokenPipeError:  # `| head` has seen enough
@@ -76,19 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   except Exception as e:
     if args.debug:
       raise
-    text = _with_flags(one_line(e), args)
+    text = one_line(e)
     print(f"nm-sparsity {name}: {text}", file=sys.stderr)
     if args.error_file:
       pathlib.Path(args.error_file).write_text(json.dumps({"error": text}))
     return 1
-
-
-def _with_flags(text: str, args: argparse.Namespace) -> str:
-  # An error of the library names Python's arguments: rules={...} becomes --rules "{...}".
-  for name in vars(args):
-    text = re.sub(rf"\b{name}=(\{{.*?\}})", rf'--{name} "\1"', text)
-    text = re.sub(rf"\b{name}=True\b", f"--{name}", text)
-  return text
 
 
 def one_line(error: BaseException) -> str:

@@ -7,7 +7,6 @@ import ast
 import importlib
 import importlib.util
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,23 +39,6 @@ def add_gin(parser: argparse.ArgumentParser) -> None:
   )
   for name in _OF_T5X:
     add(f"--{name}", nargs="?", help=argparse.SUPPRESS)
-  parse = parser.parse_args
-
-  def parse_args(args=None, namespace=None):
-    words = sys.argv[1:] if args is None else args
-    return parse([_as_binding(parser, word) for word in words], namespace)
-
-  parser.parse_args = parse_args  # type: ignore[method-assign]
-
-
-def _as_binding(parser: argparse.ArgumentParser, word: str) -> str:
-  # argparse knows no flag with any name in it.
-  if not word.startswith("--gin."):
-    return word
-  name, equals, value = word.removeprefix("--gin.").partition("=")
-  if not equals:
-    parser.error(f"{word}: give it a value, {word}=VALUE, without a space")
-  return f"--gin_bindings={name} = {value}"
 
 
 def search_paths(args: argparse.Namespace) -> Sequence[str]:

@@ -20,7 +20,6 @@ def read(
   if not args.gin_file:
     raise ValueError("no --gin_file: name the files of the run (--help shows an example)")
   _flags.require("gin", "clu")
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   gin_files.see_modules_here()
   _flags.import_modules(args)
   paths = [*_flags.search_paths(args), gin_files.folder()]
@@ -35,28 +34,17 @@ def _refuse_missing(config: gin_files.Config) -> None:
   # Before imports of many seconds.
   from nm_sparsity_jax.runs import folders
 
-  module = config.get("MIXTURE_OR_TASK_MODULE")
-  if isinstance(module, str):
+  if isinstance(module := config.get("MIXTURE_OR_TASK_MODULE"), str):
     gin_files.refuse_missing_module(module)
   folder = config.get("MODEL_DIR")
   resumes = isinstance(folder, str) and "://" not in folder and folders.steps(folder)
   for name in ("CHECKPOINT_PATH",) if resumes else ("INITIAL_CHECKPOINT_PATH", "CHECKPOINT_PATH"):
     path = config.get(name)
-    if isinstance(path, str):
-      check_checkpoint(name, path)
-
-
-def check_checkpoint(name: str, path: str) -> None:
-  """Raises where no checkpoint is at a path of this machine; a bucket is not asked.
-
-  Args:
-    name: of the setting.
-    path: its value.
-  """
-  from nm_sparsity_jax.runs import folders
-
-  if "://" not in path and not folders.path_of(path).exists():
-    raise ValueError(f"{name}: there is no checkpoint {path!r}: looked at {folders.path_of(path)}")
+    # A bucket is not asked.
+    if isinstance(path, str) and "://" not in path and not folders.path_of(path).exists():
+      raise ValueError(
+        f"{name}: there is no checkpoint {path!r}: looked at {os.path.abspath(path)}"
+      )
 
 
 def _prepare_seqio(args: argparse.Namespace) -> None:

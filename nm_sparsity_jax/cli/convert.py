@@ -13,7 +13,6 @@ Exit code: 0 = written, 1 = not.
 from __future__ import annotations
 
 import argparse
-import os
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Converts, and says where the checkpoint lies."""
-  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
-  from nm_sparsity_jax.runs import orbax
 
-  with orbax.quiet():
-    made = runs.convert(args.folder, args.out, args.scan_layers)
+  made = runs.convert(args.folder, args.out, args.scan_layers)
   print(f"{made}: the weights of {args.folder}, for INITIAL_CHECKPOINT_PATH")
   return 0

@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--for", dest="purpose", choices=environment.PURPOSES,
     help="what must be there; by default t5x where T5X is found, else core",
   )  # fmt: skip
-  parser.add_argument("--devices", action="store_true", help="start jax and list its devices")
   parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -40,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
   """Prints the findings."""
   purpose = args.purpose or ("t5x" if environment.folder_of("t5x") else "core")
   findings = list(environment.examine(purpose))
-  if args.devices:
-    findings.append(environment.devices())
   bad, warned = (sum(f.status == kind for f in findings) for kind in ("bad", "warn"))
   if args.json:
     found = [dataclasses.asdict(finding) for finding in findings]

@@ -13,11 +13,9 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
-import os
 import pathlib
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -38,12 +36,6 @@ _CONFLICTS = {
   "seqio-nightly": ("seqio",),
   "tfds-nightly": ("tensorflow-datasets",),
 }
-# Asked in a process of its own: on one host of several, jax waits for the others.
-_LIST_DEVICES = """
-import json, jax
-print(json.dumps([jax.process_count(), [(d.platform, d.device_kind) for d in jax.devices()]]))
-"""
-_PATIENCE = 120  # seconds; a TPU takes some tens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +104,10 @@ def examine(purpose: str) -> Iterator[Finding]:
     yield Finding("packed kernels", "warn", why, remedy)  # XLA multiplies, more slowly
   else:
     yield Finding("packed kernels", "ok", library.nm_sparsity_isa(0).decode())
-  yield _gin_files()
+  try:
+    yield Finding("gin_configs", "ok", f"--gin_search_paths={_gin_folder()}")
+  except FileNotFoundError as e:
+    yield Finding("gin_configs", "bad", "are missing", str(e).partition(". ")[2])
 
 
 def _required(distribution: str, extra: str, remedy: str) -> Iterator[Finding]:
@@ -131,9 +126,7 @@ def _required(distribution: str, extra: str, remedy: str) -> Iterator[Finding]:
 
 def tested_versions() -> dict[str, str]:
   """Returns what T5X was tested with, of constraints-t5x.txt."""
-  from nm_sparsity_jax.integrations import gin_files  # imports gin
-
-  text = (gin_files.folder() / "constraints-t5x.txt").read_text()
+  text = (_gin_folder() / "constraints-t5x.txt").read_text()
   return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
 
 
@@ -165,30 +158,7 @@ def _unpublished(name: str) -> Finding:
   return Finding(name, "warn", f"commit {commit[:7]}; tested: {UNPUBLISHED[name][:7]}", docs)
 
 
-def _gin_files() -> Finding:
+def _gin_folder() -> pathlib.Path:
   from nm_sparsity_jax.integrations import gin_files  # imports gin
 
-  try:
-    folder = gin_files.folder()
-  except FileNotFoundError as e:
-    return Finding("gin_configs", "bad", "are missing", str(e).partition(". ")[2])
-  return Finding("gin_configs", "ok", f"--gin_search_paths={folder}")
-
-
-def devices() -> Finding:
-  """Starts jax in a process that may hang, and judges the devices that it finds."""
-  command = [sys.executable, "-c", _LIST_DEVICES]
-  remedy = "pip install 'jax[tpu]' on a TPU VM, 'jax[cuda13]' for GPUs; end what holds the devices"
-  try:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
-  except subprocess.TimeoutExpired:
-    text = f"jax did not answer in {_PATIENCE} seconds"
-    return Finding("devices", "warn", text, "of several hosts, run this on all at once")
-  if done.returncode:
-    return Finding("devices", "bad", done.stderr.strip().rpartition("\n")[2], remedy)
-  hosts, found = json.loads(done.stdout.splitlines()[-1])
-  text = f"{len(found)} x {', '.join(sorted({kind for _, kind in found}))}"
-  text += f", on {hosts} hosts" if hosts > 1 else ""
-  if all(platform == "cpu" for platform, _ in found) and not os.environ.get("JAX_PLATFORMS"):
-    return Finding("devices", "warn", f"{text}: no accelerator", remedy)
-  return Finding("devices", "ok", text)
+  return gin_files.folder()

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 
 from nm_sparsity_jax.cli import _flags
 
@@ -46,13 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Writes, reads back, proves, prints."""
-  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
-  from nm_sparsity_jax.runs import orbax
 
   rules = _flags.rules(args)
-  with orbax.quiet():
-    made = runs.export(args.checkpoint, args.out, **rules, feed_forward=args.feed_forward)
+  made = runs.export(args.checkpoint, args.out, **rules, feed_forward=args.feed_forward)
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))
     return 0 if made.ok else 1

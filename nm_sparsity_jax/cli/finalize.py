@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 
 from nm_sparsity_jax.cli import _flags, verify
 
@@ -40,12 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Makes zeros, writes, proves, prints."""
-  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
-  from nm_sparsity_jax.runs import orbax
 
-  with orbax.quiet():
-    made = runs.finalize(args.checkpoint, args.out, early=args.early, **_flags.rules(args))
+  made = runs.finalize(args.checkpoint, args.out, early=args.early, **_flags.rules(args))
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))
     return 0 if made.ok else 1

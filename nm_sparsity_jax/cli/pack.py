@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 
 from nm_sparsity_jax.cli import _flags
 
@@ -39,12 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Packs, reads back, prints the sizes."""
-  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
-  from nm_sparsity_jax.runs import orbax
 
-  with orbax.quiet():
-    made = runs.pack(args.checkpoint, args.out, **_flags.rules(args), dtype=args.dtype)
+  made = runs.pack(args.checkpoint, args.out, **_flags.rules(args), dtype=args.dtype)
   if args.json:
     print(json.dumps(made.as_dict(), indent=2))
   else:

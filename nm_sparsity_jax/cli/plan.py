@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 
 from nm_sparsity_jax.cli import _flags
 
@@ -42,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
   _flags.require("gin", *(["matplotlib"] if args.plot else []))
   if args.plot:
     _flags.check_file("--plot", args.plot)
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax.analysis import plan
   from nm_sparsity_jax.integrations import gin_files
 

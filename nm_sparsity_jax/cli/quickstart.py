@@ -50,7 +50,6 @@ TITLES = {
   "idp": "IDP: the levels of SDGF-Stepwise, each within the one before",
 }
 RECIPES = ("sr_ste", "mdgf_exponential", "sdgf_stepwise")  # without --all
-STATEFUL = ("one_shot", "snip", "idp")  # they keep a mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +148,14 @@ def compare(task: Task, out: str, names: Sequence[str]) -> list[list[str]]:
     out: the folder of the quickstart.
     names: of the runs.
   """
+  from nm_sparsity_jax import recipes  # imports jax
+
   last = ("--checkpoint", "last")
   found = [["glue", "score", *(f"{out}/{n}" for n in names), *last]] if task.is_glue else []
   # All of them are more than a page has colours for.
-  pages = {"report": [n for n in names if n not in STATEFUL]}
-  if stateful := [n for n in names if n in STATEFUL]:
+  stateful = [n for n in names if n in recipes.RECIPES and recipes.RECIPES[n].stateful]
+  pages = {"report": [n for n in names if n not in stateful]}
+  if stateful:
     pages["report-masks"] = ["dense", *stateful]
   for page, runs in pages.items():
     found.append(["report", *(f"{out}/{n}" for n in runs), *last, "--out", f"{out}/{page}.html"])
@@ -203,7 +205,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Types the commands, and runs each as the command line does."""
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # jax sets another one when it is imported
   begin = time.monotonic()
   task, out = TASKS[args.task], args.out.rstrip("/")
   steps = task.steps if args.steps is None else args.steps
@@ -266,11 +267,9 @@ def _call(argv: Sequence[str]) -> int:
 def _prove(folder: str) -> bool:
   # `verify` prints a table; a line is enough where all is well.
   from nm_sparsity_jax import runs
-  from nm_sparsity_jax.runs import orbax
 
   print(f"$ {typed(['verify', folder])}", flush=True)
-  with orbax.quiet():
-    proof = runs.verify(folder)
+  proof = runs.verify(folder)
   places = proof.report.places
   patterns = ", ".join(dict.fromkeys(str(place.pattern) for place in places))
   groups = sum(place.groups for place in places)

@@ -12,7 +12,6 @@ Exit code: 0 = written, 1 = a folder is not a run's, has no metrics, or is broke
 from __future__ import annotations
 
 import argparse
-import os
 
 from nm_sparsity_jax.cli import _flags
 
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Reads, draws, writes."""
-  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax.analysis import report
 
   _flags.require("jinja2", "matplotlib")

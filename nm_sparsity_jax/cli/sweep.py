@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Checks, trains, prints, reports."""
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   environment = dict(os.environ)  # of the runs, which use the devices that there are
   os.environ["JAX_PLATFORMS"] = "cpu"
   from nm_sparsity_jax.analysis import sweep
@@ -43,16 +42,13 @@ def run(args: argparse.Namespace) -> int:
   _flags.import_modules(args)
   grid = sweep.read(args.file, args.imports)
   with contextlib.nullcontext() if args.debug else gin_files.quiet():
-    checked = sweep.check(grid)
-    if not args.table and not checked.all_done():
-      sweep.check_tasks(grid, checked)
-  code, is_stopped = 0, False
+    runs = sweep.check(grid, data=not args.table)
+  code, stopped = 0, None
   if not args.table:
-    outcome = sweep.train(grid, checked, _say, environment)
-    is_stopped = outcome.stopped is not None
-    code = 130 if outcome.stopped == "SIGINT" else int(outcome.failed > 0 and not is_stopped)
-  found = sweep.table(grid, checked)
-  if not args.table and not is_stopped and (written := sweep.page(grid, checked, found)):
+    failed, stopped = sweep.train(grid, runs, _say, environment)
+    code = 130 if stopped == "SIGINT" else int(failed > 0 and stopped is None)
+  found = sweep.table(grid, runs)
+  if not args.table and stopped is None and (written := sweep.page(grid, runs, found)):
     _say(str(written))
   print(json.dumps(found, indent=2) if args.json else sweep.text(found))
   return code

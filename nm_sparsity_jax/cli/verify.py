@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from typing import TYPE_CHECKING
 
 from nm_sparsity_jax.cli import _flags
@@ -41,12 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Prints what was found."""
-  os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be using the accelerator
   from nm_sparsity_jax import runs
-  from nm_sparsity_jax.runs import orbax
 
-  with orbax.quiet():
-    proof = runs.verify(args.checkpoint, **_flags.rules(args))
+  proof = runs.verify(args.checkpoint, **_flags.rules(args))
   if args.json:
     print(json.dumps(proof.as_dict(), indent=2))
     return 0 if proof.ok else 1
@@ -72,13 +68,12 @@ def head(stored: Stored, rules: Rules, asked: str) -> str:
   """
   from nm_sparsity_jax.training import rules_text
 
-  facts = [] if stored.path == asked else [f"the newest in {asked}"]
-  facts.append(stored.format)
-  facts += [] if stored.step is None else [f"step {stored.step:,}"]
-  facts += [] if stored.sparse_step is None else [f"sparse step {stored.sparse_step:,}"]
+  facts = [f"the newest in {asked}"] * (stored.path != asked) + [stored.format]
+  for name, step in (("step", stored.step), ("sparse step", stored.sparse_step)):
+    facts += [f"{name} {step:,}"] * (step is not None)
   text = rules_text.describe(rules)
   is_own = stored.known_rules == text
-  # Of a pattern that was given, recipe and phases are made up.
+  # Recipe and phases of a pattern that somebody gave are made up.
   lines = text.splitlines() if is_own else [f"{k}: {r.pattern}" for k, r in rules.places.items()]
   by = "its own rules" if is_own else "--rules"
   return "\n  ".join(map(printable, [f"{stored.path} ({', '.join(facts)}), by {by}:", *lines]))

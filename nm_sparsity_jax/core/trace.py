@@ -54,7 +54,7 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
   >>> import jax.numpy as jnp
   >>> params = {"w": jnp.ones((8, 4)), "v": jnp.ones((2, 8))}
   >>> trace(lambda p, x: x @ p["w"] @ p["v"].T[:4], params, jnp.ones((3, 8))).axes
-  {'w': (0,), 'v': (1,)}
+  {'v': (1,), 'w': (0,)}
 
   Args:
     function: the forward pass, called as function(params, *inputs).

@@ -27,7 +27,7 @@ from nm_sparsity_jax.core.trees import flatten, nested
 from nm_sparsity_jax.deploy import names, safetensors_file
 from nm_sparsity_jax.deploy.names import Name, difference
 from nm_sparsity_jax.deploy.safetensors_file import Lazy
-from nm_sparsity_jax.deploy.unstack_layers import apart_all, restacked, scan_axis, without_scan
+from nm_sparsity_jax.deploy.unstack_layers import apart_all, restacked, without_scan
 from nm_sparsity_jax.models.t5 import T5Config, Transformer
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
@@ -116,10 +116,9 @@ def _choices(config: T5Config) -> dict[str, Any]:
 
 def shapes_of(config: T5Config) -> dict[str, tuple[int, ...]]:
   """Returns key -> shape of the parameters of a network, scanned or not."""
-  axis = config.param_scan_axis
-  found = _scanned(T5Config(**_choices(config), scan_layers=True, param_scan_axis=axis))
+  found = _scanned(T5Config(**_choices(config), scan_layers=True))
   if not config.scan_layers:
-    found = apart_all(found, axis)
+    found = apart_all(found)
   return {key: x.shape for key, x in found.items()}
 
 
@@ -132,9 +131,9 @@ def _scanned(config: T5Config) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def config_of(shapes: Mapping[str, tuple[int, ...]], what: str) -> T5Config:
-  """Returns the sizes of the T5 whose parameters have these shapes.
+  """Returns the sizes of the T5 with parameters of these shapes.
 
-  Shapes do not tell the activations: they are T5.1.1's where there are two input projections, and
+  No shape shows the activations: they are T5.1.1's where there are two input projections, and
   T5.1.0's where there is one.
 
   Args:
@@ -144,9 +143,8 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], what: str) -> T5Config:
   Raises:
     ValueError: it is of no T5, or of another one than T5X's: all keys are in one error.
   """
-  axis = scan_axis(shapes)
   likes = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
-  layers = {key: x.shape for key, x in apart_all(likes, axis).items()}
+  layers = {key: x.shape for key, x in apart_all(likes).items()}
   depth = lambda stack: len([k for k in layers if re.search(rf"{stack}/.*/pre_mlp_layer_norm", k)])
   first = "encoder/layers_0"
   is_gated = f"{first}/mlp/wi_0/kernel" in layers
@@ -164,7 +162,6 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], what: str) -> T5Config:
       mlp_activations=("gelu", "linear") if is_gated else ("relu",),
       logits_via_embedding="decoder/logits_dense/kernel" not in layers,
       scan_layers="encoder/encoder/mlp/wo/kernel" in shapes,
-      param_scan_axis=axis,
     )
   except KeyError as e:
     raise ValueError(f"{what} is not of T5X's T5: {e.args[0]!r} is missing.") from e
@@ -192,7 +189,7 @@ def to_huggingface(params: Mapping[str, Any], config: T5Config) -> dict[str, np.
   arrays = dict(flatten(params))
   if said := difference(shapes_of(config), {key: x.shape for key, x in arrays.items()}):
     raise ValueError(f"the tree is not of the network of this config: {said}.")
-  return names.to_tensors(apart_all(arrays, config.param_scan_axis), name_of)
+  return names.to_tensors(apart_all(arrays), name_of)
 
 
 def from_huggingface(tensors: Mapping[str, Any], config: T5Config) -> dict[str, Any]:
@@ -215,7 +212,7 @@ def _from_tensors(tensors: Mapping[str, Any], config: T5Config, what: str) -> di
   unread = {*_UNREAD, *([_HEAD] if config.logits_via_embedding else [])}
   own = {name: x for name, x in tensors.items() if name not in unread}
   layers = names.from_tensors(own, name_of, shapes_of(without_scan(config)), what)
-  return restacked(layers, shapes_of(config), config.param_scan_axis)
+  return restacked(layers, shapes_of(config))
 
 
 def read(path: str | os.PathLike, config: T5Config | None = None) -> dict[str, Any]:
@@ -357,7 +354,7 @@ def is_folder(path: str | os.PathLike) -> bool:
 
 
 class Folder:
-  """A folder whose headers were read: what it holds is a T5, all of it.
+  """A folder that holds all of a T5; its headers are read at once.
 
       folder = Folder("t5-small")
       folder.config.emb_dim, np.asarray(folder.tensors["shared.weight"])
@@ -366,7 +363,7 @@ class Folder:
     path: of the folder, on a local disk.
 
   Attributes:
-    path: as given.
+    path: of the folder.
     json: the values of config.json.
     config: what they say; without a scan.
     tensors: name -> array, which is read when it is asked for.

@@ -1,7 +1,7 @@
-"""A whole parameter tree whose sparse kernels are packed: what is deployed.
+"""A whole parameter tree with packed kernels: what is deployed.
 
     params (exact zeros) -> [unstacked] -> a tree that no scan stacks
-                         -> [pack_tree] -> the tree, with NMPacked in place of sparse kernels
+                         -> [pack_tree] -> the tree, where sparse kernels are NMPacked
                          -> [prepare]   -> what network.apply({"params": ...}) reads the fastest
 
 The network is the dense one, without rules and without a scan.
@@ -48,7 +48,7 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> tuple[dict[str, NMPa
     dtype: of the values: 'float32', 'bfloat16', 'float16' or 'int8'. None: that of each kernel.
 
   Returns:
-    path -> the packed kernel, with shapes in place of arrays; path -> why another one keeps its
+    path -> the packed kernel, of shapes and not of arrays; path -> why another one keeps its
     zeros.
   """
   assignment = rules.assign(params)
@@ -240,7 +240,7 @@ def rows_of(config: Any, batch: int, inputs: int = 1, beams: int = 1) -> Callabl
 
 
 def _map_packed(function: Callable[[str, NMPacked], Any], tree: Any) -> Any:
-  """Returns the tree with function(path, kernel) in place of each packed kernel."""
+  """Returns the tree with function(path, kernel) for each packed kernel."""
 
   def one(keys, x):
     return function(path_name(keys), x) if isinstance(x, NMPacked) else x

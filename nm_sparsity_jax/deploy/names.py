@@ -36,17 +36,13 @@ class Name:
   transposed: bool = False
   third: int | None = None
 
-  def rows(self, tensor: np.ndarray) -> np.ndarray:
-    """Returns the part of their tensor that is our array, in their layout; a view."""
-    return tensor if self.third is None else np.split(tensor, 3)[self.third]
-
   def ours(self, tensor: np.ndarray) -> np.ndarray:
     """Returns our array, a view of their tensor.
 
     >>> Name("head.weight", transposed=True).ours(np.zeros((3, 2))).shape
     (2, 3)
     """
-    rows = self.rows(tensor)
+    rows = tensor if self.third is None else np.split(tensor, 3)[self.third]
     return np.moveaxis(rows, (0, 1), (-1, -2)) if self.transposed else rows
 
   def theirs(self, array: np.ndarray) -> np.ndarray:
@@ -106,11 +102,7 @@ def from_tensors(
   return {key: lazy(key, there) for key, there in found.items()}
 
 
-def difference(
-  wanted: Mapping[str, tuple[int, ...]],
-  found: Mapping[str, Any],
-  where: tuple[str, str] = ("there", "here"),
-) -> str:
+def difference(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Any]) -> str:
   """Says in one clause all that is missing, unknown and of another shape; '' where nothing is.
 
   >>> difference({"a.0.w": (2,), "a.1.w": (2,), "b": (3,)}, {"b": (4,)})
@@ -119,7 +111,6 @@ def difference(
   Args:
     wanted: name -> shape, of all that must be there.
     found: name -> shape, of all that is.
-    where: says where what is found lies, and where what is wanted.
   """
   said = []
   if missing := [name for name in wanted if name not in found]:
@@ -127,9 +118,8 @@ def difference(
   if unknown := [name for name in found if name not in wanted]:
     said.append(f"{len(unknown)} unknown ({_grouped(unknown)})")
   if other := [n for n in wanted if n in found and tuple(found[n]) != tuple(wanted[n])]:
-    there, here = where
     name = other[0]
-    example = f"{name} is {tuple(found[name])} {there} and {tuple(wanted[name])} {here}"
+    example = f"{name} is {tuple(found[name])} there and {tuple(wanted[name])} here"
     said.append(f"{len(other)} of another shape ({example})")
   return ", ".join(said)
 

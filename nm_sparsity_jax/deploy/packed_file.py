@@ -1,4 +1,4 @@
-"""A file of a network whose sparse kernels are packed.
+"""A file of a network with packed kernels.
 
     variables, rules -> [write] -> F.safetensors
     F.safetensors -> [Opened] -> name -> NMPacked, or array, when it is asked for
@@ -80,7 +80,7 @@ def is_packed(opened: safetensors_file.Opened) -> bool:
 
 
 class Opened:
-  """A packed file whose header was read.
+  """A packed file; its header is read at once.
 
       opened = Opened("F.safetensors")
       opened.leaf("params/encoder/layers_0/mlp/wi/kernel")  # an NMPacked
@@ -89,7 +89,7 @@ class Opened:
     path: of the file, on a local disk.
 
   Attributes:
-    path: as given.
+    path: of the file.
     rules: the text of the rules.
     leaves: name -> array, or packed kernel of arrays, which are read when they are asked for; all
       have the shape and dtype that they have with zeros.

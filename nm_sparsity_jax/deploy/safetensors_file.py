@@ -52,13 +52,13 @@ class Lazy:
 
 
 class Opened:
-  """A file whose header was read.
+  """A file; its header is read at once.
 
   Args:
     path: of the file, on a local disk.
 
   Attributes:
-    path: as given.
+    path: of the file.
     metadata: the texts that the file holds with its tensors.
     tensors: name -> array, which is read when it is asked for.
 

@@ -27,7 +27,7 @@ DERIVED = (
 _FAMILIES = ("pos_embed", "layers.0.blocks.0.attn.logit_scale", "layer1.0.conv1.weight")
 _LEAVES = {"kernel": "weight", "scale": "weight", "mean": "running_mean", "var": "running_var"}
 _MODULES = {"downsample_conv": "downsample.0", "downsample_bn": "downsample.1"}
-_NUMBERED = r"(blocks|layers|layer\d+|cpb_mlp)"  # modules whose number is a word of its own there
+_NUMBERED = r"(blocks|layers|layer\d+|cpb_mlp)"  # modules with a number that is a word there
 
 
 def name_of(key: str) -> Name:
@@ -43,7 +43,7 @@ def name_of(key: str) -> Name:
   modules = [_MODULES.get(w) or re.sub(rf"^{_NUMBERED}_(\d+)$", r"\1.\2", w) for w in words]
   if words[-2:-1] == ["attn"] and words[-1] in "qkv":
     attention, which = ".".join(modules[:-1]), words[-1]
-    if leaf == "bias" and words[0].startswith("layers_"):  # of Swin V2, whose k has none
+    if leaf == "bias" and words[0].startswith("layers_"):  # of Swin V2, where k has none
       return Name(f"{attention}.{which}_bias")
     return Name(f"{attention}.qkv.{_LEAVES.get(leaf, leaf)}", leaf == "kernel", "qkv".index(which))
   return Name(".".join([*modules, _LEAVES.get(leaf, leaf)]), leaf == "kernel")
@@ -128,7 +128,7 @@ def from_tensors(
     found = {key: name_of(key) for key in keys_of(own)}
     shapes = {key: there.ours(empty[there.name]).shape for key, there in found.items()}
   made = names.from_tensors(own, name_of, shapes, f"{what} is of another network")
-  # No shape of a parameter tells the window of a Swin V2, and another one gives other logits.
+  # No parameter shows the window of a Swin V2, and another window gives other logits.
   for name, x in tensors.items() if hasattr(config, "window") else ():
     if stage := re.fullmatch(r"layers\.(\d+)\.blocks\.\d+\.attn\.relative_coords_table", name):
       window = min(config.window, config.sides[int(stage[1])])
@@ -151,7 +151,7 @@ def from_timm(
   Args:
     tensors: timm's name -> array.
     like: the network's variables, or their shapes; None = whatever network the names are of.
-    config: of the network; a Swin V2 of another window is then refused, where the tensors tell.
+    config: of the network; a Swin V2 of another window is then refused, where a tensor shows it.
     what: says in an error what was looked at.
 
   Returns:

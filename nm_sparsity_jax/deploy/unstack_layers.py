@@ -1,4 +1,4 @@
-"""A tree whose layers a scan stacked, as the tree of the same network without a scan, and back.
+"""The tree of a network that scans its layers, as that of the same one without a scan, and back.
 
 params, config -> [unstacked] -> params with an array for each layer, config that does not scan
 key, array     -> [apart]     -> key of a layer -> its array, a view
@@ -51,19 +51,7 @@ def without_scan(config: Any) -> Any:
   return dataclasses.replace(config, scan_layers=False) if scans else config
 
 
-def scan_axis(shapes: Mapping[str, tuple[int, ...]]) -> int:
-  """Returns along which axis a T5's layers are stacked; 1, T5X's own, where none are.
-
-  >>> norm, table = "encoder/encoder/pre_mlp_layer_norm/scale", "token_embedder/embedding"
-  >>> scan_axis({table: (32, 8), norm: (6, 8)}), scan_axis({table: (32, 8), norm: (8, 6)})
-  (0, 1)
-  """
-  # A norm is (embed, layers) or (layers, embed).
-  norm = shapes.get("encoder/encoder/pre_mlp_layer_norm/scale")
-  return 0 if norm and norm[0] != shapes["token_embedder/embedding"][1] else 1
-
-
-def apart_all(arrays: Mapping[str, Any], axis: int) -> dict[str, Any]:
+def apart_all(arrays: Mapping[str, Any], axis: int = 1) -> dict[str, Any]:
   """Returns `apart` of every array."""
   return {k: x for key, array in arrays.items() for k, x in apart(key, array, axis).items()}
 
@@ -77,7 +65,7 @@ def apart(key: str, array: Any, axis: int = 1) -> dict[str, Any]:
   Args:
     key: its path among the parameters.
     array: its values, or their shape.
-    axis: of the layers: the T5's `param_scan_axis`.
+    axis: of the layers: the T5's `param_scan_axis`; files of other libraries take T5X's own, 1.
 
   Raises:
     ValueError: as in `unstacked`.
@@ -101,25 +89,22 @@ def apart(key: str, array: Any, axis: int = 1) -> dict[str, Any]:
   return {name.format(i): layer.reshape(own) for i, layer in enumerate(layers)}
 
 
-def restacked(
-  layers: Mapping[str, Lazy], shapes: Mapping[str, tuple[int, ...]], axis: int = 1
-) -> dict[str, Lazy]:
+def restacked(layers: Mapping[str, Lazy], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Lazy]:
   """Returns the arrays of a network, which may scan, of those of one that does not.
 
   Args:
     layers: key without a scan -> array.
-    shapes: key of the network -> shape.
-    axis: as in `apart`.
+    shapes: key of the network -> shape; stacked along axis 1.
   """
-  return {key: _restacked(key, layers, shape, axis) for key, shape in shapes.items()}
+  return {key: _restacked(key, layers, shape) for key, shape in shapes.items()}
 
 
-def _restacked(key: str, layers: Mapping[str, Lazy], shape: tuple[int, ...], axis: int) -> Lazy:
+def _restacked(key: str, layers: Mapping[str, Lazy], shape: tuple[int, ...]) -> Lazy:
   if (name := _stacked(key)) is None:
     return layers[key]
-  own = (*shape[:axis], *shape[axis + 1 :])
-  stack = [layers[name.format(i)] for i in range(shape[axis])]
-  make = lambda: np.stack([np.asarray(x).reshape(own) for x in stack], axis)
+  first, depth, *rest = shape
+  stack = [layers[name.format(i)] for i in range(depth)]
+  make = lambda: np.stack([np.asarray(x).reshape(first, *rest) for x in stack], axis=1)
   return Lazy(shape, stack[0].dtype, make)
 
 

@@ -22,7 +22,7 @@ from nm_sparsity_jax.training.rules import Rules
 
 _Config = TypeVar("_Config")
 
-# What the backward pass of a block under remat finds stored, beside its input.
+# What the backward pass of a block under remat finds stored; it always has its input.
 _STORED = keep.save_only_these_names("nm_mask")
 STD = 0.02  # of new kernels, as timm starts its transformers
 kernel_init = nn.initializers.normal(STD)
@@ -157,9 +157,42 @@ def dense(config: Any, rules: Rules | None, std: float = STD) -> Callable[..., D
   return functools.partial(Dense, dtype=jnp.dtype(config.dtype), kernel_init=init, rules=rules)
 
 
-def split_heads(x: jax.Array, heads: int) -> jax.Array:
-  """Returns [..., d] as [..., heads, d / heads]."""
-  return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+class SelfAttention(nn.Module):
+  """softmax(scores(q, k)) . v, for each head; a subclass has `scores`. The softmax is float32.
+
+  Attributes:
+    heads: how many.
+    config: of the network: dropout and dtype.
+    rules: what is sparse, and how; None = dense.
+    std: deviation of new kernels.
+    key_bias: whether k has a bias.
+  """
+
+  heads: int
+  config: Any
+  rules: Rules | None = None
+  std: float = STD
+  key_bias: bool = True
+
+  def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns float32 [b, h, n, n] of q and k [b, n, h, d / h]."""
+    raise NotImplementedError
+
+  @nn.compact
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    """Maps [b, n, d] to [b, n, d]."""
+    layer = dense(self.config, self.rules, self.std)
+    width = x.shape[-1]
+    q, k, v = (
+      layer(width, use_bias=name != "k" or self.key_bias, name=name)(x).reshape(
+        *x.shape[:-1], self.heads, width // self.heads
+      )
+      for name in "qkv"
+    )
+    weights = jax.nn.softmax(self.scores(q, k)).astype(v.dtype)
+    y = jnp.einsum("bhqn,bnhk->bhqk", weights, v)  # then swapped: XLA on a CPU is faster so
+    y = layer(width, name="proj")(y.swapaxes(1, 2).reshape(x.shape))
+    return nn.Dropout(self.config.dropout)(y, not train)
 
 
 class Mlp(nn.Module):
@@ -186,7 +219,7 @@ class Mlp(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-  """A token of each square patch: a convolution whose stride is its size.
+  """A token of each square patch: a convolution with a stride of its size.
 
   Attributes:
     config: of the network: patch, embed and dtype.

@@ -125,7 +125,7 @@ def config(name: str, **changes: Any) -> SwinConfig:
 def _offsets(window: int) -> np.ndarray:
   """Returns the offsets from -(window - 1) to window - 1 in both directions, [2w-1, 2w-1, 2]."""
   # Logarithmic, so that the MLP extrapolates little to a larger window; 1 stands for the distance 8
-  # of a window whose edge is at 8.
+  # of a window with its edge at 8.
   line = np.arange(1 - window, window, dtype=np.float32) * np.float32(8 / max(window - 1, 1))
   grid = np.stack(np.meshgrid(line, line, indexing="ij"), axis=-1)
   return (np.sign(grid) * np.log2(np.abs(grid) + 1) / 3).astype(np.float32)
@@ -173,50 +173,32 @@ def _direction(x: jax.Array) -> jax.Array:
   return x * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(parts.SelfAttention):
   """Attention within windows: softmax(scale cos(q, k) + positions) . v, for each head.
 
-  The biases of positions come from an MLP of the logarithmic offsets. k has no bias. Cosines, scale
-  and softmax are float32.
+  The biases of positions come from an MLP of the logarithmic offsets. k has no bias. Cosines and
+  scale are float32.
 
   Attributes:
-    heads: a.
+    side: tokens of a side of the map.
     window: tokens of a side of a window.
-    config: sizes.
-    rules: what is sparse, and how; None = dense.
+    shift: by how many tokens the map was shifted.
   """
 
-  heads: int
-  window: int
-  config: SwinConfig
-  rules: Rules | None = None
+  key_bias: bool = False
+  side: int = 0
+  window: int = 0
+  shift: int = 0
 
-  @nn.compact
-  def __call__(self, x: jax.Array, train: bool, shift_bias: np.ndarray | None = None) -> jax.Array:
-    """Maps [b z, n, d] to [b z, n, d].
-
-    Args:
-      x: the windows of all examples.
-      train: dropout acts.
-      shift_bias: [z, n, n]; None = windows of one region.
-    """
-    cfg, width = self.config, x.shape[-1]
-    dense = parts.dense(cfg, self.rules)
-    q, k, v = (
-      parts.split_heads(dense(width, use_bias=name != "k", name=name)(x), self.heads)
-      for name in "qkv"
-    )
+  def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns scale cos(q, k) + positions, of the windows of all examples."""
     cosines = jnp.einsum("bqak,bnak->baqn", _direction(q), _direction(k))
     scale = self.param("logit_scale", nn.initializers.constant(math.log(10)), (self.heads, 1, 1))
     scores = cosines * jnp.exp(jnp.minimum(scale, _SHARPEST))[None] + self._positions()[None]
-    if shift_bias is not None:
-      z, n, _ = shift_bias.shape
-      scores = scores.reshape(-1, z, self.heads, n, n) + shift_bias[None, :, None]
-      scores = scores.reshape(-1, self.heads, n, n)
-    weights = jax.nn.softmax(scores).astype(v.dtype)
-    y = jnp.einsum("baqn,bnak->baqk", weights, v)  # then swapped: XLA on a CPU is faster so
-    y = y.swapaxes(1, 2).reshape(x.shape)
-    return nn.Dropout(cfg.dropout)(dense(width, name="proj")(y), not train)
+    if not self.shift:
+      return scores
+    bias = shift_bias(self.side, self.window, self.shift)[None, :, None]
+    return (scores.reshape(-1, bias.shape[1], *scores.shape[1:]) + bias).reshape(scores.shape)
 
   def _positions(self) -> jax.Array:
     """Returns the bias between two tokens, float32 [a, n, n]."""
@@ -264,9 +246,10 @@ class Block(nn.Module):
       self, parts.layer_norm(y, name, _EPSILON, cfg.dtype, zero=True), rate, train
     )
     y = jnp.roll(x, (-shift, -shift), (1, 2)) if shift else x
-    attention = WindowAttention(self.heads, window, cfg, self.rules, name="attn")
-    bias = shift_bias(side, window, shift) if shift else None
-    y = from_windows(attention(to_windows(y, window), train, bias), window, side)
+    attention = WindowAttention(
+      self.heads, cfg, self.rules, side=side, window=window, shift=shift, name="attn"
+    )
+    y = from_windows(attention(to_windows(y, window), train), window, side)
     y = jnp.roll(y, (shift, shift), (1, 2)) if shift else y
     x = x + norm(y, "norm1")
     mlp = parts.Mlp(cfg.mlp_ratio * width, cfg, self.rules, name="mlp")

@@ -97,29 +97,13 @@ def config(name: str, **changes: Any) -> ViTConfig:
   return parts.choose(CONFIGS, name, changes)
 
 
-class Attention(nn.Module):
-  """Self-attention: softmax(q . k / sqrt(head_dim)) . v, for each head; the softmax is float32.
+class Attention(parts.SelfAttention):
+  """Self-attention: softmax(q . k / sqrt(head_dim)) . v, for each head."""
 
-  Attributes:
-    config: sizes.
-    rules: what is sparse, and how; None = dense.
-  """
-
-  config: ViTConfig
-  rules: Rules | None = None
-
-  @nn.compact
-  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    """Maps [b, n, d] to [b, n, d]."""
-    cfg, width = self.config, x.shape[-1]
-    dense = parts.dense(cfg, self.rules, cfg.std)
-    q, k, v = (parts.split_heads(dense(width, name=name)(x), cfg.heads) for name in "qkv")
+  def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns q . k / sqrt(head_dim)."""
     # q is scaled, not the scores: fewer products, and timm's order.
-    scores = jnp.einsum("bqhk,bnhk->bhqn", q * (width // cfg.heads) ** -0.5, k)
-    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype)
-    y = jnp.einsum("bhqn,bnhk->bhqk", weights, v)  # then swapped: XLA on a CPU is faster so
-    y = y.swapaxes(1, 2).reshape(x.shape)
-    return nn.Dropout(cfg.dropout)(dense(width, name="proj")(y), not train)
+    return jnp.einsum("bqhk,bnhk->bhqn", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
 
 
 class Block(nn.Module):
@@ -145,7 +129,8 @@ class Block(nn.Module):
     cfg = self.config
     norm = lambda x, name: parts.layer_norm(x, name, _EPSILON, cfg.dtype)
     drop = lambda y: parts.drop_path(self, y, rate, train)
-    x = x + drop(Attention(cfg, self.rules, name="attn")(norm(x, "norm1"), train))
+    attention = Attention(cfg.heads, cfg, self.rules, cfg.std, name="attn")
+    x = x + drop(attention(norm(x, "norm1"), train))
     if not cfg.mlp:
       return x
     mlp = parts.Mlp(cfg.mlp, cfg, self.rules, cfg.std, name="mlp")
@@ -184,7 +169,7 @@ class ViT(nn.Module):
     patches = parts.PatchEmbed(cfg, self.rules, name="patch_embed")
     x = patches(images).reshape(len(images), -1, cfg.embed)
     if cfg.class_token:
-      # Near 0, as in timm: the positions tell it from the patches.
+      # Near 0, as in timm: its position makes it differ from the patches.
       token = self.param("cls_token", nn.initializers.normal(1e-6), (1, 1, cfg.embed))
       token = jnp.broadcast_to(token.astype(dtype), (len(images), 1, cfg.embed))
       x = jnp.concatenate([token, x], axis=1)

@@ -81,6 +81,14 @@ class Stored:
     return any(key.startswith("state/dense/") for key in self.leaves)
 
   @property
+  def start(self) -> int | None:
+    """Returns the global step before the first sparse step; None where that is unknown."""
+    if (key := f"{_SPARSE}start") in self.leaves:
+      return int(self.array(key))
+    known = self.step is not None and self.sparse_step is not None
+    return self.step - self.sparse_step if known else None
+
+  @property
   def average(self) -> bool:
     """Returns whether the run kept a moving average of what it trained."""
     return any(key.startswith(f"{_AVERAGE}target/") for key in self.leaves)

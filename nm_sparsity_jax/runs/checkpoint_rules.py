@@ -39,7 +39,8 @@ def rules_for(stored: Stored, given: Given, axes: Mapping[str, Any] | None = Non
   if stored.known_rules is None:
     if given is None:
       raise ValueError(
-        f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}}"
+        f"{stored.path} holds no rules: say what should be n:m, such as rules={{'ff': '1:8'}} "
+        "(--rules)"
       )
     return given.with_axes(axes or {})
   own = rules_text.parse(stored.known_rules)
@@ -68,6 +69,38 @@ def parameters(stored: Stored) -> dict[str, Any]:
   return nested(
     {k.removeprefix("params/"): x for k, x in leaves.items() if k.startswith("params/")}
   )
+
+
+def check_steps(
+  rules: Rules | None,
+  start: int,
+  pretrained_steps: int | None,
+  train_steps: int | None = None,
+  train_steps_relative: int | None = None,
+) -> None:
+  """Refuses steps with which a sparse run would end at another step than its schedule.
+
+  Args:
+    rules: of the run, whose recipes know how many steps it has.
+    start: the global step of the checkpoint that it starts from.
+    pretrained_steps: the same, as the settings say it; None = any.
+    train_steps: the global step at which T5X ends the run, as the settings say it; None = any.
+    train_steps_relative: T5X adds it to the restored step, so each restart adds a whole run.
+  """
+  recipes = rules.places.values() if rules else ()
+  ends = {start + recipe.phases.total for recipe in recipes if recipe.phases}
+  right = {  # macro -> its value, and those that fit
+    "PRETRAINED_STEPS": (pretrained_steps, {start}),
+    "TRAIN_STEPS": (train_steps, ends or {train_steps}),
+    "TRAIN_STEPS_RELATIVE": (train_steps_relative, {0}),
+  }
+  wrong = {k: value for k, (value, fit) in right.items() if value is not None and value not in fit}
+  if wrong:
+    raise ValueError(
+      f"{', '.join(f'{name}={value}' for name, value in wrong.items())}: the sparse run starts at "
+      f"global step {start}, and its schedule ends at {max(ends, default=None)}. Leave "
+      f"{', '.join(wrong)} out."
+    )
 
 
 def check_start(stored: Stored) -> str:

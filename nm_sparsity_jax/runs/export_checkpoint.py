@@ -27,7 +27,7 @@ from nm_sparsity_jax.deploy import (
   safetensors_file,
   timm,
 )
-from nm_sparsity_jax.deploy.unstack_layers import apart, apart_all, scan_axis
+from nm_sparsity_jax.deploy.unstack_layers import apart, apart_all
 from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, verify_checkpoint
 from nm_sparsity_jax.runs.checkpoint import Stored
 from nm_sparsity_jax.runs.verify_checkpoint import Proof
@@ -179,8 +179,9 @@ def pack(
   stored = checkpoint.opened(path)
   stacked_rules = checkpoint_rules.rules_for(stored, rules, axes)
   variables = nested({key: np.asarray(x) for key, x in stored.variables().items()})
-  shapes = {key: x.shape for key, x in flatten(variables["params"])}
-  layers = apart_all(dict(flatten(variables["params"])), scan_axis(shapes))
+  params = dict(flatten(variables["params"]))
+  shapes = {key: x.shape for key, x in params.items()}
+  layers = apart_all(params)
   layer_rules = _rules_of_layers(stacked_rules, shapes)
   report = packed_file.write(file, {**variables, "params": nested(layers)}, layer_rules, dtype)
   packed_file.read(file)  # the reader checks every entry
@@ -227,7 +228,7 @@ def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rul
   kernel of a layer has two axes and contracts the first one, whatever the axis of its stack is.
   """
   shaped = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
-  layers = {path: list(apart(path, x, scan_axis(shapes))) for path, x in shaped.items()}
+  layers = {path: list(apart(path, x)) for path, x in shaped.items()}
   matches = {path: hit for path in shapes if (hit := rules.match(path))}
   axes = rules.axes
   if any(layers[path] != [path] for path in matches):

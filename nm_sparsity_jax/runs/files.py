@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,21 +77,8 @@ def read_json(path: Any, default: Any) -> Any:
     return json.loads(path.read_text("utf-8"))
 
 
-def probe(folder: str | os.PathLike) -> None:
-  """Raises the OSError that a new file in a folder would meet, and leaves nothing there."""
-  with tempfile.TemporaryFile(dir=folder):
-    pass
-
-
-def cannot_write(folder: pathlib.Path) -> str:
-  """Says why nothing can be written into a folder, which need not be there yet; '' if it can."""
-  there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-  if not there.is_dir():
-    return f"Not a directory: {str(there)!r} is a file"
-  return "" if os.access(there, os.W_OK) else f"Permission denied in {str(there)!r}"
-
-
 def check_folder(what: str, folder: pathlib.Path) -> None:
-  """Raises where a folder to write into cannot be made."""
-  if why := cannot_write(folder):
-    raise ValueError(f"{what}: {why}. Name another place.")
+  """Raises where a folder to write into cannot be made; it need not be there yet."""
+  there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+  if not (there.is_dir() and os.access(there, os.W_OK)):
+    raise ValueError(f"{what}: nothing can be written into {str(there)!r}. Name another place.")

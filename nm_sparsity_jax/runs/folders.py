@@ -13,7 +13,6 @@ with. An empty folder and a dangling link do not count.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import re
@@ -107,30 +106,6 @@ def steps(folder: str | os.PathLike) -> Sequence[int]:
   """
   path = path_of(folder)
   return [step for step, name in _named(path) if (path / name / "state" / "_METADATA").is_file()]
-
-
-def run_around(folder: str | os.PathLike) -> str | None:
-  """Returns the folder of a run that a folder is, or lies in; None where there is none.
-
-  >>> import tempfile
-  >>> run_around(tempfile.mkdtemp()) is None
-  True
-
-  Args:
-    folder: of this machine. It need not be there yet.
-  """
-  path = pathlib.Path(os.path.abspath(folder))
-  return next((str(above) for above in (path, *path.parents) if _holds_run(above)), None)
-
-
-def _holds_run(path: pathlib.Path) -> bool:
-  # What a run of the local runner or of T5X has with config.gin.
-  notes = ("settings.json", "run.json", "model-info.txt")
-  if (path / "config.gin").is_file() and any((path / name).is_file() for name in notes):
-    return True
-  with contextlib.suppress(PermissionError):  # a folder above, whose names we may not see
-    return latest(path) is not None
-  return False
 
 
 def evaluations(folder: str | os.PathLike) -> dict[int, dict[str, Any]]:

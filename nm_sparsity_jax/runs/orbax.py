@@ -77,8 +77,6 @@ def quiet() -> Iterator[None]:
 
   The caller that waits for a thread gets its error. Without this a full disk prints 60 lines.
   """
-  import absl.logging  # noqa: F401  (makes the logger, whose records name the file that logs)
-
   logger = logging.getLogger("absl")
   is_of_others = lambda record: "orbax" not in record.pathname
   logger.addFilter(is_of_others)

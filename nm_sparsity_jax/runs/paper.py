@@ -14,7 +14,6 @@ published.json holds the tables.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib.resources
 import json
@@ -136,7 +135,7 @@ def search(words: Iterable[str]) -> list[Row]:
 
 
 def nearest(words: Iterable[str], among: Sequence[Row] | None = None, count: int = 3) -> list[Row]:
-  """Returns the rows that share the most words, then the most letters, the nearest first.
+  """Returns the rows that share the most words, the nearest first.
 
   Args:
     words: of a search, or of a name.
@@ -144,13 +143,7 @@ def nearest(words: Iterable[str], among: Sequence[Row] | None = None, count: int
     count: how many.
   """
   wanted = _plain(words)
-  letters = difflib.SequenceMatcher(b=" ".join(sorted(wanted)))
-
-  def closeness(row: Row) -> tuple[int, float]:
-    letters.set_seq1(" ".join(sorted(row.name.split())))
-    return len(wanted & row.words), letters.ratio()
-
-  return sorted(among or _all(), key=closeness, reverse=True)[:count]
+  return sorted(among or _all(), key=lambda row: -len(wanted & row.words))[:count]
 
 
 def _all() -> list[Row]:

@@ -18,7 +18,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nm_sparsity_jax.runs import events, files, folders, glue, trained
 
@@ -97,19 +97,14 @@ def read(path: str) -> Run:
 
 def settings(folder: pathlib.Path) -> Run:
   """Reads a run's folder without its metrics."""
-  run, given = Run(folder), trained.read_settings(folder)
-  if not given.text:
+  run, text = Run(folder), trained.gin_text(folder)
+  if not text:
     return run
-  value = given.values.get
-  run.size, run.data, run.network = value("T5_SIZE"), value("DATA"), _network(given.text)
-  run.start = trained.started(folder).get("start", value("PRETRAINED_STEPS"))
-  if run.start is None and "INITIAL_CHECKPOINT_PATH" in given.values:  # its name may say it
-    path = value("INITIAL_CHECKPOINT_PATH")
-    run.start = folders.named_step(path) if path else 0
-  if run.start is None and "PRETRAINED_STEPS" in given.references:
-    run.start = trained.start_of(str(folder))
   from nm_sparsity_jax.recipes import Dense  # imports jax
 
+  macros = trained.parse_settings(text)
+  run.size, run.data, run.network = macros.get("T5_SIZE"), macros.get("DATA"), _network(text)
+  run.start = _start(folder, macros)
   try:
     run.rules, run.no_rules = trained.rules_of(folder), ""
   except ValueError as e:
@@ -129,6 +124,16 @@ def settings(folder: pathlib.Path) -> Run:
       own = run.start + (phases.dense if is_hard else phases.finetune_start)
       run.target = max(own, run.target or own)
   return run
+
+
+def _start(folder: pathlib.Path, macros: Mapping[str, Any]) -> int | None:
+  start = trained.started(folder).get("start", macros.get("PRETRAINED_STEPS"))
+  if isinstance(start, trained.Reference):  # gin asks the checkpoint
+    return trained.start_of(str(folder))
+  if start is None and "INITIAL_CHECKPOINT_PATH" in macros:  # its name may hold the step
+    path = macros["INITIAL_CHECKPOINT_PATH"]
+    return folders.named_step(path) if path else 0
+  return start
 
 
 # Of a named configuration; another field makes it a network of other sizes.
@@ -152,7 +157,7 @@ def join(name: str, runs: Sequence[Run]) -> Run:
     ValueError: two differ in what was trained, or have metrics of the same task.
   """
   first, *others = runs
-  tasks, owners = dict(first.tasks), dict.fromkeys(first.tasks, first)
+  tasks = dict(first.tasks)
   for run in others:
     for field in ("mini", "recipe", "places", "dense_steps", "sparse_steps", "target", "size"):
       if (here := getattr(first, field)) != (there := getattr(run, field)):
@@ -162,11 +167,10 @@ def join(name: str, runs: Sequence[Run]) -> Run:
         )
     if twice := sorted(tasks.keys() & run.tasks.keys()):
       raise ValueError(
-        f"{name}: {owners[twice[0]].path} and {run.path} both have metrics of "
-        f"{', '.join(twice)}: leave one out"
+        f"{name}: {run.path} has metrics of {', '.join(twice)}, and so has a run before it: leave "
+        "one out"
       )
     tasks |= run.tasks
-    owners |= dict.fromkeys(run.tasks, run)
   paths = tuple(run.path for run in runs)
   parent = pathlib.Path(os.path.commonpath([path.absolute() for path in paths]))
   remarks = [f"{run.path}: {remark}" for run in runs for remark in run.remarks]
@@ -181,7 +185,7 @@ def join(name: str, runs: Sequence[Run]) -> Run:
 def _tasks(folder: pathlib.Path, remarks: list[str]) -> tuple[dict[str, Series], bool]:
   names = {p.name.removesuffix("-metrics.jsonl") for p in folder.glob("*-metrics.jsonl")}
   names |= {p.parent.name for p in folder.glob("*/*tfevents*")}
-  columns = {column.task for column in glue.COLUMNS}
+  columns = {column.name for column in glue.COLUMNS}
   known = {name: found for name in sorted(names) if (found := glue.config_of(name))}
   known = {name: found for name, found in known.items() if found[0] in columns}
   if not known:

@@ -1,6 +1,6 @@
 """What a resumed run must share with its beginning: settings.json, and how settings differ.
 
-    Config.settings -> nested values -> [write] -> settings.json -> [changed] -> a sentence
+    Config.settings -> nested values -> [write] -> settings.json -> [refuse_changed]
 
 A nested value is what JSON holds. `{"": "Model", "batch_size": 8}` stands for Model(batch_size=8):
 "" holds the name of a class or function.
@@ -17,17 +17,6 @@ from nm_sparsity_jax.runs import files, folders
 
 _FILE = "settings.json"
 _UNSET = "not set"
-
-
-def text(value: Any) -> str:
-  """Returns a nested value as one line, for messages.
-
-  >>> text({"": "Source", "name": "rte", "sizes": [8, 4]})
-  "Source: name='rte', sizes[0]=8, sizes[1]=4"
-  """
-  kind, *fields = [(path, repr(x)) for path, x in _leaves("", value)]
-  name = kind[1].strip("'")
-  return f"{name}: {', '.join(f'{path}={x}' for path, x in fields)}" if fields else name
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -60,39 +49,28 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[st
   return [(path, *pair) for path, pair in sorted(found.items()) if not inside(path)]
 
 
-def changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
-  """Says how settings differ from those that a run began with.
-
-  Args:
-    folder: the run's.
-    settings: name -> nested value.
-
-  Returns:
-    Such as "random_seed was 0, and is 3"; "" if nothing differs or no checkpoint was saved yet.
-  """
-  before = files.read_json(folder / _FILE, None)
-  if before is None or not folders.steps(folder):
-    return ""
-  found = differences(before, settings)
-  return "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found)
-
-
 def refuse_changed(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
   """Refuses to continue a run with other settings, or a run of another program.
+
+  A run without a checkpoint may begin anew, with any settings.
 
   Args:
     folder: the run's; it may be missing.
     settings: name -> nested value.
 
   Raises:
-    ValueError: names what differs, with the old and the new value.
+    ValueError: names what differs, such as "random_seed was 0, and is 3".
   """
-  if folders.steps(folder) and not (folder / _FILE).is_file():
+  if not folders.steps(folder):
+    return
+  before = files.read_json(folder / _FILE, None)
+  if before is None:
     raise ValueError(
       f"{folder} holds checkpoints that another program wrote. Take an empty MODEL_DIR and name "
       "one of them as INITIAL_CHECKPOINT_PATH."
     )
-  if what := changed(folder, settings):
+  if found := differences(before, settings):
+    what = "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found)
     raise ValueError(
       f"the run in {folder} was started with other settings: {what}. Keep the old ones, or "
       "take another MODEL_DIR."

@@ -1,6 +1,6 @@
 """What a run trained, from what it left in its folder.
 
-    config.gin        -> [read_settings] -> Settings: values of gin macros
+    config.gin        -> [read_settings] -> gin macro -> its value
     newest checkpoint -> [rules_of]      -> Rules, those of the macros where no checkpoint tells
     run.json          -> [started]       -> where it began, what it ran with
 
@@ -11,7 +11,6 @@ overridden by bindings that no macro shows. config.gin is read as text: nothing 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import os
 import pathlib
@@ -19,13 +18,19 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nm_sparsity_jax.runs import files, folders
+from nm_sparsity_jax.runs import files, folders, paper
 
 if TYPE_CHECKING:
   from nm_sparsity_jax.runs.checkpoint import Stored
   from nm_sparsity_jax.training.rules import Rules
 
-_SHOWN = 200  # characters of a value that messages show
+# Argument of `configure.rules` -> the macro that it comes from.
+_MACROS = {
+  "places": "SPARSITY_RULES", "recipe": "RECIPE", "pattern": "PATTERN",
+  "sparse_steps": "SPARSE_STEPS", "dense_steps": "DENSE_STEPS",
+  "finetune_steps": "FINETUNE_STEPS", "beta": "BETA", "gradient": "GRADIENT",
+  "fields": "RECIPE_FIELDS", "indivisible": "INDIVISIBLE",
+}  # fmt: skip
 
 
 def gin_text(folder: str | os.PathLike) -> str:
@@ -46,33 +51,12 @@ def macros(text: str) -> dict[str, str]:
   return {name: " ".join(value.replace("\\\n", "\n").split()) for name, value in found}
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """The macros of a run's gin configuration.
-
-  Attributes:
-    text: the configuration; '' where there is none.
-    values: macro -> value.
-    references: macro -> text of a value that is not plain, such as '@sr_ste()'.
-  """
-
-  text: str
-  values: Mapping[str, Any]
-  references: Mapping[str, str]
-
-  def get(self, name: str, default: Any = None) -> Any:
-    """Returns the value of a macro, the default where it is not set.
-
-    Raises:
-      ValueError: its value is a reference.
-    """
-    if name in self.references:
-      raise ValueError(f"{name} is not a plain value in config.gin: {self.references[name]}")
-    return self.values.get(name, default)
+class Reference(str):
+  """The text of a value that is not plain, such as '@sr_ste()'."""
 
 
-def read_settings(folder: str | os.PathLike) -> Settings:
-  """Reads the macros that a run was configured with.
+def read_settings(folder: str | os.PathLike) -> dict[str, Any]:
+  """Reads the macros that a run was configured with: name -> value, or `Reference`.
 
   Args:
     folder: the run's.
@@ -80,29 +64,26 @@ def read_settings(folder: str | os.PathLike) -> Settings:
   return parse_settings(gin_text(folder))
 
 
-def parse_settings(text: str) -> Settings:
-  """Parses the macros of a gin configuration.
+def parse_settings(text: str) -> dict[str, Any]:
+  """Parses the macros of a gin configuration: name -> value, or `Reference`.
 
-  >>> settings = parse_settings("RECIPE = 'sr_ste'\\nRULES = @configure.rules()\\n")
-  >>> settings.get("RECIPE"), settings.get("PATTERN"), dict(settings.references)
-  ('sr_ste', None, {'RULES': '@configure.rules()'})
+  >>> parse_settings("RECIPE = 'sr_ste'\\nRULES = @configure.rules()\\n")
+  {'RECIPE': 'sr_ste', 'RULES': '@configure.rules()'}
 
   Args:
     text: the configuration.
   """
-  values, references = {}, {}
+  found: dict[str, Any] = {}
   for name, value in macros(text).items():
     try:
-      values[name] = plain(value)
+      found[name] = plain(value)
     except ValueError:
-      references[name] = value[:_SHOWN]
-  if of_row := [name for name, value in references.items() if "paper.setting()" in value]:
-    from nm_sparsity_jax.runs import paper
-
-    row = paper.find(values["TABLE"], values["ROW"]).settings()
-    values |= {name: row[name] for name in of_row}
-    references = {name: value for name, value in references.items() if name not in row}
-  return Settings(text, values, references)
+      found[name] = Reference(value)
+  # A file of gin_configs/paper/ asks a function for what its row sets.
+  if of_row := [name for name, value in found.items() if "paper.setting()" in str(value)]:
+    row = paper.find(found["TABLE"], found["ROW"]).settings()
+    found |= {name: row[name] for name in of_row}
+  return found
 
 
 def plain(text: str) -> Any:
@@ -117,7 +98,7 @@ def plain(text: str) -> Any:
   try:
     return ast.literal_eval(text.strip())
   except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as e:
-    raise ValueError(f"no plain value: {text[:_SHOWN]}") from e
+    raise ValueError(f"no plain value: {text}") from e
 
 
 def started(folder: str | os.PathLike) -> Mapping[str, Any]:
@@ -141,20 +122,13 @@ def rules_of(folder: str | os.PathLike, gin: str | None = None) -> Rules:
   if stored is not None and stored.rules is not None:
     return rules_text.parse(stored.rules)
   settings = read_settings(folder) if gin is None else parse_settings(gin)
-  if "RECIPE" not in {*settings.values, *settings.references}:
+  if "RECIPE" not in settings:
     raise ValueError("config.gin has no macro RECIPE, or is not there")
-  return configure.rules(
-    recipe=settings.get("RECIPE"),
-    pattern=settings.get("PATTERN"),
-    sparse_steps=settings.get("SPARSE_STEPS"),
-    beta=settings.get("BETA"),
-    gradient=settings.get("GRADIENT"),
-    places=settings.get("SPARSITY_RULES"),
-    fields=settings.get("RECIPE_FIELDS"),
-    dense_steps=settings.get("DENSE_STEPS", 0),
-    finetune_steps=settings.get("FINETUNE_STEPS", 0),
-    indivisible=settings.get("INDIVISIBLE") or "error",
-  )
+  known = {name: settings[macro] for name, macro in _MACROS.items() if macro in settings}
+  for name, value in known.items():
+    if isinstance(value, Reference):
+      raise ValueError(f"{_MACROS[name]} is not a plain value in config.gin: {value}")
+  return configure.rules(**{"places": None} | known)
 
 
 def stored_rules(
@@ -183,16 +157,13 @@ def stored_rules(
       # `ff` is what gin_configs/sparsity.gin makes sparse.
       return configure.rules(**{"places": {"ff": None}, **settings})
     except ValueError as e:
-      reason = f"{path} is dense: it has no sparse step. Evaluate it with {why}."
-      if error is not None:
-        reason = f"{str(error).rstrip('.')}, so its rules are unknown."
-      said = f" (The settings do not tell them: {e})" if settings else ""
-      raise ValueError(f"{reason}{said}") from e
+      dense = f"{path} is dense: it has no sparse step. Evaluate it with {why}"
+      raise ValueError(f"{error or dense}. The settings give no rules: {e}") from e
   rules = rules_text.parse(stored.rules)
-  if pretrained_steps is not None and (start := _start(stored)) not in (None, pretrained_steps):
+  if pretrained_steps is not None and stored.start not in (None, pretrained_steps):
     raise ValueError(
-      f"PRETRAINED_STEPS={pretrained_steps}, but the run of {stored.path} began at step {start}: "
-      "leave PRETRAINED_STEPS out. Where a file sets it, None counts as left out."
+      f"PRETRAINED_STEPS={pretrained_steps}, but the run of {stored.path} began at step "
+      f"{stored.start}: leave PRETRAINED_STEPS out. Where a file sets it, None counts as left out."
     )
   configure.agree(rules, stored.path, **given)
   return rules
@@ -208,13 +179,11 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
   Raises:
     ValueError: there is an initial checkpoint, and its step cannot be known.
   """
-  from nm_sparsity_jax.runs import checkpoint
-
-  start = _steps_of(checkpoint.find(run))[1] if run else None
-  if start is not None or not initial:
-    return start
-  step, _ = _steps_of(checkpoint.find(initial))
-  step = folders.named_step(initial) if step is None else step
+  stored, _ = _opened(run) if run else (None, None)
+  if stored is not None and stored.start is not None or not initial:
+    return stored and stored.start
+  stored, _ = _opened(initial)
+  step = folders.named_step(initial) if stored is None else stored.step
   if step is None:
     raise ValueError(
       f"INITIAL_CHECKPOINT_PATH={initial!r} does not tell PRETRAINED_STEPS, its step. Set "
@@ -223,29 +192,19 @@ def start_of(run: str | None, initial: str | None = None) -> int | None:
   return step
 
 
-# A checkpoint does not change, and gin asks again for each use of PRETRAINED_STEPS.
-@functools.lru_cache(maxsize=16)
-def _steps_of(path: str) -> tuple[int | None, int | None]:
-  """Returns the step of a checkpoint, and that at which its sparse run began."""
-  stored, _ = _opened(path)
-  return (None, None) if stored is None else (stored.step, _start(stored))
-
-
 def _opened(path: str | os.PathLike) -> tuple[Stored | None, Exception | None]:
   """Returns a checkpoint, or the newest one of a run; where none can be read, the error."""
   from nm_sparsity_jax.runs import checkpoint
 
   try:
-    return checkpoint.opened(path), None
+    return _read(checkpoint.find(os.fspath(path))), None
   except Exception as e:  # also what a bucket raises; what restores the checkpoint says it again
     return None, e
 
 
-def _start(stored: Stored) -> int | None:
-  """Returns the global step before the first sparse step; None of a dense checkpoint."""
-  key = "flax_mutables/nm_sparsity/start"
-  if key in stored.leaves:
-    return int(stored.array(key))
-  if stored.step is None or stored.sparse_step is None:
-    return None
-  return stored.step - stored.sparse_step
+# A checkpoint does not change, and gin asks again for each use of PRETRAINED_STEPS.
+@functools.lru_cache(maxsize=16)
+def _read(path: str) -> Stored:
+  from nm_sparsity_jax.runs import checkpoint
+
+  return checkpoint.read(path)

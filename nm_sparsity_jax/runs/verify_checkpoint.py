@@ -174,7 +174,8 @@ def finalize(
   if not early and stored.sparse_step is not None:
     if ahead := assignment.unfinished(stored.sparse_step):
       raise ValueError(
-        f"{stored.path} is at sparse step {ahead}. Take a later checkpoint, or add early=True"
+        f"{stored.path} is at sparse step {ahead}. Take a later checkpoint, or add early=True "
+        "(--early)"
       )
   is_folder = stored.format == other_formats.HUGGING_FACE
   made = os.fspath(out) if is_folder else os.path.join(out, f"checkpoint_{stored.step or 0}")
@@ -202,8 +203,7 @@ def _without_optimizer(stored: Stored) -> dict[str, np.ndarray]:
   """Returns what a finalized checkpoint holds, by key, before it has zeros."""
   arrays = {"state/step": np.asarray(np.int32(0))}  # T5X wants one
   if stored.sparse_step is not None:  # as its sparse model wants to know where the run began
-    start = np.int32((stored.step or 0) - stored.sparse_step)
-    arrays["flax_mutables/nm_sparsity/start"] = np.asarray(start)
+    arrays["flax_mutables/nm_sparsity/start"] = np.asarray(np.int32(stored.start or 0))
   for key in stored.leaves:
     if key.startswith(("target/", "flax_mutables/")) or key == "state/step":
       arrays[key] = stored.array(stored.deployed(key))

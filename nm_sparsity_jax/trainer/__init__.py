@@ -3,5 +3,5 @@
     gin -> commands.train -> [train] -> batches, steps, checkpoints, evaluations -> MODEL_DIR
 
 Modules, each importing only those above it: `workloads`, `step`, `checkpoints`, `evaluation`,
-`run`, `writers`, `reports`, `folders`, `train`. seqio and TensorFlow are imported inside functions.
+`run`, `writers`, `reports`, `train`. seqio and TensorFlow are imported inside functions.
 """

@@ -148,14 +148,11 @@ class Checkpoints:
     try:
       yield
     except Exception as e:
-      raise ValueError(self.not_written(f"{self.folder}/{folders.PREFIX}_{step}", e)) from e
-
-  def not_written(self, what: str, error: BaseException) -> str:
-    """Returns a sentence: what could not be written, why, and where the run continues."""
-    return (
-      f"{what} could not be written ({first_line(error)}). The newest complete checkpoint is "
-      f"{self.newest()}; with room on the disk, the same command continues from it."
-    )
+      raise ValueError(
+        f"{self.folder}/{folders.PREFIX}_{step} could not be written ({first_line(e)}). The newest "
+        f"complete checkpoint is {self.newest()}; with room on the disk, the same command "
+        "continues from it."
+      ) from e
 
   def remove_old(self) -> None:
     """Removes all but the newest and the best."""

@@ -104,28 +104,23 @@ class Splits:
   batches: int | None = None
   split: str | None = None
 
-  def check(self, model: Any) -> None:
-    """Refuses a split that the workload of a model lacks, before a checkpoint is read."""
-    names = list(model.workload.splits())
+  def check(self, model: Any, predicts: bool = False) -> None:
+    """Refuses a split or predictions that the workload lacks, before a checkpoint is read."""
+    workload, names = model.workload, list(model.workload.splits())
     if self.split is not None and self.split not in names:
       raise ValueError(f"EVAL_SPLIT={self.split!r}: choose one of {', '.join(names)}, or None.")
-
-  def evaluator(self, model: Any, folder: str | None) -> Evaluator:
-    """Returns what evaluates the splits of a model's workload; it writes nothing by itself."""
-    del folder
-    self.check(model)
-    batches = lambda name: itertools.islice(model.workload.splits()[name], self.batches)
-    names = model.workload.splits() if self.split is None else [self.split]
-    return Evaluator(model, {name: functools.partial(batches, name) for name in names})
-
-  def for_predictions(self, workload: Workload) -> Splits:
-    """Returns itself; refuses a workload that lacks `predict`."""
-    if type(workload).predict is Workload.predict:
+    if predicts and type(workload).predict is Workload.predict:
       raise ValueError(
         f"{type(workload).__name__} lacks predict: define predict(params, state, batch), which "
         "returns name -> an array with an entry a row."
       )
-    return self
+
+  def evaluator(self, model: Any, folder: str | None) -> Evaluator:
+    """Returns what evaluates the splits of a model's workload; it writes nothing by itself."""
+    del folder
+    batches = lambda name: itertools.islice(model.workload.splits()[name], self.batches)
+    names = model.workload.splits() if self.split is None else [self.split]
+    return Evaluator(model, {name: functools.partial(batches, name) for name in names})
 
 
 # --- the best -------------------------------------------------------------------------------------

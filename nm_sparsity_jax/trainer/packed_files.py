@@ -68,7 +68,7 @@ def model_of(path: str, variables: dict[str, Any], model: Model) -> Model:
   # Without rules: the file holds the effective weights, and a mask of zeros would change nothing.
   made = Model(workload, devices=model.mesh.devices.flatten().tolist())
   wanted = _shapes({"params": made.shapes, **made.collections})
-  if said := difference(wanted, _shapes(variables), ("in the file", "in the model")):
+  if said := difference(wanted, _shapes(variables)):
     raise ValueError(
       f"{path!r} is of another network: {said}: choose its model file "
       "(--gin_file=gin_configs/models/...)."
@@ -89,10 +89,7 @@ def summary(held: Any, prepared: Any) -> str:
     for tree in (held, prepared)
   )
   patterns = listed(sorted({str(x.pattern) for x in kernels})) or "nothing"
-  found = f"packed, {patterns}; {len(kept)} of {len(kernels)} kernels stay packed"
-  if len(kept) == len(kernels):
-    return found
-  return f"{found}; of the others a dense product is faster (--memory keeps all packed)"
+  return f"packed, {patterns}; {len(kept)} of {len(kernels)} kernels stay packed"
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

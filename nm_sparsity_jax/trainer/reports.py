@@ -2,55 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
+import datetime
 import functools
 import math
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from nm_sparsity_jax.training.rules import Rules
 
 
 class Progress:
-  """Prints a line now and then, with the throughput and the time that is left.
+  """Prints a line now and then, with the throughput since the last one and the time that is left.
 
   Args:
-    first: the step that this process starts at.
     last: the step that the run ends at.
     unit: what is counted.
   """
 
-  def __init__(self, first: int, last: int, unit: str = "tokens"):
-    self._first, self._last, self._unit = first, last, unit
-    self._clock: float | None = None
-    self._counted = 0.0
+  def __init__(self, last: int, unit: str = "tokens"):
+    self._last, self._unit = last, unit
+    self._since: float | None = None
+    self._steps, self._counted = 0, 0.0
+
+  def restart(self) -> None:
+    """Starts the clock anew, as after an evaluation, whose time is none of the steps'."""
+    self._since, self._steps, self._counted = time.monotonic(), 0, 0.0
 
   def count(self, size: float) -> None:
     """Notes a step and its batch's size. The first step compiles; the clock starts after it."""
-    if self._clock is None:
-      self._clock = time.monotonic()
-      self._first += 1
+    if self._since is None:
+      self.restart()
     else:
-      self._counted += float(size)
-
-  @contextlib.contextmanager
-  def paused(self) -> Iterator[None]:
-    """Leaves saving and evaluating out of the clock."""
-    begin = time.monotonic()
-    yield
-    if self._clock is not None:  # else the first step is still to come
-      self._clock += time.monotonic() - begin
+      self._steps, self._counted = self._steps + 1, self._counted + float(size)
 
   def show(self, step: int, loss: float, sparsity: str) -> None:
     """Prints the line of a step; `sparsity` is what the function of that name returns."""
     words = [f"step {step:,}/{self._last:,}", f"loss {loss:.4f}", sparsity]
-    passed = time.monotonic() - self._clock if self._clock else 0.0
-    done = step - self._first
-    if done > 0 and passed > 0:
-      words.append(f"{self._counted / passed:,.0f} {self._unit}/s")
-      words.append(f"{clock(passed / done * (self._last - step))} left")
+    if self._since is not None and self._steps:
+      passed = time.monotonic() - self._since
+      left = round(passed / self._steps * (self._last - step))
+      words += [f"{self._counted / passed:,.0f} {self._unit}/s"]
+      words += [f"{datetime.timedelta(seconds=left)} left"]
+    self.restart()
     say("  ".join(words))
 
 
@@ -85,10 +79,3 @@ def sparsity(rules: Rules, params: Any, step: int) -> str:
   if len(names) > 1:
     names = {f"{rule} {pattern}" for rule, pattern in patterns.items()}
   return f"D {decays / total:.3g}  {', '.join(sorted(names))}  density {kept / total:.3g}"
-
-
-def clock(seconds: float) -> str:
-  """Returns a time such as 1:02:03, or 2:03."""
-  seconds = round(seconds)
-  hours, rest = divmod(seconds, 3600)
-  return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

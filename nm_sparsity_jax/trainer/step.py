@@ -70,10 +70,6 @@ class TrainState:
     return dense_params(self.params, self.opt_state)
 
 
-class WrongDevices(ValueError):
-  """The number of devices is no multiple of NUM_PARTITIONS; `plan` sees fewer than the run."""
-
-
 class Model:
   """A workload and its rules, laid out over the local devices.
 
@@ -99,7 +95,7 @@ class Model:
     self.given_rules = Rules({".*": Dense()}) if rules is None else rules
     devices = jax.local_devices() if devices is None else devices
     if len(devices) % num_partitions:
-      raise WrongDevices(
+      raise ValueError(
         f"NUM_PARTITIONS={num_partitions} does not divide the {len(devices)} local devices."
       )
     # Neighbours share weights, since the links between them are the fastest.
@@ -223,20 +219,14 @@ class Model:
 
   # --- the step -----------------------------------------------------------------------------------
 
-  def sums(
-    self, effective: Any, collections: Any, batch: Batch, rng: jax.Array | None
-  ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
-    """Returns (summed loss, (all sums of a batch, the workload's new state))."""
-    loss, sums, collections = self.workload.loss(effective, collections, batch, rng)
-    return loss, ({**sums, "loss": loss}, dict(collections))
-
   @functools.cached_property
   def eval_step(self) -> Any:
     """Returns (effective params and state, batch) -> name -> sum, without a gradient."""
 
     def step(variables, batch):
       collections = {name: x for name, x in variables.items() if name != "params"}
-      return self.sums(variables["params"], collections, batch, None)[1][0]
+      loss, sums, _ = self.workload.loss(variables["params"], collections, batch, None)
+      return {**sums, "loss": loss}
 
     return self.jit(step)
 
@@ -302,7 +292,13 @@ class Model:
   def _gradient(self, state: TrainState, batch, rng, parts):
     """Returns the sums of a batch, the new collections, and the mean loss's gradient."""
     # A key of the step, so a resumed run draws what it would have drawn.
-    key, grad = jax.random.fold_in(rng, state.step), jax.grad(self.sums, has_aux=True)
+    key = jax.random.fold_in(rng, state.step)
+
+    def loss_of(params, collections, batch, key):
+      loss, sums, collections = self.workload.loss(params, collections, batch, key)
+      return loss, ({**sums, "loss": loss}, dict(collections))
+
+    grad = jax.grad(loss_of, has_aux=True)
 
     def add(carry, x):
       (sums, collections), so_far = carry
@@ -319,7 +315,7 @@ class Model:
       cut = lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
       cuts = jax.tree.map(cut, dict(batch))
       first = jax.tree.map(lambda x: x[0], cuts)
-      like = jax.eval_shape(self.sums, state.params, state.collections, first, key)[1][0]
+      like = jax.eval_shape(loss_of, state.params, state.collections, first, key)[1][0]
       zero = jax.tree.map(jnp.zeros_like, (like, state.params))
       begin = (zero[0], state.collections), zero[1]
       ((sums, collections), grads), _ = jax.lax.scan(add, begin, (jnp.arange(parts), cuts))

@@ -60,14 +60,16 @@ class Evaluation:
   use_cached: bool = False
 
   def __post_init__(self):
-    if self.decoder not in DECODERS or (self.decoder == "greedy" and self.num_decodes > 1):
-      raise ValueError(
-        f"DECODER={self.decoder!r} with NUM_DECODES={self.num_decodes}: choose one of "
-        f"{', '.join(DECODERS)}; greedy search has no beams, so NUM_DECODES = 1."
-      )
+    if self.decoder not in DECODERS:
+      raise ValueError(f"DECODER={self.decoder!r}: choose one of {', '.join(DECODERS)}.")
 
-  def check(self, model: Any) -> None:
+  def check(self, model: Any, predicts: bool = False) -> None:
     """Refuses a task, its split, its vocabulary or the batch, before a checkpoint is read."""
+    if predicts and not self.lengths:
+      raise ValueError(
+        f"TASK_FEATURE_LENGTHS={self.lengths!r}: predictions need a length, and a test set has "
+        "no targets to derive it from. Give {'inputs': ..., 'targets': ...}."
+      )
     model.check_batch(self.batch_size)
     data.import_seqio(self.module)
     data.mixture_or_task(self.name, self.module)
@@ -84,18 +86,7 @@ class Evaluation:
 
   def evaluator(self, model: Any, folder: str | None) -> Evaluator:
     """Returns what evaluates a T5 as this says; see `Evaluator`."""
-    self.check(model)
     return Evaluator(self, model, folder)
-
-  def for_predictions(self, workload: Any) -> Evaluation:
-    """Returns the same evaluation without metrics; refuses one without lengths."""
-    del workload  # any T5 decodes
-    if not self.lengths:
-      raise ValueError(
-        f"TASK_FEATURE_LENGTHS={self.lengths!r}: predictions need a length, and a test set has "
-        "no targets to derive it from. Give {'inputs': ..., 'targets': ...}."
-      )
-    return dataclasses.replace(self, num_examples=0)
 
 
 class Evaluator(evaluation.Evaluator):
@@ -108,34 +99,37 @@ class Evaluator(evaluation.Evaluator):
   """
 
   def __init__(self, cfg: Evaluation, model: Any, folder: str | None):
-    import seqio
-
-    self._cfg, self.tasks = cfg, cfg.tasks()
+    self._cfg, self._folder, self._tasks = cfg, folder, cfg.tasks()
     has_losses = cfg.loss_batches != 0 and cfg.lengths is not None
-    splits = {t.name: functools.partial(self._loss_batches, t) for t in self.tasks}
+    splits = {t.name: functools.partial(self._loss_batches, t) for t in self._tasks}
     super().__init__(model, splits if has_losses else {})
     # The search loops to a static length, so there is a program for each.
     self._search = model.jit(self._searched, static_argnums=2)
     self._dataset = functools.cache(self._read)  # its graph is half a second's work
-    self._eos = self.tasks[0].output_features["targets"].vocabulary.eos_id or 1
-    self._seqio: Any = None  # it reads the whole split when it is made
-    if cfg.num_examples != 0 and any(t.metric_objs for t in self.tasks):
-      predictions: Any = functools.partial(seqio.JSONLogger, write_n_results=cfg.write_results)
-      self._seqio = seqio.Evaluator(
-        mixture_or_task_name=cfg.name,
-        feature_converter=seqio.EncDecFeatureConverter(pack=False),
-        eval_split=cfg.split,
-        use_cached=cfg.use_cached,
-        num_examples=cfg.num_examples,
-        async_compute_metrics=False,  # a checkpoint is compared by them before the next step
-        logger_cls=() if folder is None else (seqio.TensorBoardLogger, predictions),
-        log_dir=None if folder is None else os.path.join(folder, "inference_eval"),
-      )
+    self._eos = self._tasks[0].output_features["targets"].vocabulary.eos_id or 1
+
+  @functools.cached_property
+  def _seqio(self) -> Any:
+    """Returns seqio's evaluator; it reads the whole split when it is made."""
+    import seqio
+
+    cfg, folder = self._cfg, self._folder
+    predictions: Any = functools.partial(seqio.JSONLogger, write_n_results=cfg.write_results)
+    return seqio.Evaluator(
+      mixture_or_task_name=cfg.name,
+      feature_converter=seqio.EncDecFeatureConverter(pack=False),
+      eval_split=cfg.split,
+      use_cached=cfg.use_cached,
+      num_examples=cfg.num_examples,
+      async_compute_metrics=False,  # a checkpoint is compared by them before the next step
+      logger_cls=() if folder is None else (seqio.TensorBoardLogger, predictions),
+      log_dir=None if folder is None else os.path.join(folder, "inference_eval"),
+    )
 
   def evaluate(self, variables: Mapping[str, Any], step: int) -> evaluation.Found:
     """Returns scalars under teacher forcing, and the tasks' metrics, written under the step too."""
     scalars = self.scalars(variables)
-    if self._seqio is None:
+    if self._cfg.num_examples == 0 or not any(t.metric_objs for t in self._tasks):
       return evaluation.Found(scalars, {})
 
     def decode(dataset):
@@ -156,35 +150,28 @@ class Evaluator(evaluation.Evaluator):
     self, variables: Mapping[str, Any]
   ) -> Iterator[tuple[str, Iterator[evaluation.Row]]]:
     """Yields each task and (fields, decoded text) of its examples, in the order of its split."""
-    for task in self.tasks:
+    for task in self._tasks:
       yield task.name, self._predicted(variables["params"], task)
 
-  def _read(self, task) -> Any:
+  def _read(self, task) -> tuple[Any, Any]:
+    """Returns the examples of a task, and the features that the network takes."""
     import seqio
 
-    return seqio.get_dataset(
-      task,
-      task_feature_lengths=dict(self._cfg.lengths or {}),
-      feature_converter=seqio.EncDecFeatureConverter(pack=False),
-      dataset_split=self._cfg.split,
-      use_cached=self._cfg.use_cached,
-      seed=0,  # of what chance the preprocessors use, so that evaluations agree
-      verbose=False,
+    cfg, lengths = self._cfg, dict(self._cfg.lengths or {})
+    # The seed is that of what chance the preprocessors use, so that evaluations agree.
+    examples = task.get_dataset(
+      lengths, cfg.split, shuffle=False, seed=0, use_cached=cfg.use_cached, num_epochs=1
     )
+    convert = seqio.EncDecFeatureConverter(pack=False)
+    return examples, convert(examples, task_feature_lengths=lengths)
 
   def _loss_batches(self, task) -> Iterator[Batch]:
-    batches = _batched(self._dataset(task), self._cfg.batch_size)
-    for rows in itertools.islice(batches, self._cfg.loss_batches):
-      yield _filled(rows, self._cfg.batch_size)
+    batches = self._dataset(task)[1].batch(self._cfg.batch_size).as_numpy_iterator()
+    for batch in itertools.islice(batches, self._cfg.loss_batches):
+      yield _filled(batch, self._cfg.batch_size)
 
   def _predicted(self, params: Any, task) -> Iterator[evaluation.Row]:
-    import seqio
-
-    lengths = dict(self._cfg.lengths or {})
-    examples = task.get_dataset(
-      lengths, self._cfg.split, shuffle=False, seed=0, use_cached=self._cfg.use_cached, num_epochs=1
-    )
-    features = seqio.EncDecFeatureConverter(pack=False)(examples, task_feature_lengths=lengths)
+    examples, features = self._dataset(task)
     decoded = self._decoded(params, features.enumerate())
     decode = task.output_features["targets"].vocabulary.decode
     # The features lack the texts that a file of predictions shows.
@@ -195,13 +182,12 @@ class Evaluator(evaluation.Evaluator):
 
   def _decoded(self, params, dataset) -> Iterator[tuple[int, list[int], float]]:
     """Yields (index, ids, score) of every example."""
-    for rows in _batched(dataset, self._cfg.batch_size):
-      indices, examples = zip(*rows, strict=True)
+    for indices, examples in dataset.batch(self._cfg.batch_size).as_numpy_iterator():
       batch = _filled(examples, self._cfg.batch_size)
       length = batch["decoder_input_tokens"].shape[1]
       found = self._search(params, self.model.put(batch)["encoder_input_tokens"], length)
       # The batch is filled up to its size, so it has more rows than there are indices.
-      yield from zip(map(int, indices), *(np.asarray(x).tolist() for x in found), strict=False)
+      yield from zip(indices.tolist(), *(np.asarray(x).tolist() for x in found), strict=False)
 
   def _searched(self, params, inputs, length):
     network, beams = self.model.workload.network, self._cfg.num_decodes
@@ -210,14 +196,7 @@ class Evaluator(evaluation.Evaluator):
     return decoding.beam_search(network, params, inputs, length, beams, self._eos)
 
 
-def _batched(dataset, size: int) -> Iterator[list[Any]]:
-  rows = dataset.as_numpy_iterator()
-  while batch := list(itertools.islice(rows, size)):
-    yield batch
-
-
-def _filled(examples, size: int) -> Batch:
+def _filled(batch: Batch, size: int) -> Batch:
   """Returns a batch of `size` rows; missing ones are all zero."""
-  missing = size - len(examples)
-  stack = lambda *x: np.pad(np.stack(x), [(0, missing)] + [(0, 0)] * np.ndim(x[0]))
-  return jax.tree.map(stack, *examples)
+  fill = lambda x: np.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
+  return jax.tree.map(fill, batch)

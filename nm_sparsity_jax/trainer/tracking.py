@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -46,20 +47,21 @@ class Mlflow(Writer):
 
     self._mlflow: Any = mlflow
     self._uri, self._experiment = uri, experiment
-    self._is_running = self._is_lost = False
+    self._is_lost = False
+
+  def open(self, folder: pathlib.Path) -> None:
+    """Begins the run of MLflow, or goes on with it."""
+    super().open(folder)
+    self._try(self._start)
 
   def write(self, room: str, step: int, scalars: Mapping[str, float]) -> None:
     """Sends the scalars of a step: 'nm/D' of 'train' is 'train/nm.D' in MLflow."""
     named = {f"{_name(room)}/{_name(name)}": x for name, x in scalars.items()}
-    if not self._is_running:
-      self._try(self._start)
-      self._is_running = True
     self._try(lambda: self._mlflow.log_metrics(named, step=step))
 
   def close(self, how: str) -> None:
     """Says to MLflow how the process of the run ends."""
-    if self._is_running:
-      self._try(lambda: self._mlflow.end_run(_STATUS[how]))
+    self._try(lambda: self._mlflow.end_run(_STATUS[how]))
 
   def _try(self, send: Callable[[], Any]) -> None:
     """Sends, or warns where MLflow cannot be reached; nothing is sent from then on."""
@@ -71,7 +73,6 @@ class Mlflow(Writer):
         warnings.warn(f"MLflow cannot be reached, and gets no more: {e}", stacklevel=2)
 
   def _start(self) -> None:
-    """Begins the folder's run of MLflow, or goes on with it."""
     note = self.folder / "mlflow.json"  # which run of MLflow goes on
     if self._uri is not None:
       self._mlflow.set_tracking_uri(self._uri)

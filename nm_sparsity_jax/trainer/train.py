@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,16 +23,16 @@ import jax
 import numpy as np
 
 from nm_sparsity_jax.core import installed
-from nm_sparsity_jax.runs import checkpoint_rules, files, orbax
+from nm_sparsity_jax.runs import checkpoint_rules, files, lock, orbax
 from nm_sparsity_jax.runs import folders as run_folders
 from nm_sparsity_jax.runs import settings as run_settings
 from nm_sparsity_jax.runs.signals import Signals
-from nm_sparsity_jax.trainer import checkpoints, evaluation, folders, packed_files, reports, writers
+from nm_sparsity_jax.trainer import checkpoints, evaluation, packed_files, reports, writers
 from nm_sparsity_jax.trainer.run import Periods, Run, note_run
 from nm_sparsity_jax.trainer.step import NORMS, Model, TrainState
 from nm_sparsity_jax.training import metrics
 
-__all__ = ["FREE", "Periods", "Run", "evaluate", "infer", "settings_of", "train"]
+__all__ = ["FREE", "Periods", "Run", "check", "evaluate", "infer", "settings_of", "train"]
 
 # Of `Run`, what its result does not depend on.
 FREE = (
@@ -54,12 +53,8 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
   Returns:
     0, also after SIGTERM, when a checkpoint has been saved; 130 after an interrupt.
   """
-  folder = folders.of(run.model_dir)
-  # What is refused cheaply is refused before data are read, Orbax starts or a folder is made.
-  run.check()
-  run.model.workload.check()
-  run_settings.refuse_changed(folder, settings or {})
-  with folders.held(folder), orbax.quiet(), _Signals() as stop:
+  folder = check(run, settings or {})
+  with _held("MODEL_DIR", folder), orbax.quiet(), Signals() as stop:
     with checkpoints.Checkpoints(folder, run.keep_checkpoints) as saved:
       process = _Process(run, saved, stop)
       state, key = process.start()
@@ -69,33 +64,37 @@ def train(run: Run, settings: Mapping[str, Any] | None = None, config: str = "")
       return process.go(state, key)
 
 
+def check(run: Run, settings: Mapping[str, Any]) -> pathlib.Path:
+  """Refuses a run that cannot begin or go on, before anything is written; returns its folder."""
+  folder = _folder("MODEL_DIR", run.model_dir)
+  # What is refused cheaply is refused before data are read, Orbax starts or a folder is made.
+  run.check()
+  run_settings.refuse_changed(folder, settings)
+  run.model.workload.check()
+  if run.evaluation is not None:
+    run.evaluation.check(run.model)
+  return folder
+
+
+def _folder(macro: str, path: str) -> pathlib.Path:
+  if not path.strip() or "://" in path:
+    raise ValueError(f"{macro}={path!r}: name a folder of this machine, such as 'run'.")
+  return pathlib.Path(path).expanduser().absolute()
+
+
+def _held(macro: str, folder: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
+  """Returns the lock of a folder, which is made: two processes would remove what each writes."""
+  files.check_folder(macro, folder)
+  taken = (
+    f"{folder}: another process trains there. Wait until it ends, or end it (SIGTERM saves "
+    "first); the same command continues from there."
+  )
+  return lock.hold(folder, lambda _: taken)
+
+
 def settings_of(bound: Mapping[str, Any]) -> dict[str, Any]:
   """Selects the bound arguments of `Run` that its result depends on: all but `FREE`."""
   return {name: value for name, value in bound.items() if name not in FREE}
-
-
-class _Stopped(BaseException):
-  """A signal came during an evaluation."""
-
-
-class _Signals(Signals):
-  """Ends an evaluation at once: its state is saved, and the run evaluates it when it goes on."""
-
-  is_evaluating = False
-
-  def act(self, again: bool) -> None:
-    if self.is_evaluating:
-      raise _Stopped
-    super().act(again)
-
-  @contextlib.contextmanager
-  def evaluating(self) -> Iterator[None]:
-    with contextlib.suppress(_Stopped):
-      self.is_evaluating = True
-      try:
-        yield
-      finally:
-        self.is_evaluating = False
 
 
 class _Process:
@@ -107,7 +106,7 @@ class _Process:
     entries: of evaluations.json, by global step.
   """
 
-  def __init__(self, run: Run, saved: checkpoints.Checkpoints, stop: _Signals):
+  def __init__(self, run: Run, saved: checkpoints.Checkpoints, stop: Signals):
     self.run, self.saved, self.stop = run, saved, stop
     self.entries: dict[int, dict[str, Any]] = {}
     self.evaluator: Any = None
@@ -133,11 +132,7 @@ class _Process:
     else:
       path = run.initial_checkpoint
       params, collections, step = checkpoints.load_initial(path, model, init_key)
-      if run.pretrained_steps not in (None, step):
-        raise ValueError(
-          f"PRETRAINED_STEPS={run.pretrained_steps}, but {path} is of step {step}. Set "
-          f"PRETRAINED_STEPS={step}, or leave it None."
-        )
+      checkpoint_rules.check_steps(model.rules, step, run.pretrained_steps)
       state = model.begin(params, run.optimizer, step, collections)
     # Read from the device once; from here on the loop counts.
     self.done = int(state.sparse_step)
@@ -152,25 +147,20 @@ class _Process:
     first, last = self.offset + self.done, self.offset + run.sparse_steps
     note_run(run, folder, self.offset, first, installed.environment())
     self.curves = writers.Curves(folder, run.tracker)
-    self.progress = reports.Progress(first, last, unit=run.model.workload.weight)
+    self.progress = reports.Progress(last, run.model.workload.weight)
     reports.say(f"{folder}: from step {first:,} to {last:,}")
     if state.average:
       reports.say("  evaluations use the moving average of the parameters")
-    how = "failed"
     try:
       self._steps(state, key)
       self.saved.wait()
       self.saved.remove_old()
-      is_over = self.done == run.sparse_steps and not self._is_evaluation_due()
-      how = "finished" if is_over else "stopped"
-    except Exception as e:
-      if _is_no_room(e):
-        raise ValueError(self.saved.not_written(f"curves or scores in {folder}", e)) from e
+    except BaseException:
+      with contextlib.suppress(Exception):  # it would hide the error that is under way
+        self.curves.close("failed")
       raise
-    finally:
-      # The error that is under way says what failed; this one would hide it.
-      with contextlib.suppress(Exception) if how == "failed" else contextlib.nullcontext():
-        self.curves.close(how)
+    is_over = self.done == run.sparse_steps
+    self.curves.close("finished" if is_over else "stopped")
     if is_over:
       return 0
     name, signal = f"checkpoint_{self.offset + self.done}", self.stop.name
@@ -198,8 +188,8 @@ class _Process:
       if is_evaluated() or _is_time(periods.checkpoint, self.done):
         self._save(state)
       if is_evaluated():
-        with self.progress.paused():
-          self._evaluate(state)
+        self._evaluate(state)
+        self.progress.restart()
     self._save(state)  # the last step, or that before a signal, unless it is saved already
 
   def _look(self, ahead: int) -> None:
@@ -241,19 +231,12 @@ class _Process:
     tree = checkpoints.to_tree(state, self.run.model.rules)
     self.saved.save(self.offset + self.done, tree)
 
-  def _is_evaluation_due(self) -> bool:
-    return self.evaluator is not None and self.offset + self.done not in self.entries
-
   def _evaluate(self, state: TrainState) -> None:
     """Evaluates a saved state, unless that is done already."""
-    step, run, found = self.offset + self.done, self.run, None
-    if not self._is_evaluation_due():
+    step, run = self.offset + self.done, self.run
+    if self.evaluator is None or step in self.entries:
       return
-    # A signal leaves this block at once.
-    with self.stop.evaluating():
-      found = self.evaluator.evaluate(run.model.variables(state), step)
-    if found is None:  # the process is to end
-      return
+    found = self.evaluator.evaluate(run.model.variables(state), step)
     _tell(found, run.model, step, self.curves, reports.say)
     self.curves.flush()
     rules = run.model.rules
@@ -284,16 +267,6 @@ def _tell(
     say(f"  {task}: {', '.join(f'{name} {value:.4g}' for name, value in values.items())}")
 
 
-def _is_no_room(error: BaseException) -> bool:
-  """Returns True where a disk, a quota or a limit of file sizes is full."""
-  import tensorflow as tf  # which writes events; its errors are not Python's
-
-  # Others, such as a source of data that is gone, are not explained by room on the disk.
-  if isinstance(error, OSError):
-    return error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-  return isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.OutOfRangeError)
-
-
 # --- one checkpoint -------------------------------------------------------------------------------
 
 
@@ -319,6 +292,7 @@ def evaluate(
     0.
   """
   where = "EVAL_OUTPUT_DIR", output_dir
+  evaluation.check(model)
   with _opened(where, model, evaluation, checkpoint, config, memory) as (
     folder, evaluator, variables, step,
   ):  # fmt: skip
@@ -355,8 +329,9 @@ def infer(
   Returns:
     0.
   """
-  where, wanted = ("INFER_OUTPUT_DIR", output_dir), evaluation.for_predictions(model.workload)
-  with _opened(where, model, wanted, checkpoint, config, memory) as (
+  where = "INFER_OUTPUT_DIR", output_dir
+  evaluation.check(model, predicts=True)
+  with _opened(where, model, evaluation, checkpoint, config, memory) as (
     folder, evaluator, variables, _,
   ):  # fmt: skip
     for name, rows in evaluator.predictions(variables):
@@ -386,11 +361,12 @@ def _opened(
     config: the text for config.gin.
     memory: as in `evaluate`.
   """
-  folder = folders.of(where[1], where[0])
-  folders.refuse_run(folder, where[0])
-  evaluation.check(model)
+  folder = _folder(*where)
+  # Its curves and config.gin would be written over. A new run has no checkpoint yet.
+  if (folder / "run.json").exists() or run_folders.latest(folder) is not None:
+    raise ValueError(f"{where[0]}={str(folder)!r} holds a run: take another folder.")
   stored = checkpoints.opened(checkpoint, model)
-  with folders.held(folder, where[0]):
+  with _held(where[0], folder):
     if stored.packed is None:
       variables = checkpoints.load_for_evaluation(stored, model)
       about = f"step {stored.step or 0:,}, sparse step {stored.sparse_step or 0:,}"

@@ -58,7 +58,7 @@ class Writer(abc.ABC):
     """
 
 
-class Curves(Writer):
+class Curves:
   """Writes metrics.jsonl and TensorBoard's events, and passes all on to a tracker.
 
   Args:
@@ -67,11 +67,10 @@ class Curves(Writer):
   """
 
   def __init__(self, folder: pathlib.Path, tracker: Writer | None = None):
-    self.open(folder)
-    self._trackers = [] if tracker is None else [tracker]
-    for one in self._trackers:
-      one.open(folder)
+    self.folder, self._tracker = folder, tracker
     self._rooms: dict[str, tuple[Any, Any]] = {}
+    if tracker is not None:
+      tracker.open(folder)
 
   def write(self, room: str, step: int, scalars: Mapping[str, float]) -> None:
     """Adds a line, and an event; seqio writes the files of 'inference_eval/' itself."""
@@ -82,19 +81,20 @@ class Curves(Writer):
       lines, events = self._rooms[room]
       lines.write(json.dumps({"step": step, **values}) + "\n")
       events.write_scalars(step, values)
-    for tracker in self._trackers:
-      tracker.write(room, step, values)
+    if self._tracker is not None:
+      self._tracker.write(room, step, values)
 
   def flush(self) -> None:
-    """Flushes all files."""
-    for writer in (*(x for pair in self._rooms.values() for x in pair), *self._trackers):
+    """Flushes all files, and the tracker: a checkpoint of this step follows."""
+    files = (x for pair in self._rooms.values() for x in pair)
+    for writer in (*files, *([] if self._tracker is None else [self._tracker])):
       writer.flush()
 
   def close(self, how: str = "finished") -> None:
     """Closes all files, the others too where one fails."""
     with contextlib.ExitStack() as stack:
-      for tracker in self._trackers:
-        stack.callback(tracker.close, how)
+      if self._tracker is not None:
+        stack.callback(self._tracker.close, how)
       for writer in (x for pair in self._rooms.values() for x in pair):
         stack.callback(writer.close)
 

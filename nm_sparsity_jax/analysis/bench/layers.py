@@ -1,8 +1,5 @@
 """One product: the best dense one beside the packed one, in turns.
 
-kernels that are alike, rows of x -> [measured] -> Product
-depth, features, n:m -> [random] -> a packed kernel
-
 With few rows a product is as fast as its weight is read. The layers of a model come from memory, so
 other memory is read before each call: one weight alone would stay in the cache. A model that a
 core's cache holds stays there, and so do its weights here.
@@ -23,20 +20,60 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.analysis.bench import timing
-from nm_sparsity_jax.analysis.bench.results import Product
 from nm_sparsity_jax.core import packed as of_one
-from nm_sparsity_jax.core.packed import MOST, NMPacked, choice, cpu
+from nm_sparsity_jax.core.packed import NMPacked, choice, cpu
 from nm_sparsity_jax.core.patterns import NM
 
-_DENSE = ("x @ W", "x @ W.T")
-_PRODUCT: dict[str, Callable[..., Any]] = {
-  _DENSE[0]: lambda x, w: x @ w,
-  _DENSE[1]: lambda x, w: x @ w.T,
+_DENSE: dict[str, Callable[..., Any]] = {
+  "x @ W": lambda x, w: x @ w,
+  "x @ W.T": lambda x, w: x @ w.T,
 }
 _NOTHING = "nothing"
 _NEAR = 1 << 20  # bytes: so many stay in the cache of a core
 _WORK, _AGAIN = 1 << 23, 64  # multiplications and additions of a call from the cache; most turns
 _ROOM = 1 << 24  # bytes of dense weights of a call from memory
+_LEAST = 3  # calls without a product that a timed call must take
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """One product x . W, of kernels that are alike.
+
+  Attributes:
+    name: of the kernels.
+    kernels: how many they are.
+    pattern: n:m.
+    values: dtype of the packed values.
+    depth: length of the axis that is contracted.
+    features: columns.
+    rows: of x.
+    dense: seconds of the best dense product, in float32.
+    dense_way: 'x @ W' or 'x @ W.T', whichever is faster.
+    packed: seconds of the packed product.
+    packed_way: its backend.
+    is_taken: whether `prepare` keeps the kernel packed; else it takes the dense product.
+    dense_bytes: of one kernel with its zeros, in float32.
+    packed_bytes: of one kernel without.
+    times: how many times faster the packed product is; 0 where one is too short to time.
+    half: the ends of the middle half of the ratios of the turns; (0, 0) where not known.
+  """
+
+  name: str
+  kernels: int
+  pattern: str
+  values: str
+  depth: int
+  features: int
+  rows: int
+  dense: float
+  dense_way: str
+  packed: float
+  packed_way: str
+  is_taken: bool
+  dense_bytes: int
+  packed_bytes: int
+  times: float
+  half: tuple[float, float]
 
 
 def measured(
@@ -62,15 +99,18 @@ def measured(
   """
   first = kernels[0]
   way = choice.best(first, rows, dense=False) if backend == "auto" else backend
-  plan = _plan(first.depth, first.features, rows, beside)
-  weights = [kernels[i % len(kernels)] for i in range(plan.copies)]
+  copies, again, cold = _repeats(first.depth, first.features, rows, beside)
+  weights = [kernels[i % len(kernels)] for i in range(copies)]
   x = np.random.default_rng(0).standard_normal((rows, first.depth), np.float32)
-  calls = _calls(jnp.asarray(x), weights, way, plan.again)
-  nothing, found = _timed(calls, turns, plan)
-  spent = {name: statistics.median(times) for name, times in found.items()}
+  calls = _calls(jnp.asarray(x), weights, way, again)
+  times = timing.interleave(calls, turns, cold=cold, nothing=_NOTHING)
+  share = lambda name: [spent / (copies * again) for spent in times[name]]
+  call = statistics.median(share(_NOTHING))
+  found = {name: [max(t - call, 0.0) for t in share(name)] for name in (*_DENSE, way)}
+  spent = {name: statistics.median(found[name]) for name in found}
   dense = min(_DENSE, key=spent.__getitem__)
-  ready = of_one.prepare(first, rows, backend)
-  is_ffi = way == "cpu_ffi"
+  # Where a call takes most of the time, the difference of two is noise.
+  is_long = min(spent[dense], spent[way]) + call >= _LEAST * call
   return Product(
     name=name,
     kernels=count,
@@ -82,83 +122,62 @@ def measured(
     dense=spent[dense],
     dense_way=dense,
     packed=spent[way],
-    packed_way=f"{way} {cpu.isa()}" if is_ffi else way,
-    is_taken=isinstance(ready, NMPacked),
+    packed_way=f"{way} {cpu.isa()}" if way == "cpu_ffi" else way,
+    is_taken=isinstance(of_one.prepare(first, rows, backend), NMPacked),
     dense_bytes=4 * first.depth * first.features,
     packed_bytes=of_one.sizes(first).total,
-    call=nothing,
-    half=timing.quartiles(timing.ratios(found[dense], found[way])),
+    times=spent[dense] / spent[way] if is_long and spent[way] else 0.0,
+    half=timing.middle(found[dense], found[way]),
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-  """How a product is timed: weights of a call, turns of a call, bytes that are read before it."""
-
-  copies: int
-  again: int
-  cold: int
-
-
-def _plan(depth: int, features: int, rows: int, beside: int | None) -> _Plan:
-  """Returns how a product is timed."""
-  one, few = 4 * depth * features, rows <= 16
-  copies = 4 if few else 1
+def _repeats(depth: int, features: int, rows: int, beside: int | None) -> tuple[int, int, int]:
+  """Returns the weights of a call, how often it goes through them, bytes that are read before."""
+  one, copies = 4 * depth * features, 4 if rows <= 16 else 1
   if (copies * one if beside is None else beside) <= _NEAR:
     work = copies * rows * depth * features
-    return _Plan(copies, max(1, min(_AGAIN, _WORK // work)), 0)
-  copies = max(copies, min(16, _ROOM // one)) if few else 1
-  return _Plan(copies, 1, timing.CACHE if beside is None else min(beside, timing.CACHE))
-
-
-def _timed(
-  calls: dict[str, Any], turns: int, plan: _Plan
-) -> tuple[float, dict[str, Sequence[float]]]:
-  """Returns the share of one product in the cost of a call, and name -> seconds of each turn."""
-  times = timing.interleave(calls, turns, cold=plan.cold, nothing=_NOTHING)
-  number = plan.copies * plan.again
-  nothing = statistics.median(times.pop(_NOTHING)) / number
-  return nothing, {
-    name: [max(spent / number - nothing, 0.0) for spent in found] for name, found in times.items()
-  }
+    return copies, max(1, min(_AGAIN, _WORK // work)), 0
+  if rows <= 16:
+    copies = max(copies, min(16, _ROOM // one))
+  return copies, 1, timing.CACHE if beside is None else min(beside, timing.CACHE)
 
 
 def _calls(x: jax.Array, weights: Sequence[NMPacked], way: str, again: int) -> dict[str, Any]:
   """Returns name -> a call that multiplies x by each weight; one that multiplies nothing too."""
   dense = [np.asarray(of_one.unpack(w), np.float32) for w in weights]
   ready = [of_one.prepare(w, len(x), way, memory=True) for w in weights]
-  candidates = {
-    _DENSE[0]: (_PRODUCT[_DENSE[0]], dense),
-    _DENSE[1]: (_PRODUCT[_DENSE[1]], [np.ascontiguousarray(w.T) for w in dense]),
-    way: (lambda x, w: of_one.nm_dot(x, w, way), ready),
-    _NOTHING: (None, ready),
-  }
-  features = weights[0].features
+  plain, transposed = _DENSE
   return {
-    name: _call(function, x, held, features, again) for name, (function, held) in candidates.items()
+    plain: repeated(_DENSE[plain], x, dense, again),
+    transposed: repeated(_DENSE[transposed], x, [np.ascontiguousarray(w.T) for w in dense], again),
+    way: repeated(lambda x, w: of_one.nm_dot(x, w, way), x, ready, again),
+    _NOTHING: repeated(lambda x, w: jnp.zeros((len(x), weights[0].features)), x, ready, again),
   }
 
 
-def _call(
-  function: Callable[..., Any] | None,
-  x: jax.Array,
-  held: Sequence[Any],
-  features: int,
-  again: int = 1,
+def repeated(
+  function: Callable[..., Any], x: jax.Array, weights: Sequence[Any], again: int = 1
 ) -> Callable[[], Any]:
   """Returns a call that multiplies x by each weight, `again` times over.
 
-  x is changed by what was found, where it lies, since the caller gives it up. So the next turn
-  multiplies anew. With several cores each product waits for the one before, as layers do: XLA would
-  hand independent ones to all of them. Without a function all is done but the products.
+  With several cores each product waits for the one before, as layers do: XLA would hand independent
+  ones to all of them.
+
+  Args:
+    function: x, a weight -> their product.
+    x: the rows.
+    weights: dense ones or packed ones.
+    again: how often a call goes through them.
   """
+  several = timing.threads() > 1
 
   def turn(_: Any, state: Any, held: Sequence[Any]) -> Any:
-    x, before = state
-    found = []
-    for w, last in zip(held, before, strict=True):
-      found.append(last if function is None else function(x, w))
-      if timing.threads() > 1 or len(found) == len(held):
+    x, found = state[0], []
+    for w in held:
+      found.append(function(x, w))
+      if several or len(found) == len(held):
+        # Donated: updated in place, and by a value that XLA does not know, so that no product can
+        # be left out or reused.
         x = x.at[0, 0].set(0 * found[-1][0, 0])
     return x, found
 
@@ -168,8 +187,9 @@ def _call(
     return jax.lax.fori_loop(0, again, lambda i, state: turn(i, state, held), state)
 
   run = jax.jit(chained, donate_argnums=0)
-  there = jax.tree.map(lambda a: jnp.array(a, copy=True), list(held))  # each lies elsewhere
-  products = [jnp.zeros((len(x), features), jnp.float32) for _ in held]
+  there = jax.tree.map(lambda a: jnp.array(a, copy=True), list(weights))  # each lies elsewhere
+  like = jax.eval_shape(function, x, weights[0])
+  products = [jnp.zeros(like.shape, like.dtype) for _ in weights]
   state = [(jnp.array(x, copy=True), products)]
 
   def call() -> Any:
@@ -190,25 +210,12 @@ def random(depth: int, features: int, pattern: NM, dtype: Any = None) -> NMPacke
     features: columns.
     pattern: n:m.
     dtype: of the values; None: float32.
-
-  Raises:
-    ValueError: no such weight can be packed.
   """
-  why = ""
-  if pattern.m > MOST:
-    why = f"an index reaches through {MOST} entries at most"
-  elif pattern.n == pattern.m:
-    why = "it keeps every weight, so nothing is left out"
-  elif depth % pattern.m:
-    why = f"a depth of {depth} is not a multiple of {pattern.m}"
-  if why:
-    raise ValueError(f"{pattern} is not packed: {why}. Take another pattern, such as 1:8.")
+  if depth % pattern.m or min(depth, features) < 1:
+    raise ValueError(f"{depth} x {features}: the depth must be a multiple of {pattern.m}.")
   rng = np.random.default_rng(0)
-  cut = depth // pattern.m, pattern.m, features
-  if pattern.n == 1:
-    at = rng.integers(0, pattern.m, (cut[0], 1, features))
-  else:
-    at = np.argsort(rng.random(cut, np.float32), axis=1)[:, : pattern.n]
-  w = np.zeros(cut, np.float32)
-  np.put_along_axis(w, at, rng.standard_normal(at.shape, np.float32), 1)
+  groups = depth // pattern.m, pattern.m, features
+  # A random permutation of each group has n entries below n.
+  kept = np.argsort(rng.random(groups, np.float32), axis=1) < pattern.n
+  w = np.where(kept, rng.standard_normal(groups, np.float32), np.float32(0))
   return of_one.pack(w.reshape(depth, features), pattern, dtype=dtype)

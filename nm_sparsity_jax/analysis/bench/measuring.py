@@ -1,34 +1,95 @@
 """Measures a network, or products alone: packed weights against dense ones.
 
-params, rules -> [pack_tree] -> both trees, prepared -> layers, networks -> timing -> Found
+params, rules -> [pack_tree] -> both trees, prepared -> layers, networks -> Found
 """
 
 from __future__ import annotations
 
+import dataclasses
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nm_sparsity_jax.analysis.bench import layers, networks, results, timing
-from nm_sparsity_jax.analysis.bench.results import (
-  Found,
-  Product,
-  Whole,
-  bound,
-  bytes_bound,
-)
+from nm_sparsity_jax.analysis.bench import layers, networks, timing
+from nm_sparsity_jax.analysis.bench.layers import Product
+from nm_sparsity_jax.analysis.bench.networks import Whole
 from nm_sparsity_jax.core import installed
-from nm_sparsity_jax.core.packed import BACKENDS, NMPacked, cpu
+from nm_sparsity_jax.core.packed import NMPacked, cpu
 from nm_sparsity_jax.core.patterns import NM
+from nm_sparsity_jax.core.text import format_table
 from nm_sparsity_jax.core.trees import alike, flatten
 from nm_sparsity_jax.deploy import inference_tree, unstack_layers
-from nm_sparsity_jax.models.t5 import T5Config
-from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.training.rules import Rules
+
+_SHORT = "too short to time"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+  """What a bench found; its `str` is two tables.
+
+  Attributes:
+    title: what was looked at.
+    products: each distinct product.
+    wholes: what the network computes at once; none where products alone were asked for.
+    dense_bytes: of all weights with zeros, in float32.
+    packed_bytes: of all weights.
+    threads: that XLA multiplies with.
+    turns: of each call; figures are medians.
+    notes: sentences on what you should know.
+    machine: name -> value: processor and versions.
+  """
+
+  title: str
+  products: Sequence[Product]
+  wholes: Sequence[Whole]
+  dense_bytes: int
+  packed_bytes: int
+  threads: int
+  turns: int
+  notes: Sequence[str]
+  machine: Mapping[str, str]
+
+  def __str__(self) -> str:
+    clock = "processor time" if self.threads == 1 else "time of the clock"
+    how = f"{self.threads} threads, {clock}, medians of {self.turns} turns; dense is float32."
+    parts = [f"{self.title}\n{how}"]
+    # A text is short where the number is 0, which is not known.
+    ratio = lambda value, unknown: f"{value:.2f}x" if value else unknown
+    half = lambda one: "{:.2f}x to {:.2f}x".format(*one.half) if one.half[0] else "-"
+    if self.wholes:
+      head = "end to end", "dense, ms", "packed, ms", "faster", "half of the turns", "at most"
+      rows = [
+        [
+          w.name, *(f"{x * 1e3:,.4g}" for x in (w.dense, w.packed)), ratio(w.times, _SHORT),
+          half(w),
+          ratio(w.bound, "not known"), *_mega(w.dense_memory, w.packed_memory),
+        ]
+        for w in self.wholes
+      ]  # fmt: skip
+      rows.append(["all weights", *[""] * 5, *_mega(self.dense_bytes, self.packed_bytes)])
+      parts.append(format_table([[*head, "dense, MB", "packed, MB"], *rows]))
+    head = "kernels", "count", "shape", "rows", "pattern", "values", "dense, us", "packed, us", "by"
+    rows = [
+      [
+        p.name, p.kernels, f"{p.depth:,} x {p.features:,}", f"{p.rows:,}", p.pattern, p.values,
+        *(f"{x * 1e6:,.1f}" for x in (p.dense, p.packed)), f"{p.dense_way}; {p.packed_way}",
+        ratio(p.times, _SHORT), half(p), f"{p.dense_bytes:,}", f"{p.packed_bytes:,}",
+        "packed" if p.is_taken else "dense",
+      ]
+      for p in self.products
+    ]  # fmt: skip
+    more = "faster", "half of the turns", "dense, bytes", "packed, bytes", "taken"
+    parts.append(format_table([[*head, *more], *rows]))
+    return "\n\n".join([*parts, *self.notes])
+
+
+def _mega(*counts: int) -> list[str]:
+  return [f"{count / 1e6:,.1f}" for count in counts]
 
 
 def products(
@@ -48,18 +109,13 @@ def products(
     dtype: of the packed values: 'float32', 'bfloat16' or 'int8'.
     turns: of each product; figures are medians.
     backend: as in `packed.nm_dot`.
-
-  Raises:
-    ValueError: a size is not a positive number, or no such weight can be packed.
   """
-  _check(turns=turns, backend=backend)
   made, found = NM.parse(pattern), []
   for depth, features, rows in shapes:
-    _check(depth=depth, features=features, rows=rows)
     kernel = layers.random(depth, features, made, dtype)
     found.append(layers.measured("random", [kernel], rows, 1, turns, backend))
   held = [sum(getattr(p, name) for p in found) for name in ("dense_bytes", "packed_bytes")]
-  return _found(f"Products of random weights, {made}", found, [], held, turns, backend)
+  return _found(f"Products of random weights, {made}", found, [], held, turns)
 
 
 def bench(
@@ -83,13 +139,13 @@ def bench(
 
   Args:
     network: a T5 or a network of images of this package, scanned or not; or a `Workload`.
-    params: finalized parameters; or a tree of `deployed.pack_tree`, which needs no rules.
+    params: finalized parameters; or a tree of `inference_tree.pack_tree`, which needs no rules.
     rules: of the parameters.
     state: collections beside the parameters, such as {'batch_stats': ...}.
-    dtype: of the packed values, as in `deployed.pack_tree`.
+    dtype: of the packed values, as in `inference_tree.pack_tree`.
     batch: examples at once.
     inputs: tokens of an input of a T5.
-    tokens: that a T5 decodes, for the time of one.
+    tokens: that a T5 decodes, for the time of one; 2 or more.
     turns: of each call; figures are medians.
     backend: as in `packed.nm_dot`.
     title: what was looked at.
@@ -97,116 +153,59 @@ def bench(
   Raises:
     ValueError: a kernel is not n:m, nothing is packed, or the network is of another kind.
   """
-  _check(batch=batch, inputs=inputs, turns=turns, backend=backend)
-  if tokens < 2:
-    raise ValueError(f"tokens={tokens!r}: give 2 or more, since a token is a difference of two.")
   tree, network = _packed(network, params, rules, dtype)
-  kernels = {path: x for path, x in _flat(tree) if isinstance(x, NMPacked)}
+  kernels = {
+    path: x
+    for path, x in flatten(tree, lambda x: isinstance(x, NMPacked))
+    if isinstance(x, NMPacked)
+  }
   rows_of = inference_tree.rows_of(getattr(network, "config", None), batch, inputs)
-  rows = {path: rows_of(path) for path in kernels}
   unpacked = jax.tree.map(_float32, inference_tree.unpack_tree(tree))
-  found = dict(_layers(kernels, rows, turns, backend, _bytes(unpacked)))
+  size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+  found = dict(_layers(kernels, rows_of, turns, backend, size(unpacked)))
   ready = {"dense": unpacked, "packed": inference_tree.prepare(tree, rows_of, backend)}
   todo = networks.works(network, state or {}, batch, inputs, tokens)
-  wholes = [_whole(work, ready, found, turns) for work in todo]
-  held = [_bytes(unpacked), _bytes(tree)]
-  notes = []
-  if not isinstance(getattr(network, "config", None), T5Config | ViTConfig):
-    notes.append(
-      "How many rows a kernel of this network gets is not known: each product was measured with "
-      "the batch, and the bound is rough."
-    )
-  notes += _unknown(wholes)
+  wholes = [networks.measured(work, ready, found, turns) for work in todo]
   distinct = list({id(p): p for p in found.values()}.values())
-  return _found(title or type(network).__name__, distinct, wholes, held, turns, backend, notes)
+  held = size(unpacked), size(tree)
+  return _found(title or type(network).__name__, distinct, wholes, held, turns)
 
 
 def _packed(network: Any, params: Any, rules: Rules | None, dtype: Any) -> tuple[Any, Any]:
   """Returns a packed tree without a scan, and the network that takes it."""
+  config = getattr(network, "config", None)
   if not inference_tree.is_packed(params):
     if rules is None or rules.is_dense:
       raise ValueError(
         "nothing is packed here, and no rules say what is n:m: give a packed tree, or finalized "
         "parameters with the rules of their run."
       )
-    params, _ = unstack_layers.unstacked(params, getattr(network, "config", None))
+    params, _ = unstack_layers.unstacked(params, config)
     params, report = inference_tree.pack_tree(params, rules, dtype)
     if not report.packed:
       why = "; ".join(dict.fromkeys(report.dense.values()))
       raise ValueError(f"no kernel of this network is packed: {why}.")
-  config = getattr(network, "config", None)
   plain = unstack_layers.without_scan(config)
   return params, network if plain is config else network.clone(config=plain)
 
 
 def _layers(
-  kernels: dict[str, NMPacked], rows: dict[str, int], turns: int, backend: str, beside: int
+  kernels: Mapping[str, NMPacked], rows_of: Any, turns: int, backend: str, beside: int
 ) -> Iterator[tuple[str, Product]]:
   """Yields each path with the product of its shape; each distinct one is measured once."""
   facts = {
-    path: (x.shape, str(x.pattern), str(x.values.dtype), rows[path]) for path, x in kernels.items()
+    path: (x.shape, str(x.pattern), str(x.values.dtype), rows_of(path))
+    for path, x in kernels.items()
   }
-  groups: dict[Any, list[str]] = {}
-  for path, fact in facts.items():
-    groups.setdefault(fact, []).append(path)
-  names: dict[Any, list[str]] = {}
-  for name, _, fact in alike(facts):
-    names.setdefault(fact, []).append(name)
-  for fact, paths in groups.items():
+  groups: dict[Any, dict[str, list[str]]] = {}
+  for name, paths, fact in alike(facts):
+    groups.setdefault(fact, {})[name] = paths
+  for fact, named in groups.items():
+    paths = [path for of in named.values() for path in of]
     few = [kernels[path] for path in paths[:4]]
-    count, name = len(paths), ", ".join(names[fact])
-    product = layers.measured(name, few, fact[-1], count, turns, backend, beside)
+    name, rows = ", ".join(named), fact[-1]
+    product = layers.measured(name, few, rows, len(paths), turns, backend, beside)
     yield from ((path, product) for path in paths)
-
-
-def _whole(work: networks.Work, ready: dict[str, Any], of: dict[str, Product], turns: int) -> Whole:
-  made = {side: work.programs(tree) for side, tree in ready.items()}
-
-  def call(side, n):
-    return lambda: jax.block_until_ready(made[side][n](ready[side]))
-
-  names = [(side, n) for side in ready for n in work.numbers]
-  times = timing.interleave({name: call(*name) for name in names}, turns)
-  of_side = {side: {n: found for (own, n), found in times.items() if own == side} for side in ready}
-  spent = {side: work.seconds(found) for side, found in of_side.items()}
-  dense, packed = (work.each(of_side[side]) for side in ("dense", "packed"))
-  read = [p for path, p in of.items() if work.reads(path)]
-  shares = [(p.dense, p.packed_bytes / p.dense_bytes) for p in read]
-  products_, at_most = bound(spent["dense"], shares)
-  memory = {side: networks.memory(programs[work.numbers[-1]]) for side, programs in made.items()}
-  return Whole(
-    work.name, spent["dense"], spent["packed"], products_, at_most, memory["dense"],
-    memory["packed"], bytes_bound(shares),
-    timing.quartiles(timing.ratios(dense, packed)),
-  )  # fmt: skip
-
-
-def _unknown(wholes: Sequence[Whole]) -> list[str]:
-  """Returns sentences on the wholes whose bound is not known; none where all are."""
-  if lost := [w.name for w in wholes if not (w.dense and w.packed)]:
-    return [f"{', '.join(lost)}: {results.SHORT}. Decode more tokens, or repeat it."]
-  names = [w.name for w in wholes if w.products > w.dense]
-  return names and [
-    f"{', '.join(names)}: the bound is not known. Measured one by one, the products take longer "
-    "than the whole: they are too short to time, or the whole has their weights in a nearer cache."
-  ]
-
-
-# --- small ones -----------------------------------------------------------------------------------
-
-
-def _check(turns: int = timing.LEAST, backend: str = "auto", **sizes: int) -> None:
-  if backend not in BACKENDS:
-    raise ValueError(f"backend {backend!r} is unknown: take one of {', '.join(BACKENDS)}.")
-  for name, value in sizes.items():
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-      raise ValueError(f"{name}={value!r}: give a whole number, 1 or more.")
-  if not isinstance(turns, int) or turns < timing.LEAST:
-    raise ValueError(f"turns={turns!r}: a median needs {timing.LEAST} or more.")
-
-
-def _flat(tree: Any) -> list[tuple[str, Any]]:
-  return flatten(tree, lambda x: isinstance(x, NMPacked))
 
 
 def _float32(x: Any) -> jax.Array:
@@ -214,55 +213,18 @@ def _float32(x: Any) -> jax.Array:
   return jnp.asarray(np.asarray(x, np.float32) if floats else x)
 
 
-def _bytes(tree: Any) -> int:
-  return sum(x.nbytes for x in jax.tree.leaves(tree))
-
-
 def _found(
-  title: str,
-  rows: Sequence[Product],
-  wholes: Sequence[Whole],
-  held: Sequence[int],
-  turns: int,
-  backend: str,
-  notes: Sequence[str] = (),
+  title: str, found: Sequence[Product], wholes: Sequence[Whole], held: Sequence[int], turns: int
 ) -> Found:
-  given, notes = notes, []
+  notes = []
   if why := cpu.missing():
     notes.append(f"The C++ kernels cannot be used, and xla_scan multiplies instead: {why}.")
-  lost = sum(p.kernels for p in rows if not p.is_taken) if backend == "auto" else 0
-  if lost:
-    what = "kernel gets its" if lost == 1 else "kernels get their"
-    alone = f"{lost} of these `auto` would multiply densely"
-    said = f"{lost} {what} zeros back end to end" if wholes else alone
+  if lost := sum(p.kernels for p in found if not p.is_taken):
     notes.append(
-      f"{said}, since the measured table has no packed product that is faster for so many rows."
+      f"{lost} of the kernels would multiply densely, since the measured table has no packed "
+      "product that is faster for so many rows."
     )
-  if short := sum(p.is_short for p in rows):
-    notes.append(
-      f"{short} of {len(rows)} products: {results.SHORT}, since the cost of a call hides them. "
-      "Their times are rough."
-    )
-  notes += _noise([(w.name, w) for w in wholes])
-  timed = [p for p in rows if not p.is_short]
-  notes += _noise([(f"a product of {p.shape} at {p.rows} rows", p) for p in timed])
-  if jax.default_backend() != "cpu":
-    notes.append("No product was tuned for this device: figures of a CPU are what to compare.")
-  notes += given
   machine = {"processor": platform.processor() or platform.machine()}
   machine["device"] = jax.devices()[0].device_kind
   machine |= installed.versions(installed.NAME, "Python", "jax", "jaxlib")
-  return Found(title, rows, wholes, held[0], held[1], timing.threads(), turns, notes, machine)
-
-
-def _noise(named: Sequence[tuple[str, Product | Whole]]) -> list[str]:
-  """Returns a sentence on the one whose turns differ most; none where none differ much."""
-  wide = [(name, one) for name, one in named if results.is_wide(one)]
-  if not wide:
-    return []
-  name, one = max(wide, key=lambda x: x[1].half[1] / x[1].half[0])
-  others = f", and {len(wide) - 1} more differ" if len(wide) > 1 else ""
-  return [
-    f"Turns differ: half of those of {name} lie in {results.half(one)}{others}. Other work runs "
-    f"here: repeat it{', or take one core' * (timing.threads() > 1)}."
-  ]
+  return Found(title, found, wholes, held[0], held[1], timing.threads(), turns, notes, machine)

@@ -1,7 +1,5 @@
 """How long calls take: in turns, in one process.
 
-calls -> [interleave] -> seconds, one figure a turn -> medians
-
 Absolute times of a shared machine drift by half, and those of calls that take turns drift alike.
 """
 
@@ -17,7 +15,6 @@ import numpy as np
 
 from nm_sparsity_jax.core.packed import choice
 
-LEAST = 3  # turns
 _SECONDS, _MOST = 0.02, 5  # a turn repeats a short call
 CACHE = 1 << 27  # bytes, 128 MiB: more than a cache holds
 
@@ -28,11 +25,6 @@ def threads() -> int:
   """Returns how many threads XLA multiplies with: the cores of this process, or PJRT_NPROC."""
   cores = os.environ.get("PJRT_NPROC", "")
   return int(cores) if cores else choice.cores()
-
-
-def clock() -> Callable[[], float]:
-  """Returns the clock: with one thread, time that others had the core for does not count."""
-  return time.process_time if threads() == 1 else time.perf_counter
 
 
 def interleave(
@@ -47,7 +39,9 @@ def interleave(
     nothing: the name of a call without work. Where `cold` is given it goes before each call, so
       that what starts a call is in the cache again.
   """
-  now, repeats, found = clock(), {}, {name: [] for name in calls}
+  # With one thread, time that others had the core for does not count.
+  now = time.process_time if threads() == 1 else time.perf_counter
+  repeats, found = {}, {name: [] for name in calls}
   other = np.ones(cold // 4, np.float32)
 
   def timed(name: _Name) -> float:
@@ -71,22 +65,14 @@ def interleave(
   return found
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-  """Returns the ends of the middle half; (0, 0) where there are fewer than two values.
+def middle(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
+  """Returns the ends of the middle half of the ratios of two calls' turns; (0, 0) if unknown.
 
-  >>> quartiles([3.0, 1.0, 9.0, 2.0, 4.0])
+  >>> middle([3.0, 1.0, 9.0, 2.0, 4.0], [1.0] * 5)
   (2.0, 4.0)
   """
-  if len(values) < 2:
+  ratios = [a / b for a, b in zip(above, below, strict=True) if a > 0 and b > 0]
+  if len(ratios) < 2:
     return 0.0, 0.0
-  low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+  low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
   return low, high
-
-
-def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-  """Returns a ratio for each turn in which both are above 0.
-
-  >>> ratios([4.0, 6.0], [2.0, 0.0])
-  [2.0]
-  """
-  return [a / b for a, b in zip(above, below, strict=True) if a > 0 and b > 0]

@@ -1,72 +1,65 @@
-"""What a program refuses between the making of a run and its first step."""
+"""What a program refuses between the making of a run and its first step: its own checks, and data.
+
+run, settings       -> the checks of the local runner, or T5X's trainer
+task                -> vocabulary, splits, files: of T5X
+path -> checkpoint  -> [T5X's transformations] -> keys: loaded, initialised, dropped
+"""
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nm_sparsity_jax.analysis.plan.build import Built
-from nm_sparsity_jax.analysis.plan.findings import Findings
+from nm_sparsity_jax.analysis.plan.build import Plan
+from nm_sparsity_jax.core.trees import flatten, nested
+from nm_sparsity_jax.deploy import names, unstack_layers
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.runs import files, settings
+from nm_sparsity_jax.runs import checkpoint, checkpoint_rules, folders
 
 # Arguments of T5X's programs that say what data they read.
 _DATASETS = ("train_dataset_cfg", "train_eval_dataset_cfg", "infer_eval_dataset_cfg", "dataset_cfg")
+# The first word of a key -> the section that counts it.
+_SECTIONS = {"target": "parameters", "state": "step and optimizer", "flax_mutables": "mutables"}
 
 
-def check(found: Findings, built: Built) -> None:
+def check(plan: Plan) -> None:
   """Notes what the program would refuse before its first step."""
-  if found.config.local:
-    found.attempt("the run", _local, found, built)
-  if found.config.program == "train" and not found.config.local:
-    found.attempt("the trainer", _trainer, found, built)
-    _steps(found)
-  if found.config.program is not None:
-    found.attempt("data", _data, found, built)
+  if plan.config.local:
+    if plan.model is not None:
+      plan.attempt("the run", _local, plan)
+  elif plan.config.program is not None:
+    plan.attempt("the trainer", _t5x, plan)
+    plan.attempt("data", _data, plan)
 
 
-def _local(found: Findings, built: Built) -> None:
-  """Asks the run, as `train` does."""
-  from nm_sparsity_jax.trainer import folders, train
+def _local(plan: Plan) -> None:
+  """Asks the run, as `train`, `evaluate` and `infer` do."""
+  from nm_sparsity_jax.trainer import train
 
-  if found.config.program == "infer" and built.workload is not None:
-    found.config.argument("evaluation").for_predictions(built.workload)
-  if found.config.program != "train":
+  if plan.config.program == "train":
+    train.check(plan.run, train.settings_of(plan.config.settings("Run")))
     return
-  if built.run is not None:
-    built.run.check()
-    if not built.has_tokens:  # the part `data` looks at tasks and their vocabulary
-      built.run.model.workload.check()
-    if built.run.best_metric is not None:
-      found.notes.append(
-        f"BEST_METRIC={built.run.best_metric!r} is not checked here: the run looks for it before "
-        "its first step, among what the metrics of the tasks return"
-      )
-  model_dir = found.config.argument("model_dir", "Run")
-  folder = folders.of(model_dir)
-  if why := files.cannot_write(folder):
-    raise ValueError(f"MODEL_DIR={model_dir!r} cannot be written to: {why}")
-  settings.refuse_changed(folder, train.settings_of(found.config.settings("Run")))
+  predicts = plan.config.program == "infer"
+  plan.config.argument("evaluation").check(plan.model, predicts=predicts)
 
 
-# --- T5X ------------------------------------------------------------------------------------------
-
-
-def restore_settings(found: Findings) -> Any:
+def _restore_settings(plan: Plan) -> Any:
   """Returns T5X's settings of what the program restores; None where nothing sets them."""
-  if found.config.program == "train":
-    return getattr(found.config.argument("checkpoint_cfg"), "restore", None)
-  return found.config.argument("restore_checkpoint_cfg")
+  if plan.config.program == "train":
+    return getattr(plan.config.argument("checkpoint_cfg"), "restore", None)
+  return plan.config.argument("restore_checkpoint_cfg")
 
 
-def _trainer(found: Findings, built: Built) -> None:
+def _t5x(plan: Plan) -> None:
   """Refuses a trainer that is not ours."""
   from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
-  cls = found.config.argument("trainer_cls")
-  if built.model is None or built.rules is None or cls is None:
+  cls = plan.config.argument("trainer_cls")
+  if plan.config.program != "train" or plan.rules is None or cls is None:
     return
   if inspect.isclass(cls) and not issubclass(cls, t5x_adapter.SparseTrainer):
     raise ValueError(
@@ -75,80 +68,176 @@ def _trainer(found: Findings, built: Built) -> None:
     )
 
 
-def _steps(found: Findings) -> None:
-  """Notes steps that do not go together; T5X says so only once it has restored."""
-  config = found.config
-  steps, sparse, offset = map(found.number, ("TRAIN_STEPS", "SPARSE_STEPS", "PRETRAINED_STEPS"))
-  if config.get("TRAIN_STEPS_RELATIVE"):
-    found.errors.append(
-      "TRAIN_STEPS_RELATIVE is set: T5X adds it to the restored step, so each restart adds a "
-      "whole run. Leave it out; the run ends at PRETRAINED_STEPS + SPARSE_STEPS"
-    )
-  if steps is not None and sparse is not None and offset is not None and steps != sparse + offset:
-    found.errors.append(
-      f"TRAIN_STEPS is {steps:,}, but the schedule ends at PRETRAINED_STEPS + SPARSE_STEPS = "
-      f"{offset + sparse:,}: leave TRAIN_STEPS alone"
-    )
-  parts = found.attempt("microbatches", config.argument, "num_microbatches", "SparseTrainer")
-  batch = found.number("BATCH_SIZE")
-  if parts and batch and batch % parts:
-    found.errors.append(f"BATCH_SIZE={batch} does not split into {parts} microbatches")
-  saved = found.attempt("checkpoints", config.argument, "checkpoint_cfg")
-  saves = getattr(getattr(saved, "save", None), "period", None)
-  evaluates = found.number("EVAL_PERIOD")
-  if saves and evaluates and max(saves, evaluates) % min(saves, evaluates):
-    found.errors.append(
-      f"EVAL_PERIOD={evaluates} and utils.SaveCheckpointConfig.period={saves}: T5X wants one to "
-      "be a multiple of the other"
-    )
-
-
-# --- data -----------------------------------------------------------------------------------------
-
-
-def _data(found: Findings, built: Built) -> None:
-  """Looks up the task or mixture: its features, vocabulary and splits, not what is in its files."""
-  name = found.config.get("MIXTURE_OR_TASK_NAME")
+def _data(plan: Plan) -> None:
+  """Looks up T5X's task or mixture: vocabulary, splits and files, not what is in the files."""
+  name, module = map(plan.config.get, ("MIXTURE_OR_TASK_NAME", "MIXTURE_OR_TASK_MODULE"))
   if name is None:
     return
   from nm_sparsity_jax.trainer import data
 
-  module = found.config.get("MIXTURE_OR_TASK_MODULE")
   if module:
     gin_files.refuse_missing_module(module)
   data.import_seqio(module)
   task = data.mixture_or_task(name, module)
-  if unknown := sorted({*(found.lengths or {})} - {*task.output_features}):
-    raise ValueError(
-      f"TASK_FEATURE_LENGTHS names {', '.join(unknown)}, but {name} has the features "
-      f"{', '.join(task.output_features)}"
-    )
-  rows = getattr(getattr(built.workload, "network_config", None), "vocab_size", None)
   # A vocabulary in a bucket would have to be fetched first.
   vocabularies = [feature.vocabulary for feature in task.output_features.values()]
   in_a_bucket = any("://" in getattr(v, "sentencepiece_model_file", "") for v in vocabularies)
-  if rows is not None and not in_a_bucket:
-    found.attempt("the vocabulary", data.check_vocabulary, name, rows)
-  for argument in () if found.config.local else _DATASETS:
-    _split(found, task, argument)
+  if plan.workload is not None and not in_a_bucket:
+    plan.attempt("data", data.check_vocabulary, name, plan.workload.network_config.vocab_size)
+  for argument in _DATASETS:
+    if dataset := plan.config.argument(argument):
+      _check_split(plan, task, dataset, argument == "train_dataset_cfg")
 
 
-def _split(found: Findings, task: Any, argument: str) -> None:
-  """Notes a split that a program of T5X reads and the task lacks, and files that are not there."""
+def _check_split(plan: Plan, task: Any, dataset: Any, trains: bool) -> None:
+  """Refuses a split that the task lacks, or whose files are not there.
+
+  An evaluation without its split is only warned of: T5X leaves it out.
+  """
   import seqio
 
-  dataset = found.config.argument(argument)
-  split, members = getattr(dataset, "split", None), seqio.get_subtasks(task)
   # TFDS would have to look for its splits.
-  known = {member: getattr(member.source, "_splits", None) for member in members}
-  if split is None or not all(known.values()):
+  known = {m: getattr(m.source, "_splits", None) for m in seqio.get_subtasks(task)}
+  if not all(known.values()):
     return
-  having = [member for member in members if split in known[member]]
-  if not having and argument == "train_dataset_cfg":
+  having = [member for member in known if dataset.split in known[member]]
+  if not having and trains:
     there = ", ".join(sorted(task.splits))
-    raise ValueError(f"{task.name} has no split {split!r} to train on; there is {there}")
+    raise ValueError(f"{task.name} has no split {dataset.split!r} to train on; there is {there}")
   if not having:
-    done = "predicted" if found.config.program == "infer" else "evaluated"
-    found.warnings.append(f"{task.name} has no split {split!r}, so nothing is {done}")
+    plan.warnings.append(f"{task.name} has no split {dataset.split!r}: nothing is evaluated there")
   for member in having if not dataset.use_cached else ():
-    getattr(member.source, "look", lambda split: None)(split)
+    getattr(member.source, "look", lambda split: None)(dataset.split)
+
+
+# --- the checkpoint -------------------------------------------------------------------------------
+
+
+def restore(plan: Plan, path: str | None) -> dict[str, Any] | None:
+  """Returns the part `restore`; None without a checkpoint.
+
+  Args:
+    plan: of the run.
+    path: the checkpoint to look at; None = the one that the run would open.
+  """
+  # A run resumes the newest checkpoint in MODEL_DIR, whatever else the settings name.
+  folder = plan.config.get("MODEL_DIR")
+  looks = plan.config.program == "train" and not path and isinstance(folder, str)
+  newest = folders.latest(folder) if looks else None
+  if newest is not None:
+    plan.notes.append(f"MODEL_DIR has checkpoints: the run would resume from {newest}")
+  if not (name := newest or path or _named(plan)):
+    return None
+  network_config = getattr(plan.workload, "network_config", None)
+  stored = checkpoint.read(checkpoint.find(str(name)), plan.variables, network_config)
+  evaluates = plan.config.local and not plan.trains
+  if stored.packed is not None and plan.config.program is not None and not evaluates:
+    raise ValueError(
+      f"{stored.path!r} is a packed file, which only the local runner's eval and infer read: name "
+      "the checkpoint that was packed"
+    )
+  if plan.config.program == "train":
+    _check_steps(plan, stored, newest is not None)
+  return None if plan.params is None else _part(plan, stored, newest is not None)
+
+
+def _named(plan: Plan) -> Any:
+  """Returns the checkpoint that the settings name."""
+  if plan.config.local:
+    return plan.config.get("INITIAL_CHECKPOINT_PATH" if plan.trains else "CHECKPOINT_PATH")
+  path = None if plan.config.program is None else getattr(_restore_settings(plan), "path", None)
+  return path[0] if isinstance(path, list | tuple) and path else path
+
+
+def _check_steps(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> None:
+  """Notes steps that do not fit to the checkpoint, and one that is not to be started from."""
+  start, begun = stored.step or 0, "flax_mutables/nm_sparsity/start"
+  if resuming and begun in stored.leaves:
+    start = int(stored.array(begun))
+  elif resuming:  # the local runner asks no more where it began
+    return
+  elif said := checkpoint_rules.check_start(stored):
+    plan.warnings.append(f"INITIAL_CHECKPOINT_PATH: {said}")
+  macros = "PRETRAINED_STEPS", "TRAIN_STEPS", "TRAIN_STEPS_RELATIVE"
+  steps = map(plan.number, macros)
+  plan.attempt("steps", checkpoint_rules.check_steps, plan.rules, start, *steps)
+
+
+def _part(plan: Plan, stored: checkpoint.Stored, resuming: bool) -> dict[str, Any]:
+  """Returns what is loaded, initialised and dropped of each section; notes what does not fit."""
+  if plan.state is not None:
+    wanted = dict(flatten(plan.state.state_dict()))
+    leaves = _transformed(plan, stored, wanted, resuming)
+  else:
+    params = plan.params
+    if stored.packed is not None:  # its network does not scan
+      params, _ = unstack_layers.unstacked(params, plan.workload.network_config)
+    wanted, leaves = {f"target/{path}": leaf for path, leaf in flatten(params)}, stored.leaves
+  load = [key for key in wanted if key in leaves]
+  missing = [key for key in wanted if key not in leaves]
+  _check_arrays(plan, stored.path, wanted, leaves, missing, resuming)
+  used = {leaves[key].key for key in load}
+  # What else than parameters another program keeps is not known here.
+  ours = [key for key in stored.leaves if plan.state is not None or key.startswith("target/")]
+  kinds = {"load": load, "initialise": missing, "drop": [key for key in ours if key not in used]}
+  sections: dict[str, dict[str, int]] = {}
+  for kind, keys in kinds.items():
+    for key in keys:
+      name = _SECTIONS.get(key.partition("/")[0], key)
+      sections.setdefault(name, dict.fromkeys(kinds, 0))[kind] += 1
+  return {
+    "path": stored.path,
+    "format": stored.format,
+    "step": stored.step,
+    "sparse_step": stored.sparse_step,
+    "rules": stored.rules,
+    "sections": sections,
+  }
+
+
+def _check_arrays(
+  plan: Plan,
+  path: str,
+  wanted: Mapping[str, Any],
+  leaves: Mapping[str, Any],
+  missing: Sequence[str],
+  resuming: bool,
+) -> None:
+  """Notes arrays that the checkpoint lacks, or has in another shape."""
+  parameters = [key for key in wanted if key.startswith("target/")]
+  if plan.state is not None:
+    # T5X's transformations have refused what is missing, or let it start afresh.
+    parameters = [key for key in parameters if key in leaves]
+    # T5X fails at an array that is missing, but for a start that may fall back.
+    if missing and (resuming or not _restore_settings(plan).fallback_to_scratch):
+      plan.errors.append(
+        f"{path} lacks {len(missing)} arrays, such as {missing[0]}: continue with the OPTIMIZER "
+        "and the model file in the config.gin beside it"
+      )
+  shapes = lambda tree: {key: tuple(tree[key].shape) for key in parameters if key in tree}
+  if said := names.difference(shapes(wanted), shapes(leaves)):
+    plan.errors.append(f"{path} is of another model: {said}. Take the model file of its run")
+
+
+def _transformed(
+  plan: Plan, stored: checkpoint.Stored, wanted: Mapping[str, Any], resuming: bool
+) -> dict[str, Any]:
+  """Returns the keys that T5X's transformations make of a checkpoint; they refuse a dense one."""
+  settings = _restore_settings(plan)
+  if settings.dtype == "bfloat16" and plan.rules is not None:
+    raise ValueError(
+      "utils.RestoreCheckpointConfig.dtype = 'bfloat16': masks need the stored dtype, since "
+      "rounding changes which weights survive. Set 'float32'"
+    )
+  if (resuming or not plan.trains) and stored.rules and plan.rules is not None:
+    from nm_sparsity_jax.trainer import checkpoints
+
+    checkpoints.refuse_other_rules(stored.rules, plan.rules, stored.path)
+  leaves = stored.leaves
+  if stored.in_place:  # to T5X the weights are those of a dense model
+    leaves = {key: x for key, x in leaves.items() if not key.startswith("flax_mutables/")}
+  state: Any = nested(leaves)
+  for function in settings.state_transformation_fns:
+    called = functools.partial(function, is_resuming=True) if resuming else function
+    state = called(state, nested(wanted))
+  return dict(flatten(state))

@@ -1,9 +1,7 @@
 """What a TPU's compiler says of a run: does its step fit, and what does sparsity add.
 
-    the run's model, optimizer and batch -> [its train step, dense and sparse, for chips that are
-    not there] -> part `topology`
-
-It is a compiler's account: it knows bytes, memory and collectives, and no time.
+the run's model, optimizer and batch -> [its train step, dense and sparse, for chips that are
+not there] -> part `topology`
 """
 
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
@@ -18,8 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nm_sparsity_jax.analysis import compiled, topology
-from nm_sparsity_jax.analysis.plan.build import Built, ahead
-from nm_sparsity_jax.analysis.plan.findings import Findings
+from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.recipes import recipe
 from nm_sparsity_jax.trainer.workloads.t5 import T5, tokens
 from nm_sparsity_jax.training.rules import Rules
@@ -27,61 +24,52 @@ from nm_sparsity_jax.training.rules import Rules
 _TOO_LARGE = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
 
 
-def check(found: Findings, built: Built, name: str) -> dict[str, Any] | None:
+def check(plan: Plan, name: str) -> dict[str, Any]:
   """Returns the part `topology`; notes an error where a step does not fit or is not known.
 
   Args:
-    found: of the run.
-    built: what it is made of.
+    plan: of the run.
     name: of the topology, such as 'v5e:4x4'.
   """
-  if built.rules is None or found.config.program != "train":
+  if plan.rules is None or plan.config.program != "train":
     raise ValueError(f"--topology {name}: name the files of a training run, with its rules")
   devices = topology.devices(name)
-  lower = _local if found.config.local else _t5x
+  lower = _local if plan.config.local else _t5x
   part: dict[str, Any] = {"name": name, "chips": len(devices)}
-  dense = Rules({key: recipe("dense") for key in built.rules.places})
+  dense = Rules({key: recipe("dense") for key in plan.rules.places})
   for kind, rules in (("dense", dense), ("sparse", None)):
-    part[kind] = account(lower(found, built, devices, rules))
-    if needs := part[kind].get("needs"):
-      found.errors.append(
-        f"{name}: the {kind} train step needs {needs} of each chip, which has {part[kind]['has']}: "
+    try:
+      said = compiled.account(lower(plan, devices, rules).compile())._asdict()
+      part[kind] = said | {"collectives": dict(said["collectives"])}
+    except jax.errors.JaxRuntimeError as e:
+      if (large := _TOO_LARGE.search(str(e))) is None:
+        raise
+      plan.errors.append(
+        f"{name}: the {kind} train step needs {large[1]}iB of each chip, which has {large[2]}iB: "
         "take a larger topology, more NUM_PARTITIONS, more microbatches, or remat"
       )
-  if not any("needs" in part[kind] for kind in ("dense", "sparse")):
+  if "dense" in part and "sparse" in part:
     ratio = lambda key: part["sparse"][key] / part["dense"][key]
     part["over_dense"] = {key: ratio(key) for key in ("bytes", "flops", "peak")}
   return part
 
 
-def account(lowered: Any) -> dict[str, Any]:
-  """Compiles, and returns what the compiler says; 'needs' and 'has' where it does not fit."""
-  try:
-    said = compiled.account(lowered.compile())._asdict()
-  except jax.errors.JaxRuntimeError as e:
-    if (large := _TOO_LARGE.search(str(e))) is None:
-      raise
-    return {"needs": f"{large[1]}iB", "has": f"{large[2]}iB"}
-  return said | {"collectives": dict(said["collectives"])}
-
-
-def _local(found: Findings, built: Built, devices: Sequence[Any], rules: Rules | None) -> Any:
+def _local(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
   """Returns the lowered train step of the local runner; None = with the run's own rules."""
   from nm_sparsity_jax.trainer.step import Model
 
-  run = built.run
+  run, workload = plan.run, plan.workload
   model = Model(
-    workload=run.model.workload,
+    workload=workload,
     rules=run.model.given_rules if rules is None else rules,
-    num_partitions=built.partitions,
+    num_partitions=plan.partitions,
     devices=devices,
     ema_decay=run.model.ema_decay,
   )
-  workload = run.model.workload
   model.check_batch(workload.batch_size, run.microbatches)
   if isinstance(workload, T5):  # shapes are enough: no task is read
     is_packed = workload.data is not None and workload.data.pack
-    batch = tokens(found.lengths, workload.batch_size, is_packed)
+    batch = tokens(workload.lengths, workload.batch_size, is_packed)
   else:
     batch = next(iter(workload.batches(0, 0)))
   over_rows = NamedSharding(model.mesh, PartitionSpec("data"))
@@ -91,9 +79,9 @@ def _local(found: Findings, built: Built, devices: Sequence[Any], rules: Rules |
   return step.lower(state, jax.tree.map(place, dict(batch)))
 
 
-def _t5x(found: Findings, built: Built, devices: Sequence[Any], rules: Rules | None) -> Any:
+def _t5x(plan: Plan, devices: Sequence[Any], rules: Rules | None) -> Any:
   """Returns the lowered train step of T5X's trainer; None = with the run's own rules."""
-  if found.number("BATCH_SIZE") is None:
+  if plan.number("BATCH_SIZE") is None:
     raise ValueError("--topology needs BATCH_SIZE, the examples of a step")
-  model = built.model if rules is None else built.model.with_rules(rules)
-  return ahead(found, model, devices).train_step()
+  model = plan.model if rules is None else plan.model.with_rules(rules)
+  return plan.ahead(model, devices).train_step()

@@ -5,149 +5,111 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from nm_sparsity_jax.analysis.plan.build import Built, Network
-from nm_sparsity_jax.analysis.plan.findings import Findings
+from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.core.trees import alike, group
-from nm_sparsity_jax.trainer.workloads.t5 import known_lengths
-from nm_sparsity_jax.training import flops, roles
+from nm_sparsity_jax.training import flops
 from nm_sparsity_jax.training.sites import Assignment
 
 
 def kernels(assignment: Assignment) -> dict[str, Any]:
-  """Returns the part `kernels`: what is sparse, what is skipped and why, what no rule names."""
+  """Returns the part `kernels`: what is sparse, what is skipped and why, what no rule names.
+
+  `table` is the text that a run prints at its start.
+  """
+  fields = "rule", "shape", "axis", "pattern", "groups", "recipe", "remarks"
   facts = {
     path: (p.key, p.shape, p.axis, str(p.pattern), p.count, p.recipe.name, p.remarks)
     for path, p in assignment.places.items()
   }
-  fields = "rule", "shape", "axis", "pattern", "groups", "recipe", "remarks"
   dense = [path for path in assignment.dense if path.endswith("kernel")]
+  entry = lambda name, of: {"path": name, "count": len(of), "paths": of}
   return {
+    "table": str(assignment),
     "sparse": [
-      {**_entry(name, of), "role": _role(of), **dict(zip(fields, fact, strict=True))}
-      for name, of, fact in alike(facts)
+      {**entry(name, of), **dict(zip(fields, fact, strict=True))} for name, of, fact in alike(facts)
     ],
-    "skipped": [{**_entry(name, of), "why": why} for name, of, why in alike(assignment.skipped)],
-    "dense": [_entry(*named) for named in group(dense, words=True)],
-    "other_dense": len(assignment.dense) - len(dense),
+    "skipped": [{**entry(name, of), "why": why} for name, of, why in alike(assignment.skipped)],
+    "dense": [entry(*named) for named in group(dense, words=True)],
   }
 
 
-def _entry(name: str, paths: Sequence[str]) -> dict[str, Any]:
-  return {"path": name, "count": len(paths), "paths": paths}
-
-
-def _role(paths: Sequence[str]) -> str | None:
-  return ",".join(sorted({role for path in paths if (role := roles.role_of(path))})) or None
-
-
-# --- when -----------------------------------------------------------------------------------------
-
-
-def schedule(found: Findings, assignment: Assignment) -> list[dict[str, Any]]:
+def schedule(assignment: Assignment, offset: int = 0) -> list[dict[str, Any]]:
   """Returns the part `schedule`: sparse steps beside global ones.
 
   Recipes that differ have a timeline each, and so have axes of lengths that differ in theirs.
 
   Args:
-    found: gets a warning for a run that ends with D > 0.
-    assignment: where it is sparse.
+    assignment: what is sparse.
+    offset: the global step before the first sparse one.
   """
-  timelines: dict[tuple, dict[str, set[int]]] = {}  # -> rule -> lengths of its axes
+  timelines: dict[tuple, list[Any]] = {}
   for place in assignment.places.values():
     key = place.recipe, place.recipe.timeline(place.axis_size)
-    timelines.setdefault(key, {}).setdefault(place.key, set()).add(place.axis_size)
-  recipes = [recipe for recipe, _ in timelines]
-  offset = found.number("PRETRAINED_STEPS") or 0
-  parts = []
-  for (recipe, segments), of in timelines.items():
-    if segments[-1].decay_stop > 0:
-      found.warnings.append(
-        f"{', '.join(of)}: the run ends with D = {segments[-1].decay_stop:.3g}, so weights are "
-        "n:m only after nms.finalize; set FINETUNE_STEPS to train them as n:m"
-      )
-    parts.append({
-      "rules": list(of),
-      "axis_sizes": sorted(set().union(*of.values())) if recipes.count(recipe) > 1 else None,
+    timelines.setdefault(key, []).append(place)
+  return [
+    {
+      "rules": list(dict.fromkeys(place.key for place in places)),
+      "axis_sizes": sorted({place.axis_size for place in places}),
       "recipe": recipe.name,
       "pattern": recipe.pattern,
       "gradient": recipe.gradient_mode,
       "keeps_mask": recipe.stateful,
-      "segments": [_segment(segment, recipe.phases, offset) for segment in segments],
-    })  # fmt: skip
-  return parts
-
-
-def _segment(segment: Any, phases: Any, offset: int) -> dict[str, Any]:
-  steps = {"t5x_start": segment.start + offset, "t5x_stop": segment.stop + offset}
-  # A segment ends where pattern or D changes, which is not where a phase ends.
-  begins = {"dense": 0, "sparsify": phases.dense, "fine-tune": phases.finetune_start}
-  ends = phases.dense, phases.finetune_start, phases.total
-  met = [
-    name if begin <= segment.start else f"{name} from {begin:,}"
-    for (name, begin), end in zip(begins.items(), ends, strict=True)
-    if max(begin, segment.start) < min(end, segment.stop)
+      # A segment ends where pattern or D changes, which is not where a phase ends.
+      "dense_until": recipe.phases.dense,
+      "finetune_from": recipe.phases.finetune_start,
+      "offset": offset,
+      "segments": [vars(segment) for segment in segments],
+    }
+    for (recipe, segments), places in timelines.items()
   ]
-  return {**vars(segment), **steps, "phase": ", ".join(met)}
 
 
-# --- lambda and the learning rate -----------------------------------------------------------------
-
-
-def loss(found: Findings, built: Built) -> dict[str, Any]:
-  """Returns the part `loss`: lambda beside the mean loss, and beside the loss of T5X."""
-  places = built.rules.places.items() if built.rules else ()
+def loss(plan: Plan) -> dict[str, Any]:
+  """Returns the part `loss`: lambda, and how many times its mean T5X's loss is at most."""
+  places = plan.rules.places.items() if plan.rules else ()
   part = {
     "lambda": {key: recipe.lam for key, recipe in places if recipe.lam},
-    "mean_over": getattr(built.workload, "weight", None),
+    "mean_over": getattr(plan.workload, "weight", None),
   }
-  if built.model is None:
-    return part
-  from nm_sparsity_jax.integrations import t5x as t5x_adapter
+  if plan.state is not None:
+    from nm_sparsity_jax.integrations import t5x as t5x_adapter
 
-  factor = built.model._loss_normalizing_factor
-  parts = found.config.argument("num_microbatches", "SparseTrainer") or 1
-  batch = built.workload.batch(found.lengths, found.number("BATCH_SIZE") or 1)
-  # Padding carries no weight, so a batch without any has the largest loss.
-  full = {name: np.ones(x.shape, x.dtype) for name, x in batch.items()}
-  scale = float(t5x_adapter.loss_scale(factor, full, parts))
-  return part | {
-    "factor": factor,
-    "microbatches": parts,
-    "t5x_over_mean_at_most": scale,
-    "lambda_in_t5x_at_most": {key: lam * scale for key, lam in part["lambda"].items()},
-  }
+    # Padding carries no weight, so a batch without any has the largest loss.
+    full = {name: np.ones(x.shape, x.dtype) for name, x in plan.batch().items()}
+    part["factor"] = plan.model._loss_normalizing_factor
+    parts = plan.config.argument("num_microbatches", "SparseTrainer")
+    part["t5x_over_mean_at_most"] = float(t5x_adapter.loss_scale(part["factor"], full, parts))
+  return part
 
 
 _POINTS = 256  # of the learning rate
 
 
-def rate(found: Findings) -> dict[str, Any] | None:
+def rate(plan: Plan) -> dict[str, Any] | None:
   """Returns the part `learning_rate`, its first, highest and last value; None where it is unknown.
 
-  Args:
-    found: of the run; gets a warning where the run ends in its warm-up, and where T5X's optimizer
-      has a rate of its own.
+  It warns where the run ends in its warm-up, and where T5X's optimizer has a rate of its own.
   """
-  config, steps = found.config, found.number("SPARSE_STEPS")
+  config, steps, offset = plan.config, plan.number("SPARSE_STEPS"), 0
   if config.program != "train" or not steps:
     return None
-  function, offset = config.argument_of("OPTIMIZER", "learning_rate"), 0
-  if isinstance(function, int | float) and not config.local:
-    found.warnings.append(
-      f"OPTIMIZER has a learning rate of its own, {function:g}: LEARNING_RATE, WARMUP_STEPS and "
+  own = config.argument_of("OPTIMIZER", "learning_rate")
+  if config.local:
+    function = config.argument("learning_rate", "Run")
+  elif isinstance(own, int | float):
+    function = own
+    plan.warnings.append(
+      f"OPTIMIZER has a learning rate of its own, {own:g}: LEARNING_RATE, WARMUP_STEPS and "
       "LEARNING_RATE_FACTORS do nothing, and T5X's metric learning_rate shows another rate"
     )
-  if function is None and config.local:
-    function = config.argument("learning_rate", "Run")
-  elif function is None:  # T5X counts global steps
+  else:  # T5X counts global steps
     function = config.argument("learning_rate_fn", "SparseTrainer")
-    offset = found.number("PRETRAINED_STEPS") or 0
+    offset = plan.number("PRETRAINED_STEPS") or 0
   if function is None:
     return None
   # A few points tell how the rate begins, peaks and ends; T5X's functions trace, so one call does.
@@ -156,40 +118,38 @@ def rate(found: Findings) -> dict[str, Any] | None:
     with jax.numpy_dtype_promotion("standard"):  # T5X's and users' own
       function = jax.vmap(function)(at + np.int32(offset))
   values = np.broadcast_to(np.asarray(function, np.float64), at.shape)
-  warmup = found.number("WARMUP_STEPS") or 0
+  warmup = plan.number("WARMUP_STEPS") or 0
   if "warmup" in str(config.get("LEARNING_RATE_FACTORS")) and steps <= warmup:
-    found.warnings.append(
+    plan.warnings.append(
       f"the run has SPARSE_STEPS={steps:,}, and the learning rate warms up for WARMUP_STEPS="
       f"{warmup:,}: it ends at {values[-1]:.3g}. Lower WARMUP_STEPS"
     )
   return {"first": values[0], "highest": values.max(), "last": values[-1]}
 
 
-# --- cost -----------------------------------------------------------------------------------------
-
-
-def cost(found: Findings, built: Built, assignment: Assignment) -> dict[str, Any] | None:
+def cost(plan: Plan, assignment: Assignment) -> dict[str, Any] | None:
   """Returns the part `cost`; None where the FLOPs of the network are unknown, which is noted."""
   try:
-    lengths = [found.lengths] if isinstance(built.workload, Network) else []  # others know theirs
-    dense = built.workload.cost(*lengths)
+    dense = plan.workload.cost()
   except Exception as e:  # of the network's own code
-    found.notes.append(f"no FLOPs: the forward pass cannot be traced ({type(e).__name__}: {e})")
+    plan.notes.append(f"no FLOPs: the forward pass cannot be traced ({type(e).__name__}: {e})")
     return None
   places = assignment.places
   sparse = flops.inference(dense, places)
-  batch = found.number("BATCH_SIZE") or getattr(built.workload, "batch_size", None) or 1
+  batch = plan.number("BATCH_SIZE") or getattr(plan.workload, "batch_size", None) or 1
   steps = next((p.recipe.phases.total for p in places.values() if p.recipe.phases), 0)
-  training = {
-    "steps": steps,
-    "batch_size": batch,
-    "dense": 3 * dense.flops * steps * batch,
-    "sparse": flops.training(dense, places, batch).flops if steps else 0,
-  }
+  training = None
+  if plan.trains and steps:
+    training = {
+      "steps": steps,
+      "batch_size": batch,
+      "dense": 3 * dense.flops * steps * batch,
+      "sparse": flops.training(dense, places, batch).flops,
+    }
   return {
-    "lengths": known_lengths(found.lengths) if built.has_tokens else None,
+    "lengths": getattr(plan.workload, "lengths", None),
     "inference": {"dense": dense.flops, "sparse": sparse.flops},
-    "training": training if found.trains and steps else None,
+    "training": training,
     "parameters": {
       "dense": dense.params,
       "kept": sparse.params,

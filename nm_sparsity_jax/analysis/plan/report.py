@@ -8,9 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from nm_sparsity_jax.analysis.plan import checks, chips, contents, restore
-from nm_sparsity_jax.analysis.plan.build import build
-from nm_sparsity_jax.analysis.plan.findings import Findings
+from nm_sparsity_jax.analysis.plan import checks, chips, contents
+from nm_sparsity_jax.analysis.plan.build import Plan
 from nm_sparsity_jax.integrations.gin_files import Config, folder
 
 
@@ -23,6 +22,8 @@ def plan(
   topology: str | None = None,
 ) -> dict[str, Any]:
   """Says what a run would do and what stands in its way, without running it.
+
+  Each part of the run has its first error noted, and the others go on.
 
   >>> from nm_sparsity_jax.integrations import gin_files
   >>> report = plan(
@@ -52,36 +53,42 @@ def plan(
   config = Config([*search_paths, folder()], gin_files, bindings, allow_unknown)
   with config, warnings.catch_warnings():
     warnings.simplefilter("ignore")  # T5X warns when it is imported
-    found = Findings(config, checkpoint, [*config.errors], [*config.warnings])
-    parts = _parts(found, topology)
+    made = Plan(config, [*config.errors], [*config.warnings])
+    made.build()
+    parts = _parts(made, checkpoint, topology)
     report = {
-      "ok": not found.errors,
+      "ok": not made.errors,
       **{name: part for name, part in parts.items() if part is not None},
-      "errors": found.errors,
-      "warnings": list(dict.fromkeys(found.warnings)),
-      "notes": found.notes,
+      "errors": made.errors,
+      "warnings": list(dict.fromkeys(made.warnings)),
+      "notes": made.notes,
     }
     return json.loads(json.dumps(report, default=str))
 
 
-def _parts(found: Findings, topology: str | None) -> dict[str, Any]:
+def _parts(made: Plan, checkpoint: str | None, topology: str | None) -> dict[str, Any]:
   """Returns what is known of a run, part by part; notes what is wrong with each."""
-  attempt, built = found.attempt, build(found)
-  parts: dict[str, Any] = {"program": found.config.program}
-  assignment = None
-  if built.params is not None and built.rules is not None:
-    assignment = attempt("rules", built.rules.assign, built.params)
-  elif built.params is not None and not found.config.is_set("RULES"):
-    found.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
+  attempt, assignment = made.attempt, None
+  parts: dict[str, Any] = {"program": made.config.program}
+  if made.params is not None and made.rules is not None:
+    assignment = attempt("rules", made.rules.assign, made.params)
+  elif made.params is not None and not made.config.is_set("RULES"):
+    made.notes.append("there are no rules: this run is dense, and knows nothing of sparsity")
   if assignment is not None:
     parts["kernels"] = contents.kernels(assignment)
-    parts["schedule"] = attempt("schedule", contents.schedule, found, assignment)
-    parts["cost"] = attempt("cost", contents.cost, found, built, assignment)
-  parts["learning_rate"] = attempt("learning rate", contents.rate, found)
-  if built.rules is not None and found.trains:
-    parts["loss"] = attempt("loss", contents.loss, found, built)
-  if topology is not None and not found.errors:  # it takes minutes
-    parts["topology"] = attempt("--topology", chips.check, found, built, topology)
-  checks.check(found, built)
-  parts["restore"] = attempt("restore", restore.check, found, built)
+    parts["schedule"] = contents.schedule(assignment, made.number("PRETRAINED_STEPS") or 0)
+    for timeline in parts["schedule"]:
+      if (d := timeline["segments"][-1]["decay_stop"]) > 0:
+        made.warnings.append(
+          f"{', '.join(timeline['rules'])}: the run ends with D = {d:.3g}, so weights are n:m only "
+          "after nms.finalize; set FINETUNE_STEPS to train them as n:m"
+        )
+    parts["cost"] = attempt("cost", contents.cost, made, assignment)
+  parts["learning_rate"] = attempt("learning rate", contents.rate, made)
+  if made.rules is not None and made.trains:
+    parts["loss"] = attempt("loss", contents.loss, made)
+  if topology is not None and not made.errors:  # it takes minutes
+    parts["topology"] = attempt("--topology", chips.check, made, topology)
+  checks.check(made)
+  parts["restore"] = attempt("the checkpoint", checks.restore, made, checkpoint)
   return parts

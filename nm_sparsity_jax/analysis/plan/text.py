@@ -1,4 +1,4 @@
-"""A report as text for a terminal."""
+"""A report for people: as text for a terminal, its schedule as a picture."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 from nm_sparsity_jax.core.text import table
 
-_Line = tuple[str, str]  # what it is about, and the text
-
 
 def render(report: Mapping[str, Any]) -> str:
   """Returns a report as text, its errors last, where the eye is.
@@ -18,62 +16,40 @@ def render(report: Mapping[str, Any]) -> str:
   Args:
     report: what `plan` returns.
   """
-  blocks = [_kernels(report["kernels"])] if "kernels" in report else []
+  blocks = [report["kernels"]["table"]] if "kernels" in report else []
   blocks += [_timeline(part) for part in report.get("schedule", ())]
-  facts: list[_Line] = []
-  for name, lines in _FACTS.items():
-    facts += lines(report[name]) if name in report else ()
+  facts = [line for name, lines in _FACTS.items() if name in report for line in lines(report[name])]
   facts += [("note", note) for note in report["notes"]]
   blocks.append("\n".join(f"{head.ljust(11)} {text}" for head, text in facts))
   for kind in ("warnings", "errors"):
     if found := report[kind]:
-      head = f"{len(found)} {kind if len(found) > 1 else kind[:-1]}"
-      blocks.append("\n".join([head, *(f"  - {text}" for text in found)]))
+      blocks.append("\n".join([f"{len(found)} {kind}", *(f"  - {text}" for text in found)]))
   if report["ok"]:
     blocks.append("Nothing stands in the way.")
   return "\n\n".join(filter(None, blocks))
 
 
-def _kernels(kernels: Mapping[str, Any]) -> str:
-  head = "sparse kernels", "", "rule", "shape", "axis", "pattern", "groups", "recipe"
-  join = lambda value, mark: mark.join(map(str, value)) if isinstance(value, list) else value
-  rows = [
-    [
-      k["path"], f"x{k['count']}", k["rule"], join(k["shape"], "x"), join(k["axis"], ","),
-      k["pattern"], f"{k['groups']:,}", k["recipe"],
-    ]
-    for k in kernels["sparse"]
-  ]  # fmt: skip
-  lines = table(head, rows) if rows else []
-  lines += [f"  {k['path']}: {remark}" for k in kernels["sparse"] for remark in k["remarks"]]
-  lines += [f"skipped  {k['path']}  x{k['count']}: {k['why']}" for k in kernels["skipped"]]
-  lines += [f"dense    {k['path']}  x{k['count']}" for k in kernels["dense"]]
-  lines.append(f"dense    {kernels['other_dense']} others: norms, embeddings, position biases")
-  return "\n".join(lines)
+def _title(part: Mapping[str, Any]) -> str:
+  axes = ", ".join(map(str, part["axis_sizes"]))
+  return f"{', '.join(part['rules'])}, axes of {axes}: {part['recipe']} {part['pattern']}"
 
 
 def _timeline(part: Mapping[str, Any]) -> str:
+  steps = lambda s, first: f"{s['start'] + first:,} .. {s['stop'] + first - 1:,}"
   rows = [
     (
-      f"{s['start']:,} .. {s['stop'] - 1:,}",
-      f"{s['t5x_start']:,} .. {s['t5x_stop'] - 1:,}",
-      s["phase"],
+      steps(s, 0),
+      steps(s, part["offset"]),
       s["pattern"] or "dense",
       _arrows((s["decay_start"], s["decay_stop"])),
     )
     for s in part["segments"]
   ]
+  phases = f"dense until {part['dense_until']:,}, fine-tune from {part['finetune_from']:,}"
   kept = "; keeps its mask" if part["keeps_mask"] else ""
-  lines = table(("sparse steps", "global steps", "phase", "pattern", "D"), rows)
-  head = f"schedule of {title(part)}, gradient {part['gradient']}{kept}"
+  lines = table(("sparse steps", "global steps", "pattern", "D"), rows)
+  head = f"schedule of {_title(part)}, gradient {part['gradient']}; {phases}{kept}"
   return "\n".join([head, *(f"  {line}" for line in lines)])
-
-
-def title(part: Mapping[str, Any]) -> str:
-  """Returns the name of a timeline: its rules, the lengths of their axes, recipe, pattern."""
-  sizes = part["axis_sizes"]
-  axes = f", axes of {', '.join(map(str, sizes))}" if sizes else ""
-  return f"{', '.join(part['rules'])}{axes}: {part['recipe']} {part['pattern'] or ''}".rstrip()
 
 
 def _arrows(values: Sequence[float]) -> str:
@@ -81,23 +57,25 @@ def _arrows(values: Sequence[float]) -> str:
   return " -> ".join(text for text, _ in itertools.groupby(f"{value:.3g}" for value in values))
 
 
-def _rate(rate: Mapping[str, float]) -> Iterator[_Line]:
+_Lines = Iterator[tuple[str, str]]  # what a line is about, and its text
+
+
+def _rate(rate: Mapping[str, float]) -> _Lines:
   yield "rate", _arrows([rate["first"], rate["highest"], rate["last"]])
 
 
-def _loss(loss: Mapping[str, Any]) -> Iterator[_Line]:
+def _loss(loss: Mapping[str, Any]) -> _Lines:
   over = f" over {loss['mean_over']}" if loss["mean_over"] else ""
-  if "factor" in loss:
-    scale = f"at most {loss['t5x_over_mean_at_most']:.6g} times its mean{over}"
-    yield "loss", f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: T5X's loss is {scale}"
+  scale = loss.get("t5x_over_mean_at_most")
+  if scale is not None:
+    text = f"T5X's loss is at most {scale:.6g} times its mean{over}"
+    yield "loss", f"LOSS_NORMALIZING_FACTOR = {loss['factor']}: {text}"
   for place, lam in loss["lambda"].items():
-    text = f"{lam:g} of the mean loss{over} ({place})"
-    if "factor" in loss:
-      text += f"; in T5X's loss, at most {loss['lambda_in_t5x_at_most'][place]:.3g}"
-    yield "lambda", text
+    in_t5x = "" if scale is None else f"; in T5X's loss, at most {lam * scale:.3g}"
+    yield "lambda", f"{lam:g} of the mean loss{over} ({place}){in_t5x}"
 
 
-def _cost(cost: Mapping[str, Any]) -> Iterator[_Line]:
+def _cost(cost: Mapping[str, Any]) -> _Lines:
   lengths, whole, params = cost["lengths"], cost["training"], cost["parameters"]
   example = f"{lengths['inputs']} + {lengths['targets']} tokens" if lengths else "one example"
   yield "inference", f"{_flops(cost['inference'])} for {example}"
@@ -118,7 +96,7 @@ def _scaled(value: float) -> str:
   return f"{value / 1000**power:.3g} {' kMGTPE'[power].strip()}"
 
 
-def _topology(part: Mapping[str, Any]) -> Iterator[_Line]:
+def _topology(part: Mapping[str, Any]) -> _Lines:
   if "over_dense" not in part:
     return
   over, dense, sparse = part["over_dense"], part["dense"], part["sparse"]
@@ -131,7 +109,7 @@ def _topology(part: Mapping[str, Any]) -> Iterator[_Line]:
   yield "", "a compiler's account: nobody knows the time before it runs"
 
 
-def _restore(restore: Mapping[str, Any]) -> Iterator[_Line]:
+def _restore(restore: Mapping[str, Any]) -> _Lines:
   sparse = "dense" if restore["sparse_step"] is None else f"sparse step {restore['sparse_step']:,}"
   yield "restore", f"{restore['path']} ({restore['format']}, step {restore['step']}, {sparse})"
   for name, part in restore["sections"].items():
@@ -143,3 +121,33 @@ def _restore(restore: Mapping[str, Any]) -> Iterator[_Line]:
 _FACTS = {
   "learning_rate": _rate, "loss": _loss, "cost": _cost, "topology": _topology, "restore": _restore,
 }  # fmt: skip
+
+
+def plot(report: Mapping[str, Any], path: str) -> None:
+  """Draws D and n / m over the sparse steps of a run.
+
+  Args:
+    report: what `plan` returns; it must have a schedule.
+    path: the file, such as 'schedule.png'.
+
+  Raises:
+    ModuleNotFoundError: matplotlib is not installed.
+  """
+  schedule = report.get("schedule")
+  if not schedule:
+    raise ValueError("there is no schedule to draw: the report has none.")
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(8, 2.6 * len(schedule)), dpi=120, layout="constrained")
+  rows = figure.subplots(len(schedule), 1, squeeze=False, sharex=True)[:, 0]
+  for axes, part in zip(rows, schedule, strict=True):
+    for s in part["segments"]:
+      n, m = map(int, (s["pattern"] or "1:1").split(":"))
+      steps, density = (s["start"], s["stop"]), n / m
+      axes.plot(steps, (s["decay_start"], s["decay_stop"]), color="tab:orange", label="D")
+      axes.plot(steps, (density, density), color="tab:blue", label="n / m")
+      axes.annotate(s["pattern"] or "dense", (sum(steps) / 2, density), ha="center", va="bottom")
+    axes.set_title(_title(part), fontsize=9)
+    axes.legend(handles=axes.lines[:2], loc="upper right", fontsize=8)
+    axes.set_xlabel(f"sparse step (the global step is {part['offset']:,} more)")
+  figure.savefig(path)

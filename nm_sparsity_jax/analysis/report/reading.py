@@ -200,7 +200,7 @@ def _t5_cost(gin: str) -> Any:
   settings = trained.parse_settings(gin)
   bound = _BOUND.findall(gin)
   lengths = settings.get("TASK_FEATURE_LENGTHS")
-  if not bound or not lengths:
+  if not bound or not isinstance(lengths, Mapping):
     raise ValueError("config.gin binds no T5Config, or no TASK_FEATURE_LENGTHS")
   how = bound[0][0]
   values = {
@@ -208,6 +208,8 @@ def _t5_cost(gin: str) -> Any:
     for _, name, text in bound
     if how or name in _SIZES
   }
+  if any(isinstance(value, trained.Reference) for value in values.values()):
+    raise ValueError("config.gin binds T5Config to values that are not plain")
   config: Any = (getattr(T5Config, how) if how else T5Config)(**values)
   return _traced_cost(config, tuple(lengths.items()))
 

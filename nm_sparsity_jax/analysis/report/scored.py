@@ -56,10 +56,10 @@ def measures(run: Run) -> dict[str, Measure]:
   """
   of_glue = {glue.config_of(task): task for task in run.tasks}
   if columns := {
-    f"{'mini ' * mini}{column.title}": Measure(of_glue[column.task, mini], column.metrics)
+    f"{'mini ' * mini}{column.title}": Measure(of_glue[column.name, mini], column.metrics)
     for column in glue.COLUMNS
     for mini in (False, True)
-    if (column.task, mini) in of_glue
+    if (column.name, mini) in of_glue
   }:
     return columns
   found = {}

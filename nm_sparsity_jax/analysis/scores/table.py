@@ -53,7 +53,7 @@ def score(
     best[title] = [n for n, mean in means.items() if mean == max(means.values())]
   return {
     "checkpoint": checkpoint,
-    "columns": {c.title: {"task": c.task, "metrics": list(c.metrics)} for c in glue.COLUMNS},
+    "columns": {c.title: {"task": c.name, "metrics": list(c.metrics)} for c in glue.COLUMNS},
     "runs": rows,
     "best": best,
   }
@@ -158,7 +158,7 @@ def _columns(
   found, missing, remarks = {}, {}, [*run.remarks, *filter(None, [run.target_remark()])]
   first = run.target_from() or 0
   for column in glue.COLUMNS:
-    series = run.tasks.get(column.task)
+    series = run.tasks.get(column.name)
     step, why = choose(series or {}, column.metrics, checkpoint, first)
     if not series or step is None:
       missing[column.title] = why if series else "no metrics"

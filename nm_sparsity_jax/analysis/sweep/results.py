@@ -1,7 +1,6 @@
 """What a sweep found so far: folders of finished runs in, a table of plain values and its text out.
 
-inference_eval/ -> each task's metrics at the last step -> score, the mean over tasks
-                                                        -> metrics of which less is better, each
+inference_eval/  -> each task's metrics at the last step -> score, the mean over tasks
 evaluations.json -> validation loss at the last step
     -> by recipe and pattern: mean, its 95 % interval, standard deviation, seeds
     -> less the baseline, seed by seed: the same, of the pairs
@@ -9,6 +8,7 @@ evaluations.json -> validation loss at the last step
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +16,13 @@ from typing import Any
 
 from nm_sparsity_jax.analysis import scores
 from nm_sparsity_jax.analysis.report import reading, scored
-from nm_sparsity_jax.analysis.sweep.checks import Checked, Run, check
 from nm_sparsity_jax.analysis.sweep.grid import Sweep
+from nm_sparsity_jax.analysis.sweep.training import Run, check
 from nm_sparsity_jax.core.text import format_table, score_digits
 from nm_sparsity_jax.runs import folders
 
-# --- plain values ---------------------------------------------------------------------------------
 
-
-def table(sweep: Sweep, checked: Checked | None = None) -> dict[str, Any]:
+def table(sweep: Sweep, runs: Mapping[str, Run] | None = None) -> dict[str, Any]:
   """Returns all that is known of a sweep, as --json prints it.
 
       found = sweep.table(sweep.read("sweep.toml"))
@@ -33,42 +31,43 @@ def table(sweep: Sweep, checked: Checked | None = None) -> dict[str, Any]:
 
   Args:
     sweep: what `read` returns.
-    checked: what `check` returns; None checks it here.
+    runs: what `check` returns; None checks it here.
 
   Returns:
-    file, out, done (runs), of (runs), partial, seeds, baseline, tasks; `less_is_better`, those of
-    the tasks; `measures`, which each row has; `rows`, one for a recipe and a pattern; `runs`, one
-    for each run, with its state and what it scored.
+    file, out, done (runs), of (runs), seeds, baseline, tasks; `less_is_better`, those of the tasks;
+    `measures`, which each row has; `rows`, one for a recipe and a pattern; `runs`, one for each
+    run, with its state and what it scored.
   """
-  checked = check(sweep) if checked is None else checked
-  runs = [_run(run, sweep.is_start(run.cell)) for run in checked.runs.values()]
-  cells = [run for run in runs if not run["start"]]
+  found = [_run(run) for run in (check(sweep) if runs is None else runs).values()]
+  cells = [run for run in found if run["recipe"] in sweep.recipes]
   tasks = list(dict.fromkeys(task for run in cells for task in run["tasks"]))
-  less = [task for task in tasks if any(task in run["less_is_better"] for run in cells)]
+  less = list(dict.fromkeys(task for run in cells for task in run["less_is_better"]))
+  more = [task for task in tasks if task not in less]
   for run in cells:
-    values = [run["tasks"].get(task) for task in tasks if task not in less]
-    run["score"] = statistics.fmean(values) if values and None not in values else None
-  done = sum(run["state"] == "done" for run in runs)
-  found = {
-    "file": sweep.file, "out": str(sweep.out), "done": done, "of": len(runs),
-    "partial": done < len(runs), "seeds": list(sweep.seeds), "baseline": sweep.baseline,
-    "tasks": tasks, "less_is_better": less, "measures": ["score", *less, "loss"], "runs": runs,
+    run["values"] = {**run["tasks"], "score": _score(run["tasks"], more), "loss": run["loss"]}
+  measures = [*["score"] * bool(more), *(tasks if len(tasks) > 1 or less else []), "loss"]
+  grid = itertools.product(sweep.recipes, sweep.patterns or [None])
+  rows = [_row(sweep, cells, measures, *place) for place in grid]
+  return {
+    "file": sweep.file, "out": str(sweep.out), "of": len(found),
+    "done": sum(run["state"] == "done" for run in found), "seeds": list(sweep.seeds),
+    "baseline": sweep.baseline, "tasks": tasks, "less_is_better": less, "measures": measures,
+    "rows": rows, "runs": found,
   }  # fmt: skip
-  found["rows"] = [
-    _row(sweep, found, recipe, pattern)
-    for recipe in sweep.recipes
-    for pattern in ([None] if recipe == "dense" else sweep.patterns)
-  ]
-  return found
 
 
-def _run(run: Run, is_start: bool) -> dict[str, Any]:
+def _score(values: Mapping[str, float | None], tasks: Sequence[str]) -> float | None:
+  """Returns the mean over tasks; None where one of them is not known."""
+  known = [value for task in tasks if (value := values.get(task)) is not None]
+  return statistics.fmean(known) if known and len(known) == len(tasks) else None
+
+
+def _run(run: Run) -> dict[str, Any]:
   """Returns what is known of one run; without numbers where it is not done."""
   cell, state = run.cell, run.state()
   found: dict[str, Any] = {
     "run": cell.name, "recipe": cell.recipe, "pattern": cell.pattern, "seed": cell.seed,
-    "start": is_start, "tasks": {}, "less_is_better": [], "loss": None, "remarks": [],
-    "state": state,
+    "tasks": {}, "less_is_better": [], "loss": None, "remarks": [], "state": state,
   }  # fmt: skip
   if state == "failed":
     found["remarks"].append(run.why_failed())
@@ -86,43 +85,28 @@ def _run(run: Run, is_start: bool) -> dict[str, Any]:
   return found
 
 
-def _value(run: Mapping[str, Any], measure: str) -> float | None:
-  return run.get(measure) if measure in ("score", "loss") else run["tasks"].get(measure)
-
-
 def _row(
-  sweep: Sweep, found: Mapping[str, Any], recipe: str, pattern: str | None
+  sweep: Sweep, cells: Sequence[Any], measures: Sequence[str], recipe: str, pattern: str | None
 ) -> dict[str, Any]:
   """Returns the row of a recipe and a pattern: its spreads, and its differences to the baseline."""
-  cells = [run for run in found["runs"] if not run["start"]]
-  mine = [run for run in cells if (run["recipe"], run["pattern"]) == (recipe, pattern)]
+  # A dense run has no pattern, and stands at each.
+  of = lambda name: {
+    run["seed"]: run for run in cells if run["recipe"] == name and run["pattern"] in (pattern, None)
+  }
+  mine, base = of(recipe), of(sweep.baseline)
+  value = lambda run, measure: run["values"].get(measure)
   row: dict[str, Any] = {
     "recipe": recipe,
     "pattern": pattern,
     "seeds": len(mine),
-    "done": sum(run["state"] == "done" for run in mine),
-    "tasks": {task: _spread([run["tasks"].get(task) for run in mine]) for task in found["tasks"]},
-    **{m: _spread([_value(run, m) for run in mine]) for m in found["measures"]},
+    "done": sum(run["state"] == "done" for run in mine.values()),
+    **{m: _spread([value(run, m) for run in mine.values()]) for m in measures},
     "differences": {},
   }
-  if recipe == sweep.baseline:
-    return row
-  # Dense has no pattern: it is compared with the baseline at each one, or is it for each.
-  for at in sweep.patterns if recipe == "dense" else [pattern]:
-    base = {
-      run["seed"]: run
-      for run in cells
-      if run["recipe"] == sweep.baseline and run["pattern"] in (at, None)
-    }
-    row["differences"][at] = {
-      m: _spread([_minus(_value(run, m), _value(base[run["seed"]], m)) for run in mine])
-      for m in found["measures"]
-    }
+  for measure in measures if recipe != sweep.baseline else ():
+    pairs = [(value(run, measure), value(base[seed], measure)) for seed, run in mine.items()]
+    row["differences"][measure] = _spread([a - b for a, b in pairs if None not in (a, b)])
   return row
-
-
-def _minus(a: float | None, b: float | None) -> float | None:
-  return None if a is None or b is None else a - b
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, Any]:
@@ -158,70 +142,53 @@ def text(found: Mapping[str, Any]) -> str:
 
 def heading(found: Mapping[str, Any]) -> str:
   """Returns a line that says whether all runs are done."""
-  runs = f"partial: {found['done']} of {found['of']}" if found["partial"] else found["of"]
+  done, of = found["done"], found["of"]
+  runs = of if done == of else f"partial: {done} of {of}"
   return f"{found['out']}, {runs} runs, seeds {', '.join(map(str, found['seeds']))}"
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
-  """Yields each table's title and its rows of texts, the header first.
+  """Yields of each measure a table of means and one of differences: a title, and rows of texts.
+
+  A row is a recipe, and a column a pattern; the header comes first.
 
   Args:
     found: what `sweep.table` returns.
   """
+  less, rows = found["less_is_better"], found["rows"]
+  more = [task for task in found["tasks"] if task not in less]
   for measure in found["measures"]:
-    means = [row[measure]["mean"] for row in found["rows"]]
-    if means != [None] * len(means):
-      yield from _by_pattern(found, measure, score_digits(means) if measure == "score" else 4)
-  if len(found["tasks"]) > 1:
-    spreads = [spread for row in found["rows"] for spread in row["tasks"].values()]
-    digits = score_digits([spread["mean"] for spread in spreads])
-    rows = [["", "", *found["tasks"]]]
-    for row in found["rows"]:
-      means = [_number(spread["mean"], digits) for spread in row["tasks"].values()]
-      rows.append([row["recipe"], row["pattern"] or "", *means])
-    yield "by task, means over seeds", rows
+    means = [row[measure]["mean"] for row in rows]
+    if means == [None] * len(means):
+      continue
+    digits = 4 if measure in (*less, "loss") else score_digits(means)
+    what = "less is better" if measure in (*less, "loss") else "more is better"
+    of = f"mean of {', '.join(more)}, " if measure == "score" else ""
+    title = f"{measure}: {of}{what}; mean +- half of its 95 % interval (seeds)"
+    yield title, _pivot(rows, lambda row, m=measure: row[m], digits)
+    others = [row for row in rows if row["differences"]]
+    if others:
+      title = f"{measure}, difference from {found['baseline']} with the same seed"
+      cell = lambda row, m=measure: row["differences"][m]
+      yield f"{title}; mean +- half (pairs)", _pivot(others, cell, digits, "+")
 
 
-def _by_pattern(
-  found: Mapping[str, Any], measure: str, digits: int
-) -> Iterator[tuple[str, list[list[str]]]]:
-  """Yields the means of a measure and its differences: a row for a recipe, a column a pattern."""
-  by_name: dict[str, dict[Any, Mapping[str, Any]]] = {}
-  for row in found["rows"]:
-    by_name.setdefault(row["recipe"], {})[row["pattern"]] = row
-  patterns = list(dict.fromkeys(row["pattern"] for row in found["rows"] if row["pattern"]))
-  columns = patterns or ["dense"]
-  of = lambda name, column: by_name[name].get(column) or by_name[name][None]  # dense has one row
-  scored_tasks = [task for task in found["tasks"] if task not in found["less_is_better"]]
-  meaning = {
-    "score": f"mean of {', '.join(scored_tasks)}, more is better",
-    "loss": "on validation data, less is better",
-  }
-  rows = [["", *columns]]
-  for name in by_name:
-    rows.append([name, *(_cell(of(name, c)[measure], of(name, c), digits) for c in columns)])
-  what = meaning.get(measure, "less is better")
-  yield f"{measure}: {what}; mean +- half of its 95 % interval (seeds)", rows
-  rows = [["", *columns]]
-  for name in by_name if patterns else ():
-    if name != found["baseline"]:
-      spreads = [(of(name, c)["differences"][c][measure], of(name, c)) for c in columns]
-      rows.append([name, *(_cell(spread, row, digits, "+") for spread, row in spreads)])
-  if len(rows) > 1:
-    title = f"{measure}, difference from {found['baseline']} with the same seed"
-    yield f"{title}; mean +- half (pairs)", rows
+def _pivot(rows: Sequence[Any], spread: Any, digits: int, sign: str = "") -> list[list[str]]:
+  """Returns a line for each recipe with a cell for each pattern."""
+  lines: dict[str, list[str]] = {}
+  for row in rows:
+    cell = _cell(spread(row), row["seeds"], digits, sign)
+    lines.setdefault(row["recipe"], [row["recipe"]]).append(cell)
+  head = dict.fromkeys(row["pattern"] or "dense" for row in rows)
+  return [["", *head], *lines.values()]
 
 
-def _cell(spread: Mapping[str, Any], row: Mapping[str, Any], digits: int, sign: str = "") -> str:
+def _cell(spread: Mapping[str, Any], seeds: int, digits: int, sign: str) -> str:
   """Returns a spread such as `77.9 +-2.0 (3)`, or `(2 of 3)` where seeds are missing."""
-  half = "" if spread["half"] is None else f" +-{spread['half']:.{digits}f}"
-  n, seeds = spread["n"], row["seeds"]
-  count = f"{n}" if n == seeds else f"{n} of {seeds}"
-  return f"{_number(spread['mean'], digits, sign)}{half} ({count})"
-
-
-def _number(value: float | None, digits: int, sign: str = "") -> str:
-  return "-" if value is None else f"{round(value, digits) + 0.0:{sign}.{digits}f}"  # no -0.0
+  mean, half, n = spread["mean"], spread["half"], spread["n"]
+  mean = "-" if mean is None else f"{round(mean, digits) + 0.0:{sign}.{digits}f}"  # no -0.0
+  half = "" if half is None else f" +-{half:.{digits}f}"
+  return f"{mean}{half} ({n if n == seeds else f'{n} of {seeds}'})"
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:

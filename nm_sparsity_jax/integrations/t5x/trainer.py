@@ -18,6 +18,7 @@ from t5x import losses, optimizers, trainer, utils
 
 from nm_sparsity_jax.integrations.t5x import measure
 from nm_sparsity_jax.integrations.t5x.models import COLLECTION, UNKNOWN
+from nm_sparsity_jax.runs import checkpoint_rules
 from nm_sparsity_jax.training import transform
 from nm_sparsity_jax.training.stored import init_state, update_state
 
@@ -64,7 +65,9 @@ class SparseTrainer(trainer.Trainer):
       start = int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["start"]))
       if is_new := start == UNKNOWN:
         start = int(utils.get_local_data(train_state.step))
-      _check_steps(model, start, pretrained_steps, train_steps, train_steps_relative)
+      checkpoint_rules.check_steps(
+        model.rules, start, pretrained_steps, train_steps, train_steps_relative
+      )
       _warn_of_offset(model.optimizer_def, start)
       if is_new:
         train_state = _begin(model, train_state, train_state_axes, partitioner, start)
@@ -223,19 +226,6 @@ def _applied(optimizer_def, before, after):
     except ValueError:  # a chain without a count
       pass
   return jnp.int32(1)
-
-
-def _check_steps(model, start, pretrained_steps, train_steps, train_steps_relative):
-  """Refuses a run that T5X would end at another step than its schedule."""
-  ends = {start + r.phases.total for r in model.rules.places.values() if r.phases}
-  is_other_end = bool(ends) and train_steps not in (None, *ends)
-  # T5X adds TRAIN_STEPS_RELATIVE to the restored step, so each restart adds a whole run.
-  if pretrained_steps not in (None, start) or is_other_end or train_steps_relative:
-    raise ValueError(
-      f"PRETRAINED_STEPS={pretrained_steps}, TRAIN_STEPS={train_steps} and TRAIN_STEPS_RELATIVE="
-      f"{train_steps_relative}, but the sparse run starts at global step {start} and its schedule "
-      f"ends at {max(ends, default=None)}: leave the three out."
-    )
 
 
 def _warn_of_offset(optimizer_def, start):

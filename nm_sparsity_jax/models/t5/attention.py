@@ -18,10 +18,10 @@ from flax.linen import partitioning, spmd
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from nm_sparsity_jax.training.layers import DenseGeneral, as_tuple, effective_kernel, packed_product
+from nm_sparsity_jax.training.layers import DenseGeneral, as_tuple, effective_kernel
 from nm_sparsity_jax.training.rules import Rules
 
-# What the fast decoding step keeps, beside T5X's own 'cache': see `Transformer.start`.
+# What the fast decoding step keeps, and not in T5X's 'cache': see `Transformer.start`.
 PREPARED = "prepared"  # computed once a sequence
 DECODED = "decoded"  # grows by a position at each token
 # Not -inf: the softmax of a query that sees no key must stay finite.
@@ -118,11 +118,11 @@ def make_decoder_mask(
 
 
 class SplitDenseGeneral(DenseGeneral):
-  """`DenseGeneral` whose kernel is stored with all its axes, (c, ..., f, ...), not 2-D.
+  """`DenseGeneral` with a kernel that is stored with all its axes, (c, ..., f, ...), not 2-D.
 
   T5X stores attention kernels so where it scans over layers: (embed, heads, kv) and (heads, kv,
   embed). Initial values, outputs and groups are those of the 2-D kernel: the groups run along the
-  contracted axes, read as one.
+  contracted axes, read as one. No kernel is packed: a deployed network does not scan.
   """
 
   @nn.compact
@@ -131,8 +131,6 @@ class SplitDenseGeneral(DenseGeneral):
     features = as_tuple(self.features)
     inputs = jnp.asarray(inputs, self.dtype)
     axes = tuple(a % inputs.ndim for a in as_tuple(self.axis))
-    if (y := packed_product(self, inputs, features, axes)) is not None:
-      return y
     contracted = tuple(inputs.shape[a] for a in axes)
 
     def init(key, shape, dtype):
@@ -202,12 +200,12 @@ class MultiHeadDotProductAttention(nn.Module):
 
   Parameters: `query`, `key`, `value` (embed, joined_kv) and `out` (joined_kv, embed).
 
-  The cache of b sequences holds, for the k positions that the creating call was given,
+  The cache of b sequences holds, for the k positions of the call that made it,
 
       cached_key, cached_value   [b, h, d, k], zeros until written
       cache_index                int32 scalar, the position to write next
 
-  This is T5X's. The step of `Transformer.start` keeps other ones, where a token writes one place:
+  This is T5X's. The step of `Transformer.start` keeps others, where a token writes one position:
 
       decoded/keys, values       [b, h, d, length], of the decoder over itself
       prepared/keys_and_values   two of [b, h, d, k], of the decoder over what the encoder read
@@ -256,8 +254,8 @@ class MultiHeadDotProductAttention(nn.Module):
       decode: the first such call makes the cache, as long as `inputs_kv`; later calls bring one
         position each, add it and see those before.
       deterministic: no dropout.
-      position: int32 scalar: q = k = 1, and this is the place of the one in its sequence. The first
-        such call makes room for `length` places, all zeros, and later ones fill them and see those
+      position: int32 scalar: q = k = 1, and this is the position in its sequence. The first such
+        call makes room for `length` positions, all zeros, and later ones fill them and see those
         before.
       length: positions to decode at most.
       once: keys and values are computed by the first such call; later ones need no `inputs_kv`.
@@ -284,10 +282,20 @@ class MultiHeadDotProductAttention(nn.Module):
     query = project("query", inputs_q, query_init)
     key_and_value = lambda: tuple(project(x, inputs_kv, self.kernel_init) for x in ("key", "value"))
     key, value = self._prepared(key_and_value) if once else key_and_value()
+    cache = None
     if position is not None:
-      key, value, mask = self._decoded(key, value, position, length)
+      cache = DECODED, ("keys", "values")
     elif decode:
-      key, value, mask, bias = self._through_cache(query, key, value, mask, bias)
+      cache = "cache", ("cached_key", "cached_value")
+      made = self.has_variable("cache", "cache_index")
+      index = self.variable("cache", "cache_index", lambda: jnp.int32(0))
+      position, length = index.value, key.shape[-3]
+      index.value = position + int(made)  # the call that makes the cache writes nothing
+      if bias is not None:  # of all queries: this token's row
+        bias = lax.dynamic_slice_in_dim(bias, position, 1, axis=-2)
+    if cache is not None:
+      key, value, past = self._cached(*cache, key, value, position, length)
+      mask = combine_masks(mask, past)
     if mask is not None:
       seen = jnp.where(mask > 0, 0.0, _MASKED).astype(self.dtype)
       bias = combine_biases(seen, bias)
@@ -302,7 +310,7 @@ class MultiHeadDotProductAttention(nn.Module):
       deterministic=deterministic,
       dtype=self.dtype,
       float32_logits=self.float32_logits,
-      length_last=once or position is not None,
+      length_last=once or cache is not None,
     )
     return dense(
       inputs_q.shape[-1],
@@ -317,13 +325,13 @@ class MultiHeadDotProductAttention(nn.Module):
     last = lambda: tuple(_length_last(x) for x in make())
     return self.variable(PREPARED, "keys_and_values", last).value
 
-  def _decoded(self, key, value, position, length):
-    """Returns keys, values [b, h, d, length] and mask of all; puts these at `position`."""
-    made = self.has_variable(DECODED, "keys")
+  def _cached(self, collection, names, key, value, position, length):
+    """Puts a key and a value at `position`; returns all [b, h, d, length], and who is seen."""
+    made = self.has_variable(collection, names[0])
     rows, _, heads, width = key.shape
     found = []
-    for name, new in (("keys", key), ("values", value)):
-      kept = self.variable(DECODED, name, jnp.zeros, (rows, heads, width, length), new.dtype)
+    for name, new in zip(names, (key, value), strict=True):
+      kept = self.variable(collection, name, jnp.zeros, (rows, heads, width, length), new.dtype)
       if made:
         kept.value = lax.dynamic_update_slice_in_dim(
           kept.value, _length_last(new), position, axis=3
@@ -331,28 +339,7 @@ class MultiHeadDotProductAttention(nn.Module):
       found.append(kept.value)
     # Places that are not written yet are zeros, and must not be seen.
     past = lax.broadcasted_iota(jnp.int32, (1, 1, 1, found[0].shape[-1]), 3) <= position
-    return *found, past.astype(jnp.float32)
-
-  def _through_cache(self, query, key, value, mask, bias):
-    """Returns keys, values, mask and bias for one decoded position; makes a missing cache."""
-    made = self.has_variable("cache", "cached_key")
-    keys = self.variable("cache", "cached_key", jnp.zeros_like, _length_last(key))
-    values = self.variable("cache", "cached_value", jnp.zeros_like, _length_last(value))
-    index = self.variable("cache", "cache_index", lambda: jnp.int32(0))
-    if not made:  # `init` of T5X gives all positions at once, to size the cache
-      return key, value, mask, bias
-    length = keys.value.shape[-1]
-    now = index.value
-    # A choice and no scatter: it fuses, and a TPU likes it.
-    here = lax.broadcasted_iota(jnp.int32, keys.value.shape, keys.value.ndim - 1) == now
-    keys.value = jnp.where(here, _length_last(key), keys.value)
-    values.value = jnp.where(here, _length_last(value), values.value)
-    index.value = now + 1
-    past = lax.broadcasted_iota(jnp.int32, (keys.value.shape[0], 1, 1, length), 3) <= now
-    if bias is not None:  # of all queries: this token's row
-      bias = lax.dynamic_slice_in_dim(bias, now, 1, axis=-2)
-    first = lambda x: jnp.moveaxis(x, -1, -3)
-    return first(keys.value), first(values.value), combine_masks(mask, past), bias
+    return *found, past
 
 
 def _length_last(x: jax.Array) -> jax.Array:

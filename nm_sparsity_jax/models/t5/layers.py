@@ -107,7 +107,7 @@ class Embed(nn.Module):
   Attributes:
     num_embeddings: size of the vocabulary.
     features: length of a vector.
-    cast_input_dtype: if given, ids are cast to it first.
+    cast_input_dtype: ids are cast to it first; None = they stay.
     dtype: of the vectors.
     attend_dtype: of `attend`; None = `dtype`.
     embedding_init: initializer of the table.

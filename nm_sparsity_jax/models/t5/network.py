@@ -31,7 +31,7 @@ from nm_sparsity_jax.models.t5.attention import DECODED, PREPARED
 from nm_sparsity_jax.models.t5.config import T5Config
 from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION
 
-# What the backward pass does not compute again, beside the input of each layer.
+# What the backward pass does not compute again; it has the input of each layer.
 _REMAT: dict[str, Any] = {
   "minimal": keep.save_from_both_policies(
     keep.dots_with_no_batch_dims_saveable, keep.save_only_these_names("nm_mask")
@@ -92,52 +92,25 @@ def _on_stream(x: jax.Array) -> jax.Array:
   return spmd.with_logical_constraint(x, ("batch", "length", "embed"))
 
 
-class EncoderLayer(nn.Module):
-  """x + attention(norm x), then x + mlp(norm x).
+class Layer(nn.Module):
+  """x + attention(norm x), in a decoder x + attention(norm x, encoded), and x + mlp(norm x).
 
   Attributes:
     config: sizes.
+    is_decoder: whether it attends to the past alone, and to what the encoder read.
     relative_embedding: the table that the stack shares; None = the layer makes its own.
   """
 
   config: T5Config
-  relative_embedding: nn.Module | None = None
-
-  @nn.compact
-  def __call__(
-    self, inputs: jax.Array, encoder_mask: jax.Array | None = None, deterministic: bool = False
-  ) -> jax.Array:
-    """Maps [b, q, e] to [b, q, e]."""
-    cfg = self.config
-    length = inputs.shape[-2]
-    positions: Any = self.relative_embedding or _relative_positions(cfg)
-    bias = positions(length, length, True)
-    inputs = _on_stream(inputs)
-    x = _layer_norm(cfg, "pre_attention_layer_norm")(inputs)
-    x = _attention(cfg, "attention")(x, x, encoder_mask, bias, deterministic=deterministic)
-    x = _on_stream(inputs + _dropout(cfg)(x, deterministic))
-    y = _layer_norm(cfg, "pre_mlp_layer_norm")(x)
-    y = _mlp(cfg)(y, deterministic=deterministic)
-    return _on_stream(x + _dropout(cfg)(y, deterministic))
-
-
-class DecoderLayer(nn.Module):
-  """x + self_attention(norm x), x + encoder_decoder_attention(norm x, encoded), x + mlp(norm x).
-
-  Attributes:
-    config: sizes.
-    relative_embedding: the table that the stack shares; None = the layer makes its own.
-  """
-
-  config: T5Config
+  is_decoder: bool
   relative_embedding: nn.Module | None = None
 
   @nn.compact
   def __call__(
     self,
-    inputs: jax.Array,
-    encoded: jax.Array | None,
-    decoder_mask: jax.Array | None = None,
+    x: jax.Array,
+    mask: jax.Array | None = None,
+    encoded: jax.Array | None = None,
     encoder_decoder_mask: jax.Array | None = None,
     deterministic: bool = False,
     decode: bool = False,
@@ -146,33 +119,31 @@ class DecoderLayer(nn.Module):
   ) -> jax.Array:
     """Maps [b, q, e] and encoded [b, k, e] to [b, q, e]; see `Transformer.decode` and `step`."""
     cfg = self.config
+    own = "self_attention" if self.is_decoder else "attention"  # T5X's names
     positions: Any = self.relative_embedding or _relative_positions(cfg)
     if position is not None:
       bias = self._bias_at(position, positions, max_decode_length)
     else:
-      length = max_decode_length if decode and max_decode_length else inputs.shape[-2]
-      bias = positions(length, length, False)
-    inputs = _on_stream(inputs)
-    x = _layer_norm(cfg, "pre_self_attention_layer_norm")(inputs)
-    x = _attention(cfg, "self_attention")(
-      x,
-      x,
-      decoder_mask,
-      bias,
-      deterministic=deterministic,
-      decode=decode,
-      position=position,
-      length=max_decode_length,
-    )
-    x = _on_stream(inputs + _dropout(cfg)(x, deterministic))
-    y = _layer_norm(cfg, "pre_cross_attention_layer_norm")(x)
-    y = _attention(cfg, "encoder_decoder_attention")(
-      y, encoded, encoder_decoder_mask, deterministic=deterministic, once=position is not None
-    )
-    y = _on_stream(x + _dropout(cfg)(y, deterministic))
-    z = _layer_norm(cfg, "pre_mlp_layer_norm")(y)
-    z = _mlp(cfg)(z, deterministic=deterministic)
-    return _on_stream(y + _dropout(cfg)(z, deterministic))
+      length = max_decode_length if decode and max_decode_length else x.shape[-2]
+      bias = positions(length, length, not self.is_decoder)
+
+    def add(x, name, part):
+      y = part(_layer_norm(cfg, f"pre_{name}_layer_norm")(x))
+      return _on_stream(x + _dropout(cfg)(y, deterministic))
+
+    def attend(y):
+      cache: Any = dict(decode=decode, position=position, length=max_decode_length)
+      return _attention(cfg, own)(y, y, mask, bias, deterministic=deterministic, **cache)
+
+    def attend_to_encoded(y):
+      attention = _attention(cfg, "encoder_decoder_attention")
+      once = position is not None
+      return attention(y, encoded, encoder_decoder_mask, deterministic=deterministic, once=once)
+
+    x = add(_on_stream(x), own, attend)
+    if self.is_decoder:
+      x = add(x, "cross_attention", attend_to_encoded)
+    return add(x, "mlp", lambda y: _mlp(cfg)(y, deterministic=deterministic))
 
   def _bias_at(self, position, positions, length):
     """Returns the bias [1, h, 1, length] of one query."""
@@ -192,19 +163,18 @@ class DecoderLayer(nn.Module):
 
 
 def _through_layers(
-  cfg: T5Config, layer_class: Any, depth: int, name: str, x: jax.Array, *context: Any, **static: Any
+  cfg: T5Config, is_decoder: bool, x: jax.Array, *context: Any, **static: Any
 ) -> jax.Array:
   """Applies a stack of layers to `x`, one by one or scanned, each under remat if so configured.
 
   Args:
     cfg: the configuration.
-    layer_class: `EncoderLayer` or `DecoderLayer`.
-    depth: how many.
-    name: of the scanned stack.
+    is_decoder: which of the two stacks.
     x: [b, q, e].
     *context: arrays or None that every layer gets after `x`.
     **static: what is no array, and what no scan needs to know.
   """
+  depth = cfg.num_decoder_layers if is_decoder else cfg.num_encoder_layers
 
   def run(layer, x, *context):
     return layer(x, *context, **static)
@@ -218,7 +188,7 @@ def _through_layers(
   if not cfg.scan_layers:
     positions = _relative_positions(cfg)  # one table for the stack; a scan has one a layer
     for i in range(depth):
-      x = run(layer_class(cfg, positions, name=f"layers_{i}"), x, *context)
+      x = run(Layer(cfg, is_decoder, positions, name=f"layers_{i}"), x, *context)
     return x
   scan: Any = partitioning.scan_with_axes(
     lambda layer, x, *context: (run(layer, x, *context), None),
@@ -233,7 +203,8 @@ def _through_layers(
     length=depth,
     axis_name="layers",
   )
-  return scan(layer_class(cfg, name=name), x, *context)[0]
+  layer = Layer(cfg, is_decoder, name="decoder" if is_decoder else "encoder")
+  return scan(layer, x, *context)[0]
 
 
 class Encoder(nn.Module):
@@ -260,15 +231,7 @@ class Encoder(nn.Module):
     embedding: Any = self.shared_embedding
     x = embedding(encoder_input_tokens.astype(jnp.int32), gather=gather)
     x = _dropout(cfg)(x, deterministic).astype(cfg.dtype)
-    x = _through_layers(
-      cfg,
-      EncoderLayer,
-      cfg.num_encoder_layers,
-      "encoder",
-      x,
-      encoder_mask,
-      deterministic=deterministic,
-    )
+    x = _through_layers(cfg, False, x, encoder_mask, deterministic=deterministic)
     x = _layer_norm(cfg, "encoder_norm")(x)
     # T5X draws this one dropout anew for every position.
     return nn.Dropout(cfg.dropout_rate)(x, deterministic)
@@ -293,29 +256,15 @@ class Decoder(nn.Module):
     decoder_mask: jax.Array | None = None,
     encoder_decoder_mask: jax.Array | None = None,
     deterministic: bool = False,
-    decode: bool = False,
-    max_decode_length: int | None = None,
-    position: jax.Array | None = None,
+    **decoding: Any,
   ) -> jax.Array:
-    """Maps encoded [b, k, e], ids [b, q] to float32 logits [b, q, vocab]; `Transformer.decode`."""
+    """Maps encoded [b, k, e], ids [b, q] to float32 logits [b, q, vocab]; see `Layer`."""
     cfg = self.config
     embedding: Any = self.shared_embedding
-    y = embedding(decoder_input_tokens.astype(jnp.int32), gather=position is not None)
+    y = embedding(decoder_input_tokens.astype(jnp.int32), gather="position" in decoding)
     y = _dropout(cfg)(y, deterministic).astype(cfg.dtype)
-    y = _through_layers(
-      cfg,
-      DecoderLayer,
-      cfg.num_decoder_layers,
-      "decoder",
-      y,
-      encoded,
-      decoder_mask,
-      encoder_decoder_mask,
-      deterministic=deterministic,
-      decode=decode,
-      max_decode_length=max_decode_length,
-      position=position,
-    )
+    decoding["deterministic"] = deterministic
+    y = _through_layers(cfg, True, y, decoder_mask, encoded, encoder_decoder_mask, **decoding)
     y = _layer_norm(cfg, "decoder_norm")(y)
     y = _dropout(cfg)(y, deterministic)
     if cfg.logits_via_embedding:
@@ -430,7 +379,10 @@ class Transformer(nn.Module):
       if decode:
         raise ValueError("encoder_segment_ids: packed examples cannot be decoded, unpack them.")
       packed: Any = layers.make_attention_mask(
-        decoder_segment_ids, encoder_segment_ids, jnp.equal, dtype=dtype
+        decoder_segment_ids,  # type: ignore  # it comes where the encoder's do
+        encoder_segment_ids,
+        jnp.equal,
+        dtype=dtype,
       )
     if decode:
       # What comes next is not known yet, so no target is padding; the cache knows the past.

@@ -138,6 +138,3 @@ def _joined(tables: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 def _either(those: Iterable[str]) -> str:
   return "|".join(f"(?:{regex})" for regex in dict.fromkeys(those))
-
-
-# --- places for people ------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 // Tries every kernel on small products against plain loops. Built with sanitizers by
-// tests/test_packed_native.py: buffers have their exact size, so a read beside one is seen.
+// tests/test_packed_dot.py: buffers have their exact size, so a read beside one is seen.
 //
 //   check [seed]      prints how many products were compared; fails at the first that differs
 

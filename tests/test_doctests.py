@@ -1,0 +1,28 @@
+"""The examples in docstrings of the package are true."""
+
+import doctest
+import importlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nm_sparsity_jax as nms
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FILES = [file.relative_to(ROOT) for file in sorted((ROOT / "nm_sparsity_jax").rglob("*.py"))]
+MODULES = [".".join(file.with_suffix("").parts) for file in FILES if ">>> " in file.read_text()]
+NAMES = {"jax": jax, "jnp": jnp, "np": np, "nms": nms, "NM": nms.NM, "pack": nms.packed.pack}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+  try:
+    module = importlib.import_module(name)
+  except ImportError as e:
+    pytest.skip(str(e))
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    assert not doctest.testmod(module, extraglobs=NAMES).failed
