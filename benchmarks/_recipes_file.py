@@ -49,23 +49,19 @@ class Run(NamedTuple):
   seed: int
 
 
-def read(path: pathlib.Path) -> tuple[dict[Run, dict[str, Any]], int]:
-  """Returns the records of a results file by run, and the number of torn lines."""
+def read(path: pathlib.Path) -> dict[Run, dict[str, Any]]:
+  """Returns the records of a results file by run."""
   found: dict[Run, dict[str, Any]] = {}
-  torn = 0
   for line in path.read_text("utf8").splitlines() if path.exists() else ():
-    if not line:
-      continue
     try:
       record = json.loads(line)
-    except json.JSONDecodeError:
-      torn += 1
+    except json.JSONDecodeError:  # torn by a kill: the run is done again
       continue
     run = Run(*(record[name] for name in Run._fields))
     if run in found:
       raise ValueError(f"{path} has two results of {run}: delete one of these lines.")
     found[run] = record
-  return found, torn
+  return found
 
 
 def append(path: pathlib.Path, record: dict[str, Any]) -> None:

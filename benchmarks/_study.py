@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import math
 import pathlib
 import statistics
 import tomllib
@@ -199,15 +198,20 @@ def study(path: pathlib.Path = FILE) -> Study:
   return Study(declared, sha256, rows, names, hypotheses, seeds, queue)
 
 
-def tuned(made: Study, recipe: str) -> str | None:
-  """Returns the row of tuning with the least mean ln(cross-entropy); None before all are there."""
-  mean = {}
-  for name in made.tried[recipe]:
-    runs = made.tuning_cell(name).runs(made.declared["tuning"]["seeds"])
-    if any(run not in made.records for run in runs):
-      return None
-    mean[name] = statistics.fmean(math.log(made.records[run]["cross_entropy"]) for run in runs)
-  return min(mean, key=mean.__getitem__)
+def tuning_losses(made: Study, name: str) -> list[float]:
+  """Returns the cross-entropies of a row of tuning, by seed."""
+  runs = made.tuning_cell(name).runs(made.declared["tuning"]["seeds"])
+  return [made.records[run]["cross_entropy"] for run in runs]
+
+
+def tuned(made: Study, recipe: str, **settings: Any) -> str:
+  """Returns the row of tuning with the least mean ln(cross-entropy), among those with settings."""
+  names = [
+    name
+    for name in made.tried[recipe]
+    if all(getattr(made.rows[name], key) == wanted for key, wanted in settings.items())
+  ]
+  return min(names, key=lambda name: statistics.geometric_mean(tuning_losses(made, name)))
 
 
 def row_of(made: Study, name: str) -> Row | None:
@@ -215,5 +219,7 @@ def row_of(made: Study, name: str) -> Row | None:
   recipe, _, word = name.rpartition(", ")
   if word != "tuned":
     return made.rows[name]
-  best = tuned(made, recipe)
-  return best and made.rows[best]
+  try:
+    return made.rows[tuned(made, recipe)]
+  except KeyError:  # a run of tuning is not there
+    return None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import _study_statistics as statistic
-from _study import Cell, Contrast, Pair, Study, tuned
+from _study import Cell, Contrast, Pair, Study, tuned, tuning_losses
 from _study_statistics import Shown, Verdict
 
 TASKS = {
@@ -152,23 +152,13 @@ def explored(study: Study) -> list[str]:
   return table(CONTRAST_HEAD, [contrast_line("", shown) for shown in found])
 
 
-def tuned_losses(recipe: str, study: Study, **fixed: Any) -> list[float]:
-  """Returns the cross-entropies, by seed, of the best setting of tuning that has those values."""
-  seeds = study.declared["tuning"]["seeds"]
-  found = [
-    [study.records[run]["cross_entropy"] for run in study.tuning_cell(name).runs(seeds)]
-    for name in study.tried[recipe]
-    if all(getattr(study.rows[name], key) == wanted for key, wanted in fixed.items())
-  ]
-  return min(found, key=statistics.geometric_mean)
-
-
 def lambda_lines(study: Study) -> list[str]:
   """Returns the pair of LINEAR and CONTROL at each lambda that was tried."""
-  linear = tuned_losses("mdgf_linear", study, rate=RATES[1], dense=10, finetune=50)
+  losses = lambda recipe, **settings: tuning_losses(study, tuned(study, recipe, **settings))
+  linear = losses("mdgf_linear", rate=RATES[1], dense=10, finetune=50)
   lines = []
   for lam in study.declared["tuning"]["recipes"]["sr_ste"]["grid"]["lam"]:
-    over = tuned_losses("sr_ste", study, rate=RATES[1], dense=30, lam=lam)
+    over = losses("sr_ste", rate=RATES[1], dense=30, lam=lam)
     ratios = [a / b for a, b in zip(linear, over, strict=True)]
     mean = statistics.geometric_mean(ratios)
     lines.append([f"{lam:g}", f"{mean:.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"])
@@ -182,7 +172,8 @@ def tuning(study: Study) -> list[str]:
   over = {shown.contrast.pair.row.row: mean_of(shown) for shown in h3.shown}
   lines = []
   for recipe in study.tried:
-    low, high = (statistics.geometric_mean(tuned_losses(recipe, study, rate=r)) for r in RATES)
+    names = [tuned(study, recipe, rate=rate) for rate in RATES]
+    low, high = (statistics.geometric_mean(tuning_losses(study, name)) for name in names)
     best = study.rows[tuned(study, recipe)]
     lam = "" if best.lam is None else f"{best.lam:g}"
     cells = [f"{low / high:.0f}", f"{best.rate:g}", lam, over.get(f"{recipe}, tuned", "")]
@@ -226,11 +217,9 @@ CONTRAST_HEAD = ("", "contrast", "of", "expected", "mean (interval)", "less in",
 
 
 def contrast_line(name: str, shown: Shown) -> list[str]:
-  """Returns the cells of a contrast. Without its whole family it has no p and no word."""
+  """Returns the cells of a contrast."""
   d, contrast = shown.differences.values(), shown.contrast
   cells = [name, name_of(contrast), contrast.measure.removeprefix("ln "), contrast.expect]
-  if shown.p is None:
-    return [*cells, "missing", f"{len(d)} seeds", "", "missing"]
   less = f"{sum(x < 0 for x in d)} of {len(d)}"
   return [*cells, mean_of(shown), less, show_p(shown.p), shown.says]
 
@@ -241,13 +230,11 @@ def contrasts(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def cells(verdicts: Sequence[Verdict], study: Study) -> list[str]:
-  """Returns a line for each cell of the hypotheses whose task ranks, once it has a run."""
+  """Returns a line for each cell of the hypotheses whose task ranks."""
   asked = (c for v in verdicts if "is rejected" not in v.why for c in v.hypothesis.cells)
   lines = []
   for cell in dict.fromkeys(asked):
-    found = [study.records[run] for run in study.runs(cell) if run in study.records]
-    if not found:
-      continue
+    found = [study.records[run] for run in study.runs(cell)]
     noise = statistic.of_seeds(cell, "ln noise", study)
     wrong = "phoneme_error_rate"
     lines.append([
@@ -309,8 +296,8 @@ def readme(study: Study) -> list[str]:
 
 
 def amount(study: Study) -> list[str]:
-  """Says how many of the declared runs are there."""
-  mine = [study.records[run] for run in study.queue if run in study.records]
+  """Says what the declared runs took."""
+  mine = [study.records[run] for run in study.queue]
   hours = sum(record["seconds"] for record in mine) / 3600
   lost = sum(record.get("diverged", False) for record in mine)
   return [

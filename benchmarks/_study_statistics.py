@@ -2,7 +2,7 @@
 
     cells by seed -> pairs -> contrast -> "holds", "fails", "open" -> supported, contradicted, ...
 
-Nothing is decided before all runs of a family are there. study.toml says the rules.
+All runs of the study are there. study.toml says the rules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from _study import Cell, Contrast, Gate, Hypothesis, Pair, Study
+from _study import Cell, Contrast, Hypothesis, Pair, Study
 from scipy import stats
 
 
@@ -23,18 +23,18 @@ class Shown(NamedTuple):
 
   Attributes:
     contrast: that was asked.
-    differences: seed -> difference, of the seeds whose runs are all there.
-    low: end of the interval for all contrasts of the family at once; None below two seeds.
+    differences: seed -> difference.
+    low: end of the interval for all contrasts of the family at once.
     high: the other end.
-    p: corrected for the family, None before all of it is there.
-    says: "holds", "fails", "open", or "missing" before the family is whole.
+    p: corrected for the family.
+    says: "holds", "fails" or "open".
   """
 
   contrast: Contrast
   differences: dict[int, float]
-  low: float | None
-  high: float | None
-  p: float | None
+  low: float
+  high: float
+  p: float
   says: str
 
   @property
@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
   Attributes:
     hypothesis: that was asked.
     word: "supported", "contradicted" or "not decided".
-    why: what decided, or what is missing.
+    why: what decided.
     shown: its contrasts.
   """
 
@@ -106,9 +106,9 @@ def value(record: Mapping[str, Any], measure: str, task: str, study: Study) -> f
 
 
 def of_seeds(cell: Cell, measure: str, study: Study) -> dict[int, float]:
-  """Returns seed -> what is measured, of the runs that are there and have it."""
-  runs = [run for run in study.runs(cell) if run in study.records]
-  found = {run.seed: value(study.records[run], measure, cell.task, study) for run in runs}
+  """Returns seed -> what is measured, of the runs that have it."""
+  records = {run.seed: study.records[run] for run in study.runs(cell)}
+  found = {seed: value(r, measure, cell.task, study) for seed, r in records.items()}
   return {seed: x for seed, x in found.items() if x is not None}
 
 
@@ -126,16 +126,14 @@ def differences(contrast: Contrast, study: Study) -> dict[int, float]:
   return found
 
 
-def says(shown: Shown, study: Study) -> str:
+def says(contrast: Contrast, mean: float, low: float, high: float, p: float, study: Study) -> str:
   """Returns "holds", "fails" or "open" of one contrast, by the rules of study.toml."""
-  declared, (_, _, measure, expect) = study.declared, shown.contrast
-  points = measure == "points"
+  declared, points = study.declared, contrast.measure == "points"
   margin = declared["margin_points"] if points else math.log(1 + declared["margin_ratio"])
-  mean, low, high = shown.mean, shown.low, shown.high
-  is_told = shown.p < declared["level"]
-  if expect == "not more":
+  is_told = p < declared["level"]
+  if contrast.expect == "not more":
     return "holds" if high < margin else "fails" if is_told and mean > 0 else "open"
-  if expect == "more":
+  if contrast.expect == "more":
     mean, low = -mean, -high
   if low > -margin:
     return "fails"
@@ -145,52 +143,29 @@ def says(shown: Shown, study: Study) -> str:
 def family(contrasts: Sequence[Contrast], study: Study) -> tuple[Shown, ...]:
   """Returns what the contrasts of one family show, corrected for all of them."""
   found = [differences(contrast, study) for contrast in contrasts]
-  seeds = study.seeds[contrasts[0].pair.row]
-  is_whole = all(d.keys() == set(seeds) for d in found)
-  ps = max_t([[d[seed] for d in found] for seed in seeds]) if is_whole else [None] * len(found)
+  ps = max_t([[d[seed] for d in found] for seed in study.seeds[contrasts[0].pair.row]])
   shown = []
   for contrast, d, p in zip(contrasts, found, ps, strict=True):
-    ends = (None, None)
-    if len(d) > 1:
-      ends = interval([*d.values()], study.declared["level"], len(found))
-    each = Shown(contrast, d, *ends, p, "missing")
-    shown.append(each if p is None else each._replace(says=says(each, study)))
+    ends = interval([*d.values()], study.declared["level"], len(found))
+    word = says(contrast, statistics.fmean(d.values()), *ends, p, study)
+    shown.append(Shown(contrast, d, *ends, p, word))
   return tuple(shown)
 
 
-def behind(gate: Gate, study: Study) -> float | None:
-  """Returns the points by which a gate's row is behind; None before all of its runs are there."""
-  d = _pair(gate.pair, "points", study)
-  is_whole = len(d) == len(study.seeds[gate.pair.row])
-  return 0.0 - statistics.fmean(d.values()) if is_whole else None
-
-
 def verdict(hypothesis: Hypothesis, study: Study) -> Verdict:
-  """Returns what a hypothesis comes to; nothing is decided before all of its runs are there."""
-  runs = [run for cell in hypothesis.cells for run in study.runs(cell)]
-  there = sum(run in study.records for run in runs)
+  """Returns what a hypothesis comes to: nothing is decided where a gate is shut."""
   shown = family(hypothesis.contrasts, study)
   word, why = decided(hypothesis.needs, [each.says for each in shown])
-  if there < len(runs):
-    return Verdict(hypothesis, "not decided", f"{there} of {len(runs)} runs are there", shown)
-  if any(each.says == "missing" for each in shown):
-    return Verdict(hypothesis, "not decided", "some runs never have what is measured", shown)
   for gate in hypothesis.gates:
-    gap = behind(gate, study)
-    if gap is None or gap < gate.points:
-      why = f"the task is rejected: {_closed(gate, gap)} ({why})"
+    row, over = gate.pair
+    gap = -statistics.fmean(_pair(gate.pair, "points", study).values())  # points behind
+    if gap < gate.points:
+      where = " at the same training FLOPs" if row.budget != over.budget else ""
+      side = "behind" if gap >= 0 else "ahead of"
+      rejected = f"{row.row}{where} is {abs(gap):.1f} points {side} {over.row}"
+      why = f"the task is rejected: {rejected} ({why})"
       return Verdict(hypothesis, "not decided", why, shown)
   return Verdict(hypothesis, word, why, shown)
-
-
-def _closed(gate: Gate, gap: float | None) -> str:
-  """Says why a gate is shut."""
-  row, over = gate.pair
-  where = " at the same training FLOPs" if row.budget != over.budget else ""
-  if gap is None:  # a run of it has no score
-    return f"{row.row}{where} was not compared with {over.row}"
-  side = "behind" if gap >= 0 else "ahead of"
-  return f"{row.row}{where} is {abs(gap):.1f} points {side} {over.row}"
 
 
 def decided(needs: str, words: Sequence[str]) -> tuple[str, str]:

@@ -105,30 +105,25 @@ def onlooker_of(run: Run, row: Row):
 
 def work(runs: list[Run], path: pathlib.Path) -> None:
   """Does the runs that the file lacks, in order."""
-  done, torn = read(path)
-  left = [run for run in runs if run not in done]
-  waiting = [run for run in left if row_of(run, done) is None]
-  print(
-    f"{len(runs) - len(left)} of {len(runs)} runs are there, {len(waiting)} wait for tuning; "
-    f"{torn} torn lines are left out.",
-    flush=True,
-  )
-  left = [run for run in left if run not in waiting]
-  for i, run in enumerate(left, 1):
-    done[run] = result = one(run, done)
+  done = read(path)
+  print(f"{sum(run in done for run in runs)} of {len(runs)} runs are there.", flush=True)
+  for run in runs:
+    # A tuned row whose tuning is not over has no settings yet.
+    if run in done or (row := row_of(run, done)) is None:
+      continue
+    done[run] = result = one(run, row)
     append(path, result)
     print(
-      f"{result['utc']} {i}/{len(left)} {' | '.join(map(str, run))}: "
-      f"{100 * result['accuracy']:.2f} %, {result['cross_entropy']:.4f}, {result['seconds']} s",
+      f"{result['utc']} {' | '.join(map(str, run))}: {100 * result['accuracy']:.2f} %, "
+      f"{result['cross_entropy']:.4f}, {result['seconds']} s",
       flush=True,
     )
 
 
-def one(run: Run, done: Mapping[Run, Any]) -> dict[str, Any]:
+def one(run: Run, row: Row) -> dict[str, Any]:
   """Does a run, and returns its record."""
   import _recipes_train
 
-  row = row_of(run, done)
   steps = steps_of(run, row)
   result = _recipes_train.train(run.task, row, run.pattern, steps, run.seed, onlooker_of(run, row))
   now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -144,8 +139,10 @@ def write_report(root: pathlib.Path) -> None:
 
   records = {}
   for name in ("recipes_study.jsonl", "recipes_rebus.jsonl"):
-    records |= read(RESULTS / name)[0]
+    records |= read(RESULTS / name)
   study = _study.study()._replace(records=records)
+  if lost := [run for run in study.queue if run not in records]:
+    raise ValueError(f"{len(lost)} runs are missing, such as {lost[0]}: do them first")
   for name, parts in _study_page.pages(study).items():
     page = root / name
     text = page.read_text("utf8")

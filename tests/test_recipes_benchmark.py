@@ -23,12 +23,6 @@ RUN = recipes.Run("bigram", "1:4", "6", "sr_ste, 10 % dense", 1)
 ROW = STUDY.rows[RUN.row]
 
 
-@pytest.fixture
-def as_users():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
-
-
 # --- the command and its file -----------------------------------------------------------------
 
 
@@ -38,11 +32,6 @@ def test_workers_share_the_queue_by_rows_and_a_regex_takes_a_part(capsys):
   assert sorted(sum(shares, [])) == sorted(runs)
   rows = [{run._replace(seed=0) for run in share} for share in shares]
   assert sum(map(len, rows)) == len(set.union(*rows))  # each is compiled by one worker
-  assert recipes.main(["--list", "--worker=0/3"]) == 0
-  assert len(capsys.readouterr().out.splitlines()) == len(shares[0])
-  with pytest.raises(SystemExit):
-    recipes.main(["--worker=3/3", "--list"])
-  capsys.readouterr()
   recipes.main(["--list", "--task", "rebus", "--only", "rebus/1:16/540/one_shot"])
   lines = capsys.readouterr().out.splitlines()
   assert lines == [f"rebus | 1:16 | 540 | one_shot | {seed}" for seed in range(400, 408)]
@@ -50,14 +39,11 @@ def test_workers_share_the_queue_by_rows_and_a_regex_takes_a_part(capsys):
 
 def test_results_survive_a_torn_line_and_no_run_is_there_twice(tmp_path):
   path = tmp_path / "runs.jsonl"
-  assert recipes.read(path) == ({}, 0)
   one, two = ({**RUN._asdict(), "seed": seed, "accuracy": 0.5} for seed in (1, 2))
   recipes.append(path, one)
-  first = path.read_text()
-  for cut in (2, 40):  # killed while it wrote the second line
-    path.write_text(first + first[:cut])
-    recipes.append(path, two)
-    assert recipes.read(path) == ({RUN: one, RUN._replace(seed=2): two}, 1)
+  path.write_text(path.read_text() + '{"task": "bi')  # killed while it wrote the second line
+  recipes.append(path, two)
+  assert recipes.read(path) == {RUN: one, RUN._replace(seed=2): two}
   with pytest.raises(ValueError, match="JSON"):
     recipes.append(path, {"cross_entropy": math.nan})
   recipes.append(path, one)
@@ -71,7 +57,7 @@ def test_results_survive_a_torn_line_and_no_run_is_there_twice(tmp_path):
 def test_a_run_is_done_once_and_repeats(tiny_table, tmp_path, monkeypatch, capsys):
   path, runs = tmp_path / "runs.jsonl", [RUN, RUN._replace(seed=2)]
   recipes.work(runs, path)
-  one, two = recipes.read(path)[0].values()
+  one, two = recipes.read(path).values()
   assert one["density"] == 0.25 and one["steps"] == 6 and len(one["curve"]["loss"]) == 6
   assert len(one["curve"]["noise"]) == 6 and min(one["curve"]["noise"]) > 0
   assert one["cross_entropy"] != two["cross_entropy"]
@@ -79,9 +65,8 @@ def test_a_run_is_done_once_and_repeats(tiny_table, tmp_path, monkeypatch, capsy
   again = train.train("bigram", ROW, "1:4", 6, 1)
   assert "noise" not in again["curve"] and again["cross_entropy"] == one["cross_entropy"]
   monkeypatch.setattr(train, "train", None)  # all is there
-  before = path.read_bytes()
   recipes.work(runs, path)
-  assert path.read_bytes() == before and "2 of 2 runs are there" in capsys.readouterr().out
+  assert "2 of 2 runs are there" in capsys.readouterr().out
 
 
 def test_a_run_that_diverges_scores_as_a_guess_does(tiny_table, tmp_path):
@@ -97,8 +82,8 @@ def test_a_run_that_diverges_scores_as_a_guess_does(tiny_table, tmp_path):
 def test_a_row_sets_lambda_and_rate(tiny_table):
   (recipe,) = train.rules_of(("ff",), recipes.Row("sr_ste", lam=1e-2), "1:4", 6).places.values()
   assert recipe.lam == 1e-2
-  rates = [float(train.held(100, 2e-3)(step)) for step in (0, 5, 10, 50, 99)]
-  np.testing.assert_allclose(rates, [0, 1e-3, 2e-3, 2e-3, 2e-3], rtol=1e-6)
+  rates = [float(train.held(100, 2e-3)(step)) for step in (0, 5, 10, 99)]
+  np.testing.assert_allclose(rates, [0, 1e-3, 2e-3, 2e-3], rtol=1e-6)
 
 
 # --- tasks ------------------------------------------------------------------------------------
@@ -110,17 +95,14 @@ def test_no_ff_is_zeroed_ff_and_the_mask_is_causal(tiny_table):
   np.testing.assert_array_equal(y, np.asarray(data["table"])[x[:, :-1], x[:, 1:]])
   network = tiny_table.network(True)
   params = jax.jit(network.init)(jax.random.key(1), x)["params"]
-  zeroed = jax.tree_util.tree_map_with_path(
-    lambda keys, w: w * ("mlp" not in jax.tree_util.keystr(keys)), params
-  )
   block = {k: v for k, v in params["block_0"].items() if k not in ("mlp", "LayerNorm_1")}
-  apply = jax.jit(network.apply)
-  without = tiny_table.network(False).apply({"params": {**params, "block_0": block}}, x)
-  logits = apply({"params": zeroed}, x)
-  np.testing.assert_allclose(logits, without, atol=1e-5)
-  assert np.abs(logits - apply({"params": params}, x)).max() > 1e-4
-  other = apply({"params": params}, np.where(np.arange(4) < 2, x, (x + 1) % 5))
-  same = np.abs(apply({"params": params}, x) - other).max((0, 2))
+  zeroed = {**params["block_0"], "mlp": jax.tree.map(jnp.zeros_like, params["block_0"]["mlp"])}
+  of = lambda x, network=network, **changed: network.apply({"params": params | changed}, x)
+  without = of(x, tiny_table.network(False), block_0=block)
+  np.testing.assert_allclose(of(x, block_0=zeroed), without, atol=1e-5)
+  assert np.abs(of(x) - without).max() > 1e-4
+  changed = of(np.where(np.arange(4) < 2, x, (x + 1) % 5))
+  same = np.abs(of(x) - changed).max((0, 2))
   assert same[:2].max() < 1e-5 and same[2:].min() > 1e-4
 
 
@@ -135,24 +117,27 @@ def test_a_run_begins_at_a_dense_start(tiny_table, monkeypatch):
   assert one["start"] == start["start"] and one["start"]["steps"] == 3
 
 
-def test_rebus_is_the_task_of_the_quickstart(as_users):
+def test_rebus_is_the_task_of_the_quickstart():
   command, _ = quickstart.train(quickstart.TASKS["rebus"], "out", 540, "sr_ste")
-  files = [word.partition("=")[2] for word in command if word.startswith("--gin_file=")]
+  words = [word.partition("=") for word in command]
+  files = [value for flag, _, value in words if flag == "--gin_file"]
   own = [word.removeprefix("--gin.") for word in command if word.startswith("--gin.")]
-  names = ("LEARNING_RATE", "LEARNING_RATE_FACTORS", "WARMUP_STEPS", "SPARSE_STEPS")
   with gin_files.Config([gin_files.folder()], files, own) as config:
     workload, rules = config.value("WORKLOAD"), config.value("RULES")
-    settings = [config.value(name) for name in names]
+    schedule = ("LEARNING_RATE", "LEARNING_RATE_FACTORS", "WARMUP_STEPS", "SPARSE_STEPS")
+    wanted = optimizers.learning_rate(*map(config.value, schedule))
   task = tasks.TASKS["rebus"]
   assert workload.network.config == task.network(True).config
   assert workload.batch_size == task.examples and quickstart.TASKS["rebus"].steps == 540
   assert rules.places == train.rules_of(("ff",), ROW, "1:16", 540).places
-  wanted, at = optimizers.learning_rate(*settings), jnp.arange(540)
-  falling = jax.vmap(train.falling(540, task.rate))(at)
-  np.testing.assert_allclose(falling, jax.vmap(wanted)(at), rtol=1e-4, atol=1e-7)
+  with jax.numpy_dtype_promotion("standard"):
+    falling, wanted = (
+      jax.vmap(f)(jnp.arange(540)) for f in (train.falling(540, task.rate), wanted)
+    )
+  np.testing.assert_allclose(falling, wanted, rtol=1e-4, atol=1e-7)
 
 
-def test_a_seed_draws_the_pictures_of_training(as_users, monkeypatch):
+def test_a_seed_draws_the_pictures_of_training(tiny_table, monkeypatch):
   task = tasks.TASKS["rebus"]
   data, other = (task.draw(jax.random.key(seed)) for seed in (7, 8))
   image, _ = task.batch(task.fed(data, 3), 3)
@@ -160,9 +145,7 @@ def test_a_seed_draws_the_pictures_of_training(as_users, monkeypatch):
   np.testing.assert_array_equal(image, same["image"])
   assert not np.array_equal(image, task.fed(other, 3)["image"])
   np.testing.assert_array_equal(data["test"][0], other["test"][0])
-  config = tasks.vit.config(
-    "vit_test", image_size=16, classes=10, patch=8, layers=1, embed=16, heads=1, mlp=32
-  )
-  monkeypatch.setattr(tasks, "_REBUS", config)
+  small = dataclasses.replace(tasks._REBUS, layers=1, embed=16, heads=1, mlp=32)
+  monkeypatch.setattr(tasks, "_REBUS", small)
   found = train.train("rebus", ROW, "1:16", 3, 0)
   assert found["density"] == 1 / 16 and 0 < found["accuracy"] < 0.4

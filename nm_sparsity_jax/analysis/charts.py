@@ -1,11 +1,10 @@
-"""Charts: points in, an SVG for a page or a PNG file out. All points are drawn, none smoothed."""
+"""Charts: points in, an SVG for a page out. All points are drawn, none smoothed."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import math
-import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -103,7 +102,7 @@ def svg(chart: Chart, names: Sequence[str]) -> str:
   out = io.StringIO()
   # Ids are hashes: the same chart makes the same bytes, and two charts of a page share none.
   with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart.key}):
-    _figure(chart, names, (4.4, 2.6)).savefig(out, format="svg", transparent=True)
+    _figure(chart, names).savefig(out, format="svg", transparent=True)
   text = out.getvalue()
   text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
   text = re.sub(r'<g id="line:([^"]*)">', r"<g><title>\1</title>", text)
@@ -115,25 +114,11 @@ def svg(chart: Chart, names: Sequence[str]) -> str:
   return text.replace("<svg ", '<svg role="img" ', 1)
 
 
-def png(chart: Chart, names: Sequence[str], path: pathlib.Path) -> None:
-  """Writes a chart as a file, with its title and a legend."""
-  import matplotlib
-
-  with matplotlib.rc_context(_STYLE):
-    figure = _figure(chart, names, (6, 3.6))
-    (axes,) = figure.axes
-    axes.set_title(chart.title, fontsize=10)
-    # By name: the dashed and the dotted line of one run are one entry.
-    named = {line.called(names): one for line, one in zip(chart.lines, axes.lines, strict=True)}
-    axes.legend(named.values(), named.keys(), fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-
-
-def _figure(chart: Chart, names: Sequence[str], size: tuple[float, float]) -> Any:
+def _figure(chart: Chart, names: Sequence[str]) -> Any:
   from matplotlib.figure import Figure
   from matplotlib.ticker import EngFormatter
 
-  figure = Figure(figsize=size, layout="constrained")
+  figure = Figure(figsize=(4.4, 2.6), layout="constrained")
   axes = figure.add_subplot()
   for line in chart.lines:
     points = chart.drawn(line)

@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("runs", nargs="+", metavar="RUN", help="folder of a run")
   add("--out", default="report.html", metavar="FILE", help="the page (default: report.html)")
-  add("--png", metavar="DIR", help="also write each chart into this folder (needs matplotlib)")
   add(
     "--checkpoint", type=_flags.checkpoint, default="best", metavar="best|last|STEP",
     help="of the scores, as for `nm-sparsity glue score` (default: best)",
@@ -37,12 +36,6 @@ def run(args: argparse.Namespace) -> int:
 
   _flags.require("jinja2", "matplotlib")
   files.check_folder("--out", pathlib.Path(args.out).parent)
-  if args.png:
-    files.check_folder("--png", pathlib.Path(args.png))
   _flags.import_modules(args)
-  found = report.report(args.runs, args.checkpoint)
-  print(report.write(found, args.out))
-  if args.png:
-    report.png(found, args.png)
-    print(args.png)
+  print(report.write(report.report(args.runs, args.checkpoint), args.out))
   return 0

@@ -18,9 +18,12 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nm_sparsity_jax.runs import events, files, folders, glue, trained
+
+if TYPE_CHECKING:
+  from nm_sparsity_jax.training.rules import Rules
 
 Series = dict[int, dict[str, float]]  # step -> metric -> value
 
@@ -33,6 +36,8 @@ class Run:
     path: as the caller gave it.
     tasks: config of GLUE -> its metrics.
     mini: whether they are of mini-GLUE.
+    rules: what it trains with.
+    no_rules: why these are not known; '' where they are.
     recipe: its name.
     places: place -> pattern, empty for a dense run.
     dense_steps: steps of the dense phase.
@@ -50,6 +55,8 @@ class Run:
   path: pathlib.Path
   tasks: dict[str, Series] = dataclasses.field(default_factory=dict)
   mini: bool = False
+  rules: Rules | None = None
+  no_rules: str = "there is no config.gin"
   recipe: str | None = None
   places: Mapping[str, str] | None = None
   dense_steps: int | None = None
@@ -90,20 +97,21 @@ def read(path: str) -> Run:
 
 def settings(folder: pathlib.Path) -> Run:
   """Reads a run's folder without its metrics."""
-  from nm_sparsity_jax.recipes import Dense  # imports jax
-
   run, text = Run(folder), trained.gin_text(folder)
   if not text:
     return run
+  from nm_sparsity_jax.recipes import Dense  # imports jax
+
   macros = trained.parse_settings(text)
   run.size, run.data, run.network = macros.get("T5_SIZE"), macros.get("DATA"), _network(text)
   run.start = _start(folder, macros)
   try:
-    places = trained.rules_of(folder).places
+    run.rules, run.no_rules = trained.rules_of(folder), ""
   except ValueError as e:
+    run.no_rules = str(e)
     run.remarks.append(f"its rules are not known: {e}")
     return run
-  recipes = {place: x for place, x in places.items() if not isinstance(x, Dense)}
+  recipes = {place: x for place, x in run.rules.places.items() if not isinstance(x, Dense)}
   names = {recipe.name for recipe in recipes.values()} or {"dense"}
   run.recipe = names.pop() if len(names) == 1 else None
   run.places = {place: str(recipe.pattern) for place, recipe in recipes.items()}

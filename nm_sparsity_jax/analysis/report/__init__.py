@@ -6,13 +6,12 @@
     found["scores"]                                   # tables and sentences
     found.charts["train_loss"].lines[0].points        # [(step, loss), ...]
     report.write(found, "report.html")                # needs jinja2 and matplotlib
-    report.png(found, "charts")                       # needs matplotlib
 
 What stands where:
 
     reading     folders of runs -> Run
     sections    Run -> Section; `scored` has those that judge a run
-    charts, page (of `analysis`)   lines of points -> SVG or PNG; sections -> HTML
+    charts, page (of `analysis`)   lines of points -> SVG; sections -> HTML
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from nm_sparsity_jax.analysis import charts, page
+from nm_sparsity_jax.analysis import page
 from nm_sparsity_jax.analysis.charts import Chart
 from nm_sparsity_jax.analysis.page import Part, Section
 from nm_sparsity_jax.analysis.report import reading, sections
 from nm_sparsity_jax.analysis.report.reading import Run
 
-__all__ = ["Report", "Run", "png", "report", "write"]
+__all__ = ["Report", "Run", "report", "write"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +76,3 @@ def write(report: Report, path: str | os.PathLike) -> pathlib.Path:
   names = [run.name for run in report.runs]
   title = f"N:M sparsity: {', '.join(names)}"
   return page.write(path, title, names, report.sections, [run.gin for run in report.runs])
-
-
-def png(report: Report, folder: str | os.PathLike) -> list[pathlib.Path]:
-  """Writes each chart that can be drawn as KEY.png into a folder, and returns the paths."""
-  folder = pathlib.Path(folder)
-  folder.mkdir(parents=True, exist_ok=True)
-  drawn = {folder / f"{c.key}.png": c for c in report.charts.values() if not c.is_empty}
-  for path, chart in drawn.items():
-    charts.png(chart, [run.name for run in report.runs], path)
-  return list(drawn)

@@ -46,11 +46,6 @@ class Run:
   gin: str
 
   @functools.cached_property
-  def settings(self) -> results.Run:
-    """Returns what `glue score` knows of it: its start, and from which step it has its pattern."""
-    return results.settings(self.path)
-
-  @functools.cached_property
   def _newest_evaluation(self) -> Mapping[str, Any]:
     return max(folders.evaluations(self.path).items(), default=(0, {}))[1]
 
@@ -70,21 +65,14 @@ class Run:
     return max((s for points in (*series, *self.tasks.values()) for s in points), default=None)
 
   @functools.cached_property
-  def _rules(self) -> tuple[Any, str]:
-    try:
-      return trained.rules_of(self.path, self.gin), ""
-    except ValueError as e:
-      return None, str(e)
+  def settings(self) -> results.Run:
+    """Returns what `glue score` knows of it: its rules, its start, where it has its pattern."""
+    return results.settings(self.path)
 
   @property
   def rules(self) -> Any:
     """Returns the `Rules` that it trains with; None where they are not known."""
-    return self._rules[0]
-
-  @property
-  def no_rules(self) -> str:
-    """Returns why its rules are not known; '' where they are."""
-    return self._rules[1]
+    return self.settings.rules
 
   @functools.cached_property
   def sparse(self) -> Mapping[str, Any] | None:
@@ -118,7 +106,7 @@ class Run:
     from nm_sparsity_jax.training import flops
 
     if self.rules is None:
-      raise ValueError(self.no_rules)
+      raise ValueError(self.settings.no_rules)
     settings = trained.parse_settings(self.gin)
     batch, steps = settings.get("BATCH_SIZE"), settings.get("SPARSE_STEPS")
     if not isinstance(batch, int) or not isinstance(steps, int):

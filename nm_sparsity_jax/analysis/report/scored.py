@@ -110,15 +110,13 @@ class _Row(NamedTuple):
   """A run of the summary.
 
   Attributes:
-    number: of the run, which is its colour.
-    name: of the run.
+    cell: its name, in its colour.
     score: the mean of the common tasks at the step that counts.
     weights: the share of the weights that the patterns leave, such as '12.5 %'; '' if dense.
     updates: how many the weights have had, those before the sparse run too.
   """
 
-  number: int
-  name: str
+  cell: Cell
   score: float
   weights: str
   updates: int
@@ -127,67 +125,47 @@ class _Row(NamedTuple):
 def summary(runs: Sequence[Run], checkpoint: Checkpoint) -> Iterator[Part]:
   """Yields a table with a bar for each run's score, and what to know of it."""
   shared = common(runs)
-  found = [_row(i, run, shared, checkpoint) for i, run in enumerate(runs)] if shared else []
-  rows = [row for row in found if row is not None]
+  rows = []
+  for i, run in enumerate(runs if shared else ()):
+    if run.sparse is None or not shared.keys() <= measures(run).keys():
+      continue
+    score = mean_score(run, shared, checkpoint)
+    left = sorted({recipe.pattern.density for recipe in run.sparse.values()})
+    ends = [f"{100 * share:.4g}" for share in (left if len(left) < 2 else (left[0], left[-1]))]
+    weights = f"{' to '.join(ends)} %" if ends else ""
+    if math.isfinite(score):
+      rows.append(_Row(Cell(run.name, run=i), score, weights, run.last_step or 0))
   if not rows:
     yield "No metric of which more is better is common to runs whose rules are known."
     return
-  head = ["run", " and ".join(shared), "kept", "weights", "updates"]
-  yield Table(head, list(_cells(rows)), words=True)
+  digits, top = score_digits([row.score for row in rows]), max(row.score for row in rows)
+  dense, cells, unfair = [row for row in rows if not row.weights], [], []
+  for row in rows:
+    bar = row.score / top if top > 0 else 0.0  # bars begin at 0
+    score = Cell(f"{row.score:.{digits}f}", bar=bar, run=row.cell.run)
+    # The dense run that is nearest in length, for training on makes a dense network better too.
+    distance = lambda other, row=row: abs(other.updates - row.updates)
+    near = min(dense, key=distance, default=None) if row.weights else None
+    kept = (
+      f"{100 * row.score / near.score:.1f} % of {near.cell.text}" if near and near.score else ""
+    )
+    cells.append([row.cell, score, kept, row.weights or "all", f"{row.updates:,}"])
+    if near and near.updates != row.updates:
+      unfair.append(
+        f"{row.cell.text} has had {row.updates:,} updates, {near.cell.text} {near.updates:,}: "
+        "compare it with a dense run of its own length."
+      )
+  yield Table(["run", " and ".join(shared), "kept", "weights", "updates"], cells, words=True)
   # A column of GLUE has a name of its own; a task has metrics.
   names = [f"{listed(m.metrics)} of {n}" if n == m.task else n for n, m in shared.items()]
   yield (
     f"Score: {'the mean of ' * (len(shared) > 1)}{listed(names)}, checkpoint: "
     f"{_of_checkpoint(checkpoint)}. Weights: what the patterns leave of the sparse kernels."
   )
-  if all(row.weights for row in rows):
+  if not dense:
     yield "No run here is dense, so nothing tells what the sparse ones lost."
-  for row in rows:
-    if (dense := _dense_of(row, rows)) and dense.updates != row.updates:
-      yield (
-        f"{row.name} has had {row.updates:,} updates, {dense.name} {dense.updates:,}: compare it "
-        "with a dense run of its own length."
-      )
+  yield from unfair
   yield "One seed shows that a recipe works, not which is best: that takes a sweep over several."
-
-
-def _dense_of(row: _Row, rows: Sequence[_Row]) -> _Row | None:
-  """Returns the dense run that a sparse one is compared with: the nearest in length.
-
-  Training on makes a dense network better too.
-  """
-  dense = [other for other in rows if not other.weights]
-  nearest = min(dense, key=lambda other: abs(other.updates - row.updates), default=None)
-  return nearest if row.weights else None
-
-
-def _cells(rows: Sequence[_Row]) -> Iterator[list[str | Cell]]:
-  """Yields the row of each run in the table; bars begin at 0, and the longest is the best run's."""
-  digits, top = score_digits([row.score for row in rows]), max(row.score for row in rows)
-  for row in rows:
-    dense = _dense_of(row, rows)
-    kept = f"{100 * row.score / dense.score:.1f} % of {dense.name}" if dense and dense.score else ""
-    bar = row.score / top if top > 0 else 0.0
-    yield [
-      Cell(row.name, run=row.number), Cell(f"{row.score:.{digits}f}", bar=bar, run=row.number),
-      kept, row.weights or "all", f"{row.updates:,}",
-    ]  # fmt: skip
-
-
-def _row(
-  number: int, run: Run, shared: Mapping[str, Measure], checkpoint: Checkpoint
-) -> _Row | None:
-  """Returns the row of a run; None where its score or its rules are not known."""
-  sparse = run.sparse
-  if sparse is None or not shared.keys() <= measures(run).keys():
-    return None
-  score = mean_score(run, shared, checkpoint)
-  if not math.isfinite(score):
-    return None
-  left = [recipe.pattern.density for recipe in sparse.values()]
-  ends = dict.fromkeys(f"{100 * f(left):.4g}" for f in (min, max)) if left else ()
-  weights = f"{' to '.join(ends)} %" if ends else ""
-  return _Row(number, run.name, score, weights, run.last_step or 0)
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -202,7 +180,10 @@ def table(runs: Sequence[Run], checkpoint: Checkpoint) -> Iterator[Part]:
   if not names:
     yield "No run has metrics of decoded predictions (inference_eval/)."
     return
-  matches = [_match(run) for run in runs]
+  matches = []
+  for run in runs:
+    is_of_paper = run.settings.network or measures(run).keys() & {*scores.table.TITLES}
+    matches.append(published.match(run.settings) if is_of_paper else (None, ""))
   rows = [_measured(name, runs, matches, checkpoint) for name in names]
   yield Table(["", *heads(runs)], rows)
   yield f"Behind a value stands its step. Checkpoint: {_of_checkpoint(checkpoint)}."
@@ -213,12 +194,6 @@ def table(runs: Sequence[Run], checkpoint: Checkpoint) -> Iterator[Part]:
     if checkpoint == "best" and (unknown := run.settings.target_remark()):
       remarks.append((run.name, f"{unknown}, so the best step may be one before it"))
   yield from grouped((name, remark) for name, remark in remarks if remark)
-
-
-def _match(run: Run) -> Match:
-  """Returns the paper's row for a run that is of GLUE or of a network of images."""
-  is_of_paper = run.settings.network or measures(run).keys() & {*scores.table.TITLES}
-  return published.match(run.settings) if is_of_paper else (None, "")
 
 
 def _measured(

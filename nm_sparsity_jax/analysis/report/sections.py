@@ -115,10 +115,10 @@ def _schedule(runs: Sequence[Run]) -> Iterator[Part]:
       ]  # fmt: skip
       yield Strip(i, f"{', '.join(places)}: {recipe.name}", segments)
       lines.append(Line(i, [(run.offset + s, d) for s, d in decay(recipe)], "dashed"))
-  yield from grouped((run.name, f"no schedule, {run.no_rules}") for run in runs if run.no_rules)
-  for i, run in enumerate(runs):
-    if points := run.train.get("nm/D"):
-      lines.append(Line(i, sorted(points.items()), "dots"))
+  unknown = [(run.name, f"no schedule, {run.settings.no_rules}") for run in runs if not run.rules]
+  yield from grouped(unknown)
+  sampled = {i: run.train["nm/D"] for i, run in enumerate(runs) if "nm/D" in run.train}
+  lines += [Line(i, sorted(points.items()), "dots") for i, points in sampled.items()]
   charts: list[Chart] = []
   if lines:
     charts.append(by_step(runs, "decay", "D, by schedule (dashed) and as sampled (dots)", lines))
@@ -152,7 +152,9 @@ def _overview(runs: Sequence[Run]) -> Iterator[Part]:
   rows = []
   for i, run in enumerate(runs):
     places = run.rules.places.items() if run.rules else ()
-    what = "; ".join(f"{place}: {_trained(recipe)}" for place, recipe in places) or run.no_rules
+    what = (
+      "; ".join(f"{place}: {_trained(recipe)}" for place, recipe in places) or run.settings.no_rules
+    )
     done, steps = (run.last_step or 0) - run.offset, run.settings.sparse_steps
     own = f"{done:,}" if steps is None else f"{done:,} of {steps:,}"
     own += f", after {run.offset:,} inherited" if run.offset else ""
