@@ -116,7 +116,7 @@ def _choices(config: T5Config) -> dict[str, Any]:
 
 def shapes_of(config: T5Config) -> dict[str, tuple[int, ...]]:
   """Returns key -> shape of the parameters of a network, scanned or not."""
-  found = _scanned(T5Config(**_choices(config), scan_layers=True))
+  found = _scanned(T5Config(**_choices(config), scan_layers=True))  # type: ignore
   if not config.scan_layers:
     found = apart_all(found)
   return {key: x.shape for key, x in found.items()}

@@ -44,7 +44,7 @@ def register(cls: C) -> C:
   Returns:
     `cls`, so that it can be used as a decorator.
   """
-  name = getattr(cls, "name", None)
+  name: Any = getattr(cls, "name", None)
   is_frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
   is_recipe = isinstance(cls, type) and issubclass(cls, Recipe) and is_frozen
   fields = {f.name for f in dataclasses.fields(cls)} if is_recipe else {}  # type: ignore[arg-type]

@@ -187,7 +187,7 @@ def training(
   True
   """
   sites = _sites(dense.ops, sparse)
-  recipes = sparse.places if isinstance(sparse, Rules) else sparse
+  recipes: Any = sparse.places if isinstance(sparse, Rules) else sparse
   totals = {recipe.phases.total for recipe in recipes.values() if recipe.phases}
   totals |= set() if steps is None else {steps}
   if len(totals) != 1:

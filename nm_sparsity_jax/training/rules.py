@@ -210,7 +210,8 @@ class Rules:
     for path, shape in shapes.items():
       if isinstance(self.find(path), Dense | None):
         continue
-      by_hand, known = self._axis_of(path), traced.axes.get(path)
+      by_hand = self._axis_of(path)
+      known: Any = traced.axes.get(path)
       if by_hand is None and known is None:
         refused.append(f"{path!r}: {traced.refused[path]}")
       elif by_hand is None:

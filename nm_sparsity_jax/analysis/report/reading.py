@@ -203,7 +203,7 @@ def _t5_cost(gin: str) -> Any:
   if not bound or not isinstance(lengths, Mapping):
     raise ValueError("config.gin binds no T5Config, or no TASK_FEATURE_LENGTHS")
   how = bound[0][0]
-  values = {
+  values: dict[str, Any] = {
     name: settings.get(text[1:]) if text[0] == "%" else trained.plain(text.replace("\\\n", " "))
     for _, name, text in bound
     if how or name in _SIZES
