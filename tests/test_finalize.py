@@ -148,7 +148,10 @@ def test_a_schedule_that_is_not_over_is_refused_unless_early(command, tmp_path, 
   code, text = command("finalize", path, tmp_path / "out")
   assert code == 1 and f"sparse step {step}" in text and "--early" in text
   code, report = command("finalize", path, tmp_path / "out", "--early")
-  assert not code and report["ok"]
+  if recipe == "snip":  # its scores are not magnitudes, and no mask was taken of them yet
+    assert code == 1 and "snip" in report
+  else:
+    assert not code and report["ok"]
   path = Run(recipe, 8).write(tmp_path)  # the first step at which it is over
   assert not command("finalize", path, tmp_path / "out8")[0]
 

@@ -255,7 +255,7 @@ def test_bad_input_is_one_line_and_no_row(name, text, word, tmp_path, call):
   [
     ('\n{"step": 1001, "accur', 82.3, "has no end yet"),
     ('{"step": 1000, "accuracy": 82.3}\n', 82.3, ""),
-    ('{"step": 1000, "accuracy": 50.5}\n', 50.5, "evaluated again"),
+    ('{"step": 1000, "accuracy": 50.5}\n', 50.5, ""),
   ],
 )
 def test_half_a_line_is_left_out_and_the_last_result_of_a_step_counts(more, mean, remark, write):

@@ -66,7 +66,7 @@ SMALL, WIDE = ("2:4", "1:8"), ("64:128", "16:128")
 def test_the_table_of_products_is_the_file_that_its_command_wrote(file, patterns):
   found, lines = read(f"packed_{file}"), {}
   page = (ROOT / "docs/performance.md").read_text("utf8")
-  for row in found["ratios"]:
+  for row in found["rows"]:
     pattern = "" if row["pattern"] == "dense" else f", {row['pattern']}"
     line = lines.setdefault((row["backend"], pattern), pattern)
     lines[row["backend"], pattern] = f"{line} | {row['mean']:.2f} ({row['least']:.2f})"
@@ -130,6 +130,5 @@ def test_decoding_runs(run):
 def test_costs_in_place_run(run, capsys):
   in_place = importlib.import_module("in_place")
   in_place.leaves(2, "sr_ste")
-  in_place.calls("sr_ste")
   said = capsys.readouterr().out
-  assert "ratio trace" in said and "later" in said
+  assert "ratio trace" in said

@@ -204,7 +204,6 @@ def test_a_part_without_data_says_so_once_for_all_runs(tmp_path):
     (lambda d: ["gs://b/run"], "bucket"),
     (lambda d: [write(d / "a"), d / "a"], "once"),
     (lambda d: [d / str(i) for i in range(10)], "10 runs"),
-    (lambda d: [write(d / "a"), "--out", d], "--out"),
   ],
 )
 def test_mistakes_are_one_line(make_it, word, tmp_path, capsys):

@@ -79,7 +79,7 @@ def test_evaluation_reads_the_rules_from_the_checkpoint(launch, tmp_path):
 
 
 def test_what_cannot_tell_the_rules_is_said(launch, tmp_path):
-  for path, word in ((dense(tmp_path / "checkpoint_6"), "is dense"), ("/none", "unknown")):
+  for path, word in ((dense(tmp_path / "checkpoint_6"), "is dense"), ("/none", "no checkpoint")):
     _, report = launch("eval", CHECKPOINT_PATH=path, EVAL_OUTPUT_DIR=str(tmp_path / "out"))
     assert has(report["errors"], path, word)
 

@@ -128,12 +128,15 @@ def settings(folder: pathlib.Path) -> Run:
 
 def _start(folder: pathlib.Path, macros: Mapping[str, Any]) -> int | None:
   start = trained.started(folder).get("start", macros.get("PRETRAINED_STEPS"))
-  if isinstance(start, trained.Reference):  # gin asks the checkpoint
-    return trained.start_of(str(folder))
-  if start is None and "INITIAL_CHECKPOINT_PATH" in macros:  # its name may hold the step
+  if isinstance(start, int):
+    return start
+  if "INITIAL_CHECKPOINT_PATH" in macros:  # its name may hold the step
     path = macros["INITIAL_CHECKPOINT_PATH"]
-    return folders.named_step(path) if path else 0
-  return start
+    named = folders.named_step(path) if path else 0
+    if named is not None:
+      return named
+  # A reference: gin asked the checkpoint.
+  return None if start is None else trained.start_of(str(folder))
 
 
 # Of a named configuration; another field makes it a network of other sizes.

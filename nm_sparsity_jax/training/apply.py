@@ -79,10 +79,8 @@ def finalize(
   # Under jit the step has no value yet: NaN, below, is what an early call gets there.
   is_known = not isinstance(step, jax.core.Tracer)
   if is_known and (ahead := assignment.unfinished(int(step), early)):
-    raise ValueError(
-      f"the run is at step {ahead}. Train on, or call nms.finalize(..., early=True), which needs "
-      "the masks alone."
-    )
+    fix = ": snip has no mask before" if early else ", or call nms.finalize(..., early=True)"
+    raise ValueError(f"the run is at step {ahead}. Train on{fix}.")
 
   def apply(path, w):
     site = assignment.places.get(path)
