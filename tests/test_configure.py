@@ -7,7 +7,7 @@ import pytest
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.recipes import RECIPES
-from nm_sparsity_jax.training import configure
+from nm_sparsity_jax.training import configure, rules_text
 
 CUSTOM = {"path": ((0, "2:4", 1.0), (5, "1:4", 0.5))}
 PHASES = nms.Phases(total=20, dense=0, finetune=4)
@@ -92,8 +92,8 @@ def test_every_field_of_every_recipe_is_in_the_text_and_comes_back(name):
   configure.agree(settings, "a", recipe=name, pattern="01:4", fields=lists, **STEPS)
   for field in dataclasses.fields(base):
     other = nms.Rules({"ff": dataclasses.replace(base, **{field.name: OTHERS[field.name]})})
-    assert configure.describe(other) != configure.describe(settings), field.name
-    assert configure.parse(configure.describe(other)) == other
+    assert rules_text.describe(other) != rules_text.describe(settings), field.name
+    assert rules_text.parse(rules_text.describe(other)) == other
 
 
 def test_numbers_of_numpy_have_the_text_of_pythons():
@@ -103,7 +103,7 @@ def test_numbers_of_numpy_have_the_text_of_pythons():
     nms.Rules({"ff": nms.recipe("sr_ste", pattern="1:4", phases=phases, lam=lam)}).text
     for lam, phases in ((1.0, PHASES), (1, steps), (np.float32(1), steps), (np.int8(1), PHASES))
   }
-  assert len(texts) == 1 and configure.parse(texts.pop()).places["ff"].lam == 1
+  assert len(texts) == 1 and rules_text.parse(texts.pop()).places["ff"].lam == 1
 
 
 def test_a_text_gives_whole_rules_back():
@@ -117,8 +117,8 @@ def test_a_text_gives_whole_rules_back():
     indivisible="pad",
     roles={"mine": r"z/(u|v): kernel"},
   )
-  text = configure.describe(rules)
-  assert configure.parse(text) == rules and configure.unpack(configure.pack(text)) == text
+  text = rules_text.describe(rules)
+  assert rules_text.parse(text) == rules and rules_text.unpack(rules_text.pack(text)) == text
   assert "decoder/cross/qkv: idp 1:8, total=20, finetune=4, lam=0.001\n" in text
 
 
@@ -128,15 +128,15 @@ LONG = "".join(np.random.default_rng(0).choice([*"abcdefghijklmnop"], 20_000))
 @pytest.mark.parametrize(
   "do, why",
   [
-    (lambda: configure.parse("ff: sr_ste 1:4, total=9, later=3"), "cannot read .*later"),
-    (lambda: configure.parse("ff: sr_stee 1:4, total=9"), "'sr_stee'.*not registered"),
-    (lambda: configure.parse("ff: sr_ste 1:4, total=9, dense=0"), "it reads"),
-    (lambda: configure.parse("ff: sr_ste 1:4, total=f()"), "cannot read"),
-    (lambda: configure.parse("ff: sr_ste 1:4, total=9)+(1"), "cannot read"),
-    (lambda: configure.parse(""), "cannot read"),
-    (lambda: configure.describe(nms.Rules({"a\nb": nms.recipe("dense")})), "rules"),
-    (lambda: configure.pack(LONG), "4096"),
-    (lambda: configure.unpack(configure.pack("a" * 70_000)), "65,536"),
+    (lambda: rules_text.parse("ff: sr_ste 1:4, total=9, later=3"), "cannot read .*later"),
+    (lambda: rules_text.parse("ff: sr_stee 1:4, total=9"), "'sr_stee'.*not registered"),
+    (lambda: rules_text.parse("ff: sr_ste 1:4, total=9, dense=0"), "it reads"),
+    (lambda: rules_text.parse("ff: sr_ste 1:4, total=f()"), "cannot read"),
+    (lambda: rules_text.parse("ff: sr_ste 1:4, total=9)+(1"), "cannot read"),
+    (lambda: rules_text.parse(""), "cannot read"),
+    (lambda: rules_text.describe(nms.Rules({"a\nb": nms.recipe("dense")})), "rules"),
+    (lambda: rules_text.pack(LONG), "4096"),
+    (lambda: rules_text.unpack(rules_text.pack("a" * 70_000)), "65,536"),
   ],
 )
 def test_what_no_checkpoint_can_keep_and_what_no_version_wrote_is_refused(do, why):

@@ -142,18 +142,20 @@ def test_a_folder_stands_for_its_newest_checkpoint_and_text_is_printed(
   assert "ff: sr_ste 1:4, total=12" in out and "sum of |w|" in out and out.endswith("ok\n")
 
 
-@pytest.mark.parametrize("recipe, step", [("mdgf_linear", 4), ("sdgf_stepwise", 3), ("snip", 1)])
+@pytest.mark.parametrize("recipe, step", [("mdgf_linear", 4), ("sdgf_stepwise", 3), ("idp", 3)])
 def test_a_schedule_that_is_not_over_is_refused_unless_early(command, tmp_path, recipe, step):
   path = Run(recipe, step).write(tmp_path)
   code, text = command("finalize", path, tmp_path / "out")
   assert code == 1 and f"sparse step {step}" in text and "--early" in text
   code, report = command("finalize", path, tmp_path / "out", "--early")
-  if recipe == "snip":  # its scores are not magnitudes, and no mask was taken of them yet
-    assert code == 1 and "snip" in report
-  else:
-    assert not code and report["ok"]
+  assert not code and report["ok"]
   path = Run(recipe, 8).write(tmp_path)  # the first step at which it is over
   assert not command("finalize", path, tmp_path / "out8")[0]
+
+
+def test_snip_has_no_mask_before_its_scores_are_summed(command, tmp_path):
+  code, text = command("finalize", Run("snip", 1).write(tmp_path), tmp_path / "out", "--early")
+  assert code == 1 and "snip has no mask" in text
 
 
 # --- rules --------------------------------------------------------------------------------------

@@ -70,7 +70,6 @@ def test_groups_and_their_masks_are_the_definition(place, seed):
       if index is not None:
         want[index] = True
   np.testing.assert_array_equal(groups.magnitude_mask(jnp.asarray(x), pattern), want)
-  np.testing.assert_array_equal(groups.score_mask(jnp.abs(jnp.asarray(x)), pattern), want)
 
 
 @given(places())

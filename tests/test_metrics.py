@@ -125,8 +125,9 @@ def test_variance_is_stable(offset, scale):
   grads = jax.tree.map(lambda w: np.float32(offset + scale * rng.random(w.shape)), params)
   found = metrics.summary(params, rules, 9, grads=grads)
   x, mask = wide(grads)[WI], metrics.masks_of(params, rules, 9)[WI]
-  np.testing.assert_allclose(found["nm/grad_abs_var/all"], x.var(), 1e-5)
-  np.testing.assert_allclose(found["nm/grad_abs_var/kept"], x[mask].var(), 1e-5)
+  rtol = 3e-6 if jax.__version_info__ >= (0, 10) else 1e-5  # JAX 0.9 sums in another order
+  np.testing.assert_allclose(found["nm/grad_abs_var/all"], x.var(), rtol)
+  np.testing.assert_allclose(found["nm/grad_abs_var/kept"], x[mask].var(), rtol)
 
 
 # --- second moments -------------------------------------------------------------------------------

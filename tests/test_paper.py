@@ -11,7 +11,7 @@ from nm_sparsity_jax.analysis import plan
 from nm_sparsity_jax.analysis.plan import build, contents
 from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.runs import paper, results
-from nm_sparsity_jax.training import configure
+from nm_sparsity_jax.training import configure, rules_text
 
 ROWS = [row for table in paper.rows().values() for row in table.values()]
 IDS = [f"{row.table} {row.name}" for row in ROWS]
@@ -167,7 +167,7 @@ def expected_rules(row):
     else:
       places[place or ("conv" if row.table == "table6" else "ff")] = value
   rules = configure.rules(places or {".*": None}, recipe, sparse_steps=total, **phases)
-  return configure.describe(rules)
+  return rules_text.describe(rules)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
@@ -175,7 +175,7 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
   with config([file_of(row.table)], [f"ROW = {row.name!r}"]) as c:
     assert not c.errors
     rules = c.value("RULES")
-    assert configure.describe(rules) == expected_rules(row)
+    assert rules_text.describe(rules) == expected_rules(row)
     if row.table not in shapes:
       shapes[row.table] = build.shapes_of(build.workload_of(c))
     params, axes = shapes[row.table]["params"], shapes[row.table].get("params_axes")
@@ -248,7 +248,7 @@ def test_what_a_row_sets_can_be_overridden():
      "ff: sr_ste 1:8, total=200000, dense=7, finetune=20000"),
   ):  # fmt: skip
     with config([file_of("table9")], [row, *changes]) as c:
-      assert configure.describe(c.value("RULES")) == said
+      assert rules_text.describe(c.value("RULES")) == said
   with config([file_of("table4"), file_of("t5_1_0")], ["ROW = 'dense'"]) as c:
     assert c.value("PRETRAINED_STEPS") == 999_900 and c.value("NETWORK").config.mlp_dim == 3072
 

@@ -12,7 +12,7 @@ from nm_sparsity_jax import recipes
 from nm_sparsity_jax.core import schedules
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.recipes import RECIPES, registry
-from nm_sparsity_jax.training import configure
+from nm_sparsity_jax.training import configure, rules_text
 
 PHASES = nms.Phases(total=100, dense=10, finetune=20)
 PATH = ((10, "4:8", 1.0), (40, "1:8", 0.5))
@@ -129,11 +129,11 @@ def test_a_registered_recipe_is_known_by_name_trains_and_is_deployed():
   made = Halving(pattern=NM(1, 4), phases=PHASES, scale=2.0)
   rules = nms.Rules({"ff": made})
   with pytest.raises(ValueError, match="halving.*not registered"):
-    configure.parse(rules.text)
+    rules_text.parse(rules.text)
   recipes.register(Halving)
   settings = dict(sparse_steps=100, dense_steps=10, finetune_steps=20)
   by_name = lambda **fields: configure.rules({"ff": "1:4"}, "halving", fields=fields, **settings)
-  assert configure.parse(rules.text) == rules == by_name(scale=2.0)
+  assert rules_text.parse(rules.text) == rules == by_name(scale=2.0)
   for fields, word in ({"scale": 1.0, "k": 2}, "'k'"), ({}, "'scale'"):
     with pytest.raises(ValueError, match=word):
       by_name(**fields)

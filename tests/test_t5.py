@@ -145,7 +145,7 @@ def test_the_parameter_tree_and_its_logical_axes():
 def test_rules_add_variables_and_leave_the_tree_alone(fields):
   rules = nms.Rules({"ff": EACH["mdgf_linear"], "decoder/cross/o": EACH["idp"]})
   sparse = make(rules=rules, num_decoder_layers=3, **fields)  # 2 would be the number of heads
-  dense, variables = shapes_of(sparse.dense_twin()), dict(shapes_of(sparse))
+  dense, variables = shapes_of(make(num_decoder_layers=3, **fields)), dict(shapes_of(sparse))
   assert set(dense) == {"params", "params_axes"}
   assert {k: variables.pop(k) for k in dense} == dense
   assert set(variables) == {COLLECTION, STATE_COLLECTION}

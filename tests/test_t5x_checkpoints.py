@@ -37,7 +37,6 @@ import nm_sparsity_jax as nms
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.integrations import gin_files
-from nm_sparsity_jax.training import apply
 
 pytestmark = t5x_world.MARKS
 
@@ -175,9 +174,9 @@ def sparse_state(network, optimizer="adamw"):
   """At the end of a run whose weights moved on after the mask was taken."""
   model = make(RULES, network, optimizer)
   state = first_state(model)
-  kept = apply.init_state(drawn(state.params, 1), model.stored_rules)
+  kept = nms.init_state(drawn(state.params, 1), model.stored_rules)
   state = state.replace_params(drawn(state.params, 2))
-  kept = apply.update_state(kept, state.params, model.stored_rules, 4)
+  kept = nms.update_state(kept, state.params, model.stored_rules, 4)
   mutables = model.write(state.flax_mutables, jnp.int32(4), kept)
   return model, state.replace_flax_mutables(mutables).replace_step(jnp.int32(STEP))
 

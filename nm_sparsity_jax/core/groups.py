@@ -130,10 +130,6 @@ class Groups:
     n = pattern.n if n is None else n
     return self.apply(take, w, *(() if parent is None else (parent,)), scalar=n)
 
-  def score_mask(self, scores: jax.Array, pattern: NM) -> jax.Array:
-    """Marks the n largest scores of each group; see `masks.nm_mask`."""
-    return self.apply(lambda s, axis: masks.nm_mask(s, pattern, axis), scores)
-
   def split(self, x: np.ndarray, pattern: NM) -> np.ndarray:
     """Returns a host array cut into groups, which become its last axis; padding is zeros.
 

@@ -101,21 +101,6 @@ def requires(name: str) -> list[str]:
     return []
 
 
-def required_for(name: str, extra: str) -> dict[str, str]:
-  """Returns name -> specifiers of what only an extra of a distribution requires.
-
-  Args:
-    name: the distribution.
-    extra: such as 'tpu'.
-  """
-  from packaging.requirements import Requirement
-
-  wanted = map(Requirement, requires(name))
-  return {
-    r.name: str(r.specifier) for r in wanted if r.marker and r.marker.evaluate({"extra": extra})
-  }
-
-
 def meets(have: str, wanted: str) -> bool:
   """Returns whether a version meets a requirement; a release candidate counts as its release.
 

@@ -20,9 +20,7 @@ from nm_sparsity_jax.core.text import printable, table
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
-
-# `init_state` and `update_state` live in `stored`. Users also know them as `apply.init_state`.
-from nm_sparsity_jax.training.stored import State, current, init_state, kept, update_state  # noqa: F401
+from nm_sparsity_jax.training.stored import State, current, kept
 
 
 def sparsify(params: Any, rules: Rules, step: jax.Array | int, state: State | None = None) -> Any:

@@ -21,9 +21,6 @@ from nm_sparsity_jax.recipes import recipe as make_recipe
 from nm_sparsity_jax.training import roles as roles_of
 from nm_sparsity_jax.training.rules import Rules
 
-# The text of rules lives in `rules_text`. Users also know it as `configure.describe`.
-from nm_sparsity_jax.training.rules_text import TEXT_BYTES, describe, pack, parse, unpack  # noqa: F401
-
 
 def rules(
   places: Mapping[str, str | NM | Recipe | None],

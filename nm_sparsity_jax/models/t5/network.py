@@ -299,11 +299,6 @@ class Transformer(nn.Module):
     """Returns whether layers are scanned. T5X's models read it: such caches have one more axis."""
     return self.config.scan_layers
 
-  @nn.nowrap
-  def dense_twin(self) -> Transformer:
-    """Returns the same network without rules, for `sparsify`d, `finalize`d or dense parameters."""
-    return self.clone(config=self.config.replace(rules=None))  # type: ignore
-
   def setup(self):
     """Makes the parts; encoder and decoder share the embedding."""
     cfg = self.config
