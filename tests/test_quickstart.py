@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.analysis import charts
-from nm_sparsity_jax.analysis.report import reading, scored
+from nm_sparsity_jax.analysis import charts, run_folder, scores
+from nm_sparsity_jax.analysis.report import sections
 from nm_sparsity_jax.cli import quickstart
 from nm_sparsity_jax.recipes import RECIPES
 
@@ -151,7 +151,7 @@ def test_all_of_it_within_six_minutes_and_convincing(task, groups, tmp_path):
   folder = tmp_path / "quickstart"
   if task == "rebus":
     return  # benchmarks/results/recipes_rebus.jsonl has its scores
-  runs = reading.read([folder / name for name in TASKS[task].runs(False)])
-  last = {run.name: scored.means(run, scored.common(runs))[-1][1] for run in runs}
+  runs = run_folder.read([folder / name for name in TASKS[task].runs(False)])
+  last = {run.name: sections.means(run, scores.table.common(runs))[-1][1] for run in runs}
   assert last["dense"] > 93  # the largest class has 38.3
   assert min(last[name] for name in quickstart.RECIPES) > 85

@@ -9,7 +9,7 @@ from checkpoint_files import t5x_dense, t5x_sparse, write_orbax
 from test_plan import ROOT, T5X_MODEL, has
 from test_t5x_thread import TASK  # it skips where T5X is not
 
-from nm_sparsity_jax.runs import results
+from nm_sparsity_jax.analysis import run_folder
 from nm_sparsity_jax.training import configure
 
 pytestmark = pytest.mark.t5x
@@ -91,8 +91,8 @@ def test_a_report_of_such_a_run_knows_its_phases(tmp_path):
     "DENSE_STEPS = None\nFINETUNE_STEPS = None\nPRETRAINED_STEPS = @trained.start_of()\n"
     "INITIAL_CHECKPOINT_PATH = '/gone/checkpoint_6'\n"
   )
-  found = results.settings(tmp_path)
-  assert (found.start, found.dense_steps, found.target) == (6, 10, 16)
+  found = run_folder.Run(tmp_path)
+  assert (found.start, found.target) == (6, 16)
 
 
 def test_a_run_that_goes_on_evaluates_first(t5x, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ import pytest
 from checkpoint_files import assert_same, read
 
 from nm_sparsity_jax import cli
-from nm_sparsity_jax.analysis.report import reading, scored
+from nm_sparsity_jax.analysis import run_folder, scores
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.integrations import gin_files
 from nm_sparsity_jax.runs import checkpoint, folders
@@ -146,7 +146,7 @@ def test_it_trains_and_says_what_it_is(run, tmp_path):
   assert noted["class"].endswith("own_workload.Regression" if run.own else ".vision.Images")
   params = sum(x.size for k, x in saved.items() if k.startswith("target/"))
   assert flops.Cost(tuple(flops.Op(**op) for op in noted["ops"])).params == params
-  (measure,) = scored.measures(reading.read([run.folder])[0]).values()
+  (measure,) = scores.table.measures(run_folder.Run(run.folder)).values()
   assert measure.metrics == (metric,) and measure.less == run.own
   assert cli.main(["report", str(run.folder), "--out", str(tmp_path / "report.html")]) == 0
 

@@ -159,22 +159,24 @@ def summary(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]
   if not scored:
     yield "No metric of which more is better is common to runs whose rules are known."
     return
-  dense = {run.name: score for run, score in scored if not run.sparse}
+  dense = [(run, score) for run, score in scored if not run.sparse]
   rows = []
   for run, score in scored:
     left = sorted({recipe.pattern.density for recipe in run.sparse.values()})
     weights = " to ".join(f"{100 * share:.4g} %" for share in dict.fromkeys(left[:1] + left[-1:]))
-    kept = [f"{score / base:.1%} of {name}" for name, base in dense.items() if left and base]
-    rows.append([run.name, f"{score:.4g}", ", ".join(kept), weights or "all", f"{run.last_step:,}"])
+    # The nearest in length, for training on makes a dense network better too.
+    distance = lambda other, run=run: abs(other[0].last_step - run.last_step)
+    near, base = min(dense, key=distance, default=(run, 0))
+    kept = f"{score / base:.1%} of {near.name}" if left and base else ""
+    rows.append([run.name, f"{score:.4g}", kept, weights or "all", f"{run.last_step:,}"])
   yield Table(["run", " and ".join(shared), "kept", "weights", "updates"], rows)
   yield (
     f"Score: {'the mean of ' * (len(shared) > 1)}{listed([*shared])}, checkpoint: {checkpoint}. "
     "Weights: what the patterns leave of the sparse kernels."
   )
   yield (
-    "Compare a sparse run with a dense one of as many updates, for training on makes a dense network "
-    "better too. One seed shows that a recipe works, not which is best: that takes a sweep over "
-    "several."
+    "Compare a sparse run with a dense one of as many updates. One seed shows that a recipe works, "
+    "not which is best: that takes a sweep over several."
   )
 
 

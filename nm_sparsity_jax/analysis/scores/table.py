@@ -150,7 +150,8 @@ def _row(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
       columns[name] = column(name, *at, values, measure.less)
   if all(nine := [columns.get(title) for title in titles]):
     mean, step = statistics.fmean(x["mean"] for x in nine), min(x["step"] for x in nine)
-    columns = {"overall": column("overall", step, mean, {}, False), **columns}
+    overall = column("overall", step, mean, {}, False) | {"step": None}  # it is of several steps
+    columns = {"overall": overall, **columns}
   places = run.sparse and {place: str(recipe.pattern) for place, recipe in run.sparse.items()}
   return {
     "run": run.name, "path": str(run.path), "recipe": run.recipe, "places": places,
@@ -190,7 +191,7 @@ def _cell(column: Mapping[str, Any] | None, best: float | None) -> str:
   if column is None:
     return "-"
   mean, paper = column["mean"], column["published"]
-  text = f"{mean:.4g} @ {column['step']:,}"
+  text = f"{mean:.4g}" + (f" @ {column['step']:,}" if column["step"] is not None else "")
   text += "" if paper is None else f", published {paper:.5g} ({mean - paper:+.3g})"
   return Strong(text) if mean == best else text
 
