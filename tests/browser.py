@@ -19,7 +19,7 @@ def path():
   return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def ask(expression, file, widths, folder, dark=False):
+def ask(expression, file, widths, folder):
   """The value of a JavaScript expression over `document` of a file, for each width in pixels."""
   uri = pathlib.Path(file).resolve().as_uri()
   frames = "".join(f'<iframe src="{uri}" width={width} height=900></iframe>' for width in widths)
@@ -31,6 +31,5 @@ def ask(expression, file, widths, folder, dark=False):
   page = pathlib.Path(folder) / "frames.html"
   page.write_text(f"<style>iframe{{border:0}}</style><body>{frames}<script>{script}</script>")
   command = [path(), *_FLAGS, f"--user-data-dir={folder}/profile", page.as_uri()]
-  command += ["--force-dark-mode"] * dark
   done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
   return json.loads(html.unescape(re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)[1]))

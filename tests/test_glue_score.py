@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from nm_sparsity_jax import cli
 from nm_sparsity_jax.analysis import run_folder, scores
-from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.analysis.scores.table import Measure
 from nm_sparsity_jax.runs import glue, paper
 
@@ -91,23 +90,6 @@ def test_which_published_row(change, row, remark, write):
   assert any(remark in r for r in found["remarks"])
 
 
-@pytest.mark.parametrize(
-  "whole, parts",
-  [
-    ("ff", "encoder/ff decoder/ff"),
-    ("qkv", "q v k"),
-    ("qkv", "self/qkv cross/qk decoder/cross/v"),
-    ("o", "encoder/self/o decoder/self/o decoder/cross/o"),
-  ],
-)
-def test_rules_that_say_the_same_are_equal(whole, parts):
-  """Cut into parts, rules are the rules that they were; without a part they are not."""
-  of = lambda places: published.parts_of(dict.fromkeys(places, "1:8"))
-  parts = {*parts.split()}
-  assert of(parts) == of([whole])
-  assert all(of(parts - {part}) != of([whole]) for part in parts)
-
-
 # --- which checkpoint -----------------------------------------------------------------------------
 
 
@@ -170,7 +152,6 @@ def test_a_partial_run_has_no_overall(write):
   "name, text, word",
   [
     ("nothing", "", "inference_eval"),
-    ("train/metrics.jsonl", '{"step": 1, "loss": 2}\n', "no task"),
     ("inference_eval/nm_glue_rte-metrics.jsonl", '{"step": 1}\n[]\n', "line 2"),
     ("inference_eval/nm_glue_rte-metrics.jsonl", '{"accuracy": 5}\n', "step"),
   ],

@@ -1,12 +1,12 @@
 """nm-sparsity report: what runs wrote is what the page shows."""
 
 import base64
-import html.parser
 import json
 import math
 import pathlib
 import re
 
+import markupsafe
 import pytest
 from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer import record_writer
@@ -125,12 +125,12 @@ def test_points_are_those_of_the_events_at_the_steps_that_were_written(found):
   for i, plus in enumerate((0, 0.5)):
     losses = [(s, pytest.approx(64 / (s - 1000) + plus)) for s in range(1020, 1101, 20)]
     assert points["train_loss"][i] == losses
-  assert points["validation_nm_glue_rte_loss"][1] == [(1050, 1.25), (1100, 1.0)]
-  assert points["nm_glue_rte_accuracy"][0] == [(1050, 52.5), (1100, 55.0)]
-  assert [line.run for line in found.charts["nm_glue_sst2_accuracy"].lines] == [1]
-  assert points["density"][1][-1] == (1100, 0.25)
-  assert points["flip_rate_kept"][0][0] == (1020, 0.0625)
-  assert points["grad_abs_var_all"][0] == [(1020, 0.5), (1040, 2.0**-20), (1060, 0.0)]
+  assert points["training_eval_nm_glue_rte_loss"][1] == [(1050, 1.25), (1100, 1.0)]
+  assert points["inference_eval_nm_glue_rte_accuracy"][0] == [(1050, 52.5), (1100, 55.0)]
+  assert [line.run for line in found.charts["inference_eval_nm_glue_sst2_accuracy"].lines] == [1]
+  assert points["train_nm_density"][1][-1] == (1100, 0.25)
+  assert points["train_nm_flip_rate_kept"][0][0] == (1020, 0.0625)
+  assert points["train_nm_grad_abs_var_all"][0] == [(1020, 0.5), (1040, 2.0**-20), (1060, 0.0)]
   by_schedule, other, *dots = points["D"]
   recipe = found.runs[0].rules.places["ff"]
   assert all(value == float(recipe.decay(step - 1000)) for step, value in by_schedule)
@@ -141,7 +141,7 @@ def test_points_are_those_of_the_events_at_the_steps_that_were_written(found):
 def test_a_resumed_run_counts_what_was_written_last(tmp_path):
   for number, points in ((2, {20: 3.0, 30: 2.0}), (1, {10: 5.0, 20: 4.0})):
     events(tmp_path / f"train/events.out.tfevents.{number}.host", {run_folder.T5_LOSS: points})
-  assert run_folder.Run(tmp_path).train == {"loss": {10: 5.0, 20: 3.0, 30: 2.0}}
+  assert run_folder.Run(tmp_path).curves == {"train/loss": {10: 5.0, 20: 3.0, 30: 2.0}}
 
 
 def test_d_jumps_where_the_schedule_does():
@@ -284,37 +284,11 @@ def test_the_summary_says_what_is_kept_and_lost(tmp_path):
 # --- the page -------------------------------------------------------------------------------------
 
 
-class Outline(html.parser.HTMLParser):
-  """Refuses tags that do not close in order, and keeps what the tests ask for."""
-
-  VOID = {"meta", "img"}
-
-  def __init__(self, text):
-    super().__init__()
-    self.open, self.attributes, self.words = [], [], []
-    self.feed(text)
-    self.close()
-    assert not self.open
-
-  def handle_starttag(self, tag, attrs):
-    self.attributes += [(tag, *pair) for pair in attrs]
-    if tag not in self.VOID:
-      self.open.append(tag)
-
-  def handle_endtag(self, tag):
-    assert self.open.pop() == tag
-
-  def handle_data(self, data):
-    self.words.append(data)
-
-
-def test_the_page_is_well_formed_and_has_every_number_and_line(runs, found, tmp_path):
+def test_the_page_has_every_number_and_every_line(runs, found, tmp_path):
   file = tmp_path / "report.html"
   assert cli.main(["report", *runs, "--out", str(file), "--checkpoint", "last"]) == 0
   text = file.read_text("utf-8")
   assert report.write(found, tmp_path / "new/page.html").read_text("utf-8") == text
-  ids = [value for _, name, value in Outline(text).attributes if name == "id"]
-  assert len(ids) == len(set(ids)) and ids[0] == "summary"
   figures = dict(re.findall(r'<figure id="chart-([^"]+)">(.*?)</figure>', text, re.DOTALL))
   assert figures.keys() == found.charts.keys()
   for key, chart in found.charts.items():
@@ -326,22 +300,13 @@ def test_the_page_is_well_formed_and_has_every_number_and_line(runs, found, tmp_
 
 
 def test_names_are_escaped_and_nothing_is_fetched(tmp_path):
-  """A name with all that HTML gives a meaning comes out as text, in elements and in attributes."""
-
-  def outline(odd):
-    parts = [
-      Chart("a", odd, odd, [Line(0, [(0, 1.0), (1, math.nan)])], labels=[odd, odd], note=odd),
-      Table([odd, odd], [[odd, Strong(odd)]]),
-      odd,
-    ]
-    file = tmp_path / "page.html"
-    page.write(file, odd, [odd], [Section("s", odd, parts)], {odd: odd})
-    return Outline(file.read_text("utf-8"))
-
   odd = """x<y>&"z'</title>"""
-  tags = lambda outline: [(tag, name) for tag, name, _ in outline.attributes]
-  assert tags(outline(odd)) == tags(outline("name"))  # no name adds a tag or an attribute
-  assert "".join(outline(odd).words).count(odd) == 18
-  for tag, name, value in outline(odd).attributes:
-    assert tag not in ("script", "iframe", "link", "object") and not name.startswith("on")
-    assert name not in ("href", "src") or value.startswith(("#", "data:image/svg+xml;base64,"))
+  parts = [
+    Chart("a", odd, odd, [Line(0, [(0, 1.0), (1, math.nan)])], labels=[odd, odd], note=odd),
+    Table([odd, odd], [[odd, Strong(odd)]]),
+    odd,
+  ]
+  page.write(tmp_path / "page.html", odd, [odd], [Section("s", odd, parts)], {odd: odd})
+  text = (tmp_path / "page.html").read_text("utf-8")
+  assert "<y>" not in text and text.count(str(markupsafe.escape(odd))) == 18
+  assert not re.search(r"<(script|link|iframe)|(src|href)=\"(?!#|data:image)|@import|url\(", text)

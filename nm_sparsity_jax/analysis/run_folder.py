@@ -116,17 +116,6 @@ class Run:
   # --- what was measured --------------------------------------------------------------------------
 
   @functools.cached_property
-  def train(self) -> dict[str, Points]:
-    """Returns tag -> points, of train/. Of the many losses of T5X, `loss` is of a target token."""
-    return _curves(self.path / "train")
-
-  @functools.cached_property
-  def evals(self) -> dict[tuple[str, str], Points]:
-    """Returns (task, tag) -> points, of training_eval/."""
-    rooms = sorted((self.path / "training_eval").glob("*"))
-    return {(room.name, tag): points for room in rooms for tag, points in _curves(room).items()}
-
-  @functools.cached_property
   def tasks(self) -> dict[str, Series]:
     """Returns task -> step -> metric -> value, of decoded predictions."""
     room = self.path / "inference_eval"
@@ -139,11 +128,25 @@ class Run:
         noted.setdefault(task, {})[step] = metrics
     return {task: series for task, series in (noted | found).items() if any(series.values())}
 
+  @functools.cached_property
+  def curves(self) -> dict[str, Points]:
+    """Returns all numbers, by folder and tag: 'train/loss', 'inference_eval/nm_glue_rte/accuracy'.
+
+    Of the many losses of T5X, `loss` is that of a target token.
+    """
+    rooms = [self.path / "train", *sorted((self.path / "training_eval").glob("*"))]
+    found = {room: _by_tag(_series(room, room / "metrics.jsonl")) for room in rooms}
+    found |= {self.path / "inference_eval" / task: _by_tag(x) for task, x in self.tasks.items()}
+    return {
+      f"{room.relative_to(self.path)}/{tag}": points
+      for room, by_tag in found.items()
+      for tag, points in by_tag.items()
+    }
+
   @property
   def last_step(self) -> int:
     """Returns the last step for which anything was written."""
-    series = [*self.train.values(), *self.evals.values(), *self.tasks.values()]
-    return max(step for points in series for step in points)
+    return max(step for points in self.curves.values() for step in points)
 
   def less_is_better(self, metric: str) -> bool:
     """Returns whether less of a metric is better, as its workload or else its name says."""
@@ -163,7 +166,7 @@ def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:
   found = []
   for path, name in zip(paths, names, strict=True):
     run = Run(pathlib.Path(path), name if names.count(name) == 1 else str(path))
-    if not (run.train or run.evals or run.tasks):
+    if not run.curves:
       raise ValueError(
         f"{path}: holds no metrics in train/, training_eval/ or inference_eval/. Name the "
         "MODEL_DIR of a run; copy one in a bucket first."
@@ -172,9 +175,9 @@ def read(paths: Sequence[str | pathlib.Path]) -> list[Run]:
   return found
 
 
-def _curves(folder: pathlib.Path) -> dict[str, Points]:
+def _by_tag(series: Series) -> dict[str, Points]:
   found: dict[str, Points] = {}
-  for step, values in _series(folder, folder / "metrics.jsonl").items():
+  for step, values in series.items():
     for tag, value in values.items():
       found.setdefault(tag, {})[step] = value
   if T5_LOSS in found:

@@ -10,7 +10,7 @@ nm_glue_* or T5's glue_*_v002, have lines of their own.
 
 A value in brackets is the run's score minus the published one, which is rounded to 0.1.
 
-Exit code: 0 = each run has scores, 1 = a run has none.
+Exit code: 0 = printed, 1 = a folder holds no metrics, or is broken.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from nm_sparsity_jax.analysis.charts import Chart, Line
 from nm_sparsity_jax.analysis.page import Part, Section, Strong, Table
 from nm_sparsity_jax.analysis.report.costs import training_flops
-from nm_sparsity_jax.analysis.run_folder import Points, Run
+from nm_sparsity_jax.analysis.run_folder import Run
 from nm_sparsity_jax.analysis.scores import table
 from nm_sparsity_jax.core.text import listed
 from nm_sparsity_jax.runs import trained
@@ -32,11 +32,11 @@ def sections(runs: Sequence[Run], checkpoint: table.Checkpoint = "best") -> list
     Section("summary", "Summary", list(summary(runs, checkpoint))),
     Section("runs", "Runs", [_overview(runs)]),
     Section("scores", "Scores", list(_scores(runs, checkpoint))),
-    Section("metrics", "Metrics by task", _metrics(runs)),
-    Section("loss", "Loss", _losses(runs)),
+    Section("metrics", "Metrics by task", _curves(runs, "inference_eval/.*")),
+    Section("loss", "Loss", _curves(runs, "(train/(?!nm/)|training_eval/).*")),
     Section("schedule", "Pattern and D", list(_schedule(runs))),
-    Section("flips", "Mask flips", _samples(runs, "nm/flip_rate/.*")),
-    Section("variance", "Variance", _samples(runs, "nm/.*_var.*", log=True)),
+    Section("flips", "Mask flips", _curves(runs, "train/nm/flip_rate/.*")),
+    Section("variance", "Variance", _curves(runs, "train/nm/.*_var.*", log=True)),
     Section("cost", "Accuracy against cost", list(_cost(runs))),
     Section("settings", "Settings and environment", [_settings(runs)]),
   ]
@@ -46,58 +46,22 @@ def sections(runs: Sequence[Run], checkpoint: table.Checkpoint = "best") -> list
 
 
 def _curves(
-  found: Sequence[Mapping[str, Points]], style: str = "line", log: bool = False
-) -> list[Chart]:
-  """Returns a chart for each name, with a line for each run that has points of it.
+  runs: Sequence[Run], tags: str, style: str = "line", log: bool = False
+) -> Sequence[Part]:
+  """Returns a chart for each tag, with a line for each run that has it.
 
   Args:
-    found: of each run, name -> points.
+    runs: all runs.
+    tags: a regex, which matches the whole of a tag.
     style: of the lines.
     log: whether y is logarithmic.
   """
   charts = []
-  for name in sorted({name for one in found for name in one}):
-    points = [(i, sorted(one[name].items())) for i, one in enumerate(found) if name in one]
-    lines = [Line(i, found, style) for i, found in points]
-    charts.append(Chart(re.sub(r"\W", "_", name), name, "step", lines, log))
-  return charts
-
-
-def _metrics(runs: Sequence[Run]) -> Sequence[Part]:
-  found: list[dict[str, Points]] = []
-  for run in runs:
-    found.append({})
-    for task, series in run.tasks.items():
-      for step, values in series.items():
-        for metric, value in values.items():
-          found[-1].setdefault(f"{task} {metric}", {})[step] = value
-  return _curves(found) or ["No run has metrics of decoded predictions (inference_eval/)."]
-
-
-def _losses(runs: Sequence[Run]) -> Sequence[Part]:
-  found = []
-  for run in runs:
-    train = {f"train {t}": points for t, points in run.train.items() if not t.startswith("nm/")}
-    found.append(train | {f"validation {task} {t}": p for (task, t), p in run.evals.items()})
-  return _curves(found) or ["No run has curves of training (train/, training_eval/)."]
-
-
-def _samples(
-  runs: Sequence[Run], tag: str, style: str = "line", log: bool = False
-) -> Sequence[Part]:
-  """Returns a chart for each tag of the samples that a run wrote of its masks and gradients.
-
-  Args:
-    runs: all runs.
-    tag: a regex, which matches all of a tag.
-    style: of the lines.
-    log: whether y is logarithmic.
-  """
-  found = [
-    {name.removeprefix("nm/"): p for name, p in run.train.items() if re.fullmatch(tag, name)}
-    for run in runs
-  ]
-  return _curves(found, style, log) or ["No run has such samples (METRICS_EVERY)."]
+  for tag in sorted({tag for run in runs for tag in run.curves if re.fullmatch(tags, tag)}):
+    points = [(i, run.curves[tag].items()) for i, run in enumerate(runs) if tag in run.curves]
+    lines = [Line(i, list(found), style) for i, found in points]
+    charts.append(Chart(re.sub(r"\W", "_", tag), tag, "step", lines, log))
+  return charts or ["No run has written such curves."]
 
 
 def _schedule(runs: Sequence[Run]) -> Iterator[Part]:
@@ -119,11 +83,11 @@ def _schedule(runs: Sequence[Run]) -> Iterator[Part]:
       yield f"{run.name}: no schedule, {run.no_rules}."
   if rows:
     yield Table(["run", "recipe", "places", "steps", "pattern", "D"], rows)
-  sampled = [(i, run.train["nm/D"]) for i, run in enumerate(runs) if "nm/D" in run.train]
-  lines += [Line(i, sorted(points.items()), "dots") for i, points in sampled]
+  sampled = [(i, run.curves.get("train/nm/D", {})) for i, run in enumerate(runs)]
+  lines += [Line(i, list(points.items()), "dots") for i, points in sampled if points]
   if lines:
     yield Chart("D", "D, by schedule (dashed) and as sampled (dots)", "step", lines)
-  yield from _samples(runs, "nm/density", "steps")
+  yield from _curves(runs, "train/nm/density", "steps")
 
 
 def decays(recipe: Any) -> list[tuple[int, float]]:
@@ -188,7 +152,7 @@ def _scores(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]
     yield Table(head, lines)
     yield from table.notes(report)
   else:
-    yield "No run has metrics of decoded predictions (inference_eval/)."
+    yield "No run has metrics in inference_eval/ or evaluations.json."
 
 
 def _overview(runs: Sequence[Run]) -> Table:
@@ -198,7 +162,7 @@ def _overview(runs: Sequence[Run]) -> Table:
     places = run.rules.places.items() if run.rules else ()
     what = "; ".join(f"{place}: {_trained(recipe)}" for place, recipe in places) or run.no_rules
     done, inherited = run.last_step - (run.start or 0), run.start or 0
-    last = [run.train.get(tag, {}) for tag in ("loss", "nm/density")]
+    last = [run.curves.get(tag, {}) for tag in ("train/loss", "train/nm/density")]
     values = [f"{[*points.values()][-1]:.4g}" if points else "-" for points in last]
     try:
       spent, dense = training_flops(run, done)

@@ -109,10 +109,7 @@ def score(paths: Sequence[str | pathlib.Path], checkpoint: Checkpoint = "best") 
   Raises:
     ValueError: a folder holds no metrics, or a file in it is broken.
   """
-  runs = run_folder.read(paths)
-  if empty := [run.path for run in runs if not run.tasks]:
-    raise ValueError(f"{empty[0]}: no task has metrics in inference_eval/ or evaluations.json")
-  return of_runs(runs, checkpoint)
+  return of_runs(run_folder.read(paths), checkpoint)
 
 
 def of_runs(runs: Sequence[Run], checkpoint: Checkpoint) -> dict[str, Any]:
