@@ -19,6 +19,7 @@ from nm_sparsity_jax.analysis.page import Strong
 from nm_sparsity_jax.analysis.run_folder import Run
 from nm_sparsity_jax.analysis.scores import published
 from nm_sparsity_jax.core.text import columns as aligned
+from nm_sparsity_jax.core.text import printable
 from nm_sparsity_jax.runs import glue
 
 Checkpoint = str | int  # 'best', 'last' or a step
@@ -209,4 +210,4 @@ def render(report: Mapping[str, Any]) -> str:
   Args:
     report: what `score` returned.
   """
-  return "\n".join([*aligned(cells(report)), "", *notes(report)])
+  return "\n".join([*aligned(cells(report)), "", *map(printable, notes(report))])
