@@ -193,13 +193,16 @@ def test_seqios_loggers_write_what_is_read(tmp_path):
 
 
 def test_the_command_prints_the_report_and_needs_no_t5x(write):
-  run, code = write(SR_STE), """
+  run, code = (
+    write(SR_STE),
+    """
 import sys
 from nm_sparsity_jax import cli
 assert cli.main(["glue", "score", sys.argv[1]]) == 0
 assert cli.main(["glue", "score", sys.argv[1], "--json"]) == 0
 assert not {"tensorflow", "seqio", "gin", "t5x"} & {*sys.modules}
-"""
+""",
+  )
   command = [sys.executable, "-c", code, run]
   done = subprocess.run(command, capture_output=True, text=True, check=True)
   text, _, found = done.stdout.partition("{")

@@ -87,5 +87,6 @@ def _figure(chart: Chart) -> Any:
   if chart.labels:
     axes.set_xticks(range(len(chart.labels)), chart.labels)
   else:
+    axes.locator_params(axis="x", nbins=5)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.2M: steps have many digits
   return figure

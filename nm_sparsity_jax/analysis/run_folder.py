@@ -205,4 +205,3 @@ def _json_lines(file: pathlib.Path) -> Iterator[tuple[int, dict[str, float]]]:
       entry = json.loads(line)
       step = operator.index(entry.pop("step"))
       yield step, {k: float(v) for k, v in entry.items() if isinstance(v, int | float)}
-

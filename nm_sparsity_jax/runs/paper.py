@@ -101,8 +101,8 @@ def find(table: str, row: str) -> Row:
   if row not in known:
     near = difflib.get_close_matches(str(row), known, cutoff=0)
     raise ValueError(
-      f"no row of {table} is called ROW={row!r}; the nearest are {near}. `nm-sparsity rows {table}` "
-      "lists all"
+      f"no row of {table} is called ROW={row!r}; the nearest are {near}. `nm-sparsity rows "
+      f"{table}` lists all"
     )
   return known[row]
 

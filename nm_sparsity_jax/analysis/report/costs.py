@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -54,11 +53,12 @@ def _t5_cost(run: Run) -> Any:
   if how := bound[0][0]:
     make = getattr(T5Config, how)
   else:  # T5X's own class has the names of ours, and more that no FLOPs depend on
-    make, ours = T5Config, {field.name for field in dataclasses.fields(T5Config)}
+    make, ours = T5Config, T5Config.__annotations__
     values = {name: value for name, value in values.items() if name in ours}
   if any(isinstance(value, trained.Reference) for value in values.values()):
     raise ValueError("config.gin binds T5Config to values that are not plain")
-  return _traced_cost(make(**values), tuple(lengths.items()))
+  config: Any = make(**values)
+  return _traced_cost(config, tuple(lengths.items()))
 
 
 @functools.cache  # runs of one page often have one network

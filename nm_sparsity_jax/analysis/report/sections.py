@@ -119,7 +119,7 @@ def summary(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]
       continue
     found = [measure.at(run, checkpoint) for measure in shared.values()]
     if all(found):
-      scored.append((run, statistics.fmean(at[1] for at in found)))
+      scored.append((run, statistics.fmean(at[1] for at in found if at)))
   if not scored:
     yield "No metric of which more is better is common to runs whose rules are known."
     return

@@ -1,8 +1,8 @@
 """What runs scored, next to the published rows.
 
-    Run -> [measures] the columns of GLUE, or its tasks -> [Measure.at] the step that counts
-        -> published.match -> the paper's row
-        -> [score] a report of plain values -> [rows] cells for people
+Run -> [measures] the columns of GLUE, or its tasks -> [Measure.at] the step that counts
+    -> published.match -> the paper's row
+    -> [score] a report of plain values -> [rows] cells for people
 """
 
 from __future__ import annotations
@@ -129,10 +129,7 @@ def _row(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
   if judged.keys() & {*titles} or published.image_network(run.gin):
     paper, remarks = published.match(run)
   if checkpoint == "best" and run.recipe and run.target is None:
-    remarks.append(
-      "it is not known from which step on the weights have the target pattern, so the best step may "
-      "be one before it"
-    )
+    remarks.append("it is not known from which step on the weights have the target pattern")
 
   def column(name: str, step: int, mean: float, values: Mapping[str, float], less: bool):
     # The paper's scores are of the target pattern.
@@ -146,7 +143,8 @@ def _row(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     else:
       values = {metric: run.tasks[measure.task][at[0]][metric] for metric in measure.metrics}
       columns[name] = column(name, *at, values, measure.less)
-  if all(nine := [columns.get(title) for title in titles]):
+  nine: list[Any] = [columns.get(title) for title in titles]
+  if all(nine):
     mean, step = statistics.fmean(x["mean"] for x in nine), min(x["step"] for x in nine)
     overall = column("overall", step, mean, {}, False) | {"step": None}  # it is of several steps
     columns = {"overall": overall, **columns}
