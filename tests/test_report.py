@@ -156,7 +156,7 @@ def test_tables(runs, tmp_path):
   (tmp_path / "third/run.json").write_text(json.dumps({"start": 1000, "processes": noted}))
   found = report.report([*runs, third])
   assert found["runs"][0].rows[0][:6] == [
-    "mdgf", "ff: mdgf_exponential 1:8, 100 steps, dense 10, finetune 20", "100", "1,000", "0.64",
+    "mdgf", "ff: mdgf_exponential 1:8, total=100, dense=10, finetune=20", "100", "1,000", "0.64",
     "0.125",
   ]  # fmt: skip
   settings = found["settings"][0].rows

@@ -101,8 +101,7 @@ class Run:
       named = folders.named_step(path) if path else 0
       if named is not None:
         return named
-    # A reference: gin asked the checkpoint.
-    return None if start is None else trained.start_of(str(self.path))
+    return trained.start_of(str(self.path))
 
   @property
   def target(self) -> int | None:

@@ -156,11 +156,10 @@ def _scores(runs: Sequence[Run], checkpoint: table.Checkpoint) -> Iterator[Part]
 
 
 def _overview(runs: Sequence[Run]) -> Table:
-  """Returns a table with a row for each run: recipe, steps, last loss, density, FLOPs."""
+  """Returns a table with a row for each run: rules, steps, last loss, density, FLOPs."""
   rows = []
   for run in runs:
-    places = run.rules.places.items() if run.rules else ()
-    what = "; ".join(f"{place}: {_trained(recipe)}" for place, recipe in places) or run.no_rules
+    rules = run.rules.text if run.rules else run.no_rules
     done, inherited = run.last_step - (run.start or 0), run.start or 0
     last = [run.curves.get(tag, {}) for tag in ("train/loss", "train/nm/density")]
     values = [f"{[*points.values()][-1]:.4g}" if points else "-" for points in last]
@@ -169,22 +168,12 @@ def _overview(runs: Sequence[Run]) -> Table:
       flops = f"{spent:.3g} ({spent / dense:.1%})"
     except (ValueError, TypeError, ZeroDivisionError):  # the section of costs says why
       flops = "-"
-    rows.append([run.name, what, f"{done:,}", f"{inherited:,}", *values, flops])
+    rows.append([run.name, rules, f"{done:,}", f"{inherited:,}", *values, flops])
   head = [
-    "run", "recipe", "steps", "inherited", "last loss", "density now",
+    "run", "rules", "steps", "inherited", "last loss", "density now",
     "training FLOPs (of dense)",
   ]  # fmt: skip
   return Table(head, rows)
-
-
-def _trained(recipe: Any) -> str:
-  if not any(segment.pattern for segment in recipe.timeline()):
-    return recipe.name
-  phases = recipe.phases
-  return (
-    f"{recipe.name} {recipe.pattern}, {phases.total:,} steps, dense {phases.dense:,}, finetune "
-    f"{phases.finetune:,}"
-  )
 
 
 def _settings(runs: Sequence[Run]) -> Table:
