@@ -17,8 +17,8 @@ from nm_sparsity_jax.training import configure, rules_text
 ROWS = [row for table in paper.rows().values() for row in table.values()]
 IDS = [f"{row.table} {row.name}" for row in ROWS]
 
-# SHA-256 of all tables, as JSON with sorted keys. The scores in these bytes were held once against a
-# second copy of the paper's tables.
+# SHA-256 of all tables, as JSON with sorted keys. Their scores were once held against a second copy
+# of the paper's tables.
 DIGEST = "59dfd318dfd794f597e1170715551961974ba6e329ff98001de609f3447fb475"
 
 
