@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nm_sparsity_jax.core import packed as of_one
-from nm_sparsity_jax.core.packed import MOST, NMPacked, like, pack, sizes, unpack
+from nm_sparsity_jax.core.packed import MOST, NMPacked, like, pack, unpack
 from nm_sparsity_jax.core.text import printable, table
 from nm_sparsity_jax.core.trees import alike, flatten, map_with_names, path_name
 from nm_sparsity_jax.deploy.unstack_layers import unstacked
@@ -61,7 +61,7 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> tuple[dict[str, NMPa
     elif why := _refused(site, x.dtype, dtype or x.dtype):
       dense[path] = why
     else:
-      packed[path] = like(site.pattern, site.groups, dtype or x.dtype)
+      packed[path] = like(site.pattern, site.shape, dtype or x.dtype)
   return packed, dense
 
 
@@ -72,7 +72,7 @@ def _refused(site: Site, dtype: Any, kind: Any) -> str:
     return "layers take packed only kernels (in, out), with groups along axis 0"
   if site.pattern.m > MOST:
     return f"{site.pattern}: an index reaches through {MOST} entries at most"
-  found = sizes(like(site.pattern, site.groups, kind)).total
+  found = like(site.pattern, site.shape, kind).nbytes
   zeros = math.prod(site.shape) * np.dtype(dtype).itemsize
   if found >= zeros:
     return f"{site.pattern} takes {found:,} bytes packed, and {zeros:,} with its zeros"
@@ -161,9 +161,8 @@ def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report
     if path not in likes:
       rest += w.nbytes
       return w
-    # Without its groups: recipes may pad for a longer group than the last one, which stays here.
-    packed = pack(np.asarray(w), likes[path].pattern, None, dtype, path)
-    kernels[path] = Kernel(str(packed.pattern), w.size, sizes(packed).total, w.nbytes)
+    packed = pack(np.asarray(w), likes[path].pattern, dtype, path)
+    kernels[path] = Kernel(str(packed.pattern), w.size, packed.nbytes, w.nbytes)
     return packed
 
   return map_with_names(one, params), Report(kernels, dense, rest)

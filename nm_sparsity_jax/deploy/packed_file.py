@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from nm_sparsity_jax.core.groups import Groups
 from nm_sparsity_jax.core.packed import NMPacked, check, like, unpack
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.text import first_line
@@ -164,7 +163,7 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
 def _kernel(pattern: NM, depth: int, *parts: Any) -> NMPacked:
   """Returns the kernel of lazy parts; refuses shapes and dtypes that `pack` does not make."""
   values, *_ = parts
-  due = like(pattern, Groups((depth, values.shape[1]), 0), values.dtype)
+  due = like(pattern, (depth, values.shape[1]), values.dtype)
   form = lambda x: None if x is None else (tuple(x.shape), np.dtype(x.dtype))
   if [form(x) for x in parts] != [form(getattr(due, part)) for part in _PARTS]:
     raise ValueError(f"values, indices and scale do not fit {pattern} of depth {depth}")

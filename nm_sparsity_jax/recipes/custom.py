@@ -32,8 +32,6 @@ class Custom(Recipe):
   """
 
   name: ClassVar[str] = "custom"
-  pattern: NM
-  phases: Phases
   path: tuple[tuple[int, NM, float], ...] = ()
   gradient: str | None = None
 
@@ -64,5 +62,6 @@ class Custom(Recipe):
 
   @property
   def curve(self):
-    knots = (*((step, d) for step, _, d in self.path), (self.phases.finetune_start, 0.0))
-    return schedules.piecewise(knots, self.phases.dense)
+    dense = self.phases.dense
+    knots = [(step - dense, d) for step, _, d in self.path]
+    return schedules.piecewise(*knots, (self.phases.finetune_start - dense, 0.0))

@@ -47,8 +47,6 @@ class OneShot(TakenOnce):
   """
 
   name: ClassVar[str] = "one_shot"
-  pattern: NM
-  phases: Phases
   gradient: str | None = None
 
   def first_state(self, groups, w):
@@ -75,8 +73,6 @@ class Snip(TakenOnce):
 
   name: ClassVar[str] = "snip"
   needs_gradients: ClassVar[bool] = True
-  pattern: NM
-  phases: Phases
   batches: int = 1
   gradient: str | None = None
 
@@ -137,8 +133,6 @@ class Idp(Recipe):
   name: ClassVar[str] = "idp"
   stateful: ClassVar[bool] = True
   default_gradient: ClassVar[str] = "straight_through"
-  pattern: NM
-  phases: Phases
   lam: float = 2e-4
 
   def __post_init__(self):

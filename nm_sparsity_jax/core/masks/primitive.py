@@ -23,12 +23,14 @@ from nm_sparsity_jax.core.masks.keys import ABSENT, magnitude_keys
 from nm_sparsity_jax.core.masks.selection import Kept
 
 
+# One program for each shape: the passes one by one would each write the whole weight.
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
 def mask(
   w: jax.Array,
   kept: Kept,
   axes: tuple[int, ...],
-  n: jax.Array | None = None,
-  parent: jax.Array | None = None,
+  n: jax.Array | int | None,
+  parent: jax.Array | None,
 ) -> jax.Array:
   """Returns the magnitude mask of a weight; no gradient flows through it.
 
@@ -42,6 +44,7 @@ def mask(
   Returns:
     bool, shape of `w`, True = kept.
   """
+  n = None if n is None else jnp.asarray(n, jnp.int32)
   operands = _alike(lax.stop_gradient(w), *(x for x in (n, parent) if x is not None))
   return _mask.bind(*operands, kept=kept, axes=axes)
 
@@ -90,19 +93,7 @@ def _named(rest, kept: Kept) -> tuple[Any, Any]:
 
 
 _mask = Primitive("nm_mask")
-
-
-@functools.partial(jax.jit, static_argnames=("kept", "axes"))
-def _compiled(*args, kept, axes):
-  return _mask.bind(*args, kept=kept, axes=axes)
-
-
-@_mask.def_impl
-def _outside_jit(*args, kept, axes):
-  # One program for each shape: the passes of a mask one by one would each write the whole weight.
-  # Under `jax.disable_jit` the compiled one would come back here.
-  run = groupwise if jax.config.values["jax_disable_jit"] else _compiled
-  return run(*args, kept=kept, axes=axes)
+_mask.def_impl(groupwise)  # under `jax.disable_jit`: else `mask` is compiled
 
 
 @_mask.def_abstract_eval
