@@ -161,13 +161,18 @@ def test_only_a_cpu_pins_by_a_remainder(name):
   assert ("stablehlo.remainder" in lowered.as_text()) == (name == "cpu")
 
 
-def test_vmap_over_n_and_without_jit():
-  w, levels = np.random.default_rng(0).normal(size=(80, 3)), jnp.array([1, 7, 40])
-  mask = lambda n: magnitude_mask(w.astype(np.float32), "1:40", n=n)
-  want = [ranks(abs(w), 40) < n for n in levels]
-  same(jax.jit(jax.vmap(mask))(levels), want)
+@pytest.mark.parametrize("axes", [(0, 0, 0), (2, None, 1), (None, None, 0), (None, 0, None)])
+def test_vmap_over_anything_and_without_jit(axes):
+  rng = np.random.default_rng(0)
+  every = rng.normal(size=(3, 80, 2)).astype(np.float32), np.array([1, 7, 40]), rng.random((3, 80, 2))
+  every = (*every[:2], every[2] < 0.5)
+  mask = lambda w, n, parent: magnitude_mask(w, "1:40", n=n, parent=parent)
+  args = [x[0] if a is None else np.moveaxis(x, 0, a) for x, a in zip(every, axes, strict=True)]
+  used = [[x[i * (a is not None)] for x, a in zip(every, axes, strict=True)] for i in range(3)]
+  want = [ranks(abs(w), 40, 0, parent) < n for w, n, parent in used]
+  same(jax.jit(jax.vmap(mask, axes))(*args), want)
   with jax.disable_jit():
-    same(mask(levels[1]), want[1])
+    same(mask(*used[1]), want[1])
 
 
 @pytest.mark.parametrize("pattern, options", [("4:16", {}), ("1:40", {"n": 7})])

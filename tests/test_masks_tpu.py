@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_every_recipe
 import test_masks_sharded
-from jax import export, lax
+from jax import export
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -75,39 +74,6 @@ def interpreted():
   lower_by(run)
   yield calls
   lower_by(primitive.groupwise)
-
-
-def history(recipe):
-  """A function from weights at every step to the masks of two layers, by scan, vmap and remat."""
-
-  def of_one(ws):
-    groups = nms.groups.Groups(ws.shape[1:], 0)
-    stateful = recipe.stateful
-    start = recipe.first_state(groups, ws[0]) if stateful else {}
-
-    @jax.checkpoint
-    def at(state, x):
-      step, w = x
-      if stateful:
-        state = recipe.next_state(groups, state, w, step, step - 1, w, w)
-      return state, recipe.mask(w, step, 0, state.get("mask"))
-
-    return lax.scan(at, start, (jnp.arange(1, len(ws) + 1), ws))[1]
-
-  return jax.jit(jax.vmap(of_one))
-
-
-CASES = {case.name: case.recipe for case in test_every_recipe.CASES.values()}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_recipe_has_the_same_masks_by_the_kernel(name, request):
-  ws = weights((2, 24, 16, 3))
-  wanted = history(CASES[name])(ws)
-  calls = request.getfixturevalue("interpreted")
-  got = history(CASES[name])(ws)
-  np.testing.assert_array_equal(got, wanted)
-  assert bool(calls) == (name != "dense")
 
 
 @pytest.mark.parametrize("name", ["sr_ste", "sdgf_geometric", "idp"])

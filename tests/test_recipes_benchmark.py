@@ -74,17 +74,6 @@ def test_each_kind_of_task_runs(tiny, task, pattern):
   assert found.get("start", {}).get("steps") == (3 if task == "begun" else None)
 
 
-def test_no_ff_is_zeroed_ff(tiny):
-  task = tiny["bigram"]
-  data = task.draw(jax.random.key(0))
-  x, y = map(np.asarray, task.batch(data, 3))
-  np.testing.assert_array_equal(y, np.asarray(data["table"])[x[:, :-1], x[:, 1:]])
-  params = jax.jit(task.network(True).init)(jax.random.key(1), x)["params"]
-  params["block_0"]["mlp"] = jax.tree.map(jnp.zeros_like, params["block_0"]["mlp"])
-  zeroed, without = (task.network(ff).apply({"params": params}, x) for ff in (True, False))
-  np.testing.assert_allclose(zeroed, without, atol=1e-5)
-
-
 # --- words ------------------------------------------------------------------------------------
 
 
