@@ -52,7 +52,7 @@ def test_any_shape_and_axis_as_it_lies_on_a_tpu(i, name):
   shape, axes = SHAPES[name]
   w, pattern = weights(shape), nms.NM.parse(pattern)
   kept = Kept(pattern.m, pattern.n)
-  got = jax.jit(lambda w: tpu.mask(w, jnp.int32(0), None, axes, kept, interpret=True))(w)
+  got = jax.jit(lambda w: tpu.mask(w, jnp.int32(0), kept=kept, axes=axes, interpret=True))(w)
   np.testing.assert_array_equal(got, magnitude_mask(w, pattern, axes))
 
 
@@ -61,10 +61,9 @@ def interpreted():
   """Programs for this CPU hold the kernel too, in interpret mode; a list has its calls."""
   calls = []
 
-  def run(w, *rest, kept, axes):
+  def run(*args, kept, axes):
     calls.append(kept)
-    n, parent = primitive._named(rest, kept)
-    return tpu.mask(w, jnp.asarray(n, jnp.int32), parent, axes, kept, interpret=True)
+    return tpu.mask(*args, kept=kept, axes=axes, interpret=True)
 
   def lower_by(function):
     lower = mlir.lower_fun(function, multiple_results=False)

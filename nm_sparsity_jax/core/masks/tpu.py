@@ -54,10 +54,10 @@ def serves(w: Any, kept: Kept, axes: tuple[int, ...]) -> bool:
 def mask(
   w: jax.Array,
   n: jax.Array,
-  parent: jax.Array | None,
-  axes: tuple[int, ...],
-  kept: Kept,
+  parent: jax.Array | None = None,
   *,
+  kept: Kept,
+  axes: tuple[int, ...],
   interpret: bool = False,
 ) -> jax.Array:
   """Returns the magnitude mask of a weight, by one pass over it.
@@ -66,8 +66,8 @@ def mask(
     w: an array that `serves` accepts.
     n: how many to keep, an int32 scalar.
     parent: bool, shape of `w`, or None; see `masks.magnitude_mask`.
-    axes: the axes of the groups, adjacent and ascending.
     kept: what to keep.
+    axes: the axes of the groups, adjacent and ascending.
     interpret: run the kernel without a TPU.
 
   Returns:
