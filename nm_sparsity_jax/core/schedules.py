@@ -138,13 +138,11 @@ class Curve:
 
   Attributes:
     value: (j, xp) -> D(j), float32, for an array j of the library `xp`, jax.numpy or numpy.
-    end: the first j from which on D(j) is 0.
-    knots: the j at which D(j) has a corner, for the timeline.
+    knots: the j at which D(j) has a corner, or becomes 0, for the timeline.
   """
 
   value: Callable[[Any, Any], Any]
-  end: int
-  knots: tuple[int, ...] = ()
+  knots: tuple[int, ...]
 
 
 def exponential(beta: float) -> Curve:
@@ -156,7 +154,7 @@ def exponential(beta: float) -> Curve:
     d = xp.exp(xp.float32(-beta) * xp.maximum(j.astype(xp.float32), xp.float32(0)))
     return xp.where(j < end, d, xp.float32(0))
 
-  return Curve(value, end)
+  return Curve(value, (end,))
 
 
 def piecewise(*knots: tuple[float, float]) -> Curve:
@@ -179,11 +177,9 @@ def piecewise(*knots: tuple[float, float]) -> Curve:
       d = xp.where(j >= stop, xp.float32(db), d)
     return d
 
-  positive = [i for i, (_, d) in enumerate(knots) if d]
-  zero_from = min(max(positive, default=-1) + 1, len(knots) - 1)
   # Where D rises from 0, it is 0 for one step: a segment of its own.
   rises = [start + 1 for (start, (_, da)), (_, (_, db)) in pairs if not da and db]
-  return Curve(value, starts[zero_from], (*starts, *rises))
+  return Curve(value, (*starts, *rises))
 
 
 HARD = piecewise((0, 0.0))  # a pruned weight is 0 at once

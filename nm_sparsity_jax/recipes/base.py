@@ -70,9 +70,9 @@ class Recipe:
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      # Python's numbers, and floats where the default is one: equal recipes have one text.
+      # Python's numbers, and floats where the type is one: equal recipes have one text.
       value = value.item() if isinstance(value, np.generic) else value
-      is_float = isinstance(field.default, float) and isinstance(value, int)
+      is_float = "float" in str(field.type) and isinstance(value, int)
       object.__setattr__(self, field.name, float(value) if is_float else value)
     object.__setattr__(self, "pattern", NM.parse(self.pattern))
     if not isinstance(self.phases, Phases):
@@ -226,14 +226,10 @@ class Recipe:
   def timeline(self, axis_size: int | None = None) -> tuple[Segment, ...]:
     """Returns what happens when, as segments that cover [0, total)."""
     p, curve = self.phases, self.curve
-
-    def decay(step: int) -> float:
-      j = step - p.dense
-      return 0.0 if j >= curve.end else float(curve.value(np.int32(j), np))
-
+    decay = lambda step: float(curve.value(np.int32(step - p.dense), np))
     levels = self.levels(axis_size)
     cuts = {0, self.sparse_from, p.finetune_start, p.total, *(start for start, _ in levels)}
-    cuts |= {p.dense + j for j in (*curve.knots, curve.end)}
+    cuts |= {p.dense + j for j in curve.knots}
     cuts = sorted(c for c in cuts if 0 <= c <= p.total)
     segments: list[Segment] = []
     for start, stop in zip(cuts, cuts[1:], strict=False):

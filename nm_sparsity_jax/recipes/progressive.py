@@ -23,8 +23,6 @@ class Fading(Recipe):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.beta is not None:
-      object.__setattr__(self, "beta", float(self.beta))
     # Both raise: here, not at the first step.
     self.levels()
     schedules.decay(self.decay_kind, self.beta, self.phases)
