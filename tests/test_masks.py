@@ -164,8 +164,8 @@ def test_only_a_cpu_pins_by_a_remainder(name):
 @pytest.mark.parametrize("axes", [(0, 0, 0), (2, None, 1), (None, None, 0), (None, 0, None)])
 def test_vmap_over_anything_and_without_jit(axes):
   rng = np.random.default_rng(0)
-  every = rng.normal(size=(3, 80, 2)).astype(np.float32), np.array([1, 7, 40]), rng.random((3, 80, 2))
-  every = (*every[:2], every[2] < 0.5)
+  shape = 3, 80, 2
+  every = rng.normal(size=shape).astype(np.float32), np.array([1, 7, 40]), rng.random(shape) < 0.5
   mask = lambda w, n, parent: magnitude_mask(w, "1:40", n=n, parent=parent)
   args = [x[0] if a is None else np.moveaxis(x, 0, a) for x, a in zip(every, axes, strict=True)]
   used = [[x[i * (a is not None)] for x, a in zip(every, axes, strict=True)] for i in range(3)]

@@ -96,9 +96,7 @@ def phase_lengths(draw):
   return Phases(total=dense + sparsify + finetune + 1, dense=dense, finetune=finetune)
 
 
-betas = lambda: st.one_of(
-  st.none(), st.integers(1, 30).map(lambda j: 1 / j), st.floats(1e-9, 300)
-)
+betas = lambda: st.one_of(st.none(), st.integers(1, 30).map(lambda j: 1 / j), st.floats(1e-9, 300))
 
 
 # D knows its end in float32, which may round it to a whole step: so must the timeline. e^-87 is the

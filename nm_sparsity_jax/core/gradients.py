@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nm_sparsity_jax.core import masks
 
+
 def blend(w: jax.Array, mask: jax.Array, decay: jax.Array, mode: str) -> jax.Array:
   """Returns the effective weight W~ = W * (mask + D * (1 - mask)).
 

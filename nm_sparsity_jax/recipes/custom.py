@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from nm_sparsity_jax.core import schedules
 from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes.base import Recipe
 
 

@@ -41,7 +41,7 @@ def register(cls: C) -> C:
     `cls`, so that it can be used as a decorator.
   """
   name: Any = getattr(cls, "name", None)
-  is_named = issubclass(cls, Recipe) and isinstance(name, str) and name.isidentifier()
+  is_named = Recipe in cls.__mro__ and isinstance(name, str) and name.isidentifier()
   # A notebook or importlib.reload defines a class again: the same place means the same recipe.
   known = _recipes.get(name, cls)
   is_taken = (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__)

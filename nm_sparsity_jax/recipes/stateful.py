@@ -8,8 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from nm_sparsity_jax.core import schedules
-from nm_sparsity_jax.core.patterns import NM
-from nm_sparsity_jax.core.schedules import Phases, as_step
+from nm_sparsity_jax.core.schedules import as_step
 from nm_sparsity_jax.recipes.base import Recipe
 from nm_sparsity_jax.recipes.levels import leveled_mask, value_at, when
 

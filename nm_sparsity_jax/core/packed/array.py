@@ -83,7 +83,7 @@ class NMPacked:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
 
-def like(pattern: NM, shape: tuple[int, int], dtype: Any) -> NMPacked:
+def like(pattern: NM, shape: tuple[int, ...], dtype: Any) -> NMPacked:
   """Returns what `pack` would, with shapes and dtypes in place of arrays.
 
   >>> like(NM(1, 4), (8, 100), np.float32).nbytes
@@ -105,9 +105,7 @@ def like(pattern: NM, shape: tuple[int, int], dtype: Any) -> NMPacked:
   )
 
 
-def pack(
-  w: Any, pattern: NM | str, dtype: Any = None, name: str = "the weight"
-) -> NMPacked:
+def pack(w: Any, pattern: NM | str, dtype: Any = None, name: str = "the weight") -> NMPacked:
   """Returns an n:m weight without its zeros, as numpy arrays. Nothing that is not zero is lost.
 
   -0.0 is zero and 1e-40 is not. A group with fewer than n entries that are not zero keeps zeros as
