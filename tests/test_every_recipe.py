@@ -13,7 +13,6 @@ from jax import lax
 from reference_arrays import check_timeline, magnitude, ranks
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.core import gradients
 from nm_sparsity_jax.recipes import RECIPES
 
 PHASES = nms.Phases(total=24, dense=3, finetune=5)  # 16 sparsify steps; j* = 16.8 - 3
@@ -176,35 +175,32 @@ pulled = jax.jit(lambda recipe, *args: recipe.pull_back(*args), static_argnums=0
 
 @every_dtype
 def test_weights_and_gradients_are_the_equation_at_every_step(case, dtype):
-  """In float64; where D is 1 or 0, and where the mask keeps, to the bit."""
-  w, ct = np.asarray(weights(8, dtype=dtype)).copy(), weights(9, dtype=dtype)
+  """To the bit: products are float32, rounded once."""
+  w, ct = (np.asarray(weights(seed, dtype=dtype)).copy() for seed in (8, 9))
   w[: len(AWKWARD), 0] = AWKWARD
-  w = jnp.asarray(w)
+  ct[:4, 1] = 6e-8  # a subnormal of float16
   before, lam = traces[case.recipe, w.dtype, w.shape, 0], np.float32(case.recipe.lam)
-  w64, ct64 = (np.asarray(x).astype(np.float64) for x in (w, ct))
-  close = functools.partial(np.testing.assert_allclose, rtol=ULP[dtype] * 4, atol=4e-7)
   for step in (*STEPS, 10**6):
     out, grad, mask, decay = run(case, w, step, ct)
     kept, d = expected_mask(case, w, step), case.decay_at(step)
     np.testing.assert_array_equal(mask, kept, err_msg=f"step {step}")
     np.testing.assert_allclose(decay, d, rtol=3e-6, atol=2e-7, err_msg=f"step {step}")
-    scale = np.where(kept, 1, d)
-    want = np.where(scale, w64, 0) * scale  # a pruned inf or NaN is 0
-    close(np.asarray(out).astype(np.float64), want, err_msg=f"W~ at step {step}")
-    want = ct64 * scale if case.mode == "masked" else ct64
-    close(np.asarray(grad).astype(np.float64), want, err_msg=f"gradient at step {step}")
-    exact = (scale == 1) | (scale == 0)
-    assert_same_bits(np.asarray(out)[exact], np.where(scale == 0, 0, w).astype(w.dtype)[exact])
-    exact = (scale == 1) | (case.mode == ST)
-    assert_same_bits(np.asarray(grad)[exact], np.asarray(ct)[exact])
-    assert out.dtype == grad.dtype == w.dtype and mask.dtype == bool and decay.dtype == jnp.float32
+    scale = np.where(kept, np.float32(1), decay)
+    with np.errstate(invalid="ignore"):  # a pruned inf
+      scaled = lambda x, scale=scale: (x.astype(np.float32) * scale).astype(x.dtype)
+      want = np.where(scale == 0, np.zeros_like(w), np.where(scale == 1, w, scaled(w)))
+    # A product of what is not finite, or too small for float32, is not compared.
+    sure = (scale == 0) | (scale == 1) | (np.arange(SHAPE[1]) > 0)
+    assert_same_bits(np.asarray(out)[sure], want[sure])
+    assert_same_bits(grad, scaled(ct) if case.mode == "masked" else ct)
+    assert mask.dtype == bool and decay.dtype == jnp.float32
     # The pulled gradient is the one of the backward pass with SR-STE's term, also where parameters
     # are an ulp away from W~, as an update may make them. What is not finite tells no mask.
     as_float = lambda x: np.asarray(x)[:, 1:].astype(np.float32)
     want = as_float(grad) + np.where(kept[:, 1:], 0, lam * as_float(w))
     for seen in (out, np.nextafter(out, out * 0)):
       got = pulled(case.recipe, ct, w, seen, jnp.int32(step), stored(case, w, step))
-      np.testing.assert_allclose(as_float(got), want, ULP[dtype], err_msg=f"step {step}")
+      np.testing.assert_allclose(as_float(got), want, ULP[dtype], 6e-8, err_msg=f"step {step}")
       assert got.dtype == ct.dtype
   assert traces[case.recipe, w.dtype, w.shape, 0] <= before + 1  # one compilation serves all steps
 
@@ -242,18 +238,6 @@ def test_decay_of_a_long_run_is_the_same_eager_jitted_and_scanned(name):
 def test_timeline_is_what_happens_at_every_step(case):
   steps = range(PHASES.total)
   check_timeline(case.recipe, [*map(case.pattern_at, steps)], [*map(case.decay_at, steps)])
-
-
-def test_gradients_below_the_normal_float16_pass():
-  """0.5 * 6e-8 rounds to a float16 subnormal or zero as a cast does; kept weights pass it whole."""
-  w = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float16)
-  tiny = np.float16(6e-8)
-  g = jnp.asarray([tiny, 4 * tiny, tiny, 4 * tiny])
-  for mode, want in (("masked", [0.0, 2 * tiny, tiny, 4 * tiny]), ("straight_through", g)):
-    mask = jnp.asarray([False, False, True, True])
-    f = lambda w, m=mask, mode=mode: gradients.blend(w, m, jnp.float32(0.5), mode)
-    (got,) = jax.jit(lambda g, f=f: jax.vjp(f, w)[1](g))(g)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want, np.float16))
 
 
 @every

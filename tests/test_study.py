@@ -7,14 +7,12 @@ from xml.etree import ElementTree
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from study_records import ROOT
 
 noise = importlib.import_module("_study_noise")
 page = importlib.import_module("_study_page")
 recipes = importlib.import_module("recipes")
 statistic = importlib.import_module("_study_statistics")
-STUDY = importlib.import_module("_study").study()
 
 # --- statistics -------------------------------------------------------------------------------
 
@@ -33,30 +31,7 @@ def test_p_and_intervals_are_of_the_whole_family():
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-  "expect, p, mean, low, high, wanted",
-  [
-    ("less", 0.01, -0.5, -0.8, -0.2, "holds"),
-    ("less", 0.20, -0.5, -1.2, 0.2, "open"),
-    ("less", 0.20, 0.0, -0.04, 0.04, "fails"),  # equal is no gain
-    ("less", 0.01, -0.02, -0.03, -0.01, "fails"),  # nor is a gain below the margin
-    ("more", 0.01, 0.5, -0.01, 0.8, "holds"),
-    ("more", 0.01, -0.5, -0.8, -0.2, "fails"),
-    ("not more", 0.50, 0.0, -0.04, 0.04, "holds"),
-    ("not more", 0.01, 0.5, 0.2, 0.8, "fails"),
-    ("not more", 0.20, 0.0, -0.5, 0.5, "open"),
-  ],
-)
-def test_what_a_contrast_says(expect, p, mean, low, high, wanted):
-  contrast = STUDY.hypotheses["H1"].contrasts[0]._replace(expect=expect)
-  assert statistic.says(contrast, mean, low, high, p, STUDY) == wanted
-
-
 def test_noise():
-  curve = {"noise_loss": [4.0, 3.0, 2.0, 3.0, 1.0], "noise": [1.0, 2.0, 8.0, 50.0, 90.0]}
-  # It is read where the loss first falls.
-  np.testing.assert_allclose(statistic.noise_at(curve, 2.5), np.log(4.0))
-  assert statistic.noise_at(curve, 0.5) is None
   draws = np.random.default_rng(0).normal(1.0, 2.0, (16, 3, 50))
   spread = draws.var(0, ddof=1).sum()
   wanted = spread / (np.square(draws.mean(0)).sum() - spread / 16)
