@@ -27,29 +27,25 @@ def places(draw):
 def rows_of(groups, pattern, x):
   """Every group as the list of (index in x, value), by the definition; padding has no index.
 
-  The other axes count first to last, those between the grouped ones before the rest; the groups
-  of one of their positions stand where the grouped axes stand.
+  The other axes count first to last, and the groups of one of their positions follow one another.
   """
   axes = groups.axes
-  between = [a for a in range(axes[0], axes[-1]) if a not in axes]
-  before = [*between, *(a for a in range(axes[0]) if a not in axes)]
-  after = [a for a in range(axes[-1] + 1, x.ndim)]
+  others = [a for a in range(x.ndim) if a not in axes]
   length = math.prod(x.shape[a] for a in axes)
   rows = []
-  for lead in np.ndindex(*(x.shape[a] for a in before)):
+  for lead in np.ndindex(*(x.shape[a] for a in others)):
     for start in range(0, length + groups.pad, pattern.m):
-      for trail in np.ndindex(*(x.shape[a] for a in after)):
-        row = []
-        for k in range(start, start + pattern.m):
-          if k >= length:
-            row.append((None, 0))
-            continue
-          index = [0] * x.ndim
-          inside = np.unravel_index(k, [x.shape[a] for a in axes])
-          for a, i in zip((*before, *axes, *after), (*lead, *inside, *trail), strict=True):
-            index[a] = int(i)
-          row.append((tuple(index), x[tuple(index)]))
-        rows.append(row)
+      row = []
+      for k in range(start, start + pattern.m):
+        if k >= length:
+          row.append((None, 0))
+          continue
+        index = [0] * x.ndim
+        inside = np.unravel_index(k, [x.shape[a] for a in axes])
+        for a, i in zip((*others, *axes), (*lead, *inside), strict=True):
+          index[a] = int(i)
+        row.append((tuple(index), x[tuple(index)]))
+      rows.append(row)
   return rows
 
 

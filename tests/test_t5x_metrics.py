@@ -103,7 +103,7 @@ def factoring():
 
 @pytest.mark.parametrize(
   "optimizer, moment",
-  [(t.OPTIMIZERS["sgd"], None), (factoring, "second_moment_var_factored")],
+  [(t.OPTIMIZERS["sgd"], None), (factoring, "second_moment_var")],
 )
 def test_names_of_second_moments(optimizer, moment):
   run = t.begin(t.make(RULES, optimizer_def=optimizer()), metrics_every=1, metrics_per_place=True)

@@ -82,9 +82,7 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
     if path in walk.lost:
       refused[path] = walk.lost[path]
     elif not any(found):
-      statistic = walk.statistics.get(path)
-      hint = f", and {statistic} makes a statistic of it" if statistic else ""
-      refused[path] = f"no product sums over an axis of it{hint}"
+      refused[path] = "no product sums over an axis of it"
     elif len(found) > 1:
       refused[path] = f"it is summed over along {' and along '.join(map(str, found))}"
     else:
@@ -144,7 +142,6 @@ class _Walk:
     self.sizes = sizes
     self.products: dict[str, dict[tuple[int, ...], None]] = collections.defaultdict(dict)
     self.lost: dict[str, str] = {}
-    self.statistics: dict[str, str] = {}  # path -> the primitive that makes one
     self.macs: dict[str, int] = collections.defaultdict(int)
     self.others: list[tuple[str, int]] = []
 
@@ -190,7 +187,6 @@ class _Walk:
       return known
     kind = _kind(name, known)
     if _is_statistic(eqn):
-      self.statistics.update((track.path, name) for track in _weights(known))
       return [_Value(_any_data(known), (), kind)] * len(eqn.outvars)
     if name == "dynamic_slice":
       known = known[:1]  # whichever rows data picks, its axes are the same
@@ -418,20 +414,22 @@ def _is_mixture(track: _Track, summed: Sequence[int], kept: Sequence[int]) -> bo
 def _moved(eqn: Any, known: Sequence[_Value], i: int) -> _Value:
   """Returns what output i of an equation depends on, and where the axes of parameters are in it."""
   name, out, is_data = eqn.primitive.name, eqn.outvars[i].aval.shape, _any_data(known)
-  tracks = []
-  for j, value in enumerate(known):
-    shape = eqn.invars[j].aval.shape
+  move, tracks = _MOVE.get(name), []
+  for var, value in zip(eqn.invars, known, strict=False):  # of a dynamic slice the first counts
     for track in value.tracks:
       dims = track.dims
-      if dims is not None and name in _MOVE and (j == 0 or name == "concatenate"):
-        dims = _MOVE[name](eqn.params, dims, shape, out)
-      elif name not in _SAME_SHAPE or shape != out:
-        dims = None
+      if dims is not None:
+        dims = move(eqn.params, dims, var.aval.shape, out) if move else None
       if dims is not None:
         tracks.append(_Track(track.path, dims))
       elif not is_data:
         tracks.append(_Track(track.path, None, track.lost or name))
   return _Value(is_data, tuple(dict.fromkeys(tracks)))
+
+
+def _same(params, dims, shape, out):
+  del params
+  return dims if shape == out else None
 
 
 def _transpose(params, dims, shape, out):
@@ -502,20 +500,23 @@ def _parts(dims: Iterable[_Dim]) -> frozenset[int]:
   return frozenset[int]().union(*(axes for dim in dims for axes, _ in dim))
 
 
-_MOVE: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
-  "transpose": _transpose,
-  "reshape": _reshape,
-  "broadcast_in_dim": _broadcast,
-  "squeeze": _squeeze,
-  **dict.fromkeys(("slice", "dynamic_slice", "split", "pad", "concatenate", "all_gather"), _resize),
-}
 # Elementwise, of one shape: a product with a mask, a cast, a scale.
-_SAME_SHAPE = frozenset(
+_SAME_SHAPE = (
   "convert_element_type copy copy_p mul add sub div neg sign abs exp log tanh logistic sqrt rsqrt "
   "integer_pow pow square max min clamp select_n stop_gradient reduce_precision rev round floor "
   "sharding_constraint layout_constraint mesh_cast "
   "reshard add_any nm_pinned erf cbrt expm1 log1p sin cos is_finite".split()
 )
+_RESIZE = ("slice", "dynamic_slice", "split", "pad", "concatenate", "all_gather")
+# What moves the axes of a weight so that they can be followed.
+_MOVE: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
+  **dict.fromkeys(_SAME_SHAPE, _same),
+  **dict.fromkeys(_RESIZE, _resize),
+  "transpose": _transpose,
+  "reshape": _reshape,
+  "broadcast_in_dim": _broadcast,
+  "squeeze": _squeeze,
+}
 # What leaves the entries of a one-hot as they are.
 _KEEP_ENTRIES = frozenset(
   "convert_element_type copy copy_p transpose reshape broadcast_in_dim squeeze".split()

@@ -231,9 +231,8 @@ def _sites(ops: Sequence[Op], sparse: Rules | Mapping[str, Any]) -> dict[Op, Sit
   if not sparse:
     return {}
   rules = sparse if isinstance(sparse, Rules) else Rules(sparse)
-  found = {rules.match(op.name) for op in ops}
-  if idle := [place for place in rules.places if place not in found]:
-    raise ValueError(f"{idle} names nothing in this model; it has {_kernels(ops)}.")
+  for place in rules.places:
+    _named(place, ops)
   # Along its axis alone, an operation is padded or skipped as the parameter would be.
   sites = {op: rules.site(op.name, (op.axis,), 0) for op in ops if op.axis}
   return {op: site for op, site in sites.items() if isinstance(site, Site)}
@@ -241,23 +240,13 @@ def _sites(ops: Sequence[Op], sparse: Rules | Mapping[str, Any]) -> dict[Op, Sit
 
 def _named(place: str, ops: Sequence[Op]) -> list[Op]:
   """Returns the operations that a place names; raises where there are none."""
+  regex = roles.matcher(place)
   # A whole path may hold characters that mean something in a regex.
-  if exact := [op for op in ops if op.name == place]:
-    return exact
-  known = roles.regexes()
-  own = {"scores": rf"(.*/)?{_PRODUCT}"}
-  own["attention"] = "|".join(f"(?:{r})" for r in (known["qkv"], known["o"], own["scores"]))
-  regex = roles.matcher(place, own)
-  found = [op for op in ops if regex.fullmatch(op.name)]
+  found = [op for op in ops if op.name == place or regex.fullmatch(op.name)]
   if not found:
+    kernels = [op.name for op in ops if op.axis]
     raise ValueError(
-      f"{place!r} names nothing in this model; it has {_kernels(ops)}. A place is a role "
-      f"({', '.join(known)}), narrowed as in encoder/ff, or a regex for a whole path."
+      f"{place!r} names nothing in this model; it has {', '.join(kernels[:8])}. A place is a role "
+      f"({', '.join(roles.regexes())}), narrowed as in encoder/ff, or a regex for a whole path."
     )
   return found
-
-
-def _kernels(ops: Sequence[Op]) -> str:
-  """Returns the kernels of a network, for people."""
-  names = [op.name for op in ops if op.axis]
-  return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

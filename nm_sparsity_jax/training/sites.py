@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import zlib
 from collections.abc import Mapping
 
@@ -54,11 +53,6 @@ class Site:
     return self.groups.axis
 
   @property
-  def axes(self) -> tuple[int, ...]:
-    """Returns `axis` as a tuple of ascending, non-negative ints."""
-    return self.groups.axes
-
-  @property
   def axis_size(self) -> int:
     """Returns the length of the grouped axis, padding included."""
     return self.groups.size
@@ -69,18 +63,9 @@ class Site:
     return self.groups.count(self.pattern)
 
   @property
-  def whole(self) -> int:
-    """Returns the length that holds whole groups of the target and of each level that fits."""
-    levels = self.recipe.levels(self.axis_size)
-    return math.lcm(self.pattern.m, *(pattern.m for _, pattern in levels))
-
-  @property
   def remarks(self) -> tuple[str, ...]:
     """Returns what is unusual about this site, in words; empty where nothing is."""
     remarks = []
-    # Who means 1:4 may have written 4:1 or 3:4; it is allowed, and said.
-    if 2 * self.pattern.n > self.pattern.m:
-      remarks.append(f"keeps {self.pattern.n} of {self.pattern.m}")
     if self.groups.pad:
       remarks.append(f"axis padded by {self.groups.pad}")
     fits = {pattern for _, pattern in self.recipe.levels(self.axis_size)}

@@ -153,11 +153,6 @@ def kept(site: Site, state: State | None) -> dict[str, jax.Array]:
   return found
 
 
-def stored_masks(state: State | None) -> dict[str, jax.Array]:
-  """Returns path -> stored mask of a state; empty where there is none."""
-  return dict(flatten(state["mask"])) if state else {}
-
-
 def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed: Any) -> jax.Array:
   """Returns `step`, or -1 where the stored mask is wrong for it: of other rules, old, or new.
 

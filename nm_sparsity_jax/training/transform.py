@@ -149,22 +149,17 @@ def dense_params(params: Any, opt_state: Any) -> Any:
     params: the parameters, W~.
     opt_state: the optimizer's state, which holds a `SparseState`.
   """
-  state = sparse_state(opt_state)
-  begins = scalar(state.count) == 0  # the weights may have been loaded since
-  kept = dict(flatten(state.dense))
-  pick = lambda p, w: jnp.where(begins, w.astype(kept[p].dtype), kept[p]) if p in kept else w
-  return map_with_names(pick, params)
-
-
-def sparse_state(opt_state: Any) -> SparseState:
-  """Returns the one state of `nms.sparse` in an optimizer state; raises where there is not one."""
   found = states(opt_state, SparseState)
   if len(found) != 1:
     raise ValueError(
       f"the optimizer state holds {len(found)} states of nms.sparse, not one: make the optimizer "
       "by tx = nms.sparse(tx, rules) and pass the state of that tx."
     )
-  return found[0]
+  (state,) = found
+  begins = scalar(state.count) == 0  # the weights may have been loaded since
+  kept = dict(flatten(state.dense))
+  pick = lambda p, w: jnp.where(begins, w.astype(kept[p].dtype), kept[p]) if p in kept else w
+  return map_with_names(pick, params)
 
 
 def states(opt_state: Any, *kinds: type) -> list[Any]:
@@ -336,10 +331,8 @@ def _checked_step(state: SparseState, rules: Rules, sites: Mapping[str, Site]) -
   Raises where that is known: while nothing is traced, and where the state is of other kernels.
   """
   same = (state.fingerprint == rules.fingerprint) & (state.count >= 0)
-  stateful = {path for path, site in sites.items() if site.recipe.stateful}
-  kernels = dict(flatten(state.dense)).keys(), stored.stored_masks(state.masks).keys()
   # Names of kernels are static, so this raises under jit, too.
-  others = kernels != (sites.keys(), stateful)
+  others = dict(flatten(state.dense)).keys() != sites.keys()
   if others or (not isinstance(same, jax.core.Tracer) and not bool(same)):
     raise ValueError(
       "the optimizer state was made by nms.sparse with other rules than these: go on with the "

@@ -180,10 +180,9 @@ def pack(
   last = (~used).astype(np.uint8) + (raw == 0)
   places = np.sort(np.argsort(last, axis=-1, kind="stable")[..., : pattern.n], axis=-1)
   values = np.take_along_axis(split, places, axis=-1)
-  at = groups.order.index(groups.axes[0])  # where `split` has the numbers of the groups
 
   def matrix(x):
-    by_group = np.moveaxis(x, (at, -1), (0, 1))
+    by_group = np.moveaxis(x, (-2, -1), (0, 1))
     return by_group.reshape(math.prod(by_group.shape[:2]), math.prod(by_group.shape[2:]))
 
   values, scale = _cast(matrix(values), kind, name)
