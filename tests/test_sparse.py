@@ -184,7 +184,7 @@ def fed(tx, grads):
   for g in grads:
     updates, opt = update(g, opt, params)
     params = optax.apply_updates(params, updates)
-  return params, transform.sparse_state(opt)
+  return params, transform.states(opt, transform.SparseState)[0]
 
 
 def test_what_is_skipped_counts_nothing():
