@@ -51,7 +51,7 @@ def test_a_mistake_names_the_macro(places, settings, message):
     ("SPARSITY_RULES", {"places": {"ff": nms.recipe("dense"), "q": None}}),
     ("SPARSITY_RULES", {"places": {"ff": None}}),
     ("PATTERN='1:8'.*'1:4', '1:2'", {"pattern": "1:8"}),
-    ("GRADIENT", {"gradient": "straight_through"}),
+    ("SPARSE_STEPS", {"sparse_steps": 21}),
   ],
 )
 def test_the_setting_that_differs_from_a_checkpoint_is_named(macro, given):

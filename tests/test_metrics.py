@@ -72,8 +72,7 @@ def test_summary_follows_every_recipe_through_a_run_in_one_compilation(first, se
       w, out = wide(params)[path], wide(effective)[path]
       d = recipe.decay(step) if mask.all() else np.mean(out[~mask] / w[~mask])
       want["D"] += w.size / 256 * float(d)
-      want |= {f"n/{path}": now.n, f"m/{path}": now.m, f"density/{path}": np.mean(out != 0)}
-      want[f"density_target/{path}"] = 0.25
+      want |= {f"n/{path}": now.n, f"m/{path}": now.m}
     assert {f"nm/{name}" for name in want} == set(found)
     for name, value in want.items():
       np.testing.assert_allclose(found[f"nm/{name}"], value, rtol=3e-6, err_msg=f"{name}, {step}")
@@ -87,8 +86,8 @@ def test_summary_follows_every_recipe_through_a_run_in_one_compilation(first, se
 def test_a_sample_in_two_halves_has_the_variances_of_the_first():
   params, rules = draw(3), nms.Rules({"ff": make("sdgf_geometric")})
   seen = metrics.before(params, rules, 7, None, draw(4))
-  found = metrics.summary(draw(5), rules, 8, seen=seen, per_place=False)
-  once = metrics.summary(params, rules, 7, grads=draw(4), per_place=False)
+  found = metrics.summary(draw(5), rules, 8, seen=seen)
+  once = metrics.summary(params, rules, 7, grads=draw(4))
   assert set(found) == {*once, "nm/flip_rate/all", "nm/flip_rate/kept"}
   assert found["nm/grad_abs_var/all"] == once["nm/grad_abs_var/all"] > 0
 
@@ -99,7 +98,7 @@ def test_nothing_sparse_gives_finite_numbers_and_no_step_is_loud():
   ones = {"nm/density", "nm/density_target", "nm/D"}
   assert len(found) == 9 and {name: x for name, x in found.items() if x} == dict.fromkeys(ones, 1)
   rules = nms.Rules({"ff": make("mdgf_linear")})
-  found = jax.jit(lambda t: metrics.summary(params, rules, t, per_place=False))(jnp.int32(-1))
+  found = jax.jit(lambda t: metrics.summary(params, rules, t))(jnp.int32(-1))
   assert {name for name, x in found.items() if np.isnan(x)} == {"nm/density", "nm/D"}
   assert found["nm/n/ff"] == found["nm/m/ff"] == 0
   rules = nms.Rules({"ff": make("sdgf_geometric")})

@@ -90,7 +90,7 @@ def test_the_networks_here_have_one_role_for_each_kernel():
     images = jnp.zeros((1, sizes.image_size, sizes.image_size, 3))
     make = functools.partial(network(sizes).init, train=False)
     for path, _ in trees.flatten(jax.eval_shape(make, jax.random.key(0), images)["params"]):
-      named = [role for f in roles._families.values() for role, regex in f.roles.items()
+      named = [role for words, _ in roles._families.values() for role, regex in words.items()
                if re.fullmatch(regex, path)]  # fmt: skip
       assert len({*named}) == (path.endswith("/kernel") and "cpb_mlp" not in path), path
 
@@ -103,10 +103,10 @@ def test_a_family_from_outside_adds_to_the_vocabulary(monkeypatch):
   own = {"ff": r"(.*/)?fc\d/kernel", "mix": r"(.*/)?mix/kernel"}
   # A word that narrows here is a role of vision models, too.
   narrow = {"head": r"(.*/)?block_7/.*"}
-  roles.register(roles.Family(name="own", roles=own, narrow=narrow))
+  roles.register("own", own, narrow)
   assert named("ff") == [paths[i] for i in (0, 2, 3)] and named("mix") == [paths[1]]
   assert named("head/ff") == [paths[2]] and nms.Rules({"head": RECIPE}).find("head/kernel")
-  roles.register(roles.Family(name="own", roles={"ff": "b/kernel"}))  # a cell that ran again
+  roles.register("own", {"ff": "b/kernel"})  # a cell that ran again
   assert "mix" not in roles.regexes() and roles.role_of("b/kernel") == "ff"
   with pytest.raises(ValueError, match="not a regular"):
-    roles.register(roles.Family(name="a", roles={"b": "("}))
+    roles.register("a", {"b": "("})

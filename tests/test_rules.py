@@ -71,7 +71,6 @@ def test_mistakes_are_named(word, make):
 WI, WO = "mlp/wi/kernel", "mlp/wo/kernel"
 GEOMETRIC = nms.recipe("sdgf_geometric", pattern="1:32", phases=PHASES)
 CUSTOM = nms.recipe("custom", pattern="1:4", phases=PHASES, path=((10, "8:16", 1.0),))
-FADING = nms.recipe("mdgf_linear", pattern="1:8", phases=nms.Phases(total=100, dense=20), beta=0.01)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +81,7 @@ FADING = nms.recipe("mdgf_linear", pattern="1:8", phases=nms.Phases(total=100, d
     (OTHER, 18, "skip", "multiple of 4"),
     (CUSTOM, 24, "pad", "padded by 8"),
     (GEOMETRIC, 768, "error", "16:512 do not divide 768: dropped"),
-    (FADING, 16, "error", "D jumps from 0.2 to 0 at step 100"),
     (LINEAR, 16, "error", ""),
-    (nms.recipe("mdgf_exponential", pattern="1:8", phases=PHASES), 16, "error", ""),
   ],
 )
 def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy, remark, caplog):

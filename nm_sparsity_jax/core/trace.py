@@ -270,9 +270,8 @@ class _Walk:
       value._replace(tracks=tuple(t._replace(dims=t.dims and t.dims[1:]) for t in value.tracks))
       for value in known[consts + carries :]
     ]
-    first, carry = known[:consts], known[consts : consts + carries]
-    carry = self._carry(body, first, carry, layers, "scan")
-    outs = self.run(body, [*first, *carry, *layers], turns * eqn.params["length"], scope)
+    carry = self._carry(known, known[consts : consts + carries])
+    outs = self.run(body, [*known[:consts], *carry, *layers], turns * eqn.params["length"], scope)
     # Results of all turns are stacked: their weights have an axis that no axis of a parameter is.
     return [*carry, *(_hidden([out], "scan") for out in outs[carries:])]
 
@@ -280,33 +279,19 @@ class _Walk:
     p = eqn.params
     test, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
     skip, first = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    carry = self._carry(body, known[skip:first], known[first:], (), "while")
+    carry = self._carry(known, known[first:])
     # Data decide how often a while loop turns, so it counts as one turn.
     self.run(test, [*known[:skip], *carry], turns, scope)
     self.run(body, [*known[skip:first], *carry], turns, scope)
     return carry
 
-  def _carry(
-    self,
-    body: Any,
-    consts: Sequence[_Value],
-    carry: Sequence[_Value],
-    layers: Sequence[_Value],
-    name: str,
-  ) -> list[_Value]:
-    """Returns a carry that is the same after a turn, and gives up the weights in it that change."""
-    carry = [_DATA if value.is_data else value._replace(kind="") for value in carry]
-    while True:
-      # A walk of its own: what a turn does is noted once the carry is known.
-      outs = _Walk(self.sizes).run(body, [*consts, *carry, *layers])[: len(carry)]
-      outs = [value._replace(kind="") for value in outs]
-      changed = [i for i, (now, then) in enumerate(zip(carry, outs, strict=True)) if now != then]
-      weights = _weights([values[i] for values in (carry, outs) for i in changed])
-      self._lose(weights, f"it changes from turn to turn of a {name}")
-      # Each turn of this loop makes at least one more value data, so it ends.
-      if all(carry[i].is_data for i in changed):
-        return carry
-      carry = [_DATA if i in changed else value for i, value in enumerate(carry)]
+  def _carry(self, known: Sequence[_Value], carry: Sequence[_Value]) -> list[_Value]:
+    """Returns what is carried from turn to turn: data, where data enters the loop at all.
+
+    A weight that is carried may be another one in the next turn, so nobody can follow it.
+    """
+    self._lose(_weights(carry), "a loop carries it from turn to turn")
+    return [_Value(_any_data(known))] * len(carry)
 
 
 def _inner(eqn: Any) -> Any:

@@ -117,10 +117,6 @@ _SETTINGS: Mapping[str, Callable[[Any], Any]] = {
   "recipe": lambda recipe: recipe.name,
   "pattern": lambda recipe: str(recipe.pattern),
   "sparse_steps": lambda recipe: recipe.phases.total,
-  "dense_steps": lambda recipe: recipe.phases.dense,
-  "finetune_steps": lambda recipe: recipe.phases.finetune,
-  "beta": lambda recipe: getattr(recipe, "beta", None),
-  "gradient": lambda recipe: recipe.gradient_mode,
 }
 
 
@@ -128,7 +124,7 @@ def agree(stored: Rules, source: str, **given: Any) -> None:
   """Refuses a setting that says something else than the rules of a checkpoint.
 
   A setting must be that of some place, since the text of rules does not say which places share it.
-  RECIPE_FIELDS and INDIVISIBLE are not compared: those of the checkpoint count.
+  Other settings, such as BETA, are not compared: those of the checkpoint count.
 
   >>> stored = rules({"ff": None}, "sr_ste", "1:4", sparse_steps=100)
   >>> agree(stored, "checkpoint_100", recipe="sr_ste", sparse_steps=100)

@@ -216,7 +216,7 @@ def effective_kernel(layer: Any, w: jax.Array, axis: masks.Axis) -> jax.Array:
   # No variable, no trace: a network without rules compiles to the program of the plain one.
   if rules is None:
     return w
-  path = _path(layer)
+  path = "/".join((*layer.path, "kernel"))
   site = rules.site(path, w.shape, axis)
   if not isinstance(site, Site):
     if layer.has_variable(COLLECTION, "step"):
@@ -257,14 +257,8 @@ def packed_kernel(layer: nn.Module) -> NMPacked | None:
   Args:
     layer: its kernel is `params/kernel`.
   """
-  if not layer.has_variable("params", "kernel"):
-    return None
   found = layer.get_variable("params", "kernel")
   return found if isinstance(found, NMPacked) else None
-
-
-def _path(layer: nn.Module) -> str:
-  return "/".join((*layer.path, "kernel"))
 
 
 _NONE = np.int32(-1)  # a step or a stamp that nobody gave

@@ -100,13 +100,11 @@ def summary(
   grads: Any = None,
   moments: Mapping[str, jax.Array] | None = None,
   seen: Before | None = None,
-  *,
-  per_place: bool = True,
 ) -> dict[str, jax.Array]:
   """Returns all metrics as float32 scalars under flat names, for `clu` writers and their like.
 
-      nm/density                      share of weights in use now; /<path> of one kernel
-      nm/density_target               n / m of the target; /<path> of one kernel
+      nm/density                      share of weights in use now
+      nm/density_target               n / m of the target
       nm/D                            decay factor, the mean by size
       nm/n/<rule>, nm/m/<rule>        pattern now, 1:1 while dense; 0 where kernels of one rule
                                       differ
@@ -132,11 +130,13 @@ def summary(
     grads: the gradients of that pass.
     moments: path -> second moment, as `second_moments` reads them from an optimizer's state.
     seen: what `before` returned at an earlier step.
-    per_place: also the names that end in a path.
   """
   sites, masks = rules.assign(params).places, masks_of(params, rules, step, state)
   decays = {path: site.recipe.decay(step) for path, site in sites.items()}
-  shares = {path: _share_in_use(masks[path], d) for path, d in decays.items()}
+  kept = {path: _ratio(_count(mask), mask.size) for path, mask in masks.items()}
+  # D itself where it is NaN: no step was given.
+  in_use = lambda path, d: jnp.where(d == 0, kept[path], jnp.where(d > 0, jnp.float32(1), d))
+  shares = {path: in_use(path, d) for path, d in decays.items()}
   targets = {path: jnp.float32(site.pattern.density) for path, site in sites.items()}
   out = {
     "nm/density": _mean(shares, masks),
@@ -144,9 +144,6 @@ def summary(
     "nm/D": _mean(decays, masks),
     **_patterns(sites, step),
   }
-  if per_place:
-    out |= {f"nm/density/{path}": share for path, share in shares.items()}
-    out |= {f"nm/density_target/{path}": target for path, target in targets.items()}
   if seen is not None:
     rate = flip_rate(seen.masks, masks)
     out |= {"nm/flip_rate/all": rate.all, "nm/flip_rate/kept": rate.kept, **seen.scalars}
@@ -246,12 +243,6 @@ def _patterns(sites: Mapping[str, Site], step: jax.Array | int) -> dict[str, jax
   return {name: shared(jnp.stack(values)) for name, values in found.items()}
 
 
-def _share_in_use(mask: jax.Array, decay: jax.Array) -> jax.Array:
-  kept = _ratio(_count(mask), mask.size)
-  # D itself where it is NaN: no step was given.
-  return jnp.where(decay == 0, kept, jnp.where(decay > 0, jnp.float32(1), decay))
-
-
 def _mean(values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array]) -> jax.Array:
   """Returns the mean over all weights; 1 without weights."""
   sizes = jnp.array([masks[path].size for path in values], jnp.float32)
@@ -273,18 +264,11 @@ def _variances(
 
 
 def _variance(xs: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
-  """Returns the variance of all entries of several arrays that masks keep.
-
-  Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983, equation 1.7.
-  """
+  """Returns the variance of all entries of several arrays that masks keep."""
   total = _sum([_count(mask) for mask in masks])
-  chosen = lambda x, mask: jnp.where(mask, x, jnp.zeros_like(x))
-  mean = _ratio(_sum([jnp.sum(chosen(x, m)) for x, m in zip(xs, masks, strict=True)]), total)
-  off = [chosen(x - mean, mask) for x, mask in zip(xs, masks, strict=True)]
-  # The second pass corrects what rounding left in the mean.
-  left = _sum([jnp.sum(x) for x in off])
-  squares = _sum([jnp.sum(x * x) for x in off]) - left * _ratio(left, total)
-  return _ratio(jnp.maximum(squares, jnp.float32(0)), total)
+  chosen = lambda x, mask: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
+  mean = _ratio(_sum([chosen(x, mask) for x, mask in zip(xs, masks, strict=True)]), total)
+  return _ratio(_sum([chosen((x - mean) ** 2, m) for x, m in zip(xs, masks, strict=True)]), total)
 
 
 def _count(mask: jax.Array) -> jax.Array:

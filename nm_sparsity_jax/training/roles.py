@@ -12,29 +12,9 @@ big_vision's, Kauldron's and jimm's. `register` adds a family from outside.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-  """How a family of models names its kernels.
-
-  A regex must match a whole '/'-joined path. Families add up: 'ff' names what any of them calls so.
-
-  Attributes:
-    name: of the family, such as 't5'.
-    roles: role -> regex of the kernels that have it. A kernel that holds q, k and v side by side
-      has the role 'qkv'.
-    narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
-  """
-
-  name: str
-  roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  narrow: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
 
 # What several roles are called together.
 COMPOSITES: Mapping[str, tuple[str, ...]] = {
@@ -43,21 +23,28 @@ COMPOSITES: Mapping[str, tuple[str, ...]] = {
   "attention": ("q", "k", "v", "qkv", "o", "scores"),
 }
 
-_families: dict[str, Family] = {}
+_Words = Mapping[str, str]
+_families: dict[str, tuple[_Words, _Words]] = {}  # name -> its roles, its words that narrow
 
 
-def register(family: Family) -> None:
-  """Adds a family to the vocabulary, for all rules made from then on.
+def register(family: str, roles: _Words, narrow: _Words | None = None) -> None:
+  """Adds how a family of models names its kernels, for all rules made from then on.
 
   Call it where your module defines its models, so that a run that names the module knows them. A
-  family replaces one of the same name, so a cell of a notebook may run again.
+  family replaces one of the same name, so a cell of a notebook may run again. Families add up: 'ff'
+  names what any of them calls so.
+
+      nms.roles.register("own", {"ff": r"(.*/)?(fc1|fc2)/kernel"})
 
   Args:
-    family: its roles must not be words for something else.
+    family: its name, such as 't5'.
+    roles: role -> regex of the whole '/'-joined paths of kernels that have it. They must not be
+      words for something else. A kernel that holds q, k and v side by side has the role 'qkv'.
+    narrow: word -> regex of the paths that it narrows a role to, as 'decoder' in 'decoder/ff'.
   """
-  for word, regex in {**family.roles, **family.narrow}.items():
-    compiled(regex, f"the family {family.name!r}, role {word!r}")
-  _families[family.name] = family
+  for word, regex in {**roles, **(narrow or {})}.items():
+    compiled(regex, f"the family {family!r}, role {word!r}")
+  _families[family] = roles, narrow or {}
 
 
 # Python's own cache keeps 512 patterns, and a large network has more.
@@ -78,8 +65,8 @@ def regexes() -> dict[str, str]:
   """
   return _joined(
     (word, regex)
-    for family in _families.values()
-    for role, regex in family.roles.items()
+    for roles, _ in _families.values()
+    for role, regex in roles.items()
     for word in (role, *(whole for whole, parts in COMPOSITES.items() if role in parts))
   )
 
@@ -96,7 +83,7 @@ def matcher(place: str) -> re.Pattern[str]:
     place: what rules name.
   """
   known = regexes()
-  words = _joined(pair for family in _families.values() for pair in family.narrow.items())
+  words = _joined(pair for _, narrow in _families.values() for pair in narrow.items())
   *narrow, role = place.split("/")
   if role not in known or not words.keys() >= set(narrow):
     return compiled(place, f"the place {place!r}")
@@ -116,7 +103,7 @@ def roles_of(paths: Sequence[str]) -> list[str]:
 
 def role_of(path: str) -> str | None:
   """Returns the role of a kernel in whatever family names it, None where none does."""
-  known = (pair for family in _families.values() for pair in family.roles.items())
+  known = (pair for roles, _ in _families.values() for pair in roles.items())
   return next((role for role, regex in known if re.fullmatch(regex, path)), None)
 
 
@@ -143,19 +130,17 @@ def _attention_roles(prefix: str) -> dict[str, str]:
 # rank, such as one stacked by a scan, is ambiguous: (embed, layers, mlp) and (embed, heads,
 # head_dim) look alike.
 register(
-  Family(
-    name="t5",
-    roles={
-      "ff": r"(.*/)?mlp/(wi|wi_\d+|wo|Dense_\d+)/kernel",
-      **_attention_roles(_T5_ATTENTION),
-    },
-    narrow={
-      "encoder": r"(.*/)?encoder/.*",
-      "decoder": r"(.*/)?decoder/.*",
-      "self": r"(?!.*encoder_decoder_attention/).*[aA]ttention.*",
-      "cross": r"(.*/)?encoder_decoder_attention/.*",
-    },
-  )
+  "t5",
+  {
+    "ff": r"(.*/)?mlp/(wi|wi_\d+|wo|Dense_\d+)/kernel",
+    **_attention_roles(_T5_ATTENTION),
+  },
+  {
+    "encoder": r"(.*/)?encoder/.*",
+    "decoder": r"(.*/)?decoder/.*",
+    "self": r"(?!.*encoder_decoder_attention/).*[aA]ttention.*",
+    "cross": r"(.*/)?encoder_decoder_attention/.*",
+  },
 )
 
 # --- vision -----------------------------------------------------------------------------------
@@ -165,53 +150,45 @@ register(
 
 # flax's own attention and its ViT example, which big_vision's ViT shares.
 register(
-  Family(
-    name="vit",
-    roles={
-      "ff": r"(.*/)?MlpBlock(_\d+)?/(wi|wi_\d+|wo|Dense_\d+)/kernel",
-      **_attention_roles(_FLAX_ATTENTION),
-    },
-    narrow={"encoder": r"(.*/)?encoderblock(_\d+)?/.*"},
-  )
+  "vit",
+  {
+    "ff": r"(.*/)?MlpBlock(_\d+)?/(wi|wi_\d+|wo|Dense_\d+)/kernel",
+    **_attention_roles(_FLAX_ATTENTION),
+  },
+  {"encoder": r"(.*/)?encoderblock(_\d+)?/.*"},
 )
 
 # big_vision: what its ViT has beside flax's, also scanned, and its ResNets (bit, bit_paper).
 register(
-  Family(
-    name="big_vision",
-    roles={
-      "stem": r"(img/)?embedding/kernel|(root_block/)?conv_root/kernel",
-      "conv": r"(.*/)?block\d+/unit\d+/conv\d/kernel",
-      "shortcut": r"(.*/)?block\d+/unit\d+/conv_proj/kernel",
-      "head": r"(img/)?head/kernel",
-    },
-  )
+  "big_vision",
+  {
+    "stem": r"(img/)?embedding/kernel|(root_block/)?conv_root/kernel",
+    "conv": r"(.*/)?block\d+/unit\d+/conv\d/kernel",
+    "shortcut": r"(.*/)?block\d+/unit\d+/conv_proj/kernel",
+    "head": r"(img/)?head/kernel",
+  },
 )
 
 # Kauldron's ViT.
 register(
-  Family(
-    name="kauldron",
-    roles={
-      "ff": r"(.*/)?layers_\d+/mlp/dense_(in|out)/kernel",
-      **_attention_roles(r"(.*/)?layers_\d+/attention/"),
-      "stem": r"(.*/)?patchifier/kernel",
-      "head": r"classifier_head/kernel",
-    },
-  )
+  "kauldron",
+  {
+    "ff": r"(.*/)?layers_\d+/mlp/dense_(in|out)/kernel",
+    **_attention_roles(r"(.*/)?layers_\d+/attention/"),
+    "stem": r"(.*/)?patchifier/kernel",
+    "head": r"classifier_head/kernel",
+  },
 )
 
 # jimm (jax-image-models): its blocks are always stacked, on axis 0.
 register(
-  Family(
-    name="jimm",
-    roles={
-      "ff": r"(.*/)?((layers|map_head)/mlp/layers/\d+|encoder/layers/(gate|up|down))/kernel",
-      **_attention_roles(r"(.*/)?(layers|map_head)/attn/"),
-      "stem": r"(.*/)?patch_embeddings/kernel",
-      "head": r"classifier/kernel",
-    },
-  )
+  "jimm",
+  {
+    "ff": r"(.*/)?((layers|map_head)/mlp/layers/\d+|encoder/layers/(gate|up|down))/kernel",
+    **_attention_roles(r"(.*/)?(layers|map_head)/attn/"),
+    "stem": r"(.*/)?patch_embeddings/kernel",
+    "head": r"classifier/kernel",
+  },
 )
 
 # timm's names, in the order of flax: those of `models.vit`, `models.swin` and `models.resnet`. A
@@ -225,34 +202,28 @@ _TIMM_BLOCK = {
   "stem": _PATCHES,
 }
 register(
-  Family(
-    name="timm_vit",
-    roles={**_TIMM_BLOCK, "head": r"head/kernel", "qkv": r"(.*/)?\w*qkv\w*/kernel"},
-  )
+  "timm_vit",
+  {**_TIMM_BLOCK, "head": r"head/kernel", "qkv": r"(.*/)?\w*qkv\w*/kernel"},
 )
 
 register(
-  Family(
-    name="timm_swin",
-    roles={
-      **_TIMM_BLOCK,
-      "merge": r"(.*/)?layers_\d+/downsample/reduction/kernel",
-      "head": r"head/fc/kernel",
-    },
-  )
+  "timm_swin",
+  {
+    **_TIMM_BLOCK,
+    "merge": r"(.*/)?layers_\d+/downsample/reduction/kernel",
+    "head": r"head/fc/kernel",
+  },
 )
 
 register(
-  Family(
-    name="timm_resnet",
-    roles={
-      "stem": r"conv1/kernel",
-      "conv": r"(.*/)?layer\d+_\d+/conv\d/kernel",
-      "shortcut": r"(.*/)?layer\d+_\d+/downsample_conv/kernel",
-      "head": r"fc/kernel",
-    },
-  )
+  "timm_resnet",
+  {
+    "stem": r"conv1/kernel",
+    "conv": r"(.*/)?layer\d+_\d+/conv\d/kernel",
+    "shortcut": r"(.*/)?layer\d+_\d+/downsample_conv/kernel",
+    "head": r"fc/kernel",
+  },
 )
 
 # What `flops` calls a product without a parameter: Q K^T, and its product with V.
-register(Family(name="flops", roles={"scores": r"(.*/)?product"}))
+register("flops", {"scores": r"(.*/)?product"})

@@ -17,12 +17,11 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding
 
 from nm_sparsity_jax.core import masks, trace
 from nm_sparsity_jax.core.groups import Groups
-from nm_sparsity_jax.core.trees import flatten, path_name
+from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.sites import Assignment, Site
@@ -132,9 +131,7 @@ class Rules:
     rest = {regex: axis for regex, axis in self.axes.items() if regex not in axes}
     return dataclasses.replace(self, axes={**axes, **rest})
 
-  def with_logical_axes(
-    self, logical_axes: Any, stacked: Sequence[str] = ("layers", "stack")
-  ) -> Rules:
+  def with_logical_axes(self, logical_axes: Any) -> Rules:
     """Returns the same rules, with axes of stacked kernels read from logical axis names.
 
         rules = rules.with_logical_axes(variables["params_axes"])
@@ -142,27 +139,25 @@ class Rules:
     Args:
       logical_axes: a tree that mirrors the parameters; leaves are tuples of axis names, flax's
         `AxisMetadata` or `PartitionSpec`. Paths may end in `_axes`, as in flax's `params_axes`.
-      stacked: names of axes that a scan over layers adds. Of the others, the contraction axis of
-        a kernel is the first; of an attention kernel with heads as an axis of their own, all but
-        the last for `out`.
+        A scan over layers adds an axis that is called 'layers' or 'stack'. Of the others, the
+        contraction axis of a kernel is the first; of an attention kernel with heads as an axis of
+        their own, all but the last for `out`.
 
     Returns:
       New rules. Axes given by hand come first.
     """
     found: dict[str, masks.Axis] = dict(self.axes)
     is_names = lambda x: hasattr(x, "names") or isinstance(x, tuple)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(logical_axes, is_leaf=is_names)
-    for keys, names in leaves:
-      path = re.sub(r"_axes$", "", path_name(keys))
+    for path, names in flatten(logical_axes, is_names):
+      path = path.removesuffix("_axes")
       names = tuple(getattr(names, "names", names))
-      own = [i for i, name in enumerate(names) if name not in stacked]
+      own = [i for i, name in enumerate(names) if name not in ("layers", "stack")]
       if not path.endswith("kernel") or len(own) == len(names) or self.find(path) is None:
         continue
       role = roles.role_of(path)
-      if len(own) == 2 or (len(own) == 3 and role in ("q", "k", "v")):
-        found.setdefault(re.escape(path), own[0])
-      elif len(own) == 3 and role == "o":
-        found.setdefault(re.escape(path), (own[0], own[1]))
+      if len(own) == 2 or (len(own) == 3 and role in ("q", "k", "v", "o")):
+        summed = len(own) - 1 if role == "o" else 1
+        found.setdefault(re.escape(path), _one_or_several(own[:summed]))
     return dataclasses.replace(self, axes=found)
 
   def with_shardings(self, shardings: Any) -> Rules:
@@ -197,11 +192,6 @@ class Rules:
       *inputs: what it computes on. What the function closes over is a constant of the program, as
         a weight is, so a product with it says nothing.
     """
-    if not inputs:  # then all would be constants, and nothing told data from weights
-      raise ValueError(
-        "for_model(function, params) has no inputs: pass what the function computes on as well, as "
-        "in for_model(lambda p, x: model.apply({'params': p}, x), params, x)."
-      )
     shapes = dict(_shapes(params))
     traced = trace.trace(function, params, *inputs)
     found: dict[str, masks.Axis] = {}

@@ -71,11 +71,6 @@ class Site:
     fits = {pattern for _, pattern in self.recipe.levels(self.axis_size)}
     if dropped := [str(p) for _, p in self.recipe.levels() if p not in fits]:
       remarks.append(f"levels {', '.join(dropped)} do not divide {self.axis_size}: dropped")
-    end = self.recipe.phases.finetune_start
-    before = [s for s in self.recipe.timeline(self.axis_size) if s.pattern and s.stop == end]
-    # The exponential decay of beta=None ends at 1/1000: that is how it is meant.
-    if before and before[0].decay_stop > 0.002:
-      remarks.append(f"D jumps from {before[0].decay_stop:.3g} to 0 at step {end}")
     return tuple(remarks)
 
   @functools.cached_property

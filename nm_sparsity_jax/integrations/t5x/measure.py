@@ -60,7 +60,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   Args:
     run: `SparseTrainer`; gradients are taken by its model, its keys and its microbatches.
   """
-  model, axes, per_place = run._model, run._train_state_axes, run.metrics_per_place
+  model, axes = run._model, run._train_state_axes
   partition, batch_spec = run._partitioner.partition, run._partitioner.data_partition_spec
   rules = model.stored_rules
   by_path = traverse_util.flatten_dict(unfreeze(axes.params), sep="/")
@@ -79,7 +79,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   def after(train_state, seen):
     params, (step, state) = train_state.params, model.read(train_state.flax_mutables)
     moments = second_moments(model.optimizer_def, train_state, rules)
-    return metrics.summary(params, rules, step, state, None, moments, seen, per_place=per_place)
+    return metrics.summary(params, rules, step, state, None, moments, seen)
 
   return (
     partition(before, in_axis_resources=(axes, batch_spec), out_axis_resources=seen_spec),
