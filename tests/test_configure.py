@@ -33,7 +33,7 @@ def test_places_share_or_differ():
     ("ff", {}, "SPARSITY_RULES='ff'"),
     ({"ff": 8}, {}, "SPARSITY_RULES, 'ff': "),
     ({"ff": None}, {"pattern": "8:1"}, "PATTERN: "),
-    ({"ff": None}, {}, "PATTERN is not set"),
+    ({"ff": None}, {}, "PATTERN: None"),
     ({"ff": "1:4"}, {"recipe": "mdgf"}, "RECIPE.*no recipe 'mdgf'"),
     ({"ff": "1:4"}, {"dense_steps": 30}, "SPARSE_STEPS, DENSE_STEPS"),
     ({"*": "1:4"}, {}, "SPARSITY_RULES: "),

@@ -44,7 +44,8 @@ def test_summary_follows_every_recipe_through_a_run_in_one_compilation(first, se
   @jax.jit
   def observe(params, step, state, grads, nu, seen):
     traces.append(step)
-    out = metrics.summary(params, rules, step, state, grads, dict(flatten(nu)), seen)
+    seen = seen._replace(scalars=metrics.before(params, rules, step, state, grads).scalars)
+    out = metrics.summary(params, rules, step, state, dict(flatten(nu)), seen)
     effective = nms.sparsify(params, rules, step, state)
     return out, metrics.masks_of(params, rules, step, state), effective
 
@@ -83,18 +84,11 @@ def test_summary_follows_every_recipe_through_a_run_in_one_compilation(first, se
   assert len(traces) == 1
 
 
-def test_a_sample_in_two_halves_has_the_variances_of_the_first():
-  params, rules = draw(3), nms.Rules({"ff": make("sdgf_geometric")})
-  seen = metrics.before(params, rules, 7, None, draw(4))
-  found = metrics.summary(draw(5), rules, 8, seen=seen)
-  once = metrics.summary(params, rules, 7, grads=draw(4))
-  assert set(found) == {*once, "nm/flip_rate/all", "nm/flip_rate/kept"}
-  assert found["nm/grad_abs_var/all"] == once["nm/grad_abs_var/all"] > 0
-
-
 def test_nothing_sparse_gives_finite_numbers_and_no_step_is_loud():
   rules, params = nms.Rules({"ff": make("sr_ste", "1:64")}, indivisible="skip"), draw(0)
-  found = metrics.summary(params, rules, 7, None, params, {}, metrics.Before({}, {}))
+  found = metrics.summary(
+    params, rules, 7, None, {}, metrics.before(params, rules, 7, None, params)
+  )
   ones = {"nm/density", "nm/density_target", "nm/D"}
   assert len(found) == 9 and {name: x for name, x in found.items() if x} == dict.fromkeys(ones, 1)
   rules = nms.Rules({"ff": make("mdgf_linear")})
@@ -116,7 +110,7 @@ def test_variance_is_stable(offset, scale):
   params, rules = draw(0, (512, 64), (256, 96)), nms.Rules({WI: make("sr_ste", "1:16")})
   rng = np.random.default_rng(0)
   grads = jax.tree.map(lambda w: np.float32(offset + scale * rng.random(w.shape)), params)
-  found = metrics.summary(params, rules, 9, grads=grads)
+  found = metrics.before(params, rules, 9, grads=grads).scalars
   x, mask = wide(grads)[WI], metrics.masks_of(params, rules, 9)[WI]
   rtol = 3e-6 if jax.__version_info__ >= (0, 10) else 1e-5  # JAX 0.9 sums in another order
   np.testing.assert_allclose(found["nm/grad_abs_var/all"], x.var(), rtol)

@@ -74,7 +74,8 @@ def trace(function: Callable[..., Any], params: Any, *inputs: Any) -> Traced:
   jaxpr = jax.make_jaxpr(of_arrays)(*filter(is_array, leaves)).jaxpr
   shapes = {path: tuple(x.shape) for path, x in flatten(params) if is_array(x)}
   walk = _Walk({path: math.prod(shape) for path, shape in shapes.items()})
-  values = [_Value(False, (_Track(path, _whole(shape)),)) for path, shape in shapes.items()]
+  whole = lambda shape: tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
+  values = [_Value(False, (_Track(path, whole(shape)),)) for path, shape in shapes.items()]
   walk.run(jaxpr, [*values, *[_DATA] * (len(jaxpr.invars) - len(values))])
   axes, refused = {}, {}
   for path in shapes:
@@ -412,16 +413,6 @@ def _moved(eqn: Any, known: Sequence[_Value], i: int) -> _Value:
   return _Value(is_data, tuple(dict.fromkeys(tracks)))
 
 
-def _same(params, dims, shape, out):
-  del params
-  return dims if shape == out else None
-
-
-def _transpose(params, dims, shape, out):
-  del shape, out
-  return tuple(dims[a] for a in params["permutation"])
-
-
 def _reshape(params, dims, shape, out):
   """Cuts the pieces of all axes anew; None where an axis would be cut across its rows."""
   del shape
@@ -455,11 +446,6 @@ def _broadcast(params, dims, shape, out):
   return tuple(moved)
 
 
-def _squeeze(params, dims, shape, out):
-  del shape, out
-  return tuple(dim for a, dim in enumerate(dims) if a not in params["dimensions"])
-
-
 def _resize(params, dims, shape, out):
   """Slices, pads and joins: an axis of another length is still of the same axes."""
   del params
@@ -468,11 +454,6 @@ def _resize(params, dims, shape, out):
   # A part of joined axes may begin anywhere in them, so all of them stand for it.
   pairs = zip(dims, shape, out, strict=True)
   return tuple(dim if n == m else ((_parts([dim]), m),) for dim, n, m in pairs)
-
-
-def _whole(shape: Sequence[int]) -> tuple[_Dim, ...]:
-  """Returns the axes of a parameter as it is."""
-  return tuple(((frozenset([i]), n),) for i, n in enumerate(shape))
 
 
 def _unknown(shape: Sequence[int]) -> list[_Dim]:
@@ -495,12 +476,14 @@ _SAME_SHAPE = (
 _RESIZE = ("slice", "dynamic_slice", "split", "pad", "concatenate", "all_gather")
 # What moves the axes of a weight so that they can be followed.
 _MOVE: Mapping[str, Callable[..., tuple[_Dim, ...] | None]] = {
-  **dict.fromkeys(_SAME_SHAPE, _same),
+  **dict.fromkeys(_SAME_SHAPE, lambda params, dims, shape, out: dims if shape == out else None),
   **dict.fromkeys(_RESIZE, _resize),
-  "transpose": _transpose,
+  "transpose": lambda params, dims, *_: tuple(dims[a] for a in params["permutation"]),
+  "squeeze": lambda params, dims, *_: tuple(
+    dim for a, dim in enumerate(dims) if a not in params["dimensions"]
+  ),
   "reshape": _reshape,
   "broadcast_in_dim": _broadcast,
-  "squeeze": _squeeze,
 }
 # What leaves the entries of a one-hot as they are.
 _KEEP_ENTRIES = frozenset(

@@ -162,13 +162,13 @@ class Report:
   def __str__(self) -> str:
     head = "parameter", "pattern", "axis", "groups", "bad", "density", "first bad group at"
     facts = {
-      p.path: (p.pattern, p.axis, p.groups, p.bad_groups, f"{p.density:.4f}", p.first or "")
+      p.path: (p.shape, p.pattern, p.axis, p.groups, p.bad_groups, f"{p.density:.4f}", p.first)
       for p in self.places
     }
     # Like layers are one row. Its groups are those of all of them.
     rows = [
-      (name, *fact[:2], *(count * len(paths) for count in fact[2:4]), *fact[4:])
-      for name, paths, fact in alike(facts)
+      (name, pattern, axis, groups * len(paths), bad * len(paths), density, first or "")
+      for name, paths, (_, pattern, axis, groups, bad, density, first) in alike(facts)
     ]
     lines = table(head, rows) if rows else []
     lines += [f"skipped  {name}: {why}" for name, _, why in alike(self.skipped)]

@@ -15,7 +15,7 @@ from typing import Any
 from nm_sparsity_jax.core import masks
 from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
-from nm_sparsity_jax.recipes import RECIPES, Dense, Recipe
+from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.recipes import recipe as make_recipe
 from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.rules import Rules
@@ -84,17 +84,10 @@ def rules(
 
 def _recipe(name: str | None, pattern: Any, settings: Mapping[str, Any], macro: str) -> Recipe:
   """Returns the recipe of one place; `macro` is where its pattern comes from."""
-  values: dict[str, Any] = {"RECIPE": name}
-  if name != Dense.name:
-    values |= {"PATTERN": pattern, "SPARSE_STEPS": settings["phases"]}
-  for lost in (macro for macro, value in values.items() if value is None):
-    raise ValueError(
-      f"{lost} is not set: RECIPE is one of {', '.join(RECIPES)}, PATTERN such as '1:8', and "
-      "SPARSE_STEPS the steps of the sparse run."
-    )
-  with _macro(macro):
-    pattern = None if pattern is None else NM.parse(pattern)
-  with _macro("RECIPE, BETA, GRADIENT, RECIPE_FIELDS"):
+  if name != Dense.name:  # which needs none
+    with _macro(macro):
+      pattern = NM.parse(pattern)
+  with _macro("RECIPE, SPARSE_STEPS, BETA, GRADIENT, RECIPE_FIELDS"):
     return make_recipe(str(name), pattern=pattern, **settings)
 
 

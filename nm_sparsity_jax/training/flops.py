@@ -132,7 +132,7 @@ def inference(dense: Cost, sparse: Sparse) -> Cost:
 
   Args:
     dense: of one example, by `forward`.
-    sparse: `Rules`; or place -> pattern, or recipe (its last pattern).
+    sparse: `Rules`; or place -> pattern.
 
   Raises:
     ValueError: for a place that names nothing, two that name one operation, or a pattern whose
@@ -144,8 +144,8 @@ def inference(dense: Cost, sparse: Sparse) -> Cost:
   """
   if not isinstance(sparse, Rules):
     # A pattern is the recipe that has it from the first step on.
-    of = lambda p: p if isinstance(p, Recipe) else OneShot(pattern=p, phases=Phases(total=1))
-    sparse = {place: of(value) for place, value in sparse.items()}
+    phases = Phases(total=1)
+    sparse = {place: OneShot(pattern=p, phases=phases) for place, p in sparse.items()}
   sites, kept = _sites(dense.ops, sparse), []
   for op in dense.ops:
     s = _density(sites[op].recipe.timeline(sites[op].axis_size)[-1]) if op in sites else 1.0
@@ -174,7 +174,7 @@ def training(
 
   Args:
     dense: of one example, by `forward`.
-    sparse: as in `inference`, but recipes alone. All have one `phases.total`.
+    sparse: `Rules`; or place -> recipe. All have one `phases.total`.
     batch_size: examples per step.
     steps: length of the run; needed only where there is no recipe to tell it.
     until: count the steps [0, until) alone, what it has cost so far; None = all.

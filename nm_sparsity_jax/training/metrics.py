@@ -97,7 +97,6 @@ def summary(
   rules: Rules,
   step: jax.Array | int,
   state: State | None = None,
-  grads: Any = None,
   moments: Mapping[str, jax.Array] | None = None,
   seen: Before | None = None,
 ) -> dict[str, jax.Array]:
@@ -109,7 +108,7 @@ def summary(
       nm/n/<rule>, nm/m/<rule>        pattern now, 1:1 while dense; 0 where kernels of one rule
                                       differ
       nm/flip_rate/all, /kept         with seen: flips since then
-      nm/grad_abs_var/all, /kept      with grads, or with seen, if it has them
+      nm/grad_abs_var/all, /kept      with seen, if it was given the gradient
       nm/second_moment_var/all, /kept with moments, if they are of every sparse kernel
 
   A weight is in use where its factor in W~ is not zero: the density of a kernel is 1 while D > 0,
@@ -127,7 +126,6 @@ def summary(
     rules: the rules.
     step: the step of that pass, int32 scalar.
     state: the state of stateful recipes at that step.
-    grads: the gradients of that pass.
     moments: path -> second moment, as `second_moments` reads them from an optimizer's state.
     seen: what `before` returned at an earlier step.
   """
@@ -147,8 +145,6 @@ def summary(
   if seen is not None:
     rate = flip_rate(seen.masks, masks)
     out |= {"nm/flip_rate/all": rate.all, "nm/flip_rate/kept": rate.kept, **seen.scalars}
-  if grads is not None:
-    out |= _variances_of_gradient(grads, masks)
   # A trainer hands over whatever its optimizer keeps, so a missing moment is no error.
   if moments is not None and sites.keys() <= moments.keys():
     out |= _variances("second_moment_var", moments, masks)
@@ -170,7 +166,7 @@ def before(
       seen = metrics.before(params, rules, step, state, grads)
       params, opt_state, state = update(params, opt_state, state, grads)
       moments = metrics.second_moments(opt_state, params)
-      scalars = metrics.summary(params, rules, step + 1, state, None, moments, seen)
+      scalars = metrics.summary(params, rules, step + 1, state, moments, seen)
 
   Args:
     params: the dense parameters that the gradient was taken at.
@@ -180,7 +176,8 @@ def before(
     grads: the gradient, without SR-STE's term; None = no names of gradients.
   """
   masks = masks_of(params, rules, step, state)
-  return Before(masks, {} if grads is None else _variances_of_gradient(grads, masks))
+  sizes = {} if grads is None else {path: jnp.abs(g) for path, g in flatten(grads)}
+  return Before(masks, _variances("grad_abs_var", sizes, masks) if sizes else {})
 
 
 def second_moments(opt_state: Any, params: Any) -> dict[str, jax.Array]:
@@ -247,10 +244,6 @@ def _mean(values: Mapping[str, jax.Array], masks: Mapping[str, jax.Array]) -> ja
   """Returns the mean over all weights; 1 without weights."""
   sizes = jnp.array([masks[path].size for path in values], jnp.float32)
   return jnp.average(jnp.stack([*values.values()]), weights=sizes) if masks else jnp.float32(1)
-
-
-def _variances_of_gradient(grads: Any, masks: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  return _variances("grad_abs_var", {path: jnp.abs(g) for path, g in flatten(grads)}, masks)
 
 
 def _variances(

@@ -289,16 +289,14 @@ class Rules:
     known, sites, skipped, dense = dict(shapes), {}, {}, []
     ambiguous: list[str] = []
     for path, shape in shapes:
-      site = None
-      if not isinstance(self.find(path), Dense | None):
-        axis = self._axis_of(path)
-        axis = _default_axis(path, known) if axis is None else axis
-        if axis is None:
-          ambiguous.append(f"{path!r} of shape {shape}")
-          continue
-        site = self.site(path, shape, axis)
-      if site is None:
+      if isinstance(self.find(path), Dense | None):
         dense.append(path)
+        continue
+      axis = self._axis_of(path)
+      axis = _default_axis(path, known) if axis is None else axis
+      site = None if axis is None else self.site(path, shape, axis)
+      if site is None:
+        ambiguous.append(f"{path!r} of shape {shape}")
       elif isinstance(site, str):
         skipped[path] = site
         _log.warning("%s stays dense: %s", path, site)

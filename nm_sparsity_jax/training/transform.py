@@ -262,14 +262,8 @@ def count_steps() -> optax.GradientTransformation:
   Give it no arguments. `nms.step_count` finds its count.
   """
 
-  def init(params):
-    del params
-    return CountStepsState(jnp.zeros((), jnp.int32))
-
-  def update(updates, state, params=None):
-    del params
-    return updates, CountStepsState(state.count + 1)
-
+  init = lambda params: CountStepsState(jnp.zeros((), jnp.int32))
+  update = lambda updates, state, params=None: (updates, CountStepsState(state.count + 1))
   return optax.GradientTransformation(init, update)
 
 

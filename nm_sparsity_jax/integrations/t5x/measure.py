@@ -79,7 +79,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   def after(train_state, seen):
     params, (step, state) = train_state.params, model.read(train_state.flax_mutables)
     moments = second_moments(model.optimizer_def, train_state, rules)
-    return metrics.summary(params, rules, step, state, None, moments, seen)
+    return metrics.summary(params, rules, step, state, moments, seen)
 
   return (
     partition(before, in_axis_resources=(axes, batch_spec), out_axis_resources=seen_spec),
