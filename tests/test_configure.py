@@ -85,16 +85,6 @@ def test_every_field_of_every_recipe_is_in_the_text_and_comes_back(name):
     assert rules_text.parse(rules_text.describe(other)) == other
 
 
-def test_numbers_of_numpy_have_the_text_of_pythons():
-  """1 and 1.0 are one lambda, and a checkpoint of numpy's scalars can be read."""
-  steps = nms.Phases(total=np.int64(20), dense=np.int8(0), finetune=4)
-  texts = {
-    nms.Rules({"ff": nms.recipe("sr_ste", pattern="1:4", phases=phases, lam=lam)}).text
-    for lam, phases in ((1.0, PHASES), (1, steps), (np.float32(1), steps), (np.int8(1), PHASES))
-  }
-  assert len(texts) == 1 and rules_text.parse(texts.pop()).places["ff"].lam == 1
-
-
 def test_a_text_gives_whole_rules_back():
   rules = nms.Rules(
     {

@@ -91,20 +91,18 @@ def test_t5():
   assert cost.params == 76_961_152  # as published
   d, joined, m = config.emb_dim, config.num_heads * config.head_dim, config.mlp_dim
   n, i, o, inputs = config.num_encoder_layers, 512, 114, len(config.mlp_activations)
-  wanted = {
-    "decoder/cross/k": n * i * d * joined, "encoder/ff": n * i * d * m * (inputs + 1),
-    "encoder/scores": 2 * n * i * i * joined, "decoder/cross/scores": 2 * n * i * o * joined,
-  }  # fmt: skip
-  for place, macs in wanted.items():
-    assert cost.select(place).flops == 2 * macs, place
   products = n * d * joined * 6 * (i + o) + n * d * m * (inputs + 1) * (i + o)
   scores = 2 * n * joined * (i * i + o * o + i * o)
   # A one-hot is a look-up, in the embedding and in the positions.
   assert cost.flops == 2 * (products + scores + o * d * config.vocab_size)
   scanned = t5_cost(dataclasses.replace(config, scan_layers=True, remat_policy="minimal"))
-  for place in (*wanted, "attention"):
-    assert scanned.select(place).flops == cost.select(place).flops, place
   assert scanned.flops == cost.flops
+  for place, macs in (
+    ("decoder/cross/k", n * i * d * joined),
+    ("encoder/ff", n * i * d * m * (inputs + 1)),
+    ("decoder/cross/scores", 2 * n * i * o * joined),
+  ):
+    assert scanned.select(place).flops == cost.select(place).flops == 2 * macs, place
 
 
 def test_forward_and_backward_are_xlas():

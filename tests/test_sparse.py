@@ -113,17 +113,17 @@ def is_two_of_eight(w):
 @functools.cache
 def loop_of_pieces():
   """W, the inner state, the masks and the loss of each step, by the functions below `sparse`."""
+  chain = optax.chain(nms.sr_ste(RULES), INNER)
 
   def turn(run, step):
     w, inner, masks = run
     value, grads = jax.value_and_grad(lambda w: loss(nms.sparsify(w, RULES, step, masks)))(w)
-    full = transform.add_sr_ste(grads, w, RULES, step, masks)
-    moves, inner = relaxed(INNER.update, full, inner, w)
+    moves, inner = relaxed(chain.update, grads, inner, w, nm_state=masks)
     new = optax.apply_updates(w, moves)
     run = new, inner, nms.update_state(masks, new, RULES, step + 1, grads, grads_at=w)
     return run, (*run, value)
 
-  start = params_of(), INNER.init(params_of()), nms.init_state(params_of(), RULES)
+  start = params_of(), chain.init(params_of()), nms.init_state(params_of(), RULES)
   return jax.jit(lambda run: jax.lax.scan(turn, run, jnp.arange(STEPS))[1])(start)
 
 
@@ -136,7 +136,7 @@ def test_200_steps_in_place_are_those_of_a_loop_of_the_pieces(name):
   np.testing.assert_allclose(in_place, losses, 1e-6)
   np.testing.assert_array_equal(opt.count, np.arange(STEPS + 1))
   close(w[name], at(dense[name], slice(1, None)))
-  close(inner[1][0].trace[name], later.inner_state[1][0].trace[name], 1e-5)
+  close(inner[1][1][0].trace[name], later.inner_state[1][0].trace[name], 1e-5)
   for kind in set(masks) - {"step"}:
     assert (name in masks[kind]) == (name in later.masks[kind])
     if name in masks[kind]:
@@ -168,6 +168,37 @@ def test_weights_loaded_after_init_are_the_start_and_the_first_pass_sees_all_of_
 
 
 # --- what stands around it ------------------------------------------------------------------------
+
+
+def other_count():
+  """A transformation whose own `count` is not the step."""
+  init = lambda p: optax.ScaleByScheduleState(jnp.int32(70))
+  return optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+
+
+LINK, ADAM = nms.sr_ste(rules_of(["sr_ste"])), optax.adam(1e-3)
+
+
+@pytest.mark.parametrize(
+  "tx, updates, steps",
+  [
+    # The first `count` in the chain, but those that begin anew.
+    (optax.chain(other_count(), ADAM), 3, 70),
+    (optax.chain(optax.contrib.reduce_on_plateau(accumulation_size=2), ADAM), 3, 3),
+    # Ours come before another `count`, wherever they stand.
+    (optax.masked(optax.chain(other_count(), nms.count_steps()), True), 3, 3),
+    # MultiSteps comes before these, and nms.sparse before all.
+    (optax.MultiSteps(optax.chain(LINK, optax.sgd(1.0)), 4), 11, 2),
+    (optax.MultiSteps(nms.sparse(optax.chain(other_count(), ADAM), rules_of(["sr_ste"])), 4), 9, 2),
+  ],
+)
+def test_step_count(tx, updates, steps):
+  params, tx = params_of(names=["sr_ste"]), optax.with_extra_args_support(tx)
+  state, update = tx.init(params), jax.jit(functools.partial(relaxed, tx.update))
+  for _ in range(updates):
+    _, state = update(params, state, params, value=jnp.float32(1))
+  for count in (nms.step_count(state), jax.jit(nms.step_count)(state)):
+    assert count.dtype == jnp.int32 and count.shape == () and count == steps
 
 
 def test_what_is_skipped_counts_nothing():
@@ -257,6 +288,8 @@ def test_mistakes_are_said():
     ("match no parameter", lambda: TX.init({"bias": params["bias"]})),
     ("int32", lambda: nms.sparse(INNER, whole).init({"bias": jnp.ones(8, jnp.int32)})),
     ("0 states", lambda: nms.dense_params(params, INNER.init(params))),
+    ("count_steps", lambda: nms.step_count(optax.apply_every(2).init(params))),
+    ("mask as state", lambda: nms.sr_ste(RULES).update(params, opt, params)),
     ("2 states", lambda: nms.dense_params(params, (opt, opt))),
   ):
     with pytest.raises(ValueError, match=word):
