@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import t5x_found
 from flax import linen as nn
 from reference_arrays import assert_same
 
@@ -25,29 +24,17 @@ DENSE = nms.Rules({"kernel": nms.recipe("dense")})
 # --- the dense twin ---------------------------------------------------------------------------
 
 
-def t5x_dense_general(**kwargs):
-  if reason := t5x_found.why_not():
-    pytest.skip(reason)
-  from t5x.examples.t5 import layers as t5x
-
-  return t5x.DenseGeneral(**kwargs)
-
-
 BOXED = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
 MIXED = dict(param_dtype=jnp.bfloat16, dtype=jnp.float32)
-BF16 = dict(dtype=jnp.bfloat16)
-TWO_AXES = dict(features=(3, 2), axis=(1, -1), kernel_axes=("embed", "joined_kv"), **BF16)
 TWINS = {
   "Dense, no rules": (layers.Dense, nn.Dense, None, dict(features=3, kernel_init=BOXED)),
   "Dense, dense": (layers.Dense, nn.Dense, DENSE, dict(features=3, **MIXED)),
   "Conv": (layers.Conv, nn.Conv, NOWHERE,
-           dict(features=6, kernel_size=(3, 2), feature_group_count=2, strides=2, **BF16)),
-  "DenseGeneral": (layers.DenseGeneral, t5x_dense_general, NOWHERE, TWO_AXES),
+           dict(features=6, kernel_size=(3, 2), feature_group_count=2, dtype=jnp.bfloat16)),
 }  # fmt: skip
-MARKS = {"DenseGeneral": (pytest.mark.t5x, pytest.mark.filterwarnings("ignore"))}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in TWINS])
+@pytest.mark.parametrize("name", TWINS)
 def test_a_layer_is_the_plain_one_where_no_recipe_acts(name):
   """Same variables after init, same output, same gradients of parameters and input."""
   make, plain, rules, kwargs = TWINS[name]
@@ -69,8 +56,6 @@ def test_a_layer_is_the_plain_one_where_no_recipe_acts(name):
 def test_dense_general_is_the_einsum_over_a_two_dimensional_kernel():
   layer = layers.DenseGeneral((3, 2), axis=(1, -1), kernel_axes=("embed", "joined_kv"))
   variables = layer.init(jax.random.key(1), X)
-  axes = nn.partitioning.AxisMetadata(("embed", "joined_kv"))
-  assert variables["params_axes"] == {"kernel_axes": axes}
   z = jnp.einsum("abcd,bdef->acef", X, variables["params"]["kernel"].reshape(6, 4, 3, 2))
   np.testing.assert_allclose(layer.apply(variables, X), z, 1e-6, 1e-6)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core.trees import nested
@@ -76,7 +76,6 @@ CUSTOM = nms.recipe("custom", pattern="1:4", phases=PHASES, path=((10, "8:16", 1
 @pytest.mark.parametrize(
   "recipe, length, policy, remark",
   [
-    (OTHER, 18, "error", ValueError),
     (CUSTOM, 24, "error", ValueError),  # each level must fit
     (OTHER, 18, "skip", "multiple of 4"),
     (CUSTOM, 24, "pad", "padded by 8"),
@@ -96,12 +95,6 @@ def test_what_is_unusual_is_said_in_the_table_and_the_log(recipe, length, policy
   assert (list(found.skipped), list(found.places)) == (
     ([WI], []) if policy == "skip" else ([], [WI])
   )
-
-
-def test_a_dense_recipe_counts_as_a_rule_and_leaves_the_weight_alone():
-  rules = nms.Rules({"ff": nms.recipe("dense"), "q": LINEAR})
-  assignment = rules.assign(tree({WI: (7, 3), "attention/query/kernel": (16, 2)}))
-  assert list(assignment.places) == ["attention/query/kernel"] and assignment.dense == (WI,)
 
 
 # --- axes -----------------------------------------------------------------------------------------
@@ -134,17 +127,18 @@ def test_axes_that_names_and_shapes_tell(path, shape, bias, axis):
 
 
 def test_the_first_axis_that_is_named_counts():
-  params = tree({"a/kernel": (3, 16), "b/kernel": (2, 8, 3)})
-  rules = nms.Rules({".*": LINEAR}, axes={"a/kernel": -1, ".*/kernel": [0, 1]})
-  assert [site.axis for site in rules.assign(params).places.values()] == [-1, (0, 1)]
+  params = tree({"a/kernel": (3, 16), "b/kernel": (2, 8, 3), "mlp/wi/kernel": (7, 3)})
+  places = {"[ab]/kernel": LINEAR, "ff": nms.recipe("dense")}  # which counts as a rule
+  rules = nms.Rules(places, axes={"a/kernel": -1, ".*/kernel": [0, 1]})
+  found = rules.assign(params)
+  assert [site.axis for site in found.places.values()] == [-1, (0, 1)]
   more = rules.with_axes({"b/kernel": 1, "a/kernel": 1}).assign(params)
-  assert [site.axis for site in more.places.values()] == [1, 1]
+  assert [site.axis for site in more.places.values()] == [1, 1] and found.dense == (WI,)
 
 
 SIZES = {"embed": 16, "mlp": 24, "heads": 2, "kv": 8, "layers": 3, "stack": 3}
 LEAVES = {
   "metadata": lambda names, shape: types.SimpleNamespace(names=names),  # as flax's AxisMetadata
-  "spec": lambda names, shape: PartitionSpec(*names),
   "box": lambda names, shape: nn.Partitioned(jnp.zeros(shape), names=names),
 }
 # T5X's scalable_t5 stacks along axis 1 (param_scan_axis); other networks along 0.

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.recipes import RECIPES
@@ -44,7 +43,8 @@ TX = nms.sparse(INNER, RULES)
 def params_of(seed=0, dtype=jnp.float32, names=tuple(RECIPES)):
   w = np.random.default_rng(seed).normal(size=(len(names), 16, 3))
   kernels = {name: {"kernel": jnp.asarray(x, dtype)} for name, x in zip(names, w, strict=True)}
-  return kernels | {"bias": jnp.zeros(3, dtype)}
+  # None is what equinox puts where a model holds no array.
+  return kernels | {"bias": jnp.zeros(3, dtype), "static": None}
 
 
 X, TARGET = np.random.default_rng(9).normal(size=(2, 32, 16)).astype(np.float32)
@@ -57,7 +57,7 @@ def loss_of(name, params):
 
 
 def loss(params):
-  return sum(loss_of(name, params) for name in params if name != "bias")
+  return sum(loss_of(name, params) for name in params if name not in ("bias", "static"))
 
 
 def relaxed(function, *args, **kwargs):
@@ -159,8 +159,7 @@ def test_weights_loaded_after_init_are_the_start_and_the_first_pass_sees_all_of_
   w, loaded, grads = (params_of(seed, names=[name]) for seed in range(3))
   opt = tx.init(w)
   same(nms.dense_params(loaded, opt), loaded)
-  updates, after = tx.update(grads, opt, loaded)
-  same((updates, after), tx.update(grads, tx.init(loaded), loaded))
+  _, after = tx.update(grads, opt, loaded)
   w, g = (np.asarray(tree[name]["kernel"]) for tree in (loaded, grads))
   if name == "one_shot":
     g = np.where(nms.nm_mask(jnp.abs(w), "2:8"), g, 0)
@@ -228,14 +227,14 @@ def test_what_is_skipped_counts_nothing():
 
 def test_vmap_donation_and_no_jit():
   """Each seed is its own run."""
-  many = jax.tree.map(lambda a, b: jnp.stack([a, b]), params_of(0), params_of(1))
-  run = many, jax.vmap(TX.init)(many)
+  many = jax.tree.map(lambda *x: jnp.stack(x), params_of(0), params_of(1))
+  run, after = (many, jax.vmap(TX.init)(many)), at(trajectory()[:2], 6)
   step = jax.jit(jax.vmap(lambda run: train_step(TX)(run)[0]), donate_argnums=0)
   for _ in range(6):
     run = step(run)
-  close(jax.tree.map(lambda x: x[0], run), at(trajectory()[:2], 6), 1e-5)
+  close(at(run, 0), after, 1e-5)
   with jax.disable_jit():
-    close(train_step(TX)(at(trajectory()[:2], 6))[0], at(trajectory()[:2], 7))
+    close(train_step(TX)(after)[0], at(trajectory()[:2], 7))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -251,9 +250,6 @@ def test_other_dtypes(dtype):
     for name in RULES.assign(at(params, 0)).places:
       w = np.asarray(params[name.split("/")[0]]["kernel"][-1])
       assert is_two_of_eight(w) and np.isfinite(w).all()
-    # In the dense phase W is the parameter, up to its rounding: no term, no mask.
-    w, seen = (x["sr_ste"]["kernel"][3].astype(wide) for x in (opt.dense, params))
-    np.testing.assert_allclose(seen, w, rtol=2e-2, atol=2e-2)
 
 
 def test_zeros_are_exact_where_gradients_are_shorter_than_parameters():
@@ -264,16 +260,6 @@ def test_zeros_are_exact_where_gradients_are_shorter_than_parameters():
   updates, _ = tx.update(grads, opt, nms.sparsify(params, rules, 3))
   params = relaxed(optax.apply_updates, nms.sparsify(params, rules, 3), updates)
   assert is_two_of_eight(params["sr_ste"]["kernel"])
-
-
-def test_a_flax_train_state_with_none_in_its_tree():
-  """None leaves are what equinox puts where a model holds no array."""
-  free = lambda tree: {name: x for name, x in tree.items() if name != "static"}
-  state = TrainState.create(apply_fn=None, params=params_of() | {"static": None}, tx=TX)
-  step = jax.jit(lambda s: s.apply_gradients(grads=jax.grad(lambda p: loss(free(p)))(s.params)))
-  for _ in range(6):
-    state = relaxed(step, state)
-  close(free(state.params), at(trajectory()[0], 6), 1e-5)
 
 
 # --- what is refused ------------------------------------------------------------------------------
