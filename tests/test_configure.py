@@ -30,7 +30,7 @@ def test_places_share_or_differ():
 @pytest.mark.parametrize(
   "places, settings, message",
   [
-    ("ff", {}, "SPARSITY_RULES='ff'"),
+    ("ff", {}, "SPARSITY_RULES: dict"),
     ({"ff": 8}, {}, "SPARSITY_RULES, 'ff': "),
     ({"ff": None}, {"pattern": "8:1"}, "PATTERN: "),
     ({"ff": None}, {}, "PATTERN: None"),

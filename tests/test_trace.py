@@ -84,20 +84,6 @@ def equinox(make, call, *shape):
   return layout(lambda p, x: call(eqx.combine(p, rest), x), params, shape)
 
 
-class Scanned(nn.Module):
-  """Two layers that a scan stacks."""
-
-  @nn.compact
-  def __call__(self, x):
-    class Layer(nn.Module):
-      @nn.compact
-      def __call__(self, x, _):
-        return nn.Dense(8, name="query", use_bias=False)(x), None
-
-    options = dict(variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-    return nn.scan(Layer, **options)(name="layers")(x, None)[0]
-
-
 def by_index(p, x):
   take = lambda i, h: h @ jax.lax.dynamic_index_in_dim(p["w"], i, keepdims=False)
   return jax.lax.fori_loop(0, 3, take, x)
@@ -146,8 +132,6 @@ CASES = {
     lambda: linen(nn.ConvTranspose(6, (3, 3), transpose_kernel=True), 1, 2, 2, 5),
     {"kernel": (3,)}),
   "attention": (lambda: linen(nn.MultiHeadDotProductAttention(4), 1, 2, 12), ATTENTION),
-  "Dense query in a scan": (lambda: linen(Scanned(), 2, 8, rows=4),
-                            {"layers/query/kernel": (1,)}),
   "GRU": (lambda: linen(nn.RNN(nn.GRUCell(5)), 1, 3, 6), every("in", "ir", "iz", "hn", "hr", "hz")),
   # flax NNX and Equinox
   "nnx attention": (lambda: of_nnx(

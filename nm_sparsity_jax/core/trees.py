@@ -9,12 +9,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax import traverse_util
-
-_Fact = TypeVar("_Fact", bound=Hashable)
 
 
 @functools.cache
@@ -86,13 +84,13 @@ def _merged(named: Mapping, position: int, varying: str) -> dict[tuple[str, ...]
   return out
 
 
-def alike(facts: Mapping[str, _Fact]) -> Iterator[tuple[str, list[str], _Fact]]:
+def alike(facts: Mapping[str, Hashable]) -> Iterator[tuple[str, list[str], Any]]:
   """Yields (name, paths, fact): the paths of like layers that share a fact, as `group` merges them.
 
   Args:
     facts: path -> what must be equal in one row.
   """
-  by_fact: dict[_Fact, list[str]] = {}
+  by_fact: dict[Hashable, list[str]] = {}
   for path, fact in facts.items():
     by_fact.setdefault(fact, []).append(path)
   for fact, of in by_fact.items():

@@ -17,7 +17,6 @@ from nm_sparsity_jax.core.patterns import NM
 from nm_sparsity_jax.core.schedules import Phases
 from nm_sparsity_jax.recipes import Dense, Recipe
 from nm_sparsity_jax.recipes import recipe as make_recipe
-from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.rules import Rules
 
 
@@ -56,12 +55,6 @@ def rules(
   Raises:
     ValueError: the first thing that is wrong, by its macro.
   """
-  if not isinstance(places, Mapping) or not places:
-    raise ValueError(
-      f"SPARSITY_RULES={places!r}: give a dict from place to pattern, such as {{'ff': '1:8'}}. "
-      f"Places are roles ({', '.join(roles.regexes())}) or regexes. For a dense run set RECIPE "
-      "to 'dense'."
-    )
   phases = None
   if sparse_steps is not None:
     dense = sparse_steps // 10 if dense_steps is None else dense_steps
@@ -70,6 +63,8 @@ def rules(
       phases = Phases(total=sparse_steps, dense=dense, finetune=finetune)
   settings = {"phases": phases, "beta": beta, "gradient": gradient, **(fields or {})}
   made: dict[str, Recipe] = {}
+  with _macro("SPARSITY_RULES"):
+    places = dict(places)
   for place, value in places.items():
     if isinstance(value, Recipe):
       made[place] = value

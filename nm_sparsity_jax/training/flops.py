@@ -30,8 +30,6 @@ from nm_sparsity_jax.training import roles
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
-__all__ = ["Cost", "Op", "forward", "inference", "training"]
-
 # What is sparse: `Rules`; or a place, as rules name it, and what is applied to its kernels.
 Sparse = Rules | Mapping[str, NM | str | Recipe]
 

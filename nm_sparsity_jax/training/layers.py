@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import flax
 import jax
@@ -48,8 +48,6 @@ from nm_sparsity_jax.training.stored import State, check_step
 
 COLLECTION = "nm_sparsity"  # holds steps
 STATE_COLLECTION = "nm_sparsity_state"  # holds the masks of stateful recipes
-
-Variables = TypeVar("Variables", bound=Mapping[str, Any])
 
 
 class DenseGeneral(nn.Module):
@@ -89,7 +87,7 @@ class DenseGeneral(nn.Module):
     """Contracts `axis` of `inputs`; the features come last."""
     features = as_tuple(self.features)
     inputs = jnp.asarray(inputs, self.dtype)
-    axes = tuple(a if a >= 0 else inputs.ndim + a for a in as_tuple(self.axis))
+    axes = tuple(a % inputs.ndim for a in as_tuple(self.axis))
     if (packed := packed_kernel(self)) is not None:
       x = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
       lead = x.shape[: -len(axes)]
@@ -157,14 +155,15 @@ class Conv(_Masked, nn.Conv):
   _contracted = -2
 
 
-def with_step(variables: Variables, step: Any, state: State | None = None) -> Variables:
+def with_step(variables: Mapping[str, Any], step: Any, state: State | None = None) -> Any:
   """Returns `variables` with the step, and the stored mask, of every sparse layer.
 
       model.apply(with_step({**variables, "params": params}, step, state), x)
 
   Args:
-    variables: what `model.init` returned, parameters exchanged or not (they are not looked at). The
-      leaves of the collection `nm_sparsity` may be shapes, as of `jax.eval_shape(model.init, ...)`.
+    variables: what `model.init` returned, parameters exchanged or not (they are not looked at). It
+      has the collection `nm_sparsity` where a rule names a layer of the model. The leaves of the
+      collection `nm_sparsity` may be shapes, as of `jax.eval_shape(model.init, ...)`.
     step: the updates applied so far, `nms.step_count(opt_state)`.
     state: what `nms.init_state` or `nms.update_state` returned; its masks become the collection
       `nm_sparsity_state`. None keeps the masks that `variables` got by an earlier call; those of
@@ -174,12 +173,6 @@ def with_step(variables: Variables, step: Any, state: State | None = None) -> Va
     A new mapping of the same type.
   """
   step = as_step(step)
-  if not jax.tree_util.tree_leaves(variables.get(COLLECTION, {})):
-    raise ValueError(
-      f"with_step found no sparse layer: {sorted(variables)} hold no step under {COLLECTION!r}. "
-      "Pass all that model.init returned. If init made no step, no rule names a layer of this "
-      "model, or the layers got no rules=."
-    )
   stamps = [dict(flatten(state[key])) for key in ("made", "renewed")] if state else []
 
   def fill(path, leaf):

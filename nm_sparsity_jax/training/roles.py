@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 # What several roles are called together.
 COMPOSITES: Mapping[str, tuple[str, ...]] = {
@@ -90,15 +90,6 @@ def matcher(place: str) -> re.Pattern[str]:
   # The path must match each narrowing word as well as the role.
   narrowed = "".join(rf"(?=(?:{words[word]})\Z)" for word in narrow)
   return compiled(f"{narrowed}(?:{known[role]})", f"the place {place!r}")
-
-
-def roles_of(paths: Sequence[str]) -> list[str]:
-  """Returns the roles that some of these paths have.
-
-  >>> roles_of(["blocks_0/mlp/fc1/kernel", "head/kernel", "norm/scale"])
-  ['ff', 'head']
-  """
-  return [*dict.fromkeys(filter(None, map(role_of, paths)))]
 
 
 def role_of(path: str) -> str | None:

@@ -321,7 +321,7 @@ class Rules:
       if not any(map(regex.fullmatch, shapes)):
         idle.append(f"axes={{{regex.pattern!r}: {axis}}}")
     if idle:
-      have = ", ".join(roles.roles_of([*shapes])) or "no roles"
+      have = ", ".join(dict.fromkeys(filter(None, map(roles.role_of, shapes)))) or "no roles"
       raise ValueError(
         f"rules that match no parameter: {', '.join(idle)}. The {len(shapes)} parameters begin "
         f"{', '.join([*shapes][:4])} and have {have}. A place (gin: in SPARSITY_RULES) is a role "

@@ -97,8 +97,6 @@ def sparse(tx: optax.GradientTransformation, rules: Rules) -> optax.GradientTran
     return SparseState(jnp.int32(0), jnp.int32(rules.fingerprint), dense, masks, inner_state)
 
   def update(updates, state, params=None, **extra):
-    if params is None:
-      raise ValueError("nms.sparse needs the parameters: tx.update(grads, opt_state, params).")
     sites = rules.assign(params).places
     seen, grads = dict(flatten(params)), dict(flatten(updates))
     step = _checked_step(state, rules, sites)
