@@ -1,15 +1,12 @@
 """Places by name: what each family calls its kernels, and what others read of it."""
 
-import functools
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
+import test_vision_models as images
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.core import trees
-from nm_sparsity_jax.models import resnet, swin, vit
 from nm_sparsity_jax.training import roles
 
 RECIPE = nms.recipe("sr_ste", pattern="1:4", phases=nms.Phases(total=8))
@@ -75,21 +72,9 @@ def test_a_role_names_its_kernels_and_what_no_role_names_stays_dense(project):
       }
 
 
-@pytest.mark.parametrize("place", ["encoder/ff", "self/k", "cross/decoder/q"])
-def test_words_narrow_a_role(place):
-  *words, role = place.split("/")
-  find = nms.Rules({place: RECIPE}).find
-  for path, own in kernels_of("T5X").items():
-    kinds = {path.split("/")[0], "cross" if "encoder_decoder" in path else "self"}
-    assert bool(find(path)) == (own == role and {*words} <= kinds), path
-
-
 def test_the_networks_here_have_one_role_for_each_kernel():
-  for module, network in (vit, vit.ViT), (swin, swin.Swin), (resnet, resnet.ResNet):
-    sizes = module.config(next(iter(module.CONFIGS)))
-    images = jnp.zeros((1, sizes.image_size, sizes.image_size, 3))
-    make = functools.partial(network(sizes).init, train=False)
-    for path, _ in trees.flatten(jax.eval_shape(make, jax.random.key(0), images)["params"]):
+  for name in images.FAMILIES:
+    for path, _ in trees.flatten(images.shapes_of(images.network(name))["params"]):
       named = [role for words, _ in roles._families.values() for role, regex in words.items()
                if re.fullmatch(regex, path)]  # fmt: skip
       assert len({*named}) == (path.endswith("/kernel") and "cpb_mlp" not in path), path
