@@ -128,8 +128,8 @@ class Rules:
 
   def with_axes(self, axes: Mapping[str, masks.Axis]) -> Rules:
     """Returns the same rules with more `axes`, which come first."""
-    rest = {regex: axis for regex, axis in self.axes.items() if regex not in axes}
-    return dataclasses.replace(self, axes={**axes, **rest})
+    # A key stays where it stood first, and has its last value.
+    return dataclasses.replace(self, axes={**axes, **self.axes, **axes})
 
   def with_logical_axes(self, logical_axes: Any) -> Rules:
     """Returns the same rules, with axes of stacked kernels read from logical axis names.

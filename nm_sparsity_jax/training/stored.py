@@ -184,6 +184,5 @@ def check_step(site: Site, step: jax.Array | int, last: Any, made: Any, renewed:
 
 def _by_key(kept: Mapping[str, Mapping[str, jax.Array]], step: jax.Array) -> State:
   """Returns the state of path -> key -> value: key -> values, nested as the parameters."""
-  keys = dict.fromkeys(key for values in kept.values() for key in values)
-  of_key = lambda key: {path: values[key] for path, values in kept.items() if key in values}
-  return {"step": step, **{key: nested(of_key(key)) for key in keys}} if kept else {}
+  leaves = {f"{key}/{path}": x for path, values in kept.items() for key, x in values.items()}
+  return {"step": step, **nested(leaves)} if kept else {}
