@@ -157,5 +157,5 @@ def test_a_packed_network_sees_what_the_finalized_one_sees(network, rules, count
 def test_a_packed_kernel_of_another_network_is_refused():
   kernel = packing.pack(np.zeros((16, 6), np.float32), nms.NM(1, 4))
   layer = nms.layers.Dense(6, use_bias=False)
-  with pytest.raises(ValueError, match=r"the packed kernel is \(16, 6\), .* takes \(24, 6\)"):
+  with pytest.raises(ValueError, match=r"\(16, 6\) do not fit"):
     layer.apply({"params": {"kernel": kernel}}, jnp.ones((5, 24)))

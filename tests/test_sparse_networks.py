@@ -1,7 +1,4 @@
-"""Every network of sparse layers is the dense one on `sparsify`'s parameters, bit for bit.
-
-test_layers.py has every recipe in every phase; here are two, one of them with a stored mask.
-"""
+"""Every network of sparse layers is the dense one on `sparsify`'s parameters, bit for bit."""
 
 import functools
 
@@ -13,12 +10,22 @@ import test_vision_models as images
 from reference_arrays import assert_same
 
 import nm_sparsity_jax as nms
+from nm_sparsity_jax.core import trace
 from nm_sparsity_jax.core.trees import flatten
 from nm_sparsity_jax.training.layers import COLLECTION, STATE_COLLECTION, with_step
 
 # Gradients are made up here: no optimizer takes them.
-pytestmark = pytest.mark.filterwarnings("ignore:idp at .* adds lam:UserWarning")
-STEPS = range(t5.PHASES.total + 1)
+pytestmark = pytest.mark.filterwarnings("ignore:.* adds lam:UserWarning")
+FIELDS = {
+  "sdgf_stepwise": {"decay_kind": "linear"},
+  "sdgf_geometric": {"k": 2},
+  "custom": {"path": ((3, "2:4", 1.0), (6, "1:4", 0.5), (8, "1:4", 0.0))},
+  "snip": {"batches": 2},
+}
+EACH = [
+  nms.recipe(name, pattern="1:4", phases=t5.PHASES, **FIELDS.get(name, {}))
+  for name in nms.recipes.RECIPES
+]
 
 
 def make_t5(scan, rules):
@@ -28,14 +35,14 @@ def make_t5(scan, rules):
   network = t5.make(rules=rules, **fields)
   # This generator compiles faster than the usual one.
   apply = functools.partial(network.apply, rngs={"dropout": jax.random.key(7, impl="unsafe_rbg")})
-  return t5.shapes_of(network), lambda variables: (apply(variables, *t5.BATCH), {})
+  return t5.shapes_of(network), lambda variables, batch: (apply(variables, *batch), {}), t5.BATCH
 
 
 def make_images(name, remat, rules):
   """As in training: by the statistics of the batch, which become new averages."""
   network = images.network(name, rules, remat=remat, drop_path=0.0, **images.SMALLER[name])
   apply = functools.partial(network.apply, train=True, mutable=["batch_stats"])
-  return images.shapes_of(network), lambda variables: apply(variables, images.images(network))
+  return images.shapes_of(network), apply, images.images(network)
 
 
 NETWORKS = {
@@ -49,23 +56,32 @@ NETWORKS = {
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_sparse_network_is_the_dense_one_on_sparsified_parameters(name):
-  """Outputs, new state and gradients."""
-  dense_shapes, dense = NETWORKS[name](None)
+  """Outputs, new state and gradients, by every recipe; and the program has the layers' axes."""
+  dense_shapes, dense, batch = NETWORKS[name](None)
   axes = dense_shapes.get("params_axes")
   variables = images.drawn({k: x for k, x in dense_shapes.items() if k != "params_axes"})
   params = variables.pop("params")
   kernels = [path for path, _ in flatten(params) if path.endswith("kernel")]
-  recipes = [*t5.EACH.values()]
-  places = {path: recipes[i % 2] for i, path in enumerate(kernels)}
+  places = {path: EACH[i % len(EACH)] for i, path in enumerate(kernels)}
   layer_rules = nms.Rules(places, indivisible="skip")  # a stem has three channels
   # Of a scan: layers see no stacked axis, and `sparsify` does.
   rules = layer_rules.with_logical_axes(axes) if axes else layer_rules
-  shapes, sparse = NETWORKS[name](layer_rules)
+  sites = rules.assign(params).places
+  forward = lambda params, batch: dense({**variables, "params": params}, batch)
+  traced = trace.trace(forward, params, batch).axes
+  for path, site in sites.items():
+    # The network of relative positions gets constants alone.
+    assert traced.get(path) == site.groups.axes or "cpb_mlp" in path
+
+  shapes, sparse, _ = NETWORKS[name](layer_rules)
+  assert dense_shapes.items() <= shapes.items()
+  masks = {path: (x.shape, x.dtype) for path, x in flatten(shapes[STATE_COLLECTION])}
+  assert masks == {path: (s.shape, bool) for path, s in sites.items() if s.recipe.stateful}
   empty = {key: shapes[key] for key in (COLLECTION, STATE_COLLECTION)}
 
   def outputs_and_grads(apply, params, rest):
     def loss(params):
-      y, new = apply({**rest, "params": params})
+      y, new = apply({**rest, "params": params}, batch)
       return jnp.sum(jnp.sin(y)), (y, dict(new))
 
     return jax.value_and_grad(loss, has_aux=True)(params)
@@ -88,7 +104,7 @@ def test_a_sparse_network_is_the_dense_one_on_sparsified_parameters(name):
 
   run_dense = jax.jit(lambda params: outputs_and_grads(dense, params, variables))
   state = nms.init_state(params, rules)
-  for step in map(jnp.int32, STEPS):
+  for step in map(jnp.int32, range(t5.PHASES.total + 1)):
     if step % 3 == 0:  # some of each phase
       got, got_grads = run_sparse(params, step, state)
       effective, _ = sparsify_with_vjp(params, step, state, params)

@@ -68,7 +68,7 @@ def decide(params: Any, rules: Rules, dtype: Any = None) -> tuple[dict[str, NMPa
 def _refused(site: Site, dtype: Any, kind: Any) -> str:
   """Says why a kernel stays dense, '' where it is packed."""
   # Of our layers only those of such a kernel multiply by `nm_dot`.
-  if not site.path.endswith("kernel") or len(site.shape) != 2 or site.axes != (0,):
+  if not site.path.endswith("kernel") or len(site.shape) != 2 or site.groups.axes != (0,):
     return "layers take packed only kernels (in, out), with groups along axis 0"
   if site.pattern.m > MOST:
     return f"{site.pattern}: an index reaches through {MOST} entries at most"

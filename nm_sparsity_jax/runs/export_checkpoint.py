@@ -232,10 +232,10 @@ def _rules_of_layers(rules: Rules, shapes: Mapping[str, tuple[int, ...]]) -> Rul
     alone = {path: place for path, place in assigned.items() if layers[path] == [path]}
     axes = {re.escape(path): place.axis for path, place in alone.items()}
   if all(rules.match(layer) == at for path, at in matches.items() for layer in layers[path]):
-    return Rules(rules.places, axes, rules.indivisible, rules.roles)
+    return Rules(rules.places, axes, rules.indivisible)
   number = lambda layer: re.sub(r"_0/", r"_\\d+/", re.escape(layer), count=1)
   table = {
     re.escape(path) if layers[path] == [path] else number(layers[path][0]): rules.places[at]
     for path, at in matches.items()
   }
-  return Rules(table, axes, rules.indivisible, rules.roles)
+  return Rules(table, axes, rules.indivisible)

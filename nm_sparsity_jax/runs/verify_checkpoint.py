@@ -98,7 +98,7 @@ class Finalized:
   def __str__(self) -> str:
     """Returns what was removed, with the least and the most of like parameters, and the proof."""
     rows = []
-    for name, paths in group(list(self.removed), words=True):
+    for name, paths in group(list(self.removed)):
       shares = [f"{share:.2%}" for share in sorted(self.removed[path] for path in paths)]
       rows.append((name, " .. ".join(dict.fromkeys((shares[0], shares[-1])))))
     lines = table(("removed of", "sum of |w|"), rows)

@@ -255,7 +255,7 @@ class _Process:
     _tell(found, run.model, step, self.curves, reports.say)
     self.curves.flush()
     rules = run.model.rules
-    summary = lambda s: metrics.summary(s.dense, rules, s.sparse_step, s.masks, per_place=False)
+    summary = lambda s: metrics.summary(s.dense, rules, s.sparse_step, s.masks)
     now = run.model.jit(summary)(state)
     # Both are float32 means over all weights, so equal ones may differ in the last bit.
     is_sparse = bool(now["nm/density"] <= now["nm/density_target"] * (1 + 1e-6))

@@ -34,7 +34,7 @@ def kernels(assignment: Assignment) -> dict[str, Any]:
       {**entry(name, of), **dict(zip(fields, fact, strict=True))} for name, of, fact in alike(facts)
     ],
     "skipped": [{**entry(name, of), "why": why} for name, of, why in alike(assignment.skipped)],
-    "dense": [entry(*named) for named in group(dense, words=True)],
+    "dense": [entry(*named) for named in group(dense)],
   }
 
 

@@ -51,9 +51,8 @@ def programs(run: Any) -> tuple[Any, Any]:
       nm/n/<rule>, nm/m/<rule>               the pattern, where all kernels of the rule share it
       nm/flip_rate/{all,kept}                from the masks before the update to those after
       nm/grad_abs_var/{all,kept}             of the step's gradient without SR-STE's term
-      nm/second_moment_var/{all,kept}        of Adam's v, this gradient included
-      nm/second_moment_var_factored/...      in its place under Adafactor: of the row times column
-                                             estimate that it divides by
+      nm/second_moment_var/{all,kept}        of Adam's v, this gradient included; under Adafactor
+                                             of the estimate that it divides by
 
   All but flips and gradients can be had again from a checkpoint of that step. Where the optimizer
   keeps no second moment there is no name for it.
@@ -61,7 +60,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   Args:
     run: `SparseTrainer`; gradients are taken by its model, its keys and its microbatches.
   """
-  model, axes, per_place = run._model, run._train_state_axes, run.metrics_per_place
+  model, axes = run._model, run._train_state_axes
   partition, batch_spec = run._partitioner.partition, run._partitioner.data_partition_spec
   rules = model.stored_rules
   by_path = traverse_util.flatten_dict(unfreeze(axes.params), sep="/")
@@ -80,7 +79,7 @@ def programs(run: Any) -> tuple[Any, Any]:
   def after(train_state, seen):
     params, (step, state) = train_state.params, model.read(train_state.flax_mutables)
     moments = second_moments(model.optimizer_def, train_state, rules)
-    return metrics.summary(params, rules, step, state, None, moments, seen, per_place=per_place)
+    return metrics.summary(params, rules, step, state, moments, seen)
 
   return (
     partition(before, in_axis_resources=(axes, batch_spec), out_axis_resources=seen_spec),
@@ -89,15 +88,14 @@ def programs(run: Any) -> tuple[Any, Any]:
 
 
 def second_moments(optimizer_def, train_state, rules) -> Any:
-  """Returns second moments for `metrics.summary`: an optax state, or T5X's Adafactor rebuilt."""
+  """Returns second moments for `metrics.summary`: of an optax state, or T5X's Adafactor's."""
   states = train_state.param_states
   if not isinstance(optimizer_def, adafactor.Adafactor):
-    return states
+    return metrics.second_moments(states, train_state.params)
   kept = traverse_util.flatten_dict(unfreeze(states), sep="/")
   places = rules.assign(train_state.params).places
   dims = {path: factored_dims(optimizer_def, path, p.shape) for path, p in places.items()}
-  nu = {path: estimate(kept[path], d) for path, d in dims.items()}
-  return metrics.SecondMoments(nu, [path for path, factored in dims.items() if factored])
+  return {path: estimate(kept[path], d) for path, d in dims.items()}
 
 
 def factored_dims(optimizer_def, path, shape):
