@@ -29,7 +29,6 @@ from flax import linen as nn
 
 from nm_sparsity_jax.models import image_parts as parts
 from nm_sparsity_jax.training.layers import Dense
-from nm_sparsity_jax.training.rules import Rules
 
 _EPSILON = 1e-5
 _SHARPEST = math.log(100)  # the largest logarithm of the scale of cosines
@@ -202,7 +201,7 @@ class WindowAttention(parts.SelfAttention):
 
   def _positions(self) -> jax.Array:
     """Returns the bias between two tokens, float32 [a, n, n]."""
-    dense = functools.partial(Dense, kernel_init=parts.kernel_init, rules=self.rules)  # float32
+    dense = functools.partial(Dense, kernel_init=parts.kernel_init)  # float32
     offsets = jnp.asarray(_offsets(self.window)).reshape(-1, 2)
     hidden = nn.relu(dense(_HIDDEN, name="cpb_mlp_0")(offsets))
     table = dense(self.heads, use_bias=False, name="cpb_mlp_2")(hidden)
@@ -221,13 +220,11 @@ class Block(nn.Module):
     heads: of the stage.
     shifted: whether the windows are, where the map is larger than one.
     config: sizes.
-    rules: what is sparse, and how; None = dense.
   """
 
   heads: int
   shifted: bool
   config: SwinConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array, rate: Any, train: bool) -> jax.Array:
@@ -247,12 +244,12 @@ class Block(nn.Module):
     )
     y = jnp.roll(x, (-shift, -shift), (1, 2)) if shift else x
     attention = WindowAttention(
-      self.heads, cfg, self.rules, side=side, window=window, shift=shift, name="attn"
+      self.heads, cfg, side=side, window=window, shift=shift, name="attn"
     )
     y = from_windows(attention(to_windows(y, window), train), window, side)
     y = jnp.roll(y, (shift, shift), (1, 2)) if shift else y
     x = x + norm(y, "norm1")
-    mlp = parts.Mlp(cfg.mlp_ratio * width, cfg, self.rules, name="mlp")
+    mlp = parts.Mlp(cfg.mlp_ratio * width, cfg, name="mlp")
     return x + norm(mlp(x, train), "norm2")
 
 
@@ -261,11 +258,9 @@ class Merge(nn.Module):
 
   Attributes:
     config: sizes.
-    rules: what is sparse, and how; None = dense.
   """
 
   config: SwinConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -273,7 +268,7 @@ class Merge(nn.Module):
     b, h, w, d = x.shape
     # Of the four, the row changes first: timm's order.
     x = x.reshape(b, h // 2, 2, w // 2, 2, d).transpose(0, 1, 3, 4, 2, 5)
-    dense = parts.dense(self.config, self.rules)
+    dense = parts.dense(self.config)
     x = dense(2 * d, use_bias=False, name="reduction")(x.reshape(b, h // 2, w // 2, 4 * d))
     return parts.layer_norm(x, "norm", _EPSILON, self.config.dtype)
 
@@ -284,12 +279,10 @@ class Stage(nn.Module):
   Attributes:
     stage: its number.
     config: sizes.
-    rules: what is sparse, and how; None = dense.
   """
 
   stage: int
   config: SwinConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array, rates: np.ndarray, train: bool) -> jax.Array:
@@ -302,10 +295,10 @@ class Stage(nn.Module):
     """
     cfg = self.config
     if self.stage:
-      x = Merge(cfg, self.rules, name="downsample")(x)
+      x = Merge(cfg, name="downsample")(x)
     run = parts.run_block(cfg.remat, train)
     for i, rate in enumerate(rates):
-      block = Block(cfg.heads[self.stage], i % 2 == 1, cfg, self.rules, name=f"blocks_{i}")
+      block = Block(cfg.heads[self.stage], i % 2 == 1, cfg, name=f"blocks_{i}")
       x = run(block, x, rate)
     return x
 
@@ -313,11 +306,10 @@ class Stage(nn.Module):
 class _Head(nn.Module):
   # A module of its own for timm's name, head.fc.
   config: SwinConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    return parts.head(jnp.mean(x, axis=(1, 2)), self.config.classes, "fc", self.rules)
+    return parts.head(jnp.mean(x, axis=(1, 2)), self.config.classes, "fc")
 
 
 class Swin(nn.Module):
@@ -328,15 +320,11 @@ class Swin(nn.Module):
       logits = network.apply(variables, images)
       logits = network.apply(variables, images, train=True, rngs={"dropout": key})
 
-  Where `rules` name a kernel, `variables` must hold the step: `nms.layers.with_step`.
-
   Attributes:
     config: sizes and choices.
-    rules: what is sparse, and how; None = dense.
   """
 
   config: SwinConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
@@ -348,11 +336,11 @@ class Swin(nn.Module):
     """
     cfg = self.config
     parts.check_images(images, cfg)
-    x = parts.PatchEmbed(cfg, self.rules, _EPSILON, name="patch_embed")(images)
+    x = parts.PatchEmbed(cfg, _EPSILON, name="patch_embed")(images)
     rates = np.split(
       parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)), np.cumsum(cfg.depths)[:-1]
     )
     for i in range(len(cfg.depths)):
-      x = Stage(i, cfg, self.rules, name=f"layers_{i}")(x, rates[i], train)
+      x = Stage(i, cfg, name=f"layers_{i}")(x, rates[i], train)
     x = parts.layer_norm(x, "norm", _EPSILON, cfg.dtype)
-    return _Head(cfg, self.rules, name="head")(x)
+    return _Head(cfg, name="head")(x)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from nm_sparsity_jax.models import image_parts as parts
-from nm_sparsity_jax.training.rules import Rules
 
 _EPSILON = 1e-6
 
@@ -111,11 +110,9 @@ class Block(nn.Module):
 
   Attributes:
     config: sizes.
-    rules: what is sparse, and how; None = dense.
   """
 
   config: ViTConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array, rate: Any, train: bool) -> jax.Array:
@@ -129,11 +126,11 @@ class Block(nn.Module):
     cfg = self.config
     norm = lambda x, name: parts.layer_norm(x, name, _EPSILON, cfg.dtype)
     drop = lambda y: parts.drop_path(self, y, rate, train)
-    attention = Attention(cfg.heads, cfg, self.rules, cfg.std, name="attn")
+    attention = Attention(cfg.heads, cfg, cfg.std, name="attn")
     x = x + drop(attention(norm(x, "norm1"), train))
     if not cfg.mlp:
       return x
-    mlp = parts.Mlp(cfg.mlp, cfg, self.rules, cfg.std, name="mlp")
+    mlp = parts.Mlp(cfg.mlp, cfg, cfg.std, name="mlp")
     return x + drop(mlp(norm(x, "norm2"), train))
 
 
@@ -145,15 +142,11 @@ class ViT(nn.Module):
       logits = network.apply(variables, images)
       logits = network.apply(variables, images, train=True, rngs={"dropout": key})
 
-  Where `rules` name a kernel, `variables` must hold the step: `nms.layers.with_step`.
-
   Attributes:
     config: sizes and choices.
-    rules: what is sparse, and how; None = dense.
   """
 
   config: ViTConfig
-  rules: Rules | None = None
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
@@ -166,7 +159,7 @@ class ViT(nn.Module):
     cfg = self.config
     parts.check_images(images, cfg)
     dtype = jnp.dtype(cfg.dtype)
-    patches = parts.PatchEmbed(cfg, self.rules, name="patch_embed")
+    patches = parts.PatchEmbed(cfg, name="patch_embed")
     x = patches(images).reshape(len(images), -1, cfg.embed)
     if cfg.class_token:
       # Near 0, as in timm: its position makes it differ from the patches.
@@ -177,9 +170,9 @@ class ViT(nn.Module):
     x = nn.Dropout(cfg.dropout)(x + positions.astype(dtype), not train)
     run = parts.run_block(cfg.remat, train)
     for i, rate in enumerate(parts.drop_path_rates(cfg.drop_path, cfg.layers)):
-      x = run(Block(cfg, self.rules, name=f"blocks_{i}"), x, rate)
+      x = run(Block(cfg, name=f"blocks_{i}"), x, rate)
     if cfg.class_token:
       x = parts.layer_norm(x, "norm", _EPSILON, cfg.dtype)[:, 0]
     else:  # timm's names and order
       x = parts.layer_norm(jnp.mean(x, axis=1), "fc_norm", _EPSILON, cfg.dtype)
-    return parts.head(x, cfg.classes, "head", self.rules)
+    return parts.head(x, cfg.classes, "head")
