@@ -29,7 +29,7 @@ from nm_sparsity_jax.models.vit import ViTConfig
 from nm_sparsity_jax.training.rules import Rules
 from nm_sparsity_jax.training.sites import Site
 
-__all__ = ["Kernel", "Report", "decide", "is_packed", "pack_tree", "prepare", "rows_of",
+__all__ = ["Kernel", "Report", "decide", "pack_tree", "prepare", "rows_of",
            "unpack_tree", "unstacked"]  # fmt: skip
 
 
@@ -167,12 +167,6 @@ def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report
     return packed
 
   return map_with_names(one, params), Report(kernels, dense, rest)
-
-
-def is_packed(tree: Any) -> bool:
-  """Returns whether a tree holds a packed kernel."""
-  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, NMPacked))
-  return any(isinstance(x, NMPacked) for x in leaves)
 
 
 def unpack_tree(tree: Any) -> Any:

@@ -183,8 +183,8 @@ def read(
   return from_timm(safetensors_file.Opened(path).tensors, like, config, repr(os.fspath(path)))
 
 
-def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
-  """Writes a new safetensors file of timm's names.
+def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> int:
+  """Writes a new safetensors file of timm's names; returns how many tensors it has.
 
       write("model.safetensors", variables)
 
@@ -192,4 +192,6 @@ def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> None:
     path: of the file, which must not be there.
     variables: as in `to_timm`.
   """
-  safetensors_file.write(path, to_timm(variables))
+  tensors = to_timm(variables)
+  safetensors_file.write(path, tensors)
+  return len(tensors)

@@ -41,15 +41,6 @@ def choose(configs: Mapping[str, _Config], name: str, changes: Mapping[str, Any]
   return dataclasses.replace(config, **changes)
 
 
-def make_tuples(config: Any, *fields: str) -> None:
-  """Makes tuples of fields that have an entry for each stage.
-
-  gin makes lists of them, and flax needs a config that has a hash.
-  """
-  for field in fields:
-    object.__setattr__(config, field, tuple(getattr(config, field)))
-
-
 def check_images(images: jax.Array, config: Any) -> None:
   """Refuses images of a shape or of a type that the network is not made for.
 

@@ -62,9 +62,6 @@ class ResNetConfig:
   dtype: str = "float32"
   remat: bool = False
 
-  def __post_init__(self):
-    parts.make_tuples(self, "depths", "widths")
-
 
 CONFIGS = {
   "resnet50": ResNetConfig(),

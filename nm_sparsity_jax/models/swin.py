@@ -75,7 +75,6 @@ class SwinConfig:
   remat: bool = False
 
   def __post_init__(self):
-    parts.make_tuples(self, "depths", "heads")
     multiple = self.patch * 2 ** (len(self.depths) - 1)
     unfilled = [side for side in self.sides if side > self.window and side % self.window]
     if self.image_size % multiple or unfilled:

@@ -39,7 +39,6 @@ class SparseTrainer(trainer.Trainer):
     pretrained_steps: the global step at which the sparse run starts, to be checked; None = any.
     metrics_every: after every so many sparse steps `measure` takes what `metrics.summary` names,
       which is written under that step; None or 0 = never. The train step stays the same program.
-    metrics_per_place: also the density of each sparse kernel.
     train_steps: the global step at which T5X ends the run, to be checked; None = any.
     train_steps_relative: T5X's TRAIN_STEPS_RELATIVE, which is refused.
     **kwargs: as of T5X's trainer.
@@ -54,12 +53,11 @@ class SparseTrainer(trainer.Trainer):
     train_state_axes,
     pretrained_steps: int | None = None,
     metrics_every: int | None = None,
-    metrics_per_place: bool = False,
     train_steps: int | None = None,
     train_steps_relative: int | None = None,
     **kwargs,
   ):
-    self.metrics_every, self.metrics_per_place = metrics_every, metrics_per_place
+    self.metrics_every = metrics_every
     self._writes = asynclib.Pool(thread_name_prefix="Samples", max_workers=1)
     if train_state is not None:
       start = int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["start"]))

@@ -7,18 +7,16 @@ attention is allowed; a bias is added to the logits.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen import partitioning, spmd
+from flax.linen import spmd
 from jax import lax
 
 from nm_sparsity_jax.models.t5.config import T5Config
-from nm_sparsity_jax.training.layers import DenseGeneral, as_tuple
+from nm_sparsity_jax.training.layers import DenseGeneral
 
 # What decoding computes once a sequence: see `Transformer.start`.
 PREPARED = "prepared"
@@ -68,34 +66,6 @@ def decoder_mask(tokens: jax.Array, segments: jax.Array | None = None) -> jax.Ar
   return mask if segments is None else mask & pairs(segments, segments, jnp.equal)
 
 
-class SplitDenseGeneral(DenseGeneral):
-  """`DenseGeneral` with a kernel that is stored with all its axes, (c, ..., f, ...), not 2-D.
-
-  T5X stores attention kernels so where it scans over layers: (embed, heads, kv) and (heads, kv,
-  embed). Initial values and outputs are those of the 2-D kernel. No kernel is packed: a deployed
-  network does not scan.
-  """
-
-  @nn.compact
-  def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Contracts `axis` of `inputs`; the features come last."""
-    features = as_tuple(self.features)
-    inputs = jnp.asarray(inputs, self.dtype)
-    axes = tuple(a % inputs.ndim for a in as_tuple(self.axis))
-    contracted = tuple(inputs.shape[a] for a in axes)
-
-    def init(key, shape, dtype):
-      # Drawn flat: fan-in is that of all contracted axes, and numbers are those of a 2-D kernel.
-      flat = self.kernel_init(key, (math.prod(contracted), math.prod(features)), dtype)
-      return flat.reshape(shape)
-
-    kernel = partitioning.param_with_axes(
-      "kernel", init, (*contracted, *features), self.param_dtype, axes=self.kernel_axes
-    )
-    own = tuple(range(len(axes)))
-    return lax.dot_general(inputs, jnp.asarray(kernel, self.dtype), ((axes, own), ((), ())))
-
-
 class Attention(nn.Module):
   """softmax(query . key + bias) . value for each head, with a cache for decoding token by token.
 
@@ -142,9 +112,7 @@ class Attention(nn.Module):
     """
     cfg = self.config
     heads = ("heads", "kv") if cfg.scan_layers else ("joined_kv",)
-    dense = functools.partial(
-      SplitDenseGeneral if cfg.scan_layers else DenseGeneral, dtype=cfg.dtype
-    )
+    dense = functools.partial(DenseGeneral, dtype=cfg.dtype, split=cfg.scan_layers)
 
     def project(name, inputs, kernel_init=_kernel_init):
       features = (cfg.num_heads, cfg.head_dim)

@@ -56,8 +56,7 @@ class T5Config:
     float32_attention_logits: compute attention logits in float32 whatever `dtype` is.
     remat_policy: what the backward pass finds stored. 'none': everything; 'minimal': products
       with weights; 'full': nothing, all of a layer is computed again.
-    scan_layers: scan over the layers of a stack, which stacks their parameters.
-    param_scan_axis: along which axis.
+    scan_layers: scan over the layers of a stack, which stacks their parameters along axis 1.
   """
 
   vocab_size: int
@@ -74,7 +73,6 @@ class T5Config:
   float32_attention_logits: bool = False
   remat_policy: str = "none"
   scan_layers: bool = False
-  param_scan_axis: int = 1
 
   @classmethod
   def t5_1_1(cls, size: str, **overrides: Any) -> T5Config:

@@ -166,7 +166,7 @@ class Stack(nn.Module):
       return x
     scan: Any = partitioning.scan_with_axes(
       lambda layer, x, *context: (run(layer, x, *context), None),
-      variable_axes={"params": cfg.param_scan_axis, "cache": 0, PREPARED: 0},
+      variable_axes={"params": 1, "cache": 0, PREPARED: 0},
       split_rngs={"params": True, "dropout": True},
       in_axes=nn.broadcast,  # type: ignore
       length=depth,
