@@ -39,25 +39,21 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   from nm_sparsity_jax.models.t5 import network
 
 
-@pytest.fixture(autouse=True, scope="module")
-def what_t5x_wants():
-  """T5X does not run under strict promotion; its threads neither, so no context manager helps."""
-  wanted = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
-  before = {name: jax.config.values[name] for name in wanted}
-  for name, value in wanted.items():
-    jax.config.update(name, value)
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-
-
 INITIAL = {}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_initialization():
-  """Each network is initialized once: compiling that would be half of all the time."""
-  with pytest.MonkeyPatch.context() as patch:
+def world():
+  """What T5X wants of a process, and each network initialized once.
+
+  T5X does not run under strict promotion; its threads neither, so no context manager helps.
+  Compiling initializations would be half of all the time.
+  """
+  wanted = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+  before = {name: jax.config.values[name] for name in wanted}
+  jax.config.update("jax_numpy_dtype_promotion", "standard")
+  jax.config.update("jax_numpy_rank_promotion", "allow")
+  with pytest.MonkeyPatch.context() as patch, t5x_found.closed_loops():
     for cls in (models.EncoderDecoderModel, models.DecoderOnlyModel):
       init = cls.get_initial_variables
 
@@ -72,6 +68,8 @@ def one_initialization():
 
       patch.setattr(cls, "get_initial_variables", initial)
     yield
+  for name, value in before.items():
+    jax.config.update(name, value)
 
 
 PHASES = nms.Phases(total=12, dense=3, finetune=3)

@@ -16,19 +16,17 @@ from t5x_world import (
   at_step,
   first_state,
   make,
-  one_initialization,  # noqa: F401  (a fixture)
   seqio,
   t5x_adapter,
   t5x_eval,
   utils,
-  what_t5x_wants,  # noqa: F401  (a fixture)
+  world,  # noqa: F401  (a fixture)
 )
 from test_local import EVALUATION, model_of, run_of, train
-from test_t5x_checkpoints import STEP, closed_loops, dense_state, write  # noqa: F401
+from test_t5x_checkpoints import STEP, dense_state, write
 
 import nm_sparsity_jax as nms
 from nm_sparsity_jax.trainer import checkpoints
-from nm_sparsity_jax.trainer.workloads import decoding
 from nm_sparsity_jax.training import configure
 
 pytestmark = t5x_world.MARKS
@@ -138,20 +136,3 @@ def test_a_sparse_checkpoint_of_t5x_is_evaluated(tmp_path):
   other = model_of(**IDP | dict(pattern="1:4"))
   with pytest.raises(ValueError, match=r"the rules \[ff: idp 1:8.*has \[ff: idp 1:4"):
     checkpoints.load_for_evaluation(checkpoints.opened(path, local), other)
-
-
-def test_same_beams_as_t5x_from_one_to_four():
-  """Random weights, which end at odd times."""
-  model = make(None, "ours")
-  rng = np.random.default_rng(1)
-  inputs = rng.integers(3, 300, (6, 8)).astype(np.int32)
-  shapes = model_of(**IDP).shapes
-  params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, jnp.float32), shapes)
-  batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": np.zeros((6, 9), np.int32)}
-  for beams in (1, 4):
-    predict = functools.partial(model.predict_batch_with_aux, num_decodes=beams)
-    want, aux = jax.jit(predict)(params, batch)
-    run = jax.jit(lambda p, x, n=beams: decoding.beam_search(model.module, p, x, 9, n))
-    ids, scores = run(params, inputs)
-    np.testing.assert_array_equal(ids, want)
-    np.testing.assert_allclose(scores, aux["scores"], rtol=1e-5)

@@ -6,25 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_t5 import BATCH, EACH, make, parameters, shapes_of
+from test_t5 import BATCH, make, parameters
 
 import nm_sparsity_jax as nms
-from nm_sparsity_jax.models.t5 import layers
-from nm_sparsity_jax.training.layers import with_step
+from nm_sparsity_jax.models.t5 import T5Config, layers
 
 LENGTH, BEAMS = 6, 2
-# Keys of the input are computed by `start`, all else by `step`.
-RULES = nms.Rules({"ff": EACH["mdgf_linear"], "cross/k": EACH["mdgf_linear"]})
 
 
 def started(model, variables):
-  """Returns what is kept, and (params, kept, tokens, i) -> (logits, kept)."""
-  kept = ["prepared", "decoded"]
+  """Returns what is kept, and (params, kept, tokens) -> (logits, kept)."""
+  kept = ["prepared", "cache"]
   start = functools.partial(model.apply, mutable=kept, method="start")
 
-  def step(params, kept, tokens, i):
-    read = {**variables, **kept, "params": params}
-    logits, new = model.apply(read, tokens, i, mutable=["decoded"], method="step")
+  def step(params, kept, tokens):
+    read = {**kept, "params": params}
+    logits, new = model.apply(read, tokens, LENGTH, mutable=["cache"], method="step")
     return logits, kept | new
 
   return jax.jit(lambda v: start(v, BATCH[0], LENGTH, BEAMS)[1])(variables), step
@@ -32,11 +29,8 @@ def started(model, variables):
 
 @pytest.mark.parametrize("scan", [False, True], ids=["plain", "scanned"])
 def test_a_step_is_that_through_the_cache_of_t5x_and_a_row_of_the_whole(scan):
-  """Of sparse layers; of dense ones: test_local_decoding.py."""
-  model = make("t5_1_0" if scan else "t5_1_1", scan_layers=scan, rules=RULES)
-  variables = {**shapes_of(model), "params": parameters(model)}
-  del variables["params_axes"]
-  variables = with_step(variables, 9)
+  model = make("t5_1_0" if scan else "t5_1_1", scan_layers=scan)
+  variables = {"params": parameters(model)}
   inputs = np.repeat(BATCH[0], BEAMS, 0)
   kept, ours = started(model, variables)
   dense = functools.partial(model.apply, enable_dropout=False)
@@ -59,7 +53,7 @@ def test_a_step_is_that_through_the_cache_of_t5x_and_a_row_of_the_whole(scan):
   decode = jax.jit(functools.partial(dense, method="decode"))
   whole = decode(variables, encoded, inputs, shifted, tokens)
   for i in range(LENGTH):
-    got, kept = ours(variables["params"], kept, shifted[:, i], jnp.int32(i))
+    got, kept = ours(variables["params"], kept, shifted[:, i])
     want, cache = theirs(cache, shifted[:, i])
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
     np.testing.assert_allclose(got, whole[:, i], rtol=0, atol=4e-6 * np.abs(want).max())
@@ -70,7 +64,7 @@ def test_a_step_multiplies_each_weight_once_a_row():
   params, cfg = parameters(model), model.config
   kept, step = started(model, {"params": params})
   rows, width = len(BATCH[0]) * BEAMS, cfg.num_heads * cfg.head_dim
-  cost = nms.flops.forward(step, params, kept, np.zeros(rows, np.int32), np.int32(0))
+  cost = nms.flops.forward(step, params, kept, np.zeros(rows, np.int32))
   # q, k, v, o of one attention, q and o of the other: keys and values of the input are there.
   layer = 6 * cfg.emb_dim * width + 3 * cfg.emb_dim * cfg.mlp_dim
   attention = 2 * width * (LENGTH + BATCH[0].shape[1])
@@ -79,7 +73,7 @@ def test_a_step_multiplies_each_weight_once_a_row():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_gathered_embedding_has_the_bits_of_a_product(dtype):
-  embed = layers.Embed(24, 16, dtype=dtype, one_hot=True)
+  embed = layers.Embed(T5Config(24, emb_dim=16, dtype=dtype))
   ids = jnp.array([[0, 23, 7], [24, 1000, 5]])  # two have no row
   table = {"params": {"embedding": jax.random.normal(jax.random.key(0), (24, 16))}}
   got, want = embed.apply(table, ids, gather=True), embed.apply(table, ids)

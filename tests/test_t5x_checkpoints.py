@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import t5x_found
 import t5x_world
 import test_huggingface
 from t5x_world import (
@@ -26,11 +25,10 @@ from t5x_world import (
   initializer_of,
   make,
   mine,
-  one_initialization,  # noqa: F401  (a fixture)
   scalable_network,
   t5x_adapter,
   utils,
-  what_t5x_wants,  # noqa: F401  (a fixture)
+  world,  # noqa: F401  (a fixture)
 )
 
 import nm_sparsity_jax as nms
@@ -47,12 +45,6 @@ RULES = nms.Rules({
   # Its mask is taken at step 0, so it must be that of the restored weights.
   "ff": nms.recipe("one_shot", pattern="1:4", phases=nms.Phases(total=4)),
 })  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def closed_loops():
-  with t5x_found.closed_loops():
-    yield
 
 
 def drawn(params, seed):

@@ -1,4 +1,4 @@
-"""ViT, Swin V2 and ResNet: structure; test_weights.py and test_sparse_networks.py have numbers."""
+"""ViT, Swin V2 and ResNet: structure; test_weights.py has numbers."""
 
 import functools
 
@@ -25,9 +25,9 @@ SMALLER = {
 family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def network(name, rules=None, **changes):
+def network(name, **changes):
   cls, module = FAMILIES[name]
-  return cls(module.config(name, **changes), rules)
+  return cls(module.config(name, **changes))
 
 
 def images(net, n=2):
@@ -61,7 +61,7 @@ def drawn(shapes, seed=0):
     # No class token: a position less.
     (vit.ViT(vit.config("vit_b16", class_token=False)), 86_567_656 - 2 * 768),
     (swin.Swin(swin.config("swinv2_b_w8")), 87_918_816),
-    (resnet.ResNet(resnet.config("resnet50", depths=[3, 4, 6, 3])), 25_557_032),  # gin has lists
+    (resnet.ResNet(resnet.config("resnet50")), 25_557_032),
   ],
 )
 def test_networks_have_the_published_number_of_parameters(net, count):

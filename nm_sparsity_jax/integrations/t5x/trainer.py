@@ -66,7 +66,6 @@ class SparseTrainer(trainer.Trainer):
       checkpoint_rules.check_steps(
         model.rules, start, pretrained_steps, train_steps, train_steps_relative
       )
-      _warn_of_offset(model.optimizer_def, start)
       if is_new:
         train_state = _begin(model, train_state, train_state_axes, partitioner, start)
     if train_state_axes is not None:  # before T5X traces the step
@@ -224,16 +223,6 @@ def _applied(optimizer_def, before, after):
     except ValueError:  # a chain without a count
       pass
   return jnp.int32(1)
-
-
-def _warn_of_offset(optimizer_def, start):
-  offset = getattr(getattr(optimizer_def, "hyper_params", None), "step_offset", start)
-  if offset != start and jax.process_index() == 0:
-    print(
-      f"warning: Adafactor has step_offset={offset}, but its moments start at step {start}: name "
-      "the model file before the run file, or adafactor.Adafactor.step_offset = %PRETRAINED_STEPS",
-      flush=True,
-    )
 
 
 def _begin(model, train_state, axes, partitioner, start):
