@@ -58,7 +58,7 @@ def test_a_report_says_what_packing_saves(dtype, size):
   rules = nms.Rules({"a/kernel": one_shot("1:4")})
   tree = finalized({"a": {"kernel": np.zeros((16, 8)), "bias": np.zeros(8)}}, rules)
   packed, report = inference_tree.pack_tree(tree, rules, dtype)
-  assert report.packed == {"a/kernel": inference_tree.Kernel("1:4", 128, size, 512)}
+  assert report.packed == {"a/kernel": inference_tree.Kernel("1:4", size, 512)}
   assert f"in all {size + 32} bytes, and {512 + 32}" in str(report)
   restored = inference_tree.unpack_tree(packed)
   np.testing.assert_allclose(restored["a"]["kernel"], tree["a"]["kernel"], atol=dtype and 0.01 or 0)

@@ -195,7 +195,7 @@ def misfit(tensors, config):
 @pytest.mark.parametrize(
   "change, words",
   [
-    (misfit, r"3 of 55 missing \(encoder.block.{0..2}.*, 1 unknown .*, 1 of another shape"),
+    (misfit, r"3 of 55 missing \(encoder.block.0.*, 1 unknown .*, 1 of another shape"),
     (lambda tensors, config: config.update(model_type="mt5"), "mt5"),
     (lambda tensors, config: config.update(relative_attention_num_buckets=64), "buckets is 64"),
     (

@@ -82,7 +82,7 @@ def test_values_of_another_dtype_are_those_of_pack(dtype, tmp_path):
   assert leaves["params/wide/bias"].dtype == "float32"  # no kernel
   # Eight weights are one value and one nibble; a column of int8 has a scale.
   column = 8 * np.dtype(dtype).itemsize + 4 + 4 * (dtype == "int8")
-  assert report.packed["wide/kernel"] == inference_tree.Kernel("1:8", 320, 5 * column, 320 * 4)
+  assert report.packed["wide/kernel"] == inference_tree.Kernel("1:8", 5 * column, 320 * 4)
 
 
 def test_a_network_takes_what_is_read(tmp_path):

@@ -104,4 +104,4 @@ def test_a_run_that_goes_on_evaluates_first(t5x, tmp_path, monkeypatch):
   dense(tmp_path / "checkpoint_8")
   assert owes(str(tmp_path))
   monkeypatch.chdir(tmp_path)
-  assert t5x_adapter.start("checkpoint_8", run="new") == str(tmp_path / "checkpoint_8")
+  assert t5x_adapter.absolute("checkpoint_8") == str(tmp_path / "checkpoint_8")

@@ -88,13 +88,11 @@ class Kernel:
 
   Attributes:
     pattern: n:m.
-    weights: how many it has, zeros included.
     bytes: of it.
     bytes_with_zeros: of the same kernel before.
   """
 
   pattern: str
-  weights: int
   bytes: int
   bytes_with_zeros: int
 
@@ -126,10 +124,10 @@ class Report:
   def __str__(self) -> str:
     rows = [
       (name, x.pattern, f"{x.bytes_with_zeros:,}", f"{x.bytes:,}",
-       f"{x.bytes_with_zeros / x.bytes:.2f}x", f"{x.bytes / x.weights:.4f}", len(paths))
+       f"{x.bytes_with_zeros / x.bytes:.2f}x", len(paths))
       for name, paths, x in alike(self.packed)
     ]  # fmt: skip
-    head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "a weight", "kernels"
+    head = "packed", "pattern", "bytes with zeros", "bytes", "smaller", "kernels"
     lines = table(head, rows) if rows else ["nothing is packed"]
     reasons: dict[str, list[str]] = {}
     for name, _, why in alike(self.dense):
@@ -163,7 +161,7 @@ def pack_tree(params: Any, rules: Rules, dtype: Any = None) -> tuple[Any, Report
       return w
     # Without its groups: recipes may pad for a longer group than the last one, which stays here.
     packed = pack(np.asarray(w), likes[path].pattern, None, dtype, path)
-    kernels[path] = Kernel(str(packed.pattern), w.size, sizes(packed).total, w.nbytes)
+    kernels[path] = Kernel(str(packed.pattern), sizes(packed).total, w.nbytes)
     return packed
 
   return map_with_names(one, params), Report(kernels, dense, rest)

@@ -108,7 +108,7 @@ def to_timm(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def from_tensors(
-  tensors: Mapping[str, Any], what: str, like: Mapping[str, Any] | None = None, config: Any = None
+  tensors: Mapping[str, Any], what: str, like: Mapping[str, Any] | None = None
 ) -> dict[str, Lazy]:
   """Returns our key -> array, which is read when it is asked for.
 
@@ -116,7 +116,6 @@ def from_tensors(
     tensors: timm's name -> array, or `Lazy`.
     what: says in an error what was looked at, such as the path of a file.
     like: as in `from_timm`.
-    config: as in `from_timm`.
   """
   # Not the unknown ones: a name that nobody knows is a weight that would be lost.
   own = {name: x for name, x in tensors.items() if name.rpartition(".")[2] not in DERIVED}
@@ -127,31 +126,21 @@ def from_tensors(
     empty = {name: np.broadcast_to(np.int8(0), x.shape) for name, x in own.items()}
     found = {key: name_of(key) for key in keys_of(own)}
     shapes = {key: there.ours(empty[there.name]).shape for key, there in found.items()}
-  made = names.from_tensors(own, name_of, shapes, f"{what} is of another network")
-  # No parameter shows the window of a Swin V2, and another window gives other logits.
-  for name, x in tensors.items() if hasattr(config, "window") else ():
-    if stage := re.fullmatch(r"layers\.(\d+)\.blocks\.\d+\.attn\.relative_coords_table", name):
-      window = min(config.window, config.sides[int(stage[1])])
-      if x.shape[1] != 2 * window - 1:
-        there = (x.shape[1] + 1) // 2
-        raise ValueError(f"{what}: {name!r} is of a window of {there}: set window={there}.")
-  return made
+  return names.from_tensors(own, name_of, shapes, f"{what} is of another network")
 
 
 def from_timm(
   tensors: Mapping[str, Any],
   like: Mapping[str, Any] | None = None,
-  config: Any = None,
   what: str = "the state dict",
 ) -> dict[str, Any]:
   """Returns variables, of numpy arrays, of timm's state dict.
 
-      variables = from_timm(tensors, jax.eval_shape(network.init, key, images), network.config)
+      variables = from_timm(tensors, jax.eval_shape(network.init, key, images))
 
   Args:
     tensors: timm's name -> array.
     like: the network's variables, or their shapes; None = whatever network the names are of.
-    config: of the network; a Swin V2 of another window is then refused, where a tensor shows it.
     what: says in an error what was looked at.
 
   Returns:
@@ -161,13 +150,11 @@ def from_timm(
     ValueError: a name is unknown or missing, or a tensor is of another size, classes or image size.
   """
   dtypes = {key: x.dtype for key, x in _flat(like or {}).items()}
-  made = from_tensors(tensors, what, like, config)
+  made = from_tensors(tensors, what, like)
   return nested({key: np.asarray(x, dtypes.get(key)) for key, x in made.items()})
 
 
-def read(
-  path: str | os.PathLike, like: Mapping[str, Any] | None = None, config: Any = None
-) -> dict[str, Any]:
+def read(path: str | os.PathLike, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
   """Returns the variables in a safetensors file of timm's names.
 
       variables = read("model.safetensors", jax.eval_shape(network.init, key, images))
@@ -175,12 +162,11 @@ def read(
   Args:
     path: of the file.
     like: as in `from_timm`.
-    config: as in `from_timm`.
 
   Raises:
     ValueError: it is pickled, damaged, or what `from_timm` refuses.
   """
-  return from_timm(safetensors_file.Opened(path).tensors, like, config, repr(os.fspath(path)))
+  return from_timm(safetensors_file.Opened(path).tensors, like, repr(os.fspath(path)))
 
 
 def write(path: str | os.PathLike, variables: Mapping[str, Any]) -> int:

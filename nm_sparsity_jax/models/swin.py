@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -272,43 +273,19 @@ class Merge(nn.Module):
     return parts.layer_norm(x, "norm", _EPSILON, self.config.dtype)
 
 
-class Stage(nn.Module):
-  """A merge, but in the first stage, and blocks.
+class Scope(nn.Module):
+  """Gives the modules that a function makes a name in front of theirs, as timm has it.
 
   Attributes:
-    stage: its number.
-    config: sizes.
+    body: the function.
   """
 
-  stage: int
-  config: SwinConfig
-
-  @nn.compact
-  def __call__(self, x: jax.Array, rates: np.ndarray, train: bool) -> jax.Array:
-    """Maps [b, h, w, d] to [b, h, w, d], or to [b, h / 2, w / 2, 2 d] with a merge.
-
-    Args:
-      x: [b, h, w, d].
-      rates: of the drop path, of each block.
-      train: dropout and drop path act.
-    """
-    cfg = self.config
-    if self.stage:
-      x = Merge(cfg, name="downsample")(x)
-    run = parts.run_block(cfg.remat, train)
-    for i, rate in enumerate(rates):
-      block = Block(cfg.heads[self.stage], i % 2 == 1, cfg, name=f"blocks_{i}")
-      x = run(block, x, rate)
-    return x
-
-
-class _Head(nn.Module):
-  # A module of its own for timm's name, head.fc.
-  config: SwinConfig
+  body: Callable[[jax.Array], jax.Array]
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    return parts.head(jnp.mean(x, axis=(1, 2)), self.config.classes, "fc")
+    """Returns body(x)."""
+    return self.body(x)
 
 
 class Swin(nn.Module):
@@ -336,10 +313,18 @@ class Swin(nn.Module):
     cfg = self.config
     parts.check_images(images, cfg)
     x = parts.PatchEmbed(cfg, _EPSILON, name="patch_embed")(images)
-    rates = np.split(
-      parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)), np.cumsum(cfg.depths)[:-1]
-    )
+    rates = iter(parts.drop_path_rates(cfg.drop_path, sum(cfg.depths)))
+    run = parts.run_block(cfg.remat, train)
+
+    def stage(i, x):
+      if i:
+        x = Merge(cfg, name="downsample")(x)
+      for j in range(cfg.depths[i]):
+        block = Block(cfg.heads[i], j % 2 == 1, cfg, name=f"blocks_{j}")
+        x = run(block, x, next(rates))
+      return x
+
     for i in range(len(cfg.depths)):
-      x = Stage(i, cfg, name=f"layers_{i}")(x, rates[i], train)
-    x = parts.layer_norm(x, "norm", _EPSILON, cfg.dtype)
-    return _Head(cfg, name="head")(x)
+      x = Scope(functools.partial(stage, i), name=f"layers_{i}")(x)
+    x = jnp.mean(parts.layer_norm(x, "norm", _EPSILON, cfg.dtype), axis=(1, 2))
+    return Scope(lambda x: parts.head(x, cfg.classes, "fc"), name="head")(x)

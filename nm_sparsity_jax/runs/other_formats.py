@@ -39,7 +39,7 @@ def read(
   Args:
     name: of the file or folder.
     like: as in `timm.from_timm`.
-    config: as in `timm.from_timm`; of a T5, as in `huggingface.read`.
+    config: of a T5, as in `huggingface.read`.
 
   Raises:
     ValueError: it is pickled, damaged, or of another network.
@@ -52,7 +52,7 @@ def read(
     variables, rules = packed_file.read(name)
     leaves = flatten(variables, lambda x: isinstance(x, NMPacked))
     return "packed", {_key(key): _with_zeros(x) for key, x in leaves}, rules, lambda: variables
-  arrays = timm.from_tensors(opened.tensors, repr(name), like, config)
+  arrays = timm.from_tensors(opened.tensors, repr(name), like)
   return "timm", {_key(key): x for key, x in arrays.items()}, None, None
 
 

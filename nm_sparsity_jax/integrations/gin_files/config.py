@@ -166,18 +166,16 @@ class Config:
     self._table[name, "gin.macro"]["value"] = value
 
   def argument(self, name: str, of: str | None = None) -> Any:
-    """Returns an argument of the program, or of another function `of`; None where none is bound."""
-    return self._make(self._bound(of or self.program).get(name))
-
-  def argument_of(self, macro: str, name: str) -> Any:
-    """Returns an argument of the function that a macro calls; None where none is bound.
+    """Returns an argument of a function; None where none is bound.
 
     Args:
-      macro: such as OPTIMIZER = @optimizers.adamw().
       name: of the argument.
+      of: the function, or a macro that calls one, such as OPTIMIZER = @optimizers.adamw(); None =
+        the program.
     """
-    value = (self._macro(macro) or {}).get("value")
-    return self._make(self._bound_by(value).get(name)) if _is_reference(value) else None
+    called = (self._macro(of or "") or {}).get("value")
+    bound = self._bound_by(called) if _is_reference(called) else self._bound(of or self.program)
+    return self._make(bound.get(name))
 
   def _make(self, value: Any) -> Any:
     if missing := self._needs(value):
