@@ -29,7 +29,6 @@ with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
   import tensorflow as tf  # noqa: F401
   from t5x import adafactor, decoding, models, optimizers, partitioning, trainer, utils  # noqa: F401
   from t5x import eval as t5x_eval  # noqa: F401
-  from t5x.examples import t5  # noqa: F401
   from t5x.examples.decoder_only import network as decoder_network
   from t5x.examples.scalable_t5 import network as scalable_network
   from t5x.examples.t5 import network as t5_network

@@ -17,7 +17,6 @@ from t5x_world import (
   first_state,
   make,
   seqio,
-  t5x_adapter,
   t5x_eval,
   utils,
   world,  # noqa: F401  (a fixture)
@@ -25,7 +24,6 @@ from t5x_world import (
 from test_local import EVALUATION, model_of, run_of, train
 from test_t5x_checkpoints import STEP, dense_state, write
 
-import nm_sparsity_jax as nms
 from nm_sparsity_jax.trainer import checkpoints
 from nm_sparsity_jax.training import configure
 
@@ -49,10 +47,9 @@ def ran(tmp_path_factory):
   return str(folder / "checkpoint_13")
 
 
-def evaluated_by_t5x(model, path, folder, **fields):
+def evaluated_by_t5x(model, path, folder):
   """Evaluates a checkpoint as t5x.eval does."""
   (folder / "inference_eval").mkdir(parents=True)
-  restoring = {"state_transformation_fns": (fields := dict(fields)).pop("transformations", [])}
   t5x_eval.evaluate(
     model=model,
     dataset_cfg=utils.DatasetConfig(
@@ -60,13 +57,12 @@ def evaluated_by_t5x(model, path, folder, **fields):
       batch_size=32, shuffle=False, seed=42, pack=False,
     ),
     restore_checkpoint_cfg=utils.RestoreCheckpointConfig(
-      path=path, mode="specific", dtype="float32", **restoring
+      path=path, mode="specific", dtype="float32"
     ),
     partitioner=Devices(),
     output_dir=str(folder),
     inference_evaluator_cls=functools.partial(seqio.Evaluator, logger_cls=[seqio.JSONLogger]),
     summarize_config_fn=lambda **kwargs: None,
-    **fields,
   )  # fmt: skip
 
 
@@ -85,27 +81,6 @@ def test_t5x_evaluates_a_local_checkpoint_as_a_dense_one(beams, ran, tmp_path):
   predictions = lambda f: [json.loads(x)["prediction"] for x in (f / name).read_text().splitlines()]
   assert predictions(tmp_path / "a") == predictions(tmp_path / "t5x")
   assert len(set(predictions(tmp_path / "a"))) > 3
-
-
-SPARSE = dict(
-  transformations=[t5x_adapter.require_sparse],
-  train_state_initializer_cls=t5x_adapter.SparseTrainStateInitializer,
-)
-
-
-def test_what_is_finalized_opens_with_either_model_of_t5x(ran, tmp_path):
-  """A sparse model refuses what is not finalized: it would mask effective weights once more."""
-  rules = configure.rules({"ff": None}, **IDP)
-  with pytest.raises(ValueError, match="is dense"):
-    evaluated_by_t5x(make(rules, "ours"), ran, tmp_path / "refused", **SPARSE)
-  nms.runs.finalize(ran, tmp_path, early=True)
-  path, found = str(tmp_path / "checkpoint_13"), []
-  for name, model, fields in (
-    ("dense", make(None, "ours"), {}), ("sparse", make(rules, "ours"), SPARSE),
-  ):  # fmt: skip
-    evaluated_by_t5x(model, path, tmp_path / name, **fields)
-    found.append(scores_in(tmp_path / name))
-  assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["legacy", "orbax"])

@@ -1,7 +1,6 @@
 """Packed files: the same bits back, and no file that the kernels cannot trust."""
 
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -92,33 +91,6 @@ def test_a_network_takes_what_is_read(tmp_path):
   y = nms.layers.Dense(5).apply({"params": inference_tree.prepare(wide, 2)}, jnp.asarray(x))
   want = x @ packed.unpack(wide["kernel"]) + wide["bias"]
   np.testing.assert_allclose(np.asarray(y), want, rtol=1e-5, atol=1e-5)
-
-
-def test_what_cannot_be_packed_leaves_no_file(tmp_path):
-  arrays = arrays_of()
-  arrays[TWO][8:12, 3] = 1
-  table = {"params": {"embed": {"embedding": np.zeros((8, 4), np.float32)}}}
-  of_table = nms.Rules({"embed.*": recipe("1:4")}, {"embed.*": 0})
-  for tree, rules, word in (
-    (nested(arrays), RULES, r"'two/kernel' is not 2:4"),
-    (table, of_table, "nothing would be packed"),
-  ):
-    with pytest.raises(ValueError, match=word):
-      packed_file.write(tmp_path / "a", tree, rules)
-  assert os.listdir(tmp_path) == []
-
-
-def test_padding_for_a_longer_level_is_not_in_the_file(tmp_path):
-  """The axis is padded to 32 for its first level, and the target 1:4 needs 20."""
-  path = ((0, "8:32", 0.0), (5, "1:4", 0.0))
-  longer = nms.recipe("custom", pattern="1:4", phases=nms.Phases(total=9), path=path)
-  rules = nms.Rules({"a/kernel": longer}, indivisible="pad")
-  w = np.zeros((18, 6), np.float32)
-  w[::4] = 1
-  packed_file.write(tmp_path / "a", {"params": {"a": {"kernel": w}}}, rules)
-  kernel = leaves_of(tmp_path / "a")["params/a/kernel"]
-  assert kernel.values.shape == (5, 6)
-  np.testing.assert_array_equal(packed.unpack(kernel), w)
 
 
 # --- what is refused ----------------------------------------------------------------------------

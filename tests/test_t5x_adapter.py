@@ -19,7 +19,6 @@ from t5x_world import (
   initializer_of,
   make,
   mine,
-  models,
   optimizers,
   recipe,
   t5x_adapter,
@@ -88,50 +87,35 @@ def one_step(model, state, batch, num_microbatches=None):
 
 
 LAM = 0.3  # large, so that the term stands out of the rounding of the gradients
-WITH_TERM = nms.Rules({"ff": recipe("sr_ste", lam=LAM)})
-
-
-@functools.cache
-def mean_gradient():
-  """(params, batch) -> the gradient of the mean loss per target, from its definition: -log p."""
-  model = make(WITH_TERM, optimizer="sgd")
-
-  def mean_loss(params, batch):
-    params = nms.sparsify(params, WITH_TERM, PHASES.dense)
-    logits = jax.nn.log_softmax(models.EncoderDecoderModel._compute_logits(model, params, batch))
-    ll = jnp.take_along_axis(logits, batch["decoder_target_tokens"][..., None], -1)
-    weights = batch["decoder_loss_weights"]
-    return -jnp.sum(ll[..., 0] * weights) / weights.sum()
-
-  return jax.jit(jax.grad(mean_loss))
 
 
 @pytest.mark.parametrize(
-  "factor, num_microbatches",
+  "factor, num_microbatches, scale",
   [
-    (None, None),
-    ("AVERAGE_PER_SEQUENCE", None),
+    # T5X's loss over the mean loss per target.
+    (None, None, lambda tokens: tokens),
+    ("AVERAGE_PER_SEQUENCE", None, lambda tokens: tokens / 16),
     # Microbatches share a fixed factor, and each makes one of its own from its tokens.
-    (40.0, 4),
-    ("NUM_REAL_TARGET_TOKENS", 4),
+    (40.0, 4, lambda tokens: tokens / 40),
+    ("NUM_REAL_TARGET_TOKENS", 4, lambda tokens: 4),
   ],
 )
-def test_lambda_is_relative_to_the_mean_loss_per_target(factor, num_microbatches):
-  """Taking T5X's gradient down to that of the mean loss takes the term down to lambda * W."""
+def test_lambda_is_relative_to_the_mean_loss_per_target(factor, num_microbatches, scale):
+  """SGD with rate 1 takes lambda * scale * W off the pruned weights of a rule, and of no other."""
   batch = batch_of(padded=factor is None)
-  model = make(WITH_TERM, optimizer="sgd", loss_normalizing_factor=factor)
-  state = at_step(model, begin(model).train_state, PHASES.dense)
-  new = one_step(model, state, batch, num_microbatches)
-  weights, moved = (dict(flatten(jax.device_get(x.params))) for x in (state, new))
-  mean = dict(flatten(jax.device_get(mean_gradient()(state.params, batch))))
-  # Where no rule asks for it, no term.
-  o, wi = "decoder/layers_0/self_attention/out/kernel", "encoder/layers_0/mlp/wi_0/kernel"
-  plain = weights[o] - moved[o]
-  scale = np.vdot(plain, mean[o]) / np.vdot(mean[o], mean[o])
-  np.testing.assert_allclose(plain / scale, mean[o], atol=2e-6)
-  w = weights[wi]
-  pruned = np.where(nms.nm_mask(jnp.abs(w), nms.NM(1, 4)), 0, w)
-  np.testing.assert_allclose((w - moved[wi]) / scale - mean[wi], LAM * pruned, atol=2e-5)
+  moved = {}
+  for lam in (0.0, LAM):
+    rules = nms.Rules({"ff": recipe("sr_ste", lam=lam)})
+    model = make(rules, optimizer="sgd", loss_normalizing_factor=factor)
+    state = at_step(model, begin(model).train_state, PHASES.dense)
+    weights = dict(flatten(jax.device_get(state.params)))
+    new = one_step(model, state, batch, num_microbatches)
+    moved[lam] = dict(flatten(jax.device_get(new.params)))
+  term = {path: moved[0.0][path] - moved[LAM][path] for path in weights}
+  tokens = batch["decoder_loss_weights"].sum()
+  for path, w in weights.items():
+    pruned = np.where(nms.nm_mask(jnp.abs(w), nms.NM(1, 4)), 0, w) if "/mlp/" in path else 0
+    np.testing.assert_allclose(term[path] / scale(tokens), LAM * pruned, atol=2e-5, err_msg=path)
 
 
 def test_microbatches_change_nothing_and_snip_scores_the_plain_gradient():

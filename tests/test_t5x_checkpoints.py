@@ -7,7 +7,6 @@ INITIAL_CHECKPOINT_PATH, with the restore settings of gin_configs/runs/t5x_finet
 """
 
 import dataclasses
-import functools
 import pathlib
 
 import huggingface_reference
@@ -26,7 +25,6 @@ from t5x_world import (
   make,
   mine,
   scalable_network,
-  t5x_adapter,
   utils,
   world,  # noqa: F401  (a fixture)
 )
@@ -162,9 +160,9 @@ def test_t5x_restores_a_converted_folder_of_hugging_face(tmp_path):
 # --- nm-sparsity verify, finalize ---------------------------------------------------------------
 
 
-def sparse_state(network, optimizer="adamw"):
+def sparse_state(network):
   """At the end of a run whose weights moved on after the mask was taken."""
-  model = make(RULES, network, optimizer)
+  model = make(RULES, network)
   state = first_state(model)
   kept = nms.init_state(drawn(state.params, 1), model.stored_rules)
   state = state.replace_params(drawn(state.params, 2))
@@ -184,26 +182,3 @@ def test_a_finalized_checkpoint_is_the_run_to_t5xs_dense_model(kind, network, tm
   found = restore(make(None, network), path)
   assert int(found.step) == STEP and "flax_mutables" not in found.state_dict()
   assert_equal(found.params, model.effective(state.params, state.flax_mutables))
-
-
-@pytest.mark.parametrize(
-  "kind, network, optimizer", [("orbax", "t5", "adamw"), ("legacy", "scanned", "adafactor")]
-)
-def test_a_run_resumes_with_its_own_optimizer_alone(kind, network, optimizer, tmp_path):
-  model, state = sparse_state(network, optimizer)
-  path = write(kind, model, state, tmp_path / "run")
-  resume = functools.partial(t5x_adapter.resume_sparse, is_resuming=True)  # as t5x.train does
-  settings = utils.RestoreCheckpointConfig(
-    path=str(path), mode="specific", dtype="float32", fallback_to_scratch=True,
-    state_transformation_fns=[resume],
-  )  # fmt: skip
-
-  def go_on(optimizer):
-    model, key = make(RULES, network, optimizer), jax.random.PRNGKey(0)
-    return restore(model, path, settings, kind == "orbax", key, model.optimizer_def)
-
-  found = go_on(optimizer)
-  assert_equal(found.params, state.params)
-  assert_equal(found.flax_mutables, state.flax_mutables)
-  with pytest.raises(ValueError, match="another optimizer"):
-    go_on("sgd")
