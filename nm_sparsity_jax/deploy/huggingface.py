@@ -43,26 +43,25 @@ _COMPANIONS = (
 # --- the table of names ---------------------------------------------------------------------------
 
 _SHARED, _HEAD = "shared.weight", "lm_head.weight"
-_RELPOS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-# What lies outside of the layers, and what lies in one: ours -> theirs.
-_OUTSIDE = {
-  "token_embedder/embedding": _SHARED,
-  "encoder/relpos_bias/rel_embedding": f"encoder.{_RELPOS}",
-  "decoder/relpos_bias/rel_embedding": f"decoder.{_RELPOS}",
-  "encoder/encoder_norm/scale": "encoder.final_layer_norm.weight",
-  "decoder/decoder_norm/scale": "decoder.final_layer_norm.weight",
-  "decoder/logits_dense/kernel": _HEAD,
-}
-_MODULES = {
-  "pre_attention_layer_norm": "layer.0.layer_norm",
-  "attention": "layer.0.SelfAttention",
-  "pre_self_attention_layer_norm": "layer.0.layer_norm",
-  "self_attention": "layer.0.SelfAttention",
-  "pre_cross_attention_layer_norm": "layer.1.layer_norm",
-  "encoder_decoder_attention": "layer.1.EncDecAttention",
-}
-_MLP = {"pre_mlp_layer_norm": "layer_norm", "mlp": "DenseReluDense"}
-_KERNELS = {"query": "q", "key": "k", "value": "v", "out": "o"}
+# What becomes what in a key, in this order. The MLP is the last part of a layer, behind two kinds
+# of attention in the decoder.
+_NAMES = (
+  ("token_embedder/embedding", "shared"),
+  ("decoder/logits_dense", "lm_head"),
+  ("relpos_bias/rel_embedding", "block/0/layer/0/SelfAttention/relative_attention_bias"),
+  ("(en|de)coder_norm", "final_layer_norm"),
+  (r"encoder/layers_(\d+)/(pre_)?mlp", r"encoder/block/\1/layer/1/\2mlp"),
+  (r"decoder/layers_(\d+)/(pre_)?mlp", r"decoder/block/\1/layer/2/\2mlp"),
+  ("layers_", "block/"),
+  ("pre_mlp_", ""),
+  ("mlp", "DenseReluDense"),
+  ("pre_cross_attention_layer_norm", "layer/1/layer_norm"),
+  ("pre_(self_)?attention_layer_norm", "layer/0/layer_norm"),
+  ("encoder_decoder_attention", "layer/1/EncDecAttention"),
+  ("/(self_)?attention/", "/layer/0/SelfAttention/"),
+  (r"/(q|k|v|o)(uery|ey|alue|ut)/", r"/\1/"),
+  ("/(kernel|scale)$", ""),
+)
 # What files may hold as well: copies of the embedding, and what no T5 reads.
 _UNREAD = (
   "encoder.embed_tokens.weight", "decoder.embed_tokens.weight",
@@ -76,16 +75,11 @@ def name_of(key: str) -> Name:
   >>> name_of("decoder/layers_3/mlp/wi_0/kernel").name
   'decoder.block.3.layer.2.DenseReluDense.wi_0.weight'
   """
+  name = key
+  for ours, theirs in _NAMES:
+    name = re.sub(ours, theirs, name)
   transposed = key.endswith(("kernel", "rel_embedding"))
-  if key in _OUTSIDE:
-    return Name(_OUTSIDE[key], transposed)
-  stack, layer, block, *kernel = key.split("/")
-  # The MLP is the last part of a layer, behind two kinds of attention in the decoder.
-  last = 1 if stack == "encoder" else 2
-  module = _MODULES.get(block) or f"layer.{last}.{_MLP[block]}"
-  words = [stack, "block", layer.removeprefix("layers_"), module]
-  words += [_KERNELS.get(word, word) for word in kernel[:-1]]
-  return Name(".".join([*words, "weight"]), transposed)
+  return Name(f"{name.replace('/', '.')}.weight", transposed)
 
 
 # --- the network of a tree ------------------------------------------------------------------------
@@ -154,11 +148,12 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], what: str) -> T5Config:
       logits_via_embedding="decoder/logits_dense/kernel" not in layers,
       scan_layers="encoder/encoder/mlp/wo/kernel" in shapes,
     )
+    said = difference(shapes_of(config), shapes)
   except KeyError as e:
-    raise ValueError(f"{what} is not of T5X's T5: {e.args[0]!r} is missing.") from e
-  if said := difference(shapes_of(config), shapes):
+    said = f"{e.args[0]!r} is missing"
+  if said:
     raise ValueError(f"{what} is not of T5X's T5: {said}.")
-  return config
+  return config  # pyright: ignore[reportPossiblyUnbound]
 
 
 # --- there and back -------------------------------------------------------------------------------
@@ -325,19 +320,15 @@ def to_json(config: T5Config, dtype: str = "float32") -> dict[str, Any]:
     dtype: of the tensors, as numpy calls it.
 
   Raises:
-    ValueError: transformers has no such activation.
+    KeyError: transformers has no such activations.
   """
-  activations = tuple(config.mlp_activations)
-  words = [word for word, of in ACTIVATIONS.items() if of == activations]
-  if not words:
-    known = ", ".join(map(str, ACTIVATIONS.values()))
-    raise ValueError(f"mlp_activations={activations}: transformers' T5 has {known} only.")
+  words = {of: word for word, of in ACTIVATIONS.items()}
   return {
     "architectures": ["T5ForConditionalGeneration"],
     "model_type": "t5",
     **{name: getattr(config, field) for field, name in _SIZES.items()},
     **_FIXED,
-    "feed_forward_proj": words[0],
+    "feed_forward_proj": words[tuple(config.mlp_activations)],
     "dropout_rate": config.dropout_rate,
     "tie_word_embeddings": bool(config.logits_via_embedding),
     "is_encoder_decoder": True,

@@ -52,11 +52,9 @@ def write(
     What was packed of 'params', what was not, and why.
 
   Raises:
-    ValueError: a kernel is not n:m, or nothing is to be packed.
+    ValueError: a kernel is not n:m.
   """
   params, report = inference_tree.pack_tree(variables["params"], rules, dtype)
-  if not report.packed:
-    raise ValueError(f"nothing would be packed: {dict(report.dense)}")
   tensors, kernels = {}, {}
   # A kernel is a pytree of its parts; as a leaf it keeps its name.
   leaves = flatten({**variables, "params": params}, lambda x: isinstance(x, NMPacked))

@@ -144,7 +144,9 @@ def dense(config: Any, std: float = STD) -> Callable[..., Dense]:
 
 
 class SelfAttention(nn.Module):
-  """softmax(scores(q, k)) . v, for each head; a subclass has `scores`. The softmax is float32.
+  """softmax(scores(q, k)) . v, for each head; the softmax is float32.
+
+  A subclass has `scores`: float32 [b, h, n, n] of q and k [b, n, h, d / h].
 
   Attributes:
     heads: how many.
@@ -158,10 +160,6 @@ class SelfAttention(nn.Module):
   std: float = STD
   key_bias: bool = True
 
-  def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Returns float32 [b, h, n, n] of q and k [b, n, h, d / h]."""
-    raise NotImplementedError
-
   @nn.compact
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     """Maps [b, n, d] to [b, n, d]."""
@@ -173,7 +171,8 @@ class SelfAttention(nn.Module):
       )
       for name in "qkv"
     )
-    weights = jax.nn.softmax(self.scores(q, k)).astype(v.dtype)
+    scores = self.scores(q, k)  # type: ignore
+    weights = jax.nn.softmax(scores).astype(v.dtype)
     y = jnp.einsum("bhqn,bnhk->bhqk", weights, v)  # then swapped: XLA on a CPU is faster so
     y = layer(width, name="proj")(y.swapaxes(1, 2).reshape(x.shape))
     return nn.Dropout(self.config.dropout)(y, not train)

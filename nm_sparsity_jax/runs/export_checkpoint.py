@@ -164,7 +164,7 @@ def pack(
       for each column. None: as stored. What is not packed keeps its dtype.
 
   Raises:
-    ValueError: a kernel is not n:m, nothing is to be packed, or the file cannot be written.
+    ValueError: a kernel is not n:m, or the file is there.
   """
   file = os.fspath(out)
   _check_name(file)

@@ -12,7 +12,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from clu import asynclib
 from flax.core import freeze
 from t5x import losses, optimizers, trainer, utils
 
@@ -58,7 +57,6 @@ class SparseTrainer(trainer.Trainer):
     **kwargs,
   ):
     self.metrics_every = metrics_every
-    self._writes = asynclib.Pool(thread_name_prefix="Samples", max_workers=1)
     if train_state is not None:
       start = int(utils.get_local_data(train_state.flax_mutables[COLLECTION]["start"]))
       if is_new := start == UNKNOWN:
@@ -131,16 +129,8 @@ class SparseTrainer(trainer.Trainer):
       done = super().train(batch_iter, num_steps, start_step)
     finally:
       self._compiled_train_step = compiled
-    # In the background, since writing waits until the device has made the samples.
-    self._writes(measure.write)(samples, self.train_metrics_manager.write_scalars)
+    measure.write(samples, self.train_metrics_manager.write_scalars)
     return done
-
-  def close(self):
-    """Writes what is left, and stops T5X's threads."""
-    try:
-      self._writes.close()
-    finally:
-      super().close()
 
 
 def sparse_train_step(
